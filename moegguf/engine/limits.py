@@ -1,0 +1,179 @@
+"""A memory limit for a child process, and files out of the page cache: the conditions of a fair measurement.
+
+The limit is a memory cgroup of its own, v1 or v2, made below (or, for v2, beside) the one this process is in and
+removed afterwards. Anonymous memory and the page cache that the child fills count against it. Knows nothing of models.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes as c
+import itertools
+import mmap
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from moegguf.engine.machine import ROOT, cgroup_levels
+from moegguf.errors import MoeggufError
+
+_numbers = itertools.count(1)
+
+
+class LimitError(MoeggufError):
+    """No memory cgroup can be made here; the message says what to do instead."""
+
+
+def _words(path: Path) -> list[str]:
+    try:
+        return path.read_text(errors="replace").split()
+    except OSError:
+        return []
+
+
+def _value(path: Path, name: str | None = None) -> int:
+    """The number in a cgroup file, or the one after `name` in it; 0 when it is absent."""
+    words = _words(path)
+    if name is not None:
+        words = [after for before, after in itertools.pairwise(words) if before == name]
+    return int(words[0]) if words and words[0].isdigit() else 0
+
+
+@dataclass(frozen=True)
+class MemoryGroup:
+    """One memory cgroup with a limit; the command that `command` returns runs inside it."""
+
+    version: int
+    folder: Path
+    limit_bytes: int
+
+    def command(self, arguments: Sequence[str]) -> list[str]:
+        """`arguments` behind a shell that joins the group first, so that every byte of the child is counted."""
+        return ["/bin/sh", "-c", 'echo $$ > "$0" && exec "$@"', str(self.folder / "cgroup.procs"), *arguments]
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most memory in use at one time, page cache included; 0 when the kernel does not say."""
+        return _value(self.folder / ("memory.peak" if self.version == 2 else "memory.max_usage_in_bytes"))
+
+    @property
+    def oom_kills(self) -> int:
+        """Processes that the limit has killed."""
+        return _value(self.folder / ("memory.events" if self.version == 2 else "memory.oom_control"), "oom_kill")
+
+    def remove(self, tries: int = 50) -> None:
+        """Removes the group; its last pages may take a moment to go."""
+        for _ in range(tries):
+            with contextlib.suppress(FileNotFoundError):
+                try:
+                    os.rmdir(self.folder)
+                except FileNotFoundError:
+                    return
+                except OSError:
+                    time.sleep(0.1)
+                    continue
+            return
+
+
+def _write(path: Path, text: str) -> bool:
+    try:
+        path.write_text(text)
+    except OSError:
+        return False
+    return True
+
+
+def _limits_memory(version: int, folder: Path) -> bool:
+    """Whether a new group in `folder` can limit memory."""
+    if version == 1:
+        return (folder / "memory.limit_in_bytes").exists()
+    control = folder / "cgroup.subtree_control"
+    if "memory" in _words(control):
+        return True
+    # Refused while processes are in `folder` itself: then a folder further up has to do.
+    return "memory" in _words(folder / "cgroup.controllers") and _write(control, "+memory")
+
+
+def _set_limit(version: int, folder: Path, n_bytes: int) -> bool:
+    if version == 2:
+        if not _write(folder / "memory.max", str(n_bytes)):
+            return False
+        _write(folder / "memory.swap.max", "0")
+        return True
+    if not _write(folder / "memory.limit_in_bytes", str(n_bytes)):
+        return False
+    if not _write(folder / "memory.memsw.limit_in_bytes", str(n_bytes)):
+        _write(folder / "memory.swappiness", "0")
+    return True
+
+
+def make_group(limit_bytes: int, root: Path = ROOT) -> MemoryGroup:
+    """A new memory cgroup with this limit and no swap; call `remove` on it.
+
+    Raises LimitError where none can be made.
+    """
+    name = f"moegguf-{os.getpid()}-{next(_numbers)}"
+    for version, folder in cgroup_levels("memory", root):
+        if not (os.access(folder, os.W_OK) and _limits_memory(version, folder)):
+            continue
+        group = MemoryGroup(version, folder / name, limit_bytes)
+        try:
+            group.folder.mkdir()
+        except OSError:
+            continue
+        if _set_limit(version, group.folder, limit_bytes):
+            return group
+        group.remove()
+    raise LimitError(
+        "no memory cgroup can be made here; run as root, or inside"
+        f" `systemd-run --user --scope -p MemoryMax={limit_bytes} -p MemorySwapMax=0`."
+    )
+
+
+@contextlib.contextmanager
+def memory_limit(limit_bytes: int | None, root: Path = ROOT) -> Iterator[MemoryGroup | None]:
+    """A group for the length of a `with`, removed whatever happens in it; None without a limit. Raises LimitError."""
+    group = make_group(limit_bytes, root) if limit_bytes else None
+    try:
+        yield group
+    finally:
+        if group is not None:
+            group.remove()
+
+
+def drop_page_cache(paths: Sequence[str | os.PathLike[str]]) -> int:
+    """Asks the kernel to forget the pages of these files; bytes that stayed, because someone has them mapped.
+
+    A system without the call (macOS, Windows) keeps all; the answer is 0 there, as it is when pages cannot be counted.
+    """
+    kept = 0
+    for path in paths:
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            if hasattr(os, "posix_fadvise"):
+                os.fsync(fd)  # dirty pages would stay
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+                kept += cached_bytes(fd)
+        finally:
+            os.close(fd)
+    return kept
+
+
+def cached_bytes(fd: int) -> int:
+    """Bytes of an open file that lie in the page cache; 0 when the system does not say."""
+    n_bytes = os.fstat(fd).st_size
+    if n_bytes == 0:
+        return 0
+    libc = c.CDLL(None, use_errno=True)
+    with mmap.mmap(fd, n_bytes, access=mmap.ACCESS_COPY) as memory:
+        pages = (c.c_ubyte * (-(-n_bytes // mmap.PAGESIZE)))()
+        place = c.c_ubyte.from_buffer(memory)
+        try:
+            failed = libc.mincore(c.c_void_p(c.addressof(place)), c.c_size_t(n_bytes), pages)
+        except AttributeError:
+            return 0
+        finally:
+            del place
+    return 0 if failed else min(n_bytes, sum(page & 1 for page in bytes(pages)) * mmap.PAGESIZE)

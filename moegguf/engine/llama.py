@@ -1,0 +1,262 @@
+"""`Llama`: llama-cpp-python's `Llama` with a budget for experts.
+
+Everything that class takes still works. Its two parameter structs are properties here, so that whatever the base
+class assigns or reads, the experts' buffer type and hook are in them when llama.cpp sees them; nothing is patched in
+Python, and two models never share anything.
+"""
+
+from __future__ import annotations
+
+import ctypes as c
+import inspect
+import os
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from moegguf.config import ExpertCache, parse_expert_cache, read_environment
+from moegguf.engine.machine import count_cpus, read_memory
+from moegguf.engine.plan import Plan, make_plan
+from moegguf.engine.session import Session
+from moegguf.engine.stats import Stats
+from moegguf.errors import AllocationError, CallbackError, ClosedError, MoeggufError, ModelFormatError, OptionError
+from moegguf.experts import read_layout
+from moegguf.native import library
+from moegguf.native.store import StoreOptions
+
+_bindings = library.llama_cpp()
+
+# Passed by known wrappers (LangChain) for llama.cpp versions long gone; they never did anything here.
+_LEGACY_OPTIONS = frozenset({"f16_kv", "n_parts", "low_vram", "mul_mat_q", "n_gqa", "rms_norm_eps"})
+
+Progress = Callable[[float], object]
+
+
+def known_options() -> list[str]:
+    """Keywords of `Llama`: the base class's and ours."""
+    own = inspect.signature(Llama.__init__).parameters
+    base = inspect.signature(_bindings.Llama.__init__).parameters
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return [p.name for p in {**base, **own}.values() if p.kind in named and p.name != "self"]
+
+
+class Llama(_bindings.Llama):  # type: ignore[misc, name-defined]
+    """A GGUF model; when it is a Mixture of Experts, its experts are kept within a budget.
+
+    Args:
+        model_path: the GGUF file, the first one of a split model.
+        expert_cache: memory for experts: "auto" (what is free after everything else), "4GiB", "50%" of all experts,
+            or bytes. Ignored for a model without experts.
+        store: how experts are moved; the defaults are the measured best.
+        progress: called with 0.0 to 1.0 while the weights are read; returning False cancels the load.
+        All keywords of `llama_cpp.Llama`. `n_threads` defaults to the processors this process may use. `use_mmap` has
+        no effect on a model with experts: mapping the file would spend the budget on pages nobody chose.
+
+    Raises:
+        ModelNotFoundError, ModelFormatError: before llama.cpp sees the file.
+        BudgetError: the budget cannot be read or is too small; the message states the minimum.
+        OptionError: an unknown keyword, naming the nearest known one.
+        AllocationError, ExpertIOError, LibraryError.
+    """
+
+    def __init__(
+        self,
+        model_path: str | os.PathLike[str],
+        *,
+        expert_cache: str | int | float | ExpertCache | None = None,
+        store: StoreOptions | None = None,
+        progress: Progress | None = None,
+        **options: Any,
+    ) -> None:
+        self._session: Session | None = None
+        self._closed = False
+        self._eval_s = 0.0
+        self._progress_error: BaseException | None = None
+        self._check_options(options)
+        path = os.fspath(model_path)
+        environment = read_environment()
+        self.layout = read_layout(path)
+        cache = parse_expert_cache(environment.expert_cache if expert_cache is None else expert_cache)
+        n_threads = options.pop("n_threads", None) or count_cpus()
+        options.setdefault("n_threads_batch", n_threads)
+        n_ubatch = min(options.pop("n_ubatch", 512), options.get("n_batch", 512))
+        self.plan = self._make_plan(cache, n_ubatch, options)
+        self._progress = _progress_callback(progress, self)
+        try:
+            if self.layout.is_moe and environment.hooks:
+                self._session = Session(self.layout, self.plan, store or StoreOptions())
+                options["use_mmap"] = False
+                n_ubatch = self.plan.n_ubatch
+                for warning in self.plan.warnings:
+                    warnings.warn(warning, stacklevel=2)
+            self._load(path, n_ubatch=n_ubatch, n_threads=n_threads, **options)
+        except BaseException:
+            self.close()
+            raise
+
+    def _check_options(self, options: dict[str, Any]) -> None:
+        known = known_options()
+        for name in list(options):
+            if name in _LEGACY_OPTIONS:
+                del options[name]
+            elif name not in known:
+                raise OptionError.unknown(name, known)
+
+    def _make_plan(self, cache: ExpertCache, n_ubatch: int, options: dict[str, Any]) -> Plan:
+        n_ctx = options.get("n_ctx", 512) or self.layout.hparams.n_ctx_train or 512
+        types = {name: value for name in ("type_k", "type_v") if (value := options.get(name)) is not None}
+        flash_attn = options.get("flash_attn", False)
+        return make_plan(self.layout, cache, read_memory(), n_ctx=n_ctx, n_ubatch=n_ubatch, flash_attn=flash_attn, **types)
+
+    def _load(self, path: str, **options: Any) -> None:
+        try:
+            super().__init__(path, **options)
+        except MoeggufError:
+            raise
+        except MemoryError as error:
+            raise AllocationError(f"no memory left while loading {path}; give a smaller expert_cache or n_ctx.") from error
+        except ValueError as error:
+            self._raise_progress_error()
+            if "llama_context" in str(error):
+                raise AllocationError(f"llama.cpp has no memory for a context of this size ({error}); lower n_ctx.") from error
+            raise ModelFormatError(f"llama.cpp cannot load {path}: {error}; verbose=True shows its reasons.") from error
+
+    # The base class assigns these structs and later hands them to llama.cpp: each read puts our fields in.
+    @property
+    def model_params(self) -> c.Structure:
+        if self._session is not None:
+            self._session.attach_model(self._model_params)
+        if self._progress is not None:
+            self._model_params.progress_callback = self._progress
+        return self._model_params
+
+    @model_params.setter
+    def model_params(self, params: c.Structure) -> None:
+        self._model_params = params
+
+    @property
+    def context_params(self) -> c.Structure:
+        if self._session is not None:
+            self._session.attach_context(self._context_params)
+        return self._context_params
+
+    @context_params.setter
+    def context_params(self, params: c.Structure) -> None:
+        self._context_params = params
+
+    def eval(self, tokens: Sequence[int]) -> None:
+        """Evaluates tokens. A failed pass leaves the tokens before it in place, so that the call can be repeated.
+
+        Raises ExpertIOError, GenerationCancelled, ForkError, ClosedError.
+        """
+        self._guarded(super().eval, tokens)
+
+    def embed(self, *arguments: Any, **options: Any) -> Any:
+        """As in llama-cpp-python; raises what `eval` raises."""
+        return self._guarded(super().embed, *arguments, **options)
+
+    def _guarded(self, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        session = self._open_session()
+        before, start = self.n_tokens, time.perf_counter()
+        if session is not None:
+            session.raise_failure()  # a callback's error since the last call
+        try:
+            result = call(*arguments, **options)
+        except RuntimeError:
+            self.n_tokens = before
+            if session is not None:
+                session.raise_failure()
+            raise
+        finally:
+            self._eval_s += time.perf_counter() - start
+        if session is not None:
+            try:
+                session.raise_failure()
+            except MoeggufError:
+                self.n_tokens = before
+                raise
+        return result
+
+    def _open_session(self) -> Session | None:
+        if self._closed:
+            raise ClosedError("the model is closed; load it again.")
+        if self._session is not None:
+            self._session.check_process()
+        return self._session
+
+    def stats(self) -> Stats:
+        """Figures since the model was loaded; subtract an earlier one for those of a request."""
+        session = self._open_session()
+        return session.stats(self._eval_s) if session else Stats(eval_s=self._eval_s)
+
+    @property
+    def session(self) -> Session | None:
+        """The expert store behind this model; None for a model without experts and with MOEGGUF_HOOKS=0."""
+        return self._session
+
+    def set_expert_cache(self, expert_cache: str | int | float | ExpertCache) -> None:
+        """Another budget from the next token on, at most the one given at load; memory goes back to the system.
+
+        Raises BudgetError below the minimum.
+        """
+        session = self._open_session()
+        if session is None:
+            return
+        plan = make_plan(self.layout, parse_expert_cache(expert_cache), read_memory(), n_ctx=self.n_ctx(), n_ubatch=1)
+        needed = min(self.plan.n_ubatch * self.layout.n_expert_used, self.layout.n_expert)
+        session.store.resize(min(max(plan.n_slots, needed), self.plan.n_slots))
+
+    def cancel(self) -> None:
+        """Ends the evaluation in progress, from another thread: it raises GenerationCancelled at once."""
+        if self._session is not None and not self._closed:
+            self._session.store.cancel(True)
+
+    def resume(self) -> None:
+        """Allows evaluation again after `cancel`."""
+        if self._session is not None and not self._closed:
+            self._session.store.cancel(False)
+
+    def _raise_progress_error(self) -> None:
+        if self._progress_error is not None:
+            raise CallbackError(f"the progress callback raised: {self._progress_error}") from self._progress_error
+
+    def close(self) -> None:
+        """Frees context, model, pool and threads. Twice is harmless."""
+        if getattr(self, "_closed", True):
+            return
+        self._closed = True
+        if self._session is not None and self._session.forked:
+            return  # the parent's to free
+        with suppress(AttributeError):  # the base class had not come that far
+            super().close()
+        if self._session is not None:
+            self._session.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def __enter__(self) -> Llama:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise OptionError("a loaded model cannot be pickled; load it in the process that uses it.")
+
+
+def _progress_callback(progress: Progress | None, llama: Llama) -> Any:
+    if progress is None:
+        return None
+
+    def call(share: float, _user: int) -> bool:
+        try:
+            return progress(share) is not False
+        except BaseException as error:  # an exception must not enter llama.cpp
+            llama._progress_error = error
+            return False
+
+    return _bindings.llama_progress_callback(call)
+

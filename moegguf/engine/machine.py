@@ -1,0 +1,274 @@
+"""What this machine has left: memory this process may still take, CPUs it may use, how fast the disk reads.
+
+Free memory is what the cgroups leave, not what /proc/meminfo says: every level of every memory cgroup (v1
+and v2, nested, mixed) is asked, and the smallest answer wins. All files are found under `root`, so that
+tests can bring a machine of their own. Knows nothing of models.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from moegguf.errors import ModelNotFoundError
+
+ROOT = Path("/")
+CPU_FLAGS = (
+    "sse4_2", "avx", "f16c", "fma", "avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8",
+    "asimddp", "i8mm", "sve",
+)  # fmt: skip
+
+_NO_LIMIT = 1 << 62  # cgroup v1 writes a number near 2^63 for "no limit"
+_DISK_THREADS = 4
+_DISK_BLOCK_BYTES = 2 << 20
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of main memory: all of it, what this process may still take, and who says so ("the machine",
+    ...).
+    """
+
+    total_bytes: int
+    available_bytes: int
+    limited_by: str
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Memory and CPUs as this process may use them. `n_cpu` counts logical CPUs, `n_core` physical cores."""
+
+    memory: Memory
+    n_cpu: int
+    n_core: int
+    cpu_model: str
+    cpu_flags: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class DiskSpeed:
+    """Bytes per second read from one file; `direct` when the page cache was bypassed."""
+
+    bytes_per_s: float
+    direct: bool
+
+    @property
+    def gb_per_s(self) -> float:
+        return self.bytes_per_s / 1e9
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def _number(path: Path) -> int | None:
+    """The whole number in a cgroup file; None when it is absent or says "max"."""
+    text = _text(path).strip()
+    return int(text) if text.isascii() and text.isdigit() else None
+
+
+def _table(path: Path) -> dict[str, int]:
+    """Lines such as "MemTotal:  24684096 kB" or "inactive_file 4096" as {name: bytes}."""
+    table: dict[str, int] = {}
+    for line in _text(path).splitlines():
+        words = line.replace(":", " ").split()
+        if len(words) >= 2 and words[1].isascii() and words[1].isdigit():
+            table[words[0]] = int(words[1]) * (1024 if words[-1] == "kB" else 1)
+    return table
+
+
+def cgroup_levels(controller: str, root: Path = ROOT) -> Iterator[tuple[int, Path]]:
+    """(1 or 2, folder) of every cgroup that can limit `controller` for this process, innermost first."""
+    paths: dict[int, str] = {}
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        number, _, rest = line.partition(":")
+        names, _, path = rest.partition(":")
+        if number == "0" and not names:
+            paths[2] = path
+        elif controller in names.split(","):
+            paths[1] = path
+    for version, mounted, top in _cgroup_mounts(controller, root):
+        path = paths.get(version, "")
+        if not path:
+            continue
+        inside = "/" if mounted == "/" else mounted + "/"
+        known = (path + "/").startswith(inside) and ".." not in path.split("/")
+        leaf = top / path[len(inside) :].strip("/") if known else top
+        while True:
+            if leaf.is_dir():
+                yield version, leaf
+            if leaf == top or top not in leaf.parents:
+                break
+            leaf = leaf.parent
+
+
+def _cgroup_mounts(controller: str, root: Path) -> Iterator[tuple[int, str, Path]]:
+    """(version, path of the cgroup that is mounted, folder it is mounted on)."""
+    for line in _text(root / "proc/self/mountinfo").splitlines():
+        left, _, right = line.partition(" - ")
+        fields, kind = left.split(), right.split()
+        if len(fields) < 5 or len(kind) < 3:
+            continue
+        top = root / fields[4].replace("\\040", " ").lstrip("/")
+        if kind[0] == "cgroup2":
+            yield 2, fields[3], top
+        elif kind[0] == "cgroup" and controller in kind[2].split(","):
+            yield 1, fields[3], top
+
+
+def _cgroup_free(version: int, folder: Path) -> int | None:
+    """Bytes that one memory cgroup still allows; None when it sets no limit. Idle page cache counts as
+    free.
+    """
+    stat = _table(folder / "memory.stat")
+    if version == 2:
+        limits = [_number(folder / "memory.max"), _number(folder / "memory.high")]
+        used, reclaimable = _number(folder / "memory.current"), stat.get("inactive_file", 0)
+    else:
+        limits = [_number(folder / "memory.limit_in_bytes")]
+        used = _number(folder / "memory.usage_in_bytes")
+        reclaimable = stat.get("total_inactive_file", stat.get("inactive_file", 0))
+    limit = min((n for n in limits if n is not None and n < _NO_LIMIT), default=None)
+    if limit is None:
+        return None
+    return max(0, limit - max(0, (used or 0) - reclaimable))
+
+
+def read_memory(root: Path = ROOT) -> Memory:
+    """The memory this process may still take: the least of the machine's and every cgroup's."""
+    meminfo = _table(root / "proc/meminfo")
+    if "MemAvailable" in meminfo:
+        total, available = meminfo.get("MemTotal", 0), meminfo["MemAvailable"]
+    else:
+        virtual = psutil.virtual_memory()
+        total, available = int(virtual.total), int(virtual.available)
+    limited_by = "the machine"
+    for version, folder in cgroup_levels("memory", root):
+        free = _cgroup_free(version, folder)
+        if free is not None and free < available:
+            available, limited_by = free, f"cgroup v{version} {folder}"
+    return Memory(total, available, limited_by)
+
+
+def _cpu_quota(version: int, folder: Path) -> float | None:
+    if version == 2:
+        quota, _, period = _text(folder / "cpu.max").strip().partition(" ")
+    else:
+        quota, period = (_text(folder / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period"))
+    if not (quota.isdigit() and period.isdigit() and int(period)):
+        return None
+    return int(quota) / int(period)
+
+
+def count_cpus(root: Path = ROOT) -> int:
+    """Logical CPUs this process may keep busy: its affinity, cut by every cgroup's quota; at least 1."""
+    try:
+        n_cpu = len(os.sched_getaffinity(0))
+    except (AttributeError, OSError):
+        n_cpu = os.cpu_count() or 1
+    for version, folder in cgroup_levels("cpu", root):
+        quota = _cpu_quota(version, folder)
+        if quota is not None:
+            n_cpu = min(n_cpu, int(quota))
+    return max(1, n_cpu)
+
+
+def read_machine(root: Path = ROOT) -> Machine:
+    """Everything about the machine that a plan or `moegguf doctor` states."""
+    model, flags = "unknown CPU", set[str]()
+    for line in _text(root / "proc/cpuinfo").splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() in ("model name", "Model"):
+            model = value.strip() or model
+        elif name.strip() in ("flags", "Features"):
+            flags = set(value.split())
+            break
+    n_cpu = count_cpus(root)
+    n_core = psutil.cpu_count(logical=False) or n_cpu
+    chosen = tuple(flag for flag in CPU_FLAGS if flag in flags)
+    return Machine(read_memory(root), n_cpu, max(1, min(n_core, n_cpu)), model, chosen)
+
+
+def _offsets(n_bytes: int, start: int) -> Iterator[int]:
+    """Block offsets all over the file, in an order no read-ahead follows; every block once, then again."""
+    n_blocks = max(1, n_bytes // _DISK_BLOCK_BYTES)
+    step = max(1, int(n_blocks * 0.6180339887)) | 1
+    while n_blocks % step == 0 and step > 1:
+        step -= 2
+    at = start * n_blocks // _DISK_THREADS
+    while True:
+        yield at % n_blocks * _DISK_BLOCK_BYTES
+        at += step
+
+
+def _read_blocks(fd: int, offsets: Iterator[int], direct: bool, deadline: float, counts: list[int]) -> None:
+    # anonymous memory is page-aligned, as direct I/O asks
+    with mmap.mmap(-1, _DISK_BLOCK_BYTES) as memory, memoryview(memory) as buffer:
+        n_bytes = 0
+        while time.perf_counter() < deadline:
+            offset = next(offsets)
+            if not direct and hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(fd, offset, _DISK_BLOCK_BYTES, os.POSIX_FADV_DONTNEED)
+            try:
+                n = os.preadv(fd, [buffer], offset)
+            except OSError:
+                break
+            if n <= 0:
+                break
+            n_bytes += n
+        counts.append(n_bytes)
+
+
+def _measure(path: Path, flags: int, seconds: float) -> float:
+    """Bytes per second with the given open() flags; 0 when nothing could be read."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
+    try:
+        n_bytes = os.fstat(fd).st_size
+        counts: list[int] = []
+        begin = time.perf_counter()
+        threads = [
+            threading.Thread(
+                target=_read_blocks,
+                args=(fd, _offsets(n_bytes, i), flags != 0, begin + seconds, counts),
+                daemon=True,
+            )
+            for i in range(_DISK_THREADS)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return sum(counts) / max(time.perf_counter() - begin, 1e-9)
+    finally:
+        os.close(fd)
+
+
+def disk_read_speed(path: str | os.PathLike[str], seconds: float = 0.5) -> DiskSpeed:
+    """How fast the disk gives blocks of `path`: 4 threads, 2 MiB each, past the page cache where that works.
+
+    Raises ModelNotFoundError when the file cannot be opened.
+    """
+    path = Path(path)
+    direct_flag = getattr(os, "O_DIRECT", 0)
+    if direct_flag:
+        with contextlib.suppress(OSError):
+            speed = _measure(path, direct_flag, seconds)
+            if speed > 0:
+                return DiskSpeed(speed, direct=True)
+    try:
+        return DiskSpeed(_measure(path, 0, seconds), direct=False)
+    except OSError as error:
+        raise ModelNotFoundError(
+            f"{str(path)!r} cannot be read ({error.strerror}); check the path."
+        ) from error

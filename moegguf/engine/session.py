@@ -1,0 +1,111 @@
+"""A model's experts for as long as the model lives: the store, the lane of its context, and what llama.cpp is told.
+
+Lifetimes: the store is opened before the model and closed after it, because the model's expert tensors lie in the
+store's reserved buffer type. The arrays handed to llama.cpp are kept here until then.
+"""
+
+from __future__ import annotations
+
+import ctypes as c
+import os
+import warnings
+
+from moegguf.engine.plan import Plan
+from moegguf.engine.stats import Stats
+from moegguf.errors import AllocationError, ForkError
+from moegguf.experts import ExpertLayout
+from moegguf.native import library
+from moegguf.native.store import Store, StoreOptions
+
+EXPERT_TENSORS = rb"\.ffn_(gate|up|down|gate_up)_exps\.weight"
+
+
+def open_store(layout: ExpertLayout, plan: Plan, options: StoreOptions) -> Store:
+    """A store with the plan's slots, or with fewer, and a warning, when the device has no room for them.
+
+    Raises AllocationError when not even the minimum fits.
+    """
+    n_slots = plan.n_slots
+    least = max(layout.n_expert_used, min(plan.n_slots, plan.n_ubatch * layout.n_expert_used, layout.n_expert))
+    while True:
+        try:
+            store = Store(layout, n_slots, options)
+            break
+        except AllocationError:
+            if n_slots <= least:
+                raise
+            n_slots = max(least, n_slots // 2)
+    if n_slots < plan.n_slots:
+        warnings.warn(
+            f"no memory for {plan.n_slots} expert slots; going on with {n_slots}, which is slower.", stacklevel=2
+        )
+    return store
+
+
+class _Override(c.Structure):
+    """struct llama_model_tensor_buft_override."""
+
+    _fields_ = [("pattern", c.c_char_p), ("buft", c.c_void_p)]
+
+
+class Session:
+    """One store and one lane, attached to one `Llama`."""
+
+    def __init__(self, layout: ExpertLayout, plan: Plan, options: StoreOptions) -> None:
+        self.layout = layout
+        self.plan = plan
+        self._bindings = library.llama_cpp()
+        self._pid = os.getpid()
+        self.store = open_store(layout, plan, options)
+        self.lane = self.store.open_lane()
+        self._overrides = (_Override * 2)((EXPERT_TENSORS, self.store.buffer_type), (None, None))
+
+    def attach_model(self, params: c.Structure) -> None:
+        """Experts go to the reserved buffer type; all else is read past the page cache, whose memory is in the budget."""
+        params.tensor_buft_overrides = c.addressof(self._overrides)
+        params.use_extra_bufts = params.use_extra_bufts and self.store.options.repack
+        if params.load_mode != self._bindings.LLAMA_LOAD_MODE_MLOCK:
+            params.load_mode = self._bindings.LLAMA_LOAD_MODE_DIRECT_IO
+
+    def attach_context(self, params: c.Structure) -> None:
+        """The hook runs at each layer's routing, and a failed pass ends at its next node."""
+        params.cb_eval = self._bindings.ggml_backend_sched_eval_callback(self.lane.eval_callback())
+        params.cb_eval_user_data = self.lane.handle
+        params.abort_callback = self._bindings.ggml_abort_callback(self.lane.abort_callback())
+        params.abort_callback_data = self.lane.handle
+        # With a pool in host memory and layers on a GPU this would copy whole arenas to the GPU.
+        params.op_offload = False
+
+    @property
+    def forked(self) -> bool:
+        return os.getpid() != self._pid
+
+    def check_process(self) -> None:
+        """Raises ForkError in a child process: the reader threads stayed in the parent."""
+        if self.forked:
+            raise ForkError("the model was loaded before fork(); load it in this process, or start it with spawn.")
+
+    def raise_failure(self) -> None:
+        """Raises the typed error of the pass that has just ended, if it failed, and what a callback raised."""
+        failure = self.lane.take_failure()
+        if failure is not None:
+            raise library.error(failure.status, failure.message.decode(errors="replace"))
+        self.store.raise_callback_error()
+
+    def stats(self, eval_s: float) -> Stats:
+        counters, info = self.store.counters(), self.store.info()
+        seconds = {name: counters[f"{name}_ns"] / 1e9 for name in ("stall", "hook", "read", "upload")}
+        counted = {name: value for name, value in counters.items() if name in Stats.__dataclass_fields__}
+        return Stats(
+            **counted,
+            **{f"{name}_s": value for name, value in seconds.items()},
+            eval_s=eval_s,
+            n_slots=info["n_slots_usable"],
+            n_experts=info["n_experts"],
+            pool_bytes=info["n_slots_usable"] * info["slot_bytes"],
+        )
+
+    def close(self) -> None:
+        """Frees lane and store, once the context and the model are gone. Twice is harmless."""
+        self.lane.close()
+        self.store.close()

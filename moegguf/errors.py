@@ -1,0 +1,66 @@
+"""Every error moegguf raises on purpose.
+
+One base class, `MoeggufError`; one subclass per kind of fault, which also inherits the builtin a caller
+would expect (`ValueError`, `OSError`, ...). A message states the rule, the value that broke it and the next
+step. The faces translate these once; nothing below prints them. Knows nothing of models, memory or libraries.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class MoeggufError(Exception):
+    """Base of all errors that moegguf raises on purpose."""
+
+
+class ModelNotFoundError(MoeggufError, FileNotFoundError):
+    """No model of that name, or no file at that path."""
+
+
+class ModelFormatError(MoeggufError, ValueError):
+    """The GGUF file breaks a rule of the format; the message names the key or tensor, and the offset."""
+
+
+class BudgetError(MoeggufError, ValueError):
+    """The expert budget cannot be read or is too small; the message says what is accepted."""
+
+
+class OptionError(MoeggufError, TypeError):
+    """An option does not exist or has a value that is not allowed."""
+
+    @classmethod
+    def unknown(cls, name: str, known: Iterable[str]) -> OptionError:
+        """The error for a keyword that does not exist, naming the nearest known one."""
+        near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.6)
+        hint = f"did you mean {near[0]!r}?" if near else "see help(moegguf.Llama) for the list."
+        return cls(f"unknown option {name!r}; {hint}")
+
+
+class LibraryError(MoeggufError, RuntimeError):
+    """The native library is missing, has another ABI version, or a stock `llama_cpp` was imported first."""
+
+
+class ExpertIOError(MoeggufError, OSError):
+    """Reading an expert from disk failed after a retry; only the request that needed it has ended."""
+
+
+class AllocationError(MoeggufError, MemoryError):
+    """Memory for a pool, a context or a buffer could not be had; the message states the bytes asked for."""
+
+
+class ClosedError(MoeggufError, ValueError):
+    """The model was used after close()."""
+
+
+class ForkError(MoeggufError, RuntimeError):
+    """The model was used in a child made by fork(); load it again there, or start the child with spawn."""
+
+
+class GenerationCancelled(MoeggufError):  # noqa: N818 (a state asked for, not a fault)
+    """Generation was stopped on request, before it was finished."""
+
+
+class CallbackError(MoeggufError, RuntimeError):
+    """A callback given by the user raised; the original exception is the `__cause__`."""

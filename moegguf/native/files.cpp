@@ -1,0 +1,125 @@
+#include "files.h"
+
+#include "clock.h"
+#include "fault.h"
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdlib>
+#include <cstring>
+
+namespace moegguf {
+namespace {
+
+// The file system that lies about O_DIRECT is found on the first block or not at all.
+constexpr size_t check_bytes = Shard::alignment;
+
+uint64_t down(uint64_t n) { return n / Shard::alignment * Shard::alignment; }
+uint64_t up(uint64_t n) { return down(n + Shard::alignment - 1); }
+
+} // namespace
+
+Staging::Staging(size_t n) : size_(up(n) + Shard::alignment) {
+    data_ = (uint8_t *) sys_aligned_alloc(Shard::alignment, size_);
+    if (!data_) {
+        throw Error(MOEGGUF_MEMORY, "no memory for a reader's staging buffer of " + std::to_string(size_) + " bytes");
+    }
+}
+
+Staging::~Staging() {
+    free(data_);
+}
+
+Shard::Shard(const std::string & path, bool direct) : path_(path) {
+    buffered_ = sys_open(path.c_str(), O_RDONLY);
+    if (buffered_ < 0) {
+        throw Error(MOEGGUF_IO, "cannot open '" + path + "': " + strerror(errno));
+    }
+    if (direct) {
+        direct_     = sys_open(path.c_str(), O_RDONLY | O_DIRECT);
+        use_direct_ = direct_ >= 0 && direct_agrees();
+    }
+}
+
+Shard::~Shard() {
+    close(buffered_);
+    if (direct_ >= 0) {
+        close(direct_);
+    }
+}
+
+bool Shard::direct_agrees() const {
+    Staging a(check_bytes), b(check_bytes);
+    const ssize_t via_cache = sys_pread(buffered_, a.data(), check_bytes, 0);
+    const ssize_t via_disk  = sys_pread(direct_, b.data(), check_bytes, 0);
+    return via_cache > 0 && via_cache == via_disk && memcmp(a.data(), b.data(), via_cache) == 0;
+}
+
+bool Shard::fill(int fd, uint8_t * data, uint64_t offset, size_t n, size_t needed, int & error) const {
+    const bool aligned = fd == direct_;
+    size_t     done    = 0;
+    while (done < needed) {
+        const ssize_t got = sys_pread(fd, data + done, n - done, offset + done);
+        if (got < 0 && errno == EINTR) {
+            continue;
+        }
+        if (got < 0) {
+            error = errno;
+            return false;
+        }
+        if (done + got >= needed) {
+            return true;
+        }
+        // After a short read the next one must start on a block again.
+        const size_t next = aligned ? down(done + got) : done + got;
+        if (next == done) {
+            error = ENODATA;
+            return false;
+        }
+        done = next;
+    }
+    return true;
+}
+
+const uint8_t * Shard::read(uint64_t offset, size_t n, const Staging & staging, ReadStats & stats) const {
+    const uint64_t start = now_ns();
+    struct stat st;
+    if (sys_fstat(buffered_, &st) != 0) {
+        throw Error(MOEGGUF_IO, "cannot stat '" + path_ + "': " + strerror(errno));
+    }
+    if (offset + n > (uint64_t) st.st_size) {
+        throw Error(MOEGGUF_IO, "'" + path_ + "' became shorter while in use: " + std::to_string(st.st_size) +
+                                    " bytes, needed " + std::to_string(offset + n));
+    }
+    int error = 0;
+    for (int attempt = 0; attempt < 2; attempt++) {
+        const bool     direct = use_direct_;
+        const uint64_t begin  = direct ? down(offset) : offset;
+        const uint64_t end    = direct ? up(offset + n) : offset + n;
+        if (fill(direct ? direct_ : buffered_, staging.data(), begin, end - begin, offset + n - begin, error)) {
+            stats.read_ns += now_ns() - start;
+            return staging.data() + (offset - begin);
+        }
+        if (direct && error == EINVAL) {
+            use_direct_ = false; // this file system changed its mind; the page cache still works
+        }
+        stats.retries += attempt == 0;
+    }
+    throw Error(MOEGGUF_IO, "cannot read " + std::to_string(n) + " bytes at " + std::to_string(offset) + " of '" +
+                                path_ + "': " + strerror(error));
+}
+
+Files::Files(const Layout & layout, bool direct) {
+    for (const std::string & path : layout.shards) {
+        shards_.push_back(std::make_unique<Shard>(path, direct));
+    }
+}
+
+bool Files::direct() const {
+    return std::all_of(shards_.begin(), shards_.end(), [](const auto & shard) { return shard->direct(); });
+}
+
+} // namespace moegguf

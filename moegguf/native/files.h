@@ -1,0 +1,67 @@
+// files.h: bytes of the GGUF's shards, read past the page cache where the file system can be trusted with it.
+#pragma once
+
+#include "layout.h"
+
+#include <atomic>
+#include <memory>
+
+namespace moegguf {
+
+// A reader's own aligned memory; read() returns a pointer into it.
+class Staging {
+  public:
+    explicit Staging(size_t n); // Throws Error(MEMORY).
+    ~Staging();
+    Staging(const Staging &) = delete;
+    Staging & operator=(const Staging &) = delete;
+
+    uint8_t * data() const { return data_; }
+    size_t    size() const { return size_; }
+
+  private:
+    uint8_t * data_;
+    size_t    size_;
+};
+
+struct ReadStats {
+    uint64_t retries = 0;
+    uint64_t read_ns = 0;
+};
+
+// One open shard. Descriptors stay open, so a renamed or deleted file keeps serving.
+class Shard {
+  public:
+    Shard(const std::string & path, bool direct); // Throws Error(IO).
+    ~Shard();
+    Shard(const Shard &) = delete;
+    Shard & operator=(const Shard &) = delete;
+
+    // n bytes at offset. Throws Error(IO): past the end of the file as it is now, or twice the same system error.
+    const uint8_t * read(uint64_t offset, size_t n, const Staging & staging, ReadStats & stats) const;
+
+    bool direct() const { return use_direct_; }
+
+    static constexpr uint64_t alignment = 4096;
+
+  private:
+    bool direct_agrees() const;
+    bool fill(int fd, uint8_t * data, uint64_t offset, size_t n, size_t needed, int & error) const;
+
+    std::string               path_;
+    int                       buffered_ = -1;
+    int                       direct_   = -1;
+    mutable std::atomic<bool> use_direct_{false};
+};
+
+class Files {
+  public:
+    Files(const Layout & layout, bool direct);
+    const Shard & operator[](int shard) const { return *shards_[shard]; }
+    bool direct() const;
+
+  private:
+    std::vector<std::unique_ptr<Shard>> shards_;
+};
+
+} // namespace moegguf

@@ -1,0 +1,81 @@
+// hook.cpp: the scheduler's eval callback. Stops at two nodes per layer and runs the store's gate there.
+#include "reserved.h"
+#include "store.h"
+
+#include <cstdlib>
+#include <cstring>
+
+namespace moegguf {
+namespace {
+
+constexpr char   ids_node[]  = "ffn_moe_slot_ids-";  // patches/slot-ids.patch
+constexpr char   down_node[] = "ffn_moe_down_in-";
+constexpr size_t ids_len = sizeof(ids_node) - 1, down_len = sizeof(down_node) - 1;
+
+// The layer in the node's name when it starts with the prefix, -1 otherwise.
+int layer_of(const ggml_tensor * t, const char * prefix, size_t n) {
+    return strncmp(t->name, prefix, n) == 0 ? atoi(t->name + n) : -1;
+}
+
+bool wants_gate(Lane & lane, const ggml_tensor * t, int il) {
+    if (t->ne[1] == 1 && il < (int) lane.store.layout().layers.size() && lane.store.idle_gate(il)) {
+        lane.store.count_idle_gate(lane, il, (int) t->ne[0]);
+        return false;
+    }
+    return true;
+}
+
+void run_gate(Lane & lane, ggml_tensor * t, int il) {
+    const int     n_used = (int) t->ne[0], n_tokens = (int) t->ne[1];
+    const size_t  n      = (size_t) n_used * n_tokens;
+    const uint8_t kinds  = lane.store.overlap() ? all_kinds & ~down_kind : all_kinds;
+    if (n == 0) {
+        return;
+    }
+    if (ggml_backend_buffer_is_host(t->buffer)) {
+        lane.store.gate(lane, il, (int32_t *) t->data, n_used, n_tokens, kinds);
+        return;
+    }
+    lane.ids.resize(n);
+    ggml_backend_tensor_get(t, lane.ids.data(), 0, n * sizeof(int32_t));
+    lane.store.gate(lane, il, lane.ids.data(), n_used, n_tokens, kinds);
+    ggml_backend_tensor_set(t, lane.ids.data(), 0, n * sizeof(int32_t));
+}
+
+} // namespace
+} // namespace moegguf
+
+using namespace moegguf;
+
+extern "C" bool moegguf_eval(ggml_tensor * t, bool ask, void * user) {
+    Lane & lane = *((moegguf_lane *) user)->lane;
+    bool   stop = false;
+    if (t->name[0] == 'f') {
+        int il = layer_of(t, ids_node, ids_len);
+        if (il >= 0) {
+            ask ? void(stop = wants_gate(lane, t, il)) : run_gate(lane, t, il);
+        } else if ((il = layer_of(t, down_node, down_len)) >= 0) {
+            ask ? void(stop = lane.store.pending(lane, down_kind)) : lane.store.wait(lane, down_kind);
+        }
+    }
+    if (lane.next_eval) {
+        // Both callbacks see every node that either of them asked for.
+        const bool next = lane.next_eval(t, ask, lane.next_user);
+        return ask ? stop || next : next;
+    }
+    return ask ? stop : true;
+}
+
+extern "C" bool moegguf_abort(void * user) {
+    Lane & lane = *((moegguf_lane *) user)->lane;
+    return lane.failed || lane.store.cancelled();
+}
+
+extern "C" bool moegguf_is_reserved(const ggml_tensor * w) {
+    return store_of(w) != nullptr;
+}
+
+extern "C" ggml_tensor * moegguf_pool_tensor(ggml_tensor * w) {
+    Store * store = store_of(w);
+    return store ? store->pool_tensor(w->name) : w;
+}

@@ -1,0 +1,94 @@
+#include "layout.h"
+
+#include <numeric>
+
+namespace moegguf {
+namespace {
+
+[[noreturn]] void invalid(const std::string & what) {
+    throw Error(MOEGGUF_INVALID, what);
+}
+
+uint64_t round_up(uint64_t n, uint64_t multiple) {
+    return (n + multiple - 1) / multiple * multiple;
+}
+
+} // namespace
+
+Layout::Layout(const moegguf_config & config) : n_slots(config.n_slots) {
+    if (config.n_layer <= 0 || config.n_matrices <= 0 || config.n_slots <= 0) {
+        invalid("a store needs layers, expert matrices and slots");
+    }
+    layers.resize(config.n_layer);
+    for (int i = 0; i < config.n_shards; i++) {
+        shards.emplace_back(config.shard_paths[i]);
+    }
+    for (int i = 0; i < config.n_matrices; i++) {
+        add(config.matrices[i]);
+    }
+    for (int il = 0; il < config.n_layer; il++) {
+        Layer & layer = layers[il];
+        if (layer.n_expert == 0) {
+            continue;
+        }
+        layer.n_expert_used = config.n_expert_used[il];
+        if (layer.n_expert_used <= 0 || layer.n_expert_used > layer.n_expert) {
+            invalid("layer " + std::to_string(il) + " uses more experts than it has, or none");
+        }
+        n_experts += layer.n_expert;
+        n_moe_layers += 1;
+        token_cycle += layer.n_expert_used;
+        n_expert_max = std::max(n_expert_max, layer.n_expert);
+    }
+    number_slots();
+}
+
+void Layout::add(const moegguf_matrix & m) {
+    const std::string name = m.name ? m.name : "?";
+    if (m.il < 0 || m.il >= (int) layers.size() || m.kind < 0 || m.kind >= MOEGGUF_MAX_KINDS || m.n_expert <= 0 ||
+        m.ne0 <= 0 || m.ne1 <= 0 || m.type < 0 || m.type >= GGML_TYPE_COUNT) {
+        invalid("matrix '" + name + "' has a field out of range");
+    }
+    const ggml_type type = (ggml_type) m.type;
+    if (ggml_blck_size(type) == 0 || m.ne0 % ggml_blck_size(type) != 0 ||
+        m.expert_bytes != ggml_row_size(type, m.ne0) * (uint64_t) m.ne1) {
+        invalid("matrix '" + name + "' has a size that its type and shape do not give");
+    }
+    if (!shards.empty() && (m.shard < 0 || m.shard >= (int) shards.size())) {
+        invalid("matrix '" + name + "' lies in a shard that does not exist");
+    }
+    Layer & layer = layers[m.il];
+    if (layer.matrix[m.kind] >= 0 || (layer.n_expert != 0 && layer.n_expert != m.n_expert)) {
+        invalid("matrix '" + name + "' disagrees with its layer");
+    }
+    layer.matrix[m.kind] = (int) matrices.size();
+    layer.chunks |= 1 << m.kind;
+    layer.n_expert = m.n_expert;
+    layer.expert_bytes += m.expert_bytes;
+    matrices.push_back({name, m.il, (moegguf_kind) m.kind, type, m.n_expert, m.ne0, m.ne1, m.shard, m.offset,
+                        m.expert_bytes});
+}
+
+void Layout::number_slots() {
+    uint64_t unit[MOEGGUF_MAX_KINDS] = {64, 64, 64, 64};
+    for (const Matrix & m : matrices) {
+        unit[m.kind] = std::lcm(unit[m.kind], (uint64_t) ggml_type_size(m.type));
+    }
+    for (const Matrix & m : matrices) {
+        stride[m.kind] = std::max(stride[m.kind], round_up(m.expert_bytes, unit[m.kind]));
+    }
+    resident = n_slots >= n_experts;
+    n_slots  = std::min(n_slots, n_experts);
+    int first = 0;
+    for (Layer & layer : layers) {
+        layer.first_slot = resident ? first : 0;
+        layer.n_slots    = resident ? layer.n_expert : n_slots;
+        first += layer.n_expert;
+    }
+}
+
+uint64_t Layout::slot_bytes() const {
+    return std::accumulate(stride, stride + MOEGGUF_MAX_KINDS, uint64_t(0));
+}
+
+} // namespace moegguf

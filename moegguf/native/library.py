@@ -1,0 +1,278 @@
+"""Finds, loads and describes the native library: `moegguf.h` as ctypes.
+
+The patched libllama lies in the same folder, and `llama_cpp` is pointed at it before it is imported. A process that
+has already imported a stock `llama_cpp` cannot be helped: it holds another libllama.
+"""
+
+from __future__ import annotations
+
+import ctypes as c
+import functools
+import os
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from types import ModuleType
+
+import moegguf
+from moegguf.config import read_environment
+from moegguf.errors import (
+    AllocationError,
+    ExpertIOError,
+    ForkError,
+    GenerationCancelled,
+    LibraryError,
+    MoeggufError,
+    OptionError,
+)
+
+ABI_VERSION = 1
+
+OK, INVALID, MEMORY, IO, CANCELLED, FORKED, ROUTING, SLOTS = range(8)
+
+KIND = {"gate": 0, "up": 1, "down": 2, "gate_up": 3}
+
+FLAG = {
+    name: 1 << bit
+    for bit, name in enumerate(("repack", "direct", "chunked", "preempt", "overlap", "sweep", "fill", "simulate"))
+}
+
+FAULT = {
+    name: kind
+    for kind, name in enumerate(("open", "read", "stat", "alloc", "thread", "short_read", "eintr", "slow_read"))
+}
+
+
+class Matrix(c.Structure):
+    """struct moegguf_matrix: one expert tensor of the file."""
+
+    _fields_ = [
+        ("name", c.c_char_p),
+        ("il", c.c_int32),
+        ("kind", c.c_int32),
+        ("type", c.c_int32),
+        ("n_expert", c.c_int32),
+        ("ne0", c.c_int64),
+        ("ne1", c.c_int64),
+        ("shard", c.c_int32),
+        ("reserved", c.c_int32),
+        ("offset", c.c_uint64),
+        ("expert_bytes", c.c_uint64),
+    ]
+
+
+class Config(c.Structure):
+    """struct moegguf_config."""
+
+    _fields_ = [
+        ("abi", c.c_uint32),
+        ("flags", c.c_uint32),
+        ("n_layer", c.c_int32),
+        ("n_matrices", c.c_int32),
+        ("n_shards", c.c_int32),
+        ("n_slots", c.c_int32),
+        ("n_readers", c.c_int32),
+        ("reserved", c.c_int32),
+        ("matrices", c.POINTER(Matrix)),
+        ("shard_paths", c.POINTER(c.c_char_p)),
+        ("n_expert_used", c.POINTER(c.c_int32)),
+        ("device", c.c_char_p),
+        ("sim_bytes_per_ns", c.c_double),
+        ("sim_latency_ns", c.c_double),
+    ]
+
+
+class Counters(c.Structure):
+    """struct moegguf_counters: cumulative figures and gauges, all uint64."""
+
+    _fields_ = [
+        (name, c.c_uint64)
+        for name in (
+            "passes tokens gates lookups hits_ready hits_late misses evictions bytes_missed bytes_prefetched reads"
+            " read_retries read_errors stall_ns hook_ns read_ns upload_ns prefetch_requested prefetch_started"
+            " prefetch_useful prefetch_wasted prefetch_dropped events_dropped slots_used slots_pinned chunks_reading"
+            " queue_needed queue_wanted sim_clock_ns"
+        ).split()
+    ]
+
+
+class PoolInfo(c.Structure):
+    """struct moegguf_pool_info."""
+
+    _fields_ = [
+        *((name, c.c_uint64) for name in ("slot_bytes", "pool_bytes", "staging_bytes")),
+        *(
+            (name, c.c_int32)
+            for name in "n_slots n_slots_usable n_experts n_layers n_repacked n_matrices resident direct".split()
+        ),
+    ]
+
+
+class GateEvent(c.Structure):
+    """struct moegguf_gate_event: expert_ids is [n_tokens][n_expert_used], valid during the callback only."""
+
+    _fields_ = [
+        ("pass_", c.c_uint64),
+        ("time_ns", c.c_uint64),
+        ("lane", c.c_int32),
+        ("il", c.c_int32),
+        ("n_tokens", c.c_int32),
+        ("n_expert_used", c.c_int32),
+        ("expert_ids", c.POINTER(c.c_int32)),
+    ]
+
+
+class ResidencyEvent(c.Structure):
+    """struct moegguf_residency_event."""
+
+    _fields_ = [
+        ("time_ns", c.c_uint64),
+        ("il", c.c_int32),
+        ("expert", c.c_int32),
+        ("slot", c.c_int32),
+        ("resident", c.c_int32),
+    ]
+
+
+GATE_CALLBACK = c.CFUNCTYPE(None, c.c_void_p, c.POINTER(GateEvent))
+RESIDENCY_CALLBACK = c.CFUNCTYPE(None, c.c_void_p, c.POINTER(ResidencyEvent))
+
+
+class Listener(c.Structure):
+    """struct moegguf_listener."""
+
+    _fields_ = [("on_gate", GATE_CALLBACK), ("on_residency", RESIDENCY_CALLBACK), ("user", c.c_void_p)]
+
+
+class Failure(c.Structure):
+    """struct moegguf_failure: why a pass ended."""
+
+    _fields_ = [
+        ("status", c.c_int32),
+        ("sys_errno", c.c_int32),
+        ("il", c.c_int32),
+        ("expert", c.c_int32),
+        ("message", c.c_char * 256),
+    ]
+
+
+_STATUS_CALLS: dict[str, list[type]] = {
+    "moegguf_store_open": [c.POINTER(Config), c.POINTER(c.c_void_p)],
+    "moegguf_store_info": [c.c_void_p, c.POINTER(PoolInfo)],
+    "moegguf_store_counters": [c.c_void_p, c.POINTER(Counters)],
+    "moegguf_store_residency": [c.c_void_p, c.c_void_p, c.c_size_t],
+    "moegguf_store_set_scores": [c.c_void_p, c.c_void_p, c.c_size_t],
+    "moegguf_store_prefetch": [c.c_void_p, c.c_void_p, c.c_void_p, c.c_size_t],
+    "moegguf_store_listen": [c.c_void_p, c.POINTER(Listener)],
+    "moegguf_store_cancel": [c.c_void_p, c.c_int],
+    "moegguf_store_resize": [c.c_void_p, c.c_int32],
+    "moegguf_store_drain": [c.c_void_p, c.c_double],
+    "moegguf_store_read_slot": [c.c_void_p, c.c_int32, c.c_int32, c.c_void_p, c.c_size_t],
+    "moegguf_store_probe": [c.c_void_p, c.c_double, c.POINTER(c.c_double)],
+    "moegguf_store_sim_advance": [c.c_void_p, c.c_uint64],
+    "moegguf_lane_open": [c.c_void_p, c.POINTER(c.c_void_p)],
+    "moegguf_lane_gate": [c.c_void_p, c.c_int32, c.c_void_p, c.c_int32, c.c_int32, c.c_void_p],
+    "moegguf_lane_failure": [c.c_void_p, c.POINTER(Failure), c.c_int],
+}
+
+_PLAIN_CALLS: dict[str, tuple[object, list[type]]] = {
+    "moegguf_abi_version": (c.c_uint32, []),
+    "moegguf_last_error": (c.c_char_p, []),
+    "moegguf_store_close": (None, [c.c_void_p]),
+    "moegguf_store_buft": (c.c_void_p, [c.c_void_p]),
+    "moegguf_lane_close": (None, [c.c_void_p]),
+    "moegguf_fault_arm": (None, [c.c_int, c.c_uint64, c.c_int, c.c_int]),
+    "moegguf_fault_count": (c.c_uint64, [c.c_int]),
+}
+
+
+def library_folders() -> Iterable[Path]:
+    """Where libmoegguf may lie: MOEGGUF_LIBRARY alone when set, else `lib` in each part of the package."""
+    chosen = read_environment().library
+    return [chosen] if chosen else [Path(part) / "lib" for part in moegguf.__path__]
+
+
+def find_library() -> Path:
+    """The folder with libmoegguf and libllama.
+
+    Raises LibraryError when there is none.
+    """
+    suffix = {"darwin": "dylib", "win32": "dll"}.get(sys.platform, "so")
+    for folder in library_folders():
+        if (folder / f"libmoegguf.{suffix}").exists():
+            return folder
+    looked = ", ".join(str(folder) for folder in library_folders())
+    raise LibraryError(f"the native library is not built (looked in {looked}); run `make` in the source tree.")
+
+
+@functools.cache
+def load() -> c.CDLL:
+    """The native library, loaded once and checked against this file's ABI.
+
+    Raises LibraryError when it is missing or speaks another ABI.
+    """
+    folder = find_library()
+    try:
+        library = c.CDLL(str(folder / f"libmoegguf.{'dylib' if sys.platform == 'darwin' else 'so'}"))
+    except OSError as error:
+        raise LibraryError(f"the native library in {folder} does not load ({error}); build it again with `make`.") from error
+    for name, (result, arguments) in _PLAIN_CALLS.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    for name, arguments in _STATUS_CALLS.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = c.c_int, arguments
+    found = library.moegguf_abi_version()
+    if found != ABI_VERSION:
+        raise LibraryError(f"the native library speaks ABI {found}, this package ABI {ABI_VERSION}; build it again.")
+    return library
+
+
+@functools.cache
+def llama_cpp() -> ModuleType:
+    """The `llama_cpp` bindings over our libllama, from the same folder as libmoegguf.
+
+    Raises LibraryError when they were imported earlier over another library, or are not installed.
+    """
+    folder = find_library()
+    load()
+    if "llama_cpp" not in sys.modules:
+        os.environ["LLAMA_CPP_LIB_PATH"] = str(folder)
+    try:
+        import llama_cpp as bindings
+    except ImportError as error:
+        raise LibraryError(f"the llama-cpp-python bindings cannot be imported ({error}); run `make`.") from error
+    loaded = Path(bindings.llama_cpp._lib._name).resolve().parent
+    if loaded != folder.resolve():
+        raise LibraryError(
+            f"llama_cpp was imported before moegguf and holds the library in {loaded}, which has no expert store;"
+            " import moegguf first, or use another process."
+        )
+    return bindings
+
+
+_ERRORS: dict[int, type[MoeggufError]] = {
+    INVALID: OptionError,
+    MEMORY: AllocationError,
+    IO: ExpertIOError,
+    CANCELLED: GenerationCancelled,
+    FORKED: ForkError,
+    ROUTING: MoeggufError,
+    SLOTS: MoeggufError,
+}
+
+
+def error(status: int, message: str) -> MoeggufError:
+    """The typed error for a status of the C ABI."""
+    return _ERRORS.get(status, MoeggufError)(message)
+
+
+def check(status: int) -> None:
+    """Raises the typed error for a status that is not OK, with the library's own reason."""
+    if status != OK:
+        raise error(status, load().moegguf_last_error().decode(errors="replace"))
+
+
+def arm_fault(kind: str, nth: int, *, sticky: bool = False, errno: int = 0) -> None:
+    """Makes the nth operation of `kind` (see FAULT) fail from now on, once or for good; nth 0 disarms. For tests."""
+    load().moegguf_fault_arm(FAULT[kind], nth, sticky, errno)

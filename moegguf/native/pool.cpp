@@ -1,0 +1,193 @@
+#include "pool.h"
+
+#include "fault.h"
+
+#include "ggml-cpu.h"
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+
+namespace moegguf {
+namespace {
+
+// CUDA kernels read up to this far past the last row of a matrix; what they find must be finite.
+constexpr uint64_t guard_bytes = 4096;
+
+ggml_backend_dev_t find_device(const char * name) {
+    ggml_backend_dev_t device =
+        name ? ggml_backend_dev_by_name(name) : ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
+    if (!device) {
+        throw Error(MOEGGUF_INVALID, std::string("no ggml device named '") + (name ? name : "CPU") + "'");
+    }
+    return device;
+}
+
+// The buffer types that llama.cpp tries before the plain one, in its order (src/llama-model.cpp, make_cpu_buft_list).
+std::vector<ggml_backend_buffer_type_t> extra_bufts(ggml_backend_dev_t device) {
+    std::vector<ggml_backend_buffer_type_t> result;
+    ggml_backend_reg_t reg = ggml_backend_dev_backend_reg(device);
+    auto get = (ggml_backend_dev_get_extra_bufts_t) ggml_backend_reg_get_proc_address(reg, "ggml_backend_dev_get_extra_bufts");
+    if (get) {
+        for (ggml_backend_buffer_type_t * buft = get(device); buft && *buft; buft++) {
+            result.push_back(*buft);
+        }
+    }
+    return result;
+}
+
+ggml_tensor * expert_tensor(ggml_context * ctx, const Matrix & m, int n_slots, uint64_t stride) {
+    ggml_tensor * t = ggml_new_tensor_3d(ctx, m.type, m.ne0, m.ne1, n_slots);
+    t->nb[2] = stride;
+    t->nb[3] = stride * n_slots;
+    return t;
+}
+
+ggml_context_ptr tensor_context(size_t n_tensors) {
+    ggml_init_params params = {ggml_tensor_overhead() * (n_tensors + 8), nullptr, /*no_alloc =*/true};
+    ggml_context_ptr context(ggml_init(params));
+    if (!context) {
+        throw Error(MOEGGUF_MEMORY, "no memory for the pool's tensor descriptions");
+    }
+    return context;
+}
+
+} // namespace
+
+uint64_t piece_bytes(const Matrix & m) {
+    constexpr uint64_t target = 4 << 20, group = 64;
+    const uint64_t     row_bytes = m.expert_bytes / m.ne1;
+    return std::max<uint64_t>(1, target / (row_bytes * group)) * row_bytes * group;
+}
+
+Pool::Pool(const Layout & layout, const char * device, bool repack) : device_(find_device(device)) {
+    const size_t n = layout.matrices.size();
+    std::copy(std::begin(layout.stride), std::end(layout.stride), stride_);
+    context_ = tensor_context(2 * n);
+    interleaved_.assign(n, nullptr);
+    repacked_.assign(n, false);
+    for (size_t i = 0; repack && i < n; i++) {
+        const Matrix & m = layout.matrices[i];
+        interleaved_[i]  = interleaved_buft(m, layout.layers[m.il].n_slots);
+        repacked_[i]     = interleaved_[i] != nullptr;
+    }
+    allocate(layout, ggml_backend_dev_buffer_type(device_));
+    for (size_t i = 0; i < n; i++) {
+        kind_.push_back(layout.matrices[i].kind);
+        make_tensor(layout, (int) i);
+    }
+}
+
+ggml_backend_buffer_type_t Pool::interleaved_buft(const Matrix & m, int n_slots) const {
+    for (ggml_backend_buffer_type_t buft : extra_bufts(device_)) {
+        ggml_context_ptr ctx = tensor_context(4);
+        ggml_tensor * w   = ggml_new_tensor_3d(ctx.get(), m.type, m.ne0, m.ne1, n_slots);
+        ggml_tensor * x   = ggml_new_tensor_3d(ctx.get(), GGML_TYPE_F32, m.ne0, 1, 1);
+        ggml_tensor * ids = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_I32, 1, 1);
+        ggml_tensor * op  = ggml_mul_mat_id(ctx.get(), w, x, ids);
+        // Slots are found by stride: a type that needs more room than the file's bytes stays plain.
+        const bool same_size = ggml_backend_buft_get_alloc_size(buft, w) == ggml_nbytes(w);
+        ggml_backend_buffer_ptr probe(ggml_backend_buft_alloc_buffer(buft, 0));
+        w->buffer = probe.get();
+        if (probe && same_size && ggml_backend_dev_supports_op(device_, op)) {
+            return buft;
+        }
+    }
+    return nullptr;
+}
+
+void Pool::allocate(const Layout & layout, ggml_backend_buffer_type_t plain) {
+    for (int kind = 0; kind < MOEGGUF_MAX_KINDS; kind++) {
+        if (stride_[kind] == 0) {
+            continue;
+        }
+        ggml_backend_buffer_type_t buft = plain;
+        for (size_t i = 0; i < layout.matrices.size(); i++) {
+            if (layout.matrices[i].kind == kind && interleaved_[i]) {
+                buft = interleaved_[i];
+            }
+        }
+        Arena &        arena = arenas_[kind];
+        const uint64_t n     = stride_[kind] * layout.n_slots + guard_bytes;
+        if (!fault(MOEGGUF_FAULT_ALLOC)) {
+            arena.memory.reset(ggml_backend_buft_alloc_buffer(buft, n));
+        }
+        if (!arena.memory) {
+            throw Error(MOEGGUF_MEMORY, "the device refused " + std::to_string(n >> 20) + " MiB for expert slots");
+        }
+        ggml_backend_buffer_set_usage(arena.memory.get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
+        arena.base = (uint8_t *) ggml_backend_buffer_get_base(arena.memory.get());
+        host_      = ggml_backend_buft_is_host(plain);
+        if (buft != plain) {
+            arena.alias.reset(ggml_backend_cpu_buffer_from_ptr(arena.base, n));
+            ggml_backend_buffer_set_usage(arena.alias.get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
+        }
+        if (!host_) { // fresh host pages are zero, and touching them would spend the budget before it is used
+            ggml_backend_buffer_clear(arena.memory.get(), 0);
+        }
+        bytes_ += n;
+    }
+}
+
+void Pool::make_tensor(const Layout & layout, int matrix) {
+    const Matrix & m     = layout.matrices[matrix];
+    const Layer &  layer = layout.layers[m.il];
+    Arena &        arena = arenas_[m.kind];
+    ggml_backend_buffer_t buffer = arena.alias && !interleaved_[matrix] ? arena.alias.get() : arena.memory.get();
+
+    ggml_tensor * pool = expert_tensor(context_.get(), m, layer.n_slots, stride_[m.kind]);
+    ggml_format_name(pool, "pool.%s", m.name.c_str());
+    ggml_tensor * slot = ggml_new_tensor_3d(context_.get(), m.type, m.ne0, m.ne1, 1);
+    const bool ok =
+        ggml_backend_tensor_alloc(buffer, pool, arena.base + layer.first_slot * stride_[m.kind]) == GGML_STATUS_SUCCESS &&
+        ggml_backend_tensor_alloc(buffer, slot, arena.base) == GGML_STATUS_SUCCESS;
+    if (!ok) {
+        throw Error(MOEGGUF_MEMORY, "the device cannot describe the slots of '" + m.name + "'");
+    }
+    tensors_.push_back(pool);
+    slot_.push_back(slot);
+}
+
+void Pool::share_all_slots(int n_slots) {
+    for (size_t i = 0; i < tensors_.size(); i++) {
+        tensors_[i]->data  = arenas_[kind_[i]].base;
+        tensors_[i]->ne[2] = n_slots;
+        tensors_[i]->nb[3] = tensors_[i]->nb[2] * n_slots;
+    }
+}
+
+void Pool::write(int matrix, int slot, int64_t row, int64_t n_rows, const void * data) const {
+    ggml_tensor piece = *slot_[matrix]; // a view of the slot; `extra` carries the interleaving
+    piece.ne[1] = n_rows;
+    piece.nb[2] = piece.nb[1] * n_rows;
+    piece.nb[3] = piece.nb[2];
+    piece.data  = arenas_[kind_[matrix]].base + slot * stride_[kind_[matrix]] + row * piece.nb[1];
+    ggml_backend_tensor_set(&piece, data, 0, ggml_nbytes(&piece));
+}
+
+void Pool::read(int matrix, int slot, void * out) const {
+    ggml_tensor view = *slot_[matrix];
+    view.data = arenas_[kind_[matrix]].base + slot * stride_[kind_[matrix]];
+    ggml_backend_tensor_get(&view, out, 0, ggml_nbytes(&view));
+}
+
+void Pool::release(int first, int last) const {
+    if (!host_ || first >= last) {
+        return;
+    }
+    const uint64_t page = (uint64_t) sysconf(_SC_PAGESIZE);
+    for (int kind = 0; kind < MOEGGUF_MAX_KINDS; kind++) {
+        const uint64_t begin = ((uint64_t) arenas_[kind].base + first * stride_[kind] + page - 1) / page * page;
+        const uint64_t end   = ((uint64_t) arenas_[kind].base + last * stride_[kind]) / page * page;
+        if (arenas_[kind].base && begin < end) {
+            madvise((void *) begin, end - begin, MADV_DONTNEED);
+        }
+    }
+}
+
+int Pool::n_repacked() const {
+    return (int) std::count(repacked_.begin(), repacked_.end(), true);
+}
+
+} // namespace moegguf

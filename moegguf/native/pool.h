@@ -1,0 +1,61 @@
+// pool.h: fast memory for experts on one ggml device, and the tensors that llama.cpp multiplies with.
+#pragma once
+
+#include "layout.h"
+
+#include "ggml-cpp.h"
+
+namespace moegguf {
+
+// The most that is read and written at once, so that staging stays small beside experts of 50 MB: about 4 MiB in whole
+// groups of 64 rows. Interleaved layouts work on groups of up to 16 rows, so every piece is self-contained.
+uint64_t piece_bytes(const Matrix & m);
+
+class Pool {
+  public:
+    // Allocates every arena. Throws Error(MEMORY) when the device refuses, Error(INVALID) for an unknown device.
+    Pool(const Layout & layout, const char * device, bool repack);
+
+    ggml_tensor * tensor(int matrix) const { return tensors_[matrix]; }
+
+    // Rows [row, row + n_rows) of one expert, in the file's layout, into a slot. Called by readers, without the store's
+    // lock.
+    void write(int matrix, int slot, int64_t row, int64_t n_rows, const void * data) const;
+    void read(int matrix, int slot, void * out) const; // plain slots only
+    bool repacked(int matrix) const { return repacked_[matrix]; }
+
+    // Every layer's window becomes all slots: for a pool that leaves the resident numbering.
+    void share_all_slots(int n_slots);
+
+    // Gives the memory of slots [first, last) back to the system where it is host memory.
+    void release(int first, int last) const;
+
+    uint64_t bytes() const { return bytes_; }
+    bool     host() const { return host_; }
+    int      n_repacked() const;
+
+  private:
+    struct Arena {
+        ggml_backend_buffer_ptr memory; // owns; of the interleaving buffer type where a layer wants that
+        ggml_backend_buffer_ptr alias;  // the same memory as a plain buffer
+        uint8_t *               base = nullptr;
+    };
+
+    void allocate(const Layout & layout, ggml_backend_buffer_type_t plain);
+    void make_tensor(const Layout & layout, int matrix);
+    ggml_backend_buffer_type_t interleaved_buft(const Matrix & m, int n_slots) const;
+
+    ggml_backend_dev_t                      device_ = nullptr;
+    std::vector<ggml_backend_buffer_type_t> interleaved_;      // per matrix; nullptr: plain
+    std::vector<bool>                       repacked_;
+    Arena                                   arenas_[MOEGGUF_MAX_KINDS];
+    uint64_t                                stride_[MOEGGUF_MAX_KINDS] = {};
+    ggml_context_ptr                        context_;
+    std::vector<ggml_tensor *>              tensors_;          // [n_matrices], what llama.cpp multiplies with
+    std::vector<ggml_tensor *>              slot_;             // [n_matrices], a template: one expert in slot 0
+    std::vector<moegguf_kind>               kind_;
+    uint64_t                                bytes_ = 0;
+    bool                                    host_  = true;
+};
+
+} // namespace moegguf

@@ -1,0 +1,147 @@
+#include "residency.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+namespace moegguf {
+
+// The smallest rank goes first: worth, then distance of the next use, then age.
+struct Residency::Rank {
+    float    score;
+    int      nearness;
+    uint64_t last_use;
+
+    bool operator<(const Rank & other) const {
+        if (score != other.score) {
+            return score < other.score;
+        }
+        return nearness != other.nearness ? nearness < other.nearness : last_use < other.last_use;
+    }
+};
+
+Residency::Residency(const Layout & layout)
+    : layout_(layout),
+      slots_(layout.n_slots),
+      slot_of_(layout.layers.size() * layout.n_expert_max, -1),
+      count_(layout.layers.size(), 0),
+      floor_(layout.layers.size(), 0),
+      n_usable_(layout.n_slots),
+      resident_(layout.resident) {
+    set_floors();
+}
+
+// With fewer slots than one token touches, a global LRU always evicts what the next layers need and hits nothing.
+// Each layer then keeps an equal share, and what one layer needs at once is left to circulate.
+void Residency::set_floors() {
+    if (n_usable_ >= layout_.token_cycle) {
+        return;
+    }
+    int widest = 0;
+    for (const Layer & layer : layout_.layers) {
+        widest = std::max(widest, layer.n_expert_used);
+    }
+    int to_share = std::max(0, n_usable_ - widest);
+    int layers   = layout_.n_moe_layers;
+    for (size_t il = 0; il < floor_.size(); il++) {
+        if (layout_.layers[il].n_expert > 0) {
+            floor_[il] = to_share / layers; // earlier layers get the smaller share, the rest goes to later ones
+            to_share -= floor_[il];
+            layers -= 1;
+        }
+    }
+}
+
+bool Residency::takeable(const Slot & slot) const {
+    return slot.pins == 0 && slot.reading == 0;
+}
+
+// In a sweep every layer will be needed again in order, so the layer that was just computed is needed last.
+Residency::Rank Residency::rank(const Slot & slot, Moment now) const {
+    const int n_layer  = (int) layout_.layers.size();
+    const int distance = (slot.il - now.il + n_layer) % n_layer;
+    return {score(slot.il, slot.expert), now.sweep ? -(distance == 0 ? n_layer : distance) : 0, slot.last_use};
+}
+
+int Residency::lowest(Moment now, bool respect_floors) const {
+    int  best = -1;
+    Rank best_rank{};
+    for (int s = 0; s < n_usable_; s++) {
+        const Slot & slot = slots_[s];
+        if (!takeable(slot)) {
+            continue;
+        }
+        if (slot.il < 0) {
+            return s;
+        }
+        if (respect_floors && !above_floor(slot)) {
+            continue;
+        }
+        const Rank r = rank(slot, now);
+        if (best < 0 || r < best_rank) {
+            best      = s;
+            best_rank = r;
+        }
+    }
+    return best;
+}
+
+int Residency::choose(int il, int expert, Moment now, float min_score) const {
+    if (resident_) {
+        const int s = layout_.layers[il].first_slot + expert;
+        return takeable(slots_[s]) ? s : -1;
+    }
+    int s = lowest(now, true);
+    if (s < 0) {
+        s = lowest(now, false);
+    }
+    const bool worth_it = s < 0 || slots_[s].il < 0 || score(slots_[s].il, slots_[s].expert) < min_score;
+    return worth_it ? s : -1;
+}
+
+void Residency::assign(int s, int il, int expert) {
+    Slot & slot    = slots_[s];
+    slot.generation += 1;
+    slot.il         = il;
+    slot.expert     = expert;
+    slot.ready      = 0;
+    slot.queued     = 0;
+    slot.failed     = false;
+    slot.prefetched = false;
+    slot_of_[layout_.key(il, expert)] = s;
+    count_[il] += 1;
+    n_used_ += 1;
+    touch(s);
+}
+
+void Residency::vacate(int s) {
+    Slot & slot = slots_[s];
+    if (slot.il < 0) {
+        return;
+    }
+    slot_of_[layout_.key(slot.il, slot.expert)] = -1;
+    count_[slot.il] -= 1;
+    n_used_ -= 1;
+    slot.generation += 1;
+    slot.il         = -1;
+    slot.expert     = -1;
+    slot.ready      = 0;
+    slot.queued     = 0;
+    slot.prefetched = false;
+}
+
+void Residency::set_scores(const float * scores, size_t n) {
+    scores_.assign(scores, scores + n);
+    for (float & score : scores_) {
+        if (!std::isfinite(score)) {
+            score = 0.0f;
+        }
+    }
+}
+
+void Residency::share_all_slots() {
+    resident_ = false;
+    set_floors();
+}
+
+} // namespace moegguf

@@ -1,0 +1,264 @@
+"""The expert store as a Python object: open, ask, close. One method per call of the C ABI, nothing more."""
+
+from __future__ import annotations
+
+import ctypes as c
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from moegguf.errors import CallbackError, ClosedError
+from moegguf.experts import ExpertLayout
+from moegguf.native import library
+from moegguf.native.library import check
+
+Int32s = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class StoreOptions:
+    """How the store moves experts. The defaults are what was measured to be best; tests and ablations turn things off.
+
+    readers: threads that read the file. repack: slots in the layout of the CPU's fastest kernels. direct: O_DIRECT.
+    chunked: prefetch matrix by matrix. preempt: a gate drops its layer's stale prefetches. overlap: down matrices
+    arrive while gate and up compute. sweep: a prompt's pass fetches the next layer ahead. fill: when every expert has
+    a slot, read them all in the background. device: ggml device of the slots, None for the CPU.
+    """
+
+    readers: int = 4
+    repack: bool = True
+    direct: bool = True
+    chunked: bool = True
+    preempt: bool = True
+    overlap: bool = True
+    sweep: bool = True
+    fill: bool = True
+    simulate: bool = False
+    device: str | None = None
+    link_bytes_per_s: float = 0.0  # simulation only; 0: transfers are free
+    link_latency_s: float = 0.0
+
+    @property
+    def flags(self) -> int:
+        named = (field.name for field in fields(self) if field.name in library.FLAG)
+        return sum(library.FLAG[name] for name in named if getattr(self, name))
+
+
+def _matrices(layout: ExpertLayout) -> Any:
+    rows = [
+        library.Matrix(
+            m.name.encode(), m.il, library.KIND[m.kind], m.ggml_type, m.n_expert, m.ne0, m.ne1, m.shard, 0, m.offset,
+            m.expert_bytes,
+        )
+        for m in layout.matrices
+    ]  # fmt: skip
+    return (library.Matrix * len(rows))(*rows)
+
+
+class Store:
+    """n_slots experts of `layout` in fast memory.
+
+    Raises AllocationError when the device has no room, ExpertIOError when a shard cannot be opened, OptionError for an
+    option out of range. Close it after the models and contexts that use it. Every method raises ClosedError after
+    close(), and ForkError in a child process.
+    """
+
+    def __init__(self, layout: ExpertLayout, n_slots: int, options: StoreOptions = StoreOptions()) -> None:
+        self._library = library.load()
+        self._handle: int | None = None
+        self._listener: library.Listener | None = None
+        self._callback_error: BaseException | None = None
+        self.layout = layout
+        self.options = options
+        used = {layer.il: layer.n_expert_used for layer in layout.layers}
+        matrices, paths = _matrices(layout), [str(shard.path).encode() for shard in layout.shards]
+        config = library.Config(
+            abi=library.ABI_VERSION,
+            flags=options.flags,
+            n_layer=layout.n_layer,
+            n_matrices=len(matrices),
+            n_shards=len(paths),
+            n_slots=n_slots,
+            n_readers=options.readers,
+            matrices=matrices,
+            shard_paths=(c.c_char_p * len(paths))(*paths),
+            n_expert_used=(c.c_int32 * layout.n_layer)(*(used.get(il, 0) for il in range(layout.n_layer))),
+            device=options.device.encode() if options.device else None,
+            sim_bytes_per_ns=options.link_bytes_per_s / 1e9,
+            sim_latency_ns=options.link_latency_s * 1e9,
+        )
+        handle = c.c_void_p()
+        check(self._library.moegguf_store_open(c.byref(config), c.byref(handle)))
+        self._handle = handle.value
+
+    @property
+    def handle(self) -> int:
+        if self._handle is None:
+            raise ClosedError("the expert store is closed; load the model again.")
+        return self._handle
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(n_layer, most experts of a layer): the shape of scores and of the residency map."""
+        return self.layout.n_layer, self.layout.n_expert
+
+    @property
+    def buffer_type(self) -> int:
+        """Address of the reserved buffer type, for llama.cpp's tensor_buft_overrides."""
+        return int(self._library.moegguf_store_buft(self.handle))
+
+    def counters(self) -> dict[str, int]:
+        """Every figure of struct moegguf_counters; times in ns."""
+        counters = library.Counters()
+        check(self._library.moegguf_store_counters(self.handle, c.byref(counters)))
+        return {name: getattr(counters, name) for name, *_ in counters._fields_}
+
+    def info(self) -> dict[str, int]:
+        """Every figure of struct moegguf_pool_info."""
+        info = library.PoolInfo()
+        check(self._library.moegguf_store_info(self.handle, c.byref(info)))
+        return {name: getattr(info, name) for name, *_ in info._fields_}
+
+    def residency(self) -> npt.NDArray[np.uint8]:
+        """(n_layer, n_expert): 0 absent, 1 on its way, 2 there."""
+        there = np.zeros(self.shape, np.uint8)
+        check(self._library.moegguf_store_residency(self.handle, there.ctypes.data, there.size))
+        return there
+
+    def set_scores(self, scores: npt.ArrayLike | None) -> None:
+        """Scores (n_layer, n_expert): the lowest is evicted first, least recently used among equals. None: plain LRU."""
+        if scores is None:
+            check(self._library.moegguf_store_set_scores(self.handle, None, 0))
+            return
+        table = np.ascontiguousarray(scores, np.float32)
+        check(self._library.moegguf_store_set_scores(self.handle, table.ctypes.data, table.size))
+
+    def prefetch(self, il: Sequence[int] | Int32s, experts: Sequence[int] | Int32s) -> None:
+        """Asks for experts (il[i], experts[i]) early, in this order. Unknown or resident ones are dropped and counted."""
+        layers, ids = np.ascontiguousarray(il, np.int32), np.ascontiguousarray(experts, np.int32)
+        n = min(layers.size, ids.size)
+        check(self._library.moegguf_store_prefetch(self.handle, layers.ctypes.data, ids.ctypes.data, n))
+
+    def listen(
+        self,
+        on_gate: Callable[[library.GateEvent], None] | None = None,
+        on_residency: Callable[[library.ResidencyEvent], None] | None = None,
+    ) -> None:
+        """Calls back on the store's event thread, never on a compute thread. Without arguments: stops, after the last.
+
+        An exception in a callback stops the listening and is raised from the next `raise_callback_error`.
+        """
+        check(self._library.moegguf_store_listen(self.handle, None))
+        self._listener = None
+        if on_gate is None and on_residency is None:
+            return
+        self._callback_error = None
+        self._listener = library.Listener(
+            library.GATE_CALLBACK(self._guarded(on_gate)), library.RESIDENCY_CALLBACK(self._guarded(on_residency)), None
+        )
+        check(self._library.moegguf_store_listen(self.handle, c.byref(self._listener)))
+
+    def _guarded(self, callback: Callable[[Any], None] | None) -> Callable[[int, Any], None]:
+        def call(_user: int, event: Any) -> None:
+            if callback is None or self._callback_error is not None:
+                return
+            try:
+                callback(event.contents)
+            except BaseException as error:  # an exception must not enter the C++ below
+                self._callback_error = error
+
+        return call
+
+    def raise_callback_error(self) -> None:
+        """Raises CallbackError when a callback has failed since `listen`."""
+        error = self._callback_error
+        if error is not None:
+            self.listen()
+            self._callback_error = None
+            raise CallbackError(f"a callback raised {type(error).__name__}: {error}; listening stopped.") from error
+
+    def cancel(self, on: bool = True) -> None:
+        """Ends passes in flight and to come as cancelled, until called with False."""
+        check(self._library.moegguf_store_cancel(self.handle, on))
+
+    def resize(self, n_slots: int) -> None:
+        """Uses n_slots slots from the next gate on; memory of the others goes back to the system."""
+        check(self._library.moegguf_store_resize(self.handle, n_slots))
+
+    def drain(self, timeout_s: float = 600.0) -> None:
+        """Waits until nothing is queued or being read."""
+        check(self._library.moegguf_store_drain(self.handle, timeout_s))
+
+    def read_slot(self, matrix: int, slot: int) -> bytes:
+        """The bytes of one matrix of the expert in a plain slot. For tests."""
+        n_bytes = self.layout.matrices[matrix].expert_bytes
+        data = c.create_string_buffer(n_bytes)
+        check(self._library.moegguf_store_read_slot(self.handle, matrix, slot, data, n_bytes))
+        return data.raw
+
+    def probe(self, seconds: float) -> float:
+        """Bytes/s that these readers reach on this file, reading random experts."""
+        speed = c.c_double()
+        check(self._library.moegguf_store_probe(self.handle, seconds, c.byref(speed)))
+        return speed.value
+
+    def advance(self, ns: int) -> None:
+        """Simulation: compute time passes on the modelled clock."""
+        check(self._library.moegguf_store_sim_advance(self.handle, ns))
+
+    def open_lane(self) -> Lane:
+        """One context's way into the store."""
+        return Lane(self)
+
+    def close(self) -> None:
+        """Joins the threads and frees the pool. Twice is harmless."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            self._library.moegguf_store_close(handle)
+
+
+class Lane:
+    """What one llama_context holds: its pins, and the reason why its pass failed."""
+
+    def __init__(self, store: Store) -> None:
+        self._library = library.load()
+        self._handle: int | None = None
+        handle = c.c_void_p()
+        check(self._library.moegguf_lane_open(store.handle, c.byref(handle)))
+        self._handle = handle.value
+
+    @property
+    def handle(self) -> int:
+        if self._handle is None:
+            raise ClosedError("the context is closed; load the model again.")
+        return self._handle
+
+    def eval_callback(self) -> int:
+        """Address of the callback for llama_context_params.cb_eval; its user data is `handle`."""
+        return c.cast(self._library.moegguf_eval, c.c_void_p).value or 0
+
+    def abort_callback(self) -> int:
+        """Address of the callback for llama_context_params.abort_callback; its user data is `handle`."""
+        return c.cast(self._library.moegguf_abort, c.c_void_p).value or 0
+
+    def gate(self, il: int, expert_ids: npt.ArrayLike) -> Int32s:
+        """Slot ids for expert_ids (n_tokens, n_expert_used) of layer il: what the hook does, for simulation and tests."""
+        ids = np.atleast_2d(np.ascontiguousarray(expert_ids, np.int32))
+        slots = np.empty_like(ids)
+        n_tokens, n_used = ids.shape
+        check(self._library.moegguf_lane_gate(self.handle, il, ids.ctypes.data, n_used, n_tokens, slots.ctypes.data))
+        return slots
+
+    def take_failure(self) -> library.Failure | None:
+        """Why the last pass failed, once; None when it did not."""
+        failure = library.Failure()
+        check(self._library.moegguf_lane_failure(self.handle, c.byref(failure), 1))
+        return failure if failure.status != library.OK else None
+
+    def close(self) -> None:
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            self._library.moegguf_lane_close(handle)

@@ -1,0 +1,148 @@
+"""Sizes, budgets and environment variables: what is accepted, and that everything else says what is."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moegguf.config import (
+    ExpertCache,
+    format_bytes,
+    format_bytes_up,
+    parse_expert_cache,
+    parse_size,
+    read_environment,
+)
+from moegguf.errors import BudgetError, MoeggufError, OptionError
+
+
+@pytest.mark.parametrize(
+    ("text", "n_bytes"),
+    [
+        ("4GiB", 4 << 30),
+        ("4gib", 4 << 30),
+        (" 4 GiB ", 4 << 30),
+        ("4G", 4 << 30),
+        ("2.5 GB", 2_500_000_000),
+        ("512MiB", 512 << 20),
+        ("0.5k", 512),
+        ("1TB", 10**12),
+        ("1000", 1000),
+        ("7B", 7),
+        (1 << 33, 1 << 33),
+    ],
+)
+def test_sizes(text: str | int, n_bytes: int) -> None:
+    assert parse_size(text) == n_bytes
+
+
+BAD_SIZES = [
+    "",
+    "0",
+    "-1",
+    "-4GiB",
+    "1e9",
+    "2.5",
+    "GiB",
+    "4 PiB",
+    "4GiBs",
+    "٤GiB",
+    "1 2",
+    "9" * 30,
+    "4GiB\0",
+    "0x10",
+]
+
+
+@pytest.mark.parametrize("text", BAD_SIZES)
+def test_bad_sizes(text: str) -> None:
+    with pytest.raises(ValueError, match="size"):
+        parse_size(text)
+
+
+def test_budgets() -> None:
+    assert parse_expert_cache("auto") == ExpertCache("auto")
+    assert parse_expert_cache(" AUTO ") == ExpertCache("auto")
+    assert parse_expert_cache("50%") == ExpertCache("fraction", fraction=0.5)
+    assert parse_expert_cache("100 %") == ExpertCache("fraction", fraction=1.0)
+    assert parse_expert_cache("4GiB") == ExpertCache("bytes", n_bytes=4 << 30)
+    assert parse_expert_cache(4e9) == ExpertCache("bytes", n_bytes=4_000_000_000)
+    assert parse_expert_cache(ExpertCache("auto")) == ExpertCache("auto")
+
+
+BAD_BUDGETS = [
+    0,
+    -1,
+    True,
+    0.0,
+    0.5,
+    -2.5,
+    math.nan,
+    math.inf,
+    1e30,
+    "0%",
+    "101%",
+    "-5%",
+    "abc",
+    "half",
+    *BAD_SIZES,
+]
+
+
+@pytest.mark.parametrize("value", [*BAD_BUDGETS, None, [], b"4GiB"])
+def test_bad_budgets_say_what_is_accepted(value: object) -> None:
+    with pytest.raises(BudgetError, match=r'"auto".*"50%".*"4GiB"') as caught:
+        parse_expert_cache(value)  # type: ignore[arg-type]
+    assert isinstance(caught.value, ValueError)
+    assert isinstance(caught.value, MoeggufError)
+    assert len(str(caught.value)) < 300
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.text(max_size=30))
+def test_any_text_is_a_budget_or_a_budget_error(text: str) -> None:
+    with contextlib.suppress(BudgetError):
+        parse_expert_cache(text)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(min_value=1, max_value=1 << 50))
+def test_rounded_up_sizes_read_back_as_enough(n_bytes: int) -> None:
+    assert n_bytes <= parse_size(format_bytes_up(n_bytes)) + 1 <= n_bytes + (1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("n_bytes", "text"),
+    [
+        (0, "0 B"),
+        (900, "900 B"),
+        (1024, "1.00KiB"),
+        (23383245, "22.3MiB"),
+        (8066839552, "7.51GiB"),
+        (-2048, "-2.00KiB"),
+    ],
+)
+def test_format_bytes(n_bytes: int, text: str) -> None:
+    assert format_bytes(n_bytes) == text
+
+
+def test_environment() -> None:
+    assert read_environment({}) == read_environment({"MOEGGUF_HOOKS": "", "MOEGGUF_EXPERT_CACHE": " "})
+    env = read_environment({"MOEGGUF_HOOKS": "0", "MOEGGUF_EXPERT_CACHE": "25%", "MOEGGUF_MODELS": "/m"})
+    assert (env.hooks, env.expert_cache, env.models, env.library) == (False, "25%", Path("/m"), None)
+    with pytest.raises(OptionError, match="MOEGGUF_HOOKS"):
+        read_environment({"MOEGGUF_HOOKS": "maybe"})
+    with pytest.raises(BudgetError, match="MOEGGUF_EXPERT_CACHE"):
+        read_environment({"MOEGGUF_EXPERT_CACHE": "lots"})
+
+
+def test_unknown_option_names_the_nearest() -> None:
+    error = OptionError.unknown("n_gpu_layer", ["n_ctx", "n_gpu_layers", "n_batch"])
+    assert "did you mean 'n_gpu_layers'?" in str(error)
+    assert isinstance(error, TypeError)
+    assert "did you mean" not in str(OptionError.unknown("zzz", ["n_ctx"]))

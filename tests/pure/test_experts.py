@@ -1,0 +1,301 @@
+"""The layout of experts: byte ranges checked against the file, and every inconsistency refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from pathlib import Path
+from typing import Any
+
+import gguf_builder as build
+import pytest
+from gguf_builder import F32_T, Q4_0_T, Q4_K_T, Q6_K_T, STR, U32, Gguf, moe
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moegguf.errors import ModelFormatError, ModelNotFoundError
+from moegguf.experts import read_layout
+
+
+def write(g: Gguf, folder: Path, name: str = "m.gguf") -> Path:
+    return g.write(folder / name)
+
+
+def refuse(path: Path, pattern: str) -> str:
+    with pytest.raises(ModelFormatError, match=pattern) as caught:
+        read_layout(path)
+    return str(caught.value)
+
+
+def without(g: Gguf, name: str) -> Gguf:
+    g.tensors = [t for t in g.tensors if t.name != name]
+    return g
+
+
+def replaced(g: Gguf, name: str, **fields: Any) -> Gguf:
+    g.tensors = [dataclasses.replace(t, **fields) if t.name == name else t for t in g.tensors]
+    return g
+
+
+def test_layout_of_a_small_model(tmp_path: Path) -> None:
+    layout = read_layout(write(moe(n_layer=3, n_expert=6, n_used=2), tmp_path))
+    assert (layout.arch, layout.n_layer, layout.n_expert, layout.n_expert_used) == ("qwen2moe", 3, 6, 2)
+    assert layout.is_moe and layout.kinds == ("gate", "up", "down")
+    one = 3 * 64 * 32 // 32 * 18
+    assert layout.layers[0].expert_bytes == one
+    assert layout.expert_bytes == 3 * 6 * one
+    assert layout.token_cycle_bytes == 3 * 2 * one and layout.token_cycle_slots == 6
+    assert layout.n_expert_total == 18
+    assert layout.dense_bytes == 4 * (2 * 64 * 16 + 3 * 64)
+    assert layout.dense_bytes + layout.expert_bytes == sum(n for _, n in layout.tensor_types.values())
+    assert layout.n_vocab == 16 and layout.chat_template == "{{ messages }}" and layout.name == "tiny"
+    stat = (tmp_path / "m.gguf").stat()
+    shard = layout.shards[0]
+    assert (shard.ino, shard.n_bytes, shard.mtime_ns) == (stat.st_ino, stat.st_size, stat.st_mtime_ns)
+
+
+def test_slices_hold_the_bytes_of_their_expert(tmp_path: Path) -> None:
+    path = write(moe(types=(Q4_K_T, Q4_K_T, Q6_K_T), n_embd=256, n_ff=256), tmp_path)
+    layout = read_layout(path)
+    data = bytearray(path.read_bytes())
+    for i, matrix in enumerate(layout.matrices):
+        for e in range(matrix.n_expert):
+            at = matrix.expert_offset(e)
+            mark = bytes([i * 8 + e]) * matrix.expert_bytes
+            data[at : at + matrix.expert_bytes] = mark
+    for i, matrix in enumerate(layout.matrices):  # no two ranges overlap, all lie in the file
+        for e in range(matrix.n_expert):
+            at = matrix.expert_offset(e)
+            assert set(data[at : at + matrix.expert_bytes]) == {i * 8 + e}
+    assert len(data) == path.stat().st_size
+
+
+def test_fused_and_gateless_layers(tmp_path: Path) -> None:
+    layout = read_layout(write(moe(fused=True), tmp_path))
+    assert layout.kinds == ("down", "gate_up") and layout.layers[0].matrices[1].ne1 == 64
+    g = moe()
+    for il in range(2):
+        without(g, f"blk.{il}.ffn_gate_exps.weight")
+    assert read_layout(write(g, tmp_path)).kinds == ("up", "down")
+
+
+def test_dense_model_has_no_layers(tmp_path: Path) -> None:
+    g = moe("llama", skip_kv=("expert_count", "expert_used_count"))
+    g.tensors = [t for t in g.tensors if "exps" not in str(t.name)]
+    layout = read_layout(write(g, tmp_path))
+    assert not layout.is_moe and layout.expert_bytes == layout.n_expert == layout.token_cycle_bytes == 0
+
+
+def test_chexps_biases_and_scales_stay_dense(tmp_path: Path) -> None:
+    g = moe()
+    extra = ("ffn_gate_chexps.weight", "ffn_up_exps.bias", "ffn_up_exps.scale", "ffn_norm_exps.weight")
+    for name in extra:
+        g.tensor(f"blk.0.{name}", 64)
+    layout = read_layout(write(g, tmp_path))
+    assert len(layout.matrices) == 6 and layout.dense_bytes == 4 * (2 * 64 * 16 + 2 * 64 + 4 * 64)
+
+
+def test_prediction_layers_are_not_managed(tmp_path: Path) -> None:
+    layout = read_layout(write(moe(n_layer=3).add("qwen2moe.nextn_predict_layers", U32, 1), tmp_path))
+    assert layout.n_layer == 2 and len(layout.layers) == 2 and layout.unused_bytes * 2 == layout.expert_bytes
+
+
+def test_used_count_per_layer(tmp_path: Path) -> None:
+    g = moe(skip_kv=("expert_used_count",)).add_array("qwen2moe.expert_used_count", U32, [1, 3])
+    layout = read_layout(write(g, tmp_path))
+    assert [layer.n_expert_used for layer in layout.layers] == [1, 3] and layout.n_expert_used == 3
+    assert layout.token_cycle_slots == 4
+    g = moe(skip_kv=("expert_used_count",)).add_array("qwen2moe.expert_used_count", U32, [1, 3, 1])
+    refuse(write(g, tmp_path), "expert_used_count.*3 numbers for 2 layers")
+    g = moe(skip_kv=("expert_used_count",)).add_array("qwen2moe.expert_used_count", U32, [2, 0])
+    refuse(write(g, tmp_path), "layer 1 has experts, but a token uses 0")
+
+
+def test_tied_output_is_counted(tmp_path: Path) -> None:
+    assert read_layout(write(moe(), tmp_path)).tied_output_bytes == 0
+    assert read_layout(write(without(moe(), "output.weight"), tmp_path)).tied_output_bytes == 4 * 64 * 16
+
+
+UP, DOWN, GATE = (f"blk.1.ffn_{kind}_exps.weight" for kind in ("up", "down", "gate"))
+BAD_LAYOUTS: dict[str, tuple[Gguf, str]] = {
+    "used > count": (moe(n_used=5), "expert_used_count.*5 of 4"),
+    "used 0": (moe(n_used=0), "expert_used_count.*above zero"),
+    "used missing": (moe(skip_kv=("expert_used_count",)), "expert_used_count.*above zero"),
+    "count missing": (moe(skip_kv=("expert_count",)), "expert_used_count"),
+    "both missing": (moe(skip_kv=("expert_count", "expert_used_count")), "holds 4 experts, but .* is 0"),
+    "count too large": (moe(n_expert=1025), "expert_count.*1024"),
+    "count != ne2": (replaced(moe(), UP, shape=(64, 32, 5)), f"'{UP}'.*holds 5 experts, but .* is 4"),
+    "no up": (without(moe(), UP), "layer 1 has no ffn_up_exps"),
+    "no down": (without(moe(), DOWN), "layer 1 has no ffn_down_exps"),
+    "gate is not up": (replaced(moe(), GATE, shape=(64, 64, 4)), "layer 1 has gate experts of 64x64"),
+    "up does not fit down": (replaced(moe(), DOWN, shape=(64, 64, 4)), "layer 1 has up experts"),
+    "two dimensions": (replaced(moe(), UP, shape=(64, 128)), "3 dimensions"),
+    "fused does not fit": (
+        replaced(moe(fused=True), "blk.1.ffn_gate_up_exps.weight", shape=(64, 32, 4)),
+        "gate_up experts of 64x32",
+    ),
+    "fused and separate": (moe(fused=True).tensor(UP, 64, 32, 4, ggml_type=2), "both ffn_gate_up_exps and"),
+    "layer beyond": (moe().tensor("blk.7.ffn_up_exps.weight", 64, 32, 4), "layer 7 is beyond the 2"),
+    "no layers": (moe(n_layer=0), "block_count.*from 1"),
+    "too many layers": (moe(n_layer=513, il_range=range(1)), "block_count.*512"),
+    "no block_count": (moe(skip_kv=("block_count",)), "block_count.*missing"),
+    "no width": (moe(skip_kv=("embedding_length",)), "embedding_length.*missing"),
+    "no context": (moe(skip_kv=("context_length",)), "context_length.*missing"),
+    "width text": (
+        moe(skip_kv=("embedding_length",)).add("qwen2moe.embedding_length", STR, "x"),
+        "whole number",
+    ),
+    "heads over width": (moe(n_head=65), "65 heads"),
+    "kv heads": (
+        moe(skip_kv=("attention.head_count_kv",)).add("qwen2moe.attention.head_count_kv", U32, 3),
+        "not a multiple of its 3 KV heads",
+    ),
+    "all prediction": (moe().add("qwen2moe.nextn_predict_layers", U32, 2), "nextn_predict_layers"),
+    "rope scaling": (moe().add("qwen2moe.rope.scaling.type", STR, "magic"), "rope.scaling.type.*'magic'"),
+    "groups": (moe().add("qwen2moe.expert_group_count", U32, 4), "expert_group_count.*4 groups"),
+    "group split": (moe().add("qwen2moe.expert_group_count", U32, 3), "do not divide into 3 groups"),
+    "group used": (moe().add("qwen2moe.expert_group_count", U32, 2), "expert_group_used_count"),
+    "mla half": (moe().add("qwen2moe.attention.key_length_mla", U32, 2), "value_length_mla"),
+    "no architecture": (Gguf().tensor("t", 4), "general.architecture"),
+    "odd architecture": (
+        Gguf().add("general.architecture", STR, "a\n").tensor("t", 4),
+        "general.architecture",
+    ),
+    "architecture number": (
+        Gguf().add("general.architecture", U32, 4).tensor("t", 4),
+        "general.architecture",
+    ),
+    "no tensors": (Gguf().add("general.architecture", STR, "llama"), "no tensors"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_LAYOUTS)
+def test_bad_layout(tmp_path: Path, kind: str) -> None:
+    g, pattern = BAD_LAYOUTS[kind]
+    assert "bad.gguf" in refuse(write(g, tmp_path, "bad.gguf"), pattern)
+
+
+def test_damaged_headers_give_a_format_error_or_a_layout(tmp_path: Path) -> None:
+    good, n_header = moe().build(), len(moe().header())
+    path = tmp_path / "flip.gguf"
+    for seed in range(400):
+        rng = random.Random(seed)
+        data = bytearray(good)
+        for _ in range(rng.choice((1, 2, 4))):
+            data[rng.randrange(24, n_header)] = rng.randrange(256)
+        path.write_bytes(data)
+        try:
+            layout = read_layout(path)
+        except ModelFormatError:
+            continue
+        for m in layout.matrices:
+            assert m.offset > 0 and m.expert_offset(m.n_expert) <= len(good)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 1 << 40), st.integers(0, 1 << 40), st.integers(0, 40), st.integers(0, 1 << 33))
+def test_any_counts_give_a_format_error_or_a_layout(
+    tmp_path_factory: pytest.TempPathFactory, a: int, b: int, used: int, count: int
+) -> None:
+    g = moe(skip_kv=("expert_count", "expert_used_count"))
+    g.add("qwen2moe.expert_count", build.U64, count).add("qwen2moe.expert_used_count", build.U64, used)
+    g.add("qwen2moe.nextn_predict_layers", build.U64, a).add("qwen2moe.feed_forward_length2", build.U64, b)
+    try:
+        layout = read_layout(g.write(tmp_path_factory.getbasetemp() / "any.gguf"))
+    except ModelFormatError:
+        return
+    assert 0 < layout.n_expert_used <= layout.n_expert == 4
+
+
+def shards(folder: Path, name: str = "m", n: int = 3, **kwargs: Any) -> list[Path]:
+    """A model of 3 layers in `n` = 3 shards: 2 tensors and a layer, then a layer each."""
+    total = 2 + 3 * 4
+    paths = []
+    for i in range(n):
+        g = moe(n_layer=3, split=(i, n, total), il_range=range(i, i + 1), **kwargs)
+        paths.append(g.write(folder / f"{name}-{i + 1:05d}-of-{n:05d}.gguf"))
+    return paths
+
+
+def test_shards(tmp_path: Path) -> None:
+    first, *_ = shards(tmp_path)
+    layout = read_layout(first)
+    assert len(layout.shards) == 3 and [m.shard for m in layout.matrices] == [0] * 3 + [1] * 3 + [2] * 3
+    assert [layer.il for layer in layout.layers] == [0, 1, 2]
+    for m in layout.matrices:
+        assert m.expert_offset(m.n_expert) <= layout.shards[m.shard].n_bytes
+
+
+def test_path_to_a_later_shard_names_the_first(tmp_path: Path) -> None:
+    refuse(shards(tmp_path)[1], "open 'm-00001-of-00003.gguf'")
+
+
+def test_missing_shard(tmp_path: Path) -> None:
+    first, second, _ = shards(tmp_path)
+    second.unlink()
+    with pytest.raises(ModelNotFoundError, match=r"m-00002-of-00003\.gguf"):
+        read_layout(first)
+
+
+def test_swapped_shards(tmp_path: Path) -> None:
+    first, second, third = shards(tmp_path)
+    second.rename(tmp_path / "x")
+    third.rename(second)
+    (tmp_path / "x").rename(third)
+    refuse(first, r"m-00002-of-00003.gguf.*split.no.*must be 1, but is 2")
+
+
+def test_extra_shard(tmp_path: Path) -> None:
+    first, *_ = shards(tmp_path)
+    (tmp_path / "m-00004-of-00003.gguf").write_bytes(b"")
+    refuse(first, "m-00004-of-00003.gguf.*one too many")
+
+
+def test_truncated_shard_is_named(tmp_path: Path) -> None:
+    first, second, _ = shards(tmp_path)
+    second.write_bytes(second.read_bytes()[:-64])
+    refuse(first, "m-00002-of-00003.gguf.*past the end")
+
+
+def foreign(**kwargs: Any) -> Gguf:
+    return moe(n_layer=3, il_range=range(1, 2), **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("second", "pattern"),
+    [
+        (foreign(split=(1, 4, 14)), "m-00002-of-00003.gguf.*split.count.*is 4, but .* 3"),
+        (foreign(split=(1, 3, 99)), "m-00002-of-00003.gguf.*split.tensors.count.*99"),
+        (
+            foreign(split=(1, 3, 14)).add("general.name", STR, "other"),
+            "m-00002-of-00003.gguf.*general.name.*other",
+        ),
+        (
+            moe(n_layer=3, split=(1, 3, 14), il_range=range(2)),
+            "m-00002-of-00003.gguf.*is in m-00001-of-00003",
+        ),
+        (without(foreign(split=(1, 3, 14)), "blk.1.attn_norm.weight"), "says 14 tensors, but .* 13"),
+        (moe(n_layer=3, il_range=range(1, 2)), "m-00002-of-00003.gguf.*split.no.*missing"),
+    ],
+)
+def test_shard_of_another_model(tmp_path: Path, second: Gguf, pattern: str) -> None:
+    first, path, _ = shards(tmp_path)
+    second.write(path)
+    refuse(first, pattern)
+
+
+def test_shard_names(tmp_path: Path) -> None:
+    first, *_ = shards(tmp_path)
+    refuse(first.rename(tmp_path / "renamed.gguf"), "split.count.*3 shards, but the name")
+    refuse(write(moe(), tmp_path, "m-00001-of-00005.gguf"), "no key 'split.count'")
+    g = moe(split=(0, 2, 10))
+    refuse(write(g, tmp_path, "n-00001-of-00004.gguf"), "says 4 shards, but .* says 2")
+    g = moe(split=(0, 1, 10))
+    assert len(read_layout(write(g, tmp_path, "one-00001-of-00001.gguf")).shards) == 1
+    g = moe().add("split.count", build.I32, -5)
+    refuse(write(g, tmp_path), "split.count.*-5")
+
+
+def test_mixed_types(tmp_path: Path) -> None:
+    layout = read_layout(write(moe(types=(Q4_0_T, F32_T, Q4_0_T)), tmp_path))
+    assert {m.kind: m.expert_bytes for m in layout.matrices} == {"gate": 1152, "up": 8192, "down": 1152}

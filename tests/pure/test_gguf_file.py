@@ -1,0 +1,352 @@
+"""The GGUF reader against files that break one rule each, cut files, and random damage.
+
+The rule: ModelFormatError that names the key or tensor and an offset, or success; never another exception,
+never much memory, never slow.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import gguf_builder as build
+import pytest
+from gguf_builder import ARR, STR, U32, Gguf, moe, string, u32, u64
+
+from moegguf.errors import ExpertIOError, ModelFormatError, ModelNotFoundError
+from moegguf.gguf_file import GGML_TYPES, MAX_KV, MAX_TENSORS, read_gguf
+
+
+def small() -> Gguf:
+    return Gguf().add("a.key", U32, 1).tensor("t0", 32, 2).tensor("t1", 64)
+
+
+def refuse(tmp_path: Path, data: bytes) -> str:
+    """Writes `data` and returns the message of the ModelFormatError it must cause."""
+    path = tmp_path / "bad.gguf"
+    path.write_bytes(data)
+    with pytest.raises(ModelFormatError) as caught:
+        read_gguf(path)
+    message = str(caught.value)
+    assert "bad.gguf" in message and "offset" in message
+    return message
+
+
+def test_reads_what_was_written(tmp_path: Path) -> None:
+    g = Gguf(alignment=64).add("general.alignment", U32, 64).add("s", STR, "text").add("f", build.F64, 1.5)
+    g.add("b", build.BOOL, 1).add("i", build.I64, -3).add_array("n", build.I16, [1, -2])
+    g.add_array("words", STR, ["x", "", "yz"]).tensor("t0", 32, 3, ggml_type=2).tensor("t1", 5)
+    file = read_gguf(g.write(tmp_path / "ok.gguf"))
+    expected = {"general.alignment": 64, "s": "text", "f": 1.5, "b": True, "i": -3, "n": (1, -2)}
+    assert dict(file.metadata) == expected
+    assert file.arrays["words"].count == 3
+    assert [(t.name, t.shape, t.n_bytes, t.type_name) for t in file.tensors] == [
+        ("t0", (32, 3), 54, "Q4_0"),
+        ("t1", (5,), 20, "F32"),
+    ]
+    assert [t.offset - file.data_offset for t in file.tensors] == [0, 64]
+    assert file.data_offset % 64 == 0 and file.n_bytes == (tmp_path / "ok.gguf").stat().st_size
+
+
+def test_version_2_is_read(tmp_path: Path) -> None:
+    g = small()
+    g.version = 2
+    assert read_gguf(g.write(tmp_path / "v2.gguf")).version == 2
+
+
+def with_fields(**fields: object) -> Callable[[], bytes]:
+    def make() -> bytes:
+        g = small()
+        for name, value in fields.items():
+            setattr(g, name, value)
+        return g.build()
+
+    return make
+
+
+def with_kv(*raw: bytes) -> Callable[[], bytes]:
+    return lambda: Gguf(kv=list(raw)).tensor("t0", 32).build()
+
+
+def with_tensor(*shape: int, name: str | bytes = "bad.weight", **raw: int) -> Callable[[], bytes]:
+    raw.setdefault("n_bytes", 128)
+    return lambda: Gguf().tensor("ok.weight", 32).tensor(name, *shape, **raw).build()
+
+
+HUGE = 1 << 62
+KEY = string("some.key")
+BAD_FILES: dict[str, tuple[Callable[[], bytes], str]] = {
+    "empty file": (lambda: b"", "ends at 0"),
+    "bad magic": (with_fields(magic=b"GGML"), "starts with 'GGUF'"),
+    "zip file": (with_fields(magic=b"PK\3\4"), "starts with 'GGUF'"),
+    "version 0": (with_fields(version=0), "must be 2 or 3"),
+    "version 1": (with_fields(version=1), "must be 2 or 3"),
+    "version 4": (with_fields(version=4), "must be 2 or 3"),
+    "big endian": (with_fields(version=3 << 24), "big-endian"),
+    "a billion key-values": (with_fields(n_kv=10**9), "too many"),
+    "key-values do not fit": (with_fields(n_kv=MAX_KV), "do not fit"),
+    "negative key-values": (with_fields(n_kv=(1 << 64) - 1), "too many"),
+    "tensors over the cap": (with_fields(n_tensors=MAX_TENSORS + 1), "too many"),
+    "tensors do not fit": (with_fields(n_tensors=MAX_TENSORS), "do not fit"),
+    "one tensor too many": (with_fields(n_tensors=3), "offset"),
+    "empty key": (with_kv(string("") + u32(U32) + u32(1)), "the key is empty"),
+    "key of 4 GiB": (with_kv(u64(4 << 30) + b"x" * 9), "4294967296 bytes long"),
+    "key of 100 kB": (with_kv(string("k" * 100_000) + u32(U32) + u32(1)), "at most 65535"),
+    "duplicate key": (with_kv(*[KEY + u32(U32) + u32(1)] * 2), "'some.key'.*twice"),
+    "string of 4 GiB": (with_kv(KEY + u32(STR) + u64(4 << 30)), "'some.key'.*4294967296"),
+    "string past the end": (with_kv(KEY + u32(STR) + u64(4 << 20)), "'some.key'.*ends at"),
+    "string of 2^64-1": (with_kv(KEY + u32(STR) + u64((1 << 64) - 1)), "'some.key'"),
+    "value type 13": (with_kv(KEY + u32(13) + u64(0)), "'some.key'.*type 13"),
+    "array of arrays": (with_kv(KEY + u32(ARR) + u32(ARR) + u64(1)), "'some.key'.*elements of type 9"),
+    "array of type 99": (with_kv(KEY + u32(ARR) + u32(99) + u64(1)), "'some.key'.*type 99"),
+    "array past the end": (with_kv(KEY + u32(ARR) + u32(U32) + u64(5000)), "'some.key'.*ends at"),
+    "short array past the end": (with_kv(KEY + u32(ARR) + u32(build.F64) + u64(1000)), "'some.key'.*ends at"),
+    "array of 2^62": (with_kv(KEY + u32(ARR) + u32(build.U8) + u64(HUGE)), "'some.key'.*too long"),
+    "strings of 2^62": (with_kv(KEY + u32(ARR) + u32(STR) + u64(HUGE)), "'some.key'.*too long"),
+    "strings past the end": (with_kv(KEY + u32(ARR) + u32(STR) + u64(1000)), "'some.key'.*do not fit"),
+    "long string in array": (
+        with_kv(KEY + u32(ARR) + u32(STR) + u64(1) + u64(1 << 40) + b"x"),
+        "1099511627776",
+    ),
+    "alignment 0": (lambda: small().add("general.alignment", U32, 0).build(), "alignment"),
+    "alignment 48": (lambda: small().add("general.alignment", U32, 48).build(), "alignment"),
+    "alignment 2^31": (lambda: small().add("general.alignment", U32, 1 << 31).build(), "alignment"),
+    "alignment text": (lambda: small().add("general.alignment", STR, "32").build(), "alignment"),
+    "same token twice": (
+        lambda: small().add_array("tokenizer.ggml.tokens", STR, ["a", "b", "a"]).build(),
+        "tokenizer.ggml.tokens.*1 tokens have the same text",
+    ),
+    "name of 64 bytes": (with_tensor(32, name="n" * 64), "64 bytes long"),
+    "empty name": (with_tensor(32, name=""), "name is empty"),
+    "zero in name": (with_tensor(32, name=b"a\0b"), "zero byte"),
+    "duplicate tensor": (with_tensor(32, name="ok.weight"), "'ok.weight'.*two tensors"),
+    "5 dimensions": (with_tensor(2, 2, 2, 2, 2), "'bad.weight'.*1 to 4"),
+    "0 dimensions": (with_tensor(32, n_dims=0), "'bad.weight'.*1 to 4"),
+    "2^32-1 dimensions": (with_tensor(32, n_dims=(1 << 32) - 1), "'bad.weight'.*1 to 4"),
+    "zero dimension": (with_tensor(32, 0), "'bad.weight'.*zero"),
+    "product over 2^63": (with_tensor(1 << 32, 1 << 31), "'bad.weight'.*too large"),
+    "product over 2^64": (with_tensor(1 << 32, 1 << 32, 2), "'bad.weight'.*too large"),
+    "negative dimension": (with_tensor((1 << 64) - 32), "'bad.weight'.*too large"),
+    "bytes over 2^63": (with_tensor(1 << 62), "'bad.weight'.*too large"),
+    "exabytes": (with_tensor(1 << 40, 1 << 10), "'bad.weight'.*past the end"),
+    "type 4 (removed)": (with_tensor(32, ggml_type=4), "'bad.weight'.*type 4"),
+    "type 2^32-1": (with_tensor(32, ggml_type=(1 << 32) - 1), "'bad.weight'.*type"),
+    "row not whole blocks": (with_tensor(33, ggml_type=2), "'bad.weight'.*multiple of 32"),
+    "unaligned offset": (with_tensor(32, offset=129), "'bad.weight'.*multiple of 32"),
+    "offset past the end": (with_tensor(32, offset=1 << 20), "'bad.weight'.*past the end"),
+    "offset 2^63": (with_tensor(32, offset=1 << 63), "'bad.weight'.*past the end"),
+    "data past the end": (with_tensor(32, n_bytes=64), "'bad.weight'.*past the end"),
+    "overlap": (with_tensor(32, offset=0), "'bad.weight'.*overlaps"),
+    "gap": (with_tensor(16, offset=160), "'bad.weight'.*must be 128"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_FILES)
+def test_bad_file(tmp_path: Path, kind: str) -> None:
+    make, pattern = BAD_FILES[kind]
+    message = refuse(tmp_path, make())
+    assert re.search(pattern, message), message
+
+
+def test_37_byte_file_with_an_empty_key(tmp_path: Path) -> None:
+    data = b"GGUF" + u32(3) + u64(0) + u64(1) + u64(0) + u32(0) + b"\1"
+    assert len(data) == 37
+    assert "the key is empty" in refuse(tmp_path, data)
+
+
+def edges(g: Gguf) -> list[int]:
+    """Offsets where a part of the header ends: fixed fields, key-values, tensor entries."""
+    ends = [0, 4, 8, 16, 24]
+    for part in g.kv:
+        ends.append(ends[-1] + len(part))
+    for t in g.tensors:
+        ends.append(ends[-1] + 8 + len(t.name) + 4 + 8 * len(t.shape) + 4 + 8)
+    return ends
+
+
+def test_cut_at_every_edge_of_the_header(tmp_path: Path) -> None:
+    g = moe()
+    data, ends = g.build(), edges(g)
+    assert ends[-1] == len(g.header())
+    rng = random.Random(2)
+    sizes = {size + by for size in ends for by in (-1, 0, 1) if 0 <= size + by <= ends[-1]}
+    sizes |= {rng.randrange(ends[-1]) for _ in range(100)}
+    path = tmp_path / "cut.gguf"
+    for size in sizes:
+        path.write_bytes(data[:size])
+        with pytest.raises(ModelFormatError, match="offset"):
+            read_gguf(path)
+
+
+def test_cut_at_100_sizes_of_the_data(tmp_path: Path) -> None:
+    data = moe().build()
+    rng = random.Random(1)
+    path = tmp_path / "cut.gguf"
+    for size in (rng.randrange(len(moe().header()), len(data) - 32) for _ in range(100)):
+        path.write_bytes(data[:size])
+        with pytest.raises(ModelFormatError, match="past the end"):
+            read_gguf(path)
+
+
+def test_damaged_bytes_give_a_format_error_or_a_file(tmp_path: Path) -> None:
+    good = moe().build()
+    n_header = len(moe().header())
+    path = tmp_path / "flip.gguf"
+    refused = 0
+    for seed in range(700):
+        rng = random.Random(seed)
+        data = bytearray(good)
+        for _ in range(rng.choice((1, 1, 2, 8))):
+            data[rng.randrange(n_header)] = rng.choice((0, 1, 0x7F, 0x80, 0xFF, rng.randrange(256)))
+        path.write_bytes(data)
+        try:
+            read_gguf(path)
+        except ModelFormatError:
+            refused += 1
+    assert 100 < refused < 700
+
+
+HOSTILE = {
+    "strings": u64(1) + KEY + u32(ARR) + u32(STR) + u64(1 << 22),
+    "numbers": u64(1) + KEY + u32(ARR) + u32(build.U64) + u64(1 << 30),
+    "text": u64(1) + KEY + u32(STR) + u64(4 << 30),
+    "keys": u64(10**9),
+}
+
+CHILD = """
+import resource, sys, time
+from moegguf.errors import ModelFormatError
+from moegguf.gguf_file import read_gguf
+for path in sys.argv[1:]:
+    before, begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+    try:
+        read_gguf(path)
+    except ModelFormatError:
+        pass
+    assert time.process_time() - begin < 2, (path, time.process_time() - begin)
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert grown < 64 << 10, (path, grown)
+"""
+
+
+def test_hostile_files_stay_small_and_fast(tmp_path: Path) -> None:
+    paths = []
+    for kind, head in HOSTILE.items():
+        paths.append(tmp_path / kind)
+        paths[-1].write_bytes(b"GGUF" + u32(3) + u64(0) + head)
+        os.truncate(paths[-1], 20 << 30)
+    g = Gguf(n_tensors=MAX_TENSORS)
+    for i in range(MAX_TENSORS):
+        g.kv.append(string(f"t{i:062d}") + u32(1) + u64(8) + u32(0) + u64(32 * i))
+    g.n_kv = 0
+    paths.append(g.write(tmp_path / "tensors"))
+    g = Gguf(kv=[string(f"key{i}") + u32(U32) + u32(1) for i in range(MAX_KV)])
+    paths.append(g.write(tmp_path / "many-keys"))
+    root = Path(__file__).parents[2]
+    subprocess.run([sys.executable, "-c", CHILD, *map(str, paths)], check=True, cwd=root)
+
+
+def test_vocabulary_of_151936_tokens_is_fast(tmp_path: Path) -> None:
+    g = Gguf().add_array("tokenizer.ggml.tokens", STR, [f"token{i}" for i in range(151_936)])
+    g.add_array("tokenizer.ggml.merges", STR, [f"to ken{i}" for i in range(151_387)])
+    path = (
+        g.add_array("tokenizer.ggml.token_type", build.I32, [1] * 151_936)
+        .tensor("t", 32)
+        .write(tmp_path / "v.gguf")
+    )
+    times = []
+    for _ in range(3):
+        begin = time.process_time()
+        file = read_gguf(path)
+        times.append(time.process_time() - begin)
+    assert file.arrays["tokenizer.ggml.tokens"].count == 151_936
+    assert "tokenizer.ggml.token_type" not in file.metadata
+    assert min(times) < 0.3
+
+
+def test_duplicate_token_is_found_part_by_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moegguf.gguf_file.VOCAB_PART", 1000)
+    words = [f"token{i}" for i in range(5_500)] + ["", ""]  # llama.cpp renames empty tokens
+    path = Gguf().add_array("tokenizer.ggml.tokens", STR, words).tensor("t", 32).write(tmp_path / "v.gguf")
+    assert read_gguf(path).arrays["tokenizer.ggml.tokens"].count == 5_502
+    words[3_000] = words[0]
+    path = Gguf().add_array("tokenizer.ggml.tokens", STR, words).tensor("t", 32).write(tmp_path / "v.gguf")
+    with pytest.raises(ModelFormatError, match="1 tokens have the same text"):
+        read_gguf(path)
+
+
+def test_strings_across_chunks(tmp_path: Path) -> None:
+    words = ["x" * (300_000 + i) for i in range(12)]
+    g = Gguf().add_array("words", STR, words).add("after", U32, 7).tensor("t", 32)
+    assert read_gguf(g.write(tmp_path / "w.gguf")).metadata["after"] == 7
+
+
+def test_long_strings_are_dropped_and_too_many_refused(tmp_path: Path) -> None:
+    g = Gguf().add("long", STR, "x" * (2 << 20)).add("after", U32, 7).tensor("t", 32)
+    file = read_gguf(g.write(tmp_path / "l.gguf"))
+    assert "long" not in file.metadata and file.metadata["after"] == 7
+    g = Gguf()
+    for i in range(14):
+        g.add(f"long{i}", STR, "x" * ((1 << 20) - 1))
+    with pytest.raises(ModelFormatError, match="more than"):
+        read_gguf(g.write(tmp_path / "m.gguf"))
+
+
+def test_text_that_is_not_utf8(tmp_path: Path) -> None:
+    g = Gguf().add("s", STR, b"\xff\xfe").add(b"k\xff", U32, 1).tensor(b"t\xff", 32)
+    file = read_gguf(g.write(tmp_path / "u.gguf"))
+    assert file.metadata["s"] == "\ufffd\ufffd" and file.tensors[0].name == "t\\xff"
+
+
+def test_what_is_not_a_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.gguf")
+    for path in (
+        tmp_path,
+        tmp_path / "none.gguf",
+        tmp_path / "pipe.gguf",
+        "a\0b",
+        tmp_path / "pipe.gguf" / "x",
+    ):
+        with pytest.raises(ModelNotFoundError):
+            read_gguf(path)
+    assert issubclass(ModelNotFoundError, FileNotFoundError)
+
+
+def test_disk_error_is_an_io_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = small().write(tmp_path / "io.gguf")
+
+    def broken(*_: object) -> bytes:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "pread", broken)
+    with pytest.raises(ExpertIOError, match="Input/output error"):
+        read_gguf(path)
+
+
+def test_short_reads_are_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = small().write(tmp_path / "short.gguf")
+    whole, real = read_gguf(path), os.pread
+    monkeypatch.setattr(os, "pread", lambda fd, n, at: real(fd, min(n, 7), at))
+    assert read_gguf(path) == whole
+
+
+def test_types_agree_with_the_gguf_package() -> None:
+    constants = pytest.importorskip("gguf.constants")
+    for number, sizes in constants.GGML_QUANT_SIZES.items():
+        if number.name != "Q8_1":  # the package counts a scale of 4 bytes that ggml stores in 2
+            assert GGML_TYPES[int(number)] == (number.name, *sizes)
+
+
+def test_scalar_formats_have_the_sizes_of_the_standard() -> None:
+    from moegguf.gguf_file import _SCALARS
+
+    assert {t: struct.calcsize(f) for t, f in _SCALARS.items()} == {
+        0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8,
+    }  # fmt: skip

@@ -1,0 +1,190 @@
+"""Free memory and CPUs on machines made of files: cgroup v1, v2, nested, mixed, absent, broken."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from moegguf.engine.machine import (
+    cgroup_levels,
+    count_cpus,
+    disk_read_speed,
+    read_machine,
+    read_memory,
+)
+from moegguf.errors import ModelNotFoundError
+
+GIB = 1 << 30
+NO_LIMIT_V1 = "9223372036854771712\n"
+V2_MOUNT = "30 23 0:27 / /sys/fs/cgroup rw,relatime - cgroup2 cgroup2 rw\n"
+V1_MOUNT = "35 31 0:32 / /sys/fs/cgroup/memory rw,relatime - cgroup cgroup rw,memory\n"
+
+
+class FakeMachine:
+    """A root folder with 16 GiB of memory, 10 GiB of it free, and no cgroups yet."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.write("proc/meminfo", f"MemTotal: {16 << 20} kB\nMemFree: 1 kB\nMemAvailable:  {10 << 20} kB\n")
+        self.write("proc/self/cgroup", "")
+        self.write("proc/self/mountinfo", "")
+
+    def write(self, path: str, text: str | int) -> None:
+        target = self.root / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(str(text))
+
+    def v1(self, folder: str, limit: str | int, usage: int = 0, stat: str = "") -> None:
+        base = f"sys/fs/cgroup/memory/{folder}"
+        self.write(f"{base}/memory.limit_in_bytes", limit)
+        self.write(f"{base}/memory.usage_in_bytes", usage)
+        self.write(f"{base}/memory.stat", stat)
+
+    def v2(
+        self, folder: str, limit: str | int, usage: int = 0, stat: str = "", high: str | int = "max"
+    ) -> None:
+        base = f"sys/fs/cgroup/{folder}"
+        self.write(f"{base}/memory.max", limit)
+        self.write(f"{base}/memory.high", high)
+        self.write(f"{base}/memory.current", usage)
+        self.write(f"{base}/memory.stat", stat)
+
+
+@pytest.fixture
+def fake(tmp_path: Path) -> FakeMachine:
+    return FakeMachine(tmp_path)
+
+
+def test_no_cgroup(fake: FakeMachine) -> None:
+    memory = read_memory(fake.root)
+    assert (memory.total_bytes, memory.available_bytes) == (16 * GIB, 10 * GIB)
+    assert memory.limited_by == "the machine"
+
+
+def test_v2_counts_idle_page_cache_as_free(fake: FakeMachine) -> None:
+    fake.write("proc/self/mountinfo", V2_MOUNT)
+    fake.write("proc/self/cgroup", "0::/app\n")
+    fake.v2("app", 4 * GIB, 3 * GIB, f"anon 5\ninactive_file {GIB}\nactive_file {GIB}\n")
+    memory = read_memory(fake.root)
+    assert memory.available_bytes == 2 * GIB
+    assert memory.limited_by == f"cgroup v2 {fake.root}/sys/fs/cgroup/app"
+
+
+def test_v2_high_is_a_limit(fake: FakeMachine) -> None:
+    fake.write("proc/self/mountinfo", V2_MOUNT)
+    fake.write("proc/self/cgroup", "0::/app\n")
+    fake.v2("app", 8 * GIB, GIB, high=3 * GIB)
+    assert read_memory(fake.root).available_bytes == 2 * GIB
+
+
+def test_v2_nested_the_tightest_level_wins(fake: FakeMachine) -> None:
+    fake.write("proc/self/mountinfo", V2_MOUNT)
+    fake.write("proc/self/cgroup", "0::/a/b/c\n")
+    fake.v2("a/b/c", "max\n", GIB)
+    fake.v2("a/b", 9 * GIB, GIB)
+    fake.v2("a", 6 * GIB, 5 * GIB)
+    fake.v2("", "max")
+    assert read_memory(fake.root).available_bytes == GIB
+    assert [path.name for _, path in cgroup_levels("memory", fake.root)] == ["c", "b", "a", "cgroup"]
+
+
+def test_v1_nested_with_hierarchical_statistics(fake: FakeMachine) -> None:
+    fake.write("proc/self/mountinfo", V1_MOUNT)
+    fake.write("proc/self/cgroup", "8:pids:/\n4:cpu,memory:/a/b\n")
+    fake.v1("", NO_LIMIT_V1)
+    fake.v1("a", 4 * GIB, 4 * GIB, f"inactive_file 7\ntotal_inactive_file {GIB}\n")
+    fake.v1("a/b", 8 * GIB, GIB)
+    memory = read_memory(fake.root)
+    assert memory.available_bytes == GIB and memory.limited_by.endswith("/memory/a")
+
+
+def test_mixed_v1_and_v2(fake: FakeMachine) -> None:
+    v2 = "41 31 0:38 / /sys/fs/cgroup/unified rw,relatime - cgroup2 cgroup2 rw\n"
+    fake.write("proc/self/mountinfo", V1_MOUNT + v2)
+    fake.write("proc/self/cgroup", "4:memory:/box\n0::/box\n")
+    fake.v1("box", 5 * GIB, GIB)
+    assert read_memory(fake.root).available_bytes == 4 * GIB
+    fake.v2("unified/box", 3 * GIB, GIB)
+    assert read_memory(fake.root).available_bytes == 2 * GIB
+
+
+def test_container_sees_its_own_group_as_the_mount(fake: FakeMachine) -> None:
+    fake.write("proc/self/mountinfo", V1_MOUNT.replace(" / /sys", " /docker/ab /sys"))
+    fake.write("proc/self/cgroup", "4:memory:/docker/ab/inner\n")
+    fake.v1("", 2 * GIB, GIB)
+    fake.v1("inner", 8 * GIB, 0)
+    assert read_memory(fake.root).available_bytes == GIB
+    for outside in ("/docker/abc", "/../x", "/elsewhere"):
+        fake.write("proc/self/cgroup", f"4:memory:{outside}\n")
+        assert read_memory(fake.root).available_bytes == GIB
+
+
+def test_usage_above_the_limit_is_nothing_free(fake: FakeMachine) -> None:
+    fake.write("proc/self/mountinfo", V2_MOUNT)
+    fake.write("proc/self/cgroup", "0::/app\n")
+    fake.v2("app", GIB, 2 * GIB)
+    assert read_memory(fake.root).available_bytes == 0
+
+
+@pytest.mark.parametrize("text", ["", "max", "-1", "abc", "1 2", "\u0663", "\0"])
+def test_unreadable_limits_are_no_limits(fake: FakeMachine, text: str) -> None:
+    fake.write("proc/self/mountinfo", V2_MOUNT + "broken\n 1 2 3 - \n")
+    fake.write("proc/self/cgroup", "0::/app\nnonsense\n:::\n")
+    fake.v2("app", text, 2 * GIB, "inactive_file\nx y z\n")
+    assert read_memory(fake.root).available_bytes == 10 * GIB
+
+
+def test_cpu_quota(fake: FakeMachine) -> None:
+    plain = count_cpus(fake.root)
+    assert plain == len(os.sched_getaffinity(0))
+    fake.write("proc/self/mountinfo", V2_MOUNT + V1_MOUNT.replace("memory", "cpu"))
+    fake.write("proc/self/cgroup", "0::/app\n5:cpu:/box\n")
+    fake.write("sys/fs/cgroup/app/cpu.max", "max 100000\n")
+    assert count_cpus(fake.root) == plain
+    fake.write("sys/fs/cgroup/cpu/box/cpu.cfs_quota_us", "-1\n")
+    fake.write("sys/fs/cgroup/cpu/box/cpu.cfs_period_us", "100000\n")
+    assert count_cpus(fake.root) == plain
+    fake.write("sys/fs/cgroup/cpu/box/cpu.cfs_quota_us", "150000\n")
+    assert count_cpus(fake.root) == 1
+    fake.write("sys/fs/cgroup/app/cpu.max", "50000 100000\n")
+    assert count_cpus(fake.root) == 1
+
+
+def test_cpu_model_and_flags(fake: FakeMachine) -> None:
+    fake.write(
+        "proc/cpuinfo",
+        "processor : 0\nmodel name\t: Some CPU\nflags\t\t: fpu avx2 fma avx512f\n\nflags : x\n",
+    )
+    machine = read_machine(fake.root)
+    assert machine.cpu_model == "Some CPU" and machine.cpu_flags == ("fma", "avx2", "avx512f")
+    assert 1 <= machine.n_core <= machine.n_cpu
+
+
+def test_this_machine() -> None:
+    machine = read_machine()
+    assert 0 <= machine.memory.available_bytes <= machine.memory.total_bytes
+    assert machine.n_cpu >= 1
+
+
+@pytest.mark.parametrize("size", [0, 1000, 3 << 20, 17 << 20])
+def test_disk_speed(tmp_path: Path, size: int) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(os.urandom(size))
+    speed = disk_read_speed(path, seconds=0.05)
+    assert speed.bytes_per_s > 0 if size else speed.bytes_per_s == 0
+    assert speed.gb_per_s == speed.bytes_per_s / 1e9
+
+
+def test_disk_speed_without_direct_io(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(5 << 20))
+    monkeypatch.delattr(os, "O_DIRECT", raising=False)
+    speed = disk_read_speed(path, seconds=0.05)
+    assert speed.bytes_per_s > 0 and not speed.direct
+
+
+def test_disk_speed_of_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFoundError, match="check the path"):
+        disk_read_speed(tmp_path / "none")

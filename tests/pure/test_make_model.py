@@ -1,0 +1,153 @@
+"""Random models: well-formed files, the same for the same seed, split or not, with weights of mean zero."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gguf import GGUFReader
+from gguf.constants import GGMLQuantizationType as QType
+from gguf.quants import dequantize
+
+from tools.models import PRESETS, QUANTS, Shape, model_size_bytes, write_model
+from tools.models.blocks import BLOCK_MAKERS, random_blocks
+from tools.models.tensors import tensors
+from tools.models.vocabulary import SPECIALS, build_vocabulary, byte_characters
+
+MAKE_MODEL = Path(__file__).parents[2] / "tools" / "make_model.py"
+TINY = [name for name in PRESETS if name.startswith("tiny-")]
+
+
+def tensor_bytes(paths: list[Path]) -> dict[str, bytes]:
+    return {t.name: t.data.tobytes() for path in paths for t in GGUFReader(path).tensors}
+
+
+@pytest.mark.parametrize("quant", QUANTS)
+@pytest.mark.parametrize("preset", TINY)
+def test_file_holds_every_tensor_within_bounds(tmp_path: Path, preset: str, quant: str) -> None:
+    shape = PRESETS[preset]
+    [path] = write_model(tmp_path / "m.gguf", shape, quant)
+    reader = GGUFReader(path)
+    assert {t.name for t in reader.tensors} == {t.name for t in tensors(shape, quant)}
+    assert sum(t.n_bytes for t in reader.tensors) == model_size_bytes(shape, quant)
+    end = 0
+    for tensor in sorted(reader.tensors, key=lambda t: t.data_offset):
+        assert tensor.data_offset % 32 == 0
+        assert tensor.data_offset >= end
+        end = tensor.data_offset + tensor.n_bytes
+    assert end <= path.stat().st_size
+    assert [file.name for file in tmp_path.iterdir()] == ["m.gguf"]
+
+
+def test_same_seed_gives_same_bytes(tmp_path: Path) -> None:
+    shape = PRESETS["tiny-qwen2moe"]
+    first, again, other = (
+        write_model(tmp_path / f"{no}.gguf", shape, seed=seed)[0].read_bytes()
+        for no, seed in enumerate((7, 7, 8))
+    )
+    assert first == again
+    assert first != other
+
+
+def test_shards_are_complete_and_equal_the_single_file(tmp_path: Path) -> None:
+    shape = PRESETS["tiny-mix"]
+    whole = tensor_bytes(write_model(tmp_path / "whole.gguf", shape, "q4_k_m"))
+    dealt = write_model(tmp_path / "dealt.gguf", shape, "q4_k_m", n_split=3)
+    filled = write_model(tmp_path / "filled.gguf", shape, "q4_k_m", split_max_bytes=2_000_000)
+    assert [path.name for path in dealt] == [f"dealt-0000{no}-of-00003.gguf" for no in (1, 2, 3)]
+    assert len(filled) > 3
+    assert tensor_bytes(dealt) == tensor_bytes(filled) == whole
+    for no, path in enumerate(dealt):
+        fields = GGUFReader(path).fields
+        keys = ("split.no", "split.count", "split.tensors.count")
+        assert [fields[key].contents() for key in keys] == [no, 3, len(whole)]
+        assert [fields[key].types[0].name for key in keys] == ["UINT16", "UINT16", "INT32"]
+
+
+def test_dealing_parts_gate_up_and_down_of_a_layer(tmp_path: Path) -> None:
+    paths = write_model(tmp_path / "m.gguf", PRESETS["tiny-qwen3moe"], n_split=3)
+    shard_of = {t.name: no for no, path in enumerate(paths) for t in GGUFReader(path).tensors}
+    assert len({shard_of[f"blk.1.ffn_{kind}_exps.weight"] for kind in ("gate", "up", "down")}) == 3
+
+
+@pytest.mark.parametrize("qtype", BLOCK_MAKERS, ids=lambda qtype: qtype.name)
+def test_blocks_have_mean_zero_and_the_asked_deviation(qtype: QType) -> None:
+    weights = dequantize(random_blocks(qtype, 4096, 0.02, seed=1), qtype)
+    assert abs(weights.mean()) < 0.02 * 5 / np.sqrt(weights.size) * 2
+    assert abs(weights.mean(axis=0)).max() < 0.02 * 0.1
+    assert weights.std() == pytest.approx(0.02, rel=0.03)
+
+
+@pytest.mark.parametrize("quant", QUANTS)
+def test_no_two_experts_are_equal(tmp_path: Path, quant: str) -> None:
+    data = tensor_bytes(write_model(tmp_path / "m.gguf", PRESETS["tiny-qwen3moe"], quant))
+    n_expert = PRESETS["tiny-qwen3moe"].n_expert
+    stacks = [np.frombuffer(raw, np.uint8) for name, raw in data.items() if "_exps." in name]
+    experts = [part.tobytes() for stack in stacks for part in np.split(stack, n_expert)]
+    assert len(set(experts)) == len(experts)
+
+
+def test_mix_follows_llama_cpp() -> None:
+    types = {t.name: t.qtype for t in tensors(PRESETS["qwen1.5-moe-a2.7b"], "q4_k_m")}
+    assert types["output.weight"] == QType.Q6_K
+    assert types["token_embd.weight"] == types["blk.0.ffn_gate_exps.weight"] == QType.Q4_K
+    # rows of 1408 are no multiple of 256: Q6_K falls back to Q8_0 (in layer 0), Q4_K to Q5_0 (in layer 3)
+    assert types["blk.0.ffn_down_exps.weight"] == QType.Q8_0
+    assert types["blk.3.ffn_down_exps.weight"] == QType.Q5_0
+    assert types["blk.0.attn_v.weight"] == QType.Q6_K
+    assert types["blk.3.attn_v.weight"] == QType.Q4_K
+    mixtral = {t.name: t.qtype for t in tensors(PRESETS["mixtral-8x7b"], "q4_k_m")}
+    assert mixtral["blk.0.attn_output.weight"] == QType.Q5_K
+    assert mixtral["blk.0.attn_k.weight"] == mixtral["blk.0.attn_v.weight"] == QType.Q8_0
+
+
+@pytest.mark.parametrize(
+    ("preset", "gigabytes"),
+    [
+        ("qwen1.5-moe-a2.7b", 8.06),
+        ("qwen3-30b-a3b", 17.2),
+        ("mixtral-8x7b", 26.3),
+        ("deepseek-v2-lite", 8.85),
+    ],
+)
+def test_named_presets_have_the_size_of_their_models(preset: str, gigabytes: float) -> None:
+    assert model_size_bytes(PRESETS[preset], "q4_0") / 1e9 == pytest.approx(gigabytes, rel=0.01)
+
+
+@pytest.mark.parametrize("n_vocab", [259, 300, 1024, 151936])
+def test_vocabulary_has_bytes_unique_tokens_and_reachable_merges(n_vocab: int) -> None:
+    vocabulary = build_vocabulary(n_vocab)
+    assert len(vocabulary.tokens) == len(set(vocabulary.tokens)) == len(vocabulary.types) == n_vocab
+    assert vocabulary.tokens[:256] == byte_characters()
+    assert vocabulary.tokens[vocabulary.id_of("<|im_end|>")] == SPECIALS[2] == vocabulary.tokens[-1]
+    known = set(byte_characters())
+    for merge in vocabulary.merges:
+        left, right = merge.split(" ")
+        assert left in known and right in known
+        known.add(left + right)
+    assert known <= set(vocabulary.tokens)
+
+
+def test_impossible_shapes_are_refused(tmp_path: Path) -> None:
+    tiny = PRESETS["tiny-qwen2moe"]
+    with pytest.raises(ValueError, match="n_expert_used"):
+        replace(tiny, n_expert_used=17)
+    with pytest.raises(ValueError, match="arch"):
+        Shape("gpt2", 1, 32, 1, 1, 32, 2, 1, 32, 300)
+    with pytest.raises(ValueError, match="multiple of 32"):
+        write_model(tmp_path / "m.gguf", replace(tiny, n_ff_exp=48))
+    with pytest.raises(OSError, match="GB free"):
+        write_model(tmp_path / "m.gguf", replace(PRESETS["mixtral-8x7b"], n_layer=2_000))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_command_line_writes_a_model(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    command = [sys.executable, str(MAKE_MODEL), "--preset", "tiny-mixtral", "--layers", "1", "-o", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.returncode == 0, done.stderr
+    assert GGUFReader(path).fields["llama.block_count"].contents() == 1

@@ -1,0 +1,226 @@
+"""Plans: slot sizes by hand, minimum and maximum budgets, what is free, and words that say why."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import gguf_builder as build
+import pytest
+from gguf_builder import Q4_K_T, Q6_K_T, U32, moe
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moegguf.config import ExpertCache, parse_expert_cache, parse_size
+from moegguf.engine.expect import expect, guess_hit_rate
+from moegguf.engine.machine import Memory
+from moegguf.engine.needs import compute_bytes, kv_bytes, needs, row_bytes
+from moegguf.engine.plan import MARGIN_BYTES, Plan, make_plan, slot_bytes, slot_strides
+from moegguf.errors import BudgetError
+from moegguf.experts import ExpertLayout, read_layout
+
+MIB, GIB = 1 << 20, 1 << 30
+PLENTY = Memory(64 * GIB, 60 * GIB, "the machine")
+
+
+def layout_of(folder: Path, **kwargs: Any) -> ExpertLayout:
+    return read_layout(moe(**kwargs).write(folder / "m.gguf"))
+
+
+@pytest.fixture(scope="module")
+def layout(tmp_path_factory: pytest.TempPathFactory) -> ExpertLayout:
+    """6 layers of 16 experts, top-4: 96 experts, a token cycle of 24."""
+    return layout_of(tmp_path_factory.mktemp("plan"), n_layer=6, n_expert=16, n_used=4)
+
+
+def plan(layout: ExpertLayout, budget: str | int, memory: Memory = PLENTY, **kwargs: Any) -> Plan:
+    return make_plan(layout, parse_expert_cache(budget), memory, **kwargs)
+
+
+def test_strides_are_whole_blocks_of_every_type(tmp_path: Path) -> None:
+    mixed = moe(n_embd=256, n_ff=512, types=(Q4_K_T, Q4_K_T, Q6_K_T))
+    mixed.tensors = [
+        build.Tensor(t.name, t.shape, Q4_K_T) if t.name == "blk.1.ffn_down_exps.weight" else t
+        for t in mixed.tensors
+    ]
+    layout = read_layout(mixed.write(tmp_path / "m.gguf"))
+    strides = slot_strides(layout)
+    q4, q6 = 256 * 512 // 256 * 144, 256 * 512 // 256 * 210
+    assert strides["gate"] == strides["up"] == -(-q4 // 576) * 576  # lcm(64, 144)
+    assert strides["down"] == -(-q6 // 20160) * 20160  # lcm(64, 144, 210)
+    assert slot_bytes(layout) == sum(strides.values())
+    for matrix in layout.matrices:
+        assert strides[matrix.kind] >= matrix.expert_bytes
+
+
+def test_everything_fits(layout: ExpertLayout) -> None:
+    for budget in ("auto", "100%", "1GiB"):
+        p = plan(layout, budget)
+        assert p.n_slots == 96 and p.resident and p.n_ubatch == 512 and not p.warnings
+        assert p.budget_bytes == 96 * p.slot_bytes
+        assert p.total_bytes == p.budget_bytes + p.dense_bytes + p.kv_bytes + p.compute_bytes
+    assert any("cut to" in reason for reason in plan(layout, "1GiB").reasons)
+
+
+def test_a_share(layout: ExpertLayout) -> None:
+    p = plan(layout, "50%")
+    assert p.n_slots == 48 and not p.resident and p.n_ubatch == 512
+    assert plan(layout, "99.9%").n_slots == 95
+
+
+def test_a_size_is_never_exceeded(layout: ExpertLayout) -> None:
+    size = slot_bytes(layout)
+    for budget in (30 * size, 31 * size - 1, 50 * size + 17):
+        p = plan(layout, budget)
+        assert p.n_slots == budget // size and p.budget_bytes <= budget
+
+
+def test_below_the_minimum_the_error_states_it(layout: ExpertLayout) -> None:
+    size = slot_bytes(layout)
+    for budget in (1, size, 4 * size - 1):
+        with pytest.raises(BudgetError, match=str(4 * size)) as caught:
+            plan(layout, budget)
+        hint = str(caught.value).rsplit("at least '", 1)[1].rstrip(".'")
+        assert plan(layout, parse_size(hint)).n_slots >= 4
+    assert plan(layout, 4 * size).n_slots == 4
+    with pytest.raises(BudgetError, match="'1%'"):
+        plan(layout, "1%")
+
+
+@pytest.mark.parametrize(("slots", "n_ubatch"), [(4, 1), (7, 1), (8, 2), (15, 3), (16, 512), (17, 512)])
+def test_small_pools_read_prompts_in_small_steps(layout: ExpertLayout, slots: int, n_ubatch: int) -> None:
+    p = plan(layout, slots * slot_bytes(layout))
+    assert p.n_ubatch == n_ubatch
+    assert any("at a time instead of 512" in reason for reason in p.reasons) == (n_ubatch < 512)
+    assert plan(layout, slots * slot_bytes(layout), n_ubatch=2).n_ubatch == min(n_ubatch, 2)
+
+
+def test_below_a_token_cycle_there_is_a_warning(layout: ExpertLayout) -> None:
+    size = slot_bytes(layout)
+    (warning,) = plan(layout, 23 * size).warnings
+    assert (
+        "below one token's experts" in warning and "24 slots" in warning and "hit rate will be low" in warning
+    )
+    assert not plan(layout, 24 * size).warnings
+
+
+def test_auto_takes_what_is_free(layout: ExpertLayout) -> None:
+    ask = needs(layout, 4096, 512)
+    size = slot_bytes(layout)
+    free = ask.total_bytes(0) + MARGIN_BYTES + 40 * (size + ask.slot_work_bytes) + 5
+    p = plan(layout, "auto", Memory(64 * GIB, free, "cgroup v2 /x"))
+    assert p.n_slots == 40 and not p.warnings
+    assert p.total_bytes + MARGIN_BYTES <= free
+    assert any("cgroup v2 /x" in reason for reason in p.reasons)
+
+
+def test_auto_without_room_says_what_is_needed(layout: ExpertLayout) -> None:
+    for free in (0, 100 * MIB, needs(layout, 4096, 512).total_bytes(0) + MARGIN_BYTES):
+        with pytest.raises(BudgetError, match=r"limited by cgroup v2 /x.*at least .*for experts"):
+            plan(layout, "auto", Memory(64 * GIB, free, "cgroup v2 /x"))
+
+
+def test_a_budget_above_free_memory_is_kept_with_a_warning(layout: ExpertLayout) -> None:
+    p = plan(layout, "100%", Memory(64 * GIB, 1 * MIB, "the machine"))
+    assert p.n_slots == 96
+    assert any("1.00MiB are free" in warning for warning in p.warnings)
+
+
+def test_dense_model_has_a_plan(tmp_path: Path) -> None:
+    g = moe("llama", skip_kv=("expert_count", "expert_used_count"))
+    g.tensors = [t for t in g.tensors if "exps" not in str(t.name)]
+    p = plan(read_layout(g.write(tmp_path / "m.gguf")), "auto", Memory(GIB, 0, "x"))
+    assert p.n_slots == p.budget_bytes == p.slot_bytes == 0 and p.resident and p.n_ubatch == 512
+    assert "plain llama.cpp" in p.reasons[0]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.integers(1, 1 << 22), st.integers(0, 1 << 33), st.integers(1, 4096), st.sampled_from(["bytes", "auto"])
+)
+def test_any_plan_keeps_its_promises(
+    layout: ExpertLayout, budget: int, free: int, n_ubatch: int, mode: str
+) -> None:
+    cache = ExpertCache("bytes", n_bytes=budget) if mode == "bytes" else ExpertCache("auto")
+    memory = Memory(64 * GIB, free, "the machine")
+    try:
+        p = make_plan(layout, cache, memory, n_ubatch=n_ubatch)
+    except BudgetError:
+        assert mode == "auto" or budget < 4 * slot_bytes(layout)
+        return
+    assert 4 <= p.n_slots <= 96 and 1 <= p.n_ubatch <= n_ubatch
+    assert mode == "auto" or p.budget_bytes <= budget
+    assert mode == "bytes" or p.total_bytes <= free
+    assert p.n_slots >= 16 or p.n_slots >= 4 * p.n_ubatch
+    assert p.resident == (p.n_slots == 96)
+
+
+def test_kv_cache_by_hand(tmp_path: Path) -> None:
+    layout = layout_of(tmp_path, n_layer=2, n_embd=64, n_head=4)
+    assert kv_bytes(layout, 256) == 256 * 2 * (64 + 64) * 2
+    assert kv_bytes(layout, 257) == 512 * 2 * (64 + 64) * 2
+    assert kv_bytes(layout, 256, type_k=8, type_v=8) == 256 * 2 * (34 * 2 + 34 * 2)
+
+
+def test_kv_cache_of_grouped_and_uneven_heads(tmp_path: Path) -> None:
+    g = moe(n_layer=2, skip_kv=("attention.head_count_kv",))
+    g.add_array("qwen2moe.attention.head_count_kv", U32, [2, 1]).add("qwen2moe.attention.key_length", U32, 32)
+    layout = read_layout(g.write(tmp_path / "m.gguf"))
+    assert kv_bytes(layout, 256) == 256 * 2 * (
+        32 * 2 + 32 * 1 + 2 * 16 * 2
+    )  # V rows are as wide as the widest
+
+
+def test_kv_cache_of_latent_attention(tmp_path: Path) -> None:
+    g = moe("deepseek2", n_layer=2, skip_kv=("attention.head_count_kv",))
+    for key, value in {
+        "head_count_kv": 1,
+        "key_length": 40,
+        "key_length_mla": 24,
+        "value_length_mla": 16,
+    }.items():
+        g.add(f"deepseek2.attention.{key}", U32, value)
+    assert kv_bytes(read_layout(g.write(tmp_path / "m.gguf")), 256) == 256 * 2 * 40 * 2
+
+
+def test_recurrent_state_is_counted(tmp_path: Path) -> None:
+    g = moe(n_layer=2)
+    for key, value in {"inner_size": 128, "state_size": 16, "conv_kernel": 4, "group_count": 1}.items():
+        g.add(f"qwen2moe.ssm.{key}", U32, value)
+    layout = read_layout(g.write(tmp_path / "m.gguf"))
+    plain = layout_of(tmp_path, n_layer=2)
+    assert kv_bytes(layout, 256) - kv_bytes(plain, 256) == 2 * 4 * (128 * 16 + 3 * (128 + 2 * 16))
+
+
+def test_compute_grows_with_batch_and_context(layout: ExpertLayout) -> None:
+    assert compute_bytes(layout, 4096, 512) > compute_bytes(layout, 4096, 64) > compute_bytes(layout, 512, 64)
+    assert compute_bytes(layout, 1 << 16, 512, flash_attn=True) < compute_bytes(layout, 1 << 16, 512)
+    assert compute_bytes(layout, 256, 512) >= 512 * layout.n_vocab * 4
+    assert row_bytes(2, 33) == 36
+
+
+def test_hit_rate_guess_is_a_rising_curve() -> None:
+    assert (
+        guess_hit_rate(0) == 0
+        and guess_hit_rate(1) == 1
+        and guess_hit_rate(2) == 1
+        and guess_hit_rate(-1) == 0
+    )
+    assert guess_hit_rate(0.25) == pytest.approx(0.60) and guess_hit_rate(0.375) == pytest.approx(0.75)
+    values = [guess_hit_rate(i / 100) for i in range(101)]
+    assert values == sorted(values)
+
+
+def test_expectations(layout: ExpertLayout) -> None:
+    e = expect(layout, 48, disk_bytes_per_s=1e9)
+    cycle = layout.token_cycle_bytes
+    assert (e.hit_low, e.missed_bytes_high) == (pytest.approx(0.85), round(cycle * (1 - e.hit_low)))
+    assert e.hit_low <= e.hit_high <= 1 and e.missed_bytes_low <= e.missed_bytes_high
+    assert e.tokens_per_s_low == pytest.approx(1e9 / e.missed_bytes_high)
+    assert e.tokens_per_s_high is not None and e.tokens_per_s_high >= e.tokens_per_s_low
+    assert "guess" in e.note
+    assert expect(layout, 23).hit_low == 0 and expect(layout, 23).tokens_per_s_low is None
+    whole = expect(layout, 96, 1e9)
+    assert (whole.hit_low, whole.missed_bytes_high, whole.tokens_per_s_low) == (1.0, 0, None)
+    assert math.isfinite(e.tokens_per_s_high)

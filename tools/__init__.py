@@ -1,0 +1,1 @@
+"""Tools around moegguf: vendoring, patches, model makers. Not part of the installed package."""

@@ -1,0 +1,187 @@
+"""Freely licensed text that lies on any Linux machine with Python, chosen and split the same way every time.
+
+A source that is absent gives no documents. Selection and the held-out split depend only on a document's name, so
+two machines with the same packages train on the same text.
+"""
+
+import gzip
+import hashlib
+import re
+import sysconfig
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from pydoc_data import topics
+
+HELDOUT_ONE_IN = 30
+MAX_DOCUMENT_CHARS = 60_000
+MIN_DOCUMENT_CHARS = 200
+NOT_FREE = (
+    "gcloud",
+    "google-cloud",
+    "bq.",
+    "gsutil",
+)  # thousands of generated pages, not under a free licence
+
+
+@dataclass(frozen=True)
+class Document:
+    """One text: `name` identifies it on every machine, `kind` is a key of KINDS."""
+
+    kind: str
+    name: str
+    text: str
+
+    @property
+    def digest(self) -> int:
+        """A number that depends on the name only; it orders and splits the corpus."""
+        return int.from_bytes(hashlib.sha256(self.name.encode()).digest()[:8], "big")
+
+    @property
+    def heldout(self) -> bool:
+        """Whether this document is kept out of training."""
+        return self.digest % HELDOUT_ONE_IN == 0
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a kind of text is, under which licences, and how many characters of it are taken at most."""
+
+    about: str
+    licence: str
+    max_chars: int
+
+
+KINDS = {
+    "python": Kind("Python's standard library (without its tests)", "PSF-2.0", 5_000_000),
+    "pydoc": Kind("Python's language reference (pydoc topics)", "PSF-2.0", 1_000_000),
+    "manual": Kind(
+        "manual pages in English", "free licences of the packages (GPL, LGPL, BSD, MIT, ...)", 9_000_000
+    ),
+    "perl": Kind("Perl's modules with their documentation", "Artistic-1.0-Perl or GPL-1.0+", 3_000_000),
+    "licence": Kind("licences and copyright files", "free to copy verbatim", 1_500_000),
+    "header": Kind(
+        "C and C++ headers", "free licences of the packages (GPL with exception, LGPL, MIT, ...)", 3_000_000
+    ),
+}
+
+
+def read_text(path: Path) -> str:
+    """The file as text, or "" when it cannot be read as UTF-8."""
+    try:
+        raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        return raw.decode("utf-8")
+    except (OSError, UnicodeDecodeError, EOFError):
+        return ""
+
+
+ROFF_ESCAPES = (
+    (re.compile(r"\\f(\[[^]]*\]|\(..|.)|\\s[-+]?\d+|\\[&/,|^%c]|\\m\[[^]]*\]"), ""),
+    (re.compile(r"\\-|\\\(hy|\\\(mi|\\\[hy\]"), "-"),
+    (re.compile(r"\\\(em|\\\[em\]|\\\(en|\\\[en\]"), "-"),
+    (re.compile(r"\\\((aq|cq|oq)|\\\[(aq|cq|oq)\]|\\'|\\`"), "'"),
+    (re.compile(r"\\\((lq|rq|dq)|\\\[(lq|rq|dq)\]|\\\*\((lq|rq)|\\\*\(C[\"']?"), '"'),
+    (re.compile(r"\\\((bu|\*b)|\\\[bu\]"), "*"),
+    (re.compile(r"\\e|\\\(rs|\\\[rs\]"), r"\\"),
+    (re.compile(r"\\[ ~0]"), " "),
+    (re.compile(r"\\[*n](\(..|\[[^]]*\]|.)|\\\(..|\\\[[^]]*\]|\\."), ""),
+)
+ROFF_FONT_MACROS = {"B", "I", "R", "BR", "IR", "RB", "RI", "BI", "IB", "SM", "SB", "IP"}
+
+
+def plain_roff(text: str) -> str:
+    """A man(7) page as plain text; "" for pages in other macro sets, or that only point at another page."""
+    if not re.search(r"^\.TH\b", text, re.M):
+        return ""
+    lines = []
+    for line in text.splitlines():
+        if not line.startswith((".", "'")):
+            lines.append(line)
+            continue
+        macro, _, rest = line[1:].strip().partition(" ")
+        words = re.sub(r'"([^"]*)"', r"\1", rest).strip()
+        if macro in ("SH", "SS"):
+            lines += ["", words]
+        elif macro in ROFF_FONT_MACROS and words:
+            lines.append(words)
+        elif macro in ("PP", "LP", "P", "TP", "sp"):
+            lines.append("")
+    plain = "\n".join(lines)
+    for pattern, replacement in ROFF_ESCAPES:
+        plain = pattern.sub(replacement, plain)
+    return re.sub(r"\n{3,}", "\n\n", plain).strip()
+
+
+def files(root: Path, pattern: str) -> Iterator[Path]:
+    """Plain files under a folder in a fixed order; none when the folder is absent."""
+    return (p for p in sorted(root.glob(pattern)) if p.is_file() and not p.is_symlink())
+
+
+def python_documents() -> Iterator[Document]:
+    """Python's own modules, without tests and without anything installed later."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    skipped = {
+        "test",
+        "tests",
+        "idle_test",
+        "site-packages",
+        "dist-packages",
+        "lib2to3",
+        "pydoc_data",
+        "ensurepip",
+    }
+    for path in files(root, "**/*.py"):
+        name = path.relative_to(root)
+        if not skipped.intersection(name.parts):
+            yield Document("python", f"python/{name}", read_text(path))
+
+
+def gather() -> Iterator[Document]:
+    """Every document this machine has, before selection."""
+    yield from python_documents()
+    for topic, text in sorted(topics.topics.items()):
+        yield Document("pydoc", f"pydoc/{topic}", text)
+    man, perl = Path("/usr/share/man"), Path("/usr/share/perl")
+    for path in files(man, "man[1-8]/*"):
+        if path.name.startswith(NOT_FREE):
+            continue
+        yield Document("manual", f"man/{path.name.removesuffix('.gz')}", plain_roff(read_text(path)))
+    for path in files(perl, "**/*.p[mo]*"):
+        yield Document("perl", f"perl/{'/'.join(path.relative_to(perl).parts[1:])}", read_text(path))
+    for path in files(Path("/usr/share/common-licenses"), "*"):
+        yield Document("licence", f"licence/{path.name}", read_text(path))
+    for path in files(Path("/usr/share/doc"), "*/copyright"):
+        if not path.parent.name.startswith(NOT_FREE):
+            yield Document("licence", f"copyright/{path.parent.name}", read_text(path))
+    for path in files(Path("/usr/include"), "**/*.h"):
+        yield Document("header", f"include/{path.relative_to('/usr/include')}", read_text(path))
+
+
+def usable(text: str) -> bool:
+    """Long enough, and almost wholly ASCII: the vocabulary is too small for more scripts."""
+    ascii_chars = sum(c < "\x80" for c in text)
+    return len(text) >= MIN_DOCUMENT_CHARS and ascii_chars >= 0.99 * len(text)
+
+
+def select(documents: Iterable[Document]) -> list[Document]:
+    """Shuffle by digest, drop copies, cut long texts, and keep each kind within its `max_chars`."""
+    left = {kind: facts.max_chars for kind, facts in KINDS.items()}
+    seen: set[str] = set()
+    chosen = []
+    for document in sorted(documents, key=lambda d: d.digest):
+        text = document.text[:MAX_DOCUMENT_CHARS]
+        start = text[:400]
+        if left[document.kind] <= 0 or start in seen or not usable(text):
+            continue
+        seen.add(start)
+        left[document.kind] -= len(text)
+        chosen.append(Document(document.kind, document.name, text))
+    return chosen
+
+
+def write_heldout(documents: Iterable[Document], folder: Path) -> None:
+    """Write the held-out texts as FOLDER/KIND.txt, for evaluations elsewhere."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for kind in KINDS:
+        texts = [d.text for d in documents if d.kind == kind and d.heldout]
+        (folder / f"{kind}.txt").write_text("\n\n".join(texts), encoding="utf-8")

@@ -1,0 +1,52 @@
+"""The demo's vocabulary: byte-level BPE, split by the same regex as llama.cpp's pre-tokenizer `qwen2`."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+VOCAB_SIZE = 4096
+END_OF_TEXT, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+SPECIALS = (END_OF_TEXT, IM_START, IM_END)
+PRE_TOKENIZER = "qwen2"
+QWEN2_SPLIT = (
+    r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def train(texts: Iterable[str]) -> Tokenizer:
+    """Learn the merges. The specials take the ids 0, 1, 2."""
+    tokenizer = Tokenizer(models.BPE())
+    split = pre_tokenizers.Split(Regex(QWEN2_SPLIT), "isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=list(SPECIALS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def special_id(tokenizer: Tokenizer, token: str) -> int:
+    """The id of a special; ValueError if the vocabulary lacks it."""
+    found: int | None = tokenizer.token_to_id(token)
+    if found is None:
+        raise ValueError(f"the vocabulary has no {token}")
+    return found
+
+
+def load_or_train(path: Path, texts: Iterable[str]) -> Tokenizer:
+    """The tokenizer kept at `path`, trained first if it is not there."""
+    if not path.exists():
+        train(texts).save(str(path))
+    return Tokenizer.from_file(str(path))

@@ -1,0 +1,10 @@
+"""Random GGUF models of any Mixture-of-Experts shape, for tests and benchmarks, that run real text.
+
+Knows GGUF, block formats and llama.cpp's tensor names. Does not know moegguf; never holds a model in memory.
+"""
+
+from tools.models.shapes import PRESETS, Shape
+from tools.models.tensors import QUANTS, model_size_bytes
+from tools.models.writer import write_model
+
+__all__ = ["PRESETS", "QUANTS", "Shape", "model_size_bytes", "write_model"]

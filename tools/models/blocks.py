@@ -1,0 +1,183 @@
+"""Random weights in quantised form: pools of blocks with mean zero, and the few tensors that stay F32.
+
+Zero mean matters: plain random Q4_0 bytes have a mean of -0.5 steps, which gives every matrix one common
+direction and lets the router collapse to a few experts. So the values of Q4_0, Q5_0 and Q8_0 are drawn
+symmetrically, the minimum of Q4_K and Q5_K is half the range of its scale, and Q6_K flips signs of scales.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator
+from math import isqrt, sqrt
+
+import numpy as np
+from gguf.constants import GGML_QUANT_SIZES
+from gguf.constants import GGMLQuantizationType as QType
+from gguf.quants import dequantize
+from numpy.typing import NDArray
+
+from tools.models.tensors import Tensor
+
+Bytes = NDArray[np.uint8]
+
+POOL_BYTES = 16 << 20
+
+# typed, so that shifts of bytes stay bytes
+FOUR = np.uint8(4)
+LOW_NIBBLE = np.uint8(15)
+
+# The spread of router logits: 1 would be flat; 2 gives the first of 60 experts a weight of about 0.25.
+ROUTER_STD = 2.0
+# Experts differ in how often they are chosen: standard deviation of the log of a router row's length.
+ROUTER_SKEW = 0.15
+
+
+class BlockPools:
+    """Random blocks by (type, standard deviation), made when first needed, each about POOL_BYTES at most.
+
+    A chunk (one matrix) starts at its own block of the pool and wraps around. The number of blocks is prime:
+    no two chunks are equal while a model has fewer chunks than a pool has blocks, and the rows of a chunk
+    that is larger than its pool do not repeat.
+    """
+
+    def __init__(self, plan: list[Tensor], seed: int) -> None:
+        self._seed = seed
+        self._pools: dict[tuple[QType, float], Bytes] = {}
+        self._n_bytes: dict[tuple[QType, float], int] = {}
+        self._first_chunk: dict[str, int] = {}
+        n_chunks = 0
+        for tensor in plan:
+            key = tensor.qtype, tensor.std
+            self._n_bytes[key] = self._n_bytes.get(key, 0) + tensor.n_bytes
+            self._first_chunk[tensor.name] = n_chunks
+            n_chunks += tensor.n_chunks
+
+    def pieces(self, tensor: Tensor) -> Iterator[memoryview]:
+        """The bytes of a tensor as views into its pool; the order of calls does not matter."""
+        pool = self._pool(tensor)
+        n_blocks, block_bytes = pool.shape
+        flat = pool.reshape(-1).data
+        step = int(n_blocks * 0.6180339887) | 1
+        for chunk in range(tensor.n_chunks):
+            start = (self._first_chunk[tensor.name] + chunk) * step % n_blocks * block_bytes
+            left = tensor.n_bytes // tensor.n_chunks
+            while left:
+                piece = flat[start : start + left]
+                yield piece
+                left -= len(piece)
+                start = 0
+
+    def _pool(self, tensor: Tensor) -> Bytes:
+        key = tensor.qtype, tensor.std
+        if key not in self._pools:
+            n_bytes = min(self._n_bytes[key], POOL_BYTES)
+            n_blocks = _prime_from(n_bytes // GGML_QUANT_SIZES[tensor.qtype][1])
+            self._pools[key] = random_blocks(tensor.qtype, n_blocks, tensor.std, self._seed)
+        return self._pools[key]
+
+
+def random_blocks(qtype: QType, n_blocks: int, std: float, seed: int) -> Bytes:
+    """Blocks of shape (n_blocks, block bytes), whose weights have mean zero and standard deviation `std`."""
+    rng = np.random.default_rng([seed, int(qtype), zlib.crc32(repr(std).encode())])
+    spread = rng.uniform(0.75, 1.25, n_blocks).astype(np.float32)
+    return BLOCK_MAKERS[qtype](rng, spread * (std / _unit_std(qtype)))
+
+
+def f32_weights(tensor: Tensor, seed: int) -> NDArray[np.float32]:
+    """Norms near one, small biases, and routers whose logits spread and depend on the token."""
+    rng = np.random.default_rng([seed, zlib.crc32(tensor.name.encode())])
+    normal = rng.standard_normal(tensor.shape, dtype=np.float32)
+    if "norm" in tensor.name:
+        return np.float32(1.0) + np.float32(0.1) * normal
+    if tensor.name.endswith(".bias"):
+        return np.float32(0.1) * normal
+    if ".ffn_gate_inp." in tensor.name:
+        normal *= np.exp(ROUTER_SKEW * rng.standard_normal((tensor.shape[0], 1), dtype=np.float32))
+        return normal * np.float32(ROUTER_STD / sqrt(tensor.shape[-1]))
+    return normal * np.float32(1.0 / sqrt(tensor.shape[-1]))
+
+
+def _unit_std(qtype: QType) -> float:
+    """The standard deviation of weights whose block scale is one."""
+    if qtype not in _UNIT_STD:
+        blocks = BLOCK_MAKERS[qtype](np.random.default_rng(0), np.ones(4096, np.float32))
+        _UNIT_STD[qtype] = float(dequantize(blocks, qtype).std())
+    return _UNIT_STD[qtype]
+
+
+_UNIT_STD: dict[QType, float] = {}
+
+
+def _half_bytes(scale: NDArray[np.float32]) -> Bytes:
+    return scale.astype(np.float16).view(np.uint8).reshape(-1, 2)
+
+
+def _random_bytes(rng: np.random.Generator, low: int, high: int, shape: tuple[int, ...]) -> Bytes:
+    return rng.integers(low, high, shape, dtype=np.uint8)
+
+
+def _nibble_bytes(low: Bytes, high: Bytes) -> Bytes:
+    return low | (high << FOUR)
+
+
+def _q4_0(rng: np.random.Generator, scale: NDArray[np.float32]) -> Bytes:
+    low, high = _random_bytes(rng, 1, 16, (2, len(scale), 16))
+    return np.concatenate([_half_bytes(scale), _nibble_bytes(low, high)], axis=1)
+
+
+def _q5_0(rng: np.random.Generator, scale: NDArray[np.float32]) -> Bytes:
+    values = _random_bytes(rng, 1, 32, (len(scale), 32))
+    fifth_bits = np.packbits(values >> FOUR, axis=1, bitorder="little")
+    nibbles = _nibble_bytes(values[:, :16] & LOW_NIBBLE, values[:, 16:] & LOW_NIBBLE)
+    return np.concatenate([_half_bytes(scale), fifth_bits, nibbles], axis=1)
+
+
+def _q8_0(rng: np.random.Generator, scale: NDArray[np.float32]) -> Bytes:
+    values = rng.integers(-127, 128, (len(scale), 32), dtype=np.int8)
+    return np.concatenate([_half_bytes(scale), values.view(np.uint8)], axis=1)
+
+
+def _k_scales(rng: np.random.Generator, n_blocks: int) -> Bytes:
+    """Eight 6-bit scales and eight equal 6-bit minima, packed as in get_scale_min_k4."""
+    scales = _random_bytes(rng, 24, 64, (n_blocks, 8))
+    first, last = scales[:, :4], scales[:, 4:]
+    low = first | ((last >> FOUR) << np.uint8(6))
+    return np.concatenate([low, low, _nibble_bytes(last & LOW_NIBBLE, last & LOW_NIBBLE)], axis=1)
+
+
+def _q4_k(rng: np.random.Generator, scale: NDArray[np.float32]) -> Bytes:
+    values = _random_bytes(rng, 0, 256, (len(scale), 128))
+    head = [_half_bytes(scale), _half_bytes(scale * np.float32(7.5)), _k_scales(rng, len(scale))]
+    return np.concatenate([*head, values], axis=1)
+
+
+def _q5_k(rng: np.random.Generator, scale: NDArray[np.float32]) -> Bytes:
+    values = _random_bytes(rng, 0, 256, (len(scale), 32 + 128))
+    head = [_half_bytes(scale), _half_bytes(scale * np.float32(15.5)), _k_scales(rng, len(scale))]
+    return np.concatenate([*head, values], axis=1)
+
+
+def _q6_k(rng: np.random.Generator, scale: NDArray[np.float32]) -> Bytes:
+    values = _random_bytes(rng, 0, 256, (len(scale), 128 + 64))
+    signs = rng.integers(0, 2, (len(scale), 16), dtype=np.int8) * np.int8(2) - np.int8(1)
+    scales = rng.integers(8, 17, (len(scale), 16), dtype=np.int8) * signs
+    return np.concatenate([values, scales.view(np.uint8), _half_bytes(scale)], axis=1)
+
+
+BLOCK_MAKERS: dict[QType, Callable[[np.random.Generator, NDArray[np.float32]], Bytes]] = {
+    QType.Q4_0: _q4_0,
+    QType.Q5_0: _q5_0,
+    QType.Q8_0: _q8_0,
+    QType.Q4_K: _q4_k,
+    QType.Q5_K: _q5_k,
+    QType.Q6_K: _q6_k,
+}
+
+
+def _prime_from(n: int) -> int:
+    """The smallest prime not below n (and at least 2)."""
+    n = max(n, 2)
+    while any(n % divisor == 0 for divisor in range(2, isqrt(n) + 1)):
+        n += 1
+    return n

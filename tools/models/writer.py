@@ -1,0 +1,208 @@
+"""Writing the file: metadata, shards, and tensor data streamed from the block pools."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+from gguf import GGUFWriter
+from gguf.constants import GGMLQuantizationType as QType
+from gguf.constants import Keys, LlamaFileType
+
+from tools.models.blocks import BlockPools, f32_weights
+from tools.models.shapes import Shape
+from tools.models.tensors import Tensor, tensors
+from tools.models.vocabulary import CHAT_TEMPLATE, build_vocabulary
+
+ALIGNMENT = 32
+# Room for vocabulary, merges and tensor infos: 151,936 tokens take about 4 MB.
+METADATA_BYTES = 16 << 20
+
+FILE_TYPES = {
+    "q4_0": LlamaFileType.MOSTLY_Q4_0,
+    "q4_k_m": LlamaFileType.MOSTLY_Q4_K_M,
+    "q8_0": LlamaFileType.MOSTLY_Q8_0,
+}
+
+Progress = Callable[[int, int], None]
+
+
+def write_model(
+    path: Path | str,
+    shape: Shape,
+    quant: str = "q4_0",
+    *,
+    seed: int = 0,
+    n_split: int = 1,
+    split_max_bytes: int | None = None,
+    name: str = "random",
+    progress: Progress | None = None,
+) -> list[Path]:
+    """Write a random model; return its files, first shard first. Weights depend on shape, quant and seed.
+
+    `n_split` deals every tensor to the emptiest of so many shards, so that gate, up and down of a layer part
+    company; `split_max_bytes` fills one shard after the other, as llama-gguf-split does. `progress` gets
+    bytes done and bytes in total. Files appear under their names when all are complete.
+    """
+    path = Path(path)
+    plan = tensors(shape, quant)
+    total_bytes = sum(tensor.n_bytes for tensor in plan)
+    _check_disk(path.parent, total_bytes)
+    shards = _fill(plan, split_max_bytes) if split_max_bytes else _deal(plan, n_split)
+    paths = _shard_paths(path, len(shards))
+    partial = [file.with_name(file.name + ".part") for file in paths]
+    pools = BlockPools(plan, seed)
+    done_bytes = 0
+
+    def advance(n_bytes: int) -> None:
+        nonlocal done_bytes
+        done_bytes += n_bytes
+        if progress:
+            progress(done_bytes, total_bytes)
+
+    with ExitStack() as undo:
+        for no, (file, shard) in enumerate(zip(partial, shards, strict=True)):
+            undo.callback(file.unlink, missing_ok=True)
+            writer = GGUFWriter(file, shape.arch)
+            if no == 0:
+                _add_metadata(writer, shape, quant, name)
+            if len(shards) > 1:
+                _add_split(writer, no, len(shards), len(plan))
+            _write_shard(writer, shard, pools, seed, advance)
+        for file, final in zip(partial, paths, strict=True):
+            file.replace(final)
+        undo.pop_all()
+    return paths
+
+
+def _check_disk(folder: Path, total_bytes: int) -> None:
+    free = shutil.disk_usage(folder).free
+    needed = total_bytes + METADATA_BYTES
+    if free < needed:
+        raise OSError(
+            f"{folder} has {free / 1e9:.2f} GB free, but the model needs {needed / 1e9:.2f} GB: "
+            "choose another folder or fewer layers (--layers)"
+        )
+
+
+def _deal(plan: list[Tensor], n_split: int) -> list[list[Tensor]]:
+    if not 1 <= n_split <= len(plan):
+        raise ValueError(f"n_split has to be in 1..{len(plan)} (the number of tensors), but is {n_split}")
+    shards: list[list[Tensor]] = [[] for _ in range(n_split)]
+    sizes = [0] * n_split
+    for tensor in plan:
+        emptiest = sizes.index(min(sizes))
+        shards[emptiest].append(tensor)
+        sizes[emptiest] += tensor.n_bytes
+    return shards
+
+
+def _fill(plan: list[Tensor], max_bytes: int) -> list[list[Tensor]]:
+    shards: list[list[Tensor]] = [[]]
+    size = 0
+    for tensor in plan:
+        if shards[-1] and size + tensor.n_bytes > max_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(tensor)
+        size += tensor.n_bytes
+    return shards
+
+
+def _shard_paths(path: Path, n_split: int) -> list[Path]:
+    if n_split == 1:
+        return [path]
+    stem = path.name.removesuffix(".gguf")
+    return [path.with_name(f"{stem}-{no:05d}-of-{n_split:05d}.gguf") for no in range(1, n_split + 1)]
+
+
+def _write_shard(
+    writer: GGUFWriter, shard: list[Tensor], pools: BlockPools, seed: int, advance: Callable[[int], None]
+) -> None:
+    for tensor in shard:
+        writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), tensor.n_bytes, tensor.qtype)
+    try:
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        assert writer.fout is not None
+        out = writer.fout[0]
+        for tensor in shard:
+            out.write(bytes(-out.tell() % ALIGNMENT))
+            if tensor.qtype == QType.F32:
+                out.write(f32_weights(tensor, seed).data)
+            else:
+                for piece in pools.pieces(tensor):
+                    out.write(piece)
+            advance(tensor.n_bytes)
+        out.write(bytes(-out.tell() % ALIGNMENT))
+    finally:
+        writer.close()
+
+
+def _add_split(writer: GGUFWriter, no: int, n_split: int, n_tensors: int) -> None:
+    writer.add_uint16(Keys.Split.LLM_KV_SPLIT_NO, no)
+    writer.add_uint16(Keys.Split.LLM_KV_SPLIT_COUNT, n_split)
+    writer.add_int32(Keys.Split.LLM_KV_SPLIT_TENSORS_COUNT, n_tensors)
+
+
+def _add_metadata(writer: GGUFWriter, shape: Shape, quant: str, name: str) -> None:
+    writer.add_name(name)
+    writer.add_description("random weights, written by moegguf tools/make_model.py")
+    writer.add_file_type(FILE_TYPES[quant])
+    writer.add_quantization_version(2)
+    writer.add_custom_alignment(ALIGNMENT)
+    writer.add_block_count(shape.n_layer)
+    writer.add_context_length(shape.n_ctx_train)
+    writer.add_embedding_length(shape.n_embd)
+    writer.add_feed_forward_length(shape.n_ff or shape.n_ff_exp)
+    writer.add_vocab_size(shape.n_vocab)
+    writer.add_head_count(shape.n_head)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_rope_freq_base(1_000_000.0)
+    writer.add_expert_count(shape.n_expert)
+    writer.add_expert_used_count(shape.n_expert_used)
+    if shape.arch == "deepseek2":
+        _add_deepseek2(writer, shape)
+    else:
+        writer.add_head_count_kv(shape.n_head_kv)
+        writer.add_key_length(shape.n_embd_head)
+        writer.add_value_length(shape.n_embd_head)
+        writer.add_rope_dimension_count(shape.n_embd_head)
+    if shape.arch != "llama":
+        writer.add_expert_feed_forward_length(shape.n_ff_exp)
+    if shape.arch == "qwen2moe":
+        writer.add_expert_shared_feed_forward_length(shape.n_ff_shexp)
+    _add_tokenizer(writer, shape.n_vocab)
+
+
+def _add_deepseek2(writer: GGUFWriter, shape: Shape) -> None:
+    """Multi-head latent attention, stored as one KV head of the compressed size (llama.cpp's form of it)."""
+    writer.add_head_count_kv(1)
+    writer.add_key_length(shape.kv_lora_rank + shape.n_rot)
+    writer.add_value_length(shape.kv_lora_rank)
+    writer.add_key_length_mla(shape.n_embd_head)
+    writer.add_value_length_mla(shape.n_embd_out // shape.n_head)
+    writer.add_rope_dimension_count(shape.n_rot)
+    writer.add_q_lora_rank(0)
+    writer.add_kv_lora_rank(shape.kv_lora_rank)
+    writer.add_leading_dense_block_count(shape.n_layer_dense_lead)
+    writer.add_expert_shared_count(shape.n_expert_shared)
+    writer.add_expert_weights_scale(1.0)
+
+
+def _add_tokenizer(writer: GGUFWriter, n_vocab: int) -> None:
+    vocabulary = build_vocabulary(n_vocab)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list(vocabulary.tokens)
+    writer.add_token_types(vocabulary.types)
+    writer.add_token_merges(vocabulary.merges)
+    writer.add_bos_token_id(vocabulary.id_of("<|endoftext|>"))
+    writer.add_eos_token_id(vocabulary.id_of("<|im_end|>"))
+    writer.add_pad_token_id(vocabulary.id_of("<|endoftext|>"))
+    writer.add_add_bos_token(False)
+    writer.add_chat_template(CHAT_TEMPLATE)
