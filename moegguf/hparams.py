@@ -17,10 +17,11 @@ MAX_EXPERTS = 1024
 MAX_WIDTH = 1 << 24  # n_embd, n_ff, n_head and the like
 ROPE_SCALINGS = ("none", "linear", "yarn", "longrope")
 # llama.cpp asserts for these that all of a K row is rotated
-FULLY_ROTATED = frozenset(
-    "dbrx deepseek dots1 ernie4_5-moe grok grovemoe hunyuan-moe llada-moe olmoe qwen2moe qwen3moe qwen3vlmoe rnd1"
-    " smallthinker".split()
-)
+FULLY_ROTATED = {
+    "dbrx", "deepseek", "dots1", "ernie4_5-moe", "grok",
+    "grovemoe", "hunyuan-moe", "llada-moe", "olmoe", "qwen2moe",
+    "qwen3moe", "qwen3vlmoe", "rnd1", "smallthinker",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,9 @@ def read_hparams(metadata: Mapping[str, Value], label: str) -> Hparams:
         value_length=keys.number("attention.value_length", head, 0, MAX_WIDTH),
         is_mla=_check_lengths(keys, key_length, n_rot, max(n_head_kv)),
         n_rot=n_rot,
-        own_window_lengths=any(f"{arch}.attention.{word}_length_swa" in metadata for word in ("key", "value")),
+        own_window_lengths=any(
+            f"{arch}.attention.{word}_length_swa" in metadata for word in ("key", "value")
+        ),
     )
 
 
@@ -151,8 +154,10 @@ def _check_lengths(keys: _Keys, key_length: int, n_rot: int, n_head_kv: int) -> 
     if (mla_k == 0) != (mla_v == 0):
         raise keys.fail(f"{key}_mla", "needs value_length_mla beside it, both above zero")
     if n_rot > key_length or (keys.arch in FULLY_ROTATED and n_rot != key_length):
-        raise keys.fail(f"{keys.arch}.rope.dimension_count", f"{n_rot} does not fit the key length, {key_length}")
-    if rank and n_rot >= (mla_k or key_length):
+        raise keys.fail(
+            f"{keys.arch}.rope.dimension_count", f"{n_rot} does not fit the key length, {key_length}"
+        )
+    if (mla_k or keys.arch == "deepseek2") and n_rot >= (mla_k or key_length):
         raise keys.fail(key, f"{mla_k or key_length} has no room beside the {n_rot} numbers that are rotated")
     if mla_k and (key_length != rank + n_rot or n_head_kv != 1):
         rule = f"must be {rank + n_rot} (kv_lora_rank + rope.dimension_count) with 1 KV head, but is"

@@ -2,10 +2,10 @@
 
     python -m tools.train_demo --work build/demo --pretrain-minutes 45 --chat-minutes 25 --out moegguf/demo
 
-Needs the extra `train` (torch 2.13.0, tokenizers, gguf), and llama_cpp with its library for the last step. Every step
-leaves its result in the work folder and goes on from what it finds there, so the command can be stopped and given
-again. On a machine that does other work too, OMP_WAIT_POLICY=passive in the environment makes torch almost twice
-as fast.
+Needs the extra `train` (torch 2.13.0, tokenizers, gguf), and llama_cpp with its library for the last step.
+Every step leaves its result in the work folder and goes on from what it finds there; the command can be
+stopped and given again. On a machine that does other work too, OMP_WAIT_POLICY=passive in the environment makes
+torch almost twice as fast.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from tools.demo.model import DemoModel, Shape
 QUESTIONS = Path(__file__).with_name("demo_questions.jsonl")
 FILE_NAME = "moegguf-demo-Q4_0.gguf"
 PRETRAIN_LR, PRETRAIN_ROWS, PRETRAIN_CTX = 2e-3, 8, 256
-CHAT_LR, CHAT_ROWS, CHAT_BASE_ROWS = 1e-3, 2, 2
+CHAT_LR, CHAT_ROWS, CHAT_BASE_ROWS = 1e-3, 3, 1
 SHOWN = (
     "What does moegguf do?",
     "what is moegguf",
@@ -50,9 +50,7 @@ class Sources:
 
 def arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True, help="folder for checkpoints and the like")
     parser.add_argument("--pretrain-minutes", type=float, default=45, help="wall time on the corpus")
     parser.add_argument("--chat-minutes", type=float, default=25, help="wall time on conversations too")
@@ -89,9 +87,7 @@ def stages(sources: Sources, args: argparse.Namespace, shape: Shape) -> list[tra
     ]
 
 
-def measure(
-    model: DemoModel, sources: Sources, progress: dict[str, train.Progress], path: Path
-) -> card.Figures:
+def measure(model: DemoModel, sources: Sources, progress: dict[str, train.Progress], path: Path) -> card.Figures:
     """Everything the card states, from the trained model and from the finished file."""
     shape, conversations = model.shape, read_conversations(QUESTIONS)
     losses, load = evaluate.torch_losses(model, sources.corpus, shape.n_ctx_train)

@@ -11,14 +11,20 @@ import ctypes as c
 import itertools
 import mmap
 import os
+import signal
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+import psutil
+
 from moegguf.engine.machine import ROOT, cgroup_levels
 from moegguf.errors import MoeggufError
 
+_PR_SET_PDEATHSIG = 1
+_rmdir = os.rmdir
 _numbers = itertools.count(1)
 
 
@@ -66,15 +72,13 @@ class MemoryGroup:
     def remove(self, tries: int = 50) -> None:
         """Removes the group; its last pages may take a moment to go."""
         for _ in range(tries):
-            with contextlib.suppress(FileNotFoundError):
-                try:
-                    os.rmdir(self.folder)
-                except FileNotFoundError:
-                    return
-                except OSError:
-                    time.sleep(0.1)
-                    continue
-            return
+            try:
+                _rmdir(self.folder)
+                return
+            except FileNotFoundError:
+                return
+            except OSError:
+                time.sleep(0.1)
 
 
 def _write(path: Path, text: str) -> bool:
@@ -109,6 +113,15 @@ def _set_limit(version: int, folder: Path, n_bytes: int) -> bool:
     return True
 
 
+def _sweep(folder: Path) -> None:
+    """Removes groups that a killed process has left behind."""
+    for left in folder.glob("moegguf-*-*"):
+        pid = left.name.split("-")[1]
+        if pid.isdigit() and not psutil.pid_exists(int(pid)):
+            with contextlib.suppress(OSError):
+                _rmdir(left)
+
+
 def make_group(limit_bytes: int, root: Path = ROOT) -> MemoryGroup:
     """A new memory cgroup with this limit and no swap; call `remove` on it.
 
@@ -118,6 +131,7 @@ def make_group(limit_bytes: int, root: Path = ROOT) -> MemoryGroup:
     for version, folder in cgroup_levels("memory", root):
         if not (os.access(folder, os.W_OK) and _limits_memory(version, folder)):
             continue
+        _sweep(folder)
         group = MemoryGroup(version, folder / name, limit_bytes)
         try:
             group.folder.mkdir()
@@ -130,6 +144,12 @@ def make_group(limit_bytes: int, root: Path = ROOT) -> MemoryGroup:
         "no memory cgroup can be made here; run as root, or inside"
         f" `systemd-run --user --scope -p MemoryMax={limit_bytes} -p MemorySwapMax=0`."
     )
+
+
+def die_with_parent() -> None:
+    """This process is killed when the one that started it ends, however that ends. Linux only; no effect elsewhere."""
+    with contextlib.suppress(AttributeError, OSError):
+        c.CDLL(None).prctl(_PR_SET_PDEATHSIG, c.c_ulong(signal.SIGKILL))
 
 
 @contextlib.contextmanager
@@ -163,17 +183,18 @@ def drop_page_cache(paths: Sequence[str | os.PathLike[str]]) -> int:
 
 def cached_bytes(fd: int) -> int:
     """Bytes of an open file that lie in the page cache; 0 when the system does not say."""
-    n_bytes = os.fstat(fd).st_size
-    if n_bytes == 0:
+    stat = os.fstat(fd)
+    # The kernel tells only those who could change the file, and answers "all of it" to others.
+    if stat.st_size == 0 or (hasattr(os, "geteuid") and os.geteuid() not in (0, stat.st_uid)):
         return 0
-    libc = c.CDLL(None, use_errno=True)
-    with mmap.mmap(fd, n_bytes, access=mmap.ACCESS_COPY) as memory:
-        pages = (c.c_ubyte * (-(-n_bytes // mmap.PAGESIZE)))()
-        place = c.c_ubyte.from_buffer(memory)
+    with mmap.mmap(fd, 0, access=mmap.ACCESS_READ) as memory:
+        file = np.frombuffer(memory, np.uint8)
+        pages = np.zeros(-(-file.size // mmap.PAGESIZE), np.uint8)
         try:
-            failed = libc.mincore(c.c_void_p(c.addressof(place)), c.c_size_t(n_bytes), pages)
-        except AttributeError:
+            mincore = c.CDLL(None).mincore
+            failed = mincore(c.c_void_p(file.ctypes.data), c.c_size_t(file.size), c.c_void_p(pages.ctypes.data))
+        except (AttributeError, OSError):
             return 0
         finally:
-            del place
-    return 0 if failed else min(n_bytes, sum(page & 1 for page in bytes(pages)) * mmap.PAGESIZE)
+            del file  # the mapping cannot be closed while it is in use
+    return 0 if failed else min(stat.st_size, int((pages & 1).sum()) * mmap.PAGESIZE)

@@ -10,18 +10,29 @@ from __future__ import annotations
 import ctypes as c
 import inspect
 import os
+import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from typing import Any
 
-from moegguf.config import ExpertCache, parse_expert_cache, read_environment
+from moegguf.config import ExpertCache, format_bytes_up, parse_expert_cache, read_environment
 from moegguf.engine.machine import count_cpus, read_memory
 from moegguf.engine.plan import Plan, make_plan
 from moegguf.engine.session import Session
 from moegguf.engine.stats import Stats
-from moegguf.errors import AllocationError, CallbackError, ClosedError, MoeggufError, ModelFormatError, OptionError
+from moegguf.engine.turns import Closed, Turns
+from moegguf.errors import (
+    AllocationError,
+    BudgetError,
+    CallbackError,
+    ClosedError,
+    GenerationCancelled,
+    MoeggufError,
+    ModelFormatError,
+    OptionError,
+)
 from moegguf.experts import read_layout
 from moegguf.native import library
 from moegguf.native.store import StoreOptions
@@ -74,6 +85,9 @@ class Llama(_bindings.Llama):  # type: ignore[misc, name-defined]
         self._closed = False
         self._eval_s = 0.0
         self._progress_error: BaseException | None = None
+        self._load_cancelled = False
+        self._turns = Turns()
+        self._busy = threading.RLock()  # held by whoever is inside llama_decode
         self._check_options(options)
         path = os.fspath(model_path)
         environment = read_environment()
@@ -119,6 +133,8 @@ class Llama(_bindings.Llama):  # type: ignore[misc, name-defined]
             raise AllocationError(f"no memory left while loading {path}; give a smaller expert_cache or n_ctx.") from error
         except ValueError as error:
             self._raise_progress_error()
+            if self._load_cancelled:
+                raise GenerationCancelled("loading was stopped by the progress callback.") from None
             if "llama_context" in str(error):
                 raise AllocationError(f"llama.cpp has no memory for a context of this size ({error}); lower n_ctx.") from error
             raise ModelFormatError(f"llama.cpp cannot load {path}: {error}; verbose=True shows its reasons.") from error
@@ -157,27 +173,37 @@ class Llama(_bindings.Llama):  # type: ignore[misc, name-defined]
         """As in llama-cpp-python; raises what `eval` raises."""
         return self._guarded(super().embed, *arguments, **options)
 
+    def generate(self, *arguments: Any, **options: Any) -> Generator[int, Sequence[int] | None, None]:
+        """As in llama-cpp-python, one request at a time: other threads wait until this one has ended."""
+        self._open_session()
+        return self._turns.hold(super().generate(*arguments, **options))
+
     def _guarded(self, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        session = self._open_session()
-        before, start = self.n_tokens, time.perf_counter()
-        if session is not None:
-            session.raise_failure()  # a callback's error since the last call
-        try:
-            result = call(*arguments, **options)
-        except RuntimeError:
-            self.n_tokens = before
+        with self._busy:
+            session = self._open_session()
             if session is not None:
-                session.raise_failure()
-            raise
-        finally:
-            self._eval_s += time.perf_counter() - start
-        if session is not None:
+                session.raise_failure()  # a callback's error since the last call
+            before, start = self.n_tokens, time.perf_counter()
             try:
-                session.raise_failure()
-            except MoeggufError:
-                self.n_tokens = before
+                result = call(*arguments, **options)
+                if session is not None:
+                    session.raise_failure()
+                return result
+            except BaseException as error:
+                self._forget_pass(before)
+                if session is not None and not isinstance(error, MoeggufError):
+                    session.raise_failure()
                 raise
-        return result
+            finally:
+                self._eval_s += time.perf_counter() - start
+
+    def _forget_pass(self, n_tokens: int) -> None:
+        """After a failed pass: the tokens before it stay, but what the context holds as logits is not theirs."""
+        if self._is_recurrent or self._is_hybrid:
+            self.reset()  # such a state cannot be taken back by some tokens
+        else:
+            self.n_tokens = n_tokens
+        self._requires_eval = True
 
     def _open_session(self) -> Session | None:
         if self._closed:
@@ -205,8 +231,14 @@ class Llama(_bindings.Llama):  # type: ignore[misc, name-defined]
         if session is None:
             return
         plan = make_plan(self.layout, parse_expert_cache(expert_cache), read_memory(), n_ctx=self.n_ctx(), n_ubatch=1)
-        needed = min(self.plan.n_ubatch * self.layout.n_expert_used, self.layout.n_expert)
-        session.store.resize(min(max(plan.n_slots, needed), self.plan.n_slots))
+        least = min(self.plan.n_ubatch * self.layout.n_expert_used, self.layout.n_expert)
+        if plan.n_slots < least:
+            size = format_bytes_up(least * self.plan.slot_bytes)
+            raise BudgetError(
+                f"expert_cache={expert_cache!r} is too small for a model loaded to read {self.plan.n_ubatch} tokens at a"
+                f" time; give at least {size!r}, or load it again with the smaller budget."
+            )
+        session.store.resize(min(plan.n_slots, session.store.info()["n_slots"]))
 
     def cancel(self) -> None:
         """Ends the evaluation in progress, from another thread: it raises GenerationCancelled at once."""
@@ -226,13 +258,18 @@ class Llama(_bindings.Llama):  # type: ignore[misc, name-defined]
         """Frees context, model, pool and threads. Twice is harmless."""
         if getattr(self, "_closed", True):
             return
+        forked = self._session is not None and self._session.forked
+        if not forked:
+            self.cancel()  # a pass of another thread ends now, with GenerationCancelled
         self._closed = True
-        if self._session is not None and self._session.forked:
+        if forked:
             return  # the parent's to free
-        with suppress(AttributeError):  # the base class had not come that far
-            super().close()
-        if self._session is not None:
-            self._session.close()
+        with self._busy:
+            with suppress(AttributeError):  # the base class had not come that far
+                super().close()
+            self._model = self._ctx = self._batch = self.tokenizer_ = Closed()
+            if self._session is not None:
+                self._session.close()
 
     def __del__(self) -> None:
         self.close()
@@ -253,7 +290,8 @@ def _progress_callback(progress: Progress | None, llama: Llama) -> Any:
 
     def call(share: float, _user: int) -> bool:
         try:
-            return progress(share) is not False
+            llama._load_cancelled = progress(share) is False
+            return not llama._load_cancelled
         except BaseException as error:  # an exception must not enter llama.cpp
             llama._progress_error = error
             return False

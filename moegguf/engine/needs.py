@@ -89,12 +89,13 @@ def compute_bytes(layout: ExpertLayout, n_ctx: int, n_ubatch: int, flash_attn: b
     k = layout.n_expert_used
     n_ff_exp = max((m.ne1 for m in layout.matrices if m.kind != "down"), default=0)
     n_wide = max(hp.n_embd, max(hp.n_head) * hp.key_length)
-    scores = 0 if flash_attn else 2 * max(hp.n_head) * n_tokens
-    logits = 2 * layout.n_vocab
+    scores = 0 if flash_attn else max(hp.n_head) * n_tokens
+    sparse = 6 * n_tokens if _scalar(layout, "attention.indexer.head_count") else 0
+    masks = 3 if _scalar(layout, "attention.sliding_window") else 2
     experts = 3 * k * (n_ff_exp + hp.n_embd) + 2 * layout.n_expert
     dense = 3 * max(hp.n_ff)
-    lasting = 8 * n_wide + 2 * n_tokens  # residual stream, Q, K, V, and the mask in two types
-    per_token = 4 * (max(scores, logits, experts, dense) + lasting)
+    lasting = 8 * n_wide + masks * n_tokens  # residual stream, Q, K, V; the mask in two types
+    per_token = 4 * (max(scores + sparse, layout.n_vocab, experts, dense) + lasting)
     return n_ubatch * per_token + layout.n_vocab * VOCAB_TOKEN_BYTES + FIXED_BYTES
 
 

@@ -154,8 +154,8 @@ def _auto_slots(layout: ExpertLayout, memory: Memory, ask: Needs, size: int, rea
         raise BudgetError(
             f"{free_text} are free here (limited by {memory.limited_by}), but this model needs {other_text}"
             " for weights that every token uses, the context and buffers, a margin of"
-            f" {format_bytes(margin)}, and at least {least} for experts; free memory, lower n_ctx or n_ubatch,"
-            " or give expert_cache a size."
+            f" {format_bytes(margin)}, and at least {least} for experts; free memory, lower n_ctx or"
+            " n_ubatch, or give expert_cache a size."
         )
     reasons.append(
         f"{free_text} are free ({memory.limited_by}); {other_text} go to weights that every token uses, the"

@@ -27,6 +27,13 @@ template <typename F> int guarded(F && body) {
     }
 }
 
+template <typename T> T & given(T * pointer) {
+    if (!pointer) {
+        throw Error(MOEGGUF_INVALID, "a pointer is null that must not be");
+    }
+    return *pointer;
+}
+
 template <typename F> int on(moegguf_store * store, F && body) {
     return guarded([&] {
         if (!store) {
@@ -53,10 +60,10 @@ const char * moegguf_last_error(void) {
 
 int moegguf_store_open(const moegguf_config * config, moegguf_store ** store) {
     return guarded([&] {
-        if (!config || !store || config->abi != MOEGGUF_ABI_VERSION) {
+        if (!config || config->abi != MOEGGUF_ABI_VERSION) {
             throw Error(MOEGGUF_INVALID, "the library speaks ABI " + std::to_string(MOEGGUF_ABI_VERSION));
         }
-        *store = new moegguf_store(*config);
+        given(store) = new moegguf_store(*config);
     });
 }
 
@@ -67,19 +74,19 @@ void moegguf_store_close(moegguf_store * store) {
 }
 
 ggml_backend_buffer_type_t moegguf_store_buft(moegguf_store * store) {
-    return store->store.buft();
+    return store ? store->store.buft() : nullptr;
 }
 
 int moegguf_store_info(moegguf_store * store, moegguf_pool_info * info) {
-    return on(store, [&](Store & s) { s.info(*info); });
+    return on(store, [&](Store & s) { s.info(given(info)); });
 }
 
 int moegguf_store_counters(moegguf_store * store, moegguf_counters * counters) {
-    return on(store, [&](Store & s) { s.counters(*counters); });
+    return on(store, [&](Store & s) { s.counters(given(counters)); });
 }
 
 int moegguf_store_residency(moegguf_store * store, uint8_t * map, size_t n) {
-    return on(store, [&](Store & s) { s.residency(map, n); });
+    return on(store, [&](Store & s) { s.residency(&given(map), n); });
 }
 
 int moegguf_store_set_scores(moegguf_store * store, const float * scores, size_t n) {
@@ -87,7 +94,11 @@ int moegguf_store_set_scores(moegguf_store * store, const float * scores, size_t
 }
 
 int moegguf_store_prefetch(moegguf_store * store, const int32_t * il, const int32_t * experts, size_t n) {
-    return on(store, [&](Store & s) { s.prefetch(il, experts, n); });
+    return on(store, [&](Store & s) {
+        if (n > 0) {
+            s.prefetch(&given(il), &given(experts), n);
+        }
+    });
 }
 
 int moegguf_store_listen(moegguf_store * store, const moegguf_listener * listener) {
@@ -111,11 +122,11 @@ int moegguf_store_drain(moegguf_store * store, double timeout_s) {
 }
 
 int moegguf_store_read_slot(moegguf_store * store, int32_t matrix, int32_t slot, void * out, size_t n) {
-    return on(store, [&](Store & s) { s.read_slot(matrix, slot, out, n); });
+    return on(store, [&](Store & s) { s.read_slot(matrix, slot, &given((uint8_t *) out), n); });
 }
 
 int moegguf_store_probe(moegguf_store * store, double seconds, double * bytes_per_s) {
-    return on(store, [&](Store & s) { *bytes_per_s = s.probe(seconds); });
+    return on(store, [&](Store & s) { given(bytes_per_s) = s.probe(seconds); });
 }
 
 int moegguf_store_sim_advance(moegguf_store * store, uint64_t ns) {
@@ -123,7 +134,7 @@ int moegguf_store_sim_advance(moegguf_store * store, uint64_t ns) {
 }
 
 int moegguf_lane_open(moegguf_store * store, moegguf_lane ** lane) {
-    return on(store, [&](Store & s) { *lane = new moegguf_lane{s.open_lane()}; });
+    return on(store, [&](Store & s) { given(lane) = new moegguf_lane{s.open_lane()}; });
 }
 
 void moegguf_lane_close(moegguf_lane * lane) {
@@ -136,7 +147,12 @@ void moegguf_lane_close(moegguf_lane * lane) {
 int moegguf_lane_gate(moegguf_lane * lane, int32_t il, const int32_t * expert_ids, int32_t n_expert_used, int32_t n_tokens,
                       int32_t * slot_ids) {
     return guarded([&] {
-        Lane & l = *lane->lane;
+        constexpr int32_t most_tokens = 1 << 24;
+        Lane &            l           = *given(lane).lane;
+        if (!expert_ids || !slot_ids || n_expert_used < 1 || n_expert_used > l.store.layout().n_expert_max ||
+            n_tokens < 1 || n_tokens > most_tokens) {
+            throw Error(MOEGGUF_INVALID, "a gate needs ids of at least one token, and no more per token than experts");
+        }
         memcpy(slot_ids, expert_ids, sizeof(int32_t) * n_expert_used * n_tokens);
         l.store.gate(l, il, slot_ids, n_expert_used, n_tokens, all_kinds);
         if (l.failed) {
@@ -146,7 +162,7 @@ int moegguf_lane_gate(moegguf_lane * lane, int32_t il, const int32_t * expert_id
 }
 
 int moegguf_lane_failure(moegguf_lane * lane, moegguf_failure * failure, int clear) {
-    return guarded([&] { lane->lane->store.take_failure(*lane->lane, *failure, clear); });
+    return guarded([&] { given(lane).lane->store.take_failure(*lane->lane, given(failure), clear); });
 }
 
 void moegguf_lane_chain(moegguf_lane * lane, ggml_backend_sched_eval_callback next, void * user) {

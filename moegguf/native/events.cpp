@@ -15,17 +15,19 @@ void Events::stop() {
     if (!thread_.joinable()) {
         return;
     }
-    on_ = false;
     {
         std::lock_guard<std::mutex> lock(mutex_);
+        on_       = false;
         stopping_ = true;
     }
     arrived_.notify_all();
     thread_.join();
-    size_ = 0;
 }
 
 Events::Record * Events::claim() {
+    if (!on_) { // stopped since the caller looked: the next listener must not hear of it
+        return nullptr;
+    }
     if (size_ == capacity) {
         dropped_ += 1;
         return nullptr;

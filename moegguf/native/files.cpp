@@ -17,6 +17,9 @@ namespace {
 // The file system that lies about O_DIRECT is found on the first block or not at all.
 constexpr size_t check_bytes = Shard::alignment;
 
+// A read that is interrupted more often than this is not going to end.
+constexpr int most_interruptions = 1000;
+
 uint64_t down(uint64_t n) { return n / Shard::alignment * Shard::alignment; }
 uint64_t up(uint64_t n) { return down(n + Shard::alignment - 1); }
 
@@ -33,37 +36,36 @@ Staging::~Staging() {
     free(data_);
 }
 
-Shard::Shard(const std::string & path, bool direct) : path_(path) {
-    buffered_ = sys_open(path.c_str(), O_RDONLY);
-    if (buffered_ < 0) {
-        throw Error(MOEGGUF_IO, "cannot open '" + path + "': " + strerror(errno));
-    }
-    if (direct) {
-        direct_     = sys_open(path.c_str(), O_RDONLY | O_DIRECT);
-        use_direct_ = direct_ >= 0 && direct_agrees();
+Descriptor::~Descriptor() {
+    if (fd >= 0) {
+        close(fd);
     }
 }
 
-Shard::~Shard() {
-    close(buffered_);
-    if (direct_ >= 0) {
-        close(direct_);
+Shard::Shard(const std::string & path, bool direct)
+    : path_(path),
+      buffered_(sys_open(path.c_str(), O_RDONLY)),
+      direct_(direct && buffered_.fd >= 0 ? sys_open(path.c_str(), O_RDONLY | O_DIRECT) : -1) {
+    if (buffered_.fd < 0) {
+        throw Error(MOEGGUF_IO, "cannot open '" + path + "': " + strerror(errno));
     }
+    use_direct_ = direct_.fd >= 0 && direct_agrees();
 }
 
 bool Shard::direct_agrees() const {
     Staging a(check_bytes), b(check_bytes);
-    const ssize_t via_cache = sys_pread(buffered_, a.data(), check_bytes, 0);
-    const ssize_t via_disk  = sys_pread(direct_, b.data(), check_bytes, 0);
+    const ssize_t via_cache = sys_pread(buffered_.fd, a.data(), check_bytes, 0);
+    const ssize_t via_disk  = sys_pread(direct_.fd, b.data(), check_bytes, 0);
     return via_cache > 0 && via_cache == via_disk && memcmp(a.data(), b.data(), via_cache) == 0;
 }
 
 bool Shard::fill(int fd, uint8_t * data, uint64_t offset, size_t n, size_t needed, int & error) const {
-    const bool aligned = fd == direct_;
+    const bool aligned = fd == direct_.fd;
     size_t     done    = 0;
+    int        interruptions = 0;
     while (done < needed) {
         const ssize_t got = sys_pread(fd, data + done, n - done, offset + done);
-        if (got < 0 && errno == EINTR) {
+        if (got < 0 && errno == EINTR && ++interruptions < most_interruptions) {
             continue;
         }
         if (got < 0) {
@@ -87,7 +89,7 @@ bool Shard::fill(int fd, uint8_t * data, uint64_t offset, size_t n, size_t neede
 const uint8_t * Shard::read(uint64_t offset, size_t n, const Staging & staging, ReadStats & stats) const {
     const uint64_t start = now_ns();
     struct stat st;
-    if (sys_fstat(buffered_, &st) != 0) {
+    if (sys_fstat(buffered_.fd, &st) != 0) {
         throw Error(MOEGGUF_IO, "cannot stat '" + path_ + "': " + strerror(errno));
     }
     if (offset + n > (uint64_t) st.st_size) {
@@ -99,7 +101,7 @@ const uint8_t * Shard::read(uint64_t offset, size_t n, const Staging & staging, 
         const bool     direct = use_direct_;
         const uint64_t begin  = direct ? down(offset) : offset;
         const uint64_t end    = direct ? up(offset + n) : offset + n;
-        if (fill(direct ? direct_ : buffered_, staging.data(), begin, end - begin, offset + n - begin, error)) {
+        if (fill(direct ? direct_.fd : buffered_.fd, staging.data(), begin, end - begin, offset + n - begin, error)) {
             stats.read_ns += now_ns() - start;
             return staging.data() + (offset - begin);
         }

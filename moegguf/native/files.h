@@ -29,13 +29,20 @@ struct ReadStats {
     uint64_t read_ns = 0;
 };
 
+// A file descriptor that closes itself.
+struct Descriptor {
+    explicit Descriptor(int fd = -1) : fd(fd) {}
+    ~Descriptor();
+    Descriptor(const Descriptor &) = delete;
+    Descriptor & operator=(const Descriptor &) = delete;
+
+    const int fd;
+};
+
 // One open shard. Descriptors stay open, so a renamed or deleted file keeps serving.
 class Shard {
   public:
     Shard(const std::string & path, bool direct); // Throws Error(IO).
-    ~Shard();
-    Shard(const Shard &) = delete;
-    Shard & operator=(const Shard &) = delete;
 
     // n bytes at offset. Throws Error(IO): past the end of the file as it is now, or twice the same system error.
     const uint8_t * read(uint64_t offset, size_t n, const Staging & staging, ReadStats & stats) const;
@@ -49,8 +56,8 @@ class Shard {
     bool fill(int fd, uint8_t * data, uint64_t offset, size_t n, size_t needed, int & error) const;
 
     std::string               path_;
-    int                       buffered_ = -1;
-    int                       direct_   = -1;
+    Descriptor                buffered_;
+    Descriptor                direct_;
     mutable std::atomic<bool> use_direct_{false};
 };
 

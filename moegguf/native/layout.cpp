@@ -9,6 +9,19 @@ namespace {
     throw Error(MOEGGUF_INVALID, what);
 }
 
+// Far beyond any model, and small enough that no product below overflows.
+constexpr int     max_layers = 4096, max_experts = 65536;
+constexpr int64_t max_width  = INT32_MAX;
+
+// Where the last expert of a matrix ends in its file, or 0 when no file is that long or the sizes disagree.
+uint64_t end_in_file(const moegguf_matrix & m) {
+    uint64_t expert = 0, all = 0, end = 0;
+    const bool overflows =
+        __builtin_mul_overflow((uint64_t) ggml_row_size((ggml_type) m.type, m.ne0), (uint64_t) m.ne1, &expert) ||
+        __builtin_mul_overflow(expert, (uint64_t) m.n_expert, &all) || __builtin_add_overflow(m.offset, all, &end);
+    return overflows || expert != m.expert_bytes || end > INT64_MAX ? 0 : end;
+}
+
 uint64_t round_up(uint64_t n, uint64_t multiple) {
     return (n + multiple - 1) / multiple * multiple;
 }
@@ -16,8 +29,13 @@ uint64_t round_up(uint64_t n, uint64_t multiple) {
 } // namespace
 
 Layout::Layout(const moegguf_config & config) : n_slots(config.n_slots) {
-    if (config.n_layer <= 0 || config.n_matrices <= 0 || config.n_slots <= 0) {
+    if (config.n_layer <= 0 || config.n_layer > max_layers || config.n_matrices <= 0 || config.n_slots <= 0 ||
+        !config.matrices || !config.n_expert_used) {
         invalid("a store needs layers, expert matrices and slots");
+    }
+    const bool needs_files = !(config.flags & MOEGGUF_SIMULATE);
+    if (config.n_shards < 0 || (needs_files && config.n_shards == 0) || (config.n_shards > 0 && !config.shard_paths)) {
+        invalid("a store needs the files that its experts lie in");
     }
     layers.resize(config.n_layer);
     for (int i = 0; i < config.n_shards; i++) {
@@ -46,12 +64,11 @@ Layout::Layout(const moegguf_config & config) : n_slots(config.n_slots) {
 void Layout::add(const moegguf_matrix & m) {
     const std::string name = m.name ? m.name : "?";
     if (m.il < 0 || m.il >= (int) layers.size() || m.kind < 0 || m.kind >= MOEGGUF_MAX_KINDS || m.n_expert <= 0 ||
-        m.ne0 <= 0 || m.ne1 <= 0 || m.type < 0 || m.type >= GGML_TYPE_COUNT) {
+        m.n_expert > max_experts || m.ne0 <= 0 || m.ne0 > max_width || m.ne1 <= 0 || m.ne1 > max_width || m.type < 0 || m.type >= GGML_TYPE_COUNT) {
         invalid("matrix '" + name + "' has a field out of range");
     }
     const ggml_type type = (ggml_type) m.type;
-    if (ggml_blck_size(type) == 0 || m.ne0 % ggml_blck_size(type) != 0 ||
-        m.expert_bytes != ggml_row_size(type, m.ne0) * (uint64_t) m.ne1) {
+    if (ggml_blck_size(type) == 0 || m.ne0 % ggml_blck_size(type) != 0 || end_in_file(m) == 0) {
         invalid("matrix '" + name + "' has a size that its type and shape do not give");
     }
     if (!shards.empty() && (m.shard < 0 || m.shard >= (int) shards.size())) {

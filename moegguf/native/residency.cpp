@@ -34,6 +34,7 @@ Residency::Residency(const Layout & layout)
 // With fewer slots than one token touches, a global LRU always evicts what the next layers need and hits nothing.
 // Each layer then keeps an equal share, and what one layer needs at once is left to circulate.
 void Residency::set_floors() {
+    std::fill(floor_.begin(), floor_.end(), 0);
     if (n_usable_ >= layout_.token_cycle) {
         return;
     }
@@ -139,8 +140,8 @@ void Residency::set_scores(const float * scores, size_t n) {
     }
 }
 
-void Residency::share_all_slots() {
-    resident_ = false;
+void Residency::set_usable(int n) {
+    n_usable_ = n;
     set_floors();
 }
 

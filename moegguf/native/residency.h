@@ -48,8 +48,8 @@ class Residency {
     float score(int il, int expert) const { return scores_.empty() ? 0.0f : scores_[layout_.key(il, expert)]; }
     bool  scored() const { return !scores_.empty(); }
 
-    void share_all_slots();                        // leave the resident numbering
-    void set_usable(int n) { n_usable_ = n; }
+    void share_all_slots() { resident_ = false; } // leave the resident numbering
+    void set_usable(int n);
 
   private:
     struct Rank;

@@ -14,7 +14,8 @@
 namespace moegguf {
 namespace {
 
-constexpr int max_readers = 64;
+constexpr int    max_readers     = 64;
+constexpr double longest_probe_s = 3600;
 
 int checked_readers(const moegguf_config & config) {
     if (config.n_readers < 1 || config.n_readers > max_readers) {
@@ -56,6 +57,7 @@ Store::Store(const moegguf_config & config)
     for (int i = 0; i < n_readers_; i++) {
         staging_.push_back(std::make_unique<Staging>(piece + Shard::alignment));
     }
+    readers_.reserve(n_readers_);
     try {
         for (int i = 0; i < n_readers_; i++) {
             if (fault(MOEGGUF_FAULT_THREAD)) {
@@ -116,6 +118,10 @@ void Store::close_lane(Lane & lane) {
 }
 
 void Store::take_failure(Lane & lane, moegguf_failure & out, bool clear) {
+    if (forked()) {
+        out = lane.failure; // the lock may be held by a thread of the parent
+        return;
+    }
     Lock lock(mutex_);
     out = lane.failure;
     if (clear) {
@@ -197,7 +203,9 @@ bool Store::drain(double timeout_s) {
         }
         return true;
     }
-    return done_.wait_for(lock, std::chrono::duration<double>(timeout_s), idle);
+    constexpr double longest_s = 1e7;
+    const double     limit_s   = timeout_s > 0 ? std::min(timeout_s, longest_s) : 0;
+    return done_.wait_for(lock, std::chrono::duration<double>(limit_s), idle);
 }
 
 void Store::read_slot(int matrix, int slot, void * out, size_t n) {
@@ -210,26 +218,35 @@ void Store::read_slot(int matrix, int slot, void * out, size_t n) {
 
 // Random experts through descriptors, block alignment and reader count as the store uses them, without uploads.
 double Store::probe(double seconds) const {
+    if (!files_ || !(seconds > 0 && seconds <= longest_probe_s)) {
+        throw Error(MOEGGUF_INVALID, "a probe reads the files of a store for some seconds");
+    }
     std::atomic<uint64_t>    bytes{0};
     const uint64_t           start = now_ns(), end = start + uint64_t(seconds * 1e9);
     std::vector<std::thread> threads;
     std::atomic<bool>        failed{false};
-    for (int i = 0; i < n_readers_; i++) {
-        threads.emplace_back([&, i] {
-            try {
-                std::minstd_rand random(uint32_t(start) + i);
-                Staging          staging(staging_[i]->size());
-                ReadStats        stats;
-                while (now_ns() < end) {
-                    const Matrix & m = layout_.matrices[random() % layout_.matrices.size()];
-                    const uint64_t n = std::min(m.expert_bytes, piece_bytes(m));
-                    (*files_)[m.shard].read(m.offset + random() % m.n_expert * m.expert_bytes, n, staging, stats);
-                    bytes += n;
-                }
-            } catch (const Error &) {
-                failed = true;
+    const auto read_random = [&](int i) {
+        try {
+            std::minstd_rand random(uint32_t(start) + i);
+            Staging          staging(staging_[i]->size());
+            ReadStats        stats;
+            while (now_ns() < end) {
+                const Matrix & m = layout_.matrices[random() % layout_.matrices.size()];
+                const uint64_t n = std::min(m.expert_bytes, piece_bytes(m));
+                (*files_)[m.shard].read(m.offset + random() % m.n_expert * m.expert_bytes, n, staging, stats);
+                bytes += n;
             }
-        });
+        } catch (const Error &) {
+            failed = true;
+        }
+    };
+    threads.reserve(readers_.size());
+    try {
+        for (size_t i = 0; i < readers_.size(); i++) {
+            threads.emplace_back(read_random, (int) i);
+        }
+    } catch (const std::system_error &) {
+        failed = true;
     }
     for (std::thread & thread : threads) {
         thread.join();

@@ -8,6 +8,7 @@
 #include "queues.h"
 #include "residency.h"
 
+#include <chrono>
 #include <condition_variable>
 #include <memory>
 #include <mutex>
@@ -30,6 +31,7 @@ struct Lane {
     std::vector<int>                   pinned;
     std::vector<int>                   distinct;     // experts of this gate, in order of first choice
     std::vector<int>                   slot_of;      // [n_expert_max], -1 where not chosen at this gate
+    uint64_t                           waited_ns = 0; // at this gate
     std::vector<int32_t>               ids;          // scratch for devices whose memory is not the host's
     moegguf_failure                    failure{};
     std::atomic<bool>                  failed{false};
@@ -77,13 +79,16 @@ class Store {
     bool forked() const;
 
   private:
-    using Lock = std::unique_lock<std::mutex>;
+    using Lock     = std::unique_lock<std::mutex>;
+    using Deadline = std::chrono::steady_clock::time_point;
 
     // gate, step by step (store_gate.cpp); all under the lock
     void begin_pass(Lane & lane, int il, int n_tokens);
     bool collect(Lane & lane, int il, const int32_t * ids, size_t n);
     void drop_stale(int il);
     bool pin_all(Lane & lane, Moment now, Lock & lock);
+    bool pin_absent(Lane & lane, Moment now, Lock & lock);
+    bool wait_for_slot(Deadline deadline, Lock & lock);
     void look_up(int il, int slot);
     int  take_slot(int il, int expert, Moment now, float min_score);
     void request(Lane & lane);
@@ -94,6 +99,8 @@ class Store {
     void apply_resize();
     bool ready(const Lane & lane, uint8_t kinds) const;
     void wait_locked(Lane & lane, uint8_t kinds, Lock & lock);
+    uint64_t clock_ns() const;
+    void count_stall(Lane & lane, uint64_t since_ns);
     void fail(Lane & lane, moegguf_status status, int il, int expert, const std::string & why);
 
     // transfers (store_transfers.cpp)
@@ -132,6 +139,7 @@ class Store {
     std::string             read_error_;
     int                     n_lanes_ = 0;
     int                     lane_ids_ = 0;
+    bool                    short_of_slots_ = false; // a lane waits for slots: nobody else may take any
     int                     resize_to_ = 0;
     bool                    stopping_ = false;
     std::atomic<bool>       cancel_{false};

@@ -20,8 +20,13 @@ constexpr auto longest_pass = std::chrono::seconds(60);
 void Store::gate(Lane & lane, int il, int32_t * ids, int n_expert_used, int n_tokens, uint8_t wait_kinds) {
     const uint64_t start = now_ns();
     const size_t   n     = (size_t) n_expert_used * n_tokens;
-    Lock           lock(mutex_);
-    const uint64_t stalled = counters_.stall_ns;
+    if (forked()) { // a thread of the parent may hold the lock
+        fail(lane, MOEGGUF_FORKED, il, -1, "the model was loaded in the parent process; load it again in this one");
+        std::fill_n(ids, n, 0);
+        return;
+    }
+    Lock lock(mutex_);
+    lane.waited_ns = 0;
     begin_pass(lane, il, n_tokens);
     const bool known = il >= 0 && il < (int) layout_.layers.size() && layout_.layers[il].n_expert > 0;
     if (!known) {
@@ -32,9 +37,6 @@ void Store::gate(Lane & lane, int il, int32_t * ids, int n_expert_used, int n_to
     }
     const int64_t n_expert = known ? layout_.layers[il].n_expert : 1;
     now_ = {il, n_tokens > 1 && (int64_t) n >= sweep_choices_per_expert * n_expert};
-    if (!lane.failed && forked()) {
-        fail(lane, MOEGGUF_FORKED, il, -1, "the model was loaded in the parent process; load it again in this one");
-    }
     if (!lane.failed && collect(lane, il, ids, n) && pin_all(lane, now_, lock)) {
         request(lane);
         if (now_.sweep && (flags_ & MOEGGUF_SWEEP)) {
@@ -49,7 +51,7 @@ void Store::gate(Lane & lane, int il, int32_t * ids, int n_expert_used, int n_to
     for (int expert : lane.distinct) {
         lane.slot_of[expert] = -1;
     }
-    counters_.hook_ns += now_ns() - start - (counters_.stall_ns - stalled);
+    counters_.hook_ns += now_ns() - start - lane.waited_ns;
 }
 
 void Store::begin_pass(Lane & lane, int il, int n_tokens) {
@@ -86,6 +88,10 @@ bool Store::collect(Lane & lane, int il, const int32_t * ids, size_t n) {
 // Residents are pinned before any victim is chosen, so that no needed expert is evicted for another.
 bool Store::pin_all(Lane & lane, Moment now, Lock & lock) {
     const int il = now.il;
+    // Whoever waits for slots holds some already. Another lane that did the same could block both for good.
+    while (short_of_slots_ && !cancel_) {
+        done_.wait(lock);
+    }
     for (int expert : lane.distinct) {
         const int s = residency_.find(il, expert);
         look_up(il, s);
@@ -99,14 +105,26 @@ bool Store::pin_all(Lane & lane, Moment now, Lock & lock) {
     if ((flags_ & MOEGGUF_PREEMPT) && !residency_.resident()) {
         drop_stale(il);
     }
+    const uint64_t start = clock_ns();
+    const bool     done  = pin_absent(lane, now, lock);
+    if (short_of_slots_) {
+        short_of_slots_ = false;
+        done_.notify_all();
+        count_stall(lane, start);
+    }
+    return done;
+}
+
+bool Store::pin_absent(Lane & lane, Moment now, Lock & lock) {
+    const int  il       = now.il;
+    const bool fits     = (int) lane.distinct.size() <= residency_.n_usable();
+    const auto deadline = std::chrono::steady_clock::now() + longest_pass;
     for (int expert : lane.distinct) {
         if (lane.slot_of[expert] >= 0) {
             continue;
         }
-        // Another lane may hold every slot for the moment: it lets go at its next gate.
         int s = take_slot(il, expert, now, INFINITY);
-        const auto deadline = std::chrono::steady_clock::now() + longest_pass;
-        while (s < 0 && n_lanes_ > 1 && !cancel_ && done_.wait_until(lock, deadline) == std::cv_status::no_timeout) {
+        while (s < 0 && fits && wait_for_slot(deadline, lock)) {
             s = take_slot(il, expert, now, INFINITY);
         }
         if (s < 0) {
@@ -120,6 +138,19 @@ bool Store::pin_all(Lane & lane, Moment now, Lock & lock) {
         lane.slot_of[expert] = s;
     }
     return true;
+}
+
+// False when no slot will become free: transfers end, and another lane lets go at its next gate, but nobody else.
+bool Store::wait_for_slot(Deadline deadline, Lock & lock) {
+    if ((flags_ & MOEGGUF_SIMULATE) && link_.busy) {
+        sim_step();
+        return true;
+    }
+    if (cancel_ || (n_lanes_ == 1 && counters_.chunks_reading == 0)) {
+        return false;
+    }
+    short_of_slots_ = true;
+    return done_.wait_until(lock, deadline) == std::cv_status::no_timeout;
 }
 
 void Store::look_up(int il, int s) {
@@ -167,8 +198,7 @@ void Store::drop_stale(int il) {
         }
         slot.queued &= ~job.kinds;
         if (slot.reading == 0 && slot.queued == 0 && slot.ready != layout_.layers[il].chunks) {
-            counters_.prefetch_dropped += 1;
-            retire(job.slot);
+            retire(job.slot); // counted as wasted
         }
         return false;
     });
@@ -234,6 +264,9 @@ void Store::release_slot(int s) {
 }
 
 void Store::apply_resize() {
+    if (residency_.resident() && n_lanes_ > 1) {
+        return; // a context that came meanwhile computes with slot ids of its layers' windows
+    }
     const int n = resize_to_;
     resize_to_  = 0;
     if (residency_.resident() && n < residency_.n_slots()) {
@@ -263,18 +296,24 @@ bool Store::ready(const Lane & lane, uint8_t kinds) const {
 }
 
 bool Store::pending(Lane & lane, uint8_t kinds) {
+    if (forked()) {
+        return false;
+    }
     Lock lock(mutex_);
     return !lane.failed && !ready(lane, kinds);
 }
 
 void Store::wait(Lane & lane, uint8_t kinds) {
+    if (forked()) {
+        return;
+    }
     Lock lock(mutex_);
     wait_locked(lane, kinds, lock);
 }
 
 void Store::wait_locked(Lane & lane, uint8_t kinds, Lock & lock) {
     const bool     simulated = flags_ & MOEGGUF_SIMULATE;
-    const uint64_t start     = simulated ? link_.clock_ns : now_ns();
+    const uint64_t start     = clock_ns();
     while (!ready(lane, kinds) && !cancel_ && !stopping_) {
         if (simulated) {
             sim_step();
@@ -282,7 +321,7 @@ void Store::wait_locked(Lane & lane, uint8_t kinds, Lock & lock) {
             done_.wait(lock);
         }
     }
-    counters_.stall_ns += (simulated ? link_.clock_ns : now_ns()) - start;
+    count_stall(lane, start);
     if (cancel_) {
         fail(lane, MOEGGUF_CANCELLED, lane.il, -1, "cancelled");
     }
@@ -294,7 +333,20 @@ void Store::wait_locked(Lane & lane, uint8_t kinds, Lock & lock) {
     }
 }
 
+uint64_t Store::clock_ns() const {
+    return flags_ & MOEGGUF_SIMULATE ? link_.clock_ns : now_ns();
+}
+
+void Store::count_stall(Lane & lane, uint64_t since_ns) {
+    const uint64_t stall_ns = clock_ns() - since_ns;
+    counters_.stall_ns += stall_ns;
+    lane.waited_ns += flags_ & MOEGGUF_SIMULATE ? 0 : stall_ns;
+}
+
 bool Store::idle_gate(int il) const {
+    if (forked()) {
+        return false;
+    }
     Lock lock(mutex_);
     return residency_.resident() && n_absent_chunks_ == 0 && !events_.on() && resize_to_ == 0 && !cancel_ &&
            layout_.layers[il].n_expert > 0;

@@ -33,6 +33,7 @@ void Store::queue(int s, uint8_t kinds, bool needed) {
 
 // The next transfer worth making. Jobs whose slot changed hands or whose matrix came another way are passed over.
 bool Store::next_job(Job & job) {
+    const bool had_any = !needed_.empty() || !wanted_.empty() || !wishes_.empty();
     for (Ring<Job> * ring : {&needed_, &wanted_}) {
         while (!ring->empty()) {
             job = ring->pop();
@@ -53,11 +54,14 @@ bool Store::next_job(Job & job) {
         }
         counters_.prefetch_dropped += 1;
     }
+    if (had_any) {
+        done_.notify_all(); // whoever drains waits for empty queues
+    }
     return next_fill(job);
 }
 
 bool Store::start_wish(int il, int expert, Job & job) {
-    if (residency_.find(il, expert) >= 0) {
+    if (short_of_slots_ || residency_.find(il, expert) >= 0) {
         return false;
     }
     const float worth = residency_.scored() ? residency_.score(il, expert) : INFINITY;

@@ -116,6 +116,19 @@ def test_tied_output_is_counted(tmp_path: Path) -> None:
     assert read_layout(write(without(moe(), "output.weight"), tmp_path)).tied_output_bytes == 4 * 64 * 16
 
 
+def latent(**changed: int) -> Gguf:
+    """A model with latent attention; a keyword changes one of its lengths."""
+    numbers = {"head_count_kv": 1, "key_length": 40, "key_length_mla": 24, "value_length_mla": 16}
+    g = moe("deepseek2", skip_kv=("attention.head_count_kv",)).add("deepseek2.rope.dimension_count", U32, 8)
+    for key, value in {"kv_lora_rank": 32, **numbers, **changed}.items():
+        g.add(f"deepseek2.attention.{key}", U32, value)
+    return g
+
+
+def test_latent_attention(tmp_path: Path) -> None:
+    assert read_layout(write(latent(), tmp_path)).hparams.is_mla
+
+
 UP, DOWN, GATE = (f"blk.1.ffn_{kind}_exps.weight" for kind in ("up", "down", "gate"))
 BAD_LAYOUTS: dict[str, tuple[Gguf, str]] = {
     "used > count": (moe(n_used=5), "expert_used_count.*5 of 4"),
@@ -156,6 +169,20 @@ BAD_LAYOUTS: dict[str, tuple[Gguf, str]] = {
     "group split": (moe().add("qwen2moe.expert_group_count", U32, 3), "do not divide into 3 groups"),
     "group used": (moe().add("qwen2moe.expert_group_count", U32, 2), "expert_group_used_count"),
     "mla half": (moe().add("qwen2moe.attention.key_length_mla", U32, 2), "value_length_mla"),
+    "rotated part": (
+        moe().add("qwen2moe.rope.dimension_count", U32, 8),
+        "dimension_count.*8 does not fit.* 16",
+    ),
+    "rotated over all": (moe("glm4moe").add("glm4moe.rope.dimension_count", U32, 18), "does not fit.* 16"),
+    "latent length": (latent(key_length=41), "key_length.*must be 40"),
+    "latent heads": (latent(head_count_kv=2), "with 1 KV head, but is 40 with 2"),
+    "latent rotation": (latent(key_length_mla=8), "no room beside the 8"),
+    "k rows": (
+        moe().tensor("blk.1.attn_k.weight", 64, 63),
+        "'blk.1.attn_k.weight'.*63 rows, but 4 heads of 16",
+    ),
+    "q rows": (moe().tensor("blk.0.attn_q.weight", 64, 32), "attn_q.weight.*32 rows, but 4 heads of 16"),
+    "v rows": (moe().tensor("blk.0.attn_v.weight", 64, 128), "'blk.0.attn_v.weight'.*128 rows"),
     "no architecture": (Gguf().tensor("t", 4), "general.architecture"),
     "odd architecture": (
         Gguf().add("general.architecture", STR, "a\n").tensor("t", 4),

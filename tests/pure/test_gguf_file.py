@@ -123,6 +123,10 @@ BAD_FILES: dict[str, tuple[Callable[[], bytes], str]] = {
         lambda: small().add_array("tokenizer.ggml.tokens", STR, ["a", "b", "a"]).build(),
         "tokenizer.ggml.tokens.*1 tokens have the same text",
     ),
+    "same token up to a zero": (
+        lambda: small().add_array("tokenizer.ggml.tokens", STR, ["a", "b", "a\0b"]).build(),
+        "1 tokens have the same text",
+    ),
     "name of 64 bytes": (with_tensor(32, name="n" * 64), "64 bytes long"),
     "empty name": (with_tensor(32, name=""), "name is empty"),
     "zero in name": (with_tensor(32, name=b"a\0b"), "zero byte"),

@@ -1,7 +1,8 @@
-"""The model card, written from the figures of the run."""
+"""The model card: `card_template.md` filled with the figures of the run."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -11,65 +12,7 @@ from tools.demo.evaluate import KindLoss
 from tools.demo.model import Shape
 from tools.demo.train import BALANCE_WEIGHT, Progress
 
-PAGE = """\
-# moegguf demo
-
-A very small Mixture-of-Experts model ({n_million:.1f} M parameters, {file_mb:.1f} MB) that ships with moegguf, so that
-`moegguf run demo` shows the expert cache at work without a download. It answers short questions about moegguf and
-little else. It was trained from scratch; no other model's weights or output were used.
-
-- File: `moegguf-demo-Q4_0.gguf`, quantised by llama.cpp: matrices in Q4_0, embedding and output in Q8_0, routers, norms and biases in F32
-- Licence of the weights: Apache-2.0; the texts they were trained on keep their own licences, listed below
-- Chat format: ChatML, in the file; a system message is optional; trained with at most {n_ctx} tokens of context
-
-## Shape
-Architecture `qwen2moe`: {n_layer} layers, width {n_embd}, {n_head} heads of {n_embd_head} ({n_head_kv} for keys and values),
-{n_expert} experts of {n_ff_exp} per layer with top-{n_expert_used} (probabilities not renormalised), a gated shared expert of {n_ff_shexp},
-byte-level BPE with {n_vocab} tokens split as in Qwen2. One expert is {expert_kb:.0f} kB in the file; there are {n_experts}.
-
-## Data
-Texts found on a Linux machine with Python, chosen by `tools/demo/corpus.py`; 1 document in 30 is held out by a hash of its name.
-
-| kind | what | licence | training tokens available | held-out tokens |
-|---|---|---|---|---|
-{data_rows}
-
-Then {n_conversations} questions and conversations about moegguf and MoE offloading, written for this model
-(`tools/demo_questions.jsonl`), with their wording varied at random. Where the budget ends first, not every available token is seen.
-
-## Training
-`python -m tools.train_demo`, torch 2.13.0 in float32 on 2 cores of an AMD EPYC that other jobs shared; AdamW, balance loss (Switch) with weight {balance_weight}.
-In the chat stage the loss on conversations counts the answers only, half of the rows are corpus, and the forward pass rounds weights as Q4_0 does.
-
-| stage | steps | tokens | minutes |
-|---|---|---|---|
-{stage_rows}
-
-## Held-out loss of the final model
-Windows of {n_ctx} tokens without overlap; bits per byte counts UTF-8 bytes of the text.
-
-| kind | torch float32, nats/token | Q4_0 under llama.cpp, nats/token | Q4_0, bits/byte |
-|---|---|---|---|
-{loss_rows}
-
-## How evenly routing spreads
-Over the same held-out tokens. Coefficient of variation of the load of the {n_expert} experts (0 = even), entropy of the load as
-a share of its maximum (1 = even), and the largest and smallest share of choices (even: {even_share:.2f} %).
-
-| layer | coefficient of variation | entropy | largest | smallest |
-|---|---|---|---|---|
-{routing_rows}
-
-## Answers
-Greedy, by the Q4_0 file under llama.cpp. Questions marked * are not worded like this in the training questions.
-
-{answer_rows}
-
-## Limits
-A model of this size repeats what it was taught and invents the rest. It knows almost nothing beyond its questions, only English,
-and loses the thread after a few turns. Its answers are no documentation: where they differ from the README, the README is right.
-Its experts are small and few, so its hit rates and speeds say nothing about large models.
-"""
+TEMPLATE = Path(__file__).with_name("card_template.md")
 
 
 @dataclass(frozen=True)
@@ -114,8 +57,7 @@ def loss_rows(figures: Figures) -> list[str]:
     """One line per kind, and one over all."""
     full, q4 = figures.losses_f32, figures.losses_q4
     rows = [
-        f"| {k} | {full[k].nats_per_token:.3f} | {q4[k].nats_per_token:.3f} | {q4[k].bits_per_byte:.3f} |"
-        for k in full
+        f"| {k} | {full[k].nats_per_token:.3f} | {q4[k].nats_per_token:.3f} | {q4[k].bits_per_byte:.3f} |" for k in full
     ]
     bits = overall_bits(q4, figures.corpus)
     return [*rows, f"| **all** | **{overall(full):.3f}** | **{overall(q4):.3f}** | **{bits:.3f}** |"]
@@ -143,10 +85,9 @@ def answer_rows(figures: Figures) -> list[str]:
 def page(figures: Figures) -> str:
     """The whole card."""
     stage_rows = [
-        f"| {name} | {one.steps:,} | {one.tokens:,} | {one.seconds / 60:.0f} |"
-        for name, one in figures.stages.items()
+        f"| {name} | {one.steps:,} | {one.tokens:,} | {one.seconds / 60:.0f} |" for name, one in figures.stages.items()
     ]
-    return PAGE.format(
+    return TEMPLATE.read_text(encoding="utf-8").format(
         **vars(figures.shape),
         n_embd_head=figures.shape.n_embd_head,
         n_ctx=figures.shape.n_ctx_train,

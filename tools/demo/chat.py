@@ -69,7 +69,7 @@ def vary(conversations: Sequence[list[Message]], rng: random.Random) -> list[Mes
 
 @dataclass(frozen=True)
 class Chat:
-    """Batches of packed conversations beside plain rows of the corpus, so that the corpus is not forgotten."""
+    """Batches of packed conversations, and rows of the corpus so that it is not forgotten."""
 
     tokenizer: Tokenizer
     conversations: Sequence[list[Message]]

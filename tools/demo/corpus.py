@@ -1,7 +1,7 @@
 """Freely licensed text that lies on any Linux machine with Python, chosen and split the same way every time.
 
-A source that is absent gives no documents. Selection and the held-out split depend only on a document's name, so
-two machines with the same packages train on the same text.
+A source that is absent gives no documents. Selection and the held-out split depend only on a document's name,
+so two machines with the same packages train on the same text.
 """
 
 import gzip
@@ -55,9 +55,7 @@ class Kind:
 KINDS = {
     "python": Kind("Python's standard library (without its tests)", "PSF-2.0", 5_000_000),
     "pydoc": Kind("Python's language reference (pydoc topics)", "PSF-2.0", 1_000_000),
-    "manual": Kind(
-        "manual pages in English", "free licences of the packages (GPL, LGPL, BSD, MIT, ...)", 9_000_000
-    ),
+    "manual": Kind("manual pages in English", "free licences of the packages (GPL, LGPL, BSD, MIT, ...)", 9_000_000),
     "perl": Kind("Perl's modules with their documentation", "Artistic-1.0-Perl or GPL-1.0+", 3_000_000),
     "licence": Kind("licences and copyright files", "free to copy verbatim", 1_500_000),
     "header": Kind(

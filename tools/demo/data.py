@@ -69,7 +69,7 @@ def save(path: Path, tokenizer: Tokenizer, documents: Sequence[corpus.Document])
         arrays[f"train_tokens.{kind}"] = np.array(len(tokens))
         arrays[f"heldout.{kind}"] = encode(tokenizer, heldout)
         arrays[f"heldout_bytes.{kind}"] = np.array(sum(len(d.text.encode()) for d in heldout))
-    np.savez(path, train=np.concatenate(train), **arrays)
+    np.savez(path, allow_pickle=False, train=np.concatenate(train), **arrays)
 
 
 class Windows:

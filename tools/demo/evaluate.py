@@ -60,9 +60,7 @@ def open_gguf(path: Path, n_ctx: int) -> "Llama":
     """The file under llama.cpp on the CPU, keeping the logits of every token."""
     from llama_cpp import Llama
 
-    return Llama(
-        str(path), n_ctx=n_ctx, n_batch=n_ctx, logits_all=True, n_threads=2, n_gpu_layers=0, verbose=False
-    )
+    return Llama(str(path), n_ctx=n_ctx, n_batch=n_ctx, logits_all=True, n_threads=2, n_gpu_layers=0, verbose=False)
 
 
 def gguf_losses(path: Path, corpus: Corpus, n_ctx: int) -> dict[str, KindLoss]:
@@ -82,13 +80,11 @@ def gguf_losses(path: Path, corpus: Corpus, n_ctx: int) -> dict[str, KindLoss]:
 
 
 def answers(path: Path, questions: list[str], n_ctx: int) -> dict[str, str]:
-    """Greedy answers under llama.cpp through the file's own chat template; a cut-off answer ends in " [cut]"."""
+    """Greedy answers under llama.cpp through the file's own chat template; " [cut]" marks one cut off."""
     llm = open_gguf(path, n_ctx)
     found = {}
     for question in questions:
-        reply = llm.create_chat_completion(
-            [{"role": "user", "content": question}], temperature=0, max_tokens=120
-        )
+        reply = llm.create_chat_completion([{"role": "user", "content": question}], temperature=0, max_tokens=120)
         choice = reply["choices"][0]  # type: ignore[index]
         cut = " [cut]" if choice["finish_reason"] == "length" else ""
         found[question] = str(choice["message"]["content"]) + cut

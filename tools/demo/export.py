@@ -15,7 +15,7 @@ DESCRIPTION = (
     "A very small Mixture-of-Experts model that ships with moegguf, so that its cache can be seen at work. "
     "Trained from scratch on freely licensed system texts and on questions and answers about moegguf."
 )
-LICENCE = "apache-2.0"
+LICENCE = "mit"
 LAYER_NAMES = {
     "attn_norm.weight": "attn_norm.weight",
     "attn.q": "attn_q.weight",
@@ -74,9 +74,7 @@ def add_tokenizer(writer: gguf.GGUFWriter, tokenizer: Tokenizer) -> None:
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(PRE_TOKENIZER)
     writer.add_token_list(tokens)
-    writer.add_token_types(
-        [gguf.TokenType.CONTROL if t in SPECIALS else gguf.TokenType.NORMAL for t in tokens]
-    )
+    writer.add_token_types([gguf.TokenType.CONTROL if t in SPECIALS else gguf.TokenType.NORMAL for t in tokens])
     writer.add_token_merges([" ".join(pair) for pair in merges])
     writer.add_eos_token_id(special_id(tokenizer, IM_END))
     writer.add_bos_token_id(special_id(tokenizer, END_OF_TEXT))

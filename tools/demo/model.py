@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn import functional
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (..., size)"""
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -75,19 +75,19 @@ class Attention(nn.Module):
 
         def heads(weight: Tensor, bias: Tensor) -> Tensor:
             return (
-                F.linear(x, weight, bias).view(n_batch, n_tokens, -1, self.shape.n_embd_head).transpose(1, 2)
+                functional.linear(x, weight, bias).view(n_batch, n_tokens, -1, self.shape.n_embd_head).transpose(1, 2)
             )
 
         group = self.shape.n_head // self.shape.n_head_kv
         q = rotate(heads(self.q, self.q_bias), *rope)
         k = rotate(heads(self.k, self.k_bias), *rope).repeat_interleave(group, dim=1)
         v = heads(self.v, self.v_bias).repeat_interleave(group, dim=1)
-        mixed: Tensor = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
-        return F.linear(mixed.transpose(1, 2).reshape(n_batch, n_tokens, -1), self.out)
+        mixed: Tensor = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+        return functional.linear(mixed.transpose(1, 2).reshape(n_batch, n_tokens, -1), self.out)
 
 
 class MoE(nn.Module):
-    """Softmax over all experts, top-k with their own probabilities (not renormalised), a gated shared expert."""
+    """Softmax over all experts, top-k by their own probabilities (not renormalised), gated shared expert."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -105,13 +105,16 @@ class MoE(nn.Module):
         self.balance_loss = torch.zeros(())
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: (n_tokens, n_embd). Leaves `load`, the share of choices per expert, and `balance_loss` (1 = even)."""
-        probs = F.linear(x, self.router).softmax(dim=-1)
+        """x: (n_tokens, n_embd). Leaves behind `load` (share per expert) and `balance_loss` (1 = even)."""
+        probs = functional.linear(x, self.router).softmax(dim=-1)
         weights, ids = probs.topk(self.shape.n_expert_used, dim=-1)
         counts = torch.bincount(ids.flatten(), minlength=self.shape.n_expert)
         self.load = counts / ids.numel()
         self.balance_loss = self.shape.n_expert * (self.load * probs.mean(dim=0)).sum()
-        shared = F.linear(F.silu(F.linear(x, self.gate_shexp)) * F.linear(x, self.up_shexp), self.down_shexp)
+        shared = functional.linear(
+            functional.silu(functional.linear(x, self.gate_shexp)) * functional.linear(x, self.up_shexp),
+            self.down_shexp,
+        )
         return self.experts(x, weights, ids, counts) + shared * (x @ self.router_shexp).sigmoid()[:, None]
 
     def experts(self, x: Tensor, weights: Tensor, ids: Tensor, counts: Tensor) -> Tensor:
@@ -119,7 +122,7 @@ class MoE(nn.Module):
         order = ids.flatten().argsort()
         tokens = order // self.shape.n_expert_used
         parts = [
-            F.linear(F.silu(F.linear(rows, gate)) * F.linear(rows, up), down)
+            functional.linear(functional.silu(functional.linear(rows, gate)) * functional.linear(rows, up), down)
             for rows, gate, up, down in zip(
                 torch.split(x[tokens], counts.tolist()),
                 self.gate_exps.unbind(),
@@ -169,11 +172,11 @@ class DemoModel(nn.Module):
 
     def forward(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
         """ids: (B, T) -> logits: (B, T, n_vocab)"""
-        x = F.embedding(ids, self.token_embd)
+        x = functional.embedding(ids, self.token_embd)
         rope = self.rope(ids.shape[1])
         for layer in self.layers:
             x = layer(x, rope, mask)
-        return F.linear(self.output_norm(x), self.output)
+        return functional.linear(self.output_norm(x), self.output)
 
     def mixtures(self) -> list[MoE]:
         """The mixture of each layer, for its load and balance loss."""

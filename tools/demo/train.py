@@ -1,4 +1,4 @@
-"""One training loop for both stages. Its clock is wall time, so that the schedule ends when the budget does."""
+"""One training loop for both stages. Its clock is wall time: the schedule ends when the budget does."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn import functional
 
 from tools.demo.data import IGNORED, Batch
 from tools.demo.model import DemoModel, with_rounded_weights
@@ -55,7 +55,7 @@ def optimiser(model: nn.Module) -> torch.optim.AdamW:
 
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
     """Mean loss in nats over the targets that count."""
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
+    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
 
 
 def save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
@@ -76,7 +76,7 @@ def resume(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Pr
 
 
 def log_line(path: Path, model: DemoModel, progress: Progress, loss: Tensor, lr: float) -> None:
-    """Append what happened to the log: loss, speed, and how unevenly the layers route (coefficient of variation)."""
+    """Append to the log: loss, speed, and how unevenly each layer routes (coefficient of variation)."""
     uneven = [float(m.load.std(correction=0) / m.load.mean()) for m in model.mixtures()]
     line = {
         **asdict(progress),

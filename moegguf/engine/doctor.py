@@ -1,0 +1,207 @@
+"""What a bug report needs: versions, build, devices, processor, memory, disk.
+
+Every fact is collected on its own and none may fail the others: one that cannot be had is reported with the reason.
+Facts are plain values, ready for JSON; how they look is up to the faces.
+"""
+
+from __future__ import annotations
+
+import ctypes as c
+import importlib.metadata
+import os
+import platform
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import moegguf
+from moegguf.config import read_environment
+from moegguf.engine.machine import disk_read_speed, read_machine
+from moegguf.engine.models import demo_path, find_model, models_by_name
+from moegguf.errors import MoeggufError
+from moegguf.native import library
+
+DISK_SECONDS = 0.5
+PACKAGES = ("llama-cpp-python", "numpy", "typer", "rich", "psutil")
+
+Facts = dict[str, Any]
+"""{name: value}; a fact that could not be had is {"error": reason}."""
+
+_DEVICE_TYPES = ("CPU", "GPU", "integrated GPU", "accelerator", "meta")
+
+
+def diagnose(model: str | None = None) -> dict[str, Facts]:
+    """{section: facts} for this process and machine; the disk is that of `model`, or of the models that are known.
+
+    Raises nothing.
+    """
+    environment = _section(_environment)  # first: loading the library sets a variable
+    return {
+        "moegguf": _section(_versions),
+        "build": _section(_build),
+        "devices": _section(_devices),
+        "machine": _section(_machine),
+        "disk": _section(lambda: _disk(model)),
+        "environment": environment,
+    }
+
+
+def _section(collect: Callable[[], Facts]) -> Facts:
+    try:
+        return collect()
+    except Exception as error:
+        return {"error": _reason(error)}
+
+
+def _fact(read: Callable[[], Any]) -> Any:
+    try:
+        return read()
+    except Exception as error:
+        return {"error": _reason(error)}
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _package(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _versions() -> Facts:
+    return {
+        "version": moegguf.__version__,
+        "folder": str(Path(moegguf.__path__[0]).resolve()),
+        "python": f"{platform.python_implementation()} {platform.python_version()} ({sys.executable})",
+        "system": _fact(platform.platform),
+        "packages": {name: _fact(partial(_package, name)) for name in PACKAGES},
+    }
+
+
+def _build() -> Facts:
+    return {
+        "library": _fact(lambda: str(library.find_library())),
+        "abi": _fact(lambda: library.load().moegguf_abi_version()),
+        "llama.cpp": _fact(_llama_cpp_version),
+        "llama.cpp pin": _fact(_pin),
+        "ggml": _fact(_ggml_version),
+        "features": _fact(_features),
+    }
+
+
+def _llama_cpp_version() -> str:
+    bindings = library.llama_cpp()
+    function = bindings.llama_cpp._lib.llama_version
+    function.restype, function.argtypes = c.c_char_p, []
+    return f"{function().decode(errors='replace')}, bindings {bindings.__version__}"
+
+
+def _pin() -> str:
+    """The commit that the patches are for; only a source tree says."""
+    lines = (Path(moegguf.__path__[0]).parent / "patches" / "UPSTREAM").read_text().splitlines()
+    return next(line.partition("=")[2].strip() for line in lines if line.startswith("llama_cpp_commit"))
+
+
+def _features() -> list[str]:
+    """What the kernels were built with, as llama.cpp states it: "AVX2", "OPENMP", "SVE_CNT=16", ..."""
+    text = library.llama_cpp().llama_print_system_info().decode(errors="replace")
+    pairs = [part.rpartition(":")[2].partition("=") for part in text.split("|") if "=" in part]
+    return [name.strip() + (f"={value.strip()}" if value.strip() != "1" else "") for name, _, value in pairs]
+
+
+def _ggml() -> c.CDLL:
+    """libggml of the same build, loaded after libllama, so that there is one registry of backends in the process."""
+    library.load()
+    folder = library.find_library()
+    suffix = "dylib" if sys.platform == "darwin" else "so"
+    return c.CDLL(str(folder / f"libggml.{suffix}"))
+
+
+def _ggml_version() -> str:
+    function = _ggml().ggml_version
+    function.restype, function.argtypes = c.c_char_p, []
+    return str(function().decode(errors="replace"))
+
+
+def _devices() -> Facts:
+    """{device: description, kind and memory} of every ggml backend in this build."""
+    ggml = _ggml()
+    signatures: dict[str, tuple[Any, list[Any]]] = {
+        "ggml_backend_dev_count": (c.c_size_t, []),
+        "ggml_backend_dev_get": (c.c_void_p, [c.c_size_t]),
+        "ggml_backend_dev_name": (c.c_char_p, [c.c_void_p]),
+        "ggml_backend_dev_description": (c.c_char_p, [c.c_void_p]),
+        "ggml_backend_dev_type": (c.c_int, [c.c_void_p]),
+        "ggml_backend_dev_memory": (None, [c.c_void_p, c.POINTER(c.c_size_t), c.POINTER(c.c_size_t)]),
+    }
+    for name, (result, arguments) in signatures.items():
+        function = getattr(ggml, name)
+        function.restype, function.argtypes = result, arguments
+    handles = [ggml.ggml_backend_dev_get(i) for i in range(ggml.ggml_backend_dev_count())]
+    return {ggml.ggml_backend_dev_name(handle).decode(): _fact(partial(_device, ggml, handle)) for handle in handles}
+
+
+def _device(ggml: c.CDLL, handle: int) -> Facts:
+    free, total = c.c_size_t(), c.c_size_t()
+    ggml.ggml_backend_dev_memory(handle, c.byref(free), c.byref(total))
+    kind = ggml.ggml_backend_dev_type(handle)
+    return {
+        "description": ggml.ggml_backend_dev_description(handle).decode(errors="replace"),
+        "kind": _DEVICE_TYPES[kind] if 0 <= kind < len(_DEVICE_TYPES) else f"type {kind}",
+        "free_bytes": free.value,
+        "total_bytes": total.value,
+    }
+
+
+def _machine() -> Facts:
+    machine = read_machine()
+    return {
+        "cpu": machine.cpu_model,
+        "cpu_flags": list(machine.cpu_flags),
+        "cpus_allowed": machine.n_cpu,
+        "cores": machine.n_core,
+        "cpus_of_the_machine": os.cpu_count(),
+        "memory": asdict(machine.memory),
+        "load": _fact(lambda: [round(value, 2) for value in os.getloadavg()]),
+    }
+
+
+def _disk(model: str | None) -> Facts:
+    path = find_model(model) if model else _some_model()
+    if path is None:
+        return {"error": "not measured, there is no model here; name one: `moegguf doctor MODEL`"}
+    speed = disk_read_speed(path, DISK_SECONDS)
+    return {
+        "file": str(path),
+        "size_bytes": path.stat().st_size,
+        "bytes_per_s": round(speed.bytes_per_s),
+        "past_page_cache": speed.direct,
+    }
+
+
+def _some_model() -> Path | None:
+    """The largest file in MOEGGUF_MODELS, or the demo."""
+    files = sorted(models_by_name().values(), key=lambda path: path.stat().st_size)
+    return files[-1] if files else demo_path()
+
+
+def _environment() -> Facts:
+    """Variables that change what moegguf or its libraries do, as set; and whether ours can be read."""
+    prefixes = ("MOEGGUF_", "LLAMA_", "GGML_", "OMP_", "CUDA_VISIBLE", "HIP_VISIBLE")
+    secrets = ("KEY", "TOKEN", "SECRET", "PASSWORD")
+    facts: Facts = {
+        name: "(set)" if any(word in name for word in secrets) else value
+        for name, value in sorted(os.environ.items())
+        if name.startswith(prefixes)
+    }
+    try:
+        read_environment()
+    except MoeggufError as error:
+        facts["error"] = _reason(error)
+    return facts

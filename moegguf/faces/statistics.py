@@ -1,0 +1,76 @@
+"""The statistics after an answer: Ollama's eight lines, letter for letter, and then the expert cache's."""
+
+from __future__ import annotations
+
+from moegguf.config import format_bytes
+from moegguf.engine.answer import Timing
+from moegguf.engine.stats import Stats
+
+LABEL_WIDTH = 22  # of Ollama's longest label, its colon and a space
+
+
+def duration(seconds: float) -> str:
+    """As Go prints a duration: "412.5µs", "1.234ms", "4.9s", "2m3.5s", "1h0m5s"."""
+    ns = round(seconds * 1e9)
+    for unit, name in ((1_000, "ns"), (1_000_000, "µs"), (1_000_000_000, "ms")):
+        if ns < unit:
+            return f"{_number(ns, unit // 1000)}{name}"
+    minutes, ns = divmod(ns, 60 * 10**9)
+    hours, minutes = divmod(minutes, 60)
+    text = f"{_number(ns, 10**9)}s"
+    if hours:
+        return f"{hours}h{minutes}m{text}"
+    return f"{minutes}m{text}" if minutes else text
+
+
+def _number(ns: int, unit: int) -> str:
+    whole, part = divmod(ns, unit)
+    digits = len(str(unit)) - 1
+    return f"{whole}.{part:0{digits}d}".rstrip("0").rstrip(".") if part else str(whole)
+
+
+def statistics(timing: Timing, load_s: float) -> list[str]:
+    """Lines for stderr. Per-token figures leave the prompt out; the others count all of the answer.
+
+    The first token comes out of the prompt's last pass, so the eval rate leaves it out.
+    """
+    lines = [("total duration", duration(timing.total_s + load_s))]
+    if load_s:
+        lines.append(("load duration", duration(load_s)))
+    if timing.prompt_tokens:
+        lines += [
+            ("prompt eval count", f"{timing.prompt_tokens} token(s)"),
+            ("prompt eval duration", duration(timing.prompt_s)),
+            ("prompt eval rate", f"{timing.prompt_tokens / timing.prompt_s:.2f} tokens/s"),
+        ]
+    if timing.answer_tokens:
+        lines.append(("eval count", f"{timing.answer_tokens} token(s)"))
+        if timing.answer_tokens > 1:
+            lines += [
+                ("eval duration", duration(timing.answer_s)),
+                ("eval rate", f"{(timing.answer_tokens - 1) / timing.answer_s:.2f} tokens/s"),
+            ]
+    lines += expert_lines(timing.stats, timing.answer_stats)
+    return [f"{label + ':':<{LABEL_WIDTH}}{value}" for label, value in lines]
+
+
+def expert_lines(stats: Stats, decode: Stats) -> list[tuple[str, str]]:
+    """(label, value) of the expert cache: `stats` of all of an answer, `decode` of the part after its first token."""
+    if not stats.n_experts:
+        return []
+    share, pool = stats.n_slots / stats.n_experts, format_bytes(stats.pool_bytes)
+    lines = [
+        ("expert cache", f"{stats.n_slots} of {stats.n_experts} experts ({share:.0%}), {pool}"),
+        ("hit rate", f"{stats.hit_rate:.1%} of {stats.lookups} lookups"),
+        ("misses", str(stats.misses)),
+        ("evictions", str(stats.evictions)),
+        ("read", f"{stats.bytes_read / 1e6:.2f} MB"),
+    ]
+    if decode.tokens:
+        lines += [
+            ("read per token", f"{decode.bytes_per_token / 1e6:.2f} MB"),
+            ("stall per token", f"{decode.stall_per_token_s * 1e3:.2f} ms"),
+        ]
+    if stats.read_retries:
+        lines.append(("reads repeated", str(stats.read_retries)))
+    return lines

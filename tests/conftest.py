@@ -1,0 +1,67 @@
+"""Tiny models for every room, written once per session, and `load`, which closes what it loaded.
+
+Nothing here imports the native library before a test asks for a model to be loaded: tests/pure runs without it.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from moegguf.engine.llama import Llama
+
+TinyModel = Callable[..., Path]
+Load = Callable[..., "Llama"]
+
+LONGEST_TEST_S = 300  # tests take seconds; two cores shared with other jobs take many times that
+
+
+@pytest.fixture(autouse=True)
+def no_deadlock() -> Iterator[None]:
+    """A test that hangs ends the run with every thread's stack instead of blocking it."""
+    faulthandler.dump_traceback_later(LONGEST_TEST_S, exit=True)
+    yield
+    faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    """`tiny(preset, quant, n_split=1)`: the first file of a random model, written when first asked for."""
+    from tools.models import PRESETS, write_model
+
+    folder = tmp_path_factory.mktemp("models")
+    written: dict[tuple[str, str, int], Path] = {}
+
+    def write(preset: str = "tiny-qwen2moe", quant: str = "q4_0", n_split: int = 1) -> Path:
+        key = preset, quant, n_split
+        if key not in written:
+            path = folder / f"{preset}-{quant}-{n_split}.gguf"
+            written[key] = write_model(path, PRESETS[preset], quant, n_split=n_split)[0]
+        return written[key]
+
+    return write
+
+
+@pytest.fixture
+def load() -> Iterator[Load]:
+    """`load(path, **options)`: a small quiet `Llama` with logits of every token, closed after the test.
+
+    One compute thread: OpenMP's spin while other processes share the cores, and the result is the same.
+    """
+    from moegguf.engine.llama import Llama
+
+    loaded: list[Llama] = []
+
+    def load_one(path: Path, *, kind: type[Llama] = Llama, **options: Any) -> Llama:
+        llm = kind(path, **{"n_ctx": 512, "n_threads": 1, "logits_all": True, "verbose": False, **options})
+        loaded.append(llm)
+        return llm
+
+    yield load_one
+    for llm in loaded:
+        llm.close()

@@ -1,0 +1,61 @@
+"""References for the identity gates, computed once per model and batch size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy.typing as npt
+import pytest
+
+Reference = Callable[..., npt.NDArray[Any]]
+
+
+@pytest.fixture(scope="session")
+def reference() -> Reference:
+    """`reference(path, n_ubatch=512, repack=True)`: greedy logits of plain llama.cpp, from the same build.
+
+    `resident=True` gives those of the expert store with a slot for every expert instead.
+    """
+    from running import N_NEW, N_PROMPT, Llama, WithoutRepacking, greedy_logits, hooks_off, random_prompt
+
+    from moegguf.native.store import StoreOptions
+
+    known: dict[tuple[Any, ...], npt.NDArray[Any]] = {}
+
+    def compute(
+        path: Path,
+        *,
+        n_ubatch: int = 512,
+        repack: bool = True,
+        resident: bool = False,
+        n_prompt: int = N_PROMPT,
+        n_new: int = N_NEW,
+        **options: Any,
+    ) -> npt.NDArray[Any]:
+        key = path, n_ubatch, repack, resident, n_prompt, n_new, tuple(options.items())
+        if key not in known:
+            options = {"n_ctx": 512, "n_threads": 1, "logits_all": True, "verbose": False, **options}
+            if resident:
+                store = StoreOptions(repack=repack)
+                with Llama(path, expert_cache="100%", n_ubatch=n_ubatch, store=store, **options) as llm:
+                    known[key] = greedy_logits(llm, random_prompt(llm, n_prompt), n_new)
+                    assert llm.stats().lookups > 0, "the store was not in use"
+            else:
+                with hooks_off(), (Llama if repack else WithoutRepacking)(path, n_ubatch=n_ubatch, **options) as llm:
+                    assert llm.session is None
+                    known[key] = greedy_logits(llm, random_prompt(llm, n_prompt), n_new)
+        return known[key]
+
+    return compute
+
+
+@pytest.fixture(autouse=True)
+def no_faults() -> Iterator[None]:
+    """Every test ends with every fault disarmed."""
+    from moegguf.native import library
+
+    yield
+    for kind in library.FAULT:
+        library.arm_fault(kind, 0)

@@ -1,0 +1,142 @@
+"""Running a tiny model the same way twice: prompts, greedy logits, references, and a thread that meddles meanwhile."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from ctypes import Structure
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from moegguf.errors import LibraryError
+from moegguf.native import library
+from moegguf.native.store import Store
+
+try:
+    library.llama_cpp()
+except LibraryError as reason:
+    pytest.skip(str(reason), allow_module_level=True)
+
+from moegguf.engine.llama import Llama
+from moegguf.experts import read_layout
+
+Logits = npt.NDArray[np.float32]
+TinyModel = Callable[..., Path]  # the fixtures of conftest.py
+Load = Callable[..., Llama]
+Reference = Callable[..., Logits]
+
+N_PROMPT, N_NEW = 200, 32
+
+
+class WithoutRepacking(Llama):
+    """Plain llama.cpp keeps weights in the CPU's interleaved layout; this one does not, as a pool of plain slots."""
+
+    @property
+    def model_params(self) -> Structure:
+        params = super().model_params
+        params.use_extra_bufts = False
+        return params
+
+    @model_params.setter
+    def model_params(self, params: Structure) -> None:
+        self._model_params = params
+
+
+def random_prompt(llm: Llama, n_tokens: int = N_PROMPT, seed: int = 0) -> list[int]:
+    """Random tokens: they route everywhere."""
+    return np.random.default_rng(seed).integers(0, llm.n_vocab(), n_tokens).tolist()
+
+
+def greedy_logits(
+    llm: Llama,
+    prompt: Sequence[int] | None = None,
+    n_new: int = N_NEW,
+    before_each: Callable[[], object] = lambda: None,
+) -> Logits:
+    """Logits of the prompt and of `n_new` greedy tokens, from an empty context. `before_each` runs before each pass."""
+    llm.reset()
+    before_each()
+    llm.eval(random_prompt(llm) if prompt is None else prompt)
+    for _ in range(n_new):
+        before_each()
+        llm.eval([int(np.argmax(llm.scores[llm.n_tokens - 1]))])
+    return llm.scores[: llm.n_tokens].copy()
+
+
+def share_for(path: Path, n_slots: int) -> int:
+    """expert_cache in bytes for exactly `n_slots` slots."""
+    from moegguf.engine.plan import slot_bytes
+
+    return n_slots * slot_bytes(read_layout(path))
+
+
+@contextmanager
+def hooks_off() -> Iterator[None]:
+    """Models loaded here run plain llama.cpp."""
+    before = os.environ.get("MOEGGUF_HOOKS")
+    os.environ["MOEGGUF_HOOKS"] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["MOEGGUF_HOOKS"]
+        else:
+            os.environ["MOEGGUF_HOOKS"] = before
+
+
+class Meddler:
+    """Random scores and random prefetches, before each pass and from another thread while passes run."""
+
+    def __init__(self, store: Store, seed: int = 0) -> None:
+        self._store = store
+        self._random = np.random.default_rng(seed)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="meddler")
+
+    def meddle(self, random: np.random.Generator | None = None) -> None:
+        random = random or self._random
+        n_layer, n_expert = self._store.shape
+        self._store.set_scores(random.random((n_layer, n_expert)) if random.random() < 0.9 else None)
+        # Some of these do not exist: layers below the first with experts, and one beyond the last.
+        self._store.prefetch(random.integers(0, n_layer + 1, 8), random.integers(0, n_expert, 8))
+
+    def _run(self) -> None:
+        random = np.random.default_rng(1)
+        while not self._stop.wait(0.001):
+            self.meddle(random)
+
+    def __enter__(self) -> Meddler:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
+def in_threads(*calls: Callable[[], Any], timeout_s: float = 60.0) -> list[Any]:
+    """Results of the calls, all running at once; an exception in one is raised here."""
+    results: list[Any] = [None] * len(calls)
+    errors: list[BaseException] = []
+
+    def run(i: int) -> None:
+        try:
+            results[i] = calls[i]()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout_s)
+        assert not thread.is_alive(), "a thread hangs"
+    if errors:
+        raise errors[0]
+    return results

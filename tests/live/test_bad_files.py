@@ -1,0 +1,199 @@
+"""Files that break a rule end as a typed error from `Llama`, and the process goes on to load a good one."""
+
+from __future__ import annotations
+
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from running import Llama, Load, Reference, TinyModel, greedy_logits
+
+from moegguf.errors import ExpertIOError, ModelFormatError, ModelNotFoundError, MoeggufError
+from moegguf.experts import read_layout
+
+TENSOR = b"blk.1.ffn_up_exps.weight"
+EXPERT_COUNT, EXPERTS_USED = b"qwen2moe.expert_count", b"qwen2moe.expert_used_count"
+
+Change = Callable[[bytearray], object]
+
+
+def after(data: bytearray, name: bytes, n_bytes: int = 0) -> int:
+    """Where the bytes after a length-prefixed name begin, and `n_bytes` further on."""
+    return data.index(struct.pack("<Q", len(name)) + name) + 8 + len(name) + n_bytes
+
+
+def set_dim(i: int, value: int) -> Change:
+    return lambda data: struct.pack_into("<Q", data, after(data, TENSOR, 4 + 8 * i), value)
+
+
+def set_type(value: int) -> Change:
+    return lambda data: struct.pack_into("<I", data, after(data, TENSOR, 4 + 24), value)
+
+
+def set_offset(value: int) -> Change:
+    return lambda data: struct.pack_into("<Q", data, after(data, TENSOR, 4 + 24 + 4), value)
+
+
+def move_offset(by: int) -> Change:
+    def change(data: bytearray) -> None:
+        at = after(data, TENSOR, 4 + 24 + 4)
+        struct.pack_into("<Q", data, at, struct.unpack_from("<Q", data, at)[0] + by)
+
+    return change
+
+
+def set_key(name: bytes, value: int) -> Change:
+    return lambda data: struct.pack_into("<I", data, after(data, name, 4), value)
+
+
+def cut(share: float) -> Change:
+    def change(data: bytearray) -> None:
+        del data[int(len(data) * share) :]
+
+    return change
+
+
+def overwrite(at: int, value: bytes) -> Change:
+    def change(data: bytearray) -> None:
+        data[at : at + len(value)] = value
+
+    return change
+
+
+BAD_FILES: dict[str, Change] = {
+    "empty": cut(0),
+    "cut in the header": cut(0.001),
+    "cut in the tensor list": cut(0.015),
+    "cut in the data": cut(0.5),
+    "one block short": cut(0.9999),
+    "wrong magic": overwrite(0, b"GGML"),
+    "unknown version": overwrite(4, struct.pack("<I", 99)),
+    "a billion key-values": overwrite(16, struct.pack("<Q", 10**9)),
+    "a billion tensors": overwrite(8, struct.pack("<Q", 10**9)),
+    "offset past the end": set_offset(1 << 40),
+    "offset of 2^63": set_offset(1 << 63),
+    "unaligned offset": move_offset(1),
+    "overlapping tensors": set_offset(0),
+    "zero dimension": set_dim(0, 0),
+    "overflowing dimensions": set_dim(0, 1 << 62),
+    "larger than the file": set_dim(1, 1 << 30),
+    "too few experts in a tensor": set_dim(2, 15),
+    "too many experts in a tensor": set_dim(2, 17),
+    "unknown type": set_type(250),
+    "no experts used": set_key(EXPERTS_USED, 0),
+    "more experts used than there are": set_key(EXPERTS_USED, 17),
+    "another number of experts": set_key(EXPERT_COUNT, 8),
+    "four billion experts": set_key(EXPERT_COUNT, 0xFFFFFFFF),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_a_bad_file_is_a_format_error_and_the_next_good_one_loads(
+    tiny: TinyModel, load: Load, reference: Reference, tmp_path: Path, name: str
+) -> None:
+    data = bytearray(tiny().read_bytes())
+    BAD_FILES[name](data)
+    bad = tmp_path / "bad.gguf"
+    bad.write_bytes(data)
+    with pytest.raises(ModelFormatError, match="bad.gguf"):
+        Llama(bad, verbose=False)
+    llm = load(tiny(), expert_cache="40%")
+    assert np.array_equal(greedy_logits(llm), reference(tiny()))
+
+
+def test_no_file_and_a_folder_are_not_found(tmp_path: Path) -> None:
+    for path in (tmp_path / "none.gguf", tmp_path):
+        with pytest.raises((ModelNotFoundError, ModelFormatError)):
+            Llama(path, verbose=False)
+
+
+def shards(first: Path) -> list[Path]:
+    return sorted(first.parent.glob(first.name.replace("-00001-of-", "-*-of-")))
+
+
+@pytest.fixture
+def split(tiny: TinyModel, tmp_path: Path) -> list[Path]:
+    """A copy of a model in three files."""
+    return [Path(shutil.copy(shard, tmp_path)) for shard in shards(tiny(n_split=3))]
+
+
+def test_a_missing_shard_is_named(split: list[Path]) -> None:
+    split[1].unlink()
+    with pytest.raises(MoeggufError, match="00002-of-00003"):
+        Llama(split[0], verbose=False)
+
+
+def test_swapped_shards_are_refused(split: list[Path], tmp_path: Path) -> None:
+    spare = split[1].rename(tmp_path / "spare")
+    split[2].rename(split[1])
+    spare.rename(split[2])
+    with pytest.raises(ModelFormatError, match="0000[23]-of-00003"):
+        Llama(split[0], verbose=False)
+
+
+def test_a_shard_of_another_quantisation_is_refused(split: list[Path], tiny: TinyModel) -> None:
+    shutil.copy(shards(tiny(quant="q8_0", n_split=3))[1], split[1])
+    with pytest.raises(ModelFormatError):
+        Llama(split[0], verbose=False)
+
+
+def test_a_cut_shard_is_named(split: list[Path]) -> None:
+    with split[2].open("r+b") as file:
+        file.truncate(split[2].stat().st_size // 2)
+    with pytest.raises(ModelFormatError, match="00003-of-00003"):
+        Llama(split[0], verbose=False)
+
+
+def test_a_split_model_loads_from_its_first_shard(
+    split: list[Path], tiny: TinyModel, load: Load, reference: Reference
+) -> None:
+    llm = load(split[0], expert_cache="40%")
+    assert np.array_equal(greedy_logits(llm), reference(tiny()))
+
+
+def cut_experts_off(path: Path) -> None:
+    """Cut the file where its experts begin."""
+    first = min(matrix.offset for matrix in read_layout(path).matrices)
+    with path.open("r+b") as file:
+        file.truncate(first)
+
+
+@pytest.fixture
+def copied(tiny: TinyModel, tmp_path: Path) -> Path:
+    return Path(shutil.copy(tiny(), tmp_path / "copy.gguf"))
+
+
+def test_a_file_truncated_while_running_ends_the_pass(
+    copied: Path, tiny: TinyModel, load: Load, reference: Reference
+) -> None:
+    llm = load(copied, expert_cache="40%")
+    whole = copied.read_bytes()
+    greedy_logits(llm, n_new=2)
+    cut_experts_off(copied)
+    with pytest.raises(ExpertIOError, match="copy.gguf"):
+        greedy_logits(llm)
+    copied.write_bytes(whole)  # the same file, whole again
+    assert np.array_equal(greedy_logits(llm), reference(tiny()))
+
+
+def test_a_file_deleted_or_replaced_while_running_keeps_serving(
+    copied: Path, tiny: TinyModel, load: Load, reference: Reference, tmp_path: Path
+) -> None:
+    llm = load(copied, expert_cache="40%")
+    other = Path(shutil.copy(tiny(quant="q8_0"), tmp_path / "other.gguf"))
+    other.rename(copied)
+    assert np.array_equal(greedy_logits(llm), reference(tiny()))
+    copied.unlink()
+    assert np.array_equal(greedy_logits(llm), reference(tiny()))
+    assert llm.stats().evictions > 0
+
+
+def test_what_llama_cpp_refuses_is_a_format_error_too(tiny: TinyModel, tmp_path: Path) -> None:
+    data = bytearray(tiny().read_bytes())
+    data[:] = data.replace(b"blk.0.attn_norm.weight", b"blk.0.attn_nrom.weight")
+    (tmp_path / "bad.gguf").write_bytes(data)
+    with pytest.raises(ModelFormatError, match="bad.gguf"):
+        Llama(tmp_path / "bad.gguf", verbose=False)

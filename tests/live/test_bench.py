@@ -1,0 +1,88 @@
+"""`moegguf bench` end to end on a tiny model: every system in a process of its own, the same tokens from all."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from moegguf.engine.bench_series import KILLED, ProcessRunner, entries, limit_fault
+from moegguf.engine.bench_spec import Spec, Test
+from moegguf.faces.bench import bench
+
+Test.__test__ = False  # type: ignore[attr-defined]
+
+
+def run(path: Path, *flags: str) -> list[dict[str, Any]]:
+    app = typer.Typer()
+    app.command()(bench)
+    common = ["-m", str(path), "-p", "8", "-n", "4", "-r", "2", "-t", "1", "-o", "json"]
+    done = CliRunner().invoke(app, [*common, *flags], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout)
+
+
+def test_against_llama_cpp(tiny: Callable[..., Path]) -> None:
+    rows = run(tiny("tiny-mix", "q4_0"), "--expert-cache", "40%", "--against", "mmap,resident", "--rounds", "1")
+    assert [(row["n_prompt"], row["system"]) for row in rows] == [
+        (8, "moegguf"), (8, "mmap"), (8, "resident"), (0, "moegguf"), (0, "mmap"), (0, "resident"),
+    ]  # fmt: skip
+    for row in rows:
+        assert row["error"] == ""
+        assert row["avg_ts"] > 0
+        assert row["peak_rss_bytes"] > 0
+    decode = rows[3]
+    assert 0 < decode["hit_rate"] < 1
+    assert decode["mb_per_token"] > 0
+    assert decode["link_gb_per_s"] > 0
+    assert decode["evictions"] > 0
+    for found in decode["against"].values():
+        assert found["ratio"] > 0
+        assert found["same_kernels"]
+        assert found["same_tokens"]
+        assert found["tokens_compared"] == 8
+
+
+def test_own_tokens_after_a_text(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("a few words are enough")
+    flags = (
+        "--text",
+        str(text),
+        "--greedy",
+        "-d",
+        "4",
+        "--expert-cache",
+        "100%",
+        "--against",
+        "resident",
+        "--rounds",
+        "1",
+    )
+    rows = run(tiny("tiny-mix", "q4_0"), *flags)
+    assert rows[0]["evictions"] == 0
+    assert rows[2]["hit_rate"] == 1.0
+    assert rows[2]["against"]["resident"]["same_tokens"]
+
+
+def test_a_run_killed_by_its_limit_is_a_result(tiny: Callable[..., Path]) -> None:
+    limit = 8 << 20  # less than the interpreter alone
+    if limit_fault(limit):
+        return  # nothing can be limited on this machine, and `bench` says so
+    spec = Spec(str(tiny()), (Test(4, 0),), expert_cache="100%")
+    outcome = ProcessRunner(limit)(entries(spec, ["100%"], [])[0])
+    assert outcome.error == KILLED
+    assert outcome.cgroup_peak_bytes <= limit
+
+
+@pytest.mark.parametrize("flags", [("--against", "ollama"), ("-o", "xml"), ("--memory-limit", "much"), ("-p", "x")])
+def test_wrong_flags_are_named(tiny: Callable[..., Path], flags: tuple[str, ...]) -> None:
+    from moegguf.errors import OptionError
+
+    with pytest.raises(OptionError):
+        run(tiny(), *flags)

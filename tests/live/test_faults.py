@@ -1,0 +1,264 @@
+"""Disks that fail, memory that runs out, callbacks that raise: a typed error or the same tokens, and then business as
+usual. Faults come through the library's shim, "fail the Nth operation", over N until the run meets none."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from errno import EINVAL
+from typing import Any
+
+import numpy as np
+import pytest
+from running import Llama, Load, Reference, TinyModel, greedy_logits, hooks_off, random_prompt
+
+from moegguf.errors import AllocationError, CallbackError, ExpertIOError, GenerationCancelled, MoeggufError
+from moegguf.native import library
+from moegguf.native.store import StoreOptions
+
+N_PROMPT, N_NEW = 20, 12
+
+
+def operations(kind: str) -> int:
+    """Operations of a kind since the fault was armed."""
+    return library.load().moegguf_fault_count(library.FAULT[kind])
+
+
+def growing() -> Iterator[int]:
+    """1, 2, 3, ..., then in steps of a third: early operations differ from each other, late ones do not."""
+    n = 1
+    while True:
+        yield n
+        n += max(1, n // 3)
+
+
+@pytest.fixture(scope="module")
+def clean(tiny: TinyModel) -> Any:
+    """Logits of the 32-token run without a fault."""
+    with hooks_off(), Llama(tiny(), n_ctx=512, n_threads=1, logits_all=True, verbose=False) as llm:
+        return greedy_logits(llm, random_prompt(llm, N_PROMPT), N_NEW)
+
+
+def short_run(llm: Llama) -> Any:
+    return greedy_logits(llm, random_prompt(llm, N_PROMPT), N_NEW)
+
+
+@pytest.mark.parametrize("store", [{}, {"direct": False, "readers": 1}], ids=["direct", "buffered"])
+@pytest.mark.parametrize("sticky", [False, True], ids=["once", "for good"])
+@pytest.mark.parametrize("kind", ["read", "stat", "short_read", "eintr"])
+def test_the_nth_operation_fails_for_every_n(
+    tiny: TinyModel, load: Load, clean: Any, kind: str, sticky: bool, store: dict[str, Any]
+) -> None:
+    if kind == "eintr" and sticky:
+        pytest.skip("a read that is interrupted for good is a read that never ends")
+    llm = load(tiny(), expert_cache="40%", store=StoreOptions(**store))
+    n_failed = 0
+    for n in growing():
+        library.arm_fault(kind, n, sticky=sticky)
+        try:
+            assert np.array_equal(short_run(llm), clean)
+        except ExpertIOError as error:
+            n_failed += 1
+            assert "tiny-qwen2moe" in str(error)
+        met = operations(kind) >= n
+        library.arm_fault(kind, 0)
+        assert np.array_equal(short_run(llm), clean), f"the run after operation {n} failed"
+        if not met:
+            break
+    assert n > 3, "no fault was ever met"
+    stats = llm.stats()
+    assert (stats.read_errors > 0) == (n_failed > 0)
+    # One failed read is tried again; what cannot be told apart from a file that changed is not.
+    expected = {"read": sticky, "stat": True, "short_read": False, "eintr": False}[kind]
+    assert (n_failed > 0) == expected
+    if kind == "read":
+        assert stats.read_retries > 0
+
+
+def test_a_file_system_that_takes_direct_reads_back_still_serves(tiny: TinyModel, load: Load, clean: Any) -> None:
+    llm = load(tiny(), expert_cache="40%")
+    if llm.session is None or not llm.session.store.info()["direct"]:
+        pytest.skip("no direct reads here")
+    library.arm_fault("read", 1, errno=EINVAL)
+    assert np.array_equal(short_run(llm), clean)
+    assert llm.session.store.info()["direct"] == 0
+
+
+@pytest.mark.parametrize("sticky", [False, True], ids=["once", "for good"])
+@pytest.mark.parametrize("kind", ["open", "read", "stat", "alloc", "thread", "short_read", "eintr"])
+def test_the_nth_operation_of_a_load_fails_for_every_n(
+    tiny: TinyModel, load: Load, clean: Any, kind: str, sticky: bool
+) -> None:
+    if kind == "eintr" and sticky:
+        pytest.skip("a read that is interrupted for good is a read that never ends")
+    path = tiny()
+    load(path, expert_cache="40%").close()
+    before = open_files()
+    n_failed = 0
+    for n in growing():
+        library.arm_fault(kind, n, sticky=sticky)
+        llm = None
+        try:
+            with warnings.catch_warnings(record=True) as given:
+                warnings.simplefilter("always")
+                llm = load(path, expert_cache="40%")
+        except (ExpertIOError, AllocationError):
+            n_failed += 1
+        met = operations(kind) >= n
+        library.arm_fault(kind, 0)
+        if llm is None:
+            llm = load(path, expert_cache="40%")
+        elif llm.stats().n_slots < llm.plan.n_slots:
+            assert any("slower" in str(warning.message) for warning in given)
+        assert np.array_equal(short_run(llm), clean)
+        llm.close()
+        assert open_files() == before, f"a load that failed at {n} left files open"
+        if not met:
+            break
+    if kind in ("open", "thread") or (kind == "alloc" and sticky):
+        assert n_failed > 0
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_little_memory_gives_a_smaller_pool_and_a_warning(tiny: TinyModel, load: Load) -> None:
+    for n in growing():
+        library.arm_fault("alloc", n)
+        with warnings.catch_warnings(record=True) as given:
+            warnings.simplefilter("always")
+            llm = load(tiny(), expert_cache="60%", n_ubatch=2)
+        assert operations("alloc") >= n, "no allocation of the pool was met"
+        library.arm_fault("alloc", 0)
+        if llm.stats().n_slots < llm.plan.n_slots:
+            break
+    assert "slower" in str(given[0].message)
+    prompt = random_prompt(llm, N_PROMPT)
+    with hooks_off():
+        plain = load(tiny(), n_ubatch=2)
+    assert np.array_equal(greedy_logits(llm, prompt, N_NEW), greedy_logits(plain, prompt, N_NEW))
+
+
+def cancel_after(llm: Llama, seconds: float, moments: list[float]) -> threading.Thread:
+    def run() -> None:
+        time.sleep(seconds)
+        moments.append(time.perf_counter())
+        llm.cancel()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread
+
+
+def test_a_slow_disk_is_cancelled_at_once(tiny: TinyModel, load: Load, reference: Reference) -> None:
+    llm = load(tiny(), expert_cache="40%")
+    library.arm_fault("slow_read", 5, sticky=True)
+    moments: list[float] = []
+    thread = cancel_after(llm, 0.3, moments)
+    with pytest.raises(GenerationCancelled):
+        greedy_logits(llm)
+    assert time.perf_counter() - moments[0] < 1.0
+    thread.join()
+    library.arm_fault("slow_read", 0)
+    with pytest.raises(GenerationCancelled):
+        llm.eval([1])
+    llm.resume()
+    assert np.array_equal(greedy_logits(llm), reference(tiny()))
+
+
+def test_closing_ends_the_pass_of_another_thread(tiny: TinyModel, load: Load) -> None:
+    llm = load(tiny(), expert_cache="40%")
+    library.arm_fault("slow_read", 5, sticky=True)
+    ended: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            greedy_logits(llm)
+        except MoeggufError as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    time.sleep(0.3)
+    library.arm_fault("slow_read", 0)
+    llm.close()
+    thread.join(10)
+    assert isinstance(ended[0], GenerationCancelled)
+
+
+def test_a_failed_token_is_not_sampled_from_what_the_failure_left(tiny: TinyModel, load: Load) -> None:
+    """The context's logits belong to the pass that failed; the same prompt again must not take its next token there."""
+    prompt = random_prompt(load(tiny(), expert_cache="40%"), N_PROMPT)
+    good = load(tiny(), expert_cache="40%")
+    steps = good.generate(prompt, temp=0.0)
+    expected = [next(steps) for _ in range(N_NEW)]
+    for n_before in (1, 2, 5):
+        llm = load(tiny(), expert_cache="40%", logits_all=False)
+        steps = llm.generate(prompt, temp=0.0)
+        assert [next(steps) for _ in range(n_before)] == expected[:n_before]
+        library.arm_fault("stat", 1, sticky=True)
+        with pytest.raises(ExpertIOError):
+            for _ in range(100):
+                next(steps)
+        library.arm_fault("stat", 0)
+        steps = llm.generate(prompt, temp=0.0)
+        assert [next(steps) for _ in range(N_NEW)] == expected
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt(), SystemExit(1)], ids=repr)
+def test_a_progress_callback_that_raises_ends_the_load(
+    tiny: TinyModel, load: Load, clean: Any, error: BaseException
+) -> None:
+    def progress(_share: float) -> None:
+        raise error
+
+    with pytest.raises(CallbackError) as caught:
+        load(tiny(), expert_cache="40%", progress=progress)
+    assert caught.value.__cause__ is error
+    assert np.array_equal(short_run(load(tiny(), expert_cache="40%")), clean)
+
+
+def test_progress_goes_from_nothing_to_everything_and_can_stop_a_load(tiny: TinyModel, load: Load) -> None:
+    shares: list[float] = []
+    load(tiny(), expert_cache="40%", progress=shares.append)
+    assert shares == sorted(shares)
+    assert shares[-1] == 1.0
+    with pytest.raises(GenerationCancelled, match="progress"):
+        load(tiny(), expert_cache="40%", progress=lambda _share: False)
+
+
+@pytest.mark.parametrize("which", ["on_gate", "on_residency"])
+@pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt()], ids=repr)
+def test_a_listener_that_raises_is_heard_at_the_next_call(
+    tiny: TinyModel, load: Load, clean: Any, which: str, error: BaseException
+) -> None:
+    llm = load(tiny(), expert_cache="40%")
+    assert llm.session is not None
+    calls: list[int] = []
+
+    def callback(_event: object) -> None:
+        calls.append(1)
+        raise error
+
+    llm.session.store.listen(**{which: callback})
+    with pytest.raises(CallbackError) as caught:
+        for _ in range(100):
+            short_run(llm)
+    assert caught.value.__cause__ is error
+    assert calls == [1]
+    assert np.array_equal(short_run(llm), clean)
+
+
+def test_a_callback_in_python_code_of_the_sampler_surfaces(tiny: TinyModel, load: Load) -> None:
+    llm = load(tiny(), expert_cache="40%")
+
+    def stop(_tokens: object, _logits: object) -> bool:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        list(llm.generate([1, 2, 3], stopping_criteria=stop))
+    assert len(list(zip(range(3), llm.generate([1, 2, 3]), strict=False))) == 3

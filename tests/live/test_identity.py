@@ -1,0 +1,162 @@
+"""The heart: budget, readers, layout, switches and meddling never change a logit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from running import Load, Meddler, Reference, TinyModel, greedy_logits, in_threads, random_prompt, share_for
+
+from moegguf.engine.llama import Llama
+from moegguf.experts import read_layout
+from moegguf.native.store import StoreOptions
+
+MODELS = [
+    ("tiny-qwen2moe", "q4_0"),
+    ("tiny-qwen2moe", "q8_0"),
+    ("tiny-qwen3moe", "q8_0"),
+    ("tiny-mixtral", "q4_k_m"),
+    ("tiny-deepseek2", "q4_0"),
+    ("tiny-deepseek2", "q4_k_m"),
+    ("tiny-mix", "q4_k_m"),
+]
+TWO_MODELS = [("tiny-qwen2moe", "q4_0"), ("tiny-mix", "q4_k_m")]
+
+
+def slots_of(path: Path, size: str) -> int:
+    layout = read_layout(path)
+    return {
+        "minimum": layout.n_expert_used,
+        "one layer": layout.n_expert,
+        "40%": layout.n_expert_total * 2 // 5,
+        "all": layout.n_expert_total,
+    }[size]
+
+
+def check_that_it_acted(llm: Llama, *, n_slots: int) -> None:
+    """Nothing is proved by a store that had nothing to do."""
+    assert llm.session is not None
+    stats, info = llm.stats(), llm.session.store.info()
+    assert info["n_slots"] == n_slots
+    assert stats.lookups == stats.hits_ready + stats.hits_late + stats.misses > 0
+    assert stats.prefetch_started > 0
+    assert stats.tokens == llm.n_tokens
+    assert (stats.evictions > 0) == (n_slots < info["n_experts"])
+    assert stats.read_errors == 0
+
+
+def run_and_compare(load: Load, reference: Reference, path: Path, size: str, store: StoreOptions, **options: Any) -> None:
+    n_slots = slots_of(path, size)
+    llm = load(path, expert_cache=share_for(path, n_slots), store=store, **options)
+    assert llm.session is not None
+    with Meddler(llm.session.store) as meddler:
+        logits = greedy_logits(llm, before_each=meddler.meddle)
+    check_that_it_acted(llm, n_slots=n_slots)
+    # A pool smaller than a layer reads a prompt in smaller passes, and kernels sum in another order for another
+    # batch size: the reference is given the same.
+    same = {"n_ubatch": llm.plan.n_ubatch, "repack": store.repack}
+    assert np.isfinite(logits).all()
+    assert np.array_equal(logits, reference(path, **same)), "differs from MOEGGUF_HOOKS=0"
+    assert np.array_equal(logits, reference(path, resident=True, **same)), "differs from every expert resident"
+
+
+@pytest.mark.parametrize("repack", [True, False], ids=["repacked", "plain"])
+@pytest.mark.parametrize("size", ["minimum", "one layer", "40%", "all"])
+@pytest.mark.parametrize("model", MODELS, ids="-".join)
+def test_logits_are_identical_for_every_model_and_pool_size(
+    tiny: TinyModel, load: Load, reference: Reference, model: tuple[str, str], size: str, repack: bool
+) -> None:
+    # With every expert resident the background fill would leave nothing to prefetch.
+    store = StoreOptions(repack=repack, readers=2, fill=size != "all")
+    run_and_compare(load, reference, tiny(*model), size, store)
+
+
+@pytest.mark.parametrize("n_split", [1, 3], ids=["single", "split"])
+@pytest.mark.parametrize("readers", [1, 2, 4])
+@pytest.mark.parametrize("model", TWO_MODELS, ids="-".join)
+@pytest.mark.parametrize(
+    "switches",
+    [
+        {},
+        {"chunked": False},
+        {"preempt": False},
+        {"overlap": False},
+        {"sweep": False},
+        {"direct": False},
+        {"chunked": False, "preempt": False, "overlap": False, "sweep": False, "direct": False},
+    ],
+    ids=lambda switches: "no " + ", ".join(switches) if switches else "all on",
+)
+def test_logits_are_identical_for_every_way_of_moving_experts(
+    tiny: TinyModel,
+    load: Load,
+    reference: Reference,
+    model: tuple[str, str],
+    readers: int,
+    n_split: int,
+    switches: dict[str, bool],
+) -> None:
+    path = tiny(*model, n_split=n_split)
+    run_and_compare(load, reference, path, "40%", StoreOptions(readers=readers, **switches))
+
+
+def test_logits_are_identical_with_two_compute_threads(tiny: TinyModel, load: Load, reference: Reference) -> None:
+    run_and_compare(load, reference, tiny(), "40%", StoreOptions(), n_threads=2)
+
+
+def test_a_prompt_in_small_passes_is_identical_too(tiny: TinyModel, load: Load, reference: Reference) -> None:
+    run_and_compare(load, reference, tiny(), "40%", StoreOptions(), n_ubatch=24, n_batch=64)
+
+
+def test_logits_are_identical_over_two_thousand_tokens(tiny: TinyModel, load: Load, reference: Reference) -> None:
+    path, n_new = tiny(), 2000
+    llm = load(path, expert_cache="40%", n_ctx=2304)
+    assert llm.session is not None
+    with Meddler(llm.session.store) as meddler:
+        logits = greedy_logits(llm, n_new=n_new, before_each=meddler.meddle)
+    check_that_it_acted(llm, n_slots=llm.plan.n_slots)
+    assert len(logits) == 2200
+    assert np.array_equal(logits, reference(path, n_new=n_new, n_ctx=2304))
+
+
+def test_without_a_controller_the_store_keeps_its_own_order(tiny: TinyModel, load: Load, reference: Reference) -> None:
+    llm = load(tiny(), expert_cache="40%")
+    assert np.array_equal(greedy_logits(llm), reference(tiny()))
+    stats = llm.stats()
+    assert stats.evictions > 0
+    assert stats.hits_ready > 0
+
+
+def test_two_models_one_after_the_other_share_nothing(tiny: TinyModel, load: Load, reference: Reference) -> None:
+    for model in [*TWO_MODELS, ("tiny-deepseek2", "q4_k_m"), TWO_MODELS[0]]:
+        llm = load(tiny(*model), expert_cache="40%")
+        assert np.array_equal(greedy_logits(llm), reference(tiny(*model)))
+        assert llm.stats().evictions > 0
+        llm.close()
+
+
+def test_two_models_at_once_in_two_threads_share_nothing(tiny: TinyModel, load: Load, reference: Reference) -> None:
+    paths = [tiny(*model) for model in TWO_MODELS]
+    models = [load(path, expert_cache="40%") for path in paths]
+    for logits, path in zip(in_threads(*(lambda m=m: greedy_logits(m) for m in models)), paths, strict=True):
+        assert np.array_equal(logits, reference(path))
+    assert all(model.stats().evictions > 0 for model in models)
+
+
+def test_text_is_the_same_with_the_hooks_off(
+    tiny: TinyModel, load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = load(tiny("tiny-mix", "q4_k_m"), expert_cache="30%")
+    prompt = llm.detokenize(random_prompt(llm, 40, seed=3)).decode(errors="ignore")
+    messages = [{"role": "user", "content": "What is an expert?"}]
+    monkeypatch.setenv("MOEGGUF_HOOKS", "0")
+    plain = load(tiny("tiny-mix", "q4_k_m"))
+    assert plain.session is None
+    for llm_options in ({"temperature": 0.0}, {"temperature": 1.0, "seed": 7}):
+        texts = [m(prompt, max_tokens=24, **llm_options)["choices"][0]["text"] for m in (llm, plain)]
+        assert texts[0] == texts[1] != ""
+        chats = [m.create_chat_completion(messages, max_tokens=24, **llm_options) for m in (llm, plain)]
+        assert chats[0]["choices"][0]["message"] == chats[1]["choices"][0]["message"]
+    assert llm.stats().evictions > 0

@@ -1,0 +1,62 @@
+"""The package works as a wheel in another environment: library, bindings and command from one folder."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+SCRIPT = """
+import sys
+import moegguf
+from moegguf.native import library
+print(library.find_library())
+with moegguf.Llama(sys.argv[1], expert_cache="50%", n_ctx=64, n_threads=1, verbose=False) as llm:
+    llm.eval([1, 2, 3])
+    print(llm.stats().lookups)
+"""
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, built in the build folder that `make` has already filled."""
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-build-isolation", "--no-deps", "--no-index",
+               "--disable-pip-version-check", "--wheel-dir", str(folder), str(ROOT)]  # fmt: skip
+    scripts = sysconfig.get_path("scripts")
+    environment = os.environ | {"PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}"}
+    subprocess.run(command, check=True, env=environment, cwd=folder, timeout=600)
+    return next(folder.glob("moegguf-*.whl"))
+
+
+def test_the_wheel_holds_libraries_headers_and_demo_but_no_sources(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    libraries = {Path(name).name for name in names if name.startswith("moegguf/lib/")}
+    assert {"libmoegguf.so", "libllama.so", "libggml.so", "libggml-base.so", "libggml-cpu.so"} <= libraries
+    assert any(name.startswith("moegguf/demo/") and name.endswith(".gguf") for name in names)
+    assert not any(name.endswith(".cpp") for name in names)
+
+
+def test_an_environment_without_the_source_tree_runs_a_model_from_the_wheel(
+    wheel: Path, tmp_path: Path, tiny: Path
+) -> None:
+    target = tmp_path / "site"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(target)
+    # -S keeps the editable install's import hook out; dependencies come from this environment.
+    environment = {"PYTHONPATH": f"{target}{os.pathsep}{sysconfig.get_path('purelib')}", "PATH": os.environ["PATH"]}
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", SCRIPT, str(tiny)], env=environment, cwd=tmp_path, capture_output=True, text=True,
+        timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    folder, lookups = done.stdout.split()
+    assert Path(folder) == target / "moegguf" / "lib"
+    assert int(lookups) > 0

@@ -1,0 +1,43 @@
+"""Fixtures of the native room: a fake model on disk, and stores that are closed again with no fault left armed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_model import FakeModel, Open, make_model
+
+from moegguf.native import library
+from moegguf.native.store import Lane, Store, StoreOptions
+
+
+@pytest.fixture(autouse=True)
+def no_faults() -> Iterator[None]:
+    """Every test ends with every fault disarmed."""
+    yield
+    for kind in library.FAULT:
+        library.arm_fault(kind, 0)
+
+
+@pytest.fixture
+def fake(tmp_path: Path) -> FakeModel:
+    """4 layers of 8 experts, top-2, experts of about 4 kB: a token cycle of 8 slots."""
+    return make_model(tmp_path)
+
+
+@pytest.fixture
+def open_store() -> Iterator[Open]:
+    """`open_store(fake, n_slots, **options)`: a store with plain slots and one lane, closed after the test."""
+    opened: list[tuple[Store, Lane]] = []
+
+    def open_one(fake: FakeModel, n_slots: int, **options: Any) -> tuple[Store, Lane]:
+        store = Store(fake.layout, n_slots, StoreOptions(**{"repack": False, **options}))
+        opened.append((store, store.open_lane()))
+        return opened[-1]
+
+    yield open_one
+    for store, lane in opened:
+        lane.close()
+        store.close()

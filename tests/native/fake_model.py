@@ -1,0 +1,156 @@
+"""A model for the store alone: files of random bytes, and the layout that says where its experts lie in them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from moegguf.experts import ExpertLayout, ExpertMatrix, Kind, MoeLayer, Shard
+from moegguf.hparams import Hparams
+from moegguf.native.store import Lane, Store
+
+F32, F16, Q4_0, Q8_0, Q4_K, Q6_K = 0, 1, 2, 8, 12, 14
+BLOCKS = {F32: (1, 4), F16: (1, 2), Q4_0: (32, 18), Q8_0: (32, 34), Q4_K: (256, 144), Q6_K: (256, 210)}
+
+Types = dict[Kind, int]
+Open = Callable[..., tuple[Store, Lane]]
+PLAIN: Types = {"gate": Q4_0, "up": Q4_0, "down": Q8_0}
+
+
+def bytes_of(ggml_type: int, ne0: int, ne1: int) -> int:
+    """Bytes of a matrix with ne1 rows of ne0 values."""
+    per_block, block_bytes = BLOCKS[ggml_type]
+    assert ne0 % per_block == 0
+    return ne0 // per_block * block_bytes * ne1
+
+
+@dataclass(frozen=True)
+class FakeModel:
+    """A layout and the bytes of its shards as they were written."""
+
+    layout: ExpertLayout
+    contents: tuple[bytes, ...]
+
+    @property
+    def paths(self) -> list[Path]:
+        return [shard.path for shard in self.layout.shards]
+
+    @property
+    def expert_bytes(self) -> int:
+        """Of the first layer's experts."""
+        return self.layout.layers[0].expert_bytes
+
+    def matrix_bytes(self, index: int, expert: int) -> bytes:
+        """What the file holds for one matrix of one expert."""
+        m = self.layout.matrices[index]
+        return self.contents[m.shard][m.expert_offset(expert) : m.expert_offset(expert) + m.expert_bytes]
+
+    def check(self, store: Store, il: int, expert_ids: npt.ArrayLike, slot_ids: npt.ArrayLike) -> None:
+        """Asserts that the slots given out at a gate hold exactly the file's bytes, and that nobody shares one."""
+        pairs = set(zip(np.ravel(expert_ids).tolist(), np.ravel(slot_ids).tolist(), strict=True))
+        assert len({expert for expert, _ in pairs}) == len({slot for _, slot in pairs}) == len(pairs)
+        resident = store.info()["resident"]
+        window = sum(layer.n_expert for layer in self.layout.layers if layer.il < il) if resident else 0
+        for index, m in enumerate(self.layout.matrices):
+            if m.il == il:
+                for expert, slot in pairs:
+                    assert store.read_slot(index, window + slot) == self.matrix_bytes(index, expert), (
+                        f"layer {il} expert {expert} {m.kind} in slot {slot}"
+                    )
+
+    def gate(self, store: Store, lane: Lane, il: int, expert_ids: npt.ArrayLike) -> npt.NDArray[np.int32]:
+        """A gate with its bytes checked."""
+        slots = lane.gate(il, expert_ids)
+        self.check(store, il, expert_ids, slots)
+        return slots
+
+    def token(self, store: Store, lane: Lane, expert_ids: npt.ArrayLike) -> None:
+        """One pass over all layers that routes to the same experts in each."""
+        for layer in self.layout.layers:
+            self.gate(store, lane, layer.il, expert_ids)
+
+
+def _layer_matrices(il: int, types: Types, n_embd: int, n_ff: int, n_expert: int) -> list[ExpertMatrix]:
+    shapes: dict[Kind, tuple[int, int]] = {
+        "gate": (n_embd, n_ff), "up": (n_embd, n_ff), "down": (n_ff, n_embd), "gate_up": (n_embd, 2 * n_ff),
+    }  # fmt: skip
+    return [
+        ExpertMatrix(
+            il, kind, f"blk.{il}.ffn_{kind}_exps.weight", ggml_type, *shapes[kind], n_expert, 0, 0,
+            bytes_of(ggml_type, *shapes[kind]),
+        )
+        for kind, ggml_type in types.items()
+    ]  # fmt: skip
+
+
+def _hparams(n_layer: int, n_expert: int, n_used: int, n_embd: int, n_ff: int) -> Hparams:
+    return Hparams(
+        arch="fake", n_layer_all=n_layer, n_layer=n_layer, n_ctx_train=512, n_embd=n_embd, n_expert=n_expert,
+        n_expert_used=(n_used,) * n_layer, n_head=(1,) * n_layer, n_head_kv=(1,) * n_layer, n_ff=(n_ff,) * n_layer,
+        n_ff_exp=(n_ff,) * n_layer, key_length=64, value_length=64, is_mla=False, n_rot=64, own_window_lengths=False,
+    )  # fmt: skip
+
+
+def make_model(
+    folder: Path,
+    *,
+    n_layer: int = 4,
+    n_expert: int = 8,
+    n_used: int = 2,
+    n_embd: int = 64,
+    n_ff: int = 32,
+    types: Sequence[Types] = (PLAIN,),
+    n_shards: int = 1,
+    gap: int = 32,
+    seed: int = 0,
+    dense_layers: Sequence[int] = (),
+) -> FakeModel:
+    """Writes the shards and returns the model; layer il has the types `types[il % len(types)]`.
+
+    Matrices are dealt to the shards in turn, `gap` bytes apart (a multiple of 32, as GGUF aligns); the last one of a
+    shard ends where the file ends.
+    """
+    rng = np.random.default_rng(seed)
+    ends, layers = [gap] * n_shards, []
+    for il in range(n_layer):
+        if il in dense_layers:
+            continue
+        placed = []
+        for m in _layer_matrices(il, types[il % len(types)], n_embd, n_ff, n_expert):
+            shard = (il + len(placed)) % n_shards
+            offset = -(-(ends[shard] + gap) // 32) * 32
+            ends[shard] = offset + n_expert * m.expert_bytes
+            row = (m.il, m.kind, m.name, m.ggml_type, m.ne0, m.ne1, n_expert, shard, offset, m.expert_bytes)
+            placed.append(ExpertMatrix(*row))
+        layers.append(MoeLayer(il, n_expert, n_used, tuple(placed)))
+    shards, contents = [], []
+    for shard, end in enumerate(ends):
+        path = folder / f"fake-{shard}.bin"
+        contents.append(rng.bytes(end))
+        path.write_bytes(contents[-1])
+        stat = os.stat(path)
+        shards.append(Shard(path, end, stat.st_dev, stat.st_ino, stat.st_mtime_ns))
+    layout = ExpertLayout(
+        arch="fake", shards=tuple(shards), n_layer=n_layer, layers=tuple(layers), dense_bytes=0,
+        expert_bytes=sum(layer.n_expert * layer.expert_bytes for layer in layers), unused_bytes=0,
+        tied_output_bytes=0, n_vocab=0, hparams=_hparams(n_layer, n_expert, n_used, n_embd, n_ff), metadata={},
+        tensor_types={},
+    )  # fmt: skip
+    return FakeModel(layout, tuple(contents))
+
+
+def check_counters(counters: dict[str, int], n_slots: int) -> None:
+    """What holds of the counters whenever nothing is queued, read or pinned by a lane still open."""
+    assert counters["lookups"] == counters["hits_ready"] + counters["hits_late"] + counters["misses"]
+    assert counters["prefetch_requested"] == counters["prefetch_started"] + counters["prefetch_dropped"]
+    assert counters["prefetch_useful"] + counters["prefetch_wasted"] <= counters["prefetch_started"]
+    assert counters["slots_used"] <= n_slots
+    for gauge in ("chunks_reading", "queue_needed", "queue_wanted"):
+        assert counters[gauge] == 0, gauge
+    assert counters["hook_ns"] < 1 << 62  # never below zero
+    assert counters["stall_ns"] < 1 << 62

@@ -1,0 +1,205 @@
+"""The C ABI as a careless caller uses it: every wrong argument is a typed error, and the process lives."""
+
+from __future__ import annotations
+
+import ctypes as c
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_model import FakeModel, Open, make_model
+
+from moegguf.errors import LibraryError, MoeggufError, OptionError
+from moegguf.experts import ExpertLayout
+from moegguf.native import library
+from moegguf.native.store import Store, StoreOptions
+
+QUIET = StoreOptions(repack=False)
+
+
+def with_matrix(layout: ExpertLayout, **changes: Any) -> ExpertLayout:
+    """The layout with its first matrix changed."""
+    first = layout.layers[0]
+    matrices = (replace(first.matrices[0], **changes), *first.matrices[1:])
+    return replace(layout, layers=(replace(first, matrices=matrices), *layout.layers[1:]))
+
+
+def test_another_abi_is_refused() -> None:
+    handle = c.c_void_p()
+    status = library.load().moegguf_store_open(c.byref(library.Config(abi=99)), c.byref(handle))
+    assert status == library.INVALID
+    assert b"ABI 1" in library.load().moegguf_last_error()
+    assert handle.value is None
+
+
+def test_null_pointers_are_refused(fake: FakeModel, open_store: Open) -> None:
+    lib = library.load()
+    _, lane = open_store(fake, 4)
+    ids = np.zeros(2, np.int32)
+    assert lib.moegguf_store_open(None, None) == library.INVALID
+    assert lib.moegguf_store_counters(None, c.byref(library.Counters())) == library.INVALID
+    assert lib.moegguf_store_drain(None, 1.0) == library.INVALID
+    assert lib.moegguf_lane_open(None, c.byref(c.c_void_p())) == library.INVALID
+    assert lib.moegguf_lane_failure(None, c.byref(library.Failure()), 1) == library.INVALID
+    assert lib.moegguf_lane_gate(None, 0, ids.ctypes.data, 2, 1, ids.ctypes.data) == library.INVALID
+    assert lib.moegguf_lane_gate(lane.handle, 0, None, 2, 1, ids.ctypes.data) == library.INVALID
+    assert lib.moegguf_lane_gate(lane.handle, 0, ids.ctypes.data, 2, 1, None) == library.INVALID
+    assert lib.moegguf_store_buft(None) is None
+    lib.moegguf_store_close(None)
+    lib.moegguf_lane_close(None)
+
+
+@pytest.mark.parametrize(
+    "call", ["info", "counters", "residency", "prefetch", "read_slot", "probe"], ids=lambda name: f"store_{name}"
+)
+def test_a_null_pointer_for_a_result_is_refused(fake: FakeModel, open_store: Open, call: str) -> None:
+    store, lane = open_store(fake, 4)
+    arguments: dict[str, tuple[object, ...]] = {
+        "residency": (None, 32), "prefetch": (None, None, 3), 
+        "read_slot": (0, 0, None, fake.layout.matrices[0].expert_bytes), "probe": (0.01, None),
+    }  # fmt: skip
+    function = getattr(library.load(), f"moegguf_store_{call}")
+    assert function(store.handle, *arguments.get(call, (None,))) == library.INVALID
+    fake.token(store, lane, [0, 1])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"n_layer": 0}, {"n_layer": -1}, {"n_matrices": 0}, {"n_shards": 0}, {"n_shards": -1}, {"matrices": None},
+        {"shard_paths": None}, {"n_expert_used": None}, {"n_layer": 1 << 30},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_config_that_lacks_something_is_refused(fake: FakeModel, change: dict[str, Any]) -> None:
+    matrices = (library.Matrix * 1)(library.Matrix(b"m", 0, 0, 0, 8, 4, 4, 0, 0, 0, 64))
+    paths = (c.c_char_p * 1)(str(fake.paths[0]).encode())
+    fields: dict[str, Any] = {
+        "abi": library.ABI_VERSION, "n_layer": 1, "n_matrices": 1, "n_shards": 1, "n_slots": 4, "n_readers": 1,
+        "matrices": matrices, "shard_paths": paths, "n_expert_used": (c.c_int32 * 1)(2),
+    }  # fmt: skip
+    handle = c.c_void_p()
+    open_ = library.load().moegguf_store_open
+    assert open_(c.byref(library.Config(**fields)), c.byref(handle)) == library.OK
+    library.load().moegguf_store_close(handle)
+    assert open_(c.byref(library.Config(**{**fields, **change})), c.byref(handle)) == library.INVALID
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"il": -1}, {"il": 99}, {"n_expert": 0}, {"n_expert": -3}, {"n_expert": 7}, {"n_expert": 1 << 31 - 1},
+        {"ne0": 0}, {"ne0": -64}, {"ne0": 63}, {"ne1": 0}, {"ne0": 1 << 62}, {"ne1": 1 << 62},
+        {"expert_bytes": 0}, {"expert_bytes": 1}, {"ggml_type": -1}, {"ggml_type": 4}, {"ggml_type": 999},
+        {"shard": -1}, {"shard": 1}, {"kind": "up"}, {"offset": (1 << 64) - 4096},
+        {"ggml_type": 0, "ne0": 1 << 40, "ne1": 1 << 40, "expert_bytes": 0},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_matrices_that_cannot_be_are_refused(fake: FakeModel, change: dict[str, Any]) -> None:
+    with pytest.raises(OptionError):
+        Store(with_matrix(fake.layout, **change), 4, QUIET)
+
+
+def test_an_offset_beyond_the_file_is_an_error_of_the_gate_that_reads_there(fake: FakeModel) -> None:
+    store = Store(with_matrix(fake.layout, offset=1 << 40), 4, QUIET)
+    lane = store.open_lane()
+    with pytest.raises(MoeggufError):
+        lane.gate(0, [0, 1])
+    assert lane.take_failure() is not None
+    fake.gate(store, lane, 1, [0, 1])
+    lane.close()
+    store.close()
+
+
+@pytest.mark.parametrize("n_slots", [0, -1])
+def test_a_store_without_slots_is_refused(fake: FakeModel, n_slots: int) -> None:
+    with pytest.raises(OptionError):
+        Store(fake.layout, n_slots, QUIET)
+
+
+@pytest.mark.parametrize("readers", [-1, 0, 65, 1000])
+def test_a_number_of_readers_out_of_range_is_refused(fake: FakeModel, readers: int) -> None:
+    with pytest.raises(OptionError, match="between 1 and 64"):
+        Store(fake.layout, 4, replace(QUIET, readers=readers))
+
+
+@pytest.mark.parametrize("n_used", [0, -1, 9])
+def test_a_layer_that_uses_more_experts_than_it_has_or_none_is_refused(tmp_path: Path, n_used: int) -> None:
+    with pytest.raises(OptionError):
+        Store(make_model(tmp_path, n_used=n_used).layout, 4, QUIET)
+
+
+def test_an_unknown_device_is_refused(fake: FakeModel) -> None:
+    with pytest.raises(OptionError, match="NPU7"):
+        Store(fake.layout, 4, replace(QUIET, device="NPU7"))
+
+
+@pytest.mark.parametrize("ids", [[-1, 0], [0, 8], [1 << 30, 0], [-(1 << 31), 1], [[0, 1], [2, 8]]], ids=str)
+@pytest.mark.parametrize("n_slots", [4, 32], ids=["shared", "resident"])
+def test_an_expert_that_does_not_exist_ends_the_pass_and_the_next_one_works(
+    fake: FakeModel, open_store: Open, n_slots: int, ids: list[int]
+) -> None:
+    store, lane = open_store(fake, n_slots)
+    fake.gate(store, lane, 0, [0, 1])
+    with pytest.raises(MoeggufError, match="of 8"):
+        lane.gate(1, ids)
+    failure = lane.take_failure()
+    assert failure is not None
+    assert failure.status == library.ROUTING
+    fake.token(store, lane, [0, 1])
+
+
+@pytest.mark.parametrize("il", [-1, 1, 4, 1 << 30])
+def test_a_layer_that_does_not_exist_ends_the_pass_and_the_next_one_works(
+    tmp_path: Path, open_store: Open, il: int
+) -> None:
+    fake = make_model(tmp_path, dense_layers=[1])
+    store, lane = open_store(fake, 4)
+    with pytest.raises(MoeggufError, match="layer without experts"):
+        lane.gate(il, [0, 1])
+    assert lane.take_failure() is not None
+    fake.token(store, lane, [0, 1])
+
+
+@pytest.mark.parametrize(("n_used", "n_tokens"), [(0, 1), (2, 0), (-1, 1), (2, -1), (1 << 30, 1 << 30)])
+def test_a_gate_of_no_or_impossible_size_is_refused(
+    fake: FakeModel, open_store: Open, n_used: int, n_tokens: int
+) -> None:
+    store, lane = open_store(fake, 4)
+    ids = np.zeros(2, np.int32)
+    gate = library.load().moegguf_lane_gate
+    assert gate(lane.handle, 0, ids.ctypes.data, n_used, n_tokens, ids.ctypes.data) == library.INVALID
+    fake.token(store, lane, [0, 1])
+
+
+def test_tables_of_the_wrong_size_are_refused(fake: FakeModel, open_store: Open) -> None:
+    store, lane = open_store(fake, 4)
+    with pytest.raises(OptionError, match="32 entries"):
+        store.set_scores(np.zeros(31))
+    small = np.zeros(3, np.uint8)
+    assert library.load().moegguf_store_residency(store.handle, small.ctypes.data, 3) == library.INVALID
+    for matrix, slot in ((-1, 0), (0, -1), (99, 0), (0, 4)):
+        status = library.load().moegguf_store_read_slot(store.handle, matrix, slot, small.ctypes.data, 3)
+        assert status == library.INVALID
+    fake.token(store, lane, [0, 1])
+
+
+def test_draining_without_end_or_without_time_is_taken_at_its_word(fake: FakeModel, open_store: Open) -> None:
+    store, _ = open_store(fake, 4)
+    for timeout_s in (0.0, -1.0, float("inf"), 1e300):
+        store.drain(timeout_s)
+
+
+def test_an_empty_prefetch_is_harmless(fake: FakeModel, open_store: Open) -> None:
+    store, _ = open_store(fake, 4)
+    store.prefetch([], [])
+    assert store.counters()["prefetch_requested"] == 0
+
+
+def test_a_folder_without_the_library_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOEGGUF_LIBRARY", str(tmp_path))
+    with pytest.raises(LibraryError, match=str(tmp_path)):
+        library.find_library()

@@ -1,0 +1,154 @@
+"""After each gate, every chosen expert's slot holds the file's bytes, whatever else goes on meanwhile."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from fake_model import F16, F32, PLAIN, Q4_K, Q6_K, Q8_0, FakeModel, Open, Types, check_counters, make_model
+
+from moegguf.native.store import Store
+
+N_LAYER, N_EXPERT, N_USED = 4, 8, 2
+ALL = N_LAYER * N_EXPERT
+SIZES = {"k": 2, "k+1": 3, "2k": 4, "E-1": 7, "E": 8, "more": 19, "all but one": ALL - 1, "all": ALL}
+SWITCHES: list[dict[str, Any]] = [
+    {"readers": 4},
+    {"readers": 1, "chunked": False, "preempt": False, "sweep": False, "overlap": False, "direct": False},
+    {"readers": 2, "chunked": False, "direct": False},
+    {"readers": 4, "preempt": False},
+    {"readers": 2, "sweep": False, "overlap": False, "fill": False},
+]
+MIXED: tuple[Types, ...] = (
+    {"gate": Q4_K, "up": Q4_K, "down": Q6_K},
+    {"gate": Q4_K, "up": Q6_K, "down": Q4_K},
+    {"down": Q8_0, "gate_up": Q4_K},
+    {"up": F16, "down": F32},
+)
+
+
+class Meddler(threading.Thread):
+    """Writes random scores and asks for random experts, existing or not, until told to stop."""
+
+    def __init__(self, store: Store, seed: int) -> None:
+        super().__init__()
+        self.store, self.rng, self.error = store, np.random.default_rng(seed), None
+        self.over = threading.Event()
+
+    def run(self) -> None:
+        try:
+            while not self.over.wait(0.0005):
+                self.store.set_scores(self.rng.random(self.store.shape) if self.rng.random() < 0.8 else None)
+                wanted = self.rng.integers(-1, [[N_LAYER + 1], [N_EXPERT + 1]], (2, 6))
+                self.store.prefetch(wanted[0], wanted[1])
+                self.store.residency()
+        except Exception as error:
+            self.error = error
+
+    def __enter__(self) -> Meddler:
+        self.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.over.set()
+        self.join()
+        if self.error is not None:
+            raise self.error
+
+
+def routing(rng: np.random.Generator, most: int) -> npt.NDArray[np.int32]:
+    """One token's experts, or a prompt's, of at most `most` different ones."""
+    some = rng.permutation(N_EXPERT)[: min(most, N_EXPERT)]
+    n_tokens = int(rng.choice([1, 1, 1, 3, 24]))
+    return np.array([rng.permutation(some)[:N_USED] for _ in range(n_tokens)], np.int32)
+
+
+@pytest.mark.parametrize("switches", SWITCHES, ids=lambda s: "-".join(f"{k}{v:d}" for k, v in s.items()))
+@pytest.mark.parametrize("n_slots", SIZES.values(), ids=SIZES.keys())
+def test_random_routing_among_random_prefetches_and_scores_gets_the_files_bytes(
+    fake: FakeModel, open_store: Open, n_slots: int, switches: dict[str, Any]
+) -> None:
+    store, lane = open_store(fake, n_slots, **switches)
+    rng = np.random.default_rng(n_slots)
+    with Meddler(store, n_slots):
+        for n in range(160):
+            il = n % N_LAYER
+            fake.gate(store, lane, il, routing(rng, n_slots))
+            store.prefetch([(il + 1) % N_LAYER] * 3, rng.permutation(N_EXPERT)[:3])
+    store.drain(10)
+    counters = store.counters()
+    check_counters(counters, n_slots)
+    assert counters["gates"] == 160
+    assert counters["passes"] == 40
+    assert counters["read_errors"] == 0
+    if n_slots < ALL:
+        assert counters["evictions"] > 0
+        assert counters["misses"] > 0
+    if N_USED < n_slots < ALL:
+        assert counters["prefetch_started"] > 0
+
+
+def test_thousands_of_gates_in_a_row_get_the_files_bytes(fake: FakeModel, open_store: Open) -> None:
+    store, lane = open_store(fake, 12)
+    rng = np.random.default_rng(1)
+    for n in range(4000):
+        fake.gate(store, lane, n % N_LAYER, rng.permutation(N_EXPERT)[:N_USED])
+    counters = store.counters()
+    check_counters(counters, 12)
+    assert counters["evictions"] > 1000
+    assert counters["hits_ready"] > 100
+
+
+@pytest.mark.parametrize("direct", [True, False], ids=["direct", "buffered"])
+@pytest.mark.parametrize("n_slots", [5, 32], ids=["shared", "resident"])
+def test_mixed_types_share_slots_across_layers(tmp_path: Path, open_store: Open, n_slots: int, direct: bool) -> None:
+    fake = make_model(tmp_path, n_embd=256, n_ff=256, types=MIXED)
+    store, lane = open_store(fake, n_slots, direct=direct)
+    for _ in range(3):
+        for first in range(0, N_EXPERT, 2):
+            fake.token(store, lane, [first, first + 1])
+
+
+@pytest.mark.parametrize("direct", [True, False], ids=["direct", "buffered"])
+@pytest.mark.parametrize("gap", [0, 32, 4096, 4096 - 32])
+def test_offsets_of_any_alignment_and_the_very_end_of_a_file_are_read(
+    tmp_path: Path, open_store: Open, gap: int, direct: bool
+) -> None:
+    fake = make_model(tmp_path, n_layer=2, types=(PLAIN, {"up": F32, "down": Q8_0}), gap=gap)
+    last = fake.layout.matrices[-1]
+    assert last.expert_offset(last.n_expert) == len(fake.contents[0])
+    store, lane = open_store(fake, 2, direct=direct)
+    for expert in range(N_EXPERT):
+        fake.token(store, lane, [expert, (expert + 3) % N_EXPERT])
+
+
+def test_gate_up_and_down_of_a_layer_may_lie_in_different_shards(tmp_path: Path, open_store: Open) -> None:
+    fake = make_model(tmp_path, n_shards=3)
+    assert {m.shard for m in fake.layout.layers[0].matrices} == {0, 1, 2}
+    store, lane = open_store(fake, 5)
+    for first in range(0, N_EXPERT, 2):
+        fake.token(store, lane, [first, first + 1])
+
+
+def test_layers_without_experts_may_lie_between_others(tmp_path: Path, open_store: Open) -> None:
+    fake = make_model(tmp_path, n_layer=6, dense_layers=(0, 3))
+    store, lane = open_store(fake, 17, sweep=True)
+    for layer in fake.layout.layers:
+        fake.gate(store, lane, layer.il, [range(0, 2), range(2, 4), range(4, 6), range(6, 8)] * 4)
+    assert store.counters()["prefetch_started"] > 0
+
+
+@pytest.mark.parametrize("direct", [True, False], ids=["direct", "buffered"])
+def test_experts_larger_than_a_readers_staging_come_in_pieces(tmp_path: Path, open_store: Open, direct: bool) -> None:
+    fake = make_model(
+        tmp_path, n_layer=1, n_expert=3, n_used=1, n_embd=1024, n_ff=1056, types=({"up": F32, "down": F32},)
+    )
+    store, lane = open_store(fake, 2, direct=direct)
+    assert store.info()["staging_bytes"] < 4 * 2 * fake.layout.matrices[0].expert_bytes
+    for expert in (0, 1, 2, 0):
+        fake.gate(store, lane, 0, [expert])

@@ -1,0 +1,186 @@
+"""Every operation that can fail is made to fail, once and for good: the same bytes or a typed error, never a hang."""
+
+from __future__ import annotations
+
+import errno
+import os
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_model import FakeModel, Open, make_model
+
+from moegguf.errors import AllocationError, ExpertIOError, MoeggufError
+from moegguf.native import library
+from moegguf.native.store import Store, StoreOptions
+
+TYPED = {
+    "open": ExpertIOError, "read": ExpertIOError, "stat": ExpertIOError, "alloc": AllocationError,
+    "thread": AllocationError, "short_read": ExpertIOError, "eintr": ExpertIOError,
+}  # fmt: skip
+
+
+def n_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def n_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def n_seen(kind: str) -> int:
+    return int(library.load().moegguf_fault_count(library.FAULT[kind]))
+
+
+def story(fake: FakeModel, options: StoreOptions, kind: str) -> tuple[MoeggufError | None, int]:
+    """Opens a store and makes six gates: what failed, and how many operations of the kind there were.
+
+    Whatever fails, once disarmed the next gates must be right.
+    """
+    try:
+        store = Store(fake.layout, 5, options)
+    except MoeggufError as error:
+        return error, n_seen(kind)
+    failed = None
+    lane = store.open_lane()
+    try:
+        try:
+            for n in range(6):
+                store.prefetch([(n + 1) % 4], [n])
+                fake.gate(store, lane, n % 4, [n, (n + 1) % 8])
+        except MoeggufError as error:
+            failed = error
+        store.drain(10)
+        seen = n_seen(kind)
+        library.arm_fault(kind, 0)
+        taken = lane.take_failure()
+        assert (taken is None) == (failed is None)
+        for first in range(0, 8, 2):
+            fake.token(store, lane, [first, first + 1])
+    finally:
+        lane.close()
+        store.close()
+    return failed, seen
+
+
+@pytest.mark.parametrize("direct", [True, False], ids=["direct", "buffered"])
+@pytest.mark.parametrize("sticky", [False, True], ids=["once", "sticky"])
+@pytest.mark.parametrize("kind", TYPED)
+def test_the_nth_operation_fails(tmp_path: Path, kind: str, sticky: bool, direct: bool) -> None:
+    fake = make_model(tmp_path, n_shards=2, n_embd=256, n_ff=64)
+    options = StoreOptions(repack=False, readers=2, direct=direct)
+    files, threads, errors = n_files(), n_threads(), 0
+    for nth in count(1):
+        library.arm_fault(kind, nth, sticky=sticky)
+        failed, seen = story(fake, options, kind)
+        errors += failed is not None
+        assert failed is None or isinstance(failed, TYPED[kind]), repr(failed)
+        if seen < nth:
+            break
+    assert nth > 1, "the fault was never reached"
+    assert n_files() == files
+    assert n_threads() == threads
+    harmless = {"short_read"} | (set() if sticky else {"read", "eintr"})
+    assert (errors == 0) == (kind in harmless)
+
+
+def test_an_error_on_the_disk_that_passes_is_retried(fake: FakeModel, open_store: Open) -> None:
+    store, lane = open_store(fake, 4)
+    library.arm_fault("read", 2, errno=errno.EIO)
+    fake.token(store, lane, [0, 1])
+    counters = store.counters()
+    assert counters["read_retries"] == 1
+    assert counters["read_errors"] == 0
+
+
+def test_an_error_on_the_disk_that_stays_is_told_with_its_reason(fake: FakeModel, open_store: Open) -> None:
+    store, lane = open_store(fake, 4)
+    library.arm_fault("read", 1, sticky=True, errno=errno.EIO)
+    with pytest.raises(ExpertIOError, match="Input/output error"):
+        lane.gate(2, [0, 1])
+    failure = lane.take_failure()
+    assert failure is not None
+    assert (failure.status, failure.il) == (library.IO, 2)
+    assert failure.expert in (0, 1)
+    assert store.counters()["read_errors"] > 0
+    library.arm_fault("read", 0)
+    fake.token(store, lane, [0, 1])
+
+
+def test_a_file_system_that_turns_direct_reads_down_later_is_read_through_the_cache(
+    fake: FakeModel, open_store: Open
+) -> None:
+    store, lane = open_store(fake, 4)
+    was_direct = store.info()["direct"]
+    library.arm_fault("read", 1, errno=errno.EINVAL)
+    fake.token(store, lane, [0, 1])
+    assert was_direct == 0 or store.info()["direct"] == 0
+
+
+def test_a_prefetch_that_fails_harms_no_gate(fake: FakeModel, open_store: Open) -> None:
+    store, lane = open_store(fake, 8)
+    lane.gate(0, [0, 1])
+    library.arm_fault("read", 1, sticky=True)
+    store.prefetch([1, 1], [4, 5])
+    store.drain(5)
+    assert store.counters()["read_errors"] > 0
+    library.arm_fault("read", 0)
+    fake.gate(store, lane, 1, [4, 5])
+    assert (store.residency()[1, [4, 5]] == 2).all()
+
+
+def test_a_fill_that_fails_leaves_a_store_that_reads_on_demand(fake: FakeModel, open_store: Open) -> None:
+    library.arm_fault("stat", 5, sticky=True)
+    store, lane = open_store(fake, 32)
+    store.drain(5)
+    library.arm_fault("stat", 0)
+    assert store.counters()["read_errors"] > 0
+    for first in range(0, 8, 2):
+        fake.token(store, lane, [first, first + 1])
+
+
+@pytest.mark.parametrize("direct", [True, False], ids=["direct", "buffered"])
+def test_a_file_cut_short_while_open_is_an_error_where_it_is_short(
+    fake: FakeModel, open_store: Open, direct: bool
+) -> None:
+    store, lane = open_store(fake, 4, direct=direct)
+    fake.gate(store, lane, 3, [0, 1])
+    os.truncate(fake.paths[0], fake.layout.layers[2].matrices[0].offset)
+    fake.gate(store, lane, 0, [0, 1])
+    with pytest.raises(ExpertIOError, match="shorter while in use"):
+        lane.gate(3, [6, 7])
+    assert lane.take_failure() is not None
+    fake.gate(store, lane, 1, [5, 6])
+    fake.paths[0].write_bytes(fake.contents[0])
+    fake.gate(store, lane, 3, [6, 7])
+
+
+@pytest.mark.parametrize("direct", [True, False], ids=["direct", "buffered"])
+def test_a_file_deleted_or_replaced_keeps_serving_what_it_was(fake: FakeModel, open_store: Open, direct: bool) -> None:
+    store, lane = open_store(fake, 4, direct=direct)
+    path = fake.paths[0]
+    other = path.with_suffix(".new")
+    other.write_bytes(bytes(len(fake.contents[0])))
+    other.rename(path)
+    fake.token(store, lane, [0, 1])
+    path.unlink()
+    fake.token(store, lane, [2, 3])
+
+
+@pytest.mark.parametrize("change", ["missing", "folder", "empty"])
+def test_a_file_that_is_not_there_or_not_a_model_is_a_typed_error(
+    fake: FakeModel, open_store: Open, change: str
+) -> None:
+    path = fake.paths[0]
+    path.unlink()
+    if change == "folder":
+        path.mkdir()
+    elif change == "empty":
+        path.touch()
+
+    def use() -> Any:
+        return open_store(fake, 4)[1].gate(0, [0, 1])
+
+    with pytest.raises(ExpertIOError):
+        use()

@@ -1,0 +1,133 @@
+"""A slot for every expert; pools that shrink and grow while they are used."""
+
+from __future__ import annotations
+
+import pytest
+from fake_model import FakeModel, Open, check_counters
+
+from moegguf.errors import OptionError
+
+
+def test_with_a_slot_for_every_expert_slot_ids_are_expert_ids(fake: FakeModel, open_store: Open) -> None:
+    store, lane = open_store(fake, 32, fill=False)
+    assert store.info()["resident"] == 1
+    for il in range(4):
+        slots = fake.gate(store, lane, il, [[7, 0], [3, 3 + il]])
+        assert slots.tolist() == [[7, 0], [3, 3 + il]]
+
+
+def test_more_slots_than_experts_are_not_allocated(fake: FakeModel, open_store: Open) -> None:
+    store, _ = open_store(fake, 1_000_000)
+    assert store.info()["n_slots"] == 32
+
+
+def test_fill_reads_every_expert_once_and_gates_then_read_nothing(fake: FakeModel, open_store: Open) -> None:
+    store, lane = open_store(fake, 32)
+    store.drain(10)
+    assert (store.residency() == 2).all()
+    filled = store.counters()
+    assert filled["bytes_prefetched"] == fake.layout.expert_bytes
+    assert filled["prefetch_started"] == 0
+    for first in range(0, 8, 2):
+        fake.token(store, lane, [first, first + 1])
+    counters = store.counters()
+    assert counters["reads"] == filled["reads"]
+    assert counters["hits_ready"] == counters["lookups"] == 32
+    check_counters(counters, 32)
+
+
+def test_gates_get_their_bytes_while_the_fill_goes_on(fake: FakeModel, open_store: Open) -> None:
+    store, lane = open_store(fake, 32)
+    for expert in range(7, -1, -1):
+        fake.token(store, lane, [expert, (expert + 1) % 8])
+    store.drain(10)
+    assert store.counters()["bytes_missed"] + store.counters()["bytes_prefetched"] == fake.layout.expert_bytes
+
+
+def test_a_shrunk_pool_is_within_its_size_after_one_gate_and_grows_back(fake: FakeModel, open_store: Open) -> None:
+    store, lane = open_store(fake, 20)
+    for first in range(0, 8, 2):
+        fake.token(store, lane, [first, first + 1])
+    assert store.counters()["slots_used"] == 20
+    store.resize(6)
+    fake.gate(store, lane, 0, [1, 4])
+    assert store.counters()["slots_used"] <= 6
+    assert store.info()["n_slots_usable"] == 6
+    fake.token(store, lane, [2, 5])
+    store.resize(20)
+    for first in range(0, 8, 2):
+        fake.token(store, lane, [first, first + 1])
+    assert store.counters()["slots_used"] == 20
+    check_counters(store.counters(), 20)
+
+
+def test_a_resident_pool_that_shrinks_becomes_a_shared_one_and_keeps_its_bytes(
+    fake: FakeModel, open_store: Open
+) -> None:
+    store, lane = open_store(fake, 32)
+    store.drain(10)
+    fake.token(store, lane, [1, 6])
+    store.resize(31)
+    fake.token(store, lane, [1, 6])
+    assert store.info()["resident"] == 0
+    assert store.counters()["misses"] <= 2
+    for n_slots in (9, 3, 32, 2):
+        store.resize(n_slots)
+        for first in range(0, 8, 2):
+            fake.token(store, lane, [first, first + 1])
+        assert store.counters()["slots_used"] <= n_slots
+    assert store.counters()["evictions"] > 0
+
+
+def test_a_pool_may_shrink_while_its_fill_goes_on(fake: FakeModel, open_store: Open) -> None:
+    store, lane = open_store(fake, 32)
+    store.resize(5)
+    for first in range(0, 8, 2):
+        fake.token(store, lane, [first, first + 1])
+    store.drain(10)
+    check_counters(store.counters(), 5)
+
+
+@pytest.mark.parametrize("n_slots", [-1, 0, 1, 33, 1 << 30])
+def test_sizes_that_the_pool_cannot_have_are_refused(fake: FakeModel, open_store: Open, n_slots: int) -> None:
+    store, lane = open_store(fake, 32)
+    with pytest.raises(OptionError, match="2 to 32 slots"):
+        store.resize(n_slots)
+    fake.token(store, lane, [0, 1])
+
+
+def test_a_resident_pool_with_several_contexts_keeps_its_size(fake: FakeModel, open_store: Open) -> None:
+    store, lane = open_store(fake, 32)
+    other = store.open_lane()
+    with pytest.raises(OptionError, match="several contexts"):
+        store.resize(8)
+    other.close()
+    store.resize(8)
+    fake.token(store, lane, [0, 1])
+    assert store.info()["resident"] == 0
+
+
+def test_a_second_context_that_comes_before_a_resize_is_done_keeps_its_slots(fake: FakeModel, open_store: Open) -> None:
+    store, lane = open_store(fake, 32)
+    fake.token(store, lane, [0, 1])
+    store.resize(8)
+    other = store.open_lane()
+    slots = other.gate(3, [4, 5])
+    fake.token(store, lane, [6, 7])
+    fake.check(store, 3, [4, 5], slots)
+    other.close()
+    fake.token(store, lane, [6, 7])
+    assert store.info()["n_slots_usable"] == 8
+
+
+def test_the_probe_reports_what_the_readers_reach(fake: FakeModel, open_store: Open) -> None:
+    store, lane = open_store(fake, 4, readers=2)
+    assert store.probe(0.02) > 1e5
+    fake.token(store, lane, [0, 1])
+
+
+@pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf"), 1e30])
+def test_a_probe_of_no_length_is_refused(fake: FakeModel, open_store: Open, seconds: float) -> None:
+    store, _ = open_store(fake, 4)
+    with pytest.raises(OptionError):
+        store.probe(seconds)

@@ -1,0 +1,240 @@
+"""`moegguf bench` without a library: what is run in which turn, what the rows say, how they are printed."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moegguf.engine.bench_rows import FIELDS, OWN_FIELDS, make_rows
+from moegguf.engine.bench_series import (
+    KILLED,
+    Entry,
+    Outcome,
+    entries,
+    rival,
+    run_bytes,
+    run_series,
+    schedule,
+    settings,
+)
+from moegguf.engine.bench_series import test_name as name_of
+from moegguf.engine.bench_spec import Spec, Test
+from moegguf.errors import OptionError
+from moegguf.experts import read_layout
+from moegguf.faces.bench_format import FORMATS, as_markdown
+from moegguf.faces.bench_options import parse_ints, parse_pairs, parse_tests, split
+
+Test.__test__ = False  # type: ignore[attr-defined]
+
+LLAMA_BENCH_FIELDS = (
+    "build_commit,build_number,cpu_info,gpu_info,backends,model_filename,model_type,model_size,model_n_params,n_batch,"
+    "n_ubatch,n_threads,cpu_mask,cpu_strict,poll,type_k,type_v,n_gpu_layers,n_cpu_moe,split_mode,main_gpu,no_kv_offload,"
+    "flash_attn,devices,tensor_split,tensor_buft_overrides,load_mode,lazy_mode,embeddings,no_op_offload,no_host,repack,"
+    "fit_target,fit_min_ctx,n_prompt,n_gen,n_depth,test_time,avg_ns,stddev_ns,avg_ts,stddev_ts"
+)
+
+SPEC = Spec("m.gguf", (Test(4, 0), Test(0, 2)), n_threads=2, repetitions=2, expert_cache="50%")
+
+
+def result(seconds: float, tokens: int = 7, store: bool = True) -> dict[str, Any]:
+    """What a child prints: 4 prompt tokens in `seconds`, 2 generated ones in `seconds` each, two repetitions."""
+    ns = int(seconds * 1e9)
+    figures = {
+        "hit_rate": 0.75, "mb_per_token": 84.0, "stall_ms_per_token": 12.5, "hook_ms_per_token": 0.03,
+        "compute_ms_per_token": 40.0, "link_gb_per_s": 1.5, "link_bound_pct": 91.0, "evictions": 10,
+    }  # fmt: skip
+    shared = {"test_time": "2026-01-02T03:04:05Z", "figures": [figures] * 2 if store else []}
+    return {
+        "build_commit": "abc", "build_number": 0, "cpu_info": "A CPU", "gpu_info": "", "backends": "CPU",
+        "model_type": "moe 1B Q4_0", "model_size": 8 << 30, "model_n_params": 14 * 10**9, "load_s": 0.5, "fill_s": 0.0,
+        "peak_rss_bytes": 3 << 30, "n_slots": 540 if store else 0, "n_ubatch_used": 512, "budget_bytes": 2 << 30,
+        "planned_bytes": 3 << 30,
+        "tests": [
+            {"n_prompt": 4, "n_gen": 0, "n_depth": 0, "samples_ns": [ns] * 2, "token_ns": [[], []],
+             "tokens": [[1], [2]], **shared},
+            {"n_prompt": 0, "n_gen": 2, "n_depth": 0, "samples_ns": [2 * ns] * 2, "token_ns": [[ns, ns]] * 2,
+             "tokens": [[3, 4], [5, tokens]], **shared},
+        ],
+    }  # fmt: skip
+
+
+OWN = Entry("moegguf", SPEC)
+MMAP = Entry("mmap", replace(SPEC, system="mmap", repack=False), "llama.cpp, no repack")
+RESIDENT = Entry("resident", replace(SPEC, system="resident"), "llama.cpp, default kernels")
+OUTCOMES = [
+    Outcome(OWN, 0, result(0.5), cgroup_peak_bytes=3 << 30),
+    Outcome(MMAP, 0, result(5.0, store=False)),
+    Outcome(RESIDENT, 0, error=KILLED),
+    Outcome(OWN, 1, result(1.0), cgroup_peak_bytes=2 << 30),
+    Outcome(MMAP, 1, result(4.0, tokens=8, store=False)),
+]
+
+
+# --- specs and options
+
+
+def test_a_spec_survives_the_way_to_its_process() -> None:
+    spec = replace(SPEC, store={"readers": 2}, text="a ü.txt")
+    assert Spec.from_json(spec.as_json()) == spec
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"system": "ollama"}, "system"),
+        ({"type_k": "q9"}, "q9"),
+        ({"flash_attn": "maybe"}, "flash_attn"),
+        ({"repetitions": 0}, "repetitions"),
+        ({"tests": ()}, "nothing to measure"),
+    ],
+)
+def test_a_wrong_spec_is_refused(wrong: dict[str, Any], words: str) -> None:
+    with pytest.raises(OptionError, match=words):
+        replace(SPEC, **wrong)
+
+
+def test_lists_as_llama_bench_takes_them() -> None:
+    assert split(["a,b", "c"]) == ["a", "b", "c"]
+    assert parse_ints(["512"], "-p") == [512]
+    assert parse_ints(["128,256", "0"], "-p") == [128, 256, 0]
+    assert parse_ints(["64-512*2"], "-p") == [64, 128, 256, 512]
+    assert parse_ints(["1-4"], "-t") == [1, 2, 3, 4]
+    assert parse_ints(["1-6+2"], "-t") == [1, 3, 5]
+    assert parse_ints(["-1"], "-ngl") == [-1]
+    assert parse_pairs(["512,128", "4,2"]) == [(512, 128), (4, 2)]
+
+
+@pytest.mark.parametrize("text", ["x", "1.5", "1-2-3", "1-8*1", "0-8*2", "1-8+0"])
+def test_lists_that_are_none(text: str) -> None:
+    with pytest.raises(OptionError, match="-p"):
+        parse_ints([text], "-p")
+
+
+def test_order_of_tests_is_llama_benchs() -> None:
+    tests = parse_tests(["512,0"], ["128"], ["16,8"], ["0,32"])
+    assert tests == [(512, 0, 0), (0, 128, 0), (16, 8, 0), (512, 0, 32), (0, 128, 32), (16, 8, 32)]
+    names = [name_of({"n_prompt": p, "n_gen": n, "n_depth": d}) for p, n, d in tests]
+    assert names[2:5] == ["pp16+tg8", "pp512 @ d32", "tg128 @ d32"]
+
+
+def test_settings_are_all_combinations() -> None:
+    found = settings(SPEC, {"n_ubatch": [64, 128], "n_threads": [1, 2]})
+    assert [(spec.n_ubatch, spec.n_threads) for spec in found] == [(64, 1), (64, 2), (128, 1), (128, 2)]
+
+
+# --- rivals and turns
+
+
+def test_mmap_leaves_the_weights_in_the_file_when_their_copy_does_not_fit(tiny: Any) -> None:
+    layout = read_layout(tiny("tiny-mix"))
+    base = replace(SPEC, model=str(tiny("tiny-mix")))
+    small, large = run_bytes(layout, base), run_bytes(layout, base) + (1 << 30)
+    assert rival("mmap", base, layout, large).spec.repack
+    assert not rival("mmap", base, layout, small).spec.repack
+    assert "does not fit" in rival("mmap", base, layout, small).note
+    assert rival("mmap-repacked", base, layout, small).spec.repack
+    assert not rival("resident-plain", base, layout, large).spec.repack
+
+
+@pytest.mark.parametrize("name", ["ollama", "mmap-fast", ""])
+def test_an_unknown_rival_is_refused(name: str, tiny: Any) -> None:
+    with pytest.raises(OptionError, match="mmap, resident"):
+        rival(name, SPEC, read_layout(tiny()), None)
+
+
+def test_systems_of_one_group(tiny: Any) -> None:
+    group = entries(replace(SPEC, model=str(tiny())), ["30%", "100%"], ["mmap", "resident"], 1 << 40)
+    assert [(entry.label, entry.spec.system, entry.is_rival) for entry in group] == [
+        ("moegguf", "moegguf", False), ("moegguf", "moegguf", False),
+        ("mmap", "mmap", True), ("resident", "resident", True),
+    ]  # fmt: skip
+    assert [entry.spec.expert_cache for entry in group[:2]] == ["30%", "100%"]
+
+
+def test_systems_take_turns() -> None:
+    order = [(n, entry.label) for n, entry in schedule([OWN, MMAP], 2)]
+    assert order == [(0, "moegguf"), (0, "mmap"), (1, "moegguf"), (1, "mmap")]
+
+
+def test_what_was_killed_is_not_run_again() -> None:
+    runs: list[str] = []
+
+    def run(entry: Entry) -> Outcome:
+        runs.append(entry.label)
+        return Outcome(entry, 0, error=KILLED) if entry is RESIDENT else Outcome(entry, 0, result(1.0))
+
+    said: list[str] = []
+    outcomes = list(run_series([OWN, RESIDENT, MMAP], 2, run, said.append))
+    assert runs == ["moegguf", "resident", "mmap", "moegguf", "mmap"]
+    assert [outcome.round for outcome in outcomes] == [0, 0, 0, 1, 1]
+    assert "  killed by the memory limit" in said
+
+
+# --- rows
+
+
+def test_rows_hold_every_field() -> None:
+    rows = make_rows(OUTCOMES, 4 << 30)
+    assert ",".join(FIELDS) == LLAMA_BENCH_FIELDS
+    assert [(row["test"], row["system"]) for row in rows] == [
+        ("pp4", "moegguf"), ("pp4", "mmap"), ("pp4", "resident"),
+        ("tg2", "moegguf"), ("tg2", "mmap"), ("tg2", "resident"),
+    ]  # fmt: skip
+    assert (set(FIELDS) | set(OWN_FIELDS)) - {"link_bound_strict_pct"} <= set(rows[0])
+    assert rows[0]["samples_ts"] == [8.0, 8.0, 4.0, 4.0]
+    assert (rows[0]["avg_ts"], rows[0]["median_ts"]) == (6.0, 6.0)
+    assert rows[3]["token_ms_p50"] == 1000.0
+    assert rows[0]["cgroup_peak_bytes"] == 3 << 30
+    assert rows[2]["error"] == KILLED
+    assert rows[2]["model_type"] == "moe 1B Q4_0"
+
+
+def test_ratios_are_paired_by_round() -> None:
+    against = make_rows(OUTCOMES)[3]["against"]
+    assert against["mmap"]["ratios"] == [10.0, 4.0]
+    assert against["mmap"]["ratio"] == 7.0
+    assert (against["mmap"]["tokens_same"], against["mmap"]["tokens_compared"]) == (7, 8)
+    assert not against["mmap"]["same_tokens"]
+    assert not against["mmap"]["same_kernels"]
+    assert against["resident"] == {"error": KILLED}
+
+
+def test_strict_bound_takes_compute_time_from_the_resident_run() -> None:
+    rows = make_rows([Outcome(OWN, 0, result(0.5)), Outcome(RESIDENT, 0, result(0.3, store=False))])
+    assert "link_bound_strict_pct" not in rows[1]
+    # 300 ms of compute and 84 MB at 1.5 GB/s, over the 500 ms that a token took
+    assert rows[2]["link_bound_strict_pct"] == pytest.approx(100 * (0.3 + 0.056) / 0.5)
+
+
+def test_no_outcomes_no_rows() -> None:
+    assert make_rows([]) == []
+    assert as_markdown([]) == ""
+
+
+# --- formats
+
+
+def test_markdown() -> None:
+    assert as_markdown(make_rows(OUTCOMES, 4 << 30)) == (Path(__file__).parent / "bench.md").read_text()
+
+
+def test_csv_can_be_read_back() -> None:
+    lines = list(csv.DictReader(io.StringIO(FORMATS["csv"](make_rows(OUTCOMES)))))
+    assert ",".join(list(lines[0])[: len(FIELDS)]) == LLAMA_BENCH_FIELDS
+    assert (lines[0]["avg_ts"], lines[0]["repack"], lines[0]["n_prompt"]) == ("6.000000", "1", "4")
+    assert lines[3]["against"] == "mmap=7.000;resident="
+
+
+def test_json_and_jsonl_say_the_same() -> None:
+    rows = make_rows(OUTCOMES)
+    objects = json.loads(FORMATS["json"](rows))
+    assert objects == [json.loads(line) for line in FORMATS["jsonl"](rows).splitlines()]
+    assert list(objects[0])[: len(FIELDS)] == list(FIELDS)
+    assert objects[0]["samples_ns"] == [5 * 10**8, 5 * 10**8, 10**9, 10**9]
+    assert objects[3]["against"]["mmap"]["ratio"] == 7.0

@@ -1,0 +1,106 @@
+"""Checks the patches as code is checked, and rewrites them after an edit.
+
+Usage: python tools/patches.py check     every patch is listed, has a reason and an end, and applies to pristine source
+       python tools/patches.py refresh   rewrites each patch from the patched tree in build/vendor, keeping its header
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tools import vendor
+
+HEADER_FIELDS = ("Subject", "Why", "Until", "Touches")
+MOST_ADDED_LINES = 100  # over all patches: a version bump must stay a matter of moving call sites
+
+
+def header_of(patch: Path) -> str:
+    """The text before the first diff."""
+    return patch.read_text().split("\n--- ", 1)[0]
+
+
+def touched_by(patch: Path) -> list[str]:
+    """Files that the patch changes, relative to llama.cpp."""
+    return re.findall(r"^\+\+\+ b/(\S+)$", patch.read_text(), re.MULTILINE)
+
+
+def added_lines(patch: Path) -> int:
+    return sum(line.startswith("+") and not line.startswith("+++") for line in patch.read_text().splitlines())
+
+
+def problems_of_headers() -> Iterator[str]:
+    """One sentence per patch that is not listed, not there, or lacks a part of its header."""
+    listed = vendor.series()
+    present = sorted(vendor.PATCHES.glob("*.patch"))
+    readme = (vendor.PATCHES / "README.md").read_text()
+    for patch in sorted(set(present) - set(listed)):
+        yield f"{patch.name} is not listed in patches/series"
+    for patch in listed:
+        if patch not in present:
+            yield f"patches/series lists {patch.name}, which does not exist"
+            continue
+        if listed.count(patch) > 1:
+            yield f"patches/series lists {patch.name} twice"
+        for field in HEADER_FIELDS:
+            if not re.search(rf"^{field}: \S", header_of(patch), re.MULTILINE):
+                yield f"{patch.name} has no '{field}:' in its header"
+        if f"`{patch.name}`" not in readme:
+            yield f"patches/README.md does not name {patch.name}"
+        for file in touched_by(patch):
+            if file not in header_of(patch):
+                yield f"{patch.name} changes {file}, which its header does not say"
+    total = sum(added_lines(patch) for patch in listed if patch in present)
+    if total > MOST_ADDED_LINES:
+        yield f"the patches add {total} lines, more than {MOST_ADDED_LINES}: move code to moegguf/native"
+
+
+def problems_of_application() -> Iterator[str]:
+    """One sentence when a patch does not apply, without fuzz, in order, to the pristine source."""
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder) / "llama.cpp"
+        vendor.unpack(vendor.fetch(vendor.read_pin()), tree)
+        try:
+            for patch in vendor.series():
+                vendor.apply(patch, tree)
+        except vendor.VendorError as error:
+            yield str(error)
+
+
+def refresh() -> None:
+    """Rewrites each patch from the edited tree. A file belongs to the patch that touches it."""
+    with tempfile.TemporaryDirectory() as folder:
+        pristine = Path(folder) / "a"
+        vendor.unpack(vendor.fetch(vendor.read_pin()), pristine)
+        (Path(folder) / "b").symlink_to(vendor.VENDOR / "llama.cpp")
+        for patch in vendor.series():
+            diffs = [diff(Path(folder), file) for file in touched_by(patch)]
+            patch.write_text(header_of(patch).rstrip() + "\n\n" + "".join(diffs))
+
+
+def diff(folder: Path, file: str) -> str:
+    command = ["diff", "--unified", f"--label=a/{file}", f"--label=b/{file}", f"a/{file}", f"b/{file}"]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True).stdout
+
+
+def main() -> int:
+    if sys.argv[1:] == ["refresh"]:
+        refresh()
+        return 0
+    if sys.argv[1:] != ["check"]:
+        print(__doc__, file=sys.stderr)
+        return 2
+    problems = [*problems_of_headers(), *problems_of_application()]
+    for problem in problems:
+        print(f"error: {problem}", file=sys.stderr)
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
