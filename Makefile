@@ -17,7 +17,7 @@ CMAKE_ARGS ?=
 
 all: $(READY)
 
-$(VENV)/.tools: pyproject.toml tools/check_machine.py
+$(VENV)/.tools: tools/check_machine.py
 	@$(PYTHON) tools/check_machine.py
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	@echo "installing build tools into $(VENV)"
@@ -52,11 +52,14 @@ lint: $(VENV)/.lint
 	@$(VENV)/bin/mypy
 	@$(VENV)/bin/clang-format --dry-run -Werror moegguf/native/*.cpp moegguf/native/*.h
 
-tsan asan: $(READY)
-	@$(PY) tools/sanitize.py $@
+tsan: $(READY)
+	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(PY) tools/sanitize.py thread
+
+asan: $(READY)
+	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(PY) tools/sanitize.py address
 
 bench: $(READY)
-	@$(VENV)/bin/moegguf bench -m $(MODEL) --against mmap --memory-limit 4GiB
+	@$(VENV)/bin/moegguf bench -m $(MODEL) --against mmap --memory-limit 4GiB -p 512 -n 32 -r 2
 
 clean:
-	rm -rf $(VENV) build/native build/tsan build/asan
+	rm -rf $(VENV) build/native build/tsan build/asan build/ubsan build/test-rpc

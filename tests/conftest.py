@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from _pytest.faulthandler import fault_handler_stderr_fd_key
 
 if TYPE_CHECKING:
     from moegguf.engine.llama import Llama
@@ -18,13 +19,15 @@ if TYPE_CHECKING:
 TinyModel = Callable[..., Path]
 Load = Callable[..., "Llama"]
 
-LONGEST_TEST_S = 300  # tests take seconds; two cores shared with other jobs take many times that
+LONGEST_TEST_S = 120  # tests take seconds, and many times that where two cores are shared with other jobs
 
 
 @pytest.fixture(autouse=True)
-def no_deadlock() -> Iterator[None]:
+def no_deadlock(request: pytest.FixtureRequest) -> Iterator[None]:
     """A test that hangs ends the run with every thread's stack instead of blocking it."""
-    faulthandler.dump_traceback_later(LONGEST_TEST_S, exit=True)
+    # pytest's own copy of stderr: the process's is captured
+    file = request.config.stash.get(fault_handler_stderr_fd_key, 2)
+    faulthandler.dump_traceback_later(LONGEST_TEST_S, exit=True, file=file)
     yield
     faulthandler.cancel_dump_traceback_later()
 

@@ -38,13 +38,16 @@ def build(sanitizer: str) -> Path:
     return folder / "bin"
 
 
-def runtime(sanitizer: str) -> str:
-    """The compiler's runtime library, which has to come before the interpreter's own allocations."""
+def preload(sanitizer: str) -> str:
+    """The sanitizer's runtime, which has to come before the interpreter's own allocations, and the C++ library, whose
+    exceptions it wants to find when it starts."""
+    names = [f"lib{FOLDER[sanitizer]}.so", "libstdc++.so"]
     compiler = os.environ.get("CXX", "c++")
-    found = subprocess.run(
-        [compiler, f"-print-file-name=lib{FOLDER[sanitizer]}.so"], check=True, capture_output=True, text=True
-    )
-    return str(Path(found.stdout.strip()).resolve())
+    found = [
+        subprocess.run([compiler, f"-print-file-name={name}"], check=True, capture_output=True, text=True).stdout
+        for name in names
+    ]
+    return " ".join(str(Path(path.strip()).resolve()) for path in found)
 
 
 def main() -> int:
@@ -54,11 +57,10 @@ def main() -> int:
     parser.add_argument("pytest", nargs="*", default=NATIVE_ROOM, help="arguments for pytest, after --")
     args = parser.parse_args()
     environment = {
-        **os.environ, **OPTIONS, "LD_PRELOAD": "", "MOEGGUF_LIBRARY": str(build(args.sanitizer)),
+        **os.environ, **OPTIONS, "MOEGGUF_LIBRARY": str(build(args.sanitizer)), "LD_PRELOAD": preload(args.sanitizer),
         "PYTHONPATH": str(ROOT), "PYTHONMALLOC": "malloc",
     }  # fmt: skip
-    environment["LD_PRELOAD"] = runtime(args.sanitizer)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-s", *args.pytest]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *args.pytest]
     return subprocess.run(command, cwd=ROOT, env=environment).returncode
 
 

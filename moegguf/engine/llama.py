@@ -44,6 +44,8 @@ _LEGACY_OPTIONS = frozenset({"f16_kv", "n_parts", "low_vram", "mul_mat_q", "n_gq
 
 Progress = Callable[[float], object]
 
+_ABORTED = "llama_decode returned 2"  # our abort callback said so: a failure with a reason, or else cancel()
+
 
 def known_options() -> list[str]:
     """Keywords of `Llama`: the base class's and ours."""
@@ -193,6 +195,8 @@ class Llama(_bindings.Llama):  # type: ignore[misc, name-defined]
                 self._forget_pass(before)
                 if session is not None and not isinstance(error, MoeggufError):
                     session.raise_failure()
+                    if str(error) == _ABORTED:
+                        raise GenerationCancelled("generation was cancelled; resume() allows it again.") from None
                 raise
             finally:
                 self._eval_s += time.perf_counter() - start
@@ -275,6 +279,7 @@ class Llama(_bindings.Llama):  # type: ignore[misc, name-defined]
         self.close()
 
     def __enter__(self) -> Llama:
+        self._open_session()
         return self
 
     def __exit__(self, *_: object) -> None:

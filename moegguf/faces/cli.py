@@ -6,6 +6,7 @@ Nothing heavy is imported before a command runs: `moegguf --help` answers at onc
 from __future__ import annotations
 
 import importlib.util
+import sys
 from typing import Annotated
 
 import typer
@@ -142,3 +143,7 @@ if importlib.util.find_spec("moegguf.faces.bench"):
 def main(arguments: list[str] | None = None) -> int:
     """The entry point: runs a command and returns its exit code."""
     return guarded(lambda: app(arguments, prog_name="moegguf", standalone_mode=False))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
+import queue
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from moegguf.faces.display import Waiting
 
 DEFAULT_CTX = 4096
+PATIENCE_S = 0.5  # for a load that was interrupted
 
 
 @dataclass(frozen=True)
@@ -81,29 +81,40 @@ def context_size(n_ctx_train: int, asked: int | None) -> int:
     return asked or min(n_ctx_train, DEFAULT_CTX)
 
 
-@contextmanager
-def interruptible() -> Iterator[threading.Event]:
-    """While llama.cpp calls back into Python: Ctrl-C sets the event, and is raised at the end; twice ends the process.
+def interruptible(load: Callable[[threading.Event], Llama]) -> Llama:
+    """`load` on a thread of its own: C computes for seconds, and a signal in a callback from C would be lost.
 
-    KeyboardInterrupt inside a callback from C would be printed and lost.
+    Raises KeyboardInterrupt on Ctrl-C, with the event set, or ends the process when `load` does not heed it.
     """
     interrupted = threading.Event()
+    done: queue.SimpleQueue[Llama | BaseException] = queue.SimpleQueue()
 
-    def on_interrupt(*_: object) -> None:
-        if interrupted.is_set():
-            os._exit(STOPPED)
-        interrupted.set()
+    def work() -> None:
+        try:
+            done.put(load(interrupted))
+        except BaseException as error:  # raised again by the thread that waits
+            done.put(error)
 
-    if threading.current_thread() is not threading.main_thread():
-        yield interrupted
-        return
-    before = signal.signal(signal.SIGINT, on_interrupt)
+    thread = threading.Thread(target=work, name="moegguf-load", daemon=True)
+    thread.start()
     try:
-        yield interrupted
-    finally:
-        signal.signal(signal.SIGINT, before)
-        if interrupted.is_set():
-            raise KeyboardInterrupt
+        while thread.is_alive():
+            thread.join(0.1)
+    except KeyboardInterrupt:
+        interrupted.set()
+        thread.join(PATIENCE_S)
+        if thread.is_alive():
+            os._exit(STOPPED)
+        raise
+    result = done.get()
+    if isinstance(result, BaseException):
+        raise result
+    return result
+
+
+def silence() -> None:
+    """llama.cpp's log, which goes to stderr through this logger's level, says nothing."""
+    logging.getLogger("llama-cpp-python").setLevel(logging.CRITICAL)
 
 
 def load(path: Path, options: LoadOptions, waiting: Waiting) -> tuple[Llama, float]:
@@ -114,13 +125,13 @@ def load(path: Path, options: LoadOptions, waiting: Waiting) -> tuple[Llama, flo
 
     layout = moegguf.read_layout(path)
     n_ctx = context_size(layout.hparams.n_ctx_train, options.ctx)
-    with interruptible() as interrupted:
 
+    def open_model(interrupted: threading.Event) -> Llama:
         def progress(share: float) -> bool:
             waiting.show(f"loading {layout.name}", share)
             return not interrupted.is_set()
 
-        llm = moegguf.Llama(
+        return moegguf.Llama(
             path,
             expert_cache=options.expert_cache,
             n_ctx=n_ctx,
@@ -128,9 +139,12 @@ def load(path: Path, options: LoadOptions, waiting: Waiting) -> tuple[Llama, flo
             verbose=options.verbose > 1,
             progress=progress,
         )
-    if options.verbose < 2:
-        # Its warnings reach the terminal even with verbose=False, as when a pass is cancelled.
-        logging.getLogger("llama-cpp-python").setLevel(logging.CRITICAL)
+
+    if options.verbose > 1:
+        return interruptible(open_model), time.perf_counter() - start
+    silence()  # from the first line on
+    llm = interruptible(open_model)
+    silence()  # the bindings have turned warnings on again, such as that a pass was cancelled
     return llm, time.perf_counter() - start
 
 

@@ -63,6 +63,7 @@ struct Job {
     uint32_t generation = 0;
     uint8_t  kinds      = 0; // bits of the matrices to read, one unless chunking is off
     bool     needed     = false;
+    uint32_t claims     = 0; // of the slot, when this was queued
 };
 
 struct Wish {

@@ -10,6 +10,7 @@ struct Slot {
     int      expert    = -1;
     uint32_t generation = 0; // bumped at every change of owner
     int      pins      = 0;
+    uint32_t claims    = 0; // times a gate has asked for this expert here
     uint8_t  ready     = 0; // a bit per matrix kind
     uint8_t  queued    = 0;
     uint8_t  reading   = 0;

@@ -96,7 +96,10 @@ bool Store::pin_all(Lane & lane, Moment now, Lock & lock) {
         const int s = residency_.find(il, expert);
         look_up(il, s);
         if (s >= 0) {
-            residency_.slot(s).pins += 1;
+            Slot & slot = residency_.slot(s);
+            slot.pins += 1;
+            slot.claims += 1;
+            slot.failed = false; // for an earlier request: this one reads again
             residency_.touch(s);
             lane.pinned.push_back(s);
             lane.slot_of[expert] = s;

@@ -24,7 +24,7 @@ void Store::queue(int s, uint8_t kinds, bool needed) {
     const bool whole = !needed && !(flags_ & MOEGGUF_CHUNKED);
     while (kinds) {
         const uint8_t bits = whole ? kinds : lowest_bit(kinds);
-        (needed ? needed_ : wanted_).push({s, slot.generation, bits, needed});
+        (needed ? needed_ : wanted_).push({s, slot.generation, bits, needed, slot.claims});
         slot.queued |= bits;
         kinds &= ~bits;
         work_.notify_one();
@@ -168,7 +168,12 @@ void Store::finish(const Job & job, bool ok, const std::string & why) {
     } else {
         counters_.read_errors += 1;
         read_error_ = why;
-        slot.failed = true;
+        // A read from before the last gate asked says nothing about that gate's request: it gets one of its own.
+        if (slot.pins > 0 && slot.claims != job.claims) {
+            queue(job.slot, job.kinds, true);
+        } else {
+            slot.failed = true;
+        }
     }
     const uint8_t chunks = layout_.layers[slot.il].chunks;
     if (slot.ready == chunks) {

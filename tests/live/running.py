@@ -140,3 +140,11 @@ def in_threads(*calls: Callable[[], Any], timeout_s: float = 60.0) -> list[Any]:
     if errors:
         raise errors[0]
     return results
+
+
+def greedy_tokens_of_file(path: Path) -> list[int]:
+    """For another process: what a model of its own writes."""
+    with Llama(path, expert_cache="40%", n_ctx=512, n_threads=1, logits_all=True, verbose=False) as llm:
+        logits = greedy_logits(llm, n_new=8)
+        assert llm.stats().evictions > 0
+        return np.argmax(logits, axis=1).tolist()

@@ -114,6 +114,16 @@ def test_mixed_types_share_slots_across_layers(tmp_path: Path, open_store: Open,
             fake.token(store, lane, [first, first + 1])
 
 
+def test_a_slot_is_a_whole_number_of_blocks_of_every_type_of_its_kind(tmp_path: Path, open_store: Open) -> None:
+    """Worked out by hand: kernels step from slot to slot in blocks, and in lines of 64 bytes."""
+    fake = make_model(tmp_path, n_embd=256, n_ff=256, types=MIXED)
+    store, _ = open_store(fake, 5)
+    gate, gate_up = 256 * 144, 512 * 144  # multiples of 64 and 144 as they are
+    up = 7 * 20160  # 256 * 256 * 2 bytes of F16 in multiples of 64, 144, 210 and 2
+    down = 342720  # 256 * 256 * 4 bytes of F32 in multiples of 64, 144, 210, 34 and 4
+    assert store.info()["slot_bytes"] == gate + up + down + gate_up
+
+
 @pytest.mark.parametrize("direct", [True, False], ids=["direct", "buffered"])
 @pytest.mark.parametrize("gap", [0, 32, 4096, 4096 - 32])
 def test_offsets_of_any_alignment_and_the_very_end_of_a_file_are_read(

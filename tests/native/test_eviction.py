@@ -126,6 +126,19 @@ def test_a_gate_drops_the_prefetches_of_its_layer_that_were_not_needed(layer: Fa
     assert store.counters()["prefetch_dropped"] == 3
 
 
+def test_a_stale_prefetch_that_was_begun_gives_its_slot_back(fake: FakeModel, open_store: Open) -> None:
+    store, lane = open_store(fake, 8, simulate=True, link_bytes_per_s=1e9)
+    store.prefetch([1], [4])
+    store.advance(10)
+    lane.gate(0, [0, 1])  # goes before the rest of it
+    assert store.residency()[1, 4] == 1
+    lane.gate(1, [5])
+    assert store.residency()[1, 4] == 0
+    counters = store.counters()
+    assert counters["prefetch_started"] == counters["prefetch_wasted"] == 1
+    assert counters["prefetch_dropped"] == 0
+
+
 def lru_hits(routing: list[int], n_slots: int) -> int:
     held: OrderedDict[int, None] = OrderedDict()
     hits = 0

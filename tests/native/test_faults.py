@@ -104,6 +104,9 @@ def test_an_error_on_the_disk_that_stays_is_told_with_its_reason(fake: FakeModel
     assert (failure.status, failure.il) == (library.IO, 2)
     assert failure.expert in (0, 1)
     assert store.counters()["read_errors"] > 0
+    store.drain(5)
+    assert store.residency().sum() == 0  # nothing is there, and nothing is said to be on its way
+    assert store.counters()["slots_used"] == 0
     library.arm_fault("read", 0)
     fake.token(store, lane, [0, 1])
 

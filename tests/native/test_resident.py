@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
-from fake_model import FakeModel, Open, check_counters
+from fake_model import F32, FakeModel, Open, check_counters, make_model
 
 from moegguf.errors import OptionError
+
+
+def rss_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
 def test_with_a_slot_for_every_expert_slot_ids_are_expert_ids(fake: FakeModel, open_store: Open) -> None:
@@ -86,6 +92,19 @@ def test_a_pool_may_shrink_while_its_fill_goes_on(fake: FakeModel, open_store: O
         fake.token(store, lane, [first, first + 1])
     store.drain(10)
     check_counters(store.counters(), 5)
+
+
+def test_a_pool_that_shrinks_gives_its_memory_back(tmp_path: Path, open_store: Open) -> None:
+    fake = make_model(tmp_path, n_layer=2, n_embd=512, n_ff=256, types=({"up": F32, "down": F32},))
+    store, lane = open_store(fake, 16)
+    store.drain(10)
+    full = rss_bytes()
+    store.resize(4)
+    fake.token(store, lane, [2, 5])
+    assert full - rss_bytes() > 10 * fake.expert_bytes  # of the 12 that went, less what the test itself took
+    store.resize(16)
+    fake.token(store, lane, [0, 1])
+    fake.token(store, lane, [6, 7])
 
 
 @pytest.mark.parametrize("n_slots", [-1, 0, 1, 33, 1 << 30])

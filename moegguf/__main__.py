@@ -1,0 +1,7 @@
+"""`python -m moegguf` is the `moegguf` command."""
+
+import sys
+
+from moegguf.faces.cli import main
+
+sys.exit(main())

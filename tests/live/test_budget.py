@@ -1,0 +1,131 @@
+"""Budgets that cannot be, that are too small, and that change while the model writes."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+from running import Llama, Load, Reference, TinyModel, greedy_logits, random_prompt, share_for
+
+from moegguf.errors import BudgetError
+from moegguf.experts import read_layout
+
+N_BEFORE, N_AFTER = 12, 20
+
+
+@pytest.mark.parametrize("budget", [0, -1, "abc", "", "0", "-4GiB", "0%", "101%", 0.5, float("nan"), 1 << 70])
+def test_a_budget_that_is_none_says_what_is_accepted(tiny: TinyModel, budget: Any) -> None:
+    with pytest.raises(BudgetError, match="accepted"):
+        Llama(tiny(), expert_cache=budget, verbose=False)
+
+
+@pytest.mark.parametrize("budget", [1, "1KiB", "5%"])
+def test_a_budget_below_the_minimum_states_one_that_works(tiny: TinyModel, load: Load, budget: Any) -> None:
+    path = tiny("tiny-mixtral", "q4_k_m")  # 5 % of its 24 experts is one, and a token needs two
+    with pytest.raises(BudgetError, match="needs 2 in a layer") as caught:
+        Llama(path, expert_cache=budget, verbose=False)
+    stated = re.search(r"at least '([^']+)'", str(caught.value))
+    assert stated
+    with pytest.warns(UserWarning, match="below one token's experts"):
+        llm = load(path, expert_cache=stated[1])
+    assert llm.plan.n_slots == 2
+    assert np.isfinite(greedy_logits(llm, n_new=4)).all()
+
+
+@pytest.mark.parametrize("share_of_cycle", [0.5, 0.75, 0.95])
+def test_less_than_a_token_cycle_warns_and_still_hits(
+    tiny: TinyModel, load: Load, reference: Reference, share_of_cycle: float
+) -> None:
+    path = tiny()
+    n_slots = int(read_layout(path).token_cycle_slots * share_of_cycle)
+    with pytest.warns(UserWarning, match="below one token's experts"):
+        llm = load(path, expert_cache=share_for(path, n_slots))
+    greedy_logits(llm, [7] * 100)
+    stats = llm.stats()
+    assert stats.hit_rate > 0
+    assert stats.evictions > 0
+
+
+def test_enough_for_everything_warns_of_nothing(tiny: TinyModel, load: Load) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        llm = load(tiny(), expert_cache="1GiB")
+    assert llm.plan.resident
+    assert llm.stats().n_slots == llm.stats().n_experts == 64
+
+
+@pytest.mark.parametrize("switch", [True, False], ids=["repacked", "plain"])
+@pytest.mark.parametrize("first", ["100%", "60%"])
+@pytest.mark.parametrize("second", ["one layer", "40%"])
+def test_a_budget_shrunk_while_writing_changes_no_token(
+    tiny: TinyModel, load: Load, reference: Reference, first: str, second: str, switch: bool
+) -> None:
+    from moegguf.native.store import StoreOptions
+
+    path = tiny()
+    n_slots = {"one layer": 16, "40%": 25}[second]
+    llm = load(path, expert_cache=first, store=StoreOptions(repack=switch))
+    expected = reference(path, repack=switch)[: 200 + N_BEFORE + N_AFTER + N_AFTER]
+    llm.eval(random_prompt(llm))
+    before = llm.stats()
+    for n in range(N_BEFORE + N_AFTER):
+        if n == N_BEFORE:
+            assert llm.stats().slots_used > n_slots
+            llm.set_expert_cache(share_for(path, n_slots))
+        llm.eval([int(np.argmax(llm.scores[llm.n_tokens - 1]))])
+        if n >= N_BEFORE:
+            stats = llm.stats()
+            assert stats.slots_used <= n_slots, "the budget has to be met within one token"
+            assert stats.n_slots == n_slots
+            assert stats.pool_bytes == share_for(path, n_slots)
+    assert np.array_equal(llm.scores[: llm.n_tokens], expected)
+    assert (llm.stats() - before).evictions > 0
+    llm.set_expert_cache(first)
+    assert np.array_equal(greedy_logits(llm), expected)
+    assert llm.stats().slots_used > n_slots
+
+
+def test_shrinking_gives_memory_back(tiny: TinyModel, load: Load) -> None:
+    path = tiny("tiny-mix", "q8_0")
+    llm = load(path, expert_cache="100%")
+    assert llm.session is not None
+    greedy_logits(llm, n_new=1)
+    llm.session.store.drain()
+    full = resident_bytes()
+    llm.set_expert_cache("25%")
+    llm.eval([1])
+    given_back = full - resident_bytes()
+    assert given_back > llm.plan.budget_bytes // 2
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
+
+
+def test_shrinking_below_what_a_pass_may_need_is_refused(tiny: TinyModel, load: Load) -> None:
+    path = tiny()
+    llm = load(path, expert_cache="40%")
+    with pytest.raises(BudgetError, match="at least") as caught:
+        llm.set_expert_cache(share_for(path, 8))
+    stated = re.search(r"at least '([^']+)'", str(caught.value))
+    assert stated
+    llm.set_expert_cache(stated[1])
+    with pytest.raises(BudgetError):
+        llm.set_expert_cache(1)
+    greedy_logits(llm)
+    assert 16 <= llm.stats().slots_used == llm.stats().n_slots < llm.plan.n_slots
+
+
+def test_shrinking_under_the_token_cycle_still_hits(tiny: TinyModel, load: Load) -> None:
+    """A global LRU smaller than one token's experts hits nothing: floors have to follow the new size."""
+    path = tiny()
+    llm = load(path, expert_cache="60%", n_ubatch=2)
+    greedy_logits(llm, [7] * 20, 2)
+    llm.set_expert_cache(share_for(path, 12))
+    before = llm.stats()
+    greedy_logits(llm, [7] * 60, 0)
+    assert (llm.stats() - before).hit_rate > 0

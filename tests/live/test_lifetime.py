@@ -1,0 +1,376 @@
+"""Closing, forking, pickling, sharing between threads: a typed error or the right answer, and nothing left behind."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from running import (
+    Llama,
+    Load,
+    Reference,
+    TinyModel,
+    greedy_logits,
+    greedy_tokens_of_file,
+    in_threads,
+    random_prompt,
+)
+
+from moegguf.errors import (
+    AllocationError,
+    BudgetError,
+    ClosedError,
+    ForkError,
+    GenerationCancelled,
+    ModelFormatError,
+    OptionError,
+)
+from moegguf.native import library
+
+CHILD_TIMEOUT_S = 30
+
+USES: dict[str, Callable[[Llama], Any]] = {
+    "eval": lambda llm: llm.eval([1]),
+    "embed": lambda llm: llm.embed("a"),
+    "stats": lambda llm: llm.stats(),
+    "set_expert_cache": lambda llm: llm.set_expert_cache("50%"),
+    "call": lambda llm: llm("a", max_tokens=1),
+    "stream": lambda llm: list(llm("a", max_tokens=1, stream=True)),
+    "chat": lambda llm: llm.create_chat_completion([{"role": "user", "content": "a"}], max_tokens=1),
+    "generate": lambda llm: next(llm.generate([1])),
+    "sample": lambda llm: llm.sample(),
+    "tokenize": lambda llm: llm.tokenize(b"a"),
+    "detokenize": lambda llm: llm.detokenize([1]),
+    "n_vocab": lambda llm: llm.n_vocab(),
+    "n_ctx": lambda llm: llm.n_ctx(),
+    "save_state": lambda llm: llm.save_state(),
+    "enter": lambda llm: llm.__enter__(),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_closed_model_says_so(tiny: TinyModel, load: Load, use: str) -> None:
+    llm = load(tiny(), expert_cache="40%")
+    llm.eval([1, 2])
+    llm.close()
+    llm.close()
+    with pytest.raises(ClosedError):
+        USES[use](llm)
+    llm.cancel()
+    llm.resume()
+    assert llm.session is None or llm.session.store._handle is None
+
+
+def test_with_closes_even_when_the_body_raises(tiny: TinyModel) -> None:
+    with pytest.raises(ZeroDivisionError), Llama(tiny(), expert_cache="40%", verbose=False) as llm:
+        raise ZeroDivisionError
+    with pytest.raises(ClosedError):
+        llm.eval([1])
+
+
+def test_a_stream_left_unfinished_does_not_outlive_the_model(tiny: TinyModel, load: Load) -> None:
+    llm = load(tiny(), expert_cache="40%")
+    steps = llm.generate([1, 2, 3])
+    next(steps)
+    llm.close()
+    with pytest.raises(ClosedError):
+        next(steps)
+
+
+class Footprint:
+    """Threads, open files and resident memory of this process."""
+
+    def __init__(self) -> None:
+        gc.collect()
+        self.threads = len(os.listdir("/proc/self/task"))
+        self.files = len(os.listdir("/proc/self/fd"))
+        self.bytes = int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+    def check(self, before: Footprint, spare_bytes: int = 4 << 20) -> None:
+        assert (self.threads, self.files) == (before.threads, before.files)
+        assert self.bytes - before.bytes < spare_bytes
+
+
+def test_a_model_that_is_only_forgotten_is_freed(tiny: TinyModel) -> None:
+    options: dict[str, Any] = {"expert_cache": "40%", "n_threads": 1, "verbose": False}
+    Llama(tiny(), **options).close()
+    before = Footprint()
+    llm = Llama(tiny(), progress=lambda _share: None, **options)
+    llm.eval([1, 2, 3])
+    assert Footprint().files > before.files
+    gone = weakref.ref(llm)
+    del llm
+    Footprint().check(before)
+    assert gone() is None
+
+
+def test_loading_and_closing_twenty_times_leaves_nothing(tiny: TinyModel) -> None:
+    path = tiny("tiny-mix", "q8_0")  # a pool of 5 MB: twenty forgotten ones cannot be missed
+
+    def use() -> None:
+        with Llama(path, expert_cache="40%", n_threads=1, n_ctx=512, verbose=False) as llm:
+            llm("some text", max_tokens=4)
+
+    for _ in range(3):  # libraries and allocators warm up
+        use()
+    before = Footprint()
+    for _ in range(20):
+        use()
+    Footprint().check(before, spare_bytes=16 << 20)  # plain llama.cpp and its bindings grow by 0.2 MB a load
+
+
+@pytest.mark.parametrize("fault", ["open", "alloc", "thread", "stop", "format", "budget", "context"])
+def test_a_load_that_fails_leaves_nothing(tiny: TinyModel, tmp_path: Path, fault: str) -> None:
+    path, options = tiny(), {"expert_cache": "40%", "verbose": False, "n_threads": 1}
+    if fault == "format":
+        data = tiny().read_bytes().replace(b"blk.0.attn_norm.weight", b"blk.0.attn_nrom.weight")
+        path = tmp_path / "bad.gguf"
+        path.write_bytes(data)
+    if fault == "budget":
+        options["expert_cache"] = 1
+    if fault == "stop":
+        options["progress"] = lambda _share: False
+    if fault == "context":
+        options["type_v"] = 2  # Q4_0, which llama.cpp refuses without flash attention
+
+    def fail() -> None:
+        if fault in library.FAULT:
+            library.arm_fault(fault, 1, sticky=True)
+        errors = (OSError, AllocationError, GenerationCancelled, ModelFormatError, BudgetError)
+        with pytest.raises(errors):
+            Llama(path, **options)
+        if fault in library.FAULT:
+            library.arm_fault(fault, 0)
+
+    Llama(tiny(), expert_cache="40%", verbose=False).close()
+    fail()
+    before = Footprint()
+    for _ in range(5):
+        fail()
+    Footprint().check(before)
+    with Llama(tiny(), expert_cache="40%", verbose=False) as llm:
+        llm.eval([1])
+
+
+def wait_for(pid: int) -> int:
+    """The exit status of a child, which is killed when it takes too long."""
+    deadline = time.monotonic() + CHILD_TIMEOUT_S
+    while time.monotonic() < deadline:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return -signal.SIGKILL
+
+
+def child_of_fork(llm: Llama) -> int:
+    """0 when every use is a ForkError and closing is harmless."""
+    for use in ("eval", "stats", "call", "generate", "embed", "set_expert_cache"):
+        try:
+            USES[use](llm)
+        except ForkError:
+            continue
+        except BaseException:
+            return 1
+        return 2
+    llm.close()
+    try:
+        llm.eval([1])
+    except ClosedError:
+        return 0
+    return 3
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_child_of_fork_gets_an_error_and_the_parent_goes_on(
+    tiny: TinyModel, load: Load, reference: Reference
+) -> None:
+    llm = load(tiny(), expert_cache="40%")
+    llm.eval([1, 2, 3])
+    pid = os.fork()
+    if pid == 0:
+        status = 4
+        try:
+            status = child_of_fork(llm)
+        finally:
+            os._exit(status)
+    assert wait_for(pid) == 0
+    assert np.array_equal(greedy_logits(llm), reference(tiny()))
+
+
+def run_script(script: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment},
+        capture_output=True,
+        text=True,
+        timeout=CHILD_TIMEOUT_S,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("closed_in_child", [True, False])
+def test_a_child_of_fork_exits_normally_while_readers_are_busy(tiny: TinyModel, closed_in_child: bool) -> None:
+    script = """
+        import os, sys, warnings
+        warnings.simplefilter("ignore")
+        from moegguf import Llama
+        llm = Llama(sys.argv[1], expert_cache="40%", n_threads=1, verbose=False)
+        llm.eval([1, 2, 3])
+        rng = range(16)
+        for _ in range(5):
+            llm.session.store.prefetch([1] * 16 + [2] * 16, [*rng, *rng])
+            pid = os.fork()
+            if pid == 0:
+                if sys.argv[2] == "True":
+                    llm.close()
+                sys.exit(7)  # the interpreter frees what it holds
+            _, status = os.waitpid(pid, 0)
+            assert os.waitstatus_to_exitcode(status) == 7, status
+            llm.eval([4])
+        print("parent done")
+    """
+    result = run_script(script, tiny(), closed_in_child)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == "parent done\n"
+
+
+def test_a_process_that_only_exits_frees_everything(tiny: TinyModel) -> None:
+    script = """
+        import sys
+        from moegguf import Llama
+        llm = Llama(sys.argv[1], expert_cache="40%", n_threads=1, verbose=False)
+        llm.session.store.listen(on_gate=lambda event: None)
+        llm.eval([1, 2, 3])
+        steps = llm.generate([4, 5])
+        next(steps)
+    """
+    result = run_script(script, tiny())
+    assert result.returncode == 0, result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_process_started_with_spawn_loads_its_own(tiny: TinyModel, load: Load) -> None:
+    expected = greedy_tokens_of_file(tiny())
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        assert pool.submit(greedy_tokens_of_file, tiny()).result(CHILD_TIMEOUT_S) == expected
+
+
+def test_a_model_is_neither_pickled_nor_copied(tiny: TinyModel, load: Load) -> None:
+    llm = load(tiny(), expert_cache="40%")
+    for attempt in (pickle.dumps, copy.copy, copy.deepcopy):
+        with pytest.raises(OptionError, match="pickle"):
+            attempt(llm)
+
+
+def test_two_threads_that_evaluate_on_one_model_take_turns(tiny: TinyModel, load: Load) -> None:
+    llm = load(tiny(), expert_cache="40%", n_ctx=2048)
+    prompt = random_prompt(llm, 6)
+    in_threads(*(lambda: [llm.eval(prompt) for _ in range(50)] for _ in range(3)))
+    assert llm.stats().tokens == 3 * 50 * 6
+    assert llm.stats().evictions > 0
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_two_threads_that_complete_on_one_model_get_their_own_text(
+    tiny: TinyModel, load: Load, stream: bool
+) -> None:
+    llm = load(tiny(), expert_cache="40%")
+    prompts = ["experts", "a memory", "of slots"]
+
+    def text(prompt: str) -> str:
+        answer = llm(prompt, max_tokens=12, temperature=0.0, stream=stream)
+        return "".join(part["choices"][0]["text"] for part in (answer if stream else [answer]))
+
+    alone = [text(prompt) for prompt in prompts]
+    for _ in range(3):
+        assert in_threads(*(lambda p=p: text(p) for p in prompts)) == alone
+
+
+def test_a_new_request_ends_the_stream_that_the_same_thread_left(tiny: TinyModel, load: Load) -> None:
+    llm = load(tiny(), expert_cache="40%")
+    expected = llm("another", max_tokens=8, temperature=0.0)["choices"][0]["text"]
+    left = llm("experts", max_tokens=50, stream=True)
+    next(left)
+    assert llm("another", max_tokens=8, temperature=0.0)["choices"][0]["text"] == expected
+    with pytest.raises(GenerationCancelled, match="another request"):
+        list(left)
+
+
+def test_a_stream_that_is_dropped_lets_other_threads_in(tiny: TinyModel, load: Load) -> None:
+    llm = load(tiny(), expert_cache="40%")
+    for _ in llm("experts", max_tokens=50, stream=True):
+        break
+    assert in_threads(lambda: llm("a", max_tokens=2)["choices"][0]["finish_reason"], timeout_s=20)
+
+
+def test_stats_and_cancel_work_while_another_thread_generates(tiny: TinyModel, load: Load) -> None:
+    llm = load(tiny(), expert_cache="40%", n_ctx=2048)
+    done = threading.Event()
+
+    def watch() -> int:
+        tokens = [llm.stats().tokens for _ in iter(done.is_set, True)]
+        assert tokens == sorted(tokens)
+        return len(tokens)
+
+    def write() -> None:
+        try:
+            greedy_logits(llm, n_new=50)
+        finally:
+            done.set()
+
+    assert in_threads(watch, write)[0] > 0
+
+
+@pytest.fixture
+def stock_libraries(tmp_path: Path) -> Path:
+    """A folder with a libllama, as another package would bring it, without the expert store's own library name."""
+    return Path(shutil.copytree(library.find_library(), tmp_path / "stock"))
+
+
+def test_a_stock_llama_cpp_imported_first_is_a_library_error(tiny: TinyModel, stock_libraries: Path) -> None:
+    script = """
+        import sys
+        import llama_cpp
+        from moegguf.errors import LibraryError
+        try:
+            from moegguf import Llama
+        except LibraryError as error:
+            print(error)
+    """
+    result = run_script(script, tiny(), LLAMA_CPP_LIB_PATH=str(stock_libraries))
+    assert result.returncode == 0, result.stderr
+    assert "imported before moegguf" in result.stdout
+    assert str(stock_libraries) in result.stdout
+
+
+def test_a_folder_without_the_library_is_a_library_error(tmp_path: Path) -> None:
+    script = """
+        from moegguf.errors import LibraryError
+        try:
+            from moegguf import Llama
+        except LibraryError as error:
+            print(error)
+    """
+    result = run_script(script, MOEGGUF_LIBRARY=str(tmp_path))
+    assert result.returncode == 0, result.stderr
+    assert "not built" in result.stdout

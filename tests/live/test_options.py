@@ -1,0 +1,104 @@
+"""Keywords of `Llama`, and models that have no experts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gguf import GGUFReader, GGUFWriter
+from running import Llama, Load, Reference, TinyModel, greedy_logits, hooks_off
+
+from moegguf.errors import OptionError
+from moegguf.native.store import StoreOptions
+
+
+@pytest.mark.parametrize(
+    ("wrong", "meant"), [("n_gpu_layer", "n_gpu_layers"), ("expert_cashe", "expert_cache"), ("n_ctxx", "n_ctx")]
+)
+def test_an_unknown_keyword_names_the_nearest(tiny: TinyModel, wrong: str, meant: str) -> None:
+    with pytest.raises(OptionError, match=f"'{wrong}'.*'{meant}'"):
+        Llama(tiny(), **{wrong: 1})
+
+
+def test_a_keyword_like_no_other_points_to_the_list(tiny: TinyModel) -> None:
+    with pytest.raises(OptionError, match="help"):
+        Llama(tiny(), zzzzzzzz=1)
+
+
+def test_names_that_langchain_still_passes_are_accepted(tiny: TinyModel, load: Load) -> None:
+    llm = load(tiny(), expert_cache="40%", f16_kv=True, n_parts=-1, seed=1, n_gpu_layers=0, use_mlock=False)
+    llm.eval([1])
+
+
+@pytest.mark.parametrize("readers", [0, -1, 1000])
+def test_reader_counts_out_of_range_are_refused(tiny: TinyModel, readers: int) -> None:
+    with pytest.raises(OptionError, match="readers"):
+        Llama(tiny(), store=StoreOptions(readers=readers), verbose=False)
+
+
+def test_an_unknown_device_is_refused(tiny: TinyModel) -> None:
+    with pytest.raises(OptionError, match="no such"):
+        Llama(tiny(), store=StoreOptions(device="no such"), verbose=False)
+
+
+def test_the_switch_for_plain_llama_cpp_must_be_a_switch(tiny: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOEGGUF_HOOKS", "perhaps")
+    with pytest.raises(OptionError, match="MOEGGUF_HOOKS"):
+        Llama(tiny(), verbose=False)
+
+
+def test_the_budget_comes_from_the_environment_when_none_is_given(
+    tiny: TinyModel, load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOEGGUF_EXPERT_CACHE", "50%")
+    assert load(tiny()).plan.n_slots == 32
+    assert load(tiny(), expert_cache="25%").plan.n_slots == 16
+
+
+@pytest.fixture
+def dense(tiny: TinyModel, tmp_path: Path) -> Path:
+    """A model without experts: the layers of a Mixtral with one expert's matrices in place of all."""
+    return without_experts(tiny("tiny-mixtral", "q8_0"), tmp_path / "dense.gguf")
+
+
+def without_experts(source: Path, path: Path) -> Path:
+    reader, writer = GGUFReader(source), GGUFWriter(path, "llama")
+    for field in reader.fields.values():
+        if field.name.startswith("GGUF.") or "expert" in field.name or field.name == "general.architecture":
+            continue
+        sub_type = field.types[1] if len(field.types) > 1 else None
+        writer.add_key_value(field.name, field.contents(), field.types[0], sub_type)
+    for tensor in reader.tensors:
+        if "ffn_gate_inp" in tensor.name:
+            continue
+        data = tensor.data[0] if "_exps" in tensor.name else tensor.data
+        writer.add_tensor(tensor.name.replace("_exps", ""), np.ascontiguousarray(data), raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_a_model_without_experts_runs_as_plain_llama_cpp(dense: Path, load: Load, reference: Reference) -> None:
+    llm = load(dense, expert_cache="50%")
+    assert llm.session is None
+    assert not llm.layout.is_moe
+    assert np.array_equal(greedy_logits(llm), reference(dense))
+    assert llm("some text", max_tokens=4)["choices"][0]["text"]
+    stats = llm.stats()
+    assert stats.lookups == stats.n_slots == 0
+    assert stats.eval_s > 0
+    llm.set_expert_cache("25%")
+    llm.cancel()
+    llm.resume()
+
+
+def test_with_the_hooks_off_the_interface_is_the_same(tiny: TinyModel, load: Load) -> None:
+    with hooks_off():
+        llm = load(tiny(), expert_cache="40%")
+    assert llm.session is None
+    llm.eval([1, 2])
+    assert llm.stats().lookups == 0
+    llm.set_expert_cache("25%")

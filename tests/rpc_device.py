@@ -1,0 +1,113 @@
+"""A ggml device whose memory is not host memory, for tests: ggml's RPC backend over loopback.
+
+The library we ship has no RPC backend (its server trusts its peers), so the backend is built here from the vendored
+sources, against the same libggml-base. A registered device cannot be taken back, and llama.cpp would use it for every
+model loaded later: what needs it runs in a process of its own (`in_child`).
+"""
+
+from __future__ import annotations
+
+import ctypes as c
+import multiprocessing
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+GGML = ROOT / "build/vendor/llama.cpp/ggml"
+SOURCES = [GGML / "src/ggml-rpc" / name for name in ("ggml-rpc.cpp", "transport.cpp")]
+BUILT = ROOT / "build/test-rpc/libggml-rpc.so"
+START_S = 30
+
+
+def rpc_library() -> Path:
+    """libggml-rpc.so, built when it is missing or older than what it is made of. Skips the test where it cannot be."""
+    from moegguf.native.library import find_library
+
+    folder = find_library()
+    compiler = os.environ.get("CXX") or shutil.which("c++")
+    if compiler is None or not all(source.exists() for source in SOURCES):
+        pytest.skip("the RPC device needs a C++ compiler and the vendored sources (`make`)")
+    inputs = [*SOURCES, folder / "libggml-base.so"]
+    if BUILT.exists() and BUILT.stat().st_mtime > max(path.stat().st_mtime for path in inputs):
+        return BUILT
+    BUILT.parent.mkdir(parents=True, exist_ok=True)
+    partial = BUILT.with_suffix(f".{os.getpid()}")
+    command = [
+        compiler, "-std=c++17", "-O1", "-fPIC", "-shared", "-w", "-DGGML_BACKEND_SHARED", "-DGGML_SHARED",
+        f"-I{GGML}/include", f"-I{GGML}/src", *map(str, SOURCES), "-o", str(partial), f"-L{folder}", "-lggml-base",
+        f"-Wl,-rpath,{folder.resolve()}", "-lpthread",
+    ]  # fmt: skip
+    subprocess.run(command, check=True)
+    partial.replace(BUILT)
+    return BUILT
+
+
+def _ggml() -> c.CDLL:
+    """libggml as libmoegguf has loaded it."""
+    from moegguf.native import library
+
+    library.load()
+    ggml = c.CDLL(str(library.find_library() / "libggml.so"))
+    for name, arguments in {"ggml_backend_dev_by_name": [c.c_char_p], "ggml_backend_register": [c.c_void_p]}.items():
+        getattr(ggml, name).restype = c.c_void_p
+        getattr(ggml, name).argtypes = arguments
+    return ggml
+
+
+def _serve(rpc: Path, port: int) -> None:
+    """The server's process: the CPU of this machine, until it is ended."""
+    device = (c.c_void_p * 1)(_ggml().ggml_backend_dev_by_name(b"CPU"))
+    start = c.CDLL(str(rpc)).ggml_backend_rpc_start_server
+    start.argtypes = [c.c_char_p, c.c_char_p, c.c_size_t, c.c_size_t, c.c_void_p]
+    start(f"127.0.0.1:{port}".encode(), None, 1, 1, device)
+
+
+def register(rpc: Path, port: int) -> str:
+    """Makes the server's device known in this process, for good; returns its name."""
+    ggml, backend = _ggml(), c.CDLL(str(rpc))
+    backend.ggml_backend_rpc_add_server.restype = c.c_void_p
+    backend.ggml_backend_rpc_add_server.argtypes = [c.c_char_p]
+    ggml.ggml_backend_register(backend.ggml_backend_rpc_add_server(f"127.0.0.1:{port}".encode()))
+    assert ggml.ggml_backend_dev_by_name(b"RPC0")
+    return "RPC0"
+
+
+@contextmanager
+def server() -> Iterator[tuple[Path, int]]:
+    """What `register` needs, while a server runs on a free port of the loopback."""
+    rpc = rpc_library()
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+    process = multiprocessing.get_context("spawn").Process(target=_serve, args=(rpc, port), daemon=True)
+    process.start()
+    try:
+        deadline = time.monotonic() + START_S
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", port), 1).close()
+                break
+            except OSError:
+                assert process.is_alive(), "the RPC server died"
+                assert time.monotonic() < deadline, "the RPC server did not start"
+                time.sleep(0.05)
+        yield rpc, port
+    finally:
+        process.terminate()
+        process.join()
+
+
+def in_child(call: Callable[..., Any], *arguments: Any) -> Any:
+    """call(rpc, port, *arguments) in a process of its own, beside a server of its own."""
+    with server() as at, ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(call, *at, *arguments).result(90)
