@@ -22,6 +22,7 @@ from moegguf.engine.machine import count_cpus, read_memory
 from moegguf.engine.plan import Plan, make_plan
 from moegguf.engine.session import Session
 from moegguf.engine.stats import Stats
+from moegguf.engine.threads import Threadpool, built_with_openmp
 from moegguf.engine.turns import Closed, Turns
 from moegguf.errors import (
     AllocationError,
@@ -29,8 +30,8 @@ from moegguf.errors import (
     CallbackError,
     ClosedError,
     GenerationCancelled,
-    MoeggufError,
     ModelFormatError,
+    MoeggufError,
     OptionError,
 )
 from moegguf.experts import read_layout
@@ -84,6 +85,7 @@ class Llama(_bindings.Llama):  # type: ignore[misc, name-defined]
         **options: Any,
     ) -> None:
         self._session: Session | None = None
+        self._threads: Threadpool | None = None
         self._closed = False
         self._eval_s = 0.0
         self._progress_error: BaseException | None = None
@@ -108,6 +110,8 @@ class Llama(_bindings.Llama):  # type: ignore[misc, name-defined]
                 for warning in self.plan.warnings:
                     warnings.warn(warning, stacklevel=2)
             self._load(path, n_ubatch=n_ubatch, n_threads=n_threads, **options)
+            if self._session is not None and n_threads > 1 and not built_with_openmp():
+                self._threads = Threadpool(self._ctx.ctx, n_threads)
         except BaseException:
             self.close()
             raise
@@ -124,7 +128,9 @@ class Llama(_bindings.Llama):  # type: ignore[misc, name-defined]
         n_ctx = options.get("n_ctx", 512) or self.layout.hparams.n_ctx_train or 512
         types = {name: value for name in ("type_k", "type_v") if (value := options.get(name)) is not None}
         flash_attn = options.get("flash_attn", False)
-        return make_plan(self.layout, cache, read_memory(), n_ctx=n_ctx, n_ubatch=n_ubatch, flash_attn=flash_attn, **types)
+        return make_plan(
+            self.layout, cache, read_memory(), n_ctx=n_ctx, n_ubatch=n_ubatch, flash_attn=flash_attn, **types
+        )
 
     def _load(self, path: str, **options: Any) -> None:
         try:
@@ -132,13 +138,17 @@ class Llama(_bindings.Llama):  # type: ignore[misc, name-defined]
         except MoeggufError:
             raise
         except MemoryError as error:
-            raise AllocationError(f"no memory left while loading {path}; give a smaller expert_cache or n_ctx.") from error
+            raise AllocationError(
+                f"no memory left while loading {path}; give a smaller expert_cache or n_ctx."
+            ) from error
         except ValueError as error:
             self._raise_progress_error()
             if self._load_cancelled:
                 raise GenerationCancelled("loading was stopped by the progress callback.") from None
             if "llama_context" in str(error):
-                raise AllocationError(f"llama.cpp has no memory for a context of this size ({error}); lower n_ctx.") from error
+                raise AllocationError(
+                    f"llama.cpp has no memory for a context of this size ({error}); lower n_ctx."
+                ) from error
             raise ModelFormatError(f"llama.cpp cannot load {path}: {error}; verbose=True shows its reasons.") from error
 
     # The base class assigns these structs and later hands them to llama.cpp: each read puts our fields in.
@@ -239,8 +249,8 @@ class Llama(_bindings.Llama):  # type: ignore[misc, name-defined]
         if plan.n_slots < least:
             size = format_bytes_up(least * self.plan.slot_bytes)
             raise BudgetError(
-                f"expert_cache={expert_cache!r} is too small for a model loaded to read {self.plan.n_ubatch} tokens at a"
-                f" time; give at least {size!r}, or load it again with the smaller budget."
+                f"expert_cache={expert_cache!r} is too small for a model that was loaded to read {self.plan.n_ubatch}"
+                f" tokens at a time; give at least {size!r}, or load it again with the smaller budget."
             )
         session.store.resize(min(plan.n_slots, session.store.info()["n_slots"]))
 
@@ -271,6 +281,8 @@ class Llama(_bindings.Llama):  # type: ignore[misc, name-defined]
         with self._busy:
             with suppress(AttributeError):  # the base class had not come that far
                 super().close()
+            if self._threads is not None:
+                self._threads.close()
             self._model = self._ctx = self._batch = self.tokenizer_ = Closed()
             if self._session is not None:
                 self._session.close()
@@ -302,4 +314,3 @@ def _progress_callback(progress: Progress | None, llama: Llama) -> Any:
             return False
 
     return _bindings.llama_progress_callback(call)
-

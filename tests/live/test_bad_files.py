@@ -98,7 +98,7 @@ def test_a_bad_file_is_a_format_error_and_the_next_good_one_loads(
     BAD_FILES[name](data)
     bad = tmp_path / "bad.gguf"
     bad.write_bytes(data)
-    with pytest.raises(ModelFormatError, match="bad.gguf"):
+    with pytest.raises(ModelFormatError, match=r"bad\.gguf"):
         Llama(bad, verbose=False)
     llm = load(tiny(), expert_cache="40%")
     assert np.array_equal(greedy_logits(llm), reference(tiny()))
@@ -130,7 +130,7 @@ def test_swapped_shards_are_refused(split: list[Path], tmp_path: Path) -> None:
     spare = split[1].rename(tmp_path / "spare")
     split[2].rename(split[1])
     spare.rename(split[2])
-    with pytest.raises(ModelFormatError, match="0000[23]-of-00003"):
+    with pytest.raises(ModelFormatError, match=r"0000[23]-of-00003"):
         Llama(split[0], verbose=False)
 
 
@@ -173,7 +173,7 @@ def test_a_file_truncated_while_running_ends_the_pass(
     whole = copied.read_bytes()
     greedy_logits(llm, n_new=2)
     cut_experts_off(copied)
-    with pytest.raises(ExpertIOError, match="copy.gguf"):
+    with pytest.raises(ExpertIOError, match=r"copy\.gguf"):
         greedy_logits(llm)
     copied.write_bytes(whole)  # the same file, whole again
     assert np.array_equal(greedy_logits(llm), reference(tiny()))
@@ -195,5 +195,5 @@ def test_what_llama_cpp_refuses_is_a_format_error_too(tiny: TinyModel, tmp_path:
     data = bytearray(tiny().read_bytes())
     data[:] = data.replace(b"blk.0.attn_norm.weight", b"blk.0.attn_nrom.weight")
     (tmp_path / "bad.gguf").write_bytes(data)
-    with pytest.raises(ModelFormatError, match="bad.gguf"):
+    with pytest.raises(ModelFormatError, match=r"bad\.gguf"):
         Llama(tmp_path / "bad.gguf", verbose=False)

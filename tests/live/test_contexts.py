@@ -51,7 +51,11 @@ class Context:
         assert self.lane.take_failure() is None
         self._n_past += len(tokens)
         shape = len(tokens), self._llm.n_vocab()
-        return np.ctypeslib.as_array(bindings.llama_get_logits(self.ctx), shape=(shape[0] * shape[1],)).reshape(shape).copy()
+        return (
+            np.ctypeslib.as_array(bindings.llama_get_logits(self.ctx), shape=(shape[0] * shape[1],))
+            .reshape(shape)
+            .copy()
+        )
 
     def greedy(self, prompt: list[int]) -> np.ndarray[Any, Any]:
         rows = [self.decode(prompt)]

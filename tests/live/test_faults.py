@@ -27,6 +27,12 @@ def operations(kind: str) -> int:
     return library.load().moegguf_fault_count(library.FAULT[kind])
 
 
+def faults(*kinds: str) -> list[Any]:
+    """Each kind once and for good; but a read that is interrupted for good would never end."""
+    every = [(kind, sticky) for kind in kinds for sticky in (False, True) if (kind, sticky) != ("eintr", True)]
+    return [pytest.param(*each, id=f"{each[0]} {'for good' if each[1] else 'once'}") for each in every]
+
+
 def growing() -> Iterator[int]:
     """1, 2, 3, ..., then in steps of a third: early operations differ from each other, late ones do not."""
     n = 1
@@ -47,22 +53,18 @@ def short_run(llm: Llama) -> Any:
 
 
 @pytest.mark.parametrize("store", [{}, {"direct": False, "readers": 1}], ids=["direct", "buffered"])
-@pytest.mark.parametrize("sticky", [False, True], ids=["once", "for good"])
-@pytest.mark.parametrize("kind", ["read", "stat", "short_read", "eintr"])
+@pytest.mark.parametrize(("kind", "sticky"), faults("read", "stat", "short_read", "eintr"))
 def test_the_nth_operation_fails_for_every_n(
     tiny: TinyModel, load: Load, clean: Any, kind: str, sticky: bool, store: dict[str, Any]
 ) -> None:
-    if kind == "eintr" and sticky:
-        pytest.skip("a read that is interrupted for good is a read that never ends")
     llm = load(tiny(), expert_cache="40%", store=StoreOptions(**store))
     n_failed = 0
     for n in growing():
         library.arm_fault(kind, n, sticky=sticky)
         try:
             assert np.array_equal(short_run(llm), clean)
-        except ExpertIOError as error:
+        except ExpertIOError:
             n_failed += 1
-            assert "tiny-qwen2moe" in str(error)
         met = operations(kind) >= n
         library.arm_fault(kind, 0)
         assert np.array_equal(short_run(llm), clean), f"the run after operation {n} failed"
@@ -87,13 +89,10 @@ def test_a_file_system_that_takes_direct_reads_back_still_serves(tiny: TinyModel
     assert llm.session.store.info()["direct"] == 0
 
 
-@pytest.mark.parametrize("sticky", [False, True], ids=["once", "for good"])
-@pytest.mark.parametrize("kind", ["open", "read", "stat", "alloc", "thread", "short_read", "eintr"])
+@pytest.mark.parametrize(("kind", "sticky"), faults("open", "read", "stat", "alloc", "thread", "short_read", "eintr"))
 def test_the_nth_operation_of_a_load_fails_for_every_n(
     tiny: TinyModel, load: Load, clean: Any, kind: str, sticky: bool
 ) -> None:
-    if kind == "eintr" and sticky:
-        pytest.skip("a read that is interrupted for good is a read that never ends")
     path = tiny()
     load(path, expert_cache="40%").close()
     before = open_files()
@@ -202,8 +201,7 @@ def test_a_failed_token_is_not_sampled_from_what_the_failure_left(tiny: TinyMode
         assert [next(steps) for _ in range(n_before)] == expected[:n_before]
         library.arm_fault("stat", 1, sticky=True)
         with pytest.raises(ExpertIOError):
-            for _ in range(100):
-                next(steps)
+            list(steps)
         library.arm_fault("stat", 0)
         steps = llm.generate(prompt, temp=0.0)
         assert [next(steps) for _ in range(N_NEW)] == expected
@@ -231,6 +229,12 @@ def test_progress_goes_from_nothing_to_everything_and_can_stop_a_load(tiny: Tiny
         load(tiny(), expert_cache="40%", progress=lambda _share: False)
 
 
+def run_often(llm: Llama) -> None:
+    """Events come from another thread, some time."""
+    for _ in range(100):
+        short_run(llm)
+
+
 @pytest.mark.parametrize("which", ["on_gate", "on_residency"])
 @pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt()], ids=repr)
 def test_a_listener_that_raises_is_heard_at_the_next_call(
@@ -246,8 +250,7 @@ def test_a_listener_that_raises_is_heard_at_the_next_call(
 
     llm.session.store.listen(**{which: callback})
     with pytest.raises(CallbackError) as caught:
-        for _ in range(100):
-            short_run(llm)
+        run_often(llm)
     assert caught.value.__cause__ is error
     assert calls == [1]
     assert np.array_equal(short_run(llm), clean)

@@ -47,7 +47,9 @@ def check_that_it_acted(llm: Llama, *, n_slots: int) -> None:
     assert stats.read_errors == 0
 
 
-def run_and_compare(load: Load, reference: Reference, path: Path, size: str, store: StoreOptions, **options: Any) -> None:
+def run_and_compare(
+    load: Load, reference: Reference, path: Path, size: str, store: StoreOptions, **options: Any
+) -> None:
     n_slots = slots_of(path, size)
     llm = load(path, expert_cache=share_for(path, n_slots), store=store, **options)
     assert llm.session is not None
@@ -145,9 +147,7 @@ def test_two_models_at_once_in_two_threads_share_nothing(tiny: TinyModel, load: 
     assert all(model.stats().evictions > 0 for model in models)
 
 
-def test_text_is_the_same_with_the_hooks_off(
-    tiny: TinyModel, load: Load, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_text_is_the_same_with_the_hooks_off(tiny: TinyModel, load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = load(tiny("tiny-mix", "q4_k_m"), expert_cache="30%")
     prompt = llm.detokenize(random_prompt(llm, 40, seed=3)).decode(errors="ignore")
     messages = [{"role": "user", "content": "What is an expert?"}]

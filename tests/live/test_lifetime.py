@@ -291,9 +291,7 @@ def test_two_threads_that_evaluate_on_one_model_take_turns(tiny: TinyModel, load
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-def test_two_threads_that_complete_on_one_model_get_their_own_text(
-    tiny: TinyModel, load: Load, stream: bool
-) -> None:
+def test_two_threads_that_complete_on_one_model_get_their_own_text(tiny: TinyModel, load: Load, stream: bool) -> None:
     llm = load(tiny(), expert_cache="40%")
     prompts = ["experts", "a memory", "of slots"]
 

@@ -100,7 +100,7 @@ def test_a_pool_that_shrinks_gives_its_memory_back(tmp_path: Path, open_store: O
     store.drain(10)
     full = rss_bytes()
     store.resize(4)
-    fake.token(store, lane, [2, 5])
+    lane.gate(0, [2, 5])
     assert full - rss_bytes() > 10 * fake.expert_bytes  # of the 12 that went, less what the test itself took
     store.resize(16)
     fake.token(store, lane, [0, 1])
