@@ -14,12 +14,13 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Generator, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 from moegguf.config import ExpertCache, format_bytes_up, parse_expert_cache, read_environment
 from moegguf.engine.machine import count_cpus, read_memory
 from moegguf.engine.plan import Plan, make_plan
+from moegguf.engine.readahead import readahead
 from moegguf.engine.session import Session
 from moegguf.engine.stats import Stats
 from moegguf.engine.threads import Threadpool, built_with_openmp
@@ -109,7 +110,8 @@ class Llama(_bindings.Llama):  # type: ignore[misc, name-defined]
                 n_ubatch = self.plan.n_ubatch
                 for warning in self.plan.warnings:
                     warnings.warn(warning, stacklevel=2)
-            self._load(path, n_ubatch=n_ubatch, n_threads=n_threads, **options)
+            with readahead(self.layout) if self._session else nullcontext():
+                self._load(path, n_ubatch=n_ubatch, n_threads=n_threads, **options)
             if self._session is not None and n_threads > 1 and not built_with_openmp():
                 self._threads = Threadpool(self._ctx.ctx, n_threads)
         except BaseException:

@@ -61,11 +61,9 @@ class Session:
         self._overrides = (_Override * 2)((EXPERT_TENSORS, self.store.buffer_type), (None, None))
 
     def attach_model(self, params: c.Structure) -> None:
-        """Experts go to the reserved buffer type; all else is read past the page cache, whose memory is in the budget."""
+        """Experts go to the reserved buffer type; the store reads them."""
         params.tensor_buft_overrides = c.addressof(self._overrides)
         params.use_extra_bufts = params.use_extra_bufts and self.store.options.repack
-        if params.load_mode != self._bindings.LLAMA_LOAD_MODE_MLOCK:
-            params.load_mode = self._bindings.LLAMA_LOAD_MODE_DIRECT_IO
 
     def attach_context(self, params: c.Structure) -> None:
         """The hook runs at each layer's routing, and a failed pass ends at its next node."""

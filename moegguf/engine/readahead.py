@@ -1,0 +1,75 @@
+"""Reads the weights that every token uses ahead of llama.cpp, which reads them one after the other.
+
+llama.cpp reads a tensor, converts it, reads the next; the disk idles in between, and while it builds the vocabulary.
+A thread asks the kernel for those ranges meanwhile. At the end the pages are given back: they would count against
+the memory limit beside the copies that llama.cpp made.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+from moegguf.experts import ExpertLayout, Shard
+
+STEP_BYTES = 4 << 20
+
+
+def dense_ranges(layout: ExpertLayout, shard: int) -> Iterator[tuple[int, int]]:
+    """(offset, length) of everything in a shard that is not an expert, headers included."""
+    experts = sorted((m.offset, m.n_expert * m.expert_bytes) for m in layout.matrices if m.shard == shard)
+    position = 0
+    for offset, n_bytes in [*experts, (layout.shards[shard].n_bytes, 0)]:
+        if offset > position:
+            yield position, offset - position
+        position = offset + n_bytes
+
+
+def _advise(shard: Shard, ranges: list[tuple[int, int]], stop: threading.Event) -> None:
+    with ExitStack() as stack:
+        try:
+            file = os.open(shard.path, os.O_RDONLY)
+        except OSError:
+            return  # llama.cpp opens it next, and says what is wrong
+        stack.callback(os.close, file)
+        for start, length in ranges:
+            for offset in range(start, start + length, STEP_BYTES):
+                if stop.is_set():
+                    return
+                os.posix_fadvise(file, offset, min(STEP_BYTES, start + length - offset), os.POSIX_FADV_WILLNEED)
+
+
+def _forget(shard: Shard) -> None:
+    try:
+        file = os.open(shard.path, os.O_RDONLY)
+    except OSError:
+        return
+    try:
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(file)
+
+
+@contextmanager
+def readahead(layout: ExpertLayout) -> Iterator[None]:
+    """While the block runs, dense weights come into the page cache; afterwards they leave it."""
+    if not hasattr(os, "posix_fadvise"):
+        yield
+        return
+    stop = threading.Event()
+
+    def work() -> None:
+        for index, shard in enumerate(layout.shards):
+            _advise(shard, list(dense_ranges(layout, index)), stop)
+
+    thread = threading.Thread(target=work, name="moegguf-readahead", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+        for shard in layout.shards:
+            _forget(shard)
