@@ -2,7 +2,7 @@
 """Build ggml and the store with a sanitizer, and run tests/native over them.
 
 python tools/sanitize.py thread
-python tools/sanitize.py address -- tests/native/test_faults.py -x
+python tools/sanitize.py address -- tests/native/test_store_faults.py -x
 """
 
 from __future__ import annotations

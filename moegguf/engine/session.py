@@ -58,7 +58,7 @@ class Session:
         self._pid = os.getpid()
         self.store = open_store(layout, plan, options)
         self.lane = self.store.open_lane()
-        self._overrides = (_Override * 2)((EXPERT_TENSORS, self.store.buffer_type), (None, None))
+        self._overrides = (_Override * 2)(_Override(EXPERT_TENSORS, self.store.buffer_type), _Override())
 
     def attach_model(self, params: c.Structure) -> None:
         """Experts go to the reserved buffer type; the store reads them."""
@@ -96,7 +96,10 @@ class Session:
         counted = {name: value for name, value in counters.items() if name in Stats.__dataclass_fields__}
         return Stats(
             **counted,
-            **{f"{name}_s": value for name, value in seconds.items()},
+            stall_s=seconds["stall"],
+            hook_s=seconds["hook"],
+            read_s=seconds["read"],
+            upload_s=seconds["upload"],
             eval_s=eval_s,
             n_slots=info["n_slots_usable"],
             n_experts=info["n_experts"],

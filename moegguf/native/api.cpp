@@ -10,7 +10,8 @@ namespace {
 
 thread_local std::string last_error;
 
-template <typename F> int guarded(F && body) {
+template <typename F>
+int guarded(F && body) {
     try {
         body();
         last_error.clear();
@@ -27,14 +28,16 @@ template <typename F> int guarded(F && body) {
     }
 }
 
-template <typename T> T & given(T * pointer) {
+template <typename T>
+T & given(T * pointer) {
     if (!pointer) {
         throw Error(MOEGGUF_INVALID, "a pointer is null that must not be");
     }
     return *pointer;
 }
 
-template <typename F> int on(moegguf_store * store, F && body) {
+template <typename F>
+int on(moegguf_store * store, F && body) {
     return guarded([&] {
         if (!store) {
             throw Error(MOEGGUF_INVALID, "no store");
@@ -122,7 +125,7 @@ int moegguf_store_drain(moegguf_store * store, double timeout_s) {
 }
 
 int moegguf_store_read_slot(moegguf_store * store, int32_t matrix, int32_t slot, void * out, size_t n) {
-    return on(store, [&](Store & s) { s.read_slot(matrix, slot, &given((uint8_t *) out), n); });
+    return on(store, [&](Store & s) { s.read_slot(matrix, slot, &given((uint8_t *)out), n); });
 }
 
 int moegguf_store_probe(moegguf_store * store, double seconds, double * bytes_per_s) {
@@ -144,11 +147,11 @@ void moegguf_lane_close(moegguf_lane * lane) {
     }
 }
 
-int moegguf_lane_gate(moegguf_lane * lane, int32_t il, const int32_t * expert_ids, int32_t n_expert_used, int32_t n_tokens,
-                      int32_t * slot_ids) {
+int moegguf_lane_gate(moegguf_lane * lane, int32_t il, const int32_t * expert_ids, int32_t n_expert_used,
+                      int32_t n_tokens, int32_t * slot_ids) {
     return guarded([&] {
         constexpr int32_t most_tokens = 1 << 24;
-        Lane &            l           = *given(lane).lane;
+        Lane & l = *given(lane).lane;
         if (!expert_ids || !slot_ids || n_expert_used < 1 || n_expert_used > l.store.layout().n_expert_max ||
             n_tokens < 1 || n_tokens > most_tokens) {
             throw Error(MOEGGUF_INVALID, "a gate needs ids of at least one token, and no more per token than experts");
@@ -156,7 +159,7 @@ int moegguf_lane_gate(moegguf_lane * lane, int32_t il, const int32_t * expert_id
         memcpy(slot_ids, expert_ids, sizeof(int32_t) * n_expert_used * n_tokens);
         l.store.gate(l, il, slot_ids, n_expert_used, n_tokens, all_kinds);
         if (l.failed) {
-            throw Error((moegguf_status) l.failure.status, l.failure.message);
+            throw Error((moegguf_status)l.failure.status, l.failure.message);
         }
     });
 }

@@ -7,8 +7,8 @@ void Events::start(const moegguf_listener & listener) {
     listener_ = listener;
     ring_.resize(capacity);
     stopping_ = false;
-    thread_   = std::thread([this] { run(); });
-    on_       = true;
+    thread_ = std::thread([this] { run(); });
+    on_ = true;
 }
 
 void Events::stop() {
@@ -17,7 +17,7 @@ void Events::stop() {
     }
     {
         std::lock_guard<std::mutex> lock(mutex_);
-        on_       = false;
+        on_ = false;
         stopping_ = true;
     }
     arrived_.notify_all();
@@ -39,8 +39,8 @@ void Events::gate(const moegguf_gate_event & event) {
     std::lock_guard<std::mutex> lock(mutex_);
     if (Record * record = claim()) {
         record->is_gate = true;
-        record->gate    = event;
-        record->ids.assign(event.expert_ids, event.expert_ids + (size_t) event.n_tokens * event.n_expert_used);
+        record->gate = event;
+        record->ids.assign(event.expert_ids, event.expert_ids + (size_t)event.n_tokens * event.n_expert_used);
         arrived_.notify_one();
     }
 }
@@ -48,7 +48,7 @@ void Events::gate(const moegguf_gate_event & event) {
 void Events::residency(const moegguf_residency_event & event) {
     std::lock_guard<std::mutex> lock(mutex_);
     if (Record * record = claim()) {
-        record->is_gate   = false;
+        record->is_gate = false;
         record->residency = event;
         arrived_.notify_one();
     }

@@ -28,28 +28,28 @@ class Events {
 
   private:
     struct Record {
-        bool                    is_gate = false;
-        moegguf_gate_event      gate;
+        bool is_gate = false;
+        moegguf_gate_event gate;
         moegguf_residency_event residency;
-        std::vector<int32_t>    ids; // keeps its memory from use to use
+        std::vector<int32_t> ids; // keeps its memory from use to use
     };
 
     Record * claim();
-    void     run();
-    void     deliver(const Record & record) const;
+    void run();
+    void deliver(const Record & record) const;
 
     static constexpr size_t capacity = 4096;
 
-    mutable std::mutex      mutex_;
+    mutable std::mutex mutex_;
     std::condition_variable arrived_;
-    std::vector<Record>     ring_;
-    size_t                  head_ = 0;
-    size_t                  size_ = 0;
-    uint64_t                dropped_ = 0;
-    bool                    stopping_ = false;
-    std::atomic<bool>       on_{false};
-    moegguf_listener        listener_{};
-    std::thread             thread_;
+    std::vector<Record> ring_;
+    size_t head_ = 0;
+    size_t size_ = 0;
+    uint64_t dropped_ = 0;
+    bool stopping_ = false;
+    std::atomic<bool> on_{false};
+    moegguf_listener listener_{};
+    std::thread thread_;
 };
 
 } // namespace moegguf

@@ -14,8 +14,8 @@ namespace {
 struct Arm {
     std::atomic<uint64_t> nth{0};
     std::atomic<uint64_t> seen{0};
-    std::atomic<int>      sticky{0};
-    std::atomic<int>      error{EIO};
+    std::atomic<int> sticky{0};
+    std::atomic<int> error{EIO};
 };
 
 Arm arms[MOEGGUF_FAULT_KINDS];
@@ -28,7 +28,7 @@ void sleep_two_seconds() {
 } // namespace
 
 bool fault(moegguf_fault_kind kind) {
-    Arm &          arm = arms[kind];
+    Arm & arm = arms[kind];
     const uint64_t nth = arm.nth.load(std::memory_order_relaxed);
     if (nth == 0) {
         return false;
@@ -82,11 +82,11 @@ extern "C" void moegguf_fault_arm(int kind, uint64_t nth, int sticky, int sys_er
         return;
     }
     moegguf::Arm & arm = moegguf::arms[kind];
-    arm.nth    = 0;
-    arm.seen   = 0;
+    arm.nth = 0;
+    arm.seen = 0;
     arm.sticky = sticky;
-    arm.error  = sys_errno ? sys_errno : EIO;
-    arm.nth    = nth;
+    arm.error = sys_errno ? sys_errno : EIO;
+    arm.nth = nth;
 }
 
 extern "C" uint64_t moegguf_fault_count(int kind) {

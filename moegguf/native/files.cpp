@@ -20,13 +20,17 @@ constexpr size_t check_bytes = Shard::alignment;
 // A read that is interrupted more often than this is not going to end.
 constexpr int most_interruptions = 1000;
 
-uint64_t down(uint64_t n) { return n / Shard::alignment * Shard::alignment; }
-uint64_t up(uint64_t n) { return down(n + Shard::alignment - 1); }
+uint64_t down(uint64_t n) {
+    return n / Shard::alignment * Shard::alignment;
+}
+uint64_t up(uint64_t n) {
+    return down(n + Shard::alignment - 1);
+}
 
 } // namespace
 
 Staging::Staging(size_t n) : size_(up(n) + Shard::alignment) {
-    data_ = (uint8_t *) sys_aligned_alloc(Shard::alignment, size_);
+    data_ = (uint8_t *)sys_aligned_alloc(Shard::alignment, size_);
     if (!data_) {
         throw Error(MOEGGUF_MEMORY, "no memory for a reader's staging buffer of " + std::to_string(size_) + " bytes");
     }
@@ -55,14 +59,14 @@ Shard::Shard(const std::string & path, bool direct)
 bool Shard::direct_agrees() const {
     Staging a(check_bytes), b(check_bytes);
     const ssize_t via_cache = sys_pread(buffered_.fd, a.data(), check_bytes, 0);
-    const ssize_t via_disk  = sys_pread(direct_.fd, b.data(), check_bytes, 0);
+    const ssize_t via_disk = sys_pread(direct_.fd, b.data(), check_bytes, 0);
     return via_cache > 0 && via_cache == via_disk && memcmp(a.data(), b.data(), via_cache) == 0;
 }
 
 bool Shard::fill(int fd, uint8_t * data, uint64_t offset, size_t n, size_t needed, int & error) const {
     const bool aligned = fd == direct_.fd;
-    size_t     done    = 0;
-    int        interruptions = 0;
+    size_t done = 0;
+    int interruptions = 0;
     while (done < needed) {
         const ssize_t got = sys_pread(fd, data + done, n - done, offset + done);
         if (got < 0 && errno == EINTR && ++interruptions < most_interruptions) {
@@ -92,15 +96,15 @@ const uint8_t * Shard::read(uint64_t offset, size_t n, const Staging & staging, 
     if (sys_fstat(buffered_.fd, &st) != 0) {
         throw Error(MOEGGUF_IO, "cannot stat '" + path_ + "': " + strerror(errno));
     }
-    if (offset + n > (uint64_t) st.st_size) {
+    if (offset + n > (uint64_t)st.st_size) {
         throw Error(MOEGGUF_IO, "'" + path_ + "' became shorter while in use: " + std::to_string(st.st_size) +
                                     " bytes, needed " + std::to_string(offset + n));
     }
     int error = 0;
     for (int attempt = 0; attempt < 2; attempt++) {
-        const bool     direct = use_direct_;
-        const uint64_t begin  = direct ? down(offset) : offset;
-        const uint64_t end    = direct ? up(offset + n) : offset + n;
+        const bool direct = use_direct_;
+        const uint64_t begin = direct ? down(offset) : offset;
+        const uint64_t end = direct ? up(offset + n) : offset + n;
         if (fill(direct ? direct_.fd : buffered_.fd, staging.data(), begin, end - begin, offset + n - begin, error)) {
             stats.read_ns += now_ns() - start;
             return staging.data() + (offset - begin);

@@ -17,11 +17,11 @@ class Staging {
     Staging & operator=(const Staging &) = delete;
 
     uint8_t * data() const { return data_; }
-    size_t    size() const { return size_; }
+    size_t size() const { return size_; }
 
   private:
     uint8_t * data_;
-    size_t    size_;
+    size_t size_;
 };
 
 struct ReadStats {
@@ -55,9 +55,9 @@ class Shard {
     bool direct_agrees() const;
     bool fill(int fd, uint8_t * data, uint64_t offset, size_t n, size_t needed, int & error) const;
 
-    std::string               path_;
-    Descriptor                buffered_;
-    Descriptor                direct_;
+    std::string path_;
+    Descriptor buffered_;
+    Descriptor direct_;
     mutable std::atomic<bool> use_direct_{false};
 };
 

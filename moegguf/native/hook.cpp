@@ -8,8 +8,8 @@
 namespace moegguf {
 namespace {
 
-constexpr char   ids_node[]  = "ffn_moe_slot_ids-";  // patches/slot-ids.patch
-constexpr char   down_node[] = "ffn_moe_down_in-";
+constexpr char ids_node[] = "ffn_moe_slot_ids-"; // patches/slot-ids.patch
+constexpr char down_node[] = "ffn_moe_down_in-";
 constexpr size_t ids_len = sizeof(ids_node) - 1, down_len = sizeof(down_node) - 1;
 
 // The layer in the node's name when it starts with the prefix, -1 otherwise.
@@ -18,22 +18,22 @@ int layer_of(const ggml_tensor * t, const char * prefix, size_t n) {
 }
 
 bool wants_gate(Lane & lane, const ggml_tensor * t, int il) {
-    if (t->ne[1] == 1 && il < (int) lane.store.layout().layers.size() && lane.store.idle_gate(il)) {
-        lane.store.count_idle_gate(lane, il, (int) t->ne[0]);
+    if (t->ne[1] == 1 && il < (int)lane.store.layout().layers.size() && lane.store.idle_gate(il)) {
+        lane.store.count_idle_gate(lane, il, (int)t->ne[0]);
         return false;
     }
     return true;
 }
 
 void run_gate(Lane & lane, ggml_tensor * t, int il) {
-    const int     n_used = (int) t->ne[0], n_tokens = (int) t->ne[1];
-    const size_t  n      = (size_t) n_used * n_tokens;
-    const uint8_t kinds  = lane.store.overlap() ? all_kinds & ~down_kind : all_kinds;
+    const int n_used = (int)t->ne[0], n_tokens = (int)t->ne[1];
+    const size_t n = (size_t)n_used * n_tokens;
+    const uint8_t kinds = lane.store.overlap() ? all_kinds & ~down_kind : all_kinds;
     if (n == 0) {
         return;
     }
     if (ggml_backend_buffer_is_host(t->buffer)) {
-        lane.store.gate(lane, il, (int32_t *) t->data, n_used, n_tokens, kinds);
+        lane.store.gate(lane, il, (int32_t *)t->data, n_used, n_tokens, kinds);
         return;
     }
     lane.ids.resize(n);
@@ -48,8 +48,8 @@ void run_gate(Lane & lane, ggml_tensor * t, int il) {
 using namespace moegguf;
 
 extern "C" bool moegguf_eval(ggml_tensor * t, bool ask, void * user) {
-    Lane & lane = *((moegguf_lane *) user)->lane;
-    bool   stop = false;
+    Lane & lane = *((moegguf_lane *)user)->lane;
+    bool stop = false;
     if (t->name[0] == 'f') {
         int il = layer_of(t, ids_node, ids_len);
         if (il >= 0) {
@@ -67,7 +67,7 @@ extern "C" bool moegguf_eval(ggml_tensor * t, bool ask, void * user) {
 }
 
 extern "C" bool moegguf_abort(void * user) {
-    Lane & lane = *((moegguf_lane *) user)->lane;
+    Lane & lane = *((moegguf_lane *)user)->lane;
     return lane.failed || lane.store.cancelled();
 }
 

@@ -10,15 +10,15 @@ namespace {
 }
 
 // Far beyond any model, and small enough that no product below overflows.
-constexpr int     max_layers = 4096, max_experts = 65536;
-constexpr int64_t max_width  = INT32_MAX;
+constexpr int max_layers = 4096, max_experts = 65536;
+constexpr int64_t max_width = INT32_MAX;
 
 // Where the last expert of a matrix ends in its file, or 0 when no file is that long or the sizes disagree.
 uint64_t end_in_file(const moegguf_matrix & m) {
     uint64_t expert = 0, all = 0, end = 0;
     const bool overflows =
-        __builtin_mul_overflow((uint64_t) ggml_row_size((ggml_type) m.type, m.ne0), (uint64_t) m.ne1, &expert) ||
-        __builtin_mul_overflow(expert, (uint64_t) m.n_expert, &all) || __builtin_add_overflow(m.offset, all, &end);
+        __builtin_mul_overflow((uint64_t)ggml_row_size((ggml_type)m.type, m.ne0), (uint64_t)m.ne1, &expert) ||
+        __builtin_mul_overflow(expert, (uint64_t)m.n_expert, &all) || __builtin_add_overflow(m.offset, all, &end);
     return overflows || expert != m.expert_bytes || end > INT64_MAX ? 0 : end;
 }
 
@@ -63,43 +63,44 @@ Layout::Layout(const moegguf_config & config) : n_slots(config.n_slots) {
 
 void Layout::add(const moegguf_matrix & m) {
     const std::string name = m.name ? m.name : "?";
-    if (m.il < 0 || m.il >= (int) layers.size() || m.kind < 0 || m.kind >= MOEGGUF_MAX_KINDS || m.n_expert <= 0 ||
-        m.n_expert > max_experts || m.ne0 <= 0 || m.ne0 > max_width || m.ne1 <= 0 || m.ne1 > max_width || m.type < 0 || m.type >= GGML_TYPE_COUNT) {
+    if (m.il < 0 || m.il >= (int)layers.size() || m.kind < 0 || m.kind >= MOEGGUF_MAX_KINDS || m.n_expert <= 0 ||
+        m.n_expert > max_experts || m.ne0 <= 0 || m.ne0 > max_width || m.ne1 <= 0 || m.ne1 > max_width || m.type < 0 ||
+        m.type >= GGML_TYPE_COUNT) {
         invalid("matrix '" + name + "' has a field out of range");
     }
-    const ggml_type type = (ggml_type) m.type;
+    const ggml_type type = (ggml_type)m.type;
     if (ggml_blck_size(type) == 0 || m.ne0 % ggml_blck_size(type) != 0 || end_in_file(m) == 0) {
         invalid("matrix '" + name + "' has a size that its type and shape do not give");
     }
-    if (!shards.empty() && (m.shard < 0 || m.shard >= (int) shards.size())) {
+    if (!shards.empty() && (m.shard < 0 || m.shard >= (int)shards.size())) {
         invalid("matrix '" + name + "' lies in a shard that does not exist");
     }
     Layer & layer = layers[m.il];
     if (layer.matrix[m.kind] >= 0 || (layer.n_expert != 0 && layer.n_expert != m.n_expert)) {
         invalid("matrix '" + name + "' disagrees with its layer");
     }
-    layer.matrix[m.kind] = (int) matrices.size();
+    layer.matrix[m.kind] = (int)matrices.size();
     layer.chunks |= 1 << m.kind;
     layer.n_expert = m.n_expert;
     layer.expert_bytes += m.expert_bytes;
-    matrices.push_back({name, m.il, (moegguf_kind) m.kind, type, m.n_expert, m.ne0, m.ne1, m.shard, m.offset,
-                        m.expert_bytes});
+    matrices.push_back(
+        {name, m.il, (moegguf_kind)m.kind, type, m.n_expert, m.ne0, m.ne1, m.shard, m.offset, m.expert_bytes});
 }
 
 void Layout::number_slots() {
     uint64_t unit[MOEGGUF_MAX_KINDS] = {64, 64, 64, 64};
     for (const Matrix & m : matrices) {
-        unit[m.kind] = std::lcm(unit[m.kind], (uint64_t) ggml_type_size(m.type));
+        unit[m.kind] = std::lcm(unit[m.kind], (uint64_t)ggml_type_size(m.type));
     }
     for (const Matrix & m : matrices) {
         stride[m.kind] = std::max(stride[m.kind], round_up(m.expert_bytes, unit[m.kind]));
     }
     resident = n_slots >= n_experts;
-    n_slots  = std::min(n_slots, n_experts);
+    n_slots = std::min(n_slots, n_experts);
     int first = 0;
     for (Layer & layer : layers) {
         layer.first_slot = resident ? first : 0;
-        layer.n_slots    = resident ? layer.n_expert : n_slots;
+        layer.n_slots = resident ? layer.n_expert : n_slots;
         first += layer.n_expert;
     }
 }

@@ -215,7 +215,9 @@ def load() -> c.CDLL:
     try:
         library = c.CDLL(str(folder / f"libmoegguf.{'dylib' if sys.platform == 'darwin' else 'so'}"))
     except OSError as error:
-        raise LibraryError(f"the native library in {folder} does not load ({error}); build it again with `make`.") from error
+        raise LibraryError(
+            f"the native library in {folder} does not load ({error}); build it again with `make`."
+        ) from error
     for name, (result, arguments) in _PLAIN_CALLS.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments

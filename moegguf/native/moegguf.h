@@ -39,91 +39,91 @@ extern "C" {
 #endif
 
 #define MOEGGUF_ABI_VERSION 1
-#define MOEGGUF_MAX_KINDS   4
-#define MOEGGUF_API         __attribute__((visibility("default")))
+#define MOEGGUF_MAX_KINDS 4
+#define MOEGGUF_API __attribute__((visibility("default")))
 
 enum moegguf_status {
-    MOEGGUF_OK        = 0,
-    MOEGGUF_INVALID   = 1, // an argument breaks a rule
-    MOEGGUF_MEMORY    = 2, // an allocation failed
-    MOEGGUF_IO        = 3, // the file could not be read, or is not the file it was
+    MOEGGUF_OK = 0,
+    MOEGGUF_INVALID = 1,   // an argument breaks a rule
+    MOEGGUF_MEMORY = 2,    // an allocation failed
+    MOEGGUF_IO = 3,        // the file could not be read, or is not the file it was
     MOEGGUF_CANCELLED = 4, // moegguf_store_cancel
-    MOEGGUF_FORKED    = 5, // called in a child process: the reader threads stayed behind
-    MOEGGUF_ROUTING   = 6, // the router chose an expert that does not exist
-    MOEGGUF_SLOTS     = 7, // one pass needs more experts of a layer than there are slots
+    MOEGGUF_FORKED = 5,    // called in a child process: the reader threads stayed behind
+    MOEGGUF_ROUTING = 6,   // the router chose an expert that does not exist
+    MOEGGUF_SLOTS = 7,     // one pass needs more experts of a layer than there are slots
 };
 
 enum moegguf_kind { MOEGGUF_GATE = 0, MOEGGUF_UP = 1, MOEGGUF_DOWN = 2, MOEGGUF_GATE_UP = 3 };
 
 enum moegguf_flag {
-    MOEGGUF_REPACK   = 1 << 0, // slots in the CPU's interleaved layout where its kernels support the type
-    MOEGGUF_DIRECT   = 1 << 1, // O_DIRECT where the file system proves it reads the same bytes
-    MOEGGUF_CHUNKED  = 1 << 2, // a prefetch goes matrix by matrix, so that a miss waits for one at most
-    MOEGGUF_PREEMPT  = 1 << 3, // a gate drops the prefetches of its layer that were not needed
-    MOEGGUF_OVERLAP  = 1 << 4, // down matrices arrive while gate and up compute
-    MOEGGUF_SWEEP    = 1 << 5, // a prompt's pass fetches the next layer while this one computes
-    MOEGGUF_FILL     = 1 << 6, // when resident: read every expert in the background
+    MOEGGUF_REPACK = 1 << 0,   // slots in the CPU's interleaved layout where its kernels support the type
+    MOEGGUF_DIRECT = 1 << 1,   // O_DIRECT where the file system proves it reads the same bytes
+    MOEGGUF_CHUNKED = 1 << 2,  // a prefetch goes matrix by matrix, so that a miss waits for one at most
+    MOEGGUF_PREEMPT = 1 << 3,  // a gate drops the prefetches of its layer that were not needed
+    MOEGGUF_OVERLAP = 1 << 4,  // down matrices arrive while gate and up compute
+    MOEGGUF_SWEEP = 1 << 5,    // a prompt's pass fetches the next layer while this one computes
+    MOEGGUF_FILL = 1 << 6,     // when resident: read every expert in the background
     MOEGGUF_SIMULATE = 1 << 7, // no file, no memory: transfers cost modelled time only
 };
 
 // One expert tensor of the file. `offset` is absolute within its shard.
 struct moegguf_matrix {
     const char * name;
-    int32_t      il;
-    int32_t      kind;
-    int32_t      type; // enum ggml_type
-    int32_t      n_expert;
-    int64_t      ne0;
-    int64_t      ne1;
-    int32_t      shard;
-    int32_t      reserved;
-    uint64_t     offset;
-    uint64_t     expert_bytes;
+    int32_t il;
+    int32_t kind;
+    int32_t type; // enum ggml_type
+    int32_t n_expert;
+    int64_t ne0;
+    int64_t ne1;
+    int32_t shard;
+    int32_t reserved;
+    uint64_t offset;
+    uint64_t expert_bytes;
 };
 
 struct moegguf_config {
-    uint32_t                      abi;
-    uint32_t                      flags;
-    int32_t                       n_layer;
-    int32_t                       n_matrices;
-    int32_t                       n_shards;
-    int32_t                       n_slots;
-    int32_t                       n_readers;
-    int32_t                       reserved;
+    uint32_t abi;
+    uint32_t flags;
+    int32_t n_layer;
+    int32_t n_matrices;
+    int32_t n_shards;
+    int32_t n_slots;
+    int32_t n_readers;
+    int32_t reserved;
     const struct moegguf_matrix * matrices;
-    const char * const *          shard_paths;
-    const int32_t *               n_expert_used;       // [n_layer], 0 where a layer has no experts
-    const char *                  device;              // ggml device name; NULL is the CPU
-    double                        sim_bytes_per_ns;    // simulation: link bandwidth, 0 = free
-    double                        sim_latency_ns;      // simulation: per transfer
+    const char * const * shard_paths;
+    const int32_t * n_expert_used; // [n_layer], 0 where a layer has no experts
+    const char * device;           // ggml device name; NULL is the CPU
+    double sim_bytes_per_ns;       // simulation: link bandwidth, 0 = free
+    double sim_latency_ns;         // simulation: per transfer
 };
 
 // Counted where it happens; cumulative since the store was opened.
 // A lookup is one distinct (layer, expert) per pass: lookups = hits_ready + hits_late + misses.
 struct moegguf_counters {
     uint64_t passes;
-    uint64_t tokens;             // tokens of all passes
+    uint64_t tokens; // tokens of all passes
     uint64_t gates;
     uint64_t lookups;
-    uint64_t hits_ready;         // every matrix was there
-    uint64_t hits_late;          // on its way: queued or being read by a prefetch
+    uint64_t hits_ready; // every matrix was there
+    uint64_t hits_late;  // on its way: queued or being read by a prefetch
     uint64_t misses;
     uint64_t evictions;
-    uint64_t bytes_missed;       // read because a pass needed them
-    uint64_t bytes_prefetched;   // read because somebody asked early
+    uint64_t bytes_missed;     // read because a pass needed them
+    uint64_t bytes_prefetched; // read because somebody asked early
     uint64_t reads;
     uint64_t read_retries;
     uint64_t read_errors;
-    uint64_t stall_ns;           // compute threads waiting for bytes
-    uint64_t hook_ns;            // time in the hook without the stall
-    uint64_t read_ns;            // summed over readers: pread
-    uint64_t upload_ns;          // summed over readers: staging to slot, repacking included
+    uint64_t stall_ns;  // compute threads waiting for bytes
+    uint64_t hook_ns;   // time in the hook without the stall
+    uint64_t read_ns;   // summed over readers: pread
+    uint64_t upload_ns; // summed over readers: staging to slot, repacking included
     uint64_t prefetch_requested;
     uint64_t prefetch_started;
-    uint64_t prefetch_useful;    // prefetched and then looked up before eviction
-    uint64_t prefetch_wasted;    // prefetched and evicted unused
-    uint64_t prefetch_dropped;   // never started: stale, resident already, no room
-    uint64_t events_dropped;     // the listener was too slow
+    uint64_t prefetch_useful;  // prefetched and then looked up before eviction
+    uint64_t prefetch_wasted;  // prefetched and evicted unused
+    uint64_t prefetch_dropped; // never started: stale, resident already, no room
+    uint64_t events_dropped;   // the listener was too slow
     // gauges
     uint64_t slots_used;
     uint64_t slots_pinned;
@@ -134,36 +134,36 @@ struct moegguf_counters {
 };
 
 struct moegguf_pool_info {
-    uint64_t slot_bytes;         // one expert over all arenas
-    uint64_t pool_bytes;         // all arenas, guards included
+    uint64_t slot_bytes; // one expert over all arenas
+    uint64_t pool_bytes; // all arenas, guards included
     uint64_t staging_bytes;
-    int32_t  n_slots;
-    int32_t  n_slots_usable;     // after moegguf_store_resize
-    int32_t  n_experts;          // over all layers
-    int32_t  n_layers;           // layers with experts
-    int32_t  n_repacked;         // matrices whose slots are interleaved
-    int32_t  n_matrices;
-    int32_t  resident;           // every expert has a slot of its own
-    int32_t  direct;             // shards read with O_DIRECT
+    int32_t n_slots;
+    int32_t n_slots_usable; // after moegguf_store_resize
+    int32_t n_experts;      // over all layers
+    int32_t n_layers;       // layers with experts
+    int32_t n_repacked;     // matrices whose slots are interleaved
+    int32_t n_matrices;
+    int32_t resident; // every expert has a slot of its own
+    int32_t direct;   // shards read with O_DIRECT
 };
 
 // What the router chose at one layer in one pass. Pointers are valid during the callback only.
 struct moegguf_gate_event {
-    uint64_t        pass;
-    uint64_t        time_ns;
-    int32_t         lane;
-    int32_t         il;
-    int32_t         n_tokens;
-    int32_t         n_expert_used;
-    const int32_t * expert_ids;  // [n_tokens][n_expert_used]
+    uint64_t pass;
+    uint64_t time_ns;
+    int32_t lane;
+    int32_t il;
+    int32_t n_tokens;
+    int32_t n_expert_used;
+    const int32_t * expert_ids; // [n_tokens][n_expert_used]
 };
 
 struct moegguf_residency_event {
     uint64_t time_ns;
-    int32_t  il;
-    int32_t  expert;
-    int32_t  slot;
-    int32_t  resident;           // 1 became resident, 0 was evicted
+    int32_t il;
+    int32_t expert;
+    int32_t slot;
+    int32_t resident; // 1 became resident, 0 was evicted
 };
 
 struct moegguf_listener {
@@ -173,42 +173,49 @@ struct moegguf_listener {
 };
 
 struct moegguf_failure {
-    int32_t  status;             // enum moegguf_status
-    int32_t  sys_errno;
-    int32_t  il;
-    int32_t  expert;
-    char     message[256];
+    int32_t status; // enum moegguf_status
+    int32_t sys_errno;
+    int32_t il;
+    int32_t expert;
+    char message[256];
 };
 
 typedef struct moegguf_store moegguf_store;
-typedef struct moegguf_lane  moegguf_lane;
+typedef struct moegguf_lane moegguf_lane;
 
-MOEGGUF_API uint32_t     moegguf_abi_version(void);
+MOEGGUF_API uint32_t moegguf_abi_version(void);
 MOEGGUF_API const char * moegguf_last_error(void); // of this thread
 
 // Store. close joins the threads and frees the pool; contexts and models that use it must be gone by then.
-MOEGGUF_API int  moegguf_store_open(const struct moegguf_config * config, moegguf_store ** store);
+MOEGGUF_API int moegguf_store_open(const struct moegguf_config * config, moegguf_store ** store);
 MOEGGUF_API void moegguf_store_close(moegguf_store * store);
 MOEGGUF_API ggml_backend_buffer_type_t moegguf_store_buft(moegguf_store * store); // for tensor_buft_overrides
-MOEGGUF_API int  moegguf_store_info(moegguf_store * store, struct moegguf_pool_info * info);
-MOEGGUF_API int  moegguf_store_counters(moegguf_store * store, struct moegguf_counters * counters);
-MOEGGUF_API int  moegguf_store_residency(moegguf_store * store, uint8_t * map, size_t n); // [n_layer][max n_expert]: 0 absent, 1 coming, 2 there
-MOEGGUF_API int  moegguf_store_set_scores(moegguf_store * store, const float * scores, size_t n); // [n_layer][max n_expert]; NULL: plain LRU
-MOEGGUF_API int  moegguf_store_prefetch(moegguf_store * store, const int32_t * il, const int32_t * experts, size_t n);
-MOEGGUF_API int  moegguf_store_listen(moegguf_store * store, const struct moegguf_listener * listener); // NULL: stop; returns after the last callback
-MOEGGUF_API int  moegguf_store_cancel(moegguf_store * store, int on); // on: passes in flight and to come end as CANCELLED
-MOEGGUF_API int  moegguf_store_resize(moegguf_store * store, int32_t n_slots); // 0 < n_slots <= the pool's; memory of the others is given back
-MOEGGUF_API int  moegguf_store_drain(moegguf_store * store, double timeout_s); // OK when nothing is queued or read
-MOEGGUF_API int  moegguf_store_read_slot(moegguf_store * store, int32_t matrix, int32_t slot, void * out, size_t n); // plain slots: for tests
-MOEGGUF_API int  moegguf_store_probe(moegguf_store * store, double seconds, double * bytes_per_s); // what these readers reach on this file
-MOEGGUF_API int  moegguf_store_sim_advance(moegguf_store * store, uint64_t ns); // simulation: compute time passes
+MOEGGUF_API int moegguf_store_info(moegguf_store * store, struct moegguf_pool_info * info);
+MOEGGUF_API int moegguf_store_counters(moegguf_store * store, struct moegguf_counters * counters);
+MOEGGUF_API int moegguf_store_residency(moegguf_store * store, uint8_t * map,
+                                        size_t n); // [n_layer][max n_expert]: 0 absent, 1 coming, 2 there
+MOEGGUF_API int moegguf_store_set_scores(moegguf_store * store, const float * scores,
+                                         size_t n); // [n_layer][max n_expert]; NULL: plain LRU
+MOEGGUF_API int moegguf_store_prefetch(moegguf_store * store, const int32_t * il, const int32_t * experts, size_t n);
+MOEGGUF_API int moegguf_store_listen(
+    moegguf_store * store, const struct moegguf_listener * listener); // NULL: stop; returns after the last callback
+MOEGGUF_API int moegguf_store_cancel(moegguf_store * store,
+                                     int on); // on: passes in flight and to come end as CANCELLED
+MOEGGUF_API int moegguf_store_resize(moegguf_store * store,
+                                     int32_t n_slots); // 0 < n_slots <= the pool's; memory of the others is given back
+MOEGGUF_API int moegguf_store_drain(moegguf_store * store, double timeout_s); // OK when nothing is queued or read
+MOEGGUF_API int moegguf_store_read_slot(moegguf_store * store, int32_t matrix, int32_t slot, void * out,
+                                        size_t n); // plain slots: for tests
+MOEGGUF_API int moegguf_store_probe(moegguf_store * store, double seconds,
+                                    double * bytes_per_s);                     // what these readers reach on this file
+MOEGGUF_API int moegguf_store_sim_advance(moegguf_store * store, uint64_t ns); // simulation: compute time passes
 
 // Lanes. gate does what the hook does with ids already in hand: simulation and tests.
-MOEGGUF_API int  moegguf_lane_open(moegguf_store * store, moegguf_lane ** lane);
+MOEGGUF_API int moegguf_lane_open(moegguf_store * store, moegguf_lane ** lane);
 MOEGGUF_API void moegguf_lane_close(moegguf_lane * lane);
-MOEGGUF_API int  moegguf_lane_gate(moegguf_lane * lane, int32_t il, const int32_t * expert_ids, int32_t n_expert_used,
-                                   int32_t n_tokens, int32_t * slot_ids);
-MOEGGUF_API int  moegguf_lane_failure(moegguf_lane * lane, struct moegguf_failure * failure, int clear);
+MOEGGUF_API int moegguf_lane_gate(moegguf_lane * lane, int32_t il, const int32_t * expert_ids, int32_t n_expert_used,
+                                  int32_t n_tokens, int32_t * slot_ids);
+MOEGGUF_API int moegguf_lane_failure(moegguf_lane * lane, struct moegguf_failure * failure, int clear);
 MOEGGUF_API void moegguf_lane_chain(moegguf_lane * lane, ggml_backend_sched_eval_callback next, void * user);
 
 // For llama_context_params: cb_eval and abort_callback, each with the lane as user data.
@@ -216,15 +223,22 @@ MOEGGUF_API bool moegguf_eval(struct ggml_tensor * t, bool ask, void * lane);
 MOEGGUF_API bool moegguf_abort(void * lane);
 
 // For the patched llama.cpp.
-MOEGGUF_API bool                 moegguf_is_reserved(const struct ggml_tensor * w);
+MOEGGUF_API bool moegguf_is_reserved(const struct ggml_tensor * w);
 MOEGGUF_API struct ggml_tensor * moegguf_pool_tensor(struct ggml_tensor * w); // w itself when it is not reserved
 
 // Faults for tests: from now on the nth operation of a kind fails (1 = the next), once or for good; nth 0 disarms.
 enum moegguf_fault_kind {
-    MOEGGUF_FAULT_OPEN, MOEGGUF_FAULT_READ, MOEGGUF_FAULT_STAT, MOEGGUF_FAULT_ALLOC, MOEGGUF_FAULT_THREAD,
-    MOEGGUF_FAULT_SHORT_READ, MOEGGUF_FAULT_EINTR, MOEGGUF_FAULT_SLOW_READ, MOEGGUF_FAULT_KINDS
+    MOEGGUF_FAULT_OPEN,
+    MOEGGUF_FAULT_READ,
+    MOEGGUF_FAULT_STAT,
+    MOEGGUF_FAULT_ALLOC,
+    MOEGGUF_FAULT_THREAD,
+    MOEGGUF_FAULT_SHORT_READ,
+    MOEGGUF_FAULT_EINTR,
+    MOEGGUF_FAULT_SLOW_READ,
+    MOEGGUF_FAULT_KINDS
 };
-MOEGGUF_API void     moegguf_fault_arm(int kind, uint64_t nth, int sticky, int sys_errno);
+MOEGGUF_API void moegguf_fault_arm(int kind, uint64_t nth, int sticky, int sys_errno);
 MOEGGUF_API uint64_t moegguf_fault_count(int kind); // operations seen since arming
 
 #ifdef __cplusplus

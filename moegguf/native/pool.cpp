@@ -28,7 +28,8 @@ ggml_backend_dev_t find_device(const char * name) {
 std::vector<ggml_backend_buffer_type_t> extra_bufts(ggml_backend_dev_t device) {
     std::vector<ggml_backend_buffer_type_t> result;
     ggml_backend_reg_t reg = ggml_backend_dev_backend_reg(device);
-    auto get = (ggml_backend_dev_get_extra_bufts_t) ggml_backend_reg_get_proc_address(reg, "ggml_backend_dev_get_extra_bufts");
+    auto get =
+        (ggml_backend_dev_get_extra_bufts_t)ggml_backend_reg_get_proc_address(reg, "ggml_backend_dev_get_extra_bufts");
     if (get) {
         for (ggml_backend_buffer_type_t * buft = get(device); buft && *buft; buft++) {
             result.push_back(*buft);
@@ -57,7 +58,7 @@ ggml_context_ptr tensor_context(size_t n_tensors) {
 
 uint64_t piece_bytes(const Matrix & m) {
     constexpr uint64_t target = 4 << 20, group = 64;
-    const uint64_t     row_bytes = m.expert_bytes / m.ne1;
+    const uint64_t row_bytes = m.expert_bytes / m.ne1;
     return std::max<uint64_t>(1, target / (row_bytes * group)) * row_bytes * group;
 }
 
@@ -69,23 +70,23 @@ Pool::Pool(const Layout & layout, const char * device, bool repack) : device_(fi
     repacked_.assign(n, false);
     for (size_t i = 0; repack && i < n; i++) {
         const Matrix & m = layout.matrices[i];
-        interleaved_[i]  = interleaved_buft(m, layout.layers[m.il].n_slots);
-        repacked_[i]     = interleaved_[i] != nullptr;
+        interleaved_[i] = interleaved_buft(m, layout.layers[m.il].n_slots);
+        repacked_[i] = interleaved_[i] != nullptr;
     }
     allocate(layout, ggml_backend_dev_buffer_type(device_));
     for (size_t i = 0; i < n; i++) {
         kind_.push_back(layout.matrices[i].kind);
-        make_tensor(layout, (int) i);
+        make_tensor(layout, (int)i);
     }
 }
 
 ggml_backend_buffer_type_t Pool::interleaved_buft(const Matrix & m, int n_slots) const {
     for (ggml_backend_buffer_type_t buft : extra_bufts(device_)) {
         ggml_context_ptr ctx = tensor_context(4);
-        ggml_tensor * w   = ggml_new_tensor_3d(ctx.get(), m.type, m.ne0, m.ne1, n_slots);
-        ggml_tensor * x   = ggml_new_tensor_3d(ctx.get(), GGML_TYPE_F32, m.ne0, 1, 1);
+        ggml_tensor * w = ggml_new_tensor_3d(ctx.get(), m.type, m.ne0, m.ne1, n_slots);
+        ggml_tensor * x = ggml_new_tensor_3d(ctx.get(), GGML_TYPE_F32, m.ne0, 1, 1);
         ggml_tensor * ids = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_I32, 1, 1);
-        ggml_tensor * op  = ggml_mul_mat_id(ctx.get(), w, x, ids);
+        ggml_tensor * op = ggml_mul_mat_id(ctx.get(), w, x, ids);
         // Slots are found by stride: a type that needs more room than the file's bytes stays plain.
         const bool same_size = ggml_backend_buft_get_alloc_size(buft, w) == ggml_nbytes(w);
         ggml_backend_buffer_ptr probe(ggml_backend_buft_alloc_buffer(buft, 0));
@@ -108,8 +109,8 @@ void Pool::allocate(const Layout & layout, ggml_backend_buffer_type_t plain) {
                 buft = interleaved_[i];
             }
         }
-        Arena &        arena = arenas_[kind];
-        const uint64_t n     = stride_[kind] * layout.n_slots + guard_bytes;
+        Arena & arena = arenas_[kind];
+        const uint64_t n = stride_[kind] * layout.n_slots + guard_bytes;
         if (!fault(MOEGGUF_FAULT_ALLOC)) {
             arena.memory.reset(ggml_backend_buft_alloc_buffer(buft, n));
         }
@@ -117,8 +118,8 @@ void Pool::allocate(const Layout & layout, ggml_backend_buffer_type_t plain) {
             throw Error(MOEGGUF_MEMORY, "the device refused " + std::to_string(n >> 20) + " MiB for expert slots");
         }
         ggml_backend_buffer_set_usage(arena.memory.get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
-        arena.base = (uint8_t *) ggml_backend_buffer_get_base(arena.memory.get());
-        host_      = ggml_backend_buft_is_host(plain);
+        arena.base = (uint8_t *)ggml_backend_buffer_get_base(arena.memory.get());
+        host_ = ggml_backend_buft_is_host(plain);
         if (buft != plain) {
             arena.alias.reset(ggml_backend_cpu_buffer_from_ptr(arena.base, n));
             ggml_backend_buffer_set_usage(arena.alias.get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
@@ -131,17 +132,17 @@ void Pool::allocate(const Layout & layout, ggml_backend_buffer_type_t plain) {
 }
 
 void Pool::make_tensor(const Layout & layout, int matrix) {
-    const Matrix & m     = layout.matrices[matrix];
-    const Layer &  layer = layout.layers[m.il];
-    Arena &        arena = arenas_[m.kind];
+    const Matrix & m = layout.matrices[matrix];
+    const Layer & layer = layout.layers[m.il];
+    Arena & arena = arenas_[m.kind];
     ggml_backend_buffer_t buffer = arena.alias && !interleaved_[matrix] ? arena.alias.get() : arena.memory.get();
 
     ggml_tensor * pool = expert_tensor(context_.get(), m, layer.n_slots, stride_[m.kind]);
     ggml_format_name(pool, "pool.%s", m.name.c_str());
     ggml_tensor * slot = ggml_new_tensor_3d(context_.get(), m.type, m.ne0, m.ne1, 1);
-    const bool ok =
-        ggml_backend_tensor_alloc(buffer, pool, arena.base + layer.first_slot * stride_[m.kind]) == GGML_STATUS_SUCCESS &&
-        ggml_backend_tensor_alloc(buffer, slot, arena.base) == GGML_STATUS_SUCCESS;
+    const bool ok = ggml_backend_tensor_alloc(buffer, pool, arena.base + layer.first_slot * stride_[m.kind]) ==
+                        GGML_STATUS_SUCCESS &&
+                    ggml_backend_tensor_alloc(buffer, slot, arena.base) == GGML_STATUS_SUCCESS;
     if (!ok) {
         throw Error(MOEGGUF_MEMORY, "the device cannot describe the slots of '" + m.name + "'");
     }
@@ -151,7 +152,7 @@ void Pool::make_tensor(const Layout & layout, int matrix) {
 
 void Pool::share_all_slots(int n_slots) {
     for (size_t i = 0; i < tensors_.size(); i++) {
-        tensors_[i]->data  = arenas_[kind_[i]].base;
+        tensors_[i]->data = arenas_[kind_[i]].base;
         tensors_[i]->ne[2] = n_slots;
         tensors_[i]->nb[3] = tensors_[i]->nb[2] * n_slots;
     }
@@ -162,7 +163,7 @@ void Pool::write(int matrix, int slot, int64_t row, int64_t n_rows, const void *
     piece.ne[1] = n_rows;
     piece.nb[2] = piece.nb[1] * n_rows;
     piece.nb[3] = piece.nb[2];
-    piece.data  = arenas_[kind_[matrix]].base + slot * stride_[kind_[matrix]] + row * piece.nb[1];
+    piece.data = arenas_[kind_[matrix]].base + slot * stride_[kind_[matrix]] + row * piece.nb[1];
     ggml_backend_tensor_set(&piece, data, 0, ggml_nbytes(&piece));
 }
 
@@ -176,18 +177,18 @@ void Pool::release(int first, int last) const {
     if (!host_ || first >= last) {
         return;
     }
-    const uint64_t page = (uint64_t) sysconf(_SC_PAGESIZE);
+    const uint64_t page = (uint64_t)sysconf(_SC_PAGESIZE);
     for (int kind = 0; kind < MOEGGUF_MAX_KINDS; kind++) {
-        const uint64_t begin = ((uint64_t) arenas_[kind].base + first * stride_[kind] + page - 1) / page * page;
-        const uint64_t end   = ((uint64_t) arenas_[kind].base + last * stride_[kind]) / page * page;
+        const uint64_t begin = ((uint64_t)arenas_[kind].base + first * stride_[kind] + page - 1) / page * page;
+        const uint64_t end = ((uint64_t)arenas_[kind].base + last * stride_[kind]) / page * page;
         if (arenas_[kind].base && begin < end) {
-            madvise((void *) begin, end - begin, MADV_DONTNEED);
+            madvise((void *)begin, end - begin, MADV_DONTNEED);
         }
     }
 }
 
 int Pool::n_repacked() const {
-    return (int) std::count(repacked_.begin(), repacked_.end(), true);
+    return (int)std::count(repacked_.begin(), repacked_.end(), true);
 }
 
 } // namespace moegguf

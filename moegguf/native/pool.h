@@ -31,31 +31,31 @@ class Pool {
     void release(int first, int last) const;
 
     uint64_t bytes() const { return bytes_; }
-    bool     host() const { return host_; }
-    int      n_repacked() const;
+    bool host() const { return host_; }
+    int n_repacked() const;
 
   private:
     struct Arena {
         ggml_backend_buffer_ptr memory; // owns; of the interleaving buffer type where a layer wants that
         ggml_backend_buffer_ptr alias;  // the same memory as a plain buffer
-        uint8_t *               base = nullptr;
+        uint8_t * base = nullptr;
     };
 
     void allocate(const Layout & layout, ggml_backend_buffer_type_t plain);
     void make_tensor(const Layout & layout, int matrix);
     ggml_backend_buffer_type_t interleaved_buft(const Matrix & m, int n_slots) const;
 
-    ggml_backend_dev_t                      device_ = nullptr;
-    std::vector<ggml_backend_buffer_type_t> interleaved_;      // per matrix; nullptr: plain
-    std::vector<bool>                       repacked_;
-    Arena                                   arenas_[MOEGGUF_MAX_KINDS];
-    uint64_t                                stride_[MOEGGUF_MAX_KINDS] = {};
-    ggml_context_ptr                        context_;
-    std::vector<ggml_tensor *>              tensors_;          // [n_matrices], what llama.cpp multiplies with
-    std::vector<ggml_tensor *>              slot_;             // [n_matrices], a template: one expert in slot 0
-    std::vector<moegguf_kind>               kind_;
-    uint64_t                                bytes_ = 0;
-    bool                                    host_  = true;
+    ggml_backend_dev_t device_ = nullptr;
+    std::vector<ggml_backend_buffer_type_t> interleaved_; // per matrix; nullptr: plain
+    std::vector<bool> repacked_;
+    Arena arenas_[MOEGGUF_MAX_KINDS];
+    uint64_t stride_[MOEGGUF_MAX_KINDS] = {};
+    ggml_context_ptr context_;
+    std::vector<ggml_tensor *> tensors_; // [n_matrices], what llama.cpp multiplies with
+    std::vector<ggml_tensor *> slot_;    // [n_matrices], a template: one expert in slot 0
+    std::vector<moegguf_kind> kind_;
+    uint64_t bytes_ = 0;
+    bool host_ = true;
 };
 
 } // namespace moegguf

@@ -9,11 +9,12 @@
 namespace moegguf {
 
 // First in, first out, without allocation once it has grown to its working size.
-template <typename T> class Ring {
+template <typename T>
+class Ring {
   public:
-    bool   empty() const { return size_ == 0; }
+    bool empty() const { return size_ == 0; }
     size_t size() const { return size_; }
-    T &    operator[](size_t i) { return items_[(head_ + i) % items_.size()]; }
+    T & operator[](size_t i) { return items_[(head_ + i) % items_.size()]; }
 
     void push(const T & item) {
         if (size_ == items_.size()) {
@@ -25,13 +26,14 @@ template <typename T> class Ring {
 
     T pop() {
         T item = items_[head_];
-        head_  = (head_ + 1) % items_.size();
+        head_ = (head_ + 1) % items_.size();
         size_ -= 1;
         return item;
     }
 
     // Keeps the items for which `keep` holds, in order; returns how many went.
-    template <typename Keep> size_t filter(Keep keep) {
+    template <typename Keep>
+    size_t filter(Keep keep) {
         size_t kept = 0;
         for (size_t i = 0; i < size_; i++) {
             if (keep((*this)[i])) {
@@ -54,21 +56,21 @@ template <typename T> class Ring {
     }
 
     std::vector<T> items_;
-    size_t         head_ = 0;
-    size_t         size_ = 0;
+    size_t head_ = 0;
+    size_t size_ = 0;
 };
 
 struct Job {
-    int      slot       = -1;
+    int slot = -1;
     uint32_t generation = 0;
-    uint8_t  kinds      = 0; // bits of the matrices to read, one unless chunking is off
-    bool     needed     = false;
-    uint32_t claims     = 0; // of the slot, when this was queued
+    uint8_t kinds = 0; // bits of the matrices to read, one unless chunking is off
+    bool needed = false;
+    uint32_t claims = 0; // of the slot, when this was queued
 };
 
 struct Wish {
-    int      il;
-    int      expert;
+    int il;
+    int expert;
 };
 
 } // namespace moegguf

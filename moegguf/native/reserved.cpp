@@ -27,39 +27,42 @@ struct Range {
 };
 
 void free_buffer(ggml_backend_buffer_t buffer) {
-    Range * range = (Range *) buffer->context;
+    Range * range = (Range *)buffer->context;
     munmap(range->address, range->n);
     delete range;
 }
 
 void * get_base(ggml_backend_buffer_t buffer) {
-    return ((Range *) buffer->context)->address;
+    return ((Range *)buffer->context)->address;
 }
 
 // Whoever asks for the bytes of a reserved tensor (saving a model, say) gets zeros, not a fault.
-void memset_tensor(ggml_backend_buffer_t, ggml_tensor *, uint8_t, size_t, size_t) {}
+void memset_tensor(ggml_backend_buffer_t, ggml_tensor *, uint8_t, size_t, size_t) {
+}
 
-void set_tensor(ggml_backend_buffer_t, ggml_tensor *, const void *, size_t, size_t) {}
+void set_tensor(ggml_backend_buffer_t, ggml_tensor *, const void *, size_t, size_t) {
+}
 
 void get_tensor(ggml_backend_buffer_t, const ggml_tensor *, void * data, size_t, size_t size) {
     __builtin_memset(data, 0, size);
 }
 
-void clear(ggml_backend_buffer_t, uint8_t) {}
+void clear(ggml_backend_buffer_t, uint8_t) {
+}
 
 ggml_backend_buffer_t alloc_buffer(ggml_backend_buffer_type_t buft, size_t size) {
-    const size_t n       = size ? size : 1;
-    void *       address = mmap(nullptr, n, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    const size_t n = size ? size : 1;
+    void * address = mmap(nullptr, n, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (address == MAP_FAILED) {
         return nullptr;
     }
     ggml_backend_buffer_i iface = {};
-    iface.free_buffer   = free_buffer;
-    iface.get_base      = get_base;
+    iface.free_buffer = free_buffer;
+    iface.get_base = get_base;
     iface.memset_tensor = memset_tensor;
-    iface.set_tensor    = set_tensor;
-    iface.get_tensor    = get_tensor;
-    iface.clear         = clear;
+    iface.set_tensor = set_tensor;
+    iface.get_tensor = get_tensor;
+    iface.clear = clear;
     return ggml_backend_buffer_init(buft, iface, new (std::nothrow) Range{address, n}, size);
 }
 
@@ -67,11 +70,11 @@ ggml_backend_buffer_t alloc_buffer(ggml_backend_buffer_type_t buft, size_t size)
 
 ggml_backend_buffer_type * make_reserved_buft(Store * store) {
     auto * buft = new ggml_backend_buffer_type{};
-    buft->iface.get_name      = get_name;
-    buft->iface.alloc_buffer  = alloc_buffer;
+    buft->iface.get_name = get_name;
+    buft->iface.alloc_buffer = alloc_buffer;
     buft->iface.get_alignment = get_alignment;
-    buft->iface.is_host       = is_host;
-    buft->context             = store;
+    buft->iface.is_host = is_host;
+    buft->context = store;
     return buft;
 }
 
@@ -84,7 +87,7 @@ Store * store_of(const ggml_tensor * t) {
         return nullptr;
     }
     ggml_backend_buffer_type_t buft = ggml_backend_buffer_get_type(t->buffer);
-    return buft->iface.get_name == get_name ? (Store *) buft->context : nullptr;
+    return buft->iface.get_name == get_name ? (Store *)buft->context : nullptr;
 }
 
 } // namespace moegguf

@@ -8,8 +8,8 @@ namespace moegguf {
 
 // The smallest rank goes first: worth, then distance of the next use, then age.
 struct Residency::Rank {
-    float    score;
-    int      nearness;
+    float score;
+    int nearness;
     uint64_t last_use;
 
     bool operator<(const Rank & other) const {
@@ -43,7 +43,7 @@ void Residency::set_floors() {
         widest = std::max(widest, layer.n_expert_used);
     }
     int to_share = std::max(0, n_usable_ - widest);
-    int layers   = layout_.n_moe_layers;
+    int layers = layout_.n_moe_layers;
     for (size_t il = 0; il < floor_.size(); il++) {
         if (layout_.layers[il].n_expert > 0) {
             floor_[il] = to_share / layers; // earlier layers get the smaller share, the rest goes to later ones
@@ -59,13 +59,13 @@ bool Residency::takeable(const Slot & slot) const {
 
 // In a sweep every layer will be needed again in order, so the layer that was just computed is needed last.
 Residency::Rank Residency::rank(const Slot & slot, Moment now) const {
-    const int n_layer  = (int) layout_.layers.size();
+    const int n_layer = (int)layout_.layers.size();
     const int distance = (slot.il - now.il + n_layer) % n_layer;
     return {score(slot.il, slot.expert), now.sweep ? -(distance == 0 ? n_layer : distance) : 0, slot.last_use};
 }
 
 int Residency::lowest(Moment now, bool respect_floors) const {
-    int  best = -1;
+    int best = -1;
     Rank best_rank{};
     for (int s = 0; s < n_usable_; s++) {
         const Slot & slot = slots_[s];
@@ -80,7 +80,7 @@ int Residency::lowest(Moment now, bool respect_floors) const {
         }
         const Rank r = rank(slot, now);
         if (best < 0 || r < best_rank) {
-            best      = s;
+            best = s;
             best_rank = r;
         }
     }
@@ -101,13 +101,13 @@ int Residency::choose(int il, int expert, Moment now, float min_score) const {
 }
 
 void Residency::assign(int s, int il, int expert) {
-    Slot & slot    = slots_[s];
+    Slot & slot = slots_[s];
     slot.generation += 1;
-    slot.il         = il;
-    slot.expert     = expert;
-    slot.ready      = 0;
-    slot.queued     = 0;
-    slot.failed     = false;
+    slot.il = il;
+    slot.expert = expert;
+    slot.ready = 0;
+    slot.queued = 0;
+    slot.failed = false;
     slot.prefetched = false;
     slot_of_[layout_.key(il, expert)] = s;
     count_[il] += 1;
@@ -124,10 +124,10 @@ void Residency::vacate(int s) {
     count_[slot.il] -= 1;
     n_used_ -= 1;
     slot.generation += 1;
-    slot.il         = -1;
-    slot.expert     = -1;
-    slot.ready      = 0;
-    slot.queued     = 0;
+    slot.il = -1;
+    slot.expert = -1;
+    slot.ready = 0;
+    slot.queued = 0;
     slot.prefetched = false;
 }
 

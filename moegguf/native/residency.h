@@ -6,22 +6,22 @@
 namespace moegguf {
 
 struct Slot {
-    int      il        = -1; // -1: free
-    int      expert    = -1;
+    int il = -1; // -1: free
+    int expert = -1;
     uint32_t generation = 0; // bumped at every change of owner
-    int      pins      = 0;
-    uint32_t claims    = 0; // times a gate has asked for this expert here
-    uint8_t  ready     = 0; // a bit per matrix kind
-    uint8_t  queued    = 0;
-    uint8_t  reading   = 0;
-    bool     failed    = false;
-    bool     prefetched = false; // came early and was not looked up since
-    uint64_t last_use  = 0;
+    int pins = 0;
+    uint32_t claims = 0; // times a gate has asked for this expert here
+    uint8_t ready = 0;   // a bit per matrix kind
+    uint8_t queued = 0;
+    uint8_t reading = 0;
+    bool failed = false;
+    bool prefetched = false; // came early and was not looked up since
+    uint64_t last_use = 0;
 };
 
 // What a layer being computed means for the order of eviction.
 struct Moment {
-    int  il;    // the layer computing now
+    int il;     // the layer computing now
     bool sweep; // a prompt's pass, which touches nearly all experts of every layer in order
 };
 
@@ -29,12 +29,12 @@ class Residency {
   public:
     explicit Residency(const Layout & layout);
 
-    Slot &       slot(int s) { return slots_[s]; }
+    Slot & slot(int s) { return slots_[s]; }
     const Slot & slot(int s) const { return slots_[s]; }
-    int          n_slots() const { return (int) slots_.size(); }
-    int          n_used() const { return n_used_; }
-    int          n_usable() const { return n_usable_; }
-    bool         resident() const { return resident_; }
+    int n_slots() const { return (int)slots_.size(); }
+    int n_used() const { return n_used_; }
+    int n_usable() const { return n_usable_; }
+    bool resident() const { return resident_; }
 
     int find(int il, int expert) const { return slot_of_[layout_.key(il, expert)]; }
 
@@ -45,9 +45,9 @@ class Residency {
     void vacate(int s);
     void touch(int s) { slots_[s].last_use = ++tick_; }
 
-    void  set_scores(const float * scores, size_t n);
+    void set_scores(const float * scores, size_t n);
     float score(int il, int expert) const { return scores_.empty() ? 0.0f : scores_[layout_.key(il, expert)]; }
-    bool  scored() const { return !scores_.empty(); }
+    bool scored() const { return !scores_.empty(); }
 
     void share_all_slots() { resident_ = false; } // leave the resident numbering
     void set_usable(int n);
@@ -57,19 +57,19 @@ class Residency {
     Rank rank(const Slot & slot, Moment now) const;
     bool takeable(const Slot & slot) const;
     bool above_floor(const Slot & slot) const { return count_[slot.il] > floor_[slot.il]; }
-    int  lowest(Moment now, bool respect_floors) const;
+    int lowest(Moment now, bool respect_floors) const;
     void set_floors();
 
-    const Layout &     layout_;
-    std::vector<Slot>  slots_;
-    std::vector<int>   slot_of_; // [n_layer * n_expert_max]
-    std::vector<int>   count_;   // [n_layer] slots held
-    std::vector<int>   floor_;   // [n_layer] slots that other layers may not take
+    const Layout & layout_;
+    std::vector<Slot> slots_;
+    std::vector<int> slot_of_; // [n_layer * n_expert_max]
+    std::vector<int> count_;   // [n_layer] slots held
+    std::vector<int> floor_;   // [n_layer] slots that other layers may not take
     std::vector<float> scores_;
-    uint64_t           tick_     = 0;
-    int                n_used_   = 0;
-    int                n_usable_ = 0;
-    bool               resident_;
+    uint64_t tick_ = 0;
+    int n_used_ = 0;
+    int n_usable_ = 0;
+    bool resident_;
 };
 
 } // namespace moegguf

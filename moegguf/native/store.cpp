@@ -14,7 +14,7 @@
 namespace moegguf {
 namespace {
 
-constexpr int    max_readers     = 64;
+constexpr int max_readers = 64;
 constexpr double longest_probe_s = 3600;
 
 int checked_readers(const moegguf_config & config) {
@@ -44,12 +44,12 @@ Store::Store(const moegguf_config & config)
       buft_(make_reserved_buft(this), free_reserved_buft),
       n_absent_chunks_(count_chunks(layout_)) {
     link_.bytes_per_ns = config.sim_bytes_per_ns;
-    link_.latency_ns   = config.sim_latency_ns;
+    link_.latency_ns = config.sim_latency_ns;
     if (flags_ & MOEGGUF_SIMULATE) {
         return;
     }
     files_ = std::make_unique<Files>(layout_, flags_ & MOEGGUF_DIRECT);
-    pool_  = std::make_unique<Pool>(layout_, config.device, flags_ & MOEGGUF_REPACK);
+    pool_ = std::make_unique<Pool>(layout_, config.device, flags_ & MOEGGUF_REPACK);
     uint64_t piece = 0;
     for (const Matrix & m : layout_.matrices) {
         piece = std::max(piece, std::min(m.expert_bytes, piece_bytes(m)));
@@ -96,7 +96,7 @@ ggml_backend_buffer_type_t Store::buft() {
 ggml_tensor * Store::pool_tensor(const char * name) const {
     for (size_t i = 0; i < layout_.matrices.size(); i++) {
         if (layout_.matrices[i].name == name) {
-            return pool_->tensor((int) i);
+            return pool_->tensor((int)i);
         }
     }
     return nullptr;
@@ -126,8 +126,8 @@ void Store::take_failure(Lane & lane, moegguf_failure & out, bool clear) {
     out = lane.failure;
     if (clear) {
         lane.failure = {};
-        lane.failed  = false;
-        lane.il      = Lane::between_passes;
+        lane.failed = false;
+        lane.il = Lane::between_passes;
         unpin(lane);
     }
 }
@@ -136,7 +136,8 @@ void Store::set_scores(const float * scores, size_t n) {
     Lock lock(mutex_);
     const size_t expected = layout_.layers.size() * layout_.n_expert_max;
     if (scores && n != expected) {
-        throw Error(MOEGGUF_INVALID, "a score table has " + std::to_string(expected) + " entries, not " + std::to_string(n));
+        throw Error(MOEGGUF_INVALID,
+                    "a score table has " + std::to_string(expected) + " entries, not " + std::to_string(n));
     }
     residency_.set_scores(scores, scores ? n : 0);
 }
@@ -145,7 +146,7 @@ void Store::prefetch(const int32_t * il, const int32_t * experts, size_t n) {
     Lock lock(mutex_);
     constexpr size_t most = 4096; // more than any link moves before they are stale
     for (size_t i = 0; i < n; i++) {
-        const bool exists = il[i] >= 0 && il[i] < (int) layout_.layers.size() && experts[i] >= 0 &&
+        const bool exists = il[i] >= 0 && il[i] < (int)layout_.layers.size() && experts[i] >= 0 &&
                             experts[i] < layout_.layers[il[i]].n_expert;
         counters_.prefetch_requested += 1;
         if (!exists || residency_.find(il[i], experts[i]) >= 0 || wishes_.size() >= most) {
@@ -179,7 +180,8 @@ void Store::resize(int n_slots) {
     }
     if (n_slots < widest || n_slots > residency_.n_slots()) {
         throw Error(MOEGGUF_INVALID, "the pool can have " + std::to_string(widest) + " to " +
-                                         std::to_string(residency_.n_slots()) + " slots, not " + std::to_string(n_slots));
+                                         std::to_string(residency_.n_slots()) + " slots, not " +
+                                         std::to_string(n_slots));
     }
     if (residency_.resident() && n_lanes_ > 1) {
         throw Error(MOEGGUF_INVALID, "a fully resident pool with several contexts keeps its size");
@@ -194,7 +196,7 @@ bool Store::drain(double timeout_s) {
     Lock lock(mutex_);
     const auto idle = [this] {
         const bool filling = (flags_ & MOEGGUF_FILL) && residency_.resident() && read_error_.empty() &&
-                             fill_next_ < (int) layout_.layers.size() * layout_.n_expert_max;
+                             fill_next_ < (int)layout_.layers.size() * layout_.n_expert_max;
         return needed_.empty() && wanted_.empty() && wishes_.empty() && counters_.chunks_reading == 0 && !filling;
     };
     if (flags_ & MOEGGUF_SIMULATE) {
@@ -204,12 +206,12 @@ bool Store::drain(double timeout_s) {
         return true;
     }
     constexpr double longest_s = 1e7;
-    const double     limit_s   = timeout_s > 0 ? std::min(timeout_s, longest_s) : 0;
+    const double limit_s = timeout_s > 0 ? std::min(timeout_s, longest_s) : 0;
     return done_.wait_for(lock, std::chrono::duration<double>(limit_s), idle);
 }
 
 void Store::read_slot(int matrix, int slot, void * out, size_t n) {
-    if (!pool_ || matrix < 0 || matrix >= (int) layout_.matrices.size() || slot < 0 || slot >= layout_.n_slots ||
+    if (!pool_ || matrix < 0 || matrix >= (int)layout_.matrices.size() || slot < 0 || slot >= layout_.n_slots ||
         n != layout_.matrices[matrix].expert_bytes || pool_->repacked(matrix)) {
         throw Error(MOEGGUF_INVALID, "no plain slot of that size");
     }
@@ -221,15 +223,15 @@ double Store::probe(double seconds) const {
     if (!files_ || !(seconds > 0 && seconds <= longest_probe_s)) {
         throw Error(MOEGGUF_INVALID, "a probe reads the files of a store for some seconds");
     }
-    std::atomic<uint64_t>    bytes{0};
-    const uint64_t           start = now_ns(), end = start + uint64_t(seconds * 1e9);
+    std::atomic<uint64_t> bytes{0};
+    const uint64_t start = now_ns(), end = start + uint64_t(seconds * 1e9);
     std::vector<std::thread> threads;
-    std::atomic<bool>        failed{false};
+    std::atomic<bool> failed{false};
     const auto read_random = [&](int i) {
         try {
             std::minstd_rand random(uint32_t(start) + i);
-            Staging          staging(staging_[i]->size());
-            ReadStats        stats;
+            Staging staging(staging_[i]->size());
+            ReadStats stats;
             while (now_ns() < end) {
                 const Matrix & m = layout_.matrices[random() % layout_.matrices.size()];
                 const uint64_t n = std::min(m.expert_bytes, piece_bytes(m));
@@ -243,7 +245,7 @@ double Store::probe(double seconds) const {
     threads.reserve(readers_.size());
     try {
         for (size_t i = 0; i < readers_.size(); i++) {
-            threads.emplace_back(read_random, (int) i);
+            threads.emplace_back(read_random, (int)i);
         }
     } catch (const std::system_error &) {
         failed = true;
@@ -259,30 +261,30 @@ double Store::probe(double seconds) const {
 
 void Store::counters(moegguf_counters & out) const {
     Lock lock(mutex_);
-    out                = counters_;
+    out = counters_;
     out.events_dropped = events_.dropped();
-    out.slots_used     = residency_.n_used();
+    out.slots_used = residency_.n_used();
     for (int s = 0; s < residency_.n_slots(); s++) {
         out.slots_pinned += residency_.slot(s).pins > 0;
     }
-    out.queue_needed  = needed_.size();
-    out.queue_wanted  = wanted_.size() + wishes_.size();
-    out.sim_clock_ns  = link_.clock_ns;
+    out.queue_needed = needed_.size();
+    out.queue_wanted = wanted_.size() + wishes_.size();
+    out.sim_clock_ns = link_.clock_ns;
 }
 
 void Store::info(moegguf_pool_info & out) const {
     Lock lock(mutex_);
-    out.slot_bytes     = layout_.slot_bytes();
-    out.pool_bytes     = pool_ ? pool_->bytes() : 0;
-    out.staging_bytes  = staging_.empty() ? 0 : staging_.size() * staging_[0]->size();
-    out.n_slots        = residency_.n_slots();
+    out.slot_bytes = layout_.slot_bytes();
+    out.pool_bytes = pool_ ? pool_->bytes() : 0;
+    out.staging_bytes = staging_.empty() ? 0 : staging_.size() * staging_[0]->size();
+    out.n_slots = residency_.n_slots();
     out.n_slots_usable = residency_.n_usable();
-    out.n_experts      = layout_.n_experts;
-    out.n_layers       = layout_.n_moe_layers;
-    out.n_repacked     = pool_ ? pool_->n_repacked() : 0;
-    out.n_matrices     = (int) layout_.matrices.size();
-    out.resident       = residency_.resident();
-    out.direct         = files_ && files_->direct();
+    out.n_experts = layout_.n_experts;
+    out.n_layers = layout_.n_moe_layers;
+    out.n_repacked = pool_ ? pool_->n_repacked() : 0;
+    out.n_matrices = (int)layout_.matrices.size();
+    out.resident = residency_.resident();
+    out.direct = files_ && files_->direct();
 }
 
 void Store::residency(uint8_t * map, size_t n) const {

@@ -24,19 +24,19 @@ struct Lane {
 
     explicit Lane(Store & store, int id) : store(store), id(id) {}
 
-    Store &                            store;
-    const int                          id;
-    int                                il = between_passes; // the layer computing now
-    uint64_t                           pass = 0;
-    std::vector<int>                   pinned;
-    std::vector<int>                   distinct;     // experts of this gate, in order of first choice
-    std::vector<int>                   slot_of;      // [n_expert_max], -1 where not chosen at this gate
-    uint64_t                           waited_ns = 0; // at this gate
-    std::vector<int32_t>               ids;          // scratch for devices whose memory is not the host's
-    moegguf_failure                    failure{};
-    std::atomic<bool>                  failed{false};
-    ggml_backend_sched_eval_callback   next_eval = nullptr;
-    void *                             next_user = nullptr;
+    Store & store;
+    const int id;
+    int il = between_passes; // the layer computing now
+    uint64_t pass = 0;
+    std::vector<int> pinned;
+    std::vector<int> distinct; // experts of this gate, in order of first choice
+    std::vector<int> slot_of;  // [n_expert_max], -1 where not chosen at this gate
+    uint64_t waited_ns = 0;    // at this gate
+    std::vector<int32_t> ids;  // scratch for devices whose memory is not the host's
+    moegguf_failure failure{};
+    std::atomic<bool> failed{false};
+    ggml_backend_sched_eval_callback next_eval = nullptr;
+    void * next_user = nullptr;
 };
 
 class Store {
@@ -79,7 +79,7 @@ class Store {
     bool forked() const;
 
   private:
-    using Lock     = std::unique_lock<std::mutex>;
+    using Lock = std::unique_lock<std::mutex>;
     using Deadline = std::chrono::steady_clock::time_point;
 
     // gate, step by step (store_gate.cpp); all under the lock
@@ -90,7 +90,7 @@ class Store {
     bool pin_absent(Lane & lane, Moment now, Lock & lock);
     bool wait_for_slot(Deadline deadline, Lock & lock);
     void look_up(int il, int slot);
-    int  take_slot(int il, int expert, Moment now, float min_score);
+    int take_slot(int il, int expert, Moment now, float min_score);
     void request(Lane & lane);
     void sweep_ahead(int il);
     void unpin(Lane & lane);
@@ -115,36 +115,36 @@ class Store {
     void announce(int s, bool resident);
     void sim_step();
 
-    Layout                               layout_;
-    const uint32_t                       flags_;
-    const int                            n_readers_;
-    const int                            pid_;
-    Residency                            residency_;
-    std::unique_ptr<Pool>                pool_;
-    std::unique_ptr<Files>               files_;
+    Layout layout_;
+    const uint32_t flags_;
+    const int n_readers_;
+    const int pid_;
+    Residency residency_;
+    std::unique_ptr<Pool> pool_;
+    std::unique_ptr<Files> files_;
     std::vector<std::unique_ptr<Staging>> staging_;
     std::unique_ptr<ggml_backend_buffer_type, void (*)(ggml_backend_buffer_type *)> buft_;
-    ModelledLink                         link_;
+    ModelledLink link_;
 
-    mutable std::mutex      mutex_;
-    std::condition_variable work_;  // readers sleep on it
-    std::condition_variable done_;  // lanes sleep on it
-    std::mutex              upload_; // devices that are not host memory take one upload at a time
-    Ring<Job>               needed_;
-    Ring<Job>               wanted_;
-    Ring<Wish>              wishes_;
-    int                     fill_next_ = 0;
-    moegguf_counters        counters_{};
-    Moment                  now_{0, false};
-    std::string             read_error_;
-    int                     n_lanes_ = 0;
-    int                     lane_ids_ = 0;
-    bool                    short_of_slots_ = false; // a lane waits for slots: nobody else may take any
-    int                     resize_to_ = 0;
-    bool                    stopping_ = false;
-    std::atomic<bool>       cancel_{false};
-    int                     n_absent_chunks_; // 0: every expert of a resident store is there
-    Events                  events_;
+    mutable std::mutex mutex_;
+    std::condition_variable work_; // readers sleep on it
+    std::condition_variable done_; // lanes sleep on it
+    std::mutex upload_;            // devices that are not host memory take one upload at a time
+    Ring<Job> needed_;
+    Ring<Job> wanted_;
+    Ring<Wish> wishes_;
+    int fill_next_ = 0;
+    moegguf_counters counters_{};
+    Moment now_{0, false};
+    std::string read_error_;
+    int n_lanes_ = 0;
+    int lane_ids_ = 0;
+    bool short_of_slots_ = false; // a lane waits for slots: nobody else may take any
+    int resize_to_ = 0;
+    bool stopping_ = false;
+    std::atomic<bool> cancel_{false};
+    int n_absent_chunks_; // 0: every expert of a resident store is there
+    Events events_;
     std::vector<std::thread> readers_;
 };
 

@@ -129,7 +129,7 @@ class Store:
         return there
 
     def set_scores(self, scores: npt.ArrayLike | None) -> None:
-        """Scores (n_layer, n_expert): the lowest is evicted first, least recently used among equals. None: plain LRU."""
+        """Scores (n_layer, n_expert): the lowest goes first, least recently used among equals. None: plain LRU."""
         if scores is None:
             check(self._library.moegguf_store_set_scores(self.handle, None, 0))
             return
@@ -137,7 +137,7 @@ class Store:
         check(self._library.moegguf_store_set_scores(self.handle, table.ctypes.data, table.size))
 
     def prefetch(self, il: Sequence[int] | Int32s, experts: Sequence[int] | Int32s) -> None:
-        """Asks for experts (il[i], experts[i]) early, in this order. Unknown or resident ones are dropped and counted."""
+        """Asks for experts (il[i], experts[i]) early, in order. Unknown or resident ones are dropped, and counted."""
         layers, ids = np.ascontiguousarray(il, np.int32), np.ascontiguousarray(experts, np.int32)
         n = min(layers.size, ids.size)
         check(self._library.moegguf_store_prefetch(self.handle, layers.ctypes.data, ids.ctypes.data, n))
@@ -245,7 +245,7 @@ class Lane:
         return c.cast(self._library.moegguf_abort, c.c_void_p).value or 0
 
     def gate(self, il: int, expert_ids: npt.ArrayLike) -> Int32s:
-        """Slot ids for expert_ids (n_tokens, n_expert_used) of layer il: what the hook does, for simulation and tests."""
+        """Slot ids for expert_ids (n_tokens, n_expert_used) of layer il: as the hook does, for simulation and tests."""
         ids = np.atleast_2d(np.ascontiguousarray(expert_ids, np.int32))
         slots = np.empty_like(ids)
         n_tokens, n_used = ids.shape

@@ -19,7 +19,7 @@ constexpr auto longest_pass = std::chrono::seconds(60);
 
 void Store::gate(Lane & lane, int il, int32_t * ids, int n_expert_used, int n_tokens, uint8_t wait_kinds) {
     const uint64_t start = now_ns();
-    const size_t   n     = (size_t) n_expert_used * n_tokens;
+    const size_t n = (size_t)n_expert_used * n_tokens;
     if (forked()) { // a thread of the parent may hold the lock
         fail(lane, MOEGGUF_FORKED, il, -1, "the model was loaded in the parent process; load it again in this one");
         std::fill_n(ids, n, 0);
@@ -28,7 +28,7 @@ void Store::gate(Lane & lane, int il, int32_t * ids, int n_expert_used, int n_to
     Lock lock(mutex_);
     lane.waited_ns = 0;
     begin_pass(lane, il, n_tokens);
-    const bool known = il >= 0 && il < (int) layout_.layers.size() && layout_.layers[il].n_expert > 0;
+    const bool known = il >= 0 && il < (int)layout_.layers.size() && layout_.layers[il].n_expert > 0;
     if (!known) {
         fail(lane, MOEGGUF_ROUTING, il, -1, "a layer without experts was routed");
     }
@@ -36,7 +36,7 @@ void Store::gate(Lane & lane, int il, int32_t * ids, int n_expert_used, int n_to
         events_.gate({lane.pass, start, lane.id, il, n_tokens, n_expert_used, ids});
     }
     const int64_t n_expert = known ? layout_.layers[il].n_expert : 1;
-    now_ = {il, n_tokens > 1 && (int64_t) n >= sweep_choices_per_expert * n_expert};
+    now_ = {il, n_tokens > 1 && (int64_t)n >= sweep_choices_per_expert * n_expert};
     if (!lane.failed && collect(lane, il, ids, n) && pin_all(lane, now_, lock)) {
         request(lane);
         if (now_.sweep && (flags_ & MOEGGUF_SWEEP)) {
@@ -73,8 +73,8 @@ bool Store::collect(Lane & lane, int il, const int32_t * ids, size_t n) {
     for (size_t i = 0; i < n; i++) {
         const int expert = ids[i];
         if (expert < 0 || expert >= n_expert) {
-            fail(lane, MOEGGUF_ROUTING, il, expert, "the router chose expert " + std::to_string(expert) + " of " +
-                                                        std::to_string(n_expert));
+            fail(lane, MOEGGUF_ROUTING, il, expert,
+                 "the router chose expert " + std::to_string(expert) + " of " + std::to_string(n_expert));
             return false;
         }
         if (lane.slot_of[expert] == -1) {
@@ -109,7 +109,7 @@ bool Store::pin_all(Lane & lane, Moment now, Lock & lock) {
         drop_stale(il);
     }
     const uint64_t start = clock_ns();
-    const bool     done  = pin_absent(lane, now, lock);
+    const bool done = pin_absent(lane, now, lock);
     if (short_of_slots_) {
         short_of_slots_ = false;
         done_.notify_all();
@@ -119,8 +119,8 @@ bool Store::pin_all(Lane & lane, Moment now, Lock & lock) {
 }
 
 bool Store::pin_absent(Lane & lane, Moment now, Lock & lock) {
-    const int  il       = now.il;
-    const bool fits     = (int) lane.distinct.size() <= residency_.n_usable();
+    const int il = now.il;
+    const bool fits = (int)lane.distinct.size() <= residency_.n_usable();
     const auto deadline = std::chrono::steady_clock::now() + longest_pass;
     for (int expert : lane.distinct) {
         if (lane.slot_of[expert] >= 0) {
@@ -185,10 +185,13 @@ int Store::take_slot(int il, int expert, Moment now, float min_score) {
 void Store::request(Lane & lane) {
     for (const uint8_t kinds : {uint8_t(all_kinds & ~down_kind), down_kind}) {
         for (int s : lane.pinned) {
-            const Slot &  slot   = residency_.slot(s);
+            const Slot & slot = residency_.slot(s);
             const uint8_t chunks = layout_.layers[slot.il].chunks & kinds;
             queue(s, chunks & ~slot.ready & ~slot.reading, true);
         }
+    }
+    if (!needed_.empty()) {
+        work_.notify_all(); // once: each wake-up is a system call
     }
 }
 
@@ -208,15 +211,15 @@ void Store::drop_stale(int il) {
 }
 
 void Store::sweep_ahead(int il) {
-    const int n_layer = (int) layout_.layers.size();
-    int       next    = il + 1;
+    const int n_layer = (int)layout_.layers.size();
+    int next = il + 1;
     while (next < n_layer && layout_.layers[next].n_expert == 0) {
         next++;
     }
     if (next == n_layer) {
         return;
     }
-    int room = residency_.n_usable() - (int) layout_.layers[il].n_expert;
+    int room = residency_.n_usable() - (int)layout_.layers[il].n_expert;
     for (int expert = 0; expert < layout_.layers[next].n_expert && room > 0; expert++, room--) {
         if (residency_.find(next, expert) < 0) {
             counters_.prefetch_requested += 1;
@@ -271,12 +274,12 @@ void Store::apply_resize() {
         return; // a context that came meanwhile computes with slot ids of its layers' windows
     }
     const int n = resize_to_;
-    resize_to_  = 0;
+    resize_to_ = 0;
     if (residency_.resident() && n < residency_.n_slots()) {
         residency_.share_all_slots();
         for (Layer & layer : layout_.layers) {
             layer.first_slot = 0;
-            layer.n_slots    = residency_.n_slots();
+            layer.n_slots = residency_.n_slots();
         }
         if (pool_) {
             pool_->share_all_slots(residency_.n_slots());
@@ -315,8 +318,8 @@ void Store::wait(Lane & lane, uint8_t kinds) {
 }
 
 void Store::wait_locked(Lane & lane, uint8_t kinds, Lock & lock) {
-    const bool     simulated = flags_ & MOEGGUF_SIMULATE;
-    const uint64_t start     = clock_ns();
+    const bool simulated = flags_ & MOEGGUF_SIMULATE;
+    const uint64_t start = clock_ns();
     while (!ready(lane, kinds) && !cancel_ && !stopping_) {
         if (simulated) {
             sim_step();

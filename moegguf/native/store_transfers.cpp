@@ -27,7 +27,6 @@ void Store::queue(int s, uint8_t kinds, bool needed) {
         (needed ? needed_ : wanted_).push({s, slot.generation, bits, needed, slot.claims});
         slot.queued |= bits;
         kinds &= ~bits;
-        work_.notify_one();
     }
 }
 
@@ -65,13 +64,14 @@ bool Store::start_wish(int il, int expert, Job & job) {
         return false;
     }
     const float worth = residency_.scored() ? residency_.score(il, expert) : INFINITY;
-    const int   s     = take_slot(il, expert, now_, worth);
+    const int s = take_slot(il, expert, now_, worth);
     if (s < 0) {
         return false;
     }
     residency_.slot(s).prefetched = true;
     counters_.prefetch_started += 1;
     queue(s, layout_.layers[il].chunks, false);
+    work_.notify_all(); // for the matrices that this reader does not take
     job = wanted_.pop();
     return true;
 }
@@ -80,7 +80,7 @@ bool Store::next_fill(Job & job) {
     if (!(flags_ & MOEGGUF_FILL) || !residency_.resident() || !read_error_.empty()) {
         return false;
     }
-    const int n = (int) layout_.layers.size() * layout_.n_expert_max;
+    const int n = (int)layout_.layers.size() * layout_.n_expert_max;
     for (; fill_next_ < n; fill_next_++) {
         const int il = fill_next_ / layout_.n_expert_max, expert = fill_next_ % layout_.n_expert_max;
         if (expert < layout_.layers[il].n_expert && start_wish(il, expert, job)) {
@@ -107,8 +107,8 @@ void Store::run_reader(int index) {
         const Slot snapshot = slot;
         lock.unlock();
 
-        ReadStats   stats;
-        uint64_t    upload_ns = 0;
+        ReadStats stats;
+        uint64_t upload_ns = 0;
         std::string why;
         try {
             transfer(job, snapshot, *staging_[index], stats, upload_ns);
@@ -125,17 +125,18 @@ void Store::run_reader(int index) {
     }
 }
 
-void Store::transfer(const Job & job, const Slot & slot, const Staging & staging, ReadStats & stats, uint64_t & upload_ns) {
+void Store::transfer(const Job & job, const Slot & slot, const Staging & staging, ReadStats & stats,
+                     uint64_t & upload_ns) {
     for (uint8_t kinds = job.kinds; kinds; kinds &= kinds - 1) {
-        const int      index = layout_.layers[slot.il].matrix[kind_index(lowest_bit(kinds))];
-        const Matrix & m     = layout_.matrices[index];
+        const int index = layout_.layers[slot.il].matrix[kind_index(lowest_bit(kinds))];
+        const Matrix & m = layout_.matrices[index];
         const uint64_t row_bytes = m.expert_bytes / m.ne1;
-        const int64_t  step      = piece_bytes(m) / row_bytes;
+        const int64_t step = piece_bytes(m) / row_bytes;
         for (int64_t row = 0; row < m.ne1; row += step) {
-            const int64_t  n_rows = std::min(step, m.ne1 - row);
+            const int64_t n_rows = std::min(step, m.ne1 - row);
             const uint64_t offset = m.offset + slot.expert * m.expert_bytes + row * row_bytes;
-            const uint8_t * data  = (*files_)[m.shard].read(offset, n_rows * row_bytes, staging, stats);
-            const uint64_t start  = now_ns();
+            const uint8_t * data = (*files_)[m.shard].read(offset, n_rows * row_bytes, staging, stats);
+            const uint64_t start = now_ns();
             if (pool_->host()) {
                 pool_->write(index, job.slot, row, n_rows, data);
             } else {
@@ -148,8 +149,8 @@ void Store::transfer(const Job & job, const Slot & slot, const Staging & staging
 }
 
 uint64_t Store::job_bytes(const Job & job) const {
-    const Slot & slot  = residency_.slot(job.slot);
-    uint64_t     bytes = 0;
+    const Slot & slot = residency_.slot(job.slot);
+    uint64_t bytes = 0;
     for (uint8_t kinds = job.kinds; kinds; kinds &= kinds - 1) {
         bytes += layout_.matrices[layout_.layers[slot.il].matrix[kind_index(lowest_bit(kinds))]].expert_bytes;
     }
@@ -164,13 +165,14 @@ void Store::finish(const Job & job, bool ok, const std::string & why) {
     if (ok) {
         slot.ready |= job.kinds;
         (job.needed ? counters_.bytes_missed : counters_.bytes_prefetched) += job_bytes(job);
-        n_absent_chunks_ -= (int) std::bitset<8>(job.kinds).count();
+        n_absent_chunks_ -= (int)std::bitset<8>(job.kinds).count();
     } else {
         counters_.read_errors += 1;
         read_error_ = why;
         // A read from before the last gate asked says nothing about that gate's request: it gets one of its own.
         if (slot.pins > 0 && slot.claims != job.claims) {
             queue(job.slot, job.kinds, true);
+            work_.notify_one();
         } else {
             slot.failed = true;
         }
@@ -211,7 +213,7 @@ void Store::sim_step() {
         return;
     }
     link_.clock_ns = std::max(link_.clock_ns, link_.done_ns);
-    link_.busy     = false;
+    link_.busy = false;
     counters_.chunks_reading -= 1;
     finish(link_.job, true, {});
 }

@@ -32,7 +32,9 @@ def test_a_distribution_with_another_hash_is_refused(tmp_path: Path, monkeypatch
         vendor.fetch(pin)
 
 
-def test_an_orphan_a_missing_and_an_unexplained_patch_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_orphan_a_missing_and_an_unexplained_patch_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(vendor, "PATCHES", tmp_path)
     (tmp_path / "README.md").write_text("nothing")
     (tmp_path / "series").write_text("# heading\nmissing.patch\nbare.patch\n")

@@ -33,10 +33,16 @@ def test_every_make_target_exists() -> None:
     assert {words[1] for words in named} <= known
 
 
-@pytest.mark.parametrize("words", commands(".venv/bin/moegguf") + commands("moegguf "), ids=lambda words: " ".join(words[1:3]))
+@pytest.mark.parametrize(
+    "words", commands(".venv/bin/moegguf") + commands("moegguf "), ids=lambda words: " ".join(words[1:3])
+)
 def test_every_moegguf_command_and_option_exists(words: list[str]) -> None:
     shown = subprocess.run(
-        [sys.executable, "-m", "moegguf.faces.cli", words[1], "--help"], capture_output=True, text=True, timeout=60, cwd=ROOT
+        [sys.executable, "-m", "moegguf.faces.cli", words[1], "--help"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=ROOT,
     )
     assert shown.returncode == 0, shown.stderr
     for word in words[2:]:
