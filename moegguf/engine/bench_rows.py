@@ -33,7 +33,7 @@ OWN_FIELDS = (
     "budget_bytes", "planned_bytes", "error",
 )  # fmt: skip
 
-_LOAD_MODES = {"moegguf": "dio", "mmap": "mmap", "resident": "none"}
+_LOAD_MODES = {"moegguf": "none", "mmap": "mmap", "resident": "none"}
 
 
 def _fixed(entry: Entry) -> Row:
@@ -176,7 +176,7 @@ def _add_strict_bound(rows: Sequence[Row]) -> None:
     this run left of its own time: readers that slow the computation down count against us here.
     """
     resident = [
-        row for row in rows if "median_ts" in row and (row.get("hit_rate") == 1.0 or row["load_mode"] == "none")
+        row for row in rows if "median_ts" in row and (row.get("hit_rate") == 1.0 or row["system"] == "resident")
     ]
     if not resident:
         return

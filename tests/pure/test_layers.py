@@ -27,6 +27,8 @@ MODULES = sorted(path for path in PACKAGE.rglob("*.py"))
 
 def room_of(module: str) -> str:
     parts = module.split(".")
+    if parts[-1] == "__main__":
+        return "faces"
     return parts[1] if len(parts) > 1 and parts[1] in ALLOWED else "floor"
 
 

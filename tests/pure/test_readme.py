@@ -16,7 +16,7 @@ README = (ROOT / "README.md").read_text()
 
 
 def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+    return [text for name, text in re.findall(r"```(\w*)\n(.*?)```", README, re.DOTALL) if name == language]
 
 
 def commands(prefix: str) -> list[list[str]]:
@@ -62,7 +62,7 @@ def test_python_examples_compile_and_import_what_exists() -> None:
 
 
 def test_every_path_in_the_map_of_rooms_exists() -> None:
-    tree = next(block for block in re.findall(r"```\n(.*?)```", README, re.DOTALL) if "moegguf/native/" in block)
+    tree = next(block for block in blocks("") if "moegguf/native/" in block)
     paths = [line.split()[0] for line in tree.splitlines() if line.strip()]
     assert all(list(ROOT.glob(path.rstrip("/"))) for path in paths), paths
 
