@@ -10,6 +10,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from running import TinyModel
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -45,15 +46,16 @@ def test_the_wheel_holds_libraries_headers_and_demo_but_no_sources(wheel: Path) 
 
 
 def test_an_environment_without_the_source_tree_runs_a_model_from_the_wheel(
-    wheel: Path, tmp_path: Path, tiny: Path
+    wheel: Path, tmp_path: Path, tiny: TinyModel
 ) -> None:
     target = tmp_path / "site"
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(target)
     # -S keeps the editable install's import hook out; dependencies come from this environment.
     environment = {"PYTHONPATH": f"{target}{os.pathsep}{sysconfig.get_path('purelib')}", "PATH": os.environ["PATH"]}
+    command = [sys.executable, "-S", "-c", SCRIPT, str(tiny())]
     done = subprocess.run(
-        [sys.executable, "-S", "-c", SCRIPT, str(tiny)], env=environment, cwd=tmp_path, capture_output=True, text=True,
+        command, env=environment, cwd=tmp_path, capture_output=True, text=True,
         timeout=120,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
