@@ -12,19 +12,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import pytest
-
-from moegguf.errors import LibraryError
-from moegguf.native import library
-from moegguf.native.store import Store
-
-try:
-    library.llama_cpp()
-except LibraryError as reason:
-    pytest.skip(str(reason), allow_module_level=True)
 
 from moegguf.engine.llama import Llama
 from moegguf.experts import read_layout
+from moegguf.native.store import Store
 
 Logits = npt.NDArray[np.float32]
 TinyModel = Callable[..., Path]  # the fixtures of conftest.py
