@@ -1,0 +1,65 @@
+"""What has been routed so far, kept up to date gate by gate: what policies and predictors look at.
+
+EAM, iEAM and rEAM are MoE-Infinity's (section 4.3): counts of tokens per (layer, expert), of the pass in progress and
+of the request so far, prefill and decode apart.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from moegguf.controller.shape import MoeShape
+from moegguf.native.events import Gate, Phase
+
+Counts = npt.NDArray[np.float32]
+
+
+class History:
+    """Tables (n_layer, n_expert) over the routing seen so far.
+
+    clock: gates so far. last_use: clock of an expert's last gate, -1 before the first. uses: gates that used it.
+    iteration: the iEAM. prefill, decode: the rEAM of this request. il: the layer seen last. sequence: the request.
+    new_pass, new_request: whether the last gate began one. finished: rEAM (prefill, decode) of the request that the
+    last gate ended by beginning another, else None.
+    """
+
+    def __init__(self, shape: MoeShape) -> None:
+        self.shape = shape
+        self.clock = 0
+        self.last_use: npt.NDArray[np.int64] = np.full(shape.table, -1, np.int64)
+        self.uses: Counts = np.zeros(shape.table, np.float32)
+        self.iteration: Counts = np.zeros(shape.table, np.float32)
+        self.prefill: Counts = np.zeros(shape.table, np.float32)
+        self.decode: Counts = np.zeros(shape.table, np.float32)
+        self.il = -1
+        self.pass_ = -1
+        self.sequence = -1
+        self.phase = Phase.PREFILL
+        self.new_pass = False
+        self.new_request = False
+        self.finished: tuple[Counts, Counts] | None = None
+
+    def update(self, gate: Gate) -> None:
+        """Adds one gate."""
+        self.finished = None
+        self.new_request = gate.sequence != self.sequence
+        self.new_pass = self.new_request or gate.pass_ != self.pass_
+        if self.new_request:
+            self._begin_request(gate)
+        if self.new_pass:
+            self.iteration[:] = 0
+        counts = np.bincount(gate.expert_ids.ravel(), minlength=self.shape.n_expert)
+        self.clock += 1
+        self.last_use[gate.il, counts > 0] = self.clock
+        self.uses[gate.il] += counts > 0
+        self.iteration[gate.il] += counts
+        (self.prefill if gate.phase == Phase.PREFILL else self.decode)[gate.il] += counts
+        self.il, self.pass_, self.phase = gate.il, gate.pass_, gate.phase
+
+    def _begin_request(self, gate: Gate) -> None:
+        if self.sequence >= 0:
+            self.finished = self.prefill.copy(), self.decode.copy()
+        self.prefill[:] = 0
+        self.decode[:] = 0
+        self.sequence = gate.sequence

@@ -1,0 +1,1 @@
+"""Eviction policies; `base` says what one is."""

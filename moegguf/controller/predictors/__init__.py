@@ -1,0 +1,1 @@
+"""Predictors, one per idea of a paper; `base` says what one is."""

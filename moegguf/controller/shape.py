@@ -1,0 +1,54 @@
+"""How many layers and experts a model has: all the controller knows of a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from moegguf.experts import ExpertLayout
+
+
+@dataclass(frozen=True)
+class MoeShape:
+    """The shape of a model's routing.
+
+    Tables over experts are (n_layer, n_expert) with absolute layer numbers; rows of layers without experts stay zero.
+    `layers` are those with experts, in order; distances between layers count these only. `expert_bytes` is the
+    average size of one expert in the file.
+    """
+
+    n_layer: int
+    n_expert: int
+    n_expert_used: int
+    layers: tuple[int, ...]
+    n_embd: int = 0
+    n_vocab: int = 0
+    expert_bytes: int = 1
+
+    @classmethod
+    def of(cls, layout: ExpertLayout) -> MoeShape:
+        """The shape of the model with this layout."""
+        return cls(
+            n_layer=layout.n_layer,
+            n_expert=layout.n_expert,
+            n_expert_used=layout.n_expert_used,
+            layers=tuple(layer.il for layer in layout.layers),
+            n_embd=layout.hparams.n_embd,
+            n_vocab=layout.n_vocab,
+            expert_bytes=max(1, layout.expert_bytes // max(1, layout.n_expert_total)),
+        )
+
+    @property
+    def table(self) -> tuple[int, int]:
+        """(n_layer, n_expert)."""
+        return self.n_layer, self.n_expert
+
+    @cached_property
+    def row_of(self) -> dict[int, int]:
+        """Position of a layer among those with experts."""
+        return {il: row for row, il in enumerate(self.layers)}
+
+    def layer_after(self, il: int, distance: int) -> int | None:
+        """The layer `distance` MoE layers after `il`; None beyond the last one."""
+        row = self.row_of[il] + distance
+        return self.layers[row] if row < len(self.layers) else None
