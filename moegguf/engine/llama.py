@@ -21,6 +21,7 @@ from moegguf.config import ExpertCache, format_bytes_up, parse_expert_cache, rea
 from moegguf.engine.machine import count_cpus, read_memory
 from moegguf.engine.plan import Plan, make_plan
 from moegguf.engine.readahead import readahead
+from moegguf.engine.requests import Requests
 from moegguf.engine.session import Session
 from moegguf.engine.stats import Stats
 from moegguf.engine.threads import Threadpool, built_with_openmp
@@ -92,6 +93,7 @@ class Llama(_bindings.Llama):  # type: ignore[misc, name-defined]
         self._progress_error: BaseException | None = None
         self._load_cancelled = False
         self._turns = Turns()
+        self._requests = Requests()
         self._busy = threading.RLock()  # held by whoever is inside llama_decode
         self._check_options(options)
         path = os.fspath(model_path)
@@ -181,7 +183,13 @@ class Llama(_bindings.Llama):  # type: ignore[misc, name-defined]
 
         Raises ExpertIOError, GenerationCancelled, ForkError, ClosedError.
         """
-        self._guarded(super().eval, tokens)
+        self._guarded(self._eval_announced, tokens)
+
+    def _eval_announced(self, tokens: Sequence[int]) -> None:
+        if self._session is not None:
+            phase = self._requests.next_phase(self.n_tokens, len(tokens))
+            self._session.lane.announce(self._requests.sequence, phase, tokens)
+        super().eval(tokens)
 
     def embed(self, *arguments: Any, **options: Any) -> Any:
         """As in llama-cpp-python; raises what `eval` raises."""
@@ -190,7 +198,7 @@ class Llama(_bindings.Llama):  # type: ignore[misc, name-defined]
     def generate(self, *arguments: Any, **options: Any) -> Generator[int, Sequence[int] | None, None]:
         """As in llama-cpp-python, one request at a time: other threads wait until this one has ended."""
         self._open_session()
-        return self._turns.hold(super().generate(*arguments, **options))
+        return self._turns.hold(self._requests.hold(super().generate(*arguments, **options)))
 
     def _guarded(self, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         with self._busy:

@@ -164,6 +164,17 @@ int moegguf_lane_gate(moegguf_lane * lane, int32_t il, const int32_t * expert_id
     });
 }
 
+int moegguf_lane_announce(moegguf_lane * lane, int32_t sequence, int32_t phase, const int32_t * tokens,
+                          int32_t n_tokens) {
+    return guarded([&] {
+        if (n_tokens < 0 || (n_tokens > 0 && !tokens) || phase < MOEGGUF_PREFILL || phase > MOEGGUF_DECODE) {
+            throw Error(MOEGGUF_INVALID, "an announcement has a phase and its tokens");
+        }
+        Lane & l = *given(lane).lane;
+        l.store.announce_tokens(l, {l.id, sequence, phase, n_tokens, tokens});
+    });
+}
+
 int moegguf_lane_failure(moegguf_lane * lane, moegguf_failure * failure, int clear) {
     return guarded([&] { given(lane).lane->store.take_failure(*lane->lane, given(failure), clear); });
 }

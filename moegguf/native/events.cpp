@@ -1,10 +1,14 @@
 #include "events.h"
 
+#include <utility>
+
 namespace moegguf {
 
 void Events::start(const moegguf_listener & listener) {
     stop();
     listener_ = listener;
+    flags_ = listener.flags;
+    max_input_tokens_ = listener.max_input_tokens;
     ring_.resize(capacity);
     stopping_ = false;
     thread_ = std::thread([this] { run(); });
@@ -21,47 +25,87 @@ void Events::stop() {
         stopping_ = true;
     }
     arrived_.notify_all();
+    delivered_.notify_all();
     thread_.join();
 }
 
-Events::Record * Events::claim() {
+bool Events::has_room(size_t bytes) const {
+    return size_ < capacity && (size_ == 0 || bytes_ + bytes <= most_bytes);
+}
+
+Events::Record * Events::claim(Kind kind, size_t bytes, Lock & lock, bool may_wait) {
+    if (may_wait && (flags_ & MOEGGUF_LISTEN_EVERYTHING)) {
+        delivered_.wait(lock, [&] { return !on_ || has_room(bytes); });
+    }
     if (!on_) { // stopped since the caller looked: the next listener must not hear of it
         return nullptr;
     }
-    if (size_ == capacity) {
+    if (!has_room(bytes)) {
         dropped_ += 1;
         return nullptr;
     }
-    return &ring_[(head_ + size_++) % capacity];
+    Record & record = ring_[(head_ + size_++) % capacity];
+    record.kind = kind;
+    record.bytes = bytes;
+    bytes_ += bytes;
+    arrived_.notify_one();
+    return &record;
+}
+
+void Events::tokens(const moegguf_tokens_event & event) {
+    Lock lock(mutex_);
+    if (!listener_.on_tokens) {
+        return;
+    }
+    if (Record * record = claim(Kind::tokens, sizeof(int32_t) * event.n_tokens, lock, true)) {
+        record->tokens = event;
+        record->ids.assign(event.tokens, event.tokens + event.n_tokens);
+    }
 }
 
 void Events::gate(const moegguf_gate_event & event) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (Record * record = claim()) {
-        record->is_gate = true;
+    const size_t n_ids = (size_t)event.n_tokens * event.n_expert_used;
+    const size_t n_weights = event.weights ? n_ids : 0;
+    const size_t n_inputs = event.inputs ? (size_t)event.n_tokens * event.n_embd : 0;
+    Lock lock(mutex_);
+    if (!listener_.on_gate) {
+        return;
+    }
+    const size_t bytes = sizeof(int32_t) * n_ids + sizeof(float) * (n_weights + n_inputs);
+    if (Record * record = claim(Kind::gate, bytes, lock, true)) {
         record->gate = event;
-        record->ids.assign(event.expert_ids, event.expert_ids + (size_t)event.n_tokens * event.n_expert_used);
-        arrived_.notify_one();
+        record->ids.assign(event.expert_ids, event.expert_ids + n_ids);
+        record->weights.assign(event.weights, event.weights + n_weights);
+        record->inputs.assign(event.inputs, event.inputs + n_inputs);
     }
 }
 
 void Events::residency(const moegguf_residency_event & event) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (Record * record = claim()) {
-        record->is_gate = false;
+    Lock lock(mutex_);
+    if (!listener_.on_residency) {
+        return;
+    }
+    if (Record * record = claim(Kind::residency, 0, lock, false)) { // the caller holds the store's lock
         record->residency = event;
-        arrived_.notify_one();
     }
 }
 
+void Events::keep_step() {
+    if (!on_ || !(flags_ & MOEGGUF_LISTEN_LOCKSTEP)) {
+        return;
+    }
+    Lock lock(mutex_);
+    delivered_.wait(lock, [this] { return !on_ || (size_ == 0 && !delivering_); });
+}
+
 uint64_t Events::dropped() const {
-    std::lock_guard<std::mutex> lock(mutex_);
+    Lock lock(mutex_);
     return dropped_;
 }
 
 void Events::run() {
     Record current;
-    std::unique_lock<std::mutex> lock(mutex_);
+    Lock lock(mutex_);
     while (true) {
         arrived_.wait(lock, [this] { return stopping_ || size_ > 0; });
         if (size_ == 0) {
@@ -70,19 +114,33 @@ void Events::run() {
         std::swap(current, ring_[head_]);
         head_ = (head_ + 1) % capacity;
         size_ -= 1;
+        bytes_ -= current.bytes;
+        delivering_ = true;
         lock.unlock();
         deliver(current);
+        if (current.inputs.capacity() > kept_floats) {
+            current = Record();
+        }
         lock.lock();
+        delivering_ = false;
+        delivered_.notify_all();
     }
 }
 
 void Events::deliver(const Record & record) const {
-    if (record.is_gate && listener_.on_gate) {
+    void * user = listener_.user;
+    if (record.kind == Kind::tokens) {
+        moegguf_tokens_event event = record.tokens;
+        event.tokens = record.ids.data();
+        listener_.on_tokens(user, &event);
+    } else if (record.kind == Kind::gate) {
         moegguf_gate_event event = record.gate;
         event.expert_ids = record.ids.data();
-        listener_.on_gate(listener_.user, &event);
-    } else if (!record.is_gate && listener_.on_residency) {
-        listener_.on_residency(listener_.user, &record.residency);
+        event.weights = record.weights.empty() ? nullptr : record.weights.data();
+        event.inputs = record.inputs.empty() ? nullptr : record.inputs.data();
+        listener_.on_gate(user, &event);
+    } else {
+        listener_.on_residency(user, &record.residency);
     }
 }
 

@@ -11,8 +11,15 @@
 
 namespace moegguf {
 
-// A bounded ring of records. When the listener is slower than the model, records are dropped and counted:
-// the compute thread never waits for it.
+// What a gate knows besides the experts' ids.
+struct Routed {
+    const float * weights = nullptr;
+    const float * inputs = nullptr;
+    int n_embd = 0;
+};
+
+// A bounded ring of records. When the listener is slower than the model, records are dropped and counted, and the
+// compute thread never waits for it; unless the listener asked for everything, or for lockstep.
 class Events {
   public:
     Events() = default;
@@ -21,33 +28,53 @@ class Events {
     void start(const moegguf_listener & listener);
     void stop(); // returns after the last callback
     bool on() const { return on_; }
+    bool wants_weights() const { return on_ && (flags_ & MOEGGUF_LISTEN_WEIGHTS); }
+    bool wants_inputs(int n_tokens) const {
+        return on_ && (flags_ & MOEGGUF_LISTEN_INPUTS) && n_tokens <= max_input_tokens_;
+    }
 
+    void tokens(const moegguf_tokens_event & event);
     void gate(const moegguf_gate_event & event);
     void residency(const moegguf_residency_event & event);
+    void keep_step(); // in lockstep: returns when every record was delivered
     uint64_t dropped() const;
 
   private:
+    enum class Kind { tokens, gate, residency };
     struct Record {
-        bool is_gate = false;
+        Kind kind = Kind::gate;
+        moegguf_tokens_event tokens;
         moegguf_gate_event gate;
         moegguf_residency_event residency;
-        std::vector<int32_t> ids; // keeps its memory from use to use
+        std::vector<int32_t> ids; // these keep their memory from use to use, unless it is large
+        std::vector<float> weights;
+        std::vector<float> inputs;
+        size_t bytes = 0;
     };
+    using Lock = std::unique_lock<std::mutex>;
 
-    Record * claim();
+    bool has_room(size_t bytes) const;
+    Record * claim(Kind kind, size_t bytes, Lock & lock, bool may_wait);
     void run();
     void deliver(const Record & record) const;
 
     static constexpr size_t capacity = 4096;
+    static constexpr size_t most_bytes = 256u << 20; // of payload in the ring
+    static constexpr size_t kept_floats = 1u << 16;  // a record gives larger buffers back
 
     mutable std::mutex mutex_;
     std::condition_variable arrived_;
+    std::condition_variable delivered_;
     std::vector<Record> ring_;
     size_t head_ = 0;
     size_t size_ = 0;
+    size_t bytes_ = 0;
     uint64_t dropped_ = 0;
+    bool delivering_ = false;
     bool stopping_ = false;
     std::atomic<bool> on_{false};
+    std::atomic<uint32_t> flags_{0};
+    std::atomic<int> max_input_tokens_{0};
     moegguf_listener listener_{};
     std::thread thread_;
 };

@@ -1,4 +1,4 @@
-"""What the store tells its listener, as plain numpy: announced tokens and gates. No ctypes here, no library needed."""
+"""What the store tells its listener, as plain numpy: tokens, gates, residency. No ctypes here, no library needed."""
 
 from __future__ import annotations
 
@@ -50,3 +50,13 @@ class Gate(NamedTuple):
     expert_ids: Int32s
     weights: Float32s | None = None
     inputs: Float32s | None = None
+
+
+class Residency(NamedTuple):
+    """Expert (il, expert) became resident in `slot`, or was evicted from it."""
+
+    time_ns: int
+    il: int
+    expert: int
+    slot: int
+    resident: bool

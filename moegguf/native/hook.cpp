@@ -25,6 +25,34 @@ bool wants_gate(Lane & lane, const ggml_tensor * t, int il) {
     return true;
 }
 
+// The floats of a tensor: in place where they lie in host memory, copied to `scratch` where not. NULL when the
+// tensor does not hold n of them in a row.
+const float * floats(const ggml_tensor * t, size_t n, std::vector<float> & scratch) {
+    if (!t || t->type != GGML_TYPE_F32 || !ggml_is_contiguous(t) || (size_t)ggml_nelements(t) != n || !t->buffer) {
+        return nullptr;
+    }
+    if (ggml_backend_buffer_is_host(t->buffer)) {
+        return (const float *)t->data;
+    }
+    scratch.resize(n);
+    ggml_backend_tensor_get(t, scratch.data(), 0, n * sizeof(float));
+    return scratch.data();
+}
+
+// What the listener wants to know besides the ids; the patch makes these tensors sources of the node.
+Routed routed(Lane & lane, const ggml_tensor * t, size_t n_used, size_t n_tokens) {
+    const Events & events = lane.store.events();
+    Routed known;
+    if (events.wants_weights()) {
+        known.weights = floats(t->src[1], n_used * n_tokens, lane.weights);
+    }
+    if (events.wants_inputs((int)n_tokens) && t->src[2]) {
+        known.n_embd = (int)t->src[2]->ne[0];
+        known.inputs = floats(t->src[2], known.n_embd * n_tokens, lane.inputs);
+    }
+    return known;
+}
+
 void run_gate(Lane & lane, ggml_tensor * t, int il) {
     const int n_used = (int)t->ne[0], n_tokens = (int)t->ne[1];
     const size_t n = (size_t)n_used * n_tokens;
@@ -32,13 +60,14 @@ void run_gate(Lane & lane, ggml_tensor * t, int il) {
     if (n == 0) {
         return;
     }
+    const Routed known = routed(lane, t, n_used, n_tokens);
     if (ggml_backend_buffer_is_host(t->buffer)) {
-        lane.store.gate(lane, il, (int32_t *)t->data, n_used, n_tokens, kinds);
+        lane.store.gate(lane, il, (int32_t *)t->data, n_used, n_tokens, kinds, known);
         return;
     }
     lane.ids.resize(n);
     ggml_backend_tensor_get(t, lane.ids.data(), 0, n * sizeof(int32_t));
-    lane.store.gate(lane, il, lane.ids.data(), n_used, n_tokens, kinds);
+    lane.store.gate(lane, il, lane.ids.data(), n_used, n_tokens, kinds, known);
     ggml_backend_tensor_set(t, lane.ids.data(), 0, n * sizeof(int32_t));
 }
 

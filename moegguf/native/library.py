@@ -26,7 +26,7 @@ from moegguf.errors import (
     OptionError,
 )
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 
 OK, INVALID, MEMORY, IO, CANCELLED, FORKED, ROUTING, SLOTS = range(8)
 
@@ -108,8 +108,23 @@ class PoolInfo(c.Structure):
     ]
 
 
+LISTEN = {name: 1 << bit for bit, name in enumerate(("weights", "inputs", "everything", "lockstep"))}
+
+
+class TokensEvent(c.Structure):
+    """struct moegguf_tokens_event: tokens is [n_tokens], valid during the callback only."""
+
+    _fields_ = [
+        ("lane", c.c_int32),
+        ("sequence", c.c_int32),
+        ("phase", c.c_int32),
+        ("n_tokens", c.c_int32),
+        ("tokens", c.c_void_p),
+    ]
+
+
 class GateEvent(c.Structure):
-    """struct moegguf_gate_event: expert_ids is [n_tokens][n_expert_used], valid during the callback only."""
+    """struct moegguf_gate_event: its arrays are valid during the callback only."""
 
     _fields_ = [
         ("pass_", c.c_uint64),
@@ -118,7 +133,13 @@ class GateEvent(c.Structure):
         ("il", c.c_int32),
         ("n_tokens", c.c_int32),
         ("n_expert_used", c.c_int32),
-        ("expert_ids", c.POINTER(c.c_int32)),
+        ("sequence", c.c_int32),
+        ("phase", c.c_int32),
+        ("first_token", c.c_int32),
+        ("n_embd", c.c_int32),
+        ("expert_ids", c.c_void_p),
+        ("weights", c.c_void_p),
+        ("inputs", c.c_void_p),
     ]
 
 
@@ -134,6 +155,7 @@ class ResidencyEvent(c.Structure):
     ]
 
 
+TOKENS_CALLBACK = c.CFUNCTYPE(None, c.c_void_p, c.POINTER(TokensEvent))
 GATE_CALLBACK = c.CFUNCTYPE(None, c.c_void_p, c.POINTER(GateEvent))
 RESIDENCY_CALLBACK = c.CFUNCTYPE(None, c.c_void_p, c.POINTER(ResidencyEvent))
 
@@ -141,7 +163,14 @@ RESIDENCY_CALLBACK = c.CFUNCTYPE(None, c.c_void_p, c.POINTER(ResidencyEvent))
 class Listener(c.Structure):
     """struct moegguf_listener."""
 
-    _fields_ = [("on_gate", GATE_CALLBACK), ("on_residency", RESIDENCY_CALLBACK), ("user", c.c_void_p)]
+    _fields_ = [
+        ("flags", c.c_uint32),
+        ("max_input_tokens", c.c_int32),
+        ("on_tokens", TOKENS_CALLBACK),
+        ("on_gate", GATE_CALLBACK),
+        ("on_residency", RESIDENCY_CALLBACK),
+        ("user", c.c_void_p),
+    ]
 
 
 class Failure(c.Structure):
@@ -172,6 +201,7 @@ _STATUS_CALLS: dict[str, list[type]] = {
     "moegguf_store_sim_advance": [c.c_void_p, c.c_uint64],
     "moegguf_lane_open": [c.c_void_p, c.POINTER(c.c_void_p)],
     "moegguf_lane_gate": [c.c_void_p, c.c_int32, c.c_void_p, c.c_int32, c.c_int32, c.c_void_p],
+    "moegguf_lane_announce": [c.c_void_p, c.c_int32, c.c_int32, c.c_void_p, c.c_int32],
     "moegguf_lane_failure": [c.c_void_p, c.POINTER(Failure), c.c_int],
 }
 

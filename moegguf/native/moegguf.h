@@ -38,7 +38,7 @@
 extern "C" {
 #endif
 
-#define MOEGGUF_ABI_VERSION 1
+#define MOEGGUF_ABI_VERSION 2
 #define MOEGGUF_MAX_KINDS 4
 #define MOEGGUF_API __attribute__((visibility("default")))
 
@@ -147,7 +147,18 @@ struct moegguf_pool_info {
     int32_t direct;   // shards read with O_DIRECT
 };
 
-// What the router chose at one layer in one pass. Pointers are valid during the callback only.
+enum moegguf_phase { MOEGGUF_PREFILL = 0, MOEGGUF_DECODE = 1 };
+
+// Tokens about to be evaluated, as announced. Pointers in events are valid during the callback only.
+struct moegguf_tokens_event {
+    int32_t lane;
+    int32_t sequence; // counts requests
+    int32_t phase;    // enum moegguf_phase
+    int32_t n_tokens;
+    const int32_t * tokens; // [n_tokens]
+};
+
+// What the router chose at one layer in one pass.
 struct moegguf_gate_event {
     uint64_t pass;
     uint64_t time_ns;
@@ -155,7 +166,13 @@ struct moegguf_gate_event {
     int32_t il;
     int32_t n_tokens;
     int32_t n_expert_used;
+    int32_t sequence; // as announced
+    int32_t phase;
+    int32_t first_token; // of the pass, within its announcement; -1: never announced
+    int32_t n_embd;
     const int32_t * expert_ids; // [n_tokens][n_expert_used]
+    const float * weights;      // [n_tokens][n_expert_used], or NULL
+    const float * inputs;       // what entered the router, [n_tokens][n_embd], or NULL
 };
 
 struct moegguf_residency_event {
@@ -166,7 +183,17 @@ struct moegguf_residency_event {
     int32_t resident; // 1 became resident, 0 was evicted
 };
 
-struct moegguf_listener {
+enum moegguf_listen_flag {
+    MOEGGUF_LISTEN_WEIGHTS = 1 << 0,
+    MOEGGUF_LISTEN_INPUTS = 1 << 1,
+    MOEGGUF_LISTEN_EVERYTHING = 1 << 2, // a compute thread waits for room instead of dropping events
+    MOEGGUF_LISTEN_LOCKSTEP = 1 << 3,   // a gate waits until every earlier event was heard: slow, and reproducible
+};
+
+struct moegguf_listener { // callbacks may be NULL: nothing is kept for them
+    uint32_t flags;
+    int32_t max_input_tokens; // passes with more tokens come without inputs
+    void (*on_tokens)(void * user, const struct moegguf_tokens_event * event);
     void (*on_gate)(void * user, const struct moegguf_gate_event * event);
     void (*on_residency)(void * user, const struct moegguf_residency_event * event);
     void * user;
@@ -215,6 +242,8 @@ MOEGGUF_API int moegguf_lane_open(moegguf_store * store, moegguf_lane ** lane);
 MOEGGUF_API void moegguf_lane_close(moegguf_lane * lane);
 MOEGGUF_API int moegguf_lane_gate(moegguf_lane * lane, int32_t il, const int32_t * expert_ids, int32_t n_expert_used,
                                   int32_t n_tokens, int32_t * slot_ids);
+MOEGGUF_API int moegguf_lane_announce(moegguf_lane * lane, int32_t sequence, int32_t phase, const int32_t * tokens,
+                                      int32_t n_tokens); // before they are evaluated; n_tokens 0: nothing is known
 MOEGGUF_API int moegguf_lane_failure(moegguf_lane * lane, struct moegguf_failure * failure, int clear);
 MOEGGUF_API void moegguf_lane_chain(moegguf_lane * lane, ggml_backend_sched_eval_callback next, void * user);
 

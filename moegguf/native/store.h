@@ -28,11 +28,18 @@ struct Lane {
     const int id;
     int il = between_passes; // the layer computing now
     uint64_t pass = 0;
+    int sequence = -1; // as announced, with the phase and the tokens that no pass has taken yet
+    int phase = MOEGGUF_PREFILL;
+    int first_token = -1;
+    int next_token = 0;
+    int n_announced = 0;
     std::vector<int> pinned;
     std::vector<int> distinct; // experts of this gate, in order of first choice
     std::vector<int> slot_of;  // [n_expert_max], -1 where not chosen at this gate
     uint64_t waited_ns = 0;    // at this gate
     std::vector<int32_t> ids;  // scratch for devices whose memory is not the host's
+    std::vector<float> weights;
+    std::vector<float> inputs;
     moegguf_failure failure{};
     std::atomic<bool> failed{false};
     ggml_backend_sched_eval_callback next_eval = nullptr;
@@ -52,7 +59,10 @@ class Store {
 
     // The gate: expert_ids [n_tokens][n_expert_used] become slot ids in place. Waits for the matrices in
     // `wait_kinds`. On failure the lane says why and the slot ids are safe to compute with.
-    void gate(Lane & lane, int il, int32_t * ids, int n_expert_used, int n_tokens, uint8_t wait_kinds);
+    void gate(Lane & lane, int il, int32_t * ids, int n_expert_used, int n_tokens, uint8_t wait_kinds,
+              const Routed & routed = {});
+    void announce_tokens(Lane & lane, const moegguf_tokens_event & event);
+    const Events & events() const { return events_; }
     bool pending(Lane & lane, uint8_t kinds);
     void wait(Lane & lane, uint8_t kinds);
     bool idle_gate(int il) const; // nothing to do or to tell at this layer: every expert is in its own slot

@@ -13,9 +13,11 @@ import numpy.typing as npt
 from moegguf.errors import CallbackError, ClosedError
 from moegguf.experts import ExpertLayout
 from moegguf.native import library
+from moegguf.native.events import Announcement, Gate, Int32s, Phase, Residency
 from moegguf.native.library import check
 
-Int32s = npt.NDArray[np.int32]
+_PHASES = tuple(Phase)
+EVERY_PASS = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,52 @@ class StoreOptions:
     def flags(self) -> int:
         named = (field.name for field in fields(self) if field.name in library.FLAG)
         return sum(library.FLAG[name] for name in named if getattr(self, name))
+
+
+@dataclass(frozen=True)
+class ListenOptions:
+    """What a listener hears besides expert ids, and what it may cost.
+
+    weights, inputs: also the router's weights and input vectors, these for passes of at most `max_input_tokens`.
+    everything: compute threads wait for a slow listener instead of dropping events. lockstep: each gate waits until
+    the listener has heard all earlier ones, so that what it does acts at a fixed place; slow, and reproducible.
+    """
+
+    weights: bool = False
+    inputs: bool = False
+    everything: bool = False
+    lockstep: bool = False
+    max_input_tokens: int = 1
+
+    @property
+    def flags(self) -> int:
+        return sum(bit for name, bit in library.LISTEN.items() if getattr(self, name))
+
+
+def _array(address: int | None, dtype: type, rows: int, columns: int) -> Any:
+    """A copy of (rows, columns) 4-byte values; None for no address."""
+    if not address:
+        return None
+    return np.frombuffer(c.string_at(address, 4 * rows * columns), dtype).reshape(rows, columns)
+
+
+def _announcement(event: library.TokensEvent) -> Announcement:
+    tokens = np.frombuffer(c.string_at(event.tokens, 4 * event.n_tokens), np.int32)
+    return Announcement(event.lane, event.sequence, _PHASES[event.phase], tokens)
+
+
+def _gate(event: library.GateEvent) -> Gate:
+    n_tokens, n_used = event.n_tokens, event.n_expert_used
+    return Gate(
+        event.pass_, event.time_ns, event.lane, event.sequence, _PHASES[event.phase], event.first_token, event.il,
+        _array(event.expert_ids, np.int32, n_tokens, n_used),
+        _array(event.weights, np.float32, n_tokens, n_used),
+        _array(event.inputs, np.float32, n_tokens, event.n_embd),
+    )  # fmt: skip
+
+
+def _residency(event: library.ResidencyEvent) -> Residency:
+    return Residency(event.time_ns, event.il, event.expert, event.slot, bool(event.resident))
 
 
 def _matrices(layout: ExpertLayout) -> Any:
@@ -144,29 +192,38 @@ class Store:
 
     def listen(
         self,
-        on_gate: Callable[[library.GateEvent], None] | None = None,
-        on_residency: Callable[[library.ResidencyEvent], None] | None = None,
+        on_gate: Callable[[Gate], None] | None = None,
+        on_residency: Callable[[Residency], None] | None = None,
+        on_tokens: Callable[[Announcement], None] | None = None,
+        options: ListenOptions | None = None,
     ) -> None:
-        """Calls back on the store's event thread, never on a compute thread. Without arguments: stops, after the last.
+        """Calls back on the store's event thread, never on a compute thread. Without callbacks: stops, after the last.
 
-        An exception in a callback stops the listening and is raised from the next `raise_callback_error`.
+        The arrays are the callee's to keep. An exception in a callback ends its calls and is raised from the next
+        `raise_callback_error`.
         """
         check(self._library.moegguf_store_listen(self.handle, None))
         self._listener = None
-        if on_gate is None and on_residency is None:
+        if on_gate is None and on_residency is None and on_tokens is None:
             return
         self._callback_error = None
+        options = options or ListenOptions()
         self._listener = library.Listener(
-            library.GATE_CALLBACK(self._guarded(on_gate)), library.RESIDENCY_CALLBACK(self._guarded(on_residency)), None
+            options.flags,
+            options.max_input_tokens,
+            library.TOKENS_CALLBACK(self._guarded(_announcement, on_tokens) if on_tokens else 0),
+            library.GATE_CALLBACK(self._guarded(_gate, on_gate) if on_gate else 0),
+            library.RESIDENCY_CALLBACK(self._guarded(_residency, on_residency) if on_residency else 0),
+            None,
         )
         check(self._library.moegguf_store_listen(self.handle, c.byref(self._listener)))
 
-    def _guarded(self, callback: Callable[[Any], None] | None) -> Callable[[int, Any], None]:
+    def _guarded(self, convert: Callable[[Any], Any], callback: Callable[[Any], None]) -> Callable[[int, Any], None]:
         def call(_user: int, event: Any) -> None:
-            if callback is None or self._callback_error is not None:
+            if self._callback_error is not None:
                 return
             try:
-                callback(event.contents)
+                callback(convert(event.contents))
             except BaseException as error:  # an exception must not enter the C++ below
                 self._callback_error = error
 
@@ -251,6 +308,11 @@ class Lane:
         n_tokens, n_used = ids.shape
         check(self._library.moegguf_lane_gate(self.handle, il, ids.ctypes.data, n_used, n_tokens, slots.ctypes.data))
         return slots
+
+    def announce(self, sequence: int, phase: Phase, tokens: Sequence[int] | Int32s) -> None:
+        """Tells the listener which tokens are evaluated next, and gates which request and phase they belong to."""
+        ids = np.ascontiguousarray(tokens, np.int32)
+        check(self._library.moegguf_lane_announce(self.handle, sequence, phase, ids.ctypes.data, ids.size))
 
     def take_failure(self) -> library.Failure | None:
         """Why the last pass failed, once; None when it did not."""

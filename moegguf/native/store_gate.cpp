@@ -17,7 +17,19 @@ constexpr auto longest_pass = std::chrono::seconds(60);
 
 } // namespace
 
-void Store::gate(Lane & lane, int il, int32_t * ids, int n_expert_used, int n_tokens, uint8_t wait_kinds) {
+void Store::announce_tokens(Lane & lane, const moegguf_tokens_event & event) {
+    lane.sequence = event.sequence;
+    lane.phase = event.phase;
+    lane.next_token = 0;
+    lane.n_announced = event.n_tokens;
+    lane.il = Lane::between_passes;
+    if (events_.on()) {
+        events_.tokens(event);
+    }
+}
+
+void Store::gate(Lane & lane, int il, int32_t * ids, int n_expert_used, int n_tokens, uint8_t wait_kinds,
+                 const Routed & routed) {
     const uint64_t start = now_ns();
     const size_t n = (size_t)n_expert_used * n_tokens;
     if (forked()) { // a thread of the parent may hold the lock
@@ -25,6 +37,7 @@ void Store::gate(Lane & lane, int il, int32_t * ids, int n_expert_used, int n_to
         std::fill_n(ids, n, 0);
         return;
     }
+    events_.keep_step();
     Lock lock(mutex_);
     lane.waited_ns = 0;
     begin_pass(lane, il, n_tokens);
@@ -32,16 +45,24 @@ void Store::gate(Lane & lane, int il, int32_t * ids, int n_expert_used, int n_to
     if (!known) {
         fail(lane, MOEGGUF_ROUTING, il, -1, "a layer without experts was routed");
     }
-    if (events_.on()) {
-        events_.gate({lane.pass, start, lane.id, il, n_tokens, n_expert_used, ids});
-    }
     const int64_t n_expert = known ? layout_.layers[il].n_expert : 1;
     now_ = {il, n_tokens > 1 && (int64_t)n >= sweep_choices_per_expert * n_expert};
-    if (!lane.failed && collect(lane, il, ids, n) && pin_all(lane, now_, lock)) {
+    const bool placed = !lane.failed && collect(lane, il, ids, n) && pin_all(lane, now_, lock);
+    if (placed) {
         request(lane);
         if (now_.sweep && (flags_ & MOEGGUF_SWEEP)) {
             sweep_ahead(il);
         }
+    }
+    if (events_.on()) {
+        // Victims were chosen before the listener hears of this gate, so that its scores act from the next one on.
+        // It may wait for room, and the listener may need the lock to make some.
+        lock.unlock();
+        events_.gate({lane.pass, start, lane.id, il, n_tokens, n_expert_used, lane.sequence, lane.phase,
+                      lane.first_token, routed.n_embd, ids, routed.weights, routed.inputs});
+        lock.lock();
+    }
+    if (placed) {
         wait_locked(lane, wait_kinds, lock);
     }
     const int first = known ? layout_.layers[il].first_slot : 0;
@@ -58,6 +79,8 @@ void Store::begin_pass(Lane & lane, int il, int n_tokens) {
     if (il <= lane.il) {
         lane.pass = ++counters_.passes;
         counters_.tokens += n_tokens;
+        lane.first_token = lane.next_token + n_tokens <= lane.n_announced ? lane.next_token : -1;
+        lane.next_token += n_tokens;
     }
     lane.il = il;
     counters_.gates += 1;

@@ -11,6 +11,7 @@ import pytest
 from running import Llama, Load, Reference, TinyModel, greedy_logits, in_threads, random_prompt
 
 from moegguf.native import library
+from moegguf.native.events import Gate
 from moegguf.native.store import Lane, StoreOptions
 
 bindings = library.llama_cpp()
@@ -152,9 +153,8 @@ def test_gate_events_tell_what_the_router_chose(
     events: list[tuple[int, list[list[int]]]] = []
     resident: list[tuple[int, int, bool]] = []
 
-    def on_gate(event: library.GateEvent) -> None:
-        n, k = event.n_tokens, event.n_expert_used
-        events.append((event.il, [list(event.expert_ids[i * k : (i + 1) * k]) for i in range(n)]))
+    def on_gate(event: Gate) -> None:
+        events.append((event.il, event.expert_ids.tolist()))
 
     llm.session.store.listen(on_gate, lambda event: resident.append((event.il, event.expert, bool(event.resident))))
     router = Router(llm.session.lane)

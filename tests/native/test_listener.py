@@ -11,7 +11,8 @@ import pytest
 from fake_model import FakeModel, Open
 
 from moegguf.errors import CallbackError
-from moegguf.native.library import GateEvent, ResidencyEvent
+from moegguf.native.events import Announcement, Gate, Phase, Residency
+from moegguf.native.store import ListenOptions
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -28,9 +29,8 @@ def test_gate_events_come_in_order_with_the_experts_chosen_on_a_thread_of_their_
     seen: list[tuple[int, int, list[int]]] = []
     threads: set[int] = set()
 
-    def on_gate(event: GateEvent) -> None:
-        n = event.n_tokens * event.n_expert_used
-        seen.append((event.pass_, event.il, [event.expert_ids[i] for i in range(n)]))
+    def on_gate(event: Gate) -> None:
+        seen.append((event.pass_, event.il, event.expert_ids.ravel().tolist()))
         threads.add(threading.get_ident())
 
     store.listen(on_gate=on_gate)
@@ -51,7 +51,7 @@ def test_residency_events_add_up_to_the_residency_map(fake: FakeModel, open_stor
     store, lane = open_store(fake, 9)
     held: dict[int, tuple[int, int]] = {}
 
-    def on_residency(event: ResidencyEvent) -> None:
+    def on_residency(event: Residency) -> None:
         if event.resident:
             held[event.slot] = (event.il, event.expert)
         else:
@@ -74,7 +74,7 @@ def test_an_exception_in_a_callback_ends_the_listening_and_is_raised_when_asked_
     store, lane = open_store(fake, 8)
     calls = []
 
-    def on_gate(event: GateEvent) -> None:
+    def on_gate(event: Gate) -> None:
         calls.append(event.il)
         raise KeyError("mine")
 
@@ -93,7 +93,7 @@ def test_events_that_a_slow_listener_has_no_room_for_are_dropped_and_counted(fak
     store, lane = open_store(fake, 8, simulate=True)
     go_on, n_seen = threading.Event(), 0
 
-    def on_gate(event: GateEvent) -> None:
+    def on_gate(event: Gate) -> None:
         nonlocal n_seen
         go_on.wait(30)
         n_seen += 1
@@ -138,7 +138,7 @@ def test_a_listener_hears_nothing_from_before_it_came(fake: FakeModel, open_stor
 def test_callbacks_may_ask_the_store_and_write_scores(fake: FakeModel, open_store: Open) -> None:
     store, lane = open_store(fake, 8)
 
-    def on_gate(event: GateEvent) -> None:
+    def on_gate(event: Gate) -> None:
         table = store.residency().astype(np.float32)
         table[event.il] += 1
         store.set_scores(table)
@@ -151,3 +151,99 @@ def test_callbacks_may_ask_the_store_and_write_scores(fake: FakeModel, open_stor
     store.listen()
     store.raise_callback_error()
     assert store.counters()["prefetch_started"] > 0
+
+
+def test_announced_tokens_come_before_their_gates_and_each_pass_knows_its_place_among_them(
+    fake: FakeModel, open_store: Open
+) -> None:
+    store, lane = open_store(fake, 8)
+    heard: list[tuple[object, ...]] = []
+
+    def on_tokens(event: Announcement) -> None:
+        heard.append((event.sequence, event.phase, event.tokens.tolist()))
+
+    def on_gate(event: Gate) -> None:
+        heard.append((event.sequence, event.phase, event.il, event.first_token))
+
+    store.listen(on_gate=on_gate, on_tokens=on_tokens)
+    lane.gate(0, [[0, 1]])
+    lane.announce(7, Phase.PREFILL, [10, 11, 12])
+    for il in (0, 1):
+        lane.gate(il, [[0, 1], [2, 3]])
+    lane.gate(0, [[0, 1]])
+    lane.announce(7, Phase.DECODE, [13])
+    lane.gate(0, [[4, 5]])
+    lane.gate(0, [[4, 5]])
+    store.listen()
+    assert heard == [
+        (-1, Phase.PREFILL, 0, -1),
+        (7, Phase.PREFILL, [10, 11, 12]),
+        (7, Phase.PREFILL, 0, 0),
+        (7, Phase.PREFILL, 1, 0),
+        (7, Phase.PREFILL, 0, 2),
+        (7, Phase.DECODE, [13]),
+        (7, Phase.DECODE, 0, 0),
+        (7, Phase.DECODE, 0, -1),
+    ]
+
+
+def test_in_lockstep_scores_act_from_the_next_gate_on(fake: FakeModel, open_store: Open) -> None:
+    def victims(lockstep: bool) -> list[int]:
+        store, lane = open_store(fake, 4, simulate=True)
+        table = np.zeros(store.shape, np.float32)
+
+        def on_gate(event: Gate) -> None:
+            time.sleep(0.005)  # late, unless somebody waits
+            table[0] = 0
+            table[0, int(event.expert_ids[0, 0])] = 1  # keep the expert chosen first
+            store.set_scores(table)
+
+        store.listen(on_gate=on_gate, options=ListenOptions(lockstep=lockstep))
+        for first in range(6):
+            lane.gate(0, [[first, first + 1]])
+            lane.gate(0, [[6, 7]])
+        store.listen()
+        return [int(e) for e in np.flatnonzero(store.residency()[0])]
+
+    assert victims(lockstep=True) == victims(lockstep=True)
+
+
+def test_a_listener_of_everything_makes_the_gate_wait_instead_of_missing_events(
+    fake: FakeModel, open_store: Open
+) -> None:
+    store, lane = open_store(fake, 8, simulate=True)
+    n_seen = 0
+
+    def on_gate(event: Gate) -> None:
+        nonlocal n_seen
+        if n_seen == 0:
+            time.sleep(0.2)
+        n_seen += 1
+
+    store.listen(on_gate=on_gate, options=ListenOptions(everything=True))
+    for n in range(6000):
+        lane.gate(n % 4, [n % 8, (n + 1) % 8])
+    store.listen()
+    assert n_seen == 6000
+    assert store.counters()["events_dropped"] == 0
+
+
+def test_a_gate_that_waits_for_room_ends_when_the_listener_goes(fake: FakeModel, open_store: Open) -> None:
+    store, lane = open_store(fake, 8, simulate=True)
+    go_on = threading.Event()
+    store.listen(on_gate=lambda event: go_on.wait(30) and None, options=ListenOptions(everything=True, lockstep=True))
+    done = threading.Event()
+
+    def gates() -> None:
+        for n in range(100):
+            lane.gate(n % 4, [n % 8, (n + 1) % 8])
+        done.set()
+
+    thread = threading.Thread(target=gates)
+    thread.start()
+    time.sleep(0.05)
+    assert not done.is_set()
+    go_on.set()
+    store.listen()
+    thread.join(10)
+    assert done.is_set()
