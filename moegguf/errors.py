@@ -38,6 +38,10 @@ class OptionError(MoeggufError, TypeError):
         return cls(f"unknown option {name!r}; {hint}")
 
 
+class TraceError(MoeggufError, ValueError):
+    """A routing trace is damaged, of another version or of another model; the message says what does not fit."""
+
+
 class LibraryError(MoeggufError, RuntimeError):
     """The native library is missing, has another ABI version, or a stock `llama_cpp` was imported first."""
 

@@ -64,6 +64,9 @@ def load(spec: Spec) -> Llama:
         spec,
         expert_cache=spec.expert_cache if spec.system == "moegguf" else "100%",
         store=StoreOptions(**spec.store | {"repack": spec.repack}),
+        policy=spec.policy,
+        predictor=spec.predictor,
+        prefetch=spec.prefetch,
         use_mmap=spec.system == "mmap",
         n_ctx=max(test.n_tokens for test in spec.tests),
         n_batch=spec.n_batch,
@@ -252,6 +255,7 @@ def run(spec: Spec) -> dict[str, Any]:
             "budget_bytes": llama.plan.budget_bytes if moegguf else 0,
             "planned_bytes": llama.plan.total_bytes if moegguf else 0,
             "warnings": llama.plan.warnings if moegguf else (),
+            "decisions": llama.decisions(),
         }
 
 

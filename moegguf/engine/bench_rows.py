@@ -27,8 +27,8 @@ STORE_FIELDS = (
 )  # fmt: skip
 
 OWN_FIELDS = (
-    "system", "note", "expert_cache", "n_slots", "n_ubatch_used", "feed", "rounds", "median_ts", *STORE_FIELDS,
-    "link_bound_strict_pct",
+    "system", "note", "policy", "predictor", "prefetch", "expert_cache", "n_slots", "n_ubatch_used", "feed", "rounds",
+    "median_ts", *STORE_FIELDS, "link_bound_strict_pct",
     "token_ms_p50", "token_ms_p95", "load_s", "fill_s", "peak_rss_bytes", "cgroup_peak_bytes", "memory_limit_bytes",
     "budget_bytes", "planned_bytes", "error",
 )  # fmt: skip
@@ -122,6 +122,7 @@ def _process(outcomes: Sequence[Outcome], limit_bytes: int | None) -> Row:
     gauges = ("n_slots", "n_ubatch_used", "budget_bytes", "planned_bytes")
     return row | {
         **{name: results[0][name] for name in gauges},
+        **{name: results[0]["decisions"].get(name, "") for name in ("policy", "predictor", "prefetch")},
         "load_s": median(result["load_s"] for result in results),
         "fill_s": median(result["fill_s"] for result in results),
         "peak_rss_bytes": max(result["peak_rss_bytes"] for result in results),
@@ -148,8 +149,14 @@ def _pairs(own: Sequence[Outcome], other: Sequence[Outcome], index: int) -> list
     ]
 
 
+def _stall_ms(test: Row) -> float:
+    return median(figures["stall_ms_per_token"] for figures in test["figures"])
+
+
 def compare(own: Sequence[Outcome], other: Sequence[Outcome], index: int) -> Row:
-    """How much faster `own` is (median over rounds of the ratio in a round), and whether the tokens are the same."""
+    """How much faster `own` is, what share of the rival's stall it has (medians over rounds of the ratio in a round),
+    and whether the tokens are the same.
+    """
     pairs = _pairs(own, other, index)
     row: Row = {"error": next((outcome.error for outcome in other if outcome.error), "")}
     if not pairs:
@@ -161,6 +168,9 @@ def compare(own: Sequence[Outcome], other: Sequence[Outcome], index: int) -> Row
         for ours, theirs in zip(a["tokens"], b["tokens"], strict=True)
         for x, y in zip(ours, theirs, strict=True)
     ]
+    stalls = [(_stall_ms(a), _stall_ms(b)) for a, b in pairs if a["figures"] and b["figures"]]
+    if stalls and all(theirs > 0 for _, theirs in stalls):
+        row["stall_ratio"] = median(ours / theirs for ours, theirs in stalls)
     return row | {
         "ratio": median(ratios),
         "ratios": ratios,

@@ -23,6 +23,15 @@ from moegguf.experts import ExpertLayout, read_layout
 
 KILLED = "killed by the memory limit"
 _KERNELS = {"plain": False, "repacked": True}
+
+# moegguf without one of the things it does: ProMoE's ablation (section 7), and the plain cache.
+WITHOUT: dict[str, dict[str, Any]] = {
+    "lru": {"policy": "lru", "predictor": "none", "prefetch": False},
+    "no-prefetch": {"prefetch": False},
+    "no-chunks": {"store": {"chunked": False}},
+    "no-preemption": {"store": {"preempt": False}},
+    "no-reordering": {"store": {"overlap": False}},
+}
 _MARGIN_BYTES = 256 << 20
 
 Progress = Callable[[str], object]
@@ -73,12 +82,18 @@ def rival(name: str, base: Spec, layout: ExpertLayout, limit_bytes: int | None) 
     Repacked weights are a copy in memory. Plain "mmap" is llama.cpp's default, which repacks; when that copy does not
     fit, the default would only be killed, and its best is to leave the weights in the file: so it is run like that.
 
+    The names in WITHOUT are moegguf, too, with something left out.
+
     Raises OptionError for another name.
     """
+    if name in WITHOUT:
+        changed = WITHOUT[name]
+        return Entry(name, replace(base, **changed | {"store": base.store | changed.get("store", {})}))
     system, _, kernels = name.partition("-")
     if system not in SYSTEMS or kernels not in ("", *_KERNELS):
         raise OptionError(
-            f"--against knows mmap, resident and moegguf, each also with -plain or -repacked, but not {name!r}."
+            "--against knows mmap, resident and moegguf, each also with -plain or -repacked, and"
+            f" {', '.join(WITHOUT)}, but not {name!r}."
         )
     repack = _KERNELS.get(kernels, base.repack if system == "moegguf" else True)
     note = f"llama.cpp, {'default kernels' if repack else 'no repack'}" if system != "moegguf" else ""

@@ -50,6 +50,9 @@ class Spec:
     type_v: str = "f16"
     flash_attn: str = "auto"
     store: dict[str, Any] = field(default_factory=dict)
+    policy: str = "auto"
+    predictor: str | None = None
+    prefetch: bool | None = None
     feed: str = "random"
     text: str | None = None
     seed: int = 0

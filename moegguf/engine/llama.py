@@ -18,12 +18,18 @@ from contextlib import nullcontext, suppress
 from typing import Any
 
 from moegguf.config import ExpertCache, format_bytes_up, parse_expert_cache, read_environment
+from moegguf.controller.policies.base import Policy
+from moegguf.controller.predictors.base import Predictor
+from moegguf.controller.prefetch import PrefetchOptions
+from moegguf.engine.knowledge import Knowledge
 from moegguf.engine.machine import count_cpus, read_memory
 from moegguf.engine.plan import Plan, make_plan
 from moegguf.engine.readahead import readahead
+from moegguf.engine.recording import Recording, TraceOptions
 from moegguf.engine.requests import Requests
 from moegguf.engine.session import Session
 from moegguf.engine.stats import Stats
+from moegguf.engine.steering import Steer, Steering
 from moegguf.engine.threads import Threadpool, built_with_openmp
 from moegguf.engine.turns import Closed, Turns
 from moegguf.errors import (
@@ -66,6 +72,13 @@ class Llama(_bindings.Llama):  # type: ignore[misc, name-defined]
         expert_cache: memory for experts: "auto" (what is free after everything else), "4GiB", "50%" of all experts,
             or bytes. Ignored for a model without experts.
         store: how experts are moved; the defaults are the measured best.
+        policy: which experts stay: a name (`moegguf.controller.policies.POLICIES`), an object with a method
+            `scores(history, outlook)`, or "auto": what was measured to be best for this model, else LRU.
+        predictor: which experts come next: a name (`moegguf.controller.predictors.PREDICTORS`) or an object.
+        prefetch: True fetches ahead what the predictor says, while that lowers the stall; a `PrefetchOptions` says
+            how much. None: only where that was measured to pay.
+        judge: compare every prediction with what happens, without acting on it unless `prefetch`: see `decisions`.
+        trace: a file to record routing in, or a `TraceOptions`.
         progress: called with 0.0 to 1.0 while the weights are read; returning False cancels the load.
         All keywords of `llama_cpp.Llama`. `n_threads` defaults to the processors this process may use. `use_mmap` has
         no effect on a model with experts: mapping the file would spend the budget on pages nobody chose.
@@ -83,10 +96,18 @@ class Llama(_bindings.Llama):  # type: ignore[misc, name-defined]
         *,
         expert_cache: str | int | float | ExpertCache | None = None,
         store: StoreOptions | None = None,
+        policy: str | Policy = "auto",
+        predictor: str | Predictor | None = None,
+        prefetch: bool | PrefetchOptions | None = None,
+        judge: bool = False,
+        lockstep: bool = False,
+        trace: str | os.PathLike[str] | TraceOptions | None = None,
         progress: Progress | None = None,
         **options: Any,
     ) -> None:
         self._session: Session | None = None
+        self._steering: Steering | None = None
+        self._recording: Recording | None = None
         self._threads: Threadpool | None = None
         self._closed = False
         self._eval_s = 0.0
@@ -96,6 +117,7 @@ class Llama(_bindings.Llama):  # type: ignore[misc, name-defined]
         self._requests = Requests()
         self._busy = threading.RLock()  # held by whoever is inside llama_decode
         self._check_options(options)
+        steer = Steer(policy, predictor, prefetch, judge, lockstep)
         path = os.fspath(model_path)
         environment = read_environment()
         self.layout = read_layout(path)
@@ -108,12 +130,15 @@ class Llama(_bindings.Llama):  # type: ignore[misc, name-defined]
         try:
             if self.layout.is_moe and environment.hooks:
                 self._session = Session(self.layout, self.plan, store or StoreOptions())
+                self._steering = Steering(self._session, Knowledge(self.layout), steer)
                 options["use_mmap"] = False
                 n_ubatch = self.plan.n_ubatch
                 for warning in self.plan.warnings:
                     warnings.warn(warning, stacklevel=2)
             with readahead(self.layout) if self._session else nullcontext():
                 self._load(path, n_ubatch=n_ubatch, n_threads=n_threads, **options)
+            if self._session is not None and trace:
+                self._recording = Recording(self._session, Knowledge(self.layout), trace)
             if self._session is not None and n_threads > 1 and not built_with_openmp():
                 self._threads = Threadpool(self._ctx.ctx, n_threads)
         except BaseException:
@@ -241,6 +266,21 @@ class Llama(_bindings.Llama):  # type: ignore[misc, name-defined]
         session = self._open_session()
         return session.stats(self._eval_s) if session else Stats(eval_s=self._eval_s)
 
+    def decisions(self) -> dict[str, Any]:
+        """Who decides and how well: policy, predictor, whether it prefetches, its accuracy when `judge` was given."""
+        self._open_session()
+        return self._steering.figures() if self._steering else {}
+
+    @property
+    def recording(self) -> Recording | None:
+        """The trace being recorded."""
+        return self._recording
+
+    @property
+    def next_sequence(self) -> int:
+        """The number that gates of the next request will carry."""
+        return self._requests.sequence + 1
+
     @property
     def session(self) -> Session | None:
         """The expert store behind this model; None for a model without experts and with MOEGGUF_HOOKS=0."""
@@ -262,7 +302,10 @@ class Llama(_bindings.Llama):  # type: ignore[misc, name-defined]
                 f"expert_cache={expert_cache!r} is too small for a model that was loaded to read {self.plan.n_ubatch}"
                 f" tokens at a time; give at least {size!r}, or load it again with the smaller budget."
             )
-        session.store.resize(min(plan.n_slots, session.store.info()["n_slots"]))
+        n_slots = min(plan.n_slots, session.store.info()["n_slots"])
+        session.store.resize(n_slots)
+        if self._steering is not None:
+            self._steering.update(n_slots)
 
     def cancel(self) -> None:
         """Ends the evaluation in progress, from another thread: it raises GenerationCancelled at once."""
@@ -289,13 +332,21 @@ class Llama(_bindings.Llama):  # type: ignore[misc, name-defined]
         if forked:
             return  # the parent's to free
         with self._busy:
-            with suppress(AttributeError):  # the base class had not come that far
-                super().close()
-            if self._threads is not None:
-                self._threads.close()
-            self._model = self._ctx = self._batch = self.tokenizer_ = Closed()
-            if self._session is not None:
-                self._session.close()
+            try:
+                for hearer in (self._steering, self._recording):
+                    if hearer is not None:
+                        hearer.close()
+            finally:  # a trace that could not be written keeps nothing in memory
+                self._free()
+
+    def _free(self) -> None:
+        with suppress(AttributeError):  # the base class had not come that far
+            super().close()
+        if self._threads is not None:
+            self._threads.close()
+        self._model = self._ctx = self._batch = self.tokenizer_ = Closed()
+        if self._session is not None:
+            self._session.close()
 
     def __del__(self) -> None:
         self.close()

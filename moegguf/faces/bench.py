@@ -45,7 +45,11 @@ def bench(
     no_overlap: o.NoOverlap = False,
     no_sweep: o.NoSweep = False,
     no_direct: o.NoDirect = False,
+    policy: o.Policy = "auto",
+    predictor: o.Predictor = None,
+    prefetch: o.Prefetch = None,
     against: o.Against = [],  # noqa: B006
+    ablate: o.Ablate = False,
     rounds: o.Rounds = None,
     memory_limit: o.MemoryLimit = None,
     require_limit: o.RequireLimit = False,
@@ -62,7 +66,9 @@ def bench(
 
     if output not in FORMATS:
         raise OptionError(f"-o takes {', '.join(FORMATS)}, but not {output!r}.")
-    rivals = o.split(against)
+    from moegguf.engine.bench_series import WITHOUT
+
+    rivals = o.split(against) + (list(WITHOUT) if ablate else [])
     groups = _groups(flags, rivals, limit := _limit(memory_limit, require_limit))
     rows = _measure(groups, rounds or (3 if rivals else 1), limit, not keep_page_cache)
     typer.echo(FORMATS[output](rows), nl=False)
@@ -105,6 +111,9 @@ def _base(flags: dict[str, Any]) -> Spec:
         repack=not flags["no_repack"],
         repetitions=flags["repetitions"],
         store={"readers": flags["readers"]} | switches,
+        policy=flags["policy"],
+        predictor=flags["predictor"],
+        prefetch=flags["prefetch"],
         feed="greedy" if flags["greedy"] else "text" if text else "random",
         text=str(text) if text else None,
         seed=flags["seed"],

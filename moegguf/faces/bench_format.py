@@ -149,9 +149,10 @@ def _ratio_table(rows: Sequence[Row]) -> list[str]:
         for name, found in row["against"].items():
             ratio = _ratio(found) and _ratio(found) + "x"
             each = " ".join(f"{ratio:.3f}" for ratio in found.get("ratios", []))
-            lines.append([row["test"], row["expert_cache"], name, ratio, each, _tokens_cell(found)])
-    titles = ("test", "cache", "moegguf against", "ratio", "each round", "same tokens")
-    return ["", *_table(titles, (10, 6, -15, 8, -10, -11), lines)] if lines else []
+            stall = f"{found['stall_ratio']:.3f}x" if "stall_ratio" in found else ""
+            lines.append([row["test"], row["expert_cache"], name, ratio, each, stall, _tokens_cell(found)])
+    titles = ("test", "cache", "moegguf against", "ratio", "each round", "stall", "same tokens")
+    return ["", *_table(titles, (10, 6, -15, 8, -10, 8, -11), lines)] if lines else []
 
 
 def _process_table(rows: Sequence[Row]) -> list[str]:
@@ -172,6 +173,12 @@ def _notes(rows: Sequence[Row]) -> list[str]:
     notes = {f"{row['system']}: {row['note']}" for row in rows if row["note"]}
     notes |= {
         f"{row['system']} {row['expert_cache']}: {row['error']}" for row in rows if row["error"] not in ("", KILLED)
+    }
+    notes |= {
+        f"{row['system']} {row['expert_cache']}: policy {row['policy']}, predictor {row['predictor']},"
+        f" prefetch {row['prefetch']}"
+        for row in rows
+        if row.get("policy") and row["expert_cache"]
     }
     limits = {row["memory_limit_bytes"] for row in rows}
     words = [f"memory limit: {n >> 20} MiB" if n else "memory limit: none" for n in sorted(limits)]

@@ -71,12 +71,28 @@ NoOverlap = Annotated[bool, _setting("--no-overlap", help="Wait for all of an ex
 NoSweep = Annotated[bool, _setting("--no-sweep", help="A prompt does not fetch the next layer ahead.")]
 NoDirect = Annotated[bool, _setting("--no-direct", help="Read experts through the page cache.")]
 
+Policy = Annotated[
+    str, _setting("--policy", help="Who stays: a policy of `moegguf trace simulate`, or auto: the measured best.")
+]
+Predictor = Annotated[str | None, _setting("--predictor", help="Who comes next: a predictor, or none.")]
+Prefetch = Annotated[
+    bool | None, _setting("--prefetch/--no-prefetch", help="Fetch ahead what the predictor says, while that pays.")
+]
+
+Ablate = Annotated[
+    bool,
+    _versus(
+        "--ablate",
+        help="In turns with moegguf as asked for: without prefetch, chunks, early preemption, reordering; plain LRU.",
+    ),
+]
 Against = Annotated[
     Words,
     _versus(
         "--against",
         metavar="SYSTEMS",
-        help="llama.cpp itself, in turns: mmap, resident. -plain or -repacked behind a name picks its kernels.",
+        help="In turns: llama.cpp itself (mmap, resident; -plain or -repacked behind a name picks its kernels), or"
+        " lru: moegguf with the plain cache.",
     ),
 ]
 Rounds = Annotated[int | None, _versus("--rounds", min=1, help="Turns; default 3 with --against, else 1.")]

@@ -110,4 +110,4 @@ class Chat:
             return
         from moegguf.faces.statistics import statistics
 
-        say("\n".join(statistics(self.last, 0.0)))
+        say("\n".join(statistics(self.last, 0.0, self.llm.decisions())))

@@ -5,14 +5,15 @@ Nothing heavy is imported before a command runs: `moegguf --help` answers at onc
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from typing import Annotated
 
 import typer
 
 from moegguf import __version__
+from moegguf.faces.bench import bench
 from moegguf.faces.messages import guarded
+from moegguf.faces.trace import trace
 
 app = typer.Typer(
     name="moegguf",
@@ -45,6 +46,24 @@ Ctx = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="JSON on stdout, for scripts.")]
 
 
+Policy = Annotated[
+    str,
+    typer.Option(
+        "--policy", metavar="NAME", help="Which experts stay: auto (what was measured to be best, else lru) or a name."
+    ),
+]
+Predictor = Annotated[
+    str | None,
+    typer.Option(
+        "--predictor", metavar="NAME", help="Which experts come next, such as skip or eamc.  [default: as measured]"
+    ),
+]
+Prefetch = Annotated[
+    bool | None,
+    typer.Option("--prefetch/--no-prefetch", help="Fetch predicted experts ahead while that lowers the stall."),
+]
+
+
 def _version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"moegguf {__version__}")
@@ -70,6 +89,9 @@ def run(
         list[str] | None, typer.Argument(metavar="PROMPT", help="The question; what is piped in goes before it.")
     ] = None,
     expert_cache: Cache = None,
+    policy: Policy = "auto",
+    predictor: Predictor = None,
+    prefetch: Prefetch = None,
     threads: Annotated[
         int | None,
         typer.Option("--threads", "-t", min=1, metavar="N", help="CPU threads.  [default: all allowed]"),
@@ -96,7 +118,8 @@ def run(
     from moegguf.faces import run as face
 
     sampling = Sampling(temperature=temperature, max_tokens=max_tokens, seed=seed)
-    return face.run(model, prompt or [], face.LoadOptions(expert_cache, threads, ctx, verbose), sampling)
+    options = face.LoadOptions(expert_cache, threads, ctx, verbose, policy, predictor, prefetch)
+    return face.run(model, prompt or [], options, sampling)
 
 
 @app.command()
@@ -134,10 +157,8 @@ def doctor(
     print_json(facts) if as_json else print_doctor(facts)
 
 
-if importlib.util.find_spec("moegguf.faces.bench"):
-    from moegguf.faces.bench import bench
-
-    app.command()(bench)
+app.command()(bench)
+app.add_typer(trace)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -37,6 +37,9 @@ class LoadOptions:
     threads: int | None = None
     ctx: int | None = None
     verbose: int = 0
+    policy: str = "auto"
+    predictor: str | None = None
+    prefetch: bool | None = None
 
 
 def run(model: str, words: Sequence[str], options: LoadOptions, sampling: Sampling) -> int:
@@ -134,6 +137,9 @@ def load(path: Path, options: LoadOptions, waiting: Waiting) -> tuple[Llama, flo
         return moegguf.Llama(
             path,
             expert_cache=options.expert_cache,
+            policy=options.policy,
+            predictor=options.predictor,
+            prefetch=options.prefetch,
             n_ctx=n_ctx,
             n_threads=options.threads,
             verbose=options.verbose > 1,
@@ -163,7 +169,7 @@ def answer(llm: Llama, prompt: str, sampling: Sampling, load_s: float, waiting: 
     if verbose:
         from moegguf.faces.statistics import statistics
 
-        say("\n" + "\n".join(statistics(reply.timing, load_s)))
+        say("\n" + "\n".join(statistics(reply.timing, load_s, llm.decisions())))
     llm.close()
     return 0
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from moegguf.config import format_bytes
 from moegguf.engine.answer import Timing
 from moegguf.engine.stats import Stats
@@ -29,7 +32,7 @@ def _number(ns: int, unit: int) -> str:
     return f"{whole}.{part:0{digits}d}".rstrip("0").rstrip(".") if part else str(whole)
 
 
-def statistics(timing: Timing, load_s: float) -> list[str]:
+def statistics(timing: Timing, load_s: float, decisions: Mapping[str, Any] | None = None) -> list[str]:
     """Lines for stderr. Per-token figures leave the prompt out; the others count all of the answer.
 
     The first token comes out of the prompt's last pass, so the eval rate leaves it out.
@@ -51,6 +54,7 @@ def statistics(timing: Timing, load_s: float) -> list[str]:
                 ("eval rate", f"{(timing.answer_tokens - 1) / timing.answer_s:.2f} tokens/s"),
             ]
     lines += expert_lines(timing.stats, timing.answer_stats)
+    lines += decision_lines(decisions or {}, timing.stats)
     return [f"{label + ':':<{LABEL_WIDTH}}{value}" for label, value in lines]
 
 
@@ -73,4 +77,19 @@ def expert_lines(stats: Stats, decode: Stats) -> list[tuple[str, str]]:
         ]
     if stats.read_retries:
         lines.append(("reads repeated", str(stats.read_retries)))
+    return lines
+
+
+def decision_lines(decisions: Mapping[str, Any], stats: Stats) -> list[tuple[str, str]]:
+    """(label, value) of who decided what stays, and what was fetched ahead; nothing about plain LRU."""
+    if not decisions or (decisions["policy"] == "lru" and decisions["predictor"] == "none"):
+        return []
+    lines = [("policy", decisions["policy"]), ("predictor", decisions["predictor"])]
+    if decisions["prefetch"] != "off":
+        useful = f"{stats.prefetch_useful} of {stats.prefetch_started} used"
+        saved = decisions.get("stall_saved_by_prefetch")
+        measured = "" if saved is None else f"; saved {saved:.0%} of the stall when tried"
+        lines.append(("prefetch", f"{decisions['prefetch']}, {useful}{measured}"))
+    if "us_per_gate" in decisions:
+        lines.append(("controller", f"{decisions['us_per_gate']:.0f}µs per gate"))
     return lines

@@ -199,6 +199,7 @@ _STATUS_CALLS: dict[str, list[type]] = {
     "moegguf_store_read_slot": [c.c_void_p, c.c_int32, c.c_int32, c.c_void_p, c.c_size_t],
     "moegguf_store_probe": [c.c_void_p, c.c_double, c.POINTER(c.c_double)],
     "moegguf_store_sim_advance": [c.c_void_p, c.c_uint64],
+    "moegguf_matvec_q8": [c.c_void_p] * 3 + [c.c_int32, c.c_int32, c.c_void_p, c.c_int, c.c_void_p],
     "moegguf_lane_open": [c.c_void_p, c.POINTER(c.c_void_p)],
     "moegguf_lane_gate": [c.c_void_p, c.c_int32, c.c_void_p, c.c_int32, c.c_int32, c.c_void_p],
     "moegguf_lane_announce": [c.c_void_p, c.c_int32, c.c_int32, c.c_void_p, c.c_int32],
@@ -206,7 +207,6 @@ _STATUS_CALLS: dict[str, list[type]] = {
 }
 
 _PLAIN_CALLS: dict[str, tuple[object, list[type]]] = {
-    "moegguf_abi_version": (c.c_uint32, []),
     "moegguf_last_error": (c.c_char_p, []),
     "moegguf_store_close": (None, [c.c_void_p]),
     "moegguf_store_buft": (c.c_void_p, [c.c_void_p]),
@@ -248,15 +248,16 @@ def load() -> c.CDLL:
         raise LibraryError(
             f"the native library in {folder} does not load ({error}); build it again with `make`."
         ) from error
+    library.moegguf_abi_version.restype = c.c_uint32
+    found = library.moegguf_abi_version()
+    if found != ABI_VERSION:
+        raise LibraryError(f"the native library speaks ABI {found}, this package ABI {ABI_VERSION}; build it again.")
     for name, (result, arguments) in _PLAIN_CALLS.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
     for name, arguments in _STATUS_CALLS.items():
         function = getattr(library, name)
         function.restype, function.argtypes = c.c_int, arguments
-    found = library.moegguf_abi_version()
-    if found != ABI_VERSION:
-        raise LibraryError(f"the native library speaks ABI {found}, this package ABI {ABI_VERSION}; build it again.")
     return library
 
 

@@ -255,6 +255,11 @@ MOEGGUF_API bool moegguf_abort(void * lane);
 MOEGGUF_API bool moegguf_is_reserved(const struct ggml_tensor * w);
 MOEGGUF_API struct ggml_tensor * moegguf_pool_tensor(struct ggml_tensor * w); // w itself when it is not reserved
 
+// y = W x + bias of a predictor: W [n_rows][n_cols] signed bytes with a scale per row; bias may be NULL; relu: max(y,
+// 0). Needs no store; any thread.
+MOEGGUF_API int moegguf_matvec_q8(const int8_t * w, const float * scale, const float * bias, int32_t n_rows,
+                                  int32_t n_cols, const float * x, int relu, float * out);
+
 // Faults for tests: from now on the nth operation of a kind fails (1 = the next), once or for good; nth 0 disarms.
 enum moegguf_fault_kind {
     MOEGGUF_FAULT_OPEN,

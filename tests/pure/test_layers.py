@@ -25,6 +25,8 @@ OWNED = {
     "llama_cpp": {"native", "engine"},
     "typer": {"faces"},
     "rich": {"faces"},
+    "matplotlib": {"faces"},
+    "torch": set[str](),
     "prompt_toolkit": {"faces"},
 }
 

@@ -1,1 +1,60 @@
-"""Eviction policies; `base` says what one is."""
+"""Eviction policies by name; `base` says what one is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from moegguf.controller.policies.base import Policy
+from moegguf.controller.policies.least_stale import LeastStale
+from moegguf.controller.policies.lfu import Lfu, LfuDecay, LfuRequest
+from moegguf.controller.policies.locality import Locality
+from moegguf.controller.policies.lru import Lru
+from moegguf.controller.policies.next_use import NextUse
+from moegguf.controller.policies.random_scores import Random
+from moegguf.controller.policies.sparsity import SparsityAware
+from moegguf.controller.policies.static import Static
+from moegguf.controller.predictors import Sources
+from moegguf.controller.shape import MoeShape
+from moegguf.controller.weights_file import load
+from moegguf.errors import OptionError
+
+Make = Callable[[MoeShape, Sources], Policy]
+
+
+def _static(shape: MoeShape, sources: Sources) -> Policy:
+    """From the shipped or learned popularity of the model; LRU, after a warning, when its file is damaged."""
+    n_row = len(shape.layers)
+    there_is_one = False
+    for path in sources.find("popularity.safetensors"):
+        there_is_one = True
+        found = load(
+            path, "popularity", sources.fingerprint, shape,
+            lambda weights: Static(shape, weights.array("popularity", n_row, shape.n_expert)),
+        )  # fmt: skip
+        if found is not None:
+            return found
+    if there_is_one:
+        return Lru()
+    raise OptionError("the policy 'static' needs the model's popularity.safetensors (tools/train_predictor.py, on a trace).")
+
+
+POLICIES: dict[str, Make] = {
+    "lru": lambda shape, sources: Lru(),
+    "lfu": lambda shape, sources: Lfu(),
+    "lfu-request": lambda shape, sources: LfuRequest(shape),
+    "lfu-decay": lambda shape, sources: LfuDecay(shape),
+    "static": _static,
+    "random": lambda shape, sources: Random(shape),
+    "least-stale": lambda shape, sources: LeastStale(shape),
+    "locality": lambda shape, sources: Locality(shape),
+    "sparsity": lambda shape, sources: SparsityAware(shape, sources.collection(shape)),
+    "next-use": lambda shape, sources: NextUse(shape),
+}
+
+
+def make_policy(name: str, shape: MoeShape, sources: Sources) -> Policy:
+    """The policy of this name for a model. Raises OptionError for an unknown name, or a profile that does not exist."""
+    make = POLICIES.get(name)
+    if make is None:
+        raise OptionError(f"there is no policy {name!r}; known are {', '.join(POLICIES)}.")
+    return make(shape, sources)

@@ -1,0 +1,214 @@
+"""The expert activation matrix collection of MoE-Infinity (section 4.5, appendix B.1), with an incremental query.
+
+An entry is a request-level EAM: counts of tokens per (layer, expert) of one request, prefill and decode apart. It
+knows neither gates nor requests; `predict_eam` feeds and asks it, `collection_file` keeps it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from moegguf.controller.history import Counts
+from moegguf.native.events import Float32s, Phase
+
+CAPACITY = 1000
+_FIRST_ROOM = 16
+_TINY = np.float32(1e-30)  # a squared norm that makes 0/norm a similarity of 0
+_NEARLY = np.float32(1 - 2e-6)  # squared cosines closer than this are the same in float32
+
+
+class Matches(NamedTuple):
+    """Entries that resemble the pass in progress, the best first: indices (n,) and cosines (n,) in (0, 1]."""
+
+    indices: npt.NDArray[np.intp]
+    cosines: Float32s
+
+
+class Eamc:
+    """Up to `capacity` rEAMs, each (n_layer, n_expert) counts, and one query at a time against them.
+
+    A query is a pass: `begin_pass`, then `see` for each row of its iEAM, and `match` at any time between. Entries are
+    kept twice, so that a row of the query costs one contiguous addition per expert used, and a matched entry lies in
+    one piece. Memory grows with the entries: 8 bytes per cell.
+    """
+
+    def __init__(self, n_layer: int, n_expert: int, capacity: int = CAPACITY) -> None:
+        self.n_layer = n_layer
+        self.n_expert = n_expert
+        self.capacity = max(1, capacity)
+        self.n_entries = 0
+        self._query_norm2 = 0.0
+        self._seen = np.zeros(n_layer, np.bool_)
+        self._entries = np.zeros((0, n_layer, n_expert), np.float32)
+        self._columns = np.zeros((n_layer, n_expert, 0), np.float32)
+        self._row_norm2 = np.zeros((n_layer, 0), np.float32)
+        self._tokens = np.zeros(0, np.float32)
+        self._dot = np.zeros(0, np.float32)  # of the seen rows of query and entry
+        self._norm2 = np.zeros(0, np.float32)  # of the entry's seen rows
+        self._score = np.zeros(0, np.float32)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory held, room for entries to come included."""
+        arrays = self._entries, self._columns, self._row_norm2, self._tokens, self._dot, self._norm2, self._score
+        return sum(array.nbytes for array in arrays)
+
+    @property
+    def state(self) -> Counts:
+        """(n_entries, n_layer, n_expert): the entries, a view. `from_state` makes an equal collection of it."""
+        return self._entries[: self.n_entries]
+
+    @classmethod
+    def from_state(cls, state: Counts, capacity: int = CAPACITY) -> Eamc:
+        """A collection of these entries (n, n_layer, n_expert); of the last `capacity` ones if there are more."""
+        _, n_layer, n_expert = state.shape
+        eamc = cls(n_layer, n_expert, capacity)
+        for ream in state[-eamc.capacity :]:
+            eamc.add(ream)
+        return eamc
+
+    def add(self, ream: Counts) -> bool:
+        """Stores a rEAM; a full collection gives up the entry most similar to it, to stay diverse (appendix B.1).
+
+        Refuses, with False, what could never be matched: no counts at all, NaN, infinite or negative ones, another
+        shape. The entry takes part in matches from the next pass on.
+        """
+        if ream.shape != (self.n_layer, self.n_expert):
+            return False
+        counts = ream.astype(np.float32)
+        row_norm2 = np.einsum("le,le->l", counts, counts)
+        if not (np.isfinite(row_norm2.sum()) and row_norm2.any() and counts.min() >= 0):
+            return False
+        self._put(self._place_for(counts), counts, row_norm2)
+        return True
+
+    def most_similar(self, ream: Counts) -> int:
+        """Index of the entry with the largest cosine to this EAM (n_layer, n_expert), all rows compared; -1 if none."""
+        if self.n_entries == 0:
+            return -1
+        n = self.n_entries
+        # einsum, here and below: a BLAS would wake threads beside those that compute
+        dot = np.einsum("nf,f->n", self._entries[:n].reshape(n, -1), ream.ravel().astype(np.float32))
+        return int(np.argmax(dot * dot / self._row_norm2[:, :n].sum(axis=0)))
+
+    def begin_pass(self) -> None:
+        """Forgets the query."""
+        self._query_norm2 = 0.0
+        self._seen[:] = False
+        self._dot[:] = 0
+        self._norm2[:] = _TINY
+
+    def see(self, il: int, row: Counts) -> None:
+        """Adds row `il` of the pass's iEAM, (n_expert,) counts. An empty row, or one seen before, changes nothing."""
+        used = row.nonzero()[0]
+        if self._seen[il] or not used.size:
+            return
+        self._seen[il] = True
+        norm2 = float(row.dot(row))
+        self._query_norm2 += norm2
+        dot, columns = self._dot[: self.n_entries], self._columns[il, :, : self.n_entries]
+        if norm2 == used.size and 2 * used.size <= self.n_expert:  # one token
+            for e in used.tolist():
+                np.add(dot, columns[e], out=dot)
+        else:
+            dot += np.einsum("e,en->n", row, columns)
+        norms = self._norm2[: self.n_entries]
+        np.add(norms, self._row_norm2[il, : self.n_entries], out=norms)
+
+    def match(self, n: int) -> Matches:
+        """The at most `n` entries with the largest cosine to the rows seen in this pass, others ignored on both sides.
+
+        Entries that agree in nothing are never among them. Of entries equally similar, those with more tokens come
+        first (section 4.5: matching experts with high activation frequency is beneficial).
+        """
+        dot, score = self._dot[: self.n_entries], self._score[: self.n_entries]
+        np.multiply(dot, dot, out=score)
+        np.divide(score, self._norm2[: self.n_entries], out=score)  # squared cosine, but for the norm of the query
+        bound = _TINY
+        if n < self.n_entries:
+            nth = self.n_entries - n
+            bound = max(bound, np.partition(score, nth)[nth] * _NEARLY)
+        found = (score >= bound).nonzero()[0]
+        closeness = score[found]
+        closeness[closeness * _NEARLY <= bound] = 0  # as near as the last one: tokens decide
+        order = np.lexsort((self._tokens[found], closeness))[: -n - 1 : -1]
+        picked = found[order]
+        cosines = np.sqrt(score[picked] / np.float32(self._query_norm2 or 1))
+        return Matches(picked, np.minimum(cosines, 1, out=cosines))
+
+    def total(self, indices: npt.NDArray[np.intp]) -> Counts:
+        """(n_layer, n_expert): these entries summed cell by cell."""
+        return np.add.reduce(self._entries[indices], axis=0)
+
+    def total_row(self, indices: npt.NDArray[np.intp], il: int) -> Counts:
+        """(n_expert,): row `il` of `total`."""
+        return np.add.reduce(self._entries[indices, il], axis=0)
+
+    def _place_for(self, counts: Counts) -> int:
+        if self.n_entries == self.capacity:
+            return self.most_similar(counts)
+        if self.n_entries == len(self._tokens):
+            self._make_room(min(self.capacity, max(_FIRST_ROOM, 2 * self.n_entries)))
+        self.n_entries += 1
+        return self.n_entries - 1
+
+    def _put(self, index: int, counts: Counts, row_norm2: Float32s) -> None:
+        self._entries[index] = counts
+        self._columns[:, :, index] = counts
+        self._row_norm2[:, index] = row_norm2
+        self._tokens[index] = counts.sum()
+        self._dot[index] = 0
+        self._norm2[index] = _TINY
+
+    def _make_room(self, room: int) -> None:
+        entries = np.zeros((room, self.n_layer, self.n_expert), np.float32)
+        entries[: self.n_entries] = self._entries[: self.n_entries]
+        self._entries = entries
+        self._columns = _widened(self._columns, room)
+        self._row_norm2 = _widened(self._row_norm2, room)
+        self._tokens = _widened(self._tokens, room)
+        self._dot = _widened(self._dot, room)
+        self._norm2 = _widened(self._norm2, room)
+        self._score = _widened(self._score, room)
+
+
+class EamcPair:
+    """The two collections of a model: requests' prefill and their decode (section 4.3). One user each, at a time."""
+
+    def __init__(self, prefill: Eamc, decode: Eamc) -> None:
+        self.prefill = prefill
+        self.decode = decode
+
+    @classmethod
+    def empty(cls, n_layer: int, n_expert: int, capacity: int = CAPACITY) -> EamcPair:
+        """Two collections of up to `capacity` entries each."""
+        return cls(Eamc(n_layer, n_expert, capacity), Eamc(n_layer, n_expert, capacity))
+
+    @property
+    def n_entries(self) -> int:
+        """Entries of both."""
+        return self.prefill.n_entries + self.decode.n_entries
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory held by both."""
+        return self.prefill.nbytes + self.decode.nbytes
+
+    def of(self, phase: Phase) -> Eamc:
+        """The collection that passes of this phase are matched against."""
+        return self.prefill if phase == Phase.PREFILL else self.decode
+
+    def add(self, prefill: Counts, decode: Counts) -> None:
+        """Stores the rEAMs of a request that has ended; a phase it never had leaves nothing behind."""
+        self.prefill.add(prefill)
+        self.decode.add(decode)
+
+
+def _widened(array: Float32s, room: int) -> Float32s:
+    """The array with its last axis at `room` cells, the new ones zero."""
+    wide = np.zeros((*array.shape[:-1], room), np.float32)
+    wide[..., : array.shape[-1]] = array
+    return wide

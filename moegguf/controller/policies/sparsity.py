@@ -1,0 +1,57 @@
+"""MoE-Infinity's eviction (section 4.7, algorithm 1): out goes what is least likely to be reused, deep layers first."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+
+from moegguf.controller.collection import EamcPair
+from moegguf.controller.history import History
+from moegguf.controller.policies.base import Outlook
+from moegguf.controller.predict_eam import N_MATCHES, OWN_SHARE, PredictEam
+from moegguf.controller.shape import MoeShape
+from moegguf.native.events import Float32s
+
+# The paper leaves it open. So small that no expert that a matched request never used outranks one that any did.
+EPSILON = 1e-6
+
+
+class SparsityAware:
+    """score = (pEAM[il, e] / n_token + epsilon) * (1 - il / L), over all layers.
+
+    pEAM are the aggregated counts of past requests that resemble the pass in progress and n_token their sum in that
+    row; they are this policy's own, whatever predictor runs beside it. L layers have experts and il counts these from
+    0. Early layers are favoured because little can be fetched ahead for them (section 4.6); `layer_decay` False leaves
+    that factor out, for a store that fetches nothing ahead. While nothing is known all scores are 0: least recent use.
+    """
+
+    name: ClassVar[str] = "sparsity"
+
+    def __init__(
+        self,
+        shape: MoeShape,
+        eamcs: EamcPair | None = None,
+        n_matches: int = N_MATCHES,
+        own_share: float = OWN_SHARE,
+        layer_decay: bool = True,
+    ) -> None:
+        self._seen = PredictEam(shape, eamcs, n_matches, own_share)
+        self._decay = np.zeros((shape.n_layer, 1), np.float32)
+        ahead = np.arange(len(shape.layers)) if layer_decay else np.zeros(len(shape.layers))
+        self._decay[list(shape.layers), 0] = 1 - ahead / len(shape.layers)
+
+    @property
+    def eamcs(self) -> EamcPair:
+        """The collections, to be saved."""
+        return self._seen.eamcs
+
+    def scores(self, history: History, outlook: Outlook) -> Float32s | None:
+        """(n_layer, n_expert), renewed at every gate."""
+        self._seen.follow(history)
+        likelihoods = self._seen.table()
+        if not likelihoods.any():
+            return likelihoods
+        likelihoods += np.float32(EPSILON)
+        likelihoods *= self._decay
+        return likelihoods

@@ -1,0 +1,25 @@
+"""A fixed choice of experts: those that were popular in another trace."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+
+from moegguf.controller.history import History
+from moegguf.controller.policies.base import Outlook
+from moegguf.controller.shape import MoeShape
+from moegguf.native.events import Float32s
+
+
+class Static:
+    """score = popularity (len(shape.layers), n_expert), as `predictors.popularity.count_popularity` counts it."""
+
+    name: ClassVar[str] = "static"
+
+    def __init__(self, shape: MoeShape, popularity: Float32s) -> None:
+        self._scores: Float32s = np.zeros(shape.table, np.float32)
+        self._scores[list(shape.layers)] = popularity
+
+    def scores(self, history: History, outlook: Outlook) -> Float32s | None:
+        return self._scores

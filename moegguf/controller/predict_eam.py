@@ -1,0 +1,86 @@
+"""PredictEAM of MoE-Infinity (section 4.5): what past requests that look like this one say about its experts.
+
+Follows requests through a `History`, keeps the collections fed, matches the pass in progress and aggregates the
+matches. The predictor and the eviction policy both look through one of these; each has its own.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from moegguf.controller.collection import CAPACITY, EamcPair, Matches
+from moegguf.controller.history import Counts, History
+from moegguf.controller.shape import MoeShape
+from moegguf.native.events import Float32s, Phase
+
+N_MATCHES = 8
+OWN_SHARE = 0.5
+
+_TINY = np.float32(1e-30)
+_NO_MATCHES = Matches(np.zeros(0, np.intp), np.zeros(0, np.float32))
+
+
+class PredictEam:
+    """The aggregated EAM of the pass in progress: matched rEAMs summed cell by cell, rows normalised to a sum of 1.
+
+    The sum is plain, as in the paper: an entry weighs what it has tokens. `own_share` of a row's likelihood comes from
+    the request's own rEAM so far, of the same phase: "expert reuse is limited to request-level EAMs" (section 4.4),
+    and none is closer than this one; 0 leaves it out, which is the paper to the letter. `eamcs` may be given filled,
+    and belongs to this object from then on.
+    """
+
+    def __init__(
+        self, shape: MoeShape, eamcs: EamcPair | None = None, n_matches: int = N_MATCHES, own_share: float = OWN_SHARE
+    ) -> None:
+        self.eamcs = eamcs or EamcPair.empty(*shape.table, CAPACITY)
+        self.n_matches = n_matches
+        self.own_share = own_share
+        self._eamc = self.eamcs.prefill
+        self._ream: Counts = np.zeros(shape.table, np.float32)
+        self._matches: Matches | None = _NO_MATCHES
+
+    def follow(self, history: History) -> None:
+        """Takes in the gate that the history was updated with last, and the rEAM of the request that it ended."""
+        if history.finished is not None:
+            self.eamcs.add(*history.finished)
+        self._turn_to(history, history.phase)
+        if history.new_pass:
+            self._eamc.begin_pass()
+        self._eamc.see(history.il, history.iteration[history.il])
+        self._matches = None
+
+    def expect(self, history: History, phase: Phase) -> None:
+        """A pass of this phase is about to begin: nothing of it has been seen, only the request so far is known."""
+        self._turn_to(history, phase)
+        self._matches = _NO_MATCHES
+
+    def matches(self) -> Matches:
+        """The entries aggregated."""
+        if self._matches is None:
+            self._matches = self._eamc.match(self.n_matches)
+        return self._matches
+
+    def row(self, il: int) -> Float32s:
+        """(n_expert,): likelihoods of layer `il`; all 0 when nothing is known."""
+        return self._blend(self._eamc.total_row(self.matches().indices, il), self._ream[il])
+
+    def table(self) -> Float32s:
+        """(n_layer, n_expert): `row` of every layer, those already seen included (reuse by the next token)."""
+        return self._blend(self._eamc.total(self.matches().indices), self._ream)
+
+    def _turn_to(self, history: History, phase: Phase) -> None:
+        self._eamc = self.eamcs.of(phase)
+        self._ream = history.prefill if phase == Phase.PREFILL else history.decode
+
+    def _blend(self, matched: Counts, own: Counts) -> Float32s:
+        share_matched, share_own = np.float32(1 - self.own_share), np.float32(self.own_share)
+        blend: Float32s = np.multiply(matched, share_matched / _tokens(matched), dtype=np.float32)
+        blend += own * (share_own / _tokens(own))
+        # where only one of them knows something, that one counts whole
+        blend /= np.maximum(np.add.reduce(blend, -1, keepdims=True), _TINY)
+        return blend
+
+
+def _tokens(counts: Counts) -> Counts:
+    """Sums of the rows, at least 1."""
+    return np.maximum(np.add.reduce(counts, -1, keepdims=True), np.float32(1))

@@ -1,0 +1,86 @@
+"""ProMoE's learned predictor (section 4.3): a two-layer MLP for each layer, from the router's input k layers before.
+
+With window k, the predictor of MoE layer number r sees the input of number max(r - k, 0). So an MLP belongs to a pair
+(source, target), and windows share pairs: what window 8 of a six-layer model needs, windows 1 to 5 need too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+
+from moegguf.controller.predictors.from_input import FromInput
+from moegguf.controller.shape import MoeShape
+from moegguf.controller.weights_file import Weights
+from moegguf.native.events import Float32s
+from moegguf.native.matvec import QuantizedMatrix
+
+Pair = tuple[int, int]  # (source il, target il)
+
+
+def window_pairs(shape: MoeShape, windows: Iterable[int]) -> list[Pair]:
+    """The pairs that these windows need, in order; the first MoE layer has nothing before it and is no target."""
+    rows = range(1, len(shape.layers))
+    return sorted({(shape.layers[max(row - k, 0)], shape.layers[row]) for k in windows for row in rows})
+
+
+class _Network(NamedTuple):
+    hidden: QuantizedMatrix
+    out: QuantizedMatrix
+
+
+class MlpPredictor(FromInput):
+    """Answers for the pairs it was trained for: at distance k, and from the first MoE layer up to any window.
+
+    One call computes one MLP: of 2 million weights, 0.2 ms.
+    """
+
+    name: ClassVar[str] = "mlp"
+
+    def __init__(self, shape: MoeShape, networks: dict[Pair, _Network]) -> None:
+        row_of = shape.row_of
+        super().__init__(shape, reach=max((row_of[b] - row_of[a] for a, b in networks), default=0))
+        self._networks = networks
+        self._hidden = np.zeros(max((n.hidden.shape[0] for n in networks.values()), default=0), np.float32)
+
+    @classmethod
+    def from_weights(cls, shape: MoeShape, weights: Weights) -> MlpPredictor:
+        """From arrays `<source>.<target>.{hidden,out}.{weight,bias}` and the facts `windows` and `n_hidden`.
+
+        ValueError when they do not fit.
+        """
+        windows, n_hidden = weights.facts["windows"], weights.facts["n_hidden"]
+        if not isinstance(n_hidden, int) or not windows or not all(isinstance(k, int) and k > 0 for k in windows):
+            raise ValueError(f"windows {windows!r:.80} and n_hidden {n_hidden!r:.80} must be whole numbers above zero")
+        sizes = {"hidden": (n_hidden, shape.n_embd), "out": (shape.n_expert, n_hidden)}
+
+        def network(pair: Pair) -> _Network:
+            parts = {name: f"{pair[0]}.{pair[1]}.{name}" for name in sizes}
+            return _Network(**{
+                name: QuantizedMatrix(
+                    weights.array(f"{part}.weight", *sizes[name]),
+                    weights.array(f"{part}.bias", sizes[name][0]),
+                    relu=name == "hidden",
+                )
+                for name, part in parts.items()
+            })  # fmt: skip
+
+        return cls(shape, {pair: network(pair) for pair in window_pairs(shape, windows)})
+
+    def predict(self, il: int, distance: int) -> Float32s | None:
+        vector = self._input_for(il, distance)
+        network = None if self._source is None else self._networks.get((self._source, il))
+        if vector is None or network is None:
+            return None
+        hidden = network.hidden.apply(vector, self._hidden)
+        logits = network.out.apply(hidden, np.empty(self.shape.n_expert, np.float32))
+        return chances(logits, self.shape.n_expert_used)
+
+
+def chances(logits: Float32s, n_expert_used: int) -> Float32s:
+    """Of n_expert_used choices that fall as softmax says: how many each expert gets, at most 1."""
+    powers = np.exp(logits - logits.max())
+    powers *= n_expert_used / float(powers.sum())
+    return np.minimum(powers, 1.0, out=powers)

@@ -1,0 +1,41 @@
+"""Temporal locality (ExpertFlow, section 5.2: TLP): a layer uses again what it used last."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from moegguf.controller.predictors.base import Predictor
+from moegguf.controller.shape import MoeShape
+from moegguf.native.events import Float32s, Gate
+
+NAME = "previous-token"
+
+
+class PreviousToken(Predictor):
+    """Likelihood 1 for the experts that the last token used at a layer, 0 for the others. Nothing to learn or load.
+
+    Of a pass of many tokens, the last one counts. It speaks about every layer that was seen once, across requests too.
+    """
+
+    name: ClassVar[str] = NAME
+
+    def __init__(self, shape: MoeShape) -> None:
+        super().__init__(shape, reach=len(shape.layers))
+        self._used: Float32s = np.zeros(shape.table, np.float32)
+        self._seen: npt.NDArray[np.bool_] = np.zeros(shape.n_layer, np.bool_)
+
+    def observe(self, gate: Gate) -> None:
+        """Remembers the last token's experts; a gate without tokens or of an unknown layer changes nothing."""
+        if gate.il not in self.shape.row_of or len(gate.expert_ids) == 0:
+            return
+        last = gate.expert_ids[-1]
+        used = self._used[gate.il]
+        used[:] = 0
+        used[last[(last >= 0) & (last < self.shape.n_expert)]] = 1
+        self._seen[gate.il] = True
+
+    def predict(self, il: int, distance: int) -> Float32s | None:
+        return self._used[il] if il in self.shape.row_of and self._seen[il] else None

@@ -1,0 +1,270 @@
+"""ExpertFlow's routing-path predictor (section 3.1): every layer's experts from token ids alone, before the first gate.
+
+A small T5 in numpy: an encoder looks both ways over the WINDOW tokens before a chunk, a decoder goes through the chunk
+token by token with cross-attention to it, and one linear head per MoE layer says which experts the token will use.
+tools/predictors/routing_path.py trains it. Departures from T5, all for the cost of one token: a chunk's encoder states
+and the decoder's keys and values are kept, so that a token costs one decoder step and the encoder runs once per chunk,
+not with every token; places in window and chunk are learned vectors instead of relative biases, for both have fixed
+lengths; a window that begins before the request is filled with a learned token, so nothing needs a mask but causality.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from moegguf.controller.predictors.base import Predictor
+from moegguf.controller.shape import MoeShape
+from moegguf.controller.weights_file import Weights
+from moegguf.native.events import Announcement, Float32s, Gate, Int32s
+
+NAME = "routing-path"
+NORM_EPS = 1e-6
+PROMPT_CHUNKS = 8  # of a longer prompt, this many chunks are read, evenly spread, and speak for their neighbours
+
+Memory = list[tuple[Float32s, Float32s]]  # per decoder block, keys and values of the encoder's states
+
+
+def normed(x: Float32s) -> Float32s:
+    """T5's norm over rows of (n, n_embd); its gain is part of the matrix that follows."""
+    return x / np.sqrt(np.einsum("ij,ij->i", x, x)[:, np.newaxis] / x.shape[1] + NORM_EPS)
+
+
+def attend(q: Float32s, k: Float32s, v: Float32s, mask: Float32s | None = None) -> Float32s:
+    """Softmax attention. q (B, n_head, n, n_embd_head), already scaled; k, v the same with m rows; mask (n, m)."""
+    scores: Float32s = q @ k.swapaxes(-1, -2)
+    if mask is not None:
+        scores += mask
+    scores -= scores.max(axis=-1, keepdims=True)
+    np.exp(scores, out=scores)
+    scores /= scores.sum(axis=-1, keepdims=True)
+    return scores @ v
+
+
+class _Attention:
+    """Projections of one attention; the norm's gain and the scale of the queries are multiplied in once, here."""
+
+    def __init__(self, weights: Weights, name: str, n_embd: int, memory_gain: Float32s | None = None) -> None:
+        found = weights.arrays.get(f"{name}.q")
+        _, self.n_head, self.n_embd_head = found.shape if found is not None and found.ndim == 3 else (0, 0, 0)
+        size = n_embd, self.n_head, self.n_embd_head
+        gain = weights.array(f"{name}.norm", n_embd)[:, np.newaxis]
+        q, k, v = (weights.array(f"{name}.{part}", *size).reshape(n_embd, -1) for part in "qkv")
+        q = q * (gain / np.sqrt(max(1, self.n_embd_head)))
+        if memory_gain is None:
+            self.into = np.ascontiguousarray(np.hstack([q, gain * k, gain * v]), np.float32)
+        else:
+            self.into = np.ascontiguousarray(q, np.float32)
+            self.memory = np.ascontiguousarray(memory_gain[:, np.newaxis] * np.hstack([k, v]), np.float32)
+        self.out = weights.array(f"{name}.out", self.n_head, self.n_embd_head, n_embd).reshape(-1, n_embd)
+
+    def heads(self, x: Float32s, n_batch: int) -> Float32s:
+        """(n_batch * n, parts * n_head * n_embd_head) as (parts, n_batch, n_head, n, n_embd_head)."""
+        return x.reshape(n_batch, -1, x.shape[1] // self.out.shape[0], self.n_head, self.n_embd_head).transpose(
+            2, 0, 3, 1, 4
+        )
+
+    def back(self, mixed: Float32s) -> Float32s:
+        """Heads (B, n_head, n, n_embd_head) joined and projected: (B * n, n_embd)."""
+        return mixed.transpose(0, 2, 1, 3).reshape(-1, self.out.shape[0]) @ self.out
+
+
+class _Feed:
+    """Two matrices with a ReLU between them."""
+
+    def __init__(self, weights: Weights, name: str, n_embd: int) -> None:
+        found = weights.arrays.get(f"{name}.up")
+        n_ff = found.shape[1] if found is not None and found.ndim == 2 else 0
+        gain = weights.array(f"{name}.norm", n_embd)[:, np.newaxis]
+        self.up = gain * weights.array(f"{name}.up", n_embd, n_ff)
+        self.down = weights.array(f"{name}.down", n_ff, n_embd)
+
+    def __call__(self, x: Float32s) -> Float32s:
+        return np.maximum(normed(x) @ self.up, 0) @ self.down
+
+
+class PathNetwork:
+    """The network. ValueError when an array is missing, not finite, or does not fit the shape of the model.
+
+    Arrays: embedding (n_vocab + 1, n_embd), its last row the token before the beginning; window (window, n_embd) and
+    chunk (chunk, n_embd), the places; encoder.I and decoder.I with .self, .cross (decoder only), each with .norm
+    (n_embd,), .q, .k, .v (n_embd, n_head, n_embd_head) and .out (n_head, n_embd_head, n_embd), and .feed with .norm,
+    .up (n_embd, n_ff) and .down; memory_norm and output_norm, the gains behind the last blocks; heads.weight (n_embd,
+    n_moe_layer, n_expert) and heads.bias.
+    """
+
+    def __init__(self, shape: MoeShape, weights: Weights) -> None:
+        arrays = weights.arrays
+        n_embd = _length(arrays, "embedding", 1)
+        self.window, self.chunk = _length(arrays, "window", 0), _length(arrays, "chunk", 0)
+        self.embedding = weights.array("embedding", shape.n_vocab + 1, n_embd)
+        self.window_places = weights.array("window", self.window, n_embd)
+        self.chunk_places = weights.array("chunk", self.chunk, n_embd)
+        encoder_gain = weights.array("memory_norm", n_embd)
+        self.encoder = [
+            (_Attention(weights, f"{name}.self", n_embd), _Feed(weights, f"{name}.feed", n_embd))
+            for name in _blocks(arrays, "encoder")
+        ]
+        self.decoder = [
+            (
+                _Attention(weights, f"{name}.self", n_embd),
+                _Attention(weights, f"{name}.cross", n_embd, encoder_gain),
+                _Feed(weights, f"{name}.feed", n_embd),
+            )
+            for name in _blocks(arrays, "decoder")
+        ]
+        size = len(shape.layers), shape.n_expert
+        gain = weights.array("output_norm", n_embd)[:, np.newaxis]
+        self.heads = np.ascontiguousarray(gain * weights.array("heads.weight", n_embd, *size).reshape(n_embd, -1))
+        self.bias = weights.array("heads.bias", *size).ravel()
+        self.causal = np.triu(np.full((self.chunk, self.chunk), -np.inf, np.float32), k=1)
+
+    def encode(self, windows: Int32s) -> Memory:
+        """windows (B, window), the tokens before each chunk."""
+        n_batch = len(windows)
+        x = (self.embedding[windows] + self.window_places).reshape(-1, self.embedding.shape[1])
+        for attention, feed in self.encoder:
+            q, k, v = attention.heads(normed(x) @ attention.into, n_batch)
+            x = x + attention.back(attend(q, k, v))
+            x = x + feed(x)
+        states = normed(x)
+        return [self._keys_and_values(cross, states, n_batch) for _, cross, _ in self.decoder]
+
+    @staticmethod
+    def _keys_and_values(cross: _Attention, states: Float32s, n_batch: int) -> tuple[Float32s, Float32s]:
+        k, v = np.ascontiguousarray(cross.heads(states @ cross.memory, n_batch))
+        return k, v
+
+    def empty_cache(self, n_batch: int) -> list[Float32s]:
+        """Room for the decoder's keys and values of one chunk: per block (2, n_batch, n_head, chunk, n_embd_head)."""
+        return [
+            np.empty((2, n_batch, attention.n_head, self.chunk, attention.n_embd_head), np.float32)
+            for attention, _, _ in self.decoder
+        ]
+
+    def decode(self, tokens: Int32s, first: int, memory: Memory, cache: list[Float32s]) -> Float32s:
+        """Logits (B * n, n_moe_layer * n_expert) of tokens (B, n) from place `first` of their chunks; fills cache."""
+        n_batch, n_tokens = tokens.shape
+        end = first + n_tokens
+        mask = self.causal[first:end, :end] if n_tokens > 1 else None
+        x = (self.embedding[tokens] + self.chunk_places[first:end]).reshape(-1, self.embedding.shape[1])
+        for (attention, cross, feed), (keys, values), kept in zip(self.decoder, memory, cache, strict=True):
+            q, *new = attention.heads(normed(x) @ attention.into, n_batch)
+            kept[0][:, :, first:end], kept[1][:, :, first:end] = new
+            x = x + attention.back(attend(q, kept[0][:, :, :end], kept[1][:, :, :end], mask))
+            (q,) = cross.heads(normed(x) @ cross.into, n_batch)
+            x = x + cross.back(attend(q, keys, values))
+            x = x + feed(x)
+        return normed(x) @ self.heads + self.bias
+
+
+def _length(arrays: Mapping[str, npt.NDArray[Any]], name: str, axis: int) -> int:
+    found = arrays.get(name)
+    if found is None or found.ndim != 2 or found.shape[axis] == 0:
+        raise ValueError(f"'{name}' must be a matrix that is not empty")
+    return found.shape[axis]
+
+
+def _blocks(arrays: Mapping[str, npt.NDArray[Any]], part: str) -> list[str]:
+    """encoder.0, encoder.1, ...: as many as the arrays' names tell apart."""
+    found = {name.split(".")[1] for name in arrays if name.startswith(f"{part}.")}
+    return [f"{part}.{i}" for i in range(len(found))]
+
+
+class RoutingPath(Predictor):
+    """Speaks of all layers of a pass as soon as its tokens are announced; gates tell it nothing.
+
+    Likelihoods of a pass of many tokens are those that any of them uses the expert, taken as independent. The encoder
+    runs when the last token of a chunk is through its layers, so that it is done before the next one is announced.
+    Tokens outside the vocabulary (embeddings instead of tokens) silence it and make it forget what came before.
+    """
+
+    name: ClassVar[str] = NAME
+    needs_tokens: ClassVar[bool] = True
+
+    def __init__(self, shape: MoeShape, network: PathNetwork) -> None:
+        super().__init__(shape, reach=len(shape.layers))
+        self.network = network
+        self._cache = self.network.empty_cache(1)
+        self._recent: Int32s = np.empty(self.network.window, np.int32)
+        self._sequence = -1
+        self._lane = -1
+        self._idle: Float32s | None = None  # (n_chunk, ...): minus the log of the chance that no token uses the expert
+        self._table: Float32s | None = None
+        self._forget()
+
+    @classmethod
+    def from_weights(cls, shape: MoeShape, weights: Weights) -> RoutingPath:
+        """ValueError as `PathNetwork`'s."""
+        return cls(shape, PathNetwork(shape, weights))
+
+    def announce(self, announcement: Announcement) -> None:
+        """Predicts. Costs a decoder step for one token; many tokens are read chunk by chunk."""
+        tokens = announcement.tokens
+        self._idle = self._table = None
+        if (announcement.lane, announcement.sequence) != (self._lane, self._sequence):
+            self._lane, self._sequence = announcement.lane, announcement.sequence
+            self._forget()
+        if len(tokens) == 0:
+            return
+        if tokens.min() < 0 or tokens.max() >= self.shape.n_vocab:
+            self._forget()
+            return
+        self._idle = self._step(tokens) if len(tokens) == 1 else self._read(tokens)
+        self._remember(tokens)
+        self._tell(self._idle)
+
+    def observe(self, gate: Gate) -> None:
+        """Narrows a long announcement to the pass that began; falls silent in passes that were not announced."""
+        if self._idle is None or gate.first_token < 0 or gate.sequence != self._sequence:
+            self._idle = self._table = None
+            return
+        if len(self._idle) > 1 and gate.il == self.shape.layers[0]:
+            first, end = gate.first_token, gate.first_token + len(gate.expert_ids)
+            self._tell(self._idle[first // self.network.chunk : -(-end // self.network.chunk)])
+        if gate.il == self.shape.layers[-1] and self._place == self.network.chunk:
+            self._begin_chunk()
+
+    def predict(self, il: int, distance: int) -> Float32s | None:
+        row = self.shape.row_of.get(il)
+        return None if self._table is None or row is None else self._table[row]
+
+    def _tell(self, idle: Float32s) -> None:
+        self._table = -np.expm1(-idle.sum(axis=0)).reshape(len(self.shape.layers), self.shape.n_expert)
+
+    def _forget(self) -> None:
+        self._recent[:] = self.shape.n_vocab
+        self._place = self.network.chunk
+
+    def _remember(self, tokens: Int32s) -> None:
+        kept = np.concatenate([self._recent, tokens[-self.network.window :]])
+        self._recent = kept[-self.network.window :]
+
+    def _begin_chunk(self) -> None:
+        self._memory = self.network.encode(self._recent[np.newaxis])
+        self._place = 0
+
+    def _step(self, tokens: Int32s) -> Float32s:
+        if self._place == self.network.chunk:
+            self._begin_chunk()
+        logits = self.network.decode(tokens[np.newaxis], self._place, self._memory, self._cache)
+        self._place += 1
+        return np.logaddexp(0, logits)
+
+    def _read(self, tokens: Int32s) -> Float32s:
+        """(n_chunk, n_moe_layer * n_expert). The chunk after these tokens begins anew."""
+        window, chunk = self.network.window, self.network.chunk
+        n_chunk = -(-len(tokens) // chunk)
+        padded = np.full(window + n_chunk * chunk, self.shape.n_vocab, np.int32)
+        padded[:window], padded[window : window + len(tokens)] = self._recent, tokens
+        n_read = min(n_chunk, PROMPT_CHUNKS)
+        starts = np.arange(n_read)[:, np.newaxis] * n_chunk // n_read * chunk
+        memory = self.network.encode(padded[starts + np.arange(window)])
+        places = starts + window + np.arange(chunk)
+        logits = self.network.decode(padded[places], 0, memory, self.network.empty_cache(n_read))
+        idle = np.logaddexp(0, logits) * (places < window + len(tokens)).reshape(-1, 1)
+        self._place = chunk
+        return idle.reshape(n_read, chunk, -1).sum(axis=1)[np.arange(n_chunk) * n_read // n_chunk]

@@ -1,0 +1,138 @@
+"""ProMoE's token-based prediction (section 4.2): experts a token id used most often, all layers at once."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from moegguf.controller.predictors.base import Predictor
+from moegguf.controller.predictors.counting import choices, single_choice
+from moegguf.controller.shape import MoeShape
+from moegguf.controller.trace import Trace
+from moegguf.controller.weights_file import Weights
+from moegguf.native.events import Announcement, Float32s, Gate, Int32s, Phase
+
+MAX_COUNT = np.iinfo(np.uint16).max
+FIRST_ENTRIES = 64
+
+
+class TokenTable(Predictor):
+    """Counts (n_entry, n_moe_layer, n_expert) of the choices made for each token id seen.
+
+    A likelihood is the share of the token's visits that used the expert, with one visit of an average token added: the
+    paper leaves open what a token never seen means; here it means the layer's popularity. `capacity` tokens are kept,
+    the first that come. `online`: learns from decode passes too while it predicts.
+    """
+
+    name: ClassVar[str] = "token-id"
+    needs_tokens: ClassVar[bool] = True
+
+    def __init__(self, shape: MoeShape, *, online: bool = False, capacity: int = 1 << 15) -> None:
+        super().__init__(shape, reach=len(shape.layers))
+        self.online = online
+        self.capacity = capacity
+        self._entry_of: Int32s = np.full(max(1, shape.n_vocab), -1, np.int32)
+        self._tokens: Int32s = np.zeros(FIRST_ENTRIES, np.int32)
+        self._counts = np.zeros((FIRST_ENTRIES, len(shape.layers), shape.n_expert), np.uint16)
+        self._n_entry = 0
+        self._popularity = np.zeros(self._counts.shape[1:], np.float32)
+        self._token = -1
+
+    @classmethod
+    def learn(cls, trace: Trace, *, online: bool = False) -> TokenTable:
+        """Counts every token of the trace whose id and experts are known, prefill and decode alike."""
+        table = cls(trace.shape, online=online)
+        known = (trace.tokens >= 0) & (trace.tokens < len(table._entry_of))
+        for token in np.unique(trace.tokens[known]).tolist():
+            table._add_entry(token)
+        entries = np.where(known, table._entry_of[np.where(known, trace.tokens, 0)], -1)
+        kept = np.flatnonzero(entries >= 0)
+        for row in range(len(trace.shape.layers)):
+            counts = np.zeros((table._n_entry, trace.shape.n_expert), np.float32)
+            hot = choices(trace, row)[kept]
+            np.add.at(counts, entries[kept], hot)
+            table._counts[: table._n_entry, row] = np.minimum(counts, MAX_COUNT)
+            table._popularity[row] = hot.sum(axis=0)
+        return table
+
+    @classmethod
+    def from_weights(cls, shape: MoeShape, weights: Weights, *, online: bool = False) -> TokenTable:
+        """The table that `weights` were taken from; ValueError when they do not fit."""
+        tokens = weights.arrays["tokens"]
+        if tokens.ndim != 1 or tokens.dtype != np.int32 or not _distinct_below(tokens, shape.n_vocab):
+            raise ValueError("'tokens' must be different token ids of the model")
+        table = cls(shape, online=online, capacity=max(1 << 15, len(tokens)))
+        counts = weights.array("counts", len(tokens), len(shape.layers), shape.n_expert)
+        if counts.min(initial=0) < 0 or counts.max(initial=0) > MAX_COUNT:
+            raise ValueError(f"'counts' must be from 0 to {MAX_COUNT}")
+        for token in tokens.tolist():
+            table._add_entry(token)
+        table._counts[: len(tokens)] = counts
+        table._popularity = counts.sum(axis=0)
+        return table
+
+    def weights(self) -> Weights:
+        """What it learned, to be saved."""
+        return Weights({"tokens": self._tokens[: self._n_entry], "counts": self._counts[: self._n_entry]})
+
+    def announce(self, announcement: Announcement) -> None:
+        single = announcement.phase == Phase.DECODE and len(announcement.tokens) == 1
+        token = int(announcement.tokens[0]) if single else -1
+        self._token = token if 0 <= token < len(self._entry_of) else -1
+
+    def observe(self, gate: Gate) -> None:
+        if gate.first_token != 0 or gate.phase != Phase.DECODE:
+            self._token = -1
+        elif self.online and self._token >= 0:
+            self._count(gate)
+
+    def predict(self, il: int, distance: int) -> Float32s | None:
+        row = self.shape.row_of.get(il)
+        if row is None or self._token < 0:
+            return None
+        used = self.shape.n_expert_used
+        average = self._popularity[row] * (used / max(1.0, float(self._popularity[row].sum())))
+        entry = int(self._entry_of[self._token])
+        if entry < 0:
+            return np.minimum(average, 1.0)
+        counts = self._counts[entry, row].astype(np.float32)
+        return np.minimum((counts + average) / (float(counts.sum()) / used + 1.0), 1.0)
+
+    def _count(self, gate: Gate) -> None:
+        ids = single_choice(self.shape, gate)
+        entry = self._add_entry(self._token)
+        if ids is None or entry < 0:
+            return
+        row = self.shape.row_of[gate.il]
+        counts = self._counts[entry, row]
+        if counts.max() == MAX_COUNT:
+            counts //= 2
+        counts[ids] += 1
+        self._popularity[row, ids] += 1
+
+    def _add_entry(self, token: int) -> int:
+        """The token's entry, made if there is room; -1 otherwise."""
+        entry = int(self._entry_of[token])
+        if entry >= 0 or self._n_entry == self.capacity:
+            return entry
+        if self._n_entry == len(self._tokens):
+            self._grow()
+        entry = self._n_entry
+        self._entry_of[token], self._tokens[entry] = entry, token
+        self._n_entry += 1
+        return entry
+
+    def _grow(self) -> None:
+        n = min(2 * len(self._tokens), self.capacity)
+        self._tokens = np.resize(self._tokens, n)
+        counts = np.zeros((n, *self._counts.shape[1:]), np.uint16)
+        counts[: self._n_entry] = self._counts[: self._n_entry]
+        self._counts = counts
+
+
+def _distinct_below(tokens: npt.NDArray[np.int32], n_vocab: int) -> bool:
+    if len(tokens) == 0:
+        return True
+    return bool(tokens.min() >= 0 and tokens.max() < n_vocab and len(np.unique(tokens)) == len(tokens))

@@ -1,0 +1,68 @@
+"""Turns predictions into prefetches: the likeliest experts of the nearest layers, within bytes per token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from moegguf.controller.outlook import Ahead
+from moegguf.controller.shape import MoeShape
+
+Residency = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class PrefetchOptions:
+    """How much to act on predictions.
+
+    window: MoE layers ahead. budget_bytes: most bytes to ask for in one token; None: the bytes of half the experts a
+    token uses. least_likelihood: experts below it are not worth a transfer.
+    """
+
+    window: int = 2
+    budget_bytes: int | None = None
+    least_likelihood: float = 0.2
+
+
+class Prefetcher:
+    """Asks for experts ahead (ProMoE, section 4: as many per layer as a token activates).
+
+    Only absent experts count against the budget. An expert is asked for once in a pass.
+    """
+
+    def __init__(self, shape: MoeShape, options: PrefetchOptions) -> None:
+        self.options = options
+        self._shape = shape
+        cycle_bytes = shape.n_expert_used * len(shape.layers) * shape.expert_bytes
+        budget_bytes = cycle_bytes // 2 if options.budget_bytes is None else options.budget_bytes
+        self._budget_experts = budget_bytes // shape.expert_bytes
+        self._left = self._budget_experts
+        self._asked: npt.NDArray[np.bool_] = np.zeros(shape.table, bool)
+
+    def begin_pass(self) -> None:
+        self._left = self._budget_experts
+        self._asked[:] = False
+
+    def wishes(
+        self, ahead: Ahead, residency: Callable[[], Residency]
+    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+        """(layers, experts) to ask for now, most urgent first."""
+        layers: list[int] = []
+        experts: list[int] = []
+        known = ahead.known() if self._left > 0 else []
+        there = residency() if known else None
+        for il in known:
+            assert there is not None
+            likelihoods = ahead.likelihoods()[il]
+            best = np.argsort(-likelihoods, kind="stable")[: self._shape.n_expert_used]
+            wanted = best[
+                (likelihoods[best] >= self.options.least_likelihood) & (there[il, best] == 0) & ~self._asked[il, best]
+            ][: self._left]
+            self._asked[il, wanted] = True
+            self._left -= len(wanted)
+            layers += [il] * len(wanted)
+            experts += wanted.tolist()
+        return np.array(layers, np.int32), np.array(experts, np.int32)

@@ -1,0 +1,77 @@
+"""A running model's routing, written to a trace file."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from moegguf import __version__
+from moegguf.controller.recorder import Recorder
+from moegguf.controller.shape import MoeShape
+from moegguf.controller.trace import TraceHeader
+from moegguf.engine.knowledge import Knowledge
+from moegguf.engine.machine import read_machine
+from moegguf.engine.session import Session
+from moegguf.native.events import Announcement, Gate
+from moegguf.native.store import EVERY_PASS, ListenOptions
+
+# What the live run counted, kept in the file so that a simulation can be held against it.
+COUNTED = ("lookups", "hits_ready", "hits_late", "misses", "evictions", "stall_ns", "events_dropped")
+
+
+@dataclass(frozen=True)
+class TraceOptions:
+    """Where to record and what. inputs: the router's input vectors too (float16, n_embd per token and layer)."""
+
+    path: str | os.PathLike[str]
+    inputs: bool = False
+
+
+class Recording:
+    """Records every pass of a session until closed. Raises TraceError when the file cannot be made.
+
+    The recorder hears everything: when it cannot keep up, the model waits for it, and no pass is missing.
+    """
+
+    def __init__(self, session: Session, knowledge: Knowledge, options: TraceOptions | str | os.PathLike[str]) -> None:
+        if not isinstance(options, TraceOptions):
+            options = TraceOptions(options)
+        self._session = session
+        self.wants = ListenOptions(weights=True, inputs=options.inputs, everything=True, max_input_tokens=EVERY_PASS)
+        header = TraceHeader(
+            model=session.layout.name,
+            fingerprint=knowledge.fingerprint,
+            labels={},
+            settings={
+                "n_slots": session.plan.n_slots,
+                "n_experts": session.layout.n_expert_total,
+                "n_ubatch": session.plan.n_ubatch,
+                "moegguf": __version__,
+                "cpu": read_machine().cpu_model,
+            },
+        )
+        self._recorder: Recorder | None = Recorder(
+            options.path, MoeShape.of(session.layout), header, inputs=options.inputs
+        )
+        session.listeners.add(self)
+
+    def announce(self, announcement: Announcement) -> None:
+        if self._recorder is not None:
+            self._recorder.announce(announcement)
+
+    def observe(self, gate: Gate) -> None:
+        if self._recorder is not None:
+            self._recorder.observe(gate)
+
+    def label(self, sequence: int, text: str) -> None:
+        """Says what kind of text request number `sequence` is."""
+        if self._recorder is not None:
+            self._recorder.label(sequence, text)
+
+    def close(self) -> None:
+        """Completes the file. Raises TraceError when something could not be written. Twice is harmless."""
+        self._session.listeners.remove(self)
+        recorder, self._recorder = self._recorder, None
+        if recorder is not None:
+            counters = self._session.store.counters()
+            recorder.close(**{name: counters[name] for name in COUNTED})

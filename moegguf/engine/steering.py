@@ -1,0 +1,193 @@
+"""The controller of one model, live: what was asked for, found and built, and the thread it hears gates on.
+
+A pool that holds every expert has nothing to decide: nobody listens then, and steering costs nothing.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+from moegguf.controller.choice import Choice
+from moegguf.controller.controller import Controller, ControllerOptions
+from moegguf.controller.policies import POLICIES, make_policy
+from moegguf.controller.policies.base import Policy
+from moegguf.controller.policies.sparsity import SparsityAware
+from moegguf.controller.predictors import PREDICTORS, make_predictor
+from moegguf.controller.predictors.base import Predictor
+from moegguf.controller.predictors.eamc import EamcPredictor
+from moegguf.controller.prefetch import PrefetchOptions
+from moegguf.controller.report_data import plain
+from moegguf.controller.shape import MoeShape
+from moegguf.engine.knowledge import Knowledge
+from moegguf.engine.session import Session
+from moegguf.errors import OptionError
+from moegguf.native.events import Announcement, Gate
+from moegguf.native.store import ListenOptions
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class Steer:
+    """What a user asks of the controller.
+
+    policy: a name, an object with a method `scores`, or "auto": what was measured to be best for this model, else
+    LRU. predictor: a name, a `Predictor`, or None: what the policy was measured with. prefetch: whether predictions
+    are acted on, or how; None: only where that was measured to pay. judge: compare predictions with what happens.
+    lockstep: decisions act at a fixed place, so that a simulation repeats them exactly; slow.
+    """
+
+    policy: str | Policy = AUTO
+    predictor: str | Predictor | None = None
+    prefetch: bool | PrefetchOptions | None = None
+    judge: bool = False
+    lockstep: bool = False
+
+    def __post_init__(self) -> None:
+        """Raises OptionError for a name that nobody has, or an object that is none of these."""
+        if isinstance(self.policy, str):
+            _check_name("policy", self.policy, (AUTO, *POLICIES))
+        elif not isinstance(self.policy, Policy):
+            raise OptionError(
+                f"policy={self.policy!r} is neither a name nor an object with a method scores(history, outlook)."
+            )
+        if isinstance(self.predictor, str):
+            _check_name("predictor", self.predictor, PREDICTORS)
+        elif not isinstance(self.predictor, Predictor | None):
+            raise OptionError(f"predictor={self.predictor!r} is neither a name nor a Predictor.")
+
+    @property
+    def is_plain(self) -> bool:
+        """LRU, and nothing to predict: the store needs nobody for that."""
+        return self.policy == "lru" and self.predictor in (None, "none") and not self.judge
+
+
+@dataclass
+class Steering:
+    """One model's controller. `controller` is None where plain LRU was chosen."""
+
+    session: Session
+    knowledge: Knowledge
+    asked: Steer
+    controller: Controller | None = field(init=False, default=None)
+    choice: Choice = field(init=False, default_factory=Choice)
+    _listening: bool = field(init=False, default=False)
+
+    def __post_init__(self) -> None:
+        if self.asked.is_plain:
+            return
+        shape = MoeShape.of(self.session.layout)
+        self.choice = self._choose()
+        try:
+            predictor, policy = self._predictor(shape), self._policy(shape)
+        except OptionError as error:
+            if self.asked.policy != AUTO or self.asked.predictor is not None:
+                raise
+            warnings.warn(f"what was measured to be best is not there: {error} Going on with LRU.", stacklevel=2)
+            self.choice = Choice()
+            return
+        if self.choice == Choice() and self.asked.policy == AUTO and not self.asked.judge:
+            return
+        self._wants = ListenOptions(inputs=predictor.needs_inputs, lockstep=self.asked.lockstep)
+        options = ControllerOptions(prefetch=self._prefetch(), judge=self.asked.judge)
+        self.controller = Controller(shape, policy, predictor, self.session.store, options)
+        self.update(self.session.plan.n_slots)
+
+    def _choose(self) -> Choice:
+        """The names to use; those of objects given by the user do not matter."""
+        asked, measured = self.asked, self.knowledge.measured() if self.asked.policy == AUTO else None
+        share = self.session.plan.n_slots / max(1, self.session.layout.n_expert_total)
+        found = measured.choose(share) if measured else Choice()
+        policy = found.policy if asked.policy == AUTO else str(asked.policy)
+        predictor = found.predictor if asked.predictor is None else str(asked.predictor)
+        prefetch = bool(asked.prefetch) if asked.prefetch is not None else found.prefetch
+        return Choice(policy, predictor, prefetch)
+
+    def _policy(self, shape: MoeShape) -> Policy:
+        if not isinstance(self.asked.policy, str):
+            return self.asked.policy
+        return make_policy(self.choice.policy, shape, self.knowledge)
+
+    def _predictor(self, shape: MoeShape) -> Predictor:
+        if isinstance(self.asked.predictor, Predictor):
+            return self.asked.predictor
+        return make_predictor(self.choice.predictor, shape, self.knowledge)
+
+    def _prefetch(self) -> PrefetchOptions | None:
+        if isinstance(self.asked.prefetch, PrefetchOptions):
+            return self.asked.prefetch
+        return PrefetchOptions() if self.choice.prefetch else None
+
+    @property
+    def wants(self) -> ListenOptions:
+        return self._wants
+
+    def announce(self, announcement: Announcement) -> None:
+        assert self.controller is not None
+        self.controller.announce(announcement)
+
+    def observe(self, gate: Gate) -> None:
+        assert self.controller is not None
+        self.controller.observe(gate)
+
+    def update(self, n_slots: int) -> None:
+        """Listens while there is something to decide or to judge: call it when the pool gets `n_slots` slots.
+
+        A pool that was resident knows of its new size at its next gate only.
+        """
+        info = self.session.store.info()
+        tight = not info["resident"] or n_slots < info["n_experts"]
+        needed = self.controller is not None and (self.asked.judge or tight)
+        if needed and not self._listening:
+            self.session.listeners.add(self)
+        elif not needed and self._listening:
+            self.session.listeners.remove(self)
+        self._listening = needed
+
+    def figures(self) -> dict[str, Any]:
+        """Who decides: policy, predictor, prefetch ("off", "on", "resting": it did not pay); what it cost and, with
+        `judge`, how often it was right.
+        """
+        controller = self.controller
+        if controller is None:
+            return {"policy": "lru", "predictor": "none", "prefetch": "off"}
+        figures: dict[str, Any] = {
+            "policy": _name(controller.policy, "lru"),
+            "predictor": _name(controller.predictor, "none"),
+            "prefetch": "off" if not controller.acts else "on" if controller.prefetching else "resting",
+            "gates": controller.gates,
+            "us_per_gate": round(controller.seconds / max(1, controller.gates) * 1e6, 1),
+        }
+        if controller.watchdog is not None and controller.watchdog.last_gain is not None:
+            figures["stall_saved_by_prefetch"] = round(controller.watchdog.last_gain, 4)
+        if controller.judge is not None:
+            figures["judged"] = plain(controller.judge.table())
+        return figures
+
+    def close(self) -> None:
+        """Stops deciding and keeps what was learnt. Before the store goes. Twice is harmless."""
+        controller, self.controller = self.controller, None
+        if controller is None:
+            return
+        controller.stop()
+        self.session.listeners.remove(self)
+        self._listening = False
+        if controller.gates == 0:
+            return
+        for learner in (controller.predictor, controller.policy):
+            if isinstance(learner, EamcPredictor | SparsityAware):
+                learner.eamcs.add(controller.history.prefill, controller.history.decode)  # the last request
+                self.knowledge.keep(learner.eamcs)
+                return  # both learn the same requests: one of them is enough
+
+
+def _check_name(kind: str, name: str, known: Collection[str]) -> None:
+    if name not in known:
+        raise OptionError(f"there is no {kind} {name!r}; known are {', '.join(known)}.")
+
+
+def _name(of: object, nothing: str) -> str:
+    return nothing if of is None else str(getattr(of, "name", type(of).__name__))

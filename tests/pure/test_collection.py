@@ -1,0 +1,175 @@
+"""The EAM collection: what matches, what is replaced, and that the incremental query is the plain one."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moegguf.controller.collection import Eamc, EamcPair
+from moegguf.controller.history import Counts
+from moegguf.native.events import Phase
+
+
+def eam(*rows: list[int]) -> Counts:
+    return np.array(rows, np.float32)
+
+
+def collection(*entries: Counts, capacity: int = 1000) -> Eamc:
+    return Eamc.from_state(np.stack(entries), capacity)
+
+
+def see(eamc: Eamc, *rows: list[int]) -> None:
+    eamc.begin_pass()
+    for il, row in enumerate(rows):
+        eamc.see(il, np.array(row, np.float32))
+
+
+# Figure 10: the new EAM4 and the collection it meets.
+P1, P2, P3 = eam([0, 1], [1, 0], [0, 1]), eam([2, 0], [2, 0], [2, 0]), eam([1, 1], [0, 2], [1, 1])
+P4 = eam([1, 1], [0, 2], [0, 2])
+
+
+def test_a_full_collection_replaces_the_most_similar_entry_as_in_figure_10() -> None:
+    eamc = collection(P1, P2, P3, capacity=3)
+    distances = [1 - float((P4 * p).sum() / np.sqrt((P4**2).sum() * (p**2).sum())) for p in (P1, P2, P3)]
+    assert [round(distance, 1) for distance in distances] == [0.5, 0.8, 0.1]  # printed in the figure
+    assert eamc.most_similar(P4) == 2
+    assert eamc.add(P4)
+    np.testing.assert_array_equal(eamc.state, [P1, P2, P4])
+
+
+def test_a_replaced_entry_is_matched_by_what_it_is_now() -> None:
+    eamc = collection(P1, P2, P3, capacity=3)
+    eamc.add(P4)
+    see(eamc, [1, 1], [0, 2], [0, 2])
+    best = eamc.match(1)
+    assert best.indices.tolist() == [2]
+    assert best.cosines[0] == pytest.approx(1)
+
+
+def test_the_entry_that_agrees_on_the_seen_rows_wins_over_one_that_agrees_elsewhere() -> None:
+    agrees_so_far = eam([5, 0], [0, 5], [9, 1])
+    agrees_later = eam([1, 4], [4, 1], [0, 5])
+    eamc = collection(agrees_later, agrees_so_far)
+    see(eamc, [1, 0], [0, 1])
+    matches = eamc.match(2)
+    assert matches.indices.tolist() == [1, 0]
+    assert matches.cosines[0] == pytest.approx(1)  # its third row, unseen, costs it nothing
+    assert matches.cosines[1] == pytest.approx(2 / np.sqrt(2 * 34))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, -1.0, 3e38])
+def test_what_is_no_count_is_refused(bad: float) -> None:
+    eamc = collection(P1)
+    ream = P2.copy()
+    ream[1, 1] = bad
+    assert not eamc.add(ream)
+    assert eamc.n_entries == 1
+
+
+def test_empty_entries_are_never_stored() -> None:
+    eamc = Eamc(3, 2)
+    assert not eamc.add(np.zeros((3, 2), np.float32))
+    assert not eamc.add(np.ones((2, 3), np.float32))  # another model's
+    assert eamc.n_entries == 0
+    see(eamc, [1, 0])
+    assert eamc.match(3).indices.size == 0
+
+
+def test_an_entry_empty_in_the_seen_rows_never_matches() -> None:
+    eamc = collection(eam([0, 0], [3, 3]), eam([0, 2], [1, 1]))
+    see(eamc, [1, 0])
+    assert eamc.match(2).indices.size == 0
+    see(eamc, [0, 1])
+    assert eamc.match(2).indices.tolist() == [1]
+
+
+def test_before_any_row_nothing_matches() -> None:
+    eamc = collection(P1, P2)
+    see(eamc, [0, 1])
+    eamc.begin_pass()
+    assert eamc.match(2).indices.size == 0
+
+
+def test_a_row_counts_once_in_a_pass() -> None:
+    eamc = collection(P1, P2)
+    see(eamc, [0, 1])
+    once = eamc.match(2)
+    eamc.see(0, np.array([0, 1], np.float32))
+    again = eamc.match(2)
+    np.testing.assert_array_equal(once.indices, again.indices)
+    np.testing.assert_array_equal(once.cosines, again.cosines)
+
+
+def test_of_equally_similar_entries_those_with_more_tokens_come_first() -> None:
+    eamc = collection(*(eam([0, n], [n, 0]) for n in (1, 7, 3, 2)))
+    see(eamc, [0, 1], [1, 0])
+    assert eamc.match(2).indices.tolist() == [1, 2]
+    assert eamc.match(9).indices.tolist() == [1, 2, 3, 0]
+
+
+def test_an_entry_added_during_a_pass_waits_for_the_next() -> None:
+    eamc = collection(P1)
+    see(eamc, [0, 1])
+    for n in range(1, 40):
+        eamc.add(eam([0, n], [0, 0], [0, 0]))
+    assert eamc.match(40).indices.tolist() == [0]
+    see(eamc, [0, 1])
+    assert eamc.match(50).indices.size == 40
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), n=st.integers(1, 40), tokens=st.sampled_from([1, 4]), wanted=st.integers(1, 9))
+def test_the_incremental_query_is_the_plain_cosine(seed: int, n: int, tokens: int, wanted: int) -> None:
+    rng = np.random.default_rng(seed)
+    n_layer, n_expert = 5, 8
+    entries = rng.poisson(rng.gamma(0.5, size=(n, n_layer, n_expert)) * 3).astype(np.float32)
+    entries[:, 0, 0] += 1  # none empty
+    eamc = Eamc.from_state(entries)
+    query = np.zeros((n_layer, n_expert), np.float32)
+    eamc.begin_pass()
+    for il in rng.permutation(n_layer)[: rng.integers(1, n_layer + 1)]:
+        for _ in range(tokens):
+            query[il, rng.choice(n_expert, 2, replace=False)] += 1
+        eamc.see(int(il), query[il])
+        seen = query.any(axis=1)
+        norms = np.linalg.norm(entries[:, seen].reshape(n, -1), axis=1) * np.linalg.norm(query)
+        dots = (entries * query).sum(axis=(1, 2))
+        cosines = np.divide(dots, norms, out=np.zeros(n), where=norms > 0)
+        matches = eamc.match(wanted)
+        expected = np.sort(cosines[cosines > 0])[::-1][:wanted]
+        np.testing.assert_allclose(matches.cosines, cosines[matches.indices], rtol=1e-5)
+        np.testing.assert_allclose(np.sort(matches.cosines)[::-1], expected, rtol=1e-5)
+        np.testing.assert_allclose(eamc.total(matches.indices), entries[matches.indices].sum(axis=0))
+        np.testing.assert_array_equal(eamc.total_row(matches.indices, 2), eamc.total(matches.indices)[2])
+
+
+def test_memory_grows_with_the_entries_and_stops_at_capacity() -> None:
+    rng = np.random.default_rng(0)
+    eamc = Eamc(4, 8, capacity=100)
+    empty = eamc.nbytes
+    sizes = []
+    for _ in range(300):
+        eamc.add(rng.integers(0, 4, (4, 8)).astype(np.float32))
+        sizes.append(eamc.nbytes)
+    assert empty < 1000
+    assert sizes[0] < sizes[99] == sizes[-1]
+    assert eamc.n_entries == 100
+    assert 2 * 100 * 4 * 8 * 4 < sizes[-1] < 3 * 100 * 4 * 8 * 4
+
+
+def test_a_state_makes_an_equal_collection_or_its_last_entries() -> None:
+    eamc = collection(P1, P2, P3)
+    np.testing.assert_array_equal(Eamc.from_state(eamc.state).state, eamc.state)
+    np.testing.assert_array_equal(Eamc.from_state(eamc.state, capacity=2).state, [P2, P3])
+
+
+def test_prefill_and_decode_are_kept_apart() -> None:
+    pair = EamcPair.empty(3, 2)
+    pair.add(P1, np.zeros((3, 2), np.float32))  # cancelled before its first token
+    pair.add(P2, P3)
+    assert (pair.prefill.n_entries, pair.decode.n_entries, pair.n_entries) == (2, 1, 3)
+    assert pair.of(Phase.PREFILL) is pair.prefill and pair.of(Phase.DECODE) is pair.decode
+    assert pair.nbytes == pair.prefill.nbytes + pair.decode.nbytes

@@ -1,0 +1,162 @@
+"""PredictEAM: the paper's figure 5, phases apart, the end of a request, recovery after a change of text kind."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from traces import random_trace
+
+from moegguf.controller.collection import Eamc, EamcPair
+from moegguf.controller.predictors.eamc import EamcPredictor
+from moegguf.controller.shape import MoeShape
+from moegguf.native.events import Announcement, Gate, Phase
+
+FOUR = MoeShape(n_layer=4, n_expert=2, n_expert_used=1, layers=(0, 1, 2, 3))
+
+# Figure 5. The printed numbers fix the reading: four layers of two experts, l = 1 (R2 has dispatched), L = 4; the two
+# matched EAMs are summed as raw counts, and rows up to l are not scaled. The other EAM in view, of a request of one
+# token, agrees on the seen rows as well (all three cosines are 1) and is not among the matched: tokens decide.
+ONE_TOKEN = [[0, 1], [1, 0], [1, 0], [1, 0]]
+MATCHED = [[0, 2], [2, 0], [2, 0], [0, 2]], [[0, 3], [3, 0], [0, 3], [1, 2]]
+AGGREGATED = [[0, 1], [1, 0], [0.4, 0.6], [0.2, 0.8]]
+PREDICTED = [[0, 1], [1, 0], [0.3, 0.45], [0.1, 0.4]]
+
+
+def gate(il: int, *experts: int, pass_: int = 0, sequence: int = 0, phase: Phase = Phase.DECODE) -> Gate:
+    """One token's choice at layer `il`."""
+    return Gate(pass_, 0, 0, sequence, phase, 0, il, np.array([experts], np.int32))
+
+
+def announced(sequence: int, phase: Phase = Phase.DECODE) -> Announcement:
+    return Announcement(0, sequence, phase, np.zeros(1, np.int32))
+
+
+def figure_5(own_share: float = 0.0) -> EamcPredictor:
+    decode = Eamc.from_state(np.array([ONE_TOKEN, *MATCHED], np.float32))
+    return EamcPredictor(FOUR, EamcPair(Eamc(4, 2), decode), n_matches=2, own_share=own_share)
+
+
+def test_figure_5() -> None:
+    predictor = figure_5()
+    predictor.announce(announced(0))
+    predictor.observe(gate(0, 1))
+    predictor.observe(gate(1, 0))
+    likelihoods = [predictor.predict(il, il - 1) for il in range(4)]
+    np.testing.assert_allclose(np.array(likelihoods), AGGREGATED, rtol=1e-6)
+    np.testing.assert_allclose(predictor.peam(), PREDICTED, rtol=1e-6)
+
+
+def test_the_own_request_has_its_share_and_the_whole_where_nothing_else_is_known() -> None:
+    predictor = figure_5(own_share=0.5)
+    for il, e in enumerate((1, 0, 0, 1)):
+        predictor.observe(gate(il, e))
+    predictor.observe(gate(0, 1, pass_=1))
+    predictor.observe(gate(1, 0, pass_=1))
+    np.testing.assert_allclose(predictor.predict(2, 1), [0.7, 0.3], rtol=1e-6)
+    alone = EamcPredictor(FOUR, own_share=0.5)
+    alone.observe(gate(2, 1))
+    alone.observe(gate(0, 1, pass_=1))
+    np.testing.assert_allclose(alone.predict(2, 2), [0, 1])
+    assert alone.predict(3, 3) is None
+
+
+def test_prefill_and_decode_do_not_match_each_other() -> None:
+    predictor = figure_5()
+    predictor.observe(gate(0, 1, phase=Phase.PREFILL))
+    assert predictor.predict(2, 2) is None
+    predictor.observe(gate(0, 1, pass_=1))
+    assert predictor.predict(2, 2) is not None
+
+
+def test_a_request_joins_the_collection_when_the_next_one_begins() -> None:
+    predictor = EamcPredictor(FOUR, own_share=0)
+    for pass_, phase in enumerate((Phase.PREFILL, Phase.DECODE, Phase.DECODE)):
+        for il in range(4):
+            predictor.observe(gate(il, il % 2, pass_=pass_, phase=phase))
+    assert predictor.eamcs.n_entries == 0
+    predictor.observe(gate(0, 0, pass_=3, sequence=1))
+    np.testing.assert_array_equal(predictor.eamcs.prefill.state, [[[1, 0], [0, 1], [1, 0], [0, 1]]])
+    np.testing.assert_array_equal(predictor.eamcs.decode.state, [[[2, 0], [0, 2], [2, 0], [0, 2]]])
+    np.testing.assert_allclose(predictor.predict(3, 3), [0, 1])
+
+
+def test_an_announcement_ends_a_request_too_and_once_only() -> None:
+    predictor = EamcPredictor(FOUR)
+    predictor.announce(announced(0))
+    predictor.observe(gate(0, 1))
+    predictor.announce(announced(0))
+    predictor.observe(gate(0, 1, pass_=1))
+    predictor.announce(announced(1))
+    assert predictor.eamcs.decode.n_entries == 1
+    assert predictor.predict(0, 1) is None  # a new request, of which nothing is known
+    predictor.observe(gate(0, 1, pass_=2, sequence=1))
+    predictor.finish()
+    predictor.finish()
+    assert predictor.eamcs.decode.state.sum() == 3 and predictor.eamcs.decode.n_entries == 2
+
+
+def test_before_the_first_gate_of_a_pass_only_the_own_request_speaks() -> None:
+    predictor = figure_5(own_share=0.5)
+    predictor.announce(announced(0))
+    predictor.observe(gate(3, 1))
+    predictor.announce(announced(0))
+    np.testing.assert_allclose(predictor.predict(3, 4), [0, 1])
+    assert predictor.predict(2, 3) is None
+
+
+@pytest.mark.parametrize(
+    "ids", [np.array([[-1, -1]]), np.array([[7, 9]]), np.zeros((0, 2)), np.array([[1, -1]])], ids=str
+)
+def test_strange_gates_are_taken_as_far_as_they_go(ids: npt.NDArray[np.int64]) -> None:
+    predictor = figure_5()
+    for il in (0, 9, -3):
+        predictor.observe(Gate(0, 0, 0, 0, Phase.DECODE, 0, il, ids.astype(np.int32)))
+    assert predictor.predict(17, 1) is None
+    found = predictor.predict(2, 1)
+    assert found is None or found.sum() == pytest.approx(1)
+
+
+def hits_by_request(predictor: EamcPredictor, n_sequences: int) -> npt.NDArray[np.float64]:
+    """Share of each request's decode experts among the predicted ones, one layer ahead; first kind0, then kind1."""
+    trace = random_trace(n_sequences=2 * n_sequences, n_prefill=4, n_decode=16, seed=3, n_labels=2)
+    order = [*range(0, 2 * n_sequences, 2), *range(1, 2 * n_sequences, 2)]
+    passes = {s: np.flatnonzero(trace.pass_sequence == s) for s in order}
+    rates = []
+    for number, sequence in enumerate(order):
+        hits = total = 0
+        for p in passes[sequence].tolist():
+            if trace.pass_phase[p] == Phase.PREFILL:
+                continue
+            chosen = trace.expert_ids[:, trace.pass_start[p]].astype(np.int32)
+            for row, il in enumerate(trace.shape.layers):
+                guess = predictor.predict(il, 1) if row else None
+                if guess is not None:
+                    hits += len(set(np.argsort(-guess)[: trace.shape.n_expert_used]) & set(chosen[row].tolist()))
+                total += trace.shape.n_expert_used if row else 0
+                predictor.observe(Gate(p, 0, 0, number, Phase.DECODE, 0, il, chosen[row][None]))
+        rates.append(hits / total)
+    return np.array(rates)
+
+
+def after_a_change_of_kind(capacity: int, own_share: float) -> tuple[float, float, float]:
+    """Hit shares: at the end of 60 requests of one kind; of requests 25 to 50 of the other kind; of its last 20."""
+    shape = random_trace(n_sequences=1).shape
+    empty = EamcPair.empty(*shape.table, capacity)
+    rates = hits_by_request(EamcPredictor(shape, empty, own_share=own_share), 60)
+    assert rates[0] < rates[40:60].mean()  # it learns
+    return rates[40:60].mean(), rates[85:110].mean(), rates[100:].mean()
+
+
+def test_a_collection_with_room_recovers_within_50_requests_after_a_change_of_text_kind() -> None:
+    before, after, _ = after_a_change_of_kind(capacity=120, own_share=0)
+    assert before > 2 * 2 / 16  # twice chance
+    assert after > 0.9 * before
+
+
+def test_a_full_collection_recovers_only_with_the_own_request() -> None:
+    # Replacing the most similar entry gives up the new kind's own first entries, and the old kind stays in the majority.
+    before, after, last = after_a_change_of_kind(capacity=16, own_share=0)
+    assert max(after, last) < 0.8 * before
+    before, after, _ = after_a_change_of_kind(capacity=16, own_share=0.5)
+    assert after > 0.8 * before

@@ -1,0 +1,85 @@
+"""DuoServe-MoE's ExpertMLP: the state as specified, a hand-made network, and when it says nothing."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from moegguf.controller.predictors.expert_mlp import ExpertMlp, hidden_sizes, state_size, states
+from moegguf.controller.shape import MoeShape
+from moegguf.controller.weights_file import Weights
+from moegguf.native.events import Gate, Phase
+
+SHAPE = MoeShape(n_layer=4, n_expert=4, n_expert_used=2, layers=(0, 1, 3), n_embd=2, n_vocab=6)
+POPULARITY = np.arange(12, dtype=np.float32).reshape(3, 4) / 12
+AFFINITY = np.arange(32, dtype=np.float32).reshape(2, 4, 4) / 32
+
+
+def gate(pass_: int, il: int, *ids: int) -> Gate:
+    return Gate(pass_, 0, 0, 0, Phase.DECODE, 0, il, np.array([ids], np.int32))
+
+
+def weights(hidden: tuple[int, ...]) -> Weights:
+    """A network that copies the first n_expert numbers of its state through all layers."""
+    sizes = [state_size(SHAPE), *hidden, SHAPE.n_expert]
+    arrays = {"popularity": POPULARITY, "affinity": AFFINITY}
+    for i, (n_in, n_out) in enumerate(pairwise(sizes)):
+        arrays[f"layers.{i}.weight"] = np.eye(n_out, n_in, dtype=np.float32)
+        arrays[f"layers.{i}.bias"] = np.zeros(n_out, np.float32)
+    return Weights(arrays, {"hidden": list(hidden)})
+
+
+def test_the_paper_has_six_halvings_and_an_output() -> None:
+    assert hidden_sizes(1.0) == (2048, 1024, 512, 256, 128, 64)
+    assert hidden_sizes(0.125) == (256, 128, 64, 32, 16, 16)
+
+
+def test_the_state_is_history_popularity_and_the_rows_of_the_experts_chosen() -> None:
+    ids = np.array([[[3, 0]], [[1, 2]], [[0, 0]]])
+    out = np.full((1, state_size(SHAPE)), np.nan, np.float32)
+    state = states(POPULARITY, AFFINITY, ids, 1, out)[0]
+    assert state[:4].tolist() == [1.0, 0.25, 0, 0]
+    assert state[4:8] == pytest.approx(POPULARITY[1])
+    assert state[8:] == pytest.approx(np.concatenate([AFFINITY[0, 3], AFFINITY[0, 0]]))
+    state = states(POPULARITY, AFFINITY, ids, 2, out)[0]
+    assert state[:4].tolist() == [1.0, 0.25, 0.5, 0.75]
+    assert state[8:] == pytest.approx(np.concatenate([AFFINITY[1, 1], AFFINITY[1, 2]]))
+
+
+def test_a_copying_network_gives_the_history_back_and_keeps_its_order() -> None:
+    mlp = ExpertMlp.from_weights(SHAPE, weights((8, 8, 8, 8, 8, 8)))
+    mlp.observe(gate(7, 0, 3, 0))
+    likelihoods = mlp.predict(1, 1)
+    assert likelihoods is not None
+    expected = 1 / (1 + np.exp(-np.array([1, 0.25, 0, 0])))
+    assert likelihoods == pytest.approx(expected, abs=0.01)
+    mlp.observe(gate(7, 1, 1, 2))
+    later = mlp.predict(3, 1)
+    assert later is not None and later.argsort().tolist() == [1, 2, 3, 0]
+
+
+def test_it_needs_every_layer_of_the_pass_and_looks_one_ahead() -> None:
+    mlp = ExpertMlp.from_weights(SHAPE, weights((8, 8, 8, 8, 8, 8)))
+    assert mlp.predict(0, 1) is None and mlp.predict(1, 1) is None
+    mlp.observe(gate(0, 0, 1, 2))
+    assert mlp.predict(1, 1) is not None
+    assert mlp.predict(3, 1) is None and mlp.predict(3, 2) is None and mlp.predict(2, 1) is None
+    mlp.observe(gate(0, 3, 1, 2))  # layer 1 was missed
+    assert mlp.predict(3, 1) is None
+    for strange in (gate(1, 0, 1, 9), gate(2, 0, 1), gate(3, 0, 1, -1), gate(4, 2, 1, 2)):
+        mlp.observe(strange)
+        assert mlp.predict(1, 1) is None
+    mlp.observe(gate(5, 0, 1, 2)._replace(expert_ids=np.zeros((3, 2), np.int32)))
+    assert mlp.predict(1, 1) is None
+    mlp.observe(gate(6, 0, 1, 2))
+    assert mlp.predict(1, 1) is not None
+
+
+def test_files_that_do_not_fit_are_refused() -> None:
+    good = weights((8, 8, 8, 8, 8, 8))
+    with pytest.raises(ValueError, match="hidden must be 6 sizes"):
+        ExpertMlp.from_weights(SHAPE, Weights(good.arrays, {"hidden": [8, 8]}))
+    with pytest.raises(ValueError, match=r"'layers\.0\.weight' must have the shape"):
+        ExpertMlp.from_weights(SHAPE, Weights(good.arrays, {"hidden": [9, 8, 8, 8, 8, 8]}))

@@ -1,0 +1,117 @@
+"""The judge that listens to a running model: the same figures as over the trace, and never a fault of the caller's."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from oracles import FreshGate, Oracle, Silent
+from traces import SMALL, hidden_routers, random_trace
+
+from moegguf.controller.judge import Judge, LiveJudge
+from moegguf.controller.predictors.base import Predictor
+from moegguf.controller.score import score
+from moegguf.controller.tally import Link
+from moegguf.controller.trace import Trace
+from moegguf.native.events import Announcement, Gate, Phase
+
+
+def listen(trace: Trace, judge: Judge) -> Judge:
+    for event in trace.events():
+        judge.announce(event) if isinstance(event, Announcement) else judge.observe(event)
+    return judge
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_fresh_gate_is_right_every_time(seed: int) -> None:
+    trace = random_trace(seed=seed, with_inputs=True)
+    fresh = listen(trace, LiveJudge(FreshGate(trace.shape, hidden_routers(trace.shape, seed)))).table().fresh
+    assert fresh is not None
+    assert fresh.asked == 4 * 24 * len(trace.shape.layers)
+    assert (fresh.coverage, fresh.accuracy, fresh.top_k_hit) == (1, 1, 1)
+
+
+def test_a_wrong_gate_is_not() -> None:
+    trace = random_trace(seed=1, with_inputs=True)
+    fresh = listen(trace, LiveJudge(FreshGate(trace.shape, hidden_routers(trace.shape, 2)))).table().fresh
+    assert fresh is not None and fresh.accuracy is not None and fresh.accuracy < 0.5
+
+
+def test_a_control_runs_beside_a_predictor() -> None:
+    trace = random_trace(with_inputs=True)
+    control = FreshGate(trace.shape, hidden_routers(trace.shape, 0))
+    table = listen(trace, LiveJudge(Oracle(trace, n_wrong=1), control=control)).table()
+    assert table.fresh is not None and table.fresh.accuracy == 1
+    assert table.means[1].accuracy == 0.5
+
+
+def test_live_figures_are_those_of_the_trace() -> None:
+    trace = random_trace(n_sequences=3)
+    link = Link(5e6, 10, 300)
+    offline = score(trace, [Oracle(trace, n_wrong=1, reach=3)], link=link).scores[0]
+    live = listen(trace, LiveJudge(Oracle(trace, n_wrong=1, reach=3))).table(link)
+    assert live.means == offline.means and live.layers == offline.layers
+    assert live.means[1].accuracy == 0.5
+    assert live.failure is None
+    assert live.fresh is None  # a predictor that looks ahead is not its own control
+
+
+def test_a_predictor_driven_by_another_is_only_asked() -> None:
+    trace = random_trace(n_sequences=2)
+    oracle = Oracle(trace)
+    judge = LiveJudge(oracle, drive=False)
+    for event in trace.events():
+        if isinstance(event, Announcement):
+            oracle.announce(event)
+            judge.announce(event)
+        else:
+            oracle.observe(event)
+            judge.observe(event)
+    assert judge.table().means[1].accuracy == 1
+
+
+class Failing(Predictor):
+    name = "failing"
+
+    def observe(self, gate: Gate) -> None:
+        if gate.pass_ == 3:
+            raise RuntimeError("broken weights")
+
+    def predict(self, il: int, distance: int) -> None:
+        return None
+
+
+def test_a_predictor_that_raises_ends_its_own_judgement_only() -> None:
+    trace = random_trace()
+    table = listen(trace, LiveJudge(Failing(trace.shape, 4))).table()
+    assert table.failure == "RuntimeError: broken weights"
+    assert table.fresh is None
+    with pytest.raises(RuntimeError, match="broken"):
+        listen(trace, Judge(Failing(trace.shape, 4)))
+
+
+def gate(il: int, ids: list[list[int]], *, pass_: int = 0, phase: Phase = Phase.DECODE) -> Gate:
+    return Gate(pass_, 0, 0, 0, phase, -1, il, np.array(ids, np.int32).reshape(len(ids), -1))
+
+
+def test_strange_gates_are_neither_judged_nor_a_fault() -> None:
+    judge = LiveJudge(Silent(SMALL, np.ones(SMALL.n_expert, np.float32)))
+    judge.observe(gate(0, [[1, 2]]))  # a layer without experts
+    judge.observe(gate(1, [[-1, -1]]))  # padding
+    judge.observe(gate(1, [[1, 99]], pass_=1))  # an expert that does not exist
+    judge.observe(gate(1, [[1, 2], [3, 4]], pass_=2))  # two tokens
+    judge.observe(gate(5, [[1, 2]], pass_=2))  # the last layer computed for one of them
+    judge.observe(gate(1, [[1, 2]], pass_=3, phase=Phase.PREFILL))
+    assert judge.failure is None
+    assert judge.table().means[1].asked == 0
+    assert judge.tally.ranks[..., 1:].sum() == 0
+
+
+def test_a_pass_that_breaks_off_is_not_judged_by_what_was_said_for_it() -> None:
+    trace = random_trace(n_sequences=1, n_prefill=0, n_decode=3)
+    gates = [event for event in trace.events() if isinstance(event, Gate)]
+    n = len(SMALL.layers)
+    judge = Judge(Oracle(trace), [1], drive=False)
+    judge.predictor.announce(Announcement(0, 0, Phase.DECODE, trace.tokens[:1]))
+    judge.observe(gates[0])  # predicts layer 2 of the first pass
+    judge.observe(gates[n + 1])  # layer 2 of the second, whose first layer was never heard
+    assert judge.tally.ranks[..., 1:].sum() == 0

@@ -1,0 +1,102 @@
+"""Popularity and affinity: DuoServe-MoE's equations 2 and 3 by hand, and a shuffled control."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from predicting import accuracy
+from traces import random_trace
+
+from moegguf.controller.predictors.popularity import Affinity, Popularity, count_affinity, count_popularity
+from moegguf.controller.shape import MoeShape
+from moegguf.controller.trace import Trace, TraceHeader, shuffled
+from moegguf.native.events import Gate, Phase
+
+SHAPE = MoeShape(n_layer=3, n_expert=3, n_expert_used=2, layers=(0, 2), n_embd=8, n_vocab=6)
+
+
+def tiny_trace() -> Trace:
+    """Layer 0 chose {0, 1}, {0, 2}, {0, 1}; layer 2 {0, 1}, {1, 2} and was not computed for the last token."""
+    return Trace(
+        SHAPE,
+        TraceHeader(),
+        pass_sequence=np.zeros(3, np.int32),
+        pass_phase=np.ones(3, np.uint8),
+        pass_first_token=np.full(3, -1, np.int32),
+        pass_ns=np.zeros(3, np.int64),
+        pass_start=np.arange(4, dtype=np.int64),
+        tokens=np.full(3, -1, np.int32),
+        expert_ids=np.array([[[0, 1], [2, 0], [1, 0]], [[0, 1], [2, 1], [-1, -1]]], np.int16),
+    )
+
+
+def gate(il: int, *ids: int) -> Gate:
+    return Gate(0, 0, 0, 0, Phase.DECODE, -1, il, np.array([ids], np.int32))
+
+
+def test_popularity_is_the_share_of_choices() -> None:
+    assert count_popularity(tiny_trace()) == pytest.approx(np.array([[3, 2, 1], [1, 2, 1]]) / [[6], [4]])
+
+
+def test_affinity_is_the_share_of_pairs() -> None:
+    # 0 was followed by {0, 1} and {1, 2}; 1 by {0, 1}; 2 by {1, 2}.
+    expected = np.array([[1, 2, 1], [2, 2, 0], [0, 2, 2]]) / 4
+    assert count_affinity(tiny_trace(), count_popularity(tiny_trace()))[0] == pytest.approx(expected)
+
+
+def test_popularity_answers_for_any_layer_with_experts_at_any_time() -> None:
+    popularity = Popularity.learn(tiny_trace())
+    assert popularity.predict(0, 1) == pytest.approx([1, 2 / 3, 1 / 3])
+    assert popularity.predict(2, 2) == pytest.approx([0.5, 1, 0.5])
+    assert popularity.predict(1, 1) is None
+    assert popularity.predict(7, 1) is None
+
+
+def test_affinity_averages_the_rows_of_the_experts_chosen() -> None:
+    affinity = Affinity.learn(tiny_trace())
+    assert affinity.predict(2, 1) is None
+    affinity.observe(gate(0, 1, 2))
+    assert affinity.predict(2, 1) == pytest.approx([0.5, 1, 0.5])
+    assert affinity.predict(2, 2) is None
+    assert affinity.predict(0, 1) is None
+
+
+@pytest.mark.parametrize("strange", [gate(0, 1, 3), gate(0, -1, 2), gate(1, 0, 1), gate(2, 0, 1), gate(0)])
+def test_strange_gates_and_the_last_layer_leave_nothing_to_say(strange: Gate) -> None:
+    affinity = Affinity.learn(tiny_trace())
+    affinity.observe(gate(0, 0, 1))
+    affinity.observe(strange)
+    assert affinity.predict(2, 1) is None
+    affinity.observe(strange._replace(expert_ids=np.zeros((2, 2), np.int32)))
+    assert affinity.predict(2, 1) is None
+
+
+def test_an_expert_never_seen_is_followed_by_what_is_popular() -> None:
+    trace = tiny_trace()
+    trace.expert_ids[0][trace.expert_ids[0] == 2] = 1
+    affinity = Affinity.learn(trace)
+    affinity.observe(gate(0, 2, 2))
+    assert affinity.predict(2, 1) == pytest.approx([0.5, 1, 0.5])
+
+
+def test_saved_statistics_predict_the_same() -> None:
+    trace = random_trace()
+    popularity, affinity = Popularity.learn(trace), Affinity.learn(trace)
+    again = Popularity.from_weights(trace.shape, popularity.weights())
+    assert np.array_equal(again.predict(3, 1), popularity.predict(3, 1))
+    other = Affinity.from_weights(trace.shape, affinity.weights())
+    for predictor in (affinity, other):
+        predictor.observe(gate(2, 4, 5))
+    assert np.array_equal(other.predict(3, 1), affinity.predict(3, 1))
+    with pytest.raises(ValueError, match="must have the shape"):
+        Affinity.from_weights(SHAPE, affinity.weights())
+
+
+def test_they_beat_their_shuffled_controls_on_held_out_sequences() -> None:
+    trace = random_trace(n_sequences=16, n_decode=40)
+    seen, unseen = trace.select(range(12)), trace.select(range(12, 16))
+    unseen_control = shuffled(unseen, 1)
+    affinity = accuracy(Affinity.learn(seen), unseen, 1)
+    popularity = accuracy(Popularity.learn(seen), unseen, 1)
+    assert affinity > accuracy(Affinity.learn(shuffled(seen, 0)), unseen_control, 1) + 0.05
+    assert affinity > popularity > 2 / 16 + 0.05

@@ -1,0 +1,72 @@
+"""Temporal locality: a layer uses again what its last token used."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from traces import random_trace
+
+from moegguf.controller.predictors.previous_token import PreviousToken
+from moegguf.controller.shape import MoeShape
+from moegguf.native.events import Announcement, Gate, Phase
+
+SHAPE = MoeShape(n_layer=3, n_expert=4, n_expert_used=2, layers=(1, 2))
+
+
+def gate(il: int, *tokens: tuple[int, ...], sequence: int = 0) -> Gate:
+    return Gate(
+        0,
+        0,
+        0,
+        sequence,
+        Phase.DECODE,
+        0,
+        il,
+        np.array(tokens, np.int32).reshape(len(tokens), len(tokens[0]) if tokens else 2),
+    )
+
+
+def test_it_repeats_the_last_token_of_the_layer() -> None:
+    predictor = PreviousToken(SHAPE)
+    predictor.observe(gate(1, (0, 1), (2, 3)))
+    predictor.observe(gate(2, (3, 0)))
+    assert predictor.predict(1, 2).tolist() == [0, 0, 1, 1]
+    assert predictor.predict(2, 1).tolist() == [1, 0, 0, 1]
+    predictor.observe(gate(1, (1, 2), sequence=1))
+    assert predictor.predict(1, 2).tolist() == [0, 1, 1, 0]
+
+
+def test_it_says_nothing_about_a_layer_not_seen_or_without_experts() -> None:
+    predictor = PreviousToken(SHAPE)
+    predictor.observe(gate(1, (0, 1)))
+    assert predictor.predict(2, 1) is None
+    assert predictor.predict(0, 1) is None
+    assert predictor.predict(99, 1) is None
+
+
+@pytest.mark.parametrize("strange", [gate(0, (1, 2)), gate(7, (1, 2)), gate(1)])
+def test_a_gate_that_tells_nothing_changes_nothing(strange: Gate) -> None:
+    predictor = PreviousToken(SHAPE)
+    predictor.observe(gate(1, (0, 1)))
+    predictor.observe(strange)
+    assert predictor.predict(1, 2).tolist() == [1, 1, 0, 0]
+
+
+def test_ids_out_of_range_are_left_out() -> None:
+    predictor = PreviousToken(SHAPE)
+    predictor.observe(gate(1, (-1, 3, 4, 1000)))
+    assert predictor.predict(1, 2).tolist() == [0, 0, 0, 1]
+
+
+def test_it_beats_chance_where_neighbouring_tokens_share_experts() -> None:
+    trace = random_trace()
+    predictor, right, asked = PreviousToken(trace.shape), 0.0, 0
+    for event in trace.events():
+        if isinstance(event, Announcement):
+            continue
+        likelihoods = predictor.predict(event.il, 1)
+        if event.phase == Phase.DECODE and likelihoods is not None:
+            right += likelihoods[event.expert_ids[0]].sum()
+            asked += event.expert_ids.shape[1]
+        predictor.observe(event)
+    assert right / asked > 2 * trace.shape.n_expert_used / trace.shape.n_expert

@@ -1,0 +1,207 @@
+"""The recorder: what was heard is what is read, whatever the passes looked like."""
+
+from __future__ import annotations
+
+import errno
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from traces import SMALL, random_trace, same
+
+from moegguf.controller import recorder
+from moegguf.controller.recorder import Recorder
+from moegguf.controller.shape import MoeShape
+from moegguf.controller.trace import Trace, TraceHeader
+from moegguf.controller.trace_file import TraceWriter, read
+from moegguf.errors import TraceError
+from moegguf.native.events import Announcement, Gate, Phase
+
+TINY = MoeShape(n_layer=3, n_expert=4, n_expert_used=2, layers=(0, 2), n_embd=2, n_vocab=100)
+HEADER = TraceHeader("tiny", "ab", {}, {"threads": 2})
+
+
+def gate(pass_: int, il: int, ids: list[list[int]], *, lane: int = 0, first: int = 0, **more: object) -> Gate:
+    """A gate of request `lane`, at 10 ns per pass."""
+    fields = {"pass_": pass_, "time_ns": 10 * pass_, "lane": lane, "sequence": lane, "phase": Phase.DECODE}
+    return Gate(**{**fields, "first_token": first, "il": il, "expert_ids": np.array(ids, np.int32), **more})  # type: ignore[arg-type]
+
+
+def announcement(tokens: list[int], lane: int = 0) -> Announcement:
+    return Announcement(lane, lane, Phase.DECODE, np.array(tokens, np.int32))
+
+
+def record(path: Path, *events: Gate | Announcement, weights: bool = False, inputs: bool = False) -> Trace:
+    session = Recorder(path, TINY, HEADER, weights=weights, inputs=inputs)
+    for event in events:
+        session.observe(event) if isinstance(event, Gate) else session.announce(event)
+    session.close()
+    return read(path)
+
+
+@pytest.mark.parametrize("block_passes", [1, 7, 256])
+def test_a_trace_listened_to_and_recorded_is_the_same_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_passes: int
+) -> None:
+    monkeypatch.setattr(recorder, "BLOCK_PASSES", block_passes)
+    trace = random_trace(seed=1, with_inputs=True)
+    session = Recorder(tmp_path / "t.npz", SMALL, replace(trace.header, labels={}), weights=True, inputs=True)
+    for event in trace.events():
+        session.observe(event) if isinstance(event, Gate) else session.announce(event)
+    for sequence, label in trace.header.labels.items():
+        session.label(sequence, label)
+    session.close()
+    assert (session.n_passes, session.n_tokens) == (trace.n_pass, trace.n_tokens)
+    assert same(read(tmp_path / "t.npz"), trace)
+
+
+def test_the_last_layer_may_have_fewer_tokens(tmp_path: Path) -> None:
+    trace = record(
+        tmp_path / "t.npz",
+        announcement([7, 8, 9]),
+        gate(1, 0, [[0, 1], [1, 2], [2, 3]]),
+        gate(1, 2, [[3, 0]]),
+    )
+    assert trace.expert_ids.tolist() == [[[0, 1], [1, 2], [2, 3]], [[-1, -1], [-1, -1], [3, 0]]]
+    assert trace.tokens.tolist() == [7, 8, 9] and trace.pass_ns.tolist() == [10]
+
+
+def test_a_pass_that_failed_keeps_what_it_had(tmp_path: Path) -> None:
+    trace = record(tmp_path / "t.npz", gate(1, 0, [[0, 1]]), gate(2, 0, [[1, 2]]), gate(2, 2, [[2, 3]]))
+    assert trace.expert_ids.tolist() == [[[0, 1], [1, 2]], [[-1, -1], [2, 3]]]
+
+
+def test_one_announcement_may_become_several_passes(tmp_path: Path) -> None:
+    trace = record(
+        tmp_path / "t.npz",
+        announcement([7, 8, 9]),
+        gate(1, 0, [[0, 1], [1, 2]]),
+        gate(2, 0, [[2, 3]], first=2),
+        gate(3, 0, [[2, 3]], first=-1),
+        announcement([4]),
+        gate(4, 0, [[0, 1], [1, 2]]),
+    )
+    assert trace.tokens.tolist() == [7, 8, 9, -1, 4, -1], "unknown where nothing was announced"
+    assert trace.pass_first_token.tolist() == [0, 2, -1, 0] and trace.pass_start.tolist() == [0, 2, 3, 4, 6]
+
+
+def test_lanes_are_kept_apart(tmp_path: Path) -> None:
+    trace = record(
+        tmp_path / "t.npz",
+        announcement([7], lane=0),
+        gate(1, 0, [[0, 1]], lane=0),
+        announcement([8], lane=1),
+        gate(2, 0, [[1, 2]], lane=1),
+        gate(1, 2, [[2, 3]], lane=0),
+        gate(2, 2, [[3, 0]], lane=1),
+    )
+    assert trace.pass_sequence.tolist() == [0, 1] and trace.tokens.tolist() == [7, 8]
+    assert trace.expert_ids.tolist() == [[[0, 1], [1, 2]], [[2, 3], [3, 0]]]
+
+
+def test_arrays_may_be_reused_after_the_call(tmp_path: Path) -> None:
+    ids, weights, inputs = np.zeros((1, 2), np.int32), np.zeros((1, 2), np.float32), np.zeros((1, 2), np.float32)
+    tokens = np.zeros(1, np.int32)
+    session = Recorder(tmp_path / "t.npz", TINY, HEADER, inputs=True)
+    for step in range(3):
+        ids[:], weights[:], inputs[:], tokens[:] = [step, 3], step / 2, step + 1, step
+        session.announce(Announcement(0, 0, Phase.DECODE, tokens))
+        session.observe(Gate(step, 0, 0, 0, Phase.DECODE, 0, 2, ids, weights, inputs))
+    session.close()
+    trace = read(tmp_path / "t.npz")
+    assert trace.weights is not None and trace.inputs is not None
+    assert trace.tokens.tolist() == [0, 1, 2] and trace.expert_ids[1].tolist() == [[0, 3], [1, 3], [2, 3]]
+    assert trace.weights[1, :, 0].tolist() == [0, 0.5, 1] and trace.inputs[1, :, 0].tolist() == [1, 2, 3]
+    assert not trace.inputs[0].any()
+
+
+def test_layers_that_use_fewer_experts_and_strange_gates(tmp_path: Path) -> None:
+    trace = record(
+        tmp_path / "t.npz",
+        gate(1, 0, [[2]]),
+        gate(1, 2, [[2, 3]]),
+        gate(1, 1, [[2, 3]]),
+        gate(2, 5, [[2, 3]]),
+        gate(3, 0, [[0, 1, 2]]),
+    )
+    assert trace.expert_ids.tolist() == [[[2, -1]], [[2, 3]]], "no such layer, too many experts: left out"
+
+
+def test_inputs_only_of_some_passes(tmp_path: Path) -> None:
+    huge = np.array([[1e9, np.nan]], np.float32)
+    trace = record(
+        tmp_path / "t.npz",
+        gate(1, 0, [[0, 1], [1, 2]]),
+        gate(2, 0, [[2, 3]], inputs=huge, weights=-huge),
+        gate(3, 0, [[2, 3]]),
+        weights=True,
+        inputs=True,
+    )
+    assert trace.inputs is not None and trace.weights is not None
+    assert trace.inputs[0].tolist() == [[0, 0], [0, 0], [65504, 0], [0, 0]], "what float16 can hold"
+    assert trace.weights[0].tolist() == [[0, 0], [0, 0], [-65504, 0], [0, 0]]
+
+
+def test_memory_stays_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder, "BLOCK_BYTES", 1000)
+    session = Recorder(tmp_path / "t.npz", replace(TINY, n_embd=64), HEADER, inputs=True)
+    for number in range(40):
+        session.observe(gate(number, 0, [[0, 1]], inputs=np.ones((1, 64), np.float32)))
+        assert number - session.n_passes <= 4
+    session.close()
+    assert read(tmp_path / "t.npz").n_pass == 40
+
+
+def test_passes_are_in_the_order_they_began(tmp_path: Path) -> None:
+    trace = record(
+        tmp_path / "t.npz",
+        gate(1, 0, [[0, 1]], lane=1),
+        gate(2, 0, [[1, 2]], lane=0),
+        gate(3, 0, [[2, 3]], lane=0),
+        gate(4, 0, np.empty((0, 2))),  # type: ignore[arg-type]
+    )
+    assert trace.pass_ns.tolist() == [10, 20, 30], "and none without tokens"
+
+
+def test_what_is_known_at_the_end_joins_the_header(tmp_path: Path) -> None:
+    session = Recorder(tmp_path / "t.npz", TINY, HEADER)
+    session.observe(gate(1, 0, [[0, 1]]))
+    session.label(0, "code")
+    session.close(dropped=3)
+    session.observe(gate(2, 0, [[0, 1]]))
+    session.discard()
+    trace = read(tmp_path / "t.npz")
+    assert trace.header.settings == {"threads": 2, "dropped": 3} and trace.header.labels == {0: "code"}
+    assert trace.n_pass == 1
+
+
+def test_nothing_heard_is_an_empty_trace(tmp_path: Path) -> None:
+    assert record(tmp_path / "t.npz").n_pass == 0
+    assert record(tmp_path / "t.npz", announcement([1])).n_tokens == 0
+
+
+def test_a_full_disk_ends_the_recording_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: TraceWriter, block: Trace) -> None:
+        self._refused(OSError(errno.ENOSPC, "No space left on device"))
+
+    monkeypatch.setattr(recorder, "BLOCK_PASSES", 2)
+    monkeypatch.setattr(TraceWriter, "add", full)
+    session = Recorder(tmp_path / "t.npz", TINY, HEADER)
+    for number in range(10):
+        session.observe(gate(number, 0, [[0, 1]]))
+    with pytest.raises(TraceError, match="No space left on device"):
+        session.close()
+    session.close()
+    assert list(tmp_path.iterdir()) == [] and (session.n_passes, session.n_tokens) == (0, 0)
+
+
+def test_what_cannot_be_recorded_is_said_at_the_start(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="cannot be written"):
+        Recorder(tmp_path / "missing" / "t.npz", TINY, HEADER)
+    with pytest.raises(TraceError, match="n_embd"):
+        Recorder(tmp_path / "t.npz", replace(TINY, n_embd=0), HEADER, inputs=True)
+    session = Recorder(tmp_path / "t.npz", TINY, HEADER)
+    session.discard()
+    session.close()
+    assert list(tmp_path.iterdir()) == []

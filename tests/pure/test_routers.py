@@ -1,0 +1,158 @@
+"""Routers read from GGUF files choose as llama.cpp does: gating, biases, groups, quantised matrices, bad files."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType, quants
+from gguf_builder import F16_T, F32_T, Q8_0_T, U32, Gguf, moe, pad
+
+from moegguf.errors import ModelFormatError
+from moegguf.experts import ExpertLayout, read_layout
+from moegguf.routers import Gating, Router, Routers, read_gating, read_routers
+
+N_EMBD, N_EXPERT = 64, 4
+RNG = np.random.default_rng(0)
+MATRICES = RNG.standard_normal((2, N_EXPERT, N_EMBD)).astype(np.float32)
+INPUTS = RNG.standard_normal((5, N_EMBD)).astype(np.float32)
+
+
+def write(path: Path, g: Gguf, values: dict[str, bytes]) -> ExpertLayout:
+    """The file with these tensors' bytes, read as a layout."""
+    out = bytearray(pad(g.header(), g.alignment))
+    for tensor in g.tensors:
+        data = values.get(str(tensor.name), bytes(tensor.size()))
+        assert len(data) == tensor.size()
+        out += pad(data, g.alignment)
+    path.write_bytes(out)
+    return read_layout(path)
+
+
+def encoded(matrix: np.ndarray, ggml_type: int) -> bytes:
+    return quants.quantize(matrix, GGMLQuantizationType(ggml_type)).tobytes()
+
+
+def model(arch: str = "qwen2moe", ggml_type: int = F32_T) -> tuple[Gguf, dict[str, bytes]]:
+    g, values = moe(arch), {}
+    for il, matrix in enumerate(MATRICES):
+        g.tensor(f"blk.{il}.ffn_gate_inp.weight", N_EMBD, N_EXPERT, ggml_type=ggml_type)
+        values[f"blk.{il}.ffn_gate_inp.weight"] = encoded(matrix, ggml_type)
+    return g, values
+
+
+@pytest.mark.parametrize(("ggml_type", "error"), [(F32_T, 0), (F16_T, 1e-3), (30, 1e-2), (Q8_0_T, 2e-2)])
+def test_matrices_of_any_type_come_back(tmp_path: Path, ggml_type: int, error: float) -> None:
+    g, values = model(ggml_type=F32_T if ggml_type == 30 else ggml_type)
+    if ggml_type == 30:  # the builder has no BF16 of its own
+        for tensor in g.tensors:
+            if "gate_inp" in str(tensor.name):
+                tensor.ggml_type, tensor.n_bytes = 30, 2 * N_EMBD * N_EXPERT
+                values[str(tensor.name)] = encoded(MATRICES[int(str(tensor.name)[4])], 30)
+    routers = read_routers(write(tmp_path / "m.gguf", g, values))
+    for il in (0, 1):
+        assert np.abs(routers.routers[il].matrix - MATRICES[il]).max() <= error
+    assert routers.routers[0].n_expert_used == 2
+
+
+def test_the_choice_is_the_top_of_the_logits_and_likelihoods_agree(tmp_path: Path) -> None:
+    routers = read_routers(write(tmp_path / "m.gguf", *model()))
+    expected = np.argsort(-(INPUTS @ MATRICES[1].T), axis=1)[:, :2]
+    assert np.array_equal(routers.select(1, INPUTS), expected)
+    for vector, ids in zip(INPUTS, expected, strict=True):
+        likelihoods = routers.likelihoods(1, vector)
+        assert likelihoods.dtype == np.float32 and likelihoods.min() >= 0 and likelihoods.max() <= 1
+        assert np.argsort(-likelihoods)[:2].tolist() == ids.tolist()
+
+
+def test_a_bias_on_logits_and_a_bias_on_the_choice_change_it(tmp_path: Path) -> None:
+    g, values = model("glm4moe")
+    g.add("glm4moe.expert_gating_func", U32, 2)
+    g.tensor("blk.0.ffn_gate_inp.bias", N_EXPERT).tensor("blk.1.exp_probs_b.bias", N_EXPERT)
+    values["blk.0.ffn_gate_inp.bias"] = struct.pack("<4f", 0, 0, 0, 1e3)
+    values["blk.1.exp_probs_b.bias"] = struct.pack("<4f", 0, -7, 5, 0)
+    routers = read_routers(write(tmp_path / "m.gguf", g, values))
+    assert routers.gating == Gating.SIGMOID
+    assert (routers.select(0, INPUTS)[:, 0] == 3).all()
+    assert (routers.select(1, INPUTS)[:, 0] == 2).all()
+    likelihoods = routers.likelihoods(1, INPUTS[0])
+    assert likelihoods.argmax() == 2 and likelihoods.argmin() == 1 and likelihoods[1] == 0
+
+
+def test_only_the_best_groups_may_be_chosen() -> None:
+    # Scores 9 7 | 8 1 | 2 6: groups are worth 16, 9, 8. The third group's 6 loses to the second's 1.
+    matrix = np.array([[9], [7], [8], [1], [2], [6]], np.float32)
+    router = Router(4, matrix / 100)
+    routers = Routers(Gating.SIGMOID, {0: router}, n_group=3, n_group_used=2)
+    assert routers.select(0, np.ones((1, 1), np.float32)).tolist() == [[0, 2, 1, 3]]
+    likelihoods = routers.likelihoods(0, np.ones(1, np.float32))
+    assert likelihoods[4:].tolist() == [0, 0]
+    free = Routers(Gating.SIGMOID, {0: router})
+    assert free.select(0, np.ones((1, 1), np.float32)).tolist() == [[0, 2, 1, 5]]
+
+
+@pytest.mark.parametrize(
+    ("gating", "expected"),
+    [
+        (Gating.SOFTMAX, np.exp([1, -2]) / np.exp([1, -2]).sum()),
+        (Gating.SIGMOID, 1 / (1 + np.exp([-1.0, 2]))),
+        (Gating.SQRT_SOFTPLUS, np.sqrt(np.log1p(np.exp([1.0, -2])))),
+    ],
+)
+def test_gating_functions(gating: Gating, expected: np.ndarray) -> None:
+    # The second expert wins by a choice bias only if its probability is within 0.6 of the first's.
+    for bias, winner in ((0.6, expected[1] + 0.6 > expected[0]), (0.01, False)):
+        router = Router(1, np.array([[1], [-2]], np.float32), choice_bias=np.array([0, bias], np.float32))
+        chosen = Routers(gating, {0: router}).select(0, np.ones((1, 1), np.float32))
+        assert chosen.tolist() == [[int(winner)]]
+
+
+def test_gating_comes_from_the_architecture_where_the_file_is_silent_or_overruled(tmp_path: Path) -> None:
+    def gating(arch: str, func: int | None = None) -> Gating:
+        g = moe(arch)
+        if func is not None:
+            g.add(f"{arch}.expert_gating_func", U32, func)
+        return read_gating(read_layout(g.write(tmp_path / f"{arch}.gguf")))
+
+    assert gating("qwen2moe") == Gating.SOFTMAX
+    assert gating("glm4moe") == Gating.SIGMOID
+    assert gating("glm4moe", 1) == Gating.SOFTMAX
+    assert gating("llama4", 1) == Gating.SIGMOID
+    assert gating("gpt-oss") == Gating.SOFTMAX_WEIGHT
+    with pytest.raises(ModelFormatError, match=r"expert_gating_func' must be from 1 to 4, but is 9"):
+        gating("dots1", 9)
+
+
+def test_a_layer_routed_by_token_id_has_no_router(tmp_path: Path) -> None:
+    g, values = model()
+    g.tensor("blk.0.ffn_gate_tid2eid.weight", 2, 16)
+    assert list(read_routers(write(tmp_path / "m.gguf", g, values)).routers) == [1]
+
+
+def test_surprises_are_format_errors(tmp_path: Path) -> None:
+    g, values = model()
+    g.tensors.pop()
+    with pytest.raises(ModelFormatError, match=r"no tensor 'blk\.1\.ffn_gate_inp\.weight'"):
+        read_routers(write(tmp_path / "missing.gguf", g, values))
+    g, values = model()
+    g.tensors[-1].shape = (N_EXPERT, N_EMBD)
+    with pytest.raises(ModelFormatError, match=r"its shape must be \(64, 4\), but is \(4, 64\)"):
+        read_routers(write(tmp_path / "shape.gguf", g, values))
+    g, values = model()
+    values["blk.0.ffn_gate_inp.weight"] = np.full(N_EMBD * N_EXPERT, np.nan, np.float32).tobytes()
+    with pytest.raises(ModelFormatError, match="not finite"):
+        read_routers(write(tmp_path / "nan.gguf", g, values))
+    g, values = model()
+    g.tensors[-1].ggml_type, g.tensors[-1].n_bytes = 26, 4 * N_EMBD * N_EXPERT  # I32: not weights
+    with pytest.raises(ModelFormatError, match="type I32 cannot be read here"):
+        read_routers(write(tmp_path / "type.gguf", g, values))
+
+
+def test_a_file_cut_after_it_was_opened_is_noticed(tmp_path: Path) -> None:
+    layout = write(tmp_path / "m.gguf", *model())
+    path = layout.shards[0].path
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(ModelFormatError):
+        read_routers(layout)

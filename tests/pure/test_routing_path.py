@@ -1,0 +1,243 @@
+"""The routing-path predictor: its network on numbers checked by hand, and how it behaves around a model's passes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from moegguf.controller.predictors.routing_path import PROMPT_CHUNKS, PathNetwork, RoutingPath, attend, normed
+from moegguf.controller.shape import MoeShape
+from moegguf.controller.weights_file import Weights
+from moegguf.native.events import Announcement, Gate, Phase
+
+SHAPE = MoeShape(n_layer=4, n_expert=3, n_expert_used=1, layers=(1, 3), n_vocab=5)
+WINDOW, CHUNK, N_EMBD, N_HEAD, N_FF = 6, 4, 8, 2, 10
+
+
+def random_arrays(seed: int = 0, n_encoder: int = 1, n_decoder: int = 2) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    attention = {
+        "norm": (N_EMBD,),
+        **dict.fromkeys("qkv", (N_EMBD, N_HEAD, N_EMBD // N_HEAD)),
+        "out": (N_HEAD, N_EMBD // N_HEAD, N_EMBD),
+    }
+    parts = {"self": attention, "feed": {"norm": (N_EMBD,), "up": (N_EMBD, N_FF), "down": (N_FF, N_EMBD)}}
+    sizes: dict[str, tuple[int, ...]] = {
+        "embedding": (SHAPE.n_vocab + 1, N_EMBD),
+        "window": (WINDOW, N_EMBD),
+        "chunk": (CHUNK, N_EMBD),
+        "memory_norm": (N_EMBD,),
+        "output_norm": (N_EMBD,),
+        "heads.weight": (N_EMBD, 2, SHAPE.n_expert),
+        "heads.bias": (2, SHAPE.n_expert),
+    }
+    blocks = [f"encoder.{i}" for i in range(n_encoder)] + [f"decoder.{i}" for i in range(n_decoder)]
+    for block in blocks:
+        cross = {"cross": attention} if block.startswith("decoder") else {}
+        for part, arrays in {**parts, **cross}.items():
+            sizes |= {f"{block}.{part}.{name}": size for name, size in arrays.items()}
+    return {name: rng.standard_normal(size).astype(np.float32) for name, size in sizes.items()}
+
+
+def network(seed: int = 0) -> PathNetwork:
+    return PathNetwork(SHAPE, Weights(random_arrays(seed)))
+
+
+def predictor() -> RoutingPath:
+    return RoutingPath.from_weights(SHAPE, Weights(random_arrays()))
+
+
+def announce(listener: RoutingPath, *tokens: int, sequence: int = 0, phase: Phase = Phase.DECODE) -> None:
+    listener.announce(Announcement(0, sequence, phase, np.array(tokens, np.int32)))
+
+
+def gate(il: int, n_tokens: int = 1, first_token: int = 0, sequence: int = 0) -> Gate:
+    return Gate(0, 0, 0, sequence, Phase.DECODE, first_token, il, np.zeros((n_tokens, 1), np.int32))
+
+
+def told(listener: RoutingPath) -> np.ndarray:
+    rows = [listener.predict(il, distance) for distance, il in enumerate(SHAPE.layers, start=1)]
+    assert all(row is not None for row in rows)
+    return np.stack(rows)
+
+
+# The network
+
+
+def test_the_norm_leaves_rows_with_a_root_mean_square_of_one() -> None:
+    np.testing.assert_allclose(normed(np.array([[3.0, 4.0]], np.float32)), [[0.6 * 2**0.5, 0.8 * 2**0.5]], rtol=1e-6)
+
+
+def test_attention_weighs_values_by_softmax() -> None:
+    q = np.array([[[[np.log(3.0), 0.0]]]], np.float32)  # against the keys: ln 3 and 0, so that the shares are 3 : 1
+    k = np.array([[[[1.0, 0.0], [0.0, 1.0]]]], np.float32)
+    v = np.array([[[[4.0, 0.0], [0.0, 8.0]]]], np.float32)
+    np.testing.assert_allclose(attend(q, k, v), [[[[3.0, 2.0]]]], rtol=1e-6)
+    forbidden = np.array([[-np.inf, 0.0]], np.float32)
+    np.testing.assert_allclose(attend(q, k, v, forbidden), [[[[0.0, 8.0]]]], rtol=1e-6)
+
+
+def plain_logits(arrays: dict[str, np.ndarray], window: np.ndarray, chunk: np.ndarray) -> np.ndarray:
+    """The network written down token by token and head by head, slowly: (len(chunk), n_moe_layer, n_expert)."""
+
+    def norm(x: np.ndarray, gain: np.ndarray) -> np.ndarray:
+        return gain * x / np.sqrt(np.mean(x * x) + 1e-6)
+
+    def attention(name: str, x: np.ndarray, memory: list[np.ndarray]) -> np.ndarray:
+        x = norm(x, arrays[f"{name}.norm"])
+        total = np.zeros(N_EMBD)
+        for head in range(N_HEAD):
+            q, k, v = (arrays[f"{name}.{part}"][:, head] for part in "qkv")
+            scores = np.array([(x @ q) @ (m @ k) / np.sqrt(N_EMBD // N_HEAD) for m in memory])
+            shares = np.exp(scores) / np.exp(scores).sum()
+            total += sum(share * (m @ v) for share, m in zip(shares, memory, strict=True)) @ arrays[f"{name}.out"][head]
+        return total
+
+    def feed(name: str, x: np.ndarray) -> np.ndarray:
+        return np.maximum(norm(x, arrays[f"{name}.norm"]) @ arrays[f"{name}.up"], 0) @ arrays[f"{name}.down"]
+
+    xs = list(arrays["embedding"][window] + arrays["window"])
+    normed_xs = [norm(x, arrays["encoder.0.self.norm"]) for x in xs]
+    xs = [x + attention("encoder.0.self", x, normed_xs) for x in xs]
+    xs = [x + feed("encoder.0.feed", x) for x in xs]
+    memory = [norm(x, arrays["memory_norm"]) for x in xs]
+    xs = list(arrays["embedding"][chunk] + arrays["chunk"][: len(chunk)])
+    for block in ("decoder.0", "decoder.1"):
+        normed_xs = [norm(x, arrays[f"{block}.self.norm"]) for x in xs]
+        xs = [x + attention(f"{block}.self", x, normed_xs[: place + 1]) for place, x in enumerate(xs)]
+        xs = [x + attention(f"{block}.cross", x, memory) for x in xs]
+        xs = [x + feed(f"{block}.feed", x) for x in xs]
+    heads = arrays["heads.weight"]
+    return np.array([np.tensordot(norm(x, arrays["output_norm"]), heads, 1) + arrays["heads.bias"] for x in xs])
+
+
+def test_it_computes_what_the_definition_says() -> None:
+    window, chunk = np.array([5, 5, 0, 3, 1, 4]), np.array([2, 0, 4, 4])
+    expected = plain_logits(random_arrays(), window, chunk)
+    net = network()
+    found = net.decode(chunk[np.newaxis], 0, net.encode(window[np.newaxis]), net.empty_cache(1))
+    np.testing.assert_allclose(found.reshape(expected.shape), expected, rtol=1e-3, atol=1e-3)
+
+
+def test_token_by_token_is_the_same_as_all_at_once() -> None:
+    net, chunk = network(), np.array([[2, 0, 4, 4], [1, 1, 3, 0]])
+    memory = net.encode(np.array([[5, 5, 0, 3, 1, 4], [5, 5, 5, 5, 5, 5]]))
+    whole = net.decode(chunk, 0, memory, net.empty_cache(2)).reshape(2, CHUNK, -1)
+    cache = net.empty_cache(2)
+    for place in range(CHUNK):
+        one = net.decode(chunk[:, place : place + 1], place, memory, cache)
+        np.testing.assert_allclose(one, whole[:, place], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", sorted(random_arrays()))
+def test_an_array_that_is_missing_misshapen_or_not_finite_is_refused(name: str) -> None:
+    arrays = random_arrays()
+    with pytest.raises(ValueError, match=r"must|holds"):
+        PathNetwork(SHAPE, Weights({**arrays, name: np.full_like(arrays[name], np.nan)}))
+    with pytest.raises(ValueError, match="must"):
+        PathNetwork(SHAPE, Weights({**arrays, name: arrays[name][..., np.newaxis]}))
+    with pytest.raises(ValueError, match="must"):
+        PathNetwork(SHAPE, Weights({key: array for key, array in arrays.items() if key != name}))
+
+
+# The predictor
+
+
+def test_all_layers_are_known_before_the_first_gate() -> None:
+    listener = predictor()
+    announce(listener, 2)
+    expected = 1 / (1 + np.exp(-plain_logits(random_arrays(), np.full(WINDOW, SHAPE.n_vocab), np.array([2]))[0]))
+    np.testing.assert_allclose(told(listener), expected, rtol=1e-3, atol=1e-5)
+    assert listener.predict(2, 1) is None  # no experts there
+
+
+def test_the_context_is_what_came_before_in_the_request() -> None:
+    listener, tokens = predictor(), [2, 0, 4, 4, 1, 3]
+    for token in tokens:
+        announce(listener, token)
+        for il in SHAPE.layers:
+            listener.observe(gate(il))
+    padded = np.array([5] * WINDOW + tokens)  # the sixth token is the second one of the second chunk
+    logits = plain_logits(random_arrays(), padded[CHUNK : CHUNK + WINDOW], padded[CHUNK + WINDOW :])[-1]
+    np.testing.assert_allclose(told(listener), 1 / (1 + np.exp(-logits)), rtol=1e-3, atol=1e-5)
+
+
+def test_it_does_not_matter_when_the_encoder_ran() -> None:
+    early, late = predictor(), predictor()
+    for token in [2, 0, 4, 4, 1, 3, 0, 0, 1]:
+        announce(early, token)
+        announce(late, token)
+        early.observe(gate(SHAPE.layers[-1]))
+        assert np.array_equal(told(early), told(late))
+
+
+def test_a_new_request_forgets_the_last_one() -> None:
+    used, fresh = predictor(), predictor()
+    for token in (1, 2, 3):
+        announce(used, token)
+    announce(used, 4, sequence=1)
+    announce(fresh, 4, sequence=1)
+    assert np.array_equal(told(used), told(fresh))
+
+
+def test_a_prompt_uses_what_any_of_its_tokens_uses() -> None:
+    listener = predictor()
+    announce(listener, 2, 0, 4, phase=Phase.PREFILL)
+    logits = plain_logits(random_arrays(), np.full(WINDOW, SHAPE.n_vocab), np.array([2, 0, 4]))
+    any_of_them = 1 - np.prod(1 - 1 / (1 + np.exp(-logits)), axis=0)
+    np.testing.assert_allclose(told(listener), any_of_them, rtol=1e-3, atol=1e-5)
+
+
+def test_a_long_prompt_is_told_pass_by_pass() -> None:
+    listener = predictor()
+    tokens = [2, 0, 4, 4, 1, 3, 0, 0]
+    announce(listener, *tokens, phase=Phase.PREFILL)
+    whole = told(listener)
+    listener.observe(gate(1, n_tokens=4, first_token=0))
+    first = told(listener)
+    listener.observe(gate(1, n_tokens=4, first_token=4))
+    second = told(listener)
+    np.testing.assert_allclose(1 - (1 - first) * (1 - second), whole, rtol=1e-3)
+    alone = predictor()
+    announce(alone, *tokens[:4], phase=Phase.PREFILL)
+    np.testing.assert_allclose(first, told(alone), rtol=1e-4)
+
+
+def test_after_a_prompt_the_next_token_sees_its_end() -> None:
+    listener = predictor()
+    announce(listener, 2, 0, 4, 4, 1, 3, 0, phase=Phase.PREFILL)
+    announce(listener, 1)
+    logits = plain_logits(random_arrays(), np.array([0, 4, 4, 1, 3, 0]), np.array([1]))[0]
+    np.testing.assert_allclose(told(listener), 1 / (1 + np.exp(-logits)), rtol=1e-3, atol=1e-5)
+
+
+def test_a_prompt_of_any_length_is_read_in_bounded_work() -> None:
+    listener = predictor()
+    read = []
+    decode = listener.network.decode
+    listener.network.decode = lambda tokens, *rest: read.append(tokens.size) or decode(tokens, *rest)  # type: ignore
+    announce(listener, *([3, 1] * 500), phase=Phase.PREFILL)
+    assert read == [PROMPT_CHUNKS * CHUNK]
+    assert ((told(listener) > 0) & (told(listener) <= 1)).all()
+
+
+def test_a_pass_that_was_not_announced_is_met_with_silence() -> None:
+    listener = predictor()
+    announce(listener, 2)
+    listener.observe(gate(1, first_token=-1))
+    assert listener.predict(3, 1) is None
+    announce(listener, 2)
+    listener.observe(gate(1, sequence=7))
+    assert listener.predict(3, 1) is None
+
+
+@pytest.mark.parametrize("tokens", [(), (-1,), (5,), (1, -1, 2), (1, 2**31 - 1)])
+def test_tokens_it_cannot_know_are_met_with_silence(tokens: tuple[int, ...]) -> None:
+    listener = predictor()
+    announce(listener, 1)
+    announce(listener, *tokens)
+    assert listener.predict(1, 1) is None
+    for il in SHAPE.layers:
+        listener.observe(gate(il))
+    announce(listener, 2)
+    assert told(listener).shape == (2, SHAPE.n_expert)

@@ -1,0 +1,146 @@
+"""Scores: a predictor whose rightness is known gets exactly the figures that follow from the definitions."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from oracles import Oracle, Silent, hand_made
+from traces import random_trace
+
+from moegguf.controller.predictors.base import NoPrediction
+from moegguf.controller.score import score
+from moegguf.controller.shape import MoeShape
+from moegguf.controller.tally import Figures, LayerLru, Link
+from moegguf.controller.trace import Trace
+
+SHAPE = MoeShape(n_layer=5, n_expert=8, n_expert_used=2, layers=(1, 2, 3, 4), expert_bytes=1000)
+
+
+def cyclic(n_sequences: int = 1, n_tokens: int = 6) -> Trace:
+    """Token t uses the experts t and t + 1 (mod 8) in every layer."""
+    path = [[[t % 8, (t + 1) % 8]] * 4 for t in range(n_tokens)]
+    return hand_made(SHAPE, [path] * n_sequences, prefill=2)
+
+
+def only(trace: Trace, predictor: Oracle | Silent, distance: int = 1, link: Link | None = None) -> Figures:
+    return score(trace, [predictor], [distance], link).scores[0].means[distance]
+
+
+@pytest.mark.parametrize("distance", [1, 2, 3, 8])
+def test_a_perfect_predictor_scores_one_by_every_definition(distance: int) -> None:
+    figures = only(cyclic(), Oracle(cyclic()), distance, Link(1e12))
+    assert figures.asked == 4 * 3  # four tokens decoded, three layers behind the first
+    assert figures.coverage == figures.accuracy == figures.top_k_hit == figures.at_least_one == 1
+    assert figures.fetch_rate == figures.good_pred == 1
+    assert figures.precision[:2] == (1, 1) and figures.recall[:2] == (0.5, 1)
+    assert figures.moved_per_useful[1] == 1
+
+
+def test_one_right_of_two_is_half_accurate_never_wholly_right_and_always_partly() -> None:
+    figures = only(cyclic(), Oracle(cyclic(), n_wrong=1))
+    assert (figures.accuracy, figures.top_k_hit, figures.at_least_one) == (0.5, 0, 1)
+    assert figures.precision == (1, 0.5, 0.5, 0.5)  # it names two experts, however many are asked for
+    assert figures.recall == (0.5, 0.5, 0.5, 0.5)
+    assert figures.moved_per_useful[:2] == (1, 2)
+
+
+def test_a_predictor_that_is_always_wrong_has_no_useful_byte() -> None:
+    figures = only(cyclic(), Oracle(cyclic(), n_wrong=2))
+    assert (figures.accuracy, figures.top_k_hit, figures.at_least_one) == (0, 0, 0)
+    assert figures.moved_per_useful == (None,) * 4
+
+
+@pytest.mark.parametrize("answer", [None, np.full(8, np.nan, np.float32), np.zeros(8, np.float32), np.ones(3, "f4")])
+def test_what_is_no_answer_lowers_coverage_and_no_other_figure(answer: np.ndarray | None) -> None:
+    figures = only(cyclic(), Silent(SHAPE, answer))
+    assert (figures.asked, figures.coverage, figures.accuracy, figures.top_k_hit) == (12, 0, None, None)
+
+
+def test_out_of_reach_is_no_answer_and_early_layers_fall_back_to_the_first_gate() -> None:
+    trace = cyclic()
+    table = score(trace, [Oracle(trace, reach=2)], [3]).scores[0]
+    # Three layers before layer 2 or 3 there is no gate: those are asked after layer 1, one and two layers ahead.
+    assert {il: figures.coverage for il, figures in table.layers[3].items()} == {1: 1, 2: 1, 3: 1, 4: 0}
+    assert table.means[3].coverage == pytest.approx(2 / 3)
+    assert table.means[3].accuracy == 1
+
+
+def test_the_first_layer_is_judged_from_the_tokens_alone_and_kept_out_of_the_mean() -> None:
+    trace = cyclic()
+    table = score(trace, [Oracle(trace, first_layer=False)], [1]).scores[0]
+    assert table.layers[1][1].asked == 4
+    assert table.layers[1][1].coverage == 0
+    assert table.means[1].coverage == 1
+
+
+def test_good_pred_by_hand() -> None:
+    # An expert takes 1000 B / 1 MB/s = 1000 us; a layer computes 600 us; fetches begin 100 us late.
+    link = Link(bytes_per_s=1e6, latency_us=100, layer_compute_us=600)
+    assert [link.fetch_rate(k, 2, 1000) for k in (0, 1, 2, 4, 8)] == [0, 0, 0.5, 1, 1]
+    table = score(cyclic(), [Oracle(cyclic(), n_wrong=1)], [2, 3], link).scores[0]
+    # k = 2: layer 2 is one layer ahead (0 of 2 arrive), layers 3 and 4 two (1 of 2).
+    assert table.layers[2][2].fetch_rate == 0 and table.layers[2][4].fetch_rate == 0.5
+    assert table.means[2].fetch_rate == pytest.approx(1 / 3)
+    assert table.means[2].good_pred == pytest.approx(0.5 / 3)
+    # k = 3: leads of 1, 2 and 3 layers, 500, 1100 and 1700 us: 0, 1 and 1 of 2.
+    assert table.means[3].good_pred == pytest.approx(0.5 * (0 + 0.5 + 0.5) / 3)
+
+
+def test_without_a_link_nothing_is_said_about_time() -> None:
+    figures = only(cyclic(), Oracle(cyclic()))
+    assert figures.fetch_rate is None and figures.good_pred is None
+
+
+def test_only_what_a_cache_lacks_is_moved() -> None:
+    # Token t uses t and t + 1: at two resident experts a layer, one of them is still there from the token before.
+    table = score(cyclic(), [Oracle(cyclic(), n_wrong=1)], [1], lru_share=0.25).scores[0].means[1]
+    # The right one it names is t (resident), the wrong one is not: everything it moves is useless.
+    assert table.missing_moved_per_useful[1] is None
+    right = score(cyclic(), [Oracle(cyclic())], [1], lru_share=0.25).scores[0].means[1]
+    assert right.missing_moved_per_useful[1] == 1
+
+
+def test_the_cache_of_a_layer_keeps_the_latest() -> None:
+    lru = LayerLru(SHAPE, 0.4)
+    assert lru.n_kept == 3
+    assert lru.away[0, :8].all()
+    lru.use(0, np.array([1, 2]))
+    assert np.flatnonzero(~lru.away[0, :8]).tolist() == [1, 2]
+    lru.use(0, np.array([3, 1, 5]))
+    assert np.flatnonzero(~lru.away[0, :8]).tolist() == [1, 3, 5]
+    assert lru.away[1, :8].all()
+
+
+def test_batches_join_the_paths_of_their_sequences_step_by_step() -> None:
+    trace = cyclic(n_sequences=5)
+    table = score(trace, [Oracle(trace), Oracle(trace, n_wrong=2)], [1, 2], batch_sequences=2)
+    right, wrong = table.scores
+    assert right.batch_accuracy == {1: 1, 2: 1}
+    assert wrong.batch_accuracy is not None
+    assert all(value is not None and value < 1 for value in wrong.batch_accuracy.values())
+    assert (right.name, wrong.name) == ("oracle", "oracle 2")
+
+
+def test_a_batch_of_too_few_sequences_is_not_judged() -> None:
+    trace = cyclic(n_sequences=5)
+    assert score(trace, [Oracle(trace)], [1]).scores[0].batch_accuracy == {1: None}
+
+
+def test_the_control_hears_the_same_experts_without_order() -> None:
+    trace = random_trace(n_sequences=3, n_prefill=0, n_decode=40)
+    table = score(trace, [Oracle(trace)], [1])
+    control = table.control_of("oracle")
+    assert table.scores[0].means[1].accuracy == 1
+    assert control is not None and control.means[1].asked == table.scores[0].means[1].asked
+    assert control.means[1].accuracy is not None and control.means[1].accuracy < 0.5
+    assert table.control_of("another") is None
+
+
+def test_no_predictor_no_answer_and_an_empty_trace_no_fault() -> None:
+    trace = random_trace(n_sequences=1, n_prefill=4, n_decode=3)
+    table = score(trace, [NoPrediction(trace.shape)])
+    assert table.tokens == 3
+    assert table.scores[0].means[4].coverage == 0
+    empty = score(trace.select([]), [NoPrediction(trace.shape)])
+    assert empty.scores[0].means[1].asked == 0
+    assert empty.tokens == 0

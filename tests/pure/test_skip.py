@@ -1,0 +1,88 @@
+"""Skip prediction with real routers, and the fresh gate that must be right every time."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from predicting import accuracy
+from traces import hidden_routers, random_trace
+
+from moegguf.controller.predictors.skip import FreshGate, Skip
+from moegguf.controller.shape import MoeShape
+from moegguf.native.events import Announcement, Float32s, Gate, Phase
+from moegguf.routers import Gating, Router, Routers
+
+SHAPE = MoeShape(n_layer=4, n_expert=4, n_expert_used=1, layers=(1, 3), n_embd=4, n_vocab=8)
+
+
+def routers(shape: MoeShape, matrices: Float32s) -> Routers:
+    rows = zip(shape.layers, matrices, strict=True)
+    return Routers(Gating.SOFTMAX, {il: Router(shape.n_expert_used, matrix) for il, matrix in rows})
+
+
+def gate(il: int, inputs: list[list[float]] | None) -> Gate:
+    vectors = None if inputs is None else np.array(inputs, np.float32)
+    n_tokens = 1 if inputs is None else len(inputs)
+    return Gate(0, 0, 0, 0, Phase.DECODE, 0, il, np.zeros((n_tokens, 1), np.int32), None, vectors)
+
+
+def test_the_input_goes_through_the_later_layers_router() -> None:
+    identity = np.eye(4, dtype=np.float32)
+    skip = Skip(SHAPE, routers(SHAPE, np.stack([identity, identity[::-1]])))
+    skip.observe(gate(1, [[0, 0, 5, 0]]))
+    likelihoods = skip.predict(3, 1)
+    assert likelihoods is not None and likelihoods.argmax() == 1  # turned round by layer 3's matrix
+    assert skip.predict(1, 0) is None
+    assert skip.predict(3, 2) is None
+    assert skip.predict(0, 1) is None
+
+
+def test_the_fresh_gate_answers_at_distance_0_only() -> None:
+    fresh = FreshGate(SHAPE, routers(SHAPE, np.stack([np.eye(4, dtype=np.float32)] * 2)))
+    fresh.observe(gate(3, [[0, 7, 0, 0]]))
+    likelihoods = fresh.predict(3, 0)
+    assert likelihoods is not None and likelihoods.argmax() == 1
+    assert fresh.predict(3, 1) is None
+    assert fresh.reach == 0
+
+
+@pytest.mark.parametrize(
+    "strange",
+    [
+        gate(1, None),
+        gate(1, [[1, 2, 3, 4], [1, 2, 3, 4]]),
+        gate(1, [[1, 2, 3]]),
+        gate(1, [[1, 2, 3, float("nan")]]),
+        gate(0, [[1, 2, 3, 4]]),
+        gate(99, [[1, 2, 3, 4]]),
+    ],
+)
+def test_strange_gates_leave_nothing_to_say(strange: Gate) -> None:
+    skip = Skip(SHAPE, routers(SHAPE, np.ones((2, 4, 4), np.float32)))
+    skip.observe(gate(1, [[1, 2, 3, 4]]))
+    assert skip.predict(3, 1) is not None
+    skip.observe(strange)
+    assert skip.predict(3, 1) is None
+
+
+def test_a_new_pass_forgets_the_last_input_and_gates_may_reuse_their_arrays() -> None:
+    skip = Skip(SHAPE, routers(SHAPE, np.stack([np.eye(4, dtype=np.float32)] * 2)))
+    reused = gate(1, [[9, 0, 0, 0]])
+    skip.observe(reused)
+    assert reused.inputs is not None
+    reused.inputs[:] = 0
+    likelihoods = skip.predict(3, 1)
+    assert likelihoods is not None and likelihoods.argmax() == 0
+    skip.announce(Announcement(0, 0, Phase.DECODE, np.zeros(1, np.int32)))
+    assert skip.predict(3, 1) is None
+
+
+def test_on_a_trace_the_fresh_gate_is_always_right_and_skip_gets_worse_with_distance() -> None:
+    trace = random_trace(n_sequences=6, with_inputs=True, structure=1.0, seed=1)
+    real = routers(trace.shape, hidden_routers(trace.shape, 1))
+    assert accuracy(FreshGate(trace.shape, real), trace, 0) == 1.0
+    found = [accuracy(Skip(trace.shape, real), trace, distance) for distance in (1, 2, 3, 4)]
+    assert all(near > far for near, far in pairwise(found))
+    assert found[-1] > 2 / 16  # still better than guessing

@@ -1,0 +1,120 @@
+"""The token-id table: hand-made counts, tokens never seen, learning while running, and a shuffled control."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from predicting import accuracy
+from traces import random_trace
+
+from moegguf.controller.predictors.token_table import MAX_COUNT, TokenTable
+from moegguf.controller.shape import MoeShape
+from moegguf.controller.trace import Trace, TraceHeader, shuffled
+from moegguf.controller.weights_file import Weights
+from moegguf.native.events import Announcement, Gate, Phase
+
+SHAPE = MoeShape(n_layer=3, n_expert=4, n_expert_used=2, layers=(1, 2), n_embd=8, n_vocab=6)
+
+
+def tiny_trace() -> Trace:
+    """Token 5 twice with experts {0, 1} then {0, 2} in layer 1; token 3 once with {2, 3}; one token unknown."""
+    ids = np.array([[[0, 1], [0, 2], [2, 3], [1, 2]], [[3, 2], [3, 2], [-1, -1], [0, 1]]], np.int16)
+    return Trace(
+        SHAPE,
+        TraceHeader(),
+        pass_sequence=np.zeros(4, np.int32),
+        pass_phase=np.ones(4, np.uint8),
+        pass_first_token=np.zeros(4, np.int32),
+        pass_ns=np.zeros(4, np.int64),
+        pass_start=np.arange(5, dtype=np.int64),
+        tokens=np.array([5, 5, 3, -1], np.int32),
+        expert_ids=ids,
+    )
+
+
+def announce(table: TokenTable, *tokens: int, phase: Phase = Phase.DECODE) -> None:
+    table.announce(Announcement(0, 0, phase, np.array(tokens, np.int32)))
+
+
+def gate(il: int, *ids: int, first_token: int = 0) -> Gate:
+    return Gate(0, 0, 0, 0, Phase.DECODE, first_token, il, np.array([ids], np.int32))
+
+
+def test_counts_of_a_token_and_one_average_visit() -> None:
+    table = TokenTable.learn(tiny_trace())
+    announce(table, 5)
+    # Layer 1 chose 2, 1, 2, 1 times of 3 visits with a known token: the average visit is 2/3, 1/3, 2/3, 1/3.
+    likelihoods = table.predict(1, 1)
+    assert likelihoods is not None
+    assert likelihoods == pytest.approx(np.array([2 + 2 / 3, 1 + 1 / 3, 1 + 2 / 3, 1 / 3]) / 3)
+    last = table.predict(2, 2)
+    assert last is not None and last.tolist() == [0, 0, 1, 1]
+
+
+def test_a_token_never_seen_means_the_layers_popularity() -> None:
+    table = TokenTable.learn(tiny_trace())
+    announce(table, 0)
+    likelihoods = table.predict(1, 1)
+    assert likelihoods == pytest.approx([2 / 3, 1 / 3, 2 / 3, 1 / 3])
+
+
+def test_nothing_is_said_without_one_decode_token_of_the_vocabulary() -> None:
+    table = TokenTable.learn(tiny_trace())
+    assert table.predict(1, 1) is None
+    announce(table, 5, phase=Phase.PREFILL)
+    assert table.predict(1, 1) is None
+    announce(table, 5, 3)
+    assert table.predict(1, 1) is None
+    announce(table, 6)
+    assert table.predict(1, 1) is None
+    announce(table, 5)
+    assert table.predict(0, 1) is None  # a layer without experts
+    table.observe(gate(1, 0, 1, first_token=-1))  # another pass than the one announced
+    assert table.predict(2, 1) is None
+
+
+def test_saved_counts_predict_the_same() -> None:
+    trace = random_trace(n_sequences=6)
+    table = TokenTable.learn(trace)
+    again = TokenTable.from_weights(trace.shape, table.weights())
+    for token in range(0, trace.shape.n_vocab, 5):
+        announce(table, token)
+        announce(again, token)
+        for il in trace.shape.layers:
+            assert np.array_equal(table.predict(il, 1), again.predict(il, 1))
+
+
+def test_online_learning_counts_decode_passes_and_keeps_its_capacity() -> None:
+    table = TokenTable(SHAPE, online=True, capacity=1)
+    for token in (4, 2):
+        announce(table, token)
+        table.observe(gate(1, 0, 3))
+        table.observe(gate(1, 9, 3))  # no such expert: not counted
+    announce(table, 4)
+    assert table.predict(1, 1) == pytest.approx([1, 0, 0, 1])
+    assert table.weights().arrays["tokens"].tolist() == [4]
+
+
+def test_counts_never_overflow() -> None:
+    full = Weights({"tokens": np.array([1], np.int32), "counts": np.full((1, 2, 4), MAX_COUNT)})
+    table = TokenTable.from_weights(SHAPE, full, online=True)
+    announce(table, 1)
+    table.observe(gate(1, 0, 1))
+    counts = table.weights().arrays["counts"][0, 0]
+    assert counts.tolist() == [MAX_COUNT // 2 + 1, MAX_COUNT // 2 + 1, MAX_COUNT // 2, MAX_COUNT // 2]
+
+
+@pytest.mark.parametrize("tokens", [[1, 1], [-1, 2], [0, 6]])
+def test_a_damaged_table_is_refused(tokens: list[int]) -> None:
+    weights = TokenTable.learn(tiny_trace()).weights()
+    damaged = Weights({**weights.arrays, "tokens": np.array(tokens, np.int32)})
+    with pytest.raises(ValueError, match="different token ids"):
+        TokenTable.from_weights(SHAPE, damaged)
+
+
+def test_it_beats_a_shuffled_control_on_held_out_sequences() -> None:
+    trace = random_trace(n_sequences=16, n_decode=40)
+    seen, unseen = trace.select(range(12)), trace.select(range(12, 16))
+    learned = accuracy(TokenTable.learn(seen), unseen, 1)
+    control = accuracy(TokenTable.learn(shuffled(seen, 0)), shuffled(unseen, 1), 1)
+    assert learned > control + 0.1

@@ -1,0 +1,196 @@
+"""A trace in memory: heard in live order, cut by request, shuffled; and the synthetic ones the other tests stand on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from traces import SMALL, hidden_routers, random_trace, same
+
+from moegguf.controller.shape import MoeShape
+from moegguf.controller.trace import Trace, TraceHeader, shuffled
+from moegguf.controller.trace_check import check
+from moegguf.native.events import Announcement, Gate, Phase
+
+TINY = MoeShape(n_layer=4, n_expert=4, n_expert_used=2, layers=(1, 3), n_embd=2, n_vocab=100)
+# Layer 1 uses two experts; layer 3 one, and in the first pass for its last token only.
+LAYER_1 = [[0, 1], [1, 2], [2, 3], [3, 0], [1, 0], [2, 1]]
+LAYER_3 = [[-1, -1], [-1, -1], [3, -1], [0, -1], [1, -1], [2, -1]]
+
+
+def tiny(**changes: Any) -> Trace:
+    """Request 5: three tokens announced together, in passes of two and one; then request 6, in between one of 5."""
+    trace = Trace(
+        shape=TINY,
+        header=TraceHeader("tiny", "ab", {5: "code", 6: "prose"}, {"threads": 2}),
+        pass_sequence=np.array([5, 5, 6, 5, 6], np.int32),
+        pass_phase=np.array([0, 0, 0, 1, 1], np.uint8),
+        pass_first_token=np.array([0, 2, 0, 0, -1], np.int32),
+        pass_ns=np.array([10, 20, 30, 40, 50], np.int64),
+        pass_start=np.array([0, 2, 3, 4, 5, 6], np.int64),
+        tokens=np.array([7, 8, 9, 20, 11, -1], np.int32),
+        expert_ids=np.array([LAYER_1, LAYER_3], np.int16),
+    )
+    return replace(trace, **changes)
+
+
+def gates(trace: Trace) -> list[Gate]:
+    return [event for event in trace.events() if isinstance(event, Gate)]
+
+
+def announcements(trace: Trace) -> list[tuple[int, int, list[int]]]:
+    return [(e.sequence, e.phase, e.tokens.tolist()) for e in trace.events() if isinstance(e, Announcement)]
+
+
+def test_events_come_in_live_order() -> None:
+    check(tiny())
+    heard: list[Any] = []
+    for event in tiny().events():
+        if isinstance(event, Announcement):
+            heard.append((event.sequence, event.phase, event.tokens.tolist()))
+        else:
+            heard.append((event.pass_, event.il, event.first_token, event.expert_ids.tolist()))
+    assert heard == [
+        (5, 0, [7, 8, 9]),
+        (0, 1, 0, [[0, 1], [1, 2]]),
+        (1, 1, 2, [[2, 3]]),
+        (1, 3, 2, [[3]]),
+        (6, 0, [20]),
+        (2, 1, 0, [[3, 0]]),
+        (2, 3, 0, [[0]]),
+        (5, 1, [11]),
+        (3, 1, 0, [[1, 0]]),
+        (3, 3, 0, [[1]]),
+        (4, 1, -1, [[2, 1]]),
+        (4, 3, -1, [[2]]),
+    ]
+    assert [gate.time_ns for gate in gates(tiny())] == [10, 20, 20, 30, 30, 40, 40, 50, 50]
+    assert {type(gate.phase) for gate in gates(tiny())} == {Phase}
+    assert all(gate.expert_ids.dtype == np.int32 and gate.weights is None for gate in gates(tiny()))
+
+
+def test_the_last_layer_tells_of_the_last_tokens_only() -> None:
+    ids = np.array([LAYER_1, LAYER_3], np.int16)
+    ids[1, 1] = [2, -1]
+    heard = {(gate.pass_, gate.il): gate.expert_ids.tolist() for gate in gates(tiny(expert_ids=ids))}
+    assert heard[0, 1] == [[0, 1], [1, 2]] and heard[0, 3] == [[2]]
+
+
+def test_a_pass_whose_announcement_is_not_in_the_trace_is_unannounced() -> None:
+    trace = tiny(pass_first_token=np.array([1, 3, 0, 7, -1], np.int32))
+    assert announcements(trace) == [(6, 0, [20])]
+    assert [gate.first_token for gate in gates(trace)] == [-1, -1, -1, 0, 0, -1, -1, -1, -1]
+
+
+def test_weights_and_inputs_go_with_their_tokens() -> None:
+    weights = np.arange(24).reshape(2, 6, 2).astype(np.float16)
+    inputs = np.arange(1, 25).reshape(2, 6, 2).astype(np.float16)
+    inputs[:, 4] = 0
+    heard = {(gate.pass_, gate.il): gate for gate in gates(tiny(weights=weights, inputs=inputs))}
+    first, last, silent = heard[0, 1], heard[1, 3], heard[3, 1]
+    assert first.weights is not None and first.weights.tolist() == [[0, 1], [2, 3]]
+    assert last.weights is not None and last.weights.tolist() == [[16]]
+    assert first.inputs is not None and first.inputs.tolist() == [[1, 2], [3, 4]]
+    assert last.inputs is not None and last.inputs.tolist() == [[17, 18]] and last.inputs.dtype == np.float32
+    assert silent.inputs is None, "not recorded for this pass"
+
+
+def test_select_and_decode() -> None:
+    five = tiny().select([5])
+    assert tiny().sequences() == [5, 6] and five.sequences() == [5]
+    assert five.tokens.tolist() == [7, 8, 9, 11] and five.pass_start.tolist() == [0, 2, 3, 4]
+    assert five.expert_ids[0].tolist() == [[0, 1], [1, 2], [2, 3], [1, 0]]
+    assert five.pass_ns.tolist() == [10, 20, 40] and five.header.labels == {5: "code"}
+    decode = tiny().decode()
+    assert (decode.n_pass, decode.n_tokens) == (2, 2) and decode.tokens.tolist() == [11, -1]
+    nothing = tiny().select([])
+    assert (nothing.n_pass, nothing.n_tokens) == (0, 0) and list(nothing.events()) == []
+    for part in (five, decode, nothing):
+        check(part)
+
+
+def test_shuffling_keeps_popularity_and_loses_order() -> None:
+    trace = random_trace(n_decode=60, seed=3, with_inputs=True)
+    control = shuffled(trace, 1)
+    check(control)
+    assert same(control, shuffled(trace, 1)) and not same(control, shuffled(trace, 2))
+    prefill = np.repeat(trace.pass_phase == Phase.PREFILL, np.diff(trace.pass_start))
+    assert np.array_equal(control.expert_ids[:, prefill], trace.expert_ids[:, prefill])
+    assert np.array_equal(control.tokens, trace.tokens) and control.inputs is trace.inputs
+    assert trace.weights is not None and control.weights is not None
+    for row in range(len(SMALL.layers)):
+        before = sorted(zip(map(tuple, trace.expert_ids[row]), map(tuple, trace.weights[row]), strict=True))
+        after = sorted(zip(map(tuple, control.expert_ids[row]), map(tuple, control.weights[row]), strict=True))
+        assert before == after
+    assert reuse(trace) > 1.5 * reuse(control)
+
+
+def reuse(trace: Trace) -> float:
+    """The share of experts that the token before used as well."""
+    ids = trace.decode().expert_ids[0]
+    return float(np.mean([np.isin(now, before).mean() for before, now in pairwise(ids)]))
+
+
+def test_a_failed_pass_is_heard_as_far_as_it_went() -> None:
+    trace = random_trace(n_sequences=1, n_prefill=2, n_decode=2, seed=0)
+    trace.expert_ids[2:, 2] = -1
+    check(trace)
+    assert [gate.il for gate in gates(trace) if gate.pass_ == 1] == [1, 2]
+
+
+def test_synthetic_traces_follow_from_their_seed() -> None:
+    one = random_trace(seed=1, with_inputs=True)
+    assert same(one, random_trace(seed=1, with_inputs=True))
+    assert not np.array_equal(one.expert_ids, random_trace(seed=2).expert_ids)
+    assert np.array_equal(one.expert_ids, random_trace(seed=1, with_weights=False).expert_ids)
+    assert one.sequences() == [0, 1, 2, 3] and one.n_tokens == 4 * 32 and one.n_pass == 4 * 25
+    assert one.header.labels == {0: "kind0", 1: "kind1", 2: "kind0", 3: "kind1"}
+    check(one)
+
+
+def test_synthetic_routing_is_the_top_of_the_hidden_routers() -> None:
+    trace = random_trace(seed=4, with_inputs=True)
+    for gate in gates(trace):
+        assert gate.inputs is not None
+        logits = gate.inputs @ hidden_routers(SMALL, 4)[SMALL.row_of[gate.il]].T
+        assert np.array_equal(np.argsort(-logits, axis=1, kind="stable")[:, :2], gate.expert_ids)
+
+
+def test_synthetic_traces_have_their_structure() -> None:
+    trace = random_trace(n_sequences=8, n_decode=100, seed=5).decode()
+    noise = random_trace(n_sequences=8, n_decode=100, seed=5, structure=0).decode()
+    assert reuse(trace) > 2 * reuse(noise)
+    assert label_distance(trace) > 2 * label_distance(noise), "labels prefer experts"
+    assert information(trace) > 3 * information(noise), "a layer tells about the next"
+    assert token_agreement(trace) > 1.5 * token_agreement(noise), "the token decides a part"
+
+
+def label_distance(trace: Trace) -> float:
+    """Between the popularity of experts in the texts of both labels, over all layers."""
+    kinds = [trace.select(sequences) for sequences in ([0, 2, 4, 6], [1, 3, 5, 7])]
+    shares = [np.stack([np.bincount(ids.ravel(), minlength=16) for ids in kind.expert_ids]) for kind in kinds]
+    return float(np.abs(shares[0] / shares[0].sum() - shares[1] / shares[1].sum()).sum())
+
+
+def information(trace: Trace) -> float:
+    """Of the best expert of a layer about that of the next, in nats."""
+    joint = np.zeros((16, 16))
+    np.add.at(joint, (trace.expert_ids[0, :, 0], trace.expert_ids[1, :, 0]), 1 / trace.n_tokens)
+    apart = np.outer(joint.sum(axis=1), joint.sum(axis=0))
+    return float((joint[joint > 0] * np.log(joint[joint > 0] / apart[joint > 0])).sum())
+
+
+def token_agreement(trace: Trace) -> float:
+    """The chance that two occurrences of the commonest token have the same best expert."""
+    ids = trace.expert_ids[0, trace.tokens == np.bincount(trace.tokens).argmax(), 0]
+    return float(((np.bincount(ids) / len(ids)) ** 2).sum())
+
+
+@pytest.mark.parametrize("n_prefill", [0, 1])
+def test_synthetic_traces_may_be_short(n_prefill: int) -> None:
+    trace = random_trace(n_sequences=1, n_prefill=n_prefill, n_decode=1)
+    check(trace)
+    assert len(gates(trace)) == (1 + n_prefill) * 5

@@ -1,0 +1,300 @@
+"""Trace files: what was written is read; anything damaged, foreign or lying is refused with a TraceError."""
+
+from __future__ import annotations
+
+import io
+import json
+import zipfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from traces import SMALL, random_trace, same
+
+from moegguf.controller import trace_file
+from moegguf.controller.trace import Trace
+from moegguf.controller.trace_file import TraceWriter, read, write
+from moegguf.errors import MoeggufError, TraceError
+
+Members = dict[str, bytes]
+
+
+def small(**wanted: bool) -> Trace:
+    return random_trace(n_sequences=2, n_prefill=2, n_decode=2, seed=1, **wanted)
+
+
+def unpack(path: Path) -> Members:
+    with zipfile.ZipFile(path) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+def pack(path: Path, members: Members) -> Path:
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in members.items():
+            archive.writestr(name, data)
+    return path
+
+
+def npy(array: Any) -> bytes:
+    file = io.BytesIO()
+    np.save(file, array, allow_pickle=True)
+    return file.getvalue()
+
+
+def header_with(members: Members, changes: dict[str, Any]) -> Members:
+    """With other values in the header, or in its shape."""
+    header = json.loads(members["header.json"])
+    for key, value in changes.items():
+        (header["shape"] if key in header["shape"] else header)[key] = value
+    return {**members, "header.json": json.dumps(header).encode()}
+
+
+@pytest.fixture
+def members(tmp_path: Path) -> Members:
+    write(tmp_path / "good.npz", small())
+    return unpack(tmp_path / "good.npz")
+
+
+@pytest.mark.parametrize("weights", [False, True])
+@pytest.mark.parametrize("inputs", [False, True])
+def test_what_was_written_is_read(tmp_path: Path, weights: bool, inputs: bool) -> None:
+    trace = small(with_weights=weights, with_inputs=inputs)
+    trace = replace(trace, header=replace(trace.header, settings={"budget": "50%", "threads": 2, "gb_per_s": 1.5}))
+    write(tmp_path / "t.npz", trace)
+    assert same(read(tmp_path / "t.npz"), trace)
+    assert [path.name for path in tmp_path.iterdir()] == ["t.npz"]
+
+
+def test_an_empty_trace_is_a_trace(tmp_path: Path) -> None:
+    nothing = small(with_inputs=True).select([])
+    write(tmp_path / "t.npz", nothing)
+    assert same(read(tmp_path / "t.npz"), nothing)
+
+
+def test_numpy_alone_opens_it(tmp_path: Path) -> None:
+    trace = small()
+    write(tmp_path / "t.npz", trace)
+    with np.load(tmp_path / "t.npz", allow_pickle=False) as arrays:
+        assert np.array_equal(arrays["expert_ids.000000"], trace.expert_ids)
+        assert json.loads(arrays["header.json"])["shape"]["n_expert"] == 16
+
+
+def test_many_blocks_make_one_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = random_trace(seed=2, with_inputs=True)
+    monkeypatch.setattr(trace_file, "BLOCK_BYTES", 4000)
+    write(tmp_path / "t.npz", trace)
+    names = list(unpack(tmp_path / "t.npz"))
+    assert names[-1] == "header.json" and len(names) == 9 * int(names[-2].split(".")[1]) + 10 > 50
+    assert same(read(tmp_path / "t.npz"), trace)
+
+
+def test_blocks_may_lack_inputs(tmp_path: Path) -> None:
+    trace = small(with_inputs=True)
+    without, with_ = replace(trace.select([0]), inputs=None), trace.select([1])
+    with TraceWriter(tmp_path / "t.npz", trace.shape, weights=True, inputs=True) as writer:
+        writer.add(without)
+        writer.add(with_)
+        writer.close(trace.header)
+    found = read(tmp_path / "t.npz")
+    assert found.inputs is not None and with_.inputs is not None
+    assert not found.inputs[:, : without.n_tokens].any()
+    assert np.array_equal(found.inputs[:, without.n_tokens :], with_.inputs)
+    assert np.array_equal(found.expert_ids, trace.expert_ids)
+
+
+def test_a_recording_that_was_killed_leaves_nothing_that_looks_complete(tmp_path: Path) -> None:
+    path = tmp_path / "t.npz"
+    writer = TraceWriter(path, SMALL, weights=True, inputs=False)
+    writer.add(small())
+    assert not path.exists()
+    with pytest.raises(TraceError, match="damaged or incomplete"):
+        read(writer.partial)
+    writer.discard()
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(KeyError), TraceWriter(path, SMALL, weights=True, inputs=False) as writer:
+        raise KeyError
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_cannot_be_written_is_said(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="cannot be written"):
+        write(tmp_path / "missing" / "t.npz", small())
+    with pytest.raises(TraceError, match=r"expert_ids must be int16"):
+        write(tmp_path / "t.npz", replace(small(), expert_ids=small().expert_ids.astype(np.int32)))
+    with pytest.raises(TraceError, match="settings"):
+        write(tmp_path / "t.npz", replace(small(), header=replace(small().header, settings={"x": float("nan")})))
+    writer = TraceWriter(tmp_path / "u.npz", SMALL, weights=True, inputs=False)
+    with pytest.raises(TraceError, match="does not fit"):
+        writer.add(small(with_inputs=True))
+    writer.discard()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("data", [b"", b"PK", b"\0" * 100, b"GGUF" * 30])
+def test_other_files_are_refused(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "t.npz").write_bytes(data)
+    with pytest.raises(TraceError, match=r"t\.npz: the trace is damaged or incomplete"):
+        read(tmp_path / "t.npz")
+    with pytest.raises(TraceError, match="cannot be read"):
+        read(tmp_path / "missing.npz")
+    with pytest.raises(TraceError, match="cannot be read"):
+        read(tmp_path)
+    assert issubclass(TraceError, MoeggufError)
+
+
+@pytest.mark.parametrize(
+    ("changes", "rule"),
+    [
+        ({"format": "other"}, "format must be"),
+        ({"version": 2}, "version must be 1, but is 2"),
+        ({"version": True}, "version must be a whole number"),
+        ({"n_pass": 5}, "n_pass is 5, but its blocks have 6"),
+        ({"n_tokens": -1}, "n_tokens must be a whole number"),
+        ({"weights": 1}, "weights must be true or false"),
+        ({"weights": False}, "weights.000000.npy"),
+        ({"model": 3}, "model must be text"),
+        ({"labels": {"x": "y"}}, "labels belong to numbers"),
+        ({"labels": {"1": 2}}, "label must be text"),
+        ({"labels": None}, "labels and settings must both be there"),
+        ({"settings": {"a": [1]}}, "setting 'a' must be text"),
+        ({"settings": {"a": True}}, "setting 'a' must be text"),
+        ({"blocks": {}}, "blocks must be a list"),
+        ({"blocks": [[6, 8]]}, "blocks must be"),
+        ({"blocks": [[6, 8, 1]]}, "blocks have at least"),
+        ({"blocks": [[0, 0, 0]]}, "blocks have at least"),
+        ({"blocks": [[1, 1, 0]] * 1000, "n_pass": 1000, "n_tokens": 1000}, "9 members for 1000 blocks"),
+        ({"blocks": [[6, 9, 0]], "n_tokens": 9}, "pass_start must go from 0 to 9"),
+        ({"blocks": [[6, 1 << 31, 0]], "n_tokens": 1 << 31}, "says it has"),
+        ({"shape": None}, "shape must have the sizes"),
+        ({"layers": []}, "layers must rise"),
+        ({"layers": [1, 2, 2, 3, 4]}, "layers must rise"),
+        ({"layers": [1, 2, 3, 4, 6]}, "layers must rise"),
+        ({"layers": [-1, 2, 3, 4, 5]}, "layers must rise"),
+        ({"layers": [1, 2, 3, 4, 5.5]}, "layers must be a list"),
+        ({"layers": [1, 2, 3, 4]}, "must be int16"),
+        ({"n_expert": 0}, "n_expert must be"),
+        ({"n_expert": 40000}, "n_expert must be"),
+        ({"n_expert": 1}, "n_expert_used is 2"),
+        ({"n_expert": 4}, "expert_ids must be from -1 to below 4"),
+        ({"n_vocab": 3}, "tokens must be from -1 to below 3"),
+        ({"n_layer": 1 << 40}, "n_layer must be"),
+    ],
+)
+def test_a_header_that_does_not_fit_is_refused(
+    tmp_path: Path, members: Members, changes: dict[str, Any], rule: str
+) -> None:
+    with pytest.raises(TraceError, match=rule):
+        read(pack(tmp_path / "t.npz", header_with(members, changes)))
+
+
+def changed(name: str, change: Callable[[Any], Any]) -> Callable[[Members], Members]:
+    """Replaces one array; the change may also work in place."""
+
+    def apply(members: Members) -> Members:
+        array = np.load(io.BytesIO(members[f"{name}.000000.npy"]))
+        result = change(array)
+        return {**members, f"{name}.000000.npy": npy(array if result is None else result)}
+
+    return apply
+
+
+def put(at: Any, value: Any) -> Callable[[Any], None]:
+    return lambda array: array.__setitem__(at, value)
+
+
+@pytest.mark.parametrize(
+    ("damage", "rule"),
+    [
+        (changed("expert_ids", put((0, 0, 0), 16)), "expert_ids must be from -1 to below 16"),
+        (changed("expert_ids", put((0, 0, 1), -1)), "expert_ids must be as many"),
+        (changed("expert_ids", put((0, 1), -1)), "expert_ids must be those of a pass's last tokens"),
+        (changed("expert_ids", lambda a: a.astype(np.int32)), "must be int16"),
+        (changed("expert_ids", lambda a: a.astype(">i2")), "must be int16"),
+        (changed("expert_ids", np.asfortranarray), "must be int16"),
+        (changed("expert_ids", lambda a: a[:, :-1]), "must be int16"),
+        (changed("expert_ids", lambda a: a.reshape(-1, *a.shape[1:][::-1])), "must be int16"),
+        (changed("weights", put((0, 0, 0), np.nan)), "not finite"),
+        (changed("weights", lambda a: np.full(a.shape, None)), "must be float16"),
+        (changed("tokens", put(0, 64)), "tokens must be from -1 to below 64"),
+        (changed("pass_phase", put(0, 2)), "pass_phase must be at most 1"),
+        (changed("pass_first_token", put(0, -2)), "pass_first_token must be"),
+        (changed("pass_start", put(0, 1)), "pass_start must go from 0 to 8"),
+        (changed("pass_start", put(-1, 9)), "pass_start must go from 0 to 8"),
+        (changed("pass_start", put(1, 7)), "pass_start must rise"),
+        (changed("pass_start", put(1, -(2**62))), "pass_start must rise"),
+        (lambda m: {k: v for k, v in m.items() if k != "tokens.000000.npy"}, "members must be"),
+        (lambda m: {k: v for k, v in m.items() if k != "header.json"}, "there must be a header"),
+        (lambda m: {**m, "more.npy": b"x"}, "members must be"),
+        (lambda m: {**m, "header.json": b"[" * 100_000}, "not valid JSON"),
+        (lambda m: {**m, "header.json": b"\xff"}, "not valid JSON"),
+        (lambda m: {**m, "header.json": b'{"n": NaN}'}, "NaN"),
+        (lambda m: {**m, "header.json": b"[]"}, "format must be"),
+        (lambda m: {**m, "tokens.000000.npy": b"\0" * 160}, "damaged"),
+        (lambda m: {**m, "tokens.000000.npy": b"\x93NUMPY\x01\x00\x20\x00" + b"(" * 150}, "damaged"),
+        (lambda m: {**m, "tokens.000000.npy": b"\x93NUMPY\x03\x00" + m["tokens.000000.npy"][8:]}, "npy version"),
+    ],
+)
+def test_damage_is_refused(tmp_path: Path, members: Members, damage: Callable[[Members], Members], rule: str) -> None:
+    with pytest.raises(TraceError, match=rule):
+        read(pack(tmp_path / "t.npz", damage(members)))
+
+
+def test_twice_the_same_member_is_refused(tmp_path: Path, members: Members) -> None:
+    path = pack(tmp_path / "t.npz", members)
+    with pytest.warns(UserWarning, match="Duplicate"), zipfile.ZipFile(path, "a") as archive:
+        archive.writestr("tokens.000000.npy", members["tokens.000000.npy"])
+    with pytest.raises(TraceError, match="members must be"):
+        read(path)
+
+
+def test_more_than_is_allowed_is_not_unpacked(tmp_path: Path, members: Members) -> None:
+    path = tmp_path / "t.npz"
+    write(path, small())
+    with pytest.raises(TraceError, match="at most 99 are allowed"):
+        read(path, max_bytes=99)
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, data in members.items():
+            archive.writestr(name, data + bytes(20 << 20) if name == "tokens.000000.npy" else data)
+    assert path.stat().st_size < 100_000
+    with pytest.raises(TraceError, match="says it has"):
+        read(path)
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_LZMA) as archive:
+        archive.writestr("header.json", members["header.json"])
+    with pytest.raises(TraceError, match="stored or deflated"):
+        read(path)
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes, Trace]:
+    folder = tmp_path_factory.mktemp("good")
+    trace = small(with_inputs=True)
+    write(folder / "t.npz", trace)
+    return folder / "broken.npz", (folder / "t.npz").read_bytes(), trace
+
+
+@given(data=st.data())
+@settings(max_examples=150, deadline=None)
+def test_any_flipped_byte_is_refused_or_harmless(good: tuple[Path, bytes, Trace], data: st.DataObject) -> None:
+    path, content, trace = good
+    broken = bytearray(content)
+    broken[data.draw(st.integers(0, len(content) - 1))] ^= data.draw(st.integers(1, 255))
+    path.write_bytes(broken)
+    try:
+        found = read(path)
+    except TraceError:
+        return
+    assert same(found, trace)
+
+
+@given(data=st.data())
+@settings(max_examples=50, deadline=None)
+def test_any_cut_is_refused(good: tuple[Path, bytes, Trace], data: st.DataObject) -> None:
+    path, content, _ = good
+    path.write_bytes(content[: data.draw(st.integers(0, len(content) - 1))])
+    with pytest.raises(TraceError):
+        read(path)

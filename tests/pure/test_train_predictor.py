@@ -1,0 +1,127 @@
+"""tools/train_predictor.py: requests are held out whole, options are checked, and what it writes can be loaded."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gguf_builder import Gguf, moe
+from predicting import accuracy
+from traces import random_trace
+
+from moegguf.controller import trace_file, weights_file
+from moegguf.controller.predictors.expert_mlp import ExpertMlp, hidden_sizes
+from moegguf.controller.predictors.mlp import MlpPredictor
+from moegguf.controller.predictors.popularity import Affinity
+from moegguf.controller.shape import MoeShape
+from moegguf.controller.trace import Trace, shuffled
+from moegguf.controller.weights_file import Weights
+from moegguf.experts import read_layout
+from moegguf.fingerprint import fingerprint
+from tools.predictors import TRAINERS, trainer
+from tools.predictors.splitting import held_out, validation_tokens
+from tools.train_predictor import main, options, parse_setting
+
+N_EMBD, N_EXPERT = 64, 8
+NO_TORCH = "teaching networks needs torch: pip install 'moegguf[train]'"
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    g: Gguf = moe(n_layer=3, n_expert=N_EXPERT, n_embd=N_EMBD, vocab=32)
+    for il in range(3):
+        g.tensor(f"blk.{il}.ffn_gate_inp.weight", N_EMBD, N_EXPERT)
+    return g.write(tmp_path / "model.gguf")
+
+
+def recorded(model: Path, *, with_inputs: bool = False) -> Trace:
+    layout = read_layout(model)
+    trace = random_trace(MoeShape.of(layout), n_sequences=12, with_inputs=with_inputs)
+    return replace(trace, header=replace(trace.header, fingerprint=fingerprint(layout)))
+
+
+def test_requests_are_held_out_whole_and_from_every_kind() -> None:
+    trace = random_trace(n_sequences=12, n_labels=3)
+    unseen = held_out(trace, 0.25, seed=0)
+    assert len(unseen) == 3
+    assert {trace.header.labels[sequence] for sequence in unseen} == {"kind0", "kind1", "kind2"}
+    assert held_out(trace, 0.25, seed=0) == unseen
+    assert held_out(trace, 1.0, seed=0) != trace.sequences()
+    tokens = validation_tokens(trace, seed=0)
+    sequence_of = np.repeat(trace.pass_sequence, np.diff(trace.pass_start))
+    assert set(sequence_of[tokens]) & set(sequence_of[~tokens]) == set()
+
+
+def test_options_take_their_types_from_the_defaults() -> None:
+    assert parse_setting((1, 2), "4,8") == (4, 8)
+    assert parse_setting(0.5, "1e-3") == 1e-3
+    with pytest.raises(SystemExit, match="popularity has no option 'lr'; it has none"):
+        options("popularity", ["lr=1"])
+
+
+def test_a_counted_predictor_is_written_judged_and_loaded(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = recorded(model, with_inputs=True)
+    trace_file.write(tmp_path / "t.trace", trace)
+    main([str(tmp_path / "t.trace"), "--model", str(model), "--predictor", "affinity", "--out", str(tmp_path / "out")])
+    printed = capsys.readouterr().out
+    assert [line.split("  ")[0] for line in printed.splitlines()[1:]] == [
+        "affinity", "skip", "affinity, shuffled", "skip, shuffled",
+    ]  # fmt: skip
+    facts = json.loads((tmp_path / "out/affinity.json").read_text())
+    assert facts["fingerprint"] == trace.header.fingerprint
+    assert facts["training"]["requests"] + facts["heldout"]["requests"] == 12
+    assert set(facts["heldout"]["accuracy"]["affinity"]) == {"1", "2", "4", "8"}
+    path = tmp_path / "out/affinity.safetensors"
+    found = weights_file.load(
+        path, "affinity", trace.header.fingerprint, trace.shape, lambda w: Affinity.from_weights(trace.shape, w)
+    )
+    assert found is not None
+
+
+def test_a_trace_of_another_model_is_refused(tmp_path: Path, model: Path) -> None:
+    trace_file.write(tmp_path / "t.trace", random_trace())
+    with pytest.raises(SystemExit, match="their fingerprints differ"):
+        main([str(tmp_path / "t.trace"), "--model", str(model), "--predictor", "affinity", "--out", str(tmp_path)])
+
+
+def test_every_learned_predictor_of_the_controller_has_a_trainer() -> None:
+    for name in TRAINERS:
+        path = Path(__file__).parents[2] / "tools/predictors" / f"{TRAINERS[name]}.py"
+        assert path.exists(), name
+
+
+def test_a_taught_mlp_beats_a_shuffled_control_on_held_out_requests() -> None:
+    pytest.importorskip("torch", reason=NO_TORCH)
+    trace = random_trace(n_sequences=20, n_decode=60, with_inputs=True)
+    seen, unseen = trace.select(range(16)), trace.select(range(16, 20))
+    module = trainer("mlp")
+    chosen = module.Options(windows=(1,), n_hidden=64, epochs=6, batch=64)
+    learned, control = (
+        MlpPredictor.from_weights(trace.shape, Weights(module.train(taught, chosen), asdict(chosen)))
+        for taught in (seen, shuffled(seen, 0))
+    )
+    assert accuracy(learned, unseen, 1) > accuracy(control, shuffled(unseen, 1), 1) + 0.1
+
+
+def test_a_taught_expert_mlp_is_its_torch_network_with_the_norms_folded_in() -> None:
+    torch = pytest.importorskip("torch", reason=NO_TORCH)
+    module = trainer("expert-mlp")
+    network = module.build(12, 5, module.Options(hidden=hidden_sizes(1 / 64)))
+    x = torch.randn(256, 12)
+    network(3 * x + 1)  # moves the norms' means and spreads
+    arrays = module.folded(network.eval())
+    y = x.numpy()
+    for i in range(7):
+        y = y @ arrays[f"layers.{i}.weight"].T.astype(np.float32) + arrays[f"layers.{i}.bias"]
+        y = np.maximum(y, 0) if i < 6 else y
+    assert y == pytest.approx(network(x).detach().numpy(), abs=0.02)
+    trace = random_trace(n_sequences=4, n_decode=8)
+    chosen = module.Options(hidden=hidden_sizes(1 / 64), epochs=1, batch=32)
+    arrays = module.train(trace, chosen)
+    taught = ExpertMlp.from_weights(trace.shape, Weights(arrays, {"hidden": list(chosen.hidden)}))
+    assert 0 < accuracy(taught, trace, 1) <= 1

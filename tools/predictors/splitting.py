@@ -1,0 +1,27 @@
+"""Splits a trace by request, never by token: neighbours share experts, and who has seen one knows the other."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from moegguf.controller.trace import Trace
+
+
+def held_out(trace: Trace, share: float, seed: int) -> list[int]:
+    """Requests to leave out: this share of each kind of text, at least one where a kind has several."""
+    rng = np.random.default_rng(seed)
+    kinds: dict[str, list[int]] = {}
+    for sequence in trace.sequences():
+        kinds.setdefault(trace.header.labels.get(sequence, ""), []).append(sequence)
+    picked: list[int] = []
+    for sequences in kinds.values():
+        n = min(len(sequences) - 1, max(1, round(share * len(sequences))))
+        picked += rng.permutation(sequences)[:n].tolist()
+    return sorted(picked)
+
+
+def validation_tokens(trace: Trace, seed: int, share: float = 0.1) -> npt.NDArray[np.bool_]:
+    """(n_tokens,): tokens of requests that only decide when to stop."""
+    sequence_of = np.repeat(trace.pass_sequence, np.diff(trace.pass_start))
+    return np.isin(sequence_of, held_out(trace, share, seed))

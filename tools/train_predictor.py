@@ -1,0 +1,162 @@
+"""Teach a predictor from recorded routing, and tell how good it is on requests it has not seen.
+
+    python -m tools.train_predictor T.trace --model MODEL.gguf --predictor mlp --out predictors/demo
+
+Needs the extra `train` (torch) for mlp, expert-mlp and routing-path; the others only count. `--set` changes an option
+of the predictor's `Options`, such as `--set windows=1,4 --set n_hidden=128`. Writes NAME.safetensors, and NAME.json
+with what the card says. On a machine that does other work too, OMP_WAIT_POLICY=passive in the environment makes torch
+much faster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from moegguf.controller import trace_file, weights_file
+from moegguf.controller.collection import EamcPair
+from moegguf.controller.predictors import make_predictor
+from moegguf.controller.predictors.base import NoPrediction, Predictor
+from moegguf.controller.score import ScoreTable, score
+from moegguf.controller.shape import MoeShape
+from moegguf.controller.trace import Trace
+from moegguf.controller.weights_file import Weights
+from moegguf.experts import ExpertLayout, read_layout
+from moegguf.fingerprint import fingerprint
+from moegguf.routers import Routers, read_routers
+from tools.predictors import TRAINERS, trainer
+from tools.predictors.splitting import held_out
+
+DISTANCES = (1, 2, 4, 8)
+Figure = dict[str, dict[int, float | None]]
+
+
+@dataclass(frozen=True)
+class Sources:
+    """What `make_predictor` asks for: the files of one folder, and the routers of one model."""
+
+    folder: Path
+    layout: ExpertLayout
+    fingerprint: str
+
+    def find(self, name: str) -> Iterator[Path]:
+        return (path for path in [self.folder / name] if path.is_file())
+
+    def routers(self) -> Routers:
+        return read_routers(self.layout)
+
+    def collection(self, shape: MoeShape) -> EamcPair | None:
+        return None
+
+
+def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("trace", type=Path, help="routing recorded with inputs (mlp) or without")
+    parser.add_argument("--model", type=Path, required=True, help="the GGUF file it was recorded from")
+    parser.add_argument("--predictor", choices=sorted(TRAINERS), required=True)
+    parser.add_argument("--out", type=Path, required=True, help="folder for the weights and the facts")
+    parser.add_argument("--heldout", type=float, default=0.2, help="share of each kind's requests not learned from")
+    parser.add_argument("--heldout-trace", type=Path, help="judge on this trace instead; learn from all of the other")
+    parser.add_argument("--seed", type=int, default=0, help="which requests are held out")
+    parser.add_argument("--set", action="append", default=[], metavar="OPTION=VALUE", help="change a training option")
+    return parser.parse_args(given)
+
+
+def options(predictor: str, settings: Sequence[str]) -> Any:
+    """The predictor's `Options` with these settings, each of the type of its default."""
+    kind = trainer(predictor).Options
+    defaults = asdict(kind())
+    changed = dict(setting.partition("=")[::2] for setting in settings)
+    for name in changed.keys() - {field.name for field in fields(kind)}:
+        raise SystemExit(f"{predictor} has no option {name!r}; it has {', '.join(defaults) or 'none'}.")
+    return kind(**{name: parse_setting(defaults[name], text) for name, text in changed.items()})
+
+
+def parse_setting(default: Any, text: str) -> Any:
+    """The text as a value of the default's type; a tuple's items are separated by commas."""
+    if isinstance(default, tuple):
+        return tuple(type(default[0])(part) for part in text.split(","))
+    return type(default)(text)
+
+
+def split(args: argparse.Namespace) -> tuple[Trace, Trace]:
+    """What to learn from and what to be judged on, no request in both."""
+    trace = trace_file.read(args.trace)
+    if args.heldout_trace:
+        return trace, trace_file.read(args.heldout_trace)
+    unseen = held_out(trace, args.heldout, args.seed)
+    return trace.select(set(trace.sequences()) - set(unseen)), trace.select(unseen)
+
+
+def teach(args: argparse.Namespace, seen: Trace) -> Weights:
+    """Trains and gives the arrays with the facts."""
+    chosen = options(args.predictor, args.set)
+    begun = time.monotonic()
+    arrays = trainer(args.predictor).train(seen, chosen)
+    facts = {
+        **asdict(chosen),
+        "requests": len(seen.sequences()),
+        "tokens": seen.n_tokens,
+        "kinds": sorted(set(seen.header.labels.values())),
+        "minutes": round((time.monotonic() - begun) / 60, 2),
+    }
+    return Weights(arrays, facts)
+
+
+def judge(name: str, unseen: Trace, sources: Sources) -> ScoreTable:
+    """Scores on unseen requests, beside skip where the trace holds inputs."""
+    names = [name] if unseen.inputs is None else [name, "skip"]
+    judged: list[Predictor] = [make_predictor(name, unseen.shape, sources) for name in names]
+    if isinstance(judged[0], NoPrediction):
+        raise SystemExit(f"the {name} just written cannot be read back; see the warning above.")
+    return score(unseen, judged, distances=DISTANCES)
+
+
+def figures(table: ScoreTable) -> Figure:
+    """ProMoE's ACCURACY by predictor and window; controls are the same predictor on the shuffled trace."""
+    rows = [(found.name, found) for found in table.scores]
+    rows += [(f"{found.name}, shuffled", found) for found in table.controls]
+    return {name: {k: mean.accuracy for k, mean in found.means.items() if k > 0} for name, found in rows}
+
+
+def report(accuracy: Figure) -> None:
+    """Prints the table."""
+    print(f"{'ACCURACY on held-out requests':<32}" + "".join(f"{f'k={k}':>8}" for k in DISTANCES))
+    for name, by_k in accuracy.items():
+        cells = ("-" if (found := by_k.get(k)) is None else f"{found:.1%}" for k in DISTANCES)
+        print(f"{name:<32}" + "".join(f"{cell:>8}" for cell in cells))
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    """Train, save, load again as the engine would, and judge that."""
+    args = arguments(given)
+    seen, unseen = split(args)
+    layout = read_layout(args.model)
+    sources = Sources(args.out, layout, fingerprint(layout))
+    if {seen.header.fingerprint, unseen.header.fingerprint} != {sources.fingerprint}:
+        raise SystemExit(f"{args.trace} was not recorded from {args.model}: their fingerprints differ.")
+    args.out.mkdir(parents=True, exist_ok=True)
+    path = args.out / f"{args.predictor}.safetensors"
+    weights = teach(args, seen)
+    weights_file.save(path, args.predictor, sources.fingerprint, seen.shape, weights)
+    accuracy = figures(judge(args.predictor, unseen, sources))
+    report(accuracy)
+    facts = {
+        "predictor": args.predictor,
+        "model": seen.header.model,
+        "fingerprint": sources.fingerprint,
+        "file_bytes": path.stat().st_size,
+        "training": dict(weights.facts),
+        "heldout": {"requests": len(unseen.sequences()), "tokens": unseen.n_tokens, "accuracy": accuracy},
+    }
+    path.with_suffix(".json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
