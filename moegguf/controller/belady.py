@@ -97,7 +97,12 @@ class Lookups:
         }
         decode = self.decode
         return Replayed(
-            int(looked_up.sum()), int(hit.sum()), evictions, int(looked_up[decode].sum()), int(hit[decode].sum()), sequences
+            int(looked_up.sum()),
+            int(hit.sum()),
+            evictions,
+            int(looked_up[decode].sum()),
+            int(hit[decode].sum()),
+            sequences,
         )
 
 

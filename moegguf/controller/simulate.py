@@ -26,13 +26,14 @@ from moegguf.native.events import Announcement, Gate, Phase
 from moegguf.native.store import Lane, Store, StoreOptions
 
 GGML_TYPE_I8 = 24  # one byte per value: an expert of any size is one row
+REAL_TIME = "hook_ns"  # the one counter that is no matter of the trace
 
 
 @dataclass(frozen=True)
 class SimOptions:
     """How to replay.
 
-    prefetch: None acts on no prediction. link_bytes_per_s 0: transfers are free. layer_compute_us: what a layer computes
+    prefetch: None acts on no prediction. link_bytes_per_s 0: transfers are free. layer_compute_us: what a layer takes
     for one token; a pass of n tokens takes n times as long. sweep, chunked, preempt: as in StoreOptions.
     """
 
@@ -87,7 +88,7 @@ def _values(span: Span) -> tuple[int, ...]:
 class SimResult:
     """What a replay counted.
 
-    counters: all of the store's. decode: of decode passes; whole: of all. sequences: {request: its decode passes, or
+    counters: all of the store's that follow from the trace. decode: of decode passes; whole: of all. sequences: {request: its decode passes, or
     all of its passes where it has none}. t_per_s: decoded tokens per modelled second, None without a link.
     """
 
@@ -240,7 +241,7 @@ class Simulation:
         decode, total = meter.phases[Phase.DECODE], len(self.trace.shape.layers) * self.trace.shape.n_expert
         timed = self.options.timed and decode.clock_ns > 0
         return SimResult(
-            name_of(self.policy), name_of(self.predictor), self.n_slots, self.n_slots / total, meter.counters,
+            name_of(self.policy), name_of(self.predictor), self.n_slots, self.n_slots / total, {name: n for name, n in meter.counters.items() if name != REAL_TIME},
             meter.phases[Phase.PREFILL] + decode, decode, meter.requests(),
             decode.tokens / decode.clock_ns * 1e9 if timed else None,
         )  # fmt: skip

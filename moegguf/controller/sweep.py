@@ -50,7 +50,9 @@ def sweep(
                 if progress is not None:
                     progress(f"{name} with {predictor_name} in {n_slots} slots")
                 policy, predictor = make_policy(), make_predictor()
-                rows.append(_row(name, predictor_name, share, Simulation(trace, policy, predictor, n_slots, options).run()))
+                rows.append(
+                    _row(name, predictor_name, share, Simulation(trace, policy, predictor, n_slots, options).run())
+                )
         rows.append(_bound(trace, share, n_slots))
     return rows
 

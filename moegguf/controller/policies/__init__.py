@@ -35,7 +35,9 @@ def _static(shape: MoeShape, sources: Sources) -> Policy:
             return found
     if there_is_one:
         return Lru()
-    raise OptionError("the policy 'static' needs the model's popularity.safetensors (tools/train_predictor.py, on a trace).")
+    raise OptionError(
+        "the policy 'static' needs the model's popularity.safetensors (tools/train_predictor.py, on a trace)."
+    )
 
 
 POLICIES: dict[str, Make] = {

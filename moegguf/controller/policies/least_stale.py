@@ -18,9 +18,9 @@ class LeastStale:
     """Stale experts go first, the least recently used of them first; then the others, by recency too.
 
     Layers are computed in a fixed order, so an expert of a layer that this pass has computed cannot be used before the
-    next pass, and one of a layer ahead can: evicting the latter is the paper's collision miss. Only the paper's abstract
-    was at hand; that "stale" means "its layer is behind us in this pass" is our reading of it. The layer computed next
-    counts as behind: its chosen experts are pinned when victims are chosen, the others wait for the next pass.
+    next pass, and one of a layer ahead can: evicting the latter is the paper's collision miss. We had the paper's
+    abstract only; that "stale" means "its layer is behind us in this pass" is our reading of it. The layer computed
+    next counts as behind: its chosen experts are pinned when victims are chosen, the others wait for the next pass.
     """
 
     name: ClassVar[str] = "least-stale"

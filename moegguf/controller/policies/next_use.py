@@ -1,4 +1,4 @@
-"""Belady's rule with an estimate in place of the future: out goes the expert whose next use is expected farthest off."""
+"""Belady's rule with an estimate in place of the future: out goes the expert expected to be used again last."""
 
 from __future__ import annotations
 

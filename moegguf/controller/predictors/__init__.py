@@ -73,7 +73,7 @@ PREDICTORS: dict[str, Make] = {
     "affinity": _learned("affinity", Affinity.from_weights),
     "mlp": _learned("mlp", MlpPredictor.from_weights),
     "expert-mlp": _learned("expert-mlp", ExpertMlp.from_weights),
-    "routing-path": _learned("routing-path", lambda shape, weights: RoutingPath(shape, weights)),
+    "routing-path": _learned("routing-path", RoutingPath.from_weights),
 }
 UNTRAINED = ("none", "previous-token", "eamc", "skip", "fresh-gate")
 

@@ -1,6 +1,6 @@
 """ExpertFlow's routing-path predictor (section 3.1): every layer's experts from token ids alone, before the first gate.
 
-A small T5 in numpy: an encoder looks both ways over the WINDOW tokens before a chunk, a decoder goes through the chunk
+A small T5 in numpy: an encoder looks both ways over the `window` tokens before a chunk, a decoder goes through the chunk
 token by token with cross-attention to it, and one linear head per MoE layer says which experts the token will use.
 tools/predictors/routing_path.py trains it. Departures from T5, all for the cost of one token: a chunk's encoder states
 and the decoder's keys and values are kept, so that a token costs one decoder step and the encoder runs once per chunk,
@@ -185,9 +185,9 @@ class RoutingPath(Predictor):
     name: ClassVar[str] = NAME
     needs_tokens: ClassVar[bool] = True
 
-    def __init__(self, shape: MoeShape, network: PathNetwork) -> None:
+    def __init__(self, shape: MoeShape, weights: Weights) -> None:
         super().__init__(shape, reach=len(shape.layers))
-        self.network = network
+        self.network = PathNetwork(shape, weights)
         self._cache = self.network.empty_cache(1)
         self._recent: Int32s = np.empty(self.network.window, np.int32)
         self._sequence = -1
@@ -198,8 +198,8 @@ class RoutingPath(Predictor):
 
     @classmethod
     def from_weights(cls, shape: MoeShape, weights: Weights) -> RoutingPath:
-        """ValueError as `PathNetwork`'s."""
-        return cls(shape, PathNetwork(shape, weights))
+        """The door that all learned predictors have. ValueError as `PathNetwork`'s."""
+        return cls(shape, weights)
 
     def announce(self, announcement: Announcement) -> None:
         """Predicts. Costs a decoder step for one token; many tokens are read chunk by chunk."""

@@ -1,0 +1,159 @@
+"""Replays: the native store counts what an independent replay counts, every policy runs, failures are not hidden."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+import pytest
+from traces import SMALL, random_trace
+
+from moegguf.controller.belady import Lookups, belady, lru
+from moegguf.controller.history import History
+from moegguf.controller.policies.base import Outlook, Policy
+from moegguf.controller.policies.least_stale import LeastStale
+from moegguf.controller.policies.lfu import Lfu, LfuDecay, LfuRequest
+from moegguf.controller.policies.locality import Locality
+from moegguf.controller.policies.lru import Lru
+from moegguf.controller.policies.next_use import NextUse
+from moegguf.controller.policies.random_scores import Random
+from moegguf.controller.policies.sparsity import SparsityAware
+from moegguf.controller.predictors.base import NoPrediction
+from moegguf.controller.prefetch import PrefetchOptions
+from moegguf.controller.shape import MoeShape
+from moegguf.controller.simulate import SimOptions, SimResult, Simulation, fitted, layout_of, slots_of
+from moegguf.controller.sweep import BELADY, closed_gap, sweep
+from moegguf.errors import CallbackError, OptionError
+from moegguf.native.events import Float32s
+
+TRACE = random_trace(n_sequences=6, n_prefill=6, n_decode=40)
+ALL = [
+    Lru(), Lfu(), LfuRequest(SMALL), LfuDecay(SMALL), Random(SMALL), LeastStale(SMALL), Locality(SMALL),
+    SparsityAware(SMALL), NextUse(SMALL),
+]  # fmt: skip
+
+
+def run(policy: Policy, n_slots: int = 24, **options: object) -> SimResult:
+    return Simulation(TRACE, policy, NoPrediction(SMALL), n_slots, SimOptions(**options)).run()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("n_slots", [2, 3, 5, 8, 9, 10, 16, 24, 40, 79, 80])
+def test_the_store_counts_what_an_independent_lru_counts(n_slots: int) -> None:
+    result = run(Lru(), n_slots, sweep=False)
+    replay = lru(Lookups.of(fitted(TRACE, n_slots)), n_slots)
+    counted = (result.counters["lookups"], result.counters["misses"], result.counters["evictions"])
+    assert counted == (replay.lookups, replay.misses, replay.evictions)
+    assert (result.decode.lookups, result.decode.hits) == (replay.decode_lookups, replay.decode_hits)
+    assert result.whole.bytes_missed == replay.misses * SMALL.expert_bytes
+
+
+@pytest.mark.parametrize("policy", ALL, ids=lambda policy: policy.name)
+def test_every_policy_replays_alike_each_time_and_stays_below_belady(policy: Policy) -> None:
+    first, again = (run(type(policy)(*([SMALL] if type(policy) not in (Lru, Lfu) else []))) for _ in range(2))
+    assert first == again
+    assert first.whole.lookups == Lookups.of(TRACE).keys.size
+    assert first.hit_rate <= belady(Lookups.of(TRACE), 24).hit_rate
+    assert list(first.sequences) == TRACE.sequences()
+    assert sum(span.hits for span in first.sequences.values()) == first.decode.hits
+
+
+def test_a_controller_that_leaves_scores_alone_changes_nothing() -> None:
+    class Quiet:
+        name: ClassVar[str] = "quiet"
+
+        def scores(self, history: History, outlook: Outlook) -> Float32s | None:
+            return None
+
+    assert run(Quiet()).counters == run(Lru()).counters
+
+
+class Answers:
+    """A policy that gives one answer."""
+
+    name: ClassVar[str] = "answers"
+
+    def __init__(self, answer: object) -> None:
+        self.answer = answer
+
+    def scores(self, history: History, outlook: Outlook) -> Float32s | None:
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer  # type: ignore[return-value]
+
+
+def test_scores_that_are_no_numbers_count_as_nothing() -> None:
+    assert run(Answers(np.full(SMALL.table, np.nan, np.float32))).counters == run(Lru()).counters
+
+
+def test_a_policy_that_fails_ends_the_simulation_with_its_name() -> None:
+    with pytest.raises(CallbackError, match="policy answers raised ZeroDivisionError: no"):
+        run(Answers(ZeroDivisionError("no")))
+    with pytest.raises(CallbackError, match=r"policy answers raised ValueError: scores have the shape \(3, 3\)"):
+        run(Answers(np.zeros((3, 3), np.float32)))
+
+
+def test_time_is_compute_plus_stall() -> None:
+    result = run(Lru(), link_bytes_per_s=1e9, layer_compute_us=5.0, sweep=False)
+    decode = result.decode
+    assert decode.stall_ns == decode.bytes_missed  # a byte per ns, nothing overlaps
+    assert decode.tokens == 6 * 40
+    assert decode.clock_ns == decode.stall_ns + decode.tokens * 5 * 5000
+    assert result.t_per_s == pytest.approx(decode.tokens / decode.clock_ns * 1e9)
+    assert run(Lru()).t_per_s is None
+
+
+def test_prefetching_hides_stall_behind_compute() -> None:
+    class Oracle(NoPrediction):
+        """Knows the experts of the next layer."""
+
+        name: ClassVar[str] = "oracle"
+
+        def __init__(self) -> None:
+            super().__init__(SMALL)
+            self.reach = 1
+            self.row = -1
+
+        def observe(self, gate: object) -> None:
+            self.row = (self.row + 1) % 5
+
+        def predict(self, il: int, distance: int) -> Float32s | None:
+            return np.full(SMALL.n_expert, 1.0, np.float32)
+
+    options = SimOptions(PrefetchOptions(window=1), link_bytes_per_s=1e9, layer_compute_us=50.0)
+    ahead = Simulation(TRACE, LfuRequest(SMALL), Oracle(), 60, options).run()
+    assert ahead.decode.bytes_prefetched > 0
+
+
+def test_shares_become_slots() -> None:
+    assert slots_of(SMALL, 0.25) == 20
+    assert slots_of(SMALL, 0.001) == SMALL.n_expert_used
+    for share in (0.0, 1.01):
+        with pytest.raises(OptionError, match="above 0 and up to 1"):
+            slots_of(SMALL, share)
+    with pytest.raises(OptionError, match="1 slots cannot hold the 2 experts"):
+        Simulation(TRACE, Lru(), NoPrediction(SMALL), 1)
+
+
+def test_passes_are_cut_to_what_fits() -> None:
+    cut = fitted(TRACE, 5)
+    lengths = np.diff(cut.pass_start)
+    assert lengths.max() == 2
+    assert cut.n_tokens == TRACE.n_tokens
+    assert cut.pass_first_token[:3].tolist() == [0, 2, 4]
+    assert fitted(TRACE, 16) is TRACE
+
+
+def test_a_layout_is_made_from_the_shape_alone() -> None:
+    shape = MoeShape(4, 8, 2, (1, 3), 32, 64, expert_bytes=1001)
+    assert MoeShape.of(layout_of(shape)) == shape
+
+
+def test_the_table_comes_in_order_with_the_bound_last() -> None:
+    heard: list[str] = []
+    policies = {"lru": Lru, "lfu-decay": lambda: LfuDecay(SMALL)}
+    rows = sweep(TRACE, policies, {"none": lambda: NoPrediction(SMALL)}, [0.25, 0.5], progress=heard.append)  # type: ignore[arg-type]
+    assert [(row.policy, row.share) for row in rows] == [
+        ("lru", 0.25), ("lfu-decay", 0.25), (BELADY, 0.25), ("lru", 0.5), ("lfu-decay", 0.5), (BELADY, 0.5),
+    ]  # fmt: skip
+    assert [closed_gap(rows, row) for row in rows[:3:2]] == [0.0, 1.0]
+    assert heard[0] == "lru with none in 20 slots"

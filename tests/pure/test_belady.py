@@ -1,0 +1,110 @@
+"""Belady's bound on examples small enough to check by hand, and never below what any policy reaches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from traces import random_trace
+
+from moegguf.controller.belady import Lookups, belady, floors_of, lru
+from moegguf.controller.shape import MoeShape
+from moegguf.controller.trace import Trace, TraceHeader
+from moegguf.errors import OptionError
+from moegguf.native.events import Phase
+
+
+def trace_of(passes: Sequence[Sequence[Sequence[int]]], n_expert: int = 4) -> Trace:
+    """passes[p][row]: the experts of one token in each layer."""
+    n_row, k = len(passes[0]), len(passes[0][0])
+    n = len(passes)
+    return Trace(
+        MoeShape(n_row, n_expert, k, tuple(range(n_row))), TraceHeader(), np.zeros(n, np.int32),
+        np.full(n, Phase.DECODE, np.uint8), np.zeros(n, np.int32), np.zeros(n, np.int64), np.arange(n + 1),
+        np.full(n, -1, np.int32), np.array(passes, np.int16).transpose(1, 0, 2),
+    )  # fmt: skip
+
+
+def one_layer(experts: Sequence[int]) -> Trace:
+    return trace_of([[[e]] for e in experts])
+
+
+def test_the_textbook_example() -> None:
+    """2 3 2 1 5 2 4 5 3 2 5 2 in three frames: six faults at best (Stallings), seven with LRU."""
+    lookups = Lookups.of(trace_of([[[e]] for e in (2, 3, 2, 1, 5, 2, 4, 5, 3, 2, 5, 2)], n_expert=6))
+    assert belady(lookups, 3).misses == 6
+    assert lru(lookups, 3).misses == 7
+
+
+def test_a_loop_longer_than_the_pool_defeats_lru_only() -> None:
+    lookups = Lookups.of(one_layer([0, 1, 2] * 4))
+    assert lru(lookups, 2).hits == 0
+    assert belady(lookups, 2).hits == 5  # of the nine lookups after the first round, four must miss
+
+
+def test_a_gates_experts_are_needed_together() -> None:
+    lookups = Lookups.of(trace_of([[[0, 1]], [[2, 3]], [[0, 1]]]))
+    assert belady(lookups, 3).hits == 1
+    assert belady(lookups, 4).hits == 2
+    with pytest.raises(OptionError, match="needs 2 experts"):
+        belady(lookups, 1)
+
+
+def test_lookups_are_distinct_experts_in_order_of_first_choice() -> None:
+    trace = random_trace(n_sequences=1, n_prefill=5, n_decode=2)
+    lookups = Lookups.of(trace)
+    n_expert = trace.shape.n_expert
+    for row in range(len(trace.shape.layers)):
+        ids = trace.expert_ids[row, :5].ravel()
+        expected = list(dict.fromkeys(ids[ids >= 0].tolist()))
+        assert (lookups.keys[lookups.start[row] : lookups.start[row + 1]] - row * n_expert).tolist() == expected
+    assert lookups.decode.tolist() == [False] * 5 + [True] * 10
+
+
+def test_a_shorter_last_layer_and_every_request_are_counted() -> None:
+    trace = random_trace(n_sequences=3, n_prefill=6, n_decode=5)
+    counted = belady(Lookups.of(trace), 20)
+    assert list(counted.sequences) == [0, 1, 2]
+    assert sum(lookups for lookups, _ in counted.sequences.values()) == counted.lookups
+    assert sum(hits for _, hits in counted.sequences.values()) == counted.hits
+    assert counted.decode_lookups == 3 * 5 * 5 * 2
+
+
+def test_floors_share_what_one_layer_does_not_need() -> None:
+    shape = MoeShape(4, 8, 2, (0, 1, 2, 3))
+    assert floors_of(shape, 8) == [0, 0, 0, 0]
+    assert floors_of(shape, 7) == [1, 1, 1, 2]
+    assert floors_of(shape, 2) == [0, 0, 0, 0]
+
+
+def optimum(trace: Trace, n_slots: int) -> int:
+    """The most hits, by trying every choice of victims."""
+    lookups = Lookups.of(trace)
+    best: dict[frozenset[int], int] = {frozenset(): 0}
+    for start, end in zip(lookups.start[:-1], lookups.start[1:], strict=True):
+        gate = frozenset(lookups.keys[start:end].tolist())
+        after: dict[frozenset[int], int] = {}
+        for resident, hits in best.items():
+            others = sorted(resident - gate)
+            for kept in combinations(others, min(len(others), n_slots - len(gate))):
+                state = gate | frozenset(kept)
+                after[state] = max(after.get(state, 0), hits + len(gate & resident))
+        best = after
+    return max(best.values())
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(*[st.sets(st.integers(0, 3), min_size=2, max_size=2)] * 2), min_size=1, max_size=10),
+    st.integers(2, 6),
+)
+def test_belady_is_the_optimum_and_nobody_beats_it(passes: list[tuple[set[int], set[int]]], n_slots: int) -> None:
+    trace = trace_of([[sorted(layer) for layer in one] for one in passes])
+    bound = belady(Lookups.of(trace), n_slots)
+    assert bound.hits == optimum(trace, n_slots)
+    assert lru(Lookups.of(trace), n_slots).hits <= bound.hits
+    assert bound.evictions <= bound.misses <= bound.lookups

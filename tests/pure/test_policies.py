@@ -1,0 +1,219 @@
+"""Each policy by a short story and its victim: the lowest score goes first, least recently used among equals."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moegguf.controller.history import History
+from moegguf.controller.outlook import Ahead
+from moegguf.controller.policies import POLICIES, make_policy
+from moegguf.controller.policies.base import Policy
+from moegguf.controller.policies.least_stale import LeastStale
+from moegguf.controller.policies.lfu import Lfu, LfuDecay, LfuRequest
+from moegguf.controller.policies.lru import Lru
+from moegguf.controller.policies.next_use import LEAST, NextUse
+from moegguf.controller.policies.random_scores import Random
+from moegguf.controller.policies.rates import Rates
+from moegguf.controller.policies.static import Static
+from moegguf.controller.shape import MoeShape
+from moegguf.errors import OptionError
+from moegguf.native.events import Float32s, Gate, Phase
+from moegguf.routers import Routers
+
+TWO = MoeShape(n_layer=3, n_expert=4, n_expert_used=1, layers=(1, 2))
+Expert = tuple[int, int]
+
+
+class Says:
+    """An outlook with fixed likelihoods for one layer."""
+
+    def __init__(self, shape: MoeShape, il: int = -1, likelihoods: Sequence[float] = ()) -> None:
+        self.il = -1
+        self._table: Float32s = np.zeros(shape.table, np.float32)
+        self._known = [il] if il >= 0 else []
+        for layer in self._known:
+            self._table[layer] = likelihoods
+
+    def likelihoods(self) -> Float32s:
+        return self._table
+
+    def known(self) -> list[int]:
+        return self._known
+
+
+def gate(pass_: int, il: int, experts: Sequence[int], *, sequence: int = 0, phase: Phase = Phase.DECODE) -> Gate:
+    return Gate(pass_, 0, 0, sequence, phase, -1, il, np.array(experts, np.int32).reshape(-1, 1))
+
+
+def tell(policy: Policy, history: History, gates: Sequence[Gate], outlook: Says | None = None) -> Float32s | None:
+    """The last scores after these gates."""
+    scores = None
+    for one in gates:
+        history.update(one)
+        scores = policy.scores(history, outlook or Says(history.shape))
+    return scores
+
+
+def victim(policy: Policy, residents: Sequence[Expert], gates: Sequence[Gate]) -> tuple[int, int]:
+    """Who of the residents (il, expert) goes first after these gates."""
+    history = History(TWO)
+    scores = tell(policy, history, gates)
+    table = np.zeros(TWO.table, np.float32) if scores is None else scores
+    return min(residents, key=lambda who: (table[who], history.last_use[who]))
+
+
+def story(experts: Sequence[int], il: int = 1, sequence: int = 0) -> list[Gate]:
+    """One token per expert, each through layer `il` only."""
+    return [gate(100 * sequence + n, il, [e], sequence=sequence) for n, e in enumerate(experts)]
+
+
+A, B, C = (1, 0), (1, 1), (1, 2)
+
+
+def test_lru_leaves_the_order_to_the_store() -> None:
+    assert Lru().scores(History(TWO), Says(TWO)) is None
+    assert victim(Lru(), [A, B, C], story([0, 1, 2, 0])) == B
+
+
+def test_lfu_gives_up_what_was_used_least_often() -> None:
+    assert victim(Lfu(), [A, B, C], story([0, 1, 0, 1, 2])) == C
+    assert victim(Lfu(), [A, B], story([0, 1, 0, 1])) == A  # equally often: the older one
+
+
+def test_lfu_of_a_request_forgets_the_one_before() -> None:
+    gates = story([0, 0, 0, 1]) + story([1, 0, 1], sequence=1)
+    assert victim(Lfu(), [A, B], gates) == B
+    assert victim(LfuRequest(TWO), [A, B], gates) == A
+
+
+def test_lfu_with_decay_lies_between_frequency_and_recency() -> None:
+    gates = story([0, 0, 0, 0, 1, 1])
+    assert victim(LfuDecay(TWO, half_life_tokens=1.0), [A, B], gates) == A
+    assert victim(LfuDecay(TWO, half_life_tokens=1000.0), [A, B], gates) == B
+
+
+def test_static_keeps_its_profile_whatever_happens() -> None:
+    profile = np.array([[0.1, 0.5, 0.4, 0], [0.2, 0.3, 0.1, 0.4]], np.float32)
+    assert victim(Static(TWO, profile), [A, B, (2, 0)], story([0] * 5)) == A
+
+
+def test_random_draws_again_and_repeats_itself() -> None:
+    draws = [[Random(TWO, seed).scores(History(TWO), Says(TWO)) for _ in range(2)] for seed in (1, 1, 2)]
+    assert np.array_equal(draws[0], draws[1])  # type: ignore[arg-type]
+    assert not np.array_equal(draws[0], draws[2])  # type: ignore[arg-type]
+    again = Random(TWO, 1)
+    first = np.copy(again.scores(History(TWO), Says(TWO)))  # type: ignore[arg-type]
+    assert not np.array_equal(first, again.scores(History(TWO), Says(TWO)))  # type: ignore[arg-type]
+
+
+def test_least_stale_gives_up_layers_behind_before_layers_ahead() -> None:
+    four = MoeShape(n_layer=4, n_expert=4, n_expert_used=1, layers=(0, 1, 2, 3))
+    scores = tell(LeastStale(four), History(four), [gate(0, 0, [0])])
+    assert scores is not None
+    assert scores[:, 0].tolist() == [0, 0, 1, 1]  # layer 1 is next: what it needs is pinned by then
+    scores = tell(LeastStale(four), History(four), [gate(0, 3, [0])])
+    assert scores is not None
+    assert scores[:, 0].tolist() == [0, 1, 1, 1]
+
+
+def test_rates_fade_by_half_per_half_life() -> None:
+    rates, history = Rates(TWO, (1.0, 2.0)), History(TWO)
+    for one in story([0, 1, 1]):
+        history.update(one)
+        rates.update(history)
+    assert rates.table[0, 1].tolist() == pytest.approx([0.125, 0.75, 0, 0])
+    kept = 0.5**0.5
+    assert rates.table[1, 1, :2].tolist() == pytest.approx([(1 - kept) * kept**2, (1 - kept) * (1 + kept)])
+
+
+def test_rates_make_up_for_a_prompt_nobody_told_them_of() -> None:
+    rates, history = Rates(TWO, (1.0,)), History(TWO)
+    history.update(gate(0, 1, [0, 1, 1], phase=Phase.PREFILL))
+    history.update(gate(1, 1, [3]))
+    rates.update(history)
+    left = 0.5**4  # four tokens, of which a quarter, a half and a quarter were for 0, 1 and 3
+    assert rates.table[0, 1].tolist() == pytest.approx([(1 - left) / 4, (1 - left) / 2, 0, (1 - left) / 4])
+    rates.update(history)
+    assert rates.table[0, 1, 3] == pytest.approx((1 - left) / 4)  # the same gate twice counts once
+
+
+def test_next_use_by_hand() -> None:
+    """Two layers, one expert per token, rates of half-life 1: 0.75 for expert 1 and 0.25 for expert 0 of layer 1."""
+    policy = NextUse(TWO, half_lives_tokens=(1.0,), weights=(1.0,), phase_weight=1.0)
+    history = History(TWO)
+    scores = tell(policy, history, story([0, 1, 1]))
+    assert scores is not None
+    chances = {0: 0.125, 1: 0.75}
+    for expert, chance in chances.items():  # layer 1 comes again after layer 2: one gate of two later
+        assert scores[1, expert] == pytest.approx(-(1 / chance + 1 / 2), rel=1e-5)
+    assert scores[1, 3] == pytest.approx(-(1 / LEAST + 1 / 2))
+    assert scores[2, 0] == pytest.approx(-(1 / LEAST + 1))  # the next gate's own layer: not before the next pass
+
+
+def test_next_use_believes_the_predictor_about_this_pass() -> None:
+    policy = NextUse(TWO, half_lives_tokens=(1.0,), weights=(1.0,), phase_weight=1.0, trust=1.0)
+    history = History(TWO)
+    tell(policy, history, story([0, 0], il=2))  # 0.75 for expert 0 of layer 2
+    scores = tell(policy, history, [gate(50, 1, [0])], Says(TWO, 2, [0.0, 0.5, 1.0, 0.0]))
+    assert scores is not None
+    assert scores[2].tolist() == pytest.approx([-1 / 0.75, -0.5 / LEAST, 0, -1 / LEAST], rel=1e-5)
+
+
+def test_next_use_gives_up_the_rare_before_the_far() -> None:
+    policy = NextUse(TWO)
+    gates = [one for n in range(8) for one in (gate(n, 1, [n % 2]), gate(n, 2, [n % 4]))]
+    assert victim(policy, [(1, 0), (1, 1), (2, 0)], gates) == (2, 0)
+
+
+@pytest.mark.parametrize("name", ["lfu", "lfu-request", "lfu-decay", "random", "least-stale", "locality", "next-use"])
+def test_policies_do_without_prediction_and_answer_in_shape(name: str) -> None:
+    history, policy = History(TWO), POLICIES[name](TWO, NoSources())
+    scores = tell(policy, history, [gate(0, 1, [0, 3], phase=Phase.PREFILL), gate(1, 1, [1]), gate(1, 2, [2])])
+    assert scores is not None
+    assert scores.shape == TWO.table
+    assert np.isfinite(scores).all()
+
+
+def test_next_use_is_fast_enough_to_run_at_every_gate() -> None:
+    shape = MoeShape(n_layer=28, n_expert=64, n_expert_used=6, layers=tuple(range(28)))
+    policy, history, outlook = NextUse(shape), History(shape), Ahead(shape, 2)
+    rng = np.random.default_rng(0)
+    best = float("inf")
+    for pass_ in range(40):
+        seconds = 0.0
+        for il in range(28):
+            history.update(Gate(pass_, 0, 0, 0, Phase.DECODE, -1, il, rng.permutation(64)[None, :6].astype(np.int32)))
+            start = time.perf_counter()
+            policy.scores(history, outlook)
+            seconds += time.perf_counter() - start
+        best = min(best, seconds / 28)
+    assert best < 200e-6  # 40 us by itself; the machine may be busy
+
+
+class NoSources:
+    """Nothing is known about the model."""
+
+    fingerprint = ""
+
+    def find(self, name: str) -> Iterator[Path]:
+        return iter(())
+
+    def routers(self) -> Routers:
+        raise AssertionError("no policy reads routers")
+
+    def collection(self, shape: MoeShape) -> None:
+        return None
+
+
+def test_names_and_what_is_missing() -> None:
+    for name in POLICIES.keys() - {"static"}:
+        assert getattr(make_policy(name, TWO, NoSources()), "name", "") == name
+    with pytest.raises(OptionError, match="'static' needs"):
+        make_policy("static", TWO, NoSources())
+    with pytest.raises(OptionError, match="no policy 'lruu'; known are lru, lfu"):
+        make_policy("lruu", TWO, NoSources())

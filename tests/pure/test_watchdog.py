@@ -1,0 +1,126 @@
+"""Trials of prefetching against the stall: kept when it pays, stopped when it does not, tried again later and later."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from moegguf.controller.watchdog import Watchdog, WatchdogOptions
+
+SHORT = WatchdogOptions(turn_tokens=8, turns=4, gain=0.03, rest_tokens=100, longest_rest_tokens=400)
+TRIAL = 2 * SHORT.turns * SHORT.turn_tokens
+
+
+class Run:
+    """Tokens whose stall is `off` ns without prefetching and `on` ns with it, and noise."""
+
+    def __init__(self, off: float, on: float, noise: float = 0.0, seed: int = 0) -> None:
+        self.dog = Watchdog(SHORT)
+        self.off, self.on, self.noise = off, on, noise
+        self.random = np.random.default_rng(seed)
+        self.stall_ns = 0
+        self.was_on: list[bool] = []
+        self.dog.token(0)
+
+    def tokens(self, n: int) -> None:
+        for _ in range(n):
+            self.was_on.append(self.dog.on)
+            mean = self.on if self.dog.on else self.off
+            self.stall_ns += round(mean * self.random.lognormal(0, self.noise) if self.noise else mean)
+            self.dog.token(self.stall_ns)
+
+
+def test_it_begins_without_prefetching_and_takes_turns() -> None:
+    run = Run(1000, 500)
+    run.tokens(TRIAL)
+    turns = np.array(run.was_on).reshape(-1, SHORT.turn_tokens)
+    assert (turns == np.array([[False], [True]] * SHORT.turns)).all()
+    assert run.dog.trials == 1
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_lowers_the_stall_stays_on(seed: int) -> None:
+    run = Run(1e6, 0.7e6, noise=0.3, seed=seed)
+    run.tokens(TRIAL)
+    assert run.dog.on
+    assert run.dog.last_gain == pytest.approx(0.3, abs=0.15)
+    run.tokens(SHORT.rest_tokens - 1)
+    assert all(run.was_on[TRIAL:])
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_raises_the_stall_is_stopped(seed: int) -> None:
+    run = Run(1e6, 1.4e6, noise=0.3, seed=seed)
+    run.tokens(TRIAL + SHORT.rest_tokens)
+    assert not any(run.was_on[TRIAL:])
+    assert run.dog.last_gain is not None
+    assert run.dog.last_gain < 0
+
+
+@pytest.mark.parametrize(("off", "on"), [(1000, 1000), (1000, 980), (0, 0), (0, 500)])
+def test_what_does_not_pay_is_stopped(off: int, on: int) -> None:
+    run = Run(off, on)
+    run.tokens(TRIAL)
+    assert not run.dog.on
+
+
+def test_the_first_token_of_a_turn_pays_for_the_turn_before() -> None:
+    dog, stall_ns = Watchdog(SHORT), 0
+    dog.token(0)
+    for n in range(TRIAL):
+        first = n % SHORT.turn_tokens == 0
+        stall_ns += 1_000_000 if first and dog.on else 900 if dog.on else 1000
+        dog.token(stall_ns)
+    assert dog.last_gain == pytest.approx(0.1)
+    assert dog.on
+
+
+def test_a_single_disturbed_turn_decides_nothing() -> None:
+    run = Run(1000, 500)
+    run.tokens(10)
+    run.stall_ns += 10**9
+    run.tokens(TRIAL - 10)
+    assert run.dog.last_gain == pytest.approx(0.5)
+
+
+def test_a_prompt_between_two_tokens_does_not_count() -> None:
+    run = Run(1000, 900)
+    for _ in range(TRIAL + TRIAL // 5):  # requests of five tokens
+        run.dog.pause()
+        run.stall_ns += 10**9
+        run.dog.token(run.stall_ns)
+        run.tokens(5)
+        if run.dog.trials:
+            break
+    assert run.dog.last_gain == pytest.approx(0.1)
+
+
+def test_it_tries_again_after_rests_that_grow_up_to_the_longest() -> None:
+    run = Run(1000, 2000)
+    begun = []
+    for n in range(4 * TRIAL + 100 + 200 + 400 + 400):
+        trials = run.dog.trials
+        run.tokens(1)
+        if run.dog.trials > trials:
+            begun.append(n + 1)
+    rests = (np.diff(begun) - TRIAL).tolist()
+    assert rests == [100, 200, 400]
+    assert begun[0] == TRIAL
+
+
+def test_it_notices_when_prefetching_begins_to_pay() -> None:
+    run = Run(1000, 1100)
+    run.tokens(TRIAL)
+    assert not run.dog.on
+    run.on = 600
+    run.tokens(SHORT.rest_tokens + TRIAL)
+    assert run.dog.on
+    assert run.dog.trials == 2
+
+
+def test_it_notices_when_prefetching_no_longer_pays() -> None:
+    run = Run(1000, 600)
+    run.tokens(TRIAL)
+    run.on = 1100
+    run.tokens(SHORT.rest_tokens + TRIAL)
+    assert not run.dog.on
