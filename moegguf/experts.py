@@ -27,6 +27,7 @@ Kind = Literal["gate", "up", "down", "gate_up"]
 KINDS: tuple[Kind, ...] = ("gate", "up", "down", "gate_up")
 
 _EXPERTS = re.compile(r"blk\.(\d{1,6})\.ffn_(gate|up|down|gate_up)_exps\.weight")
+_ROUTER = re.compile(r"blk\.(\d{1,6})\.ffn_gate_inp\.weight")
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,15 @@ class MoeLayer:
 
 
 @dataclass(frozen=True)
+class RouterTensor:
+    """Where a layer's router lies: `tensor` in shard number `shard`."""
+
+    il: int
+    shard: int
+    tensor: TensorInfo
+
+
+@dataclass(frozen=True)
 class ExpertLayout:
     """Everything the engine needs to know about a model file. Bytes are bytes on disk.
 
@@ -97,6 +107,7 @@ class ExpertLayout:
     hparams: Hparams
     metadata: Mapping[str, Value]
     tensor_types: Mapping[str, tuple[int, int]]
+    routers: tuple[RouterTensor, ...] = ()
 
     @property
     def is_moe(self) -> bool:
@@ -187,7 +198,16 @@ def read_layout(path: str | os.PathLike[str]) -> ExpertLayout:
         hparams=hparams,
         metadata=files[0].metadata,
         tensor_types=_count_types(tensors),
+        routers=tuple(sorted(_routers(files, hparams.n_layer), key=lambda router: router.il)),
     )
+
+
+def _routers(files: tuple[GgufFile, ...], n_layer: int) -> Iterator[RouterTensor]:
+    for shard, file in enumerate(files):
+        for tensor in file.tensors:
+            match = _ROUTER.fullmatch(tensor.name)
+            if match and int(match[1]) < n_layer:
+                yield RouterTensor(int(match[1]), shard, tensor)
 
 
 def _n_vocab(first: GgufFile, embedding: TensorInfo | None) -> int:

@@ -88,8 +88,8 @@ def _values(span: Span) -> tuple[int, ...]:
 class SimResult:
     """What a replay counted.
 
-    counters: all of the store's that follow from the trace. decode: of decode passes; whole: of all. sequences: {request: its decode passes, or
-    all of its passes where it has none}. t_per_s: decoded tokens per modelled second, None without a link.
+    counters: all of the store's that follow from the trace. decode: of decode passes; whole: of all. sequences:
+    {request: its decode passes, or all of its passes where it has none}. t_per_s: decoded tokens per modelled second, None without a link.
     """
 
     policy: str
@@ -239,9 +239,10 @@ class Simulation:
     def _result(self, meter: _Meter) -> SimResult:
         meter.end()
         decode, total = meter.phases[Phase.DECODE], len(self.trace.shape.layers) * self.trace.shape.n_expert
+        counters = {name: n for name, n in meter.counters.items() if name != REAL_TIME}
         timed = self.options.timed and decode.clock_ns > 0
         return SimResult(
-            name_of(self.policy), name_of(self.predictor), self.n_slots, self.n_slots / total, {name: n for name, n in meter.counters.items() if name != REAL_TIME},
+            name_of(self.policy), name_of(self.predictor), self.n_slots, self.n_slots / total, counters,
             meter.phases[Phase.PREFILL] + decode, decode, meter.requests(),
             decode.tokens / decode.clock_ns * 1e9 if timed else None,
         )  # fmt: skip

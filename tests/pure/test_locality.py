@@ -98,7 +98,7 @@ def test_among_equals_frequent_and_recent_use_keeps() -> None:
     story = Story(PAPER)
     for pass_, experts in enumerate([(0, 1), (0, 1), (0, 2), (0, 2), (3, 2)]):
         story.gate(pass_, 1, *experts)
-    assert story.order((1, 0), (1, 1), (1, 2), (1, 3)) == [(1, 1), (1, 3), (1, 0), (1, 2)]
+    assert story.order((1, 0), (1, 1), (1, 2), (1, 3)) == [(1, 3), (1, 1), (1, 2), (1, 0)]
     for pass_ in range(5, 25):
         story.gate(pass_, 1, 3, 2)
     assert story.order((1, 0), (1, 3))[0] == (1, 0)  # once frequent, long ago

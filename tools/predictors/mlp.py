@@ -74,6 +74,7 @@ def train_pair(samples: Samples, options: Options) -> tuple[dict[str, npt.NDArra
 def _loss(logits: Tensor, chosen: Tensor) -> Tensor:
     """Cross-entropy with the choices as equal shares.
 
-    On a small model's held-out requests it was 2 points above KL on the router's probabilities and 4 above BCE.
+    On two pairs of layers of a small model it was 1 to 2 points of accuracy above KL on the router's probabilities,
+    and 2 to 4 above BCE (one seed).
     """
     return functional.cross_entropy(logits, chosen / chosen.sum(dim=1, keepdim=True))

@@ -13,8 +13,8 @@ from moegguf.controller.shape import MoeShape
 from moegguf.native.events import Float32s
 
 NAME = "locality"
-HEAT_KEPT = 0.8  # of an expert's heat, from one pass to the next
-OWN_MERIT = 0.3  # heat of an expert that was used within the last five passes or so: no prediction brought it here
+HEAT_KEPT = 0.95  # of an expert's heat, from one pass to the next
+OWN_MERIT = 0.3  # heat of an expert that was used in the last twenty passes or so: no prediction brought it here
 
 
 class Locality:

@@ -1,11 +1,12 @@
 """ExpertFlow's routing-path predictor (section 3.1): every layer's experts from token ids alone, before the first gate.
 
-A small T5 in numpy: an encoder looks both ways over the `window` tokens before a chunk, a decoder goes through the chunk
-token by token with cross-attention to it, and one linear head per MoE layer says which experts the token will use.
-tools/predictors/routing_path.py trains it. Departures from T5, all for the cost of one token: a chunk's encoder states
-and the decoder's keys and values are kept, so that a token costs one decoder step and the encoder runs once per chunk,
-not with every token; places in window and chunk are learned vectors instead of relative biases, for both have fixed
-lengths; a window that begins before the request is filled with a learned token, so nothing needs a mask but causality.
+A small T5 in numpy: an encoder looks both ways over the `window` tokens before a chunk, a decoder goes through the
+chunk token by token with cross-attention to it, and one linear head per MoE layer says which experts the token will
+use. tools/predictors/routing_path.py trains it. Departures from T5, all for the cost of one token: a chunk's encoder
+states and the decoder's keys and values are kept, so that a token costs one decoder step and the encoder runs once per
+chunk, not with every token; places in window and chunk are learned vectors instead of relative biases, for both have
+fixed lengths; a window that begins before the request is filled with a learned token, so nothing needs a mask but
+causality. The embeddings are most of its bytes: n_vocab * n_embd * 2 in the file.
 """
 
 from __future__ import annotations

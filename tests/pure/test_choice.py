@@ -1,0 +1,143 @@
+"""What is chosen after a measurement, and the file it comes from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moegguf.controller.choice import LEAST_GAIN, Choice, Measured, read_measured, write_measured
+from moegguf.errors import OptionError
+
+RATES = {
+    "lru": {0.1: 0.30, 0.25: 0.50, 0.5: 0.70},
+    "next-use": {0.1: 0.36, 0.25: 0.53, 0.5: 0.70},
+    "lfu": {0.1: 0.38, 0.25: 0.45, 0.5: 0.60},
+}
+MEASURED = Measured("ab" * 16, RATES, {"next-use": "skip"}, about={"trace": "t", "tokens": 1000})
+
+
+@pytest.mark.parametrize(
+    ("share", "choice"),
+    [
+        (0.02, Choice("lfu")),
+        (0.12, Choice("lfu")),
+        (0.3, Choice("next-use", "skip")),
+        (0.5, Choice()),  # no better than LRU
+        (1.0, Choice()),
+    ],
+)
+def test_the_best_at_the_nearest_share_that_was_measured(share: float, choice: Choice) -> None:
+    assert MEASURED.choose(share) == choice
+
+
+def test_a_gain_within_the_noise_is_no_gain() -> None:
+    for gain, policy in ((LEAST_GAIN * 0.9, "lru"), (LEAST_GAIN * 1.1, "lfu")):
+        assert Measured("", {"lru": {0.5: 0.5}, "lfu": {0.5: 0.5 + gain}}).choose(0.5).policy == policy
+
+
+def test_prefetching_that_paid_goes_with_every_policy() -> None:
+    paid = Measured("", RATES, {"next-use": "eamc"}, prefetch="skip")
+    assert paid.choose(0.25) == Choice("next-use", "skip", prefetch=True)
+    assert paid.choose(0.5) == Choice("lru", "skip", prefetch=True)
+    assert Measured("", {}, prefetch="skip").choose(0.5) == Choice("lru", "skip", prefetch=True)
+
+
+def test_without_lru_there_is_nothing_to_compare_with() -> None:
+    assert Measured("", {"lfu": {0.5: 0.9}}).choose(0.5) == Choice()
+    assert Measured("", {}).choose(0.5) == Choice()
+
+
+def test_a_policy_that_was_not_measured_there_is_not_chosen_there() -> None:
+    assert Measured("", {"lru": {0.1: 0.1, 0.5: 0.5}, "lfu": {0.1: 0.9}}).choose(0.5) == Choice()
+
+
+RATE = st.floats(0, 1)
+
+
+@given(st.dictionaries(st.sampled_from(["lru", "a", "b", "c"]), st.dictionaries(st.sampled_from([0.1, 0.5]), RATE)))
+def test_never_one_that_loses_to_lru(rates: dict[str, dict[float, float]]) -> None:
+    for share in (0.1, 0.2, 0.5, 0.9):
+        policy = Measured("", rates).choose(share).policy
+        lru = rates.get("lru", {})
+        if policy != "lru":
+            nearest = min(lru, key=lambda at: abs(at - share))
+            assert rates[policy][nearest] > lru[nearest]
+
+
+def test_there_and_back(tmp_path: Path) -> None:
+    path = tmp_path / "measured.json"
+    write_measured(path, MEASURED)
+    assert read_measured(path) == MEASURED
+    write_measured(path, Measured("cd", {"lru": {0.5: 0.123456789}}, prefetch="eamc"))
+    assert read_measured(path) == Measured("cd", {"lru": {0.5: 0.12346}}, prefetch="eamc")
+    assert [found.name for found in tmp_path.iterdir()] == ["measured.json"]
+
+
+def good() -> dict[str, object]:
+    return {"version": 1, "fingerprint": "ab", "hit_rates": {"lru": {"0.5": 0.5}}, "predictors": {}, "prefetch": "none", "about": {}}  # fmt: skip # noqa: E501
+
+
+@pytest.mark.parametrize("key", good())
+def test_a_file_that_lacks_something_is_refused(tmp_path: Path, key: str) -> None:
+    path = tmp_path / "measured.json"
+    path.write_text(json.dumps(good()))
+    assert read_measured(path).fingerprint == "ab"
+    path.write_text(json.dumps({name: value for name, value in good().items() if name != key}))
+    with pytest.raises(OptionError, match="measured.json"):
+        read_measured(path)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"version": 2},
+        {"version": "1"},
+        {"hit_rates": []},
+        {"hit_rates": {"lru": 0.5}},
+        {"hit_rates": {"lru": {"half": 0.5}}},
+        {"hit_rates": {"lru": {"0.5": 1.5}}},
+        {"hit_rates": {"lru": {"0.5": -0.1}}},
+        {"hit_rates": {"lru": {"0.5": float("nan")}}},
+        {"hit_rates": {"lru": {"0": 0.5}}},
+        {"hit_rates": {"lru": {"0.5": None}}},
+        {"predictors": []},
+        {"predictors": 3},
+    ],
+    ids=str,
+)
+def test_a_file_with_something_wrong_is_refused(tmp_path: Path, wrong: dict[str, object]) -> None:
+    path = tmp_path / "measured.json"
+    path.write_text(json.dumps(good() | wrong))
+    with pytest.raises(OptionError, match=r"measured\.json is not a measurement .* delete it or measure again"):
+        read_measured(path)
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"{", b"[]", b"null", b"7", b'"text"', b"\xff\xfe\x00", b"[" * 100_000, b"\x80\x04N."], ids=lambda data: repr(data[:8])
+)
+def test_a_file_of_something_else_is_refused(tmp_path: Path, data: bytes) -> None:
+    path = tmp_path / "measured.json"
+    path.write_bytes(data)
+    with pytest.raises(OptionError, match="not a measurement"):
+        read_measured(path)
+
+
+def test_no_file_is_refused(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "nothing"):
+        with pytest.raises(OptionError, match="not a measurement"):
+            read_measured(path)
+
+
+@given(st.binary(max_size=200), st.integers(0, 200))
+def test_flipped_bytes_are_refused_or_read(tmp_path_factory: pytest.TempPathFactory, noise: bytes, at: int) -> None:
+    path = tmp_path_factory.mktemp("choice") / "measured.json"
+    text = json.dumps(good()).encode()
+    path.write_bytes(text[:at] + noise + text[at + len(noise) :])
+    try:
+        read_measured(path).choose(0.5)
+    except OptionError:
+        pass

@@ -1,0 +1,125 @@
+"""Where a request begins, and which of its evaluations are the prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+
+import pytest
+
+from moegguf.engine.requests import Requests
+from moegguf.native.events import Phase
+
+PREFILL, DECODE = Phase.PREFILL, Phase.DECODE
+
+
+class Context:
+    """Evaluates as `Llama` does, noting (sequence, phase)."""
+
+    def __init__(self) -> None:
+        self.requests = Requests()
+        self.n_past = 0
+        self.noted: list[tuple[int, Phase]] = []
+
+    def eval(self, n_tokens: int) -> None:
+        phase = self.requests.next_phase(self.n_past, n_tokens)
+        self.noted.append((self.requests.sequence, phase))
+        self.n_past += n_tokens
+
+    def generate(self, n_prompt: int, *, keep: int = 0) -> Generator[int, None, None]:
+        """A prompt of which `keep` tokens are in the context already, then token by token."""
+
+        def steps() -> Generator[int, None, None]:
+            self.n_past = keep
+            self.eval(n_prompt)
+            while True:
+                yield self.n_past
+                self.eval(1)
+
+        return self.requests.hold(steps())
+
+
+def take(steps: Generator[int, None, None], n: int) -> None:
+    for _ in range(n):
+        next(steps)
+    steps.close()
+
+
+def test_a_request_is_its_prompt_and_then_tokens() -> None:
+    context = Context()
+    take(context.generate(5), 3)
+    assert context.noted == [(0, PREFILL), (0, DECODE), (0, DECODE)]
+
+
+def test_every_call_that_generates_is_a_request() -> None:
+    context = Context()
+    for n_prompt in (5, 1, 7):
+        take(context.generate(n_prompt), 2)
+    assert context.noted == [(n, phase) for n in range(3) for phase in (PREFILL, DECODE)]
+
+
+def test_a_prompt_that_continues_the_context_begins_a_request_even_of_one_token() -> None:
+    context = Context()
+    take(context.generate(5), 2)
+    take(context.generate(1, keep=6), 2)
+    assert context.noted[2:] == [(1, PREFILL), (1, DECODE)]
+
+
+def test_within_a_request_several_tokens_at_once_are_decoded() -> None:
+    context = Context()
+    steps = context.generate(5)
+    next(steps)
+    context.eval(3)  # a draft's tokens
+    steps.close()
+    assert context.noted == [(0, PREFILL), (0, DECODE)]
+
+
+def test_by_hand_an_empty_context_begins_a_request() -> None:
+    context = Context()
+    for n_tokens in (4, 1, 1):
+        context.eval(n_tokens)
+    context.n_past = 0
+    for n_tokens in (1, 1, 3):
+        context.eval(n_tokens)
+    assert context.noted == [
+        (0, PREFILL), (0, DECODE), (0, DECODE), (1, PREFILL), (1, DECODE), (1, PREFILL),
+    ]  # fmt: skip
+
+
+def test_the_first_evaluation_begins_a_request_wherever_the_context_stands() -> None:
+    context = Context()
+    context.n_past = 10  # a state that was loaded
+    context.eval(1)
+    assert context.noted == [(0, PREFILL)]
+
+
+def test_a_request_that_fails_or_is_left_ends() -> None:
+    context = Context()
+
+    def failing() -> Generator[int, None, None]:
+        context.eval(4)
+        yield 0
+        raise RuntimeError("disk")
+
+    steps = context.requests.hold(failing())
+    next(steps)
+    with pytest.raises(RuntimeError):
+        next(steps)
+    context.eval(1)
+    context.eval(2)
+    assert context.noted == [(0, PREFILL), (0, DECODE), (0, PREFILL)]
+
+
+def test_a_prompt_that_failed_is_another_request_when_tried_again() -> None:
+    context = Context()
+    context.eval(4)
+    context.n_past = 0  # the failed pass left nothing
+    context.eval(4)
+    assert context.noted == [(0, PREFILL), (1, PREFILL)]
+
+
+def test_a_generator_that_nobody_started_is_no_request() -> None:
+    context = Context()
+    context.generate(4).close()
+    assert context.requests.sequence == -1
+    context.eval(3)
+    assert context.noted == [(0, PREFILL)]
