@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from threading import Lock
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -19,6 +20,8 @@ from moegguf.native.events import Announcement, Float32s, Gate, Phase
 
 DISTANCES = (1, 2, 4, 8)
 BEFORE = -1  # the position before a pass's first MoE layer
+
+T = TypeVar("T")
 
 
 class _Plan(NamedTuple):
@@ -180,21 +183,31 @@ class Judge:
 class LiveJudge(Judge):
     """A judge that listens to a running model: a predictor that raises ends its own judgement and nothing else.
 
-    `failure` then says why; the figures until then remain.
+    `failure` then says why; the figures until then remain. They may be asked for from any thread, between gates.
     """
+
+    def __init__(self, predictor: Predictor, distances: Sequence[int] = DISTANCES, **options: Any) -> None:
+        super().__init__(predictor, distances, **options)
+        self._lock = Lock()
 
     def announce(self, announcement: Announcement) -> None:
         """As `Judge.announce`. Never raises."""
-        if self.failure is None:
-            try:
-                super().announce(announcement)
-            except Exception as error:
-                self.failure = f"{type(error).__name__}: {error}"
+        with self._lock:
+            self._try(super().announce, announcement)
 
     def observe(self, gate: Gate) -> None:
         """As `Judge.observe`. Never raises."""
+        with self._lock:
+            self._try(super().observe, gate)
+
+    def table(self, link: Link | None = None) -> PredictorScore:
+        """As `Judge.table`."""
+        with self._lock:
+            return super().table(link)
+
+    def _try(self, hear: Callable[[T], None], what: T) -> None:
         if self.failure is None:
             try:
-                super().observe(gate)
+                hear(what)
             except Exception as error:
                 self.failure = f"{type(error).__name__}: {error}"

@@ -89,7 +89,8 @@ class SimResult:
     """What a replay counted.
 
     counters: all of the store's that follow from the trace. decode: of decode passes; whole: of all. sequences:
-    {request: its decode passes, or all of its passes where it has none}. t_per_s: decoded tokens per modelled second, None without a link.
+    {request: its decode passes, or all of its passes where it has none}.
+    t_per_s: decoded tokens per modelled second, None without a link.
     """
 
     policy: str

@@ -100,9 +100,9 @@ class Knowledge:
 
     def folder_to_write(self) -> Path:
         """Beside the model where that can be written and is not the package itself, else the user's folder."""
-        beside = self.beside
-        ours = beside is None or any(beside.is_relative_to(part) for part in moegguf.__path__)
-        folder = self.of_user if beside is None or ours or not os.access(beside.parent, os.W_OK) else beside
+        folder = self.beside
+        if folder is None or any(folder.is_relative_to(part) for part in moegguf.__path__) or not _writable(folder):
+            folder = self.of_user
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
@@ -117,3 +117,8 @@ class Knowledge:
             if found.fingerprint == self.fingerprint:
                 return found
         return None
+
+
+def _writable(folder: Path) -> bool:
+    """Whether files can be written there, once it exists."""
+    return os.access(folder if folder.is_dir() else folder.parent, os.W_OK)

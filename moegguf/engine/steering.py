@@ -169,11 +169,11 @@ class Steering:
 
     def close(self) -> None:
         """Stops deciding and keeps what was learnt. Before the store goes. Twice is harmless."""
-        controller, self.controller = self.controller, None
-        if controller is None:
+        if self.controller is None:
             return
-        controller.stop()
-        self.session.listeners.remove(self)
+        self.controller.stop()
+        self.session.listeners.remove(self)  # until here events may come
+        controller, self.controller = self.controller, None
         self._listening = False
         if controller.gates == 0:
             return

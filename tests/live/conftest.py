@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ import numpy.typing as npt
 import pytest
 
 Reference = Callable[..., npt.NDArray[Any]]
+TinyModel = Callable[..., Path]
+Own = Callable[..., Path]
 
 
 @pytest.fixture(scope="session")
@@ -49,6 +52,20 @@ def reference() -> Reference:
         return known[key]
 
     return compute
+
+
+@pytest.fixture
+def own(tiny: TinyModel, tmp_path: Path) -> Own:
+    """`own(preset)`: the tiny model in a folder of the test's own, with nothing known beside it."""
+
+    def link(preset: str = "tiny-qwen2moe") -> Path:
+        path = tmp_path / "models" / f"{preset}.gguf"
+        if not path.exists():
+            path.parent.mkdir(exist_ok=True)
+            os.link(tiny(preset), path)
+        return path
+
+    return link
 
 
 @pytest.fixture(autouse=True)

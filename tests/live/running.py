@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from moegguf.controller.controller import Controller
 from moegguf.engine.llama import Llama
 from moegguf.experts import read_layout
 from moegguf.native.store import Store
@@ -21,6 +22,7 @@ Logits = npt.NDArray[np.float32]
 TinyModel = Callable[..., Path]  # the fixtures of conftest.py
 Load = Callable[..., Llama]
 Reference = Callable[..., Logits]
+Own = Callable[..., Path]
 
 N_PROMPT, N_NEW = 200, 32
 
@@ -79,6 +81,27 @@ def hooks_off() -> Iterator[None]:
             del os.environ["MOEGGUF_HOOKS"]
         else:
             os.environ["MOEGGUF_HOOKS"] = before
+
+
+def controller_of(llm: Llama) -> Controller:
+    """The controller that decides for a model."""
+    assert llm._steering is not None
+    assert llm._steering.controller is not None
+    return llm._steering.controller
+
+
+def count_scores(llm: Llama) -> list[bool]:
+    """Grows by one with each table of scores that the store is given, or with None."""
+    assert llm.session is not None
+    store, given = llm.session.store, list[bool]()
+    set_scores = store.set_scores
+
+    def count(scores: npt.ArrayLike | None) -> None:
+        given.append(scores is not None)
+        set_scores(scores)
+
+    store.set_scores = count  # type: ignore[method-assign]
+    return given
 
 
 class Meddler:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
@@ -18,13 +20,13 @@ from moegguf.controller.policies.lru import Lru
 from moegguf.controller.policies.next_use import NextUse
 from moegguf.controller.policies.random_scores import Random
 from moegguf.controller.policies.sparsity import SparsityAware
-from moegguf.controller.predictors.base import NoPrediction
+from moegguf.controller.predictors.base import NoPrediction, Predictor
 from moegguf.controller.prefetch import PrefetchOptions
 from moegguf.controller.shape import MoeShape
 from moegguf.controller.simulate import SimOptions, SimResult, Simulation, fitted, layout_of, slots_of
 from moegguf.controller.sweep import BELADY, closed_gap, sweep
 from moegguf.errors import CallbackError, OptionError
-from moegguf.native.events import Float32s
+from moegguf.native.events import Float32s, Gate
 
 TRACE = random_trace(n_sequences=6, n_prefill=6, n_decode=40)
 ALL = [
@@ -102,26 +104,32 @@ def test_time_is_compute_plus_stall() -> None:
     assert run(Lru()).t_per_s is None
 
 
-def test_prefetching_hides_stall_behind_compute() -> None:
-    class Oracle(NoPrediction):
-        """Knows the experts of the next layer."""
+class Oracle(Predictor):
+    """Knows the experts of the next layer of a decode pass."""
 
-        name: ClassVar[str] = "oracle"
+    name: ClassVar[str] = "oracle"
 
-        def __init__(self) -> None:
-            super().__init__(SMALL)
-            self.reach = 1
-            self.row = -1
+    def __init__(self) -> None:
+        super().__init__(SMALL, reach=1)
+        self.token = -1
 
-        def observe(self, gate: object) -> None:
-            self.row = (self.row + 1) % 5
+    def observe(self, gate: Gate) -> None:
+        self.token = int(TRACE.pass_start[gate.pass_ + 1]) - 1
 
-        def predict(self, il: int, distance: int) -> Float32s | None:
-            return np.full(SMALL.n_expert, 1.0, np.float32)
+    def predict(self, il: int, distance: int) -> Float32s | None:
+        likelihoods = np.zeros(SMALL.n_expert, np.float32)
+        likelihoods[TRACE.expert_ids[SMALL.row_of[il], self.token]] = 1
+        return likelihoods
 
-    options = SimOptions(PrefetchOptions(window=1), link_bytes_per_s=1e9, layer_compute_us=50.0)
-    ahead = Simulation(TRACE, LfuRequest(SMALL), Oracle(), 60, options).run()
-    assert ahead.decode.bytes_prefetched > 0
+
+@pytest.mark.parametrize("policy", [Lru, lambda: NextUse(SMALL)], ids=["lru", "next-use"])
+def test_right_prefetches_hide_stall_behind_compute(policy: Callable[[], Policy]) -> None:
+    options = SimOptions(link_bytes_per_s=1e9, layer_compute_us=50.0)
+    acting = replace(options, prefetch=PrefetchOptions(window=1, budget_bytes=10_000))
+    without = Simulation(TRACE, policy(), Oracle(), 40, options).run().decode
+    ahead = Simulation(TRACE, policy(), Oracle(), 40, acting).run().decode
+    assert ahead.bytes_prefetched > 0 == without.bytes_prefetched
+    assert ahead.stall_ns < without.stall_ns / 2
 
 
 def test_shares_become_slots() -> None:

@@ -118,6 +118,9 @@ def test_it_writes_to_the_users_folder_where_the_models_cannot_be_written(
     assert knowledge.folder_to_write() == knowledge.of_user
     assert knowledge.of_user.is_dir()
     assert [path.name for path in models.iterdir()] == ["tiny.gguf"]
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != knowledge.beside and access(path, mode))
+    assert knowledge.folder_to_write() == knowledge.beside
+    assert knowledge.folder_to_write() == knowledge.of_user  # it is there now, and somebody else's
 
 
 def test_it_never_writes_into_the_package(

@@ -150,9 +150,9 @@ def test_next_use_by_hand() -> None:
     assert scores is not None
     chances = {0: 0.125, 1: 0.75}
     for expert, chance in chances.items():  # layer 1 comes again after layer 2: one gate of two later
-        assert scores[1, expert] == pytest.approx(-(1 / chance + 1 / 2), rel=1e-5)
-    assert scores[1, 3] == pytest.approx(-(1 / LEAST + 1 / 2))
-    assert scores[2, 0] == pytest.approx(-(1 / LEAST + 1))  # the next gate's own layer: not before the next pass
+        assert scores[1, expert] == pytest.approx(-(1 / chance - 1 + 1 / 2), rel=1e-5)
+    assert scores[1, 3] == pytest.approx(-(1 / LEAST - 1 + 1 / 2))
+    assert scores[2, 0] == pytest.approx(-(1 / LEAST - 1 + 1))  # the next gate's own layer: not before the next pass
 
 
 def test_next_use_believes_the_predictor_about_this_pass() -> None:

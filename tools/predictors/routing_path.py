@@ -39,11 +39,11 @@ class Options:
     n_decoder: int = 2
     window: int = 64
     chunk: int = 16
-    epochs: int = 10
+    epochs: int = 8
     batch: int = 16
     lr: float = 1e-3
     weight_decay: float = 0.01
-    dropout: float = 0.1
+    dropout: float = 0.2
     seed: int = 0
 
 

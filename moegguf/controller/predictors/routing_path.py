@@ -186,9 +186,9 @@ class RoutingPath(Predictor):
     name: ClassVar[str] = NAME
     needs_tokens: ClassVar[bool] = True
 
-    def __init__(self, shape: MoeShape, weights: Weights) -> None:
+    def __init__(self, shape: MoeShape, network: PathNetwork) -> None:
         super().__init__(shape, reach=len(shape.layers))
-        self.network = PathNetwork(shape, weights)
+        self.network = network
         self._cache = self.network.empty_cache(1)
         self._recent: Int32s = np.empty(self.network.window, np.int32)
         self._sequence = -1
@@ -199,8 +199,8 @@ class RoutingPath(Predictor):
 
     @classmethod
     def from_weights(cls, shape: MoeShape, weights: Weights) -> RoutingPath:
-        """The door that all learned predictors have. ValueError as `PathNetwork`'s."""
-        return cls(shape, weights)
+        """ValueError as `PathNetwork`'s."""
+        return cls(shape, PathNetwork(shape, weights))
 
     def announce(self, announcement: Announcement) -> None:
         """Predicts. Costs a decoder step for one token; many tokens are read chunk by chunk."""

@@ -1,0 +1,110 @@
+"""Predictors gone astray on a running model: the same tokens, one warning, and no waiting for them."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+from running import (
+    Llama,
+    Load,
+    Logits,
+    Own,
+    Reference,
+    TinyModel,
+    controller_of,
+    count_scores,
+    greedy_logits,
+    random_prompt,
+)
+
+from moegguf.controller.predictors.base import Predictor
+from moegguf.controller.prefetch import PrefetchOptions
+from moegguf.controller.shape import MoeShape
+from moegguf.experts import read_layout
+from moegguf.native.events import Float32s, Gate
+
+TIGHT: dict[str, Any] = {"expert_cache": "30%", "n_ubatch": 4}
+N_PROMPT, N_NEW = 24, 16
+EAGER = PrefetchOptions(budget_bytes=1 << 30, least_likelihood=0.01)
+
+
+def logits_of(llm: Llama) -> Logits:
+    return greedy_logits(llm, random_prompt(llm, N_PROMPT), N_NEW)
+
+
+@pytest.fixture
+def expected(tiny: TinyModel, reference: Reference) -> Logits:
+    return reference(tiny(), n_ubatch=4, n_prompt=N_PROMPT, n_new=N_NEW)
+
+
+class Astray(Predictor):
+    """Answers `answer(il)`."""
+
+    name: ClassVar[str] = "astray"
+
+    def __init__(self, shape: MoeShape, answer: Callable[[MoeShape], Any]) -> None:
+        super().__init__(shape, reach=9)
+        self.answer, self.calls = answer, 0
+
+    def predict(self, il: int, distance: int) -> Float32s | None:
+        self.calls += 1
+        return self.answer(self.shape)
+
+
+def fails(shape: MoeShape) -> Any:
+    raise IndexError("expert 1000000")
+
+
+ASTRAY: dict[str, Callable[[MoeShape], Any]] = {
+    "long": lambda shape: np.ones(shape.n_expert + 1, np.float32),
+    "ids": lambda shape: [10**6, -1],
+    "nan": lambda shape: np.full(shape.n_expert, np.nan, np.float32),
+    "raises": fails,
+    "sleeps": lambda shape: time.sleep(1.1),
+}
+
+
+@pytest.mark.parametrize("kind", ASTRAY)
+def test_a_predictor_gone_astray_costs_one_warning(own: Own, load: Load, expected: Logits, kind: str) -> None:
+    predictor = Astray(MoeShape.of(read_layout(own())), ASTRAY[kind])
+    llm = load(own(), policy="lfu", predictor=predictor, prefetch=EAGER, lockstep=True, **TIGHT)
+    given = count_scores(llm)
+    with pytest.warns(UserWarning, match="the predictor astray .*; going on without it") as caught:
+        assert np.array_equal(logits_of(llm), expected)
+    assert len(caught) == 1
+    assert predictor.calls == (2 if kind == "sleeps" else 1)
+    figures = llm.decisions()
+    assert (figures["policy"], figures["predictor"], figures["prefetch"]) == ("lfu", "none", "off")
+    assert sum(given) > 0  # the policy goes on
+
+
+def test_a_predictor_that_is_always_wrong_costs_no_bit(own: Own, load: Load, expected: Logits) -> None:
+    class Wrong(Astray):
+        def observe(self, gate: Gate) -> None:
+            self.wrong = 1.0 - np.isin(np.arange(self.shape.n_expert), gate.expert_ids)
+
+    predictor = Wrong(MoeShape.of(read_layout(own())), lambda shape: predictor.wrong if predictor.calls > 2 else None)
+    llm = load(own(), policy="locality", predictor=predictor, prefetch=EAGER, lockstep=True, **TIGHT)
+    controller_of(llm).watchdog = None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert np.array_equal(logits_of(llm), expected)
+    assert llm.stats().prefetch_started > 0
+
+
+def test_closing_does_not_wait_for_events_that_a_slow_predictor_has_not_heard(
+    own: Own, load: Load, expected: Logits, tmp_path: Path
+) -> None:
+    slow = Astray(MoeShape.of(read_layout(own())), lambda shape: time.sleep(0.15))
+    llm = load(own(), policy="lfu", predictor=slow, prefetch=PrefetchOptions(window=1), trace=tmp_path / "t", **TIGHT)
+    assert np.array_equal(logits_of(llm), expected)
+    assert 0 < slow.calls < 40  # of 88 and more
+    begin = time.monotonic()
+    llm.close()
+    assert time.monotonic() - begin < 3

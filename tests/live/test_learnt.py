@@ -1,0 +1,246 @@
+"""What is learnt about a model on disk: kept at close, taken up at start, and without harm when it is damaged."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from running import Llama, Load, Logits, Own, Reference, TinyModel, controller_of, greedy_logits, random_prompt
+
+from moegguf.controller import collection_file, weights_file
+from moegguf.controller.choice import Measured, write_measured
+from moegguf.controller.collection import Eamc, EamcPair
+from moegguf.controller.shape import MoeShape
+from moegguf.controller.weights_file import Weights
+from moegguf.engine.knowledge import COLLECTION, MEASURED, Knowledge
+from moegguf.experts import read_layout
+
+TIGHT: dict[str, Any] = {"expert_cache": "40%", "n_ubatch": 4, "lockstep": True}
+N_PROMPT, N_NEW = 12, 6
+OTHER = "cd" * 16
+
+
+@pytest.fixture
+def path(own: Own) -> Path:
+    """A model in a folder of its own."""
+    return own()
+
+
+@pytest.fixture
+def beside(path: Path) -> Path:
+    folder = path.with_name("tiny-qwen2moe.gguf.moegguf")
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    return tmp_path / "data"
+
+
+@pytest.fixture
+def expected(tiny: TinyModel, reference: Reference) -> Logits:
+    return reference(tiny(), n_ubatch=4, n_prompt=N_PROMPT, n_new=N_NEW)
+
+
+def logits_of(llm: Llama) -> Logits:
+    return greedy_logits(llm, random_prompt(llm, N_PROMPT), N_NEW)
+
+
+def entries_of(llm: Llama) -> EamcPair:
+    controller = controller_of(llm)
+    learner = controller.predictor if hasattr(controller.predictor, "eamcs") else controller.policy
+    eamcs = learner.eamcs  # type: ignore[union-attr]
+    assert isinstance(eamcs, EamcPair)
+    return eamcs
+
+
+LEARNERS = [{"predictor": "eamc"}, {"policy": "sparsity"}, {"policy": "sparsity", "predictor": "eamc"}]
+
+
+@pytest.mark.parametrize("learner", LEARNERS, ids=str)
+def test_a_collection_is_kept_beside_the_model_and_grows(
+    path: Path, load: Load, expected: Logits, learner: dict[str, str]
+) -> None:
+    kept = path.with_name("tiny-qwen2moe.gguf.moegguf") / COLLECTION
+    for run in range(2):
+        llm = load(path, **learner, **TIGHT)
+        assert entries_of(llm).decode.n_entries == 3 * run
+        for request in range(3):
+            greedy_logits(llm, random_prompt(llm, N_PROMPT, seed=10 * run + request), N_NEW)
+        llm.close()
+        assert kept.is_file()
+    llm = load(path, **learner, **TIGHT)
+    eamcs = entries_of(llm)
+    assert (eamcs.prefill.n_entries, eamcs.decode.n_entries) == (6, 6)
+    assert np.array_equal(logits_of(llm), expected)
+    whole = N_NEW * len(llm.layout.layers) * llm.layout.n_expert_used
+    assert (
+        sorted(eamcs.decode.state.sum(axis=(1, 2)).tolist())[2:] == [whole] * 4
+    )  # two runs ended before the last gate
+
+
+def test_a_model_that_was_only_loaded_keeps_nothing(path: Path, load: Load) -> None:
+    load(path, predictor="eamc", **TIGHT).close()
+    assert [found.name for found in path.parent.iterdir()] == ["tiny-qwen2moe.gguf"]
+
+
+def test_where_the_model_lies_nothing_can_be_written(
+    path: Path, load: Load, user: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda at, mode: not str(at).startswith(str(path.parent)) and access(at, mode))
+    llm = load(path, predictor="eamc", **TIGHT)
+    logits_of(llm)
+    llm.close()
+    assert [found.name for found in path.parent.iterdir()] == ["tiny-qwen2moe.gguf"]
+    assert [found.name for found in user.rglob("*.safetensors")] == [COLLECTION]
+    assert entries_of(load(path, predictor="eamc", **TIGHT)).decode.n_entries == 1
+
+
+class Payload:
+    """A pickle that leaves a mark when it is loaded."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.mark,)
+
+
+Save = Callable[[Path, str, float], None]
+
+
+def save_collection(path: Path, fingerprint: str, value: float) -> None:
+    layout = read_layout(path)
+    counts = np.full((2, layout.n_layer, layout.n_expert), value, np.float32)
+    pair = EamcPair(Eamc.from_state(counts), Eamc.from_state(counts))
+    collection_file.save(path.with_name("tiny-qwen2moe.gguf.moegguf") / COLLECTION, pair, fingerprint)
+
+
+def save_popularity(path: Path, fingerprint: str, value: float) -> None:
+    shape = MoeShape.of(read_layout(path))
+    table = np.full((len(shape.layers), shape.n_expert), value, np.float32)
+    file = path.with_name("tiny-qwen2moe.gguf.moegguf") / "popularity.safetensors"
+    weights_file.save(file, "popularity", fingerprint, shape, Weights({"popularity": table}))
+
+
+FILES: dict[str, tuple[str, Save]] = {
+    "eamc": (COLLECTION, save_collection),
+    "popularity": ("popularity.safetensors", save_popularity),
+}
+DAMAGE = ("truncated", "empty", "flipped", "other model", "old version", "nan", "pickle")
+
+
+def damage(kind: str, path: Path, file: Path, save: Save, mark: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fingerprint = Knowledge(read_layout(path)).fingerprint
+    with monkeypatch.context() as patch:
+        if kind == "old version":
+            patch.setattr(collection_file, "FORMAT_VERSION", "0")
+            patch.setattr(weights_file, "FORMAT_VERSION", 0)
+        if kind == "nan":
+            patch.setattr(collection_file, "_narrowed", lambda counts: counts * np.float32(np.nan))
+        value = np.nan if kind == "nan" and save is save_popularity else 0.25
+        save(path, OTHER if kind == "other model" else fingerprint, value)
+    data = bytearray(file.read_bytes())
+    if kind in ("truncated", "empty"):
+        del data[len(data) // 2 if kind == "truncated" else 0 :]
+    elif kind == "flipped":
+        data[-7] ^= 0x10
+    elif kind == "pickle":
+        data[:] = pickle.dumps(Payload(mark))
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize("predictor", FILES)
+def test_a_good_file_is_taken_up(path: Path, beside: Path, load: Load, expected: Logits, predictor: str) -> None:
+    name, save = FILES[predictor]
+    save(path, Knowledge(read_layout(path)).fingerprint, 0.25)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        llm = load(path, policy="lfu", predictor=predictor, **TIGHT)
+    assert llm.decisions()["predictor"] == predictor
+    assert np.array_equal(logits_of(llm), expected)
+    assert (beside / name).is_file()
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+@pytest.mark.parametrize("predictor", FILES)
+def test_a_damaged_file_is_one_warning_and_a_cold_start(
+    path: Path, beside: Path, load: Load, expected: Logits, monkeypatch: pytest.MonkeyPatch, predictor: str, kind: str
+) -> None:
+    name, save = FILES[predictor]
+    damage(kind, path, beside / name, save, beside / "mark", monkeypatch)
+    with pytest.warns(UserWarning, match=name) as caught:
+        llm = load(path, policy="lfu", predictor=predictor, prefetch=True, **TIGHT)
+    assert len(caught) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert np.array_equal(logits_of(llm), expected)
+    assert not (beside / "mark").exists()
+    if predictor == "eamc":
+        assert entries_of(llm).n_entries == 0
+        llm.close()  # and what is learnt now takes its place
+        assert entries_of(load(path, predictor="eamc", **TIGHT)).decode.n_entries == 1
+    else:
+        assert llm.decisions()["predictor"] == "none"
+
+
+def test_static_with_a_damaged_file_is_lru(path: Path, beside: Path, load: Load, expected: Logits) -> None:
+    (beside / "popularity.safetensors").write_bytes(b"damaged")
+    with pytest.warns(UserWarning, match="popularity") as caught:
+        llm = load(path, policy="static", **TIGHT)
+    assert len(caught) == 1
+    assert np.array_equal(logits_of(llm), expected)
+    assert llm.decisions()["policy"] == "lru"
+
+
+def measure(path: Path, policy: str, predictor: str = "none", prefetch: str = "none") -> None:
+    rates = {"lru": {0.4: 0.5}, policy: {0.4: 0.6}}
+    found = Measured(Knowledge(read_layout(path)).fingerprint, rates, {policy: predictor}, prefetch)
+    write_measured(path.with_name("tiny-qwen2moe.gguf.moegguf") / MEASURED, found)
+
+
+def test_auto_takes_what_was_measured_to_be_best(path: Path, beside: Path, load: Load, expected: Logits) -> None:
+    assert load(path, **TIGHT).decisions() == {"policy": "lru", "predictor": "none", "prefetch": "off"}
+    measure(path, "next-use", "skip")
+    llm = load(path, **TIGHT)
+    assert np.array_equal(logits_of(llm), expected)
+    found = llm.decisions()
+    assert (found["policy"], found["predictor"], found["prefetch"]) == ("next-use", "skip", "off")
+    measure(path, "next-use", "skip", prefetch="previous-token")
+    found = load(path, **TIGHT).decisions()
+    assert (found["policy"], found["predictor"], found["prefetch"]) == ("next-use", "previous-token", "resting")
+
+
+@pytest.mark.parametrize(
+    ("policy", "predictor", "prefetch"),
+    [("static", "none", "none"), ("next-use", "mlp", "none"), ("yesterdays", "none", "none"), ("lfu", "none", "gone")],
+)
+def test_auto_is_lru_with_a_warning_where_the_best_is_not_to_be_had(
+    path: Path, beside: Path, load: Load, expected: Logits, policy: str, predictor: str, prefetch: str
+) -> None:
+    measure(path, policy, predictor, prefetch)
+    with pytest.warns(UserWarning, match="[Gg]oing on with LRU") as caught:
+        llm = load(path, **TIGHT)
+    assert len(caught) == 1
+    assert np.array_equal(logits_of(llm), expected)
+    assert llm.decisions()["policy"] == "lru"
+
+
+def test_auto_with_a_damaged_measurement_is_lru_with_one_warning(
+    path: Path, beside: Path, load: Load, expected: Logits
+) -> None:
+    (beside / MEASURED).write_text("{")
+    with pytest.warns(UserWarning, match="measured.json") as caught:
+        llm = load(path, **TIGHT)
+    assert len(caught) == 1
+    assert np.array_equal(logits_of(llm), expected)
+    assert llm.decisions()["policy"] == "lru"

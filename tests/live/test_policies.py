@@ -1,0 +1,221 @@
+"""Policies and predictors on running models: the same tokens whatever they decide, and that they do decide."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from running import (
+    Llama,
+    Load,
+    Logits,
+    Own,
+    Reference,
+    TinyModel,
+    controller_of,
+    count_scores,
+    greedy_logits,
+    hooks_off,
+    in_threads,
+    random_prompt,
+)  # fmt: skip
+
+from moegguf.controller.history import History
+from moegguf.controller.policies import POLICIES
+from moegguf.controller.policies.base import Outlook
+from moegguf.controller.predictors import PREDICTORS, UNTRAINED
+from moegguf.controller.prefetch import PrefetchOptions
+from moegguf.errors import OptionError
+from moegguf.native.events import Announcement, Float32s, Phase
+from moegguf.native.store import StoreOptions
+
+TIGHT: dict[str, Any] = {"expert_cache": "30%", "n_ubatch": 4}
+N_PROMPT, N_NEW = 24, 16
+ALL_TINY = ("tiny-qwen2moe", "tiny-qwen3moe", "tiny-mixtral", "tiny-deepseek2")
+LEARNED = ("static",)
+EAGER = PrefetchOptions(budget_bytes=1 << 30, least_likelihood=0.01)
+
+
+def logits_of(llm: Llama) -> Logits:
+    return greedy_logits(llm, random_prompt(llm, N_PROMPT), N_NEW)
+
+
+@pytest.fixture
+def expected(tiny: TinyModel, reference: Reference) -> Callable[..., Logits]:
+    return lambda preset="tiny-qwen2moe": reference(tiny(preset), n_ubatch=4, n_prompt=N_PROMPT, n_new=N_NEW)
+
+
+@pytest.mark.parametrize("preset", ["tiny-qwen2moe", "tiny-deepseek2"])
+@pytest.mark.parametrize("policy", [name for name in POLICIES if name not in LEARNED])
+def test_every_policy_decides_and_changes_no_bit(
+    own: Own, load: Load, expected: Callable[..., Logits], policy: str, preset: str
+) -> None:
+    llm = load(own(preset), policy=policy, lockstep=True, **TIGHT)
+    assert llm.plan.n_ubatch == 4
+    if policy == "lru":
+        assert llm.decisions()["policy"] == "lru"
+        assert np.array_equal(logits_of(llm), expected(preset))
+        assert llm.stats().evictions > 0
+        return
+    given = count_scores(llm)
+    assert np.array_equal(logits_of(llm), expected(preset))
+    assert llm.stats().evictions > 0
+    assert controller_of(llm).policy is not None
+    # The last gate's scores may still be on their way.
+    assert abs(sum(given) - N_NEW * len(llm.layout.layers)) <= 1
+    assert llm.decisions()["policy"] == policy
+
+
+@pytest.mark.parametrize("policy", ["lfu", "lfu-decay", "next-use", "sparsity", "random"])
+def test_other_victims_than_lru(own: Own, load: Load, policy: str) -> None:
+    counted = []
+    for name in ("lru", policy):
+        llm = load(own(), policy=name, lockstep=True, store=StoreOptions(sweep=False), **TIGHT)
+        logits_of(llm)
+        counted.append(llm.stats().misses)
+        llm.close()
+    assert counted[0] != counted[1]
+
+
+@pytest.mark.parametrize("preset", ["tiny-qwen2moe", "tiny-deepseek2"])
+@pytest.mark.parametrize("predictor", UNTRAINED)
+def test_every_predictor_speaks_and_changes_no_bit(
+    own: Own, load: Load, expected: Callable[..., Logits], predictor: str, preset: str
+) -> None:
+    llm = load(
+        own(preset), policy="next-use", predictor=predictor, prefetch=EAGER, judge=True, lockstep=True,
+        store=StoreOptions(sweep=False), **TIGHT,
+    )  # fmt: skip
+    controller_of(llm).watchdog = None
+    assert np.array_equal(logits_of(llm), expected(preset))
+    assert llm.stats().evictions > 0
+    figures = llm.decisions()
+    assert (figures["policy"], figures["predictor"]) == ("next-use", predictor)
+    speaks = predictor not in ("none", "fresh-gate")
+    assert (llm.stats().prefetch_started > 0) == speaks
+    assert (figures["judged"]["means"]["1"]["coverage"] > 0) == speaks
+
+
+def test_prefetching_from_the_event_thread_while_the_model_computes(
+    own: Own, load: Load, expected: Callable[..., Logits]
+) -> None:
+    llm = load(own(), policy="locality", predictor="skip", prefetch=EAGER, store=StoreOptions(sweep=False), **TIGHT)
+    controller_of(llm).watchdog = None
+    for _ in range(4):
+        assert np.array_equal(logits_of(llm), expected())
+    assert llm.stats().prefetch_started > 0
+
+
+def test_prefetching_begins_in_doubt(own: Own, load: Load) -> None:
+    llm = load(own(), policy="lru", predictor="previous-token", prefetch=True, **TIGHT)
+    assert llm.decisions()["prefetch"] == "resting"
+    assert load(own(), policy="lfu", **TIGHT).decisions()["prefetch"] == "off"
+
+
+class LastLayersFirst:
+    """A user's policy: one method."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def scores(self, history: History, outlook: Outlook) -> Float32s:
+        self.calls += 1
+        return -np.arange(history.shape.n_layer, dtype=np.float32)[:, None].repeat(history.shape.n_expert, 1)
+
+
+def test_a_users_own_policy(own: Own, load: Load, expected: Callable[..., Logits]) -> None:
+    policy = LastLayersFirst()
+    llm = load(own(), policy=policy, lockstep=True, **TIGHT)
+    given = count_scores(llm)
+    assert np.array_equal(logits_of(llm), expected())
+    assert policy.calls >= N_NEW * 4
+    assert sum(given) >= N_NEW * 4 - 1
+    assert llm.decisions()["policy"] == "LastLayersFirst"
+
+
+@pytest.mark.parametrize(
+    ("options", "rule"),
+    [
+        ({"policy": object()}, "neither a name nor an object with a method scores"),
+        ({"policy": None}, "neither a name nor an object with a method scores"),
+        ({"policy": "lfru"}, f"no policy 'lfru'; known are auto, {', '.join(POLICIES)}"),
+        ({"predictor": object()}, "neither a name nor a Predictor"),
+        ({"predictor": "crystal-ball"}, f"no predictor 'crystal-ball'; known are {', '.join(PREDICTORS)}"),
+        ({"policy": "static"}, "needs the model's popularity"),
+        ({"predictor": "mlp"}, "has to be trained for this model first"),
+    ],
+    ids=str,
+)
+def test_a_wrong_option_is_refused_before_weights_are_read(own: Own, options: dict[str, Any], rule: str) -> None:
+    shares: list[float] = []
+    with pytest.raises(OptionError, match=rule):
+        Llama(own(), verbose=False, progress=shares.append, **options, **TIGHT)
+    assert shares == []
+
+
+def test_a_wrong_name_is_refused_where_it_would_not_matter(own: Own) -> None:
+    with hooks_off(), pytest.raises(OptionError, match="no policy 'lfru'"):
+        Llama(own(), verbose=False, policy="lfru")
+
+
+def test_a_resident_model_is_left_alone_until_its_pool_shrinks(
+    own: Own, load: Load, expected: Callable[..., Logits]
+) -> None:
+    llm = load(own(), policy="lfu", expert_cache="100%", n_ubatch=4)
+    given = count_scores(llm)
+    assert np.array_equal(logits_of(llm), expected())
+    assert controller_of(llm).gates == 0
+    assert given == []
+    llm.set_expert_cache("40%")
+    assert np.array_equal(logits_of(llm), expected())
+    assert controller_of(llm).gates > 0
+    assert sum(given) > 0
+    assert llm.stats().evictions > 0
+
+
+@pytest.mark.parametrize("preset", ALL_TINY)
+@pytest.mark.parametrize("expert_cache", ["100%", "40%"])
+def test_the_fresh_gate_is_always_right(own: Own, load: Load, preset: str, expert_cache: str) -> None:
+    llm = load(own(preset), predictor="fresh-gate", judge=True, lockstep=True, expert_cache=expert_cache)
+    logits_of(llm)
+    fresh = llm.decisions()["judged"]["fresh"]
+    assert (fresh["accuracy"], fresh["top_k_hit"], fresh["at_least_one"]) == (1, 1, 1)
+    # the first layer of the first pass and the last gate may not have been judged
+    assert fresh["asked"] >= N_NEW * len(llm.layout.layers) - 1
+
+
+def test_two_threads_of_one_model_are_decided_for_in_turn(own: Own, load: Load) -> None:
+    llm = load(own(), policy="sparsity", predictor="eamc", prefetch=EAGER, logits_all=False, **TIGHT)
+    controller_of(llm).watchdog = None
+
+    def generate(seed: int) -> list[int]:
+        steps = llm.generate(random_prompt(llm, 12, seed), temp=0)
+        try:
+            return [next(steps) for _ in range(8)]
+        finally:
+            steps.close()
+
+    alone = [generate(1), generate(2)]
+    assert in_threads(lambda: generate(1), lambda: generate(2)) == alone
+    assert llm.next_sequence == 4
+
+
+def test_phases_and_requests_as_a_listener_hears_them(own: Own, load: Load) -> None:
+    llm = load(own(), policy="lfu", lockstep=True, logits_all=False, **TIGHT)
+    heard: list[tuple[int, Phase, int]] = []
+    announce = controller_of(llm).announce
+
+    def hear(announcement: Announcement) -> None:
+        heard.append((announcement.sequence, announcement.phase, len(announcement.tokens)))
+        announce(announcement)
+
+    controller_of(llm).announce = hear  # type: ignore[method-assign]
+    for _ in range(2):
+        llm.create_completion(random_prompt(llm, 9), max_tokens=3, temperature=0)
+    assert heard[0] == (0, Phase.PREFILL, 9)
+    assert [(sequence, phase) for sequence, phase, _ in heard[1:3]] == [(0, Phase.DECODE)] * 2
+    second = [(phase, n) for sequence, phase, n in heard if sequence == 1]
+    assert second[0][0] == Phase.PREFILL
+    assert all(phase == Phase.DECODE and n == 1 for phase, n in second[1:])

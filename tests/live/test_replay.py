@@ -1,0 +1,124 @@
+"""The simulator against the running model: the same trace, policy and slots count the same, to the last eviction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from running import Llama, Load, Own, random_prompt, share_for
+
+from moegguf.controller.policies import make_policy
+from moegguf.controller.policies.base import Policy
+from moegguf.controller.predictors import make_predictor
+from moegguf.controller.shape import MoeShape
+from moegguf.controller.simulate import SimOptions, SimResult, Simulation
+from moegguf.controller.trace import Trace
+from moegguf.controller.trace_file import read
+from moegguf.controller.weights_file import Weights, save
+from moegguf.engine.knowledge import Knowledge
+from moegguf.engine.recording import TraceOptions
+from moegguf.experts import read_layout
+from moegguf.native.store import StoreOptions
+
+COUNTED = ("lookups", "misses", "evictions")
+PAIRS = [
+    ("lru", "none"), ("lfu", "none"), ("lfu-request", "none"), ("lfu-decay", "none"), ("least-stale", "none"),
+    ("random", "none"), ("static", "none"), ("locality", "none"), ("locality", "previous-token"),
+    ("locality", "eamc"), ("sparsity", "none"), ("next-use", "none"), ("next-use", "eamc"), ("next-use", "skip"),
+]  # fmt: skip
+
+
+@pytest.fixture
+def path(own: Own) -> Callable[[str], Path]:
+    """A model in a folder of its own, with a popularity learnt elsewhere beside it."""
+
+    def link(preset: str) -> Path:
+        path = own(preset)
+        knowledge = Knowledge(read_layout(path))
+        shape = MoeShape.of(read_layout(path))
+        table = np.random.default_rng(0).random((len(shape.layers), shape.n_expert), np.float32)
+        file = knowledge.folder_to_write() / "popularity.safetensors"
+        save(file, "popularity", knowledge.fingerprint, shape, Weights({"popularity": table}))
+        return path
+
+    return link
+
+
+def requests(llm: Llama) -> None:
+    """Prompts of several lengths, tokens after them, and a context that is continued."""
+    for n, n_prompt in enumerate((30, 1, 9)):
+        llm.create_completion(random_prompt(llm, n_prompt, seed=n), max_tokens=24, temperature=0.8, seed=n)
+    llm.reset()
+    llm.eval(random_prompt(llm, 17, seed=7))
+    for token in random_prompt(llm, 12, seed=8):
+        llm.eval([token])
+    llm.eval(random_prompt(llm, 5, seed=9))
+
+
+def live(load: Load, path: Path, out: Path, policy: str, predictor: str, n_slots: int, **options: Any) -> Trace:
+    """The trace of a run, its counters among the settings."""
+    llm = load(
+        path, policy=policy, predictor=predictor, lockstep=True, expert_cache=share_for(path, n_slots), n_ubatch=8,
+        store=StoreOptions(sweep=False), trace=TraceOptions(out, inputs=predictor == "skip"),
+        **{"logits_all": False, **options},
+    )  # fmt: skip
+    assert llm.plan.n_slots == n_slots
+    requests(llm)
+    llm.close()
+    return read(out)
+
+
+def simulated(trace: Trace, policy: Policy | str, predictor: str, path: Path, n_slots: int) -> SimResult:
+    """The same run without a model."""
+    knowledge = Knowledge(read_layout(path))
+    made = make_policy(policy, trace.shape, knowledge) if isinstance(policy, str) else policy
+    ahead = make_predictor(predictor, trace.shape, knowledge)
+    return Simulation(trace, made, ahead, n_slots, SimOptions(sweep=False)).run()
+
+
+def assert_equal(trace: Trace, result: SimResult) -> None:
+    was = trace.header.settings
+    for name in COUNTED:
+        assert result.counters[name] == was[name], name
+    hits = result.counters["hits_ready"] + result.counters["hits_late"]
+    assert hits == int(was["hits_ready"]) + int(was["hits_late"])
+    assert result.counters["evictions"] > 0
+
+
+@pytest.mark.parametrize(("policy", "predictor"), PAIRS)
+@pytest.mark.parametrize("preset", ["tiny-qwen2moe", "tiny-deepseek2"])
+def test_a_simulation_counts_what_the_run_counted(
+    path: Callable[[str], Path], load: Load, tmp_path: Path, preset: str, policy: str, predictor: str
+) -> None:
+    model = path(preset)
+    trace = live(load, model, tmp_path / "t", policy, predictor, 22)
+    (model.with_name(model.name + ".moegguf") / "eamc.safetensors").unlink(missing_ok=True)  # what the run learnt
+    assert trace.header.settings["events_dropped"] == 0
+    assert_equal(trace, simulated(trace, policy, predictor, model, 22))
+
+
+@pytest.mark.filterwarnings("ignore:.*the hit rate will be low")
+@pytest.mark.parametrize("n_slots", [8, 16, 40, 60])
+def test_at_every_budget(path: Callable[[str], Path], load: Load, tmp_path: Path, n_slots: int) -> None:
+    model = path("tiny-qwen2moe")
+    trace = live(load, model, tmp_path / "t", "next-use", "none", n_slots)
+    assert_equal(trace, simulated(trace, "next-use", "none", model, n_slots))
+
+
+def test_policies_differ_so_that_equal_counts_mean_something(
+    path: Callable[[str], Path], load: Load, tmp_path: Path
+) -> None:
+    model = path("tiny-qwen2moe")
+    trace = live(load, model, tmp_path / "t", "lru", "none", 22)
+    names = ("lru", "lfu", "random", "static", "next-use", "least-stale")
+    misses = {name: simulated(trace, name, "none", model, 22).counters["misses"] for name in names}
+    assert len(set(misses.values())) == len(names)
+
+
+def test_with_the_logits_of_every_token_too(path: Callable[[str], Path], load: Load, tmp_path: Path) -> None:
+    model = path("tiny-mixtral")
+    trace = live(load, model, tmp_path / "t", "lfu-decay", "none", 16, logits_all=True)
+    assert_equal(trace, simulated(trace, "lfu-decay", "none", model, 16))

@@ -1,0 +1,218 @@
+"""A trace recorded live holds what happened: held against another listener of the same run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from running import Llama, Load, Reference, TinyModel, greedy_logits, random_prompt
+
+from moegguf.controller.trace import Trace
+from moegguf.controller.trace_file import read
+from moegguf.engine.prompts import Prompt
+from moegguf.engine.record import RecordOptions, record
+from moegguf.engine.recording import TraceOptions
+from moegguf.errors import GenerationCancelled, OptionError, TraceError
+from moegguf.fingerprint import fingerprint
+from moegguf.native import library
+from moegguf.native.events import Announcement, Gate, Phase
+from moegguf.native.store import EVERY_PASS, ListenOptions
+
+TIGHT: dict[str, Any] = {"expert_cache": "40%", "n_ubatch": 4}
+
+
+class Second:
+    """Hears what the recorder hears."""
+
+    wants = ListenOptions(weights=True, everything=True, max_input_tokens=EVERY_PASS)
+
+    def __init__(self) -> None:
+        self.passes: list[list[Gate]] = []
+        self.announced: list[Announcement] = []
+
+    def announce(self, announcement: Announcement) -> None:
+        self.announced.append(announcement)
+
+    def observe(self, gate: Gate) -> None:
+        if not self.passes or self.passes[-1][0].pass_ != gate.pass_:
+            self.passes.append([])
+        self.passes[-1].append(gate)
+
+
+def load_recording(load: Load, path: Path, out: Path, **options: Any) -> tuple[Llama, Second]:
+    inputs = options.pop("inputs", False)
+    llm = load(path, trace=TraceOptions(out, inputs=inputs), **{**TIGHT, **options})
+    second = Second()
+    assert llm.session is not None
+    llm.session.listeners.add(second)
+    return llm, second
+
+
+def assert_same(trace: Trace, second: Second) -> None:
+    """The trace tells, in its events too, what the second listener heard."""
+    gates = [gate for gates in second.passes for gate in gates]
+    events = list(trace.events())
+    told = [event for event in events if isinstance(event, Gate)]
+    assert trace.n_pass == len(second.passes)
+    assert trace.pass_sequence.tolist() == [gates[0].sequence for gates in second.passes]
+    assert trace.pass_phase.tolist() == [gates[0].phase for gates in second.passes]
+    assert len(told) == len(gates)
+    for one, other in zip(told, gates, strict=True):
+        assert one[3:7] == other[3:7]  # sequence, phase, first_token, il
+        assert np.array_equal(one.expert_ids, other.expert_ids)
+        assert one.weights is not None
+        np.testing.assert_allclose(one.weights, other.weights, atol=1e-3)
+    announced = [event for event in events if isinstance(event, Announcement)]
+    for heard, other in zip(announced, second.announced, strict=True):
+        assert heard[:3] == other[:3]
+        assert np.array_equal(heard.tokens, other.tokens)
+    assert trace.tokens.tolist() == [token for event in second.announced for token in event.tokens]
+
+
+@pytest.mark.parametrize("logits_all", [True, False])
+@pytest.mark.parametrize("preset", ["tiny-qwen2moe", "tiny-deepseek2"])
+def test_a_trace_tells_what_another_listener_heard(
+    tiny: TinyModel, load: Load, reference: Reference, tmp_path: Path, preset: str, logits_all: bool
+) -> None:
+    llm, second = load_recording(load, tiny(preset), tmp_path / "t", logits_all=logits_all)
+    assert llm.recording is not None
+    for n, label in enumerate(("prose", "code")):
+        llm.recording.label(llm.next_sequence, label)
+        llm.create_completion(random_prompt(llm, 10, seed=n), max_tokens=6, temperature=0)
+    stats = llm.stats()
+    llm.close()
+    trace = read(tmp_path / "t")
+    assert_same(trace, second)
+    assert trace.sequences() == [0, 1]
+    assert trace.header.labels == {0: "prose", 1: "code"}
+    assert trace.header.fingerprint == fingerprint(llm.layout)
+    assert trace.shape.layers == tuple(layer.il for layer in llm.layout.layers)
+    settings = trace.header.settings
+    assert settings["n_slots"] == llm.plan.n_slots
+    assert settings["events_dropped"] == 0
+    for name in ("lookups", "hits_ready", "hits_late", "misses", "evictions"):
+        assert settings[name] == getattr(stats, name)
+    assert trace.pass_phase[0] == Phase.PREFILL
+    assert (trace.decode().pass_phase == Phase.DECODE).all()
+    assert (np.diff(trace.decode().pass_start) == 1).all()
+
+
+def test_recording_changes_no_bit_and_a_resident_model_is_heard_too(
+    tiny: TinyModel, load: Load, reference: Reference, tmp_path: Path
+) -> None:
+    llm, second = load_recording(load, tiny(), tmp_path / "t", expert_cache="100%", n_ubatch=512)
+    assert np.array_equal(greedy_logits(llm), reference(tiny()))
+    llm.close()
+    trace = read(tmp_path / "t")
+    assert_same(trace, second)
+    assert trace.n_tokens == 232
+    assert llm.plan.resident
+
+
+def test_with_inputs_they_are_what_entered_the_router(tiny: TinyModel, load: Load, tmp_path: Path) -> None:
+    from moegguf.routers import read_routers
+
+    llm, _ = load_recording(load, tiny(), tmp_path / "t", inputs=True)
+    greedy_logits(llm, random_prompt(llm, 20), 20)
+    llm.close()
+    trace = read(tmp_path / "t")
+    routers = read_routers(llm.layout)
+    assert trace.inputs is not None
+    agree = [
+        np.mean(routers.select(il, trace.inputs[row].astype(np.float32))[:, 0] == trace.expert_ids[row, :, 0])
+        for row, il in enumerate(trace.shape.layers)
+    ]
+    assert min(agree) > 0.95  # float16 turns a close choice now and then
+
+
+def test_a_pass_that_failed_or_was_cancelled_does_not_break_the_file(
+    tiny: TinyModel, load: Load, tmp_path: Path
+) -> None:
+    llm, second = load_recording(load, tiny(), tmp_path / "t")
+    prompt = random_prompt(llm, 12)
+    greedy_logits(llm, prompt, 2)
+    library.arm_fault("read", 1, sticky=True)
+    with pytest.raises(Exception, match="read"):
+        greedy_logits(llm, random_prompt(llm, 12, seed=1), 2)
+    library.arm_fault("read", 0)
+    llm.cancel()
+    with pytest.raises(GenerationCancelled):
+        llm.eval([1])
+    llm.resume()
+    greedy_logits(llm, prompt, 3)
+    llm.close()
+    trace = read(tmp_path / "t")
+    assert trace.n_pass == len(second.passes)
+    whole = trace.select([trace.sequences()[-1]])
+    assert whole.n_tokens == 15
+    assert (whole.expert_ids >= 0).all()
+    for _ in trace.events():
+        pass
+
+
+def test_closed_in_the_middle_of_a_pass(tiny: TinyModel, load: Load, tmp_path: Path) -> None:
+    llm, _ = load_recording(load, tiny(), tmp_path / "t")
+    steps = llm.generate(random_prompt(llm, 9), temp=0)
+    next(steps)
+    llm.close()
+    assert read(tmp_path / "t").n_tokens >= 9
+    assert [path.name for path in tmp_path.iterdir()] == ["t"]
+
+
+def test_without_any_pass_the_trace_is_empty(tiny: TinyModel, load: Load, tmp_path: Path) -> None:
+    llm = load(tiny(), trace=tmp_path / "t", **TIGHT)
+    llm.close()
+    trace = read(tmp_path / "t")
+    assert (trace.n_pass, trace.n_tokens) == (0, 0)
+    assert list(trace.events()) == []
+
+
+def test_where_no_file_can_be_made_nothing_is_loaded(tiny: TinyModel, tmp_path: Path) -> None:
+    with pytest.raises(TraceError):
+        Llama(tiny(), verbose=False, trace=tmp_path / "nowhere" / "t", **TIGHT)
+
+
+def test_a_trace_that_cannot_be_completed_is_an_error_and_the_model_is_freed(
+    tiny: TinyModel, load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm, _ = load_recording(load, tiny(), tmp_path / "t")
+    session = llm.session
+    assert session is not None
+    greedy_logits(llm, random_prompt(llm, 5), 2)
+
+    def full(*_: object, **__: object) -> None:
+        raise TraceError("no space left")
+
+    assert llm.recording is not None
+    monkeypatch.setattr(llm.recording._recorder, "close", full)
+    with pytest.raises(TraceError, match="no space"):
+        llm.close()
+    assert session.store._handle is None
+    llm.close()
+
+
+def test_recording_prompts_with_and_without_a_completion(tiny: TinyModel, tmp_path: Path) -> None:
+    prompts = [Prompt("once upon", "prose"), Prompt("def f", "code", n_predict=4, completion="(x): return x")]
+    done: list[tuple[int, int]] = []
+    options = RecordOptions(n_predict=5)
+    stats = record(
+        tiny(), prompts, tmp_path / "t", options, lambda n, of: done.append((n, of)), n_ctx=256, n_threads=1,
+        verbose=False, **TIGHT,
+    )  # fmt: skip
+    trace = read(tmp_path / "t")
+    assert done == [(0, 2), (1, 2)]
+    assert trace.header.labels == {0: "prose", 1: "code"}
+    assert trace.sequences() == [0, 1]
+    assert stats.tokens == trace.n_tokens
+    assert 1 <= trace.select([0]).decode().n_tokens <= 5
+    assert trace.select([1]).decode().n_tokens == 4
+
+
+def test_a_model_without_experts_has_nothing_to_record(
+    tiny: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOEGGUF_HOOKS", "0")
+    with pytest.raises(OptionError, match="nothing to record"):
+        record(tiny(), [], tmp_path / "t", RecordOptions(), verbose=False, n_ctx=64, n_threads=1)
