@@ -17,7 +17,7 @@ from moegguf.controller.shape import MoeShape
 from moegguf.native.events import Announcement, Float32s, Gate, Phase
 
 SHAPE = MoeShape(n_layer=4, n_expert=4, n_expert_used=2, layers=(1, 2, 3), expert_bytes=100)
-AMPLE = PrefetchOptions(window=2, budget_bytes=10_000)
+AMPLE = PrefetchOptions(window=2, budget_bytes=10_000, watchdog=False)
 
 
 class Notes:
@@ -89,8 +89,7 @@ def first_two(il: int) -> Float32s:
 def controller(
     policy: Policy | None = None, predictor: Predictor | None = None, notes: Notes | None = None, **options: Any
 ) -> Controller:
-    """Without a watchdog unless asked for."""
-    made = ControllerOptions(**{"watchdog": False, **options})
+    made = ControllerOptions(**options)
     return Controller(SHAPE, policy or Lru(), predictor or NoPrediction(SHAPE), notes or Notes(), made)
 
 

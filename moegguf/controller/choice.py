@@ -41,12 +41,19 @@ class Measured:
     about: Mapping[str, str | int] = field(default_factory=dict)
 
     def choose(self, share: float) -> Choice:
-        """The best policy at the measured share nearest to `share`; LRU unless that one beats it clearly there."""
+        """The best policy at the measured share nearest to `share`, of those that lose to LRU at none; LRU unless that
+        one beats it clearly there.
+        """
         lru = self.hit_rates.get("lru", {})
         if not lru:
             return Choice(predictor=self.prefetch, prefetch=self.prefetch != "none")
         nearest = min(lru, key=lambda measured: abs(measured - share))
-        at = {name: rates[nearest] for name, rates in self.hit_rates.items() if nearest in rates}
+        never_worse = {
+            name: rates
+            for name, rates in self.hit_rates.items()
+            if rates.keys() == lru.keys() and all(rates[at] >= lru[at] for at in lru)
+        }
+        at = {name: rates[nearest] for name, rates in never_worse.items()}
         best = max(at, key=lambda name: (at[name], name == "lru"))
         policy = best if at[best] >= lru[nearest] + LEAST_GAIN else "lru"
         if self.prefetch != "none":

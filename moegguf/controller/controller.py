@@ -42,12 +42,11 @@ class Actions(Protocol):
 
 @dataclass(frozen=True)
 class ControllerOptions:
-    """prefetch: None acts on no prediction. watchdog: prefetching must prove itself against the stall. judge:
-    predictions are compared with what happens. slowest_s: a policy or predictor that once takes longer is switched off.
+    """prefetch: None acts on no prediction. judge: predictions are compared with what happens. slowest_s: a policy or
+    predictor that once takes longer is switched off.
     """
 
     prefetch: PrefetchOptions | None = None
-    watchdog: bool = True
     judge: bool = False
     slowest_s: float = 1.0
 
@@ -68,7 +67,7 @@ class Controller:
         self.history = History(shape)
         self.options = options
         self.judge = LiveJudge(predictor, drive=False) if options.judge else None
-        self.watchdog = Watchdog() if options.prefetch and options.watchdog else None
+        self.watchdog = Watchdog() if options.prefetch and options.prefetch.watchdog else None
         self.seconds = 0.0  # spent in here
         self.gates = 0
         self.stopped = False

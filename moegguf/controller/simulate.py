@@ -38,7 +38,6 @@ class SimOptions:
     """
 
     prefetch: PrefetchOptions | None = None
-    watchdog: bool = False
     link_bytes_per_s: float = 0.0
     link_latency_s: float = 0.0
     layer_compute_us: float = 0.0
@@ -210,7 +209,7 @@ class Simulation:
     def _controller(self, store: Store) -> Controller | None:
         if isinstance(self.policy, Lru) and isinstance(self.predictor, NoPrediction):
             return None  # as live: the store needs nobody for that
-        options = ControllerOptions(self.options.prefetch, self.options.watchdog, slowest_s=float("inf"))
+        options = ControllerOptions(self.options.prefetch, slowest_s=float("inf"))
         return _Strict(self.trace.shape, self.policy, self.predictor, store, options)
 
     def _replay(self, store: Store, lane: Lane, progress: Callable[[int], None] | None) -> SimResult:

@@ -44,6 +44,7 @@ from moegguf.errors import (
 )
 from moegguf.experts import read_layout
 from moegguf.native import library
+from moegguf.native.events import Phase
 from moegguf.native.store import StoreOptions
 
 _bindings = library.llama_cpp()
@@ -137,6 +138,10 @@ class Llama(_bindings.Llama):  # type: ignore[misc, name-defined]
                     warnings.warn(warning, stacklevel=2)
             with readahead(self.layout) if self._session else nullcontext():
                 self._load(path, n_ubatch=n_ubatch, n_threads=n_threads, **options)
+            if self._session is None and trace:
+                raise OptionError(
+                    "trace: there are no experts in this model, or MOEGGUF_HOOKS=0 is set: nothing to record."
+                )
             if self._session is not None and trace:
                 self._recording = Recording(self._session, Knowledge(self.layout), trace)
             if self._session is not None and n_threads > 1 and not built_with_openmp():
@@ -218,6 +223,8 @@ class Llama(_bindings.Llama):  # type: ignore[misc, name-defined]
 
     def embed(self, *arguments: Any, **options: Any) -> Any:
         """As in llama-cpp-python; raises what `eval` raises."""
+        if self._session is not None and not self._closed:
+            self._session.lane.announce(self._requests.begin(), Phase.PREFILL, [])  # its tokens are not ours to know
         return self._guarded(super().embed, *arguments, **options)
 
     def generate(self, *arguments: Any, **options: Any) -> Generator[int, Sequence[int] | None, None]:

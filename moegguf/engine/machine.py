@@ -269,6 +269,4 @@ def disk_read_speed(path: str | os.PathLike[str], seconds: float = 0.5) -> DiskS
     try:
         return DiskSpeed(_measure(path, 0, seconds), direct=False)
     except OSError as error:
-        raise ModelNotFoundError(
-            f"{str(path)!r} cannot be read ({error.strerror}); check the path."
-        ) from error
+        raise ModelNotFoundError(f"{str(path)!r} cannot be read ({error.strerror}); check the path.") from error

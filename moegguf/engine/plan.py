@@ -111,9 +111,7 @@ def make_plan(
     )
 
 
-def _choose_slots(
-    layout: ExpertLayout, cache: ExpertCache, memory: Memory, ask: Needs, reasons: list[str]
-) -> int:
+def _choose_slots(layout: ExpertLayout, cache: ExpertCache, memory: Memory, ask: Needs, reasons: list[str]) -> int:
     """Slots for the pool, from the minimum to one for every expert."""
     size, n_total = slot_bytes(layout), layout.n_expert_total
     if cache.mode == "auto":
@@ -136,9 +134,7 @@ def _choose_slots(
     if n_slots == n_total:
         reasons.append("every expert has a slot of its own: nothing is read after the first use")
     else:
-        reasons.append(
-            f"{n_slots} of {n_total} experts fit at a time ({n_slots / n_total:.0%}); others are fetched"
-        )
+        reasons.append(f"{n_slots} of {n_total} experts fit at a time ({n_slots / n_total:.0%}); others are fetched")
     return n_slots
 
 

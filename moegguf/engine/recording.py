@@ -28,7 +28,9 @@ class TraceOptions:
 
 
 class Recording:
-    """Records every pass of a session until closed. Raises TraceError when the file cannot be made.
+    """Records every pass of a session until closed.
+
+    Raises TraceError when the file cannot be made.
 
     The recorder hears everything: when it cannot keep up, the model waits for it, and no pass is missing.
     """

@@ -30,6 +30,11 @@ class Requests:
         finally:
             self._fresh = self._generating = False
 
+    def begin(self) -> int:
+        """A request that is none of these, such as an embedding, begins; returns its number."""
+        self.sequence += 1
+        return self.sequence
+
     def next_phase(self, n_past: int, n_tokens: int) -> Phase:
         """The phase of the next `n_tokens` after `n_past`; `sequence` says in which request."""
         if self._fresh or (n_past == 0 and not self._generating) or self.sequence < 0:

@@ -28,6 +28,7 @@ from moegguf.native.events import Announcement, Gate
 from moegguf.native.store import ListenOptions
 
 AUTO = "auto"
+AHEAD, AHEAD_UNTRAINED = "mlp", "skip"  # what prefetching goes by when nobody says: the most accurate ones measured
 
 
 @dataclass(frozen=True)
@@ -35,9 +36,10 @@ class Steer:
     """What a user asks of the controller.
 
     policy: a name, an object with a method `scores`, or "auto": what was measured to be best for this model, else
-    LRU. predictor: a name, a `Predictor`, or None: what the policy was measured with. prefetch: whether predictions
-    are acted on, or how; None: only where that was measured to pay. judge: compare predictions with what happens.
-    lockstep: decisions act at a fixed place, so that a simulation repeats them exactly; slow.
+    LRU. predictor: a name, a `Predictor`, or None: what the policy was measured with, and with `prefetch` the best
+    there is. prefetch: whether predictions are acted on, or how; None: only where that was measured to pay. judge:
+    compare predictions with what happens. lockstep: decisions act at a fixed place, so that a simulation repeats them
+    exactly; slow.
     """
 
     policy: str | Policy = AUTO
@@ -62,7 +64,7 @@ class Steer:
     @property
     def is_plain(self) -> bool:
         """LRU, and nothing to predict: the store needs nobody for that."""
-        return self.policy == "lru" and self.predictor in (None, "none") and not self.judge
+        return self.policy == "lru" and self.predictor in (None, "none") and not self.judge and not self.prefetch
 
 
 @dataclass
@@ -98,12 +100,18 @@ class Steering:
 
     def _choose(self) -> Choice:
         """The names to use; those of objects given by the user do not matter."""
-        asked, measured = self.asked, self.knowledge.measured() if self.asked.policy == AUTO else None
+        asked, measured = self.asked, self.knowledge.measured()
         share = self.session.plan.n_slots / max(1, self.session.layout.n_expert_total)
-        found = measured.choose(share) if measured else Choice()
+        found = measured.choose(share) if measured and asked.policy == AUTO else Choice()
         policy = found.policy if asked.policy == AUTO else str(asked.policy)
-        predictor = found.predictor if asked.predictor is None else str(asked.predictor)
         prefetch = bool(asked.prefetch) if asked.prefetch is not None else found.prefetch
+        if asked.predictor is not None:
+            return Choice(policy, str(asked.predictor), prefetch)
+        predictor = found.predictor
+        if measured and asked.policy != AUTO:
+            predictor = measured.predictors.get(policy, "none")
+        if prefetch and predictor == "none":
+            predictor = AHEAD if next(self.knowledge.find(f"{AHEAD}.safetensors"), None) else AHEAD_UNTRAINED
         return Choice(policy, predictor, prefetch)
 
     def _policy(self, shape: MoeShape) -> Policy:

@@ -49,7 +49,6 @@ class Timing:
     def options(self, prefetch: bool) -> SimOptions:
         return SimOptions(
             prefetch=PrefetchOptions() if prefetch else None,
-            watchdog=prefetch,
             link_bytes_per_s=self.bytes_per_s,
             link_latency_s=self.latency_us / 1e6,
             layer_compute_us=self.layer_compute_us,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from steering import (
     AMPLE,
@@ -102,7 +104,7 @@ def test_stopped_it_hears_nothing() -> None:
 def test_the_watchdog_keeps_prefetching_only_while_it_lowers_the_stall() -> None:
     for saved_ns, stays in ((300, True), (-300, False)):
         notes = Notes()
-        steering = controller(None, Saying(first_two), notes, prefetch=AMPLE, watchdog=True)
+        steering = controller(None, Saying(first_two), notes, prefetch=replace(AMPLE, watchdog=True))
         assert steering.watchdog is not None
         assert not steering.prefetching
         n_trial = 2 * steering.watchdog.options.turns * steering.watchdog.options.turn_tokens
@@ -116,7 +118,7 @@ def test_the_watchdog_keeps_prefetching_only_while_it_lowers_the_stall() -> None
 
 def test_the_watchdog_does_not_count_the_stall_of_prompts() -> None:
     notes = Notes()
-    steering = controller(None, Saying(first_two), notes, prefetch=AMPLE, watchdog=True)
+    steering = controller(None, Saying(first_two), notes, prefetch=replace(AMPLE, watchdog=True))
     for request in range(60):
         run_pass(steering, Phase.PREFILL, pass_=9 * request, sequence=request)
         notes.stall_ns += 10**9
