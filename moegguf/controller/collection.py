@@ -13,11 +13,10 @@ import numpy.typing as npt
 
 from moegguf.controller.history import Counts
 from moegguf.native.events import Float32s, Phase
+from moegguf.native.nearest import TINY, Query
 
 CAPACITY = 1000
 _FIRST_ROOM = 16
-_TINY = np.float32(1e-30)  # a squared norm that makes 0/norm a similarity of 0
-_NEARLY = np.float32(1 - 2e-6)  # squared cosines closer than this are the same in float32
 
 
 class Matches(NamedTuple):
@@ -40,20 +39,17 @@ class Eamc:
         self.n_expert = n_expert
         self.capacity = max(1, capacity)
         self.n_entries = 0
-        self._query_norm2 = 0.0
         self._seen = np.zeros(n_layer, np.bool_)
         self._entries = np.zeros((0, n_layer, n_expert), np.float32)
         self._columns = np.zeros((n_layer, n_expert, 0), np.float32)
         self._row_norm2 = np.zeros((n_layer, 0), np.float32)
         self._tokens = np.zeros(0, np.float32)
-        self._dot = np.zeros(0, np.float32)  # of the seen rows of query and entry
-        self._norm2 = np.zeros(0, np.float32)  # of the entry's seen rows
-        self._score = np.zeros(0, np.float32)
+        self._query = Query(self._columns, self._row_norm2, self._tokens)
 
     @property
     def nbytes(self) -> int:
         """Bytes of memory held, room for entries to come included."""
-        arrays = self._entries, self._columns, self._row_norm2, self._tokens, self._dot, self._norm2, self._score
+        arrays = self._entries, self._columns, self._row_norm2, self._tokens, self._query.dot, self._query.norm2
         return sum(array.nbytes for array in arrays)
 
     @property
@@ -96,27 +92,13 @@ class Eamc:
 
     def begin_pass(self) -> None:
         """Forgets the query."""
-        self._query_norm2 = 0.0
         self._seen[:] = False
-        self._dot[:] = 0
-        self._norm2[:] = _TINY
+        self._query.clear()
 
     def see(self, il: int, row: Counts) -> None:
         """Adds row `il` of the pass's iEAM, (n_expert,) counts. An empty row, or one seen before, changes nothing."""
-        used = row.nonzero()[0]
-        if self._seen[il] or not used.size:
-            return
-        self._seen[il] = True
-        norm2 = float(row.dot(row))
-        self._query_norm2 += norm2
-        dot, columns = self._dot[: self.n_entries], self._columns[il, :, : self.n_entries]
-        if norm2 == used.size and 2 * used.size <= self.n_expert:  # one token
-            for e in used.tolist():
-                np.add(dot, columns[e], out=dot)
-        else:
-            dot += np.einsum("e,en->n", row, columns)
-        norms = self._norm2[: self.n_entries]
-        np.add(norms, self._row_norm2[il, : self.n_entries], out=norms)
+        if not self._seen[il]:
+            self._seen[il] = self._query.see(il, row, self.n_entries)
 
     def match(self, n: int) -> Matches:
         """The at most `n` entries with the largest cosine to the rows seen in this pass, others ignored on both sides.
@@ -124,20 +106,7 @@ class Eamc:
         Entries that agree in nothing are never among them. Of entries equally similar, those with more tokens come
         first (section 4.5: matching experts with high activation frequency is beneficial).
         """
-        dot, score = self._dot[: self.n_entries], self._score[: self.n_entries]
-        np.multiply(dot, dot, out=score)
-        np.divide(score, self._norm2[: self.n_entries], out=score)  # squared cosine, but for the norm of the query
-        bound = _TINY
-        if n < self.n_entries:
-            nth = self.n_entries - n
-            bound = max(bound, np.partition(score, nth)[nth] * _NEARLY)
-        found = (score >= bound).nonzero()[0]
-        closeness = score[found]
-        closeness[closeness * _NEARLY <= bound] = 0  # as near as the last one: tokens decide
-        order = np.lexsort((self._tokens[found], closeness))[: -n - 1 : -1]
-        picked = found[order]
-        cosines = np.sqrt(score[picked] / np.float32(self._query_norm2 or 1))
-        return Matches(picked, np.minimum(cosines, 1, out=cosines))
+        return Matches(*self._query.match(n, self.n_entries))
 
     def total(self, indices: npt.NDArray[np.intp]) -> Counts:
         """(n_layer, n_expert): these entries summed cell by cell."""
@@ -160,8 +129,7 @@ class Eamc:
         self._columns[:, :, index] = counts
         self._row_norm2[:, index] = row_norm2
         self._tokens[index] = counts.sum()
-        self._dot[index] = 0
-        self._norm2[index] = _TINY
+        self._query.dot[index], self._query.norm2[index] = 0, TINY
 
     def _make_room(self, room: int) -> None:
         entries = np.zeros((room, self.n_layer, self.n_expert), np.float32)
@@ -170,9 +138,8 @@ class Eamc:
         self._columns = _widened(self._columns, room)
         self._row_norm2 = _widened(self._row_norm2, room)
         self._tokens = _widened(self._tokens, room)
-        self._dot = _widened(self._dot, room)
-        self._norm2 = _widened(self._norm2, room)
-        self._score = _widened(self._score, room)
+        before, self._query = self._query, Query(self._columns, self._row_norm2, self._tokens)
+        self._query.take_over(before)
 
 
 class EamcPair:

@@ -14,12 +14,12 @@ import numpy.typing as npt
 from moegguf.controller.history import History
 from moegguf.controller.judge import LiveJudge
 from moegguf.controller.outlook import Ahead
-from moegguf.controller.policies.base import Policy
-from moegguf.controller.predictors.base import Predictor
+from moegguf.controller.policies.base import CarriedByStore, Policy
+from moegguf.controller.predictors.base import NoPrediction, Predictor
 from moegguf.controller.prefetch import Prefetcher, PrefetchOptions
 from moegguf.controller.shape import MoeShape
 from moegguf.controller.watchdog import Watchdog
-from moegguf.native.events import Announcement, Float32s, Gate, Phase
+from moegguf.native.events import Announcement, EvictionRates, Float32s, Gate, Phase
 
 Int32s = npt.NDArray[np.int32]
 
@@ -49,6 +49,12 @@ class ControllerOptions:
     prefetch: PrefetchOptions | None = None
     judge: bool = False
     slowest_s: float = 1.0
+
+
+def carried_by_store(policy: Policy, predictor: Predictor, options: ControllerOptions) -> EvictionRates | None:
+    """What makes the store carry out the policy by itself; None where it takes a controller."""
+    listens = options.prefetch is not None or options.judge or not isinstance(predictor, NoPrediction)
+    return policy.store_rates if not listens and isinstance(policy, CarriedByStore) else None
 
 
 class Controller:

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from moegguf.controller.controller import Controller, ControllerOptions
+from moegguf.controller.controller import Controller, ControllerOptions, carried_by_store
 from moegguf.controller.policies.base import Policy
 from moegguf.controller.policies.lru import Lru
 from moegguf.controller.predictors.base import NoPrediction, Predictor
@@ -207,9 +207,13 @@ class Simulation:
             store.close()
 
     def _controller(self, store: Store) -> Controller | None:
-        if isinstance(self.policy, Lru) and isinstance(self.predictor, NoPrediction):
-            return None  # as live: the store needs nobody for that
+        """As live: None where the store needs nobody."""
         options = ControllerOptions(self.options.prefetch, slowest_s=float("inf"))
+        rates = carried_by_store(self.policy, self.predictor, options)
+        if rates is not None:
+            store.set_rates(rates)
+        if rates is not None or (isinstance(self.policy, Lru) and isinstance(self.predictor, NoPrediction)):
+            return None
         return _Strict(self.trace.shape, self.policy, self.predictor, store, options)
 
     def _replay(self, store: Store, lane: Lane, progress: Callable[[int], None] | None) -> SimResult:

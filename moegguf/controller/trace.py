@@ -74,12 +74,19 @@ class Trace:
         """The passes of these requests only."""
         wanted = set(sequences)
         labels = {sequence: label for sequence, label in self.header.labels.items() if sequence in wanted}
-        part = self._take(np.isin(self.pass_sequence, list(wanted)))
+        part = self._take(np.flatnonzero(np.isin(self.pass_sequence, list(wanted))))
         return replace(part, header=replace(self.header, labels=labels))
+
+    def arranged(self, sequences: Iterable[int]) -> Trace:
+        """The passes of these requests, one request after another in this order."""
+        place = {sequence: number for number, sequence in enumerate(dict.fromkeys(sequences))}
+        part = self.select(place)
+        places = np.array([place[sequence] for sequence in part.pass_sequence.tolist()], np.int64)
+        return part._take(np.argsort(places, kind="stable"))
 
     def decode(self) -> Trace:
         """The decode passes only."""
-        return self._take(self.pass_phase == Phase.DECODE)
+        return self._take(np.flatnonzero(self.pass_phase == Phase.DECODE))
 
     def events(self) -> Iterator[Announcement | Gate]:
         """What a listener would have heard, in live order, pass by pass; all in lane 0, `pass_` counted from 0.
@@ -155,16 +162,18 @@ class Trace:
     def _tokens_of(self, passes: list[int]) -> Int32s:
         return np.concatenate([self.tokens[self.pass_start[p] : self.pass_start[p + 1]] for p in passes])
 
-    def _take(self, keep: npt.NDArray[np.bool_]) -> Trace:
-        lengths = np.diff(self.pass_start)
-        tokens = np.repeat(keep, lengths)
+    def _take(self, passes: npt.NDArray[np.int64]) -> Trace:
+        """These passes, in this order."""
+        lengths = np.diff(self.pass_start)[passes]
+        starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
+        tokens = np.repeat(self.pass_start[passes] - starts[:-1], lengths) + np.arange(starts[-1])
         return replace(
             self,
-            pass_sequence=self.pass_sequence[keep],
-            pass_phase=self.pass_phase[keep],
-            pass_first_token=self.pass_first_token[keep],
-            pass_ns=self.pass_ns[keep],
-            pass_start=np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths[keep], dtype=np.int64)]),
+            pass_sequence=self.pass_sequence[passes],
+            pass_phase=self.pass_phase[passes],
+            pass_first_token=self.pass_first_token[passes],
+            pass_ns=self.pass_ns[passes],
+            pass_start=starts,
             tokens=self.tokens[tokens],
             expert_ids=self.expert_ids[:, tokens],
             weights=None if self.weights is None else self.weights[:, tokens],

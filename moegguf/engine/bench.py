@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from moegguf.controller.prefetch import PrefetchOptions
 from moegguf.engine.bench_spec import FLASH_ATTN, Spec, Test, ggml_type
 from moegguf.engine.limits import die_with_parent
 from moegguf.engine.llama import Llama
@@ -66,7 +67,7 @@ def load(spec: Spec) -> Llama:
         store=StoreOptions(**spec.store | {"repack": spec.repack}),
         policy=spec.policy,
         predictor=spec.predictor,
-        prefetch=spec.prefetch,
+        prefetch=PrefetchOptions(watchdog=False) if spec.prefetch and not spec.watchdog else spec.prefetch,
         use_mmap=spec.system == "mmap",
         n_ctx=max(test.n_tokens for test in spec.tests),
         n_batch=spec.n_batch,

@@ -33,7 +33,8 @@ class Spec:
 
     system: "moegguf", or llama.cpp itself: "mmap" (the file is mapped) or "resident" (every weight is read into
     memory). repack: weights in the layout of the CPU's fastest kernels. feed: random tokens as in llama-bench, the
-    tokens of `text`, or the model's own (greedy) after n_depth tokens of either.
+    tokens of `text`, or the model's own (greedy) after n_depth tokens of either. watchdog False: prefetching stays on
+    whether it pays or not.
     """
 
     model: str
@@ -53,6 +54,7 @@ class Spec:
     policy: str = "auto"
     predictor: str | None = None
     prefetch: bool | None = None
+    watchdog: bool = True
     feed: str = "random"
     text: str | None = None
     seed: int = 0

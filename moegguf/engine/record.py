@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from moegguf.engine.llama import Llama
 from moegguf.engine.prompts import Prompt
-from moegguf.engine.recording import TraceOptions
+from moegguf.engine.recording import Recording, TraceOptions
 from moegguf.engine.stats import Stats
-from moegguf.errors import OptionError
 from moegguf.native import library
 
-Progress = Callable[[int, int], object]  # prompts done, of how many
+Progress = Callable[[str, float], object]  # what is being done, and the share of it that is done
 
 
 @dataclass(frozen=True)
@@ -37,41 +38,74 @@ def record(
     progress: Progress | None = None,
     **llama: Any,
 ) -> Stats:
-    """Writes the trace `out`; returns what the run counted.
+    """Writes the trace `out`; returns what the run counted. Interrupted or failed, it leaves no file.
 
     Each prompt is a request of its own. A prompt with a completion is read token by token as if the model had written
-    it (teacher forcing): routing of text that the model has not made up. Raises OptionError when the model has no
-    experts, and what `Llama` raises.
+    it (teacher forcing): routing of text that the model has not made up. What is too long for the context is cut, with
+    a warning. Raises what `Llama` raises: OptionError when the model has no experts.
     """
-    with Llama(model, trace=TraceOptions(out, options.inputs), **llama) as llm:
-        if llm.recording is None:
-            raise OptionError(f"{os.fspath(model)!r} has no experts (or MOEGGUF_HOOKS=0 is set): nothing to record.")
-        for number, prompt in enumerate(prompts):
-            if progress is not None:
-                progress(number, len(prompts))
-            llm.recording.label(llm.next_sequence, prompt.label)
-            _run(llm, prompt, options)
+    progress = progress or (lambda what, share: None)
+    with Llama(
+        model, trace=TraceOptions(out, options.inputs), progress=partial(progress, "loading the model"), **llama
+    ) as llm:
+        assert llm.recording is not None
+        try:
+            _run_all(llm, llm.recording, prompts, options, progress)
+        except BaseException:
+            llm.recording.discard()
+            raise
         return llm.stats()
 
 
-def _run(llm: Llama, prompt: Prompt, options: RecordOptions) -> None:
-    room = llm.n_ctx() - 1
-    tokens = llm.tokenize(prompt.text.encode(), special=True)[:room]
-    if prompt.completion is not None:
-        forced = llm.tokenize(prompt.completion.encode(), add_bos=False)[: room - len(tokens)]
-        llm.reset()
-        llm.eval(tokens)
-        for token in forced[: prompt.n_predict]:
-            llm.eval([token])
-        return
-    n_predict = options.n_predict if prompt.n_predict is None else prompt.n_predict
-    left = min(n_predict, room - len(tokens))
+def _run_all(
+    llm: Llama, recording: Recording, prompts: Sequence[Prompt], options: RecordOptions, progress: Progress
+) -> None:
+    n_cut = 0
+    for number, prompt in enumerate(prompts):
+        progress(f"prompt {number + 1} of {len(prompts)}", number / len(prompts))
+        recording.label(llm.next_sequence, prompt.label)
+        n_cut += _run(llm, prompt, options)
+    if n_cut:
+        warnings.warn(
+            f"{n_cut} of {len(prompts)} prompts, with their answers, are longer than the context and were cut;"
+            " a larger context takes more of them (--ctx).",
+            stacklevel=3,
+        )
+
+
+def _run(llm: Llama, prompt: Prompt, options: RecordOptions) -> bool:
+    """One request; whether it had to be cut. An answer gets up to half of the context."""
+    forced = _answer_tokens(llm, prompt)
+    asked = options.n_predict if prompt.n_predict is None else prompt.n_predict
+    n_answer = asked if forced is None else len(forced)
+    room = len(llm.input_ids) - 1  # llm.n_ctx() may be more: llama.cpp rounds up
+    tokens = llm.tokenize(prompt.text.encode(), special=True)
+    kept = tokens[: room - min(n_answer, room // 2)]
+    n_answer = min(n_answer, room - len(kept))
     llm.reset()
+    if forced is None and n_answer:
+        _generate(llm, kept, n_answer, options)
+    else:
+        llm.eval(kept)
+        for token in (forced or [])[:n_answer]:
+            llm.eval([token])
+    return len(kept) < len(tokens) or (forced is not None and n_answer < len(forced))
+
+
+def _answer_tokens(llm: Llama, prompt: Prompt) -> list[int] | None:
+    """The tokens the model is made to say; None when it speaks for itself."""
+    if prompt.completion is None:
+        return None
+    tokens: list[int] = llm.tokenize(prompt.completion.encode(), add_bos=False)
+    return tokens[: prompt.n_predict]
+
+
+def _generate(llm: Llama, tokens: Sequence[int], n_answer: int, options: RecordOptions) -> None:
     llm.set_seed(options.seed)
     steps = llm.generate(tokens, temp=options.temperature)
     is_end = library.llama_cpp().llama_vocab_is_eog
     try:
-        for _ in range(left):
+        for _ in range(n_answer):
             if is_end(llm._model.vocab, next(steps)):
                 break
     finally:

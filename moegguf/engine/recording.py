@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 from dataclasses import dataclass
 
@@ -56,6 +57,7 @@ class Recording:
             options.path, MoeShape.of(session.layout), header, inputs=options.inputs
         )
         session.listeners.add(self)
+        atexit.register(self.close)  # who forgets to close the model still gets the file
 
     def announce(self, announcement: Announcement) -> None:
         if self._recorder is not None:
@@ -70,10 +72,22 @@ class Recording:
         if self._recorder is not None:
             self._recorder.label(sequence, text)
 
+    def discard(self) -> None:
+        """Gives the recording up: no file is left, and one that was there before stays. Nothing after close()."""
+        recorder = self._end()
+        if recorder is not None:
+            recorder.discard()
+
     def close(self) -> None:
         """Completes the file. Raises TraceError when something could not be written. Twice is harmless."""
-        self._session.listeners.remove(self)
-        recorder, self._recorder = self._recorder, None
+        recorder = self._end()
         if recorder is not None:
             counters = self._session.store.counters()
             recorder.close(**{name: counters[name] for name in COUNTED})
+
+    def _end(self) -> Recorder | None:
+        """Stops listening; the recorder, the first time."""
+        atexit.unregister(self.close)
+        self._session.listeners.remove(self)
+        recorder, self._recorder = self._recorder, None
+        return recorder

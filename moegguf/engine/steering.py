@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moegguf.controller.choice import Choice
-from moegguf.controller.controller import Controller, ControllerOptions
+from moegguf.controller.controller import Controller, ControllerOptions, carried_by_store
 from moegguf.controller.policies import POLICIES, make_policy
 from moegguf.controller.policies.base import Policy
 from moegguf.controller.policies.sparsity import SparsityAware
@@ -69,12 +69,13 @@ class Steer:
 
 @dataclass
 class Steering:
-    """One model's controller. `controller` is None where plain LRU was chosen."""
+    """One model's controller. `controller` is None where the store needs nobody: `carried` is then its policy."""
 
     session: Session
     knowledge: Knowledge
     asked: Steer
     controller: Controller | None = field(init=False, default=None)
+    carried: str = field(init=False, default="lru")
     choice: Choice = field(init=False, default_factory=Choice)
     _listening: bool = field(init=False, default=False)
 
@@ -93,8 +94,13 @@ class Steering:
             return
         if self.choice == Choice() and self.asked.policy == AUTO and not self.asked.judge:
             return
-        self._wants = ListenOptions(inputs=predictor.needs_inputs, lockstep=self.asked.lockstep)
         options = ControllerOptions(prefetch=self._prefetch(), judge=self.asked.judge)
+        rates = carried_by_store(policy, predictor, options)
+        if rates is not None:
+            self.session.store.set_rates(rates)
+            self.carried = _name(policy, "lru")
+            return
+        self._wants = ListenOptions(inputs=predictor.needs_inputs, lockstep=self.asked.lockstep)
         self.controller = Controller(shape, policy, predictor, self.session.store, options)
         self.update(self.session.plan.n_slots)
 
@@ -161,7 +167,7 @@ class Steering:
         """
         controller = self.controller
         if controller is None:
-            return {"policy": "lru", "predictor": "none", "prefetch": "off"}
+            return {"policy": self.carried, "predictor": "none", "prefetch": "off"}
         figures: dict[str, Any] = {
             "policy": _name(controller.policy, "lru"),
             "predictor": _name(controller.predictor, "none"),

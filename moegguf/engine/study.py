@@ -1,10 +1,11 @@
-"""What can be learnt from one recorded trace: replays, scores, and the report that joins them."""
+"""What can be learnt from one recorded trace: replays, and scores of predictors. `survey` joins them to a report."""
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -16,26 +17,54 @@ from moegguf.controller.policies.base import Policy
 from moegguf.controller.predictors import PREDICTORS, make_predictor
 from moegguf.controller.predictors.base import Predictor
 from moegguf.controller.prefetch import PrefetchOptions
-from moegguf.controller.report_data import PolicyTable, Recorded, Recovery, Report, ScheduleTable, StallTable
-from moegguf.controller.reuse import reuse
-from moegguf.controller.scheduler import measure
 from moegguf.controller.score import ScoreTable, score
-from moegguf.controller.simulate import SimOptions, Simulation, slots_of
+from moegguf.controller.simulate import SimOptions
 from moegguf.controller.sweep import BELADY, Row, sweep
 from moegguf.controller.tally import Link
 from moegguf.controller.trace import Trace
 from moegguf.controller.trace_file import read
 from moegguf.engine.knowledge import MEASURED, Knowledge
-from moegguf.engine.machine import read_machine
 from moegguf.errors import OptionError
 from moegguf.experts import read_layout
+from moegguf.native.events import Phase
 
 ALL = "all"
-LINKS_GB_PER_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
-STALL_SHARE = 0.25  # of all experts in the pool, where stalls are compared
-BATCHES = (2, 4, 8)
+Progress = Callable[[str, float], object]  # "stage: what is being measured", and the share of the stage that is done
 
-Say = Callable[[str], None]
+
+def silent(what: str, share: float) -> None:
+    """Nobody wants to know."""
+
+
+def counted(progress: Progress, stage: str, n: int) -> Callable[[str], None]:
+    """Tells `progress` of each of the n parts of a stage, when it begins."""
+    begun = itertools.count()
+
+    def step(what: str) -> None:
+        progress(f"{stage}: {what}", next(begun) / n)
+
+    return step
+
+
+def spread(trace: Trace, n_tokens: int) -> list[int]:
+    """Requests with about `n_tokens` decoded tokens: of each kind of text in turn the next one, until there are enough.
+
+    The first request of every kind is among them.
+    """
+    lengths = np.diff(trace.pass_start) * (trace.pass_phase == Phase.DECODE)
+    decoded = dict.fromkeys(trace.sequences(), 0)
+    for sequence, length in zip(trace.pass_sequence.tolist(), lengths.tolist(), strict=True):
+        decoded[sequence] += length
+    kinds: dict[str, list[int]] = {}
+    for sequence in decoded:
+        kinds.setdefault(trace.header.labels.get(sequence, ""), []).append(sequence)
+    chosen, found = list[int](), 0
+    for turn, sequences in enumerate(itertools.zip_longest(*kinds.values())):
+        for sequence in filter(lambda s: s is not None, sequences):
+            if turn == 0 or found < n_tokens:
+                chosen.append(sequence)
+                found += decoded[sequence]
+    return chosen
 
 
 @dataclass(frozen=True)
@@ -64,8 +93,10 @@ class Study:
 
     @classmethod
     def open(cls, path: Path, model: Path | None = None, folder: Path | None = None) -> Study:
-        """Raises TraceError for a damaged trace, OptionError when it was recorded from another model."""
+        """Raises TraceError for a damaged trace, OptionError when it is of another model or has only prompts."""
         trace = read(path)
+        if not trace.decode().n_pass:
+            raise OptionError(f"{path} has no answers, only prompts; record it again with --max-tokens above 0.")
         layout = read_layout(model) if model else None
         if layout is not None and Knowledge(layout).fingerprint != trace.header.fingerprint:
             raise OptionError(
@@ -73,24 +104,47 @@ class Study:
             )
         return cls(trace, Knowledge(layout, trace.header.fingerprint, folder))
 
+    def limited(self, n_tokens: int) -> Study:
+        """The same with about `n_tokens` decoded tokens, of all kinds of text alike; 0: with all of them."""
+        chosen = spread(self.trace, n_tokens) if n_tokens else self.trace.sequences()
+        return replace(self, trace=self.trace.select(chosen))
+
+    def used(self, of: Study) -> str:
+        """How much of another study this one looks at, in words."""
+        parts = (self.trace, of.trace)
+        n, n_all = (len(trace.sequences()) for trace in parts)
+        tokens, all_tokens = (trace.decode().n_tokens for trace in parts)
+        return f"{n:,} of {n_all:,} requests with {tokens:,} of {all_tokens:,} decoded tokens"
+
     def policies(self, names: Sequence[str]) -> list[str]:
-        """The names; "all" is every policy that can be made. Raises OptionError for one that cannot."""
-        return self._names(names, POLICIES, self._policy)
+        """The names; "all" is every policy that can be made. Raises OptionError for one that cannot, and for none."""
+        return self._names("policy", names, POLICIES, self.policy)
 
     def predictors(self, names: Sequence[str]) -> list[str]:
-        """The names; "all" is every predictor that can be made. Raises OptionError for one that cannot."""
-        found = self._names(names, PREDICTORS, self._predictor)
+        """The names; "all" is every predictor that can be made. Raises OptionError for one that cannot, and for none.
+
+        What "all" has to leave out is a warning.
+        """
+        found = self._names("predictor", names, PREDICTORS, self.predictor)
         return [name for name in found if name != "none"] if ALL in names else found
 
-    def _names(self, names: Sequence[str], known: Iterable[str], make: Callable[[str], object]) -> list[str]:
-        if ALL not in names:
-            for name in names:
+    def _names(self, kind: str, names: Sequence[str], known: Iterable[str], make: Callable[[str], object]) -> list[str]:
+        if not names:
+            raise OptionError(f"no {kind} is named; known are {', '.join(known)}, or all.")
+        for name in names:
+            if name != ALL:
                 make(name)
-            return list(names)
-        return [name for name in known if self._can(make, name)]
+        if ALL not in names:
+            return list(dict.fromkeys(names))
+        found = [name for name in known if self.can(make, name)]
+        left_out = [name for name in known if name not in found]
+        if left_out:
+            warnings.warn(f"left out: {', '.join(left_out)}; --{kind} {left_out[0]} says why.", stacklevel=3)
+        return found
 
     @staticmethod
-    def _can(make: Callable[[str], object], name: str) -> bool:
+    def can(make: Callable[[str], object], name: str) -> bool:
+        """Whether `policy` or `predictor` makes one of this name."""
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -99,11 +153,16 @@ class Study:
             return False
         return True
 
-    def _policy(self, name: str) -> Policy:
+    def policy(self, name: str) -> Policy:
+        """A fresh one. Raises OptionError."""
         return make_policy(name, self.trace.shape, self.knowledge)
 
-    def _predictor(self, name: str) -> Predictor:
-        return make_predictor(name, self.trace.shape, self.knowledge)
+    def predictor(self, name: str) -> Predictor:
+        """A fresh one. Raises OptionError, also when the trace has not what it needs."""
+        predictor = make_predictor(name, self.trace.shape, self.knowledge)
+        if predictor.needs_inputs and self.trace.inputs is None:
+            raise OptionError(f"{name!r} reads what enters the routers: record the trace with --inputs.")
+        return predictor
 
     def simulate(
         self,
@@ -112,26 +171,38 @@ class Study:
         shares: Sequence[float],
         timing: Timing | None = None,
         prefetch: bool = False,
-        say: Say | None = None,
+        progress: Progress = silent,
     ) -> list[Row]:
-        """Replays with every policy, predictor and share, and Belady's bound. `say` hears what is replayed next."""
+        """Replays with every policy, predictor and share, and Belady's bound. "all" names all there are."""
         if prefetch and timing is None:
             raise OptionError(
                 "--prefetch needs a modelled link, or everything asked for would be there at once: --link."
             )
+        if prefetch and set(predictors) == {"none"}:
+            raise OptionError("--prefetch needs somebody to say what comes next: --predictor.")
+        policies, predictors = self.policies(policies), self.predictors(predictors)
         return sweep(
             self.trace,
-            {name: partial(self._policy, name) for name in policies},
-            {name: partial(self._predictor, name) for name in self.predictors(predictors)},
+            {name: partial(self.policy, name) for name in policies},
+            {name: partial(self.predictor, name) for name in predictors},
             shares,
             timing.options(prefetch) if timing else None,
-            say,
+            counted(progress, "hit rates", len(policies) * len(predictors) * len(shares)),
         )
 
-    def score(self, predictors: Sequence[str], timing: Timing | None = None) -> ScoreTable:
+    def score(self, predictors: Sequence[str], timing: Timing | None = None, progress: Progress = silent) -> ScoreTable:
         """Every predictor by every paper's measure, beside its control on the trace without order."""
+        names = self.predictors(predictors)
         link = Link(timing.bytes_per_s, timing.latency_us, timing.layer_compute_us) if timing else None
-        return score(self.trace, [self._predictor(name) for name in predictors], link=link)
+        tables, step = [], counted(progress, "scores", len(names))
+        for name in names:
+            step(name)
+            tables.append(score(self.trace, [self.predictor(name)], link=link))
+        return replace(
+            tables[0],
+            scores=tuple(one for table in tables for one in table.scores),
+            controls=tuple(one for table in tables for one in table.controls),
+        )
 
     def save(self, rows: Sequence[Row]) -> Path:
         """Keeps decode hit rates where `policy="auto"` finds them; returns the file.
@@ -155,74 +226,3 @@ class Study:
         path = (self.knowledge.folder or self.knowledge.folder_to_write()) / MEASURED
         write_measured(path, measured)
         return path
-
-    def report(self, shares: Sequence[float], layer_compute_us: float, say: Say) -> Report:
-        """Everything there is to draw. `say` hears what is being measured."""
-        rows = self.simulate(self.policies([ALL]), ["none"], shares, say=say)
-        table: dict[str, dict[float, float]] = {}
-        for row in rows:
-            table.setdefault(row.policy, {})[row.share] = row.decode_hit_rate
-        policies = PolicyTable(table)
-        best = policies.best_online(min(shares, key=lambda share: abs(share - STALL_SHARE))) or "lru"
-        say("scores of the predictors")
-        return Report(
-            recorded=Recorded.of(self.trace, hardware=read_machine().cpu_model),
-            reuse=reuse(self.trace),
-            policies=policies,
-            scores=self.score(self.predictors([ALL])),
-            stalls=self._stalls(best, layer_compute_us, say),
-            recovery=self._recovery(["lru", "lfu", "sparsity", best], say),
-            schedule=self._schedule(),
-            labels=self.trace.header.labels,
-        )
-
-    def _stalls(self, best: str, layer_compute_us: float, say: Say) -> StallTable:
-        """Stall per decoded token over link speeds: LRU, the best policy, and both with prefetching."""
-        ahead = next((name for name in ("mlp", "skip", "eamc") if self._can(self._predictor, name)), "none")
-        settings = {
-            "lru": ("lru", "none"),
-            best: (best, "none"),
-            f"lru, {ahead} prefetch": ("lru", ahead),
-            f"{best}, {ahead} prefetch": (best, ahead),
-        }
-        stalls: dict[str, dict[float, float]] = {}
-        n_slots = slots_of(self.trace.shape, STALL_SHARE)
-        for label, (policy, predictor) in settings.items():
-            for speed in LINKS_GB_PER_S:
-                say(f"{label} at {speed:g} GB/s")
-                timing = Timing(speed * 1e9, 50.0, layer_compute_us)
-                options = timing.options(prefetch=predictor != "none")
-                result = Simulation(
-                    self.trace, self._policy(policy), self._predictor(predictor), n_slots, options
-                ).run()
-                stalls.setdefault(label, {})[speed] = result.decode.stall_ns / max(1, result.decode.tokens) / 1e6
-        return StallTable(stalls, compute_ms=layer_compute_us * len(self.trace.shape.layers) / 1e3)
-
-    def _recovery(self, policies: Sequence[str], say: Say) -> Recovery | None:
-        """Hit rate request by request across the first change between the two kinds with the most requests."""
-        labels = self.trace.header.labels
-        kinds: dict[str, list[int]] = {}
-        for sequence in self.trace.sequences():
-            kinds.setdefault(labels.get(sequence, ""), []).append(sequence)
-        if len(kinds) < 2:
-            return None
-        first, second = sorted(kinds, key=lambda kind: -len(kinds[kind]))[:2]
-        order = [*kinds[first], *kinds[second]]
-        changed = self.trace.select(order)
-        n_slots, rates = slots_of(self.trace.shape, STALL_SHARE), dict[str, list[float]]()
-        for name in dict.fromkeys(policies):
-            say(f"{name} across a change from {first} to {second}")
-            result = Simulation(changed, self._policy(name), self._predictor("none"), n_slots).run()
-            rates[name] = [span.hit_rate for span in result.sequences.values()]
-        return Recovery(rates, len(kinds[first]), (first, second), STALL_SHARE)
-
-    def _schedule(self) -> ScheduleTable | None:
-        """Distinct experts per batch in order of arrival, at random, and by the token scheduler."""
-        table: dict[int, dict[str, float]] = {}
-        for batch in BATCHES:
-            try:
-                effect = measure(self.trace, batch)
-            except OptionError:
-                continue
-            table[batch] = {"arrival": effect.in_order, "random": effect.shuffled, "scheduled": effect.scheduled}
-        return ScheduleTable(table) if table else None

@@ -57,7 +57,7 @@ def bench(
     output: o.Output = "md",
     verbose: o.Verbose = False,
 ) -> None:
-    """Measures prompt and generation speed, hit rate, bytes, stalls and the share of the link's bound.
+    """Measure prompt and generation speed, hit rate, bytes, stalls and the share of the link's bound.
 
     Takes llama-bench's flags and prints its formats. `--against mmap,resident` runs llama.cpp itself in turns with it.
     """
@@ -66,14 +66,23 @@ def bench(
 
     if output not in FORMATS:
         raise OptionError(f"-o takes {', '.join(FORMATS)}, but not {output!r}.")
-    from moegguf.engine.bench_series import WITHOUT
-
-    rivals = o.split(against) + (list(WITHOUT) if ablate else [])
+    rivals = list(dict.fromkeys(o.split(against) + (_ablations(policy, prefetch) if ablate else [])))
     groups = _groups(flags, rivals, limit := _limit(memory_limit, require_limit))
     rows = _measure(groups, rounds or (3 if rivals else 1), limit, not keep_page_cache)
     typer.echo(FORMATS[output](rows), nl=False)
     if any(row["error"] and row["system"] == "moegguf" for row in rows):
         raise typer.Exit(1)
+
+
+def _ablations(policy: str, prefetch: bool | None) -> list[str]:
+    """What to leave out in turn; where nothing is prefetched, leaving that out would be the same run twice."""
+    from moegguf.engine.bench_series import WITHOUT
+
+    names = list(WITHOUT)
+    if prefetch is False or (prefetch is None and policy != "auto"):
+        names.remove("no-prefetch")
+        typer.echo("--ablate without no-prefetch: nothing is prefetched unless --prefetch asks for it.", err=True)
+    return names
 
 
 def _groups(flags: dict[str, Any], rivals: Sequence[str], limit: int | None) -> list[list[Entry]]:
@@ -101,7 +110,9 @@ def _groups(flags: dict[str, Any], rivals: Sequence[str], limit: int | None) -> 
 
 def _base(flags: dict[str, Any]) -> Spec:
     from moegguf.engine.bench_spec import Spec, Test
+    from moegguf.engine.steering import Steer
 
+    Steer(flags["policy"], flags["predictor"])  # a name that nobody has is refused before anything runs
     tests = o.parse_tests(flags["n_prompt"], flags["n_gen"], flags["pg"], flags["n_depth"])
     text = flags["text"]
     switches = {name: not flags[f"no_{name}"] for name in ("overlap", "sweep", "direct")}
@@ -114,6 +125,7 @@ def _base(flags: dict[str, Any]) -> Spec:
         policy=flags["policy"],
         predictor=flags["predictor"],
         prefetch=flags["prefetch"],
+        watchdog=not flags["ablate"],
         feed="greedy" if flags["greedy"] else "text" if text else "random",
         text=str(text) if text else None,
         seed=flags["seed"],

@@ -151,8 +151,12 @@ def _ratio_table(rows: Sequence[Row]) -> list[str]:
             each = " ".join(f"{ratio:.3f}" for ratio in found.get("ratios", []))
             stall = f"{found['stall_ratio']:.3f}x" if "stall_ratio" in found else ""
             lines.append([row["test"], row["expert_cache"], name, ratio, each, stall, _tokens_cell(found)])
-    titles = ("test", "cache", "moegguf against", "ratio", "each round", "stall", "same tokens")
-    return ["", *_table(titles, (10, 6, -15, 8, -10, 8, -11), lines)] if lines else []
+    columns = [("test", 10), ("cache", 6), ("moegguf against", -15), ("ratio", 8), ("each round", -10), ("stall", 8)]
+    columns.append(("same tokens", -11))
+    if not any(line[5] for line in lines):  # llama.cpp itself does not tell
+        columns, lines = columns[:5] + columns[6:], [line[:5] + line[6:] for line in lines]
+    titles, widths = zip(*columns, strict=True)
+    return ["", *_table(titles, widths, lines)] if lines else []
 
 
 def _process_table(rows: Sequence[Row]) -> list[str]:
@@ -174,16 +178,20 @@ def _notes(rows: Sequence[Row]) -> list[str]:
     notes |= {
         f"{row['system']} {row['expert_cache']}: {row['error']}" for row in rows if row["error"] not in ("", KILLED)
     }
-    notes |= {
-        f"{row['system']} {row['expert_cache']}: policy {row['policy']}, predictor {row['predictor']},"
-        f" prefetch {row['prefetch']}"
-        for row in rows
-        if row.get("policy") and row["expert_cache"]
-    }
     limits = {row["memory_limit_bytes"] for row in rows}
     words = [f"memory limit: {n >> 20} MiB" if n else "memory limit: none" for n in sorted(limits)]
     feeds = sorted({f"tokens: {row['feed']}" for row in rows})
-    return ["", *sorted(notes), *words, *feeds]
+    return ["", *sorted(notes), *_decisions(rows), *words, *feeds]
+
+
+def _decisions(rows: Sequence[Row]) -> list[str]:
+    """Who decided what stays, and the systems that had it so."""
+    systems: dict[str, dict[str, None]] = {}
+    for row in rows:
+        if row.get("policy") and row["expert_cache"]:
+            words = f"policy {row['policy']}, predictor {row['predictor']}, prefetch {row['prefetch']}"
+            systems.setdefault(words, {})[f"{row['system']} {row['expert_cache']}"] = None
+    return [f"{words}: {'; '.join(names)}" for words, names in systems.items()]
 
 
 def as_markdown(rows: Sequence[Row]) -> str:

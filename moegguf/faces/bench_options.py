@@ -83,7 +83,8 @@ Ablate = Annotated[
     bool,
     _versus(
         "--ablate",
-        help="In turns with moegguf as asked for: without prefetch, chunks, early preemption, reordering; plain LRU.",
+        help="In turns with moegguf as asked for: without prefetch, chunks, early preemption, reordering; plain LRU."
+        " Prefetching is then on whether it pays or not.",
     ),
 ]
 Against = Annotated[

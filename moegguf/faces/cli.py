@@ -157,7 +157,7 @@ def doctor(
     print_json(facts) if as_json else print_doctor(facts)
 
 
-app.command()(bench)
+app.command(short_help="Measure speed, hit rate, bytes and stalls.")(bench)
 app.add_typer(trace)
 
 

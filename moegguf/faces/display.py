@@ -22,17 +22,18 @@ PIPE_WIDTH = 400
 Row = tuple[str, str] | tuple[str, str, str]
 
 
-def print_json(facts: Facts) -> None:
+def print_json(facts: Any) -> None:
     """Indented JSON on stdout, nothing else."""
     print(json.dumps(facts, indent=2, ensure_ascii=False))
 
 
-def _console() -> Console:
+def make_console() -> Console:
+    """Of stdout."""
     # A pipe has no width of its own; 80 would break paths that a script looks for.
     return Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
 
 
-def _print(console: Console, what: Any) -> None:
+def print_part(console: Console, what: Any) -> None:
     """Prints; into a pipe without the spaces that tables end their lines with."""
     if console.is_terminal:
         console.print(what)
@@ -55,8 +56,8 @@ def _section(console: Console, title: str, rows: Iterable[Row], right: Sequence[
         )
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
-    _print(console, Text(f"  {title}", style="bold"))
-    _print(console, Padding(table, (0, 0, 1, 4)))
+    print_part(console, Text(f"  {title}", style="bold"))
+    print_part(console, Padding(table, (0, 0, 1, 4)))
 
 
 def _count(n: int) -> str:
@@ -83,8 +84,8 @@ def _range(low: float, high: float, digits: int = 1) -> str:
 
 def print_show(facts: Facts) -> None:
     """A model: what it is, its experts, its types, and what budgets would mean."""
-    console, active = _console(), facts["active_parameters"]
-    _print(console, Text(facts["name"], style="bold"))
+    console, active = make_console(), facts["active_parameters"]
+    print_part(console, Text(facts["name"], style="bold"))
     size = f"{_count(facts['parameters'])}"
     if active != facts["parameters"]:
         size += f", {_count(active)} active for a token"
@@ -139,25 +140,25 @@ def _print_budgets(console: Console, budgets: list[Facts]) -> None:
         table.add_column(name, justify="left" if name.startswith("--") else "right", no_wrap=True)
     for row in budgets:
         table.add_row(f"{row['share']:.0%}", f"{row['slots']:,}", format_bytes(row["bytes"]), f"{row['hit_rate']:.0%}")
-    _print(console, Text("  Budgets", style="bold").append(f"  {NOTE}; text does better", style="not bold dim"))
-    _print(console, Padding(table, (0, 0, 0, 4)))
+    print_part(console, Text("  Budgets", style="bold").append(f"  {NOTE}; text does better", style="not bold dim"))
+    print_part(console, Padding(table, (0, 0, 0, 4)))
 
 
 def print_estimate(facts: Facts) -> None:
     """What goes where, what to expect, and why."""
-    console, plan = _console(), facts["plan"]
-    _print(console, Text(facts["name"], style="bold"))
+    console, plan = make_console(), facts["plan"]
+    print_part(console, Text(facts["name"], style="bold"))
     title = f"What goes where, with a context of {facts['n_ctx']:,} tokens"
     if facts["n_expert_total"]:
         title += f" and --expert-cache {facts['expert_cache'].replace(' ', '')}"
     _section(console, title, _memory_rows(facts), right=(1,))
     if facts["n_expert_total"]:
         _section(console, f"What to expect ({NOTE})", _expectation_rows(facts))
-    _print(console, Text("  Why", style="bold"))
+    print_part(console, Text("  Why", style="bold"))
     for reason in plan["reasons"]:
-        _print(console, Padding(Text(f"- {reason}"), (0, 0, 0, 4)))
+        print_part(console, Padding(Text(f"- {reason}"), (0, 0, 0, 4)))
     for warning in plan["warnings"]:
-        _print(console, Padding(Text(f"warning: {warning}", style="yellow"), (1, 0, 0, 2)))
+        print_part(console, Padding(Text(f"warning: {warning}", style="yellow"), (1, 0, 0, 2)))
 
 
 def _memory_rows(facts: Facts) -> list[Row]:
@@ -202,7 +203,7 @@ def _expectation_rows(facts: Facts) -> list[Row]:
 
 def print_doctor(sections: dict[str, Facts]) -> None:
     """The sections of a diagnosis, each fact on a line."""
-    console = _console()
+    console = make_console()
     for title, facts in sections.items():
         rows: list[Row] = [(name.replace("_", " ") if name.islower() else name, value) for name, value in _flat(facts)]
         _section(console, title, rows or [("(none set)", "")])
@@ -241,6 +242,11 @@ class Waiting:
         self._progress = Progress(*columns, console=Console(stderr=True), transient=True)
         self._task = self._progress.add_task("", total=1.0)
         self._progress.start()
+
+    @property
+    def visible(self) -> bool:
+        """Whether there is a terminal to show it on."""
+        return self._progress is not None
 
     def show(self, what: str, share: float | None) -> None:
         """`share` from 0 to 1; None while nobody knows."""

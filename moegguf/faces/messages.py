@@ -26,8 +26,21 @@ def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
+def _stand_in_for_closed_streams() -> None:
+    """A file opened later must not become stdout or stderr, which libraries write to."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(number, "w", encoding="utf-8", closefd=False))
+
+
 def guarded(call: Callable[[], Any]) -> int:
     """Runs `call`; returns the exit code, having said what went wrong."""
+    _stand_in_for_closed_streams()
     try:
         with _warnings_as_lines():
             result = call()

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from moegguf.faces.display import Waiting
 
 DEFAULT_CTX = 4096
+CTX_PAGE = 256  # tokens
 PATIENCE_S = 0.5  # for a load that was interrupted
 
 
@@ -78,10 +79,11 @@ def read_prompt(words: Sequence[str]) -> str | None:
 
 
 def context_size(n_ctx_train: int, asked: int | None) -> int:
-    """Tokens of context: as asked for, else as the model was trained, up to DEFAULT_CTX."""
+    """Tokens of context: as asked for, else as the model was trained, up to DEFAULT_CTX; whole pages of them."""
     if asked is not None and asked > n_ctx_train:
         say(f"warning: a context of {asked} tokens is more than the {n_ctx_train} the model was trained on.")
-    return asked or min(n_ctx_train, DEFAULT_CTX)
+    # llama.cpp rounds up; the bindings' own buffers do not, and would be shorter than what llama.cpp says it holds.
+    return -(-(asked or min(n_ctx_train, DEFAULT_CTX)) // CTX_PAGE) * CTX_PAGE
 
 
 def interruptible(load: Callable[[threading.Event], Llama]) -> Llama:

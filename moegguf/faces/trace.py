@@ -1,106 +1,126 @@
 """`moegguf trace`: record how a model routes, replay it with other policies, judge predictors, draw it all.
 
-Results go to stdout, progress to stderr. Knows words, tables and flags; the work is in `engine.record` and
-`engine.study`.
+Results go to stdout, progress to stderr. Knows words, tables and flags; the work is in `engine.record`,
+`engine.study` and `engine.survey`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from moegguf.errors import OptionError
+from moegguf.faces.bench_options import split
 from moegguf.faces.messages import say
 
 if TYPE_CHECKING:
-    from moegguf.engine.study import Study
+    from moegguf.engine.study import Progress, Study, Timing
 
 trace = typer.Typer(
     name="trace",
-    help="Record how a model routes; replay, judge and draw it.",
+    help="Record routing; replay, judge and draw it.",
     rich_markup_mode=None,
     no_args_is_help=True,
 )
 
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="A GGUF file, `demo`, or a name in MOEGGUF_MODELS.")]
+PromptsFile = Annotated[
+    Path,
+    typer.Option(
+        "--prompts",
+        exists=True,
+        dir_okay=False,
+        help="A .jsonl with a prompt a line (prompt, label, n_predict, completion), or plain text, one a paragraph.",
+    ),
+]
+Cache = Annotated[
+    str | None,
+    typer.Option(
+        "--expert-cache", metavar="BUDGET", help='Memory for experts while recording: "auto", "50%" or "4GiB".'
+    ),
+]
+Out = Annotated[Path, typer.Option("--out", "-o", dir_okay=False, metavar="FILE", help="The file to write.")]
 File = Annotated[Path, typer.Argument(metavar="TRACE", exists=True, dir_okay=False, help="A recorded trace.")]
-Policies = Annotated[list[str], typer.Option("--policy", help="Policies, with commas; all: every one there is.")]
-Predictors = Annotated[list[str], typer.Option("--predictor", help="Predictors, with commas; all: every one there is.")]
-Shares = Annotated[str, typer.Option("--expert-cache", metavar="SHARES", help="Shares of all experts, with commas.")]
+Policies = Annotated[
+    list[str], typer.Option("--policy", metavar="NAMES", help="Policies, with commas; all: every one there is.")
+]
+Predictors = Annotated[
+    list[str], typer.Option("--predictor", metavar="NAMES", help="Predictors, with commas; all: every one there is.")
+]
+Shares = Annotated[
+    str,
+    typer.Option("--expert-cache", metavar="SHARES", help="How many of all experts there is room for, with commas."),
+]
 ModelFile = Annotated[
-    str | None, typer.Option("--model", metavar="MODEL", help="The model, for predictors that use its routers.")
+    str | None,
+    typer.Option("--model", metavar="MODEL", help="The recorded model, for predictors that use its routers."),
 ]
 Folder = Annotated[
-    Path | None, typer.Option("--predictors", file_okay=False, exists=True, help="Folder of trained predictors.")
+    Path | None,
+    typer.Option("--predictors", metavar="FOLDER", file_okay=False, exists=True, help="Where trained predictors lie."),
 ]
 LinkSpeed = Annotated[
-    float | None, typer.Option("--link", min=1e-6, metavar="GB/S", help="Speed of the modelled link to the experts.")
+    float | None, typer.Option("--link", min=1e-6, metavar="GB/S", help="Speed of a modelled link to the experts.")
 ]
 Latency = Annotated[float, typer.Option("--latency", min=0, metavar="US", help="Of one transfer on that link.")]
-Compute = Annotated[float, typer.Option("--layer-compute", min=0, metavar="US", help="Compute time of one layer.")]
+Compute = Annotated[
+    float, typer.Option("--layer-compute", min=0, metavar="US", help="What a layer computes for a token, with --link.")
+]
+Tokens = Annotated[
+    int,
+    typer.Option(
+        "--tokens", min=0, metavar="N", help="Replay and score whole requests with about N decoded tokens; 0: all."
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON on stdout, for scripts.")]
 
 DEFAULT_SHARES = "10%,25%,50%,75%"
+DEFAULT_TOKENS = 2500  # enough for figures of a percent, and done in a minute or two
 
 
-@trace.command()
-def record(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A GGUF file, `demo`, or a name.")],
-    prompts: Annotated[
-        Path,
-        typer.Option(
-            "--prompts",
-            exists=True,
-            dir_okay=False,
-            help="Prompts: .jsonl (prompt, label, n_predict, completion) or plain text, one per paragraph.",
-        ),
-    ],
-    out: Annotated[Path, typer.Option("--out", "-o", help="The trace to write.")],
-    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", min=0, metavar="N", help="To generate.")] = 128,
-    inputs: Annotated[
-        bool, typer.Option("--inputs", help="Also the vectors that enter the router: training needs them.")
-    ] = False,
-    expert_cache: Annotated[
-        str | None, typer.Option("--expert-cache", metavar="BUDGET", help="Memory for them.")
-    ] = None,
-    policy: Annotated[str, typer.Option(help="Who stays while recording.")] = "lru",
-    predictor: Annotated[str | None, typer.Option(help="Who comes next while recording.")] = None,
-    lockstep: Annotated[
-        bool, typer.Option("--lockstep", help="Decisions act at a fixed place, so that a replay repeats them exactly.")
-    ] = False,
-    threads: Annotated[int | None, typer.Option("--threads", "-t", min=1, metavar="N")] = None,
-    ctx: Annotated[int | None, typer.Option("--ctx", "-c", min=1, metavar="TOKENS")] = None,
-    temperature: Annotated[float, typer.Option(min=0.0, metavar="T")] = 0.8,
-    seed: Annotated[int, typer.Option(metavar="N")] = 0,
-) -> None:
-    """Run MODEL over prompts and write down which experts every token was routed to."""
-    from moegguf.engine.models import find_model
-    from moegguf.engine.prompts import read_prompts
-    from moegguf.engine.record import RecordOptions, record
-    from moegguf.experts import read_layout
+@contextmanager
+def progressing() -> Iterator[Progress]:
+    """Shows progress: a bar on a terminal; elsewhere a line for every stage."""
     from moegguf.faces.display import Waiting
-    from moegguf.faces.run import context_size, silence
 
-    path, questions = find_model(model), read_prompts(prompts)
-    silence()
+    last = ""
+
+    def show(what: str, share: float) -> None:
+        nonlocal last
+        waiting.show(what, share)
+        stage, _, detail = what.partition(":")
+        if detail and stage != last and not waiting.visible:
+            say(f"{stage} ...")
+        last = stage
+
     with Waiting() as waiting:
-        stats = record(
-            path,
-            questions,
-            out,
-            RecordOptions(max_tokens, inputs, temperature, seed),
-            progress=lambda done, of: waiting.show(f"prompt {done + 1} of {of}", done / of),
-            expert_cache=expert_cache,
-            policy=policy,
-            predictor=predictor,
-            lockstep=lockstep,
-            n_ctx=context_size(read_layout(path).hparams.n_ctx_train, ctx),
-            n_threads=threads,
-            verbose=False,
-        )
-    size_mb = out.stat().st_size / 1e6
-    say(f"{out}: {len(questions)} requests, {stats.tokens} tokens, {size_mb:.1f} MB; hit rate {stats.hit_rate:.1%}")
+        yield show
+
+
+def check_writable(out: Path, *sources: Path) -> None:
+    """Raises OptionError when `out` cannot become a file, before hours went into it."""
+    if not out.absolute().parent.is_dir():
+        raise OptionError(f"there is no folder {str(out.parent)!r} for --out; make it first.")
+    if out.exists() and any(out.samefile(source) for source in sources):
+        raise OptionError(f"--out {str(out)!r} would overwrite what is read; give another file.")
+
+
+def parse_shares(text: str) -> list[float]:
+    """ "10%,25%" as shares, each once. Raises OptionError."""
+    shares = []
+    for word in split([text]) or [text]:
+        try:
+            share = float(word.removesuffix("%")) / 100 if word.endswith("%") else float(word)
+        except ValueError:
+            share = 0.0
+        if not 0 < share <= 1:
+            raise OptionError(f"--expert-cache takes shares such as 10%,25%,50%, each above 0%, but not {word!r}.")
+        shares.append(share)
+    return list(dict.fromkeys(shares))
 
 
 def _study(path: Path, model: str | None, folder: Path | None) -> Study:
@@ -110,60 +130,123 @@ def _study(path: Path, model: str | None, folder: Path | None) -> Study:
     return Study.open(path, find_model(model) if model else None, folder)
 
 
-def split(values: list[str]) -> list[str]:
-    """Names given once with commas, or several times."""
-    return [word.strip() for value in values for word in value.split(",") if word.strip()]
+def _timing(link: float | None, latency: float, layer_compute: float) -> Timing | None:
+    from moegguf.engine.study import Timing
+
+    return Timing(link * 1e9, latency, layer_compute) if link else None
 
 
-def parse_shares(text: str) -> list[float]:
-    """ "10%,25%" as shares. Raises OptionError."""
-    shares = []
-    for word in split([text]):
-        try:
-            share = float(word.removesuffix("%")) / 100 if word.endswith("%") else float(word)
-        except ValueError:
-            share = 0.0
-        if not 0 < share <= 1:
-            raise OptionError(f"--expert-cache takes shares such as 10%,25%,50%, but not {word!r}.")
-        shares.append(share)
-    return shares
+@trace.command(short_help="Run a model, write down its routing.")
+def record(
+    model: Model,
+    prompts: PromptsFile,
+    out: Out,
+    max_tokens: Annotated[
+        int,
+        typer.Option(
+            "--max-tokens",
+            "-n",
+            min=0,
+            metavar="N",
+            help="Longest answer, where a prompt does not say; 0: prompts only.",
+        ),
+    ] = 128,
+    inputs: Annotated[
+        bool, typer.Option("--inputs", help="Also the vectors that enter the routers: training and skip need them.")
+    ] = False,
+    expert_cache: Cache = None,
+    policy: Annotated[str, typer.Option(metavar="NAME", help="Which experts stay while recording.")] = "lru",
+    predictor: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Which experts come next while recording.  [default: none]")
+    ] = None,
+    lockstep: Annotated[
+        bool, typer.Option("--lockstep", help="Decisions act at a fixed place, so that a replay repeats them; slow.")
+    ] = False,
+    threads: Annotated[
+        int | None, typer.Option("--threads", "-t", min=1, metavar="N", help="CPU threads.  [default: all allowed]")
+    ] = None,
+    ctx: Annotated[
+        int | None,
+        typer.Option("--ctx", "-c", min=1, metavar="TOKENS", help="Context size.  [default: the model's, up to 4096]"),
+    ] = None,
+    temperature: Annotated[float, typer.Option(min=0.0, metavar="T", help="0 takes the likeliest token.")] = 0.8,
+    seed: Annotated[int, typer.Option(metavar="N", help="Repeats the answers.")] = 0,
+) -> None:
+    """Run MODEL over prompts and write down which experts every token was routed to.
+
+    Each prompt is a request of its own. Stopped with Ctrl-C, it leaves no file.
+    """
+    from moegguf.config import format_bytes
+    from moegguf.engine.models import find_model
+    from moegguf.engine.prompts import read_prompts
+    from moegguf.engine.record import RecordOptions, record
+    from moegguf.experts import read_layout
+    from moegguf.faces.run import context_size, silence
+
+    check_writable(out, prompts)
+    path, questions = find_model(model), read_prompts(prompts)
+    silence()
+    with progressing() as progress:
+        stats = record(
+            path,
+            questions,
+            out,
+            RecordOptions(max_tokens, inputs, temperature, seed),
+            progress=progress,
+            expert_cache=expert_cache,
+            policy=policy,
+            predictor=predictor,
+            lockstep=lockstep,
+            n_ctx=context_size(read_layout(path).hparams.n_ctx_train, ctx),
+            n_threads=threads,
+            verbose=False,
+        )
+    size = format_bytes(out.stat().st_size)
+    say(f"{out}: {len(questions)} request(s), {stats.tokens} tokens, {size}; hit rate {stats.hit_rate:.1%}")
 
 
-@trace.command()
+@trace.command(short_help="Replay with other policies and budgets.")
 def simulate(
     file: File,
     policy: Policies = ["all"],  # noqa: B006 (typer copies defaults)
     predictor: Predictors = ["none"],  # noqa: B006
     expert_cache: Shares = DEFAULT_SHARES,
+    tokens: Tokens = 0,
     model: ModelFile = None,
     predictors: Folder = None,
     link: LinkSpeed = None,
     latency: Latency = 0.0,
     layer_compute: Compute = 0.0,
-    prefetch: Annotated[bool, typer.Option("--prefetch", help="Act on predictions; with a modelled link.")] = False,
+    prefetch: Annotated[bool, typer.Option("--prefetch", help="Act on predictions; with --link.")] = False,
     save: Annotated[
         bool, typer.Option("--save", help="Keep the result beside the model: what `--policy auto` goes by.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Replay TRACE with other policies and budgets: the same store and controller as live, no model and no disk."""
-    from moegguf.engine.study import Timing
-    from moegguf.faces.trace_tables import print_json, print_simulation
+    from moegguf.controller.report_data import plain
+    from moegguf.faces.display import print_json
+    from moegguf.faces.trace_tables import print_simulation
 
-    study = _study(file, model, predictors)
-    timing = Timing(link * 1e9, latency, layer_compute) if link else None
-    results = study.simulate(
-        study.policies(split(policy)), split(predictor), parse_shares(expert_cache), timing, prefetch, say
-    )
+    shares, whole = parse_shares(expert_cache), _study(file, model, predictors)
+    study = whole.limited(tokens)
+    with progressing() as progress:
+        results = study.simulate(
+            split(policy), split(predictor), shares, _timing(link, latency, layer_compute), prefetch, progress
+        )
+    if as_json:
+        print_json(plain(results))
+    else:
+        print_simulation(results, study.used(whole))
     if save:
         say(f"saved {study.save(results)}")
-    print_json(results) if as_json else print_simulation(results)
 
 
-@trace.command()
+@trace.command(short_help="Judge predictors.")
 def score(
     file: File,
     predictor: Predictors = ["all"],  # noqa: B006
+    tokens: Tokens = DEFAULT_TOKENS,
     model: ModelFile = None,
     predictors: Folder = None,
     link: LinkSpeed = None,
@@ -172,27 +255,43 @@ def score(
     as_json: AsJson = False,
 ) -> None:
     """Judge predictors on TRACE by the measures of each paper, beside the same trace with its order destroyed."""
-    from moegguf.engine.study import Timing
-    from moegguf.faces.trace_tables import print_json, print_score
+    from moegguf.controller.report_data import plain
+    from moegguf.faces.display import print_json
+    from moegguf.faces.trace_tables import print_score
 
-    study = _study(file, model, predictors)
-    timing = Timing(link * 1e9, latency, layer_compute) if link else None
-    table = study.score(study.predictors(split(predictor)), timing)
-    print_json(table) if as_json else print_score(table)
+    whole = _study(file, model, predictors)
+    study = whole.limited(tokens)
+    with progressing() as progress:
+        table = study.score(split(predictor), _timing(link, latency, layer_compute), progress)
+    if as_json:
+        print_json(plain(table) | {"used": study.used(whole)})
+    else:
+        print_score(table, study.used(whole))
 
 
-@trace.command()
+@trace.command(short_help="Draw it all on one page.")
 def report(
     file: File,
-    out: Annotated[Path, typer.Option("--out", "-o", help="The page to write.")],
+    out: Out,
     expert_cache: Shares = DEFAULT_SHARES,
+    tokens: Tokens = DEFAULT_TOKENS,
     model: ModelFile = None,
     predictors: Folder = None,
     layer_compute: Compute = 1000.0,
 ) -> None:
-    """Write one page about TRACE: heatmaps, reuse, hit rates with Belady's bound, accuracy, stalls, recovery."""
-    from moegguf.faces.report import write_report
+    """Write one page about TRACE: heatmaps, reuse, hit rates with Belady's bound, accuracy, stalls, recovery.
 
-    study = _study(file, model, predictors)
-    write_report(out, study.report(parse_shares(expert_cache), layer_compute, say))
+    Every policy and predictor is replayed: that takes a minute or two, and longer with more --tokens.
+    """
+    from moegguf.engine.survey import survey
+    from moegguf.faces.report import write_report
+    from moegguf.faces.report_svg import require_matplotlib
+
+    require_matplotlib()
+    check_writable(out, file)
+    shares, study = parse_shares(expert_cache), _study(file, model, predictors)
+    say(f"replaying and scoring {study.limited(tokens).used(study)}")
+    with progressing() as progress:
+        found = survey(study, shares, layer_compute, tokens, progress)
+    write_report(out, found)
     say(f"wrote {out}")

@@ -96,6 +96,10 @@ int moegguf_store_set_scores(moegguf_store * store, const float * scores, size_t
     return on(store, [&](Store & s) { s.set_scores(scores, n); });
 }
 
+int moegguf_store_set_rates(moegguf_store * store, const moegguf_rates * rates) {
+    return on(store, [&](Store & s) { s.set_rates(rates); });
+}
+
 int moegguf_store_prefetch(moegguf_store * store, const int32_t * il, const int32_t * experts, size_t n) {
     return on(store, [&](Store & s) {
         if (n > 0) {

@@ -52,6 +52,18 @@ class Gate(NamedTuple):
     inputs: Float32s | None = None
 
 
+class EvictionRates(NamedTuple):
+    """How the store itself estimates the next use of an expert, from fading averages of its use (struct moegguf_rates).
+
+    half_lives_tokens, weights: one to four averages; how fast each fades, and its part of the chance that a token uses
+    the expert. phase_weight scales the part of a pass until its layer's turn.
+    """
+
+    half_lives_tokens: tuple[float, ...]
+    weights: tuple[float, ...]
+    phase_weight: float
+
+
 class Residency(NamedTuple):
     """Expert (il, expert) became resident in `slot`, or was evicted from it."""
 

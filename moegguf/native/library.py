@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import moegguf
 from moegguf.config import read_environment
@@ -27,6 +28,7 @@ from moegguf.errors import (
 )
 
 ABI_VERSION = 2
+MAX_RATES = 4
 
 OK, INVALID, MEMORY, IO, CANCELLED, FORKED, ROUTING, SLOTS = range(8)
 
@@ -173,6 +175,18 @@ class Listener(c.Structure):
     ]
 
 
+class Rates(c.Structure):
+    """struct moegguf_rates: the parameters of the store's own eviction policy."""
+
+    _fields_ = [
+        ("n", c.c_int32),
+        ("reserved", c.c_int32),
+        ("half_life_tokens", c.c_float * MAX_RATES),
+        ("weight", c.c_float * MAX_RATES),
+        ("phase_weight", c.c_float),
+    ]
+
+
 class Failure(c.Structure):
     """struct moegguf_failure: why a pass ended."""
 
@@ -185,12 +199,13 @@ class Failure(c.Structure):
     ]
 
 
-_STATUS_CALLS: dict[str, list[type]] = {
+_STATUS_CALLS: dict[str, list[Any]] = {
     "moegguf_store_open": [c.POINTER(Config), c.POINTER(c.c_void_p)],
     "moegguf_store_info": [c.c_void_p, c.POINTER(PoolInfo)],
     "moegguf_store_counters": [c.c_void_p, c.POINTER(Counters)],
     "moegguf_store_residency": [c.c_void_p, c.c_void_p, c.c_size_t],
     "moegguf_store_set_scores": [c.c_void_p, c.c_void_p, c.c_size_t],
+    "moegguf_store_set_rates": [c.c_void_p, c.POINTER(Rates)],
     "moegguf_store_prefetch": [c.c_void_p, c.c_void_p, c.c_void_p, c.c_size_t],
     "moegguf_store_listen": [c.c_void_p, c.POINTER(Listener)],
     "moegguf_store_cancel": [c.c_void_p, c.c_int],
@@ -200,6 +215,13 @@ _STATUS_CALLS: dict[str, list[type]] = {
     "moegguf_store_probe": [c.c_void_p, c.c_double, c.POINTER(c.c_double)],
     "moegguf_store_sim_advance": [c.c_void_p, c.c_uint64],
     "moegguf_matvec_q8": [c.c_void_p] * 3 + [c.c_int32, c.c_int32, c.c_void_p, c.c_int, c.c_void_p],
+    "moegguf_eamc_see": [
+        *(c.c_void_p, c.c_size_t, c.c_void_p, c.c_int32, c.c_void_p, c.c_int32, c.c_void_p, c.c_void_p),
+    ],
+    "moegguf_eamc_match": [
+        *(c.c_void_p, c.c_void_p, c.c_void_p, c.c_int32, c.c_float, c.c_int32),
+        *(c.c_void_p, c.c_void_p, c.c_void_p, c.c_void_p),
+    ],
     "moegguf_lane_open": [c.c_void_p, c.POINTER(c.c_void_p)],
     "moegguf_lane_gate": [c.c_void_p, c.c_int32, c.c_void_p, c.c_int32, c.c_int32, c.c_void_p],
     "moegguf_lane_announce": [c.c_void_p, c.c_int32, c.c_int32, c.c_void_p, c.c_int32],

@@ -149,6 +149,18 @@ struct moegguf_pool_info {
 
 enum moegguf_phase { MOEGGUF_PREFILL = 0, MOEGGUF_DECODE = 1 };
 
+// How passes of one token order eviction where no score table is in force: out goes the expert expected to be used
+// again last. Of tokens passing its layer, a part p = sum(weight * average use) uses it; that is 1 / p - 1 passes from
+// its next turn, and phase_weight scales the part of a pass until that turn. Passes of more tokens are left to LRU and
+// the sweep, but count. Nothing is counted while every expert has a slot.
+struct moegguf_rates {
+    int32_t n; // averages, 1 to 4
+    int32_t reserved;
+    float half_life_tokens[4]; // above 0: how fast each fades
+    float weight[4];           // 0 or more, not all 0
+    float phase_weight;        // 0 or more
+};
+
 // Tokens about to be evaluated, as announced. Pointers in events are valid during the callback only.
 struct moegguf_tokens_event {
     int32_t lane;
@@ -222,7 +234,9 @@ MOEGGUF_API int moegguf_store_counters(moegguf_store * store, struct moegguf_cou
 MOEGGUF_API int moegguf_store_residency(moegguf_store * store, uint8_t * map,
                                         size_t n); // [n_layer][max n_expert]: 0 absent, 1 coming, 2 there
 MOEGGUF_API int moegguf_store_set_scores(moegguf_store * store, const float * scores,
-                                         size_t n); // [n_layer][max n_expert]; NULL: plain LRU
+                                         size_t n); // [n_layer][max n_expert]; NULL: rates, or plain LRU
+MOEGGUF_API int moegguf_store_set_rates(moegguf_store * store,
+                                        const struct moegguf_rates * rates); // starts averages; NULL: plain LRU
 MOEGGUF_API int moegguf_store_prefetch(moegguf_store * store, const int32_t * il, const int32_t * experts, size_t n);
 MOEGGUF_API int moegguf_store_listen(
     moegguf_store * store, const struct moegguf_listener * listener); // NULL: stop; returns after the last callback
@@ -259,6 +273,16 @@ MOEGGUF_API struct ggml_tensor * moegguf_pool_tensor(struct ggml_tensor * w); //
 // 0). Needs no store; any thread.
 MOEGGUF_API int moegguf_matvec_q8(const int8_t * w, const float * scale, const float * bias, int32_t n_rows,
                                   int32_t n_cols, const float * x, int relu, float * out);
+
+// The query of an EAM collection of n_entries requests. see adds a layer: `row` [n_expert] are the pass's counts,
+// columns [n_expert][stride] the entries' counts, row_norm2 their squared norms; dot and norm2 [n_entries] accumulate.
+// match finds the n <= 64 entries with the largest cosine, the nearest first; of equals those with more tokens. scores
+// [n_entries] is scratch. Need no store; any thread.
+MOEGGUF_API int moegguf_eamc_see(const float * columns, size_t stride, const float * row, int32_t n_expert,
+                                 const float * row_norm2, int32_t n_entries, float * dot, float * norm2);
+MOEGGUF_API int moegguf_eamc_match(const float * dot, const float * norm2, const float * tokens, int32_t n_entries,
+                                   float pass_norm2, int32_t n, float * scores, int64_t * indices, float * cosines,
+                                   int32_t * n_found);
 
 // Faults for tests: from now on the nth operation of a kind fails (1 = the next), once or for good; nth 0 disarms.
 enum moegguf_fault_kind {

@@ -8,13 +8,13 @@ namespace moegguf {
 
 // The smallest rank goes first: worth, then distance of the next use, then age.
 struct Residency::Rank {
-    float score;
+    float worth;
     int nearness;
     uint64_t last_use;
 
     bool operator<(const Rank & other) const {
-        if (score != other.score) {
-            return score < other.score;
+        if (worth != other.worth) {
+            return worth < other.worth;
         }
         return nearness != other.nearness ? nearness < other.nearness : last_use < other.last_use;
     }
@@ -26,6 +26,7 @@ Residency::Residency(const Layout & layout)
       slot_of_(layout.layers.size() * layout.n_expert_max, -1),
       count_(layout.layers.size(), 0),
       floor_(layout.layers.size(), 0),
+      rates_(layout),
       n_usable_(layout.n_slots),
       resident_(layout.resident) {
     set_floors();
@@ -61,7 +62,7 @@ bool Residency::takeable(const Slot & slot) const {
 Residency::Rank Residency::rank(const Slot & slot, Moment now) const {
     const int n_layer = (int)layout_.layers.size();
     const int distance = (slot.il - now.il + n_layer) % n_layer;
-    return {score(slot.il, slot.expert), now.sweep ? -(distance == 0 ? n_layer : distance) : 0, slot.last_use};
+    return {worth(slot.il, slot.expert, now), now.sweep ? -(distance == 0 ? n_layer : distance) : 0, slot.last_use};
 }
 
 int Residency::lowest(Moment now, bool respect_floors) const {
@@ -87,7 +88,7 @@ int Residency::lowest(Moment now, bool respect_floors) const {
     return best;
 }
 
-int Residency::choose(int il, int expert, Moment now, float min_score) const {
+int Residency::choose(int il, int expert, Moment now, float min_worth) const {
     if (resident_) {
         const int s = layout_.layers[il].first_slot + expert;
         return takeable(slots_[s]) ? s : -1;
@@ -96,7 +97,7 @@ int Residency::choose(int il, int expert, Moment now, float min_score) const {
     if (s < 0) {
         s = lowest(now, false);
     }
-    const bool worth_it = s < 0 || slots_[s].il < 0 || score(slots_[s].il, slots_[s].expert) < min_score;
+    const bool worth_it = s < 0 || slots_[s].il < 0 || worth(slots_[s].il, slots_[s].expert, now) < min_worth;
     return worth_it ? s : -1;
 }
 
@@ -137,6 +138,21 @@ void Residency::set_scores(const float * scores, size_t n) {
         if (!std::isfinite(score)) {
             score = 0.0f;
         }
+    }
+}
+
+float Residency::worth(int il, int expert, Moment now) const {
+    if (!scores_.empty()) {
+        return scores_[layout_.key(il, expert)];
+    }
+    return now.token && rates_.on() ? rates_.worth(il, expert, now.il) : 0.0f;
+}
+
+// With a slot for every expert there is nothing to decide, and idle gates do not even look: averages start when the
+// pool shrinks.
+void Residency::count_use(int il, const int32_t * expert_ids, int n_expert_used, int n_tokens) {
+    if (rates_.on() && !resident_) {
+        rates_.count(il, expert_ids, n_expert_used, n_tokens);
     }
 }
 

@@ -1,7 +1,7 @@
 // residency.h: who sits in which slot, and who goes next. Bookkeeping only: no threads, no I/O, no locks.
 #pragma once
 
-#include "layout.h"
+#include "rates.h"
 
 namespace moegguf {
 
@@ -23,6 +23,7 @@ struct Slot {
 struct Moment {
     int il;     // the layer computing now
     bool sweep; // a prompt's pass, which touches nearly all experts of every layer in order
+    bool token; // a pass of one token
 };
 
 class Residency {
@@ -39,15 +40,19 @@ class Residency {
     int find(int il, int expert) const { return slot_of_[layout_.key(il, expert)]; }
 
     // A free slot or a victim for (il, expert), or -1 when every slot is pinned or being read.
-    // min_score: only take a victim that is worth less than this.
-    int choose(int il, int expert, Moment now, float min_score) const;
+    // min_worth: only take a victim that is worth less than this.
+    int choose(int il, int expert, Moment now, float min_worth) const;
     void assign(int s, int il, int expert);
     void vacate(int s);
     void touch(int s) { slots_[s].last_use = ++tick_; }
 
     void set_scores(const float * scores, size_t n);
-    float score(int il, int expert) const { return scores_.empty() ? 0.0f : scores_[layout_.key(il, expert)]; }
-    bool scored() const { return !scores_.empty(); }
+    void set_rates(const moegguf_rates * rates) { rates_.set(rates); }
+    void count_use(int il, const int32_t * expert_ids, int n_expert_used, int n_tokens);
+
+    // What decides before recency: the score table, or without one, and while tokens come one by one, the rates.
+    bool judged(Moment now) const { return !scores_.empty() || (now.token && rates_.on()); }
+    float worth(int il, int expert, Moment now) const; // 0 where nothing is judged
 
     void share_all_slots() { resident_ = false; } // leave the resident numbering
     void set_usable(int n);
@@ -66,6 +71,7 @@ class Residency {
     std::vector<int> count_;   // [n_layer] slots held
     std::vector<int> floor_;   // [n_layer] slots that other layers may not take
     std::vector<float> scores_;
+    Rates rates_;
     uint64_t tick_ = 0;
     int n_used_ = 0;
     int n_usable_ = 0;

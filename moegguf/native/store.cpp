@@ -142,6 +142,11 @@ void Store::set_scores(const float * scores, size_t n) {
     residency_.set_scores(scores, scores ? n : 0);
 }
 
+void Store::set_rates(const moegguf_rates * rates) {
+    Lock lock(mutex_);
+    residency_.set_rates(rates);
+}
+
 void Store::prefetch(const int32_t * il, const int32_t * experts, size_t n) {
     Lock lock(mutex_);
     constexpr size_t most = 4096; // more than any link moves before they are stale

@@ -28,6 +28,7 @@ struct Lane {
     const int id;
     int il = between_passes; // the layer computing now
     uint64_t pass = 0;
+    int n_tokens = 0;  // of the pass: its last layer may compute fewer
     int sequence = -1; // as announced, with the phase and the tokens that no pass has taken yet
     int phase = MOEGGUF_PREFILL;
     int first_token = -1;
@@ -75,6 +76,7 @@ class Store {
     bool cancelled() const { return cancel_; }
 
     void set_scores(const float * scores, size_t n);
+    void set_rates(const moegguf_rates * rates);
     void prefetch(const int32_t * il, const int32_t * experts, size_t n);
     void listen(const moegguf_listener * listener);
     void cancel(bool on);
@@ -100,7 +102,7 @@ class Store {
     bool pin_absent(Lane & lane, Moment now, Lock & lock);
     bool wait_for_slot(Deadline deadline, Lock & lock);
     void look_up(int il, int slot);
-    int take_slot(int il, int expert, Moment now, float min_score);
+    int take_slot(int il, int expert, Moment now, float min_worth);
     void request(Lane & lane);
     void sweep_ahead(int il);
     void unpin(Lane & lane);
@@ -145,7 +147,7 @@ class Store {
     Ring<Wish> wishes_;
     int fill_next_ = 0;
     moegguf_counters counters_{};
-    Moment now_{0, false};
+    Moment now_{0, false, false};
     std::string read_error_;
     int n_lanes_ = 0;
     int lane_ids_ = 0;

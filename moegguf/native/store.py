@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from moegguf.errors import CallbackError, ClosedError
+from moegguf.errors import CallbackError, ClosedError, OptionError
 from moegguf.experts import ExpertLayout
 from moegguf.native import library
-from moegguf.native.events import Announcement, Gate, Int32s, Phase, Residency
+from moegguf.native.events import Announcement, EvictionRates, Gate, Int32s, Phase, Residency
 from moegguf.native.library import check
 
 _PHASES = tuple(Phase)
@@ -177,12 +177,31 @@ class Store:
         return there
 
     def set_scores(self, scores: npt.ArrayLike | None) -> None:
-        """Scores (n_layer, n_expert): the lowest goes first, least recently used among equals. None: plain LRU."""
+        """Scores (n_layer, n_expert): the lowest goes first, least recently used among equals.
+
+        None: rates decide where they are set, else plain LRU.
+        """
         if scores is None:
             check(self._library.moegguf_store_set_scores(self.handle, None, 0))
             return
         table = np.ascontiguousarray(scores, np.float32)
         check(self._library.moegguf_store_set_scores(self.handle, table.ctypes.data, table.size))
+
+    def set_rates(self, rates: EvictionRates | None) -> None:
+        """Lets the store estimate from now on who is used again last, while tokens come one by one. None: plain LRU.
+
+        A score table in force comes before. Raises OptionError for parameters out of range.
+        """
+        if rates is None:
+            check(self._library.moegguf_store_set_rates(self.handle, None))
+            return
+        half_lives, weights, most = rates.half_lives_tokens, rates.weights, library.MAX_RATES
+        if len(half_lives) != len(weights) or len(weights) > most:
+            given = f"{len(half_lives)} with {len(weights)} weights"
+            raise OptionError(f"rates are 1 to {most} half-lives with a weight each, not {given}.")
+        averages = c.c_float * most
+        parameters = library.Rates(len(weights), 0, averages(*half_lives), averages(*weights), rates.phase_weight)
+        check(self._library.moegguf_store_set_rates(self.handle, c.byref(parameters)))
 
     def prefetch(self, il: Sequence[int] | Int32s, experts: Sequence[int] | Int32s) -> None:
         """Asks for experts (il[i], experts[i]) early, in order. Unknown or resident ones are dropped, and counted."""

@@ -46,9 +46,10 @@ void Store::gate(Lane & lane, int il, int32_t * ids, int n_expert_used, int n_to
         fail(lane, MOEGGUF_ROUTING, il, -1, "a layer without experts was routed");
     }
     const int64_t n_expert = known ? layout_.layers[il].n_expert : 1;
-    now_ = {il, n_tokens > 1 && (int64_t)n >= sweep_choices_per_expert * n_expert};
+    now_ = {il, n_tokens > 1 && (int64_t)n >= sweep_choices_per_expert * n_expert, known && lane.n_tokens == 1};
     const bool placed = !lane.failed && collect(lane, il, ids, n) && pin_all(lane, now_, lock);
     if (placed) {
+        residency_.count_use(il, ids, n_expert_used, n_tokens);
         request(lane);
         if (now_.sweep && (flags_ & MOEGGUF_SWEEP)) {
             sweep_ahead(il);
@@ -78,6 +79,7 @@ void Store::gate(Lane & lane, int il, int32_t * ids, int n_expert_used, int n_to
 void Store::begin_pass(Lane & lane, int il, int n_tokens) {
     if (il <= lane.il) {
         lane.pass = ++counters_.passes;
+        lane.n_tokens = n_tokens;
         counters_.tokens += n_tokens;
         lane.first_token = lane.next_token + n_tokens <= lane.n_announced ? lane.next_token : -1;
         lane.next_token += n_tokens;
@@ -191,8 +193,8 @@ void Store::look_up(int il, int s) {
     slot.prefetched = false;
 }
 
-int Store::take_slot(int il, int expert, Moment now, float min_score) {
-    const int s = residency_.choose(il, expert, now, min_score);
+int Store::take_slot(int il, int expert, Moment now, float min_worth) {
+    const int s = residency_.choose(il, expert, now, min_worth);
     if (s < 0) {
         return -1;
     }

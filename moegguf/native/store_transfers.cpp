@@ -63,7 +63,7 @@ bool Store::start_wish(int il, int expert, Job & job) {
     if (short_of_slots_ || residency_.find(il, expert) >= 0) {
         return false;
     }
-    const float worth = residency_.scored() ? residency_.score(il, expert) : INFINITY;
+    const float worth = residency_.judged(now_) ? residency_.worth(il, expert, now_) : INFINITY;
     const int s = take_slot(il, expert, now_, worth);
     if (s < 0) {
         return false;

@@ -14,5 +14,6 @@ TinyModel = Callable[..., Path]
 
 def environment(**extra: str) -> dict[str, str]:
     """The caller's, without what would change an answer; the checkout is importable."""
-    kept = {name: value for name, value in os.environ.items() if name in ("PATH", "HOME", "MOEGGUF_LIBRARY", "LANG")}
+    names = ("PATH", "HOME", "MOEGGUF_LIBRARY", "LANG", "XDG_DATA_HOME")
+    kept = {name: value for name, value in os.environ.items() if name in names}
     return {**kept, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), **extra}

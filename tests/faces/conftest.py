@@ -9,7 +9,7 @@ import pytest
 from commanding import Command, environment
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def moegguf() -> Command:
     """`moegguf("run", path, ..., stdin="", NAME="value")`: what the command wrote, and its exit code."""
 

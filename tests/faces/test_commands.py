@@ -13,19 +13,23 @@ from pathlib import Path
 import pytest
 from commanding import Command, TinyModel, environment
 
+from moegguf.native.library import ABI_VERSION
+
 
 def test_help_lists_the_commands_and_nothing_asked_for_is_help_too(moegguf: Command) -> None:
     asked, bare = moegguf("--help"), moegguf()
     assert asked.returncode == bare.returncode == 0
     assert asked.stdout == bare.stdout
-    for command in ("run", "estimate", "show", "doctor", "bench"):
+    for command in ("run", "estimate", "show", "doctor", "bench", "trace"):
         assert re.search(rf"^  {command}\b", asked.stdout, re.MULTILINE)
 
 
-def test_help_imports_nothing_heavy() -> None:
+@pytest.mark.parametrize("command", ["", "run", "bench", "trace", "trace report"])
+def test_help_imports_nothing_heavy(command: str) -> None:
+    heavy = {"numpy", "llama_cpp", "rich", "psutil", "matplotlib", "safetensors", "prompt_toolkit", "jinja2"}
     code = (
-        "import sys\nfrom moegguf.faces.cli import main\nmain(['--help'])\n"
-        "print(*sorted({'numpy', 'llama_cpp', 'rich', 'psutil', 'prompt_toolkit', 'jinja2'} & set(sys.modules)))"
+        f"import sys\nfrom moegguf.faces.cli import main\nmain([*'{command}'.split(), '--help'])\n"
+        f"print(*sorted({heavy} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment(), timeout=60)
     assert done.stdout.splitlines()[-1] == ""
@@ -102,7 +106,7 @@ def test_doctor_states_every_section(moegguf: Command, tiny: TinyModel) -> None:
     assert facts["machine"]["cpus_allowed"] >= 1
     assert facts["machine"]["memory"]["available_bytes"] > 0
     assert facts["disk"]["bytes_per_s"] > 0
-    assert facts["build"]["abi"] == 1
+    assert facts["build"]["abi"] == ABI_VERSION
     assert facts["devices"]["CPU"]["total_bytes"] > 0
 
 

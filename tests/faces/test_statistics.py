@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from moegguf.engine.answer import Timing
-from moegguf.faces.statistics import duration, statistics
+from moegguf.engine.stats import Stats
+from moegguf.faces.statistics import decision_lines, duration, statistics
 
 
 @pytest.mark.parametrize(
@@ -23,3 +26,40 @@ def test_one_token_has_no_rate() -> None:
     lines = statistics(Timing(prompt_tokens=3, answer_tokens=1, prompt_s=0.5, total_s=0.5), 0.1)
     assert lines[-1] == "eval count:           1 token(s)"
     assert not any(line.startswith("eval rate") for line in lines)
+
+
+DECIDED: dict[str, Any] = {
+    "policy": "next-use",
+    "predictor": "skip",
+    "prefetch": "on",
+    "gates": 10,
+    "us_per_gate": 41.6,
+}
+
+
+def test_who_decided_what_stays() -> None:
+    stats = Stats(prefetch_started=57, prefetch_useful=24)
+    assert decision_lines(DECIDED, stats) == [
+        ("policy", "next-use"),
+        ("predictor", "skip"),
+        ("prefetch", "on, 24 of 57 used"),
+        ("controller", "42µs per gate"),
+    ]
+
+
+def test_what_prefetching_saved_is_said_once_it_was_tried() -> None:
+    rested = DECIDED | {"prefetch": "resting", "stall_saved_by_prefetch": -0.034}
+    assert dict(decision_lines(rested, Stats()))["prefetch"].endswith("saved -3% of the stall when tried")
+
+
+@pytest.mark.parametrize("decisions", [{}, {"policy": "lru", "predictor": "none", "prefetch": "off"}])
+def test_plain_lru_is_not_worth_a_line(decisions: dict[str, Any]) -> None:
+    assert decision_lines(decisions, Stats()) == []
+    assert statistics(Timing(prompt_tokens=3, prompt_s=0.5, total_s=0.5), 0, decisions)[-1].startswith(
+        "prompt eval rate"
+    )
+
+
+def test_without_prefetching_there_is_no_line_about_it() -> None:
+    lines = decision_lines({"policy": "lfu", "predictor": "none", "prefetch": "off", "us_per_gate": 3.0}, Stats())
+    assert lines == [("policy", "lfu"), ("predictor", "none"), ("controller", "3µs per gate")]

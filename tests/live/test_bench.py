@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,10 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from moegguf.engine.bench_series import KILLED, ProcessRunner, entries, limit_fault
+from moegguf.engine import bench_series
+from moegguf.engine.bench_series import KILLED, WITHOUT, ProcessRunner, entries, limit_fault
 from moegguf.engine.bench_spec import Spec, Test
+from moegguf.errors import OptionError
 from moegguf.faces.bench import bench
 
 Test.__test__ = False  # type: ignore[attr-defined]
@@ -82,7 +84,45 @@ def test_a_run_killed_by_its_limit_is_a_result(tiny: Callable[..., Path]) -> Non
 
 @pytest.mark.parametrize("flags", [("--against", "ollama"), ("-o", "xml"), ("--memory-limit", "much"), ("-p", "x")])
 def test_wrong_flags_are_named(tiny: Callable[..., Path], flags: tuple[str, ...]) -> None:
-    from moegguf.errors import OptionError
-
     with pytest.raises(OptionError):
+        run(tiny(), *flags)
+
+
+def test_policies_are_named_beside_moegguf_with_something_left_out(tiny: Callable[..., Path]) -> None:
+    flags = (
+        "-r",
+        "1",
+        "--rounds",
+        "1",
+        "--expert-cache",
+        "40%",
+        "--policy",
+        "next-use",
+        "--against",
+        "lru,no-prefetch",
+    )
+    rows = run(tiny("tiny-mix", "q4_0"), *flags, "--predictor", "previous-token", "--prefetch")
+    decided = {row["system"]: (row["policy"], row["predictor"], row["prefetch"] != "off") for row in rows}
+    assert decided == {
+        "moegguf": ("next-use", "previous-token", True),
+        "lru": ("lru", "none", False),
+        "no-prefetch": ("next-use", "previous-token", False),
+    }
+    assert all(found["same_tokens"] for row in rows if row["system"] == "moegguf" for found in row["against"].values())
+
+
+def test_what_is_not_done_is_not_left_out(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Sequence[str]] = []
+    monkeypatch.setattr(bench_series, "entries", lambda spec, caches, rivals, limit: asked.append(rivals) or [])
+    for flags in (["--policy", "lfu"], ["--no-prefetch"], ["--prefetch"], []):
+        run(tiny(), "--ablate", *flags)
+    assert ["no-prefetch" in rivals for rivals in asked] == [False, False, True, True]
+    assert all(set(WITHOUT) - set(rivals) <= {"no-prefetch"} for rivals in asked)
+
+
+@pytest.mark.parametrize("flags", [("--policy", "lro"), ("--predictor", "skp"), ("--against", "lro")])
+def test_a_name_that_nobody_has_is_refused_before_anything_runs(
+    tiny: Callable[..., Path], flags: tuple[str, ...]
+) -> None:
+    with pytest.raises(OptionError, match=flags[1]):
         run(tiny(), *flags)

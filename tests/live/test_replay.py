@@ -61,9 +61,9 @@ def requests(llm: Llama) -> None:
 def live(load: Load, path: Path, out: Path, policy: str, predictor: str, n_slots: int, **options: Any) -> Trace:
     """The trace of a run, its counters among the settings."""
     llm = load(
-        path, policy=policy, predictor=predictor, lockstep=True, expert_cache=share_for(path, n_slots), n_ubatch=8,
+        path, policy=policy, predictor=predictor, expert_cache=share_for(path, n_slots), n_ubatch=8,
         store=StoreOptions(sweep=False), trace=TraceOptions(out, inputs=predictor == "skip"),
-        **{"logits_all": False, **options},
+        **{"logits_all": False, "lockstep": True, **options},
     )  # fmt: skip
     assert llm.plan.n_slots == n_slots
     requests(llm)
@@ -106,6 +106,17 @@ def test_at_every_budget(path: Callable[[str], Path], load: Load, tmp_path: Path
     model = path("tiny-qwen2moe")
     trace = live(load, model, tmp_path / "t", "next-use", "none", n_slots)
     assert_equal(trace, simulated(trace, "next-use", "none", model, n_slots))
+
+
+@pytest.mark.parametrize("n_slots", [16, 22, 40])
+@pytest.mark.parametrize("policy", ["lru", "next-use"])
+def test_what_the_store_carries_out_itself_needs_no_lockstep(
+    path: Callable[[str], Path], load: Load, tmp_path: Path, policy: str, n_slots: int
+) -> None:
+    model = path("tiny-qwen2moe")
+    trace = live(load, model, tmp_path / "t", policy, "none", n_slots, lockstep=False)
+    assert trace.header.settings["events_dropped"] == 0
+    assert_equal(trace, simulated(trace, policy, "none", model, n_slots))
 
 
 def test_policies_differ_so_that_equal_counts_mean_something(

@@ -195,14 +195,15 @@ def test_a_trace_that_cannot_be_completed_is_an_error_and_the_model_is_freed(
 
 def test_recording_prompts_with_and_without_a_completion(tiny: TinyModel, tmp_path: Path) -> None:
     prompts = [Prompt("once upon", "prose"), Prompt("def f", "code", n_predict=4, completion="(x): return x")]
-    done: list[tuple[int, int]] = []
+    done: list[tuple[str, float]] = []
     options = RecordOptions(n_predict=5)
     stats = record(
-        tiny(), prompts, tmp_path / "t", options, lambda n, of: done.append((n, of)), n_ctx=256, n_threads=1,
+        tiny(), prompts, tmp_path / "t", options, lambda *said: done.append(said), n_ctx=256, n_threads=1,
         verbose=False, **TIGHT,
     )  # fmt: skip
     trace = read(tmp_path / "t")
-    assert done == [(0, 2), (1, 2)]
+    assert {what for what, _ in done[:-2]} == {"loading the model"}
+    assert done[-2:] == [("prompt 1 of 2", 0.0), ("prompt 2 of 2", 0.5)]
     assert trace.header.labels == {0: "prose", 1: "code"}
     assert trace.sequences() == [0, 1]
     assert stats.tokens == trace.n_tokens
@@ -216,3 +217,27 @@ def test_a_model_without_experts_has_nothing_to_record(
     monkeypatch.setenv("MOEGGUF_HOOKS", "0")
     with pytest.raises(OptionError, match="nothing to record"):
         record(tiny(), [], tmp_path / "t", RecordOptions(), verbose=False, n_ctx=64, n_threads=1)
+
+
+def test_what_fails_while_recording_leaves_no_file(tiny: TinyModel, tmp_path: Path) -> None:
+    (tmp_path / "t").write_text("an older trace")
+
+    def progress(what: str, share: float) -> None:
+        if what == "prompt 2 of 2":
+            raise RuntimeError("enough")
+
+    prompts = [Prompt("once upon", "prose")] * 2
+    with pytest.raises(RuntimeError, match="enough"):
+        record(tiny(), prompts, tmp_path / "t", RecordOptions(2), progress, n_ctx=256, n_threads=1, verbose=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["t"]
+    assert (tmp_path / "t").read_text() == "an older trace"
+
+
+@pytest.mark.parametrize("n_ctx", [32, 300])  # llama.cpp makes 256 and 512 of them, the bindings do not
+def test_a_long_prompt_is_cut_to_the_context(tiny: TinyModel, tmp_path: Path, n_ctx: int) -> None:
+    options = RecordOptions(n_predict=4)
+    with pytest.warns(UserWarning, match="1 of 1 prompts, .* were cut"):
+        record(tiny(), [Prompt("word " * 400, "x")], tmp_path / "t", options, n_ctx=n_ctx, n_threads=1, verbose=False)
+    trace = read(tmp_path / "t")
+    assert n_ctx - 6 < trace.n_tokens < n_ctx
+    assert trace.decode().n_tokens <= 4

@@ -125,7 +125,7 @@ class Oracle(Predictor):
 @pytest.mark.parametrize("policy", [Lru, lambda: NextUse(SMALL)], ids=["lru", "next-use"])
 def test_right_prefetches_hide_stall_behind_compute(policy: Callable[[], Policy]) -> None:
     options = SimOptions(link_bytes_per_s=1e9, layer_compute_us=50.0)
-    acting = replace(options, prefetch=PrefetchOptions(window=1, budget_bytes=10_000))
+    acting = replace(options, prefetch=PrefetchOptions(window=1, budget_bytes=10_000, watchdog=False))
     without = Simulation(TRACE, policy(), Oracle(), 40, options).run().decode
     ahead = Simulation(TRACE, policy(), Oracle(), 40, acting).run().decode
     assert ahead.bytes_prefetched > 0 == without.bytes_prefetched

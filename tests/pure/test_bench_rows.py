@@ -55,6 +55,7 @@ def result(seconds: float, tokens: int = 7, store: bool = True) -> dict[str, Any
         "model_type": "moe 1B Q4_0", "model_size": 8 << 30, "model_n_params": 14 * 10**9, "load_s": 0.5, "fill_s": 0.0,
         "peak_rss_bytes": 3 << 30, "n_slots": 540 if store else 0, "n_ubatch_used": 512, "budget_bytes": 2 << 30,
         "planned_bytes": 3 << 30,
+        "decisions": {"policy": "next-use", "predictor": "none", "prefetch": "off", "gates": 9} if store else {},
         "tests": [
             {"n_prompt": 4, "n_gen": 0, "n_depth": 0, "samples_ns": [ns] * 2, "token_ns": [[], []],
              "tokens": [[1], [2]], **shared},
@@ -222,6 +223,14 @@ def test_no_outcomes_no_rows() -> None:
 
 def test_markdown() -> None:
     assert as_markdown(make_rows(OUTCOMES, 4 << 30)) == (Path(__file__).parent / "bench.md").read_text()
+
+
+def test_markdown_of_policies_has_their_stalls_and_names_equal_ones_once() -> None:
+    others = [Entry(name, replace(SPEC, policy="lru")) for name in ("lru", "no-chunks")]
+    page = as_markdown(make_rows([Outcome(entry, 0, result(0.5)) for entry in (OWN, *others)]))
+    assert "policy next-use, predictor none, prefetch off: moegguf 50%; lru 50%; no-chunks 50%\n" in page
+    assert page.count("policy next-use") == 1
+    assert "|    stall | same tokens" in page and "|   1.000x | yes, 4 of 4 |" in page
 
 
 def test_csv_can_be_read_back() -> None:

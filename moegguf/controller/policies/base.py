@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol, runtime_checkable
 
 from moegguf.controller.history import History
-from moegguf.native.events import Float32s
+from moegguf.native.events import EvictionRates, Float32s
 
 
 class Outlook(Protocol):
@@ -31,3 +31,12 @@ class Policy(Protocol):
 
         Called after each gate. NaN and infinities count as 0.
         """
+
+
+@runtime_checkable
+class CarriedByStore(Protocol):
+    """A policy that needs nothing but the gates where nobody predicts: the store then carries it out by itself."""
+
+    @property
+    def store_rates(self) -> EvictionRates:
+        """The policy's parameters, for the store."""

@@ -35,6 +35,7 @@ TIGHT: dict[str, Any] = {"expert_cache": "30%", "n_ubatch": 4}
 N_PROMPT, N_NEW = 24, 16
 ALL_TINY = ("tiny-qwen2moe", "tiny-qwen3moe", "tiny-mixtral", "tiny-deepseek2")
 LEARNED = ("static",)
+CARRIED_BY_STORE = ("lru", "next-use")
 EAGER = PrefetchOptions(budget_bytes=1 << 30, least_likelihood=0.01)
 
 
@@ -54,10 +55,10 @@ def test_every_policy_decides_and_changes_no_bit(
 ) -> None:
     llm = load(own(preset), policy=policy, lockstep=True, **TIGHT)
     assert llm.plan.n_ubatch == 4
-    if policy == "lru":
-        assert llm.decisions()["policy"] == "lru"
+    if policy in CARRIED_BY_STORE:
         assert np.array_equal(logits_of(llm), expected(preset))
         assert llm.stats().evictions > 0
+        assert llm.decisions() == {"policy": policy, "predictor": "none", "prefetch": "off"}
         return
     given = count_scores(llm)
     assert np.array_equal(logits_of(llm), expected(preset))
@@ -184,6 +185,16 @@ def test_the_fresh_gate_is_always_right(own: Own, load: Load, preset: str, exper
     assert (fresh["accuracy"], fresh["top_k_hit"], fresh["at_least_one"]) == (1, 1, 1)
     # the first layer of the first pass and the last gate may not have been judged
     assert fresh["asked"] >= N_NEW * len(llm.layout.layers) - 1
+
+
+@pytest.mark.parametrize("option", [{"predictor": "skip"}, {"judge": True}, {"prefetch": True}], ids=str)
+def test_what_the_store_carries_out_itself_takes_a_controller_where_somebody_predicts(
+    own: Own, load: Load, expected: Callable[..., Logits], option: dict[str, Any]
+) -> None:
+    llm = load(own(), policy="next-use", **option, **TIGHT)
+    assert np.array_equal(logits_of(llm), expected())
+    assert controller_of(llm).gates > 0
+    assert llm.decisions()["us_per_gate"] > 0
 
 
 def test_two_threads_of_one_model_are_decided_for_in_turn(own: Own, load: Load) -> None:

@@ -1,0 +1,277 @@
+"""Next use as the store itself estimates it: victims by hand arithmetic, and the same ones as the Python policy's."""
+
+from __future__ import annotations
+
+import ctypes as c
+import math
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fake_model import FakeModel, Open, make_model
+from traces import SMALL, random_trace
+
+from moegguf.controller.history import History
+from moegguf.controller.outlook import Ahead
+from moegguf.controller.policies.base import CarriedByStore, Outlook
+from moegguf.controller.policies.next_use import NextUse
+from moegguf.controller.predictors.base import NoPrediction
+from moegguf.controller.shape import MoeShape
+from moegguf.controller.simulate import SimOptions, Simulation
+from moegguf.errors import OptionError
+from moegguf.native import library
+from moegguf.native.events import EvictionRates, Float32s, Gate, Phase
+from moegguf.native.store import Store
+
+HALVING = EvictionRates((1.0,), (1.0,), 1.0)
+STORY = [(0, 0), (1, 0), (0, 0), (1, 1), (1, 0)]  # (layer, expert): 0.75 for (0, 0), 0.625 for (1, 0), 0.25 for (1, 1)
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> FakeModel:
+    """Two layers of 8 experts, one of which a token uses."""
+    return make_model(tmp_path, n_layer=2, n_used=1)
+
+
+@pytest.fixture
+def told(two: FakeModel, open_store: Open) -> Callable[..., tuple[Store, Callable[..., None]]]:
+    """`told(n_slots, rates)`: a store that has seen STORY, and what lets it see another gate."""
+
+    def tell(
+        n_slots: int = 3, rates: EvictionRates | None = HALVING, story: list[tuple[int, int]] = STORY
+    ) -> tuple[Store, Callable[..., None]]:
+        store, lane = open_store(two, n_slots)
+        store.set_rates(rates)
+
+        def gate(il: int, *experts: int) -> None:
+            two.gate(store, lane, il, [[expert] for expert in experts])
+
+        for il, expert in story:
+            gate(il, expert)
+        return store, gate
+
+    return tell
+
+
+Told = Callable[..., tuple[Store, Callable[..., None]]]
+
+
+def there(store: Store) -> set[tuple[int, int]]:
+    return {(int(il), int(expert)) for il, expert in np.argwhere(store.residency() == 2)}
+
+
+def test_out_goes_the_expert_expected_last(told: Told) -> None:
+    """At layer 0: (0, 0) in 1/0.75 - 1 + 1 = 1.33 passes, (1, 0) in 1/0.625 - 1 + 1/2 = 1.1, (1, 1) in 3.5."""
+    store, gate = told()
+    gate(0, 2)
+    assert there(store) == {(0, 0), (1, 0), (0, 2)}
+    store, gate = told(rates=None)
+    gate(0, 2)
+    assert there(store) == {(1, 0), (1, 1), (0, 2)}  # the least recently used went
+
+
+@pytest.mark.parametrize(
+    ("il", "phase_weight", "left"), [(0, 1.0, (1, 0)), (1, 1.0, (0, 0)), (1, 0.0, (1, 0)), (0, 0.0, (1, 0))]
+)
+def test_of_equal_chances_the_layer_whose_turn_is_later_loses(
+    told: Told, il: int, phase_weight: float, left: tuple[int, int]
+) -> None:
+    """The others of the gate's own layer wait for a whole pass; without a phase, recency decides."""
+    store, gate = told(2, HALVING._replace(phase_weight=phase_weight), STORY[:2])
+    gate(il, 7)
+    assert there(store) == {(il, 7), left}
+
+
+def test_two_averages_are_added_by_their_weights(told: Told) -> None:
+    """Layer 1 saw 1, 1, 1, 0: 0.5 and 0.4375 when halving each token, 1/16 and 3/16 less a bit when fading slowly."""
+    story = [(1, 1), (1, 1), (1, 1), (1, 0)]
+    for weights, left in (((1.0, 0.0), (1, 0)), ((0.1, 0.9), (1, 1))):
+        store, gate = told(2, EvictionRates((1.0, 10.0), weights, 1.0), story)
+        gate(0, 3)
+        assert there(store) == {(0, 3), left}
+
+
+def test_a_pass_of_more_tokens_evicts_by_recency(told: Told) -> None:
+    store, gate = told()
+    gate(0, 2, 2)
+    assert there(store) == {(1, 0), (1, 1), (0, 2)}
+
+
+def test_so_does_its_last_layer_that_computes_one_token_only(told: Told) -> None:
+    """(0, 0) falls to 15/64 in the two tokens: 3.77 passes, where (1, 1) would need 4."""
+    story = [(0, 0)] * 3 + STORY[1:]
+    store, gate = told(4, story=story)
+    gate(0, 3, 3)
+    gate(1, 2)
+    assert there(store) == {(1, 0), (1, 1), (0, 3), (1, 2)}
+    store, gate = told(4, story=[*story, (0, 3), (0, 3)])
+    gate(1, 2)
+    assert there(store) == {(0, 0), (1, 0), (0, 3), (1, 2)}
+
+
+def test_rates_come_and_go_at_run_time(told: Told) -> None:
+    store, gate = told()
+    store.set_rates(None)
+    gate(0, 2)
+    assert there(store) == {(1, 0), (1, 1), (0, 2)}
+    store, gate = told()
+    store.set_rates(HALVING)  # starts again: nobody was seen, the phase decides, and (0, 0) has the longer way
+    gate(0, 2)
+    assert there(store) == {(1, 0), (1, 1), (0, 2)}
+
+
+def test_a_score_table_comes_before(told: Told) -> None:
+    store, gate = told()
+    table = np.zeros(store.shape)
+    table[1, 0] = -1
+    store.set_scores(table)
+    gate(0, 2)
+    assert there(store) == {(0, 0), (1, 1), (0, 2)}
+    store.set_scores(None)
+    gate(0, 3)  # which counted meanwhile: (0, 0) is at 3/8 and (1, 1) still at 1/4
+    assert (1, 1) not in there(store)
+
+
+def test_a_prefetch_takes_the_place_of_what_is_used_later_only(told: Told) -> None:
+    store, gate = told()
+    gate(0, 2)
+    store.prefetch([1, 1], [1, 6])  # 3.5 passes and never; (0, 0) in 1/0.375 - 1 + 1
+    store.drain(5)
+    assert there(store) == {(0, 0), (1, 0), (0, 2)}
+    assert store.counters()["prefetch_dropped"] == 2
+    gate(0, 2)  # (0, 0) in 5.3 now
+    store.prefetch([1], [1])
+    store.drain(5)
+    assert there(store) == {(1, 1), (1, 0), (0, 2)}
+
+
+def test_a_resident_pool_starts_counting_when_it_shrinks(two: FakeModel, open_store: Open) -> None:
+    store, lane = open_store(two, 16, fill=False)
+    store.set_rates(HALVING)
+    for _ in range(9):
+        two.gate(store, lane, 1, [1])  # does not count
+    store.resize(3)
+    for il, expert in [*STORY, (0, 2)]:
+        two.gate(store, lane, il, [expert])
+    assert there(store) == {(0, 0), (1, 0), (0, 2)}
+
+
+NAN, INF = math.nan, math.inf
+
+
+@pytest.mark.parametrize(
+    ("rates", "rule"),
+    [
+        (EvictionRates((), (), 1), "1 to 4 averages, not 0"),
+        (EvictionRates((1,) * 5, (1,) * 5, 1), "1 to 4 half-lives"),
+        (EvictionRates((1, 2), (1,), 1), "a weight each"),
+        *((EvictionRates((1, bad), (1, 1), 1), "half-life is a number of tokens above 0") for bad in (0, -1, NAN, INF)),
+        *((EvictionRates((1, 1), (1, bad), 1), "weight is 0 or more") for bad in (-1, NAN, INF)),
+        (EvictionRates((1, 1), (0, 0), 1), "weights of the averages add up to 0"),
+        (EvictionRates((1, 1), (3e38, 3e38), 1), "weights of the averages add up to inf"),
+        *((EvictionRates((1,), (1,), bad), "weight of the phase is 0 or more") for bad in (-1, NAN, INF)),
+    ],
+    ids=str,
+)
+def test_rates_that_mean_nothing_are_refused_and_those_in_force_stay(
+    told: Told, rates: EvictionRates, rule: str
+) -> None:
+    store, gate = told()
+    with pytest.raises(OptionError, match=rule):
+        store.set_rates(rates)
+    gate(0, 2)
+    assert there(store) == {(0, 0), (1, 0), (0, 2)}
+
+
+def test_a_number_of_averages_out_of_range_is_refused_by_the_library_too(two: FakeModel, open_store: Open) -> None:
+    store, _ = open_store(two, 4)
+    for n in (-1, 0, 5, 1 << 30):
+        rates = library.Rates(n, 0, (c.c_float * 4)(1, 1, 1, 1), (c.c_float * 4)(1, 1, 1, 1), 1)
+        assert library.load().moegguf_store_set_rates(store.handle, c.byref(rates)) == library.INVALID
+    assert library.load().moegguf_store_set_rates(None, None) == library.INVALID
+
+
+class Scored:
+    """The Python policy by scores, as with a predictor."""
+
+    name = "next-use by scores"
+
+    def __init__(self, policy: NextUse) -> None:
+        self._policy = policy
+
+    def scores(self, history: History, outlook: Outlook) -> Float32s | None:
+        return self._policy.scores(history, outlook)
+
+
+@pytest.mark.parametrize(("n_slots", "resized"), [(4, 4), (6, 6), (10, 10), (16, 16), (16, 5), (5, 16)])
+def test_the_same_victims_as_the_python_policy(tmp_path: Path, open_store: Open, n_slots: int, resized: int) -> None:
+    """Prompts between the tokens; floors, sizes that change, two lanes in turn. Halves are exact in any arithmetic."""
+    fake = make_model(tmp_path, n_layer=4, dense_layers=(1,))
+    shape, rng = MoeShape.of(fake.layout), np.random.default_rng(n_slots)
+    policy, history, ahead = NextUse(shape, (1.0,), (1.0,), 1.0), History(shape), Ahead(shape, 1)
+    stores = [open_store(fake, max(n_slots, resized), simulate=True, sweep=False) for _ in range(2)]
+    lanes = [(lane, store.open_lane()) for store, lane in stores]
+    (native, _), (scored, _) = stores
+    in_turn = min(n_slots, resized) >= 10  # a lane keeps its last experts pinned
+    native.resize(n_slots)
+    scored.resize(n_slots)
+    native.set_rates(policy.store_rates)
+    scores: Float32s | None = None
+    for pass_ in range(80):
+        n_tokens = int(rng.choice([1, 1, 1, 2]))
+        if pass_ == 40:
+            native.resize(resized)
+            scored.resize(resized)
+        for il in shape.layers:
+            ids = np.stack([rng.permutation(rng.integers(3, 9))[:2] for _ in range(n_tokens)]).astype(np.int32)
+            scored.set_scores(scores if n_tokens == 1 else None)
+            for lane in lanes:
+                lane[in_turn and pass_ // 3 % 2].gate(il, ids)
+            assert np.array_equal(native.residency(), scored.residency()), (pass_, il)
+            history.update(Gate(pass_, 0, 0, 0, Phase.DECODE, -1, il, ids))
+            table = policy.scores(history, ahead)
+            scores = None if table is None else table.copy()
+    assert native.counters()["evictions"] == scored.counters()["evictions"] > 100
+    for pair in lanes:
+        pair[1].close()
+
+
+@pytest.mark.parametrize("n_slots", [9, 20, 40])
+def test_as_many_hits_as_the_python_policy(n_slots: int) -> None:
+    trace = random_trace(n_sequences=6, n_prefill=6, n_decode=40)
+    policies = NextUse(SMALL), Scored(NextUse(SMALL))
+    assert [isinstance(policy, CarriedByStore) for policy in policies] == [True, False]
+    native, scored = (
+        Simulation(trace, policy, NoPrediction(SMALL), n_slots, SimOptions(sweep=False)).run() for policy in policies
+    )
+    assert native.decode.lookups == scored.decode.lookups
+    # A request's first gate has no scores yet where a listener makes them.
+    assert native.decode.hits == pytest.approx(scored.decode.hits, rel=0.02)
+
+
+def test_two_lanes_compute_while_rates_change(fake: FakeModel, open_store: Open) -> None:
+    store, lane = open_store(fake, 10)
+    lanes, failures = [lane, store.open_lane()], list[BaseException]()
+
+    def run(n: int) -> None:
+        rng = np.random.default_rng(n)
+        try:
+            for _ in range(60):
+                fake.token(store, lanes[n], rng.permutation(8)[:2])
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=run, args=(n,)) for n in range(2)]
+    for thread in threads:
+        thread.start()
+    rng = np.random.default_rng(9)
+    while any(thread.is_alive() for thread in threads):
+        store.set_rates(None if rng.random() < 0.2 else EvictionRates((40.0, 2000.0), (0.85, 0.15), 2.0))
+        store.prefetch(rng.integers(0, 4, 3), rng.integers(0, 8, 3))
+    for thread in threads:
+        thread.join()
+    lanes[1].close()
+    assert failures == []
+    assert store.counters()["evictions"] > 0

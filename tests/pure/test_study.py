@@ -1,0 +1,174 @@
+"""What is asked of a recorded trace, without a model and without the native library."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from traces import random_trace, same
+
+from moegguf.controller.choice import Choice
+from moegguf.controller.sweep import BELADY, Row
+from moegguf.controller.trace import Trace
+from moegguf.controller.trace_file import write
+from moegguf.engine.knowledge import MEASURED, Knowledge
+from moegguf.engine.study import Study, Timing, spread
+from moegguf.errors import OptionError, TraceError
+
+TRACE = random_trace(n_sequences=6, n_decode=10, with_inputs=True)
+
+
+@pytest.fixture(autouse=True)
+def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The user's data folder."""
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    return tmp_path / "data"
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    write(tmp_path / "t.npz", TRACE)
+    return tmp_path / "t.npz"
+
+
+@pytest.fixture
+def study(file: Path) -> Study:
+    return Study.open(file)
+
+
+def row(policy: str, share: float, rate: float, predictor: str = "none") -> Row:
+    return Row(policy, predictor, share, 10, 0.0, rate)
+
+
+def test_a_trace_is_opened_whole(study: Study) -> None:
+    assert same(study.trace, TRACE)
+    assert study.knowledge.fingerprint == TRACE.header.fingerprint
+
+
+def test_what_cannot_be_studied_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "prompts.npz", random_trace(n_sequences=2, n_decode=0))
+    with pytest.raises(OptionError, match="only prompts; record it again with --max-tokens above 0"):
+        Study.open(tmp_path / "prompts.npz")
+    (tmp_path / "damaged.npz").write_bytes(b"PK")
+    with pytest.raises(TraceError, match=r"damaged\.npz"):
+        Study.open(tmp_path / "damaged.npz")
+
+
+def test_a_trace_of_another_model_is_refused(file: Path, tmp_path: Path) -> None:
+    from tools.models import PRESETS, write_model
+
+    model = write_model(tmp_path / "tiny.gguf", PRESETS["tiny-qwen2moe"], "q4_0")[0]
+    with pytest.raises(OptionError, match=r"recorded from another model \(random\) than .*tiny\.gguf"):
+        Study.open(file, model)
+
+
+def test_names_are_checked_and_none_is_doubled(study: Study) -> None:
+    assert study.policies(["lfu", "lru", "lfu"]) == ["lfu", "lru"]
+    assert study.predictors(["none", "previous-token"]) == ["none", "previous-token"]
+    for ask, names, words in (
+        (study.policies, ["lru", "lro"], "no policy 'lro'"),
+        (study.policies, ["all", "lro"], "no policy 'lro'"),
+        (study.policies, [], "no policy is named; known are lru"),
+        (study.predictors, [], "no predictor is named"),
+        (study.predictors, ["mlp"], "has to be trained"),
+        (study.predictors, ["skip"], "--model"),
+        (study.policies, ["static"], "popularity"),
+    ):
+        with pytest.raises(OptionError, match=words):
+            ask(names)
+
+
+def test_all_is_every_one_that_can_be_made_and_tells_of_the_others(study: Study) -> None:
+    with pytest.warns(UserWarning, match="left out: static; --policy static says why"):
+        policies = study.policies(["all"])
+    assert policies[0] == "lru" and "static" not in policies
+    with pytest.warns(UserWarning, match="left out: skip, fresh-gate, token-id, .*; --predictor skip says why"):
+        assert set(study.predictors(["all", "previous-token"])) == {"previous-token", "eamc"}
+
+
+def test_a_predictor_that_reads_inputs_needs_them_in_the_trace(study: Study, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Reader:
+        needs_inputs = True
+
+    monkeypatch.setattr("moegguf.engine.study.make_predictor", lambda *_: Reader())
+    assert study.predictors(["skip"]) == ["skip"]
+    without = replace(study, trace=replace(study.trace, inputs=None))
+    with pytest.raises(OptionError, match=r"'skip' reads .* record the trace with --inputs"):
+        without.predictors(["skip"])
+
+
+def test_prefetching_needs_a_link_and_somebody_who_predicts(study: Study) -> None:
+    with pytest.raises(OptionError, match="--link"):
+        study.simulate(["lru"], ["previous-token"], [0.5], prefetch=True)
+    with pytest.raises(OptionError, match="--predictor"):
+        study.simulate(["lru"], ["none"], [0.5], Timing(1e9), prefetch=True)
+
+
+def test_scores_come_one_predictor_after_the_other(study: Study) -> None:
+    heard: list[tuple[str, float]] = []
+    table = study.score(["previous-token", "none"], Timing(1e9, 5, 100), lambda *said: heard.append(said))
+    assert heard == [("scores: previous-token", 0.0), ("scores: none", 0.5)]
+    assert [one.name for one in table.scores] == [one.name for one in table.controls] == ["previous-token", "none"]
+    assert table.link is not None and table.link.bytes_per_s == 1e9
+    accuracy = table.scores[0].means[1].accuracy
+    assert accuracy is not None and accuracy > (table.controls[0].means[1].accuracy or 0)
+
+
+def kinds(sizes: dict[str, list[int]]) -> Trace:
+    """A trace with requests of these kinds and so many decoded tokens, kind after kind."""
+    labels = [kind for kind, lengths in sizes.items() for _ in lengths]
+    wanted = [length for lengths in sizes.values() for length in lengths]
+    whole = random_trace(n_sequences=len(wanted), n_prefill=2, n_decode=max(wanted))
+    number = np.concatenate([np.arange(max(wanted) + 1)] * len(wanted))
+    passes = np.flatnonzero(number <= np.repeat(wanted, max(wanted) + 1))
+    return replace(whole._take(passes), header=replace(whole.header, labels=dict(enumerate(labels))))
+
+
+def test_a_part_has_whole_requests_of_every_kind_in_turn() -> None:
+    trace = kinds({"code": [5, 5, 5], "prose": [9], "chat": [2, 2]})
+    assert spread(trace, 1) == spread(trace, 16) == [0, 3, 4]  # one of every kind: 5 + 9 + 2
+    assert spread(trace, 17) == [0, 3, 4, 1]
+    assert sorted(spread(trace, 10**6)) == trace.sequences()
+
+
+def test_a_limited_study_says_how_much_it_uses() -> None:
+    study = Study(kinds({"code": [5, 5, 5], "prose": [9]}), Knowledge(None, "ab"))
+    part = study.limited(10)
+    assert part.used(study) == "2 of 4 requests with 14 of 24 decoded tokens"
+    assert set(part.trace.header.labels.values()) == {"code", "prose"}
+    assert same(study.limited(0).trace, study.trace)
+
+
+def test_requests_can_be_put_in_another_order() -> None:
+    turned = TRACE.arranged([5, 0, 2])
+    assert turned.sequences() == [5, 0, 2]
+    assert set(turned.header.labels) == {0, 2, 5}
+    for sequence in (5, 0, 2):
+        one, there = TRACE.select([sequence]), turned.select([sequence])
+        assert same(one, there)
+    assert same(TRACE.arranged(TRACE.sequences()), TRACE)
+    assert TRACE.arranged([]).n_tokens == 0
+
+
+def test_what_is_saved_is_what_auto_goes_by(study: Study, user: Path) -> None:
+    rates = [row("lru", 0.5, 0.5), row("lfu", 0.5, 0.6), row("lfu", 0.5, 0.7, "eamc"), row(BELADY, 0.5, 0.9)]
+    path = study.save([*rates, *(replace(one, share=0.25, decode_hit_rate=0.3) for one in rates)])
+    assert path == user / "moegguf" / "models" / TRACE.header.fingerprint / MEASURED
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        measured = Knowledge(None, TRACE.header.fingerprint).measured()
+    assert measured is not None
+    assert dict(measured.hit_rates) == {"lru": {0.5: 0.5, 0.25: 0.3}, "lfu": {0.5: 0.7, 0.25: 0.3}}
+    assert measured.about["requests"] == 6
+    assert Knowledge(None, "another").measured() is None
+    lasting = study.save([one for one in rates if one.policy != BELADY])
+    assert lasting == path
+    measured = Knowledge(None, TRACE.header.fingerprint).measured()
+    assert measured is not None and measured.choose(0.5) == Choice("lfu", "eamc")
+
+
+def test_a_folder_named_for_predictors_is_where_rates_are_saved(file: Path, tmp_path: Path) -> None:
+    assert Study.open(file, folder=tmp_path).save([row("lru", 0.5, 0.5)]) == tmp_path / MEASURED
