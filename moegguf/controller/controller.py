@@ -15,6 +15,7 @@ from moegguf.controller.history import History
 from moegguf.controller.judge import LiveJudge
 from moegguf.controller.outlook import Ahead
 from moegguf.controller.policies.base import CarriedByStore, Policy
+from moegguf.controller.policies.lru import Lru
 from moegguf.controller.predictors.base import NoPrediction, Predictor
 from moegguf.controller.prefetch import Prefetcher, PrefetchOptions
 from moegguf.controller.shape import MoeShape
@@ -80,12 +81,22 @@ class Controller:
         self._scored = False
         self._actions = actions
         self._prefetcher = Prefetcher(shape, options.prefetch) if options.prefetch else None
-        self._ahead = Ahead(shape, options.prefetch.window if options.prefetch else len(shape.layers))
+        self._ahead = Ahead(shape, options.prefetch.window if options.prefetch else _window(predictor))
 
     @property
     def prefetching(self) -> bool:
         """Whether predictions are acted on now."""
         return self._prefetcher is not None and (self.watchdog is None or self.watchdog.on)
+
+    @property
+    def superfluous(self) -> bool:
+        """Whether the store would do the same without this controller, until the watchdog's rest is over."""
+        resting = self.watchdog is not None and self.watchdog.resting
+        return resting and self.judge is None and isinstance(self.policy, CarriedByStore | Lru | None)
+
+    def store_rates(self) -> EvictionRates | None:
+        """What the store goes by in the meantime; None: least recent use."""
+        return self.policy.store_rates if isinstance(self.policy, CarriedByStore) else None
 
     @property
     def acts(self) -> bool:
@@ -199,6 +210,11 @@ class Controller:
     def stop(self) -> None:
         """From now on nothing is heard: events still queued pass at once."""
         self.stopped = True
+
+
+def _window(predictor: Predictor) -> int:
+    """How far ahead policies look: as far as the predictor reaches, but a matrix product per layer has its price."""
+    return PrefetchOptions.window if predictor.needs_inputs else predictor.reach
 
 
 def _reason(error: Exception) -> str:

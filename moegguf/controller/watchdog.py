@@ -53,6 +53,17 @@ class Watchdog:
         if len(self._turn) == self.options.turn_tokens:
             self._end_turn()
 
+    @property
+    def resting(self) -> bool:
+        """Whether prefetching was found not to pay, and nothing is to be measured for a while."""
+        return not self.on and self._rest > 0
+
+    def rest(self, n_tokens: int) -> bool:
+        """So many tokens went by unmeasured; True when the rest is over."""
+        self._rest = max(0, self._rest - n_tokens)
+        self._before_ns = None
+        return self._rest == 0
+
     def pause(self) -> None:
         """Something else than a token is computed next: a prompt, whose stall is nobody's."""
         self._before_ns = None

@@ -63,5 +63,6 @@ def _union(options: list[ListenOptions]) -> ListenOptions:
         inputs=any(o.inputs for o in options),
         everything=any(o.everything for o in options),
         lockstep=any(o.lockstep for o in options),
+        lazy=all(o.lazy for o in options),
         max_input_tokens=max(o.max_input_tokens for o in options),
     )

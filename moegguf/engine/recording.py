@@ -40,7 +40,9 @@ class Recording:
         if not isinstance(options, TraceOptions):
             options = TraceOptions(options)
         self._session = session
-        self.wants = ListenOptions(weights=True, inputs=options.inputs, everything=True, max_input_tokens=EVERY_PASS)
+        self.wants = ListenOptions(
+            weights=True, inputs=options.inputs, everything=True, lazy=True, max_input_tokens=EVERY_PASS
+        )
         header = TraceHeader(
             model=session.layout.name,
             fingerprint=knowledge.fingerprint,

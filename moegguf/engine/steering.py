@@ -78,6 +78,7 @@ class Steering:
     carried: str = field(init=False, default="lru")
     choice: Choice = field(init=False, default_factory=Choice)
     _listening: bool = field(init=False, default=False)
+    _asleep: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         if self.asked.is_plain:
@@ -147,6 +148,30 @@ class Steering:
         assert self.controller is not None
         self.controller.observe(gate)
 
+    def before_tokens(self, n_tokens: int) -> None:
+        """So many tokens are evaluated next: while prefetching rests because it did not pay, nobody listens.
+
+        Not for the event thread, which it may wait for.
+        """
+        controller = self.controller
+        if controller is None or controller.watchdog is None:
+            return
+        if self._asleep and controller.watchdog.rest(n_tokens):
+            self._wake()
+        elif self._listening and controller.superfluous:
+            self._sleep(controller)
+
+    def _sleep(self, controller: Controller) -> None:
+        self._asleep, self._listening = True, False
+        self.session.listeners.remove(self)
+        self.session.store.set_scores(None)
+        self.session.store.set_rates(controller.store_rates())
+
+    def _wake(self) -> None:
+        self._asleep, self._listening = False, True
+        self.session.store.set_rates(None)
+        self.session.listeners.add(self)
+
     def update(self, n_slots: int) -> None:
         """Listens while there is something to decide or to judge: call it when the pool gets `n_slots` slots.
 
@@ -154,7 +179,7 @@ class Steering:
         """
         info = self.session.store.info()
         tight = not info["resident"] or n_slots < info["n_experts"]
-        needed = self.controller is not None and (self.asked.judge or tight)
+        needed = self.controller is not None and (self.asked.judge or tight) and not self._asleep
         if needed and not self._listening:
             self.session.listeners.add(self)
         elif not needed and self._listening:

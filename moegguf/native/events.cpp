@@ -48,7 +48,9 @@ Events::Record * Events::claim(Kind kind, size_t bytes, Lock & lock, bool may_wa
     record.kind = kind;
     record.bytes = bytes;
     bytes_ += bytes;
-    arrived_.notify_one();
+    if (!(flags_ & MOEGGUF_LISTEN_LAZY) || size_ >= lazy_events || bytes_ > most_bytes / 4) {
+        arrived_.notify_one();
+    }
     return &record;
 }
 
@@ -107,7 +109,13 @@ void Events::run() {
     Record current;
     Lock lock(mutex_);
     while (true) {
-        arrived_.wait(lock, [this] { return stopping_ || size_ > 0; });
+        if (flags_ & MOEGGUF_LISTEN_LAZY) {
+            while (size_ == 0 && !stopping_) { // nobody tells of the first events
+                arrived_.wait_for(lock, lazy_wait);
+            }
+        } else {
+            arrived_.wait(lock, [this] { return stopping_ || size_ > 0; });
+        }
         if (size_ == 0) {
             return;
         }

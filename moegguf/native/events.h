@@ -4,6 +4,7 @@
 #include "moegguf.h"
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <mutex>
 #include <thread>
@@ -60,7 +61,9 @@ class Events {
 
     static constexpr size_t capacity = 4096;
     static constexpr size_t most_bytes = 256u << 20; // of payload in the ring
-    static constexpr size_t kept_floats = 1u << 16;  // a record gives larger buffers back
+    static constexpr size_t lazy_events = 512;       // that wake a lazy listener
+    static constexpr std::chrono::milliseconds lazy_wait{100};
+    static constexpr size_t kept_floats = 1u << 16; // a record gives larger buffers back
 
     mutable std::mutex mutex_;
     std::condition_variable arrived_;

@@ -110,7 +110,7 @@ class PoolInfo(c.Structure):
     ]
 
 
-LISTEN = {name: 1 << bit for bit, name in enumerate(("weights", "inputs", "everything", "lockstep"))}
+LISTEN = {name: 1 << bit for bit, name in enumerate(("weights", "inputs", "everything", "lockstep", "lazy"))}
 
 
 class TokensEvent(c.Structure):

@@ -200,6 +200,7 @@ enum moegguf_listen_flag {
     MOEGGUF_LISTEN_INPUTS = 1 << 1,
     MOEGGUF_LISTEN_EVERYTHING = 1 << 2, // a compute thread waits for room instead of dropping events
     MOEGGUF_LISTEN_LOCKSTEP = 1 << 3,   // a gate waits until every earlier event was heard: slow, and reproducible
+    MOEGGUF_LISTEN_LAZY = 1 << 4,       // many events at a time, some ms late: the listener's thread rarely wakes
 };
 
 struct moegguf_listener { // callbacks may be NULL: nothing is kept for them

@@ -55,13 +55,15 @@ class ListenOptions:
 
     weights, inputs: also the router's weights and input vectors, these for passes of at most `max_input_tokens`.
     everything: compute threads wait for a slow listener instead of dropping events. lockstep: each gate waits until
-    the listener has heard all earlier ones, so that what it does acts at a fixed place; slow, and reproducible.
+    the listener has heard all earlier ones, so that what it does acts at a fixed place; slow, and reproducible. lazy:
+    many events at a time, up to 0.1 s late, which disturbs the model less.
     """
 
     weights: bool = False
     inputs: bool = False
     everything: bool = False
     lockstep: bool = False
+    lazy: bool = False
     max_input_tokens: int = 1
 
     @property

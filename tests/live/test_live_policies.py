@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +28,7 @@ from moegguf.controller.policies import POLICIES
 from moegguf.controller.policies.base import Outlook
 from moegguf.controller.predictors import PREDICTORS, UNTRAINED
 from moegguf.controller.prefetch import PrefetchOptions
+from moegguf.controller.watchdog import Watchdog, WatchdogOptions
 from moegguf.errors import OptionError
 from moegguf.native.events import Announcement, Float32s, Phase
 from moegguf.native.store import StoreOptions
@@ -230,3 +232,30 @@ def test_phases_and_requests_as_a_listener_hears_them(own: Own, load: Load) -> N
     second = [(phase, n) for sequence, phase, n in heard if sequence == 1]
     assert second[0][0] == Phase.PREFILL
     assert all(phase == Phase.DECODE and n == 1 for phase, n in second[1:])
+
+
+def test_prefetching_that_does_not_pay_leaves_the_model_alone_until_its_rest_is_over(
+    own: Own, load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = own("tiny-qwen2moe")
+    monkeypatch.setattr(Watchdog, "_decide", _never_pays)
+    llm = load(path, policy="next-use", predictor="skip", prefetch=True, n_ctx=512, expert_cache="30%")
+    controller, tokens = controller_of(llm), random_prompt(llm, 40)
+    assert controller.watchdog is not None
+    controller.watchdog.options = WatchdogOptions(turn_tokens=2, turns=1)
+    plain = load(path, policy="lru", n_ctx=512, expert_cache="30%")
+    heard = []
+    for token in tokens:
+        llm.eval([token])
+        plain.eval([token])
+        assert np.array_equal(llm.scores[llm.n_tokens - 1], plain.scores[plain.n_tokens - 1])
+        heard.append(controller.gates)
+    asleep = [before == after for before, after in itertools.pairwise(heard)]
+    assert any(asleep), "it rested, and heard nothing"
+    assert not all(asleep[asleep.index(True) :]), "it woke up for another trial"
+    assert llm.decisions()["prefetch"] in ("resting", "on")
+
+
+def _never_pays(watchdog: Watchdog) -> None:
+    watchdog._stalls = {False: [], True: []}
+    watchdog.on, watchdog._rest = False, 10

@@ -247,3 +247,18 @@ def test_a_gate_that_waits_for_room_ends_when_the_listener_goes(fake: FakeModel,
     store.listen()
     thread.join(10)
     assert done.is_set()
+
+
+def test_a_lazy_listener_hears_everything_a_little_later(fake: FakeModel, open_store: Open) -> None:
+    store, lane = open_store(fake, 8, simulate=True)
+    seen: list[int] = []
+    store.listen(on_gate=lambda event: seen.append(event.il), options=ListenOptions(everything=True, lazy=True))
+    for n in range(3000):
+        lane.gate(n % 4, [n % 8, (n + 1) % 8])
+    until(lambda: len(seen) == 3000)
+    lane.gate(0, [0, 1])
+    until(lambda: len(seen) == 3001)
+    lane.gate(1, [0, 1])
+    store.listen()
+    assert seen == [*(n % 4 for n in range(3000)), 0, 1]
+    assert store.counters()["events_dropped"] == 0
