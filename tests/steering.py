@@ -25,7 +25,7 @@ class Notes:
 
     def __init__(self) -> None:
         self.done: list[tuple[str, Any]] = []
-        self.stall_ns = 0
+        self.clock_ns = 0
         self.there = np.zeros(SHAPE.table, np.uint8)
 
     def set_scores(self, scores: Float32s | None) -> None:
@@ -38,7 +38,7 @@ class Notes:
         return self.there
 
     def counters(self) -> dict[str, int]:
-        return {"stall_ns": self.stall_ns}
+        return {}
 
     def named(self, name: str) -> list[Any]:
         return [what for kind, what in self.done if kind == name]

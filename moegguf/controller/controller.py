@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -44,12 +44,14 @@ class Actions(Protocol):
 @dataclass(frozen=True)
 class ControllerOptions:
     """prefetch: None acts on no prediction. judge: predictions are compared with what happens. slowest_s: a policy or
-    predictor that once takes longer is switched off.
+    predictor that once takes longer is switched off. clock_ns: what the watchdog goes by; None when somebody else
+    tells it of tokens.
     """
 
     prefetch: PrefetchOptions | None = None
     judge: bool = False
     slowest_s: float = 1.0
+    clock_ns: Callable[[], int] | None = None
 
 
 def carried_by_store(policy: Policy, predictor: Predictor, options: ControllerOptions) -> EvictionRates | None:
@@ -90,9 +92,9 @@ class Controller:
 
     @property
     def superfluous(self) -> bool:
-        """Whether the store would do the same without this controller, until the watchdog's rest is over."""
-        resting = self.watchdog is not None and self.watchdog.resting
-        return resting and self.judge is None and isinstance(self.policy, CarriedByStore | Lru | None)
+        """Whether the store would do the same without this controller, until the watchdog allows prefetching."""
+        off = self.watchdog is not None and not self.watchdog.on
+        return off and self.judge is None and isinstance(self.policy, CarriedByStore | Lru | None)
 
     def store_rates(self) -> EvictionRates | None:
         """What the store goes by in the meantime; None: least recent use."""
@@ -133,10 +135,10 @@ class Controller:
     def _token_ended(self, announcement: Announcement) -> None:
         if self._prefetcher is not None:
             self._prefetcher.begin_pass()
-        if self.watchdog is None:
+        if self.watchdog is None or self.options.clock_ns is None:
             return
         if announcement.phase == Phase.DECODE:
-            self.watchdog.token(self._actions.counters()["stall_ns"])
+            self.watchdog.token(self.options.clock_ns())
         else:
             self.watchdog.pause()
 

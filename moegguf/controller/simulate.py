@@ -208,7 +208,9 @@ class Simulation:
 
     def _controller(self, store: Store) -> Controller | None:
         """As live: None where the store needs nobody."""
-        options = ControllerOptions(self.options.prefetch, slowest_s=float("inf"))
+        options = ControllerOptions(
+            self.options.prefetch, slowest_s=float("inf"), clock_ns=lambda: store.counters()["sim_clock_ns"]
+        )
         rates = carried_by_store(self.policy, self.predictor, options)
         if rates is not None:
             store.set_rates(rates)

@@ -1,4 +1,4 @@
-"""Stops what does not pay: compares stall per token with and without prefetching, in turns, on the run itself."""
+"""Stops what does not pay: compares time per token with and without prefetching, in turns, on the run itself."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from statistics import median
 class WatchdogOptions:
     """How long it tries and how sure it must be.
 
-    turn_tokens: length of a turn. turns: pairs of turns per decision. gain: share of the stall that prefetching must
-    save to stay on. rest_tokens: tokens until the next trial, doubled after each up to `longest_rest_tokens`.
+    turn_tokens: length of a turn. turns: pairs of turns per decision. gain: share of a token's time that
+    prefetching must save to stay on. rest_tokens: tokens until the next trial, doubled after each up to
+    `longest_rest_tokens`.
     """
 
     turn_tokens: int = 24
@@ -22,7 +23,10 @@ class WatchdogOptions:
 
 
 class Watchdog:
-    """Whether prefetching is on now. Fed once per decoded token with the store's cumulative stall.
+    """Whether prefetching is on now. Told of every decoded token.
+
+    It judges by time, in which the stall is, and what predicting costs: on a machine of few cores a smaller stall may
+    be bought too dear.
 
     A trial alternates turns without and with prefetching; the first token of a turn does not count, because it pays
     for the turn before. After `turns` pairs the medians decide, until the next trial.
@@ -32,16 +36,16 @@ class Watchdog:
         self.options = options or WatchdogOptions()
         self.on = False
         self.trials = 0
-        self.last_gain: float | None = None  # share of stall saved in the last trial
+        self.last_gain: float | None = None  # share of a token's time saved in the last trial
         self._rest = 0
         self._rest_next = self.options.rest_tokens
         self._turn: list[int] = []
-        self._stalls: dict[bool, list[float]] = {False: [], True: []}
+        self._times: dict[bool, list[float]] = {False: [], True: []}
         self._before_ns: int | None = None
 
-    def token(self, stall_ns: int) -> None:
-        """A token was decoded; `stall_ns` is the stall of all tokens so far."""
-        previous, self._before_ns = self._before_ns, stall_ns
+    def token(self, now_ns: int) -> None:
+        """A token is decoded from now on, the one before is done; `now_ns` by any clock that goes with the model."""
+        previous, self._before_ns = self._before_ns, now_ns
         if previous is None:
             return
         if self._rest > 0:
@@ -49,20 +53,9 @@ class Watchdog:
             if self._rest == 0:
                 self.on = False
             return
-        self._turn.append(stall_ns - previous)
+        self._turn.append(now_ns - previous)
         if len(self._turn) == self.options.turn_tokens:
             self._end_turn()
-
-    @property
-    def resting(self) -> bool:
-        """Whether prefetching was found not to pay, and nothing is to be measured for a while."""
-        return not self.on and self._rest > 0
-
-    def rest(self, n_tokens: int) -> bool:
-        """So many tokens went by unmeasured; True when the rest is over."""
-        self._rest = max(0, self._rest - n_tokens)
-        self._before_ns = None
-        return self._rest == 0
 
     def pause(self) -> None:
         """Something else than a token is computed next: a prompt, whose stall is nobody's."""
@@ -70,15 +63,15 @@ class Watchdog:
 
     def _end_turn(self) -> None:
         counted = self._turn[1:]
-        self._stalls[self.on].append(sum(counted) / len(counted))
+        self._times[self.on].append(sum(counted) / len(counted))
         self._turn = []
         self.on = not self.on
-        if len(self._stalls[True]) == self.options.turns:
+        if len(self._times[True]) == self.options.turns:
             self._decide()
 
     def _decide(self) -> None:
-        without, with_ = median(self._stalls[False]), median(self._stalls[True])
-        self._stalls = {False: [], True: []}
+        without, with_ = median(self._times[False]), median(self._times[True])
+        self._times = {False: [], True: []}
         self.last_gain = 1 - with_ / without if without > 0 else 0.0
         verdict = self.last_gain >= self.options.gain
         self._rest = self._rest_next

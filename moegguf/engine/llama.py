@@ -219,7 +219,7 @@ class Llama(_bindings.Llama):  # type: ignore[misc, name-defined]
         if self._session is not None:
             phase = self._requests.next_phase(self.n_tokens, len(tokens))
             if self._steering is not None:
-                self._steering.before_tokens(len(tokens))
+                self._steering.before_tokens(phase)
             self._session.lane.announce(self._requests.sequence, phase, tokens)
         super().eval(tokens)
 

@@ -5,6 +5,7 @@ A pool that holds every expert has nothing to decide: nobody listens then, and s
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from moegguf.controller.shape import MoeShape
 from moegguf.engine.knowledge import Knowledge
 from moegguf.engine.session import Session
 from moegguf.errors import OptionError
-from moegguf.native.events import Announcement, Gate
+from moegguf.native.events import Announcement, Gate, Phase
 from moegguf.native.store import ListenOptions
 
 AUTO = "auto"
@@ -103,6 +104,7 @@ class Steering:
             return
         self._wants = ListenOptions(inputs=predictor.needs_inputs, lockstep=self.asked.lockstep)
         self.controller = Controller(shape, policy, predictor, self.session.store, options)
+        self.session.store.set_rates(self.controller.store_rates())  # for when it sleeps; its scores come first
         self.update(self.session.plan.n_slots)
 
     def _choose(self) -> Choice:
@@ -148,29 +150,25 @@ class Steering:
         assert self.controller is not None
         self.controller.observe(gate)
 
-    def before_tokens(self, n_tokens: int) -> None:
-        """So many tokens are evaluated next: while prefetching rests because it did not pay, nobody listens.
+    def before_tokens(self, phase: Phase) -> None:
+        """Tokens are evaluated next. While the watchdog keeps prefetching off, nobody listens: the store does alone.
 
         Not for the event thread, which it may wait for.
         """
         controller = self.controller
         if controller is None or controller.watchdog is None:
             return
-        if self._asleep and controller.watchdog.rest(n_tokens):
-            self._wake()
+        if phase == Phase.DECODE:
+            controller.watchdog.token(time.perf_counter_ns())
+        else:
+            controller.watchdog.pause()
+        if self._asleep and not controller.superfluous:
+            self._asleep, self._listening = False, True
+            self.session.listeners.add(self)
         elif self._listening and controller.superfluous:
-            self._sleep(controller)
-
-    def _sleep(self, controller: Controller) -> None:
-        self._asleep, self._listening = True, False
-        self.session.listeners.remove(self)
-        self.session.store.set_scores(None)
-        self.session.store.set_rates(controller.store_rates())
-
-    def _wake(self) -> None:
-        self._asleep, self._listening = False, True
-        self.session.store.set_rates(None)
-        self.session.listeners.add(self)
+            self._asleep, self._listening = True, False
+            self.session.listeners.remove(self)
+            self.session.store.set_scores(None)
 
     def update(self, n_slots: int) -> None:
         """Listens while there is something to decide or to judge: call it when the pool gets `n_slots` slots.
@@ -201,7 +199,7 @@ class Steering:
             "us_per_gate": round(controller.seconds / max(1, controller.gates) * 1e6, 1),
         }
         if controller.watchdog is not None and controller.watchdog.last_gain is not None:
-            figures["stall_saved_by_prefetch"] = round(controller.watchdog.last_gain, 4)
+            figures["time_saved_by_prefetch"] = round(controller.watchdog.last_gain, 4)
         if controller.judge is not None:
             figures["judged"] = plain(controller.judge.table())
         return figures

@@ -87,8 +87,8 @@ def decision_lines(decisions: Mapping[str, Any], stats: Stats) -> list[tuple[str
     lines = [("policy", decisions["policy"]), ("predictor", decisions["predictor"])]
     if decisions["prefetch"] != "off":
         useful = f"{stats.prefetch_useful} of {stats.prefetch_started} used"
-        saved = decisions.get("stall_saved_by_prefetch")
-        measured = "" if saved is None else f"; saved {saved:.0%} of the stall when tried"
+        saved = decisions.get("time_saved_by_prefetch")
+        measured = "" if saved is None else f"; saved {saved:.0%} of the time when tried"
         lines.append(("prefetch", f"{decisions['prefetch']}, {useful}{measured}"))
     if "us_per_gate" in decisions:
         lines.append(("controller", f"{decisions['us_per_gate']:.0f}µs per gate"))

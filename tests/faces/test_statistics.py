@@ -48,8 +48,8 @@ def test_who_decided_what_stays() -> None:
 
 
 def test_what_prefetching_saved_is_said_once_it_was_tried() -> None:
-    rested = DECIDED | {"prefetch": "resting", "stall_saved_by_prefetch": -0.034}
-    assert dict(decision_lines(rested, Stats()))["prefetch"].endswith("saved -3% of the stall when tried")
+    rested = DECIDED | {"prefetch": "resting", "time_saved_by_prefetch": -0.034}
+    assert dict(decision_lines(rested, Stats()))["prefetch"].endswith("saved -3% of the time when tried")
 
 
 @pytest.mark.parametrize("decisions", [{}, {"policy": "lru", "predictor": "none", "prefetch": "off"}])

@@ -17,7 +17,6 @@ from running import (
     Own,
     Reference,
     TinyModel,
-    controller_of,
     count_scores,
     greedy_logits,
     random_prompt,
@@ -91,7 +90,6 @@ def test_a_predictor_that_is_always_wrong_costs_no_bit(own: Own, load: Load, exp
 
     predictor = Wrong(MoeShape.of(read_layout(own())), lambda shape: predictor.wrong if predictor.calls > 2 else None)
     llm = load(own(), policy="locality", predictor=predictor, prefetch=EAGER, lockstep=True, **TIGHT)
-    controller_of(llm).watchdog = None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert np.array_equal(logits_of(llm), expected)

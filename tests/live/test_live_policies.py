@@ -38,7 +38,7 @@ N_PROMPT, N_NEW = 24, 16
 ALL_TINY = ("tiny-qwen2moe", "tiny-qwen3moe", "tiny-mixtral", "tiny-deepseek2")
 LEARNED = ("static",)
 CARRIED_BY_STORE = ("lru", "next-use")
-EAGER = PrefetchOptions(budget_bytes=1 << 30, least_likelihood=0.01)
+EAGER = PrefetchOptions(budget_bytes=1 << 30, least_likelihood=0.01, watchdog=False)
 
 
 def logits_of(llm: Llama) -> Logits:
@@ -91,7 +91,6 @@ def test_every_predictor_speaks_and_changes_no_bit(
         own(preset), policy="next-use", predictor=predictor, prefetch=EAGER, judge=True, lockstep=True,
         store=StoreOptions(sweep=False), **TIGHT,
     )  # fmt: skip
-    controller_of(llm).watchdog = None
     assert np.array_equal(logits_of(llm), expected(preset))
     assert llm.stats().evictions > 0
     figures = llm.decisions()
@@ -105,7 +104,6 @@ def test_prefetching_from_the_event_thread_while_the_model_computes(
     own: Own, load: Load, expected: Callable[..., Logits]
 ) -> None:
     llm = load(own(), policy="locality", predictor="skip", prefetch=EAGER, store=StoreOptions(sweep=False), **TIGHT)
-    controller_of(llm).watchdog = None
     for _ in range(4):
         assert np.array_equal(logits_of(llm), expected())
     assert llm.stats().prefetch_started > 0
@@ -189,7 +187,7 @@ def test_the_fresh_gate_is_always_right(own: Own, load: Load, preset: str, exper
     assert fresh["asked"] >= N_NEW * len(llm.layout.layers) - 1
 
 
-@pytest.mark.parametrize("option", [{"predictor": "skip"}, {"judge": True}, {"prefetch": True}], ids=str)
+@pytest.mark.parametrize("option", [{"predictor": "skip"}, {"judge": True}, {"prefetch": EAGER}], ids=str)
 def test_what_the_store_carries_out_itself_takes_a_controller_where_somebody_predicts(
     own: Own, load: Load, expected: Callable[..., Logits], option: dict[str, Any]
 ) -> None:
@@ -201,7 +199,6 @@ def test_what_the_store_carries_out_itself_takes_a_controller_where_somebody_pre
 
 def test_two_threads_of_one_model_are_decided_for_in_turn(own: Own, load: Load) -> None:
     llm = load(own(), policy="sparsity", predictor="eamc", prefetch=EAGER, logits_all=False, **TIGHT)
-    controller_of(llm).watchdog = None
 
     def generate(seed: int) -> list[int]:
         steps = llm.generate(random_prompt(llm, 12, seed), temp=0)
@@ -257,5 +254,5 @@ def test_prefetching_that_does_not_pay_leaves_the_model_alone_until_its_rest_is_
 
 
 def _never_pays(watchdog: Watchdog) -> None:
-    watchdog._stalls = {False: [], True: []}
+    watchdog._times = {False: [], True: []}
     watchdog.on, watchdog._rest = False, 10

@@ -18,6 +18,7 @@ from steering import (
     run_pass,
 )
 
+from moegguf.controller.controller import Controller
 from moegguf.controller.policies.lru import Lru
 from moegguf.controller.policies.sparsity import SparsityAware
 from moegguf.native.events import Phase
@@ -92,6 +93,11 @@ def test_layers_without_experts_are_none_of_its_business() -> None:
     assert steering.history.clock == steering.gates == 0
 
 
+def watched(notes: Notes) -> Controller:
+    prefetch = replace(AMPLE, watchdog=True)
+    return controller(None, Saying(first_two), notes, prefetch=prefetch, clock_ns=lambda: notes.clock_ns)
+
+
 def test_stopped_it_hears_nothing() -> None:
     notes, policy = Notes(), Counting()
     steering = controller(policy, Saying(first_two, notes), notes, prefetch=AMPLE)
@@ -101,30 +107,30 @@ def test_stopped_it_hears_nothing() -> None:
     assert policy.calls == steering.gates == 0
 
 
-def test_the_watchdog_keeps_prefetching_only_while_it_lowers_the_stall() -> None:
+def test_the_watchdog_keeps_prefetching_only_while_it_saves_time() -> None:
     for saved_ns, stays in ((300, True), (-300, False)):
         notes = Notes()
-        steering = controller(None, Saying(first_two), notes, prefetch=replace(AMPLE, watchdog=True))
+        steering = watched(notes)
         assert steering.watchdog is not None
         assert not steering.prefetching
         n_trial = 2 * steering.watchdog.options.turns * steering.watchdog.options.turn_tokens
         for pass_ in range(n_trial + 10):
             run_pass(steering, pass_=pass_)
-            notes.stall_ns += 1000 - saved_ns * steering.prefetching
+            notes.clock_ns += 1000 - saved_ns * steering.prefetching
         assert steering.watchdog.trials == 1
         assert steering.prefetching == stays
         assert steering.acts
 
 
-def test_the_watchdog_does_not_count_the_stall_of_prompts() -> None:
+def test_the_watchdog_does_not_count_the_time_of_prompts() -> None:
     notes = Notes()
-    steering = controller(None, Saying(first_two), notes, prefetch=replace(AMPLE, watchdog=True))
+    steering = watched(notes)
     for request in range(60):
         run_pass(steering, Phase.PREFILL, pass_=9 * request, sequence=request)
-        notes.stall_ns += 10**9
+        notes.clock_ns += 10**9
         for n in range(8):
             run_pass(steering, pass_=9 * request + 1 + n, sequence=request)
-            notes.stall_ns += 700 if steering.prefetching else 1000
+            notes.clock_ns += 700 if steering.prefetching else 1000
     assert steering.watchdog is not None
     assert steering.watchdog.last_gain == pytest.approx(0.3, abs=0.01)
 

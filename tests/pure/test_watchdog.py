@@ -124,16 +124,3 @@ def test_it_notices_when_prefetching_no_longer_pays() -> None:
     run.on = 1100
     run.tokens(SHORT.rest_tokens + TRIAL)
     assert not run.dog.on
-
-
-def test_a_rest_may_go_by_unmeasured() -> None:
-    watchdog = Watchdog(WatchdogOptions(turn_tokens=3, turns=1, rest_tokens=10))
-    stall_ns = 0
-    while not watchdog.resting:
-        stall_ns += 1000
-        watchdog.token(stall_ns)
-    assert watchdog.last_gain == 0
-    assert not watchdog.rest(9)
-    assert watchdog.rest(1)
-    assert not watchdog.resting
-    assert not watchdog.on
