@@ -104,7 +104,8 @@ class Steering:
             return
         self._wants = ListenOptions(inputs=predictor.needs_inputs, lockstep=self.asked.lockstep)
         self.controller = Controller(shape, policy, predictor, self.session.store, options)
-        self.session.store.set_rates(self.controller.store_rates())  # for when it sleeps; its scores come first
+        if self.controller.watchdog is not None:
+            self.session.store.set_rates(self.controller.store_rates())  # for when it sleeps; its scores come first
         self.update(self.session.plan.n_slots)
 
     def _choose(self) -> Choice:

@@ -6,9 +6,12 @@ Results go to stdout, progress to stderr. Knows words, tables and flags; the wor
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -91,14 +94,32 @@ def progressing() -> Iterator[Progress]:
 
     def show(what: str, share: float) -> None:
         nonlocal last
+        if interrupted.is_set():  # Ctrl-C while C called back into Python: its KeyboardInterrupt was lost there
+            raise KeyboardInterrupt
         waiting.show(what, share)
         stage, _, detail = what.partition(":")
         if detail and stage != last and not waiting.visible:
             say(f"{stage} ...")
         last = stage
 
-    with Waiting() as waiting:
+    with noticing_interrupts() as interrupted, Waiting() as waiting:
         yield show
+
+
+@contextmanager
+def noticing_interrupts() -> Iterator[threading.Event]:
+    """Ctrl-C raises KeyboardInterrupt as ever, and is remembered."""
+    interrupted = threading.Event()
+
+    def remember(number: int, frame: FrameType | None) -> None:
+        interrupted.set()
+        signal.default_int_handler(number, frame)
+
+    before = signal.signal(signal.SIGINT, remember)
+    try:
+        yield interrupted
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def check_writable(out: Path, *sources: Path) -> None:
