@@ -182,7 +182,6 @@ def test_the_report_is_one_page_and_says_how_much_was_used(moegguf: Command, rec
         (("simulate", "TRACE", "--prefetch", "--predictor", "eamc"), 1, "--link"),
         (("simulate", "TRACE", "--prefetch", "--link", "1"), 1, "--predictor"),
         (("score", "TRACE", "--predictor", "all,nobody"), 1, "there is no predictor 'nobody'"),
-        (("score", "TRACE", "--predictor", "mlp"), 1, "has to be trained"),
         (("score", "TRACE", "--model", "MODEL"), 1, "was recorded from another model (moegguf demo)"),
         (("report", "TRACE", "-o", "no/folder/page.html"), 1, "there is no folder"),
         (("report", "TRACE", "-o", "TRACE"), 1, "would overwrite"),
