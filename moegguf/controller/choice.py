@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from moegguf.errors import OptionError
+from moegguf.whole_file import write_whole
 
 VERSION = 1
 LEAST_GAIN = 0.005  # of the hit rate: less is noise between traces
@@ -69,9 +70,7 @@ def write_measured(path: Path, measured: Measured) -> None:
         name: {f"{share:g}": round(rate, 5) for share, rate in rates.items()}
         for name, rates in measured.hit_rates.items()
     }
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-    partial.replace(path)
+    write_whole(path, (json.dumps(facts, indent=1) + "\n").encode())
 
 
 def read_measured(path: Path) -> Measured:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
 import warnings
 from pathlib import Path
 
@@ -21,6 +19,7 @@ from safetensors.numpy import save as to_safetensors
 import moegguf
 from moegguf.controller.collection import CAPACITY, Eamc, EamcPair
 from moegguf.controller.history import Counts
+from moegguf.whole_file import write_whole
 
 FORMAT_VERSION = "1"
 _PHASES = ("prefill", "decode")
@@ -44,7 +43,7 @@ def save(path: Path, eamcs: EamcPair, fingerprint: str) -> None:
         "created_by": f"moegguf {moegguf.__version__}",
     }
     data = to_safetensors(arrays, {**facts, "sha256": _digest(arrays, facts)})
-    _replace(path, data)
+    write_whole(path, data)
 
 
 def load(path: Path, *, n_layer: int, n_expert: int, fingerprint: str, capacity: int = CAPACITY) -> EamcPair | None:
@@ -110,16 +109,3 @@ def _digest(arrays: _Arrays, facts: dict[str, str]) -> str:
     for phase in _PHASES:
         digest.update(np.ascontiguousarray(arrays[phase]).tobytes())
     return digest.hexdigest()
-
-
-def _replace(path: Path, data: bytes) -> None:
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise

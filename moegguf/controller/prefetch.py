@@ -19,8 +19,8 @@ class PrefetchOptions:
     """How much to act on predictions.
 
     window: MoE layers ahead. budget_bytes: most bytes to ask for in one token; None: the bytes of half the experts a
-    token uses. least_likelihood: experts below it are not worth a transfer. watchdog: prefetching must lower the
-    stall to stay on; without it, it is always on.
+    token uses. least_likelihood: experts below it are not worth a transfer. watchdog: prefetching must save
+    time to stay on; without it, it is always on.
     """
 
     window: int = 2

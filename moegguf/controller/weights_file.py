@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -23,6 +22,7 @@ from safetensors.numpy import load as parse
 from safetensors.numpy import save as serialize
 
 from moegguf.controller.shape import MoeShape
+from moegguf.whole_file import write_whole
 
 FORMAT_VERSION = 1
 MAX_FILE_BYTES = 4 << 30
@@ -69,15 +69,7 @@ def save(path: str | os.PathLike[str], predictor: str, fingerprint: str, shape: 
     }
     head["sha256"] = _checksum(head, arrays)
     data = serialize(arrays, metadata={"moegguf": json.dumps(head, sort_keys=True)})
-    descriptor, part = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
-    try:
-        with os.fdopen(descriptor, "wb") as stream:
-            stream.write(data)
-        os.chmod(part, 0o644)
-        os.replace(part, path)
-    except OSError:
-        Path(part).unlink(missing_ok=True)
-        raise
+    write_whole(path, data)
 
 
 def load(

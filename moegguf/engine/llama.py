@@ -76,7 +76,7 @@ class Llama(_bindings.Llama):  # type: ignore[misc, name-defined]
         policy: which experts stay: a name (`moegguf.controller.policies.POLICIES`), an object with a method
             `scores(history, outlook)`, or "auto": what was measured to be best for this model, else LRU.
         predictor: which experts come next: a name (`moegguf.controller.predictors.PREDICTORS`) or an object.
-        prefetch: True fetches ahead what the predictor says, while that lowers the stall; a `PrefetchOptions` says
+        prefetch: True fetches ahead what the predictor says, while that saves time; a `PrefetchOptions` says
             how much. None: only where that was measured to pay.
         judge: compare every prediction with what happens, without acting on it unless `prefetch`: see `decisions`.
         trace: a file to record routing in, or a `TraceOptions`.

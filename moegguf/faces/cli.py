@@ -60,7 +60,7 @@ Predictor = Annotated[
 ]
 Prefetch = Annotated[
     bool | None,
-    typer.Option("--prefetch/--no-prefetch", help="Fetch predicted experts ahead while that lowers the stall."),
+    typer.Option("--prefetch/--no-prefetch", help="Fetch predicted experts ahead while that saves time."),
 ]
 
 
