@@ -68,3 +68,35 @@ class GenerationCancelled(MoeggufError):  # noqa: N818 (a state asked for, not a
 
 class CallbackError(MoeggufError, RuntimeError):
     """A callback given by the user raised; the original exception is the `__cause__`."""
+
+
+class ModelNameError(MoeggufError, ValueError):
+    """A name of a model breaks the rules of names."""
+
+
+class PullError(MoeggufError, OSError):
+    """A download has failed; what arrived is kept and the same call goes on from there."""
+
+
+class TemplateError(MoeggufError, ValueError):
+    """A chat template cannot be used: it fails, takes too long or writes too much."""
+
+
+class ContextError(MoeggufError, ValueError):
+    """A prompt has more tokens than the context holds."""
+
+
+class SchemaError(MoeggufError, ValueError):
+    """A JSON schema or grammar cannot be followed."""
+
+
+class CapabilityError(MoeggufError, ValueError):
+    """The model cannot do what was asked, such as call tools."""
+
+
+class BusyError(MoeggufError, RuntimeError):
+    """As many requests wait as are allowed; try again later."""
+
+
+class WorkerError(MoeggufError, RuntimeError):
+    """The process that held a model has ended or does not answer; only the requests it had are lost."""

@@ -92,6 +92,14 @@ int moegguf_store_residency(moegguf_store * store, uint8_t * map, size_t n) {
     return on(store, [&](Store & s) { s.residency(&given(map), n); });
 }
 
+int moegguf_store_activity(moegguf_store * store, uint32_t * uses, uint32_t * loads, size_t n) {
+    return on(store, [&](Store & s) { s.activity(&given(uses), &given(loads), n); });
+}
+
+int moegguf_store_watch(moegguf_store * store, int watched) {
+    return on(store, [&](Store & s) { s.watch(watched != 0); });
+}
+
 int moegguf_store_set_scores(moegguf_store * store, const float * scores, size_t n) {
     return on(store, [&](Store & s) { s.set_scores(scores, n); });
 }

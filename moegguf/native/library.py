@@ -27,7 +27,7 @@ from moegguf.errors import (
     OptionError,
 )
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 MAX_RATES = 4
 
 OK, INVALID, MEMORY, IO, CANCELLED, FORKED, ROUTING, SLOTS = range(8)
@@ -204,6 +204,8 @@ _STATUS_CALLS: dict[str, list[Any]] = {
     "moegguf_store_info": [c.c_void_p, c.POINTER(PoolInfo)],
     "moegguf_store_counters": [c.c_void_p, c.POINTER(Counters)],
     "moegguf_store_residency": [c.c_void_p, c.c_void_p, c.c_size_t],
+    "moegguf_store_activity": [c.c_void_p, c.c_void_p, c.c_void_p, c.c_size_t],
+    "moegguf_store_watch": [c.c_void_p, c.c_int],
     "moegguf_store_set_scores": [c.c_void_p, c.c_void_p, c.c_size_t],
     "moegguf_store_set_rates": [c.c_void_p, c.POINTER(Rates)],
     "moegguf_store_prefetch": [c.c_void_p, c.c_void_p, c.c_void_p, c.c_size_t],

@@ -38,7 +38,7 @@
 extern "C" {
 #endif
 
-#define MOEGGUF_ABI_VERSION 2
+#define MOEGGUF_ABI_VERSION 3
 #define MOEGGUF_MAX_KINDS 4
 #define MOEGGUF_API __attribute__((visibility("default")))
 
@@ -234,6 +234,10 @@ MOEGGUF_API int moegguf_store_info(moegguf_store * store, struct moegguf_pool_in
 MOEGGUF_API int moegguf_store_counters(moegguf_store * store, struct moegguf_counters * counters);
 MOEGGUF_API int moegguf_store_residency(moegguf_store * store, uint8_t * map,
                                         size_t n); // [n_layer][max n_expert]: 0 absent, 1 coming, 2 there
+// How often each expert was looked up and given a slot since open, [n_layer][max n_expert]. Look-ups of a resident
+// pool's idle gates are known only while watched, which costs the gates their short cut.
+MOEGGUF_API int moegguf_store_activity(moegguf_store * store, uint32_t * uses, uint32_t * loads, size_t n);
+MOEGGUF_API int moegguf_store_watch(moegguf_store * store, int on);
 MOEGGUF_API int moegguf_store_set_scores(moegguf_store * store, const float * scores,
                                          size_t n); // [n_layer][max n_expert]; NULL: rates, or plain LRU
 MOEGGUF_API int moegguf_store_set_rates(moegguf_store * store,

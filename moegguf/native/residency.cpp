@@ -26,6 +26,8 @@ Residency::Residency(const Layout & layout)
       slot_of_(layout.layers.size() * layout.n_expert_max, -1),
       count_(layout.layers.size(), 0),
       floor_(layout.layers.size(), 0),
+      uses_(slot_of_.size(), 0),
+      loads_(slot_of_.size(), 0),
       rates_(layout),
       n_usable_(layout.n_slots),
       resident_(layout.resident) {
@@ -111,6 +113,7 @@ void Residency::assign(int s, int il, int expert) {
     slot.failed = false;
     slot.prefetched = false;
     slot_of_[layout_.key(il, expert)] = s;
+    loads_[layout_.key(il, expert)] += 1;
     count_[il] += 1;
     n_used_ += 1;
     touch(s);

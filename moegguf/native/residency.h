@@ -45,6 +45,9 @@ class Residency {
     void assign(int s, int il, int expert);
     void vacate(int s);
     void touch(int s) { slots_[s].last_use = ++tick_; }
+    void count_look_up(int il, int expert) { uses_[layout_.key(il, expert)] += 1; }
+    const std::vector<uint32_t> & uses() const { return uses_; }   // [n_layer * n_expert_max] look-ups
+    const std::vector<uint32_t> & loads() const { return loads_; } // [n_layer * n_expert_max] slots given
 
     void set_scores(const float * scores, size_t n);
     void set_rates(const moegguf_rates * rates) { rates_.set(rates); }
@@ -70,6 +73,8 @@ class Residency {
     std::vector<int> slot_of_; // [n_layer * n_expert_max]
     std::vector<int> count_;   // [n_layer] slots held
     std::vector<int> floor_;   // [n_layer] slots that other layers may not take
+    std::vector<uint32_t> uses_;
+    std::vector<uint32_t> loads_;
     std::vector<float> scores_;
     Rates rates_;
     uint64_t tick_ = 0;

@@ -306,4 +306,18 @@ void Store::residency(uint8_t * map, size_t n) const {
     }
 }
 
+void Store::activity(uint32_t * uses, uint32_t * loads, size_t n) const {
+    Lock lock(mutex_);
+    if (n != residency_.uses().size()) {
+        throw Error(MOEGGUF_INVALID, "activity has two numbers per layer and expert");
+    }
+    std::copy(residency_.uses().begin(), residency_.uses().end(), uses);
+    std::copy(residency_.loads().begin(), residency_.loads().end(), loads);
+}
+
+void Store::watch(bool on) {
+    Lock lock(mutex_);
+    watched_ = on;
+}
+
 } // namespace moegguf

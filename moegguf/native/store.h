@@ -88,6 +88,8 @@ class Store {
     void counters(moegguf_counters & out) const;
     void info(moegguf_pool_info & out) const;
     void residency(uint8_t * map, size_t n) const;
+    void activity(uint32_t * uses, uint32_t * loads, size_t n) const;
+    void watch(bool on);
     bool forked() const;
 
   private:
@@ -153,6 +155,7 @@ class Store {
     int lane_ids_ = 0;
     bool short_of_slots_ = false; // a lane waits for slots: nobody else may take any
     int resize_to_ = 0;
+    bool watched_ = false; // someone looks at activity: gates are not idle
     bool stopping_ = false;
     std::atomic<bool> cancel_{false};
     int n_absent_chunks_; // 0: every expert of a resident store is there

@@ -178,6 +178,19 @@ class Store:
         check(self._library.moegguf_store_residency(self.handle, there.ctypes.data, there.size))
         return there
 
+    def activity(self) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]:
+        """(look-ups, slots given) of each expert since open, both (n_layer, n_expert).
+
+        Look-ups of single tokens in a fully resident pool count only while watched: see `watch`.
+        """
+        uses, loads = np.zeros(self.shape, np.uint32), np.zeros(self.shape, np.uint32)
+        check(self._library.moegguf_store_activity(self.handle, uses.ctypes.data, loads.ctypes.data, uses.size))
+        return uses, loads
+
+    def watch(self, on: bool) -> None:
+        """While on, gates of a fully resident pool are looked at, too: `activity` is complete, and they cost more."""
+        check(self._library.moegguf_store_watch(self.handle, on))
+
     def set_scores(self, scores: npt.ArrayLike | None) -> None:
         """Scores (n_layer, n_expert): the lowest goes first, least recently used among equals.
 

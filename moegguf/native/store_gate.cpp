@@ -120,6 +120,7 @@ bool Store::pin_all(Lane & lane, Moment now, Lock & lock) {
     for (int expert : lane.distinct) {
         const int s = residency_.find(il, expert);
         look_up(il, s);
+        residency_.count_look_up(il, expert);
         if (s >= 0) {
             Slot & slot = residency_.slot(s);
             slot.pins += 1;
@@ -379,8 +380,8 @@ bool Store::idle_gate(int il) const {
         return false;
     }
     Lock lock(mutex_);
-    return residency_.resident() && n_absent_chunks_ == 0 && !events_.on() && resize_to_ == 0 && !cancel_ &&
-           layout_.layers[il].n_expert > 0;
+    return residency_.resident() && n_absent_chunks_ == 0 && !events_.on() && !watched_ && resize_to_ == 0 &&
+           !cancel_ && layout_.layers[il].n_expert > 0;
 }
 
 void Store::count_idle_gate(Lane & lane, int il, int n_expert_used) {
