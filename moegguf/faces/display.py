@@ -60,6 +60,16 @@ def _section(console: Console, title: str, rows: Iterable[Row], right: Sequence[
     print_part(console, Padding(table, (0, 0, 1, 4)))
 
 
+def print_columns(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """A table as `ollama list` prints it: names above columns, four spaces between."""
+    table = Table(box=None, padding=(0, 4, 0, 0), pad_edge=False, header_style="")
+    for name in header:
+        table.add_column(name, no_wrap=True)
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    print_part(make_console(), table)
+
+
 def _count(n: int) -> str:
     """ "14.3B", "33.0M", "512"."""
     for unit, name in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "K")):
