@@ -43,17 +43,23 @@ def own_data_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
-    """`tiny(preset, quant, n_split=1)`: the first file of a random model, written when first asked for."""
+    """`tiny(preset, quant, n_split=1, template=NAME)`: the first file of a random model, written when first asked
+    for; `template` is one of tests/templates.py."""
+    import templates
+
     from tools.models import PRESETS, write_model
 
     folder = tmp_path_factory.mktemp("models")
-    written: dict[tuple[str, str, int], Path] = {}
+    written: dict[tuple[str, str, int, str], Path] = {}
 
-    def write(preset: str = "tiny-qwen2moe", quant: str = "q4_0", n_split: int = 1) -> Path:
-        key = preset, quant, n_split
+    def write(
+        preset: str = "tiny-qwen2moe", quant: str = "q4_0", n_split: int = 1, template: str | None = None
+    ) -> Path:
+        key = preset, quant, n_split, template or ""
         if key not in written:
-            path = folder / f"{preset}-{quant}-{n_split}.gguf"
-            written[key] = write_model(path, PRESETS[preset], quant, n_split=n_split)[0]
+            path = folder / ("-".join(filter(None, (preset, quant, str(n_split), template))) + ".gguf")
+            options = {"chat_template": templates.TEMPLATES[template]} if template else {}
+            written[key] = write_model(path, PRESETS[preset], quant, n_split=n_split, **options)[0]
         return written[key]
 
     return write

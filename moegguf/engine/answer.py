@@ -1,197 +1,191 @@
-"""One answer: a prompt or a conversation goes in, text comes out while it is written, and it can be stopped.
+"""One answer: a request goes in, pieces of text come out while they are written, and it can be stopped.
 
-The model computes on a thread of its own, so that whoever waits for the text can still be interrupted: one pass may
-wait for a slow disk in C, where Python's signals do not reach. Does not know terminals or HTTP.
+`Answer` computes on the thread that iterates. `Background` computes on a thread of its own, so that whoever waits can
+still be interrupted: one pass may wait for a slow disk in C, where Python's signals do not reach. Neither knows
+terminals or HTTP.
 """
 
 from __future__ import annotations
 
-import codecs
 import queue
-import random
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Generator, Iterator
+from typing import TYPE_CHECKING
 
-from moegguf.engine.stats import Stats
-from moegguf.errors import GenerationCancelled, ModelFormatError, OptionError
-from moegguf.native import library
+from moegguf.engine.ask import Ask, Piece, Timing, TokenChance
+from moegguf.engine.chances import chance_of
+from moegguf.engine.choosing import Chooser
+from moegguf.engine.grammar import grammar_for
+from moegguf.engine.prompting import read_prompt
+from moegguf.engine.transcript import new_transcript
+from moegguf.engine.writing import OnProgress, Stop, decode, read, reuse
+from moegguf.errors import GenerationCancelled, OptionError
 
 if TYPE_CHECKING:
     from moegguf.engine.llama import Llama
 
 WAKE_S = 0.1  # a signal that another thread took wakes nobody: the waiting one looks for itself
-
-Message = dict[str, str]  # role and content
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How tokens are chosen. temperature 0 takes the likeliest; max_tokens None goes on until the model ends or the
-    context is full; seed None differs each time."""
-
-    temperature: float = 0.8
-    top_k: int = 40
-    top_p: float = 0.9
-    min_p: float = 0.0
-    max_tokens: int | None = None
-    seed: int | None = None
-
-
-@dataclass
-class Timing:
-    """What an answer took. `prompt_tokens` are those evaluated: what the context still held from before is not
-    counted. `stats` is for all of the answer, `answer_stats` for the part after its first token."""
-
-    prompt_tokens: int = 0
-    answer_tokens: int = 0
-    prompt_s: float = 0.0
-    answer_s: float = 0.0
-    total_s: float = 0.0
-    finish: str = "stop"  # "stop", "length" or "cancelled"
-    stats: Stats = field(default_factory=Stats)
-    answer_stats: Stats = field(default_factory=Stats)
-
-
-def has_chat_template(llm: Llama) -> bool:
-    return bool(llm.metadata.get("tokenizer.chat_template"))
-
-
-def prompt_tokens(llm: Llama, messages: Sequence[Message]) -> list[int]:
-    """The tokens of a conversation, through the model's chat template; without one, its texts on lines of their own.
-
-    Raises ModelFormatError when the template cannot be used.
-    """
-    template = llm.metadata.get("tokenizer.chat_template")
-    if not template:
-        text = "\n".join(message["content"] for message in messages)
-        return list(llm.tokenize(text.encode(), add_bos=True, special=False))
-    formats, eos = library.llama_cpp().llama_chat_format, llm.token_eos()
-    try:
-        formatter = formats.Jinja2ChatFormatter(
-            template=template, eos_token=_token_text(llm, eos), bos_token=_token_text(llm, llm.token_bos())
-        )
-        text = formatter(messages=list(messages)).prompt
-    except Exception as error:  # whatever jinja2 and the model's own template raise
-        raise ModelFormatError(f"the model's chat template fails ({error}); the file needs another one.") from error
-    return list(llm.tokenize(text.encode(), add_bos=False, special=True))
-
-
-def _token_text(llm: Llama, token: int) -> str:
-    return str(llm._model.token_get_text(token)) if token != -1 else ""
+MOST_CHANCES = 20
 
 
 class Answer:
-    """Iterate over it, once, for the text as it comes; `timing` is complete afterwards.
+    """One answer to one request, computed while its `pieces` are iterated.
+
+    `timing` is complete when they end, however they end. Raises ContextError, TemplateError, CapabilityError,
+    SchemaError and OptionError, before anything is computed.
+    """
+
+    def __init__(self, llm: Llama, ask: Ask) -> None:
+        self.llm = llm
+        self.ask = ask
+        self.timing = Timing()
+        self._prompt = read_prompt(llm, llm.vocabulary, ask)
+        self.timing.cut_messages = self._prompt.cut_messages
+        self._n_chances = _checked_chances(ask.n_logprobs)
+        grammar = grammar_for(ask, self._prompt.template, self._prompt.end)
+        self._chooser = Chooser(llm, ask.sampling, self._prompt.tokens, grammar)
+        self._stop = Stop(llm)
+
+    def cancel(self) -> None:
+        """Ends the answer, from any thread: the iteration ends as if the model had ended it, within one token.
+
+        A model with experts stops in the middle of a pass, another one after it, and after each batch of a prompt.
+        """
+        self._stop.want()
+
+    def pieces(self, on_progress: OnProgress | None = None) -> Generator[Piece, None, None]:
+        """The answer as it is written, once; closing it ends the answer.
+
+        `on_progress` hears of every n_batch tokens of the prompt. Raises what the model raises: ExpertIOError, ...
+        """
+        return self.llm.hold(self._pieces(on_progress))
+
+    def _pieces(self, on_progress: OnProgress | None) -> Generator[Piece, None, None]:
+        timing, start, before = self.timing, time.perf_counter(), self.llm.stats()
+        timing.finish = "cancelled"
+        try:
+            with self._stop.computing():
+                self._read(on_progress)
+                yield from self._write(start)
+        except GenerationCancelled:
+            pass  # as asked
+        finally:
+            timing.total_s = time.perf_counter() - start
+            timing.prompt_s = timing.prompt_s or timing.total_s
+            timing.answer_s = timing.total_s - timing.prompt_s
+            timing.stats = self.llm.stats() - before
+
+    def _read(self, on_progress: OnProgress | None) -> None:
+        tokens, timing = self._prompt.tokens, self.timing
+        self._stop.check()
+        # Reused tokens were evaluated in batches of other sizes, which changes the last bits of their numbers.
+        timing.cached_tokens = reuse(self.llm, tokens, afresh=self.ask.sampling.seed is not None)
+        read(self.llm, tokens, timing.cached_tokens, self._stop, on_progress)
+        timing.prompt_tokens = len(tokens) - timing.cached_tokens
+
+    def _write(self, start: float) -> Generator[Piece, None, None]:
+        """Pieces until the model ends the answer, the limit is reached or someone stops it."""
+        timing, ends = self.timing, self.llm.vocabulary.ends
+        transcript = new_transcript(self.ask, self._prompt, self.llm.vocabulary)
+        written, limit, first = list[int](), self._token_limit(), None
+        try:
+            for token in decode(self.llm, self._chooser, self._stop):
+                if first is None:
+                    timing.prompt_s, first = time.perf_counter() - start, self.llm.stats()
+                timing.answer_tokens += 1
+                if ends(token):
+                    timing.finish = "stop"
+                    break
+                written.append(token)
+                piece = transcript.feed(token, self._chance(token))
+                if piece is not None:
+                    yield piece
+                if transcript.stopped or timing.answer_tokens >= limit:
+                    timing.finish = "stop" if transcript.stopped else "length"
+                    break
+        except GenerationCancelled:
+            pass  # what was held back is still part of the answer
+        finally:
+            timing.answer_stats = self.llm.stats() - (first or self.llm.stats())
+            if self.ask.prompt is not None:
+                timing.context = (*self._prompt.tokens, *written)
+        if piece := transcript.end():
+            yield piece
+
+    def _token_limit(self) -> int:
+        n_ctx, asked = self.llm.n_ctx(), self.ask.sampling.max_tokens
+        room = n_ctx - len(self._prompt.tokens)
+        return min(asked, room) if asked is not None and asked > 0 else room
+
+    def _chance(self, token: int) -> TokenChance | None:
+        if self._n_chances is None:
+            return None
+        return chance_of(token, self.llm, self._n_chances)
+
+
+def _checked_chances(n_logprobs: int | None) -> int | None:
+    if n_logprobs is not None and not 0 <= n_logprobs <= MOST_CHANCES:
+        raise OptionError(f"n_logprobs is a number from 0 to {MOST_CHANCES}, but is {n_logprobs}.")
+    return n_logprobs
+
+
+class Background:
+    """An answer whose pieces are computed on a thread of its own. Iterate over it, once.
 
     Leaving the loop early, by Ctrl-C too, stops the model and waits for that, for a second at most: `running` tells.
-    `cancel` stops it from any thread: the loop then ends as if the answer had. Iterating raises what the model
-    raised: ExpertIOError, ...
+    Iterating raises what the model raised.
     """
 
     PATIENCE_S = 1.0
 
-    def __init__(self, llm: Llama, messages: Sequence[Message], sampling: Sampling = Sampling()) -> None:
-        self.llm = llm
-        self.sampling = sampling
-        self.timing = Timing()
-        self._prompt = prompt_tokens(llm, messages)
-        self._limit = self._token_limit()
-        self._texts: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+    def __init__(self, answer: Answer, on_progress: OnProgress | None = None) -> None:
+        self._answer = answer
+        self._on_progress = on_progress
+        self._pieces: queue.SimpleQueue[Piece | None] = queue.SimpleQueue()
         self._error: BaseException | None = None
-        self._stop = threading.Event()
         self._thread = threading.Thread(target=self._work, name="moegguf-answer", daemon=True)
 
-    def _token_limit(self) -> int:
-        n_ctx = int(self.llm.n_ctx())
-        if not self._prompt:
-            raise OptionError("the prompt is empty; give at least one word.")
-        if len(self._prompt) >= n_ctx:
-            raise OptionError(
-                f"the prompt has {len(self._prompt)} tokens, but the context holds {n_ctx}; give a larger context or a"
-                " shorter prompt."
-            )
-        return min(self.sampling.max_tokens or n_ctx, n_ctx - len(self._prompt))
-
-    def __iter__(self) -> Iterator[str]:
-        self._thread.start()
-        try:
-            while (text := self._next_text()) is not None:
-                if text:
-                    yield text
-        finally:
-            self.cancel(self.PATIENCE_S)
-        if self._error is not None:
-            raise self._error
-
-    def _next_text(self) -> str | None:
-        while True:
-            try:
-                return self._texts.get(timeout=WAKE_S)
-            except queue.Empty:
-                continue
-
-    def cancel(self, timeout_s: float | None = None) -> bool:
-        """Stops the model and waits until it has stopped; False when it has not after `timeout_s`.
-
-        A model without experts stops at its next token, one with experts in the middle of a pass.
-        """
-        self._stop.set()
-        if self._thread.is_alive() and threading.current_thread() is not self._thread:
-            self.llm.cancel()
-            try:
-                self._thread.join(timeout_s)
-            finally:
-                self.llm.resume()
-        return not self.running
+    @property
+    def timing(self) -> Timing:
+        """Complete once nothing is `running`."""
+        return self._answer.timing
 
     @property
     def running(self) -> bool:
         """The model still computes; it must not be used or closed before it has stopped."""
         return self._thread.is_alive()
 
-    def _work(self) -> None:
-        start, before = time.perf_counter(), self.llm.stats()
+    def __iter__(self) -> Iterator[Piece]:
+        self._thread.start()
         try:
-            self._write(start, before)
-        except GenerationCancelled:
-            self.timing.finish = "cancelled"
-        except BaseException as error:  # raised again where the text is read
+            while (piece := self._next_piece()) is not None:
+                yield piece
+        finally:
+            self.cancel(self.PATIENCE_S)
+        if self._error is not None:
+            raise self._error
+
+    def _next_piece(self) -> Piece | None:
+        while True:
+            try:
+                return self._pieces.get(timeout=WAKE_S)
+            except queue.Empty:
+                continue
+
+    def cancel(self, timeout_s: float | None = None) -> bool:
+        """Stops the model and waits until it has stopped; False when it has not after `timeout_s`."""
+        if self.running:
+            self._answer.cancel()
+            if threading.current_thread() is not self._thread:
+                self._thread.join(timeout_s)
+        return not self.running
+
+    def _work(self) -> None:
+        try:
+            for piece in self._answer.pieces(self._on_progress):
+                self._pieces.put(piece)
+        except BaseException as error:  # raised again where the pieces are read
             self._error = error
         finally:
-            self.timing.total_s = time.perf_counter() - start
-            self.timing.answer_s = self.timing.total_s - self.timing.prompt_s if self.timing.answer_tokens else 0.0
-            self.timing.stats = self.llm.stats() - before
-            self._texts.put(None)
-
-    def _write(self, start: float, before: Stats) -> None:
-        """Tokens to text until the model ends the answer, the limit is reached or someone stops it."""
-        llm, timing = self.llm, self.timing
-        decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        vocabulary = library.llama_cpp()
-        held = llm.longest_token_prefix(llm._input_ids, self._prompt[:-1]) if llm.n_tokens else 0
-        first = before
-        timing.finish = "length"
-        for token in llm.generate(self._prompt, **self._choice()):
-            if timing.answer_tokens == 0:
-                timing.prompt_tokens = len(self._prompt) - held
-                timing.prompt_s, first = time.perf_counter() - start, llm.stats()
-            timing.answer_tokens += 1
-            if self._stop.is_set() or vocabulary.llama_vocab_is_eog(llm._model.vocab, token):
-                timing.finish = "cancelled" if self._stop.is_set() else "stop"
-                break
-            self._texts.put(decoder.decode(llm.detokenize([token])))
-            if timing.answer_tokens >= self._limit:
-                break
-        self._texts.put(decoder.decode(b"", final=True))
-        timing.answer_stats = llm.stats() - first
-
-    def _choice(self) -> dict[str, Any]:
-        """Keywords for `Llama.generate`; sets the seed, which it takes from the model."""
-        ask = self.sampling
-        self.llm.set_seed(random.getrandbits(32) if ask.seed is None else ask.seed & 0xFFFFFFFF)
-        return {
-            "temp": ask.temperature, "top_k": ask.top_k, "top_p": ask.top_p, "min_p": ask.min_p, "repeat_penalty": 1.0,
-        }  # fmt: skip
+            self._pieces.put(None)

@@ -8,22 +8,22 @@ Python, and two models never share anything.
 from __future__ import annotations
 
 import ctypes as c
-import inspect
 import os
 import threading
 import time
 import warnings
 from collections.abc import Callable, Generator, Sequence
 from contextlib import nullcontext, suppress
-from typing import Any
+from functools import cached_property
+from typing import Any, TypeVar
 
-from moegguf.config import ExpertCache, format_bytes_up, parse_expert_cache, read_environment
 from moegguf.controller.policies.base import Policy
 from moegguf.controller.predictors.base import Predictor
 from moegguf.controller.prefetch import PrefetchOptions
+from moegguf.engine.dropin import DropIn
 from moegguf.engine.knowledge import Knowledge
-from moegguf.engine.machine import count_cpus, read_memory
-from moegguf.engine.plan import Plan, make_plan
+from moegguf.engine.opening import Budget, LoadProgress, Opening, Progress, check_options, prepare
+from moegguf.engine.plan import Plan
 from moegguf.engine.readahead import readahead
 from moegguf.engine.recording import Recording, TraceOptions
 from moegguf.engine.requests import Requests
@@ -32,44 +32,21 @@ from moegguf.engine.stats import Stats
 from moegguf.engine.steering import Steer, Steering
 from moegguf.engine.threads import Threadpool, built_with_openmp
 from moegguf.engine.turns import Closed, Turns
-from moegguf.errors import (
-    AllocationError,
-    BudgetError,
-    CallbackError,
-    ClosedError,
-    GenerationCancelled,
-    ModelFormatError,
-    MoeggufError,
-    OptionError,
-)
-from moegguf.experts import read_layout
-from moegguf.native import library
+from moegguf.engine.vocabulary import Vocabulary
+from moegguf.errors import ClosedError, GenerationCancelled, MoeggufError, OptionError
 from moegguf.native.events import Phase
 from moegguf.native.store import StoreOptions
 
-_bindings = library.llama_cpp()
-
-# Passed by known wrappers (LangChain) for llama.cpp versions long gone; they never did anything here.
-_LEGACY_OPTIONS = frozenset({"f16_kv", "n_parts", "low_vram", "mul_mat_q", "n_gqa", "rms_norm_eps"})
-
-Progress = Callable[[float], object]
+Step = TypeVar("Step")
 
 _ABORTED = "llama_decode returned 2"  # our abort callback said so: a failure with a reason, or else cancel()
 
 
-def known_options() -> list[str]:
-    """Keywords of `Llama`: the base class's and ours."""
-    own = inspect.signature(Llama.__init__).parameters
-    base = inspect.signature(_bindings.Llama.__init__).parameters
-    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return [p.name for p in {**base, **own}.values() if p.kind in named and p.name != "self"]
-
-
-class Llama(_bindings.Llama):  # type: ignore[misc, name-defined]
+class Llama(DropIn):
     """A GGUF model; when it is a Mixture of Experts, its experts are kept within a budget.
 
     Args:
-        model_path: the GGUF file, the first one of a split model.
+        model_path: the GGUF file, the first one of a split model, or a name: "demo", "hf.co/user/repo:Q4_K_M".
         expert_cache: memory for experts: "auto" (what is free after everything else), "4GiB", "50%" of all experts,
             or bytes. Ignored for a model without experts.
         store: how experts are moved; the defaults are the measured best.
@@ -95,7 +72,7 @@ class Llama(_bindings.Llama):  # type: ignore[misc, name-defined]
         self,
         model_path: str | os.PathLike[str],
         *,
-        expert_cache: str | int | float | ExpertCache | None = None,
+        expert_cache: Budget | None = None,
         store: StoreOptions | None = None,
         policy: str | Policy = "auto",
         predictor: str | Predictor | None = None,
@@ -112,86 +89,61 @@ class Llama(_bindings.Llama):  # type: ignore[misc, name-defined]
         self._threads: Threadpool | None = None
         self._closed = False
         self._eval_s = 0.0
-        self._progress_error: BaseException | None = None
-        self._load_cancelled = False
+        self._progress = LoadProgress(progress)
         self._turns = Turns()
         self._requests = Requests()
         self._busy = threading.RLock()  # held by whoever is inside llama_decode
-        self._check_options(options)
+        check_options(options, Llama)
         steer = Steer(policy, predictor, prefetch, judge, lockstep)
-        path = os.fspath(model_path)
-        environment = read_environment()
-        self.layout = read_layout(path)
-        cache = parse_expert_cache(environment.expert_cache if expert_cache is None else expert_cache)
-        n_threads = options.pop("n_threads", None) or count_cpus()
-        options.setdefault("n_threads_batch", n_threads)
-        n_ubatch = min(options.pop("n_ubatch", 512), options.get("n_batch", 512))
-        self.plan = self._make_plan(cache, n_ubatch, options)
-        self._progress = _progress_callback(progress, self)
+        self._given = dict(model_path=model_path, expert_cache=expert_cache, store=store, **vars(steer), **options)
+        self._opening = opening = prepare(model_path, expert_cache, options)
+        self.layout, self.plan = opening.layout, opening.plan
         try:
-            if self.layout.is_moe and environment.hooks:
+            if opening.hooks:
                 self._session = Session(self.layout, self.plan, store or StoreOptions())
                 self._steering = Steering(self._session, Knowledge(self.layout), steer)
-                options["use_mmap"] = False
-                n_ubatch = self.plan.n_ubatch
                 for warning in self.plan.warnings:
                     warnings.warn(warning, stacklevel=2)
-            with readahead(self.layout) if self._session else nullcontext():
-                self._load(path, n_ubatch=n_ubatch, n_threads=n_threads, **options)
-            if self._session is None and trace:
-                raise OptionError(
-                    "trace: there are no experts in this model, or MOEGGUF_HOOKS=0 is set: nothing to record."
-                )
-            if self._session is not None and trace:
-                self._recording = Recording(self._session, Knowledge(self.layout), trace)
-            if self._session is not None and n_threads > 1 and not built_with_openmp():
-                self._threads = Threadpool(self._ctx.ctx, n_threads)
+            self._load(opening)
+            self._start(opening.options["n_threads"], trace)
         except BaseException:
             self.close()
             raise
 
-    def _check_options(self, options: dict[str, Any]) -> None:
-        known = known_options()
-        for name in list(options):
-            if name in _LEGACY_OPTIONS:
-                del options[name]
-            elif name not in known:
-                raise OptionError.unknown(name, known)
-
-    def _make_plan(self, cache: ExpertCache, n_ubatch: int, options: dict[str, Any]) -> Plan:
-        n_ctx = options.get("n_ctx", 512) or self.layout.hparams.n_ctx_train or 512
-        types = {name: value for name in ("type_k", "type_v") if (value := options.get(name)) is not None}
-        flash_attn = options.get("flash_attn", False)
-        return make_plan(
-            self.layout, cache, read_memory(), n_ctx=n_ctx, n_ubatch=n_ubatch, flash_attn=flash_attn, **types
-        )
-
-    def _load(self, path: str, **options: Any) -> None:
+    def _load(self, opening: Opening) -> None:
         try:
-            super().__init__(path, **options)
+            with readahead(self.layout) if self._session else nullcontext():
+                super().__init__(opening.path, n_ubatch=opening.n_ubatch, **opening.options)
         except MoeggufError:
             raise
-        except MemoryError as error:
-            raise AllocationError(
-                f"no memory left while loading {path}; give a smaller expert_cache or n_ctx."
-            ) from error
-        except ValueError as error:
-            self._raise_progress_error()
-            if self._load_cancelled:
-                raise GenerationCancelled("loading was stopped by the progress callback.") from None
-            if "llama_context" in str(error):
-                raise AllocationError(
-                    f"llama.cpp has no memory for a context of this size ({error}); lower n_ctx."
-                ) from error
-            raise ModelFormatError(f"llama.cpp cannot load {path}: {error}; verbose=True shows its reasons.") from error
+        except (MemoryError, ValueError) as error:
+            self._progress.raise_reason()
+            raise opening.failure(error) from error
+
+    def _start(self, n_threads: int, trace: str | os.PathLike[str] | TraceOptions | None) -> None:
+        """What works beside a loaded model."""
+        if trace and self._session is None:
+            raise OptionError(
+                "trace: there are no experts in this model, or MOEGGUF_HOOKS=0 is set: nothing to record."
+            )
+        if trace and self._session is not None:
+            self._recording = Recording(self._session, Knowledge(self.layout), trace)
+        if self._session is not None and n_threads > 1 and not built_with_openmp():
+            self._threads = Threadpool(self._ctx.ctx, n_threads)
+
+    @staticmethod
+    def estimate(model_path: str | os.PathLike[str], *, expert_cache: Budget | None = None, **options: Any) -> Plan:
+        """Where everything would go if the model were loaded with these keywords. Raises what loading would."""
+        check_options(options, Llama)
+        return prepare(model_path, expert_cache, options).plan
 
     # The base class assigns these structs and later hands them to llama.cpp: each read puts our fields in.
     @property
     def model_params(self) -> c.Structure:
         if self._session is not None:
             self._session.attach_model(self._model_params)
-        if self._progress is not None:
-            self._model_params.progress_callback = self._progress
+        if self._progress.callback is not None:
+            self._model_params.progress_callback = self._progress.callback
         return self._model_params
 
     @model_params.setter
@@ -208,31 +160,50 @@ class Llama(_bindings.Llama):  # type: ignore[misc, name-defined]
     def context_params(self, params: c.Structure) -> None:
         self._context_params = params
 
-    def eval(self, tokens: Sequence[int]) -> None:
-        """Evaluates tokens. A failed pass leaves the tokens before it in place, so that the call can be repeated.
+    def eval(self, tokens: Sequence[int], after_batch: Callable[[], object] | None = None) -> None:
+        """Evaluates tokens, `n_batch` at a time, and calls `after_batch` after each; what that raises ends it.
 
-        Raises ExpertIOError, GenerationCancelled, ForkError, ClosedError.
+        A failed call leaves the tokens before it in place, so that it can be repeated. Raises ExpertIOError,
+        GenerationCancelled, ForkError, ClosedError.
         """
-        self._guarded(self._eval_announced, tokens)
+        self._guarded(self._eval_announced, tokens, after_batch)
 
-    def _eval_announced(self, tokens: Sequence[int]) -> None:
+    def _eval_announced(self, tokens: Sequence[int], after_batch: Callable[[], object] | None) -> None:
         if self._session is not None:
             phase = self._requests.next_phase(self.n_tokens, len(tokens))
             if self._steering is not None:
                 self._steering.before_tokens(phase)
             self._session.lane.announce(self._requests.sequence, phase, tokens)
-        super().eval(tokens)
+        if after_batch is None:
+            super().eval(tokens)
+            return
+        for begin in range(0, len(tokens), self.n_batch):
+            super().eval(tokens[begin : begin + self.n_batch])
+            after_batch()
 
     def embed(self, *arguments: Any, **options: Any) -> Any:
         """As in llama-cpp-python; raises what `eval` raises."""
+        return self.evaluate(lambda: super(Llama, self).embed(*arguments, **options))
+
+    def evaluate(self, call: Callable[[], Any], tokens: Sequence[int] = ()) -> Any:
+        """Runs `call`, which evaluates `tokens` in its own way (none: unknown ones); raises what `eval` raises."""
         if self._session is not None and not self._closed:
-            self._session.lane.announce(self._requests.begin(), Phase.PREFILL, [])  # its tokens are not ours to know
-        return self._guarded(super().embed, *arguments, **options)
+            self._session.lane.announce(self._requests.begin(), Phase.PREFILL, tokens)
+        return self._guarded(call)
 
     def generate(self, *arguments: Any, **options: Any) -> Generator[int, Sequence[int] | None, None]:
         """As in llama-cpp-python, one request at a time: other threads wait until this one has ended."""
+        return self.hold(super().generate(*arguments, **options))
+
+    def hold(self, steps: Generator[Step, Any, None]) -> Generator[Step, Any, None]:
+        """The same steps, which evaluate tokens, as one request that others wait for. Raises ClosedError, ForkError."""
         self._open_session()
-        return self._turns.hold(self._requests.hold(super().generate(*arguments, **options)))
+        return self._turns.hold(self._requests.hold(steps))
+
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        """What each token stands for."""
+        return Vocabulary(self)
 
     def _guarded(self, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         with self._busy:
@@ -295,7 +266,7 @@ class Llama(_bindings.Llama):  # type: ignore[misc, name-defined]
         """The expert store behind this model; None for a model without experts and with MOEGGUF_HOOKS=0."""
         return self._session
 
-    def set_expert_cache(self, expert_cache: str | int | float | ExpertCache) -> None:
+    def set_expert_cache(self, expert_cache: Budget) -> None:
         """Another budget from the next token on, at most the one given at load; memory goes back to the system.
 
         Raises BudgetError below the minimum.
@@ -303,15 +274,7 @@ class Llama(_bindings.Llama):  # type: ignore[misc, name-defined]
         session = self._open_session()
         if session is None:
             return
-        plan = make_plan(self.layout, parse_expert_cache(expert_cache), read_memory(), n_ctx=self.n_ctx(), n_ubatch=1)
-        least = min(self.plan.n_ubatch * self.layout.n_expert_used, self.layout.n_expert)
-        if plan.n_slots < least:
-            size = format_bytes_up(least * self.plan.slot_bytes)
-            raise BudgetError(
-                f"expert_cache={expert_cache!r} is too small for a model that was loaded to read {self.plan.n_ubatch}"
-                f" tokens at a time; give at least {size!r}, or load it again with the smaller budget."
-            )
-        n_slots = min(plan.n_slots, session.store.info()["n_slots"])
+        n_slots = min(self._opening.slots_within(expert_cache), session.store.info()["n_slots"])
         session.store.resize(n_slots)
         if self._steering is not None:
             self._steering.update(n_slots)
@@ -325,10 +288,6 @@ class Llama(_bindings.Llama):  # type: ignore[misc, name-defined]
         """Allows evaluation again after `cancel`."""
         if self._session is not None and not self._closed:
             self._session.store.cancel(False)
-
-    def _raise_progress_error(self) -> None:
-        if self._progress_error is not None:
-            raise CallbackError(f"the progress callback raised: {self._progress_error}") from self._progress_error
 
     def close(self) -> None:
         """Frees context, model, pool and threads. Twice is harmless."""
@@ -354,6 +313,7 @@ class Llama(_bindings.Llama):  # type: ignore[misc, name-defined]
         if self._threads is not None:
             self._threads.close()
         self._model = self._ctx = self._batch = self.tokenizer_ = Closed()
+        self.__dict__.pop("vocabulary", None)
         if self._session is not None:
             self._session.close()
 
@@ -366,21 +326,3 @@ class Llama(_bindings.Llama):  # type: ignore[misc, name-defined]
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def __getstate__(self) -> dict[str, Any]:
-        raise OptionError("a loaded model cannot be pickled; load it in the process that uses it.")
-
-
-def _progress_callback(progress: Progress | None, llama: Llama) -> Any:
-    if progress is None:
-        return None
-
-    def call(share: float, _user: int) -> bool:
-        try:
-            llama._load_cancelled = progress(share) is False
-            return not llama._load_cancelled
-        except BaseException as error:  # an exception must not enter llama.cpp
-            llama._progress_error = error
-            return False
-
-    return _bindings.llama_progress_callback(call)

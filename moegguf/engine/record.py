@@ -78,7 +78,7 @@ def _run(llm: Llama, prompt: Prompt, options: RecordOptions) -> bool:
     forced = _answer_tokens(llm, prompt)
     asked = options.n_predict if prompt.n_predict is None else prompt.n_predict
     n_answer = asked if forced is None else len(forced)
-    room = len(llm.input_ids) - 1  # llm.n_ctx() may be more: llama.cpp rounds up
+    room = llm.n_ctx() - 1
     tokens = llm.tokenize(prompt.text.encode(), special=True)
     kept = tokens[: room - min(n_answer, room // 2)]
     n_answer = min(n_answer, room - len(kept))

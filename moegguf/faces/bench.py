@@ -89,7 +89,7 @@ def _groups(flags: dict[str, Any], rivals: Sequence[str], limit: int | None) -> 
     """The systems to run in turns, for every combination of settings."""
     from moegguf.engine.bench_series import entries, settings
     from moegguf.engine.machine import count_cpus
-    from moegguf.engine.models import find_model
+    from moegguf.models.find import find_model
 
     flags = flags | {"model": [str(find_model(name)) for name in flags["model"]]}
     caches = o.split(flags["expert_cache"])

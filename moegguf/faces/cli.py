@@ -1,4 +1,4 @@
-"""The `moegguf` command: options and wiring. What a command does is in the module it names.
+"""The `moegguf` command: what there is and who does it. What a command does is in the module it names.
 
 Nothing heavy is imported before a command runs: `moegguf --help` answers at once.
 """
@@ -10,9 +10,12 @@ from typing import Annotated
 
 import typer
 
-from moegguf import __version__
+from moegguf.faces import library, remote
 from moegguf.faces.bench import bench
 from moegguf.faces.messages import guarded
+from moegguf.faces.run_command import Cache, Model, RunCommand, run
+from moegguf.faces.server.serve import serve
+from moegguf.faces.top import top
 from moegguf.faces.trace import trace
 
 app = typer.Typer(
@@ -24,49 +27,15 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-Model = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL", help="A GGUF file (of a split model the first), `demo`, or a name in MOEGGUF_MODELS."
-    ),
-]
-Cache = Annotated[
-    str | None,
-    typer.Option(
-        "--expert-cache",
-        metavar="BUDGET",
-        help='Memory for experts: "auto", a share of them such as "50%", or a size such as "4GiB".'
-        "  [default: MOEGGUF_EXPERT_CACHE, or auto]",
-    ),
-]
 Ctx = Annotated[
-    int | None,
-    typer.Option("--ctx", "-c", min=1, metavar="TOKENS", help="Context size.  [default: the model's, up to 4096]"),
+    int | None, typer.Option("--ctx", "-c", min=1, metavar="TOKENS", help="Context size.  [default: what fits]")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON on stdout, for scripts.")]
 
 
-Policy = Annotated[
-    str,
-    typer.Option(
-        "--policy", metavar="NAME", help="Which experts stay: auto (what was measured to be best, else lru) or a name."
-    ),
-]
-Predictor = Annotated[
-    str | None,
-    typer.Option(
-        "--predictor", metavar="NAME", help="Which experts come next, such as skip or eamc.  [default: as measured]"
-    ),
-]
-Prefetch = Annotated[
-    bool | None,
-    typer.Option("--prefetch/--no-prefetch", help="Fetch predicted experts ahead while that saves time."),
-]
-
-
 def _version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"moegguf {__version__}")
+        remote.print_versions()
         raise typer.Exit
 
 
@@ -74,7 +43,7 @@ def _version(wanted: bool) -> None:
 def root(
     context: typer.Context,
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+        bool, typer.Option("--version", "-v", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     """Run Mixture-of-Experts GGUF models whose experts do not fit in fast memory."""
@@ -82,44 +51,47 @@ def root(
         typer.echo(context.get_help())
 
 
+app.command(cls=RunCommand)(run)
+app.command()(serve)
+app.command("start", hidden=True)(serve)
+app.command()(library.pull)
+app.command("list")(library.list_models)
+app.command("ls", hidden=True)(library.list_models)
+
+
 @app.command()
-def run(
+def show(
     model: Model,
-    prompt: Annotated[
-        list[str] | None, typer.Argument(metavar="PROMPT", help="The question; what is piped in goes before it.")
-    ] = None,
-    expert_cache: Cache = None,
-    policy: Policy = "auto",
-    predictor: Predictor = None,
-    prefetch: Prefetch = None,
-    threads: Annotated[
-        int | None,
-        typer.Option("--threads", "-t", min=1, metavar="N", help="CPU threads.  [default: all allowed]"),
-    ] = None,
-    ctx: Ctx = None,
-    max_tokens: Annotated[
-        int | None,
-        typer.Option("--max-tokens", "-n", min=1, metavar="N", help="Longest answer.  [default: until it ends]"),
-    ] = None,
-    temperature: Annotated[float, typer.Option(min=0.0, metavar="T", help="0 takes the likeliest token.")] = 0.8,
-    seed: Annotated[int | None, typer.Option(metavar="N", help="Repeats an answer.  [default: random]")] = None,
-    verbose: Annotated[
-        int,
-        typer.Option(
-            "--verbose", "-v", count=True, show_default=False, help="Statistics on stderr; twice: llama.cpp's log too."
-        ),
-    ] = 0,
-) -> int:
-    """Answer PROMPT on stdout; without one, chat.
+    license_text: Annotated[bool, typer.Option("--license", help="Only its license.")] = False,
+    modelfile: Annotated[bool, typer.Option("--modelfile", help="Only a Modelfile that makes it again.")] = False,
+    parameters: Annotated[bool, typer.Option("--parameters", help="Only its parameters.")] = False,
+    template: Annotated[bool, typer.Option("--template", help="Only its chat template.")] = False,
+    system: Annotated[bool, typer.Option("--system", help="Only its system message.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="All metadata and tensors, too.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Describe a model and its experts."""
+    from moegguf.faces.describe import show_model
+    from moegguf.faces.display import print_json, print_show
 
-    Everything that is not the answer goes to stderr.
-    """
-    from moegguf.engine.answer import Sampling
-    from moegguf.faces import run as face
+    flags = {
+        "license": license_text, "modelfile": modelfile, "parameters": parameters, "template": template,
+        "system": system,
+    }  # fmt: skip
+    if wanted := [name for name, given in flags.items() if given]:
+        typer.echo(library.raw_part(model, wanted).rstrip("\n"))
+        return
+    facts = show_model(model, verbose=verbose)
+    print_json(facts) if as_json else print_show(facts)
 
-    sampling = Sampling(temperature=temperature, max_tokens=max_tokens, seed=seed)
-    options = face.LoadOptions(expert_cache, threads, ctx, verbose, policy, predictor, prefetch)
-    return face.run(model, prompt or [], options, sampling)
+
+app.command("rm")(library.remove)
+app.command("cp")(library.copy)
+app.command()(library.create)
+app.command(hidden=True)(library.push)
+app.command()(remote.ps)
+app.command()(remote.stop)
+app.command()(top)
 
 
 @app.command()
@@ -130,16 +102,6 @@ def estimate(model: Model, expert_cache: Cache = None, ctx: Ctx = None, as_json:
 
     facts = estimate_model(model, expert_cache, ctx)
     print_json(facts) if as_json else print_estimate(facts)
-
-
-@app.command()
-def show(model: Model, as_json: AsJson = False) -> None:
-    """Describe a model and its experts."""
-    from moegguf.faces.describe import show_model
-    from moegguf.faces.display import print_json, print_show
-
-    facts = show_model(model)
-    print_json(facts) if as_json else print_show(facts)
 
 
 @app.command()

@@ -6,13 +6,16 @@ from dataclasses import asdict
 from typing import Any
 
 from moegguf.config import ExpertCache, parse_expert_cache, read_environment
+from moegguf.engine.context import choose_context
 from moegguf.engine.expect import NOTE, guess_hit_rate
 from moegguf.engine.machine import DiskSpeed, disk_read_speed, read_memory
-from moegguf.engine.models import find_model
 from moegguf.engine.plan import Plan, make_plan, slot_bytes
 from moegguf.experts import ExpertLayout, read_layout
-from moegguf.faces.run import context_size
-from moegguf.gguf_file import GGML_TYPES
+from moegguf.gguf_file import read_gguf
+from moegguf.models.catalog import Catalog
+from moegguf.models.details import details, main_type, parameters
+from moegguf.models.entry import Entry
+from moegguf.models.find import find_model
 
 DISK_SECONDS = 0.3
 BUDGET_SHARES = (0.10, 0.25, 0.50, 1.0)
@@ -20,17 +23,43 @@ BUDGET_SHARES = (0.10, 0.25, 0.50, 1.0)
 Facts = dict[str, Any]
 
 
-def show_model(model: str) -> Facts:
-    """What `moegguf show` says of a model given by path or name."""
-    return show_facts(read_layout(find_model(model)))
+def show_model(model: str, *, verbose: bool = False) -> Facts:
+    """What `moegguf show` says of a model given by path or name; `verbose` adds all metadata and tensors."""
+    entry = Catalog().find(model)
+    facts = show_facts(read_layout(entry.path)) | entry_facts(entry)
+    return facts | raw_facts(entry) if verbose else facts
+
+
+def entry_facts(entry: Entry) -> Facts:
+    """What a name adds to its files."""
+    return {
+        "capabilities": list(details(entry).capabilities),
+        "projector": str(entry.mmproj) if entry.mmproj else None,
+        "parameters_set": dict(entry.parameters),
+        "system": entry.system,
+        "license": entry.license,
+    }
+
+
+def raw_facts(entry: Entry) -> Facts:
+    """Every key of the first file and the tensors of all, as they are."""
+    files = [read_gguf(path) for path in entry.files]
+    return {
+        "metadata": dict(files[0].metadata),
+        "tensors": [
+            {"name": tensor.name, "shape": list(tensor.shape), "type": tensor.type_name}
+            for file in files
+            for tensor in file.tensors
+        ],
+    }
 
 
 def estimate_model(model: str, expert_cache: str | None, ctx: int | None) -> Facts:
     """What `moegguf estimate` says: the plan for this machine as it is now, with its disk's speed."""
     cache = parse_expert_cache(read_environment().expert_cache if expert_cache is None else expert_cache)
     layout = read_layout(find_model(model))
-    n_ctx = context_size(layout.hparams.n_ctx_train, ctx)
     memory = read_memory()
+    n_ctx = choose_context(layout, ctx, memory)
     plan = make_plan(layout, cache, memory, n_ctx=n_ctx)
     speed = None
     if layout.is_moe and not plan.resident:
@@ -96,23 +125,6 @@ def _budgets(layout: ExpertLayout) -> list[Facts]:
         {"share": share, "slots": n, "bytes": n * size, "hit_rate": round(guess_hit_rate(n / n_total), 3), "note": NOTE}
         for share, n in rows
     ]
-
-
-def parameters(layout: ExpertLayout) -> tuple[int, int]:
-    """(all parameters, those that one token uses)."""
-    blocks = {name: (n, n_bytes) for name, n, n_bytes in GGML_TYPES.values()}
-    total = sum(size // blocks[name][1] * blocks[name][0] for name, (_, size) in layout.tensor_types.items())
-    idle = sum(
-        matrix.ne0 * matrix.ne1 * (layer.n_expert - layer.n_expert_used)
-        for layer in layout.layers
-        for matrix in layer.matrices
-    )
-    return total, total - idle
-
-
-def main_type(layout: ExpertLayout) -> str:
-    """The type that most bytes of the model have."""
-    return max(layout.tensor_types, key=lambda name: layout.tensor_types[name][1])
 
 
 def estimate_facts(layout: ExpertLayout, plan: Plan, cache: ExpertCache, n_ctx: int, speed: DiskSpeed | None) -> Facts:

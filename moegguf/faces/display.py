@@ -18,6 +18,7 @@ from moegguf.engine.expect import NOTE
 from moegguf.faces.describe import Facts
 
 PIPE_WIDTH = 400
+SHOWN_LINES = 2  # of a system message or a license, as `ollama show` does
 
 Row = tuple[str, str] | tuple[str, str, str]
 
@@ -114,13 +115,30 @@ def print_show(facts: Facts) -> None:
         ("files", files),
         ("path", facts["path"]),
     ])  # fmt: skip
+    _section(console, "Capabilities", [(name, "") for name in facts["capabilities"]])
     if facts["experts"]:
         _section(console, "Experts", _expert_rows(facts))
+    _print_additions(console, facts)
     types = sorted(facts["types"].items(), key=lambda item: -item[1]["bytes"])
     rows = [(name, format_bytes(t["bytes"]), f"{t['tensors']} tensors") for name, t in types]
     _section(console, "Types", rows, right=(1, 2))
     if facts["budgets"]:
         _print_budgets(console, facts["budgets"])
+
+
+def _print_additions(console: Console, facts: Facts) -> None:
+    """What the model's name adds to its files; of long texts the first lines."""
+    if facts["projector"]:
+        _section(console, "Projector", [("path", facts["projector"])])
+    if facts["parameters_set"]:
+        _section(console, "Parameters", [(name, _word(value)) for name, value in facts["parameters_set"].items()])
+    for title, text in (("System", facts["system"]), ("License", facts["license"])):
+        if text:
+            _section(console, title, [(line, "") for line in text.strip().splitlines()[:SHOWN_LINES]])
+    if "metadata" in facts:
+        _section(console, "Metadata", [(name, _word(value)) for name, value in facts["metadata"].items()])
+        tensors = [(t["name"], t["type"], str(t["shape"])) for t in facts["tensors"]]
+        _section(console, "Tensors", tensors)
 
 
 def _expert_rows(facts: Facts) -> list[Row]:
@@ -236,7 +254,7 @@ def _flat(facts: Facts, prefix: str = "") -> Iterable[tuple[str, str]]:
 def _word(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
 class Waiting:

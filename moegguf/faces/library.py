@@ -114,11 +114,16 @@ def push(model: Name, insecure: Insecure = False) -> None:
     raise typer.BadParameter("push is not supported; upload the GGUF file with `hf upload USER/REPOSITORY FILE`")
 
 
-def raw_parts(entry: Entry, wanted: Sequence[str]) -> str:
-    """The text of one part of a model: license, modelfile, parameters, template or system."""
+def raw_part(model: str, wanted: Sequence[str]) -> str:
+    """The text of one part of a model: license, modelfile, parameters, template or system.
+
+    Raises BadParameter when more than one is wanted.
+    """
+    from moegguf.models.catalog import Catalog
     from moegguf.models.details import details
     from moegguf.models.modelfile import render, render_parameters
 
+    entry = Catalog().find(model)
     parts = {
         "license": lambda: entry.license or "",
         "modelfile": lambda: render(entry),

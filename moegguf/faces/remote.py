@@ -8,8 +8,26 @@ from typing import Annotated, Any
 import typer
 
 from moegguf.errors import ModelNotFoundError, MoeggufError
+from moegguf.faces.messages import say
+
+ASK_S = 2.0
 
 AsJson = Annotated[bool, typer.Option("--json", help="JSON on stdout, for scripts.")]
+
+
+def print_versions() -> None:
+    """Ours, and the server's where one runs and differs."""
+    from moegguf import __version__
+    from moegguf.faces.client import Client
+
+    print(f"moegguf {__version__}")
+    try:
+        server = Client().get("/api/version", ASK_S)
+    except MoeggufError:
+        return
+    theirs = server.get("moegguf", f"Ollama {server.get('version', 'of an unknown version')}")
+    if theirs != __version__:
+        say(f"warning: the server is another version: {theirs}")
 
 
 def ps(

@@ -1,69 +1,91 @@
-"""One answer on stdout: the prompt's words, the model, the text as it comes.
+"""`moegguf run`: one answer on stdout, or a chat when nothing was asked and someone is there to talk to.
 
-stdout gets the answer and a newline, always UTF-8; figures and complaints go to stderr.
+stdout gets the answer and a newline; figures and complaints go to stderr.
 """
 
 from __future__ import annotations
 
-import logging
-import os
-import queue
+import json
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from moegguf.faces.messages import STOPPED, say
+from moegguf.faces.opening import LoadOptions, find_or_pull, load
+from moegguf.faces.progress import Spinner
 
 if TYPE_CHECKING:
-    from moegguf.engine.answer import Answer, Sampling
     from moegguf.engine.llama import Llama
-    from moegguf.faces.display import Waiting
+    from moegguf.faces.chat.conversation import Conversation
 
-DEFAULT_CTX = 4096
-CTX_PAGE = 256  # tokens
-PATIENCE_S = 0.5  # for a load that was interrupted
+PATIENCE_S = 1.0  # for an answer that was interrupted
+SCHEMA_BYTES = 1 << 20
+THINK_WORDS = {"true": True, "false": False}
+THINK_LEVELS = ("low", "medium", "high", "max")
 
 
 @dataclass(frozen=True)
-class LoadOptions:
-    """How a model is opened. None: as moegguf decides. verbose 1 shows our statistics, 2 llama.cpp's log as well."""
+class RunOptions:
+    """What the command line says besides the model and the prompt. `parameters`: by Ollama's names."""
 
-    expert_cache: str | None = None
-    threads: int | None = None
-    ctx: int | None = None
-    verbose: int = 0
-    policy: str = "auto"
-    predictor: str | None = None
-    prefetch: bool | None = None
+    opening: LoadOptions = field(default_factory=LoadOptions)
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    system: str | None = None
+    format: str | Mapping[str, Any] | None = None
+    think: bool | str | None = None
+    hide_thinking: bool = False
+    word_wrap: bool = True
+    keep_alive: str | None = None
 
 
-def run(model: str, words: Sequence[str], options: LoadOptions, sampling: Sampling) -> int:
-    """Answers the prompt, or talks when there is none and someone is there to talk to. Returns the exit code."""
-    from moegguf.engine.models import find_model
+def run(model: str, words: Sequence[str], options: RunOptions) -> int:
+    """Answers the prompt, or talks when there is none. An empty prompt loads the model in a running server.
 
-    path = find_model(model)
+    Returns the exit code.
+    """
     prompt = read_prompt(words)
-    from moegguf.faces.display import Waiting
-
-    with Waiting() as waiting:
-        llm, load_s = load(path, options, waiting)
+    if prompt == "":
+        return preload(model, options.keep_alive)
+    conversation = begin(model, options)
+    with Spinner() as spinner:
+        llm, load_s = load(conversation.entry.path, conversation.opening(), spinner)
         if prompt is not None:
-            return answer(llm, prompt, sampling, load_s, waiting, options.verbose)
-    from moegguf.faces.chat import Chat
+            return answer(llm, conversation, prompt, load_s, spinner)
+    from moegguf.faces.chat.chat import Chat
 
-    return Chat(llm, model, sampling, verbose=options.verbose > 0).talk()
+    return Chat(llm, conversation, load_s).talk()
+
+
+def begin(model: str, options: RunOptions) -> Conversation:
+    """A conversation with a model, which is fetched first when it has to be."""
+    entry = find_or_pull(model)
+    from moegguf.faces.chat.conversation import Conversation
+    from moegguf.settings import read_settings
+
+    given = dict(options.parameters)
+    if (n_ctx := read_settings().n_ctx) and "num_ctx" not in entry.parameters:
+        given.setdefault("num_ctx", n_ctx)
+    return Conversation(
+        entry,
+        options.opening,
+        given,
+        system=options.system,
+        format=options.format,
+        think=options.think,
+        hide_thinking=options.hide_thinking,
+        word_wrap=options.word_wrap,
+        verbose=options.opening.verbose > 0,
+    )
 
 
 def read_prompt(words: Sequence[str]) -> str | None:
-    """What was piped in, a blank line, the words; None when there is neither and a person sits at the terminal.
+    """What was piped in and the words, joined by a space; None when there is neither and a person sits at the terminal.
 
-    Raises BadParameter when nothing was asked and nobody can be asked.
+    "" when the words are there and empty. Raises BadParameter when nothing was asked and nobody can be asked.
     """
     piped, terminal = "", False
     if sys.stdin is not None and not sys.stdin.closed:
@@ -72,134 +94,72 @@ def read_prompt(words: Sequence[str]) -> str | None:
             piped = sys.stdin.buffer.read().decode("utf-8", errors="replace")
     parts = [part for part in (piped.rstrip("\n"), " ".join(words)) if part.strip()]
     if parts:
-        return "\n\n".join(parts)
-    if terminal and not words and sys.stdout.isatty():
+        return " ".join(parts)
+    if words:
+        return ""
+    if terminal and sys.stdout.isatty():
         return None
     raise typer.BadParameter('there is no prompt: write one, as in `moegguf run demo "hello"`, or pipe one in')
 
 
-def context_size(n_ctx_train: int, asked: int | None) -> int:
-    """Tokens of context: as asked for, else as the model was trained, up to DEFAULT_CTX; whole pages of them."""
-    if asked is not None and asked > n_ctx_train:
-        say(f"warning: a context of {asked} tokens is more than the {n_ctx_train} the model was trained on.")
-    # llama.cpp rounds up; the bindings' own buffers do not, and would be shorter than what llama.cpp says it holds.
-    return -(-(asked or min(n_ctx_train, DEFAULT_CTX)) // CTX_PAGE) * CTX_PAGE
+def preload(model: str, keep_alive: str | None) -> int:
+    """Has a running server load the model, and keep it for `keep_alive`."""
+    from moegguf.faces.client import Client
+    from moegguf.models.names import parse_name
+
+    body: dict[str, Any] = {"model": parse_name(model).canonical, "prompt": "", "stream": False}
+    if keep_alive is not None:
+        body["keep_alive"] = keep_alive
+    Client().post("/api/generate", body)
+    return 0
 
 
-def interruptible(load: Callable[[threading.Event], Llama]) -> Llama:
-    """`load` on a thread of its own: C computes for seconds, and a signal in a callback from C would be lost.
-
-    Raises KeyboardInterrupt on Ctrl-C, with the event set, or ends the process when `load` does not heed it.
-    """
-    interrupted = threading.Event()
-    done: queue.SimpleQueue[Llama | BaseException] = queue.SimpleQueue()
-
-    def work() -> None:
-        try:
-            done.put(load(interrupted))
-        except BaseException as error:  # raised again by the thread that waits
-            done.put(error)
-
-    thread = threading.Thread(target=work, name="moegguf-load", daemon=True)
-    thread.start()
-    try:
-        while thread.is_alive():
-            thread.join(0.1)
-    except KeyboardInterrupt:
-        interrupted.set()
-        thread.join(PATIENCE_S)
-        if thread.is_alive():
-            os._exit(STOPPED)
-        raise
-    result = done.get()
-    if isinstance(result, BaseException):
-        raise result
-    return result
-
-
-def silence() -> None:
-    """llama.cpp's log, which goes to stderr through this logger's level, says nothing."""
-    logging.getLogger("llama-cpp-python").setLevel(logging.CRITICAL)
-
-
-def load(path: Path, options: LoadOptions, waiting: Waiting) -> tuple[Llama, float]:
-    """The model, and the seconds it took to load."""
-    start = time.perf_counter()
-    waiting.show("loading the library", None)
-    import moegguf
-
-    layout = moegguf.read_layout(path)
-    n_ctx = context_size(layout.hparams.n_ctx_train, options.ctx)
-
-    def open_model(interrupted: threading.Event) -> Llama:
-        def progress(share: float) -> bool:
-            waiting.show(f"loading {layout.name}", share)
-            return not interrupted.is_set()
-
-        return moegguf.Llama(
-            path,
-            expert_cache=options.expert_cache,
-            policy=options.policy,
-            predictor=options.predictor,
-            prefetch=options.prefetch,
-            n_ctx=n_ctx,
-            n_threads=options.threads,
-            verbose=options.verbose > 1,
-            progress=progress,
-        )
-
-    if options.verbose > 1:
-        return interruptible(open_model), time.perf_counter() - start
-    silence()  # from the first line on
-    llm = interruptible(open_model)
-    silence()  # the bindings have turned warnings on again, such as that a pass was cancelled
-    return llm, time.perf_counter() - start
-
-
-def answer(llm: Llama, prompt: str, sampling: Sampling, load_s: float, waiting: Waiting, verbose: int) -> int:
+def answer(llm: Llama, conversation: Conversation, prompt: str, load_s: float, spinner: Spinner) -> int:
     """Writes the answer to `prompt` on stdout, then the statistics when asked for; closes the model."""
-    from moegguf.engine.answer import Answer
+    from moegguf.faces.chat.printer import Printer
+    from moegguf.faces.chat.turn import write_answer
 
-    reply = Answer(llm, [{"role": "user", "content": prompt}], sampling)
-    waiting.show("reading the prompt", None)
-    try:
-        write(first_then_rest(reply, waiting))
-    except KeyboardInterrupt:
-        write(["\n"], end="")
-        leave_if_running(reply)
-        return STOPPED
-    if verbose:
+    conversation.say(prompt)
+    printer = Printer(wrap=conversation.word_wrap, hide_thinking=conversation.hide_thinking)
+    reply = write_answer(llm, conversation.ask(), printer, spinner, patience_s=PATIENCE_S)
+    printer.end()
+    if conversation.verbose and not reply.error:
         from moegguf.faces.statistics import statistics
 
         say("\n" + "\n".join(statistics(reply.timing, load_s, llm.decisions())))
     llm.close()
-    return 0
+    if reply.error is not None:
+        raise reply.error
+    return STOPPED if reply.interrupted else 0
 
 
-def first_then_rest(reply: Answer, waiting: Waiting) -> Iterable[str]:
-    """The texts of `reply`; what was waited for is cleared before the first."""
+def parse_think(text: str) -> bool | str:
+    """True, False or a level. Raises BadParameter for other words."""
+    word = text.strip().lower()
+    if word in THINK_WORDS:
+        return THINK_WORDS[word]
+    if word not in THINK_LEVELS:
+        raise typer.BadParameter(f"--think takes true, false, {', '.join(THINK_LEVELS)}, but is {text[:40]!r}")
+    return word
+
+
+def parse_format(text: str) -> str | Mapping[str, Any]:
+    """ "json", or a JSON schema: itself or the name of its file. Raises BadParameter for anything else."""
+    if text.strip() == "json":
+        return "json"
+    source = text
+    if not text.lstrip().startswith("{"):
+        try:
+            with Path(text).expanduser().open("rb") as file:
+                source = file.read(SCHEMA_BYTES).decode("utf-8")
+        except (OSError, UnicodeDecodeError, ValueError) as error:
+            raise typer.BadParameter(
+                f"--format takes json, a JSON schema or the name of a file with one, but is {text[:60]!r} ({error})"
+            ) from None
     try:
-        for text in reply:
-            waiting.close()
-            yield text
-    finally:
-        waiting.close()
-
-
-def write(texts: Iterable[str], end: str = "\n") -> str:
-    """Writes to stdout at once, whatever encoding the terminal claims; returns what was written."""
-    written = []
-    out = sys.stdout.buffer
-    for text in texts:
-        out.write(text.encode("utf-8", errors="replace"))
-        out.flush()
-        written.append(text)
-    out.write(end.encode())
-    out.flush()
-    return "".join(written)
-
-
-def leave_if_running(reply: Answer) -> None:
-    """Ends the process when the model cannot be stopped: a pass without experts computes to its end."""
-    if reply.running:
-        os._exit(STOPPED)
+        schema = json.loads(source)
+    except (ValueError, RecursionError) as error:
+        raise typer.BadParameter(f"--format: the schema is not JSON ({error})") from None
+    if not isinstance(schema, dict):
+        raise typer.BadParameter('--format: a schema is a JSON object, such as \'{"type": "object"}\'')
+    return schema

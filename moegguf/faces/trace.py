@@ -145,8 +145,8 @@ def parse_shares(text: str) -> list[float]:
 
 
 def _study(path: Path, model: str | None, folder: Path | None) -> Study:
-    from moegguf.engine.models import find_model
     from moegguf.engine.study import Study
+    from moegguf.models.find import find_model
 
     return Study.open(path, find_model(model) if model else None, folder)
 
@@ -198,11 +198,11 @@ def record(
     Each prompt is a request of its own. Stopped with Ctrl-C, it leaves no file.
     """
     from moegguf.config import format_bytes
-    from moegguf.engine.models import find_model
     from moegguf.engine.prompts import read_prompts
     from moegguf.engine.record import RecordOptions, record
     from moegguf.experts import read_layout
-    from moegguf.faces.run import context_size, silence
+    from moegguf.faces.opening import context_of, silence
+    from moegguf.models.find import find_model
 
     check_writable(out, prompts)
     path, questions = find_model(model), read_prompts(prompts)
@@ -218,7 +218,7 @@ def record(
             policy=policy,
             predictor=predictor,
             lockstep=lockstep,
-            n_ctx=context_size(read_layout(path).hparams.n_ctx_train, ctx),
+            n_ctx=context_of(read_layout(path), ctx),
             n_threads=threads,
             verbose=False,
         )

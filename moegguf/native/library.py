@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes as c
 import functools
+import logging
 import os
 import sys
 from collections.abc import Iterable
@@ -305,7 +306,18 @@ def llama_cpp() -> ModuleType:
             f"llama_cpp was imported before moegguf and holds the library in {loaded}, which has no expert store;"
             " import moegguf first, or use another process."
         )
+    _correct_log_levels()
     return bindings
+
+
+def _correct_log_levels() -> None:
+    """ggml's levels run from DEBUG = 1 to ERROR = 4; 0.3.36 of the bindings takes them for others and hides errors."""
+    from llama_cpp import _logger
+
+    levels = (logging.CRITICAL, logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR)
+    _logger.GGML_LOG_LEVEL_TO_LOGGING_LEVEL.update(enumerate(levels))
+    if _logger.logger.level == logging.NOTSET:
+        _logger.set_verbose(False)  # until a model says otherwise
 
 
 _ERRORS: dict[int, type[MoeggufError]] = {

@@ -1,12 +1,15 @@
-"""`moegguf`, the command, for every test of this room."""
+"""`moegguf`, the command, and `server`, a running one, for every test of this room."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from commanding import Command, environment
+from servers import Server, serving
 
 
 @pytest.fixture(scope="session")
@@ -24,3 +27,10 @@ def moegguf() -> Command:
         )
 
     return call
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory, tiny: Callable[..., Path]) -> Iterator[Server]:
+    """`moegguf serve` with the demo and `tiny`, a random model; every test leaves its names as they were."""
+    with serving(tmp_path_factory.mktemp("server"), models={"tiny": tiny("tiny-qwen2moe")}) as found:
+        yield found

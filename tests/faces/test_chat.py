@@ -1,82 +1,133 @@
-"""The chat on a terminal: turns are remembered, commands are not sent to the model, Ctrl-C stops only the answer."""
+"""The chat with a real model: turns go on from what the context holds, the model is opened again and exchanged."""
 
 from __future__ import annotations
 
-import os
-import pty
-import select
-import signal
-import sys
-import time
-from collections.abc import Iterator
+import re
+from pathlib import Path
 
-import pytest
-from commanding import TinyModel, environment
-
-PROMPT = ">>> "
+from chatting import ANSWER, QUESTION, demo_chat
+from commanding import TinyModel
+from terminal import Terminal, control
 
 
-class Terminal:
-    """A moegguf process with a terminal of its own."""
-
-    def __init__(self, *arguments: str) -> None:
-        self.unread = ""
-        self.pid, self.fd = pty.fork()
-        if self.pid == 0:
-            command = [sys.executable, "-m", "moegguf.faces.cli", *arguments]
-            os.execvpe(command[0], command, environment(TERM="dumb"))
-
-    def read_until(self, words: str, seconds: float = 30) -> str:
-        """What appears, up to and with `words`."""
-        end = time.monotonic() + seconds
-        while words not in self.unread:
-            ready, *_ = select.select([self.fd], [], [], max(0.0, end - time.monotonic()))
-            assert ready, f"{words!r} did not appear in {self.unread!r}"
-            self.unread += os.read(self.fd, 65536).decode("utf-8", errors="replace")
-        before, _, self.unread = self.unread.partition(words)
-        return before + words
-
-    def say(self, line: str) -> None:
-        os.write(self.fd, line.encode())
-
-    def exit_code(self, seconds: float = 30) -> int:
-        for _ in range(int(seconds * 10)):
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                return os.waitstatus_to_exitcode(status)
-            time.sleep(0.1)
-        os.kill(self.pid, signal.SIGKILL)
-        raise AssertionError("the chat did not end")
+def figure(text: str, label: str) -> int:
+    """The last value of a line of statistics."""
+    return int(re.findall(rf"{label}: +(\d+) token", text)[-1])
 
 
-@pytest.fixture
-def chat(tiny: TinyModel) -> Iterator[Terminal]:
-    terminal = Terminal("run", str(tiny()), "--expert-cache", "50%", "-t", "1", "-c", "2048", "--temperature", "0")
-    yield terminal
-    os.close(terminal.fd)
+def test_a_second_turn_evaluates_only_what_is_new(tmp_path: Path) -> None:
+    with demo_chat(tmp_path, "--verbose") as chat:
+        chat.prompt()
+        first = chat.ask(QUESTION)
+        assert ANSWER in first.replace("\n", " ")
+        whole = figure(first, "prompt eval count") + figure(first, "eval count")
+        second = chat.ask("What is an expert?")
+        assert figure(second, "prompt still known") >= whole - 2
+        assert figure(second, "prompt eval count") < figure(first, "prompt eval count") + 10
+        chat.ask("/clear")
+        again = chat.ask(QUESTION)
+        assert ANSWER in again.replace("\n", " ")
+        chat.send(control("d"))
+        assert chat.exit_code() == 0
 
 
-def test_a_chat_answers_obeys_and_ends(chat: Terminal) -> None:
-    chat.read_until(PROMPT)
-    chat.say("/stats\r")
-    chat.read_until("There is no answer yet.")
-    chat.read_until(PROMPT)
-    chat.say("/nonsense\r")
-    chat.read_until("Unknown command '/nonsense'")
-    chat.read_until(PROMPT)
-    chat.say("hello\r")
-    time.sleep(1)
-    chat.say("\x03")  # in the answer or after it
-    chat.read_until(PROMPT)
-    chat.say("/stats\r")
-    assert "eval count" in chat.read_until("expert cache")
-    chat.read_until(PROMPT)
-    chat.say("/bye\r")
-    assert chat.exit_code() == 0
+def test_figures_and_the_picture_of_the_experts(tmp_path: Path) -> None:
+    with demo_chat(tmp_path, size=(100, 40)) as chat:
+        chat.prompt()
+        assert "room for 96 of 192 experts" in chat.text
+        assert "There is no answer yet." in chat.ask("/stats")
+        assert "eval rate" not in chat.ask(QUESTION)
+        said = chat.ask("/stats")
+        for label in (
+            "total duration:",
+            "eval rate:",
+            "time to first token:",
+            "hit rate:",
+            "moved:",
+            "stall:",
+            "since load:",
+        ):
+            assert label in said
+        shown = chat.ask("/experts")
+        rows = re.findall(r"^(\d) ([·~░▒▓█+○]{32})$", shown, re.MULTILINE)
+        assert [int(row) for row, _ in rows] == list(range(6))
+        assert re.search(r"96 of 192 experts in memory; found there \d+\.\d% of the time", shown)
+        letters = "".join(cells for _, cells in rows)
+        assert "+" in letters or "█" in letters
+        assert sum(letters.count(one) for one in "+█▒") == 96
 
 
-def test_ctrl_d_leaves(chat: Terminal) -> None:
-    chat.read_until(PROMPT)
-    time.sleep(1)  # the prompt is there before the terminal is switched over
-    chat.say("\x04")
-    assert chat.exit_code() == 0
+def test_uses_of_a_fully_resident_model_count_once_someone_has_looked(tmp_path: Path) -> None:
+    with demo_chat(tmp_path, "--expert-cache", "100%", "--verbose") as chat:
+        chat.prompt()
+        chat.ask(QUESTION)
+        chat.ask("What is an expert?")
+        assert "192 of 192 experts in memory" in chat.ask("/experts")
+        chat.ask("What is an expert?")
+        assert chat.ask("/experts").count("█") > 10
+
+
+def test_parameters_that_change_how_a_model_is_opened_open_it_again(tmp_path: Path) -> None:
+    with demo_chat(tmp_path, "-v") as chat:
+        chat.prompt()
+        chat.ask(QUESTION)
+        chat.ask("/set parameter num_ctx 256")
+        chat.ask("/set parameter expert_cache 100%")
+        said = chat.ask("What is an expert?")
+        assert "load duration:" in said
+        assert "192 of 192 experts (100%)" in said
+        assert "load duration:" not in chat.ask("/stats")
+        chat.ask("/set parameter expert_cache 1")
+        assert "error: " in chat.ask(QUESTION)
+        assert ANSWER in chat.ask(QUESTION).replace("\n", " ")
+
+
+def test_a_conversation_longer_than_the_context_leaves_messages_out_and_says_so(tmp_path: Path) -> None:
+    with demo_chat(tmp_path, "-c", 256, size=(80, 60)) as chat:
+        chat.prompt()
+        for _ in range(4):
+            said = chat.ask(QUESTION)
+        assert re.search(r"prompt cut: \d+ messages? left out", chat.text)
+        assert "error" not in said
+        long = chat.ask("word " * 400)
+        assert "error: " in long
+        assert ANSWER in chat.ask(QUESTION).replace("\n", " ")
+
+
+def test_another_model_is_loaded_or_the_one_at_hand_stays(tmp_path: Path, tiny: TinyModel) -> None:
+    with demo_chat(tmp_path, size=(160, 24)) as chat:
+        chat.prompt()
+        chat.ask(QUESTION)
+        assert "Couldn't find model 'nothing-of-that-name'" in chat.ask("/load nothing-of-that-name")
+        bad = tmp_path / "bad.gguf"
+        bad.write_bytes(b"GGUF no more")
+        assert "error: " in chat.ask(f"/load {bad}")
+        assert ANSWER in chat.ask("/regen").replace("\n", " ")
+        path = tiny("tiny-qwen2moe")
+        said = chat.ask(f"/model {path}")
+        assert "Loading model" in said
+        assert "of 64 experts" in said
+        assert "There is no message to answer again." in chat.ask("/regen")
+        assert ANSWER in answer_of(chat, "/load demo")
+
+
+def answer_of(chat: Terminal, load: str) -> str:
+    chat.ask(load)
+    return chat.ask(QUESTION).replace("\n", " ")
+
+
+def test_a_session_is_saved_as_a_model_and_loaded_again(tmp_path: Path) -> None:
+    with demo_chat(tmp_path, size=(100, 50)) as chat:
+        chat.prompt()
+        chat.ask("/set system You are brief.")
+        chat.ask("/set parameter top_k 7")
+        chat.ask(QUESTION)
+        assert "Created new model 'mine'" in chat.ask("/save mine")
+        assert "error: " in chat.ask("/save ../evil")
+        chat.ask("/clear")
+        assert "Loading model 'mine'" in chat.ask("/load mine")
+        assert re.search(r"Model defined parameters:\n(.*\n)*? +top_k +7", chat.ask("/show parameters"))
+        assert "You are brief." in chat.ask("/show system")
+        assert "mine:latest" in chat.ask("/list")
+        assert "FROM" in chat.ask("/show modelfile")
+        assert ANSWER in chat.ask("/regen").replace("\n", " ")

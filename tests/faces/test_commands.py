@@ -151,9 +151,9 @@ def test_budgets_that_cannot_be_read_or_are_too_small(moegguf: Command, tiny: Ti
 
 def test_an_unexpected_error_names_itself_and_the_way_to_its_traceback(tmp_path: Path) -> None:
     code = (
-        "import sys\nfrom moegguf.engine import models\nfrom moegguf.faces import cli\n"
-        "def find_model(name): raise ZeroDivisionError('so it goes')\n"
-        "models.find_model = find_model\nsys.exit(cli.main(['show', 'x']))"
+        "import sys\nfrom moegguf.models.catalog import Catalog\nfrom moegguf.faces import cli\n"
+        "def find(self, name): raise ZeroDivisionError('so it goes')\n"
+        "Catalog.find = find\nsys.exit(cli.main(['show', 'x']))"
     )
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=60)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from moegguf.engine.models import find_model, models_by_name
 from moegguf.errors import ModelNotFoundError
+from moegguf.models.find import find_model, models_by_name
 
 
 @pytest.fixture

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from moegguf.engine.answer import Timing
+from moegguf.engine.ask import Timing
 from moegguf.engine.stats import Stats
-from moegguf.faces.statistics import decision_lines, duration, statistics
+from moegguf.faces.statistics import decision_lines, duration, statistics, totals
 
 
 @pytest.mark.parametrize(
@@ -24,8 +24,48 @@ def test_duration(seconds: float, text: str) -> None:
 
 def test_one_token_has_no_rate() -> None:
     lines = statistics(Timing(prompt_tokens=3, answer_tokens=1, prompt_s=0.5, total_s=0.5), 0.1)
-    assert lines[-1] == "eval count:           1 token(s)"
+    assert lines[-2] == "eval count:           1 token(s)"
     assert not any(line.startswith("eval rate") for line in lines)
+
+
+WHOLE = Stats(
+    tokens=12, lookups=200, hits_ready=150, hits_late=10, misses=40, evictions=4, bytes_missed=40_000_000,
+    bytes_prefetched=5_000_000, n_slots=32, n_experts=64, pool_bytes=32 << 20,
+)  # fmt: skip
+DECODE = Stats(tokens=9, stall_s=0.09, eval_s=0.5, bytes_missed=18_000_000, n_slots=32, n_experts=64)
+
+
+def test_ours_come_after_ollamas() -> None:
+    timing = Timing(
+        prompt_tokens=3, cached_tokens=7, answer_tokens=10, prompt_s=0.25, answer_s=0.5, total_s=0.75,
+        stats=WHOLE, answer_stats=DECODE,
+    )  # fmt: skip
+    assert statistics(timing, 0.25) == [
+        "total duration:       1s",
+        "load duration:        250ms",
+        "prompt eval count:    3 token(s)",
+        "prompt eval duration: 250ms",
+        "prompt eval rate:     12.00 tokens/s",
+        "eval count:           10 token(s)",
+        "eval duration:        500ms",
+        "eval rate:            18.00 tokens/s",
+        "time to first token:  250ms",
+        "prompt still known:   7 token(s)",
+        "expert cache:         32 of 64 experts (50%), 32.0MiB",
+        "hit rate:             ram 75.0% on its way 5.0% disk 20.0% of 200 lookups",
+        "moved:                45.00 MB from disk (2.00 MB/token)",
+        "evictions:            4",
+        "stall:                18% of decode, 10.00 ms/token",
+    ]
+
+
+def test_totals_since_the_model_was_loaded() -> None:
+    assert totals(Stats()) == []
+    assert totals(WHOLE) == [
+        "since load:           12 token(s) read and written",
+        "hit rate:             ram 75.0% on its way 5.0% disk 20.0% of 200 lookups",
+        "moved:                45.00 MB from disk",
+    ]
 
 
 DECIDED: dict[str, Any] = {

@@ -6,7 +6,6 @@ import copy
 import gc
 import multiprocessing
 import os
-import pickle
 import shutil
 import signal
 import subprocess
@@ -275,10 +274,10 @@ def test_a_process_started_with_spawn_loads_its_own(tiny: TinyModel, load: Load)
         assert pool.submit(greedy_tokens_of_file, tiny()).result(CHILD_TIMEOUT_S) == expected
 
 
-def test_a_model_is_neither_pickled_nor_copied(tiny: TinyModel, load: Load) -> None:
+def test_a_model_is_not_copied(tiny: TinyModel, load: Load) -> None:
     llm = load(tiny(), expert_cache="40%")
-    for attempt in (pickle.dumps, copy.copy, copy.deepcopy):
-        with pytest.raises(OptionError, match="pickle"):
+    for attempt in (copy.copy, copy.deepcopy):
+        with pytest.raises(OptionError, match="cannot be copied"):
             attempt(llm)
 
 

@@ -1,4 +1,7 @@
-"""Who may import whom: faces → serving → engine → models, controller → native; the floor is open to all and imports nobody but itself."""
+"""Who may import whom: faces → serving → engine → models, controller → native.
+
+The floor is open to all and imports nobody but itself.
+"""
 
 from __future__ import annotations
 

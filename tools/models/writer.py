@@ -39,6 +39,7 @@ def write_model(
     n_split: int = 1,
     split_max_bytes: int | None = None,
     name: str = "random",
+    chat_template: str = CHAT_TEMPLATE,
     progress: Progress | None = None,
 ) -> list[Path]:
     """Write a random model; return its files, first shard first. Weights depend on shape, quant and seed.
@@ -69,6 +70,7 @@ def write_model(
             writer = GGUFWriter(file, shape.arch)
             if no == 0:
                 _add_metadata(writer, shape, quant, name)
+                _add_tokenizer(writer, shape.n_vocab, chat_template)
             if len(shards) > 1:
                 _add_split(writer, no, len(shards), len(plan))
             _write_shard(writer, shard, pools, seed, advance)
@@ -176,7 +178,6 @@ def _add_metadata(writer: GGUFWriter, shape: Shape, quant: str, name: str) -> No
         writer.add_expert_feed_forward_length(shape.n_ff_exp)
     if shape.arch == "qwen2moe":
         writer.add_expert_shared_feed_forward_length(shape.n_ff_shexp)
-    _add_tokenizer(writer, shape.n_vocab)
 
 
 def _add_deepseek2(writer: GGUFWriter, shape: Shape) -> None:
@@ -194,7 +195,7 @@ def _add_deepseek2(writer: GGUFWriter, shape: Shape) -> None:
     writer.add_expert_weights_scale(1.0)
 
 
-def _add_tokenizer(writer: GGUFWriter, n_vocab: int) -> None:
+def _add_tokenizer(writer: GGUFWriter, n_vocab: int, chat_template: str) -> None:
     vocabulary = build_vocabulary(n_vocab)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen2")
@@ -205,4 +206,4 @@ def _add_tokenizer(writer: GGUFWriter, n_vocab: int) -> None:
     writer.add_eos_token_id(vocabulary.id_of("<|im_end|>"))
     writer.add_pad_token_id(vocabulary.id_of("<|endoftext|>"))
     writer.add_add_bos_token(False)
-    writer.add_chat_template(CHAT_TEMPLATE)
+    writer.add_chat_template(chat_template)

@@ -1,0 +1,78 @@
+"""llama-cpp-python's `Llama`, with what its users expect and it gets wrong put right. Knows nothing of experts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from moegguf.errors import OptionError
+from moegguf.models.repository import fetch
+from moegguf.native import library
+
+_bindings = library.llama_cpp()
+
+Floats = npt.NDArray[np.float32]
+
+
+class DropIn(_bindings.Llama):  # type: ignore[misc, name-defined]
+    """Base of our `Llama`, which keeps in `_given` the keywords that it was opened with."""
+
+    _given: dict[str, Any]
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        repo_id: str,
+        filename: str | None = None,
+        additional_files: Sequence[str] | None = None,
+        local_dir: str | os.PathLike[str] | None = None,
+        local_dir_use_symlinks: bool | str = "auto",
+        cache_dir: str | os.PathLike[str] | None = None,
+        **options: Any,
+    ) -> Self:
+        """A model from the Hugging Face Hub; `options` are those of the class. All shards of a split model are fetched.
+
+        `filename` and `additional_files`: names or patterns ("*Q4_K_M*"); without a filename the default quantisation.
+        `local_dir_use_symlinks` has no effect. Raises ModelNotFoundError when no model fits, or several do, PullError.
+        """
+        return cls(fetch(repo_id, filename, additional_files or (), local_dir, cache_dir), **options)
+
+    def _create_completion(
+        self,
+        *arguments: Any,
+        logits_processor: Sequence[Any] | None = None,
+        logit_bias: Mapping[Any, float] | None = None,
+        **options: Any,
+    ) -> Iterator[Any]:
+        if logits_processor is not None and logit_bias:  # the base class would lose both
+            logits_processor = _bindings.LogitsProcessorList([*logits_processor, _bias(logit_bias)])
+            logit_bias = None
+        return super()._create_completion(  # type: ignore[no-any-return]
+            *arguments, logits_processor=logits_processor, logit_bias=logit_bias, **options
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What the model was opened with: unpickling opens it again."""
+        return self._given
+
+    def __copy__(self) -> Self:
+        raise OptionError("a loaded model cannot be copied; share it, or load it a second time.")
+
+    def __deepcopy__(self, _memo: object) -> Self:
+        return self.__copy__()
+
+
+def _bias(logit_bias: Mapping[Any, float]) -> Any:
+    """A logits processor that adds to tokens' scores."""
+    tokens, added = [int(token) for token in logit_bias], np.array([*logit_bias.values()], np.float32)
+
+    def add(_ids: npt.NDArray[np.intc], scores: Floats) -> Floats:
+        scores = np.copy(scores)
+        scores[tokens] += added
+        return scores
+
+    return add

@@ -1,0 +1,110 @@
+"""Texts as vectors: pooled by a model made for it, else the last token's hidden state of a model that writes.
+
+Every input is evaluated alone, from an empty context: its vector depends on nothing else, not even in the last bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from moegguf.engine.vocabulary import to_utf8
+from moegguf.errors import ContextError, OptionError
+from moegguf.native import library
+
+if TYPE_CHECKING:
+    from moegguf.engine.llama import Llama
+
+
+@dataclass(frozen=True)
+class Embeddings:
+    """A vector per input, in their order, and the tokens evaluated for all of them."""
+
+    vectors: list[list[float]]
+    n_tokens: int
+
+
+def embed(
+    llm: Llama, inputs: Sequence[str | Sequence[int]], *, truncate: bool = True, normalize: bool = True
+) -> Embeddings:
+    """The vectors of `inputs`, texts or tokens; of length 1 with `normalize`.
+
+    A model loaded with embedding=True pools as its file says. With another one the context holds the last input
+    afterwards. Raises ContextError for an input that is too long unless `truncate` cuts it, OptionError for an empty
+    one or a token that does not exist, and what evaluating raises.
+    """
+    limit = _limit(llm)
+    rows = [_tokens(llm, item, limit, truncate) for item in inputs]
+    steps = _pooled if llm.context_params.embeddings else _last_state
+    vectors = [vector for row in rows for vector in llm.hold(steps(llm, row))]
+    if normalize:
+        vectors = [_normal(vector) for vector in vectors]
+    return Embeddings([vector.tolist() for vector in vectors], sum(map(len, rows)))
+
+
+def _limit(llm: Llama) -> int:
+    """The most tokens of an input. Pooling needs all of them in one pass."""
+    if llm.context_params.embeddings:
+        return int(min(llm.n_ctx(), llm.n_batch, llm.context_params.n_ubatch))
+    return int(llm.n_ctx())
+
+
+def _tokens(llm: Llama, item: str | Sequence[int], limit: int, truncate: bool) -> list[int]:
+    vocabulary = llm.vocabulary
+    if isinstance(item, str):
+        tokens = list(llm.tokenize(to_utf8(item), add_bos=True, special=True))
+    else:
+        tokens = list(item)
+        vocabulary.check(tokens)
+    if not tokens:
+        raise OptionError("an input to embed is empty; give at least one word.")
+    if len(tokens) <= limit:
+        return tokens
+    if not truncate:
+        raise ContextError(
+            f"the input length exceeds the context length: {len(tokens)} tokens, but {limit} are read at a time; give a"
+            " shorter input, or let it be cut (truncate)."
+        )
+    end = tokens[-1:] if not vocabulary.piece(tokens[-1]) else []  # what the tokenizer ends each text with
+    return tokens[: limit - len(end)] + end
+
+
+def _last_state(llm: Llama, tokens: list[int]) -> Generator[npt.NDArray[np.float64], None, None]:
+    """The hidden state of the last token: the only one that has seen all others."""
+    bindings = library.llama_cpp()
+    llm.reset()
+    if tokens[:-1]:
+        llm.eval(tokens[:-1])
+    bindings.llama_set_embeddings(llm.ctx, True)
+    try:
+        llm.eval(tokens[-1:])
+        yield _vector(llm, llm._ctx.get_embeddings_ith(-1))
+    finally:
+        bindings.llama_set_embeddings(llm.ctx, False)
+
+
+def _pooled(llm: Llama, tokens: list[int]) -> Generator[npt.NDArray[np.float64], None, None]:
+    def decode() -> None:
+        llm.reset()
+        llm._ctx.kv_cache_clear()
+        llm._batch.reset()
+        llm._batch.add_sequence(tokens, 0, True)
+        llm._ctx.decode(llm._batch)
+
+    llm.evaluate(decode, tokens)
+    pooled = llm.pooling_type() != library.llama_cpp().LLAMA_POOLING_TYPE_NONE
+    yield _vector(llm, llm._ctx.get_embeddings_seq(0) if pooled else llm._ctx.get_embeddings_ith(-1))
+
+
+def _vector(llm: Llama, pointer: object) -> npt.NDArray[np.float64]:
+    n_embd = library.llama_cpp().llama_model_n_embd_out(llm.model)
+    return np.ctypeslib.as_array(pointer, shape=(n_embd,)).astype(np.float64)  # type: ignore[arg-type]
+
+
+def _normal(vector: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    length = np.linalg.norm(vector)
+    return vector / length if length > 0 else vector

@@ -1,0 +1,89 @@
+"""Text and tokens of one model: pieces of text per token, looked up once, and the tokens that mean something."""
+
+from __future__ import annotations
+
+import ctypes as c
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from moegguf.errors import OptionError
+from moegguf.native import library
+
+if TYPE_CHECKING:
+    from moegguf.engine.llama import Llama
+
+
+def to_utf8(text: str) -> bytes:
+    """UTF-8 whatever JSON put in a string: halves of surrogate pairs are joined, lone ones become U+FFFD."""
+    try:
+        return text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode()
+
+
+class Vocabulary:
+    """What each token of a model stands for. Valid while the model is open."""
+
+    def __init__(self, llm: Llama) -> None:
+        self._bindings = library.llama_cpp()
+        self._model, self._tokenizer = llm._model, llm.tokenizer_  # not the model itself, which keeps this
+        self._vocab = llm._model.vocab
+        self.n_tokens = int(llm.n_vocab())
+        self._pieces: dict[tuple[int, bool], bytes] = {}
+        self._eog: dict[int, bool] = {}
+
+    def piece(self, token: int, *, special: bool = False) -> bytes:
+        """The bytes a token adds to the text; those of control tokens (<|im_start|>) only with `special`.
+
+        A code point may be spread over several tokens. The base class's own cuts tokens above 32 bytes.
+        """
+        known = self._pieces.get((token, special))
+        if known is None:
+            known = self._pieces[token, special] = self._read(token, special)
+        return known
+
+    def _read(self, token: int, special: bool) -> bytes:
+        size = 64
+        while True:
+            buffer = c.create_string_buffer(size)
+            n = self._bindings.llama_token_to_piece(self._vocab, token, buffer, size, 0, special)
+            if n >= 0:
+                return buffer.raw[:n]
+            size = -n
+
+    def text(self, token: int) -> str:
+        """A token on its own, for people: control tokens too; part of a code point becomes U+FFFD."""
+        return self.piece(token, special=True).decode(errors="replace")
+
+    def ends(self, token: int) -> bool:
+        """Whether the model ends its answer with this token."""
+        known = self._eog.get(token)
+        if known is None:
+            known = self._eog[token] = bool(self._bindings.llama_vocab_is_eog(self._vocab, token))
+        return known
+
+    def tokens(self, text: str, *, special: bool = True) -> list[int]:
+        """The tokens of a text, none added; with `special` the text of a control token becomes that token."""
+        return list(self._tokenizer.tokenize(to_utf8(text), add_bos=False, special=special)) if text else []
+
+    def check(self, tokens: Iterable[int]) -> None:
+        """Raises OptionError for a number that is no token of this model."""
+        bad = next((token for token in tokens if not 0 <= token < self.n_tokens), None)
+        if bad is not None:
+            raise OptionError(f"{bad} is no token of this model, which has 0 to {self.n_tokens - 1}.")
+
+    @property
+    def first(self) -> list[int]:
+        """The tokens that every text begins with: the BOS of a model that wants it."""
+        bos = self._model.token_bos()
+        return [bos] if bos != -1 and self._model.add_bos_token() else []
+
+    @property
+    def fill_in(self) -> tuple[int, int, int] | None:
+        """The tokens before the text before a gap, before the text after it, and in the gap; None: it cannot."""
+        marks = (self._model.token_prefix(), self._model.token_suffix(), self._model.token_middle())
+        return None if -1 in marks else marks
+
+    def token_text(self, token: int) -> str:
+        """As the file spells a token; "" for -1, a token the model does not have."""
+        return str(self._model.token_get_text(token)) if token != -1 else ""

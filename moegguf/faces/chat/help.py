@@ -1,0 +1,81 @@
+"""The help texts of the chat. Ollama's commands first, in its words; then what it does not have."""
+
+COMMANDS = """\
+Available Commands:
+  /set            Set session variables
+  /show           Show model information
+  /load <model>   Load a session or model
+  /save <model>   Save your current session
+  /clear          Clear session context
+  /list           List the models on this machine
+  /regen          Answer the last message again
+  /read <file>    Put a file's text before the next message
+  /stats          Figures of the last answer
+  /experts        Show which experts are in memory and used
+  /bye            Exit
+  /?, /help       Help for a command
+  /? shortcuts    Help for keyboard shortcuts
+
+Use \"\"\" to begin a multi-line message.
+"""
+
+SET = """\
+Available Commands:
+  /set parameter ...     Set a parameter
+  /set system <string>   Set system message
+  /set history           Enable history
+  /set nohistory         Disable history
+  /set wordwrap          Enable wordwrap
+  /set nowordwrap        Disable wordwrap
+  /set format json       Enable JSON mode
+  /set noformat          Disable formatting
+  /set verbose           Show LLM stats
+  /set quiet             Disable LLM stats
+  /set think [level]     Enable thinking
+  /set nothink           Disable thinking
+"""
+
+SHOW = """\
+Available Commands:
+  /show info         Show details for this model
+  /show license      Show model license
+  /show modelfile    Show Modelfile for this model
+  /show parameters   Show parameters for this model
+  /show system       Show system message
+  /show template     Show prompt template
+"""
+
+PARAMETERS = """\
+Available Parameters:
+  /set parameter seed <int>             Random number seed
+  /set parameter num_predict <int>      Max number of tokens to predict
+  /set parameter top_k <int>            Pick from top k num of tokens
+  /set parameter top_p <float>          Pick token based on sum of probabilities
+  /set parameter min_p <float>          Pick token based on top token probability * min_p
+  /set parameter num_ctx <int>          Set the context size
+  /set parameter temperature <float>    Set creativity level
+  /set parameter repeat_penalty <float> How strongly to penalize repetitions
+  /set parameter repeat_last_n <int>    Set how far back to look for repetitions
+  /set parameter num_gpu <int>          The number of layers to send to the GPU
+  /set parameter stop <string> <string> ...   Set the stop parameters
+"""
+
+SHORTCUTS = """\
+Available keyboard shortcuts:
+  Ctrl + a            Move to the beginning of the line (Home)
+  Ctrl + e            Move to the end of the line (End)
+   Alt + b            Move back (left) one word
+   Alt + f            Move forward (right) one word
+  Ctrl + k            Delete the sentence after the cursor
+  Ctrl + u            Delete the sentence before the cursor
+  Ctrl + w            Delete the word before the cursor
+  Ctrl + p, Ctrl + n  The message before, the message after (Up, Down)
+  Ctrl + r            Search the messages before
+
+  Ctrl + j            Begin a new line
+  Ctrl + l            Clear the screen
+  Ctrl + g            Open default editor to compose a prompt
+  Ctrl + c            Stop the model from responding
+  Ctrl + z            Suspend
+  Ctrl + d            Exit (/bye)
+"""

@@ -1,0 +1,28 @@
+"""How much a client may send: every number, length and depth has an end before it reaches a model.
+
+The values of the lessons of other servers (huge headers, gzip bombs, deep JSON, unbounded counts).
+"""
+
+from __future__ import annotations
+
+BODY_BYTES = 8 << 20
+HEADER_BYTES = 16 << 10
+JSON_DEPTH = 64
+JSON_VALUES = 1 << 17
+INT_BITS = 64
+
+READ_S = 60.0  # for a body to arrive
+PING_S = 15.0  # between signs of life on an event stream
+
+MESSAGES = 4096
+TOOLS = 256
+STOPS = 64
+STOP_CHARS = 1024
+INPUTS = 2048
+TOP_LOGPROBS = 20
+CTX_TOKENS = 1 << 22
+PREDICT_TOKENS = 1 << 22
+BATCH_TOKENS = 1 << 14
+THREADS = 512
+SEED = (1 << 63) - 1
+NAME_CHARS = 512

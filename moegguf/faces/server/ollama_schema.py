@@ -1,0 +1,245 @@
+"""What clients send to /api: Ollama's requests and options (api/types.go), each field with its type and its ends.
+
+Fields that nobody knows are left out; options that nobody knows are left out with a warning in the log, those that
+Ollama itself has given up silently.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+
+from moegguf.config import parse_expert_cache
+from moegguf.engine.ask import Sampling
+from moegguf.faces.server import limits
+from moegguf.faces.server.body import Body
+from moegguf.models.recipe import PARAMETERS
+from moegguf.serving.events import LoadOptions
+
+log = logging.getLogger(__name__)
+
+LEVELS = ("low", "medium", "high", "max")
+
+
+def _integral(value: Any) -> Any:
+    """Go reads all numbers as floats, and so do clients that send 4096.0."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _budget(value: str | int | None) -> str | None:
+    if value is not None:
+        parse_expert_cache(value)
+    return None if value is None else str(value)
+
+
+def _between(least: float, most: float) -> Any:
+    return Field(default=None, ge=least, le=most)
+
+
+Whole = Annotated[int | None, BeforeValidator(_integral)]
+Number = float | None
+Budget = Annotated[str | int | None, AfterValidator(_budget)]
+Stop = Annotated[str, Field(max_length=limits.STOP_CHARS)]
+
+
+class Options(Body):
+    """Ollama's options that mean something here. None: the model's, or the default.
+
+    num_predict -1 and -2 go on until the model ends or the context is full; seed -1 differs each time; num_thread 0
+    and num_ctx 0 leave it to us. `moe_cache_ram` is another name of `expert_cache`.
+    """
+
+    num_ctx: Whole = _between(0, limits.CTX_TOKENS)
+    num_batch: Whole = _between(1, limits.BATCH_TOKENS)
+    num_thread: Whole = _between(0, limits.THREADS)
+    expert_cache: Budget = None
+    moe_cache_ram: Budget = None
+    num_predict: Whole = _between(-2, limits.PREDICT_TOKENS)
+    seed: Whole = _between(-limits.SEED - 1, limits.SEED)
+    temperature: Number = _between(0, 1000)
+    top_k: Whole = _between(-1, (1 << 31) - 1)
+    top_p: Number = _between(0, 1)
+    min_p: Number = _between(0, 1)
+    typical_p: Number = _between(0, 1)
+    repeat_last_n: Whole = _between(-1, limits.CTX_TOKENS)
+    repeat_penalty: Number = _between(0.001, 1000)
+    presence_penalty: Number = _between(-100, 100)
+    frequency_penalty: Number = _between(-100, 100)
+    stop: Annotated[list[Stop] | None, Field(max_length=limits.STOPS)] = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _warn_of_unknown(cls, given: Any) -> Any:
+        known = cls.model_fields.keys() | PARAMETERS.keys()
+        for name in given.keys() - known if isinstance(given, Mapping) else ():
+            log.warning("the option %.60r is not known and has no effect", name)
+        return given
+
+    def load(self) -> LoadOptions:
+        """How the model is to be opened."""
+        cache = self.moe_cache_ram if self.expert_cache is None else self.expert_cache
+        return LoadOptions(
+            n_ctx=self.num_ctx or None,
+            n_batch=self.num_batch,
+            n_threads=self.num_thread or None,
+            expert_cache=cache if cache is None else str(cache),
+        )
+
+    def sampling(self) -> Sampling:
+        """How tokens are chosen; Sampling's own defaults where nothing is said."""
+        names = (
+            "temperature top_k top_p min_p typical_p repeat_last_n repeat_penalty presence_penalty frequency_penalty"
+        )
+        given = {name: value for name in names.split() if (value := getattr(self, name)) is not None}
+        n_predict, seed = self.num_predict or -1, -1 if self.seed is None else self.seed
+        return Sampling(
+            **given,
+            max_tokens=n_predict if n_predict > 0 else None,
+            seed=None if seed == -1 else seed & 0xFFFFFFFF,
+            stop=tuple(text for text in self.stop or () if text),
+        )
+
+
+def _level(value: bool | str | None) -> bool | str | None:
+    if isinstance(value, str) and value not in LEVELS:
+        raise ValueError(f'invalid think value: {value[:40]!r} (must be "high", "medium", "low", "max", true or false)')
+    return value
+
+
+def _format(value: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
+    if isinstance(value, str) and value not in ("", "json"):
+        raise ValueError(f'invalid format: {value[:40]!r}; expected "json" or a JSON schema')
+    return value or None
+
+
+ModelText = Annotated[str | None, Field(max_length=limits.NAME_CHARS)]
+KeepAlive = int | float | str | None
+
+
+class Named(Body):
+    """Every request about one model; `name` is the older word for `model`."""
+
+    model: ModelText = None
+    name: ModelText = None
+
+    @property
+    def model_name(self) -> str:
+        return self.model or self.name or ""
+
+    @model_validator(mode="after")
+    def _has_name(self) -> Named:
+        if not self.model_name:
+            raise ValueError("model is required")
+        return self
+
+
+class Call(Body):
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    arguments: dict[str, Any] = Field(default_factory=dict)
+
+
+class Calling(Body):
+    id: Annotated[str | None, Field(max_length=256)] = None
+    function: Call
+
+
+class ChatMessage(Body):
+    """One message; tool calls carry their arguments as an object."""
+
+    role: Annotated[str, Field(min_length=1, max_length=32), AfterValidator(str.lower)]
+    content: str | None = None
+    thinking: str | None = None
+    images: list[Any] | None = None
+    tool_calls: list[Calling] | None = None
+    tool_name: str | None = None
+    tool_call_id: str | None = None
+
+
+class Function(Body):
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(Body):
+    type: str | None = "function"
+    function: Function
+
+
+class Answering(Named):
+    """What chat and generate share."""
+
+    options: Options | None = None
+    stream: bool | None = None
+    think: Annotated[bool | str | None, AfterValidator(_level)] = None
+    format: Annotated[str | dict[str, Any] | None, AfterValidator(_format)] = None
+    keep_alive: KeepAlive = None
+    truncate: bool | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int | None, Field(ge=0, le=limits.TOP_LOGPROBS)] = None
+
+    @property
+    def n_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class ChatRequest(Answering):
+    messages: Annotated[list[ChatMessage] | None, Field(max_length=limits.MESSAGES)] = None
+    tools: Annotated[list[Tool] | None, Field(max_length=limits.TOOLS)] = None
+
+
+class GenerateRequest(Answering):
+    prompt: str | None = None
+    suffix: str | None = None
+    system: str | None = None
+    template: str | None = None
+    context: Annotated[list[int] | None, Field(max_length=limits.CTX_TOKENS)] = None
+    raw: bool | None = None
+    images: list[Any] | None = None
+
+
+class EmbedRequest(Named):
+    input: str | Annotated[list[str], Field(max_length=limits.INPUTS)] | None = None
+    truncate: bool | None = None
+    dimensions: Annotated[int | None, Field(ge=0, le=1 << 20)] = None
+    options: Options | None = None
+    keep_alive: KeepAlive = None
+
+
+class EmbeddingsRequest(Named):
+    prompt: str | None = None
+    options: Options | None = None
+    keep_alive: KeepAlive = None
+
+
+class ShowRequest(Named):
+    verbose: bool | None = None
+    system: str | None = None
+    options: Options | None = None
+
+
+class PullRequest(Named):
+    stream: bool | None = None
+
+
+class CreateRequest(Named):
+    """`from_` and `files` say where the weights come from; the rest is what the new name adds."""
+
+    from_: Annotated[str | None, Field(alias="from", max_length=limits.NAME_CHARS)] = None
+    files: Annotated[dict[str, str] | None, Field(max_length=1024)] = None
+    adapters: dict[str, str] | None = None
+    template: str | None = None
+    system: str | None = None
+    license: str | list[str] | None = None
+    parameters: dict[str, Any] | None = None
+    messages: Annotated[list[ChatMessage] | None, Field(max_length=limits.MESSAGES)] = None
+    quantize: str | None = None
+    stream: bool | None = None
+
+
+class CopyRequest(Body):
+    source: Annotated[str, Field(min_length=1, max_length=limits.NAME_CHARS)]
+    destination: Annotated[str, Field(min_length=1, max_length=limits.NAME_CHARS)]

@@ -1,0 +1,59 @@
+// Calls of this server: JSON there and back, answers line by line, and the key when the server asks for one.
+
+const KEY = "moegguf.key";
+
+export class ApiError extends Error {
+  constructor(status, message) {
+    super(message);
+    this.status = status;
+  }
+}
+
+export function keepKey(key) {
+  sessionStorage.setItem(KEY, key);
+}
+
+/** The response of `path`; throws ApiError with the server's own words. A body makes it a POST. */
+export async function request(path, { body, signal } = {}) {
+  const key = sessionStorage.getItem(KEY);
+  const headers = {};
+  if (key) headers.Authorization = `Bearer ${key}`;
+  if (body) headers["Content-Type"] = "application/json";
+  let response;
+  try {
+    response = await fetch(path, { method: body ? "POST" : "GET", headers, signal, body: body && JSON.stringify(body), cache: "no-store" });
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new ApiError(0, "The server does not answer.");
+  }
+  if (response.ok) return response;
+  if (response.status === 401) document.dispatchEvent(new Event("key-needed"));
+  throw new ApiError(response.status, await complaint(response));
+}
+
+async function complaint(response) {
+  try {
+    const { error } = await response.json();
+    return typeof error === "string" ? error : error.message;
+  } catch {
+    return `The server answers ${response.status}.`;
+  }
+}
+
+/** The objects of an NDJSON response as they come. */
+export async function* lines(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  try {
+    for (;;) {
+      const { value, done } = await reader.read();
+      if (done) break;
+      const parts = (rest + value).split("\n");
+      rest = parts.pop();
+      for (const part of parts) if (part.trim()) yield JSON.parse(part);
+    }
+    if (rest.trim()) yield JSON.parse(rest);
+  } finally {
+    reader.cancel().catch(() => {});
+  }
+}

@@ -1,0 +1,157 @@
+"""Files given to us by their digest: kept under it once every byte is there and verified, and never before.
+
+One function builds paths from digests, and takes nothing but `sha256:` and 64 hex digits.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+
+from moegguf.config import format_bytes
+from moegguf.errors import ModelFormatError, ModelNameError, ModelNotFoundError, PullError
+
+MARGIN_BYTES = 64 << 20  # left free on the disk
+_DIGEST = re.compile(r"sha256[:-]([0-9a-fA-F]{64})", re.ASCII)
+
+
+def blob_name(digest: str) -> str:
+    """The file name of a digest: "sha256-<hex>". Raises ModelNameError for anything else than a digest."""
+    match = _DIGEST.fullmatch(digest) if isinstance(digest, str) else None
+    if match is None:
+        raise ModelNameError(f'a digest is "sha256:" and 64 hexadecimal digits, but this is {digest!r:.80}.')
+    return f"sha256-{match[1].lower()}"
+
+
+def free_bytes(folder: Path) -> int:
+    """Bytes free on the disk of `folder`, which need not be there yet."""
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    return shutil.disk_usage(existing).free
+
+
+def check_space(folder: Path, n_bytes: int, what: str) -> None:
+    """Raises PullError when `n_bytes` more do not fit beside what should stay free."""
+    free = free_bytes(folder)
+    if n_bytes and n_bytes + MARGIN_BYTES > free:
+        raise PullError(
+            f"{what} needs {format_bytes(n_bytes)} (and {format_bytes(MARGIN_BYTES)} to spare), but the disk of"
+            f" {str(folder)!r} has {format_bytes(free)} free; make room, or choose a smaller quantisation."
+        )
+
+
+class BlobStore:
+    """The blobs in `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def path(self, digest: str) -> Path:
+        """The file of a digest. Raises ModelNameError, and ModelNotFoundError when it is not here."""
+        path = self.folder / blob_name(digest)
+        if not path.is_file() or path.is_symlink():
+            raise ModelNotFoundError(f"there is no blob {blob_name(digest)!r}; send it first.")
+        return path
+
+    def has(self, digest: str) -> bool:
+        path = self.folder / blob_name(digest)
+        return path.is_file() and not path.is_symlink()
+
+    def writer(self, digest: str, size_bytes: int | None = None) -> BlobWriter:
+        """For one blob, in a `with`. `size_bytes`: as announced; PullError at once when that does not fit the disk."""
+        return BlobWriter(self.folder, digest, size_bytes)
+
+    def add(self, digest: str, chunks: Iterable[bytes], size_bytes: int | None = None) -> Path:
+        """Keeps the bytes of `chunks` under their digest.
+
+        Raises ModelFormatError when they have another digest, PullError when the disk fails; nothing is kept then.
+        """
+        with self.writer(digest, size_bytes) as writer:
+            for chunk in chunks:
+                writer.write(chunk)
+            return writer.commit()
+
+
+class BlobWriter:
+    """Bytes on their way to a blob; what is not committed is removed."""
+
+    def __init__(self, folder: Path, digest: str, size_bytes: int | None) -> None:
+        self._path = folder / blob_name(digest)
+        check_space(folder, size_bytes or 0, f"the blob {self._path.name[:19]}")
+        self._sha = hashlib.sha256()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            _sweep(folder)
+            handle, name = tempfile.mkstemp(prefix=".", suffix=".partial", dir=folder)
+        except OSError as error:
+            raise _disk_fault(self._path, error) from error
+        self._partial = Path(name)
+        self._file = os.fdopen(handle, "wb")
+        fcntl.flock(handle, fcntl.LOCK_EX)  # says that someone is still writing it
+
+    def __enter__(self) -> BlobWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        with suppress(OSError):  # a full disk complains again at the close
+            self._file.close()
+        self._partial.unlink(missing_ok=True)
+
+    def write(self, chunk: bytes) -> None:
+        """Raises PullError when the disk fails."""
+        self._sha.update(chunk)
+        try:
+            self._file.write(chunk)
+        except OSError as error:
+            raise _disk_fault(self._path, error) from error
+
+    def commit(self) -> Path:
+        """Gives the bytes their name. Raises ModelFormatError when the digest is another one."""
+        found = f"sha256-{self._sha.hexdigest()}"
+        if found != self._path.name:
+            raise ModelFormatError(
+                f"the digest of the bytes is {found}, but {self._path.name} was announced; send again."
+            )
+        try:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            os.replace(self._partial, self._path)
+            sync_folder(self._path.parent)
+        except OSError as error:
+            raise _disk_fault(self._path, error) from error
+        return self._path
+
+
+def sync_folder(folder: Path) -> None:
+    """Names in `folder` survive a loss of power. Raises OSError."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _sweep(folder: Path) -> None:
+    """Removes what writers that have died left behind."""
+    for path in folder.glob(".*.partial"):
+        with suppress(OSError):
+            handle = os.open(path, os.O_RDONLY)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
+            finally:
+                os.close(handle)
+
+
+def _disk_fault(path: Path, error: OSError) -> PullError:
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    step = "make room and send it again" if full else "check the disk and send it again"
+    return PullError(f"{path.name[:19]} cannot be written to {str(path.parent)!r} ({error.strerror or error}); {step}.")

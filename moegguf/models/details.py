@@ -1,0 +1,103 @@
+"""What the headers of a model's files say: family, size, quantisation, what it can do. Reads no weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+
+from moegguf.experts import ExpertLayout, read_layout
+from moegguf.gguf_file import GGML_TYPES, Value
+from moegguf.models.entry import Details, Entry
+from moegguf.template_marks import capabilities_of
+
+# llama.h's llama_ftype: {general.file_type: name}
+FILE_TYPES = {
+    0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1", 10: "Q2_K", 11: "Q3_K_S",
+    12: "Q3_K_M", 13: "Q3_K_L", 14: "Q4_K_S", 15: "Q4_K_M", 16: "Q5_K_S", 17: "Q5_K_M", 18: "Q6_K", 19: "IQ2_XXS",
+    20: "IQ2_XS", 21: "Q2_K_S", 22: "IQ3_XS", 23: "IQ3_XXS", 24: "IQ1_S", 25: "IQ4_NL", 26: "IQ3_S", 27: "IQ3_M",
+    28: "IQ2_S", 29: "IQ2_M", 30: "IQ4_XS", 31: "IQ1_M", 32: "BF16", 36: "TQ1_0", 37: "TQ2_0", 38: "MXFP4", 39: "NVFP4",
+    40: "Q1_0", 41: "Q2_0",
+}  # fmt: skip
+
+_FILL_KEYS = ("tokenizer.ggml.fim_pre_token_id", "tokenizer.ggml.prefix_token_id")
+
+
+def details(entry: Entry) -> Details:
+    """What the entry's headers say; read again only when a file has changed.
+
+    Raises ModelNotFoundError, ModelFormatError, ExpertIOError as `read_layout` does.
+    """
+    layout = layout_of(entry.path)
+    metadata = layout.metadata
+    template = entry.template or layout.chat_template
+    total, _ = parameters(layout)
+    return Details(
+        family=layout.arch,
+        parameter_size=human_number(total),
+        n_parameters=total,
+        quantization=quantization(layout),
+        n_ctx_train=layout.hparams.n_ctx_train,
+        n_embd=layout.hparams.n_embd,
+        n_expert=layout.n_expert,
+        n_expert_used=layout.n_expert_used,
+        capabilities=_capabilities(metadata, layout.arch, template),
+        template=template,
+        metadata=metadata,
+    )
+
+
+def layout_of(path: Path) -> ExpertLayout:
+    """`read_layout`, once per file and change of it."""
+    try:
+        info = path.stat()
+    except OSError:
+        return read_layout(path)  # has the words for what is wrong
+    return _layout(path, info.st_size, info.st_mtime_ns)
+
+
+@lru_cache(maxsize=64)
+def _layout(path: Path, _size: int, _mtime_ns: int) -> ExpertLayout:
+    return read_layout(path)
+
+
+def parameters(layout: ExpertLayout) -> tuple[int, int]:
+    """(all parameters, those that one token uses)."""
+    blocks = {name: (n, n_bytes) for name, n, n_bytes in GGML_TYPES.values()}
+    total = sum(size // blocks[name][1] * blocks[name][0] for name, (_, size) in layout.tensor_types.items())
+    idle = sum(
+        matrix.ne0 * matrix.ne1 * (layer.n_expert - layer.n_expert_used)
+        for layer in layout.layers
+        for matrix in layer.matrices
+    )
+    return total, total - idle
+
+
+def main_type(layout: ExpertLayout) -> str:
+    """The type that most bytes of the model have."""
+    return max(layout.tensor_types, key=lambda name: layout.tensor_types[name][1])
+
+
+def quantization(layout: ExpertLayout) -> str:
+    """The name people know a file by ("Q4_K_M"); the main type where the file does not say."""
+    kind = layout.metadata.get("general.file_type")
+    return FILE_TYPES.get(kind, main_type(layout)) if isinstance(kind, int) else main_type(layout)
+
+
+def human_number(n: int) -> str:
+    """A count of parameters as people write it: "30.5B", "23.4M", "800K"."""
+    for unit, name in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if n >= unit:
+            text = f"{n / unit:.1f}"
+            return text.removesuffix(".0") + name
+    return str(n)
+
+
+def _capabilities(metadata: Mapping[str, Value], arch: str, template: str | None) -> tuple[str, ...]:
+    """As Ollama derives them: a model with pooling embeds, any other completes."""
+    if f"{arch}.pooling_type" in metadata:
+        return ("embedding",)
+    found = ["completion", *capabilities_of(template)]
+    if "insert" not in found and any(key in metadata for key in _FILL_KEYS):
+        found.append("insert")
+    return tuple(found)

@@ -1,0 +1,123 @@
+"""Models in folders: the one that ships with the package, those in MOEGGUF_MODELS, and the only one of a folder."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import moegguf
+from moegguf.config import read_environment
+from moegguf.errors import ModelNameError, ModelNotFoundError
+from moegguf.models.entry import Entry, Source
+from moegguf.models.files import changed_at, digest_of, size_of
+from moegguf.models.names import DEFAULT_TAG, parse_name
+from moegguf.splits import MAX_SHARDS
+
+DEMO_NAME = "demo"
+DEMO_FILE = "moegguf-demo-Q4_0.gguf"
+
+_SHARD = re.compile(r"(?P<name>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})")
+
+
+def demo_path() -> Path | None:
+    """The model that ships with the package; None when this installation is without it."""
+    paths = (Path(part) / "demo" / DEMO_FILE for part in moegguf.__path__)
+    return next((path for path in paths if path.is_file()), None)
+
+
+def demo_entry() -> Entry:
+    """Raises ModelNotFoundError when this installation is without it."""
+    path = demo_path()
+    if path is None:
+        raise ModelNotFoundError(
+            f"the demo model is not in this installation ({DEMO_FILE} belongs in {Path(moegguf.__path__[0]) / 'demo'});"
+            " install moegguf again, or give the path of a GGUF file."
+        )
+    return file_entry(path, "demo", f"{DEMO_NAME}:{DEFAULT_TAG}")
+
+
+def models_by_name() -> dict[str, Path]:
+    """{name: file} of what MOEGGUF_MODELS and one level of folders below it hold. Names are in lower case."""
+    folder = read_environment().models
+    if folder is None or not folder.is_dir():
+        return {}
+    return _models_in([*folder.glob("*.gguf"), *folder.glob("*/*.gguf")])
+
+
+def find_in_folder(text: str) -> Entry | None:
+    """The model in MOEGGUF_MODELS that goes by this name, with or without its ending and the tag `latest`."""
+    known = models_by_name()
+    keys = {name_key(text), name_key(text.lower().removesuffix(f":{DEFAULT_TAG}"))}
+    path = next((path for key, path in known.items() if key in keys or _as_name(key) in keys), None)
+    return _folder_entry(path, _shortest(known)[path]) if path else None
+
+
+def folder_models() -> Iterator[Entry]:
+    """The models in MOEGGUF_MODELS, once each, by their shortest name."""
+    for path, key in _shortest(models_by_name()).items():
+        with suppress(ModelNameError, OSError):
+            yield _folder_entry(path, key)
+
+
+def _shortest(known: dict[str, Path]) -> dict[Path, str]:
+    names: dict[Path, str] = {}
+    for key, path in known.items():
+        names[path] = min(names.get(path, key), key, key=len)
+    return names
+
+
+def _folder_entry(path: Path, key: str) -> Entry:
+    """The file goes by `key`, in its own spelling. Raises ModelNameError when that can be no name, OSError."""
+    return file_entry(path, "folder", parse_name(_as_name(path.stem[: len(key)])).canonical)
+
+
+def _as_name(text: str) -> str:
+    """With dashes for characters that no name may have."""
+    return re.sub(r"[^A-Za-z0-9._-]", "-", text)
+
+
+def only_model(folder: Path) -> Path:
+    """The model in `folder`. Raises ModelNotFoundError when there is none, or more than one."""
+    files = sorted(set(_models_in(folder.glob("*.gguf")).values()))
+    if len(files) == 1:
+        return files[0]
+    if not files:
+        raise ModelNotFoundError(f"the folder {str(folder)!r} has no GGUF file; give the path of one.")
+    some = ", ".join(repr(file.name) for file in files[:3]) + (", ..." if len(files) > 3 else "")
+    raise ModelNotFoundError(f"the folder {str(folder)!r} has {len(files)} models; give the path of one: {some}.")
+
+
+def file_entry(path: Path, source: Source, name: str) -> Entry:
+    """The model whose first (or only) file is at `path`. Raises OSError when it cannot be read."""
+    files = shards_of(path)
+    return Entry(name, source, files, size_of(files), digest_of(files), changed_at(path))
+
+
+def shards_of(path: Path) -> tuple[Path, ...]:
+    """`path` and the shards beside it that are there, in order."""
+    shard = _SHARD.fullmatch(path.stem)
+    if not shard or int(shard["number"]) != 1:
+        return (path,)
+    count = min(int(shard["count"]), MAX_SHARDS)
+    names = (f"{shard['name']}-{n:05d}-of-{shard['count']}{path.suffix}" for n in range(2, count + 1))
+    return (path, *(other for name in names if (other := path.with_name(name)).is_file()))
+
+
+def name_key(name: str) -> str:
+    """What names in MOEGGUF_MODELS are compared by."""
+    return name.lower().removesuffix(".gguf")
+
+
+def _models_in(files: Iterable[Path]) -> dict[str, Path]:
+    """{name: file}; a split model goes by its first shard, under its full name and the name without the number."""
+    models: dict[str, Path] = {}
+    for file in sorted(files):
+        shard = _SHARD.fullmatch(file.stem)
+        if shard and int(shard["number"]) != 1:
+            continue
+        if shard:
+            models.setdefault(name_key(shard["name"]), file)
+        models.setdefault(name_key(file.stem), file)
+    return models

@@ -1,0 +1,175 @@
+"""Reads and writes Modelfiles: a line is `INSTRUCTION arguments`, in Ollama's grammar.
+
+Instructions in any case: FROM (once), PARAMETER name value, SYSTEM, TEMPLATE, MESSAGE role text, LICENSE. A value goes
+to the end of its line, or stands in quotes, or in three quotes; a quote that ends a line ends the value. Four quotes or
+more on a line of their own enclose lines that may have such quotes (`render` writes them where nothing else will do).
+`#` starts a line of comment. LICENSE may come several times. REQUIRES has no effect; ADAPTER is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from moegguf.errors import OptionError
+from moegguf.models.entry import Entry
+from moegguf.models.recipe import ROLES, Recipe, check_text, jinja_or_none, parse_parameter
+
+MAX_MODELFILE = 4 << 20  # characters
+
+_LINE = re.compile(r"[ \t]*(?:#[^\n]*)?(?:\n|$)")
+_WORD = re.compile(r"[ \t]*([A-Za-z]+)(?:[ \t]+|(?=\n|$|\"))")
+_FENCED = r'(?P<fence>"{4,})\n(?P<fenced>.*?)\n(?P=fence)[ \t]*(?:\n|$)'
+_BLOCK = r'"""(?P<block>.*?)"""[ \t]*(?:\n|$)'
+_QUOTED = r'(?!""")"(?P<quoted>.*?)"[ \t]*(?:\n|$)'
+_BARE = r'(?!")(?P<bare>[^\n]*)(?:\n|$)'
+_VALUE = re.compile(f"[ \t]*(?:{_FENCED}|{_BLOCK}|{_QUOTED}|{_BARE})", re.DOTALL)
+_FIRST_WORD = re.compile(r"[ \t]*([^\s\"]+)[ \t]*")
+_INSTRUCTIONS = ("FROM", "PARAMETER", "SYSTEM", "TEMPLATE", "MESSAGE", "LICENSE", "ADAPTER", "REQUIRES")
+
+
+def parse(text: str) -> Recipe:
+    """The recipe that a Modelfile writes down.
+
+    Raises OptionError, naming the line, for anything that cannot be followed. A template in Go's language is left out
+    with a warning.
+    """
+    if len(text) > MAX_MODELFILE:
+        raise OptionError(f"a Modelfile has at most {MAX_MODELFILE} characters, but this one {len(text)}.")
+    found: dict[str, Any] = {"parameters": {}, "messages": []}
+    for number, instruction, rest in _instructions(text.replace("\r\n", "\n")):
+        try:
+            _follow(found, instruction, rest)
+        except OptionError as error:
+            raise OptionError(f"Modelfile, line {number}: {error}") from None
+    if "from_" not in found:
+        raise OptionError("a Modelfile needs a line `FROM name`, or FROM and the path of a GGUF file.")
+    return Recipe(**{**found, "messages": tuple(found["messages"])})
+
+
+def render(entry: Entry) -> str:
+    """A Modelfile that makes the same model again; `parse` reads it back."""
+    base = str(entry.path) if entry.source in ("path", "folder") else entry.name
+    lines = [f"FROM {base if _text(base) == base else _quoted(base)}"]
+    if entry.template is not None:
+        lines.append(f"TEMPLATE {_quoted(entry.template)}")
+    if entry.system is not None:
+        lines.append(f"SYSTEM {_quoted(entry.system)}")
+    for name, value in sorted(entry.parameters.items()):
+        lines += [
+            f"PARAMETER {name} {_written(one)}" for one in (value if isinstance(value, list | tuple) else [value])
+        ]
+    lines += [f"MESSAGE {message['role']} {_quoted(str(message['content']))}" for message in entry.messages]
+    if entry.license is not None:
+        lines.append(f"LICENSE {_quoted(entry.license)}")
+    return "\n".join(lines) + "\n"
+
+
+def render_parameters(entry: Entry) -> str:
+    """The parameters of a model as Ollama shows them, one `name value` a line."""
+    return "\n".join(f"{name:<30} {value}" for name, value in _parameters(entry))
+
+
+def _parameters(entry: Entry) -> Iterator[tuple[str, str]]:
+    for name, value in sorted(entry.parameters.items()):
+        for one in value if isinstance(value, list | tuple) else [value]:
+            yield name, _written(one)
+
+
+def _instructions(text: str) -> Iterator[tuple[int, str, str]]:
+    """(line number, instruction, what follows it up to the end of its value, quotes and all)."""
+    at = 0
+    while at < len(text):
+        blank = _LINE.match(text, at)
+        if blank and blank.end() > at:
+            at = blank.end()
+            continue
+        number = text.count("\n", 0, at) + 1
+        word = _WORD.match(text, at)
+        instruction = word[1].upper() if word else ""
+        if word is None or instruction not in _INSTRUCTIONS:
+            line = text[at:].split("\n", 1)[0]
+            raise OptionError(f"Modelfile, line {number}: {line!r:.60} starts with none of {', '.join(_INSTRUCTIONS)}.")
+        at = word.end()
+        end = _value_end(text, at, instruction, number)
+        yield number, instruction, text[at:end]
+        at = end
+
+
+def _value_end(text: str, at: int, instruction: str, number: int) -> int:
+    """Where an instruction's value ends; that of PARAMETER and MESSAGE comes after one more word."""
+    if instruction in ("PARAMETER", "MESSAGE"):
+        word = _FIRST_WORD.match(text, at)
+        at = word.end() if word else at
+    value = _VALUE.match(text, at)
+    if value is None:
+        raise OptionError(f"Modelfile, line {number}: a quote is opened and never closed at the end of a line.")
+    return value.end()
+
+
+def _follow(found: dict[str, Any], instruction: str, rest: str) -> None:
+    if instruction == "FROM":
+        if "from_" in found:
+            raise OptionError("there is a FROM already; a model is made from one.")
+        found["from_"] = _text(rest).strip()
+        if not found["from_"]:
+            raise OptionError("FROM needs a name or a path.")
+    elif instruction == "PARAMETER":
+        name, value = _pair(rest)
+        _set_parameter(found["parameters"], name.lower(), value)
+    elif instruction == "MESSAGE":
+        role, content = _pair(rest)
+        if role.lower() not in ROLES:
+            raise OptionError(f"a message's role is one of {', '.join(ROLES)}, but is {role!r:.40}.")
+        found["messages"].append({"role": role.lower(), "content": check_text("a message", content)})
+    elif instruction == "LICENSE":
+        parts = [part for part in (found.get("license"), _text(rest)) if part is not None]
+        found["license"] = check_text("LICENSE", "\n".join(parts))
+    elif instruction == "SYSTEM":
+        found["system"] = check_text("SYSTEM", _text(rest))
+    elif instruction == "TEMPLATE":
+        found["template"] = jinja_or_none(check_text("TEMPLATE", _text(rest)))
+    elif instruction == "ADAPTER":
+        raise OptionError("adapters cannot be used; give a model that they are merged into.")
+
+
+def _pair(rest: str) -> tuple[str, str]:
+    """A word and the value after it."""
+    word = _FIRST_WORD.match(rest)
+    if word is None:
+        raise OptionError("there must be a word and a value.")
+    return word[1], _text(rest[word.end() :])
+
+
+def _text(value: str) -> str:
+    match = _VALUE.match(value)
+    if match is None:
+        return ""
+    found = (match[group] for group in ("fenced", "block", "quoted"))
+    return next((text for text in found if text is not None), (match["bare"] or "").strip())
+
+
+def _set_parameter(parameters: dict[str, Any], name: str, text: str) -> None:
+    value = parse_parameter(name, text)
+    if name == "stop":
+        parameters.setdefault("stop", []).append(value)
+    else:
+        parameters[name] = value
+
+
+def _written(value: Any) -> str:
+    if isinstance(value, str):
+        return _quoted(value)
+    return str(value).lower() if isinstance(value, bool) else repr(value)
+
+
+def _quoted(text: str) -> str:
+    """In the quotes that read back as `text`."""
+    longest = max((len(run) for run in re.findall('"+', text)), default=0)
+    fence = '"' * max(4, longest + 1)
+    for written in (f'"{text}"', f'"""{text}"""'):
+        match = _VALUE.match(written)
+        if match and match.end() == len(written) and _text(written) == text and text[:1] != "\n":
+            return written
+    return f"{fence}\n{text}\n{fence}"

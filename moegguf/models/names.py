@@ -1,0 +1,172 @@
+"""What a model may be called, and what a name stands for: `[host/][namespace/]model[:tag]`.
+
+Rules of Ollama's names (first character, characters, lengths), so that a name is never a path. Hugging Face
+repositories can be written `hf.co/user/repo`, `huggingface.co/user/repo`, `hf:user/repo`, `user/repo` or as an address;
+a tag says which file ("Q4_K_M", or a file's whole name). Names differ only by more than case. Opens no files.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from urllib.parse import unquote, urlsplit
+
+from moegguf.errors import ModelNameError
+
+DEFAULT_TAG = "latest"
+HUB_HOST = "hf.co"
+OLLAMA_HOST = "registry.ollama.ai"
+OLLAMA_PREFIX = "ollama:"
+
+MAX_NAME = 512  # characters
+MAX_HOST = 253
+MAX_PART = 96  # as on the hub
+MAX_TAG = 160  # whole file names are tags
+
+_HUB_HOSTS = {HUB_HOST, "huggingface.co", "www.huggingface.co", "www.hf.co"}
+_PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*", re.ASCII)
+_HOST = re.compile(r"(?=[^/]*[.:]|localhost$)[a-z0-9_][a-z0-9_.-]*(:\d{1,5})?", re.ASCII)
+_DEVICES = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.IGNORECASE | re.ASCII)
+_RESERVED = {"hf", "ollama"}  # prefixes, not models
+
+FORMS = 'write "model:tag", or "hf.co/user/repo:Q4_K_M" for a model of Hugging Face'
+
+
+@dataclass(frozen=True)
+class Name:
+    """A name in its parts. `host` and `namespace` are empty for a model of ours; `tag` never is."""
+
+    host: str
+    namespace: str
+    model: str
+    tag: str
+
+    @property
+    def canonical(self) -> str:
+        """As it is written everywhere: "demo:latest", "hf.co/user/repo:Q4_K_M"."""
+        return "/".join(part for part in (self.host, self.namespace, self.model) if part) + f":{self.tag}"
+
+    @property
+    def key(self) -> str:
+        """Equal for names that mean the same."""
+        return self.canonical.lower()
+
+    @property
+    def is_hub(self) -> bool:
+        return self.host == HUB_HOST
+
+    @property
+    def repo(self) -> str:
+        """The repository of a hub name: "user/repo"."""
+        return f"{self.namespace}/{self.model}"
+
+
+def parse_name(text: str) -> Name:
+    """The name that `text` means.
+
+    Raises ModelNameError for anything that is not one: paths, other characters, too long, reserved words.
+    """
+    if not isinstance(text, str) or not text:
+        raise ModelNameError(f"a model's name must be text, but is {text!r:.40}; {FORMS}.")
+    if len(text) > MAX_NAME:
+        raise ModelNameError(f"a model's name has at most {MAX_NAME} characters, but this one {len(text)}; {FORMS}.")
+    if "://" in text:
+        return _parse_address(text)
+    lowered = text.lower()
+    if lowered.startswith("hf:"):
+        return _hub_name(text[3:], text)
+    if lowered.startswith(OLLAMA_PREFIX):
+        return _ollama_name(text[len(OLLAMA_PREFIX) :], text)
+    *before, last = text.split("/")
+    model, _, tag = last.partition(":")
+    if not before and lowered not in _HUB_HOSTS:
+        return _checked(Name("", "", model, tag if ":" in last else DEFAULT_TAG), text)
+    if not before or before[0].lower() in _HUB_HOSTS:
+        return _hub_name(text.partition("/")[2], text)
+    if len(before) == 1:
+        return _hub_name(text, text)
+    if len(before) == 2 and before[0]:
+        return _checked(Name(before[0].lower(), before[1], model, tag if ":" in last else DEFAULT_TAG), text)
+    raise _bad(text, "looks like a path")
+
+
+def _hub_name(path: str, text: str) -> Name:
+    """`user/repo[:tag]`."""
+    user, _, rest = path.partition("/")
+    repo, colon, tag = rest.partition(":")
+    if not user or not repo:
+        raise _bad(text, "names no repository: it needs a user and a repository")
+    return _checked(Name(HUB_HOST, user, repo, tag if colon else DEFAULT_TAG), text)
+
+
+def _ollama_name(path: str, text: str) -> Name:
+    """`[namespace/]model[:tag]` in an Ollama store."""
+    before, _, last = path.rpartition("/")
+    model, colon, tag = last.partition(":")
+    return _checked(Name(OLLAMA_HOST, before or "library", model, tag if colon else DEFAULT_TAG), text)
+
+
+def _parse_address(text: str) -> Name:
+    """A page of a repository, or of one of its files, whose name is then the tag."""
+    try:
+        parts = urlsplit(text)
+        host = (parts.hostname or "").lower()
+    except ValueError:
+        raise _bad(text, "is not an address") from None
+    if parts.scheme.lower() == "hf":
+        return _hub_name(text.partition("://")[2], text)
+    if parts.scheme.lower() not in ("http", "https") or host not in _HUB_HOSTS:
+        raise _bad(text, "is not an address of huggingface.co")
+    user, repo, *rest = [unquote(part) for part in parts.path.strip("/").split("/")] + [""] * 2
+    rest = [part for part in rest if part]
+    repo, colon, tag = repo.partition(":")
+    if rest and rest[0] in ("blob", "resolve") and len(rest) > 2:
+        colon, tag = ":", rest[-1]
+    return _checked(Name(HUB_HOST, user, repo, tag if colon else DEFAULT_TAG), text)
+
+
+def _checked(name: Name, text: str) -> Name:
+    if (
+        (name.host and not (_HOST.fullmatch(name.host) or name.is_hub))
+        or ".." in name.host
+        or len(name.host) > MAX_HOST
+    ):
+        raise _bad(text, "has three parts, but the first is not a host")
+    for part in (name.namespace, name.model) if name.host else (name.model,):
+        _check_part(part, MAX_PART, text)
+    _check_part(name.tag, MAX_TAG, text)
+    if name.host and not name.is_hub and "." in name.namespace:
+        raise _bad(text, "has a namespace with a dot")
+    if name.is_hub and "--" in name.namespace + "/" + name.model:
+        raise _bad(text, "has '--', which no repository has")
+    if not name.host and name.model.lower() in _RESERVED:
+        raise _bad(text, f"is not a model: {name.model!r} is a prefix")
+    return name
+
+
+def is_tag(text: str) -> bool:
+    """Whether `text` can be the tag of a name."""
+    return _fault(text, MAX_TAG) is None
+
+
+def _check_part(part: str, most: int, text: str) -> None:
+    if fault := _fault(part, most):
+        raise _bad(text, fault)
+
+
+def _fault(part: str, most: int) -> str | None:
+    """The rule that `part` breaks, in words."""
+    if not part:
+        return "has an empty part"
+    if len(part) > most:
+        return f"has a part of {len(part)} characters, at most {most} are allowed"
+    if not _PART.fullmatch(part) or ".." in part or part.endswith("."):
+        return f"has {part!r:.40}, but a part starts with a letter or digit and has only those and . _ -"
+    if _DEVICES.fullmatch(part):
+        return f"has {part!r:.40}, which is a device on some systems"
+    return None
+
+
+def _bad(text: str, rule: str) -> ModelNameError:
+    shown = repr(text) if len(text) <= 80 else repr(text[:77]) + "..."
+    return ModelNameError(f"the model name {shown} {rule}; {FORMS}.")

@@ -1,0 +1,144 @@
+"""What makes a name of one's own: where its files come from and what it adds to them. Plain data and its checks."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from moegguf.errors import OptionError
+
+MAX_TEXT = 1 << 20  # characters of a system message, template, license or message
+ROLES = ("system", "user", "assistant", "tool")
+
+INTS = (
+    "num_ctx num_batch num_gpu main_gpu num_thread draft_num_predict num_keep seed num_predict top_k repeat_last_n"
+    " mirostat num_gqa"
+).split()
+FLOATS = (
+    "top_p min_p typical_p tfs_z temperature repeat_penalty presence_penalty frequency_penalty mirostat_tau"
+    " mirostat_eta"
+).split()
+SWITCHES = "use_mmap use_mlock numa low_vram f16_kv logits_all vocab_only embedding_only penalize_newline".split()
+TEXTS = ("expert_cache",)
+PARAMETERS: dict[str, type] = {
+    **dict.fromkeys(INTS, int), **dict.fromkeys(FLOATS, float), **dict.fromkeys(SWITCHES, bool),
+    **dict.fromkeys(TEXTS, str), "stop": list,
+}  # fmt: skip
+"""Ollama's options, and ours; `stop` takes many values."""
+
+_GO = re.compile(r"\{\{-?\s*(\.|\$|if\b|range\b|else\b|end\b|with\b|block\b|define\b|template\b|or\b|and\b|eq\b|not\b)")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Either `from_` (a name or a path) or `files` ({file name: digest} of blobs). None leaves what the base has."""
+
+    from_: str = ""
+    files: Mapping[str, str] = field(default_factory=dict)
+    system: str | None = None
+    template: str | None = None
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    messages: tuple[Mapping[str, Any], ...] = ()
+    license: str | None = None
+
+
+def is_go_template(text: str) -> bool:
+    """Whether a template is one of Ollama's, in Go's language, and not Jinja."""
+    return bool(_GO.search(text)) and "{%" not in text
+
+
+def jinja_or_none(template: str | None) -> str | None:
+    """`template`, unless it cannot be used: Go's templates are left out with a warning, the model's own stays."""
+    if template and is_go_template(template):
+        warnings.warn(
+            "the template is in Go's language and is left out; the model's own is used, or write one in Jinja.",
+            stacklevel=2,
+        )
+        return None
+    return template or None
+
+
+def check_parameters(values: Mapping[str, Any], *, quiet: bool = False) -> dict[str, Any]:
+    """The parameters with their types right; unknown names are left out, with a warning unless `quiet`.
+
+    Raises OptionError for a value of the wrong kind.
+    """
+    checked: dict[str, Any] = {}
+    for name, value in values.items():
+        if name not in PARAMETERS:
+            if not quiet:
+                warnings.warn(f"there is no parameter {name!r:.60}; it is left out.", stacklevel=2)
+            continue
+        checked[name] = _converted(name, value)
+    return checked
+
+
+def check_messages(messages: Any) -> tuple[Mapping[str, Any], ...]:
+    """Messages with a role and a text. Raises OptionError for others."""
+    if not isinstance(messages, list | tuple):
+        raise OptionError(f"messages must be a list, but is {messages!r:.40}.")
+    for message in messages:
+        role = message.get("role") if isinstance(message, Mapping) else None
+        if role not in ROLES or not isinstance(message.get("content", ""), str):
+            raise OptionError(f"a message has a role ({', '.join(ROLES)}) and a content, but is {message!r:.60}.")
+        check_text("a message", message.get("content", ""))
+    return tuple({"role": m["role"], "content": m.get("content", "")} for m in messages)
+
+
+def check_text(what: str, text: str | None) -> str | None:
+    """`text`, if it is not too long and can be written down. Raises OptionError."""
+    if text is None:
+        return None
+    if not isinstance(text, str) or len(text) > MAX_TEXT:
+        raise OptionError(f"{what} must be a text of at most {MAX_TEXT} characters, but is {text!r:.40}.")
+    return text.encode("utf-8", "replace").decode()
+
+
+def parse_parameter(name: str, text: str) -> Any:
+    """The value that a Modelfile or `/set parameter` writes for parameter `name`; `stop` gives one text.
+
+    Raises OptionError for an unknown name or a value that does not fit.
+    """
+    kind = PARAMETERS.get(name)
+    if kind is None:
+        raise OptionError.unknown(name, PARAMETERS)
+    if kind in (str, list):
+        return text
+    if kind is bool and text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    try:
+        return _converted(name, json.loads(text))
+    except (ValueError, RecursionError):
+        raise _wrong(name, text) from None
+
+
+def _converted(name: str, value: Any) -> Any:
+    kind: type = PARAMETERS[name]
+    if kind is list:
+        values = [value] if isinstance(value, str) else value
+        if not isinstance(values, list | tuple) or not all(isinstance(text, str) for text in values):
+            raise _wrong(name, value)
+        return list(values)
+    if isinstance(value, bool) != (kind is bool):
+        raise _wrong(name, value)
+    if kind is float and isinstance(value, int):
+        value = float(value) if abs(value) < 1 << 53 else math.inf
+    if kind is int and isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if not isinstance(value, kind):
+        raise _wrong(name, value)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise _wrong(name, value)
+    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+        raise _wrong(name, value)
+    return value
+
+
+def _wrong(name: str, value: Any) -> OptionError:
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", list: "texts"}
+    return OptionError(f"the parameter {name!r} must be {words[PARAMETERS[name]]}, but is {value!r:.60}.")

@@ -1,0 +1,155 @@
+"""How the server and a worker talk: lines of JSON over a Unix socket, each one message with a `kind`.
+
+Objects of the contract go as their fields that differ from the defaults, and come back by their type hints. Bytes go
+as base64, errors by the name of their class. No pickle: a message can only become what is named here. Knows no
+processes and no models.
+
+To the worker: load (order), ask (id, ask, stream), embed (id, inputs, truncate, normalize), tokenize (id, text,
+special), detokenize (id, tokens), cancel (id), watch (per_s). From it: loading (share), ready (ready), failed (error),
+event (id, and the event by the name of its class), end (id, value or error, stats, decisions), view (view, decisions).
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import types
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from functools import cache
+from typing import Any, TypeVar
+
+import moegguf.errors
+from moegguf.engine.ask import Piece, PromptProgress
+from moegguf.errors import MoeggufError, OptionError, WorkerError
+
+MAX_MESSAGE_BYTES = 128 << 20  # a prompt of 8 MiB as escapes is 48 MiB; vectors of 8,000 texts are 87 MiB
+
+Message = dict[str, Any]
+Kind = TypeVar("Kind")
+
+EVENTS: dict[str, type[Piece] | type[PromptProgress]] = {kind.__name__: kind for kind in (Piece, PromptProgress)}
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a worker loads, and how. `expert_cache_bytes` None for a model without experts; types as ggml numbers."""
+
+    name: str
+    path: str
+    n_ctx: int
+    n_batch: int = 512
+    n_ubatch: int = 512
+    n_threads: int | None = None
+    expert_cache_bytes: int | None = None
+    type_k: int | None = None
+    type_v: int | None = None
+    flash_attn: bool = False
+    embedding: bool = False
+    verbose: bool = False
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A worker has loaded its model. `plan`: moegguf.engine.plan.Plan as JSON, without `expected`."""
+
+    n_ctx: int
+    plan: Mapping[str, Any] = field(default_factory=dict)
+
+
+def encode(message: Mapping[str, Any]) -> bytes:
+    """One line. Raises OptionError for what is too long, or cannot be written as JSON."""
+    try:
+        line = json.dumps(message, default=_plain, separators=(",", ":")).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise OptionError(f"a request has a value that JSON cannot hold ({error}); leave it out.") from None
+    if len(line) >= MAX_MESSAGE_BYTES:
+        raise OptionError(f"a request has {len(line)} bytes, but at most {MAX_MESSAGE_BYTES} are taken; shorten it.")
+    return line + b"\n"
+
+
+def decode(line: bytes | bytearray) -> Message:
+    """The message in a line. Raises WorkerError when it is none."""
+    try:
+        message = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise WorkerError(f"the other side of a worker's socket wrote no JSON ({error}).") from None
+    if not isinstance(message, dict) or not isinstance(message.get("kind"), str):
+        raise WorkerError("the other side of a worker's socket wrote a message without a kind.")
+    return message
+
+
+def _plain(value: Any) -> Any:
+    """What json asks for: objects it does not know."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {name: item for name, default in _defaults(type(value)) if (item := getattr(value, name)) != default}
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    if isinstance(value, frozenset | set):
+        return sorted(value)
+    raise TypeError(f"a {type(value).__name__}")
+
+
+@cache
+def _defaults(kind: type) -> tuple[tuple[str, Any], ...]:
+    """(field, its default; MISSING where it has none, so that it is always sent)."""
+    return tuple((f.name, f.default if f.default_factory is MISSING else f.default_factory()) for f in fields(kind))
+
+
+def build(kind: type[Kind], data: Any) -> Kind:
+    """An object of the dataclass `kind` from what `encode` wrote of one. Raises WorkerError when it does not fit."""
+    reader: Callable[[Any], Any] = _reader(typing.cast(Any, kind))
+    try:
+        return typing.cast(Kind, reader(data))
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        raise WorkerError(f"a worker's message is no {kind.__name__} ({error}).") from None
+
+
+@cache
+def _reader(hint: Any) -> Callable[[Any], Any]:
+    """What turns JSON into a value of a type hint; types that JSON has itself stay as they come."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if is_dataclass(hint):
+        return _object_reader(typing.cast(type, hint))
+    if hint is bytes:
+        return base64.b64decode
+    if origin is tuple and len(inner) == 2 and inner[1] is ...:
+        read = _reader(inner[0])
+        return lambda items: tuple(map(read, items))
+    if origin is tuple:
+        reads = [_reader(part) for part in inner]
+        return lambda items: tuple(read(item) for read, item in zip(reads, items, strict=True))
+    if origin in (typing.Union, types.UnionType):
+        kinds = [part for part in inner if is_dataclass(part) or typing.get_origin(part) is tuple or part is bytes]
+        read_other = _reader(kinds[0]) if kinds else _same
+        return lambda item: None if item is None else read_other(item)
+    if inner and inner[0] is int and isinstance(origin, type) and issubclass(origin, Mapping):
+        return lambda items: {int(name): item for name, item in items.items()}  # JSON's keys are texts
+    return _same
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _object_reader(kind: type) -> Callable[[Any], Any]:
+    hints = typing.get_type_hints(kind)
+    readers = {f.name: _reader(hints[f.name]) for f in fields(kind)}
+    return lambda data: kind(**{name: readers[name](item) for name, item in data.items()})
+
+
+def encode_error(error: BaseException) -> Message:
+    """The class and the text of an error."""
+    return {"class": type(error).__name__, "message": str(error) or type(error).__name__}
+
+
+def build_error(data: Any) -> MoeggufError:
+    """The error again, of its own class where that is one of ours."""
+    name, message = str(data.get("class")), str(data.get("message"))
+    kind = getattr(moegguf.errors, name, None)
+    if isinstance(kind, type) and issubclass(kind, MoeggufError):
+        return kind(message)
+    return MoeggufError(f"{name}: {message}")

@@ -1,0 +1,50 @@
+"""What tests of the catalog share: places of a test's own, and a filled Hugging Face cache."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+import pytest
+
+from moegguf.models.catalog import Catalog
+from moegguf.models.hub import hub_cache
+
+
+def own_places(home: Path, patch: pytest.MonkeyPatch) -> None:
+    """Whatever is kept or looked for is below `home`."""
+    for name, folder in (("MOEGGUF_HOME", "home"), ("HF_HOME", "hf"), ("OLLAMA_MODELS", "ollama")):
+        patch.setenv(name, str(home / folder))
+    for name in ("MOEGGUF_MODELS", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_TOKEN"):
+        patch.delenv(name, raising=False)
+
+
+def cache(repo: str, files: dict[str, bytes], commit: str = "a" * 40, main: bool = True) -> Path:
+    """Puts files into the Hugging Face cache as llama.cpp or huggingface_hub would."""
+    folder = hub_cache() / f"models--{repo.replace('/', '--')}"
+    (folder / "blobs").mkdir(parents=True, exist_ok=True)
+    for path, data in files.items():
+        blob = folder / "blobs" / hashlib.sha256(data).hexdigest()
+        blob.write_bytes(data)
+        link = folder / "snapshots" / commit / path
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(os.path.relpath(blob, link.parent))
+    if main:
+        (folder / "refs").mkdir(exist_ok=True)
+        (folder / "refs" / "main").write_text(commit)
+    return folder
+
+
+def send(catalog: Catalog, data: bytes) -> str:
+    digest = f"sha256:{hashlib.sha256(data).hexdigest()}"
+    catalog.add_blob(digest, [data[at : at + 50_000] for at in range(0, len(data), 50_000)], len(data))
+    return digest
+
+
+def names(prefix: str = "") -> list[str]:
+    return [entry.name for entry in Catalog().entries(prefix)]
+
+
+def files_of(folder: Path) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())

@@ -1,0 +1,142 @@
+"""Kills a process at every change it makes to the file system, one after the other.
+
+Run as a program: `crashing.py ACTION FOLDER`. For N = 1, 2, ... a child starts from a fresh copy of FOLDER, does
+the action and kills itself with SIGKILL at its N-th change; what is there then is checked by the parent. It ends when a
+child gets through, and prints how many points there were. Changes are seen by Python's audit hooks, before they happen.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+CHANGES = (
+    "os.rename", "os.link", "os.symlink", "os.mkdir", "os.remove", "os.rmdir", "os.truncate", "os.chmod",
+    "shutil.rmtree",
+)  # fmt: skip
+WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
+MOST = 300
+
+
+def run(action: str, folder: Path) -> str:
+    """Does all this in a process of its own, and returns what that prints."""
+    command = [sys.executable, __file__, action, str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def die_at(n: int) -> None:
+    """This process ends at its `n`-th change from now on."""
+    count = itertools.count(1)
+
+    def watch(event: str, arguments: tuple[Any, ...]) -> None:
+        opened = event == "open" and isinstance(arguments[2], int) and arguments[2] & WRITES
+        if (event in CHANGES or opened) and next(count) >= n:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(watch)
+
+
+def crash_everywhere(folder: Path, action: Callable[[], None], check: Callable[[], None]) -> int:
+    """The number of points; `check` raises when what is there after one of them is wrong."""
+    before = folder.with_name("before")
+    shutil.copytree(folder, before, symlinks=True)
+    for n in range(1, MOST):
+        shutil.rmtree(folder)
+        shutil.copytree(before, folder, symlinks=True)
+        child = os.fork()
+        if child == 0:
+            die_at(n)
+            action()
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        check()
+        if os.WIFEXITED(status):
+            assert os.WEXITSTATUS(status) == 0, f"the action failed at point {n}"
+            return n - 1
+    raise AssertionError(f"more than {MOST} points")
+
+
+def pull_again() -> None:
+    from moegguf.models.catalog import Catalog
+    from moegguf.models.pull import pull
+
+    pull("user/repo-gguf", Catalog(), lambda status: None)
+
+
+def old_or_new() -> None:
+    """Every file of the model is of one version, and stands under its digest."""
+    from huggingface_hub import scan_cache_dir
+
+    from moegguf.models.catalog import Catalog
+    from moegguf.models.hub import hub_cache
+
+    entry = Catalog().find("user/repo-gguf")
+    contents = {path.read_bytes()[:3] for path in entry.files}
+    assert contents in ({b"old"}, {b"new"}), contents
+    check_blobs()
+    assert not scan_cache_dir(hub_cache()).warnings, "huggingface_hub finds the cache damaged"
+
+
+def check_blobs() -> None:
+    import hashlib
+
+    from moegguf.models.files import home
+    from moegguf.models.hub import hub_cache
+
+    for blob in [*hub_cache().glob("*/blobs/*"), *home().glob("blobs/sha256-*")]:
+        if not blob.name.endswith(".incomplete"):
+            digest = blob.name.removeprefix("sha256-")
+            assert hashlib.sha256(blob.read_bytes()).hexdigest() == digest, blob
+
+
+def make_and_remove() -> None:
+    """A model of a blob comes, another one goes."""
+    import hashlib
+
+    from moegguf.models.catalog import Catalog
+    from moegguf.models.folder import demo_path
+    from moegguf.models.recipe import Recipe
+
+    catalog, demo = Catalog(), demo_path()
+    assert demo
+    data = demo.read_bytes()
+    digest = f"sha256:{hashlib.sha256(data).hexdigest()}"
+    catalog.add_blob(digest, [data])
+    catalog.create("made", Recipe(files={"demo.gguf": digest}, system="new"))
+    catalog.create("kept", Recipe(from_="made", system="new"))
+    catalog.remove("made")
+    catalog.remove("gone")
+
+
+def all_or_nothing() -> None:
+    """Names are whole; the one that stays is there all the time; the next change works."""
+    from moegguf.models.catalog import Catalog
+
+    for entry in Catalog().entries():
+        assert all(path.is_file() for path in entry.files)
+        if entry.name in ("made:latest", "kept:latest"):
+            assert entry.system in ("old", "new")
+    assert Catalog().find("kept").system in ("old", "new")
+    check_blobs()
+
+
+ACTIONS = {"pull": (pull_again, old_or_new), "create": (make_and_remove, all_or_nothing)}
+
+
+if __name__ == "__main__":
+    import moegguf.models.hub_api
+    import moegguf.models.hub_delete
+    import moegguf.models.hub_fetch
+    import moegguf.models.pull  # noqa: F401 (all that is imported before the fork writes no caches later)
+
+    action, check = ACTIONS[sys.argv[1]]
+    print(crash_everywhere(Path(sys.argv[2]), action, check))

@@ -1,0 +1,36 @@
+"""Chats for tests: with the demo model, which knows what moegguf is, and with one that repeats what it is asked."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from commanding import environment
+from terminal import Terminal, moegguf_command
+
+ECHO = Path(__file__).with_name("echo_model.py")
+QUESTION = "What does moegguf do?"
+ANSWER = "moegguf runs Mixture-of-Experts models that are too big for your memory."
+SMALL = ("--temperature", 0, "-t", 1, "-c", 512, "--expert-cache", "50%")
+
+
+def demo_chat(home: Path, *arguments: object, size: tuple[int, int] = (80, 24), **environ: str) -> Terminal:
+    """A chat with the demo model. `home`: where its history is kept."""
+    command = moegguf_command("run", "demo", *SMALL, *arguments)
+    return _terminal(command, home, size, environ)
+
+
+def echo_chat(
+    home: Path, *arguments: object, size: tuple[int, int] = (80, 24), term: str = "xterm", **environ: str
+) -> Terminal:
+    """A chat with the model of `echo_model.py`."""
+    command = [sys.executable, str(ECHO), "run", "demo", *map(str, (*SMALL, *arguments))]
+    return _terminal(command, home, size, environ, term)
+
+
+def _terminal(
+    command: list[str], home: Path, size: tuple[int, int], environ: dict[str, Any], term: str = "xterm"
+) -> Terminal:
+    names = {"MOEGGUF_HOME": str(home), "OMP_NUM_THREADS": "1", **environ}
+    return Terminal(command, environment(**names), columns=size[0], rows=size[1], term=term)

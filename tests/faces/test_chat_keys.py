@@ -1,0 +1,288 @@
+"""The chat's keyboard and screen: many lines, pastes, Ctrl-C, the editor, history, narrow and wide characters."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import stat
+import sys
+from pathlib import Path
+
+import pytest
+from chatting import ECHO, echo_chat
+from commanding import environment
+from terminal import ENTER, Terminal, control
+
+SMALL_ECHO = f"{sys.executable} {ECHO} run demo -t 1 -c 512 --expert-cache 50%"
+
+
+def history(home: Path) -> list[str]:
+    lines = (home / "history").read_text().splitlines()
+    return [line[1:] for line in lines if line.startswith("+")]
+
+
+def test_three_quotes_make_one_message_of_many_lines(tmp_path: Path) -> None:
+    with echo_chat(tmp_path) as chat:
+        chat.prompt()
+        chat.send('"""messages one' + ENTER)
+        chat.wait(lambda: chat.line == "...", "the second line")
+        chat.send("two" + ENTER + 'three"""' + ENTER)
+        chat.expect("[user: messages one")
+        chat.prompt()
+        assert "... two" in chat.text
+        assert "[user: messages one\ntwo\nthree]" in chat.text
+
+
+def test_ctrl_j_and_a_paste_begin_lines_and_only_enter_sends(tmp_path: Path) -> None:
+    with echo_chat(tmp_path) as chat:
+        chat.prompt()
+        chat.type("messages a")
+        chat.send(control("j"))
+        chat.wait(lambda: chat.line == "...", "the second line")
+        chat.send("b" + ENTER)
+        chat.expect("[user: messages a")
+        chat.prompt()
+        assert "[user: messages a\nb]" in chat.text
+        chat.paste("messages 1\n/bye\n3\n")
+        chat.wait(lambda: "... 3" in chat.text, "what was pasted")
+        assert "[user: messages 1" not in chat.text
+        chat.send(ENTER)
+        chat.expect("[user: messages 1")
+        chat.prompt()
+        assert "[user: messages 1\n/bye\n3\n]" in chat.text
+
+
+def test_a_command_in_three_quotes_is_a_message(tmp_path: Path) -> None:
+    with echo_chat(tmp_path) as chat:
+        chat.prompt()
+        assert "\n/bye is said" in chat.ask('"""/bye is said"""')
+
+
+def test_ctrl_c_stops_the_answer_only_and_keeps_what_was_written(tmp_path: Path) -> None:
+    with echo_chat(tmp_path) as chat:
+        chat.prompt()
+        chat.enter("slowly tick")
+        chat.expect("tick tick tick")
+        chat.send(control("c"))
+        chat.prompt()
+        said = chat.ask("messages")
+        assert re.search(r"\[user: slowly tick\] \[assistant: (tick\s)+\]", said)
+        chat.send(control("c"))
+        chat.expect("Use Ctrl + d or /bye to exit.")
+        chat.prompt()
+        chat.type("never sent")
+        chat.send(control("c"))
+        chat.prompt()
+        assert "never sent" not in chat.ask("messages")
+        chat.send(control("d"))
+        assert chat.exit_code() == 0
+
+
+def test_a_second_ctrl_c_ends_a_chat_that_cannot_stop_its_model(tmp_path: Path) -> None:
+    with echo_chat(tmp_path) as chat:
+        chat.prompt()
+        chat.enter("stubborn mule")
+        chat.expect("mule mule")
+        chat.send(control("c"))
+        chat.expect("stopping after what is being computed")
+        chat.send(control("c"))
+        assert chat.exit_code() == 130
+        assert history(tmp_path) == ["stubborn mule"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_the_chat_and_leaves_the_terminal_as_it_was(tmp_path: Path, number: signal.Signals) -> None:
+    words = f"trap : TERM HUP; stty -a; {SMALL_ECHO}; echo code $?; stty -a"
+    names = environment(MOEGGUF_HOME=str(tmp_path))
+    with Terminal(["/bin/sh", "-c", words], names) as chat:
+        chat.prompt()
+        os.killpg(chat.child.pid, number)  # the shell is in it, and goes on
+        chat.expect(f"code {128 + number}")
+        chat.exit_code()
+        before, after = chat.text.split("code")
+        modes = [set(re.findall(r"-?(?:icanon|echo|icrnl|isig)\b", part)) for part in (before, after)]
+        assert modes[0] == modes[1] and "icanon" in modes[1]
+
+
+def test_what_is_typed_during_an_answer_waits_for_the_prompt(tmp_path: Path) -> None:
+    with echo_chat(tmp_path) as chat:
+        chat.prompt()
+        chat.enter("slowly tock")
+        chat.expect("tock tock")
+        chat.send("typed ahead" + ENTER + control("c"))
+        chat.expect(">>> typed ahead")
+        chat.prompt()
+        assert "tock typed" not in chat.text
+        assert "\ntyped ahead" in chat.text
+
+
+def test_the_editor_writes_the_message(tmp_path: Path) -> None:
+    editor = tmp_path / "editor.sh"
+    editor.write_text('#!/bin/sh\nprintf " and\\nmore" >> "$1"\n')
+    editor.chmod(0o755)
+    with echo_chat(tmp_path, OLLAMA_EDITOR=str(editor), VISUAL="false") as chat:
+        chat.prompt()
+        chat.type("messages")
+        chat.send(control("g"))
+        chat.wait(lambda: chat.line == "... more", "what the editor wrote")
+        chat.send(ENTER)
+        chat.expect("[user: messages and")
+        chat.prompt()
+
+
+def test_keys_that_move_and_delete(tmp_path: Path) -> None:
+    with echo_chat(tmp_path) as chat:
+        chat.prompt()
+        chat.type("one two three")
+        chat.send(control("w") + "x" + control("a") + "0" + control("e") + "y" + "\x1bb" + control("k"))
+        chat.send("z" + control("b") + control("f") + ENTER)
+        chat.expect("0one two z")
+        chat.prompt()
+        chat.type("gone")
+        chat.send(control("u") + "kept" + control("l"))
+        chat.wait(lambda: chat.screen.cursor.y == 0 and chat.line == ">>> kept", "an empty screen")
+        chat.send(control("u") + control("p"))
+        chat.wait(lambda: chat.line == ">>> 0one two z", "the message before")
+        chat.send(control("n"))
+        chat.prompt()
+
+
+def test_ctrl_z_suspends_and_fg_resumes(tmp_path: Path) -> None:
+    with Terminal(
+        ["/bin/bash", "--norc", "--noediting", "-i"], environment(MOEGGUF_HOME=str(tmp_path), PS1="$ ")
+    ) as shell:
+        shell.wait(lambda: shell.line.startswith("$"), "the shell")
+        shell.send(SMALL_ECHO + ENTER)
+        shell.prompt()
+        shell.send(control("z"))
+        shell.expect("Stopped")
+        shell.wait(lambda: shell.line.startswith("$"), "the shell again")
+        shell.send("fg" + ENTER)
+        shell.prompt()
+        assert "\nhello" in shell.ask("hello")
+        shell.enter("slowly tick")
+        shell.expect("tick tick")
+        shell.send(control("z"))
+        shell.wait(lambda: shell.line.startswith("$"), "the shell a third time")
+        ticks = shell.text.count("tick")
+        shell.send("fg" + ENTER)
+        shell.wait(lambda: shell.text.count("tick") > ticks, "more of the answer")
+        shell.send("typed ahead" + ENTER + control("c"))
+        shell.expect(">>> typed ahead")
+
+
+def test_the_history_file_is_the_owners_and_holds_a_hundred(tmp_path: Path) -> None:
+    old = "".join(f"\n# then\n+message {n}\n" for n in range(150))
+    (tmp_path / "history").write_text(old)
+    (tmp_path / "history").chmod(0o644)
+    with echo_chat(tmp_path) as chat:
+        chat.prompt()
+        chat.send(control("p"))
+        chat.wait(lambda: chat.line == ">>> message 149", "the newest message")
+        chat.send(control("u"))
+        chat.prompt()
+        chat.ask("new")
+        chat.ask("/set nohistory")
+        chat.ask("secret")
+        chat.ask("/set history")
+        chat.ask("known")
+        chat.enter("/bye")
+        assert chat.exit_code() == 0
+    entries = history(tmp_path)
+    assert entries == [*(f"message {n}" for n in range(50, 150)), "new", "/set nohistory", "known", "/bye"]
+    assert stat.S_IMODE((tmp_path / "history").stat().st_mode) == 0o600
+
+
+def test_no_history_is_kept_when_a_variable_says_so(tmp_path: Path) -> None:
+    with echo_chat(tmp_path, OLLAMA_NOHISTORY="1") as chat:
+        chat.prompt()
+        chat.ask("hello")
+        chat.enter("/bye")
+        assert chat.exit_code() == 0
+    assert not (tmp_path / "history").exists()
+
+
+LONG = "the quick brown fox jumps over the lazy dog and then some"
+
+
+@pytest.mark.parametrize(("text", "lines"), [
+    (LONG, ["the quick brown fox jumps over the lazy", "dog and then some"]),
+    ("世" * 30, ["世" * 19, "世" * 11]),
+    ("x" * 50, ["x" * 39, "x" * 11]),
+])  # fmt: skip
+def test_forty_columns_break_between_words(tmp_path: Path, text: str, lines: list[str]) -> None:
+    with echo_chat(tmp_path, size=(40, 24)) as chat:
+        chat.prompt()
+        chat.send("messages" + ENTER)
+        chat.expect("[user: messages]")
+        chat.prompt()
+        chat.send(text + ENTER)
+        chat.wait(lambda: "\n".join(lines) in chat.text, f"{lines}")
+        chat.prompt()
+
+
+def test_a_terminal_that_is_not_to_wrap_wraps_by_itself(tmp_path: Path) -> None:
+    with echo_chat(tmp_path, "--nowordwrap", size=(40, 24)) as chat:
+        chat.prompt()
+        chat.send(LONG + ENTER)
+        chat.wait(lambda: f"\n{LONG[:40].rstrip()}\n{LONG[40:]}" in chat.text, "an unbroken answer")
+        chat.prompt()
+
+
+def test_thinking_is_grey_and_apart(tmp_path: Path) -> None:
+    with echo_chat(tmp_path) as chat:
+        chat.prompt()
+        said = chat.ask("think: deep thought|the answer")
+        assert re.search(r"Thinking\.\.\.\ndeep thought\n\.\.\.done thinking\.\n\nthe answer", said)
+        assert chat.colour_of("...done") != "default"
+        chat.ask("/set nowordwrap")
+        assert "42" in chat.ask("think: hmm|42")
+
+
+def test_without_colours_there_are_none(tmp_path: Path) -> None:
+    with echo_chat(tmp_path, NO_COLOR="1") as chat:
+        chat.prompt()
+        chat.ask("think: deep thought|the answer")
+        chat.ask("/experts")
+        assert not re.search(rb"\x1b\[[0-9;]*\b(3[0-7]|9[0-7]|38;5;\d+)m", chat.raw)
+
+
+def test_control_characters_of_a_model_do_not_reach_the_terminal(tmp_path: Path) -> None:
+    with echo_chat(tmp_path) as chat:
+        chat.prompt()
+        chat.paste("a\x1b[31mb\x07c")
+        chat.send(ENTER)
+        chat.expect("a␛[31mb␇c")
+        chat.prompt()
+
+
+def test_a_long_prompt_shows_how_far_it_is(tmp_path: Path) -> None:
+    with echo_chat(tmp_path) as chat:
+        chat.prompt()
+        chat.enter("progress")
+        chat.expect("reading the prompt 1,024/6,300 tokens · 47 t/s · 1m53s left")
+        chat.send(control("c"))
+        chat.prompt()
+        assert "reading the prompt" not in chat.screen.display[chat.screen.cursor.y - 1]
+
+
+def test_tab_completes_commands(tmp_path: Path) -> None:
+    with echo_chat(tmp_path) as chat:
+        chat.prompt()
+        chat.send("/exp\t")
+        chat.wait(lambda: chat.line == ">>> /experts", "the whole command")
+        chat.send(ENTER)
+        chat.expect("experts in memory")
+
+
+def test_a_terminal_that_can_do_nothing_will_do(tmp_path: Path) -> None:
+    with echo_chat(tmp_path, term="dumb") as chat:
+        chat.wait(lambda: chat.line == ">>>", "the prompt")
+        chat.send("think: hm|plain words" + ENTER)
+        chat.expect("...done thinking.")
+        chat.expect("plain words")
+        chat.wait(lambda: chat.line == ">>>", "the prompt")
+        assert b"\x1b[" not in chat.raw.partition(b">>>")[2]
+        chat.send("/bye" + ENTER)
+        assert chat.exit_code() == 0

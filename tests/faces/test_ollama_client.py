@@ -1,0 +1,199 @@
+"""Every call of the real `ollama` client against a real server, streamed and not."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import numpy as np
+import ollama
+import pytest
+from servers import Server
+
+QUESTION = "What does moegguf do?"
+ANSWER = "moegguf runs Mixture-of-Experts models"
+
+
+@pytest.fixture
+def client(server: Server) -> ollama.Client:
+    return ollama.Client(host=server.url, timeout=60)
+
+
+@pytest.fixture
+def own(client: ollama.Client) -> Iterator[str]:
+    """A name of one's own for the demo."""
+    client.create("own-demo", from_="demo", system="You are brief.", parameters={"temperature": 0, "stop": ["budget"]})
+    yield "own-demo"
+    client.delete("own-demo")
+
+
+def test_list_names_every_model_with_its_tag_and_digest(client: ollama.Client) -> None:
+    models = {model.model: model for model in client.list().models}
+    assert {"demo:latest", "tiny:latest"} <= set(models)
+    demo = models["demo:latest"]
+    assert len(demo.digest or "") == 64 and int(demo.digest or "", 16) > 0
+    assert demo.details is not None and demo.details.family == "qwen2moe"
+    assert demo.details.quantization_level == "Q4_0" and demo.details.format == "gguf"
+    assert demo.size is not None and demo.size > 1_000_000
+    assert demo.modified_at is not None and demo.modified_at.tzinfo is not None
+
+
+def test_show_has_the_keys_that_tools_read(client: ollama.Client) -> None:
+    shown = client.show("demo")
+    assert shown.modelinfo is not None and shown.modelinfo["general.architecture"] == "qwen2moe"
+    assert shown.modelinfo["qwen2moe.context_length"] == 512
+    assert "tokenizer.chat_template" not in shown.modelinfo
+    assert shown.capabilities == ["completion"]
+    assert shown.template and "<|im_start|>" in shown.template
+    assert shown.modelfile and shown.modelfile.startswith("FROM demo:latest")
+
+
+def test_chat_answers_and_counts(client: ollama.Client) -> None:
+    answer = client.chat("demo", [{"role": "user", "content": QUESTION}], options={"temperature": 0})
+    assert (answer.message.content or "").startswith(ANSWER)
+    assert answer.model == "demo:latest" and answer.done and answer.done_reason == "stop"
+    assert answer.prompt_eval_count and answer.eval_count and answer.eval_duration and answer.prompt_eval_duration
+    assert answer.total_duration and answer.total_duration >= answer.eval_duration + answer.prompt_eval_duration
+    created = datetime.fromisoformat(answer.created_at or "")
+    assert abs(datetime.now(UTC) - created) < timedelta(minutes=1)
+
+
+def test_a_streamed_chat_is_the_same_in_pieces(client: ollama.Client) -> None:
+    messages = [{"role": "user", "content": QUESTION}]
+    whole = client.chat("demo", messages, options={"seed": 1}).message.content
+    parts = list(client.chat("demo", messages, options={"seed": 1}, stream=True))
+    assert len(parts) > 2
+    assert "".join(part.message.content or "" for part in parts) == whole
+    assert [part.done for part in parts] == [False] * (len(parts) - 1) + [True]
+    assert parts[-1].message.content == "" and parts[-1].eval_count
+
+
+def test_generate_whole_streamed_and_raw(client: ollama.Client) -> None:
+    whole = client.generate("demo", QUESTION, options={"temperature": 0})
+    assert whole.response.startswith(ANSWER)
+    parts = list(client.generate("demo", QUESTION, options={"temperature": 0}, stream=True))
+    assert "".join(part.response for part in parts) == whole.response and parts[-1].done
+    raw = client.generate("demo", "moegguf runs", raw=True, options={"num_predict": 4, "temperature": 0})
+    assert raw.response and raw.eval_count == 4 and raw.done_reason == "length" and not raw.context
+
+
+def test_generate_goes_on_from_a_context(client: ollama.Client) -> None:
+    first = client.generate("demo", QUESTION, options={"temperature": 0, "num_predict": 8})
+    assert first.context and len(first.context) == (first.prompt_eval_count or 0) + 8
+    again = client.generate("demo", "And then?", context=first.context, options={"num_predict": 2})
+    assert (again.prompt_eval_count or 0) > len(first.context)
+
+
+def test_a_seed_repeats_an_answer(client: ollama.Client) -> None:
+    asked = {"options": {"seed": 7, "temperature": 1.5, "num_predict": 20}}
+    first, second = (client.generate("demo", "Tell me", **asked).response for _ in range(2))
+    assert first == second
+
+
+def test_stop_and_the_models_own_parameters_apply(client: ollama.Client, own: str) -> None:
+    assert "budget" not in client.generate(own, QUESTION).response
+    assert "keeps" not in client.generate(own, QUESTION, options={"stop": ["keeps"]}).response
+    shown = client.show(own)
+    assert shown.parameters and f'{"stop":<30} "budget"' in shown.parameters.splitlines()
+    assert shown.modelfile and "SYSTEM" in shown.modelfile
+
+
+def test_logprobs_come_with_their_alternatives(client: ollama.Client) -> None:
+    options = {"temperature": 0, "num_predict": 3}
+    answer = client.chat(
+        "demo", [{"role": "user", "content": QUESTION}], logprobs=True, top_logprobs=2, options=options
+    )
+    assert answer.logprobs and len(answer.logprobs) == 3
+    for token in answer.logprobs:
+        assert token.logprob <= 0 and token.top_logprobs and len(token.top_logprobs) == 2
+
+
+def test_format_json_and_a_schema_are_followed(client: ollama.Client) -> None:
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    options = {"num_predict": 60, "seed": 3}
+    answer = client.chat("tiny", [{"role": "user", "content": "a number"}], format=schema, options=options)
+    assert (answer.message.content or "").lstrip().startswith("{")
+    answer = client.chat("tiny", [{"role": "user", "content": "JSON"}], format="json", options=options)
+    assert (answer.message.content or "").lstrip().startswith("{")
+
+
+def test_embed_gives_unit_vectors_and_embeddings_the_plain_one(client: ollama.Client) -> None:
+    found = client.embed("tiny", ["one", "two words"])
+    vectors = np.array(found.embeddings)
+    assert vectors.shape == (2, client.show("tiny").modelinfo["qwen2moe.embedding_length"])  # type: ignore[index]
+    np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, rtol=1e-5)
+    assert found.prompt_eval_count and found.total_duration
+    plain = np.array(client.embeddings("tiny", "one").embedding)
+    np.testing.assert_allclose(plain / np.linalg.norm(plain), vectors[0], rtol=1e-4, atol=1e-6)
+
+
+def test_embed_takes_fewer_dimensions_and_no_input(client: ollama.Client) -> None:
+    assert np.linalg.norm(client.embed("tiny", "one", dimensions=3).embeddings) == pytest.approx(1)
+    assert client.embed("tiny", "").embeddings == []
+    with pytest.raises(ollama.ResponseError, match="exceeds the context length") as caught:
+        client.embed("tiny", "word " * 5000, truncate=False)
+    assert caught.value.status_code == 400
+
+
+def test_ps_says_until_when(client: ollama.Client) -> None:
+    client.generate("demo", keep_alive="10m")
+    model = next(model for model in client.ps().models if model.model == "demo:latest")
+    assert model.expires_at is not None
+    left = model.expires_at - datetime.now(UTC)
+    assert timedelta(minutes=9) < left <= timedelta(minutes=10)
+    assert model.size is not None and model.size > 0 and model.context_length == 512
+
+
+def test_copy_create_show_and_delete(client: ollama.Client) -> None:
+    client.copy("demo", "twin")
+    assert "twin:latest" in {model.model for model in client.list().models}
+    assert client.delete("twin").status == "success"
+    assert "twin:latest" not in {model.model for model in client.list().models}
+    with pytest.raises(ollama.ResponseError) as caught:
+        client.delete("twin")
+    assert caught.value.status_code == 404 and "model 'twin' not found" in caught.value.error
+
+
+def test_a_model_is_made_from_an_uploaded_file(client: ollama.Client, tiny: type, tmp_path: Path) -> None:
+    path = tiny("tiny-qwen2moe")
+    digest = client.create_blob(path)
+    assert digest == f"sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}"
+    assert client.create_blob(path) == digest
+    steps = [step.status for step in client.create("sent", files={"model.gguf": digest}, stream=True)]
+    try:
+        assert steps[-1] == "success"
+        assert client.generate("sent", "Hi", raw=True, options={"num_predict": 2}).eval_count == 2
+    finally:
+        client.delete("sent")
+
+
+def test_pull_of_what_cannot_be_pulled_is_an_error(client: ollama.Client) -> None:
+    with pytest.raises(ollama.ResponseError):
+        client.pull("hf.co/nobody/nothing")
+    with pytest.raises(ollama.ResponseError):
+        list(client.pull("hf.co/nobody/nothing", stream=True))
+
+
+def test_push_is_refused(client: ollama.Client) -> None:
+    with pytest.raises(ollama.ResponseError, match="push is not supported"):
+        client.push("demo")
+
+
+def test_an_unknown_model_is_a_404_in_ollamas_words(client: ollama.Client) -> None:
+    for stream in (False, True):
+        with pytest.raises(ollama.ResponseError, match="model 'nobody' not found") as caught:
+            for _ in client.chat("nobody", [{"role": "user", "content": "hi"}], stream=stream):
+                pass
+        assert caught.value.status_code == 404
+
+
+def test_the_asynchronous_client_works_too(server: Server) -> None:
+    async def talk() -> str:
+        client = ollama.AsyncClient(host=server.url)
+        parts = [part async for part in await client.chat("demo", [{"role": "user", "content": QUESTION}], stream=True)]
+        return "".join(part.message.content or "" for part in parts)
+
+    assert ANSWER[:7] in asyncio.run(talk())

@@ -1,0 +1,364 @@
+"""The `openai` Python client, sync and async, against `moegguf serve`: every call that interfaces promise."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from pydantic import BaseModel
+from servers import Server, serving
+
+ASKED: Any = {"model": "demo", "messages": [{"role": "user", "content": "What does moegguf do?"}], "seed": 7}
+TOOLS: Any = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string", "maxLength": 8}, "days": {"type": "integer"}},
+                "required": ["city", "days"],
+                "additionalProperties": False,
+            },
+        },
+    },
+    {"type": "function", "function": {"name": "clock", "parameters": {"type": "object", "properties": {}}}},
+]
+WEATHER: Any = {"type": "function", "function": {"name": "weather"}}
+
+
+class Animal(BaseModel):
+    """What a model is made to write."""
+
+    legs: int
+    tame: bool
+
+
+@pytest.fixture(scope="module")
+def openai_server(tmp_path_factory: pytest.TempPathFactory, tiny: Callable[..., Path]) -> Iterator[Server]:
+    """A server with the demo and two random models, one whose template knows tools and one that thinks first."""
+    models = {"tools": tiny(template="qwen"), "thinker": tiny(template="deepseek")}
+    with serving(tmp_path_factory.mktemp("openai"), models=models) as found:
+        for name in ("demo", *models):  # with one thread each: two would spin while others share the cores
+            found.call("/api/generate", {"model": name, "keep_alive": -1, "options": {"num_thread": 1}})
+        yield found
+
+
+@pytest.fixture(scope="module")
+def client(openai_server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{openai_server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def whole(client: openai.OpenAI) -> ChatCompletion:
+    """The demo's whole answer to ASKED."""
+    return client.chat.completions.create(**ASKED)
+
+
+def text_of(answer: ChatCompletion) -> str:
+    return answer.choices[0].message.content or ""
+
+
+def test_a_whole_answer(whole: ChatCompletion) -> None:
+    assert whole.id.startswith("chatcmpl-") and whole.model == "demo:latest" and whole.object == "chat.completion"
+    assert whole.choices[0].message.role == "assistant"
+    assert "moegguf" in text_of(whole)
+    assert whole.choices[0].finish_reason == "stop"
+    usage = whole.usage
+    assert usage is not None and usage.prompt_tokens > 5 and usage.completion_tokens > 5
+    assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+    figures = whole.model_extra or {}
+    assert figures["timings"]["predicted_n"] == usage.completion_tokens
+    assert figures["timings"]["predicted_per_second"] > 0
+    assert figures["moe"]["lookups"] > 0
+
+
+def test_a_seed_gives_the_same_answer_again(client: openai.OpenAI, whole: ChatCompletion) -> None:
+    assert text_of(client.chat.completions.create(**ASKED)) == text_of(whole)
+    random = {**ASKED, "model": "tools", "max_tokens": 8}
+    texts = [text_of(client.chat.completions.create(**{**random, "seed": seed})) for seed in (1, 2, 1, 2)]
+    assert texts[:2] == texts[2:] and texts[0] != texts[1]
+
+
+def test_a_stream_is_the_whole_answer(client: openai.OpenAI, whole: ChatCompletion) -> None:
+    chunks = list(client.chat.completions.create(**ASKED, stream=True))
+    assert {(chunk.id, chunk.created) for chunk in chunks} == {(chunks[0].id, chunks[0].created)}
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == text_of(whole)
+    assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["stop"]
+    assert all(chunk.usage is None for chunk in chunks)
+
+
+def test_a_stream_with_usage(client: openai.OpenAI, whole: ChatCompletion) -> None:
+    *chunks, last = client.chat.completions.create(**ASKED, stream=True, stream_options={"include_usage": True})
+    assert last.choices == []
+    assert last.usage == whole.usage
+    assert all(chunk.usage is None and len(chunk.choices) == 1 for chunk in chunks)
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+def test_an_answer_of_so_many_tokens(client: openai.OpenAI, name: str) -> None:
+    answer = client.chat.completions.create(**ASKED, **{name: 3})
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage is not None and answer.usage.completion_tokens == 3
+
+
+def test_a_text_that_ends_the_answer(client: openai.OpenAI, whole: ChatCompletion) -> None:
+    word = text_of(whole).split()[4]
+    answer = client.chat.completions.create(**ASKED, stop=[word, "never said"])
+    assert text_of(answer) == text_of(whole).partition(word)[0]
+    assert answer.choices[0].finish_reason == "stop"
+    assert text_of(client.chat.completions.create(**ASKED, stop=word)) == text_of(answer)
+
+
+def test_chances_of_tokens(client: openai.OpenAI) -> None:
+    asked = {**ASKED, "logprobs": True, "top_logprobs": 3, "temperature": 0, "max_tokens": 6}
+    answer = client.chat.completions.create(**asked)
+    told = answer.choices[0].logprobs
+    assert told is not None and told.content is not None
+    assert "".join(chance.token for chance in told.content) == text_of(answer)
+    for chance in told.content:
+        assert len(chance.top_logprobs) == 3
+        assert (
+            chance.logprob == max(top.logprob for top in chance.top_logprobs) <= 0
+        )  # temperature 0 takes the likeliest
+    chunks = client.chat.completions.create(**asked, stream=True)
+    streamed = [each for chunk in chunks if (told := chunk.choices[0].logprobs) for each in told.content or ()]
+    assert streamed == answer.choices[0].logprobs.content  # type: ignore[union-attr]
+
+
+def test_a_token_that_may_not_come(client: openai.OpenAI, openai_server: Server) -> None:
+    first = client.chat.completions.create(**ASKED, temperature=0, max_tokens=1)
+    token = openai_server.call("/tokenize", {"model": "demo", "content": text_of(first)}).json["tokens"][0]
+    other = client.chat.completions.create(**ASKED, temperature=0, max_tokens=1, logit_bias={str(token): -100})
+    assert text_of(other) != text_of(first)
+
+
+def test_a_tool_that_must_be_called(client: openai.OpenAI) -> None:
+    asked = {**ASKED, "model": "tools", "tools": TOOLS, "tool_choice": WEATHER, "reasoning_effort": "none"}
+    answer = client.chat.completions.create(**asked)
+    (call,) = answer.choices[0].message.tool_calls or ()
+    assert call.type == "function" and call.function.name == "weather" and call.id
+    arguments = json.loads(call.function.arguments)
+    assert isinstance(arguments["city"], str) and isinstance(arguments["days"], int)
+    assert answer.choices[0].finish_reason == "tool_calls"
+
+    chunks = list(client.chat.completions.create(**asked, stream=True))
+    deltas = [delta for chunk in chunks for delta in chunk.choices[0].delta.tool_calls or ()]
+    assert {delta.index for delta in deltas} == {0}
+    assert deltas[0].function is not None and deltas[0].function.name == "weather"
+    assert "".join(delta.function.arguments or "" for delta in deltas if delta.function) == call.function.arguments
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+
+
+def test_a_conversation_with_calls_goes_on(client: openai.OpenAI) -> None:
+    made = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo", "days": 1}'}}
+    messages: Any = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "Will it rain?"}]},
+        {"role": "assistant", "content": None, "tool_calls": [made]},
+        {"role": "tool", "tool_call_id": "c1", "content": "rain"},
+    ]
+    answer = client.chat.completions.create(
+        model="tools", messages=messages, tools=TOOLS, tool_choice="none", max_tokens=4, seed=1
+    )
+    assert answer.usage is not None and answer.usage.completion_tokens <= 4
+
+
+def test_tools_need_a_model_that_knows_them(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="does not support tools"):
+        client.chat.completions.create(**ASKED, tools=TOOLS)
+
+
+def test_json_by_a_schema(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.parse(
+        model="demo", messages=ASKED["messages"], seed=3, response_format=Animal, max_tokens=200
+    )
+    assert isinstance(answer.choices[0].message.parsed, Animal)
+    schema = {
+        "type": "object",
+        "properties": {"a": {"enum": ["x", "y"]}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    named: Any = {"type": "json_schema", "json_schema": {"name": "n", "strict": True, "schema": schema}}
+    for seed in range(3):
+        text = text_of(client.chat.completions.create(**{**ASKED, "seed": seed}, response_format=named, max_tokens=200))
+        assert json.loads(text) in ({"a": "x"}, {"a": "y"})
+
+
+def test_a_schema_that_cannot_be_followed_is_the_clients_mistake(client: openai.OpenAI) -> None:
+    named: Any = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "nonsense"}}}
+    with pytest.raises(openai.BadRequestError):
+        client.chat.completions.create(**ASKED, response_format=named)
+
+
+def test_keys_beside_openais(client: openai.OpenAI) -> None:
+    extra = {"top_k": 1, "min_p": 0.1, "repeat_penalty": 1.1, "keep_alive": "5m", "options": {"top_p": 0.5}}
+    one = client.chat.completions.create(**{**ASKED, "seed": 1}, extra_body=extra, max_tokens=8)
+    other = client.chat.completions.create(**{**ASKED, "seed": 2}, extra_body=extra, max_tokens=8)
+    assert text_of(one) == text_of(other)  # top_k 1 leaves no choice
+
+
+def test_thinking_is_told_apart(client: openai.OpenAI) -> None:
+    asked = {**ASKED, "model": "thinker", "max_tokens": 12}
+    answer = client.chat.completions.create(**asked, reasoning_effort="high")
+    message = answer.choices[0].message.model_extra or {}
+    assert message["reasoning"] == message["reasoning_content"] != ""
+    chunks = client.chat.completions.create(**asked, extra_body={"think": True}, stream=True)
+    deltas = [chunk.choices[0].delta.model_extra or {} for chunk in chunks]
+    assert "".join(delta.get("reasoning") or "" for delta in deltas) == message["reasoning"]
+    quiet = client.chat.completions.create(**asked, reasoning_effort="none")
+    assert "reasoning" not in (quiet.choices[0].message.model_extra or {})
+    with pytest.raises(openai.BadRequestError, match="does not support thinking"):
+        client.chat.completions.create(**ASKED, reasoning_effort="high")
+
+
+def test_the_second_turn_evaluates_only_what_is_new(client: openai.OpenAI) -> None:
+    asked: Any = {"model": "demo", "messages": ASKED["messages"], "temperature": 0, "max_tokens": 8}
+    first = client.chat.completions.create(**asked)
+    said: Any = {"role": "assistant", "content": text_of(first)}
+    second = client.chat.completions.create(**{**asked, "messages": [*asked["messages"], said, *asked["messages"]]})
+    assert first.usage is not None and second.usage is not None
+    details = second.usage.prompt_tokens_details
+    assert details is not None and details.cached_tokens is not None
+    assert details.cached_tokens >= first.usage.prompt_tokens
+    timings = (second.model_extra or {})["timings"]
+    assert timings["cache_n"] + timings["prompt_n"] == second.usage.prompt_tokens
+
+
+def test_completions(client: openai.OpenAI) -> None:
+    asked: Any = {"model": "demo", "prompt": "moegguf is", "seed": 1}
+    said = client.completions.create(**asked)
+    assert said.object == "text_completion" and said.choices[0].finish_reason in ("length", "stop")
+    assert said.usage is not None and 0 < said.usage.completion_tokens <= 16
+    chunks = list(client.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    assert "".join(choice.text for chunk in chunks for choice in chunk.choices) == said.choices[0].text
+    assert chunks[-1].usage == said.usage
+    echoed = client.completions.create(**asked, echo=True)
+    assert echoed.choices[0].text == f"moegguf is{said.choices[0].text}"
+
+
+def test_a_completion_of_tokens_and_its_chances(client: openai.OpenAI, openai_server: Server) -> None:
+    body = {"model": "demo", "content": "moegguf is", "add_special": True}
+    tokens = openai_server.call("/tokenize", body).json["tokens"]
+    asked: Any = {"model": "demo", "temperature": 0, "max_tokens": 4, "logprobs": 2}
+    by_text = client.completions.create(**asked, prompt="moegguf is")
+    by_tokens = client.completions.create(**asked, prompt=tokens)
+    assert by_tokens.choices[0].text == by_text.choices[0].text
+    told = by_text.choices[0].logprobs
+    assert told is not None and told.tokens and told.text_offset and told.top_logprobs
+    assert "".join(told.tokens) == by_text.choices[0].text
+    assert told.text_offset[0] == 0 and [len(top) for top in told.top_logprobs] == [2] * len(told.tokens)
+
+
+def test_embeddings_in_base64_by_default_and_as_numbers(client: openai.OpenAI) -> None:
+    packed = client.embeddings.create(model="demo", input=["one", "two"])
+    plain = client.embeddings.create(model="demo", input=["one", "two"], encoding_format="float")
+    assert [each.embedding for each in packed.data] == [pytest.approx(each.embedding, abs=1e-7) for each in plain.data]
+    assert packed.usage == plain.usage and packed.usage.prompt_tokens > 0
+    vector = packed.data[0].embedding
+    assert sum(x * x for x in vector) == pytest.approx(1, abs=1e-4)
+    short = client.embeddings.create(model="demo", input="one", dimensions=4).data[0].embedding
+    assert len(short) == 4 and sum(x * x for x in short) == pytest.approx(1, abs=1e-4)
+
+
+def test_embeddings_of_tokens(client: openai.OpenAI, openai_server: Server) -> None:
+    body = {"model": "demo", "content": "one", "add_special": True}
+    tokens = openai_server.call("/tokenize", body).json["tokens"]
+    of_text = client.embeddings.create(model="demo", input="one").data[0].embedding
+    assert client.embeddings.create(model="demo", input=tokens).data[0].embedding == of_text
+    assert client.embeddings.create(model="demo", input=[tokens]).data[0].embedding == of_text
+
+
+def test_an_input_that_is_too_long(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as raised:
+        client.embeddings.create(model="demo", input="word " * 5000)
+    assert raised.value.code == "context_length_exceeded"
+
+
+def test_models(client: openai.OpenAI) -> None:
+    listed = {model.id: model for model in client.models.list()}
+    assert {"demo:latest", "tools:latest"} <= listed.keys()
+    assert client.models.retrieve("demo:latest") == listed["demo:latest"]
+    assert client.models.retrieve("demo").id == "demo:latest"
+    with pytest.raises(openai.NotFoundError) as raised:
+        client.models.retrieve("hf.co/user/repo:Q4_K_M")
+    assert raised.value.code == "model_not_found"
+
+
+def test_a_model_that_is_not_there(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as raised:
+        client.chat.completions.create(**{**ASKED, "model": "nobody"})
+    assert raised.value.code == "model_not_found" and raised.value.type == "not_found_error"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_that_does_not_fit(client: openai.OpenAI, stream: bool) -> None:
+    long = [{"role": "user", "content": "word " * 5000}]
+    with pytest.raises(openai.BadRequestError) as raised:
+        client.chat.completions.create(**{**ASKED, "messages": long}, stream=stream)
+    assert raised.value.code == "context_length_exceeded"
+    assert raised.value.type == "invalid_request_error"
+
+
+def test_what_is_not_served_is_the_clients_mistake(client: openai.OpenAI) -> None:
+    picture = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}]}]
+    for fields in ({"n": 2}, {"messages": picture}, {"max_tokens": 0}, {"temperature": -1}):
+        with pytest.raises(openai.BadRequestError) as raised:
+            client.chat.completions.create(**{**ASKED, **fields})
+        assert raised.value.type == "invalid_request_error"
+        assert next(iter(fields)) in str(raised.value)
+
+
+def test_every_call_of_the_async_client(openai_server: Server, whole: ChatCompletion) -> None:
+    async def call_all() -> None:
+        base = f"{openai_server.url}/v1"
+        async with openai.AsyncOpenAI(base_url=base, api_key="none", max_retries=0, timeout=60) as client:
+            answer = await client.chat.completions.create(**ASKED)
+            stream = await client.chat.completions.create(**ASKED, stream=True)
+            chunks: list[ChatCompletionChunk] = [chunk async for chunk in stream]
+            assert (
+                text_of(answer) == "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == text_of(whole)
+            )
+            said = await client.completions.create(model="demo", prompt="moegguf is", seed=1)
+            pieces = await client.completions.create(model="demo", prompt="moegguf is", seed=1, stream=True)
+            assert "".join([chunk.choices[0].text async for chunk in pieces]) == said.choices[0].text
+            packed = await client.embeddings.create(model="demo", input="one")
+            assert len(packed.data[0].embedding) > 4
+            assert (await client.models.retrieve("demo")).id in [model.id async for model in client.models.list()]
+            with pytest.raises(openai.NotFoundError):
+                await client.models.retrieve("nobody")
+
+    asyncio.run(call_all())
+
+
+def test_a_process_that_dies_ends_its_answer_with_an_error_and_the_next_one_is_right(
+    client: openai.OpenAI, openai_server: Server
+) -> None:
+    ends = openai_server.call("/tokenize", {"model": "tools", "content": "<|endoftext|><|im_start|><|im_end|>"})
+    never = {str(token): -100 for token in ends.json["tokens"]}
+    asked: Any = {**ASKED, "model": "tools", "logit_bias": never}  # goes on until the context is full
+    stream = client.chat.completions.create(**asked, stream=True)
+    assert next(stream).choices[0].delta.role == "assistant"
+    for pid in workers_of(openai_server.pid):
+        os.kill(pid, signal.SIGKILL)
+    with pytest.raises(openai.APIError):
+        list(stream)
+    assert client.chat.completions.create(**{**asked, "max_tokens": 4}).choices
+
+
+def workers_of(pid: int) -> list[int]:
+    """The processes that hold a model for the server."""
+    import psutil
+
+    return [child.pid for child in psutil.Process(pid).children()]

@@ -1,0 +1,40 @@
+"""Asking a model in process, the short way: texts, timings, and the model that ships with the package."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from moegguf.engine.answer import Answer
+from moegguf.engine.ask import Ask, Piece, Sampling, Timing
+from moegguf.engine.llama import Llama
+
+DEMO = Path(__file__).resolve().parents[2] / "moegguf" / "demo" / "moegguf-demo-Q4_0.gguf"
+QUESTION = "What does moegguf do?"
+SAMPLING = {field.name for field in fields(Sampling)}
+Load = Callable[..., Llama]  # the fixtures of conftest.py
+TinyModel = Callable[..., Path]
+
+
+def ask(*messages: str, **options: Any) -> Ask:
+    """A request at temperature 0. `messages` are a user's and an assistant's in turn; options of Ask and Sampling."""
+    sampling = {name: options.pop(name) for name in list(options) if name in SAMPLING}
+    turns = tuple({"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(messages))
+    return Ask(messages=turns or None, sampling=Sampling(**{"temperature": 0.0, **sampling}), **options)
+
+
+def text_of(pieces: list[Piece]) -> str:
+    return "".join(piece.text for piece in pieces)
+
+
+def reply(llm: Llama, *messages: str, **options: Any) -> tuple[str, Timing]:
+    """The text and the timing of an answer."""
+    answer = Answer(llm, ask(*messages, **options))
+    return text_of(list(answer.pieces())), answer.timing
+
+
+def ends_of(llm: Llama) -> list[int]:
+    """The tokens that end an answer."""
+    return [token for token in range(llm.n_vocab()) if llm.vocabulary.ends(token)]

@@ -1,0 +1,241 @@
+"""Answers as they are written: the text, what they took, what is reused, and how they are stopped."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from answering import DEMO, QUESTION, Load, TinyModel, ask, reply, text_of
+
+from moegguf.engine.answer import Answer, Background
+from moegguf.engine.ask import Ask, Piece, PromptProgress
+from moegguf.engine.llama import Llama
+from moegguf.errors import ClosedError, ContextError, ExpertIOError, OptionError
+from moegguf.native import library
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Llama]:
+    with Llama(DEMO, n_ctx=512, n_batch=64, n_threads=1, verbose=False) as llm:
+        yield llm
+
+
+@pytest.fixture
+def demo(shared: Llama) -> Llama:
+    """The demo model, its context empty. It ends its answer to QUESTION after about 70 tokens."""
+    shared.reset()
+    return shared
+
+
+def test_the_answer_is_the_models_and_the_timing_counts_it(demo: Llama) -> None:
+    text, timing = reply(demo, QUESTION)
+    assert text.startswith("moegguf runs Mixture-of-Experts models")
+    assert timing.finish == "stop"
+    assert (timing.prompt_tokens, timing.cached_tokens) == (20, 0)
+    assert timing.answer_tokens == len(demo.tokenize(text.encode(), False)) + 1  # and the one that ends it
+    assert timing.stats.tokens == timing.prompt_tokens + timing.answer_tokens - 1
+    assert timing.answer_stats.tokens == timing.answer_tokens - 1
+    assert 0 < timing.prompt_s < timing.total_s
+    assert timing.prompt_s + timing.answer_s == pytest.approx(timing.total_s)
+    assert timing.context == ()
+
+
+def test_a_second_turn_evaluates_only_what_is_new(demo: Llama) -> None:
+    first, before = reply(demo, QUESTION)
+    second, timing = reply(demo, QUESTION, first, "Who wrote this?")
+    assert timing.cached_tokens >= before.prompt_tokens + before.answer_tokens - 1
+    assert timing.prompt_tokens < 20
+    assert second
+
+
+def test_the_same_prompt_again_evaluates_one_token(demo: Llama) -> None:
+    text, first = reply(demo, QUESTION)
+    again, second = reply(demo, QUESTION)
+    assert again == text
+    assert (second.cached_tokens, second.prompt_tokens) == (first.prompt_tokens - 1, 1)
+
+
+def test_a_seed_gives_the_same_answer_whatever_came_before(demo: Llama) -> None:
+    def drawn() -> str:
+        text, timing = reply(demo, prompt="Once upon", temperature=1.5, seed=7, max_tokens=60)
+        assert timing.cached_tokens == 0
+        return text
+
+    fresh = drawn()
+    reply(demo, QUESTION, max_tokens=30)
+    reply(demo, prompt="Once upon a", max_tokens=5)
+    assert drawn() == fresh
+    unseeded = {reply(demo, prompt="Once upon", temperature=1.5, max_tokens=60)[0] for _ in range(3)}
+    assert len(unseeded) > 1
+
+
+def test_a_long_prompt_reports_each_batch(demo: Llama) -> None:
+    told: list[PromptProgress] = []
+    answer = Answer(demo, ask("word " * 150, max_tokens=2))
+    list(answer.pieces(told.append))
+    n_tokens = answer.timing.prompt_tokens
+    assert {report.n_tokens for report in told} == {n_tokens}
+    assert [report.n_done for report in told] == [*range(0, n_tokens, 64), n_tokens]
+    assert [report.seconds for report in told] == sorted(report.seconds for report in told)
+
+
+def test_cancelling_in_a_prompt_stops_after_a_batch(demo: Llama) -> None:
+    answer = Answer(demo, ask("word " * 150))
+    told: list[PromptProgress] = []
+
+    def cancel(report: PromptProgress) -> None:
+        told.append(report)
+        if report.n_done >= 64:
+            answer.cancel()
+
+    assert list(answer.pieces(cancel)) == []
+    assert told[-1].n_done == 64
+    assert (answer.timing.finish, answer.timing.answer_tokens) == ("cancelled", 0)
+    assert answer.timing.total_s > 0
+    assert reply(demo, QUESTION)[1].finish == "stop"
+
+
+def test_cancelling_stops_within_one_token(demo: Llama) -> None:
+    answer, pieces = Answer(demo, ask(QUESTION)), list[Piece]()
+    for piece in answer.pieces():
+        pieces.append(piece)
+        if len(pieces) == 5:
+            answer.cancel()
+    assert len(pieces) == 5
+    assert (answer.timing.finish, answer.timing.answer_tokens) == ("cancelled", 5)
+    assert answer.timing.answer_s > 0
+    assert reply(demo, QUESTION)[0].startswith(text_of(pieces))
+
+
+def test_leaving_the_loop_ends_the_answer_and_frees_the_model(demo: Llama) -> None:
+    answer = Answer(demo, ask(QUESTION))
+    pieces = answer.pieces()
+    next(pieces)
+    pieces.close()
+    assert (answer.timing.finish, answer.timing.answer_tokens) == ("cancelled", 1)
+    assert answer.timing.total_s > 0
+    assert reply(demo, QUESTION)[1].finish == "stop"
+
+
+def test_an_answer_cancelled_before_or_after_it_ran_disturbs_nobody(demo: Llama) -> None:
+    early = Answer(demo, ask(QUESTION))
+    early.cancel()
+    assert list(early.pieces()) == []
+    assert early.timing.finish == "cancelled"
+    late = Answer(demo, ask(QUESTION))
+    whole = text_of(list(late.pieces()))
+    late.cancel()
+    assert reply(demo, QUESTION)[0] == whole
+
+
+def test_cancelling_one_that_waits_leaves_the_one_that_runs(demo: Llama) -> None:
+    running, waiting = Background(Answer(demo, ask(QUESTION))), Answer(demo, ask(QUESTION))
+    pieces = iter(running)
+    first = next(pieces)
+    waits = threading.Thread(target=lambda: list(waiting.pieces()))
+    waits.start()
+    waiting.cancel()
+    assert text_of([first, *pieces]).endswith(".")
+    assert running.timing.finish == "stop"
+    waits.join(30)
+    assert (waiting.timing.finish, waiting.timing.answer_tokens) == ("cancelled", 0)
+
+
+def test_cancelling_ends_a_pass_that_waits_for_a_slow_disk(tiny: TinyModel, load: Load) -> None:
+    llm = load(tiny("tiny-mix"), expert_cache="25%")
+    background = Background(Answer(llm, ask("hello there")))
+    pieces = iter(background)
+    next(pieces)
+    library.arm_fault("slow_read", 1, sticky=True)
+    begin = time.monotonic()
+    background.cancel(20)
+    assert not background.running
+    assert time.monotonic() - begin < 10
+    assert background.timing.finish == "cancelled"
+    library.arm_fault("slow_read", 0)
+    assert reply(llm, "hello", max_tokens=3)[1].answer_tokens == 3
+
+
+def test_a_background_answer_is_the_same_and_stops_when_it_is_left(demo: Llama) -> None:
+    whole = text_of(list(Background(Answer(demo, ask(QUESTION)))))
+    assert whole == reply(demo, QUESTION)[0]
+    left = Background(Answer(demo, ask(QUESTION)))
+    for _ in left:
+        break
+    assert left.cancel(10)
+    assert left.timing.total_s > 0
+
+
+def test_a_fault_in_the_middle_is_raised_where_the_pieces_are_read(tiny: TinyModel, load: Load) -> None:
+    llm = load(tiny("tiny-mix"), expert_cache="25%")
+
+    def pieces_until_the_disk_fails(pieces: Iterator[Piece]) -> None:
+        next(pieces)
+        library.arm_fault("read", 1, errno=5, sticky=True)
+        list(pieces)
+
+    for kind in (lambda answer: answer.pieces(), lambda answer: iter(Background(answer))):
+        answer = Answer(llm, ask("hello there", temperature=1.0, min_p=0.0))
+        with pytest.raises(ExpertIOError):
+            pieces_until_the_disk_fails(kind(answer))
+        library.arm_fault("read", 0)
+        assert answer.timing.total_s > 0
+        assert reply(llm, "hello", max_tokens=3)[1].answer_tokens == 3
+
+
+def test_a_prompt_that_does_not_fit_says_how_long_it_is(demo: Llama) -> None:
+    with pytest.raises(ContextError, match=r"Requested tokens \(\d+\) exceed context window of 512; "):
+        Answer(demo, ask("word " * 600))
+    with pytest.raises(ContextError, match=r"Requested tokens \(\d+\) exceed context window of 512; "):
+        Answer(demo, ask(prompt="word " * 600))
+    with pytest.raises(ContextError, match="exceed context window"):
+        Answer(demo, ask("x" * 50_000_000))
+
+
+def test_the_oldest_messages_are_left_out_when_all_do_not_fit(demo: Llama) -> None:
+    turns = [f"{'question' if i % 2 == 0 else 'answer'} number {i} " * 6 for i in range(21)]
+    messages = ({"role": "system", "content": "Be kind."}, *ask(*turns).messages)  # type: ignore[misc]
+    answer = Answer(demo, Ask(messages=messages))
+    cut = answer.timing.cut_messages
+    assert 0 < cut < 21
+    assert cut % 2 == 0, "what is left begins with the assistant"
+    prompt = demo.detokenize(answer._prompt.tokens, special=True).decode()
+    assert prompt.index("Be kind.") < prompt.index(turns[cut])
+    assert turns[cut - 1] not in prompt
+    assert turns[-1].strip() in prompt
+    assert len(answer._prompt.tokens) <= 512 - 512 // 8
+    with pytest.raises(ContextError):
+        Answer(demo, Ask(messages=messages, truncate=False))
+
+
+def test_what_may_not_be_left_out_never_is(demo: Llama) -> None:
+    system = {"role": "system", "content": "word " * 600}
+    with pytest.raises(ContextError):
+        Answer(demo, Ask(messages=(system, *ask("a", "b", "c").messages)))  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("nothing", [ask(prompt=""), Ask(), Ask(messages=())], ids=["empty", "none", "no messages"])
+def test_nothing_asked_is_refused(demo: Llama, nothing: Ask) -> None:
+    with pytest.raises(OptionError):
+        Answer(demo, nothing)
+
+
+def test_a_closed_model_is_said_to_be_closed(load: Load) -> None:
+    llm = load(DEMO)
+    answer = Answer(llm, ask(QUESTION))
+    llm.close()
+    with pytest.raises(ClosedError):
+        list(answer.pieces())
+    with pytest.raises(ClosedError):
+        Answer(llm, ask(QUESTION))
+
+
+def test_a_model_without_a_template_reads_the_texts(tiny: TinyModel, load: Load) -> None:
+    path: Path = tiny("tiny-mix")
+    llm = load(path)
+    llm.metadata.pop("tokenizer.chat_template", None)
+    answer = Answer(llm, ask("one", "two", "three"))
+    assert llm.detokenize(answer._prompt.tokens).decode().strip() == "one\ntwo\nthree"

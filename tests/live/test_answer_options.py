@@ -1,0 +1,266 @@
+"""What can be asked of an answer: stop strings, how tokens are chosen, their chances, gaps to fill, formats."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from answering import DEMO, QUESTION, Load, TinyModel, ask, ends_of, reply, text_of
+
+from moegguf.engine.answer import Answer
+from moegguf.engine.ask import Ask, Piece, TokenChance
+from moegguf.engine.llama import Llama
+from moegguf.engine.transcript import Transcript
+from moegguf.engine.vocabulary import to_utf8
+from moegguf.errors import CapabilityError, OptionError, TemplateError
+
+THINKER = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    "{% if tools %}<tool_call>{{ tools | length }}</tool_call>{% endif %}"
+    "{% if add_generation_prompt %}[assistant]<think>\n{% endif %}"
+    "{# <think> </think> #}"
+)
+CALLER = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if tools %}{% for tool in tools %}{{ tool | tojson }}{% endfor %}"
+    '<tool_call>{"name": <name>, "arguments": <arguments>}</tool_call>{% endif %}'
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"enum": ["Paris", "Oslo"]}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Llama]:
+    with Llama(DEMO, n_ctx=512, n_threads=1, verbose=False) as llm:
+        yield llm
+
+
+@pytest.fixture
+def demo(shared: Llama) -> Llama:
+    shared.reset()
+    return shared
+
+
+@pytest.fixture(scope="module")
+def whole(shared: Llama) -> str:
+    """The whole answer to QUESTION."""
+    shared.reset()
+    return reply(shared, QUESTION)[0]
+
+
+@pytest.mark.parametrize("stop", ["of-Experts", " models", "f", "It leaves the exp", "moe", "."])
+def test_a_stop_string_ends_the_answer_and_no_letter_of_it_is_told(demo: Llama, whole: str, stop: str) -> None:
+    answer = Answer(demo, ask(QUESTION, stop=("not there at all", stop)))
+    assert text_of(list(answer.pieces())) == whole[: whole.index(stop)]
+    assert answer.timing.finish == "stop"
+    assert answer.timing.answer_tokens <= len(demo.tokenize(whole.encode(), False))
+
+
+def test_the_first_of_several_stop_strings_counts(demo: Llama, whole: str) -> None:
+    stops = (" memory", "Mixture", "Mix")
+    assert reply(demo, QUESTION, stop=stops)[0] == whole[: whole.index("Mix")]
+
+
+def test_what_only_looked_like_a_stop_string_is_told(demo: Llama, whole: str) -> None:
+    stops = (whole[5:30] + "!", whole[-6:] + "and more", "\N{SNOWMAN}", "")
+    assert reply(demo, QUESTION, stop=stops)[0] == whole
+
+
+def test_code_points_that_tokens_split_come_whole(demo: Llama) -> None:
+    text = "naïve 漢字 🦙 e\u0301"
+    vocabulary = demo.vocabulary
+    tokens = vocabulary.tokens(text)
+    pieces = [vocabulary.piece(token) for token in tokens]
+    assert b"".join(pieces) == text.encode()
+    assert any(not _is_text(piece) for piece in pieces), "no token splits a code point: the test shows nothing"
+    transcript = Transcript(vocabulary)
+    told = [transcript.feed(token) for token in tokens]
+    assert "".join(piece.text for piece in told if piece) == text
+    assert transcript.end() is None
+
+
+def test_half_a_code_point_at_the_end_becomes_a_replacement_character(demo: Llama) -> None:
+    cut = demo.vocabulary.tokens("🦙")[:-1]
+    transcript = Transcript(demo.vocabulary)
+    assert [transcript.feed(token) for token in cut] == [None] * len(cut)
+    assert transcript.end() == Piece("\ufffd")
+
+
+def _is_text(piece: bytes) -> bool:
+    try:
+        piece.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def test_lone_surrogates_of_json_reach_the_model_as_replacement_characters(demo: Llama) -> None:
+    assert to_utf8(json.loads('"a\\ud800b\\ud83e\\udd99"')) == "a\ufffdb🦙".encode()
+    assert reply(demo, "say \ud800", max_tokens=2)[1].answer_tokens == 2
+
+
+def test_chances_add_up_and_the_likeliest_is_taken_at_temperature_0(demo: Llama) -> None:
+    answer = Answer(demo, ask(QUESTION, max_tokens=12, n_logprobs=20))
+    pieces = list(answer.pieces())
+    chances = [chance for piece in pieces for chance in piece.chances]
+    assert len(chances) == answer.timing.answer_tokens == 12
+    for chance in chances:
+        assert (chance.text, chance.logprob) == chance.top[0]
+        assert [logprob for _, logprob in chance.top] == sorted((logprob for _, logprob in chance.top), reverse=True)
+        assert len(chance.top) == 20
+        assert 0.9 < sum(math.exp(logprob) for _, logprob in chance.top) <= 1.0001
+    assert "".join(chance.text for chance in chances) == text_of(pieces)
+
+
+def test_chances_are_those_before_sampling(demo: Llama) -> None:
+    def first(**options: object) -> TokenChance:
+        pieces = Answer(demo, ask(QUESTION, max_tokens=1, n_logprobs=3, **options)).pieces()
+        return next(chance for piece in pieces for chance in piece.chances)
+
+    plain = first()
+    token = demo.vocabulary.tokens(plain.text)[0]
+    other = first(logit_bias={token: -100.0}, temperature=2.0, top_k=1)
+    assert other.text == plain.top[1][0]
+    assert [text for text, _ in other.top] == [text for text, _ in plain.top]
+    assert other.logprob == pytest.approx(plain.top[1][1], abs=0.1)
+
+
+def test_no_chances_unless_asked_for_and_no_more_than_twenty(demo: Llama) -> None:
+    assert all(piece.chances == () for piece in Answer(demo, ask(QUESTION, max_tokens=3)).pieces())
+    pieces = list(Answer(demo, ask(QUESTION, max_tokens=3, n_logprobs=0)).pieces())
+    assert [len(piece.chances) for piece in pieces] == [1, 1, 1]
+    assert all(chance.top == () for piece in pieces for chance in piece.chances)
+    for n in (-1, 21):
+        with pytest.raises(OptionError, match="0 to 20"):
+            Answer(demo, ask(QUESTION, n_logprobs=n))
+
+
+def test_the_chances_of_a_stop_string_are_not_told(demo: Llama, whole: str) -> None:
+    stop = "Experts models"
+    pieces = list(Answer(demo, ask(QUESTION, stop=(stop,), n_logprobs=0)).pieces())
+    told = "".join(chance.text for piece in pieces for chance in piece.chances)
+    assert told == text_of(pieces) == whole[: whole.index(stop)]
+
+
+@pytest.mark.parametrize(("n", "expected"), [(1, 1), (5, 5), (None, 508), (0, 508), (-1, 508)])
+def test_the_limit_of_tokens(demo: Llama, n: int | None, expected: int) -> None:
+    bias = dict.fromkeys(ends_of(demo), -1000.0)
+    _, timing = reply(demo, prompt="What does moegguf", max_tokens=n, logit_bias=bias)
+    room = 512 - timing.prompt_tokens - timing.cached_tokens
+    assert (timing.answer_tokens, timing.finish) == (min(expected, room), "length")
+    assert len(timing.context) == timing.prompt_tokens + timing.cached_tokens + timing.answer_tokens
+
+
+def test_a_prompt_goes_on_where_an_earlier_answer_ended(demo: Llama) -> None:
+    _, first = reply(demo, prompt="moegguf is", max_tokens=5)
+    text, second = reply(demo, prompt=" and", context=first.context, max_tokens=3)
+    assert second.context[: len(first.context)] == first.context
+    assert second.cached_tokens >= len(first.context) - 1
+    assert demo.detokenize(list(second.context)).decode().endswith(" and" + text)
+    with pytest.raises(OptionError, match="no token of this model"):
+        Answer(demo, ask(prompt="x", context=(demo.n_vocab(),)))
+
+
+def test_a_gap_needs_a_model_that_can_fill_it(demo: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(CapabilityError, match="insert"):
+        Answer(demo, ask(prompt="def f(", suffix="return x"))
+    monkeypatch.setattr(type(demo.vocabulary), "fill_in", property(lambda _: (11, 12, 13)))
+    tokens = Answer(demo, ask(prompt="def f(", suffix="return x"))._prompt.tokens
+    words = demo.vocabulary.tokens
+    assert tokens == [11, *words("def f("), 12, *words("return x"), 13]
+
+
+def test_a_template_without_tools_or_thinking_says_so(demo: Llama) -> None:
+    with pytest.raises(CapabilityError, match="does not support tools"):
+        Answer(demo, ask(QUESTION, tools=(WEATHER,)))
+    with pytest.raises(CapabilityError, match="does not support thinking"):
+        Answer(demo, ask(QUESTION, think=True))
+    Answer(demo, ask(QUESTION, tools=(WEATHER,), tool_choice="none"))
+    Answer(demo, ask(QUESTION, think=False))
+
+
+def test_a_template_of_the_request_is_used_and_its_thinking_taken_apart(demo: Llama) -> None:
+    answer = Answer(demo, ask(QUESTION, template=THINKER, max_tokens=10))
+    prompt = demo.detokenize(answer._prompt.tokens, special=True).decode()
+    assert prompt.endswith(f"[user]{QUESTION}[assistant]<think>\n")
+    pieces = list(answer.pieces())
+    assert text_of(pieces) == ""
+    assert "".join(piece.thinking for piece in pieces)
+
+
+@pytest.mark.parametrize("choice", ["required", "weather"])
+def test_a_call_that_is_demanded_is_made(demo: Llama, choice: str) -> None:
+    answer = Answer(demo, ask(QUESTION, template=CALLER, tools=(WEATHER,), tool_choice=choice, max_tokens=80))
+    pieces = list(answer.pieces())
+    (call,) = [call for piece in pieces for call in piece.tool_calls]
+    assert call.name == "weather"
+    assert call.arguments["city"] in ("Paris", "Oslo")
+    assert call.id
+    assert text_of(pieces).strip() == ""
+    assert answer.timing.finish == "stop"
+
+
+def test_a_call_that_is_offered_may_be_left_out(demo: Llama) -> None:
+    answer = Answer(demo, ask(QUESTION, template=CALLER, tools=(WEATHER,), max_tokens=10))
+    assert "weather" in demo.detokenize(answer._prompt.tokens).decode()
+    assert list(answer.pieces())
+    unoffered = Answer(demo, ask(QUESTION, template=CALLER, tools=(WEATHER,), tool_choice="none"))
+    assert "weather" not in demo.detokenize(unoffered._prompt.tokens).decode()
+    with pytest.raises(CapabilityError, match="'rain'"):
+        Answer(demo, ask(QUESTION, template=CALLER, tools=(WEATHER,), tool_choice="rain"))
+
+
+@pytest.mark.parametrize("think", [None, False])
+def test_a_model_that_could_think_first_keeps_to_the_form(demo: Llama, think: bool | None) -> None:
+    schema = {"type": "object", "properties": {"n": {"const": 7}}, "required": ["n"]}
+    template = THINKER.replace("[assistant]<think>\n", "[assistant]")
+    answer = Answer(demo, ask(QUESTION, template=template, format=schema, think=think, max_tokens=60))
+    assert json.loads(text_of(list(answer.pieces())))["n"] == 7
+
+
+def test_a_bad_template_is_an_error_of_the_request(demo: Llama) -> None:
+    for template in ("{{ ''.__class__.__mro__ }}", "{% for %}", "{{ raise_exception('no') }}"):
+        with pytest.raises(TemplateError):
+            Answer(demo, ask(QUESTION, template=template))
+
+
+def test_the_whole_json_and_nothing_else_is_written(demo: Llama) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"name": {"enum": ["moegguf", "llama"]}, "n": {"type": "integer", "minimum": 0, "maximum": 9}},
+        "required": ["name", "n"],
+    }
+    for options in ({}, {"temperature": 1.5, "seed": 1}, {"temperature": 1.0, "repeat_penalty": 1.3, "seed": 2}):
+        text, timing = reply(demo, QUESTION, format=schema, max_tokens=100, **options)
+        written = json.loads(text)
+        assert written["name"] in ("moegguf", "llama")
+        assert 0 <= written["n"] <= 9
+        assert timing.finish == "stop"
+
+
+def test_control_tokens_are_not_text(tiny: TinyModel, load: Load) -> None:
+    path: Path = tiny("tiny-mix")
+    llm = load(path)
+    eos = llm.token_eos()
+    assert llm.vocabulary.piece(eos) == b""
+    assert llm.vocabulary.piece(eos, special=True) == llm.vocabulary.token_text(eos).encode()
+    assert llm.vocabulary.ends(eos)
+
+
+def test_messages_may_hold_more_than_text(demo: Llama) -> None:
+    messages = ({"role": "user", "content": QUESTION, "images": []}, {"role": "assistant", "content": ""})
+    assert list(Answer(demo, Ask(messages=messages, sampling=ask(QUESTION, max_tokens=2).sampling)).pieces())

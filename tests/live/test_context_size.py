@@ -1,0 +1,79 @@
+"""How many tokens a model holds: as asked for, in whole pages; what nobody asked for fits memory; nothing hangs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from answering import Load, TinyModel, ends_of, reply
+
+from moegguf.engine.context import check_context, choose_context
+from moegguf.engine.llama import Llama
+from moegguf.engine.machine import Memory, read_memory
+from moegguf.engine.needs import kv_bytes
+from moegguf.errors import AllocationError, OptionError
+from moegguf.experts import ExpertLayout, read_layout
+
+GIB = 1 << 30
+
+
+@pytest.fixture
+def layout(tiny: TinyModel) -> ExpertLayout:
+    """A tiny model that claims to have been trained on 131,072 tokens."""
+    layout = read_layout(tiny())
+    return replace(layout, hparams=replace(layout.hparams, n_ctx_train=131072))
+
+
+def memory(available: int) -> Memory:
+    return Memory(64 * GIB, available, "a test")
+
+
+@pytest.mark.parametrize(("asked", "n_ctx"), [(1, 256), (256, 256), (257, 512), (300, 512), (200_000, 200_192)])
+def test_what_is_asked_for_comes_in_whole_pages(layout: ExpertLayout, asked: int, n_ctx: int) -> None:
+    assert choose_context(layout, asked, memory(0)) == n_ctx
+
+
+def test_without_a_wish_a_tenth_of_the_free_memory_holds_it(layout: ExpertLayout) -> None:
+    for n_ctx in (4096, 8192, 16384, 32768):
+        assert choose_context(layout, None, memory(10 * kv_bytes(layout, n_ctx))) == n_ctx
+        assert choose_context(layout, None, memory(10 * kv_bytes(layout, n_ctx) - 10)) == max(4096, n_ctx // 2)
+    assert choose_context(layout, None, memory(1 << 50)) == 32768
+    assert choose_context(layout, None, memory(0)) == 4096
+
+
+@pytest.mark.parametrize(("trained", "n_ctx"), [(100, 256), (512, 512), (2048, 2048), (5000, 5120), (40960, 32768)])
+def test_without_a_wish_it_is_no_more_than_the_model_knows(layout: ExpertLayout, trained: int, n_ctx: int) -> None:
+    small = replace(layout, hparams=replace(layout.hparams, n_ctx_train=trained))
+    assert choose_context(small, None, memory(1 << 50)) == n_ctx
+
+
+def test_a_context_above_all_memory_is_refused_at_once(layout: ExpertLayout) -> None:
+    check_context(layout, 131072, memory(0))
+    with pytest.raises(AllocationError, match=r"1073741824 tokens needs .* lower n_ctx"):
+        check_context(layout, 1 << 30, memory(64 * GIB))
+    for n_ctx in (0, -1, 1 << 31):
+        with pytest.raises(OptionError, match="n_ctx"):
+            check_context(layout, n_ctx, memory(64 * GIB))
+
+
+def test_a_model_is_not_loaded_with_an_absurd_context(tiny: TinyModel) -> None:
+    path: Path = tiny()
+    n_ctx = 2 * read_memory().total_bytes // (kv_bytes(read_layout(path), 256) // 256)
+    for n in (n_ctx, 1 << 30):
+        with pytest.raises((AllocationError, OptionError)):
+            Llama(path, n_ctx=n, verbose=False)
+    with pytest.raises(OptionError):
+        Llama(path, n_ctx=-5, verbose=False)
+
+
+@pytest.mark.parametrize("n_ctx", [300, 1, 0])
+def test_a_context_of_any_size_can_be_filled_to_its_end(tiny: TinyModel, load: Load, n_ctx: int) -> None:
+    llm = load(tiny("tiny-mix"), n_ctx=n_ctx, logits_all=False)
+    assert llm.n_ctx() % 256 == 0
+    assert len(llm.input_ids) == llm.n_ctx() == llm.context_params.n_ctx
+    if n_ctx:
+        bias = dict.fromkeys(ends_of(llm), -1000.0)
+        _, timing = reply(llm, prompt="hello", logit_bias=bias)
+        assert timing.finish == "length"
+        assert len(timing.context) == llm.n_ctx()

@@ -1,0 +1,237 @@
+"""`moegguf.Llama` in place of `llama_cpp.Llama`: names, from_pretrained, pickling, what the base gets wrong."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import pickle
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import huggingface_hub
+import numpy as np
+import pytest
+from answering import DEMO, QUESTION, Load, TinyModel, ask, reply
+
+from moegguf.engine.answer import Answer
+from moegguf.engine.llama import Llama
+from moegguf.engine.plan import Plan
+from moegguf.errors import ModelNotFoundError, OptionError, PullError
+from moegguf.models import hub_api
+from moegguf.models.hub_api import HubFile, Repository
+from moegguf.native import library
+
+CHILD_TIMEOUT_S = 60
+GREEDY = {"temperature": 0.0, "max_tokens": 12}
+Fetched = Callable[..., list[str]]
+
+
+@pytest.fixture
+def demo(load: Load) -> Llama:
+    return load(DEMO, logits_all=False)
+
+
+def test_a_model_is_opened_by_name(tiny: TinyModel, load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Path(load("demo").model_path) == DEMO
+    monkeypatch.setenv("MOEGGUF_MODELS", str(tiny().parent))
+    assert load(tiny().stem).layout.shards[0].path == tiny()
+    with pytest.raises(ModelNotFoundError, match="dem"):
+        load("dmeo")
+
+
+def test_a_model_in_the_hubs_cache_is_opened_by_its_name(
+    tiny: TinyModel, load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "models--someone--tiny-GGUF" / "snapshots" / ("0" * 40)
+    folder.mkdir(parents=True)
+    os.link(tiny(), folder / "tiny-Q4_K_M.gguf")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    for name in ("hf.co/someone/tiny-GGUF:Q4_K_M", "someone/tiny-gguf:q4_k_m"):
+        assert load(name).layout.shards[0].path.name == "tiny-Q4_K_M.gguf"
+
+
+def test_what_known_wrappers_pass_is_accepted_and_typing_errors_are_not(load: Load) -> None:
+    llm = load(DEMO, f16_kv=True, n_parts=-1, lora_base=None, n_gpu_layers=-1, use_mlock=False, seed=-1, numa=False)
+    assert reply(llm, QUESTION, max_tokens=3)[1].answer_tokens == 3
+    with pytest.raises(OptionError, match="n_gpu_layers"):
+        load(DEMO, n_gpu_layer=-1)
+
+
+def test_completions_have_the_shapes_of_the_bindings(demo: Llama) -> None:
+    whole = demo("What does moegguf", echo=True, stop=["."], **GREEDY)
+    assert whole["choices"][0]["text"].startswith("What does moegguf")
+    chunks = list(demo("What does moegguf", stream=True, **GREEDY))
+    assert "What does moegguf" + "".join(chunk["choices"][0]["text"] for chunk in chunks) == whole["choices"][0]["text"]
+    messages = [{"role": "user", "content": QUESTION}]
+    chat = demo.create_chat_completion(messages, **GREEDY)["choices"][0]["message"]
+    assert chat == {"role": "assistant", "content": reply(demo, QUESTION, max_tokens=12)[0]}
+    deltas = [chunk["choices"][0]["delta"] for chunk in demo.create_chat_completion(messages, stream=True, **GREEDY)]
+    assert deltas[0] == {"role": "assistant"}
+    assert "".join(delta.get("content", "") for delta in deltas) == chat["content"]
+    with pytest.raises(ValueError, match=r"Requested tokens \(\d+\) exceed context window of 512"):
+        demo("word " * 600)
+
+
+def test_a_format_is_followed_by_the_bindings_own_grammars(demo: Llama) -> None:
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    form = {"type": "json_object", "schema": schema}
+    messages = [{"role": "user", "content": QUESTION}]
+    written = demo.create_chat_completion(messages, response_format=form, temperature=0.0, max_tokens=60)
+    assert isinstance(json.loads(written["choices"][0]["message"]["content"])["n"], int)
+
+
+def test_a_logits_processor_and_logit_bias_both_count(demo: Llama) -> None:
+    vocabulary = demo.vocabulary
+    first, second = vocabulary.tokens("red")[0], vocabulary.tokens("blue")[0]
+
+    def neither_wins(_ids: Any, scores: Any) -> Any:
+        scores = np.copy(scores)
+        scores[first] = 1000.0
+        scores[second] = 999.0
+        return scores
+
+    processors = library.llama_cpp().LogitsProcessorList([neither_wins])
+
+    def written(**options: Any) -> str:
+        text: str = demo("What", max_tokens=1, temperature=0.0, **options)["choices"][0]["text"]
+        return text
+
+    assert written(logits_processor=processors) == vocabulary.text(first)
+    assert written(logits_processor=processors, logit_bias={second: 2.0}) == vocabulary.text(second)
+    assert written(logits_processor=processors, logit_bias={str(first): -5.0}) == vocabulary.text(second)
+    assert written(logit_bias={second: 999.0}) == vocabulary.text(second)
+    assert len(processors) == 1
+
+
+def test_where_everything_would_go_is_said_without_loading(tiny: TinyModel) -> None:
+    plan = Llama.estimate(tiny(), expert_cache="50%", n_ctx=1000)
+    assert isinstance(plan, Plan)
+    with Llama(tiny(), expert_cache="50%", n_ctx=1000, n_threads=1, verbose=False) as llm:
+        assert (llm.plan.n_slots, llm.plan.kv_bytes) == (plan.n_slots, plan.kv_bytes)
+    with pytest.raises(OptionError, match="unknown option"):
+        Llama.estimate(tiny(), expert_cash="50%")
+
+
+def greedy_text(llm: Llama) -> str:
+    """For another process."""
+    with llm:
+        return reply(llm, QUESTION, max_tokens=12)[0]
+
+
+def test_a_model_is_pickled_as_what_it_was_opened_with(load: Load, tmp_path: Path) -> None:
+    shares: list[float] = []
+    llm = load(DEMO, expert_cache="50%", policy="lfu", n_ctx=1024, progress=shares.append, trace=tmp_path / "t.npz")
+    pickled = pickle.dumps(llm)
+    assert len(pickled) < 5000
+    with pickle.loads(pickled) as again:
+        assert (again.n_ctx(), again.plan.n_slots, again.decisions()["policy"]) == (1024, llm.plan.n_slots, "lfu")
+        assert again.recording is None
+    expected = reply(llm, QUESTION, max_tokens=12)[0]
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        assert pool.submit(greedy_text, llm).result(CHILD_TIMEOUT_S) == expected
+
+
+@pytest.fixture
+def fetched(tiny: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fetched:
+    """A repository on a hub without a network; its files are copied when they are fetched."""
+    single, split = tiny(), sorted(tiny("tiny-qwen2moe", n_split=3).parent.glob("tiny-qwen2moe-q4_0-3-*.gguf"))
+    assert len(split) == 3
+    there = {"tiny-Q4_K_M.gguf": single, "README.md": Path(__file__), "mmproj-F16.gguf": Path(__file__)}
+    there |= {f"Q8_0/{path.name.replace('q4_0-3', 'Q8_0')}": path for path in split}
+    gotten: list[str] = []
+
+    def snapshot(_repo: str, *, allow_patterns: Sequence[str], local_dir: Path, **_: Any) -> str:
+        for name in (name.replace("[[]", "[") for name in allow_patterns):
+            (Path(local_dir) / name).parent.mkdir(exist_ok=True)
+            os.link(there[name], Path(local_dir) / name)
+            gotten.append(name)
+        return str(local_dir)
+
+    files = {name: HubFile(name, path.stat().st_size, "0" * 40) for name, path in there.items()}
+    monkeypatch.setattr(hub_api, "read_repository", lambda repo, _stopped: Repository(repo, "0" * 40, files))
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+
+    def fetch(*arguments: Any, **options: Any) -> list[str]:
+        gotten.clear()
+        llm = Llama.from_pretrained("u/r", *arguments, local_dir=tmp_path, n_threads=1, verbose=False, **options)
+        with llm:
+            assert reply(llm, "hello", max_tokens=2)[1].answer_tokens == 2
+        return list(gotten)
+
+    return fetch
+
+
+def test_from_pretrained_takes_all_shards(fetched: Fetched) -> None:
+    assert fetched("*Q4_K_M.gguf") == ["tiny-Q4_K_M.gguf"]
+
+
+@pytest.mark.parametrize("pattern", ["*Q8_0*", "*Q8_0*-00001-of-00003.gguf", "Q8_0/*"])
+def test_from_pretrained_takes_all_shards_of_a_split_model(fetched: Fetched, pattern: str) -> None:
+    names = fetched(pattern, additional_files=["README.md"])
+    assert [name[-9:] for name in names] == ["0003.gguf", "0003.gguf", "0003.gguf", "README.md"]
+    assert [name[-19:-14] for name in names[:3]] == ["00001", "00002", "00003"]
+
+
+def test_from_pretrained_without_a_file_name_takes_the_default(fetched: Fetched) -> None:
+    assert fetched() == ["tiny-Q4_K_M.gguf"]
+
+
+@pytest.mark.parametrize("pattern", ["*.gguf", "*Q2_K*", "README.md"])
+def test_from_pretrained_wants_one_model(fetched: Fetched, pattern: str) -> None:
+    with pytest.raises(ModelNotFoundError, match=r"tiny-Q4_K_M\.gguf"):
+        fetched(pattern)
+
+
+def test_from_pretrained_says_what_the_network_did(fetched: Fetched, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise httpx2.ConnectError("no route")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    with pytest.raises(PullError, match="no route"):
+        fetched("*Q4_K_M.gguf")
+
+
+def test_from_pretrained_without_a_network_takes_what_is_cached(
+    tiny: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreachable(_repo: str, _stopped: Any) -> None:
+        raise PullError("no network")
+
+    monkeypatch.setattr(hub_api, "read_repository", unreachable)
+    with pytest.raises(PullError, match="no network"):
+        Llama.from_pretrained("u/r", "*.gguf", cache_dir=tmp_path)
+    commit = tmp_path / "models--u--r" / "snapshots" / ("0" * 40)
+    commit.mkdir(parents=True)
+    (tmp_path / "models--u--r" / "refs").mkdir()
+    (tmp_path / "models--u--r" / "refs" / "main").write_text(commit.name)
+    os.link(tiny(), commit / "tiny-Q4_K_M.gguf")
+    with Llama.from_pretrained("u/r", "*Q4*", cache_dir=tmp_path, n_threads=1, verbose=False) as llm:
+        assert Path(llm.model_path) == commit / "tiny-Q4_K_M.gguf"
+
+
+def test_long_tokens_come_whole(demo: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bindings give a token 32 bytes and return nonsense for longer ones."""
+    bindings = library.llama_cpp()
+    text = b"a token of more than 64 bytes: " + b" " * 100
+
+    def piece(_vocab: Any, _token: int, buffer: Any, size: int, _strip: int, _special: bool) -> int:
+        if size < len(text):
+            return -len(text)
+        buffer[: len(text)] = text
+        return len(text)
+
+    monkeypatch.setattr(bindings, "llama_token_to_piece", piece)
+    assert demo.vocabulary.piece(5) == text
+
+
+def test_answers_and_the_bindings_own_completions_share_a_model(demo: Llama) -> None:
+    expected = reply(demo, QUESTION, max_tokens=12)[0]
+    pieces = Answer(demo, ask(QUESTION)).pieces()
+    next(pieces)
+    messages = [{"role": "user", "content": QUESTION}]
+    assert demo.create_chat_completion(messages, **GREEDY)["choices"][0]["message"]["content"] == expected
+    assert reply(demo, QUESTION, max_tokens=12)[0] == expected

@@ -1,0 +1,105 @@
+"""Texts as vectors: the same input gives the same vector, and answers before and after are none the worse."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from answering import DEMO, QUESTION, Load, TinyModel, reply
+
+from moegguf.engine.embedding import embed
+from moegguf.engine.llama import Llama
+from moegguf.errors import ContextError, ExpertIOError, OptionError
+from moegguf.native import library
+
+TEXTS = ["a cat sat on the mat", "moegguf keeps experts in a cache", "x"]
+LONG = "word " * 600
+
+
+@pytest.fixture(scope="module")
+def generative() -> Iterator[Llama]:
+    with Llama(DEMO, n_ctx=512, n_threads=1, verbose=False) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def pooling() -> Iterator[Llama]:
+    with Llama(DEMO, n_ctx=512, n_threads=1, verbose=False, embedding=True, pooling_type=1) as llm:
+        yield llm
+
+
+@pytest.fixture(params=["generative", "pooling"])
+def model(request: pytest.FixtureRequest) -> Llama:
+    return request.getfixturevalue(request.param)  # type: ignore[no-any-return]
+
+
+def test_the_same_input_gives_the_same_vector_wherever_it_stands(model: Llama) -> None:
+    forth, back = embed(model, TEXTS), embed(model, TEXTS[::-1])
+    alone = [embed(model, [text]).vectors[0] for text in TEXTS]
+    assert forth.vectors == back.vectors[::-1] == alone
+    assert forth.n_tokens == sum(len(model.tokenize(text.encode())) for text in TEXTS)
+    assert {len(vector) for vector in forth.vectors} == {model.n_embd()}
+    assert np.linalg.norm(np.subtract(*forth.vectors[:2])) > 0.01
+
+
+def test_vectors_have_length_one_unless_asked_otherwise(model: Llama) -> None:
+    plain, normal = embed(model, TEXTS, normalize=False).vectors, embed(model, TEXTS).vectors
+    for a, b in zip(plain, normal, strict=True):
+        assert np.linalg.norm(b) == pytest.approx(1)
+        assert np.linalg.norm(a) != pytest.approx(1)
+        assert np.allclose(np.array(a) / np.linalg.norm(a), b)
+
+
+def test_tokens_are_as_good_as_text(model: Llama) -> None:
+    tokens = model.tokenize(TEXTS[0].encode(), special=True)
+    assert embed(model, [tokens]).vectors == embed(model, [TEXTS[0]]).vectors
+
+
+def test_a_long_input_is_cut_or_refused(model: Llama) -> None:
+    cut = embed(model, [LONG])
+    assert cut.n_tokens == 512
+    assert cut.vectors == embed(model, [model.tokenize(LONG.encode())[:512]]).vectors
+    with pytest.raises(ContextError, match="the input length exceeds the context length"):
+        embed(model, [LONG], truncate=False)
+
+
+def test_nothing_to_embed_and_tokens_that_do_not_exist(model: Llama) -> None:
+    assert embed(model, []).vectors == []
+    with pytest.raises(OptionError, match="empty"):
+        embed(model, [[]])
+    with pytest.raises(OptionError, match="no token of this model"):
+        embed(model, [[model.n_vocab()]])
+
+
+def test_an_answer_after_an_embedding_is_the_same_as_without(generative: Llama) -> None:
+    generative.reset()
+    before, first = reply(generative, QUESTION)
+    embed(generative, TEXTS)
+    after, second = reply(generative, QUESTION)
+    assert after == before
+    assert (second.cached_tokens, second.prompt_tokens) == (0, first.prompt_tokens)
+    again, third = reply(generative, QUESTION)
+    assert again == before
+    assert third.cached_tokens == first.prompt_tokens - 1
+    assert embed(generative, TEXTS[:1]).vectors[0] == embed(generative, TEXTS).vectors[0]
+
+
+def test_the_last_tokens_state_is_that_of_a_context_made_for_embedding(generative: Llama) -> None:
+    with Llama(DEMO, n_ctx=512, n_threads=1, verbose=False, embedding=True, pooling_type=3) as last:
+        theirs, ours = embed(last, TEXTS).vectors, embed(generative, TEXTS).vectors
+    for a, b in zip(theirs, ours, strict=True):
+        assert np.dot(a, b) == pytest.approx(1, abs=1e-3)
+
+
+def test_a_model_is_usable_after_a_fault_while_embedding(tiny: TinyModel, load: Load) -> None:
+    path: Path = tiny("tiny-mix")
+    llm = load(path, expert_cache="25%")
+    expected = embed(llm, TEXTS).vectors
+    library.arm_fault("read", 1, errno=5, sticky=True)
+    with pytest.raises(ExpertIOError):
+        embed(llm, ["something else altogether, which needs other experts"])
+    library.arm_fault("read", 0)
+    assert embed(llm, TEXTS).vectors == expected
+    assert reply(llm, "hello", max_tokens=3)[1].answer_tokens == 3

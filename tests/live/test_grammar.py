@@ -1,0 +1,401 @@
+"""Grammars are read by llama.cpp, and every text that they let pass is what the schema, or the tool, asks for."""
+
+from __future__ import annotations
+
+import ctypes as c
+import json
+import random
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import schemas
+import templates
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moegguf.engine.ask import Ask
+from moegguf.engine.grammar import grammar_for
+from moegguf.engine.pieces import Splitter
+from moegguf.errors import SchemaError
+
+if TYPE_CHECKING:
+    from moegguf.engine.llama import Llama
+
+Json = dict[str, Any]
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "minLength": 1, "maxLength": 5},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "kind": {"enum": ["cat", "dog", 3, None, 'a "quoted" ä']},
+        "address": {
+            "type": "object",
+            "properties": {"street": {"type": "string", "maxLength": 3}, "no": {"type": ["integer", "null"]}},
+            "required": ["street", "no"],
+        },
+    },
+    "required": ["name", "address"],
+}
+TREE = {
+    "$ref": "#/$defs/node",
+    "$defs": {
+        "node": {
+            "type": "object",
+            "properties": {
+                "value": {"type": "boolean"},
+                "item": {"type": "integer"},
+                "children": {"type": "array", "items": {"$ref": "#/$defs/node"}, "maxItems": 2},
+            },
+            "required": ["value", "children"],
+        }
+    },
+}
+SCHEMAS: dict[str, Any] = {
+    "nested objects, enums, optional properties": PERSON,
+    "only optional properties": {"properties": {"a": {"type": "null"}, "b": {"const": 1}, "c": {"type": "boolean"}}},
+    "recursion": TREE,
+    "arrays": {"type": "array", "items": {"type": "number"}, "minItems": 2, "maxItems": 4},
+    "one item": {"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 1},
+    "no items": {"type": "array", "items": {"type": "boolean"}, "maxItems": 0},
+    "tuples": {"type": "array", "prefixItems": [{"type": "boolean"}, {"type": "null"}]},
+    "anyOf": {
+        "anyOf": [{"type": "null"}, {"type": "object", "properties": {"a": {"type": "integer"}}}, {"const": "x"}]
+    },
+    "anyOf beside properties": {
+        "type": "object",
+        "properties": {"kind": {"type": "string", "maxLength": 1}},
+        "required": ["kind"],
+        "anyOf": [{"properties": {"a": {"type": "null"}}, "required": ["a"]}, {"$ref": "#/$defs/b"}],
+        "$defs": {"b": {"properties": {"b": {"type": "boolean"}}, "required": ["b"]}},
+    },
+    "allOf": {
+        "allOf": [{"$ref": "#/$defs/a"}, {"properties": {"b": {"type": "null"}}, "required": ["b"]}],
+        "$defs": {"a": {"properties": {"a": {"type": "boolean"}}, "required": ["a"]}},
+    },
+    "other properties": {
+        "type": "object",
+        "properties": {"ab": {"type": "null"}, "ac": {"type": "null"}, "": {"type": "null"}},
+        "additionalProperties": {"type": "boolean"},
+        "required": ["ab"],
+    },
+    "integers": {"type": "array", "items": {"type": "integer", "minimum": -120, "maximum": 87}, "maxItems": 9},
+    "positive": {"type": "array", "items": {"type": "integer", "exclusiveMinimum": 0}, "maxItems": 9},
+    "negative": {"type": "array", "items": {"type": "integer", "maximum": -99}, "maxItems": 9},
+    "numbers": {"type": "array", "items": {"type": "number", "minimum": -2, "maximum": 30.5}, "maxItems": 9},
+    "shares": {"type": "array", "items": {"type": "number", "minimum": 0, "maximum": 1}, "maxItems": 9},
+    "pattern": {"type": "string", "pattern": r"^(\d{3}|[a-c\"\\-]+)(-\w)?\.$"},
+    "pattern anywhere": {"type": "string", "pattern": r"[0-9]"},
+    "dates": {"type": "array", "items": {"type": "string", "format": "date"}, "maxItems": 5},
+    "formats": {"prefixItems": [{"type": "string", "format": "uuid"}, {"type": "string", "format": "ipv4"}]},
+    "a name that rules have": {"properties": {"value": {"const": 1}, "root": {"const": 2}}, "required": ["value"]},
+}
+
+
+@pytest.fixture(scope="module")
+def llm(tiny: Callable[..., Path]) -> Iterator[Llama]:
+    from moegguf.engine.llama import Llama
+
+    with Llama(tiny(), n_ctx=64, n_threads=1, verbose=False) as model:
+        yield model
+
+
+class Walk:
+    """llama.cpp's grammar over the model's tokens, without the model."""
+
+    def __init__(self, llm: Llama, grammar: str) -> None:
+        import llama_cpp
+
+        self._bindings = llama_cpp
+        self._llm = llm
+        self._vocab = llm._model.vocab
+        self._sampler = llama_cpp.llama_sampler_init_grammar(self._vocab, grammar.encode(), b"root")
+        assert self._sampler, grammar
+        self._texts = [llm.detokenize([token], special=True) for token in range(llm.n_vocab())]
+
+    def close(self) -> None:
+        self._bindings.llama_sampler_free(self._sampler)
+
+    def allowed(self) -> list[int]:
+        n = len(self._texts)
+        data = (self._bindings.llama_token_data * n)()
+        for token in range(n):
+            data[token].id, data[token].logit = token, 1.0
+        array = self._bindings.llama_token_data_array(data=data, size=n)
+        self._bindings.llama_sampler_apply(self._sampler, c.pointer(array))
+        return [data[i].id for i in range(array.size) if data[i].logit > 0]
+
+    def ends(self, token: int) -> bool:
+        return bool(self._bindings.llama_vocab_is_eog(self._vocab, token))
+
+    def random(self, seed: int, longest: int = 150) -> str | None:
+        """A text of random tokens, rather short ones and marks; None when it has no end."""
+        dice, out = random.Random(seed), b""
+        for _ in range(longest):
+            tokens = self.allowed()
+            assert tokens, f"nothing may follow {out!r}"
+            ends = [token for token in tokens if self.ends(token)]
+            if ends and dice.random() < 0.7:
+                return out.decode(errors="replace")
+            marks = [token for token in tokens if set(self._texts[token]) <= set(b'"]}')]
+            # a token may be part of a character, and then llama.cpp lets any other part follow
+            words = [token for token in tokens if not self.ends(token) and self._texts[token].isascii()]
+            words = words or [token for token in tokens if not self.ends(token)]
+            token = dice.choice(marks if marks and dice.random() < 0.5 else words or ends)
+            if self.ends(token):
+                return out.decode(errors="replace")
+            self._bindings.llama_sampler_accept(self._sampler, token)
+            out += self._texts[token]
+        return None
+
+    def accepts(self, text: str) -> bool:
+        for token in self._llm.tokenize(text.encode(), add_bos=False, special=True):
+            if token not in self.allowed():
+                return False
+            self._bindings.llama_sampler_accept(self._sampler, token)
+        return any(self.ends(token) for token in self.allowed())
+
+
+@pytest.fixture
+def walk(llm: Llama) -> Iterator[Callable[[str], Walk]]:
+    walks: list[Walk] = []
+
+    def begin(grammar: str | None) -> Walk:
+        assert grammar is not None
+        walks.append(Walk(llm, grammar))
+        return walks[-1]
+
+    yield begin
+    for one in walks:
+        one.close()
+
+
+def schema_grammar(schema: Any, template: str | None = None, **options: Any) -> str | None:
+    return grammar_for(Ask(messages=(), format=schema, **options), template)
+
+
+@pytest.mark.parametrize("kind", SCHEMAS)
+def test_what_passes_follows_the_schema(kind: str, walk: Callable[..., Walk]) -> None:
+    texts = [walk(schema_grammar(SCHEMAS[kind])).random(seed) for seed in range(8)]
+    finished = [text for text in texts if text is not None]
+    assert len(finished) > 3
+    for text in finished:
+        assert not problems(json.loads(text), SCHEMAS[kind], SCHEMAS[kind]), text
+
+
+def test_any_json_object(walk: Callable[..., Walk]) -> None:
+    grammar = grammar_for(Ask(messages=(), format="json"), None)
+    texts = [walk(grammar).random(seed) for seed in range(20)]
+    finished = [json.loads(text) for text in texts if text is not None]
+    assert len(finished) > 5
+    assert all(isinstance(value, dict) for value in finished)
+
+
+ACCEPTED = [
+    ("json", '{"a": [1, -2.5e3, "x\\u00e4\\n", {"b": null}], "": true}', True),
+    ("json", '{\n  "a": {\n    "b": []\n  }\n}', True),
+    ("json", "[1]", False),
+    ("json", '{"a": "\n"}', False),
+    ("json", '{"a": "\\ud800"}', False),
+    ("json", '{"a": 01}', False),
+    (PERSON, '{"name": "Ann", "age": 33, "kind": "cat", "address": {"street": "a", "no": null}}', True),
+    (PERSON, '{"name":"Ann","address":{"street":"","no":7}}', True),
+    (PERSON, '{"name": "Ann", "age": 151, "address": {"street": "", "no": 7}}', False),
+    (PERSON, '{"name": "Ann"}', False),
+    (PERSON, '{"name": "", "address": {"street": "", "no": 7}}', False),
+    (TREE, '{"value": true, "children": [{"value": false, "item": 7, "children": []}]}', True),
+    ({}, "[1]", True),
+    (True, '"x"', True),
+    ({"type": "string", "pattern": r"^[a-z]+@[a-z]+\.(com|org)$"}, '"me@example.org"', True),
+    ({"type": "string", "pattern": r"^[a-z]+@[a-z]+\.(com|org)$"}, '"me@example.net"', False),
+    ({"type": "string", "pattern": "b+"}, '"abba"', True),
+    ({"type": "string", "pattern": "^$"}, '""', True),
+    ({"type": "string", "format": "date-time"}, '"2026-11-21T09:30:00Z"', True),
+    ({"type": "string", "format": "email"}, '"a.b@c.org"', True),
+    ({"type": "string", "maxLength": 1000}, '"abc"', True),
+    (
+        {"type": "object", "properties": {"ab": True}, "additionalProperties": True},
+        '{"ab": 1, "abc": 2, "a": []}',
+        True,
+    ),
+    ({"type": "object", "properties": {"ab": True}, "additionalProperties": {"const": 1}}, '{"ab": 1, "ab": 2}', False),
+    ({"type": "number", "minimum": 0, "maximum": 1}, "0.125", True),
+    ({"type": "integer", "minimum": 10}, "123456", True),
+    ({"type": "integer", "minimum": 10}, "9", False),
+]
+
+
+@pytest.mark.parametrize(("form", "text", "passes"), ACCEPTED)
+def test_what_follows_the_schema_passes(form: Any, text: str, passes: bool, walk: Callable[..., Walk]) -> None:
+    assert walk(schema_grammar(form)).accepts(text) == passes
+
+
+BOUNDS = [
+    (low, high)
+    for low in (None, -205, -7, 0, 1, 9, 18)
+    for high in (None, -206, -7, 0, 8, 10, 99, 120)
+    if low is None or high is None or low <= high
+]
+
+
+@pytest.mark.parametrize(("low", "high"), BOUNDS)
+def test_integers_between_bounds(low: int | None, high: int | None, walk: Callable[..., Walk]) -> None:
+    bounds = {key: bound for key, bound in (("minimum", low), ("maximum", high)) if bound is not None}
+    grammar = schema_grammar({"type": "integer", **bounds})
+    for number in (-1000, -206, -205, -204, -8, -7, -6, -1, 0, 1, 7, 8, 9, 10, 17, 18, 19, 98, 99, 100, 119, 120, 121):
+        fits = (low is None or number >= low) and (high is None or number <= high)
+        assert walk(grammar).accepts(str(number)) == fits, number
+
+
+def test_a_thinking_model_may_think_first(walk: Callable[..., Walk]) -> None:
+    def accepts(text: str, *, think: bool | None = None, prompt_end: str = "") -> bool:
+        return walk(grammar_for(Ask(messages=(), format="json", think=think), templates.QWEN, prompt_end)).accepts(text)
+
+    assert accepts('<think>\nA <tag>, a <</think>\n\n{"a": 1}')
+    assert accepts('{"a": 1}')
+    assert accepts('Hm.</think>{"a": 1}', prompt_end="<think>\n")
+    assert not accepts('{"a": 1}', prompt_end="<think>\n")
+    assert not accepts('<think></think>{"a": 1}', think=False)
+    assert not accepts('<think></think></think>{"a": 1}')
+
+
+def test_channels(walk: Callable[..., Walk]) -> None:
+    thought = "<|channel|>analysis<|message|>Hm < <|start|>.<|end|><|start|>assistant"
+    grammar = schema_grammar("json", templates.HARMONY)
+    assert walk(grammar).accepts(thought + '<|channel|>final<|message|>{"a": 1}')
+    assert walk(grammar).accepts('<|channel|>final <|constrain|>json<|message|>{"a": 1}')
+    assert not walk(grammar).accepts('{"a": 1}')
+
+
+TOOLS = (
+    {"type": "function", "function": {"name": "get_weather", "parameters": {
+        "type": "object", "properties": {"city": {"type": "string", "maxLength": 4}, "days": {"type": "integer"}},
+        "required": ["city"],
+    }}},
+    {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}},
+)  # fmt: skip
+FAMILIES = {
+    **templates.TEMPLATES,
+    "mistral with names": "[TOOL_CALLS] [ARGS] tools",
+    "deepseek with json": templates.DEEPSEEK + "```json",
+    "kimi": "<|tool_calls_section_begin|> tools",
+    "command": "<|START_ACTION|> tools",
+    "nemotron": "<TOOLCALL> tools",
+    "granite": "<|tool_call|> tools",
+    "function": "<function= tools",
+    "minimax": "<minimax:tool_call> tools",
+    "dsml": "｜DSML｜ tools",
+    "python tag": "<|python_tag|> tools",
+    "none": "",
+}
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_forced_call_is_one_that_the_splitter_finds(kind: str, walk: Callable[..., Walk]) -> None:
+    ask = Ask(messages=(), tools=TOOLS, tool_choice="get_weather", think=False)
+    answers = [walk(grammar_for(ask, FAMILIES[kind])).random(seed) for seed in range(6)]
+    finished = [answer for answer in answers if answer is not None]
+    assert finished
+    for answer in finished:
+        splitter = Splitter(FAMILIES[kind], tools=TOOLS)
+        pieces = [*map(splitter.feed, answer), splitter.end()]
+        (call,) = [call for piece in pieces for call in piece.tool_calls]
+        assert call.name == "get_weather"
+        assert not problems(call.arguments, TOOLS[0]["function"]["parameters"], {}), answer
+        assert not "".join(piece.text for piece in pieces).strip()
+
+
+def test_a_required_call_may_be_any_of_the_tools(walk: Callable[..., Walk]) -> None:
+    grammar = grammar_for(Ask(messages=(), tools=TOOLS, tool_choice="required"), templates.QWEN)
+    assert walk(grammar).accepts('<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>')
+    assert walk(grammar).accepts('<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>')
+    assert not walk(grammar).accepts('<tool_call>\n{"name": "later", "arguments": {}}\n</tool_call>')
+    assert not walk(grammar).accepts("Hello")
+
+
+def test_a_format_beside_tools_leaves_both_open(walk: Callable[..., Walk]) -> None:
+    grammar = schema_grammar({"type": "integer"}, templates.QWEN, tools=TOOLS)
+    assert walk(grammar).accepts("42")
+    assert walk(grammar).accepts('<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>')
+
+
+def test_the_largest_repetition_is_one_llama_takes(walk: Callable[..., Walk]) -> None:
+    walk(schema_grammar({"type": "string", "minLength": 1000, "maxLength": 1000}))
+    walk(schema_grammar({"type": "array", "items": PERSON, "minItems": 999, "maxItems": 1000}))
+    walk(schema_grammar({"type": "string", "pattern": "^(a{50}b|[cd]{9}){100}$"}))
+
+
+@given(st.dictionaries(schemas.words, schemas.anything, max_size=5))
+def test_llama_reads_every_grammar(llm: Llama, form: dict[str, Any]) -> None:
+    try:
+        grammar = schema_grammar(form, templates.QWEN)
+    except SchemaError:
+        return
+    assert grammar is not None
+    Walk(llm, grammar).close()
+
+
+def problems(value: Any, schema: Any, root: Any) -> list[str]:
+    """Where a value breaks a schema, for the words that the schemas above use."""
+    if isinstance(schema, bool):
+        return []
+    if "$ref" in schema:
+        target = root
+        for step in schema["$ref"].split("/")[1:]:
+            target = target[step]
+        return problems(value, target, root)
+    out = [found for part in schema.get("allOf", []) for found in problems(value, part, root)]
+    for key in ("anyOf", "oneOf"):
+        if key in schema and all(problems(value, part, root) for part in schema[key]):
+            out.append(f"{value!r} is none of {key}")
+    if "enum" in schema and value not in schema["enum"]:
+        out.append(f"{value!r} not in enum")
+    if "const" in schema and value != schema["const"]:
+        out.append(f"{value!r} is not const")
+    kinds = schema.get("type", [])
+    if kinds and not any(is_of(value, kind) for kind in ([kinds] if isinstance(kinds, str) else kinds)):
+        return [*out, f"{value!r} is no {kinds}"]
+    if isinstance(value, dict):
+        out += object_problems(value, schema, root)
+    elif isinstance(value, list):
+        out += list_problems(value, schema, root)
+    elif isinstance(value, str):
+        out += [f"{value!r} is too short"] * (len(value) < schema.get("minLength", 0))
+        out += [f"{value!r} is too long"] * (len(value) > schema.get("maxLength", 10**9))
+        out += [f"{value!r} does not match"] * (re.search(schema.get("pattern", ""), value) is None)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        out += [f"{value} is too small"] * (value < schema.get("minimum", -INFINITE))
+        out += [f"{value} is too small"] * (value <= schema.get("exclusiveMinimum", -INFINITE))
+        out += [f"{value} is too large"] * (value > schema.get("maximum", INFINITE))
+    return out
+
+
+INFINITE = float("inf")
+KINDS: dict[str, tuple[type, ...]] = {
+    "object": (dict,), "array": (list,), "string": (str,), "null": (type(None),), "boolean": (bool,),
+}  # fmt: skip
+
+
+def is_of(value: Any, kind: str) -> bool:
+    if kind in ("integer", "number"):
+        return isinstance(value, int if kind == "integer" else (int, float)) and not isinstance(value, bool)
+    return isinstance(value, KINDS[kind])
+
+
+def object_problems(value: Json, schema: Json, root: Any) -> list[str]:
+    known, more = schema.get("properties", {}), schema.get("additionalProperties", True)
+    out = [f"{name} is missing" for name in schema.get("required", []) if name not in value]
+    for name, item in value.items():
+        out += problems(item, known.get(name, more), root)
+    return out
+
+
+def list_problems(value: list[Any], schema: Json, root: Any) -> list[str]:
+    firsts = schema.get("prefixItems", [])
+    out = [found for item, part in zip(value, firsts, strict=False) for found in problems(item, part, root)]
+    out += [found for item in value[len(firsts) :] for found in problems(item, schema.get("items", True), root)]
+    out += ["too few"] * (len(value) < schema.get("minItems", 0))
+    return out + ["too many"] * (len(value) > schema.get("maxItems", 10**9))

@@ -1,0 +1,213 @@
+"""One real worker with a tiny model: what it answers, what stops it, and what it tells."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from pooling import in_loop, until
+
+from moegguf.engine.answer import Answer
+from moegguf.engine.ask import Ask, Piece, Sampling, Timing
+from moegguf.engine.embedding import Embeddings, embed
+from moegguf.engine.llama import Llama
+from moegguf.errors import ContextError, ModelFormatError, ModelNotFoundError, OptionError, WorkerError
+from moegguf.serving.events import View
+from moegguf.serving.process import Process
+from moegguf.serving.wire import Order, build
+
+TinyModel = Callable[..., Path]
+Load = Callable[..., Llama]
+
+ASK = Ask(prompt="once upon a time", sampling=Sampling(seed=7, max_tokens=24))
+ENDLESS = Ask(prompt="once upon a time", sampling=Sampling(seed=7, max_tokens=400))
+
+
+@asynccontextmanager
+async def worker_of(path: Path, views: list[View] | None = None, **order: Any) -> AsyncIterator[Process]:
+    """A worker that has loaded `path`; it is gone afterwards."""
+    process = await Process.start("tiny", [].append if views is None else views.append)
+    try:
+        order = {"n_ctx": 512, "n_threads": 1, **order}
+        await process.load(Order("tiny", str(path), **order), 60, lambda share: None)
+        yield process
+    finally:
+        await process.close()
+        assert not psutil.pid_exists(process.pid) or psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE
+
+
+async def answer_of(process: Process, ask: Ask, stream: bool = True) -> tuple[str, Timing, int]:
+    """Text, timing, and how many pieces it came in."""
+    *pieces, last = [event async for event in process.request("ask", ask=ask, stream=stream).events()]
+    pieces = [piece for piece in pieces if isinstance(piece, Piece)]
+    return "".join(piece.text for piece in pieces), build(Timing, last), len(pieces)
+
+
+@in_loop
+async def test_it_answers_as_the_model_in_process_does(tiny: TinyModel, load: Load) -> None:
+    llm = load(tiny(), logits_all=False)
+    answer = Answer(llm, ASK)
+    expected = "".join(piece.text for piece in answer.pieces())
+    async with worker_of(tiny()) as process:
+        for stream in (True, False):
+            text, timing, n_pieces = await answer_of(process, ASK, stream)
+            assert text == expected and timing.answer_tokens == answer.timing.answer_tokens
+            assert timing.context == answer.timing.context
+            assert stream or n_pieces == 1
+        assert process.stats.tokens > 0
+
+
+@in_loop
+async def test_it_says_what_it_loaded(tiny: TinyModel) -> None:
+    process = await Process.start("tiny", lambda view: None)
+    shares: list[float] = []
+    ready = await process.load(Order("tiny", str(tiny()), 300, n_threads=1), 60, shares.append)
+    assert ready.n_ctx >= 300 and ready.plan["n_slots"] > 0 and "expected" not in ready.plan
+    assert shares and shares[-1] == 1
+    await process.close()
+
+
+@in_loop
+async def test_an_answer_stops_when_asked_to(tiny: TinyModel) -> None:
+    async with worker_of(tiny()) as process:
+        request = process.request("ask", ask=ENDLESS, stream=True)
+        events = request.events()
+        assert isinstance(await anext(events), Piece)
+        request.cancel()
+        timing = build(Timing, [event async for event in events][-1])
+        assert timing.finish == "cancelled" and timing.answer_tokens < 200
+        assert (await answer_of(process, ASK))[1].finish == "length"
+
+
+@in_loop
+async def test_an_answer_can_be_stopped_before_it_begins(tiny: TinyModel) -> None:
+    async with worker_of(tiny()) as process:
+        first, second = (process.request("ask", ask=ask, stream=True) for ask in (ASK, ENDLESS))
+        second.cancel()
+        assert build(Timing, await first.value()).finish == "length"
+        assert build(Timing, [event async for event in second.events()][-1]).answer_tokens == 0
+
+
+@in_loop
+async def test_a_prompt_that_is_too_long_is_a_typed_error(tiny: TinyModel) -> None:
+    async with worker_of(tiny()) as process:
+        with pytest.raises(ContextError):
+            await answer_of(process, Ask(prompt="a b c d " * 2000))
+        with pytest.raises(OptionError):
+            await answer_of(process, Ask(prompt="a", n_logprobs=99))
+        assert (await answer_of(process, ASK))[0]
+
+
+@in_loop
+async def test_vectors_are_those_of_the_model_in_process(tiny: TinyModel, load: Load) -> None:
+    inputs = ["a text", [3, 4, 5]]
+    expected = embed(load(tiny(), logits_all=False), inputs)
+    async with worker_of(tiny()) as process:
+        given = await process.request("embed", inputs=inputs, truncate=True, normalize=True).value()
+        assert build(Embeddings, given) == expected
+        assert (await answer_of(process, ASK))[0]
+
+
+@in_loop
+async def test_tokens_of_a_text_even_while_it_answers(tiny: TinyModel, load: Load) -> None:
+    expected = load(tiny(), logits_all=False).tokenize("ein Wörtchen".encode(), add_bos=True, special=True)
+    async with worker_of(tiny()) as process:
+        running = process.request("ask", ask=ENDLESS, stream=True)
+        tokens = await process.request("tokenize", text="ein Wörtchen", special=True).value()
+        assert tokens == expected and not running.ended
+        bare = await process.request("tokenize", text="ein Wörtchen", special=False).value()
+        assert await process.request("detokenize", tokens=bare).value() == "ein Wörtchen"
+        with pytest.raises(OptionError):
+            await process.request("detokenize", tokens=[1 << 30]).value()
+
+
+@pytest.mark.parametrize(("name", "error"), [("no.gguf", ModelNotFoundError), ("bad.gguf", ModelFormatError)])
+@in_loop
+async def test_a_file_that_cannot_be_loaded_is_a_typed_error(tmp_path: Path, name: str, error: type[Exception]) -> None:
+    (tmp_path / "bad.gguf").write_bytes(b"GGUF" + bytes(100))
+    with pytest.raises(error):
+        async with worker_of(tmp_path / name):
+            pass
+
+
+@in_loop
+async def test_views_add_up_and_come_only_while_watched(tiny: TinyModel) -> None:
+    views: list[View] = []
+    async with worker_of(tiny(), views) as process:
+        process.send("watch", per_s=20)
+        await until(lambda: views)
+        before = process.stats
+        for _ in range(3):
+            await answer_of(process, ASK)
+        n_seen = len(views)
+        await until(lambda: len(views) > n_seen + 1)
+        view = views[-1]
+        n_experts = len(view.layers) * view.n_expert
+        assert n_experts > 0 and all(len(part) == n_experts for part in (view.state, view.uses, view.loads))
+        uses = sum(sum(view.uses) for view in views)
+        assert uses == (view.stats - before).lookups > 0
+        assert set(view.state) <= {0, 1, 2} and view.model == "tiny"
+        assert not view.busy and view.tokens_per_s == 0 and view.seconds > 0
+        process.send("watch", per_s=0)
+        await answer_of(process, ASK)
+        n_seen = len(views)
+        await answer_of(process, ASK)
+        assert len(views) == n_seen
+
+
+@in_loop
+async def test_ctrl_c_is_the_servers_business_and_a_kill_is_told(tiny: TinyModel) -> None:
+    async with worker_of(tiny()) as process:
+        os.kill(process.pid, signal.SIGINT)
+        assert (await answer_of(process, ASK))[0]
+        running = process.request("ask", ask=ENDLESS, stream=True)
+        os.kill(process.pid, signal.SIGTERM)
+        with pytest.raises(WorkerError, match="SIGTERM"):
+            await running.value()
+
+
+@in_loop
+async def test_it_ends_with_its_socket_even_while_it_answers(tiny: TinyModel) -> None:
+    async with worker_of(tiny()) as process:
+        running = process.request("ask", ask=ENDLESS, stream=True)
+        assert isinstance(await anext(running.events()), Piece)
+        await process.close()
+        assert process._child.returncode == 0
+
+
+PARENT = """
+import asyncio, sys
+from moegguf.serving.process import Process
+from moegguf.serving.wire import Order
+async def main():
+    process = await Process.start("tiny", lambda view: None)
+    await process.load(Order("tiny", sys.argv[1], 512, n_threads=1), 60, lambda share: None)
+    print(process.pid, flush=True)
+    await asyncio.Event().wait()
+asyncio.run(main())
+"""
+
+
+def test_it_does_not_outlive_a_server_that_is_killed(tiny: TinyModel) -> None:
+    with subprocess.Popen([sys.executable, "-c", PARENT, str(tiny())], stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        worker = psutil.Process(int(server.stdout.readline()))
+        server.kill()
+        server.wait()
+        worker.wait(timeout=20)
+
+
+@in_loop
+async def test_a_worker_is_asked_many_things_at_once_and_answers_in_order(tiny: TinyModel) -> None:
+    async with worker_of(tiny()) as process:
+        answers = await asyncio.gather(*(answer_of(process, ASK) for _ in range(8)))
+        assert len({text for text, _, _ in answers}) == 1

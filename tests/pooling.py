@@ -1,0 +1,117 @@
+"""A pool over scripted workers: models that are only sizes, answers that are only words."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import os
+import sys
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from moegguf.engine.ask import Ask, Piece
+from moegguf.engine.expect import Expected
+from moegguf.engine.plan import Plan
+from moegguf.errors import ModelNotFoundError
+from moegguf.models.entry import Entry
+from moegguf.serving.events import LoadOptions
+from moegguf.serving.lease import Lease
+from moegguf.serving.pool import Pool
+from moegguf.serving.room import Size
+from moegguf.serving.wire import Order
+from moegguf.settings import Settings
+
+
+def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Runs a test that is a coroutine."""
+
+    @functools.wraps(test)
+    def run(*arguments: Any, **fixtures: Any) -> None:
+        asyncio.run(test(*arguments, **fixtures))
+
+    return run
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Returns once it holds; the test's own limit of time ends it when it never does."""
+    while not condition():
+        await asyncio.sleep(0.002)
+
+
+COMMAND = (sys.executable, "-I", "-S", str(Path(__file__).with_name("fake_worker.py")))
+MIB = 1 << 20
+
+
+class FakeCatalog:
+    """Models `a:latest` and so on: each a script for the worker and what it takes in MiB, wished and at least."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.entries: dict[str, Entry] = {}
+        self.sizes: dict[str, tuple[int, int]] = {}
+
+    def add(self, name: str, wish: int = 100, least: int = 100, **script: Any) -> None:
+        script.setdefault("log", str(self.folder / f"{name}.log"))
+        path = Path(json.dumps(script))
+        when = datetime(2026, 1, 2, tzinfo=UTC)
+        self.entries[name] = Entry(f"{name}:latest", "path", (path,), wish * MIB, name * 64, when)
+        self.sizes[f"{name}:latest"] = wish * MIB, least * MIB
+
+    def change(self, name: str, **fields: Any) -> None:
+        self.entries[name] = replace(self.entries[name], **fields)
+
+    def find(self, name: str) -> Entry:
+        try:
+            return self.entries[name.removesuffix(":latest")]
+        except KeyError:
+            raise ModelNotFoundError(f"there is no model named {name!r}; try 'a'.") from None
+
+    def measure(self, entry: Entry, load: LoadOptions, settings: Settings, limit_bytes: int) -> Size:
+        def plan(n_bytes: int) -> Plan:
+            expected = Expected(1.0, 1.0, 0, 0, None, None, "")
+            return Plan(1, 1, n_bytes, True, 1, 0, 0, 0, n_bytes, limit_bytes, (), (), expected)
+
+        def order(chosen: Plan) -> Order:
+            n_ctx = load.n_ctx or 4096
+            return Order(entry.name, str(entry.path), n_ctx, expert_cache_bytes=chosen.budget_bytes)
+
+        return Size(*self.sizes[entry.name], plan, order)
+
+    def loads(self, name: str) -> list[dict[str, Any]]:
+        """What its workers were told to load, one after the other."""
+        log = self.folder / f"{name}.log"
+        return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+
+
+@asynccontextmanager
+async def pool_of(catalog: FakeCatalog, **settings: Any) -> AsyncIterator[Pool]:
+    """A pool that leaves no process and no file behind, which is checked."""
+    children, files = len(psutil.Process().children()), n_files()
+    settings.setdefault("memory_bytes", 1000 * MIB)
+    async with Pool(catalog, Settings(**settings), command=COMMAND, measure=catalog.measure) as pool:
+        yield pool
+    assert len(psutil.Process().children()) == children
+    assert n_files() == files
+
+
+def n_files() -> int:
+    return len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
+
+
+async def said(lease: Lease, prompt: str) -> str:
+    """All text of an answer."""
+    events = [event async for event in lease.answer(Ask(prompt=prompt))]
+    return " ".join(event.text for event in events if isinstance(event, Piece))
+
+
+async def ask(pool: Pool, name: str, prompt: str, load: LoadOptions = LoadOptions(), **options: Any) -> str:
+    """The answer of a model, from asking for its turn to giving it back."""
+    async with pool.lease(name, load, **options) as lease:
+        return await said(lease, prompt)

@@ -1,0 +1,30 @@
+"""What tests of fetching share: one repository, and a pull that notes what it is told."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+from moegguf.models.catalog import Catalog
+from moegguf.models.entry import Entry, PullStatus
+from moegguf.models.hub import hub_cache
+from moegguf.models.pull import pull
+
+DATA = os.urandom(3 << 20)
+NAME = "hf.co/User/Repo-GGUF:Q4_K_M"
+FILES = {"README.md": b"hello", "x-Q4_K_M.gguf": DATA, "x-Q8_0.gguf": os.urandom(1000), "mmproj-F16.gguf": b"m" * 99}
+
+
+def fetch(name: str = "user/repo-gguf", cancelled: threading.Event | None = None) -> tuple[Entry, list[PullStatus]]:
+    told: list[PullStatus] = []
+    return pull(name, Catalog(), told.append, cancelled), told
+
+
+def stored() -> list[str]:
+    """Files in the cache besides its locks, by the start of their names."""
+    files = (path for path in hub_cache().rglob("*") if path.is_file() and ".locks" not in path.parts)
+    return sorted(path.name for path in files)
+
+
+def nothing_has_a_name() -> bool:
+    return Catalog().entries("hf.co") == [] and not list(hub_cache().glob("*/snapshots/*/*"))

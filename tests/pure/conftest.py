@@ -1,0 +1,34 @@
+"""A hub on loopback for tests that fetch models. Imported when a test asks for it: huggingface_hub is slow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from fake_hub import FakeHub
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    """A hub of this test's own, that this process uses; waits between tries are short."""
+    from fake_hub import hub_in_use
+
+    from moegguf.models import hub_api
+
+    monkeypatch.setattr(hub_api, "WAIT_S", 0.01)
+    monkeypatch.setattr(hub_api, "MAX_WAIT_S", 0.05)
+    with hub_in_use(tmp_path) as made:
+        yield made
+
+
+@pytest.fixture
+def repo(hub: FakeHub) -> FakeHub:
+    """The hub, with User/Repo-GGUF in it (see `pulling`)."""
+    from pulling import FILES
+
+    hub.add("User/Repo-GGUF", dict(FILES))
+    return hub

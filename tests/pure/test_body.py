@@ -1,0 +1,260 @@
+"""Bodies of requests: what is taken, what is refused and how fast, and how a refusal reads."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+import tracemalloc
+from typing import Annotated, Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import Field
+
+from moegguf.errors import BudgetError, BusyError, ModelNotFoundError, OptionError
+from moegguf.faces.server import limits
+from moegguf.faces.server.body import Body, parse_body, parse_object
+from moegguf.faces.server.errors import HttpError, fault_of
+from moegguf.faces.server.ollama_schema import (
+    ChatRequest,
+    CopyRequest,
+    CreateRequest,
+    EmbedRequest,
+    Options,
+    PullRequest,
+)
+
+
+class Part(Body):
+    n: int
+
+
+class Example(Body):
+    text: str = ""
+    n: Annotated[int | None, Field(ge=0, le=9)] = None
+    parts: list[Part] | None = None
+
+
+def refusal(raw: bytes, kind: type[Body] = Example) -> str:
+    with pytest.raises(HttpError) as caught:
+        parse_body(raw, kind)
+    assert caught.value.status == 400
+    assert len(str(caught.value)) < 400
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("raw", [b"", b"  \n", b"\r\n"])
+def test_no_body_is_said_to_be_missing(raw: bytes) -> None:
+    assert refusal(raw) == "missing request body"
+
+
+def test_unknown_fields_are_left_out_and_the_last_of_two_counts() -> None:
+    body = parse_body(b'{"text": "a", "other": {"deep": []}, "text": "b"}', Example)
+    assert body.text == "b"
+    assert not hasattr(body, "other")
+
+
+@pytest.mark.parametrize(
+    ("raw", "words"),
+    [
+        (b"[1]", "expected a JSON object, not an array"),
+        (b"null", "expected a JSON object, not null"),
+        (b'"text"', "expected a JSON object, not a string"),
+        (b"{", "Expecting property name"),
+        (b'{"text": "' + b"a" * 100, "Unterminated string"),
+        (b'{"text": "\xff"}', "not UTF-8 at byte 10"),
+        (b'\xff\xfe{\x00"\x00', "not UTF-8"),
+        (b'{"n": NaN}', "NaN is not JSON"),
+        (b'{"n": -Infinity}', "-Infinity is not JSON"),
+        (b'{"n": 1e999}', "not a finite number"),
+        (b'{"n": 18446744073709551616}', "does not fit 64 bits"),
+        (b'{"n": ' + b"9" * 100_000 + b"}", "does not fit 64 bits"),
+        (b'{"text": "\\ud800"}', "surrogate"),
+        (b'{"text": "\\udfff x"}', "surrogate"),
+        (b'{"n": "5"}', "n: input should be a valid integer"),
+        (b'{"n": true}', "n: input should be a valid integer"),
+        (b'{"n": 10}', "n: input should be less than or equal to 9"),
+        (b'{"parts": [{"n": 1}, {}]}', "parts.1.n: field required"),
+    ],
+)
+def test_a_refusal_says_what_does_not_fit(raw: bytes, words: str) -> None:
+    assert words in refusal(raw)
+
+
+def test_a_pair_of_surrogates_is_one_character() -> None:
+    assert parse_body(b'{"text": "\\ud83d\\ude00"}', Example).text == "\N{GRINNING FACE}"
+
+
+@pytest.mark.parametrize("n", [-(2**63), 2**63 - 1])
+def test_whole_numbers_of_64_bits_are_taken(n: int) -> None:
+    assert parse_object(json.dumps({"n": n}).encode()) == {"n": n}
+
+
+def test_nesting_has_an_end_and_brackets_in_texts_do_not_count() -> None:
+    def nested(depth: int) -> bytes:
+        return b'{"x": ' + b"[" * (depth - 1) + b"]" * (depth - 1) + b"}"
+
+    assert parse_object(nested(limits.JSON_DEPTH))
+    assert "nested deeper than 64" in refusal(nested(limits.JSON_DEPTH + 1))
+    text = '[{"\\' * 1000
+    assert parse_object(json.dumps({"x": text}).encode()) == {"x": text}
+
+
+MIB = 1 << 20
+HOSTILE = {
+    "deep lists": b"[" * 8 * MIB,
+    "deep objects": b'{"a":' * MIB,
+    "many values": b'{"x":[' + b"0," * 4 * MIB + b"0]}",
+    "many empty lists": b'{"x":[' + b"[]," * 2 * MIB + b"[]]}",
+    "many empty texts": b'"' * 8 * MIB,
+    "many keys": b"{" + b'"a":1,' * MIB + b'"a":1}',
+    "escapes without end": b'"' + b"\\" * 8 * MIB,
+    "quotes that are escaped": b'"\\' * 4 * MIB,
+    "a text that does not end": b'{"text":"' + b'\\"' * 3 * MIB,
+    "digits": b'{"n":' + b"9" * 8 * MIB + b"}",
+    "an exponent": b'{"n":1e' + b"9" * 8 * MIB + b"}",
+    "blanks": b" " * 8 * MIB,
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_body_is_refused_soon_and_for_little_memory(name: str) -> None:
+    raw = HOSTILE[name]
+    begun = time.thread_time()
+    refusal(raw)
+    assert time.thread_time() - begun < 0.5  # 100 ms on a quiet machine
+    tracemalloc.start()
+    try:
+        refusal(raw)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 4 * limits.BODY_BYTES
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_read_or_refused(raw: bytes) -> None:
+    with contextlib.suppress(HttpError):
+        parse_object(raw)
+
+
+finite = st.floats(allow_nan=False, allow_infinity=False)
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | finite | st.text(),
+    lambda children: st.lists(children, max_size=4) | st.dictionaries(st.text(max_size=5), children, max_size=4),
+    max_leaves=20,
+)
+
+
+@given(st.dictionaries(st.text(max_size=5), json_values, max_size=4))
+def test_json_is_read_as_json_reads_it(value: dict[str, Any]) -> None:
+    assert parse_object(json.dumps(value).encode()) == value
+    assert parse_object(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace")) is not None
+
+
+def parse(kind: type[Body], **fields: Any) -> Any:
+    return parse_body(json.dumps(fields).encode(), kind)
+
+
+def test_name_is_an_older_word_for_model() -> None:
+    assert parse(PullRequest, model="", name="x").model_name == "x"
+    assert parse(PullRequest, model="x", name="y").model_name == "x"
+    assert refusal(b"{}", PullRequest) == "model is required"
+    assert "destination: field required" in refusal(b'{"source": "x"}', CopyRequest)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_predict": -3},
+        {"num_predict": 10**9},
+        {"num_ctx": -1},
+        {"num_ctx": 10**12},
+        {"num_batch": 0},
+        {"num_thread": 100_000},
+        {"top_k": 2**40},
+        {"top_p": 1.5},
+        {"temperature": -1},
+        {"temperature": "hot"},
+        {"repeat_penalty": 0},
+        {"seed": "x"},
+        {"stop": "one"},
+        {"stop": ["x"] * 100_000},
+        {"stop": ["x" * 10_000]},
+        {"stop": [1]},
+        {"expert_cache": "lots"},
+        {"expert_cache": -1},
+    ],
+)
+def test_options_out_of_their_range_or_type_are_refused(options: dict[str, Any]) -> None:
+    name = next(iter(options))
+    assert f"options.{name}" in refusal(json.dumps({"model": "x", "options": options}).encode(), ChatRequest)
+
+
+def test_options_become_sampling_and_load_options(caplog: pytest.LogCaptureFixture) -> None:
+    options = parse(
+        Options, num_ctx=4096.0, num_thread=0, num_predict=-1, seed=-1, top_k=5, stop=["a", ""], moe_cache_ram="1GiB",
+        temperature=0, tfs_z=1, mirostat=0, use_mlock=True, num_gpu=None,
+    )  # fmt: skip
+    assert not caplog.records
+    sampling, load = options.sampling(), options.load()
+    assert (sampling.top_k, sampling.temperature, sampling.stop) == (5, 0, ("a",))
+    assert (sampling.max_tokens, sampling.seed, sampling.top_p) == (None, None, 0.9)
+    assert (load.n_ctx, load.n_threads, load.n_batch, load.expert_cache) == (4096, None, None, "1GiB")
+    assert parse(Options, seed=-2).sampling().seed == 2**32 - 2
+
+
+def test_an_unknown_option_is_said_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    parse(ChatRequest, model="x", options={"temprature": 1})
+    assert "temprature" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"think": "loud"}, "invalid think value: 'loud'"),
+        ({"format": "xml"}, "invalid format"),
+        ({"top_logprobs": 21}, "top_logprobs: input should be less than or equal to 20"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
+        ({"messages": [{"content": "x"}]}, "messages.0.role"),
+        ({"tools": [{"type": "function"}]}, "tools.0.function"),
+        ({"keep_alive": [1]}, "keep_alive"),
+    ],
+)
+def test_fields_of_a_chat_are_checked(fields: dict[str, Any], words: str) -> None:
+    assert words in refusal(json.dumps({"model": "x", **fields}).encode(), ChatRequest)
+
+
+def test_inputs_and_recipes_are_read() -> None:
+    assert parse(EmbedRequest, model="x", input="a").input == "a"
+    assert parse(EmbedRequest, model="x", input=["a", "b"]).input == ["a", "b"]
+    assert parse(CreateRequest, **{"model": "x", "from": "y"}).from_ == "y"
+    assert "input" in refusal(b'{"model": "x", "input": [1]}', EmbedRequest)
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (ModelNotFoundError("no"), 404, "model_not_found"),
+        (OptionError("no"), 400, None),
+        (BusyError("no"), 503, None),
+        (BudgetError("no"), 500, None),
+        (HttpError(413, "no"), 413, None),
+        (MemoryError(), 500, None),
+        (KeyError("secret"), 500, None),
+    ],
+)
+def test_each_error_has_one_status_and_two_forms(error: Exception, status: int, code: str | None) -> None:
+    fault = fault_of(error)
+    assert fault.status == status
+    assert set(fault.body("/api/chat")) == {"error"} and isinstance(fault.body("/api/chat")["error"], str)
+    ours = fault.body("/v1/models")["error"]
+    assert ours["code"] == code and ours["param"] is None and ours["message"] and ours["type"]
+    assert "secret" not in fault.message
+
+
+def test_busy_and_lasting_faults_tell_when_to_ask_again() -> None:
+    assert fault_of(BusyError("x")).headers == {"retry-after": "1"}
+    assert fault_of(BudgetError("x")).headers == {"x-should-retry": "false"}

@@ -1,0 +1,246 @@
+"""Every model by name: found, listed, described and removed."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+from datetime import UTC
+from pathlib import Path
+
+import pytest
+from cataloguing import cache, names, own_places
+from fake_hub import FakeHub
+
+from moegguf.errors import ModelNameError, ModelNotFoundError, OptionError, PullError
+from moegguf.models.catalog import Catalog
+from moegguf.models.details import details, human_number
+from moegguf.models.entry import Entry
+from moegguf.models.find import demo_path, find_model
+from moegguf.models.hub import hub_cache, hub_token
+from moegguf.models.pull import pull
+from moegguf.models.recipe import Recipe
+
+
+@pytest.fixture(autouse=True)
+def _own_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own_places(tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def catalog() -> Catalog:
+    return Catalog()
+
+
+# Looking up
+
+
+def test_the_demo_is_always_there(catalog: Catalog) -> None:
+    for name in ("demo", "Demo", "demo:latest"):
+        entry = catalog.find(name)
+        assert (entry.name, entry.source, entry.path) == ("demo:latest", "demo", demo_path())
+        assert len(entry.digest) == 64 and entry.modified.tzinfo is UTC
+    assert names() == ["demo:latest"]
+    assert names("DEM") == ["demo:latest"] and names("x") == []
+
+
+def test_a_path_is_its_own_name(catalog: Catalog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "models").mkdir()
+    for name in ("a.gguf", "models/b-00001-of-00002.gguf", "models/b-00002-of-00002.gguf"):
+        (tmp_path / name).write_bytes(name.encode())
+    monkeypatch.chdir(tmp_path)
+    entry = catalog.find("./a.gguf")
+    assert (entry.source, entry.name, entry.size_bytes) == ("path", str(tmp_path / "a.gguf"), 6)
+    assert catalog.find(entry.name).digest == entry.digest
+    split = catalog.find("models")
+    assert [path.name for path in split.files] == ["b-00001-of-00002.gguf", "b-00002-of-00002.gguf"]
+    assert find_model("models") == Path("models/b-00001-of-00002.gguf")
+    assert "a.gguf" not in str(names())
+
+
+def test_where_paths_are_not_allowed_none_is_opened_or_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "secret.gguf").write_bytes(b"secret")
+    monkeypatch.chdir(tmp_path)
+    served = Catalog(paths=False)
+    for name in (str(tmp_path / "secret.gguf"), "./secret.gguf", "../x/secret.gguf", str(tmp_path), ".", "~"):
+        with pytest.raises(ModelNameError):
+            served.find(name)
+    for name in ("secret.gguf", "secre.gguf", "x/secret.gguf"):
+        with pytest.raises(ModelNotFoundError) as refused:
+            served.find(name)
+        assert "secret.gguf'?" not in str(refused.value)
+    with pytest.raises(ModelNotFoundError):
+        served.find("")
+
+
+def test_files_in_moegguf_models_are_listed_once(
+    catalog: Catalog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in (
+        "Qwen-Q4_0.gguf",
+        "Big-00001-of-00002.gguf",
+        "Big-00002-of-00002.gguf",
+        "two words.gguf",
+        "sub/x.gguf",
+    ):
+        path = tmp_path / "models" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(name.encode())
+    monkeypatch.setenv("MOEGGUF_MODELS", str(tmp_path / "models"))
+    listed = [entry for entry in catalog.entries() if entry.source == "folder"]
+    assert sorted(entry.name for entry in listed) == ["Big:latest", "Qwen-Q4_0:latest", "two-words:latest", "x:latest"]
+    for entry in listed:
+        assert catalog.find(entry.name) == entry
+        assert Catalog(paths=False).find(entry.name.lower()) == entry
+    assert len(catalog.find("big").files) == 2
+    with pytest.raises(OptionError, match="a file in the folder MOEGGUF_MODELS"):
+        catalog.remove("big")
+
+
+def test_what_other_programs_have_cached_is_found(catalog: Catalog) -> None:
+    shards = {f"BF16/M-BF16-0000{n}-of-00002.gguf": bytes([n]) * 10 for n in (1, 2)}
+    folder = cache(
+        "User/Repo", {"M-Q8_0.gguf": b"8", "mmproj-F16.gguf": b"m", **shards, "N-Q2_K-00001-of-00003.gguf": b"1"}
+    )
+    (folder / "blobs" / ("f" * 64 + ".incomplete")).write_bytes(b"half")
+    cache("legacy", {"x-Q4_0.gguf": b"x"})
+    assert sorted(names("hf.co")) == ["hf.co/User/Repo:BF16", "hf.co/User/Repo:Q8_0"]
+    entry = catalog.find("user/repo")
+    assert entry.name == "hf.co/User/Repo:Q8_0"
+    assert entry.digest == hashlib.sha256(b"8").hexdigest()
+    assert entry.mmproj and entry.mmproj.name == "mmproj-F16.gguf" and entry.size_bytes == 2
+    assert [path.name for path in catalog.find("hf.co/user/repo:bf16").files] == [path[5:] for path in shards]
+    for missing in ("user/repo:Q2_K", "user/repo:Q4_K_M", "user/other"):
+        with pytest.raises(ModelNotFoundError, match=r"fetch it with `moegguf pull hf\.co/user/"):
+            catalog.find(missing)
+
+
+def test_the_newest_commit_counts_and_old_ones_fill_up(catalog: Catalog) -> None:
+    cache("u/r", {"x-Q4_0.gguf": b"old", "x-Q8_0.gguf": b"old 8"}, "a" * 40)
+    cache("u/r", {"x-Q4_0.gguf": b"new"}, "b" * 40)
+    assert catalog.find("u/r:q4_0").path.read_bytes() == b"new"
+    assert catalog.find("u/r:q8_0").path.read_bytes() == b"old 8"
+    assert sorted(names("hf.co")) == ["hf.co/u/r:Q4_0", "hf.co/u/r:Q8_0"]
+
+
+def test_links_to_nothing_are_no_models(catalog: Catalog) -> None:
+    folder = cache("u/r", {"x-Q4_0.gguf": b"x"})
+    next((folder / "blobs").iterdir()).unlink()
+    assert names("hf.co") == []
+
+
+def test_finding_a_file_does_not_import_what_the_network_needs(tmp_path: Path) -> None:
+    (tmp_path / "x.gguf").write_bytes(b"x")
+    code = (
+        "import sys\nfrom moegguf.models.find import find_model\nfrom moegguf.models.catalog import Catalog\n"
+        f"find_model({str(tmp_path / 'x.gguf')!r}); find_model('demo'); Catalog().entries()\n"
+        "print([name for name in ('huggingface_hub', 'httpx2', 'httpx', 'tqdm', 'asyncio') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "[]\n"
+
+
+# Removing what is in the Hugging Face cache
+
+
+def test_a_cached_model_is_removed_with_its_files_alone(catalog: Catalog) -> None:
+    folder = cache("u/r", {"x-Q4_0.gguf": b"4", "x-Q8_0.gguf": b"8", "mmproj-F16.gguf": b"m", "README.md": b"r"})
+    cache("u/r", {"x-Q4_0.gguf": b"4 new"}, "b" * 40)
+    assert catalog.remove("u/r:q4_0").name == "hf.co/u/r:Q4_0"
+    assert names("hf.co") == ["hf.co/u/r:Q8_0"]
+    kept = catalog.find("u/r:q8_0")
+    assert kept.path.read_bytes() == b"8" and kept.mmproj
+    assert len(list((folder / "blobs").iterdir())) == 3
+    catalog.remove("u/r:q8_0")
+    assert [path.read_bytes() for path in (folder / "blobs").iterdir()] == [b"r"]
+
+
+def test_files_that_a_name_of_ours_needs_stay_until_it_goes(catalog: Catalog) -> None:
+    folder = cache("u/r", {"x-Q4_0.gguf": b"4"})
+    catalog.copy("u/r", "mine")
+    catalog.remove("u/r")
+    assert names("hf.co") == []
+    with pytest.raises(ModelNotFoundError):
+        catalog.find("u/r")
+    assert catalog.find("mine").path.read_bytes() == b"4"
+    catalog.remove("mine")
+    assert list((folder / "blobs").iterdir()) == []
+    cache("u/r", {"x-Q4_0.gguf": b"4"}, "c" * 40)
+    assert names("hf.co") == ["hf.co/u/r:Q4_0"]
+
+
+def test_pulling_again_brings_a_removed_name_back(catalog: Catalog, hub: FakeHub) -> None:
+    hub.add("u/r", {"x-Q4_0.gguf": b"4" * 1000})
+    pull("u/r", catalog, lambda status: None)
+    catalog.copy("u/r", "mine")
+    catalog.remove("u/r")
+    assert names("hf.co") == []
+    assert pull("u/r", catalog, lambda status: None).name == "hf.co/u/r:Q4_0"
+    assert names("hf.co") == ["hf.co/u/r:Q4_0"]
+    assert len(hub.gets("x-Q4_0.gguf")) == 1
+
+
+# Details
+
+
+def test_details_of_the_demo(catalog: Catalog) -> None:
+    entry = catalog.find("demo")
+    found = details(entry)
+    assert (found.family, found.quantization, found.n_expert, found.n_expert_used) == ("qwen2moe", "Q4_0", 32, 4)
+    assert found.parameter_size == "23.4M" and found.capabilities == ("completion",)
+    assert found.metadata["general.architecture"] == "qwen2moe" and found.n_ctx_train == 512
+    assert details(entry) is not found and details(entry) == found
+
+
+def test_a_name_s_template_decides_what_the_model_can(catalog: Catalog) -> None:
+    template = "{% if tools %}{{ tools }}{% endif %}<think></think>"
+    entry = catalog.create("able", Recipe(from_="demo", template=template))
+    assert set(details(entry).capabilities) == {"completion", "tools", "thinking"}
+    assert details(entry).template == template
+
+
+@pytest.mark.parametrize(
+    ("n", "text"),
+    [(0, "0"), (999, "999"), (1000, "1K"), (23_387_904, "23.4M"), (30_532_122_624, "30.5B"), (8 * 10**9, "8B")],
+)
+def test_counts_as_people_write_them(n: int, text: str) -> None:
+    assert human_number(n) == text
+
+
+# The places of others
+
+
+def test_the_hub_s_settings_are_read_at_each_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert hub_cache() == tmp_path / "hf" / "hub"
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "elsewhere"))
+    assert hub_cache() == tmp_path / "elsewhere"
+    monkeypatch.delenv("HF_HUB_CACHE")
+    monkeypatch.delenv("HF_HOME")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert hub_cache() == tmp_path / "cache" / "huggingface" / "hub"
+    assert hub_token() is None
+    monkeypatch.setenv("HF_TOKEN", " hf_x \n")
+    assert hub_token() == "hf_x"
+
+
+def test_entries_are_the_newest_first(catalog: Catalog) -> None:
+    cache("u/r", {"x-Q4_0.gguf": b"4"})
+    catalog.copy("demo", "newest")
+    listed: list[Entry] = catalog.entries()
+    assert [entry.modified for entry in listed] == sorted((e.modified for e in listed), reverse=True)
+    assert listed[0].name == "newest:latest"
+
+
+def test_a_damaged_cache_is_said_to_be_and_keeps_the_name(catalog: Catalog) -> None:
+    folder = cache("u/r", {"x-Q4_0.gguf": b"4"})
+    (folder / "refs" / "other").write_text("f" * 40)
+    with pytest.raises(PullError, match=r"cannot be removed .*missing commit"):
+        catalog.remove("u/r")
+    assert names("hf.co") == ["hf.co/u/r:Q4_0"]
+
+
+def test_a_removed_name_does_not_hide_its_neighbours(catalog: Catalog) -> None:
+    cache("u/r", {"x-Q4_K_M.gguf": b"4", "x-Q8_0.gguf": b"8"})
+    catalog.copy("u/r", "mine")
+    catalog.remove("u/r")
+    assert catalog.find("u/r").name == "hf.co/u/r:Q8_0"

@@ -1,0 +1,126 @@
+"""Which files of a repository a tag means."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moegguf.errors import ModelNotFoundError
+from moegguf.models.choose import choose, complete, is_model, models_in
+
+USUAL = [
+    "README.md", "imatrix_unsloth.dat", "Model.imatrix.gguf", "Model-IQ4_XS.gguf", "Model-Q2_K.gguf",
+    "Model-Q4_K_M.gguf", "Model-Q8_0.gguf", "Model-UD-Q4_K_XL.gguf", "mmproj-BF16.gguf", "mmproj-F16.gguf",
+    "mtp-Model-Q4_K_M.gguf", "eagle3-Model-Q4_K_M.gguf",
+    "dflash-Model-Q4_K_M.gguf", "dspark-Model-Q4_K_M.gguf",
+    "BF16/Model-BF16-00001-of-00003.gguf", "BF16/Model-BF16-00002-of-00003.gguf",
+    "BF16/Model-BF16-00003-of-00003.gguf",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("tag", "file"),
+    [
+        ("latest", "Model-Q4_K_M.gguf"),
+        ("q4_k_m", "Model-Q4_K_M.gguf"),
+        ("Q8_0", "Model-Q8_0.gguf"),
+        ("UD-Q4_K_XL", "Model-UD-Q4_K_XL.gguf"),
+        ("Q4_K_XL", "Model-UD-Q4_K_XL.gguf"),
+        ("Model-Q2_K.gguf", "Model-Q2_K.gguf"),
+        ("model-q2_k", "Model-Q2_K.gguf"),
+        ("bf16", "BF16/Model-BF16-00001-of-00003.gguf"),
+        ("Model-BF16-00002-of-00003.gguf", "BF16/Model-BF16-00001-of-00003.gguf"),
+        ("Model-BF16.gguf", "BF16/Model-BF16-00001-of-00003.gguf"),
+        ("4_K_M", "Model-Q4_K_M.gguf"),
+    ],
+)
+def test_a_tag_is_a_quantisation_or_a_file_name_in_any_case(tag: str, file: str) -> None:
+    assert choose(USUAL, tag).files[0] == file
+
+
+def test_without_a_tag_q4_k_m_then_q8_0_then_the_first_model() -> None:
+    assert choose(["b-Q2_K.gguf", "b-Q8_0.gguf", "a-F16.gguf"]).files == ("b-Q8_0.gguf",)
+    assert choose(["mmproj-a.gguf", "b.gguf", "z-F16-00001-of-00001.gguf"]).files == ("b.gguf",)
+
+
+def test_a_whole_word_comes_before_a_part_of_one() -> None:
+    assert choose(["m-IQ4_XS.gguf", "m-Q4_XS.gguf"], "Q4_XS").files == ("m-Q4_XS.gguf",)
+    assert choose(["m-IQ4_XS.gguf"], "Q4_XS").files == ("m-IQ4_XS.gguf",)
+
+
+def test_a_split_set_is_taken_whole_and_in_order() -> None:
+    names = [f"sub/x-Q4_K_M-{n:05d}-of-00012.gguf" for n in range(1, 13)]
+    assert choose([*reversed(names), "sub/x-Q4_K_M-00001-of-00002.gguf.part"]).files == tuple(names)
+
+
+def test_a_missing_shard_is_named_before_anything_is_fetched() -> None:
+    names = [f"x-Q4_K_M-{n:05d}-of-00004.gguf" for n in (1, 2, 4)]
+    with pytest.raises(ModelNotFoundError, match=r"u/r: 1 of the 4 shards .*\(x-Q4_K_M-00003-of-00004\.gguf\)"):
+        choose(names, repo="u/r")
+
+
+def test_an_unknown_quantisation_lists_what_there_is() -> None:
+    with pytest.raises(ModelNotFoundError) as refused:
+        choose(USUAL, "Q9_9", repo="u/r")
+    message = str(refused.value)
+    assert "'Q9_9'" in message and "Available GGUF files: " in message
+    assert "Model-Q4_K_M.gguf" in message and "Model-BF16-00001-of-00003.gguf" in message
+    assert "mmproj" not in message and "mtp-" not in message and "00002" not in message
+
+
+def test_a_repository_without_models_says_so() -> None:
+    with pytest.raises(ModelNotFoundError, match="has no GGUF file"):
+        choose(["README.md", "mmproj-F16.gguf", "model.safetensors"], repo="u/r")
+
+
+@pytest.mark.parametrize(
+    ("model", "projectors", "expected"),
+    [
+        ("x-Q4_K_M.gguf", ["mmproj-F16.gguf", "mmproj-Q8_0.gguf"], "mmproj-Q8_0.gguf"),
+        ("x-BF16.gguf", ["mmproj-F32.gguf", "mmproj-Q8_0.gguf"], "mmproj-Q8_0.gguf"),
+        ("a/x-BF16.gguf", ["mmproj-BF16.gguf", "a/mmproj-Q8_0.gguf"], "a/mmproj-Q8_0.gguf"),
+        ("a/x-BF16.gguf", ["b/mmproj-BF16.gguf"], None),
+        ("x-Q8_0.gguf", ["a/mmproj-Q8_0.gguf"], None),
+        ("x-Q8_0.gguf", [], None),
+    ],
+)
+def test_the_projector_is_the_closest_folder_s_then_the_closest_width(
+    model: str, projectors: list[str], expected: str | None
+) -> None:
+    assert choose([model, *projectors]).mmproj == expected
+
+
+def test_names_of_files_become_tags() -> None:
+    assert [tag for tag, _ in models_in(USUAL)] == ["BF16", "IQ4_XS", "Q2_K", "Q4_K_M", "Q8_0", "UD-Q4_K_XL"]
+    assert [tag for tag, _ in models_in(["qwen-q4_k_m.gguf", "two words.gguf"])] == ["Q4_K_M"]
+    assert [tag for tag, _ in models_in(["two words.gguf"])] == ["latest"]
+    assert [tag for tag, _ in models_in(["a-Q4_0.gguf", "b-Q4_0.gguf"])] == ["Q4_0", "b-Q4_0"]
+    assert models_in(["x-Q4_0-00001-of-00002.gguf"]) == ()
+
+
+WORDS = ("Q4_K_M", "q8_0", "IQ4_XS", "UD-Q4_K_XL", "BF16", "model", "mmproj", "x", "00001-of-00002", "00002-of-00002")
+stems = st.lists(st.sampled_from(WORDS), min_size=1, max_size=4).map("-".join)
+path = stems.flatmap(lambda stem: st.sampled_from([f"{stem}.gguf", f"sub/{stem}.gguf", f"{stem}.GGUF", stem]))
+paths = st.lists(path, max_size=8, unique=True)
+
+
+@given(paths)
+def test_every_tag_that_is_told_means_these_files(listed: list[str]) -> None:
+    models = models_in(listed)
+    assert len({tag.lower() for tag, _ in models}) == len(models)
+    for tag, choice in models:
+        assert choose(complete(listed), tag) == choice
+        assert all(is_model(path) for path in choice.files)
+    if models:
+        assert choose(complete(listed)).files
+
+
+@given(paths, st.text(max_size=8))
+def test_any_tag_gives_files_of_the_list_or_an_error(listed: list[str], tag: str) -> None:
+    found: set[str] = set()
+    with suppress(ModelNotFoundError):
+        found = set(choose(listed, tag).files)
+    assert found <= set(listed)

@@ -1,0 +1,154 @@
+"""The index of our own names: whole after damage, crashes and many writers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import crashing
+import pytest
+from cataloguing import cache, names, own_places
+
+from moegguf.errors import ModelNotFoundError
+from moegguf.models.catalog import Catalog
+from moegguf.models.files import home
+from moegguf.models.index import Index, Record
+from moegguf.models.recipe import Recipe
+
+
+@pytest.fixture(autouse=True)
+def _own_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own_places(tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def catalog() -> Catalog:
+    return Catalog()
+
+
+def record(name: str, **values: Any) -> Record:
+    return Record(name, ("demo:",), "0" * 64, datetime.now(UTC), **values)
+
+
+def test_the_index_keeps_everything(tmp_path: Path) -> None:
+    index = Index(tmp_path / "deep" / "folder")
+    full = record(
+        "Me:v1", system="é\n\"", template="{{ x }}", parameters={"stop": ["a"], "top_k": 3, "temperature": 0.25},
+        messages=({"role": "user", "content": "x"},), license="MIT", parent="demo:latest", mmproj="hub:x",
+    )  # fmt: skip
+    index.change(lambda contents: contents.having(full))
+    assert Index(index.folder).read().records == (full,)
+    index.change(lambda contents: contents.having(record("ME:V1")))
+    assert [found.name for found in index.read().records] == ["ME:V1"]
+
+
+@pytest.mark.parametrize(
+    ("damage", "kept"),
+    [
+        (lambda text: text[: len(text) // 2], 0),
+        (lambda text: "", 0),
+        (lambda text: "[]", 0),
+        (lambda text: "[" * 200_000, 0),
+        (lambda text: text.replace('"version": 1', '"version": 2'), 2),
+        (lambda text: text.replace('"a:latest"', '"../a"'), 1),
+        (lambda text: text.replace('"demo:"', "7", 1), 1),
+        (lambda text: text.replace('"temperature": 0.5', '"temperature": "hot"'), 1),
+        (lambda text: text.replace('"models": [', '"models": [3, null, {"name": "x"}, '), 2),
+    ],
+)
+def test_a_damaged_index_is_set_aside_and_what_can_be_read_is_kept(damage: Any, kept: int) -> None:
+    index = Index(home())
+    index.change(lambda c: c.having(record("a:latest", parameters={"temperature": 0.5})).having(record("b:latest")))
+    broken = damage(index.path.read_text())
+    assert broken != index.path.read_text()
+    index.path.write_text(broken)
+    cache("u/r", {"x-Q4_0.gguf": b"4"})
+    with pytest.warns(UserWarning, match="index of models was damaged"):
+        listed = names()
+    assert len(listed) == kept + 2 and "hf.co/u/r:Q4_0" in listed
+    aside = list(home().glob("models.json.damaged-*"))
+    assert [path.read_text() for path in aside] == [broken]
+    Catalog().copy("demo", "new")
+    assert len(json.loads(index.path.read_text())["models"]) == kept + 1
+
+
+def test_records_that_lead_out_of_their_folder_are_no_models(tmp_path: Path) -> None:
+    (tmp_path / "secret.gguf").write_bytes(b"secret")
+    for n, file in enumerate(
+        ("hub:../../secret.gguf", "sets:/etc/passwd", "sets:../../secret.gguf", "what:x", "x.gguf")
+    ):
+        bad = Record(f"bad{n}:latest", (file,), "0" * 64, datetime.now(UTC))
+        Index(home()).change(lambda contents, bad=bad: contents.having(bad))
+    assert names() == ["demo:latest"]
+    with pytest.raises(ModelNotFoundError):
+        Catalog().find("bad0")
+
+
+def test_many_who_write_lose_nothing(tmp_path: Path) -> None:
+    code = (
+        "import sys\nfrom moegguf.models.catalog import Catalog\n"
+        "for n in range(8): Catalog().copy('demo', f'{sys.argv[1]}-{n}')\n"
+    )
+    workers = [subprocess.Popen([sys.executable, "-c", code, f"p{n}"]) for n in range(3)]
+    faults: list[BaseException] = []
+
+    def work(n: int) -> None:
+        try:
+            for i in range(8):
+                Catalog().copy("demo", f"t{n}-{i}")
+                if i % 2:
+                    Catalog().remove(f"t{n}-{i}")
+        except BaseException as error:
+            faults.append(error)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [worker.wait(60) for worker in workers] == [0, 0, 0] and not faults
+    assert len(names("p")) == 24 and len(names("t")) == 16
+
+
+@pytest.fixture
+def killed() -> Iterator[subprocess.Popen[str]]:
+    """Copies, makes and removes names until it is killed."""
+    code = (
+        "from moegguf.models.catalog import Catalog\nfrom moegguf.models.recipe import Recipe\nc = Catalog()\n"
+        "for n in range(10_000):\n"
+        " c.create('same', Recipe(from_='demo', system='x' * 50_000, parameters={'top_k': n}))\n"
+        " print(n, flush=True)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    yield process
+    process.kill()
+    process.wait(20)
+    assert process.stdout is not None
+    process.stdout.close()
+
+
+@pytest.mark.parametrize("n_lines", [1, 2, 5, 9])
+def test_killed_while_it_writes_the_index_is_old_or_new(killed: subprocess.Popen[str], n_lines: int) -> None:
+    assert killed.stdout is not None
+    for _ in range(n_lines):
+        last = int(killed.stdout.readline())
+    killed.kill()
+    killed.wait(20)
+    entry = Catalog().find("same")
+    assert entry.parameters["top_k"] >= last and entry.system == "x" * 50_000
+    Catalog().copy("same", "after")  # no lock is left behind
+    assert len(names("same")) == len(names("after")) == 1
+
+
+def test_killed_at_any_change_names_are_whole(tmp_path: Path) -> None:
+    for name in ("kept", "gone"):
+        Catalog().create(name, Recipe(from_="demo", system="old"))
+    assert int(crashing.run("create", home())) > 25
+    assert Catalog().find("kept").system == "new"
+    assert [path.name for path in (home() / "blobs").iterdir()] == [Catalog().find("kept").digest.join(["sha256-", ""])]

@@ -1,0 +1,110 @@
+"""What a model may be called, and what a name can never be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moegguf.errors import ModelNameError, ModelNotFoundError
+from moegguf.models.catalog import Catalog
+from moegguf.models.hub import repo_folder
+from moegguf.models.names import MAX_NAME, MAX_TAG, Name, parse_name
+
+
+@pytest.mark.parametrize(
+    ("text", "canonical"),
+    [
+        ("demo", "demo:latest"),
+        ("Demo:V1", "Demo:V1"),
+        ("hf.co/User/Repo-GGUF", "hf.co/User/Repo-GGUF:latest"),
+        ("huggingface.co/u/r:Q4_K_M", "hf.co/u/r:Q4_K_M"),
+        ("HF.CO/u/r:q8_0", "hf.co/u/r:q8_0"),
+        ("hf:u/r", "hf.co/u/r:latest"),
+        ("hf://u/r", "hf.co/u/r:latest"),
+        ("u/r:q4_k_m", "hf.co/u/r:q4_k_m"),
+        ("u/r:file-Q4_K_M-00001-of-00003.gguf", "hf.co/u/r:file-Q4_K_M-00001-of-00003.gguf"),
+        ("https://huggingface.co/u/r", "hf.co/u/r:latest"),
+        ("https://huggingface.co/u/r/", "hf.co/u/r:latest"),
+        ("https://hf.co/u/r:Q2_K", "hf.co/u/r:Q2_K"),
+        ("https://huggingface.co/u/r/tree/main", "hf.co/u/r:latest"),
+        ("https://huggingface.co/u/r/blob/main/sub/x-Q4_0.gguf", "hf.co/u/r:x-Q4_0.gguf"),
+        ("https://huggingface.co/u/r/resolve/main/x.gguf?download=true", "hf.co/u/r:x.gguf"),
+        ("ollama:llama3", "registry.ollama.ai/library/llama3:latest"),
+        ("ollama:me/llama3:8b", "registry.ollama.ai/me/llama3:8b"),
+        ("localhost:5000/library/x:y", "localhost:5000/library/x:y"),
+        ("user.name/some.repo", "hf.co/user.name/some.repo:latest"),
+    ],
+)
+def test_every_form_has_one_spelling_with_a_tag(text: str, canonical: str) -> None:
+    assert parse_name(text).canonical == canonical
+    assert parse_name(canonical).canonical == canonical
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", " ", "demo ", " demo", "a b", "demo:", ":tag", "a//b", "/", "a/", "/a", ".", "..", "../x",
+        "../../etc/passwd", "/etc/passwd", "./x", "~/x", "x/../y", "hf.co/../x", "hf.co/u/..", "hf.co/u/r:..",
+        "hf.co/u/r:../x", "a\0b", "demo\n", "%2e%2e/%2e%2e", "a%2fb", "\u2025/x", "a\uff0e\uff0eb", "\u200bdemo",
+        "dem\u00f6", "CON", "con.txt", "u/NUL", "u/r:aux", "COM1", "hf.co", "hf.co/x", "hf:x", "hf", "ollama",
+        "ollama:", "a/b/c", "a/b/c/d", "hf.co/a/b/c", "x" * 10_000, "u/r:" + "t" * (MAX_TAG + 1), "-x", ".x", "x.",
+        "u/r--x", "u--v/r", "C:\\x", "a\\b", "https://example.com/u/r", "https://huggingface.co/",
+        "https://huggingface.co/u", "file:///etc/passwd", "https://huggingface.co/u/..%2f..%2fx", "https://[",
+        "host.io/na.me/x", "sha256:../../x", "\ud800",
+    ],
+)  # fmt: skip
+def test_what_breaks_a_rule_is_refused_in_one_short_sentence(text: str) -> None:
+    with pytest.raises(ModelNameError) as refused:
+        parse_name(text)
+    assert len(str(refused.value)) < 400
+    with pytest.raises((ModelNameError, ModelNotFoundError)):
+        Catalog(paths=False).find(text)
+
+
+def test_what_is_no_text_is_refused() -> None:
+    for value in (None, 3, b"demo", ["demo"]):
+        with pytest.raises(ModelNameError):
+            parse_name(value)  # type: ignore[arg-type]
+
+
+def test_names_differ_only_by_more_than_case() -> None:
+    assert parse_name("hf.co/User/Repo:Q4_K_M").key == parse_name("HF.co/user/repo:q4_k_m").key
+    assert parse_name("u/r").repo == "u/r"
+    assert parse_name("u/r").is_hub and not parse_name("demo").is_hub
+
+
+part = st.text(alphabet="aZ09._-%/:\\ \0é", max_size=12)
+
+
+@given(st.lists(part, max_size=5).map("/".join) | st.text(max_size=MAX_NAME + 9))
+def test_a_name_that_is_accepted_reads_back_as_itself_and_stays_in_its_folder(text: str) -> None:
+    try:
+        name = parse_name(text)
+    except ModelNameError:
+        return
+    assert parse_name(name.canonical) == name
+    assert parse_name(name.key).key == name.key
+    root = Path("/store")
+    for piece in (name.host, name.namespace, name.model, name.tag):
+        assert "/" not in piece and "\\" not in piece and "\0" not in piece and ".." not in piece
+        assert piece == "" or (root / piece).parent == root
+    if name.is_hub:
+        assert len(repo_folder(name.repo).name.split("--")) == 3
+
+
+@given(st.builds(lambda m, t: f"{m}:{t}", st.from_regex(r"[A-Za-z0-9_][a-z0-9_-]{0,9}", fullmatch=True),
+                 st.from_regex(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,9}", fullmatch=True)))  # fmt: skip
+def test_plain_names_are_kept_as_they_are(text: str) -> None:
+    model, tag = text.split(":")
+    try:
+        name = parse_name(text)
+    except ModelNameError:
+        assert model.lower() in ("hf", "ollama") or {model[:3].lower(), tag[:3].lower()} & {
+            "con", "prn", "aux", "nul", "com", "lpt"
+        }  # fmt: skip
+        return
+    if model.lower() not in ("hf", "ollama"):
+        assert name == Name("", "", model, tag)

@@ -1,0 +1,190 @@
+"""Modelfiles read and written, and what a recipe may hold."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moegguf.errors import OptionError
+from moegguf.models.entry import Entry
+from moegguf.models.modelfile import parse, render, render_parameters
+from moegguf.models.recipe import (
+    FLOATS,
+    INTS,
+    MAX_TEXT,
+    ROLES,
+    SWITCHES,
+    Recipe,
+    check_messages,
+    check_parameters,
+    check_text,
+    parse_parameter,
+)
+
+EXAMPLE = '''# a pirate
+from demo:latest
+PARAMETER temperature 0.7
+parameter num_ctx 4096
+PARAMETER stop "<|im_end|>"
+PARAMETER stop User:
+SYSTEM """You are a pirate.
+Say "arr" often."""
+
+TEMPLATE """{% for m in messages %}{{ m.content }}{% endfor %}"""
+MESSAGE user Hello
+MESSAGE assistant """Arr,
+hello"""
+LICENSE first
+LICENSE "second"
+REQUIRES 0.14.0
+'''
+
+
+def test_every_instruction_in_any_case() -> None:
+    assert parse(EXAMPLE) == Recipe(
+        from_="demo:latest",
+        system='You are a pirate.\nSay "arr" often.',
+        template="{% for m in messages %}{{ m.content }}{% endfor %}",
+        parameters={"temperature": 0.7, "num_ctx": 4096, "stop": ["<|im_end|>", "User:"]},
+        messages=({"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Arr,\nhello"}),
+        license="first\nsecond",
+    )
+    assert parse(EXAMPLE.replace("\n", "\r\n")) == parse(EXAMPLE)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "needs a line `FROM name`"),
+        ("SYSTEM x", "needs a line `FROM name`"),
+        ("FROM", "FROM needs a name"),
+        ("FROM a\nFROM b", "line 2: there is a FROM already"),
+        ("FROM a\n\nPARAMETR x 1", "line 3: 'PARAMETR x 1' starts with none of"),
+        ("FROM a\nhello", "line 2: 'hello' starts with none of"),
+        ("FROM a\nPARAMETER temprature 1", "did you mean 'temperature'"),
+        ("FROM a\nPARAMETER temperature hot", "line 2: the parameter 'temperature' must be a number"),
+        ("FROM a\nPARAMETER num_ctx 1.5", "must be a whole number"),
+        ("FROM a\nPARAMETER num_ctx 1e400", "must be a whole number"),
+        ("FROM a\nPARAMETER temperature NaN", "must be a number"),
+        ("FROM a\nPARAMETER use_mmap 1", "must be true or false"),
+        ("FROM a\nPARAMETER", "there must be a word and a value"),
+        ('FROM a\nSYSTEM """never closed', "line 2: a quote is opened and never closed"),
+        ('FROM a\nSYSTEM "never closed', "line 2: a quote is opened and never closed"),
+        ("FROM a\nMESSAGE wizard hi", "role is one of system, user, assistant, tool"),
+        ("FROM a\nADAPTER x.gguf", "adapters cannot be used"),
+        ("FROM a\nSYSTEM " + "x" * (MAX_TEXT + 1), "at most"),
+        ("x" * (5 << 20), "at most"),
+    ],
+)
+def test_a_mistake_names_its_line_and_the_rule(text: str, words: str) -> None:
+    with pytest.raises(OptionError) as refused:
+        parse(text)
+    assert words in str(refused.value)
+    assert len(str(refused.value)) < 500
+
+
+def test_templates_of_go_are_left_out_with_a_warning() -> None:
+    with pytest.warns(UserWarning, match="Go's language"):
+        assert parse('FROM a\nTEMPLATE """{{ if .System }}{{ .System }}{{ end }}{{ .Prompt }}"""').template is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert parse("FROM a\nTEMPLATE {{ messages[0].content }}").template == "{{ messages[0].content }}"
+
+
+def entry_of(**values: Any) -> Entry:
+    return Entry("me:latest", "own", (Path("/x.gguf"),), 1, "0" * 64, datetime.now(UTC), **values)
+
+
+def test_what_is_shown_of_a_model_s_parameters() -> None:
+    entry = entry_of(parameters={"temperature": 0.5, "stop": ["a", "b"], "use_mmap": False})
+    assert render_parameters(entry).splitlines() == [
+        'stop                           "a"',
+        'stop                           "b"',
+        "temperature                    0.5",
+        "use_mmap                       false",
+    ]
+
+
+def test_a_path_is_where_a_model_of_a_path_is_made_from(tmp_path: Path) -> None:
+    path = tmp_path / "two words.gguf"
+    entry = Entry(str(path), "path", (path,), 1, "0" * 64, datetime.now(UTC))
+    assert parse(render(entry)).from_ == str(path)
+
+
+texts = st.text(alphabet=st.characters(exclude_characters="\r", exclude_categories=["Cs"]), max_size=30)
+texts = texts | st.text(alphabet='"\n #a{%', max_size=14)
+jinja = texts.map(lambda text: "{% x %}" + text)
+values: dict[str, st.SearchStrategy[Any]] = {
+    **dict.fromkeys(INTS, st.integers(-(2**63), 2**63 - 1)),
+    **dict.fromkeys(FLOATS, st.floats(allow_nan=False, allow_infinity=False)),
+    **dict.fromkeys(SWITCHES, st.booleans()),
+    "stop": st.lists(texts, min_size=1, max_size=3),
+    "expert_cache": texts,
+}
+messages = st.lists(st.fixed_dictionaries({"role": st.sampled_from(ROLES), "content": texts}), max_size=3).map(tuple)
+
+
+@given(
+    system=st.none() | texts,
+    template=st.none() | jinja,
+    parameters=st.fixed_dictionaries({}, optional=values),
+    messages=messages,
+    license=st.none() | texts,
+)
+def test_what_is_written_reads_back_the_same(**made: Any) -> None:
+    assert parse(render(entry_of(**made))) == Recipe(from_="me:latest", **made)
+
+
+words = st.sampled_from(["FROM", "SYSTEM", '"', '"""', "\n", " ", "x", "#", "PARAMETER", "MESSAGE user"])
+
+
+@given(st.text(max_size=200) | st.lists(words, max_size=20).map("".join))
+def test_any_text_is_a_recipe_or_an_error(text: str) -> None:
+    with warnings.catch_warnings(), suppress(OptionError):
+        warnings.simplefilter("ignore")
+        assert parse(text).from_
+
+
+def test_long_runs_of_quotes_are_read_in_no_time() -> None:
+    for text in ("FROM a\nSYSTEM " + '"' * 200_000 + "x", "FROM a\nSYSTEM " + '""""\n' * 20_000 + "x"):
+        with pytest.raises(OptionError):
+            parse(text)
+
+
+def test_parameters_given_as_values() -> None:
+    assert check_parameters({"temperature": 1, "num_ctx": 4096.0, "stop": "x"}) == {
+        "temperature": 1.0, "num_ctx": 4096, "stop": ["x"],
+    }  # fmt: skip
+    with pytest.warns(UserWarning, match="no parameter 'tempo'"):
+        assert check_parameters({"tempo": 1}) == {}
+    for bad in ({"num_ctx": "4096"}, {"num_ctx": True}, {"num_ctx": 2**64}, {"stop": [1]}, {"use_mmap": 1},
+                {"temperature": float("inf")}, {"temperature": [1]}, {"stop": None}, {"num_ctx": None}):  # fmt: skip
+        with pytest.raises(OptionError):
+            check_parameters(bad)
+
+
+def test_one_parameter_as_text() -> None:
+    assert parse_parameter("num_ctx", "8192") == 8192
+    assert parse_parameter("temperature", "1") == 1.0
+    assert parse_parameter("use_mmap", "TRUE") is True
+    assert parse_parameter("stop", "1") == "1"
+    for name, text in (("num_ctx", "[" * 100_000), ("num_ctx", ""), ("top_p", "null"), ("nothing", "1")):
+        with pytest.raises(OptionError):
+            parse_parameter(name, text)
+
+
+def test_messages_and_texts_are_checked() -> None:
+    assert check_messages([{"role": "user", "content": "x", "more": 1}]) == ({"role": "user", "content": "x"},)
+    for bad in ("x", [1], [{"role": "x"}], [{"role": "user", "content": 3}], [None]):
+        with pytest.raises(OptionError):
+            check_messages(bad)
+    assert check_text("it", "\ud800") == "?"
+    with pytest.raises(OptionError):
+        check_text("it", 3)  # type: ignore[arg-type]

@@ -1,0 +1,173 @@
+"""Names of our own: copies, recipes, and models of blobs that were sent."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cataloguing import cache, files_of, names, own_places, send
+
+from moegguf.errors import ModelFormatError, ModelNameError, ModelNotFoundError, OptionError, PullError
+from moegguf.models import blobs
+from moegguf.models.catalog import Catalog
+from moegguf.models.details import details
+from moegguf.models.files import home
+from moegguf.models.find import demo_path
+from moegguf.models.modelfile import parse, render
+from moegguf.models.recipe import Recipe
+
+
+@pytest.fixture(autouse=True)
+def _own_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own_places(tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def catalog() -> Catalog:
+    return Catalog()
+
+
+def test_a_copy_is_a_name_and_no_bytes(catalog: Catalog) -> None:
+    entry = catalog.copy("demo", "Mine")
+    assert (entry.name, entry.source, entry.path, entry.parent) == ("Mine:latest", "own", demo_path(), "demo:latest")
+    assert entry.digest == catalog.find("demo").digest
+    assert names() == ["Mine:latest", "demo:latest"]
+    assert catalog.find("MINE") == entry
+    assert files_of(home()) == ["models.json", "models.lock"]
+    assert catalog.remove("mine").name == "Mine:latest"
+    assert names() == ["demo:latest"]
+    with pytest.raises(ModelNotFoundError):
+        catalog.remove("mine")
+
+
+def test_names_of_others_cannot_be_taken_or_removed(catalog: Catalog) -> None:
+    cache("u/r", {"x-Q4_0.gguf": b"x"})
+    for name in ("demo", "DEMO:latest", "u/r:q4_0", "hf.co/u/r"):
+        with pytest.raises(OptionError, match="belongs to a model already"):
+            catalog.copy("demo", name)
+    for name in ("../x", "a b", ""):
+        with pytest.raises(ModelNameError):
+            catalog.copy("demo", name)
+    with pytest.raises(OptionError, match="ships with moegguf"):
+        catalog.remove("demo")
+    with pytest.raises(ModelNotFoundError):
+        catalog.copy("nothing", "mine")
+    path = demo_path()
+    assert path and path.is_file()
+    with pytest.raises(OptionError, match="a file of yours"):
+        catalog.remove(str(path))
+
+
+def test_a_recipe_adds_to_what_its_base_has(catalog: Catalog) -> None:
+    recipe = Recipe(from_="demo", system="Be brief.", parameters={"temperature": 0.1, "stop": ["x"]}, license="MIT")
+    first = catalog.create("one", recipe)
+    assert (first.system, first.license, first.parameters) == ("Be brief.", "MIT", {"temperature": 0.1, "stop": ["x"]})
+    hello = ({"role": "user", "content": "hi"},)
+    second = catalog.create("two", Recipe(from_="one", parameters={"temperature": 0.9, "num_ctx": 512}, messages=hello))
+    assert (second.system, second.parent, second.messages) == ("Be brief.", "one:latest", hello)
+    assert second.parameters == {"temperature": 0.9, "num_ctx": 512, "stop": ["x"]}
+    assert catalog.create("two", parse(render(second))) == catalog.find("two")
+    again = catalog.find("two")
+    assert (again.system, again.parameters, again.messages) == (second.system, second.parameters, second.messages)
+    catalog.remove("one")
+    assert catalog.find("two").path == demo_path()
+
+
+def test_recipes_that_cannot_be_followed(catalog: Catalog) -> None:
+    for recipe in (
+        Recipe(),
+        Recipe(from_="demo", files={"x": "y"}),
+        Recipe(from_="demo", parameters={"num_ctx": "x"}),
+        Recipe(from_="demo", messages=({"role": "king"},)),
+        Recipe(files={"../x.gguf": "sha256:" + "0" * 64}),
+        Recipe(files={"a/b.gguf": "sha256:" + "0" * 64}),
+    ):
+        with pytest.raises(OptionError):
+            catalog.create("mine", recipe)
+    with pytest.raises(ModelNameError):
+        catalog.create("mine", Recipe(files={"x.gguf": "sha256:../../etc/passwd"}))
+    with pytest.raises(ModelNotFoundError):
+        catalog.create("mine", Recipe(files={"x.gguf": "sha256:" + "0" * 64}))
+    with pytest.warns(UserWarning, match="Go's language"):
+        assert catalog.create("mine", Recipe(from_="demo", template="{{ .Prompt }}")).template is None
+    assert names() == ["mine:latest", "demo:latest"]
+
+
+def test_a_model_of_blobs(catalog: Catalog, tiny: Any) -> None:
+    data = tiny().read_bytes()
+    digest = send(catalog, data)
+    assert catalog.has_blob(digest) and catalog.blob_path(digest.replace(":", "-")).read_bytes() == data
+    entry = catalog.create("sent", Recipe(files={"tiny.gguf": digest}, system="Hi"))
+    assert entry.path.read_bytes() == data and entry.path.name == "tiny.gguf"
+    assert (entry.digest, entry.size_bytes) == (digest[7:], len(data))
+    assert entry.path.stat().st_ino == catalog.blob_path(digest).stat().st_ino
+    assert details(entry).n_expert > 0
+    catalog.copy("sent", "other")
+    catalog.remove("sent")
+    assert catalog.find("other").path.read_bytes() == data
+    catalog.remove("other")
+    assert files_of(home()) == ["models.json", "models.lock"]
+
+
+def test_the_shards_of_a_split_model_keep_their_names(catalog: Catalog, tiny: Any) -> None:
+    first = tiny(n_split=3)
+    shards = sorted(first.parent.glob(first.name.replace("00001", "*")))
+    files = {path.name: send(catalog, path.read_bytes()) for path in shards}
+    entry = catalog.create("split", Recipe(files=dict(reversed(files.items()))))
+    assert [path.name for path in entry.files] == [path.name for path in shards]
+    assert details(entry).family == "qwen2moe"
+    with pytest.raises(ModelNotFoundError, match="shards"):
+        catalog.create("cut", Recipe(files={shards[0].name: files[shards[0].name]}))
+
+
+def test_what_is_no_model_gets_no_name(catalog: Catalog, tiny: Any) -> None:
+    for data in (b"not a model", tiny().read_bytes()[:5000]):
+        digest = send(catalog, data)
+        with pytest.raises(ModelFormatError):
+            catalog.create("bad", Recipe(files={"bad.gguf": digest}))
+    assert names() == ["demo:latest"]
+    assert not list((home() / "sets").glob("*"))
+
+
+def test_a_blob_is_its_digest_or_nothing(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
+    digest = f"sha256:{hashlib.sha256(b'abc').hexdigest()}"
+    with pytest.raises(ModelFormatError, match="was announced"):
+        catalog.add_blob(digest, [b"ab", b"d"])
+    assert not catalog.has_blob(digest)
+    with pytest.raises(ZeroDivisionError):
+        catalog.add_blob(digest, (bytes(1 // n) for n in (1, 0)))
+    assert files_of(home()) == []
+    monkeypatch.setattr(blobs, "free_bytes", lambda folder: 1 << 20)
+    with pytest.raises(PullError, match=r"needs 2\.00GiB .* has 1\.00MiB free"):
+        catalog.add_blob(digest, iter(()), 2 << 30)
+    monkeypatch.undo()
+
+
+def test_a_full_disk_keeps_no_blob(catalog: Catalog, tmp_path: Path) -> None:
+    code = (
+        "import resource, signal, sys\nfrom moegguf.models.catalog import Catalog\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
+        "Catalog().add_blob('sha256:' + '0' * 64, (bytes(50_000) for _ in range(10)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert "PullError" in done.stderr and "cannot be written" in done.stderr
+    assert files_of(home()) == []
+
+
+def test_what_a_dead_writer_left_is_swept_and_a_live_one_s_is_not(catalog: Catalog) -> None:
+    digest = f"sha256:{hashlib.sha256(b'abc').hexdigest()}"
+    folder = home() / "blobs"
+    folder.mkdir(parents=True)
+    (folder / ".dead.partial").write_bytes(b"x")
+    with catalog.blob_writer(digest) as live:
+        live.write(b"a")
+        send(catalog, b"other")
+        live.write(b"bc")
+        live.commit()
+    assert catalog.has_blob(digest)
+    assert len(files_of(folder)) == 2

@@ -1,0 +1,253 @@
+"""Fetching models from a hub on loopback: names, shards, progress, sharing, stopping and being killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import crashing
+import pytest
+from fake_hub import FakeHub, Gate, other_bytes, status
+from pulling import DATA, FILES, NAME, fetch, nothing_has_a_name, stored
+
+from moegguf.errors import ModelNameError, ModelNotFoundError, MoeggufError, PullError
+from moegguf.models import hub_fetch
+from moegguf.models.catalog import Catalog
+from moegguf.models.entry import PullStatus
+from moegguf.models.hub import hub_cache
+from moegguf.models.pull import pull
+
+
+def test_a_model_comes_with_its_projector_and_ollama_s_words(repo: FakeHub) -> None:
+    entry, told = fetch()
+    assert (entry.name, entry.source) == (NAME, "hub")
+    assert entry.path.read_bytes() == DATA
+    assert entry.mmproj and entry.mmproj.read_bytes() == FILES["mmproj-F16.gguf"]
+    assert entry.size_bytes == len(DATA) + 99
+    sha = repo.repos["user/repo-gguf"].sha256("x-Q4_K_M.gguf")
+    assert entry.digest == sha
+    assert [status.status for status in told if not status.file] == [
+        "pulling manifest", "verifying sha256 digest", "writing manifest", "success",
+    ]  # fmt: skip
+    mine = [status for status in told if status.file == "x-Q4_K_M.gguf"]
+    assert {(s.status, s.digest, s.total_bytes) for s in mine} == {(f"pulling {sha[:12]}", f"sha256:{sha}", len(DATA))}
+    assert mine[0].completed_bytes is None and mine[-1].completed_bytes == len(DATA)
+    counts = [s.completed_bytes or 0 for s in mine]
+    assert counts == sorted(counts)
+    assert told[0].status == "pulling manifest" and told[-1].status == "success"
+    assert Catalog().find("hf.co/user/repo-gguf").name == NAME
+    assert (hub_cache() / "models--User--Repo-GGUF/refs/main").read_text() == repo.repos["user/repo-gguf"].commit
+
+
+def test_an_unchanged_model_is_there_at_once(repo: FakeHub) -> None:
+    fetch()
+    repo.requests.clear()
+    entry, told = fetch("hf.co/user/repo-gguf:q4_k_m")
+    assert [method for method, _, _ in repo.requests] == ["GET"]
+    assert entry.name == NAME and told[-1].status == "success"
+    assert {s.completed_bytes for s in told if s.file == "x-Q4_K_M.gguf"} == {None, len(DATA)}
+
+
+def test_all_shards_in_a_folder_come_at_once(hub: FakeHub) -> None:
+    shards = {f"BF16/y-BF16-{n:05d}-of-00007.gguf": os.urandom(70_000 + n) for n in range(1, 8)}
+    hub.add("u/r", {**shards, "mmproj-F16.gguf": b"m"})
+    entry, told = fetch("u/r:bf16")
+    assert [path.read_bytes() for path in entry.files] == list(shards.values())
+    assert entry.name == "hf.co/u/r:BF16" and len(entry.digest) == 64
+    assert entry.path.parent.name == "BF16"
+    assert len({s.file for s in told if s.file}) == 8
+
+
+def test_a_missing_shard_and_an_unknown_quantisation_cost_no_byte(hub: FakeHub) -> None:
+    hub.add("u/r", {"y-Q4_K_M-00001-of-00002.gguf": b"1", "y-Q8_0.gguf": b"8"})
+    with pytest.raises(ModelNotFoundError, match="shards"):
+        fetch("u/r")
+    with pytest.raises(ModelNotFoundError, match=r"Available GGUF files: .*y-Q8_0\.gguf"):
+        fetch("u/r:Q2_K")
+    assert all("/resolve/" not in path for _, path, _ in hub.requests)
+    assert stored() == []
+
+
+def test_small_files_without_a_sha256_are_checked_by_git_s_hash(hub: FakeHub) -> None:
+    hub.add("u/r", {"y-Q8_0.gguf": b"tiny"}, large=False)
+    entry, _ = fetch("u/r")
+    assert entry.path.read_bytes() == b"tiny" and len(entry.digest) == 64
+    hub.add("u/s", {"y-Q8_0.gguf": b"tiny"}, large=False)
+    hub.faults["y-Q8_0.gguf"] = [other_bytes(b"tinY")]
+    with pytest.raises(PullError, match="another digest"):
+        fetch("u/s")
+
+
+@pytest.mark.parametrize("name", ["llama3", "demo", "ollama:llama3", "localhost:5000/a/b"])
+def test_other_names_cannot_be_pulled(name: str) -> None:
+    with pytest.raises(ModelNotFoundError, match=r"write hf\.co/user/repository"):
+        fetch(name)
+    with pytest.raises(ModelNameError):
+        fetch("../" + name)
+
+
+def test_offline_what_is_cached_is_there_and_the_rest_is_explained(
+    repo: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetch()
+    repo.requests.clear()
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    entry, told = fetch()
+    assert entry.name == NAME and told[-1].status == "success"
+    with pytest.raises(PullError, match="HF_HUB_OFFLINE is set; unset it"):
+        fetch("u/other")
+    assert Catalog().find("user/repo-gguf").path.read_bytes() == DATA
+    assert repo.requests == []
+
+
+def test_without_a_network_the_name_still_works(repo: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    fetch()
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    assert Catalog().find(NAME).path.read_bytes() == DATA
+    with pytest.raises(PullError, match=r"check the network"):
+        fetch()
+
+
+def wait_for(ready: Callable[[], bool], seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not ready():
+        assert time.monotonic() < end
+        threading.Event().wait(0.01)
+
+
+def test_stopping_is_quick_and_the_next_pull_goes_on(repo: FakeHub) -> None:
+    gate, cancelled = Gate(1 << 20), threading.Event()
+    repo.faults["x-Q4_K_M.gguf"] = [gate]
+    told: list[PullStatus] = []
+    errors: list[BaseException] = []
+
+    def stop() -> None:
+        try:
+            pull("user/repo-gguf", Catalog(), told.append, cancelled)
+        except PullError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=stop)
+    thread.start()
+    assert gate.reached.wait(20)
+    wait_for(lambda: any((s.completed_bytes or 0) >= 1 << 19 for s in told))
+    start = time.monotonic()
+    cancelled.set()
+    thread.join(20)
+    assert time.monotonic() - start < 1.0  # the server still keeps the connection open
+    assert "was stopped; what arrived is kept" in str(errors[0])
+    gate.open.set()
+    entry, _ = fetch()
+    assert entry.path.read_bytes() == DATA
+    assert len([span for span in repo.gets("x-Q4_K_M.gguf") if not span]) == 1
+
+
+def test_those_who_ask_at_a_time_share_one_download(repo: FakeHub) -> None:
+    gate, left = Gate(1 << 19), threading.Event()
+    repo.faults["x-Q4_K_M.gguf"] = [gate]
+    results: list[Any] = []
+
+    def ask(name: str, cancelled: threading.Event | None = None) -> None:
+        try:
+            results.append(fetch(name, cancelled))
+        except MoeggufError as error:
+            results.append(error)
+
+    first = threading.Thread(target=ask, args=("user/repo-gguf", left))
+    others = [threading.Thread(target=ask, args=(name,)) for name in ("User/Repo-GGUF", "hf:user/repo-gguf", NAME)]
+    first.start()
+    assert gate.reached.wait(20)
+    for thread in others:
+        thread.start()
+    left.set()  # the one who began it leaves; the others stay
+    first.join(20)
+    assert isinstance(results[0], PullError)
+    wait_for(lambda: sum(path.startswith("/api/models") for _, path, _ in repo.requests) >= 2)  # of the other name
+    gate.open.set()
+    for thread in others:
+        thread.join(30)
+    assert [entry.name for entry, _ in results[1:]] == [NAME] * 3
+    assert all(told[-1].status == "success" for _, told in results[1:])
+    assert len(repo.gets("x-Q4_K_M.gguf")) == 1
+    assert sum(path.startswith("/api/models") for _, path, _ in repo.requests) == 2
+
+
+def test_a_new_commit_takes_over_whole(repo: FakeHub) -> None:
+    old, _ = fetch()
+    newer = os.urandom(50_000)
+    repo.add("User/Repo-GGUF", {**FILES, "x-Q4_K_M.gguf": newer})
+    repo.faults["x-Q4_K_M.gguf"] = [status(403)]
+    with pytest.raises(PullError):
+        fetch()
+    assert Catalog().find("user/repo-gguf").digest == old.digest
+    new, _ = fetch()
+    assert new.path.read_bytes() == newer and new.digest != old.digest
+    assert Catalog().find("user/repo-gguf").digest == new.digest
+    assert [entry.name for entry in Catalog().entries("hf.co")] == [NAME]
+
+
+def test_very_large_files_come_through_huggingface_hub_s_own_storage(
+    repo: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub_fetch, "PLAIN_LIMIT_BYTES", 1 << 20)
+    entry, told = fetch()
+    assert entry.path.read_bytes() == DATA and entry.name == NAME
+    assert told[-1].status == "success"
+    assert any(method == "HEAD" and path.endswith("/x-Q4_K_M.gguf") for method, path, _ in repo.requests)
+
+
+def test_paths_that_lead_away_are_not_fetched(hub: FakeHub) -> None:
+    hub.add("u/r", {"../../../evil-Q4_K_M.gguf": b"evil", "/tmp/evil-Q4_K_M.gguf": b"evil", "a/../x-Q4_K_M.gguf": b"x"})
+    with pytest.raises(ModelNotFoundError, match="no GGUF file"):
+        fetch("u/r")
+    assert stored() == []
+
+
+KILLED = """
+import sys, threading
+from moegguf.models.catalog import Catalog
+from moegguf.models.pull import pull
+pull(sys.argv[1], Catalog(), lambda status: print(status.status, status.completed_bytes, flush=True))
+"""
+
+
+def start_pull(hub: FakeHub, home: Path) -> subprocess.Popen[str]:
+    environment = {**os.environ, **hub.environment(home), "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", KILLED, "user/repo-gguf"]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+
+
+def test_kill_9_leaves_what_arrived_and_no_name(repo: FakeHub, tmp_path: Path) -> None:
+    gate = Gate(2 << 20)
+    repo.faults["x-Q4_K_M.gguf"] = [gate]
+    process = start_pull(repo, tmp_path)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.split()[-1].isdigit() and int(line.split()[-1]) >= 1 << 20:
+            break
+    process.send_signal(signal.SIGKILL)
+    process.wait(20)
+    gate.open.set()
+    process.stdout.close()
+    assert nothing_has_a_name()
+    repo.requests.clear()
+    entry, _ = fetch()
+    assert entry.path.read_bytes() == DATA
+    assert int(repo.gets("x-Q4_K_M.gguf")[0][6:-1]) >= 1 << 20
+
+
+def test_killed_at_any_change_there_is_the_old_or_the_new_version(hub: FakeHub, tmp_path: Path) -> None:
+    for age in (b"old", b"new"):
+        files = {f"x-Q4_K_M-0000{n}-of-00002.gguf": age * (1000 + n) for n in (1, 2)}
+        hub.add("User/Repo-GGUF", files)
+        if age == b"old":
+            fetch()
+    assert int(crashing.run("pull", tmp_path / "hf")) > 25
+    assert fetch()[0].path.read_bytes()[:3] == b"new"

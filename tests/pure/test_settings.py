@@ -1,0 +1,168 @@
+"""What the environment may say to a server: every form of address and duration, and what is refused."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from moegguf.errors import OptionError
+from moegguf.settings import Host, Settings, parse_duration, parse_host, read_settings
+
+# The table of ollama-python's _parse_host, then forms it leaves open.
+HOSTS = [
+    (None, "http://127.0.0.1:11434"),
+    ("", "http://127.0.0.1:11434"),
+    ("1.2.3.4", "http://1.2.3.4:11434"),
+    (":56789", "http://127.0.0.1:56789"),
+    ("1.2.3.4:56789", "http://1.2.3.4:56789"),
+    ("http://1.2.3.4", "http://1.2.3.4:80"),
+    ("https://1.2.3.4", "https://1.2.3.4:443"),
+    ("https://1.2.3.4:56789", "https://1.2.3.4:56789"),
+    ("example.com", "http://example.com:11434"),
+    ("example.com:56789", "http://example.com:56789"),
+    ("http://example.com", "http://example.com:80"),
+    ("https://example.com", "https://example.com:443"),
+    ("https://example.com:56789", "https://example.com:56789"),
+    ("example.com/", "http://example.com:11434"),
+    ("example.com:56789/", "http://example.com:56789"),
+    ("example.com/path", "http://example.com:11434/path"),
+    ("example.com:56789/path", "http://example.com:56789/path"),
+    ("https://example.com:56789/path", "https://example.com:56789/path"),
+    ("example.com:56789/path/", "http://example.com:56789/path"),
+    ("[0001:002:003:0004::1]", "http://[0001:002:003:0004::1]:11434"),
+    ("[0001:002:003:0004::1]:56789", "http://[0001:002:003:0004::1]:56789"),
+    ("http://[0001:002:003:0004::1]", "http://[0001:002:003:0004::1]:80"),
+    ("https://[0001:002:003:0004::1]", "https://[0001:002:003:0004::1]:443"),
+    ("https://[0001:002:003:0004::1]:56789", "https://[0001:002:003:0004::1]:56789"),
+    ("[0001:002:003:0004::1]/", "http://[0001:002:003:0004::1]:11434"),
+    ("[0001:002:003:0004::1]:56789/", "http://[0001:002:003:0004::1]:56789"),
+    ("[0001:002:003:0004::1]/path", "http://[0001:002:003:0004::1]:11434/path"),
+    ("[0001:002:003:0004::1]:56789/path", "http://[0001:002:003:0004::1]:56789/path"),
+    ("https://[0001:002:003:0004::1]:56789/path", "https://[0001:002:003:0004::1]:56789/path"),
+    ("[0001:002:003:0004::1]:56789/path/", "http://[0001:002:003:0004::1]:56789/path"),
+    ("::1", "http://[::1]:11434"),
+    ("[::1]", "http://[::1]:11434"),
+    ("  localhost  ", "http://localhost:11434"),
+    ("HTTP://Example.COM", "http://example.com:80"),
+    ("http://:8080", "http://127.0.0.1:8080"),
+    (":0", "http://127.0.0.1:0"),
+    ("0.0.0.0", "http://0.0.0.0:11434"),
+]
+
+BAD_HOSTS = [
+    "ftp://x",
+    "a:99999",
+    "a:-1",
+    "a:port",
+    "user:secret@host",
+    "a b",
+    "http://[::1",
+    "a\nb",
+    "tcp://1.2.3.4:1",
+]
+
+
+@pytest.mark.parametrize(("text", "url"), HOSTS)
+def test_addresses(text: str | None, url: str) -> None:
+    assert parse_host(text).url == url
+
+
+@pytest.mark.parametrize("text", BAD_HOSTS)
+def test_what_is_no_address_is_refused_and_no_password_is_shown(text: str) -> None:
+    with pytest.raises(OptionError, match="not an address") as error:
+        parse_host(text)
+    assert "secret" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "loopback"),
+    [
+        ("", True), ("localhost:1", True), ("LOCALHOST", True), ("127.0.0.2", True), ("[::1]", True),
+        ("0.0.0.0", False), ("[::]", False), ("192.168.0.1", False), ("example.com", False),
+        ("localhost.evil.com", False),
+    ],
+)  # fmt: skip
+def test_which_addresses_only_this_machine_reaches(text: str, loopback: bool) -> None:
+    assert parse_host(text).is_loopback is loopback
+
+
+@pytest.mark.parametrize(
+    ("value", "seconds"),
+    [
+        (0, 0), ("0", 0), (300, 300), ("300", 300), (1.5, 1.5), ("1.5", 1.5), ("5m", 300), ("1h30m", 5400),
+        ("300ms", 0.3), ("1.5h", 5400), (".5s", 0.5), ("+5s", 5), ("2us", 2e-6), ("2µs", 2e-6), ("7ns", 7e-9),
+        ("1h1m1s", 3661), (" 5m ", 300), ("0s", 0),
+        (-1, math.inf), ("-1", math.inf), ("-1m", math.inf), (-0.5, math.inf), (math.inf, math.inf),
+        (1e30, math.inf), (10**400, math.inf), ("9999999h", math.inf),
+    ],
+)  # fmt: skip
+def test_durations(value: Any, seconds: float) -> None:
+    assert parse_duration(value) == pytest.approx(seconds)
+    assert isinstance(parse_duration(value), float)
+
+
+@pytest.mark.parametrize(
+    "value", ["", " ", "m", "5 m", "1e3", "5min", "5m-1s", "--5", "0x10", "٣m", "9" * 400, math.nan, True, None, [], {}]
+)
+def test_what_is_no_duration_is_refused(value: Any) -> None:
+    with pytest.raises(OptionError, match="not a duration"):
+        parse_duration(value)
+
+
+def test_defaults_are_ollamas() -> None:
+    settings = read_settings({})
+    assert settings == Settings()
+    assert settings.host == Host("http", "127.0.0.1", 11434)
+    assert (settings.keep_alive_s, settings.max_queue, settings.load_timeout_s) == (300, 512, 300)
+
+
+def test_every_variable_is_read_under_both_names() -> None:
+    given = {
+        "HOST": ("0.0.0.0:80", "host", Host("http", "0.0.0.0", 80)),
+        "KEEP_ALIVE": ("-1", "keep_alive_s", math.inf),
+        "ORIGINS": ("http://a, app://*,", "origins", ("http://a", "app://*")),
+        "CONTEXT_LENGTH": ("8192", "n_ctx", 8192),
+        "NUM_PARALLEL": ("4", "n_parallel", 4),
+        "MAX_LOADED_MODELS": ("2", "max_models", 2),
+        "MAX_QUEUE": ("7", "max_queue", 7),
+        "LOAD_TIMEOUT": ("90", "load_timeout_s", 90),
+        "KV_CACHE_TYPE": ("Q8_0", "kv_cache_type", "q8_0"),
+        "FLASH_ATTENTION": ("0", "flash_attention", False),
+        "GPU_OVERHEAD": ("1048576", "gpu_overhead_bytes", 1 << 20),
+        "MEMORY": ("8GiB", "memory_bytes", 8 << 30),
+        "DEBUG": ("2", "debug", True),
+        "NOHISTORY": ("true", "history", False),
+        "NOPRUNE": ("1", "prune", False),
+        "API_KEY": ("k", "api_key", "k"),
+    }
+    for name, (text, field, value) in given.items():
+        assert getattr(read_settings({f"OLLAMA_{name}": text}), field) == value, name
+        both = read_settings({f"MOEGGUF_{name}": text, f"OLLAMA_{name}": "nonsense"})
+        assert getattr(both, field) == value, name
+
+
+def test_empty_is_unset_and_quotes_are_taken_off() -> None:
+    assert read_settings({"MOEGGUF_MAX_QUEUE": " ", "OLLAMA_MAX_QUEUE": '"9"'}).max_queue == 9
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("MAX_QUEUE", "many"), ("MAX_QUEUE", "-1"), ("MAX_QUEUE", "9" * 20), ("KV_CACHE_TYPE", "q1"), ("DEBUG", "loud"),
+        ("FLASH_ATTENTION", "maybe"), ("KEEP_ALIVE", "soon"), ("MEMORY", "much"), ("MEMORY", "0"), ("HOST", "ftp://x"),
+        ("CONTEXT_LENGTH", "1e9"), ("GPU_OVERHEAD", "-1"), ("LOAD_TIMEOUT", "x"),
+    ],
+)  # fmt: skip
+def test_a_wrong_value_is_an_error_that_names_the_variable(name: str, text: str) -> None:
+    with pytest.raises(OptionError, match=f"OLLAMA_{name}"):
+        read_settings({f"OLLAMA_{name}": text})
+
+
+def test_no_timeout_for_loading() -> None:
+    assert read_settings({"OLLAMA_LOAD_TIMEOUT": "0"}).load_timeout_s == math.inf
+
+
+def test_the_key_is_in_no_text() -> None:
+    assert "k3y" not in repr(read_settings({"OLLAMA_API_KEY": "k3y"}))

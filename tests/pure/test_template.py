@@ -1,0 +1,295 @@
+"""Conversations become prompts, and no template harms whoever renders it."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import threading
+import time
+from typing import Any
+
+import pytest
+import templates
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moegguf.engine.template import MAX_SECONDS, capabilities, render
+from moegguf.errors import TemplateError
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather of a <city>",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+CALL = {"id": "call_0a1b2c3d", "function": {"name": "get_weather", "arguments": {"city": "Zürich"}}}
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Weather?"},
+    {"role": "assistant", "content": None, "thinking": "I call.", "tool_calls": [CALL]},
+    {"role": "tool", "content": "sunny", "tool_name": "get_weather", "tool_call_id": "call_0a1b2c3d"},
+]
+
+
+def test_a_plain_conversation() -> None:
+    prompt = render(templates.PLAIN, [{"role": "user", "content": "Hi <b>"}])
+    assert prompt == "<|im_start|>user\nHi <b><|im_end|>\n<|im_start|>assistant\n"
+    assert render(templates.PLAIN, [], add_generation_prompt=False) == ""
+
+
+def test_tools_calls_and_thinking_reach_the_template() -> None:
+    prompt = render(templates.QWEN, CHAT, tools=[TOOL])
+    assert '"description": "The weather of a <city>"' in prompt  # no escapes for HTML
+    assert '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Zürich"}}\n</tool_call>' in prompt
+    assert "<think>\nI call.\n</think>" in prompt
+    assert "<tool_response>\nsunny\n</tool_response>" in prompt
+
+
+def test_calls_whose_arguments_are_text_are_read() -> None:
+    call = {"id": "1", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    prompt = render(templates.QWEN, [{"role": "user", "content": ""}, {"role": "assistant", "tool_calls": [call]}])
+    assert '{"name": "f", "arguments": {"a": 1}}' in prompt
+
+
+def test_a_template_that_joins_texts_gets_the_arguments_as_text() -> None:
+    assert '<｜tool▁sep｜>{"city": "Zürich"}<｜tool▁call▁end｜>' in render(templates.DEEPSEEK, CHAT)
+
+
+def test_mistral_gets_its_short_ids() -> None:
+    prompt = render(templates.MISTRAL, CHAT[:3], bos="<s>", eos="</s>")
+    assert prompt == (
+        "<s>[INST]Weather?[/INST]"
+        '[TOOL_CALLS][{"name": "get_weather", "arguments": {"city": "Zürich"}, "id": "l0a1b2c3d"}]</s>'
+    )
+
+
+@pytest.mark.parametrize("kind", [kind for kind in templates.TEMPLATES if kind != "plain"])
+def test_every_family_takes_a_conversation_with_tools(kind: str) -> None:
+    prompt = render(templates.TEMPLATES[kind], CHAT, tools=[TOOL], bos="<s>", eos="</s>")
+    assert "get_weather" in prompt and "Zürich" in prompt and "sunny" in prompt
+
+
+@pytest.mark.parametrize(
+    ("think", "end"), [(None, "assistant\n"), (True, "assistant\n"), (False, "<think>\n\n</think>\n\n")]
+)
+def test_thinking_is_left_to_the_template_or_switched(think: bool | None, end: str) -> None:
+    assert render(templates.QWEN, CHAT[:2], think=think).endswith(end)
+
+
+def test_levels_of_thinking() -> None:
+    assert "Reasoning: high" in render(templates.HARMONY, CHAT[1:2], think="high")
+    assert "Reasoning: medium" in render(templates.HARMONY, CHAT[1:2])
+    assert render(templates.DEEPSEEK, CHAT[1:2], think="low").endswith("<think>\n")
+
+
+def test_options_reach_the_template() -> None:
+    assert "Today Date: 1 May" in render(templates.LLAMA, CHAT[1:2], options={"date_string": "1 May"})
+    assert re.search(r"Today Date: \d\d \w{3} \d{4}\n", render(templates.LLAMA, CHAT[1:2]))
+
+
+def test_a_model_without_a_system_role_still_gets_the_text() -> None:
+    refusing = "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    assert render(refusing + templates.PLAIN, CHAT[:2]).startswith("<|im_start|>user\nBe brief.\n\nWeather?<|im_end|>")
+
+
+def test_loops_that_leave_out_and_filters_of_sequences() -> None:
+    template = (
+        "{% for m in messages if m.role != 'system' %}{{ loop.index }}/{{ loop.length }}{{ m.role }} {% endfor %}"
+        "{{ messages | selectattr('role', 'equalto', 'user') | map(attribute='content') | join('+') }}"
+    )
+    assert render(template, CHAT) == "1/3user 2/3assistant 3/3tool Weather?"
+
+
+def test_tags_of_transformers() -> None:
+    template = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% break %}{% endfor %}"
+    assert render(template, CHAT) == "Be brief."
+
+
+def test_lists_can_be_built_and_the_callers_stay_as_they_are() -> None:
+    messages = [{"role": "user", "content": "x", "parts": ["a"]}]
+    template = "{% set _ = messages[0].parts.append('b') %}{{ messages[0].parts | join(',') }}"
+    assert render(template, messages) == "a,b"
+    assert messages[0]["parts"] == ["a"]
+
+
+FAILING = {
+    "its own rule": ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+    "syntax": ("{% for %}", "line 1"),
+    "an undefined variable": ("{{ a.b.c }}", "undefined"),
+    "a wrong type": ("{{ 1 + 'a' }}", "unsupported operand"),
+    "an unknown filter": ("{{ 1 | urlize }}", "urlize"),
+    "another file": ("{% include '/etc/passwd' %}", "loader"),
+    "division": ("{{ 1 / 0 }}", "zero"),
+}
+
+
+@pytest.mark.parametrize("kind", FAILING)
+def test_a_failing_template_says_why(kind: str) -> None:
+    template, words = FAILING[kind]
+    with pytest.raises(TemplateError, match=re.escape(words)):
+        render(template, CHAT)
+
+
+DOUBLE = "{% set x = 'a' %}" + "{% set x = x + x %}" * 60
+NEST = "{% set x = [] %}" + "{% set x = [x, x] %}" * 60
+TUPLES = "{% set x = () %}{% set y = () %}" + "{% set x = (x, x) %}{% set y = (y, y) %}" * 60
+RANGE = "range(99999)"
+
+ATTACKS = {
+    "attributes": "{{ ''.__class__.__mro__ }}",
+    "attributes by item": "{{ ''['__class__'] }}",
+    "attributes by filter": "{{ ('' | attr('__class__')).__mro__ }}",
+    "attributes by format": "{{ '{0.__class__}'.format(1) }}",
+    "globals of a macro": "{% macro m() %}{% endmacro %}{{ m._func.__globals__ }}",
+    "globals of a global": "{{ raise_exception.__globals__ }}",
+    "the environment": "{{ self.__init__.__globals__ }}",
+    "a huge range": "{% for i in range(10**9) %}{% endfor %}",
+    "nested loops": f"{{% for i in {RANGE} %}}{{% for j in {RANGE} %}}{{% endfor %}}{{% endfor %}}",
+    "nested loops without a body's work": (
+        f"{{% for i in {RANGE} %}}{{% for j in {RANGE} if false %}}{{% endfor %}}{{% endfor %}}"
+    ),
+    "filters in a loop": f"{{% for i in {RANGE} %}}{{% set x = {RANGE} | list %}}{{% endfor %}}",
+    "lazy filters": f"{{% for i in {RANGE} %}}{{% set x = {RANGE} | select('odd') | list %}}{{% endfor %}}",
+    "lazy filters that give nothing": (
+        f"{{% for i in {RANGE} %}}{{% set x = {RANGE} | select('string') | list %}}{{% endfor %}}"
+    ),
+    "mapped filters": f"{{% for i in {RANGE} %}}{{% set x = {RANGE} | map('string') | list %}}{{% endfor %}}",
+    "straight-line work": "{% set x = 'a' * 9999999 %}" + "{{ 'b' in x }}" * 5000,
+    "a long text": "{{ 'a' * 10**10 }}",
+    "a long text, reversed": "{{ 10**10 * 'a' }}",
+    "a long list": "{{ [0] * 10**10 }}",
+    "doubling": DOUBLE + "{{ x | length }}",
+    "doubling by ~": DOUBLE.replace("+", "~") + "{{ x | length }}",
+    "doubling lists": DOUBLE.replace("'a'", "[1]") + "{{ x | length }}",
+    "joining": "{% set x = 'a' * 999999 %}{{ ([x] * 99999) | join | length }}",
+    "joining by method": "{% set x = 'a' * 999999 %}{{ ''.join([x] * 99999) | length }}",
+    "replacing": "{% set x = 'a' * 99999 %}{{ x | replace('a', x) | length }}",
+    "replacing by method": "{% set x = 'a' * 99999 %}{{ x.replace('a', x) | length }}",
+    "sorting": "{% set x = 'a' * 999999 %}{{ ([x] * 99999) | sort | length }}",
+    "mapping": "{% set x = 'a' * 999999 %}{{ ([x] * 99999) | map('upper') | list | length }}",
+    "padding": "{{ '%999999999d' % 1 }}",
+    "padding by format": "{{ '{:>999999999}'.format(1) }}",
+    "padding by filter": "{{ '%999999999d' | format(1) }}",
+    "padding by method": "{{ 'a'.ljust(10**10) }}",
+    "padding by a computed width": "{{ '%*d' % (10**9, 1) }}",
+    "padding by a nested field": "{{ '{:{}}'.format(1, 999999999) }}",
+    "repeated fields": "{% set x = 'a' * 999999 %}{{ ('%(x)s' * 9999) % {'x': x} }}",
+    "powers": "{{ 9 ** (9 ** 9) }}",
+    "factors": "{% set ns = namespace(x=9**999) %}" + "{% set ns.x = ns.x * ns.x %}" * 60,
+    "nested output": NEST + "{{ x }}",
+    "nested JSON": NEST + "{{ x | tojson }}",
+    "nested text": NEST + "{{ x | string | length }}",
+    "nested comparison": TUPLES + "{{ x == y }}",
+    "nested key": TUPLES + "{{ {x: 1} | length }}",
+    "nested item": TUPLES + "{{ messages[0][x] }}",
+    "nested get": TUPLES + "{{ messages[0].get(x) }}",
+    "nested in": TUPLES + "{{ x in [y] }}",
+    "nested view": NEST + "{{ {'a': x}.items() }}",
+    "nested namespace": NEST + "{{ namespace(x=x) }}",
+    "itself": "{% set l = [] %}{% set _ = l.append(l) %}{{ l }}{{ l | tojson }}",
+    "a growing list": "{% set l = [1] %}{% for i in l %}{% set _ = l.append(i) %}{% endfor %}",
+    "macros without end": "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+    "macros that double": "{% macro m(n) %}{% if n %}{{ m(n-1) }}{{ m(n-1) }}{% endif %}{% endmacro %}{{ m(60) }}",
+    "a block in itself": "{% block b %}{{ self.b() }}{{ self.b() }}{% endblock %}",
+    "recursive loops": f"{{% for i in {RANGE} recursive %}}{{{{ loop({RANGE}) }}}}{{% endfor %}}",
+    "much text in a loop": f"{{% for i in {RANGE} %}}{'a' * 9999}{{% endfor %}}",
+    "much text in a captured loop": f"{{% set x %}}{{% for i in {RANGE} %}}{'a' * 9999}{{% endfor %}}{{% endset %}}",
+    "constants in a captured loop": (
+        f"{{% set x %}}{{% for i in {RANGE} %}}{{{{ '{'a' * 9999}' }}}}{{% endfor %}}{{% endset %}}"
+    ),
+    "much text in a macro": (
+        f"{{% macro m() %}}{'a' * 9999}{{% endmacro %}}"
+        f"{{% set x = [] %}}{{% for i in {RANGE} %}}{{% set _ = x.append(m()) %}}{{% endfor %}}"
+    ),
+    "much indentation": "{{ ('\\n' * 999999) | indent(10**9) }}",
+    "indented JSON": "{{ messages | tojson(indent=10**9) }}",
+    "deep parentheses": "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
+    "a deep sum": "{{ " + "1+" * 30000 + "1 }}",
+    "deep ifs": "{% if 1 %}" * 3000 + "{% endif %}" * 3000,
+    "many parts": "{{a}}" * 25000,
+    "too long": "a" * (129 << 10),
+    "slices": "{% set x = 'a' * 9999999 %}" + "{% set y = x[1:] %}" * 5000,
+    "lipsum": "{{ lipsum(n=10**6) }}",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ATTACKS)
+def test_an_attack_is_stopped(kind: str) -> None:
+    begin = time.perf_counter()
+    with pytest.raises(TemplateError):
+        render(ATTACKS[kind], CHAT)
+    assert time.perf_counter() - begin < 3 * MAX_SECONDS
+
+
+def test_work_may_grow_with_the_conversation() -> None:
+    messages = [{"role": "user", "content": "word " * 1_000_000}]
+    assert len(render(templates.QWEN, messages)) > 5_000_000
+
+
+def test_output_has_a_limit() -> None:
+    with pytest.raises(TemplateError, match="more than"):
+        render("{{ messages[0].content }}" * 3, [{"role": "user", "content": "a" * 6_000_000}])
+
+
+def test_deep_input_is_refused() -> None:
+    deep: Any = []
+    for _ in range(1000):
+        deep = [deep]
+    with pytest.raises(TemplateError, match="nest"):
+        render(templates.PLAIN, [{"role": "user", "content": "x", "extra": deep}])
+
+
+def test_threads_do_not_share_what_they_may_spend() -> None:
+    results: list[object] = []
+
+    def attack() -> None:
+        try:
+            results.append(render(ATTACKS["nested loops"], CHAT))
+        except TemplateError as error:
+            results.append(error)
+
+    threads = [threading.Thread(target=attack) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for _ in range(50):
+        assert render(templates.QWEN, CHAT, tools=[TOOL])
+    for thread in threads:
+        thread.join()
+    assert [type(result) for result in results] == [TemplateError] * 2
+
+
+def test_twenty_messages_take_about_a_millisecond() -> None:
+    chat = [CHAT[0], *({"role": role, "content": "word " * 50} for _ in range(10) for role in ("user", "assistant"))]
+    render(templates.QWEN, chat)
+    fastest = min(timed(lambda: render(templates.QWEN, chat)) for _ in range(20))
+    assert fastest < 5e-3  # 0.4 ms where nothing else runs
+
+
+def timed(action: Any) -> float:
+    begin = time.perf_counter()
+    action()
+    return time.perf_counter() - begin
+
+
+@given(st.text(alphabet="{}%#-|[]()'\"~+*.=_ abimnorst01\n", max_size=60))
+def test_whatever_the_template_says_there_is_a_prompt_or_a_template_error(template: str) -> None:
+    with contextlib.suppress(TemplateError):
+        assert isinstance(render(template, CHAT), str)
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("plain", ()),
+        ("qwen", ("tools", "thinking")),
+        ("mistral", ("tools",)),
+        ("llama", ("tools",)),
+        ("deepseek", ("tools", "thinking")),
+        ("harmony", ("tools", "thinking")),
+    ],
+)
+def test_capabilities_are_read_from_the_text(kind: str, expected: tuple[str, ...]) -> None:
+    assert capabilities(templates.TEMPLATES[kind]) == expected
+    assert capabilities(None) == ()

@@ -1,0 +1,120 @@
+"""What crosses between a server and its workers comes out as it went in, and what is no message is refused."""
+
+from __future__ import annotations
+
+import json
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import moegguf.errors
+from moegguf.engine.ask import Ask, Piece, PromptProgress, Sampling, Timing, TokenChance, ToolCall
+from moegguf.engine.stats import Stats
+from moegguf.errors import ContextError, MoeggufError, OptionError, WorkerError
+from moegguf.serving import wire
+from moegguf.serving.events import View
+from moegguf.serving.wire import Order, Ready, build, build_error, decode, encode, encode_error
+
+STATS = Stats(tokens=5, stall_s=0.25, pool_bytes=1 << 40)
+
+OBJECTS = [
+    Ask(prompt="hi"),
+    Ask(messages=({"role": "user", "content": "ä\n\u2028\ud800"}, {"role": "tool", "content": None})),
+    Ask(
+        messages=(),
+        context=(1, 2, 3),
+        suffix="s",
+        tools=({"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}},),
+        tool_choice="required",
+        format={"type": "object", "properties": {}},
+        think="high",
+        template="{{ x }}",
+        template_options={"a": [1, None]},
+        truncate=False,
+        n_logprobs=0,
+        sampling=Sampling(temperature=0.0, seed=2**63, stop=("a", "\n"), logit_bias={5: -1.5, 7: 2.0}),
+    ),
+    Ask(prompt="", think=False, format="json"),
+    Piece("text"),
+    Piece(thinking="hm"),
+    Piece("t", "h", (ToolCall("1", "f", {"x": 1.5}),), (TokenChance("t", -0.5, (("u", -1.0), ("v", -2.0))),)),
+    PromptProgress(10, 2, 5, 0.5),
+    Timing(1, 2, 3, 0.1, 0.2, 0.3, "length", 4, (1, 2), STATS, STATS),
+    Timing(),
+    STATS,
+    View("a:latest", (0, 2), 3, b"\x00\x01\x02\x02\x01\x00", b"\xff" * 6, b"\x00" * 6, STATS, True, 12.5, 3.0),
+    Order("a", "/a b", 4096, expert_cache_bytes=7),
+    Ready(512, {"n_slots": 4, "reasons": ["a", "b"]}),
+]
+
+
+@pytest.mark.parametrize("item", OBJECTS, ids=lambda item: type(item).__name__)
+def test_objects_come_out_as_they_went_in(item: Any) -> None:
+    line = encode({"kind": "x", "item": item})
+    assert line.endswith(b"\n") and line.count(b"\n") == 1
+    assert build(type(item), decode(line)["item"]) == item
+
+
+@given(st.text(st.characters()), st.text(st.characters()))
+def test_any_text_crosses(text: str, thinking: str) -> None:
+    piece = Piece(text, thinking)
+    assert build(Piece, decode(encode({"kind": "x", "item": piece}))["item"]) == piece
+
+
+def test_only_what_differs_from_the_defaults_is_sent() -> None:
+    assert json.loads(encode({"kind": "event", "Piece": Piece("a")})) == {"kind": "event", "Piece": {"text": "a"}}
+
+
+def test_mappings_of_any_kind_are_sent() -> None:
+    line = encode({"kind": "x", "item": Ask(prompt="", template_options=MappingProxyType({"a": 1}))})
+    assert build(Ask, decode(line)["item"]).template_options == {"a": 1}
+
+
+@pytest.mark.parametrize("name", sorted(name for name, kind in vars(moegguf.errors).items() if isinstance(kind, type)))
+def test_every_error_of_ours_keeps_its_class(name: str) -> None:
+    kind = getattr(moegguf.errors, name)
+    if issubclass(kind, MoeggufError):
+        error = build_error(json.loads(json.dumps(encode_error(kind("why")))))
+        assert type(error) is kind and str(error) == "why"
+
+
+@pytest.mark.parametrize("name", ["ValueError", "Iterable", "difflib", "__name__", "SystemExit", ""])
+def test_errors_of_others_become_one_of_ours(name: str) -> None:
+    error = build_error({"class": name, "message": "why"})
+    assert type(error) is MoeggufError and "why" in str(error)
+
+
+def test_an_error_without_text_names_its_class() -> None:
+    assert str(build_error(encode_error(ContextError()))) == "ContextError"
+
+
+@pytest.mark.parametrize(
+    "line", [b"", b"\n", b"{", b"[]", b"1", b"null", b'{"a":1}', b'{"kind":1}', b"\xff", b"[" * 9999]
+)
+def test_what_is_no_message_is_refused(line: bytes) -> None:
+    with pytest.raises(WorkerError):
+        decode(line)
+
+
+@pytest.mark.parametrize("data", [None, 5, [], {"txt": "a"}, {"tool_calls": 5}, {"chances": [{"text": "a"}]}])
+def test_what_is_no_piece_is_refused(data: Any) -> None:
+    with pytest.raises(WorkerError, match="Piece"):
+        build(Piece, data)
+
+
+def test_a_message_that_is_too_long_is_refused_with_its_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "MAX_MESSAGE_BYTES", 1000)
+    with pytest.raises(OptionError, match=r"\d{4} bytes.*at most 1000"):
+        encode({"kind": "ask", "ask": Ask(prompt="x" * 2000)})
+
+
+def test_what_json_cannot_hold_is_refused() -> None:
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    for value in (object(), deep, {1j: 2}):
+        with pytest.raises(OptionError, match="JSON"):
+            encode({"kind": "x", "value": value})

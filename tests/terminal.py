@@ -1,0 +1,149 @@
+"""A command on a terminal of its own, and the screen it draws, as a person would see it.
+
+Everything waits for what appears, never for time to pass: `expect` for words, `prompt` for the chat's prompt.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any
+
+import pexpect
+import pyte
+
+SECONDS = 60.0  # far more than anything takes on an idle machine
+SCROLLBACK = 2000
+ENTER, ESCAPE = "\r", "\x1b"
+PASTE_BEGIN, PASTE_END = "\x1b[200~", "\x1b[201~"
+PROMPT = ">>> Send a message"
+
+
+def control(letter: str) -> str:
+    """The key Ctrl and `letter`."""
+    return chr(ord(letter.upper()) - ord("@"))
+
+
+class Terminal:
+    """`command` on a pseudo-terminal. Leaving the `with` block ends it."""
+
+    def __init__(
+        self, command: Sequence[str], environ: dict[str, str], *, columns: int = 80, rows: int = 24, term: str = "xterm"
+    ) -> None:
+        self.screen = pyte.HistoryScreen(columns, rows, history=SCROLLBACK, ratio=0.5)
+        self.screen.write_process_input = self._reply  # the terminal's answers, such as where its cursor is
+        self._stream = pyte.ByteStream(self.screen)
+        self.raw = b""
+        environ = {**environ, "TERM": term}
+        self.child = pexpect.spawn(
+            command[0], list(command[1:]), env=environ, dimensions=(rows, columns), timeout=SECONDS
+        )
+        self.child.delaybeforesend = None
+
+    def _reply(self, data: str) -> None:
+        self.child.send(data)
+
+    def send(self, keys: str) -> None:
+        """Presses keys."""
+        self.child.send(keys)
+
+    def type(self, text: str) -> None:
+        """Types a line at the prompt and waits until it is on the screen."""
+        self.send(text)
+        self.wait(lambda: self.line.endswith(text[-20:].rstrip()) and not self.line.startswith(PROMPT), repr(text))
+
+    def enter(self, text: str) -> None:
+        """Types a line and presses Enter."""
+        self.type(text)
+        self.send(ENTER)
+
+    def ask(self, text: str) -> str:
+        """Enters a line, waits for the next prompt, returns what has appeared in between."""
+        before = len(self._all_lines())
+        self.enter(text)
+        self.prompt()
+        return "\n".join(self._all_lines()[before - 1 :])
+
+    def paste(self, text: str) -> None:
+        """Pastes, as a terminal in bracketed-paste mode does."""
+        self.send(f"{PASTE_BEGIN}{text}{PASTE_END}")
+
+    def signal(self, number: signal.Signals) -> None:
+        """Sends the process itself a signal."""
+        os.kill(self.child.pid, number)
+
+    @property
+    def text(self) -> str:
+        """All lines that were shown, those that scrolled away too."""
+        return "\n".join(self._all_lines())
+
+    def _all_lines(self) -> list[str]:
+        above = ["".join(line[x].data for x in range(self.screen.columns)) for line in self.screen.history.top]
+        lines = [line.rstrip() for line in [*above, *self.screen.display]]
+        while lines and not lines[-1]:
+            lines.pop()
+        return lines
+
+    @property
+    def line(self) -> str:
+        """The line of the cursor."""
+        return self.screen.display[self.screen.cursor.y].rstrip()
+
+    def colour_of(self, words: str) -> str:
+        """The colour in which `words` stand on the screen: its name, "default" or hexadecimal digits."""
+        for y, line in enumerate(self.screen.display):
+            if (x := line.find(words)) >= 0:
+                return str(self.screen.buffer[y][x].fg)
+        raise AssertionError(f"{words!r} is not on the screen:\n{self.text}")
+
+    def prompt(self) -> None:
+        """Waits until the chat waits for a message."""
+        self.wait(lambda: self.line.startswith(PROMPT), "the prompt")
+
+    def expect(self, words: str) -> None:
+        """Waits until `words` are to be seen, wrapped or not."""
+        wanted = words.replace("\n", "")
+        self.wait(lambda: wanted in self.text.replace("\n", ""), repr(words))
+
+    def wait(self, condition: Callable[[], Any], what: str) -> None:
+        """Reads until the screen meets `condition`."""
+        end = time.monotonic() + SECONDS
+        while not condition():
+            left = end - time.monotonic()
+            if left <= 0 or not self._read(left):
+                # What came last may have met it.
+                assert condition(), f"{what} did not appear:\n" + "\n".join(self._all_lines()[-self.screen.lines :])
+
+    def _read(self, seconds: float) -> bool:
+        try:
+            data = self.child.read_nonblocking(65536, timeout=seconds)
+        except (pexpect.EOF, pexpect.TIMEOUT):
+            return False
+        self.raw += data
+        self._stream.feed(data)
+        return True
+
+    def exit_code(self) -> int:
+        """Waits for the end; signals count as negative."""
+        while self._read(SECONDS):
+            pass
+        self.child.wait() if self.child.isalive() else None
+        self.child.close()
+        return -self.child.signalstatus if self.child.signalstatus else int(self.child.exitstatus)
+
+    def __enter__(self) -> Terminal:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.child.close(force=True)
+
+
+def moegguf_command(*arguments: object) -> list[str]:
+    """`moegguf` with these arguments."""
+    return [sys.executable, "-m", "moegguf.faces.cli", *map(str, arguments)]

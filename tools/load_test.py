@@ -1,0 +1,274 @@
+"""Many clients at once against a running server: is every answer right, and how long does it take?
+
+    python -m tools.load_test --clients 64 --seconds 60 [--url http://127.0.0.1:11434] [--model demo] [--json]
+
+One client asks every question first; then N clients ask them over and over, streamed, and each answer must be the one
+that the single client got for the same seed. Exit status 1 when an answer is wrong or a connection breaks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import httpx
+import psutil
+
+QUESTIONS = (
+    "What does moegguf do?", "Who are you?", "How do I set the memory budget?", "What is an expert?",
+    "What is a hit?", "Could you explain what a slot is?", "Does it change the output?", "What is the capital of Rome?",
+)  # fmt: skip
+PATIENCE_S = 600.0  # for one answer, queue included
+SAMPLES = 20  # of memory, over a run
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked, with a seed: the answer is the same each time."""
+
+    text: str
+    seed: int
+    max_tokens: int
+
+    def body(self, model: str) -> dict[str, Any]:
+        return {
+            "model": model,
+            "messages": [{"role": "user", "content": self.text}],
+            "seed": self.seed,
+            "max_tokens": self.max_tokens,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+
+
+@dataclass
+class Heard:
+    """One answer and when its parts came, seconds after it was asked for."""
+
+    text: str = ""
+    finish: str = ""
+    tokens: int = 0
+    at_s: list[float] = field(default_factory=list)
+
+    @property
+    def said(self) -> tuple[str, str, int]:
+        return self.text, self.finish, self.tokens
+
+
+@dataclass
+class Outcome:
+    """What became of a run. Times in seconds; memory in bytes, of the server and all its workers."""
+
+    clients: int
+    seconds: float = 0.0
+    answers: int = 0
+    wrong: int = 0
+    busy: int = 0
+    busy_without_retry_after: int = 0
+    resets: int = 0
+    errors: Counter[str] = field(default_factory=Counter)
+    tokens: int = 0
+    first_s: list[float] = field(default_factory=list)
+    between_s: list[float] = field(default_factory=list)
+    memory_bytes: list[dict[str, int]] = field(default_factory=list)
+
+    @property
+    def good(self) -> bool:
+        return self.answers > 0 and not (self.wrong or self.resets or self.errors or self.busy_without_retry_after)
+
+    def as_dict(self) -> dict[str, Any]:
+        figures = asdict(self)
+        del figures["first_s"], figures["between_s"]
+        return {
+            **figures,
+            "first_ms": percentiles_ms(self.first_s),
+            "between_ms": percentiles_ms(self.between_s),
+            "tokens_per_s": self.tokens / self.seconds if self.seconds else 0.0,
+        }
+
+
+def percentiles_ms(times_s: Sequence[float]) -> dict[str, float]:
+    """p50, p90, p99 and the longest, in milliseconds; empty without times."""
+    if len(times_s) < 2:
+        return {}
+    cuts = statistics.quantiles(times_s, n=100, method="inclusive")
+    return {"p50": cuts[49] * 1e3, "p90": cuts[89] * 1e3, "p99": cuts[98] * 1e3, "max": max(times_s) * 1e3}
+
+
+class BusyServer(Exception):  # noqa: N818 (a state of the server, not a fault)
+    """503, and whether it said when to come back."""
+
+    def __init__(self, says_when: bool) -> None:
+        super().__init__()
+        self.says_when = says_when
+
+
+async def ask(client: httpx.AsyncClient, model: str, question: Question) -> Heard:
+    """One streamed answer. Raises BusyServer, RuntimeError for any other error the server tells, and httpx's errors."""
+    heard, start = Heard(), time.perf_counter()
+    async with client.stream("POST", "/v1/chat/completions", json=question.body(model)) as response:
+        if response.status_code == 503:
+            raise BusyServer("retry-after" in response.headers)
+        if response.status_code != 200:
+            raise RuntimeError(f"{response.status_code} {(await response.aread()).decode()[:200]}")
+        async for line in response.aiter_lines():
+            if line.startswith("data: {"):
+                _hear(heard, json.loads(line[6:]), time.perf_counter() - start)
+            elif line == "data: [DONE]":
+                return heard
+    raise httpx.RemoteProtocolError("the stream ended before [DONE]")
+
+
+def _hear(heard: Heard, chunk: dict[str, Any], at_s: float) -> None:
+    if "error" in chunk:
+        raise RuntimeError(str(chunk["error"])[:200])
+    for choice in chunk["choices"]:
+        if text := choice["delta"].get("content"):
+            heard.text += text
+            heard.at_s.append(at_s)
+        heard.finish = choice["finish_reason"] or heard.finish
+    if usage := chunk.get("usage"):
+        heard.tokens = usage["completion_tokens"]
+
+
+class Run:
+    """N clients until the time is over or enough has been answered."""
+
+    def __init__(self, client: httpx.AsyncClient, model: str, questions: Sequence[Question], clients: int) -> None:
+        self.client, self.model, self.questions = client, model, questions
+        self.outcome = Outcome(clients)
+        self.right: dict[Question, tuple[str, str, int]] = {}
+
+    async def learn(self) -> None:
+        """What a single client is answered, asked twice: an answer that changes by itself proves nothing."""
+        for question in self.questions:
+            first, second = [(await ask(self.client, self.model, question)).said for _ in range(2)]
+            if first != second:
+                raise RuntimeError(f"a single client gets two answers to {question}: {first} and {second}")
+            self.right[question] = first
+
+    async def flood(self, seconds: float, requests: int | None = None) -> Outcome:
+        """All clients at once, for `seconds` or until `requests` were answered."""
+        start = time.perf_counter()
+        self._end_s = start + seconds
+        self._left = requests
+        await asyncio.gather(*(self._client(number) for number in range(self.outcome.clients)))
+        self.outcome.seconds = time.perf_counter() - start
+        return self.outcome
+
+    async def _client(self, number: int) -> None:
+        turn = number
+        while time.perf_counter() < self._end_s and self._take_one():
+            await self._one(self.questions[turn % len(self.questions)])
+            turn += 1
+
+    def _take_one(self) -> bool:
+        if self._left is not None:
+            self._left -= 1
+            return self._left >= 0
+        return True
+
+    async def _one(self, question: Question) -> None:
+        outcome = self.outcome
+        try:
+            heard = await ask(self.client, self.model, question)
+        except BusyServer as busy:
+            outcome.busy += 1
+            outcome.busy_without_retry_after += not busy.says_when
+        except httpx.HTTPError:  # refused, reset, cut off
+            outcome.resets += 1
+        except RuntimeError as error:
+            outcome.errors[str(error)] += 1
+        else:
+            outcome.answers += 1
+            outcome.wrong += heard.said != self.right[question]
+            outcome.tokens += heard.tokens
+            outcome.first_s += heard.at_s[:1]
+            outcome.between_s += [later - before for before, later in zip(heard.at_s, heard.at_s[1:], strict=False)]
+
+
+def processes_of(port: int) -> list[psutil.Process]:
+    """The server that listens on a port of this machine, and its workers; empty when it is elsewhere."""
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if any(c.status == psutil.CONN_LISTEN and c.laddr.port == port for c in process.net_connections()):
+                return [process, *process.children(recursive=True)]
+    return []
+
+
+def memory_of(processes: Sequence[psutil.Process]) -> dict[str, int]:
+    """Resident bytes of the server, and of its workers together."""
+    sizes = [0, 0]
+    for number, process in enumerate(processes):
+        with suppress(psutil.Error):
+            sizes[min(number, 1)] += process.memory_info().rss
+    return {"server": sizes[0], "workers": sizes[1]}
+
+
+async def watch_memory(run: Run, port: int, every_s: float) -> None:
+    """Notes the memory now and every `every_s`, until cancelled."""
+    while processes := processes_of(port):
+        run.outcome.memory_bytes.append(memory_of(processes))
+        await asyncio.sleep(every_s)
+
+
+async def measure(options: argparse.Namespace) -> Outcome:
+    """The whole test, as the command line says."""
+    questions = [Question(text, options.seed + number, options.max_tokens) for number, text in enumerate(QUESTIONS)]
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=options.clients)
+    async with httpx.AsyncClient(base_url=options.url, timeout=PATIENCE_S, limits=limits, trust_env=False) as client:
+        run = Run(client, options.model, questions, options.clients)
+        await run.learn()
+        port = httpx.URL(options.url).port or 80
+        watcher = asyncio.create_task(watch_memory(run, port, max(options.seconds / SAMPLES, 0.5)))
+        try:
+            outcome = await run.flood(options.seconds, options.requests)
+        finally:
+            watcher.cancel()
+        outcome.memory_bytes.append(memory_of(processes_of(port)))
+        return outcome
+
+
+def lines(outcome: Outcome) -> Iterator[str]:
+    """The outcome for people."""
+    figures = outcome.as_dict()
+    yield f"clients          {outcome.clients} for {outcome.seconds:.1f} s"
+    yield f"answers          {outcome.answers} checked, {outcome.wrong} wrong; {figures['tokens_per_s']:.0f} tokens/s"
+    yield f"busy (503)       {outcome.busy}, {outcome.busy_without_retry_after} of them without Retry-After"
+    yield f"resets           {outcome.resets}"
+    for error, n in outcome.errors.items():
+        yield f"error            {n} x {error}"
+    for name, key in (("first token", "first_ms"), ("between chunks", "between_ms")):
+        yield f"{name:<17}" + " · ".join(f"{cut} {value:.1f} ms" for cut, value in figures[key].items())
+    for name in ("server", "workers"):
+        sizes = [memory[name] / 1e6 for memory in outcome.memory_bytes]
+        yield f"{name + ' memory':<17}{sizes[0]:.1f} MB before, {sizes[-1]:.1f} MB after, {max(sizes):.1f} MB at most"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--url", default="http://127.0.0.1:11434", help="the server")
+    parser.add_argument("--model", default="demo", help="a model it has")
+    parser.add_argument("--clients", type=int, default=64, help="how many ask at once")
+    parser.add_argument("--seconds", type=float, default=60.0, help="how long they ask")
+    parser.add_argument("--requests", type=int, help="stop after so many, if that comes first")
+    parser.add_argument("--max-tokens", type=int, default=32, help="of each answer")
+    parser.add_argument("--seed", type=int, default=1, help="of the first question; the others count on from it")
+    parser.add_argument("--json", action="store_true", help="all figures as JSON on stdout")
+    options = parser.parse_args()
+    outcome = asyncio.run(measure(options))
+    print(json.dumps(outcome.as_dict()) if options.json else "\n".join(lines(outcome)))
+    return 0 if outcome.good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

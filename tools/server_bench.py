@@ -1,0 +1,154 @@
+"""What the server costs: `/api/chat` against the same model in process, interleaved, medians.
+
+    python -m tools.server_bench --rounds 30
+
+Starts a server of its own on a free port, loads the model there and here, and asks both the same question by turns:
+streamed, 200 tokens, a seed that makes the answers equal. Prints time to first token and tokens per second of each,
+and what the server adds. The client is a bare socket: what a client library costs is not the server's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from moegguf import Llama
+from moegguf.engine.answer import Answer
+from moegguf.engine.ask import Ask, Sampling
+
+QUESTION = "Explain in detail how an expert is fetched, step by step."
+SAMPLING = Sampling(temperature=1.5, seed=6, max_tokens=200)
+START_S = 30.0
+
+
+@dataclass(frozen=True)
+class Run:
+    """Seconds to the first text and to the end, and the text."""
+
+    first_s: float
+    total_s: float
+    text: str
+
+
+def in_process(llm: Llama) -> Run:
+    """The question through `Answer`, as the worker of a server asks it."""
+    start, first, texts = time.perf_counter(), 0.0, []
+    for piece in Answer(llm, Ask(messages=({"role": "user", "content": QUESTION},), sampling=SAMPLING)).pieces():
+        if piece.text:
+            first = first or time.perf_counter() - start
+            texts.append(piece.text)
+    return Run(first, time.perf_counter() - start, "".join(texts))
+
+
+def drop_in(llm: Llama) -> Run:
+    """The question through `create_chat_completion`, as a user of llama-cpp-python asks it."""
+    start, first, texts = time.perf_counter(), 0.0, []
+    llm.reset()  # a seed starts from an empty context in the server, too
+    for chunk in llm.create_chat_completion(
+        [{"role": "user", "content": QUESTION}],
+        stream=True,
+        temperature=SAMPLING.temperature,
+        top_p=SAMPLING.top_p,
+        top_k=SAMPLING.top_k,
+        min_p=SAMPLING.min_p,
+        seed=SAMPLING.seed,
+        max_tokens=SAMPLING.max_tokens,
+    ):
+        if text := chunk["choices"][0]["delta"].get("content"):
+            first = first or time.perf_counter() - start
+            texts.append(text)
+    return Run(first, time.perf_counter() - start, "".join(texts))
+
+
+def over_http(port: int, model: str) -> Run:
+    """The question through `/api/chat`, streamed, on a connection that is open already."""
+    connection = http.client.HTTPConnection("127.0.0.1", port)
+    connection.connect()
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": QUESTION}],
+        "options": {"temperature": SAMPLING.temperature, "seed": SAMPLING.seed, "num_predict": SAMPLING.max_tokens},
+    }
+    start, first, texts = time.perf_counter(), 0.0, []
+    connection.request("POST", "/api/chat", json.dumps(body))
+    response = connection.getresponse()
+    while line := response.readline():
+        if text := json.loads(line)["message"]["content"]:
+            first = first or time.perf_counter() - start
+            texts.append(text)
+    total_s = time.perf_counter() - start
+    connection.close()
+    return Run(first, total_s, "".join(texts))
+
+
+@contextmanager
+def server() -> Iterator[int]:
+    """A server on a free port; yields the port once it answers."""
+    command = [sys.executable, "-m", "moegguf", "serve", "--host", "127.0.0.1", "--port", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            yield int(process.stderr.readline().rsplit(":", 1)[1])
+        finally:
+            process.terminate()
+            process.wait(START_S)
+
+
+def measure(runs: dict[str, Callable[[], Run]], rounds: int) -> dict[str, list[Run]]:
+    """`rounds` of each, by turns, after one of each that does not count."""
+    for run in runs.values():
+        run()
+    return {
+        name: list(rows)
+        for name, rows in zip(
+            runs, zip(*([run() for run in runs.values()] for _ in range(rounds)), strict=True), strict=True
+        )
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--json", action="store_true")
+    ask = parser.parse_args()
+    from moegguf.models.find import find_model
+
+    with server() as port, Llama(find_model(ask.model), n_ctx=512, verbose=False) as llm:
+        runs = {
+            "in process": lambda: in_process(llm),
+            "create_chat_completion": lambda: drop_in(llm),
+            "server": lambda: over_http(port, ask.model),
+        }
+        results = measure(runs, ask.rounds)
+    table = {
+        name: {
+            "first_ms": statistics.median(run.first_s for run in rows) * 1e3,
+            "total_ms": statistics.median(run.total_s for run in rows) * 1e3,
+            "texts": len({run.text for run in rows}),
+            "characters": len(rows[0].text),
+        }
+        for name, rows in results.items()
+    }
+    if ask.json:
+        print(json.dumps(table, indent=2))
+        return
+    for name, row in table.items():
+        print(
+            f"{name:24} first {row['first_ms']:7.2f} ms   total {row['total_ms']:7.2f} ms"
+            f"   {row['characters']} characters"
+        )
+    extra = {name: table["server"]["total_ms"] / row["total_ms"] - 1 for name, row in table.items() if name != "server"}
+    print("server against: " + ", ".join(f"{name} {share:+.1%}" for name, share in extra.items()))
+
+
+if __name__ == "__main__":
+    main()
