@@ -108,7 +108,7 @@ class Answer:
             pass  # what was held back is still part of the answer
         finally:
             timing.answer_stats = self.llm.stats() - (first or self.llm.stats())
-            if self.ask.prompt is not None:
+            if self.ask.tell_context:
                 timing.context = (*self._prompt.tokens, *written)
         if piece := transcript.end():
             yield piece

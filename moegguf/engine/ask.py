@@ -42,7 +42,7 @@ class Sampling:
 class Ask:
     """One request. Either `messages` (through the model's chat template) or `prompt` (as it is).
 
-    `context`: tokens that come before the prompt, as an earlier answer gave them. `suffix`: text after the gap that
+    `context`: tokens that come before the prompt, as an earlier answer gave them when asked to `tell_context`. `suffix`: text after the gap that
     the model fills. `format`: "json", or a JSON schema that the answer follows. `tool_choice`: "auto", "none",
     "required" or the name of one of `tools` (OpenAI's form: {"type": "function", "function": {...}}). `think`: None
     leaves it to the template; a level such as "high" where the template knows levels. `truncate`: leave out the
@@ -62,6 +62,7 @@ class Ask:
     template_options: Mapping[str, Any] = field(default_factory=dict)
     truncate: bool = True
     n_logprobs: int | None = None
+    tell_context: bool = False
     sampling: Sampling = field(default_factory=Sampling)
 
 
@@ -107,8 +108,8 @@ class PromptProgress:
 class Timing:
     """What an answer took. `prompt_tokens` are those evaluated; `cached_tokens` those of the prompt that the context
     still held. `stats` is for all of the answer, `answer_stats` for the part after its first token. `cut_messages`
-    were left out so that the rest fits the context. `context`: the tokens of prompt and answer, when asked as
-    `prompt`."""
+    were left out so that the rest fits the context. `context`: the tokens of prompt and answer, when asked to
+    `tell_context`."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0

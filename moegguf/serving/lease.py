@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Any
 
 from moegguf.engine.ask import Ask, Piece, PromptProgress, Timing
@@ -49,7 +49,7 @@ class Lease:
         else:
             self._request.cancel()  # the turn goes on once it has stopped
 
-    async def answer(self, ask: Ask, *, stream: bool = True) -> AsyncIterator[Event]:
+    async def answer(self, ask: Ask, *, stream: bool = True) -> AsyncGenerator[Event, None]:
         """Progress of a long prompt, pieces of the answer, and last `Done`. Closing it stops the answer within a
         token. Without `stream` there is one piece, with all of it.
 

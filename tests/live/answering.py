@@ -22,6 +22,7 @@ def ask(*messages: str, **options: Any) -> Ask:
     """A request at temperature 0. `messages` are a user's and an assistant's in turn; options of Ask and Sampling."""
     sampling = {name: options.pop(name) for name in list(options) if name in SAMPLING}
     turns = tuple({"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(messages))
+    options.setdefault("tell_context", not messages)
     return Ask(messages=turns or None, sampling=Sampling(**{"temperature": 0.0, **sampling}), **options)
 
 

@@ -28,7 +28,7 @@ from moegguf.serving.wire import Order, build
 TinyModel = Callable[..., Path]
 Load = Callable[..., Llama]
 
-ASK = Ask(prompt="once upon a time", sampling=Sampling(seed=7, max_tokens=24))
+ASK = Ask(prompt="once upon a time", tell_context=True, sampling=Sampling(seed=7, max_tokens=24))
 ENDLESS = Ask(prompt="once upon a time", sampling=Sampling(seed=7, max_tokens=400))
 
 

@@ -131,7 +131,7 @@ async def test_whoever_stops_listening_stops_the_answer(catalog: FakeCatalog, tm
                 if way == "break":
                     break
                 if way == "close":
-                    await answer.aclose()  # type: ignore[attr-defined]
+                    await answer.aclose()
                 if way == "cancel":
                     task.cancel()
                 if way == "raise":

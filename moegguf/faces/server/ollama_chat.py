@@ -127,14 +127,14 @@ def generate_ask(body: GenerateRequest, entry: Entry) -> Ask:
     """What /api/generate asks: the prompt through the model's template, or as it is when raw or around a gap."""
     prompt = body.prompt or ""
     if body.raw or body.suffix:
-        return Ask(prompt=prompt, suffix=body.suffix or None, **shared(body, entry))
+        return Ask(prompt=prompt, suffix=body.suffix or None, tell_context=not body.raw, **shared(body, entry))
     system = entry.system if body.system is None else body.system
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
     if not body.context:
         messages += [dict(message) for message in entry.messages]
     return Ask(
         messages=(*messages, {"role": "user", "content": prompt}),
-        prompt=prompt,  # the messages are what is read; an answer to a prompt tells its tokens as `context`
+        tell_context=True,
         context=tuple(body.context or ()),
         template=body.template or entry.template,
         **shared(body, entry),
