@@ -10,7 +10,7 @@ import pytest
 from browsing import Look, ask, ended, ready, until
 from servers import Server, serving
 
-pytest_plugins = ("browsing",)
+pytest_plugins = ("browser",)
 
 PHONE, SMALLEST = {"width": 390, "height": 844}, {"width": 360, "height": 640}
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from browsing import Look, ask, ended
+from browsing import Look, ask, ended, until
 from fake_pool import FakeCatalog, FakePool, entry_of, running
 
 from moegguf.engine.ask import Piece
@@ -16,7 +16,7 @@ from moegguf.faces.server.app import make_app
 from moegguf.models.find import demo_path
 from moegguf.settings import Settings
 
-pytest_plugins = ("browsing",)
+pytest_plugins = ("browser",)
 
 
 def pool_of(*script: Any) -> FakePool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
@@ -57,4 +58,5 @@ def make_app(pool: Pool, catalog: Catalog, settings: Settings) -> Starlette:
     app.router.redirect_slashes = False
     app.state.pool, app.state.catalog, app.state.settings = pool, catalog, settings
     app.state.totals = metrics.Totals()
+    app.state.ending = threading.Event()  # set when the server is told to end: what has no end of its own ends
     return app

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import threading
 import time
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
@@ -41,7 +42,7 @@ async def live(request: Request) -> Response:
     name = query.get("model") or None
     if name is not None:
         name = (await asyncio.to_thread(request.app.state.catalog.find, name)).name
-    return NdjsonResponse(Viewing(pool, name, _per_s(query.get("per_s"))).lines())
+    return NdjsonResponse(Viewing(pool, name, _per_s(query.get("per_s")), request.app.state.ending).lines())
 
 
 def _per_s(text: str | None) -> float:
@@ -77,8 +78,9 @@ def _views(pool: Pool, name: str, per_s: float) -> AsyncGenerator[View]:
 class Viewing:
     """One client that looks on: a task per model puts views where `lines` takes them, the latest of each."""
 
-    def __init__(self, pool: Pool, name: str | None, per_s: float) -> None:
+    def __init__(self, pool: Pool, name: str | None, per_s: float, ending: threading.Event | None = None) -> None:
         self._pool = pool
+        self._ending = ending or threading.Event()
         self._name = name
         self._per_s = per_s
         self._latest: dict[str, View] = {}
@@ -86,7 +88,7 @@ class Viewing:
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     async def lines(self) -> AsyncGenerator[bytes]:
-        """Lines until closed."""
+        """Lines until closed, or the server ends."""
         seen: dict[str, Any] = {}
         told: list[str] | None = None
         told_s = 0.0
@@ -103,7 +105,7 @@ class Viewing:
                     if model and (face != seen.get(view.model) or any(view.uses) or any(view.loads)):
                         seen[view.model] = face
                         yield _line(view_facts(view) | {"loaded": loaded_facts(model)})
-                if not is_open:
+                if not is_open or self._ending.is_set():
                     return
                 await self._wait()
         finally:

@@ -142,8 +142,9 @@ def work(settings: Settings, listener: socket.socket) -> int:
     from moegguf.serving.pool import Pool
 
     catalog = Catalog(paths=False)  # a client that could open any file could read any file
+    app = make_app(Pool(catalog, settings), catalog, settings)
     config = Config(
-        make_app(Pool(catalog, settings), catalog, settings),
+        app,
         http=Protocol,
         ws="none",
         lifespan="on",
@@ -155,7 +156,7 @@ def work(settings: Settings, listener: socket.socket) -> int:
         timeout_graceful_shutdown=DRAIN_S,
         backlog=2048,
     )
-    server: Server = QuietServer(config, lambda: announce(settings.host, listener))
+    server: Server = QuietServer(config, lambda: announce(settings.host, listener), app.state.ending.set)
     server.run(sockets=[listener])
     return 0 if server.started else 1
 

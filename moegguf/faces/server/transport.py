@@ -58,11 +58,13 @@ class Protocol(H11Protocol):
 
 
 class QuietServer(Server):
-    """Tells when it listens; a signal ends it, as it should, and is not sent again to the process afterwards."""
+    """Tells when it listens and when it begins to end; a signal ends it, as it should, and is not sent again to the
+    process afterwards."""
 
-    def __init__(self, config: Config, on_start: Callable[[], None]) -> None:
+    def __init__(self, config: Config, on_start: Callable[[], None], on_end: Callable[[], None]) -> None:
         super().__init__(config)
         self._on_start = on_start
+        self._on_end = on_end
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -70,6 +72,7 @@ class QuietServer(Server):
             self._on_start()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._on_end()
         # What is cut off now was told: no traceback for it.
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
         await super().shutdown(sockets)
