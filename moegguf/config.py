@@ -116,12 +116,13 @@ def parse_expert_cache(value: str | int | float | ExpertCache) -> ExpertCache:
 
 @dataclass(frozen=True)
 class Environment:
-    """The environment variables moegguf reads, all of them, in one place."""
+    """The environment variables that concern models and the library; those of the server are in settings.py."""
 
     hooks: bool = True  # MOEGGUF_HOOKS=0 runs plain llama.cpp
     expert_cache: str = "auto"  # MOEGGUF_EXPERT_CACHE: the budget when the caller gives none
     library: Path | None = None  # MOEGGUF_LIBRARY: folder of the native library, instead of the installed one
     models: Path | None = None  # MOEGGUF_MODELS: folder of models known by name
+    home: Path | None = None  # MOEGGUF_HOME: what moegguf keeps, instead of in the user's data folder
 
 
 _SWITCH = {
@@ -152,10 +153,18 @@ def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
         parse_expert_cache(cache)
     except BudgetError as error:
         raise BudgetError(f"MOEGGUF_EXPERT_CACHE: {error}") from None
-    library, models = env.get("MOEGGUF_LIBRARY", ""), env.get("MOEGGUF_MODELS", "")
+    library, models, home = (env.get(f"MOEGGUF_{name}", "") for name in ("LIBRARY", "MODELS", "HOME"))
     return Environment(
         hooks=_SWITCH[hooks],
         expert_cache=cache,
         library=Path(library).expanduser() if library else None,
         models=Path(models).expanduser() if models else None,
+        home=Path(home).expanduser() if home else None,
     )
+
+
+def data_folder() -> Path:
+    """Where names, history and what was learnt about models are kept."""
+    import platformdirs
+
+    return read_environment().home or Path(platformdirs.user_data_dir("moegguf"))

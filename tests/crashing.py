@@ -89,10 +89,10 @@ def old_or_new() -> None:
 def check_blobs() -> None:
     import hashlib
 
-    from moegguf.models.files import home
+    from moegguf.config import data_folder
     from moegguf.models.hub import hub_cache
 
-    for blob in [*hub_cache().glob("*/blobs/*"), *home().glob("blobs/sha256-*")]:
+    for blob in [*hub_cache().glob("*/blobs/*"), *data_folder().glob("blobs/sha256-*")]:
         if not blob.name.endswith(".incomplete"):
             digest = blob.name.removeprefix("sha256-")
             assert hashlib.sha256(blob.read_bytes()).hexdigest() == digest, blob

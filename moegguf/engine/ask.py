@@ -42,12 +42,12 @@ class Sampling:
 class Ask:
     """One request. Either `messages` (through the model's chat template) or `prompt` (as it is).
 
-    `context`: tokens that come before the prompt, as an earlier answer gave them when asked to `tell_context`. `suffix`: text after the gap that
-    the model fills. `format`: "json", or a JSON schema that the answer follows. `tool_choice`: "auto", "none",
-    "required" or the name of one of `tools` (OpenAI's form: {"type": "function", "function": {...}}). `think`: None
-    leaves it to the template; a level such as "high" where the template knows levels. `truncate`: leave out the
-    oldest messages when all do not fit the context; else that raises ContextError. `n_logprobs`: None for none, 0 to
-    20 alternatives per token.
+    `context`: tokens that come before the prompt, as an earlier answer gave them when asked to `tell_context`.
+    `suffix`: text after the gap that the model fills. `format`: "json", or a JSON schema that the answer follows.
+    `tool_choice`: "auto", "none", "required" or the name of one of `tools` (OpenAI's form: {"type": "function",
+    "function": {...}}). `think`: None leaves it to the template; a level such as "high" where the template knows
+    levels. `truncate`: leave out the oldest messages when all do not fit the context; else that raises ContextError.
+    `n_logprobs`: None for none, 0 to 20 alternatives per token.
     """
 
     messages: tuple[Message, ...] | None = None

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-import platformdirs
-
 import moegguf
+from moegguf.config import data_folder
 from moegguf.controller import collection_file
 from moegguf.controller.choice import Measured, read_measured
 from moegguf.controller.collection import EamcPair
@@ -56,7 +55,7 @@ class Knowledge:
     @property
     def of_user(self) -> Path:
         """The model's folder in the user's data folder."""
-        return Path(platformdirs.user_data_dir("moegguf")) / "models" / self.fingerprint
+        return data_folder() / "models" / self.fingerprint
 
     def folders(self) -> Iterator[Path]:
         """Folders that may hold something, nearest first."""

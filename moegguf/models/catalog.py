@@ -16,11 +16,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from moegguf.config import data_folder
 from moegguf.errors import ModelNameError, ModelNotFoundError, MoeggufError, OptionError, PullError
 from moegguf.models import own
 from moegguf.models.blobs import BlobStore, BlobWriter
 from moegguf.models.entry import Entry
-from moegguf.models.files import home
 from moegguf.models.folder import (
     DEMO_NAME,
     demo_entry,
@@ -52,15 +52,15 @@ class Catalog:
 
     @property
     def index(self) -> Index:
-        return Index(home())
+        return Index(data_folder())
 
     @property
     def blobs(self) -> BlobStore:
-        return BlobStore(home() / "blobs")
+        return BlobStore(data_folder() / "blobs")
 
     @property
     def own(self) -> OwnFiles:
-        return OwnFiles(home() / "sets", self.blobs)
+        return OwnFiles(data_folder() / "sets", self.blobs)
 
     def entries(self, prefix: str = "") -> list[Entry]:
         """Models whose names start with `prefix` (in any case), newest first."""

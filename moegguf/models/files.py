@@ -1,22 +1,13 @@
-"""What is told about model files without opening them as models: a digest, a size, a time. And our own folder."""
+"""What is told about model files without opening them as models: a digest, a size, a time."""
 
 from __future__ import annotations
 
 import hashlib
-import os
 from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
 
-import platformdirs
-
 SAMPLE_BYTES = 1 << 20
-
-
-def home() -> Path:
-    """Our folder: MOEGGUF_HOME, else the user's data folder."""
-    named = os.environ.get("MOEGGUF_HOME", "")
-    return Path(named).expanduser() if named else Path(platformdirs.user_data_dir("moegguf"))
 
 
 def digest_of(files: tuple[Path, ...]) -> str:

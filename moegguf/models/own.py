@@ -15,12 +15,13 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
 
+from moegguf.config import data_folder
 from moegguf.errors import ModelNotFoundError, OptionError, PullError
 from moegguf.experts import read_layout
 from moegguf.models.blobs import BlobStore, blob_name
 from moegguf.models.choose import choose
 from moegguf.models.entry import Entry
-from moegguf.models.files import digest_of_digests, home, size_of
+from moegguf.models.files import digest_of_digests, size_of
 from moegguf.models.folder import demo_path
 from moegguf.models.hub import hub_cache
 from moegguf.models.index import Record
@@ -33,7 +34,7 @@ def token(path: Path) -> str:
     """How a record writes down where a file lies."""
     if path == demo_path():
         return "demo:"
-    for word, root in (("hub", hub_cache()), ("sets", home() / "sets")):
+    for word, root in (("hub", hub_cache()), ("sets", data_folder() / "sets")):
         if path.is_relative_to(root):
             return f"{word}:{path.relative_to(root).as_posix()}"
     return str(path.absolute())
@@ -46,7 +47,7 @@ def resolve(text: str) -> Path:
     if word == "demo":
         path = demo_path()
     elif word in ("hub", "sets") and ".." not in PurePosixPath(rest).parts and not rest.startswith("/"):
-        path = (hub_cache() if word == "hub" else home() / "sets") / rest
+        path = (hub_cache() if word == "hub" else data_folder() / "sets") / rest
     elif os.path.isabs(text):
         path = Path(text)
     if path is None or not path.is_file():

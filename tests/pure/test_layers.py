@@ -34,6 +34,7 @@ OWNED = {
     "torch": set[str](),
     "prompt_toolkit": {"faces"},
     "huggingface_hub": {"models"},
+    "httpx2": {"models"},
     "starlette": {"faces"},
     "uvicorn": {"faces"},
     "pydantic": {"faces"},

@@ -15,9 +15,9 @@ import crashing
 import pytest
 from cataloguing import cache, names, own_places
 
+from moegguf.config import data_folder
 from moegguf.errors import ModelNotFoundError
 from moegguf.models.catalog import Catalog
-from moegguf.models.files import home
 from moegguf.models.index import Index, Record
 from moegguf.models.recipe import Recipe
 
@@ -63,7 +63,7 @@ def test_the_index_keeps_everything(tmp_path: Path) -> None:
     ],
 )
 def test_a_damaged_index_is_set_aside_and_what_can_be_read_is_kept(damage: Any, kept: int) -> None:
-    index = Index(home())
+    index = Index(data_folder())
     index.change(lambda c: c.having(record("a:latest", parameters={"temperature": 0.5})).having(record("b:latest")))
     broken = damage(index.path.read_text())
     assert broken != index.path.read_text()
@@ -72,7 +72,7 @@ def test_a_damaged_index_is_set_aside_and_what_can_be_read_is_kept(damage: Any, 
     with pytest.warns(UserWarning, match="index of models was damaged"):
         listed = names()
     assert len(listed) == kept + 2 and "hf.co/u/r:Q4_0" in listed
-    aside = list(home().glob("models.json.damaged-*"))
+    aside = list(data_folder().glob("models.json.damaged-*"))
     assert [path.read_text() for path in aside] == [broken]
     Catalog().copy("demo", "new")
     assert len(json.loads(index.path.read_text())["models"]) == kept + 1
@@ -84,7 +84,7 @@ def test_records_that_lead_out_of_their_folder_are_no_models(tmp_path: Path) -> 
         ("hub:../../secret.gguf", "sets:/etc/passwd", "sets:../../secret.gguf", "what:x", "x.gguf")
     ):
         bad = Record(f"bad{n}:latest", (file,), "0" * 64, datetime.now(UTC))
-        Index(home()).change(lambda contents, bad=bad: contents.having(bad))
+        Index(data_folder()).change(lambda contents, bad=bad: contents.having(bad))
     assert names() == ["demo:latest"]
     with pytest.raises(ModelNotFoundError):
         Catalog().find("bad0")
@@ -149,6 +149,7 @@ def test_killed_while_it_writes_the_index_is_old_or_new(killed: subprocess.Popen
 def test_killed_at_any_change_names_are_whole(tmp_path: Path) -> None:
     for name in ("kept", "gone"):
         Catalog().create(name, Recipe(from_="demo", system="old"))
-    assert int(crashing.run("create", home())) > 25
+    assert int(crashing.run("create", data_folder())) > 25
     assert Catalog().find("kept").system == "new"
-    assert [path.name for path in (home() / "blobs").iterdir()] == [Catalog().find("kept").digest.join(["sha256-", ""])]
+    kept = Catalog().find("kept").digest
+    assert [path.name for path in (data_folder() / "blobs").iterdir()] == [f"sha256-{kept}"]

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from cataloguing import cache, files_of, names, own_places, send
 
+from moegguf.config import data_folder
 from moegguf.errors import ModelFormatError, ModelNameError, ModelNotFoundError, OptionError, PullError
 from moegguf.models import blobs
 from moegguf.models.catalog import Catalog
 from moegguf.models.details import details
-from moegguf.models.files import home
 from moegguf.models.find import demo_path
 from moegguf.models.modelfile import parse, render
 from moegguf.models.recipe import Recipe
@@ -37,7 +37,7 @@ def test_a_copy_is_a_name_and_no_bytes(catalog: Catalog) -> None:
     assert entry.digest == catalog.find("demo").digest
     assert names() == ["Mine:latest", "demo:latest"]
     assert catalog.find("MINE") == entry
-    assert files_of(home()) == ["models.json", "models.lock"]
+    assert files_of(data_folder()) == ["models.json", "models.lock"]
     assert catalog.remove("mine").name == "Mine:latest"
     assert names() == ["demo:latest"]
     with pytest.raises(ModelNotFoundError):
@@ -110,7 +110,7 @@ def test_a_model_of_blobs(catalog: Catalog, tiny: Any) -> None:
     catalog.remove("sent")
     assert catalog.find("other").path.read_bytes() == data
     catalog.remove("other")
-    assert files_of(home()) == ["models.json", "models.lock"]
+    assert files_of(data_folder()) == ["models.json", "models.lock"]
 
 
 def test_the_shards_of_a_split_model_keep_their_names(catalog: Catalog, tiny: Any) -> None:
@@ -130,7 +130,7 @@ def test_what_is_no_model_gets_no_name(catalog: Catalog, tiny: Any) -> None:
         with pytest.raises(ModelFormatError):
             catalog.create("bad", Recipe(files={"bad.gguf": digest}))
     assert names() == ["demo:latest"]
-    assert not list((home() / "sets").glob("*"))
+    assert not list((data_folder() / "sets").glob("*"))
 
 
 def test_a_blob_is_its_digest_or_nothing(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,7 +140,7 @@ def test_a_blob_is_its_digest_or_nothing(catalog: Catalog, monkeypatch: pytest.M
     assert not catalog.has_blob(digest)
     with pytest.raises(ZeroDivisionError):
         catalog.add_blob(digest, (bytes(1 // n) for n in (1, 0)))
-    assert files_of(home()) == []
+    assert files_of(data_folder()) == []
     monkeypatch.setattr(blobs, "free_bytes", lambda folder: 1 << 20)
     with pytest.raises(PullError, match=r"needs 2\.00GiB .* has 1\.00MiB free"):
         catalog.add_blob(digest, iter(()), 2 << 30)
@@ -156,12 +156,12 @@ def test_a_full_disk_keeps_no_blob(catalog: Catalog, tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert "PullError" in done.stderr and "cannot be written" in done.stderr
-    assert files_of(home()) == []
+    assert files_of(data_folder()) == []
 
 
 def test_what_a_dead_writer_left_is_swept_and_a_live_one_s_is_not(catalog: Catalog) -> None:
     digest = f"sha256:{hashlib.sha256(b'abc').hexdigest()}"
-    folder = home() / "blobs"
+    folder = data_folder() / "blobs"
     folder.mkdir(parents=True)
     (folder / ".dead.partial").write_bytes(b"x")
     with catalog.blob_writer(digest) as live:

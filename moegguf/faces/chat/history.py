@@ -8,7 +8,7 @@ from pathlib import Path
 
 from prompt_toolkit.history import FileHistory
 
-from moegguf.models.files import home
+from moegguf.config import data_folder
 
 MAX_ENTRIES = 100
 OWNER_ONLY = 0o600
@@ -16,7 +16,7 @@ OWNER_ONLY = 0o600
 
 def history_path() -> Path:
     """The file, in our own folder."""
-    return home() / "history"
+    return data_folder() / "history"
 
 
 class History(FileHistory):
