@@ -103,15 +103,13 @@ def server() -> Iterator[int]:
 
 
 def measure(runs: dict[str, Callable[[], Run]], rounds: int) -> dict[str, list[Run]]:
-    """`rounds` of each, by turns, after one of each that does not count."""
-    for run in runs.values():
-        run()
-    return {
-        name: list(rows)
-        for name, rows in zip(
-            runs, zip(*([run() for run in runs.values()] for _ in range(rounds)), strict=True), strict=True
-        )
-    }
+    """`rounds` of each, by turns; before each a run that does not count, so that all find warm caches and threads."""
+    results: dict[str, list[Run]] = {name: [] for name in runs}
+    for _ in range(rounds):
+        for name, run in runs.items():
+            run()
+            results[name].append(run())
+    return results
 
 
 def main() -> None:

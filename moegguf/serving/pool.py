@@ -59,7 +59,7 @@ class Pool:
 
     def lease(
         self,
-        name: str,
+        name: str | Entry,
         load: LoadOptions = LoadOptions(),
         keep_alive_s: float | None = None,
         *,
@@ -68,9 +68,9 @@ class Pool:
     ) -> Lease:
         """A model for somebody, inside `async with`: loads it if needed and waits in line for its turn.
 
-        `keep_alive_s`: how long it stays afterwards; None as the settings say, 0 not at all, inf for ever. With
-        `will_answer=False` there is no waiting for answers of others, and no answer. `on_share` hears how much has
-        been read, 0 to 1, while it loads.
+        `name`: or what the catalog found for it. `keep_alive_s`: how long it stays afterwards; None as the settings
+        say, 0 not at all, inf for ever. With `will_answer=False` there is no waiting for answers of others, and no
+        answer. `on_share` hears how much has been read, 0 to 1, while it loads.
 
         Entering raises BusyError, ModelNotFoundError, ModelNameError, ModelFormatError, BudgetError, AllocationError,
         WorkerError.
@@ -87,7 +87,7 @@ class Pool:
 
     async def load(
         self,
-        name: str,
+        name: str | Entry,
         load: LoadOptions = LoadOptions(),
         keep_alive_s: float | None = None,
         *,
@@ -97,7 +97,7 @@ class Pool:
         async with self.lease(name, load, keep_alive_s, will_answer=False, on_share=on_share) as lease:
             return lease.loaded
 
-    async def unload(self, name: str) -> bool:
+    async def unload(self, name: str | Entry) -> bool:
         """Lets a model leave after the answer that it is writing; returns when its process is gone, False when there
         is none. Requests that wait load it again. Raises ModelNotFoundError, ModelNameError."""
         holding = self._scheduler.holdings.get((await self._find(name)).name)
@@ -124,5 +124,6 @@ class Pool:
         finally:
             self._scheduler.settle()
 
-    async def _find(self, name: str) -> Entry:
-        return await asyncio.to_thread(self._catalog.find, name)
+    async def _find(self, name: str | Entry) -> Entry:
+        # Looking up a name reads files, so it may not hold up the loop; whoever has looked already need not wait again.
+        return name if isinstance(name, Entry) else await asyncio.to_thread(self._catalog.find, name)

@@ -45,8 +45,9 @@ class Process:
     """A worker. `stats` and `decisions` are the last it told. `ended` holds, once it is gone, the error that says
     why; `on_end` is called then, before its requests hear of it."""
 
-    def __init__(self, name: str, on_view: OnView) -> None:
+    def __init__(self, name: str, on_view: OnView, echo: bool = False) -> None:
         self.name = name
+        self._echo = echo
         self.stats = Stats()
         self.decisions: Mapping[str, Any] = {}
         self.ended: asyncio.Future[WorkerError] = asyncio.get_running_loop().create_future()
@@ -71,10 +72,13 @@ class Process:
         on_view: OnView,
         *,
         command: Sequence[str] = COMMAND,
-        environ: Mapping[str, str] | None = None,
+        echo: bool = False,
     ) -> Process:
-        """A worker that waits for what to load. Raises WorkerError when the system gives no process."""
-        self, loop = cls(name, on_view), asyncio.get_running_loop()
+        """A worker that waits for what to load; `echo` passes on what it writes to stderr.
+
+        Raises WorkerError when the system gives no process.
+        """
+        self, loop = cls(name, on_view, echo), asyncio.get_running_loop()
         ours, theirs = socket.socketpair()
         try:
             with theirs:
@@ -85,7 +89,6 @@ class Process:
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=asyncio.subprocess.DEVNULL,
                     stderr=asyncio.subprocess.PIPE,
-                    env=environ,
                 )
         except OSError as error:
             ours.close()
@@ -231,6 +234,8 @@ class Process:
         """What the process writes to stderr: its last words say why it ended."""
         assert self._child.stderr is not None
         while data := await self._child.stderr.read(LAST_WORDS_BYTES):
+            if self._echo:
+                sys.stderr.write(data.decode(errors="replace"))
             self._words += data
             del self._words[:-LAST_WORDS_BYTES]
 

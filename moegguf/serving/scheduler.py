@@ -226,8 +226,7 @@ class Scheduler:
     # What takes time.
 
     async def _size_up(self, holding: Holding, waiter: Waiter) -> None:
-        used_bytes = sum(h.size_bytes for h in self.holdings.values())
-        limit_bytes = self._limit.bytes(used_bytes)
+        limit_bytes = self._limit.bytes(sum(h.size_bytes for h in self.holdings.values()))
         try:
             holding.size = await asyncio.to_thread(
                 self._measure, waiter.entry, waiter.load, self._settings, limit_bytes
@@ -265,7 +264,7 @@ class Scheduler:
                 waiter.on_share(share)
 
         holding.process = process = await Process.start(
-            holding.name, self._watching.take, command=self._command, environ=None
+            holding.name, self._watching.take, command=self._command, echo=self._settings.debug
         )
         holding.ready = await process.load(order, self._settings.load_timeout_s, on_share)
         process.on_end = lambda: self._take_end(holding, process)
