@@ -34,6 +34,7 @@ from moegguf.serving.outbox import INTERVAL_S, Outbox
 from moegguf.serving.wire import MAX_MESSAGE_BYTES, Message, Order, Ready, build, decode, encode, encode_error
 
 END_GRACE_S = 5.0  # for what computes when the server has gone
+LET_OUT_S = 0.0005  # after the first piece: the server and its client need a processor to show it
 PROGRESS_S = 0.1  # between two reports of loading or of reading a prompt
 
 
@@ -170,8 +171,10 @@ class Worker:
         stream = message["stream"]
         outbox = Outbox(lambda piece: self._tell(number, piece), INTERVAL_S if stream else math.inf)
         with self._cancellable(number, answer):
-            for piece in answer.pieces(self._progress_teller(number) if stream else None):
+            for number_of_piece, piece in enumerate(answer.pieces(self._progress_teller(number) if stream else None)):
                 outbox.put(piece)
+                if stream and number_of_piece == 0:
+                    time.sleep(LET_OUT_S)
             outbox.flush()
         return answer.timing
 

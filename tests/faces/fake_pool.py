@@ -123,17 +123,17 @@ class FakePool:
     @asynccontextmanager
     async def lease(
         self,
-        name: str,
+        model: str | Entry,
         load: LoadOptions = LoadOptions(),
         keep_alive_s: float | None = None,
         *,
         will_answer: bool = True,
         on_share: Any = None,
     ) -> AsyncIterator[FakeLease]:
-        self.leases.append((name, load, keep_alive_s, will_answer))
+        entry = self.catalog.find(model) if isinstance(model, str) else model
+        self.leases.append((entry.name, load, keep_alive_s, will_answer))
         if self.entering:
             raise self.entering
-        entry = self.catalog.find(name)
         self.there[entry.name] = entry
         yield FakeLease(self, entry)
         if keep_alive_s == 0:

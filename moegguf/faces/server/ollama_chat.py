@@ -87,7 +87,7 @@ def respond(request: Request, body: Answering, entry: Entry, ask: Ask, reply: Re
 
     @asynccontextmanager
     async def events() -> AsyncIterator[AsyncIterator[Event]]:
-        async with pool.lease(entry.name, load, stay_s) as lease, aclosing(lease.answer(ask, stream=streams)) as found:  # type: ignore[type-var]
+        async with pool.lease(entry, load, stay_s) as lease, aclosing(lease.answer(ask, stream=streams)) as found:  # type: ignore[type-var]
             yield found
 
     async def lines() -> Lines:

@@ -33,7 +33,7 @@ def answer(request: Request, body: AnswerBody, entry: Entry, ask: Ask, reply: Re
 async def _events(request: Request, body: AnswerBody, entry: Entry, ask: Ask) -> AsyncGenerator[Event]:
     state, stay_s = request.app.state, keep_alive_s(body.keep_alive)
     async with (
-        state.pool.lease(entry.name, body.load(), stay_s) as lease,
+        state.pool.lease(entry, body.load(), stay_s) as lease,
         aclosing(lease.answer(ask, stream=bool(body.stream))) as events,
     ):
         async for event in events:
