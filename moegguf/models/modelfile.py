@@ -170,6 +170,8 @@ def _quoted(text: str) -> str:
     fence = '"' * max(4, longest + 1)
     for written in (f'"{text}"', f'"""{text}"""'):
         match = _VALUE.match(written)
+        if written.startswith('""""'):
+            continue  # with what comes after it, this may look like a fence
         if match and match.end() == len(written) and _text(written) == text and text[:1] != "\n":
             return written
     return f"{fence}\n{text}\n{fence}"

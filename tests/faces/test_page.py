@@ -6,6 +6,7 @@ import asyncio
 import base64
 import json
 import re
+import threading
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
@@ -27,7 +28,7 @@ FILES = sorted(path for path in page.FOLDER.rglob("*") if path.is_file())
 
 def app_of(pool: Any) -> Starlette:
     app = Starlette(routes=[*page.routes, *live.routes], exception_handlers=HANDLERS)
-    app.state.pool, app.state.catalog = pool, pool.catalog
+    app.state.pool, app.state.catalog, app.state.ending = pool, pool.catalog, threading.Event()
     return app
 
 

@@ -6,6 +6,7 @@ import base64
 import json
 import re
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -139,7 +140,7 @@ def test_state_rows_are_a_digit_per_expert() -> None:
 
 def serve(pool: FakePool) -> Any:
     app = Starlette(routes=live.routes, exception_handlers=HANDLERS)
-    app.state.pool, app.state.catalog = pool, pool.catalog
+    app.state.pool, app.state.catalog, app.state.ending = pool, pool.catalog, threading.Event()
     return running(app)
 
 

@@ -102,6 +102,12 @@ def entry_of(**values: Any) -> Entry:
     return Entry("me:latest", "own", (Path("/x.gguf"),), 1, "0" * 64, datetime.now(UTC), **values)
 
 
+def test_a_text_that_begins_with_a_quote_is_no_fence() -> None:
+    entry = entry_of(system='"\n', license="\n")
+    read = parse(render(entry))
+    assert (read.system, read.license) == (entry.system, entry.license)
+
+
 def test_what_is_shown_of_a_model_s_parameters() -> None:
     entry = entry_of(parameters={"temperature": 0.5, "stop": ["a", "b"], "use_mmap": False})
     assert render_parameters(entry).splitlines() == [
