@@ -77,6 +77,11 @@ def _member(name: str, block: int) -> str:
     return f"{name}.{block:06d}.npy"
 
 
+def partial_of(path: Path) -> Path:
+    """Where a trace lies until it is complete."""
+    return path.with_name(path.name + ".partial")
+
+
 class TraceWriter:
     """Writes a trace block by block to PATH.partial, which becomes PATH at close().
 
@@ -86,7 +91,7 @@ class TraceWriter:
 
     def __init__(self, path: str | os.PathLike[str], shape: MoeShape, *, weights: bool, inputs: bool) -> None:
         self.path = Path(path)
-        self.partial = self.path.with_name(self.path.name + ".partial")
+        self.partial = partial_of(self.path)
         self.shape, self.weights, self.inputs = shape, weights, inputs
         self._blocks: list[Block] = []
         try:

@@ -107,6 +107,8 @@ class Llama(DropIn):
             self._load(opening)
             self._start(opening.options["n_threads"], trace)
         except BaseException:
+            if self._recording is not None:
+                self._recording.discard()  # nothing was recorded that could replace an older file
             self.close()
             raise
 

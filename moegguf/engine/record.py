@@ -7,8 +7,10 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+from moegguf.controller.trace_file import partial_of
 from moegguf.engine.llama import Llama
 from moegguf.engine.prompts import Prompt
 from moegguf.engine.recording import Recording, TraceOptions
@@ -45,16 +47,21 @@ def record(
     a warning. Raises what `Llama` raises: OptionError when the model has no experts.
     """
     progress = progress or (lambda what, share: None)
-    with Llama(
-        model, trace=TraceOptions(out, options.inputs), progress=partial(progress, "loading the model"), **llama
-    ) as llm:
-        assert llm.recording is not None
-        try:
-            _run_all(llm, llm.recording, prompts, options, progress)
-        except BaseException:
-            llm.recording.discard()
-            raise
-        return llm.stats()
+    try:
+        with Llama(
+            model, trace=TraceOptions(out, options.inputs), progress=partial(progress, "loading the model"), **llama
+        ) as llm:
+            assert llm.recording is not None
+            try:
+                _run_all(llm, llm.recording, prompts, options, progress)
+            except BaseException:
+                llm.recording.discard()
+                raise
+            return llm.stats()
+    except BaseException:
+        # An interrupt may come while the file has been made and nobody holds it yet.
+        partial_of(Path(out)).unlink(missing_ok=True)
+        raise
 
 
 def _run_all(
