@@ -16,6 +16,7 @@ from rich.text import Text
 from moegguf.config import format_bytes
 from moegguf.engine.expect import NOTE
 from moegguf.faces.describe import Facts
+from moegguf.models.details import human_number
 
 PIPE_WIDTH = 400
 SHOWN_LINES = 2  # of a system message or a license, as `ollama show` does
@@ -71,14 +72,6 @@ def print_columns(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     print_part(make_console(), table)
 
 
-def _count(n: int) -> str:
-    """ "14.3B", "33.0M", "512"."""
-    for unit, name in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "K")):
-        if n >= unit:
-            return f"{n / unit:.1f}{name}"
-    return str(n)
-
-
 def _tokens(n: int) -> str:
     return f"{n:,} token{'s' * (n != 1)}"
 
@@ -97,9 +90,9 @@ def print_show(facts: Facts) -> None:
     """A model: what it is, its experts, its types, and what budgets would mean."""
     console, active = make_console(), facts["active_parameters"]
     print_part(console, Text(facts["name"], style="bold"))
-    size = f"{_count(facts['parameters'])}"
+    size = f"{human_number(facts['parameters'])}"
     if active != facts["parameters"]:
-        size += f", {_count(active)} active for a token"
+        size += f", {human_number(active)} active for a token"
     files = f"{format_bytes(facts['file_bytes'])}"
     if len(facts["shards"]) > 1:
         files += f" in {len(facts['shards'])} shards"

@@ -121,13 +121,13 @@ def raw_part(model: str, wanted: Sequence[str]) -> str:
     """
     from moegguf.models.catalog import Catalog
     from moegguf.models.details import details
-    from moegguf.models.modelfile import render, render_parameters
+    from moegguf.models.modelfile import parameter_lines, render
 
     entry = Catalog().find(model)
     parts = {
         "license": lambda: entry.license or "",
         "modelfile": lambda: render(entry),
-        "parameters": lambda: render_parameters(entry),
+        "parameters": lambda: "\n".join(parameter_lines(entry.parameters)),
         "template": lambda: entry.template or details(entry).template or "",
         "system": lambda: entry.system or "",
     }

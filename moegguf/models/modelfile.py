@@ -9,7 +9,7 @@ more on a line of their own enclose lines that may have such quotes (`render` wr
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from moegguf.errors import OptionError
@@ -56,23 +56,20 @@ def render(entry: Entry) -> str:
         lines.append(f"TEMPLATE {_quoted(entry.template)}")
     if entry.system is not None:
         lines.append(f"SYSTEM {_quoted(entry.system)}")
-    for name, value in sorted(entry.parameters.items()):
-        lines += [
-            f"PARAMETER {name} {_written(one)}" for one in (value if isinstance(value, list | tuple) else [value])
-        ]
+    lines += [f"PARAMETER {name} {value}" for name, value in _written_parameters(entry.parameters)]
     lines += [f"MESSAGE {message['role']} {_quoted(str(message['content']))}" for message in entry.messages]
     if entry.license is not None:
         lines.append(f"LICENSE {_quoted(entry.license)}")
     return "\n".join(lines) + "\n"
 
 
-def render_parameters(entry: Entry) -> str:
-    """The parameters of a model as Ollama shows them, one `name value` a line."""
-    return "\n".join(f"{name:<30} {value}" for name, value in _parameters(entry))
+def parameter_lines(parameters: Mapping[str, Any]) -> list[str]:
+    """Parameters as Ollama shows them, one name, padded, and value a line; `stop` may have many."""
+    return [f"{name:<30} {value}" for name, value in _written_parameters(parameters)]
 
 
-def _parameters(entry: Entry) -> Iterator[tuple[str, str]]:
-    for name, value in sorted(entry.parameters.items()):
+def _written_parameters(parameters: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    for name, value in sorted(parameters.items()):
         for one in value if isinstance(value, list | tuple) else [value]:
             yield name, _written(one)
 

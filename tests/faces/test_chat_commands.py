@@ -12,8 +12,9 @@ from terminal import ENTER, Terminal
 
 from moegguf.engine.ask import Sampling
 from moegguf.errors import MoeggufError
-from moegguf.faces.chat.parameters import opening_with, parse_parameter, sampling_with
+from moegguf.faces.chat.parameters import opening_with, parse_parameter
 from moegguf.faces.opening import LoadOptions
+from moegguf.faces.options import sampling_with
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +78,7 @@ def test_parameters_reach_the_next_answer(chat: Terminal) -> None:
     assert "stop=('one', 'two three')" in said
     shown = chat.ask("/show parameters")
     assert "User defined parameters:" in shown
-    assert "  stop                           two three" in shown
+    assert '  stop                           "two three"' in shown
 
 
 def test_modes_are_set_and_unset(chat: Terminal) -> None:

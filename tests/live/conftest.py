@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 import pytest
+
+if TYPE_CHECKING:
+    from moegguf.engine.llama import Llama
 
 Reference = Callable[..., npt.NDArray[Any]]
 TinyModel = Callable[..., Path]
@@ -76,3 +79,30 @@ def no_faults() -> Iterator[None]:
     yield
     for kind in library.FAULT:
         library.arm_fault(kind, 0)
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Llama]:
+    """The demo model, loaded once for a file of tests."""
+    from answering import DEMO
+
+    from moegguf.engine.llama import Llama
+
+    with Llama(DEMO, n_ctx=512, n_threads=1, verbose=False) as llm:
+        yield llm
+
+
+@pytest.fixture
+def demo(shared: Llama) -> Llama:
+    """The demo model with an empty context."""
+    shared.reset()
+    return shared
+
+
+@pytest.fixture(scope="module")
+def whole(shared: Llama) -> str:
+    """Its whole answer to answering.QUESTION."""
+    from answering import QUESTION, reply
+
+    shared.reset()
+    return reply(shared, QUESTION)[0]

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from answering import DEMO, QUESTION, Load, TinyModel, ask, ends_of, reply, text_of
+from answering import QUESTION, Load, TinyModel, ask, ends_of, reply, text_of
 
 from moegguf.engine.answer import Answer
 from moegguf.engine.ask import Ask, Piece, TokenChance
@@ -41,25 +40,6 @@ WEATHER = {
         },
     },
 }
-
-
-@pytest.fixture(scope="module")
-def shared() -> Iterator[Llama]:
-    with Llama(DEMO, n_ctx=512, n_threads=1, verbose=False) as llm:
-        yield llm
-
-
-@pytest.fixture
-def demo(shared: Llama) -> Llama:
-    shared.reset()
-    return shared
-
-
-@pytest.fixture(scope="module")
-def whole(shared: Llama) -> str:
-    """The whole answer to QUESTION."""
-    shared.reset()
-    return reply(shared, QUESTION)[0]
 
 
 @pytest.mark.parametrize("stop", ["of-Experts", " models", "f", "It leaves the exp", "moe", "."])

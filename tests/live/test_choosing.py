@@ -3,35 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from answering import DEMO, QUESTION, ask, ends_of, reply
+from answering import QUESTION, ask, ends_of, reply
 
 from moegguf.engine.answer import Answer
 from moegguf.engine.choosing import Chooser
 from moegguf.engine.llama import Llama
 from moegguf.errors import OptionError, SchemaError
-
-
-@pytest.fixture(scope="module")
-def shared() -> Iterator[Llama]:
-    with Llama(DEMO, n_ctx=512, n_threads=1, verbose=False) as llm:
-        yield llm
-
-
-@pytest.fixture
-def demo(shared: Llama) -> Llama:
-    shared.reset()
-    return shared
-
-
-@pytest.fixture(scope="module")
-def whole(shared: Llama) -> str:
-    """The whole answer to QUESTION."""
-    shared.reset()
-    return reply(shared, QUESTION)[0]
 
 
 def test_a_token_can_be_forbidden_and_wanted(demo: Llama, whole: str) -> None:

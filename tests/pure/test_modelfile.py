@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from moegguf.errors import OptionError
 from moegguf.models.entry import Entry
-from moegguf.models.modelfile import parse, render, render_parameters
+from moegguf.models.modelfile import parameter_lines, parse, render
 from moegguf.models.recipe import (
     FLOATS,
     INTS,
@@ -110,7 +110,7 @@ def test_a_text_that_begins_with_a_quote_is_no_fence() -> None:
 
 def test_what_is_shown_of_a_model_s_parameters() -> None:
     entry = entry_of(parameters={"temperature": 0.5, "stop": ["a", "b"], "use_mmap": False})
-    assert render_parameters(entry).splitlines() == [
+    assert parameter_lines(entry.parameters) == [
         'stop                           "a"',
         'stop                           "b"',
         "temperature                    0.5",

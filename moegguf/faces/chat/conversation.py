@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from moegguf.engine.ask import Ask, Message, Sampling
-from moegguf.faces.chat.parameters import opening_with, sampling_with
+from moegguf.faces.chat.parameters import opening_with
 from moegguf.faces.opening import LoadOptions
+from moegguf.faces.options import sampling_with
 
 if TYPE_CHECKING:
     from moegguf.engine.ask import Timing

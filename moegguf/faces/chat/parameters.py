@@ -1,4 +1,4 @@
-"""Ollama's options by name: the values they take here, and what they mean for a model's opening and its sampling."""
+"""Ollama's options in the chat: the values that words write, and what they mean for a model's opening."""
 
 from __future__ import annotations
 
@@ -7,29 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 from moegguf.config import parse_expert_cache
-from moegguf.engine.ask import Sampling
 from moegguf.errors import OptionError
 from moegguf.faces.opening import LoadOptions
+from moegguf.faces.options import RANGES
 from moegguf.models import recipe
 
-MOST = 1 << 24
-LIMITS: dict[str, tuple[float, float]] = {
-    "num_ctx": (0, MOST),
-    "num_batch": (1, MOST),
-    "num_gpu": (-1, MOST),
-    "num_thread": (0, 4096),
-    "seed": (-1, (1 << 63) - 1),
-    "num_predict": (-2, MOST),
-    "top_k": (0, MOST),
-    "top_p": (0, 1),
-    "min_p": (0, 1),
-    "typical_p": (0, 1),
-    "repeat_last_n": (-1, MOST),
-    "temperature": (0, 100),
-    "repeat_penalty": (0, 100),
-    "presence_penalty": (-100, 100),
-    "frequency_penalty": (-100, 100),
-}
 OPENING = {
     "num_ctx": "ctx",
     "num_batch": "batch",
@@ -49,27 +31,12 @@ def parse_parameter(name: str, words: Sequence[str]) -> Any:
     if name == "stop":
         return list(words)
     value = recipe.parse_parameter(name, words[0])
-    least, most = LIMITS.get(name, (value, value))
-    if name in LIMITS and not least <= value <= most:
+    least, most = RANGES.get(name, (value, value))
+    if name in RANGES and not least <= value <= most:
         raise OptionError(f"{name} takes {least:,} to {most:,}, but is {value:,}")
     if name == "expert_cache":
         parse_expert_cache(value)
     return value
-
-
-def sampling_with(base: Sampling, parameters: Mapping[str, Any]) -> Sampling:
-    """`base` changed by those of `parameters` that choose tokens. Negative seeds and lengths: none."""
-    changes: dict[str, Any] = {}
-    for name, value in parameters.items():
-        field = "max_tokens" if name == "num_predict" else name
-        if field not in Sampling.__dataclass_fields__:
-            continue
-        if name == "stop":
-            value = tuple([value] if isinstance(value, str) else value)
-        elif name in ("seed", "num_predict") and value < 0:
-            value = None
-        changes[field] = value
-    return replace(base, **changes)
 
 
 def opening_with(base: LoadOptions, parameters: Mapping[str, Any]) -> LoadOptions:

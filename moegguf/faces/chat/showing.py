@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from moegguf.faces.chat import help as texts
 from moegguf.faces.messages import say
@@ -45,22 +45,15 @@ def _modelfile(chat: Chat) -> None:
 
 
 def _parameters(chat: Chat) -> None:
+    from moegguf.models.modelfile import parameter_lines
+
     conversation = chat.conversation
     lines = ["Model defined parameters:"]
-    own = parameter_lines(conversation.entry.parameters)
+    own = [f"  {line}" for line in parameter_lines(conversation.entry.parameters)]
     lines += own or ["  No additional parameters were specified for this model."]
     if user := parameter_lines({**conversation.given, **conversation.parameters}):
-        lines += ["", "User defined parameters:", *user]
+        lines += ["", "User defined parameters:", *(f"  {line}" for line in user)]
     say("\n".join([*lines, ""]))
-
-
-def parameter_lines(parameters: Any) -> list[str]:
-    """One line per value: a name, padded, and the value."""
-    return [
-        f"  {name:<{NAME_WIDTH}} {item}"
-        for name, value in parameters.items()
-        for item in (value if isinstance(value, list | tuple) else [value])
-    ]
 
 
 def _system(chat: Chat) -> None:

@@ -14,6 +14,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from moegguf.config import parse_expert_cache
 from moegguf.engine.ask import Sampling
+from moegguf.faces.options import MOST_TOKENS, RANGES, sampling_with
 from moegguf.faces.server import limits
 from moegguf.faces.server.body import Body
 from moegguf.models.recipe import PARAMETERS
@@ -35,7 +36,8 @@ def _budget(value: str | int | None) -> str | None:
     return None if value is None else str(value)
 
 
-def _between(least: float, most: float) -> Any:
+def _in_range(name: str) -> Any:
+    least, most = RANGES[name]
     return Field(default=None, ge=least, le=most)
 
 
@@ -52,22 +54,22 @@ class Options(Body):
     and num_ctx 0 leave it to us. `moe_cache_ram` is another name of `expert_cache`.
     """
 
-    num_ctx: Whole = _between(0, limits.CTX_TOKENS)
-    num_batch: Whole = _between(1, limits.BATCH_TOKENS)
-    num_thread: Whole = _between(0, limits.THREADS)
+    num_ctx: Whole = _in_range("num_ctx")
+    num_batch: Whole = _in_range("num_batch")
+    num_thread: Whole = _in_range("num_thread")
     expert_cache: Budget = None
     moe_cache_ram: Budget = None
-    num_predict: Whole = _between(-2, limits.PREDICT_TOKENS)
-    seed: Whole = _between(-limits.SEED - 1, limits.SEED)
-    temperature: Number = _between(0, 1000)
-    top_k: Whole = _between(-1, (1 << 31) - 1)
-    top_p: Number = _between(0, 1)
-    min_p: Number = _between(0, 1)
-    typical_p: Number = _between(0, 1)
-    repeat_last_n: Whole = _between(-1, limits.CTX_TOKENS)
-    repeat_penalty: Number = _between(0.001, 1000)
-    presence_penalty: Number = _between(-100, 100)
-    frequency_penalty: Number = _between(-100, 100)
+    num_predict: Whole = _in_range("num_predict")
+    seed: Whole = _in_range("seed")
+    temperature: Number = _in_range("temperature")
+    top_k: Whole = _in_range("top_k")
+    top_p: Number = _in_range("top_p")
+    min_p: Number = _in_range("min_p")
+    typical_p: Number = _in_range("typical_p")
+    repeat_last_n: Whole = _in_range("repeat_last_n")
+    repeat_penalty: Number = _in_range("repeat_penalty")
+    presence_penalty: Number = _in_range("presence_penalty")
+    frequency_penalty: Number = _in_range("frequency_penalty")
     stop: Annotated[list[Stop] | None, Field(max_length=limits.STOPS)] = None
 
     @model_validator(mode="before")
@@ -90,17 +92,7 @@ class Options(Body):
 
     def sampling(self) -> Sampling:
         """How tokens are chosen; Sampling's own defaults where nothing is said."""
-        names = (
-            "temperature top_k top_p min_p typical_p repeat_last_n repeat_penalty presence_penalty frequency_penalty"
-        )
-        given = {name: value for name in names.split() if (value := getattr(self, name)) is not None}
-        n_predict, seed = self.num_predict or -1, -1 if self.seed is None else self.seed
-        return Sampling(
-            **given,
-            max_tokens=n_predict if n_predict > 0 else None,
-            seed=None if seed == -1 else seed & 0xFFFFFFFF,
-            stop=tuple(text for text in self.stop or () if text),
-        )
+        return sampling_with(Sampling(), self.model_dump(exclude_none=True))
 
 
 def _level(value: bool | str | None) -> bool | str | None:
@@ -196,7 +188,7 @@ class GenerateRequest(Answering):
     suffix: str | None = None
     system: str | None = None
     template: str | None = None
-    context: Annotated[list[int] | None, Field(max_length=limits.CTX_TOKENS)] = None
+    context: Annotated[list[int] | None, Field(max_length=MOST_TOKENS)] = None
     raw: bool | None = None
     images: list[Any] | None = None
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -19,14 +18,13 @@ from moegguf.faces.server.ollama_words import details_object, find, time_text
 from moegguf.gguf_file import read_gguf
 from moegguf.models.details import details
 from moegguf.models.entry import Details, Entry
-from moegguf.models.modelfile import render
+from moegguf.models.modelfile import parameter_lines, render
 
 if TYPE_CHECKING:
     from moegguf.models.catalog import Catalog
 
 SHORT_ARRAY = 5  # longer ones are shown empty unless asked for
 HIDDEN = ("general.name", "tokenizer.chat_template")  # told elsewhere
-KEY_WIDTH = 30
 
 
 async def show(request: Request) -> Response:
@@ -58,13 +56,6 @@ def show_object(catalog: Catalog, body: ShowRequest) -> dict[str, Any]:
     if body.verbose:
         found["tensors"] = list(tensors(entry.files))
     return found
-
-
-def parameter_lines(parameters: Mapping[str, Any]) -> Iterator[str]:
-    """A line per value, as Ollama pads them; `stop` may have many."""
-    for name, value in sorted(parameters.items()):
-        for each in value if isinstance(value, list | tuple) else [value]:
-            yield f"{name:<{KEY_WIDTH}} {json.dumps(each, ensure_ascii=False)}"
 
 
 def model_info(entry: Entry, known: Details, *, verbose: bool) -> dict[str, Any]:

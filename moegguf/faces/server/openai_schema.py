@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from moegguf.engine.ask import Ask, Message, Sampling
+from moegguf.faces.options import MOST_SEED, MOST_TOKENS
 from moegguf.faces.server import limits
 from moegguf.faces.server.body import Body
 from moegguf.faces.server.ollama_schema import KeepAlive, Options, Stop
@@ -67,7 +68,7 @@ def token_numbers(biases: Any) -> Any:
 
 
 ModelName = Annotated[str, Field(min_length=1, max_length=limits.NAME_CHARS)]
-Limit = Annotated[int, Field(ge=-1, le=limits.PREDICT_TOKENS), AfterValidator(not_zero)]
+Limit = Annotated[int, Field(ge=-1, le=MOST_TOKENS), AfterValidator(not_zero)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Penalty = Annotated[float, Field(ge=-100, le=100)]
 
@@ -89,7 +90,7 @@ class AnswerBody(Body):
     top_k: Annotated[int, Field(ge=-1, le=MAX_TOKEN)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     typical_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    seed: Annotated[int, Field(ge=-limits.SEED, le=limits.SEED)] | None = None
+    seed: Annotated[int, Field(ge=-MOST_SEED, le=MOST_SEED)] | None = None
     stop: Annotated[list[Stop], Field(max_length=limits.STOPS), BeforeValidator(list_of_stops)] | None = None
     repeat_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
     repeat_last_n: Annotated[int, Field(ge=-1, le=MAX_TOKEN)] | None = None
