@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from moegguf.engine.llama import Llama
     from moegguf.engine.plan import make_plan
     from moegguf.engine.stats import Stats
-    from moegguf.experts import read_layout
+    from moegguf.gguf.experts import read_layout
     from moegguf.native.store import StoreOptions
 
 __version__ = "0.1.0"
@@ -25,7 +25,7 @@ _HOMES = {
     "Stats": "moegguf.engine.stats",
     "StoreOptions": "moegguf.native.store",
     "make_plan": "moegguf.engine.plan",
-    "read_layout": "moegguf.experts",
+    "read_layout": "moegguf.gguf.experts",
 }
 
 

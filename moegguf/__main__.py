@@ -2,6 +2,6 @@
 
 import sys
 
-from moegguf.faces.cli import main
+from moegguf.cli.app import main
 
 sys.exit(main())

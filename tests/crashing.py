@@ -133,8 +133,8 @@ ACTIONS = {"pull": (pull_again, old_or_new), "create": (make_and_remove, all_or_
 
 
 if __name__ == "__main__":
+    import moegguf.models.hub
     import moegguf.models.hub_api
-    import moegguf.models.hub_delete
     import moegguf.models.hub_fetch
     import moegguf.models.pull  # noqa: F401 (all that is imported before the fork writes no caches later)
 

@@ -8,8 +8,8 @@ import numpy as np
 
 from moegguf.controller.predictors.base import Predictor
 from moegguf.controller.shape import MoeShape
-from moegguf.controller.trace import Trace, TraceHeader
 from moegguf.native.events import Announcement, Float32s, Gate, Phase
+from moegguf.trace.trace import Trace, TraceHeader
 
 
 def hand_made(shape: MoeShape, routing: list[list[list[list[int]]]], *, prefill: int = 0) -> Trace:

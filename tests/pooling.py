@@ -16,15 +16,15 @@ from typing import Any
 
 import psutil
 
-from moegguf.engine.ask import Ask, Piece
-from moegguf.engine.expect import Expected
+from moegguf.engine.estimate import Expected
 from moegguf.engine.plan import Plan
 from moegguf.errors import ModelNotFoundError
+from moegguf.generate.request import Ask, Piece
 from moegguf.models.entry import Entry
 from moegguf.serving.events import LoadOptions
 from moegguf.serving.lease import Lease
-from moegguf.serving.pool import Pool
-from moegguf.serving.room import Size
+from moegguf.serving.manager import Pool
+from moegguf.serving.memory_budget import Size
 from moegguf.serving.wire import Order
 from moegguf.settings import Settings
 

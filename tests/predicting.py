@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from moegguf.controller.predictors.base import Predictor
-from moegguf.controller.trace import Trace
 from moegguf.native.events import Announcement, Gate
+from moegguf.trace.trace import Trace
 
 
 def accuracy(predictor: Predictor, trace: Trace, distance: int) -> float:

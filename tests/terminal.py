@@ -146,4 +146,4 @@ class Terminal:
 
 def moegguf_command(*arguments: object) -> list[str]:
     """`moegguf` with these arguments."""
-    return [sys.executable, "-m", "moegguf.faces.cli", *map(str, arguments)]
+    return [sys.executable, "-m", "moegguf.cli.app", *map(str, arguments)]

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from moegguf.controller.shape import MoeShape
-from moegguf.controller.trace import Trace, TraceHeader
 from moegguf.native.events import Float32s, Phase
+from moegguf.trace.trace import Trace, TraceHeader
 
 SMALL = MoeShape(
     n_layer=6, n_expert=16, n_expert_used=2, layers=(1, 2, 3, 4, 5), n_embd=32, n_vocab=64, expert_bytes=1000

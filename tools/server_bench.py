@@ -21,8 +21,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from moegguf import Llama
-from moegguf.engine.answer import Answer
-from moegguf.engine.ask import Ask, Sampling
+from moegguf.generate.answer import Answer
+from moegguf.generate.request import Ask, Sampling
 
 QUESTION = "Explain in detail how an expert is fetched, step by step."
 SAMPLING = Sampling(temperature=1.5, seed=6, max_tokens=200)
@@ -114,7 +114,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--json", action="store_true")
     ask = parser.parse_args()
-    from moegguf.models.find import find_model
+    from moegguf.models.catalog import find_model
 
     with server() as port, Llama(find_model(ask.model), n_ctx=512, verbose=False) as llm:
         connection = http.client.HTTPConnection("127.0.0.1", port)

@@ -18,17 +18,18 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from moegguf.controller import trace_file, weights_file
+from moegguf.controller import weights as weights_file
 from moegguf.controller.collection import EamcPair
 from moegguf.controller.predictors import make_predictor
 from moegguf.controller.predictors.base import NoPrediction, Predictor
-from moegguf.controller.score import ScoreTable, score
 from moegguf.controller.shape import MoeShape
-from moegguf.controller.trace import Trace
-from moegguf.controller.weights_file import Weights
-from moegguf.experts import ExpertLayout, read_layout
-from moegguf.fingerprint import fingerprint
-from moegguf.routers import Routers, read_routers
+from moegguf.controller.weights import Weights
+from moegguf.gguf.experts import ExpertLayout, read_layout
+from moegguf.gguf.fingerprint import fingerprint
+from moegguf.gguf.routers import Routers, read_routers
+from moegguf.trace import format as trace_file
+from moegguf.trace.score import ScoreTable, score
+from moegguf.trace.trace import Trace
 from tools.predictors import TRAINERS, trainer
 from tools.predictors.splitting import held_out
 

@@ -17,9 +17,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as to_safetensors
 
 import moegguf
+from moegguf.atomic_write import write_whole
 from moegguf.controller.collection import CAPACITY, Eamc, EamcPair
 from moegguf.controller.history import Counts
-from moegguf.whole_file import write_whole
 
 FORMAT_VERSION = "1"
 _PHASES = ("prefill", "decode")

@@ -11,9 +11,9 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from moegguf.controller.forecast import Ahead
 from moegguf.controller.history import History
 from moegguf.controller.judge import LiveJudge
-from moegguf.controller.outlook import Ahead
 from moegguf.controller.policies.base import CarriedByStore, Policy
 from moegguf.controller.policies.lru import Lru
 from moegguf.controller.predictors.base import NoPrediction, Predictor

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from moegguf.controller.accuracy import NO_ANSWER, NOT_DUE, Ids, LayerLru, Link, PredictorScore, Tally
 from moegguf.controller.predictors.base import Predictor
-from moegguf.controller.tally import NO_ANSWER, NOT_DUE, Ids, LayerLru, Link, PredictorScore, Tally
 from moegguf.native.events import Announcement, Float32s, Gate, Phase
 
 DISTANCES = (1, 2, 4, 8)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from moegguf.controller.outlook import Ahead
+from moegguf.controller.forecast import Ahead
 from moegguf.controller.shape import MoeShape
 
 Residency = npt.NDArray[np.uint8]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from moegguf.experts import ExpertLayout
+from moegguf.gguf.experts import ExpertLayout
 
 
 @dataclass(frozen=True)

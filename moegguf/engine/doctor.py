@@ -21,7 +21,7 @@ import moegguf
 from moegguf.config import read_environment
 from moegguf.engine.machine import disk_read_speed, read_machine
 from moegguf.errors import MoeggufError
-from moegguf.models.find import demo_path, find_model, models_by_name
+from moegguf.models.catalog import demo_path, find_model, models_by_name
 from moegguf.native import library
 
 DISK_SECONDS = 0.5

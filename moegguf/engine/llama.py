@@ -17,21 +17,21 @@ from contextlib import nullcontext, suppress
 from functools import cached_property
 from typing import Any, TypeVar
 
+from moegguf.controller.artifacts import Knowledge
 from moegguf.controller.policies.base import Policy
 from moegguf.controller.predictors.base import Predictor
 from moegguf.controller.prefetch import PrefetchOptions
-from moegguf.engine.dropin import DropIn
-from moegguf.engine.knowledge import Knowledge
-from moegguf.engine.opening import Budget, LoadProgress, Opening, Progress, check_options, prepare
+from moegguf.engine.live_controller import Steer, Steering
+from moegguf.engine.load import Budget, LoadProgress, Opening, Progress, check_options, prepare
 from moegguf.engine.plan import Plan
 from moegguf.engine.readahead import readahead
 from moegguf.engine.recording import Recording, TraceOptions
 from moegguf.engine.requests import Requests
 from moegguf.engine.session import Session
 from moegguf.engine.stats import Stats
-from moegguf.engine.steering import Steer, Steering
-from moegguf.engine.threads import Threadpool, built_with_openmp
+from moegguf.engine.threadpool import Threadpool, built_with_openmp
 from moegguf.engine.turns import Closed, Turns
+from moegguf.engine.upstream import DropIn
 from moegguf.engine.vocabulary import Vocabulary
 from moegguf.errors import ClosedError, GenerationCancelled, MoeggufError, OptionError
 from moegguf.native.events import Phase

@@ -10,12 +10,12 @@ import math
 from dataclasses import dataclass
 
 from moegguf.config import MIB, ExpertCache, format_bytes, format_bytes_up
-from moegguf.engine.expect import Expected, expect
+from moegguf.engine.estimate import Expected, expect
 from moegguf.engine.machine import Memory
-from moegguf.engine.needs import F16, Needs, needs
+from moegguf.engine.memory import F16, Needs, needs
 from moegguf.errors import BudgetError
-from moegguf.experts import ExpertLayout, Kind
-from moegguf.gguf_file import GGML_TYPES
+from moegguf.gguf.experts import ExpertLayout, Kind
+from moegguf.gguf.reader import GGML_TYPES
 
 ARENA_ALIGNMENT = 64
 MARGIN_SHARE = 0.05  # of the memory that is free, left free by "auto"

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-from moegguf.experts import ExpertLayout, Shard
+from moegguf.gguf.experts import ExpertLayout, Shard
 
 STEP_BYTES = 4 << 20
 

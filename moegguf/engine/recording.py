@@ -7,14 +7,14 @@ import os
 from dataclasses import dataclass
 
 from moegguf import __version__
-from moegguf.controller.recorder import Recorder
+from moegguf.controller.artifacts import Knowledge
 from moegguf.controller.shape import MoeShape
-from moegguf.controller.trace import TraceHeader
-from moegguf.engine.knowledge import Knowledge
 from moegguf.engine.machine import read_machine
 from moegguf.engine.session import Session
 from moegguf.native.events import Announcement, Gate
 from moegguf.native.store import EVERY_PASS, ListenOptions
+from moegguf.trace.recorder import Recorder
+from moegguf.trace.trace import TraceHeader
 
 # What the live run counted, kept in the file so that a simulation can be held against it.
 COUNTED = ("lookups", "hits_ready", "hits_late", "misses", "evictions", "stall_ns", "events_dropped")
@@ -93,3 +93,5 @@ class Recording:
         self._session.listeners.remove(self)
         recorder, self._recorder = self._recorder, None
         return recorder
+
+

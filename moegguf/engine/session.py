@@ -14,7 +14,7 @@ from moegguf.engine.listeners import Listeners
 from moegguf.engine.plan import Plan
 from moegguf.engine.stats import Stats
 from moegguf.errors import AllocationError, ForkError
-from moegguf.experts import ExpertLayout
+from moegguf.gguf.experts import ExpertLayout
 from moegguf.native import library
 from moegguf.native.store import Store, StoreOptions
 

@@ -227,7 +227,7 @@ class Catalog:
                 kept |= {path.resolve() for path in (*entry.files, *((entry.mmproj,) if entry.mmproj else ()))}
         for gone in hidden:
             if gone and gone.name.lower() in contents.hidden and not kept & {path.resolve() for path in gone.files}:
-                from moegguf.models.hub_delete import delete_cached
+                from moegguf.models.hub import delete_cached
 
                 delete_cached(gone, kept)
 
@@ -296,3 +296,17 @@ def _no_path(text: str) -> ModelNotFoundError:
     else:
         hint = f"there is no folder {str(path.parent)!r}; check the path."
     return ModelNotFoundError(f"there is no file {text!r}; {hint}")
+
+
+__all__ = ["demo_path", "find_model", "models_by_name"]
+
+
+def find_model(name: str | os.PathLike[str]) -> Path:
+    """The file to open for `name`: a path, a folder with one model, or a name as `Catalog.find` knows them.
+
+    Raises ModelNotFoundError, naming the nearest names that exist, when there is none.
+    """
+    path = Path(name).expanduser() if os.fspath(name).strip() else None
+    if path and path.is_file():
+        return path
+    return Catalog().find(name).path

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 
-from moegguf.experts import ExpertLayout, read_layout
-from moegguf.gguf_file import GGML_TYPES, Value
+from moegguf.gguf.chat_template import capabilities_of
+from moegguf.gguf.experts import ExpertLayout, read_layout
+from moegguf.gguf.reader import GGML_TYPES, Value
 from moegguf.models.entry import Details, Entry
-from moegguf.template_marks import capabilities_of
 
 # llama.h's llama_ftype: {general.file_type: name}
 FILE_TYPES = {

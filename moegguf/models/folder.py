@@ -10,10 +10,10 @@ from pathlib import Path
 import moegguf
 from moegguf.config import read_environment
 from moegguf.errors import ModelNameError, ModelNotFoundError
+from moegguf.gguf.shards import MAX_SHARDS
 from moegguf.models.entry import Entry, Source
 from moegguf.models.files import changed_at, digest_of, size_of
 from moegguf.models.names import DEFAULT_TAG, parse_name
-from moegguf.splits import MAX_SHARDS
 
 DEMO_NAME = "demo"
 DEMO_FILE = "moegguf-demo-Q4_0.gguf"

@@ -14,11 +14,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from moegguf.errors import ModelNameError, ModelNotFoundError
-from moegguf.models.choose import Choice, choose, models_in
+from huggingface_hub import scan_cache_dir
+from huggingface_hub.errors import CacheNotFound
+
+from moegguf.errors import ModelNameError, ModelNotFoundError, PullError
 from moegguf.models.entry import Entry
 from moegguf.models.files import changed_at, digest_of, digest_of_digests, size_of
 from moegguf.models.names import HUB_HOST, Name, parse_name
+from moegguf.models.selection import Choice, choose, models_in
 
 ENDPOINT = "https://huggingface.co"
 MAX_REF_BYTES = 128
@@ -181,3 +184,35 @@ def _digest(files: tuple[Path, ...]) -> str:
     if not all(_SHA256.fullmatch(blob) for blob in blobs):
         return digest_of(files)
     return blobs[0] if len(blobs) == 1 else digest_of_digests(blobs)
+
+
+
+def delete_cached(entry: Entry, keep: Collection[Path]) -> int:
+    """Deletes the entry's files, in every commit that is cached, but none of `keep`; returns the bytes freed.
+
+    A blob that other files of the cache use stays. Raises PullError when the disk refuses.
+    """
+    wanted = {_in_repository(path) for path in (*entry.files, *((entry.mmproj,) if entry.mmproj else ()))}
+    try:
+        cache = scan_cache_dir(hub_cache())
+        files = [
+            file
+            for repo in cache.repos
+            for revision in repo.revisions
+            for file in revision.files
+            if (repo.repo_path, file.file_path.relative_to(revision.snapshot_path)) in wanted
+            and file.blob_path.resolve() not in keep
+        ]
+        if not any(repo.repo_path == folder for repo in cache.repos for folder, _ in wanted):
+            raise OSError(next(map(str, cache.warnings), "its folder is not one of huggingface_hub's"))
+        strategy = cache.delete_files(*files)
+        strategy.execute()
+    except (OSError, CacheNotFound) as error:
+        raise PullError(f"{entry.name} cannot be removed from {str(hub_cache())!r} ({error}).") from error
+    return int(strategy.expected_freed_size)
+
+
+def _in_repository(path: Path) -> tuple[Path, Path]:
+    """(folder of the repository in the cache, path in the repository)."""
+    parts = path.relative_to(hub_cache()).parts
+    return hub_cache().resolve() / parts[0], Path(*parts[3:])

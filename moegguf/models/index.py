@@ -19,10 +19,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from moegguf.atomic_write import write_whole
 from moegguf.errors import MoeggufError, PullError
 from moegguf.models.names import parse_name
 from moegguf.models.recipe import check_messages, check_parameters, check_text
-from moegguf.whole_file import write_whole
 
 VERSION = 1
 MAX_INDEX_BYTES = 64 << 20

@@ -17,14 +17,14 @@ from pathlib import Path, PurePosixPath
 
 from moegguf.config import data_folder
 from moegguf.errors import ModelNotFoundError, OptionError, PullError
-from moegguf.experts import read_layout
+from moegguf.gguf.experts import read_layout
 from moegguf.models.blobs import BlobStore, blob_name
-from moegguf.models.choose import choose
 from moegguf.models.entry import Entry
 from moegguf.models.files import digest_of_digests, size_of
 from moegguf.models.folder import demo_path
 from moegguf.models.hub import hub_cache
 from moegguf.models.index import Record
+from moegguf.models.selection import choose
 
 MAX_FILES = 1024
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+() -]{0,199}", re.ASCII)

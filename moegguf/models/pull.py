@@ -16,14 +16,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from moegguf.atomic_write import write_whole
 from moegguf.errors import ModelNotFoundError, MoeggufError, PullError
 from moegguf.models.blobs import check_space
 from moegguf.models.catalog import Catalog
-from moegguf.models.choose import Choice, choose, models_in
 from moegguf.models.entry import Entry, PullStatus
 from moegguf.models.hub import Snapshot, find_cached, hub_cache, hub_endpoint, hub_offline, repo_folder
 from moegguf.models.names import DEFAULT_TAG, Name, parse_name
-from moegguf.whole_file import write_whole
+from moegguf.models.selection import Choice, choose, models_in
 
 if TYPE_CHECKING:
     from moegguf.models.hub_api import HubFile, Repository

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from moegguf.errors import ModelNotFoundError, MoeggufError, PullError
-from moegguf.models.choose import choose, is_model, models_in
 from moegguf.models.hub import hub_cache, hub_endpoint, hub_offline, hub_token
 from moegguf.models.names import DEFAULT_TAG
+from moegguf.models.selection import choose, is_model, models_in
 
 Folder = str | os.PathLike[str] | None
 

@@ -1,7 +1,7 @@
-"""The native room: the expert store in C++ and its ctypes door.
+"""The expert store in C++ and its ctypes binding.
 
-Promises: experts asked for by a layer are in their slots when the layer multiplies, within the given number of slots,
-whatever was prefetched, scored or cancelled meanwhile; figures are counted where they happen. Knows layers, experts,
-slots and bytes. Does not know llama.cpp's models, tokens, budgets in words, or why one expert is worth more than
-another.
+Promises: the experts that a layer was routed to are in their slots when the layer multiplies, within the given number
+of slots, whatever was prefetched, scored or cancelled meanwhile; counters are incremented where the events happen.
+Knows layers, experts, slots and bytes. Does not know llama.cpp's models, tokens, budgets as users write them, or why
+one expert has a higher score than another.
 """

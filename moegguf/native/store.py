@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moegguf.errors import CallbackError, ClosedError, OptionError
-from moegguf.experts import ExpertLayout
+from moegguf.gguf.experts import ExpertLayout
 from moegguf.native import library
 from moegguf.native.events import Announcement, EvictionRates, Gate, Int32s, Phase, Residency
 from moegguf.native.library import check

@@ -1,6 +1,6 @@
 """What a worker tells while it loads and answers, and what is known of a loaded model. Plain data.
 
-Besides these, an answer's events are `moegguf.engine.ask`'s `PromptProgress`, `Piece` and, last, `Done`.
+Besides these, an answer's events are `moegguf.generate.request`'s `PromptProgress`, `Piece` and, last, `Done`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
-from moegguf.engine.ask import Piece, PromptProgress, Timing
 from moegguf.engine.stats import Stats
+from moegguf.generate.request import Piece, PromptProgress, Timing
 
 
 @dataclass(frozen=True)

@@ -6,16 +6,15 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Any
 
-from moegguf.engine.ask import Ask, Piece, PromptProgress, Timing
-from moegguf.engine.embedding import Embeddings
 from moegguf.errors import OptionError
+from moegguf.generate.embedding import Embeddings
+from moegguf.generate.request import Ask, Piece, PromptProgress, Timing
 from moegguf.models.entry import Entry
+from moegguf.serving.dispatcher import Scheduler
 from moegguf.serving.events import Done, Event, Loaded
-from moegguf.serving.exchange import Request
-from moegguf.serving.holding import Holding, Waiter, Wish
-from moegguf.serving.process import Process
-from moegguf.serving.scheduler import Scheduler
+from moegguf.serving.loaded_model import Holding, Waiter, Wish
 from moegguf.serving.wire import build
+from moegguf.serving.worker_process import Process, Request
 
 
 class Lease:
@@ -53,7 +52,7 @@ class Lease:
         """Progress of a long prompt, pieces of the answer, and last `Done`. Closing it stops the answer within a
         token. Without `stream` there is one piece, with all of it.
 
-        Raises what `moegguf.engine.answer.Answer` raises.
+        Raises what `moegguf.generate.answer.Answer` raises.
         """
         request = await self._begin("ask", ask=ask, stream=stream)
         try:
@@ -66,7 +65,7 @@ class Lease:
             request.cancel()
 
     async def embed(self, inputs: Sequence[Any], *, truncate: bool = True, normalize: bool = True) -> Embeddings:
-        """Vectors of texts, or of lists of tokens. Raises what `moegguf.engine.embedding.embed` raises."""
+        """Vectors of texts, or of lists of tokens. Raises what `moegguf.generate.embedding.embed` raises."""
         request = await self._begin("embed", inputs=list(inputs), truncate=truncate, normalize=normalize)
         return build(Embeddings, await request.value())
 

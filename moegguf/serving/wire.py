@@ -21,8 +21,8 @@ from functools import cache
 from typing import Any, TypeVar
 
 import moegguf.errors
-from moegguf.engine.ask import Piece, PromptProgress
 from moegguf.errors import MoeggufError, OptionError, WorkerError
+from moegguf.generate.request import Piece, PromptProgress
 
 MAX_MESSAGE_BYTES = 128 << 20  # a prompt of 8 MiB as escapes is 48 MiB; vectors of 8,000 texts are 87 MiB
 

@@ -22,15 +22,15 @@ from dataclasses import fields
 from typing import Any
 
 from moegguf.config import ExpertCache
-from moegguf.engine.answer import Answer
-from moegguf.engine.ask import Ask, Piece, PromptProgress
-from moegguf.engine.embedding import embed
 from moegguf.engine.llama import Llama
 from moegguf.engine.vocabulary import to_utf8
 from moegguf.errors import MoeggufError
+from moegguf.generate.answer import Answer
+from moegguf.generate.embedding import embed
+from moegguf.generate.request import Ask, Piece, PromptProgress
+from moegguf.serving.delta_buffer import INTERVAL_S, Outbox
 from moegguf.serving.events import View
-from moegguf.serving.lookout import Lookout
-from moegguf.serving.outbox import INTERVAL_S, Outbox
+from moegguf.serving.snapshots import Lookout
 from moegguf.serving.wire import MAX_MESSAGE_BYTES, Message, Order, Ready, build, decode, encode, encode_error
 
 END_GRACE_S = 5.0  # for what computes when the server has gone

@@ -7,9 +7,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from moegguf.engine.answer import Answer
-from moegguf.engine.ask import Ask, Piece, Sampling, Timing
 from moegguf.engine.llama import Llama
+from moegguf.generate.answer import Answer
+from moegguf.generate.request import Ask, Piece, Sampling, Timing
 
 DEMO = Path(__file__).resolve().parents[2] / "moegguf" / "demo" / "moegguf-demo-Q4_0.gguf"
 QUESTION = "What does moegguf do?"

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from moegguf.controller.controller import Controller
 from moegguf.engine.llama import Llama
-from moegguf.experts import read_layout
+from moegguf.gguf.experts import read_layout
 from moegguf.native.store import Store
 
 Logits = npt.NDArray[np.float32]

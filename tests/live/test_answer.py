@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from answering import DEMO, QUESTION, Load, TinyModel, ask, reply, text_of
 
-from moegguf.engine.answer import Answer, Background
-from moegguf.engine.ask import Ask, Piece, PromptProgress
 from moegguf.engine.llama import Llama
 from moegguf.errors import ClosedError, ContextError, ExpertIOError, OptionError
+from moegguf.generate.answer import Answer, Background
+from moegguf.generate.request import Ask, Piece, PromptProgress
 from moegguf.native import library
 
 

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from answering import QUESTION, Load, TinyModel, ask, ends_of, reply, text_of
 
-from moegguf.engine.answer import Answer
-from moegguf.engine.ask import Ask, Piece, TokenChance
 from moegguf.engine.llama import Llama
-from moegguf.engine.transcript import Transcript
 from moegguf.engine.vocabulary import to_utf8
 from moegguf.errors import CapabilityError, OptionError, TemplateError
+from moegguf.generate.answer import Answer
+from moegguf.generate.request import Ask, Piece, TokenChance
+from moegguf.generate.transcript import Transcript
 
 THINKER = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"

@@ -25,7 +25,7 @@ from running import (
 from moegguf.controller.predictors.base import Predictor
 from moegguf.controller.prefetch import PrefetchOptions
 from moegguf.controller.shape import MoeShape
-from moegguf.experts import read_layout
+from moegguf.gguf.experts import read_layout
 from moegguf.native.events import Float32s, Gate
 
 TIGHT: dict[str, Any] = {"expert_cache": "30%", "n_ubatch": 4}

@@ -12,7 +12,7 @@ import pytest
 from running import Llama, Load, Reference, TinyModel, greedy_logits
 
 from moegguf.errors import ExpertIOError, ModelFormatError, ModelNotFoundError, MoeggufError
-from moegguf.experts import read_layout
+from moegguf.gguf.experts import read_layout
 
 TENSOR = b"blk.1.ffn_up_exps.weight"
 EXPERT_COUNT, EXPERTS_USED = b"qwen2moe.expert_count", b"qwen2moe.expert_used_count"

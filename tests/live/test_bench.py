@@ -11,11 +11,11 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from moegguf.engine import bench_series
-from moegguf.engine.bench_series import KILLED, WITHOUT, ProcessRunner, entries, limit_fault
-from moegguf.engine.bench_spec import Spec, Test
+from moegguf.bench import series as bench_series
+from moegguf.bench.series import KILLED, WITHOUT, ProcessRunner, entries, limit_fault
+from moegguf.bench.spec import Spec, Test
+from moegguf.cli.bench import bench
 from moegguf.errors import OptionError
-from moegguf.faces.bench import bench
 
 Test.__test__ = False  # type: ignore[attr-defined]
 

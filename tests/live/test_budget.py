@@ -11,7 +11,7 @@ import pytest
 from running import Llama, Load, Reference, TinyModel, greedy_logits, random_prompt, share_for
 
 from moegguf.errors import BudgetError
-from moegguf.experts import read_layout
+from moegguf.gguf.experts import read_layout
 
 N_BEFORE, N_AFTER = 12, 20
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from answering import QUESTION, ask, ends_of, reply
 
-from moegguf.engine.answer import Answer
-from moegguf.engine.choosing import Chooser
 from moegguf.engine.llama import Llama
 from moegguf.errors import OptionError, SchemaError
+from moegguf.generate.answer import Answer
+from moegguf.generate.sampler import Chooser
 
 
 def test_a_token_can_be_forbidden_and_wanted(demo: Llama, whole: str) -> None:

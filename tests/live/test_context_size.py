@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 from answering import Load, TinyModel, ends_of, reply
 
-from moegguf.engine.context import check_context, choose_context
 from moegguf.engine.llama import Llama
 from moegguf.engine.machine import Memory, read_memory
-from moegguf.engine.needs import kv_bytes
+from moegguf.engine.memory import check_context, choose_context, kv_bytes
 from moegguf.errors import AllocationError, OptionError
-from moegguf.experts import ExpertLayout, read_layout
+from moegguf.gguf.experts import ExpertLayout, read_layout
 
 GIB = 1 << 30
 

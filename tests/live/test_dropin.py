@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 from answering import DEMO, QUESTION, Load, TinyModel, ask, reply
 
-from moegguf.engine.answer import Answer
 from moegguf.engine.llama import Llama
 from moegguf.engine.plan import Plan
 from moegguf.errors import ModelNotFoundError, OptionError, PullError
+from moegguf.generate.answer import Answer
 from moegguf.models import hub_api
 from moegguf.models.hub_api import HubFile, Repository
 from moegguf.native import library

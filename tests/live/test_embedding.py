@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from answering import DEMO, QUESTION, Load, TinyModel, reply
 
-from moegguf.engine.embedding import embed
 from moegguf.engine.llama import Llama
 from moegguf.errors import ContextError, ExpertIOError, OptionError
+from moegguf.generate.embedding import embed
 from moegguf.native import library
 
 TEXTS = ["a cat sat on the mat", "moegguf keeps experts in a cache", "x"]

@@ -16,10 +16,10 @@ import templates
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moegguf.engine.ask import Ask
-from moegguf.engine.grammar import grammar_for
-from moegguf.engine.pieces import Splitter
 from moegguf.errors import SchemaError
+from moegguf.generate.constraint import grammar_for
+from moegguf.generate.parsing import Splitter
+from moegguf.generate.request import Ask
 
 if TYPE_CHECKING:
     from moegguf.engine.llama import Llama

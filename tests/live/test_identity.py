@@ -10,7 +10,7 @@ import pytest
 from running import Load, Meddler, Reference, TinyModel, greedy_logits, in_threads, random_prompt, share_for
 
 from moegguf.engine.llama import Llama
-from moegguf.experts import read_layout
+from moegguf.gguf.experts import read_layout
 from moegguf.native.store import StoreOptions
 
 MODELS = [

@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 from running import Llama, Load, Logits, Own, Reference, TinyModel, controller_of, greedy_logits, random_prompt
 
-from moegguf.controller import collection_file, weights_file
-from moegguf.controller.choice import Measured, write_measured
+from moegguf.controller import collection_file
+from moegguf.controller import weights as weights_file
+from moegguf.controller.artifacts import COLLECTION, MEASURED, Knowledge
 from moegguf.controller.collection import Eamc, EamcPair
+from moegguf.controller.measured import Measured, write_measured
 from moegguf.controller.shape import MoeShape
-from moegguf.controller.weights_file import Weights
-from moegguf.engine.knowledge import COLLECTION, MEASURED, Knowledge
-from moegguf.experts import read_layout
+from moegguf.controller.weights import Weights
+from moegguf.gguf.experts import read_layout
 
 TIGHT: dict[str, Any] = {"expert_cache": "40%", "n_ubatch": 4, "lockstep": True}
 N_PROMPT, N_NEW = 12, 6

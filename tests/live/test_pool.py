@@ -15,13 +15,13 @@ import psutil
 import pytest
 from pooling import in_loop, n_files
 
-from moegguf.engine.ask import Ask, Piece, Sampling, Timing
 from moegguf.errors import BudgetError, WorkerError
+from moegguf.generate.request import Ask, Piece, Sampling, Timing
 from moegguf.models.entry import Entry
 from moegguf.serving.events import Done, LoadOptions
 from moegguf.serving.lease import Lease
-from moegguf.serving.pool import Pool
-from moegguf.serving.room import measure
+from moegguf.serving.manager import Pool
+from moegguf.serving.memory_budget import measure
 from moegguf.settings import Settings
 
 TinyModel = Callable[..., Path]

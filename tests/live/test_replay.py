@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 from running import Llama, Load, Own, random_prompt, share_for
 
+from moegguf.controller.artifacts import Knowledge
 from moegguf.controller.policies import make_policy
 from moegguf.controller.policies.base import Policy
 from moegguf.controller.predictors import make_predictor
 from moegguf.controller.shape import MoeShape
-from moegguf.controller.simulate import SimOptions, SimResult, Simulation
-from moegguf.controller.trace import Trace
-from moegguf.controller.trace_file import read
-from moegguf.controller.weights_file import Weights, save
-from moegguf.engine.knowledge import Knowledge
+from moegguf.controller.weights import Weights, save
 from moegguf.engine.recording import TraceOptions
-from moegguf.experts import read_layout
+from moegguf.gguf.experts import read_layout
 from moegguf.native.store import StoreOptions
+from moegguf.trace.format import read
+from moegguf.trace.simulate import SimOptions, SimResult, Simulation
+from moegguf.trace.trace import Trace
 
 COUNTED = ("lookups", "misses", "evictions")
 PAIRS = [

@@ -9,16 +9,15 @@ import numpy as np
 import pytest
 from running import Llama, Load, Reference, TinyModel, greedy_logits, random_prompt
 
-from moegguf.controller.trace import Trace
-from moegguf.controller.trace_file import read
-from moegguf.engine.prompts import Prompt
-from moegguf.engine.record import RecordOptions, record
-from moegguf.engine.recording import TraceOptions
+from moegguf.engine.recording import RecordOptions, TraceOptions, record
 from moegguf.errors import GenerationCancelled, OptionError, TraceError
-from moegguf.fingerprint import fingerprint
+from moegguf.gguf.fingerprint import fingerprint
 from moegguf.native import library
 from moegguf.native.events import Announcement, Gate, Phase
 from moegguf.native.store import EVERY_PASS, ListenOptions
+from moegguf.trace.format import read
+from moegguf.trace.prompts import Prompt
+from moegguf.trace.trace import Trace
 
 TIGHT: dict[str, Any] = {"expert_cache": "40%", "n_ubatch": 4}
 
@@ -112,7 +111,7 @@ def test_recording_changes_no_bit_and_a_resident_model_is_heard_too(
 
 
 def test_with_inputs_they_are_what_entered_the_router(tiny: TinyModel, load: Load, tmp_path: Path) -> None:
-    from moegguf.routers import read_routers
+    from moegguf.gguf.routers import read_routers
 
     llm, _ = load_recording(load, tiny(), tmp_path / "t", inputs=True)
     greedy_logits(llm, random_prompt(llm, 20), 20)

@@ -16,14 +16,14 @@ import psutil
 import pytest
 from pooling import in_loop, until
 
-from moegguf.engine.answer import Answer
-from moegguf.engine.ask import Ask, Piece, Sampling, Timing
-from moegguf.engine.embedding import Embeddings, embed
 from moegguf.engine.llama import Llama
 from moegguf.errors import ContextError, ModelFormatError, ModelNotFoundError, OptionError, WorkerError
+from moegguf.generate.answer import Answer
+from moegguf.generate.embedding import Embeddings, embed
+from moegguf.generate.request import Ask, Piece, Sampling, Timing
 from moegguf.serving.events import View
-from moegguf.serving.process import Process
 from moegguf.serving.wire import Order, build
+from moegguf.serving.worker_process import Process
 
 TinyModel = Callable[..., Path]
 Load = Callable[..., Llama]
@@ -186,7 +186,7 @@ async def test_it_ends_with_its_socket_even_while_it_answers(tiny: TinyModel) ->
 
 PARENT = """
 import asyncio, sys
-from moegguf.serving.process import Process
+from moegguf.serving.worker_process import Process
 from moegguf.serving.wire import Order
 async def main():
     process = await Process.start("tiny", lambda view: None)

@@ -12,7 +12,7 @@ import pytest
 from fake_model import FakeModel, Open, make_model
 
 from moegguf.errors import LibraryError, MoeggufError, OptionError
-from moegguf.experts import ExpertLayout
+from moegguf.gguf.experts import ExpertLayout
 from moegguf.native import library
 from moegguf.native.store import Store, StoreOptions
 

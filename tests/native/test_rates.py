@@ -13,17 +13,17 @@ import pytest
 from fake_model import FakeModel, Open, make_model
 from traces import SMALL, random_trace
 
+from moegguf.controller.forecast import Ahead
 from moegguf.controller.history import History
-from moegguf.controller.outlook import Ahead
 from moegguf.controller.policies.base import CarriedByStore, Outlook
 from moegguf.controller.policies.next_use import NextUse
 from moegguf.controller.predictors.base import NoPrediction
 from moegguf.controller.shape import MoeShape
-from moegguf.controller.simulate import SimOptions, Simulation
 from moegguf.errors import OptionError
 from moegguf.native import library
 from moegguf.native.events import EvictionRates, Float32s, Gate, Phase
 from moegguf.native.store import Store
+from moegguf.trace.simulate import SimOptions, Simulation
 
 HALVING = EvictionRates((1.0,), (1.0,), 1.0)
 STORY = [(0, 0), (1, 0), (0, 0), (1, 1), (1, 0)]  # (layer, expert): 0.75 for (0, 0), 0.625 for (1, 0), 0.25 for (1, 1)

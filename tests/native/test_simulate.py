@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from traces import SMALL, random_trace
 
-from moegguf.controller.belady import Lookups, belady, lru
 from moegguf.controller.history import History
 from moegguf.controller.policies.base import Outlook, Policy
 from moegguf.controller.policies.least_stale import LeastStale
@@ -23,10 +22,11 @@ from moegguf.controller.policies.sparsity import SparsityAware
 from moegguf.controller.predictors.base import NoPrediction, Predictor
 from moegguf.controller.prefetch import PrefetchOptions
 from moegguf.controller.shape import MoeShape
-from moegguf.controller.simulate import SimOptions, SimResult, Simulation, fitted, layout_of, slots_of
-from moegguf.controller.sweep import BELADY, closed_gap, sweep
 from moegguf.errors import CallbackError, OptionError
 from moegguf.native.events import Float32s, Gate
+from moegguf.trace.belady import Lookups, belady, lru
+from moegguf.trace.simulate import SimOptions, SimResult, Simulation, fitted, layout_of, slots_of
+from moegguf.trace.sweep import BELADY, closed_gap, sweep
 
 TRACE = random_trace(n_sequences=6, n_prefill=6, n_decode=40)
 ALL = [

@@ -11,7 +11,8 @@ import moegguf
 
 STRAY = """
 import sys
-from moegguf.models import details, hub_delete, ollama_store, pull
+from moegguf.models import hub as hub_delete
+from moegguf.models import details, ollama_store, pull
 from moegguf.models.catalog import Catalog
 from moegguf.models.recipe import Recipe
 allowed = tuple(sys.argv[1].split(":"))

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from traces import random_trace
 
-from moegguf.controller.belady import Lookups, belady, floors_of, lru
 from moegguf.controller.shape import MoeShape
-from moegguf.controller.trace import Trace, TraceHeader
 from moegguf.errors import OptionError
 from moegguf.native.events import Phase
+from moegguf.trace.belady import Lookups, belady, floors_of, lru
+from moegguf.trace.trace import Trace, TraceHeader
 
 
 def trace_of(passes: Sequence[Sequence[Sequence[int]]], n_expert: int = 4) -> Trace:

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from moegguf.engine.bench_rows import FIELDS, OWN_FIELDS, make_rows
-from moegguf.engine.bench_series import (
+from moegguf.bench.rows import FIELDS, OWN_FIELDS, make_rows
+from moegguf.bench.series import (
     KILLED,
     Entry,
     Outcome,
@@ -23,12 +23,12 @@ from moegguf.engine.bench_series import (
     schedule,
     settings,
 )
-from moegguf.engine.bench_series import test_name as name_of
-from moegguf.engine.bench_spec import Spec, Test
+from moegguf.bench.series import test_name as name_of
+from moegguf.bench.spec import Spec, Test
+from moegguf.cli.bench import parse_ints, parse_pairs, parse_tests, split
+from moegguf.cli.bench_format import FORMATS, as_markdown
 from moegguf.errors import OptionError
-from moegguf.experts import read_layout
-from moegguf.faces.bench_format import FORMATS, as_markdown
-from moegguf.faces.bench_options import parse_ints, parse_pairs, parse_tests, split
+from moegguf.gguf.experts import read_layout
 
 Test.__test__ = False  # type: ignore[attr-defined]
 

@@ -14,17 +14,11 @@ from hypothesis import strategies as st
 from pydantic import Field
 
 from moegguf.errors import BudgetError, BusyError, ModelNotFoundError, OptionError
-from moegguf.faces.server import limits
-from moegguf.faces.server.body import Body, parse_body, parse_object
-from moegguf.faces.server.errors import HttpError, fault_of
-from moegguf.faces.server.ollama_schema import (
-    ChatRequest,
-    CopyRequest,
-    CreateRequest,
-    EmbedRequest,
-    Options,
-    PullRequest,
-)
+from moegguf.server.common import limits
+from moegguf.server.common.body import Body, parse_body, parse_object
+from moegguf.server.common.errors import HttpError, fault_of
+from moegguf.server.common.options import Options
+from moegguf.server.ollama.schema import ChatRequest, CopyRequest, CreateRequest, EmbedRequest, PullRequest
 
 
 class Part(Body):

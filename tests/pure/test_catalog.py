@@ -13,10 +13,9 @@ from cataloguing import cache, names, own_places
 from fake_hub import FakeHub
 
 from moegguf.errors import ModelNameError, ModelNotFoundError, OptionError, PullError
-from moegguf.models.catalog import Catalog
+from moegguf.models.catalog import Catalog, demo_path, find_model
 from moegguf.models.details import details, human_number
 from moegguf.models.entry import Entry
-from moegguf.models.find import demo_path, find_model
 from moegguf.models.hub import hub_cache, hub_token
 from moegguf.models.pull import pull
 from moegguf.models.recipe import Recipe
@@ -132,7 +131,7 @@ def test_links_to_nothing_are_no_models(catalog: Catalog) -> None:
 def test_finding_a_file_does_not_import_what_the_network_needs(tmp_path: Path) -> None:
     (tmp_path / "x.gguf").write_bytes(b"x")
     code = (
-        "import sys\nfrom moegguf.models.find import find_model\nfrom moegguf.models.catalog import Catalog\n"
+        "import sys\nfrom moegguf.models.catalog import find_model\nfrom moegguf.models.catalog import Catalog\n"
         f"find_model({str(tmp_path / 'x.gguf')!r}); find_model('demo'); Catalog().entries()\n"
         "print([name for name in ('huggingface_hub', 'httpx2', 'httpx', 'tqdm', 'asyncio') if name in sys.modules])"
     )

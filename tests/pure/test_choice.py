@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moegguf.controller.choice import LEAST_GAIN, Choice, Measured, read_measured, write_measured
+from moegguf.controller.measured import LEAST_GAIN, Choice, Measured, read_measured, write_measured
 from moegguf.errors import OptionError
 
 RATES = {

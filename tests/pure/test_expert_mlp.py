@@ -9,7 +9,7 @@ import pytest
 
 from moegguf.controller.predictors.expert_mlp import ExpertMlp, hidden_sizes, state_size, states
 from moegguf.controller.shape import MoeShape
-from moegguf.controller.weights_file import Weights
+from moegguf.controller.weights import Weights
 from moegguf.native.events import Gate, Phase
 
 SHAPE = MoeShape(n_layer=4, n_expert=4, n_expert_used=2, layers=(0, 1, 3), n_embd=2, n_vocab=6)

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moegguf.errors import ModelFormatError, ModelNotFoundError
-from moegguf.experts import read_layout
+from moegguf.gguf.experts import read_layout
 
 
 def write(g: Gguf, folder: Path, name: str = "m.gguf") -> Path:

@@ -9,9 +9,9 @@ import pytest
 from gguf_builder import Q4_0_T, Q8_0_T, Gguf, moe
 
 from moegguf.errors import MoeggufError
-from moegguf.experts import read_layout
-from moegguf.fingerprint import fingerprint
-from moegguf.gguf_file import read_gguf
+from moegguf.gguf.experts import read_layout
+from moegguf.gguf.fingerprint import fingerprint
+from moegguf.gguf.reader import read_gguf
 
 N_EMBD, N_EXPERT = 64, 4
 

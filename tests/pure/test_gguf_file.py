@@ -21,7 +21,7 @@ import pytest
 from gguf_builder import ARR, STR, U32, Gguf, moe, string, u32, u64
 
 from moegguf.errors import ExpertIOError, ModelFormatError, ModelNotFoundError
-from moegguf.gguf_file import GGML_TYPES, MAX_KV, MAX_TENSORS, read_gguf
+from moegguf.gguf.reader import GGML_TYPES, MAX_KV, MAX_TENSORS, read_gguf
 
 
 def small() -> Gguf:
@@ -227,7 +227,7 @@ HOSTILE = {
 CHILD = """
 import resource, sys, time
 from moegguf.errors import ModelFormatError
-from moegguf.gguf_file import read_gguf
+from moegguf.gguf.reader import read_gguf
 for path in sys.argv[1:]:
     before, begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     try:
@@ -276,7 +276,7 @@ def test_vocabulary_of_151936_tokens_is_fast(tmp_path: Path) -> None:
 
 
 def test_duplicate_token_is_found_part_by_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moegguf.gguf_file.VOCAB_PART", 1000)
+    monkeypatch.setattr("moegguf.gguf.reader.VOCAB_PART", 1000)
     words = [f"token{i}" for i in range(5_500)] + ["", ""]  # llama.cpp renames empty tokens
     path = Gguf().add_array("tokenizer.ggml.tokens", STR, words).tensor("t", 32).write(tmp_path / "v.gguf")
     assert read_gguf(path).arrays["tokenizer.ggml.tokens"].count == 5_502
@@ -349,7 +349,7 @@ def test_types_agree_with_the_gguf_package() -> None:
 
 
 def test_scalar_formats_have_the_sizes_of_the_standard() -> None:
-    from moegguf.gguf_file import _SCALARS
+    from moegguf.gguf.reader import _SCALARS
 
     assert {t: struct.calcsize(f) for t, f in _SCALARS.items()} == {
         0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8,

@@ -12,9 +12,9 @@ import templates
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moegguf.engine.ask import Ask
-from moegguf.engine.grammar import grammar_for
 from moegguf.errors import CapabilityError, SchemaError
+from moegguf.generate.constraint import grammar_for
+from moegguf.generate.request import Ask
 
 TOOL = {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moegguf.errors import ModelNotFoundError
-from moegguf.models.choose import choose, complete, is_model, models_in
+from moegguf.models.selection import choose, complete, is_model, models_in
 
 USUAL = [
     "README.md", "imatrix_unsloth.dat", "Model.imatrix.gguf", "Model-IQ4_XS.gguf", "Model-Q2_K.gguf",

@@ -7,12 +7,12 @@ import pytest
 from oracles import FreshGate, Oracle, Silent
 from traces import SMALL, hidden_routers, random_trace
 
+from moegguf.controller.accuracy import Link
 from moegguf.controller.judge import Judge, LiveJudge
 from moegguf.controller.predictors.base import Predictor
-from moegguf.controller.score import score
-from moegguf.controller.tally import Link
-from moegguf.controller.trace import Trace
 from moegguf.native.events import Announcement, Gate, Phase
+from moegguf.trace.score import score
+from moegguf.trace.trace import Trace
 
 
 def listen(trace: Trace, judge: Judge) -> Judge:

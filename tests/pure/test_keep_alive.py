@@ -11,8 +11,8 @@ import pytest
 from pooling import FakeCatalog, ask, in_loop, pool_of, said, until
 
 from moegguf.errors import BudgetError
-from moegguf.serving import scheduler
-from moegguf.serving.pool import Pool
+from moegguf.serving import dispatcher as scheduler
+from moegguf.serving.manager import Pool
 
 
 @pytest.fixture

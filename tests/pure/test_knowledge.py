@@ -12,12 +12,12 @@ import pytest
 
 import moegguf
 from moegguf.controller import collection_file
-from moegguf.controller.choice import Measured, write_measured
+from moegguf.controller.artifacts import COLLECTION, MEASURED, Knowledge
 from moegguf.controller.collection import EamcPair
+from moegguf.controller.measured import Measured, write_measured
 from moegguf.controller.shape import MoeShape
-from moegguf.engine.knowledge import COLLECTION, MEASURED, Knowledge
 from moegguf.errors import OptionError
-from moegguf.experts import read_layout
+from moegguf.gguf.experts import read_layout
 
 SHAPE = MoeShape(n_layer=2, n_expert=4, n_expert_used=2, layers=(0, 1))
 

@@ -1,7 +1,4 @@
-"""Who may import whom: faces → serving → engine → models, controller → native.
-
-The floor is open to all and imports nobody but itself.
-"""
+"""Who may import whom: arrows run down the packages only, and no modules import each other in a circle."""
 
 from __future__ import annotations
 
@@ -13,45 +10,65 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "moegguf"
 
-# What each room may import of the package, besides itself and the floor.
-ALLOWED = {
-    "floor": set[str](),
-    "native": set[str](),
-    "controller": {"native"},
-    "models": set[str](),
-    "engine": {"controller", "native", "models"},
-    "serving": {"engine", "models"},
-    "faces": {"engine", "controller", "models", "serving"},
+# What each package may import of moegguf, besides itself and the floor (the modules that lie in no package).
+ALLOWED: dict[str, set[str]] = {
+    "floor": set(),
+    "gguf": set(),
+    "native": {"gguf"},
+    "controller": {"native", "gguf"},
+    "trace": {"controller", "native", "gguf"},
+    "models": {"gguf"},
+    "engine": {"models", "trace", "controller", "native", "gguf"},
+    "bench": {"engine", "trace", "controller", "native", "gguf"},
+    "generate": {"engine", "native", "gguf"},
+    "serving": {"generate", "engine", "models", "gguf"},
+    "terminal": {"generate", "engine", "models", "gguf"},
+    "chat": {"terminal", "generate", "engine", "models", "gguf"},
+    "server": {"serving", "generate", "engine", "models", "gguf"},
+    "cli": {"chat", "server", "terminal", "serving", "bench", "engine", "trace", "controller", "models", "gguf"},
 }
 
-# Libraries that belong to some rooms only.
-OWNED = {
-    "ctypes": {"native", "engine"},
+# Packages within `server` that must not know each other: what both need lies in `server.common`.
+APART = {
+    "moegguf.server.openai": ("moegguf.server.ollama",),
+    "moegguf.server.ollama": ("moegguf.server.openai",),
+    "moegguf.server.common": ("moegguf.server.ollama", "moegguf.server.openai"),
+    "moegguf.server.llama_server": ("moegguf.server.ollama", "moegguf.server.openai"),
+}
+
+# Libraries that belong to some packages only.
+OWNED: dict[str, set[str]] = {
+    "ctypes": {"native", "engine", "generate", "bench"},
     "llama_cpp": {"native", "engine"},
-    "typer": {"faces"},
-    "rich": {"faces"},
-    "matplotlib": {"faces"},
-    "torch": set[str](),
-    "prompt_toolkit": {"faces"},
+    "typer": {"cli", "chat", "terminal", "server"},
+    "rich": {"cli", "chat", "terminal"},
+    "matplotlib": {"cli"},
+    "torch": set(),
+    "prompt_toolkit": {"chat"},
     "huggingface_hub": {"models"},
     "httpx2": {"models"},
-    "starlette": {"faces"},
-    "uvicorn": {"faces"},
-    "pydantic": {"faces"},
+    "starlette": {"server"},
+    "uvicorn": {"server"},
+    "pydantic": {"server"},
+    "prometheus_client": {"server"},
+    "llguidance": {"generate"},
 }
 
 MODULES = sorted(path for path in PACKAGE.rglob("*.py"))
 
 
-def room_of(module: str) -> str:
+def package_of(module: str) -> str:
     parts = module.split(".")
     if parts[-1] == "__main__":
-        return "faces"
+        return "cli"
     return parts[1] if len(parts) > 1 and parts[1] in ALLOWED else "floor"
 
 
 def name_of(path: Path) -> str:
     return ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+
+
+NAMES = {name_of(path) for path in MODULES}
 
 
 def imports_of(path: Path) -> Iterator[str]:
@@ -60,7 +77,9 @@ def imports_of(path: Path) -> Iterator[str]:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
+            for alias in node.names:  # `from package import module` names the module, not the package
+                inner = f"{node.module}.{alias.name}"
+                yield inner if inner in NAMES else node.module
 
 
 def without_type_checking(tree: ast.Module) -> ast.Module:
@@ -69,18 +88,46 @@ def without_type_checking(tree: ast.Module) -> ast.Module:
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_a_module_imports_only_what_its_room_may(path: Path) -> None:
-    room = room_of(name_of(path))
+def test_a_module_imports_only_what_its_package_may(path: Path) -> None:
+    package = package_of(name_of(path))
     for name in imports_of(path):
         top = name.split(".")[0]
-        assert room in OWNED.get(top, {room}), f"{name_of(path)} imports {name}, which belongs to {OWNED[top]}"
+        assert package in OWNED.get(top, {package}), f"{name_of(path)} imports {name}, which belongs to {OWNED[top]}"
         if top == "moegguf" and name != "moegguf":
-            other = room_of(name)
-            assert other in ALLOWED[room] | {room, "floor"}, f"{name_of(path)} ({room}) imports {name} ({other})"
+            other = package_of(name)
+            assert other in ALLOWED[package] | {package, "floor"}, (
+                f"{name_of(path)} ({package}) imports {name} ({other})"
+            )
 
 
-@pytest.mark.parametrize("room", ["native", "controller", "models", "engine", "serving", "faces"])
-def test_each_room_has_a_door_that_says_what_it_promises_and_does_not_know(room: str) -> None:
-    door = ast.get_docstring(ast.parse((PACKAGE / room / "__init__.py").read_text())) or ""
-    assert "Promises" in door
-    assert "not know" in door
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_packages_of_the_server_that_are_apart_stay_apart(path: Path) -> None:
+    forbidden = tuple(other for prefix, others in APART.items() if name_of(path).startswith(prefix) for other in others)
+    assert not [name for name in imports_of(path) if forbidden and name.startswith(forbidden)]
+
+
+def test_packages_import_each_other_in_one_direction_only() -> None:
+    order = list(ALLOWED)
+    assert all(order.index(lower) < order.index(upper) for upper, allowed in ALLOWED.items() for lower in allowed)
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    arrows = {name_of(path): {name for name in imports_of(path) if name in NAMES} - {"moegguf"} for path in MODULES}
+    done: set[str] = set()
+
+    def visit(module: str, way: tuple[str, ...]) -> None:
+        assert module not in way, " -> ".join([*way[way.index(module) :], module])
+        if module not in done:
+            for other in sorted(arrows[module]):
+                visit(other, (*way, module))
+            done.add(module)
+
+    for module in sorted(arrows):
+        visit(module, ())
+
+
+@pytest.mark.parametrize("package", [name for name in ALLOWED if name != "floor"])
+def test_each_package_says_what_it_promises_and_does_not_know(package: str) -> None:
+    text = ast.get_docstring(ast.parse((PACKAGE / package / "__init__.py").read_text())) or ""
+    assert "Promises" in text
+    assert "not know" in text

@@ -7,7 +7,7 @@ import pytest
 
 from moegguf.controller.predictors.mlp import MlpPredictor, chances, window_pairs
 from moegguf.controller.shape import MoeShape
-from moegguf.controller.weights_file import Weights
+from moegguf.controller.weights import Weights
 from moegguf.native.events import Gate, Phase
 from moegguf.native.matvec import QuantizedMatrix
 

@@ -13,11 +13,11 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import ValidationError
 
-from moegguf.engine.ask import Ask, Piece, PromptProgress, Sampling, Timing, TokenChance, ToolCall
 from moegguf.engine.stats import Stats
-from moegguf.faces.server.openai_objects import ChatReply, CompletionReply, usage
-from moegguf.faces.server.openai_schema import ChatBody
+from moegguf.generate.request import Ask, Piece, PromptProgress, Sampling, Timing, TokenChance, ToolCall
 from moegguf.models.entry import Entry
+from moegguf.server.openai.objects import ChatReply, CompletionReply, usage
+from moegguf.server.openai.schema import ChatBody
 from moegguf.serving.events import Done, LoadOptions
 
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}

@@ -7,8 +7,8 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moegguf.engine.ask import Piece, TokenChance, ToolCall
-from moegguf.serving.outbox import INTERVAL_S, Outbox, join
+from moegguf.generate.request import Piece, TokenChance, ToolCall
+from moegguf.serving.delta_buffer import INTERVAL_S, Outbox, join
 
 
 class Clock:

@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from moegguf.controller.outlook import Ahead
+from moegguf.controller.forecast import Ahead
 from moegguf.controller.predictors.base import NoPrediction, Predictor
 from moegguf.controller.shape import MoeShape
 from moegguf.native.events import Float32s

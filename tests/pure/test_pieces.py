@@ -10,7 +10,7 @@ import templates
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moegguf.engine.pieces import Splitter, needs_special_tokens
+from moegguf.generate.parsing import Splitter, needs_special_tokens
 
 WEATHER = {"city": "Paris", "days": 3}
 

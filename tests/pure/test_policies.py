@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from moegguf.controller.forecast import Ahead
 from moegguf.controller.history import History
-from moegguf.controller.outlook import Ahead
 from moegguf.controller.policies import POLICIES, make_policy
 from moegguf.controller.policies.base import Policy
 from moegguf.controller.policies.least_stale import LeastStale
@@ -22,8 +22,8 @@ from moegguf.controller.policies.rates import Rates
 from moegguf.controller.policies.static import Static
 from moegguf.controller.shape import MoeShape
 from moegguf.errors import OptionError
+from moegguf.gguf.routers import Routers
 from moegguf.native.events import Float32s, Gate, Phase
-from moegguf.routers import Routers
 
 TWO = MoeShape(n_layer=3, n_expert=4, n_expert_used=1, layers=(1, 2))
 Expert = tuple[int, int]

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from pooling import FakeCatalog, ask, in_loop, pool_of, said, until
 
-from moegguf.engine.ask import Ask, Piece
 from moegguf.errors import (
     BusyError,
     ContextError,
@@ -19,9 +18,10 @@ from moegguf.errors import (
     OptionError,
     WorkerError,
 )
-from moegguf.serving import process
+from moegguf.generate.request import Ask, Piece
+from moegguf.serving import worker_process as process
 from moegguf.serving.events import Done, LoadOptions
-from moegguf.serving.pool import Pool
+from moegguf.serving.manager import Pool
 
 
 @pytest.fixture
@@ -394,7 +394,7 @@ async def test_closing_lets_answers_finish_and_turns_others_away(catalog: FakeCa
 
 @in_loop
 async def test_closing_ends_answers_that_take_too_long(catalog: FakeCatalog, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moegguf.serving.pool.SHUTDOWN_GRACE_S", 0.02)
+    monkeypatch.setattr("moegguf.serving.manager.SHUTDOWN_GRACE_S", 0.02)
     async with pool_of(catalog) as pool:
         running = asyncio.create_task(ask(pool, "a", "hang"))
         await until(lambda: pool.loaded() and pool.loaded()[0].busy)

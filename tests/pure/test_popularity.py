@@ -7,10 +7,11 @@ import pytest
 from predicting import accuracy
 from traces import random_trace
 
-from moegguf.controller.predictors.popularity import Affinity, Popularity, count_affinity, count_popularity
+from moegguf.controller.predictors.popularity import Affinity, Popularity
 from moegguf.controller.shape import MoeShape
-from moegguf.controller.trace import Trace, TraceHeader, shuffled
 from moegguf.native.events import Gate, Phase
+from moegguf.trace.fit import count_affinity, count_popularity, fit_affinity, fit_popularity
+from moegguf.trace.trace import Trace, TraceHeader, shuffled
 
 SHAPE = MoeShape(n_layer=3, n_expert=3, n_expert_used=2, layers=(0, 2), n_embd=8, n_vocab=6)
 
@@ -45,7 +46,7 @@ def test_affinity_is_the_share_of_pairs() -> None:
 
 
 def test_popularity_answers_for_any_layer_with_experts_at_any_time() -> None:
-    popularity = Popularity.learn(tiny_trace())
+    popularity = fit_popularity(tiny_trace())
     assert popularity.predict(0, 1) == pytest.approx([1, 2 / 3, 1 / 3])
     assert popularity.predict(2, 2) == pytest.approx([0.5, 1, 0.5])
     assert popularity.predict(1, 1) is None
@@ -53,7 +54,7 @@ def test_popularity_answers_for_any_layer_with_experts_at_any_time() -> None:
 
 
 def test_affinity_averages_the_rows_of_the_experts_chosen() -> None:
-    affinity = Affinity.learn(tiny_trace())
+    affinity = fit_affinity(tiny_trace())
     assert affinity.predict(2, 1) is None
     affinity.observe(gate(0, 1, 2))
     assert affinity.predict(2, 1) == pytest.approx([0.5, 1, 0.5])
@@ -63,7 +64,7 @@ def test_affinity_averages_the_rows_of_the_experts_chosen() -> None:
 
 @pytest.mark.parametrize("strange", [gate(0, 1, 3), gate(0, -1, 2), gate(1, 0, 1), gate(2, 0, 1), gate(0)])
 def test_strange_gates_and_the_last_layer_leave_nothing_to_say(strange: Gate) -> None:
-    affinity = Affinity.learn(tiny_trace())
+    affinity = fit_affinity(tiny_trace())
     affinity.observe(gate(0, 0, 1))
     affinity.observe(strange)
     assert affinity.predict(2, 1) is None
@@ -74,14 +75,14 @@ def test_strange_gates_and_the_last_layer_leave_nothing_to_say(strange: Gate) ->
 def test_an_expert_never_seen_is_followed_by_what_is_popular() -> None:
     trace = tiny_trace()
     trace.expert_ids[0][trace.expert_ids[0] == 2] = 1
-    affinity = Affinity.learn(trace)
+    affinity = fit_affinity(trace)
     affinity.observe(gate(0, 2, 2))
     assert affinity.predict(2, 1) == pytest.approx([0.5, 1, 0.5])
 
 
 def test_saved_statistics_predict_the_same() -> None:
     trace = random_trace()
-    popularity, affinity = Popularity.learn(trace), Affinity.learn(trace)
+    popularity, affinity = fit_popularity(trace), fit_affinity(trace)
     again = Popularity.from_weights(trace.shape, popularity.weights())
     assert np.array_equal(again.predict(3, 1), popularity.predict(3, 1))
     other = Affinity.from_weights(trace.shape, affinity.weights())
@@ -96,7 +97,7 @@ def test_they_beat_their_shuffled_controls_on_held_out_sequences() -> None:
     trace = random_trace(n_sequences=16, n_decode=40)
     seen, unseen = trace.select(range(12)), trace.select(range(12, 16))
     unseen_control = shuffled(unseen, 1)
-    affinity = accuracy(Affinity.learn(seen), unseen, 1)
-    popularity = accuracy(Popularity.learn(seen), unseen, 1)
-    assert affinity > accuracy(Affinity.learn(shuffled(seen, 0)), unseen_control, 1) + 0.05
+    affinity = accuracy(fit_affinity(seen), unseen, 1)
+    popularity = accuracy(fit_popularity(seen), unseen, 1)
+    assert affinity > accuracy(fit_affinity(shuffled(seen, 0)), unseen_control, 1) + 0.05
     assert affinity > popularity > 2 / 16 + 0.05

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moegguf.controller.outlook import Ahead
+from moegguf.controller.forecast import Ahead
 from moegguf.controller.predictors.base import Predictor
 from moegguf.controller.prefetch import Prefetcher, PrefetchOptions
 from moegguf.controller.shape import MoeShape

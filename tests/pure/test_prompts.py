@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moegguf.engine import prompts
-from moegguf.engine.prompts import Prompt, read_prompts
 from moegguf.errors import OptionError
+from moegguf.trace import prompts
+from moegguf.trace.prompts import Prompt, read_prompts
 
 
 def write(folder: Path, name: str, data: str | bytes) -> Path:

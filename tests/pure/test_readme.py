@@ -40,7 +40,7 @@ def test_every_make_target_exists() -> None:
 def test_every_moegguf_command_and_option_exists(words: list[str]) -> None:
     command = words[1:3] if words[1] in GROUPS else words[1:2]
     shown = subprocess.run(
-        [sys.executable, "-m", "moegguf.faces.cli", *command, "--help"],
+        [sys.executable, "-m", "moegguf.cli.app", *command, "--help"],
         capture_output=True,
         text=True,
         timeout=60,

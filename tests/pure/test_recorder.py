@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from traces import SMALL, random_trace, same
 
-from moegguf.controller import recorder
-from moegguf.controller.recorder import Recorder
 from moegguf.controller.shape import MoeShape
-from moegguf.controller.trace import Trace, TraceHeader
-from moegguf.controller.trace_file import TraceWriter, read
 from moegguf.errors import TraceError
 from moegguf.native.events import Announcement, Gate, Phase
+from moegguf.trace import recorder
+from moegguf.trace.format import TraceWriter, read
+from moegguf.trace.recorder import Recorder
+from moegguf.trace.trace import Trace, TraceHeader
 
 TINY = MoeShape(n_layer=3, n_expert=4, n_expert_used=2, layers=(0, 2), n_embd=2, n_vocab=100)
 HEADER = TraceHeader("tiny", "ab", {}, {"threads": 2})

@@ -9,8 +9,8 @@ import pytest
 from oracles import hand_made
 from traces import random_trace
 
-from moegguf.controller.reuse import reuse
 from moegguf.controller.shape import MoeShape
+from moegguf.trace.reuse import reuse
 
 SHAPE = MoeShape(n_layer=2, n_expert=4, n_expert_used=1, layers=(0, 1))
 

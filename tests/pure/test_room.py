@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from moegguf.engine.machine import Memory
 from moegguf.errors import BudgetError
-from moegguf.serving.exchange import Link, last_words
-from moegguf.serving.room import Limit, Size, Tenant, Verdict, is_embedding, judge
+from moegguf.serving.memory_budget import Limit, Size, Tenant, Verdict, is_embedding, judge
+from moegguf.serving.worker_process import Link, last_words
 from moegguf.settings import Settings
 
 GIB = 1 << 30

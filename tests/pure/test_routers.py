@@ -11,8 +11,8 @@ from gguf import GGMLQuantizationType, quants
 from gguf_builder import F16_T, F32_T, Q8_0_T, U32, Gguf, moe, pad
 
 from moegguf.errors import ModelFormatError
-from moegguf.experts import ExpertLayout, read_layout
-from moegguf.routers import Gating, Router, Routers, read_gating, read_routers
+from moegguf.gguf.experts import ExpertLayout, read_layout
+from moegguf.gguf.routers import Gating, Router, Routers, read_gating, read_routers
 
 N_EMBD, N_EXPERT = 64, 4
 RNG = np.random.default_rng(0)

@@ -7,7 +7,7 @@ import pytest
 
 from moegguf.controller.predictors.routing_path import PROMPT_CHUNKS, PathNetwork, RoutingPath, attend, normed
 from moegguf.controller.shape import MoeShape
-from moegguf.controller.weights_file import Weights
+from moegguf.controller.weights import Weights
 from moegguf.native.events import Announcement, Gate, Phase
 
 SHAPE = MoeShape(n_layer=4, n_expert=3, n_expert_used=1, layers=(1, 3), n_vocab=5)

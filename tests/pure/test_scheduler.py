@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from traces import SMALL, random_trace
 
-from moegguf.controller.scheduler import experts_per_batch, measure, routing_paths, schedule, similarities
 from moegguf.errors import OptionError
 from moegguf.native.events import Phase
+from moegguf.trace.token_scheduler import experts_per_batch, measure, routing_paths, schedule, similarities
 
 
 def path(*experts: int, n_expert: int = 8) -> np.ndarray:

@@ -7,11 +7,11 @@ import pytest
 from oracles import Oracle, Silent, hand_made
 from traces import random_trace
 
+from moegguf.controller.accuracy import Figures, LayerLru, Link
 from moegguf.controller.predictors.base import NoPrediction
-from moegguf.controller.score import score
 from moegguf.controller.shape import MoeShape
-from moegguf.controller.tally import Figures, LayerLru, Link
-from moegguf.controller.trace import Trace
+from moegguf.trace.score import score
+from moegguf.trace.trace import Trace
 
 SHAPE = MoeShape(n_layer=5, n_expert=8, n_expert_used=2, layers=(1, 2, 3, 4), expert_bytes=1000)
 

@@ -7,7 +7,7 @@ import time
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moegguf.engine.stops import Stops
+from moegguf.generate.transcript import Stops
 
 TEXT = st.text("ab<>|", max_size=40)
 

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from traces import random_trace, same
 
-from moegguf.controller.choice import Choice
-from moegguf.controller.sweep import BELADY, Row
-from moegguf.controller.trace import Trace
-from moegguf.controller.trace_file import write
-from moegguf.engine.knowledge import MEASURED, Knowledge
-from moegguf.engine.study import Study, Timing, spread
+from moegguf.controller.artifacts import MEASURED, Knowledge
+from moegguf.controller.measured import Choice
 from moegguf.errors import OptionError, TraceError
+from moegguf.trace.analysis import Study, Timing, spread
+from moegguf.trace.format import write
+from moegguf.trace.sweep import BELADY, Row
+from moegguf.trace.trace import Trace
 
 TRACE = random_trace(n_sequences=6, n_decode=10, with_inputs=True)
 
@@ -93,7 +93,7 @@ def test_a_predictor_that_reads_inputs_needs_them_in_the_trace(study: Study, mon
     class Reader:
         needs_inputs = True
 
-    monkeypatch.setattr("moegguf.engine.study.make_predictor", lambda *_: Reader())
+    monkeypatch.setattr("moegguf.trace.analysis.make_predictor", lambda *_: Reader())
     assert study.predictors(["skip"]) == ["skip"]
     without = replace(study, trace=replace(study.trace, inputs=None))
     with pytest.raises(OptionError, match=r"'skip' reads .* record the trace with --inputs"):

@@ -13,8 +13,8 @@ import templates
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moegguf.engine.template import MAX_SECONDS, capabilities, render
 from moegguf.errors import TemplateError
+from moegguf.generate.template import MAX_SECONDS, capabilities, render
 
 TOOL = {
     "type": "function",

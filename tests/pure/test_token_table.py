@@ -9,9 +9,10 @@ from traces import random_trace
 
 from moegguf.controller.predictors.token_table import MAX_COUNT, TokenTable
 from moegguf.controller.shape import MoeShape
-from moegguf.controller.trace import Trace, TraceHeader, shuffled
-from moegguf.controller.weights_file import Weights
+from moegguf.controller.weights import Weights
 from moegguf.native.events import Announcement, Gate, Phase
+from moegguf.trace.fit import fit_token_table
+from moegguf.trace.trace import Trace, TraceHeader, shuffled
 
 SHAPE = MoeShape(n_layer=3, n_expert=4, n_expert_used=2, layers=(1, 2), n_embd=8, n_vocab=6)
 
@@ -41,7 +42,7 @@ def gate(il: int, *ids: int, first_token: int = 0) -> Gate:
 
 
 def test_counts_of_a_token_and_one_average_visit() -> None:
-    table = TokenTable.learn(tiny_trace())
+    table = fit_token_table(tiny_trace())
     announce(table, 5)
     # Layer 1 chose 2, 1, 2, 1 times of 3 visits with a known token: the average visit is 2/3, 1/3, 2/3, 1/3.
     likelihoods = table.predict(1, 1)
@@ -52,14 +53,14 @@ def test_counts_of_a_token_and_one_average_visit() -> None:
 
 
 def test_a_token_never_seen_means_the_layers_popularity() -> None:
-    table = TokenTable.learn(tiny_trace())
+    table = fit_token_table(tiny_trace())
     announce(table, 0)
     likelihoods = table.predict(1, 1)
     assert likelihoods == pytest.approx([2 / 3, 1 / 3, 2 / 3, 1 / 3])
 
 
 def test_nothing_is_said_without_one_decode_token_of_the_vocabulary() -> None:
-    table = TokenTable.learn(tiny_trace())
+    table = fit_token_table(tiny_trace())
     assert table.predict(1, 1) is None
     announce(table, 5, phase=Phase.PREFILL)
     assert table.predict(1, 1) is None
@@ -75,7 +76,7 @@ def test_nothing_is_said_without_one_decode_token_of_the_vocabulary() -> None:
 
 def test_saved_counts_predict_the_same() -> None:
     trace = random_trace(n_sequences=6)
-    table = TokenTable.learn(trace)
+    table = fit_token_table(trace)
     again = TokenTable.from_weights(trace.shape, table.weights())
     for token in range(0, trace.shape.n_vocab, 5):
         announce(table, token)
@@ -106,7 +107,7 @@ def test_counts_never_overflow() -> None:
 
 @pytest.mark.parametrize("tokens", [[1, 1], [-1, 2], [0, 6]])
 def test_a_damaged_table_is_refused(tokens: list[int]) -> None:
-    weights = TokenTable.learn(tiny_trace()).weights()
+    weights = fit_token_table(tiny_trace()).weights()
     damaged = Weights({**weights.arrays, "tokens": np.array(tokens, np.int32)})
     with pytest.raises(ValueError, match="different token ids"):
         TokenTable.from_weights(SHAPE, damaged)
@@ -115,6 +116,6 @@ def test_a_damaged_table_is_refused(tokens: list[int]) -> None:
 def test_it_beats_a_shuffled_control_on_held_out_sequences() -> None:
     trace = random_trace(n_sequences=16, n_decode=40)
     seen, unseen = trace.select(range(12)), trace.select(range(12, 16))
-    learned = accuracy(TokenTable.learn(seen), unseen, 1)
-    control = accuracy(TokenTable.learn(shuffled(seen, 0)), shuffled(unseen, 1), 1)
+    learned = accuracy(fit_token_table(seen), unseen, 1)
+    control = accuracy(fit_token_table(shuffled(seen, 0)), shuffled(unseen, 1), 1)
     assert learned > control + 0.1

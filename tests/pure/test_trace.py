@@ -11,9 +11,9 @@ import pytest
 from traces import SMALL, hidden_routers, random_trace, same
 
 from moegguf.controller.shape import MoeShape
-from moegguf.controller.trace import Trace, TraceHeader, shuffled
-from moegguf.controller.trace_check import check
 from moegguf.native.events import Announcement, Gate, Phase
+from moegguf.trace.format import check
+from moegguf.trace.trace import Trace, TraceHeader, shuffled
 
 TINY = MoeShape(n_layer=4, n_expert=4, n_expert_used=2, layers=(1, 3), n_embd=2, n_vocab=100)
 # Layer 1 uses two experts; layer 3 one, and in the first pass for its last token only.

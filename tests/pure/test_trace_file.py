@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from traces import SMALL, random_trace, same
 
-from moegguf.controller import trace_file
-from moegguf.controller.trace import Trace
-from moegguf.controller.trace_file import TraceWriter, read, write
 from moegguf.errors import MoeggufError, TraceError
+from moegguf.trace import format as trace_file
+from moegguf.trace.format import TraceWriter, read, write
+from moegguf.trace.trace import Trace
 
 Members = dict[str, bytes]
 

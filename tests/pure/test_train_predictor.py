@@ -12,15 +12,16 @@ from gguf_builder import Gguf, moe
 from predicting import accuracy
 from traces import random_trace
 
-from moegguf.controller import trace_file, weights_file
+from moegguf.controller import weights as weights_file
 from moegguf.controller.predictors.expert_mlp import ExpertMlp, hidden_sizes
 from moegguf.controller.predictors.mlp import MlpPredictor
 from moegguf.controller.predictors.popularity import Affinity
 from moegguf.controller.shape import MoeShape
-from moegguf.controller.trace import Trace, shuffled
-from moegguf.controller.weights_file import Weights
-from moegguf.experts import read_layout
-from moegguf.fingerprint import fingerprint
+from moegguf.controller.weights import Weights
+from moegguf.gguf.experts import read_layout
+from moegguf.gguf.fingerprint import fingerprint
+from moegguf.trace import format as trace_file
+from moegguf.trace.trace import Trace, shuffled
 from tools.predictors import TRAINERS, trainer
 from tools.predictors.splitting import held_out, validation_tokens
 from tools.train_predictor import main, options, parse_setting

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from moegguf.controller import weights_file
+from moegguf.controller import weights as weights_file
 from moegguf.controller.shape import MoeShape
-from moegguf.controller.weights_file import Weights
+from moegguf.controller.weights import Weights
 
 SHAPE = MoeShape(n_layer=3, n_expert=4, n_expert_used=2, layers=(1, 2), n_embd=8, n_vocab=16)
 TABLE = np.arange(12, dtype=np.float32).reshape(3, 4)

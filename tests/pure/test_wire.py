@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import moegguf.errors
-from moegguf.engine.ask import Ask, Piece, PromptProgress, Sampling, Timing, TokenChance, ToolCall
 from moegguf.engine.stats import Stats
 from moegguf.errors import ContextError, MoeggufError, OptionError, WorkerError
+from moegguf.generate.request import Ask, Piece, PromptProgress, Sampling, Timing, TokenChance, ToolCall
 from moegguf.serving import wire
 from moegguf.serving.events import View
 from moegguf.serving.wire import Order, Ready, build, build_error, decode, encode, encode_error

@@ -6,7 +6,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from moegguf.faces.words import moment, processor, size, span
+from moegguf.terminal.units import moment, processor, size, span
 
 NOW = datetime(2026, 5, 1, 12, tzinfo=UTC)
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy.typing as npt
 
-from moegguf.controller.predictors.popularity import Affinity
-from moegguf.controller.trace import Trace
+from moegguf.trace.fit import fit_affinity
+from moegguf.trace.trace import Trace
 
 
 @dataclass(frozen=True)
@@ -17,4 +17,4 @@ class Options:
 
 def train(trace: Trace, options: Options | None = None) -> dict[str, npt.NDArray]:
     """The counts over all of the trace."""
-    return dict(Affinity.learn(trace).weights().arrays)
+    return dict(fit_affinity(trace).weights().arrays)

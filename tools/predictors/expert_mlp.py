@@ -14,10 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from moegguf.controller.predictors.counting import choices
 from moegguf.controller.predictors.expert_mlp import HIDDEN_SIZES, state_size, states
-from moegguf.controller.predictors.popularity import count_affinity, count_popularity
-from moegguf.controller.trace import Trace
+from moegguf.trace.fit import choices, count_affinity, count_popularity
+from moegguf.trace.trace import Trace
 from tools.predictors.fitting import Samples, Schedule, fit
 from tools.predictors.splitting import validation_tokens
 

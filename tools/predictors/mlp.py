@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from moegguf.controller.predictors.counting import choices
 from moegguf.controller.predictors.mlp import window_pairs
-from moegguf.controller.trace import Trace
+from moegguf.trace.fit import choices
+from moegguf.trace.trace import Trace
 from tools.predictors.fitting import Samples, Schedule, fit
 from tools.predictors.splitting import validation_tokens
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from moegguf.controller.predictors.routing_path import NORM_EPS
-from moegguf.controller.trace import Trace
+from moegguf.trace.trace import Trace
 
 NAME = "routing-path"
 BLOCK_GAIN = 0.1  # blocks begin small beside the first guess

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from moegguf.controller.trace import Trace
+from moegguf.trace.trace import Trace
 
 
 def held_out(trace: Trace, share: float, seed: int) -> list[int]:

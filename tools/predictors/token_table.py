@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy.typing as npt
 
-from moegguf.controller.predictors.token_table import TokenTable
-from moegguf.controller.trace import Trace
+from moegguf.trace.fit import fit_token_table
+from moegguf.trace.trace import Trace
 
 
 @dataclass(frozen=True)
@@ -17,4 +17,4 @@ class Options:
 
 def train(trace: Trace, options: Options | None = None) -> dict[str, npt.NDArray]:
     """The counts over all of the trace."""
-    return dict(TokenTable.learn(trace).weights().arrays)
+    return dict(fit_token_table(trace).weights().arrays)

@@ -15,7 +15,7 @@ from moegguf.controller.policies.sparsity import SparsityAware
 from moegguf.controller.policies.static import Static
 from moegguf.controller.predictors import Sources
 from moegguf.controller.shape import MoeShape
-from moegguf.controller.weights_file import load
+from moegguf.controller.weights import load
 from moegguf.errors import OptionError
 
 Make = Callable[[MoeShape, Sources], Policy]

@@ -13,7 +13,7 @@ from moegguf.native.events import Float32s
 
 
 class Static:
-    """score = popularity (len(shape.layers), n_expert), as `predictors.popularity.count_popularity` counts it."""
+    """score = popularity (len(shape.layers), n_expert), as `trace.fit.count_popularity` counts it."""
 
     name: ClassVar[str] = "static"
 

@@ -17,9 +17,9 @@ from moegguf.controller.predictors.routing_path import RoutingPath
 from moegguf.controller.predictors.skip import FreshGate, Skip
 from moegguf.controller.predictors.token_table import TokenTable
 from moegguf.controller.shape import MoeShape
-from moegguf.controller.weights_file import Weights, load
+from moegguf.controller.weights import Weights, load
 from moegguf.errors import OptionError
-from moegguf.routers import Routers
+from moegguf.gguf.routers import Routers
 
 
 class Sources(Protocol):

@@ -1,4 +1,4 @@
-"""Counts over a trace that predictors learn from: who was chosen, and who together."""
+"""Chosen experts as arrays: what predictors that count choices have in common."""
 
 from __future__ import annotations
 
@@ -6,13 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moegguf.controller.shape import MoeShape
-from moegguf.controller.trace import Trace
 from moegguf.native.events import Float32s, Gate, Int32s
-
-
-def choices(trace: Trace, row: int) -> Float32s:
-    """(n_tokens, n_expert): 1 where a token's router in MoE layer number `row` chose the expert; 0 if not computed."""
-    return multi_hot(trace.expert_ids[row], trace.shape.n_expert)
 
 
 def multi_hot(expert_ids: npt.NDArray[np.integer], n_expert: int) -> Float32s:

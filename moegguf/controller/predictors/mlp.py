@@ -13,7 +13,7 @@ import numpy as np
 
 from moegguf.controller.predictors.from_input import FromInput
 from moegguf.controller.shape import MoeShape
-from moegguf.controller.weights_file import Weights
+from moegguf.controller.weights import Weights
 from moegguf.native.events import Float32s
 from moegguf.native.matvec import QuantizedMatrix
 

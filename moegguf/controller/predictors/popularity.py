@@ -2,40 +2,15 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import ClassVar
 
 import numpy as np
 
 from moegguf.controller.predictors.base import Predictor
-from moegguf.controller.predictors.counting import choices, single_choice
+from moegguf.controller.predictors.counting import single_choice
 from moegguf.controller.shape import MoeShape
-from moegguf.controller.trace import Trace
-from moegguf.controller.weights_file import Weights
+from moegguf.controller.weights import Weights
 from moegguf.native.events import Float32s, Gate
-
-
-def count_popularity(trace: Trace) -> Float32s:
-    """Equation 2: P (n_moe_layer, n_expert), rows adding up to 1, even for layers never seen."""
-    counts = np.stack([choices(trace, row).sum(axis=0) for row in range(len(trace.shape.layers))])
-    return _shares(counts, np.full_like(counts, 1 / trace.shape.n_expert))
-
-
-def count_affinity(trace: Trace, popularity: Float32s) -> Float32s:
-    """Equation 3: A (n_moe_layer - 1, n_expert, n_expert): how layer l + 1 chooses, given who was chosen in layer l.
-
-    Rows add up to 1; that of an expert never chosen is the popularity of the next layer.
-    """
-    hot = [choices(trace, row) for row in range(len(trace.shape.layers))]
-    together = [here.T @ after for here, after in pairwise(hot)]
-    n_expert = trace.shape.n_expert
-    counts = np.stack(together) if together else np.zeros((0, n_expert, n_expert), np.float32)
-    return _shares(counts, np.broadcast_to(popularity[1:, None, :], counts.shape))
-
-
-def _shares(counts: Float32s, otherwise: Float32s) -> Float32s:
-    totals = counts.sum(axis=-1, keepdims=True)
-    return np.where(totals > 0, counts / np.maximum(totals, 1), otherwise).astype(np.float32)
 
 
 class Popularity(Predictor):
@@ -47,11 +22,6 @@ class Popularity(Predictor):
         super().__init__(shape, reach=len(shape.layers))
         self.popularity = popularity
         self._likelihoods = np.minimum(popularity * shape.n_expert_used, 1.0).astype(np.float32)
-
-    @classmethod
-    def learn(cls, trace: Trace) -> Popularity:
-        """Counts the trace's choices, all passes alike."""
-        return cls(trace.shape, count_popularity(trace))
 
     @classmethod
     def from_weights(cls, shape: MoeShape, weights: Weights) -> Popularity:
@@ -77,11 +47,6 @@ class Affinity(Predictor):
         self.affinity = affinity
         self._next: int | None = None
         self._likelihoods = np.zeros(shape.n_expert, np.float32)
-
-    @classmethod
-    def learn(cls, trace: Trace) -> Affinity:
-        """Counts the trace's pairs of choices in consecutive layers, all passes alike."""
-        return cls(trace.shape, count_affinity(trace, count_popularity(trace)))
 
     @classmethod
     def from_weights(cls, shape: MoeShape, weights: Weights) -> Affinity:

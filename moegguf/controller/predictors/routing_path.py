@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from moegguf.controller.predictors.base import Predictor
 from moegguf.controller.shape import MoeShape
-from moegguf.controller.weights_file import Weights
+from moegguf.controller.weights import Weights
 from moegguf.native.events import Announcement, Float32s, Gate, Int32s
 
 NAME = "routing-path"

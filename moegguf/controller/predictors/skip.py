@@ -6,8 +6,8 @@ from typing import ClassVar
 
 from moegguf.controller.predictors.from_input import FromInput
 from moegguf.controller.shape import MoeShape
+from moegguf.gguf.routers import Routers
 from moegguf.native.events import Float32s
-from moegguf.routers import Routers
 
 
 class Skip(FromInput):

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from moegguf.controller.predictors.base import Predictor
-from moegguf.controller.predictors.counting import choices, single_choice
+from moegguf.controller.predictors.counting import multi_hot, single_choice
 from moegguf.controller.shape import MoeShape
-from moegguf.controller.trace import Trace
-from moegguf.controller.weights_file import Weights
+from moegguf.controller.weights import Weights
 from moegguf.native.events import Announcement, Float32s, Gate, Int32s, Phase
 
 MAX_COUNT = np.iinfo(np.uint16).max
@@ -40,22 +40,22 @@ class TokenTable(Predictor):
         self._popularity = np.zeros(self._counts.shape[1:], np.float32)
         self._token = -1
 
-    @classmethod
-    def learn(cls, trace: Trace, *, online: bool = False) -> TokenTable:
-        """Counts every token of the trace whose id and experts are known, prefill and decode alike."""
-        table = cls(trace.shape, online=online)
-        known = (trace.tokens >= 0) & (trace.tokens < len(table._entry_of))
-        for token in np.unique(trace.tokens[known]).tolist():
-            table._add_entry(token)
-        entries = np.where(known, table._entry_of[np.where(known, trace.tokens, 0)], -1)
+    def learn(self, tokens: Int32s, expert_ids: Sequence[npt.NDArray[np.integer]]) -> None:
+        """Counts every token (n_tokens,) whose id and experts are known.
+
+        expert_ids: for each layer with experts (n_tokens, n_expert_used); negative ids were not computed.
+        """
+        known = (tokens >= 0) & (tokens < len(self._entry_of))
+        for token in np.unique(tokens[known]).tolist():
+            self._add_entry(token)
+        entries = np.where(known, self._entry_of[np.where(known, tokens, 0)], -1)
         kept = np.flatnonzero(entries >= 0)
-        for row in range(len(trace.shape.layers)):
-            counts = np.zeros((table._n_entry, trace.shape.n_expert), np.float32)
-            hot = choices(trace, row)[kept]
+        for row, ids in enumerate(expert_ids):
+            counts = np.zeros((self._n_entry, self.shape.n_expert), np.float32)
+            hot = multi_hot(ids, self.shape.n_expert)[kept]
             np.add.at(counts, entries[kept], hot)
-            table._counts[: table._n_entry, row] = np.minimum(counts, MAX_COUNT)
-            table._popularity[row] = hot.sum(axis=0)
-        return table
+            self._counts[: self._n_entry, row] = np.minimum(counts, MAX_COUNT)
+            self._popularity[row] = hot.sum(axis=0)
 
     @classmethod
     def from_weights(cls, shape: MoeShape, weights: Weights, *, online: bool = False) -> TokenTable:

@@ -1,0 +1,317 @@
+"""One measurement in a process of its own: `python -m moegguf.bench.measure '<spec as JSON>'` prints one line of JSON.
+
+A process of its own, so that memory, page cache and limits are this measurement's alone. Load, prompt and generation
+are timed apart, as llama-bench does: no tokenisation, no sampling. The token that greedy sampling would choose is noted
+between the timed calls, so that systems can be compared. Knows one system; `bench_series` runs several.
+"""
+
+from __future__ import annotations
+
+import ctypes as c
+import json
+import os
+import resource
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+import moegguf
+from moegguf.bench.limits import die_with_parent
+from moegguf.bench.spec import FLASH_ATTN, Spec, Test, ggml_type
+from moegguf.controller.prefetch import PrefetchOptions
+from moegguf.engine.llama import Llama
+from moegguf.engine.machine import read_machine
+from moegguf.engine.stats import Stats
+from moegguf.errors import ModelNotFoundError, MoeggufError, OptionError
+from moegguf.native import library
+from moegguf.native.store import StoreOptions
+
+_CPU, _GPU, _IGPU, _ACCEL = 0, 1, 2, 3  # enum ggml_backend_dev_type
+
+
+def _functions(ggml: Any) -> Any:
+    for name in ("ggml_backend_dev_count", "ggml_backend_reg_count", "ggml_backend_reg_dev_count"):
+        getattr(ggml, name).restype = c.c_size_t
+    for name in ("ggml_backend_dev_get", "ggml_backend_reg_get"):
+        getattr(ggml, name).restype, getattr(ggml, name).argtypes = c.c_void_p, [c.c_size_t]
+    for name in ("ggml_backend_dev_description", "ggml_backend_reg_name"):
+        getattr(ggml, name).restype, getattr(ggml, name).argtypes = c.c_char_p, [c.c_void_p]
+    ggml.ggml_backend_dev_type.argtypes = ggml.ggml_backend_reg_dev_count.argtypes = [c.c_void_p]
+    return ggml
+
+
+def describe_build(bindings: ModuleType) -> dict[str, Any]:
+    """build_commit, build_number, cpu_info, gpu_info, backends of the library behind `bindings`."""
+    try:
+        ggml = _functions(bindings.llama_cpp._lib)  # libllama links to ggml, so its symbols are found through it
+    except AttributeError:
+        names, kinds, backends = [], [], []
+    else:
+        devices = [ggml.ggml_backend_dev_get(i) for i in range(ggml.ggml_backend_dev_count())]
+        names = [ggml.ggml_backend_dev_description(device).decode() for device in devices]
+        kinds = [ggml.ggml_backend_dev_type(device) for device in devices]
+        found = [ggml.ggml_backend_reg_get(i) for i in range(ggml.ggml_backend_reg_count())]
+        backends = [ggml.ggml_backend_reg_name(r).decode() for r in found if ggml.ggml_backend_reg_dev_count(r)]
+    by_kind = lambda *wanted: ", ".join(n for n, kind in zip(names, kinds, strict=True) if kind in wanted)  # noqa: E731
+    return {
+        # ggml_commit() would name the commit of whatever repository it was built in.
+        "build_commit": f"moegguf-{moegguf.__version__}+llama-cpp-python-{bindings.__version__}",
+        "build_number": 0,
+        "cpu_info": by_kind(_CPU, _ACCEL) or read_machine().cpu_model,
+        "gpu_info": by_kind(_GPU, _IGPU),
+        "backends": ",".join(name for name in backends if name != "CPU") or "CPU",
+    }
+
+
+
+class _Measured(Llama):
+    """`Llama` with the two switches of llama-bench that llama-cpp-python does not offer."""
+
+    def __init__(self, spec: Spec, **options: Any) -> None:
+        self._spec = spec
+        super().__init__(spec.model, **options)
+
+    @property
+    def model_params(self) -> Any:
+        params = Llama.model_params.fget(self)  # type: ignore[attr-defined]
+        params.use_extra_bufts = self._spec.repack
+        return params
+
+    @model_params.setter
+    def model_params(self, params: Any) -> None:
+        self._model_params = params
+
+    @property
+    def context_params(self) -> Any:
+        params = Llama.context_params.fget(self)  # type: ignore[attr-defined]
+        params.flash_attn_type = FLASH_ATTN[self._spec.flash_attn]
+        return params
+
+    @context_params.setter
+    def context_params(self, params: Any) -> None:
+        self._context_params = params
+
+
+def load(spec: Spec) -> Llama:
+    """The model as `spec` wants it; MOEGGUF_HOOKS must have been set for its system."""
+    return _Measured(
+        spec,
+        expert_cache=spec.expert_cache if spec.system == "moegguf" else "100%",
+        store=StoreOptions(**spec.store | {"repack": spec.repack}),
+        policy=spec.policy,
+        predictor=spec.predictor,
+        prefetch=PrefetchOptions(watchdog=False) if spec.prefetch and not spec.watchdog else spec.prefetch,
+        use_mmap=spec.system == "mmap",
+        n_ctx=max(test.n_tokens for test in spec.tests),
+        n_batch=spec.n_batch,
+        n_ubatch=spec.n_ubatch,
+        n_threads=spec.n_threads,
+        n_threads_batch=spec.n_threads,
+        n_gpu_layers=spec.n_gpu_layers,
+        type_k=ggml_type(spec.type_k),
+        type_v=ggml_type(spec.type_v),
+        flash_attn=spec.flash_attn == "on",
+        verbose=spec.verbose,
+    )
+
+
+class Feed:
+    """The tokens of each test and repetition: the same for every system."""
+
+    def __init__(self, llama: Llama, spec: Spec) -> None:
+        self._seed = spec.seed
+        self._n_vocab = llama.n_vocab()
+        self._bos = llama.token_bos() if llama._model.add_bos_token() else -1
+        self._text: list[int] = []
+        if spec.text is not None:
+            self._text = llama.tokenize(_read(spec.text), add_bos=False, special=False)
+            if not self._text:
+                raise OptionError(f"there is no text in {spec.text!r}.")
+
+    def tokens(self, n: int, repetition: int) -> list[int]:
+        """`n` tokens. Each repetition gets others, of a text the next `n`."""
+        if self._text:
+            start = repetition * n % len(self._text)
+            tokens = [self._text[(start + i) % len(self._text)] for i in range(n)]
+        else:
+            tokens = np.random.default_rng([self._seed, n, repetition]).integers(self._n_vocab, size=n).tolist()
+        if self._bos >= 0:
+            tokens[:1] = [self._bos]
+        return tokens
+
+
+def _read(path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise ModelNotFoundError(f"{path!r} cannot be read ({error.strerror}); check the path.") from error
+
+
+def greedy_token(llama: Llama) -> int:
+    """The likeliest next token."""
+    logits = np.ctypeslib.as_array(llama._ctx.get_logits_ith(-1), shape=(llama.n_vocab(),))
+    return int(logits.argmax())
+
+
+@dataclass
+class Sample:
+    """One repetition: ns of the prompt and of each token, the greedy choice after each, what the store did."""
+
+    prompt_ns: int
+    token_ns: list[int]
+    tokens: list[int]
+    stats: Stats
+
+    @property
+    def ns(self) -> int:
+        return self.prompt_ns + sum(self.token_ns)
+
+
+def _timed_eval(llama: Llama, tokens: Sequence[int]) -> int:
+    start = time.perf_counter_ns()
+    llama.eval(tokens)
+    return time.perf_counter_ns() - start
+
+
+def measure(llama: Llama, test: Test, tokens: Sequence[int], greedy: bool) -> Sample:
+    """One repetition from an empty context."""
+    llama.reset()
+    if test.n_depth:
+        llama.eval(tokens[: test.n_depth])
+    before = llama.stats()
+    sample = Sample(0, [], [], before)
+    start = test.n_depth + test.n_prompt
+    if test.n_prompt:
+        sample.prompt_ns = _timed_eval(llama, tokens[test.n_depth : start])
+        sample.tokens.append(greedy_token(llama))
+    own = greedy_token(llama) if greedy and start else None
+    for i in range(test.n_gen):
+        sample.token_ns.append(_timed_eval(llama, [tokens[start + i] if own is None else own]))
+        chosen = greedy_token(llama)
+        sample.tokens.append(chosen)
+        own = chosen if greedy else None
+    sample.stats = llama.stats() - before
+    return sample
+
+
+def store_figures(stats: Stats, link_bytes_per_s: float) -> dict[str, float]:
+    """What the store did in one repetition, per token of it."""
+    compute_s = (stats.eval_s - stats.stall_s) / stats.tokens if stats.tokens else 0.0
+    return {
+        "hit_rate": stats.hit_rate,
+        "mb_per_token": stats.bytes_per_token / 1e6,
+        "stall_ms_per_token": stats.stall_per_token_s * 1e3,
+        "hook_ms_per_token": stats.hook_per_token_s * 1e3,
+        "compute_ms_per_token": compute_s * 1e3,
+        "link_gb_per_s": link_bytes_per_s / 1e9,
+        "link_bound_pct": stats.link_bound_share(link_bytes_per_s) * 100 if link_bytes_per_s else 0.0,
+        "evictions": stats.evictions,
+    }
+
+
+def run_test(llama: Llama, spec: Spec, test: Test, feed: Feed) -> dict[str, Any]:
+    """All repetitions of one test, with the link measured before and after each but never during one."""
+    time.sleep(spec.delay_s)
+    greedy = spec.feed == "greedy"
+    if spec.warmup:  # as llama-bench: the whole prompt, one token
+        short = replace(test, n_depth=0, n_gen=min(test.n_gen, 1))
+        measure(llama, short, feed.tokens(short.n_tokens, spec.repetitions), greedy=False)
+    samples, figures = [], []
+    speed = _probe(llama, spec)
+    for repetition in range(spec.repetitions):
+        sample = measure(llama, test, feed.tokens(test.n_tokens, repetition), greedy)
+        samples.append(sample)
+        if llama.session is not None:
+            speed, before = _probe(llama, spec), speed
+            figures.append(store_figures(sample.stats, (before + speed) / 2))
+    return {
+        **asdict(test),
+        "test_time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "samples_ns": [sample.ns for sample in samples],
+        "token_ns": [sample.token_ns for sample in samples],
+        "tokens": [sample.tokens for sample in samples],
+        "figures": figures,
+    }
+
+
+def _probe(llama: Llama, spec: Spec) -> float:
+    if llama.session is None or not spec.probe_s:
+        return 0.0
+    return llama.session.store.probe(spec.probe_s)
+
+
+def _fill(llama: Llama) -> float:
+    """Seconds until every expert that has a slot for good is in it; then all of them are resident."""
+    start = time.perf_counter()
+    if llama.session is not None and llama.plan.resident:
+        llama.session.store.drain()
+    return time.perf_counter() - start
+
+
+def peak_rss_bytes() -> int:
+    """The most memory this process had in use, mapped files included."""
+    with suppress(OSError, IndexError, ValueError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _description(llama: Llama) -> dict[str, Any]:
+
+    return describe_build(library.llama_cpp()) | {
+        "model_type": llama._model.desc(),
+        "model_size": llama._model.size(),
+        "model_n_params": llama._model.n_params(),
+    }
+
+
+def run(spec: Spec) -> dict[str, Any]:
+    """Loads, measures every test, closes. Raises MoeggufError."""
+    start = time.perf_counter()
+    with load(spec) as llama:
+        load_s, fill_s = time.perf_counter() - start, _fill(llama)
+        feed = Feed(llama, spec)
+        tests = [run_test(llama, spec, test, feed) for test in spec.tests]
+        info = llama.session.store.info() if llama.session is not None else {}
+        moegguf = llama.session is not None
+        return {
+            **_description(llama),
+            "tests": tests,
+            "load_s": load_s,
+            "fill_s": fill_s,
+            "peak_rss_bytes": peak_rss_bytes(),
+            "n_slots": info.get("n_slots_usable", 0),
+            "n_repacked": info.get("n_repacked", 0),
+            "n_ubatch_used": llama.context_params.n_ubatch,
+            "budget_bytes": llama.plan.budget_bytes if moegguf else 0,
+            "planned_bytes": llama.plan.total_bytes if moegguf else 0,
+            "warnings": llama.plan.warnings if moegguf else (),
+            "decisions": llama.decisions(),
+        }
+
+
+def _lines(arguments: Sequence[str]) -> Iterator[str]:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # they are in the result
+            yield json.dumps(run(Spec.from_json(arguments[0])))
+    except MoeggufError as error:
+        yield json.dumps({"error": str(error), "error_type": type(error).__name__})
+
+
+if __name__ == "__main__":
+    die_with_parent()
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever a library prints is no result
+    for line in _lines(sys.argv[1:]):
+        print(line, file=out, flush=True)

@@ -1,0 +1,119 @@
+"""Records a trace: runs a model over prompts of several kinds and writes down how it routed them."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from moegguf.engine.llama import Llama
+from moegguf.engine.recording import Recording, TraceOptions
+from moegguf.engine.stats import Stats
+from moegguf.native import library
+from moegguf.trace.format import partial_of
+from moegguf.trace.prompts import Prompt
+
+Progress = Callable[[str, float], object]  # what is being done, and the share of it that is done
+
+
+@dataclass(frozen=True)
+class RecordOptions:
+    """How prompts are run. n_predict: tokens to generate where a prompt does not say. inputs: record the router's input
+    vectors. temperature, seed: of sampling. Every other option is one of `Llama`.
+    """
+
+    n_predict: int = 128
+    inputs: bool = False
+    temperature: float = 0.8
+    seed: int = 0
+
+
+def record(
+    model: str | os.PathLike[str],
+    prompts: Sequence[Prompt],
+    out: str | os.PathLike[str],
+    options: RecordOptions,
+    progress: Progress | None = None,
+    **llama: Any,
+) -> Stats:
+    """Writes the trace `out`; returns what the run counted. Interrupted or failed, it leaves no file.
+
+    Each prompt is a request of its own. A prompt with a completion is read token by token as if the model had written
+    it (teacher forcing): routing of text that the model has not made up. What is too long for the context is cut, with
+    a warning. Raises what `Llama` raises: OptionError when the model has no experts.
+    """
+    progress = progress or (lambda what, share: None)
+    try:
+        with Llama(
+            model, trace=TraceOptions(out, options.inputs), progress=partial(progress, "loading the model"), **llama
+        ) as llm:
+            assert llm.recording is not None
+            try:
+                _run_all(llm, llm.recording, prompts, options, progress)
+            except BaseException:
+                llm.recording.discard()
+                raise
+            return llm.stats()
+    except BaseException:
+        # An interrupt may come while the file has been made and nobody holds it yet.
+        partial_of(Path(out)).unlink(missing_ok=True)
+        raise
+
+
+def _run_all(
+    llm: Llama, recording: Recording, prompts: Sequence[Prompt], options: RecordOptions, progress: Progress
+) -> None:
+    n_cut = 0
+    for number, prompt in enumerate(prompts):
+        progress(f"prompt {number + 1} of {len(prompts)}", number / len(prompts))
+        recording.label(llm.next_sequence, prompt.label)
+        n_cut += _run(llm, prompt, options)
+    if n_cut:
+        warnings.warn(
+            f"{n_cut} of {len(prompts)} prompts, with their answers, are longer than the context and were cut;"
+            " a larger context takes more of them (--ctx).",
+            stacklevel=3,
+        )
+
+
+def _run(llm: Llama, prompt: Prompt, options: RecordOptions) -> bool:
+    """One request; whether it had to be cut. An answer gets up to half of the context."""
+    forced = _answer_tokens(llm, prompt)
+    asked = options.n_predict if prompt.n_predict is None else prompt.n_predict
+    n_answer = asked if forced is None else len(forced)
+    room = llm.n_ctx() - 1
+    tokens = llm.tokenize(prompt.text.encode(), special=True)
+    kept = tokens[: room - min(n_answer, room // 2)]
+    n_answer = min(n_answer, room - len(kept))
+    llm.reset()
+    if forced is None and n_answer:
+        _generate(llm, kept, n_answer, options)
+    else:
+        llm.eval(kept)
+        for token in (forced or [])[:n_answer]:
+            llm.eval([token])
+    return len(kept) < len(tokens) or (forced is not None and n_answer < len(forced))
+
+
+def _answer_tokens(llm: Llama, prompt: Prompt) -> list[int] | None:
+    """The tokens the model is made to say; None when it speaks for itself."""
+    if prompt.completion is None:
+        return None
+    tokens: list[int] = llm.tokenize(prompt.completion.encode(), add_bos=False)
+    return tokens[: prompt.n_predict]
+
+
+def _generate(llm: Llama, tokens: Sequence[int], n_answer: int, options: RecordOptions) -> None:
+    llm.set_seed(options.seed)
+    steps = llm.generate(tokens, temp=options.temperature)
+    is_end = library.llama_cpp().llama_vocab_is_eog
+    try:
+        for _ in range(n_answer):
+            if is_end(llm._model.vocab, next(steps)):
+                break
+    finally:
+        steps.close()

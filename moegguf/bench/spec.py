@@ -1,0 +1,91 @@
+"""What one process of `moegguf bench` measures, as data that moves between processes. Knows no model, no library."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from moegguf.errors import OptionError
+from moegguf.gguf.reader import GGML_TYPES
+
+SYSTEMS = ("moegguf", "mmap", "resident")
+FEEDS = ("random", "text", "greedy")
+FLASH_ATTN = {"auto": -1, "off": 0, "on": 1}
+
+
+@dataclass(frozen=True)
+class Test:
+    """`n_prompt` tokens in one go, then `n_gen` one by one, after `n_depth` that are not timed. Either may be 0."""
+
+    n_prompt: int
+    n_gen: int
+    n_depth: int = 0
+
+    @property
+    def n_tokens(self) -> int:
+        return self.n_depth + self.n_prompt + self.n_gen
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What one process measures.
+
+    system: "moegguf", or llama.cpp itself: "mmap" (the file is mapped) or "resident" (every weight is read into
+    memory). repack: weights in the layout of the CPU's fastest kernels. feed: random tokens as in llama-bench, the
+    tokens of `text`, or the model's own (greedy) after n_depth tokens of either. watchdog False: prefetching stays on
+    whether it pays or not.
+    """
+
+    model: str
+    tests: tuple[Test, ...]
+    system: str = "moegguf"
+    repack: bool = True
+    expert_cache: str = "auto"
+    repetitions: int = 5
+    n_threads: int = 1
+    n_batch: int = 2048
+    n_ubatch: int = 512
+    n_gpu_layers: int = -1
+    type_k: str = "f16"
+    type_v: str = "f16"
+    flash_attn: str = "auto"
+    store: dict[str, Any] = field(default_factory=dict)
+    policy: str = "auto"
+    predictor: str | None = None
+    prefetch: bool | None = None
+    watchdog: bool = True
+    feed: str = "random"
+    text: str | None = None
+    seed: int = 0
+    warmup: bool = True
+    delay_s: float = 0.0
+    probe_s: float = 0.5
+    verbose: bool = False
+
+    def __post_init__(self) -> None:
+        for name, known in (("system", SYSTEMS), ("feed", FEEDS), ("flash_attn", tuple(FLASH_ATTN))):
+            if getattr(self, name) not in known:
+                raise OptionError(f"{name} is {getattr(self, name)!r}, but must be one of {', '.join(known)}.")
+        ggml_type(self.type_k), ggml_type(self.type_v)
+        for name in ("repetitions", "n_threads", "n_batch", "n_ubatch"):
+            if getattr(self, name) < 1:
+                raise OptionError(f"{name} is {getattr(self, name)}, but must be at least 1.")
+        if not self.tests or any(test.n_prompt + test.n_gen < 1 for test in self.tests):
+            raise OptionError("there is nothing to measure; give -p or -n a number above zero.")
+
+    def as_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Spec:
+        values = json.loads(text)
+        return cls(**values | {"tests": tuple(Test(**test) for test in values["tests"])})
+
+
+def ggml_type(name: str) -> int:
+    """The number of a ggml type by its name. Raises OptionError."""
+    for number, (known, *_) in GGML_TYPES.items():
+        if known.lower() == name.lower():
+            return number
+    raise OptionError(f"there is no type {name!r} for the KV cache; try f16 or q8_0.")

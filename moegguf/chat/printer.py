@@ -1,0 +1,88 @@
+"""An answer on stdout, while it is being written: its text, and before that its thinking, in grey on a terminal."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Mapping
+
+from rich.color import ColorSystem
+from rich.style import Style
+
+from moegguf.chat.wrap import Wrapper, visible
+from moegguf.generate.request import Piece
+
+THINKING, DONE_THINKING = "Thinking...\n", "...done thinking.\n\n"
+GREY = Style(color="bright_black")
+FALLBACK_WIDTH = 80
+
+
+def coloured(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether stdout is a terminal that shows colours and nobody asked for none."""
+    return sys.stdout.isatty() and not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
+
+
+def terminal_width() -> int:
+    """Cells of the terminal now."""
+    return shutil.get_terminal_size((FALLBACK_WIDTH, 24)).columns
+
+
+class Printer:
+    """Takes pieces; keeps what they said in `text` and `thinking`.
+
+    A terminal gets no control characters from a model, and lines broken between words unless `wrap` is False. Anything
+    else gets the text itself, as UTF-8, whatever encoding the system claims.
+    """
+
+    def __init__(self, *, wrap: bool = True, hide_thinking: bool = False) -> None:
+        self.text = ""
+        self.thinking = ""
+        self._terminal = sys.stdout.isatty()
+        self._colour = coloured()
+        self._wrapper = Wrapper(terminal_width) if wrap and self._may_wrap() else None
+        self._hide = hide_thinking
+        self._is_thinking = False
+
+    def _may_wrap(self) -> bool:
+        return self._terminal and os.environ.get("TERM") != "dumb"
+
+    def show(self, piece: Piece) -> None:
+        """Writes a piece at once."""
+        if piece.thinking:
+            self._think(piece.thinking)
+        if piece.text:
+            self._end_thinking()
+            self.text += piece.text
+            self._write(piece.text)
+
+    def end(self, text: str = "\n") -> None:
+        """Ends the answer, also one that was cut while it was thinking."""
+        self._end_thinking()
+        self._write(text)
+
+    def _think(self, text: str) -> None:
+        self.thinking += text
+        if self._hide:
+            return
+        if not self._is_thinking:
+            self._is_thinking = True
+            self._write(THINKING, grey=True)
+        self._write(text, grey=True)
+
+    def _end_thinking(self) -> None:
+        if self._is_thinking:
+            self._is_thinking = False
+            gap = "" if self.thinking.endswith("\n") else "\n"
+            self._write(gap + DONE_THINKING, grey=True)
+
+    def _write(self, text: str, *, grey: bool = False) -> None:
+        if self._terminal:
+            text = visible(text)
+        if self._wrapper:
+            text = self._wrapper.feed(text)
+        if grey and self._colour:
+            text = GREY.render(text, color_system=ColorSystem.STANDARD)
+        out = sys.stdout.buffer
+        out.write(text.encode("utf-8", errors="replace"))
+        out.flush()

@@ -1,0 +1,115 @@
+"""One message from the keyboard, of one line or many, with the keys that users of shells and of Ollama know."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from prompt_toolkit import PromptSession
+from prompt_toolkit.completion import Completer, WordCompleter
+from prompt_toolkit.enums import DEFAULT_BUFFER
+from prompt_toolkit.filters import has_focus
+from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+from prompt_toolkit.shortcuts import CompleteStyle
+from prompt_toolkit.styles import Style
+
+from moegguf.chat.history import History
+
+PROMPT, CONTINUATION = ">>> ", "... "
+PLACEHOLDER = "Send a message (/? for help)"
+QUOTES = '"""'
+STYLE = Style.from_dict({"placeholder": "ansibrightblack"})
+EDITORS = ("MOEGGUF_EDITOR", "OLLAMA_EDITOR")
+
+_QUOTED = re.compile(r'\s*(?P<before>/set\s+system\s+)?"""(?P<text>.*)', re.DOTALL)
+
+
+def is_unfinished(text: str) -> bool:
+    """Whether text in three quotes has begun and not ended: Enter then begins a new line."""
+    quoted = _QUOTED.fullmatch(text)
+    return quoted is not None and not quoted["text"].rstrip().endswith(QUOTES)
+
+
+def unquoted(text: str) -> str:
+    """`text` without the three quotes around it."""
+    quoted = _QUOTED.fullmatch(text)
+    return (quoted["before"] or "") + quoted["text"].rstrip().removesuffix(QUOTES) if quoted else text
+
+
+def is_quoted(text: str) -> bool:
+    """Whether all of it is a message in three quotes, which is no command whatever it begins with."""
+    quoted = _QUOTED.fullmatch(text)
+    return quoted is not None and not quoted["before"]
+
+
+class Reader:
+    """Reads messages; remembers them in `history`."""
+
+    def __init__(self, history: History, commands: Sequence[str] = ()) -> None:
+        self.history = history
+        _choose_editor()
+        self._session: PromptSession[str] = PromptSession(
+            PROMPT,
+            multiline=True,
+            history=history,
+            placeholder=[("class:placeholder", PLACEHOLDER)],
+            prompt_continuation=_continuation,
+            key_bindings=_keys(),
+            enable_suspend=True,
+            completer=_completer(commands),
+            complete_while_typing=False,
+            complete_style=CompleteStyle.READLINE_LIKE,
+            style=STYLE,
+        )
+
+    def read(self) -> str:
+        """The next message, as typed.
+
+        Raises EOFError at Ctrl-D on an empty line, KeyboardInterrupt at Ctrl-C: `left` then has what was typed.
+        """
+        return self._session.prompt()
+
+    @property
+    def left(self) -> str:
+        return self._session.default_buffer.text
+
+
+def _continuation(_width: int, _line: int, wrap_count: Any) -> str:
+    """Before each new line; nothing before the rest of a long one."""
+    return "" if wrap_count else CONTINUATION
+
+
+def _completer(commands: Sequence[str]) -> Completer:
+    return WordCompleter(list(commands), sentence=True)
+
+
+def _keys() -> KeyBindings:
+    keys = KeyBindings()
+    typing = has_focus(DEFAULT_BUFFER)
+
+    @keys.add("enter", filter=typing)
+    def _(event: KeyPressEvent) -> None:
+        buffer = event.current_buffer
+        if is_unfinished(buffer.text):
+            buffer.insert_text("\n")
+        else:
+            buffer.validate_and_handle()
+
+    @keys.add("c-j", filter=typing)
+    def _(event: KeyPressEvent) -> None:
+        event.current_buffer.insert_text("\n")
+
+    @keys.add("c-g", filter=typing)
+    def _(event: KeyPressEvent) -> None:
+        event.current_buffer.open_in_editor()
+
+    return keys
+
+
+def _choose_editor() -> None:
+    """prompt_toolkit asks VISUAL, then EDITOR: Ollama's own variable comes before both."""
+    chosen = next((value for name in EDITORS if (value := os.environ.get(name))), None)
+    if chosen:
+        os.environ["VISUAL"] = chosen

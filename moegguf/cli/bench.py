@@ -1,0 +1,319 @@
+"""The flags of `moegguf bench`: their names, help and how their values are read. llama-bench's where it has them."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import signal
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from moegguf.config import parse_expert_cache, parse_size
+from moegguf.errors import OptionError
+
+if TYPE_CHECKING:
+    from moegguf.bench.series import Entry, Outcome
+    from moegguf.bench.spec import Spec
+
+
+
+def _option(panel: str, *names: str, help: str = "", **settings: Any) -> Any:
+    return typer.Option(*names, help=help, rich_help_panel=panel, **settings)
+
+
+def _test(*names: str, help: str = "", **settings: Any) -> Any:
+    return _option("Tests", *names, help=help, **settings)
+
+
+def _setting(*names: str, help: str = "", **settings: Any) -> Any:
+    return _option("Settings (several values with commas)", *names, help=help, **settings)
+
+
+def _versus(*names: str, help: str = "", **settings: Any) -> Any:
+    return _option("Comparison and output", *names, help=help, **settings)
+
+
+Words = list[str]
+
+Models = Annotated[
+    Words, _test("-m", "--model", help="GGUF file (the first one of a split model) or a name; may be repeated.")
+]
+Prompts = Annotated[Words, _test("-p", "--n-prompt", help="Tokens of a prompt.")]
+Gens = Annotated[Words, _test("-n", "--n-gen", help="Tokens to generate.")]
+Pairs = Annotated[Words, _test("-pg", metavar="PP,TG", help="A prompt and a generation in one test.")]
+Depths = Annotated[Words, _test("-d", "--n-depth", help="Tokens before the test, not timed.")]
+Repetitions = Annotated[int, _test("-r", "--repetitions", min=1, help="Times each test runs in a process.")]
+Text = Annotated[
+    Path | None,
+    _test(
+        "--text",
+        exists=True,
+        dir_okay=False,
+        help="Feed this file's tokens; the hit rate of random ones, the default, says little.",
+    ),
+]
+Greedy = Annotated[
+    bool, _test("--greedy", help="Generation goes on with its own likeliest token; give it a prompt with -d.")
+]
+Seed = Annotated[int, _test("--seed", min=0, help="Of the random tokens.")]
+NoWarmup = Annotated[bool, _test("--no-warmup", help="No untimed run before each test.")]
+Delay = Annotated[float, _test("--delay", min=0, help="Seconds before each test.")]
+
+Batches = Annotated[Words, _setting("-b", "--batch-size", help="Tokens of one call.")]
+Ubatches = Annotated[Words, _setting("-ub", "--ubatch-size", help="Tokens of one pass.")]
+TypesK = Annotated[Words, _setting("-ctk", "--cache-type-k", help="Type of the K cache.")]
+TypesV = Annotated[Words, _setting("-ctv", "--cache-type-v", help="Type of the V cache.")]
+Threads = Annotated[Words, _setting("-t", "--threads", help="Default: the processors this process may use.")]
+GpuLayers = Annotated[Words, _setting("-ngl", "--n-gpu-layers", help="Layers on a GPU; -1: all.")]
+FlashAttn = Annotated[Words, _setting("-fa", "--flash-attn", help="on, off or auto.")]
+Caches = Annotated[Words, _setting("--expert-cache", help='Memory for experts: "auto", "4GiB", "50%".')]
+Readers = Annotated[int, _setting("--readers", min=1, help="Threads that read experts.")]
+NoRepack = Annotated[
+    bool, _setting("--no-repack", help="Experts as in the file, not as the fastest kernels like them.")
+]
+NoOverlap = Annotated[bool, _setting("--no-overlap", help="Wait for all of an expert before computing with it.")]
+NoSweep = Annotated[bool, _setting("--no-sweep", help="A prompt does not fetch the next layer ahead.")]
+NoDirect = Annotated[bool, _setting("--no-direct", help="Read experts through the page cache.")]
+
+Policy = Annotated[
+    str, _setting("--policy", help="Who stays: a policy of `moegguf trace simulate`, or auto: the measured best.")
+]
+Predictor = Annotated[str | None, _setting("--predictor", help="Who comes next: a predictor, or none.")]
+Prefetch = Annotated[
+    bool | None, _setting("--prefetch/--no-prefetch", help="Fetch ahead what the predictor says, while that pays.")
+]
+
+Ablate = Annotated[
+    bool,
+    _versus(
+        "--ablate",
+        help="In turns with moegguf as asked for: without prefetch, chunks, early preemption, reordering; plain LRU."
+        " Prefetching is then on whether it pays or not.",
+    ),
+]
+Against = Annotated[
+    Words,
+    _versus(
+        "--against",
+        metavar="SYSTEMS",
+        help="In turns: llama.cpp itself (mmap, resident; -plain or -repacked behind a name picks its kernels), or"
+        " lru: moegguf with the plain cache.",
+    ),
+]
+Rounds = Annotated[int | None, _versus("--rounds", min=1, help="Turns; default 3 with --against, else 1.")]
+MemoryLimit = Annotated[
+    str | None, _versus("--memory-limit", metavar="SIZE", help="Run each system in a memory cgroup of this size.")
+]
+RequireLimit = Annotated[bool, _versus("--require-limit", help="Fail where no such cgroup can be made.")]
+KeepPageCache = Annotated[
+    bool, _versus("--keep-page-cache", help="Do not drop the file from the page cache before each run.")
+]
+Output = Annotated[str, _versus("-o", "--output", help="md, json, jsonl or csv.")]
+Verbose = Annotated[bool, _versus("-v", "--verbose", help="Show llama.cpp's own messages.")]
+
+_RANGE = re.compile(r"(-?\d{1,9})(?:-(\d{1,9})(?:([+*])(\d{1,9}))?)?")
+
+
+def split(values: Iterable[str]) -> list[str]:
+    """Values given once with commas, or several times."""
+    return [word.strip() for value in values for word in value.split(",") if word.strip()]
+
+
+def parse_ints(values: Iterable[str], flag: str) -> list[int]:
+    """Whole numbers as llama-bench takes them: "512", "128,256", "64-512*2", "1-8+1". Raises OptionError."""
+    numbers: list[int] = []
+    for word in split(values):
+        match = _RANGE.fullmatch(word)
+        if match is None:
+            raise OptionError(f"{flag} takes numbers such as 512, 128,256 or 64-512*2, but not {word!r}.")
+        numbers += _expand(match, flag)
+    return numbers
+
+
+def _expand(match: re.Match[str], flag: str) -> Iterator[int]:
+    at, step = int(match[1]), int(match[4] or 1)
+    last = int(match[2]) if match[2] else at
+    if at < last and ((match[3] == "*" and (step < 2 or at < 1)) or step < 1):
+        raise OptionError(f"{flag} {match[0]} never ends; give a larger step.")
+    while at <= last:
+        yield at
+        at = at * step if match[3] == "*" and at else at + max(1, step)
+
+
+def parse_pairs(values: Sequence[str]) -> list[tuple[int, int]]:
+    """-pg 512,128, a prompt and a generation, any number of times. Raises OptionError."""
+    pairs = []
+    for value in values:
+        numbers = parse_ints([value], "-pg")
+        if len(numbers) != 2:
+            raise OptionError(f"-pg takes a prompt and a generation such as 512,128, but not {value!r}.")
+        pairs.append((numbers[0], numbers[1]))
+    return pairs
+
+
+def parse_tests(
+    n_prompt: Sequence[str], n_gen: Sequence[str], pairs: Sequence[str], n_depth: Sequence[str]
+) -> list[tuple[int, int, int]]:
+    """(n_prompt, n_gen, n_depth) of every test in llama-bench's order: prompts, generations, pairs, for each depth."""
+    shapes = [(n, 0) for n in parse_ints(n_prompt, "-p") if n]
+    shapes += [(0, n) for n in parse_ints(n_gen, "-n") if n]
+    shapes += [pair for pair in parse_pairs(pairs) if any(pair)]
+    return [(p, n, d) for d, (p, n) in itertools.product(parse_ints(n_depth, "-d"), shapes)]
+
+
+
+def bench(
+    model: Models,
+    n_prompt: Prompts = ["512"],  # noqa: B006 (typer copies defaults)
+    n_gen: Gens = ["128"],  # noqa: B006
+    pg: Pairs = [],  # noqa: B006
+    n_depth: Depths = ["0"],  # noqa: B006
+    repetitions: Repetitions = 5,
+    text: Text = None,
+    greedy: Greedy = False,
+    seed: Seed = 0,
+    no_warmup: NoWarmup = False,
+    delay: Delay = 0,
+    batch: Batches = ["2048"],  # noqa: B006
+    ubatch: Ubatches = ["512"],  # noqa: B006
+    type_k: TypesK = ["f16"],  # noqa: B006
+    type_v: TypesV = ["f16"],  # noqa: B006
+    threads: Threads = [],  # noqa: B006
+    n_gpu_layers: GpuLayers = ["-1"],  # noqa: B006
+    flash_attn: FlashAttn = ["auto"],  # noqa: B006
+    expert_cache: Caches = ["auto"],  # noqa: B006
+    readers: Readers = 4,
+    no_repack: NoRepack = False,
+    no_overlap: NoOverlap = False,
+    no_sweep: NoSweep = False,
+    no_direct: NoDirect = False,
+    policy: Policy = "auto",
+    predictor: Predictor = None,
+    prefetch: Prefetch = None,
+    against: Against = [],  # noqa: B006
+    ablate: Ablate = False,
+    rounds: Rounds = None,
+    memory_limit: MemoryLimit = None,
+    require_limit: RequireLimit = False,
+    keep_page_cache: KeepPageCache = False,
+    output: Output = "md",
+    verbose: Verbose = False,
+) -> None:
+    """Measure prompt and generation speed, hit rate, bytes, stalls and the share of the link's bound.
+
+    Takes llama-bench's flags and prints its formats. `--against mmap,resident` runs llama.cpp itself in turns with it.
+    """
+    flags = dict(locals())
+    from moegguf.cli.bench_format import FORMATS
+
+    if output not in FORMATS:
+        raise OptionError(f"-o takes {', '.join(FORMATS)}, but not {output!r}.")
+    rivals = list(dict.fromkeys(split(against) + (_ablations(policy, prefetch) if ablate else [])))
+    groups = _groups(flags, rivals, limit := _limit(memory_limit, require_limit))
+    rows = _measure(groups, rounds or (3 if rivals else 1), limit, not keep_page_cache)
+    typer.echo(FORMATS[output](rows), nl=False)
+    if any(row["error"] and row["system"] == "moegguf" for row in rows):
+        raise typer.Exit(1)
+
+
+def _ablations(policy: str, prefetch: bool | None) -> list[str]:
+    """What to leave out in turn; where nothing is prefetched, leaving that out would be the same run twice."""
+    from moegguf.bench.series import WITHOUT
+
+    names = list(WITHOUT)
+    if prefetch is False or (prefetch is None and policy != "auto"):
+        names.remove("no-prefetch")
+        typer.echo("--ablate without no-prefetch: nothing is prefetched unless --prefetch asks for it.", err=True)
+    return names
+
+
+def _groups(flags: dict[str, Any], rivals: Sequence[str], limit: int | None) -> list[list[Entry]]:
+    """The systems to run in turns, for every combination of settings."""
+    from moegguf.bench.series import entries, settings
+    from moegguf.engine.machine import count_cpus
+    from moegguf.models.catalog import find_model
+
+    flags = flags | {"model": [str(find_model(name)) for name in flags["model"]]}
+    caches = split(flags["expert_cache"])
+    for cache in caches:
+        parse_expert_cache(cache)
+    lists: dict[str, Sequence[Any]] = {
+        "model": flags["model"],
+        "n_gpu_layers": parse_ints(flags["n_gpu_layers"], "-ngl"),
+        "n_batch": parse_ints(flags["batch"], "-b"),
+        "n_ubatch": parse_ints(flags["ubatch"], "-ub"),
+        "type_k": split(flags["type_k"]),
+        "type_v": split(flags["type_v"]),
+        "flash_attn": split(flags["flash_attn"]),
+        "n_threads": parse_ints(flags["threads"], "-t") or [count_cpus()],
+    }
+    return [entries(spec, caches, rivals, limit) for spec in settings(_base(flags), lists)]
+
+
+def _base(flags: dict[str, Any]) -> Spec:
+    from moegguf.bench.spec import Spec, Test
+    from moegguf.engine.live_controller import Steer
+
+    Steer(flags["policy"], flags["predictor"])  # a name that nobody has is refused before anything runs
+    tests = parse_tests(flags["n_prompt"], flags["n_gen"], flags["pg"], flags["n_depth"])
+    text = flags["text"]
+    switches = {name: not flags[f"no_{name}"] for name in ("overlap", "sweep", "direct")}
+    return Spec(
+        model=flags["model"][0],
+        tests=tuple(Test(*test) for test in tests),
+        repack=not flags["no_repack"],
+        repetitions=flags["repetitions"],
+        store={"readers": flags["readers"]} | switches,
+        policy=flags["policy"],
+        predictor=flags["predictor"],
+        prefetch=flags["prefetch"],
+        watchdog=not flags["ablate"],
+        feed="greedy" if flags["greedy"] else "text" if text else "random",
+        text=str(text) if text else None,
+        seed=flags["seed"],
+        warmup=not flags["no_warmup"],
+        delay_s=flags["delay"],
+        verbose=flags["verbose"],
+    )
+
+
+def _limit(size: str | None, require: bool) -> int | None:
+    """Bytes of the limit; None without one, and where none can be set, which is said."""
+    from moegguf.bench.series import limit_fault
+
+    if size is None:
+        return None
+    try:
+        n_bytes = parse_size(size)
+    except ValueError as error:
+        raise OptionError(f"--memory-limit: {error}.") from None
+    fault = limit_fault(n_bytes)
+    if fault and require:
+        raise OptionError(f"--require-limit: {fault}")
+    if fault:
+        typer.echo(f"going on without a memory limit: {fault}", err=True)
+    return None if fault else n_bytes
+
+
+def _measure(
+    groups: Sequence[Sequence[Entry]], rounds: int, limit: int | None, drop_cache: bool
+) -> list[dict[str, Any]]:
+    """Rows of all groups; when interrupted, of what was finished."""
+    from moegguf.bench.rows import make_rows
+    from moegguf.bench.series import ProcessRunner, run_series
+
+    outcomes: list[list[Outcome]] = [[] for _ in groups]
+    runner = ProcessRunner(limit, drop_cache)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that what was made is removed then, too
+    try:
+        for group, found in zip(groups, outcomes, strict=True):
+            for outcome in run_series(group, rounds, runner, lambda line: typer.echo(line, err=True)):
+                found.append(outcome)
+    except KeyboardInterrupt:
+        typer.echo("interrupted; these are the runs that were finished.", err=True)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    return [row for found in outcomes for row in make_rows(found, limit)]

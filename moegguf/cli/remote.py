@@ -1,0 +1,80 @@
+"""The commands for a running server: ps and stop."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Annotated, Any
+
+import typer
+
+from moegguf.errors import ModelNotFoundError, MoeggufError
+from moegguf.terminal.messages import say
+
+ASK_S = 2.0
+
+AsJson = Annotated[bool, typer.Option("--json", help="JSON on stdout, for scripts.")]
+
+
+def print_versions() -> None:
+    """Ours, and the server's where one runs and differs."""
+    from moegguf import __version__
+    from moegguf.cli.client import Client
+
+    print(f"moegguf {__version__}")
+    try:
+        server = Client().get("/api/version", ASK_S)
+    except MoeggufError:
+        return
+    theirs = server.get("moegguf", f"Ollama {server.get('version', 'of an unknown version')}")
+    if theirs != __version__:
+        say(f"warning: the server is another version: {theirs}")
+
+
+def ps(
+    prefix: Annotated[str, typer.Argument(metavar="PREFIX", help="Only names that begin like this.")] = "",
+    as_json: AsJson = False,
+) -> None:
+    """List the models that a running server has loaded."""
+    from moegguf.cli.client import Client
+    from moegguf.terminal.tables import print_columns, print_json
+
+    models = [m for m in Client().get("/api/ps")["models"] if m["name"].lower().startswith(prefix.lower())]
+    if as_json:
+        print_json(models)
+        return
+    print_columns(("NAME", "ID", "SIZE", "PROCESSOR", "CONTEXT", "UNTIL"), [_row(model) for model in models])
+
+
+def _row(model: dict[str, Any]) -> tuple[str, ...]:
+    from moegguf.terminal.units import moment, processor, size
+
+    until = "Stopping..." if model.get("stopping") else moment(_expiry(model["expires_at"]))
+    n_ctx, where = str(model["context_length"]), processor(model["size"], model["size_vram"])
+    return model["name"], model["digest"][:12], size(model["size"]), where, n_ctx, until
+
+
+def _expiry(text: str) -> datetime | None:
+    """The moment of `expires_at`; None for a model that stays, whose moment lies centuries ahead."""
+    when = datetime.fromisoformat(text)
+    return None if when.year > datetime.now().year + 100 else when
+
+
+def stop(model: Annotated[str, typer.Argument(metavar="MODEL", help="A name that `ps` shows.")]) -> None:
+    """Unload a model from a running server."""
+    from moegguf.cli.client import Client
+    from moegguf.models.names import parse_name
+
+    client, name = Client(), parse_name(model).canonical
+    if not any(loaded["name"].lower() == name.lower() for loaded in client.get("/api/ps")["models"]):
+        raise ModelNotFoundError(f"couldn't find model {model!r} to stop")
+    client.post("/api/generate", {"model": name, "keep_alive": 0})
+
+
+def unload_if_serving(name: str) -> None:
+    """Asks a running server to let go of a model; without a server there is nothing to let go of."""
+    from moegguf.cli.client import Client
+
+    try:
+        Client().post("/api/generate", {"model": name, "keep_alive": 0})
+    except MoeggufError:
+        return

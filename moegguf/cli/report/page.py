@@ -1,0 +1,307 @@
+"""One page with everything measured about a recorded routing: plots, the numbers under them, and what they say.
+
+The page is a single file that asks for nothing from elsewhere, follows the reader's light or dark theme, and fits a
+phone. It only shows: what is measured, and every figure derived from it, is controller/report_data.py's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from html import escape
+from pathlib import Path
+
+from moegguf import __version__
+from moegguf.cli.report import findings as words
+from moegguf.cli.report import plots
+from moegguf.cli.report.findings import percent
+from moegguf.cli.report.svg import Palette, require_matplotlib
+from moegguf.config import format_bytes
+from moegguf.trace.report import Recorded, Report
+from moegguf.trace.score import ScoreTable
+
+STYLE = """
+:root { --ink: #1d2329; --muted: #68727c; --grid: #e4e8ec; --page: #ffffff; --soft: #f5f7f9; --accent: #c2410c; }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e6e9ec; --muted: #98a2ac; --grid: #30363d; --page: #14181c; --soft: #1c2228; --accent: #ff9a5c; }
+}
+* { box-sizing: border-box; }
+body { margin: 0; background: var(--page); color: var(--ink);
+  font: 16px/1.55 system-ui, -apple-system, "Segoe UI", Roboto, "Noto Sans", sans-serif; }
+header, main, footer { max-width: 47rem; margin: 0 auto; padding: 0 1.1rem; }
+header { padding-top: 2.2rem; }
+h1 { font-size: 1.7rem; line-height: 1.2; margin: 0 0 .8rem; overflow-wrap: anywhere; }
+h2 { font-size: 1.2rem; margin: 0 0 .5rem; scroll-margin-top: 1rem; }
+nav ul { list-style: none; display: flex; flex-wrap: wrap; gap: .2rem 1.1rem; margin: 0; padding: 0; font-size: .9rem; }
+a { color: var(--accent); text-underline-offset: .15em; }
+section { padding: 1.9rem 0 .6rem; margin-top: 1.6rem; border-top: 1px solid var(--grid); }
+.findings { margin: 0 0 1.1rem; padding: 0; list-style: none; max-width: 42rem; overflow-wrap: anywhere; }
+.findings li + li { margin-top: .3rem; }
+figure { margin: 0 0 1.3rem; }
+.plot { overflow-x: auto; }
+.plot svg { display: block; width: 100%; max-width: 42rem; min-width: 22rem; height: auto; }
+.plot svg text { font-family: inherit !important; }
+.plot image { image-rendering: pixelated; }
+figcaption, footer { color: var(--muted); font-size: .87rem; }
+details { margin: .3rem 0; }
+summary { cursor: pointer; color: var(--muted); font-size: .9rem; }
+summary:focus-visible, a:focus-visible { outline: 2px solid var(--accent); outline-offset: 2px; }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; font-size: .86rem; font-variant-numeric: tabular-nums; margin: .5rem 0 .9rem; }
+caption { position: absolute; width: 1px; height: 1px; overflow: hidden; clip-path: inset(50%); }
+th, td { padding: .28rem .8rem .28rem 0; border-bottom: 1px solid var(--grid); text-align: right; vertical-align: top; }
+th { font-weight: 600; }
+thead th { vertical-align: bottom; }
+tbody th { text-align: left; font-weight: 500; white-space: nowrap; }
+thead th:first-child { text-align: left; }
+#recorded ~ .wide td { text-align: left; overflow-wrap: anywhere; }
+#recorded ~ .wide th { color: var(--muted); }
+footer { padding: 2rem 1.1rem 2.5rem; }
+"""
+
+
+Row = Sequence[str]
+Plot = tuple[str, str]  # svg, caption
+
+
+def write_report(path: Path, report: Report) -> None:
+    """Writes the page. Raises OptionError without matplotlib, OSError when the file cannot be written."""
+    path.write_text(render(report), encoding="utf-8")
+
+
+def render(report: Report) -> str:
+    """The page as HTML."""
+    require_matplotlib()
+    sections = [_recorded(report.recorded), *(part(report) for part in PARTS)]
+    title = escape(f"{report.title}: {report.recorded.model}" if report.recorded.model else report.title)
+    return (
+        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{title}</title>\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f'<meta name="color-scheme" content="light dark">\n<style>{STYLE}</style>\n</head>\n<body>\n'
+        f"<header><h1>{title}</h1>{_contents()}</header>\n<main>\n{''.join(sections)}</main>\n"
+        f"<footer>moegguf {escape(__version__)}</footer>\n</body>\n</html>\n"
+    )
+
+
+def _contents() -> str:
+    links = "".join(f'<li><a href="#{name}">{title}</a></li>' for name, title in TITLES.items())
+    return f'<nav aria-label="Contents"><ul>{links}</ul></nav>'
+
+
+def _section(name: str, findings: Sequence[str], drawn: Sequence[Plot] = (), tables: str = "") -> str:
+    figures = "".join(
+        f'<figure><div class="plot">{svg}</div><figcaption>{escape(caption)}</figcaption></figure>'
+        for svg, caption in drawn
+    )
+    heading = f'<h2 id="{name}">{TITLES[name]}</h2>'
+    said = "".join(f"<li>{escape(finding)}</li>" for finding in findings)
+    return f'<section>{heading}<ul class="findings">{said}</ul>{figures}{tables}</section>\n'
+
+
+def _table(caption: str, head: Row, rows: Sequence[Row], folded: bool = True) -> str:
+    """A table whose first column names its rows; everything in it is escaped."""
+    top = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in head)
+    top = f"<thead><tr>{top}</tr></thead>" if any(head) else ""
+    body = "".join(
+        f'<tr><th scope="row">{escape(row[0])}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in row[1:])}</tr>'
+        for row in rows
+    )
+    table = f'<div class="wide"><table><caption>{escape(caption)}</caption>{top}<tbody>{body}</tbody></table></div>'
+    return f"<details><summary>Numbers: {escape(caption)}</summary>{table}</details>" if folded else table
+
+
+def _recorded(facts: Recorded) -> str:
+    rows = [
+        ("model", facts.model or "–"),
+        ("routers' fingerprint", facts.fingerprint or "–"),
+        ("experts", f"{facts.n_moe_layer} layers of {facts.n_expert}, {facts.n_expert_used} used by a token"),
+        ("size of an expert", format_bytes(facts.expert_bytes)),
+        ("experts touched by a token", format_bytes(facts.token_bytes)),
+        ("requests", str(facts.requests)),
+        ("tokens read (prompts)", str(facts.prompt_tokens)),
+        ("tokens produced (answers)", str(facts.answer_tokens)),
+        ("hardware", facts.hardware or "–"),
+        *((f"setting: {name}", str(value)) for name, value in facts.settings.items()),
+    ]
+    kinds = [(kind or "(unnamed)", str(n)) for kind, n in facts.kinds.items()]
+    named = ", ".join(f"{n} of {kind}" for kind, n in kinds)
+    findings = [f"{facts.requests} requests ({named}), {facts.answer_tokens} tokens produced."]
+    tables = _table("what was recorded", ("", ""), rows, folded=False)
+    return _section("recorded", findings, (), tables)
+
+
+def _heat(report: Report) -> str:
+    reuse = report.reuse
+    if reuse is None or not reuse.counts.size:
+        return _section("experts", NOT_MEASURED)
+    caption = "The denser, the more; 1 is an expert's share if all experts of the layer were used alike."
+    kinds = {sequence: report.labels.get(sequence, "") for sequence in reuse.sequences}
+    drawn = [
+        (plots.layer_heatmap(reuse), f"All requests together. {caption}"),
+        (plots.request_heatmap(reuse, kinds), "One line for each request, one layer; answers only."),
+    ]
+    total = reuse.counts.sum(axis=0)
+    rows = [
+        (str(il), str(line.min()), str(line.max()), str(int((line == 0).sum())), percent(float(following)))
+        for il, line, following in zip(reuse.layers, total, reuse.next_token, strict=True)
+    ]
+    head = ("layer", "least used (tokens)", "most used (tokens)", "never used", "kept by the next token")
+    return _section("experts", words.of_heat(reuse), drawn, _table("use by layer", head, rows))
+
+
+def _reuse(report: Report) -> str:
+    reuse = report.reuse
+    if reuse is None or not reuse.counts.size:
+        return _section("reuse", NOT_MEASURED)
+    skews = (
+        ("one request", reuse.within),
+        ("as many tokens from all requests", reuse.same_size),
+        ("all requests", reuse.merged),
+    )
+    tables = _table(
+        "how uneven use is (MoE-Infinity, figure 2)",
+        ("", "experts that make up 80% of uses", "entropy (1 is even)"),
+        [(name, percent(skew.covering), f"{skew.entropy:.3f}") for name, skew in skews],
+    )
+    tables += _table(
+        "experts already used in the last n tokens",
+        ("n", "same request", "another request"),
+        [(str(n), percent(share), percent(reuse.windows_other[n])) for n, share in reuse.windows_same.items()],
+    )
+    tables += _table(
+        "tokens since the last use in the request",
+        ("tokens", "share of uses"),
+        [
+            ("first use" if n == 0 else "later" if n < 0 else f"up to {n}", percent(share))
+            for n, share in reuse.again.items()
+        ],
+    )
+    caption = "Left: of the experts a token uses. Right: all uses of an answer, the first ones included."
+    return _section("reuse", words.of_reuse(reuse), [(plots.reuse_windows(reuse), caption)], tables)
+
+
+def _hits(report: Report) -> str:
+    table = report.policies
+    if table is None or not table.budgets():
+        return _section("hits", NOT_MEASURED)
+    budgets = table.budgets()
+    rows = [(name, *(percent(rates.get(budget)) for budget in budgets)) for name, rates in table.hit_rates.items()]
+    closed = [
+        (name, *(percent(table.closed(name, budget)) for budget in budgets))
+        for name in table.hit_rates
+        if name not in table.offline
+    ]
+    head = ("policy", *(f"{budget:.0%}" for budget in budgets))
+    tables = _table("hit rate by budget (share of all experts)", head, rows)
+    tables += _table("distance from LRU to Belady that is closed", head, closed)
+    caption = "Belady knows the future: no choice of what to evict is above it. Thick: the best that does not know it."
+    return _section("hits", words.of_policies(table), [(plots.hit_rates(table, palette(report)), caption)], tables)
+
+
+def _scores(report: Report) -> str:
+    table = report.scores
+    if table is None or not table.scores:
+        return _section("accuracy", NOT_MEASURED)
+    caption = (
+        "Share of exactly n_expert_used predicted experts that are used (ProMoE's ACCURACY), mean over layers but the"
+        " first. Dashed: the same predictor on the same routing dealt out anew in time; only what lies above it counts."
+    )
+    findings = words.of_scores(table)
+    return _section("accuracy", findings, [(plots.accuracy(table), caption)], _score_tables(table))
+
+
+def _score_tables(table: ScoreTable) -> str:
+    n = table.n_expert_used - 1
+    rows, controls = [], {control.name: control for control in table.controls}
+    for score in table.scores:
+        for distance, figures in score.means.items():
+            control = controls[score.name].means[distance].accuracy if score.name in controls else None
+            batch = (score.batch_accuracy or {}).get(distance)
+            moved = (figures.moved_per_useful[n], figures.missing_moved_per_useful[n])
+            shares = (
+                figures.coverage, figures.accuracy, control, figures.top_k_hit, figures.at_least_one, batch,
+                figures.precision[n], figures.recall[-1], figures.fetch_rate, figures.good_pred,
+            )  # fmt: skip
+            bytes_moved = ["–" if value is None else f"{value:.2f}" for value in moved]
+            rows.append((f"{score.name}, {distance}", *map(percent, shares), *bytes_moved))
+    head = (
+        "predictor, distance", "answers", "ACCURACY", "control", "all right", "one right",
+        f"batch of {table.batch_sequences}", "precision", "recall of twice as many", "FETCHRATE", "GOODPRED",
+        "bytes per useful byte", f"the same, LRU of {table.lru_share:.0%}",
+    )  # fmt: skip
+    link = table.link
+    caption = "predictors, over all layers but the first"
+    if link is not None:
+        caption += (
+            f"; link of {link.bytes_per_s / 1e9:g} GB/s, {link.latency_us:g} µs,"
+            f" {link.layer_compute_us:g} µs of compute per layer"
+        )
+    return _table(caption, head, rows)
+
+
+def _stalls(report: Report) -> str:
+    table = report.stalls
+    if table is None or not table.speeds():
+        return _section("stall", NOT_MEASURED)
+    speeds = table.speeds()
+    rows = [
+        (name, *("–" if speed not in row else f"{row[speed]:.3f}" for speed in speeds))
+        for name, row in table.stall_ms.items()
+    ]
+    numbers = _table("stall in ms per token, by link", ("setting", *(f"{speed:g} GB/s" for speed in speeds)), rows)
+    caption = "Time that computing waits for experts, on a modelled link. What is below 0.01 ms is drawn at 0.01 ms."
+    return _section("stall", words.of_stalls(table), [(plots.stalls(table, palette(report)), caption)], numbers)
+
+
+def _recovery(report: Report) -> str:
+    table = report.recovery
+    if table is None or not any(table.hit_rates.values()):
+        return _section("recovery", NOT_MEASURED)
+    rows = []
+    for name, rates in table.hit_rates.items():
+        needed = table.recovered_after(name)
+        before, after = rates[: table.change], rates[table.change :]
+        means = [percent(sum(part) / len(part) if part else None) for part in (before, after[:10], after)]
+        rows.append((name, *means, "–" if needed is None else str(needed)))
+    head = ("policy", "before the change", "first 10 after", "all after", "requests to recover")
+    caption = f"From {table.kinds[0] or 'one kind of text'} to {table.kinds[1] or 'another'} at the dotted line"
+    caption += "." if table.budget is None else f", budget {table.budget:.0%} of the experts."
+    drawn = [(plots.recovery(table, palette(report)), caption)]
+    return _section("recovery", words.of_recovery(table), drawn, _table("hit rate around the change", head, rows))
+
+
+def _schedule(report: Report) -> str:
+    table = report.schedule
+    if table is None or not any(table.experts.values()):
+        return _section("schedule", NOT_MEASURED)
+    orders = list(dict.fromkeys(order for row in table.experts.values() for order in row))
+    rows = [
+        (str(batch), *(f"{row[order]:.2f}" if order in row else "–" for order in orders))
+        for batch, row in table.experts.items()
+    ]
+    numbers = _table("distinct experts per layer and step", ("requests per batch", *orders), rows)
+    caption = "Fewer distinct experts in a batch are fewer bytes to fetch for the same tokens."
+    return _section("schedule", words.of_schedule(table), [(plots.schedule(table), caption)], numbers)
+
+
+def palette(report: Report) -> Palette:
+    """Looks of policies and settings, the same in every plot that has them."""
+    tables = (
+        report.policies and report.policies.hit_rates,
+        report.recovery and report.recovery.hit_rates,
+        report.stalls and report.stalls.stall_ms,
+    )
+    return Palette(name for table in tables if table for name in table)
+
+
+NOT_MEASURED = ("Not measured in this report.",)
+TITLES = {
+    "recorded": "What was recorded",
+    "experts": "Which experts are used",
+    "reuse": "Reuse within a request and across requests",
+    "hits": "Hit rate against budget",
+    "accuracy": "Accuracy of predictions against distance",
+    "stall": "Stall against link speed",
+    "recovery": "After a change of text",
+    "schedule": "Effect of the scheduler",
+}
+PARTS: tuple[Callable[[Report], str], ...] = (_heat, _reuse, _hits, _scores, _stalls, _recovery, _schedule)

@@ -1,0 +1,110 @@
+"""`moegguf serve`: the address and the keys that a server listens with, from the command line and the environment."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from moegguf.errors import OptionError
+from moegguf.terminal.messages import say
+
+if TYPE_CHECKING:
+    from moegguf.settings import Host, Settings
+
+
+def serve(
+    host: Annotated[
+        str | None,
+        typer.Option(metavar="HOST[:PORT]", help="Where to listen.  [default: MOEGGUF_HOST, or 127.0.0.1:11434]"),
+    ] = None,
+    port: Annotated[
+        int | None, typer.Option(min=0, max=65535, metavar="N", help="Another port; 0 takes a free one.")
+    ] = None,
+    expert_cache: Annotated[
+        str | None,
+        typer.Option(metavar="BUDGET", help='Memory for experts of each model: "auto", "50%", "4GiB".'),
+    ] = None,
+    memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Memory for all loaded models together.  [default: as is free]")
+    ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(metavar="KEY", help="Ask every client for this key; MOEGGUF_API_KEY shows it to fewer people."),
+    ] = None,
+) -> int:
+    """Serve models over the Ollama and OpenAI APIs, with a page to look at.
+
+    Environment (OLLAMA_NAME is read where MOEGGUF_NAME is not set):
+
+    \b
+    MOEGGUF_HOST               where to listen, such as 127.0.0.1:11434
+    MOEGGUF_API_KEY            asked of every client; needed on other addresses than loopback
+    MOEGGUF_ORIGINS            web pages that may ask, besides those of this machine
+    MOEGGUF_MODELS             folder of GGUF files known by name
+    MOEGGUF_HOME               where names, blobs and history are kept
+    MOEGGUF_MEMORY             for all loaded models together
+    MOEGGUF_EXPERT_CACHE       of each model for its experts
+    MOEGGUF_KEEP_ALIVE         how long a model stays without work (5m; negative: for ever)
+    MOEGGUF_CONTEXT_LENGTH     tokens of context
+    MOEGGUF_MAX_LOADED_MODELS  at most so many at once
+    MOEGGUF_MAX_QUEUE          requests that may wait (512)
+    MOEGGUF_LOAD_TIMEOUT       a load ends when nothing is read for so long (5m)
+    MOEGGUF_KV_CACHE_TYPE      f16, q8_0 or q4_0
+    MOEGGUF_FLASH_ATTENTION    0 or 1
+    MOEGGUF_GPU_OVERHEAD       bytes to leave free on a GPU
+    MOEGGUF_DEBUG              1 logs every request
+    HF_TOKEN HF_HOME HF_HUB_CACHE HF_ENDPOINT HF_HUB_OFFLINE   as for huggingface_hub
+    """
+    settings = choose(host, port, memory, api_key)
+    if expert_cache is not None:
+        from moegguf.config import parse_expert_cache
+
+        parse_expert_cache(expert_cache)
+        os.environ["MOEGGUF_EXPERT_CACHE"] = expert_cache  # where the workers look
+    from moegguf.server.serve import listen, run_server
+
+    listener = listen(settings.host)
+    try:
+        return run_server(settings, listener, lambda: announce(settings.host, listener))
+    finally:
+        listener.close()
+
+
+def choose(host: str | None, port: int | None, memory: str | None, api_key: str | None) -> Settings:
+    """The environment's settings with those of the command line.
+
+    Raises OptionError, also for an address that others can reach without a key to ask them for.
+    """
+    from moegguf.config import parse_size
+    from moegguf.settings import parse_host, read_settings
+
+    settings = read_settings()
+    address = parse_host(host) if host is not None else settings.host
+    if address.scheme != "http":
+        raise OptionError("the server speaks http only; put a proxy before it for https.")
+    try:
+        memory_bytes = parse_size(memory) if memory is not None else settings.memory_bytes
+    except ValueError as error:
+        raise OptionError(f"--memory: {error}") from None
+    settings = replace(
+        settings,
+        host=replace(address, port=address.port if port is None else port),
+        memory_bytes=memory_bytes,
+        api_key=api_key or settings.api_key,
+    )
+    if not settings.host.is_loopback and not settings.api_key:
+        raise OptionError(
+            f"{settings.host.host} can be reached by others: set MOEGGUF_API_KEY (clients send it as a Bearer token),"
+            " or listen on 127.0.0.1."
+        )
+    return settings
+
+
+def announce(host: Host, listener: socket.socket) -> None:
+    """Says where the server listens, once it does."""
+    address = replace(host, port=listener.getsockname()[1])
+    say(f"listening on {address.url}" + (" (with an API key)" if not address.is_loopback else ""))

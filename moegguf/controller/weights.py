@@ -1,0 +1,133 @@
+"""Files of learned predictors: arrays as safetensors, facts as JSON in its header. Never pickle, never executed.
+
+A file that is damaged, made for another model, shape or version, or that does not hold what its predictor needs is
+left out with one warning: a predictor is a help, not a need.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+from safetensors import SafetensorError
+from safetensors.numpy import load as parse
+from safetensors.numpy import save as serialize
+
+from moegguf.atomic_write import write_whole
+from moegguf.controller.shape import MoeShape
+
+FORMAT_VERSION = 1
+MAX_FILE_BYTES = 4 << 30
+ROUTING = ("n_layer", "n_expert", "n_expert_used", "layers", "n_embd", "n_vocab")  # what must be the same
+
+Arrays = Mapping[str, npt.NDArray[Any]]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What a predictor was taught. facts: JSON values; how it was trained, and what its arrays mean."""
+
+    arrays: Arrays
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    def array(self, name: str, *shape: int) -> npt.NDArray[np.float32]:
+        """The named array as float32; ValueError when it is missing, has another shape or is not finite."""
+        found = self.arrays.get(name)
+        if found is None or found.shape != shape:
+            raise ValueError(f"'{name}' must have the shape {shape}, but {_shape_of(found)}")
+        if found.dtype.kind == "f" and not np.isfinite(found).all():
+            raise ValueError(f"'{name}' holds numbers that are not finite")
+        return np.ascontiguousarray(found, np.float32)
+
+
+def _shape_of(found: npt.NDArray[Any] | None) -> str:
+    return "is missing" if found is None else f"has {found.shape}"
+
+
+def save(path: str | os.PathLike[str], predictor: str, fingerprint: str, shape: MoeShape, weights: Weights) -> None:
+    """Writes the file, whole or not at all.
+
+    predictor: its name. fingerprint: of the model's routers (`Trace.header.fingerprint`). OSError when it cannot.
+    """
+    path = Path(path)
+    arrays = {name: np.ascontiguousarray(array) for name, array in weights.arrays.items()}
+    head: dict[str, Any] = {
+        "version": FORMAT_VERSION,
+        "predictor": predictor,
+        "fingerprint": fingerprint,
+        "shape": asdict(shape),
+        "facts": dict(weights.facts),
+    }
+    head["sha256"] = _checksum(head, arrays)
+    data = serialize(arrays, metadata={"moegguf": json.dumps(head, sort_keys=True)})
+    write_whole(path, data)
+
+
+def load(
+    path: str | os.PathLike[str],
+    predictor: str,
+    fingerprint: str,
+    shape: MoeShape,
+    build: Callable[[Weights], T],
+) -> T | None:
+    """What `build` makes of the file; None, and one warning, when it cannot be used.
+
+    `build` raises ValueError for arrays or facts that do not fit, as `Weights.array` does.
+    """
+    try:
+        return build(_read(Path(path), predictor, fingerprint, shape))
+    except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError, SafetensorError) as error:
+        why = error.strerror if isinstance(error, OSError) and error.strerror else error
+        warnings.warn(f"predictor file {str(path)!r} is not used: {why}; going on without what it holds.", stacklevel=2)
+        return None
+
+
+def _read(path: Path, predictor: str, fingerprint: str, shape: MoeShape) -> Weights:
+    with open(path, "rb") as stream:
+        data = stream.read(MAX_FILE_BYTES + 1)
+    if len(data) > MAX_FILE_BYTES:
+        raise ValueError(f"it is larger than {MAX_FILE_BYTES} bytes")
+    head = _head(data)
+    expected = {"version": FORMAT_VERSION, "predictor": predictor, "fingerprint": fingerprint}
+    for key, value in expected.items():
+        if head.get(key) != value:
+            raise ValueError(f"its {key} must be {value!r}, but is {head.get(key)!r:.80}")
+    routing, wanted = head.get("shape"), json.loads(json.dumps(asdict(shape)))
+    if not isinstance(routing, dict) or any(routing.get(key) != wanted[key] for key in ROUTING):
+        raise ValueError("it was made for a model of another shape")
+    arrays, facts = parse(data), head.get("facts")
+    if head.pop("sha256", None) != _checksum(head, arrays) or not isinstance(facts, dict):
+        raise ValueError("its contents do not match their checksum; it is damaged")
+    return Weights(arrays, facts)
+
+
+def _head(data: bytes) -> dict[str, Any]:
+    """Our JSON out of the safetensors header."""
+    n_bytes = int.from_bytes(data[:8], "little")
+    if len(data) < 8 or n_bytes > len(data) - 8:
+        raise ValueError("it is no safetensors file, or ends too early")
+    header = json.loads(data[8 : 8 + n_bytes])
+    metadata = header.get("__metadata__") if isinstance(header, dict) else None
+    ours = metadata.get("moegguf") if isinstance(metadata, dict) else None
+    head = json.loads(ours) if isinstance(ours, str) else None
+    if not isinstance(head, dict):
+        raise ValueError("it was not written by moegguf")
+    return head
+
+
+def _checksum(head: Mapping[str, Any], arrays: Arrays) -> str:
+    """Of all that the file says: facts, names, types, shapes and bytes."""
+    digest = hashlib.sha256(json.dumps(head, sort_keys=True).encode())
+    for name, array in sorted(arrays.items()):
+        digest.update(f"{name} {array.dtype.str} {array.shape}".encode())
+        digest.update(np.ascontiguousarray(array).data)
+    return digest.hexdigest()

@@ -1,0 +1,139 @@
+"""What a model is opened with: options checked, the file's header read, memory planned. Loads nothing."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from moegguf.config import ExpertCache, format_bytes_up, parse_expert_cache, read_environment
+from moegguf.engine.machine import count_cpus, read_memory
+from moegguf.engine.memory import check_context, whole_pages
+from moegguf.engine.plan import Plan, make_plan
+from moegguf.errors import (
+    AllocationError,
+    BudgetError,
+    CallbackError,
+    GenerationCancelled,
+    ModelFormatError,
+    MoeggufError,
+    OptionError,
+)
+from moegguf.gguf.experts import ExpertLayout, read_layout
+from moegguf.models.catalog import find_model
+from moegguf.native import library
+
+_bindings = library.llama_cpp()
+
+# Passed by known wrappers (LangChain) for llama.cpp versions long gone; they never did anything here.
+LEGACY_OPTIONS = frozenset({"device", "f16_kv", "n_parts", "low_vram", "mul_mat_q", "n_gqa", "rms_norm_eps"})
+N_CTX, N_BATCH, N_UBATCH = 512, 512, 512  # llama-cpp-python's defaults
+N_BATCH_POOLED = 2048
+
+Budget = str | int | float | ExpertCache
+Progress = Callable[[float], object]
+
+
+@dataclass(frozen=True)
+class Opening:
+    """A model about to be loaded. `options` are keywords of llama_cpp.Llama, without n_ubatch."""
+
+    path: str
+    layout: ExpertLayout
+    plan: Plan
+    hooks: bool  # the experts are ours to keep
+    n_ubatch: int
+    options: dict[str, Any]
+
+    def slots_within(self, expert_cache: Budget) -> int:
+        """Slots of another budget, once the model is loaded. Raises BudgetError when its passes need more of them."""
+        cache, layout = parse_expert_cache(expert_cache), self.layout
+        n_slots = make_plan(layout, cache, read_memory(), n_ctx=self.options["n_ctx"], n_ubatch=1).n_slots
+        least = min(self.plan.n_ubatch * layout.n_expert_used, layout.n_expert)
+        if n_slots < least:
+            size = format_bytes_up(least * self.plan.slot_bytes)
+            raise BudgetError(
+                f"expert_cache={expert_cache!r} is too small for a model that was loaded to read {self.plan.n_ubatch}"
+                f" tokens at a time; give at least {size!r}, or load it again with the smaller budget."
+            )
+        return n_slots
+
+    def failure(self, error: ValueError | MemoryError) -> MoeggufError:
+        """What an error of the base class while loading means."""
+        if isinstance(error, MemoryError):
+            return AllocationError(f"no memory left while loading {self.path}; give a smaller expert_cache or n_ctx.")
+        if "llama_context" in str(error):
+            return AllocationError(f"llama.cpp has no memory for a context of this size ({error}); lower n_ctx.")
+        return ModelFormatError(f"llama.cpp cannot load {self.path}: {error}; verbose=True shows its reasons.")
+
+
+def prepare(model: str | os.PathLike[str], expert_cache: Budget | None, options: dict[str, Any]) -> Opening:
+    """Reads and plans. `options`: keywords of llama_cpp.Llama as a user gives them.
+
+    Raises ModelNotFoundError, ModelFormatError, BudgetError, OptionError, and AllocationError for a context that
+    no memory of this machine could hold.
+    """
+    path, environment = os.fspath(find_model(model)), read_environment()
+    layout = read_layout(path)
+    cache = parse_expert_cache(environment.expert_cache if expert_cache is None else expert_cache)
+    options = {name: value for name, value in options.items() if name not in LEGACY_OPTIONS}
+    options["n_threads"] = options.get("n_threads") or count_cpus()
+    options.setdefault("n_threads_batch", options["n_threads"])
+    options["n_ctx"] = whole_pages(options.get("n_ctx", N_CTX) or layout.hparams.n_ctx_train or N_CTX)
+    if options.get("embedding"):  # a text that is pooled is read in one pass
+        options.setdefault("n_batch", min(options["n_ctx"], N_BATCH_POOLED))
+        options.setdefault("n_ubatch", options["n_batch"])
+    n_ubatch = min(options.pop("n_ubatch", N_UBATCH), options.get("n_batch", N_BATCH))
+    plan = _plan(layout, cache, n_ubatch, options)
+    hooks = layout.is_moe and environment.hooks
+    if hooks:
+        options["use_mmap"] = False
+        n_ubatch = plan.n_ubatch
+    return Opening(path, layout, plan, hooks, n_ubatch, options)
+
+
+def _plan(layout: ExpertLayout, cache: ExpertCache, n_ubatch: int, options: dict[str, Any]) -> Plan:
+    types = {name: value for name in ("type_k", "type_v") if (value := options.get(name)) is not None}
+    memory, n_ctx = read_memory(), options["n_ctx"]
+    check_context(layout, n_ctx, memory, **types)
+    flash_attn = options.get("flash_attn", False)
+    return make_plan(layout, cache, memory, n_ctx=n_ctx, n_ubatch=n_ubatch, flash_attn=flash_attn, **types)
+
+
+def check_options(options: dict[str, Any], kind: type) -> None:
+    """Raises OptionError for a keyword that neither `kind`, a `Llama`, nor its base has, nor ever had."""
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    makers = [base.__dict__["__init__"] for base in kind.__mro__ if base is not object and "__init__" in base.__dict__]
+    parameters = [parameter for maker in makers for parameter in inspect.signature(maker).parameters.values()]
+    known = [parameter.name for parameter in parameters if parameter.kind in named and parameter.name != "self"]
+    for name in options:
+        if name not in known and name not in LEGACY_OPTIONS:
+            raise OptionError.unknown(name, known)
+
+
+class LoadProgress:
+    """Passes llama.cpp's progress on to a user's callback, and remembers what that did."""
+
+    def __init__(self, progress: Progress | None) -> None:
+        self._progress = progress
+        self._error: BaseException | None = None
+        self._cancelled = False
+        self.callback = _bindings.llama_progress_callback(self._call) if progress else None
+
+    def _call(self, share: float, _user: int) -> bool:
+        assert self._progress is not None
+        try:
+            self._cancelled = self._progress(share) is False
+            return not self._cancelled
+        except BaseException as error:  # an exception must not enter llama.cpp
+            self._error = error
+            return False
+
+    def raise_reason(self) -> None:
+        """Raises CallbackError or GenerationCancelled when the callback has ended the load."""
+        if self._error is not None:
+            raise CallbackError(f"the progress callback raised: {self._error}") from self._error
+        if self._cancelled:
+            raise GenerationCancelled("loading was stopped by the progress callback.")

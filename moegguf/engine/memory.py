@@ -1,0 +1,160 @@
+"""What llama.cpp itself takes in memory beside the experts: weights, KV cache, compute buffers. Upper
+bounds.
+
+Worked out from the model's metadata before anything is loaded, so that a budget can be planned; the true
+figures come from llama.cpp afterwards. Knows the model's shape, not the machine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moegguf.config import MIB, format_bytes, format_bytes_up
+from moegguf.engine.machine import Memory
+from moegguf.errors import AllocationError, OptionError
+from moegguf.gguf.experts import ExpertLayout
+from moegguf.gguf.reader import GGML_TYPES
+
+F16 = 1
+FIXED_BYTES = 48 * MIB  # libraries, threads, graphs, staging buffers of the readers
+VOCAB_TOKEN_BYTES = 320  # one token of the vocabulary, in both directions, with its merges
+KV_PAD_TOKENS = 256
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Bytes beside the pool, at a given context and batch. `slot_work_bytes` is scratch memory per slot of
+    the pool.
+    """
+
+    dense_bytes: int
+    kv_bytes: int
+    compute_bytes: int
+    slot_work_bytes: int
+
+    def total_bytes(self, n_slots: int) -> int:
+        return self.dense_bytes + self.kv_bytes + self.compute_bytes + n_slots * self.slot_work_bytes
+
+
+def row_bytes(ggml_type: int, n: int) -> int:
+    """Bytes of a row of `n` numbers; rows that do not fill their last block are rounded up to it."""
+    _, block, block_bytes = GGML_TYPES[ggml_type]
+    return -(-n // block) * block_bytes
+
+
+def _scalar(layout: ExpertLayout, name: str) -> int:
+    """`<arch>.<name>` when it is a sane whole number, else 0."""
+    value = layout.metadata.get(f"{layout.arch}.{name}", 0)
+    if isinstance(value, tuple):
+        value = max(value, default=0)
+    return value if isinstance(value, int) and 0 <= value < 1 << 24 else 0
+
+
+def kv_bytes(layout: ExpertLayout, n_ctx: int, type_k: int = F16, type_v: int = F16, n_seq: int = 1) -> int:
+    """KV cache for `n_ctx` tokens, every layer at full length, plus the state of recurrent layers.
+
+    Multi-head latent attention keeps one K row per token and no V when the file has the split matrices; older
+    files keep full heads. Sliding windows are counted as full, because that is the largest they can be.
+    """
+    hp = layout.hparams
+    n_tokens = -(-n_ctx // KV_PAD_TOKENS) * KV_PAD_TOKENS
+    kv_heads = hp.n_head_kv[: hp.n_layer]
+    head = hp.n_embd // max(hp.n_head) if max(hp.n_head) else 0
+    key_length = max(hp.key_length or head, _scalar(layout, "attention.key_length_swa"))
+    value_length = max(hp.value_length or head, _scalar(layout, "attention.value_length_swa"))
+    per_token = sum(row_bytes(type_k, key_length * n) for n in kv_heads)
+    if not hp.is_mla:
+        per_token += len(kv_heads) * row_bytes(type_v, value_length * max(kv_heads))
+    per_token += len(kv_heads) * row_bytes(F16, _scalar(layout, "attention.indexer.key_length"))
+    return n_tokens * per_token + n_seq * hp.n_layer * _recurrent_bytes(layout)
+
+
+def _recurrent_bytes(layout: ExpertLayout) -> int:
+    """State of one recurrent layer for one sequence, in float32; 0 for a model without such layers."""
+    inner, state = _scalar(layout, "ssm.inner_size"), _scalar(layout, "ssm.state_size")
+    kernel, groups = _scalar(layout, "ssm.conv_kernel"), _scalar(layout, "ssm.group_count")
+    kda = _scalar(layout, "kda.head_dim")
+    numbers = inner * state + max(0, kernel - 1) * (inner + 2 * groups * state)
+    numbers += max(layout.hparams.n_head) * kda * (kda + 3 * max(0, kernel - 1))
+    return 4 * numbers
+
+
+def compute_bytes(layout: ExpertLayout, n_ctx: int, n_ubatch: int, flash_attn: bool = False) -> int:
+    """Buffers of one pass of `n_ubatch` tokens: its widest stage, what lives through all stages, and fixed
+    costs.
+
+    Stages reuse each other's memory, so the largest of output logits, attention scores and expert
+    activations counts.
+    """
+    hp = layout.hparams
+    n_tokens = -(-n_ctx // KV_PAD_TOKENS) * KV_PAD_TOKENS
+    k = layout.n_expert_used
+    n_ff_exp = max((m.ne1 for m in layout.matrices if m.kind != "down"), default=0)
+    n_wide = max(hp.n_embd, max(hp.n_head) * hp.key_length)
+    scores = 0 if flash_attn else max(hp.n_head) * n_tokens
+    sparse = 6 * n_tokens if _scalar(layout, "attention.indexer.head_count") else 0
+    masks = 3 if _scalar(layout, "attention.sliding_window") else 2
+    experts = 3 * k * (n_ff_exp + hp.n_embd) + 2 * layout.n_expert
+    dense = 3 * max(hp.n_ff)
+    lasting = 8 * n_wide + masks * n_tokens  # residual stream, Q, K, V; the mask in two types
+    per_token = 4 * (max(scores + sparse, layout.n_vocab, experts, dense) + lasting)
+    return n_ubatch * per_token + layout.n_vocab * VOCAB_TOKEN_BYTES + FIXED_BYTES
+
+
+def needs(
+    layout: ExpertLayout,
+    n_ctx: int,
+    n_ubatch: int,
+    type_k: int = F16,
+    type_v: int = F16,
+    flash_attn: bool = False,
+) -> Needs:
+    """All of it. CPU mul_mat_id keeps a row list of 8 bytes per slot, chosen expert and token."""
+    return Needs(
+        dense_bytes=layout.dense_bytes + layout.tied_output_bytes,
+        kv_bytes=kv_bytes(layout, n_ctx, type_k, type_v),
+        compute_bytes=compute_bytes(layout, n_ctx, n_ubatch, flash_attn),
+        slot_work_bytes=8 * layout.n_expert_used * n_ubatch,
+    )
+
+
+MOST_UNASKED = 32768  # tokens
+LEAST_STEP = 4096  # tokens
+MEMORY_SHARE = 10  # the KV cache of a context nobody asked for takes at most a tenth of what is free
+MOST = 1 << 31  # tokens
+
+
+def whole_pages(n_ctx: int) -> int:
+    """As llama.cpp rounds a context up. The bindings' own buffers would be shorter than what it says it holds."""
+    return -(-n_ctx // KV_PAD_TOKENS) * KV_PAD_TOKENS
+
+
+def choose_context(layout: ExpertLayout, asked: int | None, memory: Memory) -> int:
+    """Tokens of context: `asked`, else the model's own, up to 32,768 and to what a tenth of the free memory holds.
+
+    At least 4,096 of the model's own whatever is free: an "auto" budget for experts takes what then remains.
+    """
+    if asked:
+        return whole_pages(asked)
+    trained = layout.hparams.n_ctx_train or LEAST_STEP
+    n_ctx = MOST_UNASKED
+    while n_ctx > LEAST_STEP and (
+        n_ctx >= 2 * trained or kv_bytes(layout, min(n_ctx, trained)) > memory.available_bytes // MEMORY_SHARE
+    ):
+        n_ctx //= 2
+    return whole_pages(min(n_ctx, trained))
+
+
+def check_context(layout: ExpertLayout, n_ctx: int, memory: Memory, type_k: int = F16, type_v: int = F16) -> None:
+    """Raises OptionError for what is no size, AllocationError for a KV cache above all memory of the machine.
+
+    llama.cpp would take minutes to find out, or be killed.
+    """
+    if not 0 < n_ctx < MOST:
+        raise OptionError(f"n_ctx is a number of tokens from 1 to {MOST - 1}, but is {n_ctx}.")
+    n_bytes = kv_bytes(layout, n_ctx, type_k, type_v)
+    if n_bytes > memory.total_bytes:
+        raise AllocationError(
+            f"a context of {n_ctx} tokens needs {format_bytes_up(n_bytes)} for this model, but the machine has"
+            f" {format_bytes(memory.total_bytes)}; lower n_ctx (--ctx, num_ctx)."
+        )

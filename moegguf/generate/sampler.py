@@ -1,0 +1,150 @@
+"""Which token comes next: llama.cpp's samplers, in llama-cpp-python's order, and a grammar that is asked last.
+
+A grammar looks at one token, the one that was chosen; only when it refuses that one are all tokens put to it, which
+takes milliseconds with a large vocabulary. (llama.cpp's own `common_sampler_sample` goes the same way.)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from moegguf.generate.request import TokenChance
+
+if TYPE_CHECKING:
+    from moegguf.engine.llama import Llama
+
+
+import ctypes as c
+import math
+import random
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from moegguf.errors import OptionError, SchemaError
+from moegguf.generate.request import Sampling
+from moegguf.native import library
+
+if TYPE_CHECKING:
+    from moegguf.engine.llama import Llama
+
+
+
+def chance_of(token: int, llm: Llama, n_top: int) -> TokenChance:
+    """The chance of `token` after the last pass, and of the `n_top` likeliest tokens (it may be among them)."""
+    logits = np.ctypeslib.as_array(llm._ctx.get_logits_ith(-1), shape=(llm.n_vocab(),))
+    most = logits.max()
+    log_total = most + np.log(np.exp(logits - most, dtype=np.float64).sum())
+    top = np.argpartition(logits, -n_top)[-n_top:] if n_top else np.empty(0, np.intp)
+    top = top[np.argsort(-logits[top], kind="stable")]
+    text = llm.vocabulary.text
+    likeliest = tuple((text(int(other)), float(logits[other] - log_total)) for other in top)
+    return TokenChance(text(token), float(logits[token] - log_total), likeliest)
+
+
+
+class Chooser:
+    """Chooses tokens for one answer, from the logits of the last pass.
+
+    Raises OptionError for a logit_bias that is not for a token of the model, SchemaError for a grammar that llama.cpp
+    cannot read.
+    """
+
+    def __init__(self, llm: Llama, sampling: Sampling, prompt: Sequence[int], grammar: str | None = None) -> None:
+        self._bindings = library.llama_cpp()
+        self._llm = llm
+        self._n_vocab = llm.n_vocab()
+        self._samplers = self._bindings._internals.LlamaSampler()
+        self._add(sampling, prompt)
+        self._grammar = Grammar(llm, grammar, self._n_vocab) if grammar is not None else None
+
+    def _add(self, ask: Sampling, prompt: Sequence[int]) -> None:
+        samplers = self._samplers
+        if ask.logit_bias:
+            samplers.add_logit_bias(self._n_vocab, self._checked(ask))
+        if (ask.repeat_penalty, ask.presence_penalty, ask.frequency_penalty) != (1.0, 0.0, 0.0):
+            n_last = self._llm.n_ctx() if ask.repeat_last_n < 0 else ask.repeat_last_n
+            samplers.add_penalties(
+                self._n_vocab, n_last, ask.repeat_penalty, ask.frequency_penalty, ask.presence_penalty
+            )
+            for token in prompt[-n_last:] if n_last else ():
+                samplers.accept(token)
+        if ask.temperature <= 0:
+            samplers.add_greedy()
+            return
+        samplers.add_top_k(ask.top_k)
+        samplers.add_typical(ask.typical_p, 1)
+        samplers.add_top_p(ask.top_p, 1)
+        samplers.add_min_p(ask.min_p, 1)
+        samplers.add_temp(ask.temperature)
+        samplers.add_dist(random.getrandbits(32) if ask.seed is None else ask.seed & 0xFFFFFFFF)
+
+    def _checked(self, ask: Sampling) -> dict[int, float]:
+        for token, bias in ask.logit_bias.items():
+            if not 0 <= token < self._n_vocab or math.isnan(bias):
+                raise OptionError(
+                    f"logit_bias is a number for tokens from 0 to {self._n_vocab - 1}, but has {bias} for {token}."
+                )
+        return dict(ask.logit_bias)
+
+    def choose(self) -> int:
+        """The next token. Raises SchemaError when the grammar allows none that the model has."""
+        if self._grammar is None:
+            return int(self._samplers.sample(self._llm._ctx))
+        candidates = self._grammar.candidates(self._llm)
+        self._bindings.llama_sampler_apply(self._samplers.sampler, candidates)
+        token = _selected(candidates)
+        if not self._grammar.allows(token):
+            candidates = self._grammar.candidates(self._llm, allowed_only=True)
+            self._bindings.llama_sampler_apply(self._samplers.sampler, candidates)
+            token = _selected(candidates)
+        self._samplers.accept(token)
+        self._grammar.accept(token)
+        return token
+
+
+def _selected(candidates: Any) -> int:
+    array = candidates.contents
+    return int(array.data[array.selected].id)
+
+
+class Grammar:
+    """What a grammar (GBNF, root symbol "root") allows after the tokens accepted so far."""
+
+    def __init__(self, llm: Llama, grammar: str, n_vocab: int) -> None:
+        self._bindings = library.llama_cpp()
+        self._vocab = llm._model.vocab
+        self._sampler = self._bindings.llama_sampler_init_grammar(self._vocab, grammar.encode(), b"root")
+        if not self._sampler:
+            raise SchemaError("llama.cpp cannot read the grammar that was made for this format; simplify the schema.")
+        self._all = self._bindings._internals.LlamaTokenDataArray(n_vocab=n_vocab)
+        self._one = self._bindings.llama_token_data()
+        self._only = self._bindings.llama_token_data_array(data=c.pointer(self._one), size=1)
+
+    def candidates(self, llm: Llama, *, allowed_only: bool = False) -> Any:
+        """All tokens with the logits of the last pass; those not allowed, if so wanted, at minus infinity."""
+        logits = np.ctypeslib.as_array(llm._ctx.get_logits_ith(-1), shape=(self._all.n_vocab,))
+        self._all.copy_logits(logits)
+        self._all.candidates.selected = -1
+        pointer = c.pointer(self._all.candidates)
+        if allowed_only:
+            self._bindings.llama_sampler_apply(self._sampler, pointer)
+            if not np.isfinite(self._all.candidates_data.logit).any():
+                raise SchemaError("no token of this model can go on in the format that was asked for; try another one.")
+        return pointer
+
+    def allows(self, token: int) -> bool:
+        self._one.id, self._one.logit = token, 1.0
+        self._only.size = 1
+        self._bindings.llama_sampler_apply(self._sampler, c.pointer(self._only))
+        return math.isfinite(self._one.logit)
+
+    def accept(self, token: int) -> None:
+        """Goes on behind `token`, which must be allowed: llama.cpp ends the process otherwise."""
+        if not self._bindings.llama_vocab_is_eog(self._vocab, token):
+            self._bindings.llama_sampler_accept(self._sampler, token)
+
+    def __del__(self) -> None:
+        if getattr(self, "_sampler", None):
+            self._bindings.llama_sampler_free(self._sampler)

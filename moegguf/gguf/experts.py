@@ -1,0 +1,296 @@
+"""Where the experts of a MoE model lie on disk: byte ranges, shapes and counts, checked before llama.cpp
+runs.
+
+An expert is (il, e): one slice of each of the layer's stacked matrices. The layout lists the matrices;
+slice e of a matrix is `expert_bytes` bytes at `offset + e * expert_bytes` in shard `shard`. Models without
+experts give a layout with no layers. This file reads headers only, never weights, and knows nothing of
+memory budgets.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
+
+from moegguf.errors import ModelFormatError
+from moegguf.gguf.hparams import Hparams, check_attention, read_hparams
+from moegguf.gguf.reader import GgufFile, TensorInfo, Value
+from moegguf.gguf.shards import read_shards
+
+Kind = Literal["gate", "up", "down", "gate_up"]
+KINDS: tuple[Kind, ...] = ("gate", "up", "down", "gate_up")
+
+_EXPERTS = re.compile(r"blk\.(\d{1,6})\.ffn_(gate|up|down|gate_up)_exps\.weight")
+_ROUTER = re.compile(r"blk\.(\d{1,6})\.ffn_gate_inp\.weight")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file of the model and its identity when it was read; a file replaced later has another identity."""
+
+    path: Path
+    n_bytes: int
+    dev: int
+    ino: int
+    mtime_ns: int
+
+
+@dataclass(frozen=True)
+class ExpertMatrix:
+    """The stacked matrices of one kind in one layer: shape (ne0, ne1, n_expert), ne0 the row length."""
+
+    il: int
+    kind: Kind
+    name: str
+    ggml_type: int
+    ne0: int
+    ne1: int
+    n_expert: int
+    shard: int  # index into ExpertLayout.shards
+    offset: int  # of expert 0, in bytes from the start of the shard
+    expert_bytes: int
+
+    def expert_offset(self, e: int) -> int:
+        """Where expert `e` starts, in bytes from the start of the shard."""
+        return self.offset + e * self.expert_bytes
+
+
+@dataclass(frozen=True)
+class MoeLayer:
+    """A layer with experts. Matrices in the order of KINDS: gate (if there is one), up, down; or down,
+    gate_up.
+    """
+
+    il: int
+    n_expert: int
+    n_expert_used: int
+    matrices: tuple[ExpertMatrix, ...]
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of one expert: one slice of each matrix."""
+        return sum(m.expert_bytes for m in self.matrices)
+
+
+@dataclass(frozen=True)
+class RouterTensor:
+    """Where a layer's router lies: `tensor` in shard number `shard`."""
+
+    il: int
+    shard: int
+    tensor: TensorInfo
+
+
+@dataclass(frozen=True)
+class ExpertLayout:
+    """Everything the engine needs to know about a model file. Bytes are bytes on disk.
+
+    `dense_bytes` is all that is not an expert; `unused_bytes` are experts of multi-token-prediction layers,
+    which llama.cpp does not load. `tensor_types` maps a type's name to (tensors, bytes).
+    """
+
+    arch: str
+    shards: tuple[Shard, ...]
+    n_layer: int
+    layers: tuple[MoeLayer, ...]
+    dense_bytes: int
+    expert_bytes: int
+    unused_bytes: int
+    tied_output_bytes: int  # of the embedding matrix when it also serves as the output matrix, else 0
+    n_vocab: int
+    hparams: Hparams
+    metadata: Mapping[str, Value]
+    tensor_types: Mapping[str, tuple[int, int]]
+    routers: tuple[RouterTensor, ...] = ()
+
+    @property
+    def is_moe(self) -> bool:
+        return bool(self.layers)
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(shard.n_bytes for shard in self.shards)
+
+    @property
+    def n_expert(self) -> int:
+        """The most experts in any layer."""
+        return max((layer.n_expert for layer in self.layers), default=0)
+
+    @property
+    def n_expert_used(self) -> int:
+        """The most experts one token uses in any layer."""
+        return max((layer.n_expert_used for layer in self.layers), default=0)
+
+    @property
+    def n_expert_total(self) -> int:
+        """Experts of all layers together."""
+        return sum(layer.n_expert for layer in self.layers)
+
+    @property
+    def token_cycle_bytes(self) -> int:
+        """A: bytes of the experts one token touches over all layers."""
+        return sum(layer.n_expert_used * layer.expert_bytes for layer in self.layers)
+
+    @property
+    def token_cycle_slots(self) -> int:
+        """Experts one token touches over all layers."""
+        return sum(layer.n_expert_used for layer in self.layers)
+
+    @cached_property
+    def matrices(self) -> tuple[ExpertMatrix, ...]:
+        return tuple(m for layer in self.layers for m in layer.matrices)
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """The matrix kinds in use, in the order of KINDS; a pool has one arena for each."""
+        present = {m.kind for m in self.matrices}
+        return tuple(kind for kind in KINDS if kind in present)
+
+    @property
+    def chat_template(self) -> str | None:
+        value = self.metadata.get("tokenizer.chat_template")
+        return value if isinstance(value, str) else None
+
+    @property
+    def name(self) -> str:
+        """The model's own name, or its file's."""
+        value = self.metadata.get("general.name")
+        return value if isinstance(value, str) and value else self.shards[0].path.stem
+
+
+def read_layout(path: str | os.PathLike[str]) -> ExpertLayout:
+    """The layout of the model at `path` (the first shard when it is split).
+
+    Raises ModelNotFoundError when a file is missing, ModelFormatError when anything in it breaks a rule (the
+    message names the file, the key or tensor, and the offset), ExpertIOError when the disk fails.
+    """
+    files = read_shards(path)
+    label = files[0].path.name
+    if not any(file.tensors for file in files):
+        raise ModelFormatError(
+            f"{label}: there are no tensors in it (a vocabulary file?); give a complete model."
+        )
+    hparams = read_hparams(files[0].metadata, label)
+    matrices = list(_expert_matrices(files, hparams))
+    layers = tuple(_layers([m for m in matrices if m.il < hparams.n_layer], hparams, files))
+    expert_bytes = sum(layer.n_expert * layer.expert_bytes for layer in layers)
+    unused_bytes = sum(m.n_expert * m.expert_bytes for m in matrices if m.il >= hparams.n_layer)
+    tensors = {tensor.name: tensor for file in files for tensor in file.tensors}
+    check_attention(tensors, hparams, label)
+    total_bytes = sum(tensor.n_bytes for tensor in tensors.values())
+    embedding = tensors.get("token_embd.weight")
+    return ExpertLayout(
+        arch=hparams.arch,
+        shards=tuple(Shard(f.path, f.n_bytes, f.dev, f.ino, f.mtime_ns) for f in files),
+        n_layer=hparams.n_layer,
+        layers=layers,
+        dense_bytes=total_bytes - expert_bytes - unused_bytes,
+        expert_bytes=expert_bytes,
+        unused_bytes=unused_bytes,
+        tied_output_bytes=embedding.n_bytes if embedding and "output.weight" not in tensors else 0,
+        n_vocab=_n_vocab(files[0], embedding),
+        hparams=hparams,
+        metadata=files[0].metadata,
+        tensor_types=_count_types(tensors),
+        routers=tuple(sorted(_routers(files, hparams.n_layer), key=lambda router: router.il)),
+    )
+
+
+def _routers(files: tuple[GgufFile, ...], n_layer: int) -> Iterator[RouterTensor]:
+    for shard, file in enumerate(files):
+        for tensor in file.tensors:
+            match = _ROUTER.fullmatch(tensor.name)
+            if match and int(match[1]) < n_layer:
+                yield RouterTensor(int(match[1]), shard, tensor)
+
+
+def _n_vocab(first: GgufFile, embedding: TensorInfo | None) -> int:
+    tokens = first.arrays.get("tokenizer.ggml.tokens")
+    rows = embedding.shape[1] if embedding and len(embedding.shape) > 1 else 0
+    return max(tokens.count if tokens else 0, rows)
+
+
+def _count_types(tensors: Mapping[str, TensorInfo]) -> dict[str, tuple[int, int]]:
+    types: dict[str, tuple[int, int]] = {}
+    for tensor in tensors.values():
+        count, n_bytes = types.get(tensor.type_name, (0, 0))
+        types[tensor.type_name] = (count + 1, n_bytes + tensor.n_bytes)
+    return dict(sorted(types.items()))
+
+
+def _bad(file: GgufFile, name: str, offset: int, rule: str) -> ModelFormatError:
+    return ModelFormatError(
+        f"{file.path.name}: tensor '{name}', data at offset {offset}: {rule};"
+        " the file cannot be run, convert or fetch it again."
+    )
+
+
+def _expert_matrices(files: tuple[GgufFile, ...], hparams: Hparams) -> Iterator[ExpertMatrix]:
+    """The stacked expert matrices of all layers, each with as many experts as the metadata says."""
+    for shard, file in enumerate(files):
+        for tensor in file.tensors:
+            match = _EXPERTS.fullmatch(tensor.name)
+            if match is None:
+                continue
+            il, kind = int(match[1]), match[2]
+            if il >= hparams.n_layer_all:
+                rule = f"layer {il} is beyond the {hparams.n_layer_all} layers of the model"
+                raise _bad(file, tensor.name, tensor.offset, rule)
+            if len(tensor.shape) != 3:
+                rule = f"experts are stacked in 3 dimensions, but the shape is {tensor.shape}"
+                raise _bad(file, tensor.name, tensor.offset, rule)
+            ne0, ne1, n_expert = tensor.shape
+            if n_expert != hparams.n_expert:
+                rule = f"holds {n_expert} experts, but '{hparams.arch}.expert_count' is {hparams.n_expert}"
+                raise _bad(file, tensor.name, tensor.offset, rule)
+            yield ExpertMatrix(
+                il, _kind(kind), tensor.name, tensor.ggml_type, ne0, ne1, n_expert,
+                shard, tensor.offset, tensor.n_bytes // n_expert,
+            )  # fmt: skip
+
+
+def _kind(word: str) -> Kind:
+    return next(kind for kind in KINDS if kind == word)
+
+
+def _layers(
+    matrices: list[ExpertMatrix], hparams: Hparams, files: tuple[GgufFile, ...]
+) -> Iterator[MoeLayer]:
+    by_layer: dict[int, dict[Kind, ExpertMatrix]] = {}
+    for matrix in matrices:
+        by_layer.setdefault(matrix.il, {})[matrix.kind] = matrix
+    for il, kinds in sorted(by_layer.items()):
+        some = next(iter(kinds.values()))
+        if rule := _layer_fault(kinds, hparams.n_expert_used[il]):
+            raise _bad(files[some.shard], some.name, some.offset, f"layer {il} {rule}")
+        ordered = tuple(kinds[kind] for kind in KINDS if kind in kinds)
+        yield MoeLayer(il, some.n_expert, hparams.n_expert_used[il], ordered)
+
+
+def _layer_fault(kinds: Mapping[Kind, ExpertMatrix], n_expert_used: int) -> str | None:
+    """What is wrong with one layer's matrices, in words; None when they fit together."""
+    if n_expert_used == 0:
+        return "has experts, but a token uses 0 of them (expert_used_count)"
+    gate, up, down, both = (kinds.get(kind) for kind in KINDS)
+    if down is None:
+        return "has no ffn_down_exps.weight"
+    if both is not None:
+        if gate is not None or up is not None:
+            return "has both ffn_gate_up_exps and separate gate or up experts"
+        if (both.ne0, both.ne1) != (down.ne1, 2 * down.ne0):
+            return (
+                f"has gate_up experts of {both.ne0}x{both.ne1} that do not fit down's {down.ne0}x{down.ne1}"
+            )
+        return None
+    if up is None:
+        return "has no ffn_up_exps.weight"
+    if gate is not None and (gate.ne0, gate.ne1) != (up.ne0, up.ne1):
+        return f"has gate experts of {gate.ne0}x{gate.ne1} but up experts of {up.ne0}x{up.ne1}"
+    if (up.ne0, up.ne1) != (down.ne1, down.ne0):
+        return f"has up experts of {up.ne0}x{up.ne1} that do not fit down's {down.ne0}x{down.ne1}"
+    return None

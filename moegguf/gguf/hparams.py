@@ -1,0 +1,222 @@
+"""The model's own numbers (GGUF key-values), read and checked before llama.cpp asserts on them.
+
+Names follow llama.cpp's hparams. Knows metadata only: no tensors, no machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from moegguf.errors import ModelFormatError
+from moegguf.gguf.reader import TensorInfo, Value
+
+# llama.cpp's compiled-in limits at the pinned version
+MAX_LAYERS = 512
+MAX_EXPERTS = 1024
+MAX_WIDTH = 1 << 24  # n_embd, n_ff, n_head and the like
+ROPE_SCALINGS = ("none", "linear", "yarn", "longrope")
+# llama.cpp asserts for these that all of a K row is rotated
+FULLY_ROTATED = {
+    "dbrx", "deepseek", "dots1", "ernie4_5-moe", "grok",
+    "grovemoe", "hunyuan-moe", "llada-moe", "olmoe", "qwen2moe",
+    "qwen3moe", "qwen3vlmoe", "rnd1", "smallthinker",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Hparams:
+    """`n_layer_all` counts every block in the file; `n_layer` leaves out the multi-token-prediction blocks at
+    its end, which are not run. Per-layer tuples have n_layer_all entries."""
+
+    arch: str
+    n_layer_all: int
+    n_layer: int
+    n_ctx_train: int
+    n_embd: int
+    n_expert: int
+    n_expert_used: tuple[int, ...]
+    n_head: tuple[int, ...]
+    n_head_kv: tuple[int, ...]
+    n_ff: tuple[int, ...]
+    n_ff_exp: tuple[int, ...]
+    key_length: int
+    value_length: int
+    is_mla: bool
+    n_rot: int
+    own_window_lengths: bool  # heads of another length in sliding-window layers
+
+
+class _Keys:
+    """Typed access to the keys of one architecture; every mistake is a ModelFormatError naming the key."""
+
+    def __init__(self, arch: str, metadata: Mapping[str, Value], label: str) -> None:
+        self.arch, self.metadata, self.label = arch, metadata, label
+
+    def fail(self, key: str, rule: str) -> ModelFormatError:
+        return ModelFormatError(f"{self.label}: key '{key}': {rule}; the file cannot be run, fetch it again.")
+
+    def number(self, name: str, default: int | None, low: int, high: int) -> int:
+        key = f"{self.arch}.{name}"
+        value = self.metadata.get(key, default)
+        if value is None:
+            raise self.fail(key, f"is missing, but every {self.arch} model has it")
+        return self._in_range(key, value, low, high)
+
+    def _in_range(self, key: str, value: object, low: int, high: int) -> int:
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise self.fail(key, f"must be a whole number, but is {str(value)[:40]!r}")
+        if not low <= value <= high:
+            raise self.fail(key, f"must be from {low} to {high}, but is {value}")
+        return value
+
+    def per_layer(self, name: str, n_layer: int, default: int, high: int) -> tuple[int, ...]:
+        """One number for all layers, or an array with one per layer; n_layer numbers either way."""
+        key = f"{self.arch}.{name}"
+        value = self.metadata.get(key, default)
+        if not isinstance(value, tuple):
+            return (self._in_range(key, value, 0, high),) * n_layer
+        if len(value) != n_layer:
+            raise self.fail(key, f"has {len(value)} numbers for {n_layer} layers")
+        return tuple(self._in_range(key, item, 0, high) for item in value)
+
+
+def read_architecture(metadata: Mapping[str, Value], label: str) -> str:
+    """general.architecture, checked to be a plain word."""
+    arch = metadata.get("general.architecture")
+    if not isinstance(arch, str) or not 0 < len(arch) <= 64 or not arch.isprintable():
+        raise ModelFormatError(
+            f"{label}: key 'general.architecture' must name the architecture, but is {str(arch)[:40]!r};"
+            " give a language model in GGUF form."
+        )
+    return arch
+
+
+def read_hparams(metadata: Mapping[str, Value], label: str) -> Hparams:
+    """The numbers in `metadata`; `label` (the file's name) starts every message.
+
+    Raises ModelFormatError for a number that is missing, of the wrong kind, or that llama.cpp would abort on.
+    """
+    arch = read_architecture(metadata, label)
+    keys = _Keys(arch, metadata, label)
+    n_layer_all = keys.number("block_count", None, 1, MAX_LAYERS)
+    n_nextn = keys.number("nextn_predict_layers", 0, 0, n_layer_all - 1)
+    n_embd = keys.number("embedding_length", None, 1, MAX_WIDTH)
+    n_head = keys.per_layer("attention.head_count", n_layer_all, 0, MAX_WIDTH)
+    n_head_kv = n_head
+    if f"{arch}.attention.head_count_kv" in metadata:
+        n_head_kv = keys.per_layer("attention.head_count_kv", n_layer_all, 0, MAX_WIDTH)
+    _check_heads(keys, n_head, n_head_kv, n_embd)
+    n_expert, n_expert_used = _read_expert_counts(keys, n_layer_all)
+    _check_rope(keys)
+    head = n_embd // n_head[0] if n_head[0] else 0
+    key_length = keys.number("attention.key_length", head, 0, MAX_WIDTH)
+    n_rot = keys.number("rope.dimension_count", key_length, 0, MAX_WIDTH)
+    return Hparams(
+        arch=arch,
+        n_layer_all=n_layer_all,
+        n_layer=n_layer_all - n_nextn,
+        n_ctx_train=keys.number("context_length", None, 1, (1 << 31) - 1),
+        n_embd=n_embd,
+        n_expert=n_expert,
+        n_expert_used=n_expert_used,
+        n_head=n_head,
+        n_head_kv=n_head_kv,
+        n_ff=keys.per_layer("feed_forward_length", n_layer_all, 0, MAX_WIDTH),
+        n_ff_exp=keys.per_layer("expert_feed_forward_length", n_layer_all, 0, MAX_WIDTH),
+        key_length=key_length,
+        value_length=keys.number("attention.value_length", head, 0, MAX_WIDTH),
+        is_mla=_check_lengths(keys, key_length, n_rot, max(n_head_kv)),
+        n_rot=n_rot,
+        own_window_lengths=any(
+            f"{arch}.attention.{word}_length_swa" in metadata for word in ("key", "value")
+        ),
+    )
+
+
+def _check_heads(keys: _Keys, n_head: tuple[int, ...], n_head_kv: tuple[int, ...], n_embd: int) -> None:
+    key = f"{keys.arch}.attention.head_count"
+    if max(n_head) > n_embd:
+        raise keys.fail(key, f"{max(n_head)} heads are more than the {n_embd} numbers they share")
+    for il, (heads, kv_heads) in enumerate(zip(n_head, n_head_kv, strict=True)):
+        if kv_heads and heads % kv_heads:
+            raise keys.fail(
+                f"{key}_kv", f"layer {il} has {heads} heads, not a multiple of its {kv_heads} KV heads"
+            )
+
+
+def _check_lengths(keys: _Keys, key_length: int, n_rot: int, n_head_kv: int) -> bool:
+    """Checks the lengths of K rows and their rotated part; returns whether the model has latent attention."""
+    mla_k = keys.number("attention.key_length_mla", 0, 0, MAX_WIDTH)
+    mla_v = keys.number("attention.value_length_mla", 0, 0, MAX_WIDTH)
+    rank = keys.number("attention.kv_lora_rank", 0, 0, MAX_WIDTH)
+    key = f"{keys.arch}.attention.key_length"
+    if (mla_k == 0) != (mla_v == 0):
+        raise keys.fail(f"{key}_mla", "needs value_length_mla beside it, both above zero")
+    if n_rot > key_length or (keys.arch in FULLY_ROTATED and n_rot != key_length):
+        raise keys.fail(
+            f"{keys.arch}.rope.dimension_count", f"{n_rot} does not fit the key length, {key_length}"
+        )
+    if (mla_k or keys.arch == "deepseek2") and n_rot >= (mla_k or key_length):
+        raise keys.fail(key, f"{mla_k or key_length} has no room beside the {n_rot} numbers that are rotated")
+    if mla_k and (key_length != rank + n_rot or n_head_kv != 1):
+        rule = f"must be {rank + n_rot} (kv_lora_rank + rope.dimension_count) with 1 KV head, but is"
+        raise keys.fail(key, f"{rule} {key_length} with {n_head_kv}")
+    return mla_k > 0
+
+
+def _read_expert_counts(keys: _Keys, n_layer_all: int) -> tuple[int, tuple[int, ...]]:
+    n_expert = keys.number("expert_count", 0, 0, MAX_EXPERTS)
+    used = keys.per_layer("expert_used_count", n_layer_all, 0, MAX_EXPERTS)
+    key = f"{keys.arch}.expert_used_count"
+    if n_expert <= 1 and keys.arch.startswith(
+        "hunyuan"
+    ):  # dense members of a family that llama.cpp lets pass
+        return 0, (0,) * n_layer_all
+    if max(used) > n_expert:
+        raise keys.fail(key, f"a token cannot use {max(used)} of {n_expert} experts")
+    if n_expert and not max(used):
+        raise keys.fail(key, f"must be above zero in a model with {n_expert} experts")
+    groups = keys.number("expert_group_count", 0, 0, MAX_EXPERTS)
+    group_key = f"{keys.arch}.expert_group_count"
+    if groups >= max(n_expert, 1):
+        raise keys.fail(group_key, f"{groups} groups are too many for {n_expert} experts")
+    if groups > 1:
+        if n_expert % groups:
+            raise keys.fail(group_key, f"{n_expert} experts do not divide into {groups} groups")
+        keys.number("expert_group_used_count", 0, 1, groups - 1)
+    return n_expert, used
+
+
+def _check_rope(keys: _Keys) -> None:
+    key = f"{keys.arch}.rope.scaling.type"
+    scaling = keys.metadata.get(key, "linear")
+    if scaling not in ROPE_SCALINGS:
+        raise keys.fail(key, f"must be one of {', '.join(ROPE_SCALINGS)}, but is {str(scaling)[:40]!r}")
+
+
+
+def check_attention(tensors: Mapping[str, TensorInfo], hparams: Hparams, label: str) -> None:
+    """Raises ModelFormatError for a Q, K or V matrix whose rows are not heads x length, as the metadata says.
+
+    Q may have twice the rows (some models keep a gate in it). Models with lengths of their own for sliding
+    windows, and with latent attention, are left to llama.cpp.
+    """
+    hp = hparams
+    if hp.is_mla or hp.own_window_lengths or hp.n_head[0] == 0:
+        return
+    for il in range(hp.n_layer):
+        for name, heads, length in (
+            ("attn_q", hp.n_head[il], hp.key_length),
+            ("attn_k", hp.n_head_kv[il], hp.key_length),
+            ("attn_v", hp.n_head_kv[il], hp.value_length),
+        ):
+            tensor = tensors.get(f"blk.{il}.{name}.weight")
+            if tensor is None or len(tensor.shape) != 2 or heads == 0:
+                continue
+            n_rows, wanted = tensor.shape[1], heads * length
+            if n_rows != wanted and not (name == "attn_q" and n_rows == 2 * wanted):
+                raise ModelFormatError(
+                    f"{label}: tensor '{tensor.name}', data at offset {tensor.offset}: has {n_rows} rows, but"
+                    f" {heads} heads of {length} make {wanted}; fetch the file again."
+                )

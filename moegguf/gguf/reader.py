@@ -1,0 +1,476 @@
+"""Reads and checks the header of one GGUF file (versions 2 and 3) before llama.cpp sees it.
+
+llama.cpp aborts the process on some bad files; this reader raises ModelFormatError for them instead, naming
+the key or tensor and the offset in bytes. Every count and length is capped before anything is allocated,
+nothing is mapped into memory, and giant arrays (the vocabulary) are walked in chunks and dropped. It knows
+the format only: what the tensors mean is up to experts.py.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import struct
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NoReturn
+
+from moegguf.errors import ExpertIOError, ModelFormatError, ModelNotFoundError
+
+MAX_STRINGS = 1 << 22  # in one array
+MAX_ALL_STRINGS = 1 << 23  # in all arrays of a file
+KEPT_TOTAL_BYTES = 12 << 20  # all that is kept of the key-values of a file
+CHUNK_BYTES = 1 << 20
+MAX_ITEM_BYTES = CHUNK_BYTES - 8  # one string in an array, such as one token
+FETCH_AGAIN = "the file is damaged or incomplete, fetch it again"
+
+U32, U64 = struct.Struct("<I"), struct.Struct("<Q")
+
+
+@dataclass
+class Cursor:
+    """Reads forward through an open file of `size` bytes, one chunk in memory at a time."""
+
+    fd: int
+    size: int
+    label: str
+    pos: int = 0
+    base: int = 0
+    buf: bytes = b""
+    n_strings: int = 0
+    kept_bytes: int = 0
+    what: str = "header"
+    tokens: array[int] = field(default_factory=lambda: array("q"))
+
+    def fail(self, rule: str, at: int | None = None) -> NoReturn:
+        offset = self.pos if at is None else at
+        raise ModelFormatError(f"{self.label}: {self.what}, at offset {offset}: {rule}.")
+
+    def need(self, n: int) -> int:
+        """Makes the next `n` (at most a chunk) bytes present in `buf`; returns their index there."""
+        if self.pos + n > self.size:
+            self.fail(f"needs {n} bytes but the file ends at {self.size}; {FETCH_AGAIN}")
+        at = self.pos - self.base
+        if at < 0 or at + n > len(self.buf):
+            self.buf = self._read(self.pos, max(n, CHUNK_BYTES))
+            self.base, at = self.pos, 0
+            if len(self.buf) < n:
+                self.fail(f"the file got shorter while it was read; {FETCH_AGAIN}")
+        return at
+
+    def _read(self, offset: int, n: int) -> bytes:
+        parts: list[bytes] = []
+        try:
+            while n > 0 and (part := os.pread(self.fd, n, offset)):
+                parts.append(part)
+                n, offset = n - len(part), offset + len(part)
+        except OSError as error:
+            raise ExpertIOError(
+                f"{self.label}: reading at offset {offset} failed ({error.strerror})."
+            ) from error
+        return b"".join(parts)
+
+    def u32(self) -> int:
+        value = self.peek_u32()
+        self.pos += 4
+        return value
+
+    def peek_u32(self) -> int:
+        at = self.need(4)
+        value: int = U32.unpack_from(self.buf, at)[0]
+        return value
+
+    def u64(self) -> int:
+        at = self.need(8)
+        value: int = U64.unpack_from(self.buf, at)[0]
+        self.pos += 8
+        return value
+
+    def skip(self, n: int) -> None:
+        if self.pos + n > self.size:
+            self.fail(f"needs {n} bytes but the file ends at {self.size}; {FETCH_AGAIN}")
+        self.pos += n
+
+    def string(self, cap: int, what: str) -> bytes:
+        """A length-prefixed string of at most `cap` (itself at most a chunk) bytes."""
+        n = self.u64()
+        if n > cap:
+            self.fail(f"{what} is {n} bytes long, but at most {cap} are allowed", self.pos - 8)
+        at = self.need(n)
+        self.pos += n
+        return self.buf[at : at + n]
+
+    def keep(self, n: int) -> None:
+        self.kept_bytes += n
+        if self.kept_bytes > KEPT_TOTAL_BYTES:
+            self.fail(
+                f"the key-values hold more than {KEPT_TOTAL_BYTES} bytes of text and numbers; {FETCH_AGAIN}"
+            )
+
+    def strings(self, count: int, hashed: bool) -> None:
+        """Walks `count` strings of an array; keeps only a hash of each when `hashed`."""
+        self.n_strings += count
+        if count > MAX_STRINGS or self.n_strings > MAX_ALL_STRINGS:
+            self.fail(f"an array of {count} strings is too long, at most {MAX_STRINGS} are allowed")
+        if count * 8 > self.size - self.pos:
+            self.fail(f"{count} strings do not fit before the end of the file at {self.size}; {FETCH_AGAIN}")
+        step = self._step_hashed if hashed else self._step
+        while count:
+            at = self.need(8)
+            after, left = step(at, count)
+            self.pos = self.base + after
+            if left == count:  # the next string does not end in this chunk
+                n = self.u64()
+                if n > MAX_ITEM_BYTES:
+                    self.fail(
+                        f"a string in it is {n} bytes long, at most {MAX_ITEM_BYTES} are allowed",
+                        self.pos - 8,
+                    )
+                self.pos -= 8
+                self.need(8 + n)
+            count = left
+
+    def _step(self, pos: int, count: int) -> tuple[int, int]:
+        """Steps over up to `count` strings that end in the chunk; returns (index after, strings left)."""
+        buf, end, unpack = self.buf, len(self.buf), U64.unpack_from
+        last = end - 8
+        while count and pos <= last:
+            after = pos + 8 + unpack(buf, pos)[0]
+            if after > end:
+                break
+            pos = after
+            count -= 1
+        return pos, count
+
+    def _step_hashed(self, pos: int, count: int) -> tuple[int, int]:
+        """As _step, and notes a hash of every string that is not empty."""
+        buf, end, unpack, add = self.buf, len(self.buf), U64.unpack_from, self.tokens.append
+        last = end - 8
+        while count and pos <= last:
+            start = pos + 8
+            after = start + unpack(buf, pos)[0]
+            if after > end:
+                break
+            text = buf[start:after]
+            if b"\0" in text:  # llama.cpp reads a token up to its first zero byte
+                text = text[: text.index(b"\0")]
+            if text:
+                add(hash(text))
+            pos = after
+            count -= 1
+        return pos, count
+
+
+# {ggml type: (name, elements per block, bytes per block)}
+GGML_TYPES: dict[int, tuple[str, int, int]] = {
+    0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20),
+    6: ("Q5_0", 32, 22), 7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34), 9: ("Q8_1", 32, 36),
+    10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110), 12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176),
+    14: ("Q6_K", 256, 210), 15: ("Q8_K", 256, 292), 16: ("IQ2_XXS", 256, 66), 17: ("IQ2_XS", 256, 74),
+    18: ("IQ3_XXS", 256, 98), 19: ("IQ1_S", 256, 50), 20: ("IQ4_NL", 32, 18), 21: ("IQ3_S", 256, 110),
+    22: ("IQ2_S", 256, 82), 23: ("IQ4_XS", 256, 136), 24: ("I8", 1, 1), 25: ("I16", 1, 2),
+    26: ("I32", 1, 4), 27: ("I64", 1, 8), 28: ("F64", 1, 8), 29: ("IQ1_M", 256, 56),
+    30: ("BF16", 1, 2), 34: ("TQ1_0", 256, 54), 35: ("TQ2_0", 256, 66), 39: ("MXFP4", 32, 17),
+    40: ("NVFP4", 64, 36), 41: ("Q1_0", 128, 18), 42: ("Q2_0", 64, 18),
+}  # fmt: skip
+
+MAX_KV = 1 << 16
+MAX_TENSORS = 1 << 15
+MAX_KEY_BYTES = (1 << 16) - 1
+MAX_NAME_BYTES = 63
+MAX_STRING_BYTES = 64 << 20
+MAX_ITEMS = 1 << 30  # numbers in one array, as in llama.cpp
+MAX_ALIGNMENT = 1 << 20
+KEPT_STRING_BYTES = 1 << 20  # longer strings are checked, not kept
+VOCAB_PART = 1 << 18  # tokens compared at a time
+KEPT_ITEMS = 1024  # longer arrays are checked, not kept
+
+STRING, ARRAY = 8, 9
+_SCALARS = {
+    0: "<B",
+    1: "<b",
+    2: "<H",
+    3: "<h",
+    4: "<I",
+    5: "<i",
+    6: "<f",
+    7: "<?",
+    10: "<Q",
+    11: "<q",
+    12: "<d",
+}
+
+Value = bool | int | float | str | tuple[bool | int | float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One tensor of a file. `shape` is (ne0, ne1, ...), ne0 the row length; `offset` is from the file's
+    start.
+    """
+
+    name: str
+    ggml_type: int
+    shape: tuple[int, ...]
+    offset: int
+    n_bytes: int
+
+    @property
+    def type_name(self) -> str:
+        return GGML_TYPES[self.ggml_type][0]
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayInfo:
+    """An array that was checked and not kept: its GGUF element type and how many elements it has."""
+
+    gguf_type: int
+    count: int
+
+
+@dataclass(frozen=True)
+class GgufFile:
+    """The checked header of one file. `metadata` has scalars, strings up to 1 MiB, short numeric arrays."""
+
+    path: Path
+    n_bytes: int
+    dev: int
+    ino: int
+    mtime_ns: int
+    version: int
+    alignment: int
+    data_offset: int
+    metadata: Mapping[str, Value]
+    arrays: Mapping[str, ArrayInfo]
+    tensors: tuple[TensorInfo, ...]
+
+
+def _read_array(cur: Cursor, key: str) -> tuple[Value | None, ArrayInfo]:
+    gguf_type, count = cur.u32(), cur.u64()
+    info = ArrayInfo(gguf_type, count)
+    if gguf_type == STRING:
+        cur.strings(count, hashed=key == "tokenizer.ggml.tokens")
+        return None, info
+    if gguf_type not in _SCALARS:
+        cur.fail(f"array elements of type {gguf_type} are not allowed")
+    if count > MAX_ITEMS:
+        cur.fail(f"an array of {count} elements is too long, at most {MAX_ITEMS} are allowed")
+    item = struct.Struct(_SCALARS[gguf_type])
+    if count > KEPT_ITEMS:
+        cur.skip(count * item.size)
+        return None, info
+    cur.keep(64 + 32 * count)
+    at = cur.need(count * item.size)
+    values = tuple(item.unpack_from(cur.buf, at + i * item.size)[0] for i in range(count))
+    cur.pos += count * item.size
+    return values, info
+
+
+def _read_value(cur: Cursor) -> Value | None:
+    """One scalar; None for a string too long to keep."""
+    gguf_type = cur.u32()
+    if gguf_type == STRING:
+        n = cur.u64()
+        if n > MAX_STRING_BYTES:
+            cur.fail(f"the string is {n} bytes long, at most {MAX_STRING_BYTES} are allowed", cur.pos - 8)
+        if n >= KEPT_STRING_BYTES:
+            cur.skip(n)
+            return None
+        cur.keep(64 + n)
+        at = cur.need(n)
+        cur.pos += n
+        return cur.buf[at : at + n].decode("utf-8", "replace")
+    if gguf_type not in _SCALARS:
+        cur.fail(f"value type {gguf_type} does not exist", cur.pos - 4)
+    item = struct.Struct(_SCALARS[gguf_type])
+    value: bool | int | float = item.unpack_from(cur.buf, cur.need(item.size))[0]
+    cur.pos += item.size
+    return value
+
+
+def _read_key_values(cur: Cursor, n_kv: int) -> tuple[dict[str, Value], dict[str, ArrayInfo]]:
+    metadata: dict[str, Value] = {}
+    arrays: dict[str, ArrayInfo] = {}
+    seen: set[str] = set()
+    for i in range(n_kv):
+        cur.what = f"key-value {i} of {n_kv}"
+        start = cur.pos
+        raw = cur.string(MAX_KEY_BYTES, "the key")
+        if not raw:
+            cur.fail("the key is empty", start)
+        cur.keep(160 + 2 * len(raw))
+        key = raw.decode("utf-8", "backslashreplace")
+        cur.what = f"key {_short(key)}"
+        if key in seen:
+            cur.fail("the key is there twice", start)
+        seen.add(key)
+        value: Value | None
+        if cur.peek_u32() == ARRAY:
+            cur.pos += 4
+            value, arrays[key] = _read_array(cur, key)
+        else:
+            value = _read_value(cur)
+        if value is not None:
+            metadata[key] = value
+    return metadata, arrays
+
+
+def _short(name: str) -> str:
+    return repr(name if len(name) <= 80 else name[:77] + "...")
+
+
+def _read_header(cur: Cursor) -> tuple[int, int, int]:
+    """(version, number of tensors, number of key-values), each within its cap."""
+    at = cur.need(4)
+    magic = cur.buf[at : at + 4]
+    if magic != b"GGUF":
+        cur.fail(
+            f"a GGUF file starts with 'GGUF', but this one with {str(magic)[1:]}; give a .gguf model file"
+        )
+    cur.pos = 4
+    version = cur.u32()
+    if version & 0xFFFF == 0 and version:
+        cur.fail(f"version {version:#x} looks like a big-endian file; only little-endian files can be run", 4)
+    if version not in (2, 3):
+        cur.fail(f"the GGUF version must be 2 or 3, but is {version}; convert the model again", 4)
+    n_tensors, n_kv = cur.u64(), cur.u64()
+    for n, cap, least, what in ((n_tensors, MAX_TENSORS, 33, "tensors"), (n_kv, MAX_KV, 14, "key-values")):
+        if n > cap:
+            cur.fail(f"{n} {what} are too many, at most {cap} are allowed", 8)
+        if n * least > cur.size:
+            cur.fail(f"{n} {what} do not fit in a file of {cur.size} bytes; {FETCH_AGAIN}", 8)
+    return version, n_tensors, n_kv
+
+
+def _alignment(cur: Cursor, metadata: Mapping[str, Value]) -> int:
+    value = metadata.get("general.alignment", 32)
+    cur.what = "key 'general.alignment'"
+    if (
+        not isinstance(value, int)
+        or isinstance(value, bool)
+        or not 8 <= value <= MAX_ALIGNMENT
+        or value & (value - 1)
+    ):
+        cur.fail(
+            f"the alignment must be a power of two from 8 to {MAX_ALIGNMENT}, but is {_short(str(value))}"
+        )
+    return value
+
+
+def _read_tensor(cur: Cursor, i: int, seen: set[str]) -> TensorInfo:
+    """One tensor's entry; its offset still counts from the start of the data section."""
+    cur.what = f"tensor {i}"
+    start = cur.pos
+    raw = cur.string(MAX_NAME_BYTES, "the tensor's name")
+    name = raw.decode("utf-8", "backslashreplace")
+    cur.what = f"tensor {_short(name)}"
+    if not raw or b"\0" in raw:
+        cur.fail("the name is empty or has a zero byte", start)
+    if name in seen:
+        cur.fail("there are two tensors of this name", start)
+    seen.add(name)
+    n_dims = cur.u32()
+    if not 1 <= n_dims <= 4:
+        cur.fail(f"a tensor has 1 to 4 dimensions, but this one has {n_dims}", cur.pos - 4)
+    shape = tuple(cur.u64() for _ in range(n_dims))
+    n_elements = 1
+    for ne in shape:
+        n_elements *= ne
+        if ne == 0 or n_elements >= 1 << 63:
+            cur.fail(f"the shape {shape} has a zero or is too large", start)
+    ggml_type = cur.u32()
+    if ggml_type not in GGML_TYPES:
+        cur.fail(f"tensor type {ggml_type} is unknown here; a newer moegguf may be needed", cur.pos - 4)
+    type_name, block, block_bytes = GGML_TYPES[ggml_type]
+    if shape[0] % block:
+        cur.fail(f"rows of {type_name} must be a multiple of {block} long, but are {shape[0]}", start)
+    n_bytes = n_elements // block * block_bytes
+    if n_bytes >= 1 << 63:
+        cur.fail(f"the shape {shape} of {type_name} is too large", start)
+    return TensorInfo(name, ggml_type, shape, cur.u64(), n_bytes)
+
+
+def _read_tensors(cur: Cursor, n_tensors: int, alignment: int) -> tuple[int, tuple[TensorInfo, ...]]:
+    """The offset of the data section and all tensors, back to back in it and inside the file."""
+    seen: set[str] = set()
+    entries: list[tuple[int, TensorInfo]] = []
+    for i in range(n_tensors):
+        start = cur.pos
+        entries.append((start, _read_tensor(cur, i, seen)))
+    data_offset = -(-cur.pos // alignment) * alignment
+    tensors: list[TensorInfo] = []
+    expected = 0
+    for start, t in entries:
+        cur.what = f"tensor {_short(t.name)}"
+        if t.offset % alignment:
+            cur.fail(f"its data offset {t.offset} is not a multiple of {alignment}", start)
+        if data_offset + t.offset + t.n_bytes > cur.size:
+            cur.fail(
+                f"its data ({t.n_bytes} bytes from {data_offset + t.offset}) goes past the end of the file at"
+                f" {cur.size}; {FETCH_AGAIN}",
+                start,
+            )
+        if t.offset < expected:
+            cur.fail(
+                f"its data offset {t.offset} overlaps the tensor before it, which ends at {expected}", start
+            )
+        if t.offset > expected:
+            cur.fail(
+                f"its data offset must be {expected}, next to the tensor before it, but is {t.offset}", start
+            )
+        expected += -(-t.n_bytes // alignment) * alignment
+        tensors.append(TensorInfo(t.name, t.ggml_type, t.shape, data_offset + t.offset, t.n_bytes))
+    return data_offset, tuple(tensors)
+
+
+def _check_vocabulary(cur: Cursor) -> None:
+    """llama.cpp aborts when two tokens have the same text. Counted in parts, so that memory stays small."""
+    hashes = cur.tokens
+    n_parts = len(hashes) // VOCAB_PART
+    parts = (
+        ((h for h in hashes if h % n_parts == part) for part in range(n_parts)) if n_parts > 1 else (hashes,)
+    )
+    n_unique = sum(len(set(part)) for part in parts)
+    if n_unique != len(hashes):
+        cur.what = "key 'tokenizer.ggml.tokens'"
+        cur.fail(f"{len(hashes) - n_unique} tokens have the same text as another")
+
+
+def _open(path: Path) -> tuple[int, os.stat_result]:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO must not block
+    except (OSError, ValueError) as error:
+        missing = isinstance(error, OSError) and error.errno in (errno.ENOENT, errno.ENOTDIR)
+        why = "does not exist; check the path" if missing else f"cannot be opened ({error})"
+        raise ModelNotFoundError(f"model file {str(path)!r} {why}.") from error
+    info = os.fstat(fd)
+    if not stat.S_ISREG(info.st_mode):
+        os.close(fd)
+        raise ModelNotFoundError(f"{str(path)!r} is not a regular file; give the path of a .gguf file.")
+    return fd, info
+
+
+def read_gguf(path: str | os.PathLike[str]) -> GgufFile:
+    """The header of the GGUF file at `path`, every rule of the format checked.
+
+    Raises ModelNotFoundError when it cannot be opened, ModelFormatError for the first rule that is broken,
+    ExpertIOError when the disk fails. Takes memory for a few MiB at most, whatever the file claims.
+    """
+    path = Path(path)
+    fd, info = _open(path)
+    try:
+        cur = Cursor(fd, info.st_size, path.name)
+        version, n_tensors, n_kv = _read_header(cur)
+        metadata, arrays = _read_key_values(cur, n_kv)
+        _check_vocabulary(cur)
+        alignment = _alignment(cur, metadata)
+        data_offset, tensors = _read_tensors(cur, n_tensors, alignment)
+    finally:
+        os.close(fd)
+    return GgufFile(
+        path, info.st_size, info.st_dev, info.st_ino, info.st_mtime_ns,
+        version, alignment, data_offset, metadata, arrays, tensors,
+    )  # fmt: skip

@@ -1,0 +1,212 @@
+"""The model's own routers: which experts a vector would be sent to, computed as llama.cpp does it.
+
+Reads `ffn_gate_inp` and its biases from the GGUF file and repeats the choice of `build_moe_ffn` (llama-graph.cpp) in
+float32 numpy. Knows nothing of traces, predictors or llama.cpp's own state.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+from gguf import GGMLQuantizationType, quants
+
+from moegguf.errors import ExpertIOError, ModelFormatError
+from moegguf.gguf.experts import ExpertLayout, MoeLayer
+from moegguf.gguf.reader import GgufFile, TensorInfo
+from moegguf.gguf.shards import read_shards
+
+Float32s = npt.NDArray[np.float32]
+Int32s = npt.NDArray[np.int32]
+
+
+class Gating(IntEnum):
+    """llama_expert_gating_func_type: what makes probabilities of a router's logits."""
+
+    SOFTMAX = 1
+    SIGMOID = 2
+    SOFTMAX_WEIGHT = 3  # the choice is made on logits, softmax comes after
+    SQRT_SOFTPLUS = 4
+
+
+# What llama.cpp's src/models fix in code, whatever the file says. llama4 and grovemoe choose by logits or their
+# sigmoid: the same order.
+FIXED_GATING = {
+    "gpt-oss": Gating.SOFTMAX_WEIGHT,
+    **dict.fromkeys(("llama4", "grovemoe", "mimo2", "nemotron_h", "nemotron_h_moe"), Gating.SIGMOID),
+}
+# What they take where the file has no expert_gating_func; softmax elsewhere.
+DEFAULT_GATING = dict.fromkeys(
+    ("afmoe", "cohere2moe", "glm-dsa", "glm4moe", "glm5-next", "hy_v3", "laguna", "step35"), Gating.SIGMOID
+)
+GLM_VOCAB, GLM_LAYERS = 154880, (47, 48)  # the one deepseek2 model without the key that has sigmoid
+
+
+@dataclass(frozen=True)
+class Router:
+    """One layer's router. matrix (n_expert, n_embd); logit_bias and choice_bias (n_expert,)."""
+
+    n_expert_used: int
+    matrix: Float32s
+    logit_bias: Float32s | None = None
+    choice_bias: Float32s | None = None
+
+
+@dataclass(frozen=True)
+class Routers:
+    """The routers by layer. `il` is absent where a token's id alone decides (deepseek4's first layers).
+
+    With n_group > 1 only experts of the n_group_used best groups may be chosen.
+    """
+
+    gating: Gating
+    routers: Mapping[int, Router]
+    n_group: int = 1
+    n_group_used: int = 1
+
+    def select(self, il: int, inputs: Float32s) -> Int32s:
+        """The experts (n_tokens, n_expert_used) for router inputs (n_tokens, n_embd), the best first."""
+        scores = self._scores(self.routers[il], inputs)
+        best = np.argsort(-scores, axis=1, kind="stable")
+        return best[:, : self.routers[il].n_expert_used].astype(np.int32)
+
+    def likelihoods(self, il: int, inputs: Float32s) -> Float32s:
+        """(n_expert,) in [0, 1] for one router input (n_embd,): higher is chosen sooner, excluded groups are 0.
+
+        0.5 is an even share among n_expert_used: scores, made to add up to 1, against 1 / n_expert_used.
+        """
+        router = self.routers[il]
+        scores = self._scores(router, inputs[None])[0]
+        lowest = float(scores.min(where=np.isfinite(scores), initial=0.0))
+        shares = np.maximum(scores - lowest, 0.0)
+        shares *= router.n_expert_used / max(float(shares.sum()), 1e-30)
+        return shares / (1.0 + shares)
+
+    def _scores(self, router: Router, inputs: Float32s) -> Float32s:
+        """(n_tokens, n_expert): what the choice is made by; -inf in groups that were not chosen."""
+        logits = inputs @ router.matrix.T
+        if router.logit_bias is not None:
+            logits += router.logit_bias
+        scores = _probabilities(self.gating, logits)
+        if router.choice_bias is not None:
+            scores += router.choice_bias
+        return self._within_groups(scores) if self.n_group > 1 else scores
+
+    def _within_groups(self, scores: Float32s) -> Float32s:
+        groups = scores.reshape(len(scores), self.n_group, -1)
+        worth = np.sort(groups, axis=2)[:, :, -2:].sum(axis=2)
+        left_out = np.argsort(-worth, axis=1, kind="stable")[:, self.n_group_used :]
+        masked = groups.copy()
+        np.put_along_axis(masked, left_out[:, :, None], -np.inf, axis=1)
+        return masked.reshape(scores.shape)
+
+
+def _probabilities(gating: Gating, logits: Float32s) -> Float32s:
+    if gating == Gating.SIGMOID:
+        return (0.5 * (1.0 + np.tanh(0.5 * logits))).astype(np.float32)
+    if gating == Gating.SQRT_SOFTPLUS:
+        return np.sqrt(np.logaddexp(np.float32(0), logits))
+    powers = np.exp(logits - logits.max(axis=1, keepdims=True))
+    return powers / powers.sum(axis=1, keepdims=True)
+
+
+def read_routers(layout: ExpertLayout) -> Routers:
+    """The routers of the model with this layout.
+
+    Raises ModelFormatError when one is missing, has another shape than the metadata says, or holds numbers that are
+    not finite; ExpertIOError when the disk fails.
+    """
+    tensors = {t.name: (file, t) for file in read_shards(layout.shards[0].path) for t in file.tensors}
+    routers = {}
+    for layer in layout.layers:
+        if f"blk.{layer.il}.ffn_gate_tid2eid.weight" not in tensors:
+            routers[layer.il] = _read_router(layout, layer, tensors)
+    n_group = _whole(layout, "expert_group_count", 1)
+    return Routers(read_gating(layout), routers, max(1, n_group), _whole(layout, "expert_group_used_count", 1))
+
+
+def read_gating(layout: ExpertLayout) -> Gating:
+    """The gating function of the model; raises ModelFormatError for one that llama.cpp does not know."""
+    if layout.arch in FIXED_GATING:
+        return FIXED_GATING[layout.arch]
+    found = _whole(layout, "expert_gating_func", 0)
+    if found in list(Gating):
+        return Gating(found)
+    if found:
+        raise ModelFormatError(
+            f"{layout.shards[0].path.name}: key '{layout.arch}.expert_gating_func' must be from 1 to 4, but is"
+            f" {found}; a newer moegguf may be needed."
+        )
+    if layout.arch == "deepseek2" and layout.n_layer in GLM_LAYERS and layout.n_vocab == GLM_VOCAB:
+        return Gating.SIGMOID
+    return DEFAULT_GATING.get(layout.arch, Gating.SOFTMAX)
+
+
+def _whole(layout: ExpertLayout, name: str, default: int) -> int:
+    value = layout.metadata.get(f"{layout.arch}.{name}", default)
+    return value if isinstance(value, int) else default
+
+
+def _read_router(layout: ExpertLayout, layer: MoeLayer, tensors: dict[str, tuple[GgufFile, TensorInfo]]) -> Router:
+    def read(name: str, *shape: int) -> Float32s | None:
+        found = tensors.get(f"blk.{layer.il}.{name}")
+        return None if found is None else _read_tensor(*found, shape)
+
+    matrix = read("ffn_gate_inp.weight", layout.hparams.n_embd, layer.n_expert)
+    if matrix is None:
+        raise ModelFormatError(
+            f"{layout.shards[0].path.name}: layer {layer.il} has experts, but no tensor"
+            f" 'blk.{layer.il}.ffn_gate_inp.weight'; its routing cannot be predicted with routers."
+        )
+    return Router(
+        layer.n_expert_used,
+        matrix,
+        read("ffn_gate_inp.bias", layer.n_expert),
+        read("exp_probs_b.bias", layer.n_expert),
+    )
+
+
+def _read_tensor(file: GgufFile, tensor: TensorInfo, shape: tuple[int, ...]) -> Float32s:
+    """The tensor as float32, its rows last-dimension first as numpy has them."""
+
+    def bad(rule: str) -> ModelFormatError:
+        return ModelFormatError(
+            f"{file.path.name}: tensor '{tensor.name}', data at offset {tensor.offset}: {rule}; fetch the file again."
+        )
+
+    if tensor.shape != shape:
+        raise bad(f"its shape must be {shape}, but is {tensor.shape}")
+    data = np.frombuffer(_read_bytes(file, tensor), np.uint8)
+    try:
+        values = quants.dequantize(_typed(data, tensor, shape), GGMLQuantizationType(tensor.ggml_type))
+    except (ValueError, NotImplementedError) as error:
+        raise bad(f"type {tensor.type_name} cannot be read here ({error})") from error
+    out = np.ascontiguousarray(values, np.float32).reshape(shape[::-1])
+    if not np.isfinite(out).all():
+        raise bad("it holds numbers that are not finite")
+    return out
+
+
+def _typed(data: npt.NDArray[np.uint8], tensor: TensorInfo, shape: tuple[int, ...]) -> npt.NDArray[np.generic]:
+    """Rows of bytes; numbers where the type is numpy's own."""
+    own = {"F32": np.float32, "F16": np.float16}.get(tensor.type_name)
+    return data.view(own) if own else data.reshape(*shape[:0:-1], -1)
+
+
+def _read_bytes(file: GgufFile, tensor: TensorInfo) -> bytes:
+    try:
+        with open(file.path, "rb") as stream:
+            now = os.fstat(stream.fileno())
+            if (now.st_size, now.st_ino, now.st_mtime_ns) != (file.n_bytes, file.ino, file.mtime_ns):
+                raise ModelFormatError(f"{file.path.name} was replaced while it was read; open the model again.")
+            stream.seek(tensor.offset)
+            data = stream.read(tensor.n_bytes)
+    except OSError as error:
+        raise ExpertIOError(f"{file.path.name}: reading '{tensor.name}' failed ({error}).") from error
+    if len(data) != tensor.n_bytes:
+        raise ModelFormatError(f"{file.path.name}: ends inside tensor '{tensor.name}'; fetch the file again.")
+    return data

@@ -1,0 +1,131 @@
+"""Finds and checks the shards of a model: one file, or NAME-00001-of-0000N.gguf and its neighbours.
+
+Every complaint names the shard. Knows files and `split.*` keys, not what the tensors mean.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from moegguf.errors import ModelFormatError, ModelNotFoundError
+from moegguf.gguf.reader import MAX_TENSORS, GgufFile, read_gguf
+
+MAX_SHARDS = 1024
+_SHARD_NAME = re.compile(r"(?P<prefix>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
+
+
+def shard_path(prefix: str, number: int, count: int) -> str:
+    """The path of shard `number` (from 1) of `count`, as llama.cpp builds it."""
+    return f"{prefix}-{number:05d}-of-{count:05d}.gguf"
+
+
+def read_shards(path: str | os.PathLike[str]) -> tuple[GgufFile, ...]:
+    """All shards of the model whose first (or only) file is at `path`, in order, checked against each other.
+
+    Raises ModelNotFoundError when a file is missing, ModelFormatError when one is damaged or does not belong.
+    """
+    path = Path(path)
+    first = read_gguf(path)
+    name = _SHARD_NAME.fullmatch(path.name)
+    if name and int(name["number"]) != 1:
+        opener = Path(shard_path(name["prefix"], 1, int(name["count"]))).name
+        raise ModelFormatError(f"{path.name} is not the first shard of its model; open {opener!r} instead.")
+    count = _split_number(first, "split.count", 1)
+    if name is None or count <= 1:
+        _check_single(first, name is not None and int(name["count"]) > 1, count)
+        return (first,)
+    if int(name["count"]) != count:
+        raise ModelFormatError(
+            f"{path.name}: its name says {int(name['count'])} shards, but its key 'split.count' says {count};"
+            " a file was renamed or comes from another model."
+        )
+    if _split_number(first, "split.no", 0) != 0:
+        raise ModelFormatError(
+            f"{path.name}: key 'split.no' says it is not the first shard; shards were swapped."
+        )
+    prefix = str(path.with_name(name["prefix"]))
+    shards = [first] + [_read_member(first, prefix, number, count) for number in range(2, count + 1)]
+    _check_together(shards, prefix, count)
+    return tuple(shards)
+
+
+def _split_number(shard: GgufFile, key: str, default: int) -> int:
+    value = shard.metadata.get(key, default)
+    limit = MAX_SHARDS if key != "split.tensors.count" else MAX_TENSORS * 2
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= limit:
+        raise ModelFormatError(
+            f"{shard.path.name}: key '{key}' must be from 0 to {limit}, but is {str(value)[:40]!r}."
+        )
+    return value
+
+
+def _check_single(first: GgufFile, named_as_shard: bool, count: int) -> None:
+    if count > 1:
+        raise ModelFormatError(
+            f"{first.path.name}: key 'split.count' says {count} shards, but the name does not end in"
+            f" -00001-of-{count:05d}.gguf; give the shards their names back."
+        )
+    if named_as_shard:
+        raise ModelFormatError(
+            f"{first.path.name}: the name says there are more shards, but there is no key 'split.count';"
+            " join the parts with llama-gguf-split --merge, or rename a complete file."
+        )
+
+
+def _read_member(first: GgufFile, prefix: str, number: int, count: int) -> GgufFile:
+    """Shard `number` (from 1), checked to belong to `first`."""
+    path = Path(shard_path(prefix, number, count))
+    if not path.exists():
+        raise ModelNotFoundError(
+            f"shard {path.name!r} is missing beside {first.path.name!r}; fetch it as well."
+        )
+    shard = read_gguf(path)
+    if "split.no" not in shard.metadata:
+        raise ModelFormatError(
+            f"shard {path.name}: key 'split.no' is missing, so it is not a shard; fetch it again."
+        )
+    found = _split_number(shard, "split.no", -1)
+    if found != number - 1:
+        raise ModelFormatError(
+            f"shard {path.name}: key 'split.no' must be {number - 1}, but is {found};"
+            " shards were swapped or renamed."
+        )
+    for key, value in shard.metadata.items():
+        shared = key.startswith("general.") or key in ("split.count", "split.tensors.count")
+        expected = first.metadata.get(key, value)
+        if shared and value != expected:
+            raise ModelFormatError(
+                f"shard {path.name}: key '{key}' is {value!s:.40}, but the first shard has {expected!s:.40};"
+                " it comes from another model or quantisation."
+            )
+    return shard
+
+
+def _check_together(shards: list[GgufFile], prefix: str, count: int) -> None:
+    seen: dict[str, str] = {}
+    for shard in shards:
+        for tensor in shard.tensors:
+            if tensor.name in seen:
+                raise ModelFormatError(
+                    f"shard {shard.path.name}: tensor {tensor.name!r} is in {seen[tensor.name]} too;"
+                    " one of them comes from another model."
+                )
+            seen[tensor.name] = shard.path.name
+        if len(seen) > MAX_TENSORS * 2:
+            raise ModelFormatError(
+                f"shard {shard.path.name}: more than {MAX_TENSORS * 2} tensors in all are not allowed."
+            )
+    expected = _split_number(shards[0], "split.tensors.count", len(seen))
+    if expected != len(seen):
+        counts = ", ".join(f"{s.path.name}: {len(s.tensors)}" for s in shards[:8])
+        raise ModelFormatError(
+            f"{shards[0].path.name}: key 'split.tensors.count' says {expected} tensors, but the shards have"
+            f" {len(seen)} ({counts}); one of them comes from another model."
+        )
+    extra = Path(shard_path(prefix, count + 1, count))
+    if extra.exists():
+        raise ModelFormatError(
+            f"shard {extra.name}: the model has {count} shards, so this file is one too many; move it."
+        )

@@ -1,0 +1,153 @@
+"""A request's body as a checked object, whatever its Content-Type says.
+
+`curl -d` calls JSON a form, so nobody looks at that header. Bytes, nesting, counts and numbers have their limits
+before anything is built from them; of a key that comes twice the last one counts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import re
+from typing import Any, NoReturn, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from starlette.requests import ClientDisconnect, Request
+
+from moegguf.server.common import limits
+from moegguf.server.common.errors import HttpError
+
+STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)  # one that never ends takes the rest
+NOT_STRUCTURE = bytes(set(range(256)) - set(b"[]{},"))
+SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+MISSING = "missing request body"
+
+
+class Body(BaseModel):
+    """Base of all requests: types are as they say, and fields that nobody knows are left out."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
+
+
+T = TypeVar("T", bound=BaseModel)
+
+
+async def read_body(request: Request, kind: type[T]) -> T:
+    """The body of `request` as a `kind`.
+
+    Raises HttpError: 400 for what cannot be read or does not fit, 408, 413 and 415 for slow, large and packed ones.
+    """
+    return parse_body(await read_bytes(request), kind)
+
+
+def parse_body(raw: bytes, kind: type[T]) -> T:
+    """JSON text as a `kind`; raises HttpError 400 that names the first field that does not fit."""
+    try:
+        return kind.model_validate(parse_object(raw))
+    except ValidationError as error:
+        raise HttpError(400, explain(error)) from None
+
+
+async def read_bytes(request: Request, limit: int = limits.BODY_BYTES) -> bytes:
+    """All of the body, at most `limit` bytes."""
+    refuse_packed(request)
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and int(length[:20]) > limit:
+        raise too_large(limit)
+    parts, size = [], 0
+    try:
+        async with asyncio.timeout(limits.READ_S):
+            async for part in request.stream():
+                size += len(part)
+                if size > limit:
+                    raise too_large(limit)
+                parts.append(part)
+    except TimeoutError:
+        raise HttpError(408, f"the body did not arrive within {limits.READ_S:.0f} s") from None
+    except ClientDisconnect:
+        raise HttpError(499, "request canceled") from None
+    return b"".join(parts)
+
+
+def refuse_packed(request: Request) -> None:
+    """Raises HttpError 415 for a body that would have to be unpacked: it could become any size."""
+    coding = request.headers.get("content-encoding", "identity").strip().lower()
+    if coding not in ("", "identity"):
+        raise HttpError(
+            415, f"bodies are taken as they are, not with Content-Encoding {coding[:40]!r}; send plain JSON"
+        )
+
+
+def too_large(limit: int) -> HttpError:
+    return HttpError(413, f"request body too large: at most {limit >> 20} MiB are taken")
+
+
+def parse_object(raw: bytes) -> dict[str, Any]:
+    """JSON text as a dict whose numbers are finite and within 64 bits and whose strings are valid Unicode."""
+    if not raw.strip():
+        raise HttpError(400, MISSING)
+    check_structure(raw)
+    try:
+        value = json.loads(
+            raw.decode("utf-8"), parse_int=_integer, parse_float=_finite, parse_constant=_refuse_constant
+        )
+    except UnicodeDecodeError as error:
+        raise HttpError(400, f"invalid request body: not UTF-8 at byte {error.start}") from None
+    except json.JSONDecodeError as error:
+        raise HttpError(400, f"invalid request body: {error.msg} at character {error.pos}") from None
+    if not isinstance(value, dict):
+        raise HttpError(400, f"invalid request body: expected a JSON object, not {_kind(value)}")
+    if SURROGATE.search(raw):
+        _refuse_lone_surrogates(value)
+    return value
+
+
+def check_structure(raw: bytes) -> None:
+    """Raises HttpError 400 when the text nests too deep or holds too many values, without building any of them."""
+    n_quotes = raw.count(b'"') - raw.count(b'\\"')  # at least one for each string, at most two
+    marks = b"" if n_quotes > 4 * limits.JSON_VALUES else STRING.sub(b"", raw).translate(None, NOT_STRUCTURE)
+    if n_quotes > 4 * limits.JSON_VALUES or len(marks) > limits.JSON_VALUES:
+        raise HttpError(400, f"invalid request body: more than {limits.JSON_VALUES} values")
+    depth = 0
+    for mark in marks.replace(b",", b""):
+        depth += 1 if mark in b"[{" else -1
+        if depth > limits.JSON_DEPTH:
+            raise HttpError(400, f"invalid request body: nested deeper than {limits.JSON_DEPTH} levels")
+
+
+def _integer(text: str) -> int:
+    if len(text) > 20 or not -(1 << (limits.INT_BITS - 1)) <= (value := int(text)) < 1 << (limits.INT_BITS - 1):
+        raise HttpError(400, f"invalid request body: {text[:24]} does not fit {limits.INT_BITS} bits")
+    return value
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise HttpError(400, f"invalid request body: {text[:24]} is not a finite number")
+    return value
+
+
+def _refuse_constant(text: str) -> NoReturn:
+    raise HttpError(400, f"invalid request body: {text} is not JSON")
+
+
+def _refuse_lone_surrogates(value: Any) -> None:
+    try:
+        json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError:
+        raise HttpError(400, "invalid request body: half of a surrogate pair stands alone") from None
+
+
+def _kind(value: Any) -> str:
+    kinds = {bool: "a boolean", int: "a number", float: "a number", str: "a string", list: "an array"}
+    return kinds.get(type(value), "null")
+
+
+def explain(error: ValidationError) -> str:
+    """The first thing that does not fit, in words: where, and what would."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    where = ".".join(str(part) for part in first["loc"])[:200]
+    text = first["msg"].removeprefix("Value error, ")
+    return f"{where}: {text[:1].lower()}{text[1:]}" if where else text

@@ -1,0 +1,135 @@
+"""Answers that take their time: lines as they come (NDJSON, server-sent events), or one JSON object at the end.
+
+All of them stop their work at once when the client leaves. An error before the first byte gets its own status; after
+that it becomes the last line. Knows nothing of what the lines say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from abc import abstractmethod
+from collections.abc import AsyncGenerator, Awaitable, Mapping
+from contextlib import aclosing
+from typing import Any
+
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from moegguf.server.common import limits
+from moegguf.server.common.errors import error_response, fault_of
+
+Lines = AsyncGenerator[bytes, None]
+
+
+def dumps(value: Any) -> str:
+    """Compact JSON. Raises ValueError on NaN, which no client could read."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
+class Watched(Response):
+    """Work for a client that may leave."""
+
+    ping_s: float | None = None
+
+    def __init__(self) -> None:
+        self.background = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        work = asyncio.create_task(self.work(scope, receive, send))
+        watch = asyncio.create_task(self.watch(receive, send))
+        try:
+            await asyncio.wait((work, watch), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            watch.cancel()
+            work.cancel()
+            await asyncio.gather(work, watch, return_exceptions=True)
+        if not work.cancelled():
+            work.result()
+
+    @abstractmethod
+    async def work(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Computes and sends everything; cancelled when the client has left."""
+
+    async def watch(self, receive: Receive, send: Send) -> None:
+        """Returns when the client has left; meanwhile shows it that someone is there."""
+        while True:
+            try:
+                async with asyncio.timeout(self.ping_s):
+                    message = await receive()
+            except TimeoutError:
+                await self.ping(send)
+                continue
+            if message["type"] == "http.disconnect":
+                return
+
+    async def ping(self, send: Send) -> None:
+        """A sign of life, where the format has one."""
+
+
+class WholeResponse(Watched):
+    """The object that `work` computes, as JSON."""
+
+    media_type = "application/json; charset=utf-8"
+
+    def __init__(self, answer: Awaitable[Mapping[str, Any]]) -> None:
+        super().__init__()
+        self._answer = answer
+
+    async def work(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            response: Response = JSONResponse(await self._answer, media_type=self.media_type)
+        except Exception as error:
+            response = error_response(error, scope["path"])
+        await response(scope, receive, send)
+
+
+class LineResponse(Watched):
+    """What `lines` yields, each sent as it comes. `lines` is closed whatever happens."""
+
+    def __init__(self, lines: Lines) -> None:
+        super().__init__()
+        self._lines = lines
+        self._started = False
+        self.status_code = 200
+        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
+
+    def error_line(self, body: Mapping[str, Any]) -> bytes:
+        """The line that tells of an error."""
+        return dumps(body).encode() + b"\n"
+
+    async def work(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            async with aclosing(self._lines) as lines:
+                async for line in lines:
+                    await self._send(send, line)
+        except Exception as error:
+            if not self._started:
+                return await error_response(error, scope["path"])(scope, receive, send)
+            await self._send(send, self.error_line(fault_of(error).body(scope["path"])))
+        await self._send(send, b"", more=False)
+
+    async def _send(self, send: Send, line: bytes, more: bool = True) -> None:
+        if not self._started:
+            self._started = True
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": line, "more_body": more})
+
+
+class NdjsonResponse(LineResponse):
+    """One JSON object per line."""
+
+    media_type = "application/x-ndjson"
+
+
+class SseResponse(LineResponse):
+    """Server-sent events: each line is a whole event with its blank line. Comments keep a quiet stream open."""
+
+    media_type = "text/event-stream; charset=utf-8"
+    ping_s = limits.PING_S
+
+    def error_line(self, body: Mapping[str, Any]) -> bytes:
+        return b"data: " + dumps(body).encode() + b"\n\n"
+
+    async def ping(self, send: Send) -> None:
+        await self._send(send, b": ping\n\n")

@@ -1,0 +1,124 @@
+"""/api/create and /api/blobs: a name of one's own for a model, from another name or from files sent before."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from moegguf.errors import ModelFormatError
+from moegguf.models.recipe import Recipe
+from moegguf.server.common import limits
+from moegguf.server.common.body import read_body, refuse_packed
+from moegguf.server.common.errors import HttpError
+from moegguf.server.common.lookup import find
+from moegguf.server.common.streams import Lines, NdjsonResponse, WholeResponse, dumps
+from moegguf.server.ollama.schema import CreateRequest
+
+CHUNK_BYTES = 1 << 20
+
+
+async def create(request: Request) -> Response:
+    """Makes the name and says so in Ollama's steps."""
+    body = await read_body(request, CreateRequest)
+    catalog = request.app.state.catalog
+    recipe = recipe_of(body)
+
+    def make() -> None:
+        if recipe.from_:
+            find(catalog, recipe.from_)
+        try:
+            catalog.create(body.model_name, recipe)
+        except ModelFormatError as error:
+            raise HttpError(400, str(error)) from None
+
+    async def lines() -> Lines:
+        await asyncio.to_thread(make)
+        for digest in recipe.files.values():
+            yield _status(f"using existing layer {digest}")
+        yield _status("writing manifest")
+        yield _status("success")
+
+    async def whole() -> dict[str, Any]:
+        await asyncio.to_thread(make)
+        return {"status": "success"}
+
+    return WholeResponse(whole()) if body.stream is False else NdjsonResponse(lines())
+
+
+def _status(text: str) -> bytes:
+    return dumps({"status": text}).encode() + b"\n"
+
+
+def recipe_of(body: CreateRequest) -> Recipe:
+    """Raises HttpError 400 for what cannot be made here."""
+    if not body.from_ and not body.files:
+        raise HttpError(400, "neither 'from' or 'files' was specified")
+    if body.adapters:
+        raise HttpError(400, "adapters are not supported; give a model that they are merged into")
+    if body.quantize:
+        raise HttpError(400, "quantize is not supported; give files that are quantised already")
+    return Recipe(
+        from_=body.from_ or "",
+        files=body.files or {},
+        system=body.system,
+        template=body.template,
+        parameters=body.parameters or {},
+        messages=tuple({"role": each.role, "content": each.content or ""} for each in body.messages or ()),
+        license="\n".join(body.license) if isinstance(body.license, list) else body.license,
+    )
+
+
+async def has_blob(request: Request) -> Response:
+    """200 when the file of a digest is here."""
+    digest = request.path_params["digest"]
+    found = await asyncio.to_thread(request.app.state.catalog.has_blob, digest)
+    if not found:
+        raise HttpError(404, f"blob {digest!r:.80} not found")
+    return Response()
+
+
+async def add_blob(request: Request) -> Response:
+    """Keeps the body under its digest: 201, or 200 when it was here."""
+    digest, catalog = request.path_params["digest"], request.app.state.catalog
+    if await asyncio.to_thread(catalog.has_blob, digest):
+        return Response()
+    refuse_packed(request)
+    length = request.headers.get("content-length", "")
+    size_bytes = int(length) if length.isdecimal() and len(length) < 19 else None
+    writer = await asyncio.to_thread(catalog.blob_writer, digest, size_bytes)
+    with writer:
+        await _write(request, writer.write)
+        try:
+            await asyncio.to_thread(writer.commit)
+        except ModelFormatError as error:
+            raise HttpError(400, str(error)) from None
+    return Response(status_code=201)
+
+
+async def _write(request: Request, write: Any) -> None:
+    """Hands the body on in large parts, off the event loop. Raises HttpError when the client leaves or stalls."""
+    parts, size = [], 0
+    try:
+        async with asyncio.timeout(limits.READ_S) as patience:
+            async for part in request.stream():
+                patience.reschedule(asyncio.get_running_loop().time() + limits.READ_S)
+                parts.append(part)
+                size += len(part)
+                if size >= CHUNK_BYTES or not part:
+                    await asyncio.to_thread(write, b"".join(parts))
+                    parts, size = [], 0
+    except TimeoutError:
+        raise HttpError(408, f"nothing of the blob arrived for {limits.READ_S:.0f} s") from None
+    except ClientDisconnect:
+        raise HttpError(499, "request canceled") from None
+
+
+routes = [
+    Route("/api/create", create, methods=["POST"]),
+    Route("/api/blobs/{digest:path}", has_blob, methods=["HEAD"]),
+    Route("/api/blobs/{digest:path}", add_blob, methods=["POST"]),
+]

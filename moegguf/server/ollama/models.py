@@ -1,0 +1,123 @@
+"""What models there are: /api/version, tags, ps, copy, delete, and the calls of Ollama's that mean nothing here."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from moegguf import __version__
+from moegguf.models.entry import Entry
+from moegguf.server.common.body import read_body
+from moegguf.server.common.errors import HttpError
+from moegguf.server.common.figures import moe_object
+from moegguf.server.common.lookup import details_or_none, find
+from moegguf.server.ollama.schema import CopyRequest, Named
+from moegguf.server.ollama.words import details_object, time_text
+from moegguf.serving.events import Loaded
+
+if TYPE_CHECKING:
+    from moegguf.models.catalog import Catalog
+
+OLLAMA_VERSION = "0.33.0"  # whose API this is; clients parse it as numbers and refuse old ones
+
+
+async def version(request: Request) -> Response:
+    """The version of Ollama whose API this is, and ours."""
+    return JSONResponse({"version": OLLAMA_VERSION, "moegguf": __version__})
+
+
+async def tags(request: Request) -> Response:
+    """All models, newest first."""
+
+    def found(catalog: Catalog) -> list[dict[str, Any]]:
+        return [tag_object(entry) for entry in catalog.entries()]
+
+    return JSONResponse({"models": await asyncio.to_thread(found, request.app.state.catalog)})
+
+
+def tag_object(entry: Entry) -> dict[str, Any]:
+    """A model of the list; without details when its file cannot be read."""
+    known = details_or_none(entry)
+    more = {"context_length": known.n_ctx_train, "embedding_length": known.n_embd} if known else {}
+    return {
+        "name": entry.name,
+        "model": entry.name,
+        "modified_at": time_text(entry.modified),
+        "size": entry.size_bytes,
+        "digest": entry.digest,
+        "details": details_object(known, entry.parent) | more,
+        "capabilities": list(known.capabilities) if known else [],
+    }
+
+
+async def ps(request: Request) -> Response:
+    """Models in memory, those that stay longest first."""
+    state = request.app.state
+
+    def found(loaded: list[Loaded]) -> list[dict[str, Any]]:
+        return [loaded_object(state.catalog, model) for model in loaded]
+
+    return JSONResponse({"models": await asyncio.to_thread(found, state.pool.loaded())})
+
+
+def loaded_object(catalog: Catalog, model: Loaded) -> dict[str, Any]:
+    """A model in memory; `size` is what it takes, `size_vram` the part of it on a GPU."""
+    try:
+        entry = find(catalog, model.name)
+    except HttpError:  # removed while loaded
+        entry = None
+    known = details_or_none(entry) if entry else None
+    return {
+        "name": model.name,
+        "model": model.name,
+        "size": model.size_bytes,
+        "digest": model.digest,
+        "details": details_object(known, entry.parent if entry else ""),
+        "expires_at": time_text(model.expires),
+        "size_vram": model.vram_bytes,
+        "context_length": model.n_ctx,
+        "moe": moe_object(model.stats)
+        | {"pid": model.pid, "busy": model.busy, "stopping": model.stopping, "queue": model.queue},
+    }
+
+
+async def copy(request: Request) -> Response:
+    """Another name for a model; no byte of it is copied."""
+    body = await read_body(request, CopyRequest)
+    catalog = request.app.state.catalog
+
+    def work() -> None:
+        find(catalog, body.source)
+        catalog.copy(body.source, body.destination)
+
+    await asyncio.to_thread(work)
+    return Response()
+
+
+async def delete(request: Request) -> Response:
+    """Takes a name away, after the model has left the memory."""
+    body = await read_body(request, Named)
+    state = request.app.state
+    entry = await asyncio.to_thread(find, state.catalog, body.model_name)
+    await state.pool.unload(entry.name)
+    await asyncio.to_thread(state.catalog.remove, entry.name)
+    return Response()
+
+
+async def unsupported(request: Request) -> Response:
+    """Calls that need Ollama's own services."""
+    raise HttpError(501, f"{request.url.path.rpartition('/')[2]} is not supported")
+
+
+routes = [
+    Route("/api/version", version, methods=["GET"]),
+    Route("/api/tags", tags, methods=["GET"]),
+    Route("/api/ps", ps, methods=["GET"]),
+    Route("/api/copy", copy, methods=["POST"]),
+    Route("/api/delete", delete, methods=["DELETE"]),
+    Route("/api/push", unsupported, methods=["POST"]),
+]

@@ -1,0 +1,8 @@
+"""OpenAI's API, below /v1.
+
+Promises: requests and replies as OpenAI's clients write and read them. Does not know Ollama's API.
+"""
+
+from moegguf.server.openai import chat, completions, embeddings, models
+
+routes = [route for module in (chat, completions, embeddings, models) for route in module.routes]

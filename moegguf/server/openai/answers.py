@@ -1,0 +1,78 @@
+"""How chat and completion answer: ask the model, tell what comes, whole or as server-sent events."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from moegguf.errors import WorkerError
+from moegguf.generate.request import Ask, Piece, PromptProgress
+from moegguf.models.entry import Entry
+from moegguf.server.common.options import keep_alive_s
+from moegguf.server.common.streams import Lines, SseResponse, WholeResponse, dumps
+from moegguf.server.metrics import note
+from moegguf.server.openai.objects import ChatReply, CompletionReply
+from moegguf.server.openai.schema import AnswerBody
+from moegguf.serving.events import Done, Event
+
+Reply = ChatReply | CompletionReply
+
+
+def answer(request: Request, body: AnswerBody, entry: Entry, ask: Ask, reply: Reply) -> Response:
+    """The response to `body` once the model has its turn, as it comes or all of it at its end."""
+    events = _events(request, body, entry, ask)
+    if body.stream:
+        return SseResponse(_lines(events, reply, progress=bool(body.return_progress)))
+    return WholeResponse(_whole(events, reply))
+
+
+async def _events(request: Request, body: AnswerBody, entry: Entry, ask: Ask) -> AsyncGenerator[Event]:
+    state, stay_s = request.app.state, keep_alive_s(body.keep_alive)
+    async with (
+        state.pool.lease(entry, body.load(), stay_s) as lease,
+        aclosing(lease.answer(ask, stream=bool(body.stream))) as events,
+    ):
+        async for event in events:
+            note(state, entry.name, event)
+            yield event
+
+
+async def _lines(events: AsyncGenerator[Event], reply: Reply, *, progress: bool) -> Lines:
+    told = False
+    async with aclosing(events):
+        async for event in events:
+            items = list(_items(reply, event, progress=progress))
+            if items and not told:
+                told, items = True, [reply.first(), *items]
+            if items:
+                yield b"".join(_sse(dumps(item)) for item in items)
+    yield _sse("[DONE]")
+
+
+def _sse(data: str) -> bytes:
+    return f"data: {data}\n\n".encode()
+
+
+def _items(reply: Reply, event: Event, *, progress: bool) -> Iterator[dict[str, Any]]:
+    """The chunks that tell of `event`."""
+    if isinstance(event, Piece):
+        yield from reply.chunks(event)
+    elif isinstance(event, Done):
+        yield from reply.last(event)
+    elif isinstance(event, PromptProgress) and progress:
+        yield reply.progress(event)
+
+
+async def _whole(events: AsyncGenerator[Event], reply: Reply) -> dict[str, Any]:
+    pieces: list[Piece] = []
+    async with aclosing(events):
+        async for event in events:
+            if isinstance(event, Piece):
+                pieces.append(event)
+            elif isinstance(event, Done):
+                return reply.whole(pieces, event)
+    raise WorkerError("the answer ended before it was finished; ask again.")

@@ -1,0 +1,32 @@
+"""POST /v1/chat/completions: the next message of a conversation."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from moegguf.server.common.body import read_body
+from moegguf.server.common.lookup import check_able, look_up
+from moegguf.server.openai.answers import answer
+from moegguf.server.openai.objects import ChatReply
+from moegguf.server.openai.schema import ChatBody
+
+
+async def chat_completions(request: Request) -> Response:
+    body = await read_body(request, ChatBody)
+    entry, known = await look_up(request.app.state.catalog, body.model)
+    ask = body.ask(entry)
+    needs = {"chat": True, "tools": bool(ask.tools) and ask.tool_choice != "none", "thinking": bool(ask.think)}
+    check_able(entry, known, needs)
+    reply = ChatReply(
+        entry.name,
+        entry.digest,
+        include_usage=body.include_usage,
+        logprobs=bool(body.logprobs),
+        parallel=body.parallel_tool_calls is not False,
+    )
+    return answer(request, body, entry, ask, reply)
+
+
+routes = [Route("/v1/chat/completions", chat_completions, methods=["POST"])]

@@ -1,0 +1,81 @@
+"""POST /v1/completions: text goes on where a prompt ends, or fills the gap before a suffix."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BeforeValidator, Field
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from moegguf.generate.request import Ask
+from moegguf.models.entry import Entry
+from moegguf.server.common import limits
+from moegguf.server.common.body import read_body
+from moegguf.server.common.lookup import check_able, look_up
+from moegguf.server.common.options import MAX_TOKEN
+from moegguf.server.openai.answers import answer
+from moegguf.server.openai.objects import CompletionReply
+from moegguf.server.openai.schema import AnswerBody, one_answer
+
+DEFAULT_MAX_TOKENS = 16  # OpenAI's
+
+
+def one_prompt(prompt: Any) -> str | list[int]:
+    """The prompt in all its forms: a text, its tokens, or a list of one of these."""
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+        prompt = prompt[0]
+    if isinstance(prompt, str):
+        return prompt
+    if isinstance(prompt, list) and prompt and all(type(token) is int and 0 <= token <= MAX_TOKEN for token in prompt):
+        return prompt
+    raise ValueError("must be one text, or the tokens of one; ask once for each prompt")
+
+
+class CompletionBody(AnswerBody):
+    prompt: Annotated[str | list[int], BeforeValidator(one_prompt)]
+    suffix: str | None = None
+    echo: bool | None = None
+    best_of: Annotated[int, AfterValidator(one_answer)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=limits.TOP_LOGPROBS)] | None = None
+
+    def limit(self) -> int | None:
+        return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+
+    def ask(self, entry: Entry) -> Ask:
+        """What the model gets; of what its name adds, only the options."""
+        text, tokens = (self.prompt, ()) if isinstance(self.prompt, str) else ("", tuple(self.prompt))
+        return Ask(
+            prompt=text,
+            context=tokens,
+            suffix=self.suffix or None,
+            truncate=bool(self.truncate),
+            n_logprobs=self.logprobs,
+            sampling=self.sampling(entry),
+        )
+
+
+async def completions(request: Request) -> Response:
+    body = await read_body(request, CompletionBody)
+    entry, known = await look_up(request.app.state.catalog, body.model)
+    check_able(entry, known, {"generate": True, "insert": bool(body.suffix)})
+    reply = CompletionReply(
+        entry.name,
+        entry.digest,
+        include_usage=body.include_usage,
+        logprobs=body.logprobs is not None,
+        echo=await prompt_text(request, entry, body) if body.echo else "",
+    )
+    return answer(request, body, entry, body.ask(entry), reply)
+
+
+async def prompt_text(request: Request, entry: Entry, body: CompletionBody) -> str:
+    """The prompt as text, whichever way it came."""
+    if isinstance(body.prompt, str):
+        return body.prompt
+    async with request.app.state.pool.lease(entry.name, body.load(), will_answer=False) as lease:
+        return str(await lease.detokenize(body.prompt))
+
+
+routes = [Route("/v1/completions", completions, methods=["POST"])]

@@ -1,0 +1,71 @@
+"""GET /v1/models and /v1/models/{id}: what can be asked for, as OpenAI lists it, with llama-server's `meta`.
+
+An id has a tag and may hold slashes and colons, escaped or not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from moegguf.models.entry import Entry
+from moegguf.server.common.lookup import details_or_none, find
+
+if TYPE_CHECKING:
+    from moegguf.models.catalog import Catalog
+
+OWN = "library"  # Ollama's word for models that belong to nobody
+
+
+def model_object(entry: Entry) -> dict[str, Any]:
+    """OpenAI's model, with what the headers of its files say; a file that cannot be read is listed without."""
+    *owners, _ = entry.name.split("/")
+    return {
+        "id": entry.name,
+        "object": "model",
+        "created": int(entry.modified.timestamp()),
+        "owned_by": owners[-1] if owners else OWN,
+        **_known(entry),
+    }
+
+
+def _known(entry: Entry) -> Mapping[str, Any]:
+    known = details_or_none(entry)
+    if known is None:
+        return {}
+    meta = {
+        "n_ctx_train": known.n_ctx_train,
+        "n_embd": known.n_embd,
+        "n_params": known.n_parameters,
+        "n_expert": known.n_expert,
+        "n_expert_used": known.n_expert_used,
+        "size": entry.size_bytes,
+    }
+    return {"context_length": known.n_ctx_train, "meta": meta}
+
+
+def _all_objects(catalog: Catalog) -> list[dict[str, Any]]:
+    return [model_object(entry) for entry in catalog.entries()]
+
+
+async def list_models(request: Request) -> Response:
+    data = await asyncio.to_thread(_all_objects, request.app.state.catalog)
+    return JSONResponse({"object": "list", "data": data})
+
+
+async def retrieve_model(request: Request) -> Response:
+    def look() -> dict[str, Any]:
+        return model_object(find(request.app.state.catalog, request.path_params["model"]))
+
+    return JSONResponse(await asyncio.to_thread(look))
+
+
+routes = [
+    Route("/v1/models", list_models, methods=["GET"]),
+    Route("/v1/models/{model:path}", retrieve_model, methods=["GET"]),
+]

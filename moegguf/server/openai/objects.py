@@ -1,0 +1,245 @@
+"""What OpenAI's clients get: pieces and timings of an answer as the objects of chat and completion, whole or streamed.
+
+Follows OpenAI's API reference; `timings` and `prompt_progress` as llama-server writes them, and `moe` of our own, are
+keys that OpenAI's clients keep and others ignore. Thinking is `reasoning` (Ollama) and `reasoning_content` (llama.cpp).
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from moegguf.generate.request import Piece, PromptProgress, Timing, TokenChance, ToolCall
+from moegguf.server.common.figures import LEAST_LOGPROB, moe_object
+from moegguf.serving.events import Done
+
+Json = dict[str, Any]
+
+
+def usage(timing: Timing) -> Json:
+    """Tokens: the prompt's are all of them, whether evaluated now or still known from an earlier request."""
+    prompt = timing.prompt_tokens + timing.cached_tokens
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": timing.answer_tokens,
+        "total_tokens": prompt + timing.answer_tokens,
+        "prompt_tokens_details": {"cached_tokens": timing.cached_tokens},
+    }
+
+
+def _per(amount: float, of: float) -> float:
+    return amount / of if of else 0.0
+
+
+def timings(timing: Timing) -> Json:
+    """As llama-server: counts of tokens, times in milliseconds."""
+    prompt_ms, predicted_ms = timing.prompt_s * 1e3, timing.answer_s * 1e3
+    return {
+        "cache_n": timing.cached_tokens,
+        "prompt_n": timing.prompt_tokens,
+        "prompt_ms": prompt_ms,
+        "prompt_per_token_ms": _per(prompt_ms, timing.prompt_tokens),
+        "prompt_per_second": _per(timing.prompt_tokens, timing.prompt_s),
+        "predicted_n": timing.answer_tokens,
+        "predicted_ms": predicted_ms,
+        "predicted_per_token_ms": _per(predicted_ms, timing.answer_tokens),
+        "predicted_per_second": _per(timing.answer_tokens, timing.answer_s),
+    }
+
+
+def prompt_progress(progress: PromptProgress) -> Json:
+    """As llama-server: tokens of the prompt, and milliseconds."""
+    return {
+        "total": progress.n_tokens,
+        "cache": progress.n_cached,
+        "processed": progress.n_done,
+        "time_ms": round(progress.seconds * 1e3),
+    }
+
+
+def chat_chances(chances: Iterable[TokenChance]) -> Json:
+    """`logprobs` of chat."""
+    return {
+        "content": [
+            {**_chance(of.text, of.logprob), "top_logprobs": [_chance(text, logprob) for text, logprob in of.top]}
+            for of in chances
+        ]
+    }
+
+
+def _chance(text: str, logprob: float) -> Json:
+    # A token that is a part of a character has no text; its bytes are not known here.
+    bytes_ = None if "\ufffd" in text else list(text.encode())
+    return {"token": text, "logprob": max(logprob, LEAST_LOGPROB), "bytes": bytes_}
+
+
+def completion_chances(chances: Sequence[TokenChance], offset: int) -> Json:
+    """`logprobs` of completion; `offset`: where in the text the first of these tokens begins."""
+    offsets = []
+    for chance in chances:
+        offsets.append(offset)
+        offset += len(chance.text)
+    return {
+        "tokens": [chance.text for chance in chances],
+        "token_logprobs": [max(chance.logprob, LEAST_LOGPROB) for chance in chances],
+        "top_logprobs": [{text: max(logprob, LEAST_LOGPROB) for text, logprob in chance.top} for chance in chances],
+        "text_offset": offsets,
+    }
+
+
+def call_object(call: ToolCall, index: int) -> Json:
+    """A tool call; its arguments are text here, and an object in Ollama's API."""
+    arguments = json.dumps(call.arguments, ensure_ascii=False)
+    return {
+        "index": index, "id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments},
+    }  # fmt: skip
+
+
+class _Reply:
+    """One answer of one model; its objects share id and time. `fingerprint`: of the weights, for OpenAI's
+    `system_fingerprint`."""
+
+    prefix, whole_kind, chunk_kind = "", "", ""
+
+    def __init__(self, model: str, fingerprint: str, *, include_usage: bool, logprobs: bool) -> None:
+        self.include_usage = include_usage
+        self.logprobs = logprobs
+        self._head = {
+            "id": f"{self.prefix}-{secrets.token_hex(12)}",
+            "created": int(time.time()),
+            "model": model,
+            "system_fingerprint": f"moegguf-{fingerprint[:12]}",
+        }
+
+    def _object(self, kind: str, choices: list[Json], **more: Any) -> Json:
+        return {**self._head, "object": kind, "choices": choices, **more}
+
+    def _chunk(self, choice: Mapping[str, Any], **more: Any) -> Json:
+        choices = [{"index": 0, "finish_reason": None, "logprobs": None, **choice}]
+        if self.include_usage:
+            more = {"usage": None, **more}  # as OpenAI: null in all chunks but the last
+        return self._object(self.chunk_kind, choices, **more)
+
+    def _last_chunks(self, choice: Mapping[str, Any], done: Done) -> list[Json]:
+        figures = self._figures(done)
+        if not self.include_usage:
+            return [self._chunk(choice, **figures)]
+        return [self._chunk(choice), self._object(self.chunk_kind, [], usage=usage(done.timing), **figures)]
+
+    def _whole(self, choice: Mapping[str, Any], done: Done) -> Json:
+        choices = [{"index": 0, "logprobs": None, **choice}]
+        return self._object(self.whole_kind, choices, usage=usage(done.timing), **self._figures(done))
+
+    def _figures(self, done: Done) -> Json:
+        n_cut = done.timing.cut_messages
+        cut = {"cut_messages": n_cut} if n_cut else {}
+        return {"timings": timings(done.timing), "moe": moe_object(done.timing.stats), **cut}
+
+
+class ChatReply(_Reply):
+    """An answer of /v1/chat/completions: `first`, `chunks` of each piece, `last`; or `whole` of all pieces.
+
+    `parallel` False: only the first tool call is told.
+    """
+
+    prefix, whole_kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def __init__(
+        self, model: str, fingerprint: str, *, include_usage: bool, logprobs: bool, parallel: bool = True
+    ) -> None:
+        super().__init__(model, fingerprint, include_usage=include_usage, logprobs=logprobs)
+        self.parallel = parallel
+        self.n_calls = 0
+
+    def first(self) -> Json:
+        return self._chunk({"delta": {"role": "assistant", "content": ""}})
+
+    def progress(self, progress: PromptProgress) -> Json:
+        return self._chunk({"delta": {}}, prompt_progress=prompt_progress(progress))
+
+    def chunks(self, piece: Piece) -> list[Json]:
+        """A chunk each for thinking, text and calls, in this order; chances go with the first that comes."""
+        deltas: list[Json] = []
+        if piece.thinking:
+            deltas.append({"reasoning": piece.thinking, "reasoning_content": piece.thinking})
+        if piece.text:
+            deltas.append({"content": piece.text})
+        if calls := self._calls(piece):
+            deltas.append({"tool_calls": calls})
+        if piece.chances and not deltas:
+            deltas.append({})
+        chances = [chat_chances(piece.chances)] if self.logprobs and piece.chances else []
+        return [self._chunk({"delta": delta, "logprobs": chances.pop() if chances else None}) for delta in deltas]
+
+    def _calls(self, piece: Piece) -> list[Json]:
+        calls = piece.tool_calls if self.parallel else piece.tool_calls[: max(0, 1 - self.n_calls)]
+        first = self.n_calls
+        self.n_calls += len(calls)
+        return [call_object(call, first + i) for i, call in enumerate(calls)]
+
+    def last(self, done: Done) -> list[Json]:
+        return self._last_chunks({"delta": {}, "finish_reason": self._finish(done)}, done)
+
+    def _finish(self, done: Done) -> str:
+        return "tool_calls" if self.n_calls else finish_reason(done.timing)
+
+    def whole(self, pieces: Sequence[Piece], done: Done) -> Json:
+        calls = [call for piece in pieces for call in self._calls(piece)]
+        text = "".join(piece.text for piece in pieces)
+        message: Json = {"role": "assistant", "content": None if calls and not text else text}
+        if thinking := "".join(piece.thinking for piece in pieces):
+            message |= {"reasoning": thinking, "reasoning_content": thinking}
+        if calls:
+            message["tool_calls"] = calls
+        choice: Json = {"message": message, "finish_reason": self._finish(done)}
+        if self.logprobs:
+            choice["logprobs"] = chat_chances(chance for piece in pieces for chance in piece.chances)
+        return self._whole(choice, done)
+
+
+class CompletionReply(_Reply):
+    """An answer of /v1/completions; the same object whole and streamed. `echo`: the prompt's text, told first."""
+
+    prefix, whole_kind, chunk_kind = "cmpl", "text_completion", "text_completion"
+
+    def __init__(self, model: str, fingerprint: str, *, include_usage: bool, logprobs: bool, echo: str = "") -> None:
+        super().__init__(model, fingerprint, include_usage=include_usage, logprobs=logprobs)
+        self.echo = echo
+        self._offset = len(echo)
+
+    def first(self) -> Json:
+        return self._chunk({"text": self.echo})
+
+    def progress(self, progress: PromptProgress) -> Json:
+        return self._chunk({"text": ""}, prompt_progress=prompt_progress(progress))
+
+    def chunks(self, piece: Piece) -> list[Json]:
+        """One chunk, or none when the piece says nothing."""
+        text = piece.thinking + piece.text
+        if not text and not piece.chances:
+            return []
+        return [self._chunk({"text": text, "logprobs": self._chances(piece.chances)})]
+
+    def _chances(self, chances: Sequence[TokenChance]) -> Json | None:
+        if not self.logprobs:
+            return None
+        told = completion_chances(chances, self._offset)
+        self._offset += sum(len(chance.text) for chance in chances)
+        return told
+
+    def last(self, done: Done) -> list[Json]:
+        return self._last_chunks({"text": "", "finish_reason": finish_reason(done.timing)}, done)
+
+    def whole(self, pieces: Sequence[Piece], done: Done) -> Json:
+        text = self.echo + "".join(piece.thinking + piece.text for piece in pieces)
+        chances = self._chances([chance for piece in pieces for chance in piece.chances])
+        choice = {"text": text, "finish_reason": finish_reason(done.timing), "logprobs": chances}
+        return self._whole(choice, done)
+
+
+def finish_reason(timing: Timing) -> str:
+    """OpenAI knows no "cancelled": who stopped the answer does not read this."""
+    return "length" if timing.finish == "length" else "stop"

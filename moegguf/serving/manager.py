@@ -1,0 +1,129 @@
+"""The pool of loaded models: the door of this room for the faces.
+
+Puts together names (a catalog), rules (scheduler.py) and those who watch (watching.py). Knows no HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Protocol
+
+from moegguf.models.entry import Entry
+from moegguf.serving.dispatcher import Scheduler
+from moegguf.serving.events import Loaded, LoadOptions, View
+from moegguf.serving.lease import Lease
+from moegguf.serving.loaded_model import State, Waiter, Wish, with_own_options
+from moegguf.serving.memory_budget import Measure, measure
+from moegguf.serving.subscribers import Watching
+from moegguf.serving.worker_process import COMMAND
+from moegguf.settings import Settings
+
+SHUTDOWN_GRACE_S = 5.0
+
+OnShare = Callable[[float], object]
+
+
+class Catalog(Protocol):
+    """Of `moegguf.models.catalog.Catalog`, what is needed here."""
+
+    def find(self, name: str) -> Entry: ...
+
+
+def _deaf(share: float) -> None:
+    """Nobody wants to know how far a load is."""
+
+
+class Pool:
+    """Models by name, each in a process of its own: `async with Pool(catalog, settings) as pool`.
+
+    Leaving it lets running answers finish for SHUTDOWN_GRACE_S, then ends every process. Everything is for the event
+    loop that entered it.
+    """
+
+    def __init__(
+        self, catalog: Catalog, settings: Settings, *, command: Sequence[str] = COMMAND, measure: Measure = measure
+    ) -> None:
+        self._catalog = catalog
+        self._settings = settings
+        self._watching = Watching()
+        self._scheduler = Scheduler(settings, self._watching, command, measure)
+
+    async def __aenter__(self) -> Pool:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._watching.close()
+        await self._scheduler.close(SHUTDOWN_GRACE_S)
+
+    def lease(
+        self,
+        name: str | Entry,
+        load: LoadOptions = LoadOptions(),
+        keep_alive_s: float | None = None,
+        *,
+        will_answer: bool = True,
+        on_share: OnShare = _deaf,
+    ) -> Lease:
+        """A model for somebody, inside `async with`: loads it if needed and waits in line for its turn.
+
+        `name`: or what the catalog found for it. `keep_alive_s`: how long it stays afterwards; None as the settings
+        say, 0 not at all, inf for ever. With `will_answer=False` there is no waiting for answers of others, and no
+        answer. `on_share` hears how much has been read, 0 to 1, while it loads.
+
+        Entering raises BusyError, ModelNotFoundError, ModelNameError, ModelFormatError, BudgetError, AllocationError,
+        WorkerError.
+        """
+
+        async def new_waiter() -> Waiter:
+            self._scheduler.check_open()
+            entry = await self._find(name)
+            stay_s = self._settings.keep_alive_s if keep_alive_s is None else keep_alive_s
+            wish = Wish.TURN if will_answer else Wish.VISIT
+            return Waiter(entry, with_own_options(entry, load), stay_s, wish, on_share)
+
+        return Lease(self._scheduler, new_waiter)
+
+    async def load(
+        self,
+        name: str | Entry,
+        load: LoadOptions = LoadOptions(),
+        keep_alive_s: float | None = None,
+        *,
+        on_share: OnShare = _deaf,
+    ) -> Loaded:
+        """Loads a model, or has it stay for `keep_alive_s` from now. Raises what entering a lease raises."""
+        async with self.lease(name, load, keep_alive_s, will_answer=False, on_share=on_share) as lease:
+            return lease.loaded
+
+    async def unload(self, name: str | Entry) -> bool:
+        """Lets a model leave after the answer that it is writing; returns when its process is gone, False when there
+        is none. Requests that wait load it again. Raises ModelNotFoundError, ModelNameError."""
+        holding = self._scheduler.holdings.get((await self._find(name)).name)
+        if holding is None or holding.state is State.ABSENT:
+            return False
+        await self._scheduler.stop(holding)
+        return True
+
+    def loaded(self) -> list[Loaded]:
+        """Models in memory, those that stay longest first. Their figures are as of their last answer or view."""
+        now_s, known = asyncio.get_running_loop().time(), self._scheduler.holdings.values()
+        there = [h.figures(now_s) for h in known if h.state in (State.READY, State.STOPPING) and h.process is not None]
+        return sorted(there, key=lambda m: m.expires.timestamp() if m.expires else math.inf, reverse=True)
+
+    async def watch(self, name: str | None = None, per_s: float = 4.0) -> AsyncIterator[View]:
+        """Looks at the experts of a model, or of the one that was used last; waits while it is not loaded, ends when
+        the pool does."""
+        canonical = (await self._find(name)).name if name is not None else None
+        try:
+            with self._watching.watcher(canonical, per_s) as watcher:
+                self._scheduler.settle()
+                async for view in watcher:
+                    yield view
+        finally:
+            self._scheduler.settle()
+
+    async def _find(self, name: str | Entry) -> Entry:
+        # Looking up a name reads files, so it may not hold up the loop; whoever has looked already need not wait again.
+        return name if isinstance(name, Entry) else await asyncio.to_thread(self._catalog.find, name)

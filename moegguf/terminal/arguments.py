@@ -1,0 +1,46 @@
+"""Values that are typed for a request, on the command line or in the chat: thinking, and the form of the answer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import typer
+
+SCHEMA_BYTES = 1 << 20
+THINK_WORDS = {"true": True, "false": False}
+THINK_LEVELS = ("low", "medium", "high", "max")
+
+
+def parse_think(text: str) -> bool | str:
+    """True, False or a level. Raises BadParameter for other words."""
+    word = text.strip().lower()
+    if word in THINK_WORDS:
+        return THINK_WORDS[word]
+    if word not in THINK_LEVELS:
+        raise typer.BadParameter(f"--think takes true, false, {', '.join(THINK_LEVELS)}, but is {text[:40]!r}")
+    return word
+
+
+def parse_format(text: str) -> str | Mapping[str, Any]:
+    """ "json", or a JSON schema: itself or the name of its file. Raises BadParameter for anything else."""
+    if text.strip() == "json":
+        return "json"
+    source = text
+    if not text.lstrip().startswith("{"):
+        try:
+            with Path(text).expanduser().open("rb") as file:
+                source = file.read(SCHEMA_BYTES).decode("utf-8")
+        except (OSError, UnicodeDecodeError, ValueError) as error:
+            raise typer.BadParameter(
+                f"--format takes json, a JSON schema or the name of a file with one, but is {text[:60]!r} ({error})"
+            ) from None
+    try:
+        schema = json.loads(source)
+    except (ValueError, RecursionError) as error:
+        raise typer.BadParameter(f"--format: the schema is not JSON ({error})") from None
+    if not isinstance(schema, dict):
+        raise typer.BadParameter('--format: a schema is a JSON object, such as \'{"type": "object"}\'')
+    return schema

@@ -1,0 +1,58 @@
+"""Predictors fitted to a recorded trace by counting: popularity, affinity, the token table."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+
+from moegguf.controller.predictors.counting import multi_hot
+from moegguf.controller.predictors.popularity import Affinity, Popularity
+from moegguf.controller.predictors.token_table import TokenTable
+from moegguf.native.events import Float32s
+from moegguf.trace.trace import Trace
+
+
+def choices(trace: Trace, row: int) -> Float32s:
+    """(n_tokens, n_expert): 1 where a token's router in MoE layer number `row` chose the expert; 0 if not computed."""
+    return multi_hot(trace.expert_ids[row], trace.shape.n_expert)
+
+
+def count_popularity(trace: Trace) -> Float32s:
+    """Equation 2: P (n_moe_layer, n_expert), rows adding up to 1, even for layers never seen."""
+    counts = np.stack([choices(trace, row).sum(axis=0) for row in range(len(trace.shape.layers))])
+    return _shares(counts, np.full_like(counts, 1 / trace.shape.n_expert))
+
+
+def count_affinity(trace: Trace, popularity: Float32s) -> Float32s:
+    """Equation 3: A (n_moe_layer - 1, n_expert, n_expert): how layer l + 1 chooses, given who was chosen in layer l.
+
+    Rows add up to 1; that of an expert never chosen is the popularity of the next layer.
+    """
+    hot = [choices(trace, row) for row in range(len(trace.shape.layers))]
+    together = [here.T @ after for here, after in pairwise(hot)]
+    n_expert = trace.shape.n_expert
+    counts = np.stack(together) if together else np.zeros((0, n_expert, n_expert), np.float32)
+    return _shares(counts, np.broadcast_to(popularity[1:, None, :], counts.shape))
+
+
+def _shares(counts: Float32s, otherwise: Float32s) -> Float32s:
+    totals = counts.sum(axis=-1, keepdims=True)
+    return np.where(totals > 0, counts / np.maximum(totals, 1), otherwise).astype(np.float32)
+
+
+def fit_popularity(trace: Trace) -> Popularity:
+    """Counts the trace's choices, all passes alike."""
+    return Popularity(trace.shape, count_popularity(trace))
+
+
+def fit_affinity(trace: Trace) -> Affinity:
+    """Counts the trace's pairs of choices in consecutive layers, all passes alike."""
+    return Affinity(trace.shape, count_affinity(trace, count_popularity(trace)))
+
+
+def fit_token_table(trace: Trace, *, online: bool = False) -> TokenTable:
+    """Counts every token of the trace whose id and experts are known, prefill and decode alike."""
+    table = TokenTable(trace.shape, online=online)
+    table.learn(trace.tokens, list(trace.expert_ids))
+    return table

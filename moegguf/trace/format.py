@@ -1,0 +1,489 @@
+"""A trace on disk: an .npz file of blocks, written while the model runs and checked to the last byte when read.
+
+The file is a zip. Block i is the members NAME.00000i.npy, with the names and shapes of `Trace`'s arrays (pass_start
+counts from the block's first token); `header.json` is the last member and says how many blocks there are, so a file
+that was cut short has none. `numpy.load(path, allow_pickle=False)` opens it without moegguf. Inputs are stored as they
+are (they hardly compress), everything else is deflated.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import struct
+import tokenize
+import zipfile
+import zlib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields, replace
+from itertools import pairwise
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from moegguf.controller.shape import MoeShape
+from moegguf.errors import TraceError
+from moegguf.native.events import Phase
+from moegguf.trace.trace import TRACE_VERSION, Trace, TraceHeader
+
+FORMAT = "moegguf-trace"
+MAX_HEADER_BYTES = 32 << 20
+MAX_TEXT = 4096  # characters of a label, a name or a setting
+MAX_BLOCKS = 1 << 20
+MAX_TOKENS = 1 << 31
+_LIMITS = {
+    "n_layer": (1, 4096),
+    "n_expert": (1, 32767),
+    "n_expert_used": (1, 1024),
+    "n_embd": (0, 1 << 20),
+    "n_vocab": (0, 1 << 30),
+    "expert_bytes": (1, 1 << 50),
+}
+
+
+@dataclass(frozen=True)
+class Block:
+    """One block of a trace file: how many passes and tokens it has, and whether the router's inputs are in it."""
+
+    n_pass: int
+    n_tokens: int
+    inputs: bool
+
+
+@dataclass(frozen=True)
+class FileHeader:
+    """All a trace file says of itself. weights, inputs: what was recorded. blocks: the parts of the file, in order."""
+
+    shape: MoeShape
+    header: TraceHeader
+    weights: bool
+    inputs: bool
+    blocks: tuple[Block, ...]
+
+    @property
+    def n_pass(self) -> int:
+        return sum(block.n_pass for block in self.blocks)
+
+    @property
+    def n_tokens(self) -> int:
+        return sum(block.n_tokens for block in self.blocks)
+
+    def encode(self) -> bytes:
+        """The JSON text. Raises TraceError when `decode` would refuse it."""
+        facts = {
+            "format": FORMAT,
+            "shape": asdict(self.shape),
+            **asdict(self.header),
+            "weights": self.weights,
+            "inputs": self.inputs,
+            "n_pass": self.n_pass,
+            "n_tokens": self.n_tokens,
+            "blocks": [[block.n_pass, block.n_tokens, int(block.inputs)] for block in self.blocks],
+        }
+        try:
+            data = json.dumps(facts, allow_nan=False).encode()
+        except (TypeError, ValueError) as error:
+            raise TraceError(f"trace header: cannot be written as JSON ({error}); check its settings.") from error
+        decode(data)
+        return data
+
+
+def decode(data: bytes) -> FileHeader:
+    """The facts in a header. Raises TraceError for the first one that is missing or out of its limits."""
+    try:
+        raw = json.loads(data, parse_constant=lambda word: _fail("", f"{word} is not a number"))
+    except (ValueError, RecursionError) as error:
+        raise TraceError(f"trace header: is not valid JSON ({error}); record the trace again.") from error
+    if not isinstance(raw, dict) or raw.get("format") != FORMAT:
+        _fail("format", f"must be {FORMAT!r}; this is another kind of file")
+    version = _int(raw, "version", 0, 1 << 31)
+    if version != TRACE_VERSION:
+        _fail("version", f"must be {TRACE_VERSION}, but is {version}; this moegguf cannot read it")
+    weights, inputs = _bool(raw, "weights"), _bool(raw, "inputs")
+    found = FileHeader(_shape(raw.get("shape")), _facts(raw), weights, inputs, _blocks(raw.get("blocks"), inputs))
+    for key, expected in (("n_pass", found.n_pass), ("n_tokens", found.n_tokens)):
+        if _int(raw, key, 0, MAX_TOKENS) != expected:
+            _fail(key, f"is {raw[key]}, but its blocks have {expected}")
+    if inputs and found.shape.n_embd == 0:
+        _fail("n_embd", "is 0, but inputs were recorded")
+    return found
+
+
+def _fail(key: str, rule: str) -> NoReturn:
+    raise TraceError(f"trace header: {key} {rule}; record the trace again.")
+
+
+def _int(raw: dict[str, Any], key: str, low: int, high: int) -> int:
+    value = raw.get(key)
+    if type(value) is not int or not low <= value <= high:
+        _fail(key, f"must be a whole number from {low} to {high}, but is {value!r:.40}")
+    return value
+
+
+def _bool(raw: dict[str, Any], key: str) -> bool:
+    value = raw.get(key)
+    if type(value) is not bool:
+        _fail(key, f"must be true or false, but is {value!r:.40}")
+    return value
+
+
+def _text(value: object, key: str) -> str:
+    if not isinstance(value, str) or len(value) > MAX_TEXT:
+        _fail(key, f"must be text of at most {MAX_TEXT} characters, but is {value!r:.40}")
+    return value
+
+
+def _shape(raw: object) -> MoeShape:
+    if not isinstance(raw, dict) or set(raw) != {field.name for field in fields(MoeShape)}:
+        _fail("shape", f"must have the sizes of a model, but is {raw!r:.80}")
+    numbers = {key: _int(raw, key, *limits) for key, limits in _LIMITS.items()}
+    layers = raw["layers"]
+    if not isinstance(layers, list) or any(type(il) is not int for il in layers):
+        _fail("layers", f"must be a list of layer numbers, but is {layers!r:.40}")
+    rising = all(a < b for a, b in pairwise(layers))
+    if not layers or not rising or layers[0] < 0 or layers[-1] >= numbers["n_layer"]:
+        _fail("layers", f"must rise from 0 to below {numbers['n_layer']}, but is {layers!r:.40}")
+    if numbers["n_expert_used"] > numbers["n_expert"]:
+        _fail("n_expert_used", f"is {numbers['n_expert_used']}, more than the {numbers['n_expert']} experts")
+    return MoeShape(layers=tuple(layers), **numbers)
+
+
+def _facts(raw: dict[str, Any]) -> TraceHeader:
+    labels, settings = raw.get("labels"), raw.get("settings")
+    if not isinstance(labels, dict) or not isinstance(settings, dict):
+        _fail("labels and settings", "must both be there")
+    for key, value in settings.items():
+        if type(value) not in (int, float):
+            _text(value, f"setting {key!r:.40}")
+    return TraceHeader(
+        model=_text(raw.get("model"), "model"),
+        fingerprint=_text(raw.get("fingerprint"), "fingerprint"),
+        labels={_sequence(key): _text(value, "label") for key, value in labels.items()},
+        settings={_text(key, "setting"): value for key, value in settings.items()},
+    )
+
+
+def _sequence(key: str) -> int:
+    digits = key.removeprefix("-")
+    if not (digits.isascii() and digits.isdigit() and len(digits) <= 10):
+        _fail("labels", f"belong to numbers of sequences, not to {key!r:.40}")
+    return int(key)
+
+
+def _blocks(raw: object, inputs: bool) -> tuple[Block, ...]:
+    if not isinstance(raw, list) or len(raw) > MAX_BLOCKS:
+        _fail("blocks", f"must be a list of at most {MAX_BLOCKS}, but is {raw!r:.40}")
+    return tuple(_block(item, inputs) for item in raw)
+
+
+def _block(raw: object, inputs: bool) -> Block:
+    if not isinstance(raw, list) or len(raw) != 3 or any(type(value) is not int for value in raw):
+        _fail("blocks", f"must be [passes, tokens, inputs], but one is {raw!r:.40}")
+    n_pass, n_tokens, has_inputs = raw
+    if not (0 < n_pass <= n_tokens <= MAX_TOKENS and has_inputs in ((0, 1) if inputs else (0,))):
+        _fail("blocks", f"have at least a pass and a token per pass, but one is {raw!r:.40}")
+    return Block(n_pass, n_tokens, bool(has_inputs))
+
+
+
+def check(trace: Trace) -> None:
+    """Raises TraceError for the first rule that the values break; types and shapes are taken for granted."""
+    starts, tokens, ids = trace.pass_start, trace.tokens, trace.expert_ids
+    n_vocab = trace.shape.n_vocab or np.iinfo(np.int32).max
+    n_expert = trace.shape.n_expert
+    _require((np.diff(starts) > 0).all(), "pass_start", "must rise: each pass has a token")
+    _require(starts[0] == 0 and starts[-1] == trace.n_tokens, "pass_start", f"must go from 0 to {trace.n_tokens}")
+    _require((trace.pass_phase <= max(Phase)).all(), "pass_phase", f"must be at most {max(Phase):d}")
+    _require((trace.pass_first_token >= -1).all(), "pass_first_token", "must be at least -1")
+    _require(((tokens >= -1) & (tokens < n_vocab)).all(), "tokens", f"must be from -1 to below {n_vocab}")
+    _require(((ids >= -1) & (ids < n_expert)).all(), "expert_ids", f"must be from -1 to below {n_expert}")
+    _require(_is_even(ids), "expert_ids", "must be as many for each token of a layer, -1 behind them")
+    _require(_is_last(ids, starts), "expert_ids", "must be those of a pass's last tokens where some are missing")
+
+
+def _require(holds: bool | np.bool_, name: str, rule: str) -> None:
+    if not holds:
+        raise TraceError(f"{name} {rule}, which is not so; record the trace again.")
+
+
+def _is_even(ids: npt.NDArray[np.int16]) -> bool:
+    """Whether each layer has, for every token, either no expert or as many as for the others, the -1 behind them."""
+    chosen: npt.NDArray[np.bool_] = ids >= 0
+    used: npt.NDArray[np.bool_] = np.asarray(chosen.any(axis=1, keepdims=True))
+    return bool((used[:, :, 1:] <= used[:, :, :-1]).all() and (chosen == (chosen[:, :, :1] & used)).all())
+
+
+def _is_last(ids: npt.NDArray[np.int16], pass_start: npt.NDArray[np.int64]) -> bool:
+    """Whether, within each pass, no token that a layer was computed for comes before one that it was not."""
+    computed = ids[:, :, 0] >= 0
+    ends = computed[:, :-1] & ~computed[:, 1:]
+    ends[:, pass_start[1:-1] - 1] = False  # behind the last token of a pass comes another pass
+    return not bool(ends.any())
+
+
+HEADER = "header.json"
+BLOCK_BYTES = 64 << 20  # of one block in memory, unless a single pass has more
+MAX_TRACE_BYTES = 16 << 30  # of a whole trace in memory
+_NPY_BYTES = 4096  # more than the header of any member takes
+_DEFLATE_LEVEL = 1  # routing shrinks to the same size within a tenth at any level
+# What zipfile and numpy raise on bytes that make no sense to them.
+_DAMAGE = (
+    zipfile.BadZipFile, zlib.error, struct.error, tokenize.TokenError, ArithmeticError, EOFError, LookupError,
+    MemoryError, RuntimeError, SyntaxError, TypeError, ValueError,
+)  # fmt: skip
+
+Spec = dict[str, tuple[npt.DTypeLike, tuple[int, ...]]]
+
+
+def _spec(shape: MoeShape, n_pass: int, n_tokens: int, *, weights: bool, inputs: bool) -> Spec:
+    """Type and shape of each array of so many passes and tokens."""
+    chosen = (len(shape.layers), n_tokens, shape.n_expert_used)
+    spec: Spec = {
+        "pass_sequence": (np.int32, (n_pass,)),
+        "pass_phase": (np.uint8, (n_pass,)),
+        "pass_first_token": (np.int32, (n_pass,)),
+        "pass_ns": (np.int64, (n_pass,)),
+        "pass_start": (np.int64, (n_pass + 1,)),
+        "tokens": (np.int32, (n_tokens,)),
+        "expert_ids": (np.int16, chosen),
+    }
+    if weights:
+        spec["weights"] = (np.float16, chosen)
+    if inputs:
+        spec["inputs"] = (np.float16, (len(shape.layers), n_tokens, shape.n_embd))
+    return spec
+
+
+def _spec_bytes(spec: Spec) -> int:
+    return sum(_array_bytes(*entry) for entry in spec.values())
+
+
+def _array_bytes(dtype: npt.DTypeLike, shape: tuple[int, ...]) -> int:
+    n = np.dtype(dtype).itemsize
+    for size in shape:
+        n *= size  # Python's integers: a lying header must not wrap around
+    return n
+
+
+def _member(name: str, block: int) -> str:
+    return f"{name}.{block:06d}.npy"
+
+
+def partial_of(path: Path) -> Path:
+    """Where a trace lies until it is complete."""
+    return path.with_name(path.name + ".partial")
+
+
+class TraceWriter:
+    """Writes a trace block by block to PATH.partial, which becomes PATH at close().
+
+    A recording that was killed leaves no file that looks complete. As a context manager it discards what it wrote when
+    there was an exception. Raises TraceError when the disk refuses or a block does not fit the shape.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], shape: MoeShape, *, weights: bool, inputs: bool) -> None:
+        self.path = Path(path)
+        self.partial = partial_of(self.path)
+        self.shape, self.weights, self.inputs = shape, weights, inputs
+        self._blocks: list[Block] = []
+        try:
+            self._zip = zipfile.ZipFile(self.partial, "w", zipfile.ZIP_DEFLATED, compresslevel=_DEFLATE_LEVEL)
+        except OSError as error:
+            self._refused(error)
+
+    def add(self, block: Trace) -> None:
+        """Appends these passes. Inputs may be missing from some blocks."""
+        has_inputs = block.inputs is not None
+        spec = _spec(self.shape, block.n_pass, block.n_tokens, weights=self.weights, inputs=has_inputs)
+        if (has_inputs and not self.inputs) or len(self._blocks) == MAX_BLOCKS:
+            raise TraceError(f"{self.path.name}: block {len(self._blocks)} does not fit; open the writer for it.")
+        for name, (dtype, shape) in spec.items():
+            array = getattr(block, name)
+            if array is None or array.dtype != dtype or array.shape != shape:
+                raise TraceError(f"{self.path.name}: {name} must be {np.dtype(dtype)} {shape}; give a whole block.")
+        try:
+            for name in spec:
+                self._write(name, getattr(block, name))
+        except OSError as error:
+            self._refused(error)
+        self._blocks.append(Block(block.n_pass, block.n_tokens, has_inputs))
+
+    def close(self, header: TraceHeader) -> None:
+        """Writes the header and gives the file its name."""
+        file_header = FileHeader(self.shape, header, self.weights, self.inputs, tuple(self._blocks))
+        data = file_header.encode()
+        try:
+            self._zip.writestr(HEADER, data)
+            self._zip.close()
+            os.replace(self.partial, self.path)
+        except OSError as error:
+            self._refused(error)
+
+    def discard(self) -> None:
+        """Removes what was written."""
+        try:
+            self._zip.close()
+        except OSError:  # the disk is full: what is there goes anyway
+            pass
+        finally:
+            self.partial.unlink(missing_ok=True)
+
+    def _write(self, name: str, array: npt.NDArray[Any]) -> None:
+        member = _member(name, len(self._blocks))
+        # A ZipInfo is stored, a name is deflated.
+        target: str | zipfile.ZipInfo = zipfile.ZipInfo(member) if name == "inputs" else member
+        with self._zip.open(target, "w", force_zip64=array.nbytes > 1 << 30) as file:
+            np.lib.format.write_array(file, np.ascontiguousarray(array), allow_pickle=False)
+
+    def _refused(self, error: OSError) -> NoReturn:
+        raise TraceError(
+            f"{self.path}: the trace cannot be written ({error.strerror or error}); choose another place."
+        ) from error
+
+    def __enter__(self) -> TraceWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: object, traceback: TracebackType | None) -> None:
+        if kind is not None:
+            self.discard()
+
+
+def write(path: str | os.PathLike[str], trace: Trace) -> None:
+    """Writes `trace` to `path`, replacing what was there. Raises TraceError when it cannot be written."""
+    weights, inputs = trace.weights is not None, trace.inputs is not None
+    with TraceWriter(path, trace.shape, weights=weights, inputs=inputs) as writer:
+        for block in _split(trace):
+            writer.add(block)
+        writer.close(trace.header)
+
+
+def _split(trace: Trace) -> Iterator[Trace]:
+    """The trace in parts of at most BLOCK_BYTES, or of one pass."""
+    weights, inputs = trace.weights is not None, trace.inputs is not None
+    token_bytes = _spec_bytes(_spec(trace.shape, 0, 1, weights=weights, inputs=inputs))
+    most_tokens = max(1, BLOCK_BYTES // token_bytes)
+    first = 0
+    while first < trace.n_pass:
+        end = int(np.searchsorted(trace.pass_start, trace.pass_start[first] + most_tokens, side="right")) - 1
+        end = min(max(end, first + 1), trace.n_pass)
+        yield _part(trace, first, end)
+        first = end
+
+
+def _part(trace: Trace, first: int, end: int) -> Trace:
+    passes, tokens = slice(first, end), slice(int(trace.pass_start[first]), int(trace.pass_start[end]))
+    return replace(
+        trace,
+        pass_sequence=trace.pass_sequence[passes],
+        pass_phase=trace.pass_phase[passes],
+        pass_first_token=trace.pass_first_token[passes],
+        pass_ns=trace.pass_ns[passes],
+        pass_start=trace.pass_start[first : end + 1] - trace.pass_start[first],
+        tokens=trace.tokens[tokens],
+        expert_ids=trace.expert_ids[:, tokens],
+        weights=None if trace.weights is None else trace.weights[:, tokens],
+        inputs=None if trace.inputs is None else trace.inputs[:, tokens],
+    )
+
+
+def read(path: str | os.PathLike[str], max_bytes: int = MAX_TRACE_BYTES) -> Trace:
+    """The trace at `path`, every rule checked. Raises TraceError when it is missing, damaged or too large.
+
+    Nothing is unpacked before its declared size has been compared with what the header implies, and that with
+    `max_bytes`.
+    """
+    path = Path(path)
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return _read(archive, max_bytes)
+    except TraceError as error:
+        raise TraceError(f"{path.name}: {error}") from error
+    except OSError as error:
+        raise TraceError(f"{path}: the trace cannot be read ({error.strerror or error}); check the path.") from error
+    except _DAMAGE as error:
+        raise TraceError(f"{path.name}: the trace is damaged or incomplete ({error}); record it again.") from error
+
+
+def _read(archive: zipfile.ZipFile, max_bytes: int) -> Trace:
+    header = _read_header(archive)
+    specs = [
+        _spec(header.shape, block.n_pass, block.n_tokens, weights=header.weights, inputs=block.inputs)
+        for block in header.blocks
+    ]
+    _check_members(archive.infolist(), specs)
+    spec = _spec(header.shape, header.n_pass, header.n_tokens, weights=header.weights, inputs=header.inputs)
+    if _spec_bytes(spec) > max_bytes:
+        raise TraceError(f"holds {_spec_bytes(spec)} bytes, at most {max_bytes} are allowed; record a shorter one.")
+    # Zeros, not empty: blocks may lack inputs, and pages never written to take no memory.
+    arrays: dict[str, Any] = {name: np.zeros(shape, dtype) for name, (dtype, shape) in spec.items()}
+    first_pass = first_token = 0
+    for number, (block, block_spec) in enumerate(zip(header.blocks, specs, strict=True)):
+        for name, (dtype, shape) in block_spec.items():
+            part = _load(archive, _member(name, number), np.dtype(dtype), shape)
+            _place(arrays[name], name, part, first_pass, slice(first_token, first_token + block.n_tokens))
+        first_pass, first_token = first_pass + block.n_pass, first_token + block.n_tokens
+    trace = Trace(header.shape, header.header, **arrays)
+    check(trace)
+    return trace
+
+
+def _read_header(archive: zipfile.ZipFile) -> FileHeader:
+    members = {info.filename: info for info in archive.infolist()}
+    info = members.get(HEADER)
+    if info is None or info.file_size > MAX_HEADER_BYTES:
+        raise TraceError(f"there must be a {HEADER} of at most {MAX_HEADER_BYTES} bytes; record the trace again.")
+    if any(info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) for info in members.values()):
+        raise TraceError("its members must be stored or deflated; record the trace again.")
+    header = decode(archive.read(HEADER))
+    if len(header.blocks) > len(members):
+        raise TraceError(f"has {len(members)} members for {len(header.blocks)} blocks; record the trace again.")
+    return header
+
+
+def _check_members(infos: list[zipfile.ZipInfo], specs: list[Spec]) -> None:
+    """All members of all blocks, each of the size its array has, and no others."""
+    expected = {_member(name, i): _array_bytes(*entry) for i, spec in enumerate(specs) for name, entry in spec.items()}
+    names = {info.filename for info in infos}
+    if names != {HEADER, *expected} or len(names) != len(infos):
+        odd = sorted(names ^ {HEADER, *expected})[:3]
+        raise TraceError(f"its members must be those of {len(specs)} blocks, but see {odd}; record the trace again.")
+    for info in infos:
+        n_bytes = expected.get(info.filename)
+        if n_bytes is not None and not n_bytes < info.file_size <= n_bytes + _NPY_BYTES:
+            raise TraceError(
+                f"{info.filename} says it has {info.file_size} bytes, but {n_bytes} and a header are expected;"
+                " record the trace again."
+            )
+
+
+def _load(archive: zipfile.ZipFile, member: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> npt.NDArray[Any]:
+    data = archive.read(member)  # checks the CRC
+    file = io.BytesIO(data)
+    version = np.lib.format.read_magic(file)
+    if version != (1, 0):
+        raise TraceError(f"{member} has npy version {version}, must be (1, 0); record the trace again.")
+    found = np.lib.format.read_array_header_1_0(file)
+    if found != (shape, False, dtype) or len(data) - file.tell() != _array_bytes(dtype, shape):
+        raise TraceError(f"{member} must be {dtype} {shape}, but is {found}; record the trace again.")
+    array: npt.NDArray[Any] = np.frombuffer(data, dtype, offset=file.tell()).reshape(shape)
+    if dtype.kind == "f" and not np.isfinite(array).all():
+        raise TraceError(f"{member} has values that are not finite; record the trace again.")
+    return array
+
+
+def _place(target: npt.NDArray[Any], name: str, part: npt.NDArray[Any], first_pass: int, tokens: slice) -> None:
+    """Puts a block's array where it belongs in the whole."""
+    if name == "pass_start":
+        if part[0] != 0 or part[-1] != tokens.stop - tokens.start:
+            raise TraceError(f"pass_start must go from 0 to {tokens.stop - tokens.start}; record the trace again.")
+        target[first_pass : first_pass + len(part)] = part + tokens.start
+    elif name.startswith("pass_"):
+        target[first_pass : first_pass + len(part)] = part
+    elif name == "tokens":
+        target[tokens] = part
+    else:
+        target[:, tokens] = part

@@ -1,0 +1,182 @@
+"""All that a report shows, as plain numbers, and what follows from them. How it looks is a face's business."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any
+
+import numpy as np
+
+from moegguf.native.events import Phase
+from moegguf.trace.reuse import Reuse
+from moegguf.trace.score import ScoreTable
+from moegguf.trace.trace import Setting, Trace
+
+BASELINE, BOUND = "lru", "belady"
+SMOOTHED_REQUESTS = 5
+RECOVERED = 0.95  # of the level that hit rates settle at
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """Where the numbers come from. kinds: {kind of text: requests}. Tokens of prompts and of answers apart."""
+
+    model: str
+    fingerprint: str
+    n_moe_layer: int
+    n_expert: int
+    n_expert_used: int
+    expert_bytes: int
+    requests: int
+    prompt_tokens: int
+    answer_tokens: int
+    kinds: dict[str, int] = field(default_factory=dict)
+    settings: dict[str, Setting] = field(default_factory=dict)
+    hardware: str = ""
+
+    @classmethod
+    def of(cls, trace: Trace, hardware: str = "") -> Recorded:
+        """The facts of a trace."""
+        lengths, shape = np.diff(trace.pass_start), trace.shape
+        decoding = trace.pass_phase == Phase.DECODE
+        return cls(
+            model=trace.header.model,
+            fingerprint=trace.header.fingerprint,
+            n_moe_layer=len(shape.layers),
+            n_expert=shape.n_expert,
+            n_expert_used=shape.n_expert_used,
+            expert_bytes=shape.expert_bytes,
+            requests=len(trace.sequences()),
+            prompt_tokens=int(lengths[~decoding].sum()),
+            answer_tokens=int(lengths[decoding].sum()),
+            kinds=dict(Counter(trace.header.labels.get(sequence, "") for sequence in trace.sequences())),
+            settings=dict(trace.header.settings),
+            hardware=hardware,
+        )
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of experts that one token uses over all layers."""
+        return self.n_moe_layer * self.n_expert_used * self.expert_bytes
+
+
+@dataclass(frozen=True)
+class PolicyTable:
+    """{policy: {budget as a share of all experts: hit rate}}; `offline`: policies that know what comes."""
+
+    hit_rates: dict[str, dict[float, float]]
+    offline: tuple[str, ...] = (BOUND,)
+
+    def budgets(self) -> list[float]:
+        """Budgets of any policy, ascending."""
+        return sorted({budget for rates in self.hit_rates.values() for budget in rates})
+
+    def best_online(self, budget: float) -> str | None:
+        """The policy with the highest hit rate at this budget that does not know what comes; of equals the first."""
+        rates = {name: r[budget] for name, r in self.hit_rates.items() if name not in self.offline and budget in r}
+        return max(rates, key=lambda name: rates[name]) if rates else None
+
+    def closed(self, policy: str, budget: float) -> float | None:
+        """Share of the distance from LRU to Belady's bound that a policy closes; None where there is no distance."""
+        rates = [self.hit_rates.get(name, {}).get(budget) for name in (policy, BASELINE, BOUND)]
+        rate, low, high = (math.nan if value is None else value for value in rates)
+        return (rate - low) / (high - low) if high - low > 1e-9 and not math.isnan(rate) else None
+
+    def worse_than_baseline(self, policy: str) -> list[float]:
+        """Budgets at which a policy has a lower hit rate than LRU."""
+        rates, baseline = self.hit_rates.get(policy, {}), self.hit_rates.get(BASELINE, {})
+        return [budget for budget in sorted(rates) if budget in baseline and rates[budget] < baseline[budget] - 1e-9]
+
+
+@dataclass(frozen=True)
+class StallTable:
+    """{setting: {link in GB/s: stall in ms per token}}; compute_ms: of a token, without any stall."""
+
+    stall_ms: dict[str, dict[float, float]]
+    compute_ms: float | None = None
+    baseline: str = BASELINE
+
+    def speeds(self) -> list[float]:
+        """Link speeds of any setting, ascending."""
+        return sorted({speed for stalls in self.stall_ms.values() for speed in stalls})
+
+    def best(self, speed: float) -> str | None:
+        """The setting with the least stall; of equals the first."""
+        stalls = {name: row[speed] for name, row in self.stall_ms.items() if speed in row}
+        return min(stalls, key=lambda name: stalls[name]) if stalls else None
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """{policy: hit rate request by request}; the text is of another kind from request `change` on (counted from 0)."""
+
+    hit_rates: dict[str, list[float]]
+    change: int
+    kinds: tuple[str, str] = ("", "")
+    budget: float | None = None
+
+    def smoothed(self, policy: str) -> list[float]:
+        """Means over the last SMOOTHED_REQUESTS requests, of the same kind of text only."""
+        rates = self.hit_rates[policy]
+        starts = [max(self.change if i >= self.change else 0, i + 1 - SMOOTHED_REQUESTS) for i in range(len(rates))]
+        return [float(np.mean(rates[start : i + 1])) for i, start in enumerate(starts)]
+
+    def recovered_after(self, policy: str) -> int | None:
+        """Requests after the change until the smoothed hit rate first reaches RECOVERED of its level at the end.
+
+        The level is the mean over the last half of the requests after the change. None: never within the series.
+        """
+        after = self.smoothed(policy)[self.change :]
+        if not after:
+            return None
+        level = float(np.mean(self.hit_rates[policy][self.change + len(after) // 2 :]))
+        return next((i for i, rate in enumerate(after) if rate >= RECOVERED * level), None)
+
+
+@dataclass(frozen=True)
+class ScheduleTable:
+    """{requests per batch: {order: distinct experts per layer and step}}, for orders such as `arrival`."""
+
+    experts: dict[int, dict[str, float]]
+    baseline: str = "arrival"
+
+    def saved(self, batch: int, order: str) -> float | None:
+        """Share of the experts of a batch that this order of requests makes superfluous."""
+        row = self.experts.get(batch, {})
+        return 1 - row[order] / row[self.baseline] if order in row and row.get(self.baseline) else None
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was measured; a part that is None was not. labels: kind of text of each request."""
+
+    recorded: Recorded
+    labels: dict[int, str] = field(default_factory=dict)
+    reuse: Reuse | None = None
+    policies: PolicyTable | None = None
+    scores: ScoreTable | None = None
+    stalls: StallTable | None = None
+    recovery: Recovery | None = None
+    schedule: ScheduleTable | None = None
+    title: str = "Routing report"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything for JSON: arrays become lists, nan becomes None, keys become strings."""
+        return plain(self)
+
+
+def plain(value: Any) -> Any:
+    """`value` of dataclasses, dicts, sequences and numpy as what `json.dumps(..., allow_nan=False)` takes."""
+    if is_dataclass(value):
+        return {part.name: plain(getattr(value, part.name)) for part in fields(value)}
+    if isinstance(value, dict):
+        return {str(key): plain(part) for key, part in value.items()}
+    if isinstance(value, np.ndarray):
+        return plain(value.tolist())
+    if isinstance(value, np.generic):
+        return plain(value.item())
+    if isinstance(value, list | tuple):
+        return [plain(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

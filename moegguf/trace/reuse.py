@@ -1,0 +1,157 @@
+"""What a trace says about itself: which experts are used how often, and how soon again, within requests and across.
+
+MoE-Infinity (section 4.2, figure 2) finds use skewed within a request and even across requests; whether that holds for
+a trace decides whether policies that look at the request can pay. A short sample looks skewed whatever it is drawn
+from, so every figure of a request stands beside one of as many tokens taken from all requests. Decode only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from moegguf.trace.trace import Trace
+
+WINDOWS = (1, 2, 4, 8, 16)  # tokens
+DISTANCES = (1, 2, 4, 8, 16, 32, 64, 128)  # tokens: upper bounds of the histogram, then "later"
+COVERED = 0.8  # share of uses whose smallest set of experts is counted
+
+Floats = npt.NDArray[np.float64]
+Counts = npt.NDArray[np.int64]
+Used = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Skew:
+    """Means over MoE layers. covering: share of the experts that make up 80 % of uses. entropy: of uses, 1 is even."""
+
+    covering: float
+    entropy: float
+
+
+@dataclass(frozen=True, eq=False)
+class Reuse:
+    """Use of experts while decoding.
+
+    layers, sequences: the il and the requests that the axes of `counts` stand for, (n_sequence, n_row, n_expert) tokens
+    that used an expert. Skews: within a request (mean over requests), of as many tokens drawn from all requests (mean
+    over requests), of all requests together. windows: {n tokens: share}, of a token's experts used in the n tokens
+    before, of the same request and of another at the same place; a token with fewer before it is left out.
+    again: {tokens since the last use in the request, upper bound: share of uses}, 0 for a first use, -1 beyond.
+    next_token (n_row,): share of a token's experts that the next token uses too.
+    """
+
+    layers: tuple[int, ...]
+    sequences: tuple[int, ...]
+    counts: Counts
+    within: Skew
+    same_size: Skew
+    merged: Skew
+    windows_same: dict[int, float]
+    windows_other: dict[int, float]
+    again: dict[int, float]
+    next_token: Floats
+
+
+def reuse(trace: Trace, seed: int = 0) -> Reuse:
+    """The figures of a trace. `seed` draws the tokens and the other requests for comparison; nan where nothing was."""
+    paths = _paths(trace.decode())
+    rng = np.random.default_rng(seed)
+    counts = np.array([path.sum(axis=0) for path in paths.values()], np.int64).reshape(-1, *_table(trace))
+    same, other = _windows(list(paths.values()), rng)
+    return Reuse(
+        layers=trace.shape.layers,
+        sequences=tuple(paths),
+        counts=counts,
+        within=_mean_skew(counts),
+        same_size=_mean_skew(_drawn(list(paths.values()), rng)),
+        merged=_mean_skew(counts.sum(axis=0)[np.newaxis]),
+        windows_same=same,
+        windows_other=other,
+        again=_again(list(paths.values())),
+        next_token=_next_token(list(paths.values()), len(trace.shape.layers)),
+    )
+
+
+def _table(trace: Trace) -> tuple[int, int]:
+    return len(trace.shape.layers), trace.shape.n_expert
+
+
+def _paths(decode: Trace) -> dict[int, Used]:
+    """{sequence: (n_tokens, n_row, n_expert)}: the experts each token used."""
+    n_row, n_expert = _table(decode)
+    sequence_of = np.repeat(decode.pass_sequence, np.diff(decode.pass_start))
+    paths = {}
+    for sequence in decode.sequences():
+        ids = decode.expert_ids[:, sequence_of == sequence].transpose(1, 0, 2).astype(np.int64)
+        used = np.zeros((len(ids), n_row, n_expert + 1), np.bool_)  # one more column, for the ids that are -1
+        np.put_along_axis(used, ids, True, axis=2)
+        paths[sequence] = used[:, :, :-1]
+    return paths
+
+
+def _drawn(paths: list[Used], rng: np.random.Generator) -> Counts:
+    """As `Reuse.counts`, for requests put together of tokens drawn from all of them, each as long as the real one."""
+    if not paths:
+        return np.zeros((0, 1, 1), np.int64)
+    tokens = np.concatenate(paths)
+    return np.array([tokens[rng.choice(len(tokens), len(path), replace=False)].sum(axis=0) for path in paths])
+
+
+def _mean_skew(counts: Counts) -> Skew:
+    """Skew of counts (..., n_row, n_expert), averaged over rows in which anything was used."""
+    rows = counts.reshape(-1, counts.shape[-1])
+    rows = rows[rows.sum(axis=1) > 0]
+    if not len(rows):
+        return Skew(float("nan"), float("nan"))
+    share = np.sort(rows / rows.sum(axis=1, keepdims=True), axis=1)[:, ::-1]
+    needed = (np.cumsum(share, axis=1) < COVERED - 1e-9).sum(axis=1) + 1
+    logs = np.log(share, out=np.zeros_like(share), where=share > 0)
+    even = np.log(max(rows.shape[1], 2))
+    return Skew(float(needed.mean() / rows.shape[1]), float((-(share * logs).sum(axis=1) / even).mean()))
+
+
+def _windows(paths: list[Used], rng: np.random.Generator) -> tuple[dict[int, float], dict[int, float]]:
+    """Shares of experts used in the tokens just before, of the same request and of another drawn for each."""
+    found = {window: np.zeros((2, 2)) for window in WINDOWS}  # [same, other] x [experts, of those seen before]
+    for i, path in enumerate(paths):
+        other = paths[(i + int(rng.integers(1, len(paths)))) % len(paths)] if len(paths) > 1 else path[:0]
+        before = [np.concatenate([np.zeros_like(p[:1], np.int32), np.cumsum(p, axis=0, dtype=np.int32)])
+                  for p in (path, other)]  # fmt: skip
+        for window in WINDOWS:
+            for which, sums in enumerate(before):
+                n = min(len(path), len(sums))
+                if n <= window:
+                    continue
+                seen = sums[window:n] > sums[: n - window]
+                used = path[window:n]
+                found[window][which] += used.sum(), (used & seen[: len(used)]).sum()
+    shares = {window: [_share(right, of) for of, right in pairs] for window, pairs in found.items()}
+    return {w: pair[0] for w, pair in shares.items()}, {w: pair[1] for w, pair in shares.items()}
+
+
+def _again(paths: list[Used]) -> dict[int, float]:
+    """Histogram of tokens between two uses of an expert within a request."""
+    bounds = np.array(DISTANCES)
+    bins = np.zeros(len(DISTANCES) + 2)  # first use, then up to each bound, then beyond
+    for path in paths:
+        place = np.where(path, np.arange(len(path))[:, np.newaxis, np.newaxis], -1)
+        last = np.maximum.accumulate(place, axis=0)
+        earlier = np.concatenate([np.full_like(last[:1], -1), last[:-1]])[path]
+        gap = np.where(earlier < 0, 0, place[path] - earlier)
+        bins += np.bincount(np.where(gap == 0, 0, np.searchsorted(bounds, gap) + 1), minlength=len(bins))
+    return {bound: _share(n, bins.sum()) for bound, n in zip((0, *DISTANCES, -1), bins.tolist(), strict=True)}
+
+
+def _next_token(paths: list[Used], n_row: int) -> Floats:
+    used, kept = np.zeros(n_row), np.zeros(n_row)
+    for path in paths:
+        used += path[:-1].sum(axis=(0, 2))
+        kept += (path[:-1] & path[1:]).sum(axis=(0, 2))
+    return np.divide(kept, used, out=np.full(n_row, np.nan), where=used > 0)
+
+
+def _share(part: float, whole: float) -> float:
+    return float(part / whole) if whole else float("nan")

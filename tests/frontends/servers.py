@@ -1,0 +1,134 @@
+"""`moegguf serve` as users have it: a process of its own on a free port, with tiny models and no network."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from commanding import environment
+
+COMMAND = (sys.executable, "-m", "moegguf.cli.app", "serve")
+LISTENING = re.compile(r"listening on (http://\S+:(\d+))")
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What came back; `text` is all of the body."""
+
+    status: int
+    headers: Mapping[str, str]
+    text: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.text)
+
+    @property
+    def lines(self) -> list[Any]:
+        return [json.loads(line) for line in self.text.splitlines()]
+
+    @property
+    def error(self) -> str:
+        return str(self.json["error"])
+
+
+@dataclass
+class Server:
+    """A running server. `home`: its own folder; `models`: its MOEGGUF_MODELS."""
+
+    url: str
+    pid: int
+    process: subprocess.Popen[str]
+    home: Path
+    models: Path
+    said: list[str]
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
+
+    def log(self) -> str:
+        """What it wrote on stderr after its address; the server has ended."""
+        return "".join(self.said)
+
+    def call(
+        self, path: str, body: Any = None, *, method: str | None = None, timeout: float = 60, **headers: str
+    ) -> Reply:
+        """What `curl -d` does: JSON under the content type of a form. `body`: an object, or bytes as they are."""
+        return call(f"{self.url}{path}", body, method=method, timeout=timeout, **headers)
+
+
+def call(url: str, body: Any = None, *, method: str | None = None, timeout: float = 60, **headers: str) -> Reply:
+    data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    request = urllib.request.Request(url, data, named, method=method)
+    try:
+        with urllib.request.urlopen(request, timeout=timeout) as answer:
+            return Reply(answer.status, dict(answer.headers), answer.read().decode())
+    except urllib.error.HTTPError as error:
+        with error:
+            return Reply(error.code, dict(error.headers), error.read().decode())
+
+
+@contextmanager
+def serving(folder: Path, *arguments: str, models: Mapping[str, Path] | None = None, **extra: str) -> Iterator[Server]:
+    """A server whose files are in `folder`; `models`: names and the files they link to. It has ended afterwards."""
+    home, store = folder / "home", folder / "models"
+    for path in (home, store):
+        path.mkdir(parents=True, exist_ok=True)
+    for name, path in (models or {}).items():
+        (store / f"{name}.gguf").symlink_to(path)
+    own = {"MOEGGUF_HOME": str(home), "MOEGGUF_MODELS": str(store), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    own |= {"HF_HOME": str(folder / "hub"), "OLLAMA_MODELS": str(folder / "ollama")}
+    process = subprocess.Popen(
+        [*COMMAND, "--port", "0", *arguments],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        encoding="utf-8",
+        env=environment(**{**own, **extra}),
+        start_new_session=True,
+    )
+    said: list[str] = []
+    # So that it never waits for someone to read what it says.
+    reader = threading.Thread(target=lambda: said.extend(process.stderr or ()), name="server-stderr", daemon=True)
+    try:
+        url = _address(process)
+        reader.start()
+        yield Server(url, process.pid, process, home, store, said)
+        _end(process)
+        reader.join(10)
+    finally:
+        _end(process)
+
+
+def _address(process: subprocess.Popen[str]) -> str:
+    """The URL it prints once it listens."""
+    assert process.stderr is not None
+    seen = []
+    for line in process.stderr:
+        seen.append(line)
+        if found := LISTENING.search(line):
+            return found[1]
+    raise AssertionError(f"the server did not start: {''.join(seen)}")
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()

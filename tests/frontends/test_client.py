@@ -1,0 +1,156 @@
+"""The client of our own server: where it asks, what it sends, and what it says when something is wrong."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from moegguf.cli.client import Client, NoServerError, ServerError
+from moegguf.errors import MoeggufError
+from moegguf.settings import Host, Settings, parse_host
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers by path; what was asked is kept."""
+
+    asked: list[tuple[str, str, dict[str, str], Any]]
+
+    def answer(self, status: int, body: bytes, **headers: str) -> None:
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_GET(self) -> None:
+        length = int(self.headers.get("Content-Length") or 0)
+        sent = json.loads(self.rfile.read(length)) if length else None
+        type(self).asked.append((self.command, self.path, dict(self.headers), sent))
+        match self.path:
+            case "/api/ps":
+                self.answer(200, b'{"models": []}')
+            case "/lines":
+                self.answer(200, b'{"a": 1}\n\n{"a": 2}\n')
+            case "/faulty":
+                self.answer(200, b'{"a": 1}\n{"error": "the process has ended"}\n')
+            case "/missing":
+                self.answer(404, b'{"error": "model \'x\' not found"}')
+            case "/v1/missing":
+                self.answer(404, b'{"error": {"message": "no such model", "type": "not_found_error"}}')
+            case "/html":
+                self.answer(200, b"<html>")
+            case "/moved":
+                self.answer(302, b"", Location="http://192.0.2.1/")
+            case "/cut":
+                self.send_response(200)
+                self.send_header("Content-Length", "100")
+                self.end_headers()
+                self.wfile.write(b'{"a": 1}\n')
+
+    do_POST = do_GET  # noqa: N815 (http.server's name)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def client(monkeypatch: pytest.MonkeyPatch) -> Iterator[Client]:
+    monkeypatch.setenv("http_proxy", "http://192.0.2.1:9")  # must not be asked for this machine
+    handler = type("Handled", (Handler,), {"asked": []})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    client = Client(Settings(host=Host(port=server.server_port), api_key="s3cret"))
+    client.asked = handler.asked  # type: ignore[attr-defined]
+    yield client
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_get_sends_the_key_and_returns_json(client: Client) -> None:
+    assert client.get("/api/ps") == {"models": []}
+    method, path, headers, body = client.asked[0]  # type: ignore[attr-defined]
+    assert (method, path, body) == ("GET", "/api/ps", None)
+    assert headers["Authorization"] == "Bearer s3cret"
+
+
+def test_post_sends_json_and_returns_the_last_line(client: Client) -> None:
+    assert client.post("/lines", {"model": "dämo"}) == {"a": 2}
+    method, _, headers, body = client.asked[0]  # type: ignore[attr-defined]
+    assert (method, headers["Content-Type"], body) == ("POST", "application/json", {"model": "dämo"})
+
+
+def test_a_stream_gives_line_by_line(client: Client) -> None:
+    assert list(client.stream("/lines")) == [{"a": 1}, {"a": 2}]
+    assert list(client.stream("/lines", {"q": 1})) == [{"a": 1}, {"a": 2}]
+
+
+def test_an_error_line_raises_after_the_lines_before_it(client: Client) -> None:
+    lines = client.stream("/faulty")
+    assert next(lines) == {"a": 1}
+    with pytest.raises(ServerError, match="the process has ended"):
+        next(lines)
+    with pytest.raises(ServerError, match="the process has ended"):
+        client.post("/faulty", {})
+
+
+@pytest.mark.parametrize(("path", "message"), [("/missing", "model 'x' not found"), ("/v1/missing", "no such model")])
+def test_a_refusal_has_the_servers_words_and_its_status(client: Client, path: str, message: str) -> None:
+    with pytest.raises(ServerError, match=message) as caught:
+        client.get(path)
+    assert caught.value.status == 404
+    assert isinstance(caught.value, MoeggufError)
+
+
+def test_another_program_at_the_address(client: Client) -> None:
+    with pytest.raises(ServerError, match="not JSON"):
+        client.get("/html")
+
+
+def test_the_key_follows_no_redirect(client: Client) -> None:
+    with pytest.raises(ServerError, match="302"):
+        client.get("/moved")
+
+
+def test_a_cut_answer_is_told(client: Client) -> None:
+    lines = client.stream("/cut")
+    assert next(lines) == {"a": 1}
+    with pytest.raises(NoServerError, match="has gone"):
+        client.get("/cut")
+
+
+def test_nobody_there_is_one_sentence_with_the_next_step() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # bound, and nobody listens
+        client = Client(Settings(host=Host(port=taken.getsockname()[1])))
+        with pytest.raises(NoServerError) as caught:
+            client.get("/api/ps")
+    assert str(caught.value) == f"no server is running at {client.host.url}; start one with `moegguf serve`."
+
+
+def test_a_silent_server_is_not_waited_for() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        client = Client(Settings(host=Host(port=silent.getsockname()[1])))
+        with pytest.raises(NoServerError, match="does not answer"):
+            client.get("/api/ps", timeout_s=0.05)
+
+
+@pytest.mark.parametrize(
+    ("listens", "asked"),
+    [
+        ("0.0.0.0:8080", "http://127.0.0.1:8080"),
+        ("[::]:8080", "http://[::1]:8080"),
+        ("https://example.com/ai", "https://example.com:443/ai"),
+        ("", "http://127.0.0.1:11434"),
+    ],
+)
+def test_where_it_asks(listens: str, asked: str) -> None:
+    assert Client(Settings(host=parse_host(listens))).host.url == asked

@@ -1,0 +1,165 @@
+"""Commands that only read headers, and what is said when something is wrong."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from commanding import Command, TinyModel, environment
+
+from moegguf.native.library import ABI_VERSION
+
+
+def test_help_lists_the_commands_and_nothing_asked_for_is_help_too(moegguf: Command) -> None:
+    asked, bare = moegguf("--help"), moegguf()
+    assert asked.returncode == bare.returncode == 0
+    assert asked.stdout == bare.stdout
+    for command in ("run", "estimate", "show", "doctor", "bench", "trace"):
+        assert re.search(rf"^  {command}\b", asked.stdout, re.MULTILINE)
+
+
+@pytest.mark.parametrize("command", ["", "run", "bench", "trace", "trace report"])
+def test_help_imports_nothing_heavy(command: str) -> None:
+    heavy = {"numpy", "llama_cpp", "rich", "psutil", "matplotlib", "safetensors", "prompt_toolkit", "jinja2"}
+    code = (
+        f"import sys\nfrom moegguf.cli.app import main\nmain([*'{command}'.split(), '--help'])\n"
+        f"print(*sorted({heavy} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment(), timeout=60)
+    assert done.stdout.splitlines()[-1] == ""
+
+
+def test_help_is_not_slow(moegguf: Command) -> None:
+    moegguf("--help")
+    took = []
+    for _ in range(5):
+        begin = time.monotonic()
+        moegguf("--help")
+        took.append(time.monotonic() - begin)
+    assert statistics.median(took) < 2  # 0.2 s on an idle machine; tests share theirs
+
+
+def test_version(moegguf: Command) -> None:
+    import moegguf as package
+
+    assert moegguf("--version").stdout == f"moegguf {package.__version__}\n"
+
+
+def test_show_describes_a_split_model(moegguf: Command, tiny: TinyModel) -> None:
+    done = moegguf("show", tiny("tiny-mix", "q4_k_m", 3))
+    assert done.returncode == 0, done.stderr
+    assert "in 3 shards" in done.stdout
+    assert "16, of which a token uses 4" in done.stdout
+    assert not re.search(r" +$", done.stdout, re.MULTILINE)
+
+
+def test_show_json_agrees_with_the_layout(moegguf: Command, tiny: TinyModel) -> None:
+    from moegguf import read_layout
+
+    path = tiny("tiny-deepseek2")
+    facts, layout = json.loads(moegguf("show", path, "--json").stdout), read_layout(path)
+    assert facts["experts"]["all_bytes"] == layout.expert_bytes
+    assert facts["experts"]["token_cycle_bytes"] == layout.token_cycle_bytes
+    assert facts["experts"]["shared"] == layout.metadata["deepseek2.expert_shared_count"]
+    assert facts["active_parameters"] < facts["parameters"]
+    assert [row["share"] for row in facts["budgets"]] == [0.1, 0.25, 0.5, 1.0]
+
+
+def test_estimate_says_what_goes_where_and_why(moegguf: Command, tiny: TinyModel) -> None:
+    done = moegguf("estimate", tiny("tiny-mix"), "--expert-cache", "50%", "--ctx", 512)
+    assert done.returncode == 0, done.stderr
+    for words in (
+        "32 of 64 experts at a time (50%)",
+        "KV cache",
+        "hit rate",
+        "tokens/s",
+        "Why",
+        "context of 512 tokens",
+    ):
+        assert words in done.stdout
+
+
+def test_estimate_json_is_the_plan(moegguf: Command, tiny: TinyModel) -> None:
+    facts = json.loads(moegguf("estimate", tiny("tiny-mix"), "--expert-cache", "50%", "--json").stdout)
+    assert facts["plan"]["n_slots"] == 32
+    assert facts["plan"]["budget_bytes"] == 32 * facts["plan"]["slot_bytes"]
+    assert 0 < facts["plan"]["expected"]["hit_low"] < facts["plan"]["expected"]["hit_high"] < 1
+    assert facts["disk"]["bytes_per_s"] > 0
+
+
+def test_estimate_with_every_expert_resident_expects_no_reads(moegguf: Command, tiny: TinyModel) -> None:
+    facts = json.loads(moegguf("estimate", tiny(), "--expert-cache", "100%", "--json").stdout)
+    assert facts["plan"]["resident"]
+    assert facts["disk"] is None
+    assert "limited by the processor" in moegguf("estimate", tiny(), "--expert-cache", "100%").stdout
+
+
+def test_doctor_states_every_section(moegguf: Command, tiny: TinyModel) -> None:
+    facts = json.loads(moegguf("doctor", tiny(), "--json").stdout)
+    assert list(facts) == ["moegguf", "build", "devices", "machine", "disk", "environment"]
+    assert facts["machine"]["cpus_allowed"] >= 1
+    assert facts["machine"]["memory"]["available_bytes"] > 0
+    assert facts["disk"]["bytes_per_s"] > 0
+    assert facts["build"]["abi"] == ABI_VERSION
+    assert facts["devices"]["CPU"]["total_bytes"] > 0
+
+
+def test_doctor_never_fails_for_a_missing_fact(moegguf: Command, tmp_path: Path) -> None:
+    done = moegguf(
+        "doctor", "no-such-model", MOEGGUF_LIBRARY=str(tmp_path), MOEGGUF_HOOKS="perhaps", LLAMA_API_KEY="hush"
+    )
+    assert done.returncode == 0, done.stderr
+    assert "unknown: " in done.stdout
+    assert "MOEGGUF_HOOKS must be 0 or 1" in done.stdout
+    assert "hush" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (("run", "demmo", "hi"), 1, "did you mean 'demo'"),
+        (("run", "no/such/folder.gguf", "hi"), 1, "there is no folder 'no/such'"),
+        (("show", __file__), 1, ""),
+        (("show",), 2, "missing argument 'MODEL'"),
+        (("run", "demo", "hi", "--expert-cash", "1GiB"), 2, "--expert-cache"),
+        (("run", "demo", "hi", "-n", "0"), 2, "--max-tokens"),
+        (("frobnicate",), 2, "no such command 'frobnicate'"),
+    ],
+)
+def test_an_error_is_one_sentence_and_an_exit_code(
+    moegguf: Command, arguments: tuple[str, ...], code: int, words: str
+) -> None:
+    done = moegguf(*arguments)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert re.fullmatch(r"error: .+[.?]\n", done.stderr)
+    assert words in done.stderr
+
+
+def test_budgets_that_cannot_be_read_or_are_too_small(moegguf: Command, tiny: TinyModel) -> None:
+    for budget, words in (("0.5", "accepted:"), ("1KiB", "give at least"), ("200%", "accepted:")):
+        done = moegguf("estimate", tiny(), "--expert-cache", budget)
+        assert done.returncode == 1
+        assert words in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+def test_an_unexpected_error_names_itself_and_the_way_to_its_traceback(tmp_path: Path) -> None:
+    code = (
+        "import sys\nfrom moegguf.models.catalog import Catalog\nfrom moegguf.faces import cli\n"
+        "def find(self, name): raise ZeroDivisionError('so it goes')\n"
+        "Catalog.find = find\nsys.exit(cli.main(['show', 'x']))"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=60)
+    assert done.returncode == 1
+    assert done.stderr == (
+        "error: unexpected ZeroDivisionError: so it goes; run again with MOEGGUF_DEBUG=1 for the traceback.\n"
+    )
+    debug = subprocess.run(command, capture_output=True, text=True, env=environment(MOEGGUF_DEBUG="1"), timeout=60)
+    assert "Traceback" in debug.stderr

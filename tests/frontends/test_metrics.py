@@ -1,0 +1,141 @@
+"""/metrics: every line is of Prometheus' grammar, and no counter ever goes down."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any
+
+from servers import Server
+
+from moegguf.engine.stats import Stats
+from moegguf.generate.request import Timing
+from moegguf.server.metrics import Totals, exposition
+from moegguf.serving.events import Loaded
+
+NAME = r"[a-zA-Z_:][a-zA-Z0-9_:]*"
+LABEL = r'[a-zA-Z_][a-zA-Z0-9_]*="(?:[^"\\\n]|\\\\|\\"|\\n)*"'
+SAMPLE = re.compile(rf"({NAME})(\{{{LABEL}(?:,{LABEL})*\}})? (-?\d+(?:\.\d+)?(?:e[+-]?\d+)?)")
+
+
+def model(name: str = "demo:latest", pid: int = 1, **fields: Any) -> Loaded:
+    figures = {"digest": "0" * 64, "n_ctx": 512, "size_bytes": 1000, "vram_bytes": 0, "expires": None, "busy": False,
+               "stopping": False, "queue": 0, "n_requests": 0, "stats": Stats()}  # fmt: skip
+    return Loaded(name=name, pid=pid, **{**figures, **fields})
+
+
+def samples(text: str) -> dict[str, float]:
+    """Every sample by name and labels; fails unless all of `text` is of the format."""
+    found: dict[str, float] = {}
+    kinds: dict[str, str] = {}
+    assert text.endswith("\n")
+    for line in text.splitlines():
+        if line.startswith("# HELP "):
+            assert line.split(" ", 3)[2] not in kinds
+        elif line.startswith("# TYPE "):
+            _, _, name, kind = line.split(" ")
+            assert kind == ("counter" if name.endswith("_total") else "gauge")
+            kinds[name] = kind
+        else:
+            match = SAMPLE.fullmatch(line)
+            assert match, line
+            assert match[1] in kinds
+            assert match[1] + (match[2] or "") not in found
+            found[match[1] + (match[2] or "")] = float(match[3])
+    return found
+
+
+def test_a_server_without_models_still_has_llama_servers_metrics() -> None:
+    found = samples(exposition(Totals(), []))
+    assert found["llamacpp:prompt_tokens_total"] == found["llamacpp:predicted_tokens_seconds"] == 0
+    assert not [name for name in found if name.startswith("moegguf_")]
+
+
+def test_answers_are_summed_over_models_and_told_per_model() -> None:
+    totals = Totals()
+    totals.add("a:latest", Timing(prompt_tokens=10, cached_tokens=5, answer_tokens=20, prompt_s=0.5, answer_s=2.0))
+    totals.add("a:latest", Timing(prompt_tokens=10, answer_tokens=20, prompt_s=0.5, answer_s=2.0))
+    totals.add("b:latest", Timing(prompt_tokens=20, answer_tokens=40, prompt_s=1.0, answer_s=4.0))
+    loaded = [model("a:latest", busy=True, queue=2), model("b:latest", 2, busy=True, queue=1)]
+    found = samples(exposition(totals, loaded))
+    assert found["llamacpp:prompt_tokens_total"] == 40
+    assert found["llamacpp:prompt_tokens_cached_total"] == 5
+    assert found["llamacpp:tokens_predicted_total"] == 80
+    assert found["llamacpp:prompt_tokens_seconds"] == 20
+    assert found["llamacpp:predicted_tokens_seconds"] == 10
+    assert found["llamacpp:requests_processing"] == 2
+    assert found["llamacpp:requests_deferred"] == 3
+    assert found['moegguf_answers_total{model="a:latest"}'] == 2
+    assert found['moegguf_answer_seconds_total{model="b:latest"}'] == 4
+
+
+def test_figures_of_experts_are_those_of_stats() -> None:
+    stats = Stats(
+        tokens=9, lookups=100, hits_ready=60, hits_late=10, misses=30, evictions=7, bytes_missed=4096,
+        bytes_prefetched=512, stall_s=0.125, n_slots=40, slots_used=39, n_experts=64, pool_bytes=1 << 20,
+    )  # fmt: skip
+    totals, loaded = Totals(), [model(stats=stats, pid=os.getpid(), size_bytes=1 << 21)]
+    totals.see(loaded)
+    found = samples(exposition(totals, loaded))
+    expected = {
+        'moegguf_tokens_total{model="demo:latest"}': 9,
+        'moegguf_expert_lookups_total{model="demo:latest"}': 100,
+        'moegguf_expert_hits_total{model="demo:latest",kind="ready"}': 60,
+        'moegguf_expert_hits_total{model="demo:latest",kind="late"}': 10,
+        'moegguf_expert_misses_total{model="demo:latest"}': 30,
+        'moegguf_expert_evictions_total{model="demo:latest"}': 7,
+        'moegguf_expert_read_bytes_total{model="demo:latest",cause="miss"}': 4096,
+        'moegguf_expert_read_bytes_total{model="demo:latest",cause="prefetch"}': 512,
+        'moegguf_stall_seconds_total{model="demo:latest"}': 0.125,
+        'moegguf_slots{model="demo:latest"}': 40,
+        'moegguf_slots_used{model="demo:latest"}': 39,
+        'moegguf_experts{model="demo:latest"}': 64,
+        'moegguf_expert_cache_bytes{model="demo:latest"}': 1 << 20,
+        'moegguf_planned_bytes{model="demo:latest"}': 1 << 21,
+    }
+    assert {name: found[name] for name in expected} == expected
+    assert found['moegguf_resident_bytes{model="demo:latest"}'] > 1 << 20  # of this very process
+
+
+def test_counters_stay_when_a_model_leaves_and_go_on_when_it_comes_back() -> None:
+    totals, before = Totals(), {}
+    for loaded in (
+        [model(stats=Stats(misses=5, n_slots=3))],
+        [model(stats=Stats(misses=8, n_slots=3)), model("b:latest", 2, stats=Stats(misses=1))],
+        [model("b:latest", 2, stats=Stats(misses=2))],
+        [],
+        [model(pid=3, stats=Stats(misses=4))],
+        [model(pid=4, stats=Stats(misses=1))],
+    ):
+        totals.see(loaded)
+        now = samples(exposition(totals, loaded))
+        assert all(now[name] >= value for name, value in before.items() if "_total" in name)
+        before = now
+    assert before['moegguf_expert_misses_total{model="demo:latest"}'] == 8 + 4 + 1
+    assert before['moegguf_expert_misses_total{model="b:latest"}'] == 2
+    assert 'moegguf_slots{model="b:latest"}' not in before
+
+
+def test_names_that_need_escapes_stay_one_line_each() -> None:
+    name = 'a\\b"c\nd:latest'
+    totals, loaded = Totals(), [model(name)]
+    totals.see(loaded)
+    found = samples(exposition(totals, loaded))
+    assert found['moegguf_expert_misses_total{model="a\\\\b\\"c\\nd:latest"}'] == 0
+
+
+def test_a_process_that_is_gone_takes_no_memory() -> None:
+    assert samples(exposition(Totals(), [model(pid=2**22 + 1)]))['moegguf_resident_bytes{model="demo:latest"}'] == 0
+
+
+def test_a_real_server_counts_and_keeps_what_a_model_had_counted(server: Server) -> None:
+    asked = {"model": "tiny", "prompt": "a b c", "max_tokens": 3, "seed": 1}
+    assert server.call("/v1/completions", asked).status == 200
+    before = samples(server.call("/metrics").text)
+    assert before['moegguf_resident_bytes{model="tiny:latest"}'] > 1 << 20
+    assert before['moegguf_expert_lookups_total{model="tiny:latest"}'] > 0
+    assert before["llamacpp:tokens_predicted_total"] >= 3
+    assert server.call("/api/generate", {"model": "tiny", "keep_alive": 0}).json["done_reason"] == "unload"
+    after = samples(server.call("/metrics").text)
+    assert 'moegguf_slots{model="tiny:latest"}' not in after
+    assert all(after[name] >= value for name, value in before.items() if "_total" in name)

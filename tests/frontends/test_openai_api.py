@@ -1,0 +1,362 @@
+"""OpenAI's API over a scripted pool, byte by byte: what `tests/faces/test_openai_client.py` cannot make a model do."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+from fake_pool import FakeCatalog, FakePool, changed, entry_of, running
+
+from moegguf.engine.stats import Stats
+from moegguf.errors import (
+    AllocationError,
+    BudgetError,
+    BusyError,
+    CapabilityError,
+    ContextError,
+    ExpertIOError,
+    MoeggufError,
+    WorkerError,
+)
+from moegguf.generate.request import Piece, PromptProgress, ToolCall
+from moegguf.models.folder import demo_path
+from moegguf.server.app import make_app
+from moegguf.serving.events import LoadOptions
+from moegguf.settings import Settings
+
+HUB = "hf.co/user/repo-GGUF:Q4_K_M"
+HI = [{"role": "user", "content": "hi"}]
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
+
+
+@pytest.fixture
+def pool() -> FakePool:
+    path = demo_path()
+    own = {"parameters": {"temperature": 0.25, "top_k": 7}, "system": "Be kind."}
+    return FakePool(FakeCatalog(entry_of(path), entry_of(path, HUB), entry_of(path, "mine:latest", **own)))
+
+
+@pytest.fixture
+def url(pool: FakePool) -> Iterator[str]:
+    with running(make_app(pool, pool.catalog, Settings())) as url:  # type: ignore[arg-type]
+        yield url
+
+
+@pytest.fixture
+def http(url: str) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=url, timeout=30, trust_env=False) as client:
+        yield client
+
+
+@pytest.fixture
+def client(url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=30) as client:
+        yield client
+
+
+Post = Callable[..., httpx.Response]
+
+
+@pytest.fixture
+def chat(http: httpx.Client) -> Post:
+    return lambda **fields: http.post("/v1/chat/completions", json={"model": "demo", "messages": HI, **fields})
+
+
+def events(text: str) -> list[str]:
+    """The data of each server-sent event; fails unless every event is one data line and a blank one."""
+    assert text.endswith("\n\n")
+    return [event.removeprefix("data: ") for event in text[:-2].split("\n\n") if event.startswith("data: ")]
+
+
+def test_a_stream_event_by_event(chat: Post) -> None:
+    response = chat(stream=True)
+    assert response.headers["content-type"].startswith("text/event-stream")
+    *told, done = events(response.text)
+    assert done == "[DONE]"
+    chunks = [json.loads(text) for text in told]
+    assert {(c["id"], c["created"], c["object"], c["model"]) for c in chunks} == {
+        (chunks[0]["id"], chunks[0]["created"], "chat.completion.chunk", "demo:latest")
+    }
+    assert [c["choices"][0]["delta"] for c in chunks] == [
+        {"role": "assistant", "content": ""}, {"content": "Hel"}, {"content": "lo"}, {},
+    ]  # fmt: skip
+    assert [c["choices"][0]["finish_reason"] for c in chunks] == [None, None, None, "stop"]
+    assert chunks[-1]["timings"]["cache_n"] == 2
+
+
+def test_a_body_without_content_type_is_read(http: httpx.Client) -> None:
+    body = json.dumps({"model": "demo", "messages": HI})
+    form = {"content-type": "application/x-www-form-urlencoded"}
+    for headers in ({}, form):
+        response = http.post("/v1/chat/completions", content=body, headers=headers)
+        assert response.json()["choices"][0]["message"] == {"role": "assistant", "content": "Hello"}
+
+
+def test_progress_of_the_prompt_when_it_is_asked_for(chat: Post, pool: FakePool) -> None:
+    pool.script = (PromptProgress(10, 2, 6, 0.25), PromptProgress(10, 2, 10, 0.5), Piece(text="x"))
+    chunks = [json.loads(text) for text in events(chat(stream=True, return_progress=True).text)[:-1]]
+    assert [chunk.get("prompt_progress") for chunk in chunks[:4]] == [
+        None,
+        {"total": 10, "cache": 2, "processed": 6, "time_ms": 250},
+        {"total": 10, "cache": 2, "processed": 10, "time_ms": 500},
+        None,
+    ]
+    assert "prompt_progress" not in chat(stream=True).text
+
+
+def test_calls_of_tools_streamed(client: openai.OpenAI, pool: FakePool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moegguf.server.openai.chat.check_able", lambda *_: None)
+    pool.script = (
+        Piece(thinking="hm"),
+        Piece(tool_calls=(ToolCall("c1", "weather", {"city": "Oslo"}), ToolCall("c2", "weather", {}))),
+    )
+    with client.chat.completions.stream(model="demo", messages=HI, tools=[WEATHER]) as stream:  # type: ignore[list-item, arg-type]
+        final = stream.get_final_completion()
+    calls = final.choices[0].message.tool_calls or []
+    assert [(call.id, call.function.name, call.function.arguments) for call in calls] == [
+        ("c1", "weather", '{"city": "Oslo"}'),
+        ("c2", "weather", "{}"),
+    ]
+    assert final.choices[0].finish_reason == "tool_calls"
+    assert final.choices[0].message.reasoning_content == "hm"  # type: ignore[attr-defined]
+    assert pool.asks[0].tools == (WEATHER,)
+
+
+def test_a_model_whose_template_has_no_tools_says_so(chat: Post, pool: FakePool) -> None:
+    response = chat(tools=[WEATHER])
+    assert response.status_code == 400
+    assert "does not support tools" in response.json()["error"]["message"]
+    assert chat(tools=[WEATHER], tool_choice="none").status_code == 200
+
+
+def test_the_models_own_defaults_count_where_nothing_is_asked(chat: Post, pool: FakePool) -> None:
+    assert chat(model="mine", top_p=0.5).status_code == 200
+    sampling = pool.asks[0].sampling
+    assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.25, 7, 0.5)
+    assert (pool.asks[0].messages or ())[0] == {"role": "system", "content": "Be kind."}
+
+
+def test_how_the_model_is_opened_and_how_long_it_stays(chat: Post, pool: FakePool) -> None:
+    chat(options={"num_ctx": 128}, keep_alive="5m")
+    chat(keep_alive=-1)
+    chat()
+    assert pool.leases == [
+        ("demo:latest", LoadOptions(n_ctx=128), 300.0, True),
+        ("demo:latest", LoadOptions(), float("inf"), True),
+        ("demo:latest", LoadOptions(), None, True),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "kind", "code"),
+    [
+        (ContextError("too long"), 400, "invalid_request_error", "context_length_exceeded"),
+        (CapabilityError("cannot"), 400, "invalid_request_error", None),
+        (BusyError("busy"), 503, "api_error", None),
+        (WorkerError("died"), 500, "api_error", None),
+        (ValueError("a secret"), 500, "api_error", None),
+    ],
+)
+def test_errors_before_the_first_byte(
+    chat: Post, pool: FakePool, error: Exception, status: int, kind: str, code: str | None
+) -> None:
+    for stream in (False, True):
+        for entering, script in ((error, ()), (None, (error,))):
+            pool.entering, pool.script = entering, script
+            response = chat(stream=stream)
+            told = response.json()["error"]
+            assert (response.status_code, told["type"], told["code"], told["param"]) == (status, kind, code, None)
+            assert "secret" not in response.text
+            assert ("retry-after" in response.headers) == (status == 503)
+    assert pool.n_running == 0
+
+
+def test_an_error_in_the_middle_is_an_event_and_the_clients_error(client: openai.OpenAI, pool: FakePool) -> None:
+    pool.script = (Piece(text="Hel"), ExpertIOError("a read failed"))
+    chunks = client.chat.completions.create(model="demo", messages=HI, stream=True)  # type: ignore[call-overload]
+    assert [next(chunks).choices[0].delta.content for _ in range(2)] == ["", "Hel"]
+    with pytest.raises(openai.APIError, match="a read failed"):
+        next(chunks)
+
+
+def test_after_an_error_there_is_no_done(chat: Post, pool: FakePool) -> None:
+    pool.script = (Piece(text="Hel"), ExpertIOError("a read failed"))
+    *_, last = events(chat(stream=True).text)
+    assert json.loads(last)["error"]["type"] == "api_error"
+
+
+@pytest.mark.parametrize(
+    ("error", "tries"), [(AllocationError("no room"), 1), (BudgetError("x"), 1), (WorkerError("x"), 3)]
+)
+def test_what_will_fail_again_is_not_asked_again(url: str, pool: FakePool, error: MoeggufError, tries: int) -> None:
+    pool.entering = error
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=2)
+    with pytest.raises(openai.InternalServerError):
+        client.chat.completions.create(model="demo", messages=HI)  # type: ignore[arg-type]
+    assert len(pool.leases) == tries
+
+
+def test_models_are_listed_and_found_by_any_spelling_of_their_ids(client: openai.OpenAI, http: httpx.Client) -> None:
+    listed = {model.id: model for model in client.models.list()}
+    assert listed.keys() == {"demo:latest", HUB, "mine:latest"}
+    assert (listed["demo:latest"].owned_by, listed[HUB].owned_by) == ("library", "user")
+    assert client.models.retrieve(HUB) == listed[HUB]
+    assert client.models.retrieve("demo").id == "demo:latest"
+    facts = http.get(f"/v1/models/{HUB}").json()
+    assert facts == http.get("/v1/models/hf.co%2Fuser%2Frepo-GGUF%3AQ4_K_M").json()
+    assert facts["context_length"] == facts["meta"]["n_ctx_train"] > 0
+    assert facts["meta"]["size"] == demo_path().stat().st_size
+
+
+def test_an_empty_list_is_a_list(pool: FakePool, http: httpx.Client) -> None:
+    pool.catalog.known.clear()
+    assert http.get("/v1/models").json() == {"object": "list", "data": []}
+
+
+def test_a_file_that_cannot_be_read_is_listed_all_the_same(pool: FakePool, http: httpx.Client, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(b"GGUF")
+    pool.catalog.known["broken:latest"] = entry_of(broken, "broken:latest")
+    found = {model["id"]: model for model in http.get("/v1/models").json()["data"]}
+    assert found["broken:latest"].keys() == {"id", "object", "created", "owned_by"}
+
+
+@pytest.mark.parametrize("name", ["nobody", "hf.co/a/b:c", "../../etc/passwd", "/etc/passwd", "%2e%2e", "x" * 600])
+def test_unknown_models_are_not_found(client: openai.OpenAI, name: str) -> None:
+    with pytest.raises(openai.NotFoundError) as retrieved:
+        client.models.retrieve(name)
+    assert retrieved.value.code == "model_not_found"
+
+
+def test_an_unknown_model_is_not_found_by_chat(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as asked:
+        client.chat.completions.create(model="nobody", messages=HI)  # type: ignore[arg-type]
+    assert asked.value.code == "model_not_found"
+    assert asked.value.type == "not_found_error"
+
+
+def test_embeddings_in_both_encodings(http: httpx.Client, client: openai.OpenAI, pool: FakePool) -> None:
+    found = client.embeddings.create(model="demo", input=["a", "b"])
+    assert [each.embedding for each in found.data] == [pytest.approx([0.6, 0.8, 0.0])] * 2
+    assert (found.usage.prompt_tokens, found.usage.total_tokens) == (8, 8)
+    whole = http.post("/v1/embeddings", json={"model": "demo", "input": "a", "encoding_format": "base64"}).json()
+    assert base64.b64decode(whole["data"][0]["embedding"]) == np.array([0.6, 0.8, 0.0], "<f4").tobytes()
+    plain = http.post("/v1/embeddings", json={"model": "demo", "input": "a"}).json()
+    assert plain["data"] == [{"object": "embedding", "index": 0, "embedding": pytest.approx([0.6, 0.8, 0.0])}]
+    assert pool.embedded[0] == (["a", "b"], False, True)
+
+
+@pytest.mark.parametrize(
+    ("given", "inputs"),
+    [("a", ["a"]), (["a"], ["a"]), ([1, 2], [[1, 2]]), ([[1, 2], [3]], [[1, 2], [3]]), (["a", [1]], ["a", [1]])],
+)
+def test_all_forms_of_input(http: httpx.Client, pool: FakePool, given: Any, inputs: list[Any]) -> None:
+    assert http.post("/v1/embeddings", json={"model": "demo", "input": given}).status_code == 200
+    assert pool.embedded[0][0] == inputs
+
+
+@pytest.mark.parametrize("given", ["", [], [""], [[]], [1.5], [-1], [True], [2**31], {"a": 1}, None, ["a"] * 2049])
+def test_what_is_no_input(http: httpx.Client, given: Any) -> None:
+    response = http.post("/v1/embeddings", json={"model": "demo", "input": given})
+    assert response.status_code == 400
+    assert response.json()["error"]["message"].startswith("input: ")
+
+
+def test_shorter_vectors_have_length_one(http: httpx.Client) -> None:
+    def vector(dimensions: int) -> httpx.Response:
+        return http.post("/v1/embeddings", json={"model": "demo", "input": "a", "dimensions": dimensions})
+
+    assert vector(1).json()["data"][0]["embedding"] == pytest.approx([1.0])
+    assert vector(3).json()["data"][0]["embedding"] == pytest.approx([0.6, 0.8, 0.0])
+    assert vector(4).status_code == 400
+    assert "at most 3" in vector(4).json()["error"]["message"]
+
+
+def test_a_completion_of_text_and_of_tokens(client: openai.OpenAI, pool: FakePool) -> None:
+    said = client.completions.create(model="demo", prompt="Once", echo=True)
+    assert (said.choices[0].text, said.object) == ("OnceHello", "text_completion")
+    assert said.usage is not None and said.usage.prompt_tokens == 7
+    tokens = client.completions.create(model="demo", prompt=[79, 110], echo=True, max_tokens=3)
+    assert tokens.choices[0].text == "OnHello"
+    client.completions.create(model="demo", prompt=["Once"])
+    client.completions.create(model="demo", prompt=[[79]])
+    assert [(ask.prompt, ask.context, ask.sampling.max_tokens) for ask in pool.asks] == [
+        ("Once", (), 16), ("", (79, 110), 3), ("Once", (), 16), ("", (79,), 16),
+    ]  # fmt: skip
+
+
+def test_a_completion_streamed(client: openai.OpenAI) -> None:
+    chunks = list(
+        client.completions.create(model="demo", prompt="Once", stream=True, stream_options={"include_usage": True})
+    )
+    assert "".join(choice.text for chunk in chunks for choice in chunk.choices) == "Hello"
+    assert chunks[-1].choices == [] and chunks[-1].usage is not None
+    assert [chunk.usage for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
+
+
+@pytest.mark.parametrize("prompt", [["a", "b"], [], [[]], {}, 3, [1, "a"], [[1], [2]], None])
+def test_a_completion_of_anything_else_is_refused(http: httpx.Client, prompt: Any) -> None:
+    response = http.post("/v1/completions", json={"model": "demo", "prompt": prompt})
+    assert response.status_code == 400
+    assert response.json()["error"]["message"].startswith("prompt: ")
+
+
+def test_health_tells_of_reads_that_failed(http: httpx.Client, pool: FakePool, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert http.get("/health").json() == {"status": "ok"}
+    http.post("/v1/completions", json={"model": "demo", "prompt": "a"})
+    assert http.get("/health").json() == {"status": "ok"}
+    monkeypatch.setattr("fake_pool.STATS", Stats(read_errors=2))
+    assert http.get("/health").json() == {"status": "degraded", "read_errors": {"demo:latest": 2}}
+
+
+def test_props_of_a_model(http: httpx.Client, pool: FakePool) -> None:
+    assert http.get("/props").status_code == 400
+    props = http.get("/props", params={"model": "mine"}).json()
+    assert props["default_generation_settings"]["params"]["temperature"] == 0.25
+    assert props["is_sleeping"] is True and props["modalities"] == {"vision": False, "audio": False}
+    assert props["model_path"] == demo_path().name
+    http.post("/v1/completions", json={"model": "demo", "prompt": "a"})
+    props = http.get("/props").json()
+    assert (props["model_alias"], props["default_generation_settings"]["n_ctx"]) == ("demo:latest", 4096)
+    assert "{%" in props["chat_template"]
+
+
+def test_tokens_and_back(http: httpx.Client, pool: FakePool) -> None:
+    assert http.post("/tokenize", json={"model": "demo", "content": "ab"}).json() == {"tokens": [97, 98]}
+    pieces = http.post("/tokenize", json={"content": "a", "with_pieces": True}).json()
+    assert pieces == {"tokens": [{"id": 97, "piece": "a"}]}
+    assert http.post("/detokenize", json={"tokens": [97, 98]}).json() == {"content": "ab"}
+    assert [lease[3] for lease in pool.leases] == [False] * 3  # nobody's answer is waited for
+    http.post("/detokenize", json={"tokens": [97], "model": "mine"})
+    assert http.post("/tokenize", json={"content": "a"}).status_code == 400  # two models are loaded
+
+
+def test_metrics_count_what_was_answered(http: httpx.Client, chat: Post, pool: FakePool) -> None:
+    pool.timing = changed(prompt_tokens=10, answer_tokens=4)
+    chat()
+    chat(stream=True)
+    http.post("/v1/completions", json={"model": "demo", "prompt": "a"})
+    http.post("/api/chat", json={"model": "demo", "messages": HI})
+    http.post("/api/chat", json={"model": "demo", "messages": HI, "stream": False, "keep_alive": 0})
+    response = http.get("/metrics")
+    assert response.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    lines = response.text.splitlines()
+    assert "llamacpp:prompt_tokens_total 50" in lines
+    assert "llamacpp:tokens_predicted_total 20" in lines
+    assert 'moegguf_answers_total{model="demo:latest"} 5' in lines
+    assert 'moegguf_expert_lookups_total{model="demo:latest"} 10' in lines  # though the model has left
+    assert not [line for line in lines if line.startswith("moegguf_slots{")]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/nothing"])
+def test_what_is_not_there_is_json_in_openais_form(http: httpx.Client, path: str) -> None:
+    response = http.get(path)
+    assert response.status_code in (404, 405)
+    assert response.json()["error"].keys() == {"message", "type", "param", "code"}

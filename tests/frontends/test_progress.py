@@ -1,0 +1,82 @@
+"""Words and bars of what is being waited for."""
+
+from __future__ import annotations
+
+import pytest
+from rich.cells import cell_len
+
+from moegguf.models.entry import PullStatus
+from moegguf.terminal import progress
+from moegguf.terminal.progress import PullProgress, Spinner, bar, file_line, loading_words, prompt_words, short_span
+
+
+@pytest.mark.parametrize(("seconds", "text"), [
+    (None, ""), (0, "0s"), (59.4, "59s"), (59.6, "1m0s"), (171, "2m51s"), (3600, "1h0m"), (90061, "1d1h"),
+])  # fmt: skip
+def test_times_have_two_units(seconds: float | None, text: str) -> None:
+    assert short_span(seconds) == text
+
+
+def test_a_download_looks_as_in_ollama() -> None:
+    line = file_line("pulling 3f4a9c11d2e0", 1_200_000_000, 17_000_000_000, 95e6, 171, 200)
+    assert line == f"pulling 3f4a9c11d2e0:   7% {bar(0.07, 30)} 1.2 GB/ 17 GB   95 MB/s   2m51s"
+    assert bar(0.5, 4) == "▕██  ▏"
+    done = file_line("pulling 3f4a9c11d2e0", 17_000_000_000, 17_000_000_000, 95e6, 0, 80)
+    assert done.endswith("▏  17 GB") and "100%" in done and "MB/s" not in done
+
+
+@pytest.mark.parametrize("width", [20, 30, 40, 60, 80, 120])
+def test_a_line_fits_its_terminal(width: int) -> None:
+    line = file_line("pulling 3f4a9c11", 3, 17_000_000_000, 95e6, 171, width)
+    assert cell_len(line) <= max(width, 24)
+    assert line.startswith("pulling 3f4a9c11:")
+
+
+def test_a_load_and_a_prompt_say_how_far_they_are() -> None:
+    assert loading_words("demo", None, 0, 0) == "loading demo"
+    assert loading_words("demo", 0.43, 6_100_000_000, 2.0) == "loading demo 43% of 6.1 GB · 1.3 GB/s"
+    assert prompt_words(6300, 0, 1024, 22.75) == "reading the prompt 1,024/6,300 tokens · 45 t/s · 1m57s left"
+    assert prompt_words(6300, 1000, 1000, 0) == "reading the prompt 1,000/6,300 tokens"
+
+
+STEPS = [
+    PullStatus("pulling manifest"),
+    PullStatus("pulling aaa", "sha256:aaa", "a.gguf", 100),
+    PullStatus("pulling bbb", "sha256:bbb", "b.gguf", 300),
+    PullStatus("pulling aaa", "sha256:aaa", "a.gguf", 100, 100),
+    PullStatus("pulling bbb", "sha256:bbb", "b.gguf", 300, 150),
+    PullStatus("success"),
+]
+
+
+def test_nothing_is_written_where_there_is_no_terminal(capfd: pytest.CaptureFixture[str]) -> None:
+    with PullProgress() as shown, Spinner() as spinner:
+        spinner.show("waiting")
+        for step in STEPS:
+            shown.report(step)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_terminal_gets_a_line_for_each_file_and_one_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Tty:
+        def isatty(self) -> bool:
+            return True
+
+        written = ""
+
+        def write(self, text: str) -> int:
+            Tty.written += text
+            return len(text)
+
+        def flush(self) -> None:
+            pass
+
+    monkeypatch.setattr(progress.sys, "stderr", Tty())
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("TERM", "xterm")
+    with PullProgress() as shown:
+        for step in STEPS:
+            shown.report(step)
+    last = Tty.written[Tty.written.rindex("pulling manifest") :]
+    assert last.index("pulling aaa: 100%") < last.index("pulling bbb:  50%") < last.index("all 2 files:  62%")
+    assert "success" in last

@@ -1,0 +1,210 @@
+"""The report's page, from made-up numbers: whole, valid, escaped, and asking for nothing from elsewhere."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import re
+from dataclasses import replace
+from functools import cache
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from oracles import Oracle
+from traces import random_trace
+
+from moegguf.cli.report import findings as words
+from moegguf.cli.report.page import TITLES, render, write_report
+from moegguf.controller.accuracy import Link
+from moegguf.errors import OptionError
+from moegguf.trace.report import PolicyTable, Recorded, Recovery, Report, ScheduleTable, StallTable
+from moegguf.trace.reuse import reuse
+from moegguf.trace.score import score
+
+VOID = {"meta", "br", "link", "img", "input", "hr"}
+HOSTILE = '<script>alert("x")</script> & $\\frac$'
+
+
+@cache
+def made_up() -> Report:
+    trace = random_trace(n_sequences=8, n_decode=12)
+    budgets = (0.1, 0.25, 0.5)
+    rates = {"lru": (0.3, 0.5, 0.7), "lfu": (0.25, 0.45, 0.75), "locality": (0.4, 0.6, 0.8), "belady": (0.5, 0.75, 0.9)}
+    predictors = [Oracle(trace, n_wrong=1), Oracle(trace)]
+    return Report(
+        recorded=Recorded.of(trace, "2 cores"),
+        labels=trace.header.labels,
+        reuse=reuse(trace),
+        policies=PolicyTable({name: dict(zip(budgets, row, strict=True)) for name, row in rates.items()}),
+        scores=score(trace, predictors, (1, 2, 4), Link(1e7, 5, 100), batch_sequences=4),
+        stalls=StallTable({"lru": {1: 40, 4: 8, 16: 0}, "locality, skip": {1: 30, 4: 9, 16: 0}}, compute_ms=20),
+        recovery=Recovery({"lru": [0.6] * 6 + [0.2, 0.4] + [0.6] * 12}, 6, ("prose", "code"), 0.25),
+        schedule=ScheduleTable({8: {"arrival": 12.0, "by path": 9.0}}),
+    )
+
+
+@pytest.fixture(scope="module")
+def page() -> str:
+    pytest.importorskip("matplotlib", reason="plots need matplotlib, which is not installed")
+    return render(made_up())
+
+
+class Checker(HTMLParser):
+    """Fails on tags that do not close in order; gathers ids, references and text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.ids: list[str] = []
+        self.tags: list[str] = []
+        self.words = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.ids += [value for name, value in attrs if name == "id" and value]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.ids += [value for name, value in attrs if name == "id" and value]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.words += data
+
+
+def checked(html: str) -> Checker:
+    checker = Checker()
+    checker.feed(html)
+    checker.close()
+    assert not checker.open
+    return checker
+
+
+def test_the_page_is_valid_and_has_every_section_with_its_plot_and_its_numbers(page: str) -> None:
+    checker = checked(page)
+    assert len(checker.ids) == len(set(checker.ids))
+    assert set(TITLES) <= set(checker.ids)
+    assert checker.tags.count("section") == len(TITLES)
+    assert checker.tags.count("svg") == 8  # two heatmaps, one plot in each of the other sections
+    assert checker.tags.count("figcaption") == 8
+    assert checker.tags.count("table") >= 10
+    assert words.percent(0.6) in checker.words
+    assert "Not measured" not in checker.words
+
+
+def test_nothing_is_asked_for_from_elsewhere(page: str) -> None:
+    assert not re.search(r"https?:|//[a-z]|@import|<script|<link", page)
+    assert all(target.startswith(("#", "data:")) for target in re.findall(r'(?:href|src)="([^"]*)', page))
+    used = set(re.findall(r'(?:url\(|href=")#([^")]+)', page))
+    assert used <= set(checked(page).ids)
+
+
+def test_both_themes_and_a_phone_are_provided_for(page: str) -> None:
+    assert "prefers-color-scheme: dark" in page and "width=device-width" in page
+    assert "var(--ink)" in page and "#010203" not in page
+
+
+def test_names_from_outside_are_text_and_nothing_else() -> None:
+    pytest.importorskip("matplotlib", reason="plots need matplotlib, which is not installed")
+    report = made_up()
+    hostile = replace(
+        report,
+        recorded=replace(
+            report.recorded, model=HOSTILE, kinds={HOSTILE: 2}, hardware=HOSTILE, settings={HOSTILE: HOSTILE}
+        ),
+        labels=dict.fromkeys(report.labels, HOSTILE),
+        policies=PolicyTable({HOSTILE: {0.1: 0.5}, "lru": {0.1: 0.4}, "belady": {0.1: 0.6}}),
+        stalls=StallTable({HOSTILE: {1: 3.0}, "lru": {1: 4.0}}),
+        recovery=Recovery({HOSTILE: [0.5] * 8}, 4, (HOSTILE, HOSTILE)),
+        schedule=ScheduleTable({8: {"arrival": 12.0, HOSTILE: 9.0}}),
+    )
+    html = render(hostile)
+    checker = checked(html)
+    assert "<script" not in html
+    assert checker.words.count(HOSTILE) >= 8
+
+
+def test_what_was_not_measured_is_said_so() -> None:
+    pytest.importorskip("matplotlib", reason="plots need matplotlib, which is not installed")
+    empty = Report(Recorded.of(random_trace(n_sequences=1, n_decode=0)))
+    assert checked(render(empty)).words.count("Not measured in this report.") == len(TITLES) - 1
+
+
+def test_empty_tables_are_as_good_as_none() -> None:
+    pytest.importorskip("matplotlib", reason="plots need matplotlib, which is not installed")
+    trace = random_trace(n_sequences=1, n_decode=0)
+    report = Report(
+        Recorded.of(trace),
+        reuse=reuse(trace),
+        policies=PolicyTable({}),
+        scores=score(trace, []),
+        stalls=StallTable({"lru": {}}),
+        recovery=Recovery({"lru": []}, 0),
+        schedule=ScheduleTable({8: {}}),
+    )
+    assert checked(render(report)).words.count("Not measured in this report.") == len(TITLES) - 1
+    json.dumps(report.as_dict(), allow_nan=False)
+
+
+def test_one_request_of_few_tokens_makes_a_page() -> None:
+    pytest.importorskip("matplotlib", reason="plots need matplotlib, which is not installed")
+    trace = random_trace(n_sequences=1, n_decode=2)
+    report = Report(Recorded.of(trace), reuse=reuse(trace), scores=score(trace, [Oracle(trace)]))
+    assert "Too few tokens or requests" in checked(render(report)).words
+
+
+def test_the_file_is_written(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="plots need matplotlib, which is not installed")
+    write_report(tmp_path / "report.html", made_up())
+    assert (tmp_path / "report.html").read_text(encoding="utf-8").startswith("<!doctype html>")
+
+
+def test_without_matplotlib_the_next_step_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    true_import = builtins.__import__
+
+    def missing(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.split(".")[0] == "matplotlib":
+            raise ImportError(name)
+        return true_import(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", missing)
+    with pytest.raises(OptionError, match=r"pip install 'moegguf\[report\]'"):
+        write_report(tmp_path / "report.html", made_up())
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_the_numbers_are_json_too() -> None:
+    facts = json.loads(json.dumps(made_up().as_dict(), allow_nan=False))
+    assert facts["policies"]["hit_rates"]["locality"]["0.25"] == 0.6
+    assert facts["scores"]["scores"][0]["means"]["1"]["accuracy"] == 0.5
+    assert len(facts["reuse"]["counts"]) == 8
+
+
+def test_conclusions_are_computed() -> None:
+    report = made_up()
+    assert report.policies is not None and report.stalls is not None
+    assert report.recovery is not None and report.schedule is not None and report.scores is not None
+    assert report.policies.closed("locality", 0.25) == pytest.approx(0.4)
+    assert report.policies.worse_than_baseline("lfu") == [0.1, 0.25]
+    policies = " ".join(words.of_policies(report.policies))
+    assert "At 25% of the experts locality closes 40% of the distance" in policies
+    assert "LRU (50.0%) and Belady (75.0%): 60.0%." in policies
+    assert "Below LRU at one budget or more: lfu." in policies
+    stalls = words.of_stalls(report.stalls)
+    assert "At 1 GB/s locality, skip waits 30.00 ms per token, lru 40.00 ms." in stalls
+    assert "At 4 GB/s nothing waits clearly less than lru (8.00 ms)." in stalls
+    assert report.recovery.recovered_after("lru") == 6  # means: 0.2, 0.3, 0.4, 0.45, 0.48, 0.56, then 0.6
+    assert words.of_schedule(report.schedule)[0].startswith("8 requests per batch, by path: 25.0% fewer experts")
+    assert words.of_scores(report.scores)[0].startswith("1 layer ahead oracle 2 is the most accurate: 100.0%")
+
+
+def test_nothing_beats_lru_is_a_finding_too() -> None:
+    table = PolicyTable({"lru": {0.5: 0.7}, "lfu": {0.5: 0.6}, "belady": {0.5: 0.9}})
+    assert words.of_policies(table)[0] == "At 50% of the experts nothing beats LRU (70.0%)."
+    assert table.closed("lfu", 0.5) == pytest.approx(-0.5)
+    assert PolicyTable({"lru": {0.5: 0.7}}).closed("lru", 0.5) is None

@@ -1,0 +1,321 @@
+"""`moegguf run`: stdout is the answer and nothing else, stderr the rest, the exit code says how it went."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from chatting import ANSWER, ECHO, QUESTION
+from commanding import Command, TinyModel, environment
+from fake_hub import FakeHub
+from servers import Server
+from terminal import Terminal, control
+
+from moegguf.models.catalog import demo_path
+
+QUICK = ("-t", "1", "-c", "256")
+DEMO = ("--temperature", "0", "-t", "1", "-c", "512")
+
+OLLAMA_LINES = """\
+total duration:       X
+load duration:        X
+prompt eval count:    N token(s)
+prompt eval duration: X
+prompt eval rate:     R tokens/s
+eval count:           N token(s)
+eval duration:        X
+eval rate:            R tokens/s"""
+
+
+def test_the_answer_is_all_of_stdout_and_repeats_at_temperature_0(moegguf: Command, tiny: TinyModel) -> None:
+    ask = ("run", tiny(), "hello", "there", "--temperature", 0, "-n", 12, "--expert-cache", "50%", *QUICK)
+    first, second = moegguf(*ask), moegguf(*ask)
+    assert first.returncode == second.returncode == 0, first.stderr
+    assert first.stdout == second.stdout
+    assert first.stdout.strip()
+    assert first.stdout.endswith("\n")
+    assert first.stderr == ""
+
+
+def test_a_seed_repeats_an_answer_and_no_seed_does_not(moegguf: Command, tiny: TinyModel) -> None:
+    ask = ("run", tiny(), "hello", "-n", 16, "--expert-cache", "100%", *QUICK)
+    assert moegguf(*ask, "--seed", 7).stdout == moegguf(*ask, "--seed", 7).stdout
+    assert moegguf(*ask).stdout != moegguf(*ask).stdout
+
+
+def test_verbose_prints_ollamas_lines_and_then_ours(moegguf: Command, tiny: TinyModel) -> None:
+    done = moegguf("run", tiny(), "hello", "--temperature", 0, "-n", 6, "-v", "--expert-cache", "50%", *QUICK)
+    lines = done.stderr.strip().splitlines()
+    shape = [re.sub(r"\d+(?= token)", "N", re.sub(r"[\d.]+(?= tokens/s)", "R", line)) for line in lines[:8]]
+    shape = [re.sub(r"(?<= )(\d+m)?[\d.]+(ns|µs|ms|s)$", "X", line) for line in shape]
+    assert "\n".join(shape) == OLLAMA_LINES
+    labels = [line.partition(":")[0] for line in lines[8:]]
+    assert labels == ["time to first token", "expert cache", "hit rate", "moved", "evictions", "stall"]
+    assert "32 of 64 experts (50%)" in lines[9]
+    assert re.search(r"ram \d+\.\d%( on its way \d+\.\d%)? disk \d+\.\d% of \d+ lookups", lines[10])
+    assert re.search(r"\d+\.\d\d MB from disk \(\d+\.\d\d MB/token\)", lines[11])
+    assert re.search(r"\d+% of decode, \d+\.\d\d ms/token", lines[13])
+
+
+def test_what_is_piped_in_goes_before_the_prompt(moegguf: Command) -> None:
+    said = moegguf("run", "demo", "moegguf do?", *DEMO, stdin="What does\n").stdout
+    assert ANSWER in said
+    assert moegguf("run", "demo", *DEMO, stdin=f"{QUESTION}\n").stdout == said
+    assert moegguf("run", "demo", *QUESTION.split(), *DEMO).stdout == said
+
+
+SCREEN, PIPE = "screen", "pipe"
+
+
+@pytest.mark.parametrize(("stdin", "stdout", "prompt", "outcome"), [
+    (SCREEN, SCREEN, "", "chat"), (SCREEN, SCREEN, QUESTION, "answer"),
+    (SCREEN, PIPE, "", "usage"), (SCREEN, PIPE, QUESTION, "answer"),
+    (PIPE, SCREEN, "", "answer"), (PIPE, SCREEN, QUESTION, "answer"),
+    (PIPE, PIPE, "", "answer"), (PIPE, PIPE, QUESTION, "answer"),
+])  # fmt: skip
+def test_terminals_and_pipes(tmp_path: Path, stdin: str, stdout: str, prompt: str, outcome: str) -> None:
+    command = f"{sys.executable} -m moegguf.cli.app run demo {' '.join(DEMO)}" + (f" '{prompt}'" if prompt else "")
+    before = f"printf '{'Tell me.' if prompt else QUESTION}' | " if stdin == PIPE else ""
+    after = f" > {tmp_path}/out" if stdout == PIPE else ""
+    script = f"{before}{command} 2> {tmp_path}/err{after}; echo code $?"
+    with Terminal(["/bin/sh", "-c", script], environment(MOEGGUF_HOME=str(tmp_path)), columns=200) as terminal:
+        if outcome == "chat":
+            terminal.prompt()
+            terminal.send(control("d"))
+        terminal.expect("code ")
+        terminal.exit_code()
+        assert f"code {2 if outcome == 'usage' else 0}" in terminal.text
+        out = (tmp_path / "out").read_text() if stdout == PIPE else terminal.text
+    errors = (tmp_path / "err").read_text()
+    assert ("there is no prompt" in errors) == (outcome == "usage")
+    assert bool(re.search(r"\w{3}", out.partition("code ")[0])) == (outcome in ("answer", "chat"))
+    if outcome == "answer" and not (prompt and stdin == PIPE):
+        assert out.startswith(ANSWER)
+
+
+def test_no_prompt_and_no_terminal_is_a_mistake_of_usage(moegguf: Command) -> None:
+    done = moegguf("run", "demo")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "there is no prompt" in done.stderr
+    assert done.stderr.startswith("error: ")
+
+
+def test_faults_have_a_code_and_nothing_on_stdout(moegguf: Command) -> None:
+    done = moegguf("run", "nothing-of-that-name", "hello")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert re.fullmatch(r"error: .*nothing-of-that-name.*\n", done.stderr)
+
+
+def test_an_empty_prompt_loads_the_model_in_a_running_server(moegguf: Command, server: Server) -> None:
+    done = moegguf("run", "tiny", "", "--keepalive", "7m", MOEGGUF_HOST=server.url)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    loaded = server.call("/api/ps").json["models"]
+    assert "tiny:latest" in [model["name"] for model in loaded]
+    server.call("/api/generate", {"model": "tiny", "keep_alive": 0})
+
+
+def test_an_empty_prompt_without_a_server_says_so(moegguf: Command) -> None:
+    done = moegguf("run", "demo", "", MOEGGUF_HOST="127.0.0.1:9")
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: ")
+    assert "127.0.0.1:9" in done.stderr
+
+
+@pytest.mark.parametrize(("words", "heard"), [
+    (["--think"], "think=True"), (["--think=high"], "think=high"), (["--think=false"], "think=False"),
+    (["--think", "--insecure", "--keepalive", "5m"], "think=True"), (["--format", "json"], "format=json"),
+    (['--format={"type":"object"}'], "format={'type': 'object'}"), (["--seed", "3"], "seed=3"),
+    (["-n", "5"], "max_tokens=5"), (["--temperature", "0.5"], "temperature=0.5"), ([], "format=None think=None"),
+])  # fmt: skip
+def test_options_reach_the_model(words: list[str], heard: str) -> None:
+    done = echo("settings", *words)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert heard in done.stdout
+
+
+def echo(*arguments: str, **extra: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ECHO), "run", "demo", *arguments, *QUICK]
+    return subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, encoding="utf-8", env=environment(**extra), timeout=120
+    )
+
+
+def test_a_system_message_comes_first() -> None:
+    assert echo("messages", "--system", "Be brief.").stdout == "[system: Be brief.] [user: messages]\n"
+
+
+def test_a_schema_may_be_in_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "schema.json"
+    file.write_text('{"type": "array"}')
+    assert "format={'type': 'array'}" in echo("settings", "--format", str(file)).stdout
+    file.write_text("[]")
+    for wrong in (str(file), str(tmp_path / "nothing"), "{", "xml"):
+        done = echo("settings", "--format", wrong)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert "--format" in done.stderr
+    assert echo("settings", "--think=maybe").returncode == 2
+
+
+def test_thinking_is_plain_text_where_there_is_no_terminal() -> None:
+    asked = "think: deep thought|the answer"
+    assert echo(asked).stdout == "Thinking...\ndeep thought\n...done thinking.\n\nthe answer\n"
+    assert echo(asked, "--hidethinking").stdout == "the answer\n"
+
+
+def test_a_fault_in_the_midst_of_an_answer_ends_with_its_code() -> None:
+    done = echo("fail")
+    assert (done.returncode, done.stdout) == (1, "half an answer \n")
+    assert done.stderr == "error: the disk is gone.\n"
+
+
+def test_json_is_json(moegguf: Command) -> None:
+    done = moegguf("run", "demo", QUESTION, "--format", "json", *DEMO, "-n", 200)
+    assert done.returncode == 0, done.stderr
+    assert isinstance(json.loads(done.stdout), dict)
+
+
+def test_a_model_that_is_not_here_is_fetched_first(moegguf: Command, tmp_path: Path) -> None:
+    path = demo_path()
+    assert path is not None
+    hub = FakeHub()
+    try:
+        hub.add("some/demo-GGUF", {"demo-Q4_0.gguf": path.read_bytes()})
+        names = {**hub.environment(tmp_path), "MOEGGUF_HOME": str(tmp_path)}
+        for _ in range(2):
+            done = moegguf("run", "hf.co/some/demo-GGUF", QUESTION, *DEMO, **names)
+            assert done.returncode == 0, done.stderr
+            assert done.stdout.startswith(ANSWER)
+            assert done.stderr == ""
+        assert len(hub.gets("demo-Q4_0.gguf")) == 1
+        missing = moegguf("run", "hf.co/some/other-GGUF", QUESTION, *DEMO, **names)
+        assert (missing.returncode, missing.stdout) == (1, "")
+        assert missing.stderr.startswith("error: ")
+        with Terminal(
+            [sys.executable, "-m", "moegguf.cli.app", "run", "some/demo-GGUF:Q4_0", QUESTION, *DEMO],
+            environment(**names),
+        ) as terminal:
+            assert terminal.exit_code() == 0
+            assert ANSWER[:60] in terminal.text
+    finally:
+        hub.close()
+
+
+def test_a_fetch_is_shown_on_a_terminal(tmp_path: Path) -> None:
+    path = demo_path()
+    assert path is not None
+    hub = FakeHub()
+    try:
+        hub.add("some/demo-GGUF", {"demo-Q4_0.gguf": path.read_bytes()})
+        names = {**hub.environment(tmp_path), "MOEGGUF_HOME": str(tmp_path)}
+        command = [sys.executable, "-m", "moegguf.cli.app", "run", "some/demo-GGUF", QUESTION, *DEMO]
+        with Terminal(command, environment(**names)) as terminal:
+            assert terminal.exit_code() == 0
+            assert "pulling manifest" in terminal.text
+            assert re.search(r"pulling [0-9a-f]{12}: +100% ▕█+▏", terminal.text)
+            assert "success" in terminal.text
+            assert ANSWER[:60] in terminal.text
+    finally:
+        hub.close()
+
+
+def test_stdout_is_utf8_whatever_the_locale_says(tiny: TinyModel) -> None:
+    command = [sys.executable, "-m", "moegguf.cli.app", "run", str(tiny()), "é", "-n", "40", "--seed", "1", *QUICK]
+    done = subprocess.run(
+        command, capture_output=True, env=environment(PYTHONIOENCODING="ascii"), timeout=120, input=b""
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.decode("utf-8")
+
+
+def test_a_low_budget_warns_in_one_line(moegguf: Command, tiny: TinyModel) -> None:
+    done = moegguf("run", tiny("tiny-mix"), "hello", "-n", 2, "--expert-cache", "10%", *QUICK)
+    assert done.returncode == 0
+    assert re.fullmatch(r"warning: .* hit rate will be low\n", done.stderr)
+
+
+def test_a_prompt_longer_than_the_context_says_so(moegguf: Command, tiny: TinyModel) -> None:
+    done = moegguf("run", tiny(), "word " * 400, "-c", 64, "-t", 1)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert re.fullmatch(r"error: .*context.*\n", done.stderr)
+
+
+def test_the_first_word_comes_within_two_seconds() -> None:
+    """Of processor time: other jobs share this machine."""
+    command = [sys.executable, "-m", "moegguf.cli.app", "run", "demo", "hi", "-t", "1", "-n", "1"]
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=environment())
+    _, status, used = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == 0
+    assert used.ru_utime + used.ru_stime < 2
+
+
+def test_a_closed_pipe_ends_quietly(tiny: TinyModel) -> None:
+    command = [sys.executable, "-m", "moegguf.cli.app", "run", str(tiny()), "hello", "-n", "100", *QUICK]
+    with subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment()
+    ) as process:
+        assert process.stdout
+        assert process.stderr
+        process.stdout.close()
+        assert process.wait(60) != 0
+        assert process.stderr.read() == b""
+
+
+SLOW_DISK = """
+import sys
+from moegguf.native import library
+from moegguf.cli import app as cli
+from moegguf.cli import run
+load = run.load
+def slow_once_loaded(*arguments):
+    loaded = load(*arguments)
+    library.arm_fault("slow_read", 1, sticky=True)
+    print("loaded", file=sys.stderr, flush=True)
+    return loaded
+run.load = slow_once_loaded
+sys.exit(cli.main())
+"""
+
+
+def test_ctrl_c_ends_an_answer_that_waits_for_a_slow_disk(tiny: TinyModel, tmp_path: Path) -> None:
+    script = tmp_path / "slow_disk.py"
+    script.write_text(SLOW_DISK)
+    command = [sys.executable, str(script), "run", str(tiny("tiny-mix")), "hello", "--expert-cache", "25%", *QUICK]
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment(),
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    ) as process:
+        assert process.stderr
+        assert process.stderr.readline() == b"loaded\n"
+        begin = time.monotonic()
+        os.kill(process.pid, signal.SIGINT)
+        assert process.wait(30) == 130
+        assert time.monotonic() - begin < 5  # well under a second on an idle machine
+        assert process.stderr.read() == b""
+
+
+def test_ctrl_c_ends_an_answer_that_cannot_be_stopped() -> None:
+    with Terminal([sys.executable, str(ECHO), "run", "demo", "stubborn mule", *QUICK], environment()) as terminal:
+        terminal.expect("mule mule")
+        terminal.send(control("c"))
+        assert terminal.exit_code() == 130
+
+
+def test_one_answer_on_a_terminal_is_wrapped() -> None:
+    with Terminal(
+        [sys.executable, str(ECHO), "run", "demo", "one two three four five six seven eight nine", *QUICK],
+        environment(), columns=40,
+    ) as terminal:  # fmt: skip
+        assert terminal.exit_code() == 0
+        assert terminal.text == "one two three four five six seven eight\nnine"

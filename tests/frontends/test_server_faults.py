@@ -1,0 +1,308 @@
+"""What goes wrong under a server, and what its clients and the next request see of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import ollama
+import psutil
+import pytest
+from fake_pool import FakeCatalog, FakePool, entry_of, running
+from servers import Server, call, serving
+
+from moegguf.errors import (
+    AllocationError,
+    BudgetError,
+    BusyError,
+    ContextError,
+    SchemaError,
+    TemplateError,
+    WorkerError,
+)
+from moegguf.generate.request import Piece
+from moegguf.server.app import make_app
+from moegguf.settings import Settings
+
+QUESTION = {"role": "user", "content": "What does moegguf do?"}
+LONG = {"model": "tiny", "prompt": "x", "raw": True, "options": {"num_ctx": 4096, "num_predict": 4000}}
+
+
+@pytest.fixture
+def pool(tiny: Callable[..., Path]) -> FakePool:
+    return FakePool(FakeCatalog(entry_of(tiny("tiny-qwen2moe"))))
+
+
+@pytest.fixture
+def url(pool: FakePool) -> Iterator[str]:
+    with running(make_app(pool, pool.catalog, Settings())) as found:  # type: ignore[arg-type]
+        yield found
+
+
+def until(true: Callable[[], Any], seconds: float = 10) -> None:
+    """Waits for something that another process or thread does; fails when it does not."""
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, "it did not happen"
+        threading.Event().wait(0.005)
+
+
+@pytest.mark.parametrize("fault", [WorkerError("the process has ended."), RuntimeError("a bug")])
+def test_a_fault_in_the_middle_is_the_last_line(url: str, pool: FakePool, fault: Exception) -> None:
+    pool.script = [Piece(text="Hel"), fault]
+    reply = call(f"{url}/api/chat", {"model": "demo", "messages": [QUESTION]})
+    assert reply.status == 200
+    assert reply.lines[0]["message"]["content"] == "Hel"
+    assert set(reply.lines[1]) == {"error"} and len(reply.lines) == 2
+    assert "a bug" not in reply.text
+    with pytest.raises(ollama.ResponseError) as caught:
+        list(ollama.Client(host=url).chat("demo", [QUESTION], stream=True))
+    assert caught.value.status_code == -1
+    reply = call(f"{url}/v1/chat/completions", {"model": "demo", "messages": [QUESTION], "stream": True})
+    assert reply.status == 200 and "[DONE]" not in reply.text
+    error = json.loads(reply.text.strip().splitlines()[-1].removeprefix("data: "))["error"]
+    assert error["type"] == "api_error"
+
+
+@pytest.mark.parametrize(
+    ("fault", "status"),
+    [
+        (ContextError("Requested tokens (9) exceed context window of 4"), 400),
+        (SchemaError("no"), 400),
+        (TemplateError("no"), 400),
+        (BusyError("busy"), 503),
+        (BudgetError("no"), 500),
+        (AllocationError("no"), 500),
+        (WorkerError("no"), 500),
+        (MemoryError(), 500),
+    ],
+)
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_fault_before_the_first_byte_has_its_own_status(
+    url: str, pool: FakePool, fault: Exception, status: int, stream: bool
+) -> None:
+    for when in ("lease", "answer"):
+        pool.entering, pool.script = (fault, []) if when == "lease" else (None, [fault])
+        reply = call(f"{url}/api/chat", {"model": "demo", "messages": [QUESTION], "stream": stream})
+        assert reply.status == status and set(reply.json) == {"error"}
+        assert reply.headers["content-type"].startswith("application/json")
+        assert ("retry-after" in reply.headers) == (status == 503)
+        lasting = isinstance(fault, BudgetError | AllocationError | MemoryError)
+        assert (reply.headers.get("x-should-retry") == "false") == lasting
+        ours = call(f"{url}/v1/chat/completions", {"model": "demo", "messages": [QUESTION], "stream": stream})
+        assert ours.status == status and set(ours.json["error"]) == {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_ends_its_answer(url: str, pool: FakePool, stream: bool) -> None:
+    pool.script = [Piece(text="Hel"), asyncio.Event()]
+    for n in range(1, 6):
+        connection = post(url, "/api/chat", {"model": "demo", "messages": [QUESTION], "stream": stream})
+        if stream:
+            assert b"200 OK" in connection.recv(50)
+        until(lambda: pool.n_running == 1)
+        connection.close()
+        until(lambda n=n: pool.n_ended == n)  # type: ignore[misc]
+        assert pool.n_running == 0
+
+
+def post(url: str, path: str, body: Any) -> socket.socket:
+    """A request that has been sent; its answer is still to be read."""
+    host, port = url.removeprefix("http://").split(":")
+    connection = socket.create_connection((host, int(port)), timeout=60)
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
+    connection.sendall(head.encode() + data)
+    return connection
+
+
+def test_a_reader_that_reads_nothing_does_not_hold_the_model(url: str, pool: FakePool) -> None:
+    pool.script = [Piece(text="x" * 1000)] * 5000  # 5 MB: more than a socket holds
+    connection = post(url, "/api/chat", {"model": "demo", "messages": [QUESTION]})
+    try:
+        until(lambda: pool.n_ended == 1)
+    finally:
+        connection.close()
+
+
+def test_a_leaving_client_lets_the_next_in_line_begin(server: Server) -> None:
+    leaving = post(server.url, "/api/generate", LONG)
+    assert b"200 OK" in leaving.recv(50)
+    results: list[Any] = []
+    body = {"model": "tiny", "prompt": "x", "options": {"num_ctx": 4096, "num_predict": 2}, "stream": False}
+    waiting = threading.Thread(target=lambda: results.append(server.call("/api/generate", body)))
+    waiting.start()
+    until(lambda: queued(server) == 1)
+    assert not results
+    left = time.monotonic()
+    leaving.close()
+    waiting.join(20)
+    assert results[0].status == 200 and results[0].json["eval_count"] == 2
+    assert time.monotonic() - left < 2
+
+
+def queued(server: Server) -> int:
+    models = {model["name"]: model["moe"]["queue"] for model in server.call("/api/ps").json["models"]}
+    return models.get("tiny:latest", 0)
+
+
+def test_a_full_queue_answers_503_and_nobody_else_suffers(tmp_path: Path, tiny: Callable[..., Path]) -> None:
+    models = {"tiny": tiny("tiny-qwen2moe")}
+    with serving(tmp_path, models=models, MOEGGUF_MAX_QUEUE="1") as server:
+        first = post(server.url, "/api/generate", LONG)
+        assert b"200 OK" in first.recv(50)
+        second = post(server.url, "/api/generate", LONG)
+        until(lambda: queued(server) == 1)
+        reply = server.call("/api/generate", LONG)
+        assert reply.status == 503 and reply.headers["retry-after"]
+        assert "maximum pending requests exceeded" in reply.error or "busy" in reply.error
+        first.close()
+        assert b"200 OK" in second.recv(50)
+        second.close()
+
+
+def test_a_worker_that_is_killed_costs_its_request_and_not_the_server(server: Server) -> None:
+    client = ollama.Client(host=server.url)
+    parts = client.generate("tiny", "x", raw=True, stream=True, options=LONG["options"])
+    next(parts)
+    model = next(model for model in server.call("/api/ps").json["models"] if model["name"] == "tiny:latest")
+    os.kill(model["moe"]["pid"], signal.SIGKILL)
+    with pytest.raises(ollama.ResponseError):
+        for _ in parts:
+            pass
+    again = server.call(
+        "/api/generate", {"model": "tiny", "prompt": "x", "options": {"num_predict": 2}, "stream": False}
+    )
+    assert again.status == 200 and again.json["eval_count"] == 2
+    assert psutil.pid_exists(server.pid)
+
+
+NUMBERS = {"num_predict": -3, "num_ctx": 1 << 62, "top_k": 1 << 63, "seed": 1 << 64}
+REFUSED = {
+    "a prompt of 50 MB": (b'{"model":"demo","prompt":"' + b"a" * (50 << 20) + b'"}', 413),
+    "100,000 stops": (json.dumps({"model": "demo", "prompt": "x", "options": {"stop": ["x"] * 100_000}}).encode(), 400),
+    "depth": (b'{"model":"demo","format":' + b"[" * 100_000, 400),
+    "a list": (b"[]", 400),
+    "no body": (b"", 400),
+    "no JSON": (b"model=demo&prompt=x", 400),
+    "NaN": (b'{"model":"demo","options":{"temperature":NaN}}', 400),
+    "bad UTF-8": (b'{"model":"demo","prompt":"\xff\xfe"}', 400),
+    "half a surrogate": (b'{"model":"demo","prompt":"\\ud83d"}', 400),
+    **{
+        name: (json.dumps({"model": "demo", "prompt": "x", "options": {name: value}}).encode(), 400)
+        for name, value in NUMBERS.items()
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_hostile_bodies_are_refused_soon_and_leave_no_memory(server: Server, name: str) -> None:
+    body, status = REFUSED[name]
+    process = psutil.Process(server.pid)
+    before = process.memory_info().rss
+    begun = time.monotonic()
+    reply = server.call("/api/generate", body)
+    assert reply.status == status and set(reply.json) == {"error"}
+    assert time.monotonic() - begun < 2  # 100 ms where nothing else runs
+    assert process.memory_info().rss - before < 2 * (8 << 20)
+
+
+def test_a_length_of_a_gigabyte_is_refused_before_it_comes(server: Server) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+        head = b"POST /api/chat HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1073741824\r\n\r\n"
+        connection.sendall(head + b"x" * 1000)
+        assert b" 413 " in connection.recv(100)
+
+
+def test_an_unknown_number_has_no_effect(server: Server) -> None:
+    body = {"model": "demo", "prompt": "x", "options": {"n_discard": -1, "num_predict": 2}, "stream": False}
+    assert server.call("/api/generate", body).json["eval_count"] == 2
+
+
+def test_a_prompt_longer_than_the_context_is_refused_raw_and_cut_in_a_chat(server: Server) -> None:
+    text = "word " * 3000
+    reply = server.call("/api/generate", {"model": "demo", "prompt": text, "raw": True, "stream": False})
+    assert reply.status == 400 and "exceed context window of 512" in reply.error
+    body = {"model": "demo", "messages": [{**QUESTION, "content": text}], "truncate": False, "stream": False}
+    assert server.call("/api/chat", body).status == 400
+    turns = [{"role": role, "content": "word " * 150} for role in ("user", "assistant", "user", "assistant")]
+    reply = server.call("/api/chat", {"model": "demo", "messages": [*turns, QUESTION], "stream": False})
+    assert reply.status == 200 and reply.json["cut_messages"] > 0
+
+
+NAMES = [
+    "../../etc/passwd", "/etc/passwd", "..", "a\0b", "%2e%2e/%2e%2e/etc/passwd", "x" * 10_000, "a/../b", "ａ．．／ｂ",
+    "C:\\x", "demo:../x", "sha256:../../x", "~root/x", "file:///etc/passwd", "hf.co/../x/y", "CON", ".", "a b",
+    "{{x}}", "-x",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES, ids=ascii)
+def test_names_that_are_paths_are_no_names(server: Server, name: str) -> None:
+    for path, body in (
+        ("/api/chat", {"model": name, "messages": [QUESTION]}),
+        ("/api/show", {"model": name}),
+        ("/api/create", {"model": name, "from": "demo"}),
+        ("/api/create", {"model": "x", "from": name}),
+        ("/api/copy", {"source": "demo", "destination": name}),
+    ):
+        reply = server.call(path, body)
+        assert reply.status in (400, 404), (path, reply.text)
+    names = {model["name"] for model in server.call("/api/tags").json["models"]}
+    assert {"demo:latest", "tiny:latest"} <= names and not {f"{name}:latest", name, "x:latest"} & names
+
+
+def test_templates_are_caged(server: Server) -> None:
+    for template in ("{{ ''.__class__.__mro__ }}", "{% for i in range(10**9) %}x{% endfor %}", "{% for %}"):
+        reply = server.call("/api/generate", {"model": "demo", "prompt": "x", "template": template, "stream": False})
+        assert reply.status == 400, reply.text
+    assert server.call("/api/generate", {"model": "demo", "prompt": "x", "stream": False}).status == 200
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_server_in_time_and_in_peace(
+    tmp_path: Path, tiny: Callable[..., Path], signal_number: int
+) -> None:
+    with serving(tmp_path, models={"tiny": tiny("tiny-qwen2moe")}) as server:
+        busy = post(server.url, "/api/generate", {**LONG, "options": {"num_ctx": 32768, "num_predict": 30_000}})
+        assert b"200 OK" in busy.recv(50)
+        worker = server.call("/api/ps").json["models"][0]["moe"]["pid"]
+        begun = time.monotonic()
+        server.process.send_signal(signal_number)
+        assert server.process.wait(15) == 0
+        assert time.monotonic() - begun < 11
+        until(lambda: not psutil.pid_exists(worker))
+        busy.close()
+    assert "Traceback" not in server.log()
+
+
+def test_a_server_without_work_ends_at_once(tmp_path: Path) -> None:
+    with serving(tmp_path) as server:
+        idle = socket.create_connection(("127.0.0.1", server.port))
+        begun = time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(10) == 0
+        assert time.monotonic() - begun < 5
+        idle.close()
+    assert server.log() == ""
+
+
+def test_leaving_clients_leave_no_descriptors(url: str, pool: FakePool) -> None:
+    process = psutil.Process()
+    pool.script = [Piece(text="x"), asyncio.Event()]
+    before = process.num_fds()
+    for n in range(1, 201):
+        connection = post(url, "/api/chat", {"model": "demo", "messages": [QUESTION]})
+        connection.recv(50)
+        connection.close()
+        until(lambda n=n: pool.n_ended >= n)  # type: ignore[misc]
+    until(lambda: process.num_fds() <= before + 5)
+    assert pool.n_running == 0

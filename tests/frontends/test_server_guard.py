@@ -1,0 +1,202 @@
+"""Who may ask: hosts, origins, keys and headers, over a real socket; and where `serve` refuses to listen."""
+
+from __future__ import annotations
+
+import http.client
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from commanding import Command
+from fake_pool import FakeCatalog, FakePool, entry_of, running
+from servers import call, serving
+
+from moegguf.server.app import make_app
+from moegguf.server.common.guard import is_own_host, origin_pattern
+from moegguf.settings import Settings, parse_host
+
+KEY = "a-long-key"
+EVIL = "https://evil.example"
+
+
+@pytest.fixture
+def catalog(tiny: Callable[..., Path]) -> FakeCatalog:
+    return FakeCatalog(entry_of(tiny("tiny-qwen2moe")))
+
+
+@pytest.fixture
+def url(catalog: FakeCatalog) -> Iterator[str]:
+    with running(make_app(FakePool(catalog), catalog, Settings())) as found:  # type: ignore[arg-type]
+        yield found
+
+
+@pytest.fixture
+def guarded(catalog: FakeCatalog) -> Iterator[str]:
+    """A server for others, with a key; where it really listens does not matter to it."""
+    settings = Settings(host=parse_host("0.0.0.0"), api_key=KEY, origins=("https://friend.example",))
+    with running(make_app(FakePool(catalog), catalog, settings)) as found:  # type: ignore[arg-type]
+        yield found
+
+
+HOSTS = {
+    True: (
+        "", "localhost", "LOCALHOST:11434", "127.0.0.1", "127.0.0.1:11434", "127.3.4.5", "[::1]", "[::1]:11434",
+        "0.0.0.0:1", "192.168.1.5", "10.0.0.1:80", "[fe80::1%25eth0]", "box.local", "box.internal:1", "a.localhost",
+        "localhost.", socket.gethostname(),
+    ),
+    False: (
+        "evil.com", "evil.com:11434", "localhost.evil.com", "evil-localhost", "notlocal", "8.8.8.8",
+        "[2001:4860::8888]", "2130706433", "0x7f000001", "127.1", "0177.0.0.1", "localhost@evil.com", "[::1",
+        "local host", "localhost:11434:1", "localhost/../evil", "127.0.0.1.evil.com", "\xe9vil",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("host", "own"), [(host, own) for own, hosts in HOSTS.items() for host in hosts])
+def test_a_host_header_names_this_machine_or_not(host: str, own: bool) -> None:
+    assert is_own_host(host) is own
+
+
+def test_origins_are_matched_whole() -> None:
+    pattern = origin_pattern(["http://localhost:*", "app://*", "https://a.example"])
+    for good in ("http://localhost:3000", "app://obsidian.md", "https://a.example", "HTTPS://A.example"):
+        assert pattern.fullmatch(good)
+    for bad in (
+        "http://localhost:3000.evil",
+        "http://localhost:",
+        "https://axexample",
+        "https://a.example.evil",
+        "null",
+    ):
+        assert not pattern.fullmatch(bad)
+
+
+@pytest.mark.parametrize("path", ["/api/tags", "/v1/models", "/", "/api/nothing"])
+def test_a_foreign_host_is_refused_everywhere(url: str, path: str) -> None:
+    reply = call(f"{url}{path}", Host="evil.com")
+    assert reply.status == 403
+    assert "not allowed" in str(reply.json["error"])
+    assert call(f"{url}/api/tags", Host="localhost:11434").status == 200
+
+
+def test_a_request_without_a_host_is_no_browsers(url: str) -> None:
+    host, port = url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(b"GET /api/version HTTP/1.0\r\n\r\n")
+        assert b"200 OK" in connection.recv(100)
+
+
+@pytest.mark.parametrize("origin", [EVIL, "null", "http://localhost.evil.example"])
+def test_a_foreign_origin_can_neither_read_nor_post(url: str, origin: str) -> None:
+    for method, path, body in (
+        ("GET", "/api/tags", None),
+        ("POST", "/api/chat", {"model": "demo"}),
+        ("OPTIONS", "/", None),
+    ):
+        reply = call(f"{url}{path}", body, method=method, Origin=origin)
+        assert reply.status == 403
+        assert "access-control-allow-origin" not in reply.headers
+
+
+@pytest.mark.parametrize("origin", ["http://localhost:3000", "http://127.0.0.1", "app://obsidian.md", "tauri://x"])
+def test_pages_of_this_machine_may_ask(url: str, origin: str) -> None:
+    reply = call(f"{url}/api/tags", Origin=origin)
+    assert reply.status == 200 and reply.headers["access-control-allow-origin"] == origin
+    asked = {"Access_Control_Request_Headers": "authorization, x-stainless-lang, x-evil"}
+    reply = call(f"{url}/v1/chat/completions", method="OPTIONS", Origin=origin, **asked)
+    assert reply.status == 204
+    granted = reply.headers["access-control-allow-headers"]
+    assert "authorization" in granted and "x-stainless-lang" in granted and "x-evil" not in granted
+    assert "DELETE" in reply.headers["access-control-allow-methods"]
+
+
+def test_the_servers_own_page_may_ask_wherever_it_is(guarded: str) -> None:
+    headers = {"Authorization": f"Bearer {KEY}"}
+    assert call(f"{guarded}/api/tags", Origin=guarded, **headers).status == 200
+    assert call(f"{guarded}/api/tags", Origin="https://friend.example", **headers).status == 200
+    assert call(f"{guarded}/api/tags", Origin=EVIL, **headers).status == 403
+
+
+def test_a_key_is_asked_for_everywhere_but_at_the_door(guarded: str) -> None:
+    for path in ("/api/tags", "/v1/models", "/metrics", "/live", "/props"):
+        for sent in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": KEY}, {"Authorization": f"Basic {KEY}"}):
+            reply = call(f"{guarded}{path}", **sent)
+            assert reply.status == 401 and "API key" in str(reply.json["error"])
+            assert KEY not in reply.text
+    assert call(f"{guarded}/").text == "Ollama is running"
+    assert call(f"{guarded}/health").status == 200
+    assert call(f"{guarded}/api/tags", Authorization=f"Bearer {KEY}").status == 200
+    # Others reach it under any name; the key decides.
+    assert call(f"{guarded}/api/tags", Host="box.example.com", Authorization=f"Bearer {KEY}").status == 200
+
+
+def test_large_headers_and_packed_bodies_are_refused(url: str) -> None:
+    assert call(f"{url}/api/tags", X_Large="x" * 20_000).status in (400, 431)
+    reply = call(f"{url}/api/chat", b"\x1f\x8b", Content_Encoding="gzip")
+    assert reply.status == 415 and "Content-Encoding" in reply.error
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/api/chat", 405), ("POST", "/api/tags", 405), ("GET", "/nothing", 404), ("GET", "/api/tags/", 404),
+        ("PUT", "/v1/models", 405), ("GET", "/v1/nothing", 404), ("POST", "/api/me", 404), ("GET", "/api/status", 404),
+        ("POST", "/api/signout", 404), ("POST", "/v1/systemone", 404),
+    ],
+)  # fmt: skip
+def test_errors_of_the_framework_are_json_of_the_dialect(url: str, method: str, path: str, status: int) -> None:
+    reply = call(f"{url}{path}", b"{}" if method in ("POST", "PUT") else None, method=method)
+    assert reply.status == status
+    assert reply.headers["content-type"].startswith("application/json")
+    error = reply.json["error"]
+    assert (error["message"] if path.startswith("/v1") else error).lower() in ("not found", "method not allowed")
+    assert "detail" not in reply.json
+
+
+def test_what_is_no_http_gets_json_too(tmp_path: Path) -> None:
+    with serving(tmp_path) as server, socket.create_connection(("127.0.0.1", server.port)) as connection:
+        connection.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n" + b"X: y" * 10_000 + b"\r\n\r\n")
+        answer = http.client.HTTPResponse(connection)
+        answer.begin()
+        assert answer.status in (400, 431)
+        assert b'"error"' in answer.read()
+
+
+def test_another_address_than_loopback_needs_a_key(moegguf: Command) -> None:
+    for host in ("0.0.0.0:0", "192.168.0.1", "[::]:0"):
+        found = moegguf("serve", "--host", host)
+        assert found.returncode == 1
+        assert "MOEGGUF_API_KEY" in found.stderr and "Traceback" not in found.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--host", "https://localhost"), "http only"),
+        (("--host", "http://a:b@c"), "not an address"),
+        (("--memory", "lots"), "--memory"),
+        (("--expert-cache", "lots"), "not a budget"),
+        (("--host", "203.0.113.7", "--api-key", "k"), "cannot listen"),
+    ],
+)
+def test_options_that_cannot_work_end_in_one_line(moegguf: Command, arguments: tuple[str, ...], words: str) -> None:
+    found = moegguf("serve", *arguments)
+    assert found.returncode == 1 and found.stdout == ""
+    assert words in found.stderr and len(found.stderr.splitlines()) == 1
+
+
+def test_a_port_that_is_taken_is_named(moegguf: Command) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        found = moegguf("serve", "--port", port)
+    assert found.returncode == 1
+    assert f"127.0.0.1:{port}" in found.stderr and "in use" in found.stderr
+
+
+def test_help_lists_the_variables(moegguf: Command) -> None:
+    text = moegguf("serve", "--help").stdout
+    for name in ("MOEGGUF_HOST", "MOEGGUF_KEEP_ALIVE", "MOEGGUF_MAX_QUEUE", "OLLAMA_", "HF_TOKEN"):
+        assert name in text

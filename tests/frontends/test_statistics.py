@@ -1,0 +1,105 @@
+"""Durations as Go prints them, because Ollama's users and their scripts read these lines."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from moegguf.engine.stats import Stats
+from moegguf.generate.request import Timing
+from moegguf.terminal.statistics import decision_lines, duration, statistics, totals
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0ns"), (3e-9, "3ns"), (412.5e-6, "412.5µs"), (1.234e-3, "1.234ms"), (4.9, "4.9s"), (60, "1m0s"),
+        (123.5, "2m3.5s"), (3605, "1h0m5s"), (0.9999999999, "1s"), (298.000000001, "4m58.000000001s"),
+    ],
+)  # fmt: skip
+def test_duration(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_one_token_has_no_rate() -> None:
+    lines = statistics(Timing(prompt_tokens=3, answer_tokens=1, prompt_s=0.5, total_s=0.5), 0.1)
+    assert lines[-2] == "eval count:           1 token(s)"
+    assert not any(line.startswith("eval rate") for line in lines)
+
+
+WHOLE = Stats(
+    tokens=12, lookups=200, hits_ready=150, hits_late=10, misses=40, evictions=4, bytes_missed=40_000_000,
+    bytes_prefetched=5_000_000, n_slots=32, n_experts=64, pool_bytes=32 << 20,
+)  # fmt: skip
+DECODE = Stats(tokens=9, stall_s=0.09, eval_s=0.5, bytes_missed=18_000_000, n_slots=32, n_experts=64)
+
+
+def test_ours_come_after_ollamas() -> None:
+    timing = Timing(
+        prompt_tokens=3, cached_tokens=7, answer_tokens=10, prompt_s=0.25, answer_s=0.5, total_s=0.75,
+        stats=WHOLE, answer_stats=DECODE,
+    )  # fmt: skip
+    assert statistics(timing, 0.25) == [
+        "total duration:       1s",
+        "load duration:        250ms",
+        "prompt eval count:    3 token(s)",
+        "prompt eval duration: 250ms",
+        "prompt eval rate:     12.00 tokens/s",
+        "eval count:           10 token(s)",
+        "eval duration:        500ms",
+        "eval rate:            18.00 tokens/s",
+        "time to first token:  250ms",
+        "prompt still known:   7 token(s)",
+        "expert cache:         32 of 64 experts (50%), 32.0MiB",
+        "hit rate:             ram 75.0% on its way 5.0% disk 20.0% of 200 lookups",
+        "moved:                45.00 MB from disk (2.00 MB/token)",
+        "evictions:            4",
+        "stall:                18% of decode, 10.00 ms/token",
+    ]
+
+
+def test_totals_since_the_model_was_loaded() -> None:
+    assert totals(Stats()) == []
+    assert totals(WHOLE) == [
+        "since load:           12 token(s) read and written",
+        "hit rate:             ram 75.0% on its way 5.0% disk 20.0% of 200 lookups",
+        "moved:                45.00 MB from disk",
+    ]
+
+
+DECIDED: dict[str, Any] = {
+    "policy": "next-use",
+    "predictor": "skip",
+    "prefetch": "on",
+    "gates": 10,
+    "us_per_gate": 41.6,
+}
+
+
+def test_who_decided_what_stays() -> None:
+    stats = Stats(prefetch_started=57, prefetch_useful=24)
+    assert decision_lines(DECIDED, stats) == [
+        ("policy", "next-use"),
+        ("predictor", "skip"),
+        ("prefetch", "on, 24 of 57 used"),
+        ("controller", "42µs per gate"),
+    ]
+
+
+def test_what_prefetching_saved_is_said_once_it_was_tried() -> None:
+    rested = DECIDED | {"prefetch": "resting", "time_saved_by_prefetch": -0.034}
+    assert dict(decision_lines(rested, Stats()))["prefetch"].endswith("saved -3% of the time when tried")
+
+
+@pytest.mark.parametrize("decisions", [{}, {"policy": "lru", "predictor": "none", "prefetch": "off"}])
+def test_plain_lru_is_not_worth_a_line(decisions: dict[str, Any]) -> None:
+    assert decision_lines(decisions, Stats()) == []
+    assert statistics(Timing(prompt_tokens=3, prompt_s=0.5, total_s=0.5), 0, decisions)[-1].startswith(
+        "prompt eval rate"
+    )
+
+
+def test_without_prefetching_there_is_no_line_about_it() -> None:
+    lines = decision_lines({"policy": "lfu", "predictor": "none", "prefetch": "off", "us_per_gate": 3.0}, Stats())
+    assert lines == [("policy", "lfu"), ("predictor", "none"), ("controller", "3µs per gate")]

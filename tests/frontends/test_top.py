@@ -1,0 +1,254 @@
+"""`moegguf top`: its frames at every size, its JSON, and the command in a terminal."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pexpect
+import pyte
+import pytest
+from commanding import Command, environment
+from fake_pool import FakePool, running
+from looking import VIEW, BusyPool, LivePool
+from rich.console import Console
+from starlette.applications import Starlette
+
+from moegguf.cli.top import Model, Screen, spark, state_rows, take_line
+from moegguf.server import live
+from moegguf.server.common.errors import HANDLERS
+
+LOADED = {"name": "demo:latest", "size_bytes": 76_000_000, "n_ctx": 4096, "queue": 2, "busy": True, "stopping": False}
+LOADED |= {"expires": None}
+COLOURS = re.compile(r"\x1b\[(?:\d+;)*(?:3[0-7]|9[0-7])(?:;\d+)*m")
+
+
+def line_of(tokens: int, name: str = "demo:latest", n_layer: int = 6, n_expert: int = 32) -> dict[str, Any]:
+    """A line of /live: nine of ten lookups hit, a megabyte per token."""
+    map_ = base64.b64encode(bytes(i % 3 for i in range(n_layer * n_expert))).decode()
+    stats = {"tokens": tokens, "lookups": 10 * tokens, "hits_ready": 9 * tokens, "hits_late": 0}
+    stats |= {"bytes_read": 1_000_000 * tokens, "stall_s": 0.25 * tokens, "eval_s": float(tokens)}
+    maps = {"state": map_, "uses": map_, "loads": map_, "layers": list(range(n_layer)), "n_expert": n_expert}
+    return {
+        "model": name,
+        **maps,
+        "stats": stats,
+        "busy": True,
+        "tokens_per_s": 12.5,
+        "loaded": {**LOADED, "name": name},
+    }
+
+
+def models_of(*names: str, **shape: int) -> dict[str, Model]:
+    models: dict[str, Model] = {}
+    take_line(models, {"loaded_models": list(names)})
+    for tokens in (10, 20):
+        for name in names:
+            take_line(models, line_of(tokens, name, **shape))
+    return models
+
+
+def frame(models: dict[str, Model], width: int, height: int | None) -> list[str]:
+    console = Console(width=width, height=height or 25, no_color=True, highlight=False)
+    with console.capture() as captured:
+        console.print(Screen("http://localhost", models.values(), height=height, keys="q quits"))
+    return [line.rstrip() for line in captured.get().splitlines()]
+
+
+def test_a_frame_tells_what_the_model_did_just_now_and_since_it_was_loaded() -> None:
+    lines = frame(models_of("demo:latest"), 100, 24)
+    assert lines[0] == "moegguf top  http://localhost  1 model" + " " * 55 + "q quits"
+    assert lines[2] == "demo:latest  busy · 2 waiting · 76 MB · 4,096 tokens of context · stays"
+    figures = [re.split(r"\s{2,}", line.strip()) for line in lines[3:7]]
+    assert figures[0][:3] == ["hit rate", "90.0%", "90.0% since load"]
+    assert figures[1][:2] == ["speed", "12.5 t/s"]
+    assert figures[2] == ["read/token", "1 MB", "1 MB since load"]
+    assert figures[3] == ["waited", "25.0%", "25.0% since load", "64 of 192 experts in memory"]
+    assert len([line for line in lines if re.match(r"[0-5] \S{32}$", line)]) == 6
+
+
+@pytest.mark.parametrize(("width", "height"), [(40, 16), (40, 10), (80, 24), (20, 24), (200, 60), (100, 12)])
+@pytest.mark.parametrize("n_models", [1, 2, 5])
+def test_a_frame_is_never_wider_than_the_terminal_nor_higher_while_there_is_room(
+    width: int, height: int, n_models: int
+) -> None:
+    models = models_of(*(f"hf.co/somebody/a-model-with-a-long-name:{i}" for i in range(n_models)), n_layer=48)
+    lines = frame(models, width, height)
+    assert max(map(len, lines)) <= width
+    least = 2 + 6 * n_models + 7  # a head, figures of each, a legend of up to seven lines
+    assert len(lines) <= max(height, least)
+
+
+def test_without_a_limit_every_layer_has_a_line() -> None:
+    lines = frame(models_of("demo:latest", n_layer=48), 100, None)
+    assert len([line for line in lines if re.match(r" ?\d+ \S{32}$", line)]) == 48
+
+
+def test_activity_is_kept_until_it_was_shown() -> None:
+    model = models_of("demo:latest")["demo:latest"]
+    quiet = line_of(21) | {"uses": base64.b64encode(bytes(192)).decode()}
+    model.take(quiet["loaded"], quiet)
+    assert model.uses.any()
+    model.shown()
+    assert not model.uses.any() and model.state.any()
+
+
+def test_a_model_that_was_loaded_anew_starts_its_counts_anew() -> None:
+    models = models_of("demo:latest")
+    take_line(models, line_of(1))
+    take_line(models, line_of(2))
+    now = models["demo:latest"].now
+    assert now is not None and now["tokens"] == 1
+
+
+def test_models_come_and_go() -> None:
+    models = models_of("a:latest", "b:latest")
+    take_line(models, {"loaded_models": ["b:latest"]})
+    take_line(models, line_of(30, "a:latest"))  # a last view, on its way while it left
+    assert list(models) == ["b:latest"]
+    take_line(models, {"loaded_models": []})
+    assert any("No model is loaded" in line for line in frame(models, 80, 24))
+
+
+def test_a_model_without_experts_has_figures_and_no_map() -> None:
+    assert any(line == "no experts" for line in frame(models_of("dense:latest", n_layer=0), 80, 24))
+
+
+@pytest.mark.parametrize(
+    ("values", "room", "most", "line"),
+    [([0.0, 0.5, 1.0], 10, 1.0, "▁▅█"), ([1.0, 2.0, 4.0], 2, None, "▅█"), ([], 10, 1.0, ""), ([0.0], 5, None, "▁"),
+     ([1.0], -3, None, ""), ([9.0], 5, 1.0, "█")],
+)  # fmt: skip
+def test_a_line_of_blocks(values: list[float], room: int, most: float | None, line: str) -> None:
+    assert spark(values, room, most) == line
+
+
+def test_state_rows_are_a_digit_per_expert() -> None:
+    state = base64.b64encode(VIEW.state).decode()
+    assert state_rows({"layers": [0, 2], "n_expert": 3, "state": state}) == ["201", "220"]
+
+
+# The command
+
+
+def serve(pool: FakePool) -> Any:
+    app = Starlette(routes=live.routes, exception_handlers=HANDLERS)
+    app.state.pool, app.state.catalog, app.state.ending = pool, pool.catalog, threading.Event()
+    return running(app)
+
+
+def once_pool() -> FakePool:
+    pool = LivePool()
+    pool.put_in_memory()
+    pool.views = [VIEW]
+    pool.watch = lambda name=None, per_s=4.0: FakePool.watch(pool, name, per_s)  # type: ignore[assignment]
+    return pool
+
+
+@pytest.mark.parametrize("arguments", [["--once"], []], ids=["once", "no terminal"])
+def test_once_prints_a_frame(moegguf: Command, arguments: list[str]) -> None:
+    with serve(once_pool()) as url:
+        done = moegguf("top", *arguments, MOEGGUF_HOST=url)
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert lines[0] == f"moegguf top  {url}  1 model"
+    assert "0 █·~" not in lines[0] and any(re.fullmatch(r"2 \S{3}", line) for line in lines)
+    assert "\x1b" not in done.stdout
+
+
+def test_json_is_for_scripts(moegguf: Command) -> None:
+    with serve(once_pool()) as url:
+        done = moegguf("top", "--once", "--json", MOEGGUF_HOST=url)
+    said = json.loads(done.stdout)
+    [model] = said["models"]
+    assert (said["server"], model["name"], model["queue"]) == (url, "demo:latest", 0)
+    assert model["experts"] == {"layers": [0, 2], "n_expert": 3, "state": ["201", "220"]}
+    assert (model["tokens_per_s"], model["stats"]["lookups"]) == (12.5, 10)
+
+
+def test_without_a_server_there_is_one_clear_sentence(moegguf: Command) -> None:
+    for arguments in ([], ["--once"], ["--json"]):
+        done = moegguf("top", *arguments, MOEGGUF_HOST="127.0.0.1:1")
+        assert (done.returncode, done.stdout) == (1, "")
+        assert done.stderr == "error: no server is running at http://127.0.0.1:1; start one with `moegguf serve`.\n"
+
+
+class Watching:
+    """`moegguf top` in a terminal of its own."""
+
+    def __init__(self, url: str, columns: int = 80, rows: int = 24, **extra: str) -> None:
+        command = [sys.executable, "-m", "moegguf.cli.app", "top"]
+        names = environment(MOEGGUF_HOST=url, TERM="xterm-256color", **extra)
+        self.child = pexpect.spawn(
+            command[0], command[1:], dimensions=(rows, columns), encoding="utf-8", env=names, timeout=60
+        )
+        self.screen = pyte.Screen(columns, rows)
+        self.stream = pyte.Stream(self.screen)
+        self.output = ""
+
+    def read(self) -> bool:
+        """More of what it writes; False at its end."""
+        try:
+            text = self.child.read_nonblocking(1 << 16, timeout=60)
+        except pexpect.EOF:
+            return False
+        self.output += text
+        self.stream.feed(text)
+        return True
+
+    def until(self, pattern: str) -> str:
+        while not (found := re.search(pattern, "\n".join(self.screen.display))):
+            assert self.read(), f"{pattern!r} was never shown:\n{self.output}"
+        return found[0]
+
+    def end(self) -> int | None:
+        while self.read():
+            pass
+        self.child.close()
+        return self.child.exitstatus
+
+
+@contextmanager
+def watching(pool: FakePool, **options: Any) -> Iterator[Watching]:
+    with serve(pool) as url:
+        shown = Watching(url, **options)
+        try:
+            yield shown
+        finally:
+            shown.child.close(force=True)
+
+
+@pytest.mark.parametrize(("columns", "rows"), [(100, 30), (40, 16)])
+def test_it_lives_until_q(columns: int, rows: int) -> None:
+    with watching(BusyPool(), columns=columns, rows=rows) as shown:
+        shown.until(r"hit rate +90\.0% +90\.0% since load")
+        shown.until(r"speed +12\.5 t/s")
+        shown.until(r"0 █?")
+        shown.child.send("xq")
+        assert shown.end() == 0
+        assert "\x1b[?1049h" in shown.output and shown.output.rindex("\x1b[?1049l") > shown.output.rindex("hit rate")
+        assert COLOURS.search(shown.output)
+
+
+def test_ctrl_c_leaves_too_and_no_color_is_heeded() -> None:
+    with watching(BusyPool(), NO_COLOR="1") as shown:
+        shown.until("since load")
+        shown.child.sendintr()
+        assert shown.end() == 0
+        assert not COLOURS.search(shown.output)
+        assert "Traceback" not in shown.output
+
+
+def test_a_server_that_goes_away_is_told() -> None:
+    pool = BusyPool()
+    with serve(pool) as url:
+        shown = Watching(url)
+        shown.until("since load")
+    assert shown.end() == 1
+    assert f"error: the server at {url} has gone." in " ".join(shown.output.split())

@@ -1,0 +1,293 @@
+"""`moegguf trace` as a user has it: recorded from the demo model, replayed, judged, drawn; and what goes wrong."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from commanding import Command, TinyModel, environment
+
+from moegguf.cli.app import main
+from moegguf.controller.policies import POLICIES
+from moegguf.trace.format import read
+from moegguf.trace.trace import Trace
+
+PROMPTS = (
+    {"prompt": "What is an expert?", "label": "chat"},
+    {"prompt": "def add(a, b):", "label": "code", "completion": "\n    return a + b\n"},
+    {"prompt": "What is a router?", "label": "chat", "n_predict": 3},
+    {"prompt": "import os", "label": "code"},
+)
+QUICK = ("-t", "1", "-n", "8")
+Capture = pytest.CaptureFixture[str]
+ERROR = r"(warning: .+\n)?error: .+[.?]\n"
+
+
+def refused(capsys: Capture, *arguments: object) -> tuple[int, str]:
+    """Exit code and the one line on stderr; in this process, which is quicker by an interpreter's start."""
+    code = main(["trace", *map(str, arguments)])
+    out, said = capsys.readouterr()
+    assert out == ""
+    assert re.fullmatch(ERROR, said)
+    return code, said
+
+
+@pytest.fixture(scope="session")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    path.write_text("".join(json.dumps(prompt) + "\n" for prompt in PROMPTS))
+    return path
+
+
+@pytest.fixture(scope="session")
+def recorded(moegguf: Command, prompts: Path) -> Path:
+    """A small trace of the demo model, with inputs."""
+    path = prompts.with_name("demo.npz")
+    done = moegguf("trace", "record", "demo", "--prompts", prompts, "-o", path, *QUICK, "--inputs")
+    assert (done.returncode, done.stdout) == (0, "")
+    assert re.fullmatch(re.escape(str(path)) + r": 4 request\(s\), \d+ tokens, [\d.]+KiB; hit rate .+%\n", done.stderr)
+    return path
+
+
+@pytest.fixture(scope="session")
+def trace(recorded: Path) -> Trace:
+    return read(recorded)
+
+
+@pytest.fixture(scope="session")
+def without_inputs(moegguf: Command, prompts: Path) -> Path:
+    path = prompts.with_name("plain.npz")
+    assert moegguf("trace", "record", "demo", "--prompts", prompts, "-o", path, *QUICK).returncode == 0
+    return path
+
+
+def test_a_trace_has_every_prompt_as_a_request_of_its_kind(trace: Trace) -> None:
+    assert trace.header.labels == {0: "chat", 1: "code", 2: "chat", 3: "code"}
+    assert trace.header.model == "moegguf demo"
+    assert trace.inputs is not None and trace.weights is not None
+    for sequence, most in ((0, 8), (2, 3), (3, 8)):
+        assert 1 <= trace.select([sequence]).decode().n_tokens <= most
+    assert trace.select([1]).decode().n_tokens > 1
+
+
+def test_hit_rates_of_every_policy_fit_a_narrow_terminal(moegguf: Command, recorded: Path, trace: Trace) -> None:
+    done = moegguf("trace", "simulate", recorded)
+    assert done.returncode == 0, done.stderr
+    assert "hit rates ...\n" in done.stderr
+    lines = done.stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert not any(line.endswith(" ") for line in lines)
+    names = [line.split()[0] for line in lines[2 : lines.index("")]]
+    assert names[0] == "lru" and names[-1] == "belady"
+    assert set(names[:-1]) <= set(POLICIES)
+    assert f"4 of 4 requests with {trace.decode().n_tokens} of {trace.decode().n_tokens} decoded tokens" in done.stdout
+
+
+def test_json_is_the_table(moegguf: Command, recorded: Path) -> None:
+    flags = ("--policy", "lru,next-use", "--expert-cache", "25%, 0.5")
+    rows = json.loads(moegguf("trace", "simulate", recorded, *flags, "--json").stdout)
+    assert [(row["policy"], row["share"]) for row in rows] == [
+        ("lru", 0.25), ("next-use", 0.25), ("belady", 0.25), ("lru", 0.5), ("next-use", 0.5), ("belady", 0.5),
+    ]  # fmt: skip
+    table = moegguf("trace", "simulate", recorded, *flags).stdout
+    for row in rows:
+        assert f"{row['decode_hit_rate']:.1%}" in table
+        assert row["decode_hit_rate"] <= next(
+            bound["decode_hit_rate"] for bound in rows if bound["policy"] == "belady" and bound["share"] == row["share"]
+        )
+
+
+def test_a_modelled_link_gives_stalls_and_speed(moegguf: Command, recorded: Path) -> None:
+    flags = ("--policy", "lru", "--predictor", "none,skip", "--model", "demo", "--expert-cache", "25%")
+    timed = ("--link", "0.5", "--latency", "50", "--layer-compute", "1000")
+    done = moegguf("trace", "simulate", recorded, *flags, *timed, "--prefetch")
+    assert done.returncode == 0, done.stderr
+    stalls = done.stdout[done.stdout.index("Stall") : done.stdout.index("Decoded tokens per second")].splitlines()[2:4]
+    none, skip = (float(line.split()[-1]) for line in stalls)
+    assert 0 < skip <= none  # prefetching stops where it does not pay
+    speeds = done.stdout[done.stdout.index("Decoded tokens per second") :].splitlines()[2:4]
+    assert all(0 < float(line.split()[-1]) < 1000 for line in speeds)
+
+
+def test_predictors_are_scored_beside_a_control(moegguf: Command, recorded: Path) -> None:
+    done = moegguf("trace", "score", recorded, "--model", "demo", "--predictor", "skip,fresh-gate,eamc", "--link", "1")
+    assert done.returncode == 0, done.stderr
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    figures = [line.split() for line in done.stdout.splitlines()]
+    skip = next(words for words in figures if words[:2] == ["skip", "1"])
+    assert float(skip[2].rstrip("%")) > 2 * float(skip[3].rstrip("%"))
+    gate = next(words for words in figures if words[:2] == ["fresh-gate", "0"])
+    assert float(gate[2].rstrip("%")) > 99  # vectors are stored as float16
+    assert "GOODPRED" in done.stdout
+
+
+def test_score_takes_whole_requests_of_every_kind(moegguf: Command, recorded: Path, trace: Trace) -> None:
+    done = moegguf("trace", "score", recorded, "--predictor", "previous-token", "--tokens", "1", "--json")
+    table = json.loads(done.stdout)
+    first = trace.select([0, 1]).decode().n_tokens
+    assert table["tokens"] == first
+    assert table["used"] == f"2 of 4 requests with {first} of {trace.decode().n_tokens} decoded tokens"
+    assert [score["name"] for score in table["scores"]] == ["previous-token"]
+
+
+def test_all_says_what_it_leaves_out_and_the_name_says_why(moegguf: Command, without_inputs: Path) -> None:
+    done = moegguf("trace", "score", without_inputs, "--model", "demo")
+    assert done.returncode == 0
+    left_out = re.search(r"warning: left out: (.+); --predictor", done.stderr)
+    assert left_out and {"skip", "fresh-gate"} <= set(left_out[1].split(", "))
+    assert "skip" not in done.stdout and "previous-token" in done.stdout
+    named = moegguf("trace", "score", without_inputs, "--model", "demo", "--predictor", "skip")
+    assert named.returncode == 1
+    assert "record the trace with --inputs" in named.stderr
+
+
+def test_saved_rates_are_found_again(moegguf: Command, recorded: Path, trace: Trace, tmp_path: Path) -> None:
+    done = moegguf("trace", "simulate", recorded, "--policy", "lru,lfu", "--predictors", tmp_path, "--save")
+    assert done.returncode == 0, done.stderr
+    assert f"saved {tmp_path / 'measured.json'}\n" in done.stderr
+    facts = json.loads((tmp_path / "measured.json").read_text())
+    assert facts["fingerprint"] == trace.header.fingerprint
+    assert list(facts["hit_rates"]) == ["lru", "lfu"]
+    assert list(facts["hit_rates"]["lru"]) == ["0.1", "0.25", "0.5", "0.75"]
+
+
+def test_the_report_is_one_page_and_says_how_much_was_used(moegguf: Command, recorded: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="plots need matplotlib, which is not installed")
+    page = tmp_path / "page.html"
+    done = moegguf("trace", "report", recorded, "-o", page, "--tokens", "4", "--expert-cache", "25%")
+    assert (done.returncode, done.stdout) == (0, "")
+    stages = [line.removesuffix(" ...") for line in done.stderr.splitlines() if line.endswith(" ...")]
+    assert stages == ["hit rates", "scores", "stalls", "from chat to code text", "batches"]
+    used = re.search(r"replaying and scoring (2 of 4 requests with .+ decoded tokens)\n", done.stderr)
+    assert used and used[1] in page.read_text()
+    assert done.stderr.endswith(f"wrote {page}\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (("simulate", "missing.npz"), 2, "does not exist"),
+        (("simulate", "TRACE", "--policy", "lro"), 1, "there is no policy 'lro'; known are lru,"),
+        (("simulate", "TRACE", "--policy", ","), 1, "no policy is named; known are lru,"),
+        (("simulate", "TRACE", "--predictor", "skip"), 1, "--model"),
+        (("simulate", "TRACE", "--expert-cache", "0%"), 1, "each above 0%, but not '0%'"),
+        (("simulate", "TRACE", "--expert-cache", ""), 1, "but not ''"),
+        (("simulate", "TRACE", "--expert-cache", "a few"), 1, "but not 'a few'"),
+        (("simulate", "TRACE", "--prefetch", "--predictor", "eamc"), 1, "--link"),
+        (("simulate", "TRACE", "--prefetch", "--link", "1"), 1, "--predictor"),
+        (("score", "TRACE", "--predictor", "all,nobody"), 1, "there is no predictor 'nobody'"),
+        (("score", "TRACE", "--model", "MODEL"), 1, "was recorded from another model (moegguf demo)"),
+        (("report", "TRACE", "-o", "no/folder/page.html"), 1, "there is no folder"),
+        (("report", "TRACE", "-o", "TRACE"), 1, "would overwrite"),
+    ],
+)
+def test_a_mistake_is_one_line_with_the_next_step(
+    capsys: Capture, recorded: Path, tiny: TinyModel, arguments: tuple[str, ...], code: int, words: str
+) -> None:
+    known = {"TRACE": str(recorded), "MODEL": str(tiny())}
+    found, said = refused(capsys, *(known.get(argument, argument) for argument in arguments))
+    assert found == code
+    assert words in said
+
+
+@pytest.mark.parametrize("keep", [0, 0.5, 0.99])
+def test_a_damaged_trace_is_refused(capsys: Capture, recorded: Path, tmp_path: Path, keep: float) -> None:
+    data = recorded.read_bytes()
+    (tmp_path / "cut.npz").write_bytes(data[: round(len(data) * keep)])
+    code, said = refused(capsys, "score", tmp_path / "cut.npz")
+    assert code == 1
+    assert re.fullmatch(r"error: cut\.npz: the trace is damaged .+; record it again\.\n", said)
+
+
+def test_prompts_alone_have_nothing_to_replay(moegguf: Command, prompts: Path, tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("What is an expert?\n\nWhat is a router?\n")
+    out = tmp_path / "t.npz"
+    assert moegguf("trace", "record", "demo", "--prompts", tmp_path / "prompts.txt", "-o", out, "-n", 0).returncode == 0
+    trace = read(out)
+    assert trace.n_tokens > 8 and trace.decode().n_tokens == 0
+    assert trace.header.labels == {0: "prompts", 1: "prompts"}
+    done = moegguf("trace", "simulate", out)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "--max-tokens above 0" in done.stderr
+
+
+def test_what_is_longer_than_the_context_is_cut_and_said_so(moegguf: Command, tmp_path: Path) -> None:
+    long = {"prompt": "word " * 400, "n_predict": 4}
+    forced = {"prompt": "one", "completion": "word " * 400}
+    (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, ({"prompt": "hi", "n_predict": 4}, long, forced))))
+    out = tmp_path / "t.npz"
+    done = moegguf("trace", "record", "demo", "--prompts", tmp_path / "p.jsonl", "-o", out, "-c", 256, "-t", 1)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"warning: 2 of 3 prompts, .* were cut; a larger context .*\(--ctx\)\.\n", done.stderr)
+    trace = read(out)
+    assert 1 <= trace.select([1]).decode().n_tokens <= 4
+    assert 250 < trace.select([1]).n_tokens <= 255
+    assert 250 < trace.select([2]).n_tokens <= 255
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--expert-cache", "0%"), "accepted:"),
+        (("--policy", "lro"), "there is no policy 'lro'"),
+        (("--predictor", "skp"), "there is no predictor 'skp'"),
+        (("-o", "no/folder/t.npz"), "there is no folder"),
+        (("-o", "PROMPTS"), "would overwrite"),
+        (("--prompts", "EMPTY"), "is empty; write at least one prompt"),
+    ],
+)
+def test_a_recording_that_cannot_be_leaves_nothing(
+    capsys: Capture, prompts: Path, tmp_path: Path, flags: tuple[str, ...], words: str
+) -> None:
+    (tmp_path / "empty").touch()
+    known = {"PROMPTS": str(prompts), "EMPTY": str(tmp_path / "empty")}
+    common = ("--prompts", prompts, "-o", tmp_path / "t.npz", "-t", 1)
+    code, said = refused(capsys, "record", "demo", *common, *(known.get(flag, flag) for flag in flags))
+    assert code == 1
+    assert words in said
+    assert [path.name for path in tmp_path.iterdir()] == ["empty"]
+
+
+def test_without_experts_or_hooks_there_is_nothing_to_record(moegguf: Command, prompts: Path, tmp_path: Path) -> None:
+    done = moegguf("trace", "record", "demo", "--prompts", prompts, "-o", tmp_path / "t", MOEGGUF_HOOKS="0")
+    assert done.returncode == 1
+    assert re.fullmatch(ERROR, done.stderr)
+    assert "nothing to record" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_stopped_while_recording_it_leaves_no_half_file(recorded: Path, tmp_path: Path) -> None:
+    (tmp_path / "p.txt").write_text("What is an expert?\n\n" * 4000)
+    out, partial = tmp_path / "t.npz", tmp_path / "t.npz.partial"
+    out.write_bytes(b"an older trace")
+    command = ["trace", "record", "demo", "--prompts", str(tmp_path / "p.txt"), "-o", str(out), "-t", "1"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "moegguf.cli.app", *command], env=environment(), stderr=subprocess.PIPE, text=True
+    )
+    for _ in range(600):
+        if partial.exists():
+            break
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert (process.returncode, said) == (130, "")
+    assert out.read_bytes() == b"an older trace"
+    assert not partial.exists()
+
+
+def test_a_closed_stdout_harms_nothing(recorded: Path, prompts: Path, tmp_path: Path) -> None:
+    out = tmp_path / "t.npz"
+    record = f"trace record demo --prompts {prompts} -o {out} -t 1 -n 2 >&- 2>&-"
+    simulate = f"trace simulate {recorded} --policy lru >&-"
+    for command in (record, simulate):
+        shell = ["sh", "-c", f"{sys.executable} -m moegguf.cli.app {command}"]
+        done = subprocess.run(shell, env=environment(), capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        assert "error" not in done.stderr
+    assert len(read(out).sequences()) == len(PROMPTS)
