@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from running import Llama, Load, Reference, TinyModel, greedy_logits, random_prompt
 
-from moegguf.engine.recording import RecordOptions, TraceOptions, record
+from moegguf.bench.record import RecordOptions, record
+from moegguf.engine.recording import TraceOptions
 from moegguf.errors import GenerationCancelled, OptionError, TraceError
 from moegguf.gguf.fingerprint import fingerprint
 from moegguf.native import library
