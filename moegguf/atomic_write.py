@@ -9,7 +9,7 @@ from pathlib import Path
 MODE = 0o644
 
 
-def write_whole(path: Path, data: bytes) -> None:
+def write_atomically(path: Path, data: bytes) -> None:
     """Puts `data` in the place of `path`.
 
     Raises OSError; the file that was there is then unchanged, and nothing is left beside it.

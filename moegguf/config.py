@@ -18,9 +18,7 @@ from moegguf.errors import BudgetError, OptionError
 KIB, MIB, GIB, TIB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
 MAX_BYTES = 1 << 60
 
-BUDGET_WORDS = (
-    'accepted: "auto", a share of all experts such as "50%", or a size such as "4GiB", "512MiB" or "2.5 GB"'
-)
+BUDGET_WORDS = 'accepted: "auto", a share of all experts such as "50%", or a size such as "4GiB", "512MiB" or "2.5 GB"'
 
 _UNITS = {
     "": 1, "b": 1,
@@ -145,9 +143,7 @@ def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
     env = os.environ if environ is None else environ
     hooks = env.get("MOEGGUF_HOOKS", "").strip().lower() or "1"
     if hooks not in _SWITCH:
-        raise OptionError(
-            f"MOEGGUF_HOOKS must be 0 or 1, but is {_shown(hooks)}; unset it to use the expert store."
-        )
+        raise OptionError(f"MOEGGUF_HOOKS must be 0 or 1, but is {_shown(hooks)}; unset it to use the expert store.")
     cache = env.get("MOEGGUF_EXPERT_CACHE", "").strip() or "auto"
     try:
         parse_expert_cache(cache)

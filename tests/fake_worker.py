@@ -56,7 +56,7 @@ def end(number: int, **outcome: Any) -> None:
 
 
 def piece(number: int, text: str) -> None:
-    send("event", id=number, Piece={"text": text})
+    send("event", id=number, Delta={"text": text})
 
 
 def killed() -> None:

@@ -157,9 +157,7 @@ def moe(
         g.add_array("tokenizer.ggml.tokens", STR, [f"t{i}" for i in range(vocab)])
         g.add("tokenizer.chat_template", STR, "{{ messages }}")
     if split:
-        g.add("split.no", U16, split[0]).add("split.count", U16, split[1]).add(
-            "split.tensors.count", I32, split[2]
-        )
+        g.add("split.no", U16, split[0]).add("split.count", U16, split[1]).add("split.tensors.count", I32, split[2])
     if first:
         g.tensor("token_embd.weight", n_embd, vocab).tensor("output.weight", n_embd, vocab)
     gate, up, down = types

@@ -59,12 +59,12 @@ class Oracle(Predictor):
     def predict(self, il: int, distance: int) -> Float32s | None:
         if distance > self.reach or (il == self.shape.layers[0] and not self.first_layer):
             return None
-        likelihoods = np.zeros(self.shape.n_expert, np.float32)
+        probabilities = np.zeros(self.shape.n_expert, np.float32)
         right = self.truth(il)
         wrong = [e for e in range(self.shape.n_expert) if e not in right][: self.n_wrong]
         for rank, e in enumerate(right[: len(right) - self.n_wrong] + wrong):
-            likelihoods[e] = 1 - rank / 10
-        return likelihoods
+            probabilities[e] = 1 - rank / 10
+        return probabilities
 
 
 class Silent(Predictor):

@@ -19,11 +19,11 @@ import psutil
 from moegguf.engine.estimate import Expected
 from moegguf.engine.plan import Plan
 from moegguf.errors import ModelNotFoundError
-from moegguf.generate.request import Ask, Piece
+from moegguf.generate.request import Delta, GenerationRequest
 from moegguf.models.entry import Entry
 from moegguf.serving.events import LoadOptions
 from moegguf.serving.lease import Lease
-from moegguf.serving.manager import Pool
+from moegguf.serving.manager import ModelManager
 from moegguf.serving.memory_budget import Size
 from moegguf.serving.wire import Order
 from moegguf.settings import Settings
@@ -57,12 +57,12 @@ class FakeCatalog:
         self.entries: dict[str, Entry] = {}
         self.sizes: dict[str, tuple[int, int]] = {}
 
-    def add(self, name: str, wish: int = 100, least: int = 100, **script: Any) -> None:
+    def add(self, name: str, purpose: int = 100, least: int = 100, **script: Any) -> None:
         script.setdefault("log", str(self.folder / f"{name}.log"))
         path = Path(json.dumps(script))
         when = datetime(2026, 1, 2, tzinfo=UTC)
-        self.entries[name] = Entry(f"{name}:latest", "path", (path,), wish * MIB, name * 64, when)
-        self.sizes[f"{name}:latest"] = wish * MIB, least * MIB
+        self.entries[name] = Entry(f"{name}:latest", "path", (path,), purpose * MIB, name * 64, when)
+        self.sizes[f"{name}:latest"] = purpose * MIB, least * MIB
 
     def change(self, name: str, **fields: Any) -> None:
         self.entries[name] = replace(self.entries[name], **fields)
@@ -91,11 +91,11 @@ class FakeCatalog:
 
 
 @asynccontextmanager
-async def pool_of(catalog: FakeCatalog, **settings: Any) -> AsyncIterator[Pool]:
+async def pool_of(catalog: FakeCatalog, **settings: Any) -> AsyncIterator[ModelManager]:
     """A pool that leaves no process and no file behind, which is checked."""
     children, files = len(psutil.Process().children()), n_files()
     settings.setdefault("memory_bytes", 1000 * MIB)
-    async with Pool(catalog, Settings(**settings), command=COMMAND, measure=catalog.measure) as pool:
+    async with ModelManager(catalog, Settings(**settings), command=COMMAND, measure=catalog.measure) as pool:
         yield pool
     assert len(psutil.Process().children()) == children
     assert n_files() == files
@@ -107,11 +107,11 @@ def n_files() -> int:
 
 async def said(lease: Lease, prompt: str) -> str:
     """All text of an answer."""
-    events = [event async for event in lease.answer(Ask(prompt=prompt))]
-    return " ".join(event.text for event in events if isinstance(event, Piece))
+    events = [event async for event in lease.answer(GenerationRequest(prompt=prompt))]
+    return " ".join(event.text for event in events if isinstance(event, Delta))
 
 
-async def ask(pool: Pool, name: str, prompt: str, load: LoadOptions = LoadOptions(), **options: Any) -> str:
+async def ask(pool: ModelManager, name: str, prompt: str, load: LoadOptions = LoadOptions(), **options: Any) -> str:
     """The answer of a model, from asking for its turn to giving it back."""
     async with pool.lease(name, load, **options) as lease:
         return await said(lease, prompt)

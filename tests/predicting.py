@@ -28,8 +28,8 @@ def accuracy(predictor: Predictor, trace: Trace, distance: int) -> float:
 
 def _promise(predictor: Predictor, gate: Gate, distance: int, promised: dict[int, set[int]]) -> None:
     il = predictor.shape.layer_after(gate.il, distance)
-    likelihoods = None if il is None else predictor.predict(il, distance)
-    if il is not None and likelihoods is not None:
-        assert likelihoods.shape == (predictor.shape.n_expert,)
-        assert likelihoods.min() >= 0 and likelihoods.max() <= 1
-        promised[il] = set(np.argsort(-likelihoods, kind="stable")[: gate.expert_ids.shape[1]].tolist())
+    probabilities = None if il is None else predictor.predict(il, distance)
+    if il is not None and probabilities is not None:
+        assert probabilities.shape == (predictor.shape.n_expert,)
+        assert probabilities.min() >= 0 and probabilities.max() <= 1
+        promised[il] = set(np.argsort(-probabilities, kind="stable")[: gate.expert_ids.shape[1]].tolist())

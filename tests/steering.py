@@ -8,8 +8,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from moegguf.controller.controller import Controller, ControllerOptions
+from moegguf.controller.forecast import Forecast
 from moegguf.controller.history import History
-from moegguf.controller.policies.base import Outlook, Policy
+from moegguf.controller.policies.base import Policy
 from moegguf.controller.policies.lru import Lru
 from moegguf.controller.predictors.base import NoPrediction, Predictor
 from moegguf.controller.prefetch import PrefetchOptions
@@ -54,9 +55,9 @@ class Counting:
         self.seen: list[tuple[int, list[int]]] = []
         self.notes = notes
 
-    def scores(self, history: History, outlook: Outlook) -> Float32s | None:
+    def scores(self, history: History, forecast: Forecast) -> Float32s | None:
         self.calls += 1
-        self.seen.append((history.il, outlook.known()))
+        self.seen.append((history.il, forecast.known()))
         if self.notes is not None:
             self.notes.done.append(("policy", history.il))
         return np.full(SHAPE.table, self.calls, np.float32)

@@ -40,9 +40,7 @@ def main() -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", choices=PRESETS, help="named shape; every dimension below overrides it")
     parser.add_argument("--quant", choices=QUANTS, default="q4_0", help="q4_k_m is the mix of Q4_K and Q6_K")
     parser.add_argument("-o", "--output", type=Path, help="file to write; shards get -00001-of-0000N")
@@ -50,9 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--list", action="store_true", help="list the presets and their sizes")
     split = parser.add_mutually_exclusive_group()
     split.add_argument("--split", type=int, default=1, metavar="N", help="deal the tensors to N shards")
-    split.add_argument(
-        "--split-max-size", type=_n_bytes, metavar="SIZE", help="fill shards up to a size such as 2G"
-    )
+    split.add_argument("--split-max-size", type=_n_bytes, metavar="SIZE", help="fill shards up to a size such as 2G")
     for name in DIMENSIONS:
         flags = ["--layers"] if name == "n_layer" else []
         parser.add_argument(*flags, "--" + name.replace("_", "-"), type=int, dest=name, metavar="N")

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from moegguf import Llama
 from moegguf.generate.answer import Answer
-from moegguf.generate.request import Ask, Sampling
+from moegguf.generate.request import GenerationRequest, Sampling
 
 QUESTION = "Explain in detail how an expert is fetched, step by step."
 SAMPLING = Sampling(temperature=1.5, seed=6, max_tokens=200)
@@ -41,7 +41,9 @@ class Run:
 def in_process(llm: Llama) -> Run:
     """The question through `Answer`, as the worker of a server asks it."""
     start, first, texts = time.perf_counter(), 0.0, []
-    for piece in Answer(llm, Ask(messages=({"role": "user", "content": QUESTION},), sampling=SAMPLING)).pieces():
+    for piece in Answer(
+        llm, GenerationRequest(messages=({"role": "user", "content": QUESTION},), sampling=SAMPLING)
+    ).deltas():
         if piece.text:
             first = first or time.perf_counter() - start
             texts.append(piece.text)

@@ -58,8 +58,20 @@ def fetch(pin: dict[str, str]) -> Path:
     if not path.exists():
         VENDOR.mkdir(parents=True, exist_ok=True)
         print(f"fetching {pin['package']} {pin['version']} (77 MB)", file=sys.stderr)
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", ":all:",
-                   "--disable-pip-version-check", "--dest", str(VENDOR), f"{pin['package']}=={pin['version']}"]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--quiet",
+            "--no-deps",
+            "--no-binary",
+            ":all:",
+            "--disable-pip-version-check",
+            "--dest",
+            str(VENDOR),
+            f"{pin['package']}=={pin['version']}",
+        ]
         environment = os.environ | {"CMAKE_ARGS": "-DLLAMA_BUILD=OFF -DLLAVA_BUILD=OFF"}
         if subprocess.run(command, stdout=sys.stderr, env=environment).returncode != 0:
             raise VendorError(f"pip could not fetch {pin['package']} {pin['version']}: is a package index reachable?")

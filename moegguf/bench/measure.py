@@ -71,7 +71,6 @@ def describe_build(bindings: ModuleType) -> dict[str, Any]:
     }
 
 
-
 class _Measured(Llama):
     """`Llama` with the two switches of llama-bench that llama-cpp-python does not offer."""
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from statistics import mean, median, stdev
 from typing import Any
 
-from moegguf.bench.series import Entry, Outcome, test_name
+from moegguf.bench.series import BenchedSystem, Outcome, test_name
 from moegguf.bench.spec import FLASH_ATTN, Test
 
 Row = dict[str, Any]
@@ -36,7 +36,7 @@ OWN_FIELDS = (
 _LOAD_MODES = {"moegguf": "none", "mmap": "mmap", "resident": "none"}
 
 
-def _fixed(entry: Entry) -> Row:
+def _fixed(entry: BenchedSystem) -> Row:
     """Fields that the settings alone decide."""
     spec = entry.spec
     return {

@@ -38,7 +38,7 @@ Progress = Callable[[str], object]
 
 
 @dataclass(frozen=True)
-class Entry:
+class BenchedSystem:
     """One system with one group of settings. `label` is what the user calls it, `note` how it was run."""
 
     label: str
@@ -54,7 +54,7 @@ class Entry:
 class Outcome:
     """One run: the child's result, or why there is none."""
 
-    entry: Entry
+    entry: BenchedSystem
     round: int
     result: dict[str, Any] = field(default_factory=dict)
     error: str = ""
@@ -66,7 +66,7 @@ class Outcome:
         return self.error == KILLED
 
 
-Runner = Callable[[Entry], Outcome]
+Runner = Callable[[BenchedSystem], Outcome]
 
 
 def run_bytes(layout: ExpertLayout, spec: Spec) -> int:
@@ -76,7 +76,7 @@ def run_bytes(layout: ExpertLayout, spec: Spec) -> int:
     return layout.expert_bytes + beside.total_bytes(0)
 
 
-def rival(name: str, base: Spec, layout: ExpertLayout, limit_bytes: int | None) -> Entry:
+def rival(name: str, base: Spec, layout: ExpertLayout, limit_bytes: int | None) -> BenchedSystem:
     """llama.cpp itself, or moegguf with other kernels: "mmap", "resident", "moegguf", each also "-plain", "-repacked".
 
     Repacked weights are a copy in memory. Plain "mmap" is llama.cpp's default, which repacks; when that copy does not
@@ -88,7 +88,7 @@ def rival(name: str, base: Spec, layout: ExpertLayout, limit_bytes: int | None) 
     """
     if name in WITHOUT:
         changed = WITHOUT[name]
-        return Entry(name, replace(base, **changed | {"store": base.store | changed.get("store", {})}))
+        return BenchedSystem(name, replace(base, **changed | {"store": base.store | changed.get("store", {})}))
     system, _, kernels = name.partition("-")
     if system not in SYSTEMS or kernels not in ("", *_KERNELS):
         raise OptionError(
@@ -101,7 +101,7 @@ def rival(name: str, base: Spec, layout: ExpertLayout, limit_bytes: int | None) 
         free = limit_bytes or read_memory().available_bytes
         if run_bytes(layout, base) + _MARGIN_BYTES > free:
             repack, note = False, "llama.cpp, no repack: the repacked copy of the weights does not fit"
-    return Entry(name, replace(base, system=system, repack=repack), note)
+    return BenchedSystem(name, replace(base, system=system, repack=repack), note)
 
 
 def settings(base: Spec, lists: dict[str, Sequence[Any]]) -> Iterator[Spec]:
@@ -114,25 +114,27 @@ def settings(base: Spec, lists: dict[str, Sequence[Any]]) -> Iterator[Spec]:
 
 def entries(
     base: Spec, expert_caches: Sequence[str], against: Sequence[str], limit_bytes: int | None = None
-) -> list[Entry]:
+) -> list[BenchedSystem]:
     """The systems of one group of settings: moegguf with each budget, then the rivals. Raises OptionError."""
     layout = read_layout(base.model)
     kernels = "" if base.repack else "no repack"
-    own = [Entry("moegguf", replace(base, expert_cache=cache), kernels) for cache in expert_caches]
+    own = [BenchedSystem("moegguf", replace(base, expert_cache=cache), kernels) for cache in expert_caches]
     others = [rival(name, replace(base, expert_cache=expert_caches[0]), layout, limit_bytes) for name in against]
     return own + others
 
 
-def schedule(group: Sequence[Entry], rounds: int) -> Iterator[tuple[int, Entry]]:
+def schedule(group: Sequence[BenchedSystem], rounds: int) -> Iterator[tuple[int, BenchedSystem]]:
     """A B C A B C ..."""
     for n in range(rounds):
         for entry in group:
             yield n, entry
 
 
-def run_series(group: Sequence[Entry], rounds: int, run: Runner, progress: Progress | None = None) -> Iterator[Outcome]:
+def run_series(
+    group: Sequence[BenchedSystem], rounds: int, run: Runner, progress: Progress | None = None
+) -> Iterator[Outcome]:
     """Every entry once per round, in turns, each outcome as soon as it is known. One that failed is not tried again."""
-    failed: list[Entry] = []
+    failed: list[BenchedSystem] = []
     for n, entry in schedule(group, rounds):
         if any(entry is other for other in failed):
             continue
@@ -146,7 +148,7 @@ def run_series(group: Sequence[Entry], rounds: int, run: Runner, progress: Progr
         yield outcome
 
 
-def _title(entry: Entry) -> str:
+def _title(entry: BenchedSystem) -> str:
     cache = "" if entry.is_rival else f" {entry.spec.expert_cache}"
     return entry.label + cache + (f" ({entry.note})" if entry.note else "")
 
@@ -189,7 +191,7 @@ class ProcessRunner:
     limit_bytes: int | None = None
     drop_cache: bool = True
 
-    def __call__(self, entry: Entry) -> Outcome:
+    def __call__(self, entry: BenchedSystem) -> Outcome:
         paths = [shard.path for shard in read_layout(entry.spec.model).shards]
         kept = drop_page_cache(paths) if self.drop_cache else 0
         command = [sys.executable, "-m", "moegguf.bench.measure", entry.spec.as_json()]

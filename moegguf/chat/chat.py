@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from moegguf.chat.commands import completions, obey
-from moegguf.chat.history import History, history_path
+from moegguf.chat.history import InputHistory, history_path
 from moegguf.chat.parameters import OPENING
 from moegguf.chat.printer import Printer
 from moegguf.chat.reading import Reader, is_quoted, unquoted
@@ -15,7 +15,7 @@ from moegguf.chat.turn import say_error, write_answer
 from moegguf.errors import ModelNotFoundError, MoeggufError
 from moegguf.settings import read_settings
 from moegguf.terminal.keyboard import quiet_keyboard
-from moegguf.terminal.loading import LoadOptions, load
+from moegguf.terminal.loading import OpenOptions, load
 from moegguf.terminal.messages import say
 from moegguf.terminal.progress import Spinner
 
@@ -35,7 +35,7 @@ class Chat:
     def __init__(self, llm: Llama, conversation: Conversation, load_s: float = 0.0) -> None:
         self.llm = llm
         self.conversation = conversation
-        self.reader = Reader(History(history_path(), on=read_settings().history), completions())
+        self.reader = Reader(InputHistory(history_path(), on=read_settings().history), completions())
         self.activity_before: tuple[Any, Any] = (0, 0)
         self.watching = False
         self._opened = conversation.opening()
@@ -99,7 +99,7 @@ class Chat:
             with Spinner() as spinner:
                 self._open_as_set(spinner)
                 self._note_activity()
-                reply = write_answer(self.llm, conversation.ask(), printer, spinner)
+                reply = write_answer(self.llm, conversation.request(), printer, spinner)
         except MoeggufError as error:
             conversation.restore(saved)
             say_error(error)
@@ -156,7 +156,7 @@ class Chat:
             raise
         self._introduce()
 
-    def _reopen(self, entry: Entry, options: LoadOptions, spinner: Spinner, before: Entry | None = None) -> None:
+    def _reopen(self, entry: Entry, options: OpenOptions, spinner: Spinner, before: Entry | None = None) -> None:
         """Closes the model first, because memory may not hold two; what cannot be opened leaves the old one open."""
         self.llm.close()
         try:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from moegguf.chat.parameters import opening_with
 from moegguf.generate.options import sampling_with
-from moegguf.generate.request import Ask, Message, Sampling
-from moegguf.terminal.loading import LoadOptions
+from moegguf.generate.request import GenerationRequest, Message, Sampling
+from moegguf.terminal.loading import OpenOptions
 
 if TYPE_CHECKING:
     from moegguf.generate.request import Timing
@@ -24,7 +24,7 @@ class Conversation:
     command line's, then the model's own. `pending`: text that goes before the next message."""
 
     entry: Entry
-    base: LoadOptions = field(default_factory=LoadOptions)
+    base: OpenOptions = field(default_factory=OpenOptions)
     given: Mapping[str, Any] = field(default_factory=dict)
     parameters: dict[str, Any] = field(default_factory=dict)
     system: str | None = None
@@ -90,14 +90,14 @@ class Conversation:
     def all_parameters(self) -> dict[str, Any]:
         return {**self.entry.parameters, **self.given, **self.parameters}
 
-    def opening(self) -> LoadOptions:
+    def opening(self) -> OpenOptions:
         """How the model has to be open for the next answer."""
         return opening_with(self.base, self.all_parameters())
 
-    def ask(self) -> Ask:
+    def request(self) -> GenerationRequest:
         """The next request."""
         system: list[Message] = [{"role": "system", "content": self.system_text}] if self.system_text else []
-        return Ask(
+        return GenerationRequest(
             messages=(*system, *self.said()),
             format=self.format,
             think=self.think,

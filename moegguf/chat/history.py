@@ -19,7 +19,7 @@ def history_path() -> Path:
     return data_folder() / "history"
 
 
-class History(FileHistory):
+class InputHistory(FileHistory):
     """prompt_toolkit's history file, of mode 600 and with the newest MAX_ENTRIES; `on` False neither reads nor writes.
 
     A file that cannot be read or written costs the history, never the chat.

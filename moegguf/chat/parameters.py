@@ -10,7 +10,7 @@ from moegguf.config import parse_expert_cache
 from moegguf.errors import OptionError
 from moegguf.generate.options import RANGES
 from moegguf.models import recipe
-from moegguf.terminal.loading import LoadOptions
+from moegguf.terminal.loading import OpenOptions
 
 OPENING = {
     "num_ctx": "ctx",
@@ -39,7 +39,7 @@ def parse_parameter(name: str, words: Sequence[str]) -> Any:
     return value
 
 
-def opening_with(base: LoadOptions, parameters: Mapping[str, Any]) -> LoadOptions:
+def opening_with(base: OpenOptions, parameters: Mapping[str, Any]) -> OpenOptions:
     """`base` changed by those of `parameters` that decide how a model is opened. 0, and num_gpu -1: by moegguf."""
     changes: dict[str, Any] = {}
     for name, field in OPENING.items():

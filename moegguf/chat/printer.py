@@ -11,7 +11,7 @@ from rich.color import ColorSystem
 from rich.style import Style
 
 from moegguf.chat.wrap import Wrapper, visible
-from moegguf.generate.request import Piece
+from moegguf.generate.request import Delta
 
 THINKING, DONE_THINKING = "Thinking...\n", "...done thinking.\n\n"
 GREY = Style(color="bright_black")
@@ -47,14 +47,14 @@ class Printer:
     def _may_wrap(self) -> bool:
         return self._terminal and os.environ.get("TERM") != "dumb"
 
-    def show(self, piece: Piece) -> None:
+    def show(self, delta: Delta) -> None:
         """Writes a piece at once."""
-        if piece.thinking:
-            self._think(piece.thinking)
-        if piece.text:
+        if delta.thinking:
+            self._think(delta.thinking)
+        if delta.text:
             self._end_thinking()
-            self.text += piece.text
-            self._write(piece.text)
+            self.text += delta.text
+            self._write(delta.text)
 
     def end(self, text: str = "\n") -> None:
         """Ends the answer, also one that was cut while it was thinking."""

@@ -15,7 +15,7 @@ from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.shortcuts import CompleteStyle
 from prompt_toolkit.styles import Style
 
-from moegguf.chat.history import History
+from moegguf.chat.history import InputHistory
 
 PROMPT, CONTINUATION = ">>> ", "... "
 PLACEHOLDER = "Send a message (/? for help)"
@@ -47,7 +47,7 @@ def is_quoted(text: str) -> bool:
 class Reader:
     """Reads messages; remembers them in `history`."""
 
-    def __init__(self, history: History, commands: Sequence[str] = ()) -> None:
+    def __init__(self, history: InputHistory, commands: Sequence[str] = ()) -> None:
         self.history = history
         _choose_editor()
         self._session: PromptSession[str] = PromptSession(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moegguf.errors import MoeggufError
-from moegguf.generate.answer import Answer, Background
+from moegguf.generate.answer import Answer, BackgroundAnswer
 from moegguf.terminal.keyboard import stopping
 from moegguf.terminal.messages import say
 from moegguf.terminal.progress import prompt_words
@@ -14,7 +14,7 @@ from moegguf.terminal.progress import prompt_words
 if TYPE_CHECKING:
     from moegguf.chat.printer import Printer
     from moegguf.engine.llama import Llama
-    from moegguf.generate.request import Ask, PromptProgress, Timing
+    from moegguf.generate.request import GenerationRequest, PromptProgress, Timing
     from moegguf.terminal.progress import Spinner
 
 
@@ -35,13 +35,15 @@ def say_error(error: Exception) -> None:
     say(f"error: {' '.join(str(error).split())}")
 
 
-def write_answer(llm: Llama, ask: Ask, printer: Printer, spinner: Spinner, *, patience_s: float | None = None) -> Reply:
+def write_answer(
+    llm: Llama, request: GenerationRequest, printer: Printer, spinner: Spinner, *, patience_s: float | None = None
+) -> Reply:
     """Writes the answer to `ask`; Ctrl-C stops it, twice or after `patience_s` the process ends.
 
     Raises what makes a request impossible: ContextError, SchemaError, ... A fault in the midst of an answer is in the
     reply.
     """
-    answer = Answer(llm, ask)
+    answer = Answer(llm, request)
     if left_out := answer.timing.cut_messages:
         say(f"prompt cut: {left_out} message{'s' * (left_out != 1)} left out")
     spinner.show("")
@@ -53,12 +55,12 @@ def write_answer(llm: Llama, ask: Ask, printer: Printer, spinner: Spinner, *, pa
         if not background.cancel(PATIENCE_S):
             say("\nstopping after what is being computed; Ctrl + c again ends moegguf")
 
-    background, error = Background(answer, on_progress), None
+    background, error = BackgroundAnswer(answer, on_progress), None
     with stopping(stop, patience_s) as interrupts:
         try:
-            for piece in background:
+            for delta in background:
                 spinner.close()
-                printer.show(piece)
+                printer.show(delta)
         except MoeggufError as fault:
             error = fault
         finally:

@@ -15,9 +15,8 @@ from moegguf.config import parse_expert_cache, parse_size
 from moegguf.errors import OptionError
 
 if TYPE_CHECKING:
-    from moegguf.bench.series import Entry, Outcome
+    from moegguf.bench.series import BenchedSystem, Outcome
     from moegguf.bench.spec import Spec
-
 
 
 def _option(panel: str, *names: str, help: str = "", **settings: Any) -> Any:
@@ -164,7 +163,6 @@ def parse_tests(
     return [(p, n, d) for d, (p, n) in itertools.product(parse_ints(n_depth, "-d"), shapes)]
 
 
-
 def bench(
     model: Models,
     n_prompt: Prompts = ["512"],  # noqa: B006 (typer copies defaults)
@@ -230,7 +228,7 @@ def _ablations(policy: str, prefetch: bool | None) -> list[str]:
     return names
 
 
-def _groups(flags: dict[str, Any], rivals: Sequence[str], limit: int | None) -> list[list[Entry]]:
+def _groups(flags: dict[str, Any], rivals: Sequence[str], limit: int | None) -> list[list[BenchedSystem]]:
     """The systems to run in turns, for every combination of settings."""
     from moegguf.bench.series import entries, settings
     from moegguf.engine.machine import count_cpus
@@ -299,7 +297,7 @@ def _limit(size: str | None, require: bool) -> int | None:
 
 
 def _measure(
-    groups: Sequence[Sequence[Entry]], rounds: int, limit: int | None, drop_cache: bool
+    groups: Sequence[Sequence[BenchedSystem]], rounds: int, limit: int | None, drop_cache: bool
 ) -> list[dict[str, Any]]:
     """Rows of all groups; when interrupted, of what was finished."""
     from moegguf.bench.rows import make_rows

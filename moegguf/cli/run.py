@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from moegguf.terminal.arguments import parse_format, parse_think
-from moegguf.terminal.loading import LoadOptions, find_or_pull, load
+from moegguf.terminal.loading import OpenOptions, find_or_pull, load
 from moegguf.terminal.messages import STOPPED, say
 from moegguf.terminal.progress import Spinner
 
@@ -33,7 +33,7 @@ PATIENCE_S = 1.0  # for an answer that was interrupted
 class RunOptions:
     """What the command line says besides the model and the prompt. `parameters`: by Ollama's names."""
 
-    opening: LoadOptions = field(default_factory=LoadOptions)
+    opening: OpenOptions = field(default_factory=OpenOptions)
     parameters: Mapping[str, Any] = field(default_factory=dict)
     system: str | None = None
     format: str | Mapping[str, Any] | None = None
@@ -122,7 +122,7 @@ def answer(llm: Llama, conversation: Conversation, prompt: str, load_s: float, s
 
     conversation.say(prompt)
     printer = Printer(wrap=conversation.word_wrap, hide_thinking=conversation.hide_thinking)
-    reply = write_answer(llm, conversation.ask(), printer, spinner, patience_s=PATIENCE_S)
+    reply = write_answer(llm, conversation.request(), printer, spinner, patience_s=PATIENCE_S)
     printer.end()
     if conversation.verbose and not reply.error:
         from moegguf.terminal.statistics import statistics
@@ -252,7 +252,7 @@ def run(
         "num_ctx": ctx, "num_thread": threads, "num_predict": max_tokens, "temperature": temperature, "seed": seed,
     }  # fmt: skip
     options = RunOptions(
-        opening=LoadOptions(expert_cache, verbose=verbose, policy=policy, predictor=predictor, prefetch=prefetch),
+        opening=OpenOptions(expert_cache, verbose=verbose, policy=policy, predictor=predictor, prefetch=prefetch),
         parameters={name: value for name, value in parameters.items() if value is not None},
         system=system,
         format=None if output_format is None else parse_format(output_format),

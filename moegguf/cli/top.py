@@ -267,7 +267,6 @@ def watch(client: Client) -> None:
     from rich.console import Console
     from rich.live import Live
 
-
     lines: queue.SimpleQueue[Any] = queue.SimpleQueue()
     first = start_reading(client, lines)
     models: dict[str, Model] = {}

@@ -28,7 +28,7 @@ from moegguf.trace.score import ScoreTable
 from moegguf.trace.sweep import BELADY, Row, closed_gap
 
 if TYPE_CHECKING:
-    from moegguf.trace.analysis import Progress, Study, Timing
+    from moegguf.trace.analysis import Progress, Timing, TraceAnalysis
 
 
 WIDTH = 80
@@ -277,11 +277,11 @@ def parse_shares(text: str) -> list[float]:
     return list(dict.fromkeys(shares))
 
 
-def _study(path: Path, model: str | None, folder: Path | None) -> Study:
+def _study(path: Path, model: str | None, folder: Path | None) -> TraceAnalysis:
     from moegguf.models.catalog import find_model
-    from moegguf.trace.analysis import Study
+    from moegguf.trace.analysis import TraceAnalysis
 
-    return Study.open(path, find_model(model) if model else None, folder)
+    return TraceAnalysis.open(path, find_model(model) if model else None, folder)
 
 
 def _timing(link: float | None, latency: float, layer_compute: float) -> Timing | None:
@@ -438,13 +438,13 @@ def report(
     from moegguf.cli.report.page import write_report
     from moegguf.cli.report.svg import require_matplotlib
     from moegguf.engine.machine import read_machine
-    from moegguf.trace.analysis import survey
+    from moegguf.trace.analysis import build_report
 
     require_matplotlib()
     check_writable(out, file)
     shares, study = parse_shares(expert_cache), _study(file, model, predictors)
     say(f"replaying and scoring {study.limited(tokens).used(study)}")
     with progressing() as progress:
-        found = survey(study, shares, layer_compute, tokens, read_machine().cpu_model, progress)
+        found = build_report(study, shares, layer_compute, tokens, read_machine().cpu_model, progress)
     write_report(out, found)
     say(f"wrote {out}")

@@ -6,7 +6,7 @@ i < k from the first MoE layer (ProMoE, section 4, footnote 1), so the distance 
 - top-k hit and at-least-one (DuoServe-MoE, table 3): all of R was predicted; some of R was.
 - precision and recall of a prefetcher that asks for the n likeliest.
 - FETCHRATE_i(k) and GOODPRED_i(k) = ACCURACY_i(k) x FETCHRATE_i(k): see `Link.fetch_rate`.
-An expert with likelihood 0 is not predicted: its place counts as wrong in ACCURACY and is not asked for in precision.
+An expert with probability 0 is not predicted: its place counts as wrong in ACCURACY and is not asked for in precision.
 Figures count answers only; how often there was one is `coverage`. Nothing in a pass precedes its first MoE layer:
 means over layers leave it out.
 """

@@ -30,7 +30,7 @@ COLLECTION = "eamc.safetensors"
 
 
 @dataclass(frozen=True)
-class Knowledge:
+class Artifacts:
     """The files about one model: known by its file, or from a trace alone by the fingerprint in it.
 
     `folder` is looked into first.

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as to_safetensors
 
 import moegguf
-from moegguf.atomic_write import write_whole
+from moegguf.atomic_write import write_atomically
 from moegguf.controller.collection import CAPACITY, Eamc, EamcPair
 from moegguf.controller.history import Counts
 
@@ -43,7 +43,7 @@ def save(path: Path, eamcs: EamcPair, fingerprint: str) -> None:
         "created_by": f"moegguf {moegguf.__version__}",
     }
     data = to_safetensors(arrays, {**facts, "sha256": _digest(arrays, facts)})
-    write_whole(path, data)
+    write_atomically(path, data)
 
 
 def load(path: Path, *, n_layer: int, n_expert: int, fingerprint: str, capacity: int = CAPACITY) -> EamcPair | None:

@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from moegguf.controller.forecast import Ahead
+from moegguf.controller.forecast import Forecast
 from moegguf.controller.history import History
 from moegguf.controller.judge import LiveJudge
 from moegguf.controller.policies.base import CarriedByStore, Policy
@@ -83,7 +83,7 @@ class Controller:
         self._scored = False
         self._actions = actions
         self._prefetcher = Prefetcher(shape, options.prefetch) if options.prefetch else None
-        self._ahead = Ahead(shape, options.prefetch.window if options.prefetch else _window(predictor))
+        self._ahead = Forecast(shape, options.prefetch.window if options.prefetch else _window(predictor))
 
     @property
     def prefetching(self) -> bool:
@@ -171,7 +171,7 @@ class Controller:
             if scores is not None and np.shape(scores) != self.shape.table:
                 raise ValueError(f"scores have the shape {np.shape(scores)}, not {self.shape.table}")
             # A prompt's pass needs every layer once, in order: the store's own pipeline knows that better than any
-            # likelihood (DuoServe-MoE, section 5: prefill and decode scheduled apart). The policy only hears of it.
+            # probability (DuoServe-MoE, section 5: prefill and decode scheduled apart). The policy only hears of it.
             if phase == Phase.PREFILL:
                 self._forget_scores()
             elif scores is not None:

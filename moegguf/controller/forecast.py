@@ -9,7 +9,7 @@ from moegguf.controller.shape import MoeShape
 from moegguf.native.events import Float32s
 
 
-class Ahead:
+class Forecast:
     """The sliding window of ProMoE (section 4): at layer i, layers i+1 to i+window are predicted anew.
 
     A later prediction of a layer replaces an earlier one, because it was made from closer by.
@@ -43,25 +43,25 @@ class Ahead:
     def _predict(self, predictor: Predictor, row: int) -> None:
         layers = self._shape.layers[row + 1 : row + 1 + min(self._window, predictor.reach)]
         for distance, il in enumerate(layers, start=1):
-            likelihoods = predictor.predict(il, distance)
-            if likelihoods is None:
+            probabilities = predictor.predict(il, distance)
+            if probabilities is None:
                 continue
-            self._put(il, likelihoods)
+            self._put(il, probabilities)
             if il not in self._known:
                 self._known.append(il)
 
-    def _put(self, il: int, likelihoods: Float32s) -> None:
+    def _put(self, il: int, probabilities: Float32s) -> None:
         """Takes one number per expert over, cut off at 0 and 1."""
-        shape = np.shape(likelihoods)
+        shape = np.shape(probabilities)
         if shape != (self._shape.n_expert,):
-            raise ValueError(f"likelihoods have the shape {shape}, not {(self._shape.n_expert,)}")
+            raise ValueError(f"probabilities have the shape {shape}, not {(self._shape.n_expert,)}")
         row = self._table[il]
-        np.maximum(likelihoods, 0, out=row)
+        np.maximum(probabilities, 0, out=row)
         np.minimum(row, 1, out=row)
         if np.isnan(row.sum()):
-            raise ValueError(f"likelihoods of layer {il} are not numbers")
+            raise ValueError(f"probabilities of layer {il} are not numbers")
 
-    def likelihoods(self) -> Float32s:
+    def probabilities(self) -> Float32s:
         """(n_layer, n_expert) in [0, 1]; rows of layers nothing is said about are 0. Valid until the next gate."""
         return self._table
 

@@ -145,9 +145,9 @@ class Judge:
     def _judge_control(self, row: int, used: Ids) -> None:
         if self.control is None:
             return
-        likelihoods = self._likelihoods[:1]
-        self._predict(self.control, self.shape.layers[row], 0, likelihoods[0])
-        ranks = self._ranked(likelihoods)
+        probabilities = self._likelihoods[:1]
+        self._predict(self.control, self.shape.layers[row], 0, probabilities[0])
+        ranks = self._ranked(probabilities)
         if ranks[0, 0] != NO_ANSWER:
             self.fresh.add(row, ranks, used, self._lru.away[row])
 
@@ -156,27 +156,27 @@ class Judge:
         plan = self._plan[row]
         if not plan.questions:
             return
-        likelihoods = self._likelihoods[: len(plan.questions)]
-        for line, (il, distance) in zip(likelihoods, plan.questions, strict=True):
+        probabilities = self._likelihoods[: len(plan.questions)]
+        for line, (il, distance) in zip(probabilities, plan.questions, strict=True):
             begin = time.perf_counter_ns()
             if self._predict(self.predictor, il, distance, line):
                 self._predict_ns += time.perf_counter_ns() - begin
                 self._predictions += 1
-        self._pending[plan.rows, plan.columns] = self._ranked(likelihoods)[plan.lines]
+        self._pending[plan.rows, plan.columns] = self._ranked(probabilities)[plan.lines]
 
     def _predict(self, predictor: Predictor, il: int, distance: int, line: Float32s) -> bool:
-        """Puts the likelihoods into `line` (n_expert,); zeros and False when there are none that make sense."""
-        likelihoods = predictor.predict(il, distance)
-        if likelihoods is None or likelihoods.shape != line.shape or not math.isfinite(likelihoods.sum()):
+        """Puts the probabilities into `line` (n_expert,); zeros and False when there are none that make sense."""
+        probabilities = predictor.predict(il, distance)
+        if probabilities is None or probabilities.shape != line.shape or not math.isfinite(probabilities.sum()):
             line.fill(0)
             return False
-        line[:] = likelihoods
+        line[:] = probabilities
         return True
 
-    def _ranked(self, likelihoods: Float32s) -> Ids:
-        """The experts (n, n_rank) of (n, n_expert) likelihoods, the likeliest first; NO_ANSWER where it is 0."""
-        ranks = np.argsort(-likelihoods, axis=1, kind="stable")[:, : self.tally.n_rank]
-        ranks[likelihoods[self._lines[: len(ranks)], ranks] <= 0] = NO_ANSWER
+    def _ranked(self, probabilities: Float32s) -> Ids:
+        """The experts (n, n_rank) of (n, n_expert) probabilities, the likeliest first; NO_ANSWER where it is 0."""
+        ranks = np.argsort(-probabilities, axis=1, kind="stable")[:, : self.tally.n_rank]
+        ranks[probabilities[self._lines[: len(ranks)], ranks] <= 0] = NO_ANSWER
         return ranks
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from moegguf.atomic_write import write_whole
+from moegguf.atomic_write import write_atomically
 from moegguf.errors import OptionError
 
 VERSION = 1
@@ -19,7 +19,7 @@ LEAST_GAIN = 0.005  # of the hit rate: less is noise between traces
 
 
 @dataclass(frozen=True)
-class Choice:
+class ControllerChoice:
     """Names of a policy and a predictor, and whether predictions may be acted on."""
 
     policy: str = "lru"
@@ -41,13 +41,13 @@ class Measured:
     prefetch: str = "none"
     about: Mapping[str, str | int] = field(default_factory=dict)
 
-    def choose(self, share: float) -> Choice:
+    def choose(self, share: float) -> ControllerChoice:
         """The best policy at the measured share nearest to `share`, of those that lose to LRU at none; LRU unless that
         one beats it clearly there.
         """
         lru = self.hit_rates.get("lru", {})
         if not lru:
-            return Choice(predictor=self.prefetch, prefetch=self.prefetch != "none")
+            return ControllerChoice(predictor=self.prefetch, prefetch=self.prefetch != "none")
         nearest = min(lru, key=lambda measured: abs(measured - share))
         never_worse = {
             name: rates
@@ -58,8 +58,8 @@ class Measured:
         best = max(at, key=lambda name: (at[name], name == "lru"))
         policy = best if at[best] >= lru[nearest] + LEAST_GAIN else "lru"
         if self.prefetch != "none":
-            return Choice(policy, self.prefetch, prefetch=True)
-        return Choice(policy, self.predictors.get(policy, "none"))
+            return ControllerChoice(policy, self.prefetch, prefetch=True)
+        return ControllerChoice(policy, self.predictors.get(policy, "none"))
 
 
 def write_measured(path: Path, measured: Measured) -> None:
@@ -70,7 +70,7 @@ def write_measured(path: Path, measured: Measured) -> None:
         name: {f"{share:g}": round(rate, 5) for share, rate in rates.items()}
         for name, rates in measured.hit_rates.items()
     }
-    write_whole(path, (json.dumps(facts, indent=1) + "\n").encode())
+    write_atomically(path, (json.dumps(facts, indent=1) + "\n").encode())
 
 
 def read_measured(path: Path) -> Measured:

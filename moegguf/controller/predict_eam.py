@@ -23,7 +23,7 @@ _NO_MATCHES = Matches(np.zeros(0, np.intp), np.zeros(0, np.float32))
 class PredictEam:
     """The aggregated EAM of the pass in progress: matched rEAMs summed cell by cell, rows normalised to a sum of 1.
 
-    The sum is plain, as in the paper: an entry weighs what it has tokens. `own_share` of a row's likelihood comes from
+    The sum is plain, as in the paper: an entry weighs what it has tokens. `own_share` of a row's probability comes from
     the request's own rEAM so far, of the same phase: "expert reuse is limited to request-level EAMs" (section 4.4),
     and none is closer than this one; 0 leaves it out, which is the paper to the letter. `eamcs` may be given filled,
     and belongs to this object from then on.
@@ -61,7 +61,7 @@ class PredictEam:
         return self._matches
 
     def row(self, il: int) -> Float32s:
-        """(n_expert,): likelihoods of layer `il`; all 0 when nothing is known."""
+        """(n_expert,): probabilities of layer `il`; all 0 when nothing is known."""
         return self._blend(self._eamc.total_row(self.matches().indices, il), self._ream[il])
 
     def table(self) -> Float32s:

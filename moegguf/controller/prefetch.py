@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from moegguf.controller.forecast import Ahead
+from moegguf.controller.forecast import Forecast
 from moegguf.controller.shape import MoeShape
 
 Residency = npt.NDArray[np.uint8]
@@ -49,7 +49,7 @@ class Prefetcher:
         self._asked[:] = False
 
     def wishes(
-        self, ahead: Ahead, residency: Callable[[], Residency]
+        self, ahead: Forecast, residency: Callable[[], Residency]
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
         """(layers, experts) to ask for now, most urgent first."""
         layers: list[int] = []
@@ -58,10 +58,10 @@ class Prefetcher:
         there = residency() if known else None
         for il in known:
             assert there is not None
-            likelihoods = ahead.likelihoods()[il]
-            best = np.argsort(-likelihoods, kind="stable")[: self._shape.n_expert_used]
+            probabilities = ahead.probabilities()[il]
+            best = np.argsort(-probabilities, kind="stable")[: self._shape.n_expert_used]
             wanted = best[
-                (likelihoods[best] >= self.options.least_likelihood) & (there[il, best] == 0) & ~self._asked[il, best]
+                (probabilities[best] >= self.options.least_likelihood) & (there[il, best] == 0) & ~self._asked[il, best]
             ][: self._left]
             self._asked[il, wanted] = True
             self._left -= len(wanted)

@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load as parse
 from safetensors.numpy import save as serialize
 
-from moegguf.atomic_write import write_whole
+from moegguf.atomic_write import write_atomically
 from moegguf.controller.shape import MoeShape
 
 FORMAT_VERSION = 1
@@ -69,7 +69,7 @@ def save(path: str | os.PathLike[str], predictor: str, fingerprint: str, shape: 
     }
     head["sha256"] = _checksum(head, arrays)
     data = serialize(arrays, metadata={"moegguf": json.dumps(head, sort_keys=True)})
-    write_whole(path, data)
+    write_atomically(path, data)
 
 
 def load(

@@ -12,7 +12,7 @@ from moegguf.native.events import Announcement, Gate
 from moegguf.native.store import ListenOptions, Store
 
 
-class Hearer(Protocol):
+class RoutingListener(Protocol):
     """Hears announcements and gates, on the store's event thread."""
 
     @property
@@ -26,22 +26,22 @@ class Hearer(Protocol):
         """A layer was routed."""
 
 
-class Listeners:
+class RoutingListeners:
     """The hearers of one store. Adding and removing one restarts the listening, between gates."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._hearers: tuple[Hearer, ...] = ()
+        self._hearers: tuple[RoutingListener, ...] = ()
 
-    def add(self, hearer: Hearer) -> None:
+    def add(self, hearer: RoutingListener) -> None:
         self._restart((*self._hearers, hearer))
 
-    def remove(self, hearer: Hearer) -> None:
+    def remove(self, hearer: RoutingListener) -> None:
         """Returns after the last event it hears. Removing one that is not there is harmless."""
         if hearer in self._hearers:
             self._restart(tuple(other for other in self._hearers if other is not hearer))
 
-    def _restart(self, hearers: tuple[Hearer, ...]) -> None:
+    def _restart(self, hearers: tuple[RoutingListener, ...]) -> None:
         self._store.listen()
         self._hearers = hearers
         if hearers:

@@ -11,9 +11,9 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
-from moegguf.controller.artifacts import Knowledge
+from moegguf.controller.artifacts import Artifacts
 from moegguf.controller.controller import Controller, ControllerOptions, carried_by_store
-from moegguf.controller.measured import Choice
+from moegguf.controller.measured import ControllerChoice
 from moegguf.controller.policies import POLICIES, make_policy
 from moegguf.controller.policies.base import Policy
 from moegguf.controller.policies.sparsity import SparsityAware
@@ -69,15 +69,15 @@ class Steer:
 
 
 @dataclass
-class Steering:
+class LiveController:
     """One model's controller. `controller` is None where the store needs nobody: `carried` is then its policy."""
 
     session: Session
-    knowledge: Knowledge
+    artifacts: Artifacts
     asked: Steer
     controller: Controller | None = field(init=False, default=None)
     carried: str = field(init=False, default="lru")
-    choice: Choice = field(init=False, default_factory=Choice)
+    choice: ControllerChoice = field(init=False, default_factory=ControllerChoice)
     _listening: bool = field(init=False, default=False)
     _asleep: bool = field(init=False, default=False)
 
@@ -92,9 +92,9 @@ class Steering:
             if self.asked.policy != AUTO or self.asked.predictor is not None:
                 raise
             warnings.warn(f"what was measured to be best is not there: {error} Going on with LRU.", stacklevel=2)
-            self.choice = Choice()
+            self.choice = ControllerChoice()
             return
-        if self.choice == Choice() and self.asked.policy == AUTO and not self.asked.judge:
+        if self.choice == ControllerChoice() and self.asked.policy == AUTO and not self.asked.judge:
             return
         options = ControllerOptions(prefetch=self._prefetch(), judge=self.asked.judge)
         rates = carried_by_store(policy, predictor, options)
@@ -108,31 +108,31 @@ class Steering:
             self.session.store.set_rates(self.controller.store_rates())  # for when it sleeps; its scores come first
         self.update(self.session.plan.n_slots)
 
-    def _choose(self) -> Choice:
+    def _choose(self) -> ControllerChoice:
         """The names to use; those of objects given by the user do not matter."""
-        asked, measured = self.asked, self.knowledge.measured()
+        asked, measured = self.asked, self.artifacts.measured()
         share = self.session.plan.n_slots / max(1, self.session.layout.n_expert_total)
-        found = measured.choose(share) if measured and asked.policy == AUTO else Choice()
+        found = measured.choose(share) if measured and asked.policy == AUTO else ControllerChoice()
         policy = found.policy if asked.policy == AUTO else str(asked.policy)
         prefetch = bool(asked.prefetch) if asked.prefetch is not None else found.prefetch
         if asked.predictor is not None:
-            return Choice(policy, str(asked.predictor), prefetch)
+            return ControllerChoice(policy, str(asked.predictor), prefetch)
         predictor = found.predictor
         if measured and asked.policy != AUTO:
             predictor = measured.predictors.get(policy, "none")
         if prefetch and predictor == "none":
-            predictor = AHEAD if next(self.knowledge.find(f"{AHEAD}.safetensors"), None) else AHEAD_UNTRAINED
-        return Choice(policy, predictor, prefetch)
+            predictor = AHEAD if next(self.artifacts.find(f"{AHEAD}.safetensors"), None) else AHEAD_UNTRAINED
+        return ControllerChoice(policy, predictor, prefetch)
 
     def _policy(self, shape: MoeShape) -> Policy:
         if not isinstance(self.asked.policy, str):
             return self.asked.policy
-        return make_policy(self.choice.policy, shape, self.knowledge)
+        return make_policy(self.choice.policy, shape, self.artifacts)
 
     def _predictor(self, shape: MoeShape) -> Predictor:
         if isinstance(self.asked.predictor, Predictor):
             return self.asked.predictor
-        return make_predictor(self.choice.predictor, shape, self.knowledge)
+        return make_predictor(self.choice.predictor, shape, self.artifacts)
 
     def _prefetch(self) -> PrefetchOptions | None:
         if isinstance(self.asked.prefetch, PrefetchOptions):
@@ -218,7 +218,7 @@ class Steering:
         for learner in (controller.predictor, controller.policy):
             if isinstance(learner, EamcPredictor | SparsityAware):
                 learner.eamcs.add(controller.history.prefill, controller.history.decode)  # the last request
-                self.knowledge.keep(learner.eamcs)
+                self.artifacts.keep(learner.eamcs)
                 return  # both learn the same requests: one of them is enough
 
 

@@ -17,21 +17,21 @@ from contextlib import nullcontext, suppress
 from functools import cached_property
 from typing import Any, TypeVar
 
-from moegguf.controller.artifacts import Knowledge
+from moegguf.controller.artifacts import Artifacts
 from moegguf.controller.policies.base import Policy
 from moegguf.controller.predictors.base import Predictor
 from moegguf.controller.prefetch import PrefetchOptions
-from moegguf.engine.live_controller import Steer, Steering
-from moegguf.engine.load import Budget, LoadProgress, Opening, Progress, check_options, prepare
+from moegguf.engine.live_controller import LiveController, Steer
+from moegguf.engine.load import Budget, LoadPlan, LoadProgress, Progress, check_options, prepare
 from moegguf.engine.plan import Plan
 from moegguf.engine.readahead import readahead
 from moegguf.engine.recording import Recording, TraceOptions
-from moegguf.engine.requests import Requests
+from moegguf.engine.requests import RequestCounter
 from moegguf.engine.session import Session
 from moegguf.engine.stats import Stats
 from moegguf.engine.threadpool import Threadpool, built_with_openmp
-from moegguf.engine.turns import Closed, Turns
-from moegguf.engine.upstream import DropIn
+from moegguf.engine.turns import ClosedModel, RequestLock
+from moegguf.engine.upstream import UpstreamLlama
 from moegguf.engine.vocabulary import Vocabulary
 from moegguf.errors import ClosedError, GenerationCancelled, MoeggufError, OptionError
 from moegguf.native.events import Phase
@@ -42,7 +42,7 @@ Step = TypeVar("Step")
 _ABORTED = "llama_decode returned 2"  # our abort callback said so: a failure with a reason, or else cancel()
 
 
-class Llama(DropIn):
+class Llama(UpstreamLlama):
     """A GGUF model; when it is a Mixture of Experts, its experts are kept within a budget.
 
     Args:
@@ -84,14 +84,14 @@ class Llama(DropIn):
         **options: Any,
     ) -> None:
         self._session: Session | None = None
-        self._steering: Steering | None = None
+        self._steering: LiveController | None = None
         self._recording: Recording | None = None
         self._threads: Threadpool | None = None
         self._closed = False
         self._eval_s = 0.0
         self._progress = LoadProgress(progress)
-        self._turns = Turns()
-        self._requests = Requests()
+        self._turns = RequestLock()
+        self._requests = RequestCounter()
         self._busy = threading.RLock()  # held by whoever is inside llama_decode
         check_options(options, Llama)
         steer = Steer(policy, predictor, prefetch, judge, lockstep)
@@ -101,7 +101,7 @@ class Llama(DropIn):
         try:
             if opening.hooks:
                 self._session = Session(self.layout, self.plan, store or StoreOptions())
-                self._steering = Steering(self._session, Knowledge(self.layout), steer)
+                self._steering = LiveController(self._session, Artifacts(self.layout), steer)
                 for warning in self.plan.warnings:
                     warnings.warn(warning, stacklevel=2)
             self._load(opening)
@@ -112,7 +112,7 @@ class Llama(DropIn):
             self.close()
             raise
 
-    def _load(self, opening: Opening) -> None:
+    def _load(self, opening: LoadPlan) -> None:
         try:
             with readahead(self.layout) if self._session else nullcontext():
                 super().__init__(opening.path, n_ubatch=opening.n_ubatch, **opening.options)
@@ -129,7 +129,7 @@ class Llama(DropIn):
                 "trace: there are no experts in this model, or MOEGGUF_HOOKS=0 is set: nothing to record."
             )
         if trace and self._session is not None:
-            self._recording = Recording(self._session, Knowledge(self.layout), trace)
+            self._recording = Recording(self._session, Artifacts(self.layout), trace)
         if self._session is not None and n_threads > 1 and not built_with_openmp():
             self._threads = Threadpool(self._ctx.ctx, n_threads)
 
@@ -314,7 +314,7 @@ class Llama(DropIn):
             super().close()
         if self._threads is not None:
             self._threads.close()
-        self._model = self._ctx = self._batch = self.tokenizer_ = Closed()
+        self._model = self._ctx = self._batch = self.tokenizer_ = ClosedModel()
         self.__dict__.pop("vocabulary", None)
         if self._session is not None:
             self._session.close()

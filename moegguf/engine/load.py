@@ -37,7 +37,7 @@ Progress = Callable[[float], object]
 
 
 @dataclass(frozen=True)
-class Opening:
+class LoadPlan:
     """A model about to be loaded. `options` are keywords of llama_cpp.Llama, without n_ubatch."""
 
     path: str
@@ -69,7 +69,7 @@ class Opening:
         return ModelFormatError(f"llama.cpp cannot load {self.path}: {error}; verbose=True shows its reasons.")
 
 
-def prepare(model: str | os.PathLike[str], expert_cache: Budget | None, options: dict[str, Any]) -> Opening:
+def prepare(model: str | os.PathLike[str], expert_cache: Budget | None, options: dict[str, Any]) -> LoadPlan:
     """Reads and plans. `options`: keywords of llama_cpp.Llama as a user gives them.
 
     Raises ModelNotFoundError, ModelFormatError, BudgetError, OptionError, and AllocationError for a context that
@@ -91,7 +91,7 @@ def prepare(model: str | os.PathLike[str], expert_cache: Budget | None, options:
     if hooks:
         options["use_mmap"] = False
         n_ubatch = plan.n_ubatch
-    return Opening(path, layout, plan, hooks, n_ubatch, options)
+    return LoadPlan(path, layout, plan, hooks, n_ubatch, options)
 
 
 def _plan(layout: ExpertLayout, cache: ExpertCache, n_ubatch: int, options: dict[str, Any]) -> Plan:

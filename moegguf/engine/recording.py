@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 
 from moegguf import __version__
-from moegguf.controller.artifacts import Knowledge
+from moegguf.controller.artifacts import Artifacts
 from moegguf.controller.shape import MoeShape
 from moegguf.engine.machine import read_machine
 from moegguf.engine.session import Session
@@ -36,7 +36,7 @@ class Recording:
     The recorder hears everything: when it cannot keep up, the model waits for it, and no pass is missing.
     """
 
-    def __init__(self, session: Session, knowledge: Knowledge, options: TraceOptions | str | os.PathLike[str]) -> None:
+    def __init__(self, session: Session, artifacts: Artifacts, options: TraceOptions | str | os.PathLike[str]) -> None:
         if not isinstance(options, TraceOptions):
             options = TraceOptions(options)
         self._session = session
@@ -45,7 +45,7 @@ class Recording:
         )
         header = TraceHeader(
             model=session.layout.name,
-            fingerprint=knowledge.fingerprint,
+            fingerprint=artifacts.fingerprint,
             labels={},
             settings={
                 "n_slots": session.plan.n_slots,
@@ -93,5 +93,3 @@ class Recording:
         self._session.listeners.remove(self)
         recorder, self._recorder = self._recorder, None
         return recorder
-
-

@@ -10,7 +10,7 @@ from moegguf.native.events import Phase
 Step = TypeVar("Step")
 
 
-class Requests:
+class RequestCounter:
     """Counts requests of one context.
 
     A request is one call that generates: its first evaluation is the prompt, all later ones decode. Without such a

@@ -10,7 +10,7 @@ import ctypes as c
 import os
 import warnings
 
-from moegguf.engine.listeners import Listeners
+from moegguf.engine.listeners import RoutingListeners
 from moegguf.engine.plan import Plan
 from moegguf.engine.stats import Stats
 from moegguf.errors import AllocationError, ForkError
@@ -59,7 +59,7 @@ class Session:
         self._pid = os.getpid()
         self.store = open_store(layout, plan, options)
         self.lane = self.store.open_lane()
-        self.listeners = Listeners(self.store)
+        self.listeners = RoutingListeners(self.store)
         self._overrides = (_Override * 2)(_Override(EXPERT_TENSORS, self.store.buffer_type), _Override())
 
     def attach_model(self, params: c.Structure) -> None:

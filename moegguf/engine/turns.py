@@ -15,7 +15,7 @@ from moegguf.errors import ClosedError, GenerationCancelled
 Step = TypeVar("Step")
 
 
-class Turns:
+class RequestLock:
     """Requests of other threads wait; one of the same thread ends the stream that this thread left unfinished."""
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class Turns:
                 self._changed.notify_all()
 
 
-class Closed:
+class ClosedModel:
     """Stands where the model, its context and its tokenizer were: whatever is asked of it raises ClosedError."""
 
     def __getattr__(self, _name: str) -> Any:

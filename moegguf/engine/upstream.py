@@ -18,7 +18,7 @@ _bindings = library.llama_cpp()
 Floats = npt.NDArray[np.float32]
 
 
-class DropIn(_bindings.Llama):  # type: ignore[misc, name-defined]
+class UpstreamLlama(_bindings.Llama):  # type: ignore[misc, name-defined]
     """Base of our `Llama`, which keeps in `_given` the keywords that it was opened with."""
 
     _given: dict[str, Any]

@@ -1,8 +1,8 @@
-"""One answer: a request goes in, pieces of text come out while they are written, and it can be stopped.
+"""One answer: from a request to deltas of text, yielded while they are computed; it can be cancelled.
 
-`Answer` computes on the thread that iterates. `Background` computes on a thread of its own, so that whoever waits can
-still be interrupted: one pass may wait for a slow disk in C, where Python's signals do not reach. Neither knows
-terminals or HTTP.
+`Answer` computes on the thread that iterates. `BackgroundAnswer` computes on a thread of its own, so that the waiting
+thread can still be interrupted: one pass may wait for a slow disk in C, where Python's signals do not reach. Neither
+knows terminals or HTTP.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from moegguf.errors import GenerationCancelled, OptionError
 from moegguf.generate.constraint import grammar_for
 from moegguf.generate.decoding import OnProgress, Stop, decode, read, reuse
 from moegguf.generate.prompt import read_prompt
-from moegguf.generate.request import Ask, Piece, Timing, TokenChance
-from moegguf.generate.sampler import Chooser, chance_of
+from moegguf.generate.request import Delta, GenerationRequest, Timing, TokenLogprob
+from moegguf.generate.sampler import Sampler, logprob_of
 from moegguf.generate.transcript import new_transcript
 
 if TYPE_CHECKING:
@@ -35,15 +35,15 @@ class Answer:
     SchemaError and OptionError, before anything is computed.
     """
 
-    def __init__(self, llm: Llama, ask: Ask) -> None:
+    def __init__(self, llm: Llama, request: GenerationRequest) -> None:
         self.llm = llm
-        self.ask = ask
+        self.request = request
         self.timing = Timing()
-        self._prompt = read_prompt(llm, llm.vocabulary, ask)
+        self._prompt = read_prompt(llm, llm.vocabulary, request)
         self.timing.cut_messages = self._prompt.cut_messages
-        self._n_chances = _checked_chances(ask.n_logprobs)
-        grammar = grammar_for(ask, self._prompt.template, self._prompt.end)
-        self._chooser = Chooser(llm, ask.sampling, self._prompt.tokens, grammar)
+        self._n_logprobs = _checked_n_logprobs(request.n_logprobs)
+        grammar = grammar_for(request, self._prompt.template, self._prompt.end)
+        self._sampler = Sampler(llm, request.sampling, self._prompt.tokens, grammar)
         self._stop = Stop(llm)
 
     def cancel(self) -> None:
@@ -53,14 +53,14 @@ class Answer:
         """
         self._stop.want()
 
-    def pieces(self, on_progress: OnProgress | None = None) -> Generator[Piece, None, None]:
+    def deltas(self, on_progress: OnProgress | None = None) -> Generator[Delta, None, None]:
         """The answer as it is written, once; closing it ends the answer.
 
         `on_progress` hears of every n_batch tokens of the prompt. Raises what the model raises: ExpertIOError, ...
         """
         return self.llm.hold(self._pieces(on_progress))
 
-    def _pieces(self, on_progress: OnProgress | None) -> Generator[Piece, None, None]:
+    def _pieces(self, on_progress: OnProgress | None) -> Generator[Delta, None, None]:
         timing, start, before = self.timing, time.perf_counter(), self.llm.stats()
         timing.finish = "cancelled"
         try:
@@ -79,17 +79,17 @@ class Answer:
         tokens, timing = self._prompt.tokens, self.timing
         self._stop.check()
         # Reused tokens were evaluated in batches of other sizes, which changes the last bits of their numbers.
-        timing.cached_tokens = reuse(self.llm, tokens, afresh=self.ask.sampling.seed is not None)
+        timing.cached_tokens = reuse(self.llm, tokens, afresh=self.request.sampling.seed is not None)
         read(self.llm, tokens, timing.cached_tokens, self._stop, on_progress)
         timing.prompt_tokens = len(tokens) - timing.cached_tokens
 
-    def _write(self, start: float) -> Generator[Piece, None, None]:
+    def _write(self, start: float) -> Generator[Delta, None, None]:
         """Pieces until the model ends the answer, the limit is reached or someone stops it."""
         timing, ends = self.timing, self.llm.vocabulary.ends
-        transcript = new_transcript(self.ask, self._prompt, self.llm.vocabulary)
+        transcript = new_transcript(self.request, self._prompt, self.llm.vocabulary)
         written, limit, first = list[int](), self._token_limit(), None
         try:
-            for token in decode(self.llm, self._chooser, self._stop):
+            for token in decode(self.llm, self._sampler, self._stop):
                 if first is None:
                     timing.prompt_s, first = time.perf_counter() - start, self.llm.stats()
                 timing.answer_tokens += 1
@@ -97,9 +97,9 @@ class Answer:
                     timing.finish = "stop"
                     break
                 written.append(token)
-                piece = transcript.feed(token, self._chance(token))
-                if piece is not None:
-                    yield piece
+                delta = transcript.feed(token, self._chance(token))
+                if delta is not None:
+                    yield delta
                 if transcript.stopped or timing.answer_tokens >= limit:
                     timing.finish = "stop" if transcript.stopped else "length"
                     break
@@ -107,29 +107,29 @@ class Answer:
             pass  # what was held back is still part of the answer
         finally:
             timing.answer_stats = self.llm.stats() - (first or self.llm.stats())
-            if self.ask.tell_context:
+            if self.request.tell_context:
                 timing.context = (*self._prompt.tokens, *written)
-        if piece := transcript.end():
-            yield piece
+        if delta := transcript.end():
+            yield delta
 
     def _token_limit(self) -> int:
-        n_ctx, asked = self.llm.n_ctx(), self.ask.sampling.max_tokens
+        n_ctx, asked = self.llm.n_ctx(), self.request.sampling.max_tokens
         room = n_ctx - len(self._prompt.tokens)
         return min(asked, room) if asked is not None and asked > 0 else room
 
-    def _chance(self, token: int) -> TokenChance | None:
-        if self._n_chances is None:
+    def _chance(self, token: int) -> TokenLogprob | None:
+        if self._n_logprobs is None:
             return None
-        return chance_of(token, self.llm, self._n_chances)
+        return logprob_of(token, self.llm, self._n_logprobs)
 
 
-def _checked_chances(n_logprobs: int | None) -> int | None:
+def _checked_n_logprobs(n_logprobs: int | None) -> int | None:
     if n_logprobs is not None and not 0 <= n_logprobs <= MOST_CHANCES:
         raise OptionError(f"n_logprobs is a number from 0 to {MOST_CHANCES}, but is {n_logprobs}.")
     return n_logprobs
 
 
-class Background:
+class BackgroundAnswer:
     """An answer whose pieces are computed on a thread of its own. Iterate over it, once.
 
     Leaving the loop early, by Ctrl-C too, stops the model and waits for that, for a second at most: `running` tells.
@@ -141,7 +141,7 @@ class Background:
     def __init__(self, answer: Answer, on_progress: OnProgress | None = None) -> None:
         self._answer = answer
         self._on_progress = on_progress
-        self._pieces: queue.SimpleQueue[Piece | None] = queue.SimpleQueue()
+        self._pieces: queue.SimpleQueue[Delta | None] = queue.SimpleQueue()
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._work, name="moegguf-answer", daemon=True)
 
@@ -155,17 +155,17 @@ class Background:
         """The model still computes; it must not be used or closed before it has stopped."""
         return self._thread.is_alive()
 
-    def __iter__(self) -> Iterator[Piece]:
+    def __iter__(self) -> Iterator[Delta]:
         self._thread.start()
         try:
-            while (piece := self._next_piece()) is not None:
-                yield piece
+            while (delta := self._next_piece()) is not None:
+                yield delta
         finally:
             self.cancel(self.PATIENCE_S)
         if self._error is not None:
             raise self._error
 
-    def _next_piece(self) -> Piece | None:
+    def _next_piece(self) -> Delta | None:
         while True:
             try:
                 return self._pieces.get(timeout=WAKE_S)
@@ -182,8 +182,8 @@ class Background:
 
     def _work(self) -> None:
         try:
-            for piece in self._answer.pieces(self._on_progress):
-                self._pieces.put(piece)
+            for delta in self._answer.deltas(self._on_progress):
+                self._pieces.put(delta)
         except BaseException as error:  # raised again where the pieces are read
             self._error = error
         finally:

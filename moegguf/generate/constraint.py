@@ -11,7 +11,7 @@ from typing import Any
 
 from moegguf.errors import CapabilityError, SchemaError
 from moegguf.generate.gbnf import Rules, literal
-from moegguf.generate.request import Ask
+from moegguf.generate.request import GenerationRequest
 from moegguf.generate.schema import Converter
 from moegguf.generate.tool_formats import formats_of
 from moegguf.gguf.chat_template import HARMONY, think_marks_of
@@ -20,7 +20,7 @@ MAX_TOOLS = 128
 _NAME = re.compile(r"[\w.:/-]{1,128}")
 
 
-def grammar_for(ask: Ask, template: str | None, prompt_end: str = "") -> str | None:
+def grammar_for(request: GenerationRequest, template: str | None, prompt_end: str = "") -> str | None:
     """The grammar (GBNF) an answer to `ask` has to follow, None for none.
 
     `template`: the model's; it tells how the model thinks, which it may do first, and how it calls tools. A named or
@@ -30,21 +30,21 @@ def grammar_for(ask: Ask, template: str | None, prompt_end: str = "") -> str | N
     `tool_choice` names is not among the tools.
     """
     try:
-        return _grammar(ask, template or "", prompt_end)
+        return _grammar(request, template or "", prompt_end)
     except RecursionError:
         raise SchemaError("the JSON schema goes too deep, with what it refers to; simplify it.") from None
 
 
-def _grammar(ask: Ask, text: str, prompt_end: str) -> str | None:
-    forced = bool(ask.tools) and ask.tool_choice not in ("auto", "none")
-    if ask.format is None and not forced:
+def _grammar(request: GenerationRequest, text: str, prompt_end: str) -> str | None:
+    forced = bool(request.tools) and request.tool_choice not in ("auto", "none")
+    if request.format is None and not forced:
         return None
     rules = Rules()
-    ways = [] if forced or ask.format is None else [_in_form(rules, ask.format, text)]
-    if ask.tools and ask.tool_choice != "none":
-        ways += [_call(rules, tool, text) for tool in _chosen(ask.tools, ask.tool_choice)]
+    ways = [] if forced or request.format is None else [_in_form(rules, request.format, text)]
+    if request.tools and request.tool_choice != "none":
+        ways += [_call(rules, tool, text) for tool in _chosen(request.tools, request.tool_choice)]
     answer = rules.add("answer", " | ".join(ways))
-    return rules.text(_with_thinking(rules, answer, ask.think, text, prompt_end))
+    return rules.text(_with_thinking(rules, answer, request.think, text, prompt_end))
 
 
 def _in_form(rules: Rules, form: str | Mapping[str, Any], template: str) -> str:

@@ -18,7 +18,7 @@ from moegguf.generate.request import PromptProgress
 
 if TYPE_CHECKING:
     from moegguf.engine.llama import Llama
-    from moegguf.generate.sampler import Chooser
+    from moegguf.generate.sampler import Sampler
 
 OnProgress = Callable[[PromptProgress], object]
 
@@ -94,9 +94,9 @@ def read(llm: Llama, prompt: Sequence[int], n_cached: int, stop: Stop, on_progre
     llm.eval(prompt[n_cached:], after_batch)
 
 
-def decode(llm: Llama, chooser: Chooser, stop: Stop) -> Generator[int, None, None]:
+def decode(llm: Llama, sampler: Sampler, stop: Stop) -> Generator[int, None, None]:
     """Tokens after those in the context, without end; each is evaluated when the next one is asked for."""
-    choose, evaluate = chooser.choose, llm.eval
+    choose, evaluate = sampler.choose, llm.eval
     while True:
         token = choose()
         yield token

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from moegguf.generate.request import Piece, ToolCall
+from moegguf.generate.request import Delta, ToolCall
 from moegguf.generate.tool_calls import json_value
 from moegguf.generate.tool_formats import tool_call
 from moegguf.gguf.chat_template import tail
@@ -22,7 +22,7 @@ _LONGEST_HEADER = 300
 
 
 class Harmony:
-    """Feeds and ends like a `Splitter`."""
+    """Feeds and ends like a `AnswerParser`."""
 
     def __init__(self, *, thinking: bool, tools: bool, prompt_end: str) -> None:
         self._thinking = thinking
@@ -36,15 +36,15 @@ class Harmony:
         if _MESSAGE in self._before:
             self._open(self._before)
 
-    def feed(self, text: str) -> Piece:
+    def feed(self, text: str) -> Delta:
         if not (self._in_header or self._to or self._held) and "<" not in text:
-            return Piece(thinking=text) if self._thinks else Piece(text)
+            return Delta(thinking=text) if self._thinks else Delta(text)
         self._held += text
         while self._held and (self._read_header() if self._in_header else self._read_body()):
             pass
         return self._piece()
 
-    def end(self) -> Piece:
+    def end(self) -> Delta:
         held, self._held = self._held, ""
         if not self._in_header:
             self._put(held)
@@ -57,11 +57,11 @@ class Harmony:
     def _thinks(self) -> bool:
         return self._thinking and self._channel == "analysis"
 
-    def _piece(self) -> Piece:
-        piece = Piece(self._text, self._thought, tuple(self._calls))
+    def _piece(self) -> Delta:
+        delta = Delta(self._text, self._thought, tuple(self._calls))
         self._text = self._thought = ""
         self._calls = []
-        return piece
+        return delta
 
     def _read_header(self) -> bool:
         body = self._held.lstrip()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from moegguf.generate.harmony import Harmony
-from moegguf.generate.request import Piece
+from moegguf.generate.request import Delta
 from moegguf.generate.tool_calls import Call, Types, within_string
 from moegguf.generate.tool_formats import JSON_ONLY, ToolFormat, formats_of, tool_call, types_of
 from moegguf.gguf.chat_template import HARMONY, ThinkMarks, tail, think_marks_of
@@ -20,14 +20,16 @@ Tools = Sequence[Mapping[str, Any]]
 
 
 def needs_special_tokens(template: str | None) -> bool:
-    """Whether tokens that a detokenizer usually leaves out have to be in the text that a `Splitter` is fed: the marks
-    of thinking and of tools are such tokens in many models."""
+    """Whether tokens that a detokenizer usually leaves out have to be in the text that an `AnswerParser` reads.
+
+    The marks of thinking and of tool calls are such tokens in many models.
+    """
     text = template or ""
     marked = any(form.sign in text for form in formats_of(text) if form is not JSON_ONLY)
     return HARMONY in text or think_marks_of(text) is not None or marked
 
 
-class Splitter:
+class AnswerParser:
     """For one answer: `feed` it the text, then `end` it.
 
     `thinking`: take thinking out of the text, if the model with this template writes any. `tools`: those of the
@@ -46,9 +48,9 @@ class Splitter:
         else:
             marks = think_marks_of(text) if thinking else None
             parts = _Marked(marks, formats_of(text) if tools else (), types_of(given), prompt_end)
-        self.feed: Callable[[str], Piece] = parts.feed
+        self.feed: Callable[[str], Delta] = parts.feed
         """The next text, in any chunks. Gives what is certain by now; often an empty piece."""
-        self.end: Callable[[], Piece] = parts.end
+        self.end: Callable[[], Delta] = parts.end
         """The answer has ended: what was held back."""
 
 
@@ -76,15 +78,15 @@ class _Marked:
         if think and think.begun_by(end):
             self._state = self._after_open
 
-    def feed(self, text: str) -> Piece:
+    def feed(self, text: str) -> Delta:
         if self._plain and not self._held and not any(first in text for first in self._first):
-            return Piece(text)
+            return Delta(text)
         self._held += text
         while self._held and self._state():
             pass
         return self._piece()
 
-    def end(self) -> Piece:
+    def end(self) -> Delta:
         held, self._held = self._held, ""
         if self._state in (self._reflect, self._after_open):
             self._thought += held
@@ -94,11 +96,11 @@ class _Marked:
             self._text += held
         return self._piece()
 
-    def _piece(self) -> Piece:
-        piece = Piece(self._text, self._thought, tuple(tool_call(*call) for call in self._calls))
+    def _piece(self) -> Delta:
+        delta = Delta(self._text, self._thought, tuple(tool_call(*call) for call in self._calls))
         self._text = self._thought = ""
         self._calls = []
-        return piece
+        return delta
 
     def _start(self) -> bool:
         """Blanks before thinking or a call are no text."""

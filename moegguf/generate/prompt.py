@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from moegguf.engine.vocabulary import Vocabulary
 from moegguf.errors import CapabilityError, ContextError, OptionError
-from moegguf.generate.request import Ask, Message
+from moegguf.generate.request import GenerationRequest, Message
 from moegguf.generate.template import capabilities, render
 
 if TYPE_CHECKING:
@@ -31,21 +31,21 @@ class Prompt:
     cut_messages: int = 0
 
 
-def read_prompt(llm: Llama, vocabulary: Vocabulary, ask: Ask) -> Prompt:
+def read_prompt(llm: Llama, vocabulary: Vocabulary, request: GenerationRequest) -> Prompt:
     """The prompt of `ask`.
 
     Raises ContextError when it does not fit and nothing may be left out, CapabilityError when the model cannot do
     what it needs, TemplateError, and OptionError when nothing was asked.
     """
-    if ask.messages is not None:
-        prompt = _conversation(llm, vocabulary, ask)
-    elif ask.prompt is not None:
-        check_fits(max(len(ask.prompt), len(ask.suffix or "")) // LONGEST_TOKEN, llm.n_ctx())
-        prompt = Prompt(_plain(vocabulary, ask, ask.prompt))
+    if request.messages is not None:
+        prompt = _conversation(llm, vocabulary, request)
+    elif request.prompt is not None:
+        check_fits(max(len(request.prompt), len(request.suffix or "")) // LONGEST_TOKEN, llm.n_ctx())
+        prompt = Prompt(_plain(vocabulary, request, request.prompt))
     else:
         raise OptionError("a request has messages or a prompt; give one of them.")
-    vocabulary.check(ask.context)
-    tokens = [*ask.context, *prompt.tokens] or vocabulary.first
+    vocabulary.check(request.context)
+    tokens = [*request.context, *prompt.tokens] or vocabulary.first
     if not tokens:
         raise OptionError("the prompt is empty; give at least one word.")
     check_fits(len(tokens), llm.n_ctx())
@@ -61,15 +61,15 @@ def check_fits(n_tokens: int, n_ctx: int) -> None:
         )
 
 
-def _plain(vocabulary: Vocabulary, ask: Ask, prompt: str) -> list[int]:
-    first = [] if ask.context else vocabulary.first
-    if ask.suffix is None:
+def _plain(vocabulary: Vocabulary, request: GenerationRequest, prompt: str) -> list[int]:
+    first = [] if request.context else vocabulary.first
+    if request.suffix is None:
         return first + _without_double(first, vocabulary.tokens(prompt))
     marks = vocabulary.fill_in
     if marks is None:
         raise CapabilityError("this model cannot fill in text before a suffix (insert); ask without one.")
     before, after, gap = marks
-    head, tail = vocabulary.tokens(prompt, special=False), vocabulary.tokens(ask.suffix, special=False)
+    head, tail = vocabulary.tokens(prompt, special=False), vocabulary.tokens(request.suffix, special=False)
     return [*first, before, *head, after, *tail, gap]
 
 
@@ -78,52 +78,54 @@ def _without_double(first: list[int], tokens: list[int]) -> list[int]:
     return tokens[1:] if first and tokens[:1] == first else tokens
 
 
-def _conversation(llm: Llama, vocabulary: Vocabulary, ask: Ask) -> Prompt:
-    template = ask.template or llm.metadata.get("tokenizer.chat_template") or None
-    check_capabilities(template, ask)
+def _conversation(llm: Llama, vocabulary: Vocabulary, request: GenerationRequest) -> Prompt:
+    template = request.template or llm.metadata.get("tokenizer.chat_template") or None
+    check_capabilities(template, request)
 
     def prompt(messages: Sequence[Message]) -> tuple[list[int], str]:
         least = sum(len(str(message.get("content") or "")) for message in messages) // LONGEST_TOKEN
         if least >= llm.n_ctx():
             return [0] * least, ""  # far too long
-        text = _text(llm, vocabulary, template, messages, ask)
-        first = [] if ask.context else vocabulary.first
+        text = _text(llm, vocabulary, template, messages, request)
+        first = [] if request.context else vocabulary.first
         return first + _without_double(first, vocabulary.tokens(text)), text
 
-    if not ask.messages:
+    if not request.messages:
         raise OptionError("there are no messages; give at least one.")
-    n_ctx = llm.n_ctx() - len(ask.context)
-    messages, tokens, text = cut(ask.messages, prompt, n_ctx, _room(ask, n_ctx), may_cut=ask.truncate)
-    return Prompt(tokens, text, template, len(ask.messages) - len(messages))
+    n_ctx = llm.n_ctx() - len(request.context)
+    messages, tokens, text = cut(request.messages, prompt, n_ctx, _room(request, n_ctx), may_cut=request.truncate)
+    return Prompt(tokens, text, template, len(request.messages) - len(messages))
 
 
-def check_capabilities(template: str | None, ask: Ask) -> None:
+def check_capabilities(template: str | None, request: GenerationRequest) -> None:
     """Raises CapabilityError when the template cannot pass on what was asked."""
     able = capabilities(template) if template else ()
-    if ask.tools and ask.tool_choice != "none" and "tools" not in able:
+    if request.tools and request.tool_choice != "none" and "tools" not in able:
         raise CapabilityError("this model does not support tools: its chat template has no place for them.")
-    if ask.think and "thinking" not in able:
+    if request.think and "thinking" not in able:
         raise CapabilityError("this model does not support thinking; ask without it.")
 
 
-def _text(llm: Llama, vocabulary: Vocabulary, template: str | None, messages: Sequence[Message], ask: Ask) -> str:
+def _text(
+    llm: Llama, vocabulary: Vocabulary, template: str | None, messages: Sequence[Message], request: GenerationRequest
+) -> str:
     if template is None:
         return "\n".join(str(message.get("content") or "") for message in messages)
     return render(
         template,
         messages,
-        tools=() if ask.tool_choice == "none" else ask.tools,
-        think=ask.think,
-        options=ask.template_options,
+        tools=() if request.tool_choice == "none" else request.tools,
+        think=request.think,
+        options=request.template_options,
         bos=vocabulary.token_text(llm.token_bos()),
         eos=vocabulary.token_text(llm.token_eos()),
     )
 
 
-def _room(ask: Ask, n_ctx: int) -> int:
+def _room(request: GenerationRequest, n_ctx: int) -> int:
     """Tokens that a conversation should leave to its answer."""
     room = max(1, n_ctx // ROOM_SHARE)
-    limit = ask.sampling.max_tokens
+    limit = request.sampling.max_tokens
     return min(room, limit) if limit and limit > 0 else room
 
 

@@ -1,7 +1,7 @@
 """What may be asked of a model, and the pieces of what it answers: plain data that fits in JSON.
 
 No model, no templates, no text processing here. Everyone who asks (the chat, the server through its workers) fills in
-an `Ask`; everyone who listens gets `Piece`s and one `Timing`.
+a `GenerationRequest`; everyone who listens gets `Delta`s and one `Timing`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Sampling:
 
 
 @dataclass(frozen=True)
-class Ask:
+class GenerationRequest:
     """One request. Either `messages` (through the model's chat template) or `prompt` (as it is).
 
     `context`: tokens that come before the prompt, as an earlier answer gave them when asked to `tell_context`.
@@ -76,7 +76,7 @@ class ToolCall:
 
 
 @dataclass(frozen=True)
-class TokenChance:
+class TokenLogprob:
     """A token's text and the natural logarithm of its probability before sampling; `top` are the likeliest others."""
 
     text: str
@@ -85,13 +85,13 @@ class TokenChance:
 
 
 @dataclass(frozen=True)
-class Piece:
+class Delta:
     """A part of an answer as it comes: text, thinking, finished tool calls; often only one of them is not empty."""
 
     text: str = ""
     thinking: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
-    chances: tuple[TokenChance, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True)

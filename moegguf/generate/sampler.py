@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from moegguf.generate.request import TokenChance
+from moegguf.generate.request import TokenLogprob
 
 if TYPE_CHECKING:
     from moegguf.engine.llama import Llama
@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     from moegguf.engine.llama import Llama
 
 
-
-def chance_of(token: int, llm: Llama, n_top: int) -> TokenChance:
+def logprob_of(token: int, llm: Llama, n_top: int) -> TokenLogprob:
     """The chance of `token` after the last pass, and of the `n_top` likeliest tokens (it may be among them)."""
     logits = np.ctypeslib.as_array(llm._ctx.get_logits_ith(-1), shape=(llm.n_vocab(),))
     most = logits.max()
@@ -40,11 +39,10 @@ def chance_of(token: int, llm: Llama, n_top: int) -> TokenChance:
     top = top[np.argsort(-logits[top], kind="stable")]
     text = llm.vocabulary.text
     likeliest = tuple((text(int(other)), float(logits[other] - log_total)) for other in top)
-    return TokenChance(text(token), float(logits[token] - log_total), likeliest)
+    return TokenLogprob(text(token), float(logits[token] - log_total), likeliest)
 
 
-
-class Chooser:
+class Sampler:
     """Chooses tokens for one answer, from the logits of the last pass.
 
     Raises OptionError for a logit_bias that is not for a token of the model, SchemaError for a grammar that llama.cpp
@@ -59,34 +57,34 @@ class Chooser:
         self._add(sampling, prompt)
         self._grammar = Grammar(llm, grammar, self._n_vocab) if grammar is not None else None
 
-    def _add(self, ask: Sampling, prompt: Sequence[int]) -> None:
+    def _add(self, request: Sampling, prompt: Sequence[int]) -> None:
         samplers = self._samplers
-        if ask.logit_bias:
-            samplers.add_logit_bias(self._n_vocab, self._checked(ask))
-        if (ask.repeat_penalty, ask.presence_penalty, ask.frequency_penalty) != (1.0, 0.0, 0.0):
-            n_last = self._llm.n_ctx() if ask.repeat_last_n < 0 else ask.repeat_last_n
+        if request.logit_bias:
+            samplers.add_logit_bias(self._n_vocab, self._checked(request))
+        if (request.repeat_penalty, request.presence_penalty, request.frequency_penalty) != (1.0, 0.0, 0.0):
+            n_last = self._llm.n_ctx() if request.repeat_last_n < 0 else request.repeat_last_n
             samplers.add_penalties(
-                self._n_vocab, n_last, ask.repeat_penalty, ask.frequency_penalty, ask.presence_penalty
+                self._n_vocab, n_last, request.repeat_penalty, request.frequency_penalty, request.presence_penalty
             )
             for token in prompt[-n_last:] if n_last else ():
                 samplers.accept(token)
-        if ask.temperature <= 0:
+        if request.temperature <= 0:
             samplers.add_greedy()
             return
-        samplers.add_top_k(ask.top_k)
-        samplers.add_typical(ask.typical_p, 1)
-        samplers.add_top_p(ask.top_p, 1)
-        samplers.add_min_p(ask.min_p, 1)
-        samplers.add_temp(ask.temperature)
-        samplers.add_dist(random.getrandbits(32) if ask.seed is None else ask.seed & 0xFFFFFFFF)
+        samplers.add_top_k(request.top_k)
+        samplers.add_typical(request.typical_p, 1)
+        samplers.add_top_p(request.top_p, 1)
+        samplers.add_min_p(request.min_p, 1)
+        samplers.add_temp(request.temperature)
+        samplers.add_dist(random.getrandbits(32) if request.seed is None else request.seed & 0xFFFFFFFF)
 
-    def _checked(self, ask: Sampling) -> dict[int, float]:
-        for token, bias in ask.logit_bias.items():
+    def _checked(self, request: Sampling) -> dict[int, float]:
+        for token, bias in request.logit_bias.items():
             if not 0 <= token < self._n_vocab or math.isnan(bias):
                 raise OptionError(
                     f"logit_bias is a number for tokens from 0 to {self._n_vocab - 1}, but has {bias} for {token}."
                 )
-        return dict(ask.logit_bias)
+        return dict(request.logit_bias)
 
     def choose(self) -> int:
         """The next token. Raises SchemaError when the grammar allows none that the model has."""

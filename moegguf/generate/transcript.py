@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from moegguf.generate.parsing import Splitter, needs_special_tokens
-from moegguf.generate.request import Ask, Piece, TokenChance
+from moegguf.generate.parsing import AnswerParser, needs_special_tokens
+from moegguf.generate.request import Delta, GenerationRequest, TokenLogprob
 from moegguf.generate.template import capabilities
 
 if TYPE_CHECKING:
@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from moegguf.generate.prompt import Prompt
 
 
-
-class Stops:
+class StopStrings:
     """Lets text through up to the first stop string; `found` afterwards. Empty stop strings are ignored."""
 
     def __init__(self, stops: Iterable[str]) -> None:
@@ -62,14 +61,14 @@ class Stops:
 _new_decoder = codecs.getincrementaldecoder("utf-8")
 
 
-def new_transcript(ask: Ask, prompt: Prompt, vocabulary: Vocabulary) -> Transcript:
+def new_transcript(request: GenerationRequest, prompt: Prompt, vocabulary: Vocabulary) -> Transcript:
     """For an answer to `ask`. Text that did not come from a chat template is not taken apart."""
-    tools = () if ask.tool_choice == "none" else ask.tools
+    tools = () if request.tool_choice == "none" else request.tools
     template = prompt.template
     if template is None or not (tools or "thinking" in capabilities(template)):
-        return Transcript(vocabulary, ask.sampling.stop)
-    splitter = Splitter(template, tools=tools, prompt_end=prompt.end)
-    return Transcript(vocabulary, ask.sampling.stop, splitter, special=needs_special_tokens(template))
+        return Transcript(vocabulary, request.sampling.stop)
+    splitter = AnswerParser(template, tools=tools, prompt_end=prompt.end)
+    return Transcript(vocabulary, request.sampling.stop, splitter, special=needs_special_tokens(template))
 
 
 class Transcript:
@@ -82,59 +81,59 @@ class Transcript:
         self,
         vocabulary: Vocabulary,
         stops: Iterable[str] = (),
-        splitter: Splitter | None = None,
+        splitter: AnswerParser | None = None,
         *,
         special: bool = False,
     ) -> None:
         self._piece = vocabulary.piece
         self._special = special
         self._decode = _new_decoder("replace").decode
-        self._stops = Stops(stops)
+        self._stops = StopStrings(stops)
         self._splitter = splitter
-        self._chances: deque[tuple[int, TokenChance]] = deque()  # with the place in the text where its token begins
+        self._logprobs: deque[tuple[int, TokenLogprob]] = deque()  # with the place in the text where its token begins
         self._n_fed = self._n_told = 0  # characters, counted where there are chances
 
     @property
     def stopped(self) -> bool:
         return self._stops.found
 
-    def feed(self, token: int, chance: TokenChance | None = None) -> Piece | None:
+    def feed(self, token: int, logprob: TokenLogprob | None = None) -> Delta | None:
         """What is there to tell after this token; None when nothing is."""
         text = self._decode(self._piece(token, special=self._special))
-        if chance is not None:
-            self._chances.append((self._n_fed, chance))
+        if logprob is not None:
+            self._logprobs.append((self._n_fed, logprob))
             self._n_fed += len(text)
         if text and self._stops:
             text = self._stops.feed(text)
         return self._told(text)
 
-    def end(self) -> Piece | None:
+    def end(self) -> Delta | None:
         """What was held back, once no more tokens come."""
         rest = "" if self.stopped else self._decode(b"", True)
-        piece = self._told(self._stops.feed(rest) + self._stops.end())
+        delta = self._told(self._stops.feed(rest) + self._stops.end())
         if self._splitter is None:
-            return piece
+            return delta
         last = self._splitter.end()
-        if piece is None:
-            return last if last != Piece() else None
-        return Piece(
-            piece.text + last.text, piece.thinking + last.thinking, piece.tool_calls + last.tool_calls, piece.chances
+        if delta is None:
+            return last if last != Delta() else None
+        return Delta(
+            delta.text + last.text, delta.thinking + last.thinking, delta.tool_calls + last.tool_calls, delta.logprobs
         )
 
-    def _told(self, text: str) -> Piece | None:
-        chances = self._released(len(text)) if self._chances else ()
+    def _told(self, text: str) -> Delta | None:
+        logprobs = self._released(len(text)) if self._logprobs else ()
         if self._splitter is None:
-            return Piece(text, chances=chances) if text or chances else None
-        piece = self._splitter.feed(text) if text else Piece()
-        if chances:
-            return replace(piece, chances=chances)
-        return piece if piece.text or piece.thinking or piece.tool_calls else None
+            return Delta(text, logprobs=logprobs) if text or logprobs else None
+        delta = self._splitter.feed(text) if text else Delta()
+        if logprobs:
+            return replace(delta, logprobs=logprobs)
+        return delta if delta.text or delta.thinking or delta.tool_calls else None
 
-    def _released(self, n_more: int) -> tuple[TokenChance, ...]:
+    def _released(self, n_more: int) -> tuple[TokenLogprob, ...]:
         """The chances of tokens that are told with the next `n_more` characters: not those of a stop string."""
         self._n_told += n_more
         all_told = not self.stopped and not self._stops.n_held
         released = []
-        while self._chances and (all_told or self._chances[0][0] < self._n_told):
-            released.append(self._chances.popleft()[1])
+        while self._logprobs and (all_told or self._logprobs[0][0] < self._n_told):
+            released.append(self._logprobs.popleft()[1])
         return tuple(released)

@@ -172,9 +172,7 @@ def read_layout(path: str | os.PathLike[str]) -> ExpertLayout:
     files = read_shards(path)
     label = files[0].path.name
     if not any(file.tensors for file in files):
-        raise ModelFormatError(
-            f"{label}: there are no tensors in it (a vocabulary file?); give a complete model."
-        )
+        raise ModelFormatError(f"{label}: there are no tensors in it (a vocabulary file?); give a complete model.")
     hparams = read_hparams(files[0].metadata, label)
     matrices = list(_expert_matrices(files, hparams))
     layers = tuple(_layers([m for m in matrices if m.il < hparams.n_layer], hparams, files))
@@ -258,9 +256,7 @@ def _kind(word: str) -> Kind:
     return next(kind for kind in KINDS if kind == word)
 
 
-def _layers(
-    matrices: list[ExpertMatrix], hparams: Hparams, files: tuple[GgufFile, ...]
-) -> Iterator[MoeLayer]:
+def _layers(matrices: list[ExpertMatrix], hparams: Hparams, files: tuple[GgufFile, ...]) -> Iterator[MoeLayer]:
     by_layer: dict[int, dict[Kind, ExpertMatrix]] = {}
     for matrix in matrices:
         by_layer.setdefault(matrix.il, {})[matrix.kind] = matrix
@@ -283,9 +279,7 @@ def _layer_fault(kinds: Mapping[Kind, ExpertMatrix], n_expert_used: int) -> str 
         if gate is not None or up is not None:
             return "has both ffn_gate_up_exps and separate gate or up experts"
         if (both.ne0, both.ne1) != (down.ne1, 2 * down.ne0):
-            return (
-                f"has gate_up experts of {both.ne0}x{both.ne1} that do not fit down's {down.ne0}x{down.ne1}"
-            )
+            return f"has gate_up experts of {both.ne0}x{both.ne1} that do not fit down's {down.ne0}x{down.ne1}"
         return None
     if up is None:
         return "has no ffn_up_exps.weight"

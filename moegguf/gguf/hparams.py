@@ -128,9 +128,7 @@ def read_hparams(metadata: Mapping[str, Value], label: str) -> Hparams:
         value_length=keys.number("attention.value_length", head, 0, MAX_WIDTH),
         is_mla=_check_lengths(keys, key_length, n_rot, max(n_head_kv)),
         n_rot=n_rot,
-        own_window_lengths=any(
-            f"{arch}.attention.{word}_length_swa" in metadata for word in ("key", "value")
-        ),
+        own_window_lengths=any(f"{arch}.attention.{word}_length_swa" in metadata for word in ("key", "value")),
     )
 
 
@@ -140,9 +138,7 @@ def _check_heads(keys: _Keys, n_head: tuple[int, ...], n_head_kv: tuple[int, ...
         raise keys.fail(key, f"{max(n_head)} heads are more than the {n_embd} numbers they share")
     for il, (heads, kv_heads) in enumerate(zip(n_head, n_head_kv, strict=True)):
         if kv_heads and heads % kv_heads:
-            raise keys.fail(
-                f"{key}_kv", f"layer {il} has {heads} heads, not a multiple of its {kv_heads} KV heads"
-            )
+            raise keys.fail(f"{key}_kv", f"layer {il} has {heads} heads, not a multiple of its {kv_heads} KV heads")
 
 
 def _check_lengths(keys: _Keys, key_length: int, n_rot: int, n_head_kv: int) -> bool:
@@ -154,9 +150,7 @@ def _check_lengths(keys: _Keys, key_length: int, n_rot: int, n_head_kv: int) -> 
     if (mla_k == 0) != (mla_v == 0):
         raise keys.fail(f"{key}_mla", "needs value_length_mla beside it, both above zero")
     if n_rot > key_length or (keys.arch in FULLY_ROTATED and n_rot != key_length):
-        raise keys.fail(
-            f"{keys.arch}.rope.dimension_count", f"{n_rot} does not fit the key length, {key_length}"
-        )
+        raise keys.fail(f"{keys.arch}.rope.dimension_count", f"{n_rot} does not fit the key length, {key_length}")
     if (mla_k or keys.arch == "deepseek2") and n_rot >= (mla_k or key_length):
         raise keys.fail(key, f"{mla_k or key_length} has no room beside the {n_rot} numbers that are rotated")
     if mla_k and (key_length != rank + n_rot or n_head_kv != 1):
@@ -169,9 +163,7 @@ def _read_expert_counts(keys: _Keys, n_layer_all: int) -> tuple[int, tuple[int, 
     n_expert = keys.number("expert_count", 0, 0, MAX_EXPERTS)
     used = keys.per_layer("expert_used_count", n_layer_all, 0, MAX_EXPERTS)
     key = f"{keys.arch}.expert_used_count"
-    if n_expert <= 1 and keys.arch.startswith(
-        "hunyuan"
-    ):  # dense members of a family that llama.cpp lets pass
+    if n_expert <= 1 and keys.arch.startswith("hunyuan"):  # dense members of a family that llama.cpp lets pass
         return 0, (0,) * n_layer_all
     if max(used) > n_expert:
         raise keys.fail(key, f"a token cannot use {max(used)} of {n_expert} experts")
@@ -193,7 +185,6 @@ def _check_rope(keys: _Keys) -> None:
     scaling = keys.metadata.get(key, "linear")
     if scaling not in ROPE_SCALINGS:
         raise keys.fail(key, f"must be one of {', '.join(ROPE_SCALINGS)}, but is {str(scaling)[:40]!r}")
-
 
 
 def check_attention(tensors: Mapping[str, TensorInfo], hparams: Hparams, label: str) -> None:

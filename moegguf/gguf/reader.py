@@ -68,9 +68,7 @@ class Cursor:
                 parts.append(part)
                 n, offset = n - len(part), offset + len(part)
         except OSError as error:
-            raise ExpertIOError(
-                f"{self.label}: reading at offset {offset} failed ({error.strerror})."
-            ) from error
+            raise ExpertIOError(f"{self.label}: reading at offset {offset} failed ({error.strerror}).") from error
         return b"".join(parts)
 
     def u32(self) -> int:
@@ -106,9 +104,7 @@ class Cursor:
     def keep(self, n: int) -> None:
         self.kept_bytes += n
         if self.kept_bytes > KEPT_TOTAL_BYTES:
-            self.fail(
-                f"the key-values hold more than {KEPT_TOTAL_BYTES} bytes of text and numbers; {FETCH_AGAIN}"
-            )
+            self.fail(f"the key-values hold more than {KEPT_TOTAL_BYTES} bytes of text and numbers; {FETCH_AGAIN}")
 
     def strings(self, count: int, hashed: bool) -> None:
         """Walks `count` strings of an array; keeps only a hash of each when `hashed`."""
@@ -327,9 +323,7 @@ def _read_header(cur: Cursor) -> tuple[int, int, int]:
     at = cur.need(4)
     magic = cur.buf[at : at + 4]
     if magic != b"GGUF":
-        cur.fail(
-            f"a GGUF file starts with 'GGUF', but this one with {str(magic)[1:]}; give a .gguf model file"
-        )
+        cur.fail(f"a GGUF file starts with 'GGUF', but this one with {str(magic)[1:]}; give a .gguf model file")
     cur.pos = 4
     version = cur.u32()
     if version & 0xFFFF == 0 and version:
@@ -348,15 +342,8 @@ def _read_header(cur: Cursor) -> tuple[int, int, int]:
 def _alignment(cur: Cursor, metadata: Mapping[str, Value]) -> int:
     value = metadata.get("general.alignment", 32)
     cur.what = "key 'general.alignment'"
-    if (
-        not isinstance(value, int)
-        or isinstance(value, bool)
-        or not 8 <= value <= MAX_ALIGNMENT
-        or value & (value - 1)
-    ):
-        cur.fail(
-            f"the alignment must be a power of two from 8 to {MAX_ALIGNMENT}, but is {_short(str(value))}"
-        )
+    if not isinstance(value, int) or isinstance(value, bool) or not 8 <= value <= MAX_ALIGNMENT or value & (value - 1):
+        cur.fail(f"the alignment must be a power of two from 8 to {MAX_ALIGNMENT}, but is {_short(str(value))}")
     return value
 
 
@@ -414,13 +401,9 @@ def _read_tensors(cur: Cursor, n_tensors: int, alignment: int) -> tuple[int, tup
                 start,
             )
         if t.offset < expected:
-            cur.fail(
-                f"its data offset {t.offset} overlaps the tensor before it, which ends at {expected}", start
-            )
+            cur.fail(f"its data offset {t.offset} overlaps the tensor before it, which ends at {expected}", start)
         if t.offset > expected:
-            cur.fail(
-                f"its data offset must be {expected}, next to the tensor before it, but is {t.offset}", start
-            )
+            cur.fail(f"its data offset must be {expected}, next to the tensor before it, but is {t.offset}", start)
         expected += -(-t.n_bytes // alignment) * alignment
         tensors.append(TensorInfo(t.name, t.ggml_type, t.shape, data_offset + t.offset, t.n_bytes))
     return data_offset, tuple(tensors)
@@ -430,9 +413,7 @@ def _check_vocabulary(cur: Cursor) -> None:
     """llama.cpp aborts when two tokens have the same text. Counted in parts, so that memory stays small."""
     hashes = cur.tokens
     n_parts = len(hashes) // VOCAB_PART
-    parts = (
-        ((h for h in hashes if h % n_parts == part) for part in range(n_parts)) if n_parts > 1 else (hashes,)
-    )
+    parts = ((h for h in hashes if h % n_parts == part) for part in range(n_parts)) if n_parts > 1 else (hashes,)
     n_unique = sum(len(set(part)) for part in parts)
     if n_unique != len(hashes):
         cur.what = "key 'tokenizer.ggml.tokens'"

@@ -74,7 +74,7 @@ class Routers:
         best = np.argsort(-scores, axis=1, kind="stable")
         return best[:, : self.routers[il].n_expert_used].astype(np.int32)
 
-    def likelihoods(self, il: int, inputs: Float32s) -> Float32s:
+    def probabilities(self, il: int, inputs: Float32s) -> Float32s:
         """(n_expert,) in [0, 1] for one router input (n_embd,): higher is chosen sooner, excluded groups are 0.
 
         0.5 is an even share among n_expert_used: scores, made to add up to 1, against 1 / n_expert_used.

@@ -42,9 +42,7 @@ def read_shards(path: str | os.PathLike[str]) -> tuple[GgufFile, ...]:
             " a file was renamed or comes from another model."
         )
     if _split_number(first, "split.no", 0) != 0:
-        raise ModelFormatError(
-            f"{path.name}: key 'split.no' says it is not the first shard; shards were swapped."
-        )
+        raise ModelFormatError(f"{path.name}: key 'split.no' says it is not the first shard; shards were swapped.")
     prefix = str(path.with_name(name["prefix"]))
     shards = [first] + [_read_member(first, prefix, number, count) for number in range(2, count + 1)]
     _check_together(shards, prefix, count)
@@ -55,9 +53,7 @@ def _split_number(shard: GgufFile, key: str, default: int) -> int:
     value = shard.metadata.get(key, default)
     limit = MAX_SHARDS if key != "split.tensors.count" else MAX_TENSORS * 2
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= limit:
-        raise ModelFormatError(
-            f"{shard.path.name}: key '{key}' must be from 0 to {limit}, but is {str(value)[:40]!r}."
-        )
+        raise ModelFormatError(f"{shard.path.name}: key '{key}' must be from 0 to {limit}, but is {str(value)[:40]!r}.")
     return value
 
 
@@ -78,19 +74,14 @@ def _read_member(first: GgufFile, prefix: str, number: int, count: int) -> GgufF
     """Shard `number` (from 1), checked to belong to `first`."""
     path = Path(shard_path(prefix, number, count))
     if not path.exists():
-        raise ModelNotFoundError(
-            f"shard {path.name!r} is missing beside {first.path.name!r}; fetch it as well."
-        )
+        raise ModelNotFoundError(f"shard {path.name!r} is missing beside {first.path.name!r}; fetch it as well.")
     shard = read_gguf(path)
     if "split.no" not in shard.metadata:
-        raise ModelFormatError(
-            f"shard {path.name}: key 'split.no' is missing, so it is not a shard; fetch it again."
-        )
+        raise ModelFormatError(f"shard {path.name}: key 'split.no' is missing, so it is not a shard; fetch it again.")
     found = _split_number(shard, "split.no", -1)
     if found != number - 1:
         raise ModelFormatError(
-            f"shard {path.name}: key 'split.no' must be {number - 1}, but is {found};"
-            " shards were swapped or renamed."
+            f"shard {path.name}: key 'split.no' must be {number - 1}, but is {found}; shards were swapped or renamed."
         )
     for key, value in shard.metadata.items():
         shared = key.startswith("general.") or key in ("split.count", "split.tensors.count")

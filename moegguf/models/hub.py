@@ -21,7 +21,7 @@ from moegguf.errors import ModelNameError, ModelNotFoundError, PullError
 from moegguf.models.entry import Entry
 from moegguf.models.files import changed_at, digest_of, digest_of_digests, size_of
 from moegguf.models.names import HUB_HOST, Name, parse_name
-from moegguf.models.selection import Choice, choose, models_in
+from moegguf.models.selection import FileSelection, choose, models_in
 
 ENDPOINT = "https://huggingface.co"
 MAX_REF_BYTES = 128
@@ -89,7 +89,7 @@ class Snapshot:
                     found.append(name if inside == "." else f"{inside.replace(os.sep, '/')}/{name}")
         return sorted(found)
 
-    def entry(self, tag: str, choice: Choice) -> Entry:
+    def entry(self, tag: str, choice: FileSelection) -> Entry:
         """The model of that name. Raises OSError when a file has just gone."""
         files = tuple(self.folder / path for path in choice.files)
         mmproj = self.folder / choice.mmproj if choice.mmproj else None
@@ -184,7 +184,6 @@ def _digest(files: tuple[Path, ...]) -> str:
     if not all(_SHA256.fullmatch(blob) for blob in blobs):
         return digest_of(files)
     return blobs[0] if len(blobs) == 1 else digest_of_digests(blobs)
-
 
 
 def delete_cached(entry: Entry, keep: Collection[Path]) -> int:

@@ -19,7 +19,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from moegguf.atomic_write import write_whole
+from moegguf.atomic_write import write_atomically
 from moegguf.errors import MoeggufError, PullError
 from moegguf.models.names import parse_name
 from moegguf.models.recipe import check_messages, check_parameters, check_text
@@ -99,7 +99,7 @@ class Index:
                 if not sound:
                     self._set_aside()
                 if changed != contents or not sound:
-                    write_whole(self.path, _written(changed))
+                    write_atomically(self.path, _written(changed))
                 if after:
                     after(changed)
                 return changed

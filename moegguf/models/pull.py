@@ -16,14 +16,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moegguf.atomic_write import write_whole
+from moegguf.atomic_write import write_atomically
 from moegguf.errors import ModelNotFoundError, MoeggufError, PullError
 from moegguf.models.blobs import check_space
 from moegguf.models.catalog import Catalog
 from moegguf.models.entry import Entry, PullStatus
 from moegguf.models.hub import Snapshot, find_cached, hub_cache, hub_endpoint, hub_offline, repo_folder
 from moegguf.models.names import DEFAULT_TAG, Name, parse_name
-from moegguf.models.selection import Choice, choose, models_in
+from moegguf.models.selection import FileSelection, choose, models_in
 
 if TYPE_CHECKING:
     from moegguf.models.hub_api import HubFile, Repository
@@ -206,7 +206,7 @@ class _Download:
         return count
 
 
-def _give_names(repository: Repository, choice: Choice, files: list[HubFile]) -> Entry:
+def _give_names(repository: Repository, choice: FileSelection, files: list[HubFile]) -> Entry:
     """Links the commit's paths to the blobs, then has `main` be this commit."""
     folder = repo_folder(repository.repo)
     snapshot = folder / "snapshots" / repository.commit
@@ -214,7 +214,7 @@ def _give_names(repository: Repository, choice: Choice, files: list[HubFile]) ->
         for file in files:
             _link(snapshot / file.path, folder / "blobs" / file.etag)
         (folder / "refs").mkdir(exist_ok=True)
-        write_whole(folder / ".main", repository.commit.encode())  # half a file in refs would be a damaged cache
+        write_atomically(folder / ".main", repository.commit.encode())  # half a file in refs would be a damaged cache
         os.replace(folder / ".main", folder / "refs" / "main")
         found = Snapshot(repository.repo, snapshot)
         tag = next((tag for tag, other in models_in(found.paths()) if other.files == choice.files), DEFAULT_TAG)

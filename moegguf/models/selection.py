@@ -26,7 +26,7 @@ _LAST_WORD = re.compile(r"[-.]([A-Z0-9_]+)$", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
-class Choice:
+class FileSelection:
     """The shards of a model, first one first, and its projector for images when there is one."""
 
     files: tuple[str, ...]
@@ -40,7 +40,7 @@ class _Split:
     count: int
 
 
-def choose(paths: Iterable[str], tag: str = DEFAULT_TAG, *, repo: str = "the repository") -> Choice:
+def choose(paths: Iterable[str], tag: str = DEFAULT_TAG, *, repo: str = "the repository") -> FileSelection:
     """The files that `tag` means among `paths` ("folder/name.gguf").
 
     `latest` takes Q4_K_M, else Q8_0, else the first model. Raises ModelNotFoundError, listing what there is, when no
@@ -51,7 +51,7 @@ def choose(paths: Iterable[str], tag: str = DEFAULT_TAG, *, repo: str = "the rep
     first = _first(models, tag)
     if first is None:
         raise ModelNotFoundError(_nothing(models, tag, repo))
-    return Choice(_set_of(first, models, repo), _projector(first, known))
+    return FileSelection(_set_of(first, models, repo), _projector(first, known))
 
 
 def complete(paths: Iterable[str]) -> list[str]:
@@ -64,17 +64,17 @@ def complete(paths: Iterable[str]) -> list[str]:
     return [path for path in known if ((split := _split(path)).prefix, split.count) in whole]
 
 
-def models_in(paths: Iterable[str]) -> tuple[tuple[str, Choice], ...]:
+def models_in(paths: Iterable[str]) -> tuple[tuple[str, FileSelection], ...]:
     """(tag, files) of every model among `paths` whose shards are all there; among those, `choose` of the tag gives the
     files."""
     return _models_in(tuple(complete(paths)))
 
 
 @lru_cache(maxsize=1024)
-def _models_in(known: tuple[str, ...]) -> tuple[tuple[str, Choice], ...]:
+def _models_in(known: tuple[str, ...]) -> tuple[tuple[str, FileSelection], ...]:
     """The same files are asked about again and again."""
     openers = (path for path in known if is_model(path) and _split(path).number == 1)
-    choices = (Choice(_set_of(path, known, ""), _projector(path, known)) for path in openers)
+    choices = (FileSelection(_set_of(path, known, ""), _projector(path, known)) for path in openers)
     return tuple((tag, choice) for choice in choices if (tag := _tag_of(choice, known)))
 
 
@@ -171,7 +171,7 @@ def _projector(model: str, paths: Iterable[str]) -> str | None:
     return best[2] if best else None
 
 
-def _tag_of(choice: Choice, paths: Sequence[str]) -> str | None:
+def _tag_of(choice: FileSelection, paths: Sequence[str]) -> str | None:
     """The shortest tag that means these files among `paths`; None when their name can be no tag."""
     first = choice.files[0]
     name = _base(_split(first).prefix)

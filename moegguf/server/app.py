@@ -16,18 +16,18 @@ from moegguf.server.common.guard import Guard
 
 if TYPE_CHECKING:
     from moegguf.models.catalog import Catalog
-    from moegguf.serving.manager import Pool
+    from moegguf.serving.manager import ModelManager
     from moegguf.settings import Settings
 
 OURS = (llama_server, metrics, live, page)
 
 
-def make_app(pool: Pool, catalog: Catalog, settings: Settings) -> Starlette:
+def make_app(manager: ModelManager, catalog: Catalog, settings: Settings) -> Starlette:
     """The application; the pool lives from its start to its end. Handlers find all three in `app.state`."""
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        async with pool:
+        async with manager:
             yield
 
     app = Starlette(
@@ -39,7 +39,7 @@ def make_app(pool: Pool, catalog: Catalog, settings: Settings) -> Starlette:
         lifespan=lifespan,
     )
     app.router.redirect_slashes = False
-    app.state.pool, app.state.catalog, app.state.settings = pool, catalog, settings
+    app.state.manager, app.state.catalog, app.state.settings = manager, catalog, settings
     app.state.totals = metrics.Totals()
     app.state.ending = threading.Event()  # set when the server is told to end: what has no end of its own ends
     return app

@@ -24,8 +24,8 @@ from moegguf.server.common.errors import HttpError
 from moegguf.server.common.streams import NdjsonResponse, dumps
 
 if TYPE_CHECKING:
-    from moegguf.serving.events import Loaded, View
-    from moegguf.serving.manager import Pool
+    from moegguf.serving.events import Loaded, Snapshot
+    from moegguf.serving.manager import ModelManager
 
 PER_S = 4.0
 FASTEST_PER_S = 20.0
@@ -36,13 +36,13 @@ ONCE_S = 2.0  # for a first view
 
 async def live(request: Request) -> Response:
     """Query: `model` (default: all that are loaded), `per_s` views a second, `once`."""
-    pool, query = request.app.state.pool, request.query_params
+    manager, query = request.app.state.manager, request.query_params
     if query.get("once", "0") not in ("", "0"):
-        return JSONResponse({"models": await snapshot(pool)})
+        return JSONResponse({"models": await snapshot(manager)})
     name = query.get("model") or None
     if name is not None:
         name = (await asyncio.to_thread(request.app.state.catalog.find, name)).name
-    return NdjsonResponse(Viewing(pool, name, _per_s(query.get("per_s")), request.app.state.ending).lines())
+    return NdjsonResponse(Viewing(manager, name, _per_s(query.get("per_s")), request.app.state.ending).lines())
 
 
 def _per_s(text: str | None) -> float:
@@ -55,35 +55,37 @@ def _per_s(text: str | None) -> float:
     return value
 
 
-async def snapshot(pool: Pool) -> list[dict[str, Any]]:
+async def snapshot(manager: ModelManager) -> list[dict[str, Any]]:
     """Each loaded model's figures, with its view under `view`; None when it gives none in time."""
-    loaded = pool.loaded()
-    views = await asyncio.gather(*(first_view(pool, model.name) for model in loaded))
+    loaded = manager.loaded()
+    views = await asyncio.gather(*(first_view(manager, model.name) for model in loaded))
     facts = [loaded_facts(model, whole=True) for model in loaded]
     return [of | {"view": view and view_facts(view)} for of, view in zip(facts, views, strict=True)]
 
 
-async def first_view(pool: Pool, name: str) -> View | None:
+async def first_view(manager: ModelManager, name: str) -> Snapshot | None:
     try:
-        async with asyncio.timeout(ONCE_S), aclosing(_views(pool, name, FASTEST_PER_S)) as views:
+        async with asyncio.timeout(ONCE_S), aclosing(_views(manager, name, FASTEST_PER_S)) as views:
             return await anext(views, None)
     except TimeoutError:
         return None
 
 
-def _views(pool: Pool, name: str, per_s: float) -> AsyncGenerator[View]:
-    return cast("AsyncGenerator[View]", pool.watch(name, per_s))  # closing it ends the watch at once
+def _views(manager: ModelManager, name: str, per_s: float) -> AsyncGenerator[Snapshot]:
+    return cast("AsyncGenerator[Snapshot]", manager.watch(name, per_s))  # closing it ends the watch at once
 
 
 class Viewing:
     """One client that looks on: a task per model puts views where `lines` takes them, the latest of each."""
 
-    def __init__(self, pool: Pool, name: str | None, per_s: float, ending: threading.Event | None = None) -> None:
-        self._pool = pool
+    def __init__(
+        self, manager: ModelManager, name: str | None, per_s: float, ending: threading.Event | None = None
+    ) -> None:
+        self._pool = manager
         self._ending = ending or threading.Event()
         self._name = name
         self._per_s = per_s
-        self._latest: dict[str, View] = {}
+        self._latest: dict[str, Snapshot] = {}
         self._news = asyncio.Event()
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
@@ -134,7 +136,7 @@ class Viewing:
                 self._latest[name] = view if earlier is None else _joined(earlier, view)
                 self._news.set()
 
-    def _take(self) -> list[View]:
+    def _take(self) -> list[Snapshot]:
         views, self._latest = list(self._latest.values()), {}
         self._news.clear()
         return views
@@ -147,7 +149,7 @@ class Viewing:
             return
 
 
-def _joined(earlier: View, later: View) -> View:
+def _joined(earlier: Snapshot, later: Snapshot) -> Snapshot:
     """One view in place of two that the client was too slow for."""
     if earlier.layers != later.layers or later.seconds < earlier.seconds:
         return later  # loaded anew
@@ -159,12 +161,12 @@ def _sum(a: bytes, b: bytes) -> bytes:
     return bytes(min(x + y, 255) for x, y in zip(a, b, strict=True))
 
 
-def _face(view: View, loaded: Loaded) -> tuple[Any, ...]:
+def _face(view: Snapshot, loaded: Loaded) -> tuple[Any, ...]:
     """What a client would see change, besides uses and loads."""
     return view.state, view.busy, view.stats.tokens, view.layers, loaded.queue, loaded.stopping
 
 
-def view_facts(view: View) -> dict[str, Any]:
+def view_facts(view: Snapshot) -> dict[str, Any]:
     """A view as JSON: its fields, the bytes in base64, the statistics with what follows from them."""
     facts = {field.name: getattr(view, field.name) for field in fields(view)}
     maps = {name: base64.b64encode(facts[name]).decode() for name in ("state", "uses", "loads")}

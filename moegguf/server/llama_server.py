@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 async def health(request: Request) -> Response:
     """200 while the server answers; `degraded` tells of models whose experts could not all be read."""
-    failed = {model.name: model.stats.read_errors for model in request.app.state.pool.loaded()}
+    failed = {model.name: model.stats.read_errors for model in request.app.state.manager.loaded()}
     failed = {name: n for name, n in failed.items() if n}
     if not failed:
         return JSONResponse({"status": "ok"})
@@ -38,7 +38,7 @@ def which(request: Request, model: str | None) -> str:
     """The model that is meant. Raises HttpError 400 when none was named and not exactly one is loaded."""
     if model:
         return model
-    loaded: list[Loaded] = request.app.state.pool.loaded()
+    loaded: list[Loaded] = request.app.state.manager.loaded()
     if len(loaded) != 1:
         raise HttpError(400, f"model: is missing, and {len(loaded)} models are loaded; say which one")
     return loaded[0].name
@@ -46,7 +46,7 @@ def which(request: Request, model: str | None) -> str:
 
 def visit(request: Request, model: str | None) -> Lease:
     """A look at a model beside the answers of others; loads it when it is not there."""
-    lease: Lease = request.app.state.pool.lease(which(request, model), will_answer=False)
+    lease: Lease = request.app.state.manager.lease(which(request, model), will_answer=False)
     return lease
 
 
@@ -54,7 +54,7 @@ async def props(request: Request) -> Response:
     """What is known of a model, without loading it: of `?model=`, or of the only one that is loaded."""
     name = which(request, request.query_params.get("model"))
     entry, known = await look_up(request.app.state.catalog, name)
-    loaded = next((model for model in request.app.state.pool.loaded() if model.name == entry.name), None)
+    loaded = next((model for model in request.app.state.manager.loaded() if model.name == entry.name), None)
     return JSONResponse(
         {
             "default_generation_settings": {

@@ -222,11 +222,11 @@ def note(state: State, model: str, event: Event) -> None:
     scrape. `state`: the application's."""
     if isinstance(event, Done):
         state.totals.add(model, event.timing)
-        state.totals.see(state.pool.loaded())
+        state.totals.see(state.manager.loaded())
 
 
 async def metrics(request: Request) -> Response:
-    loaded = request.app.state.pool.loaded()
+    loaded = request.app.state.manager.loaded()
     totals: Totals = request.app.state.totals
     totals.see(loaded)
     return Response(exposition(totals, loaded), headers={"content-type": CONTENT_TYPE})

@@ -49,10 +49,10 @@ def run_server(settings: Settings, listener: socket.socket, on_listening: Callab
     from moegguf.models.catalog import Catalog
     from moegguf.server.app import make_app
     from moegguf.server.common.transport import HEADER_BYTES, Protocol, QuietServer
-    from moegguf.serving.manager import Pool
+    from moegguf.serving.manager import ModelManager
 
     catalog = Catalog(paths=False)  # a client that could open any file could read any file
-    app = make_app(Pool(catalog, settings), catalog, settings)
+    app = make_app(ModelManager(catalog, settings), catalog, settings)
     config = Config(
         app,
         http=Protocol,
@@ -69,5 +69,3 @@ def run_server(settings: Settings, listener: socket.socket, on_listening: Callab
     server: Server = QuietServer(config, on_listening, app.state.ending.set)
     server.run(sockets=[listener])
     return 0 if server.started else 1
-
-

@@ -18,9 +18,9 @@ from contextlib import suppress
 from typing import Any
 
 from moegguf.errors import BusyError, MoeggufError, WorkerError
-from moegguf.serving.loaded_model import Holding, State, Waiter, Wish
-from moegguf.serving.memory_budget import Limit, Measure, Size, Tenant, judge
-from moegguf.serving.subscribers import Watching
+from moegguf.serving.loaded_model import ManagedModel, Purpose, State, Waiter
+from moegguf.serving.memory_budget import Limit, LoadedModel, Measure, Size, admit
+from moegguf.serving.subscribers import Subscribers
 from moegguf.serving.wire import Order
 from moegguf.serving.worker_process import LoadStalledError, Process
 from moegguf.settings import Settings
@@ -29,16 +29,16 @@ MOST_DEATHS = 3
 OVERTAKE_S = 10.0  # two models that take turns are not swapped for every request
 
 
-class Scheduler:
+class Dispatcher:
     """All models that are loaded or wanted, by canonical name. `command` starts a worker; `measure` says what a model
     needs."""
 
-    def __init__(self, settings: Settings, watching: Watching, command: Sequence[str], measure: Measure) -> None:
-        self.holdings: dict[str, Holding] = {}
+    def __init__(self, settings: Settings, subscribers: Subscribers, command: Sequence[str], measure: Measure) -> None:
+        self.managed_models: dict[str, ManagedModel] = {}
         self._settings = settings
         self._command = command
         self._measure = measure
-        self._watching = watching
+        self._subscribers = subscribers
         self._limit = Limit(settings)
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
@@ -46,46 +46,46 @@ class Scheduler:
 
     # What others ask for.
 
-    async def acquire(self, waiter: Waiter) -> Holding:
+    async def acquire(self, waiter: Waiter) -> ManagedModel:
         """Waits until `waiter` has its model; whoever asked calls `release`. Raises BusyError, what loading raises."""
         self.check_open()
-        holding = self.holdings.get(waiter.entry.name)
-        n_waiting = sum(len(known.waiters) for known in self.holdings.values())
-        first = holding is None or not (holding.waiters or holding.in_use)
+        model = self.managed_models.get(waiter.entry.name)
+        n_waiting = sum(len(known.waiters) for known in self.managed_models.values())
+        first = model is None or not (model.waiters or model.in_use)
         if n_waiting >= self._settings.max_queue and not first:
             raise BusyError("server busy, please try again.  maximum pending requests exceeded")
-        if holding is None:
-            holding = self.holdings[waiter.entry.name] = Holding(waiter.entry, waiter.keep_alive_s)
-        holding.waiters.append(waiter)
-        await self._wait(holding, waiter)
-        return holding
+        if model is None:
+            model = self.managed_models[waiter.entry.name] = ManagedModel(waiter.entry, waiter.keep_alive_s)
+        model.waiters.append(waiter)
+        await self._wait(model, waiter)
+        return model
 
-    async def stop(self, holding: Holding) -> None:
+    async def stop(self, model: ManagedModel) -> None:
         """Lets a model leave after the answer that it is writing; returns when its process is gone."""
-        waiter = Waiter(holding.entry, holding.load, holding.keep_alive_s, Wish.STOP)
-        holding.waiters.insert(0, waiter)
-        await self._wait(holding, waiter)
+        waiter = Waiter(model.entry, model.load, model.keep_alive_s, Purpose.STOP)
+        model.waiters.insert(0, waiter)
+        await self._wait(model, waiter)
 
-    async def _wait(self, holding: Holding, waiter: Waiter) -> None:
+    async def _wait(self, model: ManagedModel, waiter: Waiter) -> None:
         self.settle()
         try:
             await waiter.granted
         except BaseException:
-            if waiter in holding.waiters:
-                holding.waiters.remove(waiter)
+            if waiter in model.waiters:
+                model.waiters.remove(waiter)
                 self.settle()
-            self.release(holding, waiter)  # it was granted in the moment in which its task was cancelled
+            self.release(model, waiter)  # it was granted in the moment in which its task was cancelled
             raise
 
-    def release(self, holding: Holding, waiter: Waiter) -> None:
+    def release(self, model: ManagedModel, waiter: Waiter) -> None:
         """Gives a model back. Twice is harmless."""
-        if holding.holder is waiter:
-            holding.holder = None
-        elif waiter in holding.visitors:
-            holding.visitors.remove(waiter)
+        if model.holder is waiter:
+            model.holder = None
+        elif waiter in model.visitors:
+            model.visitors.remove(waiter)
         else:
             return
-        holding.last_used_s = self._now()
+        model.last_used_s = self._now()
         self._released.set()
         self.settle()
 
@@ -97,22 +97,22 @@ class Scheduler:
     async def close(self, grace_s: float) -> None:
         """Nobody waits any more; whoever has a model may keep it for `grace_s`; then every process is ended."""
         self._closed = True
-        for holding in self.holdings.values():
-            for waiter in holding.waiters:
+        for model in self.managed_models.values():
+            for waiter in model.waiters:
                 waiter.fail(BusyError("the server is shutting down; try again later."))
         with suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
-                while any(holding.in_use for holding in self.holdings.values()):
+                while any(model.in_use for model in self.managed_models.values()):
                     self._released.clear()
                     await self._released.wait()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        processes = [holding.process for holding in self.holdings.values() if holding.process is not None]
+        processes = [model.process for model in self.managed_models.values() if model.process is not None]
         await asyncio.gather(*(process.close() for process in processes))
-        for holding in self.holdings.values():
-            if holding.expiry is not None:
-                holding.expiry.cancel()
+        for model in self.managed_models.values():
+            if model.expiry is not None:
+                model.expiry.cancel()
 
     # The rules.
 
@@ -120,41 +120,41 @@ class Scheduler:
         """Does what is due."""
         if self._closed:
             return
-        for holding in self.holdings.values():
-            self._give_turns(holding)
+        for model in self.managed_models.values():
+            self._give_turns(model)
         self._begin_loads()
-        for holding in list(self.holdings.values()):
-            self._time_stay(holding)
-            if holding.forgotten:
-                del self.holdings[holding.name]
-        self._watching.settle(self.holdings.values())
+        for model in list(self.managed_models.values()):
+            self._time_stay(model)
+            if model.forgotten:
+                del self.managed_models[model.name]
+        self._subscribers.settle(self.managed_models.values())
 
-    def _give_turns(self, holding: Holding) -> None:
-        if holding.state is State.ABSENT:
-            for waiter in [w for w in holding.waiters if w.wish is Wish.STOP]:
-                holding.waiters.remove(waiter)
+    def _give_turns(self, model: ManagedModel) -> None:
+        if model.state is State.ABSENT:
+            for waiter in [w for w in model.waiters if w.purpose is Purpose.STOP]:
+                model.waiters.remove(waiter)
                 waiter.grant()
-        if holding.state is not State.READY:
+        if model.state is not State.READY:
             return
-        for waiter in [w for w in holding.waiters if w.wish is Wish.VISIT]:
-            if not holding.stopping and holding.suits(waiter):
-                holding.visitors.add(waiter)
-                self._grant(holding, waiter)
-        if not holding.waiters or holding.holder is not None:
+        for waiter in [w for w in model.waiters if w.purpose is Purpose.VISIT]:
+            if not model.stopping and model.suits(waiter):
+                model.visitors.add(waiter)
+                self._grant(model, waiter)
+        if not model.waiters or model.holder is not None:
             return
-        first = holding.waiters[0]
-        if first.wish is Wish.STOP or not holding.suits(first):
-            if not holding.visitors:
-                self._let_go(holding)
+        first = model.waiters[0]
+        if first.purpose is Purpose.STOP or not model.suits(first):
+            if not model.visitors:
+                self._let_go(model)
         elif not self._must_yield(first):
-            holding.holder = first
-            self._grant(holding, first)
+            model.holder = first
+            self._grant(model, first)
 
-    def _grant(self, holding: Holding, waiter: Waiter) -> None:
-        holding.waiters.remove(waiter)
-        holding.keep_alive_s = waiter.keep_alive_s
-        holding.n_requests += waiter.wish is Wish.TURN
-        holding.last_used_s = self._now()
+    def _grant(self, model: ManagedModel, waiter: Waiter) -> None:
+        model.waiters.remove(waiter)
+        model.keep_alive_s = waiter.keep_alive_s
+        model.n_requests += waiter.purpose is Purpose.TURN
+        model.last_used_s = self._now()
         waiter.grant()
 
     def _must_yield(self, waiter: Waiter) -> bool:
@@ -165,131 +165,129 @@ class Scheduler:
         oldest = line[0].oldest_waiter
         return waiter.ticket > oldest.ticket and self._now() - oldest.since_s > OVERTAKE_S
 
-    def _line(self) -> list[Holding]:
+    def _line(self) -> list[ManagedModel]:
         """Models to be loaded, first one first."""
-        wanted = [h for h in self.holdings.values() if h.state is State.ABSENT and h.waiters]
+        wanted = [h for h in self.managed_models.values() if h.state is State.ABSENT and h.waiters]
         return sorted(wanted, key=lambda h: h.oldest_waiter.ticket)
 
     def _begin_loads(self) -> None:
         """Loads what is first in line, as long as there is room."""
-        for holding in self._line():
-            if holding.measuring:
+        for model in self._line():
+            if model.measuring:
                 return
-            if not holding.is_measured:
-                holding.measuring = True
-                self._spawn(self._size_up(holding, holding.waiters[0]))
+            if not model.is_measured:
+                model.measuring = True
+                self._spawn(self._size_up(model, model.waiters[0]))
                 return
-            if not self._place(holding):
+            if not self._place(model):
                 return
 
-    def _place(self, holding: Holding) -> bool:
+    def _place(self, model: ManagedModel) -> bool:
         """Begins to load it, or makes room; false when it has to wait."""
-        size = holding.size
+        size = model.size
         assert size is not None
-        others = [h for h in self.holdings.values() if h.state is not State.ABSENT]
+        others = [h for h in self.managed_models.values() if h.state is not State.ABSENT]
         others.sort(key=lambda h: h.last_used_s)
-        tenants = [Tenant(h.name, h.size_bytes, h.idle, h.state is State.STOPPING) for h in others]
+        loaded = [LoadedModel(h.name, h.size_bytes, h.idle, h.state is State.STOPPING) for h in others]
         used_bytes = sum(h.size_bytes for h in others)
         try:
-            verdict = judge(size, self._limit.bytes(used_bytes), tenants, self._settings.max_models, holding.name)
+            admission = admit(size, self._limit.bytes(used_bytes), loaded, self._settings.max_models, model.name)
         except MoeggufError as error:
-            self._fail(holding, holding.waiters[0], error)
+            self._fail(model, model.waiters[0], error)
             return True
-        for name in verdict.leave:
-            self._let_go(self.holdings[name])
-        if not verdict.take_bytes:
+        for name in admission.leave:
+            self._let_go(self.managed_models[name])
+        if not admission.take_bytes:
             return False
-        holding.state, holding.size_bytes = State.LOADING, verdict.take_bytes
-        self._spawn(self._load(holding, holding.waiters[0], size))
+        model.state, model.size_bytes = State.LOADING, admission.take_bytes
+        self._spawn(self._load(model, model.waiters[0], size))
         return True
 
-    def _fail(self, holding: Holding, tried: Waiter, error: Exception) -> None:
+    def _fail(self, model: ManagedModel, tried: Waiter, error: Exception) -> None:
         """Ends those who wait for the same as `tried`; others may fare better."""
-        for waiter in [w for w in holding.waiters if w.asks_the_same(tried)]:
-            holding.waiters.remove(waiter)
+        for waiter in [w for w in model.waiters if w.asks_the_same(tried)]:
+            model.waiters.remove(waiter)
             waiter.fail(error)
-        holding.size = None
+        model.size = None
         asyncio.get_running_loop().call_soon(self.settle)
 
-    def _time_stay(self, holding: Holding) -> None:
+    def _time_stay(self, model: ManagedModel) -> None:
         """Starts the time that an idle model stays, or stops it when it is not idle."""
-        if not holding.idle or holding.waiters:
-            if holding.expiry is not None:
-                holding.expiry.cancel()
-                holding.expiry = None
-        elif holding.keep_alive_s <= 0:
-            self._let_go(holding)
-        elif holding.expiry is None and holding.keep_alive_s != math.inf:
-            holding.expires_s = self._now() + holding.keep_alive_s
-            holding.expiry = asyncio.get_running_loop().call_at(holding.expires_s, self._let_go, holding)
+        if not model.idle or model.waiters:
+            if model.expiry is not None:
+                model.expiry.cancel()
+                model.expiry = None
+        elif model.keep_alive_s <= 0:
+            self._let_go(model)
+        elif model.expiry is None and model.keep_alive_s != math.inf:
+            model.expires_s = self._now() + model.keep_alive_s
+            model.expiry = asyncio.get_running_loop().call_at(model.expires_s, self._let_go, model)
 
     # What takes time.
 
-    async def _size_up(self, holding: Holding, waiter: Waiter) -> None:
-        limit_bytes = self._limit.bytes(sum(h.size_bytes for h in self.holdings.values()))
+    async def _size_up(self, model: ManagedModel, waiter: Waiter) -> None:
+        limit_bytes = self._limit.bytes(sum(h.size_bytes for h in self.managed_models.values()))
         try:
-            holding.size = await asyncio.to_thread(
-                self._measure, waiter.entry, waiter.load, self._settings, limit_bytes
-            )
-            holding.measured_for, holding.entry, holding.load = waiter, waiter.entry, waiter.load
+            model.size = await asyncio.to_thread(self._measure, waiter.entry, waiter.load, self._settings, limit_bytes)
+            model.measured_for, model.entry, model.load = waiter, waiter.entry, waiter.load
         except (MoeggufError, OSError) as error:
-            self._fail(holding, waiter, error)
+            self._fail(model, waiter, error)
         finally:
-            holding.measuring = False
+            model.measuring = False
             self.settle()
 
-    async def _load(self, holding: Holding, waiter: Waiter, size: Size) -> None:
+    async def _load(self, model: ManagedModel, waiter: Waiter, size: Size) -> None:
         start_s = self._now()
         try:
-            plan = await asyncio.to_thread(size.plan_within, holding.size_bytes)
-            await self._load_process(holding, size.order(plan))
+            plan = await asyncio.to_thread(size.plan_within, model.size_bytes)
+            await self._load_process(model, size.order(plan))
         except WorkerError as error:
-            holding.deaths += 1
-            if holding.deaths >= MOST_DEATHS or isinstance(error, LoadStalledError):
-                self._fail(holding, waiter, error)
+            model.deaths += 1
+            if model.deaths >= MOST_DEATHS or isinstance(error, LoadStalledError):
+                self._fail(model, waiter, error)
         except (MoeggufError, OSError) as error:
-            self._fail(holding, waiter, error)
+            self._fail(model, waiter, error)
         else:
-            holding.state, holding.deaths, holding.n_requests = State.READY, 0, 0
-            for waiting in holding.waiters:
+            model.state, model.deaths, model.n_requests = State.READY, 0, 0
+            for waiting in model.waiters:
                 waiting.load_s = self._now() - start_s
         finally:
-            if holding.state is State.LOADING:
-                await self._forget_process(holding)
+            if model.state is State.LOADING:
+                await self._forget_process(model)
             self.settle()
 
-    async def _load_process(self, holding: Holding, order: Order) -> None:
+    async def _load_process(self, model: ManagedModel, order: Order) -> None:
         def on_share(share: float) -> None:
-            for waiter in holding.waiters:
+            for waiter in model.waiters:
                 waiter.on_share(share)
 
-        holding.process = process = await Process.start(
-            holding.name, self._watching.take, command=self._command, echo=self._settings.debug
+        model.process = process = await Process.start(
+            model.name, self._subscribers.take, command=self._command, echo=self._settings.debug
         )
-        holding.ready = await process.load(order, self._settings.load_timeout_s, on_share)
-        process.on_end = lambda: self._take_end(holding, process)
+        model.ready = await process.load(order, self._settings.load_timeout_s, on_share)
+        process.on_end = lambda: self._take_end(model, process)
 
-    def _take_end(self, holding: Holding, process: Process) -> None:
+    def _take_end(self, model: ManagedModel, process: Process) -> None:
         """A process has ended; when nobody asked it to, its model is gone."""
-        if holding.process is process and holding.state is State.READY:
-            holding.leave()
+        if model.process is process and model.state is State.READY:
+            model.leave()
             self.settle()
 
-    def _let_go(self, holding: Holding) -> None:
+    def _let_go(self, model: ManagedModel) -> None:
         """Ends the process of a model that nobody uses."""
-        if holding.state is State.READY:
-            holding.state, holding.expiry = State.STOPPING, None
-            self._spawn(self._end(holding))
+        if model.state is State.READY:
+            model.state, model.expiry = State.STOPPING, None
+            self._spawn(self._end(model))
 
-    async def _end(self, holding: Holding) -> None:
-        await self._forget_process(holding)
+    async def _end(self, model: ManagedModel) -> None:
+        await self._forget_process(model)
         self.settle()
 
-    async def _forget_process(self, holding: Holding) -> None:
-        process = holding.process
+    async def _forget_process(self, model: ManagedModel) -> None:
+        process = model.process
         if process is not None:
             await process.close()
-        holding.leave()
+        model.leave()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

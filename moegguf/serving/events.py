@@ -1,6 +1,6 @@
 """What a worker tells while it loads and answers, and what is known of a loaded model. Plain data.
 
-Besides these, an answer's events are `moegguf.generate.request`'s `PromptProgress`, `Piece` and, last, `Done`.
+Besides these, an answer's events are `moegguf.generate.request`'s `PromptProgress`, `Delta` and, last, `Done`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from datetime import datetime
 from typing import Any
 
 from moegguf.engine.stats import Stats
-from moegguf.generate.request import Piece, PromptProgress, Timing
+from moegguf.generate.request import Delta, PromptProgress, Timing
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Done:
     load_s: float
 
 
-Event = Loading | PromptProgress | Piece | Done
+Event = Loading | PromptProgress | Delta | Done
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Loaded:
 
 
 @dataclass(frozen=True)
-class View:
+class Snapshot:
     """A look at the experts of a loaded model, a few times a second while someone watches.
 
     Per layer with experts (`layers`: their il) and expert, row by row: `state` 0 absent, 1 on its way, 2 there;

@@ -8,13 +8,13 @@ from typing import Any
 
 from moegguf.errors import OptionError
 from moegguf.generate.embedding import Embeddings
-from moegguf.generate.request import Ask, Piece, PromptProgress, Timing
+from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, Timing
 from moegguf.models.entry import Entry
-from moegguf.serving.dispatcher import Scheduler
+from moegguf.serving.dispatcher import Dispatcher
 from moegguf.serving.events import Done, Event, Loaded
-from moegguf.serving.loaded_model import Holding, Waiter, Wish
+from moegguf.serving.loaded_model import ManagedModel, Purpose, Waiter
 from moegguf.serving.wire import build
-from moegguf.serving.worker_process import Process, Request
+from moegguf.serving.worker_process import PendingRequest, Process
 
 
 class Lease:
@@ -30,12 +30,12 @@ class Lease:
     loaded: Loaded
     load_s: float
 
-    def __init__(self, scheduler: Scheduler, new_waiter: Callable[[], Awaitable[Waiter]]) -> None:
+    def __init__(self, scheduler: Dispatcher, new_waiter: Callable[[], Awaitable[Waiter]]) -> None:
         self._scheduler = scheduler
         self._new_waiter = new_waiter
-        self._held: tuple[Holding, Waiter] | None = None
+        self._held: tuple[ManagedModel, Waiter] | None = None
         self._process: Process
-        self._request: Request | None = None
+        self._request: PendingRequest | None = None
 
     async def __aenter__(self) -> Lease:
         waiter = await self._take()
@@ -48,16 +48,16 @@ class Lease:
         else:
             self._request.cancel()  # the turn goes on once it has stopped
 
-    async def answer(self, ask: Ask, *, stream: bool = True) -> AsyncGenerator[Event, None]:
+    async def answer(self, generation: GenerationRequest, *, stream: bool = True) -> AsyncGenerator[Event, None]:
         """Progress of a long prompt, pieces of the answer, and last `Done`. Closing it stops the answer within a
         token. Without `stream` there is one piece, with all of it.
 
         Raises what `moegguf.generate.answer.Answer` raises.
         """
-        request = await self._begin("ask", ask=ask, stream=stream)
+        request = await self._begin("ask", generation=generation, stream=stream)
         try:
             async for event in request.events():
-                if isinstance(event, Piece | PromptProgress):
+                if isinstance(event, Delta | PromptProgress):
                     yield event
                 else:
                     yield Done(build(Timing, event), self.load_s)
@@ -78,11 +78,11 @@ class Lease:
         """The text of tokens, special ones by their names."""
         return str(await self._process.request("detokenize", tokens=list(tokens)).value())
 
-    async def _begin(self, kind: str, **fields: Any) -> Request:
+    async def _begin(self, kind: str, **fields: Any) -> PendingRequest:
         if self._held is None:
             await self._take()
         assert self._held is not None
-        if self._held[1].wish is not Wish.TURN:
+        if self._held[1].purpose is not Purpose.TURN:
             raise OptionError("this lease was taken with will_answer=False; take another one.")
         self._request = self._process.request(kind, self._give_back, **fields)
         return self._request
@@ -90,13 +90,13 @@ class Lease:
     async def _take(self) -> Waiter:
         while True:
             waiter = await self._new_waiter()
-            holding = await self._scheduler.acquire(waiter)
-            self._held = holding, waiter
-            if holding.process is not None:
+            model = await self._scheduler.acquire(waiter)
+            self._held = model, waiter
+            if model.process is not None:
                 break
             self._give_back()  # it has ended since
-        self._process = holding.process
-        self.loaded = holding.figures(asyncio.get_running_loop().time())
+        self._process = model.process
+        self.loaded = model.figures(asyncio.get_running_loop().time())
         return waiter
 
     def _give_back(self) -> None:

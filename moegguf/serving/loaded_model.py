@@ -36,7 +36,7 @@ class State(Enum):
     STOPPING = "stopping"
 
 
-class Wish(Enum):
+class Purpose(Enum):
     """What somebody who waits wants: the model alone, the model beside others, or the model gone."""
 
     TURN = "turn"
@@ -51,7 +51,7 @@ class Waiter:
     entry: Entry
     load: LoadOptions
     keep_alive_s: float
-    wish: Wish = Wish.TURN
+    purpose: Purpose = Purpose.TURN
     on_share: Callable[[float], object] = lambda share: None
     ticket: int = field(default_factory=lambda: next(_tickets))
     since_s: float = field(default_factory=lambda: asyncio.get_running_loop().time())
@@ -77,7 +77,7 @@ def with_own_options(entry: Entry, load: LoadOptions) -> LoadOptions:
     return replace(load, **{name: value for name, value in own.items() if getattr(load, name) is None})
 
 
-class Holding:
+class ManagedModel:
     """A model that is loaded, or that somebody waits for."""
 
     def __init__(self, entry: Entry, keep_alive_s: float) -> None:
@@ -135,7 +135,7 @@ class Holding:
     @property
     def stopping(self) -> bool:
         """It will leave once nobody uses it."""
-        return self.state is State.STOPPING or any(w.wish is Wish.STOP for w in self.waiters)
+        return self.state is State.STOPPING or any(w.purpose is Purpose.STOP for w in self.waiters)
 
     def suits(self, waiter: Waiter) -> bool:
         """It need not be loaded again: what `waiter` gives is how it was loaded, from the same files."""
@@ -160,7 +160,7 @@ class Holding:
             expires=self._expires(loop_time_s),
             busy=self.holder is not None,
             stopping=self.stopping,
-            queue=sum(w.wish is not Wish.STOP for w in self.waiters),
+            queue=sum(w.purpose is not Purpose.STOP for w in self.waiters),
             n_requests=self.n_requests,
             stats=process.stats,
             plan=plan,

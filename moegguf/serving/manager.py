@@ -11,12 +11,12 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Protocol
 
 from moegguf.models.entry import Entry
-from moegguf.serving.dispatcher import Scheduler
-from moegguf.serving.events import Loaded, LoadOptions, View
+from moegguf.serving.dispatcher import Dispatcher
+from moegguf.serving.events import Loaded, LoadOptions, Snapshot
 from moegguf.serving.lease import Lease
-from moegguf.serving.loaded_model import State, Waiter, Wish, with_own_options
+from moegguf.serving.loaded_model import Purpose, State, Waiter, with_own_options
 from moegguf.serving.memory_budget import Measure, measure
-from moegguf.serving.subscribers import Watching
+from moegguf.serving.subscribers import Subscribers
 from moegguf.serving.worker_process import COMMAND
 from moegguf.settings import Settings
 
@@ -31,11 +31,11 @@ class Catalog(Protocol):
     def find(self, name: str) -> Entry: ...
 
 
-def _deaf(share: float) -> None:
+def _ignore(share: float) -> None:
     """Nobody wants to know how far a load is."""
 
 
-class Pool:
+class ModelManager:
     """Models by name, each in a process of its own: `async with Pool(catalog, settings) as pool`.
 
     Leaving it lets running answers finish for SHUTDOWN_GRACE_S, then ends every process. Everything is for the event
@@ -47,14 +47,14 @@ class Pool:
     ) -> None:
         self._catalog = catalog
         self._settings = settings
-        self._watching = Watching()
-        self._scheduler = Scheduler(settings, self._watching, command, measure)
+        self._subscribers = Subscribers()
+        self._scheduler = Dispatcher(settings, self._subscribers, command, measure)
 
-    async def __aenter__(self) -> Pool:
+    async def __aenter__(self) -> ModelManager:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._watching.close()
+        self._subscribers.close()
         await self._scheduler.close(SHUTDOWN_GRACE_S)
 
     def lease(
@@ -64,7 +64,7 @@ class Pool:
         keep_alive_s: float | None = None,
         *,
         will_answer: bool = True,
-        on_share: OnShare = _deaf,
+        on_share: OnShare = _ignore,
     ) -> Lease:
         """A model for somebody, inside `async with`: loads it if needed and waits in line for its turn.
 
@@ -80,8 +80,8 @@ class Pool:
             self._scheduler.check_open()
             entry = await self._find(name)
             stay_s = self._settings.keep_alive_s if keep_alive_s is None else keep_alive_s
-            wish = Wish.TURN if will_answer else Wish.VISIT
-            return Waiter(entry, with_own_options(entry, load), stay_s, wish, on_share)
+            purpose = Purpose.TURN if will_answer else Purpose.VISIT
+            return Waiter(entry, with_own_options(entry, load), stay_s, purpose, on_share)
 
         return Lease(self._scheduler, new_waiter)
 
@@ -91,7 +91,7 @@ class Pool:
         load: LoadOptions = LoadOptions(),
         keep_alive_s: float | None = None,
         *,
-        on_share: OnShare = _deaf,
+        on_share: OnShare = _ignore,
     ) -> Loaded:
         """Loads a model, or has it stay for `keep_alive_s` from now. Raises what entering a lease raises."""
         async with self.lease(name, load, keep_alive_s, will_answer=False, on_share=on_share) as lease:
@@ -100,27 +100,27 @@ class Pool:
     async def unload(self, name: str | Entry) -> bool:
         """Lets a model leave after the answer that it is writing; returns when its process is gone, False when there
         is none. Requests that wait load it again. Raises ModelNotFoundError, ModelNameError."""
-        holding = self._scheduler.holdings.get((await self._find(name)).name)
-        if holding is None or holding.state is State.ABSENT:
+        model = self._scheduler.managed_models.get((await self._find(name)).name)
+        if model is None or model.state is State.ABSENT:
             return False
-        await self._scheduler.stop(holding)
+        await self._scheduler.stop(model)
         return True
 
     def loaded(self) -> list[Loaded]:
         """Models in memory, those that stay longest first. Their figures are as of their last answer or view."""
-        now_s, known = asyncio.get_running_loop().time(), self._scheduler.holdings.values()
+        now_s, known = asyncio.get_running_loop().time(), self._scheduler.managed_models.values()
         there = [h.figures(now_s) for h in known if h.state in (State.READY, State.STOPPING) and h.process is not None]
         return sorted(there, key=lambda m: m.expires.timestamp() if m.expires else math.inf, reverse=True)
 
-    async def watch(self, name: str | None = None, per_s: float = 4.0) -> AsyncIterator[View]:
+    async def watch(self, name: str | None = None, per_s: float = 4.0) -> AsyncIterator[Snapshot]:
         """Looks at the experts of a model, or of the one that was used last; waits while it is not loaded, ends when
         the pool does."""
         canonical = (await self._find(name)).name if name is not None else None
         try:
-            with self._watching.watcher(canonical, per_s) as watcher:
+            with self._subscribers.subscriber(canonical, per_s) as subscriber:
                 self._scheduler.settle()
-                async for view in watcher:
-                    yield view
+                async for snapshot in subscriber:
+                    yield snapshot
         finally:
             self._scheduler.settle()
 

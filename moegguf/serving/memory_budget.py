@@ -33,7 +33,7 @@ class Size:
     """What a model may take: with all it wishes for, and at the least. `plan_within` plans for a number of bytes
     between the two."""
 
-    wish_bytes: int
+    wanted_bytes: int
     least_bytes: int
     plan_within: Callable[[int], Plan]
     order: Callable[[Plan], Order]
@@ -44,7 +44,7 @@ Measure = Callable[[Entry, LoadOptions, Settings, int], Size]
 
 
 @dataclass(frozen=True)
-class Tenant:
+class LoadedModel:
     """A model that takes memory. `idle`: nobody uses it, so it may leave; `leaving`: it is on its way."""
 
     name: str
@@ -54,16 +54,16 @@ class Tenant:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Admission:
     """Take `take_bytes` now; or first let `leave` go; or, with neither, wait until others are idle."""
 
     take_bytes: int = 0
     leave: tuple[str, ...] = ()
 
 
-def judge(
-    size: Size, limit_bytes: int, tenants: Sequence[Tenant], max_models: int | None = None, name: str = ""
-) -> Verdict:
+def admit(
+    size: Size, limit_bytes: int, loaded: Sequence[LoadedModel], max_models: int | None = None, name: str = ""
+) -> Admission:
     """Whether there is room within `limit_bytes` beside the `tenants`, which come least recently used first.
 
     Raises BudgetError when there is none even in an empty house.
@@ -73,19 +73,19 @@ def judge(
             f"{name!r} needs at least {format_bytes(size.least_bytes)}, but all models together may take"
             f" {format_bytes(limit_bytes)}; lower num_ctx, close other programs, or set MOEGGUF_MEMORY."
         )
-    free, places = limit_bytes - sum(t.size_bytes for t in tenants), (max_models or _UNLIMITED) - len(tenants)
+    free, places = limit_bytes - sum(t.size_bytes for t in loaded), (max_models or _UNLIMITED) - len(loaded)
     leave: list[str] = []
-    for tenant in tenants:
-        if places > 0 and free >= size.wish_bytes:
+    for model in loaded:
+        if places > 0 and free >= size.wanted_bytes:
             break
-        if tenant.idle or tenant.leaving:
-            free, places = free + tenant.size_bytes, places + 1
-            leave.append(tenant.name)
+        if model.idle or model.leaving:
+            free, places = free + model.size_bytes, places + 1
+            leave.append(model.name)
     if places <= 0 or free < size.least_bytes:
-        return Verdict()
+        return Admission()
     if leave:
-        return Verdict(leave=tuple(leave))
-    return Verdict(take_bytes=min(free, size.wish_bytes))
+        return Admission(leave=tuple(leave))
+    return Admission(take_bytes=min(free, size.wanted_bytes))
 
 
 class Limit:
@@ -142,12 +142,12 @@ def measure(entry: Entry, load: LoadOptions, settings: Settings, limit_bytes: in
             verbose=settings.debug,
         )
 
-    wish = plan(parse_expert_cache(load.expert_cache or read_environment().expert_cache))
+    purpose = plan(parse_expert_cache(load.expert_cache or read_environment().expert_cache))
     if not layout.is_moe:
-        return Size(wish.total_bytes, wish.total_bytes, lambda _: wish, order)
-    by_slots = _Slots(plan, wish.n_slots, wish.slot_bytes)
+        return Size(purpose.total_bytes, purpose.total_bytes, lambda _: purpose, order)
+    by_slots = _Slots(plan, purpose.n_slots, purpose.slot_bytes)
     least = by_slots.plan(layout.n_expert_used)
-    return Size(wish.total_bytes, min(least.total_bytes, wish.total_bytes), by_slots.largest_within, order)
+    return Size(purpose.total_bytes, min(least.total_bytes, purpose.total_bytes), by_slots.largest_within, order)
 
 
 class _Slots:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moegguf.engine.llama import Llama
-from moegguf.serving.events import View
+from moegguf.serving.events import Snapshot
 
 MAX_PER_S = 20.0
 _MOST = 255
@@ -18,12 +18,12 @@ _MOST = 255
 Uint32s = npt.NDArray[np.uint32]
 
 
-class Lookout:
+class SnapshotSender:
     """Gives a `View` to `tell`, `watch`ed times a second. `n_written`: tokens of the answer that is being written so
     far, None when idle."""
 
     def __init__(
-        self, name: str, llm: Llama, n_written: Callable[[], int | None], tell: Callable[[View], None]
+        self, name: str, llm: Llama, n_written: Callable[[], int | None], tell: Callable[[Snapshot], None]
     ) -> None:
         self._name = name
         self._llm = llm
@@ -65,11 +65,11 @@ class Lookout:
     def _look_on(self, stop: threading.Event, interval_s: float) -> None:
         while not stop.wait(interval_s):
             try:
-                self._tell(self._view())
+                self._tell(self._snapshot())
             except OSError:
                 return  # the server has gone
 
-    def _view(self) -> View:
+    def _snapshot(self) -> Snapshot:
         now, session = time.monotonic(), self._llm.session
         state, uses, loads = b"", b"", b""
         if session is not None:
@@ -78,7 +78,7 @@ class Lookout:
             before, self._before = self._before or activity, activity
             uses, loads = (self._difference(*pair) for pair in zip(activity, before, strict=True))
         written = self._n_written()
-        return View(
+        return Snapshot(
             model=self._name,
             layers=tuple(self._layers) if session is not None else (),
             n_expert=self._llm.layout.n_expert if session is not None else 0,

@@ -22,14 +22,14 @@ from typing import Any, TypeVar
 
 import moegguf.errors
 from moegguf.errors import MoeggufError, OptionError, WorkerError
-from moegguf.generate.request import Piece, PromptProgress
+from moegguf.generate.request import Delta, PromptProgress
 
 MAX_MESSAGE_BYTES = 128 << 20  # a prompt of 8 MiB as escapes is 48 MiB; vectors of 8,000 texts are 87 MiB
 
 Message = dict[str, Any]
 Kind = TypeVar("Kind")
 
-EVENTS: dict[str, type[Piece] | type[PromptProgress]] = {kind.__name__: kind for kind in (Piece, PromptProgress)}
+EVENTS: dict[str, type[Delta] | type[PromptProgress]] = {kind.__name__: kind for kind in (Delta, PromptProgress)}
 
 
 @dataclass(frozen=True)

@@ -27,10 +27,10 @@ from moegguf.engine.vocabulary import to_utf8
 from moegguf.errors import MoeggufError
 from moegguf.generate.answer import Answer
 from moegguf.generate.embedding import embed
-from moegguf.generate.request import Ask, Piece, PromptProgress
-from moegguf.serving.delta_buffer import INTERVAL_S, Outbox
-from moegguf.serving.events import View
-from moegguf.serving.snapshots import Lookout
+from moegguf.generate.request import Delta, GenerationRequest, PromptProgress
+from moegguf.serving.delta_buffer import INTERVAL_S, DeltaBuffer
+from moegguf.serving.events import Snapshot
+from moegguf.serving.snapshots import SnapshotSender
 from moegguf.serving.wire import MAX_MESSAGE_BYTES, Message, Order, Ready, build, decode, encode, encode_error
 
 END_GRACE_S = 5.0  # for what computes when the server has gone
@@ -50,7 +50,7 @@ class Worker:
         self._cancelled: set[int] = set()
         self._ending = False
         self._llm: Llama | None = None
-        self._lookout: Lookout | None = None
+        self._sender: SnapshotSender | None = None
 
     def run(self) -> None:
         """Loads what the first message says, then answers until the socket ends."""
@@ -85,8 +85,8 @@ class Worker:
         kind = message["kind"]
         if kind == "cancel":
             self._cancel(message["id"])
-        elif kind == "watch" and self._lookout is not None:
-            self._lookout.watch(message["per_s"])
+        elif kind == "watch" and self._sender is not None:
+            self._sender.watch(message["per_s"])
         elif kind in ("tokenize", "detokenize"):
             self._tell_end(message["id"], self._translate, message)
         else:
@@ -132,7 +132,7 @@ class Worker:
             if not isinstance(error, MoeggufError):
                 raise
             return False
-        self._lookout = Lookout(order.name, llm, self._n_written, self._tell_view)
+        self._sender = SnapshotSender(order.name, llm, self._n_written, self._tell_view)
         self._send("ready", ready=Ready(llm.n_ctx(), plan_fields(llm)), **self._figures())
         return True
 
@@ -167,15 +167,15 @@ class Worker:
     def _write(self, message: Message) -> Any:
         """Sends the pieces of an answer; its timing."""
         number = message["id"]
-        answer = Answer(self._model, build(Ask, message["ask"]))
+        answer = Answer(self._model, build(GenerationRequest, message["ask"]))
         stream = message["stream"]
-        outbox = Outbox(lambda piece: self._tell(number, piece), INTERVAL_S if stream else math.inf)
+        buffer = DeltaBuffer(lambda delta: self._tell(number, delta), INTERVAL_S if stream else math.inf)
         with self._cancellable(number, answer):
-            for number_of_piece, piece in enumerate(answer.pieces(self._progress_teller(number) if stream else None)):
-                outbox.put(piece)
+            for number_of_piece, delta in enumerate(answer.deltas(self._progress_teller(number) if stream else None)):
+                buffer.put(delta)
                 if stream and number_of_piece == 0:
                     time.sleep(LET_OUT_S)
-            outbox.flush()
+            buffer.flush()
         return answer.timing
 
     def _embed(self, message: Message) -> Any:
@@ -211,7 +211,7 @@ class Worker:
 
         return tell
 
-    def _tell(self, number: int, event: Piece | PromptProgress) -> None:
+    def _tell(self, number: int, event: Delta | PromptProgress) -> None:
         self._send("event", id=number, **{type(event).__name__: event})
 
     @property
@@ -229,12 +229,12 @@ class Worker:
             return None
         return running[1].timing.answer_tokens if isinstance(running[1], Answer) else 0
 
-    def _tell_view(self, view: View) -> None:
-        self._send("view", view=view, decisions=self._model.decisions())
+    def _tell_view(self, snapshot: Snapshot) -> None:
+        self._send("view", snapshot=snapshot, decisions=self._model.decisions())
 
     def _close(self) -> None:
-        if self._lookout is not None:
-            self._lookout.close()
+        if self._sender is not None:
+            self._sender.close()
         self._model.close()
 
 

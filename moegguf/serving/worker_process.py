@@ -19,13 +19,13 @@ from typing import Any
 
 from moegguf.engine.stats import Stats
 from moegguf.errors import MoeggufError, WorkerError
-from moegguf.serving.events import View
+from moegguf.serving.events import Snapshot
 from moegguf.serving.wire import EVENTS, MAX_MESSAGE_BYTES, Message, Order, Ready, build, build_error, decode, encode
 
 FAILURE_WORDS = ("ASSERT", "rror", "abort", "what():")
 
 
-class Link(asyncio.Protocol):
+class WorkerConnection(asyncio.Protocol):
     """Cuts what arrives into lines."""
 
     def __init__(self, on_line: Callable[[bytearray], None], on_lost: Callable[[], None]) -> None:
@@ -49,7 +49,7 @@ class Link(asyncio.Protocol):
         self._on_lost()
 
 
-class Request:
+class PendingRequest:
     """One request that a worker has: its events as they come. `on_end` is called once, when it has `ended`."""
 
     def __init__(self, on_end: Callable[[], None], on_cancel: Callable[[], asyncio.TimerHandle]) -> None:
@@ -115,7 +115,7 @@ CLOSE_GRACE_S = 5.0
 LAST_WORDS_BYTES = 4096
 _DRAIN_S = 1.0  # for what a process wrote before it ended
 
-OnView = Callable[[View], None]
+OnView = Callable[[Snapshot], None]
 
 
 class LoadStalledError(WorkerError):
@@ -142,7 +142,7 @@ class Process:
         self._loaded: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self._heard = asyncio.Event()  # something was read while loading
         self._on_share: Callable[[float], object] = lambda share: None
-        self._requests: dict[int, Request] = {}
+        self._requests: dict[int, PendingRequest] = {}
         self._number = 0
         self._reason = ""
         self._words = bytearray()
@@ -180,7 +180,9 @@ class Process:
             raise WorkerError(
                 f"no process can be started for {name!r} ({error}); end others, then try again."
             ) from None
-        self._transport, _ = await loop.create_unix_connection(lambda: Link(self._take_line, self._lost.set), sock=ours)
+        self._transport, _ = await loop.create_unix_connection(
+            lambda: WorkerConnection(self._take_line, self._lost.set), sock=ours
+        )
         self._watcher = loop.create_task(self._watch_over())
         return self
 
@@ -217,13 +219,13 @@ class Process:
                     " MOEGGUF_LOAD_TIMEOUT to a longer time."
                 )
 
-    def request(self, kind: str, on_end: Callable[[], None] = _nothing, **fields: Any) -> Request:
+    def request(self, kind: str, on_end: Callable[[], None] = _nothing, **fields: Any) -> PendingRequest:
         """Sends a request. Raises OptionError when it cannot be written, WorkerError when the process is gone."""
         if self.ended.done():
             raise self.ended.result()
         self._number += 1
         line = encode({"kind": kind, "id": self._number, **fields})
-        request = self._requests[self._number] = Request(on_end, functools.partial(self._cancel, self._number))
+        request = self._requests[self._number] = PendingRequest(on_end, functools.partial(self._cancel, self._number))
         self._transport.write(line)
         return request
 
@@ -272,9 +274,9 @@ class Process:
             elif request is not None:
                 request.put("value", message["value"])
         elif kind == "view":
-            view = build(View, message["view"])
-            self.stats, self.decisions = view.stats, message["decisions"]
-            self._on_view(view)
+            snapshot = build(Snapshot, message["view"])
+            self.stats, self.decisions = snapshot.stats, message["decisions"]
+            self._on_view(snapshot)
         else:
             self._take_loading(kind, message)
 
@@ -325,7 +327,7 @@ class Process:
             del self._words[:-LAST_WORDS_BYTES]
 
     def _finish(self, code: int) -> None:
-        error = WorkerError(self._epitaph(code))
+        error = WorkerError(self._death_message(code))
         self.ended.set_result(error)
         self._loaded.cancel()
         self.on_end()
@@ -333,7 +335,7 @@ class Process:
         for request in requests.values():
             request.put("error", error)
 
-    def _epitaph(self, code: int) -> str:
+    def _death_message(self, code: int) -> str:
         how = f"killed by {signal_name(-code)}" if code < 0 else f"exit code {code}"
         why = self._reason or last_words(self._words.decode(errors="replace"))
         return (

@@ -23,7 +23,7 @@ PATIENCE_S = 0.5  # for a load that was interrupted
 
 
 @dataclass(frozen=True)
-class LoadOptions:
+class OpenOptions:
     """How a model is opened. None: as moegguf decides. verbose 1 shows our statistics, 2 llama.cpp's log as well."""
 
     expert_cache: str | None = None
@@ -109,7 +109,7 @@ def silence() -> None:
     logging.getLogger("llama-cpp-python").setLevel(logging.CRITICAL)
 
 
-def load(path: Path, options: LoadOptions, spinner: Spinner) -> tuple[Llama, float]:
+def load(path: Path, options: OpenOptions, spinner: Spinner) -> tuple[Llama, float]:
     """The model, and the seconds it took to load."""
     start = time.perf_counter()
     spinner.show("loading the library")
@@ -145,7 +145,7 @@ def context_of(layout: ExpertLayout, asked: int | None) -> int:
     return choose_context(layout, asked, read_memory())
 
 
-def _arguments(layout: ExpertLayout, options: LoadOptions) -> dict[str, Any]:
+def _arguments(layout: ExpertLayout, options: OpenOptions) -> dict[str, Any]:
     """Keywords for `Llama`."""
     arguments: dict[str, Any] = {
         "expert_cache": options.expert_cache,

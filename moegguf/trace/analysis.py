@@ -1,4 +1,4 @@
-"""What can be learnt from one recorded trace: replays, and scores of predictors. `survey` joins them to a report."""
+"""Analysis of one recorded trace: replays by policy, scores of predictors, and the report that joins them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from moegguf.controller.accuracy import Link
-from moegguf.controller.artifacts import MEASURED, Knowledge
+from moegguf.controller.artifacts import MEASURED, Artifacts
 from moegguf.controller.measured import Measured, write_measured
 from moegguf.controller.policies import POLICIES, make_policy
 from moegguf.controller.policies.base import Policy
@@ -88,31 +88,31 @@ class Timing:
 
 
 @dataclass(frozen=True)
-class Study:
+class TraceAnalysis:
     """A trace, and what is known about the model it was recorded from."""
 
     trace: Trace
-    knowledge: Knowledge
+    artifacts: Artifacts
 
     @classmethod
-    def open(cls, path: Path, model: Path | None = None, folder: Path | None = None) -> Study:
+    def open(cls, path: Path, model: Path | None = None, folder: Path | None = None) -> TraceAnalysis:
         """Raises TraceError for a damaged trace, OptionError when it is of another model or has only prompts."""
         trace = read(path)
         if not trace.decode().n_pass:
             raise OptionError(f"{path} has no answers, only prompts; record it again with --max-tokens above 0.")
         layout = read_layout(model) if model else None
-        if layout is not None and Knowledge(layout).fingerprint != trace.header.fingerprint:
+        if layout is not None and Artifacts(layout).fingerprint != trace.header.fingerprint:
             raise OptionError(
                 f"{path} was recorded from another model ({trace.header.model or 'unnamed'}) than {model}."
             )
-        return cls(trace, Knowledge(layout, trace.header.fingerprint, folder))
+        return cls(trace, Artifacts(layout, trace.header.fingerprint, folder))
 
-    def limited(self, n_tokens: int) -> Study:
+    def limited(self, n_tokens: int) -> TraceAnalysis:
         """The same with about `n_tokens` decoded tokens, of all kinds of text alike; 0: with all of them."""
         chosen = spread(self.trace, n_tokens) if n_tokens else self.trace.sequences()
         return replace(self, trace=self.trace.select(chosen))
 
-    def used(self, of: Study) -> str:
+    def used(self, of: TraceAnalysis) -> str:
         """How much of another study this one looks at, in words."""
         parts = (self.trace, of.trace)
         n, n_all = (len(trace.sequences()) for trace in parts)
@@ -158,11 +158,11 @@ class Study:
 
     def policy(self, name: str) -> Policy:
         """A fresh one. Raises OptionError."""
-        return make_policy(name, self.trace.shape, self.knowledge)
+        return make_policy(name, self.trace.shape, self.artifacts)
 
     def predictor(self, name: str) -> Predictor:
         """A fresh one. Raises OptionError, also when the trace has not what it needs."""
-        predictor = make_predictor(name, self.trace.shape, self.knowledge)
+        predictor = make_predictor(name, self.trace.shape, self.artifacts)
         if predictor.needs_inputs and self.trace.inputs is None:
             raise OptionError(f"{name!r} reads what enters the routers: record the trace with --inputs.")
         return predictor
@@ -221,12 +221,12 @@ class Study:
             if policy not in best or np.mean(list(at.values())) > np.mean(list(best[policy][1].values())):
                 best[policy] = predictor, at
         measured = Measured(
-            self.knowledge.fingerprint,
+            self.artifacts.fingerprint,
             {policy: at for policy, (_, at) in best.items()},
             {policy: predictor for policy, (predictor, _) in best.items()},
             about={"requests": len(self.trace.sequences()), "tokens": self.trace.n_tokens},
         )
-        path = (self.knowledge.folder or self.knowledge.folder_to_write()) / MEASURED
+        path = (self.artifacts.folder or self.artifacts.folder_to_write()) / MEASURED
         write_measured(path, measured)
         return path
 
@@ -237,8 +237,8 @@ STALL_TOKENS = 0.25  # of those replayed: means over tokens need fewer, and it i
 BATCHES = (2, 4, 8)
 
 
-def survey(
-    study: Study,
+def build_report(
+    study: TraceAnalysis,
     shares: Sequence[float],
     layer_compute_us: float,
     n_tokens: int,
@@ -265,7 +265,7 @@ def survey(
     )
 
 
-def _stalls(study: Study, best: str, layer_compute_us: float, progress: Progress) -> StallTable:
+def _stalls(study: TraceAnalysis, best: str, layer_compute_us: float, progress: Progress) -> StallTable:
     """Stall per decoded token over link speeds: LRU, the best policy, and both with prefetching."""
     ahead = next((name for name in ("mlp", "skip", "eamc") if study.can(study.predictor, name)), "none")
     settings = {
@@ -287,7 +287,7 @@ def _stalls(study: Study, best: str, layer_compute_us: float, progress: Progress
     return StallTable(stalls, compute_ms=layer_compute_us * len(study.trace.shape.layers) / 1e3)
 
 
-def _recovery(study: Study, policies: Sequence[str], progress: Progress) -> Recovery | None:
+def _recovery(study: TraceAnalysis, policies: Sequence[str], progress: Progress) -> Recovery | None:
     """Hit rate request by request: all of the kind with the most requests, then all of the kind with the next most."""
     labels = study.trace.header.labels
     kinds: dict[str, list[int]] = {}
@@ -307,7 +307,7 @@ def _recovery(study: Study, policies: Sequence[str], progress: Progress) -> Reco
     return Recovery(rates, len(kinds[first]), (first, second), STALL_SHARE)
 
 
-def _schedule(study: Study, progress: Progress) -> ScheduleTable | None:
+def _schedule(study: TraceAnalysis, progress: Progress) -> ScheduleTable | None:
     """Distinct experts per batch in order of arrival, at random, and by the token scheduler."""
     table: dict[int, dict[str, float]] = {}
     step = counted(progress, "batches", len(BATCHES))

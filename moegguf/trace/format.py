@@ -189,7 +189,6 @@ def _block(raw: object, inputs: bool) -> Block:
     return Block(n_pass, n_tokens, bool(has_inputs))
 
 
-
 def check(trace: Trace) -> None:
     """Raises TraceError for the first rule that the values break; types and shapes are taken for granted."""
     starts, tokens, ids = trace.pass_start, trace.tokens, trace.expert_ids

@@ -14,13 +14,13 @@ from typing import Any
 from moegguf.chat import turn
 from moegguf.cli import app as cli
 from moegguf.errors import ContextError, ExpertIOError
-from moegguf.generate.request import Ask, Piece, PromptProgress, Timing
+from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, Timing
 
 
 class EchoAnswer:
     """Stands in for `Answer`."""
 
-    def __init__(self, _llm: Any, ask: Ask) -> None:
+    def __init__(self, _llm: Any, ask: GenerationRequest) -> None:
         assert ask.messages is not None
         self.ask = ask
         self.timing = Timing(prompt_tokens=1, answer_tokens=2, prompt_s=0.25, answer_s=0.5, total_s=0.75)
@@ -36,32 +36,32 @@ class EchoAnswer:
     def cancel(self) -> None:
         self._stopped.set()
 
-    def pieces(self, on_progress: Any = None) -> Generator[Piece, None, None]:
+    def deltas(self, on_progress: Any = None) -> Generator[Delta, None, None]:
         first, _, rest = self.words.partition(" ")
         if first in ("slowly", "stubborn"):
             yield from self._slowly(rest)
             threading.Event().wait(None if first == "stubborn" else 0)
         elif first == "think:":
             thinking, _, text = rest.partition("|")
-            yield Piece(thinking=thinking)
-            yield Piece(text=text)
+            yield Delta(thinking=thinking)
+            yield Delta(text=text)
         elif first == "progress":
             on_progress(PromptProgress(6300, 0, 1024, 22.0))
             self._stopped.wait()
         elif first == "messages":
-            yield Piece(" ".join(f"[{m['role']}: {m['content']}]" for m in self.ask.messages or ()))
+            yield Delta(" ".join(f"[{m['role']}: {m['content']}]" for m in self.ask.messages or ()))
         elif first == "settings":
-            yield Piece(f"{self.ask.sampling} format={self.ask.format} think={self.ask.think}")
+            yield Delta(f"{self.ask.sampling} format={self.ask.format} think={self.ask.think}")
         elif first == "fail":
-            yield Piece("half an answer ")
+            yield Delta("half an answer ")
             raise ExpertIOError("the disk is gone.")
         else:
             for letter in self.words:
-                yield Piece(letter)
+                yield Delta(letter)
 
-    def _slowly(self, words: str) -> Generator[Piece, None, None]:
+    def _slowly(self, words: str) -> Generator[Delta, None, None]:
         while not self._stopped.wait(0.02):
-            yield Piece(f"{words} ")
+            yield Delta(f"{words} ")
         self.timing.finish = "cancelled"
 
 

@@ -22,10 +22,10 @@ from starlette.types import ASGIApp
 from moegguf.engine.stats import Stats
 from moegguf.errors import ModelNotFoundError
 from moegguf.generate.embedding import Embeddings
-from moegguf.generate.request import Ask, Piece, PromptProgress, Timing
+from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, Timing
 from moegguf.models.entry import Entry
 from moegguf.server.common.transport import Protocol
-from moegguf.serving.events import Done, Event, Loaded, LoadOptions, View
+from moegguf.serving.events import Done, Event, Loaded, LoadOptions, Snapshot
 
 STATS = Stats(tokens=3, lookups=10, hits_ready=6, hits_late=1, misses=3, bytes_missed=3000, stall_s=0.5, eval_s=1.0)
 TIMING = Timing(
@@ -68,7 +68,7 @@ class FakeLease:
     def __post_init__(self) -> None:
         self.loaded = self.pool.figures(self.entry)
 
-    async def answer(self, ask: Ask, *, stream: bool = True) -> AsyncIterator[Event]:
+    async def answer(self, ask: GenerationRequest, *, stream: bool = True) -> AsyncIterator[Event]:
         self.pool.asks.append(ask)
         self.pool.n_running += 1
         try:
@@ -103,14 +103,14 @@ class FakePool:
 
     def __init__(self, catalog: FakeCatalog, script: Sequence[Any] = ()) -> None:
         self.catalog = catalog
-        self.script: Sequence[Any] = script or (PromptProgress(5, 2, 5, 0.25), Piece(text="Hel"), Piece(text="lo"))
+        self.script: Sequence[Any] = script or (PromptProgress(5, 2, 5, 0.25), Delta(text="Hel"), Delta(text="lo"))
         self.timing = TIMING
         self.entering: Exception | None = None
-        self.asks: list[Ask] = []
+        self.asks: list[GenerationRequest] = []
         self.leases: list[tuple[str, LoadOptions, float | None, bool]] = []
         self.embedded: list[tuple[list[Any], bool, bool]] = []
         self.there: dict[str, Entry] = {}
-        self.views: list[View] = []
+        self.views: list[Snapshot] = []
         self.n_running = 0
         self.n_ended = 0
 
@@ -155,7 +155,7 @@ class FakePool:
     def loaded(self) -> list[Loaded]:
         return [self.figures(entry) for entry in self.there.values()]
 
-    async def watch(self, name: str | None = None, per_s: float = 4.0) -> AsyncIterator[View]:
+    async def watch(self, name: str | None = None, per_s: float = 4.0) -> AsyncIterator[Snapshot]:
         for view in self.views:
             yield view
 

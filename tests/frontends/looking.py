@@ -10,9 +10,9 @@ from fake_pool import FakeCatalog, FakePool, entry_of
 
 from moegguf.engine.stats import Stats
 from moegguf.models.catalog import demo_path
-from moegguf.serving.events import View
+from moegguf.serving.events import Snapshot
 
-VIEW = View(
+VIEW = Snapshot(
     model="demo:latest", layers=(0, 2), n_expert=3, state=bytes([2, 0, 1, 2, 2, 0]), uses=bytes([3, 0, 0, 255, 1, 0]),
     loads=bytes([1, 0, 0, 0, 0, 0]), stats=Stats(tokens=7, lookups=10, hits_ready=9, misses=1), busy=True,
     tokens_per_s=12.5, seconds=4.0,
@@ -24,13 +24,13 @@ class LivePool(FakePool):
 
     def __init__(self, *names: str) -> None:
         super().__init__(FakeCatalog(*(entry_of(demo_path(), name) for name in names or ("demo:latest",))))
-        self.feeds: dict[str | None, asyncio.Queue[View | Exception | None]] = {}
+        self.feeds: dict[str | None, asyncio.Queue[Snapshot | Exception | None]] = {}
         self.n_watching = 0
 
-    def feed(self, name: str | None) -> asyncio.Queue[View | Exception | None]:
+    def feed(self, name: str | None) -> asyncio.Queue[Snapshot | Exception | None]:
         return self.feeds.setdefault(name, asyncio.Queue())
 
-    async def watch(self, name: str | None = None, per_s: float = 4.0) -> AsyncIterator[View]:
+    async def watch(self, name: str | None = None, per_s: float = 4.0) -> AsyncIterator[Snapshot]:
         self.n_watching += 1
         try:
             while (view := await self.feed(name).get()) is not None:
@@ -51,7 +51,7 @@ class BusyPool(FakePool):
         super().__init__(FakeCatalog(entry_of(demo_path())))
         self.there["demo:latest"] = self.catalog.find("demo")
 
-    async def watch(self, name: str | None = None, per_s: float = 4.0) -> AsyncIterator[View]:
+    async def watch(self, name: str | None = None, per_s: float = 4.0) -> AsyncIterator[Snapshot]:
         tokens = 0
         while True:
             tokens += 1

@@ -15,7 +15,7 @@ import pytest
 from fake_pool import FakeCatalog, FakePool, changed, entry_of, running
 from servers import Reply, Server, call
 
-from moegguf.generate.request import Piece, TokenChance, ToolCall
+from moegguf.generate.request import Delta, TokenLogprob, ToolCall
 from moegguf.models.entry import Entry
 from moegguf.server.app import make_app
 from moegguf.settings import Settings
@@ -72,13 +72,13 @@ def test_the_version_parses_for_everyone_who_parses_it(server: Server) -> None:
 def test_a_chat_streams_lines_with_the_text_and_then_the_figures(scripted: Scripted) -> None:
     reply = scripted.call("/api/chat", {"model": "demo", "messages": [QUESTION]})
     assert reply.status == 200 and reply.headers["content-type"] == "application/x-ndjson"
-    *pieces, last = reply.lines
-    assert [piece["message"] for piece in pieces] == [
+    *deltas, last = reply.lines
+    assert [piece["message"] for piece in deltas] == [
         {"role": "assistant", "content": "Hel"},
         {"role": "assistant", "content": "lo"},
     ]
-    assert all(piece.keys() == {"model", "created_at", "message", "done"} for piece in pieces)
-    assert all(piece["model"] == "demo:latest" and piece["done"] is False for piece in pieces)
+    assert all(piece.keys() == {"model", "created_at", "message", "done"} for piece in deltas)
+    assert all(piece["model"] == "demo:latest" and piece["done"] is False for piece in deltas)
     assert last["message"] == {"role": "assistant", "content": ""}
     assert (last["done"], last["done_reason"]) == (True, "stop")
     assert datetime.fromisoformat(last["created_at"]).tzinfo == UTC and last["created_at"].endswith("Z")
@@ -116,10 +116,10 @@ def test_real_figures_add_up(server: Server) -> None:
 def test_thinking_and_tool_calls_have_their_own_places(scripted: Scripted) -> None:
     call_one, call_two = ToolCall("c1", "add", {"a": 1}), ToolCall("c2", "sub", {})
     scripted.pool.script = [
-        Piece(thinking="hm"),
-        Piece(text="x"),
-        Piece(tool_calls=(call_one,)),
-        Piece(tool_calls=(call_two,)),
+        Delta(thinking="hm"),
+        Delta(text="x"),
+        Delta(tool_calls=(call_one,)),
+        Delta(tool_calls=(call_two,)),
     ]
     body = {"model": "demo", "messages": [QUESTION], "tools": [tool("add")], "think": True}
     lines = scripted.call("/api/chat", body).lines
@@ -139,7 +139,7 @@ def tool(name: str) -> dict[str, Any]:
 
 
 def test_logprobs_are_lists_that_json_can_say(scripted: Scripted) -> None:
-    scripted.pool.script = [Piece(text="é", chances=(TokenChance("é", -0.5, (("e", -math.inf),)),))]
+    scripted.pool.script = [Delta(text="é", logprobs=(TokenLogprob("é", -0.5, (("e", -math.inf),)),))]
     body = {"model": "demo", "prompt": "x", "logprobs": True, "top_logprobs": 1}
     line = scripted.call("/api/generate", body).lines[0]
     other = {"token": "e", "logprob": -9999.0, "bytes": [101]}

@@ -25,7 +25,7 @@ from moegguf.errors import (
     MoeggufError,
     WorkerError,
 )
-from moegguf.generate.request import Piece, PromptProgress, ToolCall
+from moegguf.generate.request import Delta, PromptProgress, ToolCall
 from moegguf.models.folder import demo_path
 from moegguf.server.app import make_app
 from moegguf.serving.events import LoadOptions
@@ -100,7 +100,7 @@ def test_a_body_without_content_type_is_read(http: httpx.Client) -> None:
 
 
 def test_progress_of_the_prompt_when_it_is_asked_for(chat: Post, pool: FakePool) -> None:
-    pool.script = (PromptProgress(10, 2, 6, 0.25), PromptProgress(10, 2, 10, 0.5), Piece(text="x"))
+    pool.script = (PromptProgress(10, 2, 6, 0.25), PromptProgress(10, 2, 10, 0.5), Delta(text="x"))
     chunks = [json.loads(text) for text in events(chat(stream=True, return_progress=True).text)[:-1]]
     assert [chunk.get("prompt_progress") for chunk in chunks[:4]] == [
         None,
@@ -114,8 +114,8 @@ def test_progress_of_the_prompt_when_it_is_asked_for(chat: Post, pool: FakePool)
 def test_calls_of_tools_streamed(client: openai.OpenAI, pool: FakePool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moegguf.server.openai.chat.check_able", lambda *_: None)
     pool.script = (
-        Piece(thinking="hm"),
-        Piece(tool_calls=(ToolCall("c1", "weather", {"city": "Oslo"}), ToolCall("c2", "weather", {}))),
+        Delta(thinking="hm"),
+        Delta(tool_calls=(ToolCall("c1", "weather", {"city": "Oslo"}), ToolCall("c2", "weather", {}))),
     )
     with client.chat.completions.stream(model="demo", messages=HI, tools=[WEATHER]) as stream:  # type: ignore[list-item, arg-type]
         final = stream.get_final_completion()
@@ -179,7 +179,7 @@ def test_errors_before_the_first_byte(
 
 
 def test_an_error_in_the_middle_is_an_event_and_the_clients_error(client: openai.OpenAI, pool: FakePool) -> None:
-    pool.script = (Piece(text="Hel"), ExpertIOError("a read failed"))
+    pool.script = (Delta(text="Hel"), ExpertIOError("a read failed"))
     chunks = client.chat.completions.create(model="demo", messages=HI, stream=True)  # type: ignore[call-overload]
     assert [next(chunks).choices[0].delta.content for _ in range(2)] == ["", "Hel"]
     with pytest.raises(openai.APIError, match="a read failed"):
@@ -187,7 +187,7 @@ def test_an_error_in_the_middle_is_an_event_and_the_clients_error(client: openai
 
 
 def test_after_an_error_there_is_no_done(chat: Post, pool: FakePool) -> None:
-    pool.script = (Piece(text="Hel"), ExpertIOError("a read failed"))
+    pool.script = (Delta(text="Hel"), ExpertIOError("a read failed"))
     *_, last = events(chat(stream=True).text)
     assert json.loads(last)["error"]["type"] == "api_error"
 
@@ -330,8 +330,8 @@ def test_props_of_a_model(http: httpx.Client, pool: FakePool) -> None:
 
 def test_tokens_and_back(http: httpx.Client, pool: FakePool) -> None:
     assert http.post("/tokenize", json={"model": "demo", "content": "ab"}).json() == {"tokens": [97, 98]}
-    pieces = http.post("/tokenize", json={"content": "a", "with_pieces": True}).json()
-    assert pieces == {"tokens": [{"id": 97, "piece": "a"}]}
+    deltas = http.post("/tokenize", json={"content": "a", "with_pieces": True}).json()
+    assert deltas == {"tokens": [{"id": 97, "piece": "a"}]}
     assert http.post("/detokenize", json={"tokens": [97, 98]}).json() == {"content": "ab"}
     assert [lease[3] for lease in pool.leases] == [False] * 3  # nobody's answer is waited for
     http.post("/detokenize", json={"tokens": [97], "model": "mine"})

@@ -125,11 +125,11 @@ def test_chances_of_tokens(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(**asked)
     told = answer.choices[0].logprobs
     assert told is not None and told.content is not None
-    assert "".join(chance.token for chance in told.content) == text_of(answer)
-    for chance in told.content:
-        assert len(chance.top_logprobs) == 3
+    assert "".join(logprob.token for logprob in told.content) == text_of(answer)
+    for logprob in told.content:
+        assert len(logprob.top_logprobs) == 3
         assert (
-            chance.logprob == max(top.logprob for top in chance.top_logprobs) <= 0
+            logprob.logprob == max(top.logprob for top in logprob.top_logprobs) <= 0
         )  # temperature 0 takes the likeliest
     chunks = client.chat.completions.create(**asked, stream=True)
     streamed = [each for chunk in chunks if (told := chunk.choices[0].logprobs) for each in told.content or ()]
@@ -331,8 +331,8 @@ def test_every_call_of_the_async_client(openai_server: Server, whole: ChatComple
                 text_of(answer) == "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == text_of(whole)
             )
             said = await client.completions.create(model="demo", prompt="moegguf is", seed=1)
-            pieces = await client.completions.create(model="demo", prompt="moegguf is", seed=1, stream=True)
-            assert "".join([chunk.choices[0].text async for chunk in pieces]) == said.choices[0].text
+            deltas = await client.completions.create(model="demo", prompt="moegguf is", seed=1, stream=True)
+            assert "".join([chunk.choices[0].text async for chunk in deltas]) == said.choices[0].text
             packed = await client.embeddings.create(model="demo", input="one")
             assert len(packed.data[0].embedding) > 4
             assert (await client.models.retrieve("demo")).id in [model.id async for model in client.models.list()]

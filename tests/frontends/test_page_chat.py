@@ -11,7 +11,7 @@ from browsing import Look, ask, ended, until
 from fake_pool import FakeCatalog, FakePool, entry_of, running
 
 from moegguf.errors import WorkerError
-from moegguf.generate.request import Piece
+from moegguf.generate.request import Delta
 from moegguf.models.catalog import demo_path
 from moegguf.server.app import make_app
 from moegguf.settings import Settings
@@ -27,12 +27,12 @@ def app_of(pool: FakePool, api_key: str | None = None) -> Any:
     return make_app(pool, pool.catalog, Settings(api_key=api_key))  # type: ignore[arg-type]
 
 
-def pieces(*texts: str) -> Sequence[Piece]:
-    return [Piece(text=text) for text in texts]
+def deltas(*texts: str) -> Sequence[Delta]:
+    return [Delta(text=text) for text in texts]
 
 
 def test_stop_ends_the_request_and_keeps_what_was_said(look: Look) -> None:
-    pool = pool_of(*pieces("It begins", " well"), asyncio.Event())
+    pool = pool_of(*deltas("It begins", " well"), asyncio.Event())
     with running(app_of(pool)) as url:
         page = look(url)
         ask(page, "Go on for ever")
@@ -41,7 +41,7 @@ def test_stop_ends_the_request_and_keeps_what_was_said(look: Look) -> None:
         page.click("#stop")
         page.wait_for_selector("text=Stopped.")
         ended(page)
-        pool.script = pieces("Yes.")
+        pool.script = deltas("Yes.")
         ask(page, "Are you free?")
         page.wait_for_selector("text=Yes.")
         ended(page)
@@ -51,7 +51,7 @@ def test_stop_ends_the_request_and_keeps_what_was_said(look: Look) -> None:
 
 
 def test_escape_stops_too(look: Look) -> None:
-    pool = pool_of(*pieces("It begins"), asyncio.Event())
+    pool = pool_of(*deltas("It begins"), asyncio.Event())
     with running(app_of(pool)) as url:
         page = look(url)
         ask(page, "Go on for ever")
@@ -68,7 +68,7 @@ HOSTILE = (
 
 
 def test_what_a_model_writes_never_becomes_html(look: Look) -> None:
-    with running(app_of(pool_of(*pieces(*re.findall(r"(?s).{1,7}", HOSTILE))))) as url:
+    with running(app_of(pool_of(*deltas(*re.findall(r"(?s).{1,7}", HOSTILE))))) as url:
         page = look(url)
         ask(page, "<img src=x onerror='window.hacked=6'>")
         ended(page)
@@ -83,7 +83,7 @@ def test_what_a_model_writes_never_becomes_html(look: Look) -> None:
 def test_markdown_that_answers_are_made_of(look: Look) -> None:
     text = "## Title\n\nOne *two* `three`\nfour\n\n1. a\n2. b\n   c\n\n> said\n\n---\n\n"
     text += "2 * 3 * 4 and snake_case_name\n\n~~~py\nx = 1\n"
-    with running(app_of(pool_of(*pieces(text)))) as url:
+    with running(app_of(pool_of(*deltas(text)))) as url:
         page = look(url)
         ask(page, "Write")
         ended(page)
@@ -96,7 +96,7 @@ def test_markdown_that_answers_are_made_of(look: Look) -> None:
 
 
 def test_thinking_is_folded_away(look: Look) -> None:
-    script = [Piece(thinking="Let me "), Piece(thinking="see."), Piece(text="Here.")]
+    script = [Delta(thinking="Let me "), Delta(thinking="see."), Delta(text="Here.")]
     with running(app_of(pool_of(*script))) as url:
         page = look(url)
         ask(page, "Think")
@@ -109,13 +109,13 @@ def test_thinking_is_folded_away(look: Look) -> None:
 
 
 def test_a_fault_in_mid_answer_is_told_and_the_chat_goes_on(look: Look) -> None:
-    pool = pool_of(*pieces("Half"), WorkerError("the process that held the model has ended."))
+    pool = pool_of(*deltas("Half"), WorkerError("the process that held the model has ended."))
     with running(app_of(pool)) as url:
         page = look(url)
         ask(page, "First")
         assert page.inner_text(".fault") == "the process that held the model has ended."
         ended(page)
-        pool.script = pieces("Whole")
+        pool.script = deltas("Whole")
         ask(page, "Second")
         page.wait_for_selector("text=Whole")
 
@@ -136,7 +136,7 @@ def test_a_message_that_was_not_answered_can_be_sent_again(look: Look) -> None:
 
 
 def test_a_server_with_a_key_is_asked_with_it_and_the_key_stays_in_the_tab(look: Look) -> None:
-    with running(app_of(pool_of(*pieces("Open.")), api_key="sesame")) as url:
+    with running(app_of(pool_of(*deltas("Open.")), api_key="sesame")) as url:
         page = look(url, expected="status of 401")
         page.fill("#api-key", "wrong")
         page.keyboard.press("Enter")
@@ -191,7 +191,7 @@ def test_light_and_dark_follow_the_system_until_one_is_chosen(look: Look) -> Non
 
 
 def test_everything_that_can_be_used_has_a_name(look: Look) -> None:
-    with running(app_of(pool_of(*pieces("```py\nx\n```")))) as url:
+    with running(app_of(pool_of(*deltas("```py\nx\n```")))) as url:
         page = look(url)
         ask(page, "Hello")
         ended(page)

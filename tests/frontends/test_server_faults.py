@@ -28,7 +28,7 @@ from moegguf.errors import (
     TemplateError,
     WorkerError,
 )
-from moegguf.generate.request import Piece
+from moegguf.generate.request import Delta
 from moegguf.server.app import make_app
 from moegguf.settings import Settings
 
@@ -57,7 +57,7 @@ def until(true: Callable[[], Any], seconds: float = 10) -> None:
 
 @pytest.mark.parametrize("fault", [WorkerError("the process has ended."), RuntimeError("a bug")])
 def test_a_fault_in_the_middle_is_the_last_line(url: str, pool: FakePool, fault: Exception) -> None:
-    pool.script = [Piece(text="Hel"), fault]
+    pool.script = [Delta(text="Hel"), fault]
     reply = call(f"{url}/api/chat", {"model": "demo", "messages": [QUESTION]})
     assert reply.status == 200
     assert reply.lines[0]["message"]["content"] == "Hel"
@@ -103,7 +103,7 @@ def test_a_fault_before_the_first_byte_has_its_own_status(
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_ends_its_answer(url: str, pool: FakePool, stream: bool) -> None:
-    pool.script = [Piece(text="Hel"), asyncio.Event()]
+    pool.script = [Delta(text="Hel"), asyncio.Event()]
     for n in range(1, 6):
         connection = post(url, "/api/chat", {"model": "demo", "messages": [QUESTION], "stream": stream})
         if stream:
@@ -125,7 +125,7 @@ def post(url: str, path: str, body: Any) -> socket.socket:
 
 
 def test_a_reader_that_reads_nothing_does_not_hold_the_model(url: str, pool: FakePool) -> None:
-    pool.script = [Piece(text="x" * 1000)] * 5000  # 5 MB: more than a socket holds
+    pool.script = [Delta(text="x" * 1000)] * 5000  # 5 MB: more than a socket holds
     connection = post(url, "/api/chat", {"model": "demo", "messages": [QUESTION]})
     try:
         until(lambda: pool.n_ended == 1)
@@ -297,7 +297,7 @@ def test_a_server_without_work_ends_at_once(tmp_path: Path) -> None:
 
 def test_leaving_clients_leave_no_descriptors(url: str, pool: FakePool) -> None:
     process = psutil.Process()
-    pool.script = [Piece(text="x"), asyncio.Event()]
+    pool.script = [Delta(text="x"), asyncio.Event()]
     before = process.num_fds()
     for n in range(1, 201):
         connection = post(url, "/api/chat", {"model": "demo", "messages": [QUESTION]})

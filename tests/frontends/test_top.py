@@ -179,7 +179,7 @@ def test_without_a_server_there_is_one_clear_sentence(moegguf: Command) -> None:
         assert done.stderr == "error: no server is running at http://127.0.0.1:1; start one with `moegguf serve`.\n"
 
 
-class Watching:
+class Subscribers:
     """`moegguf top` in a terminal of its own."""
 
     def __init__(self, url: str, columns: int = 80, rows: int = 24, **extra: str) -> None:
@@ -215,9 +215,9 @@ class Watching:
 
 
 @contextmanager
-def watching(pool: FakePool, **options: Any) -> Iterator[Watching]:
+def watching(pool: FakePool, **options: Any) -> Iterator[Subscribers]:
     with serve(pool) as url:
-        shown = Watching(url, **options)
+        shown = Subscribers(url, **options)
         try:
             yield shown
         finally:
@@ -248,7 +248,7 @@ def test_ctrl_c_leaves_too_and_no_color_is_heeded() -> None:
 def test_a_server_that_goes_away_is_told() -> None:
     pool = BusyPool()
     with serve(pool) as url:
-        shown = Watching(url)
+        shown = Subscribers(url)
         shown.until("since load")
     assert shown.end() == 1
     assert f"error: the server at {url} has gone." in " ".join(shown.output.split())

@@ -11,12 +11,12 @@ from rich.cells import cell_len
 from moegguf.chat.wrap import Wrapper, visible
 
 
-def shown(pieces: list[str], width: int) -> list[str]:
+def shown(deltas: list[str], width: int) -> list[str]:
     """What a terminal shows of them."""
     screen = pyte.HistoryScreen(width, 200, history=10)
     stream = pyte.Stream(screen)
     wrapper = Wrapper(lambda: width)
-    for piece in pieces:
+    for piece in deltas:
         stream.feed(wrapper.feed(piece).replace("\n", "\r\n"))
     return "\n".join(line.rstrip() for line in screen.display).rstrip("\n").split("\n")
 
@@ -37,8 +37,8 @@ def shown(pieces: list[str], width: int) -> list[str]:
 def test_lines_break_where_they_should(text: str, width: int, lines: list[str]) -> None:
     import unicodedata
 
-    for pieces in ([text], list(text), [text[:4], text[4:]]):
-        assert [unicodedata.normalize("NFC", line) for line in shown(pieces, width)] == lines
+    for deltas in ([text], list(text), [text[:4], text[4:]]):
+        assert [unicodedata.normalize("NFC", line) for line in shown(deltas, width)] == lines
 
 
 @settings(max_examples=60, deadline=None)
@@ -46,8 +46,8 @@ def test_lines_break_where_they_should(text: str, width: int, lines: list[str]) 
     st.lists(st.text(st.sampled_from("ab é日\n x"), max_size=12), max_size=12),
     st.integers(5, 30),
 )
-def test_pieces_do_not_matter_and_nothing_is_lost(pieces: list[str], width: int) -> None:
-    lines, whole = shown(pieces, width), "".join(pieces)
+def test_pieces_do_not_matter_and_nothing_is_lost(deltas: list[str], width: int) -> None:
+    lines, whole = shown(deltas, width), "".join(deltas)
     assert lines == shown([whole], width)
     assert max(map(cell_len, lines)) < width
     assert "".join("".join(lines).split()) == "".join(whole.split())

@@ -9,7 +9,7 @@ from typing import Any
 
 from moegguf.engine.llama import Llama
 from moegguf.generate.answer import Answer
-from moegguf.generate.request import Ask, Piece, Sampling, Timing
+from moegguf.generate.request import Delta, GenerationRequest, Sampling, Timing
 
 DEMO = Path(__file__).resolve().parents[2] / "moegguf" / "demo" / "moegguf-demo-Q4_0.gguf"
 QUESTION = "What does moegguf do?"
@@ -18,22 +18,22 @@ Load = Callable[..., Llama]  # the fixtures of conftest.py
 TinyModel = Callable[..., Path]
 
 
-def ask(*messages: str, **options: Any) -> Ask:
+def ask(*messages: str, **options: Any) -> GenerationRequest:
     """A request at temperature 0. `messages` are a user's and an assistant's in turn; options of Ask and Sampling."""
     sampling = {name: options.pop(name) for name in list(options) if name in SAMPLING}
     turns = tuple({"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(messages))
     options.setdefault("tell_context", not messages)
-    return Ask(messages=turns or None, sampling=Sampling(**{"temperature": 0.0, **sampling}), **options)
+    return GenerationRequest(messages=turns or None, sampling=Sampling(**{"temperature": 0.0, **sampling}), **options)
 
 
-def text_of(pieces: list[Piece]) -> str:
-    return "".join(piece.text for piece in pieces)
+def text_of(deltas: list[Delta]) -> str:
+    return "".join(piece.text for piece in deltas)
 
 
 def reply(llm: Llama, *messages: str, **options: Any) -> tuple[str, Timing]:
     """The text and the timing of an answer."""
     answer = Answer(llm, ask(*messages, **options))
-    return text_of(list(answer.pieces())), answer.timing
+    return text_of(list(answer.deltas())), answer.timing
 
 
 def ends_of(llm: Llama) -> list[int]:

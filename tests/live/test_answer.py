@@ -12,8 +12,8 @@ from answering import DEMO, QUESTION, Load, TinyModel, ask, reply, text_of
 
 from moegguf.engine.llama import Llama
 from moegguf.errors import ClosedError, ContextError, ExpertIOError, OptionError
-from moegguf.generate.answer import Answer, Background
-from moegguf.generate.request import Ask, Piece, PromptProgress
+from moegguf.generate.answer import Answer, BackgroundAnswer
+from moegguf.generate.request import Delta, GenerationRequest, PromptProgress
 from moegguf.native import library
 
 
@@ -75,7 +75,7 @@ def test_a_seed_gives_the_same_answer_whatever_came_before(demo: Llama) -> None:
 def test_a_long_prompt_reports_each_batch(demo: Llama) -> None:
     told: list[PromptProgress] = []
     answer = Answer(demo, ask("word " * 150, max_tokens=2))
-    list(answer.pieces(told.append))
+    list(answer.deltas(told.append))
     n_tokens = answer.timing.prompt_tokens
     assert {report.n_tokens for report in told} == {n_tokens}
     assert [report.n_done for report in told] == [*range(0, n_tokens, 64), n_tokens]
@@ -91,7 +91,7 @@ def test_cancelling_in_a_prompt_stops_after_a_batch(demo: Llama) -> None:
         if report.n_done >= 64:
             answer.cancel()
 
-    assert list(answer.pieces(cancel)) == []
+    assert list(answer.deltas(cancel)) == []
     assert told[-1].n_done == 64
     assert (answer.timing.finish, answer.timing.answer_tokens) == ("cancelled", 0)
     assert answer.timing.total_s > 0
@@ -99,22 +99,22 @@ def test_cancelling_in_a_prompt_stops_after_a_batch(demo: Llama) -> None:
 
 
 def test_cancelling_stops_within_one_token(demo: Llama) -> None:
-    answer, pieces = Answer(demo, ask(QUESTION)), list[Piece]()
-    for piece in answer.pieces():
-        pieces.append(piece)
-        if len(pieces) == 5:
+    answer, deltas = Answer(demo, ask(QUESTION)), list[Delta]()
+    for piece in answer.deltas():
+        deltas.append(piece)
+        if len(deltas) == 5:
             answer.cancel()
-    assert len(pieces) == 5
+    assert len(deltas) == 5
     assert (answer.timing.finish, answer.timing.answer_tokens) == ("cancelled", 5)
     assert answer.timing.answer_s > 0
-    assert reply(demo, QUESTION)[0].startswith(text_of(pieces))
+    assert reply(demo, QUESTION)[0].startswith(text_of(deltas))
 
 
 def test_leaving_the_loop_ends_the_answer_and_frees_the_model(demo: Llama) -> None:
     answer = Answer(demo, ask(QUESTION))
-    pieces = answer.pieces()
-    next(pieces)
-    pieces.close()
+    deltas = answer.deltas()
+    next(deltas)
+    deltas.close()
     assert (answer.timing.finish, answer.timing.answer_tokens) == ("cancelled", 1)
     assert answer.timing.total_s > 0
     assert reply(demo, QUESTION)[1].finish == "stop"
@@ -123,22 +123,22 @@ def test_leaving_the_loop_ends_the_answer_and_frees_the_model(demo: Llama) -> No
 def test_an_answer_cancelled_before_or_after_it_ran_disturbs_nobody(demo: Llama) -> None:
     early = Answer(demo, ask(QUESTION))
     early.cancel()
-    assert list(early.pieces()) == []
+    assert list(early.deltas()) == []
     assert early.timing.finish == "cancelled"
     late = Answer(demo, ask(QUESTION))
-    whole = text_of(list(late.pieces()))
+    whole = text_of(list(late.deltas()))
     late.cancel()
     assert reply(demo, QUESTION)[0] == whole
 
 
 def test_cancelling_one_that_waits_leaves_the_one_that_runs(demo: Llama) -> None:
-    running, waiting = Background(Answer(demo, ask(QUESTION))), Answer(demo, ask(QUESTION))
-    pieces = iter(running)
-    first = next(pieces)
-    waits = threading.Thread(target=lambda: list(waiting.pieces()))
+    running, waiting = BackgroundAnswer(Answer(demo, ask(QUESTION))), Answer(demo, ask(QUESTION))
+    deltas = iter(running)
+    first = next(deltas)
+    waits = threading.Thread(target=lambda: list(waiting.deltas()))
     waits.start()
     waiting.cancel()
-    assert text_of([first, *pieces]).endswith(".")
+    assert text_of([first, *deltas]).endswith(".")
     assert running.timing.finish == "stop"
     waits.join(30)
     assert (waiting.timing.finish, waiting.timing.answer_tokens) == ("cancelled", 0)
@@ -146,9 +146,9 @@ def test_cancelling_one_that_waits_leaves_the_one_that_runs(demo: Llama) -> None
 
 def test_cancelling_ends_a_pass_that_waits_for_a_slow_disk(tiny: TinyModel, load: Load) -> None:
     llm = load(tiny("tiny-mix"), expert_cache="25%")
-    background = Background(Answer(llm, ask("hello there")))
-    pieces = iter(background)
-    next(pieces)
+    background = BackgroundAnswer(Answer(llm, ask("hello there")))
+    deltas = iter(background)
+    next(deltas)
     library.arm_fault("slow_read", 1, sticky=True)
     begin = time.monotonic()
     background.cancel(20)
@@ -160,9 +160,9 @@ def test_cancelling_ends_a_pass_that_waits_for_a_slow_disk(tiny: TinyModel, load
 
 
 def test_a_background_answer_is_the_same_and_stops_when_it_is_left(demo: Llama) -> None:
-    whole = text_of(list(Background(Answer(demo, ask(QUESTION)))))
+    whole = text_of(list(BackgroundAnswer(Answer(demo, ask(QUESTION)))))
     assert whole == reply(demo, QUESTION)[0]
-    left = Background(Answer(demo, ask(QUESTION)))
+    left = BackgroundAnswer(Answer(demo, ask(QUESTION)))
     for _ in left:
         break
     assert left.cancel(10)
@@ -172,12 +172,12 @@ def test_a_background_answer_is_the_same_and_stops_when_it_is_left(demo: Llama) 
 def test_a_fault_in_the_middle_is_raised_where_the_pieces_are_read(tiny: TinyModel, load: Load) -> None:
     llm = load(tiny("tiny-mix"), expert_cache="25%")
 
-    def pieces_until_the_disk_fails(pieces: Iterator[Piece]) -> None:
-        next(pieces)
+    def pieces_until_the_disk_fails(deltas: Iterator[Delta]) -> None:
+        next(deltas)
         library.arm_fault("read", 1, errno=5, sticky=True)
-        list(pieces)
+        list(deltas)
 
-    for kind in (lambda answer: answer.pieces(), lambda answer: iter(Background(answer))):
+    for kind in (lambda answer: answer.deltas(), lambda answer: iter(BackgroundAnswer(answer))):
         answer = Answer(llm, ask("hello there", temperature=1.0, min_p=0.0))
         with pytest.raises(ExpertIOError):
             pieces_until_the_disk_fails(kind(answer))
@@ -198,7 +198,7 @@ def test_a_prompt_that_does_not_fit_says_how_long_it_is(demo: Llama) -> None:
 def test_the_oldest_messages_are_left_out_when_all_do_not_fit(demo: Llama) -> None:
     turns = [f"{'question' if i % 2 == 0 else 'answer'} number {i} " * 6 for i in range(21)]
     messages = ({"role": "system", "content": "Be kind."}, *ask(*turns).messages)  # type: ignore[misc]
-    answer = Answer(demo, Ask(messages=messages))
+    answer = Answer(demo, GenerationRequest(messages=messages))
     cut = answer.timing.cut_messages
     assert 0 < cut < 21
     assert cut % 2 == 0, "what is left begins with the assistant"
@@ -208,17 +208,21 @@ def test_the_oldest_messages_are_left_out_when_all_do_not_fit(demo: Llama) -> No
     assert turns[-1].strip() in prompt
     assert len(answer._prompt.tokens) <= 512 - 512 // 8
     with pytest.raises(ContextError):
-        Answer(demo, Ask(messages=messages, truncate=False))
+        Answer(demo, GenerationRequest(messages=messages, truncate=False))
 
 
 def test_what_may_not_be_left_out_never_is(demo: Llama) -> None:
     system = {"role": "system", "content": "word " * 600}
     with pytest.raises(ContextError):
-        Answer(demo, Ask(messages=(system, *ask("a", "b", "c").messages)))  # type: ignore[misc]
+        Answer(demo, GenerationRequest(messages=(system, *ask("a", "b", "c").messages)))  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("nothing", [ask(prompt=""), Ask(), Ask(messages=())], ids=["empty", "none", "no messages"])
-def test_nothing_asked_is_refused(demo: Llama, nothing: Ask) -> None:
+@pytest.mark.parametrize(
+    "nothing",
+    [ask(prompt=""), GenerationRequest(), GenerationRequest(messages=())],
+    ids=["empty", "none", "no messages"],
+)
+def test_nothing_asked_is_refused(demo: Llama, nothing: GenerationRequest) -> None:
     with pytest.raises(OptionError):
         Answer(demo, nothing)
 
@@ -228,7 +232,7 @@ def test_a_closed_model_is_said_to_be_closed(load: Load) -> None:
     answer = Answer(llm, ask(QUESTION))
     llm.close()
     with pytest.raises(ClosedError):
-        list(answer.pieces())
+        list(answer.deltas())
     with pytest.raises(ClosedError):
         Answer(llm, ask(QUESTION))
 

@@ -13,7 +13,7 @@ from moegguf.engine.llama import Llama
 from moegguf.engine.vocabulary import to_utf8
 from moegguf.errors import CapabilityError, OptionError, TemplateError
 from moegguf.generate.answer import Answer
-from moegguf.generate.request import Ask, Piece, TokenChance
+from moegguf.generate.request import Delta, GenerationRequest, TokenLogprob
 from moegguf.generate.transcript import Transcript
 
 THINKER = (
@@ -45,7 +45,7 @@ WEATHER = {
 @pytest.mark.parametrize("stop", ["of-Experts", " models", "f", "It leaves the exp", "moe", "."])
 def test_a_stop_string_ends_the_answer_and_no_letter_of_it_is_told(demo: Llama, whole: str, stop: str) -> None:
     answer = Answer(demo, ask(QUESTION, stop=("not there at all", stop)))
-    assert text_of(list(answer.pieces())) == whole[: whole.index(stop)]
+    assert text_of(list(answer.deltas())) == whole[: whole.index(stop)]
     assert answer.timing.finish == "stop"
     assert answer.timing.answer_tokens <= len(demo.tokenize(whole.encode(), False))
 
@@ -64,9 +64,9 @@ def test_code_points_that_tokens_split_come_whole(demo: Llama) -> None:
     text = "naïve 漢字 🦙 e\u0301"
     vocabulary = demo.vocabulary
     tokens = vocabulary.tokens(text)
-    pieces = [vocabulary.piece(token) for token in tokens]
-    assert b"".join(pieces) == text.encode()
-    assert any(not _is_text(piece) for piece in pieces), "no token splits a code point: the test shows nothing"
+    deltas = [vocabulary.piece(token) for token in tokens]
+    assert b"".join(deltas) == text.encode()
+    assert any(not _is_text(piece) for piece in deltas), "no token splits a code point: the test shows nothing"
     transcript = Transcript(vocabulary)
     told = [transcript.feed(token) for token in tokens]
     assert "".join(piece.text for piece in told if piece) == text
@@ -77,7 +77,7 @@ def test_half_a_code_point_at_the_end_becomes_a_replacement_character(demo: Llam
     cut = demo.vocabulary.tokens("🦙")[:-1]
     transcript = Transcript(demo.vocabulary)
     assert [transcript.feed(token) for token in cut] == [None] * len(cut)
-    assert transcript.end() == Piece("\ufffd")
+    assert transcript.end() == Delta("\ufffd")
 
 
 def _is_text(piece: bytes) -> bool:
@@ -95,21 +95,21 @@ def test_lone_surrogates_of_json_reach_the_model_as_replacement_characters(demo:
 
 def test_chances_add_up_and_the_likeliest_is_taken_at_temperature_0(demo: Llama) -> None:
     answer = Answer(demo, ask(QUESTION, max_tokens=12, n_logprobs=20))
-    pieces = list(answer.pieces())
-    chances = [chance for piece in pieces for chance in piece.chances]
-    assert len(chances) == answer.timing.answer_tokens == 12
-    for chance in chances:
-        assert (chance.text, chance.logprob) == chance.top[0]
-        assert [logprob for _, logprob in chance.top] == sorted((logprob for _, logprob in chance.top), reverse=True)
-        assert len(chance.top) == 20
-        assert 0.9 < sum(math.exp(logprob) for _, logprob in chance.top) <= 1.0001
-    assert "".join(chance.text for chance in chances) == text_of(pieces)
+    deltas = list(answer.deltas())
+    logprobs = [logprob for piece in deltas for logprob in piece.logprobs]
+    assert len(logprobs) == answer.timing.answer_tokens == 12
+    for logprob in logprobs:
+        assert (logprob.text, logprob.logprob) == logprob.top[0]
+        assert [logprob for _, logprob in logprob.top] == sorted((logprob for _, logprob in logprob.top), reverse=True)
+        assert len(logprob.top) == 20
+        assert 0.9 < sum(math.exp(logprob) for _, logprob in logprob.top) <= 1.0001
+    assert "".join(logprob.text for logprob in logprobs) == text_of(deltas)
 
 
 def test_chances_are_those_before_sampling(demo: Llama) -> None:
-    def first(**options: object) -> TokenChance:
-        pieces = Answer(demo, ask(QUESTION, max_tokens=1, n_logprobs=3, **options)).pieces()
-        return next(chance for piece in pieces for chance in piece.chances)
+    def first(**options: object) -> TokenLogprob:
+        deltas = Answer(demo, ask(QUESTION, max_tokens=1, n_logprobs=3, **options)).deltas()
+        return next(logprob for piece in deltas for logprob in piece.logprobs)
 
     plain = first()
     token = demo.vocabulary.tokens(plain.text)[0]
@@ -120,10 +120,10 @@ def test_chances_are_those_before_sampling(demo: Llama) -> None:
 
 
 def test_no_chances_unless_asked_for_and_no_more_than_twenty(demo: Llama) -> None:
-    assert all(piece.chances == () for piece in Answer(demo, ask(QUESTION, max_tokens=3)).pieces())
-    pieces = list(Answer(demo, ask(QUESTION, max_tokens=3, n_logprobs=0)).pieces())
-    assert [len(piece.chances) for piece in pieces] == [1, 1, 1]
-    assert all(chance.top == () for piece in pieces for chance in piece.chances)
+    assert all(piece.logprobs == () for piece in Answer(demo, ask(QUESTION, max_tokens=3)).deltas())
+    deltas = list(Answer(demo, ask(QUESTION, max_tokens=3, n_logprobs=0)).deltas())
+    assert [len(piece.logprobs) for piece in deltas] == [1, 1, 1]
+    assert all(logprob.top == () for piece in deltas for logprob in piece.logprobs)
     for n in (-1, 21):
         with pytest.raises(OptionError, match="0 to 20"):
             Answer(demo, ask(QUESTION, n_logprobs=n))
@@ -131,9 +131,9 @@ def test_no_chances_unless_asked_for_and_no_more_than_twenty(demo: Llama) -> Non
 
 def test_the_chances_of_a_stop_string_are_not_told(demo: Llama, whole: str) -> None:
     stop = "Experts models"
-    pieces = list(Answer(demo, ask(QUESTION, stop=(stop,), n_logprobs=0)).pieces())
-    told = "".join(chance.text for piece in pieces for chance in piece.chances)
-    assert told == text_of(pieces) == whole[: whole.index(stop)]
+    deltas = list(Answer(demo, ask(QUESTION, stop=(stop,), n_logprobs=0)).deltas())
+    told = "".join(logprob.text for piece in deltas for logprob in piece.logprobs)
+    assert told == text_of(deltas) == whole[: whole.index(stop)]
 
 
 @pytest.mark.parametrize(("n", "expected"), [(1, 1), (5, 5), (None, 508), (0, 508), (-1, 508)])
@@ -177,27 +177,27 @@ def test_a_template_of_the_request_is_used_and_its_thinking_taken_apart(demo: Ll
     answer = Answer(demo, ask(QUESTION, template=THINKER, max_tokens=10))
     prompt = demo.detokenize(answer._prompt.tokens, special=True).decode()
     assert prompt.endswith(f"[user]{QUESTION}[assistant]<think>\n")
-    pieces = list(answer.pieces())
-    assert text_of(pieces) == ""
-    assert "".join(piece.thinking for piece in pieces)
+    deltas = list(answer.deltas())
+    assert text_of(deltas) == ""
+    assert "".join(piece.thinking for piece in deltas)
 
 
 @pytest.mark.parametrize("choice", ["required", "weather"])
 def test_a_call_that_is_demanded_is_made(demo: Llama, choice: str) -> None:
     answer = Answer(demo, ask(QUESTION, template=CALLER, tools=(WEATHER,), tool_choice=choice, max_tokens=80))
-    pieces = list(answer.pieces())
-    (call,) = [call for piece in pieces for call in piece.tool_calls]
+    deltas = list(answer.deltas())
+    (call,) = [call for piece in deltas for call in piece.tool_calls]
     assert call.name == "weather"
     assert call.arguments["city"] in ("Paris", "Oslo")
     assert call.id
-    assert text_of(pieces).strip() == ""
+    assert text_of(deltas).strip() == ""
     assert answer.timing.finish == "stop"
 
 
 def test_a_call_that_is_offered_may_be_left_out(demo: Llama) -> None:
     answer = Answer(demo, ask(QUESTION, template=CALLER, tools=(WEATHER,), max_tokens=10))
     assert "weather" in demo.detokenize(answer._prompt.tokens).decode()
-    assert list(answer.pieces())
+    assert list(answer.deltas())
     unoffered = Answer(demo, ask(QUESTION, template=CALLER, tools=(WEATHER,), tool_choice="none"))
     assert "weather" not in demo.detokenize(unoffered._prompt.tokens).decode()
     with pytest.raises(CapabilityError, match="'rain'"):
@@ -209,7 +209,7 @@ def test_a_model_that_could_think_first_keeps_to_the_form(demo: Llama, think: bo
     schema = {"type": "object", "properties": {"n": {"const": 7}}, "required": ["n"]}
     template = THINKER.replace("[assistant]<think>\n", "[assistant]")
     answer = Answer(demo, ask(QUESTION, template=template, format=schema, think=think, max_tokens=60))
-    assert json.loads(text_of(list(answer.pieces())))["n"] == 7
+    assert json.loads(text_of(list(answer.deltas())))["n"] == 7
 
 
 def test_a_bad_template_is_an_error_of_the_request(demo: Llama) -> None:
@@ -243,4 +243,6 @@ def test_control_tokens_are_not_text(tiny: TinyModel, load: Load) -> None:
 
 def test_messages_may_hold_more_than_text(demo: Llama) -> None:
     messages = ({"role": "user", "content": QUESTION, "images": []}, {"role": "assistant", "content": ""})
-    assert list(Answer(demo, Ask(messages=messages, sampling=ask(QUESTION, max_tokens=2).sampling)).pieces())
+    assert list(
+        Answer(demo, GenerationRequest(messages=messages, sampling=ask(QUESTION, max_tokens=2).sampling)).deltas()
+    )

@@ -11,7 +11,7 @@ from answering import QUESTION, ask, ends_of, reply
 from moegguf.engine.llama import Llama
 from moegguf.errors import OptionError, SchemaError
 from moegguf.generate.answer import Answer
-from moegguf.generate.sampler import Chooser
+from moegguf.generate.sampler import Sampler
 
 
 def test_a_token_can_be_forbidden_and_wanted(demo: Llama, whole: str) -> None:
@@ -51,7 +51,7 @@ def test_typical_p_changes_what_is_drawn(demo: Llama) -> None:
 def test_a_grammar_is_followed_and_the_likeliest_taken_within_it(demo: Llama) -> None:
     grammar = 'root ::= "moegguf " ("runs" | "eats") " " [0-9]+ "!"'
     demo.eval(demo.vocabulary.tokens(QUESTION))
-    chooser = Chooser(demo, ask(QUESTION).sampling, [], grammar)
+    chooser = Sampler(demo, ask(QUESTION).sampling, [], grammar)
     text = b""
     for _ in range(20):
         token = chooser.choose()
@@ -66,11 +66,11 @@ def test_a_grammar_is_followed_and_the_likeliest_taken_within_it(demo: Llama) ->
 def test_a_grammar_that_cannot_be_read_or_followed_is_an_error(demo: Llama) -> None:
     sampling = ask(QUESTION).sampling
     with pytest.raises(SchemaError):
-        Chooser(demo, sampling, [], "root ::= (")
+        Sampler(demo, sampling, [], "root ::= (")
     demo.eval(demo.vocabulary.tokens(QUESTION))
     logits = np.ctypeslib.as_array(demo._ctx.get_logits_ith(-1), shape=(demo.n_vocab(),))
     logits[demo.vocabulary.tokens("zz")[0]] = -np.inf
     logits[demo.vocabulary.tokens("z")[0]] = -np.inf
-    chooser = Chooser(demo, sampling, [], 'root ::= "zz"')
+    chooser = Sampler(demo, sampling, [], 'root ::= "zz"')
     with pytest.raises(SchemaError, match="no token"):
         chooser.choose()

@@ -230,8 +230,8 @@ def test_long_tokens_come_whole(demo: Llama, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_answers_and_the_bindings_own_completions_share_a_model(demo: Llama) -> None:
     expected = reply(demo, QUESTION, max_tokens=12)[0]
-    pieces = Answer(demo, ask(QUESTION)).pieces()
-    next(pieces)
+    deltas = Answer(demo, ask(QUESTION)).deltas()
+    next(deltas)
     messages = [{"role": "user", "content": QUESTION}]
     assert demo.create_chat_completion(messages, **GREEDY)["choices"][0]["message"]["content"] == expected
     assert reply(demo, QUESTION, max_tokens=12)[0] == expected

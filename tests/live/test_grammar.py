@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from moegguf.errors import SchemaError
 from moegguf.generate.constraint import grammar_for
-from moegguf.generate.parsing import Splitter
-from moegguf.generate.request import Ask
+from moegguf.generate.parsing import AnswerParser
+from moegguf.generate.request import GenerationRequest
 
 if TYPE_CHECKING:
     from moegguf.engine.llama import Llama
@@ -174,7 +174,7 @@ def walk(llm: Llama) -> Iterator[Callable[[str], Walk]]:
 
 
 def schema_grammar(schema: Any, template: str | None = None, **options: Any) -> str | None:
-    return grammar_for(Ask(messages=(), format=schema, **options), template)
+    return grammar_for(GenerationRequest(messages=(), format=schema, **options), template)
 
 
 @pytest.mark.parametrize("kind", SCHEMAS)
@@ -187,7 +187,7 @@ def test_what_passes_follows_the_schema(kind: str, walk: Callable[..., Walk]) ->
 
 
 def test_any_json_object(walk: Callable[..., Walk]) -> None:
-    grammar = grammar_for(Ask(messages=(), format="json"), None)
+    grammar = grammar_for(GenerationRequest(messages=(), format="json"), None)
     texts = [walk(grammar).random(seed) for seed in range(20)]
     finished = [json.loads(text) for text in texts if text is not None]
     assert len(finished) > 5
@@ -252,7 +252,9 @@ def test_integers_between_bounds(low: int | None, high: int | None, walk: Callab
 
 def test_a_thinking_model_may_think_first(walk: Callable[..., Walk]) -> None:
     def accepts(text: str, *, think: bool | None = None, prompt_end: str = "") -> bool:
-        return walk(grammar_for(Ask(messages=(), format="json", think=think), templates.QWEN, prompt_end)).accepts(text)
+        return walk(
+            grammar_for(GenerationRequest(messages=(), format="json", think=think), templates.QWEN, prompt_end)
+        ).accepts(text)
 
     assert accepts('<think>\nA <tag>, a <</think>\n\n{"a": 1}')
     assert accepts('{"a": 1}')
@@ -295,21 +297,21 @@ FAMILIES = {
 
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_a_forced_call_is_one_that_the_splitter_finds(kind: str, walk: Callable[..., Walk]) -> None:
-    ask = Ask(messages=(), tools=TOOLS, tool_choice="get_weather", think=False)
+    ask = GenerationRequest(messages=(), tools=TOOLS, tool_choice="get_weather", think=False)
     answers = [walk(grammar_for(ask, FAMILIES[kind])).random(seed) for seed in range(6)]
     finished = [answer for answer in answers if answer is not None]
     assert finished
     for answer in finished:
-        splitter = Splitter(FAMILIES[kind], tools=TOOLS)
-        pieces = [*map(splitter.feed, answer), splitter.end()]
-        (call,) = [call for piece in pieces for call in piece.tool_calls]
+        splitter = AnswerParser(FAMILIES[kind], tools=TOOLS)
+        deltas = [*map(splitter.feed, answer), splitter.end()]
+        (call,) = [call for piece in deltas for call in piece.tool_calls]
         assert call.name == "get_weather"
         assert not problems(call.arguments, TOOLS[0]["function"]["parameters"], {}), answer
-        assert not "".join(piece.text for piece in pieces).strip()
+        assert not "".join(piece.text for piece in deltas).strip()
 
 
 def test_a_required_call_may_be_any_of_the_tools(walk: Callable[..., Walk]) -> None:
-    grammar = grammar_for(Ask(messages=(), tools=TOOLS, tool_choice="required"), templates.QWEN)
+    grammar = grammar_for(GenerationRequest(messages=(), tools=TOOLS, tool_choice="required"), templates.QWEN)
     assert walk(grammar).accepts('<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>')
     assert walk(grammar).accepts('<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>')
     assert not walk(grammar).accepts('<tool_call>\n{"name": "later", "arguments": {}}\n</tool_call>')

@@ -15,7 +15,7 @@ from running import Llama, Load, Logits, Own, Reference, TinyModel, controller_o
 
 from moegguf.controller import collection_file
 from moegguf.controller import weights as weights_file
-from moegguf.controller.artifacts import COLLECTION, MEASURED, Knowledge
+from moegguf.controller.artifacts import COLLECTION, MEASURED, Artifacts
 from moegguf.controller.collection import Eamc, EamcPair
 from moegguf.controller.measured import Measured, write_measured
 from moegguf.controller.shape import MoeShape
@@ -141,7 +141,7 @@ DAMAGE = ("truncated", "empty", "flipped", "other model", "old version", "nan", 
 
 
 def damage(kind: str, path: Path, file: Path, save: Save, mark: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fingerprint = Knowledge(read_layout(path)).fingerprint
+    fingerprint = Artifacts(read_layout(path)).fingerprint
     with monkeypatch.context() as patch:
         if kind == "old version":
             patch.setattr(collection_file, "FORMAT_VERSION", "0")
@@ -163,7 +163,7 @@ def damage(kind: str, path: Path, file: Path, save: Save, mark: Path, monkeypatc
 @pytest.mark.parametrize("predictor", FILES)
 def test_a_good_file_is_taken_up(path: Path, beside: Path, load: Load, expected: Logits, predictor: str) -> None:
     name, save = FILES[predictor]
-    save(path, Knowledge(read_layout(path)).fingerprint, 0.25)
+    save(path, Artifacts(read_layout(path)).fingerprint, 0.25)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         llm = load(path, policy="lfu", predictor=predictor, **TIGHT)
@@ -205,7 +205,7 @@ def test_static_with_a_damaged_file_is_lru(path: Path, beside: Path, load: Load,
 
 def measure(path: Path, policy: str, predictor: str = "none", prefetch: str = "none") -> None:
     rates = {"lru": {0.4: 0.5}, policy: {0.4: 0.6}}
-    found = Measured(Knowledge(read_layout(path)).fingerprint, rates, {policy: predictor}, prefetch)
+    found = Measured(Artifacts(read_layout(path)).fingerprint, rates, {policy: predictor}, prefetch)
     write_measured(path.with_name("tiny-qwen2moe.gguf.moegguf") / MEASURED, found)
 
 

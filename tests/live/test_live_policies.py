@@ -23,9 +23,9 @@ from running import (
     random_prompt,
 )  # fmt: skip
 
+from moegguf.controller.forecast import Forecast
 from moegguf.controller.history import History
 from moegguf.controller.policies import POLICIES
-from moegguf.controller.policies.base import Outlook
 from moegguf.controller.predictors import PREDICTORS, UNTRAINED
 from moegguf.controller.prefetch import PrefetchOptions
 from moegguf.controller.watchdog import Watchdog, WatchdogOptions
@@ -121,7 +121,7 @@ class LastLayersFirst:
     def __init__(self) -> None:
         self.calls = 0
 
-    def scores(self, history: History, outlook: Outlook) -> Float32s:
+    def scores(self, history: History, forecast: Forecast) -> Float32s:
         self.calls += 1
         return -np.arange(history.shape.n_layer, dtype=np.float32)[:, None].repeat(history.shape.n_expert, 1)
 

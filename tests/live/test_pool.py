@@ -16,18 +16,18 @@ import pytest
 from pooling import in_loop, n_files
 
 from moegguf.errors import BudgetError, WorkerError
-from moegguf.generate.request import Ask, Piece, Sampling, Timing
+from moegguf.generate.request import Delta, GenerationRequest, Sampling, Timing
 from moegguf.models.entry import Entry
 from moegguf.serving.events import Done, LoadOptions
 from moegguf.serving.lease import Lease
-from moegguf.serving.manager import Pool
+from moegguf.serving.manager import ModelManager
 from moegguf.serving.memory_budget import measure
 from moegguf.settings import Settings
 
 TinyModel = Callable[..., Path]
 
 ONE_THREAD = LoadOptions(n_threads=1)
-ENDLESS = Ask(prompt="once upon a time", sampling=Sampling(seed=7, max_tokens=400))
+ENDLESS = GenerationRequest(prompt="once upon a time", sampling=Sampling(seed=7, max_tokens=400))
 
 
 class Files:
@@ -41,10 +41,10 @@ class Files:
         when = datetime(2026, 1, 2, tzinfo=UTC)
         return Entry(f"{name}:latest", "path", (path,), path.stat().st_size, name * 64, when)
 
-    def wish(self, name: str) -> tuple[int, int]:
+    def purpose(self, name: str) -> tuple[int, int]:
         """Bytes a model wishes for, and at least needs."""
         size = measure(self.find(name), ONE_THREAD, Settings(), 8 << 30)
-        return size.wish_bytes, size.least_bytes
+        return size.wanted_bytes, size.least_bytes
 
 
 @pytest.fixture
@@ -53,29 +53,29 @@ def files(tiny: TinyModel) -> Files:
 
 
 @asynccontextmanager
-async def pool_of(files: Files, **settings: Any) -> AsyncIterator[Pool]:
+async def pool_of(files: Files, **settings: Any) -> AsyncIterator[ModelManager]:
     n_before = n_files()
-    async with Pool(files, Settings(**{"memory_bytes": 4 << 30, **settings})) as pool:
+    async with ModelManager(files, Settings(**{"memory_bytes": 4 << 30, **settings})) as pool:
         yield pool
     assert not [child for child in psutil.Process().children() if "worker" in " ".join(child.cmdline())]
     assert n_files() == n_before
 
 
-def story(seed: int, n_tokens: int = 16) -> Ask:
-    return Ask(prompt=f"story {seed}:", sampling=Sampling(seed=seed, max_tokens=n_tokens))
+def story(seed: int, n_tokens: int = 16) -> GenerationRequest:
+    return GenerationRequest(prompt=f"story {seed}:", sampling=Sampling(seed=seed, max_tokens=n_tokens))
 
 
-async def told(lease: Lease, ask: Ask) -> tuple[str, Timing]:
+async def told(lease: Lease, ask: GenerationRequest) -> tuple[str, Timing]:
     events = [event async for event in lease.answer(ask)]
     assert isinstance(events[-1], Done)
-    return "".join(event.text for event in events if isinstance(event, Piece)), events[-1].timing
+    return "".join(event.text for event in events if isinstance(event, Delta)), events[-1].timing
 
 
 async def rest_of(events: AsyncIterator[Any]) -> list[Any]:
     return [event async for event in events]
 
 
-async def ask_for(pool: Pool, name: str, ask: Ask, load: LoadOptions = ONE_THREAD) -> str:
+async def ask_for(pool: ModelManager, name: str, ask: GenerationRequest, load: LoadOptions = ONE_THREAD) -> str:
     async with pool.lease(name, load) as lease:
         return (await told(lease, ask))[0]
 
@@ -86,7 +86,7 @@ async def test_a_killed_worker_costs_one_answer(files: Files) -> None:
         expected = await ask_for(pool, "a", story(1))
         async with pool.lease("a") as lease:
             answer = aiter(lease.answer(ENDLESS))
-            assert isinstance(await anext(answer), Piece)
+            assert isinstance(await anext(answer), Delta)
             os.kill(lease.loaded.pid, signal.SIGKILL)
             with pytest.raises(WorkerError, match=r"'a:latest'.*SIGKILL.*loads it again"):
                 await rest_of(answer)
@@ -115,7 +115,7 @@ async def test_unloading_ends_the_process(files: Files) -> None:
 
 @in_loop
 async def test_two_models_in_a_budget_that_holds_one(files: Files) -> None:
-    budget = max(files.wish(name)[0] for name in "ab")
+    budget = max(files.purpose(name)[0] for name in "ab")
     async with pool_of(files, memory_bytes=budget) as pool:
         expected = {name: await ask_for(pool, name, story(3)) for name in "ab"}
         pids = set()
@@ -132,9 +132,9 @@ async def test_with_less_memory_fewer_experts_and_the_same_answer(files: Files) 
     async with pool_of(files) as pool:
         expected = await ask_for(pool, "a", story(5, 40))
         everything = pool.loaded()[0]
-    wish, least = files.wish("a")
-    assert wish == everything.size_bytes
-    budget = (wish + least) // 2
+    purpose, least = files.purpose("a")
+    assert purpose == everything.size_bytes
+    budget = (purpose + least) // 2
     async with pool_of(files, memory_bytes=budget) as pool:
         assert await ask_for(pool, "a", story(5, 40)) == expected
         (model,) = pool.loaded()
@@ -168,10 +168,12 @@ async def test_another_context_loads_it_again(files: Files) -> None:
 @in_loop
 async def test_the_second_turn_reads_only_what_is_new(files: Files) -> None:
     async with pool_of(files) as pool, pool.lease("a", ONE_THREAD) as lease:
-        first = Ask(prompt="a long story about a fox and its den", sampling=Sampling(temperature=0, max_tokens=4))
+        first = GenerationRequest(
+            prompt="a long story about a fox and its den", sampling=Sampling(temperature=0, max_tokens=4)
+        )
         text, timing = await told(lease, first)
         assert timing.cached_tokens == 0
-        again = Ask(prompt=str(first.prompt) + text + " and more", sampling=first.sampling)
+        again = GenerationRequest(prompt=str(first.prompt) + text + " and more", sampling=first.sampling)
         assert (await told(lease, again))[1].cached_tokens >= timing.prompt_tokens - 1
 
 

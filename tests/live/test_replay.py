@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from running import Llama, Load, Own, random_prompt, share_for
 
-from moegguf.controller.artifacts import Knowledge
+from moegguf.controller.artifacts import Artifacts
 from moegguf.controller.policies import make_policy
 from moegguf.controller.policies.base import Policy
 from moegguf.controller.predictors import make_predictor
@@ -37,7 +37,7 @@ def path(own: Own) -> Callable[[str], Path]:
 
     def link(preset: str) -> Path:
         path = own(preset)
-        knowledge = Knowledge(read_layout(path))
+        knowledge = Artifacts(read_layout(path))
         shape = MoeShape.of(read_layout(path))
         table = np.random.default_rng(0).random((len(shape.layers), shape.n_expert), np.float32)
         file = knowledge.folder_to_write() / "popularity.safetensors"
@@ -73,7 +73,7 @@ def live(load: Load, path: Path, out: Path, policy: str, predictor: str, n_slots
 
 def simulated(trace: Trace, policy: Policy | str, predictor: str, path: Path, n_slots: int) -> SimResult:
     """The same run without a model."""
-    knowledge = Knowledge(read_layout(path))
+    knowledge = Artifacts(read_layout(path))
     made = make_policy(policy, trace.shape, knowledge) if isinstance(policy, str) else policy
     ahead = make_predictor(predictor, trace.shape, knowledge)
     return Simulation(trace, made, ahead, n_slots, SimOptions(sweep=False)).run()

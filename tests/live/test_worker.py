@@ -20,20 +20,20 @@ from moegguf.engine.llama import Llama
 from moegguf.errors import ContextError, ModelFormatError, ModelNotFoundError, OptionError, WorkerError
 from moegguf.generate.answer import Answer
 from moegguf.generate.embedding import Embeddings, embed
-from moegguf.generate.request import Ask, Piece, Sampling, Timing
-from moegguf.serving.events import View
+from moegguf.generate.request import Delta, GenerationRequest, Sampling, Timing
+from moegguf.serving.events import Snapshot
 from moegguf.serving.wire import Order, build
 from moegguf.serving.worker_process import Process
 
 TinyModel = Callable[..., Path]
 Load = Callable[..., Llama]
 
-ASK = Ask(prompt="once upon a time", tell_context=True, sampling=Sampling(seed=7, max_tokens=24))
-ENDLESS = Ask(prompt="once upon a time", sampling=Sampling(seed=7, max_tokens=400))
+ASK = GenerationRequest(prompt="once upon a time", tell_context=True, sampling=Sampling(seed=7, max_tokens=24))
+ENDLESS = GenerationRequest(prompt="once upon a time", sampling=Sampling(seed=7, max_tokens=400))
 
 
 @asynccontextmanager
-async def worker_of(path: Path, views: list[View] | None = None, **order: Any) -> AsyncIterator[Process]:
+async def worker_of(path: Path, views: list[Snapshot] | None = None, **order: Any) -> AsyncIterator[Process]:
     """A worker that has loaded `path`; it is gone afterwards."""
     process = await Process.start("tiny", [].append if views is None else views.append)
     try:
@@ -45,18 +45,18 @@ async def worker_of(path: Path, views: list[View] | None = None, **order: Any) -
         assert not psutil.pid_exists(process.pid) or psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE
 
 
-async def answer_of(process: Process, ask: Ask, stream: bool = True) -> tuple[str, Timing, int]:
+async def answer_of(process: Process, ask: GenerationRequest, stream: bool = True) -> tuple[str, Timing, int]:
     """Text, timing, and how many pieces it came in."""
-    *pieces, last = [event async for event in process.request("ask", ask=ask, stream=stream).events()]
-    pieces = [piece for piece in pieces if isinstance(piece, Piece)]
-    return "".join(piece.text for piece in pieces), build(Timing, last), len(pieces)
+    *deltas, last = [event async for event in process.request("ask", ask=ask, stream=stream).events()]
+    deltas = [piece for piece in deltas if isinstance(piece, Delta)]
+    return "".join(piece.text for piece in deltas), build(Timing, last), len(deltas)
 
 
 @in_loop
 async def test_it_answers_as_the_model_in_process_does(tiny: TinyModel, load: Load) -> None:
     llm = load(tiny(), logits_all=False)
     answer = Answer(llm, ASK)
-    expected = "".join(piece.text for piece in answer.pieces())
+    expected = "".join(piece.text for piece in answer.deltas())
     async with worker_of(tiny()) as process:
         for stream in (True, False):
             text, timing, n_pieces = await answer_of(process, ASK, stream)
@@ -81,7 +81,7 @@ async def test_an_answer_stops_when_asked_to(tiny: TinyModel) -> None:
     async with worker_of(tiny()) as process:
         request = process.request("ask", ask=ENDLESS, stream=True)
         events = request.events()
-        assert isinstance(await anext(events), Piece)
+        assert isinstance(await anext(events), Delta)
         request.cancel()
         timing = build(Timing, [event async for event in events][-1])
         assert timing.finish == "cancelled" and timing.answer_tokens < 200
@@ -101,9 +101,9 @@ async def test_an_answer_can_be_stopped_before_it_begins(tiny: TinyModel) -> Non
 async def test_a_prompt_that_is_too_long_is_a_typed_error(tiny: TinyModel) -> None:
     async with worker_of(tiny()) as process:
         with pytest.raises(ContextError):
-            await answer_of(process, Ask(prompt="a b c d " * 2000))
+            await answer_of(process, GenerationRequest(prompt="a b c d " * 2000))
         with pytest.raises(OptionError):
-            await answer_of(process, Ask(prompt="a", n_logprobs=99))
+            await answer_of(process, GenerationRequest(prompt="a", n_logprobs=99))
         assert (await answer_of(process, ASK))[0]
 
 
@@ -141,7 +141,7 @@ async def test_a_file_that_cannot_be_loaded_is_a_typed_error(tmp_path: Path, nam
 
 @in_loop
 async def test_views_add_up_and_come_only_while_watched(tiny: TinyModel) -> None:
-    views: list[View] = []
+    views: list[Snapshot] = []
     async with worker_of(tiny(), views) as process:
         process.send("watch", per_s=20)
         await until(lambda: views)
@@ -179,7 +179,7 @@ async def test_ctrl_c_is_the_servers_business_and_a_kill_is_told(tiny: TinyModel
 async def test_it_ends_with_its_socket_even_while_it_answers(tiny: TinyModel) -> None:
     async with worker_of(tiny()) as process:
         running = process.request("ask", ask=ENDLESS, stream=True)
-        assert isinstance(await anext(running.events()), Piece)
+        assert isinstance(await anext(running.events()), Delta)
         await process.close()
         assert process._child.returncode == 0
 

@@ -13,9 +13,9 @@ import pytest
 from fake_model import FakeModel, Open, make_model
 from traces import SMALL, random_trace
 
-from moegguf.controller.forecast import Ahead
+from moegguf.controller.forecast import Forecast
 from moegguf.controller.history import History
-from moegguf.controller.policies.base import CarriedByStore, Outlook
+from moegguf.controller.policies.base import CarriedByStore
 from moegguf.controller.policies.next_use import NextUse
 from moegguf.controller.predictors.base import NoPrediction
 from moegguf.controller.shape import MoeShape
@@ -201,8 +201,8 @@ class Scored:
     def __init__(self, policy: NextUse) -> None:
         self._policy = policy
 
-    def scores(self, history: History, outlook: Outlook) -> Float32s | None:
-        return self._policy.scores(history, outlook)
+    def scores(self, history: History, forecast: Forecast) -> Float32s | None:
+        return self._policy.scores(history, forecast)
 
 
 @pytest.mark.parametrize(("n_slots", "resized"), [(4, 4), (6, 6), (10, 10), (16, 16), (16, 5), (5, 16)])
@@ -210,7 +210,7 @@ def test_the_same_victims_as_the_python_policy(tmp_path: Path, open_store: Open,
     """Prompts between the tokens; floors, sizes that change, two lanes in turn. Halves are exact in any arithmetic."""
     fake = make_model(tmp_path, n_layer=4, dense_layers=(1,))
     shape, rng = MoeShape.of(fake.layout), np.random.default_rng(n_slots)
-    policy, history, ahead = NextUse(shape, (1.0,), (1.0,), 1.0), History(shape), Ahead(shape, 1)
+    policy, history, ahead = NextUse(shape, (1.0,), (1.0,), 1.0), History(shape), Forecast(shape, 1)
     stores = [open_store(fake, max(n_slots, resized), simulate=True, sweep=False) for _ in range(2)]
     lanes = [(lane, store.open_lane()) for store, lane in stores]
     (native, _), (scored, _) = stores

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from traces import SMALL, random_trace
 
+from moegguf.controller.forecast import Forecast
 from moegguf.controller.history import History
-from moegguf.controller.policies.base import Outlook, Policy
+from moegguf.controller.policies.base import Policy
 from moegguf.controller.policies.least_stale import LeastStale
 from moegguf.controller.policies.lfu import Lfu, LfuDecay, LfuRequest
 from moegguf.controller.policies.locality import Locality
@@ -63,7 +64,7 @@ def test_a_controller_that_leaves_scores_alone_changes_nothing() -> None:
     class Quiet:
         name: ClassVar[str] = "quiet"
 
-        def scores(self, history: History, outlook: Outlook) -> Float32s | None:
+        def scores(self, history: History, forecast: Forecast) -> Float32s | None:
             return None
 
     assert run(Quiet()).counters == run(Lru()).counters
@@ -77,7 +78,7 @@ class Answers:
     def __init__(self, answer: object) -> None:
         self.answer = answer
 
-    def scores(self, history: History, outlook: Outlook) -> Float32s | None:
+    def scores(self, history: History, forecast: Forecast) -> Float32s | None:
         if isinstance(self.answer, Exception):
             raise self.answer
         return self.answer  # type: ignore[return-value]
@@ -117,9 +118,9 @@ class Oracle(Predictor):
         self.token = int(TRACE.pass_start[gate.pass_ + 1]) - 1
 
     def predict(self, il: int, distance: int) -> Float32s | None:
-        likelihoods = np.zeros(SMALL.n_expert, np.float32)
-        likelihoods[TRACE.expert_ids[SMALL.row_of[il], self.token]] = 1
-        return likelihoods
+        probabilities = np.zeros(SMALL.n_expert, np.float32)
+        probabilities[TRACE.expert_ids[SMALL.row_of[il], self.token]] = 1
+        return probabilities
 
 
 @pytest.mark.parametrize("policy", [Lru, lambda: NextUse(SMALL)], ids=["lru", "next-use"])

@@ -14,7 +14,7 @@ import pytest
 from moegguf.bench.rows import FIELDS, OWN_FIELDS, make_rows
 from moegguf.bench.series import (
     KILLED,
-    Entry,
+    BenchedSystem,
     Outcome,
     entries,
     rival,
@@ -65,9 +65,9 @@ def result(seconds: float, tokens: int = 7, store: bool = True) -> dict[str, Any
     }  # fmt: skip
 
 
-OWN = Entry("moegguf", SPEC)
-MMAP = Entry("mmap", replace(SPEC, system="mmap", repack=False), "llama.cpp, no repack")
-RESIDENT = Entry("resident", replace(SPEC, system="resident"), "llama.cpp, default kernels")
+OWN = BenchedSystem("moegguf", SPEC)
+MMAP = BenchedSystem("mmap", replace(SPEC, system="mmap", repack=False), "llama.cpp, no repack")
+RESIDENT = BenchedSystem("resident", replace(SPEC, system="resident"), "llama.cpp, default kernels")
 OUTCOMES = [
     Outcome(OWN, 0, result(0.5), cgroup_peak_bytes=3 << 30),
     Outcome(MMAP, 0, result(5.0, store=False)),
@@ -166,7 +166,7 @@ def test_systems_take_turns() -> None:
 def test_what_was_killed_is_not_run_again() -> None:
     runs: list[str] = []
 
-    def run(entry: Entry) -> Outcome:
+    def run(entry: BenchedSystem) -> Outcome:
         runs.append(entry.label)
         return Outcome(entry, 0, error=KILLED) if entry is RESIDENT else Outcome(entry, 0, result(1.0))
 
@@ -226,7 +226,7 @@ def test_markdown() -> None:
 
 
 def test_markdown_of_policies_has_their_stalls_and_names_equal_ones_once() -> None:
-    others = [Entry(name, replace(SPEC, policy="lru")) for name in ("lru", "no-chunks")]
+    others = [BenchedSystem(name, replace(SPEC, policy="lru")) for name in ("lru", "no-chunks")]
     page = as_markdown(make_rows([Outcome(entry, 0, result(0.5)) for entry in (OWN, *others)]))
     assert "policy next-use, predictor none, prefetch off: moegguf 50%; lru 50%; no-chunks 50%\n" in page
     assert page.count("policy next-use") == 1

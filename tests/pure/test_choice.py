@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moegguf.controller.measured import LEAST_GAIN, Choice, Measured, read_measured, write_measured
+from moegguf.controller.measured import LEAST_GAIN, ControllerChoice, Measured, read_measured, write_measured
 from moegguf.errors import OptionError
 
 RATES = {
@@ -24,14 +24,14 @@ MEASURED = Measured("ab" * 16, RATES, {"next-use": "skip"}, about={"trace": "t",
 @pytest.mark.parametrize(
     ("share", "choice"),
     [
-        (0.02, Choice("next-use", "skip")),  # lfu is better there, but loses to LRU elsewhere
-        (0.12, Choice("next-use", "skip")),
-        (0.3, Choice("next-use", "skip")),
-        (0.5, Choice()),  # no better than LRU
-        (1.0, Choice()),
+        (0.02, ControllerChoice("next-use", "skip")),  # lfu is better there, but loses to LRU elsewhere
+        (0.12, ControllerChoice("next-use", "skip")),
+        (0.3, ControllerChoice("next-use", "skip")),
+        (0.5, ControllerChoice()),  # no better than LRU
+        (1.0, ControllerChoice()),
     ],
 )
-def test_the_best_at_the_nearest_share_that_was_measured(share: float, choice: Choice) -> None:
+def test_the_best_at_the_nearest_share_that_was_measured(share: float, choice: ControllerChoice) -> None:
     assert MEASURED.choose(share) == choice
 
 
@@ -42,18 +42,18 @@ def test_a_gain_within_the_noise_is_no_gain() -> None:
 
 def test_prefetching_that_paid_goes_with_every_policy() -> None:
     paid = Measured("", RATES, {"next-use": "eamc"}, prefetch="skip")
-    assert paid.choose(0.25) == Choice("next-use", "skip", prefetch=True)
-    assert paid.choose(0.5) == Choice("lru", "skip", prefetch=True)
-    assert Measured("", {}, prefetch="skip").choose(0.5) == Choice("lru", "skip", prefetch=True)
+    assert paid.choose(0.25) == ControllerChoice("next-use", "skip", prefetch=True)
+    assert paid.choose(0.5) == ControllerChoice("lru", "skip", prefetch=True)
+    assert Measured("", {}, prefetch="skip").choose(0.5) == ControllerChoice("lru", "skip", prefetch=True)
 
 
 def test_without_lru_there_is_nothing_to_compare_with() -> None:
-    assert Measured("", {"lfu": {0.5: 0.9}}).choose(0.5) == Choice()
-    assert Measured("", {}).choose(0.5) == Choice()
+    assert Measured("", {"lfu": {0.5: 0.9}}).choose(0.5) == ControllerChoice()
+    assert Measured("", {}).choose(0.5) == ControllerChoice()
 
 
 def test_a_policy_that_was_not_measured_there_is_not_chosen_there() -> None:
-    assert Measured("", {"lru": {0.1: 0.1, 0.5: 0.5}, "lfu": {0.1: 0.9}}).choose(0.5) == Choice()
+    assert Measured("", {"lru": {0.1: 0.1, 0.5: 0.5}, "lfu": {0.1: 0.9}}).choose(0.5) == ControllerChoice()
 
 
 RATE = st.floats(0, 1)

@@ -23,8 +23,8 @@ from steering import (
     run_passes,
 )
 
+from moegguf.controller.forecast import Forecast
 from moegguf.controller.history import History
-from moegguf.controller.policies.base import Outlook
 from moegguf.native.events import Float32s
 
 
@@ -37,8 +37,8 @@ class Bad(Counting):
         super().__init__()
         self.act = act
 
-    def scores(self, history: History, outlook: Outlook) -> Float32s | None:
-        good = super().scores(history, outlook)
+    def scores(self, history: History, forecast: Forecast) -> Float32s | None:
+        good = super().scores(history, forecast)
         return self.act() if self.calls == 3 else good
 
 

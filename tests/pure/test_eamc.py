@@ -42,8 +42,8 @@ def test_figure_5() -> None:
     predictor.announce(announced(0))
     predictor.observe(gate(0, 1))
     predictor.observe(gate(1, 0))
-    likelihoods = [predictor.predict(il, il - 1) for il in range(4)]
-    np.testing.assert_allclose(np.array(likelihoods), AGGREGATED, rtol=1e-6)
+    probabilities = [predictor.predict(il, il - 1) for il in range(4)]
+    np.testing.assert_allclose(np.array(probabilities), AGGREGATED, rtol=1e-6)
     np.testing.assert_allclose(predictor.peam(), PREDICTED, rtol=1e-6)
 
 

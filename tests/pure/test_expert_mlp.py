@@ -51,10 +51,10 @@ def test_the_state_is_history_popularity_and_the_rows_of_the_experts_chosen() ->
 def test_a_copying_network_gives_the_history_back_and_keeps_its_order() -> None:
     mlp = ExpertMlp.from_weights(SHAPE, weights((8, 8, 8, 8, 8, 8)))
     mlp.observe(gate(7, 0, 3, 0))
-    likelihoods = mlp.predict(1, 1)
-    assert likelihoods is not None
+    probabilities = mlp.predict(1, 1)
+    assert probabilities is not None
     expected = 1 / (1 + np.exp(-np.array([1, 0.25, 0, 0])))
-    assert likelihoods == pytest.approx(expected, abs=0.01)
+    assert probabilities == pytest.approx(expected, abs=0.01)
     mlp.observe(gate(7, 1, 1, 2))
     later = mlp.predict(3, 1)
     assert later is not None and later.argsort().tolist() == [1, 2, 3, 0]

@@ -260,11 +260,7 @@ def test_hostile_files_stay_small_and_fast(tmp_path: Path) -> None:
 def test_vocabulary_of_151936_tokens_is_fast(tmp_path: Path) -> None:
     g = Gguf().add_array("tokenizer.ggml.tokens", STR, [f"token{i}" for i in range(151_936)])
     g.add_array("tokenizer.ggml.merges", STR, [f"to ken{i}" for i in range(151_387)])
-    path = (
-        g.add_array("tokenizer.ggml.token_type", build.I32, [1] * 151_936)
-        .tensor("t", 32)
-        .write(tmp_path / "v.gguf")
-    )
+    path = g.add_array("tokenizer.ggml.token_type", build.I32, [1] * 151_936).tensor("t", 32).write(tmp_path / "v.gguf")
     times = []
     for _ in range(3):
         begin = time.process_time()

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 from moegguf.errors import CapabilityError, SchemaError
 from moegguf.generate.constraint import grammar_for
-from moegguf.generate.request import Ask
+from moegguf.generate.request import GenerationRequest
 
 TOOL = {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}
 
 
 def grammar(form: Any = None, template: str | None = None, **options: Any) -> str | None:
-    return grammar_for(Ask(messages=(), format=form, **options), template)
+    return grammar_for(GenerationRequest(messages=(), format=form, **options), template)
 
 
 def test_nothing_is_demanded_of_an_ordinary_answer() -> None:

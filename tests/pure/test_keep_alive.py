@@ -12,7 +12,7 @@ from pooling import FakeCatalog, ask, in_loop, pool_of, said, until
 
 from moegguf.errors import BudgetError
 from moegguf.serving import dispatcher as scheduler
-from moegguf.serving.manager import Pool
+from moegguf.serving.manager import ModelManager
 
 
 @pytest.fixture
@@ -20,11 +20,11 @@ def catalog(tmp_path: Path) -> FakeCatalog:
     return FakeCatalog(tmp_path)
 
 
-def names(pool: Pool) -> set[str]:
+def names(pool: ModelManager) -> set[str]:
     return {model.name[0] for model in pool.loaded()}
 
 
-def left_s(pool: Pool) -> float:
+def left_s(pool: ModelManager) -> float:
     (model,) = pool.loaded()
     return math.inf if model.expires is None else (model.expires - datetime.now(UTC)) / timedelta(seconds=1)
 
@@ -137,7 +137,7 @@ async def test_others_do_not_go_first_for_ever(
     catalog.add("b", 800, 500)
     go, done = tmp_path / "go", list[str]()
 
-    async def request(pool: Pool, name: str, prompt: str) -> None:
+    async def request(pool: ModelManager, name: str, prompt: str) -> None:
         done.append(await ask(pool, name, prompt))
 
     async with pool_of(catalog, memory_bytes=1000 << 20) as pool, asyncio.TaskGroup() as group:

@@ -12,7 +12,7 @@ import pytest
 
 import moegguf
 from moegguf.controller import collection_file
-from moegguf.controller.artifacts import COLLECTION, MEASURED, Knowledge
+from moegguf.controller.artifacts import COLLECTION, MEASURED, Artifacts
 from moegguf.controller.collection import EamcPair
 from moegguf.controller.measured import Measured, write_measured
 from moegguf.controller.shape import MoeShape
@@ -37,11 +37,11 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def knowledge(file: Path, tmp_path: Path) -> Knowledge:
+def knowledge(file: Path, tmp_path: Path) -> Artifacts:
     """Of a model in a folder of its own."""
     (tmp_path / "models").mkdir()
     os.link(file, tmp_path / "models" / "tiny.gguf")
-    return Knowledge(read_layout(tmp_path / "models" / "tiny.gguf"))
+    return Artifacts(read_layout(tmp_path / "models" / "tiny.gguf"))
 
 
 def put(folder: Path, name: str, data: bytes = b"") -> Path:
@@ -64,15 +64,15 @@ def pair(n_entries: int) -> EamcPair:
     return eamcs
 
 
-def test_beside_the_model_and_in_the_users_folder_by_fingerprint(knowledge: Knowledge, tmp_path: Path) -> None:
+def test_beside_the_model_and_in_the_users_folder_by_fingerprint(knowledge: Artifacts, tmp_path: Path) -> None:
     assert knowledge.beside == tmp_path / "models" / "tiny.gguf.moegguf"
     assert knowledge.of_user == tmp_path / "data" / "moegguf" / "models" / knowledge.fingerprint
     assert len(knowledge.fingerprint) == 32
 
 
-def test_the_nearest_comes_first(knowledge: Knowledge, tmp_path: Path) -> None:
+def test_the_nearest_comes_first(knowledge: Artifacts, tmp_path: Path) -> None:
     assert knowledge.beside is not None
-    told = Knowledge(knowledge.layout, folder=tmp_path / "told")
+    told = Artifacts(knowledge.layout, folder=tmp_path / "told")
     last = put(knowledge.of_user, "x")
     assert list(told.find("x")) == [last]
     first, second = put(tmp_path / "told", "x"), put(knowledge.beside, "x")
@@ -81,13 +81,13 @@ def test_the_nearest_comes_first(knowledge: Knowledge, tmp_path: Path) -> None:
     assert list(knowledge.find("y")) == []
 
 
-def test_a_folder_of_that_name_is_no_file(knowledge: Knowledge) -> None:
+def test_a_folder_of_that_name_is_no_file(knowledge: Artifacts) -> None:
     (knowledge.of_user / "x").mkdir(parents=True)
     assert list(knowledge.find("x")) == []
 
 
 def test_what_ships_is_found_by_the_fingerprint_in_its_measurement(
-    knowledge: Knowledge, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    knowledge: Artifacts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     package = tmp_path / "package" / "moegguf"
     monkeypatch.setattr(moegguf, "__path__", [str(package)])
@@ -103,14 +103,14 @@ def test_what_ships_is_found_by_the_fingerprint_in_its_measurement(
     assert list(knowledge.find("x")) == [shipped, in_checkout]
 
 
-def test_it_writes_beside_the_model(knowledge: Knowledge) -> None:
+def test_it_writes_beside_the_model(knowledge: Artifacts) -> None:
     assert knowledge.folder_to_write() == knowledge.beside
     assert knowledge.beside is not None
     assert knowledge.beside.is_dir()
 
 
 def test_it_writes_to_the_users_folder_where_the_models_cannot_be_written(
-    knowledge: Knowledge, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    knowledge: Artifacts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     access = os.access
     models = tmp_path / "models"
@@ -124,14 +124,14 @@ def test_it_writes_to_the_users_folder_where_the_models_cannot_be_written(
 
 
 def test_it_never_writes_into_the_package(
-    knowledge: Knowledge, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    knowledge: Artifacts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(moegguf, "__path__", [str(tmp_path / "models")])
     assert knowledge.folder_to_write() == knowledge.of_user
 
 
 def test_of_a_trace_alone_the_fingerprint_is_all_that_is_known() -> None:
-    knowledge = Knowledge(None, "ef" * 16)
+    knowledge = Artifacts(None, "ef" * 16)
     assert knowledge.beside is None
     assert knowledge.folder_to_write() == knowledge.of_user
     assert knowledge.of_user.name == "ef" * 16
@@ -139,7 +139,7 @@ def test_of_a_trace_alone_the_fingerprint_is_all_that_is_known() -> None:
         knowledge.routers()
 
 
-def test_a_measurement_of_another_model_is_passed_over_in_silence(knowledge: Knowledge) -> None:
+def test_a_measurement_of_another_model_is_passed_over_in_silence(knowledge: Artifacts) -> None:
     assert knowledge.beside is not None
     measured(knowledge.beside, "cd" * 16)
     with warnings.catch_warnings():
@@ -149,7 +149,7 @@ def test_a_measurement_of_another_model_is_passed_over_in_silence(knowledge: Kno
         assert knowledge.measured() == Measured(knowledge.fingerprint, {}, prefetch="skip")
 
 
-def test_a_damaged_measurement_is_one_warning(knowledge: Knowledge) -> None:
+def test_a_damaged_measurement_is_one_warning(knowledge: Artifacts) -> None:
     assert knowledge.beside is not None
     put(knowledge.beside, MEASURED, json.dumps({"version": 99}).encode())
     measured(knowledge.of_user, knowledge.fingerprint, "skip")
@@ -160,7 +160,7 @@ def test_a_damaged_measurement_is_one_warning(knowledge: Knowledge) -> None:
     assert found.prefetch == "skip"
 
 
-def test_a_collection_is_kept_and_found_again(knowledge: Knowledge) -> None:
+def test_a_collection_is_kept_and_found_again(knowledge: Artifacts) -> None:
     assert knowledge.collection(SHAPE) is None
     knowledge.keep(pair(3))
     found = knowledge.collection(SHAPE)
@@ -174,7 +174,7 @@ def test_a_collection_is_kept_and_found_again(knowledge: Knowledge) -> None:
     assert [path.name for path in knowledge.beside.iterdir()] == [COLLECTION]
 
 
-def test_a_damaged_or_foreign_collection_is_one_warning_and_the_next_one_is_taken(knowledge: Knowledge) -> None:
+def test_a_damaged_or_foreign_collection_is_one_warning_and_the_next_one_is_taken(knowledge: Artifacts) -> None:
     assert knowledge.beside is not None
     knowledge.of_user.mkdir(parents=True)
     collection_file.save(knowledge.of_user / COLLECTION, pair(2), knowledge.fingerprint)
@@ -191,7 +191,7 @@ def test_a_damaged_or_foreign_collection_is_one_warning_and_the_next_one_is_take
     assert found.decode.n_entries == 2
 
 
-def test_a_collection_that_cannot_be_kept_is_a_warning(knowledge: Knowledge) -> None:
+def test_a_collection_that_cannot_be_kept_is_a_warning(knowledge: Artifacts) -> None:
     assert knowledge.beside is not None
     knowledge.beside.write_bytes(b"in the way")
     with pytest.warns(UserWarning, match="was not saved"):
@@ -203,7 +203,7 @@ def test_a_model_without_a_name_for_its_folder_is_told_apart_by_its_routers(tmp_
     from tools.models import PRESETS, write_model
 
     other = write_model(tmp_path / "tiny.gguf", PRESETS["tiny-qwen2moe"], "q4_0", seed=1)[0]
-    assert Knowledge(read_layout(other)).fingerprint != Knowledge(read_layout(file)).fingerprint
+    assert Artifacts(read_layout(other)).fingerprint != Artifacts(read_layout(file)).fingerprint
     os.link(file, tmp_path / "renamed.gguf")
-    renamed = Knowledge(read_layout(tmp_path / "renamed.gguf"))
-    assert renamed.fingerprint == Knowledge(read_layout(file)).fingerprint
+    renamed = Artifacts(read_layout(tmp_path / "renamed.gguf"))
+    assert renamed.fingerprint == Artifacts(read_layout(file)).fingerprint

@@ -14,16 +14,16 @@ PAPER = MoeShape(n_layer=4, n_expert=4, n_expert_used=2, layers=(0, 1, 2, 3))  #
 
 
 class Foretold:
-    """An outlook with the likelihoods given, of layers behind the last one observed."""
+    """An outlook with the probabilities given, of layers behind the last one observed."""
 
-    def __init__(self, shape: MoeShape, il: int, **likelihoods: list[float]) -> None:
+    def __init__(self, shape: MoeShape, il: int, **probabilities: list[float]) -> None:
         self.il = il
-        self._rows = {int(name[1:]): row for name, row in likelihoods.items()}
+        self._rows = {int(name[1:]): row for name, row in probabilities.items()}
         self._table = np.zeros(shape.table, np.float32)
         for layer, row in self._rows.items():
             self._table[layer] = row
 
-    def likelihoods(self) -> np.ndarray:
+    def probabilities(self) -> np.ndarray:
         return self._table
 
     def known(self) -> list[int]:

@@ -42,9 +42,7 @@ class FakeMachine:
         self.write(f"{base}/memory.usage_in_bytes", usage)
         self.write(f"{base}/memory.stat", stat)
 
-    def v2(
-        self, folder: str, limit: str | int, usage: int = 0, stat: str = "", high: str | int = "max"
-    ) -> None:
+    def v2(self, folder: str, limit: str | int, usage: int = 0, stat: str = "", high: str | int = "max") -> None:
         base = f"sys/fs/cgroup/{folder}"
         self.write(f"{base}/memory.max", limit)
         self.write(f"{base}/memory.high", high)

@@ -46,8 +46,7 @@ def test_file_holds_every_tensor_within_bounds(tmp_path: Path, preset: str, quan
 def test_same_seed_gives_same_bytes(tmp_path: Path) -> None:
     shape = PRESETS["tiny-qwen2moe"]
     first, again, other = (
-        write_model(tmp_path / f"{no}.gguf", shape, seed=seed)[0].read_bytes()
-        for no, seed in enumerate((7, 7, 8))
+        write_model(tmp_path / f"{no}.gguf", shape, seed=seed)[0].read_bytes() for no, seed in enumerate((7, 7, 8))
     )
     assert first == again
     assert first != other

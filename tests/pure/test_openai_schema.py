@@ -1,4 +1,4 @@
-"""OpenAI's requests as an `Ask`, and pieces of an answer as OpenAI's objects."""
+"""OpenAI's requests as a `GenerationRequest`, and pieces of an answer as OpenAI's objects."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import ValidationError
 
 from moegguf.engine.stats import Stats
-from moegguf.generate.request import Ask, Piece, PromptProgress, Sampling, Timing, TokenChance, ToolCall
+from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, Sampling, Timing, TokenLogprob, ToolCall
 from moegguf.models.entry import Entry
 from moegguf.server.openai.objects import ChatReply, CompletionReply, usage
 from moegguf.server.openai.schema import ChatBody
@@ -37,7 +37,7 @@ def body(**fields: Any) -> ChatBody:
 ENTRY = Entry("m:latest", "own", (Path("m.gguf"),), 1, "0" * 64, datetime(2026, 1, 1, tzinfo=UTC))
 
 
-def ask(entry: Entry = ENTRY, **fields: Any) -> Ask:
+def ask(entry: Entry = ENTRY, **fields: Any) -> GenerationRequest:
     return body(**fields).ask(entry)
 
 
@@ -244,13 +244,13 @@ def reply(**options: Any) -> ChatReply:
 
 
 CALLS = (ToolCall("c1", "weather", {"city": "Ås"}), ToolCall("c2", "clock", {}))
-CHANCE = TokenChance("h\u00e9", -0.5, (("x", -1.0), ("\ufffd", -2.0)))
+CHANCE = TokenLogprob("h\u00e9", -0.5, (("x", -1.0), ("\ufffd", -2.0)))
 
 
 def test_a_stream_is_role_deltas_end_with_one_id_and_time() -> None:
     answer = reply()
-    pieces = [Piece(thinking="hm"), Piece(text="one"), Piece(text="two")]
-    objects = [answer.first(), *(c for piece in pieces for c in answer.chunks(piece)), *answer.last(DONE)]
+    deltas = [Delta(thinking="hm"), Delta(text="one"), Delta(text="two")]
+    objects = [answer.first(), *(c for piece in deltas for c in answer.chunks(piece)), *answer.last(DONE)]
     chunks = [ChatCompletionChunk.model_validate(item) for item in objects]
     assert {(c.id, c.created, c.model, c.object) for c in chunks} == {
         (chunks[0].id, chunks[0].created, "m:latest", "chat.completion.chunk")
@@ -284,7 +284,7 @@ def test_usage_comes_in_a_chunk_of_its_own_when_asked_for() -> None:
 
 def test_calls_are_numbered_over_all_pieces_and_their_arguments_are_text() -> None:
     answer = reply()
-    deltas = [c["choices"][0]["delta"] for call in CALLS for c in answer.chunks(Piece(text="so", tool_calls=(call,)))]
+    deltas = [c["choices"][0]["delta"] for call in CALLS for c in answer.chunks(Delta(text="so", tool_calls=(call,)))]
     assert deltas[1]["tool_calls"] == [
         {"index": 0, "id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Ås"}'}}
     ]
@@ -293,26 +293,26 @@ def test_calls_are_numbered_over_all_pieces_and_their_arguments_are_text() -> No
 
 
 def test_one_call_only_when_calls_may_not_be_parallel() -> None:
-    whole = ChatCompletion.model_validate(reply(parallel=False).whole([Piece(tool_calls=CALLS)] * 2, DONE))
+    whole = ChatCompletion.model_validate(reply(parallel=False).whole([Delta(tool_calls=CALLS)] * 2, DONE))
     assert [call.id for call in whole.choices[0].message.tool_calls or ()] == ["c1"]
 
 
 def test_a_whole_answer() -> None:
-    pieces = [Piece(thinking="h"), Piece(thinking="m"), Piece(text="a"), Piece(text="b", chances=(CHANCE,))]
-    item = reply(logprobs=True).whole(pieces, DONE)
+    deltas = [Delta(thinking="h"), Delta(thinking="m"), Delta(text="a"), Delta(text="b", logprobs=(CHANCE,))]
+    item = reply(logprobs=True).whole(deltas, DONE)
     whole = ChatCompletion.model_validate(item)
     assert whole.choices[0].message.content == "ab"
     assert item["choices"][0]["message"]["reasoning"] == item["choices"][0]["message"]["reasoning_content"] == "hm"
     assert whole.usage is not None and whole.usage.model_dump(exclude_unset=True) == usage(DONE.timing)
     assert whole.choices[0].finish_reason == "length"
     assert whole.system_fingerprint == "moegguf-0123456789ab"
-    (chance,) = whole.choices[0].logprobs.content or () if whole.choices[0].logprobs else ()
-    assert (chance.token, chance.bytes) == ("hé", list("hé".encode()))
-    assert [(top.token, top.bytes) for top in chance.top_logprobs] == [("x", [120]), ("\ufffd", None)]
+    (logprob,) = whole.choices[0].logprobs.content or () if whole.choices[0].logprobs else ()
+    assert (logprob.token, logprob.bytes) == ("hé", list("hé".encode()))
+    assert [(top.token, top.bytes) for top in logprob.top_logprobs] == [("x", [120]), ("\ufffd", None)]
 
 
 def test_only_calls_leave_no_content() -> None:
-    whole = ChatCompletion.model_validate(reply().whole([Piece(tool_calls=CALLS)], DONE))
+    whole = ChatCompletion.model_validate(reply().whole([Delta(tool_calls=CALLS)], DONE))
     assert whole.choices[0].message.content is None
     assert json.loads((whole.choices[0].message.tool_calls or [])[0].function.arguments) == {"city": "Ås"}  # type: ignore[union-attr]
     assert whole.choices[0].finish_reason == "tool_calls"
@@ -320,12 +320,12 @@ def test_only_calls_leave_no_content() -> None:
 
 def test_chances_are_told_even_where_a_piece_has_no_text() -> None:
     answer = reply(logprobs=True)
-    (chunk,) = answer.chunks(Piece(chances=(CHANCE,)))
+    (chunk,) = answer.chunks(Delta(logprobs=(CHANCE,)))
     assert chunk["choices"][0]["delta"] == {}
     assert chunk["choices"][0]["logprobs"]["content"][0]["logprob"] == -0.5
-    thinking, text = answer.chunks(Piece(thinking="h", text="t", chances=(CHANCE,)))
+    thinking, text = answer.chunks(Delta(thinking="h", text="t", logprobs=(CHANCE,)))
     assert thinking["choices"][0]["logprobs"] is not None and text["choices"][0]["logprobs"] is None
-    assert reply().chunks(Piece()) == []
+    assert reply().chunks(Delta()) == []
 
 
 def test_progress_of_a_prompt_is_as_llama_server_writes_it() -> None:
@@ -338,14 +338,14 @@ def test_a_completion_tells_where_tokens_begin_in_its_text() -> None:
     def answer() -> CompletionReply:
         return CompletionReply("m:latest", "ab", include_usage=False, logprobs=True, echo="So ")
 
-    pieces = [Piece(text="hé", chances=(CHANCE,)), Piece(text="hé", chances=(CHANCE,))]
-    whole = Completion.model_validate(answer().whole(pieces, DONE))
+    deltas = [Delta(text="hé", logprobs=(CHANCE,)), Delta(text="hé", logprobs=(CHANCE,))]
+    whole = Completion.model_validate(answer().whole(deltas, DONE))
     assert whole.choices[0].text == "So héhé"
     assert whole.choices[0].logprobs is not None
     assert whole.choices[0].logprobs.text_offset == [3, 5]
     assert whole.choices[0].logprobs.top_logprobs == [{"x": -1.0, "\ufffd": -2.0}] * 2
     streamed = answer()
-    objects = [streamed.first(), *(c for piece in pieces for c in streamed.chunks(piece)), *streamed.last(DONE)]
+    objects = [streamed.first(), *(c for piece in deltas for c in streamed.chunks(piece)), *streamed.last(DONE)]
     assert "".join(item["choices"][0]["text"] for item in objects) == "So héhé"
     assert [item["choices"][0]["logprobs"]["text_offset"] for item in objects[1:3]] == [[3], [5]]
     assert {item["object"] for item in objects} == {"text_completion"}

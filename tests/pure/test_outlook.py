@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from moegguf.controller.forecast import Ahead
+from moegguf.controller.forecast import Forecast
 from moegguf.controller.predictors.base import NoPrediction, Predictor
 from moegguf.controller.shape import MoeShape
 from moegguf.native.events import Float32s
@@ -37,21 +37,21 @@ def by_distance(il: int, distance: int) -> Float32s:
 
 
 def test_before_the_first_gate_the_first_layer_is_one_away() -> None:
-    ahead, predictor = Ahead(FIVE, 2), Says(by_distance)
+    ahead, predictor = Forecast(FIVE, 2), Says(by_distance)
     ahead.begin_pass(predictor)
     assert predictor.asked == [(1, 1), (2, 2)]
     assert ahead.known() == [1, 2]
     assert ahead.il == -1
-    np.testing.assert_array_equal(ahead.likelihoods()[:, 0], np.array([0, 1 / 2, 1 / 3, 0, 0, 0], np.float32))
+    np.testing.assert_array_equal(ahead.probabilities()[:, 0], np.array([0, 1 / 2, 1 / 3, 0, 0, 0], np.float32))
 
 
 def test_the_window_slides_and_the_nearer_prediction_replaces_the_farther_one() -> None:
-    ahead, predictor = Ahead(FIVE, 2), Says(by_distance)
+    ahead, predictor = Forecast(FIVE, 2), Says(by_distance)
     ahead.begin_pass(predictor)
     ahead.advance(predictor, 1)
     assert predictor.asked[2:] == [(2, 1), (3, 2)]
     assert ahead.known() == [2, 3]
-    np.testing.assert_array_equal(ahead.likelihoods()[:, 0], np.array([0, 0, 1 / 2, 1 / 3, 0, 0], np.float32))
+    np.testing.assert_array_equal(ahead.probabilities()[:, 0], np.array([0, 0, 1 / 2, 1 / 3, 0, 0], np.float32))
     ahead.advance(predictor, 5)
     assert ahead.known() == []
     assert ahead.il == 5
@@ -59,39 +59,39 @@ def test_the_window_slides_and_the_nearer_prediction_replaces_the_farther_one() 
 
 def test_a_predictor_is_not_asked_beyond_its_reach_or_the_last_layer() -> None:
     short = Says(by_distance, reach=1)
-    Ahead(FIVE, 4).advance(short, 1)
+    Forecast(FIVE, 4).advance(short, 1)
     assert short.asked == [(2, 1)]
     late = Says(by_distance)
-    Ahead(FIVE, 4).advance(late, 4)
+    Forecast(FIVE, 4).advance(late, 4)
     assert late.asked == [(5, 1)]
-    nobody = Ahead(FIVE, 4)
+    nobody = Forecast(FIVE, 4)
     nobody.begin_pass(NoPrediction(FIVE))
     assert nobody.known() == []
 
 
 def test_what_is_not_said_again_stands_until_its_layer_comes() -> None:
-    ahead = Ahead(FIVE, 4)
+    ahead = Forecast(FIVE, 4)
     ahead.begin_pass(Says(by_distance))
     silent = Says(lambda il, distance: None)
     ahead.advance(silent, 1)
     assert ahead.known() == [2, 3, 4]
-    assert ahead.likelihoods()[3, 0] == np.float32(1 / 4)
+    assert ahead.probabilities()[3, 0] == np.float32(1 / 4)
     ahead.advance(silent, 3)
     assert ahead.known() == [4]
 
 
 def test_a_new_pass_begins_with_nothing() -> None:
-    ahead = Ahead(FIVE, 4)
+    ahead = Forecast(FIVE, 4)
     ahead.begin_pass(Says(by_distance))
     ahead.begin_pass(Says(lambda il, distance: None))
     assert ahead.known() == []
-    assert not ahead.likelihoods().any()
+    assert not ahead.probabilities().any()
 
 
 def test_numbers_out_of_range_are_cut_off() -> None:
-    ahead = Ahead(FIVE, 1)
+    ahead = Forecast(FIVE, 1)
     ahead.begin_pass(Says(lambda il, distance: [-3, 0.5, 2, np.inf]))
-    np.testing.assert_array_equal(ahead.likelihoods()[1], np.array([0, 0.5, 1, 1], np.float32))
+    np.testing.assert_array_equal(ahead.probabilities()[1], np.array([0, 0.5, 1, 1], np.float32))
 
 
 @pytest.mark.parametrize(
@@ -101,4 +101,4 @@ def test_numbers_out_of_range_are_cut_off() -> None:
 )
 def test_nonsense_is_refused(nonsense: object) -> None:
     with pytest.raises((ValueError, TypeError)):
-        Ahead(FIVE, 1).begin_pass(Says(lambda il, distance: nonsense))
+        Forecast(FIVE, 1).begin_pass(Says(lambda il, distance: nonsense))

@@ -10,17 +10,17 @@ import templates
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moegguf.generate.parsing import Splitter, needs_special_tokens
+from moegguf.generate.parsing import AnswerParser, needs_special_tokens
 
 WEATHER = {"city": "Paris", "days": 3}
 
 
 def split(template: str, chunks: list[str], **options: Any) -> tuple[str, str, list[tuple[str, dict[str, Any]]]]:
     """Text, thinking and calls of the whole answer."""
-    splitter = Splitter(template, **{"tools": True, **options})
-    pieces = [*(splitter.feed(chunk) for chunk in chunks), splitter.end()]
-    calls = [(call.name, dict(call.arguments)) for piece in pieces for call in piece.tool_calls]
-    return "".join(p.text for p in pieces), "".join(p.thinking for p in pieces), calls
+    splitter = AnswerParser(template, **{"tools": True, **options})
+    deltas = [*(splitter.feed(chunk) for chunk in chunks), splitter.end()]
+    calls = [(call.name, dict(call.arguments)) for piece in deltas for call in piece.tool_calls]
+    return "".join(p.text for p in deltas), "".join(p.thinking for p in deltas), calls
 
 
 CALL = ("get_weather", WEATHER)
@@ -177,7 +177,7 @@ def test_the_prompt_may_have_begun_a_channel() -> None:
 
 
 def test_text_is_held_back_only_while_it_may_become_a_mark() -> None:
-    splitter = Splitter(templates.QWEN, tools=True)
+    splitter = AnswerParser(templates.QWEN, tools=True)
     assert splitter.feed("Well ").text == "Well "
     assert splitter.feed("<tool").text == ""
     assert splitter.feed("box>").text == "<toolbox>"
@@ -185,7 +185,7 @@ def test_text_is_held_back_only_while_it_may_become_a_mark() -> None:
 
 
 def test_calls_come_as_soon_as_they_are_complete() -> None:
-    splitter = Splitter(templates.QWEN, tools=True)
+    splitter = AnswerParser(templates.QWEN, tools=True)
     splitter.feed(f"<tool_call>{JSON}")
     (call,) = splitter.feed("</tool_call>").tool_calls
     assert call.id.startswith("call_") and len(call.id) == 13
@@ -200,7 +200,7 @@ def test_values_written_as_text_have_the_types_of_the_schema() -> None:
 
 
 def test_a_plain_token_costs_next_to_nothing() -> None:
-    splitter, n = Splitter(templates.QWEN, tools=True), 20_000
+    splitter, n = AnswerParser(templates.QWEN, tools=True), 20_000
     splitter.feed("Well")
     begin = time.perf_counter()
     for _ in range(n):

@@ -40,8 +40,7 @@ def plan(layout: ExpertLayout, budget: str | int, memory: Memory = PLENTY, **kwa
 def test_strides_are_whole_blocks_of_every_type(tmp_path: Path) -> None:
     mixed = moe(n_embd=256, n_ff=512, types=(Q4_K_T, Q4_K_T, Q6_K_T))
     mixed.tensors = [
-        build.Tensor(t.name, t.shape, Q4_K_T) if t.name == "blk.1.ffn_down_exps.weight" else t
-        for t in mixed.tensors
+        build.Tensor(t.name, t.shape, Q4_K_T) if t.name == "blk.1.ffn_down_exps.weight" else t for t in mixed.tensors
     ]
     layout = read_layout(mixed.write(tmp_path / "m.gguf"))
     strides = slot_strides(layout)
@@ -98,9 +97,7 @@ def test_small_pools_read_prompts_in_small_steps(layout: ExpertLayout, slots: in
 def test_below_a_token_cycle_there_is_a_warning(layout: ExpertLayout) -> None:
     size = slot_bytes(layout)
     (warning,) = plan(layout, 23 * size).warnings
-    assert (
-        "below one token's experts" in warning and "24 slots" in warning and "hit rate will be low" in warning
-    )
+    assert "below one token's experts" in warning and "24 slots" in warning and "hit rate will be low" in warning
     assert not plan(layout, 24 * size).warnings
 
 
@@ -135,12 +132,8 @@ def test_dense_model_has_a_plan(tmp_path: Path) -> None:
 
 
 @settings(max_examples=100, deadline=None)
-@given(
-    st.integers(1, 1 << 22), st.integers(0, 1 << 33), st.integers(1, 4096), st.sampled_from(["bytes", "auto"])
-)
-def test_any_plan_keeps_its_promises(
-    layout: ExpertLayout, budget: int, free: int, n_ubatch: int, mode: str
-) -> None:
+@given(st.integers(1, 1 << 22), st.integers(0, 1 << 33), st.integers(1, 4096), st.sampled_from(["bytes", "auto"]))
+def test_any_plan_keeps_its_promises(layout: ExpertLayout, budget: int, free: int, n_ubatch: int, mode: str) -> None:
     cache = ExpertCache("bytes", n_bytes=budget) if mode == "bytes" else ExpertCache("auto")
     memory = Memory(64 * GIB, free, "the machine")
     try:
@@ -166,9 +159,7 @@ def test_kv_cache_of_grouped_and_uneven_heads(tmp_path: Path) -> None:
     g = moe(n_layer=2, skip_kv=("attention.head_count_kv",))
     g.add_array("qwen2moe.attention.head_count_kv", U32, [2, 1]).add("qwen2moe.attention.key_length", U32, 32)
     layout = read_layout(g.write(tmp_path / "m.gguf"))
-    assert kv_bytes(layout, 256) == 256 * 2 * (
-        32 * 2 + 32 * 1 + 2 * 16 * 2
-    )  # V rows are as wide as the widest
+    assert kv_bytes(layout, 256) == 256 * 2 * (32 * 2 + 32 * 1 + 2 * 16 * 2)  # V rows are as wide as the widest
 
 
 def test_kv_cache_of_latent_attention(tmp_path: Path) -> None:
@@ -197,12 +188,7 @@ def test_compute_grows_with_batch_and_context(layout: ExpertLayout) -> None:
 
 
 def test_hit_rate_guess_is_a_rising_curve() -> None:
-    assert (
-        guess_hit_rate(0) == 0
-        and guess_hit_rate(1) == 1
-        and guess_hit_rate(2) == 1
-        and guess_hit_rate(-1) == 0
-    )
+    assert guess_hit_rate(0) == 0 and guess_hit_rate(1) == 1 and guess_hit_rate(2) == 1 and guess_hit_rate(-1) == 0
     assert guess_hit_rate(0.25) == pytest.approx(0.60) and guess_hit_rate(0.375) == pytest.approx(0.75)
     values = [guess_hit_rate(i / 100) for i in range(101)]
     assert values == sorted(values)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moegguf.controller.forecast import Ahead
+from moegguf.controller.forecast import Forecast
 from moegguf.controller.history import History
 from moegguf.controller.policies import POLICIES, make_policy
 from moegguf.controller.policies.base import Policy
@@ -30,16 +30,16 @@ Expert = tuple[int, int]
 
 
 class Says:
-    """An outlook with fixed likelihoods for one layer."""
+    """An outlook with fixed probabilities for one layer."""
 
-    def __init__(self, shape: MoeShape, il: int = -1, likelihoods: Sequence[float] = ()) -> None:
+    def __init__(self, shape: MoeShape, il: int = -1, probabilities: Sequence[float] = ()) -> None:
         self.il = -1
         self._table: Float32s = np.zeros(shape.table, np.float32)
         self._known = [il] if il >= 0 else []
         for layer in self._known:
-            self._table[layer] = likelihoods
+            self._table[layer] = probabilities
 
-    def likelihoods(self) -> Float32s:
+    def probabilities(self) -> Float32s:
         return self._table
 
     def known(self) -> list[int]:
@@ -50,12 +50,12 @@ def gate(pass_: int, il: int, experts: Sequence[int], *, sequence: int = 0, phas
     return Gate(pass_, 0, 0, sequence, phase, -1, il, np.array(experts, np.int32).reshape(-1, 1))
 
 
-def tell(policy: Policy, history: History, gates: Sequence[Gate], outlook: Says | None = None) -> Float32s | None:
+def tell(policy: Policy, history: History, gates: Sequence[Gate], forecast: Says | None = None) -> Float32s | None:
     """The last scores after these gates."""
     scores = None
     for one in gates:
         history.update(one)
-        scores = policy.scores(history, outlook or Says(history.shape))
+        scores = policy.scores(history, forecast or Says(history.shape))
     return scores
 
 
@@ -148,9 +148,9 @@ def test_next_use_by_hand() -> None:
     history = History(TWO)
     scores = tell(policy, history, story([0, 1, 1]))
     assert scores is not None
-    chances = {0: 0.125, 1: 0.75}
-    for expert, chance in chances.items():  # layer 1 comes again after layer 2: one gate of two later
-        assert scores[1, expert] == pytest.approx(-(1 / chance - 1 + 1 / 2), rel=1e-5)
+    logprobs = {0: 0.125, 1: 0.75}
+    for expert, logprob in logprobs.items():  # layer 1 comes again after layer 2: one gate of two later
+        assert scores[1, expert] == pytest.approx(-(1 / logprob - 1 + 1 / 2), rel=1e-5)
     assert scores[1, 3] == pytest.approx(-(1 / LEAST - 1 + 1 / 2))
     assert scores[2, 0] == pytest.approx(-(1 / LEAST - 1 + 1))  # the next gate's own layer: not before the next pass
 
@@ -181,7 +181,7 @@ def test_policies_do_without_prediction_and_answer_in_shape(name: str) -> None:
 
 def test_next_use_is_fast_enough_to_run_at_every_gate() -> None:
     shape = MoeShape(n_layer=28, n_expert=64, n_expert_used=6, layers=tuple(range(28)))
-    policy, history, outlook = NextUse(shape), History(shape), Ahead(shape, 2)
+    policy, history, forecast = NextUse(shape), History(shape), Forecast(shape, 2)
     rng = np.random.default_rng(0)
     best = float("inf")
     for pass_ in range(40):
@@ -189,7 +189,7 @@ def test_next_use_is_fast_enough_to_run_at_every_gate() -> None:
         for il in range(28):
             history.update(Gate(pass_, 0, 0, 0, Phase.DECODE, -1, il, rng.permutation(64)[None, :6].astype(np.int32)))
             start = time.perf_counter()
-            policy.scores(history, outlook)
+            policy.scores(history, forecast)
             seconds += time.perf_counter() - start
         best = min(best, seconds / 28)
     assert best < 200e-6  # 40 us by itself; the machine may be busy

@@ -18,10 +18,10 @@ from moegguf.errors import (
     OptionError,
     WorkerError,
 )
-from moegguf.generate.request import Ask, Piece
+from moegguf.generate.request import Delta, GenerationRequest
 from moegguf.serving import worker_process as process
 from moegguf.serving.events import Done, LoadOptions
-from moegguf.serving.manager import Pool
+from moegguf.serving.manager import ModelManager
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def catalog(tmp_path: Path) -> FakeCatalog:
     return catalog
 
 
-def waiting(pool: Pool) -> int:
+def waiting(pool: ModelManager) -> int:
     return sum(model.queue for model in pool.loaded())
 
 
@@ -53,8 +53,8 @@ async def test_the_last_event_says_what_it_took(catalog: FakeCatalog) -> None:
         for first in (True, False):
             async with pool.lease("a") as lease:
                 assert lease.entry.name == "a:latest" and lease.loaded.n_ctx == 4096
-                events = [event async for event in lease.answer(Ask(prompt="say x"))]
-            assert [type(event) for event in events] == [Piece, Done]
+                events = [event async for event in lease.answer(GenerationRequest(prompt="say x"))]
+            assert [type(event) for event in events] == [Delta, Done]
             assert isinstance(events[-1], Done) and events[-1].timing.finish == "stop"
             assert (events[-1].load_s > 0) is first
 
@@ -64,7 +64,7 @@ async def test_requests_of_a_model_are_answered_one_by_one_in_order(catalog: Fak
     begun: list[int] = []
     at_once = 0
 
-    async def request(pool: Pool, number: int) -> None:
+    async def request(pool: ModelManager, number: int) -> None:
         nonlocal at_once
         async with pool.lease("a") as lease:
             begun.append(number)
@@ -124,9 +124,9 @@ async def test_one_who_leaves_while_it_loads_leaves_it_loaded(catalog: FakeCatal
 @pytest.mark.parametrize("way", ["break", "close", "cancel", "raise"])
 @in_loop
 async def test_whoever_stops_listening_stops_the_answer(catalog: FakeCatalog, tmp_path: Path, way: str) -> None:
-    async def leave(pool: Pool) -> None:
+    async def leave(pool: ModelManager) -> None:
         async with pool.lease("a") as lease:
-            answer = lease.answer(Ask(prompt=f"hold {tmp_path / 'never'}"))
+            answer = lease.answer(GenerationRequest(prompt=f"hold {tmp_path / 'never'}"))
             async for _ in answer:
                 if way == "break":
                     break
@@ -151,7 +151,7 @@ async def test_a_worker_that_does_not_stop_is_killed(catalog: FakeCatalog, monke
     monkeypatch.setattr(process, "CANCEL_GRACE_S", 0.02)
     async with pool_of(catalog) as pool:
         async with pool.lease("a") as lease:
-            async for _ in lease.answer(Ask(prompt="hang")):
+            async for _ in lease.answer(GenerationRequest(prompt="hang")):
                 break
         assert await ask(pool, "a", "say next") == "next"
     assert len(catalog.loads("a")) == 2
@@ -162,8 +162,8 @@ async def test_a_worker_that_is_killed_ends_its_answer_and_nothing_else(catalog:
     async with pool_of(catalog) as pool:
         async with pool.lease("a") as lease:
             second = asyncio.create_task(ask(pool, "a", "say queued"))
-            answer = aiter(lease.answer(Ask(prompt="die")))
-            assert await anext(answer) == Piece("last")
+            answer = aiter(lease.answer(GenerationRequest(prompt="die")))
+            assert await anext(answer) == Delta("last")
             with pytest.raises(WorkerError, match=r"'a:latest'.*SIGKILL.*GGML_ASSERT\(as scripted\).*loads it again"):
                 await anext(answer)
         assert await second == "queued"
@@ -336,8 +336,8 @@ async def test_visitors_do_not_wait_for_answers_and_cannot_ask_for_one(catalog: 
 @in_loop
 async def test_the_turn_goes_on_when_the_model_is_done_not_when_the_reader_is(catalog: FakeCatalog) -> None:
     async with pool_of(catalog) as pool, pool.lease("a") as lease:
-        answer = lease.answer(Ask(prompt="count 100"))
-        assert await anext(aiter(answer)) == Piece("0 ")
+        answer = lease.answer(GenerationRequest(prompt="count 100"))
+        assert await anext(aiter(answer)) == Delta("0 ")
         assert await ask(pool, "a", "say next") == "next"
         rest = [event async for event in answer]
         assert len(rest) == 100 and isinstance(rest[-1], Done)
@@ -427,7 +427,7 @@ async def test_nothing_is_left_of_many_loads_and_cancels(catalog: FakeCatalog, t
     async with pool_of(catalog) as pool:
         for _ in range(200):
             async with pool.lease("b") as lease:
-                async for _ in lease.answer(Ask(prompt=f"hold {never}")):
+                async for _ in lease.answer(GenerationRequest(prompt=f"hold {never}")):
                     break
     assert len(catalog.loads("a")) == 50 and len(catalog.loads("b")) == 1
     assert asyncio.all_tasks() == {asyncio.current_task()}

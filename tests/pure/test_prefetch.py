@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moegguf.controller.forecast import Ahead
+from moegguf.controller.forecast import Forecast
 from moegguf.controller.predictors.base import Predictor
 from moegguf.controller.prefetch import Prefetcher, PrefetchOptions
 from moegguf.controller.shape import MoeShape
@@ -31,29 +31,29 @@ class Table(Predictor):
         return self.table[il]
 
 
-def likelihoods(**rows: list[float]) -> Float32s:
+def probabilities(**rows: list[float]) -> Float32s:
     table = np.zeros(SHAPE.table, np.float32)
     for name, row in rows.items():
         table[int(name[1:])] = row
     return table
 
 
-def ahead_of(table: Float32s, il: int | None = None, window: int = 4) -> Ahead:
-    ahead, predictor = Ahead(SHAPE, window), Table(table)
+def ahead_of(table: Float32s, il: int | None = None, window: int = 4) -> Forecast:
+    ahead, predictor = Forecast(SHAPE, window), Table(table)
     ahead.begin_pass(predictor)
     if il is not None:
         ahead.advance(predictor, il)
     return ahead
 
 
-def wishes(prefetcher: Prefetcher, ahead: Ahead, there: Float32s | None = None) -> list[tuple[int, int]]:
+def wishes(prefetcher: Prefetcher, ahead: Forecast, there: Float32s | None = None) -> list[tuple[int, int]]:
     residency = np.zeros(SHAPE.table, np.uint8) if there is None else there.astype(np.uint8)
     layers, experts = prefetcher.wishes(ahead, lambda: residency)
     assert layers.dtype == experts.dtype == np.int32
     return list(zip(layers.tolist(), experts.tolist(), strict=True))
 
 
-SOME = likelihoods(l1=[0, 0.9, 0.8, 0.7, 0, 0], l2=[0.3, 0, 0, 0, 0.6, 0], l3=[0.1, 0.1, 0.1, 0.1, 0.1, 0.1])
+SOME = probabilities(l1=[0, 0.9, 0.8, 0.7, 0, 0], l2=[0.3, 0, 0, 0, 0.6, 0], l3=[0.1, 0.1, 0.1, 0.1, 0.1, 0.1])
 AMPLE = PrefetchOptions(budget_bytes=10_000)
 
 

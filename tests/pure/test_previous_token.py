@@ -64,9 +64,9 @@ def test_it_beats_chance_where_neighbouring_tokens_share_experts() -> None:
     for event in trace.events():
         if isinstance(event, Announcement):
             continue
-        likelihoods = predictor.predict(event.il, 1)
-        if event.phase == Phase.DECODE and likelihoods is not None:
-            right += likelihoods[event.expert_ids[0]].sum()
+        probabilities = predictor.predict(event.il, 1)
+        if event.phase == Phase.DECODE and probabilities is not None:
+            right += probabilities[event.expert_ids[0]].sum()
             asked += event.expert_ids.shape[1]
         predictor.observe(event)
     assert right / asked > 2 * trace.shape.n_expert_used / trace.shape.n_expert

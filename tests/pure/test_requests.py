@@ -6,7 +6,7 @@ from collections.abc import Generator
 
 import pytest
 
-from moegguf.engine.requests import Requests
+from moegguf.engine.requests import RequestCounter
 from moegguf.native.events import Phase
 
 PREFILL, DECODE = Phase.PREFILL, Phase.DECODE
@@ -16,7 +16,7 @@ class Context:
     """Evaluates as `Llama` does, noting (sequence, phase)."""
 
     def __init__(self) -> None:
-        self.requests = Requests()
+        self.requests = RequestCounter()
         self.n_past = 0
         self.noted: list[tuple[int, Phase]] = []
 

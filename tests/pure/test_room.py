@@ -10,44 +10,44 @@ from hypothesis import strategies as st
 
 from moegguf.engine.machine import Memory
 from moegguf.errors import BudgetError
-from moegguf.serving.memory_budget import Limit, Size, Tenant, Verdict, is_embedding, judge
-from moegguf.serving.worker_process import Link, last_words
+from moegguf.serving.memory_budget import Admission, Limit, LoadedModel, Size, is_embedding, judge
+from moegguf.serving.worker_process import WorkerConnection, last_words
 from moegguf.settings import Settings
 
 GIB = 1 << 30
 
 
-def size(wish: int, least: int) -> Size:
-    return Size(wish, least, cast(Any, None), cast(Any, None))
+def size(purpose: int, least: int) -> Size:
+    return Size(purpose, least, cast(Any, None), cast(Any, None))
 
 
 @pytest.mark.parametrize(
     ("wish", "least", "tenants", "verdict"),
     [
-        (50, 10, [], Verdict(50)),
-        (200, 10, [], Verdict(100)),
-        (50, 10, [("a", 40, True)], Verdict(50)),
-        (80, 10, [("a", 40, True)], Verdict(leave=("a",))),
-        (80, 10, [("a", 40, True), ("b", 30, True)], Verdict(leave=("a", "b"))),
-        (60, 10, [("a", 40, True), ("b", 30, True)], Verdict(leave=("a",))),
-        (60, 10, [("a", 40, False), ("b", 30, True)], Verdict(leave=("b",))),
-        (80, 10, [("a", 40, False)], Verdict(60)),
-        (80, 70, [("a", 40, False)], Verdict()),
-        (80, 70, [("a", 40, False), ("b", 10, True)], Verdict()),
+        (50, 10, [], Admission(50)),
+        (200, 10, [], Admission(100)),
+        (50, 10, [("a", 40, True)], Admission(50)),
+        (80, 10, [("a", 40, True)], Admission(leave=("a",))),
+        (80, 10, [("a", 40, True), ("b", 30, True)], Admission(leave=("a", "b"))),
+        (60, 10, [("a", 40, True), ("b", 30, True)], Admission(leave=("a",))),
+        (60, 10, [("a", 40, False), ("b", 30, True)], Admission(leave=("b",))),
+        (80, 10, [("a", 40, False)], Admission(60)),
+        (80, 70, [("a", 40, False)], Admission()),
+        (80, 70, [("a", 40, False), ("b", 10, True)], Admission()),
     ],
 )
-def test_room(wish: int, least: int, tenants: list[tuple[str, int, bool]], verdict: Verdict) -> None:
-    assert judge(size(wish, least), 100, [Tenant(*tenant) for tenant in tenants]) == verdict
+def test_room(purpose: int, least: int, tenants: list[tuple[str, int, bool]], verdict: Admission) -> None:
+    assert judge(size(purpose, least), 100, [LoadedModel(*tenant) for tenant in tenants]) == verdict
 
 
 def test_one_that_is_leaving_is_waited_for() -> None:
-    assert judge(size(80, 10), 100, [Tenant("a", 40, False, leaving=True)]) == Verdict(leave=("a",))
+    assert judge(size(80, 10), 100, [LoadedModel("a", 40, False, leaving=True)]) == Admission(leave=("a",))
 
 
 def test_places_count_as_memory_does() -> None:
-    tenants = [Tenant("a", 1, True), Tenant("b", 1, True)]
-    assert judge(size(5, 5), 100, tenants, 2) == Verdict(leave=("a",))
-    assert judge(size(5, 5), 100, [Tenant("a", 1, False)], 1) == Verdict()
+    tenants = [LoadedModel("a", 1, True), LoadedModel("b", 1, True)]
+    assert judge(size(5, 5), 100, tenants, 2) == Admission(leave=("a",))
+    assert judge(size(5, 5), 100, [LoadedModel("a", 1, False)], 1) == Admission()
 
 
 def test_what_never_fits_is_an_error() -> None:
@@ -60,20 +60,20 @@ def test_what_never_fits_is_an_error() -> None:
     st.lists(st.tuples(st.integers(1, 60), st.booleans(), st.booleans()), max_size=6), st.integers(1, 7),
 )  # fmt: skip
 def test_no_verdict_ever_breaks_the_limit(
-    wish: int, least: int, others: list[tuple[int, bool, bool]], max_models: int
+    purpose: int, least: int, others: list[tuple[int, bool, bool]], max_models: int
 ) -> None:
-    wish = max(wish, least)
-    tenants, used = list[Tenant](), 0
+    purpose = max(purpose, least)
+    tenants, used = list[LoadedModel](), 0
     for i, (n_bytes, idle, leaving) in enumerate(others):
         if used + n_bytes <= 100:
-            tenants.append(Tenant(str(i), n_bytes, idle, leaving))
+            tenants.append(LoadedModel(str(i), n_bytes, idle, leaving))
             used += n_bytes
-    verdict = judge(size(wish, least), 100, tenants, max_models)
+    verdict = judge(size(purpose, least), 100, tenants, max_models)
     gone = [t for t in tenants if t.name in verdict.leave]
     assert all(t.idle or t.leaving for t in gone)
     assert not (verdict.take_bytes and verdict.leave)
     if verdict.take_bytes:
-        assert least <= verdict.take_bytes <= wish and used + verdict.take_bytes <= 100
+        assert least <= verdict.take_bytes <= purpose and used + verdict.take_bytes <= 100
         assert len(tenants) < max_models
     elif verdict.leave:
         assert used - sum(t.size_bytes for t in gone) + least <= 100
@@ -131,7 +131,7 @@ def test_last_words(text: str, words: str) -> None:
 @given(st.lists(st.binary(max_size=5).map(lambda line: line.replace(b"\n", b""))), st.data())
 def test_lines_are_cut_wherever_they_arrive_broken(lines: list[bytes], data: st.DataObject) -> None:
     heard = list[bytes]()
-    link = Link(lambda line: heard.append(bytes(line)), lambda: None)
+    link = WorkerConnection(lambda line: heard.append(bytes(line)), lambda: None)
     stream = b"".join(line + b"\n" for line in lines)
     while stream:
         n_bytes = data.draw(st.integers(1, len(stream)))

@@ -62,9 +62,9 @@ def test_the_choice_is_the_top_of_the_logits_and_likelihoods_agree(tmp_path: Pat
     expected = np.argsort(-(INPUTS @ MATRICES[1].T), axis=1)[:, :2]
     assert np.array_equal(routers.select(1, INPUTS), expected)
     for vector, ids in zip(INPUTS, expected, strict=True):
-        likelihoods = routers.likelihoods(1, vector)
-        assert likelihoods.dtype == np.float32 and likelihoods.min() >= 0 and likelihoods.max() <= 1
-        assert np.argsort(-likelihoods)[:2].tolist() == ids.tolist()
+        probabilities = routers.probabilities(1, vector)
+        assert probabilities.dtype == np.float32 and probabilities.min() >= 0 and probabilities.max() <= 1
+        assert np.argsort(-probabilities)[:2].tolist() == ids.tolist()
 
 
 def test_a_bias_on_logits_and_a_bias_on_the_choice_change_it(tmp_path: Path) -> None:
@@ -77,8 +77,8 @@ def test_a_bias_on_logits_and_a_bias_on_the_choice_change_it(tmp_path: Path) -> 
     assert routers.gating == Gating.SIGMOID
     assert (routers.select(0, INPUTS)[:, 0] == 3).all()
     assert (routers.select(1, INPUTS)[:, 0] == 2).all()
-    likelihoods = routers.likelihoods(1, INPUTS[0])
-    assert likelihoods.argmax() == 2 and likelihoods.argmin() == 1 and likelihoods[1] == 0
+    probabilities = routers.probabilities(1, INPUTS[0])
+    assert probabilities.argmax() == 2 and probabilities.argmin() == 1 and probabilities[1] == 0
 
 
 def test_only_the_best_groups_may_be_chosen() -> None:
@@ -87,8 +87,8 @@ def test_only_the_best_groups_may_be_chosen() -> None:
     router = Router(4, matrix / 100)
     routers = Routers(Gating.SIGMOID, {0: router}, n_group=3, n_group_used=2)
     assert routers.select(0, np.ones((1, 1), np.float32)).tolist() == [[0, 2, 1, 3]]
-    likelihoods = routers.likelihoods(0, np.ones(1, np.float32))
-    assert likelihoods[4:].tolist() == [0, 0]
+    probabilities = routers.probabilities(0, np.ones(1, np.float32))
+    assert probabilities[4:].tolist() == [0, 0]
     free = Routers(Gating.SIGMOID, {0: router})
     assert free.select(0, np.ones((1, 1), np.float32)).tolist() == [[0, 2, 1, 5]]
 

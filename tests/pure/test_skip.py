@@ -32,8 +32,8 @@ def test_the_input_goes_through_the_later_layers_router() -> None:
     identity = np.eye(4, dtype=np.float32)
     skip = Skip(SHAPE, routers(SHAPE, np.stack([identity, identity[::-1]])))
     skip.observe(gate(1, [[0, 0, 5, 0]]))
-    likelihoods = skip.predict(3, 1)
-    assert likelihoods is not None and likelihoods.argmax() == 1  # turned round by layer 3's matrix
+    probabilities = skip.predict(3, 1)
+    assert probabilities is not None and probabilities.argmax() == 1  # turned round by layer 3's matrix
     assert skip.predict(1, 0) is None
     assert skip.predict(3, 2) is None
     assert skip.predict(0, 1) is None
@@ -42,8 +42,8 @@ def test_the_input_goes_through_the_later_layers_router() -> None:
 def test_the_fresh_gate_answers_at_distance_0_only() -> None:
     fresh = FreshGate(SHAPE, routers(SHAPE, np.stack([np.eye(4, dtype=np.float32)] * 2)))
     fresh.observe(gate(3, [[0, 7, 0, 0]]))
-    likelihoods = fresh.predict(3, 0)
-    assert likelihoods is not None and likelihoods.argmax() == 1
+    probabilities = fresh.predict(3, 0)
+    assert probabilities is not None and probabilities.argmax() == 1
     assert fresh.predict(3, 1) is None
     assert fresh.reach == 0
 
@@ -73,8 +73,8 @@ def test_a_new_pass_forgets_the_last_input_and_gates_may_reuse_their_arrays() ->
     skip.observe(reused)
     assert reused.inputs is not None
     reused.inputs[:] = 0
-    likelihoods = skip.predict(3, 1)
-    assert likelihoods is not None and likelihoods.argmax() == 0
+    probabilities = skip.predict(3, 1)
+    assert probabilities is not None and probabilities.argmax() == 0
     skip.announce(Announcement(0, 0, Phase.DECODE, np.zeros(1, np.int32)))
     assert skip.predict(3, 1) is None
 

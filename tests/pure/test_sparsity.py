@@ -19,7 +19,7 @@ REQUEST = np.array([[[1, 2], [0, 3], [0, 3]]], np.float32)  # figure 6; E[i, j] 
 class NoOutlook:
     il = 0
 
-    def likelihoods(self) -> Float32s:
+    def probabilities(self) -> Float32s:
         return np.zeros(THREE.table, np.float32)
 
     def known(self) -> list[int]:
@@ -56,10 +56,10 @@ def test_figure_6_keeps_the_expert_that_the_request_keeps_using() -> None:
 def test_the_score_is_algorithm_1() -> None:
     scores = hear(figure_6(), History(THREE), 0, 0)
     decay = np.array([[1], [2 / 3], [1 / 3]])
-    likelihoods = np.array([[1 / 3, 2 / 3], [0, 1], [0, 1]])
-    np.testing.assert_allclose(scores, (likelihoods + EPSILON) * decay, rtol=1e-5)
+    probabilities = np.array([[1 / 3, 2 / 3], [0, 1], [0, 1]])
+    np.testing.assert_allclose(scores, (probabilities + EPSILON) * decay, rtol=1e-5)
     plain = hear(figure_6(layer_decay=False), History(THREE), 0, 0)
-    np.testing.assert_allclose(plain, likelihoods + EPSILON, rtol=1e-5)
+    np.testing.assert_allclose(plain, probabilities + EPSILON, rtol=1e-5)
 
 
 def test_of_experts_never_used_the_deepest_goes_first() -> None:

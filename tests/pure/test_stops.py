@@ -7,14 +7,14 @@ import time
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moegguf.generate.transcript import Stops
+from moegguf.generate.transcript import StopStrings
 
 TEXT = st.text("ab<>|", max_size=40)
 
 
-def fed(stops: list[str], text: str, cuts: list[int]) -> tuple[str, Stops]:
+def fed(stops: list[str], text: str, cuts: list[int]) -> tuple[str, StopStrings]:
     """What comes out of `text` cut at `cuts`; nothing may be held at the end of it."""
-    filtered, out, begin = Stops(stops), "", 0
+    filtered, out, begin = StopStrings(stops), "", 0
     for end in [*sorted(cut % (len(text) + 1) for cut in cuts), len(text)]:
         out += filtered.feed(text[begin:end])
         begin = end
@@ -34,14 +34,14 @@ def test_the_text_ends_before_the_first_stop_string(stops: list[str], text: str,
 
 
 def test_only_what_may_become_a_stop_string_is_held() -> None:
-    stops = Stops(["<|end|>", "\n\nUser:"])
+    stops = StopStrings(["<|end|>", "\n\nUser:"])
     assert [stops.feed(text) for text in ("a<", "b", "<|en", "x<|end", "|>y", "z")] == ["a", "<b", "", "<|enx", "", ""]
     assert stops.found
     assert stops.end() == ""
 
 
 def test_no_stop_strings_hold_nothing() -> None:
-    stops = Stops(["", ""])
+    stops = StopStrings(["", ""])
     assert not stops
     assert stops.feed("abc") == "abc"
     assert (stops.n_held, stops.end()) == (0, "")
@@ -49,7 +49,7 @@ def test_no_stop_strings_hold_nothing() -> None:
 
 def test_many_stop_strings_take_no_longer_than_they_must() -> None:
     begin = time.process_time()
-    stops = Stops(f"stop number {n}" for n in range(1000))
+    stops = StopStrings(f"stop number {n}" for n in range(1000))
     for _ in range(1000):
         assert stops.feed("st ") == "st "
     assert time.process_time() - begin < 2

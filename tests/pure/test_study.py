@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from traces import random_trace, same
 
-from moegguf.controller.artifacts import MEASURED, Knowledge
-from moegguf.controller.measured import Choice
+from moegguf.controller.artifacts import MEASURED, Artifacts
+from moegguf.controller.measured import ControllerChoice
 from moegguf.errors import OptionError, TraceError
-from moegguf.trace.analysis import Study, Timing, spread
+from moegguf.trace.analysis import Timing, TraceAnalysis, spread
 from moegguf.trace.format import write
 from moegguf.trace.sweep import BELADY, Row
 from moegguf.trace.trace import Trace
@@ -35,15 +35,15 @@ def file(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def study(file: Path) -> Study:
-    return Study.open(file)
+def study(file: Path) -> TraceAnalysis:
+    return TraceAnalysis.open(file)
 
 
 def row(policy: str, share: float, rate: float, predictor: str = "none") -> Row:
     return Row(policy, predictor, share, 10, 0.0, rate)
 
 
-def test_a_trace_is_opened_whole(study: Study) -> None:
+def test_a_trace_is_opened_whole(study: TraceAnalysis) -> None:
     assert same(study.trace, TRACE)
     assert study.knowledge.fingerprint == TRACE.header.fingerprint
 
@@ -51,10 +51,10 @@ def test_a_trace_is_opened_whole(study: Study) -> None:
 def test_what_cannot_be_studied_is_refused(tmp_path: Path) -> None:
     write(tmp_path / "prompts.npz", random_trace(n_sequences=2, n_decode=0))
     with pytest.raises(OptionError, match="only prompts; record it again with --max-tokens above 0"):
-        Study.open(tmp_path / "prompts.npz")
+        TraceAnalysis.open(tmp_path / "prompts.npz")
     (tmp_path / "damaged.npz").write_bytes(b"PK")
     with pytest.raises(TraceError, match=r"damaged\.npz"):
-        Study.open(tmp_path / "damaged.npz")
+        TraceAnalysis.open(tmp_path / "damaged.npz")
 
 
 def test_a_trace_of_another_model_is_refused(file: Path, tmp_path: Path) -> None:
@@ -62,10 +62,10 @@ def test_a_trace_of_another_model_is_refused(file: Path, tmp_path: Path) -> None
 
     model = write_model(tmp_path / "tiny.gguf", PRESETS["tiny-qwen2moe"], "q4_0")[0]
     with pytest.raises(OptionError, match=r"recorded from another model \(random\) than .*tiny\.gguf"):
-        Study.open(file, model)
+        TraceAnalysis.open(file, model)
 
 
-def test_names_are_checked_and_none_is_doubled(study: Study) -> None:
+def test_names_are_checked_and_none_is_doubled(study: TraceAnalysis) -> None:
     assert study.policies(["lfu", "lru", "lfu"]) == ["lfu", "lru"]
     assert study.predictors(["none", "previous-token"]) == ["none", "previous-token"]
     for ask, names, words in (
@@ -81,7 +81,7 @@ def test_names_are_checked_and_none_is_doubled(study: Study) -> None:
             ask(names)
 
 
-def test_all_is_every_one_that_can_be_made_and_tells_of_the_others(study: Study) -> None:
+def test_all_is_every_one_that_can_be_made_and_tells_of_the_others(study: TraceAnalysis) -> None:
     with pytest.warns(UserWarning, match="left out: static; --policy static says why"):
         policies = study.policies(["all"])
     assert policies[0] == "lru" and "static" not in policies
@@ -89,7 +89,9 @@ def test_all_is_every_one_that_can_be_made_and_tells_of_the_others(study: Study)
         assert set(study.predictors(["all", "previous-token"])) == {"previous-token", "eamc"}
 
 
-def test_a_predictor_that_reads_inputs_needs_them_in_the_trace(study: Study, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_predictor_that_reads_inputs_needs_them_in_the_trace(
+    study: TraceAnalysis, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Reader:
         needs_inputs = True
 
@@ -100,14 +102,14 @@ def test_a_predictor_that_reads_inputs_needs_them_in_the_trace(study: Study, mon
         without.predictors(["skip"])
 
 
-def test_prefetching_needs_a_link_and_somebody_who_predicts(study: Study) -> None:
+def test_prefetching_needs_a_link_and_somebody_who_predicts(study: TraceAnalysis) -> None:
     with pytest.raises(OptionError, match="--link"):
         study.simulate(["lru"], ["previous-token"], [0.5], prefetch=True)
     with pytest.raises(OptionError, match="--predictor"):
         study.simulate(["lru"], ["none"], [0.5], Timing(1e9), prefetch=True)
 
 
-def test_scores_come_one_predictor_after_the_other(study: Study) -> None:
+def test_scores_come_one_predictor_after_the_other(study: TraceAnalysis) -> None:
     heard: list[tuple[str, float]] = []
     table = study.score(["previous-token", "none"], Timing(1e9, 5, 100), lambda *said: heard.append(said))
     assert heard == [("scores: previous-token", 0.0), ("scores: none", 0.5)]
@@ -135,7 +137,7 @@ def test_a_part_has_whole_requests_of_every_kind_in_turn() -> None:
 
 
 def test_a_limited_study_says_how_much_it_uses() -> None:
-    study = Study(kinds({"code": [5, 5, 5], "prose": [9]}), Knowledge(None, "ab"))
+    study = TraceAnalysis(kinds({"code": [5, 5, 5], "prose": [9]}), Artifacts(None, "ab"))
     part = study.limited(10)
     assert part.used(study) == "2 of 4 requests with 14 of 24 decoded tokens"
     assert set(part.trace.header.labels.values()) == {"code", "prose"}
@@ -153,22 +155,22 @@ def test_requests_can_be_put_in_another_order() -> None:
     assert TRACE.arranged([]).n_tokens == 0
 
 
-def test_what_is_saved_is_what_auto_goes_by(study: Study, user: Path) -> None:
+def test_what_is_saved_is_what_auto_goes_by(study: TraceAnalysis, user: Path) -> None:
     rates = [row("lru", 0.5, 0.5), row("lfu", 0.5, 0.6), row("lfu", 0.5, 0.7, "eamc"), row(BELADY, 0.5, 0.9)]
     path = study.save([*rates, *(replace(one, share=0.25, decode_hit_rate=0.3) for one in rates)])
     assert path == user / "moegguf" / "models" / TRACE.header.fingerprint / MEASURED
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        measured = Knowledge(None, TRACE.header.fingerprint).measured()
+        measured = Artifacts(None, TRACE.header.fingerprint).measured()
     assert measured is not None
     assert dict(measured.hit_rates) == {"lru": {0.5: 0.5, 0.25: 0.3}, "lfu": {0.5: 0.7, 0.25: 0.3}}
     assert measured.about["requests"] == 6
-    assert Knowledge(None, "another").measured() is None
+    assert Artifacts(None, "another").measured() is None
     lasting = study.save([one for one in rates if one.policy != BELADY])
     assert lasting == path
-    measured = Knowledge(None, TRACE.header.fingerprint).measured()
-    assert measured is not None and measured.choose(0.5) == Choice("lfu", "eamc")
+    measured = Artifacts(None, TRACE.header.fingerprint).measured()
+    assert measured is not None and measured.choose(0.5) == ControllerChoice("lfu", "eamc")
 
 
 def test_a_folder_named_for_predictors_is_where_rates_are_saved(file: Path, tmp_path: Path) -> None:
-    assert Study.open(file, folder=tmp_path).save([row("lru", 0.5, 0.5)]) == tmp_path / MEASURED
+    assert TraceAnalysis.open(file, folder=tmp_path).save([row("lru", 0.5, 0.5)]) == tmp_path / MEASURED

@@ -45,9 +45,9 @@ def test_counts_of_a_token_and_one_average_visit() -> None:
     table = fit_token_table(tiny_trace())
     announce(table, 5)
     # Layer 1 chose 2, 1, 2, 1 times of 3 visits with a known token: the average visit is 2/3, 1/3, 2/3, 1/3.
-    likelihoods = table.predict(1, 1)
-    assert likelihoods is not None
-    assert likelihoods == pytest.approx(np.array([2 + 2 / 3, 1 + 1 / 3, 1 + 2 / 3, 1 / 3]) / 3)
+    probabilities = table.predict(1, 1)
+    assert probabilities is not None
+    assert probabilities == pytest.approx(np.array([2 + 2 / 3, 1 + 1 / 3, 1 + 2 / 3, 1 / 3]) / 3)
     last = table.predict(2, 2)
     assert last is not None and last.tolist() == [0, 0, 1, 1]
 
@@ -55,8 +55,8 @@ def test_counts_of_a_token_and_one_average_visit() -> None:
 def test_a_token_never_seen_means_the_layers_popularity() -> None:
     table = fit_token_table(tiny_trace())
     announce(table, 0)
-    likelihoods = table.predict(1, 1)
-    assert likelihoods == pytest.approx([2 / 3, 1 / 3, 2 / 3, 1 / 3])
+    probabilities = table.predict(1, 1)
+    assert probabilities == pytest.approx([2 / 3, 1 / 3, 2 / 3, 1 / 3])
 
 
 def test_nothing_is_said_without_one_decode_token_of_the_vocabulary() -> None:

@@ -13,17 +13,17 @@ from hypothesis import strategies as st
 import moegguf.errors
 from moegguf.engine.stats import Stats
 from moegguf.errors import ContextError, MoeggufError, OptionError, WorkerError
-from moegguf.generate.request import Ask, Piece, PromptProgress, Sampling, Timing, TokenChance, ToolCall
+from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, Sampling, Timing, TokenLogprob, ToolCall
 from moegguf.serving import wire
-from moegguf.serving.events import View
+from moegguf.serving.events import Snapshot
 from moegguf.serving.wire import Order, Ready, build, build_error, decode, encode, encode_error
 
 STATS = Stats(tokens=5, stall_s=0.25, pool_bytes=1 << 40)
 
 OBJECTS = [
-    Ask(prompt="hi"),
-    Ask(messages=({"role": "user", "content": "ä\n\u2028\ud800"}, {"role": "tool", "content": None})),
-    Ask(
+    GenerationRequest(prompt="hi"),
+    GenerationRequest(messages=({"role": "user", "content": "ä\n\u2028\ud800"}, {"role": "tool", "content": None})),
+    GenerationRequest(
         messages=(),
         context=(1, 2, 3),
         suffix="s",
@@ -37,15 +37,15 @@ OBJECTS = [
         n_logprobs=0,
         sampling=Sampling(temperature=0.0, seed=2**63, stop=("a", "\n"), logit_bias={5: -1.5, 7: 2.0}),
     ),
-    Ask(prompt="", think=False, format="json"),
-    Piece("text"),
-    Piece(thinking="hm"),
-    Piece("t", "h", (ToolCall("1", "f", {"x": 1.5}),), (TokenChance("t", -0.5, (("u", -1.0), ("v", -2.0))),)),
+    GenerationRequest(prompt="", think=False, format="json"),
+    Delta("text"),
+    Delta(thinking="hm"),
+    Delta("t", "h", (ToolCall("1", "f", {"x": 1.5}),), (TokenLogprob("t", -0.5, (("u", -1.0), ("v", -2.0))),)),
     PromptProgress(10, 2, 5, 0.5),
     Timing(1, 2, 3, 0.1, 0.2, 0.3, "length", 4, (1, 2), STATS, STATS),
     Timing(),
     STATS,
-    View("a:latest", (0, 2), 3, b"\x00\x01\x02\x02\x01\x00", b"\xff" * 6, b"\x00" * 6, STATS, True, 12.5, 3.0),
+    Snapshot("a:latest", (0, 2), 3, b"\x00\x01\x02\x02\x01\x00", b"\xff" * 6, b"\x00" * 6, STATS, True, 12.5, 3.0),
     Order("a", "/a b", 4096, expert_cache_bytes=7),
     Ready(512, {"n_slots": 4, "reasons": ["a", "b"]}),
 ]
@@ -60,17 +60,17 @@ def test_objects_come_out_as_they_went_in(item: Any) -> None:
 
 @given(st.text(st.characters()), st.text(st.characters()))
 def test_any_text_crosses(text: str, thinking: str) -> None:
-    piece = Piece(text, thinking)
-    assert build(Piece, decode(encode({"kind": "x", "item": piece}))["item"]) == piece
+    piece = Delta(text, thinking)
+    assert build(Delta, decode(encode({"kind": "x", "item": piece}))["item"]) == piece
 
 
 def test_only_what_differs_from_the_defaults_is_sent() -> None:
-    assert json.loads(encode({"kind": "event", "Piece": Piece("a")})) == {"kind": "event", "Piece": {"text": "a"}}
+    assert json.loads(encode({"kind": "event", "Piece": Delta("a")})) == {"kind": "event", "Piece": {"text": "a"}}
 
 
 def test_mappings_of_any_kind_are_sent() -> None:
-    line = encode({"kind": "x", "item": Ask(prompt="", template_options=MappingProxyType({"a": 1}))})
-    assert build(Ask, decode(line)["item"]).template_options == {"a": 1}
+    line = encode({"kind": "x", "item": GenerationRequest(prompt="", template_options=MappingProxyType({"a": 1}))})
+    assert build(GenerationRequest, decode(line)["item"]).template_options == {"a": 1}
 
 
 @pytest.mark.parametrize("name", sorted(name for name, kind in vars(moegguf.errors).items() if isinstance(kind, type)))
@@ -102,13 +102,13 @@ def test_what_is_no_message_is_refused(line: bytes) -> None:
 @pytest.mark.parametrize("data", [None, 5, [], {"txt": "a"}, {"tool_calls": 5}, {"chances": [{"text": "a"}]}])
 def test_what_is_no_piece_is_refused(data: Any) -> None:
     with pytest.raises(WorkerError, match="Piece"):
-        build(Piece, data)
+        build(Delta, data)
 
 
 def test_a_message_that_is_too_long_is_refused_with_its_length(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "MAX_MESSAGE_BYTES", 1000)
     with pytest.raises(OptionError, match=r"\d{4} bytes.*at most 1000"):
-        encode({"kind": "ask", "ask": Ask(prompt="x" * 2000)})
+        encode({"kind": "ask", "ask": GenerationRequest(prompt="x" * 2000)})
 
 
 def test_what_json_cannot_hold_is_refused() -> None:

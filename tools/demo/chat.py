@@ -90,7 +90,7 @@ class Chat:
             spoken += [IGNORED] * len(head) + own + [IGNORED] * len(tail)
         return ids, spoken
 
-    def pieces(self, rng: random.Random) -> Iterator[tuple[list[int], list[int]]]:
+    def deltas(self, rng: random.Random) -> Iterator[tuple[list[int], list[int]]]:
         """Encoded conversations without end."""
         while True:
             yield self.encode(vary(self.conversations, rng))
@@ -101,7 +101,7 @@ class Chat:
         ids: list[int] = []
         spoken: list[int] = []
         numbers: list[int] = []
-        for number, (piece, own) in enumerate(self.pieces(rng)):
+        for number, (piece, own) in enumerate(self.deltas(rng)):
             if len(ids) + len(piece) > size:
                 break
             ids += piece

@@ -53,7 +53,7 @@ class BlockPools:
             self._first_chunk[tensor.name] = n_chunks
             n_chunks += tensor.n_chunks
 
-    def pieces(self, tensor: Tensor) -> Iterator[memoryview]:
+    def deltas(self, tensor: Tensor) -> Iterator[memoryview]:
         """The bytes of a tensor as views into its pool; the order of calls does not matter."""
         pool = self._pool(tensor)
         n_blocks, block_bytes = pool.shape

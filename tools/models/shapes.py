@@ -36,9 +36,7 @@ class Shape:
         if not 0 < self.n_expert_used <= self.n_expert:
             raise ValueError(f"n_expert_used has to be in 1..{self.n_expert}, but is {self.n_expert_used}")
         if self.n_head % self.n_head_kv:
-            raise ValueError(
-                f"n_head has to be a multiple of n_head_kv={self.n_head_kv}, but is {self.n_head}"
-            )
+            raise ValueError(f"n_head has to be a multiple of n_head_kv={self.n_head_kv}, but is {self.n_head}")
         if self.arch == "qwen2moe" and self.n_head * self.n_embd_head != self.n_embd:
             raise ValueError(f"qwen2moe needs n_head * n_embd_head = n_embd = {self.n_embd}")
         if self.arch == "qwen2moe" and not self.n_ff_shexp:

@@ -70,9 +70,7 @@ def _qtype(name: str, role: str, n_columns: int, shape: Shape, quant: str) -> QT
         qtype = ROW_FALLBACK.get(qtype, qtype)
     block = GGML_QUANT_SIZES[qtype][0]
     if n_columns % block:
-        raise ValueError(
-            f"{name}: {qtype.name} needs rows that are a multiple of {block}, but they have {n_columns}"
-        )
+        raise ValueError(f"{name}: {qtype.name} needs rows that are a multiple of {block}, but they have {n_columns}")
     return qtype
 
 
@@ -140,9 +138,7 @@ def _ffn(shape: Shape, il: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield "ffn_gate_inp_shexp.weight", (shape.n_embd,)
 
 
-def _gate_up_down(
-    suffix: str, lead: tuple[int, ...], n_ff: int, n_embd: int
-) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _gate_up_down(suffix: str, lead: tuple[int, ...], n_ff: int, n_embd: int) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield f"ffn_gate{suffix}.weight", (*lead, n_ff, n_embd)
     yield f"ffn_up{suffix}.weight", (*lead, n_ff, n_embd)
     yield f"ffn_down{suffix}.weight", (*lead, n_embd, n_ff)

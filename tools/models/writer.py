@@ -137,7 +137,7 @@ def _write_shard(
             if tensor.qtype == QType.F32:
                 out.write(f32_weights(tensor, seed).data)
             else:
-                for piece in pools.pieces(tensor):
+                for piece in pools.deltas(tensor):
                     out.write(piece)
             advance(tensor.n_bytes)
         out.write(bytes(-out.tell() % ALIGNMENT))

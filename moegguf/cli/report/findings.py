@@ -106,8 +106,8 @@ def _fresh(name: str, accuracy: float) -> str:
 def _beside_control(table: ScoreTable, name: str, distance: int, accuracy: float) -> str:
     """How far a predictor is above its control, and how often it answers when that is not always."""
     score, control = next(s for s in table.scores if s.name == name), table.control_of(name)
-    chance = control.means[distance].accuracy if control else None
-    gain = math.nan if chance is None else accuracy - chance
+    logprob = control.means[distance].accuracy if control else None
+    gain = math.nan if logprob is None else accuracy - logprob
     words = "" if math.isnan(gain) else f", {100 * gain:.0f} points above its control"
     if gain <= CLEAR:
         words = ", no better than its control"

@@ -4,29 +4,16 @@ from __future__ import annotations
 
 from typing import Protocol, runtime_checkable
 
+from moegguf.controller.forecast import Forecast
 from moegguf.controller.history import History
 from moegguf.native.events import EvictionRates, Float32s
-
-
-class Outlook(Protocol):
-    """What the predictor says about the rest of this pass."""
-
-    @property
-    def il(self) -> int:
-        """The layer observed last."""
-
-    def likelihoods(self) -> Float32s:
-        """(n_layer, n_expert) in [0, 1]; rows of layers nothing is said about are 0."""
-
-    def known(self) -> list[int]:
-        """Layers something is said about, nearest first."""
 
 
 @runtime_checkable
 class Policy(Protocol):
     """Decides what stays. One method; the store does the rest: floors, pins, ties broken by least recent use."""
 
-    def scores(self, history: History, outlook: Outlook) -> Float32s | None:
+    def scores(self, history: History, forecast: Forecast) -> Float32s | None:
         """Scores (n_layer, n_expert), the lowest is evicted first; None leaves the last ones in force.
 
         Called after each gate. NaN and infinities count as 0.

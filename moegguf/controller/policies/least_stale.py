@@ -6,8 +6,8 @@ from typing import ClassVar
 
 import numpy as np
 
+from moegguf.controller.forecast import Forecast
 from moegguf.controller.history import History
-from moegguf.controller.policies.base import Outlook
 from moegguf.controller.shape import MoeShape
 from moegguf.native.events import Float32s
 
@@ -29,7 +29,7 @@ class LeastStale:
         self.shape = shape
         self._scores: Float32s = np.zeros(shape.table, np.float32)
 
-    def scores(self, history: History, outlook: Outlook) -> Float32s | None:
+    def scores(self, history: History, forecast: Forecast) -> Float32s | None:
         row = self.shape.row_of.get(history.il)
         if row is None:
             return None

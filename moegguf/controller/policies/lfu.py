@@ -6,8 +6,8 @@ from typing import ClassVar
 
 import numpy as np
 
+from moegguf.controller.forecast import Forecast
 from moegguf.controller.history import History
-from moegguf.controller.policies.base import Outlook
 from moegguf.controller.policies.rates import Rates
 from moegguf.controller.shape import MoeShape
 from moegguf.native.events import Float32s
@@ -18,7 +18,7 @@ class Lfu:
 
     name: ClassVar[str] = "lfu"
 
-    def scores(self, history: History, outlook: Outlook) -> Float32s | None:
+    def scores(self, history: History, forecast: Forecast) -> Float32s | None:
         return history.uses
 
 
@@ -30,7 +30,7 @@ class LfuRequest:
     def __init__(self, shape: MoeShape) -> None:
         self._scores: Float32s = np.zeros(shape.table, np.float32)
 
-    def scores(self, history: History, outlook: Outlook) -> Float32s | None:
+    def scores(self, history: History, forecast: Forecast) -> Float32s | None:
         return np.add(history.prefill, history.decode, out=self._scores)
 
 
@@ -45,6 +45,6 @@ class LfuDecay:
     def __init__(self, shape: MoeShape, half_life_tokens: float = 64.0) -> None:
         self._rates = Rates(shape, (half_life_tokens,))
 
-    def scores(self, history: History, outlook: Outlook) -> Float32s | None:
+    def scores(self, history: History, forecast: Forecast) -> Float32s | None:
         self._rates.update(history)
         return self._rates.table[0]

@@ -7,8 +7,8 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from moegguf.controller.forecast import Forecast
 from moegguf.controller.history import History
-from moegguf.controller.policies.base import Outlook
 from moegguf.controller.shape import MoeShape
 from moegguf.native.events import Float32s
 
@@ -45,7 +45,7 @@ class Locality:
         self._awaited: Float32s = np.linspace(3, 2, shape.n_layer, endpoint=False, dtype=np.float32)[:, np.newaxis]
         self._scores: Float32s = np.zeros(shape.table, np.float32)
 
-    def scores(self, history: History, outlook: Outlook) -> Float32s | None:
+    def scores(self, history: History, forecast: Forecast) -> Float32s | None:
         """(n_layer, n_expert) from 0; valid until the next call. None for a layer that has no experts."""
         il = history.il
         if il not in self.shape.row_of:
@@ -58,18 +58,18 @@ class Locality:
         self._mispredicted[il] = self._predicted[il] & ~used & (self._heat[il] < OWN_MERIT)
         self._heat[il] += used
         self._predicted[: il + 1] = False
-        self._look_ahead(outlook)
+        self._look_ahead(forecast)
         return self._ranked()
 
-    def _look_ahead(self, outlook: Outlook) -> None:
+    def _look_ahead(self, forecast: Forecast) -> None:
         """Takes over what is said about layers to come; what was said before of others stands."""
-        known = [il for il in outlook.known() if il > outlook.il]
+        known = [il for il in forecast.known() if il > forecast.il]
         if not known:
             return
-        likelihoods = outlook.likelihoods()[known]
+        probabilities = forecast.probabilities()[known]
         k = min(self.shape.n_expert_used, self.shape.n_expert)
-        kth = np.partition(likelihoods, -k, axis=1)[:, -k, np.newaxis]
-        self._predicted[known] = (likelihoods >= np.minimum(kth, 0.5)) & (likelihoods > 0)
+        kth = np.partition(probabilities, -k, axis=1)[:, -k, np.newaxis]
+        self._predicted[known] = (probabilities >= np.minimum(kth, 0.5)) & (probabilities > 0)
 
     def _ranked(self) -> Float32s:
         """Mispredicted experts are in [0, 1), idle ones in [1, 2), awaited ones in (2, 3]."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from moegguf.controller.forecast import Forecast
 from moegguf.controller.history import History
-from moegguf.controller.policies.base import Outlook
 from moegguf.native.events import Float32s
 
 
@@ -14,5 +14,5 @@ class Lru:
 
     name: ClassVar[str] = "lru"
 
-    def scores(self, history: History, outlook: Outlook) -> Float32s | None:
+    def scores(self, history: History, forecast: Forecast) -> Float32s | None:
         return None

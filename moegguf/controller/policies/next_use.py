@@ -7,8 +7,8 @@ from typing import ClassVar
 
 import numpy as np
 
+from moegguf.controller.forecast import Forecast
 from moegguf.controller.history import History
-from moegguf.controller.policies.base import Outlook
 from moegguf.controller.policies.rates import Rates
 from moegguf.controller.shape import MoeShape
 from moegguf.native.events import EvictionRates, Float32s
@@ -22,12 +22,12 @@ class NextUse:
     d, the gates until an expert's layer comes up, is 1 for the layer after the next gate's and L for that gate's own:
     its chosen experts are pinned by then, and the others wait for the next pass. With p the chance that a token
     passing the layer uses the expert, and passes taken as independent, E = w x d / L + 1 / p - 1. Where the predictor
-    speaks of a layer still to come, its likelihood q decides about this pass: E = w x d / L + (1 - q) / p, with d = 0
+    speaks of a layer still to come, its probability q decides about this pass: E = w x d / L + (1 - q) / p, with d = 0
     for the next gate's layer.
 
     p is a mixture of fading averages of past use: `half_lives_tokens` say how fast they fade, `weights` what part each
     has. `phase_weight` is w: 1 by the derivation, more where long waits are overestimated. `trust` is how much of a
-    likelihood to believe. The defaults are the best found on the demo model's routing, on other texts than reported.
+    probability to believe. The defaults are the best found on the demo model's routing, on other texts than reported.
 
     Without a predictor the store computes the same by itself (moegguf/native/rates.h).
     """
@@ -60,7 +60,7 @@ class NextUse:
         table[:, list(self.shape.layers), 0] = phase_weight * ahead / n_row
         return table
 
-    def scores(self, history: History, outlook: Outlook) -> Float32s | None:
+    def scores(self, history: History, forecast: Forecast) -> Float32s | None:
         """(n_layer, n_expert), all negative; valid until the next call."""
         il = history.il
         row = self.shape.row_of.get(il)
@@ -72,14 +72,14 @@ class NextUse:
         np.subtract(1, self._wait, out=self._scores)
         self._scores -= self._ahead[row]
         if self._trust > 0:
-            self._believe(il, row, outlook)
+            self._believe(il, row, forecast)
         return self._scores
 
-    def _believe(self, il: int, row: int, outlook: Outlook) -> None:
-        known = [layer for layer in outlook.known() if layer > il]
+    def _believe(self, il: int, row: int, forecast: Forecast) -> None:
+        known = [layer for layer in forecast.known() if layer > il]
         if not known:
             return
-        wait = self._wait[known] * (1 - self._trust * outlook.likelihoods()[known])
+        wait = self._wait[known] * (1 - self._trust * forecast.probabilities()[known])
         ahead = self._ahead[row, known]
         if known[0] == self.shape.layer_after(il, 1):
             ahead[0] = 0

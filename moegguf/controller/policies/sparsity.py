@@ -7,8 +7,8 @@ from typing import ClassVar
 import numpy as np
 
 from moegguf.controller.collection import EamcPair
+from moegguf.controller.forecast import Forecast
 from moegguf.controller.history import History
-from moegguf.controller.policies.base import Outlook
 from moegguf.controller.predict_eam import N_MATCHES, OWN_SHARE, PredictEam
 from moegguf.controller.shape import MoeShape
 from moegguf.native.events import Float32s
@@ -46,12 +46,12 @@ class SparsityAware:
         """The collections, to be saved."""
         return self._seen.eamcs
 
-    def scores(self, history: History, outlook: Outlook) -> Float32s | None:
+    def scores(self, history: History, forecast: Forecast) -> Float32s | None:
         """(n_layer, n_expert), renewed at every gate."""
         self._seen.follow(history)
-        likelihoods = self._seen.table()
-        if not likelihoods.any():
-            return likelihoods
-        likelihoods += np.float32(EPSILON)
-        likelihoods *= self._decay
-        return likelihoods
+        probabilities = self._seen.table()
+        if not probabilities.any():
+            return probabilities
+        probabilities += np.float32(EPSILON)
+        probabilities *= self._decay
+        return probabilities

@@ -64,9 +64,9 @@ class EamcPredictor(Predictor):
         return np.minimum(shares, 1, out=shares)
 
     def peam(self) -> Float32s:
-        """(n_layer, n_expert): the pEAM: likelihoods times the layer proximity 1 - (i - l) / L, to order prefetches.
+        """(n_layer, n_expert): the pEAM: probabilities times the layer proximity 1 - (i - l) / L, to order prefetches.
 
-        L layers have experts, l is the one observed last and i a later one; rows up to l keep their likelihoods.
+        L layers have experts, l is the one observed last and i a later one; rows up to l keep their probabilities.
         """
         proximity = np.zeros((self.shape.n_layer, 1), np.float32)
         ahead = np.arange(len(self.shape.layers)) - self._row

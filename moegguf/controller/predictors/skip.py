@@ -26,7 +26,7 @@ class Skip(FromInput):
         vector = self._input_for(il, distance)
         if vector is None or il not in self.routers.routers:
             return None
-        return self.routers.likelihoods(il, vector)
+        return self.routers.probabilities(il, vector)
 
 
 class FreshGate(Skip):

@@ -21,7 +21,7 @@ FIRST_ENTRIES = 64
 class TokenTable(Predictor):
     """Counts (n_entry, n_moe_layer, n_expert) of the choices made for each token id seen.
 
-    A likelihood is the share of the token's visits that used the expert, with one visit of an average token added: the
+    A probability is the share of the token's visits that used the expert, with one visit of an average token added: the
     paper leaves open what a token never seen means; here it means the layer's popularity. `capacity` tokens are kept,
     the first that come. `online`: learns from decode passes too while it predicts.
     """

@@ -23,5 +23,3 @@ def moe_object(stats: Stats) -> dict[str, Any]:
         "bytes_per_token": round(stats.bytes_per_token),
         "stall_duration": ns(stats.stall_s),
     }
-
-

@@ -50,5 +50,3 @@ def details_or_none(entry: Entry) -> Details | None:
         return details(entry)
     except (MoeggufError, OSError):
         return None
-
-

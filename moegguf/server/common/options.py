@@ -112,5 +112,3 @@ def options_of(given: Options | None, entry: Entry) -> Options:
 def keep_alive_s(given: int | float | str | None) -> float | None:
     """Seconds to stay loaded, inf for ever, None as the settings say. Raises OptionError."""
     return None if given is None else parse_duration(given)
-
-

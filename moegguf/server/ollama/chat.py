@@ -1,4 +1,4 @@
-"""/api/chat and /api/generate: from a request to an `Ask`, and from the answer's pieces to Ollama's objects.
+"""/api/chat and /api/generate: from a body to a `GenerationRequest`, and from its deltas to Ollama's objects.
 
 What the model's name adds (system, messages, parameters, template) counts where the request says nothing.
 """
@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from moegguf.generate.request import Ask, Message
+from moegguf.generate.request import GenerationRequest, Message
 from moegguf.models.entry import Entry
 from moegguf.server.common.body import read_body
 from moegguf.server.common.errors import HttpError
@@ -28,7 +28,7 @@ from moegguf.server.ollama.schema import Answering, ChatMessage, ChatRequest, Ge
 from moegguf.serving.events import Done, Event
 
 if TYPE_CHECKING:
-    from moegguf.serving.manager import Pool
+    from moegguf.serving.manager import ModelManager
 
 
 async def chat(request: Request) -> Response:
@@ -72,23 +72,26 @@ async def load_only(request: Request, body: Answering, kind: type[Reply]) -> Res
 
     async def work() -> dict[str, Any]:
         if stay_s == 0:
-            await state.pool.unload(entry.name)
+            await state.manager.unload(entry.name)
             return reply.nothing("unload")
-        await state.pool.load(entry.name, load, stay_s)
+        await state.manager.load(entry.name, load, stay_s)
         return reply.nothing("load")
 
     return WholeResponse(work())
 
 
-def respond(request: Request, body: Answering, entry: Entry, ask: Ask, reply: Reply) -> Response:
+def respond(request: Request, body: Answering, entry: Entry, generation: GenerationRequest, reply: Reply) -> Response:
     """The answer to `ask` as it comes, or all of it at its end."""
-    pool: Pool = request.app.state.pool
+    manager: ModelManager = request.app.state.manager
     load, stay_s = (body.options or Options()).load(), keep_alive_s(body.keep_alive)
     streams = body.stream is not False
 
     @asynccontextmanager
     async def events() -> AsyncIterator[AsyncIterator[Event]]:
-        async with pool.lease(entry, load, stay_s) as lease, aclosing(lease.answer(ask, stream=streams)) as found:  # type: ignore[type-var]
+        async with (
+            manager.lease(entry, load, stay_s) as lease,
+            aclosing(lease.answer(generation, stream=streams)) as found,
+        ):  # type: ignore[type-var]
             yield found
 
     async def lines() -> Lines:
@@ -110,13 +113,13 @@ def respond(request: Request, body: Answering, entry: Entry, ask: Ask, reply: Re
     return NdjsonResponse(lines()) if streams else WholeResponse(whole())
 
 
-def chat_ask(body: ChatRequest, entry: Entry) -> Ask:
+def chat_ask(body: ChatRequest, entry: Entry) -> GenerationRequest:
     """What /api/chat asks the model."""
     given = [message_of(message) for message in body.messages or ()]
     own = [dict(message) for message in entry.messages]
     if entry.system and given[0]["role"] != "system":
         own.insert(0, {"role": "system", "content": entry.system})
-    return Ask(
+    return GenerationRequest(
         messages=(*own, *given),
         tools=tuple(tool.model_dump(exclude_none=True) for tool in body.tools or ()),
         template=entry.template,
@@ -124,16 +127,18 @@ def chat_ask(body: ChatRequest, entry: Entry) -> Ask:
     )
 
 
-def generate_ask(body: GenerateRequest, entry: Entry) -> Ask:
+def generate_ask(body: GenerateRequest, entry: Entry) -> GenerationRequest:
     """What /api/generate asks: the prompt through the model's template, or as it is when raw or around a gap."""
     prompt = body.prompt or ""
     if body.raw or body.suffix:
-        return Ask(prompt=prompt, suffix=body.suffix or None, tell_context=not body.raw, **shared(body, entry))
+        return GenerationRequest(
+            prompt=prompt, suffix=body.suffix or None, tell_context=not body.raw, **shared(body, entry)
+        )
     system = entry.system if body.system is None else body.system
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
     if not body.context:
         messages += [dict(message) for message in entry.messages]
-    return Ask(
+    return GenerationRequest(
         messages=(*messages, {"role": "user", "content": prompt}),
         tell_context=True,
         context=tuple(body.context or ()),
@@ -143,7 +148,7 @@ def generate_ask(body: GenerateRequest, entry: Entry) -> Ask:
 
 
 def shared(body: Answering, entry: Entry) -> dict[str, Any]:
-    """The fields of an `Ask` that both requests fill alike."""
+    """The fields of a `GenerationRequest` that both requests fill alike."""
     return {
         "format": body.format,
         "think": body.think,

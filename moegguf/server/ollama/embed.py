@@ -63,7 +63,7 @@ async def compute(
     entry = await asyncio.to_thread(find, state.catalog, body.model_name)
     truncate = not (isinstance(body, EmbedRequest) and body.truncate is False)
     load, stay_s = (body.options or Options()).load(), keep_alive_s(body.keep_alive)
-    async with state.pool.lease(entry, load, stay_s) as lease:
+    async with state.manager.lease(entry, load, stay_s) as lease:
         if not texts:
             return entry.name, np.empty((0, 0), np.float32), 0, lease.load_s
         try:

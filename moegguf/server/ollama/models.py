@@ -61,7 +61,7 @@ async def ps(request: Request) -> Response:
     def found(loaded: list[Loaded]) -> list[dict[str, Any]]:
         return [loaded_object(state.catalog, model) for model in loaded]
 
-    return JSONResponse({"models": await asyncio.to_thread(found, state.pool.loaded())})
+    return JSONResponse({"models": await asyncio.to_thread(found, state.manager.loaded())})
 
 
 def loaded_object(catalog: Catalog, model: Loaded) -> dict[str, Any]:
@@ -103,7 +103,7 @@ async def delete(request: Request) -> Response:
     body = await read_body(request, Named)
     state = request.app.state
     entry = await asyncio.to_thread(find, state.catalog, body.model_name)
-    await state.pool.unload(entry.name)
+    await state.manager.unload(entry.name)
     await asyncio.to_thread(state.catalog.remove, entry.name)
     return Response()
 

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from json import encoder
 from typing import Any
 
-from moegguf.generate.request import Piece, ToolCall
+from moegguf.generate.request import Delta, ToolCall
 from moegguf.server.common.streams import dumps
-from moegguf.server.ollama.words import call_object, chance_object, figures, now_text
+from moegguf.server.ollama.words import call_object, figures, logprob_object, now_text
 from moegguf.serving.events import Done, Event
 
 quoted = encoder.encode_basestring
@@ -26,7 +26,7 @@ class Reply(ABC):
         self._begun_ns = begun_ns
         self._head = f'{{"model":{quoted(name)},"created_at":"'
         self._n_calls = 0
-        self._pieces: list[Piece] = []
+        self._pieces: list[Delta] = []
 
     @abstractmethod
     def said(self, text: str, thinking: str, calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -42,37 +42,37 @@ class Reply(ABC):
 
     def line(self, event: Event) -> bytes:
         """The line for an event; empty for those that Ollama does not tell of."""
-        if isinstance(event, Piece):
-            return self._piece_line(event)
+        if isinstance(event, Delta):
+            return self._delta_line(event)
         if isinstance(event, Done):
             return self._line(self.said("", "", ()) | self.ending(event) | figures(event, self._begun_ns))
         return b""
 
-    def _piece_line(self, piece: Piece) -> bytes:
-        if piece.text and not (piece.thinking or piece.tool_calls or piece.chances):
-            return f'{self._head}{now_text()}",{self.said_text(piece.text)},"done":false}}\n'.encode()
-        if piece == Piece():
+    def _delta_line(self, delta: Delta) -> bytes:
+        if delta.text and not (delta.thinking or delta.tool_calls or delta.logprobs):
+            return f'{self._head}{now_text()}",{self.said_text(delta.text)},"done":false}}\n'.encode()
+        if delta == Delta():
             return b""
-        return self._line(self._said(piece) | {"done": False} | _chances(piece))
+        return self._line(self._said(delta) | {"done": False} | _logprobs(delta))
 
     def _line(self, rest: dict[str, Any]) -> bytes:
         return f'{self._head}{now_text()}",{dumps(rest)[1:]}\n'.encode()
 
     def keep(self, event: Event) -> None:
         """Remembers a piece for `whole`."""
-        if isinstance(event, Piece):
+        if isinstance(event, Delta):
             self._pieces.append(event)
 
     def whole(self, done: Done) -> dict[str, Any]:
         """All that was kept as one object, with the figures."""
         kept = self._pieces
-        all_of_it = Piece(
-            "".join(piece.text for piece in kept),
-            "".join(piece.thinking for piece in kept),
-            tuple(call for piece in kept for call in piece.tool_calls),
-            tuple(chance for piece in kept for chance in piece.chances),
+        all_of_it = Delta(
+            "".join(delta.text for delta in kept),
+            "".join(delta.thinking for delta in kept),
+            tuple(call for delta in kept for call in delta.tool_calls),
+            tuple(logprob for delta in kept for logprob in delta.logprobs),
         )
-        said = self._said(all_of_it) | _chances(all_of_it)
+        said = self._said(all_of_it) | _logprobs(all_of_it)
         return self._object(said | self.ending(done) | figures(done, self._begun_ns))
 
     def nothing(self, reason: str) -> dict[str, Any]:
@@ -82,8 +82,8 @@ class Reply(ABC):
     def _object(self, rest: dict[str, Any]) -> dict[str, Any]:
         return {"model": self._name, "created_at": now_text(), **rest}
 
-    def _said(self, piece: Piece) -> dict[str, Any]:
-        return self.said(piece.text, piece.thinking, self._calls(piece.tool_calls))
+    def _said(self, delta: Delta) -> dict[str, Any]:
+        return self.said(delta.text, delta.thinking, self._calls(delta.tool_calls))
 
     def _calls(self, calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
         first, self._n_calls = self._n_calls, self._n_calls + len(calls)
@@ -123,5 +123,5 @@ def _present(**fields: Any) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value}
 
 
-def _chances(piece: Piece) -> dict[str, Any]:
-    return _present(logprobs=[chance_object(chance) for chance in piece.chances])
+def _logprobs(delta: Delta) -> dict[str, Any]:
+    return _present(logprobs=[logprob_object(logprob) for logprob in delta.logprobs])

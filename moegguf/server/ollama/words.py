@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from moegguf.generate.request import TokenChance, ToolCall
+from moegguf.generate.request import TokenLogprob, ToolCall
 from moegguf.models.entry import Details
 from moegguf.server.common.figures import LEAST_LOGPROB, moe_object, ns
 from moegguf.serving.events import Done
@@ -68,10 +68,10 @@ def call_object(call: ToolCall, index: int) -> dict[str, Any]:
     return {"id": call.id, "function": {"index": index, "name": call.name, "arguments": dict(call.arguments)}}
 
 
-def chance_object(chance: TokenChance) -> dict[str, Any]:
+def logprob_object(logprob: TokenLogprob) -> dict[str, Any]:
     """A token's log probability, and those of the likeliest others when they were asked for."""
-    found = _chance(chance.text, chance.logprob)
-    return found | ({"top_logprobs": [_chance(*other) for other in chance.top]} if chance.top else {})
+    found = _chance(logprob.text, logprob.logprob)
+    return found | ({"top_logprobs": [_chance(*other) for other in logprob.top]} if logprob.top else {})
 
 
 def _chance(text: str, logprob: float) -> dict[str, Any]:

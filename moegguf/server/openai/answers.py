@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from moegguf.errors import WorkerError
-from moegguf.generate.request import Ask, Piece, PromptProgress
+from moegguf.generate.request import Delta, GenerationRequest, PromptProgress
 from moegguf.models.entry import Entry
 from moegguf.server.common.options import keep_alive_s
 from moegguf.server.common.streams import Lines, SseResponse, WholeResponse, dumps
@@ -22,19 +22,21 @@ from moegguf.serving.events import Done, Event
 Reply = ChatReply | CompletionReply
 
 
-def answer(request: Request, body: AnswerBody, entry: Entry, ask: Ask, reply: Reply) -> Response:
+def answer(request: Request, body: AnswerBody, entry: Entry, generation: GenerationRequest, reply: Reply) -> Response:
     """The response to `body` once the model has its turn, as it comes or all of it at its end."""
-    events = _events(request, body, entry, ask)
+    events = _events(request, body, entry, generation)
     if body.stream:
         return SseResponse(_lines(events, reply, progress=bool(body.return_progress)))
     return WholeResponse(_whole(events, reply))
 
 
-async def _events(request: Request, body: AnswerBody, entry: Entry, ask: Ask) -> AsyncGenerator[Event]:
+async def _events(
+    request: Request, body: AnswerBody, entry: Entry, generation: GenerationRequest
+) -> AsyncGenerator[Event]:
     state, stay_s = request.app.state, keep_alive_s(body.keep_alive)
     async with (
-        state.pool.lease(entry, body.load(), stay_s) as lease,
-        aclosing(lease.answer(ask, stream=bool(body.stream))) as events,
+        state.manager.lease(entry, body.load(), stay_s) as lease,
+        aclosing(lease.answer(generation, stream=bool(body.stream))) as events,
     ):
         async for event in events:
             note(state, entry.name, event)
@@ -59,7 +61,7 @@ def _sse(data: str) -> bytes:
 
 def _items(reply: Reply, event: Event, *, progress: bool) -> Iterator[dict[str, Any]]:
     """The chunks that tell of `event`."""
-    if isinstance(event, Piece):
+    if isinstance(event, Delta):
         yield from reply.chunks(event)
     elif isinstance(event, Done):
         yield from reply.last(event)
@@ -68,11 +70,11 @@ def _items(reply: Reply, event: Event, *, progress: bool) -> Iterator[dict[str, 
 
 
 async def _whole(events: AsyncGenerator[Event], reply: Reply) -> dict[str, Any]:
-    pieces: list[Piece] = []
+    deltas: list[Delta] = []
     async with aclosing(events):
         async for event in events:
-            if isinstance(event, Piece):
-                pieces.append(event)
+            if isinstance(event, Delta):
+                deltas.append(event)
             elif isinstance(event, Done):
-                return reply.whole(pieces, event)
+                return reply.whole(deltas, event)
     raise WorkerError("the answer ended before it was finished; ask again.")

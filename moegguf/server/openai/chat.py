@@ -16,8 +16,12 @@ from moegguf.server.openai.schema import ChatBody
 async def chat_completions(request: Request) -> Response:
     body = await read_body(request, ChatBody)
     entry, known = await look_up(request.app.state.catalog, body.model)
-    ask = body.ask(entry)
-    needs = {"chat": True, "tools": bool(ask.tools) and ask.tool_choice != "none", "thinking": bool(ask.think)}
+    generation = body.generation(entry)
+    needs = {
+        "chat": True,
+        "tools": bool(generation.tools) and generation.tool_choice != "none",
+        "thinking": bool(generation.think),
+    }
     check_able(entry, known, needs)
     reply = ChatReply(
         entry.name,
@@ -26,7 +30,7 @@ async def chat_completions(request: Request) -> Response:
         logprobs=bool(body.logprobs),
         parallel=body.parallel_tool_calls is not False,
     )
-    return answer(request, body, entry, ask, reply)
+    return answer(request, body, entry, generation, reply)
 
 
 routes = [Route("/v1/chat/completions", chat_completions, methods=["POST"])]

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from moegguf.generate.request import Ask
+from moegguf.generate.request import GenerationRequest
 from moegguf.models.entry import Entry
 from moegguf.server.common import limits
 from moegguf.server.common.body import read_body
@@ -43,10 +43,10 @@ class CompletionBody(AnswerBody):
     def limit(self) -> int | None:
         return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
 
-    def ask(self, entry: Entry) -> Ask:
+    def generation(self, entry: Entry) -> GenerationRequest:
         """What the model gets; of what its name adds, only the options."""
         text, tokens = (self.prompt, ()) if isinstance(self.prompt, str) else ("", tuple(self.prompt))
-        return Ask(
+        return GenerationRequest(
             prompt=text,
             context=tokens,
             suffix=self.suffix or None,
@@ -67,14 +67,14 @@ async def completions(request: Request) -> Response:
         logprobs=body.logprobs is not None,
         echo=await prompt_text(request, entry, body) if body.echo else "",
     )
-    return answer(request, body, entry, body.ask(entry), reply)
+    return answer(request, body, entry, body.generation(entry), reply)
 
 
 async def prompt_text(request: Request, entry: Entry, body: CompletionBody) -> str:
     """The prompt as text, whichever way it came."""
     if isinstance(body.prompt, str):
         return body.prompt
-    async with request.app.state.pool.lease(entry.name, body.load(), will_answer=False) as lease:
+    async with request.app.state.manager.lease(entry.name, body.load(), will_answer=False) as lease:
         return str(await lease.detokenize(body.prompt))
 
 

@@ -90,7 +90,7 @@ async def embeddings(request: Request) -> Response:
 
 async def _embed(request: Request, body: EmbeddingsBody) -> dict[str, Any]:
     load, stay_s = (body.options or Options()).load(), keep_alive_s(body.keep_alive)
-    async with request.app.state.pool.lease(body.model, load, stay_s) as lease:
+    async with request.app.state.manager.lease(body.model, load, stay_s) as lease:
         found = await lease.embed(body.input, truncate=bool(body.truncate), normalize=True)
         return embeddings_object(lease.entry.name, found, body)
 

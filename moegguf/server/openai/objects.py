@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from moegguf.generate.request import Piece, PromptProgress, Timing, TokenChance, ToolCall
+from moegguf.generate.request import Delta, PromptProgress, Timing, TokenLogprob, ToolCall
 from moegguf.server.common.figures import LEAST_LOGPROB, moe_object
 from moegguf.serving.events import Done
 
@@ -60,12 +60,12 @@ def prompt_progress(progress: PromptProgress) -> Json:
     }
 
 
-def chat_chances(chances: Iterable[TokenChance]) -> Json:
+def chat_logprobs(logprobs: Iterable[TokenLogprob]) -> Json:
     """`logprobs` of chat."""
     return {
         "content": [
             {**_chance(of.text, of.logprob), "top_logprobs": [_chance(text, logprob) for text, logprob in of.top]}
-            for of in chances
+            for of in logprobs
         ]
     }
 
@@ -76,16 +76,16 @@ def _chance(text: str, logprob: float) -> Json:
     return {"token": text, "logprob": max(logprob, LEAST_LOGPROB), "bytes": bytes_}
 
 
-def completion_chances(chances: Sequence[TokenChance], offset: int) -> Json:
+def completion_logprobs(logprobs: Sequence[TokenLogprob], offset: int) -> Json:
     """`logprobs` of completion; `offset`: where in the text the first of these tokens begins."""
     offsets = []
-    for chance in chances:
+    for logprob in logprobs:
         offsets.append(offset)
-        offset += len(chance.text)
+        offset += len(logprob.text)
     return {
-        "tokens": [chance.text for chance in chances],
-        "token_logprobs": [max(chance.logprob, LEAST_LOGPROB) for chance in chances],
-        "top_logprobs": [{text: max(logprob, LEAST_LOGPROB) for text, logprob in chance.top} for chance in chances],
+        "tokens": [logprob.text for logprob in logprobs],
+        "token_logprobs": [max(logprob.logprob, LEAST_LOGPROB) for logprob in logprobs],
+        "top_logprobs": [{text: max(logprob, LEAST_LOGPROB) for text, logprob in logprob.top} for logprob in logprobs],
         "text_offset": offsets,
     }
 
@@ -160,22 +160,22 @@ class ChatReply(_Reply):
     def progress(self, progress: PromptProgress) -> Json:
         return self._chunk({"delta": {}}, prompt_progress=prompt_progress(progress))
 
-    def chunks(self, piece: Piece) -> list[Json]:
+    def chunks(self, delta: Delta) -> list[Json]:
         """A chunk each for thinking, text and calls, in this order; chances go with the first that comes."""
         deltas: list[Json] = []
-        if piece.thinking:
-            deltas.append({"reasoning": piece.thinking, "reasoning_content": piece.thinking})
-        if piece.text:
-            deltas.append({"content": piece.text})
-        if calls := self._calls(piece):
+        if delta.thinking:
+            deltas.append({"reasoning": delta.thinking, "reasoning_content": delta.thinking})
+        if delta.text:
+            deltas.append({"content": delta.text})
+        if calls := self._calls(delta):
             deltas.append({"tool_calls": calls})
-        if piece.chances and not deltas:
+        if delta.logprobs and not deltas:
             deltas.append({})
-        chances = [chat_chances(piece.chances)] if self.logprobs and piece.chances else []
-        return [self._chunk({"delta": delta, "logprobs": chances.pop() if chances else None}) for delta in deltas]
+        logprobs = [chat_logprobs(delta.logprobs)] if self.logprobs and delta.logprobs else []
+        return [self._chunk({"delta": delta, "logprobs": logprobs.pop() if logprobs else None}) for delta in deltas]
 
-    def _calls(self, piece: Piece) -> list[Json]:
-        calls = piece.tool_calls if self.parallel else piece.tool_calls[: max(0, 1 - self.n_calls)]
+    def _calls(self, delta: Delta) -> list[Json]:
+        calls = delta.tool_calls if self.parallel else delta.tool_calls[: max(0, 1 - self.n_calls)]
         first = self.n_calls
         self.n_calls += len(calls)
         return [call_object(call, first + i) for i, call in enumerate(calls)]
@@ -186,17 +186,17 @@ class ChatReply(_Reply):
     def _finish(self, done: Done) -> str:
         return "tool_calls" if self.n_calls else finish_reason(done.timing)
 
-    def whole(self, pieces: Sequence[Piece], done: Done) -> Json:
-        calls = [call for piece in pieces for call in self._calls(piece)]
-        text = "".join(piece.text for piece in pieces)
+    def whole(self, deltas: Sequence[Delta], done: Done) -> Json:
+        calls = [call for delta in deltas for call in self._calls(delta)]
+        text = "".join(delta.text for delta in deltas)
         message: Json = {"role": "assistant", "content": None if calls and not text else text}
-        if thinking := "".join(piece.thinking for piece in pieces):
+        if thinking := "".join(delta.thinking for delta in deltas):
             message |= {"reasoning": thinking, "reasoning_content": thinking}
         if calls:
             message["tool_calls"] = calls
         choice: Json = {"message": message, "finish_reason": self._finish(done)}
         if self.logprobs:
-            choice["logprobs"] = chat_chances(chance for piece in pieces for chance in piece.chances)
+            choice["logprobs"] = chat_logprobs(logprob for delta in deltas for logprob in delta.logprobs)
         return self._whole(choice, done)
 
 
@@ -216,27 +216,27 @@ class CompletionReply(_Reply):
     def progress(self, progress: PromptProgress) -> Json:
         return self._chunk({"text": ""}, prompt_progress=prompt_progress(progress))
 
-    def chunks(self, piece: Piece) -> list[Json]:
+    def chunks(self, delta: Delta) -> list[Json]:
         """One chunk, or none when the piece says nothing."""
-        text = piece.thinking + piece.text
-        if not text and not piece.chances:
+        text = delta.thinking + delta.text
+        if not text and not delta.logprobs:
             return []
-        return [self._chunk({"text": text, "logprobs": self._chances(piece.chances)})]
+        return [self._chunk({"text": text, "logprobs": self._logprobs(delta.logprobs)})]
 
-    def _chances(self, chances: Sequence[TokenChance]) -> Json | None:
+    def _logprobs(self, logprobs: Sequence[TokenLogprob]) -> Json | None:
         if not self.logprobs:
             return None
-        told = completion_chances(chances, self._offset)
-        self._offset += sum(len(chance.text) for chance in chances)
+        told = completion_logprobs(logprobs, self._offset)
+        self._offset += sum(len(logprob.text) for logprob in logprobs)
         return told
 
     def last(self, done: Done) -> list[Json]:
         return self._last_chunks({"text": "", "finish_reason": finish_reason(done.timing)}, done)
 
-    def whole(self, pieces: Sequence[Piece], done: Done) -> Json:
-        text = self.echo + "".join(piece.thinking + piece.text for piece in pieces)
-        chances = self._chances([chance for piece in pieces for chance in piece.chances])
-        choice = {"text": text, "finish_reason": finish_reason(done.timing), "logprobs": chances}
+    def whole(self, deltas: Sequence[Delta], done: Done) -> Json:
+        text = self.echo + "".join(delta.thinking + delta.text for delta in deltas)
+        logprobs = self._logprobs([logprob for delta in deltas for logprob in delta.logprobs])
+        choice = {"text": text, "finish_reason": finish_reason(done.timing), "logprobs": logprobs}
         return self._whole(choice, done)
 
 

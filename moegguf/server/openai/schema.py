@@ -1,4 +1,4 @@
-"""What OpenAI's clients ask, checked, and as an `Ask`.
+"""What OpenAI's clients ask, checked, and as a `GenerationRequest`.
 
 Numbers keep to limits before they reach C; an unknown key is ignored, as OpenAI's clients send new ones every month;
 `null` is the same as absent. Sampling becomes Ollama's options, so that one place knows the model's defaults.
@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from moegguf.generate.options import MOST_SEED, MOST_TOKENS
-from moegguf.generate.request import Ask, Message, Sampling
+from moegguf.generate.request import GenerationRequest, Message, Sampling
 from moegguf.models.entry import Entry
 from moegguf.server.common import limits
 from moegguf.server.common.body import Body
@@ -154,13 +154,13 @@ class ChatBody(AnswerBody):
     def limit(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
-    def ask(self, entry: Entry) -> Ask:
+    def generation(self, entry: Entry) -> GenerationRequest:
         """What the model gets, with what its name adds."""
         own = [dict(message) for message in entry.messages]
         given = self._messages()
         if entry.system and given[0]["role"] != "system":
             own.insert(0, {"role": "system", "content": entry.system})
-        return Ask(
+        return GenerationRequest(
             messages=(*own, *given),
             template=entry.template,
             tools=self._offered(),
