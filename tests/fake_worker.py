@@ -83,7 +83,7 @@ def load(order: dict[str, Any]) -> None:
 
 def answer(message: dict[str, Any]) -> None:
     number = message["id"]
-    command, _, rest = message["ask"]["prompt"].partition(" ")
+    command, _, rest = message["generation"]["prompt"].partition(" ")
     finish = "stop"
     CANCELLED.clear()
     if command == "say":

@@ -14,9 +14,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from huggingface_hub import scan_cache_dir
-from huggingface_hub.errors import CacheNotFound
-
 from moegguf.errors import ModelNameError, ModelNotFoundError, PullError
 from moegguf.models.entry import Entry
 from moegguf.models.files import changed_at, digest_of, digest_of_digests, size_of
@@ -191,6 +188,9 @@ def delete_cached(entry: Entry, keep: Collection[Path]) -> int:
 
     A blob that other files of the cache use stays. Raises PullError when the disk refuses.
     """
+    from huggingface_hub import scan_cache_dir  # slow to import, and needed for nothing else here
+    from huggingface_hub.errors import CacheNotFound
+
     wanted = {_in_repository(path) for path in (*entry.files, *((entry.mmproj,) if entry.mmproj else ()))}
     try:
         cache = scan_cache_dir(hub_cache())

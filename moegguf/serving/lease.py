@@ -54,7 +54,7 @@ class Lease:
 
         Raises what `moegguf.generate.answer.Answer` raises.
         """
-        request = await self._begin("ask", generation=generation, stream=stream)
+        request = await self._begin("generate", generation=generation, stream=stream)
         try:
             async for event in request.events():
                 if isinstance(event, Delta | PromptProgress):

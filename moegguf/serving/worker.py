@@ -150,7 +150,7 @@ class Worker:
         return tell
 
     def _answer(self, message: Message) -> None:
-        kinds = {"ask": self._write, "embed": self._embed}
+        kinds = {"generate": self._write, "embed": self._embed}
         self._tell_end(message["id"], kinds[message["kind"]], message)
 
     def _tell_end(self, number: int, work: Callable[[Message], Any], message: Message) -> None:
@@ -167,7 +167,7 @@ class Worker:
     def _write(self, message: Message) -> Any:
         """Sends the pieces of an answer; its timing."""
         number = message["id"]
-        answer = Answer(self._model, build(GenerationRequest, message["ask"]))
+        answer = Answer(self._model, build(GenerationRequest, message["generation"]))
         stream = message["stream"]
         buffer = DeltaBuffer(lambda delta: self._tell(number, delta), INTERVAL_S if stream else math.inf)
         with self._cancellable(number, answer):

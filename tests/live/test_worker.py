@@ -47,7 +47,7 @@ async def worker_of(path: Path, views: list[Snapshot] | None = None, **order: An
 
 async def answer_of(process: Process, ask: GenerationRequest, stream: bool = True) -> tuple[str, Timing, int]:
     """Text, timing, and how many pieces it came in."""
-    *deltas, last = [event async for event in process.request("ask", ask=ask, stream=stream).events()]
+    *deltas, last = [event async for event in process.request("generate", generation=ask, stream=stream).events()]
     deltas = [piece for piece in deltas if isinstance(piece, Delta)]
     return "".join(piece.text for piece in deltas), build(Timing, last), len(deltas)
 
@@ -79,7 +79,7 @@ async def test_it_says_what_it_loaded(tiny: TinyModel) -> None:
 @in_loop
 async def test_an_answer_stops_when_asked_to(tiny: TinyModel) -> None:
     async with worker_of(tiny()) as process:
-        request = process.request("ask", ask=ENDLESS, stream=True)
+        request = process.request("generate", generation=ENDLESS, stream=True)
         events = request.events()
         assert isinstance(await anext(events), Delta)
         request.cancel()
@@ -91,7 +91,7 @@ async def test_an_answer_stops_when_asked_to(tiny: TinyModel) -> None:
 @in_loop
 async def test_an_answer_can_be_stopped_before_it_begins(tiny: TinyModel) -> None:
     async with worker_of(tiny()) as process:
-        first, second = (process.request("ask", ask=ask, stream=True) for ask in (ASK, ENDLESS))
+        first, second = (process.request("generate", generation=ask, stream=True) for ask in (ASK, ENDLESS))
         second.cancel()
         assert build(Timing, await first.value()).finish == "length"
         assert build(Timing, [event async for event in second.events()][-1]).answer_tokens == 0
@@ -121,7 +121,7 @@ async def test_vectors_are_those_of_the_model_in_process(tiny: TinyModel, load: 
 async def test_tokens_of_a_text_even_while_it_answers(tiny: TinyModel, load: Load) -> None:
     expected = load(tiny(), logits_all=False).tokenize("ein Wörtchen".encode(), add_bos=True, special=True)
     async with worker_of(tiny()) as process:
-        running = process.request("ask", ask=ENDLESS, stream=True)
+        running = process.request("generate", generation=ENDLESS, stream=True)
         tokens = await process.request("tokenize", text="ein Wörtchen", special=True).value()
         assert tokens == expected and not running.ended
         bare = await process.request("tokenize", text="ein Wörtchen", special=False).value()
@@ -169,7 +169,7 @@ async def test_ctrl_c_is_the_servers_business_and_a_kill_is_told(tiny: TinyModel
     async with worker_of(tiny()) as process:
         os.kill(process.pid, signal.SIGINT)
         assert (await answer_of(process, ASK))[0]
-        running = process.request("ask", ask=ENDLESS, stream=True)
+        running = process.request("generate", generation=ENDLESS, stream=True)
         os.kill(process.pid, signal.SIGTERM)
         with pytest.raises(WorkerError, match="SIGTERM"):
             await running.value()
@@ -178,7 +178,7 @@ async def test_ctrl_c_is_the_servers_business_and_a_kill_is_told(tiny: TinyModel
 @in_loop
 async def test_it_ends_with_its_socket_even_while_it_answers(tiny: TinyModel) -> None:
     async with worker_of(tiny()) as process:
-        running = process.request("ask", ask=ENDLESS, stream=True)
+        running = process.request("generate", generation=ENDLESS, stream=True)
         assert isinstance(await anext(running.events()), Delta)
         await process.close()
         assert process._child.returncode == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from moegguf.controller.predictors.mlp import MlpPredictor, logprobs, window_pairs
+from moegguf.controller.predictors.mlp import MlpPredictor, probabilities, window_pairs
 from moegguf.controller.shape import MoeShape
 from moegguf.controller.weights import Weights
 from moegguf.native.events import Gate, Phase
@@ -52,8 +52,8 @@ def test_two_layers_with_relu_and_a_softmax_over_the_choices() -> None:
 
 
 def test_a_token_uses_several_experts_and_none_of_them_twice() -> None:
-    assert logprobs(np.zeros(4, np.float32), 2) == pytest.approx([0.5] * 4)
-    assert logprobs(np.array([50, 1, 0, 0], np.float32), 2)[0] == 1.0
+    assert probabilities(np.zeros(4, np.float32), 2) == pytest.approx([0.5] * 4)
+    assert probabilities(np.array([50, 1, 0, 0], np.float32), 2)[0] == 1.0
 
 
 def test_it_says_nothing_where_it_was_not_trained_or_has_no_input() -> None:

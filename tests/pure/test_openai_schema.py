@@ -38,7 +38,7 @@ ENTRY = Entry("m:latest", "own", (Path("m.gguf"),), 1, "0" * 64, datetime(2026, 
 
 
 def ask(entry: Entry = ENTRY, **fields: Any) -> GenerationRequest:
-    return body(**fields).ask(entry)
+    return body(**fields).generation(entry)
 
 
 def complaint(**fields: Any) -> str:

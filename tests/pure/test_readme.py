@@ -63,7 +63,7 @@ def test_python_examples_compile_and_import_what_exists() -> None:
                 assert {alias.name for alias in node.names} <= set(moegguf.__all__)
 
 
-def test_every_path_in_the_map_of_rooms_exists() -> None:
+def test_every_path_in_the_map_of_packages_exists() -> None:
     tree = next(block for block in blocks("") if "moegguf/native/" in block)
     paths = [line.split()[0] for line in tree.splitlines() if line.strip()]
     assert all(list(ROOT.glob(path.rstrip("/"))) for path in paths), paths

@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 
 from moegguf.engine.machine import Memory
 from moegguf.errors import BudgetError
-from moegguf.serving.memory_budget import Admission, Limit, LoadedModel, Size, is_embedding, judge
+from moegguf.serving.memory_budget import Admission, Limit, LoadedModel, Size, is_embedding, admit
 from moegguf.serving.worker_process import WorkerConnection, last_words
 from moegguf.settings import Settings
 
 GIB = 1 << 30
 
 
-def size(purpose: int, least: int) -> Size:
-    return Size(purpose, least, cast(Any, None), cast(Any, None))
+def size(wish: int, least: int) -> Size:
+    return Size(wish, least, cast(Any, None), cast(Any, None))
 
 
 @pytest.mark.parametrize(
@@ -36,23 +36,23 @@ def size(purpose: int, least: int) -> Size:
         (80, 70, [("a", 40, False), ("b", 10, True)], Admission()),
     ],
 )
-def test_room(purpose: int, least: int, tenants: list[tuple[str, int, bool]], verdict: Admission) -> None:
-    assert judge(size(purpose, least), 100, [LoadedModel(*tenant) for tenant in tenants]) == verdict
+def test_room(wish: int, least: int, tenants: list[tuple[str, int, bool]], verdict: Admission) -> None:
+    assert admit(size(wish, least), 100, [LoadedModel(*tenant) for tenant in tenants]) == verdict
 
 
 def test_one_that_is_leaving_is_waited_for() -> None:
-    assert judge(size(80, 10), 100, [LoadedModel("a", 40, False, leaving=True)]) == Admission(leave=("a",))
+    assert admit(size(80, 10), 100, [LoadedModel("a", 40, False, leaving=True)]) == Admission(leave=("a",))
 
 
 def test_places_count_as_memory_does() -> None:
     tenants = [LoadedModel("a", 1, True), LoadedModel("b", 1, True)]
-    assert judge(size(5, 5), 100, tenants, 2) == Admission(leave=("a",))
-    assert judge(size(5, 5), 100, [LoadedModel("a", 1, False)], 1) == Admission()
+    assert admit(size(5, 5), 100, tenants, 2) == Admission(leave=("a",))
+    assert admit(size(5, 5), 100, [LoadedModel("a", 1, False)], 1) == Admission()
 
 
 def test_what_never_fits_is_an_error() -> None:
     with pytest.raises(BudgetError, match=r"'m' needs at least 2.00GiB.* 1.00GiB"):
-        judge(size(3 * GIB, 2 * GIB), GIB, [], name="m")
+        admit(size(3 * GIB, 2 * GIB), GIB, [], name="m")
 
 
 @given(
@@ -60,20 +60,20 @@ def test_what_never_fits_is_an_error() -> None:
     st.lists(st.tuples(st.integers(1, 60), st.booleans(), st.booleans()), max_size=6), st.integers(1, 7),
 )  # fmt: skip
 def test_no_verdict_ever_breaks_the_limit(
-    purpose: int, least: int, others: list[tuple[int, bool, bool]], max_models: int
+    wish: int, least: int, others: list[tuple[int, bool, bool]], max_models: int
 ) -> None:
-    purpose = max(purpose, least)
+    wish = max(wish, least)
     tenants, used = list[LoadedModel](), 0
     for i, (n_bytes, idle, leaving) in enumerate(others):
         if used + n_bytes <= 100:
             tenants.append(LoadedModel(str(i), n_bytes, idle, leaving))
             used += n_bytes
-    verdict = judge(size(purpose, least), 100, tenants, max_models)
+    verdict = admit(size(wish, least), 100, tenants, max_models)
     gone = [t for t in tenants if t.name in verdict.leave]
     assert all(t.idle or t.leaving for t in gone)
     assert not (verdict.take_bytes and verdict.leave)
     if verdict.take_bytes:
-        assert least <= verdict.take_bytes <= purpose and used + verdict.take_bytes <= 100
+        assert least <= verdict.take_bytes <= wish and used + verdict.take_bytes <= 100
         assert len(tenants) < max_models
     elif verdict.leave:
         assert used - sum(t.size_bytes for t in gone) + least <= 100

@@ -45,7 +45,7 @@ def row(policy: str, share: float, rate: float, predictor: str = "none") -> Row:
 
 def test_a_trace_is_opened_whole(study: TraceAnalysis) -> None:
     assert same(study.trace, TRACE)
-    assert study.knowledge.fingerprint == TRACE.header.fingerprint
+    assert study.artifacts.fingerprint == TRACE.header.fingerprint
 
 
 def test_what_cannot_be_studied_is_refused(tmp_path: Path) -> None:

@@ -99,16 +99,16 @@ def test_what_is_no_message_is_refused(line: bytes) -> None:
         decode(line)
 
 
-@pytest.mark.parametrize("data", [None, 5, [], {"txt": "a"}, {"tool_calls": 5}, {"chances": [{"text": "a"}]}])
+@pytest.mark.parametrize("data", [None, 5, [], {"txt": "a"}, {"tool_calls": 5}, {"logprobs": [{"text": "a"}]}])
 def test_what_is_no_piece_is_refused(data: Any) -> None:
-    with pytest.raises(WorkerError, match="Piece"):
+    with pytest.raises(WorkerError, match="Delta"):
         build(Delta, data)
 
 
 def test_a_message_that_is_too_long_is_refused_with_its_length(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "MAX_MESSAGE_BYTES", 1000)
     with pytest.raises(OptionError, match=r"\d{4} bytes.*at most 1000"):
-        encode({"kind": "ask", "ask": GenerationRequest(prompt="x" * 2000)})
+        encode({"kind": "generate", "generation": GenerationRequest(prompt="x" * 2000)})
 
 
 def test_what_json_cannot_hold_is_refused() -> None:

@@ -76,10 +76,10 @@ class MlpPredictor(FromInput):
             return None
         hidden = network.hidden.apply(vector, self._hidden)
         logits = network.out.apply(hidden, np.empty(self.shape.n_expert, np.float32))
-        return chances(logits, self.shape.n_expert_used)
+        return probabilities(logits, self.shape.n_expert_used)
 
 
-def chances(logits: Float32s, n_expert_used: int) -> Float32s:
+def probabilities(logits: Float32s, n_expert_used: int) -> Float32s:
     """Of n_expert_used choices that fall as softmax says: how many each expert gets, at most 1."""
     powers = np.exp(logits - logits.max())
     powers *= n_expert_used / float(powers.sum())
