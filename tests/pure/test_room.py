@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from moegguf.engine.machine import Memory
 from moegguf.errors import BudgetError
-from moegguf.serving.memory_budget import Admission, Limit, LoadedModel, Size, is_embedding, admit
+from moegguf.serving.memory_budget import Admission, Limit, LoadedModel, Size, admit, is_embedding
 from moegguf.serving.worker_process import WorkerConnection, last_words
 from moegguf.settings import Settings
 
