@@ -2,7 +2,7 @@
 
 One base class, `MoeggufError`; one subclass per kind of fault, which also inherits the builtin a caller
 would expect (`ValueError`, `OSError`, ...). A message states the rule, the value that broke it and the next
-step. The faces translate these once; nothing below prints them. Knows nothing of models, memory or libraries.
+step. The frontends translate these once; nothing below prints them. Knows nothing of models, memory or libraries.
 """
 
 from __future__ import annotations

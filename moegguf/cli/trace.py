@@ -1,160 +1,27 @@
 """`moegguf trace`: record how a model routes, replay it with other policies, judge predictors, draw it all.
 
-Results go to stdout, progress to stderr. Knows words, tables and flags; the work is in `engine.record`,
-`engine.study` and `engine.survey`.
+Results go to stdout, progress to stderr. Knows words, tables and flags; the work is in `bench.record`
+and `trace.analysis`.
 """
 
 from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
-from rich.text import Text
 
 from moegguf.cli.bench import split
-from moegguf.controller.accuracy import Figures
-from moegguf.controller.policies.lru import Lru
 from moegguf.errors import OptionError
 from moegguf.terminal.messages import say
-from moegguf.terminal.tables import make_console, print_part
-from moegguf.trace.score import ScoreTable
-from moegguf.trace.sweep import BELADY, Row, closed_gap
 
 if TYPE_CHECKING:
     from moegguf.trace.analysis import Progress, Timing, TraceAnalysis
-
-
-WIDTH = 80
-
-Line = Sequence[str]
-
-
-def _percent(value: float | None) -> str:
-    return "" if value is None else f"{value:.1%}"
-
-
-def _print_table(title: str, names: Sequence[str], lines: Iterable[Line], n_left: int = 1) -> None:
-    """The first `n_left` columns to the left, the others to the right; columns without any text are left out."""
-    lines = list(lines)
-    filled = [column for column in range(len(names)) if any(line[column] for line in lines)]
-    widths = [max(len(line[column]) for line in (names, *lines)) for column in filled]
-    between = 2 if sum(widths) + 2 * len(widths) <= WIDTH else 1
-    table = Table(box=None, padding=(0, between, 0, 0), pad_edge=False, header_style="dim")
-    for column in filled:
-        table.add_column(names[column], justify="left" if column < n_left else "right", no_wrap=True)
-    for line in lines:
-        table.add_row(*(Text(line[column]) for column in filled))
-    console = make_console()
-    print_part(console, Text(title, style="bold"))
-    print_part(console, table)
-
-
-def _print_notes(*notes: str) -> None:
-    console = make_console()
-    for note in notes:
-        print_part(console, Text(note, style="dim"))
-
-
-def print_simulation(rows: Sequence[Row], used: str) -> None:
-    """A line per policy and predictor, a column per budget: hit rates, and with a link stalls and speed."""
-    _print_budgets("Hit rate of decoded tokens, by share of the experts that fits", rows, _hit_rate(rows))
-    if any(row.simulated is not None and row.simulated.t_per_s is not None for row in rows):
-        _print_notes("")
-        _print_budgets("Stall per decoded token in ms, on the modelled link", rows, _stall)
-        _print_notes("")
-        _print_budgets("Decoded tokens per second, on the modelled link", rows, _speed)
-    notes = ["", f"replayed: {used}"]
-    if any(_gap(rows, row) for row in rows):
-        notes.append("+10%: closes a tenth of the distance from LRU to Belady, who knows the future")
-    _print_notes(*notes)
-
-
-def _print_budgets(title: str, rows: Sequence[Row], cell: Callable[[Row], str]) -> None:
-    shares = list(dict.fromkeys(row.share for row in rows))
-    at = {(row.policy, row.predictor, row.share): row for row in rows}
-    lines = [
-        [policy, "" if predictor == "none" else predictor, *(cell(at[policy, predictor, share]) for share in shares)]
-        for policy, predictor in dict.fromkeys((row.policy, row.predictor) for row in rows)
-    ]
-    _print_table(title, ["policy", "predictor", *(f"{share:.4g}%" for share in (100 * s for s in shares))], lines, 2)
-
-
-def _hit_rate(rows: Sequence[Row]) -> Callable[[Row], str]:
-    def cell(row: Row) -> str:
-        return f"{row.decode_hit_rate:.1%}{_gap(rows, row)}"
-
-    return cell
-
-
-def _gap(rows: Sequence[Row], row: Row) -> str:
-    """How much of the distance from LRU to Belady a row closes; nothing for these two."""
-    closed = None if row.policy in (Lru.name, BELADY) else closed_gap(rows, row)
-    return "" if closed is None else f" {closed:+4.0%}"
-
-
-def _stall(row: Row) -> str:
-    if row.simulated is None:
-        return ""
-    return f"{row.simulated.decode.stall_ns / max(1, row.simulated.decode.tokens) / 1e6:.2f}"
-
-
-def _speed(row: Row) -> str:
-    return "" if row.simulated is None or row.simulated.t_per_s is None else f"{row.simulated.t_per_s:.1f}"
-
-
-def print_score(scores: ScoreTable, used: str) -> None:
-    """A line per predictor and distance."""
-    names = ("predictor", "k", "accuracy", "control", "all", "any", "batch", "moved", "answers", "GOODPRED")
-    _print_table("Predictors", names, _score_lines(scores))
-    notes = [
-        "",
-        f"scored: {used}",
-        "k: layers ahead; at 0 the gate itself, which only rounding can make wrong",
-        "accuracy: right ones among as many as are used; control: without order in time",
-        "all, any: gates with every expert right, with one; batch: of 8 requests together",
-        "moved: bytes fetched for each byte used; answers: gates with a prediction",
-    ]
-    if scores.link is not None:
-        notes.append("GOODPRED: right, and on the modelled link there in time")
-    _print_notes(*notes)
-
-
-def _score_lines(scores: ScoreTable) -> Iterable[Line]:
-    for score in scores.scores:
-        control = scores.control_of(score.name)
-        fresh, answered = score.fresh, any(figures.coverage for figures in score.means.values())
-        if fresh is not None:
-            yield [score.name, "0", _percent(fresh.accuracy), *[""] * 7]
-        for k, figures in score.means.items():
-            if not figures.coverage:
-                continue
-            beside = control.means[k] if control else None
-            batch = (score.batch_accuracy or {}).get(k)
-            good = figures.good_pred if scores.link is not None else None
-            yield [score.name, str(k), *_figures(figures, beside, batch, scores.n_expert_used), _percent(good)]
-        if not answered and fresh is None:
-            yield [score.name, "", *[""] * 6, "none", ""]
-
-
-def _figures(figures: Figures, control: Figures | None, batch: float | None, n_used: int) -> list[str]:
-    moved = figures.moved_per_useful[n_used - 1]
-    return [
-        _percent(figures.accuracy),
-        _percent(control.accuracy if control else None),
-        _percent(figures.top_k_hit),
-        _percent(figures.at_least_one),
-        _percent(batch),
-        "" if moved is None else f"{moved:.2f}",
-        _percent(figures.coverage),
-    ]
-
 
 trace = typer.Typer(
     name="trace",
@@ -378,6 +245,7 @@ def simulate(
     as_json: AsJson = False,
 ) -> None:
     """Replay TRACE with other policies and budgets: the same store and controller as live, no model and no disk."""
+    from moegguf.cli.trace_tables import print_simulation
     from moegguf.terminal.tables import print_json
     from moegguf.trace.report import plain
 
@@ -408,6 +276,7 @@ def score(
     as_json: AsJson = False,
 ) -> None:
     """Judge predictors on TRACE by the measures of each paper, beside the same trace with its order destroyed."""
+    from moegguf.cli.trace_tables import print_score
     from moegguf.terminal.tables import print_json
     from moegguf.trace.report import plain
 

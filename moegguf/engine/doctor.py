@@ -1,7 +1,7 @@
 """What a bug report needs: versions, build, devices, processor, memory, disk.
 
 Every fact is collected on its own and none may fail the others: one that cannot be had is reported with the reason.
-Facts are plain values, ready for JSON; how they look is up to the faces.
+Facts are plain values, ready for JSON; how they look is up to the frontends.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The pool of loaded models: the door of this room for the faces.
+"""The loaded models: what the server calls.
 
 Puts together names (a catalog), rules (scheduler.py) and those who watch (watching.py). Knows no HTTP.
 """

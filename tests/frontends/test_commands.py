@@ -151,7 +151,7 @@ def test_budgets_that_cannot_be_read_or_are_too_small(moegguf: Command, tiny: Ti
 
 def test_an_unexpected_error_names_itself_and_the_way_to_its_traceback(tmp_path: Path) -> None:
     code = (
-        "import sys\nfrom moegguf.models.catalog import Catalog\nfrom moegguf.faces import cli\n"
+        "import sys\nfrom moegguf.models.catalog import Catalog\nfrom moegguf.cli import app as cli\n"
         "def find(self, name): raise ZeroDivisionError('so it goes')\n"
         "Catalog.find = find\nsys.exit(cli.main(['show', 'x']))"
     )
