@@ -1,4 +1,4 @@
-"""OpenAI's API over a scripted pool, byte by byte: what `tests/frontends/test_openai_client.py` cannot make a model do."""
+"""OpenAI's API over a scripted pool, byte by byte: what the client test cannot provoke."""
 
 from __future__ import annotations
 
