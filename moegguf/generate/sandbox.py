@@ -1,176 +1,163 @@
-"""Jinja for templates that nobody has checked: what jinja2's sandbox refuses, and a bound on work, time and size.
+"""A process that renders chat templates with jinja2, and nothing else: `python -m moegguf.generate.sandbox`.
 
 A template comes out of a model file, so it may be an attack. jinja2's ImmutableSandboxedEnvironment keeps it away from
-Python's internals but lets it compute for ever or fill the memory with one expression. Here every loop turn, call,
-filter, operator and comparison pays for what it may cost (characters, elements) before it runs, from a purse that is
-sized by the input; the purse looks at the clock as it is emptied. Only the filters, methods and globals that chat
-templates use exist. Does not know messages or models.
+Python's internals; the operating system limits its memory, and a timer ends this process when a template takes too
+long. Configured as transformers configures jinja2, so that prompts are those that models were trained with.
+
+Reads one order per line of standard input: {"template", "variables", "seconds", "characters"}, the last two the limits
+of time and output. Writes one line for each: {"text"}, or {"error", "message"} with an error of `ERRORS` and, for
+"syntax", the "line". Ends with its input. Does not know messages or models.
 """
 
 from __future__ import annotations
 
-from types import BuiltinMethodType
+import functools
+import json
+import resource
+import signal
+import sys
+from collections.abc import Iterable
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
 from typing import Any
 
+import jinja2
 from jinja2 import nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension
 from jinja2.parser import Parser
-from jinja2.runtime import Context, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import pass_context
-from jinja2.visitor import NodeTransformer
 
-from moegguf.generate.paid import (
-    COMPARING_TESTS,
-    COPYING_FILTERS,
-    FREE_FILTERS,
-    LAZY_FILTERS,
-    OPERATORS,
-    OWN_FILTERS,
-    PAID_FILTERS,
-    paid,
-    paid_as_it_goes,
-    pay_for_string_method,
-    weighing,
-)
-from moegguf.generate.purse import ITEM, LimitError, pay, weigh, weigh_length
+ERRORS = ("refused", "type", "syntax", "stopped", "failed")
+MAX_MEMORY_BYTES = 512 << 20  # beyond what this process takes before its first template
+KEPT = 32  # compiled templates
 
-MAX_NODES = 10_000  # of the syntax tree: the largest known template has 1,300, and compiling takes 0.1 ms each
+
+class RefusedError(Exception):
+    """raise_exception of a template: the model's own rule about conversations."""
+
+
+class OutputError(Exception):
+    """A template writes more than it may."""
 
 
 class GenerationTag(Extension):
-    """`{% generation %}` marks what a model is trained on; for asking it means nothing."""
+    """`{% generation %}` marks what a model is trained on; a prompt ignores it."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2's form)
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
+        """The statements inside of it."""
         parser.stream.skip(1)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-class _Meters(NodeTransformer):
-    """Puts the paying into the tree where no call, filter or operator does it."""
-
-    def __init__(self) -> None:
-        self.n_nodes = 0
-
-    def generic_visit(self, node: nodes.Node, *args: Any, **named: Any) -> nodes.Node:
-        self.n_nodes += 1
-        if self.n_nodes > MAX_NODES:
-            raise LimitError(f"it has more than {MAX_NODES} parts")
-        return super().generic_visit(node, *args, **named)
-
-    def _body(self, node: Any) -> Any:
-        self.generic_visit(node)
-        texts = sum(len(data.data) for part in node.body for data in part.find_all(nodes.TemplateData))
-        texts += sum(len(part.data) for part in node.body if isinstance(part, nodes.TemplateData))
-        node.body.insert(0, nodes.ExprStmt(_cost(node, texts + 10)).set_lineno(node.lineno))
-        if getattr(node, "test", None) is not None:
-            node.test = nodes.Or(_cost(node, 10), node.test).set_lineno(node.lineno)
-        return node
-
-    visit_For = visit_Macro = visit_CallBlock = _body  # noqa: N815 (jinja2's names)
-
-    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802
-        self.generic_visit(node)
-        return _filter(nodes.List(node.nodes), "%concat")
-
-    def visit_Compare(self, node: nodes.Compare) -> nodes.Node:  # noqa: N802
-        self.generic_visit(node)
-        sides = [node.expr, *(operand.expr for operand in node.ops)]
-        if any(operand.op in ("in", "notin") for operand in node.ops) or not any(map(_is_constant, sides)):
-            node.expr = _weighed(node.expr)
-            for operand in node.ops:
-                operand.expr = _weighed(operand.expr)
-        return node
-
-    def visit_Dict(self, node: nodes.Dict) -> nodes.Node:  # noqa: N802
-        self.generic_visit(node)
-        for pair in node.items:
-            pair.key = _weighed(pair.key)
-        return node
-
-    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:  # noqa: N802
-        self.generic_visit(node)
-        if isinstance(node.arg, nodes.Slice):
-            node.node = _filter(node.node, "%length")
-        return node
-
-
-def _cost(node: nodes.Node, cost: int) -> nodes.Filter:
-    """Pays and is false."""
-    price = nodes.Const(cost)
-    price.set_lineno(node.lineno)
-    return _filter(price, "%pay")
-
-
-def _is_constant(node: nodes.Node) -> bool:
-    return isinstance(node, nodes.Const) or (
-        isinstance(node, nodes.List | nodes.Tuple) and all(map(_is_constant, node.items))
-    )
-
-
-def _weighed(node: nodes.Expr) -> nodes.Expr:
-    return node if _is_constant(node) else _filter(node, "%weigh")
-
-
-def _filter(node: nodes.Expr, name: str) -> nodes.Filter:
-    found = nodes.Filter(node, name, [], [], None, None)
-    found.set_lineno(node.lineno)
-    return found
-
-
-@pass_context  # which also keeps jinja2 from working constants out, unpaid, when it compiles
-def _pay_for_output(context: Context, value: Any) -> Any:
-    return weigh(value)
-
-
 class Sandbox(ImmutableSandboxedEnvironment):
-    """The environment; shared by all templates and threads. Compile and render inside `with Purse(...)`."""
-
-    intercepted_binops = frozenset(OPERATORS)
+    """transformers' environment, with two differences: `append` and `pop` of lists are allowed, because Kimi-K2's
+    template uses them, and forbidden attributes always raise SecurityError."""
 
     def __init__(self) -> None:
-        super().__init__(
-            trim_blocks=True,
-            lstrip_blocks=True,
-            extensions=[GenerationTag, "jinja2.ext.loopcontrols"],
-            optimized=False,
-            finalize=_pay_for_output,
-        )
-        self.binop_table = dict(OPERATORS)
-        kept = {name: self.filters[name] for name in FREE_FILTERS}
-        kept |= {name: paid(name, self.filters[name]) for name in PAID_FILTERS}
-        kept |= {name: paid_as_it_goes(self.filters[name]) for name in LAZY_FILTERS}
-        kept |= {name: paid(name, self.filters[name], weigh_length) for name in COPYING_FILTERS}
-        self.filters = kept | OWN_FILTERS
-        tests: dict[str, Any] = dict(self.tests)
-        self.tests.update({name: weighing(tests[name]) for name in COMPARING_TESTS})
-        self.globals = {name: self.globals[name] for name in ("range", "dict", "namespace", "cycler", "joiner")}
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, "jinja2.ext.loopcontrols"])
+        self.filters.update(tojson=_to_json, from_json=json.loads)
+        self.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """What jinja2 allows, and what Kimi-K2's template does with lists: those given to templates are copies."""
+        """Whether a template may read it."""
         return (isinstance(obj, list) and attr in ("append", "pop")) or super().is_safe_attribute(obj, attr, value)
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> Any:
+        """Raises SecurityError."""
         raise SecurityError(f"access to attribute {attribute!r} of a {type(obj).__name__!r} object is not allowed")
 
-    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        tree: nodes.Template = _Meters().visit(super()._parse(source, name, filename))
-        return tree
 
-    def getitem(self, obj: Any, argument: Any) -> Any:
-        return super().getitem(obj, argument if isinstance(argument, str | int) else weigh(argument))
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """As in transformers: without escapes for HTML, keys in their order. Takes undefined values and iterators too."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys, default=_plain
+    )
 
-    def call(__self, __context: Context, __obj: Any, *args: Any, **named: Any) -> Any:  # noqa: N805 (jinja2's form)
-        method = getattr(__obj, "__wrapped__", __obj)
-        owner = getattr(method, "__self__", None)
-        pay(ITEM)
-        if isinstance(owner, str):
-            pay_for_string_method(method.__name__, owner, args, named)
-        elif not isinstance(__obj, Macro):
-            weigh(args)
-            if isinstance(method, BuiltinMethodType) and not isinstance(owner, dict):
-                weigh(owner)
-        return super().call(__context, __obj, *args, **named)
+
+def _plain(value: Any) -> Any:
+    return str(value) if isinstance(value, jinja2.Undefined) else list(value)
+
+
+def _raise_exception(message: str) -> None:
+    raise RefusedError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+@functools.lru_cache(KEPT)
+def _compile(template: str) -> jinja2.Template:
+    return _sandbox().from_string(template)
+
+
+@functools.cache
+def _sandbox() -> Sandbox:
+    return Sandbox()
+
+
+def answer(template: str, variables: dict[str, Any], characters: int) -> dict[str, Any]:
+    """The line that is written for an order. `characters`: what the output may have."""
+    try:
+        return {"text": "".join(_bounded(_compile(template).generate(variables), characters))}
+    except RefusedError as error:
+        return _failure("refused", error)
+    except TypeError as error:
+        return _failure("type", error)
+    except jinja2.TemplateSyntaxError as error:
+        return {"error": "syntax", "message": str(error.message), "line": error.lineno}
+    except (SecurityError, OutputError, RecursionError) as error:
+        return _failure("stopped", error)
+    except MemoryError:
+        return _failure("stopped", f"it takes more than {MAX_MEMORY_BYTES >> 20} MiB of memory")
+    except Exception as error:  # whatever a template makes Python raise
+        return _failure("failed", error)
+
+
+def _failure(kind: str, error: Exception | str) -> dict[str, Any]:
+    return {"error": kind, "message": str(error)}
+
+
+def _bounded(parts: Iterable[str], characters: int) -> Iterable[str]:
+    for part in parts:
+        characters -= len(part)
+        if characters < 0:
+            raise OutputError("it writes more than a prompt may have")
+        yield part
+
+
+def _limit_memory() -> None:
+    """Where there is no /proc, only time and output are limited."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with suppress(OSError, ValueError):
+        taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (taken + MAX_MEMORY_BYTES, taken + MAX_MEMORY_BYTES))
+
+
+def main() -> None:
+    """Answers orders until the input ends. SIGALRM, which has no handler here, ends the process at its time limit."""
+    _sandbox()
+    _limit_memory()
+    for line in sys.stdin.buffer:
+        order = json.loads(line.decode("utf-8", "surrogatepass"))
+        signal.setitimer(signal.ITIMER_REAL, order["seconds"])
+        reply = json.dumps(
+            answer(order["template"], order["variables"], order["characters"]), ensure_ascii=False
+        ).encode("utf-8", "surrogatepass")
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        sys.stdout.buffer.write(reply + b"\n")
+        sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    main()

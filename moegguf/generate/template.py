@@ -1,38 +1,26 @@
-"""A conversation becomes a prompt through the model's chat template, which nobody has checked.
+"""A conversation becomes a prompt through the model's chat template, which may be an attack.
 
-Templates are compiled once and kept. What they are given has the names that transformers gives them. Does not know
-models or tokens.
+Templates are rendered in another process (renderer.py). What they are given has the names that transformers gives them.
+Does not know models or tokens.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jinja2
-
 from moegguf.errors import TemplateError
-from moegguf.generate.purse import MAX_TEXT, LimitError, Purse, size_of
+from moegguf.generate.renderer import RenderError
+from moegguf.generate.renderer import render as render_text
 from moegguf.generate.request import Message
-from moegguf.generate.sandbox import Sandbox
 from moegguf.gguf.chat_template import capabilities_of as capabilities
 
 __all__ = ["capabilities", "render"]
 
 MAX_TEMPLATE_BYTES = 128 << 10
-MAX_SECONDS = 2.0
-COST = 16 << 20  # what any template may spend, in characters looked at or made
-COST_PER_INPUT = 64  # and for each character of the conversation
 MAX_DEPTH = 64  # of lists in objects in lists in what is given
-KEPT = 32  # compiled templates
-
-
-class _RefusedError(Exception):
-    """raise_exception of a template: the model's own rule about conversations."""
 
 
 def render(
@@ -56,7 +44,7 @@ def render(
     if "length 9" in template:
         _short_ids(given)
     variables = {
-        **(options or {}),
+        **_plain(options or {}),
         **_thinking(think),
         "messages": given,
         "tools": [_plain(tool) for tool in tools] or None,
@@ -64,81 +52,37 @@ def render(
         "eos_token": eos,
         "add_generation_prompt": add_generation_prompt,
     }
-    try:
-        return _write(template, variables)
-    except TypeError:  # some want an empty list for no tools, and the arguments of calls as text to join
-        return _write_surely(
-            template, {**variables, "messages": _text_arguments(given), "tools": variables["tools"] or []}
-        )
-    except _RefusedError as error:
-        if given and given[0].get("role") == "system" and "system" in str(error).lower():
-            return _write_surely(template, {**variables, "messages": _without_system(given)})
-        raise _refusal(error) from error
-
-
-def _write_surely(template: str, variables: Mapping[str, Any]) -> str:
-    try:
-        return _write(template, variables)
-    except TypeError as error:
-        raise TemplateError(f"the chat template fails: {error}.") from error
-    except _RefusedError as error:
-        raise _refusal(error) from error
-
-
-def _refusal(error: _RefusedError) -> TemplateError:
-    return TemplateError(f"the chat template does not take this conversation: {error}")
-
-
-def _write(template: str, variables: Mapping[str, Any]) -> str:
-    """Raises TypeError and _RefusedError as they come, everything else as TemplateError."""
-    try:
-        compiled = _compile(template)
-        with Purse(COST + COST_PER_INPUT * size_of(variables), MAX_SECONDS):
-            return "".join(_bounded(compiled.root_render_func(compiled.new_context(dict(variables)))))
-    except (TypeError, TemplateError, _RefusedError):
-        raise
-    except LimitError as error:
-        raise TemplateError(f"the chat template was stopped: {error}; the model needs another one.") from error
-    except (jinja2.exceptions.SecurityError, RecursionError, MemoryError) as error:
-        raise TemplateError(f"the chat template was stopped: {str(error).rstrip('.') or 'no memory'}.") from error
-    except Exception as error:  # whatever the model's own template makes Python raise
-        raise TemplateError(f"the chat template fails: {str(error).rstrip('.')}.") from error
-
-
-@functools.lru_cache(KEPT)
-def _compile(template: str) -> jinja2.Template:
     size = len(template.encode(errors="replace"))
     if size > MAX_TEMPLATE_BYTES:
         raise TemplateError(f"a chat template has up to {MAX_TEMPLATE_BYTES} bytes, but this one has {size}.")
     try:
-        with Purse(COST, MAX_SECONDS):
-            return _sandbox().from_string(template)
-    except jinja2.TemplateSyntaxError as error:
-        raise TemplateError(f"the chat template cannot be read (line {error.lineno}): {error.message}") from error
+        return render_text(template, variables)
+    except RenderError as error:
+        if error.kind == "type":  # some want an empty list for no tools, and the arguments of calls as text to join
+            changed = {**variables, "messages": _text_arguments(given), "tools": variables["tools"] or []}
+        elif error.kind == "refused" and "system" in str(error).lower() and _begins_with_system(given):
+            changed = {**variables, "messages": _without_system(given)}
+        else:
+            raise _typed(error) from error
+    try:
+        return render_text(template, changed)
+    except RenderError as error:
+        raise _typed(error) from error
 
 
-@functools.cache
-def _sandbox() -> Sandbox:
-    sandbox = Sandbox()
-    sandbox.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
-    return sandbox
+def _typed(error: RenderError) -> TemplateError:
+    reason = str(error).rstrip(".")
+    return TemplateError(
+        {
+            "refused": f"the chat template does not take this conversation: {error}",
+            "syntax": f"the chat template cannot be read (line {error.line}): {error}",
+            "stopped": f"the chat template was stopped: {reason}; the model needs another one.",
+        }.get(error.kind, f"the chat template fails: {reason}.")
+    )
 
 
-def _bounded(parts: Iterable[str]) -> Iterable[str]:
-    n_characters = 0
-    for part in parts:
-        n_characters += len(part)
-        if n_characters > MAX_TEXT:
-            raise LimitError(f"it writes more than {MAX_TEXT} characters")
-        yield part
-
-
-def _raise_exception(message: str) -> None:
-    raise _RefusedError(message)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form[:100])
+def _begins_with_system(messages: Sequence[Message]) -> bool:
+    return bool(messages) and messages[0].get("role") == "system"
 
 
 def _message(message: Message) -> Message:
@@ -209,7 +153,7 @@ def _thinking(think: bool | str | None) -> dict[str, Any]:
 
 
 def _plain(value: Any, depth: int = 0) -> Any:
-    """A copy of JSON, which a template may change."""
+    """As JSON; what JSON does not know becomes text."""
     if isinstance(value, str | int | float | None):
         return value
     if depth > MAX_DEPTH:

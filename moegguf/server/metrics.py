@@ -1,4 +1,4 @@
-"""GET /metrics: what models did and do, for Prometheus, in its text format 0.0.4.
+"""GET /metrics: what models did and do, in Prometheus' text format 0.0.4 as prometheus_client writes it.
 
 `llamacpp:*` are llama-server's names, over all models; `moegguf_*` are per model. A counter never goes down: what a
 model had counted when it left stays in its total. Names follow Prometheus: base units, `_total` for counters.
@@ -7,12 +7,14 @@ model had counted when it left stays in its total. Names follow Prometheus: base
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields
 
 import psutil
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, Metric, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
 from starlette.datastructures import State
 from starlette.requests import Request
 from starlette.responses import Response
@@ -21,10 +23,6 @@ from starlette.routing import Route
 from moegguf.engine.stats import Stats
 from moegguf.generate.request import Timing
 from moegguf.serving.events import Done, Event, Loaded
-
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-
-Sample = tuple[dict[str, str], float]
 
 
 @dataclass(frozen=True)
@@ -109,112 +107,103 @@ def _counts(stats: Stats) -> dict[str, float]:
     return {field: getattr(stats, field) for field in FIELDS}
 
 
-def family(name: str, kind: Literal["counter", "gauge"], text: str, samples: Iterable[Sample]) -> Iterator[str]:
-    """The lines of one metric; none when nothing is known of it."""
-    written = [f"{name}{_braces(labels)} {_number(value)}" for labels, value in samples]
-    if written:
-        yield f"# HELP {name} {_escaped(text)}"
-        yield f"# TYPE {name} {kind}"
-        yield from written
-
-
-def _braces(labels: dict[str, str]) -> str:
-    inside = ",".join(f'{name}="{_escaped(value, quotes=True)}"' for name, value in labels.items())
-    return f"{{{inside}}}" if inside else ""
-
-
-def _escaped(text: str, *, quotes: bool = False) -> str:
-    text = text.replace("\\", r"\\").replace("\n", r"\n")
-    return text.replace('"', r"\"") if quotes else text
-
-
-def _number(value: float) -> str:
-    return str(int(value)) if value == int(value) else repr(float(value))
-
-
-def overall(totals: Totals, loaded: Iterable[Loaded]) -> Iterator[str]:
-    """llama-server's metrics, where a model here has what it measures. Rates are means since the start."""
-    answered, models = list(totals.answered.values()), list(loaded)
-    n_prompt, prompt_s = sum(one.prompt_tokens for one in answered), sum(one.prompt_s for one in answered)
-    n_answer, answer_s = sum(one.answer_tokens for one in answered), sum(one.answer_s for one in answered)
-    n_cached = sum(one.cached_tokens for one in answered)
-    n_passes = sum(counts["passes"] for counts in totals.counts().values())
-    yield from _one("prompt_tokens_total", "Number of prompt tokens processed, excluding cached tokens.", n_prompt)
-    yield from _one("prompt_tokens_cached_total", "Number of prompt tokens reused from the cache.", n_cached)
-    yield from _one("prompt_seconds_total", "Total time spent processing prompts.", prompt_s)
-    yield from _one("tokens_predicted_total", "Number of generation tokens processed.", n_answer)
-    yield from _one("tokens_predicted_seconds_total", "Total time spent generating tokens.", answer_s)
-    yield from _one("n_decode_total", "Total number of passes through models.", n_passes)
-    yield from _one("prompt_tokens_seconds", "Mean prompt throughput in tokens/s.", _rate(n_prompt, prompt_s))
-    yield from _one("predicted_tokens_seconds", "Mean generation throughput in tokens/s.", _rate(n_answer, answer_s))
-    yield from _one("requests_processing", "Number of requests processing.", sum(model.busy for model in models))
-    yield from _one("requests_deferred", "Number of requests that wait.", sum(model.queue for model in models))
-
-
-def _one(name: str, text: str, value: float) -> Iterator[str]:
-    return family(f"llamacpp:{name}", "counter" if name.endswith("_total") else "gauge", text, [({}, value)])
-
-
-def _rate(n: float, seconds: float) -> float:
-    return n / seconds if seconds else 0.0
-
-
-def of_answers(totals: Totals) -> Iterator[str]:
-    """What finished answers took, per model."""
-    for name, text, field in (
-        ("answers_total", "Answers that were finished.", "answers"),
-        ("prompt_tokens_total", "Tokens of prompts that were computed.", "prompt_tokens"),
-        ("prompt_tokens_cached_total", "Tokens of prompts that the context still held.", "cached_tokens"),
-        ("answer_tokens_total", "Tokens of answers.", "answer_tokens"),
-        ("prompt_seconds_total", "Time from the prompt to the first token.", "prompt_s"),
-        ("answer_seconds_total", "Time from the first token to the last.", "answer_s"),
-    ):
-        samples = [({"model": model}, getattr(done, field)) for model, done in sorted(totals.answered.items())]
-        yield from family(f"moegguf_{name}", "counter", text, samples)
-
-
-def of_experts(totals: Totals) -> Iterator[str]:
-    """What models counted, per model, since the server's start."""
-    counts = totals.counts()
-    for count in COUNTS:
-        samples = [
-            ({"model": model, **({count.by: value} if count.by else {})}, sums[field])
-            for model, sums in counts.items()
-            for value, field in count.fields.items()
-        ]
-        yield from family(f"moegguf_{count.name}_total", "counter", count.help, samples)
-
-
-def of_loaded(loaded: Iterable[Loaded]) -> Iterator[str]:
-    """What the models in memory are at this moment."""
-    models = sorted(loaded, key=lambda model: model.name)
-    for name, text, values in (
-        ("slots", "Experts that fit in the cache.", [model.stats.n_slots for model in models]),
-        ("slots_used", "Experts that are in the cache.", [model.stats.slots_used for model in models]),
-        ("experts", "Experts of the model, over all layers.", [model.stats.n_experts for model in models]),
-        ("expert_cache_bytes", "Memory that the cache of experts takes.", [model.stats.pool_bytes for model in models]),
-        ("planned_bytes", "Memory planned for the model.", [model.size_bytes for model in models]),
-        ("planned_gpu_bytes", "The part of it on GPUs.", [model.vram_bytes for model in models]),
-        ("resident_bytes", "Memory that the model's process takes.", [_resident_bytes(model.pid) for model in models]),
-        ("context_tokens", "Tokens that the context holds.", [model.n_ctx for model in models]),
-        ("busy", "Whether an answer is being written.", [model.busy for model in models]),
-        ("requests_waiting", "Requests that wait for the model.", [model.queue for model in models]),
-    ):
-        samples = [({"model": model.name}, float(value)) for model, value in zip(models, values, strict=True)]
-        yield from family(f"moegguf_{name}", "gauge", text, samples)
-
-
 def _resident_bytes(pid: int) -> int:
     with suppress(psutil.Error):  # it has left just now
         return int(psutil.Process(pid).memory_info().rss)
     return 0
 
 
+GAUGES: tuple[tuple[str, str, Callable[[Loaded], float]], ...] = (
+    ("slots", "Experts that fit in the cache.", lambda model: model.stats.n_slots),
+    ("slots_used", "Experts that are in the cache.", lambda model: model.stats.slots_used),
+    ("experts", "Experts of the model, over all layers.", lambda model: model.stats.n_experts),
+    ("expert_cache_bytes", "Memory that the cache of experts takes.", lambda model: model.stats.pool_bytes),
+    ("planned_bytes", "Memory planned for the model.", lambda model: model.size_bytes),
+    ("planned_gpu_bytes", "The part of it on GPUs.", lambda model: model.vram_bytes),
+    ("resident_bytes", "Memory that the model's process takes.", lambda model: _resident_bytes(model.pid)),
+    ("context_tokens", "Tokens that the context holds.", lambda model: model.n_ctx),
+    ("busy", "Whether an answer is being written.", lambda model: model.busy),
+    ("requests_waiting", "Requests that wait for the model.", lambda model: model.queue),
+)
+
+
+class Scrape(Collector):
+    """The metric families of one scrape, for `generate_latest`. `totals` has seen `loaded`."""
+
+    def __init__(self, totals: Totals, loaded: Iterable[Loaded]) -> None:
+        self._answered = dict(sorted(totals.answered.items()))
+        self._counts = totals.counts()
+        self._loaded = sorted(loaded, key=lambda model: model.name)
+
+    def collect(self) -> Iterator[Metric]:
+        """Families without samples are left out."""
+        families = (*self._overall(), *self._of_answers(), *self._of_experts(), *self._of_loaded())
+        return (family for family in families if family.samples)
+
+    def _overall(self) -> Iterator[Metric]:
+        """llama-server's metrics, where a model here has what it measures. Rates are means since the start."""
+        total = {
+            field.name: sum(getattr(one, field.name) for one in self._answered.values()) for field in fields(Answered)
+        }
+        n_prompt, prompt_s = total["prompt_tokens"], total["prompt_s"]
+        n_answer, answer_s = total["answer_tokens"], total["answer_s"]
+        n_passes = sum(counts["passes"] for counts in self._counts.values())
+        for name, text, value in (
+            ("prompt_tokens_total", "Number of prompt tokens processed, excluding cached tokens.", n_prompt),
+            ("prompt_tokens_cached_total", "Number of prompt tokens reused from the cache.", total["cached_tokens"]),
+            ("prompt_seconds_total", "Total time spent processing prompts.", prompt_s),
+            ("tokens_predicted_total", "Number of generation tokens processed.", n_answer),
+            ("tokens_predicted_seconds_total", "Total time spent generating tokens.", answer_s),
+            ("n_decode_total", "Total number of passes through models.", n_passes),
+            ("prompt_tokens_seconds", "Mean prompt throughput in tokens/s.", _rate(n_prompt, prompt_s)),
+            ("predicted_tokens_seconds", "Mean generation throughput in tokens/s.", _rate(n_answer, answer_s)),
+            ("requests_processing", "Number of requests processing.", sum(model.busy for model in self._loaded)),
+            ("requests_deferred", "Number of requests that wait.", sum(model.queue for model in self._loaded)),
+        ):
+            kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+            yield kind(f"llamacpp:{name}", text, value=value)
+
+    def _of_answers(self) -> Iterator[Metric]:
+        """What finished answers took, per model."""
+        for name, text, field in (
+            ("answers_total", "Answers that were finished.", "answers"),
+            ("prompt_tokens_total", "Tokens of prompts that were computed.", "prompt_tokens"),
+            ("prompt_tokens_cached_total", "Tokens of prompts that the context still held.", "cached_tokens"),
+            ("answer_tokens_total", "Tokens of answers.", "answer_tokens"),
+            ("prompt_seconds_total", "Time from the prompt to the first token.", "prompt_s"),
+            ("answer_seconds_total", "Time from the first token to the last.", "answer_s"),
+        ):
+            family = CounterMetricFamily(f"moegguf_{name}", text, labels=["model"])
+            for model, done in self._answered.items():
+                family.add_metric([model], getattr(done, field))
+            yield family
+
+    def _of_experts(self) -> Iterator[Metric]:
+        """What models counted, per model, since the server's start."""
+        for count in COUNTS:
+            labels = ["model", count.by] if count.by else ["model"]
+            family = CounterMetricFamily(f"moegguf_{count.name}_total", count.help, labels=labels)
+            for model, sums in self._counts.items():
+                for value, field in count.fields.items():
+                    family.add_metric([model, value], sums[field])
+            yield family
+
+    def _of_loaded(self) -> Iterator[Metric]:
+        """What the models in memory are at this moment."""
+        for name, text, value in GAUGES:
+            family = GaugeMetricFamily(f"moegguf_{name}", text, labels=["model"])
+            for model in self._loaded:
+                family.add_metric([model.name], float(value(model)))
+            yield family
+
+
+def _rate(n: float, seconds: float) -> float:
+    return n / seconds if seconds else 0.0
+
+
 def exposition(totals: Totals, loaded: Iterable[Loaded]) -> str:
-    """All metrics, as Prometheus reads them."""
-    models = list(loaded)
-    families = (overall(totals, models), of_answers(totals), of_experts(totals), of_loaded(models))
-    return "".join(f"{line}\n" for lines in families for line in lines)
+    """All metrics in the text format 0.0.4. `totals` has seen `loaded`."""
+    return generate_latest(Scrape(totals, loaded)).decode()
 
 
 def note(state: State, model: str, event: Event) -> None:
@@ -226,10 +215,11 @@ def note(state: State, model: str, event: Event) -> None:
 
 
 async def metrics(request: Request) -> Response:
+    """GET /metrics."""
     loaded = request.app.state.manager.loaded()
     totals: Totals = request.app.state.totals
     totals.see(loaded)
-    return Response(exposition(totals, loaded), headers={"content-type": CONTENT_TYPE})
+    return Response(exposition(totals, loaded), headers={"content-type": CONTENT_TYPE_PLAIN_0_0_4})
 
 
 routes = [Route("/metrics", metrics, methods=["GET"])]

@@ -91,7 +91,7 @@ def test_what_is_waiting_is_served_in_order_once_a_client_leaves(busy_server: Se
 
 async def until_waiting(client: httpx.AsyncClient, n: int) -> None:
     """Until so many requests wait, as the server counts them."""
-    line = f'moegguf_requests_waiting{{model="tiny:latest"}} {n}'
+    line = f'moegguf_requests_waiting{{model="tiny:latest"}} {n}.0'
     async with asyncio.timeout(30):
         while line not in (await client.get("/metrics")).text:
             pass

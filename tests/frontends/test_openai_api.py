@@ -348,10 +348,10 @@ def test_metrics_count_what_was_answered(http: httpx.Client, chat: Post, pool: F
     response = http.get("/metrics")
     assert response.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
     lines = response.text.splitlines()
-    assert "llamacpp:prompt_tokens_total 50" in lines
-    assert "llamacpp:tokens_predicted_total 20" in lines
-    assert 'moegguf_answers_total{model="demo:latest"} 5' in lines
-    assert 'moegguf_expert_lookups_total{model="demo:latest"} 10' in lines  # though the model has left
+    assert "llamacpp:prompt_tokens_total 50.0" in lines
+    assert "llamacpp:tokens_predicted_total 20.0" in lines
+    assert 'moegguf_answers_total{model="demo:latest"} 5.0' in lines
+    assert 'moegguf_expert_lookups_total{model="demo:latest"} 10.0' in lines  # though the model has left
     assert not [line for line in lines if line.startswith("moegguf_slots{")]
 
 

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import threading
 import time
+from datetime import datetime
 from typing import Any
 
+import psutil
 import pytest
 import templates
 from hypothesis import given
 from hypothesis import strategies as st
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from moegguf.errors import TemplateError
-from moegguf.generate.template import MAX_SECONDS, capabilities, render
+from moegguf.generate import renderer
+from moegguf.generate.renderer import MAX_SECONDS
+from moegguf.generate.template import capabilities, render
 
 TOOL = {
     "type": "function",
@@ -114,12 +120,40 @@ def test_lists_can_be_built_and_the_callers_stay_as_they_are() -> None:
     assert messages[0]["parts"] == ["a"]
 
 
+FEATURES = (
+    "{{ messages | tojson }}{{ messages | tojson(indent=2) }}{{ messages | tojson(ensure_ascii=True) }}",
+    "{{ {'b': '<&>\\'/é😀\u2028', 'a': [1.0, 1e20, 1e-7, none]} | tojson(separators=(',', ':'), sort_keys=True) }}",
+    "{% for m in messages %}\n  {% if loop.index > 2 %}{% break %}{% endif %}\n  {{ m.role }}\n{% endfor %}\n\n",
+    "{{ 'a,b,c'.rsplit(',', 1) }}{{ 'abc'.removeprefix('a') }}{{ 'a-b'.partition('-') }}{{ 'abcdef'[::-1][1:-1:2] }}",
+    "{{ '%s|%5.1f|%(x)s' % {'x': 1} if false else '%s|%5.1f' % ('a', 2.25) }}{{ '{:>5}'.format(1) }}{{ 10**16 / 1 }}",
+    "{% macro m(a, b='x') %}{{ a }}{{ b }}{{ varargs }}{{ kwargs }}{% endmacro %}{{ m(1, 2, 3) }}{{ m(1, c=2) }}",
+    "{% for m in messages %}{{ loop.previtem.role if loop.previtem }}{{ loop.changed(m.role) }}{{ loop }}{% endfor %}",
+    "{{ messages | selectattr('tool_calls', 'defined') | map(attribute='role') | list }}{{ messages[0] is mapping }}",
+    "{{ messages | groupby('role') | map('first') | join(' ') }}{{ [1, 2] | sum }}{{ nothing }}{{ [1, 'a', none] }}",
+)
+
+
+@pytest.mark.parametrize("template", [*templates.TEMPLATES.values(), *FEATURES])
+def test_prompts_are_those_of_jinja_as_transformers_configures_it(template: str) -> None:
+    def dump(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+    judge = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+    judge.filters["tojson"] = dump
+    judge.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    chat = [CHAT[0], CHAT[1], {"role": "assistant", "content": "<think>\nx</think>\n A 'b' ☀"}, CHAT[1]]
+    expected = judge.from_string(template).render(
+        messages=chat, tools=[TOOL], bos_token="<s>", eos_token="</s>", add_generation_prompt=True
+    )
+    assert render(template, chat, tools=[TOOL], bos="<s>", eos="</s>") == expected
+
+
 FAILING = {
     "its own rule": ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
     "syntax": ("{% for %}", "line 1"),
     "an undefined variable": ("{{ a.b.c }}", "undefined"),
     "a wrong type": ("{{ 1 + 'a' }}", "unsupported operand"),
-    "an unknown filter": ("{{ 1 | urlize }}", "urlize"),
+    "an unknown filter": ("{{ 1 | no_such }}", "no_such"),
     "another file": ("{% include '/etc/passwd' %}", "loader"),
     "division": ("{{ 1 / 0 }}", "zero"),
 }
@@ -156,7 +190,7 @@ ATTACKS = {
         f"{{% for i in {RANGE} %}}{{% set x = {RANGE} | select('string') | list %}}{{% endfor %}}"
     ),
     "mapped filters": f"{{% for i in {RANGE} %}}{{% set x = {RANGE} | map('string') | list %}}{{% endfor %}}",
-    "straight-line work": "{% set x = 'a' * 9999999 %}" + "{{ 'b' in x }}" * 5000,
+    "straight-line work": "{% set x = 'a' * 9999999 %}" + "{{ x.title() == 'b' }}" * 5000,
     "a long text": "{{ 'a' * 10**10 }}",
     "a long text, reversed": "{{ 10**10 * 'a' }}",
     "a long list": "{{ [0] * 10**10 }}",
@@ -200,27 +234,69 @@ ATTACKS = {
         f"{{% set x %}}{{% for i in {RANGE} %}}{{{{ '{'a' * 9999}' }}}}{{% endfor %}}{{% endset %}}"
     ),
     "much text in a macro": (
-        f"{{% macro m() %}}{'a' * 9999}{{% endmacro %}}"
-        f"{{% set x = [] %}}{{% for i in {RANGE} %}}{{% set _ = x.append(m()) %}}{{% endfor %}}"
+        f"{{% macro m(i) %}}{{{{ i }}}}{'a' * 9999}{{% endmacro %}}"
+        f"{{% set x = [] %}}{{% for i in {RANGE} %}}{{% set _ = x.append(m(i)) %}}{{% endfor %}}"
     ),
     "much indentation": "{{ ('\\n' * 999999) | indent(10**9) }}",
     "indented JSON": "{{ messages | tojson(indent=10**9) }}",
     "deep parentheses": "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
     "a deep sum": "{{ " + "1+" * 30000 + "1 }}",
     "deep ifs": "{% if 1 %}" * 3000 + "{% endif %}" * 3000,
-    "many parts": "{{a}}" * 25000,
     "too long": "a" * (129 << 10),
     "slices": "{% set x = 'a' * 9999999 %}" + "{% set y = x[1:] %}" * 5000,
     "lipsum": "{{ lipsum(n=10**6) }}",
 }  # fmt: skip
 
 
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(renderer, "MAX_SECONDS", 0.5)
+
+
 @pytest.mark.parametrize("kind", ATTACKS)
-def test_an_attack_is_stopped(kind: str) -> None:
+def test_an_attack_is_stopped(kind: str, impatient: None) -> None:
     begin = time.perf_counter()
     with pytest.raises(TemplateError):
         render(ATTACKS[kind], CHAT)
     assert time.perf_counter() - begin < 3 * MAX_SECONDS
+
+
+def test_a_template_of_many_parts_is_compiled_in_time_or_stopped() -> None:
+    begin = time.perf_counter()
+    with contextlib.suppress(TemplateError):
+        assert render("{{a}}" * 25000, CHAT) == ""
+    assert time.perf_counter() - begin < 3 * MAX_SECONDS
+
+
+@pytest.mark.parametrize(
+    ("template", "limit"), [(ATTACKS["nested loops"], "0.5 s"), ("{{ 'a' * 10**10 }}", "MiB of memory")]
+)
+def test_a_stopped_template_says_which_limit(template: str, limit: str, impatient: None) -> None:
+    with pytest.raises(TemplateError, match=limit):
+        render(template, CHAT)
+    assert render(templates.PLAIN, [], add_generation_prompt=False) == ""  # the next one renders
+
+
+def sandboxes() -> list[psutil.Process]:
+    return [child for child in psutil.Process().children() if renderer.COMMAND[-1] in child.cmdline()]
+
+
+def test_rendering_goes_on_when_the_process_was_killed_or_closed() -> None:
+    assert render("{{ 1 }}", CHAT) == "1"
+    assert sandboxes()
+    for process in sandboxes():
+        process.kill()
+        process.wait(5)
+    assert render("{{ 2 }}", CHAT) == "2"
+    renderer.close()
+    assert not sandboxes()
+    assert render("{{ 3 }}", CHAT) == "3"
+
+
+def test_a_template_keeps_nothing_of_the_one_before() -> None:
+    renderer.close()
+    render("{% set x = 1 %}{% set _ = messages.append(2) %}", CHAT)
+    assert render("{{ x is defined }}{{ messages | length }}", CHAT) == f"False{len(CHAT)}"
 
 
 def test_work_may_grow_with_the_conversation() -> None:
@@ -264,7 +340,7 @@ def test_twenty_messages_take_about_a_millisecond() -> None:
     chat = [CHAT[0], *({"role": role, "content": "word " * 50} for _ in range(10) for role in ("user", "assistant"))]
     render(templates.QWEN, chat)
     fastest = min(timed(lambda: render(templates.QWEN, chat)) for _ in range(20))
-    assert fastest < 5e-3  # 0.4 ms where nothing else runs
+    assert fastest < 5e-3  # 0.35 ms where nothing else runs
 
 
 def timed(action: Any) -> float:
