@@ -20,7 +20,8 @@ from looking import VIEW, BusyPool, LivePool
 from rich.console import Console
 from starlette.applications import Starlette
 
-from moegguf.cli.top_screen import Model, Screen, spark, state_rows, take_line
+from moegguf.cli.top import take_line
+from moegguf.cli.top_screen import Model, Screen, spark, state_rows
 from moegguf.server import live
 from moegguf.server.common.errors import HANDLERS
 
