@@ -9,7 +9,8 @@ VENV   := .venv
 PY     := $(VENV)/bin/python
 PIP    := $(PY) -m pip --disable-pip-version-check --quiet
 READY  := $(VENV)/.ready
-SOURCES := pyproject.toml tools/vendor.py $(wildcard patches/* moegguf/native/*.cpp moegguf/native/*.h) \
+SOURCES := pyproject.toml tools/vendor.py $(wildcard patches/* moegguf/native/*.cpp moegguf/native/*.h \
+           moegguf/native/*/*.cpp moegguf/native/*/*.h) \
            moegguf/native/CMakeLists.txt
 CMAKE_ARGS ?=
 
@@ -50,7 +51,7 @@ $(VENV)/.lint: $(READY)
 lint: $(VENV)/.lint
 	@$(VENV)/bin/ruff check .
 	@$(VENV)/bin/mypy
-	@$(VENV)/bin/clang-format --dry-run -Werror moegguf/native/*.cpp moegguf/native/*.h
+	@$(VENV)/bin/clang-format --dry-run -Werror moegguf/native/*.cpp moegguf/native/*.h moegguf/native/*/*.cpp moegguf/native/*/*.h
 
 tsan: $(READY)
 	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(PY) tools/sanitize.py thread

@@ -8,7 +8,7 @@ import numpy as np
 
 from moegguf.controller.predictors.base import Predictor
 from moegguf.controller.shape import MoeShape
-from moegguf.native.events import Announcement, Float32s, Gate, Phase
+from moegguf.native.events import Announcement, Float32s, Phase, RoutingEvent
 from moegguf.trace.trace import Trace, TraceHeader
 
 
@@ -49,7 +49,7 @@ class Oracle(Predictor):
     def announce(self, announcement: Announcement) -> None:
         self.next_pass += 1
 
-    def observe(self, gate: Gate) -> None:
+    def observe(self, gate: RoutingEvent) -> None:
         assert gate.pass_ == self.next_pass
 
     def truth(self, il: int) -> list[int]:
@@ -92,7 +92,7 @@ class FreshGate(Predictor):
         self.logits: Float32s | None = None
         self.il = -1
 
-    def observe(self, gate: Gate) -> None:
+    def observe(self, gate: RoutingEvent) -> None:
         assert gate.inputs is not None
         self.il = gate.il
         self.logits = self.routers[self.shape.row_of[gate.il]] @ gate.inputs[-1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from moegguf.controller.predictors.base import Predictor
-from moegguf.native.events import Announcement, Gate
+from moegguf.native.events import Announcement, RoutingEvent
 from moegguf.trace.trace import Trace
 
 
@@ -26,7 +26,7 @@ def accuracy(predictor: Predictor, trace: Trace, distance: int) -> float:
     return right / max(1, total)
 
 
-def _promise(predictor: Predictor, gate: Gate, distance: int, promised: dict[int, set[int]]) -> None:
+def _promise(predictor: Predictor, gate: RoutingEvent, distance: int, promised: dict[int, set[int]]) -> None:
     il = predictor.shape.layer_after(gate.il, distance)
     probabilities = None if il is None else predictor.predict(il, distance)
     if il is not None and probabilities is not None:

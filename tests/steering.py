@@ -15,7 +15,7 @@ from moegguf.controller.policies.lru import Lru
 from moegguf.controller.predictors.base import NoPrediction, Predictor
 from moegguf.controller.prefetch import PrefetchOptions
 from moegguf.controller.shape import MoeShape
-from moegguf.native.events import Announcement, Float32s, Gate, Phase
+from moegguf.native.events import Announcement, Float32s, Phase, RoutingEvent
 
 SHAPE = MoeShape(n_layer=4, n_expert=4, n_expert_used=2, layers=(1, 2, 3), expert_bytes=100)
 AMPLE = PrefetchOptions(window=2, budget_bytes=10_000, watchdog=False)
@@ -75,7 +75,7 @@ class Saying(Predictor):
     def announce(self, announcement: Announcement) -> None:
         self.notes.done.append(("announce", announcement.sequence))
 
-    def observe(self, gate: Gate) -> None:
+    def observe(self, gate: RoutingEvent) -> None:
         self.notes.done.append(("observe", gate.il))
 
     def predict(self, il: int, distance: int) -> Float32s | None:
@@ -98,8 +98,8 @@ def announcement(phase: Phase = Phase.DECODE, sequence: int = 0, n_tokens: int =
     return Announcement(0, sequence, phase, np.zeros(n_tokens, np.int32))
 
 
-def gate(il: int, *experts: int, phase: Phase = Phase.DECODE, pass_: int = 0, sequence: int = 0) -> Gate:
-    return Gate(pass_, 0, 0, sequence, phase, 0, il, np.array([experts or (0, 1)], np.int32))
+def gate(il: int, *experts: int, phase: Phase = Phase.DECODE, pass_: int = 0, sequence: int = 0) -> RoutingEvent:
+    return RoutingEvent(pass_, 0, 0, sequence, phase, 0, il, np.array([experts or (0, 1)], np.int32))
 
 
 def run_pass(of: Controller, phase: Phase = Phase.DECODE, pass_: int = 0, sequence: int = 0) -> None:

@@ -20,7 +20,7 @@ from moegguf.controller.predictors.base import NoPrediction, Predictor
 from moegguf.controller.prefetch import Prefetcher, PrefetchOptions
 from moegguf.controller.shape import MoeShape
 from moegguf.controller.watchdog import Watchdog
-from moegguf.native.events import Announcement, EvictionRates, Float32s, Gate, Phase
+from moegguf.native.events import Announcement, Float32s, NativePolicy, Phase, RoutingEvent
 
 Int32s = npt.NDArray[np.int32]
 
@@ -54,10 +54,10 @@ class ControllerOptions:
     clock_ns: Callable[[], int] | None = None
 
 
-def carried_by_store(policy: Policy, predictor: Predictor, options: ControllerOptions) -> EvictionRates | None:
+def carried_by_store(policy: Policy, predictor: Predictor, options: ControllerOptions) -> NativePolicy | None:
     """What makes the store carry out the policy by itself; None where it takes a controller."""
     listens = options.prefetch is not None or options.judge or not isinstance(predictor, NoPrediction)
-    return policy.store_rates if not listens and isinstance(policy, CarriedByStore) else None
+    return policy.native_policy if not listens and isinstance(policy, CarriedByStore) else None
 
 
 class Controller:
@@ -96,9 +96,9 @@ class Controller:
         off = self.watchdog is not None and not self.watchdog.on
         return off and self.judge is None and isinstance(self.policy, CarriedByStore | Lru | None)
 
-    def store_rates(self) -> EvictionRates | None:
+    def native_policy(self) -> NativePolicy | None:
         """What the store goes by in the meantime; None: least recent use."""
-        return self.policy.store_rates if isinstance(self.policy, CarriedByStore) else None
+        return self.policy.native_policy if isinstance(self.policy, CarriedByStore) else None
 
     @property
     def acts(self) -> bool:
@@ -117,7 +117,7 @@ class Controller:
             self._fetch()
         self.seconds += time.perf_counter() - start
 
-    def observe(self, gate: Gate) -> None:
+    def observe(self, gate: RoutingEvent) -> None:
         """A layer was routed."""
         if self.stopped or gate.il not in self.shape.row_of:
             return
@@ -153,7 +153,7 @@ class Controller:
         except Exception as error:
             self._drop_predictor(_reason(error))
 
-    def _look_ahead(self, predictor: Predictor, gate: Gate) -> None:
+    def _look_ahead(self, predictor: Predictor, gate: RoutingEvent) -> None:
         start = time.perf_counter()
         try:
             predictor.observe(gate)

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moegguf.controller.shape import MoeShape
-from moegguf.native.events import Gate, Phase
+from moegguf.native.events import Phase, RoutingEvent
 
 Counts = npt.NDArray[np.float32]
 
@@ -40,7 +40,7 @@ class History:
         self.new_request = False
         self.finished: tuple[Counts, Counts] | None = None
 
-    def update(self, gate: Gate) -> None:
+    def update(self, gate: RoutingEvent) -> None:
         """Adds one gate."""
         self.finished = None
         self.new_request = gate.sequence != self.sequence
@@ -57,7 +57,7 @@ class History:
         (self.prefill if gate.phase == Phase.PREFILL else self.decode)[gate.il] += counts
         self.il, self.pass_, self.phase = gate.il, gate.pass_, gate.phase
 
-    def _begin_request(self, gate: Gate) -> None:
+    def _begin_request(self, gate: RoutingEvent) -> None:
         if self.sequence >= 0:
             self.finished = self.prefill.copy(), self.decode.copy()
         self.prefill[:] = 0

@@ -16,7 +16,7 @@ import numpy as np
 
 from moegguf.controller.accuracy import NO_ANSWER, NOT_DUE, Ids, LayerLru, Link, PredictorScore, Tally
 from moegguf.controller.predictors.base import Predictor
-from moegguf.native.events import Announcement, Float32s, Gate, Phase
+from moegguf.native.events import Announcement, Float32s, Phase, RoutingEvent
 
 DISTANCES = (1, 2, 4, 8)
 BEFORE = -1  # the position before a pass's first MoE layer
@@ -80,7 +80,7 @@ class Judge:
         if announcement.phase == Phase.DECODE and len(announcement.tokens) == 1:
             self._ask(BEFORE)
 
-    def observe(self, gate: Gate) -> None:
+    def observe(self, gate: RoutingEvent) -> None:
         """A layer's routing has become known: judges what was said of it, then asks about the layers behind it."""
         row = self.shape.row_of.get(gate.il)
         if row is None:
@@ -114,7 +114,7 @@ class Judge:
             failure=self.failure,
         )
 
-    def judged(self, gate: Gate, row: int, predicted: Ids, used: Ids) -> None:
+    def judged(self, gate: RoutingEvent, row: int, predicted: Ids, used: Ids) -> None:
         """Called with each comparison, the arguments are `Tally.add`'s; for those who count more than it does."""
 
     def _plans(self) -> dict[int, _Plan]:
@@ -133,7 +133,7 @@ class Judge:
         rows, columns, lines = np.array(cells, np.int64).reshape(-1, 3).T
         return _Plan([(self.shape.layers[target], target - row) for target in targets], rows, columns, lines)
 
-    def _begin_pass(self, gate: Gate) -> None:
+    def _begin_pass(self, gate: RoutingEvent) -> None:
         if (gate.sequence, gate.pass_) == self._pass:
             return
         self._pass = gate.sequence, gate.pass_
@@ -195,7 +195,7 @@ class LiveJudge(Judge):
         with self._lock:
             self._try(super().announce, announcement)
 
-    def observe(self, gate: Gate) -> None:
+    def observe(self, gate: RoutingEvent) -> None:
         """As `Judge.observe`. Never raises."""
         with self._lock:
             self._try(super().observe, gate)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from moegguf.native.events import Announcement, Gate
+from moegguf.native.events import Announcement, RoutingEvent
 from moegguf.native.store import ListenOptions, Store
 
 
@@ -22,7 +22,7 @@ class RoutingListener(Protocol):
     def announce(self, announcement: Announcement) -> None:
         """Tokens are about to be evaluated."""
 
-    def observe(self, gate: Gate) -> None:
+    def observe(self, gate: RoutingEvent) -> None:
         """A layer was routed."""
 
 
@@ -46,13 +46,13 @@ class RoutingListeners:
         self._hearers = hearers
         if hearers:
             options = _union([hearer.wants for hearer in hearers])
-            self._store.listen(on_gate=self._observe, on_tokens=self._announce, options=options)
+            self._store.listen(on_routing=self._observe, on_tokens=self._announce, options=options)
 
     def _announce(self, announcement: Announcement) -> None:
         for hearer in self._hearers:
             hearer.announce(announcement)
 
-    def _observe(self, gate: Gate) -> None:
+    def _observe(self, gate: RoutingEvent) -> None:
         for hearer in self._hearers:
             hearer.observe(gate)
 

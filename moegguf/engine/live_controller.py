@@ -24,7 +24,7 @@ from moegguf.controller.prefetch import PrefetchOptions
 from moegguf.controller.shape import MoeShape
 from moegguf.engine.session import Session
 from moegguf.errors import OptionError
-from moegguf.native.events import Announcement, Gate, Phase
+from moegguf.native.events import Announcement, Phase, RoutingEvent
 from moegguf.native.store import ListenOptions
 from moegguf.trace.report import plain
 
@@ -97,15 +97,16 @@ class LiveController:
         if self.choice == ControllerChoice() and self.asked.policy == AUTO and not self.asked.judge:
             return
         options = ControllerOptions(prefetch=self._prefetch(), judge=self.asked.judge)
-        rates = carried_by_store(policy, predictor, options)
-        if rates is not None:
-            self.session.store.set_rates(rates)
+        native = carried_by_store(policy, predictor, options)
+        if native is not None:
+            self.session.store.set_policy(native.name, **native.parameters)
             self.carried = _name(policy, "lru")
             return
         self._wants = ListenOptions(inputs=predictor.needs_inputs, lockstep=self.asked.lockstep)
         self.controller = Controller(shape, policy, predictor, self.session.store, options)
-        if self.controller.watchdog is not None:
-            self.session.store.set_rates(self.controller.store_rates())  # for when it sleeps; its scores come first
+        native = self.controller.native_policy()
+        if self.controller.watchdog is not None and native is not None:
+            self.session.store.set_policy(native.name, **native.parameters)  # while it sleeps; its scores come first
         self.update(self.session.plan.n_slots)
 
     def _choose(self) -> ControllerChoice:
@@ -147,7 +148,7 @@ class LiveController:
         assert self.controller is not None
         self.controller.announce(announcement)
 
-    def observe(self, gate: Gate) -> None:
+    def observe(self, gate: RoutingEvent) -> None:
         assert self.controller is not None
         self.controller.observe(gate)
 

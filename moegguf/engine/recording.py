@@ -11,7 +11,7 @@ from moegguf.controller.artifacts import Artifacts
 from moegguf.controller.shape import MoeShape
 from moegguf.engine.machine import read_machine
 from moegguf.engine.session import Session
-from moegguf.native.events import Announcement, Gate
+from moegguf.native.events import Announcement, RoutingEvent
 from moegguf.native.store import EVERY_PASS, ListenOptions
 from moegguf.trace.recorder import Recorder
 from moegguf.trace.trace import TraceHeader
@@ -65,7 +65,7 @@ class Recording:
         if self._recorder is not None:
             self._recorder.announce(announcement)
 
-    def observe(self, gate: Gate) -> None:
+    def observe(self, gate: RoutingEvent) -> None:
         if self._recorder is not None:
             self._recorder.observe(gate)
 

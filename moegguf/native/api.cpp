@@ -42,11 +42,25 @@ int on(moegguf_store * store, F && body) {
         if (!store) {
             throw Error(MOEGGUF_INVALID, "no store");
         }
-        if (store->store.forked()) {
+        if (store->store.shared.forked()) {
             throw Error(MOEGGUF_FORKED, "the model was loaded in the parent process; load it again in this one");
         }
         body(store->store);
     });
+}
+
+void check_size(const Lane & lane, int32_t n_expert_used, int32_t n_tokens) {
+    constexpr int32_t most_tokens = 1 << 24;
+    if (n_expert_used < 1 || n_expert_used > lane.store.layout.n_expert_max || n_tokens < 1 || n_tokens > most_tokens) {
+        throw Error(MOEGGUF_INVALID,
+                    "a routing event has ids of at least one token, and no more per token than experts");
+    }
+}
+
+void check_failure(const Lane & lane) {
+    if (lane.failed) {
+        throw Error((moegguf_status)lane.failure.status, lane.failure.message);
+    }
 }
 
 } // namespace
@@ -61,17 +75,31 @@ const char * moegguf_last_error(void) {
     return last_error.c_str();
 }
 
+int moegguf_slot_sizes(const moegguf_matrix * matrices, int32_t n_matrices, int32_t n_slots, moegguf_sizes * sizes) {
+    return guarded([&] {
+        if (n_matrices < 0 || n_slots < 0 || (n_matrices > 0 && !matrices)) {
+            throw Error(MOEGGUF_INVALID, "sizes need matrices and a number of slots");
+        }
+        const Strides strides(matrices, n_matrices);
+        moegguf_sizes & out = given(sizes);
+        std::copy(std::begin(strides.of_kind), std::end(strides.of_kind), out.stride_bytes);
+        out.slot_bytes = strides.slot_bytes();
+        out.pool_bytes = strides.pool_bytes(n_slots);
+        out.guard_bytes = out.pool_bytes - out.slot_bytes * n_slots;
+    });
+}
+
 int moegguf_store_open(const moegguf_config * config, moegguf_store ** store) {
     return guarded([&] {
         if (!config || config->abi != MOEGGUF_ABI_VERSION) {
-            throw Error(MOEGGUF_INVALID, "the library speaks ABI " + std::to_string(MOEGGUF_ABI_VERSION));
+            throw Error(MOEGGUF_INVALID, "the library has ABI " + std::to_string(MOEGGUF_ABI_VERSION));
         }
         given(store) = new moegguf_store(*config);
     });
 }
 
 void moegguf_store_close(moegguf_store * store) {
-    if (store && !store->store.forked()) { // in a child the locks and threads are the parent's: leave them
+    if (store && !store->store.shared.forked()) { // in a child the locks and threads are the parent's: leave them
         delete store;
     }
 }
@@ -85,7 +113,7 @@ int moegguf_store_info(moegguf_store * store, moegguf_pool_info * info) {
 }
 
 int moegguf_store_counters(moegguf_store * store, moegguf_counters * counters) {
-    return on(store, [&](Store & s) { s.counters(given(counters)); });
+    return on(store, [&](Store & s) { s.read_counters(given(counters)); });
 }
 
 int moegguf_store_residency(moegguf_store * store, uint8_t * map, size_t n) {
@@ -97,15 +125,19 @@ int moegguf_store_activity(moegguf_store * store, uint32_t * uses, uint32_t * lo
 }
 
 int moegguf_store_watch(moegguf_store * store, int watched) {
-    return on(store, [&](Store & s) { s.watch(watched != 0); });
+    return on(store, [&](Store & s) { s.acquire.watch(watched != 0); });
 }
 
 int moegguf_store_set_scores(moegguf_store * store, const float * scores, size_t n) {
     return on(store, [&](Store & s) { s.set_scores(scores, n); });
 }
 
-int moegguf_store_set_rates(moegguf_store * store, const moegguf_rates * rates) {
-    return on(store, [&](Store & s) { s.set_rates(rates); });
+int moegguf_store_set_policy(moegguf_store * store, const moegguf_policy * policy) {
+    return on(store, [&](Store & s) { s.set_policy(policy); });
+}
+
+const char * moegguf_policy_name(int32_t index) {
+    return policy_name(index);
 }
 
 int moegguf_store_prefetch(moegguf_store * store, const int32_t * il, const int32_t * experts, size_t n) {
@@ -117,7 +149,7 @@ int moegguf_store_prefetch(moegguf_store * store, const int32_t * il, const int3
 }
 
 int moegguf_store_listen(moegguf_store * store, const moegguf_listener * listener) {
-    return on(store, [&](Store & s) { s.listen(listener); });
+    return on(store, [&](Store & s) { listener ? s.events.start(*listener) : s.events.stop(); });
 }
 
 int moegguf_store_cancel(moegguf_store * store, int cancel) {
@@ -125,7 +157,7 @@ int moegguf_store_cancel(moegguf_store * store, int cancel) {
 }
 
 int moegguf_store_resize(moegguf_store * store, int32_t n_slots) {
-    return on(store, [&](Store & s) { s.resize(n_slots); });
+    return on(store, [&](Store & s) { s.acquire.resize(n_slots); });
 }
 
 int moegguf_store_drain(moegguf_store * store, double timeout_s) {
@@ -141,7 +173,7 @@ int moegguf_store_read_slot(moegguf_store * store, int32_t matrix, int32_t slot,
 }
 
 int moegguf_store_probe(moegguf_store * store, double seconds, double * bytes_per_s) {
-    return on(store, [&](Store & s) { given(bytes_per_s) = s.probe(seconds); });
+    return on(store, [&](Store & s) { given(bytes_per_s) = s.transfers.probe(seconds); });
 }
 
 int moegguf_store_sim_advance(moegguf_store * store, uint64_t ns) {
@@ -149,30 +181,49 @@ int moegguf_store_sim_advance(moegguf_store * store, uint64_t ns) {
 }
 
 int moegguf_lane_open(moegguf_store * store, moegguf_lane ** lane) {
-    return on(store, [&](Store & s) { given(lane) = new moegguf_lane{s.open_lane()}; });
+    return on(store, [&](Store & s) { given(lane) = new moegguf_lane{s.acquire.open_lane()}; });
 }
 
 void moegguf_lane_close(moegguf_lane * lane) {
-    if (lane && !lane->lane->store.forked()) {
-        lane->lane->store.close_lane(*lane->lane);
+    if (lane && !lane->lane->store.shared.forked()) {
+        lane->lane->store.acquire.close_lane(*lane->lane);
         delete lane;
     }
 }
 
-int moegguf_lane_gate(moegguf_lane * lane, int32_t il, const int32_t * expert_ids, int32_t n_expert_used,
-                      int32_t n_tokens, int32_t * slot_ids) {
+int moegguf_lane_acquire(moegguf_lane * lane, int32_t il, const int32_t * expert_ids, int32_t n_expert_used,
+                         int32_t n_tokens, int32_t * slot_ids) {
     return guarded([&] {
-        constexpr int32_t most_tokens = 1 << 24;
         Lane & l = *given(lane).lane;
-        if (!expert_ids || !slot_ids || n_expert_used < 1 || n_expert_used > l.store.layout().n_expert_max ||
-            n_tokens < 1 || n_tokens > most_tokens) {
-            throw Error(MOEGGUF_INVALID, "a gate needs ids of at least one token, and no more per token than experts");
+        check_size(l, n_expert_used, n_tokens);
+        memcpy(&given(slot_ids), &given(expert_ids), sizeof(int32_t) * n_expert_used * n_tokens);
+        l.store.acquire.acquire(l, il, slot_ids, n_expert_used, n_tokens, all_kinds);
+        check_failure(l);
+    });
+}
+
+int moegguf_lane_replay(moegguf_lane * lane, const moegguf_routing * routing, int64_t * n_done) {
+    return guarded([&] {
+        Lane & l = *given(lane).lane;
+        const moegguf_routing & r = given(routing);
+        given(n_done) = 0;
+        if (r.n_events < 0 || (r.n_events > 0 && (!r.il || !r.n_tokens || !r.n_expert_used || !r.expert_ids))) {
+            throw Error(MOEGGUF_INVALID, "a replay needs a layer, tokens and expert ids for each event");
         }
-        memcpy(slot_ids, expert_ids, sizeof(int32_t) * n_expert_used * n_tokens);
-        l.store.gate(l, il, slot_ids, n_expert_used, n_tokens, all_kinds);
-        if (l.failed) {
-            throw Error((moegguf_status)l.failure.status, l.failure.message);
+        int64_t n_ids = 0;
+        for (int64_t i = 0; i < r.n_events; i++) {
+            check_size(l, r.n_expert_used[i], r.n_tokens[i]);
+            n_ids += (int64_t)r.n_expert_used[i] * r.n_tokens[i];
         }
+        if (n_ids != r.n_ids) {
+            throw Error(MOEGGUF_INVALID, "the events have " + std::to_string(n_ids) + " expert ids together, not " +
+                                             std::to_string(r.n_ids));
+        }
+        if (r.compute_ns && !l.store.shared.simulated()) {
+            throw Error(MOEGGUF_INVALID, "only a simulation has a modelled clock");
+        }
+        *n_done = l.store.replay(l, r);
+        check_failure(l);
     });
 }
 
@@ -183,12 +234,12 @@ int moegguf_lane_announce(moegguf_lane * lane, int32_t sequence, int32_t phase, 
             throw Error(MOEGGUF_INVALID, "an announcement has a phase and its tokens");
         }
         Lane & l = *given(lane).lane;
-        l.store.announce_tokens(l, {l.id, sequence, phase, n_tokens, tokens});
+        l.store.acquire.announce_tokens(l, {l.id, sequence, phase, n_tokens, tokens});
     });
 }
 
 int moegguf_lane_failure(moegguf_lane * lane, moegguf_failure * failure, int clear) {
-    return guarded([&] { given(lane).lane->store.take_failure(*lane->lane, given(failure), clear); });
+    return guarded([&] { given(lane).lane->store.acquire.take_failure(*lane->lane, given(failure), clear); });
 }
 
 void moegguf_lane_chain(moegguf_lane * lane, ggml_backend_sched_eval_callback next, void * user) {

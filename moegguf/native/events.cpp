@@ -29,18 +29,18 @@ void Events::stop() {
     thread_.join();
 }
 
-bool Events::has_room(size_t bytes) const {
+bool Events::has_space(size_t bytes) const {
     return size_ < capacity && (size_ == 0 || bytes_ + bytes <= most_bytes);
 }
 
 Events::Record * Events::claim(Kind kind, size_t bytes, Lock & lock, bool may_wait) {
     if (may_wait && (flags_ & MOEGGUF_LISTEN_EVERYTHING)) {
-        delivered_.wait(lock, [&] { return !on_ || has_room(bytes); });
+        delivered_.wait(lock, [&] { return !on_ || has_space(bytes); });
     }
-    if (!on_) { // stopped since the caller looked: the next listener must not hear of it
+    if (!on_) { // stopped since the caller looked: this is nothing for the next listener
         return nullptr;
     }
-    if (!has_room(bytes)) {
+    if (!has_space(bytes)) {
         dropped_ += 1;
         return nullptr;
     }
@@ -65,17 +65,17 @@ void Events::tokens(const moegguf_tokens_event & event) {
     }
 }
 
-void Events::gate(const moegguf_gate_event & event) {
+void Events::routing(const moegguf_routing_event & event) {
     const size_t n_ids = (size_t)event.n_tokens * event.n_expert_used;
     const size_t n_weights = event.weights ? n_ids : 0;
     const size_t n_inputs = event.inputs ? (size_t)event.n_tokens * event.n_embd : 0;
     Lock lock(mutex_);
-    if (!listener_.on_gate) {
+    if (!listener_.on_routing) {
         return;
     }
     const size_t bytes = sizeof(int32_t) * n_ids + sizeof(float) * (n_weights + n_inputs);
-    if (Record * record = claim(Kind::gate, bytes, lock, true)) {
-        record->gate = event;
+    if (Record * record = claim(Kind::routing, bytes, lock, true)) {
+        record->routing = event;
         record->ids.assign(event.expert_ids, event.expert_ids + n_ids);
         record->weights.assign(event.weights, event.weights + n_weights);
         record->inputs.assign(event.inputs, event.inputs + n_inputs);
@@ -110,7 +110,7 @@ void Events::run() {
     Lock lock(mutex_);
     while (true) {
         if (flags_ & MOEGGUF_LISTEN_LAZY) {
-            while (size_ == 0 && !stopping_) { // nobody tells of the first events
+            while (size_ == 0 && !stopping_) { // the first events come without a notification
                 arrived_.wait_for(lock, lazy_wait);
             }
         } else {
@@ -141,12 +141,12 @@ void Events::deliver(const Record & record) const {
         moegguf_tokens_event event = record.tokens;
         event.tokens = record.ids.data();
         listener_.on_tokens(user, &event);
-    } else if (record.kind == Kind::gate) {
-        moegguf_gate_event event = record.gate;
+    } else if (record.kind == Kind::routing) {
+        moegguf_routing_event event = record.routing;
         event.expert_ids = record.ids.data();
         event.weights = record.weights.empty() ? nullptr : record.weights.data();
         event.inputs = record.inputs.empty() ? nullptr : record.inputs.data();
-        listener_.on_gate(user, &event);
+        listener_.on_routing(user, &event);
     } else {
         listener_.on_residency(user, &record.residency);
     }

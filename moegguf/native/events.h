@@ -12,7 +12,7 @@
 
 namespace moegguf {
 
-// What a gate knows besides the experts' ids.
+// What a routing event carries besides the experts' ids.
 struct Routed {
     const float * weights = nullptr;
     const float * inputs = nullptr;
@@ -35,17 +35,17 @@ class Events {
     }
 
     void tokens(const moegguf_tokens_event & event);
-    void gate(const moegguf_gate_event & event);
+    void routing(const moegguf_routing_event & event);
     void residency(const moegguf_residency_event & event);
     void keep_step(); // in lockstep: returns when every record was delivered
     uint64_t dropped() const;
 
   private:
-    enum class Kind { tokens, gate, residency };
+    enum class Kind { tokens, routing, residency };
     struct Record {
-        Kind kind = Kind::gate;
+        Kind kind = Kind::routing;
         moegguf_tokens_event tokens;
-        moegguf_gate_event gate;
+        moegguf_routing_event routing;
         moegguf_residency_event residency;
         std::vector<int32_t> ids; // these keep their memory from use to use, unless it is large
         std::vector<float> weights;
@@ -54,7 +54,7 @@ class Events {
     };
     using Lock = std::unique_lock<std::mutex>;
 
-    bool has_room(size_t bytes) const;
+    bool has_space(size_t bytes) const;
     Record * claim(Kind kind, size_t bytes, Lock & lock, bool may_wait);
     void run();
     void deliver(const Record & record) const;

@@ -1,7 +1,8 @@
-"""What the store tells its listener, as plain numpy: tokens, gates, residency. No ctypes here, no library needed."""
+"""What the store gives its listener, as plain numpy: tokens, routing, residency. No ctypes here, no library needed."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -20,7 +21,7 @@ class Phase(IntEnum):
 
 
 class Announcement(NamedTuple):
-    """Tokens that are about to be evaluated, told before their first gate. One may become several passes (ubatches).
+    """Tokens that are about to be evaluated, before their first routing event. May become several passes (ubatches).
 
     `sequence` counts requests: it changes when a new request begins. `tokens` is (n_tokens,).
     """
@@ -31,7 +32,7 @@ class Announcement(NamedTuple):
     tokens: Int32s
 
 
-class Gate(NamedTuple):
+class RoutingEvent(NamedTuple):
     """What the router chose at layer `il` in one pass.
 
     expert_ids (n_tokens, n_expert_used); weights the same shape, the factors the experts' outputs get, or None when not
@@ -52,16 +53,11 @@ class Gate(NamedTuple):
     inputs: Float32s | None = None
 
 
-class EvictionRates(NamedTuple):
-    """How the store itself estimates the next use of an expert, from fading averages of its use (struct moegguf_rates).
+class NativePolicy(NamedTuple):
+    """An eviction policy that the store carries out by itself: a name that it knows, and parameters."""
 
-    half_lives_tokens, weights: one to four averages; how fast each fades, and its part of the chance that a token uses
-    the expert. phase_weight scales the part of a pass until its layer's turn.
-    """
-
-    half_lives_tokens: tuple[float, ...]
-    weights: tuple[float, ...]
-    phase_weight: float
+    name: str
+    parameters: Mapping[str, float | Sequence[float]] = {}
 
 
 class Residency(NamedTuple):

@@ -14,7 +14,7 @@
 namespace moegguf {
 namespace {
 
-// The file system that lies about O_DIRECT is found on the first block or not at all.
+// A file system whose O_DIRECT reads differ shows it on the first block or not at all.
 constexpr size_t check_bytes = Shard::alignment;
 
 // A read that is interrupted more often than this is not going to end.
@@ -110,7 +110,7 @@ const uint8_t * Shard::read(uint64_t offset, size_t n, const Staging & staging, 
             return staging.data() + (offset - begin);
         }
         if (direct && error == EINVAL) {
-            use_direct_ = false; // this file system changed its mind; the page cache still works
+            use_direct_ = false; // refused from now on; the page cache still works
         }
         stats.retries += attempt == 0;
     }

@@ -1,4 +1,4 @@
-// hook.cpp: the scheduler's eval callback. Stops at two nodes per layer and runs the store's gate there.
+// hook.cpp: the scheduler's eval callback. Stops at two nodes per layer, where experts are acquired.
 #include "reserved.h"
 #include "store.h"
 
@@ -17,9 +17,11 @@ int layer_of(const ggml_tensor * t, const char * prefix, size_t n) {
     return strncmp(t->name, prefix, n) == 0 ? atoi(t->name + n) : -1;
 }
 
-bool wants_gate(Lane & lane, const ggml_tensor * t, int il) {
-    if (t->ne[1] == 1 && il < (int)lane.store.layout().layers.size() && lane.store.idle_gate(il)) {
-        lane.store.count_idle_gate(lane, il, (int)t->ne[0]);
+// Whether to stop at the node with the expert ids.
+bool must_acquire(Lane & lane, const ggml_tensor * t, int il) {
+    Acquire & acquire = lane.store.acquire;
+    if (t->ne[1] == 1 && acquire.idle(il)) {
+        acquire.count_idle(lane, il, (int)t->ne[0]);
         return false;
     }
     return true;
@@ -39,9 +41,9 @@ const float * floats(const ggml_tensor * t, size_t n, std::vector<float> & scrat
     return scratch.data();
 }
 
-// What the listener wants to know besides the ids; the patch makes these tensors sources of the node.
+// What the listener asked for besides the ids; the patch makes these tensors sources of the node.
 Routed routed(Lane & lane, const ggml_tensor * t, size_t n_used, size_t n_tokens) {
-    const Events & events = lane.store.events();
+    const Events & events = lane.store.events;
     Routed known;
     if (events.wants_weights()) {
         known.weights = floats(t->src[1], n_used * n_tokens, lane.weights);
@@ -53,21 +55,21 @@ Routed routed(Lane & lane, const ggml_tensor * t, size_t n_used, size_t n_tokens
     return known;
 }
 
-void run_gate(Lane & lane, ggml_tensor * t, int il) {
+void acquire_experts(Lane & lane, ggml_tensor * t, int il) {
     const int n_used = (int)t->ne[0], n_tokens = (int)t->ne[1];
     const size_t n = (size_t)n_used * n_tokens;
-    const uint8_t kinds = lane.store.overlap() ? all_kinds & ~down_kind : all_kinds;
+    const uint8_t kinds = lane.store.shared.has(MOEGGUF_OVERLAP) ? all_kinds & ~down_kind : all_kinds;
     if (n == 0) {
         return;
     }
     const Routed known = routed(lane, t, n_used, n_tokens);
     if (ggml_backend_buffer_is_host(t->buffer)) {
-        lane.store.gate(lane, il, (int32_t *)t->data, n_used, n_tokens, kinds, known);
+        lane.store.acquire.acquire(lane, il, (int32_t *)t->data, n_used, n_tokens, kinds, known);
         return;
     }
     lane.ids.resize(n);
     ggml_backend_tensor_get(t, lane.ids.data(), 0, n * sizeof(int32_t));
-    lane.store.gate(lane, il, lane.ids.data(), n_used, n_tokens, kinds, known);
+    lane.store.acquire.acquire(lane, il, lane.ids.data(), n_used, n_tokens, kinds, known);
     ggml_backend_tensor_set(t, lane.ids.data(), 0, n * sizeof(int32_t));
 }
 
@@ -82,9 +84,9 @@ extern "C" bool moegguf_eval(ggml_tensor * t, bool ask, void * user) {
     if (t->name[0] == 'f') {
         int il = layer_of(t, ids_node, ids_len);
         if (il >= 0) {
-            ask ? void(stop = wants_gate(lane, t, il)) : run_gate(lane, t, il);
+            ask ? void(stop = must_acquire(lane, t, il)) : acquire_experts(lane, t, il);
         } else if ((il = layer_of(t, down_node, down_len)) >= 0) {
-            ask ? void(stop = lane.store.pending(lane, down_kind)) : lane.store.wait(lane, down_kind);
+            ask ? void(stop = lane.store.acquire.pending(lane, down_kind)) : lane.store.acquire.wait(lane, down_kind);
         }
     }
     if (lane.next_eval) {
@@ -97,7 +99,7 @@ extern "C" bool moegguf_eval(ggml_tensor * t, bool ask, void * user) {
 
 extern "C" bool moegguf_abort(void * user) {
     Lane & lane = *((moegguf_lane *)user)->lane;
-    return lane.failed || lane.store.cancelled();
+    return lane.failed || lane.store.shared.cancelled;
 }
 
 extern "C" bool moegguf_is_reserved(const ggml_tensor * w) {

@@ -28,7 +28,36 @@ uint64_t round_up(uint64_t n, uint64_t multiple) {
 
 } // namespace
 
-Layout::Layout(const moegguf_config & config) : n_slots(config.n_slots) {
+Strides::Strides(const moegguf_matrix * matrices, int n) {
+    uint64_t unit[MOEGGUF_MAX_KINDS] = {64, 64, 64, 64};
+    for (int i = 0; i < n; i++) {
+        const moegguf_matrix & m = matrices[i];
+        if (m.kind < 0 || m.kind >= MOEGGUF_MAX_KINDS || m.type < 0 || m.type >= GGML_TYPE_COUNT ||
+            ggml_type_size((ggml_type)m.type) == 0) {
+            invalid("matrix '" + std::string(m.name ? m.name : "?") + "' has a kind or type that does not exist");
+        }
+        unit[m.kind] = std::lcm(unit[m.kind], (uint64_t)ggml_type_size((ggml_type)m.type));
+    }
+    for (int i = 0; i < n; i++) {
+        const moegguf_matrix & m = matrices[i];
+        of_kind[m.kind] = std::max(of_kind[m.kind], round_up(m.expert_bytes, unit[m.kind]));
+    }
+}
+
+uint64_t Strides::slot_bytes() const {
+    return std::accumulate(of_kind, of_kind + MOEGGUF_MAX_KINDS, uint64_t(0));
+}
+
+uint64_t Strides::pool_bytes(int n_slots) const {
+    uint64_t bytes = 0;
+    for (int kind = 0; kind < MOEGGUF_MAX_KINDS; kind++) {
+        bytes += of_kind[kind] > 0 ? arena_bytes(kind, n_slots) : 0;
+    }
+    return bytes;
+}
+
+Layout::Layout(const moegguf_config & config)
+    : strides(config.matrices, config.matrices ? std::max(0, config.n_matrices) : 0) {
     if (config.n_layer <= 0 || config.n_layer > max_layers || config.n_matrices <= 0 || config.n_slots <= 0 ||
         !config.matrices || !config.n_expert_used) {
         invalid("a store needs layers, expert matrices and slots");
@@ -57,8 +86,8 @@ Layout::Layout(const moegguf_config & config) : n_slots(config.n_slots) {
         n_moe_layers += 1;
         token_cycle += layer.n_expert_used;
         n_expert_max = std::max(n_expert_max, layer.n_expert);
+        n_used_max = std::max(n_used_max, layer.n_expert_used);
     }
-    number_slots();
 }
 
 void Layout::add(const moegguf_matrix & m) {
@@ -82,31 +111,8 @@ void Layout::add(const moegguf_matrix & m) {
     layer.matrix[m.kind] = (int)matrices.size();
     layer.chunks |= 1 << m.kind;
     layer.n_expert = m.n_expert;
-    layer.expert_bytes += m.expert_bytes;
     matrices.push_back(
         {name, m.il, (moegguf_kind)m.kind, type, m.n_expert, m.ne0, m.ne1, m.shard, m.offset, m.expert_bytes});
-}
-
-void Layout::number_slots() {
-    uint64_t unit[MOEGGUF_MAX_KINDS] = {64, 64, 64, 64};
-    for (const Matrix & m : matrices) {
-        unit[m.kind] = std::lcm(unit[m.kind], (uint64_t)ggml_type_size(m.type));
-    }
-    for (const Matrix & m : matrices) {
-        stride[m.kind] = std::max(stride[m.kind], round_up(m.expert_bytes, unit[m.kind]));
-    }
-    resident = n_slots >= n_experts;
-    n_slots = std::min(n_slots, n_experts);
-    int first = 0;
-    for (Layer & layer : layers) {
-        layer.first_slot = resident ? first : 0;
-        layer.n_slots = resident ? layer.n_expert : n_slots;
-        first += layer.n_expert;
-    }
-}
-
-uint64_t Layout::slot_bytes() const {
-    return std::accumulate(stride, stride + MOEGGUF_MAX_KINDS, uint64_t(0));
 }
 
 } // namespace moegguf

@@ -1,4 +1,4 @@
-// layout.h: where each expert lies in the file and in the pool's numbering. Plain data, no I/O.
+// layout.h: where each expert lies in the file, and what a slot has to hold. Immutable plain data, no I/O.
 #pragma once
 
 #include "moegguf.h"
@@ -34,32 +34,44 @@ struct Layer {
     int n_expert_used = 0;
     int matrix[MOEGGUF_MAX_KINDS] = {-1, -1, -1, -1}; // index into matrices
     uint8_t chunks = 0;                               // bit per kind present
-    int first_slot = 0;                               // this layer's window of the arenas
-    int n_slots = 0;
-    uint64_t expert_bytes = 0; // over all kinds
+};
+
+// From one slot to the next in the arena of each kind: the largest expert of that kind, rounded up to a multiple of
+// every block size used there.
+struct Strides {
+    // CUDA kernels read up to this far past the last row of a matrix; what they find must be finite.
+    static constexpr uint64_t guard_bytes = 4096;
+
+    uint64_t of_kind[MOEGGUF_MAX_KINDS] = {}; // 0: no such matrices
+
+    Strides(const moegguf_matrix * matrices, int n); // Throws Error(INVALID) for a kind or type that does not exist.
+
+    uint64_t slot_bytes() const;
+    uint64_t arena_bytes(int kind, int n_slots) const { return of_kind[kind] * n_slots + guard_bytes; }
+    uint64_t pool_bytes(int n_slots) const; // all arenas, guards included
 };
 
 struct Layout {
     std::vector<Matrix> matrices;
     std::vector<Layer> layers;
     std::vector<std::string> shards;
+    Strides strides;
     int n_expert_max = 0;
     int n_experts = 0; // over all layers
     int n_moe_layers = 0;
     int token_cycle = 0; // slots one token touches
-    uint64_t stride[MOEGGUF_MAX_KINDS] = {};
-    int n_slots = 0;
-    bool resident = false;
+    int n_used_max = 0;  // the most experts that a token uses in a layer
 
     // Throws Error(INVALID) on any inconsistency.
     explicit Layout(const moegguf_config & config);
 
-    uint64_t slot_bytes() const;
+    bool has_experts(int il) const { return il >= 0 && il < (int)layers.size() && layers[il].n_expert > 0; }
+    bool has_expert(int il, int expert) const { return has_experts(il) && expert >= 0 && expert < layers[il].n_expert; }
     int key(int il, int expert) const { return il * n_expert_max + expert; }
+    size_t n_keys() const { return layers.size() * n_expert_max; }
 
   private:
     void add(const moegguf_matrix & m);
-    void number_slots();
 };
 
 } // namespace moegguf

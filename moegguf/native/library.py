@@ -29,8 +29,7 @@ from moegguf.errors import (
     OptionError,
 )
 
-ABI_VERSION = 3
-MAX_RATES = 4
+ABI_VERSION = 4
 SPIN_COUNT = 20000  # a good part of a millisecond; 1000 costs a fifth of a small model's speed, 300000 is GNU's default
 
 OK, INVALID, MEMORY, IO, CANCELLED, FORKED, ROUTING, SLOTS = range(8)
@@ -93,8 +92,8 @@ class Counters(c.Structure):
     _fields_ = [
         (name, c.c_uint64)
         for name in (
-            "passes tokens gates lookups hits_ready hits_late misses evictions bytes_missed bytes_prefetched reads"
-            " read_retries read_errors stall_ns hook_ns read_ns upload_ns prefetch_requested prefetch_started"
+            "passes tokens routing_events lookups hits_ready hits_late misses evictions bytes_missed bytes_prefetched"
+            " reads read_retries read_errors stall_ns hook_ns read_ns upload_ns prefetch_requested prefetch_started"
             " prefetch_useful prefetch_wasted prefetch_dropped events_dropped slots_used slots_pinned chunks_reading"
             " queue_needed queue_wanted sim_clock_ns"
         ).split()
@@ -128,8 +127,8 @@ class TokensEvent(c.Structure):
     ]
 
 
-class GateEvent(c.Structure):
-    """struct moegguf_gate_event: its arrays are valid during the callback only."""
+class RoutingEventStruct(c.Structure):
+    """struct moegguf_routing_event: its arrays are valid during the callback only."""
 
     _fields_ = [
         ("pass_", c.c_uint64),
@@ -161,7 +160,7 @@ class ResidencyEvent(c.Structure):
 
 
 TOKENS_CALLBACK = c.CFUNCTYPE(None, c.c_void_p, c.POINTER(TokensEvent))
-GATE_CALLBACK = c.CFUNCTYPE(None, c.c_void_p, c.POINTER(GateEvent))
+ROUTING_CALLBACK = c.CFUNCTYPE(None, c.c_void_p, c.POINTER(RoutingEventStruct))
 RESIDENCY_CALLBACK = c.CFUNCTYPE(None, c.c_void_p, c.POINTER(ResidencyEvent))
 
 
@@ -172,21 +171,44 @@ class Listener(c.Structure):
         ("flags", c.c_uint32),
         ("max_input_tokens", c.c_int32),
         ("on_tokens", TOKENS_CALLBACK),
-        ("on_gate", GATE_CALLBACK),
+        ("on_routing", ROUTING_CALLBACK),
         ("on_residency", RESIDENCY_CALLBACK),
         ("user", c.c_void_p),
     ]
 
 
-class Rates(c.Structure):
-    """struct moegguf_rates: the parameters of the store's own eviction policy."""
+class Parameter(c.Structure):
+    """struct moegguf_parameter: a named row of numbers."""
+
+    _fields_ = [("name", c.c_char_p), ("n", c.c_int32), ("reserved", c.c_int32), ("values", c.POINTER(c.c_float))]
+
+
+class Policy(c.Structure):
+    """struct moegguf_policy: an eviction policy of the store by name."""
 
     _fields_ = [
-        ("n", c.c_int32),
+        ("name", c.c_char_p),
+        ("n_parameters", c.c_int32),
         ("reserved", c.c_int32),
-        ("half_life_tokens", c.c_float * MAX_RATES),
-        ("weight", c.c_float * MAX_RATES),
-        ("phase_weight", c.c_float),
+        ("parameters", c.POINTER(Parameter)),
+    ]
+
+
+class Sizes(c.Structure):
+    """struct moegguf_sizes: what slots take."""
+
+    _fields_ = [
+        ("stride_bytes", c.c_uint64 * len(KIND)),
+        *((name, c.c_uint64) for name in ("slot_bytes", "pool_bytes", "guard_bytes")),
+    ]
+
+
+class Routing(c.Structure):
+    """struct moegguf_routing: routing events to be replayed."""
+
+    _fields_ = [
+        *((name, c.c_int64) for name in ("n_events", "n_ids")),
+        *((name, c.c_void_p) for name in ("il", "n_tokens", "n_expert_used", "expert_ids", "compute_ns")),
     ]
 
 
@@ -203,6 +225,7 @@ class Failure(c.Structure):
 
 
 _STATUS_CALLS: dict[str, list[Any]] = {
+    "moegguf_slot_sizes": [c.POINTER(Matrix), c.c_int32, c.c_int32, c.POINTER(Sizes)],
     "moegguf_store_open": [c.POINTER(Config), c.POINTER(c.c_void_p)],
     "moegguf_store_info": [c.c_void_p, c.POINTER(PoolInfo)],
     "moegguf_store_counters": [c.c_void_p, c.POINTER(Counters)],
@@ -210,7 +233,7 @@ _STATUS_CALLS: dict[str, list[Any]] = {
     "moegguf_store_activity": [c.c_void_p, c.c_void_p, c.c_void_p, c.c_size_t],
     "moegguf_store_watch": [c.c_void_p, c.c_int],
     "moegguf_store_set_scores": [c.c_void_p, c.c_void_p, c.c_size_t],
-    "moegguf_store_set_rates": [c.c_void_p, c.POINTER(Rates)],
+    "moegguf_store_set_policy": [c.c_void_p, c.POINTER(Policy)],
     "moegguf_store_prefetch": [c.c_void_p, c.c_void_p, c.c_void_p, c.c_size_t],
     "moegguf_store_listen": [c.c_void_p, c.POINTER(Listener)],
     "moegguf_store_cancel": [c.c_void_p, c.c_int],
@@ -228,13 +251,15 @@ _STATUS_CALLS: dict[str, list[Any]] = {
         *(c.c_void_p, c.c_void_p, c.c_void_p, c.c_void_p),
     ],
     "moegguf_lane_open": [c.c_void_p, c.POINTER(c.c_void_p)],
-    "moegguf_lane_gate": [c.c_void_p, c.c_int32, c.c_void_p, c.c_int32, c.c_int32, c.c_void_p],
+    "moegguf_lane_acquire": [c.c_void_p, c.c_int32, c.c_void_p, c.c_int32, c.c_int32, c.c_void_p],
+    "moegguf_lane_replay": [c.c_void_p, c.POINTER(Routing), c.POINTER(c.c_int64)],
     "moegguf_lane_announce": [c.c_void_p, c.c_int32, c.c_int32, c.c_void_p, c.c_int32],
     "moegguf_lane_failure": [c.c_void_p, c.POINTER(Failure), c.c_int],
 }
 
 _PLAIN_CALLS: dict[str, tuple[object, list[type]]] = {
     "moegguf_last_error": (c.c_char_p, []),
+    "moegguf_policy_name": (c.c_char_p, [c.c_int32]),
     "moegguf_store_close": (None, [c.c_void_p]),
     "moegguf_store_buft": (c.c_void_p, [c.c_void_p]),
     "moegguf_lane_close": (None, [c.c_void_p]),
@@ -283,7 +308,7 @@ def _short_spins() -> Iterator[None]:
 def load() -> c.CDLL:
     """The native library, loaded once and checked against this file's ABI.
 
-    Raises LibraryError when it is missing or speaks another ABI.
+    Raises LibraryError when it is missing or has another ABI.
     """
     folder = find_library()
     try:
@@ -296,7 +321,7 @@ def load() -> c.CDLL:
     library.moegguf_abi_version.restype = c.c_uint32
     found = library.moegguf_abi_version()
     if found != ABI_VERSION:
-        raise LibraryError(f"the native library speaks ABI {found}, this package ABI {ABI_VERSION}; build it again.")
+        raise LibraryError(f"the native library has ABI {found}, this package needs ABI {ABI_VERSION}; build it again.")
     for name, (result, arguments) in _PLAIN_CALLS.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments

@@ -1,7 +1,7 @@
 """A matrix of signed bytes times a vector: what predictors of a few million weights compute with.
 
 float32 weights are read from memory at every call, four bytes each; signed bytes take a quarter. The kernel is in
-`matvec.cpp`; without the native library numpy computes the same sums in float32.
+`predictors/matvec.cpp`; without the native library numpy computes the same sums in float32.
 """
 
 from __future__ import annotations

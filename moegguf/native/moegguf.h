@@ -12,17 +12,24 @@
 //   equal expert ids. Otherwise all layers share one window of all slots.
 //
 // Ordering
-//   1. A lane (one llama_context) enters a gate: its earlier pins go, needed experts are pinned, and only then
-//      may victims be chosen. A pinned slot is never given away.
-//   2. A slot's chunk (one matrix) is READY only after its bytes were written under the slot's generation; every
-//      change of owner bumps the generation, so a late reader can neither publish nor overwrite.
-//   3. The compute thread multiplies from a slot only after seeing its chunk READY under the store's lock.
+//   1. At a routing event a lane (one llama_context) unpins its earlier slots, pins the needed experts that are there,
+//      and only then are victims chosen. A pinned slot keeps its expert, and so does one that is being read.
+//   2. A slot's chunk (one matrix) becomes READY, with a release store, after its bytes were written under the slot's
+//      generation; every change of owner bumps the generation, and happens under the store's lock.
+//   3. The compute thread multiplies from a slot only after it has pinned it under the store's lock and then seen its
+//      chunk READY with an acquire load. Pins keep what it saw true until its next routing event.
 //
 // Threads
-//   compute thread(s): moegguf_eval, moegguf_abort. Allocation-free once warm; take the store's lock briefly.
+//   compute thread(s): moegguf_eval, moegguf_abort. Allocation-free once warm. Take the store's lock briefly where
+//   slots
+//                      are pinned or waited for; a layer of a resident pool and matrices that are there need none.
 //   reader threads   : pread into staging, write into slots. Never call out.
-//   event thread     : calls the listener's callbacks. The only thread that may enter foreign code.
-//   any thread       : everything else below, unless it says otherwise.
+//   event thread     : calls the listener's callbacks. The only thread that enters foreign code.
+//   any thread       : everything else below, unless it says otherwise. Counters are read without the lock, so figures
+//                      of an event under way may be of before and after it.
+//
+// One lock belongs to the store: residency, numbering, queues and policies are read and changed under it. Atomics of
+// their own: a slot's READY bits, counters, and the switches (cancel, resize, watch, listening).
 //
 // No exception crosses this boundary; calls return a moegguf_status and leave the reason in moegguf_last_error().
 #pragma once
@@ -38,7 +45,7 @@
 extern "C" {
 #endif
 
-#define MOEGGUF_ABI_VERSION 3
+#define MOEGGUF_ABI_VERSION 4
 #define MOEGGUF_MAX_KINDS 4
 #define MOEGGUF_API __attribute__((visibility("default")))
 
@@ -59,7 +66,7 @@ enum moegguf_flag {
     MOEGGUF_REPACK = 1 << 0,   // slots in the CPU's interleaved layout where its kernels support the type
     MOEGGUF_DIRECT = 1 << 1,   // O_DIRECT where the file system proves it reads the same bytes
     MOEGGUF_CHUNKED = 1 << 2,  // a prefetch goes matrix by matrix, so that a miss waits for one at most
-    MOEGGUF_PREEMPT = 1 << 3,  // a gate drops the prefetches of its layer that were not needed
+    MOEGGUF_PREEMPT = 1 << 3,  // a routing event drops the prefetches of its layer that were not needed
     MOEGGUF_OVERLAP = 1 << 4,  // down matrices arrive while gate and up compute
     MOEGGUF_SWEEP = 1 << 5,    // a prompt's pass fetches the next layer while this one computes
     MOEGGUF_FILL = 1 << 6,     // when resident: read every expert in the background
@@ -103,14 +110,14 @@ struct moegguf_config {
 struct moegguf_counters {
     uint64_t passes;
     uint64_t tokens; // tokens of all passes
-    uint64_t gates;
+    uint64_t routing_events;
     uint64_t lookups;
     uint64_t hits_ready; // every matrix was there
     uint64_t hits_late;  // on its way: queued or being read by a prefetch
     uint64_t misses;
     uint64_t evictions;
     uint64_t bytes_missed;     // read because a pass needed them
-    uint64_t bytes_prefetched; // read because somebody asked early
+    uint64_t bytes_prefetched; // read because of a prefetch request
     uint64_t reads;
     uint64_t read_retries;
     uint64_t read_errors;
@@ -122,7 +129,7 @@ struct moegguf_counters {
     uint64_t prefetch_started;
     uint64_t prefetch_useful;  // prefetched and then looked up before eviction
     uint64_t prefetch_wasted;  // prefetched and evicted unused
-    uint64_t prefetch_dropped; // never started: stale, resident already, no room
+    uint64_t prefetch_dropped; // never started: stale, resident already, no free space
     uint64_t events_dropped;   // the listener was too slow
     // gauges
     uint64_t slots_used;
@@ -149,16 +156,40 @@ struct moegguf_pool_info {
 
 enum moegguf_phase { MOEGGUF_PREFILL = 0, MOEGGUF_DECODE = 1 };
 
-// How passes of one token order eviction where no score table is in force: out goes the expert expected to be used
-// again last. Of tokens passing its layer, a part p = sum(weight * average use) uses it; that is 1 / p - 1 passes from
-// its next turn, and phase_weight scales the part of a pass until that turn. Passes of more tokens are left to LRU and
-// the sweep, but count. Nothing is counted while every expert has a slot.
-struct moegguf_rates {
-    int32_t n; // averages, 1 to 4
+// An eviction policy by name, and its parameters; those left out have defaults. Which there are is said by
+// moegguf_policy_name and, in moegguf/native/policies, by each policy's own file.
+struct moegguf_parameter {
+    const char * name;
+    int32_t n;
     int32_t reserved;
-    float half_life_tokens[4]; // above 0: how fast each fades
-    float weight[4];           // 0 or more, not all 0
-    float phase_weight;        // 0 or more
+    const float * values; // [n]
+};
+
+struct moegguf_policy {
+    const char * name;
+    int32_t n_parameters;
+    int32_t reserved;
+    const struct moegguf_parameter * parameters; // [n_parameters]
+};
+
+// What slots take. Every arena has a guard behind its last slot.
+struct moegguf_sizes {
+    uint64_t stride_bytes[MOEGGUF_MAX_KINDS]; // from slot to slot in the arena of a kind; 0: no such matrices
+    uint64_t slot_bytes;                      // one expert over all arenas
+    uint64_t pool_bytes;                      // all arenas, guards included
+    uint64_t guard_bytes;                     // of all arenas together
+};
+
+// Routing events to be replayed one after another. Their expert ids lie one after another, [n_tokens][n_expert_used]
+// of each.
+struct moegguf_routing {
+    int64_t n_events;
+    int64_t n_ids;                 // of all events
+    const int32_t * il;            // [n_events]
+    const int32_t * n_tokens;      // [n_events]
+    const int32_t * n_expert_used; // [n_events]
+    const int32_t * expert_ids;    // [n_ids]
+    const uint64_t * compute_ns;   // [n_events], modelled time that passes after each; NULL: none
 };
 
 // Tokens about to be evaluated, as announced. Pointers in events are valid during the callback only.
@@ -171,7 +202,7 @@ struct moegguf_tokens_event {
 };
 
 // What the router chose at one layer in one pass.
-struct moegguf_gate_event {
+struct moegguf_routing_event {
     uint64_t pass;
     uint64_t time_ns;
     int32_t lane;
@@ -198,8 +229,8 @@ struct moegguf_residency_event {
 enum moegguf_listen_flag {
     MOEGGUF_LISTEN_WEIGHTS = 1 << 0,
     MOEGGUF_LISTEN_INPUTS = 1 << 1,
-    MOEGGUF_LISTEN_EVERYTHING = 1 << 2, // a compute thread waits for room instead of dropping events
-    MOEGGUF_LISTEN_LOCKSTEP = 1 << 3,   // a gate waits until every earlier event was heard: slow, and reproducible
+    MOEGGUF_LISTEN_EVERYTHING = 1 << 2, // a compute thread waits for free space instead of dropping events
+    MOEGGUF_LISTEN_LOCKSTEP = 1 << 3,   // acquire waits until every earlier event was delivered: slow, and reproducible
     MOEGGUF_LISTEN_LAZY = 1 << 4,       // many events at a time, some ms late: the listener's thread rarely wakes
 };
 
@@ -207,7 +238,7 @@ struct moegguf_listener { // callbacks may be NULL: nothing is kept for them
     uint32_t flags;
     int32_t max_input_tokens; // passes with more tokens come without inputs
     void (*on_tokens)(void * user, const struct moegguf_tokens_event * event);
-    void (*on_gate)(void * user, const struct moegguf_gate_event * event);
+    void (*on_routing)(void * user, const struct moegguf_routing_event * event);
     void (*on_residency)(void * user, const struct moegguf_residency_event * event);
     void * user;
 };
@@ -226,6 +257,10 @@ typedef struct moegguf_lane moegguf_lane;
 MOEGGUF_API uint32_t moegguf_abi_version(void);
 MOEGGUF_API const char * moegguf_last_error(void); // of this thread
 
+// The strides that a store with these matrices lays its slots out with. Needs no store; any thread.
+MOEGGUF_API int moegguf_slot_sizes(const struct moegguf_matrix * matrices, int32_t n_matrices, int32_t n_slots,
+                                   struct moegguf_sizes * sizes);
+
 // Store. close joins the threads and frees the pool; contexts and models that use it must be gone by then.
 MOEGGUF_API int moegguf_store_open(const struct moegguf_config * config, moegguf_store ** store);
 MOEGGUF_API void moegguf_store_close(moegguf_store * store);
@@ -234,14 +269,16 @@ MOEGGUF_API int moegguf_store_info(moegguf_store * store, struct moegguf_pool_in
 MOEGGUF_API int moegguf_store_counters(moegguf_store * store, struct moegguf_counters * counters);
 MOEGGUF_API int moegguf_store_residency(moegguf_store * store, uint8_t * map,
                                         size_t n); // [n_layer][max n_expert]: 0 absent, 1 coming, 2 there
-// How often each expert was looked up and given a slot since open, [n_layer][max n_expert]. Look-ups of a resident
-// pool's idle gates are known only while watched, which costs the gates their short cut.
+// How often each expert was looked up and given a slot since open, [n_layer][max n_expert]. Look-ups of single
+// tokens in a resident pool are known only while watched, which costs them their short cut.
 MOEGGUF_API int moegguf_store_activity(moegguf_store * store, uint32_t * uses, uint32_t * loads, size_t n);
 MOEGGUF_API int moegguf_store_watch(moegguf_store * store, int on);
-MOEGGUF_API int moegguf_store_set_scores(moegguf_store * store, const float * scores,
-                                         size_t n); // [n_layer][max n_expert]; NULL: rates, or plain LRU
-MOEGGUF_API int moegguf_store_set_rates(moegguf_store * store,
-                                        const struct moegguf_rates * rates); // starts averages; NULL: plain LRU
+// The policy starts with what it knows of nothing; NULL: "lru". Passes of more tokens may be left to recency.
+MOEGGUF_API int moegguf_store_set_policy(moegguf_store * store, const struct moegguf_policy * policy);
+MOEGGUF_API const char * moegguf_policy_name(int32_t index); // NULL behind the last one
+// Feeds the policy "scores", which comes before the chosen one while a table is set: [n_layer][max n_expert], the
+// lowest is evicted first; NULL: back to the chosen one.
+MOEGGUF_API int moegguf_store_set_scores(moegguf_store * store, const float * scores, size_t n);
 MOEGGUF_API int moegguf_store_prefetch(moegguf_store * store, const int32_t * il, const int32_t * experts, size_t n);
 MOEGGUF_API int moegguf_store_listen(
     moegguf_store * store, const struct moegguf_listener * listener); // NULL: stop; returns after the last callback
@@ -256,11 +293,13 @@ MOEGGUF_API int moegguf_store_probe(moegguf_store * store, double seconds,
                                     double * bytes_per_s);                     // what these readers reach on this file
 MOEGGUF_API int moegguf_store_sim_advance(moegguf_store * store, uint64_t ns); // simulation: compute time passes
 
-// Lanes. gate does what the hook does with ids already in hand: simulation and tests.
+// Lanes. acquire does what the hook does with ids already in hand: simulation and tests. replay does so for many
+// events; it ends at the first that fails, with its status, and n_done counts events with that one.
 MOEGGUF_API int moegguf_lane_open(moegguf_store * store, moegguf_lane ** lane);
 MOEGGUF_API void moegguf_lane_close(moegguf_lane * lane);
-MOEGGUF_API int moegguf_lane_gate(moegguf_lane * lane, int32_t il, const int32_t * expert_ids, int32_t n_expert_used,
-                                  int32_t n_tokens, int32_t * slot_ids);
+MOEGGUF_API int moegguf_lane_acquire(moegguf_lane * lane, int32_t il, const int32_t * expert_ids, int32_t n_expert_used,
+                                     int32_t n_tokens, int32_t * slot_ids);
+MOEGGUF_API int moegguf_lane_replay(moegguf_lane * lane, const struct moegguf_routing * routing, int64_t * n_done);
 MOEGGUF_API int moegguf_lane_announce(moegguf_lane * lane, int32_t sequence, int32_t phase, const int32_t * tokens,
                                       int32_t n_tokens); // before they are evaluated; n_tokens 0: nothing is known
 MOEGGUF_API int moegguf_lane_failure(moegguf_lane * lane, struct moegguf_failure * failure, int clear);

@@ -1,6 +1,6 @@
 """The query of an EAM collection: which of many remembered requests resemble the rows of a pass seen so far.
 
-The kernel is in `nearest.cpp`; without the native library numpy does the same, a few times slower.
+The kernel is in `predictors/nearest.cpp`; without the native library numpy does the same, a few times slower.
 """
 
 from __future__ import annotations

@@ -12,9 +12,6 @@
 namespace moegguf {
 namespace {
 
-// CUDA kernels read up to this far past the last row of a matrix; what they find must be finite.
-constexpr uint64_t guard_bytes = 4096;
-
 ggml_backend_dev_t find_device(const char * name) {
     ggml_backend_dev_t device =
         name ? ggml_backend_dev_by_name(name) : ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
@@ -62,21 +59,22 @@ uint64_t piece_bytes(const Matrix & m) {
     return std::max<uint64_t>(1, target / (row_bytes * group)) * row_bytes * group;
 }
 
-Pool::Pool(const Layout & layout, const char * device, bool repack) : device_(find_device(device)) {
+Pool::Pool(const Layout & layout, const Numbering & numbering, const char * device, bool repack)
+    : device_(find_device(device)),
+      strides_(layout.strides) {
     const size_t n = layout.matrices.size();
-    std::copy(std::begin(layout.stride), std::end(layout.stride), stride_);
     context_ = tensor_context(2 * n);
     interleaved_.assign(n, nullptr);
     repacked_.assign(n, false);
     for (size_t i = 0; repack && i < n; i++) {
         const Matrix & m = layout.matrices[i];
-        interleaved_[i] = interleaved_buft(m, layout.layers[m.il].n_slots);
+        interleaved_[i] = interleaved_buft(m, numbering.window(m.il).n_slots);
         repacked_[i] = interleaved_[i] != nullptr;
     }
-    allocate(layout, ggml_backend_dev_buffer_type(device_));
+    allocate(layout, numbering.n_slots(), ggml_backend_dev_buffer_type(device_));
     for (size_t i = 0; i < n; i++) {
         kind_.push_back(layout.matrices[i].kind);
-        make_tensor(layout, (int)i);
+        make_tensor(layout.matrices[i], (int)i, numbering.window(layout.matrices[i].il));
     }
 }
 
@@ -98,9 +96,9 @@ ggml_backend_buffer_type_t Pool::interleaved_buft(const Matrix & m, int n_slots)
     return nullptr;
 }
 
-void Pool::allocate(const Layout & layout, ggml_backend_buffer_type_t plain) {
+void Pool::allocate(const Layout & layout, int n_slots, ggml_backend_buffer_type_t plain) {
     for (int kind = 0; kind < MOEGGUF_MAX_KINDS; kind++) {
-        if (stride_[kind] == 0) {
+        if (strides_.of_kind[kind] == 0) {
             continue;
         }
         ggml_backend_buffer_type_t buft = plain;
@@ -110,7 +108,7 @@ void Pool::allocate(const Layout & layout, ggml_backend_buffer_type_t plain) {
             }
         }
         Arena & arena = arenas_[kind];
-        const uint64_t n = stride_[kind] * layout.n_slots + guard_bytes;
+        const uint64_t n = strides_.arena_bytes(kind, n_slots);
         if (!fault(MOEGGUF_FAULT_ALLOC)) {
             arena.memory.reset(ggml_backend_buft_alloc_buffer(buft, n));
         }
@@ -131,18 +129,17 @@ void Pool::allocate(const Layout & layout, ggml_backend_buffer_type_t plain) {
     }
 }
 
-void Pool::make_tensor(const Layout & layout, int matrix) {
-    const Matrix & m = layout.matrices[matrix];
-    const Layer & layer = layout.layers[m.il];
+void Pool::make_tensor(const Matrix & m, int matrix, Window window) {
     Arena & arena = arenas_[m.kind];
     ggml_backend_buffer_t buffer = arena.alias && !interleaved_[matrix] ? arena.alias.get() : arena.memory.get();
 
-    ggml_tensor * pool = expert_tensor(context_.get(), m, layer.n_slots, stride_[m.kind]);
+    ggml_tensor * pool = expert_tensor(context_.get(), m, window.n_slots, strides_.of_kind[m.kind]);
     ggml_format_name(pool, "pool.%s", m.name.c_str());
     ggml_tensor * slot = ggml_new_tensor_3d(context_.get(), m.type, m.ne0, m.ne1, 1);
-    const bool ok = ggml_backend_tensor_alloc(buffer, pool, arena.base + layer.first_slot * stride_[m.kind]) ==
-                        GGML_STATUS_SUCCESS &&
-                    ggml_backend_tensor_alloc(buffer, slot, arena.base) == GGML_STATUS_SUCCESS;
+    const bool ok =
+        ggml_backend_tensor_alloc(buffer, pool, arena.base + window.first_slot * strides_.of_kind[m.kind]) ==
+            GGML_STATUS_SUCCESS &&
+        ggml_backend_tensor_alloc(buffer, slot, arena.base) == GGML_STATUS_SUCCESS;
     if (!ok) {
         throw Error(MOEGGUF_MEMORY, "the device cannot describe the slots of '" + m.name + "'");
     }
@@ -163,13 +160,13 @@ void Pool::write(int matrix, int slot, int64_t row, int64_t n_rows, const void *
     piece.ne[1] = n_rows;
     piece.nb[2] = piece.nb[1] * n_rows;
     piece.nb[3] = piece.nb[2];
-    piece.data = arenas_[kind_[matrix]].base + slot * stride_[kind_[matrix]] + row * piece.nb[1];
+    piece.data = arenas_[kind_[matrix]].base + slot * strides_.of_kind[kind_[matrix]] + row * piece.nb[1];
     ggml_backend_tensor_set(&piece, data, 0, ggml_nbytes(&piece));
 }
 
 void Pool::read(int matrix, int slot, void * out) const {
     ggml_tensor view = *slot_[matrix];
-    view.data = arenas_[kind_[matrix]].base + slot * stride_[kind_[matrix]];
+    view.data = arenas_[kind_[matrix]].base + slot * strides_.of_kind[kind_[matrix]];
     ggml_backend_tensor_get(&view, out, 0, ggml_nbytes(&view));
 }
 
@@ -179,8 +176,8 @@ void Pool::release(int first, int last) const {
     }
     const uint64_t page = (uint64_t)sysconf(_SC_PAGESIZE);
     for (int kind = 0; kind < MOEGGUF_MAX_KINDS; kind++) {
-        const uint64_t begin = ((uint64_t)arenas_[kind].base + first * stride_[kind] + page - 1) / page * page;
-        const uint64_t end = ((uint64_t)arenas_[kind].base + last * stride_[kind]) / page * page;
+        const uint64_t begin = ((uint64_t)arenas_[kind].base + first * strides_.of_kind[kind] + page - 1) / page * page;
+        const uint64_t end = ((uint64_t)arenas_[kind].base + last * strides_.of_kind[kind]) / page * page;
         if (arenas_[kind].base && begin < end) {
             madvise((void *)begin, end - begin, MADV_DONTNEED);
         }

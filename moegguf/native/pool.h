@@ -1,7 +1,7 @@
 // pool.h: fast memory for experts on one ggml device, and the tensors that llama.cpp multiplies with.
 #pragma once
 
-#include "layout.h"
+#include "numbering.h"
 
 #include "ggml-cpp.h"
 
@@ -14,7 +14,7 @@ uint64_t piece_bytes(const Matrix & m);
 class Pool {
   public:
     // Allocates every arena. Throws Error(MEMORY) when the device refuses, Error(INVALID) for an unknown device.
-    Pool(const Layout & layout, const char * device, bool repack);
+    Pool(const Layout & layout, const Numbering & numbering, const char * device, bool repack);
 
     ggml_tensor * tensor(int matrix) const { return tensors_[matrix]; }
 
@@ -41,15 +41,15 @@ class Pool {
         uint8_t * base = nullptr;
     };
 
-    void allocate(const Layout & layout, ggml_backend_buffer_type_t plain);
-    void make_tensor(const Layout & layout, int matrix);
+    void allocate(const Layout & layout, int n_slots, ggml_backend_buffer_type_t plain);
+    void make_tensor(const Matrix & m, int matrix, Window window);
     ggml_backend_buffer_type_t interleaved_buft(const Matrix & m, int n_slots) const;
 
     ggml_backend_dev_t device_ = nullptr;
     std::vector<ggml_backend_buffer_type_t> interleaved_; // per matrix; nullptr: plain
     std::vector<bool> repacked_;
     Arena arenas_[MOEGGUF_MAX_KINDS];
-    uint64_t stride_[MOEGGUF_MAX_KINDS] = {};
+    const Strides strides_;
     ggml_context_ptr context_;
     std::vector<ggml_tensor *> tensors_; // [n_matrices], what llama.cpp multiplies with
     std::vector<ggml_tensor *> slot_;    // [n_matrices], a template: one expert in slot 0

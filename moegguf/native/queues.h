@@ -1,4 +1,4 @@
-// queues.h: what readers do next. Needed before wanted; a chunk is one matrix of one expert.
+// queues.h: transfers to be made, as data. Demand before prefetch; a chunk is one matrix of one expert.
 #pragma once
 
 #include "layout.h"
@@ -60,15 +60,28 @@ class Ring {
     size_t size_ = 0;
 };
 
-struct Job {
+// Disk is where every expert has its place: the shards of the GGUF. The others have slots.
+enum class TierId : uint8_t { disk, ram };
+
+// Where an expert is: in a slot while the slot's generation holds. On disk the layout knows, and slot is -1.
+struct Place {
+    TierId tier = TierId::disk;
     int slot = -1;
     uint32_t generation = 0;
-    uint8_t kinds = 0; // bits of the matrices to read, one unless chunking is off
-    bool needed = false;
-    uint32_t claims = 0; // of the slot, when this was queued
 };
 
-struct Wish {
+struct Job {
+    Place source;
+    Place destination;
+    int il = -1;
+    int expert = -1;
+    uint8_t kinds = 0;   // bits of the matrices to move, one unless chunking is off
+    bool demand = false; // a routing event needs it; a prefetch otherwise
+    uint32_t claims = 0; // of the destination, when this was queued
+};
+
+// An expert asked for early, which has no slot yet.
+struct PrefetchRequest {
     int il;
     int expert;
 };

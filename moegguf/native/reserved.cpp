@@ -36,7 +36,7 @@ void * get_base(ggml_backend_buffer_t buffer) {
     return ((Range *)buffer->context)->address;
 }
 
-// Whoever asks for the bytes of a reserved tensor (saving a model, say) gets zeros, not a fault.
+// Reading a reserved tensor (to save a model, say) gives zeros, not a fault.
 void memset_tensor(ggml_backend_buffer_t, ggml_tensor *, uint8_t, size_t, size_t) {
 }
 

@@ -1,36 +1,45 @@
 #include "residency.h"
 
 #include <algorithm>
-#include <cmath>
-#include <limits>
 
 namespace moegguf {
 
-// The smallest rank goes first: worth, then distance of the next use, then age.
+// The smallest rank goes first: score, then distance of the next use in a sweep, then age.
 struct Residency::Rank {
-    float worth;
-    int nearness;
+    float score;
+    int turn;
     uint64_t last_use;
 
-    bool operator<(const Rank & other) const {
-        if (worth != other.worth) {
-            return worth < other.worth;
+    bool before(const Rank & other) const {
+        if (score != other.score) {
+            return score < other.score;
         }
-        return nearness != other.nearness ? nearness < other.nearness : last_use < other.last_use;
+        return turn != other.turn ? turn < other.turn : last_use < other.last_use;
     }
 };
 
-Residency::Residency(const Layout & layout)
+Residency::Residency(const Layout & layout, const Numbering & numbering, Counters & counters)
     : layout_(layout),
-      slots_(layout.n_slots),
-      slot_of_(layout.layers.size() * layout.n_expert_max, -1),
+      numbering_(numbering),
+      counters_(counters),
+      slots_(numbering.n_slots()),
+      state_(numbering.n_slots()),
+      slot_of_(layout.n_keys(), -1),
       count_(layout.layers.size(), 0),
       floor_(layout.layers.size(), 0),
-      uses_(slot_of_.size(), 0),
-      loads_(slot_of_.size(), 0),
-      rates_(layout),
-      n_usable_(layout.n_slots),
-      resident_(layout.resident) {
+      uses_(layout.n_keys(), 0),
+      loads_(layout.n_keys(), 0),
+      free_(numbering.n_slots()),
+      order_(layout, numbering.n_slots()),
+      policy_(make_policy(layout, {"lru", 0, 0, nullptr})),
+      scores_(layout),
+      n_usable_(numbering.n_slots()) {
+    for (int il = 0; il < (int)layout.layers.size(); il++) {
+        if (layout.layers[il].n_expert > 0) {
+            moe_layers_.push_back(il);
+        }
+    }
+    order_.set_policy(policy_.get());
     set_floors();
 }
 
@@ -41,66 +50,86 @@ void Residency::set_floors() {
     if (n_usable_ >= layout_.token_cycle) {
         return;
     }
-    int widest = 0;
-    for (const Layer & layer : layout_.layers) {
-        widest = std::max(widest, layer.n_expert_used);
-    }
-    int to_share = std::max(0, n_usable_ - widest);
+    int to_share = std::max(0, n_usable_ - layout_.n_used_max);
     int layers = layout_.n_moe_layers;
-    for (size_t il = 0; il < floor_.size(); il++) {
-        if (layout_.layers[il].n_expert > 0) {
-            floor_[il] = to_share / layers; // earlier layers get the smaller share, the rest goes to later ones
-            to_share -= floor_[il];
-            layers -= 1;
-        }
+    for (int il : moe_layers_) {
+        floor_[il] = to_share / layers; // earlier layers get the smaller share, the rest goes to later ones
+        to_share -= floor_[il];
+        layers -= 1;
     }
 }
 
-bool Residency::takeable(const Slot & slot) const {
-    return slot.pins == 0 && slot.reading == 0;
+void Residency::set_failed(int s, bool failed) {
+    if (failed) {
+        state_[s].fetch_or(failed_bit, std::memory_order_release);
+    } else {
+        state_[s].fetch_and(uint8_t(~failed_bit), std::memory_order_relaxed);
+    }
 }
 
-// In a sweep every layer will be needed again in order, so the layer that was just computed is needed last.
-Residency::Rank Residency::rank(const Slot & slot, Moment now) const {
+bool Residency::takeable(int s) const {
+    const Slot & slot = slots_[s];
+    return slot.il >= 0 && slot.pins == 0 && slot.reading == 0 && s < n_usable_;
+}
+
+void Residency::place(int s) {
+    if (takeable(s) == order_.contains(s)) {
+        return;
+    }
+    const Slot & slot = slots_[s];
+    if (order_.contains(s)) {
+        order_.remove(s);
+    } else {
+        order_.insert(s, slot.il, slot.expert, slot.last_use);
+    }
+}
+
+// One candidate per layer. Layers at their floor give nothing while another one has something to give. In a sweep every
+// layer will be needed again in order, so the layer that was just computed is needed last.
+int Residency::victim(const Moment & now) {
     const int n_layer = (int)layout_.layers.size();
-    const int distance = (slot.il - now.il + n_layer) % n_layer;
-    return {worth(slot.il, slot.expert, now), now.sweep ? -(distance == 0 ? n_layer : distance) : 0, slot.last_use};
-}
-
-int Residency::lowest(Moment now, bool respect_floors) const {
-    int best = -1;
-    Rank best_rank{};
-    for (int s = 0; s < n_usable_; s++) {
-        const Slot & slot = slots_[s];
-        if (!takeable(slot)) {
+    EvictionPolicy & policy = this->policy();
+    const bool ordered = policy.orders(now);
+    int best[2] = {-1, -1}; // of layers at their floor, above it
+    Rank best_rank[2] = {};
+    for (int il : moe_layers_) {
+        int s = order_.least_recent(il);
+        if (s < 0) {
             continue;
         }
-        if (slot.il < 0) {
-            return s;
+        Rank rank = {0.0f, 0, order_.last_use(s)};
+        if (ordered) {
+            const EvictionOrder::Lowest lowest = order_.lowest(il);
+            s = lowest.slot;
+            rank = {lowest.score + policy.layer_offset(il, now), 0, lowest.last_use};
         }
-        if (respect_floors && !above_floor(slot)) {
-            continue;
+        if (now.sweep) {
+            const int distance = (il - now.il + n_layer) % n_layer;
+            rank.turn = -(distance == 0 ? n_layer : distance);
         }
-        const Rank r = rank(slot, now);
-        if (best < 0 || r < best_rank) {
-            best = s;
-            best_rank = r;
+        const bool above_floor = count_[il] > floor_[il];
+        if (best[above_floor] < 0 || rank.before(best_rank[above_floor])) {
+            best[above_floor] = s;
+            best_rank[above_floor] = rank;
         }
     }
-    return best;
+    return best[1] >= 0 ? best[1] : best[0];
 }
 
-int Residency::choose(int il, int expert, Moment now, float min_worth) const {
-    if (resident_) {
-        const int s = layout_.layers[il].first_slot + expert;
-        return takeable(slots_[s]) ? s : -1;
+int Residency::choose(int il, int expert, const Moment & now, float score_below) {
+    if (numbering_.resident()) {
+        const int s = numbering_.own_slot(il, expert);
+        return slots_[s].pins == 0 && slots_[s].reading == 0 ? s : -1;
     }
-    int s = lowest(now, true);
-    if (s < 0) {
-        s = lowest(now, false);
+    int s = free_.lowest();
+    if (s >= 0 && s < n_usable_) {
+        return s;
     }
-    const bool worth_it = s < 0 || slots_[s].il < 0 || worth(slots_[s].il, slots_[s].expert, now) < min_worth;
-    return worth_it ? s : -1;
+    s = victim(now);
+    if (s >= 0 && ordered(now) && !(score(slots_[s].il, slots_[s].expert, now) < score_below)) {
+        return -1;
+    }
+    return s;
 }
 
 void Residency::assign(int s, int il, int expert) {
@@ -108,15 +137,17 @@ void Residency::assign(int s, int il, int expert) {
     slot.generation += 1;
     slot.il = il;
     slot.expert = expert;
-    slot.ready = 0;
     slot.queued = 0;
-    slot.failed = false;
     slot.prefetched = false;
+    slot.last_use = ++tick_;
+    state_[s].store(0, std::memory_order_relaxed);
     slot_of_[layout_.key(il, expert)] = s;
     loads_[layout_.key(il, expert)] += 1;
     count_[il] += 1;
-    n_used_ += 1;
-    touch(s);
+    count(counters_.slots_used);
+    free_.remove(s);
+    policy_->on_load(il, expert);
+    place(s);
 }
 
 void Residency::vacate(int s) {
@@ -124,44 +155,84 @@ void Residency::vacate(int s) {
     if (slot.il < 0) {
         return;
     }
+    if (order_.contains(s)) {
+        order_.remove(s);
+    }
+    policy_->on_evict(slot.il, slot.expert);
     slot_of_[layout_.key(slot.il, slot.expert)] = -1;
     count_[slot.il] -= 1;
-    n_used_ -= 1;
+    uncount(counters_.slots_used);
+    free_.add(s);
     slot.generation += 1;
     slot.il = -1;
     slot.expert = -1;
-    slot.ready = 0;
     slot.queued = 0;
     slot.prefetched = false;
+    state_[s].store(0, std::memory_order_relaxed);
 }
 
-void Residency::set_scores(const float * scores, size_t n) {
-    scores_.assign(scores, scores + n);
-    for (float & score : scores_) {
-        if (!std::isfinite(score)) {
-            score = 0.0f;
-        }
+void Residency::pin(int s) {
+    Slot & slot = slots_[s];
+    slot.pins += 1;
+    if (slot.pins == 1) {
+        count(counters_.slots_pinned);
+        place(s);
+    }
+    slot.last_use = ++tick_;
+    policy_->on_use(slot.il, slot.expert);
+}
+
+void Residency::unpin(int s) {
+    Slot & slot = slots_[s];
+    slot.pins -= 1;
+    if (slot.pins == 0) {
+        uncount(counters_.slots_pinned);
+        place(s);
     }
 }
 
-float Residency::worth(int il, int expert, Moment now) const {
-    if (!scores_.empty()) {
-        return scores_[layout_.key(il, expert)];
-    }
-    return now.token && rates_.on() ? rates_.worth(il, expert, now.il) : 0.0f;
+void Residency::begin_read(int s, uint8_t kinds) {
+    slots_[s].queued &= ~kinds;
+    slots_[s].reading |= kinds;
+    place(s);
 }
 
-// With a slot for every expert there is nothing to decide, and idle gates do not even look: averages start when the
+void Residency::end_read(int s, uint8_t kinds) {
+    slots_[s].reading &= ~kinds;
+    place(s);
+}
+
+void Residency::exchange_policy(std::unique_ptr<EvictionPolicy> & policy) {
+    policy_.swap(policy);
+    order_.set_policy(&this->policy());
+}
+
+void Residency::exchange_scores(std::vector<float> & scores) {
+    const bool was_set = scores_.set();
+    scores_.exchange(scores, [this](int il) { order_.scores_changed(il); });
+    if (scores_.set() != was_set) {
+        order_.set_policy(&policy());
+    }
+}
+
+// With a slot for every expert there is nothing to decide, and idle layers do not even count: policies start when the
 // pool shrinks.
-void Residency::count_use(int il, const int32_t * expert_ids, int n_expert_used, int n_tokens) {
-    if (rates_.on() && !resident_) {
-        rates_.count(il, expert_ids, n_expert_used, n_tokens);
+void Residency::on_routing(int il, const int32_t * expert_ids, int n_expert_used, int n_tokens) {
+    if (!numbering_.resident() && policy_->on_routing(il, expert_ids, n_expert_used, n_tokens) && !scores_.set()) {
+        order_.scores_changed(il);
     }
+}
+
+float Residency::score(int il, int expert, const Moment & now) const {
+    return policy().score(il, expert) + policy().layer_offset(il, now);
 }
 
 void Residency::set_usable(int n) {
     n_usable_ = n;
     set_floors();
+    for (int s = 0; s < n_slots(); s++) {
+        place(s);
+    }
 }
 
 } // namespace moegguf

@@ -1,7 +1,13 @@
-// residency.h: who sits in which slot, and who goes next. Bookkeeping only: no threads, no I/O, no locks.
+// residency.h: which expert is in which slot, and which one is evicted next. Bookkeeping only: no threads, no I/O.
 #pragma once
 
-#include "rates.h"
+#include "counters.h"
+#include "eviction_order.h"
+#include "free_slots.h"
+#include "numbering.h"
+#include "policies/score_table.h"
+
+#include <atomic>
 
 namespace moegguf {
 
@@ -10,77 +16,83 @@ struct Slot {
     int expert = -1;
     uint32_t generation = 0; // bumped at every change of owner
     int pins = 0;
-    uint32_t claims = 0; // times a gate has asked for this expert here
-    uint8_t ready = 0;   // a bit per matrix kind
-    uint8_t queued = 0;
+    uint32_t claims = 0; // acquires that asked for this expert here
+    uint8_t queued = 0;  // a bit per matrix kind
     uint8_t reading = 0;
-    bool failed = false;
     bool prefetched = false; // came early and was not looked up since
     uint64_t last_use = 0;
 };
 
-// What a layer being computed means for the order of eviction.
-struct Moment {
-    int il;     // the layer computing now
-    bool sweep; // a prompt's pass, which touches nearly all experts of every layer in order
-    bool token; // a pass of one token
-};
-
+// Everything here belongs to the store's lock, except what says "any thread": a lane reads the state of slots that it
+// has pinned, which keep their owner meanwhile.
 class Residency {
   public:
-    explicit Residency(const Layout & layout);
+    Residency(const Layout & layout, const Numbering & numbering, Counters & counters);
 
     Slot & slot(int s) { return slots_[s]; }
     const Slot & slot(int s) const { return slots_[s]; }
     int n_slots() const { return (int)slots_.size(); }
-    int n_used() const { return n_used_; }
     int n_usable() const { return n_usable_; }
-    bool resident() const { return resident_; }
-
     int find(int il, int expert) const { return slot_of_[layout_.key(il, expert)]; }
 
+    // Which matrices of a slot are there. Any thread: bytes written before publish() are seen after ready().
+    uint8_t ready(int s) const { return state_[s].load(std::memory_order_acquire) & ready_bits; }
+    bool failed(int s) const { return state_[s].load(std::memory_order_acquire) & failed_bit; }
+    bool complete(int s) const { return ready(s) == layout_.layers[slots_[s].il].chunks; }
+    void publish(int s, uint8_t kinds) { state_[s].fetch_or(kinds, std::memory_order_release); }
+    void set_failed(int s, bool failed);
+
     // A free slot or a victim for (il, expert), or -1 when every slot is pinned or being read.
-    // min_worth: only take a victim that is worth less than this.
-    int choose(int il, int expert, Moment now, float min_worth) const;
+    // score_below: only take a victim whose score is less than this.
+    int choose(int il, int expert, const Moment & now, float score_below);
     void assign(int s, int il, int expert);
     void vacate(int s);
-    void touch(int s) { slots_[s].last_use = ++tick_; }
-    void count_look_up(int il, int expert) { uses_[layout_.key(il, expert)] += 1; }
+
+    void pin(int s); // by a look-up or for a miss: the most recent use
+    void unpin(int s);
+    void begin_read(int s, uint8_t kinds);
+    void end_read(int s, uint8_t kinds);
+
     const std::vector<uint32_t> & uses() const { return uses_; }   // [n_layer * n_expert_max] look-ups
     const std::vector<uint32_t> & loads() const { return loads_; } // [n_layer * n_expert_max] slots given
+    void count_look_up(int il, int expert) { uses_[layout_.key(il, expert)] += 1; }
 
-    void set_scores(const float * scores, size_t n);
-    void set_rates(const moegguf_rates * rates) { rates_.set(rates); }
-    void count_use(int il, const int32_t * expert_ids, int n_expert_used, int n_tokens);
+    // `policy` gets the one in force before.
+    void exchange_policy(std::unique_ptr<EvictionPolicy> & policy);
+    void exchange_scores(std::vector<float> & scores); // empty: the policy decides
+    void on_routing(int il, const int32_t * expert_ids, int n_expert_used, int n_tokens);
+    bool ordered(const Moment & now) const { return policy().orders(now); }
+    float score(int il, int expert, const Moment & now) const; // where ordered
 
-    // What decides before recency: the score table, or without one, and while tokens come one by one, the rates.
-    bool judged(Moment now) const { return !scores_.empty() || (now.token && rates_.on()); }
-    float worth(int il, int expert, Moment now) const; // 0 where nothing is judged
-
-    void share_all_slots() { resident_ = false; } // leave the resident numbering
     void set_usable(int n);
 
   private:
     struct Rank;
-    Rank rank(const Slot & slot, Moment now) const;
-    bool takeable(const Slot & slot) const;
-    bool above_floor(const Slot & slot) const { return count_[slot.il] > floor_[slot.il]; }
-    int lowest(Moment now, bool respect_floors) const;
+    static constexpr uint8_t ready_bits = (1 << MOEGGUF_MAX_KINDS) - 1, failed_bit = 1 << 7;
+
+    EvictionPolicy & policy() const { return scores_.set() ? (EvictionPolicy &)scores_ : *policy_; }
+    int victim(const Moment & now);
+    bool takeable(int s) const;
+    void place(int s); // in or out of the order of eviction, as its slot is takeable or not
     void set_floors();
 
     const Layout & layout_;
+    const Numbering & numbering_;
+    Counters & counters_;
     std::vector<Slot> slots_;
-    std::vector<int> slot_of_; // [n_layer * n_expert_max]
-    std::vector<int> count_;   // [n_layer] slots held
-    std::vector<int> floor_;   // [n_layer] slots that other layers may not take
+    std::vector<std::atomic<uint8_t>> state_; // [n_slots] a bit per matrix that is there, and failed_bit
+    std::vector<int> slot_of_;                // [n_layer * n_expert_max]
+    std::vector<int> moe_layers_;             // layers with experts
+    std::vector<int> count_;                  // [n_layer] slots held
+    std::vector<int> floor_;                  // [n_layer] slots that other layers may not take
     std::vector<uint32_t> uses_;
     std::vector<uint32_t> loads_;
-    std::vector<float> scores_;
-    Rates rates_;
+    FreeSlots free_;
+    EvictionOrder order_;
+    std::unique_ptr<EvictionPolicy> policy_;
+    mutable ScoreTable scores_;
     uint64_t tick_ = 0;
-    int n_used_ = 0;
-    int n_usable_ = 0;
-    bool resident_;
+    int n_usable_;
 };
 
 } // namespace moegguf

@@ -1,4 +1,4 @@
-"""The expert store as a Python object: open, ask, close. One method per call of the C ABI, nothing more."""
+"""The expert store as a Python object. One method per call of the C ABI, nothing more."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ import numpy.typing as npt
 from moegguf.errors import CallbackError, ClosedError, OptionError
 from moegguf.gguf.experts import ExpertLayout
 from moegguf.native import library
-from moegguf.native.events import Announcement, EvictionRates, Gate, Int32s, Phase, Residency
+from moegguf.native.events import Announcement, Int32s, Phase, Residency, RoutingEvent
 from moegguf.native.library import check
 
 _PHASES = tuple(Phase)
+UInt64s = npt.NDArray[np.uint64]
 EVERY_PASS = 2**31 - 1
 
 
@@ -25,9 +26,9 @@ class StoreOptions:
     """How the store moves experts. The defaults are what was measured to be best; tests and ablations turn things off.
 
     readers: threads that read the file. repack: slots in the layout of the CPU's fastest kernels. direct: O_DIRECT.
-    chunked: prefetch matrix by matrix. preempt: a gate drops its layer's stale prefetches. overlap: down matrices
-    arrive while gate and up compute. sweep: a prompt's pass fetches the next layer ahead. fill: when every expert has
-    a slot, read them all in the background. device: ggml device of the slots, None for the CPU.
+    chunked: prefetch matrix by matrix. preempt: a routing event drops stale prefetches of its layer. overlap: down
+    matrices arrive while gate and up compute. sweep: a prompt's pass fetches the next layer ahead. fill: when every
+    expert has a slot, read them all in the background. device: ggml device of the slots, None for the CPU.
     """
 
     readers: int = 4
@@ -51,12 +52,12 @@ class StoreOptions:
 
 @dataclass(frozen=True)
 class ListenOptions:
-    """What a listener hears besides expert ids, and what it may cost.
+    """What a listener gets besides expert ids, and what it may cost.
 
     weights, inputs: also the router's weights and input vectors, these for passes of at most `max_input_tokens`.
-    everything: compute threads wait for a slow listener instead of dropping events. lockstep: each gate waits until
-    the listener has heard all earlier ones, so that what it does acts at a fixed place; slow, and reproducible. lazy:
-    many events at a time, up to 0.1 s late, which disturbs the model less.
+    everything: compute threads wait for a slow listener instead of dropping events. lockstep: each routing event waits
+    until all earlier ones were delivered, so that what the listener does acts at a fixed place; slow, and reproducible.
+    lazy: many events at a time, up to 0.1 s late, which disturbs the model less.
     """
 
     weights: bool = False
@@ -83,9 +84,9 @@ def _announcement(event: library.TokensEvent) -> Announcement:
     return Announcement(event.lane, event.sequence, _PHASES[event.phase], tokens)
 
 
-def _gate(event: library.GateEvent) -> Gate:
+def _routing(event: library.RoutingEventStruct) -> RoutingEvent:
     n_tokens, n_used = event.n_tokens, event.n_expert_used
-    return Gate(
+    return RoutingEvent(
         event.pass_, event.time_ns, event.lane, event.sequence, _PHASES[event.phase], event.first_token, event.il,
         _array(event.expert_ids, np.int32, n_tokens, n_used),
         _array(event.weights, np.float32, n_tokens, n_used),
@@ -97,7 +98,16 @@ def _residency(event: library.ResidencyEvent) -> Residency:
     return Residency(event.time_ns, event.il, event.expert, event.slot, bool(event.resident))
 
 
-def _matrices(layout: ExpertLayout) -> Any:
+def policy_names() -> list[str]:
+    """The eviction policies that `Store.set_policy` knows."""
+    names: list[str] = []
+    while name := library.load().moegguf_policy_name(len(names)):
+        names.append(name.decode())
+    return names
+
+
+def matrices_of(layout: ExpertLayout) -> Any:
+    """Every expert matrix as an array of struct moegguf_matrix."""
     rows = [
         library.Matrix(
             m.name.encode(), m.il, library.KIND[m.kind], m.ggml_type, m.n_expert, m.ne0, m.ne1, m.shard, 0, m.offset,
@@ -124,7 +134,7 @@ class Store:
         self.layout = layout
         self.options = options
         used = {layer.il: layer.n_expert_used for layer in layout.layers}
-        matrices, paths = _matrices(layout), [str(shard.path).encode() for shard in layout.shards]
+        matrices, paths = matrices_of(layout), [str(shard.path).encode() for shard in layout.shards]
         config = library.Config(
             abi=library.ABI_VERSION,
             flags=options.flags,
@@ -188,13 +198,13 @@ class Store:
         return uses, loads
 
     def watch(self, on: bool) -> None:
-        """While on, gates of a fully resident pool are looked at, too: `activity` is complete, and they cost more."""
+        """While on, layers of a fully resident pool are not skipped: `activity` is complete, and they cost more."""
         check(self._library.moegguf_store_watch(self.handle, on))
 
     def set_scores(self, scores: npt.ArrayLike | None) -> None:
         """Scores (n_layer, n_expert): the lowest goes first, least recently used among equals.
 
-        None: rates decide where they are set, else plain LRU.
+        None: the policy set with `set_policy` decides.
         """
         if scores is None:
             check(self._library.moegguf_store_set_scores(self.handle, None, 0))
@@ -202,21 +212,21 @@ class Store:
         table = np.ascontiguousarray(scores, np.float32)
         check(self._library.moegguf_store_set_scores(self.handle, table.ctypes.data, table.size))
 
-    def set_rates(self, rates: EvictionRates | None) -> None:
-        """Lets the store estimate from now on who is used again last, while tokens come one by one. None: plain LRU.
+    def set_policy(self, name: str = "lru", **parameters: float | Sequence[float]) -> None:
+        """Evicts by the policy of this name from now on; see `policy_names`. It starts with what it knows of nothing.
 
-        A score table in force comes before. Raises OptionError for parameters out of range.
+        A score table in force comes before. Raises OptionError for an unknown name or parameter, or a value out of
+        range; the policy before then stays.
         """
-        if rates is None:
-            check(self._library.moegguf_store_set_rates(self.handle, None))
-            return
-        half_lives, weights, most = rates.half_lives_tokens, rates.weights, library.MAX_RATES
-        if len(half_lives) != len(weights) or len(weights) > most:
-            given = f"{len(half_lives)} with {len(weights)} weights"
-            raise OptionError(f"rates are 1 to {most} half-lives with a weight each, not {given}.")
-        averages = c.c_float * most
-        parameters = library.Rates(len(weights), 0, averages(*half_lives), averages(*weights), rates.phase_weight)
-        check(self._library.moegguf_store_set_rates(self.handle, c.byref(parameters)))
+        rows = [np.atleast_1d(np.asarray(value, np.float32)) for value in parameters.values()]
+        table = (library.Parameter * len(rows))(
+            *(
+                library.Parameter(key.encode(), row.size, 0, row.ctypes.data_as(c.POINTER(c.c_float)))
+                for key, row in zip(parameters, rows, strict=True)
+            )
+        )
+        policy = library.Policy(name.encode(), len(rows), 0, table)
+        check(self._library.moegguf_store_set_policy(self.handle, c.byref(policy)))
 
     def prefetch(self, il: Sequence[int] | Int32s, experts: Sequence[int] | Int32s) -> None:
         """Asks for experts (il[i], experts[i]) early, in order. Unknown or resident ones are dropped, and counted."""
@@ -226,7 +236,7 @@ class Store:
 
     def listen(
         self,
-        on_gate: Callable[[Gate], None] | None = None,
+        on_routing: Callable[[RoutingEvent], None] | None = None,
         on_residency: Callable[[Residency], None] | None = None,
         on_tokens: Callable[[Announcement], None] | None = None,
         options: ListenOptions | None = None,
@@ -238,7 +248,7 @@ class Store:
         """
         check(self._library.moegguf_store_listen(self.handle, None))
         self._listener = None
-        if on_gate is None and on_residency is None and on_tokens is None:
+        if on_routing is None and on_residency is None and on_tokens is None:
             return
         self._callback_error = None
         options = options or ListenOptions()
@@ -246,7 +256,7 @@ class Store:
             options.flags,
             options.max_input_tokens,
             library.TOKENS_CALLBACK(self._guarded(_announcement, on_tokens) if on_tokens else 0),
-            library.GATE_CALLBACK(self._guarded(_gate, on_gate) if on_gate else 0),
+            library.ROUTING_CALLBACK(self._guarded(_routing, on_routing) if on_routing else 0),
             library.RESIDENCY_CALLBACK(self._guarded(_residency, on_residency) if on_residency else 0),
             None,
         )
@@ -276,7 +286,7 @@ class Store:
         check(self._library.moegguf_store_cancel(self.handle, on))
 
     def resize(self, n_slots: int) -> None:
-        """Uses n_slots slots from the next gate on; memory of the others goes back to the system."""
+        """Uses n_slots slots from the next routing event on; memory of the others goes back to the system."""
         check(self._library.moegguf_store_resize(self.handle, n_slots))
 
     def drain(self, timeout_s: float = 600.0) -> None:
@@ -335,16 +345,36 @@ class Lane:
         """Address of the callback for llama_context_params.abort_callback; its user data is `handle`."""
         return c.cast(self._library.moegguf_abort, c.c_void_p).value or 0
 
-    def gate(self, il: int, expert_ids: npt.ArrayLike) -> Int32s:
+    def acquire(self, il: int, expert_ids: npt.ArrayLike) -> Int32s:
         """Slot ids for expert_ids (n_tokens, n_expert_used) of layer il: as the hook does, for simulation and tests."""
         ids = np.atleast_2d(np.ascontiguousarray(expert_ids, np.int32))
         slots = np.empty_like(ids)
         n_tokens, n_used = ids.shape
-        check(self._library.moegguf_lane_gate(self.handle, il, ids.ctypes.data, n_used, n_tokens, slots.ctypes.data))
+        check(self._library.moegguf_lane_acquire(self.handle, il, ids.ctypes.data, n_used, n_tokens, slots.ctypes.data))
         return slots
 
+    def replay(
+        self, il: Int32s, n_tokens: Int32s, n_expert_used: Int32s, expert_ids: Int32s, compute_ns: UInt64s | None = None
+    ) -> None:
+        """Many routing events one after another, as `acquire` does each.
+
+        il, n_tokens, n_expert_used (n_events,); expert_ids: those of all events, one after another. compute_ns
+        (n_events,): modelled time that passes after each. Ends at the first event that fails, with its error.
+        """
+        columns = [np.ascontiguousarray(column, np.int32) for column in (il, n_tokens, n_expert_used, expert_ids)]
+        times = None if compute_ns is None else np.ascontiguousarray(compute_ns, np.uint64)
+        n_events = columns[0].size
+        sizes = {column.size for column in columns[:3]} | ({times.size} if times is not None else set())
+        if sizes != {n_events}:
+            raise OptionError("a replay has one layer, number of tokens, experts per token and time for each event.")
+        routing = library.Routing(
+            n_events, columns[3].size, *(column.ctypes.data for column in columns),
+            None if times is None else times.ctypes.data,
+        )  # fmt: skip
+        check(self._library.moegguf_lane_replay(self.handle, c.byref(routing), c.byref(c.c_int64())))
+
     def announce(self, sequence: int, phase: Phase, tokens: Sequence[int] | Int32s) -> None:
-        """Tells the listener which tokens are evaluated next, and gates which request and phase they belong to."""
+        """Gives the listener the tokens evaluated next, and routing events their request and phase."""
         ids = np.ascontiguousarray(tokens, np.int32)
         check(self._library.moegguf_lane_announce(self.handle, sequence, phase, ids.ctypes.data, ids.size))
 

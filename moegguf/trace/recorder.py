@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from moegguf.controller.shape import MoeShape
 from moegguf.errors import TraceError
-from moegguf.native.events import Announcement, Float32s, Gate, Int32s, Phase
+from moegguf.native.events import Announcement, Float32s, Int32s, Phase, RoutingEvent
 from moegguf.trace.format import BLOCK_BYTES, MAX_TEXT, FileHeader, TraceWriter
 from moegguf.trace.trace import Setting, Trace, TraceHeader
 
@@ -93,7 +93,7 @@ class Recorder:
         """Tokens are about to be evaluated."""
         self._announced[announcement.lane] = announcement.tokens.copy()
 
-    def observe(self, gate: Gate) -> None:
+    def observe(self, gate: RoutingEvent) -> None:
         """A layer's routing has become known. Layers and sizes that the model does not have are left out."""
         if self._closed or self._error is not None:
             return
@@ -136,7 +136,7 @@ class Recorder:
             self._closed = True
             self._writer.discard()
 
-    def _begin(self, gate: Gate) -> _Pass:
+    def _begin(self, gate: RoutingEvent) -> _Pass:
         """The pass that begins with this gate; the lane's pass before it is finished."""
         _, last = self._open.get(gate.lane, (-1, None))
         if last is not None:

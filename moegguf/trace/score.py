@@ -13,7 +13,7 @@ import numpy.typing as npt
 from moegguf.controller.accuracy import PADDING, Ids, Link, Mask, PredictorScore
 from moegguf.controller.judge import DISTANCES, Judge
 from moegguf.controller.predictors.base import Predictor
-from moegguf.native.events import Announcement, Gate
+from moegguf.native.events import Announcement, RoutingEvent
 from moegguf.trace.trace import Trace, shuffled
 
 
@@ -144,7 +144,7 @@ class _BatchJudge(Judge):
         accuracy = {distance: total / steps if steps else None for distance, total, steps in sums}
         return replace(super().table(link), batch_accuracy=accuracy)
 
-    def judged(self, gate: Gate, row: int, predicted: Ids, used: Ids) -> None:
+    def judged(self, gate: RoutingEvent, row: int, predicted: Ids, used: Ids) -> None:
         if gate.pass_ != self._last_pass:
             self._last_pass = gate.pass_
             self._step_of[gate.sequence] += 1

@@ -21,7 +21,7 @@ from moegguf.controller.shape import MoeShape
 from moegguf.errors import CallbackError, OptionError
 from moegguf.gguf.experts import ExpertLayout, ExpertMatrix, Kind, MoeLayer
 from moegguf.gguf.hparams import Hparams
-from moegguf.native.events import Announcement, Gate, Phase
+from moegguf.native.events import Announcement, Phase, RoutingEvent
 from moegguf.native.store import Lane, Store, StoreOptions
 from moegguf.trace.trace import Trace
 
@@ -211,10 +211,10 @@ class Simulation:
         options = ControllerOptions(
             self.options.prefetch, slowest_s=float("inf"), clock_ns=lambda: store.counters()["sim_clock_ns"]
         )
-        rates = carried_by_store(self.policy, self.predictor, options)
-        if rates is not None:
-            store.set_rates(rates)
-        if rates is not None or (isinstance(self.policy, Lru) and isinstance(self.predictor, NoPrediction)):
+        native = carried_by_store(self.policy, self.predictor, options)
+        if native is not None:
+            store.set_policy(native.name, **native.parameters)
+        if native is not None or (isinstance(self.policy, Lru) and isinstance(self.predictor, NoPrediction)):
             return None
         return _Strict(self.trace.shape, self.policy, self.predictor, store, options)
 
@@ -232,7 +232,7 @@ class Simulation:
                 meter.begin(event)
                 if progress is not None:
                     progress(pass_)
-            lane.gate(event.il, event.expert_ids)
+            lane.acquire(event.il, event.expert_ids)
             if controller is not None:
                 controller.observe(event)
             if compute_ns:
@@ -265,7 +265,7 @@ class _Meter:
         self.phases = {phase: Span() for phase in Phase}
         self._parts: dict[tuple[int, Phase], Span] = {}
 
-    def begin(self, gate: Gate) -> None:
+    def begin(self, gate: RoutingEvent) -> None:
         """A pass begins, at its first gate."""
         key = gate.sequence, gate.phase
         if key != self._now:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moegguf.controller.shape import MoeShape
-from moegguf.native.events import Announcement, Float32s, Gate, Int32s, Phase
+from moegguf.native.events import Announcement, Float32s, Int32s, Phase, RoutingEvent
 
 TRACE_VERSION = 1
 
@@ -39,10 +39,10 @@ class TraceHeader:
 class Trace:
     """Routing of n_pass passes over n_tokens tokens, in the order they were evaluated.
 
-    pass_sequence, pass_phase, pass_first_token and pass_ns are (n_pass,), with the meaning of Gate's fields; pass_start
-    is (n_pass + 1,): tokens of pass p are tokens[pass_start[p]:pass_start[p + 1]]. tokens (n_tokens,), -1 unknown.
-    expert_ids (len(shape.layers), n_tokens, n_expert_used), -1 where a layer was not computed for a token, and behind
-    the experts of a layer that uses fewer. weights the same shape or None; inputs (len(shape.layers), n_tokens,
+    pass_sequence, pass_phase, pass_first_token and pass_ns are (n_pass,), with the meaning of RoutingEvent's fields.
+    pass_start is (n_pass + 1,): tokens of pass p are tokens[pass_start[p]:pass_start[p + 1]]. tokens (n_tokens,), -1
+    unknown. expert_ids (len(shape.layers), n_tokens, n_expert_used), -1 where a layer was not computed for a token, and
+    behind the experts of a layer that uses fewer. weights the same shape or None; inputs (len(shape.layers), n_tokens,
     n_embd) or None. Both are zero where nothing was computed; inputs also where they were not recorded.
     """
 
@@ -88,7 +88,7 @@ class Trace:
         """The decode passes only."""
         return self._take(np.flatnonzero(self.pass_phase == Phase.DECODE))
 
-    def events(self) -> Iterator[Announcement | Gate]:
+    def events(self) -> Iterator[Announcement | RoutingEvent]:
         """What a listener would have heard, in live order, pass by pass; all in lane 0, `pass_` counted from 0.
 
         Announcements are put together again from the passes they became; a pass whose announcement is not wholly in
@@ -109,7 +109,7 @@ class Trace:
 
     def _gates(
         self, p: int, sequence: int, phase: Phase, first: int, used: list[int], computed: list[int]
-    ) -> Iterator[Gate]:
+    ) -> Iterator[RoutingEvent]:
         start, end = int(self.pass_start[p]), int(self.pass_start[p + 1])
         expert_ids = self.expert_ids[:, start:end].astype(np.int32)
         weights = None if self.weights is None else self.weights[:, start:end].astype(np.float32)
@@ -118,7 +118,7 @@ class Trace:
             if computed[row] == 0:
                 continue
             skipped, k = end - start - computed[row], used[row]
-            yield Gate(
+            yield RoutingEvent(
                 p, time_ns, 0, sequence, phase, first, il, expert_ids[row, skipped:, :k],
                 None if weights is None else weights[row, skipped:, :k], self._inputs(row, start + skipped, end),
             )  # fmt: skip

@@ -26,7 +26,7 @@ from moegguf.controller.predictors.base import Predictor
 from moegguf.controller.prefetch import PrefetchOptions
 from moegguf.controller.shape import MoeShape
 from moegguf.gguf.experts import read_layout
-from moegguf.native.events import Float32s, Gate
+from moegguf.native.events import Float32s, RoutingEvent
 
 TIGHT: dict[str, Any] = {"expert_cache": "30%", "n_ubatch": 4}
 N_PROMPT, N_NEW = 24, 16
@@ -85,7 +85,7 @@ def test_a_predictor_gone_astray_costs_one_warning(own: Own, load: Load, expecte
 
 def test_a_predictor_that_is_always_wrong_costs_no_bit(own: Own, load: Load, expected: Logits) -> None:
     class Wrong(Astray):
-        def observe(self, gate: Gate) -> None:
+        def observe(self, gate: RoutingEvent) -> None:
             self.wrong = 1.0 - np.isin(np.arange(self.shape.n_expert), gate.expert_ids)
 
     predictor = Wrong(MoeShape.of(read_layout(own())), lambda shape: predictor.wrong if predictor.calls > 2 else None)

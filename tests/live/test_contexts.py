@@ -11,7 +11,7 @@ import pytest
 from running import Llama, Load, Reference, TinyModel, greedy_logits, in_threads, random_prompt
 
 from moegguf.native import library
-from moegguf.native.events import Gate
+from moegguf.native.events import RoutingEvent
 from moegguf.native.store import Lane, StoreOptions
 
 bindings = library.llama_cpp()
@@ -153,10 +153,10 @@ def test_gate_events_tell_what_the_router_chose(
     events: list[tuple[int, list[list[int]]]] = []
     resident: list[tuple[int, int, bool]] = []
 
-    def on_gate(event: Gate) -> None:
+    def on_routing(event: RoutingEvent) -> None:
         events.append((event.il, event.expert_ids.tolist()))
 
-    llm.session.store.listen(on_gate, lambda event: resident.append((event.il, event.expert, bool(event.resident))))
+    llm.session.store.listen(on_routing, lambda event: resident.append((event.il, event.expert, bool(event.resident))))
     router = Router(llm.session.lane)
     assert np.array_equal(greedy_logits(llm), reference(path)), "a user's callback changes nothing"
     llm.session.store.drain()

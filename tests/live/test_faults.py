@@ -235,7 +235,7 @@ def run_often(llm: Llama) -> None:
         short_run(llm)
 
 
-@pytest.mark.parametrize("which", ["on_gate", "on_residency"])
+@pytest.mark.parametrize("which", ["on_routing", "on_residency"])
 @pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt()], ids=repr)
 def test_a_listener_that_raises_is_heard_at_the_next_call(
     tiny: TinyModel, load: Load, clean: Any, which: str, error: BaseException

@@ -258,7 +258,7 @@ def test_a_process_that_only_exits_frees_everything(tiny: TinyModel) -> None:
         import sys
         from moegguf import Llama
         llm = Llama(sys.argv[1], expert_cache="40%", n_threads=1, verbose=False)
-        llm.session.store.listen(on_gate=lambda event: None)
+        llm.session.store.listen(on_routing=lambda event: None)
         llm.eval([1, 2, 3])
         steps = llm.generate([4, 5])
         next(steps)

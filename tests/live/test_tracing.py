@@ -14,7 +14,7 @@ from moegguf.engine.recording import TraceOptions
 from moegguf.errors import GenerationCancelled, OptionError, TraceError
 from moegguf.gguf.fingerprint import fingerprint
 from moegguf.native import library
-from moegguf.native.events import Announcement, Gate, Phase
+from moegguf.native.events import Announcement, Phase, RoutingEvent
 from moegguf.native.store import EVERY_PASS, ListenOptions
 from moegguf.trace.format import read
 from moegguf.trace.prompts import Prompt
@@ -29,13 +29,13 @@ class Second:
     wants = ListenOptions(weights=True, everything=True, max_input_tokens=EVERY_PASS)
 
     def __init__(self) -> None:
-        self.passes: list[list[Gate]] = []
+        self.passes: list[list[RoutingEvent]] = []
         self.announced: list[Announcement] = []
 
     def announce(self, announcement: Announcement) -> None:
         self.announced.append(announcement)
 
-    def observe(self, gate: Gate) -> None:
+    def observe(self, gate: RoutingEvent) -> None:
         if not self.passes or self.passes[-1][0].pass_ != gate.pass_:
             self.passes.append([])
         self.passes[-1].append(gate)
@@ -54,7 +54,7 @@ def assert_same(trace: Trace, second: Second) -> None:
     """The trace tells, in its events too, what the second listener heard."""
     gates = [gate for gates in second.passes for gate in gates]
     events = list(trace.events())
-    told = [event for event in events if isinstance(event, Gate)]
+    told = [event for event in events if isinstance(event, RoutingEvent)]
     assert trace.n_pass == len(second.passes)
     assert trace.pass_sequence.tolist() == [gates[0].sequence for gates in second.passes]
     assert trace.pass_phase.tolist() == [gates[0].phase for gates in second.passes]

@@ -63,16 +63,16 @@ class FakeModel:
                         f"layer {il} expert {expert} {m.kind} in slot {slot}"
                     )
 
-    def gate(self, store: Store, lane: Lane, il: int, expert_ids: npt.ArrayLike) -> npt.NDArray[np.int32]:
+    def acquire(self, store: Store, lane: Lane, il: int, expert_ids: npt.ArrayLike) -> npt.NDArray[np.int32]:
         """A gate with its bytes checked."""
-        slots = lane.gate(il, expert_ids)
+        slots = lane.acquire(il, expert_ids)
         self.check(store, il, expert_ids, slots)
         return slots
 
     def token(self, store: Store, lane: Lane, expert_ids: npt.ArrayLike) -> None:
         """One pass over all layers that routes to the same experts in each."""
         for layer in self.layout.layers:
-            self.gate(store, lane, layer.il, expert_ids)
+            self.acquire(store, lane, layer.il, expert_ids)
 
 
 def _layer_matrices(il: int, types: Types, n_embd: int, n_ff: int, n_expert: int) -> list[ExpertMatrix]:

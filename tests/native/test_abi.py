@@ -43,9 +43,9 @@ def test_null_pointers_are_refused(fake: FakeModel, open_store: Open) -> None:
     assert lib.moegguf_store_drain(None, 1.0) == library.INVALID
     assert lib.moegguf_lane_open(None, c.byref(c.c_void_p())) == library.INVALID
     assert lib.moegguf_lane_failure(None, c.byref(library.Failure()), 1) == library.INVALID
-    assert lib.moegguf_lane_gate(None, 0, ids.ctypes.data, 2, 1, ids.ctypes.data) == library.INVALID
-    assert lib.moegguf_lane_gate(lane.handle, 0, None, 2, 1, ids.ctypes.data) == library.INVALID
-    assert lib.moegguf_lane_gate(lane.handle, 0, ids.ctypes.data, 2, 1, None) == library.INVALID
+    assert lib.moegguf_lane_acquire(None, 0, ids.ctypes.data, 2, 1, ids.ctypes.data) == library.INVALID
+    assert lib.moegguf_lane_acquire(lane.handle, 0, None, 2, 1, ids.ctypes.data) == library.INVALID
+    assert lib.moegguf_lane_acquire(lane.handle, 0, ids.ctypes.data, 2, 1, None) == library.INVALID
     assert lib.moegguf_store_buft(None) is None
     lib.moegguf_store_close(None)
     lib.moegguf_lane_close(None)
@@ -107,9 +107,9 @@ def test_an_offset_beyond_the_file_is_an_error_of_the_gate_that_reads_there(fake
     store = Store(with_matrix(fake.layout, offset=1 << 40), 4, QUIET)
     lane = store.open_lane()
     with pytest.raises(MoeggufError):
-        lane.gate(0, [0, 1])
+        lane.acquire(0, [0, 1])
     assert lane.take_failure() is not None
-    fake.gate(store, lane, 1, [0, 1])
+    fake.acquire(store, lane, 1, [0, 1])
     lane.close()
     store.close()
 
@@ -143,9 +143,9 @@ def test_an_expert_that_does_not_exist_ends_the_pass_and_the_next_one_works(
     fake: FakeModel, open_store: Open, n_slots: int, ids: list[int]
 ) -> None:
     store, lane = open_store(fake, n_slots)
-    fake.gate(store, lane, 0, [0, 1])
+    fake.acquire(store, lane, 0, [0, 1])
     with pytest.raises(MoeggufError, match="of 8"):
-        lane.gate(1, ids)
+        lane.acquire(1, ids)
     failure = lane.take_failure()
     assert failure is not None
     assert failure.status == library.ROUTING
@@ -159,7 +159,7 @@ def test_a_layer_that_does_not_exist_ends_the_pass_and_the_next_one_works(
     fake = make_model(tmp_path, dense_layers=[1])
     store, lane = open_store(fake, 4)
     with pytest.raises(MoeggufError, match="layer without experts"):
-        lane.gate(il, [0, 1])
+        lane.acquire(il, [0, 1])
     assert lane.take_failure() is not None
     fake.token(store, lane, [0, 1])
 
@@ -170,7 +170,7 @@ def test_a_gate_of_no_or_impossible_size_is_refused(
 ) -> None:
     store, lane = open_store(fake, 4)
     ids = np.zeros(2, np.int32)
-    gate = library.load().moegguf_lane_gate
+    gate = library.load().moegguf_lane_acquire
     assert gate(lane.handle, 0, ids.ctypes.data, n_used, n_tokens, ids.ctypes.data) == library.INVALID
     fake.token(store, lane, [0, 1])
 

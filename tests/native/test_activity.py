@@ -20,7 +20,7 @@ def test_activity_counts_look_ups_and_slots_per_expert(fake: FakeModel, open_sto
 def test_an_expert_that_was_evicted_and_came_back_counts_as_two_loads(fake: FakeModel, open_store: Open) -> None:
     store, lane = open_store(fake, 2)
     for expert in (0, 1, 2, 0):
-        fake.gate(store, lane, 0, [[expert]])
+        fake.acquire(store, lane, 0, [[expert]])
     assert store.activity()[1][0].tolist()[:3] == [2, 1, 1]
 
 

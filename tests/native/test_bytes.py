@@ -78,12 +78,12 @@ def test_random_routing_among_random_prefetches_and_scores_gets_the_files_bytes(
     with Meddler(store, n_slots):
         for n in range(160):
             il = n % N_LAYER
-            fake.gate(store, lane, il, routing(rng, n_slots))
+            fake.acquire(store, lane, il, routing(rng, n_slots))
             store.prefetch([(il + 1) % N_LAYER] * 3, rng.permutation(N_EXPERT)[:3])
     store.drain(10)
     counters = store.counters()
     check_counters(counters, n_slots)
-    assert counters["gates"] == 160
+    assert counters["routing_events"] == 160
     assert counters["passes"] == 40
     assert counters["read_errors"] == 0
     if n_slots < ALL:
@@ -97,7 +97,7 @@ def test_thousands_of_gates_in_a_row_get_the_files_bytes(fake: FakeModel, open_s
     store, lane = open_store(fake, 12)
     rng = np.random.default_rng(1)
     for n in range(4000):
-        fake.gate(store, lane, n % N_LAYER, rng.permutation(N_EXPERT)[:N_USED])
+        fake.acquire(store, lane, n % N_LAYER, rng.permutation(N_EXPERT)[:N_USED])
     counters = store.counters()
     check_counters(counters, 12)
     assert counters["evictions"] > 1000
@@ -149,7 +149,7 @@ def test_layers_without_experts_may_lie_between_others(tmp_path: Path, open_stor
     fake = make_model(tmp_path, n_layer=6, dense_layers=(0, 3))
     store, lane = open_store(fake, 17, sweep=True)
     for layer in fake.layout.layers:
-        fake.gate(store, lane, layer.il, [range(0, 2), range(2, 4), range(4, 6), range(6, 8)] * 4)
+        fake.acquire(store, lane, layer.il, [range(0, 2), range(2, 4), range(4, 6), range(6, 8)] * 4)
     assert store.counters()["prefetch_started"] > 0
 
 
@@ -161,4 +161,4 @@ def test_experts_larger_than_a_readers_staging_come_in_pieces(tmp_path: Path, op
     store, lane = open_store(fake, 2, direct=direct)
     assert store.info()["staging_bytes"] < 4 * 2 * fake.layout.matrices[0].expert_bytes
     for expert in (0, 1, 2, 0):
-        fake.gate(store, lane, 0, [expert])
+        fake.acquire(store, lane, 0, [expert])

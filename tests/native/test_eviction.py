@@ -39,9 +39,9 @@ def scores(**by_expert: float) -> list[list[float]]:
 def test_the_least_recently_used_expert_goes_first(layer: FakeModel, open_store: Open) -> None:
     store, lane = open_store(layer, 4)
     for chosen in ([0, 1], [2, 3], [0, 4]):
-        layer.gate(store, lane, 0, chosen)
+        layer.acquire(store, lane, 0, chosen)
     assert there(store) == {0, 2, 3, 4}
-    layer.gate(store, lane, 0, [2, 5])
+    layer.acquire(store, lane, 0, [2, 5])
     assert there(store) == {0, 2, 4, 5}
     assert store.counters()["evictions"] == 2
 
@@ -50,19 +50,19 @@ def test_the_lowest_score_goes_first_however_recent(layer: FakeModel, open_store
     store, lane = open_store(layer, 4)
     store.set_scores(scores(e0=3, e1=2, e2=5, e3=1))
     for chosen in ([0, 1], [2, 3], [0, 4]):
-        layer.gate(store, lane, 0, chosen)
+        layer.acquire(store, lane, 0, chosen)
     assert there(store) == {0, 1, 2, 4}
-    layer.gate(store, lane, 0, [2, 5])  # 4 has score 0
+    layer.acquire(store, lane, 0, [2, 5])  # 4 has score 0
     assert there(store) == {0, 1, 2, 5}
 
 
 def test_without_scores_recency_decides_again(layer: FakeModel, open_store: Open) -> None:
     store, lane = open_store(layer, 4)
     store.set_scores(scores(e0=9, e1=9))
-    layer.gate(store, lane, 0, [0, 1])
-    layer.gate(store, lane, 0, [2, 3])
+    layer.acquire(store, lane, 0, [0, 1])
+    layer.acquire(store, lane, 0, [2, 3])
     store.set_scores(None)
-    layer.gate(store, lane, 0, [4, 5])
+    layer.acquire(store, lane, 0, [4, 5])
     assert there(store) == {2, 3, 4, 5}
 
 
@@ -70,16 +70,16 @@ def test_scores_that_are_not_numbers_count_as_zero(layer: FakeModel, open_store:
     store, lane = open_store(layer, 4)
     store.set_scores(scores(e0=float("nan"), e1=float("inf"), e2=1, e3=-float("inf")))
     for chosen in ([3, 2], [1, 0], [4, 5]):
-        layer.gate(store, lane, 0, chosen)
+        layer.acquire(store, lane, 0, chosen)
     assert there(store) == {0, 2, 4, 5}
 
 
 def test_a_pinned_expert_stays_whatever_its_score(layer: FakeModel, open_store: Open) -> None:
     store, lane = open_store(layer, 3)
-    layer.gate(store, lane, 0, [2, 3])
-    layer.gate(store, lane, 0, [0, 1])
+    layer.acquire(store, lane, 0, [2, 3])
+    layer.acquire(store, lane, 0, [0, 1])
     kept = there(store) - {0, 1}
-    slots = lane.gate(0, [0, 1])
+    slots = lane.acquire(0, [0, 1])
     store.set_scores(scores(e0=-9, e1=-9, e2=5, e3=5, e4=9))
     store.prefetch([0], [4])
     store.drain(5)
@@ -90,7 +90,7 @@ def test_a_pinned_expert_stays_whatever_its_score(layer: FakeModel, open_store: 
 
 def test_when_all_slots_are_pinned_a_prefetch_is_dropped_at_once(layer: FakeModel, open_store: Open) -> None:
     store, lane = open_store(layer, 2)
-    layer.gate(store, lane, 0, [0, 1])
+    layer.acquire(store, lane, 0, [0, 1])
     store.prefetch([0, 0], [2, 3])
     store.drain(1)
     assert there(store) == {0, 1}
@@ -100,12 +100,12 @@ def test_when_all_slots_are_pinned_a_prefetch_is_dropped_at_once(layer: FakeMode
 def test_a_prefetch_never_displaces_what_is_worth_as_much(layer: FakeModel, open_store: Open) -> None:
     store, lane = open_store(layer, 4)
     store.set_scores(scores(e0=2, e1=2, e4=2, e5=3))
-    layer.gate(store, lane, 0, [2, 3])
-    layer.gate(store, lane, 0, [0, 1])
+    layer.acquire(store, lane, 0, [2, 3])
+    layer.acquire(store, lane, 0, [0, 1])
     store.prefetch([0, 0], [4, 5])  # 2 and 3 are worth nothing
     store.drain(1)
     assert there(store) == {0, 1, 4, 5}
-    layer.gate(store, lane, 0, [4, 5])
+    layer.acquire(store, lane, 0, [4, 5])
     store.set_scores(scores(e0=2, e1=2, e6=2, e7=1))
     store.prefetch([0, 0], [6, 7])
     start = time.monotonic()
@@ -118,9 +118,9 @@ def test_a_gate_drops_the_prefetches_of_its_layer_that_were_not_needed(layer: Fa
     """On the modelled link, where nothing moves before the gate."""
     store, lane = open_store(layer, 8, simulate=True, fill=False)
     store.resize(7)
-    lane.gate(0, [0, 1])
+    lane.acquire(0, [0, 1])
     store.prefetch([0] * 3, [2, 3, 4])
-    lane.gate(0, [3, 5])
+    lane.acquire(0, [3, 5])
     store.drain()
     assert there(store) == {0, 1, 3, 5}
     assert store.counters()["prefetch_dropped"] == 3
@@ -130,9 +130,9 @@ def test_a_stale_prefetch_that_was_begun_gives_its_slot_back(fake: FakeModel, op
     store, lane = open_store(fake, 8, simulate=True, link_bytes_per_s=1e9)
     store.prefetch([1], [4])
     store.advance(10)
-    lane.gate(0, [0, 1])  # goes before the rest of it
+    lane.acquire(0, [0, 1])  # goes before the rest of it
     assert store.residency()[1, 4] == 1
-    lane.gate(1, [5])
+    lane.acquire(1, [5])
     assert store.residency()[1, 4] == 0
     counters = store.counters()
     assert counters["prefetch_started"] == counters["prefetch_wasted"] == 1
@@ -179,10 +179,10 @@ def test_a_pool_that_shrinks_below_a_token_cycle_keeps_some_of_every_layer(deep:
 
 def test_a_prompts_pass_fetches_the_next_layer_ahead(fake: FakeModel, open_store: Open) -> None:
     store, lane = open_store(fake, 16)
-    fake.gate(store, lane, 0, WHOLE_LAYER)
+    fake.acquire(store, lane, 0, WHOLE_LAYER)
     store.drain(5)
     assert there(store, 1) == set(range(8))
-    fake.gate(store, lane, 1, WHOLE_LAYER)
+    fake.acquire(store, lane, 1, WHOLE_LAYER)
     counters = store.counters()
     assert counters["prefetch_useful"] == 8
     assert counters["misses"] == 8
@@ -191,7 +191,7 @@ def test_a_prompts_pass_fetches_the_next_layer_ahead(fake: FakeModel, open_store
 def test_without_sweeps_a_prompt_misses_every_layer(fake: FakeModel, open_store: Open) -> None:
     store, lane = open_store(fake, 16, sweep=False)
     for il in range(4):
-        fake.gate(store, lane, il, WHOLE_LAYER)
+        fake.acquire(store, lane, il, WHOLE_LAYER)
     assert store.counters()["misses"] == 32
     assert store.counters()["prefetch_started"] == 0
 
@@ -200,8 +200,8 @@ def test_a_sweep_evicts_the_layer_that_was_just_computed(fake: FakeModel, open_s
     """Its turn comes last, while layer 3, older, is needed sooner."""
     store, lane = open_store(fake, 24, sweep=False)
     for il in (3, 0, 1):
-        fake.gate(store, lane, il, WHOLE_LAYER)
-    fake.gate(store, lane, 2, WHOLE_LAYER)
+        fake.acquire(store, lane, il, WHOLE_LAYER)
+    fake.acquire(store, lane, 2, WHOLE_LAYER)
     assert there(store, 3) == set(range(8))
     assert there(store, 1) == set()
 
@@ -211,7 +211,7 @@ def test_a_pass_that_needs_more_experts_than_slots_ends_with_a_typed_error_and_t
 ) -> None:
     store, lane = open_store(fake, 5)
     with pytest.raises(MoeggufError, match="8 experts of layer 0 at once"):
-        lane.gate(0, WHOLE_LAYER)
+        lane.acquire(0, WHOLE_LAYER)
     failure = lane.take_failure()
     assert failure is not None
     assert failure.il == 0
@@ -222,18 +222,18 @@ def test_a_prompt_may_need_slots_that_prefetches_are_still_filling(fake: FakeMod
     store, lane = open_store(fake, 8)
     rng = np.random.default_rng(0)
     for _ in range(60):
-        fake.gate(store, lane, 0, rng.permutation(8)[:2])
+        fake.acquire(store, lane, 0, rng.permutation(8)[:2])
         store.prefetch([2] * 8, range(8))
-        fake.gate(store, lane, 1, WHOLE_LAYER)
+        fake.acquire(store, lane, 1, WHOLE_LAYER)
     assert store.counters()["prefetch_started"] > 0
 
 
 def test_a_prompt_waits_on_the_modelled_link_for_a_slot_that_is_being_filled(fake: FakeModel, open_store: Open) -> None:
     store, lane = open_store(fake, 8, simulate=True, link_bytes_per_s=1e9, sweep=False)
-    lane.gate(0, [0, 1])
+    lane.acquire(0, [0, 1])
     store.prefetch([2], [5])
     store.advance(1)
-    lane.gate(1, WHOLE_LAYER)
+    lane.acquire(1, WHOLE_LAYER)
     counters = store.counters()
     assert counters["misses"] == 10
     assert counters["stall_ns"] >= 10 * fake.expert_bytes

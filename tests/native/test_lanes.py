@@ -25,7 +25,7 @@ def decode(fake: FakeModel, store: Store, lane: Lane, seed: int, n_gates: int, m
     for n in range(n_gates):
         n_tokens = max(1, most // 2)
         some = rng.permutation(8)[:most]
-        fake.gate(store, lane, n % 4, [rng.permutation(some)[:2] for _ in range(n_tokens)])
+        fake.acquire(store, lane, n % 4, [rng.permutation(some)[:2] for _ in range(n_tokens)])
     assert lane.take_failure() is None
 
 
@@ -39,7 +39,7 @@ def test_two_contexts_at_once_get_their_bytes(fake: FakeModel, open_store: Open,
     other.close()
     store.drain(10)
     check_counters(store.counters(), n_slots)
-    assert store.counters()["gates"] == 600
+    assert store.counters()["routing_events"] == 600
     assert store.counters()["slots_pinned"] == 0
 
 
@@ -63,9 +63,9 @@ def test_contexts_that_need_every_slot_take_turns(fake: FakeModel, open_store: O
 def test_a_context_that_waits_for_slots_can_be_cancelled(fake: FakeModel, open_store: Open) -> None:
     store, lane = open_store(fake, 2)
     other = store.open_lane()
-    lane.gate(0, [0, 1])
+    lane.acquire(0, [0, 1])
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(other.gate, 1, [2, 3])
+        waiting = pool.submit(other.acquire, 1, [2, 3])
         time.sleep(0.1)
         assert not waiting.done()
         store.cancel()
@@ -74,7 +74,7 @@ def test_a_context_that_waits_for_slots_can_be_cancelled(fake: FakeModel, open_s
     store.cancel(False)
     assert other.take_failure() is not None
     assert lane.take_failure() is None
-    fake.gate(store, other, 1, [2, 3])
+    fake.acquire(store, other, 1, [2, 3])
     other.close()
 
 
@@ -84,7 +84,7 @@ def test_two_stores_at_once_keep_apart(fake: FakeModel, open_store: Open) -> Non
         for job in [pool.submit(decode, fake, store, lane, seed, 300) for seed, (store, lane) in enumerate(stores)]:
             job.result(60)
     for (store, _), n_slots in zip(stores, (3, 9), strict=True):
-        assert store.counters()["gates"] == 300
+        assert store.counters()["routing_events"] == 300
         assert store.counters()["evictions"] > 0
         check_counters({**store.counters()}, n_slots)
 
@@ -95,7 +95,7 @@ def test_cancelling_during_a_slow_read_ends_the_gate_within_a_second_and_the_nex
     store, lane = open_store(fake, 4)
     library.arm_fault("slow_read", 1, sticky=True)
     with ThreadPoolExecutor(1) as pool:
-        gate = pool.submit(lane.gate, 0, [0, 1])
+        gate = pool.submit(lane.acquire, 0, [0, 1])
         time.sleep(0.1)
         start = time.monotonic()
         store.cancel()
@@ -104,7 +104,7 @@ def test_cancelling_during_a_slow_read_ends_the_gate_within_a_second_and_the_nex
         assert time.monotonic() - start < 1
     library.arm_fault("slow_read", 0)
     with pytest.raises(GenerationCancelled):
-        lane.gate(1, [0, 1])
+        lane.acquire(1, [0, 1])
     store.cancel(False)
     failure = lane.take_failure()
     assert failure is not None
@@ -117,10 +117,10 @@ def test_a_failed_pass_stays_failed_until_its_failure_is_taken(fake: FakeModel, 
     store, lane = open_store(fake, 4)
     store.cancel()
     with pytest.raises(GenerationCancelled):
-        lane.gate(0, [0, 1])
+        lane.acquire(0, [0, 1])
     store.cancel(False)
     with pytest.raises(GenerationCancelled):
-        lane.gate(1, [0, 1])
+        lane.acquire(1, [0, 1])
     assert lane.take_failure() is not None
     fake.token(store, lane, [0, 1])
 
@@ -167,7 +167,7 @@ def test_a_forked_child_is_refused_and_never_hangs(fake: FakeModel, open_store: 
 
     def child() -> bool:
         calls = (
-            lambda: lane.gate(0, [0, 1]), store.counters, store.info, store.drain, store.open_lane, store.listen,
+            lambda: lane.acquire(0, [0, 1]), store.counters, store.info, store.drain, store.open_lane, store.listen,
             lambda: store.resize(3), lambda: store.prefetch([0], [0]), lambda: store.cancel(),
         )  # fmt: skip
         alone = all(refused(call) for call in calls)
@@ -180,7 +180,7 @@ def test_a_forked_child_is_refused_and_never_hangs(fake: FakeModel, open_store: 
     meddler.start()
     try:
         for n in range(25):
-            lane.gate(n % 4, [n % 8, (n + 1) % 8])
+            lane.acquire(n % 4, [n % 8, (n + 1) % 8])
             in_child(child)
     finally:
         over.set()
@@ -193,7 +193,7 @@ def test_what_is_closed_says_so(fake: FakeModel, open_store: Open) -> None:
     lane.close()
     lane.close()
     with pytest.raises(ClosedError):
-        lane.gate(0, [0, 1])
+        lane.acquire(0, [0, 1])
     store.close()
     store.close()
     for call in (store.counters, store.open_lane, store.drain, lambda: store.resize(2)):
@@ -204,7 +204,7 @@ def test_what_is_closed_says_so(fake: FakeModel, open_store: Open) -> None:
 def test_a_store_may_close_with_reads_and_prefetches_under_way(fake: FakeModel, open_store: Open) -> None:
     for _ in range(30):
         store, lane = open_store(fake, 20)
-        lane.gate(0, [0, 1])
+        lane.acquire(0, [0, 1])
         store.prefetch([il for il in range(4) for _ in range(8)], list(range(8)) * 4)
         lane.close()
         store.close()

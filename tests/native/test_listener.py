@@ -11,7 +11,7 @@ import pytest
 from fake_model import FakeModel, Open
 
 from moegguf.errors import CallbackError
-from moegguf.native.events import Announcement, Gate, Phase, Residency
+from moegguf.native.events import Announcement, Phase, Residency, RoutingEvent
 from moegguf.native.store import ListenOptions
 
 
@@ -29,16 +29,16 @@ def test_gate_events_come_in_order_with_the_experts_chosen_on_a_thread_of_their_
     seen: list[tuple[int, int, list[int]]] = []
     threads: set[int] = set()
 
-    def on_gate(event: Gate) -> None:
+    def on_routing(event: RoutingEvent) -> None:
         seen.append((event.pass_, event.il, event.expert_ids.ravel().tolist()))
         threads.add(threading.get_ident())
 
-    store.listen(on_gate=on_gate)
+    store.listen(on_routing=on_routing)
     rng = np.random.default_rng(0)
     sent = []
     for n in range(200):
         ids = np.array([rng.permutation(8)[:2] for _ in range(1 if n % 8 else 3)])
-        lane.gate(n % 4, ids)
+        lane.acquire(n % 4, ids)
         sent.append((n // 4 + 1, n % 4, ids.ravel().tolist()))
     store.listen()  # returns after the last callback
     assert seen == sent
@@ -60,7 +60,7 @@ def test_residency_events_add_up_to_the_residency_map(fake: FakeModel, open_stor
     store.listen(on_residency=on_residency)
     rng = np.random.default_rng(0)
     for n in range(200):
-        lane.gate(n % 4, rng.permutation(8)[:2])
+        lane.acquire(n % 4, rng.permutation(8)[:2])
         store.prefetch([(n + 1) % 4] * 2, rng.permutation(8)[:2])
     store.drain(10)
     store.listen()
@@ -74,11 +74,11 @@ def test_an_exception_in_a_callback_ends_the_listening_and_is_raised_when_asked_
     store, lane = open_store(fake, 8)
     calls = []
 
-    def on_gate(event: Gate) -> None:
+    def on_routing(event: RoutingEvent) -> None:
         calls.append(event.il)
         raise KeyError("mine")
 
-    store.listen(on_gate=on_gate)
+    store.listen(on_routing=on_routing)
     fake.token(store, lane, [0, 1])
     until(lambda: bool(calls))
     with pytest.raises(CallbackError, match="mine") as caught:
@@ -93,14 +93,14 @@ def test_events_that_a_slow_listener_has_no_room_for_are_dropped_and_counted(fak
     store, lane = open_store(fake, 8, simulate=True)
     go_on, n_seen = threading.Event(), 0
 
-    def on_gate(event: Gate) -> None:
+    def on_routing(event: RoutingEvent) -> None:
         nonlocal n_seen
         go_on.wait(30)
         n_seen += 1
 
-    store.listen(on_gate=on_gate)
+    store.listen(on_routing=on_routing)
     for n in range(6000):
-        lane.gate(n % 4, [n % 8, (n + 1) % 8])
+        lane.acquire(n % 4, [n % 8, (n + 1) % 8])
     dropped = store.counters()["events_dropped"]
     go_on.set()
     store.listen()
@@ -115,7 +115,7 @@ def test_a_listener_hears_nothing_from_before_it_came(fake: FakeModel, open_stor
     def gates() -> None:
         n = 0
         while not over.is_set():
-            lane.gate(n % 4, [n % 8, (n + 1) % 8])
+            lane.acquire(n % 4, [n % 8, (n + 1) % 8])
             n += 1
 
     thread = threading.Thread(target=gates)
@@ -125,7 +125,7 @@ def test_a_listener_hears_nothing_from_before_it_came(fake: FakeModel, open_stor
         for _ in range(60):
             before = store.counters()["passes"]
             passes: list[int] = []
-            store.listen(on_gate=lambda event, passes=passes: passes.append(event.pass_))
+            store.listen(on_routing=lambda event, passes=passes: passes.append(event.pass_))
             time.sleep(0.002)
             store.listen()
             stale += [n for n in passes if n < before]
@@ -138,16 +138,16 @@ def test_a_listener_hears_nothing_from_before_it_came(fake: FakeModel, open_stor
 def test_callbacks_may_ask_the_store_and_write_scores(fake: FakeModel, open_store: Open) -> None:
     store, lane = open_store(fake, 8)
 
-    def on_gate(event: Gate) -> None:
+    def on_routing(event: RoutingEvent) -> None:
         table = store.residency().astype(np.float32)
         table[event.il] += 1
         store.set_scores(table)
         store.prefetch([(event.il + 1) % 4] * 2, [0, 1])
 
-    store.listen(on_gate=on_gate)
+    store.listen(on_routing=on_routing)
     rng = np.random.default_rng(0)
     for n in range(200):
-        fake.gate(store, lane, n % 4, rng.permutation(8)[:2])
+        fake.acquire(store, lane, n % 4, rng.permutation(8)[:2])
     store.listen()
     store.raise_callback_error()
     assert store.counters()["prefetch_started"] > 0
@@ -162,18 +162,18 @@ def test_announced_tokens_come_before_their_gates_and_each_pass_knows_its_place_
     def on_tokens(event: Announcement) -> None:
         heard.append((event.sequence, event.phase, event.tokens.tolist()))
 
-    def on_gate(event: Gate) -> None:
+    def on_routing(event: RoutingEvent) -> None:
         heard.append((event.sequence, event.phase, event.il, event.first_token))
 
-    store.listen(on_gate=on_gate, on_tokens=on_tokens)
-    lane.gate(0, [[0, 1]])
+    store.listen(on_routing=on_routing, on_tokens=on_tokens)
+    lane.acquire(0, [[0, 1]])
     lane.announce(7, Phase.PREFILL, [10, 11, 12])
     for il in (0, 1):
-        lane.gate(il, [[0, 1], [2, 3]])
-    lane.gate(0, [[0, 1]])
+        lane.acquire(il, [[0, 1], [2, 3]])
+    lane.acquire(0, [[0, 1]])
     lane.announce(7, Phase.DECODE, [13])
-    lane.gate(0, [[4, 5]])
-    lane.gate(0, [[4, 5]])
+    lane.acquire(0, [[4, 5]])
+    lane.acquire(0, [[4, 5]])
     store.listen()
     assert heard == [
         (-1, Phase.PREFILL, 0, -1),
@@ -192,16 +192,16 @@ def test_in_lockstep_scores_act_from_the_next_gate_on(fake: FakeModel, open_stor
         store, lane = open_store(fake, 4, simulate=True)
         table = np.zeros(store.shape, np.float32)
 
-        def on_gate(event: Gate) -> None:
+        def on_routing(event: RoutingEvent) -> None:
             time.sleep(0.005)  # late, unless somebody waits
             table[0] = 0
             table[0, int(event.expert_ids[0, 0])] = 1  # keep the expert chosen first
             store.set_scores(table)
 
-        store.listen(on_gate=on_gate, options=ListenOptions(lockstep=lockstep))
+        store.listen(on_routing=on_routing, options=ListenOptions(lockstep=lockstep))
         for first in range(6):
-            lane.gate(0, [[first, first + 1]])
-            lane.gate(0, [[6, 7]])
+            lane.acquire(0, [[first, first + 1]])
+            lane.acquire(0, [[6, 7]])
         store.listen()
         return [int(e) for e in np.flatnonzero(store.residency()[0])]
 
@@ -214,15 +214,15 @@ def test_a_listener_of_everything_makes_the_gate_wait_instead_of_missing_events(
     store, lane = open_store(fake, 8, simulate=True)
     n_seen = 0
 
-    def on_gate(event: Gate) -> None:
+    def on_routing(event: RoutingEvent) -> None:
         nonlocal n_seen
         if n_seen == 0:
             time.sleep(0.2)
         n_seen += 1
 
-    store.listen(on_gate=on_gate, options=ListenOptions(everything=True))
+    store.listen(on_routing=on_routing, options=ListenOptions(everything=True))
     for n in range(6000):
-        lane.gate(n % 4, [n % 8, (n + 1) % 8])
+        lane.acquire(n % 4, [n % 8, (n + 1) % 8])
     store.listen()
     assert n_seen == 6000
     assert store.counters()["events_dropped"] == 0
@@ -231,12 +231,13 @@ def test_a_listener_of_everything_makes_the_gate_wait_instead_of_missing_events(
 def test_a_gate_that_waits_for_room_ends_when_the_listener_goes(fake: FakeModel, open_store: Open) -> None:
     store, lane = open_store(fake, 8, simulate=True)
     go_on = threading.Event()
-    store.listen(on_gate=lambda event: go_on.wait(30) and None, options=ListenOptions(everything=True, lockstep=True))
+    options = ListenOptions(everything=True, lockstep=True)
+    store.listen(on_routing=lambda event: go_on.wait(30) and None, options=options)
     done = threading.Event()
 
     def gates() -> None:
         for n in range(100):
-            lane.gate(n % 4, [n % 8, (n + 1) % 8])
+            lane.acquire(n % 4, [n % 8, (n + 1) % 8])
         done.set()
 
     thread = threading.Thread(target=gates)
@@ -252,13 +253,13 @@ def test_a_gate_that_waits_for_room_ends_when_the_listener_goes(fake: FakeModel,
 def test_a_lazy_listener_hears_everything_a_little_later(fake: FakeModel, open_store: Open) -> None:
     store, lane = open_store(fake, 8, simulate=True)
     seen: list[int] = []
-    store.listen(on_gate=lambda event: seen.append(event.il), options=ListenOptions(everything=True, lazy=True))
+    store.listen(on_routing=lambda event: seen.append(event.il), options=ListenOptions(everything=True, lazy=True))
     for n in range(3000):
-        lane.gate(n % 4, [n % 8, (n + 1) % 8])
+        lane.acquire(n % 4, [n % 8, (n + 1) % 8])
     until(lambda: len(seen) == 3000)
-    lane.gate(0, [0, 1])
+    lane.acquire(0, [0, 1])
     until(lambda: len(seen) == 3001)
-    lane.gate(1, [0, 1])
+    lane.acquire(1, [0, 1])
     store.listen()
     assert seen == [*(n % 4 for n in range(3000)), 0, 1]
     assert store.counters()["events_dropped"] == 0

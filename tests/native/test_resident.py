@@ -18,7 +18,7 @@ def test_with_a_slot_for_every_expert_slot_ids_are_expert_ids(fake: FakeModel, o
     store, lane = open_store(fake, 32, fill=False)
     assert store.info()["resident"] == 1
     for il in range(4):
-        slots = fake.gate(store, lane, il, [[7, 0], [3, 3 + il]])
+        slots = fake.acquire(store, lane, il, [[7, 0], [3, 3 + il]])
         assert slots.tolist() == [[7, 0], [3, 3 + il]]
 
 
@@ -56,7 +56,7 @@ def test_a_shrunk_pool_is_within_its_size_after_one_gate_and_grows_back(fake: Fa
         fake.token(store, lane, [first, first + 1])
     assert store.counters()["slots_used"] == 20
     store.resize(6)
-    fake.gate(store, lane, 0, [1, 4])
+    fake.acquire(store, lane, 0, [1, 4])
     assert store.counters()["slots_used"] <= 6
     assert store.info()["n_slots_usable"] == 6
     fake.token(store, lane, [2, 5])
@@ -100,7 +100,7 @@ def test_a_pool_that_shrinks_gives_its_memory_back(tmp_path: Path, open_store: O
     store.drain(10)
     full = rss_bytes()
     store.resize(4)
-    lane.gate(0, [2, 5])
+    lane.acquire(0, [2, 5])
     assert full - rss_bytes() > 10 * fake.expert_bytes  # of the 12 that went, less what the test itself took
     store.resize(16)
     fake.token(store, lane, [0, 1])
@@ -131,7 +131,7 @@ def test_a_second_context_that_comes_before_a_resize_is_done_keeps_its_slots(fak
     fake.token(store, lane, [0, 1])
     store.resize(8)
     other = store.open_lane()
-    slots = other.gate(3, [4, 5])
+    slots = other.acquire(3, [4, 5])
     fake.token(store, lane, [6, 7])
     fake.check(store, 3, [4, 5], slots)
     other.close()

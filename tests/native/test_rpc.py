@@ -20,12 +20,12 @@ def gates_on_rpc(rpc: Path, port: int, fake: FakeModel, n_slots: int) -> dict[st
         assert store.info()["n_repacked"] == 0
         rng = np.random.default_rng(0)
         for n in range(120):
-            fake.gate(store, lane, n % 4, rng.permutation(8)[:2])
+            fake.acquire(store, lane, n % 4, rng.permutation(8)[:2])
             store.prefetch([(n + 1) % 4] * 2, rng.permutation(8)[:2])
         if n_slots == 32:
             store.resize(9)
             for n in range(40):
-                fake.gate(store, lane, n % 4, rng.permutation(8)[:2])
+                fake.acquire(store, lane, n % 4, rng.permutation(8)[:2])
         store.drain(10)
         return store.counters()
     finally:

@@ -24,7 +24,7 @@ from moegguf.controller.predictors.base import NoPrediction, Predictor
 from moegguf.controller.prefetch import PrefetchOptions
 from moegguf.controller.shape import MoeShape
 from moegguf.errors import CallbackError, OptionError
-from moegguf.native.events import Float32s, Gate
+from moegguf.native.events import Float32s, RoutingEvent
 from moegguf.trace.belady import Lookups, belady, lru
 from moegguf.trace.simulate import SimOptions, SimResult, Simulation, fitted, layout_of, slots_of
 from moegguf.trace.sweep import BELADY, closed_gap, sweep
@@ -114,7 +114,7 @@ class Oracle(Predictor):
         super().__init__(SMALL, reach=1)
         self.token = -1
 
-    def observe(self, gate: Gate) -> None:
+    def observe(self, gate: RoutingEvent) -> None:
         self.token = int(TRACE.pass_start[gate.pass_ + 1]) - 1
 
     def predict(self, il: int, distance: int) -> Float32s | None:

@@ -12,9 +12,9 @@ from fake_model import FakeModel, Open, check_counters
 from moegguf.errors import OptionError
 
 GB_S = 1e9
-SAME = ("passes", "tokens", "gates", "lookups", "hits_ready", "hits_late", "misses", "evictions", "bytes_missed",
-        "bytes_prefetched", "reads", "prefetch_requested", "prefetch_started", "prefetch_useful", "prefetch_wasted",
-        "prefetch_dropped", "slots_used", "slots_pinned")  # fmt: skip
+SAME = ("passes", "tokens", "routing_events", "lookups", "hits_ready", "hits_late", "misses", "evictions",
+        "bytes_missed", "bytes_prefetched", "reads", "prefetch_requested", "prefetch_started", "prefetch_useful",
+        "prefetch_wasted", "prefetch_dropped", "slots_used", "slots_pinned")  # fmt: skip
 
 
 def history(fake: FakeModel, open_store: Open, n_slots: int, simulate: bool, scored: bool) -> dict[str, int]:
@@ -26,7 +26,7 @@ def history(fake: FakeModel, open_store: Open, n_slots: int, simulate: bool, sco
         if scored and n % 10 == 0:
             store.set_scores(rng.random(store.shape))
         ids = [rng.permutation(8)[:2] for _ in range(1 if n % 9 else 20)]
-        lane.gate(il, ids if n_slots >= 8 else ids[:1])
+        lane.acquire(il, ids if n_slots >= 8 else ids[:1])
         store.drain(10)
         if n % 3 == 0:
             store.prefetch([(il + 1) % 4] * 3, rng.permutation(8)[:3])
@@ -49,10 +49,10 @@ def test_simulated_and_real_stores_count_the_same(
 
 def test_the_stall_is_bytes_missed_over_bandwidth(fake: FakeModel, open_store: Open) -> None:
     store, lane = open_store(fake, 8, simulate=True, link_bytes_per_s=GB_S)
-    lane.gate(0, [0, 1])
+    lane.acquire(0, [0, 1])
     assert store.counters()["stall_ns"] == 2 * fake.expert_bytes
-    lane.gate(1, [[0, 1], [1, 2]])
-    lane.gate(0, [0, 1])
+    lane.acquire(1, [[0, 1], [1, 2]])
+    lane.acquire(0, [0, 1])
     counters = store.counters()
     assert counters["stall_ns"] == counters["sim_clock_ns"] == counters["bytes_missed"] == 5 * fake.expert_bytes
     assert counters["hits_ready"] == 2
@@ -60,17 +60,17 @@ def test_the_stall_is_bytes_missed_over_bandwidth(fake: FakeModel, open_store: O
 
 def test_every_transfer_of_a_matrix_costs_the_latency(fake: FakeModel, open_store: Open) -> None:
     store, lane = open_store(fake, 8, simulate=True, link_bytes_per_s=GB_S, link_latency_s=1e-6)
-    lane.gate(0, [0, 1])
+    lane.acquire(0, [0, 1])
     assert store.counters()["stall_ns"] == 2 * fake.expert_bytes + 6 * 1000
 
 
 def test_a_prefetch_during_compute_costs_no_stall(fake: FakeModel, open_store: Open) -> None:
     store, lane = open_store(fake, 8, simulate=True, link_bytes_per_s=GB_S)
-    lane.gate(0, [0, 1])
+    lane.acquire(0, [0, 1])
     stall = store.counters()["stall_ns"]
     store.prefetch([1, 1], [4, 5])
     store.advance(2 * fake.expert_bytes)
-    lane.gate(1, [4, 5])
+    lane.acquire(1, [4, 5])
     counters = store.counters()
     assert counters["stall_ns"] == stall
     assert counters["hits_ready"] == counters["prefetch_useful"] == 2
@@ -80,7 +80,7 @@ def test_a_late_prefetch_saves_the_time_it_had(fake: FakeModel, open_store: Open
     store, lane = open_store(fake, 8, simulate=True, link_bytes_per_s=GB_S)
     store.prefetch([1], [4])
     store.advance(1000)
-    lane.gate(1, [4])
+    lane.acquire(1, [4])
     counters = store.counters()
     assert counters["stall_ns"] == fake.expert_bytes - 1000
     assert counters["hits_late"] == counters["prefetch_useful"] == 1
@@ -93,7 +93,7 @@ def test_a_miss_waits_for_one_matrix_of_a_prefetch_or_for_all_of_it(
     store, lane = open_store(fake, 8, simulate=True, link_bytes_per_s=GB_S, chunked=chunked)
     store.prefetch([2], [7])
     store.advance(500)
-    lane.gate(1, [4])
+    lane.acquire(1, [4])
     first = fake.layout.layers[2].matrices[0].expert_bytes
     in_flight = first if chunked else fake.expert_bytes
     assert store.counters()["stall_ns"] == in_flight - 500 + fake.expert_bytes
@@ -104,7 +104,7 @@ def test_a_miss_waits_for_one_matrix_of_a_prefetch_or_for_all_of_it(
 def test_free_transfers_take_no_time(fake: FakeModel, open_store: Open) -> None:
     store, lane = open_store(fake, 4, simulate=True)
     for il in range(4):
-        lane.gate(il, [0, 1])
+        lane.acquire(il, [0, 1])
     assert store.counters()["stall_ns"] == store.counters()["sim_clock_ns"] == 0
     store.advance(123)
     assert store.counters()["sim_clock_ns"] == 123
@@ -114,7 +114,7 @@ def test_a_simulation_touches_no_file_and_no_pool(fake: FakeModel, open_store: O
     for path in fake.paths:
         path.unlink()
     store, lane = open_store(fake, 4, simulate=True)
-    lane.gate(0, [0, 1])
+    lane.acquire(0, [0, 1])
     assert store.info()["pool_bytes"] == store.info()["staging_bytes"] == 0
     with pytest.raises(OptionError):
         store.probe(0.01)

@@ -10,7 +10,7 @@ from traces import random_trace
 from moegguf.controller.collection import Eamc, EamcPair
 from moegguf.controller.predictors.eamc import EamcPredictor
 from moegguf.controller.shape import MoeShape
-from moegguf.native.events import Announcement, Gate, Phase
+from moegguf.native.events import Announcement, Phase, RoutingEvent
 
 FOUR = MoeShape(n_layer=4, n_expert=2, n_expert_used=1, layers=(0, 1, 2, 3))
 
@@ -23,9 +23,9 @@ AGGREGATED = [[0, 1], [1, 0], [0.4, 0.6], [0.2, 0.8]]
 PREDICTED = [[0, 1], [1, 0], [0.3, 0.45], [0.1, 0.4]]
 
 
-def gate(il: int, *experts: int, pass_: int = 0, sequence: int = 0, phase: Phase = Phase.DECODE) -> Gate:
+def gate(il: int, *experts: int, pass_: int = 0, sequence: int = 0, phase: Phase = Phase.DECODE) -> RoutingEvent:
     """One token's choice at layer `il`."""
-    return Gate(pass_, 0, 0, sequence, phase, 0, il, np.array([experts], np.int32))
+    return RoutingEvent(pass_, 0, 0, sequence, phase, 0, il, np.array([experts], np.int32))
 
 
 def announced(sequence: int, phase: Phase = Phase.DECODE) -> Announcement:
@@ -111,7 +111,7 @@ def test_before_the_first_gate_of_a_pass_only_the_own_request_speaks() -> None:
 def test_strange_gates_are_taken_as_far_as_they_go(ids: npt.NDArray[np.int64]) -> None:
     predictor = figure_5()
     for il in (0, 9, -3):
-        predictor.observe(Gate(0, 0, 0, 0, Phase.DECODE, 0, il, ids.astype(np.int32)))
+        predictor.observe(RoutingEvent(0, 0, 0, 0, Phase.DECODE, 0, il, ids.astype(np.int32)))
     assert predictor.predict(17, 1) is None
     found = predictor.predict(2, 1)
     assert found is None or found.sum() == pytest.approx(1)
@@ -130,7 +130,7 @@ def hits_by_request(predictor: EamcPredictor, kinds: tuple[int, ...]) -> npt.NDA
                 if il != trace.shape.layers[0]:
                     hits += 0 if guess is None else np.isin(np.argsort(-guess)[:k], chosen).sum()
                     total += k
-                predictor.observe(Gate(p, 0, 0, sequence, Phase.DECODE, 0, il, chosen[None]))
+                predictor.observe(RoutingEvent(p, 0, 0, sequence, Phase.DECODE, 0, il, chosen[None]))
         rates.append(hits / total)
     return np.array(rates)
 

@@ -10,15 +10,15 @@ import pytest
 from moegguf.controller.predictors.expert_mlp import ExpertMlp, hidden_sizes, state_size, states
 from moegguf.controller.shape import MoeShape
 from moegguf.controller.weights import Weights
-from moegguf.native.events import Gate, Phase
+from moegguf.native.events import Phase, RoutingEvent
 
 SHAPE = MoeShape(n_layer=4, n_expert=4, n_expert_used=2, layers=(0, 1, 3), n_embd=2, n_vocab=6)
 POPULARITY = np.arange(12, dtype=np.float32).reshape(3, 4) / 12
 AFFINITY = np.arange(32, dtype=np.float32).reshape(2, 4, 4) / 32
 
 
-def gate(pass_: int, il: int, *ids: int) -> Gate:
-    return Gate(pass_, 0, 0, 0, Phase.DECODE, 0, il, np.array([ids], np.int32))
+def gate(pass_: int, il: int, *ids: int) -> RoutingEvent:
+    return RoutingEvent(pass_, 0, 0, 0, Phase.DECODE, 0, il, np.array([ids], np.int32))
 
 
 def weights(hidden: tuple[int, ...]) -> Weights:

@@ -10,7 +10,7 @@ from traces import SMALL, hidden_routers, random_trace
 from moegguf.controller.accuracy import Link
 from moegguf.controller.judge import Judge, LiveJudge
 from moegguf.controller.predictors.base import Predictor
-from moegguf.native.events import Announcement, Gate, Phase
+from moegguf.native.events import Announcement, Phase, RoutingEvent
 from moegguf.trace.score import score
 from moegguf.trace.trace import Trace
 
@@ -72,7 +72,7 @@ def test_a_predictor_driven_by_another_is_only_asked() -> None:
 class Failing(Predictor):
     name = "failing"
 
-    def observe(self, gate: Gate) -> None:
+    def observe(self, gate: RoutingEvent) -> None:
         if gate.pass_ == 3:
             raise RuntimeError("broken weights")
 
@@ -89,8 +89,8 @@ def test_a_predictor_that_raises_ends_its_own_judgement_only() -> None:
         listen(trace, Judge(Failing(trace.shape, 4)))
 
 
-def gate(il: int, ids: list[list[int]], *, pass_: int = 0, phase: Phase = Phase.DECODE) -> Gate:
-    return Gate(pass_, 0, 0, 0, phase, -1, il, np.array(ids, np.int32).reshape(len(ids), -1))
+def gate(il: int, ids: list[list[int]], *, pass_: int = 0, phase: Phase = Phase.DECODE) -> RoutingEvent:
+    return RoutingEvent(pass_, 0, 0, 0, phase, -1, il, np.array(ids, np.int32).reshape(len(ids), -1))
 
 
 def test_strange_gates_are_neither_judged_nor_a_fault() -> None:
@@ -108,7 +108,7 @@ def test_strange_gates_are_neither_judged_nor_a_fault() -> None:
 
 def test_a_pass_that_breaks_off_is_not_judged_by_what_was_said_for_it() -> None:
     trace = random_trace(n_sequences=1, n_prefill=0, n_decode=3)
-    gates = [event for event in trace.events() if isinstance(event, Gate)]
+    gates = [event for event in trace.events() if isinstance(event, RoutingEvent)]
     n = len(SMALL.layers)
     judge = Judge(Oracle(trace), [1], drive=False)
     judge.predictor.announce(Announcement(0, 0, Phase.DECODE, trace.tokens[:1]))

@@ -8,7 +8,7 @@ from moegguf.controller.history import History
 from moegguf.controller.policies.base import Policy
 from moegguf.controller.policies.locality import Locality
 from moegguf.controller.shape import MoeShape
-from moegguf.native.events import Gate, Phase
+from moegguf.native.events import Phase, RoutingEvent
 
 PAPER = MoeShape(n_layer=4, n_expert=4, n_expert_used=2, layers=(0, 1, 2, 3))  # the example of section 3.2.1
 
@@ -39,7 +39,7 @@ class Story:
 
     def gate(self, pass_: int, il: int, *experts: int, **foretold: list[float]) -> None:
         ids = np.array([experts], np.int32)
-        self.history.update(Gate(pass_, 0, 0, 0, Phase.DECODE, 0, il, ids))
+        self.history.update(RoutingEvent(pass_, 0, 0, 0, Phase.DECODE, 0, il, ids))
         scores = self.policy.scores(self.history, Foretold(self.shape, il, **foretold))
         assert scores is not None
         self.scores = scores
@@ -113,7 +113,7 @@ def test_of_a_prompt_all_likely_experts_are_awaited() -> None:
 def test_a_layer_without_experts_leaves_the_scores_in_force() -> None:
     shape = MoeShape(n_layer=3, n_expert=4, n_expert_used=2, layers=(1, 2))
     history = History(shape)
-    history.update(Gate(0, 0, 0, 0, Phase.DECODE, 0, 0, np.array([[0, 1]], np.int32)))
+    history.update(RoutingEvent(0, 0, 0, 0, Phase.DECODE, 0, 0, np.array([[0, 1]], np.int32)))
     assert Locality(shape).scores(history, Foretold(shape, 0)) is None
 
 

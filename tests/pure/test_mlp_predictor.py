@@ -8,14 +8,15 @@ import pytest
 from moegguf.controller.predictors.mlp import MlpPredictor, probabilities, window_pairs
 from moegguf.controller.shape import MoeShape
 from moegguf.controller.weights import Weights
-from moegguf.native.events import Gate, Phase
+from moegguf.native.events import Phase, RoutingEvent
 from moegguf.native.matvec import QuantizedMatrix
 
 SHAPE = MoeShape(n_layer=5, n_expert=3, n_expert_used=1, layers=(1, 2, 3, 4), n_embd=2, n_vocab=6)
 
 
-def gate(il: int, *vector: float) -> Gate:
-    return Gate(0, 0, 0, 0, Phase.DECODE, 0, il, np.zeros((1, 1), np.int32), None, np.array([vector], np.float32))
+def gate(il: int, *vector: float) -> RoutingEvent:
+    inputs = np.array([vector], np.float32)
+    return RoutingEvent(0, 0, 0, 0, Phase.DECODE, 0, il, np.zeros((1, 1), np.int32), None, inputs)
 
 
 def weights(windows: list[int]) -> Weights:

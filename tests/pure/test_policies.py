@@ -23,7 +23,7 @@ from moegguf.controller.policies.static import Static
 from moegguf.controller.shape import MoeShape
 from moegguf.errors import OptionError
 from moegguf.gguf.routers import Routers
-from moegguf.native.events import Float32s, Gate, Phase
+from moegguf.native.events import Float32s, Phase, RoutingEvent
 
 TWO = MoeShape(n_layer=3, n_expert=4, n_expert_used=1, layers=(1, 2))
 Expert = tuple[int, int]
@@ -46,11 +46,15 @@ class Says:
         return self._known
 
 
-def gate(pass_: int, il: int, experts: Sequence[int], *, sequence: int = 0, phase: Phase = Phase.DECODE) -> Gate:
-    return Gate(pass_, 0, 0, sequence, phase, -1, il, np.array(experts, np.int32).reshape(-1, 1))
+def gate(
+    pass_: int, il: int, experts: Sequence[int], *, sequence: int = 0, phase: Phase = Phase.DECODE
+) -> RoutingEvent:
+    return RoutingEvent(pass_, 0, 0, sequence, phase, -1, il, np.array(experts, np.int32).reshape(-1, 1))
 
 
-def tell(policy: Policy, history: History, gates: Sequence[Gate], forecast: Says | None = None) -> Float32s | None:
+def tell(
+    policy: Policy, history: History, gates: Sequence[RoutingEvent], forecast: Says | None = None
+) -> Float32s | None:
     """The last scores after these gates."""
     scores = None
     for one in gates:
@@ -59,7 +63,7 @@ def tell(policy: Policy, history: History, gates: Sequence[Gate], forecast: Says
     return scores
 
 
-def victim(policy: Policy, residents: Sequence[Expert], gates: Sequence[Gate]) -> tuple[int, int]:
+def victim(policy: Policy, residents: Sequence[Expert], gates: Sequence[RoutingEvent]) -> tuple[int, int]:
     """Who of the residents (il, expert) goes first after these gates."""
     history = History(TWO)
     scores = tell(policy, history, gates)
@@ -67,7 +71,7 @@ def victim(policy: Policy, residents: Sequence[Expert], gates: Sequence[Gate]) -
     return min(residents, key=lambda who: (table[who], history.last_use[who]))
 
 
-def story(experts: Sequence[int], il: int = 1, sequence: int = 0) -> list[Gate]:
+def story(experts: Sequence[int], il: int = 1, sequence: int = 0) -> list[RoutingEvent]:
     """One token per expert, each through layer `il` only."""
     return [gate(100 * sequence + n, il, [e], sequence=sequence) for n, e in enumerate(experts)]
 
@@ -187,7 +191,8 @@ def test_next_use_is_fast_enough_to_run_at_every_gate() -> None:
     for pass_ in range(40):
         seconds = 0.0
         for il in range(28):
-            history.update(Gate(pass_, 0, 0, 0, Phase.DECODE, -1, il, rng.permutation(64)[None, :6].astype(np.int32)))
+            ids = rng.permutation(64)[None, :6].astype(np.int32)
+            history.update(RoutingEvent(pass_, 0, 0, 0, Phase.DECODE, -1, il, ids))
             start = time.perf_counter()
             policy.scores(history, forecast)
             seconds += time.perf_counter() - start

@@ -9,7 +9,7 @@ from traces import random_trace
 
 from moegguf.controller.predictors.popularity import Affinity, Popularity
 from moegguf.controller.shape import MoeShape
-from moegguf.native.events import Gate, Phase
+from moegguf.native.events import Phase, RoutingEvent
 from moegguf.trace.fit import count_affinity, count_popularity, fit_affinity, fit_popularity
 from moegguf.trace.trace import Trace, TraceHeader, shuffled
 
@@ -31,8 +31,8 @@ def tiny_trace() -> Trace:
     )
 
 
-def gate(il: int, *ids: int) -> Gate:
-    return Gate(0, 0, 0, 0, Phase.DECODE, -1, il, np.array([ids], np.int32))
+def gate(il: int, *ids: int) -> RoutingEvent:
+    return RoutingEvent(0, 0, 0, 0, Phase.DECODE, -1, il, np.array([ids], np.int32))
 
 
 def test_popularity_is_the_share_of_choices() -> None:
@@ -63,7 +63,7 @@ def test_affinity_averages_the_rows_of_the_experts_chosen() -> None:
 
 
 @pytest.mark.parametrize("strange", [gate(0, 1, 3), gate(0, -1, 2), gate(1, 0, 1), gate(2, 0, 1), gate(0)])
-def test_strange_gates_and_the_last_layer_leave_nothing_to_say(strange: Gate) -> None:
+def test_strange_gates_and_the_last_layer_leave_nothing_to_say(strange: RoutingEvent) -> None:
     affinity = fit_affinity(tiny_trace())
     affinity.observe(gate(0, 0, 1))
     affinity.observe(strange)

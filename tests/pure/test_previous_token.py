@@ -8,13 +8,13 @@ from traces import random_trace
 
 from moegguf.controller.predictors.previous_token import PreviousToken
 from moegguf.controller.shape import MoeShape
-from moegguf.native.events import Announcement, Gate, Phase
+from moegguf.native.events import Announcement, Phase, RoutingEvent
 
 SHAPE = MoeShape(n_layer=3, n_expert=4, n_expert_used=2, layers=(1, 2))
 
 
-def gate(il: int, *tokens: tuple[int, ...], sequence: int = 0) -> Gate:
-    return Gate(
+def gate(il: int, *tokens: tuple[int, ...], sequence: int = 0) -> RoutingEvent:
+    return RoutingEvent(
         0,
         0,
         0,
@@ -45,7 +45,7 @@ def test_it_says_nothing_about_a_layer_not_seen_or_without_experts() -> None:
 
 
 @pytest.mark.parametrize("strange", [gate(0, (1, 2)), gate(7, (1, 2)), gate(1)])
-def test_a_gate_that_tells_nothing_changes_nothing(strange: Gate) -> None:
+def test_a_gate_that_tells_nothing_changes_nothing(strange: RoutingEvent) -> None:
     predictor = PreviousToken(SHAPE)
     predictor.observe(gate(1, (0, 1)))
     predictor.observe(strange)

@@ -12,7 +12,7 @@ from traces import SMALL, random_trace, same
 
 from moegguf.controller.shape import MoeShape
 from moegguf.errors import TraceError
-from moegguf.native.events import Announcement, Gate, Phase
+from moegguf.native.events import Announcement, Phase, RoutingEvent
 from moegguf.trace import recorder
 from moegguf.trace.format import TraceWriter, read
 from moegguf.trace.recorder import Recorder
@@ -22,20 +22,20 @@ TINY = MoeShape(n_layer=3, n_expert=4, n_expert_used=2, layers=(0, 2), n_embd=2,
 HEADER = TraceHeader("tiny", "ab", {}, {"threads": 2})
 
 
-def gate(pass_: int, il: int, ids: list[list[int]], *, lane: int = 0, first: int = 0, **more: object) -> Gate:
+def gate(pass_: int, il: int, ids: list[list[int]], *, lane: int = 0, first: int = 0, **more: object) -> RoutingEvent:
     """A gate of request `lane`, at 10 ns per pass."""
     fields = {"pass_": pass_, "time_ns": 10 * pass_, "lane": lane, "sequence": lane, "phase": Phase.DECODE}
-    return Gate(**{**fields, "first_token": first, "il": il, "expert_ids": np.array(ids, np.int32), **more})  # type: ignore[arg-type]
+    return RoutingEvent(**{**fields, "first_token": first, "il": il, "expert_ids": np.array(ids, np.int32), **more})  # type: ignore[arg-type]
 
 
 def announcement(tokens: list[int], lane: int = 0) -> Announcement:
     return Announcement(lane, lane, Phase.DECODE, np.array(tokens, np.int32))
 
 
-def record(path: Path, *events: Gate | Announcement, weights: bool = False, inputs: bool = False) -> Trace:
+def record(path: Path, *events: RoutingEvent | Announcement, weights: bool = False, inputs: bool = False) -> Trace:
     session = Recorder(path, TINY, HEADER, weights=weights, inputs=inputs)
     for event in events:
-        session.observe(event) if isinstance(event, Gate) else session.announce(event)
+        session.observe(event) if isinstance(event, RoutingEvent) else session.announce(event)
     session.close()
     return read(path)
 
@@ -48,7 +48,7 @@ def test_a_trace_listened_to_and_recorded_is_the_same_trace(
     trace = random_trace(seed=1, with_inputs=True)
     session = Recorder(tmp_path / "t.npz", SMALL, replace(trace.header, labels={}), weights=True, inputs=True)
     for event in trace.events():
-        session.observe(event) if isinstance(event, Gate) else session.announce(event)
+        session.observe(event) if isinstance(event, RoutingEvent) else session.announce(event)
     for sequence, label in trace.header.labels.items():
         session.label(sequence, label)
     session.close()
@@ -107,7 +107,7 @@ def test_arrays_may_be_reused_after_the_call(tmp_path: Path) -> None:
     for step in range(3):
         ids[:], weights[:], inputs[:], tokens[:] = [step, 3], step / 2, step + 1, step
         session.announce(Announcement(0, 0, Phase.DECODE, tokens))
-        session.observe(Gate(step, 0, 0, 0, Phase.DECODE, 0, 2, ids, weights, inputs))
+        session.observe(RoutingEvent(step, 0, 0, 0, Phase.DECODE, 0, 2, ids, weights, inputs))
     session.close()
     trace = read(tmp_path / "t.npz")
     assert trace.weights is not None and trace.inputs is not None

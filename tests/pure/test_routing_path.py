@@ -8,7 +8,7 @@ import pytest
 from moegguf.controller.predictors.routing_path import PROMPT_CHUNKS, PathNetwork, RoutingPath, attend, normed
 from moegguf.controller.shape import MoeShape
 from moegguf.controller.weights import Weights
-from moegguf.native.events import Announcement, Gate, Phase
+from moegguf.native.events import Announcement, Phase, RoutingEvent
 
 SHAPE = MoeShape(n_layer=4, n_expert=3, n_expert_used=1, layers=(1, 3), n_vocab=5)
 WINDOW, CHUNK, N_EMBD, N_HEAD, N_FF = 6, 4, 8, 2, 10
@@ -51,8 +51,8 @@ def announce(listener: RoutingPath, *tokens: int, sequence: int = 0, phase: Phas
     listener.announce(Announcement(0, sequence, phase, np.array(tokens, np.int32)))
 
 
-def gate(il: int, n_tokens: int = 1, first_token: int = 0, sequence: int = 0) -> Gate:
-    return Gate(0, 0, 0, sequence, Phase.DECODE, first_token, il, np.zeros((n_tokens, 1), np.int32))
+def gate(il: int, n_tokens: int = 1, first_token: int = 0, sequence: int = 0) -> RoutingEvent:
+    return RoutingEvent(0, 0, 0, sequence, Phase.DECODE, first_token, il, np.zeros((n_tokens, 1), np.int32))
 
 
 def told(listener: RoutingPath) -> np.ndarray:

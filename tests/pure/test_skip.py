@@ -12,7 +12,7 @@ from traces import hidden_routers, random_trace
 from moegguf.controller.predictors.skip import FreshGate, Skip
 from moegguf.controller.shape import MoeShape
 from moegguf.gguf.routers import Gating, Router, Routers
-from moegguf.native.events import Announcement, Float32s, Gate, Phase
+from moegguf.native.events import Announcement, Float32s, Phase, RoutingEvent
 
 SHAPE = MoeShape(n_layer=4, n_expert=4, n_expert_used=1, layers=(1, 3), n_embd=4, n_vocab=8)
 
@@ -22,10 +22,10 @@ def routers(shape: MoeShape, matrices: Float32s) -> Routers:
     return Routers(Gating.SOFTMAX, {il: Router(shape.n_expert_used, matrix) for il, matrix in rows})
 
 
-def gate(il: int, inputs: list[list[float]] | None) -> Gate:
+def gate(il: int, inputs: list[list[float]] | None) -> RoutingEvent:
     vectors = None if inputs is None else np.array(inputs, np.float32)
     n_tokens = 1 if inputs is None else len(inputs)
-    return Gate(0, 0, 0, 0, Phase.DECODE, 0, il, np.zeros((n_tokens, 1), np.int32), None, vectors)
+    return RoutingEvent(0, 0, 0, 0, Phase.DECODE, 0, il, np.zeros((n_tokens, 1), np.int32), None, vectors)
 
 
 def test_the_input_goes_through_the_later_layers_router() -> None:
@@ -59,7 +59,7 @@ def test_the_fresh_gate_answers_at_distance_0_only() -> None:
         gate(99, [[1, 2, 3, 4]]),
     ],
 )
-def test_strange_gates_leave_nothing_to_say(strange: Gate) -> None:
+def test_strange_gates_leave_nothing_to_say(strange: RoutingEvent) -> None:
     skip = Skip(SHAPE, routers(SHAPE, np.ones((2, 4, 4), np.float32)))
     skip.observe(gate(1, [[1, 2, 3, 4]]))
     assert skip.predict(3, 1) is not None

@@ -10,7 +10,7 @@ from moegguf.controller.history import History
 from moegguf.controller.policies.base import Policy
 from moegguf.controller.policies.sparsity import EPSILON, SparsityAware
 from moegguf.controller.shape import MoeShape
-from moegguf.native.events import Float32s, Gate, Phase
+from moegguf.native.events import Float32s, Phase, RoutingEvent
 
 THREE = MoeShape(n_layer=3, n_expert=2, n_expert_used=1, layers=(0, 1, 2))
 REQUEST = np.array([[[1, 2], [0, 3], [0, 3]]], np.float32)  # figure 6; E[i, j] there counts from 1
@@ -27,7 +27,7 @@ class NoOutlook:
 
 
 def hear(policy: SparsityAware, history: History, il: int, e: int, sequence: int = 0, pass_: int = 0) -> Float32s:
-    history.update(Gate(pass_, 0, 0, sequence, Phase.DECODE, 0, il, np.array([[e]], np.int32)))
+    history.update(RoutingEvent(pass_, 0, 0, sequence, Phase.DECODE, 0, il, np.array([[e]], np.int32)))
     scores = policy.scores(history, NoOutlook())
     assert scores is not None
     return scores

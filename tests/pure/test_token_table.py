@@ -10,7 +10,7 @@ from traces import random_trace
 from moegguf.controller.predictors.token_table import MAX_COUNT, TokenTable
 from moegguf.controller.shape import MoeShape
 from moegguf.controller.weights import Weights
-from moegguf.native.events import Announcement, Gate, Phase
+from moegguf.native.events import Announcement, Phase, RoutingEvent
 from moegguf.trace.fit import fit_token_table
 from moegguf.trace.trace import Trace, TraceHeader, shuffled
 
@@ -37,8 +37,8 @@ def announce(table: TokenTable, *tokens: int, phase: Phase = Phase.DECODE) -> No
     table.announce(Announcement(0, 0, phase, np.array(tokens, np.int32)))
 
 
-def gate(il: int, *ids: int, first_token: int = 0) -> Gate:
-    return Gate(0, 0, 0, 0, Phase.DECODE, first_token, il, np.array([ids], np.int32))
+def gate(il: int, *ids: int, first_token: int = 0) -> RoutingEvent:
+    return RoutingEvent(0, 0, 0, 0, Phase.DECODE, first_token, il, np.array([ids], np.int32))
 
 
 def test_counts_of_a_token_and_one_average_visit() -> None:

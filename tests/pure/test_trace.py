@@ -11,7 +11,7 @@ import pytest
 from traces import SMALL, hidden_routers, random_trace, same
 
 from moegguf.controller.shape import MoeShape
-from moegguf.native.events import Announcement, Gate, Phase
+from moegguf.native.events import Announcement, Phase, RoutingEvent
 from moegguf.trace.format import check
 from moegguf.trace.trace import Trace, TraceHeader, shuffled
 
@@ -37,8 +37,8 @@ def tiny(**changes: Any) -> Trace:
     return replace(trace, **changes)
 
 
-def gates(trace: Trace) -> list[Gate]:
-    return [event for event in trace.events() if isinstance(event, Gate)]
+def gates(trace: Trace) -> list[RoutingEvent]:
+    return [event for event in trace.events() if isinstance(event, RoutingEvent)]
 
 
 def announcements(trace: Trace) -> list[tuple[int, int, list[int]]]:

@@ -6,7 +6,7 @@ from typing import Protocol, runtime_checkable
 
 from moegguf.controller.forecast import Forecast
 from moegguf.controller.history import History
-from moegguf.native.events import EvictionRates, Float32s
+from moegguf.native.events import Float32s, NativePolicy
 
 
 @runtime_checkable
@@ -25,5 +25,5 @@ class CarriedByStore(Protocol):
     """A policy that needs nothing but the gates where nobody predicts: the store then carries it out by itself."""
 
     @property
-    def store_rates(self) -> EvictionRates:
-        """The policy's parameters, for the store."""
+    def native_policy(self) -> NativePolicy:
+        """The policy's name in the store and its parameters there."""

@@ -11,7 +11,7 @@ from moegguf.controller.forecast import Forecast
 from moegguf.controller.history import History
 from moegguf.controller.policies.rates import Rates
 from moegguf.controller.shape import MoeShape
-from moegguf.native.events import EvictionRates, Float32s
+from moegguf.native.events import Float32s, NativePolicy
 
 LEAST = 1e-4  # a token uses no expert less often than this
 
@@ -29,7 +29,7 @@ class NextUse:
     has. `phase_weight` is w: 1 by the derivation, more where long waits are overestimated. `trust` is how much of a
     probability to believe. The defaults are the best found on the demo model's routing, on other texts than reported.
 
-    Without a predictor the store computes the same by itself (moegguf/native/rates.h).
+    Without a predictor the store computes the same by itself (moegguf/native/policies/next_use.cpp).
     """
 
     name: ClassVar[str] = "next-use"
@@ -43,7 +43,10 @@ class NextUse:
         trust: float = 1.0,
     ) -> None:
         self.shape = shape
-        self.store_rates = EvictionRates(tuple(half_lives_tokens), tuple(weights), phase_weight)
+        self.native_policy = NativePolicy(
+            self.name,
+            {"half_lives_tokens": tuple(half_lives_tokens), "weights": tuple(weights), "phase_weight": phase_weight},
+        )
         self._rates = Rates(shape, half_lives_tokens)
         self._weights: Float32s = np.array(weights, np.float32)
         self._trust = trust

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from typing import ClassVar
 
 from moegguf.controller.shape import MoeShape
-from moegguf.native.events import Announcement, Float32s, Gate
+from moegguf.native.events import Announcement, Float32s, RoutingEvent
 
 
 class Predictor(ABC):
@@ -28,7 +28,7 @@ class Predictor(ABC):
     def announce(self, announcement: Announcement) -> None:  # noqa: B027 (nothing to do is a fine answer)
         """Tokens are about to be evaluated. A new `sequence` is a new request."""
 
-    def observe(self, gate: Gate) -> None:  # noqa: B027
+    def observe(self, gate: RoutingEvent) -> None:  # noqa: B027
         """A layer's routing has become known."""
 
     @abstractmethod

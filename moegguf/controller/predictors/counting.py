@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moegguf.controller.shape import MoeShape
-from moegguf.native.events import Float32s, Gate, Int32s
+from moegguf.native.events import Float32s, Int32s, RoutingEvent
 
 
 def multi_hot(expert_ids: npt.NDArray[np.integer], n_expert: int) -> Float32s:
@@ -16,7 +16,7 @@ def multi_hot(expert_ids: npt.NDArray[np.integer], n_expert: int) -> Float32s:
     return hot[:, :n_expert]
 
 
-def single_choice(shape: MoeShape, gate: Gate) -> Int32s | None:
+def single_choice(shape: MoeShape, gate: RoutingEvent) -> Int32s | None:
     """The experts (n_expert_used,) one token's gate chose; None for several tokens, or a gate of no such model."""
     if gate.il not in shape.row_of or gate.expert_ids.shape[0] != 1:
         return None

@@ -11,7 +11,7 @@ from moegguf.controller.history import History
 from moegguf.controller.predict_eam import N_MATCHES, OWN_SHARE, PredictEam
 from moegguf.controller.predictors.base import Predictor
 from moegguf.controller.shape import MoeShape
-from moegguf.native.events import Announcement, Float32s, Gate
+from moegguf.native.events import Announcement, Float32s, RoutingEvent
 
 
 class EamcPredictor(Predictor):
@@ -46,7 +46,7 @@ class EamcPredictor(Predictor):
         self._seen.expect(self._history, announcement.phase)
         self._row = -1
 
-    def observe(self, gate: Gate) -> None:
+    def observe(self, gate: RoutingEvent) -> None:
         gate = gate._replace(expert_ids=gate.expert_ids[gate.expert_ids >= 0])
         if gate.il not in self.shape.row_of or gate.expert_ids.max(initial=0) >= self.shape.n_expert:
             return

@@ -20,7 +20,7 @@ from moegguf.controller.predictors.base import Predictor
 from moegguf.controller.predictors.counting import single_choice
 from moegguf.controller.shape import MoeShape
 from moegguf.controller.weights import Weights
-from moegguf.native.events import Float32s, Gate
+from moegguf.native.events import Float32s, RoutingEvent
 from moegguf.native.matvec import QuantizedMatrix
 
 HIDDEN_SIZES = (2048, 1024, 512, 256, 128, 64)
@@ -96,7 +96,7 @@ class ExpertMlp(Predictor):
         popularity = weights.array("popularity", n_layer, n_expert)
         return cls(shape, popularity, weights.array("affinity", n_layer - 1, n_expert, n_expert), layers)
 
-    def observe(self, gate: Gate) -> None:
+    def observe(self, gate: RoutingEvent) -> None:
         if gate.pass_ != self._pass:
             self._pass, self._rows_seen = gate.pass_, 0
         ids = single_choice(self.shape, gate)

@@ -8,7 +8,7 @@ import numpy as np
 
 from moegguf.controller.predictors.base import Predictor
 from moegguf.controller.shape import MoeShape
-from moegguf.native.events import Announcement, Float32s, Gate
+from moegguf.native.events import Announcement, Float32s, RoutingEvent
 
 
 class FromInput(Predictor):
@@ -27,7 +27,7 @@ class FromInput(Predictor):
     def announce(self, announcement: Announcement) -> None:
         self._source = None
 
-    def observe(self, gate: Gate) -> None:
+    def observe(self, gate: RoutingEvent) -> None:
         self._source = None
         inputs = gate.inputs
         if inputs is None or inputs.shape != (1, self.shape.n_embd) or gate.il not in self.shape.row_of:

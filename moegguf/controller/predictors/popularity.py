@@ -10,7 +10,7 @@ from moegguf.controller.predictors.base import Predictor
 from moegguf.controller.predictors.counting import single_choice
 from moegguf.controller.shape import MoeShape
 from moegguf.controller.weights import Weights
-from moegguf.native.events import Float32s, Gate
+from moegguf.native.events import Float32s, RoutingEvent
 
 
 class Popularity(Predictor):
@@ -57,7 +57,7 @@ class Affinity(Predictor):
         """What it learned, to be saved."""
         return Weights({"affinity": self.affinity})
 
-    def observe(self, gate: Gate) -> None:
+    def observe(self, gate: RoutingEvent) -> None:
         ids = single_choice(self.shape, gate)
         self._next = None if ids is None else self.shape.layer_after(gate.il, 1)
         if ids is not None and self._next is not None:

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from moegguf.controller.predictors.base import Predictor
 from moegguf.controller.shape import MoeShape
-from moegguf.native.events import Float32s, Gate
+from moegguf.native.events import Float32s, RoutingEvent
 
 NAME = "previous-token"
 
@@ -27,7 +27,7 @@ class PreviousToken(Predictor):
         self._used: Float32s = np.zeros(shape.table, np.float32)
         self._seen: npt.NDArray[np.bool_] = np.zeros(shape.n_layer, np.bool_)
 
-    def observe(self, gate: Gate) -> None:
+    def observe(self, gate: RoutingEvent) -> None:
         """Remembers the last token's experts; a gate without tokens or of an unknown layer changes nothing."""
         if gate.il not in self.shape.row_of or len(gate.expert_ids) == 0:
             return

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from moegguf.controller.predictors.base import Predictor
 from moegguf.controller.shape import MoeShape
 from moegguf.controller.weights import Weights
-from moegguf.native.events import Announcement, Float32s, Gate, Int32s
+from moegguf.native.events import Announcement, Float32s, Int32s, RoutingEvent
 
 NAME = "routing-path"
 NORM_EPS = 1e-6
@@ -218,7 +218,7 @@ class RoutingPath(Predictor):
         self._remember(tokens)
         self._tell(self._idle)
 
-    def observe(self, gate: Gate) -> None:
+    def observe(self, gate: RoutingEvent) -> None:
         """Narrows a long announcement to the pass that began; falls silent in passes that were not announced."""
         if self._idle is None or gate.first_token < 0 or gate.sequence != self._sequence:
             self._idle = self._table = None

@@ -12,7 +12,7 @@ from moegguf.controller.predictors.base import Predictor
 from moegguf.controller.predictors.counting import multi_hot, single_choice
 from moegguf.controller.shape import MoeShape
 from moegguf.controller.weights import Weights
-from moegguf.native.events import Announcement, Float32s, Gate, Int32s, Phase
+from moegguf.native.events import Announcement, Float32s, Int32s, Phase, RoutingEvent
 
 MAX_COUNT = np.iinfo(np.uint16).max
 FIRST_ENTRIES = 64
@@ -82,7 +82,7 @@ class TokenTable(Predictor):
         token = int(announcement.tokens[0]) if single else -1
         self._token = token if 0 <= token < len(self._entry_of) else -1
 
-    def observe(self, gate: Gate) -> None:
+    def observe(self, gate: RoutingEvent) -> None:
         if gate.first_token != 0 or gate.phase != Phase.DECODE:
             self._token = -1
         elif self.online and self._token >= 0:
@@ -100,7 +100,7 @@ class TokenTable(Predictor):
         counts = self._counts[entry, row].astype(np.float32)
         return np.minimum((counts + average) / (float(counts.sum()) / used + 1.0), 1.0)
 
-    def _count(self, gate: Gate) -> None:
+    def _count(self, gate: RoutingEvent) -> None:
         ids = single_choice(self.shape, gate)
         entry = self._add_entry(self._token)
         if ids is None or entry < 0:

@@ -7,6 +7,7 @@ import math
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,11 +22,25 @@ from moegguf.controller.predictors.base import NoPrediction
 from moegguf.controller.shape import MoeShape
 from moegguf.errors import OptionError
 from moegguf.native import library
-from moegguf.native.events import EvictionRates, Float32s, Gate, Phase
+from moegguf.native.events import Float32s, NativePolicy, Phase, RoutingEvent
 from moegguf.native.store import Store
 from moegguf.trace.simulate import SimOptions, Simulation
 
-HALVING = EvictionRates((1.0,), (1.0,), 1.0)
+
+def rates(half_lives_tokens: tuple[float, ...], weights: tuple[float, ...], phase_weight: float) -> NativePolicy:
+    return NativePolicy(
+        "next-use", {"half_lives_tokens": half_lives_tokens, "weights": weights, "phase_weight": phase_weight}
+    )
+
+
+def set_policy(store: Store, policy: NativePolicy | None) -> None:
+    if policy is None:
+        store.set_policy("lru")
+    else:
+        store.set_policy(policy.name, **policy.parameters)
+
+
+HALVING = rates((1.0,), (1.0,), 1.0)
 STORY = [(0, 0), (1, 0), (0, 0), (1, 1), (1, 0)]  # (layer, expert): 0.75 for (0, 0), 0.625 for (1, 0), 0.25 for (1, 1)
 
 
@@ -37,16 +52,16 @@ def two(tmp_path: Path) -> FakeModel:
 
 @pytest.fixture
 def told(two: FakeModel, open_store: Open) -> Callable[..., tuple[Store, Callable[..., None]]]:
-    """`told(n_slots, rates)`: a store that has seen STORY, and what lets it see another gate."""
+    """`told(n_slots, policy)`: a store that has seen STORY, and what gives it another routing event."""
 
     def tell(
-        n_slots: int = 3, rates: EvictionRates | None = HALVING, story: list[tuple[int, int]] = STORY
+        n_slots: int = 3, policy: NativePolicy | None = HALVING, story: list[tuple[int, int]] = STORY
     ) -> tuple[Store, Callable[..., None]]:
         store, lane = open_store(two, n_slots)
-        store.set_rates(rates)
+        set_policy(store, policy)
 
         def gate(il: int, *experts: int) -> None:
-            two.gate(store, lane, il, [[expert] for expert in experts])
+            two.acquire(store, lane, il, [[expert] for expert in experts])
 
         for il, expert in story:
             gate(il, expert)
@@ -67,7 +82,7 @@ def test_out_goes_the_expert_expected_last(told: Told) -> None:
     store, gate = told()
     gate(0, 2)
     assert there(store) == {(0, 0), (1, 0), (0, 2)}
-    store, gate = told(rates=None)
+    store, gate = told(policy=None)
     gate(0, 2)
     assert there(store) == {(1, 0), (1, 1), (0, 2)}  # the least recently used went
 
@@ -79,7 +94,7 @@ def test_of_equal_chances_the_layer_whose_turn_is_later_loses(
     told: Told, il: int, phase_weight: float, left: tuple[int, int]
 ) -> None:
     """The others of the gate's own layer wait for a whole pass; without a phase, recency decides."""
-    store, gate = told(2, HALVING._replace(phase_weight=phase_weight), STORY[:2])
+    store, gate = told(2, rates((1.0,), (1.0,), phase_weight), STORY[:2])
     gate(il, 7)
     assert there(store) == {(il, 7), left}
 
@@ -88,7 +103,7 @@ def test_two_averages_are_added_by_their_weights(told: Told) -> None:
     """Layer 1 saw 1, 1, 1, 0: 0.5 and 0.4375 when halving each token, 1/16 and 3/16 less a bit when fading slowly."""
     story = [(1, 1), (1, 1), (1, 1), (1, 0)]
     for weights, left in (((1.0, 0.0), (1, 0)), ((0.1, 0.9), (1, 1))):
-        store, gate = told(2, EvictionRates((1.0, 10.0), weights, 1.0), story)
+        store, gate = told(2, rates((1.0, 10.0), weights, 1.0), story)
         gate(0, 3)
         assert there(store) == {(0, 3), left}
 
@@ -113,11 +128,11 @@ def test_so_does_its_last_layer_that_computes_one_token_only(told: Told) -> None
 
 def test_rates_come_and_go_at_run_time(told: Told) -> None:
     store, gate = told()
-    store.set_rates(None)
+    set_policy(store, None)
     gate(0, 2)
     assert there(store) == {(1, 0), (1, 1), (0, 2)}
     store, gate = told()
-    store.set_rates(HALVING)  # starts again: nobody was seen, the phase decides, and (0, 0) has the longer way
+    set_policy(store, HALVING)  # starts again: no use is known, the phase decides, and (0, 0) has the longer way
     gate(0, 2)
     assert there(store) == {(1, 0), (1, 1), (0, 2)}
 
@@ -149,12 +164,12 @@ def test_a_prefetch_takes_the_place_of_what_is_used_later_only(told: Told) -> No
 
 def test_a_resident_pool_starts_counting_when_it_shrinks(two: FakeModel, open_store: Open) -> None:
     store, lane = open_store(two, 16, fill=False)
-    store.set_rates(HALVING)
+    set_policy(store, HALVING)
     for _ in range(9):
-        two.gate(store, lane, 1, [1])  # does not count
+        two.acquire(store, lane, 1, [1])  # does not count
     store.resize(3)
     for il, expert in [*STORY, (0, 2)]:
-        two.gate(store, lane, il, [expert])
+        two.acquire(store, lane, il, [expert])
     assert there(store) == {(0, 0), (1, 0), (0, 2)}
 
 
@@ -162,35 +177,63 @@ NAN, INF = math.nan, math.inf
 
 
 @pytest.mark.parametrize(
-    ("rates", "rule"),
+    ("policy", "rule"),
     [
-        (EvictionRates((), (), 1), "1 to 4 averages, not 0"),
-        (EvictionRates((1,) * 5, (1,) * 5, 1), "1 to 4 half-lives"),
-        (EvictionRates((1, 2), (1,), 1), "a weight each"),
-        *((EvictionRates((1, bad), (1, 1), 1), "half-life is a number of tokens above 0") for bad in (0, -1, NAN, INF)),
-        *((EvictionRates((1, 1), (1, bad), 1), "weight is 0 or more") for bad in (-1, NAN, INF)),
-        (EvictionRates((1, 1), (0, 0), 1), "weights of the averages add up to 0"),
-        (EvictionRates((1, 1), (3e38, 3e38), 1), "weights of the averages add up to inf"),
-        *((EvictionRates((1,), (1,), bad), "weight of the phase is 0 or more") for bad in (-1, NAN, INF)),
+        (rates((), (), 1), "1 to 4 half-lives with a weight each, not 0 with 0"),
+        (rates((1,) * 5, (1,) * 5, 1), "1 to 4 half-lives"),
+        (rates((1, 2), (1,), 1), "a weight each"),
+        *((rates((1, bad), (1, 1), 1), "half-life is a number of tokens above 0") for bad in (0, -1, NAN, INF)),
+        *((rates((1, 1), (1, bad), 1), "weight is 0 or more") for bad in (-1, NAN, INF)),
+        (rates((1, 1), (0, 0), 1), "weights of the averages add up to 0"),
+        (rates((1, 1), (3e38, 3e38), 1), "weights of the averages add up to inf"),
+        *((rates((1,), (1,), bad), "weight of the phase is 0 or more") for bad in (-1, NAN, INF)),
     ],
     ids=str,
 )
 def test_rates_that_mean_nothing_are_refused_and_those_in_force_stay(
-    told: Told, rates: EvictionRates, rule: str
+    told: Told, policy: NativePolicy, rule: str
 ) -> None:
     store, gate = told()
     with pytest.raises(OptionError, match=rule):
-        store.set_rates(rates)
+        set_policy(store, policy)
     gate(0, 2)
     assert there(store) == {(0, 0), (1, 0), (0, 2)}
 
 
-def test_a_number_of_averages_out_of_range_is_refused_by_the_library_too(two: FakeModel, open_store: Open) -> None:
+@pytest.mark.parametrize(
+    ("name", "parameters", "rule"),
+    [
+        ("lfu", {}, "no eviction policy 'lfu'; known are .*lru.*next-use"),
+        ("", {}, "no eviction policy ''"),
+        ("lru", {"half_life_tokens": 3}, "'lru' has no parameter 'half_life_tokens'; known are none"),
+        ("next-use", {"weight": 1}, "no parameter 'weight'; known are half_lives_tokens, weights, phase_weight"),
+        ("next-use", {"phase_weight": (1, 2)}, "'phase_weight' is one value, not 2"),
+        ("decayed-frequency", {"half_life_tokens": ()}, "is one value, not 0"),
+        ("decayed-frequency", {"half_life_tokens": 0}, "half-life is a number of tokens above 0"),
+    ],
+)
+def test_a_policy_or_parameter_that_does_not_exist_is_refused_with_those_that_do(
+    told: Told, name: str, parameters: dict[str, Any], rule: str
+) -> None:
+    store, gate = told()
+    with pytest.raises(OptionError, match=rule):
+        store.set_policy(name, **parameters)
+    gate(0, 2)
+    assert there(store) == {(0, 0), (1, 0), (0, 2)}
+
+
+def test_a_malformed_policy_is_refused_by_the_library_too(two: FakeModel, open_store: Open) -> None:
     store, _ = open_store(two, 4)
-    for n in (-1, 0, 5, 1 << 30):
-        rates = library.Rates(n, 0, (c.c_float * 4)(1, 1, 1, 1), (c.c_float * 4)(1, 1, 1, 1), 1)
-        assert library.load().moegguf_store_set_rates(store.handle, c.byref(rates)) == library.INVALID
-    assert library.load().moegguf_store_set_rates(None, None) == library.INVALID
+    set_native, value = library.load().moegguf_store_set_policy, (c.c_float * 1)(1)
+    for n in (-1, 65, 1 << 30):
+        assert set_native(store.handle, c.byref(library.Policy(b"next-use", n, 0, None))) == library.INVALID
+    assert set_native(store.handle, c.byref(library.Policy(None, 0, 0, None))) == library.INVALID
+    assert set_native(store.handle, c.byref(library.Policy(b"next-use", 1, 0, None))) == library.INVALID
+    for name, n, values in ((None, 1, value), (b"weights", 1, None), (b"weights", -1, value)):
+        table = (library.Parameter * 1)(library.Parameter(name, n, 0, values))
+        assert set_native(store.handle, c.byref(library.Policy(b"next-use", 1, 0, table))) == library.INVALID
+    assert set_native(None, None) == library.INVALID
+    assert set_native(store.handle, None) == library.OK
 
 
 class Scored:
@@ -217,7 +260,7 @@ def test_the_same_victims_as_the_python_policy(tmp_path: Path, open_store: Open,
     in_turn = min(n_slots, resized) >= 10  # a lane keeps its last experts pinned
     native.resize(n_slots)
     scored.resize(n_slots)
-    native.set_rates(policy.store_rates)
+    set_policy(native, policy.native_policy)
     scores: Float32s | None = None
     for pass_ in range(80):
         n_tokens = int(rng.choice([1, 1, 1, 2]))
@@ -228,9 +271,9 @@ def test_the_same_victims_as_the_python_policy(tmp_path: Path, open_store: Open,
             ids = np.stack([rng.permutation(rng.integers(3, 9))[:2] for _ in range(n_tokens)]).astype(np.int32)
             scored.set_scores(scores if n_tokens == 1 else None)
             for lane in lanes:
-                lane[in_turn and pass_ // 3 % 2].gate(il, ids)
+                lane[in_turn and pass_ // 3 % 2].acquire(il, ids)
             assert np.array_equal(native.residency(), scored.residency()), (pass_, il)
-            history.update(Gate(pass_, 0, 0, 0, Phase.DECODE, -1, il, ids))
+            history.update(RoutingEvent(pass_, 0, 0, 0, Phase.DECODE, -1, il, ids))
             table = policy.scores(history, ahead)
             scores = None if table is None else table.copy()
     assert native.counters()["evictions"] == scored.counters()["evictions"] > 100
@@ -268,7 +311,7 @@ def test_two_lanes_compute_while_rates_change(fake: FakeModel, open_store: Open)
         thread.start()
     rng = np.random.default_rng(9)
     while any(thread.is_alive() for thread in threads):
-        store.set_rates(None if rng.random() < 0.2 else EvictionRates((40.0, 2000.0), (0.85, 0.15), 2.0))
+        set_policy(store, None if rng.random() < 0.2 else rates((40.0, 2000.0), (0.85, 0.15), 2.0))
         store.prefetch(rng.integers(0, 4, 3), rng.integers(0, 8, 3))
     for thread in threads:
         thread.join()

@@ -1,0 +1,407 @@
+#include "acquire.h"
+
+#include "clock.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+
+namespace moegguf {
+namespace {
+
+// From this many choices per expert on, a pass touches practically every expert (1 - e^-4 = 98 % of them).
+constexpr int64_t sweep_choices_per_expert = 4;
+
+// How long a lane waits for another one's layer to end before it calls the pool too small for both.
+constexpr auto longest_pass = std::chrono::seconds(60);
+
+constexpr char parents_model[] = "the model was loaded in the parent process; load it again in this one";
+
+} // namespace
+
+void Lane::fail(moegguf_status status, int il, int expert, const std::string & why) {
+    if (failed) {
+        return;
+    }
+    failure = {status, 0, il, expert, {}};
+    snprintf(failure.message, sizeof(failure.message), "%s", why.c_str());
+    failed = true;
+}
+
+std::unique_ptr<Lane> Acquire::open_lane() {
+    Lock lock(shared_.mutex);
+    auto lane = std::make_unique<Lane>(store_, lane_ids_, layout_.n_expert_max);
+    lane_ids_ += 1;
+    n_lanes_ += 1;
+    return lane;
+}
+
+void Acquire::close_lane(Lane & lane) {
+    Lock lock(shared_.mutex);
+    unpin(lane);
+    n_lanes_ -= 1;
+    shared_.done.notify_all();
+}
+
+void Acquire::take_failure(Lane & lane, moegguf_failure & out, bool clear) {
+    if (shared_.forked()) {
+        out = lane.failure; // the lock may be held by a thread of the parent
+        return;
+    }
+    Lock lock(shared_.mutex);
+    out = lane.failed ? lane.failure : moegguf_failure{};
+    if (clear) {
+        lane.failure = {};
+        lane.failed = false;
+        lane.il = Lane::between_passes;
+        unpin(lane);
+    }
+}
+
+void Acquire::announce_tokens(Lane & lane, const moegguf_tokens_event & event) {
+    lane.sequence = event.sequence;
+    lane.phase = event.phase;
+    lane.next_token = 0;
+    lane.n_announced = event.n_tokens;
+    lane.il = Lane::between_passes;
+    if (events_.on()) {
+        events_.tokens(event);
+    }
+}
+
+void Acquire::acquire(Lane & lane, int il, int32_t * ids, int n_expert_used, int n_tokens, uint8_t wait_kinds,
+                      const Routed & routed) {
+    const uint64_t start = now_ns();
+    const size_t n = (size_t)n_expert_used * n_tokens;
+    if (shared_.forked()) { // a thread of the parent may hold the lock
+        lane.fail(MOEGGUF_FORKED, il, -1, parents_model);
+        std::fill_n(ids, n, 0);
+        return;
+    }
+    events_.keep_step();
+    lane.waited_ns = 0;
+    if (!layout_.has_experts(il)) {
+        lane.fail(MOEGGUF_ROUTING, il, -1, "a layer without experts was routed");
+    }
+    const bool valid = !lane.failed && collect(lane, il, ids, n);
+    bool placed = false;
+    int first_slot = 0;
+    {
+        Lock lock(shared_.mutex);
+        begin_pass(lane, il, n_tokens);
+        if (valid) {
+            const int64_t n_expert = layout_.layers[il].n_expert;
+            const bool sweep = n_tokens > 1 && (int64_t)n >= sweep_choices_per_expert * n_expert;
+            placed = fill_slots(lane, {il, sweep, lane.n_tokens == 1}, ids, n_expert_used, n_tokens, lock);
+            first_slot = tier_.numbering.window(il).first_slot;
+        }
+    }
+    if (events_.on()) {
+        // Victims are chosen before the listener gets this event, so that its scores act from the next one on. This
+        // may wait for space in the ring, which the listener may need the lock to make: it is not held here.
+        events_.routing({lane.pass, start, lane.id, il, n_tokens, n_expert_used, lane.sequence, lane.phase,
+                         lane.first_token, routed.n_embd, ids, routed.weights, routed.inputs});
+    }
+    if (placed) {
+        wait(lane, wait_kinds);
+    }
+    for (size_t i = 0; i < n; i++) {
+        ids[i] = lane.failed ? 0 : lane.slot_of[ids[i]] - first_slot;
+    }
+    for (int expert : lane.distinct) {
+        lane.slot_of[expert] = -1;
+    }
+    count(shared_.counters.hook_ns, now_ns() - start - lane.waited_ns);
+}
+
+bool Acquire::collect(Lane & lane, int il, const int32_t * ids, size_t n) {
+    const int n_expert = layout_.layers[il].n_expert;
+    lane.distinct.clear();
+    for (size_t i = 0; i < n; i++) {
+        const int expert = ids[i];
+        if (expert < 0 || expert >= n_expert) {
+            lane.fail(MOEGGUF_ROUTING, il, expert,
+                      "the router chose expert " + std::to_string(expert) + " of " + std::to_string(n_expert));
+            return false;
+        }
+        if (lane.slot_of[expert] == -1) {
+            lane.slot_of[expert] = -2; // seen, slot not known yet
+            lane.distinct.push_back(expert);
+        }
+    }
+    return true;
+}
+
+// A slot for every expert of the event, and a transfer for every matrix that is not there.
+bool Acquire::fill_slots(Lane & lane, const Moment & now, const int32_t * ids, int n_expert_used, int n_tokens,
+                         Lock & lock) {
+    transfers_.set_moment(now);
+    if (!pin_all(lane, now, lock)) {
+        return false;
+    }
+    tier_.residency.on_routing(now.il, ids, n_expert_used, n_tokens);
+    transfers_.demand(lane.pinned);
+    if (now.sweep && shared_.has(MOEGGUF_SWEEP)) {
+        sweep_ahead(now.il);
+    }
+    return true;
+}
+
+void Acquire::count_pass(Lane & lane, int il, int n_tokens) {
+    Counters & counters = shared_.counters;
+    if (il <= lane.il) {
+        lane.pass = __atomic_add_fetch(&counters.passes, 1, __ATOMIC_RELAXED);
+        lane.n_tokens = n_tokens;
+        count(counters.tokens, n_tokens);
+        lane.first_token = lane.next_token + n_tokens <= lane.n_announced ? lane.next_token : -1;
+        lane.next_token += n_tokens;
+    }
+    lane.il = il;
+    count(counters.routing_events);
+}
+
+void Acquire::begin_pass(Lane & lane, int il, int n_tokens) {
+    computing_ = true;
+    count_pass(lane, il, n_tokens);
+    unpin(lane);
+    if (resize_to_ > 0) {
+        apply_resize();
+    }
+}
+
+// Residents are pinned before any victim is chosen, so that no needed expert is evicted for another.
+bool Acquire::pin_all(Lane & lane, const Moment & now, Lock & lock) {
+    // A lane that waits for slots holds some already. Another one that did the same could block both for good.
+    while (short_of_slots_ && !shared_.cancelled) {
+        shared_.done.wait(lock);
+    }
+    pin_present(lane, now.il);
+    if (shared_.has(MOEGGUF_PREEMPT) && !tier_.numbering.resident()) {
+        transfers_.drop_prefetches(now.il);
+    }
+    const uint64_t start = shared_.clock_ns();
+    const bool done = pin_absent(lane, now, lock);
+    if (short_of_slots_) {
+        short_of_slots_ = false;
+        transfers_.hold_prefetches(false);
+        shared_.done.notify_all();
+        count_stall(lane, start);
+    }
+    return done;
+}
+
+void Acquire::pin_present(Lane & lane, int il) {
+    Residency & residency = tier_.residency;
+    uint64_t n_ready = 0, n_late = 0, n_useful = 0;
+    for (int expert : lane.distinct) {
+        residency.count_look_up(il, expert);
+        const int s = residency.find(il, expert);
+        if (s < 0) {
+            continue;
+        }
+        Slot & slot = residency.slot(s);
+        (residency.complete(s) ? n_ready : n_late) += 1;
+        n_useful += slot.prefetched;
+        slot.prefetched = false;
+        slot.claims += 1;
+        if (residency.failed(s)) {
+            residency.set_failed(s, false); // for an earlier request: this one reads again
+        }
+        residency.pin(s);
+        lane.pinned.push_back(s);
+        lane.slot_of[expert] = s;
+    }
+    Counters & counters = shared_.counters;
+    count(counters.lookups, lane.distinct.size());
+    count(counters.hits_ready, n_ready);
+    count(counters.hits_late, n_late);
+    count(counters.misses, lane.distinct.size() - n_ready - n_late);
+    count(counters.prefetch_useful, n_useful);
+}
+
+bool Acquire::pin_absent(Lane & lane, const Moment & now, Lock & lock) {
+    Residency & residency = tier_.residency;
+    const bool fits = (int)lane.distinct.size() <= residency.n_usable();
+    Deadline deadline{};
+    for (int expert : lane.distinct) {
+        if (lane.slot_of[expert] >= 0) {
+            continue;
+        }
+        int s = tier_.take_slot(now.il, expert, now, INFINITY);
+        while (s < 0 && fits) {
+            if (deadline == Deadline{}) {
+                deadline = std::chrono::steady_clock::now() + longest_pass;
+            }
+            if (!wait_for_slot(deadline, lock)) {
+                break;
+            }
+            s = tier_.take_slot(now.il, expert, now, INFINITY);
+        }
+        if (s < 0) {
+            lane.fail(shared_.cancelled ? MOEGGUF_CANCELLED : MOEGGUF_SLOTS, now.il, expert,
+                      "one pass needs " + std::to_string(lane.distinct.size()) + " experts of layer " +
+                          std::to_string(now.il) + " at once, the pool has " + std::to_string(residency.n_usable()) +
+                          " slots");
+            return false;
+        }
+        residency.pin(s);
+        lane.pinned.push_back(s);
+        lane.slot_of[expert] = s;
+    }
+    return true;
+}
+
+// False when no slot will become free: transfers end, and another lane unpins at its next routing event, nothing else.
+bool Acquire::wait_for_slot(Deadline deadline, Lock & lock) {
+    if (shared_.simulated() && transfers_.reading()) {
+        transfers_.step();
+        return true;
+    }
+    if (shared_.cancelled || (n_lanes_ == 1 && !transfers_.reading())) {
+        return false;
+    }
+    short_of_slots_ = true;
+    transfers_.hold_prefetches(true);
+    return shared_.done.wait_until(lock, deadline) == std::cv_status::no_timeout;
+}
+
+void Acquire::sweep_ahead(int il) {
+    const int n_layer = (int)layout_.layers.size();
+    int next = il + 1;
+    while (next < n_layer && layout_.layers[next].n_expert == 0) {
+        next++;
+    }
+    if (next == n_layer) {
+        return;
+    }
+    int free_slots = tier_.residency.n_usable() - layout_.layers[il].n_expert;
+    for (int expert = 0; expert < layout_.layers[next].n_expert && free_slots > 0; expert++, free_slots--) {
+        if (tier_.residency.find(next, expert) < 0) {
+            count(shared_.counters.prefetch_requested);
+            if (!transfers_.prefetch(next, expert)) {
+                count(shared_.counters.prefetch_dropped);
+            }
+        }
+    }
+    transfers_.wake_readers();
+}
+
+void Acquire::unpin(Lane & lane) {
+    for (int s : lane.pinned) {
+        tier_.residency.unpin(s);
+        if (tier_.residency.slot(s).pins > 0) {
+            continue;
+        }
+        if (tier_.residency.failed(s)) {
+            tier_.retire(s);
+        } else if (!tier_.usable(s)) {
+            count(shared_.counters.evictions);
+            tier_.retire(s);
+        }
+    }
+    lane.pinned.clear();
+    if (n_lanes_ > 1) {
+        shared_.done.notify_all();
+    }
+}
+
+void Acquire::resize(int n_slots) {
+    Lock lock(shared_.mutex);
+    const int n_pool = tier_.residency.n_slots();
+    if (n_slots < layout_.n_used_max || n_slots > n_pool) {
+        throw Error(MOEGGUF_INVALID, "the pool can have " + std::to_string(layout_.n_used_max) + " to " +
+                                         std::to_string(n_pool) + " slots, not " + std::to_string(n_slots));
+    }
+    if (tier_.numbering.resident() && n_lanes_ > 1) {
+        throw Error(MOEGGUF_INVALID, "a fully resident pool with several contexts keeps its size");
+    }
+    resize_to_ = n_slots;
+    if (!computing_) {
+        apply_resize(); // later, only a routing event knows that no layer is being computed
+    }
+}
+
+void Acquire::apply_resize() {
+    if (tier_.numbering.resident() && n_lanes_ > 1) {
+        return; // a context that came meanwhile computes with slot ids of its layers' windows
+    }
+    tier_.resize(resize_to_);
+    resize_to_ = 0; // after the numbering: idle() looks here first
+}
+
+// Every matrix in `kinds` of every pinned slot is there, and none failed.
+bool Acquire::available(const Lane & lane, uint8_t kinds) const {
+    return std::all_of(lane.pinned.begin(), lane.pinned.end(),
+                       [&](int s) { return !missing(lane, s, kinds) && !tier_.residency.failed(s); });
+}
+
+// Every such matrix is there, or will not come.
+bool Acquire::settled(const Lane & lane, uint8_t kinds) const {
+    return std::all_of(lane.pinned.begin(), lane.pinned.end(),
+                       [&](int s) { return !missing(lane, s, kinds) || tier_.residency.failed(s); });
+}
+
+uint8_t Acquire::missing(const Lane & lane, int s, uint8_t kinds) const {
+    return layout_.layers[lane.il].chunks & kinds & ~tier_.residency.ready(s);
+}
+
+// A failure counts as pending, so that wait() is called and ends the pass.
+bool Acquire::pending(const Lane & lane, uint8_t kinds) const {
+    return !shared_.forked() && !lane.failed && !available(lane, kinds);
+}
+
+void Acquire::wait(Lane & lane, uint8_t kinds) {
+    if (shared_.forked() || (available(lane, kinds) && !shared_.cancelled)) {
+        return;
+    }
+    Lock lock(shared_.mutex);
+    const uint64_t start = shared_.clock_ns();
+    while (!settled(lane, kinds) && !shared_.cancelled && !shared_.stopping) {
+        if (shared_.simulated()) {
+            transfers_.step();
+        } else {
+            shared_.done.wait(lock);
+        }
+    }
+    count_stall(lane, start);
+    if (shared_.cancelled) {
+        lane.fail(MOEGGUF_CANCELLED, lane.il, -1, "cancelled");
+    }
+    for (int s : lane.pinned) {
+        if (tier_.residency.failed(s)) {
+            const Slot & slot = tier_.residency.slot(s);
+            lane.fail(MOEGGUF_IO, slot.il, slot.expert, transfers_.error());
+        }
+    }
+}
+
+void Acquire::count_stall(Lane & lane, uint64_t since_ns) {
+    const uint64_t stall_ns = shared_.clock_ns() - since_ns;
+    count(shared_.counters.stall_ns, stall_ns);
+    lane.waited_ns += shared_.simulated() ? 0 : stall_ns;
+}
+
+// computing_ before resize_to_, which resize() does the other way round: one of the two sees the other. And resize_to_
+// before the numbering, which apply_resize() changes first.
+bool Acquire::idle(int il) {
+    if (shared_.forked()) {
+        return false;
+    }
+    if (!computing_) {
+        computing_ = true;
+    }
+    return resize_to_ == 0 && tier_.numbering.resident() && tier_.complete() && !events_.on() && !watched_ &&
+           !shared_.cancelled && layout_.has_experts(il);
+}
+
+void Acquire::count_idle(Lane & lane, int il, int n_expert_used) {
+    count_pass(lane, il, 1);
+    if (!lane.pinned.empty()) {
+        Lock lock(shared_.mutex);
+        unpin(lane);
+    }
+    count(shared_.counters.lookups, n_expert_used);
+    count(shared_.counters.hits_ready, n_expert_used);
+}
+
+} // namespace moegguf

@@ -1,0 +1,74 @@
+// acquire.h: the barrier between the router's choice and the multiplication: every chosen expert is in a slot, pinned
+// and read, when it ends. Runs on compute threads.
+#pragma once
+
+#include "lane.h"
+#include "transfers.h"
+
+namespace moegguf {
+
+class Acquire {
+  public:
+    Acquire(Store & store, const Layout & layout, Shared & shared, Tier & tier, Transfers & transfers, Events & events)
+        : store_(store),
+          layout_(layout),
+          shared_(shared),
+          tier_(tier),
+          transfers_(transfers),
+          events_(events) {}
+
+    std::unique_ptr<Lane> open_lane();
+    void close_lane(Lane & lane);
+    void take_failure(Lane & lane, moegguf_failure & out, bool clear);
+    void announce_tokens(Lane & lane, const moegguf_tokens_event & event);
+
+    // A routing event: expert_ids [n_tokens][n_expert_used] become slot ids in place. Waits for the matrices in
+    // `wait_kinds`. On failure the lane says why and the slot ids are safe to compute with.
+    void acquire(Lane & lane, int il, int32_t * ids, int n_expert_used, int n_tokens, uint8_t wait_kinds,
+                 const Routed & routed = {});
+
+    // Whether matrices of the lane's layer are still on their way; no lock.
+    bool pending(const Lane & lane, uint8_t kinds) const;
+    void wait(Lane & lane, uint8_t kinds);
+
+    // Nothing to do or to report at this layer: every expert is in its own slot. No lock.
+    bool idle(int il);
+    void count_idle(Lane & lane, int il, int n_expert_used);
+
+    void watch(bool on) { watched_ = on; } // on: no layer is idle, so that activity is complete
+    void resize(int n_slots);
+
+  private:
+    using Deadline = std::chrono::steady_clock::time_point;
+
+    bool collect(Lane & lane, int il, const int32_t * ids, size_t n);
+    bool fill_slots(Lane & lane, const Moment & now, const int32_t * ids, int n_expert_used, int n_tokens, Lock & lock);
+    void count_pass(Lane & lane, int il, int n_tokens);
+    void begin_pass(Lane & lane, int il, int n_tokens);
+    bool pin_all(Lane & lane, const Moment & now, Lock & lock);
+    void pin_present(Lane & lane, int il);
+    bool pin_absent(Lane & lane, const Moment & now, Lock & lock);
+    bool wait_for_slot(Deadline deadline, Lock & lock);
+    void sweep_ahead(int il);
+    void unpin(Lane & lane);
+    void apply_resize();
+    bool available(const Lane & lane, uint8_t kinds) const;
+    bool settled(const Lane & lane, uint8_t kinds) const;
+    uint8_t missing(const Lane & lane, int s, uint8_t kinds) const;
+    void count_stall(Lane & lane, uint64_t since_ns);
+
+    Store & store_;
+    const Layout & layout_;
+    Shared & shared_;
+    Tier & tier_;
+    Transfers & transfers_;
+    Events & events_;
+    int n_lanes_ = 0;
+    int lane_ids_ = 0;
+    bool short_of_slots_ = false;   // a lane waits for slots: no other may take any
+    std::atomic<int> resize_to_{0}; // 0: no resize is due
+    std::atomic<bool> watched_{false};
+    std::atomic<bool> computing_{false}; // a routing event has come: only another one ends the layer being computed
+};
+
+} // namespace moegguf

@@ -1,0 +1,54 @@
+// lane.h: what one llama_context holds of a store: its pins, its place in a pass, and why its pass failed.
+#pragma once
+
+#include "moegguf.h"
+
+#include <atomic>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace moegguf {
+
+class Store;
+
+constexpr uint8_t all_kinds = (1 << MOEGGUF_MAX_KINDS) - 1;
+constexpr uint8_t down_kind = 1 << MOEGGUF_DOWN;
+
+// Belongs to the thread that computes; pins change under the store's lock.
+struct Lane {
+    static constexpr int between_passes = INT32_MAX; // any layer that comes next starts a pass
+
+    explicit Lane(Store & store, int id, int n_expert_max) : store(store), id(id), slot_of(n_expert_max, -1) {}
+
+    // The first failure of a pass is kept; from then on its slot ids are all 0.
+    void fail(moegguf_status status, int il, int expert, const std::string & why);
+
+    Store & store;
+    const int id;
+    int il = between_passes; // the layer computing now
+    uint64_t pass = 0;
+    int n_tokens = 0;  // of the pass: its last layer may compute fewer
+    int sequence = -1; // as announced, with the phase and the tokens that no pass has taken yet
+    int phase = MOEGGUF_PREFILL;
+    int first_token = -1;
+    int next_token = 0;
+    int n_announced = 0;
+    std::vector<int> pinned;   // slots, all of layer il
+    std::vector<int> distinct; // experts of this routing event, in order of first choice
+    std::vector<int> slot_of;  // [n_expert_max], -1 where not chosen at this event
+    uint64_t waited_ns = 0;    // at this event
+    std::vector<int32_t> ids;  // scratch for devices whose memory is not the host's
+    std::vector<float> weights;
+    std::vector<float> inputs;
+    moegguf_failure failure{};
+    std::atomic<bool> failed{false};
+    ggml_backend_sched_eval_callback next_eval = nullptr;
+    void * next_user = nullptr;
+};
+
+} // namespace moegguf
+
+struct moegguf_lane {
+    std::unique_ptr<moegguf::Lane> lane;
+};

@@ -1,0 +1,47 @@
+// numbering.h: which slot ids the multiplications of a layer use. No memory, no file: only numbers.
+#pragma once
+
+#include "layout.h"
+
+#include <atomic>
+
+namespace moegguf {
+
+// The slots that a layer's pool tensor shows: slot ids count from `first_slot`.
+struct Window {
+    int first_slot;
+    int n_slots;
+};
+
+// When every expert has a slot ("resident"), layer il owns the window of its n_expert slots and slot ids equal expert
+// ids. Otherwise all layers share one window of all slots.
+class Numbering {
+  public:
+    Numbering(const Layout & layout, int n_slots)
+        : n_slots_(std::min(n_slots, layout.n_experts)),
+          resident_(n_slots >= layout.n_experts) {
+        int first = 0;
+        for (const Layer & layer : layout.layers) {
+            windows_.push_back(resident_ ? Window{first, layer.n_expert} : Window{0, n_slots_});
+            first += layer.n_expert;
+        }
+    }
+
+    int n_slots() const { return n_slots_; }
+    bool resident() const { return resident_; } // any thread
+    Window window(int il) const { return windows_[il]; }
+    int own_slot(int il, int expert) const { return windows_[il].first_slot + expert; } // while resident
+
+    // For a pool that shrinks below one slot per expert; it never becomes resident again.
+    void share_all_slots() {
+        resident_ = false;
+        windows_.assign(windows_.size(), {0, n_slots_});
+    }
+
+  private:
+    const int n_slots_;
+    std::atomic<bool> resident_;
+    std::vector<Window> windows_; // [n_layer]
+};
+
+} // namespace moegguf

@@ -1,0 +1,39 @@
+// decayed_frequency.cpp: out goes the expert with the fewest uses, each worth half as much after every
+// half_life_tokens (LRFU, Lee et al. 2001). Passes of more than one token are left to recency, but count.
+#include "policies/averages.h"
+
+namespace moegguf {
+namespace {
+
+constexpr float default_half_life_tokens = 64.0f;
+
+class DecayedFrequency final : public EvictionPolicy {
+  public:
+    DecayedFrequency(const Layout & layout, const Parameters & given)
+        : layout_(layout),
+          average_(layout, given.value("half_life_tokens", default_half_life_tokens)) {}
+
+    bool orders(const Moment & now) const override { return now.token; }
+    bool on_routing(int il, const int32_t * expert_ids, int n_expert_used, int n_tokens) override {
+        average_.count(il, expert_ids, n_expert_used, n_tokens);
+        return true;
+    }
+    float score(int il, int expert) const override { return average_[layout_.key(il, expert)]; }
+
+  private:
+    const Layout & layout_;
+    FadingAverage average_;
+};
+
+} // namespace
+
+extern const PolicyType decayed_frequency_policy;
+const PolicyType decayed_frequency_policy = {
+    "decayed-frequency",
+    [] { return std::vector<const char *>{"half_life_tokens"}; },
+    [](const Layout & layout, const Parameters & given) -> std::unique_ptr<EvictionPolicy> {
+        return std::make_unique<DecayedFrequency>(layout, given);
+    },
+};
+
+} // namespace moegguf

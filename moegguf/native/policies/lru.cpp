@@ -1,0 +1,22 @@
+// lru.cpp: out goes the least recently used expert. The simplest policy: it leaves everything to recency.
+#include "policies/policy.h"
+
+namespace moegguf {
+namespace {
+
+class Lru final : public EvictionPolicy {
+  public:
+    bool orders(const Moment &) const override { return false; }
+    float score(int, int) const override { return 0.0f; }
+};
+
+} // namespace
+
+extern const PolicyType lru_policy;
+const PolicyType lru_policy = {
+    "lru",
+    [] { return std::vector<const char *>{}; },
+    [](const Layout &, const Parameters &) -> std::unique_ptr<EvictionPolicy> { return std::make_unique<Lru>(); },
+};
+
+} // namespace moegguf

@@ -1,0 +1,115 @@
+// next_use.cpp: Belady's rule with an estimate in place of the future: out goes the expert expected to be used again
+// last (moegguf/controller/policies/next_use.py derives it).
+//
+// Of the tokens that pass its layer, a part p = sum(weight * average) uses an expert; that is 1 / p - 1 passes from its
+// layer's next turn, and phase_weight scales the part of a pass until that turn. Passes of more than one token are left
+// to recency and the sweep, but count.
+#include "policies/averages.h"
+
+namespace moegguf {
+namespace {
+
+constexpr size_t max_averages = 4;
+constexpr float least_chance = 1e-4f; // a token uses no expert less often than this
+
+class NextUse final : public EvictionPolicy {
+  public:
+    NextUse(const Layout & layout, const Parameters & given);
+
+    bool orders(const Moment & now) const override { return now.token; }
+    bool on_routing(int il, const int32_t * expert_ids, int n_expert_used, int n_tokens) override;
+
+    // -(expected passes until the next use of an expert), counted from its layer's next turn ...
+    float score(int il, int expert) const override { return 1.0f - wait_[layout_.key(il, expert)]; }
+
+    // ... which is this far from a routing event of layer now.il.
+    float layer_offset(int il, const Moment & now) const override {
+        return -phase_[row_[il] - row_[now.il] + layout_.n_moe_layers - 1];
+    }
+
+  private:
+    void set_weights(const std::vector<float> & half_lives, std::vector<float> weights);
+    void set_phases(float phase_weight);
+
+    const Layout & layout_;
+    std::vector<FadingAverage> average_;
+    std::vector<float> weight_; // [n averages]
+    std::vector<float> wait_;   // [n_layer * n_expert_max], passes between uses
+    std::vector<float> phase_;  // [2 * n_moe_layers - 1], by rows ahead: part of a pass until a layer's turn
+    std::vector<int> row_;      // [n_layer], counts layers with experts
+};
+
+NextUse::NextUse(const Layout & layout, const Parameters & given) : layout_(layout) {
+    const std::vector<float> half_lives = given.values("half_lives_tokens", {40.0f, 2000.0f});
+    set_weights(half_lives, given.values("weights", {0.85f, 0.15f}));
+    for (float half_life_tokens : half_lives) {
+        average_.emplace_back(layout, half_life_tokens);
+    }
+    set_phases(given.value("phase_weight", 2.0f));
+    wait_.assign(layout.layers.size() * layout.n_expert_max, 1.0f / least_chance);
+}
+
+void NextUse::set_weights(const std::vector<float> & half_lives, std::vector<float> weights) {
+    if (half_lives.empty() || half_lives.size() > max_averages || half_lives.size() != weights.size()) {
+        throw Error(MOEGGUF_INVALID, "there are 1 to " + std::to_string(max_averages) +
+                                         " half-lives with a weight each, not " + std::to_string(half_lives.size()) +
+                                         " with " + std::to_string(weights.size()) + " weights");
+    }
+    float sum = 0.0f;
+    for (float weight : weights) {
+        if (!at_least_zero(weight)) {
+            throw Error(MOEGGUF_INVALID, "an average's weight is 0 or more, not " + std::to_string(weight));
+        }
+        sum += weight;
+    }
+    if (sum <= 0.0f || !std::isfinite(sum)) {
+        throw Error(MOEGGUF_INVALID, "the weights of the averages add up to " + std::to_string(sum));
+    }
+    weight_ = std::move(weights);
+}
+
+void NextUse::set_phases(float phase_weight) {
+    if (!at_least_zero(phase_weight)) {
+        throw Error(MOEGGUF_INVALID, "the weight of the phase is 0 or more, not " + std::to_string(phase_weight));
+    }
+    const int n_row = layout_.n_moe_layers;
+    int row = 0;
+    for (const Layer & layer : layout_.layers) {
+        row_.push_back(row);
+        row += layer.n_expert > 0;
+    }
+    // The layer after this one comes next; this one's own others wait for a whole pass: its chosen ones are pinned.
+    phase_.resize(2 * n_row - 1);
+    for (int i = 0; i < (int)phase_.size(); i++) {
+        const int ahead = i - (n_row - 1);
+        phase_[i] = phase_weight * (ahead > 0 ? ahead : ahead + n_row) / n_row;
+    }
+}
+
+bool NextUse::on_routing(int il, const int32_t * expert_ids, int n_expert_used, int n_tokens) {
+    for (FadingAverage & average : average_) {
+        average.count(il, expert_ids, n_expert_used, n_tokens);
+    }
+    const int first = layout_.key(il, 0), n_expert = layout_.layers[il].n_expert;
+    for (int key = first; key < first + n_expert; key++) {
+        float chance = 0.0f;
+        for (size_t i = 0; i < average_.size(); i++) {
+            chance += weight_[i] * average_[i][key];
+        }
+        wait_[key] = 1.0f / std::max(chance, least_chance);
+    }
+    return true;
+}
+
+} // namespace
+
+extern const PolicyType next_use_policy;
+const PolicyType next_use_policy = {
+    "next-use",
+    [] { return std::vector<const char *>{"half_lives_tokens", "weights", "phase_weight"}; },
+    [](const Layout & layout, const Parameters & given) -> std::unique_ptr<EvictionPolicy> {
+        return std::make_unique<NextUse>(layout, given);
+    },
+};
+
+} // namespace moegguf

@@ -1,0 +1,76 @@
+// policy.h: what an eviction policy is: a score per expert, renewed by events. Arithmetic only: no threads, no locks.
+//
+// A new policy is one file in this folder, with a `const PolicyType NAME_policy`, and one line in registry.cpp.
+#pragma once
+
+#include "layout.h"
+
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace moegguf {
+
+// The routing event that slots are chosen at.
+struct Moment {
+    int il = 0;         // the layer computing now
+    bool sweep = false; // a prompt's pass, which touches nearly all experts of every layer in order
+    bool token = false; // a pass of one token
+};
+
+// The expert with the lowest score is evicted first, the least recently used among equals. The score at a moment is
+// score(il, expert) + layer_offset(il, moment), so that the order within a layer holds from one of its routing events
+// to the next, and an eviction compares one expert per layer.
+//
+// All calls come under the store's lock.
+class EvictionPolicy {
+  public:
+    virtual ~EvictionPolicy() = default;
+
+    // Whether scores decide at this moment; where not, recency does.
+    virtual bool orders(const Moment & now) const = 0;
+
+    // What the router chose at layer il, expert_ids [n_tokens][n_expert_used]. True when scores of this layer changed:
+    // its order is then built again before the next eviction.
+    virtual bool on_routing(int il, const int32_t * expert_ids, int n_expert_used, int n_tokens) {
+        (void)il, (void)expert_ids, (void)n_expert_used, (void)n_tokens;
+        return false;
+    }
+
+    // The expert was looked up, given a slot, or lost it. These may change the score of this expert only.
+    virtual void on_use(int il, int expert) { (void)il, (void)expert; }
+    virtual void on_load(int il, int expert) { (void)il, (void)expert; }
+    virtual void on_evict(int il, int expert) { (void)il, (void)expert; }
+
+    virtual float score(int il, int expert) const = 0; // never NaN
+    virtual float layer_offset(int il, const Moment & now) const {
+        (void)il, (void)now;
+        return 0.0f;
+    }
+};
+
+// A policy's parameters as they came through the ABI, checked for form only.
+class Parameters {
+  public:
+    explicit Parameters(const moegguf_policy & given); // Throws Error(INVALID).
+
+    std::vector<float> values(const char * name, std::vector<float> otherwise) const;
+    float value(const char * name, float otherwise) const; // Throws Error(INVALID) when it is not one value.
+    const std::vector<std::string> & names() const { return names_; }
+
+  private:
+    std::vector<std::string> names_;
+    std::vector<std::vector<float>> values_;
+};
+
+struct PolicyType {
+    const char * name;
+    std::vector<const char *> (*parameters)(); // their names
+    std::unique_ptr<EvictionPolicy> (*make)(const Layout & layout, const Parameters & parameters);
+};
+
+// The policy of that name. Throws Error(INVALID) for an unknown name, an unknown parameter or a value out of range.
+std::unique_ptr<EvictionPolicy> make_policy(const Layout & layout, const moegguf_policy & chosen);
+const char * policy_name(int index); // nullptr behind the last one
+
+} // namespace moegguf

@@ -1,0 +1,27 @@
+#include "policies/score_table.h"
+
+#include <cmath>
+
+namespace moegguf {
+
+std::vector<float> ScoreTable::finite(const float * scores, size_t n) {
+    std::vector<float> table(scores, scores + n);
+    for (float & score : table) {
+        if (!std::isfinite(score)) {
+            score = 0.0f;
+        }
+    }
+    return table;
+}
+
+// By name without a table: recency, until moegguf_store_set_scores gives one.
+extern const PolicyType score_table_policy;
+const PolicyType score_table_policy = {
+    "scores",
+    [] { return std::vector<const char *>{}; },
+    [](const Layout & layout, const Parameters &) -> std::unique_ptr<EvictionPolicy> {
+        return std::make_unique<ScoreTable>(layout);
+    },
+};
+
+} // namespace moegguf

@@ -1,0 +1,74 @@
+// transfers.h: moves experts from where they lie into slots: queues, reader threads, copies; or a modelled link.
+#pragma once
+
+#include "files.h"
+#include "link.h"
+#include "tier.h"
+
+#include <thread>
+
+namespace moegguf {
+
+class Transfers {
+  public:
+    // Opens the files and starts the readers, unless simulated.
+    Transfers(const Layout & layout, const moegguf_config & config, Shared & shared, Tier & ram);
+    ~Transfers();
+    Transfers(const Transfers &) = delete;
+    Transfers & operator=(const Transfers &) = delete;
+
+    // Under the store's lock.
+    void demand(const std::vector<int> & slots); // every matrix that is not there or being read, before all prefetches
+    bool prefetch(int il, int expert);           // false: queued already are more than any link moves in time
+    void wake_readers() { shared_.work.notify_all(); }
+    void drop_prefetches(int il); // of this layer, in pinned slots excepted
+    bool reading() const { return get(shared_.counters.chunks_reading) > 0; }
+    bool idle() const; // nothing queued, read, or left to fill
+    const std::string & error() const { return error_; }
+    void hold_prefetches(bool on) { held_ = on; } // an acquire waits for slots: prefetches take none
+    void set_moment(const Moment & now) { now_ = now; }
+
+    // Simulation, under the store's lock. step: finish the transfer in flight, or start the next.
+    void step();
+    void advance(uint64_t ns);
+
+    // Any thread.
+    bool direct() const { return files_ && files_->direct(); }
+    uint64_t staging_bytes() const;
+    double probe(double seconds) const; // bytes/s, reading random experts without uploads
+
+  private:
+    void start_readers(const moegguf_config & config);
+    void run_reader(int index);
+    bool next_job(Job & job);
+    bool next_queued(Job & job);
+    bool next_prefetch(Job & job);
+    bool next_fill(Job & job);
+    bool start_prefetch(int il, int expert, Job & job);
+    void queue(int s, uint8_t kinds, bool demand);
+    void begin(const Job & job);
+    void copy_from_disk(const Job & job, const Staging & staging, ReadStats & stats, uint64_t & upload_ns);
+    void write(int matrix, int slot, int64_t row, int64_t n_rows, const uint8_t * data);
+    void finish(const Job & job, const std::string & why);
+    void finish_failed(const Job & job, const std::string & why);
+    uint64_t bytes_of(const Job & job) const;
+    void update_gauges();
+
+    const Layout & layout_;
+    Shared & shared_;
+    Tier & ram_;
+    std::unique_ptr<Files> files_;
+    std::vector<std::unique_ptr<Staging>> staging_; // one per reader
+    std::mutex upload_;                             // devices that are not host memory take one upload at a time
+    ModelledLink link_;
+    Ring<Job> demand_;
+    Ring<Job> prefetch_;
+    Ring<PrefetchRequest> requests_; // prefetches that have no slot yet
+    int fill_next_ = 0;
+    bool held_ = false;
+    Moment now_; // the last routing event
+    std::string error_;
+    std::vector<std::thread> readers_;
+};
+
+} // namespace moegguf
