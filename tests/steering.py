@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 
-from moegguf.controller.controller import Controller, ControllerOptions
+from moegguf.controller.controller import ActingOptions, Controller
 from moegguf.controller.forecast import Forecast
 from moegguf.controller.history import History
-from moegguf.controller.policies.base import Policy
-from moegguf.controller.policies.lru import Lru
+from moegguf.controller.policies.base import LRU, AnyPolicy
 from moegguf.controller.predictors.base import NoPrediction, Predictor
 from moegguf.controller.prefetch import PrefetchOptions
 from moegguf.controller.shape import MoeShape
@@ -31,6 +30,12 @@ class Notes:
 
     def set_scores(self, scores: Float32s | None) -> None:
         self.done.append(("scores", None if scores is None else float(np.asarray(scores)[1, 0])))
+
+    def set_policy(self, name: str, **parameters: Any) -> None:
+        self.done.append(("policy", name))
+
+    def set_forecast(self, probabilities: Float32s | None, known: Sequence[int] = ()) -> None:
+        self.done.append(("forecast", list(known)))
 
     def prefetch(self, il: Any, experts: Any) -> None:
         self.done.append(("prefetch", list(zip(il.tolist(), experts.tolist(), strict=True))))
@@ -88,10 +93,10 @@ def first_two(il: int) -> Float32s:
 
 
 def controller(
-    policy: Policy | None = None, predictor: Predictor | None = None, notes: Notes | None = None, **options: Any
+    policy: AnyPolicy | None = None, predictor: Predictor | None = None, notes: Notes | None = None, **options: Any
 ) -> Controller:
-    made = ControllerOptions(**options)
-    return Controller(SHAPE, policy or Lru(), predictor or NoPrediction(SHAPE), notes or Notes(), made)
+    made = ActingOptions(**options)
+    return Controller(SHAPE, policy or LRU, predictor or NoPrediction(SHAPE), notes or Notes(), made)
 
 
 def announcement(phase: Phase = Phase.DECODE, sequence: int = 0, n_tokens: int = 1) -> Announcement:

@@ -253,9 +253,9 @@ def _groups(flags: dict[str, Any], rivals: Sequence[str], limit: int | None) -> 
 
 def _base(flags: dict[str, Any]) -> Spec:
     from moegguf.bench.spec import Spec, Test
-    from moegguf.engine.live_controller import Steer
+    from moegguf.engine.live_controller import ControllerOptions
 
-    Steer(flags["policy"], flags["predictor"])  # a name that nobody has is refused before anything runs
+    ControllerOptions(flags["policy"], flags["predictor"])  # an unknown name is refused before anything runs
     tests = parse_tests(flags["n_prompt"], flags["n_gen"], flags["pg"], flags["n_depth"])
     text = flags["text"]
     switches = {name: not flags[f"no_{name}"] for name in ("overlap", "sweep", "direct")}

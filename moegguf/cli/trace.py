@@ -21,7 +21,8 @@ from moegguf.errors import OptionError
 from moegguf.terminal.messages import say
 
 if TYPE_CHECKING:
-    from moegguf.trace.analysis import Progress, Timing, TraceAnalysis
+    from moegguf.controller.accuracy import LinkModel
+    from moegguf.trace.analysis import Progress, TraceAnalysis
 
 trace = typer.Typer(
     name="trace",
@@ -151,10 +152,10 @@ def _study(path: Path, model: str | None, folder: Path | None) -> TraceAnalysis:
     return TraceAnalysis.open(path, find_model(model) if model else None, folder)
 
 
-def _timing(link: float | None, latency: float, layer_compute: float) -> Timing | None:
-    from moegguf.trace.analysis import Timing
+def _link_model(link: float | None, latency: float, layer_compute: float) -> LinkModel | None:
+    from moegguf.controller.accuracy import LinkModel
 
-    return Timing(link * 1e9, latency, layer_compute) if link else None
+    return LinkModel(link * 1e9, latency, layer_compute) if link else None
 
 
 @trace.command(short_help="Run a model, write down its routing.")
@@ -253,7 +254,7 @@ def simulate(
     study = whole.limited(tokens)
     with progressing() as progress:
         results = study.simulate(
-            split(policy), split(predictor), shares, _timing(link, latency, layer_compute), prefetch, progress
+            split(policy), split(predictor), shares, _link_model(link, latency, layer_compute), prefetch, progress
         )
     if as_json:
         print_json(plain(results))
@@ -283,7 +284,7 @@ def score(
     whole = _study(file, model, predictors)
     study = whole.limited(tokens)
     with progressing() as progress:
-        table = study.score(split(predictor), _timing(link, latency, layer_compute), progress)
+        table = study.score(split(predictor), _link_model(link, latency, layer_compute), progress)
     if as_json:
         print_json(plain(table) | {"used": study.used(whole)})
     else:

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from moegguf.controller.accuracy import Figures
-from moegguf.controller.policies.lru import Lru
+from moegguf.controller.policies.base import LRU
 from moegguf.terminal.tables import make_console, print_part
 from moegguf.trace.score import ScoreTable
 from moegguf.trace.sweep import BELADY, Row, closed_gap
@@ -77,7 +77,7 @@ def _hit_rate(rows: Sequence[Row]) -> Callable[[Row], str]:
 
 def _gap(rows: Sequence[Row], row: Row) -> str:
     """How much of the distance from LRU to Belady a row closes; nothing for these two."""
-    closed = None if row.policy in (Lru.name, BELADY) else closed_gap(rows, row)
+    closed = None if row.policy in (LRU.name, BELADY) else closed_gap(rows, row)
     return "" if closed is None else f" {closed:+4.0%}"
 
 

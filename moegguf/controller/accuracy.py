@@ -5,7 +5,7 @@ i < k from the first MoE layer (ProMoE, section 4, footnote 1), so the distance 
 - ACCURACY_i(k) (ProMoE, section 4): exactly n_expert_used experts are predicted; the share of them that is in R.
 - top-k hit and at-least-one (DuoServe-MoE, table 3): all of R was predicted; some of R was.
 - precision and recall of a prefetcher that asks for the n likeliest.
-- FETCHRATE_i(k) and GOODPRED_i(k) = ACCURACY_i(k) x FETCHRATE_i(k): see `Link.fetch_rate`.
+- FETCHRATE_i(k) and GOODPRED_i(k) = ACCURACY_i(k) x FETCHRATE_i(k): see `LinkModel.fetch_rate`.
 An expert with probability 0 is not predicted: its place counts as wrong in ACCURACY and is not asked for in precision.
 Figures count answers only; how often there was one is `coverage`. Nothing in a pass precedes its first MoE layer:
 means over layers leave it out.
@@ -30,8 +30,11 @@ Mask = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
-class Link:
-    """The way to the experts. latency_us: of a prediction's fetches as a whole. layer_compute_us: per MoE layer."""
+class LinkModel:
+    """A modelled link and computer: bytes per second, latency of a transfer, compute time of one MoE layer for a token.
+
+    The latency counts once for all that is fetched on one prediction.
+    """
 
     bytes_per_s: float
     latency_us: float = 0.0
@@ -151,16 +154,16 @@ class Tally:
             self._outcomes[n_used] = np.array([*gains, (0, 0, 0, 0)], np.int64)
         return self._outcomes[n_used]
 
-    def mean(self, column: int, link: Link | None) -> Figures:
+    def mean(self, column: int, link: LinkModel | None) -> Figures:
         """Figures of one distance over all layers but the first."""
         first = 1 if self.distances[column] > 0 and len(self.shape.layers) > 1 else 0
         return self.figures(column, np.arange(first, len(self.shape.layers)), link)
 
-    def by_layer(self, column: int, link: Link | None) -> dict[int, Figures]:
+    def by_layer(self, column: int, link: LinkModel | None) -> dict[int, Figures]:
         """{il: figures} of one distance."""
         return {il: self.figures(column, np.array([row]), link) for row, il in enumerate(self.shape.layers)}
 
-    def figures(self, column: int, rows: Ids, link: Link | None) -> Figures:
+    def figures(self, column: int, rows: Ids, link: LinkModel | None) -> Figures:
         """Figures of one distance (by its position in `distances`), pooled over these MoE layers."""
         wanted, right, all_right, any_right = self.tokens[column, rows].T
         ranks = self.ranks[column, rows].sum(axis=0)
@@ -184,7 +187,7 @@ class Tally:
             missing_moved_per_useful=ratios(n_moved, n_useful),
         )
 
-    def _fetch_rates(self, distance: int, rows: Ids, link: Link | None) -> npt.NDArray[np.float64] | None:
+    def _fetch_rates(self, distance: int, rows: Ids, link: LinkModel | None) -> npt.NDArray[np.float64] | None:
         """FETCHRATE for each row. The first layer is predicted once the tokens are known, one layer ahead."""
         if link is None:
             return None

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from moegguf.controller.accuracy import NO_ANSWER, NOT_DUE, Ids, LayerLru, Link, PredictorScore, Tally
+from moegguf.controller.accuracy import NO_ANSWER, NOT_DUE, Ids, LayerLru, LinkModel, PredictorScore, Tally
 from moegguf.controller.predictors.base import Predictor
 from moegguf.native.events import Announcement, Float32s, Phase, RoutingEvent
 
@@ -102,7 +102,7 @@ class Judge:
             self._judge_control(row, used)
             self._ask(row)
 
-    def table(self, link: Link | None = None) -> PredictorScore:
+    def table(self, link: LinkModel | None = None) -> PredictorScore:
         """The figures so far; FETCHRATE and GOODPRED only with a link."""
         columns = {distance: column for column, distance in enumerate(self.distances)}
         return PredictorScore(
@@ -200,7 +200,7 @@ class LiveJudge(Judge):
         with self._lock:
             self._try(super().observe, gate)
 
-    def table(self, link: Link | None = None) -> PredictorScore:
+    def table(self, link: LinkModel | None = None) -> PredictorScore:
         """As `Judge.table`."""
         with self._lock:
             return super().table(link)

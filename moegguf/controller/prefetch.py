@@ -18,21 +18,21 @@ Residency = npt.NDArray[np.uint8]
 class PrefetchOptions:
     """How much to act on predictions.
 
-    window: MoE layers ahead. budget_bytes: most bytes to ask for in one token; None: the bytes of half the experts a
-    token uses. least_likelihood: experts below it are not worth a transfer. watchdog: prefetching must save
+    window: MoE layers ahead. budget_bytes: most bytes to request in one token; None: the bytes of half the experts a
+    token uses. least_probability: experts below it are not prefetched. watchdog: prefetching must save
     time to stay on; without it, it is always on.
     """
 
     window: int = 2
     budget_bytes: int | None = None
-    least_likelihood: float = 0.2
+    least_probability: float = 0.2
     watchdog: bool = True
 
 
 class Prefetcher:
-    """Asks for experts ahead (ProMoE, section 4: as many per layer as a token activates).
+    """Chooses experts to fetch ahead (ProMoE, section 4: as many per layer as a token activates).
 
-    Only absent experts count against the budget. An expert is asked for once in a pass.
+    Only absent experts count against the budget. An expert is requested once in a pass.
     """
 
     def __init__(self, shape: MoeShape, options: PrefetchOptions) -> None:
@@ -42,28 +42,31 @@ class Prefetcher:
         budget_bytes = cycle_bytes // 2 if options.budget_bytes is None else options.budget_bytes
         self._budget_experts = budget_bytes // shape.expert_bytes
         self._left = self._budget_experts
-        self._asked: npt.NDArray[np.bool_] = np.zeros(shape.table, bool)
+        self._requested: npt.NDArray[np.bool_] = np.zeros(shape.table, bool)
 
     def begin_pass(self) -> None:
+        """A new pass: its budget is whole, and nothing was requested."""
         self._left = self._budget_experts
-        self._asked[:] = False
+        self._requested[:] = False
 
-    def wishes(
-        self, ahead: Forecast, residency: Callable[[], Residency]
+    def requests(
+        self, forecast: Forecast, residency: Callable[[], Residency]
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-        """(layers, experts) to ask for now, most urgent first."""
+        """(layers, experts) to prefetch now, int32, the most urgent first. `residency` is called when it is needed."""
         layers: list[int] = []
         experts: list[int] = []
-        known = ahead.known() if self._left > 0 else []
-        there = residency() if known else None
+        known = forecast.known() if self._left > 0 else []
+        resident = residency() if known else None
         for il in known:
-            assert there is not None
-            probabilities = ahead.probabilities()[il]
+            assert resident is not None
+            probabilities = forecast.probabilities()[il]
             best = np.argsort(-probabilities, kind="stable")[: self._shape.n_expert_used]
             wanted = best[
-                (probabilities[best] >= self.options.least_likelihood) & (there[il, best] == 0) & ~self._asked[il, best]
+                (probabilities[best] >= self.options.least_probability)
+                & (resident[il, best] == 0)
+                & ~self._requested[il, best]
             ][: self._left]
-            self._asked[il, wanted] = True
+            self._requested[il, wanted] = True
             self._left -= len(wanted)
             layers += [il] * len(wanted)
             experts += wanted.tolist()

@@ -1,6 +1,6 @@
-"""The controller of one model, live: what was asked for, found and built, and the thread it hears gates on.
+"""The controller of one running model: what was requested, what that resolves to, and when it listens to the store.
 
-A pool that holds every expert has nothing to decide: nobody listens then, and steering costs nothing.
+A pool that holds every expert has nothing to decide: the controller does not listen then, and costs nothing.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moegguf.controller.artifacts import Artifacts
-from moegguf.controller.controller import Controller, ControllerOptions, carried_by_store
+from moegguf.controller.controller import ActingOptions, Controller, build_controller, name_of
 from moegguf.controller.measured import ControllerChoice
 from moegguf.controller.policies import POLICIES, make_policy
-from moegguf.controller.policies.base import Policy
+from moegguf.controller.policies.base import LRU, AnyPolicy, Policy
 from moegguf.controller.policies.sparsity import SparsityAware
 from moegguf.controller.predictors import PREDICTORS, make_predictor
 from moegguf.controller.predictors.base import Predictor
@@ -29,12 +29,12 @@ from moegguf.native.store import ListenOptions
 from moegguf.trace.report import plain
 
 AUTO = "auto"
-AHEAD, AHEAD_UNTRAINED = "mlp", "skip"  # what prefetching goes by when nobody says: the most accurate ones measured
+PREFETCH_PREDICTOR, UNTRAINED_PREFETCH_PREDICTOR = "mlp", "skip"  # of prefetching by default: the most accurate ones
 
 
 @dataclass(frozen=True)
-class Steer:
-    """What a user asks of the controller.
+class ControllerOptions:
+    """What a user chooses.
 
     policy: a name, an object with a method `scores`, or "auto": what was measured to be best for this model, else
     LRU. predictor: a name, a `Predictor`, or None: what the policy was measured with, and with `prefetch` the best
@@ -50,12 +50,12 @@ class Steer:
     lockstep: bool = False
 
     def __post_init__(self) -> None:
-        """Raises OptionError for a name that nobody has, or an object that is none of these."""
+        """Raises OptionError for an unknown name, or an object of another kind."""
         if isinstance(self.policy, str):
             _check_name("policy", self.policy, (AUTO, *POLICIES))
         elif not isinstance(self.policy, Policy):
             raise OptionError(
-                f"policy={self.policy!r} is neither a name nor an object with a method scores(history, outlook)."
+                f"policy={self.policy!r} is neither a name nor an object with a method scores(history, forecast)."
             )
         if isinstance(self.predictor, str):
             _check_name("predictor", self.predictor, PREDICTORS)
@@ -64,98 +64,97 @@ class Steer:
 
     @property
     def is_plain(self) -> bool:
-        """LRU, and nothing to predict: the store needs nobody for that."""
-        return self.policy == "lru" and self.predictor in (None, "none") and not self.judge and not self.prefetch
+        """LRU without predictions: what the store does without any controller."""
+        return self.policy == LRU.name and self.predictor in (None, "none") and not self.judge and not self.prefetch
 
 
 @dataclass
 class LiveController:
-    """One model's controller. `controller` is None where the store needs nobody: `carried` is then its policy."""
+    """One model's controller. `controller` is None where the store decides by itself, by `native_policy`."""
 
     session: Session
     artifacts: Artifacts
-    asked: Steer
+    options: ControllerOptions
     controller: Controller | None = field(init=False, default=None)
-    carried: str = field(init=False, default="lru")
+    native_policy: str = field(init=False, default=LRU.name)
     choice: ControllerChoice = field(init=False, default_factory=ControllerChoice)
     _listening: bool = field(init=False, default=False)
     _asleep: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
-        if self.asked.is_plain:
+        if self.options.is_plain:
             return
         shape = MoeShape.of(self.session.layout)
         self.choice = self._choose()
         try:
             predictor, policy = self._predictor(shape), self._policy(shape)
         except OptionError as error:
-            if self.asked.policy != AUTO or self.asked.predictor is not None:
+            if self.options.policy != AUTO or self.options.predictor is not None:
                 raise
-            warnings.warn(f"what was measured to be best is not there: {error} Going on with LRU.", stacklevel=2)
+            warnings.warn(f"what was measured to be best is not available: {error} Going on with LRU.", stacklevel=2)
             self.choice = ControllerChoice()
             return
-        if self.choice == ControllerChoice() and self.asked.policy == AUTO and not self.asked.judge:
+        if self.choice == ControllerChoice() and self.options.policy == AUTO and not self.options.judge:
             return
-        options = ControllerOptions(prefetch=self._prefetch(), judge=self.asked.judge)
-        native = carried_by_store(policy, predictor, options)
-        if native is not None:
-            self.session.store.set_policy(native.name, **native.parameters)
-            self.carried = _name(policy, "lru")
+        acting = ActingOptions(prefetch=self._prefetch(), judge=self.options.judge)
+        self.controller = build_controller(shape, policy, predictor, self.session.store, acting)
+        if self.controller is None:
+            self.native_policy = name_of(policy)
             return
-        self._wants = ListenOptions(inputs=predictor.needs_inputs, lockstep=self.asked.lockstep)
-        self.controller = Controller(shape, policy, predictor, self.session.store, options)
-        native = self.controller.native_policy()
-        if self.controller.watchdog is not None and native is not None:
-            self.session.store.set_policy(native.name, **native.parameters)  # while it sleeps; its scores come first
+        self._wants = ListenOptions(inputs=predictor.needs_inputs, lockstep=self.options.lockstep)
         self.update(self.session.plan.n_slots)
 
     def _choose(self) -> ControllerChoice:
         """The names to use; those of objects given by the user do not matter."""
-        asked, measured = self.asked, self.artifacts.measured()
+        options, measured = self.options, self.artifacts.measured()
         share = self.session.plan.n_slots / max(1, self.session.layout.n_expert_total)
-        found = measured.choose(share) if measured and asked.policy == AUTO else ControllerChoice()
-        policy = found.policy if asked.policy == AUTO else str(asked.policy)
-        prefetch = bool(asked.prefetch) if asked.prefetch is not None else found.prefetch
-        if asked.predictor is not None:
-            return ControllerChoice(policy, str(asked.predictor), prefetch)
+        found = measured.choose(share) if measured and options.policy == AUTO else ControllerChoice()
+        policy = found.policy if options.policy == AUTO else str(options.policy)
+        prefetch = bool(options.prefetch) if options.prefetch is not None else found.prefetch
+        if options.predictor is not None:
+            return ControllerChoice(policy, str(options.predictor), prefetch)
         predictor = found.predictor
-        if measured and asked.policy != AUTO:
+        if measured and options.policy != AUTO:
             predictor = measured.predictors.get(policy, "none")
         if prefetch and predictor == "none":
-            predictor = AHEAD if next(self.artifacts.find(f"{AHEAD}.safetensors"), None) else AHEAD_UNTRAINED
+            trained = next(self.artifacts.find(f"{PREFETCH_PREDICTOR}.safetensors"), None) is not None
+            predictor = PREFETCH_PREDICTOR if trained else UNTRAINED_PREFETCH_PREDICTOR
         return ControllerChoice(policy, predictor, prefetch)
 
-    def _policy(self, shape: MoeShape) -> Policy:
-        if not isinstance(self.asked.policy, str):
-            return self.asked.policy
+    def _policy(self, shape: MoeShape) -> AnyPolicy:
+        if not isinstance(self.options.policy, str):
+            return self.options.policy
         return make_policy(self.choice.policy, shape, self.artifacts)
 
     def _predictor(self, shape: MoeShape) -> Predictor:
-        if isinstance(self.asked.predictor, Predictor):
-            return self.asked.predictor
+        if isinstance(self.options.predictor, Predictor):
+            return self.options.predictor
         return make_predictor(self.choice.predictor, shape, self.artifacts)
 
     def _prefetch(self) -> PrefetchOptions | None:
-        if isinstance(self.asked.prefetch, PrefetchOptions):
-            return self.asked.prefetch
+        if isinstance(self.options.prefetch, PrefetchOptions):
+            return self.options.prefetch
         return PrefetchOptions() if self.choice.prefetch else None
 
     @property
     def wants(self) -> ListenOptions:
+        """What the store has to send."""
         return self._wants
 
     def announce(self, announcement: Announcement) -> None:
+        """Tokens are evaluated next. On the event thread."""
         assert self.controller is not None
         self.controller.announce(announcement)
 
-    def observe(self, gate: RoutingEvent) -> None:
+    def observe(self, event: RoutingEvent) -> None:
+        """A layer was routed. On the event thread."""
         assert self.controller is not None
-        self.controller.observe(gate)
+        self.controller.observe(event)
 
     def before_tokens(self, phase: Phase) -> None:
-        """Tokens are evaluated next. While the watchdog keeps prefetching off, nobody listens: the store does alone.
+        """Tokens are evaluated next. While the watchdog keeps prefetching off, the store works without the controller.
 
-        Not for the event thread, which it may wait for.
+        Not for the event thread, which this may wait for.
         """
         controller = self.controller
         if controller is None or controller.watchdog is None:
@@ -164,22 +163,22 @@ class LiveController:
             controller.watchdog.token(time.perf_counter_ns())
         else:
             controller.watchdog.pause()
-        if self._asleep and not controller.superfluous:
+        if self._asleep and not controller.redundant:
             self._asleep, self._listening = False, True
             self.session.listeners.add(self)
-        elif self._listening and controller.superfluous:
+        elif self._listening and controller.redundant:
             self._asleep, self._listening = True, False
             self.session.listeners.remove(self)
-            self.session.store.set_scores(None)
+            controller.rest()
 
     def update(self, n_slots: int) -> None:
         """Listens while there is something to decide or to judge: call it when the pool gets `n_slots` slots.
 
-        A pool that was resident knows of its new size at its next gate only.
+        A pool that was resident applies its new size at the next routing event only.
         """
         info = self.session.store.info()
         tight = not info["resident"] or n_slots < info["n_experts"]
-        needed = self.controller is not None and (self.asked.judge or tight) and not self._asleep
+        needed = self.controller is not None and (self.options.judge or tight) and not self._asleep
         if needed and not self._listening:
             self.session.listeners.add(self)
         elif not needed and self._listening:
@@ -187,18 +186,18 @@ class LiveController:
         self._listening = needed
 
     def figures(self) -> dict[str, Any]:
-        """Who decides: policy, predictor, prefetch ("off", "on", "resting": it did not pay); what it cost and, with
-        `judge`, how often it was right.
+        """Policy, predictor, prefetch ("off", "on", "resting": it did not pay), the controller's cost and, with
+        `judge`, how often predictions were right.
         """
         controller = self.controller
         if controller is None:
-            return {"policy": self.carried, "predictor": "none", "prefetch": "off"}
+            return {"policy": self.native_policy, "predictor": "none", "prefetch": "off"}
         figures: dict[str, Any] = {
-            "policy": _name(controller.policy, "lru"),
-            "predictor": _name(controller.predictor, "none"),
-            "prefetch": "off" if not controller.acts else "on" if controller.prefetching else "resting",
-            "gates": controller.gates,
-            "us_per_gate": round(controller.seconds / max(1, controller.gates) * 1e6, 1),
+            "policy": LRU.name if controller.policy is None else name_of(controller.policy),
+            "predictor": "none" if controller.predictor is None else name_of(controller.predictor),
+            "prefetch": "off" if not controller.may_prefetch else "on" if controller.prefetching else "resting",
+            "routing_events": controller.n_events,
+            "us_per_event": round(controller.seconds / max(1, controller.n_events) * 1e6, 1),
         }
         if controller.watchdog is not None and controller.watchdog.last_gain is not None:
             figures["time_saved_by_prefetch"] = round(controller.watchdog.last_gain, 4)
@@ -207,14 +206,14 @@ class LiveController:
         return figures
 
     def close(self) -> None:
-        """Stops deciding and keeps what was learnt. Before the store goes. Twice is harmless."""
+        """Stops deciding and saves what was learned; call it before the store is closed. Twice is harmless."""
         if self.controller is None:
             return
         self.controller.stop()
         self.session.listeners.remove(self)  # until here events may come
         controller, self.controller = self.controller, None
         self._listening = False
-        if controller.gates == 0:
+        if controller.n_events == 0:
             return
         for learner in (controller.predictor, controller.policy):
             if isinstance(learner, EamcPredictor | SparsityAware):
@@ -226,7 +225,3 @@ class LiveController:
 def _check_name(kind: str, name: str, known: Collection[str]) -> None:
     if name not in known:
         raise OptionError(f"there is no {kind} {name!r}; known are {', '.join(known)}.")
-
-
-def _name(of: object, nothing: str) -> str:
-    return nothing if of is None else str(getattr(of, "name", type(of).__name__))

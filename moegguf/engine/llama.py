@@ -21,7 +21,7 @@ from moegguf.controller.artifacts import Artifacts
 from moegguf.controller.policies.base import Policy
 from moegguf.controller.predictors.base import Predictor
 from moegguf.controller.prefetch import PrefetchOptions
-from moegguf.engine.live_controller import LiveController, Steer
+from moegguf.engine.live_controller import ControllerOptions, LiveController
 from moegguf.engine.load import Budget, LoadPlan, LoadProgress, Progress, check_options, prepare
 from moegguf.engine.plan import Plan
 from moegguf.engine.readahead import readahead
@@ -84,7 +84,7 @@ class Llama(UpstreamLlama):
         **options: Any,
     ) -> None:
         self._session: Session | None = None
-        self._steering: LiveController | None = None
+        self._live_controller: LiveController | None = None
         self._recording: Recording | None = None
         self._threads: Threadpool | None = None
         self._closed = False
@@ -94,14 +94,14 @@ class Llama(UpstreamLlama):
         self._requests = RequestCounter()
         self._busy = threading.RLock()  # held by whoever is inside llama_decode
         check_options(options, Llama)
-        steer = Steer(policy, predictor, prefetch, judge, lockstep)
-        self._given = dict(model_path=model_path, expert_cache=expert_cache, store=store, **vars(steer), **options)
+        chosen = ControllerOptions(policy, predictor, prefetch, judge, lockstep)
+        self._given = dict(model_path=model_path, expert_cache=expert_cache, store=store, **vars(chosen), **options)
         self._opening = opening = prepare(model_path, expert_cache, options)
         self.layout, self.plan = opening.layout, opening.plan
         try:
             if opening.hooks:
                 self._session = Session(self.layout, self.plan, store or StoreOptions())
-                self._steering = LiveController(self._session, Artifacts(self.layout), steer)
+                self._live_controller = LiveController(self._session, Artifacts(self.layout), chosen)
                 for warning in self.plan.warnings:
                     warnings.warn(warning, stacklevel=2)
             self._load(opening)
@@ -173,8 +173,8 @@ class Llama(UpstreamLlama):
     def _eval_announced(self, tokens: Sequence[int], after_batch: Callable[[], object] | None) -> None:
         if self._session is not None:
             phase = self._requests.next_phase(self.n_tokens, len(tokens))
-            if self._steering is not None:
-                self._steering.before_tokens(phase)
+            if self._live_controller is not None:
+                self._live_controller.before_tokens(phase)
             self._session.lane.announce(self._requests.sequence, phase, tokens)
         if after_batch is None:
             super().eval(tokens)
@@ -251,7 +251,7 @@ class Llama(UpstreamLlama):
     def decisions(self) -> dict[str, Any]:
         """Who decides and how well: policy, predictor, whether it prefetches, its accuracy when `judge` was given."""
         self._open_session()
-        return self._steering.figures() if self._steering else {}
+        return self._live_controller.figures() if self._live_controller else {}
 
     @property
     def recording(self) -> Recording | None:
@@ -278,8 +278,8 @@ class Llama(UpstreamLlama):
             return
         n_slots = min(self._opening.slots_within(expert_cache), session.store.info()["n_slots"])
         session.store.resize(n_slots)
-        if self._steering is not None:
-            self._steering.update(n_slots)
+        if self._live_controller is not None:
+            self._live_controller.update(n_slots)
 
     def cancel(self) -> None:
         """Ends the evaluation in progress, from another thread: it raises GenerationCancelled at once."""
@@ -303,9 +303,9 @@ class Llama(UpstreamLlama):
             return  # the parent's to free
         with self._busy:
             try:
-                for hearer in (self._steering, self._recording):
-                    if hearer is not None:
-                        hearer.close()
+                for listener in (self._live_controller, self._recording):
+                    if listener is not None:
+                        listener.close()
             finally:  # a trace that could not be written keeps nothing in memory
                 self._free()
 

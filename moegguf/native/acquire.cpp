@@ -136,6 +136,7 @@ bool Acquire::collect(Lane & lane, int il, const int32_t * ids, size_t n) {
 bool Acquire::fill_slots(Lane & lane, const Moment & now, const int32_t * ids, int n_expert_used, int n_tokens,
                          Lock & lock) {
     transfers_.set_moment(now);
+    tier_.residency.on_forecast(now.il, nullptr); // the router has chosen: what was predicted does not count any more
     if (!pin_all(lane, now, lock)) {
         return false;
     }

@@ -140,6 +140,10 @@ const char * moegguf_policy_name(int32_t index) {
     return policy_name(index);
 }
 
+int moegguf_store_set_forecast(moegguf_store * store, const float * probabilities, const uint8_t * known, size_t n) {
+    return on(store, [&](Store & s) { s.set_forecast(probabilities, known, n); });
+}
+
 int moegguf_store_prefetch(moegguf_store * store, const int32_t * il, const int32_t * experts, size_t n) {
     return on(store, [&](Store & s) {
         if (n > 0) {

@@ -54,10 +54,14 @@ class RoutingEvent(NamedTuple):
 
 
 class NativePolicy(NamedTuple):
-    """An eviction policy that the store carries out by itself: a name that it knows, and parameters."""
+    """An eviction policy that the store carries out: its name there, and its parameters.
+
+    takes_forecast: it makes use of `Store.set_forecast`.
+    """
 
     name: str
     parameters: Mapping[str, float | Sequence[float]] = {}
+    takes_forecast: bool = False
 
 
 class Residency(NamedTuple):

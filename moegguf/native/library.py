@@ -234,6 +234,7 @@ _STATUS_CALLS: dict[str, list[Any]] = {
     "moegguf_store_watch": [c.c_void_p, c.c_int],
     "moegguf_store_set_scores": [c.c_void_p, c.c_void_p, c.c_size_t],
     "moegguf_store_set_policy": [c.c_void_p, c.POINTER(Policy)],
+    "moegguf_store_set_forecast": [c.c_void_p, c.c_void_p, c.c_void_p, c.c_size_t],
     "moegguf_store_prefetch": [c.c_void_p, c.c_void_p, c.c_void_p, c.c_size_t],
     "moegguf_store_listen": [c.c_void_p, c.POINTER(Listener)],
     "moegguf_store_cancel": [c.c_void_p, c.c_int],

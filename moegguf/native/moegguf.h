@@ -279,6 +279,11 @@ MOEGGUF_API const char * moegguf_policy_name(int32_t index); // NULL behind the 
 // Feeds the policy "scores", which comes before the chosen one while a table is set: [n_layer][max n_expert], the
 // lowest is evicted first; NULL: back to the chosen one.
 MOEGGUF_API int moegguf_store_set_scores(moegguf_store * store, const float * scores, size_t n);
+// What a predictor expects: the probability of each expert to be used when its layer comes next, [n_layer][max
+// n_expert], where known [n_layer] is not 0. Replaces the forecast before; NULL: nothing is known. A layer's part ends
+// with its routing event. Policies that take no forecast ignore it.
+MOEGGUF_API int moegguf_store_set_forecast(moegguf_store * store, const float * probabilities, const uint8_t * known,
+                                           size_t n);
 MOEGGUF_API int moegguf_store_prefetch(moegguf_store * store, const int32_t * il, const int32_t * experts, size_t n);
 MOEGGUF_API int moegguf_store_listen(
     moegguf_store * store, const struct moegguf_listener * listener); // NULL: stop; returns after the last callback

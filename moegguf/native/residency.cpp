@@ -223,6 +223,12 @@ void Residency::on_routing(int il, const int32_t * expert_ids, int n_expert_used
     }
 }
 
+void Residency::on_forecast(int il, const float * probabilities) {
+    if (!numbering_.resident() && policy_->on_forecast(il, probabilities) && !scores_.set()) {
+        order_.scores_changed(il);
+    }
+}
+
 float Residency::score(int il, int expert, const Moment & now) const {
     return policy().score(il, expert) + policy().layer_offset(il, now);
 }

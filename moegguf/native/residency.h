@@ -61,6 +61,7 @@ class Residency {
     void exchange_policy(std::unique_ptr<EvictionPolicy> & policy);
     void exchange_scores(std::vector<float> & scores); // empty: the policy decides
     void on_routing(int il, const int32_t * expert_ids, int n_expert_used, int n_tokens);
+    void on_forecast(int il, const float * probabilities);
     bool ordered(const Moment & now) const { return policy().orders(now); }
     float score(int il, int expert, const Moment & now) const; // where ordered
 

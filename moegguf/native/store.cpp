@@ -44,6 +44,19 @@ void Store::set_scores(const float * scores, size_t n) {
     lock.unlock(); // the table before is destroyed without it
 }
 
+void Store::set_forecast(const float * probabilities, const uint8_t * known, size_t n) {
+    if (probabilities && (n != layout.n_keys() || !known)) {
+        throw Error(MOEGGUF_INVALID,
+                    "a forecast has " + std::to_string(layout.n_keys()) + " entries, not " + std::to_string(n));
+    }
+    Lock lock(shared.mutex);
+    for (int il = 0; il < (int)layout.layers.size(); il++) {
+        if (layout.has_experts(il)) {
+            ram.residency.on_forecast(il, probabilities && known[il] ? probabilities + layout.key(il, 0) : nullptr);
+        }
+    }
+}
+
 void Store::prefetch(const int32_t * il, const int32_t * experts, size_t n) {
     Lock lock(shared.mutex);
     for (size_t i = 0; i < n; i++) {

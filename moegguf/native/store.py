@@ -212,6 +212,20 @@ class Store:
         table = np.ascontiguousarray(scores, np.float32)
         check(self._library.moegguf_store_set_scores(self.handle, table.ctypes.data, table.size))
 
+    def set_forecast(self, probabilities: npt.ArrayLike | None, known: Sequence[int] = ()) -> None:
+        """What a predictor expects, for policies that take it: replaces the forecast before.
+
+        probabilities: (n_layer, n_expert), of each expert to be used when its layer comes next. known: the layers that
+        they are about. None: nothing is known.
+        """
+        if probabilities is None:
+            check(self._library.moegguf_store_set_forecast(self.handle, None, None, 0))
+            return
+        table = np.ascontiguousarray(probabilities, np.float32)
+        mask = np.zeros(len(table), np.uint8)
+        mask[list(known)] = 1
+        check(self._library.moegguf_store_set_forecast(self.handle, table.ctypes.data, mask.ctypes.data, table.size))
+
     def set_policy(self, name: str = "lru", **parameters: float | Sequence[float]) -> None:
         """Evicts by the policy of this name from now on; see `policy_names`. It starts with what it knows of nothing.
 

@@ -131,6 +131,6 @@ def decision_lines(decisions: Mapping[str, Any], stats: Stats) -> list[Line]:
         saved = decisions.get("time_saved_by_prefetch")
         measured = "" if saved is None else f"; saved {saved:.0%} of the time when tried"
         lines.append(("prefetch", f"{decisions['prefetch']}, {useful}{measured}"))
-    if "us_per_gate" in decisions:
-        lines.append(("controller", f"{decisions['us_per_gate']:.0f}µs per gate"))
+    if "us_per_event" in decisions:
+        lines.append(("controller", f"{decisions['us_per_event']:.0f}µs per routing event"))
     return lines

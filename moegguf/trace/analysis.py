@@ -11,11 +11,11 @@ from pathlib import Path
 
 import numpy as np
 
-from moegguf.controller.accuracy import Link
+from moegguf.controller.accuracy import LinkModel
 from moegguf.controller.artifacts import MEASURED, Artifacts
 from moegguf.controller.measured import Measured, write_measured
 from moegguf.controller.policies import POLICIES, make_policy
-from moegguf.controller.policies.base import Policy
+from moegguf.controller.policies.base import AnyPolicy
 from moegguf.controller.predictors import PREDICTORS, make_predictor
 from moegguf.controller.predictors.base import Predictor
 from moegguf.controller.prefetch import PrefetchOptions
@@ -70,21 +70,14 @@ def spread(trace: Trace, n_tokens: int) -> list[int]:
     return chosen
 
 
-@dataclass(frozen=True)
-class Timing:
-    """A modelled link and computer: bytes per second, latency of one transfer, compute time of one layer."""
-
-    bytes_per_s: float
-    latency_us: float = 0.0
-    layer_compute_us: float = 0.0
-
-    def options(self, prefetch: bool) -> SimOptions:
-        return SimOptions(
-            prefetch=PrefetchOptions() if prefetch else None,
-            link_bytes_per_s=self.bytes_per_s,
-            link_latency_s=self.latency_us / 1e6,
-            layer_compute_us=self.layer_compute_us,
-        )
+def sim_options(link: LinkModel, prefetch: bool) -> SimOptions:
+    """A replay over this link."""
+    return SimOptions(
+        prefetch=PrefetchOptions() if prefetch else None,
+        link_bytes_per_s=link.bytes_per_s,
+        link_latency_s=link.latency_us / 1e6,
+        layer_compute_us=link.layer_compute_us,
+    )
 
 
 @dataclass(frozen=True)
@@ -156,7 +149,7 @@ class TraceAnalysis:
             return False
         return True
 
-    def policy(self, name: str) -> Policy:
+    def policy(self, name: str) -> AnyPolicy:
         """A fresh one. Raises OptionError."""
         return make_policy(name, self.trace.shape, self.artifacts)
 
@@ -172,12 +165,12 @@ class TraceAnalysis:
         policies: Sequence[str],
         predictors: Sequence[str],
         shares: Sequence[float],
-        timing: Timing | None = None,
+        link: LinkModel | None = None,
         prefetch: bool = False,
         progress: Progress = silent,
     ) -> list[Row]:
         """Replays with every policy, predictor and share, and Belady's bound. "all" names all there are."""
-        if prefetch and timing is None:
+        if prefetch and link is None:
             raise OptionError(
                 "--prefetch needs a modelled link, or everything asked for would be there at once: --link."
             )
@@ -189,14 +182,15 @@ class TraceAnalysis:
             {name: partial(self.policy, name) for name in policies},
             {name: partial(self.predictor, name) for name in predictors},
             shares,
-            timing.options(prefetch) if timing else None,
+            sim_options(link, prefetch) if link else None,
             counted(progress, "hit rates", len(policies) * len(predictors) * len(shares)),
         )
 
-    def score(self, predictors: Sequence[str], timing: Timing | None = None, progress: Progress = silent) -> ScoreTable:
+    def score(
+        self, predictors: Sequence[str], link: LinkModel | None = None, progress: Progress = silent
+    ) -> ScoreTable:
         """Every predictor by every paper's measure, beside its control on the trace without order."""
         names = self.predictors(predictors)
-        link = Link(timing.bytes_per_s, timing.latency_us, timing.layer_compute_us) if timing else None
         tables, step = [], counted(progress, "scores", len(names))
         for name in names:
             step(name)
@@ -280,8 +274,8 @@ def _stalls(study: TraceAnalysis, best: str, layer_compute_us: float, progress: 
     for label, (policy, predictor) in settings.items():
         for speed in LINKS_GB_PER_S:
             step(f"{label} at {speed:g} GB/s")
-            timing = Timing(speed * 1e9, 50.0, layer_compute_us)
-            options = timing.options(prefetch=predictor != "none")
+            link = LinkModel(speed * 1e9, 50.0, layer_compute_us)
+            options = sim_options(link, prefetch=predictor != "none")
             result = Simulation(study.trace, study.policy(policy), study.predictor(predictor), n_slots, options).run()
             stalls.setdefault(label, {})[speed] = result.decode.stall_ns / max(1, result.decode.tokens) / 1e6
     return StallTable(stalls, compute_ms=layer_compute_us * len(study.trace.shape.layers) / 1e3)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from moegguf.controller.accuracy import PADDING, Ids, Link, Mask, PredictorScore
+from moegguf.controller.accuracy import PADDING, Ids, LinkModel, Mask, PredictorScore
 from moegguf.controller.judge import DISTANCES, Judge
 from moegguf.controller.predictors.base import Predictor
 from moegguf.native.events import Announcement, RoutingEvent
@@ -45,7 +45,7 @@ class ScoreTable:
 
     distances: tuple[int, ...]
     n_expert_used: int
-    link: Link | None
+    link: LinkModel | None
     lru_share: float
     batch_sequences: int
     tokens: int
@@ -61,7 +61,7 @@ def score(
     trace: Trace,
     predictors: Sequence[Predictor],
     distances: Sequence[int] = DISTANCES,
-    link: Link | None = None,
+    link: LinkModel | None = None,
     *,
     lru_share: float = 0.25,
     batch_sequences: int = BATCH_SEQUENCES,
@@ -102,7 +102,7 @@ def _replay(trace: Trace, judges: Sequence[Judge]) -> None:
                 judge.observe(event)
 
 
-def _tables(judges: Sequence[_BatchJudge], link: Link | None) -> tuple[PredictorScore, ...]:
+def _tables(judges: Sequence[_BatchJudge], link: LinkModel | None) -> tuple[PredictorScore, ...]:
     """One score for each judge; a name used twice gets a number."""
     seen: Counter[str] = Counter()
     tables = []
@@ -138,7 +138,7 @@ class _BatchJudge(Judge):
         self._sums = np.zeros(len(self.distances))
         self._judged_steps = np.zeros(len(self.distances), np.int64)
 
-    def table(self, link: Link | None = None) -> PredictorScore:
+    def table(self, link: LinkModel | None = None) -> PredictorScore:
         self._close_batch()
         sums = zip(self.distances, self._sums.tolist(), self._judged_steps.tolist(), strict=True)
         accuracy = {distance: total / steps if steps else None for distance, total, steps in sums}

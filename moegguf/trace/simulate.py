@@ -8,17 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
-from moegguf.controller.controller import Controller, ControllerOptions, carried_by_store
-from moegguf.controller.policies.base import Policy
-from moegguf.controller.policies.lru import Lru
-from moegguf.controller.predictors.base import NoPrediction, Predictor
+from moegguf.controller.controller import ActingOptions, Controller, build_controller, name_of
+from moegguf.controller.policies.base import AnyPolicy
+from moegguf.controller.predictors.base import Predictor
 from moegguf.controller.prefetch import PrefetchOptions
 from moegguf.controller.shape import MoeShape
-from moegguf.errors import CallbackError, OptionError
+from moegguf.errors import OptionError
 from moegguf.gguf.experts import ExpertLayout, ExpertMatrix, Kind, MoeLayer
 from moegguf.gguf.hparams import Hparams
 from moegguf.native.events import Announcement, Phase, RoutingEvent
@@ -111,21 +110,6 @@ class SimResult:
         return self.decode.hit_rate
 
 
-class _Strict(Controller):
-    """A simulation measures the policy it was given, or nothing: there is no going on without it."""
-
-    def _drop_policy(self, why: str) -> NoReturn:
-        raise CallbackError(f"the policy {name_of(self.policy)} {why}; the simulation has no result.")
-
-    def _drop_predictor(self, why: str) -> NoReturn:
-        raise CallbackError(f"the predictor {name_of(self.predictor)} {why}; the simulation has no result.")
-
-
-def name_of(of: object) -> str:
-    """What a policy or predictor calls itself."""
-    return str(getattr(of, "name", type(of).__name__))
-
-
 def layout_of(shape: MoeShape) -> ExpertLayout:
     """A layout with this shape and no files: what a simulated store needs. Experts have shape.expert_bytes each."""
     layers = tuple(
@@ -184,7 +168,7 @@ class Simulation:
     """
 
     def __init__(
-        self, trace: Trace, policy: Policy, predictor: Predictor, n_slots: int, options: SimOptions | None = None
+        self, trace: Trace, policy: AnyPolicy, predictor: Predictor, n_slots: int, options: SimOptions | None = None
     ) -> None:
         if n_slots < trace.shape.n_expert_used:
             raise OptionError(f"{n_slots} slots cannot hold the {trace.shape.n_expert_used} experts that a token uses.")
@@ -207,16 +191,14 @@ class Simulation:
             store.close()
 
     def _controller(self, store: Store) -> Controller | None:
-        """As live: None where the store needs nobody."""
-        options = ControllerOptions(
-            self.options.prefetch, slowest_s=float("inf"), clock_ns=lambda: store.counters()["sim_clock_ns"]
+        """As live: None where the store needs none. A policy or predictor that fails ends the simulation."""
+        options = ActingOptions(
+            self.options.prefetch,
+            slowest_s=float("inf"),
+            strict=True,
+            clock_ns=lambda: store.counters()["sim_clock_ns"],
         )
-        native = carried_by_store(self.policy, self.predictor, options)
-        if native is not None:
-            store.set_policy(native.name, **native.parameters)
-        if native is not None or (isinstance(self.policy, Lru) and isinstance(self.predictor, NoPrediction)):
-            return None
-        return _Strict(self.trace.shape, self.policy, self.predictor, store, options)
+        return build_controller(self.trace.shape, self.policy, self.predictor, store, options)
 
     def _replay(self, store: Store, lane: Lane, progress: Callable[[int], None] | None) -> SimResult:
         controller, meter = self._controller(store), _Meter(store)

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from moegguf.controller.policies.base import Policy
-from moegguf.controller.policies.lru import Lru
+from moegguf.controller.policies.base import LRU, AnyPolicy
 from moegguf.controller.predictors.base import NoPrediction, Predictor
 from moegguf.trace.belady import Lookups, belady
 from moegguf.trace.simulate import SimOptions, SimResult, Simulation, fitted, slots_of
 from moegguf.trace.trace import Trace
 
-Policies = Mapping[str, Callable[[], Policy]]
+Policies = Mapping[str, Callable[[], AnyPolicy]]
 Predictors = Mapping[str, Callable[[], Predictor]]
 BELADY = "belady"
 
@@ -69,7 +68,7 @@ def _bound(trace: Trace, share: float, n_slots: int) -> Row:
 def closed_gap(rows: Sequence[Row], row: Row) -> float | None:
     """Which part of the distance from LRU to Belady a row closes, in decode; None when there is none to close."""
     at = {(other.policy, other.predictor): other for other in rows if other.share == row.share}
-    low = at.get((Lru.name, NoPrediction.name))
+    low = at.get((LRU.name, NoPrediction.name))
     high = at.get((BELADY, "none"))
     if low is None or high is None or high.decode_hit_rate <= low.decode_hit_rate:
         return None

@@ -17,7 +17,7 @@ from traces import random_trace
 
 from moegguf.cli.report import findings as words
 from moegguf.cli.report.page import TITLES, render, write_report
-from moegguf.controller.accuracy import Link
+from moegguf.controller.accuracy import LinkModel
 from moegguf.errors import OptionError
 from moegguf.trace.report import PolicyTable, Recorded, Recovery, Report, ScheduleTable, StallTable
 from moegguf.trace.reuse import reuse
@@ -38,7 +38,7 @@ def made_up() -> Report:
         labels=trace.header.labels,
         reuse=reuse(trace),
         policies=PolicyTable({name: dict(zip(budgets, row, strict=True)) for name, row in rates.items()}),
-        scores=score(trace, predictors, (1, 2, 4), Link(1e7, 5, 100), batch_sequences=4),
+        scores=score(trace, predictors, (1, 2, 4), LinkModel(1e7, 5, 100), batch_sequences=4),
         stalls=StallTable({"lru": {1: 40, 4: 8, 16: 0}, "locality, skip": {1: 30, 4: 9, 16: 0}}, compute_ms=20),
         recovery=Recovery({"lru": [0.6] * 6 + [0.2, 0.4] + [0.6] * 12}, 6, ("prose", "code"), 0.25),
         schedule=ScheduleTable({8: {"arrival": 12.0, "by path": 9.0}}),

@@ -73,7 +73,7 @@ DECIDED: dict[str, Any] = {
     "predictor": "skip",
     "prefetch": "on",
     "gates": 10,
-    "us_per_gate": 41.6,
+    "us_per_event": 41.6,
 }
 
 
@@ -83,7 +83,7 @@ def test_who_decided_what_stays() -> None:
         ("policy", "next-use"),
         ("predictor", "skip"),
         ("prefetch", "on, 24 of 57 used"),
-        ("controller", "42µs per gate"),
+        ("controller", "42µs per routing event"),
     ]
 
 
@@ -101,5 +101,5 @@ def test_plain_lru_is_not_worth_a_line(decisions: dict[str, Any]) -> None:
 
 
 def test_without_prefetching_there_is_no_line_about_it() -> None:
-    lines = decision_lines({"policy": "lfu", "predictor": "none", "prefetch": "off", "us_per_gate": 3.0}, Stats())
-    assert lines == [("policy", "lfu"), ("predictor", "none"), ("controller", "3µs per gate")]
+    lines = decision_lines({"policy": "lfu", "predictor": "none", "prefetch": "off", "us_per_event": 3.0}, Stats())
+    assert lines == [("policy", "lfu"), ("predictor", "none"), ("controller", "3µs per routing event")]

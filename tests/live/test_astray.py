@@ -30,7 +30,7 @@ from moegguf.native.events import Float32s, RoutingEvent
 
 TIGHT: dict[str, Any] = {"expert_cache": "30%", "n_ubatch": 4}
 N_PROMPT, N_NEW = 24, 16
-EAGER = PrefetchOptions(budget_bytes=1 << 30, least_likelihood=0.01, watchdog=False)
+EAGER = PrefetchOptions(budget_bytes=1 << 30, least_probability=0.01, watchdog=False)
 
 
 def logits_of(llm: Llama) -> Logits:

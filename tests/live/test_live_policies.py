@@ -38,7 +38,7 @@ N_PROMPT, N_NEW = 24, 16
 ALL_TINY = ("tiny-qwen2moe", "tiny-qwen3moe", "tiny-mixtral", "tiny-deepseek2")
 LEARNED = ("static",)
 CARRIED_BY_STORE = ("lru", "next-use")
-EAGER = PrefetchOptions(budget_bytes=1 << 30, least_likelihood=0.01, watchdog=False)
+EAGER = PrefetchOptions(budget_bytes=1 << 30, least_probability=0.01, watchdog=False)
 
 
 def logits_of(llm: Llama) -> Logits:
@@ -167,11 +167,11 @@ def test_a_resident_model_is_left_alone_until_its_pool_shrinks(
     llm = load(own(), policy="lfu", expert_cache="100%", n_ubatch=4)
     given = count_scores(llm)
     assert np.array_equal(logits_of(llm), expected())
-    assert controller_of(llm).gates == 0
+    assert controller_of(llm).n_events == 0
     assert given == []
     llm.set_expert_cache("40%")
     assert np.array_equal(logits_of(llm), expected())
-    assert controller_of(llm).gates > 0
+    assert controller_of(llm).n_events > 0
     assert sum(given) > 0
     assert llm.stats().evictions > 0
 
@@ -193,8 +193,8 @@ def test_what_the_store_carries_out_itself_takes_a_controller_where_somebody_pre
 ) -> None:
     llm = load(own(), policy="next-use", **option, **TIGHT)
     assert np.array_equal(logits_of(llm), expected())
-    assert controller_of(llm).gates > 0
-    assert llm.decisions()["us_per_gate"] > 0
+    assert controller_of(llm).n_events > 0
+    assert llm.decisions()["us_per_event"] > 0
 
 
 def test_two_threads_of_one_model_are_decided_for_in_turn(own: Own, load: Load) -> None:
@@ -246,7 +246,7 @@ def test_prefetching_that_does_not_pay_leaves_the_model_alone_until_its_rest_is_
         llm.eval([token])
         plain.eval([token])
         assert np.array_equal(llm.scores[llm.n_tokens - 1], plain.scores[plain.n_tokens - 1])
-        heard.append(controller.gates)
+        heard.append(controller.n_events)
     asleep = [before == after for before, after in itertools.pairwise(heard)]
     assert any(asleep), "it rested, and heard nothing"
     assert not all(asleep[asleep.index(True) :]), "it woke up for another trial"

@@ -12,12 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 from fake_model import FakeModel, Open, make_model
+from reference_policies import NextUse
 from traces import SMALL, random_trace
 
 from moegguf.controller.forecast import Forecast
 from moegguf.controller.history import History
-from moegguf.controller.policies.base import CarriedByStore
-from moegguf.controller.policies.next_use import NextUse
 from moegguf.controller.predictors.base import NoPrediction
 from moegguf.controller.shape import MoeShape
 from moegguf.errors import OptionError
@@ -208,8 +207,8 @@ def test_rates_that_mean_nothing_are_refused_and_those_in_force_stay(
         ("lru", {"half_life_tokens": 3}, "'lru' has no parameter 'half_life_tokens'; known are none"),
         ("next-use", {"weight": 1}, "no parameter 'weight'; known are half_lives_tokens, weights, phase_weight"),
         ("next-use", {"phase_weight": (1, 2)}, "'phase_weight' is one value, not 2"),
-        ("decayed-frequency", {"half_life_tokens": ()}, "is one value, not 0"),
-        ("decayed-frequency", {"half_life_tokens": 0}, "half-life is a number of tokens above 0"),
+        ("lfu-decay", {"half_life_tokens": ()}, "is one value, not 0"),
+        ("lfu-decay", {"half_life_tokens": 0}, "half-life is a number of tokens above 0"),
     ],
 )
 def test_a_policy_or_parameter_that_does_not_exist_is_refused_with_those_that_do(
@@ -260,7 +259,7 @@ def test_the_same_victims_as_the_python_policy(tmp_path: Path, open_store: Open,
     in_turn = min(n_slots, resized) >= 10  # a lane keeps its last experts pinned
     native.resize(n_slots)
     scored.resize(n_slots)
-    set_policy(native, policy.native_policy)
+    set_policy(native, HALVING)
     scores: Float32s | None = None
     for pass_ in range(80):
         n_tokens = int(rng.choice([1, 1, 1, 2]))
@@ -281,11 +280,73 @@ def test_the_same_victims_as_the_python_policy(tmp_path: Path, open_store: Open,
         pair[1].close()
 
 
+class Known:
+    """A forecast of some layers."""
+
+    def __init__(self, table: Float32s, layers: list[int]) -> None:
+        self._table, self._layers = table, layers
+
+    def probabilities(self) -> Float32s:
+        return self._table
+
+    def known(self) -> list[int]:
+        return self._layers
+
+
+@pytest.mark.parametrize("n_slots", [4, 6, 10, 16])
+def test_the_same_victims_as_the_python_policy_with_a_forecast(tmp_path: Path, open_store: Open, n_slots: int) -> None:
+    """Of the layer that is routed now the router's choice counts, not what was forecast of it."""
+    fake = make_model(tmp_path, n_layer=4, dense_layers=(1,))
+    shape, rng = MoeShape.of(fake.layout), np.random.default_rng(n_slots)
+    policy, unaided = (NextUse(shape, (1.0,), (1.0,), 1.0) for _ in range(2))
+    history = History(shape)
+    (native, native_lane), (scored, scored_lane) = (
+        open_store(fake, n_slots, simulate=True, sweep=False) for _ in range(2)
+    )
+    set_policy(native, HALVING)
+    scores: Float32s | None = None
+    differed = 0
+    for pass_ in range(80):
+        for row, il in enumerate(shape.layers):
+            ids = rng.permutation(rng.integers(3, 9))[np.newaxis, :2].astype(np.int32)
+            scored.set_scores(scores)
+            native_lane.acquire(il, ids)
+            scored_lane.acquire(il, ids)
+            assert np.array_equal(native.residency(), scored.residency()), (pass_, il)
+            history.update(RoutingEvent(pass_, 0, 0, 0, Phase.DECODE, -1, il, ids))
+            table = (rng.integers(0, 3, shape.table) / 2).astype(np.float32)
+            ahead = list(shape.layers[row + 1 :])
+            native.set_forecast(table, ahead)
+            scores = np.copy(policy.scores(history, Known(table, ahead[1:])))  # type: ignore[arg-type]
+            differed += not np.array_equal(scores, unaided.scores(history, Known(table, [])))  # type: ignore[arg-type]
+    assert differed == 80
+    assert native.counters()["evictions"] == scored.counters()["evictions"] > 50
+
+
+def test_a_forecast_acts_until_it_is_taken_back(told: Callable[..., tuple[Store, Callable[..., None]]]) -> None:
+    kept = []
+    for forecast in (None, [1.0, 0.0]):
+        store, give = told(3)
+        if forecast is not None:
+            table = np.zeros((2, 8), np.float32)
+            table[1, 1] = 1.0  # the rarest of those resident is sure to be used
+            store.set_forecast(table, [1])
+        give(0, 5)
+        kept.append(store.residency()[1, 1] > 0)
+        store.set_forecast(None)
+    assert kept == [False, True]
+
+
+def test_a_forecast_of_the_wrong_shape_is_refused(two: FakeModel, open_store: Open) -> None:
+    store, _ = open_store(two, 4)
+    with pytest.raises(OptionError, match="16 entries"):
+        store.set_forecast(np.zeros((2, 9), np.float32), [0])
+
+
 @pytest.mark.parametrize("n_slots", [9, 20, 40])
 def test_as_many_hits_as_the_python_policy(n_slots: int) -> None:
     trace = random_trace(n_sequences=6, n_prefill=6, n_decode=40)
-    policies = NextUse(SMALL), Scored(NextUse(SMALL))
-    assert [isinstance(policy, CarriedByStore) for policy in policies] == [True, False]
+    policies = NativePolicy("next-use", takes_forecast=True), Scored(NextUse(SMALL))
     native, scored = (
         Simulation(trace, policy, NoPrediction(SMALL), n_slots, SimOptions(sweep=False)).run() for policy in policies
     )

@@ -12,37 +12,37 @@ from traces import SMALL, random_trace
 
 from moegguf.controller.forecast import Forecast
 from moegguf.controller.history import History
-from moegguf.controller.policies.base import Policy
+from moegguf.controller.policies.base import LRU, AnyPolicy, Policy
 from moegguf.controller.policies.least_stale import LeastStale
-from moegguf.controller.policies.lfu import Lfu, LfuDecay, LfuRequest
+from moegguf.controller.policies.lfu import Lfu, LfuRequest
 from moegguf.controller.policies.locality import Locality
-from moegguf.controller.policies.lru import Lru
-from moegguf.controller.policies.next_use import NextUse
 from moegguf.controller.policies.random_scores import Random
 from moegguf.controller.policies.sparsity import SparsityAware
 from moegguf.controller.predictors.base import NoPrediction, Predictor
 from moegguf.controller.prefetch import PrefetchOptions
 from moegguf.controller.shape import MoeShape
 from moegguf.errors import CallbackError, OptionError
-from moegguf.native.events import Float32s, RoutingEvent
+from moegguf.native.events import Float32s, NativePolicy, RoutingEvent
 from moegguf.trace.belady import Lookups, belady, lru
 from moegguf.trace.simulate import SimOptions, SimResult, Simulation, fitted, layout_of, slots_of
 from moegguf.trace.sweep import BELADY, closed_gap, sweep
 
 TRACE = random_trace(n_sequences=6, n_prefill=6, n_decode=40)
-ALL = [
-    Lru(), Lfu(), LfuRequest(SMALL), LfuDecay(SMALL), Random(SMALL), LeastStale(SMALL), Locality(SMALL),
-    SparsityAware(SMALL), NextUse(SMALL),
+NEXT_USE = NativePolicy("next-use", takes_forecast=True)
+LFU_DECAY = NativePolicy("lfu-decay")
+ALL: list[Callable[[], AnyPolicy]] = [
+    lambda: LRU, Lfu, lambda: LfuRequest(SMALL), lambda: LFU_DECAY, lambda: Random(SMALL), lambda: LeastStale(SMALL),
+    lambda: Locality(SMALL), lambda: SparsityAware(SMALL), lambda: NEXT_USE,
 ]  # fmt: skip
 
 
-def run(policy: Policy, n_slots: int = 24, **options: object) -> SimResult:
+def run(policy: AnyPolicy, n_slots: int = 24, **options: object) -> SimResult:
     return Simulation(TRACE, policy, NoPrediction(SMALL), n_slots, SimOptions(**options)).run()  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("n_slots", [2, 3, 5, 8, 9, 10, 16, 24, 40, 79, 80])
 def test_the_store_counts_what_an_independent_lru_counts(n_slots: int) -> None:
-    result = run(Lru(), n_slots, sweep=False)
+    result = run(LRU, n_slots, sweep=False)
     replay = lru(Lookups.of(fitted(TRACE, n_slots)), n_slots)
     counted = (result.counters["lookups"], result.counters["misses"], result.counters["evictions"])
     assert counted == (replay.lookups, replay.misses, replay.evictions)
@@ -50,9 +50,9 @@ def test_the_store_counts_what_an_independent_lru_counts(n_slots: int) -> None:
     assert result.whole.bytes_missed == replay.misses * SMALL.expert_bytes
 
 
-@pytest.mark.parametrize("policy", ALL, ids=lambda policy: policy.name)
-def test_every_policy_replays_alike_each_time_and_stays_below_belady(policy: Policy) -> None:
-    first, again = (run(type(policy)(*([SMALL] if type(policy) not in (Lru, Lfu) else []))) for _ in range(2))
+@pytest.mark.parametrize("make", ALL, ids=lambda make: make().name)
+def test_every_policy_replays_alike_each_time_and_stays_below_belady(make: Callable[[], AnyPolicy]) -> None:
+    first, again = (run(make()) for _ in range(2))
     assert first == again
     assert first.whole.lookups == Lookups.of(TRACE).keys.size
     assert first.hit_rate <= belady(Lookups.of(TRACE), 24).hit_rate
@@ -67,7 +67,7 @@ def test_a_controller_that_leaves_scores_alone_changes_nothing() -> None:
         def scores(self, history: History, forecast: Forecast) -> Float32s | None:
             return None
 
-    assert run(Quiet()).counters == run(Lru()).counters
+    assert run(Quiet()).counters == run(LRU).counters
 
 
 class Answers:
@@ -85,7 +85,7 @@ class Answers:
 
 
 def test_scores_that_are_no_numbers_count_as_nothing() -> None:
-    assert run(Answers(np.full(SMALL.table, np.nan, np.float32))).counters == run(Lru()).counters
+    assert run(Answers(np.full(SMALL.table, np.nan, np.float32))).counters == run(LRU).counters
 
 
 def test_a_policy_that_fails_ends_the_simulation_with_its_name() -> None:
@@ -96,13 +96,13 @@ def test_a_policy_that_fails_ends_the_simulation_with_its_name() -> None:
 
 
 def test_time_is_compute_plus_stall() -> None:
-    result = run(Lru(), link_bytes_per_s=1e9, layer_compute_us=5.0, sweep=False)
+    result = run(LRU, link_bytes_per_s=1e9, layer_compute_us=5.0, sweep=False)
     decode = result.decode
     assert decode.stall_ns == decode.bytes_missed  # a byte per ns, nothing overlaps
     assert decode.tokens == 6 * 40
     assert decode.clock_ns == decode.stall_ns + decode.tokens * 5 * 5000
     assert result.t_per_s == pytest.approx(decode.tokens / decode.clock_ns * 1e9)
-    assert run(Lru()).t_per_s is None
+    assert run(LRU).t_per_s is None
 
 
 class Oracle(Predictor):
@@ -123,7 +123,7 @@ class Oracle(Predictor):
         return probabilities
 
 
-@pytest.mark.parametrize("policy", [Lru, lambda: NextUse(SMALL)], ids=["lru", "next-use"])
+@pytest.mark.parametrize("policy", [lambda: LRU, lambda: NEXT_USE], ids=["lru", "next-use"])
 def test_right_prefetches_hide_stall_behind_compute(policy: Callable[[], Policy]) -> None:
     options = SimOptions(link_bytes_per_s=1e9, layer_compute_us=50.0)
     acting = replace(options, prefetch=PrefetchOptions(window=1, budget_bytes=10_000, watchdog=False))
@@ -140,7 +140,7 @@ def test_shares_become_slots() -> None:
         with pytest.raises(OptionError, match="above 0 and up to 1"):
             slots_of(SMALL, share)
     with pytest.raises(OptionError, match="1 slots cannot hold the 2 experts"):
-        Simulation(TRACE, Lru(), NoPrediction(SMALL), 1)
+        Simulation(TRACE, LRU, NoPrediction(SMALL), 1)
 
 
 def test_passes_are_cut_to_what_fits() -> None:
@@ -159,7 +159,7 @@ def test_a_layout_is_made_from_the_shape_alone() -> None:
 
 def test_the_table_comes_in_order_with_the_bound_last() -> None:
     heard: list[str] = []
-    policies = {"lru": Lru, "lfu-decay": lambda: LfuDecay(SMALL)}
+    policies = {"lru": lambda: LRU, "lfu-decay": lambda: LFU_DECAY}
     rows = sweep(TRACE, policies, {"none": lambda: NoPrediction(SMALL)}, [0.25, 0.5], progress=heard.append)  # type: ignore[arg-type]
     assert [(row.policy, row.share) for row in rows] == [
         ("lru", 0.25), ("lfu-decay", 0.25), (BELADY, 0.25), ("lru", 0.5), ("lfu-decay", 0.5), (BELADY, 0.5),

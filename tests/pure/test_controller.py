@@ -18,10 +18,13 @@ from steering import (
     run_pass,
 )
 
-from moegguf.controller.controller import Controller
-from moegguf.controller.policies.lru import Lru
+from moegguf.controller.controller import ActingOptions, Controller, build_controller
+from moegguf.controller.forecast import Forecast
+from moegguf.controller.history import History
+from moegguf.controller.policies.base import LRU
 from moegguf.controller.policies.sparsity import SparsityAware
-from moegguf.native.events import Phase
+from moegguf.controller.predictors.base import NoPrediction
+from moegguf.native.events import Float32s, NativePolicy, Phase
 
 
 def test_on_a_gate_it_remembers_asks_scores_and_fetches_in_this_order() -> None:
@@ -81,16 +84,23 @@ def test_a_policy_that_learns_requests_hears_where_one_ends() -> None:
     assert (policy.eamcs.prefill.n_entries, policy.eamcs.decode.n_entries) == (2, 2)
 
 
+class Quiet:
+    """Never has scores."""
+
+    def scores(self, history: History, forecast: Forecast) -> Float32s | None:
+        return None
+
+
 def test_none_leaves_the_last_scores_in_force() -> None:
     notes = Notes()
-    run_pass(controller(Lru(), None, notes))
+    run_pass(controller(Quiet(), None, notes))
     assert notes.done == []
 
 
 def test_layers_without_experts_are_none_of_its_business() -> None:
     steering = controller(Counting())
     steering.observe(gate(0))
-    assert steering.history.clock == steering.gates == 0
+    assert steering.history.clock == steering.n_events == 0
 
 
 def watched(notes: Notes) -> Controller:
@@ -104,7 +114,7 @@ def test_stopped_it_hears_nothing() -> None:
     steering.stop()
     run_pass(steering)
     assert notes.done == []
-    assert policy.calls == steering.gates == 0
+    assert policy.calls == steering.n_events == 0
 
 
 def test_the_watchdog_keeps_prefetching_only_while_it_saves_time() -> None:
@@ -119,7 +129,7 @@ def test_the_watchdog_keeps_prefetching_only_while_it_saves_time() -> None:
             notes.clock_ns += 1000 - saved_ns * steering.prefetching
         assert steering.watchdog.trials == 1
         assert steering.prefetching == stays
-        assert steering.acts
+        assert steering.may_prefetch
 
 
 def test_the_watchdog_does_not_count_the_time_of_prompts() -> None:
@@ -137,7 +147,7 @@ def test_the_watchdog_does_not_count_the_time_of_prompts() -> None:
 
 def test_judging_acts_on_nothing() -> None:
     notes = Notes()
-    steering = controller(Lru(), Saying(first_two), notes, judge=True)
+    steering = controller(LRU, Saying(first_two), notes, judge=True)
     for pass_ in range(3):
         run_pass(steering, pass_=pass_)
     assert notes.done == []
@@ -148,5 +158,26 @@ def test_judging_acts_on_nothing() -> None:
 def test_its_time_is_counted_by_the_gate() -> None:
     steering = controller(Counting())
     run_pass(steering)
-    assert steering.gates == 3
+    assert steering.n_events == 3
     assert 0 < steering.seconds < 1
+
+
+def test_a_native_policy_without_predictions_needs_no_controller() -> None:
+    notes = Notes()
+    native = NativePolicy("next-use", {"phase_weight": 2.0}, takes_forecast=True)
+    assert build_controller(SHAPE, native, NoPrediction(SHAPE), notes, ActingOptions()) is None
+    assert notes.done == [("policy", "next-use")]
+    judged = build_controller(SHAPE, native, NoPrediction(SHAPE), notes, ActingOptions(judge=True))
+    assert judged is not None and judged.judge is not None
+
+
+def test_a_native_policy_gets_the_forecast_of_decoded_tokens_if_it_takes_one() -> None:
+    for takes in (True, False):
+        notes = Notes()
+        native = NativePolicy("next-use", {}, takes_forecast=takes)
+        made = build_controller(SHAPE, native, Saying(first_two), notes, ActingOptions())
+        assert made is not None
+        run_pass(made, Phase.PREFILL)
+        run_pass(made)
+        forecasts = [known for what, known in notes.done if what == "forecast"]
+        assert forecasts == ([[1, 2, 3], [2, 3], [3], []] if takes else [])

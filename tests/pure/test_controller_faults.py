@@ -51,7 +51,7 @@ BAD_ANSWERS: dict[str, tuple[Callable[[], Any], str]] = {
     "flat": (lambda: np.zeros(16, np.float32), r"the shape \(16,\), not \(4, 4\)"),
     "transposed": (lambda: np.zeros((4, 5), np.float32), r"the shape \(4, 5\)"),
     "number": (lambda: 1.0, r"the shape \(\)"),
-    "slow": (lambda: time.sleep(0.06), r"took 0\.\d s at one gate"),
+    "slow": (lambda: time.sleep(0.06), r"took 0\.\d s at one routing event"),
 }
 
 
@@ -84,7 +84,7 @@ def test_a_predictor_that_raises_is_dropped_with_one_warning(where: str, monkeyp
     assert policy.calls == 12
     assert len(notes.named("scores")) == 12
     assert len(notes.named("prefetch")) <= n_fetched + 1
-    assert not steering.acts
+    assert not steering.may_prefetch
 
 
 NONSENSE: dict[str, Callable[[int], Any]] = {

@@ -7,7 +7,7 @@ import pytest
 from oracles import FreshGate, Oracle, Silent
 from traces import SMALL, hidden_routers, random_trace
 
-from moegguf.controller.accuracy import Link
+from moegguf.controller.accuracy import LinkModel
 from moegguf.controller.judge import Judge, LiveJudge
 from moegguf.controller.predictors.base import Predictor
 from moegguf.native.events import Announcement, Phase, RoutingEvent
@@ -46,7 +46,7 @@ def test_a_control_runs_beside_a_predictor() -> None:
 
 def test_live_figures_are_those_of_the_trace() -> None:
     trace = random_trace(n_sequences=3)
-    link = Link(5e6, 10, 300)
+    link = LinkModel(5e6, 10, 300)
     offline = score(trace, [Oracle(trace, n_wrong=1, reach=3)], link=link).scores[0]
     live = listen(trace, LiveJudge(Oracle(trace, n_wrong=1, reach=3))).table(link)
     assert live.means == offline.means and live.layers == offline.layers

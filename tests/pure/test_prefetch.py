@@ -48,7 +48,7 @@ def ahead_of(table: Float32s, il: int | None = None, window: int = 4) -> Forecas
 
 def wishes(prefetcher: Prefetcher, ahead: Forecast, there: Float32s | None = None) -> list[tuple[int, int]]:
     residency = np.zeros(SHAPE.table, np.uint8) if there is None else there.astype(np.uint8)
-    layers, experts = prefetcher.wishes(ahead, lambda: residency)
+    layers, experts = prefetcher.requests(ahead, lambda: residency)
     assert layers.dtype == experts.dtype == np.int32
     return list(zip(layers.tolist(), experts.tolist(), strict=True))
 
@@ -63,7 +63,7 @@ def test_the_nearest_layer_comes_first_and_in_it_the_likeliest_as_many_as_a_toke
 
 
 def test_what_is_less_likely_than_the_least_is_not_worth_it() -> None:
-    picky = PrefetchOptions(budget_bytes=10_000, least_likelihood=0.5)
+    picky = PrefetchOptions(budget_bytes=10_000, least_probability=0.5)
     assert wishes(Prefetcher(SHAPE, picky), ahead_of(SOME)) == [(1, 1), (1, 2), (2, 4)]
 
 
@@ -99,14 +99,14 @@ def test_by_default_half_of_what_a_token_uses() -> None:
 @pytest.mark.parametrize("budget_bytes", [0, 99, -1])
 def test_without_a_budget_residency_is_not_even_looked_at(budget_bytes: int) -> None:
     prefetcher = Prefetcher(SHAPE, PrefetchOptions(budget_bytes=budget_bytes))
-    layers, _ = prefetcher.wishes(ahead_of(SOME), lambda: pytest.fail("asked for nothing"))
+    layers, _ = prefetcher.requests(ahead_of(SOME), lambda: pytest.fail("asked for nothing"))
     assert layers.size == 0
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(0, 1500), st.floats(0, 1))
 def test_the_rules_hold_whatever_is_predicted(seed: int, budget_bytes: int, least: float) -> None:
     rng = np.random.default_rng(seed)
-    prefetcher = Prefetcher(SHAPE, PrefetchOptions(budget_bytes=budget_bytes, least_likelihood=least))
+    prefetcher = Prefetcher(SHAPE, PrefetchOptions(budget_bytes=budget_bytes, least_probability=least))
     for _ in range(2):
         prefetcher.begin_pass()
         asked: list[tuple[int, int]] = []

@@ -7,7 +7,7 @@ import pytest
 from oracles import Oracle, Silent, hand_made
 from traces import random_trace
 
-from moegguf.controller.accuracy import Figures, LayerLru, Link
+from moegguf.controller.accuracy import Figures, LayerLru, LinkModel
 from moegguf.controller.predictors.base import NoPrediction
 from moegguf.controller.shape import MoeShape
 from moegguf.trace.score import score
@@ -22,13 +22,13 @@ def cyclic(n_sequences: int = 1, n_tokens: int = 6) -> Trace:
     return hand_made(SHAPE, [path] * n_sequences, prefill=2)
 
 
-def only(trace: Trace, predictor: Oracle | Silent, distance: int = 1, link: Link | None = None) -> Figures:
+def only(trace: Trace, predictor: Oracle | Silent, distance: int = 1, link: LinkModel | None = None) -> Figures:
     return score(trace, [predictor], [distance], link).scores[0].means[distance]
 
 
 @pytest.mark.parametrize("distance", [1, 2, 3, 8])
 def test_a_perfect_predictor_scores_one_by_every_definition(distance: int) -> None:
-    figures = only(cyclic(), Oracle(cyclic()), distance, Link(1e12))
+    figures = only(cyclic(), Oracle(cyclic()), distance, LinkModel(1e12))
     assert figures.asked == 4 * 3  # four tokens decoded, three layers behind the first
     assert figures.coverage == figures.accuracy == figures.top_k_hit == figures.at_least_one == 1
     assert figures.fetch_rate == figures.good_pred == 1
@@ -75,7 +75,7 @@ def test_the_first_layer_is_judged_from_the_tokens_alone_and_kept_out_of_the_mea
 
 def test_good_pred_by_hand() -> None:
     # An expert takes 1000 B / 1 MB/s = 1000 us; a layer computes 600 us; fetches begin 100 us late.
-    link = Link(bytes_per_s=1e6, latency_us=100, layer_compute_us=600)
+    link = LinkModel(bytes_per_s=1e6, latency_us=100, layer_compute_us=600)
     assert [link.fetch_rate(k, 2, 1000) for k in (0, 1, 2, 4, 8)] == [0, 0, 0.5, 1, 1]
     table = score(cyclic(), [Oracle(cyclic(), n_wrong=1)], [2, 3], link).scores[0]
     # k = 2: layer 2 is one layer ahead (0 of 2 arrive), layers 3 and 4 two (1 of 2).

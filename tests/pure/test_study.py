@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 from traces import random_trace, same
 
+from moegguf.controller.accuracy import LinkModel
 from moegguf.controller.artifacts import MEASURED, Artifacts
 from moegguf.controller.measured import ControllerChoice
 from moegguf.errors import OptionError, TraceError
-from moegguf.trace.analysis import Timing, TraceAnalysis, spread
+from moegguf.trace.analysis import TraceAnalysis, spread
 from moegguf.trace.format import write
 from moegguf.trace.sweep import BELADY, Row
 from moegguf.trace.trace import Trace
@@ -106,12 +107,12 @@ def test_prefetching_needs_a_link_and_somebody_who_predicts(study: TraceAnalysis
     with pytest.raises(OptionError, match="--link"):
         study.simulate(["lru"], ["previous-token"], [0.5], prefetch=True)
     with pytest.raises(OptionError, match="--predictor"):
-        study.simulate(["lru"], ["none"], [0.5], Timing(1e9), prefetch=True)
+        study.simulate(["lru"], ["none"], [0.5], LinkModel(1e9), prefetch=True)
 
 
 def test_scores_come_one_predictor_after_the_other(study: TraceAnalysis) -> None:
     heard: list[tuple[str, float]] = []
-    table = study.score(["previous-token", "none"], Timing(1e9, 5, 100), lambda *said: heard.append(said))
+    table = study.score(["previous-token", "none"], LinkModel(1e9, 5, 100), lambda *said: heard.append(said))
     assert heard == [("scores: previous-token", 0.0), ("scores: none", 0.5)]
     assert [one.name for one in table.scores] == [one.name for one in table.controls] == ["previous-token", "none"]
     assert table.link is not None and table.link.bytes_per_s == 1e9

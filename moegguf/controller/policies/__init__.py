@@ -1,15 +1,13 @@
-"""Eviction policies by name; `base` says what one is."""
+"""Eviction policies by name. The native ones are defined in `moegguf/native/policies`, where their formulas stand."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from moegguf.controller.policies.base import Policy
+from moegguf.controller.policies.base import LRU, AnyPolicy
 from moegguf.controller.policies.least_stale import LeastStale
-from moegguf.controller.policies.lfu import Lfu, LfuDecay, LfuRequest
+from moegguf.controller.policies.lfu import Lfu, LfuRequest
 from moegguf.controller.policies.locality import Locality
-from moegguf.controller.policies.lru import Lru
-from moegguf.controller.policies.next_use import NextUse
 from moegguf.controller.policies.random_scores import Random
 from moegguf.controller.policies.sparsity import SparsityAware
 from moegguf.controller.policies.static import Static
@@ -17,11 +15,12 @@ from moegguf.controller.predictors import Sources
 from moegguf.controller.shape import MoeShape
 from moegguf.controller.weights import load
 from moegguf.errors import OptionError
+from moegguf.native.events import NativePolicy
 
-Make = Callable[[MoeShape, Sources], Policy]
+Make = Callable[[MoeShape, Sources], AnyPolicy]
 
 
-def _static(shape: MoeShape, sources: Sources) -> Policy:
+def _static(shape: MoeShape, sources: Sources) -> AnyPolicy:
     """From the shipped or learned popularity of the model; LRU, after a warning, when its file is damaged."""
     n_row = len(shape.layers)
     there_is_one = False
@@ -34,27 +33,27 @@ def _static(shape: MoeShape, sources: Sources) -> Policy:
         if found is not None:
             return found
     if there_is_one:
-        return Lru()
+        return LRU
     raise OptionError(
         "the policy 'static' needs the model's popularity.safetensors (tools/train_predictor.py, on a trace)."
     )
 
 
 POLICIES: dict[str, Make] = {
-    "lru": lambda shape, sources: Lru(),
+    "lru": lambda shape, sources: LRU,
     "lfu": lambda shape, sources: Lfu(),
     "lfu-request": lambda shape, sources: LfuRequest(shape),
-    "lfu-decay": lambda shape, sources: LfuDecay(shape),
+    "lfu-decay": lambda shape, sources: NativePolicy("lfu-decay"),
     "static": _static,
     "random": lambda shape, sources: Random(shape),
     "least-stale": lambda shape, sources: LeastStale(shape),
     "locality": lambda shape, sources: Locality(shape),
     "sparsity": lambda shape, sources: SparsityAware(shape, sources.collection(shape)),
-    "next-use": lambda shape, sources: NextUse(shape),
+    "next-use": lambda shape, sources: NativePolicy("next-use", takes_forecast=True),
 }
 
 
-def make_policy(name: str, shape: MoeShape, sources: Sources) -> Policy:
+def make_policy(name: str, shape: MoeShape, sources: Sources) -> AnyPolicy:
     """The policy of this name for a model. Raises OptionError for an unknown name, or a profile that does not exist."""
     make = POLICIES.get(name)
     if make is None:

@@ -1,4 +1,4 @@
-"""What an eviction policy is: a table of scores, renewed at gates."""
+"""Eviction policies: those that the store carries out natively, and those that compute a score table in Python."""
 
 from __future__ import annotations
 
@@ -8,22 +8,19 @@ from moegguf.controller.forecast import Forecast
 from moegguf.controller.history import History
 from moegguf.native.events import Float32s, NativePolicy
 
+LRU = NativePolicy("lru")
+"""Least recently used: what the store does where nothing else was chosen."""
+
 
 @runtime_checkable
 class Policy(Protocol):
-    """Decides what stays. One method; the store does the rest: floors, pins, ties broken by least recent use."""
+    """A policy in Python. One method; the store does the rest: floors, pins, ties broken by least recent use."""
 
     def scores(self, history: History, forecast: Forecast) -> Float32s | None:
         """Scores (n_layer, n_expert), the lowest is evicted first; None leaves the last ones in force.
 
-        Called after each gate. NaN and infinities count as 0.
+        Called after each routing event. NaN and infinities count as 0.
         """
 
 
-@runtime_checkable
-class CarriedByStore(Protocol):
-    """A policy that needs nothing but the gates where nobody predicts: the store then carries it out by itself."""
-
-    @property
-    def native_policy(self) -> NativePolicy:
-        """The policy's name in the store and its parameters there."""
+AnyPolicy = Policy | NativePolicy

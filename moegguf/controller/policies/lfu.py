@@ -1,4 +1,4 @@
-"""Least frequently used, in three readings: ever, within this request, and with older uses counting less."""
+"""Least frequently used, since the model was loaded and within a request; `lfu-decay` is native."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import numpy as np
 
 from moegguf.controller.forecast import Forecast
 from moegguf.controller.history import History
-from moegguf.controller.policies.rates import Rates
 from moegguf.controller.shape import MoeShape
 from moegguf.native.events import Float32s
 
 
 class Lfu:
-    """score = gates that used the expert since the model was loaded (MoE-Infinity's published code, per pass)."""
+    """score = routing events that used the expert since the model was loaded (MoE-Infinity's published code)."""
 
     name: ClassVar[str] = "lfu"
 
     def scores(self, history: History, forecast: Forecast) -> Float32s | None:
+        """(n_layer, n_expert), renewed at every routing event."""
         return history.uses
 
 
@@ -31,20 +31,5 @@ class LfuRequest:
         self._scores: Float32s = np.zeros(shape.table, np.float32)
 
     def scores(self, history: History, forecast: Forecast) -> Float32s | None:
+        """(n_layer, n_expert), renewed at every routing event."""
         return np.add(history.prefill, history.decode, out=self._scores)
-
-
-class LfuDecay:
-    """LRFU (Lee et al. 2001): score = uses, each worth half as much after every `half_life_tokens`.
-
-    1 is close to LRU, infinity is LFU.
-    """
-
-    name: ClassVar[str] = "lfu-decay"
-
-    def __init__(self, shape: MoeShape, half_life_tokens: float = 64.0) -> None:
-        self._rates = Rates(shape, (half_life_tokens,))
-
-    def scores(self, history: History, forecast: Forecast) -> Float32s | None:
-        self._rates.update(history)
-        return self._rates.table[0]

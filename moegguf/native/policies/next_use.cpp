@@ -2,15 +2,16 @@
 // last (moegguf/controller/policies/next_use.py derives it).
 //
 // Of the tokens that pass its layer, a part p = sum(weight * average) uses an expert; that is 1 / p - 1 passes from its
-// layer's next turn, and phase_weight scales the part of a pass until that turn. Passes of more than one token are left
-// to recency and the sweep, but count.
+// layer's next turn, and phase_weight scales the part of a pass until that turn. Where a predictor forecasts that the
+// layer's next turn uses the expert with probability q, it is (1 - trust * q) / p passes from that turn. Passes of more
+// than one token are left to recency and the sweep, but count.
 #include "policies/averages.h"
 
 namespace moegguf {
 namespace {
 
 constexpr size_t max_averages = 4;
-constexpr float least_chance = 1e-4f; // a token uses no expert less often than this
+constexpr float least_use = 1e-4f; // a token uses no expert less often than this
 
 class NextUse final : public EvictionPolicy {
   public:
@@ -18,9 +19,10 @@ class NextUse final : public EvictionPolicy {
 
     bool orders(const Moment & now) const override { return now.token; }
     bool on_routing(int il, const int32_t * expert_ids, int n_expert_used, int n_tokens) override;
+    bool on_forecast(int il, const float * probabilities) override;
 
     // -(expected passes until the next use of an expert), counted from its layer's next turn ...
-    float score(int il, int expert) const override { return 1.0f - wait_[layout_.key(il, expert)]; }
+    float score(int il, int expert) const override { return score_[layout_.key(il, expert)]; }
 
     // ... which is this far from a routing event of layer now.il.
     float layer_offset(int il, const Moment & now) const override {
@@ -30,13 +32,18 @@ class NextUse final : public EvictionPolicy {
   private:
     void set_weights(const std::vector<float> & half_lives, std::vector<float> weights);
     void set_phases(float phase_weight);
+    void renew_scores(int il);
 
     const Layout & layout_;
     std::vector<FadingAverage> average_;
     std::vector<float> weight_; // [n averages]
-    std::vector<float> wait_;   // [n_layer * n_expert_max], passes between uses
-    std::vector<float> phase_;  // [2 * n_moe_layers - 1], by rows ahead: part of a pass until a layer's turn
-    std::vector<int> row_;      // [n_layer], counts layers with experts
+    float trust_;
+    std::vector<float> wait_;     // [n_layer * n_expert_max], passes between uses
+    std::vector<float> forecast_; // [n_layer * n_expert_max], probabilities where known_
+    std::vector<bool> known_;     // [n_layer]
+    std::vector<float> score_;    // [n_layer * n_expert_max]
+    std::vector<float> phase_;    // [2 * n_moe_layers - 1], by rows ahead: part of a pass until a layer's turn
+    std::vector<int> row_;        // [n_layer], counts layers with experts
 };
 
 NextUse::NextUse(const Layout & layout, const Parameters & given) : layout_(layout) {
@@ -46,7 +53,14 @@ NextUse::NextUse(const Layout & layout, const Parameters & given) : layout_(layo
         average_.emplace_back(layout, half_life_tokens);
     }
     set_phases(given.value("phase_weight", 2.0f));
-    wait_.assign(layout.layers.size() * layout.n_expert_max, 1.0f / least_chance);
+    trust_ = given.value("trust", 1.0f);
+    if (!(trust_ >= 0.0f && trust_ <= 1.0f)) {
+        throw Error(MOEGGUF_INVALID, "trust in a forecast lies from 0 to 1, but is " + std::to_string(trust_));
+    }
+    wait_.assign(layout.n_keys(), 1.0f / least_use);
+    forecast_.assign(layout.n_keys(), 0.0f);
+    known_.assign(layout.layers.size(), false);
+    score_.assign(layout.n_keys(), 1.0f - 1.0f / least_use);
 }
 
 void NextUse::set_weights(const std::vector<float> & half_lives, std::vector<float> weights) {
@@ -92,13 +106,35 @@ bool NextUse::on_routing(int il, const int32_t * expert_ids, int n_expert_used, 
     }
     const int first = layout_.key(il, 0), n_expert = layout_.layers[il].n_expert;
     for (int key = first; key < first + n_expert; key++) {
-        float chance = 0.0f;
+        float used = 0.0f;
         for (size_t i = 0; i < average_.size(); i++) {
-            chance += weight_[i] * average_[i][key];
+            used += weight_[i] * average_[i][key];
         }
-        wait_[key] = 1.0f / std::max(chance, least_chance);
+        wait_[key] = 1.0f / std::max(used, least_use);
     }
+    renew_scores(il);
     return true;
+}
+
+bool NextUse::on_forecast(int il, const float * probabilities) {
+    if (!probabilities && !known_[il]) {
+        return false;
+    }
+    known_[il] = probabilities != nullptr;
+    const int first = layout_.key(il, 0);
+    for (int expert = 0; probabilities && expert < layout_.layers[il].n_expert; expert++) {
+        const float q = probabilities[expert];
+        forecast_[first + expert] = q > 0.0f ? std::min(q, 1.0f) : 0.0f; // not a number: 0
+    }
+    renew_scores(il);
+    return true;
+}
+
+void NextUse::renew_scores(int il) {
+    const int first = layout_.key(il, 0), n_expert = layout_.layers[il].n_expert;
+    for (int key = first; key < first + n_expert; key++) {
+        score_[key] = known_[il] ? -wait_[key] * (1.0f - trust_ * forecast_[key]) : 1.0f - wait_[key];
+    }
 }
 
 } // namespace
@@ -106,7 +142,7 @@ bool NextUse::on_routing(int il, const int32_t * expert_ids, int n_expert_used, 
 extern const PolicyType next_use_policy;
 const PolicyType next_use_policy = {
     "next-use",
-    [] { return std::vector<const char *>{"half_lives_tokens", "weights", "phase_weight"}; },
+    [] { return std::vector<const char *>{"half_lives_tokens", "weights", "phase_weight", "trust"}; },
     [](const Layout & layout, const Parameters & given) -> std::unique_ptr<EvictionPolicy> {
         return std::make_unique<NextUse>(layout, given);
     },

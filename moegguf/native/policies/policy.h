@@ -37,6 +37,13 @@ class EvictionPolicy {
         return false;
     }
 
+    // The probability of each expert [n_expert] of layer il to be used when this layer comes next; NULL: unknown. True
+    // when scores of this layer changed. Comes from a predictor, and as NULL at each routing event of the layer itself.
+    virtual bool on_forecast(int il, const float * probabilities) {
+        (void)il, (void)probabilities;
+        return false;
+    }
+
     // The expert was looked up, given a slot, or lost it. These may change the score of this expert only.
     virtual void on_use(int il, int expert) { (void)il, (void)expert; }
     virtual void on_load(int il, int expert) { (void)il, (void)expert; }

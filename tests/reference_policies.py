@@ -1,4 +1,4 @@
-"""Belady's rule with an estimate in place of the future: out goes the expert expected to be used again last."""
+"""Native eviction policies written again in numpy, as score tables: what the native ones are compared with."""
 
 from __future__ import annotations
 
@@ -9,18 +9,74 @@ import numpy as np
 
 from moegguf.controller.forecast import Forecast
 from moegguf.controller.history import History
-from moegguf.controller.policies.rates import Rates
 from moegguf.controller.shape import MoeShape
-from moegguf.native.events import Float32s, NativePolicy
+from moegguf.native.events import Float32s
 
 LEAST = 1e-4  # a token uses no expert less often than this
+
+
+class Lru:
+    """Leaves the store its own order. The simplest policy, and the one that others are compared with."""
+
+    name: ClassVar[str] = "lru"
+
+    def scores(self, history: History, forecast: Forecast) -> Float32s | None:
+        return None
+
+
+class Rates:
+    """table (n_half_life, n_layer, n_expert): the share of a layer's tokens that used an expert, the last ones most.
+
+    What happened at gates that `update` was not called for (a prompt's) is made up for at the layer's next gate, as if
+    it had been spread evenly over its tokens.
+    """
+
+    def __init__(self, shape: MoeShape, half_lives_tokens: Sequence[float]) -> None:
+        self.table: Float32s = np.zeros((len(half_lives_tokens), *shape.table), np.float32)
+        self._kept: Float32s = np.exp2(-1 / np.array(half_lives_tokens, np.float32))[:, np.newaxis]
+        self._seen: Float32s = np.zeros(shape.table, np.float32)  # of this request
+        self._n_used = shape.n_expert_used
+
+    def update(self, history: History) -> None:
+        """Adds what the last gate's layer was routed to since its last update."""
+        il = history.il
+        if il < 0:
+            return
+        if history.new_request:
+            self._seen[:] = 0
+        total = history.prefill[il] + history.decode[il]
+        fresh = total - self._seen[il]
+        self._seen[il] = total
+        n_tokens = float(fresh.sum()) / self._n_used
+        if n_tokens <= 0:
+            return
+        kept = self._kept if n_tokens == 1 else self._kept**n_tokens
+        rows = self.table[:, il]
+        rows *= kept
+        rows += (1 - kept) * (fresh if n_tokens == 1 else fresh / n_tokens)
+
+
+class LfuDecay:
+    """LRFU (Lee et al. 2001): score = uses, each worth half as much after every `half_life_tokens`.
+
+    1 is close to LRU, infinity is LFU.
+    """
+
+    name: ClassVar[str] = "lfu-decay"
+
+    def __init__(self, shape: MoeShape, half_life_tokens: float = 64.0) -> None:
+        self._rates = Rates(shape, (half_life_tokens,))
+
+    def scores(self, history: History, forecast: Forecast) -> Float32s | None:
+        self._rates.update(history)
+        return self._rates.table[0]
 
 
 class NextUse:
     """score = -(expected passes until the next use), counted from the next gate.
 
     d, the gates until an expert's layer comes up, is 1 for the layer after the next gate's and L for that gate's own:
-    its chosen experts are pinned by then, and the others wait for the next pass. With p the chance that a token
+    its chosen experts are pinned by then, and the others wait for the next pass. With p the used that a token
     passing the layer uses the expert, and passes taken as independent, E = w x d / L + 1 / p - 1. Where the predictor
     speaks of a layer still to come, its probability q decides about this pass: E = w x d / L + (1 - q) / p, with d = 0
     for the next gate's layer.
@@ -29,7 +85,6 @@ class NextUse:
     has. `phase_weight` is w: 1 by the derivation, more where long waits are overestimated. `trust` is how much of a
     probability to believe. The defaults are the best found on the demo model's routing, on other texts than reported.
 
-    Without a predictor the store computes the same by itself (moegguf/native/policies/next_use.cpp).
     """
 
     name: ClassVar[str] = "next-use"
@@ -43,10 +98,6 @@ class NextUse:
         trust: float = 1.0,
     ) -> None:
         self.shape = shape
-        self.native_policy = NativePolicy(
-            self.name,
-            {"half_lives_tokens": tuple(half_lives_tokens), "weights": tuple(weights), "phase_weight": phase_weight},
-        )
         self._rates = Rates(shape, half_lives_tokens)
         self._weights: Float32s = np.array(weights, np.float32)
         self._trust = trust
@@ -70,8 +121,8 @@ class NextUse:
         if row is None:
             return None
         self._rates.update(history)
-        chance = self._weights @ self._rates.table[:, il]
-        np.divide(1, np.maximum(chance, LEAST, out=chance), out=self._wait[il])
+        used = self._weights @ self._rates.table[:, il]
+        np.divide(1, np.maximum(used, LEAST, out=used), out=self._wait[il])
         np.subtract(1, self._wait, out=self._scores)
         self._scores -= self._ahead[row]
         if self._trust > 0:
