@@ -14,7 +14,7 @@ from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING
 
 from moegguf.errors import GenerationCancelled, OptionError
-from moegguf.generate.constraint import grammar_for
+from moegguf.generate.constraint import constraint_for
 from moegguf.generate.decoding import OnProgress, Stop, decode, read, reuse
 from moegguf.generate.prompt import read_prompt
 from moegguf.generate.request import Delta, GenerationRequest, Timing, TokenLogprob
@@ -42,8 +42,8 @@ class Answer:
         self._prompt = read_prompt(llm, llm.vocabulary, request)
         self.timing.cut_messages = self._prompt.cut_messages
         self._n_logprobs = _checked_n_logprobs(request.n_logprobs)
-        grammar = grammar_for(request, self._prompt.template, self._prompt.end)
-        self._sampler = Sampler(llm, request.sampling, self._prompt.tokens, grammar)
+        constraint = constraint_for(request, self._prompt.template, self._prompt.end)
+        self._sampler = Sampler(llm, request.sampling, self._prompt.tokens, constraint)
         self._stop = Stop(llm)
 
     def cancel(self) -> None:
@@ -103,6 +103,8 @@ class Answer:
                 if transcript.stopped or timing.answer_tokens >= limit:
                     timing.finish = "stop" if transcript.stopped else "length"
                     break
+            else:
+                timing.finish = "stop"
         except GenerationCancelled:
             pass  # what was held back is still part of the answer
         finally:

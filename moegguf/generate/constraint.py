@@ -1,57 +1,93 @@
-"""What a request demands of an answer's form becomes a grammar: JSON, a JSON schema, a tool call in the model's form.
+"""What a request demands of an answer's form (JSON, a JSON schema, a tool call) becomes a mask over tokens.
 
-Does not run grammars; llama.cpp does.
+`constraint_for` writes a grammar in llguidance's Lark dialect; `Matcher` runs it over one model's tokens. llguidance
+is imported only when an answer is constrained.
+
+A JSON schema is read as JSON Schema 2020-12 says, except that
+- an object that names its properties has no others, unless `additionalProperties` or `patternProperties` ask for them;
+- properties come in the order in which the schema names them;
+- a schema without `type` has the type that its other keywords apply to;
+- `prefixItems` without `items` and `minItems` is a tuple: all of them and nothing after them;
+- `oneOf` is `anyOf`;
+- unknown keywords and formats, and `not`, `uniqueItems`, `minProperties`, `maxProperties` and the like, are ignored.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
+import json
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
 
 from moegguf.errors import CapabilityError, SchemaError
-from moegguf.generate.gbnf import Rules, literal
 from moegguf.generate.request import GenerationRequest
-from moegguf.generate.schema import Converter
 from moegguf.generate.tool_formats import formats_of
 from moegguf.gguf.chat_template import HARMONY, think_marks_of
 
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+    from moegguf.engine.vocabulary import Vocabulary
+
 MAX_TOOLS = 128
-_NAME = re.compile(r"[\w.:/-]{1,128}")
+MAX_SCHEMA_BYTES = 64 << 10
+MAX_DEPTH = 64
+MAX_SUBSCHEMAS = 10_000  # each counted as often as it is used
+MAX_ITEMS = 10_000  # of arrays that count them; llguidance 1.7 and older take minutes for far more
+MAX_ALTERNATIVES = 1_000  # of anyOf and oneOf, multiplied out where allOf combines them
+
+WHITESPACE = r" |\n[ \t]{0,20}"
+"""Between the parts of JSON, at most once: without a bound some models write blanks until the token limit."""
+
+_LIMITS: dict[str, Any] = {
+    "initial_lexer_fuel": 1_000_000,  # regexes of one grammar: about 20 ms
+    "step_lexer_fuel": 200_000,  # regexes for one token: about 15 ms
+    "step_max_items": 50_000,  # Earley items for one token: about 3 ms
+    "max_lexer_states": 50_000,  # of one answer: about 25 MB
+    "max_grammar_size": 500_000,
+}
+_TOOL_NAME = re.compile(r"[\w.:/-]{1,128}")
 
 
-def grammar_for(request: GenerationRequest, template: str | None, prompt_end: str = "") -> str | None:
-    """The grammar (GBNF) an answer to `ask` has to follow, None for none.
+@dataclass(frozen=True)
+class Constraint:
+    """The form of an answer. `lark`: llguidance's Lark grammar, start rule "start"."""
+
+    lark: str
+
+
+def constraint_for(request: GenerationRequest, template: str | None, prompt_end: str = "") -> Constraint | None:
+    """The form an answer to `ask` has to follow, None for none. Does not compile the grammar: `Matcher` does.
 
     `template`: the model's; it tells how the model thinks, which it may do first, and how it calls tools. A named or
     required tool is called once. `prompt_end`: the end of the prompt, which may have begun the thinking.
 
-    Raises SchemaError when a schema cannot be followed or is too large, CapabilityError when the tool that
+    Raises SchemaError for a schema that is too large or not a schema, CapabilityError when the tool that
     `tool_choice` names is not among the tools.
     """
-    try:
-        return _grammar(request, template or "", prompt_end)
-    except RecursionError:
-        raise SchemaError("the JSON schema goes too deep, with what it refers to; simplify it.") from None
-
-
-def _grammar(request: GenerationRequest, text: str, prompt_end: str) -> str | None:
     forced = bool(request.tools) and request.tool_choice not in ("auto", "none")
     if request.format is None and not forced:
         return None
-    rules = Rules()
-    ways = [] if forced or request.format is None else [_in_form(rules, request.format, text)]
+    text = template or ""
+    ways = [] if forced or request.format is None else [_formatted(request.format, text)]
     if request.tools and request.tool_choice != "none":
-        ways += [_call(rules, tool, text) for tool in _chosen(request.tools, request.tool_choice)]
-    answer = rules.add("answer", " | ".join(ways))
-    return rules.text(_with_thinking(rules, answer, request.think, text, prompt_end))
+        ways += [_call(tool, text) for tool in _chosen(request.tools, request.tool_choice)]
+    rules = [f"way_{n}: {way}" for n, way in enumerate(ways)]
+    rules.append("answer: " + " | ".join(f"way_{n}" for n in range(len(ways))))
+    return Constraint("\n".join([*_start(request.think, text, prompt_end), *rules]) + "\n")
 
 
-def _in_form(rules: Rules, form: str | Mapping[str, Any], template: str) -> str:
+def _formatted(form: str | Mapping[str, Any], template: str) -> str:
     if isinstance(form, str) and form != "json":
         raise SchemaError(f'a format is "json" or a JSON schema, but is {form[:50]!r}.')
-    body = Converter(rules, {}).any_object() if form == "json" else Converter(rules, form).convert()
-    body = rules.add("form", body)
+    body = _json({"type": "object"} if form == "json" else form)
     return f'"<|channel|>final" " <|constrain|>json"? "<|message|>" {body}' if HARMONY in template else body
 
 
@@ -67,15 +103,14 @@ def _chosen(tools: Sequence[Mapping[str, Any]], choice: str) -> list[Mapping[str
     return named
 
 
-def _call(rules: Rules, function: Mapping[str, Any], template: str) -> str:
+def _call(function: Mapping[str, Any], template: str) -> str:
     name, parameters = function.get("name"), function.get("parameters") or {"type": "object"}
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
+    if not isinstance(name, str) or not _TOOL_NAME.fullmatch(name):
         raise SchemaError(f"a tool has a name of up to 128 letters, digits and _.:/-, not {str(name)[:50]!r}.")
     if not isinstance(parameters, Mapping):
         raise SchemaError(f"the parameters of the tool {name!r} are no JSON schema.")
-    arguments = rules.add("arguments", Converter(rules, {"type": "object", **parameters}).convert())
     before, between, after = _written(template)
-    return f"{literal(before + name + between)} {arguments} {literal(after)}"
+    return " ".join([_quoted(before + name + between), _json({"type": "object", **parameters}), _quoted(after)])
 
 
 def _written(template: str) -> tuple[str, str, str]:
@@ -85,16 +120,348 @@ def _written(template: str) -> tuple[str, str, str]:
     return formats_of(template)[0].written(template)
 
 
-def _with_thinking(rules: Rules, answer: str, think: bool | str | None, template: str, prompt_end: str) -> str:
-    """The answer may come after thinking, unless that is switched off."""
+def _start(think: bool | str | None, template: str, prompt_end: str) -> list[str]:
+    """The rules before `answer`: thinking may come first, unless that is switched off."""
     if HARMONY in template:
-        thought = f'"<|channel|>analysis<|message|>" {rules.until("<|end|>")} "<|start|>assistant"'
-        return f"({thought})? {answer}"
+        return ['start: ("<|channel|>analysis<|message|>" thought "<|start|>assistant")? answer', _until("<|end|>")]
     marks = think_marks_of(template)
-    if marks is None:
-        return answer
-    blank = rules.add("blank", "[ \\n]{0,4}")
-    thought = f"{rules.until(marks.close)} {blank}"
-    if marks.begun_by(prompt_end):
-        return f"{thought} {answer}"
-    return answer if think is False else f"({literal(marks.open)} {thought})? {answer}"
+    if marks is None or (think is False and not marks.begun_by(prompt_end)):
+        return ["start: answer"]
+    thought = r"thought /[ \n]{0,4}/"
+    first = thought if marks.begun_by(prompt_end) else f"({_quoted(marks.open)} {thought})?"
+    return [f"start: {first} answer", _until(marks.close)]
+
+
+def _until(mark: str) -> str:
+    """Any text up to the first `mark`, with it."""
+    return f"thought[lazy]: /(?s:.*)/ {_quoted(mark)}"
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text) if text else ""
+
+
+def _json(schema: Any) -> str:
+    _check(schema)
+    try:
+        form = {**_Normalizer(schema).result(), "x-guidance": _json_options()}
+    except RecursionError:
+        raise SchemaError("the JSON schema goes too deep, with what it refers to; simplify it.") from None
+    return f"%json {json.dumps(form)}"
+
+
+@functools.cache
+def _json_options() -> Mapping[str, Any]:
+    """How JSON is written. llguidance before 1.9 bounds no blanks but those that are part of a separator."""
+    major, minor, *_ = version("llguidance").split(".")
+    if (int(major), int(minor)) >= (1, 9):
+        blanks: _Json = {"whitespace_pattern": WHITESPACE, "json_allow_general_unicode_escapes": True}
+    else:
+        after = f"({WHITESPACE})?"
+        blanks = {"whitespace_flexible": False, "item_separator": "," + after, "key_separator": ":" + after}
+    return {**blanks, "lenient": True}  # formats that it does not know are ignored
+
+
+def _check(schema: object) -> None:
+    """Raises SchemaError when it is too large or deep, or not JSON."""
+    if _depth(schema) > MAX_DEPTH:
+        raise SchemaError(f"a JSON schema nests lists and objects up to {MAX_DEPTH} deep; this one is deeper.")
+    try:
+        size = len(json.dumps(schema, ensure_ascii=False, allow_nan=False).encode())
+    except (TypeError, ValueError, RecursionError) as error:
+        raise SchemaError(f"the JSON schema is not JSON ({error}).") from error
+    if size > MAX_SCHEMA_BYTES:
+        raise SchemaError(f"a JSON schema has up to {MAX_SCHEMA_BYTES} bytes; this one has {size}.")
+
+
+def _depth(value: object, depth: int = 0) -> int:
+    """Of lists and objects, as far as the limit."""
+    if depth > MAX_DEPTH or not isinstance(value, Mapping | list | tuple):
+        return depth
+    items = value.values() if isinstance(value, Mapping) else value
+    return max((_depth(item, depth + 1) for item in items), default=depth + 1)
+
+
+_KEYWORDS = {
+    "object": ("properties", "required", "additionalProperties", "patternProperties"),
+    "array": ("items", "prefixItems", "minItems", "maxItems"),
+    "string": ("pattern", "minLength", "maxLength", "format"),
+    "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
+}
+_KEPT = {"type", "enum", "const"}.union(*_KEYWORDS.values())
+_COMBINING = ("$ref", "allOf", "anyOf", "oneOf")
+_OPEN = ("additionalProperties", "patternProperties")
+_Json = dict[str, Any]
+
+
+class _Normalizer:
+    """A JSON schema rewritten so that llguidance reads it as the module's docstring says.
+
+    Keywords beside `$ref`, `allOf` and `anyOf` are multiplied out into alternatives of plain schemas that hold
+    together, because only all of them together tell which properties an object names. Each other reference becomes
+    one definition.
+    """
+
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        self._names: dict[str, str] = {}  # references, to the names of their definitions
+        self._undefined: list[str] = []
+        self._n_subschemas = 0
+
+    def result(self) -> _Json:
+        """The whole schema. Raises SchemaError for what is no schema, or too large multiplied out."""
+        schema = self._schema(self._root)
+        definitions = {}
+        while self._undefined:
+            reference = self._undefined.pop()
+            definitions[self._names[reference]] = self._schema(self._resolve(reference))
+        return {"allOf": [schema], "$defs": definitions}
+
+    def _schema(self, schema: Any) -> Any:
+        """A schema that stands for itself: a property's, an item's, a definition."""
+        if isinstance(self._counted(schema), bool):
+            return schema
+        combining = [key for key in _COMBINING if key in schema]
+        if len(combining) == 1 and not _kept(schema):
+            if "$ref" in schema:
+                return self._reference(schema["$ref"])
+            if "allOf" not in schema:
+                return {"anyOf": [self._schema(part) for part in _parts(schema, combining[0])]}
+        ways = self._multiplied(schema, ()) if combining else [[_kept(schema)]]
+        forms = [self._together(way) for way in ways]
+        return forms[0] if len(forms) == 1 else {"anyOf": forms}
+
+    def _counted(self, schema: Any) -> Any:
+        self._n_subschemas += 1
+        if self._n_subschemas > MAX_SUBSCHEMAS:
+            raise SchemaError(f"the JSON schema has more than {MAX_SUBSCHEMAS} parts, with those it repeats.")
+        if not isinstance(schema, bool | Mapping):
+            raise SchemaError(f"a JSON schema consists of objects, but one part is {str(schema)[:50]!r}.")
+        return schema
+
+    def _multiplied(self, schema: Any, within: tuple[str, ...]) -> list[list[Any]]:
+        """Alternatives, each a list of schemas without combining keywords that hold together.
+
+        `within`: the references followed to here, which may not come again.
+        """
+        if isinstance(self._counted(schema), bool):
+            return [[schema]]
+        own = _kept(schema)
+        ways: list[list[Any]] = [[own] if own else []]
+        for key in (key for key in schema if key in _COMBINING):
+            if key == "$ref":
+                target, inside = self._resolve(schema[key]), (*within, schema[key])
+                if schema[key] in within:
+                    raise SchemaError("the JSON schema refers to itself without an object or a list between.")
+                ways = _product(ways, self._multiplied(target, inside))
+            elif key == "allOf":
+                for part in _parts(schema, key):
+                    ways = _product(ways, self._multiplied(part, within))
+            else:
+                several = [way for part in _parts(schema, key) for way in self._multiplied(part, within)]
+                ways = _product(ways, several)
+        return ways
+
+    def _together(self, parts: list[Any]) -> Any:
+        """One schema for plain ones that hold together."""
+        given = [part for part in parts if isinstance(part, Mapping)]
+        keys = set[str]().union(*given)
+        rest: _Json = {}
+        if not keys & {"type", "enum", "const"}:
+            kind = next((kind for kind, words in _KEYWORDS.items() if keys.intersection(words)), None)
+            rest = {"type": kind} if kind else {}
+        names = dict.fromkeys(itertools.chain.from_iterable(map(_property_names, given)), True)
+        if names and not keys.intersection(_OPEN):
+            rest |= {"properties": names, "additionalProperties": False}
+        forms = [part if isinstance(part, bool) else self._plain(part) for part in parts]
+        if len(forms) == 1 and isinstance(forms[0], dict):
+            properties = (
+                {"properties": rest["properties"] | forms[0].get("properties", {})} if "properties" in rest else {}
+            )
+            return {**rest, **forms[0], **properties}
+        return {"allOf": [*forms, rest]}
+
+    def _plain(self, schema: Mapping[str, Any]) -> _Json:
+        """A schema without combining keywords, its parts normalized."""
+        form = dict(schema)
+        for key in ("minItems", "maxItems"):
+            if isinstance(form.get(key), int | float) and form[key] > MAX_ITEMS:
+                raise SchemaError(f"`{key}` of a JSON schema is up to {MAX_ITEMS}, but is {form[key]}; leave it out.")
+        for key in ("properties", "patternProperties"):
+            if isinstance(form.get(key), Mapping):
+                form[key] = {name: self._schema(part) for name, part in form[key].items()}
+        if isinstance(form.get("items"), list):  # as drafts before 2020-12 write a tuple
+            form["prefixItems"] = form.pop("items")
+        if isinstance(form.get("prefixItems"), list):
+            form["prefixItems"] = [self._schema(item) for item in form["prefixItems"]]
+            form = {"minItems": len(form["prefixItems"]), "items": False, **form}
+        for key in ("items", "additionalProperties"):
+            if key in form:
+                form[key] = self._schema(form[key])
+        return form
+
+    def _reference(self, reference: Any) -> _Json:
+        self._resolve(reference)
+        if reference not in self._names:
+            self._names[reference] = str(len(self._names))
+            self._undefined.append(reference)
+        return {"$ref": f"#/$defs/{self._names[reference]}"}
+
+    def _resolve(self, reference: Any) -> Any:
+        if not isinstance(reference, str) or not reference.startswith("#"):
+            raise SchemaError(
+                f"references in a JSON schema stay inside it (#/...), but one is {str(reference)[:80]!r}."
+            )
+        target = self._root
+        for step in reference[1:].split("/")[1:]:
+            step = step.replace("~1", "/").replace("~0", "~")
+            inside = target.get(step) if isinstance(target, Mapping) else None
+            if isinstance(target, list) and step.isdigit() and int(step) < len(target):
+                inside = target[int(step)]
+            if inside is None:
+                raise SchemaError(f"the JSON schema refers to {reference[:80]!r}, which it does not have.")
+            target = inside
+        return target
+
+
+def _kept(schema: Mapping[str, Any]) -> _Json:
+    """The keywords that are followed, but for combining ones; null stands for an absent one, as some clients write."""
+    return {key: value for key, value in schema.items() if key in _KEPT and (value is not None or key == "const")}
+
+
+def _parts(schema: Mapping[str, Any], key: str) -> list[Any]:
+    parts = schema[key]
+    if not isinstance(parts, list) or not parts:
+        raise SchemaError(f"`{key}` of a JSON schema is a list of schemas.")
+    return parts
+
+
+def _property_names(schema: Mapping[str, Any]) -> Iterable[str]:
+    """The properties that a schema names, those first that it describes."""
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    texts = isinstance(required, list) and all(isinstance(name, str) for name in required)
+    if not isinstance(properties, Mapping) or not texts:
+        raise SchemaError("`properties` of a JSON schema is an object and `required` a list of names.")
+    return [*properties, *required]
+
+
+def _product(ways: list[list[Any]], others: list[list[Any]]) -> list[list[Any]]:
+    if len(ways) * len(others) > MAX_ALTERNATIVES:
+        raise SchemaError(f"the JSON schema gives more than {MAX_ALTERNATIVES} alternatives in one place.")
+    return [[*one, *other] for one in ways for other in others]
+
+
+@dataclass(frozen=True)
+class MatcherTokens:
+    """A model's vocabulary as `Matcher` needs it: `n_tokens` tokens, of which `ends` end an answer.
+
+    `tokenizer` has those of `ends` as special tokens, which are no part of any text, and one more, n_tokens, that
+    stands for the end.
+    """
+
+    tokenizer: LLTokenizer
+    n_tokens: int
+    ends: frozenset[int]
+
+
+def matcher_tokens(vocabulary: Vocabulary) -> MatcherTokens:
+    """A model's tokens for its matchers; half a second and 60 MB for 150,000 tokens, so keep it.
+
+    Tokens that end an answer are never part of its text. The text of other control tokens is, because the marks around
+    thinking and calls are control tokens in some models and plain text in others.
+    """
+    from llguidance import LLTokenizer, TokenizerWrapper
+
+    pieces, ends = vocabulary.all_pieces(), vocabulary.end_tokens()
+    tokenizer = LLTokenizer(TokenizerWrapper(_Tokens(pieces, ends)))
+    return MatcherTokens(tokenizer, len(pieces), frozenset(ends))
+
+
+class _Tokens:
+    """What llguidance's TokenizerWrapper asks for."""
+
+    def __init__(self, pieces: list[bytes], ends: list[int]) -> None:
+        # 0xFF marks a special token for llguidance, and is in no UTF-8 text
+        self.tokens = [*(b"" if piece.startswith(b"\xff") else piece for piece in pieces), b""]
+        self.bos_token_id = None
+        self.eos_token_id = len(pieces)
+        self.special_token_ids = [*ends, self.eos_token_id]
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        """Tokens of a text: only for forced text, which is not asked for here."""
+        return []
+
+
+@functools.cache
+def _parser_limits() -> Any:
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(**_LIMITS, verbose_errors=False)
+
+
+class Matcher:
+    """Which tokens of one model may follow the tokens accepted so far.
+
+    Raises SchemaError when the grammar cannot be compiled, exceeds its limits or allows nothing at all.
+    """
+
+    def __init__(self, constraint: Constraint, tokens: MatcherTokens) -> None:
+        from llguidance import LLMatcher
+
+        self._n_tokens, self._ends = tokens.n_tokens, tokens.ends
+        self._mask: npt.NDArray[np.bool_] | None = None
+        self._bits = np.zeros((tokens.tokenizer.vocab_size + 31) // 32, np.int32)
+        # text that is the only choice may be written with any tokens that spell it
+        grammar = LLMatcher.grammar_from_lark('%llguidance {"no_forcing": true}\n' + constraint.lark)
+        self._matcher: LLMatcher = LLMatcher(tokens.tokenizer, grammar, log_level=0, limits=_parser_limits())
+        self._check()
+        self.mask()
+
+    def _check(self) -> None:
+        if not self._matcher.is_error():
+            return
+        error = self._matcher.get_error()
+        if error.startswith("NoExtension"):
+            raise SchemaError(
+                "no token of this model can go on in the format asked for, or nothing fits it; try another one."
+            )
+        raise SchemaError(f"the format cannot be followed: {_brief(error)}; simplify the schema.")
+
+    @property
+    def finished(self) -> bool:
+        """The answer may end here."""
+        return self._matcher.is_accepting()
+
+    def mask(self) -> npt.NDArray[np.bool_]:
+        """[n_tokens], True for those that may come next; where the answer may end, those that end it, too.
+
+        Raises SchemaError when nothing can come next, or when finding out costs more than the limits.
+        """
+        if self._mask is None:
+            self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
+            self._check()
+            bits = np.unpackbits(self._bits.view(np.uint8), count=self._n_tokens, bitorder="little")
+            bits[list(self._ends)] = self.finished
+            self._mask = bits.view(np.bool_)
+        return self._mask
+
+    def allows(self, token: int) -> bool:
+        """Whether one token may come next, far cheaper than the whole mask. Raises SchemaError as `mask` does."""
+        if token in self._ends:
+            return self.finished
+        allowed = self._matcher.validate_tokens([token]) == 1
+        self._check()
+        return allowed
+
+    def accept(self, token: int) -> None:
+        """Goes on behind `token`, which must be allowed and not end the answer. Raises SchemaError as `mask` does."""
+        self._mask = None
+        self._matcher.consume_token(token)
+        self._check()
+
+
+def _brief(error: str) -> str:
+    """llguidance's message without the grammar and the state of its parser."""
+    told = re.split(r"\n +\d+ \| ", error.replace("<non-verbose/>", ""), maxsplit=1)[0]
+    told = re.sub(r"\A(at \d+\(\d+\): )?(failed to (compile JSON schema|parse .%json.): )?", "", told)
+    return " ".join(told.split())[:300].rstrip(". ")

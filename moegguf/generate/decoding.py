@@ -95,10 +95,12 @@ def read(llm: Llama, prompt: Sequence[int], n_cached: int, stop: Stop, on_progre
 
 
 def decode(llm: Llama, sampler: Sampler, stop: Stop) -> Generator[int, None, None]:
-    """Tokens after those in the context, without end; each is evaluated when the next one is asked for."""
+    """Tokens after those in the context; each is evaluated when the next one is asked for.
+
+    Without end, except for a constrained answer that is complete where the model has no token that says so.
+    """
     choose, evaluate = sampler.choose, llm.eval
-    while True:
-        token = choose()
+    while (token := choose()) is not None:
         yield token
         stop.check()
         evaluate((token,))

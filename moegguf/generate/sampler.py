@@ -1,7 +1,7 @@
-"""Which token comes next: llama.cpp's samplers, in llama-cpp-python's order, and a grammar that is asked last.
+"""Which token comes next: llama.cpp's samplers, in llama-cpp-python's order, and a matcher that is asked last.
 
-A grammar looks at one token, the one that was chosen; only when it refuses that one are all tokens put to it, which
-takes milliseconds with a large vocabulary. (llama.cpp's own `common_sampler_sample` goes the same way.)
+A matcher looks at one token, the one that was chosen; only when it refuses that one are the others masked and the
+samplers run again. (llama.cpp's own `common_sampler_sample` goes the same way.)
 """
 
 from __future__ import annotations
@@ -20,9 +20,12 @@ import ctypes as c
 import math
 import random
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy.typing as npt
 
 from moegguf.errors import OptionError, SchemaError
+from moegguf.generate.constraint import Constraint, Matcher
 from moegguf.generate.request import Sampling
 from moegguf.native import library
 
@@ -42,20 +45,46 @@ def logprob_of(token: int, llm: Llama, n_top: int) -> TokenLogprob:
     return TokenLogprob(text(token), float(logits[token] - log_total), likeliest)
 
 
+class TokenMask(Protocol):
+    """What may follow the tokens accepted so far: `constraint.Matcher`, or `GbnfMatcher`."""
+
+    def allows(self, token: int) -> bool:
+        """Whether `token` may come next."""
+
+    def mask(self) -> npt.NDArray[np.bool_]:
+        """[n_vocab], True for each token that may come next."""
+
+    def accept(self, token: int) -> None:
+        """Goes on behind `token`, which must be allowed and not end the answer."""
+
+
 class Sampler:
     """Chooses tokens for one answer, from the logits of the last pass.
 
-    Raises OptionError for a logit_bias that is not for a token of the model, SchemaError for a grammar that llama.cpp
-    cannot read.
+    `constraint`: the form of the answer, or a grammar in llama.cpp's notation (GBNF, root symbol "root"). Raises
+    OptionError for a logit_bias that is not for a token of the model, SchemaError for a constraint that cannot be
+    followed.
     """
 
-    def __init__(self, llm: Llama, sampling: Sampling, prompt: Sequence[int], grammar: str | None = None) -> None:
+    def __init__(
+        self, llm: Llama, sampling: Sampling, prompt: Sequence[int], constraint: Constraint | str | None = None
+    ) -> None:
         self._bindings = library.llama_cpp()
         self._llm = llm
         self._n_vocab = llm.n_vocab()
         self._samplers = self._bindings._internals.LlamaSampler()
         self._add(sampling, prompt)
-        self._grammar = Grammar(llm, grammar, self._n_vocab) if grammar is not None else None
+        self._matcher = self._matcher_of(constraint)
+        self._all: Any = None
+        if self._matcher is not None:
+            self._all = self._bindings._internals.LlamaTokenDataArray(n_vocab=self._n_vocab)
+
+    def _matcher_of(self, constraint: Constraint | str | None) -> TokenMask | None:
+        if isinstance(constraint, str):
+            return GbnfMatcher(self._llm, constraint, self._n_vocab)
+        if constraint is None:
+            return None
+        return Matcher(constraint, self._llm.vocabulary.matcher_tokens)
 
     def _add(self, request: Sampling, prompt: Sequence[int]) -> None:
         samplers = self._samplers
@@ -86,53 +115,63 @@ class Sampler:
                 )
         return dict(request.logit_bias)
 
-    def choose(self) -> int:
-        """The next token. Raises SchemaError when the grammar allows none that the model has."""
-        if self._grammar is None:
+    def choose(self) -> int | None:
+        """The next token. None when the answer is complete and the model has no token that says so.
+
+        Raises SchemaError when the constraint allows no token that the samplers leave.
+        """
+        if self._matcher is None:
             return int(self._samplers.sample(self._llm._ctx))
-        candidates = self._grammar.candidates(self._llm)
-        self._bindings.llama_sampler_apply(self._samplers.sampler, candidates)
-        token = _selected(candidates)
-        if not self._grammar.allows(token):
-            candidates = self._grammar.candidates(self._llm, allowed_only=True)
-            self._bindings.llama_sampler_apply(self._samplers.sampler, candidates)
-            token = _selected(candidates)
+        token = self._sampled()
+        if not self._matcher.allows(token):
+            allowed = self._matcher.mask()
+            if not allowed.any():
+                return None
+            token = self._sampled(allowed)
         self._samplers.accept(token)
-        self._grammar.accept(token)
+        if not self._llm.vocabulary.ends(token):
+            self._matcher.accept(token)
         return token
 
+    def _sampled(self, allowed: npt.NDArray[np.bool_] | None = None) -> int:
+        """A token by the samplers, which do not note it; of those `allowed`, or of all."""
+        array, candidates = self._all, self._all.candidates
+        array.copy_logits(np.ctypeslib.as_array(self._llm._ctx.get_logits_ith(-1), shape=(self._n_vocab,)))
+        candidates.selected = -1
+        if allowed is not None:
+            logits = array.candidates_data.logit
+            logits[~allowed] = -np.inf
+            if not np.isfinite(logits).any():
+                raise SchemaError("no token of this model can go on in the format asked for; try another one.")
+        self._bindings.llama_sampler_apply(self._samplers.sampler, c.pointer(candidates))
+        return int(candidates.data[candidates.selected].id)
 
-def _selected(candidates: Any) -> int:
-    array = candidates.contents
-    return int(array.data[array.selected].id)
 
+class GbnfMatcher:
+    """What a user's own grammar (GBNF, root symbol "root") allows, by llama.cpp's grammar sampler.
 
-class Grammar:
-    """What a grammar (GBNF, root symbol "root") allows after the tokens accepted so far."""
+    Raises SchemaError for a grammar that llama.cpp cannot read.
+    """
 
     def __init__(self, llm: Llama, grammar: str, n_vocab: int) -> None:
         self._bindings = library.llama_cpp()
         self._vocab = llm._model.vocab
         self._sampler = self._bindings.llama_sampler_init_grammar(self._vocab, grammar.encode(), b"root")
         if not self._sampler:
-            raise SchemaError("llama.cpp cannot read the grammar that was made for this format; simplify the schema.")
+            raise SchemaError("llama.cpp cannot read this grammar (GBNF); it needs a rule named root.")
         self._all = self._bindings._internals.LlamaTokenDataArray(n_vocab=n_vocab)
+        self._zeros = np.zeros(n_vocab, np.single)
         self._one = self._bindings.llama_token_data()
         self._only = self._bindings.llama_token_data_array(data=c.pointer(self._one), size=1)
 
-    def candidates(self, llm: Llama, *, allowed_only: bool = False) -> Any:
-        """All tokens with the logits of the last pass; those not allowed, if so wanted, at minus infinity."""
-        logits = np.ctypeslib.as_array(llm._ctx.get_logits_ith(-1), shape=(self._all.n_vocab,))
-        self._all.copy_logits(logits)
-        self._all.candidates.selected = -1
-        pointer = c.pointer(self._all.candidates)
-        if allowed_only:
-            self._bindings.llama_sampler_apply(self._sampler, pointer)
-            if not np.isfinite(self._all.candidates_data.logit).any():
-                raise SchemaError("no token of this model can go on in the format that was asked for; try another one.")
-        return pointer
+    def mask(self) -> npt.NDArray[np.bool_]:
+        """[n_vocab], True for each token that may come next; milliseconds with a large vocabulary."""
+        self._all.copy_logits(self._zeros)
+        self._bindings.llama_sampler_apply(self._sampler, c.pointer(self._all.candidates))
+        return np.isfinite(self._all.candidates_data.logit)
 
     def allows(self, token: int) -> bool:
+        """Whether `token` may come next."""
         self._one.id, self._one.logit = token, 1.0
         self._only.size = 1
         self._bindings.llama_sampler_apply(self._sampler, c.pointer(self._only))
@@ -140,8 +179,7 @@ class Grammar:
 
     def accept(self, token: int) -> None:
         """Goes on behind `token`, which must be allowed: llama.cpp ends the process otherwise."""
-        if not self._bindings.llama_vocab_is_eog(self._vocab, token):
-            self._bindings.llama_sampler_accept(self._sampler, token)
+        self._bindings.llama_sampler_accept(self._sampler, token)
 
     def __del__(self) -> None:
         if getattr(self, "_sampler", None):

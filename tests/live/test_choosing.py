@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import numpy as np
@@ -11,6 +12,7 @@ from answering import QUESTION, ask, ends_of, reply
 from moegguf.engine.llama import Llama
 from moegguf.errors import OptionError, SchemaError
 from moegguf.generate.answer import Answer
+from moegguf.generate.constraint import Constraint, matcher_tokens
 from moegguf.generate.sampler import Sampler
 
 
@@ -67,10 +69,38 @@ def test_a_grammar_that_cannot_be_read_or_followed_is_an_error(demo: Llama) -> N
     sampling = ask(QUESTION).sampling
     with pytest.raises(SchemaError):
         Sampler(demo, sampling, [], "root ::= (")
+    with pytest.raises(SchemaError, match="decimal"):
+        Answer(demo, ask(QUESTION, format={"type": "decimal"}))
     demo.eval(demo.vocabulary.tokens(QUESTION))
     logits = np.ctypeslib.as_array(demo._ctx.get_logits_ith(-1), shape=(demo.n_vocab(),))
     logits[demo.vocabulary.tokens("zz")[0]] = -np.inf
     logits[demo.vocabulary.tokens("z")[0]] = -np.inf
-    chooser = Sampler(demo, sampling, [], 'root ::= "zz"')
-    with pytest.raises(SchemaError, match="no token"):
-        chooser.choose()
+    for constraint in ('root ::= "zz"', Constraint('start: "zz"')):
+        chooser = Sampler(demo, sampling, [], constraint)
+        with pytest.raises(SchemaError, match="no token"):
+            chooser.choose()
+
+
+def test_what_a_constraint_allows_is_sampled_as_without_it(demo: Llama) -> None:
+    def drawn(constraint: Constraint | None) -> list[int | None]:
+        demo.reset()
+        demo.eval(demo.vocabulary.tokens(QUESTION))
+        chooser = Sampler(demo, ask(QUESTION, temperature=1.5, seed=7).sampling, [], constraint)
+        tokens = []
+        for _ in range(20):
+            tokens.append(chooser.choose())
+            demo.eval([tokens[-1]])
+        return tokens
+
+    assert drawn(Constraint("start: /(?s:.*)/ /(?s:.*)/")) == drawn(None)
+
+
+def test_without_a_token_for_the_end_an_answer_stops_where_its_form_is_complete(
+    demo: Llama, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(type(demo.vocabulary), "ends", lambda self, token: False)
+    monkeypatch.setattr(type(demo.vocabulary), "end_tokens", lambda self: [])
+    monkeypatch.setitem(demo.vocabulary.__dict__, "matcher_tokens", matcher_tokens(demo.vocabulary))
+    text, timing = reply(demo, QUESTION, format={"properties": {"n": {"const": 7}}, "required": ["n"]}, max_tokens=50)
+    assert json.loads(text) == {"n": 7}
+    assert timing.finish == "stop"

@@ -1,15 +1,17 @@
-"""Grammars are read by llama.cpp, and every text that they let pass is what the schema, or the tool, asks for."""
+"""Every text that a matcher lets pass, over the tokens of a model, is what the schema, or the tool, asks for."""
 
 from __future__ import annotations
 
-import ctypes as c
+import contextlib
 import json
 import random
 import re
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import schemas
 import templates
@@ -17,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moegguf.errors import SchemaError
-from moegguf.generate.constraint import grammar_for
+from moegguf.generate.constraint import Constraint, Matcher, constraint_for
 from moegguf.generate.parsing import AnswerParser
 from moegguf.generate.request import GenerationRequest
 
@@ -104,82 +106,55 @@ def llm(tiny: Callable[..., Path]) -> Iterator[Llama]:
 
 
 class Walk:
-    """llama.cpp's grammar over the model's tokens, without the model."""
+    """A matcher over the model's tokens, without the model."""
 
-    def __init__(self, llm: Llama, grammar: str) -> None:
-        import llama_cpp
-
-        self._bindings = llama_cpp
+    def __init__(self, llm: Llama, constraint: Constraint | None) -> None:
+        assert constraint is not None
         self._llm = llm
-        self._vocab = llm._model.vocab
-        self._sampler = llama_cpp.llama_sampler_init_grammar(self._vocab, grammar.encode(), b"root")
-        assert self._sampler, grammar
-        self._texts = [llm.detokenize([token], special=True) for token in range(llm.n_vocab())]
-
-    def close(self) -> None:
-        self._bindings.llama_sampler_free(self._sampler)
-
-    def allowed(self) -> list[int]:
-        n = len(self._texts)
-        data = (self._bindings.llama_token_data * n)()
-        for token in range(n):
-            data[token].id, data[token].logit = token, 1.0
-        array = self._bindings.llama_token_data_array(data=data, size=n)
-        self._bindings.llama_sampler_apply(self._sampler, c.pointer(array))
-        return [data[i].id for i in range(array.size) if data[i].logit > 0]
-
-    def ends(self, token: int) -> bool:
-        return bool(self._bindings.llama_vocab_is_eog(self._vocab, token))
+        self._matcher = Matcher(constraint, llm.vocabulary.matcher_tokens)
+        self._texts = [llm.vocabulary.piece(token, special=True) for token in range(llm.n_vocab())]
 
     def random(self, seed: int, longest: int = 150) -> str | None:
         """A text of random tokens, rather short ones and marks; None when it has no end."""
-        dice, out = random.Random(seed), b""
+        dice, out, ends = random.Random(seed), b"", self._llm.vocabulary.ends
         for _ in range(longest):
-            tokens = self.allowed()
+            tokens = [int(token) for token in np.flatnonzero(self._matcher.mask())]
             assert tokens, f"nothing may follow {out!r}"
-            ends = [token for token in tokens if self.ends(token)]
-            if ends and dice.random() < 0.7:
-                return out.decode(errors="replace")
-            marks = [token for token in tokens if set(self._texts[token]) <= set(b'"]}')]
-            # a token may be part of a character, and then llama.cpp lets any other part follow
-            words = [token for token in tokens if not self.ends(token) and self._texts[token].isascii()]
-            words = words or [token for token in tokens if not self.ends(token)]
-            token = dice.choice(marks if marks and dice.random() < 0.5 else words or ends)
-            if self.ends(token):
-                return out.decode(errors="replace")
-            self._bindings.llama_sampler_accept(self._sampler, token)
+            assert any(map(ends, tokens)) == self._matcher.finished
+            if self._matcher.finished and dice.random() < 0.7:
+                return out.decode()
+            marks = [token for token in tokens if set(self._texts[token]) <= set(b'"]}') and not ends(token)]
+            words = [token for token in tokens if not ends(token)]
+            token = dice.choice(marks if marks and dice.random() < 0.5 else words or tokens)
+            if ends(token):
+                return out.decode()
+            assert self._matcher.allows(token)
+            self._matcher.accept(token)
             out += self._texts[token]
         return None
 
     def accepts(self, text: str) -> bool:
         for token in self._llm.tokenize(text.encode(), add_bos=False, special=True):
-            if token not in self.allowed():
+            allowed = self._matcher.allows(token)
+            assert allowed == self._matcher.mask()[token]
+            if not allowed:
                 return False
-            self._bindings.llama_sampler_accept(self._sampler, token)
-        return any(self.ends(token) for token in self.allowed())
+            self._matcher.accept(token)
+        return self._matcher.finished
 
 
 @pytest.fixture
-def walk(llm: Llama) -> Iterator[Callable[[str], Walk]]:
-    walks: list[Walk] = []
-
-    def begin(grammar: str | None) -> Walk:
-        assert grammar is not None
-        walks.append(Walk(llm, grammar))
-        return walks[-1]
-
-    yield begin
-    for one in walks:
-        one.close()
+def walk(llm: Llama) -> Callable[[Constraint | None], Walk]:
+    return lambda constraint: Walk(llm, constraint)
 
 
-def schema_grammar(schema: Any, template: str | None = None, **options: Any) -> str | None:
-    return grammar_for(GenerationRequest(messages=(), format=schema, **options), template)
+def schema_constraint(schema: Any, template: str | None = None, **options: Any) -> Constraint | None:
+    return constraint_for(GenerationRequest(messages=(), format=schema, **options), template)
 
 
 @pytest.mark.parametrize("kind", SCHEMAS)
 def test_what_passes_follows_the_schema(kind: str, walk: Callable[..., Walk]) -> None:
-    texts = [walk(schema_grammar(SCHEMAS[kind])).random(seed) for seed in range(8)]
+    texts = [walk(schema_constraint(SCHEMAS[kind])).random(seed) for seed in range(8)]
     finished = [text for text in texts if text is not None]
     assert len(finished) > 3
     for text in finished:
@@ -187,16 +162,23 @@ def test_what_passes_follows_the_schema(kind: str, walk: Callable[..., Walk]) ->
 
 
 def test_any_json_object(walk: Callable[..., Walk]) -> None:
-    grammar = grammar_for(GenerationRequest(messages=(), format="json"), None)
-    texts = [walk(grammar).random(seed) for seed in range(20)]
+    constraint = constraint_for(GenerationRequest(messages=(), format="json"), None)
+    texts = [walk(constraint).random(seed) for seed in range(20)]
     finished = [json.loads(text) for text in texts if text is not None]
     assert len(finished) > 5
     assert all(isinstance(value, dict) for value in finished)
 
 
+NEW_ONLY = pytest.mark.skipif(
+    [int(n) for n in version("llguidance").split(".")[:2]] < [1, 9], reason="needs llguidance 1.9"
+)
 ACCEPTED = [
-    ("json", '{"a": [1, -2.5e3, "x\\u00e4\\n", {"b": null}], "": true}', True),
-    ("json", '{\n  "a": {\n    "b": []\n  }\n}', True),
+    ("json", '{"a": [1, -2.5e3, "x\\u001f\\n", {"b": null}], "": true}', True),
+    pytest.param("json", '{"a": "\\u00e4"}', True, marks=NEW_ONLY),
+    pytest.param("json", '{  "a": 1}', False, marks=NEW_ONLY),
+    ("json", '{"a": {"b":\n    []},\n  "c": 1}', True),
+    ("json", '{"a":  1}', False),
+    pytest.param("json", '{\n  "a": {\n    "b": []\n  }\n}', True, marks=NEW_ONLY),
     ("json", "[1]", False),
     ("json", '{"a": "\n"}', False),
     ("json", '{"a": "\\ud800"}', False),
@@ -230,7 +212,7 @@ ACCEPTED = [
 
 @pytest.mark.parametrize(("form", "text", "passes"), ACCEPTED)
 def test_what_follows_the_schema_passes(form: Any, text: str, passes: bool, walk: Callable[..., Walk]) -> None:
-    assert walk(schema_grammar(form)).accepts(text) == passes
+    assert walk(schema_constraint(form)).accepts(text) == passes
 
 
 BOUNDS = [
@@ -244,16 +226,16 @@ BOUNDS = [
 @pytest.mark.parametrize(("low", "high"), BOUNDS)
 def test_integers_between_bounds(low: int | None, high: int | None, walk: Callable[..., Walk]) -> None:
     bounds = {key: bound for key, bound in (("minimum", low), ("maximum", high)) if bound is not None}
-    grammar = schema_grammar({"type": "integer", **bounds})
+    constraint = schema_constraint({"type": "integer", **bounds})
     for number in (-1000, -206, -205, -204, -8, -7, -6, -1, 0, 1, 7, 8, 9, 10, 17, 18, 19, 98, 99, 100, 119, 120, 121):
         fits = (low is None or number >= low) and (high is None or number <= high)
-        assert walk(grammar).accepts(str(number)) == fits, number
+        assert walk(constraint).accepts(str(number)) == fits, number
 
 
 def test_a_thinking_model_may_think_first(walk: Callable[..., Walk]) -> None:
     def accepts(text: str, *, think: bool | None = None, prompt_end: str = "") -> bool:
         return walk(
-            grammar_for(GenerationRequest(messages=(), format="json", think=think), templates.QWEN, prompt_end)
+            constraint_for(GenerationRequest(messages=(), format="json", think=think), templates.QWEN, prompt_end)
         ).accepts(text)
 
     assert accepts('<think>\nA <tag>, a <</think>\n\n{"a": 1}')
@@ -266,10 +248,10 @@ def test_a_thinking_model_may_think_first(walk: Callable[..., Walk]) -> None:
 
 def test_channels(walk: Callable[..., Walk]) -> None:
     thought = "<|channel|>analysis<|message|>Hm < <|start|>.<|end|><|start|>assistant"
-    grammar = schema_grammar("json", templates.HARMONY)
-    assert walk(grammar).accepts(thought + '<|channel|>final<|message|>{"a": 1}')
-    assert walk(grammar).accepts('<|channel|>final <|constrain|>json<|message|>{"a": 1}')
-    assert not walk(grammar).accepts('{"a": 1}')
+    constraint = schema_constraint("json", templates.HARMONY)
+    assert walk(constraint).accepts(thought + '<|channel|>final<|message|>{"a": 1}')
+    assert walk(constraint).accepts('<|channel|>final <|constrain|>json<|message|>{"a": 1}')
+    assert not walk(constraint).accepts('{"a": 1}')
 
 
 TOOLS = (
@@ -298,7 +280,7 @@ FAMILIES = {
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_a_forced_call_is_one_that_the_splitter_finds(kind: str, walk: Callable[..., Walk]) -> None:
     ask = GenerationRequest(messages=(), tools=TOOLS, tool_choice="get_weather", think=False)
-    answers = [walk(grammar_for(ask, FAMILIES[kind])).random(seed) for seed in range(6)]
+    answers = [walk(constraint_for(ask, FAMILIES[kind])).random(seed) for seed in range(6)]
     finished = [answer for answer in answers if answer is not None]
     assert finished
     for answer in finished:
@@ -311,33 +293,29 @@ def test_a_forced_call_is_one_that_the_splitter_finds(kind: str, walk: Callable[
 
 
 def test_a_required_call_may_be_any_of_the_tools(walk: Callable[..., Walk]) -> None:
-    grammar = grammar_for(GenerationRequest(messages=(), tools=TOOLS, tool_choice="required"), templates.QWEN)
-    assert walk(grammar).accepts('<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>')
-    assert walk(grammar).accepts('<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>')
-    assert not walk(grammar).accepts('<tool_call>\n{"name": "later", "arguments": {}}\n</tool_call>')
-    assert not walk(grammar).accepts("Hello")
+    constraint = constraint_for(GenerationRequest(messages=(), tools=TOOLS, tool_choice="required"), templates.QWEN)
+    assert walk(constraint).accepts('<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>')
+    assert walk(constraint).accepts('<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>')
+    assert not walk(constraint).accepts('<tool_call>\n{"name": "later", "arguments": {}}\n</tool_call>')
+    assert not walk(constraint).accepts("Hello")
 
 
 def test_a_format_beside_tools_leaves_both_open(walk: Callable[..., Walk]) -> None:
-    grammar = schema_grammar({"type": "integer"}, templates.QWEN, tools=TOOLS)
-    assert walk(grammar).accepts("42")
-    assert walk(grammar).accepts('<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>')
+    constraint = schema_constraint({"type": "integer"}, templates.QWEN, tools=TOOLS)
+    assert walk(constraint).accepts("42")
+    assert walk(constraint).accepts('<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>')
 
 
-def test_the_largest_repetition_is_one_llama_takes(walk: Callable[..., Walk]) -> None:
-    walk(schema_grammar({"type": "string", "minLength": 1000, "maxLength": 1000}))
-    walk(schema_grammar({"type": "array", "items": PERSON, "minItems": 999, "maxItems": 1000}))
-    walk(schema_grammar({"type": "string", "pattern": "^(a{50}b|[cd]{9}){100}$"}))
+def test_large_repetitions(walk: Callable[..., Walk]) -> None:
+    walk(schema_constraint({"type": "string", "minLength": 1000, "maxLength": 1000}))
+    walk(schema_constraint({"type": "array", "items": PERSON, "minItems": 999, "maxItems": 1000}))
+    walk(schema_constraint({"type": "string", "pattern": "^(a{50}b|[cd]{9}){100}$"}))
 
 
 @given(st.dictionaries(schemas.words, schemas.anything, max_size=5))
-def test_llama_reads_every_grammar(llm: Llama, form: dict[str, Any]) -> None:
-    try:
-        grammar = schema_grammar(form, templates.QWEN)
-    except SchemaError:
-        return
-    assert grammar is not None
-    Walk(llm, grammar).close()
+def test_every_schema_is_followed_or_refused(llm: Llama, form: dict[str, Any]) -> None:
+    with contextlib.suppress(SchemaError):
+        Walk(llm, schema_constraint(form, templates.QWEN))
 
 
 def problems(value: Any, schema: Any, root: Any) -> list[str]:

@@ -1,0 +1,290 @@
+"""Constraints are made only where they are needed, and no schema costs more than a little time."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import subprocess
+import sys
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import schemas
+import templates
+from hypothesis import given
+from hypothesis import strategies as st
+from llguidance import LLTokenizer
+
+from moegguf.errors import CapabilityError, SchemaError
+from moegguf.generate.constraint import Constraint, Matcher, MatcherTokens, constraint_for, matcher_tokens
+from moegguf.generate.request import GenerationRequest
+
+TOOL = {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}
+
+
+@functools.cache
+def every_byte() -> MatcherTokens:
+    """A vocabulary of 256 bytes."""
+    return MatcherTokens(LLTokenizer("byte"), 256, frozenset())
+
+
+def constraint(form: Any = None, template: str | None = None, **options: Any) -> Constraint | None:
+    return constraint_for(GenerationRequest(messages=(), format=form, **options), template)
+
+
+def matcher(form: Any = None, template: str | None = None, **options: Any) -> Matcher:
+    made = constraint(form, template, **options)
+    assert made is not None
+    return Matcher(made, every_byte())
+
+
+def longest_step_s(form: Any, text: bytes) -> float:
+    """Of the masks for a text, as far as it is allowed; and of compiling."""
+    begin = time.perf_counter()
+    steps = []
+    with contextlib.suppress(SchemaError):
+        one = matcher(form)
+        for byte in text:
+            steps.append(time.perf_counter() - begin)
+            begin = time.perf_counter()
+            one.mask()
+            if not one.allows(byte):
+                break
+            one.accept(byte)
+    return max([*steps, time.perf_counter() - begin])
+
+
+def test_nothing_is_demanded_of_an_ordinary_answer() -> None:
+    assert constraint() is None
+    assert constraint(tools=(TOOL,)) is None
+    assert constraint(tools=(TOOL,), tool_choice="none") is None
+    assert constraint(tool_choice="required") is None
+
+
+def test_llguidance_is_imported_for_constrained_answers_only() -> None:
+    code = "import sys, moegguf.generate.answer; print('llguidance' in sys.modules)"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert told.stdout.strip() == "False"
+
+
+def test_a_named_tool_has_to_be_there() -> None:
+    with pytest.raises(CapabilityError, match="later"):
+        constraint(tools=(TOOL,), tool_choice="later")
+
+
+def chain(n: int) -> dict[str, Any]:
+    defs: dict[str, Any] = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(n)}
+    return {"$ref": "#/$defs/d0", "$defs": {**defs, f"d{n}": {"type": "null"}}}
+
+
+def doubling(word: str, n: int) -> dict[str, Any]:
+    """Each definition uses the next one twice."""
+    defs: dict[str, Any] = {f"d{i}": {word: [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(n)}
+    defs[f"d{n}"] = {"properties": {"a": {"type": "null"}}}
+    return {word: [{"$ref": "#/$defs/d0"}] * 2, "$defs": defs}
+
+
+def deep(n: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "null"}
+    for _ in range(n):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "another form": ("yaml", "yaml"),
+    "a list": ([1], "consists of objects"),
+    "an unknown type": ({"type": "decimal"}, "decimal"),
+    "a type that is none": ({"type": {}}, "type"),
+    "nothing": (False, "false"),
+    "a property that nothing satisfies": ({"properties": {"a": False}, "required": ["a"]}, "required property 'a'"),
+    "elsewhere": ({"$ref": "https://example.org/schema.json"}, "inside"),
+    "a file": ({"$ref": "file:///etc/passwd"}, "inside"),
+    "nowhere": ({"$ref": "#/$defs/none"}, "does not have"),
+    "a reference that is none": ({"$ref": 7}, "inside"),
+    "itself": ({"$ref": "#"}, "nothing fits"),
+    "all of itself": ({"allOf": [{"$ref": "#"}, {"type": "object"}]}, "refers to itself"),
+    "too deep": (deep(70), "nests"),
+    "far too deep": (deep(400), "nests"),
+    "too large": ({"enum": ["a" * 70_000]}, "bytes"),
+    "a long chain beside a type": ({**chain(1500), "type": "null"}, "too deep"),
+    "allOf that doubles": (doubling("allOf", 40), "parts"),
+    "anyOf that multiplies": ({"allOf": [{"anyOf": [{"type": "null"}] * 20}] * 20}, "alternatives"),
+    "too many items": ({"type": "array", "items": {}, "maxItems": 10**9}, "maxItems.* 10000"),
+    "too many items at least": ({"type": "array", "items": {}, "minItems": 10**9}, "minItems.* 10000"),
+    "no choices": ({"enum": []}, "empty"),
+    "an enum that is none": ({"enum": 7}, "enum"),
+    "anyOf that is none": ({"anyOf": {}}, "anyOf"),
+    "a negative length": ({"type": "string", "maxLength": -1}, "maxLength.* -1"),
+    "a length that is none": ({"type": "string", "maxLength": "9"}, "maxLength"),
+    "a contradiction": ({"type": "string", "minLength": 5, "maxLength": 4}, r"minLength \(5\)"),
+    "types that contradict": ({"allOf": [{"type": "string"}, {"type": "null"}]}, "incompatible types"),
+    "no integer": ({"type": "integer", "minimum": 0.1, "maximum": 0.9}, "integer"),
+    "half a surrogate pair": ({"properties": {"\ud800": {}}}, "surrogate"),
+    "huge bounds": ({"type": "integer", "minimum": 10**400}, "out of range"),
+    "bounds that are none": ({"type": "integer", "minimum": "a"}, "minimum"),
+    "bounds that are no number": ({"type": "number", "minimum": float("nan")}, "JSON"),
+    "no pattern": ({"type": "string", "pattern": "(("}, "unclosed group"),
+    "a pattern that is none": ({"type": "string", "pattern": 7}, "pattern"),
+    "a pattern that looks ahead": ({"type": "string", "pattern": "(?=a)b"}, "look-around"),
+    "a pattern that looks back": ({"type": "string", "pattern": r"(a)\1"}, "backreferences"),
+    "a pattern that only Python knows": ({"type": "string", "pattern": r"\Aa\Z"}, "escape sequence"),
+    "properties that are none": ({"type": "object", "properties": [1]}, "properties"),
+    "first items that are none": ({"prefixItems": True}, "prefixItems"),
+    "required that is none": ({"type": "object", "required": "a"}, "required"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_schema_that_cannot_be_followed_says_why(kind: str) -> None:
+    form, words = REFUSED[kind]
+    begin = time.perf_counter()
+    with pytest.raises(SchemaError, match=words) as caught:
+        matcher(form)
+    assert time.perf_counter() - begin < 2
+    assert len(str(caught.value)) < 500 and "%json" not in str(caught.value)
+
+
+LARGE = {
+    "anyOf that doubles": doubling("anyOf", 40),
+    "a long chain": chain(1500),
+    "deep": deep(30),
+    "many choices": {"enum": list(range(5000))},
+    "many items": {"type": "array", "items": {}, "maxItems": 10_000},
+    "many items at least": {"type": "array", "items": {}, "minItems": 10_000},
+    "a long text": {"type": "string", "minLength": 10**6, "maxLength": 10**7},
+    "a pattern of many characters": {"type": "string", "pattern": "a" * 9999},
+    "a pattern that repeats what may be empty": {"type": "string", "pattern": "^(a*)*$"},
+    "a pattern that counts far": {"type": "string", "pattern": "a{9999}"},
+    "in turns": {"$ref": "#/$defs/a", "$defs": {
+        "a": {"anyOf": [{"properties": {"x": {"$ref": "#/$defs/b"}}}, {"$ref": "#/$defs/b"}]},
+        "b": {"anyOf": [{"$ref": "#/$defs/a"}, {"type": "null"}]},
+    }},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", LARGE)
+def test_a_large_schema_is_compiled_in_time(kind: str) -> None:
+    begin = time.perf_counter()
+    matcher(LARGE[kind])
+    assert time.perf_counter() - begin < 2
+
+
+COSTLY = (
+    "(" + "|".join(".?" * 248 + str(n) for n in range(40)) + ")",
+    "(" + "|".join(f".?{{248}}{n}" for n in range(40)) + ")",
+    "^(a|b)*a(a|b){400}$",
+    "^(a{0,99}){99}$",
+    "(.{0,100}){100}a",
+    "(x+x+)+y",
+    "(a.{30}|b.{40}|c.{50}|d.{60}){20}",
+)
+
+
+@pytest.mark.parametrize("pattern", COSTLY)
+def test_no_pattern_holds_a_model_for_long(pattern: str) -> None:
+    """It is either followed or refused, within limits of time for each token."""
+    assert longest_step_s({"type": "string", "pattern": pattern}, b'"' + b"ab" * 500) < 1
+
+
+@given(st.dictionaries(schemas.words, schemas.anything, max_size=5))
+def test_whatever_the_schema_says_there_is_a_matcher_or_a_schema_error(form: dict[str, Any]) -> None:
+    with contextlib.suppress(SchemaError):
+        assert matcher(form)
+
+
+def test_many_tools_have_a_limit() -> None:
+    tools = tuple({"function": {"name": f"f{i}"}} for i in range(500))
+    with pytest.raises(SchemaError, match="128"):
+        constraint(tools=tools, tool_choice="required")
+    with pytest.raises(SchemaError, match="name"):
+        constraint(tools=({"function": {}},), tool_choice="required")
+
+
+def test_a_property_is_named_wherever_it_is_described() -> None:
+    """What is not named stays out, unless it is asked for."""
+    named = {"type": "object", "properties": {"a": {"type": "null"}}}
+    both = {"allOf": [{"$ref": "#/$defs/n"}, {"properties": {"b": {"type": "null"}}}], "$defs": {"n": named}}
+    for form, text, passes in (
+        (named, b'{"a":null}', True),
+        (named, b'{"b":null}', False),
+        ({**named, "additionalProperties": True}, b'{"b":null}', True),
+        ({"type": "object"}, b'{"b":null}', True),
+        ({"type": "object", "required": ["b"]}, b'{"b":null}', True),
+        (both, b'{"a":null,"b":null}', True),
+        (both, b'{"a":null,"c":null}', False),
+        ({**named, "patternProperties": {"^x": {"type": "null"}}}, b'{"a":null,"xy":null}', True),
+        ({**named, "patternProperties": {"^x": {"type": "null"}}}, b'{"x":1}', False),
+        ({"required": ["b"], "additionalProperties": {"type": "null"}}, b'{"b":null}', True),
+        ({"required": ["b"], "additionalProperties": {"type": "null"}}, b'{"b":1}', False),
+        ({**named, "required": None, "additionalProperties": None, "items": None}, b'{"a":null}', True),
+        ({**named, "anyOf": [{"required": ["b"]}, {"required": ["c"]}]}, b'{"b":1}', True),
+        ({**named, "anyOf": [{"required": ["b"]}, {"required": ["c"]}]}, b'{"b":1,"c":1}', False),
+    ):
+        assert accepts(matcher(form), text) == passes, (form, text)
+
+
+def accepts(one: Matcher, text: bytes) -> bool:
+    for byte in text:
+        if not one.allows(byte):
+            return False
+        one.accept(byte)
+    return one.finished
+
+
+class Words:
+    """A vocabulary in the manner of SentencePiece: bytes, words, control tokens. `ends`: tokens that end an answer."""
+
+    deltas = (
+        *(bytes([n]) for n in range(256)),
+        b" the",
+        b"",
+        b'{"',
+        b"<think>",
+        b"</think>",
+        b'"}',
+        b"\xff\xfe",
+        b"<end>",
+    )
+
+    def __init__(self, *ends: int) -> None:
+        self._ends = ends
+
+    def all_pieces(self) -> list[bytes]:
+        return list(self.deltas)
+
+    def end_tokens(self) -> list[int]:
+        return list(self._ends)
+
+
+@pytest.mark.parametrize("ends", [(263,), (263, 257), ()])
+def test_tokens_of_several_bytes_and_those_that_end_an_answer(ends: tuple[int, ...]) -> None:
+    words: Any = Words(*ends)
+    made = constraint({"type": "object", "maxProperties": 1}, templates.QWEN)
+    assert made is not None
+    one = Matcher(made, matcher_tokens(words))
+    first = [words.deltas[n] for n in np.flatnonzero(one.mask())]
+    assert first == [b"<", b"{", b'{"', b"<think>"]
+    for piece in (b"<think>", b" the", "é".encode()[:1], "é".encode()[1:], b"<", b"</think>", b'{"', b"<end>"):
+        allowed = one.allows(words.deltas.index(piece))
+        assert allowed == (piece != b"<end>" or not ends), "text of the token that ends an answer is no text"
+        if allowed:
+            one.accept(words.deltas.index(piece))
+    for token in (0xFF, words.deltas.index(b"\xff\xfe"), words.deltas.index(b""), 10):
+        assert not one.allows(token)
+        assert not one.mask()[token]
+    for byte in b'x":{}}':
+        assert not one.finished
+        one.accept(byte)
+    assert one.finished
+    assert tuple(np.flatnonzero(one.mask())) == tuple(sorted(ends))
+
+
+def test_numbers_of_bounds_may_lie_between_whole_ones() -> None:
+    form = {"type": "number", "minimum": 0.25, "exclusiveMaximum": 0.5}
+    for text, passes in ((b"0.25", True), (b"0.4999", True), (b"0.5", False), (b"0.2", False), (b"0.3", True)):
+        assert accepts(matcher(form), text) == passes, text
+    assert accepts(matcher({"type": "integer", "multipleOf": 7}), b"21")
+    assert not accepts(matcher({"type": "integer", "multipleOf": 7}), b"22")
