@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes as c
-import functools
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -12,7 +11,6 @@ from moegguf.native import library
 
 if TYPE_CHECKING:
     from moegguf.engine.llama import Llama
-    from moegguf.generate.constraint import MatcherTokens
 
 
 def to_utf8(text: str) -> bytes:
@@ -76,13 +74,6 @@ class Vocabulary:
     def end_tokens(self) -> list[int]:
         """All tokens that the model may end an answer with."""
         return [n for n in range(self.n_tokens) if self._bindings.llama_vocab_is_eog(self._vocab, n)]
-
-    @functools.cached_property
-    def matcher_tokens(self) -> MatcherTokens:
-        """For `constraint.Matcher`; built when first asked for: half a second and 60 MB for 150,000 tokens."""
-        from moegguf.generate.constraint import matcher_tokens
-
-        return matcher_tokens(self)
 
     def tokens(self, text: str, *, special: bool = True) -> list[int]:
         """The tokens of a text, none added; with `special` the text of a control token becomes that token."""

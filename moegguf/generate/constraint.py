@@ -22,6 +22,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -364,8 +365,19 @@ class MatcherTokens:
     ends: frozenset[int]
 
 
+_matcher_tokens: WeakKeyDictionary[Vocabulary, MatcherTokens] = WeakKeyDictionary()
+
+
 def matcher_tokens(vocabulary: Vocabulary) -> MatcherTokens:
-    """A model's tokens for its matchers; half a second and 60 MB for 150,000 tokens, so keep it.
+    """A model's tokens for its matchers, built at the first call: half a second and 60 MB for 150,000 tokens."""
+    found = _matcher_tokens.get(vocabulary)
+    if found is None:
+        found = _matcher_tokens[vocabulary] = build_matcher_tokens(vocabulary)
+    return found
+
+
+def build_matcher_tokens(vocabulary: Vocabulary) -> MatcherTokens:
+    """A model's tokens for its matchers.
 
     Tokens that end an answer are never part of its text. The text of other control tokens is, because the marks around
     thinking and calls are control tokens in some models and plain text in others.

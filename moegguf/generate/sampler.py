@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy.typing as npt
 
 from moegguf.errors import OptionError, SchemaError
-from moegguf.generate.constraint import Constraint, Matcher
+from moegguf.generate.constraint import Constraint, Matcher, matcher_tokens
 from moegguf.generate.request import Sampling
 from moegguf.native import library
 
@@ -84,36 +84,36 @@ class Sampler:
             return GbnfMatcher(self._llm, constraint, self._n_vocab)
         if constraint is None:
             return None
-        return Matcher(constraint, self._llm.vocabulary.matcher_tokens)
+        return Matcher(constraint, matcher_tokens(self._llm.vocabulary))
 
-    def _add(self, request: Sampling, prompt: Sequence[int]) -> None:
+    def _add(self, sampling: Sampling, prompt: Sequence[int]) -> None:
         samplers = self._samplers
-        if request.logit_bias:
-            samplers.add_logit_bias(self._n_vocab, self._checked(request))
-        if (request.repeat_penalty, request.presence_penalty, request.frequency_penalty) != (1.0, 0.0, 0.0):
-            n_last = self._llm.n_ctx() if request.repeat_last_n < 0 else request.repeat_last_n
+        if sampling.logit_bias:
+            samplers.add_logit_bias(self._n_vocab, self._checked(sampling))
+        if (sampling.repeat_penalty, sampling.presence_penalty, sampling.frequency_penalty) != (1.0, 0.0, 0.0):
+            n_last = self._llm.n_ctx() if sampling.repeat_last_n < 0 else sampling.repeat_last_n
             samplers.add_penalties(
-                self._n_vocab, n_last, request.repeat_penalty, request.frequency_penalty, request.presence_penalty
+                self._n_vocab, n_last, sampling.repeat_penalty, sampling.frequency_penalty, sampling.presence_penalty
             )
             for token in prompt[-n_last:] if n_last else ():
                 samplers.accept(token)
-        if request.temperature <= 0:
+        if sampling.temperature <= 0:
             samplers.add_greedy()
             return
-        samplers.add_top_k(request.top_k)
-        samplers.add_typical(request.typical_p, 1)
-        samplers.add_top_p(request.top_p, 1)
-        samplers.add_min_p(request.min_p, 1)
-        samplers.add_temp(request.temperature)
-        samplers.add_dist(random.getrandbits(32) if request.seed is None else request.seed & 0xFFFFFFFF)
+        samplers.add_top_k(sampling.top_k)
+        samplers.add_typical(sampling.typical_p, 1)
+        samplers.add_top_p(sampling.top_p, 1)
+        samplers.add_min_p(sampling.min_p, 1)
+        samplers.add_temp(sampling.temperature)
+        samplers.add_dist(random.getrandbits(32) if sampling.seed is None else sampling.seed & 0xFFFFFFFF)
 
-    def _checked(self, request: Sampling) -> dict[int, float]:
-        for token, bias in request.logit_bias.items():
+    def _checked(self, sampling: Sampling) -> dict[int, float]:
+        for token, bias in sampling.logit_bias.items():
             if not 0 <= token < self._n_vocab or math.isnan(bias):
                 raise OptionError(
                     f"logit_bias is a number for tokens from 0 to {self._n_vocab - 1}, but has {bias} for {token}."
                 )
-        return dict(request.logit_bias)
+        return dict(sampling.logit_bias)
 
     def choose(self) -> int | None:
         """The next token. None when the answer is complete and the model has no token that says so.

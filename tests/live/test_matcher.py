@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moegguf.errors import SchemaError
-from moegguf.generate.constraint import Constraint, Matcher, constraint_for
+from moegguf.generate.constraint import Constraint, Matcher, constraint_for, matcher_tokens
 from moegguf.generate.parsing import AnswerParser
 from moegguf.generate.request import GenerationRequest
 
@@ -111,7 +111,7 @@ class Walk:
     def __init__(self, llm: Llama, constraint: Constraint | None) -> None:
         assert constraint is not None
         self._llm = llm
-        self._matcher = Matcher(constraint, llm.vocabulary.matcher_tokens)
+        self._matcher = Matcher(constraint, matcher_tokens(llm.vocabulary))
         self._texts = [llm.vocabulary.piece(token, special=True) for token in range(llm.n_vocab())]
 
     def random(self, seed: int, longest: int = 150) -> str | None:
