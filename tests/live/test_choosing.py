@@ -76,8 +76,8 @@ def test_a_grammar_that_cannot_be_read_or_followed_is_an_error(demo: Llama) -> N
     logits = np.ctypeslib.as_array(demo._ctx.get_logits_ith(-1), shape=(demo.n_vocab(),))
     logits[demo.vocabulary.tokens("zz")[0]] = -np.inf
     logits[demo.vocabulary.tokens("z")[0]] = -np.inf
-    for constraint in ('root ::= "zz"', Constraint('start: "zz"')):
-        chooser = Sampler(demo, sampling, [], constraint)
+    for form in ('root ::= "zz"', Constraint('start: "zz"')):
+        chooser = Sampler(demo, sampling, [], form)
         with pytest.raises(SchemaError, match="no token"):
             chooser.choose()
 
