@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from steering import (
+from fake_store import (
     AMPLE,
     SHAPE,
     Counting,

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from steering import (
+from fake_store import (
     AMPLE,
     SHAPE,
     Counting,
