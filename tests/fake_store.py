@@ -80,8 +80,8 @@ class Saying(Predictor):
     def announce(self, announcement: Announcement) -> None:
         self.notes.done.append(("announce", announcement.sequence))
 
-    def observe(self, gate: RoutingEvent) -> None:
-        self.notes.done.append(("observe", gate.il))
+    def observe(self, event: RoutingEvent) -> None:
+        self.notes.done.append(("observe", event.il))
 
     def predict(self, il: int, distance: int) -> Float32s | None:
         self.notes.done.append(("predict", (il, distance)))
@@ -103,14 +103,14 @@ def announcement(phase: Phase = Phase.DECODE, sequence: int = 0, n_tokens: int =
     return Announcement(0, sequence, phase, np.zeros(n_tokens, np.int32))
 
 
-def gate(il: int, *experts: int, phase: Phase = Phase.DECODE, pass_: int = 0, sequence: int = 0) -> RoutingEvent:
+def routed(il: int, *experts: int, phase: Phase = Phase.DECODE, pass_: int = 0, sequence: int = 0) -> RoutingEvent:
     return RoutingEvent(pass_, 0, 0, sequence, phase, 0, il, np.array([experts or (0, 1)], np.int32))
 
 
 def run_pass(of: Controller, phase: Phase = Phase.DECODE, pass_: int = 0, sequence: int = 0) -> None:
     of.announce(announcement(phase, sequence))
     for il in SHAPE.layers:
-        of.observe(gate(il, phase=phase, pass_=pass_, sequence=sequence))
+        of.observe(routed(il, phase=phase, pass_=pass_, sequence=sequence))
 
 
 def run_passes(of: Controller, passes: Iterable[int]) -> None:

@@ -1,7 +1,8 @@
-"""Predictors for tests whose rightness is known: they have read the trace they are judged on."""
+"""Test oracles: predictors of known accuracy, ProMoE's ACCURACY and an LRU replay without the store."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import ClassVar
 
 import numpy as np
@@ -9,6 +10,7 @@ import numpy as np
 from moegguf.controller.predictors.base import Predictor
 from moegguf.controller.shape import MoeShape
 from moegguf.native.events import Announcement, Float32s, Phase, RoutingEvent
+from moegguf.trace.belady import Lookups, Replayed
 from moegguf.trace.trace import Trace, TraceHeader
 
 
@@ -49,8 +51,8 @@ class Oracle(Predictor):
     def announce(self, announcement: Announcement) -> None:
         self.next_pass += 1
 
-    def observe(self, gate: RoutingEvent) -> None:
-        assert gate.pass_ == self.next_pass
+    def observe(self, event: RoutingEvent) -> None:
+        assert event.pass_ == self.next_pass
 
     def truth(self, il: int) -> list[int]:
         token = self.trace.pass_start[self.next_pass]
@@ -92,12 +94,98 @@ class FreshGate(Predictor):
         self.logits: Float32s | None = None
         self.il = -1
 
-    def observe(self, gate: RoutingEvent) -> None:
-        assert gate.inputs is not None
-        self.il = gate.il
-        self.logits = self.routers[self.shape.row_of[gate.il]] @ gate.inputs[-1]
+    def observe(self, event: RoutingEvent) -> None:
+        assert event.inputs is not None
+        self.il = event.il
+        self.logits = self.routers[self.shape.row_of[event.il]] @ event.inputs[-1]
 
     def predict(self, il: int, distance: int) -> Float32s | None:
         if distance != 0 or il != self.il or self.logits is None:
             return None
         return 1 / (1 + np.exp(-self.logits))
+
+
+def accuracy(predictor: Predictor, trace: Trace, distance: int) -> float:
+    """Over the decode passes of `trace`, every layer predicted `distance` MoE layers before; 0 when it says nothing."""
+    right = total = 0
+    promised: dict[int, set[int]] = {}
+    for event in trace.decode().events():
+        if isinstance(event, Announcement):
+            predictor.announce(event)
+            promised = {}
+            continue
+        predictor.observe(event)
+        _promise(predictor, event, distance, promised)
+        if event.il in promised:
+            right += len(promised[event.il] & set(event.expert_ids[0].tolist()))
+            total += event.expert_ids.shape[1]
+    return right / max(1, total)
+
+
+def _promise(predictor: Predictor, event: RoutingEvent, distance: int, promised: dict[int, set[int]]) -> None:
+    il = predictor.shape.layer_after(event.il, distance)
+    probabilities = None if il is None else predictor.predict(il, distance)
+    if il is not None and probabilities is not None:
+        assert probabilities.shape == (predictor.shape.n_expert,)
+        assert probabilities.min() >= 0 and probabilities.max() <= 1
+        promised[il] = set(np.argsort(-probabilities, kind="stable")[: event.expert_ids.shape[1]].tolist())
+
+
+def lru(lookups: Lookups, n_slots: int) -> Replayed:
+    """What the store counts without a controller and without sweeps, floors per layer included.
+
+    Raises OptionError when a gate does not fit.
+    """
+    lookups.check(n_slots)
+    keys, start = lookups.keys.tolist(), lookups.start.tolist()
+    n_expert = lookups.shape.n_expert
+    floors = floors_of(lookups.shape, n_slots)
+    held = [0] * len(floors)
+    residents: dict[int, None] = {}  # the least recently used first
+    hits, evictions = [0] * (len(start) - 1), 0
+    for g in range(len(start) - 1):
+        event = keys[start[g] : start[g + 1]]
+        hit = [key for key in event if key in residents]
+        hits[g] = len(hit)
+        for key in hit:
+            del residents[key]
+            residents[key] = None
+        pinned = set(hit)
+        for key in event:
+            if key in pinned:
+                continue
+            if len(residents) >= n_slots:
+                victim = _oldest(residents, pinned, held, floors, n_expert)
+                del residents[victim]
+                held[victim // n_expert] -= 1
+                evictions += 1
+            residents[key] = None
+            held[key // n_expert] += 1
+            pinned.add(key)
+    return lookups.counted(hits, evictions)
+
+
+def floors_of(shape: MoeShape, n_slots: int) -> list[int]:
+    """Slots per layer that others may not take: only where one token needs more slots than there are."""
+    n_row = len(shape.layers)
+    if n_slots >= n_row * shape.n_expert_used:
+        return [0] * n_row
+    to_share, floors = max(0, n_slots - shape.n_expert_used), []
+    for left in range(n_row, 0, -1):
+        floors.append(to_share // left)
+        to_share -= floors[-1]
+    return floors
+
+
+def _oldest(residents: Iterable[int], pinned: set[int], held: list[int], floors: list[int], n_expert: int) -> int:
+    below_floor = None
+    for key in residents:
+        if key in pinned:
+            continue
+        row = key // n_expert
+        if held[row] > floors[row]:
+            return key
+        if below_floor is None:
+            below_floor = key
+    assert below_floor is not None  # Lookups.check: a gate leaves at least one slot to others
+    return below_floor

@@ -40,26 +40,26 @@ class History:
         self.new_request = False
         self.finished: tuple[Counts, Counts] | None = None
 
-    def update(self, gate: RoutingEvent) -> None:
+    def update(self, event: RoutingEvent) -> None:
         """Adds one gate."""
         self.finished = None
-        self.new_request = gate.sequence != self.sequence
-        self.new_pass = self.new_request or gate.pass_ != self.pass_
+        self.new_request = event.sequence != self.sequence
+        self.new_pass = self.new_request or event.pass_ != self.pass_
         if self.new_request:
-            self._begin_request(gate)
+            self._begin_request(event)
         if self.new_pass:
             self.iteration[:] = 0
-        counts = np.bincount(gate.expert_ids.ravel(), minlength=self.shape.n_expert)
+        counts = np.bincount(event.expert_ids.ravel(), minlength=self.shape.n_expert)
         self.clock += 1
-        self.last_use[gate.il, counts > 0] = self.clock
-        self.uses[gate.il] += counts > 0
-        self.iteration[gate.il] += counts
-        (self.prefill if gate.phase == Phase.PREFILL else self.decode)[gate.il] += counts
-        self.il, self.pass_, self.phase = gate.il, gate.pass_, gate.phase
+        self.last_use[event.il, counts > 0] = self.clock
+        self.uses[event.il] += counts > 0
+        self.iteration[event.il] += counts
+        (self.prefill if event.phase == Phase.PREFILL else self.decode)[event.il] += counts
+        self.il, self.pass_, self.phase = event.il, event.pass_, event.phase
 
-    def _begin_request(self, gate: RoutingEvent) -> None:
+    def _begin_request(self, event: RoutingEvent) -> None:
         if self.sequence >= 0:
             self.finished = self.prefill.copy(), self.decode.copy()
         self.prefill[:] = 0
         self.decode[:] = 0
-        self.sequence = gate.sequence
+        self.sequence = event.sequence

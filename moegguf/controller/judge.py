@@ -80,24 +80,24 @@ class Judge:
         if announcement.phase == Phase.DECODE and len(announcement.tokens) == 1:
             self._ask(BEFORE)
 
-    def observe(self, gate: RoutingEvent) -> None:
+    def observe(self, event: RoutingEvent) -> None:
         """A layer's routing has become known: judges what was said of it, then asks about the layers behind it."""
-        row = self.shape.row_of.get(gate.il)
+        row = self.shape.row_of.get(event.il)
         if row is None:
             return
-        self._begin_pass(gate)
-        used = gate.expert_ids.ravel().astype(np.int64)
+        self._begin_pass(event)
+        used = event.expert_ids.ravel().astype(np.int64)
         valid = used.view(np.uint64) < self.shape.n_expert
         if not valid.all():
             used = used[valid]
         judged = self._single and len(used) > 0
         if judged:
             self.tally.add(row, self._pending[row], used, self._lru.away[row])
-            self.judged(gate, row, self._pending[row], used)
+            self.judged(event, row, self._pending[row], used)
         if len(used):
             self._lru.use(row, used)
         for predictor in self._driven:
-            predictor.observe(gate)
+            predictor.observe(event)
         if judged:
             self._judge_control(row, used)
             self._ask(row)
@@ -114,7 +114,7 @@ class Judge:
             failure=self.failure,
         )
 
-    def judged(self, gate: RoutingEvent, row: int, predicted: Ids, used: Ids) -> None:
+    def judged(self, event: RoutingEvent, row: int, predicted: Ids, used: Ids) -> None:
         """Called with each comparison, the arguments are `Tally.add`'s; for those who count more than it does."""
 
     def _plans(self) -> dict[int, _Plan]:
@@ -133,14 +133,14 @@ class Judge:
         rows, columns, lines = np.array(cells, np.int64).reshape(-1, 3).T
         return _Plan([(self.shape.layers[target], target - row) for target in targets], rows, columns, lines)
 
-    def _begin_pass(self, gate: RoutingEvent) -> None:
-        if (gate.sequence, gate.pass_) == self._pass:
+    def _begin_pass(self, event: RoutingEvent) -> None:
+        if (event.sequence, event.pass_) == self._pass:
             return
-        self._pass = gate.sequence, gate.pass_
+        self._pass = event.sequence, event.pass_
         if not self._announced:
             self._pending.fill(NOT_DUE)
         self._announced = False
-        self._single = gate.phase == Phase.DECODE and len(gate.expert_ids) == 1
+        self._single = event.phase == Phase.DECODE and len(event.expert_ids) == 1
 
     def _judge_control(self, row: int, used: Ids) -> None:
         if self.control is None:
@@ -195,10 +195,10 @@ class LiveJudge(Judge):
         with self._lock:
             self._try(super().announce, announcement)
 
-    def observe(self, gate: RoutingEvent) -> None:
+    def observe(self, event: RoutingEvent) -> None:
         """As `Judge.observe`. Never raises."""
         with self._lock:
-            self._try(super().observe, gate)
+            self._try(super().observe, event)
 
     def table(self, link: LinkModel | None = None) -> PredictorScore:
         """As `Judge.table`."""

@@ -7,7 +7,6 @@ fetched ahead and nothing bypasses the pool. No store, no native library.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -66,15 +65,15 @@ class Lookups:
         n_row, n_expert = len(trace.shape.layers), trace.shape.n_expert
         pass_of = np.repeat(np.arange(trace.n_pass), np.diff(trace.pass_start))
         ids = trace.expert_ids.astype(np.int64)
-        gate = np.broadcast_to((pass_of * n_row)[:, None] + np.arange(n_row)[:, None, None], ids.shape)
+        event = np.broadcast_to((pass_of * n_row)[:, None] + np.arange(n_row)[:, None, None], ids.shape)
         keys = ids + np.arange(n_row)[:, None, None] * n_expert
         there = ids >= 0
-        order = np.argsort(gate[there], kind="stable")  # within a gate: tokens in order, choices in order
-        gates, keys = gate[there][order], keys[there][order]
-        _, first = np.unique(gates * (n_row * n_expert) + keys, return_index=True)
+        order = np.argsort(event[there], kind="stable")  # within a gate: tokens in order, choices in order
+        events, keys = event[there][order], keys[there][order]
+        _, first = np.unique(events * (n_row * n_expert) + keys, return_index=True)
         first.sort()
-        gates, keys = gates[first], keys[first]
-        used, start = np.unique(gates, return_index=True)
+        events, keys = events[first], keys[first]
+        used, start = np.unique(events, return_index=True)
         number = np.repeat(np.arange(len(used)), np.diff(np.append(start, len(keys))))
         passes = used // n_row
         return cls(
@@ -106,11 +105,11 @@ class Lookups:
         )
 
 
-def _next_use(keys: Ints, gates: Ints, never: int) -> Ints:
+def _next_use(keys: Ints, events: Ints, never: int) -> Ints:
     order = np.argsort(keys, kind="stable")
     out = np.full(len(keys), never, np.int64)
     same = keys[order[1:]] == keys[order[:-1]]
-    out[order[:-1][same]] = gates[order[1:]][same]
+    out[order[:-1][same]] = events[order[1:]][same]
     return out
 
 
@@ -126,17 +125,17 @@ def belady(lookups: Lookups, n_slots: int) -> Replayed:
     farthest: list[tuple[int, int]] = []  # (-due, key); stale entries are passed over
     hits, evictions = [0] * (len(start) - 1), 0
     for g in range(len(start) - 1):
-        n_hits, gate = 0, range(start[g], start[g + 1])
-        for i in gate:
+        n_hits, event = 0, range(start[g], start[g + 1])
+        for i in event:
             n_hits += keys[i] in due
-        for i in gate:
+        for i in event:
             if keys[i] in due:
                 continue
             if len(due) >= n_slots:
                 evictions += 1
                 _evict(farthest, due)
             due[keys[i]] = g
-        for i in gate:
+        for i in event:
             due[keys[i]] = next_use[i]
             heapq.heappush(farthest, (-next_use[i], keys[i]))
         hits[g] = n_hits
@@ -149,63 +148,3 @@ def _evict(farthest: list[tuple[int, int]], due: dict[int, int]) -> None:
         if due.get(key) == -negative:
             del due[key]
             return
-
-
-def lru(lookups: Lookups, n_slots: int) -> Replayed:
-    """What the store counts without a controller and without sweeps, floors per layer included.
-
-    Raises OptionError when a gate does not fit.
-    """
-    lookups.check(n_slots)
-    keys, start = lookups.keys.tolist(), lookups.start.tolist()
-    n_expert = lookups.shape.n_expert
-    floors = floors_of(lookups.shape, n_slots)
-    held = [0] * len(floors)
-    residents: dict[int, None] = {}  # the least recently used first
-    hits, evictions = [0] * (len(start) - 1), 0
-    for g in range(len(start) - 1):
-        gate = keys[start[g] : start[g + 1]]
-        hit = [key for key in gate if key in residents]
-        hits[g] = len(hit)
-        for key in hit:
-            del residents[key]
-            residents[key] = None
-        pinned = set(hit)
-        for key in gate:
-            if key in pinned:
-                continue
-            if len(residents) >= n_slots:
-                victim = _oldest(residents, pinned, held, floors, n_expert)
-                del residents[victim]
-                held[victim // n_expert] -= 1
-                evictions += 1
-            residents[key] = None
-            held[key // n_expert] += 1
-            pinned.add(key)
-    return lookups.counted(hits, evictions)
-
-
-def floors_of(shape: MoeShape, n_slots: int) -> list[int]:
-    """Slots per layer that others may not take: only where one token needs more slots than there are."""
-    n_row = len(shape.layers)
-    if n_slots >= n_row * shape.n_expert_used:
-        return [0] * n_row
-    to_share, floors = max(0, n_slots - shape.n_expert_used), []
-    for left in range(n_row, 0, -1):
-        floors.append(to_share // left)
-        to_share -= floors[-1]
-    return floors
-
-
-def _oldest(residents: Iterable[int], pinned: set[int], held: list[int], floors: list[int], n_expert: int) -> int:
-    below_floor = None
-    for key in residents:
-        if key in pinned:
-            continue
-        row = key // n_expert
-        if held[row] > floors[row]:
-            return key
-        if below_floor is None:
-            below_floor = key
-    assert below_floor is not None  # Lookups.check: a gate leaves at least one slot to others
-    return below_floor

@@ -39,16 +39,16 @@ class _Pass:
     first_token: int
     time_ns: int
     announced: Int32s
-    gates: list[Kept] = field(default_factory=list)
+    events: list[Kept] = field(default_factory=list)
 
     @property
     def n_tokens(self) -> int:
         """Of the layer that had most: the last layer is computed for some tokens only."""
-        return max((len(gate[1]) for gate in self.gates), default=0)
+        return max((len(event[1]) for event in self.events), default=0)
 
     @property
     def has_inputs(self) -> bool:
-        return any(gate[3] is not None for gate in self.gates)
+        return any(event[3] is not None for event in self.events)
 
     def tokens(self, n_tokens: int) -> Int32s:
         """(n_tokens,), -1 where they were not announced."""
@@ -93,21 +93,21 @@ class Recorder:
         """Tokens are about to be evaluated."""
         self._announced[announcement.lane] = announcement.tokens.copy()
 
-    def observe(self, gate: RoutingEvent) -> None:
+    def observe(self, event: RoutingEvent) -> None:
         """A layer's routing has become known. Layers and sizes that the model does not have are left out."""
         if self._closed or self._error is not None:
             return
-        number, current = self._open.get(gate.lane, (-1, None))
-        if current is None or number != gate.pass_:
-            current = self._begin(gate)
-        row = self._rows.get(gate.il)
-        if row is None or gate.expert_ids.shape[1] > self.shape.n_expert_used:
+        number, current = self._open.get(event.lane, (-1, None))
+        if current is None or number != event.pass_:
+            current = self._begin(event)
+        row = self._rows.get(event.il)
+        if row is None or event.expert_ids.shape[1] > self.shape.n_expert_used:
             return
-        weights = gate.weights.copy() if self._weights and gate.weights is not None else None
-        inputs = gate.inputs.copy() if self._inputs and gate.inputs is not None else None
+        weights = event.weights.copy() if self._weights and event.weights is not None else None
+        inputs = event.inputs.copy() if self._inputs and event.inputs is not None else None
         if inputs is not None:
             self._bytes += inputs.nbytes
-        current.gates.append((row, gate.expert_ids.copy(), weights, inputs))
+        current.events.append((row, event.expert_ids.copy(), weights, inputs))
 
     def label(self, sequence: int, text: str) -> None:
         """Says what kind of text a request is."""
@@ -136,17 +136,17 @@ class Recorder:
             self._closed = True
             self._writer.discard()
 
-    def _begin(self, gate: RoutingEvent) -> _Pass:
+    def _begin(self, event: RoutingEvent) -> _Pass:
         """The pass that begins with this gate; the lane's pass before it is finished."""
-        _, last = self._open.get(gate.lane, (-1, None))
+        _, last = self._open.get(event.lane, (-1, None))
         if last is not None:
             self._finished.append(last)
         if len(self._finished) >= BLOCK_PASSES or self._bytes >= BLOCK_BYTES:
             self._flush()
-        announced = self._announced.get(gate.lane, _NOTHING)
-        begun = _Pass(gate.sequence, gate.phase, gate.first_token, gate.time_ns, announced)
-        self._open[gate.lane] = gate.pass_, begun
-        self._bytes += gate.expert_ids.nbytes * 2 * len(self._rows)
+        announced = self._announced.get(event.lane, _NOTHING)
+        begun = _Pass(event.sequence, event.phase, event.first_token, event.time_ns, announced)
+        self._open[event.lane] = event.pass_, begun
+        self._bytes += event.expert_ids.nbytes * 2 * len(self._rows)
         return begun
 
     def _flush(self) -> None:
@@ -174,12 +174,12 @@ def _block(shape: MoeShape, header: TraceHeader, passes: list[_Pass], *, weights
     """These passes as arrays."""
     lengths = [one.n_tokens for one in passes]
     starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    gates = [gate for one in passes for gate in one.gates]
-    rows = np.array([gate[0] for gate in gates])
-    ends = np.repeat(starts[1:], [len(one.gates) for one in passes])
+    events = [event for one in passes for event in one.events]
+    rows = np.array([event[0] for event in events])
+    ends = np.repeat(starts[1:], [len(one.events) for one in passes])
     size = (len(shape.layers), int(starts[-1]))
     expert_ids = np.full((*size, shape.n_expert_used), -1, np.int16)
-    _scatter(expert_ids, rows, ends, [gate[1] for gate in gates])
+    _scatter(expert_ids, rows, ends, [event[1] for event in events])
     block = Trace(
         shape=shape,
         header=header,
@@ -194,9 +194,9 @@ def _block(shape: MoeShape, header: TraceHeader, passes: list[_Pass], *, weights
         inputs=np.zeros((*size, shape.n_embd), np.float16) if inputs else None,
     )
     if block.weights is not None:
-        _scatter(block.weights, rows, ends, [gate[2] for gate in gates])
+        _scatter(block.weights, rows, ends, [event[2] for event in events])
     if block.inputs is not None:
-        _scatter(block.inputs, rows, ends, [gate[3] for gate in gates])
+        _scatter(block.inputs, rows, ends, [event[3] for event in events])
     return block
 
 

@@ -144,14 +144,14 @@ class _BatchJudge(Judge):
         accuracy = {distance: total / steps if steps else None for distance, total, steps in sums}
         return replace(super().table(link), batch_accuracy=accuracy)
 
-    def judged(self, gate: RoutingEvent, row: int, predicted: Ids, used: Ids) -> None:
-        if gate.pass_ != self._last_pass:
-            self._last_pass = gate.pass_
-            self._step_of[gate.sequence] += 1
-            self._enter(gate.sequence)
-        if row == 0 or gate.sequence in self._closed:
+    def judged(self, event: RoutingEvent, row: int, predicted: Ids, used: Ids) -> None:
+        if event.pass_ != self._last_pass:
+            self._last_pass = event.pass_
+            self._step_of[event.sequence] += 1
+            self._enter(event.sequence)
+        if row == 0 or event.sequence in self._closed:
             return
-        number = self._step_of[gate.sequence]
+        number = self._step_of[event.sequence]
         n_rows = len(self.shape.layers) - 1
         step = self._steps.get(number)
         if step is None:

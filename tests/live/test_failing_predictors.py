@@ -85,8 +85,8 @@ def test_a_predictor_gone_astray_costs_one_warning(own: Own, load: Load, expecte
 
 def test_a_predictor_that_is_always_wrong_costs_no_bit(own: Own, load: Load, expected: Logits) -> None:
     class Wrong(Astray):
-        def observe(self, gate: RoutingEvent) -> None:
-            self.wrong = 1.0 - np.isin(np.arange(self.shape.n_expert), gate.expert_ids)
+        def observe(self, event: RoutingEvent) -> None:
+            self.wrong = 1.0 - np.isin(np.arange(self.shape.n_expert), event.expert_ids)
 
     predictor = Wrong(MoeShape.of(read_layout(own())), lambda shape: predictor.wrong if predictor.calls > 2 else None)
     llm = load(own(), policy="locality", predictor=predictor, prefetch=EAGER, lockstep=True, **TIGHT)

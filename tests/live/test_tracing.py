@@ -35,10 +35,10 @@ class Second:
     def announce(self, announcement: Announcement) -> None:
         self.announced.append(announcement)
 
-    def observe(self, gate: RoutingEvent) -> None:
-        if not self.passes or self.passes[-1][0].pass_ != gate.pass_:
+    def observe(self, event: RoutingEvent) -> None:
+        if not self.passes or self.passes[-1][0].pass_ != event.pass_:
             self.passes.append([])
-        self.passes[-1].append(gate)
+        self.passes[-1].append(event)
 
 
 def load_recording(load: Load, path: Path, out: Path, **options: Any) -> tuple[Llama, Second]:
@@ -52,14 +52,14 @@ def load_recording(load: Load, path: Path, out: Path, **options: Any) -> tuple[L
 
 def assert_same(trace: Trace, second: Second) -> None:
     """The trace tells, in its events too, what the second listener heard."""
-    gates = [gate for gates in second.passes for gate in gates]
+    events = [event for events in second.passes for event in events]
     events = list(trace.events())
     told = [event for event in events if isinstance(event, RoutingEvent)]
     assert trace.n_pass == len(second.passes)
-    assert trace.pass_sequence.tolist() == [gates[0].sequence for gates in second.passes]
-    assert trace.pass_phase.tolist() == [gates[0].phase for gates in second.passes]
-    assert len(told) == len(gates)
-    for one, other in zip(told, gates, strict=True):
+    assert trace.pass_sequence.tolist() == [events[0].sequence for events in second.passes]
+    assert trace.pass_phase.tolist() == [events[0].phase for events in second.passes]
+    assert len(told) == len(events)
+    for one, other in zip(told, events, strict=True):
         assert one[3:7] == other[3:7]  # sequence, phase, first_token, il
         assert np.array_equal(one.expert_ids, other.expert_ids)
         assert one.weights is not None

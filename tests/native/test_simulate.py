@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
+from oracles import lru
 from traces import SMALL, random_trace
 
 from moegguf.controller.forecast import Forecast
@@ -23,7 +24,7 @@ from moegguf.controller.prefetch import PrefetchOptions
 from moegguf.controller.shape import MoeShape
 from moegguf.errors import CallbackError, OptionError
 from moegguf.native.events import Float32s, NativePolicy, RoutingEvent
-from moegguf.trace.belady import Lookups, belady, lru
+from moegguf.trace.belady import Lookups, belady
 from moegguf.trace.simulate import SimOptions, SimResult, Simulation, fitted, layout_of, slots_of
 from moegguf.trace.sweep import BELADY, closed_gap, sweep
 
@@ -114,8 +115,8 @@ class Oracle(Predictor):
         super().__init__(SMALL, reach=1)
         self.token = -1
 
-    def observe(self, gate: RoutingEvent) -> None:
-        self.token = int(TRACE.pass_start[gate.pass_ + 1]) - 1
+    def observe(self, event: RoutingEvent) -> None:
+        self.token = int(TRACE.pass_start[event.pass_ + 1]) - 1
 
     def predict(self, il: int, distance: int) -> Float32s | None:
         probabilities = np.zeros(SMALL.n_expert, np.float32)

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracles import floors_of, lru
 from traces import random_trace
 
 from moegguf.controller.shape import MoeShape
 from moegguf.errors import OptionError
 from moegguf.native.events import Phase
-from moegguf.trace.belady import Lookups, belady, floors_of, lru
+from moegguf.trace.belady import Lookups, belady
 from moegguf.trace.trace import Trace, TraceHeader
 
 
@@ -86,13 +87,13 @@ def optimum(trace: Trace, n_slots: int) -> int:
     lookups = Lookups.of(trace)
     best: dict[frozenset[int], int] = {frozenset(): 0}
     for start, end in zip(lookups.start[:-1], lookups.start[1:], strict=True):
-        gate = frozenset(lookups.keys[start:end].tolist())
+        event = frozenset(lookups.keys[start:end].tolist())
         after: dict[frozenset[int], int] = {}
         for resident, hits in best.items():
-            others = sorted(resident - gate)
-            for kept in combinations(others, min(len(others), n_slots - len(gate))):
-                state = gate | frozenset(kept)
-                after[state] = max(after.get(state, 0), hits + len(gate & resident))
+            others = sorted(resident - event)
+            for kept in combinations(others, min(len(others), n_slots - len(event))):
+                state = event | frozenset(kept)
+                after[state] = max(after.get(state, 0), hits + len(event & resident))
         best = after
     return max(best.values())
 

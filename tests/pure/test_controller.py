@@ -14,7 +14,7 @@ from fake_store import (
     announcement,
     controller,
     first_two,
-    gate,
+    routed,
     run_pass,
 )
 
@@ -35,7 +35,7 @@ def test_on_a_gate_it_remembers_asks_scores_and_fetches_in_this_order() -> None:
         ("announce", 0), ("predict", (1, 1)), ("predict", (2, 2)), ("prefetch", [(1, 0), (1, 1), (2, 0), (2, 1)]),
     ]  # fmt: skip
     notes.done.clear()
-    steering.observe(gate(1))
+    steering.observe(routed(1))
     assert notes.done == [
         ("observe", 1), ("predict", (2, 1)), ("predict", (3, 2)), ("policy", 1), ("scores", 1.0),
         ("prefetch", [(3, 0), (3, 1)]),
@@ -99,7 +99,7 @@ def test_none_leaves_the_last_scores_in_force() -> None:
 
 def test_layers_without_experts_are_none_of_its_business() -> None:
     steering = controller(Counting())
-    steering.observe(gate(0))
+    steering.observe(routed(0))
     assert steering.history.clock == steering.n_events == 0
 
 

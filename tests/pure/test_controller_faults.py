@@ -18,7 +18,7 @@ from fake_store import (
     announcement,
     controller,
     first_two,
-    gate,
+    routed,
     run_pass,
     run_passes,
 )
@@ -113,10 +113,10 @@ def test_what_a_dropped_predictor_said_is_forgotten() -> None:
     predictor = Saying(first_two)
     steering = controller(policy, predictor)
     steering.announce(announcement())
-    steering.observe(gate(1))
+    steering.observe(routed(1))
     predictor.answer = lambda il: raises()
     with pytest.warns(UserWarning, match="going on without it"):
-        steering.observe(gate(2))
+        steering.observe(routed(2))
     run_pass(steering, pass_=1)
     assert [known for _, known in policy.seen] == [[2, 3], [], [], [], []]
 

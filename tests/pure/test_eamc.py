@@ -23,7 +23,7 @@ AGGREGATED = [[0, 1], [1, 0], [0.4, 0.6], [0.2, 0.8]]
 PREDICTED = [[0, 1], [1, 0], [0.3, 0.45], [0.1, 0.4]]
 
 
-def gate(il: int, *experts: int, pass_: int = 0, sequence: int = 0, phase: Phase = Phase.DECODE) -> RoutingEvent:
+def routed(il: int, *experts: int, pass_: int = 0, sequence: int = 0, phase: Phase = Phase.DECODE) -> RoutingEvent:
     """One token's choice at layer `il`."""
     return RoutingEvent(pass_, 0, 0, sequence, phase, 0, il, np.array([experts], np.int32))
 
@@ -40,8 +40,8 @@ def figure_5(own_share: float = 0.0) -> EamcPredictor:
 def test_figure_5() -> None:
     predictor = figure_5()
     predictor.announce(announced(0))
-    predictor.observe(gate(0, 1))
-    predictor.observe(gate(1, 0))
+    predictor.observe(routed(0, 1))
+    predictor.observe(routed(1, 0))
     probabilities = [predictor.predict(il, il - 1) for il in range(4)]
     np.testing.assert_allclose(np.array(probabilities), AGGREGATED, rtol=1e-6)
     np.testing.assert_allclose(predictor.peam(), PREDICTED, rtol=1e-6)
@@ -50,22 +50,22 @@ def test_figure_5() -> None:
 def test_the_own_request_has_its_share_and_the_whole_where_nothing_else_is_known() -> None:
     predictor = figure_5(own_share=0.5)
     for il, e in enumerate((1, 0, 0, 1)):
-        predictor.observe(gate(il, e))
-    predictor.observe(gate(0, 1, pass_=1))
-    predictor.observe(gate(1, 0, pass_=1))
+        predictor.observe(routed(il, e))
+    predictor.observe(routed(0, 1, pass_=1))
+    predictor.observe(routed(1, 0, pass_=1))
     np.testing.assert_allclose(predictor.predict(2, 1), [0.7, 0.3], rtol=1e-6)
     alone = EamcPredictor(FOUR, own_share=0.5)
-    alone.observe(gate(2, 1))
-    alone.observe(gate(0, 1, pass_=1))
+    alone.observe(routed(2, 1))
+    alone.observe(routed(0, 1, pass_=1))
     np.testing.assert_allclose(alone.predict(2, 2), [0, 1])
     assert alone.predict(3, 3) is None
 
 
 def test_prefill_and_decode_do_not_match_each_other() -> None:
     predictor = figure_5()
-    predictor.observe(gate(0, 1, phase=Phase.PREFILL))
+    predictor.observe(routed(0, 1, phase=Phase.PREFILL))
     assert predictor.predict(2, 2) is None
-    predictor.observe(gate(0, 1, pass_=1))
+    predictor.observe(routed(0, 1, pass_=1))
     assert predictor.predict(2, 2) is not None
 
 
@@ -73,9 +73,9 @@ def test_a_request_joins_the_collection_when_the_next_one_begins() -> None:
     predictor = EamcPredictor(FOUR, own_share=0)
     for pass_, phase in enumerate((Phase.PREFILL, Phase.DECODE, Phase.DECODE)):
         for il in range(4):
-            predictor.observe(gate(il, il % 2, pass_=pass_, phase=phase))
+            predictor.observe(routed(il, il % 2, pass_=pass_, phase=phase))
     assert predictor.eamcs.n_entries == 0
-    predictor.observe(gate(0, 0, pass_=3, sequence=1))
+    predictor.observe(routed(0, 0, pass_=3, sequence=1))
     np.testing.assert_array_equal(predictor.eamcs.prefill.state, [[[1, 0], [0, 1], [1, 0], [0, 1]]])
     np.testing.assert_array_equal(predictor.eamcs.decode.state, [[[2, 0], [0, 2], [2, 0], [0, 2]]])
     np.testing.assert_allclose(predictor.predict(3, 3), [0, 1])
@@ -84,13 +84,13 @@ def test_a_request_joins_the_collection_when_the_next_one_begins() -> None:
 def test_an_announcement_ends_a_request_too_and_once_only() -> None:
     predictor = EamcPredictor(FOUR)
     predictor.announce(announced(0))
-    predictor.observe(gate(0, 1))
+    predictor.observe(routed(0, 1))
     predictor.announce(announced(0))
-    predictor.observe(gate(0, 1, pass_=1))
+    predictor.observe(routed(0, 1, pass_=1))
     predictor.announce(announced(1))
     assert predictor.eamcs.decode.n_entries == 1
     assert predictor.predict(0, 1) is None  # a new request, of which nothing is known
-    predictor.observe(gate(0, 1, pass_=2, sequence=1))
+    predictor.observe(routed(0, 1, pass_=2, sequence=1))
     predictor.finish()
     predictor.finish()
     assert predictor.eamcs.decode.state.sum() == 3 and predictor.eamcs.decode.n_entries == 2
@@ -99,7 +99,7 @@ def test_an_announcement_ends_a_request_too_and_once_only() -> None:
 def test_before_the_first_gate_of_a_pass_only_the_own_request_speaks() -> None:
     predictor = figure_5(own_share=0.5)
     predictor.announce(announced(0))
-    predictor.observe(gate(3, 1))
+    predictor.observe(routed(3, 1))
     predictor.announce(announced(0))
     np.testing.assert_allclose(predictor.predict(3, 4), [0, 1])
     assert predictor.predict(2, 3) is None

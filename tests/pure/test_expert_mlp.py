@@ -17,7 +17,7 @@ POPULARITY = np.arange(12, dtype=np.float32).reshape(3, 4) / 12
 AFFINITY = np.arange(32, dtype=np.float32).reshape(2, 4, 4) / 32
 
 
-def gate(pass_: int, il: int, *ids: int) -> RoutingEvent:
+def routed(pass_: int, il: int, *ids: int) -> RoutingEvent:
     return RoutingEvent(pass_, 0, 0, 0, Phase.DECODE, 0, il, np.array([ids], np.int32))
 
 
@@ -50,12 +50,12 @@ def test_the_state_is_history_popularity_and_the_rows_of_the_experts_chosen() ->
 
 def test_a_copying_network_gives_the_history_back_and_keeps_its_order() -> None:
     mlp = ExpertMlp.from_weights(SHAPE, weights((8, 8, 8, 8, 8, 8)))
-    mlp.observe(gate(7, 0, 3, 0))
+    mlp.observe(routed(7, 0, 3, 0))
     probabilities = mlp.predict(1, 1)
     assert probabilities is not None
     expected = 1 / (1 + np.exp(-np.array([1, 0.25, 0, 0])))
     assert probabilities == pytest.approx(expected, abs=0.01)
-    mlp.observe(gate(7, 1, 1, 2))
+    mlp.observe(routed(7, 1, 1, 2))
     later = mlp.predict(3, 1)
     assert later is not None and later.argsort().tolist() == [1, 2, 3, 0]
 
@@ -63,17 +63,17 @@ def test_a_copying_network_gives_the_history_back_and_keeps_its_order() -> None:
 def test_it_needs_every_layer_of_the_pass_and_looks_one_ahead() -> None:
     mlp = ExpertMlp.from_weights(SHAPE, weights((8, 8, 8, 8, 8, 8)))
     assert mlp.predict(0, 1) is None and mlp.predict(1, 1) is None
-    mlp.observe(gate(0, 0, 1, 2))
+    mlp.observe(routed(0, 0, 1, 2))
     assert mlp.predict(1, 1) is not None
     assert mlp.predict(3, 1) is None and mlp.predict(3, 2) is None and mlp.predict(2, 1) is None
-    mlp.observe(gate(0, 3, 1, 2))  # layer 1 was missed
+    mlp.observe(routed(0, 3, 1, 2))  # layer 1 was missed
     assert mlp.predict(3, 1) is None
-    for strange in (gate(1, 0, 1, 9), gate(2, 0, 1), gate(3, 0, 1, -1), gate(4, 2, 1, 2)):
+    for strange in (routed(1, 0, 1, 9), routed(2, 0, 1), routed(3, 0, 1, -1), routed(4, 2, 1, 2)):
         mlp.observe(strange)
         assert mlp.predict(1, 1) is None
-    mlp.observe(gate(5, 0, 1, 2)._replace(expert_ids=np.zeros((3, 2), np.int32)))
+    mlp.observe(routed(5, 0, 1, 2)._replace(expert_ids=np.zeros((3, 2), np.int32)))
     assert mlp.predict(1, 1) is None
-    mlp.observe(gate(6, 0, 1, 2))
+    mlp.observe(routed(6, 0, 1, 2))
     assert mlp.predict(1, 1) is not None
 
 

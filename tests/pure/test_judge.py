@@ -72,8 +72,8 @@ def test_a_predictor_driven_by_another_is_only_asked() -> None:
 class Failing(Predictor):
     name = "failing"
 
-    def observe(self, gate: RoutingEvent) -> None:
-        if gate.pass_ == 3:
+    def observe(self, event: RoutingEvent) -> None:
+        if event.pass_ == 3:
             raise RuntimeError("broken weights")
 
     def predict(self, il: int, distance: int) -> None:
@@ -89,18 +89,18 @@ def test_a_predictor_that_raises_ends_its_own_judgement_only() -> None:
         listen(trace, Judge(Failing(trace.shape, 4)))
 
 
-def gate(il: int, ids: list[list[int]], *, pass_: int = 0, phase: Phase = Phase.DECODE) -> RoutingEvent:
+def routed(il: int, ids: list[list[int]], *, pass_: int = 0, phase: Phase = Phase.DECODE) -> RoutingEvent:
     return RoutingEvent(pass_, 0, 0, 0, phase, -1, il, np.array(ids, np.int32).reshape(len(ids), -1))
 
 
 def test_strange_gates_are_neither_judged_nor_a_fault() -> None:
     judge = LiveJudge(Silent(SMALL, np.ones(SMALL.n_expert, np.float32)))
-    judge.observe(gate(0, [[1, 2]]))  # a layer without experts
-    judge.observe(gate(1, [[-1, -1]]))  # padding
-    judge.observe(gate(1, [[1, 99]], pass_=1))  # an expert that does not exist
-    judge.observe(gate(1, [[1, 2], [3, 4]], pass_=2))  # two tokens
-    judge.observe(gate(5, [[1, 2]], pass_=2))  # the last layer computed for one of them
-    judge.observe(gate(1, [[1, 2]], pass_=3, phase=Phase.PREFILL))
+    judge.observe(routed(0, [[1, 2]]))  # a layer without experts
+    judge.observe(routed(1, [[-1, -1]]))  # padding
+    judge.observe(routed(1, [[1, 99]], pass_=1))  # an expert that does not exist
+    judge.observe(routed(1, [[1, 2], [3, 4]], pass_=2))  # two tokens
+    judge.observe(routed(5, [[1, 2]], pass_=2))  # the last layer computed for one of them
+    judge.observe(routed(1, [[1, 2]], pass_=3, phase=Phase.PREFILL))
     assert judge.failure is None
     assert judge.table().means[1].asked == 0
     assert judge.tally.ranks[..., 1:].sum() == 0
@@ -108,10 +108,10 @@ def test_strange_gates_are_neither_judged_nor_a_fault() -> None:
 
 def test_a_pass_that_breaks_off_is_not_judged_by_what_was_said_for_it() -> None:
     trace = random_trace(n_sequences=1, n_prefill=0, n_decode=3)
-    gates = [event for event in trace.events() if isinstance(event, RoutingEvent)]
+    events = [event for event in trace.events() if isinstance(event, RoutingEvent)]
     n = len(SMALL.layers)
     judge = Judge(Oracle(trace), [1], drive=False)
     judge.predictor.announce(Announcement(0, 0, Phase.DECODE, trace.tokens[:1]))
-    judge.observe(gates[0])  # predicts layer 2 of the first pass
-    judge.observe(gates[n + 1])  # layer 2 of the second, whose first layer was never heard
+    judge.observe(events[0])  # predicts layer 2 of the first pass
+    judge.observe(events[n + 1])  # layer 2 of the second, whose first layer was never heard
     assert judge.tally.ranks[..., 1:].sum() == 0

@@ -14,7 +14,7 @@ from moegguf.native.matvec import QuantizedMatrix
 SHAPE = MoeShape(n_layer=5, n_expert=3, n_expert_used=1, layers=(1, 2, 3, 4), n_embd=2, n_vocab=6)
 
 
-def gate(il: int, *vector: float) -> RoutingEvent:
+def routed(il: int, *vector: float) -> RoutingEvent:
     inputs = np.array([vector], np.float32)
     return RoutingEvent(0, 0, 0, 0, Phase.DECODE, 0, il, np.zeros((1, 1), np.int32), None, inputs)
 
@@ -45,9 +45,9 @@ def softmax(*logits: float) -> np.ndarray:
 def test_two_layers_with_relu_and_a_softmax_over_the_choices() -> None:
     mlp = MlpPredictor.from_weights(SHAPE, weights([1, 2]))
     assert mlp.reach == 2
-    mlp.observe(gate(1, 2.0, 9.0))
+    mlp.observe(routed(1, 2.0, 9.0))
     assert mlp.predict(3, 2) == pytest.approx(softmax(2, 0, 0.75), abs=0.01)
-    mlp.observe(gate(2, -2.0, 9.0))
+    mlp.observe(routed(2, -2.0, 9.0))
     assert mlp.predict(3, 1) == pytest.approx(softmax(0, 2, 0.75), abs=0.01)
     assert mlp.predict(4, 2) == pytest.approx(softmax(0, 2, 1.0), abs=0.01)
 
@@ -60,18 +60,18 @@ def test_a_token_uses_several_experts_and_none_of_them_twice() -> None:
 def test_it_says_nothing_where_it_was_not_trained_or_has_no_input() -> None:
     mlp = MlpPredictor.from_weights(SHAPE, weights([2]))
     assert mlp.predict(3, 2) is None
-    mlp.observe(gate(2, 1.0, 1.0))
+    mlp.observe(routed(2, 1.0, 1.0))
     assert mlp.predict(3, 1) is None
     assert mlp.predict(2, 0) is None
     assert mlp.predict(4, 1) is None
     assert mlp.predict(4, 2) is not None
-    mlp.observe(gate(2, 1.0, 1.0)._replace(inputs=None))
+    mlp.observe(routed(2, 1.0, 1.0)._replace(inputs=None))
     assert mlp.predict(4, 2) is None
 
 
 def test_answers_stay_valid_while_the_next_is_computed() -> None:
     mlp = MlpPredictor.from_weights(SHAPE, weights([1, 2]))
-    mlp.observe(gate(1, 2.0, 0.0))
+    mlp.observe(routed(1, 2.0, 0.0))
     first = mlp.predict(2, 1)
     assert first is not None
     kept = first.copy()

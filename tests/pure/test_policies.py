@@ -42,34 +42,34 @@ class Says:
         return self._known
 
 
-def gate(
+def routed(
     pass_: int, il: int, experts: Sequence[int], *, sequence: int = 0, phase: Phase = Phase.DECODE
 ) -> RoutingEvent:
     return RoutingEvent(pass_, 0, 0, sequence, phase, -1, il, np.array(experts, np.int32).reshape(-1, 1))
 
 
 def tell(
-    policy: Policy, history: History, gates: Sequence[RoutingEvent], forecast: Says | None = None
+    policy: Policy, history: History, events: Sequence[RoutingEvent], forecast: Says | None = None
 ) -> Float32s | None:
     """The last scores after these gates."""
     scores = None
-    for one in gates:
+    for one in events:
         history.update(one)
         scores = policy.scores(history, forecast or Says(history.shape))
     return scores
 
 
-def victim(policy: Policy, residents: Sequence[Expert], gates: Sequence[RoutingEvent]) -> tuple[int, int]:
+def victim(policy: Policy, residents: Sequence[Expert], events: Sequence[RoutingEvent]) -> tuple[int, int]:
     """Who of the residents (il, expert) goes first after these gates."""
     history = History(TWO)
-    scores = tell(policy, history, gates)
+    scores = tell(policy, history, events)
     table = np.zeros(TWO.table, np.float32) if scores is None else scores
     return min(residents, key=lambda who: (table[who], history.last_use[who]))
 
 
 def story(experts: Sequence[int], il: int = 1, sequence: int = 0) -> list[RoutingEvent]:
     """One token per expert, each through layer `il` only."""
-    return [gate(100 * sequence + n, il, [e], sequence=sequence) for n, e in enumerate(experts)]
+    return [routed(100 * sequence + n, il, [e], sequence=sequence) for n, e in enumerate(experts)]
 
 
 A, B, C = (1, 0), (1, 1), (1, 2)
@@ -86,15 +86,15 @@ def test_lfu_gives_up_what_was_used_least_often() -> None:
 
 
 def test_lfu_of_a_request_forgets_the_one_before() -> None:
-    gates = story([0, 0, 0, 1]) + story([1, 0, 1], sequence=1)
-    assert victim(Lfu(), [A, B], gates) == B
-    assert victim(LfuRequest(TWO), [A, B], gates) == A
+    events = story([0, 0, 0, 1]) + story([1, 0, 1], sequence=1)
+    assert victim(Lfu(), [A, B], events) == B
+    assert victim(LfuRequest(TWO), [A, B], events) == A
 
 
 def test_lfu_with_decay_lies_between_frequency_and_recency() -> None:
-    gates = story([0, 0, 0, 0, 1, 1])
-    assert victim(LfuDecay(TWO, half_life_tokens=1.0), [A, B], gates) == A
-    assert victim(LfuDecay(TWO, half_life_tokens=1000.0), [A, B], gates) == B
+    events = story([0, 0, 0, 0, 1, 1])
+    assert victim(LfuDecay(TWO, half_life_tokens=1.0), [A, B], events) == A
+    assert victim(LfuDecay(TWO, half_life_tokens=1000.0), [A, B], events) == B
 
 
 def test_static_keeps_its_profile_whatever_happens() -> None:
@@ -113,10 +113,10 @@ def test_random_draws_again_and_repeats_itself() -> None:
 
 def test_least_stale_gives_up_layers_behind_before_layers_ahead() -> None:
     four = MoeShape(n_layer=4, n_expert=4, n_expert_used=1, layers=(0, 1, 2, 3))
-    scores = tell(LeastStale(four), History(four), [gate(0, 0, [0])])
+    scores = tell(LeastStale(four), History(four), [routed(0, 0, [0])])
     assert scores is not None
     assert scores[:, 0].tolist() == [0, 0, 1, 1]  # layer 1 is next: what it needs is pinned by then
-    scores = tell(LeastStale(four), History(four), [gate(0, 3, [0])])
+    scores = tell(LeastStale(four), History(four), [routed(0, 3, [0])])
     assert scores is not None
     assert scores[:, 0].tolist() == [0, 1, 1, 1]
 
@@ -133,8 +133,8 @@ def test_rates_fade_by_half_per_half_life() -> None:
 
 def test_rates_make_up_for_a_prompt_nobody_told_them_of() -> None:
     rates, history = Rates(TWO, (1.0,)), History(TWO)
-    history.update(gate(0, 1, [0, 1, 1], phase=Phase.PREFILL))
-    history.update(gate(1, 1, [3]))
+    history.update(routed(0, 1, [0, 1, 1], phase=Phase.PREFILL))
+    history.update(routed(1, 1, [3]))
     rates.update(history)
     left = 0.5**4  # four tokens, of which a quarter, a half and a quarter were for 0, 1 and 3
     assert rates.table[0, 1].tolist() == pytest.approx([(1 - left) / 4, (1 - left) / 2, 0, (1 - left) / 4])
@@ -159,22 +159,22 @@ def test_next_use_believes_the_predictor_about_this_pass() -> None:
     policy = NextUse(TWO, half_lives_tokens=(1.0,), weights=(1.0,), phase_weight=1.0, trust=1.0)
     history = History(TWO)
     tell(policy, history, story([0, 0], il=2))  # 0.75 for expert 0 of layer 2
-    scores = tell(policy, history, [gate(50, 1, [0])], Says(TWO, 2, [0.0, 0.5, 1.0, 0.0]))
+    scores = tell(policy, history, [routed(50, 1, [0])], Says(TWO, 2, [0.0, 0.5, 1.0, 0.0]))
     assert scores is not None
     assert scores[2].tolist() == pytest.approx([-1 / 0.75, -0.5 / LEAST, 0, -1 / LEAST], rel=1e-5)
 
 
 def test_next_use_gives_up_the_rare_before_the_far() -> None:
     policy = NextUse(TWO)
-    gates = [one for n in range(8) for one in (gate(n, 1, [n % 2]), gate(n, 2, [n % 4]))]
-    assert victim(policy, [(1, 0), (1, 1), (2, 0)], gates) == (2, 0)
+    events = [one for n in range(8) for one in (routed(n, 1, [n % 2]), routed(n, 2, [n % 4]))]
+    assert victim(policy, [(1, 0), (1, 1), (2, 0)], events) == (2, 0)
 
 
 @pytest.mark.parametrize("name", ["lfu", "lfu-request", "random", "least-stale", "locality"])
 def test_policies_do_without_prediction_and_answer_in_shape(name: str) -> None:
     history, policy = History(TWO), POLICIES[name](TWO, NoSources())
     assert isinstance(policy, Policy)
-    scores = tell(policy, history, [gate(0, 1, [0, 3], phase=Phase.PREFILL), gate(1, 1, [1]), gate(1, 2, [2])])
+    scores = tell(policy, history, [routed(0, 1, [0, 3], phase=Phase.PREFILL), routed(1, 1, [1]), routed(1, 2, [2])])
     assert scores is not None
     assert scores.shape == TWO.table
     assert np.isfinite(scores).all()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from predicting import accuracy
+from oracles import accuracy
 from traces import random_trace
 
 from moegguf.controller.predictors.popularity import Affinity, Popularity
@@ -31,7 +31,7 @@ def tiny_trace() -> Trace:
     )
 
 
-def gate(il: int, *ids: int) -> RoutingEvent:
+def routed(il: int, *ids: int) -> RoutingEvent:
     return RoutingEvent(0, 0, 0, 0, Phase.DECODE, -1, il, np.array([ids], np.int32))
 
 
@@ -56,16 +56,16 @@ def test_popularity_answers_for_any_layer_with_experts_at_any_time() -> None:
 def test_affinity_averages_the_rows_of_the_experts_chosen() -> None:
     affinity = fit_affinity(tiny_trace())
     assert affinity.predict(2, 1) is None
-    affinity.observe(gate(0, 1, 2))
+    affinity.observe(routed(0, 1, 2))
     assert affinity.predict(2, 1) == pytest.approx([0.5, 1, 0.5])
     assert affinity.predict(2, 2) is None
     assert affinity.predict(0, 1) is None
 
 
-@pytest.mark.parametrize("strange", [gate(0, 1, 3), gate(0, -1, 2), gate(1, 0, 1), gate(2, 0, 1), gate(0)])
+@pytest.mark.parametrize("strange", [routed(0, 1, 3), routed(0, -1, 2), routed(1, 0, 1), routed(2, 0, 1), routed(0)])
 def test_strange_gates_and_the_last_layer_leave_nothing_to_say(strange: RoutingEvent) -> None:
     affinity = fit_affinity(tiny_trace())
-    affinity.observe(gate(0, 0, 1))
+    affinity.observe(routed(0, 0, 1))
     affinity.observe(strange)
     assert affinity.predict(2, 1) is None
     affinity.observe(strange._replace(expert_ids=np.zeros((2, 2), np.int32)))
@@ -76,7 +76,7 @@ def test_an_expert_never_seen_is_followed_by_what_is_popular() -> None:
     trace = tiny_trace()
     trace.expert_ids[0][trace.expert_ids[0] == 2] = 1
     affinity = fit_affinity(trace)
-    affinity.observe(gate(0, 2, 2))
+    affinity.observe(routed(0, 2, 2))
     assert affinity.predict(2, 1) == pytest.approx([0.5, 1, 0.5])
 
 
@@ -87,7 +87,7 @@ def test_saved_statistics_predict_the_same() -> None:
     assert np.array_equal(again.predict(3, 1), popularity.predict(3, 1))
     other = Affinity.from_weights(trace.shape, affinity.weights())
     for predictor in (affinity, other):
-        predictor.observe(gate(2, 4, 5))
+        predictor.observe(routed(2, 4, 5))
     assert np.array_equal(other.predict(3, 1), affinity.predict(3, 1))
     with pytest.raises(ValueError, match="must have the shape"):
         Affinity.from_weights(SHAPE, affinity.weights())

@@ -13,7 +13,7 @@ from moegguf.native.events import Announcement, Phase, RoutingEvent
 SHAPE = MoeShape(n_layer=3, n_expert=4, n_expert_used=2, layers=(1, 2))
 
 
-def gate(il: int, *tokens: tuple[int, ...], sequence: int = 0) -> RoutingEvent:
+def routed(il: int, *tokens: tuple[int, ...], sequence: int = 0) -> RoutingEvent:
     return RoutingEvent(
         0,
         0,
@@ -28,33 +28,33 @@ def gate(il: int, *tokens: tuple[int, ...], sequence: int = 0) -> RoutingEvent:
 
 def test_it_repeats_the_last_token_of_the_layer() -> None:
     predictor = PreviousToken(SHAPE)
-    predictor.observe(gate(1, (0, 1), (2, 3)))
-    predictor.observe(gate(2, (3, 0)))
+    predictor.observe(routed(1, (0, 1), (2, 3)))
+    predictor.observe(routed(2, (3, 0)))
     assert predictor.predict(1, 2).tolist() == [0, 0, 1, 1]
     assert predictor.predict(2, 1).tolist() == [1, 0, 0, 1]
-    predictor.observe(gate(1, (1, 2), sequence=1))
+    predictor.observe(routed(1, (1, 2), sequence=1))
     assert predictor.predict(1, 2).tolist() == [0, 1, 1, 0]
 
 
 def test_it_says_nothing_about_a_layer_not_seen_or_without_experts() -> None:
     predictor = PreviousToken(SHAPE)
-    predictor.observe(gate(1, (0, 1)))
+    predictor.observe(routed(1, (0, 1)))
     assert predictor.predict(2, 1) is None
     assert predictor.predict(0, 1) is None
     assert predictor.predict(99, 1) is None
 
 
-@pytest.mark.parametrize("strange", [gate(0, (1, 2)), gate(7, (1, 2)), gate(1)])
+@pytest.mark.parametrize("strange", [routed(0, (1, 2)), routed(7, (1, 2)), routed(1)])
 def test_a_gate_that_tells_nothing_changes_nothing(strange: RoutingEvent) -> None:
     predictor = PreviousToken(SHAPE)
-    predictor.observe(gate(1, (0, 1)))
+    predictor.observe(routed(1, (0, 1)))
     predictor.observe(strange)
     assert predictor.predict(1, 2).tolist() == [1, 1, 0, 0]
 
 
 def test_ids_out_of_range_are_left_out() -> None:
     predictor = PreviousToken(SHAPE)
-    predictor.observe(gate(1, (-1, 3, 4, 1000)))
+    predictor.observe(routed(1, (-1, 3, 4, 1000)))
     assert predictor.predict(1, 2).tolist() == [0, 0, 0, 1]
 
 

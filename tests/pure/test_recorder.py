@@ -22,7 +22,7 @@ TINY = MoeShape(n_layer=3, n_expert=4, n_expert_used=2, layers=(0, 2), n_embd=2,
 HEADER = TraceHeader("tiny", "ab", {}, {"threads": 2})
 
 
-def gate(pass_: int, il: int, ids: list[list[int]], *, lane: int = 0, first: int = 0, **more: object) -> RoutingEvent:
+def routed(pass_: int, il: int, ids: list[list[int]], *, lane: int = 0, first: int = 0, **more: object) -> RoutingEvent:
     """A gate of request `lane`, at 10 ns per pass."""
     fields = {"pass_": pass_, "time_ns": 10 * pass_, "lane": lane, "sequence": lane, "phase": Phase.DECODE}
     return RoutingEvent(**{**fields, "first_token": first, "il": il, "expert_ids": np.array(ids, np.int32), **more})  # type: ignore[arg-type]
@@ -60,15 +60,15 @@ def test_the_last_layer_may_have_fewer_tokens(tmp_path: Path) -> None:
     trace = record(
         tmp_path / "t.npz",
         announcement([7, 8, 9]),
-        gate(1, 0, [[0, 1], [1, 2], [2, 3]]),
-        gate(1, 2, [[3, 0]]),
+        routed(1, 0, [[0, 1], [1, 2], [2, 3]]),
+        routed(1, 2, [[3, 0]]),
     )
     assert trace.expert_ids.tolist() == [[[0, 1], [1, 2], [2, 3]], [[-1, -1], [-1, -1], [3, 0]]]
     assert trace.tokens.tolist() == [7, 8, 9] and trace.pass_ns.tolist() == [10]
 
 
 def test_a_pass_that_failed_keeps_what_it_had(tmp_path: Path) -> None:
-    trace = record(tmp_path / "t.npz", gate(1, 0, [[0, 1]]), gate(2, 0, [[1, 2]]), gate(2, 2, [[2, 3]]))
+    trace = record(tmp_path / "t.npz", routed(1, 0, [[0, 1]]), routed(2, 0, [[1, 2]]), routed(2, 2, [[2, 3]]))
     assert trace.expert_ids.tolist() == [[[0, 1], [1, 2]], [[-1, -1], [2, 3]]]
 
 
@@ -76,11 +76,11 @@ def test_one_announcement_may_become_several_passes(tmp_path: Path) -> None:
     trace = record(
         tmp_path / "t.npz",
         announcement([7, 8, 9]),
-        gate(1, 0, [[0, 1], [1, 2]]),
-        gate(2, 0, [[2, 3]], first=2),
-        gate(3, 0, [[2, 3]], first=-1),
+        routed(1, 0, [[0, 1], [1, 2]]),
+        routed(2, 0, [[2, 3]], first=2),
+        routed(3, 0, [[2, 3]], first=-1),
         announcement([4]),
-        gate(4, 0, [[0, 1], [1, 2]]),
+        routed(4, 0, [[0, 1], [1, 2]]),
     )
     assert trace.tokens.tolist() == [7, 8, 9, -1, 4, -1], "unknown where nothing was announced"
     assert trace.pass_first_token.tolist() == [0, 2, -1, 0] and trace.pass_start.tolist() == [0, 2, 3, 4, 6]
@@ -90,11 +90,11 @@ def test_lanes_are_kept_apart(tmp_path: Path) -> None:
     trace = record(
         tmp_path / "t.npz",
         announcement([7], lane=0),
-        gate(1, 0, [[0, 1]], lane=0),
+        routed(1, 0, [[0, 1]], lane=0),
         announcement([8], lane=1),
-        gate(2, 0, [[1, 2]], lane=1),
-        gate(1, 2, [[2, 3]], lane=0),
-        gate(2, 2, [[3, 0]], lane=1),
+        routed(2, 0, [[1, 2]], lane=1),
+        routed(1, 2, [[2, 3]], lane=0),
+        routed(2, 2, [[3, 0]], lane=1),
     )
     assert trace.pass_sequence.tolist() == [0, 1] and trace.tokens.tolist() == [7, 8]
     assert trace.expert_ids.tolist() == [[[0, 1], [1, 2]], [[2, 3], [3, 0]]]
@@ -119,11 +119,11 @@ def test_arrays_may_be_reused_after_the_call(tmp_path: Path) -> None:
 def test_layers_that_use_fewer_experts_and_strange_gates(tmp_path: Path) -> None:
     trace = record(
         tmp_path / "t.npz",
-        gate(1, 0, [[2]]),
-        gate(1, 2, [[2, 3]]),
-        gate(1, 1, [[2, 3]]),
-        gate(2, 5, [[2, 3]]),
-        gate(3, 0, [[0, 1, 2]]),
+        routed(1, 0, [[2]]),
+        routed(1, 2, [[2, 3]]),
+        routed(1, 1, [[2, 3]]),
+        routed(2, 5, [[2, 3]]),
+        routed(3, 0, [[0, 1, 2]]),
     )
     assert trace.expert_ids.tolist() == [[[2, -1]], [[2, 3]]], "no such layer, too many experts: left out"
 
@@ -132,9 +132,9 @@ def test_inputs_only_of_some_passes(tmp_path: Path) -> None:
     huge = np.array([[1e9, np.nan]], np.float32)
     trace = record(
         tmp_path / "t.npz",
-        gate(1, 0, [[0, 1], [1, 2]]),
-        gate(2, 0, [[2, 3]], inputs=huge, weights=-huge),
-        gate(3, 0, [[2, 3]]),
+        routed(1, 0, [[0, 1], [1, 2]]),
+        routed(2, 0, [[2, 3]], inputs=huge, weights=-huge),
+        routed(3, 0, [[2, 3]]),
         weights=True,
         inputs=True,
     )
@@ -147,7 +147,7 @@ def test_memory_stays_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(recorder, "BLOCK_BYTES", 1000)
     session = Recorder(tmp_path / "t.npz", replace(TINY, n_embd=64), HEADER, inputs=True)
     for number in range(40):
-        session.observe(gate(number, 0, [[0, 1]], inputs=np.ones((1, 64), np.float32)))
+        session.observe(routed(number, 0, [[0, 1]], inputs=np.ones((1, 64), np.float32)))
         assert number - session.n_passes <= 4
     session.close()
     assert read(tmp_path / "t.npz").n_pass == 40
@@ -156,20 +156,20 @@ def test_memory_stays_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_passes_are_in_the_order_they_began(tmp_path: Path) -> None:
     trace = record(
         tmp_path / "t.npz",
-        gate(1, 0, [[0, 1]], lane=1),
-        gate(2, 0, [[1, 2]], lane=0),
-        gate(3, 0, [[2, 3]], lane=0),
-        gate(4, 0, np.empty((0, 2))),  # type: ignore[arg-type]
+        routed(1, 0, [[0, 1]], lane=1),
+        routed(2, 0, [[1, 2]], lane=0),
+        routed(3, 0, [[2, 3]], lane=0),
+        routed(4, 0, np.empty((0, 2))),  # type: ignore[arg-type]
     )
     assert trace.pass_ns.tolist() == [10, 20, 30], "and none without tokens"
 
 
 def test_what_is_known_at_the_end_joins_the_header(tmp_path: Path) -> None:
     session = Recorder(tmp_path / "t.npz", TINY, HEADER)
-    session.observe(gate(1, 0, [[0, 1]]))
+    session.observe(routed(1, 0, [[0, 1]]))
     session.label(0, "code")
     session.close(dropped=3)
-    session.observe(gate(2, 0, [[0, 1]]))
+    session.observe(routed(2, 0, [[0, 1]]))
     session.discard()
     trace = read(tmp_path / "t.npz")
     assert trace.header.settings == {"threads": 2, "dropped": 3} and trace.header.labels == {0: "code"}
@@ -189,7 +189,7 @@ def test_a_full_disk_ends_the_recording_only(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(TraceWriter, "add", full)
     session = Recorder(tmp_path / "t.npz", TINY, HEADER)
     for number in range(10):
-        session.observe(gate(number, 0, [[0, 1]]))
+        session.observe(routed(number, 0, [[0, 1]]))
     with pytest.raises(TraceError, match="No space left on device"):
         session.close()
     session.close()

@@ -51,7 +51,7 @@ def announce(listener: RoutingPath, *tokens: int, sequence: int = 0, phase: Phas
     listener.announce(Announcement(0, sequence, phase, np.array(tokens, np.int32)))
 
 
-def gate(il: int, n_tokens: int = 1, first_token: int = 0, sequence: int = 0) -> RoutingEvent:
+def routed(il: int, n_tokens: int = 1, first_token: int = 0, sequence: int = 0) -> RoutingEvent:
     return RoutingEvent(0, 0, 0, sequence, Phase.DECODE, first_token, il, np.zeros((n_tokens, 1), np.int32))
 
 
@@ -156,7 +156,7 @@ def test_the_context_is_what_came_before_in_the_request() -> None:
     for token in tokens:
         announce(listener, token)
         for il in SHAPE.layers:
-            listener.observe(gate(il))
+            listener.observe(routed(il))
     padded = np.array([5] * WINDOW + tokens)  # the sixth token is the second one of the second chunk
     logits = plain_logits(random_arrays(), padded[CHUNK : CHUNK + WINDOW], padded[CHUNK + WINDOW :])[-1]
     np.testing.assert_allclose(told(listener), 1 / (1 + np.exp(-logits)), rtol=1e-3, atol=1e-5)
@@ -167,7 +167,7 @@ def test_it_does_not_matter_when_the_encoder_ran() -> None:
     for token in [2, 0, 4, 4, 1, 3, 0, 0, 1]:
         announce(early, token)
         announce(late, token)
-        early.observe(gate(SHAPE.layers[-1]))
+        early.observe(routed(SHAPE.layers[-1]))
         assert np.array_equal(told(early), told(late))
 
 
@@ -193,9 +193,9 @@ def test_a_long_prompt_is_told_pass_by_pass() -> None:
     tokens = [2, 0, 4, 4, 1, 3, 0, 0]
     announce(listener, *tokens, phase=Phase.PREFILL)
     whole = told(listener)
-    listener.observe(gate(1, n_tokens=4, first_token=0))
+    listener.observe(routed(1, n_tokens=4, first_token=0))
     first = told(listener)
-    listener.observe(gate(1, n_tokens=4, first_token=4))
+    listener.observe(routed(1, n_tokens=4, first_token=4))
     second = told(listener)
     np.testing.assert_allclose(1 - (1 - first) * (1 - second), whole, rtol=1e-3)
     alone = predictor()
@@ -224,10 +224,10 @@ def test_a_prompt_of_any_length_is_read_in_bounded_work() -> None:
 def test_a_pass_that_was_not_announced_is_met_with_silence() -> None:
     listener = predictor()
     announce(listener, 2)
-    listener.observe(gate(1, first_token=-1))
+    listener.observe(routed(1, first_token=-1))
     assert listener.predict(3, 1) is None
     announce(listener, 2)
-    listener.observe(gate(1, sequence=7))
+    listener.observe(routed(1, sequence=7))
     assert listener.predict(3, 1) is None
 
 
@@ -238,6 +238,6 @@ def test_tokens_it_cannot_know_are_met_with_silence(tokens: tuple[int, ...]) -> 
     announce(listener, *tokens)
     assert listener.predict(1, 1) is None
     for il in SHAPE.layers:
-        listener.observe(gate(il))
+        listener.observe(routed(il))
     announce(listener, 2)
     assert told(listener).shape == (2, SHAPE.n_expert)

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from predicting import accuracy
+from oracles import accuracy
 from traces import hidden_routers, random_trace
 
 from moegguf.controller.predictors.skip import FreshGate, Skip
@@ -22,7 +22,7 @@ def routers(shape: MoeShape, matrices: Float32s) -> Routers:
     return Routers(Gating.SOFTMAX, {il: Router(shape.n_expert_used, matrix) for il, matrix in rows})
 
 
-def gate(il: int, inputs: list[list[float]] | None) -> RoutingEvent:
+def routed(il: int, inputs: list[list[float]] | None) -> RoutingEvent:
     vectors = None if inputs is None else np.array(inputs, np.float32)
     n_tokens = 1 if inputs is None else len(inputs)
     return RoutingEvent(0, 0, 0, 0, Phase.DECODE, 0, il, np.zeros((n_tokens, 1), np.int32), None, vectors)
@@ -31,7 +31,7 @@ def gate(il: int, inputs: list[list[float]] | None) -> RoutingEvent:
 def test_the_input_goes_through_the_later_layers_router() -> None:
     identity = np.eye(4, dtype=np.float32)
     skip = Skip(SHAPE, routers(SHAPE, np.stack([identity, identity[::-1]])))
-    skip.observe(gate(1, [[0, 0, 5, 0]]))
+    skip.observe(routed(1, [[0, 0, 5, 0]]))
     probabilities = skip.predict(3, 1)
     assert probabilities is not None and probabilities.argmax() == 1  # turned round by layer 3's matrix
     assert skip.predict(1, 0) is None
@@ -41,7 +41,7 @@ def test_the_input_goes_through_the_later_layers_router() -> None:
 
 def test_the_fresh_gate_answers_at_distance_0_only() -> None:
     fresh = FreshGate(SHAPE, routers(SHAPE, np.stack([np.eye(4, dtype=np.float32)] * 2)))
-    fresh.observe(gate(3, [[0, 7, 0, 0]]))
+    fresh.observe(routed(3, [[0, 7, 0, 0]]))
     probabilities = fresh.predict(3, 0)
     assert probabilities is not None and probabilities.argmax() == 1
     assert fresh.predict(3, 1) is None
@@ -51,17 +51,17 @@ def test_the_fresh_gate_answers_at_distance_0_only() -> None:
 @pytest.mark.parametrize(
     "strange",
     [
-        gate(1, None),
-        gate(1, [[1, 2, 3, 4], [1, 2, 3, 4]]),
-        gate(1, [[1, 2, 3]]),
-        gate(1, [[1, 2, 3, float("nan")]]),
-        gate(0, [[1, 2, 3, 4]]),
-        gate(99, [[1, 2, 3, 4]]),
+        routed(1, None),
+        routed(1, [[1, 2, 3, 4], [1, 2, 3, 4]]),
+        routed(1, [[1, 2, 3]]),
+        routed(1, [[1, 2, 3, float("nan")]]),
+        routed(0, [[1, 2, 3, 4]]),
+        routed(99, [[1, 2, 3, 4]]),
     ],
 )
 def test_strange_gates_leave_nothing_to_say(strange: RoutingEvent) -> None:
     skip = Skip(SHAPE, routers(SHAPE, np.ones((2, 4, 4), np.float32)))
-    skip.observe(gate(1, [[1, 2, 3, 4]]))
+    skip.observe(routed(1, [[1, 2, 3, 4]]))
     assert skip.predict(3, 1) is not None
     skip.observe(strange)
     assert skip.predict(3, 1) is None
@@ -69,7 +69,7 @@ def test_strange_gates_leave_nothing_to_say(strange: RoutingEvent) -> None:
 
 def test_a_new_pass_forgets_the_last_input_and_gates_may_reuse_their_arrays() -> None:
     skip = Skip(SHAPE, routers(SHAPE, np.stack([np.eye(4, dtype=np.float32)] * 2)))
-    reused = gate(1, [[9, 0, 0, 0]])
+    reused = routed(1, [[9, 0, 0, 0]])
     skip.observe(reused)
     assert reused.inputs is not None
     reused.inputs[:] = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from predicting import accuracy
+from oracles import accuracy
 from traces import random_trace
 
 from moegguf.controller.predictors.token_table import MAX_COUNT, TokenTable
@@ -37,7 +37,7 @@ def announce(table: TokenTable, *tokens: int, phase: Phase = Phase.DECODE) -> No
     table.announce(Announcement(0, 0, phase, np.array(tokens, np.int32)))
 
 
-def gate(il: int, *ids: int, first_token: int = 0) -> RoutingEvent:
+def routed(il: int, *ids: int, first_token: int = 0) -> RoutingEvent:
     return RoutingEvent(0, 0, 0, 0, Phase.DECODE, first_token, il, np.array([ids], np.int32))
 
 
@@ -70,7 +70,7 @@ def test_nothing_is_said_without_one_decode_token_of_the_vocabulary() -> None:
     assert table.predict(1, 1) is None
     announce(table, 5)
     assert table.predict(0, 1) is None  # a layer without experts
-    table.observe(gate(1, 0, 1, first_token=-1))  # another pass than the one announced
+    table.observe(routed(1, 0, 1, first_token=-1))  # another pass than the one announced
     assert table.predict(2, 1) is None
 
 
@@ -89,8 +89,8 @@ def test_online_learning_counts_decode_passes_and_keeps_its_capacity() -> None:
     table = TokenTable(SHAPE, online=True, capacity=1)
     for token in (4, 2):
         announce(table, token)
-        table.observe(gate(1, 0, 3))
-        table.observe(gate(1, 9, 3))  # no such expert: not counted
+        table.observe(routed(1, 0, 3))
+        table.observe(routed(1, 9, 3))  # no such expert: not counted
     announce(table, 4)
     assert table.predict(1, 1) == pytest.approx([1, 0, 0, 1])
     assert table.weights().arrays["tokens"].tolist() == [4]
@@ -100,7 +100,7 @@ def test_counts_never_overflow() -> None:
     full = Weights({"tokens": np.array([1], np.int32), "counts": np.full((1, 2, 4), MAX_COUNT)})
     table = TokenTable.from_weights(SHAPE, full, online=True)
     announce(table, 1)
-    table.observe(gate(1, 0, 1))
+    table.observe(routed(1, 0, 1))
     counts = table.weights().arrays["counts"][0, 0]
     assert counts.tolist() == [MAX_COUNT // 2 + 1, MAX_COUNT // 2 + 1, MAX_COUNT // 2, MAX_COUNT // 2]
 

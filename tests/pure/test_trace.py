@@ -37,7 +37,7 @@ def tiny(**changes: Any) -> Trace:
     return replace(trace, **changes)
 
 
-def gates(trace: Trace) -> list[RoutingEvent]:
+def routing_events(trace: Trace) -> list[RoutingEvent]:
     return [event for event in trace.events() if isinstance(event, RoutingEvent)]
 
 
@@ -67,29 +67,29 @@ def test_events_come_in_live_order() -> None:
         (4, 1, -1, [[2, 1]]),
         (4, 3, -1, [[2]]),
     ]
-    assert [gate.time_ns for gate in gates(tiny())] == [10, 20, 20, 30, 30, 40, 40, 50, 50]
-    assert {type(gate.phase) for gate in gates(tiny())} == {Phase}
-    assert all(gate.expert_ids.dtype == np.int32 and gate.weights is None for gate in gates(tiny()))
+    assert [event.time_ns for event in routing_events(tiny())] == [10, 20, 20, 30, 30, 40, 40, 50, 50]
+    assert {type(event.phase) for event in routing_events(tiny())} == {Phase}
+    assert all(event.expert_ids.dtype == np.int32 and event.weights is None for event in routing_events(tiny()))
 
 
 def test_the_last_layer_tells_of_the_last_tokens_only() -> None:
     ids = np.array([LAYER_1, LAYER_3], np.int16)
     ids[1, 1] = [2, -1]
-    heard = {(gate.pass_, gate.il): gate.expert_ids.tolist() for gate in gates(tiny(expert_ids=ids))}
+    heard = {(event.pass_, event.il): event.expert_ids.tolist() for event in routing_events(tiny(expert_ids=ids))}
     assert heard[0, 1] == [[0, 1], [1, 2]] and heard[0, 3] == [[2]]
 
 
 def test_a_pass_whose_announcement_is_not_in_the_trace_is_unannounced() -> None:
     trace = tiny(pass_first_token=np.array([1, 3, 0, 7, -1], np.int32))
     assert announcements(trace) == [(6, 0, [20])]
-    assert [gate.first_token for gate in gates(trace)] == [-1, -1, -1, 0, 0, -1, -1, -1, -1]
+    assert [event.first_token for event in routing_events(trace)] == [-1, -1, -1, 0, 0, -1, -1, -1, -1]
 
 
 def test_weights_and_inputs_go_with_their_tokens() -> None:
     weights = np.arange(24).reshape(2, 6, 2).astype(np.float16)
     inputs = np.arange(1, 25).reshape(2, 6, 2).astype(np.float16)
     inputs[:, 4] = 0
-    heard = {(gate.pass_, gate.il): gate for gate in gates(tiny(weights=weights, inputs=inputs))}
+    heard = {(event.pass_, event.il): event for event in routing_events(tiny(weights=weights, inputs=inputs))}
     first, last, silent = heard[0, 1], heard[1, 3], heard[3, 1]
     assert first.weights is not None and first.weights.tolist() == [[0, 1], [2, 3]]
     assert last.weights is not None and last.weights.tolist() == [[16]]
@@ -138,7 +138,7 @@ def test_a_failed_pass_is_heard_as_far_as_it_went() -> None:
     trace = random_trace(n_sequences=1, n_prefill=2, n_decode=2, seed=0)
     trace.expert_ids[2:, 2] = -1
     check(trace)
-    assert [gate.il for gate in gates(trace) if gate.pass_ == 1] == [1, 2]
+    assert [event.il for event in routing_events(trace) if event.pass_ == 1] == [1, 2]
 
 
 def test_synthetic_traces_follow_from_their_seed() -> None:
@@ -153,10 +153,10 @@ def test_synthetic_traces_follow_from_their_seed() -> None:
 
 def test_synthetic_routing_is_the_top_of_the_hidden_routers() -> None:
     trace = random_trace(seed=4, with_inputs=True)
-    for gate in gates(trace):
-        assert gate.inputs is not None
-        logits = gate.inputs @ hidden_routers(SMALL, 4)[SMALL.row_of[gate.il]].T
-        assert np.array_equal(np.argsort(-logits, axis=1, kind="stable")[:, :2], gate.expert_ids)
+    for event in routing_events(trace):
+        assert event.inputs is not None
+        logits = event.inputs @ hidden_routers(SMALL, 4)[SMALL.row_of[event.il]].T
+        assert np.array_equal(np.argsort(-logits, axis=1, kind="stable")[:, :2], event.expert_ids)
 
 
 def test_synthetic_traces_have_their_structure() -> None:
@@ -193,4 +193,4 @@ def token_agreement(trace: Trace) -> float:
 def test_synthetic_traces_may_be_short(n_prefill: int) -> None:
     trace = random_trace(n_sequences=1, n_prefill=n_prefill, n_decode=1)
     check(trace)
-    assert len(gates(trace)) == (1 + n_prefill) * 5
+    assert len(routing_events(trace)) == (1 + n_prefill) * 5

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from gguf_builder import Gguf, moe
-from predicting import accuracy
+from oracles import accuracy
 from traces import random_trace
 
 from moegguf.controller import weights as weights_file

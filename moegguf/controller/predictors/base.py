@@ -28,7 +28,7 @@ class Predictor(ABC):
     def announce(self, announcement: Announcement) -> None:  # noqa: B027 (nothing to do is a fine answer)
         """Tokens are about to be evaluated. A new `sequence` is a new request."""
 
-    def observe(self, gate: RoutingEvent) -> None:  # noqa: B027
+    def observe(self, event: RoutingEvent) -> None:  # noqa: B027
         """A layer's routing has become known."""
 
     @abstractmethod

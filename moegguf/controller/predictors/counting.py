@@ -16,10 +16,10 @@ def multi_hot(expert_ids: npt.NDArray[np.integer], n_expert: int) -> Float32s:
     return hot[:, :n_expert]
 
 
-def single_choice(shape: MoeShape, gate: RoutingEvent) -> Int32s | None:
+def single_choice(shape: MoeShape, event: RoutingEvent) -> Int32s | None:
     """The experts (n_expert_used,) one token's gate chose; None for several tokens, or a gate of no such model."""
-    if gate.il not in shape.row_of or gate.expert_ids.shape[0] != 1:
+    if event.il not in shape.row_of or event.expert_ids.shape[0] != 1:
         return None
-    ids = gate.expert_ids[0]
+    ids = event.expert_ids[0]
     known = ids.size and ids.min() >= 0 and ids.max() < shape.n_expert
     return ids if known else None

@@ -46,13 +46,13 @@ class EamcPredictor(Predictor):
         self._seen.expect(self._history, announcement.phase)
         self._row = -1
 
-    def observe(self, gate: RoutingEvent) -> None:
-        gate = gate._replace(expert_ids=gate.expert_ids[gate.expert_ids >= 0])
-        if gate.il not in self.shape.row_of or gate.expert_ids.max(initial=0) >= self.shape.n_expert:
+    def observe(self, event: RoutingEvent) -> None:
+        event = event._replace(expert_ids=event.expert_ids[event.expert_ids >= 0])
+        if event.il not in self.shape.row_of or event.expert_ids.max(initial=0) >= self.shape.n_expert:
             return
-        self._history.update(gate)
+        self._history.update(event)
         self._seen.follow(self._history)
-        self._row = self.shape.row_of[gate.il]
+        self._row = self.shape.row_of[event.il]
 
     def predict(self, il: int, distance: int) -> Float32s | None:
         if il not in self.shape.row_of:

@@ -96,12 +96,12 @@ class ExpertMlp(Predictor):
         popularity = weights.array("popularity", n_layer, n_expert)
         return cls(shape, popularity, weights.array("affinity", n_layer - 1, n_expert, n_expert), layers)
 
-    def observe(self, gate: RoutingEvent) -> None:
-        if gate.pass_ != self._pass:
-            self._pass, self._rows_seen = gate.pass_, 0
-        ids = single_choice(self.shape, gate)
+    def observe(self, event: RoutingEvent) -> None:
+        if event.pass_ != self._pass:
+            self._pass, self._rows_seen = event.pass_, 0
+        ids = single_choice(self.shape, event)
         # A layer missed, or one that uses fewer experts, leaves nothing to say until the next pass.
-        if ids is None or len(ids) != self.shape.n_expert_used or self.shape.row_of[gate.il] != self._rows_seen:
+        if ids is None or len(ids) != self.shape.n_expert_used or self.shape.row_of[event.il] != self._rows_seen:
             self._rows_seen = -1
             return
         self._ids[self._rows_seen, 0] = ids

@@ -27,14 +27,14 @@ class FromInput(Predictor):
     def announce(self, announcement: Announcement) -> None:
         self._source = None
 
-    def observe(self, gate: RoutingEvent) -> None:
+    def observe(self, event: RoutingEvent) -> None:
         self._source = None
-        inputs = gate.inputs
-        if inputs is None or inputs.shape != (1, self.shape.n_embd) or gate.il not in self.shape.row_of:
+        inputs = event.inputs
+        if inputs is None or inputs.shape != (1, self.shape.n_embd) or event.il not in self.shape.row_of:
             return
         np.copyto(self._input, inputs[0])
         if np.isfinite(np.dot(self._input, self._input)):
-            self._source = gate.il
+            self._source = event.il
 
     def _input_for(self, il: int, distance: int) -> Float32s | None:
         """The kept input if it is `distance` MoE layers before `il`."""

@@ -57,12 +57,12 @@ class Affinity(Predictor):
         """What it learned, to be saved."""
         return Weights({"affinity": self.affinity})
 
-    def observe(self, gate: RoutingEvent) -> None:
-        ids = single_choice(self.shape, gate)
-        self._next = None if ids is None else self.shape.layer_after(gate.il, 1)
+    def observe(self, event: RoutingEvent) -> None:
+        ids = single_choice(self.shape, event)
+        self._next = None if ids is None else self.shape.layer_after(event.il, 1)
         if ids is not None and self._next is not None:
             # A's rows add up to 1, but n_expert_used experts follow
-            rows = self.affinity[self.shape.row_of[gate.il], ids]
+            rows = self.affinity[self.shape.row_of[event.il], ids]
             np.multiply(rows.mean(axis=0), self.shape.n_expert_used, out=self._likelihoods)
             np.minimum(self._likelihoods, 1.0, out=self._likelihoods)
 

@@ -27,15 +27,15 @@ class PreviousToken(Predictor):
         self._used: Float32s = np.zeros(shape.table, np.float32)
         self._seen: npt.NDArray[np.bool_] = np.zeros(shape.n_layer, np.bool_)
 
-    def observe(self, gate: RoutingEvent) -> None:
+    def observe(self, event: RoutingEvent) -> None:
         """Remembers the last token's experts; a gate without tokens or of an unknown layer changes nothing."""
-        if gate.il not in self.shape.row_of or len(gate.expert_ids) == 0:
+        if event.il not in self.shape.row_of or len(event.expert_ids) == 0:
             return
-        last = gate.expert_ids[-1]
-        used = self._used[gate.il]
+        last = event.expert_ids[-1]
+        used = self._used[event.il]
         used[:] = 0
         used[last[(last >= 0) & (last < self.shape.n_expert)]] = 1
-        self._seen[gate.il] = True
+        self._seen[event.il] = True
 
     def predict(self, il: int, distance: int) -> Float32s | None:
         return self._used[il] if il in self.shape.row_of and self._seen[il] else None

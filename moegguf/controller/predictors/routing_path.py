@@ -218,15 +218,15 @@ class RoutingPath(Predictor):
         self._remember(tokens)
         self._tell(self._idle)
 
-    def observe(self, gate: RoutingEvent) -> None:
+    def observe(self, event: RoutingEvent) -> None:
         """Narrows a long announcement to the pass that began; falls silent in passes that were not announced."""
-        if self._idle is None or gate.first_token < 0 or gate.sequence != self._sequence:
+        if self._idle is None or event.first_token < 0 or event.sequence != self._sequence:
             self._idle = self._table = None
             return
-        if len(self._idle) > 1 and gate.il == self.shape.layers[0]:
-            first, end = gate.first_token, gate.first_token + len(gate.expert_ids)
+        if len(self._idle) > 1 and event.il == self.shape.layers[0]:
+            first, end = event.first_token, event.first_token + len(event.expert_ids)
             self._tell(self._idle[first // self.network.chunk : -(-end // self.network.chunk)])
-        if gate.il == self.shape.layers[-1] and self._place == self.network.chunk:
+        if event.il == self.shape.layers[-1] and self._place == self.network.chunk:
             self._begin_chunk()
 
     def predict(self, il: int, distance: int) -> Float32s | None:

@@ -82,11 +82,11 @@ class TokenTable(Predictor):
         token = int(announcement.tokens[0]) if single else -1
         self._token = token if 0 <= token < len(self._entry_of) else -1
 
-    def observe(self, gate: RoutingEvent) -> None:
-        if gate.first_token != 0 or gate.phase != Phase.DECODE:
+    def observe(self, event: RoutingEvent) -> None:
+        if event.first_token != 0 or event.phase != Phase.DECODE:
             self._token = -1
         elif self.online and self._token >= 0:
-            self._count(gate)
+            self._count(event)
 
     def predict(self, il: int, distance: int) -> Float32s | None:
         row = self.shape.row_of.get(il)
@@ -100,12 +100,12 @@ class TokenTable(Predictor):
         counts = self._counts[entry, row].astype(np.float32)
         return np.minimum((counts + average) / (float(counts.sum()) / used + 1.0), 1.0)
 
-    def _count(self, gate: RoutingEvent) -> None:
-        ids = single_choice(self.shape, gate)
+    def _count(self, event: RoutingEvent) -> None:
+        ids = single_choice(self.shape, event)
         entry = self._add_entry(self._token)
         if ids is None or entry < 0:
             return
-        row = self.shape.row_of[gate.il]
+        row = self.shape.row_of[event.il]
         counts = self._counts[entry, row]
         if counts.max() == MAX_COUNT:
             counts //= 2
