@@ -10,7 +10,7 @@ import numpy as np
 from moegguf.controller.predictors.base import Predictor
 from moegguf.controller.shape import MoeShape
 from moegguf.native.events import Announcement, Float32s, Phase, RoutingEvent
-from moegguf.trace.belady import Lookups, Replayed
+from moegguf.trace.belady import Lookups, ReplayCounts
 from moegguf.trace.trace import Trace, TraceHeader
 
 
@@ -131,61 +131,61 @@ def _promise(predictor: Predictor, event: RoutingEvent, distance: int, promised:
         promised[il] = set(np.argsort(-probabilities, kind="stable")[: event.expert_ids.shape[1]].tolist())
 
 
-def lru(lookups: Lookups, n_slots: int) -> Replayed:
-    """What the store counts without a controller and without sweeps, floors per layer included.
+def lru(lookups: Lookups, n_slots: int) -> ReplayCounts:
+    """Counts of the store without a controller and without sweeps, floors per layer included.
 
-    Raises OptionError when a gate does not fit.
+    Raises OptionError when an event does not fit.
     """
     lookups.check(n_slots)
     keys, start = lookups.keys.tolist(), lookups.start.tolist()
     n_expert = lookups.shape.n_expert
     floors = floors_of(lookups.shape, n_slots)
-    held = [0] * len(floors)
+    n_resident = [0] * len(floors)
     residents: dict[int, None] = {}  # the least recently used first
     hits, evictions = [0] * (len(start) - 1), 0
-    for g in range(len(start) - 1):
-        event = keys[start[g] : start[g + 1]]
-        hit = [key for key in event if key in residents]
-        hits[g] = len(hit)
+    for event in range(len(start) - 1):
+        wanted = keys[start[event] : start[event + 1]]
+        hit = [key for key in wanted if key in residents]
+        hits[event] = len(hit)
         for key in hit:
             del residents[key]
             residents[key] = None
         pinned = set(hit)
-        for key in event:
+        for key in wanted:
             if key in pinned:
                 continue
             if len(residents) >= n_slots:
-                victim = _oldest(residents, pinned, held, floors, n_expert)
+                victim = _oldest(residents, pinned, n_resident, floors, n_expert)
                 del residents[victim]
-                held[victim // n_expert] -= 1
+                n_resident[victim // n_expert] -= 1
                 evictions += 1
             residents[key] = None
-            held[key // n_expert] += 1
+            n_resident[key // n_expert] += 1
             pinned.add(key)
-    return lookups.counted(hits, evictions)
+    return lookups.counts(hits, evictions)
 
 
 def floors_of(shape: MoeShape, n_slots: int) -> list[int]:
-    """Slots per layer that others may not take: only where one token needs more slots than there are."""
+    """Slots per layer reserved for it: only where one token needs more slots than the pool has."""
     n_row = len(shape.layers)
     if n_slots >= n_row * shape.n_expert_used:
         return [0] * n_row
-    to_share, floors = max(0, n_slots - shape.n_expert_used), []
-    for left in range(n_row, 0, -1):
-        floors.append(to_share // left)
-        to_share -= floors[-1]
+    unassigned, floors = max(0, n_slots - shape.n_expert_used), []
+    for n_left in range(n_row, 0, -1):
+        floors.append(unassigned // n_left)
+        unassigned -= floors[-1]
     return floors
 
 
-def _oldest(residents: Iterable[int], pinned: set[int], held: list[int], floors: list[int], n_expert: int) -> int:
+def _oldest(residents: Iterable[int], pinned: set[int], n_resident: list[int], floors: list[int], n_expert: int) -> int:
     below_floor = None
     for key in residents:
         if key in pinned:
             continue
         row = key // n_expert
-        if held[row] > floors[row]:
+        if n_resident[row] > floors[row]:
             return key
         if below_floor is None:
             below_floor = key
-    assert below_floor is not None  # Lookups.check: a gate leaves at least one slot to others
+    assert below_floor is not None  # Lookups.check: an event needs at most n_slots
     return below_floor

@@ -259,7 +259,7 @@ def simulate(
     if as_json:
         print_json(plain(results))
     else:
-        print_simulation(results, study.used(whole))
+        print_simulation(results, study.sample_size(whole))
     if save:
         say(f"saved {study.save(results)}")
 
@@ -286,9 +286,9 @@ def score(
     with progressing() as progress:
         table = study.score(split(predictor), _link_model(link, latency, layer_compute), progress)
     if as_json:
-        print_json(plain(table) | {"used": study.used(whole)})
+        print_json(plain(table) | {"used": study.sample_size(whole)})
     else:
-        print_score(table, study.used(whole))
+        print_score(table, study.sample_size(whole))
 
 
 @trace.command(short_help="Draw it all on one page.")
@@ -313,7 +313,7 @@ def report(
     require_matplotlib()
     check_writable(out, file)
     shares, study = parse_shares(expert_cache), _study(file, model, predictors)
-    say(f"replaying and scoring {study.limited(tokens).used(study)}")
+    say(f"replaying and scoring {study.limited(tokens).sample_size(study)}")
     with progressing() as progress:
         found = build_report(study, shares, layer_compute, tokens, read_machine().cpu_model, progress)
     write_report(out, found)

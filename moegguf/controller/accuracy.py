@@ -1,13 +1,13 @@
-"""Predictions counted right and wrong, per distance and target layer, and the figures that each paper makes of them.
+"""Counts of right and wrong predictions per distance and target layer, and each paper's figures computed from them.
 
 Definitions, for a token whose layer i used the experts R (|R| = n_expert_used), predicted k MoE layers earlier; where
 i < k from the first MoE layer (ProMoE, section 4, footnote 1), so the distance is min(k, i):
 - ACCURACY_i(k) (ProMoE, section 4): exactly n_expert_used experts are predicted; the share of them that is in R.
 - top-k hit and at-least-one (DuoServe-MoE, table 3): all of R was predicted; some of R was.
-- precision and recall of a prefetcher that asks for the n likeliest.
+- precision and recall of a prefetcher that requests the n most probable.
 - FETCHRATE_i(k) and GOODPRED_i(k) = ACCURACY_i(k) x FETCHRATE_i(k): see `LinkModel.fetch_rate`.
-An expert with probability 0 is not predicted: its place counts as wrong in ACCURACY and is not asked for in precision.
-Figures count answers only; how often there was one is `coverage`. Nothing in a pass precedes its first MoE layer:
+An expert with probability 0 is not predicted: its rank counts as wrong in ACCURACY and as not requested in precision.
+Figures are over the predictions made; their share of those due is `coverage`. No layer precedes the first MoE layer:
 means over layers leave it out.
 """
 
@@ -21,9 +21,9 @@ import numpy.typing as npt
 
 from moegguf.controller.shape import MoeShape
 
-NO_ANSWER, NOT_DUE = -1, -2  # in place of expert ids
-PADDING = 2  # columns that these two fall into when used as an index
-WRONG, RIGHT, AWAY, N_KINDS = 2, 4, 1, 6
+NO_PREDICTION, NOT_DUE = -1, -2  # in place of expert ids
+PADDING = 2  # extra columns that these two index
+WRONG, RIGHT, ABSENT, N_KINDS = 2, 4, 1, 6
 
 Ids = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
@@ -33,7 +33,7 @@ Mask = npt.NDArray[np.bool_]
 class LinkModel:
     """A modelled link and computer: bytes per second, latency of a transfer, compute time of one MoE layer for a token.
 
-    The latency counts once for all that is fetched on one prediction.
+    The latency counts once for all transfers of one prediction.
     """
 
     bytes_per_s: float
@@ -54,14 +54,14 @@ class LinkModel:
 
 @dataclass(frozen=True)
 class Figures:
-    """One predictor at one distance, for one layer or as the mean over layers; None where nothing was answered.
+    """One predictor at one distance, for one layer or as the mean over layers; None without any prediction.
 
-    asked: predictions wanted. Tuples are by n - 1, for a prefetcher that asks for the n likeliest, n up to
-    2 x n_expert_used. moved_per_useful: bytes moved for one useful byte when everything asked for is fetched
-    (1 / precision), missing_moved_per_useful: when only those are fetched that a least-recently-used cache lacks.
+    due: predictions due. Tuples are by n - 1, for a prefetcher that requests the n most probable, n up to
+    2 x n_expert_used. moved_per_useful: bytes moved for one useful byte when everything requested is fetched
+    (1 / precision), missing_moved_per_useful: when only those are fetched that are absent from an LRU cache.
     """
 
-    asked: int
+    due: int
     coverage: float
     accuracy: float | None
     top_k_hit: float | None
@@ -79,8 +79,8 @@ class PredictorScore:
     """A predictor's figures.
 
     means: {distance: mean over layers}. layers: {distance: {il: figures}}. fresh: the fresh-gate control (distance 0:
-    the gate's own input through the gate), None without one; its accuracy must be 1. batch_accuracy:
-    ExpertFlow's, {distance: ...}, only from `score`. predict_us: mean time of one prediction. failure: what ended it.
+    the router's own input through the router), None without one; its accuracy must be 1. batch_accuracy: ExpertFlow's,
+    {distance: ...}, only from `score`. predict_us: mean time of one prediction. failure: the error that ended it.
     """
 
     name: str
@@ -93,13 +93,16 @@ class PredictorScore:
 
 
 class LayerLru:
-    """What a least-recently-used cache holds that keeps a share of each layer's experts, at least n_expert_used."""
+    """Contents of an LRU cache of a share of each layer's experts, at least n_expert_used.
+
+    absent (n_row, n_expert): whether the cache lacks the expert.
+    """
 
     def __init__(self, shape: MoeShape, share: float) -> None:
         self.n_kept = min(shape.n_expert, max(shape.n_expert_used, round(share * shape.n_expert)))
         self._last: Ids = np.full((len(shape.layers), shape.n_expert), -1, np.int64)
         self._clock = 0
-        self.away: Mask = np.ones((len(shape.layers), shape.n_expert), np.bool_)
+        self.absent: Mask = np.ones((len(shape.layers), shape.n_expert), np.bool_)
 
     def use(self, row: int, ids: Ids) -> None:
         """The experts `ids` (n,) of a layer were used, in this order."""
@@ -107,15 +110,15 @@ class LayerLru:
         last[ids] = np.arange(self._clock, self._clock + len(ids))
         self._clock += len(ids)
         oldest = np.partition(last, -self.n_kept)[-self.n_kept]
-        np.less(last, max(int(oldest), 0), out=self.away[row])
+        np.less(last, max(int(oldest), 0), out=self.absent[row])
 
 
 class Tally:
     """Counts of one predictor by distance and MoE layer.
 
-    tokens (n_distance, n_row, 4): experts wanted and experts right where there was an answer, times all were right,
-    times any was. ranks (n_distance, n_row, n_rank, 6): how often the prediction at a rank was NOT_DUE, NO_ANSWER, or
-    an expert (WRONG or RIGHT, plus AWAY when a cache lacked it).
+    tokens (n_distance, n_row, 4): over predictions made, experts used, experts right, times all were right, times any
+    was. ranks (n_distance, n_row, n_rank, 6): how often the prediction at a rank was NOT_DUE, NO_PREDICTION, or an
+    expert (WRONG or RIGHT, plus ABSENT when the LRU cache lacked it).
     """
 
     def __init__(self, shape: MoeShape, distances: tuple[int, ...]) -> None:
@@ -128,31 +131,31 @@ class Tally:
         cells = np.arange(self._flat_ranks.size).reshape(self.ranks.shape)[:, :, :, 0]
         self._cells: Ids = np.ascontiguousarray(cells.transpose(1, 0, 2))
         self._kind: npt.NDArray[np.int64] = np.zeros(shape.n_expert + PADDING, np.int64)
-        self._kind[NO_ANSWER] = 1
-        self._outcomes: dict[int, Ids] = {}
+        self._kind[NO_PREDICTION] = 1
+        self._increments: dict[int, Ids] = {}
 
-    def add(self, row: int, predicted: Ids, used: Ids, away: Mask) -> None:
-        """Judges predictions (n_distance, n_rank), the likeliest first, of one token's experts in one layer.
+    def add(self, row: int, predicted: Ids, used: Ids, absent: Mask) -> None:
+        """Counts predictions (n_distance, n_rank), the most probable first, of one token's experts in one layer.
 
-        used (n_used,) are those experts; away (n_expert,) those that a cache lacks.
+        used (n_used,): those experts. absent (n_expert,): whether the LRU cache lacks an expert.
         """
         kind, n_used = self._kind, len(used)
         experts = kind[:-PADDING]
         experts.fill(WRONG)
         experts[used] = RIGHT
-        experts += away
+        experts += absent
         kinds = kind[predicted]
         self._flat_ranks[self._cells[row] + kinds] += 1
         n_right = (kinds[:, :n_used] >= RIGHT).sum(axis=1)
         n_right[kinds[:, 0] < WRONG] = -1
-        self.tokens[:, row] += self._outcome(n_used)[n_right]
+        self.tokens[:, row] += self._increments_of(n_used)[n_right]
 
-    def _outcome(self, n_used: int) -> Ids:
-        """What `tokens` gains for 0, 1, ..., n_used right experts; last without an answer."""
-        if n_used not in self._outcomes:
-            gains = [(n_used, n_right, n_right == n_used, n_right > 0) for n_right in range(n_used + 1)]
-            self._outcomes[n_used] = np.array([*gains, (0, 0, 0, 0)], np.int64)
-        return self._outcomes[n_used]
+    def _increments_of(self, n_used: int) -> Ids:
+        """Increments of `tokens` for 0, 1, ..., n_used right experts; last without a prediction."""
+        if n_used not in self._increments:
+            rows = [(n_used, n_right, n_right == n_used, n_right > 0) for n_right in range(n_used + 1)]
+            self._increments[n_used] = np.array([*rows, (0, 0, 0, 0)], np.int64)
+        return self._increments[n_used]
 
     def mean(self, column: int, link: LinkModel | None) -> Figures:
         """Figures of one distance over all layers but the first."""
@@ -165,39 +168,39 @@ class Tally:
 
     def figures(self, column: int, rows: Ids, link: LinkModel | None) -> Figures:
         """Figures of one distance (by its position in `distances`), pooled over these MoE layers."""
-        wanted, right, all_right, any_right = self.tokens[column, rows].T
+        used, right, all_right, any_right = self.tokens[column, rows].T
         ranks = self.ranks[column, rows].sum(axis=0)
-        asked, answered = int(ranks[0, 1:].sum()), int(ranks[0, WRONG:].sum())
+        due, predicted = int(ranks[0, 1:].sum()), int(ranks[0, WRONG:].sum())
         fetched = self._fetch_rates(self.distances[column], rows, link)
-        n_asked, n_right = np.cumsum(ranks[:, WRONG:].sum(axis=1)), np.cumsum(ranks[:, RIGHT:].sum(axis=1))
-        n_moved = np.cumsum(ranks[:, WRONG + AWAY] + ranks[:, RIGHT + AWAY])
-        n_useful = np.cumsum(ranks[:, RIGHT + AWAY])
-        n_wanted = int(wanted.sum())
+        n_requested, n_right = np.cumsum(ranks[:, WRONG:].sum(axis=1)), np.cumsum(ranks[:, RIGHT:].sum(axis=1))
+        n_moved = np.cumsum(ranks[:, WRONG + ABSENT] + ranks[:, RIGHT + ABSENT])
+        n_useful = np.cumsum(ranks[:, RIGHT + ABSENT])
+        n_used = int(used.sum())
         return Figures(
-            asked=asked,
-            coverage=answered / asked if asked else 0.0,
-            accuracy=ratio(right.sum(), n_wanted),
-            top_k_hit=ratio(all_right.sum(), answered),
-            at_least_one=ratio(any_right.sum(), answered),
-            fetch_rate=None if fetched is None else ratio(wanted @ fetched, n_wanted),
-            good_pred=None if fetched is None else ratio(right @ fetched, n_wanted),
-            precision=ratios(n_right, n_asked),
-            recall=ratios(n_right, np.full_like(n_right, n_wanted)),
-            moved_per_useful=ratios(n_asked, n_right),
+            due=due,
+            coverage=predicted / due if due else 0.0,
+            accuracy=ratio(right.sum(), n_used),
+            top_k_hit=ratio(all_right.sum(), predicted),
+            at_least_one=ratio(any_right.sum(), predicted),
+            fetch_rate=None if fetched is None else ratio(used @ fetched, n_used),
+            good_pred=None if fetched is None else ratio(right @ fetched, n_used),
+            precision=ratios(n_right, n_requested),
+            recall=ratios(n_right, np.full_like(n_right, n_used)),
+            moved_per_useful=ratios(n_requested, n_right),
             missing_moved_per_useful=ratios(n_moved, n_useful),
         )
 
     def _fetch_rates(self, distance: int, rows: Ids, link: LinkModel | None) -> npt.NDArray[np.float64] | None:
-        """FETCHRATE for each row. The first layer is predicted once the tokens are known, one layer ahead."""
+        """FETCHRATE for each row. The first layer is predicted from the tokens, one layer ahead."""
         if link is None:
             return None
         shape = self.shape
-        ahead = [min(distance, max(int(row), 1)) for row in rows]
-        return np.array([link.fetch_rate(lead, shape.n_expert_used, shape.expert_bytes) for lead in ahead])
+        distances = [min(distance, max(int(row), 1)) for row in rows]
+        return np.array([link.fetch_rate(lead, shape.n_expert_used, shape.expert_bytes) for lead in distances])
 
 
 def ratio(part: float, whole: float) -> float | None:
-    """part / whole; None without a whole."""
+    """part / whole; None when whole is 0."""
     return float(part / whole) if whole else None
 
 

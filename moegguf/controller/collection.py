@@ -1,7 +1,7 @@
 """The expert activation matrix collection of MoE-Infinity (section 4.5, appendix B.1), with an incremental query.
 
-An entry is a request-level EAM: counts of tokens per (layer, expert) of one request, prefill and decode apart. It
-knows neither gates nor requests; `predict_eam` feeds and asks it, `collection_file` keeps it.
+An entry is a request-level EAM: counts of tokens per (layer, expert) of one request, prefill and decode apart.
+`predict_eam` adds entries and queries them, `collection_file` saves them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from moegguf.native.events import Float32s, Phase
 from moegguf.native.nearest import TINY, Query
 
 CAPACITY = 1000
-_FIRST_ROOM = 16
+_INITIAL_CAPACITY = 16
 
 
 class Matches(NamedTuple):
@@ -29,9 +29,9 @@ class Matches(NamedTuple):
 class Eamc:
     """Up to `capacity` rEAMs, each (n_layer, n_expert) counts, and one query at a time against them.
 
-    A query is a pass: `begin_pass`, then `see` for each row of its iEAM, and `match` at any time between. Entries are
-    kept twice, so that a row of the query costs one contiguous addition per expert used, and a matched entry lies in
-    one piece. Memory grows with the entries: 8 bytes per cell.
+    A query is a pass: `begin_pass`, then `add_query_row` for each row of its iEAM, and `match` at any time between.
+    Entries are stored in two layouts, so that a row of the query costs one contiguous addition per expert used, and a
+    matched entry is contiguous. Memory grows with the entries: 8 bytes per cell.
     """
 
     def __init__(self, n_layer: int, n_expert: int, capacity: int = CAPACITY) -> None:
@@ -39,7 +39,7 @@ class Eamc:
         self.n_expert = n_expert
         self.capacity = max(1, capacity)
         self.n_entries = 0
-        self._seen = np.zeros(n_layer, np.bool_)
+        self._in_query = np.zeros(n_layer, np.bool_)
         self._entries = np.zeros((0, n_layer, n_expert), np.float32)
         self._columns = np.zeros((n_layer, n_expert, 0), np.float32)
         self._row_norm2 = np.zeros((n_layer, 0), np.float32)
@@ -48,13 +48,13 @@ class Eamc:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory held, room for entries to come included."""
+        """Bytes of memory held, unused capacity included."""
         arrays = self._entries, self._columns, self._row_norm2, self._tokens, self._query.dot, self._query.norm2
         return sum(array.nbytes for array in arrays)
 
     @property
     def state(self) -> Counts:
-        """(n_entries, n_layer, n_expert): the entries, a view. `from_state` makes an equal collection of it."""
+        """(n_entries, n_layer, n_expert): the entries, a view. `from_state` restores the collection."""
         return self._entries[: self.n_entries]
 
     @classmethod
@@ -67,10 +67,10 @@ class Eamc:
         return eamc
 
     def add(self, ream: Counts) -> bool:
-        """Stores a rEAM; a full collection gives up the entry most similar to it, to stay diverse (appendix B.1).
+        """Stores a rEAM; in a full collection it replaces the entry most similar to it, for diversity (appendix B.1).
 
-        Refuses, with False, what could never be matched: no counts at all, NaN, infinite or negative ones, another
-        shape. The entry takes part in matches from the next pass on.
+        Returns False for what could never be matched: no counts, NaN, infinite or negative ones, another shape. The
+        entry takes part in matches from the next pass on.
         """
         if ream.shape != (self.n_layer, self.n_expert):
             return False
@@ -78,7 +78,7 @@ class Eamc:
         row_norm2 = np.einsum("le,le->l", counts, counts)
         if not (np.isfinite(row_norm2.sum()) and row_norm2.any() and counts.min() >= 0):
             return False
-        self._put(self._place_for(counts), counts, row_norm2)
+        self._store(self._index_for(counts), counts, row_norm2)
         return True
 
     def most_similar(self, ream: Counts) -> int:
@@ -86,24 +86,24 @@ class Eamc:
         if self.n_entries == 0:
             return -1
         n = self.n_entries
-        # einsum, here and below: a BLAS would wake threads beside those that compute
+        # einsum, here and below: a BLAS would start threads that compete with those that compute
         dot = np.einsum("nf,f->n", self._entries[:n].reshape(n, -1), ream.ravel().astype(np.float32))
         return int(np.argmax(dot * dot / self._row_norm2[:, :n].sum(axis=0)))
 
     def begin_pass(self) -> None:
-        """Forgets the query."""
-        self._seen[:] = False
+        """Clears the query."""
+        self._in_query[:] = False
         self._query.clear()
 
-    def see(self, il: int, row: Counts) -> None:
-        """Adds row `il` of the pass's iEAM, (n_expert,) counts. An empty row, or one seen before, changes nothing."""
-        if not self._seen[il]:
-            self._seen[il] = self._query.see(il, row, self.n_entries)
+    def add_query_row(self, il: int, row: Counts) -> None:
+        """Adds row `il` of the pass's iEAM, (n_expert,) counts. An empty or repeated row is ignored."""
+        if not self._in_query[il]:
+            self._in_query[il] = self._query.see(il, row, self.n_entries)
 
     def match(self, n: int) -> Matches:
         """The at most `n` entries with the largest cosine to the rows seen in this pass, others ignored on both sides.
 
-        Entries that agree in nothing are never among them. Of entries equally similar, those with more tokens come
+        Entries with cosine 0 are never among them. Of entries equally similar, those with more tokens come
         first (section 4.5: matching experts with high activation frequency is beneficial).
         """
         return Matches(*self._query.match(n, self.n_entries))
@@ -116,34 +116,34 @@ class Eamc:
         """(n_expert,): row `il` of `total`."""
         return np.add.reduce(self._entries[indices, il], axis=0)
 
-    def _place_for(self, counts: Counts) -> int:
+    def _index_for(self, counts: Counts) -> int:
         if self.n_entries == self.capacity:
             return self.most_similar(counts)
         if self.n_entries == len(self._tokens):
-            self._make_room(min(self.capacity, max(_FIRST_ROOM, 2 * self.n_entries)))
+            self._grow(min(self.capacity, max(_INITIAL_CAPACITY, 2 * self.n_entries)))
         self.n_entries += 1
         return self.n_entries - 1
 
-    def _put(self, index: int, counts: Counts, row_norm2: Float32s) -> None:
+    def _store(self, index: int, counts: Counts, row_norm2: Float32s) -> None:
         self._entries[index] = counts
         self._columns[:, :, index] = counts
         self._row_norm2[:, index] = row_norm2
         self._tokens[index] = counts.sum()
         self._query.dot[index], self._query.norm2[index] = 0, TINY
 
-    def _make_room(self, room: int) -> None:
-        entries = np.zeros((room, self.n_layer, self.n_expert), np.float32)
+    def _grow(self, capacity: int) -> None:
+        entries = np.zeros((capacity, self.n_layer, self.n_expert), np.float32)
         entries[: self.n_entries] = self._entries[: self.n_entries]
         self._entries = entries
-        self._columns = _widened(self._columns, room)
-        self._row_norm2 = _widened(self._row_norm2, room)
-        self._tokens = _widened(self._tokens, room)
-        before, self._query = self._query, Query(self._columns, self._row_norm2, self._tokens)
-        self._query.take_over(before)
+        self._columns = _widened(self._columns, capacity)
+        self._row_norm2 = _widened(self._row_norm2, capacity)
+        self._tokens = _widened(self._tokens, capacity)
+        previous, self._query = self._query, Query(self._columns, self._row_norm2, self._tokens)
+        self._query.take_over(previous)
 
 
 class EamcPair:
-    """The two collections of a model: requests' prefill and their decode (section 4.3). One user each, at a time."""
+    """The two collections of a model: prefill and decode of requests (section 4.3). Not thread-safe."""
 
     def __init__(self, prefill: Eamc, decode: Eamc) -> None:
         self.prefill = prefill
@@ -169,13 +169,13 @@ class EamcPair:
         return self.prefill if phase == Phase.PREFILL else self.decode
 
     def add(self, prefill: Counts, decode: Counts) -> None:
-        """Stores the rEAMs of a request that has ended; a phase it never had leaves nothing behind."""
+        """Stores the rEAMs of a request that has ended; a phase without tokens adds nothing."""
         self.prefill.add(prefill)
         self.decode.add(decode)
 
 
-def _widened(array: Float32s, room: int) -> Float32s:
-    """The array with its last axis at `room` cells, the new ones zero."""
-    wide = np.zeros((*array.shape[:-1], room), np.float32)
+def _widened(array: Float32s, capacity: int) -> Float32s:
+    """The array with its last axis padded with zeros to `capacity`."""
+    wide = np.zeros((*array.shape[:-1], capacity), np.float32)
     wide[..., : array.shape[-1]] = array
     return wide

@@ -1,7 +1,6 @@
-"""Collections of EAMs on disk, beside the model: safetensors with a checksum, written whole or not at all.
+"""EAM collections on disk: safetensors with a checksum, written atomically.
 
-Whatever is wrong with a file, it is data and never code: it is ignored with one warning and requests are matched
-against an empty collection again.
+A damaged or foreign file is ignored with one warning, and the collection starts empty. A file is never executed.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ _Arrays = dict[str, npt.NDArray[np.generic]]
 
 
 def save(path: Path, eamcs: EamcPair, fingerprint: str) -> None:
-    """Writes both collections for the model with this fingerprint; readers see the old file or the new one.
+    """Writes both collections for the model with this fingerprint; atomically.
 
-    Raises OSError (no room, no permission); the file that was there is then unchanged and nothing is left beside it.
+    Raises OSError (disk full, no permission); an existing file is then unchanged, and no temporary file remains.
     """
     arrays: _Arrays = {phase: _narrowed(getattr(eamcs, phase).state) for phase in _PHASES}
     facts = {
@@ -49,7 +48,7 @@ def save(path: Path, eamcs: EamcPair, fingerprint: str) -> None:
 def load(path: Path, *, n_layer: int, n_expert: int, fingerprint: str, capacity: int = CAPACITY) -> EamcPair | None:
     """The collections saved for this model, of each the last `capacity` entries; None when there is no such file.
 
-    None too, and one UserWarning saying why, when the file is damaged, of another version or of another model.
+    None too, with one UserWarning naming the reason, when the file is damaged, of another version or of another model.
     """
     if not path.exists():
         return None
@@ -103,7 +102,7 @@ def _narrowed(counts: Counts) -> npt.NDArray[np.generic]:
 
 
 def _digest(arrays: _Arrays, facts: dict[str, str]) -> str:
-    """sha256 over all bytes of the tensors, and over everything the file says about them."""
+    """sha256 over all bytes of the tensors, and over the metadata."""
     about = {phase: [str(array.dtype), *array.shape] for phase, array in arrays.items()}
     digest = hashlib.sha256(json.dumps([facts, about], sort_keys=True).encode())
     for phase in _PHASES:

@@ -1,4 +1,4 @@
-"""What the predictor says about the rest of this pass, renewed at each gate within its window."""
+"""The predictor's probabilities for the rest of this pass, updated at each routing event within a window."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moegguf.native.events import Float32s
 class Forecast:
     """The sliding window of ProMoE (section 4): at layer i, layers i+1 to i+window are predicted anew.
 
-    A later prediction of a layer replaces an earlier one, because it was made from closer by.
+    A later prediction of a layer replaces an earlier one: its distance is shorter.
     """
 
     def __init__(self, shape: MoeShape, window: int) -> None:
@@ -23,18 +23,18 @@ class Forecast:
         self.il = -1
 
     def clear(self) -> None:
-        """Nothing is said about any layer."""
+        """Discards all predictions."""
         self._table[:] = 0
         self._known.clear()
         self.il = -1
 
     def begin_pass(self, predictor: Predictor) -> None:
-        """Nothing was routed yet in this pass; only predictors from tokens can speak. Raises what `advance` raises."""
+        """Predicts the first `window` layers, before any routing event of the pass. Raises as `advance` does."""
         self.clear()
         self._predict(predictor, row=-1)
 
     def advance(self, predictor: Predictor, il: int) -> None:
-        """Layer `il` was routed: look `window` layers further. Raises ValueError when the predictor talks nonsense."""
+        """Layer `il` was routed: predicts the `window` layers after it. Raises ValueError for a wrong shape or NaN."""
         self.il = il
         self._table[il] = 0
         self._known = [known for known in self._known if known > il]
@@ -46,12 +46,12 @@ class Forecast:
             probabilities = predictor.predict(il, distance)
             if probabilities is None:
                 continue
-            self._put(il, probabilities)
+            self._set_row(il, probabilities)
             if il not in self._known:
                 self._known.append(il)
 
-    def _put(self, il: int, probabilities: Float32s) -> None:
-        """Takes one number per expert over, cut off at 0 and 1."""
+    def _set_row(self, il: int, probabilities: Float32s) -> None:
+        """Copies (n_expert,) numbers, clipped to [0, 1]."""
         shape = np.shape(probabilities)
         if shape != (self._shape.n_expert,):
             raise ValueError(f"probabilities have the shape {shape}, not {(self._shape.n_expert,)}")
@@ -59,12 +59,12 @@ class Forecast:
         np.maximum(probabilities, 0, out=row)
         np.minimum(row, 1, out=row)
         if np.isnan(row.sum()):
-            raise ValueError(f"probabilities of layer {il} are not numbers")
+            raise ValueError(f"probabilities of layer {il} are NaN")
 
     def probabilities(self) -> Float32s:
-        """(n_layer, n_expert) in [0, 1]; rows of layers nothing is said about are 0. Valid until the next gate."""
+        """(n_layer, n_expert) in [0, 1]; rows without a prediction are 0. Valid until the next routing event."""
         return self._table
 
     def known(self) -> list[int]:
-        """Layers something is said about, nearest first."""
+        """Layers with a prediction, nearest first."""
         return sorted(self._known)

@@ -1,4 +1,4 @@
-"""What has been routed so far, kept up to date gate by gate: what policies and predictors look at.
+"""Routing seen so far, updated at each routing event: the input of policies and predictors.
 
 EAM, iEAM and rEAM are MoE-Infinity's (section 4.3): counts of tokens per (layer, expert), of the pass in progress and
 of the request so far, prefill and decode apart.
@@ -18,10 +18,10 @@ Counts = npt.NDArray[np.float32]
 class History:
     """Tables (n_layer, n_expert) over the routing seen so far.
 
-    clock: gates so far. last_use: clock of an expert's last gate, -1 before the first. uses: gates that used it.
-    iteration: the iEAM. prefill, decode: the rEAM of this request. il: the layer seen last. sequence: the request.
-    new_pass, new_request: whether the last gate began one. finished: rEAM (prefill, decode) of the request that the
-    last gate ended by beginning another, else None.
+    clock: routing events so far. last_use: clock of an expert's last use, -1 before the first. uses: routing events
+    that used it. iteration: the iEAM. prefill, decode: the rEAM of this request. il: layer of the last event. sequence:
+    the request. new_pass, new_request: whether the last event began one. finished: rEAM (prefill, decode) of the
+    request before, when the last event began a new one, else None.
     """
 
     def __init__(self, shape: MoeShape) -> None:
@@ -41,7 +41,7 @@ class History:
         self.finished: tuple[Counts, Counts] | None = None
 
     def update(self, event: RoutingEvent) -> None:
-        """Adds one gate."""
+        """Adds one routing event."""
         self.finished = None
         self.new_request = event.sequence != self.sequence
         self.new_pass = self.new_request or event.pass_ != self.pass_

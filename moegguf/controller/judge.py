@@ -1,7 +1,7 @@
-"""Judges a predictor without acting on it: remembers what it said of later layers and compares when they come.
+"""Measures a predictor without acting on it: stores its predictions and compares them with the routing that follows.
 
-Live (`LiveJudge`, the measure-only mode) and over a trace (score.py) it is the same accounting. What is judged: decode
-passes of one token. Predictors see everything else too.
+Live (`LiveJudge`, the measure-only mode) and over a trace (score.py) the accounting is the same. Decode passes of one
+token are measured; predictors get all events.
 """
 
 from __future__ import annotations
@@ -14,32 +14,32 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from moegguf.controller.accuracy import NO_ANSWER, NOT_DUE, Ids, LayerLru, LinkModel, PredictorScore, Tally
+from moegguf.controller.accuracy import NO_PREDICTION, NOT_DUE, Ids, LayerLru, LinkModel, PredictorScore, Tally
 from moegguf.controller.predictors.base import Predictor
 from moegguf.native.events import Announcement, Float32s, Phase, RoutingEvent
 
 DISTANCES = (1, 2, 4, 8)
-BEFORE = -1  # the position before a pass's first MoE layer
+BEFORE = -1  # the row before a pass's first MoE layer
 
 T = TypeVar("T")
 
 
 class _Plan(NamedTuple):
-    """What to ask at a point of a pass: (il, distance) line by line, and pending[rows, columns] = answers[lines]."""
+    """Predictions to make after a row: (il, distance) line by line, and pending[rows, columns] = predictions[lines]."""
 
-    questions: list[tuple[int, int]]
+    targets: list[tuple[int, int]]
     rows: Ids
     columns: Ids
     lines: Ids
 
 
 class Judge:
-    """Figures of one predictor at several distances. Memory does not grow with what it hears.
+    """Figures of one predictor at several distances. Memory does not grow with the number of events.
 
-    control: a predictor that is the router itself, asked at distance 0 about the gate just seen. It must be right every
-    time: if not, what is judged is not what happened. A predictor with a reach of 0 is its own control.
-    drive: it hands announcements and gates on to the predictor; False when somebody else does so just before calling.
-    lru_share: the cache (a share of each layer's experts) that missing_moved_per_useful is reckoned with.
+    control: a predictor that is the router itself, at distance 0 for the event just observed. Its accuracy must be 1:
+    if not, the events do not match the model. A predictor with a reach of 0 is its own control. drive: passes
+    announcements and events on to the predictor; False when the caller does so before calling. lru_share: share of each
+    layer's experts in the LRU cache that missing_moved_per_useful assumes.
     """
 
     def __init__(
@@ -62,26 +62,26 @@ class Judge:
         self.tally, self.fresh = Tally(shape, self.distances), Tally(shape, (0,))
         self.failure: str | None = None
         self._lru = LayerLru(shape, lru_share)
-        self._plan = self._plans()
+        self._plans = self._make_plans()
         self._pending: Ids = np.full((len(shape.layers), len(self.distances), self.tally.n_rank), NOT_DUE)
-        most = max(len(plan.questions) for plan in self._plan.values())
-        self._likelihoods: Float32s = np.zeros((most, shape.n_expert), np.float32)
+        most = max(len(plan.targets) for plan in self._plans.values())
+        self._probabilities: Float32s = np.zeros((most, shape.n_expert), np.float32)
         self._lines: Ids = np.arange(most)[:, np.newaxis]
         self._pass: tuple[int, int] | None = None
         self._announced = self._single = False
         self._predictions = self._predict_ns = 0
 
     def announce(self, announcement: Announcement) -> None:
-        """Tokens are about to be evaluated."""
+        """Tokens are evaluated next. Raises what the predictor raises."""
         for predictor in self._driven:
             predictor.announce(announcement)
         self._pending.fill(NOT_DUE)
         self._announced = True
         if announcement.phase == Phase.DECODE and len(announcement.tokens) == 1:
-            self._ask(BEFORE)
+            self._predict_from(BEFORE)
 
     def observe(self, event: RoutingEvent) -> None:
-        """A layer's routing has become known: judges what was said of it, then asks about the layers behind it."""
+        """A layer was routed: compares the predictions made for it, then predicts the layers after it."""
         row = self.shape.row_of.get(event.il)
         if row is None:
             return
@@ -90,17 +90,17 @@ class Judge:
         valid = used.view(np.uint64) < self.shape.n_expert
         if not valid.all():
             used = used[valid]
-        judged = self._single and len(used) > 0
-        if judged:
-            self.tally.add(row, self._pending[row], used, self._lru.away[row])
-            self.judged(event, row, self._pending[row], used)
+        measured = self._single and len(used) > 0
+        if measured:
+            self.tally.add(row, self._pending[row], used, self._lru.absent[row])
+            self.on_comparison(event, row, self._pending[row], used)
         if len(used):
             self._lru.use(row, used)
         for predictor in self._driven:
             predictor.observe(event)
-        if judged:
-            self._judge_control(row, used)
-            self._ask(row)
+        if measured:
+            self._measure_control(row, used)
+            self._predict_from(row)
 
     def table(self, link: LinkModel | None = None) -> PredictorScore:
         """The figures so far; FETCHRATE and GOODPRED only with a link."""
@@ -114,11 +114,11 @@ class Judge:
             failure=self.failure,
         )
 
-    def judged(self, event: RoutingEvent, row: int, predicted: Ids, used: Ids) -> None:
-        """Called with each comparison, the arguments are `Tally.add`'s; for those who count more than it does."""
+    def on_comparison(self, event: RoutingEvent, row: int, predicted: Ids, used: Ids) -> None:
+        """Called at each comparison with the arguments of `Tally.add`; for subclasses."""
 
-    def _plans(self) -> dict[int, _Plan]:
-        """What to ask after each row of the MoE layers, and before the first."""
+    def _make_plans(self) -> dict[int, _Plan]:
+        """The predictions to make after each row of the MoE layers, and before the first."""
         n_row = len(self.shape.layers)
         targets: dict[int, dict[int, list[int]]] = {row: {} for row in range(BEFORE, n_row)}
         for column, distance in enumerate(self.distances):
@@ -128,7 +128,7 @@ class Judge:
         return {row: self._plan_after(row, columns) for row, columns in targets.items()}
 
     def _plan_after(self, row: int, targets: dict[int, list[int]]) -> _Plan:
-        """The plan of one row: `targets` has the columns that each row behind it is asked about for."""
+        """The plan of one row. targets: {later row: columns of the distances it is predicted for}."""
         cells = [(target, column, line) for line, target in enumerate(targets) for column in targets[target]]
         rows, columns, lines = np.array(cells, np.int64).reshape(-1, 3).T
         return _Plan([(self.shape.layers[target], target - row) for target in targets], rows, columns, lines)
@@ -142,22 +142,22 @@ class Judge:
         self._announced = False
         self._single = event.phase == Phase.DECODE and len(event.expert_ids) == 1
 
-    def _judge_control(self, row: int, used: Ids) -> None:
+    def _measure_control(self, row: int, used: Ids) -> None:
         if self.control is None:
             return
-        probabilities = self._likelihoods[:1]
+        probabilities = self._probabilities[:1]
         self._predict(self.control, self.shape.layers[row], 0, probabilities[0])
         ranks = self._ranked(probabilities)
-        if ranks[0, 0] != NO_ANSWER:
-            self.fresh.add(row, ranks, used, self._lru.away[row])
+        if ranks[0, 0] != NO_PREDICTION:
+            self.fresh.add(row, ranks, used, self._lru.absent[row])
 
-    def _ask(self, row: int) -> None:
-        """Asks all that is to be asked after a row, and remembers it."""
-        plan = self._plan[row]
-        if not plan.questions:
+    def _predict_from(self, row: int) -> None:
+        """Makes and stores the predictions due after a row."""
+        plan = self._plans[row]
+        if not plan.targets:
             return
-        probabilities = self._likelihoods[: len(plan.questions)]
-        for line, (il, distance) in zip(probabilities, plan.questions, strict=True):
+        probabilities = self._probabilities[: len(plan.targets)]
+        for line, (il, distance) in zip(probabilities, plan.targets, strict=True):
             begin = time.perf_counter_ns()
             if self._predict(self.predictor, il, distance, line):
                 self._predict_ns += time.perf_counter_ns() - begin
@@ -165,7 +165,7 @@ class Judge:
         self._pending[plan.rows, plan.columns] = self._ranked(probabilities)[plan.lines]
 
     def _predict(self, predictor: Predictor, il: int, distance: int, line: Float32s) -> bool:
-        """Puts the probabilities into `line` (n_expert,); zeros and False when there are none that make sense."""
+        """Puts the probabilities into `line` (n_expert,); zeros and False without valid ones."""
         probabilities = predictor.predict(il, distance)
         if probabilities is None or probabilities.shape != line.shape or not math.isfinite(probabilities.sum()):
             line.fill(0)
@@ -174,16 +174,16 @@ class Judge:
         return True
 
     def _ranked(self, probabilities: Float32s) -> Ids:
-        """The experts (n, n_rank) of (n, n_expert) probabilities, the likeliest first; NO_ANSWER where it is 0."""
+        """Experts (n, n_rank) of (n, n_expert) probabilities, the most probable first; NO_PREDICTION where it is 0."""
         ranks = np.argsort(-probabilities, axis=1, kind="stable")[:, : self.tally.n_rank]
-        ranks[probabilities[self._lines[: len(ranks)], ranks] <= 0] = NO_ANSWER
+        ranks[probabilities[self._lines[: len(ranks)], ranks] <= 0] = NO_PREDICTION
         return ranks
 
 
 class LiveJudge(Judge):
-    """A judge that listens to a running model: a predictor that raises ends its own judgement and nothing else.
+    """A judge on a running model: a predictor that raises ends its own measurement and nothing else.
 
-    `failure` then says why; the figures until then remain. They may be asked for from any thread, between gates.
+    `failure` is then the error; the figures until then remain. `table` may be called from any thread.
     """
 
     def __init__(self, predictor: Predictor, distances: Sequence[int] = DISTANCES, **options: Any) -> None:
@@ -205,9 +205,9 @@ class LiveJudge(Judge):
         with self._lock:
             return super().table(link)
 
-    def _try(self, hear: Callable[[T], None], what: T) -> None:
+    def _try(self, handle: Callable[[T], None], event: T) -> None:
         if self.failure is None:
             try:
-                hear(what)
+                handle(event)
             except Exception as error:
                 self.failure = f"{type(error).__name__}: {error}"

@@ -1,7 +1,7 @@
-"""What was measured for a model, and which policy and predictor follow from it.
+"""Measured hit rates of a model, and the choice of policy and predictor that follows from them.
 
-A measurement is a small JSON file, written by `moegguf trace simulate --save` and shipped for the demo model. The rule
-is cautious: what did not beat LRU in the measurement is not chosen.
+A measurement is a small JSON file, written by `moegguf trace simulate --save` and shipped for the demo model. A policy
+that did not beat LRU in the measurement is not chosen.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class ControllerChoice:
 class Measured:
     """Hit rates of decode passes on recorded routing: {policy: {share of experts: hit rate}}.
 
-    `predictors` names the predictor each policy was measured with. `prefetch` is the predictor whose prefetching
-    lowered the stall of a live run, or "none". `about` says on what: trace, tokens, kinds of text.
+    predictors: the predictor each policy was measured with. prefetch: the predictor whose prefetching lowered the stall
+    of a live run, or "none". about: size and kind of the trace measured.
     """
 
     fingerprint: str
@@ -42,8 +42,8 @@ class Measured:
     about: Mapping[str, str | int] = field(default_factory=dict)
 
     def choose(self, share: float) -> ControllerChoice:
-        """The best policy at the measured share nearest to `share`, of those that lose to LRU at none; LRU unless that
-        one beats it clearly there.
+        """The best policy at the measured share nearest to `share`, of those below LRU at no share; LRU unless that one
+        has a hit rate higher by LEAST_GAIN.
         """
         lru = self.hit_rates.get("lru", {})
         if not lru:
@@ -63,7 +63,7 @@ class Measured:
 
 
 def write_measured(path: Path, measured: Measured) -> None:
-    """Writes the file, or replaces it whole."""
+    """Writes the file atomically."""
     facts = asdict(measured)
     facts["version"] = VERSION
     facts["hit_rates"] = {
@@ -74,10 +74,7 @@ def write_measured(path: Path, measured: Measured) -> None:
 
 
 def read_measured(path: Path) -> Measured:
-    """Reads the file.
-
-    Raises OptionError, naming the file, when it is not one of these.
-    """
+    """Reads the file. Raises OptionError, with its path, when it is not a valid measurement."""
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
         if facts["version"] != VERSION:

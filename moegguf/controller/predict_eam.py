@@ -1,7 +1,7 @@
-"""PredictEAM of MoE-Infinity (section 4.5): what past requests that look like this one say about its experts.
+"""PredictEAM of MoE-Infinity (section 4.5): expert probabilities from past requests that resemble the pass in progress.
 
-Follows requests through a `History`, keeps the collections fed, matches the pass in progress and aggregates the
-matches. The predictor and the eviction policy both look through one of these; each has its own.
+Takes requests from a `History`, adds them to the collections, matches the pass in progress and aggregates the matches.
+The predictor and the eviction policy each have one of their own.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _NO_MATCHES = Matches(np.zeros(0, np.intp), np.zeros(0, np.float32))
 class PredictEam:
     """The aggregated EAM of the pass in progress: matched rEAMs summed cell by cell, rows normalised to a sum of 1.
 
-    The sum is plain, as in the paper: an entry weighs what it has tokens. `own_share` of a row's probability comes from
+    The sum is unweighted, as in the paper: an entry counts by its tokens. `own_share` of a row's probability comes from
     the request's own rEAM so far, of the same phase: "expert reuse is limited to request-level EAMs" (section 4.4),
-    and none is closer than this one; 0 leaves it out, which is the paper to the letter. `eamcs` may be given filled,
-    and belongs to this object from then on.
+    and this one is the closest; 0 omits it, exactly as in the paper. `eamcs` may already have entries, and is owned by
+    this object from then on.
     """
 
     def __init__(
@@ -39,19 +39,19 @@ class PredictEam:
         self._ream: Counts = np.zeros(shape.table, np.float32)
         self._matches: Matches | None = _NO_MATCHES
 
-    def follow(self, history: History) -> None:
-        """Takes in the gate that the history was updated with last, and the rEAM of the request that it ended."""
+    def update(self, history: History) -> None:
+        """Adds the last routing event of the history, and the rEAM of the request that it ended."""
         if history.finished is not None:
             self.eamcs.add(*history.finished)
-        self._turn_to(history, history.phase)
+        self._select_phase(history, history.phase)
         if history.new_pass:
             self._eamc.begin_pass()
-        self._eamc.see(history.il, history.iteration[history.il])
+        self._eamc.add_query_row(history.il, history.iteration[history.il])
         self._matches = None
 
-    def expect(self, history: History, phase: Phase) -> None:
-        """A pass of this phase is about to begin: nothing of it has been seen, only the request so far is known."""
-        self._turn_to(history, phase)
+    def begin_pass(self, history: History, phase: Phase) -> None:
+        """A pass of this phase begins: without matches, only the request's own rEAM counts."""
+        self._select_phase(history, phase)
         self._matches = _NO_MATCHES
 
     def matches(self) -> Matches:
@@ -61,14 +61,14 @@ class PredictEam:
         return self._matches
 
     def row(self, il: int) -> Float32s:
-        """(n_expert,): probabilities of layer `il`; all 0 when nothing is known."""
+        """(n_expert,): probabilities of layer `il`; all 0 without any counts."""
         return self._blend(self._eamc.total_row(self.matches().indices, il), self._ream[il])
 
     def table(self) -> Float32s:
-        """(n_layer, n_expert): `row` of every layer, those already seen included (reuse by the next token)."""
+        """(n_layer, n_expert): `row` of every layer, computed ones included (reuse by the next token)."""
         return self._blend(self._eamc.total(self.matches().indices), self._ream)
 
-    def _turn_to(self, history: History, phase: Phase) -> None:
+    def _select_phase(self, history: History, phase: Phase) -> None:
         self._eamc = self.eamcs.of(phase)
         self._ream = history.prefill if phase == Phase.PREFILL else history.decode
 
@@ -76,7 +76,7 @@ class PredictEam:
         share_matched, share_own = np.float32(1 - self.own_share), np.float32(self.own_share)
         blend: Float32s = np.multiply(matched, share_matched / _tokens(matched), dtype=np.float32)
         blend += own * (share_own / _tokens(own))
-        # where only one of them knows something, that one counts whole
+        # where only one of them has counts, it gets the whole weight
         blend /= np.maximum(np.add.reduce(blend, -1, keepdims=True), _TINY)
         return blend
 

@@ -1,4 +1,4 @@
-"""Turns predictions into prefetches: the likeliest experts of the nearest layers, within bytes per token."""
+"""Turns forecasts into prefetch requests: the most probable experts of the nearest layers, within bytes per token."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ Residency = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class PrefetchOptions:
-    """How much to act on predictions.
+    """Limits of prefetching.
 
-    window: MoE layers ahead. budget_bytes: most bytes to request in one token; None: the bytes of half the experts a
-    token uses. least_probability: experts below it are not prefetched. watchdog: prefetching must save
-    time to stay on; without it, it is always on.
+    window: MoE layers ahead. budget_bytes: maximum requested per token; None: the bytes of half the experts a token
+    uses. least_probability: experts below it are not prefetched. watchdog: prefetching is switched off when it does not
+    save time; False keeps it on.
     """
 
     window: int = 2
@@ -30,7 +30,7 @@ class PrefetchOptions:
 
 
 class Prefetcher:
-    """Chooses experts to fetch ahead (ProMoE, section 4: as many per layer as a token activates).
+    """Chooses experts to prefetch (ProMoE, section 4: as many per layer as a token activates).
 
     Only absent experts count against the budget. An expert is requested once in a pass.
     """
@@ -41,21 +41,21 @@ class Prefetcher:
         cycle_bytes = shape.n_expert_used * len(shape.layers) * shape.expert_bytes
         budget_bytes = cycle_bytes // 2 if options.budget_bytes is None else options.budget_bytes
         self._budget_experts = budget_bytes // shape.expert_bytes
-        self._left = self._budget_experts
+        self._remaining_experts = self._budget_experts
         self._requested: npt.NDArray[np.bool_] = np.zeros(shape.table, bool)
 
     def begin_pass(self) -> None:
-        """A new pass: its budget is whole, and nothing was requested."""
-        self._left = self._budget_experts
+        """Resets the budget and the set of requested experts."""
+        self._remaining_experts = self._budget_experts
         self._requested[:] = False
 
     def requests(
         self, forecast: Forecast, residency: Callable[[], Residency]
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-        """(layers, experts) to prefetch now, int32, the most urgent first. `residency` is called when it is needed."""
+        """(layers, experts) to prefetch now, int32, nearest layer first. `residency` is called only when needed."""
         layers: list[int] = []
         experts: list[int] = []
-        known = forecast.known() if self._left > 0 else []
+        known = forecast.known() if self._remaining_experts > 0 else []
         resident = residency() if known else None
         for il in known:
             assert resident is not None
@@ -65,9 +65,9 @@ class Prefetcher:
                 (probabilities[best] >= self.options.least_probability)
                 & (resident[il, best] == 0)
                 & ~self._requested[il, best]
-            ][: self._left]
+            ][: self._remaining_experts]
             self._requested[il, wanted] = True
-            self._left -= len(wanted)
+            self._remaining_experts -= len(wanted)
             layers += [il] * len(wanted)
             experts += wanted.tolist()
         return np.array(layers, np.int32), np.array(experts, np.int32)

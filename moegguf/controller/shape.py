@@ -1,4 +1,4 @@
-"""How many layers and experts a model has: all the controller knows of a model."""
+"""Numbers of layers and experts: the only facts about a model that the controller uses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stops what does not pay: compares time per token with and without prefetching, in turns, on the run itself."""
+"""Switches prefetching off when it costs time: compares time per token with and without it, in alternating periods."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from statistics import median
 
 @dataclass(frozen=True)
 class WatchdogOptions:
-    """How long it tries and how sure it must be.
+    """Length of a trial and its threshold.
 
-    turn_tokens: length of a turn. turns: pairs of turns per decision. gain: share of a token's time that
+    period_tokens: length of a period. periods: pairs of periods per decision. gain: share of a token's time that
     prefetching must save to stay on. rest_tokens: tokens until the next trial, doubled after each up to
     `longest_rest_tokens`.
     """
 
-    turn_tokens: int = 24
-    turns: int = 4
+    period_tokens: int = 24
+    periods: int = 4
     gain: float = 0.03
     rest_tokens: int = 1024
     longest_rest_tokens: int = 1 << 16
 
 
 class Watchdog:
-    """Whether prefetching is on now. Told of every decoded token.
+    """Whether prefetching is on now. Takes the time of every decoded token.
 
-    It judges by time, in which the stall is, and what predicting costs: on a machine of few cores a smaller stall may
-    be bought too dear.
+    The criterion is time, which includes both the stall and the cost of predicting: on a machine of few cores a smaller
+    stall can cost more compute than it saves.
 
-    A trial alternates turns without and with prefetching; the first token of a turn does not count, because it pays
-    for the turn before. After `turns` pairs the medians decide, until the next trial.
+    A trial alternates periods without and with prefetching; the first token of a period is left out, because it bears
+    the effects of the period before. After `periods` pairs the medians decide, until the next trial.
     """
 
     def __init__(self, options: WatchdogOptions | None = None) -> None:
@@ -37,44 +37,43 @@ class Watchdog:
         self.on = False
         self.trials = 0
         self.last_gain: float | None = None  # share of a token's time saved in the last trial
-        self._rest = 0
-        self._rest_next = self.options.rest_tokens
-        self._turn: list[int] = []
-        self._times: dict[bool, list[float]] = {False: [], True: []}
-        self._before_ns: int | None = None
+        self._rest_tokens = 0
+        self._next_rest_tokens = self.options.rest_tokens
+        self._period: list[int] = []
+        self._times_ns: dict[bool, list[float]] = {False: [], True: []}
+        self._previous_ns: int | None = None
 
     def token(self, now_ns: int) -> None:
-        """A token is decoded from now on, the one before is done; `now_ns` by any clock that goes with the model."""
-        previous, self._before_ns = self._before_ns, now_ns
+        """Decoding of a token begins at `now_ns`, by any monotonic clock that runs while the model computes."""
+        previous, self._previous_ns = self._previous_ns, now_ns
         if previous is None:
             return
-        if self._rest > 0:
-            self._rest -= 1
-            if self._rest == 0:
+        if self._rest_tokens > 0:
+            self._rest_tokens -= 1
+            if self._rest_tokens == 0:
                 self.on = False
             return
-        self._turn.append(now_ns - previous)
-        if len(self._turn) == self.options.turn_tokens:
-            self._end_turn()
+        self._period.append(now_ns - previous)
+        if len(self._period) == self.options.period_tokens:
+            self._end_period()
 
     def pause(self) -> None:
-        """Something else than a token is computed next: a prompt, whose stall is nobody's."""
-        self._before_ns = None
+        """A prompt is computed next; its time is not counted."""
+        self._previous_ns = None
 
-    def _end_turn(self) -> None:
-        counted = self._turn[1:]
-        self._times[self.on].append(sum(counted) / len(counted))
-        self._turn = []
+    def _end_period(self) -> None:
+        times_ns = self._period[1:]
+        self._times_ns[self.on].append(sum(times_ns) / len(times_ns))
+        self._period = []
         self.on = not self.on
-        if len(self._times[True]) == self.options.turns:
+        if len(self._times_ns[True]) == self.options.periods:
             self._decide()
 
     def _decide(self) -> None:
-        without, with_ = median(self._times[False]), median(self._times[True])
-        self._times = {False: [], True: []}
+        without, with_ = median(self._times_ns[False]), median(self._times_ns[True])
+        self._times_ns = {False: [], True: []}
         self.last_gain = 1 - with_ / without if without > 0 else 0.0
-        verdict = self.last_gain >= self.options.gain
-        self._rest = self._rest_next
-        self._rest_next = min(2 * self._rest_next, self.options.longest_rest_tokens)
+        self._rest_tokens = self._next_rest_tokens
+        self._next_rest_tokens = min(2 * self._next_rest_tokens, self.options.longest_rest_tokens)
         self.trials += 1
-        self.on = verdict
+        self.on = self.last_gain >= self.options.gain

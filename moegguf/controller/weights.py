@@ -1,7 +1,7 @@
 """Files of learned predictors: arrays as safetensors, facts as JSON in its header. Never pickle, never executed.
 
-A file that is damaged, made for another model, shape or version, or that does not hold what its predictor needs is
-left out with one warning: a predictor is a help, not a need.
+A file that is damaged, made for another model, shape or version, or lacks something that its predictor needs is ignored
+with one warning.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Weights:
-    """What a predictor was taught. facts: JSON values; how it was trained, and what its arrays mean."""
+    """The learned arrays of a predictor. facts: JSON values on its training and on the meaning of the arrays."""
 
     arrays: Arrays
     facts: Mapping[str, Any] = field(default_factory=dict)
@@ -54,9 +54,9 @@ def _shape_of(found: npt.NDArray[Any] | None) -> str:
 
 
 def save(path: str | os.PathLike[str], predictor: str, fingerprint: str, shape: MoeShape, weights: Weights) -> None:
-    """Writes the file, whole or not at all.
+    """Writes the file atomically. Raises OSError.
 
-    predictor: its name. fingerprint: of the model's routers (`Trace.header.fingerprint`). OSError when it cannot.
+    predictor: its name. fingerprint: of the model's routers (`Trace.header.fingerprint`).
     """
     path = Path(path)
     arrays = {name: np.ascontiguousarray(array) for name, array in weights.arrays.items()}
@@ -79,7 +79,7 @@ def load(
     shape: MoeShape,
     build: Callable[[Weights], T],
 ) -> T | None:
-    """What `build` makes of the file; None, and one warning, when it cannot be used.
+    """`build(weights of the file)`; None, and one warning, when the file cannot be used.
 
     `build` raises ValueError for arrays or facts that do not fit, as `Weights.array` does.
     """
@@ -87,7 +87,7 @@ def load(
         return build(_read(Path(path), predictor, fingerprint, shape))
     except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError, SafetensorError) as error:
         why = error.strerror if isinstance(error, OSError) and error.strerror else error
-        warnings.warn(f"predictor file {str(path)!r} is not used: {why}; going on without what it holds.", stacklevel=2)
+        warnings.warn(f"predictor file {str(path)!r} is not used: {why}; going on without it.", stacklevel=2)
         return None
 
 
@@ -111,7 +111,7 @@ def _read(path: Path, predictor: str, fingerprint: str, shape: MoeShape) -> Weig
 
 
 def _head(data: bytes) -> dict[str, Any]:
-    """Our JSON out of the safetensors header."""
+    """The `moegguf` JSON of the safetensors header."""
     n_bytes = int.from_bytes(data[:8], "little")
     if len(data) < 8 or n_bytes > len(data) - 8:
         raise ValueError("it is no safetensors file, or ends too early")
@@ -125,7 +125,7 @@ def _head(data: bytes) -> dict[str, Any]:
 
 
 def _checksum(head: Mapping[str, Any], arrays: Arrays) -> str:
-    """Of all that the file says: facts, names, types, shapes and bytes."""
+    """sha256 of the header, and of names, types, shapes and bytes of the arrays."""
     digest = hashlib.sha256(json.dumps(head, sort_keys=True).encode())
     for name, array in sorted(arrays.items()):
         digest.update(f"{name} {array.dtype.str} {array.shape}".encode())

@@ -218,7 +218,7 @@ class LiveController:
         for learner in (controller.predictor, controller.policy):
             if isinstance(learner, EamcPredictor | SparsityAware):
                 learner.eamcs.add(controller.history.prefill, controller.history.decode)  # the last request
-                self.artifacts.keep(learner.eamcs)
+                self.artifacts.save_collection(learner.eamcs)
                 return  # both learn the same requests: one of them is enough
 
 

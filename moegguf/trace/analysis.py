@@ -23,7 +23,7 @@ from moegguf.errors import OptionError
 from moegguf.gguf.experts import read_layout
 from moegguf.native.events import Phase
 from moegguf.trace.format import read
-from moegguf.trace.report import PolicyTable, Recorded, Recovery, Report, ScheduleTable, StallTable
+from moegguf.trace.report import PolicyTable, Recovery, Report, ScheduleTable, StallTable, TraceSummary
 from moegguf.trace.reuse import reuse
 from moegguf.trace.score import ScoreTable, score
 from moegguf.trace.simulate import SimOptions, Simulation, slots_of
@@ -32,46 +32,46 @@ from moegguf.trace.token_scheduler import measure
 from moegguf.trace.trace import Trace
 
 ALL = "all"
-Progress = Callable[[str, float], object]  # "stage: what is being measured", and the share of the stage that is done
+Progress = Callable[[str, float], object]  # "stage: current step", share of the stage done
 
 
-def silent(what: str, share: float) -> None:
-    """Nobody wants to know."""
+def no_progress(step: str, share: float) -> None:
+    """Ignores progress."""
 
 
-def counted(progress: Progress, stage: str, n: int) -> Callable[[str], None]:
-    """Tells `progress` of each of the n parts of a stage, when it begins."""
-    begun = itertools.count()
+def step_reporter(progress: Progress, stage: str, n_steps: int) -> Callable[[str], None]:
+    """A function that reports the start of each of the n_steps steps of a stage to `progress`."""
+    started = itertools.count()
 
-    def step(what: str) -> None:
-        progress(f"{stage}: {what}", next(begun) / n)
+    def report(step: str) -> None:
+        progress(f"{stage}: {step}", next(started) / n_steps)
 
-    return step
+    return report
 
 
-def spread(trace: Trace, n_tokens: int) -> list[int]:
-    """Requests with about `n_tokens` decoded tokens: of each kind of text in turn the next one, until there are enough.
+def sample_sequences(trace: Trace, n_tokens: int) -> list[int]:
+    """Requests with about `n_tokens` decoded tokens, taken round-robin from the kinds of text.
 
     The first request of every kind is among them.
     """
     lengths = np.diff(trace.pass_start) * (trace.pass_phase == Phase.DECODE)
-    decoded = dict.fromkeys(trace.sequences(), 0)
+    decoded_tokens = dict.fromkeys(trace.sequences(), 0)
     for sequence, length in zip(trace.pass_sequence.tolist(), lengths.tolist(), strict=True):
-        decoded[sequence] += length
+        decoded_tokens[sequence] += length
     kinds: dict[str, list[int]] = {}
-    for sequence in decoded:
+    for sequence in decoded_tokens:
         kinds.setdefault(trace.header.labels.get(sequence, ""), []).append(sequence)
-    chosen, found = list[int](), 0
-    for turn, sequences in enumerate(itertools.zip_longest(*kinds.values())):
+    chosen, n_chosen_tokens = list[int](), 0
+    for index, sequences in enumerate(itertools.zip_longest(*kinds.values())):
         for sequence in filter(lambda s: s is not None, sequences):
-            if turn == 0 or found < n_tokens:
+            if index == 0 or n_chosen_tokens < n_tokens:
                 chosen.append(sequence)
-                found += decoded[sequence]
+                n_chosen_tokens += decoded_tokens[sequence]
     return chosen
 
 
 def sim_options(link: LinkModel, prefetch: bool) -> SimOptions:
-    """A replay over this link."""
+    """Options of a replay over this link."""
     return SimOptions(
         prefetch=PrefetchOptions() if prefetch else None,
         link_bytes_per_s=link.bytes_per_s,
@@ -82,7 +82,7 @@ def sim_options(link: LinkModel, prefetch: bool) -> SimOptions:
 
 @dataclass(frozen=True)
 class TraceAnalysis:
-    """A trace, and what is known about the model it was recorded from."""
+    """A trace, and the saved artifacts of the model it was recorded from."""
 
     trace: Trace
     artifacts: Artifacts
@@ -101,25 +101,25 @@ class TraceAnalysis:
         return cls(trace, Artifacts(layout, trace.header.fingerprint, folder))
 
     def limited(self, n_tokens: int) -> TraceAnalysis:
-        """The same with about `n_tokens` decoded tokens, of all kinds of text alike; 0: with all of them."""
-        chosen = spread(self.trace, n_tokens) if n_tokens else self.trace.sequences()
+        """A sample of about `n_tokens` decoded tokens, of all kinds of text; 0: all of them."""
+        chosen = sample_sequences(self.trace, n_tokens) if n_tokens else self.trace.sequences()
         return replace(self, trace=self.trace.select(chosen))
 
-    def used(self, of: TraceAnalysis) -> str:
-        """How much of another study this one looks at, in words."""
-        parts = (self.trace, of.trace)
+    def sample_size(self, whole: TraceAnalysis) -> str:
+        """The size of this sample of `whole`, as text."""
+        parts = (self.trace, whole.trace)
         n, n_all = (len(trace.sequences()) for trace in parts)
         tokens, all_tokens = (trace.decode().n_tokens for trace in parts)
         return f"{n:,} of {n_all:,} requests with {tokens:,} of {all_tokens:,} decoded tokens"
 
     def policies(self, names: Sequence[str]) -> list[str]:
-        """The names; "all" is every policy that can be made. Raises OptionError for one that cannot, and for none."""
+        """The names; "all" is every available policy. Raises OptionError for an unavailable one, and for no name."""
         return self._names("policy", names, POLICIES, self.policy)
 
     def predictors(self, names: Sequence[str]) -> list[str]:
-        """The names; "all" is every predictor that can be made. Raises OptionError for one that cannot, and for none.
+        """The names; "all" is every available predictor. Raises OptionError for an unavailable one, and for no name.
 
-        What "all" has to leave out is a warning.
+        A warning names what "all" leaves out.
         """
         found = self._names("predictor", names, PREDICTORS, self.predictor)
         return [name for name in found if name != "none"] if ALL in names else found
@@ -132,15 +132,15 @@ class TraceAnalysis:
                 make(name)
         if ALL not in names:
             return list(dict.fromkeys(names))
-        found = [name for name in known if self.can(make, name)]
+        found = [name for name in known if self.is_available(make, name)]
         left_out = [name for name in known if name not in found]
         if left_out:
-            warnings.warn(f"left out: {', '.join(left_out)}; --{kind} {left_out[0]} says why.", stacklevel=3)
+            warnings.warn(f"left out: {', '.join(left_out)}; --{kind} {left_out[0]} gives the reason.", stacklevel=3)
         return found
 
     @staticmethod
-    def can(make: Callable[[str], object], name: str) -> bool:
-        """Whether `policy` or `predictor` makes one of this name."""
+    def is_available(make: Callable[[str], object], name: str) -> bool:
+        """Whether `make` (`policy` or `predictor`) accepts this name."""
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -150,14 +150,14 @@ class TraceAnalysis:
         return True
 
     def policy(self, name: str) -> AnyPolicy:
-        """A fresh one. Raises OptionError."""
+        """A new policy of this name. Raises OptionError."""
         return make_policy(name, self.trace.shape, self.artifacts)
 
     def predictor(self, name: str) -> Predictor:
-        """A fresh one. Raises OptionError, also when the trace has not what it needs."""
+        """A new predictor of this name. Raises OptionError, also when the trace lacks the inputs it needs."""
         predictor = make_predictor(name, self.trace.shape, self.artifacts)
         if predictor.needs_inputs and self.trace.inputs is None:
-            raise OptionError(f"{name!r} reads what enters the routers: record the trace with --inputs.")
+            raise OptionError(f"{name!r} reads the inputs of the routers: record the trace with --inputs.")
         return predictor
 
     def simulate(
@@ -167,15 +167,16 @@ class TraceAnalysis:
         shares: Sequence[float],
         link: LinkModel | None = None,
         prefetch: bool = False,
-        progress: Progress = silent,
+        progress: Progress = no_progress,
     ) -> list[Row]:
-        """Replays with every policy, predictor and share, and Belady's bound. "all" names all there are."""
+        """Replays with every policy, predictor and share, and Belady's bound. "all" is every available name.
+
+        Raises OptionError for unknown names, and for prefetching without a link or a predictor.
+        """
         if prefetch and link is None:
-            raise OptionError(
-                "--prefetch needs a modelled link, or everything asked for would be there at once: --link."
-            )
+            raise OptionError("--prefetch needs a modelled link; without one, transfers take no time: --link.")
         if prefetch and set(predictors) == {"none"}:
-            raise OptionError("--prefetch needs somebody to say what comes next: --predictor.")
+            raise OptionError("--prefetch needs a predictor: --predictor.")
         policies, predictors = self.policies(policies), self.predictors(predictors)
         return sweep(
             self.trace,
@@ -183,15 +184,15 @@ class TraceAnalysis:
             {name: partial(self.predictor, name) for name in predictors},
             shares,
             sim_options(link, prefetch) if link else None,
-            counted(progress, "hit rates", len(policies) * len(predictors) * len(shares)),
+            step_reporter(progress, "hit rates", len(policies) * len(predictors) * len(shares)),
         )
 
     def score(
-        self, predictors: Sequence[str], link: LinkModel | None = None, progress: Progress = silent
+        self, predictors: Sequence[str], link: LinkModel | None = None, progress: Progress = no_progress
     ) -> ScoreTable:
-        """Every predictor by every paper's measure, beside its control on the trace without order."""
+        """Every predictor by every paper's measure, with its control on the trace shuffled in time."""
         names = self.predictors(predictors)
-        tables, step = [], counted(progress, "scores", len(names))
+        tables, step = [], step_reporter(progress, "scores", len(names))
         for name in names:
             step(name)
             tables.append(score(self.trace, [self.predictor(name)], link=link))
@@ -202,9 +203,9 @@ class TraceAnalysis:
         )
 
     def save(self, rows: Sequence[Row]) -> Path:
-        """Keeps decode hit rates where `policy="auto"` finds them; returns the file.
+        """Saves decode hit rates where `policy="auto"` finds them; returns the path.
 
-        Of several predictors with one policy, the one with the higher mean hit rate counts.
+        Of several predictors with one policy, the one with the highest mean hit rate is saved.
         """
         rates: dict[tuple[str, str], dict[float, float]] = {}
         for row in rows:
@@ -220,95 +221,96 @@ class TraceAnalysis:
             {policy: predictor for policy, (predictor, _) in best.items()},
             about={"requests": len(self.trace.sequences()), "tokens": self.trace.n_tokens},
         )
-        path = (self.artifacts.folder or self.artifacts.folder_to_write()) / MEASURED
+        path = (self.artifacts.folder or self.artifacts.writable_folder()) / MEASURED
         write_measured(path, measured)
         return path
 
 
 LINKS_GB_PER_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
-STALL_SHARE = 0.25  # of all experts in the pool, where stalls are compared
-STALL_TOKENS = 0.25  # of those replayed: means over tokens need fewer, and it is done for every link
+STALL_SHARE = 0.25  # share of all experts in the pool when stalls are compared
+STALL_TOKENS = 0.25  # share of the tokens replayed for stalls: one replay per link speed
 BATCHES = (2, 4, 8)
 
 
 def build_report(
-    study: TraceAnalysis,
+    analysis: TraceAnalysis,
     shares: Sequence[float],
     layer_compute_us: float,
     n_tokens: int,
     hardware: str = "",
-    progress: Progress = silent,
+    progress: Progress = no_progress,
 ) -> Report:
-    """Everything there is to draw. What takes long, replays and scores, looks at about
-    `n_tokens` decoded tokens (0: all), stalls at fewer."""
-    part = study.limited(n_tokens)
-    timed = study.limited(max(1, round(n_tokens * STALL_TOKENS))) if n_tokens else study
+    """All parts of the report. Replays and scores use about `n_tokens` decoded tokens (0: all), stalls fewer."""
+    part = analysis.limited(n_tokens)
+    timed = analysis.limited(max(1, round(n_tokens * STALL_TOKENS))) if n_tokens else analysis
     policies = _policy_table(part.simulate([ALL], ["none"], shares, progress=progress))
     best = policies.best_online(min(shares, key=lambda share: abs(share - STALL_SHARE))) or "lru"
-    recorded = Recorded.of(study.trace, hardware=hardware)
-    settings = recorded.settings | {"replayed and scored": part.used(study), "stalls from": timed.used(study)}
+    summary = TraceSummary.of(analysis.trace, hardware=hardware)
+    samples = {"replayed and scored": part.sample_size(analysis), "stalls from": timed.sample_size(analysis)}
     return Report(
-        recorded=replace(recorded, settings=settings),
-        reuse=reuse(study.trace),
+        trace=replace(summary, settings=summary.settings | samples),
+        reuse=reuse(analysis.trace),
         policies=policies,
         scores=part.score([ALL], progress=progress),
         stalls=_stalls(timed, best, layer_compute_us, progress),
-        recovery=_recovery(study, ["lru", "lfu", "sparsity", best], progress),
+        recovery=_recovery(analysis, ["lru", "lfu", "sparsity", best], progress),
         schedule=_schedule(part, progress),
-        labels=study.trace.header.labels,
+        labels=analysis.trace.header.labels,
     )
 
 
-def _stalls(study: TraceAnalysis, best: str, layer_compute_us: float, progress: Progress) -> StallTable:
+def _stalls(analysis: TraceAnalysis, best: str, layer_compute_us: float, progress: Progress) -> StallTable:
     """Stall per decoded token over link speeds: LRU, the best policy, and both with prefetching."""
-    ahead = next((name for name in ("mlp", "skip", "eamc") if study.can(study.predictor, name)), "none")
+    candidates = ("mlp", "skip", "eamc")
+    prefetcher = next((name for name in candidates if analysis.is_available(analysis.predictor, name)), "none")
     settings = {
         "lru": ("lru", "none"),
         best: (best, "none"),
-        f"lru, {ahead} prefetch": ("lru", ahead),
-        f"{best}, {ahead} prefetch": (best, ahead),
+        f"lru, {prefetcher} prefetch": ("lru", prefetcher),
+        f"{best}, {prefetcher} prefetch": (best, prefetcher),
     }
     stalls: dict[str, dict[float, float]] = {}
-    step = counted(progress, "stalls", len(settings) * len(LINKS_GB_PER_S))
-    n_slots = slots_of(study.trace.shape, STALL_SHARE)
+    step = step_reporter(progress, "stalls", len(settings) * len(LINKS_GB_PER_S))
+    n_slots = slots_of(analysis.trace.shape, STALL_SHARE)
     for label, (policy, predictor) in settings.items():
         for speed in LINKS_GB_PER_S:
             step(f"{label} at {speed:g} GB/s")
             link = LinkModel(speed * 1e9, 50.0, layer_compute_us)
             options = sim_options(link, prefetch=predictor != "none")
-            result = Simulation(study.trace, study.policy(policy), study.predictor(predictor), n_slots, options).run()
+            made = analysis.policy(policy), analysis.predictor(predictor)
+            result = Simulation(analysis.trace, *made, n_slots, options).run()
             stalls.setdefault(label, {})[speed] = result.decode.stall_ns / max(1, result.decode.tokens) / 1e6
-    return StallTable(stalls, compute_ms=layer_compute_us * len(study.trace.shape.layers) / 1e3)
+    return StallTable(stalls, compute_ms=layer_compute_us * len(analysis.trace.shape.layers) / 1e3)
 
 
-def _recovery(study: TraceAnalysis, policies: Sequence[str], progress: Progress) -> Recovery | None:
-    """Hit rate request by request: all of the kind with the most requests, then all of the kind with the next most."""
-    labels = study.trace.header.labels
+def _recovery(analysis: TraceAnalysis, policies: Sequence[str], progress: Progress) -> Recovery | None:
+    """Hit rate per request: all requests of the most frequent kind of text, then all of the second."""
+    labels = analysis.trace.header.labels
     kinds: dict[str, list[int]] = {}
-    for sequence in study.trace.sequences():
+    for sequence in analysis.trace.sequences():
         kinds.setdefault(labels.get(sequence, ""), []).append(sequence)
     if len(kinds) < 2:
         return None
     first, second = sorted(kinds, key=lambda kind: -len(kinds[kind]))[:2]
-    changed = study.trace.arranged([*kinds[first], *kinds[second]])
-    n_slots, rates = slots_of(study.trace.shape, STALL_SHARE), dict[str, list[float]]()
+    changed = analysis.trace.arranged([*kinds[first], *kinds[second]])
+    n_slots, rates = slots_of(analysis.trace.shape, STALL_SHARE), dict[str, list[float]]()
     names = list(dict.fromkeys(policies))
-    step = counted(progress, f"from {first or 'unnamed'} to {second or 'unnamed'} text", len(names))
+    step = step_reporter(progress, f"from {first or 'unnamed'} to {second or 'unnamed'} text", len(names))
     for name in names:
         step(name)
-        result = Simulation(changed, study.policy(name), study.predictor("none"), n_slots).run()
+        result = Simulation(changed, analysis.policy(name), analysis.predictor("none"), n_slots).run()
         rates[name] = [span.hit_rate for span in result.sequences.values()]
     return Recovery(rates, len(kinds[first]), (first, second), STALL_SHARE)
 
 
-def _schedule(study: TraceAnalysis, progress: Progress) -> ScheduleTable | None:
+def _schedule(analysis: TraceAnalysis, progress: Progress) -> ScheduleTable | None:
     """Distinct experts per batch in order of arrival, at random, and by the token scheduler."""
     table: dict[int, dict[str, float]] = {}
-    step = counted(progress, "batches", len(BATCHES))
+    step = step_reporter(progress, "batches", len(BATCHES))
     for batch in BATCHES:
         step(f"of {batch} requests")
         try:
-            effect = measure(study.trace, batch)
+            effect = measure(analysis.trace, batch)
         except OptionError:
             continue
         table[batch] = {"arrival": effect.in_order, "random": effect.shuffled, "scheduled": effect.scheduled}

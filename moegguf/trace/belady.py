@@ -1,7 +1,7 @@
-"""Offline replays of a trace's lookups, with the store's rules: Belady's optimum, and LRU as a cross-check.
+"""Belady's optimum (Belady 1966): an offline replay of a trace's lookups with the store's rules.
 
-Rules: one lookup per distinct expert of a gate; all of them are resident at once; one pool over all layers; nothing is
-fetched ahead and nothing bypasses the pool. No store, no native library.
+Rules: one lookup per distinct expert of a routing event; all of them are resident at once; one pool over all layers; no
+prefetching and no bypass of the pool. No store, no native library.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Replayed:
-    """Lookups and hits in all, and of the decode passes; {sequence: (lookups, hits)}."""
+class ReplayCounts:
+    """Lookups and hits of all passes, and of the decode passes; sequences: {sequence: (lookups, hits)}."""
 
     lookups: int
     hits: int
@@ -33,69 +33,72 @@ class Replayed:
 
     @property
     def misses(self) -> int:
+        """Lookups without a hit."""
         return self.lookups - self.hits
 
     @property
     def hit_rate(self) -> float:
+        """Hits per lookup, 0 to 1; 0 without lookups."""
         return self.hits / max(1, self.lookups)
 
     @property
     def decode_hit_rate(self) -> float:
+        """`hit_rate` of the decode passes."""
         return self.decode_hits / max(1, self.decode_lookups)
 
 
 @dataclass(frozen=True)
 class Lookups:
-    """A trace as gates of distinct experts: gate g looks up keys[start[g]:start[g + 1]], in order of first choice.
+    """A trace as events of distinct experts: event i looks up keys[start[i]:start[i + 1]], in order of first choice.
 
-    A key is row * n_expert + expert, with row the layer's place among those with experts. next_use (n_lookups,): the
-    gate of the same key's next lookup, n_gates when there is none.
+    A key is row * n_expert + expert, with row the layer's index among those with experts. next_use (n_lookups,): the
+    event of the same key's next lookup, n_events when there is none. decode, sequence (n_events,).
     """
 
     shape: MoeShape
     keys: Ints
     start: Ints
     next_use: Ints
-    decode: npt.NDArray[np.bool_]  # (n_gates,)
-    sequence: Ints  # (n_gates,)
+    decode: npt.NDArray[np.bool_]
+    sequence: Ints
 
     @classmethod
     def of(cls, trace: Trace) -> Lookups:
-        """Gates in live order: pass by pass, layer by layer."""
+        """Events in live order: pass by pass, layer by layer."""
         n_row, n_expert = len(trace.shape.layers), trace.shape.n_expert
         pass_of = np.repeat(np.arange(trace.n_pass), np.diff(trace.pass_start))
         ids = trace.expert_ids.astype(np.int64)
         event = np.broadcast_to((pass_of * n_row)[:, None] + np.arange(n_row)[:, None, None], ids.shape)
         keys = ids + np.arange(n_row)[:, None, None] * n_expert
-        there = ids >= 0
-        order = np.argsort(event[there], kind="stable")  # within a gate: tokens in order, choices in order
-        events, keys = event[there][order], keys[there][order]
+        present = ids >= 0
+        order = np.argsort(event[present], kind="stable")  # within an event: tokens in order, choices in order
+        events, keys = event[present][order], keys[present][order]
         _, first = np.unique(events * (n_row * n_expert) + keys, return_index=True)
         first.sort()
         events, keys = events[first], keys[first]
         used, start = np.unique(events, return_index=True)
-        number = np.repeat(np.arange(len(used)), np.diff(np.append(start, len(keys))))
+        ordinals = np.repeat(np.arange(len(used)), np.diff(np.append(start, len(keys))))
         passes = used // n_row
         return cls(
-            trace.shape, keys, np.append(start, len(keys)).astype(np.int64), _next_use(keys, number, len(used)),
+            trace.shape, keys, np.append(start, len(keys)).astype(np.int64), _next_use(keys, ordinals, len(used)),
             trace.pass_phase[passes] == Phase.DECODE, trace.pass_sequence[passes].astype(np.int64),
         )  # fmt: skip
 
     def check(self, n_slots: int) -> None:
-        """Raises OptionError when a gate needs more than n_slots at once."""
+        """Raises OptionError when an event needs more than n_slots at once."""
         widest = int(np.diff(self.start).max(initial=0))
         if n_slots < max(1, widest):
             raise OptionError(f"a pass of this trace needs {widest} experts of a layer at once, of {n_slots} slots.")
 
-    def counted(self, hits: list[int], evictions: int) -> Replayed:
-        """The result, from the hits of every gate."""
+    def counts(self, hits: list[int], evictions: int) -> ReplayCounts:
+        """The result, from the hits of every event."""
         looked_up, hit = np.diff(self.start), np.array(hits, np.int64)
         sequences = {
             int(s): (int(looked_up[self.sequence == s].sum()), int(hit[self.sequence == s].sum()))
             for s in dict.fromkeys(self.sequence.tolist())
         }
         decode = self.decode
-        return Replayed(
+        return ReplayCounts(
             int(looked_up.sum()),
             int(hit.sum()),
             evictions,
@@ -113,33 +116,33 @@ def _next_use(keys: Ints, events: Ints, never: int) -> Ints:
     return out
 
 
-def belady(lookups: Lookups, n_slots: int) -> Replayed:
-    """The most hits any policy can have: out goes the resident whose next use is farthest (Belady 1966).
+def belady(lookups: Lookups, n_slots: int) -> ReplayCounts:
+    """The most hits any policy can have: evicts the resident whose next use is farthest.
 
-    Experts of the gate in progress are due now, so they are never the farthest. Raises OptionError when a gate does not
+    Experts of the current event are due now, so they are never the farthest. Raises OptionError when an event does not
     fit.
     """
     lookups.check(n_slots)
     keys, start, next_use = lookups.keys.tolist(), lookups.start.tolist(), lookups.next_use.tolist()
-    due: dict[int, int] = {}  # of residents
-    farthest: list[tuple[int, int]] = []  # (-due, key); stale entries are passed over
+    due: dict[int, int] = {}  # key -> event of its next use, of residents
+    farthest: list[tuple[int, int]] = []  # (-due, key); outdated entries are skipped
     hits, evictions = [0] * (len(start) - 1), 0
-    for g in range(len(start) - 1):
-        n_hits, event = 0, range(start[g], start[g + 1])
-        for i in event:
+    for event in range(len(start) - 1):
+        n_hits, span = 0, range(start[event], start[event + 1])
+        for i in span:
             n_hits += keys[i] in due
-        for i in event:
+        for i in span:
             if keys[i] in due:
                 continue
             if len(due) >= n_slots:
                 evictions += 1
                 _evict(farthest, due)
-            due[keys[i]] = g
-        for i in event:
+            due[keys[i]] = event
+        for i in span:
             due[keys[i]] = next_use[i]
             heapq.heappush(farthest, (-next_use[i], keys[i]))
-        hits[g] = n_hits
-    return lookups.counted(hits, evictions)
+        hits[event] = n_hits
+    return lookups.counts(hits, evictions)
 
 
 def _evict(farthest: list[tuple[int, int]], due: dict[int, int]) -> None:

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from moegguf.controller.predictors.counting import multi_hot
+from moegguf.controller.predictors.base import multi_hot
 from moegguf.controller.predictors.popularity import Affinity, Popularity
 from moegguf.controller.predictors.token_table import TokenTable
 from moegguf.native.events import Float32s
@@ -19,40 +19,40 @@ def choices(trace: Trace, row: int) -> Float32s:
 
 
 def count_popularity(trace: Trace) -> Float32s:
-    """Equation 2: P (n_moe_layer, n_expert), rows adding up to 1, even for layers never seen."""
+    """DuoServe-MoE, equation 2: P (n_moe_layer, n_expert), rows sum to 1; uniform for layers never computed."""
     counts = np.stack([choices(trace, row).sum(axis=0) for row in range(len(trace.shape.layers))])
     return _shares(counts, np.full_like(counts, 1 / trace.shape.n_expert))
 
 
 def count_affinity(trace: Trace, popularity: Float32s) -> Float32s:
-    """Equation 3: A (n_moe_layer - 1, n_expert, n_expert): how layer l + 1 chooses, given who was chosen in layer l.
+    """DuoServe-MoE, equation 3: A (n_moe_layer - 1, n_expert, n_expert): choices in layer l + 1 per expert of layer l.
 
-    Rows add up to 1; that of an expert never chosen is the popularity of the next layer.
+    Rows sum to 1; that of an expert never chosen is the popularity of the next layer.
     """
     hot = [choices(trace, row) for row in range(len(trace.shape.layers))]
-    together = [here.T @ after for here, after in pairwise(hot)]
+    pairs = [here.T @ after for here, after in pairwise(hot)]
     n_expert = trace.shape.n_expert
-    counts = np.stack(together) if together else np.zeros((0, n_expert, n_expert), np.float32)
+    counts = np.stack(pairs) if pairs else np.zeros((0, n_expert, n_expert), np.float32)
     return _shares(counts, np.broadcast_to(popularity[1:, None, :], counts.shape))
 
 
-def _shares(counts: Float32s, otherwise: Float32s) -> Float32s:
+def _shares(counts: Float32s, default: Float32s) -> Float32s:
     totals = counts.sum(axis=-1, keepdims=True)
-    return np.where(totals > 0, counts / np.maximum(totals, 1), otherwise).astype(np.float32)
+    return np.where(totals > 0, counts / np.maximum(totals, 1), default).astype(np.float32)
 
 
 def fit_popularity(trace: Trace) -> Popularity:
-    """Counts the trace's choices, all passes alike."""
+    """Popularity counted over all passes (DuoServe-MoE, section 4.1)."""
     return Popularity(trace.shape, count_popularity(trace))
 
 
 def fit_affinity(trace: Trace) -> Affinity:
-    """Counts the trace's pairs of choices in consecutive layers, all passes alike."""
+    """Affinity counted over all passes (DuoServe-MoE, section 4.1)."""
     return Affinity(trace.shape, count_affinity(trace, count_popularity(trace)))
 
 
 def fit_token_table(trace: Trace, *, online: bool = False) -> TokenTable:
-    """Counts every token of the trace whose id and experts are known, prefill and decode alike."""
+    """Token table (ProMoE, section 4.2) of all passes; tokens without known id and experts are left out."""
     table = TokenTable(trace.shape, online=online)
     table.learn(trace.tokens, list(trace.expert_ids))
     return table

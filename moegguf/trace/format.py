@@ -1,9 +1,9 @@
-"""A trace on disk: an .npz file of blocks, written while the model runs and checked to the last byte when read.
+"""The trace file: an .npz of blocks, written while the model runs and fully validated when read.
 
 The file is a zip. Block i is the members NAME.00000i.npy, with the names and shapes of `Trace`'s arrays (pass_start
-counts from the block's first token); `header.json` is the last member and says how many blocks there are, so a file
-that was cut short has none. `numpy.load(path, allow_pickle=False)` opens it without moegguf. Inputs are stored as they
-are (they hardly compress), everything else is deflated.
+counts from the block's first token); `header.json` is the last member and lists the blocks, so a truncated file has
+none. `numpy.load(path, allow_pickle=False)` opens it without moegguf. Inputs are stored uncompressed (they hardly
+compress), everything else is deflated.
 """
 
 from __future__ import annotations
@@ -35,6 +35,16 @@ MAX_HEADER_BYTES = 32 << 20
 MAX_TEXT = 4096  # characters of a label, a name or a setting
 MAX_BLOCKS = 1 << 20
 MAX_TOKENS = 1 << 31
+HEADER = "header.json"
+BLOCK_BYTES = 64 << 20  # of one block in memory, unless a single pass has more
+MAX_TRACE_BYTES = 16 << 30  # of a whole trace in memory
+_NPY_BYTES = 4096  # maximum size of a member's npy header
+_DEFLATE_LEVEL = 1  # routing shrinks to the same size within a tenth at any level
+# What zipfile and numpy raise on invalid data.
+_DAMAGE = (
+    zipfile.BadZipFile, zlib.error, struct.error, tokenize.TokenError, ArithmeticError, EOFError, LookupError,
+    MemoryError, RuntimeError, SyntaxError, TypeError, ValueError,
+)  # fmt: skip
 _LIMITS = {
     "n_layer": (1, 4096),
     "n_expert": (1, 32767),
@@ -56,7 +66,7 @@ class Block:
 
 @dataclass(frozen=True)
 class FileHeader:
-    """All a trace file says of itself. weights, inputs: what was recorded. blocks: the parts of the file, in order."""
+    """The header of a trace file. weights, inputs: whether these were recorded. blocks: the file's blocks, in order."""
 
     shape: MoeShape
     header: TraceHeader
@@ -66,10 +76,12 @@ class FileHeader:
 
     @property
     def n_pass(self) -> int:
+        """Passes of all blocks."""
         return sum(block.n_pass for block in self.blocks)
 
     @property
     def n_tokens(self) -> int:
+        """Tokens of all blocks."""
         return sum(block.n_tokens for block in self.blocks)
 
     def encode(self) -> bytes:
@@ -93,7 +105,7 @@ class FileHeader:
 
 
 def decode(data: bytes) -> FileHeader:
-    """The facts in a header. Raises TraceError for the first one that is missing or out of its limits."""
+    """Parses a header. Raises TraceError for the first field that is missing or out of its limits."""
     try:
         raw = json.loads(data, parse_constant=lambda word: _fail("", f"{word} is not a number"))
     except (ValueError, RecursionError) as error:
@@ -190,7 +202,7 @@ def _block(raw: object, inputs: bool) -> Block:
 
 
 def check(trace: Trace) -> None:
-    """Raises TraceError for the first rule that the values break; types and shapes are taken for granted."""
+    """Raises TraceError for the first rule that the values break; types and shapes must be right."""
     starts, tokens, ids = trace.pass_start, trace.tokens, trace.expert_ids
     n_vocab = trace.shape.n_vocab or np.iinfo(np.int32).max
     n_expert = trace.shape.n_expert
@@ -200,40 +212,31 @@ def check(trace: Trace) -> None:
     _require((trace.pass_first_token >= -1).all(), "pass_first_token", "must be at least -1")
     _require(((tokens >= -1) & (tokens < n_vocab)).all(), "tokens", f"must be from -1 to below {n_vocab}")
     _require(((ids >= -1) & (ids < n_expert)).all(), "expert_ids", f"must be from -1 to below {n_expert}")
-    _require(_is_even(ids), "expert_ids", "must be as many for each token of a layer, -1 behind them")
-    _require(_is_last(ids, starts), "expert_ids", "must be those of a pass's last tokens where some are missing")
+    _require(_has_uniform_counts(ids), "expert_ids", "must be as many for each token of a layer, -1 behind them")
+    _require(
+        _computes_last_tokens(ids, starts), "expert_ids", "must be those of a pass's last tokens where some are missing"
+    )
 
 
 def _require(holds: bool | np.bool_, name: str, rule: str) -> None:
     if not holds:
-        raise TraceError(f"{name} {rule}, which is not so; record the trace again.")
+        raise TraceError(f"{name} {rule}, which is not the case; record the trace again.")
 
 
-def _is_even(ids: npt.NDArray[np.int16]) -> bool:
-    """Whether each layer has, for every token, either no expert or as many as for the others, the -1 behind them."""
+def _has_uniform_counts(ids: npt.NDArray[np.int16]) -> bool:
+    """Whether each layer has, for every token, either no expert or as many as for the others, then -1."""
     chosen: npt.NDArray[np.bool_] = ids >= 0
     used: npt.NDArray[np.bool_] = np.asarray(chosen.any(axis=1, keepdims=True))
     return bool((used[:, :, 1:] <= used[:, :, :-1]).all() and (chosen == (chosen[:, :, :1] & used)).all())
 
 
-def _is_last(ids: npt.NDArray[np.int16], pass_start: npt.NDArray[np.int64]) -> bool:
-    """Whether, within each pass, no token that a layer was computed for comes before one that it was not."""
+def _computes_last_tokens(ids: npt.NDArray[np.int16], pass_start: npt.NDArray[np.int64]) -> bool:
+    """Whether, within each pass, the tokens that a layer was computed for are the last ones."""
     computed = ids[:, :, 0] >= 0
     ends = computed[:, :-1] & ~computed[:, 1:]
-    ends[:, pass_start[1:-1] - 1] = False  # behind the last token of a pass comes another pass
+    ends[:, pass_start[1:-1] - 1] = False  # the next token belongs to another pass
     return not bool(ends.any())
 
-
-HEADER = "header.json"
-BLOCK_BYTES = 64 << 20  # of one block in memory, unless a single pass has more
-MAX_TRACE_BYTES = 16 << 30  # of a whole trace in memory
-_NPY_BYTES = 4096  # more than the header of any member takes
-_DEFLATE_LEVEL = 1  # routing shrinks to the same size within a tenth at any level
-# What zipfile and numpy raise on bytes that make no sense to them.
-_DAMAGE = (
-    zipfile.BadZipFile, zlib.error, struct.error, tokenize.TokenError, ArithmeticError, EOFError, LookupError,
-    MemoryError, RuntimeError, SyntaxError, TypeError, ValueError,
-)  # fmt: skip
 
 Spec = dict[str, tuple[npt.DTypeLike, tuple[int, ...]]]
 
@@ -264,7 +267,7 @@ def _spec_bytes(spec: Spec) -> int:
 def _array_bytes(dtype: npt.DTypeLike, shape: tuple[int, ...]) -> int:
     n = np.dtype(dtype).itemsize
     for size in shape:
-        n *= size  # Python's integers: a lying header must not wrap around
+        n *= size  # Python's integers: a forged header must not overflow
     return n
 
 
@@ -273,15 +276,15 @@ def _member(name: str, block: int) -> str:
 
 
 def partial_of(path: Path) -> Path:
-    """Where a trace lies until it is complete."""
+    """The path of a trace until it is complete."""
     return path.with_name(path.name + ".partial")
 
 
 class TraceWriter:
     """Writes a trace block by block to PATH.partial, which becomes PATH at close().
 
-    A recording that was killed leaves no file that looks complete. As a context manager it discards what it wrote when
-    there was an exception. Raises TraceError when the disk refuses or a block does not fit the shape.
+    A killed recording leaves no file at PATH. As a context manager it discards the file on an exception. Raises
+    TraceError when a write fails or a block does not fit the shape.
     """
 
     def __init__(self, path: str | os.PathLike[str], shape: MoeShape, *, weights: bool, inputs: bool) -> None:
@@ -292,10 +295,10 @@ class TraceWriter:
         try:
             self._zip = zipfile.ZipFile(self.partial, "w", zipfile.ZIP_DEFLATED, compresslevel=_DEFLATE_LEVEL)
         except OSError as error:
-            self._refused(error)
+            self._raise_write_error(error)
 
     def add(self, block: Trace) -> None:
-        """Appends these passes. Inputs may be missing from some blocks."""
+        """Appends the passes of `block`, whose inputs may be None. Raises TraceError."""
         has_inputs = block.inputs is not None
         spec = _spec(self.shape, block.n_pass, block.n_tokens, weights=self.weights, inputs=has_inputs)
         if (has_inputs and not self.inputs) or len(self._blocks) == MAX_BLOCKS:
@@ -308,11 +311,11 @@ class TraceWriter:
             for name in spec:
                 self._write(name, getattr(block, name))
         except OSError as error:
-            self._refused(error)
+            self._raise_write_error(error)
         self._blocks.append(Block(block.n_pass, block.n_tokens, has_inputs))
 
     def close(self, header: TraceHeader) -> None:
-        """Writes the header and gives the file its name."""
+        """Writes the header and renames the file to PATH. Raises TraceError."""
         file_header = FileHeader(self.shape, header, self.weights, self.inputs, tuple(self._blocks))
         data = file_header.encode()
         try:
@@ -320,13 +323,13 @@ class TraceWriter:
             self._zip.close()
             os.replace(self.partial, self.path)
         except OSError as error:
-            self._refused(error)
+            self._raise_write_error(error)
 
     def discard(self) -> None:
-        """Removes what was written."""
+        """Removes the file."""
         try:
             self._zip.close()
-        except OSError:  # the disk is full: what is there goes anyway
+        except OSError:  # disk full: the file is removed anyway
             pass
         finally:
             self.partial.unlink(missing_ok=True)
@@ -338,7 +341,7 @@ class TraceWriter:
         with self._zip.open(target, "w", force_zip64=array.nbytes > 1 << 30) as file:
             np.lib.format.write_array(file, np.ascontiguousarray(array), allow_pickle=False)
 
-    def _refused(self, error: OSError) -> NoReturn:
+    def _raise_write_error(self, error: OSError) -> NoReturn:
         raise TraceError(
             f"{self.path}: the trace cannot be written ({error.strerror or error}); choose another place."
         ) from error
@@ -352,7 +355,7 @@ class TraceWriter:
 
 
 def write(path: str | os.PathLike[str], trace: Trace) -> None:
-    """Writes `trace` to `path`, replacing what was there. Raises TraceError when it cannot be written."""
+    """Writes `trace` to `path`, replacing an existing file. Raises TraceError when it cannot be written."""
     weights, inputs = trace.weights is not None, trace.inputs is not None
     with TraceWriter(path, trace.shape, weights=weights, inputs=inputs) as writer:
         for block in _split(trace):
@@ -417,13 +420,13 @@ def _read(archive: zipfile.ZipFile, max_bytes: int) -> Trace:
     spec = _spec(header.shape, header.n_pass, header.n_tokens, weights=header.weights, inputs=header.inputs)
     if _spec_bytes(spec) > max_bytes:
         raise TraceError(f"holds {_spec_bytes(spec)} bytes, at most {max_bytes} are allowed; record a shorter one.")
-    # Zeros, not empty: blocks may lack inputs, and pages never written to take no memory.
+    # Zeros, not empty: blocks may lack inputs, and untouched pages take no memory.
     arrays: dict[str, Any] = {name: np.zeros(shape, dtype) for name, (dtype, shape) in spec.items()}
     first_pass = first_token = 0
     for number, (block, block_spec) in enumerate(zip(header.blocks, specs, strict=True)):
         for name, (dtype, shape) in block_spec.items():
             part = _load(archive, _member(name, number), np.dtype(dtype), shape)
-            _place(arrays[name], name, part, first_pass, slice(first_token, first_token + block.n_tokens))
+            _copy_block(arrays[name], name, part, first_pass, slice(first_token, first_token + block.n_tokens))
         first_pass, first_token = first_pass + block.n_pass, first_token + block.n_tokens
     trace = Trace(header.shape, header.header, **arrays)
     check(trace)
@@ -474,8 +477,8 @@ def _load(archive: zipfile.ZipFile, member: str, dtype: np.dtype[Any], shape: tu
     return array
 
 
-def _place(target: npt.NDArray[Any], name: str, part: npt.NDArray[Any], first_pass: int, tokens: slice) -> None:
-    """Puts a block's array where it belongs in the whole."""
+def _copy_block(target: npt.NDArray[Any], name: str, part: npt.NDArray[Any], first_pass: int, tokens: slice) -> None:
+    """Copies a block's array to its position in the whole."""
     if name == "pass_start":
         if part[0] != 0 or part[-1] != tokens.stop - tokens.start:
             raise TraceError(f"pass_start must go from 0 to {tokens.stop - tokens.start}; record the trace again.")

@@ -1,7 +1,7 @@
-"""Reads files of prompts: what traces are recorded from and benchmarks are fed with. Knows no model and no tokens.
+"""Reads prompt files, the input of trace recordings and benchmarks. Independent of models and tokenizers.
 
-NAME.jsonl holds an object a line: {"prompt": "...", "label": "...", "n_predict": 64, "completion": "..."}, of which
-only the prompt must be there. Any other file is plain text, a prompt a paragraph, with empty lines between them.
+NAME.jsonl has one object per line: {"prompt": "...", "label": "...", "n_predict": 64, "completion": "..."}, of which
+only the prompt is required. Any other file is plain text, one prompt per paragraph, separated by empty lines.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ _KEYS = ("prompt", "label", "n_predict", "completion")
 
 @dataclass(frozen=True)
 class Prompt:
-    """One request. `label` says what kind of text it is; `n_predict` how many tokens to produce, None for the caller's
-    choice; `completion` is what the model is made to answer (its tokens are fed instead of sampled ones), None to let
-    it speak.
+    """One request.
+
+    label: kind of text. n_predict: tokens to generate, None for the caller's default. completion: an answer whose
+    tokens are evaluated instead of sampled ones, None to sample.
     """
 
     text: str
@@ -37,7 +38,7 @@ class Prompt:
 
 
 def read_prompts(path: str | os.PathLike[str]) -> list[Prompt]:
-    """The prompts in a file, in order; their label is the file's name without its ending unless they say another.
+    """The prompts in a file, in order; the default label is the file's name without extension.
 
     Raises OptionError, with the line, for a file that is missing, too large, not UTF-8, or holds no valid prompts.
     """

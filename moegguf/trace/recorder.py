@@ -1,7 +1,7 @@
-"""Records what a listener hears into a trace file, block by block, while the model decodes.
+"""Records announcements and routing events into a trace file, block by block, while the model decodes.
 
-Per gate it only copies and appends; arrays are put together once per block. It knows no store: whoever listens calls
-announce() and observe() from one thread; label() may be called from any.
+Per event it only copies and appends; arrays are built once per block. announce() and observe() are called from one
+thread; label() may be called from any.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -25,9 +25,14 @@ BLOCK_PASSES = 256
 
 T = TypeVar("T")
 
-_NOTHING = np.empty(0, np.int32)
+_NO_TOKENS = np.empty(0, np.int32)
 
-Kept = tuple[int, Int32s, Float32s | None, Float32s | None]  # row of the layer, expert_ids, weights, inputs
+
+class _LayerRouting(NamedTuple):
+    row: int
+    expert_ids: Int32s
+    weights: Float32s | None
+    inputs: Float32s | None
 
 
 @dataclass(slots=True)
@@ -39,16 +44,16 @@ class _Pass:
     first_token: int
     time_ns: int
     announced: Int32s
-    events: list[Kept] = field(default_factory=list)
+    layers: list[_LayerRouting] = field(default_factory=list)
 
     @property
     def n_tokens(self) -> int:
-        """Of the layer that had most: the last layer is computed for some tokens only."""
-        return max((len(event[1]) for event in self.events), default=0)
+        """The maximum over layers: the last layer may be computed for some tokens only."""
+        return max((len(layer.expert_ids) for layer in self.layers), default=0)
 
     @property
     def has_inputs(self) -> bool:
-        return any(event[3] is not None for event in self.events)
+        return any(layer.inputs is not None for layer in self.layers)
 
     def tokens(self, n_tokens: int) -> Int32s:
         """(n_tokens,), -1 where they were not announced."""
@@ -60,10 +65,10 @@ class _Pass:
 
 
 class Recorder:
-    """Writes the routing it hears to `path`; the file gets its name at close().
+    """Writes routing to `path`; the file has a temporary name until close().
 
-    weights, inputs: whether these are recorded, if gates carry them. Raises TraceError when `path` cannot be written
-    or `header` cannot be stored. A disk that fills up later ends the recording, not the model: close() raises.
+    weights, inputs: whether these are recorded, if events carry them. Raises TraceError when `path` cannot be written
+    or `header` cannot be stored. A write error later ends the recording, not the model: close() raises it.
     """
 
     def __init__(
@@ -75,7 +80,7 @@ class Recorder:
         weights: bool = True,
         inputs: bool = False,
     ) -> None:
-        FileHeader(shape, header, weights, inputs, ()).encode()  # better refused now than at the end
+        FileHeader(shape, header, weights, inputs, ()).encode()  # raises now rather than at close()
         self.shape, self.header = shape, header
         self.n_passes = self.n_tokens = 0  # written so far
         self._labels = dict(header.labels)
@@ -84,17 +89,17 @@ class Recorder:
         self._announced: dict[int, Int32s] = {}  # lane -> tokens
         self._open: dict[int, tuple[int, _Pass]] = {}  # lane -> number and pass in progress
         self._finished: list[_Pass] = []
-        self._bytes = 0  # of what is kept, for the large passes
+        self._pending_bytes = 0
         self._error: TraceError | None = None
         self._closed = False
         self._writer = TraceWriter(path, shape, weights=weights, inputs=inputs)
 
     def announce(self, announcement: Announcement) -> None:
-        """Tokens are about to be evaluated."""
+        """Tokens are evaluated next."""
         self._announced[announcement.lane] = announcement.tokens.copy()
 
     def observe(self, event: RoutingEvent) -> None:
-        """A layer's routing has become known. Layers and sizes that the model does not have are left out."""
+        """A layer was routed. Layers and sizes outside the shape are left out."""
         if self._closed or self._error is not None:
             return
         number, current = self._open.get(event.lane, (-1, None))
@@ -106,17 +111,17 @@ class Recorder:
         weights = event.weights.copy() if self._weights and event.weights is not None else None
         inputs = event.inputs.copy() if self._inputs and event.inputs is not None else None
         if inputs is not None:
-            self._bytes += inputs.nbytes
-        current.events.append((row, event.expert_ids.copy(), weights, inputs))
+            self._pending_bytes += inputs.nbytes
+        current.layers.append(_LayerRouting(row, event.expert_ids.copy(), weights, inputs))
 
     def label(self, sequence: int, text: str) -> None:
-        """Says what kind of text a request is."""
+        """Sets the kind of text of a request."""
         self._labels[sequence] = text[:MAX_TEXT]
 
     def close(self, **settings: Setting) -> None:
-        """Writes the rest and completes the file, with facts known only now added to the header's settings.
+        """Writes the remaining passes and completes the file, with `settings` added to those of the header.
 
-        Listening must have ended. Raises TraceError when something could not be written.
+        No event may follow. Raises TraceError when something could not be written.
         """
         if self._closed:
             return
@@ -126,45 +131,45 @@ class Recorder:
         self._flush()
         if self._error is None:
             header = replace(self.header, labels=self._labels, settings={**self.header.settings, **settings})
-            self._guarded(self._writer.close, header)
+            self._try_write(self._writer.close, header)
         if self._error is not None:
             raise self._error
 
     def discard(self) -> None:
-        """Gives the recording up: no file is left. Does nothing after close()."""
+        """Cancels the recording and removes its file. Does nothing after close()."""
         if not self._closed:
             self._closed = True
             self._writer.discard()
 
     def _begin(self, event: RoutingEvent) -> _Pass:
-        """The pass that begins with this gate; the lane's pass before it is finished."""
+        """The pass that begins with this event; finishes the lane's previous pass."""
         _, last = self._open.get(event.lane, (-1, None))
         if last is not None:
             self._finished.append(last)
-        if len(self._finished) >= BLOCK_PASSES or self._bytes >= BLOCK_BYTES:
+        if len(self._finished) >= BLOCK_PASSES or self._pending_bytes >= BLOCK_BYTES:
             self._flush()
-        announced = self._announced.get(event.lane, _NOTHING)
+        announced = self._announced.get(event.lane, _NO_TOKENS)
         begun = _Pass(event.sequence, event.phase, event.first_token, event.time_ns, announced)
         self._open[event.lane] = event.pass_, begun
-        self._bytes += event.expert_ids.nbytes * 2 * len(self._rows)
+        self._pending_bytes += event.expert_ids.nbytes * 2 * len(self._rows)
         return begun
 
     def _flush(self) -> None:
         """Writes all finished passes, those with inputs apart from those without."""
-        # In the order they began: of several lanes, the pass that began first need not be finished first.
+        # In order of start: with several lanes, the pass that began first may finish later.
         passes = sorted((one for one in self._finished if one.n_tokens), key=lambda one: one.time_ns)
-        self._finished, self._bytes = [], 0
+        self._finished, self._pending_bytes = [], 0
         for inputs, group in groupby(passes, key=lambda one: one.has_inputs):
             if self._error is not None:
                 return
             block = _block(self.shape, self.header, list(group), weights=self._weights, inputs=inputs)
-            self._guarded(self._writer.add, block)
+            self._try_write(self._writer.add, block)
             if self._error is None:
                 self.n_passes, self.n_tokens = self.n_passes + block.n_pass, self.n_tokens + block.n_tokens
 
-    def _guarded(self, write: Callable[[T], None], what: T) -> None:
+    def _try_write(self, write: Callable[[T], None], part: T) -> None:
         try:
-            write(what)
+            write(part)
         except TraceError as error:
             self._error = error
             self._writer.discard()
@@ -174,12 +179,12 @@ def _block(shape: MoeShape, header: TraceHeader, passes: list[_Pass], *, weights
     """These passes as arrays."""
     lengths = [one.n_tokens for one in passes]
     starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    events = [event for one in passes for event in one.events]
-    rows = np.array([event[0] for event in events])
-    ends = np.repeat(starts[1:], [len(one.events) for one in passes])
+    layers = [layer for one in passes for layer in one.layers]
+    rows = np.array([layer.row for layer in layers])
+    ends = np.repeat(starts[1:], [len(one.layers) for one in passes])
     size = (len(shape.layers), int(starts[-1]))
     expert_ids = np.full((*size, shape.n_expert_used), -1, np.int16)
-    _scatter(expert_ids, rows, ends, [event[1] for event in events])
+    _scatter(expert_ids, rows, ends, [layer.expert_ids for layer in layers])
     block = Trace(
         shape=shape,
         header=header,
@@ -194,9 +199,9 @@ def _block(shape: MoeShape, header: TraceHeader, passes: list[_Pass], *, weights
         inputs=np.zeros((*size, shape.n_embd), np.float16) if inputs else None,
     )
     if block.weights is not None:
-        _scatter(block.weights, rows, ends, [event[2] for event in events])
+        _scatter(block.weights, rows, ends, [layer.weights for layer in layers])
     if block.inputs is not None:
-        _scatter(block.inputs, rows, ends, [event[3] for event in events])
+        _scatter(block.inputs, rows, ends, [layer.inputs for layer in layers])
     return block
 
 
@@ -206,20 +211,20 @@ def _scatter(
     ends: npt.NDArray[np.int64],
     parts: Sequence[npt.NDArray[Any] | None],
 ) -> None:
-    """Puts parts[i] (n_tokens, width) into target[rows[i], ends[i] - n_tokens : ends[i], :width]."""
+    """Copies parts[i] (n_tokens, width) to target[rows[i], ends[i] - n_tokens : ends[i], :width]."""
     widths = np.array([-1 if part is None else part.shape[1] for part in parts])
     for width in set(widths.tolist()) - {-1}:
         here = np.flatnonzero(widths == width)
         chosen = [part for i in here.tolist() if (part := parts[i]) is not None]
         counts = np.fromiter(map(len, chosen), np.int64)
-        behind = ends[here] - np.cumsum(counts)  # token of a part's line = its line among all + this
-        values = _as(target.dtype, np.concatenate(chosen))
-        at = np.arange(len(values)) + np.repeat(behind, counts)
+        offsets = ends[here] - np.cumsum(counts)  # token of a part's row = its row among all + offset
+        values = _cast(target.dtype, np.concatenate(chosen))
+        at = np.arange(len(values)) + np.repeat(offsets, counts)
         target[np.repeat(rows[here], counts), at, :width] = values
 
 
-def _as(dtype: np.dtype[Any], values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """The values in a smaller type; what float16 cannot hold becomes its largest number, NaN becomes 0."""
+def _cast(dtype: np.dtype[Any], values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """The values in a smaller type; overflow is clamped to the largest number, NaN becomes 0."""
     with np.errstate(over="ignore", invalid="ignore"):
         small = values.astype(dtype)
     if dtype.kind == "f" and not np.isfinite(small).all():

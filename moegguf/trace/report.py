@@ -1,4 +1,4 @@
-"""All that a report shows, as plain numbers, and what follows from them. How it looks is a face's business."""
+"""The data of a routing report, and figures derived from them. Presentation is up to the frontends."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from moegguf.trace.trace import Setting, Trace
 
 BASELINE, BOUND = "lru", "belady"
 SMOOTHED_REQUESTS = 5
-RECOVERED = 0.95  # of the level that hit rates settle at
+RECOVERED = 0.95  # share of the final level of the hit rate
 
 
 @dataclass(frozen=True)
-class Recorded:
-    """Where the numbers come from. kinds: {kind of text: requests}. Tokens of prompts and of answers apart."""
+class TraceSummary:
+    """Source of the numbers. kinds: {kind of text: requests}. prompt_tokens, answer_tokens: prefill, decode."""
 
     model: str
     fingerprint: str
@@ -37,8 +37,8 @@ class Recorded:
     hardware: str = ""
 
     @classmethod
-    def of(cls, trace: Trace, hardware: str = "") -> Recorded:
-        """The facts of a trace."""
+    def of(cls, trace: Trace, hardware: str = "") -> TraceSummary:
+        """The summary of a trace."""
         lengths, shape = np.diff(trace.pass_start), trace.shape
         decoding = trace.pass_phase == Phase.DECODE
         return cls(
@@ -64,7 +64,7 @@ class Recorded:
 
 @dataclass(frozen=True)
 class PolicyTable:
-    """{policy: {budget as a share of all experts: hit rate}}; `offline`: policies that know what comes."""
+    """{policy: {budget as a share of all experts: hit rate}}; `offline`: policies that use the rest of the trace."""
 
     hit_rates: dict[str, dict[float, float]]
     offline: tuple[str, ...] = (BOUND,)
@@ -74,12 +74,12 @@ class PolicyTable:
         return sorted({budget for rates in self.hit_rates.values() for budget in rates})
 
     def best_online(self, budget: float) -> str | None:
-        """The policy with the highest hit rate at this budget that does not know what comes; of equals the first."""
+        """The online policy with the highest hit rate at this budget; the first of equals."""
         rates = {name: r[budget] for name, r in self.hit_rates.items() if name not in self.offline and budget in r}
         return max(rates, key=lambda name: rates[name]) if rates else None
 
-    def closed(self, policy: str, budget: float) -> float | None:
-        """Share of the distance from LRU to Belady's bound that a policy closes; None where there is no distance."""
+    def gap_closed(self, policy: str, budget: float) -> float | None:
+        """Share of the gap between LRU and Belady's bound that a policy closes; None without a gap."""
         rates = [self.hit_rates.get(name, {}).get(budget) for name in (policy, BASELINE, BOUND)]
         rate, low, high = (math.nan if value is None else value for value in rates)
         return (rate - low) / (high - low) if high - low > 1e-9 and not math.isnan(rate) else None
@@ -103,14 +103,14 @@ class StallTable:
         return sorted({speed for stalls in self.stall_ms.values() for speed in stalls})
 
     def best(self, speed: float) -> str | None:
-        """The setting with the least stall; of equals the first."""
+        """The setting with the least stall; the first of equals."""
         stalls = {name: row[speed] for name, row in self.stall_ms.items() if speed in row}
         return min(stalls, key=lambda name: stalls[name]) if stalls else None
 
 
 @dataclass(frozen=True)
 class Recovery:
-    """{policy: hit rate request by request}; the text is of another kind from request `change` on (counted from 0)."""
+    """{policy: hit rate per request}; the kind of text changes at request `change` (counted from 0)."""
 
     hit_rates: dict[str, list[float]]
     change: int
@@ -143,16 +143,16 @@ class ScheduleTable:
     baseline: str = "arrival"
 
     def saved(self, batch: int, order: str) -> float | None:
-        """Share of the experts of a batch that this order of requests makes superfluous."""
+        """Share of the experts of a batch that this order of requests saves."""
         row = self.experts.get(batch, {})
         return 1 - row[order] / row[self.baseline] if order in row and row.get(self.baseline) else None
 
 
 @dataclass(frozen=True)
 class Report:
-    """What was measured; a part that is None was not. labels: kind of text of each request."""
+    """All measurements; None for a part not measured. labels: kind of text of each request."""
 
-    recorded: Recorded
+    trace: TraceSummary
     labels: dict[int, str] = field(default_factory=dict)
     reuse: Reuse | None = None
     policies: PolicyTable | None = None
@@ -163,12 +163,12 @@ class Report:
     title: str = "Routing report"
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything for JSON: arrays become lists, nan becomes None, keys become strings."""
+        """`plain(self)`, for JSON."""
         return plain(self)
 
 
 def plain(value: Any) -> Any:
-    """`value` of dataclasses, dicts, sequences and numpy as what `json.dumps(..., allow_nan=False)` takes."""
+    """Dataclasses, dicts, sequences and numpy as values for `json.dumps(allow_nan=False)`; nan becomes None."""
     if is_dataclass(value):
         return {part.name: plain(getattr(value, part.name)) for part in fields(value)}
     if isinstance(value, dict):

@@ -1,8 +1,8 @@
-"""What a trace says about itself: which experts are used how often, and how soon again, within requests and across.
+"""Reuse statistics of a trace: how often experts are used, and how soon again, within requests and across.
 
-MoE-Infinity (section 4.2, figure 2) finds use skewed within a request and even across requests; whether that holds for
-a trace decides whether policies that look at the request can pay. A short sample looks skewed whatever it is drawn
-from, so every figure of a request stands beside one of as many tokens taken from all requests. Decode only.
+MoE-Infinity (section 4.2, figure 2) finds use skewed within a request and uniform across requests; whether that holds
+decides whether policies based on the request can help. Any short sample looks skewed, so every figure of a request is
+compared with one of as many tokens drawn from all requests. Decode only.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy.typing as npt
 from moegguf.trace.trace import Trace
 
 WINDOWS = (1, 2, 4, 8, 16)  # tokens
-DISTANCES = (1, 2, 4, 8, 16, 32, 64, 128)  # tokens: upper bounds of the histogram, then "later"
+DISTANCES = (1, 2, 4, 8, 16, 32, 64, 128)  # tokens: upper bounds of the histogram
 COVERED = 0.8  # share of uses whose smallest set of experts is counted
 
 Floats = npt.NDArray[np.float64]
@@ -25,7 +25,7 @@ Used = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Skew:
-    """Means over MoE layers. covering: share of the experts that make up 80 % of uses. entropy: of uses, 1 is even."""
+    """Means over MoE layers. covering: share of the experts that make up COVERED of the uses. entropy: 1 is uniform."""
 
     covering: float
     entropy: float
@@ -35,12 +35,12 @@ class Skew:
 class Reuse:
     """Use of experts while decoding.
 
-    layers, sequences: the il and the requests that the axes of `counts` stand for, (n_sequence, n_row, n_expert) tokens
-    that used an expert. Skews: within a request (mean over requests), of as many tokens drawn from all requests (mean
-    over requests), of all requests together. windows: {n tokens: share}, of a token's experts used in the n tokens
-    before, of the same request and of another at the same place; a token with fewer before it is left out.
-    again: {tokens since the last use in the request, upper bound: share of uses}, 0 for a first use, -1 beyond.
-    next_token (n_row,): share of a token's experts that the next token uses too.
+    counts (n_sequence, n_row, n_expert): tokens that used an expert; sequences and layers (il) are its first two axes.
+    Skews: within a request (mean over requests), of as many tokens drawn from all requests (mean over requests), of all
+    requests together. windows: {n tokens: share}, of a token's experts used in the n tokens before, of the same request
+    and of another at the same position; a token with fewer before it is left out. reuse_distances: {tokens since the
+    last use in the request, upper bound: share of uses}, 0 for a first use, -1 beyond. next_token (n_row,): share of a
+    token's experts that the next token uses too.
     """
 
     layers: tuple[int, ...]
@@ -51,12 +51,12 @@ class Reuse:
     merged: Skew
     windows_same: dict[int, float]
     windows_other: dict[int, float]
-    again: dict[int, float]
+    reuse_distances: dict[int, float]
     next_token: Floats
 
 
 def reuse(trace: Trace, seed: int = 0) -> Reuse:
-    """The figures of a trace. `seed` draws the tokens and the other requests for comparison; nan where nothing was."""
+    """The figures of a trace. `seed` selects the tokens and requests to compare with; nan without any use."""
     paths = _paths(trace.decode())
     rng = np.random.default_rng(seed)
     counts = np.array([path.sum(axis=0) for path in paths.values()], np.int64).reshape(-1, *_table(trace))
@@ -66,11 +66,11 @@ def reuse(trace: Trace, seed: int = 0) -> Reuse:
         sequences=tuple(paths),
         counts=counts,
         within=_mean_skew(counts),
-        same_size=_mean_skew(_drawn(list(paths.values()), rng)),
+        same_size=_mean_skew(_resampled(list(paths.values()), rng)),
         merged=_mean_skew(counts.sum(axis=0)[np.newaxis]),
         windows_same=same,
         windows_other=other,
-        again=_again(list(paths.values())),
+        reuse_distances=_reuse_distances(list(paths.values())),
         next_token=_next_token(list(paths.values()), len(trace.shape.layers)),
     )
 
@@ -92,8 +92,8 @@ def _paths(decode: Trace) -> dict[int, Used]:
     return paths
 
 
-def _drawn(paths: list[Used], rng: np.random.Generator) -> Counts:
-    """As `Reuse.counts`, for requests put together of tokens drawn from all of them, each as long as the real one."""
+def _resampled(paths: list[Used], rng: np.random.Generator) -> Counts:
+    """As `Reuse.counts`, for requests of the same lengths made of tokens drawn from all requests."""
     if not paths:
         return np.zeros((0, 1, 1), np.int64)
     tokens = np.concatenate(paths)
@@ -109,8 +109,8 @@ def _mean_skew(counts: Counts) -> Skew:
     share = np.sort(rows / rows.sum(axis=1, keepdims=True), axis=1)[:, ::-1]
     needed = (np.cumsum(share, axis=1) < COVERED - 1e-9).sum(axis=1) + 1
     logs = np.log(share, out=np.zeros_like(share), where=share > 0)
-    even = np.log(max(rows.shape[1], 2))
-    return Skew(float(needed.mean() / rows.shape[1]), float((-(share * logs).sum(axis=1) / even).mean()))
+    uniform = np.log(max(rows.shape[1], 2))
+    return Skew(float(needed.mean() / rows.shape[1]), float((-(share * logs).sum(axis=1) / uniform).mean()))
 
 
 def _windows(paths: list[Used], rng: np.random.Generator) -> tuple[dict[int, float], dict[int, float]]:
@@ -132,15 +132,15 @@ def _windows(paths: list[Used], rng: np.random.Generator) -> tuple[dict[int, flo
     return {w: pair[0] for w, pair in shares.items()}, {w: pair[1] for w, pair in shares.items()}
 
 
-def _again(paths: list[Used]) -> dict[int, float]:
+def _reuse_distances(paths: list[Used]) -> dict[int, float]:
     """Histogram of tokens between two uses of an expert within a request."""
     bounds = np.array(DISTANCES)
     bins = np.zeros(len(DISTANCES) + 2)  # first use, then up to each bound, then beyond
     for path in paths:
-        place = np.where(path, np.arange(len(path))[:, np.newaxis, np.newaxis], -1)
-        last = np.maximum.accumulate(place, axis=0)
+        position = np.where(path, np.arange(len(path))[:, np.newaxis, np.newaxis], -1)
+        last = np.maximum.accumulate(position, axis=0)
         earlier = np.concatenate([np.full_like(last[:1], -1), last[:-1]])[path]
-        gap = np.where(earlier < 0, 0, place[path] - earlier)
+        gap = np.where(earlier < 0, 0, position[path] - earlier)
         bins += np.bincount(np.where(gap == 0, 0, np.searchsorted(bounds, gap) + 1), minlength=len(bins))
     return {bound: _share(n, bins.sum()) for bound, n in zip((0, *DISTANCES, -1), bins.tolist(), strict=True)}
 

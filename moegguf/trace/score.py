@@ -1,4 +1,4 @@
-"""Scores of predictors over a recorded trace, each beside its control on the same trace without order."""
+"""Scores of predictors over a recorded trace, each with a control on the same trace shuffled in time."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ def batch_accuracy(true: npt.NDArray[np.bool_], predicted: npt.NDArray[np.bool_]
     """Experts both used and predicted, over those used or predicted, in [0, 1]; 1 where there are neither.
 
     true, predicted: (..., n_layer, n_expert), each matrix the OR over the routing paths of a batch's tokens; the mean
-    over leading axes. The formula itself is missing from the text we have, so this is a reading. Element-wise agreement
-    is ruled out by the paper's table 1: with 8 tokens on 128 experts, predicting nothing would reach 93 %, and 3 to 6 %
-    are reported for the baselines. The share of the used experts that were predicted is unlikely: everything predicted
-    would reach 100 %, and the paper's previous-token baseline would be below blind chance in 8 of its 9 settings with
-    WMT16. Intersection over union counts both mistakes the paper names (section 3.2.2), mis-prefetched and missed.
+    over leading axes. The formula itself is missing from the text available, so this is an interpretation. Element-wise
+    agreement is ruled out by the paper's table 1: with 8 tokens on 128 experts, predicting nothing would reach 93 %,
+    and 3 to 6 % are reported for the baselines. The share of the used experts that were predicted is unlikely:
+    everything predicted would reach 100 %, and the paper's previous-token baseline would be below chance in 8 of its 9
+    settings with WMT16. Intersection over union counts both errors the paper names (section 3.2.2), mis-prefetched and
+    missed.
     """
     either = np.count_nonzero(true | predicted, axis=(-2, -1))
     both = np.count_nonzero(true & predicted, axis=(-2, -1))
@@ -39,8 +40,8 @@ BATCH_SEQUENCES = 8  # the smallest batch of ExpertFlow's table 1
 class ScoreTable:
     """Figures of several predictors over one trace.
 
-    controls: the same predictors, as they were before, over the trace with its decode routing dealt out anew in time;
-    what a predictor has above its control, it has from order. tokens: decode passes of one token, those judged.
+    controls: copies of the same predictors, over the trace with its decode routing shuffled in time; the difference of
+    a predictor and its control is due to order. tokens: decode passes of one token, those measured.
     """
 
     distances: tuple[int, ...]
@@ -53,7 +54,7 @@ class ScoreTable:
     controls: tuple[PredictorScore, ...]
 
     def control_of(self, name: str) -> PredictorScore | None:
-        """The control of a predictor."""
+        """The control of the predictor of this name; None when there is none."""
         return next((control for control in self.controls if control.name == name), None)
 
 
@@ -67,20 +68,19 @@ def score(
     batch_sequences: int = BATCH_SEQUENCES,
     seed: int = 0,
 ) -> ScoreTable:
-    """Lets predictors hear the trace as they would have heard the model, and judges them (`tally` has the definitions).
+    """Runs predictors over the events of the trace and measures them; definitions are in `controller.accuracy`.
 
     Batch-level accuracy (ExpertFlow, section 5.2): requests are put into batches of batch_sequences in order of
     appearance; the experts of a batch's tokens at the same decode step are joined, true and predicted, and compared
-    by `batch_accuracy` where all were predicted. A predictor that raises, raises here.
+    by `batch_accuracy` where all were predicted. Raises what a predictor raises.
     """
     controls = copy.deepcopy(list(predictors))
 
-    def replayed(heard: Trace, listeners: Sequence[Predictor]) -> list[_BatchJudge]:
-        judges = [_BatchJudge(listener, distances, lru_share, batch_sequences) for listener in listeners]
-        _replay(heard, judges)
-        return judges
+    def tables(of: Trace, measured: Sequence[Predictor]) -> tuple[PredictorScore, ...]:
+        judges = [_BatchJudge(predictor, distances, lru_share, batch_sequences) for predictor in measured]
+        _replay(of, judges)
+        return _tables(judges, link)
 
-    judged = replayed(trace, predictors)
     return ScoreTable(
         distances=tuple(sorted({distance for distance in distances if distance > 0})),
         n_expert_used=trace.shape.n_expert_used,
@@ -88,8 +88,8 @@ def score(
         lru_share=lru_share,
         batch_sequences=batch_sequences,
         tokens=int(np.count_nonzero((trace.pass_phase == 1) & (np.diff(trace.pass_start) == 1))),
-        scores=_tables(judged, link),
-        controls=_tables(replayed(shuffled(trace, seed), controls), link),
+        scores=tables(trace, predictors),
+        controls=tables(shuffled(trace, seed), controls),
     )
 
 
@@ -121,11 +121,11 @@ class _Step:
     def __init__(self, n_distances: int, n_rows: int, n_columns: int) -> None:
         self.true: Mask = np.zeros((n_rows, n_columns), np.bool_)
         self.predicted: Mask = np.zeros((n_distances, n_rows, n_columns), np.bool_)
-        self.answers: Ids = np.zeros(n_distances, np.int64)
+        self.n_predicted: Ids = np.zeros(n_distances, np.int64)
 
 
 class _BatchJudge(Judge):
-    """A judge that knows ExpertFlow's batch-level accuracy too. It holds the paths of one batch of requests."""
+    """Adds ExpertFlow's batch-level accuracy. Stores the routing paths of one batch of requests."""
 
     def __init__(self, predictor: Predictor, distances: Sequence[int], lru_share: float, batch_sequences: int) -> None:
         super().__init__(predictor, distances, lru_share=lru_share)
@@ -136,19 +136,21 @@ class _BatchJudge(Judge):
         self._step_of: Counter[int] = Counter()
         self._last_pass = -1
         self._sums = np.zeros(len(self.distances))
-        self._judged_steps = np.zeros(len(self.distances), np.int64)
+        self._n_steps = np.zeros(len(self.distances), np.int64)
 
     def table(self, link: LinkModel | None = None) -> PredictorScore:
+        """As `Judge.table`, with batch_accuracy."""
         self._close_batch()
-        sums = zip(self.distances, self._sums.tolist(), self._judged_steps.tolist(), strict=True)
+        sums = zip(self.distances, self._sums.tolist(), self._n_steps.tolist(), strict=True)
         accuracy = {distance: total / steps if steps else None for distance, total, steps in sums}
         return replace(super().table(link), batch_accuracy=accuracy)
 
-    def judged(self, event: RoutingEvent, row: int, predicted: Ids, used: Ids) -> None:
+    def on_comparison(self, event: RoutingEvent, row: int, predicted: Ids, used: Ids) -> None:
+        """Adds the comparison to the decode step of its batch."""
         if event.pass_ != self._last_pass:
             self._last_pass = event.pass_
             self._step_of[event.sequence] += 1
-            self._enter(event.sequence)
+            self._add_to_batch(event.sequence)
         if row == 0 or event.sequence in self._closed:
             return
         number = self._step_of[event.sequence]
@@ -158,9 +160,9 @@ class _BatchJudge(Judge):
             step = self._steps[number] = _Step(len(self.distances), n_rows, self.shape.n_expert + PADDING)
         step.true[row - 1, used] = True
         step.predicted[np.arange(len(predicted))[:, np.newaxis], row - 1, predicted[:, : len(used)]] = True
-        step.answers += predicted[:, 0] >= 0
+        step.n_predicted += predicted[:, 0] >= 0
 
-    def _enter(self, sequence: int) -> None:
+    def _add_to_batch(self, sequence: int) -> None:
         if sequence in self._batch or sequence in self._closed:
             return
         if len(self._batch) == self._batch_sequences:
@@ -168,13 +170,13 @@ class _BatchJudge(Judge):
         self._batch.add(sequence)
 
     def _close_batch(self) -> None:
-        """Judges the steps that all requests of the batch took part in and all of whose layers were predicted."""
+        """Scores the steps that all requests of the batch took part in and all of whose layers were predicted."""
         complete = self._batch_sequences * (len(self.shape.layers) - 1)
         for step in self._steps.values():
-            for column in np.flatnonzero(step.answers == complete) if complete else ():
+            for column in np.flatnonzero(step.n_predicted == complete) if complete else ():
                 predicted = step.predicted[column, :, :-PADDING]
                 self._sums[column] += batch_accuracy(step.true[:, :-PADDING], predicted)
-                self._judged_steps[column] += 1
+                self._n_steps[column] += 1
         self._closed |= self._batch
         self._batch.clear()
         self._steps.clear()

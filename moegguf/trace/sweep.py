@@ -18,7 +18,7 @@ BELADY = "belady"
 
 @dataclass(frozen=True)
 class Row:
-    """One cell of the table. `simulated` is None for Belady's bound, which has no store and no time."""
+    """One replay. `simulated` is None for Belady's bound, which has no store and no time."""
 
     policy: str
     predictor: str
@@ -39,7 +39,7 @@ def sweep(
 ) -> list[Row]:
     """Every policy with every predictor at every share of the experts, Belady last; in the order given.
 
-    `progress` hears what is replayed next.
+    `progress` is called with a description of each replay before it starts.
     """
     rows = []
     for share in shares:
@@ -66,7 +66,7 @@ def _bound(trace: Trace, share: float, n_slots: int) -> Row:
 
 
 def closed_gap(rows: Sequence[Row], row: Row) -> float | None:
-    """Which part of the distance from LRU to Belady a row closes, in decode; None when there is none to close."""
+    """Share of the gap between LRU and Belady in decode hit rate that a row closes; None without a gap."""
     at = {(other.policy, other.predictor): other for other in rows if other.share == row.share}
     low = at.get((LRU.name, NoPrediction.name))
     high = at.get((BELADY, "none"))

@@ -1,8 +1,8 @@
 """ExpertFlow's token scheduler (section 3.3): tokens of several requests with similar routing paths share a batch.
 
-It regroups indices of tokens; it knows nothing of KV caches and moves no request. What it gains is counted, not timed:
-distinct experts per batch, the sum that formula 5 minimises. (The paper's formula 4 joins the paths of a batch with
-AND; the experts a batch loads are their OR, as in section 5.2, and that is what is counted here.)
+It regroups indices of tokens, without KV caches. The gain is counted, not timed: distinct experts per batch, the sum
+that formula 5 minimises. (The paper's formula 4 joins the paths of a batch with AND; the experts a batch loads are
+their OR, as in section 5.2, which is counted here.)
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from moegguf.native.events import Float32s, Phase
 from moegguf.trace.trace import Trace
 
 MAX_ROUNDS = 10
-STARTS = 4  # against random centroids of one kind; a third more is saved than with one, more starts add little
+STARTS = 4  # saves a third more than one start; more starts add little
 
 Paths = npt.NDArray[np.bool_]  # (n_tokens, n_moe_layer, n_expert)
 Indices = npt.NDArray[np.int64]
@@ -28,8 +28,8 @@ Indices = npt.NDArray[np.int64]
 class SchedulerEffect:
     """Distinct (layer, expert) per batch, the mean over n_unit pairs of batches.
 
-    in_order: as requests came. shuffled: random batches. scheduled: by true paths, the best to be had. predicted: by
-    predicted paths, counted in true ones; None when none were given.
+    in_order: in order of arrival. shuffled: random batches. scheduled: by true paths, an upper bound. predicted: by
+    predicted paths, counted in true ones; None without predictions.
     """
 
     n_unit: int
@@ -42,7 +42,7 @@ class SchedulerEffect:
 def similarities(paths: Paths) -> Float32s:
     """(n_tokens, n_tokens): 1 - Hamming distance / size of a path, the usual form of formula 6 (missing from our text).
 
-    |a xor b| = |a| + |b| - 2 |a and b|, so that one matrix product has them all.
+    |a xor b| = |a| + |b| - 2 |a and b|, so one matrix product is enough.
     """
     flat = paths.reshape(len(paths), -1).astype(np.float32)
     sizes = flat.sum(axis=1)
@@ -78,7 +78,7 @@ def _clustered(similarity: Float32s, centroids: Indices) -> list[Indices]:
 
 
 def _balanced(similarity: Float32s) -> list[Indices]:
-    """similarity (n_tokens, n_batches), to the centroids. Who would lose most by the second choice chooses first."""
+    """similarity (n_tokens, n_batches), to the centroids. Tokens are assigned by descending loss of the second choice."""
     n_tokens, n_batches = similarity.shape
     preferences = np.argsort(-similarity, axis=1, kind="stable")
     ordered = np.take_along_axis(similarity, preferences, axis=1)
@@ -111,11 +111,11 @@ def routing_paths(trace: Trace, tokens: Indices) -> Paths:
 
 
 def measure(trace: Trace, batch_size: int, predicted: Paths | None = None, seed: int = 0) -> SchedulerEffect:
-    """What the scheduler would save if the trace's requests had been decoded together.
+    """The scheduler's savings if the trace's requests had been decoded together.
 
-    Tokens to batch are the decode tokens that 2 * batch_size requests have at the same step, made into two batches (the
-    paper's unit, section 4.2); incomplete units are left out. predicted (trace.n_tokens, n_moe_layer, n_expert).
-    OptionError when the trace has not a single unit.
+    A unit (section 4.2) is the decode tokens of 2 * batch_size requests at the same step, split into two batches;
+    incomplete units are left out. predicted (trace.n_tokens, n_moe_layer, n_expert). Raises OptionError when the trace
+    has no complete unit.
     """
     units = _units(trace, 2 * batch_size) if batch_size > 0 else []
     if not units:
@@ -127,15 +127,15 @@ def measure(trace: Trace, batch_size: int, predicted: Paths | None = None, seed:
     counts = np.zeros((len(units), 4))
     for count, tokens in zip(counts, units, strict=True):
         true = routing_paths(trace, tokens)
-        ways = [
+        schedules = [
             np.split(np.arange(len(tokens)), 2),
             np.split(rng.permutation(len(tokens)), 2),
             schedule(true, 2, seed),
             schedule(true if predicted is None else predicted[tokens], 2, seed),
         ]
-        count[:] = [experts_per_batch(true, batches) for batches in ways]
-    in_order, random, scheduled, foretold = counts.mean(axis=0).tolist()
-    return SchedulerEffect(len(units), in_order, random, scheduled, None if predicted is None else foretold)
+        count[:] = [experts_per_batch(true, batches) for batches in schedules]
+    in_order, random, scheduled, by_prediction = counts.mean(axis=0).tolist()
+    return SchedulerEffect(len(units), in_order, random, scheduled, None if predicted is None else by_prediction)
 
 
 def _units(trace: Trace, size: int) -> list[Indices]:

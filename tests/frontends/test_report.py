@@ -19,7 +19,7 @@ from moegguf.cli.report import findings as words
 from moegguf.cli.report.page import TITLES, render, write_report
 from moegguf.controller.accuracy import LinkModel
 from moegguf.errors import OptionError
-from moegguf.trace.report import PolicyTable, Recorded, Recovery, Report, ScheduleTable, StallTable
+from moegguf.trace.report import PolicyTable, Recovery, Report, ScheduleTable, StallTable, TraceSummary
 from moegguf.trace.reuse import reuse
 from moegguf.trace.score import score
 
@@ -34,7 +34,7 @@ def made_up() -> Report:
     rates = {"lru": (0.3, 0.5, 0.7), "lfu": (0.25, 0.45, 0.75), "locality": (0.4, 0.6, 0.8), "belady": (0.5, 0.75, 0.9)}
     predictors = [Oracle(trace, n_wrong=1), Oracle(trace)]
     return Report(
-        recorded=Recorded.of(trace, "2 cores"),
+        trace=TraceSummary.of(trace, "2 cores"),
         labels=trace.header.labels,
         reuse=reuse(trace),
         policies=PolicyTable({name: dict(zip(budgets, row, strict=True)) for name, row in rates.items()}),
@@ -114,8 +114,8 @@ def test_names_from_outside_are_text_and_nothing_else() -> None:
     report = made_up()
     hostile = replace(
         report,
-        recorded=replace(
-            report.recorded, model=HOSTILE, kinds={HOSTILE: 2}, hardware=HOSTILE, settings={HOSTILE: HOSTILE}
+        trace=replace(
+            report.trace, model=HOSTILE, kinds={HOSTILE: 2}, hardware=HOSTILE, settings={HOSTILE: HOSTILE}
         ),
         labels=dict.fromkeys(report.labels, HOSTILE),
         policies=PolicyTable({HOSTILE: {0.1: 0.5}, "lru": {0.1: 0.4}, "belady": {0.1: 0.6}}),
@@ -131,7 +131,7 @@ def test_names_from_outside_are_text_and_nothing_else() -> None:
 
 def test_what_was_not_measured_is_said_so() -> None:
     pytest.importorskip("matplotlib", reason="plots need matplotlib, which is not installed")
-    empty = Report(Recorded.of(random_trace(n_sequences=1, n_decode=0)))
+    empty = Report(TraceSummary.of(random_trace(n_sequences=1, n_decode=0)))
     assert checked(render(empty)).words.count("Not measured in this report.") == len(TITLES) - 1
 
 
@@ -139,7 +139,7 @@ def test_empty_tables_are_as_good_as_none() -> None:
     pytest.importorskip("matplotlib", reason="plots need matplotlib, which is not installed")
     trace = random_trace(n_sequences=1, n_decode=0)
     report = Report(
-        Recorded.of(trace),
+        TraceSummary.of(trace),
         reuse=reuse(trace),
         policies=PolicyTable({}),
         scores=score(trace, []),
@@ -154,7 +154,7 @@ def test_empty_tables_are_as_good_as_none() -> None:
 def test_one_request_of_few_tokens_makes_a_page() -> None:
     pytest.importorskip("matplotlib", reason="plots need matplotlib, which is not installed")
     trace = random_trace(n_sequences=1, n_decode=2)
-    report = Report(Recorded.of(trace), reuse=reuse(trace), scores=score(trace, [Oracle(trace)]))
+    report = Report(TraceSummary.of(trace), reuse=reuse(trace), scores=score(trace, [Oracle(trace)]))
     assert "Too few tokens or requests" in checked(render(report)).words
 
 
@@ -189,7 +189,7 @@ def test_conclusions_are_computed() -> None:
     report = made_up()
     assert report.policies is not None and report.stalls is not None
     assert report.recovery is not None and report.schedule is not None and report.scores is not None
-    assert report.policies.closed("locality", 0.25) == pytest.approx(0.4)
+    assert report.policies.gap_closed("locality", 0.25) == pytest.approx(0.4)
     assert report.policies.worse_than_baseline("lfu") == [0.1, 0.25]
     policies = " ".join(words.of_policies(report.policies))
     assert "At 25% of the experts locality closes 40% of the distance" in policies
@@ -206,5 +206,5 @@ def test_conclusions_are_computed() -> None:
 def test_nothing_beats_lru_is_a_finding_too() -> None:
     table = PolicyTable({"lru": {0.5: 0.7}, "lfu": {0.5: 0.6}, "belady": {0.5: 0.9}})
     assert words.of_policies(table)[0] == "At 50% of the experts nothing beats LRU (70.0%)."
-    assert table.closed("lfu", 0.5) == pytest.approx(-0.5)
-    assert PolicyTable({"lru": {0.5: 0.7}}).closed("lru", 0.5) is None
+    assert table.gap_closed("lfu", 0.5) == pytest.approx(-0.5)
+    assert PolicyTable({"lru": {0.5: 0.7}}).gap_closed("lru", 0.5) is None

@@ -239,7 +239,7 @@ def test_prefetching_that_does_not_pay_leaves_the_model_alone_until_its_rest_is_
     llm = load(path, policy="next-use", predictor="skip", prefetch=True, n_ctx=512, expert_cache="30%")
     controller, tokens = controller_of(llm), random_prompt(llm, 40)
     assert controller.watchdog is not None
-    controller.watchdog.options = WatchdogOptions(turn_tokens=2, turns=1)
+    controller.watchdog.options = WatchdogOptions(period_tokens=2, periods=1)
     plain = load(path, policy="lru", n_ctx=512, expert_cache="30%")
     heard = []
     for token in tokens:

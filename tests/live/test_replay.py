@@ -40,7 +40,7 @@ def path(own: Own) -> Callable[[str], Path]:
         knowledge = Artifacts(read_layout(path))
         shape = MoeShape.of(read_layout(path))
         table = np.random.default_rng(0).random((len(shape.layers), shape.n_expert), np.float32)
-        file = knowledge.folder_to_write() / "popularity.safetensors"
+        file = knowledge.writable_folder() / "popularity.safetensors"
         save(file, "popularity", knowledge.fingerprint, shape, Weights({"popularity": table}))
         return path
 

@@ -14,7 +14,7 @@ from moegguf.controller.accuracy import LinkModel
 from moegguf.controller.artifacts import MEASURED, Artifacts
 from moegguf.controller.measured import ControllerChoice
 from moegguf.errors import OptionError, TraceError
-from moegguf.trace.analysis import TraceAnalysis, spread
+from moegguf.trace.analysis import TraceAnalysis, sample_sequences
 from moegguf.trace.format import write
 from moegguf.trace.sweep import BELADY, Row
 from moegguf.trace.trace import Trace
@@ -36,7 +36,7 @@ def file(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def study(file: Path) -> TraceAnalysis:
+def analysis(file: Path) -> TraceAnalysis:
     return TraceAnalysis.open(file)
 
 
@@ -44,9 +44,9 @@ def row(policy: str, share: float, rate: float, predictor: str = "none") -> Row:
     return Row(policy, predictor, share, 10, 0.0, rate)
 
 
-def test_a_trace_is_opened_whole(study: TraceAnalysis) -> None:
-    assert same(study.trace, TRACE)
-    assert study.artifacts.fingerprint == TRACE.header.fingerprint
+def test_a_trace_is_opened_whole(analysis: TraceAnalysis) -> None:
+    assert same(analysis.trace, TRACE)
+    assert analysis.artifacts.fingerprint == TRACE.header.fingerprint
 
 
 def test_what_cannot_be_studied_is_refused(tmp_path: Path) -> None:
@@ -66,53 +66,53 @@ def test_a_trace_of_another_model_is_refused(file: Path, tmp_path: Path) -> None
         TraceAnalysis.open(file, model)
 
 
-def test_names_are_checked_and_none_is_doubled(study: TraceAnalysis) -> None:
-    assert study.policies(["lfu", "lru", "lfu"]) == ["lfu", "lru"]
-    assert study.predictors(["none", "previous-token"]) == ["none", "previous-token"]
+def test_names_are_checked_and_none_is_doubled(analysis: TraceAnalysis) -> None:
+    assert analysis.policies(["lfu", "lru", "lfu"]) == ["lfu", "lru"]
+    assert analysis.predictors(["none", "previous-token"]) == ["none", "previous-token"]
     for ask, names, words in (
-        (study.policies, ["lru", "lro"], "no policy 'lro'"),
-        (study.policies, ["all", "lro"], "no policy 'lro'"),
-        (study.policies, [], "no policy is named; known are lru"),
-        (study.predictors, [], "no predictor is named"),
-        (study.predictors, ["mlp"], "has to be trained"),
-        (study.predictors, ["skip"], "--model"),
-        (study.policies, ["static"], "popularity"),
+        (analysis.policies, ["lru", "lro"], "no policy 'lro'"),
+        (analysis.policies, ["all", "lro"], "no policy 'lro'"),
+        (analysis.policies, [], "no policy is named; known are lru"),
+        (analysis.predictors, [], "no predictor is named"),
+        (analysis.predictors, ["mlp"], "has to be trained"),
+        (analysis.predictors, ["skip"], "--model"),
+        (analysis.policies, ["static"], "popularity"),
     ):
         with pytest.raises(OptionError, match=words):
             ask(names)
 
 
-def test_all_is_every_one_that_can_be_made_and_tells_of_the_others(study: TraceAnalysis) -> None:
-    with pytest.warns(UserWarning, match="left out: static; --policy static says why"):
-        policies = study.policies(["all"])
+def test_all_is_every_one_that_can_be_made_and_tells_of_the_others(analysis: TraceAnalysis) -> None:
+    with pytest.warns(UserWarning, match="left out: static; --policy static gives the reason"):
+        policies = analysis.policies(["all"])
     assert policies[0] == "lru" and "static" not in policies
-    with pytest.warns(UserWarning, match="left out: skip, fresh-gate, token-id, .*; --predictor skip says why"):
-        assert set(study.predictors(["all", "previous-token"])) == {"previous-token", "eamc"}
+    with pytest.warns(UserWarning, match="left out: skip, fresh-gate, token-id, .*; --predictor skip gives the reason"):
+        assert set(analysis.predictors(["all", "previous-token"])) == {"previous-token", "eamc"}
 
 
 def test_a_predictor_that_reads_inputs_needs_them_in_the_trace(
-    study: TraceAnalysis, monkeypatch: pytest.MonkeyPatch
+    analysis: TraceAnalysis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Reader:
         needs_inputs = True
 
     monkeypatch.setattr("moegguf.trace.analysis.make_predictor", lambda *_: Reader())
-    assert study.predictors(["skip"]) == ["skip"]
-    without = replace(study, trace=replace(study.trace, inputs=None))
+    assert analysis.predictors(["skip"]) == ["skip"]
+    without = replace(analysis, trace=replace(analysis.trace, inputs=None))
     with pytest.raises(OptionError, match=r"'skip' reads .* record the trace with --inputs"):
         without.predictors(["skip"])
 
 
-def test_prefetching_needs_a_link_and_somebody_who_predicts(study: TraceAnalysis) -> None:
+def test_prefetching_needs_a_link_and_somebody_who_predicts(analysis: TraceAnalysis) -> None:
     with pytest.raises(OptionError, match="--link"):
-        study.simulate(["lru"], ["previous-token"], [0.5], prefetch=True)
+        analysis.simulate(["lru"], ["previous-token"], [0.5], prefetch=True)
     with pytest.raises(OptionError, match="--predictor"):
-        study.simulate(["lru"], ["none"], [0.5], LinkModel(1e9), prefetch=True)
+        analysis.simulate(["lru"], ["none"], [0.5], LinkModel(1e9), prefetch=True)
 
 
-def test_scores_come_one_predictor_after_the_other(study: TraceAnalysis) -> None:
+def test_scores_come_one_predictor_after_the_other(analysis: TraceAnalysis) -> None:
     heard: list[tuple[str, float]] = []
-    table = study.score(["previous-token", "none"], LinkModel(1e9, 5, 100), lambda *said: heard.append(said))
+    table = analysis.score(["previous-token", "none"], LinkModel(1e9, 5, 100), lambda *said: heard.append(said))
     assert heard == [("scores: previous-token", 0.0), ("scores: none", 0.5)]
     assert [one.name for one in table.scores] == [one.name for one in table.controls] == ["previous-token", "none"]
     assert table.link is not None and table.link.bytes_per_s == 1e9
@@ -132,17 +132,17 @@ def kinds(sizes: dict[str, list[int]]) -> Trace:
 
 def test_a_part_has_whole_requests_of_every_kind_in_turn() -> None:
     trace = kinds({"code": [5, 5, 5], "prose": [9], "chat": [2, 2]})
-    assert spread(trace, 1) == spread(trace, 16) == [0, 3, 4]  # one of every kind: 5 + 9 + 2
-    assert spread(trace, 17) == [0, 3, 4, 1]
-    assert sorted(spread(trace, 10**6)) == trace.sequences()
+    assert sample_sequences(trace, 1) == sample_sequences(trace, 16) == [0, 3, 4]  # one of every kind: 5 + 9 + 2
+    assert sample_sequences(trace, 17) == [0, 3, 4, 1]
+    assert sorted(sample_sequences(trace, 10**6)) == trace.sequences()
 
 
 def test_a_limited_study_says_how_much_it_uses() -> None:
-    study = TraceAnalysis(kinds({"code": [5, 5, 5], "prose": [9]}), Artifacts(None, "ab"))
-    part = study.limited(10)
-    assert part.used(study) == "2 of 4 requests with 14 of 24 decoded tokens"
+    analysis = TraceAnalysis(kinds({"code": [5, 5, 5], "prose": [9]}), Artifacts(None, "ab"))
+    part = analysis.limited(10)
+    assert part.sample_size(analysis) == "2 of 4 requests with 14 of 24 decoded tokens"
     assert set(part.trace.header.labels.values()) == {"code", "prose"}
-    assert same(study.limited(0).trace, study.trace)
+    assert same(analysis.limited(0).trace, analysis.trace)
 
 
 def test_requests_can_be_put_in_another_order() -> None:
@@ -156,9 +156,9 @@ def test_requests_can_be_put_in_another_order() -> None:
     assert TRACE.arranged([]).n_tokens == 0
 
 
-def test_what_is_saved_is_what_auto_goes_by(study: TraceAnalysis, user: Path) -> None:
+def test_what_is_saved_is_what_auto_goes_by(analysis: TraceAnalysis, user: Path) -> None:
     rates = [row("lru", 0.5, 0.5), row("lfu", 0.5, 0.6), row("lfu", 0.5, 0.7, "eamc"), row(BELADY, 0.5, 0.9)]
-    path = study.save([*rates, *(replace(one, share=0.25, decode_hit_rate=0.3) for one in rates)])
+    path = analysis.save([*rates, *(replace(one, share=0.25, decode_hit_rate=0.3) for one in rates)])
     assert path == user / "moegguf" / "models" / TRACE.header.fingerprint / MEASURED
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -167,7 +167,7 @@ def test_what_is_saved_is_what_auto_goes_by(study: TraceAnalysis, user: Path) ->
     assert dict(measured.hit_rates) == {"lru": {0.5: 0.5, 0.25: 0.3}, "lfu": {0.5: 0.7, 0.25: 0.3}}
     assert measured.about["requests"] == 6
     assert Artifacts(None, "another").measured() is None
-    lasting = study.save([one for one in rates if one.policy != BELADY])
+    lasting = analysis.save([one for one in rates if one.policy != BELADY])
     assert lasting == path
     measured = Artifacts(None, TRACE.header.fingerprint).measured()
     assert measured is not None and measured.choose(0.5) == ControllerChoice("lfu", "eamc")

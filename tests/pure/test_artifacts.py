@@ -1,4 +1,4 @@
-"""Where knowledge of a model is looked for and put, with folders of the test's own."""
+"""Where artifacts of a model is looked for and put, with folders of the test's own."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tools.models import PRESETS, write_model
 
-    return write_model(tmp_path_factory.mktemp("knowledge") / "tiny.gguf", PRESETS["tiny-qwen2moe"], "q4_0")[0]
+    return write_model(tmp_path_factory.mktemp("artifacts") / "tiny.gguf", PRESETS["tiny-qwen2moe"], "q4_0")[0]
 
 
 @pytest.fixture
-def knowledge(file: Path, tmp_path: Path) -> Artifacts:
+def artifacts(file: Path, tmp_path: Path) -> Artifacts:
     """Of a model in a folder of its own."""
     (tmp_path / "models").mkdir()
     os.link(file, tmp_path / "models" / "tiny.gguf")
@@ -64,30 +64,30 @@ def pair(n_entries: int) -> EamcPair:
     return eamcs
 
 
-def test_beside_the_model_and_in_the_users_folder_by_fingerprint(knowledge: Artifacts, tmp_path: Path) -> None:
-    assert knowledge.beside == tmp_path / "models" / "tiny.gguf.moegguf"
-    assert knowledge.of_user == tmp_path / "data" / "moegguf" / "models" / knowledge.fingerprint
-    assert len(knowledge.fingerprint) == 32
+def test_beside_the_model_and_in_the_users_folder_by_fingerprint(artifacts: Artifacts, tmp_path: Path) -> None:
+    assert artifacts.model_folder == tmp_path / "models" / "tiny.gguf.moegguf"
+    assert artifacts.user_folder == tmp_path / "data" / "moegguf" / "models" / artifacts.fingerprint
+    assert len(artifacts.fingerprint) == 32
 
 
-def test_the_nearest_comes_first(knowledge: Artifacts, tmp_path: Path) -> None:
-    assert knowledge.beside is not None
-    told = Artifacts(knowledge.layout, folder=tmp_path / "told")
-    last = put(knowledge.of_user, "x")
+def test_the_nearest_comes_first(artifacts: Artifacts, tmp_path: Path) -> None:
+    assert artifacts.model_folder is not None
+    told = Artifacts(artifacts.layout, folder=tmp_path / "told")
+    last = put(artifacts.user_folder, "x")
     assert list(told.find("x")) == [last]
-    first, second = put(tmp_path / "told", "x"), put(knowledge.beside, "x")
+    first, second = put(tmp_path / "told", "x"), put(artifacts.model_folder, "x")
     assert list(told.find("x")) == [first, second, last]
-    assert list(knowledge.find("x")) == [second, last]
-    assert list(knowledge.find("y")) == []
+    assert list(artifacts.find("x")) == [second, last]
+    assert list(artifacts.find("y")) == []
 
 
-def test_a_folder_of_that_name_is_no_file(knowledge: Artifacts) -> None:
-    (knowledge.of_user / "x").mkdir(parents=True)
-    assert list(knowledge.find("x")) == []
+def test_a_folder_of_that_name_is_no_file(artifacts: Artifacts) -> None:
+    (artifacts.user_folder / "x").mkdir(parents=True)
+    assert list(artifacts.find("x")) == []
 
 
 def test_what_ships_is_found_by_the_fingerprint_in_its_measurement(
-    knowledge: Artifacts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    artifacts: Artifacts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     package = tmp_path / "package" / "moegguf"
     monkeypatch.setattr(moegguf, "__path__", [str(package)])
@@ -95,108 +95,108 @@ def test_what_ships_is_found_by_the_fingerprint_in_its_measurement(
     put(package / "predictors" / "other", "x")
     put(package / "predictors" / "broken", MEASURED, b"{")
     put(package / "predictors" / "broken", "x")
-    assert list(knowledge.find("x")) == []
-    measured(package / "predictors" / "ours", knowledge.fingerprint)
+    assert list(artifacts.find("x")) == []
+    measured(package / "predictors" / "ours", artifacts.fingerprint)
     shipped = put(package / "predictors" / "ours", "x")
-    measured(package.parent / "predictors" / "ours", knowledge.fingerprint)
+    measured(package.parent / "predictors" / "ours", artifacts.fingerprint)
     in_checkout = put(package.parent / "predictors" / "ours", "x")
-    assert list(knowledge.find("x")) == [shipped, in_checkout]
+    assert list(artifacts.find("x")) == [shipped, in_checkout]
 
 
-def test_it_writes_beside_the_model(knowledge: Artifacts) -> None:
-    assert knowledge.folder_to_write() == knowledge.beside
-    assert knowledge.beside is not None
-    assert knowledge.beside.is_dir()
+def test_it_writes_beside_the_model(artifacts: Artifacts) -> None:
+    assert artifacts.writable_folder() == artifacts.model_folder
+    assert artifacts.model_folder is not None
+    assert artifacts.model_folder.is_dir()
 
 
 def test_it_writes_to_the_users_folder_where_the_models_cannot_be_written(
-    knowledge: Artifacts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    artifacts: Artifacts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     access = os.access
     models = tmp_path / "models"
     monkeypatch.setattr(os, "access", lambda path, mode: not Path(path).is_relative_to(models) and access(path, mode))
-    assert knowledge.folder_to_write() == knowledge.of_user
-    assert knowledge.of_user.is_dir()
+    assert artifacts.writable_folder() == artifacts.user_folder
+    assert artifacts.user_folder.is_dir()
     assert [path.name for path in models.iterdir()] == ["tiny.gguf"]
-    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != knowledge.beside and access(path, mode))
-    assert knowledge.folder_to_write() == knowledge.beside
-    assert knowledge.folder_to_write() == knowledge.of_user  # it is there now, and somebody else's
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != artifacts.model_folder and access(path, mode))
+    assert artifacts.writable_folder() == artifacts.model_folder
+    assert artifacts.writable_folder() == artifacts.user_folder  # it is there now, and somebody else's
 
 
 def test_it_never_writes_into_the_package(
-    knowledge: Artifacts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    artifacts: Artifacts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(moegguf, "__path__", [str(tmp_path / "models")])
-    assert knowledge.folder_to_write() == knowledge.of_user
+    assert artifacts.writable_folder() == artifacts.user_folder
 
 
 def test_of_a_trace_alone_the_fingerprint_is_all_that_is_known() -> None:
-    knowledge = Artifacts(None, "ef" * 16)
-    assert knowledge.beside is None
-    assert knowledge.folder_to_write() == knowledge.of_user
-    assert knowledge.of_user.name == "ef" * 16
+    artifacts = Artifacts(None, "ef" * 16)
+    assert artifacts.model_folder is None
+    assert artifacts.writable_folder() == artifacts.user_folder
+    assert artifacts.user_folder.name == "ef" * 16
     with pytest.raises(OptionError, match="--model"):
-        knowledge.routers()
+        artifacts.routers()
 
 
-def test_a_measurement_of_another_model_is_passed_over_in_silence(knowledge: Artifacts) -> None:
-    assert knowledge.beside is not None
-    measured(knowledge.beside, "cd" * 16)
+def test_a_measurement_of_another_model_is_passed_over_in_silence(artifacts: Artifacts) -> None:
+    assert artifacts.model_folder is not None
+    measured(artifacts.model_folder, "cd" * 16)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert knowledge.measured() is None
-        measured(knowledge.of_user, knowledge.fingerprint, "skip")
-        assert knowledge.measured() == Measured(knowledge.fingerprint, {}, prefetch="skip")
+        assert artifacts.measured() is None
+        measured(artifacts.user_folder, artifacts.fingerprint, "skip")
+        assert artifacts.measured() == Measured(artifacts.fingerprint, {}, prefetch="skip")
 
 
-def test_a_damaged_measurement_is_one_warning(knowledge: Artifacts) -> None:
-    assert knowledge.beside is not None
-    put(knowledge.beside, MEASURED, json.dumps({"version": 99}).encode())
-    measured(knowledge.of_user, knowledge.fingerprint, "skip")
+def test_a_damaged_measurement_is_one_warning(artifacts: Artifacts) -> None:
+    assert artifacts.model_folder is not None
+    put(artifacts.model_folder, MEASURED, json.dumps({"version": 99}).encode())
+    measured(artifacts.user_folder, artifacts.fingerprint, "skip")
     with pytest.warns(UserWarning, match="measured.json is not a measurement") as caught:
-        found = knowledge.measured()
+        found = artifacts.measured()
     assert len(caught) == 1
     assert found is not None
     assert found.prefetch == "skip"
 
 
-def test_a_collection_is_kept_and_found_again(knowledge: Artifacts) -> None:
-    assert knowledge.collection(SHAPE) is None
-    knowledge.keep(pair(3))
-    found = knowledge.collection(SHAPE)
+def test_a_collection_is_kept_and_found_again(artifacts: Artifacts) -> None:
+    assert artifacts.collection(SHAPE) is None
+    artifacts.save_collection(pair(3))
+    found = artifacts.collection(SHAPE)
     assert found is not None
     assert (found.prefill.n_entries, found.decode.n_entries) == (3, 3)
-    knowledge.keep(pair(4))
-    again = knowledge.collection(SHAPE)
+    artifacts.save_collection(pair(4))
+    again = artifacts.collection(SHAPE)
     assert again is not None
     assert again.decode.n_entries == 4
-    assert knowledge.beside is not None
-    assert [path.name for path in knowledge.beside.iterdir()] == [COLLECTION]
+    assert artifacts.model_folder is not None
+    assert [path.name for path in artifacts.model_folder.iterdir()] == [COLLECTION]
 
 
-def test_a_damaged_or_foreign_collection_is_one_warning_and_the_next_one_is_taken(knowledge: Artifacts) -> None:
-    assert knowledge.beside is not None
-    knowledge.of_user.mkdir(parents=True)
-    collection_file.save(knowledge.of_user / COLLECTION, pair(2), knowledge.fingerprint)
-    put(knowledge.beside, COLLECTION, b"\x80\x04N.")
+def test_a_damaged_or_foreign_collection_is_one_warning_and_the_next_one_is_taken(artifacts: Artifacts) -> None:
+    assert artifacts.model_folder is not None
+    artifacts.user_folder.mkdir(parents=True)
+    collection_file.save(artifacts.user_folder / COLLECTION, pair(2), artifacts.fingerprint)
+    put(artifacts.model_folder, COLLECTION, b"\x80\x04N.")
     with pytest.warns(UserWarning, match="ignored the collection") as caught:
-        found = knowledge.collection(SHAPE)
+        found = artifacts.collection(SHAPE)
     assert len(caught) == 1
     assert found is not None
     assert found.decode.n_entries == 2
-    collection_file.save(knowledge.beside / COLLECTION, pair(3), "cd" * 16)
+    collection_file.save(artifacts.model_folder / COLLECTION, pair(3), "cd" * 16)
     with pytest.warns(UserWarning, match="another model"):
-        found = knowledge.collection(SHAPE)
+        found = artifacts.collection(SHAPE)
     assert found is not None
     assert found.decode.n_entries == 2
 
 
-def test_a_collection_that_cannot_be_kept_is_a_warning(knowledge: Artifacts) -> None:
-    assert knowledge.beside is not None
-    knowledge.beside.write_bytes(b"in the way")
+def test_a_collection_that_cannot_be_kept_is_a_warning(artifacts: Artifacts) -> None:
+    assert artifacts.model_folder is not None
+    artifacts.model_folder.write_bytes(b"in the way")
     with pytest.warns(UserWarning, match="was not saved"):
-        knowledge.keep(pair(1))
-    assert knowledge.beside.read_bytes() == b"in the way"
+        artifacts.save_collection(pair(1))
+    assert artifacts.model_folder.read_bytes() == b"in the way"
 
 
 def test_a_model_without_a_name_for_its_folder_is_told_apart_by_its_routers(tmp_path: Path, file: Path) -> None:

@@ -23,7 +23,7 @@ def collection(*entries: Counts, capacity: int = 1000) -> Eamc:
 def see(eamc: Eamc, *rows: list[int]) -> None:
     eamc.begin_pass()
     for il, row in enumerate(rows):
-        eamc.see(il, np.array(row, np.float32))
+        eamc.add_query_row(il, np.array(row, np.float32))
 
 
 # Figure 10: the new EAM4 and the collection it meets.
@@ -97,7 +97,7 @@ def test_a_row_counts_once_in_a_pass() -> None:
     eamc = collection(P1, P2)
     see(eamc, [0, 1])
     once = eamc.match(2)
-    eamc.see(0, np.array([0, 1], np.float32))
+    eamc.add_query_row(0, np.array([0, 1], np.float32))
     again = eamc.match(2)
     np.testing.assert_array_equal(once.indices, again.indices)
     np.testing.assert_array_equal(once.cosines, again.cosines)
@@ -133,7 +133,7 @@ def test_the_incremental_query_is_the_plain_cosine(seed: int, n: int, tokens: in
     for il in rng.permutation(n_layer)[: rng.integers(1, n_layer + 1)]:
         for _ in range(tokens):
             query[il, rng.choice(n_expert, 2, replace=False)] += 1
-        eamc.see(int(il), query[il])
+        eamc.add_query_row(int(il), query[il])
         seen = query.any(axis=1)
         norms = np.linalg.norm(entries[:, seen].reshape(n, -1), axis=1) * np.linalg.norm(query)
         dots = (entries * query).sum(axis=(1, 2))

@@ -123,7 +123,7 @@ def test_the_watchdog_keeps_prefetching_only_while_it_saves_time() -> None:
         steering = watched(notes)
         assert steering.watchdog is not None
         assert not steering.prefetching
-        n_trial = 2 * steering.watchdog.options.turns * steering.watchdog.options.turn_tokens
+        n_trial = 2 * steering.watchdog.options.periods * steering.watchdog.options.period_tokens
         for pass_ in range(n_trial + 10):
             run_pass(steering, pass_=pass_)
             notes.clock_ns += 1000 - saved_ns * steering.prefetching

@@ -26,7 +26,7 @@ def test_the_fresh_gate_is_right_every_time(seed: int) -> None:
     trace = random_trace(seed=seed, with_inputs=True)
     fresh = listen(trace, LiveJudge(FreshGate(trace.shape, hidden_routers(trace.shape, seed)))).table().fresh
     assert fresh is not None
-    assert fresh.asked == 4 * 24 * len(trace.shape.layers)
+    assert fresh.due == 4 * 24 * len(trace.shape.layers)
     assert (fresh.coverage, fresh.accuracy, fresh.top_k_hit) == (1, 1, 1)
 
 
@@ -102,7 +102,7 @@ def test_strange_gates_are_neither_judged_nor_a_fault() -> None:
     judge.observe(routed(5, [[1, 2]], pass_=2))  # the last layer computed for one of them
     judge.observe(routed(1, [[1, 2]], pass_=3, phase=Phase.PREFILL))
     assert judge.failure is None
-    assert judge.table().means[1].asked == 0
+    assert judge.table().means[1].due == 0
     assert judge.tally.ranks[..., 1:].sum() == 0
 
 

@@ -12,10 +12,7 @@ from reference_policies import LEAST, LfuDecay, Lru, NextUse, Rates
 from moegguf.controller.history import History
 from moegguf.controller.policies import POLICIES, make_policy
 from moegguf.controller.policies.base import Policy
-from moegguf.controller.policies.least_stale import LeastStale
-from moegguf.controller.policies.lfu import Lfu, LfuRequest
-from moegguf.controller.policies.random_scores import Random
-from moegguf.controller.policies.static import Static
+from moegguf.controller.policies.baselines import LeastStale, Lfu, LfuRequest, Random, Static
 from moegguf.controller.shape import MoeShape
 from moegguf.errors import OptionError
 from moegguf.gguf.routers import Routers

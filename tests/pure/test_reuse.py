@@ -37,11 +37,11 @@ def test_a_request_with_one_expert_is_as_skewed_as_can_be_and_all_together_are_e
 def test_distances_between_uses() -> None:
     # Expert 0 at tokens 0, 1, 4 and expert 1 at 2, 3: two first uses, gaps of 1, 1 and 3.
     figures = reuse(hand_made(SHAPE, [[[[e], [e]] for e in (0, 0, 1, 1, 0)]]))
-    assert figures.again[0] == pytest.approx(0.4)
-    assert figures.again[1] == pytest.approx(0.4)
-    assert figures.again[2] == 0
-    assert figures.again[4] == pytest.approx(0.2)
-    assert sum(figures.again.values()) == pytest.approx(1)
+    assert figures.reuse_distances[0] == pytest.approx(0.4)
+    assert figures.reuse_distances[1] == pytest.approx(0.4)
+    assert figures.reuse_distances[2] == 0
+    assert figures.reuse_distances[4] == pytest.approx(0.2)
+    assert sum(figures.reuse_distances.values()) == pytest.approx(1)
     assert figures.next_token.tolist() == [0.5, 0.5]
     assert figures.windows_same[2] == pytest.approx(1 / 3)  # of tokens 2, 3, 4 only token 3's is among the two before
 

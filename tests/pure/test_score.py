@@ -29,7 +29,7 @@ def only(trace: Trace, predictor: Oracle | Silent, distance: int = 1, link: Link
 @pytest.mark.parametrize("distance", [1, 2, 3, 8])
 def test_a_perfect_predictor_scores_one_by_every_definition(distance: int) -> None:
     figures = only(cyclic(), Oracle(cyclic()), distance, LinkModel(1e12))
-    assert figures.asked == 4 * 3  # four tokens decoded, three layers behind the first
+    assert figures.due == 4 * 3  # four tokens decoded, three layers behind the first
     assert figures.coverage == figures.accuracy == figures.top_k_hit == figures.at_least_one == 1
     assert figures.fetch_rate == figures.good_pred == 1
     assert figures.precision[:2] == (1, 1) and figures.recall[:2] == (0.5, 1)
@@ -53,7 +53,7 @@ def test_a_predictor_that_is_always_wrong_has_no_useful_byte() -> None:
 @pytest.mark.parametrize("answer", [None, np.full(8, np.nan, np.float32), np.zeros(8, np.float32), np.ones(3, "f4")])
 def test_what_is_no_answer_lowers_coverage_and_no_other_figure(answer: np.ndarray | None) -> None:
     figures = only(cyclic(), Silent(SHAPE, answer))
-    assert (figures.asked, figures.coverage, figures.accuracy, figures.top_k_hit) == (12, 0, None, None)
+    assert (figures.due, figures.coverage, figures.accuracy, figures.top_k_hit) == (12, 0, None, None)
 
 
 def test_out_of_reach_is_no_answer_and_early_layers_fall_back_to_the_first_gate() -> None:
@@ -68,7 +68,7 @@ def test_out_of_reach_is_no_answer_and_early_layers_fall_back_to_the_first_gate(
 def test_the_first_layer_is_judged_from_the_tokens_alone_and_kept_out_of_the_mean() -> None:
     trace = cyclic()
     table = score(trace, [Oracle(trace, first_layer=False)], [1]).scores[0]
-    assert table.layers[1][1].asked == 4
+    assert table.layers[1][1].due == 4
     assert table.layers[1][1].coverage == 0
     assert table.means[1].coverage == 1
 
@@ -103,12 +103,12 @@ def test_only_what_a_cache_lacks_is_moved() -> None:
 def test_the_cache_of_a_layer_keeps_the_latest() -> None:
     lru = LayerLru(SHAPE, 0.4)
     assert lru.n_kept == 3
-    assert lru.away[0, :8].all()
+    assert lru.absent[0, :8].all()
     lru.use(0, np.array([1, 2]))
-    assert np.flatnonzero(~lru.away[0, :8]).tolist() == [1, 2]
+    assert np.flatnonzero(~lru.absent[0, :8]).tolist() == [1, 2]
     lru.use(0, np.array([3, 1, 5]))
-    assert np.flatnonzero(~lru.away[0, :8]).tolist() == [1, 3, 5]
-    assert lru.away[1, :8].all()
+    assert np.flatnonzero(~lru.absent[0, :8]).tolist() == [1, 3, 5]
+    assert lru.absent[1, :8].all()
 
 
 def test_batches_join_the_paths_of_their_sequences_step_by_step() -> None:
@@ -131,7 +131,7 @@ def test_the_control_hears_the_same_experts_without_order() -> None:
     table = score(trace, [Oracle(trace)], [1])
     control = table.control_of("oracle")
     assert table.scores[0].means[1].accuracy == 1
-    assert control is not None and control.means[1].asked == table.scores[0].means[1].asked
+    assert control is not None and control.means[1].due == table.scores[0].means[1].due
     assert control.means[1].accuracy is not None and control.means[1].accuracy < 0.5
     assert table.control_of("another") is None
 
@@ -142,5 +142,5 @@ def test_no_predictor_no_answer_and_an_empty_trace_no_fault() -> None:
     assert table.tokens == 3
     assert table.scores[0].means[4].coverage == 0
     empty = score(trace.select([]), [NoPrediction(trace.shape)])
-    assert empty.scores[0].means[1].asked == 0
+    assert empty.scores[0].means[1].due == 0
     assert empty.tokens == 0

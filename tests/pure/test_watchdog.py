@@ -7,8 +7,8 @@ import pytest
 
 from moegguf.controller.watchdog import Watchdog, WatchdogOptions
 
-SHORT = WatchdogOptions(turn_tokens=8, turns=4, gain=0.03, rest_tokens=100, longest_rest_tokens=400)
-TRIAL = 2 * SHORT.turns * SHORT.turn_tokens
+SHORT = WatchdogOptions(period_tokens=8, periods=4, gain=0.03, rest_tokens=100, longest_rest_tokens=400)
+TRIAL = 2 * SHORT.periods * SHORT.period_tokens
 
 
 class Run:
@@ -33,8 +33,8 @@ class Run:
 def test_it_begins_without_prefetching_and_takes_turns() -> None:
     run = Run(1000, 500)
     run.tokens(TRIAL)
-    turns = np.array(run.was_on).reshape(-1, SHORT.turn_tokens)
-    assert (turns == np.array([[False], [True]] * SHORT.turns)).all()
+    turns = np.array(run.was_on).reshape(-1, SHORT.period_tokens)
+    assert (turns == np.array([[False], [True]] * SHORT.periods)).all()
     assert run.dog.trials == 1
 
 
@@ -68,7 +68,7 @@ def test_the_first_token_of_a_turn_pays_for_the_turn_before() -> None:
     dog, stall_ns = Watchdog(SHORT), 0
     dog.token(0)
     for n in range(TRIAL):
-        first = n % SHORT.turn_tokens == 0
+        first = n % SHORT.period_tokens == 0
         stall_ns += 1_000_000 if first and dog.on else 900 if dog.on else 1000
         dog.token(stall_ns)
     assert dog.last_gain == pytest.approx(0.1)

@@ -59,7 +59,7 @@ def of_policies(table: PolicyTable) -> list[str]:
     words = []
     for budget in table.budgets():
         best = table.best_online(budget)
-        closed = table.closed(best, budget) if best else None
+        closed = table.gap_closed(best, budget) if best else None
         if best is None or closed is None:
             continue
         rates = [table.hit_rates[name][budget] for name in (BASELINE, best, BOUND)]

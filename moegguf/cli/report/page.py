@@ -16,7 +16,7 @@ from moegguf.cli.report import plots
 from moegguf.cli.report.findings import percent
 from moegguf.cli.report.svg import Palette, require_matplotlib
 from moegguf.config import format_bytes
-from moegguf.trace.report import Recorded, Report
+from moegguf.trace.report import Report, TraceSummary
 from moegguf.trace.score import ScoreTable
 
 STYLE = """
@@ -71,8 +71,8 @@ def write_report(path: Path, report: Report) -> None:
 def render(report: Report) -> str:
     """The page as HTML."""
     require_matplotlib()
-    sections = [_recorded(report.recorded), *(part(report) for part in PARTS)]
-    title = escape(f"{report.title}: {report.recorded.model}" if report.recorded.model else report.title)
+    sections = [_recorded(report.trace), *(part(report) for part in PARTS)]
+    title = escape(f"{report.title}: {report.trace.model}" if report.trace.model else report.title)
     return (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{title}</title>\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -109,7 +109,7 @@ def _table(caption: str, head: Row, rows: Sequence[Row], folded: bool = True) ->
     return f"<details><summary>Numbers: {escape(caption)}</summary>{table}</details>" if folded else table
 
 
-def _recorded(facts: Recorded) -> str:
+def _recorded(facts: TraceSummary) -> str:
     rows = [
         ("model", facts.model or "–"),
         ("routers' fingerprint", facts.fingerprint or "–"),
@@ -172,7 +172,7 @@ def _reuse(report: Report) -> str:
         ("tokens", "share of uses"),
         [
             ("first use" if n == 0 else "later" if n < 0 else f"up to {n}", percent(share))
-            for n, share in reuse.again.items()
+            for n, share in reuse.reuse_distances.items()
         ],
     )
     caption = "Left: of the experts a token uses. Right: all uses of an answer, the first ones included."
@@ -186,7 +186,7 @@ def _hits(report: Report) -> str:
     budgets = table.budgets()
     rows = [(name, *(percent(rates.get(budget)) for budget in budgets)) for name, rates in table.hit_rates.items()]
     closed = [
-        (name, *(percent(table.closed(name, budget)) for budget in budgets))
+        (name, *(percent(table.gap_closed(name, budget)) for budget in budgets))
         for name in table.hit_rates
         if name not in table.offline
     ]

@@ -70,8 +70,8 @@ def reuse_windows(reuse: Reuse) -> str:
     near.set(xlabel="in the last n tokens", title="experts used before", ylim=(0, 1))
     _percent(near)
     near.legend(loc="lower right")
-    names = ["first" if d == 0 else "later" if d < 0 else f"≤{d}" for d in reuse.again]
-    again.bar(range(len(names)), list(reuse.again.values()), color=HEAT, width=0.75)
+    names = ["first" if d == 0 else "later" if d < 0 else f"≤{d}" for d in reuse.reuse_distances]
+    again.bar(range(len(names)), list(reuse.reuse_distances.values()), color=HEAT, width=0.75)
     again.set_xticks(range(len(names)), names, rotation=60)
     again.set(xlabel="tokens since last use", title="uses, by distance")
     again.grid(axis="x", visible=False)

@@ -1,38 +1,35 @@
-"""Eviction policies by name. The native ones are defined in `moegguf/native/policies`, where their formulas stand."""
+"""Eviction policies by name. The native ones, with their formulas, are in `moegguf/native/policies`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from moegguf.controller.policies.base import LRU, AnyPolicy
-from moegguf.controller.policies.least_stale import LeastStale
-from moegguf.controller.policies.lfu import Lfu, LfuRequest
+from moegguf.controller.policies.baselines import LeastStale, Lfu, LfuRequest, Random, Static
 from moegguf.controller.policies.locality import Locality
-from moegguf.controller.policies.random_scores import Random
 from moegguf.controller.policies.sparsity import SparsityAware
-from moegguf.controller.policies.static import Static
-from moegguf.controller.predictors import Sources
+from moegguf.controller.predictors import ArtifactSource
 from moegguf.controller.shape import MoeShape
 from moegguf.controller.weights import load
 from moegguf.errors import OptionError
 from moegguf.native.events import NativePolicy
 
-Make = Callable[[MoeShape, Sources], AnyPolicy]
+Make = Callable[[MoeShape, ArtifactSource], AnyPolicy]
 
 
-def _static(shape: MoeShape, sources: Sources) -> AnyPolicy:
-    """From the shipped or learned popularity of the model; LRU, after a warning, when its file is damaged."""
+def _static(shape: MoeShape, artifacts: ArtifactSource) -> AnyPolicy:
+    """From the nearest popularity file of the model; LRU, after a warning, when every such file is damaged."""
     n_row = len(shape.layers)
-    there_is_one = False
-    for path in sources.find("popularity.safetensors"):
-        there_is_one = True
-        found = load(
-            path, "popularity", sources.fingerprint, shape,
+    exists = False
+    for path in artifacts.find("popularity.safetensors"):
+        exists = True
+        policy = load(
+            path, "popularity", artifacts.fingerprint, shape,
             lambda weights: Static(shape, weights.array("popularity", n_row, shape.n_expert)),
         )  # fmt: skip
-        if found is not None:
-            return found
-    if there_is_one:
+        if policy is not None:
+            return policy
+    if exists:
         return LRU
     raise OptionError(
         "the policy 'static' needs the model's popularity.safetensors (tools/train_predictor.py, on a trace)."
@@ -40,22 +37,22 @@ def _static(shape: MoeShape, sources: Sources) -> AnyPolicy:
 
 
 POLICIES: dict[str, Make] = {
-    "lru": lambda shape, sources: LRU,
-    "lfu": lambda shape, sources: Lfu(),
-    "lfu-request": lambda shape, sources: LfuRequest(shape),
-    "lfu-decay": lambda shape, sources: NativePolicy("lfu-decay"),
+    "lru": lambda shape, artifacts: LRU,
+    "lfu": lambda shape, artifacts: Lfu(),
+    "lfu-request": lambda shape, artifacts: LfuRequest(shape),
+    "lfu-decay": lambda shape, artifacts: NativePolicy("lfu-decay"),
     "static": _static,
-    "random": lambda shape, sources: Random(shape),
-    "least-stale": lambda shape, sources: LeastStale(shape),
-    "locality": lambda shape, sources: Locality(shape),
-    "sparsity": lambda shape, sources: SparsityAware(shape, sources.collection(shape)),
-    "next-use": lambda shape, sources: NativePolicy("next-use", takes_forecast=True),
+    "random": lambda shape, artifacts: Random(shape),
+    "least-stale": lambda shape, artifacts: LeastStale(shape),
+    "locality": lambda shape, artifacts: Locality(shape),
+    "sparsity": lambda shape, artifacts: SparsityAware(shape, artifacts.collection(shape)),
+    "next-use": lambda shape, artifacts: NativePolicy("next-use", takes_forecast=True),
 }
 
 
-def make_policy(name: str, shape: MoeShape, sources: Sources) -> AnyPolicy:
-    """The policy of this name for a model. Raises OptionError for an unknown name, or a profile that does not exist."""
+def make_policy(name: str, shape: MoeShape, artifacts: ArtifactSource) -> AnyPolicy:
+    """The policy of this name for a model. Raises OptionError for an unknown name, or a missing popularity file."""
     make = POLICIES.get(name)
     if make is None:
         raise OptionError(f"there is no policy {name!r}; known are {', '.join(POLICIES)}.")
-    return make(shape, sources)
+    return make(shape, artifacts)

@@ -9,15 +9,15 @@ from moegguf.controller.history import History
 from moegguf.native.events import Float32s, NativePolicy
 
 LRU = NativePolicy("lru")
-"""Least recently used: what the store does where nothing else was chosen."""
+"""Least recently used: the store's default."""
 
 
 @runtime_checkable
 class Policy(Protocol):
-    """A policy in Python. One method; the store does the rest: floors, pins, ties broken by least recent use."""
+    """A policy in Python. One method; the store applies floors and pins, and breaks ties by least recent use."""
 
     def scores(self, history: History, forecast: Forecast) -> Float32s | None:
-        """Scores (n_layer, n_expert), the lowest is evicted first; None leaves the last ones in force.
+        """Scores (n_layer, n_expert), the lowest is evicted first; None keeps the last ones.
 
         Called after each routing event. NaN and infinities count as 0.
         """

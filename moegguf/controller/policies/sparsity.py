@@ -1,4 +1,4 @@
-"""MoE-Infinity's eviction (section 4.7, algorithm 1): out goes what is least likely to be reused, deep layers first."""
+"""MoE-Infinity's eviction (section 4.7, algorithm 1): least probable reuse first, deep layers before early ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moegguf.controller.predict_eam import N_MATCHES, OWN_SHARE, PredictEam
 from moegguf.controller.shape import MoeShape
 from moegguf.native.events import Float32s
 
-# The paper leaves it open. So small that no expert that a matched request never used outranks one that any did.
+# Not given in the paper. Small enough that an expert used by no matched request never outranks one that was used.
 EPSILON = 1e-6
 
 
@@ -21,9 +21,9 @@ class SparsityAware:
     """score = (pEAM[il, e] / n_token + epsilon) * (1 - il / L), over all layers.
 
     pEAM are the aggregated counts of past requests that resemble the pass in progress and n_token their sum in that
-    row; they are this policy's own, whatever predictor runs beside it. L layers have experts and il counts these from
-    0. Early layers are favoured because little can be fetched ahead for them (section 4.6); `layer_decay` False leaves
-    that factor out, for a store that fetches nothing ahead. While nothing is known all scores are 0: least recent use.
+    row, independent of the predictor in use. L layers have experts and il counts these from 0. Early layers are
+    favoured because little can be prefetched for them (section 4.6); `layer_decay` False omits that factor, for a store
+    without prefetching. Without any counts all scores are 0: least recent use.
     """
 
     name: ClassVar[str] = "sparsity"
@@ -36,20 +36,20 @@ class SparsityAware:
         own_share: float = OWN_SHARE,
         layer_decay: bool = True,
     ) -> None:
-        self._seen = PredictEam(shape, eamcs, n_matches, own_share)
+        self._predict_eam = PredictEam(shape, eamcs, n_matches, own_share)
         self._decay = np.zeros((shape.n_layer, 1), np.float32)
         ahead = np.arange(len(shape.layers)) if layer_decay else np.zeros(len(shape.layers))
         self._decay[list(shape.layers), 0] = 1 - ahead / len(shape.layers)
 
     @property
     def eamcs(self) -> EamcPair:
-        """The collections, to be saved."""
-        return self._seen.eamcs
+        """The prefill and decode collections."""
+        return self._predict_eam.eamcs
 
     def scores(self, history: History, forecast: Forecast) -> Float32s | None:
-        """(n_layer, n_expert), renewed at every gate."""
-        self._seen.follow(history)
-        probabilities = self._seen.table()
+        """(n_layer, n_expert), updated at every routing event."""
+        self._predict_eam.update(history)
+        probabilities = self._predict_eam.table()
         if not probabilities.any():
             return probabilities
         probabilities += np.float32(EPSILON)

@@ -1,4 +1,4 @@
-"""Predictors, one per idea of a paper, by name; `base` says what one is."""
+"""Predictors by name, one per method of a paper; `base.Predictor` is the interface."""
 
 from __future__ import annotations
 
@@ -22,37 +22,37 @@ from moegguf.errors import OptionError
 from moegguf.gguf.routers import Routers
 
 
-class Sources(Protocol):
-    """What predictors and policies of one model may be made from."""
+class ArtifactSource(Protocol):
+    """Where the saved artifacts of one model are found: what predictors and policies are made from."""
 
     @property
     def fingerprint(self) -> str:
-        """Of the model."""
+        """Of the model's routers."""
 
     def find(self, name: str) -> Iterator[Path]:
-        """Files of this name about the model, the best first."""
+        """Files of this name about the model, in order of preference."""
 
     def routers(self) -> Routers:
         """The model's own routers."""
 
     def collection(self, shape: MoeShape) -> EamcPair | None:
-        """Its EAM collection, for one owner; None when there is none yet."""
+        """A new copy of its EAM collection; None when none was saved."""
 
 
-Make = Callable[[MoeShape, Sources], Predictor]
+Make = Callable[[MoeShape, ArtifactSource], Predictor]
 
 
 def _learned(name: str, build: Callable[[MoeShape, Weights], Predictor]) -> Make:
-    """From the nearest usable file `NAME.safetensors`. Raises OptionError when there is no file at all."""
+    """From the nearest usable file `NAME.safetensors`; OptionError without a file, NoPrediction if all are damaged."""
 
-    def make(shape: MoeShape, sources: Sources) -> Predictor:
-        there_is_one = False
-        for path in sources.find(f"{name}.safetensors"):
-            there_is_one = True
-            found = load(path, name, sources.fingerprint, shape, lambda weights: build(shape, weights))
-            if found is not None:
-                return found
-        if there_is_one:
+    def make(shape: MoeShape, artifacts: ArtifactSource) -> Predictor:
+        exists = False
+        for path in artifacts.find(f"{name}.safetensors"):
+            exists = True
+            predictor = load(path, name, artifacts.fingerprint, shape, lambda weights: build(shape, weights))
+            if predictor is not None:
+                return predictor
+        if exists:
             return NoPrediction(shape)
         raise OptionError(
             f"the predictor {name!r} has to be trained for this model first (tools/train_predictor.py, on a trace);"
@@ -63,11 +63,11 @@ def _learned(name: str, build: Callable[[MoeShape, Weights], Predictor]) -> Make
 
 
 PREDICTORS: dict[str, Make] = {
-    "none": lambda shape, sources: NoPrediction(shape),
-    "previous-token": lambda shape, sources: PreviousToken(shape),
-    "eamc": lambda shape, sources: EamcPredictor(shape, sources.collection(shape)),
-    "skip": lambda shape, sources: Skip(shape, sources.routers()),
-    "fresh-gate": lambda shape, sources: FreshGate(shape, sources.routers()),
+    "none": lambda shape, artifacts: NoPrediction(shape),
+    "previous-token": lambda shape, artifacts: PreviousToken(shape),
+    "eamc": lambda shape, artifacts: EamcPredictor(shape, artifacts.collection(shape)),
+    "skip": lambda shape, artifacts: Skip(shape, artifacts.routers()),
+    "fresh-gate": lambda shape, artifacts: FreshGate(shape, artifacts.routers()),
     "token-id": _learned("token-id", TokenTable.from_weights),
     "popularity": _learned("popularity", Popularity.from_weights),
     "affinity": _learned("affinity", Affinity.from_weights),
@@ -78,13 +78,13 @@ PREDICTORS: dict[str, Make] = {
 UNTRAINED = ("none", "previous-token", "eamc", "skip", "fresh-gate")
 
 
-def make_predictor(name: str, shape: MoeShape, sources: Sources) -> Predictor:
+def make_predictor(name: str, shape: MoeShape, artifacts: ArtifactSource) -> Predictor:
     """The predictor of this name for a model.
 
-    One whose file is damaged says nothing, after a warning. Raises OptionError for an unknown name, and for a predictor
-    that was never trained for this model.
+    With a damaged file it is `NoPrediction`, after a warning. Raises OptionError for an unknown name, and for a
+    predictor without a trained file for this model.
     """
     make = PREDICTORS.get(name)
     if make is None:
         raise OptionError(f"there is no predictor {name!r}; known are {', '.join(PREDICTORS)}.")
-    return make(shape, sources)
+    return make(shape, artifacts)

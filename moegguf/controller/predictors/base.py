@@ -1,20 +1,24 @@
-"""What a predictor is. It hears announcements and gates, and says which experts a later layer of this pass will use."""
+"""Base classes of predictors, and what several of them share."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
+import numpy as np
+import numpy.typing as npt
+
 from moegguf.controller.shape import MoeShape
-from moegguf.native.events import Announcement, Float32s, RoutingEvent
+from moegguf.native.events import Announcement, Float32s, Int32s, RoutingEvent
 
 
 class Predictor(ABC):
     """Predicts routing of the pass in progress. The simplest implementation is `NoPrediction`.
 
-    `needs_inputs`: gates must carry the router's input vectors. `needs_tokens`: tokens must be announced. `reach`:
-    how many MoE layers ahead it can look. One object serves one model, one request after another; calls come from one
-    thread, in the order announce, (observe, predict*)*. It must not keep the arrays of a gate: they may be reused.
+    `needs_inputs`: events must carry the router's input vectors. `needs_tokens`: tokens must be announced. `reach`:
+    the largest distance it can predict, in MoE layers. One object serves one model, one request after another; calls
+    come from one thread, in the order announce, (observe, predict*)*. It must copy what it keeps of an event's arrays:
+    they are reused.
     """
 
     name: ClassVar[str]
@@ -25,23 +29,23 @@ class Predictor(ABC):
         self.shape = shape
         self.reach = reach
 
-    def announce(self, announcement: Announcement) -> None:  # noqa: B027 (nothing to do is a fine answer)
-        """Tokens are about to be evaluated. A new `sequence` is a new request."""
+    def announce(self, announcement: Announcement) -> None:  # noqa: B027 (optional)
+        """Tokens are evaluated next. A new `sequence` is a new request."""
 
     def observe(self, event: RoutingEvent) -> None:  # noqa: B027
-        """A layer's routing has become known."""
+        """A layer was routed."""
 
     @abstractmethod
     def predict(self, il: int, distance: int) -> Float32s | None:
-        """Likelihoods (n_expert,) in [0, 1] for layer `il`, `distance` MoE layers after the last one observed.
+        """Probabilities (n_expert,) in [0, 1] for layer `il`, `distance` MoE layers after the last one observed.
 
-        Before any gate of the pass, `distance` counts from just before the first MoE layer (that layer is distance 1).
-        None when it has nothing to say: out of reach, or not trained for this. The order matters more than the scale.
+        Before any routing event of the pass, `distance` counts from before the first MoE layer (that layer is distance
+        1). None without a prediction: out of reach, or not trained for it. Their order matters more than their scale.
         """
 
 
 class NoPrediction(Predictor):
-    """Says nothing. What runs when no predictor is chosen."""
+    """Never predicts: the default."""
 
     name: ClassVar[str] = "none"
 
@@ -49,4 +53,55 @@ class NoPrediction(Predictor):
         super().__init__(shape, reach=0)
 
     def predict(self, il: int, distance: int) -> Float32s | None:
+        """None."""
         return None
+
+
+class InputPredictor(Predictor):
+    """Base of predictors from the router's input: keeps a copy of the last one, if it is one token's and finite.
+
+    Passes of several tokens are left out: a prompt uses most experts anyway, and costs a vector per token.
+    """
+
+    needs_inputs: ClassVar[bool] = True
+
+    def __init__(self, shape: MoeShape, reach: int) -> None:
+        super().__init__(shape, reach)
+        self._input = np.zeros(shape.n_embd, np.float32)
+        self._source: int | None = None  # the layer of that input
+
+    def announce(self, announcement: Announcement) -> None:
+        """Discards the input of the pass before."""
+        self._source = None
+
+    def observe(self, event: RoutingEvent) -> None:
+        """Copies the event's input."""
+        self._source = None
+        inputs = event.inputs
+        if inputs is None or inputs.shape != (1, self.shape.n_embd) or event.il not in self.shape.row_of:
+            return
+        np.copyto(self._input, inputs[0])
+        if np.isfinite(np.dot(self._input, self._input)):
+            self._source = event.il
+
+    def _input_for(self, il: int, distance: int) -> Float32s | None:
+        """The input kept, if its layer is `distance` MoE layers before `il`."""
+        if self._source is None or self.shape.layer_after(self._source, distance) != il:
+            return None
+        return self._input
+
+
+def multi_hot(expert_ids: npt.NDArray[np.integer], n_expert: int) -> Float32s:
+    """(n_tokens, n_expert) of 0 and 1 for ids (n_tokens, n_expert_used); negative ids are padding."""
+    hot = np.zeros((len(expert_ids), n_expert + 1), np.float32)
+    np.put_along_axis(hot, np.where(expert_ids < 0, n_expert, expert_ids).astype(np.intp), 1, axis=1)
+    return hot[:, :n_expert]
+
+
+def single_choice(shape: MoeShape, event: RoutingEvent) -> Int32s | None:
+    """The experts (n_expert_used,) of an event of one token; None for several tokens, or ids outside the shape."""
+    if event.il not in shape.row_of or event.expert_ids.shape[0] != 1:
+        return None
+    ids = event.expert_ids[0]
+    known = ids.size and ids.min() >= 0 and ids.max() < shape.n_expert
+    return ids if known else None

@@ -1,11 +1,11 @@
 """DuoServe-MoE's ExpertMLP (section 4.2): the next layer's experts from all choices of this pass so far.
 
-What the paper leaves open, and what is done here. One network serves all layers: its input is padded to one length for
-just that, and the length of what is not padding, beside the layer's own popularity, says which layer is asked for.
-Experts count from 1 and are divided by n_expert, so that padding is nobody's number. a_{l-1,l} are the rows of the
+Open points of the paper, and the choices made here. One network serves all layers: its input is padded to one length,
+and the length of the unpadded part, with the layer's popularity, identifies the target layer. Experts count from 1 and
+are divided by n_expert, so that 0 is padding only. a_{l-1,l} are the rows of the
 affinity matrix of the experts just chosen (section 5: "the inter-layer affinity vector from the previous layer's expert
-selection"), flattened; the whole matrix would be the same for every token. The six halvings from 2048 to 64 and the
-output make the seven layers.
+selection"), flattened; the whole matrix would be the same for every token. The six hidden layers from 2048 to 64 and
+the output are the seven layers.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from moegguf.controller.predictors.base import Predictor
-from moegguf.controller.predictors.counting import single_choice
+from moegguf.controller.predictors.base import Predictor, single_choice
 from moegguf.controller.shape import MoeShape
 from moegguf.controller.weights import Weights
 from moegguf.native.events import Float32s, RoutingEvent
@@ -33,7 +32,7 @@ def hidden_sizes(scale: float) -> tuple[int, ...]:
 
 
 def state_size(shape: MoeShape) -> int:
-    """How many numbers describe a state: h, p and a."""
+    """Length of a state: h, p and a."""
     k = shape.n_expert_used
     return (len(shape.layers) - 1) * k + shape.n_expert + k * shape.n_expert
 
@@ -43,8 +42,8 @@ def states(
 ) -> Float32s:
     """s_l = [h_l, p_l, a_{l-1,l}] (equation 5) for MoE layer number `row`, at least 1: (n_tokens, state_size).
 
-    expert_ids (at least `row`, n_tokens, n_expert_used): the choices before it, in gate order. `out` is filled and
-    returned.
+    expert_ids (at least `row`, n_tokens, n_expert_used): the choices before it, in the router's order. `out` is
+    filled and returned.
     """
     n_layer, n_expert = popularity.shape
     n_tokens, k = expert_ids.shape[1:]
@@ -97,10 +96,11 @@ class ExpertMlp(Predictor):
         return cls(shape, popularity, weights.array("affinity", n_layer - 1, n_expert, n_expert), layers)
 
     def observe(self, event: RoutingEvent) -> None:
+        """Appends the layer's choice to the history of the pass."""
         if event.pass_ != self._pass:
             self._pass, self._rows_seen = event.pass_, 0
         ids = single_choice(self.shape, event)
-        # A layer missed, or one that uses fewer experts, leaves nothing to say until the next pass.
+        # After a missed layer, or one that uses fewer experts, there is no prediction until the next pass.
         if ids is None or len(ids) != self.shape.n_expert_used or self.shape.row_of[event.il] != self._rows_seen:
             self._rows_seen = -1
             return
@@ -108,6 +108,7 @@ class ExpertMlp(Predictor):
         self._rows_seen += 1
 
     def predict(self, il: int, distance: int) -> Float32s | None:
+        """As `Predictor.predict`, at distance 1 only."""
         row = self.shape.row_of.get(il)
         if distance != 1 or row is None or row < 1 or row != self._rows_seen:
             return None

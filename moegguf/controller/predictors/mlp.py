@@ -1,7 +1,7 @@
 """ProMoE's learned predictor (section 4.3): a two-layer MLP for each layer, from the router's input k layers before.
 
-With window k, the predictor of MoE layer number r sees the input of number max(r - k, 0). So an MLP belongs to a pair
-(source, target), and windows share pairs: what window 8 of a six-layer model needs, windows 1 to 5 need too.
+With window k, the predictor of MoE layer number r takes the input of number max(r - k, 0). So an MLP belongs to a pair
+(source, target), and windows share pairs: all pairs of window 8 in a six-layer model are pairs of windows 1 to 5, too.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from moegguf.controller.predictors.from_input import FromInput
+from moegguf.controller.predictors.base import InputPredictor
 from moegguf.controller.shape import MoeShape
 from moegguf.controller.weights import Weights
 from moegguf.native.events import Float32s
@@ -21,7 +21,7 @@ Pair = tuple[int, int]  # (source il, target il)
 
 
 def window_pairs(shape: MoeShape, windows: Iterable[int]) -> list[Pair]:
-    """The pairs that these windows need, in order; the first MoE layer has nothing before it and is no target."""
+    """The pairs that these windows need, in order; the first MoE layer is no target: none precedes it."""
     rows = range(1, len(shape.layers))
     return sorted({(shape.layers[max(row - k, 0)], shape.layers[row]) for k in windows for row in rows})
 
@@ -31,10 +31,10 @@ class _Network(NamedTuple):
     out: QuantizedMatrix
 
 
-class MlpPredictor(FromInput):
-    """Answers for the pairs it was trained for: at distance k, and from the first MoE layer up to any window.
+class MlpPredictor(InputPredictor):
+    """Predicts the pairs it was trained for: at distance k, and from the first MoE layer up to any window.
 
-    One call computes one MLP: of 2 million weights, 0.2 ms.
+    One call computes one MLP; 0.2 ms for 2 million weights.
     """
 
     name: ClassVar[str] = "mlp"
@@ -70,6 +70,7 @@ class MlpPredictor(FromInput):
         return cls(shape, {pair: network(pair) for pair in window_pairs(shape, windows)})
 
     def predict(self, il: int, distance: int) -> Float32s | None:
+        """As `Predictor.predict`; None for a pair without a network."""
         vector = self._input_for(il, distance)
         network = None if self._source is None else self._networks.get((self._source, il))
         if vector is None or network is None:
@@ -80,7 +81,7 @@ class MlpPredictor(FromInput):
 
 
 def probabilities(logits: Float32s, n_expert_used: int) -> Float32s:
-    """Of n_expert_used choices that fall as softmax says: how many each expert gets, at most 1."""
-    powers = np.exp(logits - logits.max())
-    powers *= n_expert_used / float(powers.sum())
-    return np.minimum(powers, 1.0, out=powers)
+    """softmax(logits) (n_expert,) times n_expert_used, at most 1: the expected choices of each expert."""
+    exponentials = np.exp(logits - logits.max())
+    exponentials *= n_expert_used / float(exponentials.sum())
+    return np.minimum(exponentials, 1.0, out=exponentials)

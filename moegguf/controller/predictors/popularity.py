@@ -6,39 +6,39 @@ from typing import ClassVar
 
 import numpy as np
 
-from moegguf.controller.predictors.base import Predictor
-from moegguf.controller.predictors.counting import single_choice
+from moegguf.controller.predictors.base import Predictor, single_choice
 from moegguf.controller.shape import MoeShape
 from moegguf.controller.weights import Weights
 from moegguf.native.events import Float32s, RoutingEvent
 
 
 class Popularity(Predictor):
-    """Says of every layer, at any time, how often each expert was chosen there."""
+    """Predicts for every layer, at any distance, how often each expert was chosen there."""
 
     name: ClassVar[str] = "popularity"
 
     def __init__(self, shape: MoeShape, popularity: Float32s) -> None:
         super().__init__(shape, reach=len(shape.layers))
         self.popularity = popularity
-        self._likelihoods = np.minimum(popularity * shape.n_expert_used, 1.0).astype(np.float32)
+        self._probabilities = np.minimum(popularity * shape.n_expert_used, 1.0).astype(np.float32)
 
     @classmethod
     def from_weights(cls, shape: MoeShape, weights: Weights) -> Popularity:
-        """The predictor that `weights` were taken from; ValueError when they do not fit."""
+        """From an earlier `weights()`; ValueError when they do not fit the shape."""
         return cls(shape, weights.array("popularity", len(shape.layers), shape.n_expert))
 
     def weights(self) -> Weights:
-        """What it learned, to be saved."""
+        """The learned statistics, to be saved."""
         return Weights({"popularity": self.popularity})
 
     def predict(self, il: int, distance: int) -> Float32s | None:
+        """As `Predictor.predict`; does not depend on `distance`."""
         row = self.shape.row_of.get(il)
-        return None if row is None else self._likelihoods[row]
+        return None if row is None else self._probabilities[row]
 
 
 class Affinity(Predictor):
-    """Says of the next layer what usually follows the experts just chosen: the mean of their rows of A."""
+    """Predicts the next layer from the experts just chosen: the mean of their rows of the affinity matrix A."""
 
     name: ClassVar[str] = "affinity"
 
@@ -46,25 +46,27 @@ class Affinity(Predictor):
         super().__init__(shape, reach=1)
         self.affinity = affinity
         self._next: int | None = None
-        self._likelihoods = np.zeros(shape.n_expert, np.float32)
+        self._probabilities = np.zeros(shape.n_expert, np.float32)
 
     @classmethod
     def from_weights(cls, shape: MoeShape, weights: Weights) -> Affinity:
-        """The predictor that `weights` were taken from; ValueError when they do not fit."""
+        """From an earlier `weights()`; ValueError when they do not fit the shape."""
         return cls(shape, weights.array("affinity", len(shape.layers) - 1, shape.n_expert, shape.n_expert))
 
     def weights(self) -> Weights:
-        """What it learned, to be saved."""
+        """The learned statistics, to be saved."""
         return Weights({"affinity": self.affinity})
 
     def observe(self, event: RoutingEvent) -> None:
+        """Computes the prediction for the next layer; an event of several tokens clears it."""
         ids = single_choice(self.shape, event)
         self._next = None if ids is None else self.shape.layer_after(event.il, 1)
         if ids is not None and self._next is not None:
-            # A's rows add up to 1, but n_expert_used experts follow
+            # A's rows sum to 1, but a token uses n_expert_used experts
             rows = self.affinity[self.shape.row_of[event.il], ids]
-            np.multiply(rows.mean(axis=0), self.shape.n_expert_used, out=self._likelihoods)
-            np.minimum(self._likelihoods, 1.0, out=self._likelihoods)
+            np.multiply(rows.mean(axis=0), self.shape.n_expert_used, out=self._probabilities)
+            np.minimum(self._probabilities, 1.0, out=self._probabilities)
 
     def predict(self, il: int, distance: int) -> Float32s | None:
-        return self._likelihoods if distance == 1 and il == self._next else None
+        """As `Predictor.predict`, at distance 1 only."""
+        return self._probabilities if distance == 1 and il == self._next else None

@@ -1,4 +1,4 @@
-"""Temporal locality (ExpertFlow, section 5.2: TLP): a layer uses again what it used last."""
+"""Temporal locality (ExpertFlow, section 5.2: TLP): the experts that the last token used at a layer."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ NAME = "previous-token"
 
 
 class PreviousToken(Predictor):
-    """Likelihood 1 for the experts that the last token used at a layer, 0 for the others. Nothing to learn or load.
+    """Probability 1 for the experts that the last token used at a layer, 0 for the others. No training.
 
-    Of a pass of many tokens, the last one counts. It speaks about every layer that was seen once, across requests too.
+    Of a pass of many tokens, the last one counts. Predicts every layer observed at least once, across requests too.
     """
 
     name: ClassVar[str] = NAME
@@ -28,7 +28,7 @@ class PreviousToken(Predictor):
         self._seen: npt.NDArray[np.bool_] = np.zeros(shape.n_layer, np.bool_)
 
     def observe(self, event: RoutingEvent) -> None:
-        """Remembers the last token's experts; a gate without tokens or of an unknown layer changes nothing."""
+        """Stores the last token's experts; an event without tokens or of an unknown layer changes nothing."""
         if event.il not in self.shape.row_of or len(event.expert_ids) == 0:
             return
         last = event.expert_ids[-1]
@@ -38,4 +38,5 @@ class PreviousToken(Predictor):
         self._seen[event.il] = True
 
     def predict(self, il: int, distance: int) -> Float32s | None:
+        """As `Predictor.predict`, at any distance."""
         return self._used[il] if il in self.shape.row_of and self._seen[il] else None

@@ -1,12 +1,12 @@
-"""ExpertFlow's routing-path predictor (section 3.1): every layer's experts from token ids alone, before the first gate.
+"""ExpertFlow's routing-path predictor (section 3.1): experts of all layers from token ids, before the first layer.
 
-A small T5 in numpy: an encoder looks both ways over the `window` tokens before a chunk, a decoder goes through the
-chunk token by token with cross-attention to it, and one linear head per MoE layer says which experts the token will
-use. tools/predictors/routing_path.py trains it. Departures from T5, all for the cost of one token: a chunk's encoder
-states and the decoder's keys and values are kept, so that a token costs one decoder step and the encoder runs once per
-chunk, not with every token; places in window and chunk are learned vectors instead of relative biases, for both have
-fixed lengths; a window that begins before the request is filled with a learned token, so nothing needs a mask but
-causality. The embeddings are most of its bytes: n_vocab * n_embd * 2 in the file.
+A small T5 in numpy: a bidirectional encoder over the `window` tokens before a chunk, a decoder over the chunk token by
+token with cross-attention to it, and one linear head per MoE layer for the experts of the token.
+tools/predictors/routing_path.py trains it. Differences from T5, all to reduce the cost of one token: a chunk's encoder
+states and the decoder's keys and values are cached, so that a token costs one decoder step and the encoder runs once
+per chunk; positions in window and chunk are learned vectors instead of relative biases, as both have fixed lengths; a
+window that begins before the request is filled with a learned token, so that only the causal mask is needed. Most of
+its bytes are embeddings: n_vocab * n_embd * 2 in the file.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from moegguf.native.events import Announcement, Float32s, Int32s, RoutingEvent
 
 NAME = "routing-path"
 NORM_EPS = 1e-6
-PROMPT_CHUNKS = 8  # of a longer prompt, this many chunks are read, evenly spread, and speak for their neighbours
+PROMPT_CHUNKS = 8  # of a longer prompt, this many evenly spaced chunks are computed; the others copy their neighbour
 
 Memory = list[tuple[Float32s, Float32s]]  # per decoder block, keys and values of the encoder's states
 
@@ -46,7 +46,7 @@ def attend(q: Float32s, k: Float32s, v: Float32s, mask: Float32s | None = None) 
 
 
 class _Attention:
-    """Projections of one attention; the norm's gain and the scale of the queries are multiplied in once, here."""
+    """Projections of one attention; the norm's gain and the scale of the queries are folded into the matrices."""
 
     def __init__(self, weights: Weights, name: str, n_embd: int, memory_gain: Float32s | None = None) -> None:
         found = weights.arrays.get(f"{name}.q")
@@ -56,9 +56,9 @@ class _Attention:
         q, k, v = (weights.array(f"{name}.{part}", *size).reshape(n_embd, -1) for part in "qkv")
         q = q * (gain / np.sqrt(max(1, self.n_embd_head)))
         if memory_gain is None:
-            self.into = np.ascontiguousarray(np.hstack([q, gain * k, gain * v]), np.float32)
+            self.projection = np.ascontiguousarray(np.hstack([q, gain * k, gain * v]), np.float32)
         else:
-            self.into = np.ascontiguousarray(q, np.float32)
+            self.projection = np.ascontiguousarray(q, np.float32)
             self.memory = np.ascontiguousarray(memory_gain[:, np.newaxis] * np.hstack([k, v]), np.float32)
         self.out = weights.array(f"{name}.out", self.n_head, self.n_embd_head, n_embd).reshape(-1, n_embd)
 
@@ -68,12 +68,12 @@ class _Attention:
             2, 0, 3, 1, 4
         )
 
-    def back(self, mixed: Float32s) -> Float32s:
+    def project(self, mixed: Float32s) -> Float32s:
         """Heads (B, n_head, n, n_embd_head) joined and projected: (B * n, n_embd)."""
         return mixed.transpose(0, 2, 1, 3).reshape(-1, self.out.shape[0]) @ self.out
 
 
-class _Feed:
+class _FeedForward:
     """Two matrices with a ReLU between them."""
 
     def __init__(self, weights: Weights, name: str, n_embd: int) -> None:
@@ -90,10 +90,10 @@ class _Feed:
 class PathNetwork:
     """The network. ValueError when an array is missing, not finite, or does not fit the shape of the model.
 
-    Arrays: embedding (n_vocab + 1, n_embd), its last row the token before the beginning; window (window, n_embd) and
-    chunk (chunk, n_embd), the places; encoder.I and decoder.I with .self, .cross (decoder only), each with .norm
+    Arrays: embedding (n_vocab + 1, n_embd), its last row the padding token; window (window, n_embd) and
+    chunk (chunk, n_embd), the positions; encoder.I and decoder.I with .self, .cross (decoder only), each with .norm
     (n_embd,), .q, .k, .v (n_embd, n_head, n_embd_head) and .out (n_head, n_embd_head, n_embd), and .feed with .norm,
-    .up (n_embd, n_ff) and .down; memory_norm and output_norm, the gains behind the last blocks; heads.weight (n_embd,
+    .up (n_embd, n_ff) and .down; memory_norm and output_norm, the gains after the last blocks; heads.weight (n_embd,
     n_moe_layer, n_expert) and heads.bias.
     """
 
@@ -102,18 +102,18 @@ class PathNetwork:
         n_embd = _length(arrays, "embedding", 1)
         self.window, self.chunk = _length(arrays, "window", 0), _length(arrays, "chunk", 0)
         self.embedding = weights.array("embedding", shape.n_vocab + 1, n_embd)
-        self.window_places = weights.array("window", self.window, n_embd)
-        self.chunk_places = weights.array("chunk", self.chunk, n_embd)
+        self.window_positions = weights.array("window", self.window, n_embd)
+        self.chunk_positions = weights.array("chunk", self.chunk, n_embd)
         encoder_gain = weights.array("memory_norm", n_embd)
         self.encoder = [
-            (_Attention(weights, f"{name}.self", n_embd), _Feed(weights, f"{name}.feed", n_embd))
+            (_Attention(weights, f"{name}.self", n_embd), _FeedForward(weights, f"{name}.feed", n_embd))
             for name in _blocks(arrays, "encoder")
         ]
         self.decoder = [
             (
                 _Attention(weights, f"{name}.self", n_embd),
                 _Attention(weights, f"{name}.cross", n_embd, encoder_gain),
-                _Feed(weights, f"{name}.feed", n_embd),
+                _FeedForward(weights, f"{name}.feed", n_embd),
             )
             for name in _blocks(arrays, "decoder")
         ]
@@ -124,12 +124,12 @@ class PathNetwork:
         self.causal = np.triu(np.full((self.chunk, self.chunk), -np.inf, np.float32), k=1)
 
     def encode(self, windows: Int32s) -> Memory:
-        """windows (B, window), the tokens before each chunk."""
+        """Keys and values of the encoder's states, for windows (B, window): the tokens before each chunk."""
         n_batch = len(windows)
-        x = (self.embedding[windows] + self.window_places).reshape(-1, self.embedding.shape[1])
+        x = (self.embedding[windows] + self.window_positions).reshape(-1, self.embedding.shape[1])
         for attention, feed in self.encoder:
-            q, k, v = attention.heads(normed(x) @ attention.into, n_batch)
-            x = x + attention.back(attend(q, k, v))
+            q, k, v = attention.heads(normed(x) @ attention.projection, n_batch)
+            x = x + attention.project(attend(q, k, v))
             x = x + feed(x)
         states = normed(x)
         return [self._keys_and_values(cross, states, n_batch) for _, cross, _ in self.decoder]
@@ -140,24 +140,24 @@ class PathNetwork:
         return k, v
 
     def empty_cache(self, n_batch: int) -> list[Float32s]:
-        """Room for the decoder's keys and values of one chunk: per block (2, n_batch, n_head, chunk, n_embd_head)."""
+        """An empty cache of the decoder for one chunk: per block (2, n_batch, n_head, chunk, n_embd_head)."""
         return [
             np.empty((2, n_batch, attention.n_head, self.chunk, attention.n_embd_head), np.float32)
             for attention, _, _ in self.decoder
         ]
 
     def decode(self, tokens: Int32s, first: int, memory: Memory, cache: list[Float32s]) -> Float32s:
-        """Logits (B * n, n_moe_layer * n_expert) of tokens (B, n) from place `first` of their chunks; fills cache."""
+        """Logits (B * n, n_moe_layer * n_expert) of tokens (B, n) at position `first` of their chunks; fills cache."""
         n_batch, n_tokens = tokens.shape
         end = first + n_tokens
         mask = self.causal[first:end, :end] if n_tokens > 1 else None
-        x = (self.embedding[tokens] + self.chunk_places[first:end]).reshape(-1, self.embedding.shape[1])
-        for (attention, cross, feed), (keys, values), kept in zip(self.decoder, memory, cache, strict=True):
-            q, *new = attention.heads(normed(x) @ attention.into, n_batch)
-            kept[0][:, :, first:end], kept[1][:, :, first:end] = new
-            x = x + attention.back(attend(q, kept[0][:, :, :end], kept[1][:, :, :end], mask))
-            (q,) = cross.heads(normed(x) @ cross.into, n_batch)
-            x = x + cross.back(attend(q, keys, values))
+        x = (self.embedding[tokens] + self.chunk_positions[first:end]).reshape(-1, self.embedding.shape[1])
+        for (attention, cross, feed), (keys, values), cached in zip(self.decoder, memory, cache, strict=True):
+            q, *new = attention.heads(normed(x) @ attention.projection, n_batch)
+            cached[0][:, :, first:end], cached[1][:, :, first:end] = new
+            x = x + attention.project(attend(q, cached[0][:, :, :end], cached[1][:, :, :end], mask))
+            (q,) = cross.heads(normed(x) @ cross.projection, n_batch)
+            x = x + cross.project(attend(q, keys, values))
             x = x + feed(x)
         return normed(x) @ self.heads + self.bias
 
@@ -170,17 +170,17 @@ def _length(arrays: Mapping[str, npt.NDArray[Any]], name: str, axis: int) -> int
 
 
 def _blocks(arrays: Mapping[str, npt.NDArray[Any]], part: str) -> list[str]:
-    """encoder.0, encoder.1, ...: as many as the arrays' names tell apart."""
+    """encoder.0, encoder.1, ...: one per distinct number in the arrays' names."""
     found = {name.split(".")[1] for name in arrays if name.startswith(f"{part}.")}
     return [f"{part}.{i}" for i in range(len(found))]
 
 
 class RoutingPath(Predictor):
-    """Speaks of all layers of a pass as soon as its tokens are announced; gates tell it nothing.
+    """Predicts all layers of a pass when its tokens are announced; expert ids of routing events are not used.
 
-    Likelihoods of a pass of many tokens are those that any of them uses the expert, taken as independent. The encoder
-    runs when the last token of a chunk is through its layers, so that it is done before the next one is announced.
-    Tokens outside the vocabulary (embeddings instead of tokens) silence it and make it forget what came before.
+    Probabilities of a pass of many tokens are those that any of them uses the expert, taken as independent. The encoder
+    runs at the last layer of the last token of a chunk, so that it is finished before the next announcement. Tokens
+    outside the vocabulary (embeddings instead of tokens) clear its state; such a pass has no prediction.
     """
 
     name: ClassVar[str] = NAME
@@ -193,70 +193,71 @@ class RoutingPath(Predictor):
         self._recent: Int32s = np.empty(self.network.window, np.int32)
         self._sequence = -1
         self._lane = -1
-        self._idle: Float32s | None = None  # (n_chunk, ...): minus the log of the chance that no token uses the expert
+        self._nonuse: Float32s | None = None  # (n_chunk, ...): -log of the probability that no token uses the expert
         self._table: Float32s | None = None
-        self._forget()
+        self._reset()
 
     @classmethod
     def from_weights(cls, shape: MoeShape, weights: Weights) -> RoutingPath:
-        """ValueError as `PathNetwork`'s."""
+        """Raises ValueError as `PathNetwork` does."""
         return cls(shape, PathNetwork(shape, weights))
 
     def announce(self, announcement: Announcement) -> None:
-        """Predicts. Costs a decoder step for one token; many tokens are read chunk by chunk."""
+        """Predicts: one decoder step for one token, chunk by chunk for many."""
         tokens = announcement.tokens
-        self._idle = self._table = None
+        self._nonuse = self._table = None
         if (announcement.lane, announcement.sequence) != (self._lane, self._sequence):
             self._lane, self._sequence = announcement.lane, announcement.sequence
-            self._forget()
+            self._reset()
         if len(tokens) == 0:
             return
         if tokens.min() < 0 or tokens.max() >= self.shape.n_vocab:
-            self._forget()
+            self._reset()
             return
-        self._idle = self._step(tokens) if len(tokens) == 1 else self._read(tokens)
-        self._remember(tokens)
-        self._tell(self._idle)
+        self._nonuse = self._step(tokens) if len(tokens) == 1 else self._read(tokens)
+        self._append_recent(tokens)
+        self._set_table(self._nonuse)
 
     def observe(self, event: RoutingEvent) -> None:
-        """Narrows a long announcement to the pass that began; falls silent in passes that were not announced."""
-        if self._idle is None or event.first_token < 0 or event.sequence != self._sequence:
-            self._idle = self._table = None
+        """Restricts a long announcement to the pass that began; a pass not announced discards the prediction."""
+        if self._nonuse is None or event.first_token < 0 or event.sequence != self._sequence:
+            self._nonuse = self._table = None
             return
-        if len(self._idle) > 1 and event.il == self.shape.layers[0]:
+        if len(self._nonuse) > 1 and event.il == self.shape.layers[0]:
             first, end = event.first_token, event.first_token + len(event.expert_ids)
-            self._tell(self._idle[first // self.network.chunk : -(-end // self.network.chunk)])
-        if event.il == self.shape.layers[-1] and self._place == self.network.chunk:
+            self._set_table(self._nonuse[first // self.network.chunk : -(-end // self.network.chunk)])
+        if event.il == self.shape.layers[-1] and self._position == self.network.chunk:
             self._begin_chunk()
 
     def predict(self, il: int, distance: int) -> Float32s | None:
+        """As `Predictor.predict`, at any distance; None for a pass that was not announced."""
         row = self.shape.row_of.get(il)
         return None if self._table is None or row is None else self._table[row]
 
-    def _tell(self, idle: Float32s) -> None:
-        self._table = -np.expm1(-idle.sum(axis=0)).reshape(len(self.shape.layers), self.shape.n_expert)
+    def _set_table(self, nonuse: Float32s) -> None:
+        self._table = -np.expm1(-nonuse.sum(axis=0)).reshape(len(self.shape.layers), self.shape.n_expert)
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self._recent[:] = self.shape.n_vocab
-        self._place = self.network.chunk
+        self._position = self.network.chunk
 
-    def _remember(self, tokens: Int32s) -> None:
+    def _append_recent(self, tokens: Int32s) -> None:
         kept = np.concatenate([self._recent, tokens[-self.network.window :]])
         self._recent = kept[-self.network.window :]
 
     def _begin_chunk(self) -> None:
         self._memory = self.network.encode(self._recent[np.newaxis])
-        self._place = 0
+        self._position = 0
 
     def _step(self, tokens: Int32s) -> Float32s:
-        if self._place == self.network.chunk:
+        if self._position == self.network.chunk:
             self._begin_chunk()
-        logits = self.network.decode(tokens[np.newaxis], self._place, self._memory, self._cache)
-        self._place += 1
+        logits = self.network.decode(tokens[np.newaxis], self._position, self._memory, self._cache)
+        self._position += 1
         return np.logaddexp(0, logits)
 
     def _read(self, tokens: Int32s) -> Float32s:
-        """(n_chunk, n_moe_layer * n_expert). The chunk after these tokens begins anew."""
+        """(n_chunk, n_moe_layer * n_expert). The next token starts a new chunk."""
         window, chunk = self.network.window, self.network.chunk
         n_chunk = -(-len(tokens) // chunk)
         padded = np.full(window + n_chunk * chunk, self.shape.n_vocab, np.int32)
@@ -264,8 +265,8 @@ class RoutingPath(Predictor):
         n_read = min(n_chunk, PROMPT_CHUNKS)
         starts = np.arange(n_read)[:, np.newaxis] * n_chunk // n_read * chunk
         memory = self.network.encode(padded[starts + np.arange(window)])
-        places = starts + window + np.arange(chunk)
-        logits = self.network.decode(padded[places], 0, memory, self.network.empty_cache(n_read))
-        idle = np.logaddexp(0, logits) * (places < window + len(tokens)).reshape(-1, 1)
-        self._place = chunk
-        return idle.reshape(n_read, chunk, -1).sum(axis=1)[np.arange(n_chunk) * n_read // n_chunk]
+        positions = starts + window + np.arange(chunk)
+        logits = self.network.decode(padded[positions], 0, memory, self.network.empty_cache(n_read))
+        nonuse = np.logaddexp(0, logits) * (positions < window + len(tokens)).reshape(-1, 1)
+        self._position = chunk
+        return nonuse.reshape(n_read, chunk, -1).sum(axis=1)[np.arange(n_chunk) * n_read // n_chunk]

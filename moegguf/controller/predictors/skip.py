@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from moegguf.controller.predictors.from_input import FromInput
+from moegguf.controller.predictors.base import InputPredictor
 from moegguf.controller.shape import MoeShape
 from moegguf.gguf.routers import Routers
 from moegguf.native.events import Float32s
 
 
-class Skip(FromInput):
-    """Answers at any distance, worse with each layer: inputs of neighbouring layers are alike, far ones less."""
+class Skip(InputPredictor):
+    """Predicts at any distance; accuracy falls with it, as inputs of distant layers differ more."""
 
     name: ClassVar[str] = "skip"
 
@@ -20,6 +20,7 @@ class Skip(FromInput):
         self.routers = routers
 
     def predict(self, il: int, distance: int) -> Float32s | None:
+        """As `Predictor.predict`: the probabilities of the router of layer `il`."""
         return self._through_router(il, distance) if distance > 0 else None
 
     def _through_router(self, il: int, distance: int) -> Float32s | None:
@@ -30,7 +31,7 @@ class Skip(FromInput):
 
 
 class FreshGate(Skip):
-    """A control, not a prediction: the router with its own input, at distance 0. It must score 100 %."""
+    """A control, not a prediction: a router with its own input, at distance 0. Its accuracy must be 100 %."""
 
     name: ClassVar[str] = "fresh-gate"
 
@@ -39,4 +40,5 @@ class FreshGate(Skip):
         self.reach = 0
 
     def predict(self, il: int, distance: int) -> Float32s | None:
+        """As `Predictor.predict`, at distance 0 only."""
         return self._through_router(il, distance) if distance == 0 else None

@@ -8,22 +8,21 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from moegguf.controller.predictors.base import Predictor
-from moegguf.controller.predictors.counting import multi_hot, single_choice
+from moegguf.controller.predictors.base import Predictor, multi_hot, single_choice
 from moegguf.controller.shape import MoeShape
 from moegguf.controller.weights import Weights
 from moegguf.native.events import Announcement, Float32s, Int32s, Phase, RoutingEvent
 
 MAX_COUNT = np.iinfo(np.uint16).max
-FIRST_ENTRIES = 64
+INITIAL_ENTRIES = 64
 
 
 class TokenTable(Predictor):
     """Counts (n_entry, n_moe_layer, n_expert) of the choices made for each token id seen.
 
-    A probability is the share of the token's visits that used the expert, with one visit of an average token added: the
-    paper leaves open what a token never seen means; here it means the layer's popularity. `capacity` tokens are kept,
-    the first that come. `online`: learns from decode passes too while it predicts.
+    A probability is the share of the token's occurrences that used the expert, with one occurrence of an average token
+    added: the paper does not define unseen tokens; here they get the layer's popularity. The first `capacity` distinct
+    tokens are kept. `online`: counts decode passes too while predicting.
     """
 
     name: ClassVar[str] = "token-id"
@@ -34,8 +33,8 @@ class TokenTable(Predictor):
         self.online = online
         self.capacity = capacity
         self._entry_of: Int32s = np.full(max(1, shape.n_vocab), -1, np.int32)
-        self._tokens: Int32s = np.zeros(FIRST_ENTRIES, np.int32)
-        self._counts = np.zeros((FIRST_ENTRIES, len(shape.layers), shape.n_expert), np.uint16)
+        self._tokens: Int32s = np.zeros(INITIAL_ENTRIES, np.int32)
+        self._counts = np.zeros((INITIAL_ENTRIES, len(shape.layers), shape.n_expert), np.uint16)
         self._n_entry = 0
         self._popularity = np.zeros(self._counts.shape[1:], np.float32)
         self._token = -1
@@ -59,7 +58,7 @@ class TokenTable(Predictor):
 
     @classmethod
     def from_weights(cls, shape: MoeShape, weights: Weights, *, online: bool = False) -> TokenTable:
-        """The table that `weights` were taken from; ValueError when they do not fit."""
+        """From an earlier `weights()`; ValueError when they do not fit the shape."""
         tokens = weights.arrays["tokens"]
         if tokens.ndim != 1 or tokens.dtype != np.int32 or not _distinct_below(tokens, shape.n_vocab):
             raise ValueError("'tokens' must be different token ids of the model")
@@ -74,31 +73,34 @@ class TokenTable(Predictor):
         return table
 
     def weights(self) -> Weights:
-        """What it learned, to be saved."""
+        """The learned counts, to be saved."""
         return Weights({"tokens": self._tokens[: self._n_entry], "counts": self._counts[: self._n_entry]})
 
     def announce(self, announcement: Announcement) -> None:
+        """Takes the token of a decode pass."""
         single = announcement.phase == Phase.DECODE and len(announcement.tokens) == 1
         token = int(announcement.tokens[0]) if single else -1
         self._token = token if 0 <= token < len(self._entry_of) else -1
 
     def observe(self, event: RoutingEvent) -> None:
+        """Discards the token in a pass that is not its own; counts the event if `online`."""
         if event.first_token != 0 or event.phase != Phase.DECODE:
             self._token = -1
         elif self.online and self._token >= 0:
             self._count(event)
 
     def predict(self, il: int, distance: int) -> Float32s | None:
+        """As `Predictor.predict`, at any distance; None without a token."""
         row = self.shape.row_of.get(il)
         if row is None or self._token < 0:
             return None
-        used = self.shape.n_expert_used
-        average = self._popularity[row] * (used / max(1.0, float(self._popularity[row].sum())))
+        n_used = self.shape.n_expert_used
+        average = self._popularity[row] * (n_used / max(1.0, float(self._popularity[row].sum())))
         entry = int(self._entry_of[self._token])
         if entry < 0:
             return np.minimum(average, 1.0)
         counts = self._counts[entry, row].astype(np.float32)
-        return np.minimum((counts + average) / (float(counts.sum()) / used + 1.0), 1.0)
+        return np.minimum((counts + average) / (float(counts.sum()) / n_used + 1.0), 1.0)
 
     def _count(self, event: RoutingEvent) -> None:
         ids = single_choice(self.shape, event)
@@ -113,7 +115,7 @@ class TokenTable(Predictor):
         self._popularity[row, ids] += 1
 
     def _add_entry(self, token: int) -> int:
-        """The token's entry, made if there is room; -1 otherwise."""
+        """Index of the token's entry, a new one if the table is not full; -1 otherwise."""
         entry = int(self._entry_of[token])
         if entry >= 0 or self._n_entry == self.capacity:
             return entry
