@@ -39,7 +39,7 @@ def hand_made(shape: MoeShape, routing: list[list[list[list[int]]]], *, prefill:
 
 
 class Oracle(Predictor):
-    """Knows the truth of every one-token pass; names `n_wrong` of its experts wrongly, and the wrong ones last."""
+    """Predicts every one-token pass from the trace, with `n_wrong` wrong experts, ranked last."""
 
     name: ClassVar[str] = "oracle"
 
@@ -69,10 +69,10 @@ class Oracle(Predictor):
         return probabilities
 
 
-class Silent(Predictor):
-    """Answers with nothing, in every way there is."""
+class Unpredictive(Predictor):
+    """Always returns `answer`."""
 
-    name: ClassVar[str] = "silent"
+    name: ClassVar[str] = "unpredictive"
 
     def __init__(self, shape: MoeShape, answer: Float32s | None) -> None:
         super().__init__(shape, 99)
@@ -83,7 +83,7 @@ class Silent(Predictor):
 
 
 class FreshGate(Predictor):
-    """The router itself, on the input it has just seen: distance 0 only."""
+    """The router itself, on the input observed last: distance 0 only."""
 
     name: ClassVar[str] = "fresh gate"
     needs_inputs: ClassVar[bool] = True
@@ -106,29 +106,29 @@ class FreshGate(Predictor):
 
 
 def accuracy(predictor: Predictor, trace: Trace, distance: int) -> float:
-    """Over the decode passes of `trace`, every layer predicted `distance` MoE layers before; 0 when it says nothing."""
+    """Over the decode passes of `trace`, every layer predicted `distance` MoE layers before; 0 without predictions."""
     right = total = 0
-    promised: dict[int, set[int]] = {}
+    predicted: dict[int, set[int]] = {}
     for event in trace.decode().events():
         if isinstance(event, Announcement):
             predictor.announce(event)
-            promised = {}
+            predicted = {}
             continue
         predictor.observe(event)
-        _promise(predictor, event, distance, promised)
-        if event.il in promised:
-            right += len(promised[event.il] & set(event.expert_ids[0].tolist()))
+        _predict(predictor, event, distance, predicted)
+        if event.il in predicted:
+            right += len(predicted[event.il] & set(event.expert_ids[0].tolist()))
             total += event.expert_ids.shape[1]
     return right / max(1, total)
 
 
-def _promise(predictor: Predictor, event: RoutingEvent, distance: int, promised: dict[int, set[int]]) -> None:
+def _predict(predictor: Predictor, event: RoutingEvent, distance: int, predicted: dict[int, set[int]]) -> None:
     il = predictor.shape.layer_after(event.il, distance)
     probabilities = None if il is None else predictor.predict(il, distance)
     if il is not None and probabilities is not None:
         assert probabilities.shape == (predictor.shape.n_expert,)
         assert probabilities.min() >= 0 and probabilities.max() <= 1
-        promised[il] = set(np.argsort(-probabilities, kind="stable")[: event.expert_ids.shape[1]].tolist())
+        predicted[il] = set(np.argsort(-probabilities, kind="stable")[: event.expert_ids.shape[1]].tolist())
 
 
 def lru(lookups: Lookups, n_slots: int) -> ReplayCounts:

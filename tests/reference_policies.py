@@ -1,4 +1,4 @@
-"""Native eviction policies written again in numpy, as score tables: what the native ones are compared with."""
+"""Native eviction policies in numpy, as score tables: the reference for the native ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LEAST = 1e-4  # a token uses no expert less often than this
 
 
 class Lru:
-    """Leaves the store its own order. The simplest policy, and the one that others are compared with."""
+    """No scores: least recent use."""
 
     name: ClassVar[str] = "lru"
 
@@ -27,8 +27,7 @@ class Lru:
 class Rates:
     """table (n_half_life, n_layer, n_expert): the share of a layer's tokens that used an expert, the last ones most.
 
-    What happened at gates that `update` was not called for (a prompt's) is made up for at the layer's next gate, as if
-    it had been spread evenly over its tokens.
+    Events without `update` (a prompt's) are added at the layer's next event, as if spread evenly over its tokens.
     """
 
     def __init__(self, shape: MoeShape, half_lives_tokens: Sequence[float]) -> None:
@@ -38,7 +37,7 @@ class Rates:
         self._n_used = shape.n_expert_used
 
     def update(self, history: History) -> None:
-        """Adds what the last gate's layer was routed to since its last update."""
+        """Adds the routing of the last event's layer since its last update."""
         il = history.il
         if il < 0:
             return
@@ -73,13 +72,13 @@ class LfuDecay:
 
 
 class NextUse:
-    """score = -(expected passes until the next use), counted from the next gate.
+    """score = -(expected passes until the next use), counted from the next event.
 
-    d, the gates until an expert's layer comes up, is 1 for the layer after the next gate's and L for that gate's own:
-    its chosen experts are pinned by then, and the others wait for the next pass. With p the used that a token
-    passing the layer uses the expert, and passes taken as independent, E = w x d / L + 1 / p - 1. Where the predictor
-    speaks of a layer still to come, its probability q decides about this pass: E = w x d / L + (1 - q) / p, with d = 0
-    for the next gate's layer.
+    d, the events until an expert's layer is routed, is 1 for the layer after the next event's and L for that event's
+    own: its chosen experts are pinned by then, and the others wait for the next pass. With p the probability that a
+    token uses the expert, and passes taken as independent, E = w x d / L + 1 / p - 1. Where there is a forecast of a
+    layer to come, its probability q decides about this pass: E = w x d / L + (1 - q) / p, with d = 0 for the next
+    event's layer.
 
     p is a mixture of fading averages of past use: `half_lives_tokens` say how fast they fade, `weights` what part each
     has. `phase_weight` is w: 1 by the derivation, more where long waits are overestimated. `trust` is how much of a
@@ -106,7 +105,7 @@ class NextUse:
         self._ahead = self._distances(phase_weight)
 
     def _distances(self, phase_weight: float) -> Float32s:
-        """(n_row, n_layer, 1): d / L of every layer after a gate of each row, scaled."""
+        """(n_row, n_layer, 1): d / L of every layer after an event of each row, scaled."""
         n_row = len(self.shape.layers)
         rows = np.arange(n_row)
         ahead = (rows[np.newaxis, :] - rows[:, np.newaxis] - 2) % n_row + 1

@@ -61,13 +61,13 @@ class Prefetcher:
             assert resident is not None
             probabilities = forecast.probabilities()[il]
             best = np.argsort(-probabilities, kind="stable")[: self._shape.n_expert_used]
-            wanted = best[
+            chosen = best[
                 (probabilities[best] >= self.options.least_probability)
                 & (resident[il, best] == 0)
                 & ~self._requested[il, best]
             ][: self._remaining_experts]
-            self._requested[il, wanted] = True
-            self._remaining_experts -= len(wanted)
-            layers += [il] * len(wanted)
-            experts += wanted.tolist()
+            self._requested[il, chosen] = True
+            self._remaining_experts -= len(chosen)
+            layers += [il] * len(chosen)
+            experts += chosen.tolist()
         return np.array(layers, np.int32), np.array(experts, np.int32)

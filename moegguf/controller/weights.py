@@ -26,7 +26,7 @@ from moegguf.controller.shape import MoeShape
 
 FORMAT_VERSION = 1
 MAX_FILE_BYTES = 4 << 30
-ROUTING = ("n_layer", "n_expert", "n_expert_used", "layers", "n_embd", "n_vocab")  # what must be the same
+SHAPE_KEYS = ("n_layer", "n_expert", "n_expert_used", "layers", "n_embd", "n_vocab")  # what must be the same
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 T = TypeVar("T")
@@ -101,8 +101,8 @@ def _read(path: Path, predictor: str, fingerprint: str, shape: MoeShape) -> Weig
     for key, value in expected.items():
         if head.get(key) != value:
             raise ValueError(f"its {key} must be {value!r}, but is {head.get(key)!r:.80}")
-    routing, wanted = head.get("shape"), json.loads(json.dumps(asdict(shape)))
-    if not isinstance(routing, dict) or any(routing.get(key) != wanted[key] for key in ROUTING):
+    found, required = head.get("shape"), json.loads(json.dumps(asdict(shape)))
+    if not isinstance(found, dict) or any(found.get(key) != required[key] for key in SHAPE_KEYS):
         raise ValueError("it was made for a model of another shape")
     arrays, facts = parse(data), head.get("facts")
     if head.pop("sha256", None) != _checksum(head, arrays) or not isinstance(facts, dict):

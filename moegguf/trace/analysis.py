@@ -29,7 +29,7 @@ from moegguf.trace.score import ScoreTable, score
 from moegguf.trace.simulate import SimOptions, Simulation, slots_of
 from moegguf.trace.sweep import BELADY, Row, sweep
 from moegguf.trace.token_scheduler import measure
-from moegguf.trace.trace import Trace
+from moegguf.trace.trace import Setting, Trace
 
 ALL = "all"
 Progress = Callable[[str, float], object]  # "stage: current step", share of the stage done
@@ -246,7 +246,8 @@ def build_report(
     policies = _policy_table(part.simulate([ALL], ["none"], shares, progress=progress))
     best = policies.best_online(min(shares, key=lambda share: abs(share - STALL_SHARE))) or "lru"
     summary = TraceSummary.of(analysis.trace, hardware=hardware)
-    samples = {"replayed and scored": part.sample_size(analysis), "stalls from": timed.sample_size(analysis)}
+    sizes = part.sample_size(analysis), timed.sample_size(analysis)
+    samples: dict[str, Setting] = dict(zip(("replayed and scored", "stalls from"), sizes, strict=True))
     return Report(
         trace=replace(summary, settings=summary.settings | samples),
         reuse=reuse(analysis.trace),

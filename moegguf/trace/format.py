@@ -212,7 +212,7 @@ def check(trace: Trace) -> None:
     _require((trace.pass_first_token >= -1).all(), "pass_first_token", "must be at least -1")
     _require(((tokens >= -1) & (tokens < n_vocab)).all(), "tokens", f"must be from -1 to below {n_vocab}")
     _require(((ids >= -1) & (ids < n_expert)).all(), "expert_ids", f"must be from -1 to below {n_expert}")
-    _require(_has_uniform_counts(ids), "expert_ids", "must be as many for each token of a layer, -1 behind them")
+    _require(_has_uniform_counts(ids), "expert_ids", "must be as many for each token of a layer, followed by -1")
     _require(
         _computes_last_tokens(ids, starts), "expert_ids", "must be those of a pass's last tokens where some are missing"
     )
@@ -457,7 +457,7 @@ def _check_members(infos: list[zipfile.ZipInfo], specs: list[Spec]) -> None:
         n_bytes = expected.get(info.filename)
         if n_bytes is not None and not n_bytes < info.file_size <= n_bytes + _NPY_BYTES:
             raise TraceError(
-                f"{info.filename} says it has {info.file_size} bytes, but {n_bytes} and a header are expected;"
+                f"{info.filename} has {info.file_size} bytes, but {n_bytes} and a header are expected;"
                 " record the trace again."
             )
 

@@ -78,7 +78,7 @@ def _clustered(similarity: Float32s, centroids: Indices) -> list[Indices]:
 
 
 def _balanced(similarity: Float32s) -> list[Indices]:
-    """similarity (n_tokens, n_batches), to the centroids. Tokens are assigned by descending loss of the second choice."""
+    """similarity (n_tokens, n_batches), to the centroids. Tokens that lose most by their second choice come first."""
     n_tokens, n_batches = similarity.shape
     preferences = np.argsort(-similarity, axis=1, kind="stable")
     ordered = np.take_along_axis(similarity, preferences, axis=1)

@@ -1,4 +1,4 @@
-"""Predictors gone astray on a running model: the same tokens, one warning, and no waiting for them."""
+"""Failing predictors on a running model: the same tokens, one warning, no delay."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def expected(tiny: TinyModel, reference: Reference) -> Logits:
     return reference(tiny(), n_ubatch=4, n_prompt=N_PROMPT, n_new=N_NEW)
 
 
-class Astray(Predictor):
-    """Answers `answer(il)`."""
+class FailingPredictor(Predictor):
+    """Predicts `answer(il)`."""
 
     name: ClassVar[str] = "astray"
 
@@ -70,8 +70,8 @@ ASTRAY: dict[str, Callable[[MoeShape], Any]] = {
 
 
 @pytest.mark.parametrize("kind", ASTRAY)
-def test_a_predictor_gone_astray_costs_one_warning(own: Own, load: Load, expected: Logits, kind: str) -> None:
-    predictor = Astray(MoeShape.of(read_layout(own())), ASTRAY[kind])
+def test_a_failing_predictor_is_one_warning(own: Own, load: Load, expected: Logits, kind: str) -> None:
+    predictor = FailingPredictor(MoeShape.of(read_layout(own())), ASTRAY[kind])
     llm = load(own(), policy="lfu", predictor=predictor, prefetch=EAGER, lockstep=True, **TIGHT)
     given = count_scores(llm)
     with pytest.warns(UserWarning, match="the predictor astray .*; going on without it") as caught:
@@ -84,7 +84,7 @@ def test_a_predictor_gone_astray_costs_one_warning(own: Own, load: Load, expecte
 
 
 def test_a_predictor_that_is_always_wrong_costs_no_bit(own: Own, load: Load, expected: Logits) -> None:
-    class Wrong(Astray):
+    class Wrong(FailingPredictor):
         def observe(self, event: RoutingEvent) -> None:
             self.wrong = 1.0 - np.isin(np.arange(self.shape.n_expert), event.expert_ids)
 
@@ -96,10 +96,10 @@ def test_a_predictor_that_is_always_wrong_costs_no_bit(own: Own, load: Load, exp
     assert llm.stats().prefetch_started > 0
 
 
-def test_closing_does_not_wait_for_events_that_a_slow_predictor_has_not_heard(
+def test_closing_does_not_wait_for_events_queued_for_a_slow_predictor(
     own: Own, load: Load, expected: Logits, tmp_path: Path
 ) -> None:
-    slow = Astray(MoeShape.of(read_layout(own())), lambda shape: time.sleep(0.15))
+    slow = FailingPredictor(MoeShape.of(read_layout(own())), lambda shape: time.sleep(0.15))
     llm = load(own(), policy="lfu", predictor=slow, prefetch=PrefetchOptions(window=1), trace=tmp_path / "t", **TIGHT)
     assert np.array_equal(logits_of(llm), expected)
     assert 0 < slow.calls < 40  # of 88 and more

@@ -33,7 +33,7 @@ PAIRS = [
 
 @pytest.fixture
 def path(own: Own) -> Callable[[str], Path]:
-    """A model in a folder of its own, with a popularity learnt elsewhere beside it."""
+    """A model in a folder of its own, with the popularity of other traces beside it."""
 
     def link(preset: str) -> Path:
         path = own(preset)

@@ -1,4 +1,4 @@
-"""What is learnt about a model on disk: kept at close, taken up at start, and without harm when it is damaged."""
+"""Artifacts of a model on disk: saved at close, loaded at start, ignored when damaged."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_a_model_that_was_only_loaded_keeps_nothing(path: Path, load: Load) -> N
     assert [found.name for found in path.parent.iterdir()] == ["tiny-qwen2moe.gguf"]
 
 
-def test_where_the_model_lies_nothing_can_be_written(
+def test_the_folder_of_the_model_is_not_writable(
     path: Path, load: Load, user: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     access = os.access
@@ -107,7 +107,7 @@ def test_where_the_model_lies_nothing_can_be_written(
 
 
 class Payload:
-    """A pickle that leaves a mark when it is loaded."""
+    """A pickle that writes a file when it is loaded."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark

@@ -83,7 +83,7 @@ class Answers:
         return self.answer  # type: ignore[return-value]
 
 
-def test_scores_that_are_no_numbers_count_as_nothing() -> None:
+def test_nan_scores_count_as_zero() -> None:
     assert run(Answers(np.full(SMALL.table, np.nan, np.float32))).counters == run(LRU).counters
 
 

@@ -1,4 +1,4 @@
-"""What is asked of a recorded trace, without a model and without the native library."""
+"""Analysis of a recorded trace, without a model and without the native library."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_trace_is_opened_whole(analysis: TraceAnalysis) -> None:
     assert analysis.artifacts.fingerprint == TRACE.header.fingerprint
 
 
-def test_what_cannot_be_studied_is_refused(tmp_path: Path) -> None:
+def test_what_cannot_be_analysed_is_an_error(tmp_path: Path) -> None:
     write(tmp_path / "prompts.npz", random_trace(n_sequences=2, n_decode=0))
     with pytest.raises(OptionError, match="only prompts; record it again with --max-tokens above 0"):
         TraceAnalysis.open(tmp_path / "prompts.npz")
@@ -69,7 +69,7 @@ def test_a_trace_of_another_model_is_refused(file: Path, tmp_path: Path) -> None
 def test_names_are_checked_and_none_is_doubled(analysis: TraceAnalysis) -> None:
     assert analysis.policies(["lfu", "lru", "lfu"]) == ["lfu", "lru"]
     assert analysis.predictors(["none", "previous-token"]) == ["none", "previous-token"]
-    for ask, names, words in (
+    for check, names, message in (
         (analysis.policies, ["lru", "lro"], "no policy 'lro'"),
         (analysis.policies, ["all", "lro"], "no policy 'lro'"),
         (analysis.policies, [], "no policy is named; known are lru"),
@@ -78,11 +78,11 @@ def test_names_are_checked_and_none_is_doubled(analysis: TraceAnalysis) -> None:
         (analysis.predictors, ["skip"], "--model"),
         (analysis.policies, ["static"], "popularity"),
     ):
-        with pytest.raises(OptionError, match=words):
-            ask(names)
+        with pytest.raises(OptionError, match=message):
+            check(names)
 
 
-def test_all_is_every_one_that_can_be_made_and_tells_of_the_others(analysis: TraceAnalysis) -> None:
+def test_all_is_every_available_name_and_warns_about_the_others(analysis: TraceAnalysis) -> None:
     with pytest.warns(UserWarning, match="left out: static; --policy static gives the reason"):
         policies = analysis.policies(["all"])
     assert policies[0] == "lru" and "static" not in policies
@@ -103,7 +103,7 @@ def test_a_predictor_that_reads_inputs_needs_them_in_the_trace(
         without.predictors(["skip"])
 
 
-def test_prefetching_needs_a_link_and_somebody_who_predicts(analysis: TraceAnalysis) -> None:
+def test_prefetching_needs_a_link_and_a_predictor(analysis: TraceAnalysis) -> None:
     with pytest.raises(OptionError, match="--link"):
         analysis.simulate(["lru"], ["previous-token"], [0.5], prefetch=True)
     with pytest.raises(OptionError, match="--predictor"):
@@ -111,9 +111,9 @@ def test_prefetching_needs_a_link_and_somebody_who_predicts(analysis: TraceAnaly
 
 
 def test_scores_come_one_predictor_after_the_other(analysis: TraceAnalysis) -> None:
-    heard: list[tuple[str, float]] = []
-    table = analysis.score(["previous-token", "none"], LinkModel(1e9, 5, 100), lambda *said: heard.append(said))
-    assert heard == [("scores: previous-token", 0.0), ("scores: none", 0.5)]
+    reported: list[tuple[str, float]] = []
+    table = analysis.score(["previous-token", "none"], LinkModel(1e9, 5, 100), lambda *step: reported.append(step))
+    assert reported == [("scores: previous-token", 0.0), ("scores: none", 0.5)]
     assert [one.name for one in table.scores] == [one.name for one in table.controls] == ["previous-token", "none"]
     assert table.link is not None and table.link.bytes_per_s == 1e9
     accuracy = table.scores[0].means[1].accuracy
@@ -137,7 +137,7 @@ def test_a_part_has_whole_requests_of_every_kind_in_turn() -> None:
     assert sorted(sample_sequences(trace, 10**6)) == trace.sequences()
 
 
-def test_a_limited_study_says_how_much_it_uses() -> None:
+def test_a_sample_has_a_size_as_text() -> None:
     analysis = TraceAnalysis(kinds({"code": [5, 5, 5], "prose": [9]}), Artifacts(None, "ab"))
     part = analysis.limited(10)
     assert part.sample_size(analysis) == "2 of 4 requests with 14 of 24 decoded tokens"
@@ -156,7 +156,7 @@ def test_requests_can_be_put_in_another_order() -> None:
     assert TRACE.arranged([]).n_tokens == 0
 
 
-def test_what_is_saved_is_what_auto_goes_by(analysis: TraceAnalysis, user: Path) -> None:
+def test_auto_uses_the_saved_hit_rates(analysis: TraceAnalysis, user: Path) -> None:
     rates = [row("lru", 0.5, 0.5), row("lfu", 0.5, 0.6), row("lfu", 0.5, 0.7, "eamc"), row(BELADY, 0.5, 0.9)]
     path = analysis.save([*rates, *(replace(one, share=0.25, decode_hit_rate=0.3) for one in rates)])
     assert path == user / "moegguf" / "models" / TRACE.header.fingerprint / MEASURED

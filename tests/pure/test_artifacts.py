@@ -1,4 +1,4 @@
-"""Where artifacts of a model is looked for and put, with folders of the test's own."""
+"""Where the artifacts of a model are searched and saved."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_it_writes_to_the_users_folder_where_the_models_cannot_be_written(
     assert [path.name for path in models.iterdir()] == ["tiny.gguf"]
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != artifacts.model_folder and access(path, mode))
     assert artifacts.writable_folder() == artifacts.model_folder
-    assert artifacts.writable_folder() == artifacts.user_folder  # it is there now, and somebody else's
+    assert artifacts.writable_folder() == artifacts.user_folder  # it exists now, but is not writable
 
 
 def test_it_never_writes_into_the_package(
@@ -139,7 +139,7 @@ def test_of_a_trace_alone_the_fingerprint_is_all_that_is_known() -> None:
         artifacts.routers()
 
 
-def test_a_measurement_of_another_model_is_passed_over_in_silence(artifacts: Artifacts) -> None:
+def test_a_measurement_of_another_model_is_skipped_without_a_warning(artifacts: Artifacts) -> None:
     assert artifacts.model_folder is not None
     measured(artifacts.model_folder, "cd" * 16)
     with warnings.catch_warnings():

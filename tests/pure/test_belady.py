@@ -47,7 +47,7 @@ def test_a_loop_longer_than_the_pool_defeats_lru_only() -> None:
     assert belady(lookups, 2).hits == 5  # of the nine lookups after the first round, four must miss
 
 
-def test_a_gates_experts_are_needed_together() -> None:
+def test_the_experts_of_an_event_are_needed_together() -> None:
     lookups = Lookups.of(trace_of([[[0, 1]], [[2, 3]], [[0, 1]]]))
     assert belady(lookups, 3).hits == 1
     assert belady(lookups, 4).hits == 2
@@ -103,7 +103,7 @@ def optimum(trace: Trace, n_slots: int) -> int:
     st.lists(st.tuples(*[st.sets(st.integers(0, 3), min_size=2, max_size=2)] * 2), min_size=1, max_size=10),
     st.integers(2, 6),
 )
-def test_belady_is_the_optimum_and_nobody_beats_it(passes: list[tuple[set[int], set[int]]], n_slots: int) -> None:
+def test_belady_is_the_optimum(passes: list[tuple[set[int], set[int]]], n_slots: int) -> None:
     trace = trace_of([[sorted(layer) for layer in one] for one in passes])
     bound = belady(Lookups.of(trace), n_slots)
     assert bound.hits == optimum(trace, n_slots)

@@ -1,4 +1,4 @@
-"""A saved collection comes back exactly, or is ignored with one warning; never a mix, never code."""
+"""A saved collection is read back exactly, or ignored with one warning; never in part, never executed."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_capacity_keeps_the_last_entries(saved: Path) -> None:
     np.testing.assert_array_equal(found.decode.state, pair().decode.state[-3:])
 
 
-def test_no_file_is_a_cold_start_without_a_word(tmp_path: Path) -> None:
+def test_no_file_is_a_cold_start_without_a_warning(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert load(tmp_path / "none") is None
@@ -104,7 +104,7 @@ def test_one_bit_flipped_anywhere(saved: Path) -> None:
             refused(saved)
 
 
-def test_foreign_models_other_shapes_and_versions_say_so(saved: Path) -> None:
+def test_foreign_models_other_shapes_and_versions_are_named_in_the_warning(saved: Path) -> None:
     assert "another model" in refused(saved, fingerprint="beef")
     assert "3 layers" in refused(saved, n_layer=4)
     forge(saved, version="0")

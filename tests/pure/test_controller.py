@@ -1,4 +1,4 @@
-"""The controller with a store that only takes notes: what it does, and in which order."""
+"""The actions of a controller on its store, and their order."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import pytest
 from fake_store import (
     AMPLE,
     SHAPE,
-    Counting,
-    Notes,
-    Saying,
+    CountingPolicy,
+    RecordingStore,
+    ScriptedPredictor,
     announcement,
-    controller,
     first_two,
+    make_controller,
     routed,
     run_pass,
 )
@@ -27,157 +27,158 @@ from moegguf.controller.predictors.base import NoPrediction
 from moegguf.native.events import Float32s, NativePolicy, Phase
 
 
-def test_on_a_gate_it_remembers_asks_scores_and_fetches_in_this_order() -> None:
-    notes = Notes()
-    steering = controller(Counting(notes), Saying(first_two, notes), notes, prefetch=AMPLE)
-    steering.announce(announcement())
-    assert notes.done == [
+def test_an_event_updates_predicts_scores_and_prefetches_in_this_order() -> None:
+    store = RecordingStore()
+    controller = make_controller(CountingPolicy(store), ScriptedPredictor(first_two, store), store, prefetch=AMPLE)
+    controller.announce(announcement())
+    assert store.actions == [
         ("announce", 0), ("predict", (1, 1)), ("predict", (2, 2)), ("prefetch", [(1, 0), (1, 1), (2, 0), (2, 1)]),
     ]  # fmt: skip
-    notes.done.clear()
-    steering.observe(routed(1))
-    assert notes.done == [
+    store.actions.clear()
+    controller.observe(routed(1))
+    assert store.actions == [
         ("observe", 1), ("predict", (2, 1)), ("predict", (3, 2)), ("policy", 1), ("scores", 1.0),
         ("prefetch", [(3, 0), (3, 1)]),
     ]  # fmt: skip
-    assert steering.history.last_use[1].tolist() == [1, 1, -1, -1]
+    assert controller.history.last_use[1].tolist() == [1, 1, -1, -1]
 
 
-def test_the_policy_sees_what_is_foretold() -> None:
-    policy = Counting()
-    run_pass(controller(policy, Saying(first_two)))
+def test_the_policy_gets_the_forecast() -> None:
+    policy = CountingPolicy()
+    run_pass(make_controller(policy, ScriptedPredictor(first_two)))
     assert policy.seen == [(1, [2, 3]), (2, [3]), (3, [])]
 
 
-def test_without_prefetching_nothing_is_fetched_and_the_whole_pass_is_foretold() -> None:
-    notes = Notes()
-    run_pass(controller(Counting(), Saying(first_two, notes), notes))
-    assert notes.named("prefetch") == []
-    assert notes.named("predict")[:3] == [(1, 1), (2, 2), (3, 3)]
+def test_without_prefetching_nothing_is_fetched_and_the_whole_pass_is_predicted() -> None:
+    store = RecordingStore()
+    run_pass(make_controller(CountingPolicy(), ScriptedPredictor(first_two, store), store))
+    assert store.named("prefetch") == []
+    assert store.named("predict")[:3] == [(1, 1), (2, 2), (3, 3)]
 
 
 def test_scores_act_in_decode_only_and_a_prompt_clears_them_once() -> None:
-    notes, policy = Notes(), Counting()
-    steering = controller(policy, None, notes)
-    run_pass(steering, Phase.PREFILL)
-    assert notes.done == []
-    run_pass(steering, Phase.DECODE, pass_=1)
-    assert notes.named("scores") == [4.0, 5.0, 6.0]
-    run_pass(steering, Phase.PREFILL, pass_=2, sequence=1)
-    assert notes.named("scores")[3:] == [None]
-    run_pass(steering, Phase.DECODE, pass_=3, sequence=1)
-    assert policy.calls == 12  # it hears of prompts, too
+    store, policy = RecordingStore(), CountingPolicy()
+    controller = make_controller(policy, None, store)
+    run_pass(controller, Phase.PREFILL)
+    assert store.actions == []
+    run_pass(controller, Phase.DECODE, pass_=1)
+    assert store.named("scores") == [4.0, 5.0, 6.0]
+    run_pass(controller, Phase.PREFILL, pass_=2, sequence=1)
+    assert store.named("scores")[3:] == [None]
+    run_pass(controller, Phase.DECODE, pass_=3, sequence=1)
+    assert policy.calls == 12  # prompts are counted, too
 
 
 def test_prompts_are_not_prefetched_for() -> None:
-    notes = Notes()
-    run_pass(controller(None, Saying(first_two), notes, prefetch=AMPLE), Phase.PREFILL)
-    assert notes.named("prefetch") == []
+    store = RecordingStore()
+    run_pass(make_controller(None, ScriptedPredictor(first_two), store, prefetch=AMPLE), Phase.PREFILL)
+    assert store.named("prefetch") == []
 
 
-def test_a_policy_that_learns_requests_hears_where_one_ends() -> None:
+def test_a_policy_that_learns_requests_gets_their_ends() -> None:
     policy = SparsityAware(SHAPE)
-    steering = controller(policy)
+    controller = make_controller(policy)
     for sequence in range(3):
         for n, phase in enumerate((Phase.PREFILL, Phase.DECODE, Phase.DECODE)):
-            run_pass(steering, phase, pass_=3 * sequence + n, sequence=sequence)
+            run_pass(controller, phase, pass_=3 * sequence + n, sequence=sequence)
     assert (policy.eamcs.prefill.n_entries, policy.eamcs.decode.n_entries) == (2, 2)
 
 
-class Quiet:
-    """Never has scores."""
+class Unscored:
+    """Never returns scores."""
 
     def scores(self, history: History, forecast: Forecast) -> Float32s | None:
         return None
 
 
-def test_none_leaves_the_last_scores_in_force() -> None:
-    notes = Notes()
-    run_pass(controller(Quiet(), None, notes))
-    assert notes.done == []
+def test_none_keeps_the_last_scores() -> None:
+    store = RecordingStore()
+    run_pass(make_controller(Unscored(), None, store))
+    assert store.actions == []
 
 
-def test_layers_without_experts_are_none_of_its_business() -> None:
-    steering = controller(Counting())
-    steering.observe(routed(0))
-    assert steering.history.clock == steering.n_events == 0
+def test_layers_without_experts_are_ignored() -> None:
+    controller = make_controller(CountingPolicy())
+    controller.observe(routed(0))
+    assert controller.history.clock == controller.n_events == 0
 
 
-def watched(notes: Notes) -> Controller:
+def with_watchdog(store: RecordingStore) -> Controller:
     prefetch = replace(AMPLE, watchdog=True)
-    return controller(None, Saying(first_two), notes, prefetch=prefetch, clock_ns=lambda: notes.clock_ns)
+    predictor = ScriptedPredictor(first_two)
+    return make_controller(None, predictor, store, prefetch=prefetch, clock_ns=lambda: store.clock_ns)
 
 
-def test_stopped_it_hears_nothing() -> None:
-    notes, policy = Notes(), Counting()
-    steering = controller(policy, Saying(first_two, notes), notes, prefetch=AMPLE)
-    steering.stop()
-    run_pass(steering)
-    assert notes.done == []
-    assert policy.calls == steering.n_events == 0
+def test_after_stop_events_are_ignored() -> None:
+    store, policy = RecordingStore(), CountingPolicy()
+    controller = make_controller(policy, ScriptedPredictor(first_two, store), store, prefetch=AMPLE)
+    controller.stop()
+    run_pass(controller)
+    assert store.actions == []
+    assert policy.calls == controller.n_events == 0
 
 
 def test_the_watchdog_keeps_prefetching_only_while_it_saves_time() -> None:
     for saved_ns, stays in ((300, True), (-300, False)):
-        notes = Notes()
-        steering = watched(notes)
-        assert steering.watchdog is not None
-        assert not steering.prefetching
-        n_trial = 2 * steering.watchdog.options.periods * steering.watchdog.options.period_tokens
+        store = RecordingStore()
+        controller = with_watchdog(store)
+        assert controller.watchdog is not None
+        assert not controller.prefetching
+        n_trial = 2 * controller.watchdog.options.periods * controller.watchdog.options.period_tokens
         for pass_ in range(n_trial + 10):
-            run_pass(steering, pass_=pass_)
-            notes.clock_ns += 1000 - saved_ns * steering.prefetching
-        assert steering.watchdog.trials == 1
-        assert steering.prefetching == stays
-        assert steering.may_prefetch
+            run_pass(controller, pass_=pass_)
+            store.clock_ns += 1000 - saved_ns * controller.prefetching
+        assert controller.watchdog.trials == 1
+        assert controller.prefetching == stays
+        assert controller.may_prefetch
 
 
 def test_the_watchdog_does_not_count_the_time_of_prompts() -> None:
-    notes = Notes()
-    steering = watched(notes)
+    store = RecordingStore()
+    controller = with_watchdog(store)
     for request in range(60):
-        run_pass(steering, Phase.PREFILL, pass_=9 * request, sequence=request)
-        notes.clock_ns += 10**9
+        run_pass(controller, Phase.PREFILL, pass_=9 * request, sequence=request)
+        store.clock_ns += 10**9
         for n in range(8):
-            run_pass(steering, pass_=9 * request + 1 + n, sequence=request)
-            notes.clock_ns += 700 if steering.prefetching else 1000
-    assert steering.watchdog is not None
-    assert steering.watchdog.last_gain == pytest.approx(0.3, abs=0.01)
+            run_pass(controller, pass_=9 * request + 1 + n, sequence=request)
+            store.clock_ns += 700 if controller.prefetching else 1000
+    assert controller.watchdog is not None
+    assert controller.watchdog.last_gain == pytest.approx(0.3, abs=0.01)
 
 
-def test_judging_acts_on_nothing() -> None:
-    notes = Notes()
-    steering = controller(LRU, Saying(first_two), notes, judge=True)
+def test_measuring_a_predictor_does_not_act() -> None:
+    store = RecordingStore()
+    controller = make_controller(LRU, ScriptedPredictor(first_two), store, judge=True)
     for pass_ in range(3):
-        run_pass(steering, pass_=pass_)
-    assert notes.done == []
-    assert steering.judge is not None
-    assert steering.judge.table().means[1].accuracy == 1.0  # experts 0 and 1, at every gate
+        run_pass(controller, pass_=pass_)
+    assert store.actions == []
+    assert controller.judge is not None
+    assert controller.judge.table().means[1].accuracy == 1.0  # experts 0 and 1, at every event
 
 
-def test_its_time_is_counted_by_the_gate() -> None:
-    steering = controller(Counting())
-    run_pass(steering)
-    assert steering.n_events == 3
-    assert 0 < steering.seconds < 1
+def test_its_time_and_events_are_counted() -> None:
+    controller = make_controller(CountingPolicy())
+    run_pass(controller)
+    assert controller.n_events == 3
+    assert 0 < controller.seconds < 1
 
 
 def test_a_native_policy_without_predictions_needs_no_controller() -> None:
-    notes = Notes()
+    store = RecordingStore()
     native = NativePolicy("next-use", {"phase_weight": 2.0}, takes_forecast=True)
-    assert build_controller(SHAPE, native, NoPrediction(SHAPE), notes, ActingOptions()) is None
-    assert notes.done == [("policy", "next-use")]
-    judged = build_controller(SHAPE, native, NoPrediction(SHAPE), notes, ActingOptions(judge=True))
+    assert build_controller(SHAPE, native, NoPrediction(SHAPE), store, ActingOptions()) is None
+    assert store.actions == [("policy", "next-use")]
+    judged = build_controller(SHAPE, native, NoPrediction(SHAPE), store, ActingOptions(judge=True))
     assert judged is not None and judged.judge is not None
 
 
 def test_a_native_policy_gets_the_forecast_of_decoded_tokens_if_it_takes_one() -> None:
     for takes in (True, False):
-        notes = Notes()
+        store = RecordingStore()
         native = NativePolicy("next-use", {}, takes_forecast=takes)
-        made = build_controller(SHAPE, native, Saying(first_two), notes, ActingOptions())
+        made = build_controller(SHAPE, native, ScriptedPredictor(first_two), store, ActingOptions())
         assert made is not None
         run_pass(made, Phase.PREFILL)
         run_pass(made)
-        forecasts = [known for what, known in notes.done if what == "forecast"]
+        forecasts = [known for what, known in store.actions if what == "forecast"]
         assert forecasts == ([[1, 2, 3], [2, 3], [3], []] if takes else [])

@@ -1,4 +1,4 @@
-"""What the controller survives: policies and predictors that fail, talk nonsense or take too long."""
+"""Policies and predictors that fail, return invalid values or take too long."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import pytest
 from fake_store import (
     AMPLE,
     SHAPE,
-    Counting,
-    Notes,
-    Saying,
+    CountingPolicy,
+    RecordingStore,
+    ScriptedPredictor,
     announcement,
-    controller,
     first_two,
+    make_controller,
     routed,
     run_pass,
     run_passes,
@@ -28,8 +28,8 @@ from moegguf.controller.history import History
 from moegguf.native.events import Float32s
 
 
-class Bad(Counting):
-    """A policy that does `act` at its third gate."""
+class Bad(CountingPolicy):
+    """A policy that does `act` at its third event."""
 
     name = "bad"
 
@@ -58,36 +58,36 @@ BAD_ANSWERS: dict[str, tuple[Callable[[], Any], str]] = {
 @pytest.mark.parametrize("kind", BAD_ANSWERS)
 def test_a_bad_policy_is_dropped_with_one_warning_and_lru_goes_on(kind: str) -> None:
     act, why = BAD_ANSWERS[kind]
-    notes, policy = Notes(), Bad(act)
-    steering = controller(policy, Saying(first_two), notes, prefetch=AMPLE, slowest_s=0.05)
+    store, policy = RecordingStore(), Bad(act)
+    controller = make_controller(policy, ScriptedPredictor(first_two), store, prefetch=AMPLE, slowest_s=0.05)
     with pytest.warns(UserWarning, match=f"the policy bad .*{why}.*; going on with LRU") as caught:
-        run_passes(steering, range(3))
+        run_passes(controller, range(3))
     assert len(caught) == 1
     assert policy.calls == 3
-    assert notes.named("scores") == [1.0, 2.0, None]
-    assert steering.policy is None
-    assert len(notes.named("prefetch")) > 3  # the predictor is not to blame
+    assert store.named("scores") == [1.0, 2.0, None]
+    assert controller.policy is None
+    assert len(store.named("prefetch")) > 3  # the predictor is not to blame
 
 
 @pytest.mark.parametrize("where", ["announce", "observe", "predict"])
 def test_a_predictor_that_raises_is_dropped_with_one_warning(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    notes, policy, predictor = Notes(), Counting(), Saying(first_two)
-    steering = controller(policy, predictor, notes, prefetch=AMPLE)
-    run_pass(steering)
-    n_fetched = len(notes.named("prefetch"))
+    store, policy, predictor = RecordingStore(), CountingPolicy(), ScriptedPredictor(first_two)
+    controller = make_controller(policy, predictor, store, prefetch=AMPLE)
+    run_pass(controller)
+    n_fetched = len(store.named("prefetch"))
     monkeypatch.setattr(predictor, where, lambda *_: raises())
     with pytest.warns(
-        UserWarning, match="the predictor saying raised ZeroDivisionError: mine; going on with"
+        UserWarning, match="the predictor scripted raised ZeroDivisionError: mine; going on with"
     ) as caught:
-        run_passes(steering, range(1, 4))
+        run_passes(controller, range(1, 4))
     assert len(caught) == 1
     assert policy.calls == 12
-    assert len(notes.named("scores")) == 12
-    assert len(notes.named("prefetch")) <= n_fetched + 1
-    assert not steering.may_prefetch
+    assert len(store.named("scores")) == 12
+    assert len(store.named("prefetch")) <= n_fetched + 1
+    assert not controller.may_prefetch
 
 
-NONSENSE: dict[str, Callable[[int], Any]] = {
+INVALID: dict[str, Callable[[int], Any]] = {
     "long": lambda il: np.zeros(5, np.float32),
     "table": lambda il: np.zeros(SHAPE.table, np.float32),
     "nan": lambda il: np.array([0, np.nan, 0, 0], np.float32),
@@ -96,44 +96,44 @@ NONSENSE: dict[str, Callable[[int], Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", NONSENSE)
-def test_a_predictor_that_talks_nonsense_is_dropped_with_one_warning(kind: str) -> None:
-    notes, policy = Notes(), Counting()
-    steering = controller(policy, Saying(NONSENSE[kind]), notes, prefetch=AMPLE, slowest_s=0.05)
-    with pytest.warns(UserWarning, match="the predictor saying .*; going on without it") as caught:
-        run_passes(steering, range(3))
+@pytest.mark.parametrize("kind", INVALID)
+def test_a_predictor_with_invalid_output_is_dropped_with_one_warning(kind: str) -> None:
+    store, policy = RecordingStore(), CountingPolicy()
+    controller = make_controller(policy, ScriptedPredictor(INVALID[kind]), store, prefetch=AMPLE, slowest_s=0.05)
+    with pytest.warns(UserWarning, match="the predictor scripted .*; going on without it") as caught:
+        run_passes(controller, range(3))
     assert len(caught) == 1
     assert policy.calls == 9  # the policy is not to blame
-    assert notes.named("prefetch") == []
+    assert store.named("prefetch") == []
     assert all(known == [] for _, known in policy.seen)
 
 
-def test_what_a_dropped_predictor_said_is_forgotten() -> None:
-    policy = Counting()
-    predictor = Saying(first_two)
-    steering = controller(policy, predictor)
-    steering.announce(announcement())
-    steering.observe(routed(1))
+def test_the_forecast_of_a_dropped_predictor_is_discarded() -> None:
+    policy = CountingPolicy()
+    predictor = ScriptedPredictor(first_two)
+    controller = make_controller(policy, predictor)
+    controller.announce(announcement())
+    controller.observe(routed(1))
     predictor.answer = lambda il: raises()
     with pytest.warns(UserWarning, match="going on without it"):
-        steering.observe(routed(2))
-    run_pass(steering, pass_=1)
+        controller.observe(routed(2))
+    run_pass(controller, pass_=1)
     assert [known for _, known in policy.seen] == [[2, 3], [], [], [], []]
 
 
-def test_likelihoods_out_of_range_are_cut_off_and_harm_nobody() -> None:
-    notes = Notes()
-    wild = Saying(lambda il: np.array([7, -7, np.inf, -np.inf], np.float32))
+def test_probabilities_out_of_range_are_clipped() -> None:
+    store = RecordingStore()
+    wild = ScriptedPredictor(lambda il: np.array([7, -7, np.inf, -np.inf], np.float32))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        run_pass(controller(Counting(), wild, notes, prefetch=AMPLE))
-    assert notes.named("prefetch")[0] == [(1, 0), (1, 2), (2, 0), (2, 2)]
+        run_pass(make_controller(CountingPolicy(), wild, store, prefetch=AMPLE))
+    assert store.named("prefetch")[0] == [(1, 0), (1, 2), (2, 0), (2, 2)]
 
 
-def test_stopped_while_it_is_at_work_it_ends_in_silence() -> None:
-    notes = Notes()
-    steering = controller(Bad(lambda: [steering.stop(), raises()]), None, notes)
+def test_an_error_after_stop_is_no_warning() -> None:
+    store = RecordingStore()
+    controller = make_controller(Bad(lambda: [controller.stop(), raises()]), None, store)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        run_pass(steering)
-    assert notes.named("scores") == [1.0, 2.0]
+        run_pass(controller)
+    assert store.named("scores") == [1.0, 2.0]

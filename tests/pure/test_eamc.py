@@ -79,7 +79,7 @@ def test_a_request_joins_the_collection_when_the_next_one_begins() -> None:
     np.testing.assert_allclose(predictor.predict(3, 3), [0, 1])
 
 
-def test_an_announcement_ends_a_request_too_and_once_only() -> None:
+def test_an_announcement_ends_a_request_too_but_once_only() -> None:
     predictor = EamcPredictor(FOUR)
     predictor.announce(announced(0))
     predictor.observe(routed(0, 1))
@@ -87,14 +87,14 @@ def test_an_announcement_ends_a_request_too_and_once_only() -> None:
     predictor.observe(routed(0, 1, pass_=1))
     predictor.announce(announced(1))
     assert predictor.eamcs.decode.n_entries == 1
-    assert predictor.predict(0, 1) is None  # a new request, of which nothing is known
+    assert predictor.predict(0, 1) is None  # a new request, without counts
     predictor.observe(routed(0, 1, pass_=2, sequence=1))
     predictor.finish()
     predictor.finish()
     assert predictor.eamcs.decode.state.sum() == 3 and predictor.eamcs.decode.n_entries == 2
 
 
-def test_before_the_first_gate_of_a_pass_only_the_own_request_speaks() -> None:
+def test_before_the_first_event_of_a_pass_only_the_own_request_counts() -> None:
     predictor = figure_5(own_share=0.5)
     predictor.announce(announced(0))
     predictor.observe(routed(3, 1))
@@ -106,7 +106,7 @@ def test_before_the_first_gate_of_a_pass_only_the_own_request_speaks() -> None:
 @pytest.mark.parametrize(
     "ids", [np.array([[-1, -1]]), np.array([[7, 9]]), np.zeros((0, 2)), np.array([[1, -1]])], ids=str
 )
-def test_strange_gates_are_taken_as_far_as_they_go(ids: npt.NDArray[np.int64]) -> None:
+def test_valid_ids_of_invalid_events_are_used(ids: npt.NDArray[np.int64]) -> None:
     predictor = figure_5()
     for il in (0, 9, -3):
         predictor.observe(RoutingEvent(0, 0, 0, 0, Phase.DECODE, 0, il, ids.astype(np.int32)))
@@ -140,15 +140,15 @@ def recovery(capacity: int, own_share: float) -> float:
         hits_by_request(EamcPredictor(shape, EamcPair.empty(*shape.table, capacity), own_share=own_share), kinds)
         for kinds in ((0, 1), (1,))
     )
-    assert fresh[0] < fresh[25:50].mean()  # it learns
+    assert fresh[0] < fresh[25:50].mean()  # it improves
     return changed[85:110].mean() / fresh[25:50].mean()
 
 
-def test_a_collection_with_room_recovers_within_50_requests_after_a_change_of_text_kind() -> None:
+def test_a_collection_below_capacity_recovers_within_50_requests_after_a_change_of_text_kind() -> None:
     assert recovery(capacity=120, own_share=0) > 0.9
 
 
 def test_a_full_collection_recovers_only_with_the_own_request() -> None:
-    # Replacing the most similar gives up the new kind's own first entries: the old kind stays in the majority.
+    # Replacing the most similar removes the new kind's own first entries: the old kind stays in the majority.
     assert recovery(capacity=16, own_share=0) < 0.7
     assert recovery(capacity=16, own_share=0.5) > 0.8

@@ -1,4 +1,4 @@
-"""DuoServe-MoE's ExpertMLP: the state as specified, a hand-made network, and when it says nothing."""
+"""DuoServe-MoE's ExpertMLP: the state as specified, a hand-made network, and when it has no prediction."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_the_state_is_history_popularity_and_the_rows_of_the_experts_chosen() ->
     assert state[8:] == pytest.approx(np.concatenate([AFFINITY[1, 1], AFFINITY[1, 2]]))
 
 
-def test_a_copying_network_gives_the_history_back_and_keeps_its_order() -> None:
+def test_a_copying_network_returns_the_history_in_order() -> None:
     mlp = ExpertMlp.from_weights(SHAPE, weights((8, 8, 8, 8, 8, 8)))
     mlp.observe(routed(7, 0, 3, 0))
     probabilities = mlp.predict(1, 1)
@@ -68,8 +68,8 @@ def test_it_needs_every_layer_of_the_pass_and_looks_one_ahead() -> None:
     assert mlp.predict(3, 1) is None and mlp.predict(3, 2) is None and mlp.predict(2, 1) is None
     mlp.observe(routed(0, 3, 1, 2))  # layer 1 was missed
     assert mlp.predict(3, 1) is None
-    for strange in (routed(1, 0, 1, 9), routed(2, 0, 1), routed(3, 0, 1, -1), routed(4, 2, 1, 2)):
-        mlp.observe(strange)
+    for invalid in (routed(1, 0, 1, 9), routed(2, 0, 1), routed(3, 0, 1, -1), routed(4, 2, 1, 2)):
+        mlp.observe(invalid)
         assert mlp.predict(1, 1) is None
     mlp.observe(routed(5, 0, 1, 2)._replace(expert_ids=np.zeros((3, 2), np.int32)))
     assert mlp.predict(1, 1) is None

@@ -1,10 +1,10 @@
-"""The judge that listens to a running model: the same figures as over the trace, and never a fault of the caller's."""
+"""The judge of a running model: the same figures as over the trace, and no exception."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from oracles import FreshGate, Oracle, Silent
+from oracles import FreshGate, Oracle, Unpredictive
 from traces import SMALL, hidden_routers, random_trace
 
 from moegguf.controller.accuracy import LinkModel
@@ -15,31 +15,31 @@ from moegguf.trace.score import score
 from moegguf.trace.trace import Trace
 
 
-def listen(trace: Trace, judge: Judge) -> Judge:
+def run(trace: Trace, judge: Judge) -> Judge:
     for event in trace.events():
         judge.announce(event) if isinstance(event, Announcement) else judge.observe(event)
     return judge
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_the_fresh_gate_is_right_every_time(seed: int) -> None:
+def test_the_fresh_gate_has_accuracy_1(seed: int) -> None:
     trace = random_trace(seed=seed, with_inputs=True)
-    fresh = listen(trace, LiveJudge(FreshGate(trace.shape, hidden_routers(trace.shape, seed)))).table().fresh
+    fresh = run(trace, LiveJudge(FreshGate(trace.shape, hidden_routers(trace.shape, seed)))).table().fresh
     assert fresh is not None
     assert fresh.due == 4 * 24 * len(trace.shape.layers)
     assert (fresh.coverage, fresh.accuracy, fresh.top_k_hit) == (1, 1, 1)
 
 
-def test_a_wrong_gate_is_not() -> None:
+def test_a_wrong_router_has_not() -> None:
     trace = random_trace(seed=1, with_inputs=True)
-    fresh = listen(trace, LiveJudge(FreshGate(trace.shape, hidden_routers(trace.shape, 2)))).table().fresh
+    fresh = run(trace, LiveJudge(FreshGate(trace.shape, hidden_routers(trace.shape, 2)))).table().fresh
     assert fresh is not None and fresh.accuracy is not None and fresh.accuracy < 0.5
 
 
 def test_a_control_runs_beside_a_predictor() -> None:
     trace = random_trace(with_inputs=True)
     control = FreshGate(trace.shape, hidden_routers(trace.shape, 0))
-    table = listen(trace, LiveJudge(Oracle(trace, n_wrong=1), control=control)).table()
+    table = run(trace, LiveJudge(Oracle(trace, n_wrong=1), control=control)).table()
     assert table.fresh is not None and table.fresh.accuracy == 1
     assert table.means[1].accuracy == 0.5
 
@@ -48,14 +48,14 @@ def test_live_figures_are_those_of_the_trace() -> None:
     trace = random_trace(n_sequences=3)
     link = LinkModel(5e6, 10, 300)
     offline = score(trace, [Oracle(trace, n_wrong=1, reach=3)], link=link).scores[0]
-    live = listen(trace, LiveJudge(Oracle(trace, n_wrong=1, reach=3))).table(link)
+    live = run(trace, LiveJudge(Oracle(trace, n_wrong=1, reach=3))).table(link)
     assert live.means == offline.means and live.layers == offline.layers
     assert live.means[1].accuracy == 0.5
     assert live.failure is None
-    assert live.fresh is None  # a predictor that looks ahead is not its own control
+    assert live.fresh is None  # a predictor with a reach is not its own control
 
 
-def test_a_predictor_driven_by_another_is_only_asked() -> None:
+def test_without_drive_events_are_not_passed_on() -> None:
     trace = random_trace(n_sequences=2)
     oracle = Oracle(trace)
     judge = LiveJudge(oracle, drive=False)
@@ -80,21 +80,21 @@ class Failing(Predictor):
         return None
 
 
-def test_a_predictor_that_raises_ends_its_own_judgement_only() -> None:
+def test_a_predictor_that_raises_ends_its_own_measurement_only() -> None:
     trace = random_trace()
-    table = listen(trace, LiveJudge(Failing(trace.shape, 4))).table()
+    table = run(trace, LiveJudge(Failing(trace.shape, 4))).table()
     assert table.failure == "RuntimeError: broken weights"
     assert table.fresh is None
     with pytest.raises(RuntimeError, match="broken"):
-        listen(trace, Judge(Failing(trace.shape, 4)))
+        run(trace, Judge(Failing(trace.shape, 4)))
 
 
 def routed(il: int, ids: list[list[int]], *, pass_: int = 0, phase: Phase = Phase.DECODE) -> RoutingEvent:
     return RoutingEvent(pass_, 0, 0, 0, phase, -1, il, np.array(ids, np.int32).reshape(len(ids), -1))
 
 
-def test_strange_gates_are_neither_judged_nor_a_fault() -> None:
-    judge = LiveJudge(Silent(SMALL, np.ones(SMALL.n_expert, np.float32)))
+def test_invalid_events_are_neither_measured_nor_an_error() -> None:
+    judge = LiveJudge(Unpredictive(SMALL, np.ones(SMALL.n_expert, np.float32)))
     judge.observe(routed(0, [[1, 2]]))  # a layer without experts
     judge.observe(routed(1, [[-1, -1]]))  # padding
     judge.observe(routed(1, [[1, 99]], pass_=1))  # an expert that does not exist
@@ -106,12 +106,12 @@ def test_strange_gates_are_neither_judged_nor_a_fault() -> None:
     assert judge.tally.ranks[..., 1:].sum() == 0
 
 
-def test_a_pass_that_breaks_off_is_not_judged_by_what_was_said_for_it() -> None:
+def test_the_predictions_of_an_aborted_pass_are_not_counted() -> None:
     trace = random_trace(n_sequences=1, n_prefill=0, n_decode=3)
     events = [event for event in trace.events() if isinstance(event, RoutingEvent)]
     n = len(SMALL.layers)
     judge = Judge(Oracle(trace), [1], drive=False)
     judge.predictor.announce(Announcement(0, 0, Phase.DECODE, trace.tokens[:1]))
     judge.observe(events[0])  # predicts layer 2 of the first pass
-    judge.observe(events[n + 1])  # layer 2 of the second, whose first layer was never heard
+    judge.observe(events[n + 1])  # layer 2 of the second, whose first layer was never observed
     assert judge.tally.ranks[..., 1:].sum() == 0

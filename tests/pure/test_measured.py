@@ -1,4 +1,4 @@
-"""What is chosen after a measurement, and the file it comes from."""
+"""The choice after a measurement, and the file of measurements."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_never_one_that_loses_to_lru(rates: dict[str, dict[float, float]]) -> No
             assert rates[policy][nearest] > lru[nearest]
 
 
-def test_there_and_back(tmp_path: Path) -> None:
+def test_a_written_measurement_is_read_back(tmp_path: Path) -> None:
     path = tmp_path / "measured.json"
     write_measured(path, MEASURED)
     assert read_measured(path) == MEASURED

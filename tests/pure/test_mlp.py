@@ -20,7 +20,7 @@ def routed(il: int, *vector: float) -> RoutingEvent:
 
 
 def weights(windows: list[int]) -> Weights:
-    """Each pair's MLP: expert 0 likes x0 > 0, expert 1 x0 < 0, expert 2 is the target's number."""
+    """Each pair's MLP: expert 0 for x0 > 0, expert 1 for x0 < 0, expert 2 is the target's number."""
     arrays = {}
     for source, target in window_pairs(SHAPE, windows):
         at = f"{source}.{target}"
@@ -57,7 +57,7 @@ def test_a_token_uses_several_experts_and_none_of_them_twice() -> None:
     assert probabilities(np.array([50, 1, 0, 0], np.float32), 2)[0] == 1.0
 
 
-def test_it_says_nothing_where_it_was_not_trained_or_has_no_input() -> None:
+def test_no_prediction_without_training_or_input() -> None:
     mlp = MlpPredictor.from_weights(SHAPE, weights([2]))
     assert mlp.predict(3, 2) is None
     mlp.observe(routed(2, 1.0, 1.0))
@@ -69,7 +69,7 @@ def test_it_says_nothing_where_it_was_not_trained_or_has_no_input() -> None:
     assert mlp.predict(4, 2) is None
 
 
-def test_answers_stay_valid_while_the_next_is_computed() -> None:
+def test_predictions_stay_valid_while_the_next_is_computed() -> None:
     mlp = MlpPredictor.from_weights(SHAPE, weights([1, 2]))
     mlp.observe(routed(1, 2.0, 0.0))
     first = mlp.predict(2, 1)

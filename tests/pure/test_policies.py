@@ -1,4 +1,4 @@
-"""Each policy by a short story and its victim: the lowest score goes first, least recently used among equals."""
+"""Each policy by a few events and its victim: the lowest score goes first, least recently used among equals."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ TWO = MoeShape(n_layer=3, n_expert=4, n_expert_used=1, layers=(1, 2))
 Expert = tuple[int, int]
 
 
-class Says:
-    """An outlook with fixed probabilities for one layer."""
+class FixedForecast:
+    """A forecast with fixed probabilities for one layer."""
 
     def __init__(self, shape: MoeShape, il: int = -1, probabilities: Sequence[float] = ()) -> None:
         self.il = -1
@@ -45,26 +45,26 @@ def routed(
     return RoutingEvent(pass_, 0, 0, sequence, phase, -1, il, np.array(experts, np.int32).reshape(-1, 1))
 
 
-def tell(
-    policy: Policy, history: History, events: Sequence[RoutingEvent], forecast: Says | None = None
+def last_scores(
+    policy: Policy, history: History, events: Sequence[RoutingEvent], forecast: FixedForecast | None = None
 ) -> Float32s | None:
-    """The last scores after these gates."""
+    """The last scores after these events."""
     scores = None
     for one in events:
         history.update(one)
-        scores = policy.scores(history, forecast or Says(history.shape))
+        scores = policy.scores(history, forecast or FixedForecast(history.shape))
     return scores
 
 
 def victim(policy: Policy, residents: Sequence[Expert], events: Sequence[RoutingEvent]) -> tuple[int, int]:
-    """Who of the residents (il, expert) goes first after these gates."""
+    """Which of the residents (il, expert) goes first after these events."""
     history = History(TWO)
-    scores = tell(policy, history, events)
+    scores = last_scores(policy, history, events)
     table = np.zeros(TWO.table, np.float32) if scores is None else scores
-    return min(residents, key=lambda who: (table[who], history.last_use[who]))
+    return min(residents, key=lambda expert: (table[expert], history.last_use[expert]))
 
 
-def story(experts: Sequence[int], il: int = 1, sequence: int = 0) -> list[RoutingEvent]:
+def uses_of(experts: Sequence[int], il: int = 1, sequence: int = 0) -> list[RoutingEvent]:
     """One token per expert, each through layer `il` only."""
     return [routed(100 * sequence + n, il, [e], sequence=sequence) for n, e in enumerate(experts)]
 
@@ -72,55 +72,55 @@ def story(experts: Sequence[int], il: int = 1, sequence: int = 0) -> list[Routin
 A, B, C = (1, 0), (1, 1), (1, 2)
 
 
-def test_lru_leaves_the_order_to_the_store() -> None:
-    assert Lru().scores(History(TWO), Says(TWO)) is None
-    assert victim(Lru(), [A, B, C], story([0, 1, 2, 0])) == B
+def test_lru_has_no_scores() -> None:
+    assert Lru().scores(History(TWO), FixedForecast(TWO)) is None
+    assert victim(Lru(), [A, B, C], uses_of([0, 1, 2, 0])) == B
 
 
-def test_lfu_gives_up_what_was_used_least_often() -> None:
-    assert victim(Lfu(), [A, B, C], story([0, 1, 0, 1, 2])) == C
-    assert victim(Lfu(), [A, B], story([0, 1, 0, 1])) == A  # equally often: the older one
+def test_lfu_evicts_the_least_frequently_used() -> None:
+    assert victim(Lfu(), [A, B, C], uses_of([0, 1, 0, 1, 2])) == C
+    assert victim(Lfu(), [A, B], uses_of([0, 1, 0, 1])) == A  # equally often: the older one
 
 
-def test_lfu_of_a_request_forgets_the_one_before() -> None:
-    events = story([0, 0, 0, 1]) + story([1, 0, 1], sequence=1)
+def test_lfu_of_a_request_starts_from_zero() -> None:
+    events = uses_of([0, 0, 0, 1]) + uses_of([1, 0, 1], sequence=1)
     assert victim(Lfu(), [A, B], events) == B
     assert victim(LfuRequest(TWO), [A, B], events) == A
 
 
 def test_lfu_with_decay_lies_between_frequency_and_recency() -> None:
-    events = story([0, 0, 0, 0, 1, 1])
+    events = uses_of([0, 0, 0, 0, 1, 1])
     assert victim(LfuDecay(TWO, half_life_tokens=1.0), [A, B], events) == A
     assert victim(LfuDecay(TWO, half_life_tokens=1000.0), [A, B], events) == B
 
 
-def test_static_keeps_its_profile_whatever_happens() -> None:
+def test_static_never_changes() -> None:
     profile = np.array([[0.1, 0.5, 0.4, 0], [0.2, 0.3, 0.1, 0.4]], np.float32)
-    assert victim(Static(TWO, profile), [A, B, (2, 0)], story([0] * 5)) == A
+    assert victim(Static(TWO, profile), [A, B, (2, 0)], uses_of([0] * 5)) == A
 
 
 def test_random_draws_again_and_repeats_itself() -> None:
-    draws = [[Random(TWO, seed).scores(History(TWO), Says(TWO)) for _ in range(2)] for seed in (1, 1, 2)]
+    draws = [[Random(TWO, seed).scores(History(TWO), FixedForecast(TWO)) for _ in range(2)] for seed in (1, 1, 2)]
     assert np.array_equal(draws[0], draws[1])  # type: ignore[arg-type]
     assert not np.array_equal(draws[0], draws[2])  # type: ignore[arg-type]
     again = Random(TWO, 1)
-    first = np.copy(again.scores(History(TWO), Says(TWO)))  # type: ignore[arg-type]
-    assert not np.array_equal(first, again.scores(History(TWO), Says(TWO)))  # type: ignore[arg-type]
+    first = np.copy(again.scores(History(TWO), FixedForecast(TWO)))  # type: ignore[arg-type]
+    assert not np.array_equal(first, again.scores(History(TWO), FixedForecast(TWO)))  # type: ignore[arg-type]
 
 
-def test_least_stale_gives_up_layers_behind_before_layers_ahead() -> None:
+def test_least_stale_evicts_computed_layers_before_layers_ahead() -> None:
     four = MoeShape(n_layer=4, n_expert=4, n_expert_used=1, layers=(0, 1, 2, 3))
-    scores = tell(LeastStale(four), History(four), [routed(0, 0, [0])])
+    scores = last_scores(LeastStale(four), History(four), [routed(0, 0, [0])])
     assert scores is not None
     assert scores[:, 0].tolist() == [0, 0, 1, 1]  # layer 1 is next: what it needs is pinned by then
-    scores = tell(LeastStale(four), History(four), [routed(0, 3, [0])])
+    scores = last_scores(LeastStale(four), History(four), [routed(0, 3, [0])])
     assert scores is not None
     assert scores[:, 0].tolist() == [0, 1, 1, 1]
 
 
 def test_rates_fade_by_half_per_half_life() -> None:
     rates, history = Rates(TWO, (1.0, 2.0)), History(TWO)
-    for one in story([0, 1, 1]):
+    for one in uses_of([0, 1, 1]):
         history.update(one)
         rates.update(history)
     assert rates.table[0, 1].tolist() == pytest.approx([0.125, 0.75, 0, 0])
@@ -128,7 +128,7 @@ def test_rates_fade_by_half_per_half_life() -> None:
     assert rates.table[1, 1, :2].tolist() == pytest.approx([(1 - kept) * kept**2, (1 - kept) * (1 + kept)])
 
 
-def test_rates_make_up_for_a_prompt_nobody_told_them_of() -> None:
+def test_rates_account_for_a_prompt_without_updates() -> None:
     rates, history = Rates(TWO, (1.0,)), History(TWO)
     history.update(routed(0, 1, [0, 1, 1], phase=Phase.PREFILL))
     history.update(routed(1, 1, [3]))
@@ -136,42 +136,43 @@ def test_rates_make_up_for_a_prompt_nobody_told_them_of() -> None:
     left = 0.5**4  # four tokens, of which a quarter, a half and a quarter were for 0, 1 and 3
     assert rates.table[0, 1].tolist() == pytest.approx([(1 - left) / 4, (1 - left) / 2, 0, (1 - left) / 4])
     rates.update(history)
-    assert rates.table[0, 1, 3] == pytest.approx((1 - left) / 4)  # the same gate twice counts once
+    assert rates.table[0, 1, 3] == pytest.approx((1 - left) / 4)  # the same event twice counts once
 
 
 def test_next_use_by_hand() -> None:
     """Two layers, one expert per token, rates of half-life 1: 0.75 for expert 1 and 0.25 for expert 0 of layer 1."""
     policy = NextUse(TWO, half_lives_tokens=(1.0,), weights=(1.0,), phase_weight=1.0)
     history = History(TWO)
-    scores = tell(policy, history, story([0, 1, 1]))
+    scores = last_scores(policy, history, uses_of([0, 1, 1]))
     assert scores is not None
     logprobs = {0: 0.125, 1: 0.75}
-    for expert, logprob in logprobs.items():  # layer 1 comes again after layer 2: one gate of two later
+    for expert, logprob in logprobs.items():  # layer 1 comes again after layer 2: one event of two later
         assert scores[1, expert] == pytest.approx(-(1 / logprob - 1 + 1 / 2), rel=1e-5)
     assert scores[1, 3] == pytest.approx(-(1 / LEAST - 1 + 1 / 2))
-    assert scores[2, 0] == pytest.approx(-(1 / LEAST - 1 + 1))  # the next gate's own layer: not before the next pass
+    assert scores[2, 0] == pytest.approx(-(1 / LEAST - 1 + 1))  # the next event's own layer: not before the next pass
 
 
-def test_next_use_believes_the_predictor_about_this_pass() -> None:
+def test_next_use_takes_the_forecast_of_this_pass() -> None:
     policy = NextUse(TWO, half_lives_tokens=(1.0,), weights=(1.0,), phase_weight=1.0, trust=1.0)
     history = History(TWO)
-    tell(policy, history, story([0, 0], il=2))  # 0.75 for expert 0 of layer 2
-    scores = tell(policy, history, [routed(50, 1, [0])], Says(TWO, 2, [0.0, 0.5, 1.0, 0.0]))
+    last_scores(policy, history, uses_of([0, 0], il=2))  # 0.75 for expert 0 of layer 2
+    scores = last_scores(policy, history, [routed(50, 1, [0])], FixedForecast(TWO, 2, [0.0, 0.5, 1.0, 0.0]))
     assert scores is not None
     assert scores[2].tolist() == pytest.approx([-1 / 0.75, -0.5 / LEAST, 0, -1 / LEAST], rel=1e-5)
 
 
-def test_next_use_gives_up_the_rare_before_the_far() -> None:
+def test_next_use_evicts_the_rare_before_the_far() -> None:
     policy = NextUse(TWO)
     events = [one for n in range(8) for one in (routed(n, 1, [n % 2]), routed(n, 2, [n % 4]))]
     assert victim(policy, [(1, 0), (1, 1), (2, 0)], events) == (2, 0)
 
 
 @pytest.mark.parametrize("name", ["lfu", "lfu-request", "random", "least-stale", "locality"])
-def test_policies_do_without_prediction_and_answer_in_shape(name: str) -> None:
-    history, policy = History(TWO), POLICIES[name](TWO, NoSources())
+def test_policies_work_without_prediction_and_return_the_shape(name: str) -> None:
+    history, policy = History(TWO), POLICIES[name](TWO, NoArtifacts())
     assert isinstance(policy, Policy)
-    scores = tell(policy, history, [routed(0, 1, [0, 3], phase=Phase.PREFILL), routed(1, 1, [1]), routed(1, 2, [2])])
+    events = [routed(0, 1, [0, 3], phase=Phase.PREFILL), routed(1, 1, [1]), routed(1, 2, [2])]
+    scores = last_scores(policy, history, events)
     assert scores is not None
     assert scores.shape == TWO.table
     assert np.isfinite(scores).all()
@@ -179,14 +180,14 @@ def test_policies_do_without_prediction_and_answer_in_shape(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["lru", "lfu-decay", "next-use"])
 def test_native_policies_are_names_that_the_store_carries_out(name: str) -> None:
-    policy = POLICIES[name](TWO, NoSources())
+    policy = POLICIES[name](TWO, NoArtifacts())
     assert isinstance(policy, NativePolicy) and not isinstance(policy, Policy)
     assert policy.name == name
     assert policy.takes_forecast == (name == "next-use")
 
 
-class NoSources:
-    """Nothing is known about the model."""
+class NoArtifacts:
+    """A model without artifacts."""
 
     fingerprint = ""
 
@@ -202,8 +203,8 @@ class NoSources:
 
 def test_names_and_what_is_missing() -> None:
     for name in POLICIES.keys() - {"static"}:
-        assert getattr(make_policy(name, TWO, NoSources()), "name", "") == name
+        assert getattr(make_policy(name, TWO, NoArtifacts()), "name", "") == name
     with pytest.raises(OptionError, match="'static' needs"):
-        make_policy("static", TWO, NoSources())
+        make_policy("static", TWO, NoArtifacts())
     with pytest.raises(OptionError, match="no policy 'lruu'; known are lru, lfu"):
-        make_policy("lruu", TWO, NoSources())
+        make_policy("lruu", TWO, NoArtifacts())

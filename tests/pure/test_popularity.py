@@ -45,7 +45,7 @@ def test_affinity_is_the_share_of_pairs() -> None:
     assert count_affinity(tiny_trace(), count_popularity(tiny_trace()))[0] == pytest.approx(expected)
 
 
-def test_popularity_answers_for_any_layer_with_experts_at_any_time() -> None:
+def test_popularity_predicts_any_layer_with_experts_at_any_time() -> None:
     popularity = fit_popularity(tiny_trace())
     assert popularity.predict(0, 1) == pytest.approx([1, 2 / 3, 1 / 3])
     assert popularity.predict(2, 2) == pytest.approx([0.5, 1, 0.5])
@@ -62,13 +62,13 @@ def test_affinity_averages_the_rows_of_the_experts_chosen() -> None:
     assert affinity.predict(0, 1) is None
 
 
-@pytest.mark.parametrize("strange", [routed(0, 1, 3), routed(0, -1, 2), routed(1, 0, 1), routed(2, 0, 1), routed(0)])
-def test_strange_gates_and_the_last_layer_leave_nothing_to_say(strange: RoutingEvent) -> None:
+@pytest.mark.parametrize("invalid", [routed(0, 1, 3), routed(0, -1, 2), routed(1, 0, 1), routed(2, 0, 1), routed(0)])
+def test_no_prediction_after_invalid_events_and_the_last_layer(invalid: RoutingEvent) -> None:
     affinity = fit_affinity(tiny_trace())
     affinity.observe(routed(0, 0, 1))
-    affinity.observe(strange)
+    affinity.observe(invalid)
     assert affinity.predict(2, 1) is None
-    affinity.observe(strange._replace(expert_ids=np.zeros((2, 2), np.int32)))
+    affinity.observe(invalid._replace(expert_ids=np.zeros((2, 2), np.int32)))
     assert affinity.predict(2, 1) is None
 
 

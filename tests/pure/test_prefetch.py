@@ -1,4 +1,4 @@
-"""What is asked for ahead: nearest layer first, within the budget, nothing twice and nothing that is there."""
+"""Prefetch requests: nearest layer first, within the budget, no expert twice and no resident one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHAPE = MoeShape(n_layer=5, n_expert=6, n_expert_used=2, layers=(1, 2, 3, 4), ex
 
 
 class Table(Predictor):
-    """Says the same of a layer at every distance."""
+    """Predicts the same for a layer at every distance."""
 
     name: ClassVar[str] = "table"
 
@@ -38,17 +38,17 @@ def probabilities(**rows: list[float]) -> Float32s:
     return table
 
 
-def ahead_of(table: Float32s, il: int | None = None, window: int = 4) -> Forecast:
-    ahead, predictor = Forecast(SHAPE, window), Table(table)
-    ahead.begin_pass(predictor)
+def forecast_of(table: Float32s, il: int | None = None, window: int = 4) -> Forecast:
+    forecast, predictor = Forecast(SHAPE, window), Table(table)
+    forecast.begin_pass(predictor)
     if il is not None:
-        ahead.advance(predictor, il)
-    return ahead
+        forecast.advance(predictor, il)
+    return forecast
 
 
-def wishes(prefetcher: Prefetcher, ahead: Forecast, there: Float32s | None = None) -> list[tuple[int, int]]:
-    residency = np.zeros(SHAPE.table, np.uint8) if there is None else there.astype(np.uint8)
-    layers, experts = prefetcher.requests(ahead, lambda: residency)
+def requests_of(prefetcher: Prefetcher, forecast: Forecast, resident: Float32s | None = None) -> list[tuple[int, int]]:
+    residency = np.zeros(SHAPE.table, np.uint8) if resident is None else resident.astype(np.uint8)
+    layers, experts = prefetcher.requests(forecast, lambda: residency)
     assert layers.dtype == experts.dtype == np.int32
     return list(zip(layers.tolist(), experts.tolist(), strict=True))
 
@@ -58,48 +58,48 @@ AMPLE = PrefetchOptions(budget_bytes=10_000)
 
 
 def test_the_nearest_layer_comes_first_and_in_it_the_likeliest_as_many_as_a_token_uses() -> None:
-    assert wishes(Prefetcher(SHAPE, AMPLE), ahead_of(SOME)) == [(1, 1), (1, 2), (2, 4), (2, 0)]
-    assert wishes(Prefetcher(SHAPE, AMPLE), ahead_of(SOME, il=1)) == [(2, 4), (2, 0)]
+    assert requests_of(Prefetcher(SHAPE, AMPLE), forecast_of(SOME)) == [(1, 1), (1, 2), (2, 4), (2, 0)]
+    assert requests_of(Prefetcher(SHAPE, AMPLE), forecast_of(SOME, il=1)) == [(2, 4), (2, 0)]
 
 
-def test_what_is_less_likely_than_the_least_is_not_worth_it() -> None:
+def test_experts_below_the_least_probability_are_not_prefetched() -> None:
     picky = PrefetchOptions(budget_bytes=10_000, least_probability=0.5)
-    assert wishes(Prefetcher(SHAPE, picky), ahead_of(SOME)) == [(1, 1), (1, 2), (2, 4)]
+    assert requests_of(Prefetcher(SHAPE, picky), forecast_of(SOME)) == [(1, 1), (1, 2), (2, 4)]
 
 
 @pytest.mark.parametrize("state", [1, 2])
-def test_what_is_there_or_on_its_way_costs_nothing(state: int) -> None:
-    there = np.zeros(SHAPE.table, np.float32)
-    there[1, 1] = there[2, 4] = state
+def test_resident_experts_and_those_in_flight_cost_nothing(state: int) -> None:
+    resident = np.zeros(SHAPE.table, np.float32)
+    resident[1, 1] = resident[2, 4] = state
     two = PrefetchOptions(budget_bytes=200)
-    assert wishes(Prefetcher(SHAPE, two), ahead_of(SOME), there) == [(1, 2), (2, 0)]
+    assert requests_of(Prefetcher(SHAPE, two), forecast_of(SOME), resident) == [(1, 2), (2, 0)]
 
 
-def test_nothing_is_asked_for_twice_in_a_pass() -> None:
+def test_an_expert_is_requested_once_in_a_pass() -> None:
     prefetcher = Prefetcher(SHAPE, AMPLE)
-    assert wishes(prefetcher, ahead_of(SOME))
-    assert wishes(prefetcher, ahead_of(SOME)) == []
+    assert requests_of(prefetcher, forecast_of(SOME))
+    assert requests_of(prefetcher, forecast_of(SOME)) == []
     prefetcher.begin_pass()
-    assert wishes(prefetcher, ahead_of(SOME))[0] == (1, 1)
+    assert requests_of(prefetcher, forecast_of(SOME))[0] == (1, 1)
 
 
 def test_the_budget_is_that_of_a_token() -> None:
     prefetcher = Prefetcher(SHAPE, PrefetchOptions(budget_bytes=399))
-    assert len(wishes(prefetcher, ahead_of(SOME, window=1))) == 2
-    assert len(wishes(prefetcher, ahead_of(SOME, il=1))) == 1
+    assert len(requests_of(prefetcher, forecast_of(SOME, window=1))) == 2
+    assert len(requests_of(prefetcher, forecast_of(SOME, il=1))) == 1
     prefetcher.begin_pass()
-    assert len(wishes(prefetcher, ahead_of(SOME))) == 3
+    assert len(requests_of(prefetcher, forecast_of(SOME))) == 3
 
 
 def test_by_default_half_of_what_a_token_uses() -> None:
     everything = np.ones(SHAPE.table, np.float32)
-    assert len(wishes(Prefetcher(SHAPE, PrefetchOptions()), ahead_of(everything))) == 4
+    assert len(requests_of(Prefetcher(SHAPE, PrefetchOptions()), forecast_of(everything))) == 4
 
 
 @pytest.mark.parametrize("budget_bytes", [0, 99, -1])
-def test_without_a_budget_residency_is_not_even_looked_at(budget_bytes: int) -> None:
+def test_without_a_budget_residency_is_not_read(budget_bytes: int) -> None:
     prefetcher = Prefetcher(SHAPE, PrefetchOptions(budget_bytes=budget_bytes))
-    layers, _ = prefetcher.requests(ahead_of(SOME), lambda: pytest.fail("asked for nothing"))
+    layers, _ = prefetcher.requests(forecast_of(SOME), lambda: pytest.fail("requested for nothing"))
     assert layers.size == 0
 
 
@@ -109,11 +109,11 @@ def test_the_rules_hold_whatever_is_predicted(seed: int, budget_bytes: int, leas
     prefetcher = Prefetcher(SHAPE, PrefetchOptions(budget_bytes=budget_bytes, least_probability=least))
     for _ in range(2):
         prefetcher.begin_pass()
-        asked: list[tuple[int, int]] = []
+        requested: list[tuple[int, int]] = []
         for il in (None, 1, 2, 3):
-            table, there = rng.random(SHAPE.table, np.float32), rng.integers(0, 3, SHAPE.table)
-            now = wishes(prefetcher, ahead_of(table, il), there)
+            table, resident = rng.random(SHAPE.table, np.float32), rng.integers(0, 3, SHAPE.table)
+            now = requests_of(prefetcher, forecast_of(table, il), resident)
             assert [layer for layer, _ in now] == sorted(layer for layer, _ in now)
-            assert all(layer > (il or 0) and table[layer, e] >= least and not there[layer, e] for layer, e in now)
-            asked += now
-        assert len(set(asked)) == len(asked) <= budget_bytes // SHAPE.expert_bytes
+            assert all(layer > (il or 0) and table[layer, e] >= least and not resident[layer, e] for layer, e in now)
+            requested += now
+        assert len(set(requested)) == len(requested) <= budget_bytes // SHAPE.expert_bytes

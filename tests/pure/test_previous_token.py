@@ -1,4 +1,4 @@
-"""Temporal locality: a layer uses again what its last token used."""
+"""Temporal locality: the experts of the last token at a layer."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_it_repeats_the_last_token_of_the_layer() -> None:
     assert predictor.predict(1, 2).tolist() == [0, 1, 1, 0]
 
 
-def test_it_says_nothing_about_a_layer_not_seen_or_without_experts() -> None:
+def test_no_prediction_for_a_layer_not_observed_or_without_experts() -> None:
     predictor = PreviousToken(SHAPE)
     predictor.observe(routed(1, (0, 1)))
     assert predictor.predict(2, 1) is None
@@ -44,11 +44,11 @@ def test_it_says_nothing_about_a_layer_not_seen_or_without_experts() -> None:
     assert predictor.predict(99, 1) is None
 
 
-@pytest.mark.parametrize("strange", [routed(0, (1, 2)), routed(7, (1, 2)), routed(1)])
-def test_a_gate_that_tells_nothing_changes_nothing(strange: RoutingEvent) -> None:
+@pytest.mark.parametrize("invalid", [routed(0, (1, 2)), routed(7, (1, 2)), routed(1)])
+def test_an_event_without_valid_ids_changes_nothing(invalid: RoutingEvent) -> None:
     predictor = PreviousToken(SHAPE)
     predictor.observe(routed(1, (0, 1)))
-    predictor.observe(strange)
+    predictor.observe(invalid)
     assert predictor.predict(1, 2).tolist() == [1, 1, 0, 0]
 
 

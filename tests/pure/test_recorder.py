@@ -1,4 +1,4 @@
-"""The recorder: what was heard is what is read, whatever the passes looked like."""
+"""The recorder: the trace read is what was observed, for passes of any form."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HEADER = TraceHeader("tiny", "ab", {}, {"threads": 2})
 
 
 def routed(pass_: int, il: int, ids: list[list[int]], *, lane: int = 0, first: int = 0, **more: object) -> RoutingEvent:
-    """A gate of request `lane`, at 10 ns per pass."""
+    """An event of request `lane`, at 10 ns per pass."""
     fields = {"pass_": pass_, "time_ns": 10 * pass_, "lane": lane, "sequence": lane, "phase": Phase.DECODE}
     return RoutingEvent(**{**fields, "first_token": first, "il": il, "expert_ids": np.array(ids, np.int32), **more})  # type: ignore[arg-type]
 
@@ -116,7 +116,7 @@ def test_arrays_may_be_reused_after_the_call(tmp_path: Path) -> None:
     assert not trace.inputs[0].any()
 
 
-def test_layers_that_use_fewer_experts_and_strange_gates(tmp_path: Path) -> None:
+def test_layers_that_use_fewer_experts_and_invalid_events(tmp_path: Path) -> None:
     trace = record(
         tmp_path / "t.npz",
         routed(1, 0, [[2]]),
@@ -176,7 +176,7 @@ def test_what_is_known_at_the_end_joins_the_header(tmp_path: Path) -> None:
     assert trace.n_pass == 1
 
 
-def test_nothing_heard_is_an_empty_trace(tmp_path: Path) -> None:
+def test_no_events_are_an_empty_trace(tmp_path: Path) -> None:
     assert record(tmp_path / "t.npz").n_pass == 0
     assert record(tmp_path / "t.npz", announcement([1])).n_tokens == 0
 
@@ -196,7 +196,7 @@ def test_a_full_disk_ends_the_recording_only(tmp_path: Path, monkeypatch: pytest
     assert list(tmp_path.iterdir()) == [] and (session.n_passes, session.n_tokens) == (0, 0)
 
 
-def test_what_cannot_be_recorded_is_said_at_the_start(tmp_path: Path) -> None:
+def test_what_cannot_be_recorded_is_an_error_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="cannot be written"):
         Recorder(tmp_path / "missing" / "t.npz", TINY, HEADER)
     with pytest.raises(TraceError, match="n_embd"):

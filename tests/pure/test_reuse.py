@@ -1,4 +1,4 @@
-"""A trace's figures about itself, on traces small enough to count by hand."""
+"""Reuse statistics, on traces small enough to count by hand."""
 
 from __future__ import annotations
 

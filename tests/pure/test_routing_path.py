@@ -143,7 +143,7 @@ def test_an_array_that_is_missing_misshapen_or_not_finite_is_refused(name: str) 
 # The predictor
 
 
-def test_all_layers_are_known_before_the_first_gate() -> None:
+def test_all_layers_are_predicted_before_the_first_event() -> None:
     listener = predictor()
     announce(listener, 2)
     expected = 1 / (1 + np.exp(-plain_logits(random_arrays(), np.full(WINDOW, SHAPE.n_vocab), np.array([2]))[0]))
@@ -171,7 +171,7 @@ def test_it_does_not_matter_when_the_encoder_ran() -> None:
         assert np.array_equal(told(early), told(late))
 
 
-def test_a_new_request_forgets_the_last_one() -> None:
+def test_a_new_request_clears_the_state() -> None:
     used, fresh = predictor(), predictor()
     for token in (1, 2, 3):
         announce(used, token)
@@ -188,7 +188,7 @@ def test_a_prompt_uses_what_any_of_its_tokens_uses() -> None:
     np.testing.assert_allclose(told(listener), any_of_them, rtol=1e-3, atol=1e-5)
 
 
-def test_a_long_prompt_is_told_pass_by_pass() -> None:
+def test_a_long_prompt_is_predicted_pass_by_pass() -> None:
     listener = predictor()
     tokens = [2, 0, 4, 4, 1, 3, 0, 0]
     announce(listener, *tokens, phase=Phase.PREFILL)
@@ -221,7 +221,7 @@ def test_a_prompt_of_any_length_is_read_in_bounded_work() -> None:
     assert ((told(listener) > 0) & (told(listener) <= 1)).all()
 
 
-def test_a_pass_that_was_not_announced_is_met_with_silence() -> None:
+def test_no_prediction_for_a_pass_that_was_not_announced() -> None:
     listener = predictor()
     announce(listener, 2)
     listener.observe(routed(1, first_token=-1))
@@ -232,7 +232,7 @@ def test_a_pass_that_was_not_announced_is_met_with_silence() -> None:
 
 
 @pytest.mark.parametrize("tokens", [(), (-1,), (5,), (1, -1, 2), (1, 2**31 - 1)])
-def test_tokens_it_cannot_know_are_met_with_silence(tokens: tuple[int, ...]) -> None:
+def test_no_prediction_for_tokens_outside_the_vocabulary(tokens: tuple[int, ...]) -> None:
     listener = predictor()
     announce(listener, 1)
     announce(listener, *tokens)

@@ -1,10 +1,10 @@
-"""Scores: a predictor whose rightness is known gets exactly the figures that follow from the definitions."""
+"""Scores: a predictor of known accuracy has exactly the figures that follow from the definitions."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from oracles import Oracle, Silent, hand_made
+from oracles import Oracle, Unpredictive, hand_made
 from traces import random_trace
 
 from moegguf.controller.accuracy import Figures, LayerLru, LinkModel
@@ -22,7 +22,7 @@ def cyclic(n_sequences: int = 1, n_tokens: int = 6) -> Trace:
     return hand_made(SHAPE, [path] * n_sequences, prefill=2)
 
 
-def only(trace: Trace, predictor: Oracle | Silent, distance: int = 1, link: LinkModel | None = None) -> Figures:
+def only(trace: Trace, predictor: Oracle | Unpredictive, distance: int = 1, link: LinkModel | None = None) -> Figures:
     return score(trace, [predictor], [distance], link).scores[0].means[distance]
 
 
@@ -51,12 +51,12 @@ def test_a_predictor_that_is_always_wrong_has_no_useful_byte() -> None:
 
 
 @pytest.mark.parametrize("answer", [None, np.full(8, np.nan, np.float32), np.zeros(8, np.float32), np.ones(3, "f4")])
-def test_what_is_no_answer_lowers_coverage_and_no_other_figure(answer: np.ndarray | None) -> None:
-    figures = only(cyclic(), Silent(SHAPE, answer))
+def test_a_missing_prediction_lowers_coverage_and_no_other_figure(answer: np.ndarray | None) -> None:
+    figures = only(cyclic(), Unpredictive(SHAPE, answer))
     assert (figures.due, figures.coverage, figures.accuracy, figures.top_k_hit) == (12, 0, None, None)
 
 
-def test_out_of_reach_is_no_answer_and_early_layers_fall_back_to_the_first_gate() -> None:
+def test_out_of_reach_is_no_prediction_and_early_layers_fall_back_to_the_first_layer() -> None:
     trace = cyclic()
     table = score(trace, [Oracle(trace, reach=2)], [3]).scores[0]
     # Three layers before layer 2 or 3 there is no gate: those are asked after layer 1, one and two layers ahead.
@@ -65,7 +65,7 @@ def test_out_of_reach_is_no_answer_and_early_layers_fall_back_to_the_first_gate(
     assert table.means[3].accuracy == 1
 
 
-def test_the_first_layer_is_judged_from_the_tokens_alone_and_kept_out_of_the_mean() -> None:
+def test_the_first_layer_is_predicted_from_tokens_alone_and_left_out_of_the_mean() -> None:
     trace = cyclic()
     table = score(trace, [Oracle(trace, first_layer=False)], [1]).scores[0]
     assert table.layers[1][1].due == 4
@@ -86,7 +86,7 @@ def test_good_pred_by_hand() -> None:
     assert table.means[3].good_pred == pytest.approx(0.5 * (0 + 0.5 + 0.5) / 3)
 
 
-def test_without_a_link_nothing_is_said_about_time() -> None:
+def test_without_a_link_there_are_no_time_figures() -> None:
     figures = only(cyclic(), Oracle(cyclic()))
     assert figures.fetch_rate is None and figures.good_pred is None
 
@@ -121,12 +121,12 @@ def test_batches_join_the_paths_of_their_sequences_step_by_step() -> None:
     assert (right.name, wrong.name) == ("oracle", "oracle 2")
 
 
-def test_a_batch_of_too_few_sequences_is_not_judged() -> None:
+def test_a_batch_of_too_few_sequences_is_not_scored() -> None:
     trace = cyclic(n_sequences=5)
     assert score(trace, [Oracle(trace)], [1]).scores[0].batch_accuracy == {1: None}
 
 
-def test_the_control_hears_the_same_experts_without_order() -> None:
+def test_the_control_gets_the_same_experts_shuffled() -> None:
     trace = random_trace(n_sequences=3, n_prefill=0, n_decode=40)
     table = score(trace, [Oracle(trace)], [1])
     control = table.control_of("oracle")
@@ -136,7 +136,7 @@ def test_the_control_hears_the_same_experts_without_order() -> None:
     assert table.control_of("another") is None
 
 
-def test_no_predictor_no_answer_and_an_empty_trace_no_fault() -> None:
+def test_no_predictor_no_prediction_and_an_empty_trace_are_no_error() -> None:
     trace = random_trace(n_sequences=1, n_prefill=4, n_decode=3)
     table = score(trace, [NoPrediction(trace.shape)])
     assert table.tokens == 3

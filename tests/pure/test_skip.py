@@ -1,4 +1,4 @@
-"""Skip prediction with real routers, and the fresh gate that must be right every time."""
+"""Skip prediction with real routers, and the fresh gate, whose accuracy must be 1."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_the_input_goes_through_the_later_layers_router() -> None:
     assert skip.predict(0, 1) is None
 
 
-def test_the_fresh_gate_answers_at_distance_0_only() -> None:
+def test_the_fresh_gate_predicts_at_distance_0_only() -> None:
     fresh = FreshGate(SHAPE, routers(SHAPE, np.stack([np.eye(4, dtype=np.float32)] * 2)))
     fresh.observe(routed(3, [[0, 7, 0, 0]]))
     probabilities = fresh.predict(3, 0)
@@ -59,7 +59,7 @@ def test_the_fresh_gate_answers_at_distance_0_only() -> None:
         routed(99, [[1, 2, 3, 4]]),
     ],
 )
-def test_strange_gates_leave_nothing_to_say(strange: RoutingEvent) -> None:
+def test_no_prediction_after_invalid_events(strange: RoutingEvent) -> None:
     skip = Skip(SHAPE, routers(SHAPE, np.ones((2, 4, 4), np.float32)))
     skip.observe(routed(1, [[1, 2, 3, 4]]))
     assert skip.predict(3, 1) is not None
@@ -67,7 +67,7 @@ def test_strange_gates_leave_nothing_to_say(strange: RoutingEvent) -> None:
     assert skip.predict(3, 1) is None
 
 
-def test_a_new_pass_forgets_the_last_input_and_gates_may_reuse_their_arrays() -> None:
+def test_a_new_pass_discards_the_last_input_and_events_may_reuse_their_arrays() -> None:
     skip = Skip(SHAPE, routers(SHAPE, np.stack([np.eye(4, dtype=np.float32)] * 2)))
     reused = routed(1, [[9, 0, 0, 0]])
     skip.observe(reused)

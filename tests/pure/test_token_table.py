@@ -59,7 +59,7 @@ def test_a_token_never_seen_means_the_layers_popularity() -> None:
     assert probabilities == pytest.approx([2 / 3, 1 / 3, 2 / 3, 1 / 3])
 
 
-def test_nothing_is_said_without_one_decode_token_of_the_vocabulary() -> None:
+def test_no_prediction_without_one_decode_token_of_the_vocabulary() -> None:
     table = fit_token_table(tiny_trace())
     assert table.predict(1, 1) is None
     announce(table, 5, phase=Phase.PREFILL)

@@ -1,4 +1,4 @@
-"""A trace in memory: heard in live order, cut by request, shuffled; and the synthetic ones the other tests stand on."""
+"""A trace in memory: events in live order, selections by request, shuffling; and the synthetic traces of the tests."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def announcements(trace: Trace) -> list[tuple[int, int, list[int]]]:
 
 def test_events_come_in_live_order() -> None:
     check(tiny())
-    heard: list[Any] = []
+    events: list[Any] = []
     for event in tiny().events():
         if isinstance(event, Announcement):
-            heard.append((event.sequence, event.phase, event.tokens.tolist()))
+            events.append((event.sequence, event.phase, event.tokens.tolist()))
         else:
-            heard.append((event.pass_, event.il, event.first_token, event.expert_ids.tolist()))
-    assert heard == [
+            events.append((event.pass_, event.il, event.first_token, event.expert_ids.tolist()))
+    assert events == [
         (5, 0, [7, 8, 9]),
         (0, 1, 0, [[0, 1], [1, 2]]),
         (1, 1, 2, [[2, 3]]),
@@ -72,11 +72,11 @@ def test_events_come_in_live_order() -> None:
     assert all(event.expert_ids.dtype == np.int32 and event.weights is None for event in routing_events(tiny()))
 
 
-def test_the_last_layer_tells_of_the_last_tokens_only() -> None:
+def test_the_last_layer_has_the_last_tokens_only() -> None:
     ids = np.array([LAYER_1, LAYER_3], np.int16)
     ids[1, 1] = [2, -1]
-    heard = {(event.pass_, event.il): event.expert_ids.tolist() for event in routing_events(tiny(expert_ids=ids))}
-    assert heard[0, 1] == [[0, 1], [1, 2]] and heard[0, 3] == [[2]]
+    events = {(event.pass_, event.il): event.expert_ids.tolist() for event in routing_events(tiny(expert_ids=ids))}
+    assert events[0, 1] == [[0, 1], [1, 2]] and events[0, 3] == [[2]]
 
 
 def test_a_pass_whose_announcement_is_not_in_the_trace_is_unannounced() -> None:
@@ -89,13 +89,13 @@ def test_weights_and_inputs_go_with_their_tokens() -> None:
     weights = np.arange(24).reshape(2, 6, 2).astype(np.float16)
     inputs = np.arange(1, 25).reshape(2, 6, 2).astype(np.float16)
     inputs[:, 4] = 0
-    heard = {(event.pass_, event.il): event for event in routing_events(tiny(weights=weights, inputs=inputs))}
-    first, last, silent = heard[0, 1], heard[1, 3], heard[3, 1]
+    events = {(event.pass_, event.il): event for event in routing_events(tiny(weights=weights, inputs=inputs))}
+    first, last, without_inputs = events[0, 1], events[1, 3], events[3, 1]
     assert first.weights is not None and first.weights.tolist() == [[0, 1], [2, 3]]
     assert last.weights is not None and last.weights.tolist() == [[16]]
     assert first.inputs is not None and first.inputs.tolist() == [[1, 2], [3, 4]]
     assert last.inputs is not None and last.inputs.tolist() == [[17, 18]] and last.inputs.dtype == np.float32
-    assert silent.inputs is None, "not recorded for this pass"
+    assert without_inputs.inputs is None, "not recorded for this pass"
 
 
 def test_select_and_decode() -> None:
@@ -134,7 +134,7 @@ def reuse(trace: Trace) -> float:
     return float(np.mean([np.isin(now, before).mean() for before, now in pairwise(ids)]))
 
 
-def test_a_failed_pass_is_heard_as_far_as_it_went() -> None:
+def test_a_failed_pass_has_events_of_the_layers_computed() -> None:
     trace = random_trace(n_sequences=1, n_prefill=2, n_decode=2, seed=0)
     trace.expert_ids[2:, 2] = -1
     check(trace)
@@ -184,7 +184,7 @@ def information(trace: Trace) -> float:
 
 
 def token_agreement(trace: Trace) -> float:
-    """The chance that two occurrences of the commonest token have the same best expert."""
+    """The probability that two occurrences of the commonest token have the same best expert."""
     ids = trace.expert_ids[0, trace.tokens == np.bincount(trace.tokens).argmax(), 0]
     return float(((np.bincount(ids) / len(ids)) ** 2).sum())
 

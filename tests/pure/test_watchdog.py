@@ -33,8 +33,8 @@ class Run:
 def test_it_begins_without_prefetching_and_takes_turns() -> None:
     run = Run(1000, 500)
     run.tokens(TRIAL)
-    turns = np.array(run.was_on).reshape(-1, SHORT.period_tokens)
-    assert (turns == np.array([[False], [True]] * SHORT.periods)).all()
+    periods = np.array(run.was_on).reshape(-1, SHORT.period_tokens)
+    assert (periods == np.array([[False], [True]] * SHORT.periods)).all()
     assert run.dog.trials == 1
 
 
@@ -58,13 +58,13 @@ def test_what_raises_the_stall_is_stopped(seed: int) -> None:
 
 
 @pytest.mark.parametrize(("off", "on"), [(1000, 1000), (1000, 980), (0, 0), (0, 500)])
-def test_what_does_not_pay_is_stopped(off: int, on: int) -> None:
+def test_prefetching_that_saves_too_little_is_stopped(off: int, on: int) -> None:
     run = Run(off, on)
     run.tokens(TRIAL)
     assert not run.dog.on
 
 
-def test_the_first_token_of_a_turn_pays_for_the_turn_before() -> None:
+def test_the_first_token_of_a_period_is_left_out() -> None:
     dog, stall_ns = Watchdog(SHORT), 0
     dog.token(0)
     for n in range(TRIAL):
@@ -75,7 +75,7 @@ def test_the_first_token_of_a_turn_pays_for_the_turn_before() -> None:
     assert dog.on
 
 
-def test_a_single_disturbed_turn_decides_nothing() -> None:
+def test_a_single_outlier_period_does_not_decide() -> None:
     run = Run(1000, 500)
     run.tokens(10)
     run.stall_ns += 10**9
@@ -108,7 +108,7 @@ def test_it_tries_again_after_rests_that_grow_up_to_the_longest() -> None:
     assert begun[0] == TRIAL
 
 
-def test_it_notices_when_prefetching_begins_to_pay() -> None:
+def test_it_switches_on_when_prefetching_begins_to_save_time() -> None:
     run = Run(1000, 1100)
     run.tokens(TRIAL)
     assert not run.dog.on
@@ -118,7 +118,7 @@ def test_it_notices_when_prefetching_begins_to_pay() -> None:
     assert run.dog.trials == 2
 
 
-def test_it_notices_when_prefetching_no_longer_pays() -> None:
+def test_it_switches_off_when_prefetching_no_longer_saves_time() -> None:
     run = Run(1000, 600)
     run.tokens(TRIAL)
     run.on = 1100

@@ -1,4 +1,4 @@
-"""Files of learned predictors: what was saved comes back; anything else is left out with exactly one warning."""
+"""Files of learned predictors: what was saved comes back; anything else is ignored with exactly one warning."""
 
 from __future__ import annotations
 
