@@ -80,10 +80,9 @@ class NextUse:
     layer to come, its probability q decides about this pass: E = w x d / L + (1 - q) / p, with d = 0 for the next
     event's layer.
 
-    p is a mixture of fading averages of past use: `half_lives_tokens` say how fast they fade, `weights` what part each
-    has. `phase_weight` is w: 1 by the derivation, more where long waits are overestimated. `trust` is how much of a
-    probability to believe. The defaults are the best found on the demo model's routing, on other texts than reported.
-
+    p is a mixture of decaying averages of past use: `half_lives_tokens` are their half-lives, `weights` their
+    shares. `phase_weight` is w: 1 by the derivation, more where long waits are overestimated. `trust` scales the
+    probabilities. The defaults are the best found on the demo model's routing, on other texts than reported.
     """
 
     name: ClassVar[str] = "next-use"
@@ -125,10 +124,10 @@ class NextUse:
         np.subtract(1, self._wait, out=self._scores)
         self._scores -= self._ahead[row]
         if self._trust > 0:
-            self._believe(il, row, forecast)
+            self._apply_forecast(il, row, forecast)
         return self._scores
 
-    def _believe(self, il: int, row: int, forecast: Forecast) -> None:
+    def _apply_forecast(self, il: int, row: int, forecast: Forecast) -> None:
         known = [layer for layer in forecast.known() if layer > il]
         if not known:
             return

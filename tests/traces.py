@@ -2,7 +2,7 @@
 
 The state holds what the text is about (its label and its sequence), the token itself, and a part that drifts slowly
 from token to token; it changes a little from layer to layer. So popularity is uneven, labels prefer experts,
-neighbouring tokens share experts, layers tell about each other, and token ids decide a part.
+neighbouring tokens share experts, layers predict each other, and token ids decide a part.
 """
 
 from __future__ import annotations

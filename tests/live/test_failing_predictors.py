@@ -45,7 +45,7 @@ def expected(tiny: TinyModel, reference: Reference) -> Logits:
 class FailingPredictor(Predictor):
     """Predicts `answer(il)`."""
 
-    name: ClassVar[str] = "astray"
+    name: ClassVar[str] = "failing"
 
     def __init__(self, shape: MoeShape, answer: Callable[[MoeShape], Any]) -> None:
         super().__init__(shape, reach=9)
@@ -60,7 +60,7 @@ def fails(shape: MoeShape) -> Any:
     raise IndexError("expert 1000000")
 
 
-ASTRAY: dict[str, Callable[[MoeShape], Any]] = {
+FAILURES: dict[str, Callable[[MoeShape], Any]] = {
     "long": lambda shape: np.ones(shape.n_expert + 1, np.float32),
     "ids": lambda shape: [10**6, -1],
     "nan": lambda shape: np.full(shape.n_expert, np.nan, np.float32),
@@ -69,12 +69,12 @@ ASTRAY: dict[str, Callable[[MoeShape], Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", ASTRAY)
+@pytest.mark.parametrize("kind", FAILURES)
 def test_a_failing_predictor_is_one_warning(own: Own, load: Load, expected: Logits, kind: str) -> None:
-    predictor = FailingPredictor(MoeShape.of(read_layout(own())), ASTRAY[kind])
+    predictor = FailingPredictor(MoeShape.of(read_layout(own())), FAILURES[kind])
     llm = load(own(), policy="lfu", predictor=predictor, prefetch=EAGER, lockstep=True, **TIGHT)
     given = count_scores(llm)
-    with pytest.warns(UserWarning, match="the predictor astray .*; going on without it") as caught:
+    with pytest.warns(UserWarning, match="the predictor failing .*; going on without it") as caught:
         assert np.array_equal(logits_of(llm), expected)
     assert len(caught) == 1
     assert predictor.calls == (2 if kind == "sleeps" else 1)

@@ -37,11 +37,11 @@ def path(own: Own) -> Callable[[str], Path]:
 
     def link(preset: str) -> Path:
         path = own(preset)
-        knowledge = Artifacts(read_layout(path))
+        artifacts = Artifacts(read_layout(path))
         shape = MoeShape.of(read_layout(path))
         table = np.random.default_rng(0).random((len(shape.layers), shape.n_expert), np.float32)
-        file = knowledge.writable_folder() / "popularity.safetensors"
-        save(file, "popularity", knowledge.fingerprint, shape, Weights({"popularity": table}))
+        file = artifacts.writable_folder() / "popularity.safetensors"
+        save(file, "popularity", artifacts.fingerprint, shape, Weights({"popularity": table}))
         return path
 
     return link
@@ -73,9 +73,9 @@ def live(load: Load, path: Path, out: Path, policy: str, predictor: str, n_slots
 
 def simulated(trace: Trace, policy: Policy | str, predictor: str, path: Path, n_slots: int) -> SimResult:
     """The same run without a model."""
-    knowledge = Artifacts(read_layout(path))
-    made = make_policy(policy, trace.shape, knowledge) if isinstance(policy, str) else policy
-    ahead = make_predictor(predictor, trace.shape, knowledge)
+    artifacts = Artifacts(read_layout(path))
+    made = make_policy(policy, trace.shape, artifacts) if isinstance(policy, str) else policy
+    ahead = make_predictor(predictor, trace.shape, artifacts)
     return Simulation(trace, made, ahead, n_slots, SimOptions(sweep=False)).run()
 
 
@@ -95,7 +95,7 @@ def test_a_simulation_counts_what_the_run_counted(
 ) -> None:
     model = path(preset)
     trace = live(load, model, tmp_path / "t", policy, predictor, 22)
-    (model.with_name(model.name + ".moegguf") / "eamc.safetensors").unlink(missing_ok=True)  # what the run learnt
+    (model.with_name(model.name + ".moegguf") / "eamc.safetensors").unlink(missing_ok=True)  # what the run learned
     assert trace.header.settings["events_dropped"] == 0
     assert_equal(trace, simulated(trace, policy, predictor, model, 22))
 

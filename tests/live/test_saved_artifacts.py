@@ -85,7 +85,7 @@ def test_a_collection_is_kept_beside_the_model_and_grows(
     whole = N_NEW * len(llm.layout.layers) * llm.layout.n_expert_used
     assert (
         sorted(eamcs.decode.state.sum(axis=(1, 2)).tolist())[2:] == [whole] * 4
-    )  # two runs ended before the last gate
+    )  # two runs ended before the last event
 
 
 def test_a_model_that_was_only_loaded_keeps_nothing(path: Path, load: Load) -> None:
@@ -188,7 +188,7 @@ def test_a_damaged_file_is_one_warning_and_a_cold_start(
     assert not (beside / "mark").exists()
     if predictor == "eamc":
         assert entries_of(llm).n_entries == 0
-        llm.close()  # and what is learnt now takes its place
+        llm.close()  # which saves a new one in its place
         assert entries_of(load(path, predictor="eamc", **TIGHT)).decode.n_entries == 1
     else:
         assert llm.decisions()["predictor"] == "none"

@@ -157,11 +157,11 @@ def test_a_layout_is_made_from_the_shape_alone() -> None:
 
 
 def test_the_table_comes_in_order_with_the_bound_last() -> None:
-    heard: list[str] = []
+    reported: list[str] = []
     policies = {"lru": lambda: LRU, "lfu-decay": lambda: LFU_DECAY}
-    rows = sweep(TRACE, policies, {"none": lambda: NoPrediction(SMALL)}, [0.25, 0.5], progress=heard.append)  # type: ignore[arg-type]
+    rows = sweep(TRACE, policies, {"none": lambda: NoPrediction(SMALL)}, [0.25, 0.5], progress=reported.append)  # type: ignore[arg-type]
     assert [(row.policy, row.share) for row in rows] == [
         ("lru", 0.25), ("lfu-decay", 0.25), (BELADY, 0.25), ("lru", 0.5), ("lfu-decay", 0.5), (BELADY, 0.5),
     ]  # fmt: skip
     assert [closed_gap(rows, row) for row in rows[:3:2]] == [0.0, 1.0]
-    assert heard[0] == "lru with none in 20 slots"
+    assert reported[0] == "lru with none in 20 slots"

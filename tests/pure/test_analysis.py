@@ -150,8 +150,8 @@ def test_requests_can_be_put_in_another_order() -> None:
     assert turned.sequences() == [5, 0, 2]
     assert set(turned.header.labels) == {0, 2, 5}
     for sequence in (5, 0, 2):
-        one, there = TRACE.select([sequence]), turned.select([sequence])
-        assert same(one, there)
+        original, rearranged = TRACE.select([sequence]), turned.select([sequence])
+        assert same(original, rearranged)
     assert same(TRACE.arranged(TRACE.sequences()), TRACE)
     assert TRACE.arranged([]).n_tokens == 0
 

@@ -72,11 +72,11 @@ def test_beside_the_model_and_in_the_users_folder_by_fingerprint(artifacts: Arti
 
 def test_the_nearest_comes_first(artifacts: Artifacts, tmp_path: Path) -> None:
     assert artifacts.model_folder is not None
-    told = Artifacts(artifacts.layout, folder=tmp_path / "told")
+    with_folder = Artifacts(artifacts.layout, folder=tmp_path / "with_folder")
     last = put(artifacts.user_folder, "x")
-    assert list(told.find("x")) == [last]
-    first, second = put(tmp_path / "told", "x"), put(artifacts.model_folder, "x")
-    assert list(told.find("x")) == [first, second, last]
+    assert list(with_folder.find("x")) == [last]
+    first, second = put(tmp_path / "with_folder", "x"), put(artifacts.model_folder, "x")
+    assert list(with_folder.find("x")) == [first, second, last]
     assert list(artifacts.find("x")) == [second, last]
     assert list(artifacts.find("y")) == []
 

@@ -116,7 +116,7 @@ def test_valid_ids_of_invalid_events_are_used(ids: npt.NDArray[np.int64]) -> Non
 
 
 def hits_by_request(predictor: EamcPredictor, kinds: tuple[int, ...]) -> npt.NDArray[np.float64]:
-    """Share of each request's decode experts among the predicted, one layer ahead; 60 requests of each kind in turn."""
+    """Share of each request's decode experts among the predicted, one layer ahead; 60 requests of each kind."""
     trace = random_trace(n_sequences=120, n_prefill=0, n_decode=12, seed=3, n_labels=2)
     k = trace.shape.n_expert_used
     rates = []

@@ -60,13 +60,13 @@ def test_ids_out_of_range_are_left_out() -> None:
 
 def test_it_beats_chance_where_neighbouring_tokens_share_experts() -> None:
     trace = random_trace()
-    predictor, right, asked = PreviousToken(trace.shape), 0.0, 0
+    predictor, right, total = PreviousToken(trace.shape), 0.0, 0
     for event in trace.events():
         if isinstance(event, Announcement):
             continue
         probabilities = predictor.predict(event.il, 1)
         if event.phase == Phase.DECODE and probabilities is not None:
             right += probabilities[event.expert_ids[0]].sum()
-            asked += event.expert_ids.shape[1]
+            total += event.expert_ids.shape[1]
         predictor.observe(event)
-    assert right / asked > 2 * trace.shape.n_expert_used / trace.shape.n_expert
+    assert right / total > 2 * trace.shape.n_expert_used / trace.shape.n_expert

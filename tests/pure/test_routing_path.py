@@ -43,20 +43,20 @@ def network(seed: int = 0) -> PathNetwork:
     return PathNetwork(SHAPE, Weights(random_arrays(seed)))
 
 
-def predictor() -> RoutingPath:
+def make_predictor() -> RoutingPath:
     return RoutingPath.from_weights(SHAPE, Weights(random_arrays()))
 
 
-def announce(listener: RoutingPath, *tokens: int, sequence: int = 0, phase: Phase = Phase.DECODE) -> None:
-    listener.announce(Announcement(0, sequence, phase, np.array(tokens, np.int32)))
+def announce(predictor: RoutingPath, *tokens: int, sequence: int = 0, phase: Phase = Phase.DECODE) -> None:
+    predictor.announce(Announcement(0, sequence, phase, np.array(tokens, np.int32)))
 
 
 def routed(il: int, n_tokens: int = 1, first_token: int = 0, sequence: int = 0) -> RoutingEvent:
     return RoutingEvent(0, 0, 0, sequence, Phase.DECODE, first_token, il, np.zeros((n_tokens, 1), np.int32))
 
 
-def told(listener: RoutingPath) -> np.ndarray:
-    rows = [listener.predict(il, distance) for distance, il in enumerate(SHAPE.layers, start=1)]
+def predicted_by(predictor: RoutingPath) -> np.ndarray:
+    rows = [predictor.predict(il, distance) for distance, il in enumerate(SHAPE.layers, start=1)]
     assert all(row is not None for row in rows)
     return np.stack(rows)
 
@@ -144,100 +144,100 @@ def test_an_array_that_is_missing_misshapen_or_not_finite_is_refused(name: str) 
 
 
 def test_all_layers_are_predicted_before_the_first_event() -> None:
-    listener = predictor()
-    announce(listener, 2)
+    predictor = make_predictor()
+    announce(predictor, 2)
     expected = 1 / (1 + np.exp(-plain_logits(random_arrays(), np.full(WINDOW, SHAPE.n_vocab), np.array([2]))[0]))
-    np.testing.assert_allclose(told(listener), expected, rtol=1e-3, atol=1e-5)
-    assert listener.predict(2, 1) is None  # no experts there
+    np.testing.assert_allclose(predicted_by(predictor), expected, rtol=1e-3, atol=1e-5)
+    assert predictor.predict(2, 1) is None  # no experts there
 
 
 def test_the_context_is_what_came_before_in_the_request() -> None:
-    listener, tokens = predictor(), [2, 0, 4, 4, 1, 3]
+    predictor, tokens = make_predictor(), [2, 0, 4, 4, 1, 3]
     for token in tokens:
-        announce(listener, token)
+        announce(predictor, token)
         for il in SHAPE.layers:
-            listener.observe(routed(il))
+            predictor.observe(routed(il))
     padded = np.array([5] * WINDOW + tokens)  # the sixth token is the second one of the second chunk
     logits = plain_logits(random_arrays(), padded[CHUNK : CHUNK + WINDOW], padded[CHUNK + WINDOW :])[-1]
-    np.testing.assert_allclose(told(listener), 1 / (1 + np.exp(-logits)), rtol=1e-3, atol=1e-5)
+    np.testing.assert_allclose(predicted_by(predictor), 1 / (1 + np.exp(-logits)), rtol=1e-3, atol=1e-5)
 
 
 def test_it_does_not_matter_when_the_encoder_ran() -> None:
-    early, late = predictor(), predictor()
+    early, late = make_predictor(), make_predictor()
     for token in [2, 0, 4, 4, 1, 3, 0, 0, 1]:
         announce(early, token)
         announce(late, token)
         early.observe(routed(SHAPE.layers[-1]))
-        assert np.array_equal(told(early), told(late))
+        assert np.array_equal(predicted_by(early), predicted_by(late))
 
 
 def test_a_new_request_clears_the_state() -> None:
-    used, fresh = predictor(), predictor()
+    used, fresh = make_predictor(), make_predictor()
     for token in (1, 2, 3):
         announce(used, token)
     announce(used, 4, sequence=1)
     announce(fresh, 4, sequence=1)
-    assert np.array_equal(told(used), told(fresh))
+    assert np.array_equal(predicted_by(used), predicted_by(fresh))
 
 
 def test_a_prompt_uses_what_any_of_its_tokens_uses() -> None:
-    listener = predictor()
-    announce(listener, 2, 0, 4, phase=Phase.PREFILL)
+    predictor = make_predictor()
+    announce(predictor, 2, 0, 4, phase=Phase.PREFILL)
     logits = plain_logits(random_arrays(), np.full(WINDOW, SHAPE.n_vocab), np.array([2, 0, 4]))
     any_of_them = 1 - np.prod(1 - 1 / (1 + np.exp(-logits)), axis=0)
-    np.testing.assert_allclose(told(listener), any_of_them, rtol=1e-3, atol=1e-5)
+    np.testing.assert_allclose(predicted_by(predictor), any_of_them, rtol=1e-3, atol=1e-5)
 
 
 def test_a_long_prompt_is_predicted_pass_by_pass() -> None:
-    listener = predictor()
+    predictor = make_predictor()
     tokens = [2, 0, 4, 4, 1, 3, 0, 0]
-    announce(listener, *tokens, phase=Phase.PREFILL)
-    whole = told(listener)
-    listener.observe(routed(1, n_tokens=4, first_token=0))
-    first = told(listener)
-    listener.observe(routed(1, n_tokens=4, first_token=4))
-    second = told(listener)
+    announce(predictor, *tokens, phase=Phase.PREFILL)
+    whole = predicted_by(predictor)
+    predictor.observe(routed(1, n_tokens=4, first_token=0))
+    first = predicted_by(predictor)
+    predictor.observe(routed(1, n_tokens=4, first_token=4))
+    second = predicted_by(predictor)
     np.testing.assert_allclose(1 - (1 - first) * (1 - second), whole, rtol=1e-3)
-    alone = predictor()
+    alone = make_predictor()
     announce(alone, *tokens[:4], phase=Phase.PREFILL)
-    np.testing.assert_allclose(first, told(alone), rtol=1e-4)
+    np.testing.assert_allclose(first, predicted_by(alone), rtol=1e-4)
 
 
 def test_after_a_prompt_the_next_token_sees_its_end() -> None:
-    listener = predictor()
-    announce(listener, 2, 0, 4, 4, 1, 3, 0, phase=Phase.PREFILL)
-    announce(listener, 1)
+    predictor = make_predictor()
+    announce(predictor, 2, 0, 4, 4, 1, 3, 0, phase=Phase.PREFILL)
+    announce(predictor, 1)
     logits = plain_logits(random_arrays(), np.array([0, 4, 4, 1, 3, 0]), np.array([1]))[0]
-    np.testing.assert_allclose(told(listener), 1 / (1 + np.exp(-logits)), rtol=1e-3, atol=1e-5)
+    np.testing.assert_allclose(predicted_by(predictor), 1 / (1 + np.exp(-logits)), rtol=1e-3, atol=1e-5)
 
 
 def test_a_prompt_of_any_length_is_read_in_bounded_work() -> None:
-    listener = predictor()
+    predictor = make_predictor()
     read = []
-    decode = listener.network.decode
-    listener.network.decode = lambda tokens, *rest: read.append(tokens.size) or decode(tokens, *rest)  # type: ignore
-    announce(listener, *([3, 1] * 500), phase=Phase.PREFILL)
+    decode = predictor.network.decode
+    predictor.network.decode = lambda tokens, *rest: read.append(tokens.size) or decode(tokens, *rest)  # type: ignore
+    announce(predictor, *([3, 1] * 500), phase=Phase.PREFILL)
     assert read == [PROMPT_CHUNKS * CHUNK]
-    assert ((told(listener) > 0) & (told(listener) <= 1)).all()
+    assert ((predicted_by(predictor) > 0) & (predicted_by(predictor) <= 1)).all()
 
 
 def test_no_prediction_for_a_pass_that_was_not_announced() -> None:
-    listener = predictor()
-    announce(listener, 2)
-    listener.observe(routed(1, first_token=-1))
-    assert listener.predict(3, 1) is None
-    announce(listener, 2)
-    listener.observe(routed(1, sequence=7))
-    assert listener.predict(3, 1) is None
+    predictor = make_predictor()
+    announce(predictor, 2)
+    predictor.observe(routed(1, first_token=-1))
+    assert predictor.predict(3, 1) is None
+    announce(predictor, 2)
+    predictor.observe(routed(1, sequence=7))
+    assert predictor.predict(3, 1) is None
 
 
 @pytest.mark.parametrize("tokens", [(), (-1,), (5,), (1, -1, 2), (1, 2**31 - 1)])
 def test_no_prediction_for_tokens_outside_the_vocabulary(tokens: tuple[int, ...]) -> None:
-    listener = predictor()
-    announce(listener, 1)
-    announce(listener, *tokens)
-    assert listener.predict(1, 1) is None
+    predictor = make_predictor()
+    announce(predictor, 1)
+    announce(predictor, *tokens)
+    assert predictor.predict(1, 1) is None
     for il in SHAPE.layers:
-        listener.observe(routed(il))
-    announce(listener, 2)
-    assert told(listener).shape == (2, SHAPE.n_expert)
+        predictor.observe(routed(il))
+    announce(predictor, 2)
+    assert predicted_by(predictor).shape == (2, SHAPE.n_expert)

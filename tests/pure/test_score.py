@@ -39,7 +39,7 @@ def test_a_perfect_predictor_scores_one_by_every_definition(distance: int) -> No
 def test_one_right_of_two_is_half_accurate_never_wholly_right_and_always_partly() -> None:
     figures = only(cyclic(), Oracle(cyclic(), n_wrong=1))
     assert (figures.accuracy, figures.top_k_hit, figures.at_least_one) == (0.5, 0, 1)
-    assert figures.precision == (1, 0.5, 0.5, 0.5)  # it names two experts, however many are asked for
+    assert figures.precision == (1, 0.5, 0.5, 0.5)  # it predicts two experts, however many are requested
     assert figures.recall == (0.5, 0.5, 0.5, 0.5)
     assert figures.moved_per_useful[:2] == (1, 2)
 
@@ -59,7 +59,7 @@ def test_a_missing_prediction_lowers_coverage_and_no_other_figure(answer: np.nda
 def test_out_of_reach_is_no_prediction_and_early_layers_fall_back_to_the_first_layer() -> None:
     trace = cyclic()
     table = score(trace, [Oracle(trace, reach=2)], [3]).scores[0]
-    # Three layers before layer 2 or 3 there is no gate: those are asked after layer 1, one and two layers ahead.
+    # Three layers before layer 2 or 3 there is no event: those are predicted after layer 1, one and two layers ahead.
     assert {il: figures.coverage for il, figures in table.layers[3].items()} == {1: 1, 2: 1, 3: 1, 4: 0}
     assert table.means[3].coverage == pytest.approx(2 / 3)
     assert table.means[3].accuracy == 1
@@ -92,7 +92,7 @@ def test_without_a_link_there_are_no_time_figures() -> None:
 
 
 def test_only_what_a_cache_lacks_is_moved() -> None:
-    # Token t uses t and t + 1: at two resident experts a layer, one of them is still there from the token before.
+    # Token t uses t and t + 1: at two resident experts a layer, one of them is still resident from the token before.
     table = score(cyclic(), [Oracle(cyclic(), n_wrong=1)], [1], lru_share=0.25).scores[0].means[1]
     # The right one it names is t (resident), the wrong one is not: everything it moves is useless.
     assert table.missing_moved_per_useful[1] is None

@@ -49,7 +49,7 @@ def test_the_fresh_gate_predicts_at_distance_0_only() -> None:
 
 
 @pytest.mark.parametrize(
-    "strange",
+    "invalid",
     [
         routed(1, None),
         routed(1, [[1, 2, 3, 4], [1, 2, 3, 4]]),
@@ -59,11 +59,11 @@ def test_the_fresh_gate_predicts_at_distance_0_only() -> None:
         routed(99, [[1, 2, 3, 4]]),
     ],
 )
-def test_no_prediction_after_invalid_events(strange: RoutingEvent) -> None:
+def test_no_prediction_after_invalid_events(invalid: RoutingEvent) -> None:
     skip = Skip(SHAPE, routers(SHAPE, np.ones((2, 4, 4), np.float32)))
     skip.observe(routed(1, [[1, 2, 3, 4]]))
     assert skip.predict(3, 1) is not None
-    skip.observe(strange)
+    skip.observe(invalid)
     assert skip.predict(3, 1) is None
 
 

@@ -164,7 +164,7 @@ def test_synthetic_traces_have_their_structure() -> None:
     noise = random_trace(n_sequences=8, n_decode=100, seed=5, structure=0).decode()
     assert reuse(trace) > 2 * reuse(noise)
     assert label_distance(trace) > 2 * label_distance(noise), "labels prefer experts"
-    assert information(trace) > 3 * information(noise), "a layer tells about the next"
+    assert information(trace) > 3 * information(noise), "a layer predicts the next"
     assert token_agreement(trace) > 1.5 * token_agreement(noise), "the token decides a part"
 
 
