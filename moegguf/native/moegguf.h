@@ -21,8 +21,8 @@
 //
 // Threads
 //   compute thread(s): moegguf_eval, moegguf_abort. Allocation-free once warm. Take the store's lock briefly where
-//   slots
-//                      are pinned or waited for; a layer of a resident pool and matrices that are there need none.
+//                      slots are pinned or waited for, and not for a layer of a resident pool or for matrices that
+//                      are there.
 //   reader threads   : pread into staging, write into slots. Never call out.
 //   event thread     : calls the listener's callbacks. The only thread that enters foreign code.
 //   any thread       : everything else below, unless it says otherwise. Counters are read without the lock, so figures
@@ -273,7 +273,7 @@ MOEGGUF_API int moegguf_store_residency(moegguf_store * store, uint8_t * map,
 // tokens in a resident pool are known only while watched, which costs them their short cut.
 MOEGGUF_API int moegguf_store_activity(moegguf_store * store, uint32_t * uses, uint32_t * loads, size_t n);
 MOEGGUF_API int moegguf_store_watch(moegguf_store * store, int on);
-// The policy starts with what it knows of nothing; NULL: "lru". Passes of more tokens may be left to recency.
+// The policy starts anew, with nothing counted; NULL: "lru". Passes of more than one token may be left to recency.
 MOEGGUF_API int moegguf_store_set_policy(moegguf_store * store, const struct moegguf_policy * policy);
 MOEGGUF_API const char * moegguf_policy_name(int32_t index); // NULL behind the last one
 // Feeds the policy "scores", which comes before the chosen one while a table is set: [n_layer][max n_expert], the

@@ -99,7 +99,7 @@ def _residency(event: library.ResidencyEvent) -> Residency:
 
 
 def policy_names() -> list[str]:
-    """The eviction policies that `Store.set_policy` knows."""
+    """The eviction policies that `Store.set_policy` takes."""
     names: list[str] = []
     while name := library.load().moegguf_policy_name(len(names)):
         names.append(name.decode())
@@ -121,9 +121,9 @@ def matrices_of(layout: ExpertLayout) -> Any:
 class Store:
     """n_slots experts of `layout` in fast memory.
 
-    Raises AllocationError when the device has no room, ExpertIOError when a shard cannot be opened, OptionError for an
-    option out of range. Close it after the models and contexts that use it. Every method raises ClosedError after
-    close(), and ForkError in a child process.
+    Raises AllocationError when the device has no free memory, ExpertIOError when a shard cannot be opened, OptionError
+    for an option out of range. Close it after the models and contexts that use it. Every method raises ClosedError
+    after close(), and ForkError in a child process.
     """
 
     def __init__(self, layout: ExpertLayout, n_slots: int, options: StoreOptions = StoreOptions()) -> None:
@@ -227,7 +227,7 @@ class Store:
         check(self._library.moegguf_store_set_forecast(self.handle, table.ctypes.data, mask.ctypes.data, table.size))
 
     def set_policy(self, name: str = "lru", **parameters: float | Sequence[float]) -> None:
-        """Evicts by the policy of this name from now on; see `policy_names`. It starts with what it knows of nothing.
+        """Evicts by the policy of this name from now on; see `policy_names`. It starts anew.
 
         A score table in force comes before. Raises OptionError for an unknown name or parameter, or a value out of
         range; the policy before then stays.

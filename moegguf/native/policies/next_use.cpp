@@ -104,13 +104,17 @@ bool NextUse::on_routing(int il, const int32_t * expert_ids, int n_expert_used, 
     for (FadingAverage & average : average_) {
         average.count(il, expert_ids, n_expert_used, n_tokens);
     }
-    const int first = layout_.key(il, 0), n_expert = layout_.layers[il].n_expert;
-    for (int key = first; key < first + n_expert; key++) {
-        float used = 0.0f;
-        for (size_t i = 0; i < average_.size(); i++) {
-            used += weight_[i] * average_[i][key];
+    float * wait = &wait_[layout_.key(il, 0)];
+    const int n_expert = layout_.layers[il].n_expert;
+    std::fill_n(wait, n_expert, 0.0f);
+    for (size_t i = 0; i < average_.size(); i++) { // wait: the part of the tokens that use the expert ...
+        const float * average = average_[i].row(il);
+        for (int expert = 0; expert < n_expert; expert++) {
+            wait[expert] += weight_[i] * average[expert];
         }
-        wait_[key] = 1.0f / std::max(used, least_use);
+    }
+    for (int expert = 0; expert < n_expert; expert++) { // ... and what follows from it
+        wait[expert] = 1.0f / std::max(wait[expert], least_use);
     }
     renew_scores(il);
     return true;
