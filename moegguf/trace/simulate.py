@@ -16,13 +16,13 @@ from moegguf.controller.controller import ActingOptions, Controller, build_contr
 from moegguf.controller.policies.base import AnyPolicy
 from moegguf.controller.predictors.base import Predictor
 from moegguf.controller.prefetch import PrefetchOptions
-from moegguf.controller.replay import parts
 from moegguf.controller.shape import MoeShape
 from moegguf.errors import OptionError
 from moegguf.gguf.experts import ExpertLayout, ExpertMatrix, Kind, MoeLayer
 from moegguf.gguf.hparams import Hparams
 from moegguf.native.events import Announcement, Phase
 from moegguf.native.store import Lane, Store, StoreOptions
+from moegguf.trace.replay import parts
 from moegguf.trace.trace import Trace
 
 GGML_TYPE_I8 = 24  # one byte per value: an expert of any size is one row

@@ -10,17 +10,17 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from fake_model import Q4_K, Q6_K, FakeModel, Open, make_model
+from moegguf.controller.policies.lru import Lru
 from traces import SMALL, random_trace
 
-from moegguf.controller.policies.lru import Lru
 from moegguf.controller.predictors.base import NoPrediction
-from moegguf.controller.replay import MOST_TOKENS, parts
 from moegguf.engine.plan import slot_strides
 from moegguf.errors import GenerationCancelled, MoeggufError, OptionError
 from moegguf.native import library
 from moegguf.native.events import RoutingEvent
 from moegguf.native.store import policy_names
 from moegguf.native.strides import slot_sizes
+from moegguf.trace.replay import MOST_TOKENS, parts
 from moegguf.trace.simulate import SimOptions, Simulation
 
 Events = list[tuple[int, npt.NDArray[np.int32]]]
