@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from moegguf.controller.shape import MoeShape
-from moegguf.native.store import Lane, Store, StoreOptions, policy_names
+from moegguf.native.store import Lane, Store, StoreOptions, native_policies
 from moegguf.trace.simulate import layout_of
 
 OPTIONS = StoreOptions(repack=False, fill=False, simulate=True, sweep=False)
@@ -101,7 +101,7 @@ def main() -> None:
     bench = Bench(shape, args.slots, args.events)
     print(f"{args.slots} slots, {args.layers} layers of {args.experts} experts, {args.used} per token")
     print(f"{'policy':18} {'miss, free slot':>16} {'miss, eviction':>16} {'an eviction':>12} {'1e6 lookups':>12}")
-    for policy in (*policy_names(), ALL):
+    for policy in (*native_policies(), "scores", ALL):
         free, full = bench.eviction(policy)
         million = f"{bench.replay(policy):>10.2f} s" if policy != ALL else ""
         print(f"{policy:18} {free:>13.2f} µs {full:>13.2f} µs {full - free:>9.2f} µs {million}")

@@ -14,7 +14,7 @@ import pytest
 from commanding import Command, TinyModel, environment
 
 from moegguf.cli.app import main
-from moegguf.controller.policies import POLICIES
+from moegguf.controller.policies import policy_names
 from moegguf.trace.format import read
 from moegguf.trace.trace import Trace
 
@@ -85,7 +85,7 @@ def test_hit_rates_of_every_policy_fit_a_narrow_terminal(moegguf: Command, recor
     assert not any(line.endswith(" ") for line in lines)
     names = [line.split()[0] for line in lines[2 : lines.index("")]]
     assert names[0] == "lru" and names[-1] == "belady"
-    assert set(names[:-1]) <= set(POLICIES)
+    assert set(names[:-1]) <= set(policy_names())
     assert f"4 of 4 requests with {trace.decode().n_tokens} of {trace.decode().n_tokens} decoded tokens" in done.stdout
 
 

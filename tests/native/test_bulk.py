@@ -10,15 +10,15 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from fake_model import Q4_K, Q6_K, FakeModel, Open, make_model
-from moegguf.controller.policies.lru import Lru
 from traces import SMALL, random_trace
 
+from moegguf.controller.policies.base import LRU
 from moegguf.controller.predictors.base import NoPrediction
 from moegguf.engine.plan import slot_strides
 from moegguf.errors import GenerationCancelled, MoeggufError, OptionError
 from moegguf.native import library
 from moegguf.native.events import RoutingEvent
-from moegguf.native.store import policy_names
+from moegguf.native.store import native_policies
 from moegguf.native.strides import slot_sizes
 from moegguf.trace.replay import MOST_TOKENS, parts
 from moegguf.trace.simulate import SimOptions, Simulation
@@ -138,7 +138,7 @@ def test_the_parts_of_a_trace_are_its_events() -> None:
 
 def test_progress_is_reported_before_every_part() -> None:
     trace, seen = random_trace(n_sequences=2, n_prefill=6, n_decode=20), list[int]()
-    Simulation(trace, Lru(), NoPrediction(SMALL), 24, SimOptions()).run(seen.append)
+    Simulation(trace, LRU, NoPrediction(SMALL), 24, SimOptions()).run(seen.append)
     assert seen == [part.first_pass for part in parts(trace)]
 
 
@@ -166,10 +166,12 @@ def test_sizes_of_matrices_that_cannot_be_are_refused() -> None:
 
 
 def test_policies_have_names(fake: FakeModel, open_store: Open) -> None:
-    assert policy_names() == ["lru", "decayed-frequency", "next-use", "scores"]
-    assert library.load().moegguf_policy_name(-1) is None
+    assert {name: policy.takes_forecast for name, policy in native_policies().items()} == {
+        "lru": False, "lfu-decay": False, "next-use": True
+    }  # fmt: skip
+    assert library.load().moegguf_policy_name(-1, None) is None
     store, lane = open_store(fake, 9)
-    for name in policy_names():
+    for name in [*native_policies(), "scores"]:
         store.set_policy(name)
         lane.replay(*columns(events(10)))
     store.set_policy()

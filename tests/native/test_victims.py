@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moegguf.controller.shape import MoeShape
-from moegguf.native.store import Lane, Store, StoreOptions, policy_names
+from moegguf.native.store import Lane, Store, StoreOptions, native_policies
 from moegguf.trace.simulate import layout_of
 
 Float32s = npt.NDArray[np.float32]
@@ -22,7 +22,7 @@ ZERO, ONE, LEAST = np.float32(0), np.float32(1), np.float32(1e-4)
 # Halves are exact in any arithmetic.
 PARAMETERS: dict[str, dict[str, Any]] = {
     "next-use": {"half_lives_tokens": 1.0, "weights": 1.0, "phase_weight": 1.0},
-    "decayed-frequency": {"half_life_tokens": 1.0},
+    "lfu-decay": {"half_life_tokens": 1.0},
 }
 
 
@@ -174,14 +174,14 @@ def disturb(rng: np.random.Generator, store: Store, scan: Scan, shape: MoeShape)
         store.prefetch([expert[0]], [expert[1]])
         store.drain(1)
         scan.prefetch(expert)
-    logprob = rng.random()
-    if logprob < 0.1:
+    draw = rng.random()
+    if draw < 0.1:
         scan.scores = rng.integers(0, 4, shape.table).astype(np.float32) if rng.random() < 0.6 else None
         store.set_scores(scan.scores)
-    elif logprob < 0.13:
-        scan.set_policy(str(rng.choice(policy_names())))
+    elif draw < 0.13:
+        scan.set_policy(str(rng.choice([*native_policies(), "scores"])))
         store.set_policy(scan.policy, **PARAMETERS.get(scan.policy, {}))
-    elif logprob < 0.16:
+    elif draw < 0.16:
         scan.resize_to = int(rng.integers(shape.n_expert_used, len(scan.slots) + 1))
         store.resize(scan.resize_to)
 
@@ -200,7 +200,7 @@ def compare(seed: int, policy: str, store: Store, lane: Lane, scan: Scan, shape:
     assert store.counters()["evictions"] == scan.evictions
 
 
-@pytest.mark.parametrize("policy", ["lru", "decayed-frequency", "next-use", "scores"])
+@pytest.mark.parametrize("policy", ["lru", "lfu-decay", "next-use", "scores"])
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 1 << 32), n_layer=st.integers(1, 5), n_expert=st.integers(2, 9), data=st.data())
 def test_the_same_slots_as_a_scan_over_all(

@@ -10,7 +10,7 @@ import pytest
 from reference_policies import LEAST, LfuDecay, Lru, NextUse, Rates
 
 from moegguf.controller.history import History
-from moegguf.controller.policies import POLICIES, make_policy
+from moegguf.controller.policies import PYTHON_POLICIES, make_policy
 from moegguf.controller.policies.base import Policy
 from moegguf.controller.policies.least_stale import LeastStale
 from moegguf.controller.policies.lfu import Lfu, LfuRequest
@@ -148,9 +148,9 @@ def test_next_use_by_hand() -> None:
     history = History(TWO)
     scores = tell(policy, history, story([0, 1, 1]))
     assert scores is not None
-    logprobs = {0: 0.125, 1: 0.75}
-    for expert, logprob in logprobs.items():  # layer 1 comes again after layer 2: one gate of two later
-        assert scores[1, expert] == pytest.approx(-(1 / logprob - 1 + 1 / 2), rel=1e-5)
+    shares = {0: 0.125, 1: 0.75}
+    for expert, share in shares.items():  # layer 1 comes again after layer 2: one gate of two later
+        assert scores[1, expert] == pytest.approx(-(1 / share - 1 + 1 / 2), rel=1e-5)
     assert scores[1, 3] == pytest.approx(-(1 / LEAST - 1 + 1 / 2))
     assert scores[2, 0] == pytest.approx(-(1 / LEAST - 1 + 1))  # the next gate's own layer: not before the next pass
 
@@ -172,7 +172,7 @@ def test_next_use_gives_up_the_rare_before_the_far() -> None:
 
 @pytest.mark.parametrize("name", ["lfu", "lfu-request", "random", "least-stale", "locality"])
 def test_policies_do_without_prediction_and_answer_in_shape(name: str) -> None:
-    history, policy = History(TWO), POLICIES[name](TWO, NoSources())
+    history, policy = History(TWO), PYTHON_POLICIES[name](TWO, NoSources())
     assert isinstance(policy, Policy)
     scores = tell(policy, history, [gate(0, 1, [0, 3], phase=Phase.PREFILL), gate(1, 1, [1]), gate(1, 2, [2])])
     assert scores is not None
@@ -182,7 +182,7 @@ def test_policies_do_without_prediction_and_answer_in_shape(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["lru", "lfu-decay", "next-use"])
 def test_native_policies_are_names_that_the_store_carries_out(name: str) -> None:
-    policy = POLICIES[name](TWO, NoSources())
+    policy = make_policy(name, TWO, NoSources())
     assert isinstance(policy, NativePolicy) and not isinstance(policy, Policy)
     assert policy.name == name
     assert policy.takes_forecast == (name == "next-use")
@@ -204,7 +204,7 @@ class NoSources:
 
 
 def test_names_and_what_is_missing() -> None:
-    for name in POLICIES.keys() - {"static"}:
+    for name in PYTHON_POLICIES.keys() - {"static"}:
         assert getattr(make_policy(name, TWO, NoSources()), "name", "") == name
     with pytest.raises(OptionError, match="'static' needs"):
         make_policy("static", TWO, NoSources())

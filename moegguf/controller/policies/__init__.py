@@ -15,7 +15,7 @@ from moegguf.controller.predictors import Sources
 from moegguf.controller.shape import MoeShape
 from moegguf.controller.weights import load
 from moegguf.errors import OptionError
-from moegguf.native.events import NativePolicy
+from moegguf.native.store import native_policies
 
 Make = Callable[[MoeShape, Sources], AnyPolicy]
 
@@ -39,23 +39,27 @@ def _static(shape: MoeShape, sources: Sources) -> AnyPolicy:
     )
 
 
-POLICIES: dict[str, Make] = {
-    "lru": lambda shape, sources: LRU,
+PYTHON_POLICIES: dict[str, Make] = {
     "lfu": lambda shape, sources: Lfu(),
     "lfu-request": lambda shape, sources: LfuRequest(shape),
-    "lfu-decay": lambda shape, sources: NativePolicy("lfu-decay"),
     "static": _static,
     "random": lambda shape, sources: Random(shape),
     "least-stale": lambda shape, sources: LeastStale(shape),
     "locality": lambda shape, sources: Locality(shape),
     "sparsity": lambda shape, sources: SparsityAware(shape, sources.collection(shape)),
-    "next-use": lambda shape, sources: NativePolicy("next-use", takes_forecast=True),
 }
+
+
+def policy_names() -> list[str]:
+    """All policies by name: those of the store, then those in Python."""
+    return [*native_policies(), *PYTHON_POLICIES]
 
 
 def make_policy(name: str, shape: MoeShape, sources: Sources) -> AnyPolicy:
     """The policy of this name for a model. Raises OptionError for an unknown name, or a profile that does not exist."""
-    make = POLICIES.get(name)
+    if native := native_policies().get(name):
+        return native
+    make = PYTHON_POLICIES.get(name)
     if make is None:
-        raise OptionError(f"there is no policy {name!r}; known are {', '.join(POLICIES)}.")
+        raise OptionError(f"there is no policy {name!r}; known are {', '.join(policy_names())}.")
     return make(shape, sources)

@@ -28,6 +28,7 @@ class DecayedFrequency final : public EvictionPolicy {
 extern const PolicyType decayed_frequency_policy;
 const PolicyType decayed_frequency_policy = {
     "lfu-decay",
+    0,
     [] { return std::vector<const char *>{"half_life_tokens"}; },
     [](const Layout & layout, const Parameters & given) -> std::unique_ptr<EvictionPolicy> {
         return std::make_unique<DecayedFrequency>(layout, given);

@@ -72,12 +72,13 @@ class Parameters {
 
 struct PolicyType {
     const char * name;
+    uint32_t traits;                           // enum moegguf_policy_trait
     std::vector<const char *> (*parameters)(); // their names
     std::unique_ptr<EvictionPolicy> (*make)(const Layout & layout, const Parameters & parameters);
 };
 
 // The policy of that name. Throws Error(INVALID) for an unknown name, an unknown parameter or a value out of range.
 std::unique_ptr<EvictionPolicy> make_policy(const Layout & layout, const moegguf_policy & chosen);
-const char * policy_name(int index); // nullptr behind the last one
+const PolicyType * policy_at(int index); // nullptr behind the last one
 
 } // namespace moegguf

@@ -89,8 +89,8 @@ std::unique_ptr<EvictionPolicy> make_policy(const Layout & layout, const moegguf
     return type.make(layout, parameters);
 }
 
-const char * policy_name(int index) {
-    return index >= 0 && index < (int)std::size(types) ? types[index]->name : nullptr;
+const PolicyType * policy_at(int index) {
+    return index >= 0 && index < (int)std::size(types) ? types[index] : nullptr;
 }
 
 } // namespace moegguf
