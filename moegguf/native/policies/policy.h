@@ -44,7 +44,8 @@ class EvictionPolicy {
         return false;
     }
 
-    // The expert was looked up, given a slot, or lost it. These may change the score of this expert only.
+    // The expert was given a slot, used (a routing event chose it; right after on_load where it was missing), or lost
+    // its slot. These may change the score of this expert only. A new policy gets on_load for all that is resident.
     virtual void on_use(int il, int expert) { (void)il, (void)expert; }
     virtual void on_load(int il, int expert) { (void)il, (void)expert; }
     virtual void on_evict(int il, int expert) { (void)il, (void)expert; }
