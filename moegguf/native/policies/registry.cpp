@@ -8,6 +8,7 @@
     _(lru)                  \
     _(decayed_frequency)    \
     _(next_use)             \
+    _(slru)                 \
     _(score_table)
 
 namespace moegguf {
