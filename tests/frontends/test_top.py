@@ -140,7 +140,7 @@ def test_state_rows_are_a_digit_per_expert() -> None:
 
 def serve(pool: FakePool) -> Any:
     app = Starlette(routes=live.routes, exception_handlers=HANDLERS)
-    app.state.pool, app.state.catalog, app.state.ending = pool, pool.catalog, threading.Event()
+    app.state.manager, app.state.catalog, app.state.ending = pool, pool.catalog, threading.Event()
     return running(app)
 
 
