@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from commanding import Command, environment
+from command_line import Command, environment
 from servers import Server, serving
 
 

@@ -1,6 +1,6 @@
 """`moegguf` whose model says what it is asked to: for tests of the screen, where every word has to be known.
 
-`think: WORDS|TEXT` thinks first; `slowly WORDS` says them again and again, `stubborn WORDS` too and then cannot be
+`think: WORDS|TEXT` check_thinking first; `slowly WORDS` says them again and again, `stubborn WORDS` too and then cannot be
 stopped; `fail` ends in a fault; `messages` and `settings` say what the model was asked; the rest is said again.
 """
 

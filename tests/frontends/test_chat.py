@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from chatting import ANSWER, QUESTION, demo_chat
-from commanding import TinyModel
+from chat_terminal import ANSWER, QUESTION, demo_chat
+from command_line import TinyModel
 from terminal import Terminal, control
 
 

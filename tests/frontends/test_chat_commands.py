@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chatting import echo_chat
+from chat_terminal import echo_chat
 from terminal import ENTER, Terminal
 
-from moegguf.chat.parameters import opening_with, parse_parameter
+from moegguf.chat.parameters import load_options_with, parse_parameter
 from moegguf.errors import MoeggufError
 from moegguf.generate.options import sampling_with
 from moegguf.generate.request import Sampling
-from moegguf.terminal.loading import OpenOptions
+from moegguf.terminal.loading import LoadOptions
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +178,7 @@ def test_values_that_parameters_do_not_take(name: str, word: str) -> None:
 def test_what_parameters_mean() -> None:
     parameters = {"seed": -1, "num_predict": 9, "stop": ["x"], "num_ctx": 512, "numa": True, "top_k": 3}
     assert sampling_with(Sampling(seed=4), parameters) == Sampling(max_tokens=9, stop=("x",), top_k=3)
-    options = OpenOptions(expert_cache="50%", threads=2)
-    assert opening_with(options, parameters) == OpenOptions(expert_cache="50%", threads=2, ctx=512)
-    assert opening_with(options, {"num_thread": 0, "num_gpu": -1}) == OpenOptions(expert_cache="50%")
-    assert opening_with(options, {"num_gpu": 0}).gpu_layers == 0
+    options = LoadOptions(expert_cache="50%", threads=2)
+    assert load_options_with(options, parameters) == LoadOptions(expert_cache="50%", threads=2, ctx=512)
+    assert load_options_with(options, {"num_thread": 0, "num_gpu": -1}) == LoadOptions(expert_cache="50%")
+    assert load_options_with(options, {"num_gpu": 0}).gpu_layers == 0

@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from chatting import ECHO, echo_chat
-from commanding import environment
+from chat_terminal import ECHO, echo_chat
+from command_line import environment
 from terminal import ENTER, Terminal, control
 
 SMALL_ECHO = f"{sys.executable} {ECHO} run demo -t 1 -c 512 --expert-cache 50%"

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from commanding import Command, TinyModel, environment
+from command_line import Command, TinyModel, environment
 
 from moegguf.native.library import ABI_VERSION
 

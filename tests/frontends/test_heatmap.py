@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from moegguf.terminal.heatmap import LEGEND, heatmap, joined, legend
+from moegguf.terminal.heatmap import LEGEND, group_size, heatmap, legend
 
 NONE = np.zeros((2, 6), np.uint8)
 STATE = np.array([[0, 1, 2, 2, 2, 0], [0, 0, 0, 0, 0, 0]], np.uint8)
@@ -29,7 +29,7 @@ def test_experts_share_letters_where_the_terminal_is_narrow() -> None:
     uses[0, 8] = 1
     state[0, 24] = 1
     uses[0, 40] = 1
-    assert joined(64, 8) == 8
+    assert group_size(64, 8) == 8
     assert rows(state, uses, uses * 0, [0], width=10) == ["0 ▒▓·~·○··"]
     state[0, 1:8] = 0
     assert rows(state, uses, uses * 0, [0], width=10) == ["0 ░▓·~·○··"]

@@ -9,7 +9,7 @@ from pathlib import Path
 from subprocess import CompletedProcess
 
 import pytest
-from commanding import Command, TinyModel
+from command_line import Command, TinyModel
 from fake_hub import FakeHub, running_hub
 from servers import Server, serving
 

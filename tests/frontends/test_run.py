@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 
 import pytest
-from chatting import ANSWER, ECHO, QUESTION
-from commanding import Command, TinyModel, environment
+from chat_terminal import ANSWER, ECHO, QUESTION
+from command_line import Command, TinyModel, environment
 from fake_hub import FakeHub
 from servers import Server
 from terminal import Terminal, control

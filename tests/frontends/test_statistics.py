@@ -8,7 +8,7 @@ import pytest
 
 from moegguf.engine.stats import Stats
 from moegguf.generate.request import Timing
-from moegguf.terminal.statistics import decision_lines, duration, statistics, totals
+from moegguf.terminal.statistics import duration, policy_lines, statistics, total_lines
 
 
 @pytest.mark.parametrize(
@@ -60,8 +60,8 @@ def test_ours_come_after_ollamas() -> None:
 
 
 def test_totals_since_the_model_was_loaded() -> None:
-    assert totals(Stats()) == []
-    assert totals(WHOLE) == [
+    assert total_lines(Stats()) == []
+    assert total_lines(WHOLE) == [
         "since load:           12 token(s) read and written",
         "hit rate:             ram 75.0% on its way 5.0% disk 20.0% of 200 lookups",
         "moved:                45.00 MB from disk",
@@ -79,7 +79,7 @@ DECIDED: dict[str, Any] = {
 
 def test_who_decided_what_stays() -> None:
     stats = Stats(prefetch_started=57, prefetch_useful=24)
-    assert decision_lines(DECIDED, stats) == [
+    assert policy_lines(DECIDED, stats) == [
         ("policy", "next-use"),
         ("predictor", "skip"),
         ("prefetch", "on, 24 of 57 used"),
@@ -89,17 +89,17 @@ def test_who_decided_what_stays() -> None:
 
 def test_what_prefetching_saved_is_said_once_it_was_tried() -> None:
     rested = DECIDED | {"prefetch": "resting", "time_saved_by_prefetch": -0.034}
-    assert dict(decision_lines(rested, Stats()))["prefetch"].endswith("saved -3% of the time when tried")
+    assert dict(policy_lines(rested, Stats()))["prefetch"].endswith("saved -3% of the time when tried")
 
 
 @pytest.mark.parametrize("decisions", [{}, {"policy": "lru", "predictor": "none", "prefetch": "off"}])
 def test_plain_lru_is_not_worth_a_line(decisions: dict[str, Any]) -> None:
-    assert decision_lines(decisions, Stats()) == []
+    assert policy_lines(decisions, Stats()) == []
     assert statistics(Timing(prompt_tokens=3, prompt_s=0.5, total_s=0.5), 0, decisions)[-1].startswith(
         "prompt eval rate"
     )
 
 
 def test_without_prefetching_there_is_no_line_about_it() -> None:
-    lines = decision_lines({"policy": "lfu", "predictor": "none", "prefetch": "off", "us_per_gate": 3.0}, Stats())
+    lines = policy_lines({"policy": "lfu", "predictor": "none", "prefetch": "off", "us_per_gate": 3.0}, Stats())
     assert lines == [("policy", "lfu"), ("predictor", "none"), ("controller", "3µs per gate")]

@@ -14,13 +14,13 @@ from typing import Any
 import pexpect
 import pyte
 import pytest
-from commanding import Command, environment
+from command_line import Command, environment
 from fake_pool import FakePool, running
 from looking import VIEW, BusyPool, LivePool
 from rich.console import Console
 from starlette.applications import Starlette
 
-from moegguf.cli.top import take_line
+from moegguf.cli.top import apply_line
 from moegguf.cli.top_screen import Model, Screen, spark, state_rows
 from moegguf.server import live
 from moegguf.server.common.errors import HANDLERS
@@ -48,10 +48,10 @@ def line_of(tokens: int, name: str = "demo:latest", n_layer: int = 6, n_expert: 
 
 def models_of(*names: str, **shape: int) -> dict[str, Model]:
     models: dict[str, Model] = {}
-    take_line(models, {"loaded_models": list(names)})
+    apply_line(models, {"loaded_models": list(names)})
     for tokens in (10, 20):
         for name in names:
-            take_line(models, line_of(tokens, name, **shape))
+            apply_line(models, line_of(tokens, name, **shape))
     return models
 
 
@@ -102,18 +102,18 @@ def test_activity_is_kept_until_it_was_shown() -> None:
 
 def test_a_model_that_was_loaded_anew_starts_its_counts_anew() -> None:
     models = models_of("demo:latest")
-    take_line(models, line_of(1))
-    take_line(models, line_of(2))
+    apply_line(models, line_of(1))
+    apply_line(models, line_of(2))
     now = models["demo:latest"].now
     assert now is not None and now["tokens"] == 1
 
 
 def test_models_come_and_go() -> None:
     models = models_of("a:latest", "b:latest")
-    take_line(models, {"loaded_models": ["b:latest"]})
-    take_line(models, line_of(30, "a:latest"))  # a last view, on its way while it left
+    apply_line(models, {"loaded_models": ["b:latest"]})
+    apply_line(models, line_of(30, "a:latest"))  # a last view, on its way while it left
     assert list(models) == ["b:latest"]
-    take_line(models, {"loaded_models": []})
+    apply_line(models, {"loaded_models": []})
     assert any("No model is loaded" in line for line in frame(models, 80, 24))
 
 

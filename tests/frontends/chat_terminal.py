@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from commanding import environment
+from command_line import environment
 from terminal import Terminal, moegguf_command
 
 ECHO = Path(__file__).with_name("echo_model.py")
