@@ -1,4 +1,4 @@
-"""`moegguf`, the command, and `server`, a running one, for every test of this room."""
+"""`moegguf`, the command, and `server`, a running one, for the tests of this folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Words and bars of what is being waited for."""
+"""Progress lines and bars."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_line_fits_its_terminal(width: int) -> None:
     assert line.startswith("pulling 3f4a9c11:")
 
 
-def test_a_load_and_a_prompt_say_how_far_they_are() -> None:
+def test_progress_of_a_load_and_of_a_prompt() -> None:
     assert loading_text("demo", None, 0, 0) == "loading demo"
     assert loading_text("demo", 0.43, 6_100_000_000, 2.0) == "loading demo 43% of 6.1 GB · 1.3 GB/s"
     assert prompt_text(6300, 0, 1024, 22.75) == "reading the prompt 1,024/6,300 tokens · 45 t/s · 1m57s left"
