@@ -35,15 +35,15 @@ def _versus(*names: str, help: str = "", **settings: Any) -> Any:
     return _option("Comparison and output", *names, help=help, **settings)
 
 
-Words = list[str]
+Values = list[str]
 
 Models = Annotated[
-    Words, _test("-m", "--model", help="GGUF file (the first one of a split model) or a name; may be repeated.")
+    Values, _test("-m", "--model", help="GGUF file (the first one of a split model) or a name; may be repeated.")
 ]
-Prompts = Annotated[Words, _test("-p", "--n-prompt", help="Tokens of a prompt.")]
-Gens = Annotated[Words, _test("-n", "--n-gen", help="Tokens to generate.")]
-Pairs = Annotated[Words, _test("-pg", metavar="PP,TG", help="A prompt and a generation in one test.")]
-Depths = Annotated[Words, _test("-d", "--n-depth", help="Tokens before the test, not timed.")]
+Prompts = Annotated[Values, _test("-p", "--n-prompt", help="Tokens of a prompt.")]
+Gens = Annotated[Values, _test("-n", "--n-gen", help="Tokens to generate.")]
+Pairs = Annotated[Values, _test("-pg", metavar="PP,TG", help="A prompt and a generation in one test.")]
+Depths = Annotated[Values, _test("-d", "--n-depth", help="Tokens before the test, not timed.")]
 Repetitions = Annotated[int, _test("-r", "--repetitions", min=1, help="Times each test runs in a process.")]
 Text = Annotated[
     Path | None,
@@ -61,14 +61,14 @@ Seed = Annotated[int, _test("--seed", min=0, help="Of the random tokens.")]
 NoWarmup = Annotated[bool, _test("--no-warmup", help="No untimed run before each test.")]
 Delay = Annotated[float, _test("--delay", min=0, help="Seconds before each test.")]
 
-Batches = Annotated[Words, _setting("-b", "--batch-size", help="Tokens of one call.")]
-Ubatches = Annotated[Words, _setting("-ub", "--ubatch-size", help="Tokens of one pass.")]
-TypesK = Annotated[Words, _setting("-ctk", "--cache-type-k", help="Type of the K cache.")]
-TypesV = Annotated[Words, _setting("-ctv", "--cache-type-v", help="Type of the V cache.")]
-Threads = Annotated[Words, _setting("-t", "--threads", help="Default: the processors this process may use.")]
-GpuLayers = Annotated[Words, _setting("-ngl", "--n-gpu-layers", help="Layers on a GPU; -1: all.")]
-FlashAttn = Annotated[Words, _setting("-fa", "--flash-attn", help="on, off or auto.")]
-Caches = Annotated[Words, _setting("--expert-cache", help='Memory for experts: "auto", "4GiB", "50%".')]
+Batches = Annotated[Values, _setting("-b", "--batch-size", help="Tokens of one call.")]
+Ubatches = Annotated[Values, _setting("-ub", "--ubatch-size", help="Tokens of one pass.")]
+TypesK = Annotated[Values, _setting("-ctk", "--cache-type-k", help="Type of the K cache.")]
+TypesV = Annotated[Values, _setting("-ctv", "--cache-type-v", help="Type of the V cache.")]
+Threads = Annotated[Values, _setting("-t", "--threads", help="Default: the processors this process may use.")]
+GpuLayers = Annotated[Values, _setting("-ngl", "--n-gpu-layers", help="Layers on a GPU; -1: all.")]
+FlashAttn = Annotated[Values, _setting("-fa", "--flash-attn", help="on, off or auto.")]
+Caches = Annotated[Values, _setting("--expert-cache", help='Memory for experts: "auto", "4GiB", "50%".')]
 Readers = Annotated[int, _setting("--readers", min=1, help="Threads that read experts.")]
 NoRepack = Annotated[
     bool,
@@ -95,7 +95,7 @@ Ablate = Annotated[
     ),
 ]
 Against = Annotated[
-    Words,
+    Values,
     _versus(
         "--against",
         metavar="SYSTEMS",

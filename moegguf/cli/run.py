@@ -6,8 +6,7 @@ stdout gets the answer and a newline; statistics and errors go to stderr.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -25,60 +24,6 @@ if TYPE_CHECKING:
 
 
 EXIT_TIMEOUT_S = 1.0  # after Ctrl-C during an answer
-
-
-@dataclass(frozen=True)
-class RunOptions:
-    """The flags of `moegguf run`. `parameters`: by Ollama's names."""
-
-    load: LoadOptions = field(default_factory=LoadOptions)
-    parameters: Mapping[str, Any] = field(default_factory=dict)
-    system: str | None = None
-    format: str | Mapping[str, Any] | None = None
-    think: bool | str | None = None
-    hide_thinking: bool = False
-    word_wrap: bool = True
-    keep_alive: str | None = None
-
-
-def run_model(model: str, words: Sequence[str], options: RunOptions) -> int:
-    """Answers the prompt; without one, chats. An empty prompt loads the model in a running server.
-
-    Returns the exit code.
-    """
-    prompt = read_prompt(words)
-    if prompt == "":
-        return load_in_server(model, options.keep_alive)
-    conversation = start_conversation(model, options)
-    with Spinner() as spinner:
-        llm, load_s = load(conversation.entry.path, conversation.load_options(), spinner)
-        if prompt is not None:
-            return answer_once(llm, conversation, prompt, load_s, spinner)
-    from moegguf.chat.chat import Chat
-
-    return Chat(llm, conversation, load_s).run()
-
-
-def start_conversation(model: str, options: RunOptions) -> Conversation:
-    """A conversation with a model, which is pulled first when it is not on this machine."""
-    entry = find_or_pull(model)
-    from moegguf.chat.conversation import Conversation
-    from moegguf.settings import read_settings
-
-    parameters = dict(options.parameters)
-    if (n_ctx := read_settings().n_ctx) and "num_ctx" not in entry.parameters:
-        parameters.setdefault("num_ctx", n_ctx)
-    return Conversation(
-        entry,
-        options.load,
-        parameters,
-        system=options.system,
-        format=options.format,
-        think=options.think,
-        hide_thinking=options.hide_thinking,
-        word_wrap=options.word_wrap,
-        verbose=options.load.verbose > 0,
-    )
 
 
 def read_prompt(words: Sequence[str]) -> str | None:
@@ -160,7 +105,7 @@ Temperature = Annotated[
     float | None,
     typer.Option(min=0.0, metavar="T", help="0 takes the likeliest token.  [default: the model's, or 0.8]"),
 ]
-Seed = Annotated[int | None, typer.Option(metavar="N", help="Repeats an answer.  [default: random]")]
+Seed = Annotated[int | None, typer.Option(metavar="N", help="Random seed.  [default: random]")]
 System = Annotated[str | None, typer.Option(metavar="TEXT", help="The system message.")]
 Format = Annotated[
     str | None, typer.Option("--format", metavar="json|SCHEMA", help="The answer is JSON, or follows a JSON schema.")
@@ -222,17 +167,40 @@ def run(
 
     Everything that is not the answer goes to stderr.
     """
-    parameters = {
+    load_options = LoadOptions(expert_cache, verbose=verbose, policy=policy, predictor=predictor, prefetch=prefetch)
+    flags = {
         "num_ctx": ctx, "num_thread": threads, "num_predict": max_tokens, "temperature": temperature, "seed": seed,
     }  # fmt: skip
-    options = RunOptions(
-        load=LoadOptions(expert_cache, verbose=verbose, policy=policy, predictor=predictor, prefetch=prefetch),
-        parameters={name: value for name, value in parameters.items() if value is not None},
-        system=system,
-        format=None if output_format is None else parse_format(output_format),
-        think=None if think is None else parse_think(think),
-        hide_thinking=hide_thinking,
-        word_wrap=not no_word_wrap,
-        keep_alive=keep_alive,
-    )
-    return run_model(model, prompt or [], options)
+    parameters = {name: value for name, value in flags.items() if value is not None}
+    settings = {
+        "system": system,
+        "format": None if output_format is None else parse_format(output_format),
+        "think": None if think is None else parse_think(think),
+        "hide_thinking": hide_thinking,
+        "word_wrap": not no_word_wrap,
+        "verbose": verbose > 0,
+    }
+    text = read_prompt(prompt or [])
+    if text == "":
+        return load_in_server(model, keep_alive)
+    conversation = start_conversation(model, load_options, parameters, settings)
+    with Spinner() as spinner:
+        llm, load_s = load(conversation.entry.path, conversation.load_options(), spinner)
+        if text is not None:
+            return answer_once(llm, conversation, text, load_s, spinner)
+    from moegguf.chat.chat import Chat
+
+    return Chat(llm, conversation, load_s).run()
+
+
+def start_conversation(
+    model: str, load_options: LoadOptions, parameters: dict[str, Any], settings: dict[str, Any]
+) -> Conversation:
+    """A conversation with a model, which is pulled first when it is not on this machine."""
+    from moegguf.chat.conversation import Conversation
+    from moegguf.settings import read_settings
+
+    entry = find_or_pull(model)
+    if (n_ctx := read_settings().n_ctx) and "num_ctx" not in entry.parameters:
+        parameters = {"num_ctx": n_ctx, **parameters}
+    return Conversation(entry, load_options, parameters, **settings)

@@ -85,15 +85,19 @@ def watch(client: Client) -> None:
     def frame() -> Screen:
         return Screen(client.host.url, models.values(), height=console.height, keys=KEYS)
 
-    with key_reader() as quit_pressed, Live(frame(), console=console, screen=True, auto_refresh=False) as live:
-        try:
+    live = Live(frame(), console=console, screen=True, auto_refresh=False)
+    try:
+        with key_reader() as quit_pressed:
+            live.start()  # no `with`: Ctrl-C inside start() would leave the alternate screen on
             while not quit_pressed(1 / FRAMES_PER_S):
                 apply_lines(models, lines)
                 live.update(frame(), refresh=True)
                 for model in models.values():
                     model.clear_activity()
-        except KeyboardInterrupt:
-            return
+    except KeyboardInterrupt:
+        return
+    finally:
+        live.stop()
 
 
 def start_reading(client: Client, lines: queue.SimpleQueue[Any]) -> Any:

@@ -46,6 +46,20 @@ Cache = Annotated[
         "--expert-cache", metavar="BUDGET", help='Memory for experts while recording: "auto", "50%" or "4GiB".'
     ),
 ]
+MaxTokens = Annotated[
+    int,
+    typer.Option(
+        "--max-tokens",
+        "-n",
+        min=0,
+        metavar="N",
+        help="Longest answer, unless the prompt sets one; 0: prompts only.",
+    ),
+]
+RecordCtx = Annotated[
+    int | None,
+    typer.Option("--ctx", "-c", min=1, metavar="TOKENS", help="Context size.  [default: the model's, up to 4096]"),
+]
 Out = Annotated[Path, typer.Option("--out", "-o", dir_okay=False, metavar="FILE", help="The file to write.")]
 File = Annotated[Path, typer.Argument(metavar="TRACE", exists=True, dir_okay=False, help="A recorded trace.")]
 Policies = Annotated[
@@ -161,16 +175,7 @@ def record(
     model: Model,
     prompts: PromptsFile,
     out: Out,
-    max_tokens: Annotated[
-        int,
-        typer.Option(
-            "--max-tokens",
-            "-n",
-            min=0,
-            metavar="N",
-            help="Longest answer, unless the prompt sets one; 0: prompts only.",
-        ),
-    ] = 128,
+    max_tokens: MaxTokens = 128,
     inputs: Annotated[
         bool, typer.Option("--inputs", help="Also record the routers' input vectors, which training and skip need.")
     ] = False,
@@ -183,16 +188,13 @@ def record(
         bool, typer.Option("--lockstep", help="Apply decisions at fixed points, so that a replay repeats them; slow.")
     ] = False,
     threads: Threads = None,
-    ctx: Annotated[
-        int | None,
-        typer.Option("--ctx", "-c", min=1, metavar="TOKENS", help="Context size.  [default: the model's, up to 4096]"),
-    ] = None,
+    ctx: RecordCtx = None,
     temperature: Annotated[float, typer.Option(min=0.0, metavar="T", help="0 takes the likeliest token.")] = 0.8,
-    seed: Annotated[int, typer.Option(metavar="N", help="Repeats the answers.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", help="Random seed.")] = 0,
 ) -> None:
     """Run MODEL over prompts and record which experts every token was routed to.
 
-    Each prompt is a separate request. After Ctrl-C no file is left.
+    Each prompt is a separate request. Ctrl-C writes no file.
     """
     from moegguf.bench.record import RecordOptions, record
     from moegguf.config import format_bytes

@@ -26,7 +26,7 @@ def model_facts(model: str, *, verbose: bool = False) -> Facts:
     """Facts of `moegguf show` about a model given by path or name; `verbose` adds all metadata and tensors."""
     entry = Catalog().find(model)
     facts = layout_facts(read_layout(entry.path)) | entry_facts(entry)
-    return facts | metadata_facts(entry) if verbose else facts
+    return facts | _metadata_facts(entry) if verbose else facts
 
 
 def list_facts(entry: Entry) -> Facts:
@@ -54,7 +54,7 @@ def entry_facts(entry: Entry) -> Facts:
     }
 
 
-def metadata_facts(entry: Entry) -> Facts:
+def _metadata_facts(entry: Entry) -> Facts:
     """All metadata of the first file, and the tensors of all files."""
     files = [read_gguf(path) for path in entry.files]
     return {
@@ -78,7 +78,7 @@ def estimate_model(model: str, expert_cache: str | None, ctx: int | None) -> Fac
     if layout.is_moe and not plan.resident:
         speed = disk_read_speed(layout.shards[0].path, DISK_SECONDS)
         plan = make_plan(layout, cache, memory, n_ctx=n_ctx, disk_bytes_per_s=speed.bytes_per_s)
-    return estimate_facts(layout, plan, cache, n_ctx, speed)
+    return _estimate_facts(layout, plan, cache, n_ctx, speed)
 
 
 def layout_facts(layout: ExpertLayout) -> Facts:
@@ -101,7 +101,7 @@ def layout_facts(layout: ExpertLayout) -> Facts:
         "types": {name: {"tensors": n, "bytes": size} for name, (n, size) in layout.tensor_types.items()},
         "dense_bytes": layout.dense_bytes,
         "experts": _expert_facts(layout) if layout.is_moe else None,
-        "budgets": _budgets(layout) if layout.is_moe else [],
+        "budgets": _budget_facts(layout) if layout.is_moe else [],
     }
 
 
@@ -131,7 +131,7 @@ def _shared(layout: ExpertLayout) -> int:
     return int(bool(layout.metadata.get(f"{layout.arch}.expert_shared_feed_forward_length")))
 
 
-def _budgets(layout: ExpertLayout) -> list[Facts]:
+def _budget_facts(layout: ExpertLayout) -> list[Facts]:
     n_total, size = layout.n_expert_total, slot_bytes(layout)
     rows = [(share, max(layout.n_expert_used, int(share * n_total + 1e-9))) for share in BUDGET_SHARES]
     return [
@@ -140,7 +140,7 @@ def _budgets(layout: ExpertLayout) -> list[Facts]:
     ]
 
 
-def estimate_facts(layout: ExpertLayout, plan: Plan, cache: ExpertCache, n_ctx: int, speed: DiskSpeed | None) -> Facts:
+def _estimate_facts(layout: ExpertLayout, plan: Plan, cache: ExpertCache, n_ctx: int, speed: DiskSpeed | None) -> Facts:
     """The plan and what it rests on, as values for JSON."""
     return {
         "name": layout.name,
