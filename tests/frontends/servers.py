@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from commanding import environment
+from command_line import environment
 
 COMMAND = (sys.executable, "-m", "moegguf.cli.app", "serve")
 LISTENING = re.compile(r"listening on (http://\S+:(\d+))")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from commanding import Command
+from command_line import Command
 from fake_pool import FakeCatalog, FakePool, entry_of, running
 from servers import call, serving
 
