@@ -48,7 +48,7 @@ def print_as_json(client: Client) -> None:
 
     models = client.get("/live?once=1")["models"]
     for model in models:
-        view = model.pop("view")
+        view = model.pop("snapshot")
         experts = {name: view[name] for name in ("layers", "n_expert")} | {"state": state_rows(view)} if view else None
         model |= {"tokens_per_s": view["tokens_per_s"] if view else 0.0, "experts": experts}
     print_json({"server": client.host.url, "models": models})
@@ -62,7 +62,7 @@ def print_frame(client: Client) -> None:
     models = []
     for facts in client.get("/live?once=1")["models"]:
         models.append(Model(facts["name"]))
-        models[-1].take(facts, facts["view"])
+        models[-1].take(facts, facts["snapshot"])
     print_part(make_console(), Screen(client.host.url, models, height=None))
 
 

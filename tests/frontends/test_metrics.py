@@ -11,17 +11,17 @@ from servers import Server
 from moegguf.engine.stats import Stats
 from moegguf.generate.request import Timing
 from moegguf.server.metrics import Totals, exposition
-from moegguf.serving.events import Loaded
+from moegguf.serving.events import LoadedModel
 
 NAME = r"[a-zA-Z_:][a-zA-Z0-9_:]*"
 LABEL = r'[a-zA-Z_][a-zA-Z0-9_]*="(?:[^"\\\n]|\\\\|\\"|\\n)*"'
 SAMPLE = re.compile(rf"({NAME})(\{{{LABEL}(?:,{LABEL})*\}})? (-?\d+(?:\.\d+)?(?:e[+-]?\d+)?)")
 
 
-def model(name: str = "demo:latest", pid: int = 1, **fields: Any) -> Loaded:
+def model(name: str = "demo:latest", pid: int = 1, **fields: Any) -> LoadedModel:
     figures = {"digest": "0" * 64, "n_ctx": 512, "size_bytes": 1000, "vram_bytes": 0, "expires": None, "busy": False,
                "stopping": False, "queue": 0, "n_requests": 0, "stats": Stats()}  # fmt: skip
-    return Loaded(name=name, pid=pid, **{**figures, **fields})
+    return LoadedModel(name=name, pid=pid, **{**figures, **fields})
 
 
 def samples(text: str) -> dict[str, float]:
@@ -75,7 +75,7 @@ def test_figures_of_experts_are_those_of_stats() -> None:
         bytes_prefetched=512, stall_s=0.125, n_slots=40, slots_used=39, n_experts=64, pool_bytes=1 << 20,
     )  # fmt: skip
     totals, loaded = Totals(), [model(stats=stats, pid=os.getpid(), size_bytes=1 << 21)]
-    totals.see(loaded)
+    totals.update(loaded)
     found = samples(exposition(totals, loaded))
     expected = {
         'moegguf_tokens_total{model="demo:latest"}': 9,
@@ -107,7 +107,7 @@ def test_counters_stay_when_a_model_leaves_and_go_on_when_it_comes_back() -> Non
         [model(pid=3, stats=Stats(misses=4))],
         [model(pid=4, stats=Stats(misses=1))],
     ):
-        totals.see(loaded)
+        totals.update(loaded)
         now = samples(exposition(totals, loaded))
         assert all(now[name] >= value for name, value in before.items() if "_total" in name)
         before = now
@@ -119,7 +119,7 @@ def test_counters_stay_when_a_model_leaves_and_go_on_when_it_comes_back() -> Non
 def test_names_that_need_escapes_stay_one_line_each() -> None:
     name = 'a\\b"c\nd:latest'
     totals, loaded = Totals(), [model(name)]
-    totals.see(loaded)
+    totals.update(loaded)
     found = samples(exposition(totals, loaded))
     assert found['moegguf_expert_misses_total{model="a\\\\b\\"c\\nd:latest"}'] == 0
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
-from fake_pool import FakeCatalog, FakePool, changed, entry_of, running
+from fake_manager import FakeCatalog, FakeManager, changed, entry_of, running
 from servers import Reply, Server, call
 
 from moegguf.generate.request import Delta, TokenLogprob, ToolCall
@@ -30,17 +30,17 @@ TEMPLATE = (
 
 @dataclass
 class Scripted:
-    """A server over a fake pool."""
+    """A server over a fake manager."""
 
     url: str
-    pool: FakePool
+    manager: FakeManager
 
     def call(self, path: str, body: Any = None, **more: Any) -> Reply:
         return call(f"{self.url}{path}", body, **more)
 
     @property
     def ask(self) -> Any:
-        return self.pool.asks[-1]
+        return self.manager.requests[-1]
 
 
 @pytest.fixture
@@ -58,9 +58,9 @@ def entry(tiny: Callable[..., Path]) -> Entry:
 def scripted(entry: Entry, tiny: Callable[..., Path]) -> Iterator[Scripted]:
     """Models `demo` (thinks, calls tools, has defaults) and `plain`."""
     catalog = FakeCatalog(entry, entry_of(tiny("tiny-qwen2moe"), "plain:latest"))
-    pool = FakePool(catalog)
-    with running(make_app(pool, catalog, Settings())) as url:  # type: ignore[arg-type]
-        yield Scripted(url, pool)
+    manager = FakeManager(catalog)
+    with running(make_app(manager, catalog, Settings())) as url:  # type: ignore[arg-type]
+        yield Scripted(url, manager)
 
 
 def test_the_version_parses_for_everyone_who_parses_it(server: Server) -> None:
@@ -96,7 +96,7 @@ def test_figures_are_nanoseconds_and_all_tokens_of_the_prompt(scripted: Scripted
 
 
 def test_zeros_are_left_out_and_what_was_cut_is_said(scripted: Scripted) -> None:
-    scripted.pool.timing = changed(cached_tokens=0, answer_tokens=0, cut_messages=2, finish="length")
+    scripted.manager.timing = changed(cached_tokens=0, answer_tokens=0, cut_messages=2, finish="length")
     last = scripted.call("/api/chat", {"model": "demo", "messages": [QUESTION], "stream": False}).json
     assert "eval_count" not in last and "prompt_cached_count" not in last
     assert last["cut_messages"] == 2 and last["done_reason"] == "length"
@@ -115,7 +115,7 @@ def test_real_figures_add_up(server: Server) -> None:
 
 def test_thinking_and_tool_calls_have_their_own_places(scripted: Scripted) -> None:
     call_one, call_two = ToolCall("c1", "add", {"a": 1}), ToolCall("c2", "sub", {})
-    scripted.pool.script = [
+    scripted.manager.script = [
         Delta(thinking="hm"),
         Delta(text="x"),
         Delta(tool_calls=(call_one,)),
@@ -139,7 +139,7 @@ def tool(name: str) -> dict[str, Any]:
 
 
 def test_logprobs_are_lists_that_json_can_say(scripted: Scripted) -> None:
-    scripted.pool.script = [Delta(text="é", logprobs=(TokenLogprob("é", -0.5, (("e", -math.inf),)),))]
+    scripted.manager.script = [Delta(text="é", logprobs=(TokenLogprob("é", -0.5, (("e", -math.inf),)),))]
     body = {"model": "demo", "prompt": "x", "logprobs": True, "top_logprobs": 1}
     line = scripted.call("/api/generate", body).lines[0]
     other = {"token": "e", "logprob": -9999.0, "bytes": [101]}
@@ -201,7 +201,7 @@ def test_what_a_model_cannot_do_is_said_before_it_is_loaded(
 ) -> None:
     reply = scripted.call(path, {"model": "plain", **more})
     assert (reply.status, reply.error) == (400, words)
-    assert not scripted.pool.leases
+    assert not scripted.manager.leases
 
 
 MATRIX = [
@@ -220,7 +220,7 @@ def test_keep_alive_in_all_its_forms(scripted: Scripted, given: Any, seconds: fl
         ("/api/embeddings", {"prompt": "x"}),
     ):
         assert scripted.call(path, {"model": "demo", **rest, **more}).status == 200
-        assert scripted.pool.leases[-1][2] == seconds
+        assert scripted.manager.leases[-1][2] == seconds
 
 
 @pytest.mark.parametrize("given", ["soon", "", "5 minutes", True, [], "nan"])
@@ -361,7 +361,7 @@ def test_blobs_are_kept_by_their_digest_only(server: Server) -> None:
 def test_embeddings_of_the_pool_are_passed_on(scripted: Scripted) -> None:
     reply = scripted.call("/api/embed", {"model": "demo", "input": ["a", "b"], "truncate": False}).json
     assert len(reply["embeddings"]) == 2 and reply["prompt_eval_count"] == 8 and reply["load_duration"] == 125_000_000
-    assert scripted.pool.embedded[-1] == (["a", "b"], False, True)
+    assert scripted.manager.embedded[-1] == (["a", "b"], False, True)
     scripted.call("/api/embeddings", {"model": "demo", "prompt": "a"})
-    assert scripted.pool.embedded[-1] == (["a"], True, False)
+    assert scripted.manager.embedded[-1] == (["a"], True, False)
     assert scripted.call("/api/embeddings", {"model": "demo", "prompt": ""}).json == {"embedding": []}

@@ -1,4 +1,4 @@
-"""`/` for browsers and for tools, the files of the page, and `/live`, over a pool without processes."""
+"""`/` for browsers and for tools, the files of the page, and `/live`, over a manager without processes."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from typing import Any, cast
 
 import httpx
 import pytest
-from fake_pool import FakePool
-from looking import VIEW, LivePool
+from fake_manager import SNAPSHOT, FakeManager, FedManager
 from starlette.applications import Starlette
 
 from moegguf.server import live, page
@@ -26,15 +25,15 @@ BROWSER = "text/html,application/xhtml+xml,application/xml;q=0.9,image/avif,imag
 FILES = sorted(path for path in page.FOLDER.rglob("*") if path.is_file())
 
 
-def app_of(pool: Any) -> Starlette:
+def app_of(manager: Any) -> Starlette:
     app = Starlette(routes=[*page.routes, *live.routes], exception_handlers=HANDLERS)
-    app.state.pool, app.state.catalog, app.state.ending = pool, pool.catalog, threading.Event()
+    app.state.manager, app.state.catalog, app.state.ending = manager, manager.catalog, threading.Event()
     return app
 
 
-def ask(path: str, method: str = "GET", pool: Any = None, **headers: str) -> httpx.Response:
+def ask(path: str, method: str = "GET", manager: Any = None, **headers: str) -> httpx.Response:
     async def go() -> httpx.Response:
-        transport = httpx.ASGITransport(app_of(pool or LivePool()))
+        transport = httpx.ASGITransport(app_of(manager or FedManager()))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             return await client.request(method, path, headers=headers)
 
@@ -126,8 +125,8 @@ def test_what_the_page_refers_to_exists() -> None:
 # /live
 
 
-def views_of(pool: LivePool, name: str | None) -> AsyncGenerator[bytes]:
-    return live.Viewing(cast("Any", pool), name, 4.0).lines()
+def lines_of(manager: FedManager, name: str | None) -> AsyncGenerator[bytes]:
+    return live.SnapshotStream(cast("Any", manager), name, 4.0).lines()
 
 
 async def next_line(lines: AsyncGenerator[bytes]) -> dict[str, Any]:
@@ -135,7 +134,7 @@ async def next_line(lines: AsyncGenerator[bytes]) -> dict[str, Any]:
         return json.loads(await anext(lines))
 
 
-async def next_view(lines: AsyncGenerator[bytes]) -> dict[str, Any]:
+async def next_snapshot(lines: AsyncGenerator[bytes]) -> dict[str, Any]:
     while "state" not in (line := await next_line(lines)):
         pass
     return line
@@ -143,13 +142,13 @@ async def next_view(lines: AsyncGenerator[bytes]) -> dict[str, Any]:
 
 def test_a_view_comes_with_its_model_and_its_bytes_in_base64() -> None:
     async def go() -> None:
-        pool = LivePool()
-        pool.put_in_memory()
-        async with aclosing(views_of(pool, "demo:latest")) as lines:
+        manager = FedManager()
+        manager.put_in_memory()
+        async with aclosing(lines_of(manager, "demo:latest")) as lines:
             assert await next_line(lines) == {"loaded_models": ["demo:latest"]}
-            pool.feed("demo:latest").put_nowait(VIEW)
-            line = await next_view(lines)
-        assert base64.b64decode(line["state"]) == VIEW.state and base64.b64decode(line["uses"]) == VIEW.uses
+            manager.feed("demo:latest").put_nowait(SNAPSHOT)
+            line = await next_snapshot(lines)
+        assert base64.b64decode(line["state"]) == SNAPSHOT.state and base64.b64decode(line["uses"]) == SNAPSHOT.uses
         assert (line["model"], line["layers"], line["n_expert"], line["tokens_per_s"]) == (
             "demo:latest",
             [0, 2],
@@ -164,47 +163,47 @@ def test_a_view_comes_with_its_model_and_its_bytes_in_base64() -> None:
 
 def test_looking_on_loads_nothing_and_ends_with_the_client() -> None:
     async def go() -> None:
-        pool = LivePool()
-        async with aclosing(views_of(pool, "demo:latest")) as lines:
+        manager = FedManager()
+        async with aclosing(lines_of(manager, "demo:latest")) as lines:
             assert await next_line(lines) == {"loaded_models": []}
-            pool.put_in_memory()
+            manager.put_in_memory()
             assert await next_line(lines) == {"loaded_models": ["demo:latest"]}
-            assert pool.n_watching == 1
-        assert pool.n_watching == 0
-        assert pool.leases == []
+            assert manager.n_watching == 1
+        assert manager.n_watching == 0
+        assert manager.leases == []
 
     asyncio.run(go())
 
 
 def test_without_a_name_every_loaded_model_is_told_of_and_none_that_left() -> None:
     async def go() -> None:
-        pool = LivePool("demo:latest", "other:latest")
-        pool.put_in_memory("demo:latest")
-        pool.put_in_memory("other:latest")
-        async with aclosing(views_of(pool, None)) as lines:
+        manager = FedManager("demo:latest", "other:latest")
+        manager.put_in_memory("demo:latest")
+        manager.put_in_memory("other:latest")
+        async with aclosing(lines_of(manager, None)) as lines:
             assert await next_line(lines) == {"loaded_models": ["demo:latest", "other:latest"]}
             for name in ("demo:latest", "other:latest"):
-                pool.feed(name).put_nowait(replace(VIEW, model=name))
-            assert {(await next_view(lines))["model"] for _ in range(2)} == {"demo:latest", "other:latest"}
-            del pool.there["other:latest"]
+                manager.feed(name).put_nowait(replace(SNAPSHOT, model=name))
+            assert {(await next_snapshot(lines))["model"] for _ in range(2)} == {"demo:latest", "other:latest"}
+            del manager.there["other:latest"]
             assert await next_line(lines) == {"loaded_models": ["demo:latest"]}
             await asyncio.sleep(0)
-            assert pool.n_watching == 1
+            assert manager.n_watching == 1
 
     asyncio.run(go())
 
 
 def test_a_view_that_shows_nothing_new_is_left_out() -> None:
     async def go() -> None:
-        pool = LivePool()
-        pool.put_in_memory()
-        quiet = replace(VIEW, uses=bytes(6), loads=bytes(6), busy=False)
-        feed = pool.feed("demo:latest")
-        async with aclosing(views_of(pool, "demo:latest")) as lines:
+        manager = FedManager()
+        manager.put_in_memory()
+        quiet = replace(SNAPSHOT, uses=bytes(6), loads=bytes(6), busy=False)
+        feed = manager.feed("demo:latest")
+        async with aclosing(lines_of(manager, "demo:latest")) as lines:
             await next_line(lines)
             feed.put_nowait(quiet)
-            assert (await next_view(lines))["busy"] is False
-            pending = asyncio.ensure_future(next_view(lines))
+            assert (await next_snapshot(lines))["busy"] is False
+            pending = asyncio.ensure_future(next_snapshot(lines))
             feed.put_nowait(replace(quiet, seconds=4.25))
             while not feed.empty():
                 await asyncio.sleep(0)
@@ -215,18 +214,18 @@ def test_a_view_that_shows_nothing_new_is_left_out() -> None:
 
 
 def test_views_that_a_slow_client_missed_are_added_up() -> None:
-    joined = live._joined(VIEW, replace(VIEW, seconds=5.0, state=bytes(6)))
+    joined = live._merge(SNAPSHOT, replace(SNAPSHOT, seconds=5.0, state=bytes(6)))
     assert joined.uses == bytes([6, 0, 0, 255, 2, 0]) and joined.loads == bytes([2, 0, 0, 0, 0, 0])
     assert joined.state == bytes(6)
-    assert live._joined(VIEW, replace(VIEW, seconds=1.0)).uses == VIEW.uses  # loaded anew meanwhile
+    assert live._merge(SNAPSHOT, replace(SNAPSHOT, seconds=1.0)).uses == SNAPSHOT.uses  # loaded anew meanwhile
 
 
 def test_a_fault_of_the_watch_is_raised_to_the_client() -> None:
     async def go() -> None:
-        pool = LivePool()
-        pool.put_in_memory()
-        pool.feed("demo:latest").put_nowait(RuntimeError("broken"))
-        async with aclosing(views_of(pool, "demo:latest")) as lines:
+        manager = FedManager()
+        manager.put_in_memory()
+        manager.feed("demo:latest").put_nowait(RuntimeError("broken"))
+        async with aclosing(lines_of(manager, "demo:latest")) as lines:
             await next_line(lines)
             with pytest.raises(RuntimeError, match="broken"):
                 await next_line(lines)
@@ -236,26 +235,26 @@ def test_a_fault_of_the_watch_is_raised_to_the_client() -> None:
 
 def test_a_server_that_ends_ends_the_stream() -> None:
     async def go() -> list[dict[str, Any]]:
-        pool = LivePool()
-        pool.put_in_memory()
-        pool.feed("demo:latest").put_nowait(VIEW)
-        pool.feed("demo:latest").put_nowait(None)
+        manager = FedManager()
+        manager.put_in_memory()
+        manager.feed("demo:latest").put_nowait(SNAPSHOT)
+        manager.feed("demo:latest").put_nowait(None)
         async with asyncio.timeout(30):
-            return [json.loads(line) async for line in views_of(pool, "demo:latest")]
+            return [json.loads(line) async for line in lines_of(manager, "demo:latest")]
 
     lines = asyncio.run(go())
     assert [line.get("model") for line in lines] == [None, "demo:latest"]
 
 
 def test_once_is_all_models_as_one_object() -> None:
-    pool = LivePool()
-    assert ask("/live?once=1", pool=pool).json() == {"models": []}
-    pool.put_in_memory()
-    pool.views = [VIEW]
-    pool.watch = lambda name=None, per_s=4.0: FakePool.watch(pool, name, per_s)  # type: ignore[assignment]
-    [model] = ask("/live?once=1", pool=pool).json()["models"]
+    manager = FedManager()
+    assert ask("/live?once=1", manager=manager).json() == {"models": []}
+    manager.put_in_memory()
+    manager.snapshots = [SNAPSHOT]
+    manager.watch = lambda name=None, per_s=4.0: FakeManager.watch(manager, name, per_s)  # type: ignore[assignment]
+    [model] = ask("/live?once=1", manager=manager).json()["models"]
     assert (model["name"], model["n_ctx"], model["stats"]["tokens"]) == ("demo:latest", 4096, 3)
-    assert base64.b64decode(model["view"]["state"]) == VIEW.state
+    assert base64.b64decode(model["snapshot"]["state"]) == SNAPSHOT.state
 
 
 @pytest.mark.parametrize("per_s", ["0", "-1", "nan", "1e9", "fast"])

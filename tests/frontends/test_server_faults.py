@@ -16,7 +16,7 @@ from typing import Any
 import ollama
 import psutil
 import pytest
-from fake_pool import FakeCatalog, FakePool, entry_of, running
+from fake_manager import FakeCatalog, FakeManager, entry_of, running
 from servers import Server, call, serving
 
 from moegguf.errors import (
@@ -37,13 +37,13 @@ LONG = {"model": "tiny", "prompt": "x", "raw": True, "options": {"num_ctx": 4096
 
 
 @pytest.fixture
-def pool(tiny: Callable[..., Path]) -> FakePool:
-    return FakePool(FakeCatalog(entry_of(tiny("tiny-qwen2moe"))))
+def manager(tiny: Callable[..., Path]) -> FakeManager:
+    return FakeManager(FakeCatalog(entry_of(tiny("tiny-qwen2moe"))))
 
 
 @pytest.fixture
-def url(pool: FakePool) -> Iterator[str]:
-    with running(make_app(pool, pool.catalog, Settings())) as found:  # type: ignore[arg-type]
+def url(manager: FakeManager) -> Iterator[str]:
+    with running(make_app(manager, manager.catalog, Settings())) as found:  # type: ignore[arg-type]
         yield found
 
 
@@ -56,8 +56,8 @@ def until(true: Callable[[], Any], seconds: float = 10) -> None:
 
 
 @pytest.mark.parametrize("fault", [WorkerError("the process has ended."), RuntimeError("a bug")])
-def test_a_fault_in_the_middle_is_the_last_line(url: str, pool: FakePool, fault: Exception) -> None:
-    pool.script = [Delta(text="Hel"), fault]
+def test_a_fault_in_the_middle_is_the_last_line(url: str, manager: FakeManager, fault: Exception) -> None:
+    manager.script = [Delta(text="Hel"), fault]
     reply = call(f"{url}/api/chat", {"model": "demo", "messages": [QUESTION]})
     assert reply.status == 200
     assert reply.lines[0]["message"]["content"] == "Hel"
@@ -87,10 +87,10 @@ def test_a_fault_in_the_middle_is_the_last_line(url: str, pool: FakePool, fault:
 )
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_fault_before_the_first_byte_has_its_own_status(
-    url: str, pool: FakePool, fault: Exception, status: int, stream: bool
+    url: str, manager: FakeManager, fault: Exception, status: int, stream: bool
 ) -> None:
     for when in ("lease", "answer"):
-        pool.entering, pool.script = (fault, []) if when == "lease" else (None, [fault])
+        manager.enter_error, manager.script = (fault, []) if when == "lease" else (None, [fault])
         reply = call(f"{url}/api/chat", {"model": "demo", "messages": [QUESTION], "stream": stream})
         assert reply.status == status and set(reply.json) == {"error"}
         assert reply.headers["content-type"].startswith("application/json")
@@ -102,16 +102,16 @@ def test_a_fault_before_the_first_byte_has_its_own_status(
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_leaves_ends_its_answer(url: str, pool: FakePool, stream: bool) -> None:
-    pool.script = [Delta(text="Hel"), asyncio.Event()]
+def test_a_client_that_leaves_ends_its_answer(url: str, manager: FakeManager, stream: bool) -> None:
+    manager.script = [Delta(text="Hel"), asyncio.Event()]
     for n in range(1, 6):
         connection = post(url, "/api/chat", {"model": "demo", "messages": [QUESTION], "stream": stream})
         if stream:
             assert b"200 OK" in connection.recv(50)
-        until(lambda: pool.n_running == 1)
+        until(lambda: manager.n_running == 1)
         connection.close()
-        until(lambda n=n: pool.n_ended == n)  # type: ignore[misc]
-        assert pool.n_running == 0
+        until(lambda n=n: manager.n_ended == n)  # type: ignore[misc]
+        assert manager.n_running == 0
 
 
 def post(url: str, path: str, body: Any) -> socket.socket:
@@ -124,11 +124,11 @@ def post(url: str, path: str, body: Any) -> socket.socket:
     return connection
 
 
-def test_a_reader_that_reads_nothing_does_not_hold_the_model(url: str, pool: FakePool) -> None:
-    pool.script = [Delta(text="x" * 1000)] * 5000  # 5 MB: more than a socket holds
+def test_a_reader_that_reads_nothing_does_not_hold_the_model(url: str, manager: FakeManager) -> None:
+    manager.script = [Delta(text="x" * 1000)] * 5000  # 5 MB: more than a socket holds
     connection = post(url, "/api/chat", {"model": "demo", "messages": [QUESTION]})
     try:
-        until(lambda: pool.n_ended == 1)
+        until(lambda: manager.n_ended == 1)
     finally:
         connection.close()
 
@@ -295,14 +295,14 @@ def test_a_server_without_work_ends_at_once(tmp_path: Path) -> None:
     assert server.log() == ""
 
 
-def test_leaving_clients_leave_no_descriptors(url: str, pool: FakePool) -> None:
+def test_leaving_clients_leave_no_descriptors(url: str, manager: FakeManager) -> None:
     process = psutil.Process()
-    pool.script = [Delta(text="x"), asyncio.Event()]
+    manager.script = [Delta(text="x"), asyncio.Event()]
     before = process.num_fds()
     for n in range(1, 201):
         connection = post(url, "/api/chat", {"model": "demo", "messages": [QUESTION]})
         connection.recv(50)
         connection.close()
-        until(lambda n=n: pool.n_ended >= n)  # type: ignore[misc]
+        until(lambda n=n: manager.n_ended >= n)  # type: ignore[misc]
     until(lambda: process.num_fds() <= before + 5)
-    assert pool.n_running == 0
+    assert manager.n_running == 0

@@ -16,7 +16,7 @@ from pydantic import Field
 from moegguf.errors import BudgetError, BusyError, ModelNotFoundError, OptionError
 from moegguf.server.common import limits
 from moegguf.server.common.body import Body, parse_body, parse_object
-from moegguf.server.common.errors import HttpError, fault_of
+from moegguf.server.common.errors import HttpError, http_error
 from moegguf.server.common.options import Options
 from moegguf.server.ollama.schema import ChatRequest, CopyRequest, CreateRequest, EmbedRequest, PullRequest
 
@@ -193,7 +193,7 @@ def test_options_become_sampling_and_load_options(caplog: pytest.LogCaptureFixtu
         temperature=0, tfs_z=1, mirostat=0, use_mlock=True, num_gpu=None,
     )  # fmt: skip
     assert not caplog.records
-    sampling, load = options.sampling(), options.load()
+    sampling, load = options.sampling(), options.load_options()
     assert (sampling.top_k, sampling.temperature, sampling.stop) == (5, 0, ("a",))
     assert (sampling.max_tokens, sampling.seed, sampling.top_p) == (None, None, 0.9)
     assert (load.n_ctx, load.n_threads, load.n_batch, load.expert_cache) == (4096, None, None, "1GiB")
@@ -241,14 +241,14 @@ def test_inputs_and_recipes_are_read() -> None:
     ],
 )
 def test_each_error_has_one_status_and_two_forms(error: Exception, status: int, code: str | None) -> None:
-    fault = fault_of(error)
-    assert fault.status == status
-    assert set(fault.body("/api/chat")) == {"error"} and isinstance(fault.body("/api/chat")["error"], str)
-    ours = fault.body("/v1/models")["error"]
+    found = http_error(error)
+    assert found.status == status
+    assert set(found.body("/api/chat")) == {"error"} and isinstance(found.body("/api/chat")["error"], str)
+    ours = found.body("/v1/models")["error"]
     assert ours["code"] == code and ours["param"] is None and ours["message"] and ours["type"]
-    assert "secret" not in fault.message
+    assert "secret" not in str(found)
 
 
 def test_busy_and_lasting_faults_tell_when_to_ask_again() -> None:
-    assert fault_of(BusyError("x")).headers == {"retry-after": "1"}
-    assert fault_of(BudgetError("x")).headers == {"x-should-retry": "false"}
+    assert http_error(BusyError("x")).headers == {"retry-after": "1"}
+    assert http_error(BudgetError("x")).headers == {"x-should-retry": "false"}

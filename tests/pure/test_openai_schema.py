@@ -138,9 +138,9 @@ def test_a_choice_of_tools() -> None:
         ({"stop": ["x"] * 65}, "at most 64"),
         ({"stop": 3}, "stop"),
         ({"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
-        ({"logit_bias": {"x": 1}}, "must be the number of a token"),
+        ({"logit_bias": {"x": 1}}, "must be a token id"),
         ({"logit_bias": {"5": 200}}, "logit_bias"),
-        ({"logit_bias": {"9" * 40: 1}}, "must be the number of a token"),
+        ({"logit_bias": {"9" * 40: 1}}, "must be a token id"),
         ({"response_format": {"type": "json_schema"}}, "json_schema is missing"),
         ({"response_format": {"type": "xml"}}, "response_format"),
         ({"reasoning_effort": "huge"}, "reasoning_effort"),
@@ -169,8 +169,10 @@ def test_what_is_unset_is_as_the_model_has_it_and_openais_keys_go_first() -> Non
 
 
 def test_options_say_how_the_model_is_opened() -> None:
-    assert body().load() == LoadOptions()
-    assert body(options={"num_ctx": 64, "expert_cache": "50%"}).load() == LoadOptions(n_ctx=64, expert_cache="50%")
+    assert body().load_options() == LoadOptions()
+    assert body(options={"num_ctx": 64, "expert_cache": "50%"}).load_options() == LoadOptions(
+        n_ctx=64, expert_cache="50%"
+    )
 
 
 def test_the_rest_of_sampling() -> None:

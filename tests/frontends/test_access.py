@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 from commanding import Command
-from fake_pool import FakeCatalog, FakePool, entry_of, running
+from fake_manager import FakeCatalog, FakeManager, entry_of, running
 from servers import call, serving
 
 from moegguf.server.app import make_app
-from moegguf.server.common.guard import is_own_host, origin_pattern
+from moegguf.server.common.access import is_own_host, origin_pattern
 from moegguf.settings import Settings, parse_host
 
 KEY = "a-long-key"
@@ -27,7 +27,7 @@ def catalog(tiny: Callable[..., Path]) -> FakeCatalog:
 
 @pytest.fixture
 def url(catalog: FakeCatalog) -> Iterator[str]:
-    with running(make_app(FakePool(catalog), catalog, Settings())) as found:  # type: ignore[arg-type]
+    with running(make_app(FakeManager(catalog), catalog, Settings())) as found:  # type: ignore[arg-type]
         yield found
 
 
@@ -35,7 +35,7 @@ def url(catalog: FakeCatalog) -> Iterator[str]:
 def guarded(catalog: FakeCatalog) -> Iterator[str]:
     """A server for others, with a key; where it really listens does not matter to it."""
     settings = Settings(host=parse_host("0.0.0.0"), api_key=KEY, origins=("https://friend.example",))
-    with running(make_app(FakePool(catalog), catalog, settings)) as found:  # type: ignore[arg-type]
+    with running(make_app(FakeManager(catalog), catalog, settings)) as found:  # type: ignore[arg-type]
         yield found
 
 

@@ -1,17 +1,16 @@
-"""A pool without processes: scripted answers, and a real HTTP server over it in this process.
+"""A `ModelManager` without processes: scripted answers, and a real HTTP server over it in this process.
 
-`FakePool` has the calls of `moegguf.serving.manager.Pool`; what it says is set beforehand, faults and waits included,
-and what it was asked is kept. `running(app)` serves any ASGI application on a free port of loopback.
+`FakeManager` has the methods of `moegguf.serving.manager.ModelManager`; its answers, errors and waits are set by the
+test, and the requests are recorded. `running(app)` serves any ASGI application on a free port of loopback.
 """
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import threading
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -23,9 +22,10 @@ from moegguf.engine.stats import Stats
 from moegguf.errors import ModelNotFoundError
 from moegguf.generate.embedding import Embeddings
 from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, Timing
+from moegguf.models.catalog import demo_path
 from moegguf.models.entry import Entry
-from moegguf.server.common.transport import Protocol
-from moegguf.serving.events import Done, Event, Loaded, LoadOptions, Snapshot
+from moegguf.server.serve import Protocol
+from moegguf.serving.events import Done, Event, LoadedModel, LoadOptions, Snapshot
 
 STATS = Stats(tokens=3, lookups=10, hits_ready=6, hits_late=1, misses=3, bytes_missed=3000, stall_s=0.5, eval_s=1.0)
 TIMING = Timing(
@@ -58,21 +58,21 @@ class FakeCatalog:
 
 @dataclass
 class FakeLease:
-    """`script`: what `answer` yields; an exception in it is raised, an `asyncio.Event` waited for."""
+    """`answer` yields the items of `script`; it raises an exception in it, and awaits an `asyncio.Event`."""
 
-    pool: FakePool
+    manager: FakeManager
     entry: Entry
     load_s: float = 0.125
-    loaded: Loaded = field(init=False)
+    loaded: LoadedModel = field(init=False)
 
     def __post_init__(self) -> None:
-        self.loaded = self.pool.figures(self.entry)
+        self.loaded = self.manager.figures(self.entry)
 
-    async def answer(self, ask: GenerationRequest, *, stream: bool = True) -> AsyncIterator[Event]:
-        self.pool.asks.append(ask)
-        self.pool.n_running += 1
+    async def answer(self, generation: GenerationRequest, *, stream: bool = True) -> AsyncIterator[Event]:
+        self.manager.requests.append(generation)
+        self.manager.n_running += 1
         try:
-            for step in self.pool.script:
+            for step in self.manager.script:
                 if isinstance(step, BaseException):
                     raise step
                 if isinstance(step, asyncio.Event):
@@ -80,13 +80,13 @@ class FakeLease:
                 else:
                     await asyncio.sleep(0)
                     yield step
-            yield Done(self.pool.timing, self.load_s)
+            yield Done(self.manager.timing, self.load_s)
         finally:
-            self.pool.n_running -= 1
-            self.pool.n_ended += 1
+            self.manager.n_running -= 1
+            self.manager.n_ended += 1
 
     async def embed(self, inputs: Sequence[Any], *, truncate: bool = True, normalize: bool = True) -> Embeddings:
-        self.pool.embedded.append((list(inputs), truncate, normalize))
+        self.manager.embedded.append((list(inputs), truncate, normalize))
         import numpy as np
 
         return Embeddings(vectors=np.array([[0.6, 0.8, 0.0]] * len(inputs), np.float32), n_tokens=4 * len(inputs))
@@ -98,23 +98,23 @@ class FakeLease:
         return bytes(tokens).decode()
 
 
-class FakePool:
-    """See the module. `entering` is raised instead of giving a lease."""
+class FakeManager:
+    """See the module. `enter_error` is raised on entering a lease."""
 
     def __init__(self, catalog: FakeCatalog, script: Sequence[Any] = ()) -> None:
         self.catalog = catalog
         self.script: Sequence[Any] = script or (PromptProgress(5, 2, 5, 0.25), Delta(text="Hel"), Delta(text="lo"))
         self.timing = TIMING
-        self.entering: Exception | None = None
-        self.asks: list[GenerationRequest] = []
+        self.enter_error: Exception | None = None
+        self.requests: list[GenerationRequest] = []
         self.leases: list[tuple[str, LoadOptions, float | None, bool]] = []
         self.embedded: list[tuple[list[Any], bool, bool]] = []
         self.there: dict[str, Entry] = {}
-        self.views: list[Snapshot] = []
+        self.snapshots: list[Snapshot] = []
         self.n_running = 0
         self.n_ended = 0
 
-    async def __aenter__(self) -> FakePool:
+    async def __aenter__(self) -> FakeManager:
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -124,40 +124,96 @@ class FakePool:
     async def lease(
         self,
         model: str | Entry,
-        load: LoadOptions = LoadOptions(),
+        load_options: LoadOptions = LoadOptions(),
         keep_alive_s: float | None = None,
         *,
         will_answer: bool = True,
-        on_share: Any = None,
+        on_progress: Any = None,
     ) -> AsyncIterator[FakeLease]:
         entry = self.catalog.find(model) if isinstance(model, str) else model
-        self.leases.append((entry.name, load, keep_alive_s, will_answer))
-        if self.entering:
-            raise self.entering
+        self.leases.append((entry.name, load_options, keep_alive_s, will_answer))
+        if self.enter_error:
+            raise self.enter_error
         self.there[entry.name] = entry
-        yield FakeLease(self, entry)
-        if keep_alive_s == 0:
-            self.there.pop(entry.name, None)
+        try:
+            yield FakeLease(self, entry)
+        finally:
+            if keep_alive_s == 0:
+                self.there.pop(entry.name, None)
 
     async def load(
-        self, name: str, load: LoadOptions = LoadOptions(), keep_alive_s: float | None = None, *, on_share: Any = None
-    ) -> Loaded:
-        async with self.lease(name, load, keep_alive_s, will_answer=False) as lease:
+        self,
+        name: str,
+        load_options: LoadOptions = LoadOptions(),
+        keep_alive_s: float | None = None,
+        *,
+        on_progress: Any = None,
+    ) -> LoadedModel:
+        async with self.lease(name, load_options, keep_alive_s, will_answer=False) as lease:
             return lease.loaded
 
     async def unload(self, name: str) -> bool:
         return self.there.pop(self.catalog.find(name).name, None) is not None
 
-    def figures(self, entry: Entry) -> Loaded:
+    def figures(self, entry: Entry) -> LoadedModel:
         expires = datetime.now(UTC) + timedelta(seconds=300)
-        return Loaded(entry.name, entry.digest, 1234, 4096, 10_000, 0, expires, False, False, 0, 1, STATS)
+        return LoadedModel(entry.name, entry.digest, 1234, 4096, 10_000, 0, expires, False, False, 0, 1, STATS)
 
-    def loaded(self) -> list[Loaded]:
+    def loaded(self) -> list[LoadedModel]:
         return [self.figures(entry) for entry in self.there.values()]
 
-    async def watch(self, name: str | None = None, per_s: float = 4.0) -> AsyncIterator[Snapshot]:
-        for view in self.views:
-            yield view
+    async def watch(self, name: str | None = None, per_s: float = 4.0) -> AsyncGenerator[Snapshot]:
+        for snapshot in self.snapshots:
+            yield snapshot
+
+
+SNAPSHOT = Snapshot(
+    model="demo:latest", layers=(0, 2), n_expert=3, state=bytes([2, 0, 1, 2, 2, 0]), uses=bytes([3, 0, 0, 255, 1, 0]),
+    loads=bytes([1, 0, 0, 0, 0, 0]), stats=Stats(tokens=7, lookups=10, hits_ready=9, misses=1), busy=True,
+    tokens_per_s=12.5, seconds=4.0,
+)  # fmt: skip
+
+
+class FedManager(FakeManager):
+    """Sends the snapshots that a test puts into `feed`; `n_watching` counts the watches."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__(FakeCatalog(*(entry_of(demo_path(), name) for name in names or ("demo:latest",))))
+        self.feeds: dict[str | None, asyncio.Queue[Snapshot | Exception | None]] = {}
+        self.n_watching = 0
+
+    def feed(self, name: str | None) -> asyncio.Queue[Snapshot | Exception | None]:
+        return self.feeds.setdefault(name, asyncio.Queue())
+
+    async def watch(self, name: str | None = None, per_s: float = 4.0) -> AsyncGenerator[Snapshot]:
+        self.n_watching += 1
+        try:
+            while (snapshot := await self.feed(name).get()) is not None:
+                if isinstance(snapshot, Exception):
+                    raise snapshot
+                yield snapshot
+        finally:
+            self.n_watching -= 1
+
+    def put_in_memory(self, name: str = "demo:latest") -> None:
+        self.there[name] = self.catalog.find(name)
+
+
+class BusyManager(FakeManager):
+    """Sends snapshots of a model that computes all the time, with a hit rate of 0.9."""
+
+    def __init__(self) -> None:
+        super().__init__(FakeCatalog(entry_of(demo_path())))
+        self.there["demo:latest"] = self.catalog.find("demo")
+
+    async def watch(self, name: str | None = None, per_s: float = 4.0) -> AsyncGenerator[Snapshot]:
+        tokens = 0
+        while True:
+            tokens += 1
+            yield replace(
+                SNAPSHOT, stats=Stats(tokens=tokens, lookups=10 * tokens, hits_ready=9 * tokens, misses=tokens)
+            )
+            await asyncio.sleep(0.02)
 
 
 @contextmanager
@@ -190,4 +246,4 @@ def running(app: ASGIApp) -> Iterator[str]:
 
 def changed(timing: Timing = TIMING, **changes: Any) -> Timing:
     """`timing` with other figures."""
-    return dataclasses.replace(timing, **changes)
+    return replace(timing, **changes)
