@@ -100,7 +100,7 @@ class PendingRequest:
             self.cancel()
 
     def cancel(self) -> None:
-        """Tells the worker to stop, and kills it when it does not. No effect on a request that has ended."""
+        """Sends a cancel to the worker, and kills it when it does not stop. No effect on a request that has ended."""
         if self.ended or self._kill_timer is not None:
             return
         self._kill_timer = self._on_cancel()

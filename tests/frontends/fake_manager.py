@@ -66,7 +66,7 @@ class FakeLease:
     loaded: LoadedModel = field(init=False)
 
     def __post_init__(self) -> None:
-        self.loaded = self.manager.figures(self.entry)
+        self.loaded = self.manager.status(self.entry)
 
     async def answer(self, generation: GenerationRequest, *, stream: bool = True) -> AsyncIterator[Event]:
         self.manager.requests.append(generation)
@@ -155,12 +155,12 @@ class FakeManager:
     async def unload(self, name: str) -> bool:
         return self.there.pop(self.catalog.find(name).name, None) is not None
 
-    def figures(self, entry: Entry) -> LoadedModel:
+    def status(self, entry: Entry) -> LoadedModel:
         expires = datetime.now(UTC) + timedelta(seconds=300)
         return LoadedModel(entry.name, entry.digest, 1234, 4096, 10_000, 0, expires, False, False, 0, 1, STATS)
 
     def loaded(self) -> list[LoadedModel]:
-        return [self.figures(entry) for entry in self.there.values()]
+        return [self.status(entry) for entry in self.there.values()]
 
     async def watch(self, name: str | None = None, per_s: float = 4.0) -> AsyncGenerator[Snapshot]:
         for snapshot in self.snapshots:
@@ -227,13 +227,13 @@ def running(app: ASGIApp) -> Iterator[str]:
     started = threading.Event()
     startup = server.startup
 
-    async def startup_told(sockets: Any = None) -> None:
+    async def signal_startup(sockets: Any = None) -> None:
         try:
             await startup(sockets)
         finally:
             started.set()
 
-    server.startup = startup_told  # type: ignore[method-assign]
+    server.startup = signal_startup  # type: ignore[method-assign]
     thread.start()
     try:
         assert started.wait(30) and server.started

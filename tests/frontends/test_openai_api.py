@@ -99,7 +99,7 @@ def test_a_body_without_content_type_is_read(http: httpx.Client) -> None:
         assert response.json()["choices"][0]["message"] == {"role": "assistant", "content": "Hello"}
 
 
-def test_progress_of_the_prompt_when_it_is_asked_for(chat: Post, manager: FakeManager) -> None:
+def test_prompt_progress_on_request(chat: Post, manager: FakeManager) -> None:
     manager.script = (PromptProgress(10, 2, 6, 0.25), PromptProgress(10, 2, 10, 0.5), Delta(text="x"))
     chunks = [json.loads(text) for text in events(chat(stream=True, return_progress=True).text)[:-1]]
     assert [chunk.get("prompt_progress") for chunk in chunks[:4]] == [
@@ -111,7 +111,7 @@ def test_progress_of_the_prompt_when_it_is_asked_for(chat: Post, manager: FakeMa
     assert "prompt_progress" not in chat(stream=True).text
 
 
-def test_calls_of_tools_streamed(client: openai.OpenAI, manager: FakeManager, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streamed_tool_calls(client: openai.OpenAI, manager: FakeManager, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moegguf.server.openai.chat.check_capabilities", lambda *_: None)
     manager.script = (
         Delta(thinking="hm"),
@@ -129,21 +129,21 @@ def test_calls_of_tools_streamed(client: openai.OpenAI, manager: FakeManager, mo
     assert manager.requests[0].tools == (WEATHER,)
 
 
-def test_a_model_whose_template_has_no_tools_says_so(chat: Post, manager: FakeManager) -> None:
+def test_tools_are_refused_by_a_template_without_tools(chat: Post, manager: FakeManager) -> None:
     response = chat(tools=[WEATHER])
     assert response.status_code == 400
     assert "does not support tools" in response.json()["error"]["message"]
     assert chat(tools=[WEATHER], tool_choice="none").status_code == 200
 
 
-def test_the_models_own_defaults_count_where_nothing_is_asked(chat: Post, manager: FakeManager) -> None:
+def test_entry_defaults_apply(chat: Post, manager: FakeManager) -> None:
     assert chat(model="mine", top_p=0.5).status_code == 200
     sampling = manager.requests[0].sampling
     assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.25, 7, 0.5)
     assert (manager.requests[0].messages or ())[0] == {"role": "system", "content": "Be kind."}
 
 
-def test_how_the_model_is_opened_and_how_long_it_stays(chat: Post, manager: FakeManager) -> None:
+def test_load_options_and_keep_alive(chat: Post, manager: FakeManager) -> None:
     chat(options={"num_ctx": 128}, keep_alive="5m")
     chat(keep_alive=-1)
     chat()
@@ -178,7 +178,7 @@ def test_errors_before_the_first_byte(
     assert manager.n_running == 0
 
 
-def test_an_error_in_the_middle_is_an_event_and_the_clients_error(client: openai.OpenAI, manager: FakeManager) -> None:
+def test_an_error_in_mid_stream_is_an_event_and_the_clients_error(client: openai.OpenAI, manager: FakeManager) -> None:
     manager.script = (Delta(text="Hel"), ExpertIOError("a read failed"))
     chunks = client.chat.completions.create(model="demo", messages=HI, stream=True)  # type: ignore[call-overload]
     assert [next(chunks).choices[0].delta.content for _ in range(2)] == ["", "Hel"]
@@ -195,9 +195,7 @@ def test_after_an_error_there_is_no_done(chat: Post, manager: FakeManager) -> No
 @pytest.mark.parametrize(
     ("error", "tries"), [(AllocationError("no room"), 1), (BudgetError("x"), 1), (WorkerError("x"), 3)]
 )
-def test_what_will_fail_again_is_not_asked_again(
-    url: str, manager: FakeManager, error: MoeggufError, tries: int
-) -> None:
+def test_permanent_errors_are_not_retried(url: str, manager: FakeManager, error: MoeggufError, tries: int) -> None:
     manager.enter_error = error
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=2)
     with pytest.raises(openai.InternalServerError):
@@ -205,7 +203,7 @@ def test_what_will_fail_again_is_not_asked_again(
     assert len(manager.leases) == tries
 
 
-def test_models_are_listed_and_found_by_any_spelling_of_their_ids(client: openai.OpenAI, http: httpx.Client) -> None:
+def test_models_are_listed_and_found_by_escaped_and_plain_ids(client: openai.OpenAI, http: httpx.Client) -> None:
     listed = {model.id: model for model in client.models.list()}
     assert listed.keys() == {"demo:latest", HUB, "mine:latest"}
     assert (listed["demo:latest"].owned_by, listed[HUB].owned_by) == ("library", "user")
@@ -217,14 +215,12 @@ def test_models_are_listed_and_found_by_any_spelling_of_their_ids(client: openai
     assert facts["meta"]["size"] == demo_path().stat().st_size
 
 
-def test_an_empty_list_is_a_list(manager: FakeManager, http: httpx.Client) -> None:
+def test_an_empty_catalog(manager: FakeManager, http: httpx.Client) -> None:
     manager.catalog.known.clear()
     assert http.get("/v1/models").json() == {"object": "list", "data": []}
 
 
-def test_a_file_that_cannot_be_read_is_listed_all_the_same(
-    manager: FakeManager, http: httpx.Client, tmp_path: Path
-) -> None:
+def test_an_unreadable_file_is_listed(manager: FakeManager, http: httpx.Client, tmp_path: Path) -> None:
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(b"GGUF")
     manager.catalog.known["broken:latest"] = entry_of(broken, "broken:latest")
@@ -267,13 +263,13 @@ def test_all_forms_of_input(http: httpx.Client, manager: FakeManager, given: Any
 
 
 @pytest.mark.parametrize("given", ["", [], [""], [[]], [1.5], [-1], [True], [2**31], {"a": 1}, None, ["a"] * 2049])
-def test_what_is_no_input(http: httpx.Client, given: Any) -> None:
+def test_invalid_inputs(http: httpx.Client, given: Any) -> None:
     response = http.post("/v1/embeddings", json={"model": "demo", "input": given})
     assert response.status_code == 400
     assert response.json()["error"]["message"].startswith("input: ")
 
 
-def test_shorter_vectors_have_length_one(http: httpx.Client) -> None:
+def test_shortened_vectors_are_normalized(http: httpx.Client) -> None:
     def vector(dimensions: int) -> httpx.Response:
         return http.post("/v1/embeddings", json={"model": "demo", "input": "a", "dimensions": dimensions})
 
@@ -312,9 +308,7 @@ def test_a_completion_of_anything_else_is_refused(http: httpx.Client, prompt: An
     assert response.json()["error"]["message"].startswith("prompt: ")
 
 
-def test_health_tells_of_reads_that_failed(
-    http: httpx.Client, manager: FakeManager, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_health_reports_read_errors(http: httpx.Client, manager: FakeManager, monkeypatch: pytest.MonkeyPatch) -> None:
     assert http.get("/health").json() == {"status": "ok"}
     http.post("/v1/completions", json={"model": "demo", "prompt": "a"})
     assert http.get("/health").json() == {"status": "ok"}
@@ -334,7 +328,7 @@ def test_props_of_a_model(http: httpx.Client, manager: FakeManager) -> None:
     assert "{%" in props["chat_template"]
 
 
-def test_tokens_and_back(http: httpx.Client, manager: FakeManager) -> None:
+def test_tokenize_and_detokenize(http: httpx.Client, manager: FakeManager) -> None:
     assert http.post("/tokenize", json={"model": "demo", "content": "ab"}).json() == {"tokens": [97, 98]}
     deltas = http.post("/tokenize", json={"content": "a", "with_pieces": True}).json()
     assert deltas == {"tokens": [{"id": 97, "piece": "a"}]}
@@ -344,7 +338,7 @@ def test_tokens_and_back(http: httpx.Client, manager: FakeManager) -> None:
     assert http.post("/tokenize", json={"content": "a"}).status_code == 400  # two models are loaded
 
 
-def test_metrics_count_what_was_answered(http: httpx.Client, chat: Post, manager: FakeManager) -> None:
+def test_metrics_count_answers(http: httpx.Client, chat: Post, manager: FakeManager) -> None:
     manager.timing = changed(prompt_tokens=10, answer_tokens=4)
     chat()
     chat(stream=True)
@@ -362,7 +356,7 @@ def test_metrics_count_what_was_answered(http: httpx.Client, chat: Post, manager
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/nothing"])
-def test_what_is_not_there_is_json_in_openais_form(http: httpx.Client, path: str) -> None:
+def test_unknown_paths_get_json_in_openais_form(http: httpx.Client, path: str) -> None:
     response = http.get(path)
     assert response.status_code in (404, 405)
     assert response.json()["error"].keys() == {"message", "type", "param", "code"}

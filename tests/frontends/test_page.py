@@ -1,4 +1,4 @@
-"""`/` for browsers and for tools, the files of the page, and `/live`, over a manager without processes."""
+"""`/` for browsers and for other clients, the files of the page, and `/live`, over a manager without processes."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def ask(path: str, method: str = "GET", manager: Any = None, **headers: str) -> 
 
 
 @pytest.mark.parametrize("accept", ["*/*", "", "application/json", "text/plain, text/html;q=0.5", "text/html;q=0"])
-def test_tools_get_ollamas_greeting(accept: str) -> None:
+def test_other_clients_get_ollamas_greeting(accept: str) -> None:
     response = ask("/", Accept=accept)
     assert (response.status_code, response.text) == (200, "Ollama is running")
     assert response.headers["content-type"] == "text/plain; charset=utf-8"
     assert response.headers["vary"] == "Accept"
 
 
-def test_head_is_the_greetings_heartbeat_for_everyone() -> None:
+def test_head_gets_the_greetings_headers() -> None:
     response = ask("/", "HEAD", Accept=BROWSER)
     assert (response.status_code, response.content) == (200, b"")
     assert response.headers["content-length"] == str(len("Ollama is running"))
@@ -63,7 +63,7 @@ def test_browsers_get_the_page(accept: str) -> None:
 
 
 @pytest.mark.parametrize("path", ["/", "/page/app.js", "/page/style.css", "/page/icon.svg"])
-def test_everything_of_the_page_is_locked_in(path: str) -> None:
+def test_all_responses_of_the_page_have_security_headers(path: str) -> None:
     headers = ask(path, Accept=BROWSER).headers
     policy = headers["content-security-policy"]
     assert "default-src 'self'" in policy and "frame-ancestors 'none'" in policy and "unsafe" not in policy
@@ -73,14 +73,14 @@ def test_everything_of_the_page_is_locked_in(path: str) -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_every_file_is_served_as_what_it_is(path: Path) -> None:
+def test_every_file_has_its_media_type(path: Path) -> None:
     response = ask(f"/page/{path.relative_to(page.FOLDER).as_posix()}")
     kind = {".html": "text/html", ".css": "text/css", ".js": "javascript", ".svg": "image/svg+xml"}[path.suffix]
     assert response.status_code == 200 and response.content == path.read_bytes()
     assert kind in response.headers["content-type"]
 
 
-def test_files_are_asked_for_again_and_not_sent_again() -> None:
+def test_files_are_revalidated_by_etag() -> None:
     first = ask("/page/app.js")
     assert first.headers["cache-control"] == "no-cache"
     again = ask("/page/app.js", **{"If-None-Match": first.headers["etag"]})
@@ -90,14 +90,14 @@ def test_files_are_asked_for_again_and_not_sent_again() -> None:
 @pytest.mark.parametrize(
     "path", ["/page/none.js", "/page/../page.py", "/page/%2e%2e/page.py", "/page/..%2fpage.py", "/page/"]
 )
-def test_nothing_else_can_be_read(path: str) -> None:
+def test_other_paths_are_not_found(path: str) -> None:
     response = ask(path)
     assert response.status_code == 404
     assert response.json() == {"error": "not found"}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_the_page_asks_nobody_else_and_parses_no_text_as_html(path: Path) -> None:
+def test_the_page_requests_no_other_server_and_parses_no_text_as_html(path: Path) -> None:
     text = path.read_text().replace("http://www.w3.org/2000/svg", "")  # the name of a language, not an address
     assert not re.findall(r"https?:|//[\w-]+\.\w|@import|url\(", text)
     assert not re.findall(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function", text)
@@ -109,7 +109,7 @@ def test_the_page_has_no_inline_script_or_style_that_its_policy_would_refuse() -
     assert not re.findall(r"<script(?![^>]*\ssrc=)", text)
 
 
-def test_what_the_page_refers_to_exists() -> None:
+def test_the_files_and_ids_the_page_uses_exist() -> None:
     text = (page.FOLDER / "index.html").read_text()
     referred = set(re.findall(r'(?:href|src)="page/([^"#]+)', text))
     for script in page.FOLDER.glob("*.js"):
@@ -140,7 +140,7 @@ async def next_snapshot(lines: AsyncGenerator[bytes]) -> dict[str, Any]:
     return line
 
 
-def test_a_view_comes_with_its_model_and_its_bytes_in_base64() -> None:
+def test_a_snapshot_has_its_model_and_bytes_in_base64() -> None:
     async def go() -> None:
         manager = FedManager()
         manager.put_in_memory()
@@ -161,7 +161,7 @@ def test_a_view_comes_with_its_model_and_its_bytes_in_base64() -> None:
     asyncio.run(go())
 
 
-def test_looking_on_loads_nothing_and_ends_with_the_client() -> None:
+def test_watching_loads_nothing_and_ends_with_the_client() -> None:
     async def go() -> None:
         manager = FedManager()
         async with aclosing(lines_of(manager, "demo:latest")) as lines:
@@ -175,7 +175,7 @@ def test_looking_on_loads_nothing_and_ends_with_the_client() -> None:
     asyncio.run(go())
 
 
-def test_without_a_name_every_loaded_model_is_told_of_and_none_that_left() -> None:
+def test_without_a_name_all_loaded_models_are_watched() -> None:
     async def go() -> None:
         manager = FedManager("demo:latest", "other:latest")
         manager.put_in_memory("demo:latest")
@@ -193,7 +193,7 @@ def test_without_a_name_every_loaded_model_is_told_of_and_none_that_left() -> No
     asyncio.run(go())
 
 
-def test_a_view_that_shows_nothing_new_is_left_out() -> None:
+def test_a_snapshot_without_changes_is_left_out() -> None:
     async def go() -> None:
         manager = FedManager()
         manager.put_in_memory()
@@ -213,14 +213,14 @@ def test_a_view_that_shows_nothing_new_is_left_out() -> None:
     asyncio.run(go())
 
 
-def test_views_that_a_slow_client_missed_are_added_up() -> None:
+def test_snapshots_that_a_slow_client_missed_are_merged() -> None:
     joined = live._merge(SNAPSHOT, replace(SNAPSHOT, seconds=5.0, state=bytes(6)))
     assert joined.uses == bytes([6, 0, 0, 255, 2, 0]) and joined.loads == bytes([2, 0, 0, 0, 0, 0])
     assert joined.state == bytes(6)
     assert live._merge(SNAPSHOT, replace(SNAPSHOT, seconds=1.0)).uses == SNAPSHOT.uses  # loaded anew meanwhile
 
 
-def test_a_fault_of_the_watch_is_raised_to_the_client() -> None:
+def test_an_error_of_the_watch_is_raised() -> None:
     async def go() -> None:
         manager = FedManager()
         manager.put_in_memory()
@@ -233,7 +233,7 @@ def test_a_fault_of_the_watch_is_raised_to_the_client() -> None:
     asyncio.run(go())
 
 
-def test_a_server_that_ends_ends_the_stream() -> None:
+def test_a_server_shutdown_ends_the_stream() -> None:
     async def go() -> list[dict[str, Any]]:
         manager = FedManager()
         manager.put_in_memory()
@@ -264,6 +264,6 @@ def test_a_rate_out_of_bounds_is_refused(per_s: str) -> None:
     assert "per_s must be a number" in response.json()["error"]
 
 
-def test_a_model_that_is_not_there_is_not_found() -> None:
+def test_an_unknown_model_is_not_found() -> None:
     response = ask("/live?model=nobody")
     assert response.status_code == 404
