@@ -50,7 +50,7 @@ def print_as_json(client: Client) -> None:
 
     models = client.get("/live?once=1")["models"]
     for model in models:
-        snapshot, experts = model.pop("view"), None
+        snapshot, experts = model.pop("snapshot"), None
         if snapshot:
             experts = {name: snapshot[name] for name in ("layers", "n_expert")} | {"state": state_rows(snapshot)}
         model |= {"tokens_per_s": snapshot["tokens_per_s"] if snapshot else 0.0, "experts": experts}
@@ -65,7 +65,7 @@ def print_frame(client: Client) -> None:
     models = []
     for facts in client.get("/live?once=1")["models"]:
         models.append(ModelView(facts["name"]))
-        models[-1].update(facts, facts["view"])
+        models[-1].update(facts, facts["snapshot"])
     print_renderable(make_console(), Screen(client.host.url, models, height=None))
 
 

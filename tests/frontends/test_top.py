@@ -15,8 +15,7 @@ import pexpect
 import pyte
 import pytest
 from command_line import Command, environment
-from fake_pool import FakePool, running
-from looking import VIEW, BusyPool, LivePool
+from fake_manager import SNAPSHOT, BusyManager, FakeManager, FedManager, running
 from rich.console import Console
 from starlette.applications import Starlette
 
@@ -131,30 +130,30 @@ def test_a_line_of_blocks(values: list[float], room: int, most: float | None, li
 
 
 def test_state_rows_are_a_digit_per_expert() -> None:
-    state = base64.b64encode(VIEW.state).decode()
+    state = base64.b64encode(SNAPSHOT.state).decode()
     assert state_rows({"layers": [0, 2], "n_expert": 3, "state": state}) == ["201", "220"]
 
 
 # The command
 
 
-def serve(pool: FakePool) -> Any:
+def serve(manager: FakeManager) -> Any:
     app = Starlette(routes=live.routes, exception_handlers=HANDLERS)
-    app.state.manager, app.state.catalog, app.state.ending = pool, pool.catalog, threading.Event()
+    app.state.manager, app.state.catalog, app.state.ending = manager, manager.catalog, threading.Event()
     return running(app)
 
 
-def once_pool() -> FakePool:
-    pool = LivePool()
-    pool.put_in_memory()
-    pool.views = [VIEW]
-    pool.watch = lambda name=None, per_s=4.0: FakePool.watch(pool, name, per_s)  # type: ignore[assignment]
-    return pool
+def once_manager() -> FakeManager:
+    manager = FedManager()
+    manager.put_in_memory()
+    manager.snapshots = [SNAPSHOT]
+    manager.watch = lambda name=None, per_s=4.0: FakeManager.watch(manager, name, per_s)  # type: ignore[assignment]
+    return manager
 
 
 @pytest.mark.parametrize("arguments", [["--once"], []], ids=["once", "no terminal"])
 def test_once_prints_a_frame(moegguf: Command, arguments: list[str]) -> None:
-    with serve(once_pool()) as url:
+    with serve(once_manager()) as url:
         done = moegguf("top", *arguments, MOEGGUF_HOST=url)
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
@@ -164,7 +163,7 @@ def test_once_prints_a_frame(moegguf: Command, arguments: list[str]) -> None:
 
 
 def test_json_is_for_scripts(moegguf: Command) -> None:
-    with serve(once_pool()) as url:
+    with serve(once_manager()) as url:
         done = moegguf("top", "--once", "--json", MOEGGUF_HOST=url)
     printed = json.loads(done.stdout)
     [model] = printed["models"]
@@ -216,8 +215,8 @@ class TopTerminal:
 
 
 @contextmanager
-def watching(pool: FakePool, **options: Any) -> Iterator[TopTerminal]:
-    with serve(pool) as url:
+def watching(manager: FakeManager, **options: Any) -> Iterator[TopTerminal]:
+    with serve(manager) as url:
         shown = TopTerminal(url, **options)
         try:
             yield shown
@@ -227,7 +226,7 @@ def watching(pool: FakePool, **options: Any) -> Iterator[TopTerminal]:
 
 @pytest.mark.parametrize(("columns", "rows"), [(100, 30), (40, 16)])
 def test_it_runs_until_q(columns: int, rows: int) -> None:
-    with watching(BusyPool(), columns=columns, rows=rows) as shown:
+    with watching(BusyManager(), columns=columns, rows=rows) as shown:
         shown.until(r"hit rate +90\.0% +90\.0% since load")
         shown.until(r"speed +12\.5 t/s")
         shown.until(r"0 █?")
@@ -238,7 +237,7 @@ def test_it_runs_until_q(columns: int, rows: int) -> None:
 
 
 def test_ctrl_c_quits_and_no_color_applies() -> None:
-    with watching(BusyPool(), NO_COLOR="1") as shown:
+    with watching(BusyManager(), NO_COLOR="1") as shown:
         shown.until("since load")
         shown.child.sendintr()
         assert shown.end() == 0
@@ -247,8 +246,8 @@ def test_ctrl_c_quits_and_no_color_applies() -> None:
 
 
 def test_a_lost_connection_is_an_error() -> None:
-    pool = BusyPool()
-    with serve(pool) as url:
+    manager = BusyManager()
+    with serve(manager) as url:
         shown = TopTerminal(url)
         shown.until("since load")
     assert shown.end() == 1
