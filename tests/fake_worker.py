@@ -1,11 +1,11 @@
-"""Stands for `moegguf.serving.worker` where rules are tested and models are not: `python fake_worker.py FD`.
+"""A scripted replacement of `moegguf.serving.worker`, for tests of scheduling: `python fake_worker.py FD`.
 
-The path of the model it is told to load is JSON: {"log": file} gets a line per load; "shares": how many reports;
-"die": file with how many loads shall still die; "fail": an error's class; "stall": never finishes.
+The path of the model to load is JSON: {"log": file that gets a line per load; "fractions": number of progress messages;
+"die": file with the number of loads that still crash; "fail": class of an error; "stall": never finishes}.
 
-The prompt says what an answer does: "say WORD ..." · "count N" · "hold FILE" (one piece, then waits for FILE or for a
-cancel) · "hang" (waits for ever, deaf) · "die" (one piece, then kill -9) · "fail CLASS". Only the standard library, so
-that it starts at once.
+The prompt selects the answer: "say WORD ..." · "count N" · "hold FILE" (one delta, then waits for FILE or a cancel) ·
+"hang" (waits for ever, ignores a cancel) · "die" (one delta, then SIGKILL) · "fail CLASS". Imports the standard library
+only, so that it starts fast.
 """
 
 from __future__ import annotations
@@ -20,65 +20,73 @@ import threading
 from pathlib import Path
 from typing import Any
 
-LINK = socket.socket(fileno=int(sys.argv[1]))
-ORDERS: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+CONNECTION = socket.socket(fileno=int(sys.argv[1]))
+MESSAGES: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
 CANCELLED = threading.Event()
-SENDING = threading.Lock()
+SEND_LOCK = threading.Lock()
 
 
 def send(kind: str, **fields: Any) -> None:
-    with SENDING:
-        LINK.sendall(json.dumps({"kind": kind, **fields}).encode() + b"\n")
+    with SEND_LOCK:
+        CONNECTION.sendall(json.dumps({"kind": kind, **fields}).encode() + b"\n")
 
 
 def listen() -> None:
-    for line in LINK.makefile("rb"):
+    for line in CONNECTION.makefile("rb"):
         message = json.loads(line)
         if message["kind"] == "cancel":
             CANCELLED.set()
         elif message["kind"] == "watch":
-            send_view(message["per_s"])
+            send_snapshot(message["per_s"])
         elif message["kind"] == "tokenize":
             end(message["id"], value=[ord(letter) for letter in message["text"]])
         else:
-            ORDERS.put(message)
+            MESSAGES.put(message)
     os._exit(0)
 
 
-def send_view(per_s: float) -> None:
-    """One view for each order to watch, which says how often: tests want no clock."""
-    view = {"model": NAME, "layers": [0], "n_expert": 2, "state": "AAI=", "uses": "AQA=", "loads": "AAA=", "stats": {}}
-    send("view", view={**view, "busy": False, "tokens_per_s": per_s, "seconds": 1.0}, decisions={})
+def send_snapshot(per_s: float) -> None:
+    """One snapshot per watch message, with its rate as `tokens_per_s`."""
+    snapshot = {
+        "model": NAME,
+        "layers": [0],
+        "n_expert": 2,
+        "state": "AAI=",
+        "uses": "AQA=",
+        "loads": "AAA=",
+        "stats": {},
+    }
+    send("snapshot", snapshot={**snapshot, "busy": False, "tokens_per_s": per_s, "seconds": 1.0}, decisions={})
 
 
 def end(number: int, **outcome: Any) -> None:
     send("end", id=number, stats={"tokens": number}, decisions={"policy": "lru"}, **outcome)
 
 
-def piece(number: int, text: str) -> None:
+def send_delta(number: int, text: str) -> None:
     send("event", id=number, Delta={"text": text})
 
 
-def killed() -> None:
+def kill_self() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def load(order: dict[str, Any]) -> None:
-    script = json.loads(order["path"])
+def load(config: dict[str, Any]) -> None:
+    script = json.loads(config["path"])
     if "log" in script:
         with open(script["log"], "a") as log:
-            log.write(json.dumps(order) + "\n")
-    for i in range(script.get("shares", 0)):
-        send("loading", share=(i + 1) / script["shares"])
+            log.write(json.dumps(config) + "\n")
+    for i in range(script.get("fractions", 0)):
+        send("loading", fraction=(i + 1) / script["fractions"])
     if script.get("stall"):
         threading.Event().wait()
     if "die" in script and (left := int(Path(script["die"]).read_text())) > 0:
         Path(script["die"]).write_text(str(left - 1))
-        killed()
+        kill_self()
     if "fail" in script:
         send("failed", error={"class": script["fail"], "message": "as scripted"})
         sys.exit()
-    send("ready", ready={"n_ctx": order["n_ctx"], "plan": {"n_slots": 3}}, stats={}, decisions={})
+    send("ready", ready={"n_ctx": config["n_ctx"], "plan": {"n_slots": 3}}, stats={}, decisions={})
 
 
 def answer(message: dict[str, Any]) -> None:
@@ -88,34 +96,33 @@ def answer(message: dict[str, Any]) -> None:
     CANCELLED.clear()
     if command == "say":
         for word in rest.split():
-            piece(number, word)
+            send_delta(number, word)
     elif command == "count":
         for i in range(int(rest)):
             if CANCELLED.is_set():
                 finish = "cancelled"
                 break
-            piece(number, f"{i} ")
+            send_delta(number, f"{i} ")
     elif command == "hold":
-        piece(number, "held")
+        send_delta(number, "held")
         while not Path(rest).exists() and not CANCELLED.wait(0.002):
             pass
         finish = "stop" if Path(rest).exists() else "cancelled"
     elif command == "hang":
-        piece(number, "hung")
+        send_delta(number, "hung")
         threading.Event().wait()
     elif command == "die":
-        piece(number, "last")
+        send_delta(number, "last")
         print("GGML_ASSERT(as scripted) failed", file=sys.stderr, flush=True)
-        killed()
+        kill_self()
     elif command == "fail":
         return end(number, error={"class": rest, "message": "as scripted"})
     end(number, value={"finish": finish})
 
 
-ORDER: dict[str, Any]
 threading.Thread(target=listen, daemon=True).start()
-ORDER = ORDERS.get()["order"]
-NAME = ORDER["name"]
-load(ORDER)
+CONFIG: dict[str, Any] = MESSAGES.get()["config"]
+NAME = CONFIG["name"]
+load(CONFIG)
 while True:
-    answer(ORDERS.get())
+    answer(MESSAGES.get())

@@ -1,6 +1,6 @@
-"""A command on a terminal of its own, and the screen it draws, as a person would see it.
+"""A command on a pseudo-terminal, and the screen it draws.
 
-Everything waits for what appears, never for time to pass: `expect` for words, `prompt` for the chat's prompt.
+Tests wait for output, never for time: `expect` for text, `prompt` for the chat's prompt.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import pexpect
 import pyte
 
-SECONDS = 60.0  # far more than anything takes on an idle machine
+TIMEOUT_S = 60.0
 SCROLLBACK = 2000
 ENTER, ESCAPE = "\r", "\x1b"
 PASTE_BEGIN, PASTE_END = "\x1b[200~", "\x1b[201~"
@@ -35,12 +35,12 @@ class Terminal:
         self, command: Sequence[str], environ: dict[str, str], *, columns: int = 80, rows: int = 24, term: str = "xterm"
     ) -> None:
         self.screen = pyte.HistoryScreen(columns, rows, history=SCROLLBACK, ratio=0.5)
-        self.screen.write_process_input = self._reply  # the terminal's answers, such as where its cursor is
+        self.screen.write_process_input = self._reply  # the terminal's replies, such as the cursor position
         self._stream = pyte.ByteStream(self.screen)
         self.raw = b""
         environ = {**environ, "TERM": term}
         self.child = pexpect.spawn(
-            command[0], list(command[1:]), env=environ, dimensions=(rows, columns), timeout=SECONDS
+            command[0], list(command[1:]), env=environ, dimensions=(rows, columns), timeout=TIMEOUT_S
         )
         self.child.delaybeforesend = None
 
@@ -62,7 +62,7 @@ class Terminal:
         self.send(ENTER)
 
     def ask(self, text: str) -> str:
-        """Enters a line, waits for the next prompt, returns what has appeared in between."""
+        """Enters a line, waits for the next prompt, returns the lines in between."""
         before = len(self._all_lines())
         self.enter(text)
         self.prompt()
@@ -73,12 +73,12 @@ class Terminal:
         self.send(f"{PASTE_BEGIN}{text}{PASTE_END}")
 
     def signal(self, number: signal.Signals) -> None:
-        """Sends the process itself a signal."""
+        """Sends a signal to the process."""
         os.kill(self.child.pid, number)
 
     @property
     def text(self) -> str:
-        """All lines that were shown, those that scrolled away too."""
+        """All lines shown so far, including those scrolled away."""
         return "\n".join(self._all_lines())
 
     def _all_lines(self) -> list[str]:
@@ -93,29 +93,29 @@ class Terminal:
         """The line of the cursor."""
         return self.screen.display[self.screen.cursor.y].rstrip()
 
-    def colour_of(self, words: str) -> str:
-        """The colour in which `words` stand on the screen: its name, "default" or hexadecimal digits."""
+    def colour_of(self, text: str) -> str:
+        """The colour of `text` on the screen: a name, "default" or hexadecimal digits."""
         for y, line in enumerate(self.screen.display):
-            if (x := line.find(words)) >= 0:
+            if (x := line.find(text)) >= 0:
                 return str(self.screen.buffer[y][x].fg)
-        raise AssertionError(f"{words!r} is not on the screen:\n{self.text}")
+        raise AssertionError(f"{text!r} is not on the screen:\n{self.text}")
 
     def prompt(self) -> None:
         """Waits until the chat waits for a message."""
         self.wait(lambda: self.line.startswith(PROMPT), "the prompt")
 
-    def expect(self, words: str) -> None:
-        """Waits until `words` are to be seen, wrapped or not."""
-        wanted = words.replace("\n", "")
-        self.wait(lambda: wanted in self.text.replace("\n", ""), repr(words))
+    def expect(self, text: str) -> None:
+        """Waits until `text` is on the screen, wrapped or not."""
+        joined = text.replace("\n", "")
+        self.wait(lambda: joined in self.text.replace("\n", ""), repr(text))
 
     def wait(self, condition: Callable[[], Any], what: str) -> None:
         """Reads until the screen meets `condition`."""
-        end = time.monotonic() + SECONDS
+        end = time.monotonic() + TIMEOUT_S
         while not condition():
             left = end - time.monotonic()
             if left <= 0 or not self._read(left):
-                # What came last may have met it.
+                # The last output may have met it.
                 assert condition(), f"{what} did not appear:\n" + "\n".join(self._all_lines()[-self.screen.lines :])
 
     def _read(self, seconds: float) -> bool:
@@ -128,8 +128,8 @@ class Terminal:
         return True
 
     def exit_code(self) -> int:
-        """Waits for the end; signals count as negative."""
-        while self._read(SECONDS):
+        """Waits for the end; returns the exit code, negative for a signal."""
+        while self._read(TIMEOUT_S):
             pass
         self.child.wait() if self.child.isalive() else None
         self.child.close()

@@ -89,9 +89,9 @@ def _tokens(
     shape: MoeShape, rng: np.random.Generator, label_of: npt.NDArray[np.int64], n_labels: int, per_sequence: int
 ) -> npt.NDArray[np.int32]:
     """(n_sequences, per_sequence): Zipf-distributed, each label with its own favourites."""
-    logprob = 1 / np.arange(1, shape.n_vocab + 1)
+    share = 1 / np.arange(1, shape.n_vocab + 1)
     favourites = np.stack([rng.permutation(shape.n_vocab) for _ in range(n_labels)])
-    ranks = rng.choice(shape.n_vocab, size=(len(label_of), per_sequence), p=logprob / logprob.sum())
+    ranks = rng.choice(shape.n_vocab, size=(len(label_of), per_sequence), p=share / share.sum())
     return favourites[label_of[:, None], ranks].astype(np.int32)
 
 

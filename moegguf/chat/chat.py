@@ -1,4 +1,4 @@
-"""The chat: reads a message, obeys it or answers it, until the person leaves."""
+"""The chat loop: reads a message, runs it as a command or answers it, until Ctrl-D or /bye."""
 
 from __future__ import annotations
 
@@ -6,177 +6,175 @@ import os
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from moegguf.chat.commands import completions, obey
+from moegguf.chat.commands import completion_words, run_command
 from moegguf.chat.history import InputHistory, history_path
-from moegguf.chat.parameters import OPENING
+from moegguf.chat.parameters import LOAD_PARAMETERS
 from moegguf.chat.printer import Printer
-from moegguf.chat.reading import Reader, is_quoted, unquoted
-from moegguf.chat.turn import say_error, write_answer
+from moegguf.chat.reader import Reader, is_quoted_message, unquoted
+from moegguf.chat.turn import print_error, write_answer
 from moegguf.errors import ModelNotFoundError, MoeggufError
 from moegguf.settings import read_settings
-from moegguf.terminal.keyboard import quiet_keyboard
-from moegguf.terminal.loading import OpenOptions, load
-from moegguf.terminal.messages import say
+from moegguf.terminal.keyboard import keyboard_echo_off
+from moegguf.terminal.loading import LoadOptions, load
+from moegguf.terminal.messages import print_message
 from moegguf.terminal.progress import Spinner
 
 if TYPE_CHECKING:
-    from moegguf.chat.conversation import Conversation
+    from moegguf.chat.conversation import Conversation, Snapshot
     from moegguf.engine.llama import Llama
-    from moegguf.generate.request import Message
     from moegguf.models.entry import Entry
 
 
-Saved = tuple[list["Message"], str]
-
-
 class Chat:
-    """One conversation at a terminal, with one model at a time, which it closes at the end."""
+    """One conversation in a terminal, with one model at a time; closes the model at the end."""
 
     def __init__(self, llm: Llama, conversation: Conversation, load_s: float = 0.0) -> None:
         self.llm = llm
         self.conversation = conversation
-        self.reader = Reader(InputHistory(history_path(), on=read_settings().history), completions())
-        self.activity_before: tuple[Any, Any] = (0, 0)
-        self.watching = False
-        self._opened = conversation.opening()
-        self._load_s = load_s  # told with the first answer after a load
+        self.reader = Reader(InputHistory(history_path(), enabled=read_settings().history), completion_words())
+        self.activity_before: tuple[Any, Any] = (0, 0)  # (uses, loads) before the last answer
+        self.counts_uses = False
+        self._load_options = conversation.load_options()
+        self._load_s = load_s  # shown with the first answer after a load
 
-    def talk(self) -> int:
-        """Until the person leaves. Returns the exit code."""
-        if self.conversation.think and not self.thinks():
+    def run(self) -> int:
+        """Runs until Ctrl-D or /bye; returns the exit code."""
+        if self.conversation.think and not self.check_thinking():
             self.conversation.think = None
-        self._introduce()
+        self._print_model_line()
         try:
-            with quiet_keyboard():
+            with keyboard_echo_off():
                 while True:
-                    self._next()
+                    self._handle_input()
         except EOFError:
             return 0
         finally:
             self.llm.close()
 
-    def _introduce(self) -> None:
-        """What the model has to work with: its context, and how many of its experts are in memory."""
+    def _print_model_line(self) -> None:
+        """Name, context size and number of expert slots."""
         facts = [f"context of {self.llm.n_ctx():,} tokens"]
         stats = self.llm.stats()
         if stats.n_experts:
-            facts.append(f"room for {stats.n_slots:,} of {stats.n_experts:,} experts")
-        say(f"{self.conversation.entry.name}: {', '.join(facts)}")
+            facts.append(f"slots for {stats.n_slots:,} of {stats.n_experts:,} experts")
+        print_message(f"{self.conversation.entry.name}: {', '.join(facts)}")
 
-    def _next(self) -> None:
+    def _handle_input(self) -> None:
         try:
             typed = self.reader.read()
         except KeyboardInterrupt:
-            if not self.reader.left:
-                say("\nUse Ctrl + d or /bye to exit.")
+            if not self.reader.unsent_text:
+                print_message("\nUse Ctrl + d or /bye to exit.")
             return
         text = unquoted(typed)
         if not text.strip():
             return
-        saved = self.conversation.saved()
+        snapshot = self.conversation.snapshot()
         try:
-            if text.lstrip().startswith("/") and not is_quoted(typed):
-                obey(self, typed.strip())
+            if text.lstrip().startswith("/") and not is_quoted_message(typed):
+                run_command(self, typed.strip())
             else:
-                self.conversation.say(text)
-                self.answer(saved)
-        except KeyboardInterrupt:  # while neither the prompt nor an answer was there to take it
-            self.conversation.restore(saved)
-            say("")
+                self.conversation.add_user_message(text)
+                self.answer(snapshot)
+        except KeyboardInterrupt:  # raised outside the prompt and outside an answer
+            self.conversation.restore(snapshot)
+            print_message("")
         except (EOFError, BrokenPipeError):
             raise
-        except Exception as error:  # a mistake of ours must not cost the conversation
+        except Exception as error:  # an internal fault must not lose the conversation
             if os.environ.get("MOEGGUF_DEBUG", "") not in ("", "0"):
                 raise
-            self.conversation.restore(saved)
-            say(f"error: unexpected {type(error).__name__}: {' '.join(str(error).split())}")
+            self.conversation.restore(snapshot)
+            print_message(f"error: unexpected {type(error).__name__}: {' '.join(str(error).split())}")
 
-    def answer(self, saved: Saved) -> None:
-        """Answers the conversation's last message; without a word of an answer, the conversation is as `saved`."""
+    def answer(self, snapshot: Snapshot) -> None:
+        """Answers the conversation's last message; restores `snapshot` when there was no text at all."""
         conversation = self.conversation
         printer = Printer(wrap=conversation.word_wrap, hide_thinking=conversation.hide_thinking)
         try:
             with Spinner() as spinner:
-                self._open_as_set(spinner)
-                self._note_activity()
+                self._reload_if_changed(spinner)
+                self._record_activity()
                 reply = write_answer(self.llm, conversation.request(), printer, spinner)
         except MoeggufError as error:
-            conversation.restore(saved)
-            say_error(error)
+            conversation.restore(snapshot)
+            print_error(error)
             return
         cut = reply.interrupted or reply.error is not None
         printer.end("\n" if cut else "\n\n")
         if reply.error is not None:
-            say_error(reply.error)
+            print_error(reply.error)
         if printer.text or printer.thinking or not cut:
-            conversation.hear(printer.text, printer.thinking, cut=cut)
+            conversation.add_answer(printer.text, printer.thinking, cut=cut)
         else:
-            conversation.restore(saved)
-        conversation.last = reply.timing
+            conversation.restore(snapshot)
+        conversation.last_timing = reply.timing
         if conversation.verbose:
-            self._say_statistics()
+            self._print_statistics()
         self._load_s = 0.0
 
-    def _say_statistics(self) -> None:
+    def _print_statistics(self) -> None:
         from moegguf.terminal.statistics import statistics
 
-        assert self.conversation.last is not None
-        say("\n".join([*statistics(self.conversation.last, self._load_s, self.llm.decisions()), ""]))
+        assert self.conversation.last_timing is not None
+        lines = statistics(self.conversation.last_timing, self._load_s, self.llm.decisions())
+        print_message("\n".join([*lines, ""]))
 
-    def _note_activity(self) -> None:
-        """Where the experts' counts stand before an answer."""
+    def _record_activity(self) -> None:
+        """Stores the experts' counts before an answer."""
         if self.llm.session is not None:
-            if self.watching:  # not before someone looks: it costs a fully resident pool some of its speed
+            if self.counts_uses:  # off before the first /experts: counting slows a fully resident pool
                 self.llm.session.store.watch(True)
             self.activity_before = self.llm.session.store.activity()
 
-    def _open_as_set(self, spinner: Spinner) -> None:
-        """Opens the model again when a parameter asks for another context, cache or number of threads."""
-        wanted = self.conversation.opening()
-        if wanted != self._opened:
-            self._reopen(self.conversation.entry, wanted, spinner)
+    def _reload_if_changed(self, spinner: Spinner) -> None:
+        """Loads the model again when a parameter asks for another context, cache or number of threads."""
+        options = self.conversation.load_options()
+        if options != self._load_options:
+            self._reload(self.conversation.entry, options, spinner)
 
     def load_model(self, name: str) -> None:
-        """Talks with another model from now on; when it cannot be found or opened, with the same as before."""
+        """Switches to another model; keeps the present one when that cannot be found or loaded."""
         from moegguf.models.catalog import Catalog
 
         try:
             entry = Catalog().find(name)
         except ModelNotFoundError:
-            say(f"Couldn't find model '{name}'")
+            print_message(f"Couldn't find model '{name}'")
             return
-        say(f"Loading model '{name}'")
-        before, said = self.conversation.entry, self.conversation.messages
-        self.conversation.begin(entry)
+        print_message(f"Loading model '{name}'")
+        old_entry, old_messages = self.conversation.entry, self.conversation.messages
+        self.conversation.switch_model(entry)
         try:
             with Spinner() as spinner:
-                self._reopen(entry, self.conversation.opening(), spinner, before)
+                self._reload(entry, self.conversation.load_options(), spinner, old_entry)
         except BaseException:
-            self.conversation.entry, self.conversation.messages = before, said
+            self.conversation.entry, self.conversation.messages = old_entry, old_messages
             raise
-        self._introduce()
+        self._print_model_line()
 
-    def _reopen(self, entry: Entry, options: OpenOptions, spinner: Spinner, before: Entry | None = None) -> None:
-        """Closes the model first, because memory may not hold two; what cannot be opened leaves the old one open."""
+    def _reload(self, entry: Entry, options: LoadOptions, spinner: Spinner, fallback: Entry | None = None) -> None:
+        """Closes the model first, since memory may not hold two; loads the old one again when `entry` fails."""
         self.llm.close()
         try:
             self.llm, self._load_s = load(entry.path, options, spinner)
-            self._opened = options
+            self._load_options = options
         except BaseException:
             self.conversation.parameters = {
-                name: value for name, value in self.conversation.parameters.items() if name not in OPENING
+                name: value for name, value in self.conversation.parameters.items() if name not in LOAD_PARAMETERS
             }
-            self.llm, self._load_s = load((before or entry).path, self._opened, spinner)
+            self.llm, self._load_s = load((fallback or entry).path, self._load_options, spinner)
             raise
         finally:
             self.activity_before = (0, 0)
 
-    def thinks(self) -> bool:
-        """Whether the model can think; says so when it cannot."""
+    def check_thinking(self) -> bool:
+        """Whether the model supports thinking; prints a warning when not."""
         from moegguf.models.details import details
 
         with suppress(MoeggufError):
             if "thinking" not in details(self.conversation.entry).capabilities:
-                say(f"warning: model '{self.conversation.entry.name}' does not support thinking output")
+                name = self.conversation.entry.name
+                print_message(f"warning: model '{name}' does not support thinking output")
                 return False
         return True

@@ -1,4 +1,4 @@
-"""The chat's commands, which begin with a slash: which there are, and what /set does. None reaches the model."""
+"""The chat's commands, which begin with a slash: the table of them, and /set. None reaches the model."""
 
 from __future__ import annotations
 
@@ -9,41 +9,46 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from moegguf.chat import help as texts
-from moegguf.chat import showing
+from moegguf.chat import help as help_texts
+from moegguf.chat import show_commands
 from moegguf.chat.parameters import parse_parameter
-from moegguf.chat.reading import QUOTES, unquoted
-from moegguf.chat.turn import say_error
+from moegguf.chat.reader import QUOTES, unquoted
+from moegguf.chat.turn import print_error
 from moegguf.errors import MoeggufError, OptionError
 from moegguf.terminal.arguments import THINK_LEVELS, parse_format
-from moegguf.terminal.messages import say
+from moegguf.terminal.messages import print_message
 
 if TYPE_CHECKING:
     from moegguf.chat.chat import Chat
 
 Command = Callable[["Chat", str], None]
 
-READ_LIMIT_BYTES = 4 << 20
+MAX_READ_BYTES = 4 << 20
 
 _WORD = re.compile(r'"[^"]*"|\'[^\']*\'|\S+')
 
 
-def obey(chat: Chat, line: str) -> None:
-    """Does what `line`, which begins with a slash, says; an error of a command is said and changes nothing."""
+def run_command(chat: Chat, line: str) -> None:
+    """Runs `line`, which begins with a slash. An error is printed and changes nothing."""
     word, rest = [*line.split(maxsplit=1), ""][:2]
     command = COMMANDS.get(word)
     if command is None:
-        say(f"Unknown command '{word}'. Type /? for help")
+        print_message(f"Unknown command '{word}'. Type /? for help")
         return
     try:
         command(chat, rest.strip())
     except (MoeggufError, OSError, typer.BadParameter) as error:
-        say_error(error)
+        print_error(error)
 
 
 def _help(_chat: Chat, topic: str) -> None:
-    topics = {"set": texts.SET, "show": texts.SHOW, "shortcut": texts.SHORTCUTS, "shortcuts": texts.SHORTCUTS}
-    say(topics.get(topic.removeprefix("/"), texts.COMMANDS))
+    topics = {
+        "set": help_texts.SET,
+        "show": help_texts.SHOW,
+        "shortcut": help_texts.SHORTCUTS,
+        "shortcuts": help_texts.SHORTCUTS,
+    }
+    print_message(topics.get(topic.removeprefix("/"), help_texts.COMMANDS))
 
 
 def _bye(_chat: Chat, _rest: str) -> None:
@@ -52,117 +57,117 @@ def _bye(_chat: Chat, _rest: str) -> None:
 
 def _clear(chat: Chat, _rest: str) -> None:
     chat.conversation.clear()
-    say("Cleared session context")
+    print_message("Cleared session context")
 
 
 def _load(chat: Chat, name: str) -> None:
     if len(name.split()) != 1:
-        say("Usage:\n  /load <modelname>")
+        print_message("Usage:\n  /load <modelname>")
         return
     chat.load_model(name)
 
 
 def _save(chat: Chat, name: str) -> None:
     if len(name.split()) != 1:
-        say("Usage:\n  /save <modelname>")
+        print_message("Usage:\n  /save <modelname>")
         return
     from moegguf.models.catalog import Catalog
 
-    Catalog().create(name, showing.recipe(chat.conversation))
-    say(f"Created new model '{name}'")
+    Catalog().create(name, show_commands.recipe(chat.conversation))
+    print_message(f"Created new model '{name}'")
 
 
 def _regen(chat: Chat, _rest: str) -> None:
-    saved = chat.conversation.saved()
-    if not chat.conversation.take_back_answer():
-        say("There is no message to answer again.")
+    snapshot = chat.conversation.snapshot()
+    if not chat.conversation.remove_last_answer():
+        print_message("There is no message to answer again.")
         return
-    chat.answer(saved)
+    chat.answer(snapshot)
 
 
 def _read(chat: Chat, name: str) -> None:
     if not name:
-        say("Usage:\n  /read <file>")
+        print_message("Usage:\n  /read <file>")
         return
-    with Path(_bare(name)).expanduser().open("rb") as file:
-        data = file.read(READ_LIMIT_BYTES + 1)
-    if len(data) > READ_LIMIT_BYTES:
-        raise OptionError(f"/read takes files of up to {READ_LIMIT_BYTES >> 20} MiB; '{name}' is larger")
+    with Path(_strip_quotes(name)).expanduser().open("rb") as file:
+        data = file.read(MAX_READ_BYTES + 1)
+    if len(data) > MAX_READ_BYTES:
+        raise OptionError(f"/read takes files of up to {MAX_READ_BYTES >> 20} MiB; '{name}' is larger")
     if b"\0" in data:
-        raise OptionError(f"/read takes text; '{name}' is none")
+        raise OptionError(f"/read takes text; '{name}' is binary")
     text = data.decode("utf-8", errors="replace").rstrip("\n")
-    before = f"{chat.conversation.pending}\n\n" if chat.conversation.pending else ""
-    chat.conversation.pending = before + text
-    say(f"Read '{name}' ({len(text):,} characters); it goes before your next message.")
+    pending = chat.conversation.pending_text
+    chat.conversation.pending_text = f"{pending}\n\n{text}" if pending else text
+    print_message(f"Read '{name}' ({len(text):,} characters); it goes before your next message.")
 
 
-def _bare(word: str) -> str:
-    """A word without the quotes around it."""
+def _strip_quotes(word: str) -> str:
+    """`word` without a pair of quotes around it."""
     return word[1:-1] if len(word) > 1 and word[0] == word[-1] and word[0] in "\"'" else word
 
 
 def _set(chat: Chat, rest: str) -> None:
-    what, _, value = rest.partition(" ")
+    name, _, value = rest.partition(" ")
     value = value.strip()
-    if what in SWITCHES:
-        _switch(chat, what)
-    elif what in SETTERS:
-        SETTERS[what](chat, value)
-    elif what:
-        say(f"Unknown command '/set {what}'. Type /? for help")
+    if name in SWITCHES:
+        _switch(chat, name)
+    elif name in SETTERS:
+        SETTERS[name](chat, value)
+    elif name:
+        print_message(f"Unknown command '/set {name}'. Type /? for help")
     else:
-        say(texts.SET)
+        print_message(help_texts.SET)
 
 
-def _switch(chat: Chat, what: str) -> None:
-    owner, name, value, message = SWITCHES[what]
-    setattr(chat.conversation if owner == "conversation" else chat.reader.history, name, value)
-    say(message)
+def _switch(chat: Chat, name: str) -> None:
+    owner, attribute, value, message = SWITCHES[name]
+    setattr(chat.conversation if owner == "conversation" else chat.reader.history, attribute, value)
+    print_message(message)
 
 
 def _set_parameter(chat: Chat, value: str) -> None:
-    words = [_bare(word) for word in _WORD.findall(value)]
+    words = [_strip_quotes(word) for word in _WORD.findall(value)]
     if len(words) < 2:
-        say(texts.PARAMETERS)
+        print_message(help_texts.PARAMETERS)
         return
     name, *values = words
     try:
         chat.conversation.parameters[name] = parse_parameter(name, values)
     except MoeggufError as error:
-        say(f"Couldn't set parameter: {error}")
+        print_message(f"Couldn't set parameter: {error}")
         return
-    say(f"Set parameter '{name}' to '{', '.join(values)}'")
+    print_message(f"Set parameter '{name}' to '{', '.join(values)}'")
 
 
 def _set_system(chat: Chat, value: str) -> None:
     if not value:
-        say(texts.SET)
+        print_message(help_texts.SET)
         return
     chat.conversation.system = unquoted(value) if value.startswith(QUOTES) else value
-    say("Set system message.")
+    print_message("Set system message.")
 
 
 def _set_format(chat: Chat, value: str) -> None:
     if not value:
-        say("Invalid or missing format. For 'json' mode use '/set format json'")
+        print_message("Invalid or missing format. For 'json' mode use '/set format json'")
         return
     chat.conversation.format = parse_format(value)
-    say(f"Set format to '{value}' mode." if value == "json" else "Set format to a JSON schema.")
+    print_message(f"Set format to '{value}' mode." if value == "json" else "Set format to a JSON schema.")
 
 
 def _set_think(chat: Chat, level: str) -> None:
     if level and level not in THINK_LEVELS:
-        say(f"Invalid level '{level}'. There are {', '.join(THINK_LEVELS)}, or none.")
+        print_message(f"Invalid level '{level}'. There are {', '.join(THINK_LEVELS)}, or none.")
         return
-    if not chat.thinks():
+    if not chat.check_thinking():
         return
     chat.conversation.think = level or True
-    say(f"Set 'think' mode to '{level}'." if level else "Set 'think' mode.")
+    print_message(f"Set 'think' mode to '{level}'." if level else "Set 'think' mode.")
 
 
 SWITCHES = {
-    "history": ("history", "on", True, "Set 'history' mode."),
-    "nohistory": ("history", "on", False, "Set 'nohistory' mode."),
+    "history": ("history", "enabled", True, "Set 'history' mode."),
+    "nohistory": ("history", "enabled", False, "Set 'nohistory' mode."),
     "wordwrap": ("conversation", "word_wrap", True, "Set 'wordwrap' mode."),
     "nowordwrap": ("conversation", "word_wrap", False, "Set 'nowordwrap' mode."),
     "verbose": ("conversation", "verbose", True, "Set 'verbose' mode."),
@@ -186,22 +191,22 @@ COMMANDS: dict[str, Command] = {
     "/model": _load,
     "/save": _save,
     "/set": _set,
-    "/show": showing.show,
-    "/list": showing.list_models,
-    "/ls": showing.list_models,
+    "/show": show_commands.show,
+    "/list": show_commands.list_models,
+    "/ls": show_commands.list_models,
     "/regen": _regen,
     "/read": _read,
-    "/stats": showing.show_statistics,
-    "/experts": showing.show_experts,
+    "/stats": show_commands.show_statistics,
+    "/experts": show_commands.show_experts,
 }
 
 
-def completions() -> list[str]:
-    """What Tab offers."""
+def completion_words() -> list[str]:
+    """Completions for the Tab key."""
     sets = sorted([*SWITCHES, *SETTERS])
     return [
         *COMMANDS,
-        *(f"/set {what}" for what in sets),
-        *(f"/show {part}" for part in showing.PARTS),
+        *(f"/set {name}" for name in sets),
+        *(f"/show {part}" for part in show_commands.PARTS),
         *(f"/? {topic}" for topic in ("set", "show", "shortcuts")),
     ]

@@ -1,4 +1,4 @@
-"""One conversation: with which model, what was said, and what was set. Plain data; computes and prints nothing."""
+"""One conversation: its model, its messages and its settings. Plain data; computes and prints nothing."""
 
 from __future__ import annotations
 
@@ -6,26 +6,28 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from moegguf.chat.parameters import opening_with
+from moegguf.chat.parameters import load_options_with
 from moegguf.generate.options import sampling_with
 from moegguf.generate.request import GenerationRequest, Message, Sampling
-from moegguf.terminal.loading import OpenOptions
+from moegguf.terminal.loading import LoadOptions
 
 if TYPE_CHECKING:
     from moegguf.generate.request import Timing
     from moegguf.models.entry import Entry
 
-CUT = "cut"  # in an answer that was stopped; not for the model
+CUT = "cut"  # key of an answer that was stopped; not sent to the model
+
+Snapshot = tuple[list[Message], str]  # messages, pending text
 
 
 @dataclass
 class Conversation:
-    """`given` are parameters from the command line, `parameters` those set in the chat: these come first, then the
-    command line's, then the model's own. `pending`: text that goes before the next message."""
+    """Messages and settings. `parameters` (set in the chat) override `initial_parameters` (from the command line),
+    and those the model's own. `pending_text` goes before the next message."""
 
     entry: Entry
-    base: OpenOptions = field(default_factory=OpenOptions)
-    given: Mapping[str, Any] = field(default_factory=dict)
+    base_options: LoadOptions = field(default_factory=LoadOptions)
+    initial_parameters: Mapping[str, Any] = field(default_factory=dict)
     parameters: dict[str, Any] = field(default_factory=dict)
     system: str | None = None
     messages: list[Message] = field(default_factory=list)
@@ -34,42 +36,44 @@ class Conversation:
     hide_thinking: bool = False
     word_wrap: bool = True
     verbose: bool = False
-    pending: str = ""
-    last: Timing | None = None
+    pending_text: str = ""
+    last_timing: Timing | None = None
 
     def __post_init__(self) -> None:
-        self.begin(self.entry)
+        self.switch_model(self.entry)
 
-    def begin(self, entry: Entry) -> None:
-        """Talks with another model, from its own first messages on. What was set stays."""
+    def switch_model(self, entry: Entry) -> None:
+        """Replaces the model, and the messages by those of its Modelfile. Settings stay."""
         self.entry = entry
         self.messages = [dict(message) for message in entry.messages]
-        self.last = None
+        self.last_timing = None
 
-    def saved(self) -> tuple[list[Message], str]:
-        """What was said, for `restore`."""
-        return list(self.messages), self.pending
+    def snapshot(self) -> Snapshot:
+        """The messages now, for `restore`."""
+        return list(self.messages), self.pending_text
 
-    def restore(self, saved: tuple[list[Message], str]) -> None:
-        """Takes back what was said since."""
-        self.messages, self.pending = list(saved[0]), saved[1]
+    def restore(self, snapshot: Snapshot) -> None:
+        """Undoes changes of messages since `snapshot`."""
+        self.messages, self.pending_text = list(snapshot[0]), snapshot[1]
 
     def clear(self) -> None:
-        """Forgets all messages; the system message stays."""
+        """Removes all messages but the system message."""
         self.messages = []
-        self.pending = ""
+        self.pending_text = ""
 
     @property
     def system_text(self) -> str:
+        """The system message: the one set here, else the model's; "" for none."""
         return self.system if self.system is not None else self.entry.system or ""
 
-    def say(self, text: str) -> None:
-        """The person's next message, with what was read before it."""
-        self.messages.append({"role": "user", "content": f"{self.pending}\n\n{text}" if self.pending else text})
-        self.pending = ""
+    def add_user_message(self, text: str) -> None:
+        """Appends a user message, with the pending text before it."""
+        content = f"{self.pending_text}\n\n{text}" if self.pending_text else text
+        self.messages.append({"role": "user", "content": content})
+        self.pending_text = ""
 
-    def hear(self, text: str, thinking: str, *, cut: bool) -> None:
-        """The model's answer. One that was cut is kept, and marked."""
+    def add_answer(self, text: str, thinking: str, *, cut: bool) -> None:
+        """Appends the model's answer, marked when it was cut."""
         message: Message = {"role": "assistant", "content": text}
         if thinking:
             message["thinking"] = thinking
@@ -77,28 +81,29 @@ class Conversation:
             message[CUT] = True
         self.messages.append(message)
 
-    def take_back_answer(self) -> bool:
-        """Forgets the last answer, so that its question can be asked again; False when there is none."""
+    def remove_last_answer(self) -> bool:
+        """Removes the answers after the last user message; False when there is no user message to answer."""
         while self.messages and self.messages[-1]["role"] == "assistant":
             self.messages.pop()
         return bool(self.messages) and self.messages[-1]["role"] == "user"
 
-    def said(self) -> list[Message]:
-        """The messages without our own marks."""
+    def unmarked_messages(self) -> list[Message]:
+        """The messages without the CUT marks."""
         return [{name: value for name, value in message.items() if name != CUT} for message in self.messages]
 
     def all_parameters(self) -> dict[str, Any]:
-        return {**self.entry.parameters, **self.given, **self.parameters}
+        """Parameters in effect, by Ollama's names."""
+        return {**self.entry.parameters, **self.initial_parameters, **self.parameters}
 
-    def opening(self) -> OpenOptions:
-        """How the model has to be open for the next answer."""
-        return opening_with(self.base, self.all_parameters())
+    def load_options(self) -> LoadOptions:
+        """How the model has to be loaded for the next answer."""
+        return load_options_with(self.base_options, self.all_parameters())
 
     def request(self) -> GenerationRequest:
-        """The next request."""
+        """The request for the next answer."""
         system: list[Message] = [{"role": "system", "content": self.system_text}] if self.system_text else []
         return GenerationRequest(
-            messages=(*system, *self.said()),
+            messages=(*system, *self.unmarked_messages()),
             format=self.format,
             think=self.think,
             template=self.entry.template,

@@ -1,4 +1,4 @@
-"""The help texts of the chat. Ollama's commands first, in its words; then what it does not have."""
+"""Help texts of the chat: Ollama's commands first, with its texts, then moegguf's own."""
 
 COMMANDS = """\
 Available Commands:

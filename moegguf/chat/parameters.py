@@ -1,4 +1,4 @@
-"""Ollama's options in the chat: the values that words write, and what they mean for a model's opening."""
+"""Ollama's options in the chat: parsing their values, and those that change how the model is loaded."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from moegguf.config import parse_expert_cache
 from moegguf.errors import OptionError
 from moegguf.generate.options import RANGES
 from moegguf.models import recipe
-from moegguf.terminal.loading import OpenOptions
+from moegguf.terminal.loading import LoadOptions
 
-OPENING = {
+LOAD_PARAMETERS = {
     "num_ctx": "ctx",
     "num_batch": "batch",
     "num_gpu": "gpu_layers",
@@ -21,16 +21,16 @@ OPENING = {
 }
 
 
-def parse_parameter(name: str, words: Sequence[str]) -> Any:
-    """The value that `words` write; `stop` takes them all, every other option the first.
+def parse_parameter(name: str, values: Sequence[str]) -> Any:
+    """The value written by `values`; `stop` takes all of them, every other option the first.
 
-    Raises OptionError for an unknown name or a value that it does not take, BudgetError for an expert_cache.
+    Raises OptionError for an unknown name or a value out of range, BudgetError for an expert_cache.
     """
     if name not in recipe.PARAMETERS:
         raise OptionError(f"unknown parameter '{name}'")
     if name == "stop":
-        return list(words)
-    value = recipe.parse_parameter(name, words[0])
+        return list(values)
+    value = recipe.parse_parameter(name, values[0])
     least, most = RANGES.get(name, (value, value))
     if name in RANGES and not least <= value <= most:
         raise OptionError(f"{name} takes {least:,} to {most:,}, but is {value:,}")
@@ -39,10 +39,10 @@ def parse_parameter(name: str, words: Sequence[str]) -> Any:
     return value
 
 
-def opening_with(base: OpenOptions, parameters: Mapping[str, Any]) -> OpenOptions:
-    """`base` changed by those of `parameters` that decide how a model is opened. 0, and num_gpu -1: by moegguf."""
+def load_options_with(base: LoadOptions, parameters: Mapping[str, Any]) -> LoadOptions:
+    """`base` changed by those of `parameters` in LOAD_PARAMETERS. 0, and num_gpu -1, mean moegguf's default."""
     changes: dict[str, Any] = {}
-    for name, field in OPENING.items():
+    for name, field in LOAD_PARAMETERS.items():
         if name in parameters:
             value = parameters[name]
             changes[field] = None if value == (-1 if name == "num_gpu" else 0) else value

@@ -1,4 +1,4 @@
-"""An answer on stdout, while it is being written: its text, and before that its thinking, in grey on a terminal."""
+"""Prints an answer on stdout as it is generated: its thinking, in grey on a terminal, then its text."""
 
 from __future__ import annotations
 
@@ -18,50 +18,49 @@ GREY = Style(color="bright_black")
 FALLBACK_WIDTH = 80
 
 
-def coloured(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether stdout is a terminal that shows colours and nobody asked for none."""
+def supports_colour(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether stdout is a terminal with colours, and NO_COLOR is not set."""
     return sys.stdout.isatty() and not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
 
 
 def terminal_width() -> int:
-    """Cells of the terminal now."""
+    """Width of the terminal now, in cells."""
     return shutil.get_terminal_size((FALLBACK_WIDTH, 24)).columns
 
 
 class Printer:
-    """Takes pieces; keeps what they said in `text` and `thinking`.
+    """Prints deltas; collects them in `text` and `thinking`.
 
-    A terminal gets no control characters from a model, and lines broken between words unless `wrap` is False. Anything
-    else gets the text itself, as UTF-8, whatever encoding the system claims.
+    On a terminal, a model's control characters are replaced, and lines are broken between words unless `wrap` is False.
+    Anything else gets the text unchanged, as UTF-8, whatever the locale.
     """
 
     def __init__(self, *, wrap: bool = True, hide_thinking: bool = False) -> None:
         self.text = ""
         self.thinking = ""
         self._terminal = sys.stdout.isatty()
-        self._colour = coloured()
-        self._wrapper = Wrapper(terminal_width) if wrap and self._may_wrap() else None
+        self._colour = supports_colour()
+        self._wrapper = (
+            Wrapper(terminal_width) if wrap and self._terminal and os.environ.get("TERM") != "dumb" else None
+        )
         self._hide = hide_thinking
         self._is_thinking = False
 
-    def _may_wrap(self) -> bool:
-        return self._terminal and os.environ.get("TERM") != "dumb"
-
     def show(self, delta: Delta) -> None:
-        """Writes a piece at once."""
+        """Prints a delta at once."""
         if delta.thinking:
-            self._think(delta.thinking)
+            self._write_thinking(delta.thinking)
         if delta.text:
             self._end_thinking()
             self.text += delta.text
             self._write(delta.text)
 
     def end(self, text: str = "\n") -> None:
-        """Ends the answer, also one that was cut while it was thinking."""
+        """Ends the answer with `text`, and its thinking first if that is unfinished."""
         self._end_thinking()
         self._write(text)
 
-    def _think(self, text: str) -> None:
+    def _write_thinking(self, text: str) -> None:
         self.thinking += text
         if self._hide:
             return

@@ -1,4 +1,4 @@
-"""One answer on the screen: what is waited for, the text as it comes, Ctrl-C in between."""
+"""Prints one answer: progress while the prompt is read, then the text; Ctrl-C cancels it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from moegguf.errors import MoeggufError
 from moegguf.generate.answer import Answer, BackgroundAnswer
-from moegguf.terminal.keyboard import stopping
-from moegguf.terminal.messages import say
-from moegguf.terminal.progress import prompt_words
+from moegguf.terminal.keyboard import cancel_on_interrupt
+from moegguf.terminal.messages import print_message
+from moegguf.terminal.progress import prompt_text
 
 if TYPE_CHECKING:
     from moegguf.chat.printer import Printer
@@ -18,45 +18,44 @@ if TYPE_CHECKING:
     from moegguf.terminal.progress import Spinner
 
 
-PATIENCE_S = 0.5  # for a model that stops: not worth a word
+CANCEL_TIMEOUT_S = 0.5  # a cancellation that takes longer is explained
 
 
 @dataclass(frozen=True)
 class Reply:
-    """How an answer went. `error`: what ended it, if something did."""
+    """The outcome of an answer. `error`: what ended it early, or None."""
 
     timing: Timing
     interrupted: bool
     error: MoeggufError | None = None
 
 
-def say_error(error: Exception) -> None:
-    """One line about what went wrong; the chat goes on."""
-    say(f"error: {' '.join(str(error).split())}")
+def print_error(error: Exception) -> None:
+    """One line on stderr."""
+    print_message(f"error: {' '.join(str(error).split())}")
 
 
 def write_answer(
-    llm: Llama, request: GenerationRequest, printer: Printer, spinner: Spinner, *, patience_s: float | None = None
+    llm: Llama, request: GenerationRequest, printer: Printer, spinner: Spinner, *, exit_timeout_s: float | None = None
 ) -> Reply:
-    """Writes the answer to `ask`; Ctrl-C stops it, twice or after `patience_s` the process ends.
+    """Prints the answer to `request`. Ctrl-C cancels it; a second one, or `exit_timeout_s` seconds, end the process.
 
-    Raises what makes a request impossible: ContextError, SchemaError, ... A fault in the midst of an answer is in the
-    reply.
+    Raises what makes a request impossible: ContextError, SchemaError, ... An error during the answer is in the reply.
     """
     answer = Answer(llm, request)
-    if left_out := answer.timing.cut_messages:
-        say(f"prompt cut: {left_out} message{'s' * (left_out != 1)} left out")
+    if n_cut := answer.timing.cut_messages:
+        print_message(f"prompt cut: {n_cut} message{'s' * (n_cut != 1)} left out")
     spinner.show("")
 
     def on_progress(now: PromptProgress) -> None:
-        spinner.show(prompt_words(now.n_tokens, now.n_cached, now.n_done, now.seconds))
+        spinner.show(prompt_text(now.n_tokens, now.n_cached, now.n_done, now.seconds))
 
-    def stop() -> None:
-        if not background.cancel(PATIENCE_S):
-            say("\nstopping after what is being computed; Ctrl + c again ends moegguf")
+    def cancel() -> None:
+        if not background.cancel(CANCEL_TIMEOUT_S):
+            print_message("\nstopping after the current pass; Ctrl + c again ends moegguf")
 
     background, error = BackgroundAnswer(answer, on_progress), None
-    with stopping(stop, patience_s) as interrupts:
+    with cancel_on_interrupt(cancel, exit_timeout_s) as interrupts:
         try:
             for delta in background:
                 spinner.close()

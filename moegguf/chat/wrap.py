@@ -1,7 +1,7 @@
-"""Line breaks between words, in text that is still being written.
+"""Line breaks between words, in text that is still being generated.
 
-A word is shown as it comes; when it turns out to be too long for its line, what is shown of it is taken back and
-written on the next one. Wide (CJK) characters may be separated anywhere. Knows cells, not colours.
+A word is printed as it arrives; when it becomes too long for its line, the printed part is erased and printed again on
+the next line. Lines may break between any two wide (CJK) characters. Handles cells, not colours.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from rich.control import Control
 from rich.segment import ControlType
 
 TAB_CELLS = 8
-LEAST_WIDTH = 4  # one wide character and some more: narrower terminals are taken for this wide
+MIN_WIDTH = 4  # cells; narrower terminals are treated as this wide
 
 
 def visible(text: str) -> str:
-    """`text` without what would command the terminal: control characters become their pictures."""
-    return "".join(_picture(char) for char in text)
+    """`text` with control characters replaced by Unicode's control pictures."""
+    return "".join(_control_picture(char) for char in text)
 
 
-def _picture(char: str) -> str:
+def _control_picture(char: str) -> str:
     code = ord(char)
     if char in "\n\t" or 32 <= code < 127 or code > 159:
         return char
@@ -31,30 +31,30 @@ def _picture(char: str) -> str:
 
 
 class Wrapper:
-    """Feed it text, write what it returns. `width`: cells of the terminal now, looked up for every piece."""
+    """Wraps a stream of text. `width` returns the terminal's cells, and is called for every `feed`."""
 
     def __init__(self, width: Callable[[], int]) -> None:
         self._width = width
         self._limit = 0
         self._column = 0
-        self._broken = False  # the last line break was ours
-        self._shown = ""  # of the last word: what an earlier call has returned
-        self._fresh = ""  # and what this call will
+        self._wrapped = False  # the last line break was inserted here
+        self._printed = ""  # the part of the last word that earlier calls returned
+        self._unprinted = ""  # and the rest of it
 
     def feed(self, text: str) -> str:
-        """`text` with the line breaks it needs at this place."""
-        # Never the last column: a cursor that waits there is a cell off when it is moved back.
-        self._limit = max(LEAST_WIDTH, self._width()) - 1
+        """What to print for `text`: its characters, line breaks, and controls that move the last word."""
+        # Not the last column: a cursor there (pending wrap) is one cell off when moved back.
+        self._limit = max(MIN_WIDTH, self._width()) - 1
         out: list[str] = []
         for char in text:
             out.append(self._char(char))
-        out.append(self._fresh)
-        self._shown, self._fresh = self._shown + self._fresh, ""
+        out.append(self._unprinted)
+        self._printed, self._unprinted = self._printed + self._unprinted, ""
         return "".join(out)
 
     def _char(self, char: str) -> str:
         if char == "\n":
-            done, self._column, self._broken = self._end_word(), 0, False
+            done, self._column, self._wrapped = self._end_word(), 0, False
             return done + "\n"
         cells = self._cells(char)
         if char in " \t":
@@ -65,7 +65,7 @@ class Wrapper:
             return done + char
         done = self._move_word() if self._column + cells > self._limit else ""
         self._column += cells
-        self._fresh += char
+        self._unprinted += char
         return done
 
     def _cells(self, char: str) -> int:
@@ -73,8 +73,8 @@ class Wrapper:
 
     def _space(self, char: str, cells: int) -> str:
         done = self._end_word()
-        if self._broken and not self._column:
-            return done  # one that would begin a line that was broken before it
+        if self._wrapped and not self._column:
+            return done  # no space at the start of a wrapped line
         if self._column + cells > self._limit:
             return done + self._break()
         self._column += cells
@@ -84,19 +84,19 @@ class Wrapper:
         return "" if self._column + cells <= self._limit else self._break()
 
     def _break(self) -> str:
-        self._column, self._broken = 0, True
+        self._column, self._wrapped = 0, True
         return "\n"
 
     def _end_word(self) -> str:
-        done, self._shown, self._fresh = self._fresh, "", ""
+        done, self._printed, self._unprinted = self._unprinted, "", ""
         return done
 
     def _move_word(self) -> str:
-        """The line is full: its last word begins the next one, unless it is as long as the line."""
-        shown, word = cell_len(self._shown), self._shown + self._fresh
+        """Moves the last word of a full line to the next one, unless the word fills the line."""
+        shown, word = cell_len(self._printed), self._printed + self._unprinted
         if cell_len(word) >= self._column:
             return self._end_word() + self._break()
         back = str(Control((ControlType.CURSOR_BACKWARD, shown), (ControlType.ERASE_IN_LINE, 0))) if shown else ""
-        self._shown, self._fresh = "", word
+        self._printed, self._unprinted = "", word
         done, self._column = back + self._break(), cell_len(word)
         return done

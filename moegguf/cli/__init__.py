@@ -1,6 +1,6 @@
 """The `moegguf` command: its subcommands, their flags, and their results as text or JSON.
 
-Promises: `--help` answers without importing a model library; `--json` where a script may look; flags carry the names
-that llama.cpp and Ollama use where those have one. Translates words into calls and figures into words. Does not know
-how a model is loaded, ctypes or llama.cpp.
+Promises: `--help` imports no model library; commands with results have `--json`; flags have the names of llama.cpp and
+Ollama where those exist. Translates flags into calls and results into text. Does not know how a model is loaded, ctypes
+or llama.cpp.
 """

@@ -1,6 +1,6 @@
-"""The `moegguf` command: what there is and who does it. What a command does is in the module it names.
+"""The `moegguf` command: the table of its subcommands.
 
-Nothing heavy is imported before a command runs: `moegguf --help` answers at once.
+Command modules import numpy, rich and model libraries inside their functions only, so that `--help` stays fast.
 """
 
 from __future__ import annotations
@@ -10,32 +10,27 @@ from typing import Annotated
 
 import typer
 
-from moegguf.cli import library, remote
+from moegguf.cli import model_commands, server_commands
 from moegguf.cli.bench import bench
-from moegguf.cli.run import Cache, Model, RunCommand, run
+from moegguf.cli.run import RunCommand, run
 from moegguf.cli.serve import serve
 from moegguf.cli.top import top
 from moegguf.cli.trace import trace
-from moegguf.terminal.messages import guarded
+from moegguf.terminal.messages import run_with_exit_code
 
 app = typer.Typer(
     name="moegguf",
     help="Run Mixture-of-Experts GGUF models whose experts do not fit in fast memory.",
     add_completion=False,
-    rich_markup_mode=None,  # rich would be a third of the time that --help takes
+    rich_markup_mode=None,  # rich would take a third of the time of --help
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-Ctx = Annotated[
-    int | None, typer.Option("--ctx", "-c", min=1, metavar="TOKENS", help="Context size.  [default: what fits]")
-]
-AsJson = Annotated[bool, typer.Option("--json", help="JSON on stdout, for scripts.")]
 
-
-def _version(wanted: bool) -> None:
-    if wanted:
-        remote.print_versions()
+def _version(requested: bool) -> None:
+    if requested:
+        server_commands.print_versions()
         raise typer.Exit
 
 
@@ -54,78 +49,26 @@ def root(
 app.command(cls=RunCommand)(run)
 app.command()(serve)
 app.command("start", hidden=True)(serve)
-app.command()(library.pull)
-app.command("list")(library.list_models)
-app.command("ls", hidden=True)(library.list_models)
-
-
-@app.command()
-def show(
-    model: Model,
-    license_text: Annotated[bool, typer.Option("--license", help="Only its license.")] = False,
-    modelfile: Annotated[bool, typer.Option("--modelfile", help="Only a Modelfile that makes it again.")] = False,
-    parameters: Annotated[bool, typer.Option("--parameters", help="Only its parameters.")] = False,
-    template: Annotated[bool, typer.Option("--template", help="Only its chat template.")] = False,
-    system: Annotated[bool, typer.Option("--system", help="Only its system message.")] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="All metadata and tensors, too.")] = False,
-    as_json: AsJson = False,
-) -> None:
-    """Describe a model and its experts."""
-    from moegguf.terminal.facts import show_model
-    from moegguf.terminal.tables import print_json, print_show
-
-    flags = {
-        "license": license_text, "modelfile": modelfile, "parameters": parameters, "template": template,
-        "system": system,
-    }  # fmt: skip
-    if wanted := [name for name, given in flags.items() if given]:
-        typer.echo(library.raw_part(model, wanted).rstrip("\n"))
-        return
-    facts = show_model(model, verbose=verbose)
-    print_json(facts) if as_json else print_show(facts)
-
-
-app.command("rm")(library.remove)
-app.command("cp")(library.copy)
-app.command()(library.create)
-app.command(hidden=True)(library.push)
-app.command()(remote.ps)
-app.command()(remote.stop)
+app.command()(model_commands.pull)
+app.command("list")(model_commands.list_models)
+app.command("ls", hidden=True)(model_commands.list_models)
+app.command()(model_commands.show)
+app.command("rm")(model_commands.remove)
+app.command("cp")(model_commands.copy)
+app.command()(model_commands.create)
+app.command(hidden=True)(model_commands.push)
+app.command()(server_commands.ps)
+app.command()(server_commands.stop)
 app.command()(top)
-
-
-@app.command()
-def estimate(model: Model, expert_cache: Cache = None, ctx: Ctx = None, as_json: AsJson = False) -> None:
-    """Say what would go where and what to expect, before loading."""
-    from moegguf.terminal.facts import estimate_model
-    from moegguf.terminal.tables import print_estimate, print_json
-
-    facts = estimate_model(model, expert_cache, ctx)
-    print_json(facts) if as_json else print_estimate(facts)
-
-
-@app.command()
-def doctor(
-    model: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="Measures the disk that this model is on.")
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Print what a bug report needs: CPU, memory, disk speed, build, backends."""
-    from moegguf.engine.doctor import diagnose
-    from moegguf.terminal.tables import print_doctor, print_json
-
-    facts = diagnose(model)
-    print_json(facts) if as_json else print_doctor(facts)
-
-
+app.command()(model_commands.estimate)
+app.command()(model_commands.doctor)
 app.command(short_help="Measure speed, hit rate, bytes and stalls.")(bench)
 app.add_typer(trace)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """The entry point: runs a command and returns its exit code."""
-    return guarded(lambda: app(arguments, prog_name="moegguf", standalone_mode=False))
+    return run_with_exit_code(lambda: app(arguments, prog_name="moegguf", standalone_mode=False))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The flags of `moegguf bench`: their names, help and how their values are read. llama-bench's where it has them."""
+"""`moegguf bench`: its flags, which are llama-bench's where that has them, and running the systems they name."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ def _versus(*names: str, help: str = "", **settings: Any) -> Any:
     return _option("Comparison and output", *names, help=help, **settings)
 
 
-Words = list[str]
+Values = list[str]
 
 Models = Annotated[
-    Words, _test("-m", "--model", help="GGUF file (the first one of a split model) or a name; may be repeated.")
+    Values, _test("-m", "--model", help="GGUF file (the first one of a split model) or a name; may be repeated.")
 ]
-Prompts = Annotated[Words, _test("-p", "--n-prompt", help="Tokens of a prompt.")]
-Gens = Annotated[Words, _test("-n", "--n-gen", help="Tokens to generate.")]
-Pairs = Annotated[Words, _test("-pg", metavar="PP,TG", help="A prompt and a generation in one test.")]
-Depths = Annotated[Words, _test("-d", "--n-depth", help="Tokens before the test, not timed.")]
+Prompts = Annotated[Values, _test("-p", "--n-prompt", help="Tokens of a prompt.")]
+Gens = Annotated[Values, _test("-n", "--n-gen", help="Tokens to generate.")]
+Pairs = Annotated[Values, _test("-pg", metavar="PP,TG", help="A prompt and a generation in one test.")]
+Depths = Annotated[Values, _test("-d", "--n-depth", help="Tokens before the test, not timed.")]
 Repetitions = Annotated[int, _test("-r", "--repetitions", min=1, help="Times each test runs in a process.")]
 Text = Annotated[
     Path | None,
@@ -51,58 +51,59 @@ Text = Annotated[
         "--text",
         exists=True,
         dir_okay=False,
-        help="Feed this file's tokens; the hit rate of random ones, the default, says little.",
+        help="Feed this file's tokens; the default, random tokens, gives unrealistic hit rates.",
     ),
 ]
 Greedy = Annotated[
-    bool, _test("--greedy", help="Generation goes on with its own likeliest token; give it a prompt with -d.")
+    bool, _test("--greedy", help="Generate the likeliest token instead of random ones; set a prompt length with -d.")
 ]
 Seed = Annotated[int, _test("--seed", min=0, help="Of the random tokens.")]
 NoWarmup = Annotated[bool, _test("--no-warmup", help="No untimed run before each test.")]
 Delay = Annotated[float, _test("--delay", min=0, help="Seconds before each test.")]
 
-Batches = Annotated[Words, _setting("-b", "--batch-size", help="Tokens of one call.")]
-Ubatches = Annotated[Words, _setting("-ub", "--ubatch-size", help="Tokens of one pass.")]
-TypesK = Annotated[Words, _setting("-ctk", "--cache-type-k", help="Type of the K cache.")]
-TypesV = Annotated[Words, _setting("-ctv", "--cache-type-v", help="Type of the V cache.")]
-Threads = Annotated[Words, _setting("-t", "--threads", help="Default: the processors this process may use.")]
-GpuLayers = Annotated[Words, _setting("-ngl", "--n-gpu-layers", help="Layers on a GPU; -1: all.")]
-FlashAttn = Annotated[Words, _setting("-fa", "--flash-attn", help="on, off or auto.")]
-Caches = Annotated[Words, _setting("--expert-cache", help='Memory for experts: "auto", "4GiB", "50%".')]
+Batches = Annotated[Values, _setting("-b", "--batch-size", help="Tokens of one call.")]
+Ubatches = Annotated[Values, _setting("-ub", "--ubatch-size", help="Tokens of one pass.")]
+TypesK = Annotated[Values, _setting("-ctk", "--cache-type-k", help="Type of the K cache.")]
+TypesV = Annotated[Values, _setting("-ctv", "--cache-type-v", help="Type of the V cache.")]
+Threads = Annotated[Values, _setting("-t", "--threads", help="Default: the processors this process may use.")]
+GpuLayers = Annotated[Values, _setting("-ngl", "--n-gpu-layers", help="Layers on a GPU; -1: all.")]
+FlashAttn = Annotated[Values, _setting("-fa", "--flash-attn", help="on, off or auto.")]
+Caches = Annotated[Values, _setting("--expert-cache", help='Memory for experts: "auto", "4GiB", "50%".')]
 Readers = Annotated[int, _setting("--readers", min=1, help="Threads that read experts.")]
 NoRepack = Annotated[
-    bool, _setting("--no-repack", help="Experts as in the file, not as the fastest kernels like them.")
+    bool,
+    _setting("--no-repack", help="Do not repack experts for faster kernels."),
 ]
 NoOverlap = Annotated[bool, _setting("--no-overlap", help="Wait for all of an expert before computing with it.")]
-NoSweep = Annotated[bool, _setting("--no-sweep", help="A prompt does not fetch the next layer ahead.")]
+NoSweep = Annotated[bool, _setting("--no-sweep", help="Do not fetch the next layer ahead during a prompt.")]
 NoDirect = Annotated[bool, _setting("--no-direct", help="Read experts through the page cache.")]
 
 Policy = Annotated[
-    str, _setting("--policy", help="Who stays: a policy of `moegguf trace simulate`, or auto: the measured best.")
+    str, _setting("--policy", help="Eviction policy, as in `moegguf trace simulate`, or auto: the measured best.")
 ]
-Predictor = Annotated[str | None, _setting("--predictor", help="Who comes next: a predictor, or none.")]
+Predictor = Annotated[str | None, _setting("--predictor", help="Expert predictor, or none.")]
 Prefetch = Annotated[
-    bool | None, _setting("--prefetch/--no-prefetch", help="Fetch ahead what the predictor says, while that pays.")
+    bool | None, _setting("--prefetch/--no-prefetch", help="Fetch predicted experts ahead while that saves time.")
 ]
 
 Ablate = Annotated[
     bool,
     _versus(
         "--ablate",
-        help="In turns with moegguf as asked for: without prefetch, chunks, early preemption, reordering; plain LRU."
-        " Prefetching is then on whether it pays or not.",
+        help="Alternate with variants: without prefetch, chunks, early preemption, reordering; plain LRU."
+        " Prefetching then stays on even when it does not save time.",
     ),
 ]
 Against = Annotated[
-    Words,
+    Values,
     _versus(
         "--against",
         metavar="SYSTEMS",
-        help="In turns: llama.cpp itself (mmap, resident; -plain or -repacked behind a name picks its kernels), or"
-        " lru: moegguf with the plain cache.",
+        help="Alternate with llama.cpp itself (mmap, resident; the suffix -plain or -repacked chooses kernels), or"
+        " with lru: moegguf with plain LRU.",
     ),
 ]
-Rounds = Annotated[int | None, _versus("--rounds", min=1, help="Turns; default 3 with --against, else 1.")]
+Rounds = Annotated[int | None, _versus("--rounds", min=1, help="Rounds; default 3 with --against, else 1.")]
 MemoryLimit = Annotated[
     str | None, _versus("--memory-limit", metavar="SIZE", help="Run each system in a memory cgroup of this size.")
 ]
@@ -202,34 +203,34 @@ def bench(
 ) -> None:
     """Measure prompt and generation speed, hit rate, bytes, stalls and the share of the link's bound.
 
-    Takes llama-bench's flags and prints its formats. `--against mmap,resident` runs llama.cpp itself in turns with it.
+    Takes llama-bench's flags and prints its formats. `--against mmap,resident` alternates with llama.cpp itself.
     """
     flags = dict(locals())
     from moegguf.cli.bench_format import FORMATS
 
     if output not in FORMATS:
         raise OptionError(f"-o takes {', '.join(FORMATS)}, but not {output!r}.")
-    rivals = list(dict.fromkeys(split(against) + (_ablations(policy, prefetch) if ablate else [])))
-    groups = _groups(flags, rivals, limit := _limit(memory_limit, require_limit))
-    rows = _measure(groups, rounds or (3 if rivals else 1), limit, not keep_page_cache)
+    others = list(dict.fromkeys(split(against) + (_ablations(policy, prefetch) if ablate else [])))
+    groups = _groups(flags, others, limit := _limit(memory_limit, require_limit))
+    rows = _measure(groups, rounds or (3 if others else 1), limit, not keep_page_cache)
     typer.echo(FORMATS[output](rows), nl=False)
     if any(row["error"] and row["system"] == "moegguf" for row in rows):
         raise typer.Exit(1)
 
 
 def _ablations(policy: str, prefetch: bool | None) -> list[str]:
-    """What to leave out in turn; where nothing is prefetched, leaving that out would be the same run twice."""
+    """Names of the ablations; without no-prefetch where nothing is prefetched anyway."""
     from moegguf.bench.series import WITHOUT
 
     names = list(WITHOUT)
     if prefetch is False or (prefetch is None and policy != "auto"):
         names.remove("no-prefetch")
-        typer.echo("--ablate without no-prefetch: nothing is prefetched unless --prefetch asks for it.", err=True)
+        typer.echo("--ablate without no-prefetch: nothing is prefetched without --prefetch.", err=True)
     return names
 
 
-def _groups(flags: dict[str, Any], rivals: Sequence[str], limit: int | None) -> list[list[BenchedSystem]]:
-    """The systems to run in turns, for every combination of settings."""
+def _groups(flags: dict[str, Any], others: Sequence[str], limit: int | None) -> list[list[BenchedSystem]]:
+    """The systems to alternate, for every combination of settings."""
     from moegguf.bench.series import entries, settings
     from moegguf.engine.machine import count_cpus
     from moegguf.models.catalog import find_model
@@ -248,14 +249,14 @@ def _groups(flags: dict[str, Any], rivals: Sequence[str], limit: int | None) -> 
         "flash_attn": split(flags["flash_attn"]),
         "n_threads": parse_ints(flags["threads"], "-t") or [count_cpus()],
     }
-    return [entries(spec, caches, rivals, limit) for spec in settings(_base(flags), lists)]
+    return [entries(spec, caches, others, limit) for spec in settings(_base(flags), lists)]
 
 
 def _base(flags: dict[str, Any]) -> Spec:
     from moegguf.bench.spec import Spec, Test
     from moegguf.engine.live_controller import ControllerOptions
 
-    ControllerOptions(flags["policy"], flags["predictor"])  # an unknown name is refused before anything runs
+    ControllerOptions(flags["policy"], flags["predictor"])  # raises for unknown names, before anything runs
     tests = parse_tests(flags["n_prompt"], flags["n_gen"], flags["pg"], flags["n_depth"])
     text = flags["text"]
     switches = {name: not flags[f"no_{name}"] for name in ("overlap", "sweep", "direct")}
@@ -279,7 +280,7 @@ def _base(flags: dict[str, Any]) -> Spec:
 
 
 def _limit(size: str | None, require: bool) -> int | None:
-    """Bytes of the limit; None without one, and where none can be set, which is said."""
+    """The limit in bytes; None without one, and, with a warning, where none can be set."""
     from moegguf.bench.series import limit_fault
 
     if size is None:
@@ -292,26 +293,26 @@ def _limit(size: str | None, require: bool) -> int | None:
     if fault and require:
         raise OptionError(f"--require-limit: {fault}")
     if fault:
-        typer.echo(f"going on without a memory limit: {fault}", err=True)
+        typer.echo(f"continuing without a memory limit: {fault}", err=True)
     return None if fault else n_bytes
 
 
 def _measure(
     groups: Sequence[Sequence[BenchedSystem]], rounds: int, limit: int | None, drop_cache: bool
 ) -> list[dict[str, Any]]:
-    """Rows of all groups; when interrupted, of what was finished."""
+    """Rows of all groups; after an interrupt, of the finished runs."""
     from moegguf.bench.rows import make_rows
     from moegguf.bench.series import ProcessRunner, run_series
 
     outcomes: list[list[Outcome]] = [[] for _ in groups]
     runner = ProcessRunner(limit, drop_cache)
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that what was made is removed then, too
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that SIGTERM cleans up, too
     try:
         for group, found in zip(groups, outcomes, strict=True):
             for outcome in run_series(group, rounds, runner, lambda line: typer.echo(line, err=True)):
                 found.append(outcome)
     except KeyboardInterrupt:
-        typer.echo("interrupted; these are the runs that were finished.", err=True)
+        typer.echo("interrupted; printing the finished runs.", err=True)
     finally:
         signal.signal(signal.SIGTERM, before)
     return [row for found in outcomes for row in make_rows(found, limit)]

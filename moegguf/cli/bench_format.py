@@ -1,12 +1,14 @@
-"""Rows of `moegguf bench` as llama-bench prints them (md, json, jsonl, csv), with moegguf's fields behind its own.
+"""Rows of `moegguf bench` as llama-bench prints them (md, json, jsonl, csv), followed by moegguf's own fields.
 
-Who reads llama-bench's output by column name reads this too. Knows rows, not how they were measured.
+Scripts that read llama-bench's output by column name can read this. Formats rows only.
 """
 
 from __future__ import annotations
 
+import csv
 import json
 from collections.abc import Callable, Sequence
+from io import StringIO
 from typing import Any
 
 from moegguf.bench.rows import FIELDS, OWN_FIELDS, Row
@@ -21,7 +23,7 @@ _TITLES = {"n_gpu_layers": "ngl", "n_threads": "threads", "flash_attn": "fa", "r
 # Shown in the table when a row differs from llama-bench's default.
 _DEFAULTS = {"n_batch": 2048, "n_ubatch": 512, "type_k": "f16", "type_v": "f16", "flash_attn": -1}
 
-# Title, field, factor, decimals: what the store did, in a table that has room for it.
+# Title, field, factor, decimals: the store's figures.
 _STORE_COLUMNS = (
     ("hit %", "hit_rate", 100, 1),
     ("MB/token", "mb_per_token", 1, 2),
@@ -43,14 +45,15 @@ def _ratio(found: dict[str, Any]) -> str:
 
 
 def as_csv(rows: Sequence[Row]) -> str:
-    """A line of names, then a line per row, every value quoted; `against` as "mmap=9.812;resident=0.331"."""
+    """A header, then a line per row with every value quoted; `against` as "mmap=9.812;resident=0.331"."""
     names = [*FIELDS, *OWN_FIELDS, "against"]
-    lines = [",".join(names)]
+    out = StringIO()
+    csv.writer(out, lineterminator="\n").writerow(names)
+    writer = csv.writer(out, quoting=csv.QUOTE_ALL, lineterminator="\n")
     for row in rows:
         ratios = ";".join(f"{name}={_ratio(found)}" for name, found in row["against"].items())
-        values = [*(_number(row.get(name, "")) for name in names[:-1]), ratios]
-        lines.append(",".join('"' + value.replace('"', '""') + '"' for value in values))
-    return "\n".join(lines) + "\n"
+        writer.writerow([*(_number(row.get(name, "")) for name in names[:-1]), ratios])
+    return out.getvalue()
 
 
 def _object(row: Row) -> dict[str, Any]:
@@ -59,7 +62,7 @@ def _object(row: Row) -> dict[str, Any]:
 
 
 def as_json(rows: Sequence[Row]) -> str:
-    """A list of objects; `against` holds the comparison with each rival."""
+    """A list of objects; `against` holds the comparison with each other system."""
     objects = []
     for row in rows:
         lines = [f"    {json.dumps(name)}: {json.dumps(value)}" for name, value in _object(row).items()]
@@ -108,7 +111,7 @@ def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
 
 
 def _fitting(titles: Sequence[str], widths: Sequence[int], lines: Sequence[Sequence[str]]) -> list[int]:
-    """`widths` (negative: to the left), each made large enough for its column."""
+    """`widths` (negative: left-aligned), each widened to its column's longest cell."""
     longest = (max(map(len, cells)) for cells in zip(titles, *lines, strict=True))
     return [max(n, abs(width)) * (-1 if width < 0 else 1) for width, n in zip(widths, longest, strict=True)]
 
@@ -153,7 +156,7 @@ def _ratio_table(rows: Sequence[Row]) -> list[str]:
             lines.append([row["test"], row["expert_cache"], name, ratio, each, stall, _tokens_cell(found)])
     columns = [("test", 10), ("cache", 6), ("moegguf against", -15), ("ratio", 8), ("each round", -10), ("stall", 8)]
     columns.append(("same tokens", -11))
-    if not any(line[5] for line in lines):  # llama.cpp itself does not tell
+    if not any(line[5] for line in lines):  # llama.cpp has no stall figures
         columns, lines = columns[:5] + columns[6:], [line[:5] + line[6:] for line in lines]
     titles, widths = zip(*columns, strict=True)
     return ["", *_table(titles, widths, lines)] if lines else []
@@ -179,23 +182,23 @@ def _notes(rows: Sequence[Row]) -> list[str]:
         f"{row['system']} {row['expert_cache']}: {row['error']}" for row in rows if row["error"] not in ("", KILLED)
     }
     limits = {row["memory_limit_bytes"] for row in rows}
-    words = [f"memory limit: {n >> 20} MiB" if n else "memory limit: none" for n in sorted(limits)]
+    memory = [f"memory limit: {n >> 20} MiB" if n else "memory limit: none" for n in sorted(limits)]
     feeds = sorted({f"tokens: {row['feed']}" for row in rows})
-    return ["", *sorted(notes), *_decisions(rows), *words, *feeds]
+    return ["", *sorted(notes), *_policies(rows), *memory, *feeds]
 
 
-def _decisions(rows: Sequence[Row]) -> list[str]:
-    """Who decided what stays, and the systems that had it so."""
+def _policies(rows: Sequence[Row]) -> list[str]:
+    """Each combination of policy, predictor and prefetch, and the systems that used it."""
     systems: dict[str, dict[str, None]] = {}
     for row in rows:
         if row.get("policy") and row["expert_cache"]:
-            words = f"policy {row['policy']}, predictor {row['predictor']}, prefetch {row['prefetch']}"
-            systems.setdefault(words, {})[f"{row['system']} {row['expert_cache']}"] = None
-    return [f"{words}: {'; '.join(names)}" for words, names in systems.items()]
+            settings = f"policy {row['policy']}, predictor {row['predictor']}, prefetch {row['prefetch']}"
+            systems.setdefault(settings, {})[f"{row['system']} {row['expert_cache']}"] = None
+    return [f"{settings}: {'; '.join(names)}" for settings, names in systems.items()]
 
 
 def as_markdown(rows: Sequence[Row]) -> str:
-    """llama-bench's table with what the store did, then load and memory, ratios, notes and the build."""
+    """llama-bench's table with the store's figures, then load time and memory, ratios, notes and the build."""
     if not rows:
         return ""
     build = next((row for row in rows if "build_commit" in row), {"build_commit": "unknown", "build_number": 0})

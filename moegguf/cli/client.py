@@ -1,6 +1,6 @@
-"""A small client for a running `moegguf serve`: JSON there and back, and answers line by line.
+"""An HTTP client for a running `moegguf serve`: JSON requests, JSON or JSON-lines responses.
 
-It asks where MOEGGUF_HOST or OLLAMA_HOST say, with their API key. Knows addresses and errors, no command's words.
+The address is MOEGGUF_HOST or OLLAMA_HOST, the key MOEGGUF_API_KEY. Does not know what requests mean.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ Json = dict[str, Any]
 
 GET_TIMEOUT_S = 10.0
 POST_TIMEOUT_S = 600.0  # the server may load a model first
-MOST_ERROR_BYTES = 64 << 10
-ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # where a server listens, but nobody can be reached
+MAX_ERROR_BYTES = 64 << 10
+WILDCARD_ADDRESSES = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # a server binds to these; clients connect to loopback
 
 
 class ServerError(MoeggufError):
-    """A server refused or failed, in its own words. `status`: of HTTP; 0 when the answer broke off."""
+    """The server's error message. `status`: HTTP's; 0 for an error inside a response."""
 
     def __init__(self, message: str, status: int = 0) -> None:
         super().__init__(message)
@@ -34,18 +34,18 @@ class ServerError(MoeggufError):
 
 
 class NoServerError(MoeggufError, ConnectionError):
-    """Nobody answers at the server's address."""
+    """No server at the address, or the connection was lost."""
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """The key goes to nobody but the server that was asked."""
+    """Redirects are not followed, since the API key must not reach another server."""
 
     def redirect_request(self, *_: Any) -> None:
         return None
 
 
 class Client:
-    """Asks the server of `settings` (default: the environment's)."""
+    """A client of the server in `settings` (default: the environment's)."""
 
     def __init__(self, settings: Settings | None = None) -> None:
         settings = settings or read_settings()
@@ -57,24 +57,24 @@ class Client:
         self._opener = urllib.request.build_opener(_NoRedirect, *proxies)
 
     def get(self, path: str, timeout_s: float = GET_TIMEOUT_S) -> Any:
-        """The JSON at `path`. Raises NoServerError and ServerError, as do the others."""
+        """The JSON at `path`. All requests raise NoServerError and ServerError."""
         with self._open(path, None, timeout_s) as response:
             return _parsed(response.read())
 
     def post(self, path: str, body: Mapping[str, Any], timeout_s: float = POST_TIMEOUT_S) -> Any:
-        """What the server answers to `body`; of an answer in lines the last one."""
+        """The response to `body`; of a response in lines the last one."""
         with self._open(path, body, timeout_s) as response:
             lines = [line for line in response.read().splitlines() if line.strip()]
-        return _checked(_parsed(lines[-1])) if lines else None
+        return _without_error(_parsed(lines[-1])) if lines else None
 
     def stream(
         self, path: str, body: Mapping[str, Any] | None = None, timeout_s: float = POST_TIMEOUT_S
     ) -> Generator[Json]:
-        """The lines of an answer as they come; closing it ends the request."""
+        """The lines of a response as they arrive; closing the generator ends the request."""
         with self._open(path, body, timeout_s) as response:
             for line in response:
                 if line.strip():
-                    yield _checked(_parsed(line))
+                    yield _without_error(_parsed(line))
 
     @contextmanager
     def _open(self, path: str, body: Mapping[str, Any] | None, timeout_s: float) -> Generator[HTTPResponse]:
@@ -84,16 +84,20 @@ class Client:
         try:
             response = self._opener.open(request, timeout=timeout_s)
         except urllib.error.HTTPError as error:
-            raise ServerError(_complaint(error), error.code) from None
+            raise ServerError(_error_message(error), error.code) from None
         except (OSError, HTTPException) as error:
-            raise self._nobody(error) from None
+            raise self._connection_error(error) from None
         with response:
             try:
                 yield response
             except (OSError, HTTPException):
-                raise NoServerError(f"the server at {self.host.url} has gone.") from None
+                raise self.lost_connection() from None
 
-    def _nobody(self, error: Exception) -> NoServerError:
+    def lost_connection(self) -> NoServerError:
+        """The error of a response that ended early."""
+        return NoServerError(f"lost the connection to the server at {self.host.url}.")
+
+    def _connection_error(self, error: Exception) -> NoServerError:
         reason = getattr(error, "reason", error)
         if isinstance(reason, TimeoutError):
             return NoServerError(f"the server at {self.host.url} does not answer.")
@@ -101,29 +105,29 @@ class Client:
 
 
 def reachable(host: Host) -> Host:
-    """The address to ask a server that listens at `host`."""
-    return replace(host, host=ANY_ADDRESS.get(host.host, host.host))
+    """The address at which to reach a server that listens at `host`."""
+    return replace(host, host=WILDCARD_ADDRESSES.get(host.host, host.host))
 
 
 def _parsed(data: bytes) -> Any:
     try:
         return json.loads(data)
     except ValueError:
-        raise ServerError("the server's answer is not JSON; is another program at its address?") from None
+        raise ServerError("the server's response is not JSON; is another program at its address?") from None
 
 
-def _checked(line: Any) -> Any:
-    """`line`, unless it tells of an error."""
+def _without_error(line: Any) -> Any:
+    """`line`; raises ServerError when it is an error object."""
     if isinstance(line, dict) and "error" in line:
         raise ServerError(str(line["error"]))
     return line
 
 
-def _complaint(error: urllib.error.HTTPError) -> str:
-    """What the server said, in Ollama's form or OpenAI's."""
+def _error_message(error: urllib.error.HTTPError) -> str:
+    """The message in the response, in Ollama's form or OpenAI's."""
     with error:
         try:
-            said = json.loads(error.read(MOST_ERROR_BYTES))["error"]
-            return str(said["message"] if isinstance(said, dict) else said)
+            detail = json.loads(error.read(MAX_ERROR_BYTES))["error"]
+            return str(detail["message"] if isinstance(detail, dict) else detail)
         except (OSError, HTTPException, ValueError, KeyError, TypeError):
-            return f"the server answers {error.code} {error.reason}."
+            return f"the server returned {error.code} {error.reason}."

@@ -1,4 +1,4 @@
-"""`moegguf serve`: the address and the keys that a server listens with, from the command line and the environment."""
+"""`moegguf serve`: the server's settings from the command line and the environment."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moegguf.errors import OptionError
-from moegguf.terminal.messages import say
+from moegguf.terminal.messages import print_message
 
 if TYPE_CHECKING:
     from moegguf.settings import Host, Settings
@@ -29,55 +29,55 @@ def serve(
         typer.Option(metavar="BUDGET", help='Memory for experts of each model: "auto", "50%", "4GiB".'),
     ] = None,
     memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Memory for all loaded models together.  [default: as is free]")
+        str | None, typer.Option(metavar="SIZE", help="Memory for all loaded models together.  [default: what is free]")
     ] = None,
     api_key: Annotated[
         str | None,
-        typer.Option(metavar="KEY", help="Ask every client for this key; MOEGGUF_API_KEY shows it to fewer people."),
+        typer.Option(metavar="KEY", help="Key required of clients; MOEGGUF_API_KEY keeps it out of the process list."),
     ] = None,
 ) -> int:
-    """Serve models over the Ollama and OpenAI APIs, with a page to look at.
+    """Serve models over the Ollama and OpenAI APIs, with a web page.
 
     Environment (OLLAMA_NAME is read where MOEGGUF_NAME is not set):
 
     \b
     MOEGGUF_HOST               where to listen, such as 127.0.0.1:11434
-    MOEGGUF_API_KEY            asked of every client; needed on other addresses than loopback
-    MOEGGUF_ORIGINS            web pages that may ask, besides those of this machine
+    MOEGGUF_API_KEY            required of every client; must be set for addresses other than loopback
+    MOEGGUF_ORIGINS            allowed web origins, besides those of this machine
     MOEGGUF_MODELS             folder of GGUF files known by name
     MOEGGUF_HOME               where names, blobs and history are kept
-    MOEGGUF_MEMORY             for all loaded models together
-    MOEGGUF_EXPERT_CACHE       of each model for its experts
-    MOEGGUF_KEEP_ALIVE         how long a model stays without work (5m; negative: for ever)
+    MOEGGUF_MEMORY             memory for all loaded models together
+    MOEGGUF_EXPERT_CACHE       for the experts of each model
+    MOEGGUF_KEEP_ALIVE         how long an idle model stays loaded (5m; negative: for ever)
     MOEGGUF_CONTEXT_LENGTH     tokens of context
     MOEGGUF_MAX_LOADED_MODELS  at most so many at once
     MOEGGUF_MAX_QUEUE          requests that may wait (512)
-    MOEGGUF_LOAD_TIMEOUT       a load ends when nothing is read for so long (5m)
+    MOEGGUF_LOAD_TIMEOUT       a load fails after this long without progress (5m)
     MOEGGUF_KV_CACHE_TYPE      f16, q8_0 or q4_0
     MOEGGUF_FLASH_ATTENTION    0 or 1
     MOEGGUF_GPU_OVERHEAD       bytes to leave free on a GPU
     MOEGGUF_DEBUG              1 logs every request
     HF_TOKEN HF_HOME HF_HUB_CACHE HF_ENDPOINT HF_HUB_OFFLINE   as for huggingface_hub
     """
-    settings = choose(host, port, memory, api_key)
+    settings = serve_settings(host, port, memory, api_key)
     if expert_cache is not None:
         from moegguf.config import parse_expert_cache
 
         parse_expert_cache(expert_cache)
-        os.environ["MOEGGUF_EXPERT_CACHE"] = expert_cache  # where the workers look
+        os.environ["MOEGGUF_EXPERT_CACHE"] = expert_cache  # read by the workers
     from moegguf.server.serve import listen, run_server
 
     listener = listen(settings.host)
     try:
-        return run_server(settings, listener, lambda: announce(settings.host, listener))
+        return run_server(settings, listener, lambda: print_address(settings.host, listener))
     finally:
         listener.close()
 
 
-def choose(host: str | None, port: int | None, memory: str | None, api_key: str | None) -> Settings:
-    """The environment's settings with those of the command line.
+def serve_settings(host: str | None, port: int | None, memory: str | None, api_key: str | None) -> Settings:
+    """The environment's settings, overridden by the command line's.
 
-    Raises OptionError, also for an address that others can reach without a key to ask them for.
+    Raises OptionError, also for an address other than loopback without an API key.
     """
     from moegguf.config import parse_size
     from moegguf.settings import parse_host, read_settings
@@ -85,7 +85,7 @@ def choose(host: str | None, port: int | None, memory: str | None, api_key: str 
     settings = read_settings()
     address = parse_host(host) if host is not None else settings.host
     if address.scheme != "http":
-        raise OptionError("the server speaks http only; put a proxy before it for https.")
+        raise OptionError("the server supports http only; use a reverse proxy for https.")
     try:
         memory_bytes = parse_size(memory) if memory is not None else settings.memory_bytes
     except ValueError as error:
@@ -98,13 +98,13 @@ def choose(host: str | None, port: int | None, memory: str | None, api_key: str 
     )
     if not settings.host.is_loopback and not settings.api_key:
         raise OptionError(
-            f"{settings.host.host} can be reached by others: set MOEGGUF_API_KEY (clients send it as a Bearer token),"
-            " or listen on 127.0.0.1."
+            f"{settings.host.host} is reachable from other machines: set MOEGGUF_API_KEY"
+            " (clients send it as a Bearer token), or listen on 127.0.0.1."
         )
     return settings
 
 
-def announce(host: Host, listener: socket.socket) -> None:
-    """Says where the server listens, once it does."""
+def print_address(host: Host, listener: socket.socket) -> None:
+    """Prints the address on stderr once the server listens."""
     address = replace(host, port=listener.getsockname()[1])
-    say(f"listening on {address.url}" + (" (with an API key)" if not address.is_loopback else ""))
+    print_message(f"listening on {address.url}" + (" (with an API key)" if not address.is_loopback else ""))

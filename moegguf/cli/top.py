@@ -1,6 +1,6 @@
-"""`moegguf top`: what a running server's models do, live in a terminal, or once for scripts.
+"""`moegguf top`: the models of a running server, live in a terminal, or once for scripts.
 
-Reads `/live` on a thread of its own and draws twice a second. How it looks lies in top_screen.py.
+A thread reads `/live`; the screen is drawn FRAMES_PER_S times a second by top_screen.py.
 """
 
 from __future__ import annotations
@@ -16,18 +16,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from moegguf.cli.options import AsJson
+
 if TYPE_CHECKING:
     from moegguf.cli.client import Client
-    from moegguf.cli.top_screen import Model
+    from moegguf.cli.top_screen import ModelView
 
-PER_S = 2
-SILENCE_S = 20.0  # the server shows that it is there every few seconds
+FRAMES_PER_S = 2
+STREAM_TIMEOUT_S = 20.0  # the server sends a line every few seconds
 KEYS = "q quits"
 
 
 def top(
-    once: Annotated[bool, typer.Option("--once", help="Print one frame and leave.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One look as JSON on stdout, for scripts.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print one frame and exit.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Watch the experts of the models that a running server has loaded."""
     from moegguf.cli.client import Client
@@ -42,32 +44,33 @@ def top(
 
 
 def print_as_json(client: Client) -> None:
-    """Every model's figures, its plan, and its experts as a digit each: 0 absent, 1 on its way, 2 there."""
+    """Prints statistics, plan and experts of each model; an expert is a digit: 0 absent, 1 in flight, 2 resident."""
     from moegguf.cli.top_screen import state_rows
     from moegguf.terminal.tables import print_json
 
     models = client.get("/live?once=1")["models"]
     for model in models:
-        view = model.pop("view")
-        experts = {name: view[name] for name in ("layers", "n_expert")} | {"state": state_rows(view)} if view else None
-        model |= {"tokens_per_s": view["tokens_per_s"] if view else 0.0, "experts": experts}
+        snapshot, experts = model.pop("snapshot"), None
+        if snapshot:
+            experts = {name: snapshot[name] for name in ("layers", "n_expert")} | {"state": state_rows(snapshot)}
+        model |= {"tokens_per_s": snapshot["tokens_per_s"] if snapshot else 0.0, "experts": experts}
     print_json({"server": client.host.url, "models": models})
 
 
 def print_frame(client: Client) -> None:
-    """One frame on stdout, however high."""
-    from moegguf.cli.top_screen import Model, Screen
-    from moegguf.terminal.tables import make_console, print_part
+    """Prints one frame on stdout, with a line for every layer."""
+    from moegguf.cli.top_screen import ModelView, Screen
+    from moegguf.terminal.tables import make_console, print_renderable
 
     models = []
     for facts in client.get("/live?once=1")["models"]:
-        models.append(Model(facts["name"]))
-        models[-1].take(facts, facts["view"])
-    print_part(make_console(), Screen(client.host.url, models, height=None))
+        models.append(ModelView(facts["name"]))
+        models[-1].update(facts, facts["snapshot"])
+    print_renderable(make_console(), Screen(client.host.url, models, height=None))
 
 
 def watch(client: Client) -> None:
-    """Draws until `q`, Ctrl-C, or until the server has gone, which raises NoServerError."""
+    """Draws until `q` or Ctrl-C. Raises NoServerError when the connection is lost."""
     from rich.console import Console
     from rich.live import Live
 
@@ -75,37 +78,40 @@ def watch(client: Client) -> None:
 
     lines: queue.SimpleQueue[Any] = queue.SimpleQueue()
     first = start_reading(client, lines)
-    models: dict[str, Model] = {}
-    take_line(models, first)
+    models: dict[str, ModelView] = {}
+    apply_line(models, first)
     console = Console(highlight=False)
 
     def frame() -> Screen:
         return Screen(client.host.url, models.values(), height=console.height, keys=KEYS)
 
-    with key_reader() as quit_pressed, Live(frame(), console=console, screen=True, auto_refresh=False) as live:
-        try:
-            while not quit_pressed(1 / PER_S):
-                take_lines(models, lines)
+    live = Live(frame(), console=console, screen=True, auto_refresh=False)
+    try:
+        with key_reader() as quit_pressed:
+            live.start()  # no `with`: Ctrl-C inside start() would leave the alternate screen on
+            while not quit_pressed(1 / FRAMES_PER_S):
+                apply_lines(models, lines)
                 live.update(frame(), refresh=True)
                 for model in models.values():
-                    model.shown()
-        except KeyboardInterrupt:
-            return
+                    model.clear_activity()
+    except KeyboardInterrupt:
+        return
+    finally:
+        live.stop()
 
 
 def start_reading(client: Client, lines: queue.SimpleQueue[Any]) -> Any:
-    """The first line of `/live`; the others go to `lines` as they come, and then the error that ended them."""
-    from moegguf.cli.client import NoServerError
+    """Returns the first line of `/live`; a thread puts the others into `lines`, and then the error that ended them."""
     from moegguf.errors import MoeggufError
 
-    stream = client.stream(f"/live?per_s={PER_S}", timeout_s=SILENCE_S)
+    stream = client.stream(f"/live?per_s={FRAMES_PER_S}", timeout_s=STREAM_TIMEOUT_S)
     first = next(stream)
 
     def read() -> None:
         try:
             for line in stream:
                 lines.put(line)
-            lines.put(NoServerError(f"the server at {client.host.url} has gone."))
+            lines.put(client.lost_connection())
         except MoeggufError as error:
             lines.put(error)
 
@@ -113,45 +119,45 @@ def start_reading(client: Client, lines: queue.SimpleQueue[Any]) -> Any:
     return first
 
 
-def take_lines(models: dict[str, Model], lines: queue.SimpleQueue[Any]) -> None:
-    """What has come since; raises the error that ended the stream."""
+def apply_lines(models: dict[str, ModelView], lines: queue.SimpleQueue[Any]) -> None:
+    """Applies all waiting lines; raises the error that ended the stream."""
     while not lines.empty():
         line = lines.get()
         if isinstance(line, Exception):
             raise line
-        take_line(models, line)
+        apply_line(models, line)
 
 
-def take_line(models: dict[str, Model], line: dict[str, Any]) -> None:
-    """A view, or the names of the models that are loaded."""
-    from moegguf.cli.top_screen import Model
+def apply_line(models: dict[str, ModelView], line: dict[str, Any]) -> None:
+    """Applies a snapshot of one model, or the list of loaded models."""
+    from moegguf.cli.top_screen import ModelView
 
     if "loaded_models" in line:
         for name in line["loaded_models"]:
-            models.setdefault(name, Model(name))
+            models.setdefault(name, ModelView(name))
         for name in models.keys() - set(line["loaded_models"]):
             del models[name]
     elif line["model"] in models:
-        models[line["model"]].take(line["loaded"], line)
+        models[line["model"]].update(line["loaded"], line)
 
 
 @contextmanager
 def key_reader() -> Iterator[Any]:
-    """`quit_pressed(seconds)`: waits so long, or until `q`. Keys are read one by one while it lasts."""
+    """Yields `quit_pressed(seconds)`, which waits that long for `q`. The terminal is in cbreak mode meanwhile."""
     try:
         import select
         import termios
         import tty
     except ImportError:
         tty = None  # type: ignore[assignment]
-    if tty is None or sys.stdin is None or not sys.stdin.isatty():  # no keys to be read: Ctrl-C quits
+    if tty is None or sys.stdin is None or not sys.stdin.isatty():  # no keys can be read: Ctrl-C quits
         yield time.sleep
         return
 
     def quit_pressed(seconds: float) -> bool:
         ready, _, _ = select.select([descriptor], [], [], seconds)
         keys = os.read(descriptor, 64) if ready else b" "
-        return not keys or b"q" in keys.lower()  # no keys: the terminal has gone
+        return not keys or b"q" in keys.lower()  # end of file: the terminal is closed
 
     descriptor = sys.stdin.fileno()
     settings = termios.tcgetattr(descriptor)

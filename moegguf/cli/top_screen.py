@@ -1,6 +1,6 @@
-"""What `moegguf top` shows of each model: figures now and since it was loaded, lines over time, the map of experts.
+"""The screen of `moegguf top`: per model, figures now and since load, sparklines, the map of experts.
 
-Plain facts of `/live` in, rich text out. Knows nothing of where they come from.
+Facts of `/live` in, rich text out; no I/O.
 """
 
 from __future__ import annotations
@@ -18,122 +18,122 @@ from rich.table import Table
 from rich.text import Text
 
 from moegguf.terminal.heatmap import heatmap, legend
-from moegguf.terminal.units import moment, size
+from moegguf.terminal.units import human_bytes, human_time, percent
 
 Facts = dict[str, Any]
 Bytes = npt.NDArray[np.uint8]
 
 BLOCKS = "▁▂▃▄▅▆▇█"
-KEPT = 60  # points of a line
-LEAST_MAP = 3  # lines
+HISTORY_POINTS = 60  # of a sparkline
+MIN_MAP_LINES = 3
 NARROW, WIDE = 60, 76  # cells
-HEAD = 6  # lines of a model besides its map: name, four figures, a blank line
-GAUGES = ("tokens", "lookups", "hits", "bytes_read", "stall_s", "eval_s")
+LINES_PER_MODEL = 6  # without the map: name, four figures, a blank line
+COUNTERS = ("tokens", "lookups", "hits", "bytes_read", "stall_s", "eval_s")
 
 
-class Model:
-    """A loaded model as it was seen so far."""
+class ModelView:
+    """What was received about one loaded model so far."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.facts: Facts = {}
-        self.view: Facts = {}
-        self.hit_rates: deque[float] = deque(maxlen=KEPT)
-        self.speeds: deque[float] = deque(maxlen=KEPT)
-        self.now: dict[str, float] | None = None  # what was counted while it last computed
+        self.snapshot: Facts = {}
+        self.hit_rates: deque[float] = deque(maxlen=HISTORY_POINTS)
+        self.speeds: deque[float] = deque(maxlen=HISTORY_POINTS)
+        self.now: dict[str, float] | None = None  # counters' growth when the model last computed
         self.state = self.uses = self.loads = np.zeros((0, 0), np.uint8)
         self._before: dict[str, float] | None = None
 
     @property
     def total(self) -> dict[str, float]:
-        """What was counted since it was loaded."""
-        stats = self.facts.get("stats") or self.view.get("stats") or {}
-        counted = {name: float(stats.get(name, 0)) for name in GAUGES}
+        """Counters since the model was loaded."""
+        stats = self.facts.get("stats") or self.snapshot.get("stats") or {}
+        counted = {name: float(stats.get(name, 0)) for name in COUNTERS}
         return counted | {"hits": float(stats.get("hits_ready", 0) + stats.get("hits_late", 0))}
 
-    def take(self, facts: Facts, view: Facts | None) -> None:
-        """The newest facts, and a view when there is one."""
+    def update(self, facts: Facts, snapshot: Facts | None) -> None:
+        """Takes the newest facts, and a snapshot of the experts if there is one."""
         self.facts = facts
-        if view is None:
+        if snapshot is None:
             return
-        self.view = view
+        self.snapshot = snapshot
         if "stats" not in facts:
-            self.facts = {**facts, "stats": view["stats"]}
-        shape = len(view["layers"]), view["n_expert"]
-        state, uses, loads = (_array(view[name], shape) for name in ("state", "uses", "loads"))
+            self.facts = {**facts, "stats": snapshot["stats"]}
+        shape = len(snapshot["layers"]), snapshot["n_expert"]
+        state, uses, loads = (_array(snapshot[name], shape) for name in ("state", "uses", "loads"))
         same = self.state.shape == shape
         self.state = state
-        # Until they are shown: views come as often as they like, and frames when there is time.
+        # Maxima since the last frame: snapshots may arrive faster than frames are drawn.
         self.uses = np.maximum(self.uses, uses) if same else uses
         self.loads = np.maximum(self.loads, loads) if same else loads
-        self._count()
+        self._update_rates()
 
-    def _count(self) -> None:
+    def _update_rates(self) -> None:
         total, before = self.total, self._before
         if before is None or total["tokens"] < before["tokens"]:
             self._before = total
             return
-        delta = {name: total[name] - before[name] for name in GAUGES}
+        delta = {name: total[name] - before[name] for name in COUNTERS}
         if not delta["lookups"] and not delta["tokens"]:
             return
         self._before, self.now = total, delta
         if delta["lookups"]:
             self.hit_rates.append(delta["hits"] / delta["lookups"])
-        if speed := self.view.get("tokens_per_s"):
+        if speed := self.snapshot.get("tokens_per_s"):
             self.speeds.append(speed)
 
-    def shown(self) -> None:
-        """The activity so far is on the screen; the next frame begins anew."""
+    def clear_activity(self) -> None:
+        """Resets uses and loads, after a frame showed them."""
         self.uses, self.loads = np.zeros_like(self.uses), np.zeros_like(self.loads)
 
     def title(self, width: int) -> Text:
-        """Its name, and what it does and takes."""
+        """Name, state, queue, size, context and expiry."""
         facts = self.facts
-        busy = facts.get("busy") or self.view.get("busy")
-        doing = "stopping" if facts.get("stopping") else "busy" if busy else "idle"
-        parts = [doing, *([f"{facts['queue']} waiting"] if facts.get("queue") else [])]
-        parts += [size(facts.get("size_bytes", 0)), f"{facts.get('n_ctx', 0):,} tokens of context"]
+        busy = facts.get("busy") or self.snapshot.get("busy")
+        state = "stopping" if facts.get("stopping") else "busy" if busy else "idle"
+        parts = [state, *([f"{facts['queue']} waiting"] if facts.get("queue") else [])]
+        parts += [human_bytes(facts.get("size_bytes", 0)), f"{facts.get('n_ctx', 0):,} tokens of context"]
         expires = facts.get("expires")
-        parts.append(f"leaves {moment(datetime.fromisoformat(expires))}" if expires else "stays")
+        parts.append(f"expires {human_time(datetime.fromisoformat(expires))}" if expires else "never expires")
         text = Text(self.name, style="bold", no_wrap=True, overflow="ellipsis")
         text.append("  " + " · ".join(parts), style="not bold bright_black")
         text.truncate(width, overflow="ellipsis")
         return text
 
     def figures(self, width: int) -> Table:
-        """Four rows: now, since it was loaded, and over time where there is room."""
-        now, total = self.now or dict.fromkeys(GAUGES, 0.0), self.total
+        """Four rows: now, since load, and over time where the width allows."""
+        now, total = self.now or dict.fromkeys(COUNTERS, 0.0), self.total
         table = Table.grid(padding=(0, 1 if width < NARROW else 2, 0, 0))
         table.add_column(style="bright_black", no_wrap=True)
         table.add_column(justify="right", no_wrap=True, style="bold")
         table.add_column(justify="right", no_wrap=True)
         table.add_column(no_wrap=True, style="green")
-        room = min(KEPT, width - 46)
+        spark_cells = min(HISTORY_POINTS, width - 46)
         speed = self.speeds[-1] if self.speeds else None
         resident = f"{int((self.state == 2).sum()):,} of {self.state.size:,} experts in memory"
         rows: Sequence[tuple[str, str, str, str]] = (
-            ("hit rate", _percent(now["hits"], now["lookups"]), _percent(total["hits"], total["lookups"]),
-             spark(self.hit_rates, room, 1.0)),
-            ("speed", _speed(speed), "", spark(self.speeds, room)),
+            ("hit rate", _ratio(now["hits"], now["lookups"]), _ratio(total["hits"], total["lookups"]),
+             spark(self.hit_rates, spark_cells, 1.0)),
+            ("speed", _speed(speed), "", spark(self.speeds, spark_cells)),
             ("read/token", _read(now), _read(total), ""),
-            ("waited", _share(now), _share(total), resident if width >= WIDE else ""),
+            ("stall", _stall(now), _stall(total), resident if width >= WIDE else ""),
         )  # fmt: skip
         for label, current, since, line in rows:
             table.add_row(label, current, Text(since and f"{since} since load", style="bright_black"), line)
         return table
 
     def map(self, width: int, height: int | None) -> Text:
-        """The picture of its experts."""
-        layers = self.view.get("layers", ())
+        """The map of the experts."""
+        layers = self.snapshot.get("layers", ())
         if not self.state.size:
-            return Text("no experts" if self.view else "no view yet", style="bright_black")
+            return Text("no experts" if self.snapshot else "no data yet", style="bright_black")
         return heatmap(self.state, self.uses, self.loads, layers, width=width, height=height)
 
 
 class Screen:
-    """All models, as much of them as fits. `height` None: everything."""
+    """All models, as far as they fit into `height` lines; None: no limit."""
 
-    def __init__(self, url: str, models: Iterable[Model], *, height: int | None, keys: str = "") -> None:
+    def __init__(self, url: str, models: Iterable[ModelView], *, height: int | None, keys: str = "") -> None:
         self.url = url
         self.models = list(models)
         self.height = height
@@ -161,42 +161,42 @@ class Screen:
         return text
 
     def _bodies(self, width: int, n_legend: int) -> Iterable[Group]:
-        """The models: maps share the lines that are left, and those at the end do without when there are too few."""
+        """The models. Maps share the remaining lines; the last models have none when there are too few."""
         left = None if self.height is None else self.height - 2 - n_legend
         for n_after, model in zip(range(len(self.models) - 1, -1, -1), self.models, strict=True):
-            room = None if left is None else (left - n_after * HEAD) // (n_after + 1) - HEAD
+            map_lines = None if left is None else (left - n_after * LINES_PER_MODEL) // (n_after + 1) - LINES_PER_MODEL
             parts: list[Any] = [model.title(width), model.figures(width)]
-            if room is None or room >= LEAST_MAP:
-                parts.append(picture := model.map(width, room))
-                left = None if left is None else left - picture.plain.count("\n") - 1
-            left = None if left is None else left - HEAD
+            if map_lines is None or map_lines >= MIN_MAP_LINES:
+                parts.append(drawn := model.map(width, map_lines))
+                left = None if left is None else left - drawn.plain.count("\n") - 1
+            left = None if left is None else left - LINES_PER_MODEL
             yield Group(*parts, Text(""))
 
 
-def spark(values: Sequence[float] | deque[float], room: int, most: float | None = None) -> str:
-    """The last `room` values as blocks, from 0 to `most` (default: the largest)."""
-    shown = list(values)[-room:] if room > 0 else []
-    top = most or max(shown, default=0.0) or 1.0
+def spark(values: Sequence[float] | deque[float], n_cells: int, maximum: float | None = None) -> str:
+    """A sparkline of the last `n_cells` values, from 0 to `maximum` (default: the largest)."""
+    shown = list(values)[-n_cells:] if n_cells > 0 else []
+    top = maximum or max(shown, default=0.0) or 1.0
     return "".join(BLOCKS[round(min(max(value / top, 0.0), 1.0) * (len(BLOCKS) - 1))] for value in shown)
 
 
-def state_rows(view: Facts) -> list[str]:
-    """A string of 0, 1, 2 per layer: absent, on its way, there."""
-    shape = len(view["layers"]), view["n_expert"]
-    return ["".join(map(str, row)) for row in _array(view["state"], shape).tolist()]
+def state_rows(snapshot: Facts) -> list[str]:
+    """A string of digits per layer: 0 absent, 1 in flight, 2 resident."""
+    shape = len(snapshot["layers"]), snapshot["n_expert"]
+    return ["".join(map(str, row)) for row in _array(snapshot["state"], shape).tolist()]
 
 
 def _array(text: str, shape: tuple[int, int]) -> Bytes:
     return np.frombuffer(base64.b64decode(text), np.uint8).reshape(shape)
 
 
-def _percent(part: float, whole: float) -> str:
-    return f"{part / whole:.1%}" if whole else "-"
+def _ratio(part: float, whole: float) -> str:
+    return percent(part / whole if whole else None)
 
 
-def _share(counted: dict[str, float]) -> str:
-    """Of the time that was computed, what was spent waiting for bytes."""
-    return _percent(min(counted["stall_s"], counted["eval_s"]), counted["eval_s"])
+def _stall(counted: dict[str, float]) -> str:
+    """The share of compute time spent waiting for bytes."""
+    return _ratio(min(counted["stall_s"], counted["eval_s"]), counted["eval_s"])
 
 
 def _speed(value: float | None) -> str:
@@ -204,4 +204,4 @@ def _speed(value: float | None) -> str:
 
 
 def _read(counted: dict[str, float]) -> str:
-    return size(counted["bytes_read"] / counted["tokens"]) if counted["tokens"] else "-"
+    return human_bytes(counted["bytes_read"] / counted["tokens"]) if counted["tokens"] else "-"

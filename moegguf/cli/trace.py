@@ -1,7 +1,6 @@
-"""`moegguf trace`: record how a model routes, replay it with other policies, judge predictors, draw it all.
+"""`moegguf trace`: record a model's routing, replay it with other policies, score predictors, write a report.
 
-Results go to stdout, progress to stderr. Knows words, tables and flags; the work is in `bench.record`
-and `trace.analysis`.
+Results go to stdout, progress to stderr. Flags and tables only; the work is in `bench.record` and `trace.analysis`.
 """
 
 from __future__ import annotations
@@ -17,8 +16,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moegguf.cli.bench import split
+from moegguf.cli.options import AsJson, Threads
 from moegguf.errors import OptionError
-from moegguf.terminal.messages import say
+from moegguf.terminal.messages import print_message
 
 if TYPE_CHECKING:
     from moegguf.controller.accuracy import LinkModel
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 trace = typer.Typer(
     name="trace",
-    help="Record routing; replay, judge and draw it.",
+    help="Record routing; replay it, score predictors, write a report.",
     rich_markup_mode=None,
     no_args_is_help=True,
 )
@@ -38,7 +38,7 @@ PromptsFile = Annotated[
         "--prompts",
         exists=True,
         dir_okay=False,
-        help="A .jsonl with a prompt a line (prompt, label, n_predict, completion), or plain text, one a paragraph.",
+        help="A .jsonl with a prompt per line (prompt, label, n_predict, completion), or text, one per paragraph.",
     ),
 ]
 Cache = Annotated[
@@ -47,17 +47,31 @@ Cache = Annotated[
         "--expert-cache", metavar="BUDGET", help='Memory for experts while recording: "auto", "50%" or "4GiB".'
     ),
 ]
+MaxTokens = Annotated[
+    int,
+    typer.Option(
+        "--max-tokens",
+        "-n",
+        min=0,
+        metavar="N",
+        help="Longest answer, unless the prompt sets one; 0: prompts only.",
+    ),
+]
+RecordCtx = Annotated[
+    int | None,
+    typer.Option("--ctx", "-c", min=1, metavar="TOKENS", help="Context size.  [default: the model's, up to 4096]"),
+]
 Out = Annotated[Path, typer.Option("--out", "-o", dir_okay=False, metavar="FILE", help="The file to write.")]
 File = Annotated[Path, typer.Argument(metavar="TRACE", exists=True, dir_okay=False, help="A recorded trace.")]
 Policies = Annotated[
-    list[str], typer.Option("--policy", metavar="NAMES", help="Policies, with commas; all: every one there is.")
+    list[str], typer.Option("--policy", metavar="NAMES", help="Policies, separated by commas, or all.")
 ]
 Predictors = Annotated[
-    list[str], typer.Option("--predictor", metavar="NAMES", help="Predictors, with commas; all: every one there is.")
+    list[str], typer.Option("--predictor", metavar="NAMES", help="Predictors, separated by commas, or all.")
 ]
 Shares = Annotated[
     str,
-    typer.Option("--expert-cache", metavar="SHARES", help="How many of all experts there is room for, with commas."),
+    typer.Option("--expert-cache", metavar="SHARES", help="Pool sizes as shares of all experts, separated by commas."),
 ]
 ModelFile = Annotated[
     str | None,
@@ -65,14 +79,14 @@ ModelFile = Annotated[
 ]
 Folder = Annotated[
     Path | None,
-    typer.Option("--predictors", metavar="FOLDER", file_okay=False, exists=True, help="Where trained predictors lie."),
+    typer.Option("--predictors", metavar="FOLDER", file_okay=False, exists=True, help="Folder of trained predictors."),
 ]
 LinkSpeed = Annotated[
     float | None, typer.Option("--link", min=1e-6, metavar="GB/S", help="Speed of a modelled link to the experts.")
 ]
 Latency = Annotated[float, typer.Option("--latency", min=0, metavar="US", help="Of one transfer on that link.")]
 Compute = Annotated[
-    float, typer.Option("--layer-compute", min=0, metavar="US", help="What a layer computes for a token, with --link.")
+    float, typer.Option("--layer-compute", min=0, metavar="US", help="Compute time per layer and token, with --link.")
 ]
 Tokens = Annotated[
     int,
@@ -80,43 +94,42 @@ Tokens = Annotated[
         "--tokens", min=0, metavar="N", help="Replay and score whole requests with about N decoded tokens; 0: all."
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="JSON on stdout, for scripts.")]
 
 DEFAULT_SHARES = "10%,25%,50%,75%"
-DEFAULT_TOKENS = 2500  # enough for figures of a percent, and done in a minute or two
+DEFAULT_TOKENS = 2500  # precise to about a percent, in a minute or two
 
 
 @contextmanager
-def progressing() -> Iterator[Progress]:
-    """Shows progress: a bar on a terminal; elsewhere a line for every stage."""
-    from moegguf.terminal.tables import Waiting
+def showing_progress() -> Iterator[Progress]:
+    """Yields a progress callback: a bar on a terminal, elsewhere a line per stage."""
+    from moegguf.terminal.progress import ProgressBar
 
     last = ""
 
-    def show(what: str, share: float) -> None:
+    def show(step: str, share: float) -> None:
         nonlocal last
-        if interrupted.is_set():  # Ctrl-C while C called back into Python: its KeyboardInterrupt was lost there
+        if interrupted.is_set():  # a KeyboardInterrupt in a callback from C is lost
             raise KeyboardInterrupt
-        waiting.show(what, share)
-        stage, _, detail = what.partition(":")
-        if detail and stage != last and not waiting.visible:
-            say(f"{stage} ...")
+        bar.show(step, share)
+        stage, _, detail = step.partition(":")
+        if detail and stage != last and not bar.visible:
+            print_message(f"{stage} ...")
         last = stage
 
-    with noticing_interrupts() as interrupted, Waiting() as waiting:
+    with interrupt_flag() as interrupted, ProgressBar() as bar:
         yield show
 
 
 @contextmanager
-def noticing_interrupts() -> Iterator[threading.Event]:
-    """Ctrl-C raises KeyboardInterrupt as ever, and is remembered."""
+def interrupt_flag() -> Iterator[threading.Event]:
+    """Yields an event that Ctrl-C sets before it raises KeyboardInterrupt."""
     interrupted = threading.Event()
 
-    def remember(number: int, frame: FrameType | None) -> None:
+    def handle(number: int, frame: FrameType | None) -> None:
         interrupted.set()
         signal.default_int_handler(number, frame)
 
-    before = signal.signal(signal.SIGINT, remember)
+    before = signal.signal(signal.SIGINT, handle)
     try:
         yield interrupted
     finally:
@@ -124,15 +137,15 @@ def noticing_interrupts() -> Iterator[threading.Event]:
 
 
 def check_writable(out: Path, *sources: Path) -> None:
-    """Raises OptionError when `out` cannot become a file, before hours went into it."""
+    """Raises OptionError when `out` cannot be written, before any work is done."""
     if not out.absolute().parent.is_dir():
         raise OptionError(f"there is no folder {str(out.parent)!r} for --out; make it first.")
     if out.exists() and any(out.samefile(source) for source in sources):
-        raise OptionError(f"--out {str(out)!r} would overwrite what is read; give another file.")
+        raise OptionError(f"--out {str(out)!r} would overwrite an input file; give another name.")
 
 
 def parse_shares(text: str) -> list[float]:
-    """ "10%,25%" as shares, each once. Raises OptionError."""
+    """ "10%,25%" as shares without duplicates. Raises OptionError."""
     shares = []
     for word in split([text]) or [text]:
         try:
@@ -145,7 +158,7 @@ def parse_shares(text: str) -> list[float]:
     return list(dict.fromkeys(shares))
 
 
-def _study(path: Path, model: str | None, folder: Path | None) -> TraceAnalysis:
+def _open_analysis(path: Path, model: str | None, folder: Path | None) -> TraceAnalysis:
     from moegguf.models.catalog import find_model
     from moegguf.trace.analysis import TraceAnalysis
 
@@ -158,60 +171,46 @@ def _link_model(link: float | None, latency: float, layer_compute: float) -> Lin
     return LinkModel(link * 1e9, latency, layer_compute) if link else None
 
 
-@trace.command(short_help="Run a model, write down its routing.")
+@trace.command(short_help="Record the routing of a model.")
 def record(
     model: Model,
     prompts: PromptsFile,
     out: Out,
-    max_tokens: Annotated[
-        int,
-        typer.Option(
-            "--max-tokens",
-            "-n",
-            min=0,
-            metavar="N",
-            help="Longest answer, where a prompt does not say; 0: prompts only.",
-        ),
-    ] = 128,
+    max_tokens: MaxTokens = 128,
     inputs: Annotated[
-        bool, typer.Option("--inputs", help="Also the vectors that enter the routers: training and skip need them.")
+        bool, typer.Option("--inputs", help="Also record the routers' input vectors, which training and skip need.")
     ] = False,
     expert_cache: Cache = None,
-    policy: Annotated[str, typer.Option(metavar="NAME", help="Which experts stay while recording.")] = "lru",
+    policy: Annotated[str, typer.Option(metavar="NAME", help="Eviction policy while recording.")] = "lru",
     predictor: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Which experts come next while recording.  [default: none]")
+        str | None, typer.Option(metavar="NAME", help="Predictor while recording.  [default: none]")
     ] = None,
     lockstep: Annotated[
-        bool, typer.Option("--lockstep", help="Decisions act at a fixed place, so that a replay repeats them; slow.")
+        bool, typer.Option("--lockstep", help="Apply decisions at fixed points, so that a replay repeats them; slow.")
     ] = False,
-    threads: Annotated[
-        int | None, typer.Option("--threads", "-t", min=1, metavar="N", help="CPU threads.  [default: all allowed]")
-    ] = None,
-    ctx: Annotated[
-        int | None,
-        typer.Option("--ctx", "-c", min=1, metavar="TOKENS", help="Context size.  [default: the model's, up to 4096]"),
-    ] = None,
+    threads: Threads = None,
+    ctx: RecordCtx = None,
     temperature: Annotated[float, typer.Option(min=0.0, metavar="T", help="0 takes the likeliest token.")] = 0.8,
-    seed: Annotated[int, typer.Option(metavar="N", help="Repeats the answers.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", help="Random seed.")] = 0,
 ) -> None:
-    """Run MODEL over prompts and write down which experts every token was routed to.
+    """Run MODEL over prompts and record which experts every token was routed to.
 
-    Each prompt is a request of its own. Stopped with Ctrl-C, it leaves no file.
+    Each prompt is a separate request. Ctrl-C writes no file.
     """
     from moegguf.bench.record import RecordOptions, record
     from moegguf.config import format_bytes
     from moegguf.gguf.experts import read_layout
     from moegguf.models.catalog import find_model
-    from moegguf.terminal.loading import context_of, silence
+    from moegguf.terminal.loading import context_size, silence_llama_log
     from moegguf.trace.prompts import read_prompts
 
     check_writable(out, prompts)
-    path, questions = find_model(model), read_prompts(prompts)
-    silence()
-    with progressing() as progress:
+    path, prompt_list = find_model(model), read_prompts(prompts)
+    silence_llama_log()
+    with showing_progress() as progress:
         stats = record(
             path,
-            questions,
+            prompt_list,
             out,
             RecordOptions(max_tokens, inputs, temperature, seed),
             progress=progress,
@@ -219,12 +218,12 @@ def record(
             policy=policy,
             predictor=predictor,
             lockstep=lockstep,
-            n_ctx=context_of(read_layout(path), ctx),
+            n_ctx=context_size(read_layout(path), ctx),
             n_threads=threads,
             verbose=False,
         )
     size = format_bytes(out.stat().st_size)
-    say(f"{out}: {len(questions)} request(s), {stats.tokens} tokens, {size}; hit rate {stats.hit_rate:.1%}")
+    print_message(f"{out}: {len(prompt_list)} request(s), {stats.tokens} tokens, {size}; hit rate {stats.hit_rate:.1%}")
 
 
 @trace.command(short_help="Replay with other policies and budgets.")
@@ -241,7 +240,7 @@ def simulate(
     layer_compute: Compute = 0.0,
     prefetch: Annotated[bool, typer.Option("--prefetch", help="Act on predictions; with --link.")] = False,
     save: Annotated[
-        bool, typer.Option("--save", help="Keep the result beside the model: what `--policy auto` goes by.")
+        bool, typer.Option("--save", help="Save the result beside the model, for `--policy auto`.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -250,21 +249,21 @@ def simulate(
     from moegguf.terminal.tables import print_json
     from moegguf.trace.report import plain
 
-    shares, whole = parse_shares(expert_cache), _study(file, model, predictors)
-    study = whole.limited(tokens)
-    with progressing() as progress:
-        results = study.simulate(
+    shares, full = parse_shares(expert_cache), _open_analysis(file, model, predictors)
+    analysis = full.limited(tokens)
+    with showing_progress() as progress:
+        results = analysis.simulate(
             split(policy), split(predictor), shares, _link_model(link, latency, layer_compute), prefetch, progress
         )
     if as_json:
         print_json(plain(results))
     else:
-        print_simulation(results, study.sample_size(whole))
+        print_simulation(results, analysis.sample_size(full))
     if save:
-        say(f"saved {study.save(results)}")
+        print_message(f"saved {analysis.save(results)}")
 
 
-@trace.command(short_help="Judge predictors.")
+@trace.command(short_help="Score predictors.")
 def score(
     file: File,
     predictor: Predictors = ["all"],  # noqa: B006
@@ -276,22 +275,22 @@ def score(
     layer_compute: Compute = 1000.0,
     as_json: AsJson = False,
 ) -> None:
-    """Judge predictors on TRACE by the measures of each paper, beside the same trace with its order destroyed."""
+    """Score predictors on TRACE by the measures of each paper, beside a control: routing shuffled in time."""
     from moegguf.cli.trace_tables import print_score
     from moegguf.terminal.tables import print_json
     from moegguf.trace.report import plain
 
-    whole = _study(file, model, predictors)
-    study = whole.limited(tokens)
-    with progressing() as progress:
-        table = study.score(split(predictor), _link_model(link, latency, layer_compute), progress)
+    full = _open_analysis(file, model, predictors)
+    analysis = full.limited(tokens)
+    with showing_progress() as progress:
+        table = analysis.score(split(predictor), _link_model(link, latency, layer_compute), progress)
     if as_json:
-        print_json(plain(table) | {"used": study.sample_size(whole)})
+        print_json(plain(table) | {"used": analysis.sample_size(full)})
     else:
-        print_score(table, study.sample_size(whole))
+        print_score(table, analysis.sample_size(full))
 
 
-@trace.command(short_help="Draw it all on one page.")
+@trace.command(short_help="Write an HTML report.")
 def report(
     file: File,
     out: Out,
@@ -301,9 +300,9 @@ def report(
     predictors: Folder = None,
     layer_compute: Compute = 1000.0,
 ) -> None:
-    """Write one page about TRACE: heatmaps, reuse, hit rates with Belady's bound, accuracy, stalls, recovery.
+    """Write an HTML report on TRACE: heatmaps, reuse, hit rates with Belady's bound, accuracy, stalls, recovery.
 
-    Every policy and predictor is replayed: that takes a minute or two, and longer with more --tokens.
+    Every policy and predictor is replayed, which takes a minute or two, and longer with more --tokens.
     """
     from moegguf.cli.report.page import write_report
     from moegguf.cli.report.svg import require_matplotlib
@@ -312,9 +311,9 @@ def report(
 
     require_matplotlib()
     check_writable(out, file)
-    shares, study = parse_shares(expert_cache), _study(file, model, predictors)
-    say(f"replaying and scoring {study.limited(tokens).sample_size(study)}")
-    with progressing() as progress:
-        found = build_report(study, shares, layer_compute, tokens, read_machine().cpu_model, progress)
-    write_report(out, found)
-    say(f"wrote {out}")
+    shares, analysis = parse_shares(expert_cache), _open_analysis(file, model, predictors)
+    print_message(f"replaying and scoring {analysis.limited(tokens).sample_size(analysis)}")
+    with showing_progress() as progress:
+        data = build_report(analysis, shares, layer_compute, tokens, read_machine().cpu_model, progress)
+    write_report(out, data)
+    print_message(f"wrote {out}")

@@ -9,7 +9,8 @@ from rich.text import Text
 
 from moegguf.controller.accuracy import Figures
 from moegguf.controller.policies.base import LRU
-from moegguf.terminal.tables import make_console, print_part
+from moegguf.terminal.tables import make_console, print_renderable
+from moegguf.terminal.units import percent
 from moegguf.trace.score import ScoreTable
 from moegguf.trace.sweep import BELADY, Row, closed_gap
 
@@ -18,12 +19,12 @@ WIDTH = 80
 Line = Sequence[str]
 
 
-def _percent(value: float | None) -> str:
-    return "" if value is None else f"{value:.1%}"
+def _share(share: float | None) -> str:
+    return percent(share, unknown="")
 
 
 def _print_table(title: str, names: Sequence[str], lines: Iterable[Line], n_left: int = 1) -> None:
-    """The first `n_left` columns to the left, the others to the right; columns without any text are left out."""
+    """A table whose first `n_left` columns are left-aligned, the others right-aligned; empty columns are omitted."""
     lines = list(lines)
     filled = [column for column in range(len(names)) if any(line[column] for line in lines)]
     widths = [max(len(line[column]) for line in (names, *lines)) for column in filled]
@@ -34,14 +35,14 @@ def _print_table(title: str, names: Sequence[str], lines: Iterable[Line], n_left
     for line in lines:
         table.add_row(*(Text(line[column]) for column in filled))
     console = make_console()
-    print_part(console, Text(title, style="bold"))
-    print_part(console, table)
+    print_renderable(console, Text(title, style="bold"))
+    print_renderable(console, table)
 
 
 def _print_notes(*notes: str) -> None:
     console = make_console()
     for note in notes:
-        print_part(console, Text(note, style="dim"))
+        print_renderable(console, Text(note, style="dim"))
 
 
 def print_simulation(rows: Sequence[Row], used: str) -> None:
@@ -54,17 +55,17 @@ def print_simulation(rows: Sequence[Row], used: str) -> None:
         _print_budgets("Decoded tokens per second, on the modelled link", rows, _speed)
     notes = ["", f"replayed: {used}"]
     if any(_gap(rows, row) for row in rows):
-        notes.append("+10%: closes a tenth of the distance from LRU to Belady, who knows the future")
+        notes.append("+10%: closes a tenth of the distance from LRU to Belady, the offline bound")
     _print_notes(*notes)
 
 
 def _print_budgets(title: str, rows: Sequence[Row], cell: Callable[[Row], str]) -> None:
     shares = list(dict.fromkeys(row.share for row in rows))
-    at = {(row.policy, row.predictor, row.share): row for row in rows}
-    lines = [
-        [policy, "" if predictor == "none" else predictor, *(cell(at[policy, predictor, share]) for share in shares)]
-        for policy, predictor in dict.fromkeys((row.policy, row.predictor) for row in rows)
-    ]
+    by_key = {(row.policy, row.predictor, row.share): row for row in rows}
+    lines = []
+    for policy, predictor in dict.fromkeys((row.policy, row.predictor) for row in rows):
+        cells = [cell(by_key[policy, predictor, share]) for share in shares]
+        lines.append([policy, "" if predictor == "none" else predictor, *cells])
     _print_table(title, ["policy", "predictor", *(f"{share:.4g}%" for share in (100 * s for s in shares))], lines, 2)
 
 
@@ -76,7 +77,7 @@ def _hit_rate(rows: Sequence[Row]) -> Callable[[Row], str]:
 
 
 def _gap(rows: Sequence[Row], row: Row) -> str:
-    """How much of the distance from LRU to Belady a row closes; nothing for these two."""
+    """The share of the distance from LRU to Belady that a row closes; "" for these two."""
     closed = None if row.policy in (LRU.name, BELADY) else closed_gap(rows, row)
     return "" if closed is None else f" {closed:+4.0%}"
 
@@ -98,41 +99,41 @@ def print_score(scores: ScoreTable, used: str) -> None:
     notes = [
         "",
         f"scored: {used}",
-        "k: layers ahead; at 0 the gate itself, which only rounding can make wrong",
-        "accuracy: right ones among as many as are used; control: without order in time",
-        "all, any: gates with every expert right, with one; batch: of 8 requests together",
-        "moved: bytes fetched for each byte used; answers: gates with a prediction",
+        "k: layers ahead; at 0 the router itself, wrong by rounding only",
+        "accuracy: correct among as many as are used; control: routing shuffled",
+        "all, any: routing events with every, with one expert right; batch: 8 requests",
+        "moved: bytes fetched per byte used; answers: events with a prediction",
     ]
     if scores.link is not None:
-        notes.append("GOODPRED: right, and on the modelled link there in time")
+        notes.append("GOODPRED: right, and in time on the modelled link")
     _print_notes(*notes)
 
 
 def _score_lines(scores: ScoreTable) -> Iterable[Line]:
     for score in scores.scores:
         control = scores.control_of(score.name)
-        fresh, answered = score.fresh, any(figures.coverage for figures in score.means.values())
+        fresh, has_predictions = score.fresh, any(figures.coverage for figures in score.means.values())
         if fresh is not None:
-            yield [score.name, "0", _percent(fresh.accuracy), *[""] * 7]
+            yield [score.name, "0", _share(fresh.accuracy), *[""] * 7]
         for k, figures in score.means.items():
             if not figures.coverage:
                 continue
             beside = control.means[k] if control else None
             batch = (score.batch_accuracy or {}).get(k)
             good = figures.good_pred if scores.link is not None else None
-            yield [score.name, str(k), *_figures(figures, beside, batch, scores.n_expert_used), _percent(good)]
-        if not answered and fresh is None:
+            yield [score.name, str(k), *_figures(figures, beside, batch, scores.n_expert_used), _share(good)]
+        if not has_predictions and fresh is None:
             yield [score.name, "", *[""] * 6, "none", ""]
 
 
 def _figures(figures: Figures, control: Figures | None, batch: float | None, n_used: int) -> list[str]:
     moved = figures.moved_per_useful[n_used - 1]
     return [
-        _percent(figures.accuracy),
-        _percent(control.accuracy if control else None),
-        _percent(figures.top_k_hit),
-        _percent(figures.at_least_one),
-        _percent(batch),
+        _share(figures.accuracy),
+        _share(control.accuracy if control else None),
+        _share(figures.top_k_hit),
+        _share(figures.at_least_one),
+        _share(batch),
         "" if moved is None else f"{moved:.2f}",
-        _percent(figures.coverage),
+        _share(figures.coverage),
     ]

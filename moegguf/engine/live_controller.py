@@ -14,7 +14,7 @@ from typing import Any
 from moegguf.controller.artifacts import Artifacts
 from moegguf.controller.controller import ActingOptions, Controller, build_controller, name_of
 from moegguf.controller.measured import ControllerChoice
-from moegguf.controller.policies import POLICIES, make_policy
+from moegguf.controller.policies import make_policy, policy_names
 from moegguf.controller.policies.base import LRU, AnyPolicy, Policy
 from moegguf.controller.policies.sparsity import SparsityAware
 from moegguf.controller.predictors import PREDICTORS, make_predictor
@@ -52,7 +52,7 @@ class ControllerOptions:
     def __post_init__(self) -> None:
         """Raises OptionError for an unknown name, or an object of another kind."""
         if isinstance(self.policy, str):
-            _check_name("policy", self.policy, (AUTO, *POLICIES))
+            _check_name("policy", self.policy, (AUTO, *policy_names()))
         elif not isinstance(self.policy, Policy):
             raise OptionError(
                 f"policy={self.policy!r} is neither a name nor an object with a method scores(history, forecast)."

@@ -50,7 +50,7 @@ class Llama(UpstreamLlama):
         expert_cache: memory for experts: "auto" (what is free after everything else), "4GiB", "50%" of all experts,
             or bytes. Ignored for a model without experts.
         store: how experts are moved; the defaults are the measured best.
-        policy: which experts stay: a name (`moegguf.controller.policies.POLICIES`), an object with a method
+        policy: which experts stay: a name (`moegguf.controller.policies.policy_names()`), an object with a method
             `scores(history, outlook)`, or "auto": what was measured to be best for this model, else LRU.
         predictor: which experts come next: a name (`moegguf.controller.predictors.PREDICTORS`) or an object.
         prefetch: True fetches ahead what the predictor says, while that saves time; a `PrefetchOptions` says

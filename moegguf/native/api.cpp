@@ -136,8 +136,12 @@ int moegguf_store_set_policy(moegguf_store * store, const moegguf_policy * polic
     return on(store, [&](Store & s) { s.set_policy(policy); });
 }
 
-const char * moegguf_policy_name(int32_t index) {
-    return policy_name(index);
+const char * moegguf_policy_name(int32_t index, uint32_t * traits) {
+    const PolicyType * type = policy_at(index);
+    if (type && traits) {
+        *traits = type->traits;
+    }
+    return type ? type->name : nullptr;
 }
 
 int moegguf_store_set_forecast(moegguf_store * store, const float * probabilities, const uint8_t * known, size_t n) {

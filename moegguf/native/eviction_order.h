@@ -5,19 +5,20 @@
 
 namespace moegguf {
 
-// A slot is in here while its expert may be evicted. Recency is a list, exact at every moment. The order by score is a
-// heap that is kept while the policy's scores of the layer hold, and built again when it is asked for after they
-// changed: policies that decide nothing cost nothing.
+// A slot is in here while its expert may be evicted. Recency is a list, exact at every moment. The order by score is
+// made when it is asked for, and made again after the policy's scores of the layer changed: the lowest score is found
+// in one pass over the layer, and only where it was taken before the scores change again, a heap is made of the rest.
+// Policies that decide nothing cost nothing.
 class EvictionOrder {
   public:
     EvictionOrder(const Layout & layout, int n_slots);
 
     void set_policy(const EvictionPolicy * policy); // scores of all layers changed
-    void scores_changed(int il) { layers_[il].sorted = false; }
+    void scores_changed(int il) { layers_[il].order = Order::none; }
 
     void insert(int s, int il, int expert, uint64_t last_use);
     void remove(int s);
-    bool contains(int s) const { return nodes_[s].at >= 0; }
+    bool contains(int s) const { return at_[s] >= 0; }
 
     int least_recent(int il) const { return layers_[il].oldest; } // -1: the layer has none
     uint64_t last_use(int s) const { return nodes_[s].last_use; }
@@ -32,13 +33,12 @@ class EvictionOrder {
   private:
     struct Node {
         int il = -1;
-        int at = -1; // in the layer's heap; -1: not in here
         int older = -1;
         int newer = -1;
         uint64_t last_use = 0;
     };
     struct Entry {
-        float score; // holds while the layer is sorted
+        float score; // holds while the layer has an order
         int slot;
         uint64_t last_use;
         int expert;
@@ -47,9 +47,15 @@ class EvictionOrder {
             return score != other.score ? score < other.score : last_use < other.last_use;
         }
     };
+    enum class Order {
+        none,  // scores are not known
+        first, // scores are known, and where the lowest is
+        heap,
+    };
     struct LayerOrder {
-        std::vector<Entry> heap; // of room for every expert of the layer: never allocates later
-        bool sorted = false;
+        std::vector<Entry> entries; // with space for every expert of the layer: never allocates later
+        Order order = Order::none;
+        int first = -1; // the lowest entry; -1: it was taken
         int oldest = -1;
         int newest = -1;
     };
@@ -57,9 +63,12 @@ class EvictionOrder {
     void place(LayerOrder & layer, int at, const Entry & entry);
     void sift_up(LayerOrder & layer, int at, Entry entry);
     void sift_down(LayerOrder & layer, int at, Entry entry);
-    void sort(int il);
+    void find_first(int il);
+    void make_heap(LayerOrder & layer);
+    void take_out(LayerOrder & layer, int at);
 
     const EvictionPolicy * policy_ = nullptr;
+    std::vector<int> at_;            // [n_slots], where in its layer's entries; -1: not in here
     std::vector<Node> nodes_;        // [n_slots]
     std::vector<LayerOrder> layers_; // [n_layer]
 };

@@ -1,7 +1,7 @@
 // lane.h: what one llama_context holds of a store: its pins, its place in a pass, and why its pass failed.
 #pragma once
 
-#include "moegguf.h"
+#include "layout.h"
 
 #include <atomic>
 #include <memory>
@@ -11,9 +11,6 @@
 namespace moegguf {
 
 class Store;
-
-constexpr uint8_t all_kinds = (1 << MOEGGUF_MAX_KINDS) - 1;
-constexpr uint8_t down_kind = 1 << MOEGGUF_DOWN;
 
 // Belongs to the thread that computes; pins change under the store's lock.
 struct Lane {

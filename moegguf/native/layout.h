@@ -16,6 +16,10 @@ struct Error : std::runtime_error {
     moegguf_status status;
 };
 
+// Bits of matrix kinds.
+constexpr uint8_t all_kinds = (1 << MOEGGUF_MAX_KINDS) - 1;
+constexpr uint8_t down_kind = 1 << MOEGGUF_DOWN;
+
 struct Matrix {
     std::string name;
     int il = 0;

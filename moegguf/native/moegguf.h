@@ -21,8 +21,8 @@
 //
 // Threads
 //   compute thread(s): moegguf_eval, moegguf_abort. Allocation-free once warm. Take the store's lock briefly where
-//   slots
-//                      are pinned or waited for; a layer of a resident pool and matrices that are there need none.
+//                      slots are pinned or waited for, and not for a layer of a resident pool or for matrices that
+//                      are there.
 //   reader threads   : pread into staging, write into slots. Never call out.
 //   event thread     : calls the listener's callbacks. The only thread that enters foreign code.
 //   any thread       : everything else below, unless it says otherwise. Counters are read without the lock, so figures
@@ -165,6 +165,11 @@ struct moegguf_parameter {
     const float * values; // [n]
 };
 
+enum moegguf_policy_trait {
+    MOEGGUF_POLICY_FORECAST = 1 << 0, // takes moegguf_store_set_forecast
+    MOEGGUF_POLICY_SCORES = 1 << 1,   // is fed by moegguf_store_set_scores: not for users to choose
+};
+
 struct moegguf_policy {
     const char * name;
     int32_t n_parameters;
@@ -273,9 +278,9 @@ MOEGGUF_API int moegguf_store_residency(moegguf_store * store, uint8_t * map,
 // tokens in a resident pool are known only while watched, which costs them their short cut.
 MOEGGUF_API int moegguf_store_activity(moegguf_store * store, uint32_t * uses, uint32_t * loads, size_t n);
 MOEGGUF_API int moegguf_store_watch(moegguf_store * store, int on);
-// The policy starts with what it knows of nothing; NULL: "lru". Passes of more tokens may be left to recency.
+// The policy starts anew, with nothing counted; NULL: "lru". Passes of more than one token may be left to recency.
 MOEGGUF_API int moegguf_store_set_policy(moegguf_store * store, const struct moegguf_policy * policy);
-MOEGGUF_API const char * moegguf_policy_name(int32_t index); // NULL behind the last one
+MOEGGUF_API const char * moegguf_policy_name(int32_t index, uint32_t * traits); // NULL behind the last one
 // Feeds the policy "scores", which comes before the chosen one while a table is set: [n_layer][max n_expert], the
 // lowest is evicted first; NULL: back to the chosen one.
 MOEGGUF_API int moegguf_store_set_scores(moegguf_store * store, const float * scores, size_t n);

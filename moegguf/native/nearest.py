@@ -63,7 +63,7 @@ class Query:
         return other
 
     def take_over(self, other: Query) -> None:
-        """Goes on with what another one, of no more room, has seen."""
+        """Goes on with what another one, of no larger capacity, has seen."""
         n = len(other.dot)
         self.dot[:n], self.norm2[:n], self._pass_norm2 = other.dot, other.norm2, other._pass_norm2
 

@@ -85,7 +85,7 @@ ggml_backend_buffer_type_t Pool::interleaved_buft(const Matrix & m, int n_slots)
         ggml_tensor * x = ggml_new_tensor_3d(ctx.get(), GGML_TYPE_F32, m.ne0, 1, 1);
         ggml_tensor * ids = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_I32, 1, 1);
         ggml_tensor * op = ggml_mul_mat_id(ctx.get(), w, x, ids);
-        // Slots are found by stride: a type that needs more room than the file's bytes stays plain.
+        // Slots are found by stride: a type that needs more space than the file's bytes stays plain.
         const bool same_size = ggml_backend_buft_get_alloc_size(buft, w) == ggml_nbytes(w);
         ggml_backend_buffer_ptr probe(ggml_backend_buft_alloc_buffer(buft, 0));
         w->buffer = probe.get();

@@ -63,7 +63,7 @@ class Ring {
 // Disk is where every expert has its place: the shards of the GGUF. The others have slots.
 enum class TierId : uint8_t { disk, ram };
 
-// Where an expert is: in a slot while the slot's generation holds. On disk the layout knows, and slot is -1.
+// Where an expert is: in a slot while the slot's generation holds. On disk the layout has its offsets, and slot is -1.
 struct Place {
     TierId tier = TierId::disk;
     int slot = -1;

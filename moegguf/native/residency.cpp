@@ -203,6 +203,11 @@ void Residency::end_read(int s, uint8_t kinds) {
 }
 
 void Residency::exchange_policy(std::unique_ptr<EvictionPolicy> & policy) {
+    for (const Slot & slot : slots_) {
+        if (slot.il >= 0) {
+            policy->on_load(slot.il, slot.expert); // it was not there when they were loaded
+        }
+    }
     policy_.swap(policy);
     order_.set_policy(&this->policy());
 }

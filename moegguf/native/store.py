@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes as c
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy.typing as npt
 from moegguf.errors import CallbackError, ClosedError, OptionError
 from moegguf.gguf.experts import ExpertLayout
 from moegguf.native import library
-from moegguf.native.events import Announcement, Int32s, Phase, Residency, RoutingEvent
+from moegguf.native.events import Announcement, Int32s, NativePolicy, Phase, Residency, RoutingEvent
 from moegguf.native.library import check
 
 _PHASES = tuple(Phase)
@@ -98,12 +99,16 @@ def _residency(event: library.ResidencyEvent) -> Residency:
     return Residency(event.time_ns, event.il, event.expert, event.slot, bool(event.resident))
 
 
-def policy_names() -> list[str]:
-    """The eviction policies that `Store.set_policy` knows."""
-    names: list[str] = []
-    while name := library.load().moegguf_policy_name(len(names)):
-        names.append(name.decode())
-    return names
+@functools.cache
+def native_policies() -> Mapping[str, NativePolicy]:
+    """The eviction policies that can be chosen by name, with default parameters; "scores" is what scores feed."""
+    found: dict[str, NativePolicy] = {}
+    traits, index = c.c_uint32(), 0
+    while name := library.load().moegguf_policy_name(index, c.byref(traits)):
+        if not traits.value & library.POLICY_SCORES:
+            found[name.decode()] = NativePolicy(name.decode(), {}, bool(traits.value & library.POLICY_FORECAST))
+        index += 1
+    return found
 
 
 def matrices_of(layout: ExpertLayout) -> Any:
@@ -121,9 +126,9 @@ def matrices_of(layout: ExpertLayout) -> Any:
 class Store:
     """n_slots experts of `layout` in fast memory.
 
-    Raises AllocationError when the device has no room, ExpertIOError when a shard cannot be opened, OptionError for an
-    option out of range. Close it after the models and contexts that use it. Every method raises ClosedError after
-    close(), and ForkError in a child process.
+    Raises AllocationError when the device has no free memory, ExpertIOError when a shard cannot be opened, OptionError
+    for an option out of range. Close it after the models and contexts that use it. Every method raises ClosedError
+    after close(), and ForkError in a child process.
     """
 
     def __init__(self, layout: ExpertLayout, n_slots: int, options: StoreOptions = StoreOptions()) -> None:
@@ -227,7 +232,7 @@ class Store:
         check(self._library.moegguf_store_set_forecast(self.handle, table.ctypes.data, mask.ctypes.data, table.size))
 
     def set_policy(self, name: str = "lru", **parameters: float | Sequence[float]) -> None:
-        """Evicts by the policy of this name from now on; see `policy_names`. It starts with what it knows of nothing.
+        """Evicts by the policy of this name from now on; see `native_policies`. It starts anew.
 
         A score table in force comes before. Raises OptionError for an unknown name or parameter, or a value out of
         range; the policy before then stays.

@@ -47,6 +47,7 @@ class Transfers {
     bool start_prefetch(int il, int expert, Job & job);
     void queue(int s, uint8_t kinds, bool demand);
     void begin(const Job & job);
+    void copy(const Job & job, const Staging & staging, ReadStats & stats, uint64_t & upload_ns);
     void copy_from_disk(const Job & job, const Staging & staging, ReadStats & stats, uint64_t & upload_ns);
     void write(int matrix, int slot, int64_t row, int64_t n_rows, const uint8_t * data);
     void finish(const Job & job, const std::string & why);

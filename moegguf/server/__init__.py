@@ -1,6 +1,6 @@
-"""HTTP: Ollama's, OpenAI's and llama-server's APIs over the models that `serving` holds, and the page.
+"""HTTP: Ollama's, OpenAI's and llama-server's APIs over the models that `serving` manages, and the web page.
 
 Promises: every field is checked before it reaches a model, every error has the form of the API that was called, a
-client that leaves stops its answer, and pages of other origins are refused. The APIs do not import each other: what
-they share lies in `common`. Does not know processes, llama.cpp or experts one by one.
+disconnected client stops its answer, and requests from other origins are refused. The APIs do not import each other:
+what they share is in `common`. Does not know processes, llama.cpp or single experts.
 """

@@ -1,6 +1,6 @@
-"""llama-server's own endpoints, for its clients and for watchdogs: /health, /props, /tokenize, /detokenize.
+"""llama-server's own endpoints, for its clients and for health checks: /health, /props, /tokenize, /detokenize.
 
-Where it has one model, here `model` in the body or the query says which; without, the only one that is loaded.
+llama-server has one model; here `model` in the body or query selects it, by default the only loaded one.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from moegguf.server.common.errors import HttpError
 from moegguf.server.common.lookup import look_up
 from moegguf.server.common.options import MAX_TOKEN, ModelName, options_of
 from moegguf.server.common.streams import WholeResponse
-from moegguf.serving.events import Loaded
+from moegguf.serving.events import LoadedModel
 
 if TYPE_CHECKING:
-    from moegguf.serving.manager import Lease
+    from moegguf.serving.lease import Lease
 
 
 async def health(request: Request) -> Response:
-    """200 while the server answers; `degraded` tells of models whose experts could not all be read."""
+    """Always 200; `degraded` lists models with read errors of experts."""
     failed = {model.name: model.stats.read_errors for model in request.app.state.manager.loaded()}
     failed = {name: n for name, n in failed.items() if n}
     if not failed:
@@ -34,25 +34,25 @@ async def health(request: Request) -> Response:
     return JSONResponse({"status": "degraded", "read_errors": failed})
 
 
-def which(request: Request, model: str | None) -> str:
-    """The model that is meant. Raises HttpError 400 when none was named and not exactly one is loaded."""
+def selected_model(request: Request, model: str | None) -> str:
+    """The name of the selected model. Raises HttpError 400 when none is given and not exactly one is loaded."""
     if model:
         return model
-    loaded: list[Loaded] = request.app.state.manager.loaded()
+    loaded: list[LoadedModel] = request.app.state.manager.loaded()
     if len(loaded) != 1:
-        raise HttpError(400, f"model: is missing, and {len(loaded)} models are loaded; say which one")
+        raise HttpError(400, f"model: is missing, and {len(loaded)} models are loaded; name one")
     return loaded[0].name
 
 
-def visit(request: Request, model: str | None) -> Lease:
-    """A look at a model beside the answers of others; loads it when it is not there."""
-    lease: Lease = request.app.state.manager.lease(which(request, model), will_answer=False)
+def shared_lease(request: Request, model: str | None) -> Lease:
+    """A lease that does not wait for answers of other requests; loads the model if needed."""
+    lease: Lease = request.app.state.manager.lease(selected_model(request, model), will_answer=False)
     return lease
 
 
 async def props(request: Request) -> Response:
-    """What is known of a model, without loading it: of `?model=`, or of the only one that is loaded."""
-    name = which(request, request.query_params.get("model"))
+    """Properties of a model, without loading it: of `?model=`, or of the only loaded one."""
+    name = selected_model(request, request.query_params.get("model"))
     entry, known = await look_up(request.app.state.catalog, name)
     loaded = next((model for model in request.app.state.manager.loaded() if model.name == entry.name), None)
     return JSONResponse(
@@ -74,7 +74,7 @@ async def props(request: Request) -> Response:
 
 
 def _params(entry: Entry) -> dict[str, Any]:
-    """How tokens are chosen when a request says nothing, by llama-server's names."""
+    """The default sampling parameters, by llama-server's names."""
     sampling = options_of(None, entry).sampling()
     names = "temperature top_k top_p min_p typical_p repeat_last_n repeat_penalty presence_penalty frequency_penalty"
     return {
@@ -86,6 +86,8 @@ def _params(entry: Entry) -> dict[str, Any]:
 
 
 class TokenizeBody(Body):
+    """The body of /tokenize. `with_pieces`: with the text of each token."""
+
     content: str
     add_special: bool | None = None
     parse_special: bool | None = None
@@ -94,19 +96,20 @@ class TokenizeBody(Body):
 
 
 async def tokenize(request: Request) -> Response:
+    """The tokens of a text. llama-server: `add_special` adds BOS, `parse_special` parses names of special tokens."""
     body = await read_body(request, TokenizeBody)
     return WholeResponse(_tokenize(request, body))
 
 
 async def _tokenize(request: Request, body: TokenizeBody) -> dict[str, Any]:
     special = body.parse_special is not False
-    async with visit(request, body.model) as lease:
+    async with shared_lease(request, body.model) as lease:
         tokens = await lease.tokenize(body.content, special=special)
-        begin = await lease.tokenize("", special=True)  # the token that begins a text, where the model has one
+        bos = await lease.tokenize("", special=True)  # BOS, if the model has it
         if special and not body.add_special:
-            tokens = tokens[len(begin) :]
+            tokens = tokens[len(bos) :]
         elif body.add_special and not special:
-            tokens = [*begin, *tokens]
+            tokens = [*bos, *tokens]
         if not body.with_pieces:
             return {"tokens": tokens}
         pieces = [await lease.detokenize([token]) for token in tokens]
@@ -114,17 +117,20 @@ async def _tokenize(request: Request, body: TokenizeBody) -> dict[str, Any]:
 
 
 class DetokenizeBody(Body):
+    """The body of /detokenize."""
+
     tokens: list[Annotated[int, Field(ge=0, le=MAX_TOKEN)]]
     model: ModelName | None = None
 
 
 async def detokenize(request: Request) -> Response:
+    """The text of tokens."""
     body = await read_body(request, DetokenizeBody)
     return WholeResponse(_detokenize(request, body))
 
 
 async def _detokenize(request: Request, body: DetokenizeBody) -> dict[str, Any]:
-    async with visit(request, body.model) as lease:
+    async with shared_lease(request, body.model) as lease:
         return {"content": await lease.detokenize(body.tokens)}
 
 

@@ -1,7 +1,7 @@
-"""GET /metrics: what models did and do, in Prometheus' text format 0.0.4 as prometheus_client writes it.
+"""GET /metrics: statistics of all models in Prometheus' text format 0.0.4, written by prometheus_client.
 
-`llamacpp:*` are llama-server's names, over all models; `moegguf_*` are per model. A counter never goes down: what a
-model had counted when it left stays in its total. Names follow Prometheus: base units, `_total` for counters.
+`llamacpp:*` are llama-server's names, over all models; `moegguf_*` are per model. Counters never decrease: the counts
+of an unloaded model stay in its total. Names follow Prometheus: base units, `_total` for counters.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from starlette.routing import Route
 
 from moegguf.engine.stats import Stats
 from moegguf.generate.request import Timing
-from moegguf.serving.events import Done, Event, Loaded
+from moegguf.serving.events import Done, Event, LoadedModel
 
 
 @dataclass(frozen=True)
-class Count:
-    """A metric of `Stats`' counts: each has a value of the label `by`, or there is only one."""
+class CounterSpec:
+    """A counter over fields of `Stats`: {label value: field}, with the label named `by` if there is more than one."""
 
     name: str
     help: str
@@ -36,31 +36,31 @@ class Count:
 
 
 COUNTS = (
-    Count("tokens", "Tokens computed, of prompts and answers.", {"": "tokens"}),
-    Count("passes", "Passes through the model.", {"": "passes"}),
-    Count("expert_lookups", "Distinct experts that a layer needed in a pass.", {"": "lookups"}),
-    Count("expert_hits", "Lookups that found their expert there, or on its way.",
+    CounterSpec("tokens", "Tokens computed, of prompts and answers.", {"": "tokens"}),
+    CounterSpec("passes", "Passes through the model.", {"": "passes"}),
+    CounterSpec("expert_lookups", "Distinct experts that a layer needed in a pass.", {"": "lookups"}),
+    CounterSpec("expert_hits", "Lookups whose expert was resident, or being loaded.",
           {"ready": "hits_ready", "late": "hits_late"}, "kind"),
-    Count("expert_misses", "Lookups that had to wait for a read of their own.", {"": "misses"}),
-    Count("expert_evictions", "Experts that made room for others.", {"": "evictions"}),
-    Count("expert_read_bytes", "Bytes of experts read, for a miss or ahead of need.",
+    CounterSpec("expert_misses", "Lookups that needed a read of their own.", {"": "misses"}),
+    CounterSpec("expert_evictions", "Experts evicted from their slot.", {"": "evictions"}),
+    CounterSpec("expert_read_bytes", "Bytes of experts read, for misses and prefetches.",
           {"miss": "bytes_missed", "prefetch": "bytes_prefetched"}, "cause"),
-    Count("expert_reads", "Reads of experts.", {"": "reads"}),
-    Count("expert_read_retries", "Reads that were tried again.", {"": "read_retries"}),
-    Count("expert_read_errors", "Reads that failed for good.", {"": "read_errors"}),
-    Count("expert_prefetches", "Experts asked for ahead of need, and what became of that.",
+    CounterSpec("expert_reads", "Reads of experts.", {"": "reads"}),
+    CounterSpec("expert_read_retries", "Reads that were retried.", {"": "read_retries"}),
+    CounterSpec("expert_read_errors", "Reads that failed after all retries.", {"": "read_errors"}),
+    CounterSpec("expert_prefetches", "Prefetches of experts, by outcome.",
           {"requested": "prefetch_requested", "started": "prefetch_started", "useful": "prefetch_useful",
            "wasted": "prefetch_wasted", "dropped": "prefetch_dropped"}, "state"),
-    Count("stall_seconds", "Time that computing waited for experts.", {"": "stall_s"}),
-    Count("read_seconds", "Time that readers spent reading, summed over readers.", {"": "read_s"}),
-    Count("eval_seconds", "Time in passes through the model, stalls included.", {"": "eval_s"}),
+    CounterSpec("stall_seconds", "Time that computation waited for experts.", {"": "stall_s"}),
+    CounterSpec("read_seconds", "Time spent reading, summed over reader threads.", {"": "read_s"}),
+    CounterSpec("eval_seconds", "Time in passes through the model, stalls included.", {"": "eval_s"}),
 )  # fmt: skip
 FIELDS = tuple(field for count in COUNTS for field in count.fields.values())
 
 
 @dataclass
-class Answered:
-    """What a model's finished answers took: tokens and seconds."""
+class AnswerTotals:
+    """Tokens and seconds of a model's finished answers."""
 
     answers: int = 0
     prompt_tokens: int = 0
@@ -71,16 +71,16 @@ class Answered:
 
 
 class Totals:
-    """Counts since the server's start, of models that are loaded and of those that were. Used by one event loop."""
+    """Counts since the server's start, of loaded and unloaded models. Used on one event loop."""
 
     def __init__(self) -> None:
-        self.answered: defaultdict[str, Answered] = defaultdict(Answered)
-        self._live: dict[tuple[str, int], Stats] = {}
-        self._left: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        self.answers: defaultdict[str, AnswerTotals] = defaultdict(AnswerTotals)
+        self._loaded_stats: dict[tuple[str, int], Stats] = {}
+        self._unloaded: defaultdict[str, Counter[str]] = defaultdict(Counter)
 
     def add(self, model: str, timing: Timing) -> None:
-        """An answer has ended."""
-        total = self.answered[model]
+        """Adds a finished answer."""
+        total = self.answers[model]
         total.answers += 1
         total.prompt_tokens += timing.prompt_tokens
         total.cached_tokens += timing.cached_tokens
@@ -88,17 +88,17 @@ class Totals:
         total.prompt_s += timing.prompt_s
         total.answer_s += timing.answer_s
 
-    def see(self, loaded: Iterable[Loaded]) -> None:
-        """Takes note of the models in memory; a process that was there before and is not now has left its counts."""
+    def update(self, loaded: Iterable[LoadedModel]) -> None:
+        """Takes the statistics of the models in memory; those of processes that have ended are added to the totals."""
         now = {(model.name, model.pid): model.stats for model in loaded}
-        for name, pid in self._live.keys() - now.keys():
-            self._left[name].update(_counts(self._live[name, pid]))
-        self._live = now
+        for name, pid in self._loaded_stats.keys() - now.keys():
+            self._unloaded[name].update(_counts(self._loaded_stats[name, pid]))
+        self._loaded_stats = now
 
     def counts(self) -> dict[str, Counter[str]]:
-        """By model the sums of `FIELDS`."""
-        sums = defaultdict(Counter, {name: Counter(counts) for name, counts in self._left.items()})
-        for (name, _), stats in self._live.items():
+        """{model: sums of `FIELDS`}."""
+        sums = defaultdict(Counter, {name: Counter(counts) for name, counts in self._unloaded.items()})
+        for (name, _), stats in self._loaded_stats.items():
             sums[name].update(_counts(stats))
         return dict(sorted(sums.items()))
 
@@ -108,42 +108,48 @@ def _counts(stats: Stats) -> dict[str, float]:
 
 
 def _resident_bytes(pid: int) -> int:
-    with suppress(psutil.Error):  # it has left just now
+    with suppress(psutil.Error):  # it has just ended
         return int(psutil.Process(pid).memory_info().rss)
     return 0
 
 
-GAUGES: tuple[tuple[str, str, Callable[[Loaded], float]], ...] = (
-    ("slots", "Experts that fit in the cache.", lambda model: model.stats.n_slots),
-    ("slots_used", "Experts that are in the cache.", lambda model: model.stats.slots_used),
+GAUGES: tuple[tuple[str, str, Callable[[LoadedModel], float]], ...] = (
+    ("slots", "Slots of the expert cache.", lambda model: model.stats.n_slots),
+    ("slots_used", "Slots that hold an expert.", lambda model: model.stats.slots_used),
     ("experts", "Experts of the model, over all layers.", lambda model: model.stats.n_experts),
-    ("expert_cache_bytes", "Memory that the cache of experts takes.", lambda model: model.stats.pool_bytes),
+    ("expert_cache_bytes", "Memory of the expert cache.", lambda model: model.stats.pool_bytes),
     ("planned_bytes", "Memory planned for the model.", lambda model: model.size_bytes),
     ("planned_gpu_bytes", "The part of it on GPUs.", lambda model: model.vram_bytes),
-    ("resident_bytes", "Memory that the model's process takes.", lambda model: _resident_bytes(model.pid)),
-    ("context_tokens", "Tokens that the context holds.", lambda model: model.n_ctx),
-    ("busy", "Whether an answer is being written.", lambda model: model.busy),
+    ("resident_bytes", "Resident memory of the model's process.", lambda model: _resident_bytes(model.pid)),
+    ("context_tokens", "Size of the context in tokens.", lambda model: model.n_ctx),
+    ("busy", "Whether an answer is being generated.", lambda model: model.busy),
     ("requests_waiting", "Requests that wait for the model.", lambda model: model.queue),
 )
 
 
 class Scrape(Collector):
-    """The metric families of one scrape, for `generate_latest`. `totals` has seen `loaded`."""
+    """The metric families of one scrape, for `generate_latest`. `totals` is updated with `loaded`."""
 
-    def __init__(self, totals: Totals, loaded: Iterable[Loaded]) -> None:
-        self._answered = dict(sorted(totals.answered.items()))
+    def __init__(self, totals: Totals, loaded: Iterable[LoadedModel]) -> None:
+        self._answers = dict(sorted(totals.answers.items()))
         self._counts = totals.counts()
         self._loaded = sorted(loaded, key=lambda model: model.name)
 
     def collect(self) -> Iterator[Metric]:
-        """Families without samples are left out."""
-        families = (*self._overall(), *self._of_answers(), *self._of_experts(), *self._of_loaded())
+        """The families that have samples."""
+        families = (
+            *self._llama_server_metrics(),
+            *self._answer_counters(),
+            *self._expert_counters(),
+            *self._model_gauges(),
+        )
         return (family for family in families if family.samples)
 
-    def _overall(self) -> Iterator[Metric]:
-        """llama-server's metrics, where a model here has what it measures. Rates are means since the start."""
+    def _llama_server_metrics(self) -> Iterator[Metric]:
+        """llama-server's metrics, as far as they apply here. Rates are means since the start."""
         total = {
-            field.name: sum(getattr(one, field.name) for one in self._answered.values()) for field in fields(Answered)
+            field.name: sum(getattr(one, field.name) for one in self._answers.values())
+            for field in fields(AnswerTotals)
         }
         n_prompt, prompt_s = total["prompt_tokens"], total["prompt_s"]
         n_answer, answer_s = total["answer_tokens"], total["answer_s"]
@@ -163,23 +169,23 @@ class Scrape(Collector):
             kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
             yield kind(f"llamacpp:{name}", text, value=value)
 
-    def _of_answers(self) -> Iterator[Metric]:
-        """What finished answers took, per model."""
+    def _answer_counters(self) -> Iterator[Metric]:
+        """Finished answers, per model."""
         for name, text, field in (
-            ("answers_total", "Answers that were finished.", "answers"),
-            ("prompt_tokens_total", "Tokens of prompts that were computed.", "prompt_tokens"),
+            ("answers_total", "Finished answers.", "answers"),
+            ("prompt_tokens_total", "Tokens of prompts that were evaluated.", "prompt_tokens"),
             ("prompt_tokens_cached_total", "Tokens of prompts that the context still held.", "cached_tokens"),
             ("answer_tokens_total", "Tokens of answers.", "answer_tokens"),
             ("prompt_seconds_total", "Time from the prompt to the first token.", "prompt_s"),
             ("answer_seconds_total", "Time from the first token to the last.", "answer_s"),
         ):
             family = CounterMetricFamily(f"moegguf_{name}", text, labels=["model"])
-            for model, done in self._answered.items():
+            for model, done in self._answers.items():
                 family.add_metric([model], getattr(done, field))
             yield family
 
-    def _of_experts(self) -> Iterator[Metric]:
-        """What models counted, per model, since the server's start."""
+    def _expert_counters(self) -> Iterator[Metric]:
+        """Counters of `Stats`, per model, since the server's start."""
         for count in COUNTS:
             labels = ["model", count.by] if count.by else ["model"]
             family = CounterMetricFamily(f"moegguf_{count.name}_total", count.help, labels=labels)
@@ -188,8 +194,8 @@ class Scrape(Collector):
                     family.add_metric([model, value], sums[field])
             yield family
 
-    def _of_loaded(self) -> Iterator[Metric]:
-        """What the models in memory are at this moment."""
+    def _model_gauges(self) -> Iterator[Metric]:
+        """Current state of the models in memory."""
         for name, text, value in GAUGES:
             family = GaugeMetricFamily(f"moegguf_{name}", text, labels=["model"])
             for model in self._loaded:
@@ -201,24 +207,24 @@ def _rate(n: float, seconds: float) -> float:
     return n / seconds if seconds else 0.0
 
 
-def exposition(totals: Totals, loaded: Iterable[Loaded]) -> str:
-    """All metrics in the text format 0.0.4. `totals` has seen `loaded`."""
+def exposition(totals: Totals, loaded: Iterable[LoadedModel]) -> str:
+    """All metrics in the text format 0.0.4. `totals` is updated with `loaded`."""
     return generate_latest(Scrape(totals, loaded)).decode()
 
 
-def note(state: State, model: str, event: Event) -> None:
-    """Counts an answer once `event` is its end; what models have counted then is known if they leave before the next
-    scrape. `state`: the application's."""
+def record(state: State, model: str, event: Event) -> None:
+    """Counts an answer at its `Done` event, and takes the statistics of all models, in case one is unloaded before the
+    next scrape. `state`: the application's."""
     if isinstance(event, Done):
         state.totals.add(model, event.timing)
-        state.totals.see(state.manager.loaded())
+        state.totals.update(state.manager.loaded())
 
 
 async def metrics(request: Request) -> Response:
     """GET /metrics."""
     loaded = request.app.state.manager.loaded()
     totals: Totals = request.app.state.totals
-    totals.see(loaded)
+    totals.update(loaded)
     return Response(exposition(totals, loaded), headers={"content-type": CONTENT_TYPE_PLAIN_0_0_4})
 
 

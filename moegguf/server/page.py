@@ -1,6 +1,7 @@
-"""`/`: a page for browsers and a line of text for tools, and the files of the page. Plain files, no build step.
+"""`/`: the web page for browsers, a line of text for other clients; and the files of the page. No build step.
 
-The page asks nobody but this server, and its policy lets it ask nobody else. What it shows comes from /api and /live.
+The page requests nothing but this server, which its content security policy enforces. Its data come from /api and
+/live.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ HEADERS = {
     "referrer-policy": "no-referrer",
     "x-content-type-options": "nosniff",
     "x-frame-options": "DENY",
-    "cache-control": "no-cache",  # asked again each time, and answered 304 by ETag
+    "cache-control": "no-cache",  # revalidated each time, by ETag
 }
 _QUALITY = re.compile(r";\s*q\s*=\s*([01](?:\.\d{0,3})?)\s*(?:;|$)", re.IGNORECASE)
 
 
 def prefers_html(accept: str) -> bool:
-    """Whether an Accept header names text/html, and plain text not before it. `*/*` is a tool's."""
+    """Whether an Accept header prefers text/html to text/plain. `*/*` does not count as text/html."""
     quality: dict[str, float] = {}
     for part in accept.split(","):
         kind, _, rest = part.strip().partition(";")
@@ -43,16 +44,17 @@ def prefers_html(accept: str) -> bool:
 
 
 async def root(request: Request) -> Response:
-    """The page to a browser, Ollama's greeting to everyone else and to HEAD."""
+    """The page for a browser; Ollama's greeting for other clients and for HEAD."""
     if request.method == "GET" and prefers_html(request.headers.get("accept", "")):
         return FileResponse(FOLDER / "index.html", headers={**HEADERS, "vary": "Accept"})
     return PlainTextResponse(GREETING, headers={"vary": "Accept", "x-content-type-options": "nosniff"})
 
 
 class PageFiles(StaticFiles):
-    """The files of the page, with its headers."""
+    """The files of the page, with HEADERS."""
 
     async def get_response(self, path: str, scope: Scope) -> Response:
+        """Of StaticFiles."""
         response = await super().get_response(path, scope)
         response.headers.update(HEADERS)
         return response

@@ -1,38 +1,53 @@
-"""The life of the server process: a socket that listens, the application behind it, an orderly end."""
+"""The server process: its listening socket, uvicorn with our limits and error format, and an orderly shutdown."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
+import h11
+from uvicorn import Config, Server
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
 from moegguf.errors import MoeggufError
+from moegguf.models.catalog import Catalog
+from moegguf.server.app import make_app
+from moegguf.server.common import limits
+from moegguf.server.common.streams import dumps
+from moegguf.serving.manager import ModelManager
 
 if TYPE_CHECKING:
-    from uvicorn import Server
-
     from moegguf.settings import Host, Settings
 
-DRAIN_S = 3  # for answers that are being written when the server is told to end; the pool takes as long again
+BACKLOG = 2048
+DRAIN_S = 3  # for running answers at shutdown; the model manager takes as long again
+MAX_UNSENT_BYTES = 16 << 20  # buffered for a slow reader, so that it does not block the model
+USER_TIMEOUT_MS = 60_000  # a client that acknowledges nothing for so long is disconnected
+HEADERS_S = 30.0  # for a request's headers to arrive
 
 
 class StartError(MoeggufError, OSError):
-    """The server cannot listen where it should."""
+    """The server cannot listen on its address."""
 
 
 def listen(host: Host) -> socket.socket:
-    """A socket that listens. Raises StartError when the port is taken or the address is not this machine's."""
+    """A listening socket. Raises StartError when the port is in use or the address is not of this machine."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host.host, host.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         listener = socket.socket(family, kind, protocol)
     except OSError as error:
-        raise StartError(f"{host.host!r} is no address to listen on ({error.strerror}).") from None
+        raise StartError(f"{host.host!r} is not an address to listen on ({error.strerror}).") from None
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-        listener.listen(2048)
+        listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
         raise StartError(
@@ -42,16 +57,81 @@ def listen(host: Host) -> socket.socket:
     return listener
 
 
+class Protocol(H11Protocol):
+    """A connection. A slow reader never blocks the model; an inactive client is disconnected."""
+
+    _headers_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Sets buffer limits and timeouts of the socket."""
+        super().connection_made(transport)
+        transport.set_write_buffer_limits(high=MAX_UNSENT_BYTES)
+        peer = transport.get_extra_info("socket")
+        with suppress(OSError, AttributeError):
+            peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, USER_TIMEOUT_MS)
+        self._headers_timer = self.loop.call_later(HEADERS_S, transport.close)
+
+    def handle_events(self) -> None:
+        """Stops the headers timer at the first request."""
+        super().handle_events()
+        if self._headers_timer is not None and self.cycle is not None:
+            self._headers_timer.cancel()
+            self._headers_timer = None
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Of asyncio.Protocol."""
+        if self._headers_timer is not None:
+            self._headers_timer.cancel()
+        super().connection_lost(exc)
+
+    def send_400_response(self, msg: str) -> None:
+        """The reply to invalid HTTP or too long headers: JSON, as all errors."""
+        body = dumps({"error": f"bad request: {msg.lower()}"}).encode()
+        headers = [("content-type", "application/json"), ("connection", "close"), ("content-length", str(len(body)))]
+        events = (h11.Response(status_code=400, headers=headers), h11.Data(data=body), h11.EndOfMessage())
+        for event in events:
+            self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+
+
+class QuietServer(Server):
+    """Calls `on_start` when it listens and `on_end` when its shutdown begins. A signal stops it and, unlike in uvicorn,
+    is not raised again afterwards."""
+
+    def __init__(self, config: Config, on_start: Callable[[], None], on_end: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_start = on_start
+        self._on_end = on_end
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Of uvicorn.Server."""
+        await super().startup(sockets)
+        if self.started:
+            self._on_start()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Of uvicorn.Server."""
+        self._on_end()
+        # Cancelled requests have got an error: no traceback for them.
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+        await super().shutdown(sockets)
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:  # type: ignore[override]
+        """Handles SIGINT and SIGTERM inside the block."""
+        signals = (signal.SIGINT, signal.SIGTERM)
+        before = {number: signal.signal(number, self.handle_exit) for number in signals}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
 def run_server(settings: Settings, listener: socket.socket, on_listening: Callable[[], None]) -> int:
-    """Serves until a signal says to end; calls `on_listening` once requests are taken. Returns the exit code."""
-    from uvicorn import Config
-
-    from moegguf.models.catalog import Catalog
-    from moegguf.server.app import make_app
-    from moegguf.server.common.transport import HEADER_BYTES, Protocol, QuietServer
-    from moegguf.serving.manager import ModelManager
-
-    catalog = Catalog(paths=False)  # a client that could open any file could read any file
+    """Serves until SIGINT or SIGTERM; calls `on_listening` when requests are accepted. Returns the exit code."""
+    catalog = Catalog(paths=False)  # a path as a name would let clients read any file
     app = make_app(ModelManager(catalog, settings), catalog, settings)
     config = Config(
         app,
@@ -62,9 +142,9 @@ def run_server(settings: Settings, listener: socket.socket, on_listening: Callab
         access_log=settings.debug,
         server_header=False,
         proxy_headers=False,
-        h11_max_incomplete_event_size=HEADER_BYTES,
+        h11_max_incomplete_event_size=limits.HEADER_BYTES,
         timeout_graceful_shutdown=DRAIN_S,
-        backlog=2048,
+        backlog=BACKLOG,
     )
     server: Server = QuietServer(config, on_listening, app.state.ending.set)
     server.run(sockets=[listener])

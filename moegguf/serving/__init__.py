@@ -1,7 +1,7 @@
-"""Loaded models, each in a worker process of its own, and the order in which requests use them.
+"""Loaded models, each in its own worker process, and the scheduling of requests over them.
 
-Promises: an abort in native code ends one request with a clear error and nothing else; unloading gives all memory
-back; requests of a model are answered in the order they came, none ever interrupts another; models together stay
-within one memory budget, the least recently used idle one is unloaded first; a request that was given up stops within
-a token. Knows processes, queues, budgets and generation requests. Does not know HTTP, terminals or experts one by one.
+Promises: an abort in native code ends one request with a clear error and nothing else; unloading frees all memory of a
+model; requests of a model run in order of arrival and none interrupts another; all models together stay within one
+memory budget, the least recently used idle model is unloaded first; a cancelled request stops within a token. Contains
+processes, queues, budgets and generation requests. Does not know HTTP, terminals or single experts.
 """

@@ -1,22 +1,22 @@
-"""Pieces of an answer on their way out of a worker: joined while they come fast, at once while they come slowly.
+"""Limits how often a worker sends parts of an answer: deltas that come faster than the interval are joined.
 
-Knows no sockets and no models: what is due is given to `send`.
+Does not know sockets or models: `DeltaBuffer` passes what is due to `send`.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from moegguf.generate.request import Delta
 
-# Each message wakes the server and its client, on processors that the model's threads need: at 1,700 tokens/s a message
-# per token would cost a share of them, and nobody reads faster than 50 times a second.
+# Each message wakes the server and its client on processors that the model's threads need: at 1,700 tokens/s a message
+# per token would cost a share of them; 50 updates a second are enough for a display.
 INTERVAL_S = 0.02
 
 
-def join(deltas: list[Delta]) -> Delta:
-    """One piece with all of it, in order."""
+def join(deltas: Sequence[Delta]) -> Delta:
+    """One delta with the content of all, in order."""
     if len(deltas) == 1:
         return deltas[0]
     return Delta(
@@ -28,7 +28,8 @@ def join(deltas: list[Delta]) -> Delta:
 
 
 class DeltaBuffer:
-    """For one answer. `interval_s` is the least time between two pieces sent; `math.inf` sends one, at the end."""
+    """The deltas of one answer. `interval_s`: minimum time between two calls of `send`; `math.inf` sends once, at the
+    final `flush`."""
 
     def __init__(
         self, send: Callable[[Delta], None], interval_s: float = INTERVAL_S, clock: Callable[[], float] = time.monotonic
@@ -36,20 +37,20 @@ class DeltaBuffer:
         self._send = send
         self._interval_s = interval_s
         self._clock = clock
-        self._waiting: list[Delta] = []
+        self._pending: list[Delta] = []
         self._next_s = 0.0 if interval_s < float("inf") else interval_s
 
     def put(self, delta: Delta) -> None:
-        """Sends it, with those that wait, or keeps it until the next one that is due."""
-        # Thinking comes before its answer: joined into one piece, they are still in that order.
-        self._waiting.append(delta)
-        now = self._clock()
-        if now >= self._next_s:
-            self._next_s = now + self._interval_s
+        """Sends `delta` with all pending ones when the interval has passed, else keeps it."""
+        # Thinking comes before its answer: joined into one delta, the two are still in that order.
+        self._pending.append(delta)
+        now_s = self._clock()
+        if now_s >= self._next_s:
+            self._next_s = now_s + self._interval_s
             self.flush()
 
     def flush(self) -> None:
-        """Sends what waits."""
-        if self._waiting:
-            waiting, self._waiting = self._waiting, []
-            self._send(join(waiting))
+        """Sends all pending deltas."""
+        if self._pending:
+            pending, self._pending = self._pending, []
+            self._send(join(pending))

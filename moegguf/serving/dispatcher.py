@@ -1,12 +1,12 @@
-"""Who may use which model when: the rules, on one event loop.
+"""Decides which request uses which model: queues, loads, unloads, expiry. All on one event loop.
 
-Whatever changes calls `settle`, which goes over all models and does what is due: give a turn, begin a load, let an
-idle model leave. It never waits; loads and ends run as tasks that settle again when they are done.
+Every change calls `dispatch`, which visits all models and starts what is due: grants a request, starts a load, unloads
+an idle model. It never waits; loads and unloads run as tasks that call `dispatch` at their end.
 
-The rules. Requests of a model are answered one by one, in the order they came. A model that is not there is loaded
-when there is room within the budget; idle models leave for it, least recently used first; else it takes fewer experts;
-else it waits until one that is busy becomes idle. Loads wait in the order of their oldest request. Requests for loaded
-models may go before a load that waits for room, for OVERTAKE_S at most. Nothing interrupts an answer.
+Rules. Requests of a model run one at a time, in order of arrival. A model that is not loaded is loaded when it fits the
+memory budget; idle models are unloaded for it, least recently used first; else it gets fewer expert slots; else it
+waits until a busy model is idle. Loads start in the order of their oldest request. Requests for loaded models may
+overtake a load that waits for memory, for OVERTAKE_S at most. A running answer is never interrupted.
 """
 
 from __future__ import annotations
@@ -18,279 +18,281 @@ from contextlib import suppress
 from typing import Any
 
 from moegguf.errors import BusyError, MoeggufError, WorkerError
-from moegguf.serving.loaded_model import ManagedModel, Purpose, State, Waiter
-from moegguf.serving.memory_budget import Limit, LoadedModel, Measure, Size, admit
+from moegguf.serving.managed_model import ManagedModel, Purpose, State, Waiter
+from moegguf.serving.memory_budget import Measure, MemoryLimit, MemoryUse, ModelSize, admit
 from moegguf.serving.subscribers import Subscribers
-from moegguf.serving.wire import Order
-from moegguf.serving.worker_process import LoadStalledError, Process
+from moegguf.serving.wire import LoadConfig
+from moegguf.serving.worker_process import LoadStalledError, WorkerProcess
 from moegguf.settings import Settings
 
-MOST_DEATHS = 3
-OVERTAKE_S = 10.0  # two models that take turns are not swapped for every request
+MAX_CRASHED_LOADS = 3
+OVERTAKE_S = 10.0  # so that requests that alternate between two models do not swap them every time
 
 
 class Dispatcher:
-    """All models that are loaded or wanted, by canonical name. `command` starts a worker; `measure` says what a model
-    needs."""
+    """All models that are loaded or requested, by canonical name. `command` starts a worker; `measure` computes the
+    memory that a model needs."""
 
     def __init__(self, settings: Settings, subscribers: Subscribers, command: Sequence[str], measure: Measure) -> None:
-        self.managed_models: dict[str, ManagedModel] = {}
+        self.models: dict[str, ManagedModel] = {}
         self._settings = settings
         self._command = command
         self._measure = measure
         self._subscribers = subscribers
-        self._limit = Limit(settings)
+        self._limit = MemoryLimit(settings)
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
         self._released = asyncio.Event()
 
-    # What others ask for.
+    # Called by the manager and its leases.
 
     async def acquire(self, waiter: Waiter) -> ManagedModel:
-        """Waits until `waiter` has its model; whoever asked calls `release`. Raises BusyError, what loading raises."""
+        """Waits until `waiter` may use its model; the caller then calls `release`. Raises BusyError and the errors of
+        loading."""
         self.check_open()
-        model = self.managed_models.get(waiter.entry.name)
-        n_waiting = sum(len(known.waiters) for known in self.managed_models.values())
+        model = self.models.get(waiter.entry.name)
+        n_waiting = sum(len(known.waiters) for known in self.models.values())
         first = model is None or not (model.waiters or model.in_use)
         if n_waiting >= self._settings.max_queue and not first:
             raise BusyError("server busy, please try again.  maximum pending requests exceeded")
         if model is None:
-            model = self.managed_models[waiter.entry.name] = ManagedModel(waiter.entry, waiter.keep_alive_s)
+            model = self.models[waiter.entry.name] = ManagedModel(waiter.entry, waiter.keep_alive_s)
         model.waiters.append(waiter)
         await self._wait(model, waiter)
         return model
 
-    async def stop(self, model: ManagedModel) -> None:
-        """Lets a model leave after the answer that it is writing; returns when its process is gone."""
-        waiter = Waiter(model.entry, model.load, model.keep_alive_s, Purpose.STOP)
+    async def unload(self, model: ManagedModel) -> None:
+        """Unloads a model after its current answer; returns when its process has ended."""
+        waiter = Waiter(model.entry, model.load_options, model.keep_alive_s, Purpose.UNLOAD)
         model.waiters.insert(0, waiter)
         await self._wait(model, waiter)
 
     async def _wait(self, model: ManagedModel, waiter: Waiter) -> None:
-        self.settle()
+        self.dispatch()
         try:
             await waiter.granted
         except BaseException:
             if waiter in model.waiters:
                 model.waiters.remove(waiter)
-                self.settle()
-            self.release(model, waiter)  # it was granted in the moment in which its task was cancelled
+                self.dispatch()
+            self.release(model, waiter)  # it may have been granted just before its task was cancelled
             raise
 
     def release(self, model: ManagedModel, waiter: Waiter) -> None:
-        """Gives a model back. Twice is harmless."""
-        if model.holder is waiter:
-            model.holder = None
-        elif waiter in model.visitors:
-            model.visitors.remove(waiter)
+        """Ends the use of a model. Idempotent."""
+        if model.exclusive_user is waiter:
+            model.exclusive_user = None
+        elif waiter in model.shared_users:
+            model.shared_users.remove(waiter)
         else:
             return
         model.last_used_s = self._now()
         self._released.set()
-        self.settle()
+        self.dispatch()
 
     def check_open(self) -> None:
-        """Raises BusyError once it is closed."""
+        """Raises BusyError after `close`."""
         if self._closed:
             raise BusyError("the server is shutting down; try again later.")
 
     async def close(self, grace_s: float) -> None:
-        """Nobody waits any more; whoever has a model may keep it for `grace_s`; then every process is ended."""
+        """Refuses all waiters, gives running requests `grace_s` to finish, then ends every process."""
         self._closed = True
-        for model in self.managed_models.values():
+        for model in self.models.values():
             for waiter in model.waiters:
                 waiter.fail(BusyError("the server is shutting down; try again later."))
         with suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
-                while any(model.in_use for model in self.managed_models.values()):
+                while any(model.in_use for model in self.models.values()):
                     self._released.clear()
                     await self._released.wait()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        processes = [model.process for model in self.managed_models.values() if model.process is not None]
+        processes = [model.process for model in self.models.values() if model.process is not None]
         await asyncio.gather(*(process.close() for process in processes))
-        for model in self.managed_models.values():
+        for model in self.models.values():
             if model.expiry is not None:
                 model.expiry.cancel()
 
     # The rules.
 
-    def settle(self) -> None:
-        """Does what is due."""
+    def dispatch(self) -> None:
+        """Applies the rules to all models."""
         if self._closed:
             return
-        for model in self.managed_models.values():
-            self._give_turns(model)
-        self._begin_loads()
-        for model in list(self.managed_models.values()):
-            self._time_stay(model)
-            if model.forgotten:
-                del self.managed_models[model.name]
-        self._subscribers.settle(self.managed_models.values())
+        for model in self.models.values():
+            self._grant_waiters(model)
+        self._start_loads()
+        for model in list(self.models.values()):
+            self._update_expiry(model)
+            if model.is_removable:
+                del self.models[model.name]
+        self._subscribers.update_rates(self.models.values())
 
-    def _give_turns(self, model: ManagedModel) -> None:
+    def _grant_waiters(self, model: ManagedModel) -> None:
         if model.state is State.ABSENT:
-            for waiter in [w for w in model.waiters if w.purpose is Purpose.STOP]:
+            for waiter in [w for w in model.waiters if w.purpose is Purpose.UNLOAD]:
                 model.waiters.remove(waiter)
                 waiter.grant()
         if model.state is not State.READY:
             return
-        for waiter in [w for w in model.waiters if w.purpose is Purpose.VISIT]:
-            if not model.stopping and model.suits(waiter):
-                model.visitors.add(waiter)
+        for waiter in [w for w in model.waiters if w.purpose is Purpose.SHARED]:
+            if not model.stopping and model.serves(waiter):
+                model.shared_users.add(waiter)
                 self._grant(model, waiter)
-        if not model.waiters or model.holder is not None:
+        if not model.waiters or model.exclusive_user is not None:
             return
         first = model.waiters[0]
-        if first.purpose is Purpose.STOP or not model.suits(first):
-            if not model.visitors:
-                self._let_go(model)
-        elif not self._must_yield(first):
-            model.holder = first
+        if first.purpose is Purpose.UNLOAD or not model.serves(first):
+            if not model.shared_users:
+                self._start_unload(model)
+        elif not self._is_overtaking(first):
+            model.exclusive_user = first
             self._grant(model, first)
 
     def _grant(self, model: ManagedModel, waiter: Waiter) -> None:
         model.waiters.remove(waiter)
         model.keep_alive_s = waiter.keep_alive_s
-        model.n_requests += waiter.purpose is Purpose.TURN
+        model.n_requests += waiter.purpose is Purpose.EXCLUSIVE
         model.last_used_s = self._now()
         waiter.grant()
 
-    def _must_yield(self, waiter: Waiter) -> bool:
-        """A load has waited for room for long, and since before this request came."""
-        line = self._line()
-        if not line or line[0].measuring:
+    def _is_overtaking(self, waiter: Waiter) -> bool:
+        """Whether an older load has waited for memory for more than OVERTAKE_S."""
+        queue = self._load_queue()
+        if not queue or queue[0].measuring:
             return False
-        oldest = line[0].oldest_waiter
+        oldest = queue[0].oldest_waiter
         return waiter.ticket > oldest.ticket and self._now() - oldest.since_s > OVERTAKE_S
 
-    def _line(self) -> list[ManagedModel]:
-        """Models to be loaded, first one first."""
-        wanted = [h for h in self.managed_models.values() if h.state is State.ABSENT and h.waiters]
-        return sorted(wanted, key=lambda h: h.oldest_waiter.ticket)
+    def _load_queue(self) -> list[ManagedModel]:
+        """Models to load, in order of their oldest waiter."""
+        waiting = [m for m in self.models.values() if m.state is State.ABSENT and m.waiters]
+        return sorted(waiting, key=lambda m: m.oldest_waiter.ticket)
 
-    def _begin_loads(self) -> None:
-        """Loads what is first in line, as long as there is room."""
-        for model in self._line():
+    def _start_loads(self) -> None:
+        """Starts loads in order, until one has to wait for memory."""
+        for model in self._load_queue():
             if model.measuring:
                 return
             if not model.is_measured:
                 model.measuring = True
-                self._spawn(self._size_up(model, model.waiters[0]))
+                self._spawn(self._measure_model(model, model.waiters[0]))
                 return
-            if not self._place(model):
+            if not self._start_load(model):
                 return
 
-    def _place(self, model: ManagedModel) -> bool:
-        """Begins to load it, or makes room; false when it has to wait."""
+    def _start_load(self, model: ManagedModel) -> bool:
+        """Starts the load, or unloads idle models for it; False when it has to wait."""
         size = model.size
         assert size is not None
-        others = [h for h in self.managed_models.values() if h.state is not State.ABSENT]
-        others.sort(key=lambda h: h.last_used_s)
-        loaded = [LoadedModel(h.name, h.size_bytes, h.idle, h.state is State.STOPPING) for h in others]
-        used_bytes = sum(h.size_bytes for h in others)
+        others = [m for m in self.models.values() if m.state is not State.ABSENT]
+        others.sort(key=lambda m: m.last_used_s)
+        in_memory = [MemoryUse(m.name, m.size_bytes, m.idle, m.state is State.STOPPING) for m in others]
+        limit_bytes = self._limit.bytes(self._used_bytes())
         try:
-            admission = admit(size, self._limit.bytes(used_bytes), loaded, self._settings.max_models, model.name)
+            admission = admit(size, limit_bytes, in_memory, self._settings.max_models, model.name)
         except MoeggufError as error:
             self._fail(model, model.waiters[0], error)
             return True
-        for name in admission.leave:
-            self._let_go(self.managed_models[name])
-        if not admission.take_bytes:
+        for name in admission.unload:
+            self._start_unload(self.models[name])
+        if not admission.reserve_bytes:
             return False
-        model.state, model.size_bytes = State.LOADING, admission.take_bytes
+        model.state, model.size_bytes = State.LOADING, admission.reserve_bytes
         self._spawn(self._load(model, model.waiters[0], size))
         return True
 
-    def _fail(self, model: ManagedModel, tried: Waiter, error: Exception) -> None:
-        """Ends those who wait for the same as `tried`; others may fare better."""
-        for waiter in [w for w in model.waiters if w.asks_the_same(tried)]:
+    def _used_bytes(self) -> int:
+        return sum(model.size_bytes for model in self.models.values())
+
+    def _fail(self, model: ManagedModel, failed: Waiter, error: Exception) -> None:
+        """Ends all waiters that need the same load as `failed`; a load with other options is still tried."""
+        for waiter in [w for w in model.waiters if w.same_load(failed)]:
             model.waiters.remove(waiter)
             waiter.fail(error)
         model.size = None
-        asyncio.get_running_loop().call_soon(self.settle)
+        asyncio.get_running_loop().call_soon(self.dispatch)
 
-    def _time_stay(self, model: ManagedModel) -> None:
-        """Starts the time that an idle model stays, or stops it when it is not idle."""
+    def _update_expiry(self, model: ManagedModel) -> None:
+        """Starts the keep-alive timer of an idle model, cancels it for others."""
         if not model.idle or model.waiters:
             if model.expiry is not None:
                 model.expiry.cancel()
                 model.expiry = None
         elif model.keep_alive_s <= 0:
-            self._let_go(model)
+            self._start_unload(model)
         elif model.expiry is None and model.keep_alive_s != math.inf:
             model.expires_s = self._now() + model.keep_alive_s
-            model.expiry = asyncio.get_running_loop().call_at(model.expires_s, self._let_go, model)
+            model.expiry = asyncio.get_running_loop().call_at(model.expires_s, self._start_unload, model)
 
-    # What takes time.
+    # Tasks.
 
-    async def _size_up(self, model: ManagedModel, waiter: Waiter) -> None:
-        limit_bytes = self._limit.bytes(sum(h.size_bytes for h in self.managed_models.values()))
+    async def _measure_model(self, model: ManagedModel, waiter: Waiter) -> None:
+        arguments = waiter.entry, waiter.load_options, self._settings, self._limit.bytes(self._used_bytes())
         try:
-            model.size = await asyncio.to_thread(self._measure, waiter.entry, waiter.load, self._settings, limit_bytes)
-            model.measured_for, model.entry, model.load = waiter, waiter.entry, waiter.load
+            model.size = await asyncio.to_thread(self._measure, *arguments)
+            model.measured_for, model.entry, model.load_options = waiter, waiter.entry, waiter.load_options
         except (MoeggufError, OSError) as error:
             self._fail(model, waiter, error)
         finally:
             model.measuring = False
-            self.settle()
+            self.dispatch()
 
-    async def _load(self, model: ManagedModel, waiter: Waiter, size: Size) -> None:
+    async def _load(self, model: ManagedModel, waiter: Waiter, size: ModelSize) -> None:
         start_s = self._now()
         try:
             plan = await asyncio.to_thread(size.plan_within, model.size_bytes)
-            await self._load_process(model, size.order(plan))
+            await self._start_process(model, size.load_config(plan))
         except WorkerError as error:
-            model.deaths += 1
-            if model.deaths >= MOST_DEATHS or isinstance(error, LoadStalledError):
+            model.n_crashed_loads += 1
+            if model.n_crashed_loads >= MAX_CRASHED_LOADS or isinstance(error, LoadStalledError):
                 self._fail(model, waiter, error)
         except (MoeggufError, OSError) as error:
             self._fail(model, waiter, error)
         else:
-            model.state, model.deaths, model.n_requests = State.READY, 0, 0
+            model.state, model.n_crashed_loads, model.n_requests = State.READY, 0, 0
             for waiting in model.waiters:
                 waiting.load_s = self._now() - start_s
         finally:
             if model.state is State.LOADING:
-                await self._forget_process(model)
-            self.settle()
+                await self._end_process(model)
+            self.dispatch()
 
-    async def _load_process(self, model: ManagedModel, order: Order) -> None:
-        def on_share(share: float) -> None:
+    async def _start_process(self, model: ManagedModel, config: LoadConfig) -> None:
+        def on_progress(fraction: float) -> None:
             for waiter in model.waiters:
-                waiter.on_share(share)
+                waiter.on_progress(fraction)
 
-        model.process = process = await Process.start(
-            model.name, self._subscribers.take, command=self._command, echo=self._settings.debug
+        model.process = process = await WorkerProcess.start(
+            model.name, self._subscribers.publish, command=self._command, echo_stderr=self._settings.debug
         )
-        model.ready = await process.load(order, self._settings.load_timeout_s, on_share)
-        process.on_end = lambda: self._take_end(model, process)
+        model.ready = await process.load(config, self._settings.load_timeout_s, on_progress)
+        process.on_exit = lambda: self._on_process_exit(model, process)
 
-    def _take_end(self, model: ManagedModel, process: Process) -> None:
-        """A process has ended; when nobody asked it to, its model is gone."""
-        if model.process is process and model.state is State.READY:
-            model.leave()
-            self.settle()
+    def _on_process_exit(self, model: ManagedModel, process: WorkerProcess) -> None:
+        if model.process is process and model.state is State.READY:  # not on request: it crashed
+            model.reset()
+            self.dispatch()
 
-    def _let_go(self, model: ManagedModel) -> None:
-        """Ends the process of a model that nobody uses."""
+    def _start_unload(self, model: ManagedModel) -> None:
+        """Starts to end the process of an unused model."""
         if model.state is State.READY:
             model.state, model.expiry = State.STOPPING, None
-            self._spawn(self._end(model))
+            self._spawn(self._unload(model))
 
-    async def _end(self, model: ManagedModel) -> None:
-        await self._forget_process(model)
-        self.settle()
+    async def _unload(self, model: ManagedModel) -> None:
+        await self._end_process(model)
+        self.dispatch()
 
-    async def _forget_process(self, model: ManagedModel) -> None:
-        process = model.process
-        if process is not None:
-            await process.close()
-        model.leave()
+    async def _end_process(self, model: ManagedModel) -> None:
+        if model.process is not None:
+            await model.process.close()
+        model.reset()
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

@@ -1,6 +1,6 @@
-"""What a worker tells while it loads and answers, and what is known of a loaded model. Plain data.
+"""Events of an answer, state of loaded models and snapshots of their experts. Plain data.
 
-Besides these, an answer's events are `moegguf.generate.request`'s `PromptProgress`, `Delta` and, last, `Done`.
+An answer's events are `moegguf.generate.request`'s `PromptProgress` and `Delta`, then one `Done`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from moegguf.generate.request import Delta, PromptProgress, Timing
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """How a model is opened. None: as the settings of the server say."""
+    """How a model is loaded. None: the server's setting."""
 
     n_ctx: int | None = None
     n_batch: int | None = None
@@ -25,27 +25,20 @@ class LoadOptions:
 
 
 @dataclass(frozen=True)
-class Loading:
-    """A share of the weights has been read."""
-
-    share: float
-
-
-@dataclass(frozen=True)
 class Done:
-    """The answer has ended. `load_s`: what loading the model took for this request, 0 when it was there."""
+    """The end of an answer. `load_s`: time that loading took for this request, 0 when the model was loaded already."""
 
     timing: Timing
     load_s: float
 
 
-Event = Loading | PromptProgress | Delta | Done
+Event = PromptProgress | Delta | Done
 
 
 @dataclass(frozen=True)
-class Loaded:
-    """A model in memory. Sizes in bytes, as planned: all of it, and what lies on a GPU. `expires`: when it leaves if
-    nobody asks (aware UTC); None: never. `queue`: requests that wait for it. `stats`: since it was loaded."""
+class LoadedModel:
+    """A model in memory. Sizes in bytes, as planned: in total, and the part on GPUs. `expires`: when it is unloaded if
+    it stays idle (aware UTC); None: never. `queue`: number of waiting requests. `stats`: since it was loaded."""
 
     name: str
     digest: str
@@ -65,11 +58,11 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A look at the experts of a loaded model, a few times a second while someone watches.
+    """State of all experts of a loaded model, sampled a few times a second while a client watches.
 
-    Per layer with experts (`layers`: their il) and expert, row by row: `state` 0 absent, 1 on its way, 2 there;
-    `uses` and `loads` since the view before, at most 255. `stats` since load; `tokens_per_s` of the answer being
-    written, 0 when idle.
+    Per layer with experts (`layers`: their il) and expert, row by row: `state` 0 absent, 1 loading, 2 resident;
+    `uses` and `loads` since the previous snapshot, at most 255. `stats` since load; `tokens_per_s` of the current
+    answer, 0 when idle.
     """
 
     model: str

@@ -1,4 +1,4 @@
-"""A model's turn, and what may be asked while one has it."""
+"""The use of a model by one request, and what the request may call meanwhile."""
 
 from __future__ import annotations
 
@@ -11,46 +11,46 @@ from moegguf.generate.embedding import Embeddings
 from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, Timing
 from moegguf.models.entry import Entry
 from moegguf.serving.dispatcher import Dispatcher
-from moegguf.serving.events import Done, Event, Loaded
-from moegguf.serving.loaded_model import ManagedModel, Purpose, Waiter
+from moegguf.serving.events import Done, Event, LoadedModel
+from moegguf.serving.managed_model import ManagedModel, Purpose, Waiter
 from moegguf.serving.wire import build
-from moegguf.serving.worker_process import PendingRequest, Process
+from moegguf.serving.worker_process import PendingRequest, WorkerProcess
 
 
 class Lease:
-    """A model for somebody, inside `async with`. `entry`, `loaded` (figures of when it was given) and `load_s` (what
-    loading it took for this lease, 0 when it was there) are known there.
+    """The use of a model, inside `async with`, which sets `entry`, `loaded` (state when the lease was granted) and
+    `load_s` (time that loading took for this lease, 0 when the model was loaded already).
 
-    The turn goes on to the next in line as soon as the model has finished an answer, even when its reader has not;
-    asking again waits in line again. Leaving stops what still runs. Every call raises WorkerError when the process
-    ends.
+    The next request is granted as soon as the model has finished an answer, even when this one's reader has not; the
+    next call then waits in the queue again. Leaving the block cancels what still runs. Every call raises WorkerError
+    when the process ends.
     """
 
     entry: Entry
-    loaded: Loaded
+    loaded: LoadedModel
     load_s: float
 
-    def __init__(self, scheduler: Dispatcher, new_waiter: Callable[[], Awaitable[Waiter]]) -> None:
-        self._scheduler = scheduler
+    def __init__(self, dispatcher: Dispatcher, new_waiter: Callable[[], Awaitable[Waiter]]) -> None:
+        self._dispatcher = dispatcher
         self._new_waiter = new_waiter
-        self._held: tuple[ManagedModel, Waiter] | None = None
-        self._process: Process
+        self._acquired: tuple[ManagedModel, Waiter] | None = None
+        self._process: WorkerProcess
         self._request: PendingRequest | None = None
 
     async def __aenter__(self) -> Lease:
-        waiter = await self._take()
+        waiter = await self._acquire()
         self.entry, self.load_s = waiter.entry, waiter.load_s
         return self
 
     async def __aexit__(self, *_: object) -> None:
         if self._request is None or self._request.ended:
-            self._give_back()
+            self._release()
         else:
-            self._request.cancel()  # the turn goes on once it has stopped
+            self._request.cancel()  # released when the worker has stopped
 
     async def answer(self, generation: GenerationRequest, *, stream: bool = True) -> AsyncGenerator[Event, None]:
-        """Progress of a long prompt, pieces of the answer, and last `Done`. Closing it stops the answer within a
-        token. Without `stream` there is one piece, with all of it.
+        """`PromptProgress` of a long prompt, `Delta`s, and last `Done`. Closing it stops the answer within a token.
+        Without `stream` there is one `Delta` with the whole answer.
 
         Raises what `moegguf.generate.answer.Answer` raises.
         """
@@ -70,36 +70,35 @@ class Lease:
         return build(Embeddings, await request.value())
 
     async def tokenize(self, text: str, special: bool = True) -> list[int]:
-        """The tokens of a text; `special`: with the one that begins a text, and with names of special tokens read as
-        such."""
+        """The tokens of a text; `special`: with the BOS token, and with names of special tokens parsed as such."""
         return list(await self._process.request("tokenize", text=text, special=special).value())
 
     async def detokenize(self, tokens: Sequence[int]) -> str:
-        """The text of tokens, special ones by their names."""
+        """The text of tokens, special ones by name."""
         return str(await self._process.request("detokenize", tokens=list(tokens)).value())
 
     async def _begin(self, kind: str, **fields: Any) -> PendingRequest:
-        if self._held is None:
-            await self._take()
-        assert self._held is not None
-        if self._held[1].purpose is not Purpose.TURN:
+        if self._acquired is None:
+            await self._acquire()
+        assert self._acquired is not None
+        if self._acquired[1].purpose is not Purpose.EXCLUSIVE:
             raise OptionError("this lease was taken with will_answer=False; take another one.")
-        self._request = self._process.request(kind, self._give_back, **fields)
+        self._request = self._process.request(kind, self._release, **fields)
         return self._request
 
-    async def _take(self) -> Waiter:
+    async def _acquire(self) -> Waiter:
         while True:
             waiter = await self._new_waiter()
-            model = await self._scheduler.acquire(waiter)
-            self._held = model, waiter
+            model = await self._dispatcher.acquire(waiter)
+            self._acquired = model, waiter
             if model.process is not None:
                 break
-            self._give_back()  # it has ended since
+            self._release()  # the process ended after the grant
         self._process = model.process
-        self.loaded = model.figures(asyncio.get_running_loop().time())
+        self.loaded = model.status(asyncio.get_running_loop().time())
         return waiter
 
-    def _give_back(self) -> None:
-        held, self._held = self._held, None
-        if held is not None:
-            self._scheduler.release(*held)
+    def _release(self) -> None:
+        acquired, self._acquired = self._acquired, None
+        if acquired is not None:
+            self._dispatcher.release(*acquired)

@@ -1,10 +1,11 @@
-"""What a model needs in memory, and which idle ones leave so that it fits. Plans and sums; no processes.
+"""How much memory a model needs, and which idle models to unload so that it fits. Arithmetic only; no processes.
 
-Sizes are those of `moegguf.engine.plan`, made from the model's headers before anything is loaded.
+Sizes are those of `moegguf.engine.plan`, computed from the model's headers before anything is loaded.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -20,105 +21,108 @@ from moegguf.gguf.experts import ExpertLayout, read_layout
 from moegguf.gguf.reader import GGML_TYPES
 from moegguf.models.entry import Entry
 from moegguf.serving.events import LoadOptions
-from moegguf.serving.wire import Order
+from moegguf.serving.wire import LoadConfig
 from moegguf.settings import Settings
 
 DEFAULT_BATCH_TOKENS = 512
-MOST_POOLED_TOKENS = 2048
+MAX_POOLING_BATCH_TOKENS = 2048
 _UNLIMITED = 1 << 62
 
 
 @dataclass(frozen=True)
-class Size:
-    """What a model may take: with all it wishes for, and at the least. `plan_within` plans for a number of bytes
-    between the two."""
+class ModelSize:
+    """Memory of a model: all that it can use, and the minimum. `plan_within(n_bytes)` plans for a number of bytes
+    between the two; `load_config(plan)` is what the worker gets."""
 
     wanted_bytes: int
-    least_bytes: int
+    minimum_bytes: int
     plan_within: Callable[[int], Plan]
-    order: Callable[[Plan], Order]
+    load_config: Callable[[Plan], LoadConfig]
 
 
-Measure = Callable[[Entry, LoadOptions, Settings, int], Size]
-"""`measure`, or what stands for it where there are no models."""
+Measure = Callable[[Entry, LoadOptions, Settings, int], ModelSize]
+"""The signature of `measure`, which tests replace."""
 
 
 @dataclass(frozen=True)
-class LoadedModel:
-    """A model that takes memory. `idle`: nobody uses it, so it may leave; `leaving`: it is on its way."""
+class MemoryUse:
+    """The memory of one model. `idle`: it may be unloaded; `stopping`: it is being unloaded."""
 
     name: str
     size_bytes: int
     idle: bool
-    leaving: bool = False
+    stopping: bool = False
 
 
 @dataclass(frozen=True)
 class Admission:
-    """Take `take_bytes` now; or first let `leave` go; or, with neither, wait until others are idle."""
+    """Reserve `reserve_bytes` and load; or unload the models in `unload` first; or, with neither, wait until others
+    are idle."""
 
-    take_bytes: int = 0
-    leave: tuple[str, ...] = ()
+    reserve_bytes: int = 0
+    unload: tuple[str, ...] = ()
 
 
 def admit(
-    size: Size, limit_bytes: int, loaded: Sequence[LoadedModel], max_models: int | None = None, name: str = ""
+    size: ModelSize, limit_bytes: int, models: Sequence[MemoryUse], max_models: int | None = None, name: str = ""
 ) -> Admission:
-    """Whether there is room within `limit_bytes` beside the `tenants`, which come least recently used first.
+    """Decides whether a model fits in `limit_bytes` beside `models`, given least recently used first.
 
-    Raises BudgetError when there is none even in an empty house.
+    Raises BudgetError when it would not fit without any other model.
     """
-    if size.least_bytes > limit_bytes:
+    if size.minimum_bytes > limit_bytes:
         raise BudgetError(
-            f"{name!r} needs at least {format_bytes(size.least_bytes)}, but all models together may take"
+            f"{name!r} needs at least {format_bytes(size.minimum_bytes)}, but all models together may take"
             f" {format_bytes(limit_bytes)}; lower num_ctx, close other programs, or set MOEGGUF_MEMORY."
         )
-    free, places = limit_bytes - sum(t.size_bytes for t in loaded), (max_models or _UNLIMITED) - len(loaded)
-    leave: list[str] = []
-    for model in loaded:
-        if places > 0 and free >= size.wanted_bytes:
+    free_bytes = limit_bytes - sum(m.size_bytes for m in models)
+    n_free = (max_models or _UNLIMITED) - len(models)
+    unload: list[str] = []
+    for model in models:
+        if n_free > 0 and free_bytes >= size.wanted_bytes:
             break
-        if model.idle or model.leaving:
-            free, places = free + model.size_bytes, places + 1
-            leave.append(model.name)
-    if places <= 0 or free < size.least_bytes:
+        if model.idle or model.stopping:
+            free_bytes, n_free = free_bytes + model.size_bytes, n_free + 1
+            unload.append(model.name)
+    if n_free <= 0 or free_bytes < size.minimum_bytes:
         return Admission()
-    if leave:
-        return Admission(leave=tuple(leave))
-    return Admission(take_bytes=min(free, size.wanted_bytes))
+    if unload:
+        return Admission(unload=tuple(unload))
+    return Admission(reserve_bytes=min(free_bytes, size.wanted_bytes))
 
 
-class Limit:
-    """The bytes that all models together may take: the setting, or else what was free when this was made and what
-    others have left of it since."""
+class MemoryLimit:
+    """The bytes that all models together may take: the setting, or else the memory that was free at construction,
+    less what other programs have taken since."""
 
     def __init__(self, settings: Settings, memory: Callable[[], Memory] = read_memory) -> None:
         self._memory = memory
-        self._given = settings.memory_bytes
-        self._free_at_start = _without_margin(memory().available_bytes)
+        self._setting_bytes = settings.memory_bytes
+        self._free_at_start_bytes = _without_margin(memory().available_bytes)
 
     def bytes(self, used_bytes: int) -> int:
-        """Now, while models have taken `used_bytes`."""
-        if self._given is not None:
-            return self._given
-        return min(self._free_at_start, _without_margin(self._memory().available_bytes) + used_bytes)
+        """The current limit, while models take `used_bytes`."""
+        if self._setting_bytes is not None:
+            return self._setting_bytes
+        return min(self._free_at_start_bytes, _without_margin(self._memory().available_bytes) + used_bytes)
 
 
 def _without_margin(n_bytes: int) -> int:
     return max(0, n_bytes - max(int(n_bytes * MARGIN_SHARE), MARGIN_BYTES))
 
 
-def measure(entry: Entry, load: LoadOptions, settings: Settings, limit_bytes: int) -> Size:
-    """What `entry` needs when loaded as `load` says. Reads headers: call it from a thread.
+def measure(entry: Entry, load_options: LoadOptions, settings: Settings, limit_bytes: int) -> ModelSize:
+    """The memory that `entry` needs when loaded with `load_options`. Reads headers: call it from a thread.
 
     Raises ModelFormatError, ModelNotFoundError, BudgetError, OptionError.
     """
     layout = _layout(entry.path)
     flash_attn = bool(settings.flash_attention) or settings.kv_cache_type != "f16"
     kv_type = _ggml_type(settings.kv_cache_type) if settings.kv_cache_type != "f16" else None
-    n_ctx = choose_context(layout, load.n_ctx or settings.n_ctx, Memory(limit_bytes, limit_bytes, "the models' budget"))
+    limit = Memory(limit_bytes, limit_bytes, "the models' budget")
+    n_ctx = choose_context(layout, load_options.n_ctx or settings.n_ctx, limit)
     embedding = is_embedding(layout.metadata)
-    n_batch, n_ubatch = _batches(load, n_ctx, embedding)
+    n_batch, n_ubatch = _batch_sizes(load_options, n_ctx, embedding)
     options: dict[str, Any] = {"n_ctx": n_ctx, "n_ubatch": n_ubatch, "flash_attn": flash_attn}
     if kv_type is not None:
         options |= {"type_k": kv_type, "type_v": kv_type}
@@ -126,14 +130,14 @@ def measure(entry: Entry, load: LoadOptions, settings: Settings, limit_bytes: in
     def plan(cache: ExpertCache) -> Plan:
         return make_plan(layout, cache, Memory(_UNLIMITED, _UNLIMITED, "nothing"), **options)
 
-    def order(chosen: Plan) -> Order:
-        return Order(
+    def load_config(chosen: Plan) -> LoadConfig:
+        return LoadConfig(
             name=entry.name,
             path=str(entry.path),
             n_ctx=n_ctx,
             n_batch=n_batch,
             n_ubatch=n_ubatch,
-            n_threads=load.n_threads,
+            n_threads=load_options.n_threads,
             expert_cache_bytes=chosen.budget_bytes if layout.is_moe else None,
             type_k=kv_type,
             type_v=kv_type,
@@ -142,43 +146,43 @@ def measure(entry: Entry, load: LoadOptions, settings: Settings, limit_bytes: in
             verbose=settings.debug,
         )
 
-    purpose = plan(parse_expert_cache(load.expert_cache or read_environment().expert_cache))
+    wanted = plan(parse_expert_cache(load_options.expert_cache or read_environment().expert_cache))
     if not layout.is_moe:
-        return Size(purpose.total_bytes, purpose.total_bytes, lambda _: purpose, order)
-    by_slots = _Slots(plan, purpose.n_slots, purpose.slot_bytes)
-    least = by_slots.plan(layout.n_expert_used)
-    return Size(purpose.total_bytes, min(least.total_bytes, purpose.total_bytes), by_slots.largest_within, order)
+        return ModelSize(wanted.total_bytes, wanted.total_bytes, lambda _: wanted, load_config)
+    plans = _PlansBySlots(plan, wanted.n_slots, wanted.slot_bytes)
+    minimum_bytes = min(plans.plan(layout.n_expert_used).total_bytes, wanted.total_bytes)
+    return ModelSize(wanted.total_bytes, minimum_bytes, plans.largest_within, load_config)
 
 
-class _Slots:
-    """Plans by their number of slots; more slots never need less memory."""
+class _PlansBySlots:
+    """Plans by number of slots, at most `max_slots`; more slots never need less memory."""
 
-    def __init__(self, plan: Callable[[ExpertCache], Plan], n_most: int, slot_bytes: int) -> None:
-        self._plan, self._n_most, self._slot_bytes = plan, n_most, slot_bytes
+    def __init__(self, plan: Callable[[ExpertCache], Plan], max_slots: int, slot_bytes: int) -> None:
+        self._plan, self._max_slots, self._slot_bytes = plan, max_slots, slot_bytes
 
     def plan(self, n_slots: int) -> Plan:
         return self._plan(ExpertCache("bytes", n_bytes=n_slots * self._slot_bytes))
 
     def largest_within(self, n_bytes: int) -> Plan:
-        least, most = 0, self._n_most  # `least` fits, or is not tried
-        while least < most:
-            middle = -(-(least + most) // 2)
-            try:
-                fits = self.plan(middle).total_bytes <= n_bytes
-            except BudgetError:  # fewer than one token needs
-                fits = True
-            least, most = (middle, most) if fits else (least, middle - 1)
-        return self.plan(least)
+        n_fitting = bisect_right(range(self._max_slots + 1), n_bytes, key=self._total_bytes)
+        return self.plan(max(0, n_fitting - 1))
+
+    def _total_bytes(self, n_slots: int) -> int:
+        try:
+            return self.plan(n_slots).total_bytes
+        except BudgetError:  # fewer slots than one token needs
+            return 0
 
 
-def _batches(load: LoadOptions, n_ctx: int, embedding: bool) -> tuple[int, int]:
-    """(n_batch, n_ubatch). A model that pools needs all of a text in one pass."""
-    n_batch = load.n_batch or (min(n_ctx, MOST_POOLED_TOKENS) if embedding else DEFAULT_BATCH_TOKENS)
+def _batch_sizes(load_options: LoadOptions, n_ctx: int, embedding: bool) -> tuple[int, int]:
+    """(n_batch, n_ubatch). A model that pools needs all tokens of a text in one pass."""
+    default = min(n_ctx, MAX_POOLING_BATCH_TOKENS) if embedding else DEFAULT_BATCH_TOKENS
+    n_batch = load_options.n_batch or default
     return n_batch, n_batch if embedding else min(DEFAULT_BATCH_TOKENS, n_batch)
 
 
 def is_embedding(metadata: Mapping[str, Any]) -> bool:
-    """The model gives vectors for texts: its file says how it pools."""
+    """Whether the model is an embedding model: its GGUF header has a pooling type."""
     return bool(metadata.get(f"{metadata.get('general.architecture')}.pooling_type"))
 
 

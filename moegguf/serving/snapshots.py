@@ -1,4 +1,4 @@
-"""Looks at a model's experts a few times a second, while someone watches: on a thread of its own, in the worker."""
+"""Sends snapshots of a model's experts from the worker, on a thread of its own, while a client watches."""
 
 from __future__ import annotations
 
@@ -13,47 +13,47 @@ from moegguf.engine.llama import Llama
 from moegguf.serving.events import Snapshot
 
 MAX_PER_S = 20.0
-_MOST = 255
+_MAX_COUNT = 255
 
 Uint32s = npt.NDArray[np.uint32]
 
 
 class SnapshotSender:
-    """Gives a `View` to `tell`, `watch`ed times a second. `n_written`: tokens of the answer that is being written so
-    far, None when idle."""
+    """Calls `send` with a `Snapshot` at the rate set by `watch`. `answer_tokens`: tokens of the current answer so far,
+    None when idle."""
 
     def __init__(
-        self, name: str, llm: Llama, n_written: Callable[[], int | None], tell: Callable[[Snapshot], None]
+        self, name: str, llm: Llama, answer_tokens: Callable[[], int | None], send: Callable[[Snapshot], None]
     ) -> None:
         self._name = name
         self._llm = llm
-        self._n_written = n_written
-        self._tell = tell
+        self._answer_tokens = answer_tokens
+        self._send = send
         self._start_s = time.monotonic()
         self._layers = [layer.il for layer in llm.layout.layers]
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
-        self._before: tuple[Uint32s, Uint32s] | None = None
-        self._written = (0, time.monotonic())
+        self._previous: tuple[Uint32s, Uint32s] | None = None
+        self._previous_tokens = (0, time.monotonic())
 
     def watch(self, per_s: float) -> None:
-        """From now on so many times a second; 0: no more."""
+        """Sends `per_s` snapshots a second from now on, at most MAX_PER_S; 0 stops."""
         self.close()
         if per_s <= 0:
             return
         session = self._llm.session
         if session is not None:
             session.store.watch(True)
-            self._before = session.store.activity()
+            self._previous = session.store.activity()
         self._stop = threading.Event()
         interval_s = 1 / min(per_s, MAX_PER_S)
         self._thread = threading.Thread(
-            target=self._look_on, args=(self._stop, interval_s), name="moegguf-look", daemon=True
+            target=self._run, args=(self._stop, interval_s), name="moegguf-snapshots", daemon=True
         )
         self._thread.start()
 
     def close(self) -> None:
-        """Looks no more; returns when the last view has been told. Twice is harmless."""
+        """Stops; returns after the last snapshot was sent. Idempotent."""
         thread, self._thread = self._thread, None
         if thread is None:
             return
@@ -62,22 +62,22 @@ class SnapshotSender:
         if self._llm.session is not None:
             self._llm.session.store.watch(False)
 
-    def _look_on(self, stop: threading.Event, interval_s: float) -> None:
+    def _run(self, stop: threading.Event, interval_s: float) -> None:
         while not stop.wait(interval_s):
             try:
-                self._tell(self._snapshot())
+                self._send(self._snapshot())
             except OSError:
-                return  # the server has gone
+                return  # the server closed the socket
 
     def _snapshot(self) -> Snapshot:
-        now, session = time.monotonic(), self._llm.session
+        now_s, session = time.monotonic(), self._llm.session
         state, uses, loads = b"", b"", b""
         if session is not None:
             state = session.store.residency()[self._layers].tobytes()
             activity = session.store.activity()
-            before, self._before = self._before or activity, activity
-            uses, loads = (self._difference(*pair) for pair in zip(activity, before, strict=True))
-        written = self._n_written()
+            previous, self._previous = self._previous or activity, activity
+            uses, loads = (self._difference(*pair) for pair in zip(activity, previous, strict=True))
+        n_tokens = self._answer_tokens()
         return Snapshot(
             model=self._name,
             layers=tuple(self._layers) if session is not None else (),
@@ -86,18 +86,18 @@ class SnapshotSender:
             uses=uses,
             loads=loads,
             stats=self._llm.stats(),
-            busy=written is not None,
-            tokens_per_s=self._speed(written, now),
-            seconds=now - self._start_s,
+            busy=n_tokens is not None,
+            tokens_per_s=self._speed(n_tokens, now_s),
+            seconds=now_s - self._start_s,
         )
 
-    def _difference(self, now: Uint32s, before: Uint32s) -> bytes:
-        return np.minimum(now[self._layers] - before[self._layers], _MOST).astype(np.uint8).tobytes()
+    def _difference(self, now: Uint32s, previous: Uint32s) -> bytes:
+        return np.minimum(now[self._layers] - previous[self._layers], _MAX_COUNT).astype(np.uint8).tobytes()
 
-    def _speed(self, written: int | None, now: float) -> float:
-        """Tokens per second since the view before, or since this answer began after it."""
-        earlier, since = self._written
-        self._written = (written or 0, now)
-        if not written:
+    def _speed(self, n_tokens: int | None, now_s: float) -> float:
+        """Tokens per second since the previous snapshot, or since this answer began after it."""
+        previous, since_s = self._previous_tokens
+        self._previous_tokens = (n_tokens or 0, now_s)
+        if not n_tokens:
             return 0.0
-        return max(0, written - earlier if written >= earlier else written) / max(now - since, 1e-3)
+        return max(0, n_tokens - previous if n_tokens >= previous else n_tokens) / max(now_s - since_s, 1e-3)

@@ -1,4 +1,4 @@
-"""Who looks at the experts of which model: views go to all who want them, and only watched models send any."""
+"""Clients that watch the experts of models: distributes snapshots, and sets how often each worker sends them."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import contextmanager
 
 from moegguf.serving.events import Snapshot
-from moegguf.serving.loaded_model import ManagedModel, State
-from moegguf.serving.worker_process import Process
+from moegguf.serving.managed_model import ManagedModel, State
+from moegguf.serving.worker_process import WorkerProcess
 
-KEPT_SNAPSHOTS = 8  # for a watcher that is slow: the oldest are left out
+MAX_QUEUED_SNAPSHOTS = 8  # for a slow subscriber: the oldest are dropped
 
 
 class Subscriber:
-    """Views of one model, or with `name` None of the one that was used last. `per_s`: how many a second."""
+    """Snapshots of one model, or with `name` None of the most recently used one. `per_s`: rate per second."""
 
     def __init__(self, name: str | None, per_s: float) -> None:
         self.name = name
@@ -22,7 +22,8 @@ class Subscriber:
         self._snapshots: asyncio.Queue[Snapshot | None] = asyncio.Queue()
 
     def put(self, snapshot: Snapshot | None) -> None:
-        while self._snapshots.qsize() >= KEPT_SNAPSHOTS:
+        """Queues a snapshot and drops the oldest when the queue is full; None ends the iteration."""
+        while self._snapshots.qsize() >= MAX_QUEUED_SNAPSHOTS:
             self._snapshots.get_nowait()
         self._snapshots.put_nowait(snapshot)
 
@@ -32,15 +33,16 @@ class Subscriber:
 
 
 class Subscribers:
-    """All watchers. `settle` tells the processes how often to look."""
+    """All subscribers of one manager."""
 
     def __init__(self) -> None:
         self._subscribers: set[Subscriber] = set()
-        self._told: dict[Process, float] = {}
-        self._latest: str | None = None
+        self._rates: dict[WorkerProcess, float] = {}
+        self._most_recent: str | None = None
 
     @contextmanager
-    def subscriber(self, name: str | None, per_s: float) -> Iterator[Subscriber]:
+    def subscribe(self, name: str | None, per_s: float) -> Iterator[Subscriber]:
+        """A subscriber that is registered inside the `with` block."""
         subscriber = Subscriber(name, per_s)
         self._subscribers.add(subscriber)
         try:
@@ -48,27 +50,25 @@ class Subscribers:
         finally:
             self._subscribers.discard(subscriber)
 
-    def take(self, snapshot: Snapshot) -> None:
-        """A view has come from a process."""
+    def publish(self, snapshot: Snapshot) -> None:
+        """Queues a snapshot for every subscriber of its model."""
         for subscriber in self._subscribers:
-            if snapshot.model == (self._latest if subscriber.name is None else subscriber.name):
+            if snapshot.model == (self._most_recent if subscriber.name is None else subscriber.name):
                 subscriber.put(snapshot)
 
-    def settle(self, managed_models: Iterable[ManagedModel]) -> None:
-        """Each process looks as often as the keenest of its watchers wants, or not at all."""
-        ready = [h for h in managed_models if h.state is State.READY and h.process is not None]
-        self._latest = max(ready, key=lambda h: h.last_used_s).name if ready else None
-        told: dict[Process, float] = {}
-        for model in ready:
-            process = model.process
-            assert process is not None
-            keen = [w.per_s for w in self._subscribers if (w.name or self._latest) == model.name]
-            told[process] = max(keen, default=0.0)
-            if told[process] != self._told.get(process, 0.0):
-                process.send("watch", per_s=told[process])
-        self._told = told
+    def update_rates(self, models: Iterable[ManagedModel]) -> None:
+        """Sets each worker's snapshot rate to the highest that a subscriber of its model wants, 0 without any."""
+        ready = {m: m.process for m in models if m.state is State.READY and m.process is not None}
+        self._most_recent = max(ready, key=lambda m: m.last_used_s).name if ready else None
+        rates: dict[WorkerProcess, float] = {}
+        for model, process in ready.items():
+            wanted = [s.per_s for s in self._subscribers if (s.name or self._most_recent) == model.name]
+            rates[process] = max(wanted, default=0.0)
+            if rates[process] != self._rates.get(process, 0.0):
+                process.send("watch", per_s=rates[process])
+        self._rates = rates
 
     def close(self) -> None:
-        """Ends what the watchers see."""
+        """Ends the iteration of every subscriber."""
         for subscriber in self._subscribers:
             subscriber.put(None)

@@ -1,12 +1,13 @@
-"""How the server and a worker talk: lines of JSON over a Unix socket, each one message with a `kind`.
+"""The protocol between server and worker: lines of JSON over a Unix socket, each one message with a `kind`.
 
-Objects of the contract go as their fields that differ from the defaults, and come back by their type hints. Bytes go
-as base64, errors by the name of their class. No pickle: a message can only become what is named here. Knows no
-processes and no models.
+Dataclasses are sent as the fields that differ from their defaults and rebuilt from their type hints. Bytes are sent as
+base64, errors by class name. No pickle: a message can only become one of the types named here. Does not know processes
+or models.
 
-To the worker: load (order), ask (id, ask, stream), embed (id, inputs, truncate, normalize), tokenize (id, text,
-special), detokenize (id, tokens), cancel (id), watch (per_s). From it: loading (share), ready (ready), failed (error),
-event (id, and the event by the name of its class), end (id, value or error, stats, decisions), view (view, decisions).
+To the worker: load (config), generate (id, generation, stream), embed (id, inputs, truncate, normalize), tokenize (id,
+text, special), detokenize (id, tokens), cancel (id), watch (per_s). From it: loading (fraction), ready (ready), failed
+(error), event (id, and the event under its class name), end (id, value or error, stats, decisions), snapshot (snapshot,
+decisions).
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ EVENTS: dict[str, type[Delta] | type[PromptProgress]] = {kind.__name__: kind for
 
 
 @dataclass(frozen=True)
-class Order:
-    """What a worker loads, and how. `expert_cache_bytes` None for a model without experts; types as ggml numbers."""
+class LoadConfig:
+    """The model that a worker loads, and how. `expert_cache_bytes` is None for a model without experts; `type_k` and
+    `type_v` are ggml type numbers."""
 
     name: str
     path: str
@@ -52,36 +54,36 @@ class Order:
 
 @dataclass(frozen=True)
 class Ready:
-    """A worker has loaded its model. `plan`: moegguf.engine.plan.Plan as JSON, without `expected`."""
+    """The reply of a worker that has loaded its model. `plan`: moegguf.engine.plan.Plan as JSON, without `expected`."""
 
     n_ctx: int
     plan: Mapping[str, Any] = field(default_factory=dict)
 
 
 def encode(message: Mapping[str, Any]) -> bytes:
-    """One line. Raises OptionError for what is too long, or cannot be written as JSON."""
+    """A message as one line. Raises OptionError when it is too long or cannot be written as JSON."""
     try:
         line = json.dumps(message, default=_plain, separators=(",", ":")).encode()
     except (TypeError, ValueError, RecursionError) as error:
-        raise OptionError(f"a request has a value that JSON cannot hold ({error}); leave it out.") from None
+        raise OptionError(f"a request has a value that JSON cannot hold ({error}); remove it.") from None
     if len(line) >= MAX_MESSAGE_BYTES:
-        raise OptionError(f"a request has {len(line)} bytes, but at most {MAX_MESSAGE_BYTES} are taken; shorten it.")
+        raise OptionError(f"a request has {len(line)} bytes, but at most {MAX_MESSAGE_BYTES} are accepted; shorten it.")
     return line + b"\n"
 
 
 def decode(line: bytes | bytearray) -> Message:
-    """The message in a line. Raises WorkerError when it is none."""
+    """The message in a line. Raises WorkerError for an invalid one."""
     try:
         message = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise WorkerError(f"the other side of a worker's socket wrote no JSON ({error}).") from None
+        raise WorkerError(f"invalid JSON on a worker's socket ({error}).") from None
     if not isinstance(message, dict) or not isinstance(message.get("kind"), str):
-        raise WorkerError("the other side of a worker's socket wrote a message without a kind.")
+        raise WorkerError("a message without a kind on a worker's socket.")
     return message
 
 
 def _plain(value: Any) -> Any:
-    """What json asks for: objects it does not know."""
+    """The `default` of json.dumps: converts the types that JSON does not have."""
     if is_dataclass(value) and not isinstance(value, type):
         return {name: item for name, default in _defaults(type(value)) if (item := getattr(value, name)) != default}
     if isinstance(value, Mapping):
@@ -95,22 +97,22 @@ def _plain(value: Any) -> Any:
 
 @cache
 def _defaults(kind: type) -> tuple[tuple[str, Any], ...]:
-    """(field, its default; MISSING where it has none, so that it is always sent)."""
+    """(field, default); MISSING for a field without default, which is therefore always sent."""
     return tuple((f.name, f.default if f.default_factory is MISSING else f.default_factory()) for f in fields(kind))
 
 
 def build(kind: type[Kind], data: Any) -> Kind:
-    """An object of the dataclass `kind` from what `encode` wrote of one. Raises WorkerError when it does not fit."""
+    """The dataclass `kind` from its JSON as `encode` wrote it. Raises WorkerError when the JSON does not fit."""
     reader: Callable[[Any], Any] = _reader(typing.cast(Any, kind))
     try:
         return typing.cast(Kind, reader(data))
     except (TypeError, ValueError, KeyError, AttributeError) as error:
-        raise WorkerError(f"a worker's message is no {kind.__name__} ({error}).") from None
+        raise WorkerError(f"a worker's message is not a valid {kind.__name__} ({error}).") from None
 
 
 @cache
 def _reader(hint: Any) -> Callable[[Any], Any]:
-    """What turns JSON into a value of a type hint; types that JSON has itself stay as they come."""
+    """The function that converts JSON to the type of a hint; types that JSON has are passed through."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if is_dataclass(hint):
         return _object_reader(typing.cast(type, hint))
@@ -124,14 +126,14 @@ def _reader(hint: Any) -> Callable[[Any], Any]:
         return lambda items: tuple(read(item) for read, item in zip(reads, items, strict=True))
     if origin in (typing.Union, types.UnionType):
         kinds = [part for part in inner if is_dataclass(part) or typing.get_origin(part) is tuple or part is bytes]
-        read_other = _reader(kinds[0]) if kinds else _same
+        read_other = _reader(kinds[0]) if kinds else _identity
         return lambda item: None if item is None else read_other(item)
     if inner and inner[0] is int and isinstance(origin, type) and issubclass(origin, Mapping):
-        return lambda items: {int(name): item for name, item in items.items()}  # JSON's keys are texts
-    return _same
+        return lambda items: {int(name): item for name, item in items.items()}  # JSON keys are strings
+    return _identity
 
 
-def _same(value: Any) -> Any:
+def _identity(value: Any) -> Any:
     return value
 
 
@@ -142,12 +144,12 @@ def _object_reader(kind: type) -> Callable[[Any], Any]:
 
 
 def encode_error(error: BaseException) -> Message:
-    """The class and the text of an error."""
+    """The class name and the message of an error."""
     return {"class": type(error).__name__, "message": str(error) or type(error).__name__}
 
 
 def build_error(data: Any) -> MoeggufError:
-    """The error again, of its own class where that is one of ours."""
+    """The error from its JSON: of its own class if that is in moegguf.errors, else a MoeggufError with its name."""
     name, message = str(data.get("class")), str(data.get("message"))
     kind = getattr(moegguf.errors, name, None)
     if isinstance(kind, type) and issubclass(kind, MoeggufError):

@@ -1,8 +1,8 @@
-"""A process that holds one model and answers one request at a time: `python -m moegguf.serving.worker FD`.
+"""A process that holds one model and runs one request at a time: `python -m moegguf.serving.worker FD`.
 
-It is told what to load over the socket that it inherits as FD, and ends when that socket does, so that nothing stays
-behind a server that was killed. The main thread loads and computes; a second one reads messages, so that an answer can
-be stopped; a third one looks at the experts while someone watches. Knows one model; who asks is up to pool.py.
+Messages arrive on the socket inherited as FD; the process exits when the socket closes, so that none outlives a killed
+server. The main thread loads and computes; a second one reads messages, so that an answer can be cancelled; a third
+one sends snapshots while a client watches. Scheduling is dispatcher.py's.
 """
 
 from __future__ import annotations
@@ -31,150 +31,157 @@ from moegguf.generate.request import Delta, GenerationRequest, PromptProgress
 from moegguf.serving.delta_buffer import INTERVAL_S, DeltaBuffer
 from moegguf.serving.events import Snapshot
 from moegguf.serving.snapshots import SnapshotSender
-from moegguf.serving.wire import MAX_MESSAGE_BYTES, Message, Order, Ready, build, decode, encode, encode_error
+from moegguf.serving.wire import MAX_MESSAGE_BYTES, LoadConfig, Message, Ready, build, decode, encode, encode_error
 
-END_GRACE_S = 5.0  # for what computes when the server has gone
-LET_OUT_S = 0.0005  # after the first piece: the server and its client need a processor to show it
-PROGRESS_S = 0.1  # between two reports of loading or of reading a prompt
+EXIT_GRACE_S = 5.0  # for a running computation after the socket has closed
+FIRST_DELTA_PAUSE_S = 0.0005  # the server and its client need a processor to show the first delta
+PROGRESS_S = 0.1  # between two progress messages
 
 
 class Worker:
-    """Everything one worker process does, from `run` to the end of its socket."""
+    """One worker process, from its first message to the close of its socket."""
 
-    def __init__(self, link: socket.socket) -> None:
-        self._link = link
-        self._sending = threading.Lock()
-        self._orders: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
-        self._changing = threading.Lock()  # of the three below
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._send_lock = threading.Lock()
+        self._messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._state_lock = threading.Lock()  # of the three below
         self._running: tuple[int, Answer | Llama] | None = None
         self._cancelled: set[int] = set()
-        self._ending = False
+        self._closing = False
         self._llm: Llama | None = None
-        self._sender: SnapshotSender | None = None
+        self._snapshots: SnapshotSender | None = None
 
     def run(self) -> None:
-        """Loads what the first message says, then answers until the socket ends."""
-        threading.Thread(target=self._listen, name="moegguf-listen", daemon=True).start()
-        order = self._orders.get()
-        if order is None or not self._load(build(Order, order["order"])):
+        """Loads the model of the first message, then runs requests until the socket closes."""
+        threading.Thread(target=self._read_messages, name="moegguf-messages", daemon=True).start()
+        message = self._messages.get()
+        if message is None or not self._load(build(LoadConfig, message["config"])):
             return
         try:
-            while (message := self._orders.get()) is not None:
-                self._answer(message)
+            while (message := self._messages.get()) is not None:
+                self._run_request(message)
         except (BrokenPipeError, ConnectionResetError):
-            pass  # the server has gone while it was being told something
+            pass  # the server closed the socket during a send
         finally:
             self._close()
 
     def _send(self, kind: str, **fields: Any) -> None:
         line = encode({"kind": kind, **fields})
-        with self._sending:
-            self._link.sendall(line)
+        with self._send_lock:
+            self._connection.sendall(line)
 
     # The reading thread.
 
-    def _listen(self) -> None:
+    def _read_messages(self) -> None:
         try:
-            with self._link.makefile("rb") as lines:
+            with self._connection.makefile("rb") as lines:
                 while line := lines.readline(MAX_MESSAGE_BYTES):
-                    self._take(decode(line))
+                    self._on_message(decode(line))
         finally:
-            self._end()
+            self._on_socket_closed()
 
-    def _take(self, message: Message) -> None:
+    def _on_message(self, message: Message) -> None:
         kind = message["kind"]
         if kind == "cancel":
             self._cancel(message["id"])
-        elif kind == "watch" and self._sender is not None:
-            self._sender.watch(message["per_s"])
-        elif kind in ("tokenize", "detokenize"):
-            self._tell_end(message["id"], self._translate, message)
+        elif kind == "watch" and self._snapshots is not None:
+            self._snapshots.watch(message["per_s"])
+        elif kind == "tokenize":  # the vocabulary is read-only, so this need not wait for the current answer
+            self._reply(self._tokenize, message)
+        elif kind == "detokenize":
+            self._reply(self._detokenize, message)
         else:
-            self._orders.put(message)
+            self._messages.put(message)
 
-    def _translate(self, message: Message) -> Any:
-        # The vocabulary is only read, so this need not wait for the answer that is being written.
-        assert self._llm is not None
-        if message["kind"] == "tokenize":
-            text = to_utf8(message["text"])
-            return self._llm.tokenize(text, add_bos=message["special"], special=message["special"])
-        vocabulary = self._llm.vocabulary
+    def _tokenize(self, message: Message) -> list[int]:
+        text = to_utf8(message["text"])
+        return self._model.tokenize(text, add_bos=message["special"], special=message["special"])
+
+    def _detokenize(self, message: Message) -> str:
+        vocabulary = self._model.vocabulary
         vocabulary.check(message["tokens"])
         return b"".join(vocabulary.piece(token, special=True) for token in message["tokens"]).decode(errors="replace")
 
-    def _cancel(self, number: int) -> None:
-        with self._changing:
-            if self._running is not None and self._running[0] == number:
+    def _cancel(self, request_id: int) -> None:
+        with self._state_lock:
+            if self._running is not None and self._running[0] == request_id:
                 self._running[1].cancel()
             else:
-                self._cancelled.add(number)  # it may still be in the queue
+                self._cancelled.add(request_id)  # it may still be in the queue
 
-    def _end(self) -> None:
-        """The socket has ended: whatever runs is stopped, and if it does not stop, neither does that."""
-        with self._changing:
-            self._ending = True
+    def _on_socket_closed(self) -> None:
+        """Cancels what runs; exits after EXIT_GRACE_S if it does not stop."""
+        with self._state_lock:
+            self._closing = True
             if self._running is not None:
                 self._running[1].cancel()
-        self._orders.put(None)
-        timer = threading.Timer(END_GRACE_S, os._exit, (1,))
+        self._messages.put(None)
+        timer = threading.Timer(EXIT_GRACE_S, os._exit, (1,))
         timer.daemon = True
         timer.start()
 
     # The main thread.
 
-    def _load(self, order: Order) -> bool:
-        """Loads the model and tells how; false when that failed."""
+    def _load(self, config: LoadConfig) -> bool:
+        """Loads the model and sends "ready" or "failed"; False when it failed."""
         try:
-            self._llm = llm = open_model(order, self._share_teller())
+            self._llm = llm = open_model(config, self._load_progress_sender())
         except BaseException as error:
-            if not self._ending:
+            if not self._closing:
                 self._send("failed", error=encode_error(error))
             if not isinstance(error, MoeggufError):
                 raise
             return False
-        self._sender = SnapshotSender(order.name, llm, self._n_written, self._tell_view)
-        self._send("ready", ready=Ready(llm.n_ctx(), plan_fields(llm)), **self._figures())
+        self._snapshots = SnapshotSender(config.name, llm, self._answer_tokens, self._send_snapshot)
+        self._send("ready", ready=Ready(llm.n_ctx(), plan_fields(llm)), **self._statistics())
         return True
 
-    def _share_teller(self) -> Callable[[float], bool]:
-        told_s = 0.0
+    def _load_progress_sender(self) -> Callable[[float], bool]:
+        is_due = every(PROGRESS_S, -math.inf)
 
-        def tell(share: float) -> bool:
-            nonlocal told_s
-            now = time.monotonic()
-            if not self._ending and (now - told_s >= PROGRESS_S or share >= 1):
-                told_s = now
-                self._send("loading", share=share)
-            return not self._ending
+        def send(fraction: float) -> bool:
+            if not self._closing and (is_due() or fraction >= 1):
+                self._send("loading", fraction=fraction)
+            return not self._closing
 
-        return tell
+        return send
 
-    def _answer(self, message: Message) -> None:
-        kinds = {"generate": self._write, "embed": self._embed}
-        self._tell_end(message["id"], kinds[message["kind"]], message)
+    def _prompt_progress_sender(self, request_id: int) -> Callable[[PromptProgress], None]:
+        is_due = every(PROGRESS_S, time.monotonic())
 
-    def _tell_end(self, number: int, work: Callable[[Message], Any], message: Message) -> None:
-        """Does `work` and sends its result or its error, with the figures after it."""
+        def send(progress: PromptProgress) -> None:
+            if is_due():
+                self._send_event(request_id, progress)
+
+        return send
+
+    def _run_request(self, message: Message) -> None:
+        handlers = {"generate": self._generate, "embed": self._embed}
+        self._reply(handlers[message["kind"]], message)
+
+    def _reply(self, handler: Callable[[Message], Any], message: Message) -> None:
+        """Sends the handler's result or error, with the statistics after it."""
         try:
-            outcome = {"value": work(message)}
+            outcome = {"value": handler(message)}
         except MoeggufError as error:
             outcome = {"error": encode_error(error)}
         except Exception as error:
             traceback.print_exc()
             outcome = {"error": encode_error(error)}
-        self._send("end", id=number, **outcome, **self._figures())
+        self._send("end", id=message["id"], **outcome, **self._statistics())
 
-    def _write(self, message: Message) -> Any:
-        """Sends the pieces of an answer; its timing."""
-        number = message["id"]
+    def _generate(self, message: Message) -> Any:
+        """Sends the deltas of an answer; returns its timing."""
+        request_id, stream = message["id"], message["stream"]
         answer = Answer(self._model, build(GenerationRequest, message["generation"]))
-        stream = message["stream"]
-        buffer = DeltaBuffer(lambda delta: self._tell(number, delta), INTERVAL_S if stream else math.inf)
-        with self._cancellable(number, answer):
-            for number_of_piece, delta in enumerate(answer.deltas(self._progress_teller(number) if stream else None)):
+        buffer = DeltaBuffer(lambda delta: self._send_event(request_id, delta), INTERVAL_S if stream else math.inf)
+        with self._cancellable(request_id, answer):
+            on_progress = self._prompt_progress_sender(request_id) if stream else None
+            for i, delta in enumerate(answer.deltas(on_progress)):
                 buffer.put(delta)
-                if stream and number_of_piece == 0:
-                    time.sleep(LET_OUT_S)
+                if stream and i == 0:
+                    time.sleep(FIRST_DELTA_PAUSE_S)
             buffer.flush()
         return answer.timing
 
@@ -187,86 +194,89 @@ class Worker:
                 llm.resume()
 
     @contextmanager
-    def _cancellable(self, number: int, task: Answer | Llama) -> Iterator[None]:
-        with self._changing:
-            self._running = number, task
-            if number in self._cancelled or self._ending:
+    def _cancellable(self, request_id: int, task: Answer | Llama) -> Iterator[None]:
+        with self._state_lock:
+            self._running = request_id, task
+            if request_id in self._cancelled or self._closing:
                 task.cancel()
         try:
             yield
         finally:
-            with self._changing:
+            with self._state_lock:
                 self._running = None
-                self._cancelled = {other for other in self._cancelled if other > number}
+                self._cancelled = {other for other in self._cancelled if other > request_id}
 
-    def _progress_teller(self, number: int) -> Callable[[PromptProgress], None]:
-        told_s = time.monotonic()
-
-        def tell(progress: PromptProgress) -> None:
-            nonlocal told_s
-            now = time.monotonic()
-            if now - told_s >= PROGRESS_S:
-                told_s = now
-                self._tell(number, progress)
-
-        return tell
-
-    def _tell(self, number: int, event: Delta | PromptProgress) -> None:
-        self._send("event", id=number, **{type(event).__name__: event})
+    def _send_event(self, request_id: int, event: Delta | PromptProgress) -> None:
+        self._send("event", id=request_id, **{type(event).__name__: event})
 
     @property
     def _model(self) -> Llama:
         assert self._llm is not None
         return self._llm
 
-    def _figures(self) -> Message:
+    def _statistics(self) -> Message:
         return {"stats": self._model.stats(), "decisions": self._model.decisions()}
 
-    def _n_written(self) -> int | None:
-        """Tokens of the answer that is being written; None when none is."""
+    def _answer_tokens(self) -> int | None:
+        """Tokens of the current answer so far; None when idle."""
         running = self._running
         if running is None:
             return None
         return running[1].timing.answer_tokens if isinstance(running[1], Answer) else 0
 
-    def _tell_view(self, snapshot: Snapshot) -> None:
-        self._send("view", snapshot=snapshot, decisions=self._model.decisions())
+    def _send_snapshot(self, snapshot: Snapshot) -> None:
+        self._send("snapshot", snapshot=snapshot, decisions=self._model.decisions())
 
     def _close(self) -> None:
-        if self._sender is not None:
-            self._sender.close()
+        if self._snapshots is not None:
+            self._snapshots.close()
         self._model.close()
 
 
-def open_model(order: Order, progress: Callable[[float], object]) -> Llama:
-    """The model that an order describes. Raises what `Llama` raises."""
-    options: dict[str, Any] = {"type_k": order.type_k, "type_v": order.type_v, "n_threads": order.n_threads}
+def every(interval_s: float, last_s: float) -> Callable[[], bool]:
+    """A function that is True at most once per interval. `last_s`: when it counts as True before (time.monotonic)."""
+
+    def is_due() -> bool:
+        nonlocal last_s
+        now_s = time.monotonic()
+        if now_s - last_s < interval_s:
+            return False
+        last_s = now_s
+        return True
+
+    return is_due
+
+
+def open_model(config: LoadConfig, progress: Callable[[float], object]) -> Llama:
+    """Loads the model of `config`. Raises what `Llama` raises."""
+    options: dict[str, Any] = {"type_k": config.type_k, "type_v": config.type_v, "n_threads": config.n_threads}
     cache = ExpertCache("auto")
-    if order.expert_cache_bytes is not None:
-        cache = ExpertCache("bytes", n_bytes=order.expert_cache_bytes)
+    if config.expert_cache_bytes is not None:
+        cache = ExpertCache("bytes", n_bytes=config.expert_cache_bytes)
     return Llama(
-        order.path,
+        config.path,
         expert_cache=cache,
-        n_ctx=order.n_ctx,
-        n_batch=order.n_batch,
-        n_ubatch=order.n_ubatch,
-        flash_attn=order.flash_attn,
-        embedding=order.embedding,
-        verbose=order.verbose,
+        n_ctx=config.n_ctx,
+        n_batch=config.n_batch,
+        n_ubatch=config.n_ubatch,
+        flash_attn=config.flash_attn,
+        embedding=config.embedding,
+        verbose=config.verbose,
         progress=progress,
         **{name: value for name, value in options.items() if value is not None},
     )
 
 
 def plan_fields(llm: Llama) -> dict[str, Any]:
-    """The model's plan, without what it expects of its speed."""
+    """The model's plan, without `expected`."""
     return {field.name: getattr(llm.plan, field.name) for field in fields(llm.plan) if field.name != "expected"}
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the server decides what it means
-    with socket.socket(fileno=int(sys.argv[1])) as link:
-        Worker(link).run()
+    """Runs a worker on the file descriptor given as the only argument."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the server handles it
+    with socket.socket(fileno=int(sys.argv[1])) as connection:
+        Worker(connection).run()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""What the command line and the chat share in a terminal: messages, progress, tables, figures, the picture of experts.
+"""Terminal output shared by the command line and the chat: messages, progress, tables, statistics, the map of experts.
 
-Promises: stdout carries only what was asked for, everything else goes to stderr; an error is one sentence with the
-next step and an exit code that is not 0; the terminal is as it was after any end. Does not know commands or flags; if
-something here needs a loop over experts, the loop belongs in the engine.
+Promises: stdout carries results only, everything else goes to stderr; an error is one sentence with the next step and
+a non-zero exit code; the terminal's mode is restored at any exit. Does not know commands or flags; a loop over experts
+belongs in the engine.
 """

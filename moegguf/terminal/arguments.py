@@ -1,4 +1,4 @@
-"""Values that are typed for a request, on the command line or in the chat: thinking, and the form of the answer."""
+"""Parses values typed on the command line or in the chat: thinking level, answer format."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from typing import Any
 
 import typer
 
-SCHEMA_BYTES = 1 << 20
-THINK_WORDS = {"true": True, "false": False}
+MAX_SCHEMA_BYTES = 1 << 20
+THINK_SWITCHES = {"true": True, "false": False}
 THINK_LEVELS = ("low", "medium", "high", "max")
 
 
 def parse_think(text: str) -> bool | str:
-    """True, False or a level. Raises BadParameter for other words."""
+    """True, False or a level. Raises BadParameter for anything else."""
     word = text.strip().lower()
-    if word in THINK_WORDS:
-        return THINK_WORDS[word]
+    if word in THINK_SWITCHES:
+        return THINK_SWITCHES[word]
     if word not in THINK_LEVELS:
         raise typer.BadParameter(f"--think takes true, false, {', '.join(THINK_LEVELS)}, but is {text[:40]!r}")
     return word
 
 
 def parse_format(text: str) -> str | Mapping[str, Any]:
-    """ "json", or a JSON schema: itself or the name of its file. Raises BadParameter for anything else."""
+    """ "json", or a JSON schema given as text or as a file name. Raises BadParameter for anything else."""
     if text.strip() == "json":
         return "json"
     source = text
     if not text.lstrip().startswith("{"):
         try:
             with Path(text).expanduser().open("rb") as file:
-                source = file.read(SCHEMA_BYTES).decode("utf-8")
+                source = file.read(MAX_SCHEMA_BYTES).decode("utf-8")
         except (OSError, UnicodeDecodeError, ValueError) as error:
             raise typer.BadParameter(
                 f"--format takes json, a JSON schema or the name of a file with one, but is {text[:60]!r} ({error})"

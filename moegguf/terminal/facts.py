@@ -1,4 +1,4 @@
-"""What `show` and `estimate` say, as plain values ready for JSON, sizes in bytes. How it looks is up to display.py."""
+"""Facts of `list`, `show` and `estimate` as values for JSON, sizes in bytes. tables.py formats them."""
 
 from __future__ import annotations
 
@@ -22,15 +22,29 @@ BUDGET_SHARES = (0.10, 0.25, 0.50, 1.0)
 Facts = dict[str, Any]
 
 
-def show_model(model: str, *, verbose: bool = False) -> Facts:
-    """What `moegguf show` says of a model given by path or name; `verbose` adds all metadata and tensors."""
+def model_facts(model: str, *, verbose: bool = False) -> Facts:
+    """Facts of `moegguf show` about a model given by path or name; `verbose` adds all metadata and tensors."""
     entry = Catalog().find(model)
-    facts = show_facts(read_layout(entry.path)) | entry_facts(entry)
-    return facts | raw_facts(entry) if verbose else facts
+    facts = layout_facts(read_layout(entry.path)) | entry_facts(entry)
+    return facts | _metadata_facts(entry) if verbose else facts
+
+
+def list_facts(entry: Entry) -> Facts:
+    """Facts of `moegguf list` about a catalog entry."""
+    return {
+        "name": entry.name,
+        "source": entry.source,
+        "size_bytes": entry.size_bytes,
+        "digest": entry.digest,
+        "modified": entry.modified.isoformat(),
+        "files": [str(file) for file in entry.files],
+        "mmproj": str(entry.mmproj) if entry.mmproj else None,
+        "parent": entry.parent,
+    }
 
 
 def entry_facts(entry: Entry) -> Facts:
-    """What a name adds to its files."""
+    """Facts of `moegguf show` that the files do not have: those of the catalog entry."""
     return {
         "capabilities": list(details(entry).capabilities),
         "projector": str(entry.mmproj) if entry.mmproj else None,
@@ -40,8 +54,8 @@ def entry_facts(entry: Entry) -> Facts:
     }
 
 
-def raw_facts(entry: Entry) -> Facts:
-    """Every key of the first file and the tensors of all, as they are."""
+def _metadata_facts(entry: Entry) -> Facts:
+    """All metadata of the first file, and the tensors of all files."""
     files = [read_gguf(path) for path in entry.files]
     return {
         "metadata": dict(files[0].metadata),
@@ -54,7 +68,7 @@ def raw_facts(entry: Entry) -> Facts:
 
 
 def estimate_model(model: str, expert_cache: str | None, ctx: int | None) -> Facts:
-    """What `moegguf estimate` says: the plan for this machine as it is now, with its disk's speed."""
+    """Facts of `moegguf estimate`: the plan for this machine now, with the measured disk speed."""
     cache = parse_expert_cache(read_environment().expert_cache if expert_cache is None else expert_cache)
     layout = read_layout(find_model(model))
     memory = read_memory()
@@ -64,11 +78,11 @@ def estimate_model(model: str, expert_cache: str | None, ctx: int | None) -> Fac
     if layout.is_moe and not plan.resident:
         speed = disk_read_speed(layout.shards[0].path, DISK_SECONDS)
         plan = make_plan(layout, cache, memory, n_ctx=n_ctx, disk_bytes_per_s=speed.bytes_per_s)
-    return estimate_facts(layout, plan, cache, n_ctx, speed)
+    return _estimate_facts(layout, plan, cache, n_ctx, speed)
 
 
-def show_facts(layout: ExpertLayout) -> Facts:
-    """What the headers say of a model."""
+def layout_facts(layout: ExpertLayout) -> Facts:
+    """Facts from the headers of a model's files."""
     total, active = parameters(layout)
     return {
         "name": layout.name,
@@ -87,7 +101,7 @@ def show_facts(layout: ExpertLayout) -> Facts:
         "types": {name: {"tensors": n, "bytes": size} for name, (n, size) in layout.tensor_types.items()},
         "dense_bytes": layout.dense_bytes,
         "experts": _expert_facts(layout) if layout.is_moe else None,
-        "budgets": _budgets(layout) if layout.is_moe else [],
+        "budgets": _budget_facts(layout) if layout.is_moe else [],
     }
 
 
@@ -110,14 +124,14 @@ def _expert_facts(layout: ExpertLayout) -> Facts:
 
 
 def _shared(layout: ExpertLayout) -> int:
-    """Experts that every token uses; they count as dense weights."""
+    """Shared experts, which every token uses; they count as dense weights."""
     count = layout.metadata.get(f"{layout.arch}.expert_shared_count")
     if isinstance(count, int) and count > 0:
         return count
     return int(bool(layout.metadata.get(f"{layout.arch}.expert_shared_feed_forward_length")))
 
 
-def _budgets(layout: ExpertLayout) -> list[Facts]:
+def _budget_facts(layout: ExpertLayout) -> list[Facts]:
     n_total, size = layout.n_expert_total, slot_bytes(layout)
     rows = [(share, max(layout.n_expert_used, int(share * n_total + 1e-9))) for share in BUDGET_SHARES]
     return [
@@ -126,8 +140,8 @@ def _budgets(layout: ExpertLayout) -> list[Facts]:
     ]
 
 
-def estimate_facts(layout: ExpertLayout, plan: Plan, cache: ExpertCache, n_ctx: int, speed: DiskSpeed | None) -> Facts:
-    """What would go where and what to expect, before anything is loaded."""
+def _estimate_facts(layout: ExpertLayout, plan: Plan, cache: ExpertCache, n_ctx: int, speed: DiskSpeed | None) -> Facts:
+    """The plan and what it rests on, as values for JSON."""
     return {
         "name": layout.name,
         "path": str(layout.shards[0].path),

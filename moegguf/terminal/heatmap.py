@@ -1,7 +1,7 @@
-"""Which experts are in memory and which of them work, as a picture of letters: rows are layers, columns experts.
+"""A text map of the experts: which are in memory and which were used. Rows are layers, columns experts.
 
-Pure: arrays in, rich text out. Experts and layers are joined where there are more of them than the place allows.
-Letters alone tell it all, so that it can be read without colours.
+Pure: arrays in, rich text out. Several experts or layers share a cell where the width or height is too small for all.
+The letters differ without colours, too.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from rich.text import Text
 
 Counts = npt.NDArray[np.unsignedinteger]
 
-ABSENT, GONE, COMING, FEW, IDLE, USED, USED_ALL, FETCHED = "·", "○", "~", "░", "▒", "▓", "█", "+"
+ABSENT, EVICTED, IN_FLIGHT, SOME_RESIDENT, RESIDENT, USED, USED_ALL, FETCHED = "·", "○", "~", "░", "▒", "▓", "█", "+"
 
 STYLES = {
     ABSENT: "bright_black",
-    GONE: "red",
-    COMING: "yellow",
-    FEW: "blue",
-    IDLE: "blue",
+    EVICTED: "red",
+    IN_FLIGHT: "yellow",
+    SOME_RESIDENT: "blue",
+    RESIDENT: "blue",
     USED: "green",
     USED_ALL: "green",
     FETCHED: "bright_yellow",
 }
 LEGEND = (
     (ABSENT, "on disk"),
-    (COMING, "on its way"),
-    (FEW + IDLE, "in memory (some, all)"),
+    (IN_FLIGHT, "in flight"),
+    (SOME_RESIDENT + RESIDENT, "in memory (some, all)"),
     (USED + USED_ALL, "used"),
     (FETCHED, "used, just fetched"),
-    (GONE, "used, on disk again"),
+    (EVICTED, "used, evicted"),
 )
-LEAST_COLUMNS = 8
+MIN_COLUMNS = 8
 
 
 def heatmap(
@@ -46,32 +46,32 @@ def heatmap(
     width: int,
     height: int | None = None,
 ) -> Text:
-    """The picture, at most `width` cells wide and `height` lines high.
+    """The map, at most `width` cells wide and `height` lines high.
 
     Args:
-        state: (n_rows, n_expert): 0 absent, 1 on its way, 2 there.
-        uses, loads: (n_rows, n_expert): look-ups and fetches in the time that the picture is about.
-        layers: the number of each row's layer.
-        width: cells of a line, with the layers' numbers; at least LEAST_COLUMNS experts are shown anyway.
+        state: (n_rows, n_expert): 0 absent, 1 in flight, 2 resident.
+        uses, loads: (n_rows, n_expert): lookups and fetches in the period shown.
+        layers: the layer index of each row.
+        width: cells of a line, with the layer index; at least MIN_COLUMNS columns are shown anyway.
         height: lines; None for one per layer.
     """
     if not state.size:
         return Text("no layers with experts")
     label = len(str(max(layers))) + 1
-    rows = _groups(state.shape[0], max(1, height) if height else state.shape[0])
-    columns = _groups(state.shape[1], max(LEAST_COLUMNS, width - label))
+    rows = _group_starts(state.shape[0], max(1, height) if height else state.shape[0])
+    columns = _group_starts(state.shape[1], max(MIN_COLUMNS, width - label))
     cells = _letters(state, uses, loads, rows, columns)
-    picture = Text(no_wrap=True, overflow="crop", end="")
+    drawn = Text(no_wrap=True, overflow="crop", end="")
     for row, line in zip(rows, cells, strict=True):
-        if picture:
-            picture.append("\n")
-        picture.append(f"{layers[row]:>{label - 1}} ", "bright_black")
-        _append_runs(picture, line)
-    return picture
+        if drawn:
+            drawn.append("\n")
+        drawn.append(f"{layers[row]:>{label - 1}} ", "bright_black")
+        _append_runs(drawn, line)
+    return drawn
 
 
 def legend(width: int) -> Text:
-    """What the letters mean, on as many lines as `width` needs."""
+    """The meaning of the letters, wrapped to `width` cells."""
     text, column = Text(end=""), 0
     for letters, meaning in LEGEND:
         part = f"{letters} {meaning}"
@@ -86,14 +86,13 @@ def legend(width: int) -> Text:
     return text
 
 
-def joined(n: int, room: int) -> int:
-    """How many of `n` share a cell where there is room for `room`."""
-    return -(-n // max(1, room))
+def group_size(n: int, n_cells: int) -> int:
+    """How many of `n` items share a cell when there are `n_cells`."""
+    return -(-n // max(1, n_cells))
 
 
-def _groups(n: int, room: int) -> npt.NDArray[np.intp]:
-    """Where each group begins."""
-    return np.arange(0, n, joined(n, room))
+def _group_starts(n: int, n_cells: int) -> npt.NDArray[np.intp]:
+    return np.arange(0, n, group_size(n, n_cells))
 
 
 def _letters(
@@ -102,20 +101,20 @@ def _letters(
     def total(values: npt.NDArray[np.bool_]) -> npt.NDArray[np.intp]:
         return np.add.reduceat(np.add.reduceat(values.astype(np.intp), rows, axis=0), columns, axis=1)
 
-    is_there, is_used = state == 2, uses > 0
-    there, full = total(is_there) > 0, total(is_there) == total(np.ones(state.shape, bool))
-    used, fetched = total(is_there & is_used) > 0, total(is_there & (loads > 0)) > 0
-    coming, gone = total(state == 1) > 0, total(is_used & ~is_there) > 0
+    is_resident, is_used = state == 2, uses > 0
+    some, every = total(is_resident) > 0, total(is_resident) == total(np.ones(state.shape, bool))
+    used, fetched = total(is_resident & is_used) > 0, total(is_resident & (loads > 0)) > 0
+    in_flight, evicted = total(state == 1) > 0, total(is_used & ~is_resident) > 0
     letters = np.select(
-        [fetched, used & full, used, full, there, coming, gone],
-        [FETCHED, USED_ALL, USED, IDLE, FEW, COMING, GONE],
+        [fetched, used & every, used, every, some, in_flight, evicted],
+        [FETCHED, USED_ALL, USED, RESIDENT, SOME_RESIDENT, IN_FLIGHT, EVICTED],
         default=ABSENT,
     )
     return [list(map(str, row)) for row in letters]
 
 
 def _append_runs(text: Text, line: list[str]) -> None:
-    """One span of style for each run of the same letter: terminals draw these fastest."""
+    """Appends one styled span per run of equal letters, which terminals draw fastest."""
     start = 0
     for end in range(1, len(line) + 1):
         if end == len(line) or line[end] != line[start]:

@@ -1,7 +1,7 @@
-"""The keyboard while nobody reads it, and Ctrl-C while the model writes.
+"""Terminal mode between prompts, and Ctrl-C during an answer.
 
-What is typed during an answer is not shown and waits for the next prompt: in the terminal's usual mode it would be
-written into the answer, and Enter would arrive as a line feed, which is Ctrl-J.
+Input typed during an answer is not echoed and stays in the terminal's queue for the next prompt. In the default mode it
+would be echoed into the answer, and Enter would arrive as a line feed, which is Ctrl-J.
 """
 
 from __future__ import annotations
@@ -15,96 +15,99 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
-from moegguf.terminal.messages import STOPPED
+from moegguf.terminal.messages import EXIT_INTERRUPTED
 
-IFLAG, LFLAG = 0, 3  # places in what tcgetattr returns
-SIGNALLED = 128  # added to a signal's number, it is the exit code that shells know
+IFLAG, LFLAG = 0, 3  # indices into tcgetattr's list
+SIGNAL_EXIT_BASE = 128  # exit code of a signal = this + its number, as in shells
 
-_before: list[Any] | None = None  # the terminal as it was
+_saved_attributes: list[Any] | None = None
 
 
 @contextmanager
-def quiet_keyboard() -> Iterator[None]:
-    """No echo, no lines, Enter as it is; Ctrl-C and Ctrl-Z work. Undone at the end, also by SIGTERM and SIGHUP."""
-    global _before
+def keyboard_echo_off() -> Iterator[None]:
+    """No echo, no line buffering, no CR-to-LF mapping; signals from keys still work.
+
+    Undone at the end, also on SIGTERM and SIGHUP.
+    """
+    global _saved_attributes
     stdin = sys.stdin.fileno()
-    _before = termios.tcgetattr(stdin)
-    quiet = _quiet(_before)
+    _saved_attributes = termios.tcgetattr(stdin)
+    attributes = _without_echo(_saved_attributes)
 
-    def again(*_: Any) -> None:  # after Ctrl-Z: shells put their own mode in place
+    def apply(*_: Any) -> None:  # again on SIGCONT: after Ctrl-Z shells set their own mode
         with suppress(termios.error):
-            termios.tcsetattr(stdin, termios.TCSANOW, quiet)
+            termios.tcsetattr(stdin, termios.TCSANOW, attributes)
 
-    wanted = ((signal.SIGCONT, again), (signal.SIGTERM, _leave), (signal.SIGHUP, _leave))
-    handlers = [(number, signal.signal(number, handler)) for number, handler in wanted]
-    again()
+    handlers = ((signal.SIGCONT, apply), (signal.SIGTERM, _exit_on_signal), (signal.SIGHUP, _exit_on_signal))
+    previous = [(number, signal.signal(number, handler)) for number, handler in handlers]
+    apply()
     try:
         yield
     finally:
-        for number, handler in handlers:
+        for number, handler in previous:
             signal.signal(number, handler)
         _restore()
 
 
-def _quiet(attributes: list[Any]) -> list[Any]:
-    quiet = list(attributes)
-    quiet[IFLAG] &= ~termios.ICRNL
-    quiet[LFLAG] &= ~(termios.ECHO | termios.ICANON)
-    quiet[LFLAG] |= termios.NOFLSH  # Ctrl-C stops the answer, not what was typed meanwhile
-    return quiet
+def _without_echo(attributes: list[Any]) -> list[Any]:
+    changed = list(attributes)
+    changed[IFLAG] &= ~termios.ICRNL
+    changed[LFLAG] &= ~(termios.ECHO | termios.ICANON)
+    changed[LFLAG] |= termios.NOFLSH  # Ctrl-C must not discard the input queue
+    return changed
 
 
 def _restore() -> None:
-    global _before
-    before, _before = _before, None
-    if before is not None:
+    global _saved_attributes
+    saved, _saved_attributes = _saved_attributes, None
+    if saved is not None:
         with suppress(termios.error, OSError, ValueError):
-            termios.tcsetattr(sys.stdin.fileno(), termios.TCSANOW, before)
+            termios.tcsetattr(sys.stdin.fileno(), termios.TCSANOW, saved)
 
 
-def _leave(number: int, _frame: Any) -> NoReturn:
-    """Unwinds, so that the terminal is as it was."""
-    raise SystemExit(SIGNALLED + number)
+def _exit_on_signal(number: int, _frame: Any) -> NoReturn:
+    """Unwinds the stack, which restores the terminal."""
+    raise SystemExit(SIGNAL_EXIT_BASE + number)
 
 
-def leave_now() -> NoReturn:
-    """Ends the process although the model still computes."""
+def exit_now() -> NoReturn:
+    """Restores the terminal and ends the process while other threads still compute."""
     _restore()
-    os._exit(STOPPED)
+    os._exit(EXIT_INTERRUPTED)
 
 
 class Interrupts:
-    """How often Ctrl-C was pressed."""
+    """Number of times Ctrl-C was pressed."""
 
     def __init__(self) -> None:
         self.count = 0
 
 
 @contextmanager
-def stopping(stop: Callable[[], object], patience_s: float | None = None) -> Iterator[Interrupts]:
-    """Ctrl-C calls `stop`, on a thread of its own; once more, it ends the process.
+def cancel_on_interrupt(cancel: Callable[[], object], exit_timeout_s: float | None = None) -> Iterator[Interrupts]:
+    """Ctrl-C calls `cancel` on another thread; a second Ctrl-C ends the process.
 
-    With `patience_s` the process ends by itself so long after the first.
+    With `exit_timeout_s` the process ends that many seconds after the first one, unless the block has ended.
     """
     interrupts = Interrupts()
-    end = threading.Event()
+    ended = threading.Event()
 
-    def end_late() -> None:
-        if not end.wait(patience_s):
-            leave_now()
+    def exit_after_timeout() -> None:
+        if not ended.wait(exit_timeout_s):
+            exit_now()
 
     def interrupt(*_: Any) -> None:
         interrupts.count += 1
         if interrupts.count > 1:
-            leave_now()
-        # The interrupted code may hold the very lock that `stop` needs.
-        threading.Thread(target=stop, name="moegguf-stop", daemon=True).start()
-        if patience_s is not None:
-            threading.Thread(target=end_late, name="moegguf-patience", daemon=True).start()
+            exit_now()
+        # Not on this thread: the interrupted code may hold the lock that `cancel` needs.
+        threading.Thread(target=cancel, name="moegguf-cancel", daemon=True).start()
+        if exit_timeout_s is not None:
+            threading.Thread(target=exit_after_timeout, name="moegguf-exit", daemon=True).start()
 
     handler = signal.signal(signal.SIGINT, interrupt)
     try:
         yield interrupts
     finally:
-        end.set()
+        ended.set()
         signal.signal(signal.SIGINT, handler)

@@ -1,4 +1,4 @@
-"""Opens a model for a person who waits: what is happening is shown, and Ctrl-C ends it."""
+"""Loads a model with progress on the terminal; Ctrl-C cancels it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moegguf.terminal.messages import say
+from moegguf.terminal.messages import print_message
 
 if TYPE_CHECKING:
     from moegguf.engine.llama import Llama
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from moegguf.models.entry import Entry
     from moegguf.terminal.progress import Spinner
 
-PATIENCE_S = 0.5  # for a load that was interrupted
+CANCEL_TIMEOUT_S = 0.5  # for a load that was interrupted
 
 
 @dataclass(frozen=True)
-class OpenOptions:
-    """How a model is opened. None: as moegguf decides. verbose 1 shows our statistics, 2 llama.cpp's log as well."""
+class LoadOptions:
+    """How a model is loaded. None: moegguf's default. verbose: 1 prints statistics, 2 also llama.cpp's log."""
 
     expert_cache: str | None = None
     threads: int | None = None
@@ -38,7 +38,7 @@ class OpenOptions:
 
 
 def find_or_pull(name: str) -> Entry:
-    """What `name` stands for; a name of Hugging Face that is not here yet is fetched first.
+    """The entry called `name`; a Hugging Face name that is not on this machine is pulled first.
 
     Raises ModelNotFoundError, ModelNameError, PullError.
     """
@@ -49,7 +49,7 @@ def find_or_pull(name: str) -> Entry:
     try:
         return catalog.find(name)
     except ModelNotFoundError:
-        if not _is_on_hub(name):
+        if not _is_hub_name(name):
             raise
     from moegguf.models.pull import pull
     from moegguf.terminal.progress import PullProgress
@@ -58,8 +58,8 @@ def find_or_pull(name: str) -> Entry:
         return pull(name, catalog, progress.report)
 
 
-def _is_on_hub(name: str) -> bool:
-    """Whether a name that is not here can be fetched: not a path, though that may look like USER/REPOSITORY."""
+def _is_hub_name(name: str) -> bool:
+    """Whether `name` is a Hugging Face repository and not a path, which may look like USER/REPOSITORY."""
     from moegguf.errors import ModelNameError
     from moegguf.models.names import parse_name
 
@@ -71,12 +71,12 @@ def _is_on_hub(name: str) -> bool:
         return False
 
 
-def interruptible(load: Callable[[threading.Event], Llama]) -> Llama:
-    """`load` on a thread of its own: C computes for seconds, and a signal in a callback from C would be lost.
+def load_in_thread(load: Callable[[threading.Event], Llama]) -> Llama:
+    """Runs `load` on another thread: a KeyboardInterrupt raised in a callback from C would be lost.
 
-    Raises KeyboardInterrupt on Ctrl-C, with the event set, or ends the process when `load` does not heed it.
+    On Ctrl-C sets the event, then raises KeyboardInterrupt, or ends the process if `load` runs on for CANCEL_TIMEOUT_S.
     """
-    from moegguf.terminal.keyboard import leave_now
+    from moegguf.terminal.keyboard import exit_now
 
     interrupted = threading.Event()
     done: queue.SimpleQueue[Llama | BaseException] = queue.SimpleQueue()
@@ -84,7 +84,7 @@ def interruptible(load: Callable[[threading.Event], Llama]) -> Llama:
     def work() -> None:
         try:
             done.put(load(interrupted))
-        except BaseException as error:  # raised again by the thread that waits
+        except BaseException as error:  # raised again by the waiting thread
             done.put(error)
 
     thread = threading.Thread(target=work, name="moegguf-load", daemon=True)
@@ -94,9 +94,9 @@ def interruptible(load: Callable[[threading.Event], Llama]) -> Llama:
             thread.join(0.1)
     except KeyboardInterrupt:
         interrupted.set()
-        thread.join(PATIENCE_S)
+        thread.join(CANCEL_TIMEOUT_S)
         if thread.is_alive():
-            leave_now()
+            exit_now()
         raise
     result = done.get()
     if isinstance(result, BaseException):
@@ -104,55 +104,55 @@ def interruptible(load: Callable[[threading.Event], Llama]) -> Llama:
     return result
 
 
-def silence() -> None:
-    """llama.cpp's log, which goes to stderr through this logger's level, says nothing."""
+def silence_llama_log() -> None:
+    """Turns off llama.cpp's log, which the bindings filter by this logger's level."""
     logging.getLogger("llama-cpp-python").setLevel(logging.CRITICAL)
 
 
-def load(path: Path, options: OpenOptions, spinner: Spinner) -> tuple[Llama, float]:
-    """The model, and the seconds it took to load."""
+def load(path: Path, options: LoadOptions, spinner: Spinner) -> tuple[Llama, float]:
+    """Loads a model; returns it and the seconds that took."""
     start = time.perf_counter()
     spinner.show("loading the library")
     import moegguf
-    from moegguf.terminal.progress import loading_words
+    from moegguf.terminal.progress import loading_text
 
     layout = moegguf.read_layout(path)
-    arguments = _arguments(layout, options)
+    arguments = _llama_arguments(layout, options)
 
     def open_model(interrupted: threading.Event) -> Llama:
         def progress(share: float) -> bool:
-            spinner.show(loading_words(layout.name, share, layout.dense_bytes, time.perf_counter() - start))
+            spinner.show(loading_text(layout.name, share, layout.dense_bytes, time.perf_counter() - start))
             return not interrupted.is_set()
 
         return moegguf.Llama(path, progress=progress, **arguments)
 
     if options.verbose <= 1:
-        silence()  # from the first line on
-    llm = interruptible(open_model)
+        silence_llama_log()  # before llama.cpp's first line
+    llm = load_in_thread(open_model)
     if options.verbose <= 1:
-        silence()  # the bindings have turned warnings on again, such as that a pass was cancelled
+        silence_llama_log()  # the bindings have set the level again
     return llm, time.perf_counter() - start
 
 
-def context_of(layout: ExpertLayout, asked: int | None) -> int:
-    """Tokens of context; says so when more are asked for than the model knows."""
+def context_size(layout: ExpertLayout, requested: int | None) -> int:
+    """Tokens of context; warns when more are requested than the model was trained on."""
     from moegguf.engine.machine import read_memory
     from moegguf.engine.memory import choose_context
 
     trained = layout.hparams.n_ctx_train
-    if asked and asked > trained:
-        say(f"warning: a context of {asked} tokens is more than the {trained} the model was trained on.")
-    return choose_context(layout, asked, read_memory())
+    if requested and requested > trained:
+        print_message(f"warning: a context of {requested} tokens is more than the {trained} the model was trained on.")
+    return choose_context(layout, requested, read_memory())
 
 
-def _arguments(layout: ExpertLayout, options: OpenOptions) -> dict[str, Any]:
-    """Keywords for `Llama`."""
+def _llama_arguments(layout: ExpertLayout, options: LoadOptions) -> dict[str, Any]:
+    """Keyword arguments for `Llama`."""
     arguments: dict[str, Any] = {
         "expert_cache": options.expert_cache,
         "policy": options.policy,
         "predictor": options.predictor,
         "prefetch": options.prefetch,
-        "n_ctx": context_of(layout, options.ctx),
+        "n_ctx": context_size(layout, options.ctx),
         "n_threads": options.threads,
         "verbose": options.verbose > 1,
     }

@@ -1,6 +1,6 @@
-"""Everything said on stderr when something is wrong, in one place: one sentence, the next step, an exit code.
+"""Messages on stderr and exit codes: one sentence per error, with the next step.
 
-Exit codes: 1 a fault, 2 a mistake on the command line, 130 stopped with Ctrl-C. MOEGGUF_DEBUG=1 shows tracebacks.
+Exit codes: 1 failure, 2 usage error, 130 interrupted with Ctrl-C. MOEGGUF_DEBUG=1 shows tracebacks.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ import typer
 
 from moegguf.errors import MoeggufError
 
-FAULT, USAGE, STOPPED = 1, 2, 130
+EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 UsageError = typer.BadParameter.__base__ or typer.BadParameter  # typer does not export the class itself
 
 
-def say(text: str) -> None:
-    """One line on stderr, whatever becomes of stderr."""
-    with suppress(OSError, ValueError, AttributeError):  # closed, or there is none
+def print_message(text: str) -> None:
+    """Prints on stderr; a closed stderr is ignored."""
+    with suppress(OSError, ValueError, AttributeError):  # closed or missing
         print(text, file=sys.stderr, flush=True)
 
 
-def _stand_in_for_closed_streams() -> None:
-    """A file opened later must not become stdout or stderr, which libraries write to."""
+def _replace_closed_streams() -> None:
+    """Opens /dev/null as closed standard streams, so that no file opened later gets their numbers."""
     for number in range(3):
         try:
             os.fstat(number)
@@ -38,53 +38,53 @@ def _stand_in_for_closed_streams() -> None:
             setattr(sys, name, os.fdopen(number, "w", encoding="utf-8", closefd=False))
 
 
-def guarded(call: Callable[[], Any]) -> int:
-    """Runs `call`; returns the exit code, having said what went wrong."""
-    _stand_in_for_closed_streams()
+def run_with_exit_code(call: Callable[[], Any]) -> int:
+    """Runs `call`, prints any error, returns the exit code."""
+    _replace_closed_streams()
     try:
         with _warnings_as_lines():
             result = call()
         sys.stdout.flush()
         return result if isinstance(result, int) else 0
     except SystemExit as stop:
-        return stop.code if isinstance(stop.code, int) else FAULT
+        return stop.code if isinstance(stop.code, int) else EXIT_FAILURE
     except BaseException as error:
         if os.environ.get("MOEGGUF_DEBUG", "") not in ("", "0"):
             raise
-        return _report(error)
+        return _print_failure(error)
 
 
-def _report(error: BaseException) -> int:
+def _print_failure(error: BaseException) -> int:
     if isinstance(error, KeyboardInterrupt) or isinstance(error.__cause__, KeyboardInterrupt):
-        return STOPPED
+        return EXIT_INTERRUPTED
     if isinstance(error, typer.BadParameter | UsageError):
-        say(f"error: {_usage(error)}")
-        return USAGE
+        print_message(f"error: {_usage_text(error)}")
+        return EXIT_USAGE
     if isinstance(error, typer.Abort):
-        return STOPPED
+        return EXIT_INTERRUPTED
     if isinstance(error, BrokenPipeError):
-        # The reader of our stdout has gone; the interpreter's last flush must not complain about it either.
+        # The pipe behind stdout is closed; the interpreter's final flush must not report that again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return FAULT
+        return EXIT_FAILURE
     if isinstance(error, MoeggufError):
-        say(f"error: {_one_line(error)}")
-        return FAULT
+        print_message(f"error: {_one_line(error)}")
+        return EXIT_FAILURE
     if isinstance(error, MemoryError):
-        say("error: there is not enough memory; give a smaller --expert-cache or --ctx.")
-        return FAULT
-    say(
+        print_message("error: there is not enough memory; give a smaller --expert-cache or --ctx.")
+        return EXIT_FAILURE
+    print_message(
         f"error: unexpected {type(error).__name__}: {_one_line(error) or 'no reason given'};"
         " run again with MOEGGUF_DEBUG=1 for the traceback."
     )
-    return FAULT
+    return EXIT_FAILURE
 
 
 def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split())
 
 
-def _usage(error: Any) -> str:
-    """Typer's own words, and where to read more."""
+def _usage_text(error: Any) -> str:
+    """Typer's message, and which help to read."""
     text = " ".join(error.format_message().split()).rstrip(".") or "a command is missing"
     context = getattr(error, "ctx", None)
     path = context.command_path if context else "moegguf"
@@ -92,8 +92,8 @@ def _usage(error: Any) -> str:
 
 
 def show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
-    """A Python warning as a line a person reads."""
-    say(f"warning: {' '.join(str(message).split())}")
+    """Prints a Python warning as one line, without file and line number."""
+    print_message(f"warning: {' '.join(str(message).split())}")
 
 
 @contextmanager

@@ -1,7 +1,6 @@
-"""What is being waited for, on a terminal's stderr: downloads as Ollama shows them, and one line for all else.
+"""Progress on stderr: downloads as Ollama shows them, one line or one bar for everything else.
 
-Silent where stderr is no terminal, or one that cannot take back what it shows. Knows words and bars, asks nobody for
-facts.
+Nothing is printed where stderr is not a terminal, or one without cursor control.
 """
 
 from __future__ import annotations
@@ -9,25 +8,25 @@ from __future__ import annotations
 import os
 import sys
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
-from moegguf.terminal.units import size
+from moegguf.terminal.units import human_bytes
 
 if TYPE_CHECKING:
     from moegguf.models.entry import PullStatus
 
 BAR_CELLS = 30
-LEAST_BAR_CELLS = 6
+MIN_BAR_CELLS = 6
 RATE_WINDOW_S = 10.0
 
 
-def _can_show() -> bool:
-    """Whether stderr is a terminal whose cursor can be moved."""
+def _is_ansi_terminal() -> bool:
+    """Whether stderr is a terminal with cursor control."""
     return sys.stderr is not None and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
 
 
-def short_span(seconds: float | None) -> str:
-    """A time to wait in its two largest units: "2m51s", "1h4m", "12s"; nothing when unknown."""
+def short_duration(seconds: float | None) -> str:
+    """A duration in its two largest units: "2m51s", "1h4m", "12s"; "" when unknown."""
     if seconds is None:
         return ""
     minutes, second = divmod(round(seconds), 60)
@@ -41,75 +40,89 @@ def short_span(seconds: float | None) -> str:
 
 
 def bar(share: float, cells: int) -> str:
-    """ "▕████      ▏", as wide as `cells` between its ends."""
+    """ "▕████      ▏", with `cells` cells between the ends."""
     filled = round(min(max(share, 0.0), 1.0) * cells)
     return f"▕{'█' * filled}{' ' * (cells - filled)}▏"
 
 
-def file_line(status: str, done: int, total: int, rate: float | None, left_s: float | None, width: int) -> str:
+def download_line(status: str, done: int, total: int, rate: float | None, left_s: float | None, width: int) -> str:
     """One download: "pulling 3f4a...:  43% ▕████      ▏ 1.2 GB/ 17 GB   95 MB/s   2m51s"."""
     share = done / total if total else 1.0
     head = f"{status}: {share:4.0%} "
-    amounts = f" {size(done):>6}/{size(total):>6}" if share < 1 else f" {size(total):>6}"
-    speed = f" {size(rate) + '/s':>9} {short_span(left_s):>7}" if rate and share < 1 else ""
-    room = width - len(head) - 2
+    amounts = f" {human_bytes(done):>6}/{human_bytes(total):>6}" if share < 1 else f" {human_bytes(total):>6}"
+    speed = f" {human_bytes(rate) + '/s':>9} {short_duration(left_s):>7}" if rate and share < 1 else ""
+    free_cells = width - len(head) - 2
     for tail in (amounts + speed, amounts, ""):
-        if room - len(tail) >= LEAST_BAR_CELLS:
-            return f"{head}{bar(share, min(BAR_CELLS, room - len(tail)))}{tail}"
+        if free_cells - len(tail) >= MIN_BAR_CELLS:
+            return f"{head}{bar(share, min(BAR_CELLS, free_cells - len(tail)))}{tail}"
     return head.rstrip()
 
 
-class PullProgress:
-    """A line for each step of a download and each file, and one for all files when there are several."""
+class _Display:
+    """A live display of rich on stderr, nothing elsewhere; ends with the `with` block."""
 
     def __init__(self) -> None:
-        self._progress: Any = None
-        self._tasks: dict[str, Any] = {}
-        self._sum: Any = None
+        self._live: Any = None  # rich's Progress or Status while shown
 
-    def __enter__(self) -> PullProgress:
-        if _can_show():
-            self._progress = _file_progress()
-            self._progress.start()
+    def close(self) -> None:
+        """Ends the display. A second call does nothing."""
+        live, self._live = self._live, None
+        if live is not None:
+            live.stop()
+
+    def __enter__(self) -> Self:
         return self
-
-    def report(self, status: PullStatus) -> None:
-        """Shows a step; may be called from several threads."""
-        if self._progress is None:
-            return
-        if not status.total_bytes:
-            self._step(status.status)
-            return
-        key = status.digest or status.file or status.status
-        if key not in self._tasks:
-            self._tasks[key] = self._progress.add_task(status.status, total=status.total_bytes)
-            self._keep_sum_last()
-        self._progress.update(self._tasks[key], completed=status.completed_bytes or 0)
-        if self._sum is not None:
-            files = [task for task in self._progress.tasks if task.id in self._tasks.values() and task.total]
-            total, done = sum(task.total for task in files), sum(task.completed for task in files)
-            self._progress.update(self._sum, total=total, completed=done)
-
-    def _step(self, words: str) -> None:
-        if words not in self._tasks:
-            self._tasks[words] = self._progress.add_task(words, total=None)
-
-    def _keep_sum_last(self) -> None:
-        """Tasks are shown in the order they were added: the sum is added anew below each new file."""
-        if self._sum is not None:
-            self._progress.remove_task(self._sum)
-        n_files = sum(1 for task in self._progress.tasks if task.total)
-        self._sum = self._progress.add_task(f"all {n_files} files", total=1) if n_files > 1 else None
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._progress is not None:
-            self._progress.stop()
-            self._progress = None
+        self.close()
 
 
-def _file_progress() -> Any:
+class PullProgress(_Display):
+    """A line for each step of a download and each file, and one for all files when there are several."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._tasks: dict[str, Any] = {}
+        self._total_task: Any = None
+
+    def __enter__(self) -> Self:
+        if _is_ansi_terminal():
+            self._live = _download_progress()
+            self._live.start()
+        return self
+
+    def report(self, status: PullStatus) -> None:
+        """Shows a status; may be called from several threads."""
+        if self._live is None:
+            return
+        if not status.total_bytes:
+            self._show_step(status.status)
+            return
+        key = status.digest or status.file or status.status
+        if key not in self._tasks:
+            self._tasks[key] = self._live.add_task(status.status, total=status.total_bytes)
+            self._move_total_last()
+        self._live.update(self._tasks[key], completed=status.completed_bytes or 0)
+        if self._total_task is not None:
+            files = [task for task in self._live.tasks if task.id in self._tasks.values() and task.total]
+            total, done = sum(task.total for task in files), sum(task.completed for task in files)
+            self._live.update(self._total_task, total=total, completed=done)
+
+    def _show_step(self, text: str) -> None:
+        if text not in self._tasks:
+            self._tasks[text] = self._live.add_task(text, total=None)
+
+    def _move_total_last(self) -> None:
+        """Adds the total again below a new file: rich shows tasks in the order they were added."""
+        if self._total_task is not None:
+            self._live.remove_task(self._total_task)
+        n_files = sum(1 for task in self._live.tasks if task.total)
+        self._total_task = self._live.add_task(f"all {n_files} files", total=1) if n_files > 1 else None
+
+
+def _download_progress() -> Any:
     from rich.console import Console
     from rich.progress import Progress, ProgressColumn, Task
     from rich.text import Text
@@ -121,62 +134,75 @@ def _file_progress() -> Any:
             if task.total is None:
                 return Text(task.description)
             done, total = int(task.completed), int(task.total)
-            line = file_line(task.description, done, total, task.speed, task.time_remaining, console.width - 1)
+            line = download_line(task.description, done, total, task.speed, task.time_remaining, console.width - 1)
             return Text(line, no_wrap=True, overflow="crop")
 
     return Progress(Line(), console=console, speed_estimate_period=RATE_WINDOW_S, refresh_per_second=10)
 
 
-class Spinner:
-    """One line that says what is being waited for, gone without a trace when closed. It can be shown again."""
+class Spinner(_Display):
+    """One line that names the current step, cleared when closed; `show` works again after that."""
 
     def __init__(self) -> None:
-        self._status: Any = None
-        self._terminal = _can_show()
+        super().__init__()
+        self._terminal = _is_ansi_terminal()
 
-    def show(self, words: str) -> None:
-        """`words` after a turning wheel."""
+    def show(self, text: str) -> None:
+        """Shows `text` after the spinner."""
         if not self._terminal:
             return
-        if self._status is None:
+        if self._live is None:
             from rich.console import Console
             from rich.status import Status
 
-            self._status = Status("", console=Console(stderr=True, highlight=False), spinner="dots")
-            self._status.start()
+            self._live = Status("", console=Console(stderr=True, highlight=False), spinner="dots")
+            self._live.start()
         from rich.text import Text
 
-        self._status.update(Text(words, no_wrap=True, overflow="ellipsis"))
-
-    def close(self) -> None:
-        """Clears the line. Twice is harmless."""
-        status, self._status = self._status, None
-        if status is not None:
-            status.stop()
-
-    def __enter__(self) -> Spinner:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+        self._live.update(Text(text, no_wrap=True, overflow="ellipsis"))
 
 
-def loading_words(name: str, share: float | None, n_bytes: int, seconds: float) -> str:
-    """A load: "loading demo 43% of 6.1 GB · 1.2 GB/s"."""
+class ProgressBar(_Display):
+    """A bar with a description, cleared when closed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        if not _is_ansi_terminal():
+            return
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+        columns = TextColumn("{task.description}"), BarColumn(bar_width=BAR_CELLS), TimeElapsedColumn()
+        self._live = Progress(*columns, console=Console(stderr=True), transient=True)
+        self._task = self._live.add_task("", total=1.0)
+        self._live.start()
+
+    @property
+    def visible(self) -> bool:
+        """Whether there is a terminal to show it on."""
+        return self._live is not None
+
+    def show(self, description: str, share: float | None) -> None:
+        """`share` from 0 to 1; None while unknown."""
+        if self._live is not None:
+            total = None if share is None else 1.0
+            self._live.update(self._task, description=description, total=total, completed=share or 0)
+
+
+def loading_text(name: str, share: float | None, n_bytes: int, seconds: float) -> str:
+    """Progress of a load: "loading demo 43% of 6.1 GB · 1.2 GB/s". `share` from 0 to 1, None while unknown."""
     if share is None:
         return f"loading {name}"
-    rate = f" · {size(share * n_bytes / seconds)}/s" if seconds > 0.2 and share > 0 else ""
-    return f"loading {name} {share:.0%} of {size(n_bytes)}{rate}"
+    rate = f" · {human_bytes(share * n_bytes / seconds)}/s" if seconds > 0.2 and share > 0 else ""
+    return f"loading {name} {share:.0%} of {human_bytes(n_bytes)}{rate}"
 
 
-def prompt_words(n_tokens: int, n_cached: int, n_done: int, seconds: float) -> str:
-    """A prompt being read: "reading the prompt 1,024/6,300 tokens · 45 t/s · 1m57s left"."""
+def prompt_text(n_tokens: int, n_cached: int, n_done: int, seconds: float) -> str:
+    """Progress of a prefill: "reading the prompt 1,024/6,300 tokens · 45 t/s · 1m57s left"."""
     text = f"reading the prompt {n_done:,}/{n_tokens:,} tokens"
-    fresh = n_done - n_cached
-    if fresh <= 0 or seconds <= 0:
+    n_evaluated = n_done - n_cached
+    if n_evaluated <= 0 or seconds <= 0:
         return text
-    rate = fresh / seconds
+    rate = n_evaluated / seconds
     left = (n_tokens - n_done) / rate
-    return f"{text} · {rate:,.0f} t/s · {short_span(left)} left"
+    return f"{text} · {rate:,.0f} t/s · {short_duration(left)} left"

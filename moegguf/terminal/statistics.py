@@ -1,4 +1,4 @@
-"""The statistics after an answer: Ollama's eight lines, letter for letter, and then what moegguf has to add."""
+"""The statistics after an answer: the eight lines of `ollama run --verbose`, then those of the expert cache."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ Line = tuple[str, str]
 
 
 def duration(seconds: float) -> str:
-    """As Go prints a duration: "412.5µs", "1.234ms", "4.9s", "2m3.5s", "1h0m5s"."""
+    """A duration as Go's time.Duration prints it: "412.5µs", "1.234ms", "4.9s", "2m3.5s", "1h0m5s"."""
     ns = round(seconds * 1e9)
     for unit, name in ((1_000, "ns"), (1_000_000, "µs"), (1_000_000_000, "ms")):
         if ns < unit:
-            return f"{_number(ns, unit // 1000)}{name}"
+            return f"{_decimal(ns, unit // 1000)}{name}"
     minutes, ns = divmod(ns, 60 * 10**9)
     hours, minutes = divmod(minutes, 60)
-    text = f"{_number(ns, 10**9)}s"
+    text = f"{_decimal(ns, 10**9)}s"
     if hours:
         return f"{hours}h{minutes}m{text}"
     return f"{minutes}m{text}" if minutes else text
 
 
-def _number(ns: int, unit: int) -> str:
+def _decimal(ns: int, unit: int) -> str:
     whole, part = divmod(ns, unit)
     digits = len(str(unit)) - 1
     return f"{whole}.{part:0{digits}d}".rstrip("0").rstrip(".") if part else str(whole)
 
 
 def statistics(timing: Timing, load_s: float, decisions: Mapping[str, Any] | None = None) -> list[str]:
-    """Lines for stderr. Per-token figures leave the prompt out; the others count all of the answer.
+    """Lines for stderr. Per-token figures are of decode only; the others include the prompt.
 
-    The first token comes out of the prompt's last pass, so the eval rate leaves it out.
+    The first token comes out of the prompt's last pass, so the eval rate does not count it.
     """
     lines = [
         *ollama_lines(timing, load_s),
         *time_lines(timing),
         *expert_lines(timing.stats, timing.answer_stats),
-        *decision_lines(decisions or {}, timing.stats),
+        *policy_lines(decisions or {}, timing.stats),
     ]
     return _aligned(lines)
 
@@ -53,7 +53,7 @@ def _aligned(lines: list[Line]) -> list[str]:
 
 
 def ollama_lines(timing: Timing, load_s: float) -> list[Line]:
-    """(label, value) as `ollama run --verbose` has them; like there, what did not happen has no line."""
+    """(label, value) as in `ollama run --verbose`, which omits lines without a value."""
     lines = [("total duration", duration(timing.total_s + load_s))]
     if load_s:
         lines.append(("load duration", duration(load_s)))
@@ -74,21 +74,21 @@ def ollama_lines(timing: Timing, load_s: float) -> list[Line]:
 
 
 def time_lines(timing: Timing) -> list[Line]:
-    """(label, value) of the wait for the first token, and what the context still held of the prompt."""
+    """(label, value) of the time to the first token, and of the prompt's cached tokens."""
     lines = [("time to first token", duration(timing.prompt_s))] if timing.answer_tokens else []
     if timing.cached_tokens:
-        lines.append(("prompt still known", f"{timing.cached_tokens} token(s)"))
+        lines.append(("prompt cached", f"{timing.cached_tokens} token(s)"))
     return lines
 
 
 def expert_lines(stats: Stats, decode: Stats) -> list[Line]:
-    """(label, value) of the expert cache: `stats` of all of an answer, `decode` of the part after its first token."""
+    """(label, value) of the expert cache: `stats` of prompt and answer, `decode` from the second token on."""
     if not stats.n_experts:
         return []
     share, pool = stats.n_slots / stats.n_experts, format_bytes(stats.pool_bytes)
     lines = [("expert cache", f"{stats.n_slots} of {stats.n_experts} experts ({share:.0%}), {pool}")]
     if stats.lookups:
-        lines.append(("hit rate", f"{tiers(stats)} of {stats.lookups} lookups"))
+        lines.append(("hit rate", f"{lookup_shares(stats)} of {stats.lookups} lookups"))
     moved = f"{stats.bytes_read / 1e6:.2f} MB from disk"
     if decode.tokens:
         moved += f" ({decode.bytes_per_token / 1e6:.2f} MB/token)"
@@ -97,39 +97,39 @@ def expert_lines(stats: Stats, decode: Stats) -> list[Line]:
         each = f"{decode.stall_per_token_s * 1e3:.2f} ms/token"
         lines.append(("stall", f"{decode.stall_s / decode.eval_s:.0%} of decode, {each}"))
     if stats.read_retries:
-        lines.append(("reads repeated", str(stats.read_retries)))
+        lines.append(("read retries", str(stats.read_retries)))
     return lines
 
 
-def tiers(stats: Stats) -> str:
-    """Where look-ups found their expert: "ram 97.3% disk 2.7%", and apart what was on its way from the disk."""
+def lookup_shares(stats: Stats) -> str:
+    """Shares of lookups by where the expert was: "ram 97.3% in flight 0.4% disk 2.3%"."""
     ready, late = stats.hits_ready / stats.lookups, stats.hits_late / stats.lookups
-    on_its_way = f" on its way {late:.1%}" if stats.hits_late else ""
-    return f"ram {ready:.1%}{on_its_way} disk {stats.misses / stats.lookups:.1%}"
+    in_flight = f" in flight {late:.1%}" if stats.hits_late else ""
+    return f"ram {ready:.1%}{in_flight} disk {stats.misses / stats.lookups:.1%}"
 
 
-def totals(stats: Stats) -> list[str]:
-    """Lines about all answers since the model was loaded."""
+def total_lines(stats: Stats) -> list[str]:
+    """Lines about everything since the model was loaded."""
     if not stats.lookups:
         return []
     return _aligned(
         [
-            ("since load", f"{stats.tokens} token(s) read and written"),
-            ("hit rate", f"{tiers(stats)} of {stats.lookups} lookups"),
+            ("since load", f"{stats.tokens} token(s) evaluated"),
+            ("hit rate", f"{lookup_shares(stats)} of {stats.lookups} lookups"),
             ("moved", f"{stats.bytes_read / 1e6:.2f} MB from disk"),
         ]
     )
 
 
-def decision_lines(decisions: Mapping[str, Any], stats: Stats) -> list[Line]:
-    """(label, value) of who decided what stays, and what was fetched ahead; nothing about plain LRU."""
+def policy_lines(decisions: Mapping[str, Any], stats: Stats) -> list[Line]:
+    """(label, value) of the policy, the predictor and prefetching; none for plain LRU."""
     if not decisions or (decisions["policy"] == "lru" and decisions["predictor"] == "none"):
         return []
     lines = [("policy", decisions["policy"]), ("predictor", decisions["predictor"])]
     if decisions["prefetch"] != "off":
         useful = f"{stats.prefetch_useful} of {stats.prefetch_started} used"
         saved = decisions.get("time_saved_by_prefetch")
-        measured = "" if saved is None else f"; saved {saved:.0%} of the time when tried"
+        measured = "" if saved is None else f"; saved {saved:.0%} of the time when measured"
         lines.append(("prefetch", f"{decisions['prefetch']}, {useful}{measured}"))
     if "us_per_event" in decisions:
         lines.append(("controller", f"{decisions['us_per_event']:.0f}µs per routing event"))

@@ -1,11 +1,10 @@
-"""How figures look: rich tables on stdout, a progress bar on stderr. Knows widths and words, asks nobody for facts."""
+"""Prints facts as rich tables or JSON on stdout. Formats only; computes no facts."""
 
 from __future__ import annotations
 
 import json
 import sys
 from collections.abc import Iterable, Sequence
-from types import TracebackType
 from typing import Any
 
 from rich.console import Console
@@ -18,7 +17,7 @@ from moegguf.engine.estimate import NOTE
 from moegguf.models.details import human_number
 from moegguf.models.entry import Entry
 from moegguf.terminal.facts import Facts
-from moegguf.terminal.units import moment, size
+from moegguf.terminal.units import human_bytes, human_time
 
 PIPE_WIDTH = 400
 SHOWN_LINES = 2  # of a system message or a license, as `ollama show` does
@@ -32,23 +31,23 @@ def print_json(facts: Any) -> None:
 
 
 def make_console() -> Console:
-    """Of stdout."""
-    # A pipe has no width of its own; 80 would break paths that a script looks for.
+    """A rich console for stdout."""
+    # A pipe has no width; rich's default of 80 would break long paths.
     return Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
 
 
-def print_part(console: Console, what: Any) -> None:
-    """Prints; into a pipe without the spaces that tables end their lines with."""
+def print_renderable(console: Console, renderable: Any) -> None:
+    """Prints; into a pipe without the trailing spaces of tables."""
     if console.is_terminal:
-        console.print(what)
+        console.print(renderable)
         return
     with console.capture() as captured:
-        console.print(what)
+        console.print(renderable)
     print("\n".join(line.rstrip() for line in captured.get().splitlines()))
 
 
 def _section(console: Console, title: str, rows: Iterable[Row], right: Sequence[int] = ()) -> None:
-    """A title and rows below it: name, value, and perhaps a remark. Columns in `right` hold numbers."""
+    """A title and rows of name, value and an optional remark. Columns in `right` are right-aligned."""
     rows = list(rows)
     table = Table.grid(padding=(0, 3, 0, 0))
     for column in range(max(map(len, rows), default=0)):
@@ -60,23 +59,23 @@ def _section(console: Console, title: str, rows: Iterable[Row], right: Sequence[
         )
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
-    print_part(console, Text(f"  {title}", style="bold"))
-    print_part(console, Padding(table, (0, 0, 1, 4)))
+    print_renderable(console, Text(f"  {title}", style="bold"))
+    print_renderable(console, Padding(table, (0, 0, 1, 4)))
 
 
 def print_columns(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """A table as `ollama list` prints it: names above columns, four spaces between."""
+    """A table as `ollama list` prints it: a header, four spaces between columns."""
     table = Table(box=None, padding=(0, 4, 0, 0), pad_edge=False, header_style="")
     for name in header:
         table.add_column(name, no_wrap=True)
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
-    print_part(make_console(), table)
+    print_renderable(make_console(), table)
 
 
-def print_entries(entries: Iterable[Entry]) -> None:
-    """Models as `moegguf list` and the chat's /list show them."""
-    rows = [(e.name, e.digest[:12], size(e.size_bytes), moment(e.modified)) for e in entries]
+def print_model_list(entries: Iterable[Entry]) -> None:
+    """The table of `moegguf list` and the chat's /list."""
+    rows = [(e.name, e.digest[:12], human_bytes(e.size_bytes), human_time(e.modified)) for e in entries]
     print_columns(("NAME", "ID", "SIZE", "MODIFIED"), rows)
 
 
@@ -94,19 +93,19 @@ def _range(low: float, high: float, digits: int = 1) -> str:
     return a if a == b else f"{a} to {b}"
 
 
-def print_show(facts: Facts) -> None:
-    """A model: what it is, its experts, its types, and what budgets would mean."""
-    console, active = make_console(), facts["active_parameters"]
-    print_part(console, Text(facts["name"], style="bold"))
-    size = f"{human_number(facts['parameters'])}"
-    if active != facts["parameters"]:
-        size += f", {human_number(active)} active for a token"
-    files = f"{format_bytes(facts['file_bytes'])}"
+def print_model(facts: Facts) -> None:
+    """The output of `moegguf show`: the model, its experts, tensor types, and what budgets would mean."""
+    console, n_active = make_console(), facts["active_parameters"]
+    print_renderable(console, Text(facts["name"], style="bold"))
+    n_parameters = human_number(facts["parameters"])
+    if n_active != facts["parameters"]:
+        n_parameters += f", {human_number(n_active)} active for a token"
+    files = format_bytes(facts["file_bytes"])
     if len(facts["shards"]) > 1:
         files += f" in {len(facts['shards'])} shards"
     _section(console, "Model", [
         ("architecture", facts["architecture"]),
-        ("parameters", size),
+        ("parameters", n_parameters),
         ("quantization", f"{facts['quantization']} for most"),
         ("context length", f"{facts['context_length']:,} tokens"),
         ("embedding length", f"{facts['embedding_length']:,}"),
@@ -119,7 +118,7 @@ def print_show(facts: Facts) -> None:
     _section(console, "Capabilities", [(name, "") for name in facts["capabilities"]])
     if facts["experts"]:
         _section(console, "Experts", _expert_rows(facts))
-    _print_additions(console, facts)
+    _print_entry_facts(console, facts)
     types = sorted(facts["types"].items(), key=lambda item: -item[1]["bytes"])
     rows = [(name, format_bytes(t["bytes"]), f"{t['tensors']} tensors") for name, t in types]
     _section(console, "Types", rows, right=(1, 2))
@@ -127,17 +126,17 @@ def print_show(facts: Facts) -> None:
         _print_budgets(console, facts["budgets"])
 
 
-def _print_additions(console: Console, facts: Facts) -> None:
-    """What the model's name adds to its files; of long texts the first lines."""
+def _print_entry_facts(console: Console, facts: Facts) -> None:
+    """What the catalog entry adds to the files; the first lines of long texts."""
     if facts["projector"]:
         _section(console, "Projector", [("path", facts["projector"])])
     if facts["parameters_set"]:
-        _section(console, "Parameters", [(name, _word(value)) for name, value in facts["parameters_set"].items()])
+        _section(console, "Parameters", [(name, _value_text(value)) for name, value in facts["parameters_set"].items()])
     for title, text in (("System", facts["system"]), ("License", facts["license"])):
         if text:
             _section(console, title, [(line, "") for line in text.strip().splitlines()[:SHOWN_LINES]])
     if "metadata" in facts:
-        _section(console, "Metadata", [(name, _word(value)) for name, value in facts["metadata"].items()])
+        _section(console, "Metadata", [(name, _value_text(value)) for name, value in facts["metadata"].items()])
         tensors = [(t["name"], t["type"], str(t["shape"])) for t in facts["tensors"]]
         _section(console, "Tensors", tensors)
 
@@ -169,25 +168,27 @@ def _print_budgets(console: Console, budgets: list[Facts]) -> None:
         table.add_column(name, justify="left" if name.startswith("--") else "right", no_wrap=True)
     for row in budgets:
         table.add_row(f"{row['share']:.0%}", f"{row['slots']:,}", format_bytes(row["bytes"]), f"{row['hit_rate']:.0%}")
-    print_part(console, Text("  Budgets", style="bold").append(f"  {NOTE}; text does better", style="not bold dim"))
-    print_part(console, Padding(table, (0, 0, 0, 4)))
+    print_renderable(
+        console, Text("  Budgets", style="bold").append(f"  {NOTE}; text does better", style="not bold dim")
+    )
+    print_renderable(console, Padding(table, (0, 0, 0, 4)))
 
 
 def print_estimate(facts: Facts) -> None:
-    """What goes where, what to expect, and why."""
+    """The output of `moegguf estimate`: memory, expected speed, reasons and warnings."""
     console, plan = make_console(), facts["plan"]
-    print_part(console, Text(facts["name"], style="bold"))
+    print_renderable(console, Text(facts["name"], style="bold"))
     title = f"What goes where, with a context of {facts['n_ctx']:,} tokens"
     if facts["n_expert_total"]:
         title += f" and --expert-cache {facts['expert_cache'].replace(' ', '')}"
     _section(console, title, _memory_rows(facts), right=(1,))
     if facts["n_expert_total"]:
         _section(console, f"What to expect ({NOTE})", _expectation_rows(facts))
-    print_part(console, Text("  Why", style="bold"))
+    print_renderable(console, Text("  Why", style="bold"))
     for reason in plan["reasons"]:
-        print_part(console, Padding(Text(f"- {reason}"), (0, 0, 0, 4)))
+        print_renderable(console, Padding(Text(f"- {reason}"), (0, 0, 0, 4)))
     for warning in plan["warnings"]:
-        print_part(console, Padding(Text(f"warning: {warning}", style="yellow"), (1, 0, 0, 2)))
+        print_renderable(console, Padding(Text(f"warning: {warning}", style="yellow"), (1, 0, 0, 2)))
 
 
 def _memory_rows(facts: Facts) -> list[Row]:
@@ -201,16 +202,16 @@ def _memory_rows(facts: Facts) -> list[Row]:
         ("context (KV cache)", format_bytes(plan["kv_bytes"]), ""),
         ("buffers", format_bytes(plan["compute_bytes"]), f"for {_tokens(plan['n_ubatch'])} of a prompt at a time"),
         ("all of it", format_bytes(plan["total_bytes"]), ""),
-        ("free now", format_bytes(plan["available_bytes"]), _left(plan)),
+        ("free now", format_bytes(plan["available_bytes"]), _free_memory_text(plan)),
     ]
     if total and not plan["resident"]:
         rows.append(("experts on disk", format_bytes(facts["expert_bytes"]), "fetched when a token needs them"))
     return rows
 
 
-def _left(plan: Facts) -> str:
-    left = plan["available_bytes"] - plan["total_bytes"]
-    return f"{format_bytes(left)} stay free" if left >= 0 else f"{format_bytes(-left)} too few"
+def _free_memory_text(plan: Facts) -> str:
+    free_bytes = plan["available_bytes"] - plan["total_bytes"]
+    return f"{format_bytes(free_bytes)} stay free" if free_bytes >= 0 else f"{format_bytes(-free_bytes)} too few"
 
 
 def _expectation_rows(facts: Facts) -> list[Row]:
@@ -226,74 +227,35 @@ def _expectation_rows(facts: Facts) -> list[Row]:
         rows.append(("disk", f"{disk['bytes_per_s'] / 1e9:.2f} GB/s, measured now, {how}"))
     if expected["tokens_per_s_low"] is not None:
         speed = _range(expected["tokens_per_s_low"], expected["tokens_per_s_high"])
-        rows.append(("speed", f"at most {speed} tokens/s by what the disk gives; the processor may allow less"))
+        rows.append(("speed", f"at most {speed} tokens/s at this disk speed; the processor may be slower"))
     return rows
 
 
 def print_doctor(sections: dict[str, Facts]) -> None:
-    """The sections of a diagnosis, each fact on a line."""
+    """The output of `moegguf doctor`: sections, one fact per line."""
     console = make_console()
     for title, facts in sections.items():
-        rows: list[Row] = [(name.replace("_", " ") if name.islower() else name, value) for name, value in _flat(facts)]
+        rows: list[Row] = [
+            (name.replace("_", " ") if name.islower() else name, value) for name, value in _flatten(facts)
+        ]
         _section(console, title, rows or [("(none set)", "")])
 
 
-def _flat(facts: Facts, prefix: str = "") -> Iterable[tuple[str, str]]:
+def _flatten(facts: Facts, prefix: str = "") -> Iterable[tuple[str, str]]:
     for name, value in facts.items():
         if isinstance(value, dict) and set(value) == {"error"}:
             yield prefix + name, f"unknown: {value['error']}"
         elif isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{name} ")
+            yield from _flatten(value, f"{prefix}{name} ")
         elif name.endswith("_bytes"):
             yield prefix + name.removesuffix("_bytes"), format_bytes(value)
         elif name == "bytes_per_s":
             yield prefix + "speed", f"{value / 1e9:.2f} GB/s"
         else:
-            yield prefix + name, _word(value)
+            yield prefix + name, _value_text(value)
 
 
-def _word(value: Any) -> str:
+def _value_text(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     return " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
-
-
-class Waiting:
-    """Says on a terminal's stderr what is being waited for; silent elsewhere. Gone without a trace when closed."""
-
-    def __init__(self) -> None:
-        self._progress: Any = None
-        if not sys.stderr.isatty():
-            return
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-        columns = TextColumn("{task.description}"), BarColumn(bar_width=30), TimeElapsedColumn()
-        self._progress = Progress(*columns, console=Console(stderr=True), transient=True)
-        self._task = self._progress.add_task("", total=1.0)
-        self._progress.start()
-
-    @property
-    def visible(self) -> bool:
-        """Whether there is a terminal to show it on."""
-        return self._progress is not None
-
-    def show(self, what: str, share: float | None) -> None:
-        """`share` from 0 to 1; None while nobody knows."""
-        if self._progress is not None:
-            self._progress.update(
-                self._task, description=what, total=None if share is None else 1.0, completed=share or 0
-            )
-
-    def close(self) -> None:
-        """Clears the line. Twice is harmless."""
-        if self._progress is not None:
-            self._progress.stop()
-            self._progress = None
-
-    def __enter__(self) -> Waiting:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

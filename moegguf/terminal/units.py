@@ -1,7 +1,8 @@
-"""Sizes and times in the words that users of Ollama know: "4.7 GB", "3 days ago", "4 minutes from now"."""
+"""Sizes, times and shares as text; the first four as Ollama formats them: "4.7 GB", "3 days ago"."""
 
 from __future__ import annotations
 
+import math
 from datetime import UTC, datetime
 
 _SIZES = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "KB"))
@@ -9,8 +10,8 @@ _HOUR_S = 3600.0
 _DAY_H, _WEEK_H, _MONTH_H, _YEAR_H = 24, 24 * 7, 24 * 30, 24 * 365
 
 
-def size(n_bytes: float) -> str:
-    """Decimal units, one digit after the point below ten: "4.7 GB", "17 GB", "274 MB", "12 B"."""
+def human_bytes(n_bytes: float) -> str:
+    """Decimal units, one decimal below ten: "4.7 GB", "17 GB", "274 MB", "12 B"."""
     for unit, name in _SIZES:
         if n_bytes >= unit:
             value = n_bytes / unit
@@ -19,8 +20,8 @@ def size(n_bytes: float) -> str:
     return f"{int(n_bytes)} B"
 
 
-def span(seconds: float) -> str:
-    """A length of time, roughly: "12 seconds", "About an hour", "3 weeks"."""
+def human_duration(seconds: float) -> str:
+    """A rounded duration: "12 seconds", "About an hour", "3 weeks"."""
     if seconds < 1:
         return "Less than a second"
     if seconds < 60:
@@ -46,16 +47,16 @@ def _count(n: int, name: str) -> str:
     return f"{n} {name}{'s' * (n != 1)}"
 
 
-def moment(when: datetime | None, now: datetime | None = None) -> str:
-    """When, seen from now: "3 days ago", "4 minutes from now"; None is "Forever"."""
+def human_time(when: datetime | None, now: datetime | None = None) -> str:
+    """`when` relative to `now`: "3 days ago", "4 minutes from now"; None is "Forever"."""
     if when is None:
         return "Forever"
     seconds = (when - (now or datetime.now(UTC))).total_seconds()
-    return f"{span(-seconds)} ago" if seconds <= 0 else f"{span(seconds)} from now"
+    return f"{human_duration(-seconds)} ago" if seconds <= 0 else f"{human_duration(seconds)} from now"
 
 
-def processor(size_bytes: int, vram_bytes: int) -> str:
-    """Which processor holds a loaded model, as `ollama ps` says it."""
+def processor_split(size_bytes: int, vram_bytes: int) -> str:
+    """Where a loaded model's bytes are, as in `ollama ps`: "100% CPU", "48%/52% CPU/GPU"."""
     if vram_bytes == 0:
         return "100% CPU"
     if size_bytes == 0 or vram_bytes > size_bytes:
@@ -64,3 +65,8 @@ def processor(size_bytes: int, vram_bytes: int) -> str:
         return "100% GPU"
     cpu = round((size_bytes - vram_bytes) / size_bytes * 100)
     return f"{cpu}%/{100 - cpu}% CPU/GPU"
+
+
+def percent(share: float | None, unknown: str = "-") -> str:
+    """ "47.1%" for 0.471; `unknown` for None and NaN."""
+    return unknown if share is None or math.isnan(share) else f"{share:.1%}"

@@ -14,7 +14,7 @@ import numpy as np
 from moegguf.controller.accuracy import LinkModel
 from moegguf.controller.artifacts import MEASURED, Artifacts
 from moegguf.controller.measured import Measured, write_measured
-from moegguf.controller.policies import POLICIES, make_policy
+from moegguf.controller.policies import make_policy, policy_names
 from moegguf.controller.policies.base import AnyPolicy
 from moegguf.controller.predictors import PREDICTORS, make_predictor
 from moegguf.controller.predictors.base import Predictor
@@ -114,7 +114,7 @@ class TraceAnalysis:
 
     def policies(self, names: Sequence[str]) -> list[str]:
         """The names; "all" is every available policy. Raises OptionError for an unavailable one, and for no name."""
-        return self._names("policy", names, POLICIES, self.policy)
+        return self._names("policy", names, policy_names(), self.policy)
 
     def predictors(self, names: Sequence[str]) -> list[str]:
         """The names; "all" is every available predictor. Raises OptionError for an unavailable one, and for no name.

@@ -20,8 +20,9 @@ from moegguf.controller.shape import MoeShape
 from moegguf.errors import OptionError
 from moegguf.gguf.experts import ExpertLayout, ExpertMatrix, Kind, MoeLayer
 from moegguf.gguf.hparams import Hparams
-from moegguf.native.events import Announcement, Phase, RoutingEvent
+from moegguf.native.events import Announcement, Phase
 from moegguf.native.store import Lane, Store, StoreOptions
+from moegguf.trace.replay import parts
 from moegguf.trace.trace import Trace
 
 GGML_TYPE_I8 = 24  # one byte per value: an expert of any size is one row
@@ -202,27 +203,43 @@ class Simulation:
 
     def _replay(self, store: Store, lane: Lane, progress: Callable[[int], None] | None) -> SimResult:
         controller, meter = self._controller(store), _Meter(store)
-        compute_ns = round(self.options.layer_compute_us * 1000)
-        pass_ = -1
-        for event in self.trace.events():
-            if isinstance(event, Announcement):
-                if controller is not None:
-                    controller.announce(event)
-                continue
-            if event.pass_ != pass_:
-                pass_ = event.pass_
-                meter.begin(event)
-                if progress is not None:
-                    progress(pass_)
-            lane.acquire(event.il, event.expert_ids)
-            if controller is not None:
-                controller.observe(event)
-            if compute_ns:
-                store.advance(compute_ns * len(event.expert_ids))
+        if controller is None:
+            self._replay_parts(lane, meter, progress)
+        else:
+            self._replay_events(store, lane, controller, meter, progress)
         failure = lane.take_failure()
         if failure is not None:
             raise OptionError(f"the trace cannot be replayed in {self.n_slots} slots: {failure.message.decode()}.")
         return self._result(meter)
+
+    def _replay_parts(self, lane: Lane, meter: _Meter, progress: Callable[[int], None] | None) -> None:
+        compute_ns = round(self.options.layer_compute_us * 1000)
+        for part in parts(self.trace):
+            if progress is not None:
+                progress(part.first_pass)
+            if part.il.size:
+                meter.begin(part.sequence, part.phase, part.pass_tokens)
+                times = compute_ns * part.n_tokens.astype(np.uint64) if compute_ns else None
+                lane.replay(part.il, part.n_tokens, part.n_expert_used, part.expert_ids, times)
+
+    def _replay_events(
+        self, store: Store, lane: Lane, controller: Controller, meter: _Meter, progress: Callable[[int], None] | None
+    ) -> None:
+        compute_ns = round(self.options.layer_compute_us * 1000)
+        pass_ = -1
+        for event in self.trace.events():
+            if isinstance(event, Announcement):
+                controller.announce(event)
+                continue
+            if event.pass_ != pass_:
+                pass_ = event.pass_
+                meter.begin(event.sequence, event.phase, len(event.expert_ids))
+                if progress is not None:
+                    progress(pass_)
+            lane.acquire(event.il, event.expert_ids)
+            controller.observe(event)
+            if compute_ns:
+                store.advance(compute_ns * len(event.expert_ids))
 
     def _result(self, meter: _Meter) -> SimResult:
         meter.end()
@@ -247,13 +264,13 @@ class _Meter:
         self.phases = {phase: Span() for phase in Phase}
         self._parts: dict[tuple[int, Phase], Span] = {}
 
-    def begin(self, gate: RoutingEvent) -> None:
-        """A pass begins, at its first gate."""
-        key = gate.sequence, gate.phase
+    def begin(self, sequence: int, phase: Phase, n_tokens: int) -> None:
+        """Passes of n_tokens begin, before their first routing event."""
+        key = sequence, phase
         if key != self._now:
             self.end()
             self._now = key
-        self._tokens += len(gate.expert_ids)
+        self._tokens += n_tokens
 
     def end(self) -> None:
         """Books what happened since the last call."""

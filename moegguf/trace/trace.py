@@ -94,8 +94,8 @@ class Trace:
         Announcements are put together again from the passes they became; a pass whose announcement is not wholly in
         the trace is unannounced (first_token -1). The arrays of a gate may be views: copy what you keep.
         """
-        used = self._used()
-        computed = self._computed()
+        used = self.used()
+        computed = self.computed()
         announcements = self._announcements()
         announced: dict[int, int] = {}  # sequence -> first pass behind its last announcement
         for p in range(self.n_pass):
@@ -128,13 +128,13 @@ class Trace:
             return None
         return self.inputs[row, start:end].astype(np.float32)
 
-    def _used(self) -> list[int]:
+    def used(self) -> list[int]:
         """How many experts a token uses, for each layer with experts."""
         if self.n_tokens == 0:
             return [0] * len(self.shape.layers)
         return (self.expert_ids >= 0).any(axis=1).sum(axis=1).tolist()
 
-    def _computed(self) -> list[list[int]]:
+    def computed(self) -> list[list[int]]:
         """[pass][row]: for how many tokens that layer was computed."""
         sums = np.zeros((len(self.shape.layers), self.n_tokens + 1), np.int64)
         np.cumsum(self.expert_ids[:, :, 0] >= 0, axis=1, out=sums[:, 1:])

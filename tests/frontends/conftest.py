@@ -1,4 +1,4 @@
-"""`moegguf`, the command, and `server`, a running one, for every test of this room."""
+"""`moegguf`, the command, and `server`, a running one, for the tests of this folder."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from commanding import Command, environment
+from command_line import Command, environment
 from servers import Server, serving
 
 

@@ -1,7 +1,7 @@
-"""`moegguf` whose model says what it is asked to: for tests of the screen, where every word has to be known.
+"""`moegguf` with a scripted model: the prompt determines the answer, for tests of the screen.
 
-`think: WORDS|TEXT` thinks first; `slowly WORDS` says them again and again, `stubborn WORDS` too and then cannot be
-stopped; `fail` ends in a fault; `messages` and `settings` say what the model was asked; the rest is said again.
+`think: THINKING|TEXT` thinks first; `slowly TEXT` repeats TEXT until cancelled, `stubborn TEXT` cannot be cancelled;
+`fail` raises an error; `messages` and `settings` print the request; any other prompt is echoed.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, T
 
 
 class EchoAnswer:
-    """Stands in for `Answer`."""
+    """Replaces `Answer`."""
 
-    def __init__(self, _llm: Any, ask: GenerationRequest) -> None:
-        assert ask.messages is not None
-        self.ask = ask
+    def __init__(self, _llm: Any, request: GenerationRequest) -> None:
+        assert request.messages is not None
+        self.request = request
         self.timing = Timing(prompt_tokens=1, answer_tokens=2, prompt_s=0.25, answer_s=0.5, total_s=0.75)
-        self.words = str(ask.messages[-1]["content"])
+        self.prompt = str(request.messages[-1]["content"])
         self._stopped = threading.Event()
-        if self.words == "too long":
+        if self.prompt == "too long":
             raise ContextError("the prompt has too many tokens.")
-        if self.words == "crash":
+        if self.prompt == "crash":
             raise ZeroDivisionError("so it goes")
-        if self.words == "cut":
+        if self.prompt == "cut":
             self.timing.cut_messages = 3
 
     def cancel(self) -> None:
         self._stopped.set()
 
     def deltas(self, on_progress: Any = None) -> Generator[Delta, None, None]:
-        first, _, rest = self.words.partition(" ")
+        first, _, rest = self.prompt.partition(" ")
         if first in ("slowly", "stubborn"):
             yield from self._slowly(rest)
             threading.Event().wait(None if first == "stubborn" else 0)
@@ -49,19 +49,19 @@ class EchoAnswer:
             on_progress(PromptProgress(6300, 0, 1024, 22.0))
             self._stopped.wait()
         elif first == "messages":
-            yield Delta(" ".join(f"[{m['role']}: {m['content']}]" for m in self.ask.messages or ()))
+            yield Delta(" ".join(f"[{m['role']}: {m['content']}]" for m in self.request.messages or ()))
         elif first == "settings":
-            yield Delta(f"{self.ask.sampling} format={self.ask.format} think={self.ask.think}")
+            yield Delta(f"{self.request.sampling} format={self.request.format} think={self.request.think}")
         elif first == "fail":
             yield Delta("half an answer ")
             raise ExpertIOError("the disk is gone.")
         else:
-            for letter in self.words:
+            for letter in self.prompt:
                 yield Delta(letter)
 
-    def _slowly(self, words: str) -> Generator[Delta, None, None]:
+    def _slowly(self, text: str) -> Generator[Delta, None, None]:
         while not self._stopped.wait(0.02):
-            yield Delta(f"{words} ")
+            yield Delta(f"{text} ")
         self.timing.finish = "cancelled"
 
 

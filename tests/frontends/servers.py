@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from commanding import environment
+from command_line import environment
 
 COMMAND = (sys.executable, "-m", "moegguf.cli.app", "serve")
 LISTENING = re.compile(r"listening on (http://\S+:(\d+))")
@@ -53,7 +53,7 @@ class Server:
     process: subprocess.Popen[str]
     home: Path
     models: Path
-    said: list[str]
+    stderr_lines: list[str]
 
     @property
     def port(self) -> int:
@@ -61,7 +61,7 @@ class Server:
 
     def log(self) -> str:
         """What it wrote on stderr after its address; the server has ended."""
-        return "".join(self.said)
+        return "".join(self.stderr_lines)
 
     def call(
         self, path: str, body: Any = None, *, method: str | None = None, timeout: float = 60, **headers: str
@@ -100,13 +100,15 @@ def serving(folder: Path, *arguments: str, models: Mapping[str, Path] | None = N
         env=environment(**{**own, **extra}),
         start_new_session=True,
     )
-    said: list[str] = []
-    # So that it never waits for someone to read what it says.
-    reader = threading.Thread(target=lambda: said.extend(process.stderr or ()), name="server-stderr", daemon=True)
+    stderr_lines: list[str] = []
+    # Reads all the time, so that a full pipe never blocks the server.
+    reader = threading.Thread(
+        target=lambda: stderr_lines.extend(process.stderr or ()), name="server-stderr", daemon=True
+    )
     try:
         url = _address(process)
         reader.start()
-        yield Server(url, process.pid, process, home, store, said)
+        yield Server(url, process.pid, process, home, store, stderr_lines)
         _end(process)
         reader.join(10)
     finally:

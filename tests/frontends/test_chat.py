@@ -1,12 +1,12 @@
-"""The chat with a real model: turns go on from what the context holds, the model is opened again and exchanged."""
+"""The chat with a real model: cached prompts, reloading with other parameters, switching models."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-from chatting import ANSWER, QUESTION, demo_chat
-from commanding import TinyModel
+from chat_terminal import ANSWER, QUESTION, demo_chat
+from command_line import TinyModel
 from terminal import Terminal, control
 
 
@@ -22,7 +22,7 @@ def test_a_second_turn_evaluates_only_what_is_new(tmp_path: Path) -> None:
         assert ANSWER in first.replace("\n", " ")
         whole = figure(first, "prompt eval count") + figure(first, "eval count")
         second = chat.ask("What is an expert?")
-        assert figure(second, "prompt still known") >= whole - 2
+        assert figure(second, "prompt cached") >= whole - 2
         assert figure(second, "prompt eval count") < figure(first, "prompt eval count") + 10
         chat.ask("/clear")
         again = chat.ask(QUESTION)
@@ -31,10 +31,10 @@ def test_a_second_turn_evaluates_only_what_is_new(tmp_path: Path) -> None:
         assert chat.exit_code() == 0
 
 
-def test_figures_and_the_picture_of_the_experts(tmp_path: Path) -> None:
+def test_statistics_and_the_map_of_the_experts(tmp_path: Path) -> None:
     with demo_chat(tmp_path, size=(100, 40)) as chat:
         chat.prompt()
-        assert "room for 96 of 192 experts" in chat.text
+        assert "slots for 96 of 192 experts" in chat.text
         assert "There is no answer yet." in chat.ask("/stats")
         assert "eval rate" not in chat.ask(QUESTION)
         said = chat.ask("/stats")
@@ -51,13 +51,13 @@ def test_figures_and_the_picture_of_the_experts(tmp_path: Path) -> None:
         shown = chat.ask("/experts")
         rows = re.findall(r"^(\d) ([·~░▒▓█+○]{32})$", shown, re.MULTILINE)
         assert [int(row) for row, _ in rows] == list(range(6))
-        assert re.search(r"96 of 192 experts in memory; found there \d+\.\d% of the time", shown)
+        assert re.search(r"96 of 192 experts in memory; hit rate \d+\.\d%", shown)
         letters = "".join(cells for _, cells in rows)
         assert "+" in letters or "█" in letters
         assert sum(letters.count(one) for one in "+█▒") == 96
 
 
-def test_uses_of_a_fully_resident_model_count_once_someone_has_looked(tmp_path: Path) -> None:
+def test_uses_of_a_fully_resident_model_are_counted_after_the_first_map(tmp_path: Path) -> None:
     with demo_chat(tmp_path, "--expert-cache", "100%", "--verbose") as chat:
         chat.prompt()
         chat.ask(QUESTION)
@@ -67,7 +67,7 @@ def test_uses_of_a_fully_resident_model_count_once_someone_has_looked(tmp_path: 
         assert chat.ask("/experts").count("█") > 10
 
 
-def test_parameters_that_change_how_a_model_is_opened_open_it_again(tmp_path: Path) -> None:
+def test_load_parameters_reload_the_model(tmp_path: Path) -> None:
     with demo_chat(tmp_path, "-v") as chat:
         chat.prompt()
         chat.ask(QUESTION)
@@ -82,7 +82,7 @@ def test_parameters_that_change_how_a_model_is_opened_open_it_again(tmp_path: Pa
         assert ANSWER in chat.ask(QUESTION).replace("\n", " ")
 
 
-def test_a_conversation_longer_than_the_context_leaves_messages_out_and_says_so(tmp_path: Path) -> None:
+def test_a_conversation_longer_than_the_context_is_cut_with_a_message(tmp_path: Path) -> None:
     with demo_chat(tmp_path, "-c", 256, size=(80, 60)) as chat:
         chat.prompt()
         for _ in range(4):
@@ -94,7 +94,7 @@ def test_a_conversation_longer_than_the_context_leaves_messages_out_and_says_so(
         assert ANSWER in chat.ask(QUESTION).replace("\n", " ")
 
 
-def test_another_model_is_loaded_or_the_one_at_hand_stays(tmp_path: Path, tiny: TinyModel) -> None:
+def test_another_model_is_loaded_or_the_present_one_stays(tmp_path: Path, tiny: TinyModel) -> None:
     with demo_chat(tmp_path, size=(160, 24)) as chat:
         chat.prompt()
         chat.ask(QUESTION)

@@ -1,4 +1,4 @@
-"""The chat's commands, on a terminal whose model repeats what it is asked."""
+"""The chat's commands, in a terminal with the scripted model."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chatting import echo_chat
+from chat_terminal import echo_chat
 from terminal import ENTER, Terminal
 
-from moegguf.chat.parameters import opening_with, parse_parameter
+from moegguf.chat.parameters import load_options_with, parse_parameter
 from moegguf.errors import MoeggufError
 from moegguf.generate.options import sampling_with
 from moegguf.generate.request import Sampling
-from moegguf.terminal.loading import OpenOptions
+from moegguf.terminal.loading import LoadOptions
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def chat(home: Path) -> Iterator[Terminal]:
     ("/set parameter top_p 7", "Couldn't set parameter: top_p takes 0 to 1, but is 7"),
     ("/set history", "Set 'history' mode."),
 ])  # fmt: skip
-def test_what_a_command_says(chat: Terminal, command: str, words: str) -> None:
+def test_the_output_of_a_command(chat: Terminal, command: str, words: str) -> None:
     assert words in chat.ask(command)
     assert "Traceback" not in chat.text
 
@@ -97,7 +97,7 @@ def test_modes_are_set_and_unset(chat: Terminal) -> None:
     assert "Set 'wordwrap' mode." in chat.ask("/set wordwrap")
 
 
-def test_the_system_message_stays_when_the_rest_is_forgotten(chat: Terminal) -> None:
+def test_clear_keeps_the_system_message(chat: Terminal) -> None:
     assert "Set system message." in chat.ask("/set system Be brief.")
     chat.ask("remember me")
     assert "[system: Be brief.]" in chat.ask("messages").replace("\n", " ")
@@ -127,7 +127,7 @@ def test_a_file_goes_before_the_next_message(chat: Terminal, tmp_path: Path) -> 
     chat.ask("/clear")
 
 
-def test_an_answer_is_asked_for_again(chat: Terminal) -> None:
+def test_regen_answers_again(chat: Terminal) -> None:
     chat.ask("/clear")
     assert "There is no message to answer again." in chat.ask("/regen")
     chat.ask("the same")
@@ -136,7 +136,7 @@ def test_an_answer_is_asked_for_again(chat: Terminal) -> None:
     chat.ask("/clear")
 
 
-def test_faults_of_a_turn_do_not_end_the_chat(chat: Terminal) -> None:
+def test_errors_do_not_end_the_chat(chat: Terminal) -> None:
     chat.ask("/clear")
     assert "error: the prompt has too many tokens." in chat.ask("too long")
     assert "error: unexpected ZeroDivisionError: so it goes" in chat.ask("crash")
@@ -148,7 +148,7 @@ def test_faults_of_a_turn_do_not_end_the_chat(chat: Terminal) -> None:
     chat.ask("/clear")
 
 
-def test_bye_and_exit_leave(home: Path, chat: Terminal) -> None:
+def test_bye_and_exit_end_the_chat(home: Path, chat: Terminal) -> None:
     with echo_chat(home) as other:
         other.prompt()
         other.enter("/exit")
@@ -170,15 +170,15 @@ def test_parameters_have_types(name: str, words: list[str], value: Any) -> None:
     ("num_ctx", "-5"), ("num_ctx", "1.5"), ("temperature", "nan"), ("temperature", "1e999"), ("top_k", "many"),
     ("seed", "99999999999999999999999"), ("expert_cache", "lots"), ("nonsense", "1"), ("num_predict", "true"),
 ])  # fmt: skip
-def test_values_that_parameters_do_not_take(name: str, word: str) -> None:
+def test_invalid_values_of_parameters(name: str, word: str) -> None:
     with pytest.raises(MoeggufError):
         parse_parameter(name, [word])
 
 
-def test_what_parameters_mean() -> None:
+def test_parameters_set_sampling_and_load_options() -> None:
     parameters = {"seed": -1, "num_predict": 9, "stop": ["x"], "num_ctx": 512, "numa": True, "top_k": 3}
     assert sampling_with(Sampling(seed=4), parameters) == Sampling(max_tokens=9, stop=("x",), top_k=3)
-    options = OpenOptions(expert_cache="50%", threads=2)
-    assert opening_with(options, parameters) == OpenOptions(expert_cache="50%", threads=2, ctx=512)
-    assert opening_with(options, {"num_thread": 0, "num_gpu": -1}) == OpenOptions(expert_cache="50%")
-    assert opening_with(options, {"num_gpu": 0}).gpu_layers == 0
+    options = LoadOptions(expert_cache="50%", threads=2)
+    assert load_options_with(options, parameters) == LoadOptions(expert_cache="50%", threads=2, ctx=512)
+    assert load_options_with(options, {"num_thread": 0, "num_gpu": -1}) == LoadOptions(expert_cache="50%")
+    assert load_options_with(options, {"num_gpu": 0}).gpu_layers == 0

@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from chatting import ECHO, echo_chat
-from commanding import environment
+from chat_terminal import ECHO, echo_chat
+from command_line import environment
 from terminal import ENTER, Terminal, control
 
 SMALL_ECHO = f"{sys.executable} {ECHO} run demo -t 1 -c 512 --expert-cache 50%"
@@ -85,7 +85,7 @@ def test_a_second_ctrl_c_ends_a_chat_that_cannot_stop_its_model(tmp_path: Path) 
         chat.enter("stubborn mule")
         chat.expect("mule mule")
         chat.send(control("c"))
-        chat.expect("stopping after what is being computed")
+        chat.expect("stopping after the current pass")
         chat.send(control("c"))
         assert chat.exit_code() == 130
         assert history(tmp_path) == ["stubborn mule"]
@@ -105,7 +105,7 @@ def test_a_signal_ends_the_chat_and_leaves_the_terminal_as_it_was(tmp_path: Path
         assert modes[0] == modes[1] and "icanon" in modes[1]
 
 
-def test_what_is_typed_during_an_answer_waits_for_the_prompt(tmp_path: Path) -> None:
+def test_input_during_an_answer_goes_to_the_next_prompt(tmp_path: Path) -> None:
     with echo_chat(tmp_path) as chat:
         chat.prompt()
         chat.enter("slowly tock")
@@ -194,7 +194,7 @@ def test_the_history_file_is_the_owners_and_holds_a_hundred(tmp_path: Path) -> N
     assert stat.S_IMODE((tmp_path / "history").stat().st_mode) == 0o600
 
 
-def test_no_history_is_kept_when_a_variable_says_so(tmp_path: Path) -> None:
+def test_a_variable_disables_the_history(tmp_path: Path) -> None:
     with echo_chat(tmp_path, OLLAMA_NOHISTORY="1") as chat:
         chat.prompt()
         chat.ask("hello")
@@ -222,7 +222,7 @@ def test_forty_columns_break_between_words(tmp_path: Path, text: str, lines: lis
         chat.prompt()
 
 
-def test_a_terminal_that_is_not_to_wrap_wraps_by_itself(tmp_path: Path) -> None:
+def test_nowordwrap_leaves_wrapping_to_the_terminal(tmp_path: Path) -> None:
     with echo_chat(tmp_path, "--nowordwrap", size=(40, 24)) as chat:
         chat.prompt()
         chat.send(LONG + ENTER)
@@ -240,7 +240,7 @@ def test_thinking_is_grey_and_apart(tmp_path: Path) -> None:
         assert "42" in chat.ask("think: hmm|42")
 
 
-def test_without_colours_there_are_none(tmp_path: Path) -> None:
+def test_no_color_disables_colours(tmp_path: Path) -> None:
     with echo_chat(tmp_path, NO_COLOR="1") as chat:
         chat.prompt()
         chat.ask("think: deep thought|the answer")
@@ -276,7 +276,7 @@ def test_tab_completes_commands(tmp_path: Path) -> None:
         chat.expect("experts in memory")
 
 
-def test_a_terminal_that_can_do_nothing_will_do(tmp_path: Path) -> None:
+def test_a_dumb_terminal_works(tmp_path: Path) -> None:
     with echo_chat(tmp_path, term="dumb") as chat:
         chat.wait(lambda: chat.line == ">>>", "the prompt")
         chat.send("think: hm|plain words" + ENTER)

@@ -1,4 +1,4 @@
-"""The client of our own server: where it asks, what it sends, and what it says when something is wrong."""
+"""The client of `moegguf serve`: its address, its requests, its errors."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from moegguf.settings import Host, Settings, parse_host
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers by path; what was asked is kept."""
+    """Responds by path; records requests."""
 
-    asked: list[tuple[str, str, dict[str, str], Any]]
+    requests: list[tuple[str, str, dict[str, str], Any]]
 
     def answer(self, status: int, body: bytes, **headers: str) -> None:
         self.send_response(status)
@@ -32,7 +32,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         length = int(self.headers.get("Content-Length") or 0)
         sent = json.loads(self.rfile.read(length)) if length else None
-        type(self).asked.append((self.command, self.path, dict(self.headers), sent))
+        type(self).requests.append((self.command, self.path, dict(self.headers), sent))
         match self.path:
             case "/api/ps":
                 self.answer(200, b'{"models": []}')
@@ -62,13 +62,13 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def client(monkeypatch: pytest.MonkeyPatch) -> Iterator[Client]:
-    monkeypatch.setenv("http_proxy", "http://192.0.2.1:9")  # must not be asked for this machine
-    handler = type("Handled", (Handler,), {"asked": []})
+    monkeypatch.setenv("http_proxy", "http://192.0.2.1:9")  # must not be used for loopback
+    handler = type("Handled", (Handler,), {"requests": []})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     client = Client(Settings(host=Host(port=server.server_port), api_key="s3cret"))
-    client.asked = handler.asked  # type: ignore[attr-defined]
+    client.requests = handler.requests  # type: ignore[attr-defined]
     yield client
     server.shutdown()
     thread.join()
@@ -77,14 +77,14 @@ def client(monkeypatch: pytest.MonkeyPatch) -> Iterator[Client]:
 
 def test_get_sends_the_key_and_returns_json(client: Client) -> None:
     assert client.get("/api/ps") == {"models": []}
-    method, path, headers, body = client.asked[0]  # type: ignore[attr-defined]
+    method, path, headers, body = client.requests[0]  # type: ignore[attr-defined]
     assert (method, path, body) == ("GET", "/api/ps", None)
     assert headers["Authorization"] == "Bearer s3cret"
 
 
 def test_post_sends_json_and_returns_the_last_line(client: Client) -> None:
     assert client.post("/lines", {"model": "dämo"}) == {"a": 2}
-    method, _, headers, body = client.asked[0]  # type: ignore[attr-defined]
+    method, _, headers, body = client.requests[0]  # type: ignore[attr-defined]
     assert (method, headers["Content-Type"], body) == ("POST", "application/json", {"model": "dämo"})
 
 
@@ -103,7 +103,7 @@ def test_an_error_line_raises_after_the_lines_before_it(client: Client) -> None:
 
 
 @pytest.mark.parametrize(("path", "message"), [("/missing", "model 'x' not found"), ("/v1/missing", "no such model")])
-def test_a_refusal_has_the_servers_words_and_its_status(client: Client, path: str, message: str) -> None:
+def test_an_http_error_has_the_servers_message_and_status(client: Client, path: str, message: str) -> None:
     with pytest.raises(ServerError, match=message) as caught:
         client.get(path)
     assert caught.value.status == 404
@@ -120,16 +120,16 @@ def test_the_key_follows_no_redirect(client: Client) -> None:
         client.get("/moved")
 
 
-def test_a_cut_answer_is_told(client: Client) -> None:
+def test_a_cut_response_is_an_error(client: Client) -> None:
     lines = client.stream("/cut")
     assert next(lines) == {"a": 1}
-    with pytest.raises(NoServerError, match="has gone"):
+    with pytest.raises(NoServerError, match="lost the connection"):
         client.get("/cut")
 
 
-def test_nobody_there_is_one_sentence_with_the_next_step() -> None:
+def test_no_server_is_one_sentence_with_the_next_step() -> None:
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # bound, and nobody listens
+        taken.bind(("127.0.0.1", 0))  # bound, not listening
         client = Client(Settings(host=Host(port=taken.getsockname()[1])))
         with pytest.raises(NoServerError) as caught:
             client.get("/api/ps")
@@ -144,7 +144,7 @@ def test_a_silent_server_is_not_waited_for() -> None:
 
 
 @pytest.mark.parametrize(
-    ("listens", "asked"),
+    ("listens", "url"),
     [
         ("0.0.0.0:8080", "http://127.0.0.1:8080"),
         ("[::]:8080", "http://[::1]:8080"),
@@ -152,5 +152,5 @@ def test_a_silent_server_is_not_waited_for() -> None:
         ("", "http://127.0.0.1:11434"),
     ],
 )
-def test_where_it_asks(listens: str, asked: str) -> None:
-    assert Client(Settings(host=parse_host(listens))).host.url == asked
+def test_the_address(listens: str, url: str) -> None:
+    assert Client(Settings(host=parse_host(listens))).host.url == url

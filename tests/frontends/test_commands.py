@@ -1,4 +1,4 @@
-"""Commands that only read headers, and what is said when something is wrong."""
+"""Commands that only read headers, and error messages."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import time
 from pathlib import Path
 
 import pytest
-from commanding import Command, TinyModel, environment
+from command_line import Command, TinyModel, environment
 
 from moegguf.native.library import ABI_VERSION
 
 
-def test_help_lists_the_commands_and_nothing_asked_for_is_help_too(moegguf: Command) -> None:
-    asked, bare = moegguf("--help"), moegguf()
-    assert asked.returncode == bare.returncode == 0
-    assert asked.stdout == bare.stdout
+def test_help_lists_the_commands_and_is_the_default(moegguf: Command) -> None:
+    explicit, bare = moegguf("--help"), moegguf()
+    assert explicit.returncode == bare.returncode == 0
+    assert explicit.stdout == bare.stdout
     for command in ("run", "estimate", "show", "doctor", "bench", "trace"):
-        assert re.search(rf"^  {command}\b", asked.stdout, re.MULTILINE)
+        assert re.search(rf"^  {command}\b", explicit.stdout, re.MULTILINE)
 
 
 @pytest.mark.parametrize("command", ["", "run", "bench", "trace", "trace report"])
@@ -72,7 +72,7 @@ def test_show_json_agrees_with_the_layout(moegguf: Command, tiny: TinyModel) -> 
     assert [row["share"] for row in facts["budgets"]] == [0.1, 0.25, 0.5, 1.0]
 
 
-def test_estimate_says_what_goes_where_and_why(moegguf: Command, tiny: TinyModel) -> None:
+def test_estimate_prints_memory_and_reasons(moegguf: Command, tiny: TinyModel) -> None:
     done = moegguf("estimate", tiny("tiny-mix"), "--expert-cache", "50%", "--ctx", 512)
     assert done.returncode == 0, done.stderr
     for words in (
@@ -142,7 +142,7 @@ def test_an_error_is_one_sentence_and_an_exit_code(
     assert words in done.stderr
 
 
-def test_budgets_that_cannot_be_read_or_are_too_small(moegguf: Command, tiny: TinyModel) -> None:
+def test_budgets_that_are_invalid_or_too_small(moegguf: Command, tiny: TinyModel) -> None:
     for budget, words in (("0.5", "accepted:"), ("1KiB", "give at least"), ("200%", "accepted:")):
         done = moegguf("estimate", tiny(), "--expert-cache", budget)
         assert done.returncode == 1
@@ -150,7 +150,7 @@ def test_budgets_that_cannot_be_read_or_are_too_small(moegguf: Command, tiny: Ti
         assert "Traceback" not in done.stderr
 
 
-def test_an_unexpected_error_names_itself_and_the_way_to_its_traceback(tmp_path: Path) -> None:
+def test_an_unexpected_error_names_its_type_and_how_to_get_its_traceback(tmp_path: Path) -> None:
     code = (
         "import sys\nfrom moegguf.models.catalog import Catalog\nfrom moegguf.cli import app as cli\n"
         "def find(self, name): raise ZeroDivisionError('so it goes')\n"

@@ -1,4 +1,4 @@
-"""The examples of Ollama's docs/api.md as `curl -d` sends them: JSON, and nothing that says it is."""
+"""The examples of Ollama's docs/api.md as `curl -d` sends them: JSON without its Content-Type."""
 
 from __future__ import annotations
 

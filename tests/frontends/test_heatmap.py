@@ -1,4 +1,4 @@
-"""The picture of the experts: one letter says what an expert, or a group of them, is doing."""
+"""The map of the experts: one letter per expert or group of experts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from moegguf.terminal.heatmap import LEGEND, heatmap, joined, legend
+from moegguf.terminal.heatmap import LEGEND, group_size, heatmap, legend
 
 NONE = np.zeros((2, 6), np.uint8)
 STATE = np.array([[0, 1, 2, 2, 2, 0], [0, 0, 0, 0, 0, 0]], np.uint8)
@@ -29,7 +29,7 @@ def test_experts_share_letters_where_the_terminal_is_narrow() -> None:
     uses[0, 8] = 1
     state[0, 24] = 1
     uses[0, 40] = 1
-    assert joined(64, 8) == 8
+    assert group_size(64, 8) == 8
     assert rows(state, uses, uses * 0, [0], width=10) == ["0 ▒▓·~·○··"]
     state[0, 1:8] = 0
     assert rows(state, uses, uses * 0, [0], width=10) == ["0 ░▓·~·○··"]
@@ -37,7 +37,7 @@ def test_experts_share_letters_where_the_terminal_is_narrow() -> None:
 
 @pytest.mark.parametrize("n_expert", [1, 7, 60, 128, 513])
 @pytest.mark.parametrize("width", [1, 20, 40, 80, 200])
-def test_no_line_is_wider_than_it_may_be(n_expert: int, width: int) -> None:
+def test_no_line_is_wider_than_the_limit(n_expert: int, width: int) -> None:
     state = np.full((27, n_expert), 2, np.uint8)
     lines = rows(state, state, state * 0, list(range(1, 28)), width=width)
     assert len(lines) == 27
@@ -46,13 +46,13 @@ def test_no_line_is_wider_than_it_may_be(n_expert: int, width: int) -> None:
     assert len(rows(state, state, state, list(range(27)), width=width, height=10)) == 9
 
 
-def test_a_group_of_layers_is_called_by_its_first() -> None:
+def test_a_group_of_layers_has_the_index_of_its_first() -> None:
     state = np.zeros((4, 8), np.uint8)
     state[3] = 2
     assert rows(state, state, state, [1, 2, 3, 4], width=80, height=2) == ["1 ········", "3 ++++++++"]
 
 
-def test_a_model_without_experts_has_words_instead() -> None:
+def test_a_model_without_experts_has_no_map() -> None:
     empty = np.zeros((0, 0), np.uint8)
     assert heatmap(empty, empty, empty, [], width=80).plain == "no layers with experts"
 
@@ -64,7 +64,7 @@ def test_the_legend_names_every_letter_and_fits(width: int) -> None:
     assert max(map(len, lines)) <= max(width, 25)
 
 
-def test_colours_are_there_unless_nobody_wants_them() -> None:
+def test_no_color_disables_colours() -> None:
     def drawn(**options: object) -> str:
         console = Console(force_terminal=True, color_system="standard", width=80, **options)  # type: ignore[arg-type]
         with console.capture() as captured:

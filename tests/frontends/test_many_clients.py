@@ -1,4 +1,4 @@
-"""Many clients at once: every answer is the one a single client gets, and too many are told so politely.
+"""Many clients at once: every answer equals that of a single client, and requests beyond the queue get 503.
 
 The short form of `python -m tools.load_test`, which does this for a minute.
 """
@@ -40,7 +40,7 @@ async def client_of(server: Server) -> AsyncIterator[httpx.AsyncClient]:
 
 
 def flood(server: Server, clients: int, seconds: float, requests: int | None = None) -> Outcome:
-    """All clients ask the demo the same few questions, whose answers one client has learnt before."""
+    """All clients send the same few questions to the demo, whose answers one client has recorded before."""
 
     async def run() -> Outcome:
         questions = [Question("What is a hit?", seed, 6) for seed in (1, 2)] + [Question("Who are you?", 3, 6)]
@@ -59,14 +59,14 @@ def test_every_answer_is_that_of_a_single_client(busy_server: Server) -> None:
     assert len(outcome.first_s) == outcome.answers
 
 
-def test_past_the_queues_limit_there_is_only_busy(busy_server: Server) -> None:
+def test_beyond_max_queue_requests_are_refused(busy_server: Server) -> None:
     outcome = flood(busy_server, 2 * CLIENTS, seconds=2)
     assert outcome.good, "\n".join(lines(outcome))
     assert outcome.busy > 0 and outcome.answers > 0
 
 
-def test_what_is_waiting_is_served_in_order_once_a_client_leaves(busy_server: Server) -> None:
-    """One writes, QUEUE wait, the next is refused; as soon as the first one leaves, those that wait get their turn."""
+def test_waiting_requests_are_served_after_a_disconnect(busy_server: Server) -> None:
+    """One request runs, QUEUE wait, the next is refused; when the first disconnects, the waiting ones run."""
     question = Question("Go on.", 1, 4)
 
     async def run() -> None:
@@ -74,8 +74,8 @@ def test_what_is_waiting_is_served_in_order_once_a_client_leaves(busy_server: Se
             ends = (await client.post("/tokenize", json={"model": "tiny", "content": ENDS})).json()["tokens"]
             endless = {**Question("Go on.", 1, 8000).body("tiny"), "logit_bias": dict.fromkeys(map(str, ends), -100)}
             async with client.stream("POST", "/v1/chat/completions", json=endless) as first:
-                told = first.aiter_lines()
-                while "content" not in await anext(told):
+                received = first.aiter_lines()
+                while "content" not in await anext(received):
                     pass
                 waiting = [asyncio.create_task(ask(client, "tiny", question)) for _ in range(QUEUE)]
                 await until_waiting(client, QUEUE)
@@ -97,7 +97,7 @@ async def until_waiting(client: httpx.AsyncClient, n: int) -> None:
             pass
 
 
-def test_an_outcome_says_what_went_wrong() -> None:
+def test_an_outcome_reports_failures() -> None:
     outcome = Outcome(2, seconds=1, answers=3, first_s=[0.1, 0.2], between_s=[0.01, 0.02])
     outcome.memory_bytes = [{"server": 1_000_000, "workers": 2_000_000}]
     assert outcome.good

@@ -1,4 +1,4 @@
-"""/metrics: every line is of Prometheus' grammar, and no counter ever goes down."""
+"""/metrics: every line follows Prometheus' grammar, and no counter decreases."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from servers import Server
 from moegguf.engine.stats import Stats
 from moegguf.generate.request import Timing
 from moegguf.server.metrics import Totals, exposition
-from moegguf.serving.events import Loaded
+from moegguf.serving.events import LoadedModel
 
 NAME = r"[a-zA-Z_:][a-zA-Z0-9_:]*"
 LABEL = r'[a-zA-Z_][a-zA-Z0-9_]*="(?:[^"\\\n]|\\\\|\\"|\\n)*"'
 SAMPLE = re.compile(rf"({NAME})(\{{{LABEL}(?:,{LABEL})*\}})? (-?\d+(?:\.\d+)?(?:e[+-]?\d+)?)")
 
 
-def model(name: str = "demo:latest", pid: int = 1, **fields: Any) -> Loaded:
+def model(name: str = "demo:latest", pid: int = 1, **fields: Any) -> LoadedModel:
     figures = {"digest": "0" * 64, "n_ctx": 512, "size_bytes": 1000, "vram_bytes": 0, "expires": None, "busy": False,
                "stopping": False, "queue": 0, "n_requests": 0, "stats": Stats()}  # fmt: skip
-    return Loaded(name=name, pid=pid, **{**figures, **fields})
+    return LoadedModel(name=name, pid=pid, **{**figures, **fields})
 
 
 def samples(text: str) -> dict[str, float]:
@@ -51,7 +51,7 @@ def test_a_server_without_models_still_has_llama_servers_metrics() -> None:
     assert not [name for name in found if name.startswith("moegguf_")]
 
 
-def test_answers_are_summed_over_models_and_told_per_model() -> None:
+def test_answers_are_summed_over_models_and_per_model() -> None:
     totals = Totals()
     totals.add("a:latest", Timing(prompt_tokens=10, cached_tokens=5, answer_tokens=20, prompt_s=0.5, answer_s=2.0))
     totals.add("a:latest", Timing(prompt_tokens=10, answer_tokens=20, prompt_s=0.5, answer_s=2.0))
@@ -69,13 +69,13 @@ def test_answers_are_summed_over_models_and_told_per_model() -> None:
     assert found['moegguf_answer_seconds_total{model="b:latest"}'] == 4
 
 
-def test_figures_of_experts_are_those_of_stats() -> None:
+def test_expert_counters_equal_stats() -> None:
     stats = Stats(
         tokens=9, lookups=100, hits_ready=60, hits_late=10, misses=30, evictions=7, bytes_missed=4096,
         bytes_prefetched=512, stall_s=0.125, n_slots=40, slots_used=39, n_experts=64, pool_bytes=1 << 20,
     )  # fmt: skip
     totals, loaded = Totals(), [model(stats=stats, pid=os.getpid(), size_bytes=1 << 21)]
-    totals.see(loaded)
+    totals.update(loaded)
     found = samples(exposition(totals, loaded))
     expected = {
         'moegguf_tokens_total{model="demo:latest"}': 9,
@@ -97,7 +97,7 @@ def test_figures_of_experts_are_those_of_stats() -> None:
     assert found['moegguf_resident_bytes{model="demo:latest"}'] > 1 << 20  # of this very process
 
 
-def test_counters_stay_when_a_model_leaves_and_go_on_when_it_comes_back() -> None:
+def test_counters_survive_unloading_and_reloading() -> None:
     totals, before = Totals(), {}
     for loaded in (
         [model(stats=Stats(misses=5, n_slots=3))],
@@ -107,7 +107,7 @@ def test_counters_stay_when_a_model_leaves_and_go_on_when_it_comes_back() -> Non
         [model(pid=3, stats=Stats(misses=4))],
         [model(pid=4, stats=Stats(misses=1))],
     ):
-        totals.see(loaded)
+        totals.update(loaded)
         now = samples(exposition(totals, loaded))
         assert all(now[name] >= value for name, value in before.items() if "_total" in name)
         before = now
@@ -119,16 +119,16 @@ def test_counters_stay_when_a_model_leaves_and_go_on_when_it_comes_back() -> Non
 def test_names_that_need_escapes_stay_one_line_each() -> None:
     name = 'a\\b"c\nd:latest'
     totals, loaded = Totals(), [model(name)]
-    totals.see(loaded)
+    totals.update(loaded)
     found = samples(exposition(totals, loaded))
     assert found['moegguf_expert_misses_total{model="a\\\\b\\"c\\nd:latest"}'] == 0
 
 
-def test_a_process_that_is_gone_takes_no_memory() -> None:
+def test_an_ended_process_has_no_resident_memory() -> None:
     assert samples(exposition(Totals(), [model(pid=2**22 + 1)]))['moegguf_resident_bytes{model="demo:latest"}'] == 0
 
 
-def test_a_real_server_counts_and_keeps_what_a_model_had_counted(server: Server) -> None:
+def test_a_real_server_keeps_the_counts_of_an_unloaded_model(server: Server) -> None:
     asked = {"model": "tiny", "prompt": "a b c", "max_tokens": 3, "seed": 1}
     assert server.call("/v1/completions", asked).status == 200
     before = samples(server.call("/metrics").text)

@@ -9,7 +9,7 @@ from pathlib import Path
 from subprocess import CompletedProcess
 
 import pytest
-from commanding import Command, TinyModel
+from command_line import Command, TinyModel
 from fake_hub import FakeHub, running_hub
 from servers import Server, serving
 
@@ -29,7 +29,7 @@ def hub(tiny: TinyModel) -> Iterator[FakeHub]:
 
 @pytest.fixture
 def mine(moegguf: Command, hub: FakeHub, tmp_path: Path) -> Mine:
-    """The command with a home, a hub and an address of its own, where no server is."""
+    """The command with its own home and hub, and the address of no server."""
 
     def call(*arguments: object, **extra: str) -> CompletedProcess[str]:
         own = {"MOEGGUF_HOME": str(tmp_path / "own"), "MOEGGUF_HOST": "127.0.0.1:9"}
@@ -58,7 +58,7 @@ def test_pull_list_show_copy_and_remove(mine: Mine) -> None:
     assert names(mine("list")) == ["demo:latest"]
 
 
-def test_a_split_model_comes_whole_and_runs(mine: Mine) -> None:
+def test_a_split_model_is_pulled_whole_and_runs(mine: Mine) -> None:
     assert mine("pull", "user/moe-gguf:q8_0").returncode == 0
     shown = mine("show", "user/moe-gguf:Q8_0", HF_HUB_OFFLINE="1")
     assert "in 3 shards" in shown.stdout, shown.stderr
@@ -69,13 +69,13 @@ def test_a_split_model_comes_whole_and_runs(mine: Mine) -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("user/nobody", "there is no"),
+        ("user/missing", "there is no"),
         ("user/moe-gguf:Q2_K", "Available GGUF files"),
         ("llama3", "hf.co/"),
         ("../etc/passwd", "name"),
     ],
 )
-def test_what_cannot_be_pulled_is_said_in_a_line(mine: Mine, name: str, words: str) -> None:
+def test_a_failed_pull_is_one_line(mine: Mine, name: str, words: str) -> None:
     done = mine("pull", name)
     assert done.returncode == 1
     assert words.lower() in done.stderr.lower()
@@ -109,15 +109,15 @@ def test_show_verbose_has_every_key_and_tensor(mine: Mine) -> None:
     ("arguments", "words"),
     [
         (("rm", "demo"), "ships with moegguf"),
-        (("rm", "nobody"), "no model named 'nobody'"),
-        (("cp", "nobody", "x"), "no model named 'nobody'"),
+        (("rm", "missing"), "no model named 'missing'"),
+        (("cp", "missing", "x"), "no model named 'missing'"),
         (("push", "demo"), "push is not supported"),
         (("create", "x", "-f", "/nowhere/Modelfile"), "there is no file"),
         (("ps",), "no server is running"),
         (("stop", "demo"), "no server is running"),
     ],
 )
-def test_what_cannot_be_done_is_said_in_a_line(mine: Mine, arguments: tuple[str, ...], words: str) -> None:
+def test_a_failed_command_is_one_line(mine: Mine, arguments: tuple[str, ...], words: str) -> None:
     done = mine(*arguments)
     assert done.returncode != 0 and done.stdout == ""
     assert words in done.stderr
@@ -126,7 +126,7 @@ def test_what_cannot_be_done_is_said_in_a_line(mine: Mine, arguments: tuple[str,
 
 @pytest.fixture
 def loaded(tmp_path: Path) -> Iterator[Server]:
-    """A server that holds the demo."""
+    """A server with the demo model loaded."""
     with serving(tmp_path / "server") as found:
         found.call("/api/generate", {"model": "demo", "options": {"num_thread": 1}})
         yield found
@@ -138,13 +138,13 @@ def test_ps_and_stop(loaded: Server, mine: Mine) -> None:
     assert re.match(r"NAME +ID +SIZE +PROCESSOR +CONTEXT +UNTIL\n", shown)
     assert re.search(r"demo:latest +[0-9a-f]{12} +\d+ MB +100% CPU +512 +\d+ minutes from now", shown)
     assert json.loads(mine("ps", "--json", **there).stdout)[0]["name"] == "demo:latest"
-    missing = mine("stop", "nobody", **there)
-    assert missing.returncode == 1 and "couldn't find model 'nobody' to stop" in missing.stderr
+    missing = mine("stop", "unknown", **there)
+    assert missing.returncode == 1 and "couldn't find model 'unknown' to stop" in missing.stderr
     assert mine("stop", "demo", **there).returncode == 0
     assert names(mine("ps", **there)) == []
     assert mine("--version", **there).stderr == ""
 
 
-def test_a_model_stays_for_ever_when_asked_to(loaded: Server, mine: Mine) -> None:
+def test_a_negative_keep_alive_keeps_a_model_for_ever(loaded: Server, mine: Mine) -> None:
     loaded.call("/api/generate", {"model": "demo", "keep_alive": -1})
     assert re.search(r"Forever$", mine("ps", MOEGGUF_HOST=loaded.url).stdout, re.MULTILINE)

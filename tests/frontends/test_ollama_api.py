@@ -1,4 +1,4 @@
-"""/api as it is on the wire: fields, units, what is left out, what is refused, and how long models stay."""
+"""/api on the wire: fields, units, omitted fields, refusals, and keep-alive."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
-from fake_pool import FakeCatalog, FakePool, changed, entry_of, running
+from fake_manager import FakeCatalog, FakeManager, changed, entry_of, running
 from servers import Reply, Server, call
 
 from moegguf.generate.request import Delta, TokenLogprob, ToolCall
@@ -30,17 +30,17 @@ TEMPLATE = (
 
 @dataclass
 class Scripted:
-    """A server over a fake pool."""
+    """A server over a fake manager."""
 
     url: str
-    pool: FakePool
+    manager: FakeManager
 
     def call(self, path: str, body: Any = None, **more: Any) -> Reply:
         return call(f"{self.url}{path}", body, **more)
 
     @property
     def ask(self) -> Any:
-        return self.pool.asks[-1]
+        return self.manager.requests[-1]
 
 
 @pytest.fixture
@@ -58,18 +58,18 @@ def entry(tiny: Callable[..., Path]) -> Entry:
 def scripted(entry: Entry, tiny: Callable[..., Path]) -> Iterator[Scripted]:
     """Models `demo` (thinks, calls tools, has defaults) and `plain`."""
     catalog = FakeCatalog(entry, entry_of(tiny("tiny-qwen2moe"), "plain:latest"))
-    pool = FakePool(catalog)
-    with running(make_app(pool, catalog, Settings())) as url:  # type: ignore[arg-type]
-        yield Scripted(url, pool)
+    manager = FakeManager(catalog)
+    with running(make_app(manager, catalog, Settings())) as url:  # type: ignore[arg-type]
+        yield Scripted(url, manager)
 
 
-def test_the_version_parses_for_everyone_who_parses_it(server: Server) -> None:
+def test_the_version_parses(server: Server) -> None:
     version = server.call("/api/version").json["version"]
     assert re.fullmatch(r"\d+(\.\d+)*", version)
     assert [int(part) for part in version.split(".")] >= [0, 6, 4]
 
 
-def test_a_chat_streams_lines_with_the_text_and_then_the_figures(scripted: Scripted) -> None:
+def test_a_chat_streams_lines_with_text_then_statistics(scripted: Scripted) -> None:
     reply = scripted.call("/api/chat", {"model": "demo", "messages": [QUESTION]})
     assert reply.status == 200 and reply.headers["content-type"] == "application/x-ndjson"
     *deltas, last = reply.lines
@@ -84,7 +84,7 @@ def test_a_chat_streams_lines_with_the_text_and_then_the_figures(scripted: Scrip
     assert datetime.fromisoformat(last["created_at"]).tzinfo == UTC and last["created_at"].endswith("Z")
 
 
-def test_figures_are_nanoseconds_and_all_tokens_of_the_prompt(scripted: Scripted) -> None:
+def test_statistics_are_nanoseconds_and_all_tokens_of_the_prompt(scripted: Scripted) -> None:
     last = scripted.call("/api/generate", {"model": "demo", "prompt": "x", "stream": False}).json
     assert last["load_duration"] == 125_000_000
     assert (last["prompt_eval_count"], last["prompt_cached_count"]) == (7, 2)
@@ -95,14 +95,14 @@ def test_figures_are_nanoseconds_and_all_tokens_of_the_prompt(scripted: Scripted
     assert "cut_messages" not in last
 
 
-def test_zeros_are_left_out_and_what_was_cut_is_said(scripted: Scripted) -> None:
-    scripted.pool.timing = changed(cached_tokens=0, answer_tokens=0, cut_messages=2, finish="length")
+def test_zeros_are_omitted_and_cut_messages_counted(scripted: Scripted) -> None:
+    scripted.manager.timing = changed(cached_tokens=0, answer_tokens=0, cut_messages=2, finish="length")
     last = scripted.call("/api/chat", {"model": "demo", "messages": [QUESTION], "stream": False}).json
     assert "eval_count" not in last and "prompt_cached_count" not in last
     assert last["cut_messages"] == 2 and last["done_reason"] == "length"
 
 
-def test_real_figures_add_up(server: Server) -> None:
+def test_real_statistics_add_up(server: Server) -> None:
     body = {"model": "demo", "messages": [QUESTION], "options": {"temperature": 0}}
     first = server.call("/api/chat", {**body, "stream": False}).json
     spent = sum(first.get(f"{name}_duration", 0) for name in ("load", "prompt_eval", "eval"))
@@ -113,9 +113,9 @@ def test_real_figures_add_up(server: Server) -> None:
     assert second["prompt_eval_count"] > first["prompt_eval_count"] + first["eval_count"] - 3
 
 
-def test_thinking_and_tool_calls_have_their_own_places(scripted: Scripted) -> None:
+def test_thinking_and_tool_calls_have_their_own_fields(scripted: Scripted) -> None:
     call_one, call_two = ToolCall("c1", "add", {"a": 1}), ToolCall("c2", "sub", {})
-    scripted.pool.script = [
+    scripted.manager.script = [
         Delta(thinking="hm"),
         Delta(text="x"),
         Delta(tool_calls=(call_one,)),
@@ -138,8 +138,8 @@ def tool(name: str) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {}}}}
 
 
-def test_logprobs_are_lists_that_json_can_say(scripted: Scripted) -> None:
-    scripted.pool.script = [Delta(text="é", logprobs=(TokenLogprob("é", -0.5, (("e", -math.inf),)),))]
+def test_logprobs_are_valid_json(scripted: Scripted) -> None:
+    scripted.manager.script = [Delta(text="é", logprobs=(TokenLogprob("é", -0.5, (("e", -math.inf),)),))]
     body = {"model": "demo", "prompt": "x", "logprobs": True, "top_logprobs": 1}
     line = scripted.call("/api/generate", body).lines[0]
     other = {"token": "e", "logprob": -9999.0, "bytes": [101]}
@@ -149,7 +149,7 @@ def test_logprobs_are_lists_that_json_can_say(scripted: Scripted) -> None:
     assert scripted.ask.n_logprobs is None
 
 
-def test_what_the_name_adds_counts_below_what_is_asked(scripted: Scripted) -> None:
+def test_entry_defaults_yield_to_the_request(scripted: Scripted) -> None:
     scripted.call("/api/chat", {"model": "demo", "messages": [QUESTION], "options": {"num_predict": 4}})
     ask = scripted.ask
     assert [message["content"] for message in ask.messages] == ["Be kind.", "a", "b", QUESTION["content"]]
@@ -172,7 +172,7 @@ def test_messages_keep_what_templates_use(scripted: Scripted) -> None:
     )
 
 
-def test_generate_asks_through_the_template_raw_or_around_a_gap(scripted: Scripted) -> None:
+def test_generate_with_template_raw_and_suffix(scripted: Scripted) -> None:
     scripted.call("/api/generate", {"model": "demo", "prompt": "x", "system": "S", "context": [1, 2], "template": "T"})
     assert scripted.ask.messages == ({"role": "system", "content": "S"}, {"role": "user", "content": "x"})
     assert scripted.ask.context == (1, 2) and scripted.ask.template == "T"
@@ -181,7 +181,7 @@ def test_generate_asks_through_the_template_raw_or_around_a_gap(scripted: Script
 
 
 @pytest.mark.parametrize("more", [{"template": "t"}, {"system": "s"}, {"context": [1]}])
-def test_raw_goes_with_nothing_that_shapes_the_prompt(scripted: Scripted, more: dict[str, Any]) -> None:
+def test_raw_excludes_template_system_and_context(scripted: Scripted, more: dict[str, Any]) -> None:
     reply = scripted.call("/api/generate", {"model": "demo", "prompt": "x", "raw": True, **more})
     assert (reply.status, reply.error) == (400, "raw mode does not support template, system, or context")
 
@@ -196,12 +196,12 @@ def test_raw_goes_with_nothing_that_shapes_the_prompt(scripted: Scripted, more: 
         ("/api/generate", {"prompt": "x", "suffix": "y"}, '"plain:latest" does not support insert'),
     ],
 )
-def test_what_a_model_cannot_do_is_said_before_it_is_loaded(
+def test_missing_capabilities_are_refused_before_loading(
     scripted: Scripted, path: str, more: dict[str, Any], words: str
 ) -> None:
     reply = scripted.call(path, {"model": "plain", **more})
     assert (reply.status, reply.error) == (400, words)
-    assert not scripted.pool.leases
+    assert not scripted.manager.leases
 
 
 MATRIX = [
@@ -220,11 +220,11 @@ def test_keep_alive_in_all_its_forms(scripted: Scripted, given: Any, seconds: fl
         ("/api/embeddings", {"prompt": "x"}),
     ):
         assert scripted.call(path, {"model": "demo", **rest, **more}).status == 200
-        assert scripted.pool.leases[-1][2] == seconds
+        assert scripted.manager.leases[-1][2] == seconds
 
 
 @pytest.mark.parametrize("given", ["soon", "", "5 minutes", True, [], "nan"])
-def test_keep_alive_that_is_no_duration_is_refused(scripted: Scripted, given: Any) -> None:
+def test_an_invalid_keep_alive_is_refused(scripted: Scripted, given: Any) -> None:
     assert scripted.call("/api/chat", {"model": "demo", "messages": [QUESTION], "keep_alive": given}).status == 400
 
 
@@ -233,7 +233,7 @@ def in_memory(server: Server) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
-def test_nothing_asked_loads_and_for_no_time_unloads(server: Server, path: str) -> None:
+def test_an_empty_request_loads_and_keep_alive_0_unloads(server: Server, path: str) -> None:
     loaded = server.call(path, {"model": "tiny"}).json
     assert (loaded["done"], loaded["done_reason"], loaded["model"]) == (True, "load", "tiny:latest")
     worker = psutil.Process(in_memory(server)["tiny:latest"]["moe"]["pid"])
@@ -244,7 +244,7 @@ def test_nothing_asked_loads_and_for_no_time_unloads(server: Server, path: str) 
     assert not worker.is_running()  # so all of its memory is free
 
 
-def test_a_model_that_stays_for_no_time_leaves_after_its_answer(server: Server) -> None:
+def test_keep_alive_0_unloads_after_the_answer(server: Server) -> None:
     last = server.call(
         "/api/generate", {"model": "tiny", "prompt": "x", "options": {"num_predict": 3}, "keep_alive": 0}
     )
@@ -253,7 +253,7 @@ def test_a_model_that_stays_for_no_time_leaves_after_its_answer(server: Server) 
     assert "tiny:latest" not in in_memory(server)
 
 
-def test_for_ever_is_a_time_far_away(server: Server) -> None:
+def test_for_ever_is_a_far_date(server: Server) -> None:
     server.call("/api/generate", {"model": "tiny", "keep_alive": -1})
     expires = datetime.fromisoformat(in_memory(server)["tiny:latest"]["expires_at"])
     assert expires.year > 2200
@@ -261,7 +261,7 @@ def test_for_ever_is_a_time_far_away(server: Server) -> None:
     server.call("/api/generate", {"model": "tiny", "keep_alive": 0})
 
 
-def test_options_of_loading_reach_the_model(server: Server) -> None:
+def test_load_options_reach_the_model(server: Server) -> None:
     server.call("/api/generate", {"model": "tiny", "options": {"num_ctx": 256}})
     assert in_memory(server)["tiny:latest"]["context_length"] == 256
     server.call("/api/generate", {"model": "tiny", "keep_alive": 0})
@@ -277,7 +277,7 @@ def test_ps_has_the_digest_and_details_of_tags(server: Server) -> None:
     assert set(there["moe"]) >= {"hit_rate", "bytes_read", "pid"}
 
 
-def test_show_hides_long_arrays_unless_asked(server: Server) -> None:
+def test_show_hides_long_arrays_unless_verbose(server: Server) -> None:
     shown = server.call("/api/show", {"name": "demo"}).json
     assert "tensors" not in shown and "license" not in shown and "system" not in shown
     assert all(not isinstance(value, list) or len(value) <= 5 for value in shown["model_info"].values())
@@ -289,7 +289,7 @@ def test_show_hides_long_arrays_unless_asked(server: Server) -> None:
     assert server.call("/api/show", {"model": "demo", "system": "mine"}).json["system"] == "mine"
 
 
-def test_what_create_adds_is_shown_and_makes_the_same_again(server: Server) -> None:
+def test_created_fields_are_shown_and_recreate_the_model(server: Server) -> None:
     body = {
         "model": "made", "from": "demo", "system": "Be brief.", "template": TEMPLATE, "license": ["one", "two"],
         "parameters": {"temperature": 0.1, "stop": ["a", "b"]}, "messages": [{"role": "user", "content": "hi"}],
@@ -327,7 +327,7 @@ def test_what_create_adds_is_shown_and_makes_the_same_again(server: Server) -> N
         ("/api/chat", {"model": ""}, 400, "model is required"),
     ],
 )  # fmt: skip
-def test_refusals_have_a_status_and_words(
+def test_refusals_have_a_status_and_message(
     server: Server, path: str, body: dict[str, Any], status: int, words: str
 ) -> None:
     reply = server.call(path, body)
@@ -335,7 +335,7 @@ def test_refusals_have_a_status_and_words(
     assert words in reply.error
 
 
-def test_the_demo_can_not_be_deleted(server: Server) -> None:
+def test_the_demo_cannot_be_deleted(server: Server) -> None:
     reply = server.call("/api/delete", {"model": "demo"}, method="DELETE")
     assert reply.status == 400 and "ships with moegguf" in reply.error
 
@@ -358,10 +358,10 @@ def test_blobs_are_kept_by_their_digest_only(server: Server) -> None:
     assert good.replace(":", "-") in kept and not [name for name in kept if name.endswith(".partial")]
 
 
-def test_embeddings_of_the_pool_are_passed_on(scripted: Scripted) -> None:
+def test_embeddings_of_the_manager_are_passed_on(scripted: Scripted) -> None:
     reply = scripted.call("/api/embed", {"model": "demo", "input": ["a", "b"], "truncate": False}).json
     assert len(reply["embeddings"]) == 2 and reply["prompt_eval_count"] == 8 and reply["load_duration"] == 125_000_000
-    assert scripted.pool.embedded[-1] == (["a", "b"], False, True)
+    assert scripted.manager.embedded[-1] == (["a", "b"], False, True)
     scripted.call("/api/embeddings", {"model": "demo", "prompt": "a"})
-    assert scripted.pool.embedded[-1] == (["a"], True, False)
+    assert scripted.manager.embedded[-1] == (["a"], True, False)
     assert scripted.call("/api/embeddings", {"model": "demo", "prompt": ""}).json == {"embedding": []}

@@ -30,7 +30,7 @@ def own(client: ollama.Client) -> Iterator[str]:
     client.delete("own-demo")
 
 
-def test_list_names_every_model_with_its_tag_and_digest(client: ollama.Client) -> None:
+def test_list_has_every_model_with_tag_and_digest(client: ollama.Client) -> None:
     models = {model.model: model for model in client.list().models}
     assert {"demo:latest", "tiny:latest"} <= set(models)
     demo = models["demo:latest"]
@@ -41,7 +41,7 @@ def test_list_names_every_model_with_its_tag_and_digest(client: ollama.Client) -
     assert demo.modified_at is not None and demo.modified_at.tzinfo is not None
 
 
-def test_show_has_the_keys_that_tools_read(client: ollama.Client) -> None:
+def test_show_has_the_keys_that_clients_read(client: ollama.Client) -> None:
     shown = client.show("demo")
     assert shown.modelinfo is not None and shown.modelinfo["general.architecture"] == "qwen2moe"
     assert shown.modelinfo["qwen2moe.context_length"] == 512
@@ -61,7 +61,7 @@ def test_chat_answers_and_counts(client: ollama.Client) -> None:
     assert abs(datetime.now(UTC) - created) < timedelta(minutes=1)
 
 
-def test_a_streamed_chat_is_the_same_in_pieces(client: ollama.Client) -> None:
+def test_a_streamed_chat_has_the_same_text(client: ollama.Client) -> None:
     messages = [{"role": "user", "content": QUESTION}]
     whole = client.chat("demo", messages, options={"seed": 1}).message.content
     parts = list(client.chat("demo", messages, options={"seed": 1}, stream=True))
@@ -80,7 +80,7 @@ def test_generate_whole_streamed_and_raw(client: ollama.Client) -> None:
     assert raw.response and raw.eval_count == 4 and raw.done_reason == "length" and not raw.context
 
 
-def test_generate_goes_on_from_a_context(client: ollama.Client) -> None:
+def test_generate_continues_from_a_context(client: ollama.Client) -> None:
     first = client.generate("demo", QUESTION, options={"temperature": 0, "num_predict": 8})
     assert first.context and len(first.context) == (first.prompt_eval_count or 0) + 8
     again = client.generate("demo", "And then?", context=first.context, options={"num_predict": 2})
@@ -101,7 +101,7 @@ def test_stop_and_the_models_own_parameters_apply(client: ollama.Client, own: st
     assert shown.modelfile and "SYSTEM" in shown.modelfile
 
 
-def test_logprobs_come_with_their_alternatives(client: ollama.Client) -> None:
+def test_logprobs_have_alternatives(client: ollama.Client) -> None:
     options = {"temperature": 0, "num_predict": 3}
     answer = client.chat(
         "demo", [{"role": "user", "content": QUESTION}], logprobs=True, top_logprobs=2, options=options
@@ -120,7 +120,7 @@ def test_format_json_and_a_schema_are_followed(client: ollama.Client) -> None:
     assert (answer.message.content or "").lstrip().startswith("{")
 
 
-def test_embed_gives_unit_vectors_and_embeddings_the_plain_one(client: ollama.Client) -> None:
+def test_embed_normalizes_and_embeddings_does_not(client: ollama.Client) -> None:
     found = client.embed("tiny", ["one", "two words"])
     vectors = np.array(found.embeddings)
     assert vectors.shape == (2, client.show("tiny").modelinfo["qwen2moe.embedding_length"])  # type: ignore[index]
@@ -138,7 +138,7 @@ def test_embed_takes_fewer_dimensions_and_no_input(client: ollama.Client) -> Non
     assert caught.value.status_code == 400
 
 
-def test_ps_says_until_when(client: ollama.Client) -> None:
+def test_ps_has_the_expiry(client: ollama.Client) -> None:
     client.generate("demo", keep_alive="10m")
     model = next(model for model in client.ps().models if model.model == "demo:latest")
     assert model.expires_at is not None
@@ -170,7 +170,7 @@ def test_a_model_is_made_from_an_uploaded_file(client: ollama.Client, tiny: type
         client.delete("sent")
 
 
-def test_pull_of_what_cannot_be_pulled_is_an_error(client: ollama.Client) -> None:
+def test_a_failing_pull_is_an_error(client: ollama.Client) -> None:
     with pytest.raises(ollama.ResponseError):
         client.pull("hf.co/nobody/nothing")
     with pytest.raises(ollama.ResponseError):
@@ -182,7 +182,7 @@ def test_push_is_refused(client: ollama.Client) -> None:
         client.push("demo")
 
 
-def test_an_unknown_model_is_a_404_in_ollamas_words(client: ollama.Client) -> None:
+def test_an_unknown_model_is_a_404_with_ollamas_message(client: ollama.Client) -> None:
     for stream in (False, True):
         with pytest.raises(ollama.ResponseError, match="model 'nobody' not found") as caught:
             for _ in client.chat("nobody", [{"role": "user", "content": "hi"}], stream=stream):

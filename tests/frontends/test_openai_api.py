@@ -1,4 +1,4 @@
-"""OpenAI's API over a scripted pool, byte by byte: what the client test cannot provoke."""
+"""OpenAI's API over a scripted manager, byte by byte: what the client test cannot provoke."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import httpx
 import numpy as np
 import openai
 import pytest
-from fake_pool import FakeCatalog, FakePool, changed, entry_of, running
+from fake_manager import FakeCatalog, FakeManager, changed, entry_of, running
 
 from moegguf.engine.stats import Stats
 from moegguf.errors import (
@@ -37,15 +37,15 @@ WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"t
 
 
 @pytest.fixture
-def pool() -> FakePool:
+def manager() -> FakeManager:
     path = demo_path()
     own = {"parameters": {"temperature": 0.25, "top_k": 7}, "system": "Be kind."}
-    return FakePool(FakeCatalog(entry_of(path), entry_of(path, HUB), entry_of(path, "mine:latest", **own)))
+    return FakeManager(FakeCatalog(entry_of(path), entry_of(path, HUB), entry_of(path, "mine:latest", **own)))
 
 
 @pytest.fixture
-def url(pool: FakePool) -> Iterator[str]:
-    with running(make_app(pool, pool.catalog, Settings())) as url:  # type: ignore[arg-type]
+def url(manager: FakeManager) -> Iterator[str]:
+    with running(make_app(manager, manager.catalog, Settings())) as url:  # type: ignore[arg-type]
         yield url
 
 
@@ -99,8 +99,8 @@ def test_a_body_without_content_type_is_read(http: httpx.Client) -> None:
         assert response.json()["choices"][0]["message"] == {"role": "assistant", "content": "Hello"}
 
 
-def test_progress_of_the_prompt_when_it_is_asked_for(chat: Post, pool: FakePool) -> None:
-    pool.script = (PromptProgress(10, 2, 6, 0.25), PromptProgress(10, 2, 10, 0.5), Delta(text="x"))
+def test_prompt_progress_on_request(chat: Post, manager: FakeManager) -> None:
+    manager.script = (PromptProgress(10, 2, 6, 0.25), PromptProgress(10, 2, 10, 0.5), Delta(text="x"))
     chunks = [json.loads(text) for text in events(chat(stream=True, return_progress=True).text)[:-1]]
     assert [chunk.get("prompt_progress") for chunk in chunks[:4]] == [
         None,
@@ -111,9 +111,9 @@ def test_progress_of_the_prompt_when_it_is_asked_for(chat: Post, pool: FakePool)
     assert "prompt_progress" not in chat(stream=True).text
 
 
-def test_calls_of_tools_streamed(client: openai.OpenAI, pool: FakePool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moegguf.server.openai.chat.check_able", lambda *_: None)
-    pool.script = (
+def test_streamed_tool_calls(client: openai.OpenAI, manager: FakeManager, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moegguf.server.openai.chat.check_capabilities", lambda *_: None)
+    manager.script = (
         Delta(thinking="hm"),
         Delta(tool_calls=(ToolCall("c1", "weather", {"city": "Oslo"}), ToolCall("c2", "weather", {}))),
     )
@@ -126,28 +126,28 @@ def test_calls_of_tools_streamed(client: openai.OpenAI, pool: FakePool, monkeypa
     ]
     assert final.choices[0].finish_reason == "tool_calls"
     assert final.choices[0].message.reasoning_content == "hm"  # type: ignore[attr-defined]
-    assert pool.asks[0].tools == (WEATHER,)
+    assert manager.requests[0].tools == (WEATHER,)
 
 
-def test_a_model_whose_template_has_no_tools_says_so(chat: Post, pool: FakePool) -> None:
+def test_tools_are_refused_by_a_template_without_tools(chat: Post, manager: FakeManager) -> None:
     response = chat(tools=[WEATHER])
     assert response.status_code == 400
     assert "does not support tools" in response.json()["error"]["message"]
     assert chat(tools=[WEATHER], tool_choice="none").status_code == 200
 
 
-def test_the_models_own_defaults_count_where_nothing_is_asked(chat: Post, pool: FakePool) -> None:
+def test_entry_defaults_apply(chat: Post, manager: FakeManager) -> None:
     assert chat(model="mine", top_p=0.5).status_code == 200
-    sampling = pool.asks[0].sampling
+    sampling = manager.requests[0].sampling
     assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.25, 7, 0.5)
-    assert (pool.asks[0].messages or ())[0] == {"role": "system", "content": "Be kind."}
+    assert (manager.requests[0].messages or ())[0] == {"role": "system", "content": "Be kind."}
 
 
-def test_how_the_model_is_opened_and_how_long_it_stays(chat: Post, pool: FakePool) -> None:
+def test_load_options_and_keep_alive(chat: Post, manager: FakeManager) -> None:
     chat(options={"num_ctx": 128}, keep_alive="5m")
     chat(keep_alive=-1)
     chat()
-    assert pool.leases == [
+    assert manager.leases == [
         ("demo:latest", LoadOptions(n_ctx=128), 300.0, True),
         ("demo:latest", LoadOptions(), float("inf"), True),
         ("demo:latest", LoadOptions(), None, True),
@@ -165,29 +165,29 @@ def test_how_the_model_is_opened_and_how_long_it_stays(chat: Post, pool: FakePoo
     ],
 )
 def test_errors_before_the_first_byte(
-    chat: Post, pool: FakePool, error: Exception, status: int, kind: str, code: str | None
+    chat: Post, manager: FakeManager, error: Exception, status: int, kind: str, code: str | None
 ) -> None:
     for stream in (False, True):
         for entering, script in ((error, ()), (None, (error,))):
-            pool.entering, pool.script = entering, script
+            manager.enter_error, manager.script = entering, script
             response = chat(stream=stream)
             told = response.json()["error"]
             assert (response.status_code, told["type"], told["code"], told["param"]) == (status, kind, code, None)
             assert "secret" not in response.text
             assert ("retry-after" in response.headers) == (status == 503)
-    assert pool.n_running == 0
+    assert manager.n_running == 0
 
 
-def test_an_error_in_the_middle_is_an_event_and_the_clients_error(client: openai.OpenAI, pool: FakePool) -> None:
-    pool.script = (Delta(text="Hel"), ExpertIOError("a read failed"))
+def test_an_error_in_mid_stream_is_an_event_and_the_clients_error(client: openai.OpenAI, manager: FakeManager) -> None:
+    manager.script = (Delta(text="Hel"), ExpertIOError("a read failed"))
     chunks = client.chat.completions.create(model="demo", messages=HI, stream=True)  # type: ignore[call-overload]
     assert [next(chunks).choices[0].delta.content for _ in range(2)] == ["", "Hel"]
     with pytest.raises(openai.APIError, match="a read failed"):
         next(chunks)
 
 
-def test_after_an_error_there_is_no_done(chat: Post, pool: FakePool) -> None:
-    pool.script = (Delta(text="Hel"), ExpertIOError("a read failed"))
+def test_after_an_error_there_is_no_done(chat: Post, manager: FakeManager) -> None:
+    manager.script = (Delta(text="Hel"), ExpertIOError("a read failed"))
     *_, last = events(chat(stream=True).text)
     assert json.loads(last)["error"]["type"] == "api_error"
 
@@ -195,15 +195,15 @@ def test_after_an_error_there_is_no_done(chat: Post, pool: FakePool) -> None:
 @pytest.mark.parametrize(
     ("error", "tries"), [(AllocationError("no room"), 1), (BudgetError("x"), 1), (WorkerError("x"), 3)]
 )
-def test_what_will_fail_again_is_not_asked_again(url: str, pool: FakePool, error: MoeggufError, tries: int) -> None:
-    pool.entering = error
+def test_permanent_errors_are_not_retried(url: str, manager: FakeManager, error: MoeggufError, tries: int) -> None:
+    manager.enter_error = error
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=2)
     with pytest.raises(openai.InternalServerError):
         client.chat.completions.create(model="demo", messages=HI)  # type: ignore[arg-type]
-    assert len(pool.leases) == tries
+    assert len(manager.leases) == tries
 
 
-def test_models_are_listed_and_found_by_any_spelling_of_their_ids(client: openai.OpenAI, http: httpx.Client) -> None:
+def test_models_are_listed_and_found_by_escaped_and_plain_ids(client: openai.OpenAI, http: httpx.Client) -> None:
     listed = {model.id: model for model in client.models.list()}
     assert listed.keys() == {"demo:latest", HUB, "mine:latest"}
     assert (listed["demo:latest"].owned_by, listed[HUB].owned_by) == ("library", "user")
@@ -215,15 +215,15 @@ def test_models_are_listed_and_found_by_any_spelling_of_their_ids(client: openai
     assert facts["meta"]["size"] == demo_path().stat().st_size
 
 
-def test_an_empty_list_is_a_list(pool: FakePool, http: httpx.Client) -> None:
-    pool.catalog.known.clear()
+def test_an_empty_catalog(manager: FakeManager, http: httpx.Client) -> None:
+    manager.catalog.known.clear()
     assert http.get("/v1/models").json() == {"object": "list", "data": []}
 
 
-def test_a_file_that_cannot_be_read_is_listed_all_the_same(pool: FakePool, http: httpx.Client, tmp_path: Path) -> None:
+def test_an_unreadable_file_is_listed(manager: FakeManager, http: httpx.Client, tmp_path: Path) -> None:
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(b"GGUF")
-    pool.catalog.known["broken:latest"] = entry_of(broken, "broken:latest")
+    manager.catalog.known["broken:latest"] = entry_of(broken, "broken:latest")
     found = {model["id"]: model for model in http.get("/v1/models").json()["data"]}
     assert found["broken:latest"].keys() == {"id", "object", "created", "owned_by"}
 
@@ -242,7 +242,7 @@ def test_an_unknown_model_is_not_found_by_chat(client: openai.OpenAI) -> None:
     assert asked.value.type == "not_found_error"
 
 
-def test_embeddings_in_both_encodings(http: httpx.Client, client: openai.OpenAI, pool: FakePool) -> None:
+def test_embeddings_in_both_encodings(http: httpx.Client, client: openai.OpenAI, manager: FakeManager) -> None:
     found = client.embeddings.create(model="demo", input=["a", "b"])
     assert [each.embedding for each in found.data] == [pytest.approx([0.6, 0.8, 0.0])] * 2
     assert (found.usage.prompt_tokens, found.usage.total_tokens) == (8, 8)
@@ -250,26 +250,26 @@ def test_embeddings_in_both_encodings(http: httpx.Client, client: openai.OpenAI,
     assert base64.b64decode(whole["data"][0]["embedding"]) == np.array([0.6, 0.8, 0.0], "<f4").tobytes()
     plain = http.post("/v1/embeddings", json={"model": "demo", "input": "a"}).json()
     assert plain["data"] == [{"object": "embedding", "index": 0, "embedding": pytest.approx([0.6, 0.8, 0.0])}]
-    assert pool.embedded[0] == (["a", "b"], False, True)
+    assert manager.embedded[0] == (["a", "b"], False, True)
 
 
 @pytest.mark.parametrize(
     ("given", "inputs"),
     [("a", ["a"]), (["a"], ["a"]), ([1, 2], [[1, 2]]), ([[1, 2], [3]], [[1, 2], [3]]), (["a", [1]], ["a", [1]])],
 )
-def test_all_forms_of_input(http: httpx.Client, pool: FakePool, given: Any, inputs: list[Any]) -> None:
+def test_all_forms_of_input(http: httpx.Client, manager: FakeManager, given: Any, inputs: list[Any]) -> None:
     assert http.post("/v1/embeddings", json={"model": "demo", "input": given}).status_code == 200
-    assert pool.embedded[0][0] == inputs
+    assert manager.embedded[0][0] == inputs
 
 
 @pytest.mark.parametrize("given", ["", [], [""], [[]], [1.5], [-1], [True], [2**31], {"a": 1}, None, ["a"] * 2049])
-def test_what_is_no_input(http: httpx.Client, given: Any) -> None:
+def test_invalid_inputs(http: httpx.Client, given: Any) -> None:
     response = http.post("/v1/embeddings", json={"model": "demo", "input": given})
     assert response.status_code == 400
     assert response.json()["error"]["message"].startswith("input: ")
 
 
-def test_shorter_vectors_have_length_one(http: httpx.Client) -> None:
+def test_shortened_vectors_are_normalized(http: httpx.Client) -> None:
     def vector(dimensions: int) -> httpx.Response:
         return http.post("/v1/embeddings", json={"model": "demo", "input": "a", "dimensions": dimensions})
 
@@ -279,7 +279,7 @@ def test_shorter_vectors_have_length_one(http: httpx.Client) -> None:
     assert "at most 3" in vector(4).json()["error"]["message"]
 
 
-def test_a_completion_of_text_and_of_tokens(client: openai.OpenAI, pool: FakePool) -> None:
+def test_a_completion_of_text_and_of_tokens(client: openai.OpenAI, manager: FakeManager) -> None:
     said = client.completions.create(model="demo", prompt="Once", echo=True)
     assert (said.choices[0].text, said.object) == ("OnceHello", "text_completion")
     assert said.usage is not None and said.usage.prompt_tokens == 7
@@ -287,7 +287,7 @@ def test_a_completion_of_text_and_of_tokens(client: openai.OpenAI, pool: FakePoo
     assert tokens.choices[0].text == "OnHello"
     client.completions.create(model="demo", prompt=["Once"])
     client.completions.create(model="demo", prompt=[[79]])
-    assert [(ask.prompt, ask.context, ask.sampling.max_tokens) for ask in pool.asks] == [
+    assert [(ask.prompt, ask.context, ask.sampling.max_tokens) for ask in manager.requests] == [
         ("Once", (), 16), ("", (79, 110), 3), ("Once", (), 16), ("", (79,), 16),
     ]  # fmt: skip
 
@@ -308,15 +308,15 @@ def test_a_completion_of_anything_else_is_refused(http: httpx.Client, prompt: An
     assert response.json()["error"]["message"].startswith("prompt: ")
 
 
-def test_health_tells_of_reads_that_failed(http: httpx.Client, pool: FakePool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_health_reports_read_errors(http: httpx.Client, manager: FakeManager, monkeypatch: pytest.MonkeyPatch) -> None:
     assert http.get("/health").json() == {"status": "ok"}
     http.post("/v1/completions", json={"model": "demo", "prompt": "a"})
     assert http.get("/health").json() == {"status": "ok"}
-    monkeypatch.setattr("fake_pool.STATS", Stats(read_errors=2))
+    monkeypatch.setattr("fake_manager.STATS", Stats(read_errors=2))
     assert http.get("/health").json() == {"status": "degraded", "read_errors": {"demo:latest": 2}}
 
 
-def test_props_of_a_model(http: httpx.Client, pool: FakePool) -> None:
+def test_props_of_a_model(http: httpx.Client, manager: FakeManager) -> None:
     assert http.get("/props").status_code == 400
     props = http.get("/props", params={"model": "mine"}).json()
     assert props["default_generation_settings"]["params"]["temperature"] == 0.25
@@ -328,18 +328,18 @@ def test_props_of_a_model(http: httpx.Client, pool: FakePool) -> None:
     assert "{%" in props["chat_template"]
 
 
-def test_tokens_and_back(http: httpx.Client, pool: FakePool) -> None:
+def test_tokenize_and_detokenize(http: httpx.Client, manager: FakeManager) -> None:
     assert http.post("/tokenize", json={"model": "demo", "content": "ab"}).json() == {"tokens": [97, 98]}
     deltas = http.post("/tokenize", json={"content": "a", "with_pieces": True}).json()
     assert deltas == {"tokens": [{"id": 97, "piece": "a"}]}
     assert http.post("/detokenize", json={"tokens": [97, 98]}).json() == {"content": "ab"}
-    assert [lease[3] for lease in pool.leases] == [False] * 3  # nobody's answer is waited for
+    assert [lease[3] for lease in manager.leases] == [False] * 3  # nobody's answer is waited for
     http.post("/detokenize", json={"tokens": [97], "model": "mine"})
     assert http.post("/tokenize", json={"content": "a"}).status_code == 400  # two models are loaded
 
 
-def test_metrics_count_what_was_answered(http: httpx.Client, chat: Post, pool: FakePool) -> None:
-    pool.timing = changed(prompt_tokens=10, answer_tokens=4)
+def test_metrics_count_answers(http: httpx.Client, chat: Post, manager: FakeManager) -> None:
+    manager.timing = changed(prompt_tokens=10, answer_tokens=4)
     chat()
     chat(stream=True)
     http.post("/v1/completions", json={"model": "demo", "prompt": "a"})
@@ -356,7 +356,7 @@ def test_metrics_count_what_was_answered(http: httpx.Client, chat: Post, pool: F
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/nothing"])
-def test_what_is_not_there_is_json_in_openais_form(http: httpx.Client, path: str) -> None:
+def test_unknown_paths_get_json_in_openais_form(http: httpx.Client, path: str) -> None:
     response = http.get(path)
     assert response.status_code in (404, 405)
     assert response.json()["error"].keys() == {"message", "type", "param", "code"}

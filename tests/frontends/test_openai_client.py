@@ -1,4 +1,4 @@
-"""The `openai` Python client, sync and async, against `moegguf serve`: every call that interfaces promise."""
+"""The `openai` Python client, sync and async, against `moegguf serve`: every supported call."""
 
 from __future__ import annotations
 
@@ -106,13 +106,13 @@ def test_a_stream_with_usage(client: openai.OpenAI, whole: ChatCompletion) -> No
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
-def test_an_answer_of_so_many_tokens(client: openai.OpenAI, name: str) -> None:
+def test_max_tokens(client: openai.OpenAI, name: str) -> None:
     answer = client.chat.completions.create(**ASKED, **{name: 3})
     assert answer.choices[0].finish_reason == "length"
     assert answer.usage is not None and answer.usage.completion_tokens == 3
 
 
-def test_a_text_that_ends_the_answer(client: openai.OpenAI, whole: ChatCompletion) -> None:
+def test_stop_text(client: openai.OpenAI, whole: ChatCompletion) -> None:
     word = text_of(whole).split()[4]
     answer = client.chat.completions.create(**ASKED, stop=[word, "never said"])
     assert text_of(answer) == text_of(whole).partition(word)[0]
@@ -120,7 +120,7 @@ def test_a_text_that_ends_the_answer(client: openai.OpenAI, whole: ChatCompletio
     assert text_of(client.chat.completions.create(**ASKED, stop=word)) == text_of(answer)
 
 
-def test_chances_of_tokens(client: openai.OpenAI) -> None:
+def test_logprobs(client: openai.OpenAI) -> None:
     asked = {**ASKED, "logprobs": True, "top_logprobs": 3, "temperature": 0, "max_tokens": 6}
     answer = client.chat.completions.create(**asked)
     told = answer.choices[0].logprobs
@@ -136,14 +136,14 @@ def test_chances_of_tokens(client: openai.OpenAI) -> None:
     assert streamed == answer.choices[0].logprobs.content  # type: ignore[union-attr]
 
 
-def test_a_token_that_may_not_come(client: openai.OpenAI, openai_server: Server) -> None:
+def test_logit_bias_excludes_a_token(client: openai.OpenAI, openai_server: Server) -> None:
     first = client.chat.completions.create(**ASKED, temperature=0, max_tokens=1)
     token = openai_server.call("/tokenize", {"model": "demo", "content": text_of(first)}).json["tokens"][0]
     other = client.chat.completions.create(**ASKED, temperature=0, max_tokens=1, logit_bias={str(token): -100})
     assert text_of(other) != text_of(first)
 
 
-def test_a_tool_that_must_be_called(client: openai.OpenAI) -> None:
+def test_a_required_tool_call(client: openai.OpenAI) -> None:
     asked = {**ASKED, "model": "tools", "tools": TOOLS, "tool_choice": WEATHER, "reasoning_effort": "none"}
     answer = client.chat.completions.create(**asked)
     (call,) = answer.choices[0].message.tool_calls or ()
@@ -160,7 +160,7 @@ def test_a_tool_that_must_be_called(client: openai.OpenAI) -> None:
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
 
 
-def test_a_conversation_with_calls_goes_on(client: openai.OpenAI) -> None:
+def test_a_conversation_with_tool_calls_continues(client: openai.OpenAI) -> None:
     made = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo", "days": 1}'}}
     messages: Any = [
         {"role": "developer", "content": "Be brief."},
@@ -174,7 +174,7 @@ def test_a_conversation_with_calls_goes_on(client: openai.OpenAI) -> None:
     assert answer.usage is not None and answer.usage.completion_tokens <= 4
 
 
-def test_tools_need_a_model_that_knows_them(client: openai.OpenAI) -> None:
+def test_tools_need_a_capable_model(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="does not support tools"):
         client.chat.completions.create(**ASKED, tools=TOOLS)
 
@@ -196,20 +196,20 @@ def test_json_by_a_schema(client: openai.OpenAI) -> None:
         assert json.loads(text) in ({"a": "x"}, {"a": "y"})
 
 
-def test_a_schema_that_cannot_be_followed_is_the_clients_mistake(client: openai.OpenAI) -> None:
+def test_an_unsupported_schema_is_a_400(client: openai.OpenAI) -> None:
     named: Any = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "nonsense"}}}
     with pytest.raises(openai.BadRequestError):
         client.chat.completions.create(**ASKED, response_format=named)
 
 
-def test_keys_beside_openais(client: openai.OpenAI) -> None:
+def test_extension_keys(client: openai.OpenAI) -> None:
     extra = {"top_k": 1, "min_p": 0.1, "repeat_penalty": 1.1, "keep_alive": "5m", "options": {"top_p": 0.5}}
     one = client.chat.completions.create(**{**ASKED, "seed": 1}, extra_body=extra, max_tokens=8)
     other = client.chat.completions.create(**{**ASKED, "seed": 2}, extra_body=extra, max_tokens=8)
     assert text_of(one) == text_of(other)  # top_k 1 leaves no choice
 
 
-def test_thinking_is_told_apart(client: openai.OpenAI) -> None:
+def test_thinking_is_separate(client: openai.OpenAI) -> None:
     asked = {**ASKED, "model": "thinker", "max_tokens": 12}
     answer = client.chat.completions.create(**asked, reasoning_effort="high")
     message = answer.choices[0].message.model_extra or {}
@@ -223,7 +223,7 @@ def test_thinking_is_told_apart(client: openai.OpenAI) -> None:
         client.chat.completions.create(**ASKED, reasoning_effort="high")
 
 
-def test_the_second_turn_evaluates_only_what_is_new(client: openai.OpenAI) -> None:
+def test_the_second_turn_evaluates_only_new_tokens(client: openai.OpenAI) -> None:
     asked: Any = {"model": "demo", "messages": ASKED["messages"], "temperature": 0, "max_tokens": 8}
     first = client.chat.completions.create(**asked)
     said: Any = {"role": "assistant", "content": text_of(first)}
@@ -248,7 +248,7 @@ def test_completions(client: openai.OpenAI) -> None:
     assert echoed.choices[0].text == f"moegguf is{said.choices[0].text}"
 
 
-def test_a_completion_of_tokens_and_its_chances(client: openai.OpenAI, openai_server: Server) -> None:
+def test_a_completion_of_tokens_and_its_logprobs(client: openai.OpenAI, openai_server: Server) -> None:
     body = {"model": "demo", "content": "moegguf is", "add_special": True}
     tokens = openai_server.call("/tokenize", body).json["tokens"]
     asked: Any = {"model": "demo", "temperature": 0, "max_tokens": 4, "logprobs": 2}
@@ -296,14 +296,14 @@ def test_models(client: openai.OpenAI) -> None:
     assert raised.value.code == "model_not_found"
 
 
-def test_a_model_that_is_not_there(client: openai.OpenAI) -> None:
+def test_an_unknown_model(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as raised:
         client.chat.completions.create(**{**ASKED, "model": "nobody"})
     assert raised.value.code == "model_not_found" and raised.value.type == "not_found_error"
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_prompt_that_does_not_fit(client: openai.OpenAI, stream: bool) -> None:
+def test_a_prompt_longer_than_the_context(client: openai.OpenAI, stream: bool) -> None:
     long = [{"role": "user", "content": "word " * 5000}]
     with pytest.raises(openai.BadRequestError) as raised:
         client.chat.completions.create(**{**ASKED, "messages": long}, stream=stream)
@@ -311,7 +311,7 @@ def test_a_prompt_that_does_not_fit(client: openai.OpenAI, stream: bool) -> None
     assert raised.value.type == "invalid_request_error"
 
 
-def test_what_is_not_served_is_the_clients_mistake(client: openai.OpenAI) -> None:
+def test_unsupported_requests_are_a_400(client: openai.OpenAI) -> None:
     picture = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}]}]
     for fields in ({"n": 2}, {"messages": picture}, {"max_tokens": 0}, {"temperature": -1}):
         with pytest.raises(openai.BadRequestError) as raised:
@@ -342,7 +342,7 @@ def test_every_call_of_the_async_client(openai_server: Server, whole: ChatComple
     asyncio.run(call_all())
 
 
-def test_a_process_that_dies_ends_its_answer_with_an_error_and_the_next_one_is_right(
+def test_a_killed_worker_fails_its_answer_and_the_next_one_succeeds(
     client: openai.OpenAI, openai_server: Server
 ) -> None:
     ends = openai_server.call("/tokenize", {"model": "tools", "content": "<|endoftext|><|im_start|><|im_end|>"})

@@ -1,4 +1,4 @@
-"""`/` for browsers and for tools, the files of the page, and `/live`, over a pool without processes."""
+"""`/` for browsers and for other clients, the files of the page, and `/live`, over a manager without processes."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from typing import Any, cast
 
 import httpx
 import pytest
-from fake_pool import FakePool
-from looking import VIEW, LivePool
+from fake_manager import SNAPSHOT, FakeManager, FedManager
 from starlette.applications import Starlette
 
 from moegguf.server import live, page
@@ -26,15 +25,15 @@ BROWSER = "text/html,application/xhtml+xml,application/xml;q=0.9,image/avif,imag
 FILES = sorted(path for path in page.FOLDER.rglob("*") if path.is_file())
 
 
-def app_of(pool: Any) -> Starlette:
+def app_of(manager: Any) -> Starlette:
     app = Starlette(routes=[*page.routes, *live.routes], exception_handlers=HANDLERS)
-    app.state.pool, app.state.catalog, app.state.ending = pool, pool.catalog, threading.Event()
+    app.state.manager, app.state.catalog, app.state.ending = manager, manager.catalog, threading.Event()
     return app
 
 
-def ask(path: str, method: str = "GET", pool: Any = None, **headers: str) -> httpx.Response:
+def ask(path: str, method: str = "GET", manager: Any = None, **headers: str) -> httpx.Response:
     async def go() -> httpx.Response:
-        transport = httpx.ASGITransport(app_of(pool or LivePool()))
+        transport = httpx.ASGITransport(app_of(manager or FedManager()))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             return await client.request(method, path, headers=headers)
 
@@ -42,14 +41,14 @@ def ask(path: str, method: str = "GET", pool: Any = None, **headers: str) -> htt
 
 
 @pytest.mark.parametrize("accept", ["*/*", "", "application/json", "text/plain, text/html;q=0.5", "text/html;q=0"])
-def test_tools_get_ollamas_greeting(accept: str) -> None:
+def test_other_clients_get_ollamas_greeting(accept: str) -> None:
     response = ask("/", Accept=accept)
     assert (response.status_code, response.text) == (200, "Ollama is running")
     assert response.headers["content-type"] == "text/plain; charset=utf-8"
     assert response.headers["vary"] == "Accept"
 
 
-def test_head_is_the_greetings_heartbeat_for_everyone() -> None:
+def test_head_gets_the_greetings_headers() -> None:
     response = ask("/", "HEAD", Accept=BROWSER)
     assert (response.status_code, response.content) == (200, b"")
     assert response.headers["content-length"] == str(len("Ollama is running"))
@@ -64,7 +63,7 @@ def test_browsers_get_the_page(accept: str) -> None:
 
 
 @pytest.mark.parametrize("path", ["/", "/page/app.js", "/page/style.css", "/page/icon.svg"])
-def test_everything_of_the_page_is_locked_in(path: str) -> None:
+def test_all_responses_of_the_page_have_security_headers(path: str) -> None:
     headers = ask(path, Accept=BROWSER).headers
     policy = headers["content-security-policy"]
     assert "default-src 'self'" in policy and "frame-ancestors 'none'" in policy and "unsafe" not in policy
@@ -74,14 +73,14 @@ def test_everything_of_the_page_is_locked_in(path: str) -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_every_file_is_served_as_what_it_is(path: Path) -> None:
+def test_every_file_has_its_media_type(path: Path) -> None:
     response = ask(f"/page/{path.relative_to(page.FOLDER).as_posix()}")
     kind = {".html": "text/html", ".css": "text/css", ".js": "javascript", ".svg": "image/svg+xml"}[path.suffix]
     assert response.status_code == 200 and response.content == path.read_bytes()
     assert kind in response.headers["content-type"]
 
 
-def test_files_are_asked_for_again_and_not_sent_again() -> None:
+def test_files_are_revalidated_by_etag() -> None:
     first = ask("/page/app.js")
     assert first.headers["cache-control"] == "no-cache"
     again = ask("/page/app.js", **{"If-None-Match": first.headers["etag"]})
@@ -91,14 +90,14 @@ def test_files_are_asked_for_again_and_not_sent_again() -> None:
 @pytest.mark.parametrize(
     "path", ["/page/none.js", "/page/../page.py", "/page/%2e%2e/page.py", "/page/..%2fpage.py", "/page/"]
 )
-def test_nothing_else_can_be_read(path: str) -> None:
+def test_other_paths_are_not_found(path: str) -> None:
     response = ask(path)
     assert response.status_code == 404
     assert response.json() == {"error": "not found"}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_the_page_asks_nobody_else_and_parses_no_text_as_html(path: Path) -> None:
+def test_the_page_requests_no_other_server_and_parses_no_text_as_html(path: Path) -> None:
     text = path.read_text().replace("http://www.w3.org/2000/svg", "")  # the name of a language, not an address
     assert not re.findall(r"https?:|//[\w-]+\.\w|@import|url\(", text)
     assert not re.findall(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function", text)
@@ -110,7 +109,7 @@ def test_the_page_has_no_inline_script_or_style_that_its_policy_would_refuse() -
     assert not re.findall(r"<script(?![^>]*\ssrc=)", text)
 
 
-def test_what_the_page_refers_to_exists() -> None:
+def test_the_files_and_ids_the_page_uses_exist() -> None:
     text = (page.FOLDER / "index.html").read_text()
     referred = set(re.findall(r'(?:href|src)="page/([^"#]+)', text))
     for script in page.FOLDER.glob("*.js"):
@@ -126,8 +125,8 @@ def test_what_the_page_refers_to_exists() -> None:
 # /live
 
 
-def views_of(pool: LivePool, name: str | None) -> AsyncGenerator[bytes]:
-    return live.Viewing(cast("Any", pool), name, 4.0).lines()
+def lines_of(manager: FedManager, name: str | None) -> AsyncGenerator[bytes]:
+    return live.SnapshotStream(cast("Any", manager), name, 4.0).lines()
 
 
 async def next_line(lines: AsyncGenerator[bytes]) -> dict[str, Any]:
@@ -135,21 +134,21 @@ async def next_line(lines: AsyncGenerator[bytes]) -> dict[str, Any]:
         return json.loads(await anext(lines))
 
 
-async def next_view(lines: AsyncGenerator[bytes]) -> dict[str, Any]:
+async def next_snapshot(lines: AsyncGenerator[bytes]) -> dict[str, Any]:
     while "state" not in (line := await next_line(lines)):
         pass
     return line
 
 
-def test_a_view_comes_with_its_model_and_its_bytes_in_base64() -> None:
+def test_a_snapshot_has_its_model_and_bytes_in_base64() -> None:
     async def go() -> None:
-        pool = LivePool()
-        pool.put_in_memory()
-        async with aclosing(views_of(pool, "demo:latest")) as lines:
+        manager = FedManager()
+        manager.put_in_memory()
+        async with aclosing(lines_of(manager, "demo:latest")) as lines:
             assert await next_line(lines) == {"loaded_models": ["demo:latest"]}
-            pool.feed("demo:latest").put_nowait(VIEW)
-            line = await next_view(lines)
-        assert base64.b64decode(line["state"]) == VIEW.state and base64.b64decode(line["uses"]) == VIEW.uses
+            manager.feed("demo:latest").put_nowait(SNAPSHOT)
+            line = await next_snapshot(lines)
+        assert base64.b64decode(line["state"]) == SNAPSHOT.state and base64.b64decode(line["uses"]) == SNAPSHOT.uses
         assert (line["model"], line["layers"], line["n_expert"], line["tokens_per_s"]) == (
             "demo:latest",
             [0, 2],
@@ -162,49 +161,49 @@ def test_a_view_comes_with_its_model_and_its_bytes_in_base64() -> None:
     asyncio.run(go())
 
 
-def test_looking_on_loads_nothing_and_ends_with_the_client() -> None:
+def test_watching_loads_nothing_and_ends_with_the_client() -> None:
     async def go() -> None:
-        pool = LivePool()
-        async with aclosing(views_of(pool, "demo:latest")) as lines:
+        manager = FedManager()
+        async with aclosing(lines_of(manager, "demo:latest")) as lines:
             assert await next_line(lines) == {"loaded_models": []}
-            pool.put_in_memory()
+            manager.put_in_memory()
             assert await next_line(lines) == {"loaded_models": ["demo:latest"]}
-            assert pool.n_watching == 1
-        assert pool.n_watching == 0
-        assert pool.leases == []
+            assert manager.n_watching == 1
+        assert manager.n_watching == 0
+        assert manager.leases == []
 
     asyncio.run(go())
 
 
-def test_without_a_name_every_loaded_model_is_told_of_and_none_that_left() -> None:
+def test_without_a_name_all_loaded_models_are_watched() -> None:
     async def go() -> None:
-        pool = LivePool("demo:latest", "other:latest")
-        pool.put_in_memory("demo:latest")
-        pool.put_in_memory("other:latest")
-        async with aclosing(views_of(pool, None)) as lines:
+        manager = FedManager("demo:latest", "other:latest")
+        manager.put_in_memory("demo:latest")
+        manager.put_in_memory("other:latest")
+        async with aclosing(lines_of(manager, None)) as lines:
             assert await next_line(lines) == {"loaded_models": ["demo:latest", "other:latest"]}
             for name in ("demo:latest", "other:latest"):
-                pool.feed(name).put_nowait(replace(VIEW, model=name))
-            assert {(await next_view(lines))["model"] for _ in range(2)} == {"demo:latest", "other:latest"}
-            del pool.there["other:latest"]
+                manager.feed(name).put_nowait(replace(SNAPSHOT, model=name))
+            assert {(await next_snapshot(lines))["model"] for _ in range(2)} == {"demo:latest", "other:latest"}
+            del manager.there["other:latest"]
             assert await next_line(lines) == {"loaded_models": ["demo:latest"]}
             await asyncio.sleep(0)
-            assert pool.n_watching == 1
+            assert manager.n_watching == 1
 
     asyncio.run(go())
 
 
-def test_a_view_that_shows_nothing_new_is_left_out() -> None:
+def test_a_snapshot_without_changes_is_left_out() -> None:
     async def go() -> None:
-        pool = LivePool()
-        pool.put_in_memory()
-        quiet = replace(VIEW, uses=bytes(6), loads=bytes(6), busy=False)
-        feed = pool.feed("demo:latest")
-        async with aclosing(views_of(pool, "demo:latest")) as lines:
+        manager = FedManager()
+        manager.put_in_memory()
+        quiet = replace(SNAPSHOT, uses=bytes(6), loads=bytes(6), busy=False)
+        feed = manager.feed("demo:latest")
+        async with aclosing(lines_of(manager, "demo:latest")) as lines:
             await next_line(lines)
             feed.put_nowait(quiet)
-            assert (await next_view(lines))["busy"] is False
-            pending = asyncio.ensure_future(next_view(lines))
+            assert (await next_snapshot(lines))["busy"] is False
+            pending = asyncio.ensure_future(next_snapshot(lines))
             feed.put_nowait(replace(quiet, seconds=4.25))
             while not feed.empty():
                 await asyncio.sleep(0)
@@ -214,19 +213,19 @@ def test_a_view_that_shows_nothing_new_is_left_out() -> None:
     asyncio.run(go())
 
 
-def test_views_that_a_slow_client_missed_are_added_up() -> None:
-    joined = live._joined(VIEW, replace(VIEW, seconds=5.0, state=bytes(6)))
+def test_snapshots_that_a_slow_client_missed_are_merged() -> None:
+    joined = live._merge(SNAPSHOT, replace(SNAPSHOT, seconds=5.0, state=bytes(6)))
     assert joined.uses == bytes([6, 0, 0, 255, 2, 0]) and joined.loads == bytes([2, 0, 0, 0, 0, 0])
     assert joined.state == bytes(6)
-    assert live._joined(VIEW, replace(VIEW, seconds=1.0)).uses == VIEW.uses  # loaded anew meanwhile
+    assert live._merge(SNAPSHOT, replace(SNAPSHOT, seconds=1.0)).uses == SNAPSHOT.uses  # loaded anew meanwhile
 
 
-def test_a_fault_of_the_watch_is_raised_to_the_client() -> None:
+def test_an_error_of_the_watch_is_raised() -> None:
     async def go() -> None:
-        pool = LivePool()
-        pool.put_in_memory()
-        pool.feed("demo:latest").put_nowait(RuntimeError("broken"))
-        async with aclosing(views_of(pool, "demo:latest")) as lines:
+        manager = FedManager()
+        manager.put_in_memory()
+        manager.feed("demo:latest").put_nowait(RuntimeError("broken"))
+        async with aclosing(lines_of(manager, "demo:latest")) as lines:
             await next_line(lines)
             with pytest.raises(RuntimeError, match="broken"):
                 await next_line(lines)
@@ -234,28 +233,28 @@ def test_a_fault_of_the_watch_is_raised_to_the_client() -> None:
     asyncio.run(go())
 
 
-def test_a_server_that_ends_ends_the_stream() -> None:
+def test_a_server_shutdown_ends_the_stream() -> None:
     async def go() -> list[dict[str, Any]]:
-        pool = LivePool()
-        pool.put_in_memory()
-        pool.feed("demo:latest").put_nowait(VIEW)
-        pool.feed("demo:latest").put_nowait(None)
+        manager = FedManager()
+        manager.put_in_memory()
+        manager.feed("demo:latest").put_nowait(SNAPSHOT)
+        manager.feed("demo:latest").put_nowait(None)
         async with asyncio.timeout(30):
-            return [json.loads(line) async for line in views_of(pool, "demo:latest")]
+            return [json.loads(line) async for line in lines_of(manager, "demo:latest")]
 
     lines = asyncio.run(go())
     assert [line.get("model") for line in lines] == [None, "demo:latest"]
 
 
 def test_once_is_all_models_as_one_object() -> None:
-    pool = LivePool()
-    assert ask("/live?once=1", pool=pool).json() == {"models": []}
-    pool.put_in_memory()
-    pool.views = [VIEW]
-    pool.watch = lambda name=None, per_s=4.0: FakePool.watch(pool, name, per_s)  # type: ignore[assignment]
-    [model] = ask("/live?once=1", pool=pool).json()["models"]
+    manager = FedManager()
+    assert ask("/live?once=1", manager=manager).json() == {"models": []}
+    manager.put_in_memory()
+    manager.snapshots = [SNAPSHOT]
+    manager.watch = lambda name=None, per_s=4.0: FakeManager.watch(manager, name, per_s)  # type: ignore[assignment]
+    [model] = ask("/live?once=1", manager=manager).json()["models"]
     assert (model["name"], model["n_ctx"], model["stats"]["tokens"]) == ("demo:latest", 4096, 3)
-    assert base64.b64decode(model["view"]["state"]) == VIEW.state
+    assert base64.b64decode(model["snapshot"]["state"]) == SNAPSHOT.state
 
 
 @pytest.mark.parametrize("per_s", ["0", "-1", "nan", "1e9", "fast"])
@@ -265,6 +264,6 @@ def test_a_rate_out_of_bounds_is_refused(per_s: str) -> None:
     assert "per_s must be a number" in response.json()["error"]
 
 
-def test_a_model_that_is_not_there_is_not_found() -> None:
+def test_an_unknown_model_is_not_found() -> None:
     response = ask("/live?model=nobody")
     assert response.status_code == 404

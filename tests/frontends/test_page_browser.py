@@ -47,7 +47,7 @@ def test_a_message_streams_and_the_map_changes(server: Server, look: Look) -> No
     page.evaluate("""() => {
       window.seen = [];
       new MutationObserver(() => {
-        const said = document.querySelector(".answer .said")?.textContent ?? "";
+        const said = document.querySelector(".answer .content")?.textContent ?? "";
         if (said && said !== window.seen.at(-1)) window.seen.push(said);
       }).observe(document.getElementById("log"), { subtree: true, childList: true, characterData: true });
     }""")
@@ -56,7 +56,7 @@ def test_a_message_streams_and_the_map_changes(server: Server, look: Look) -> No
     ended(page)
     seen = page.evaluate("window.seen")
     assert len(seen) > 2 and seen[-1].startswith(seen[0])  # it grew, word by word
-    assert re.search(r"\d+ tokens · [\d.,]+ tokens/s", page.inner_text(".figures").replace("\xa0", " "))
+    assert re.search(r"\d+ tokens · [\d.,]+ tokens/s", page.inner_text(".statistics").replace("\xa0", " "))
     until(page, f"({COUNT_PIXELS})().hot === 0")
     idle = page.evaluate(COUNT_PIXELS)
     assert idle["grey"] > 1000
@@ -68,7 +68,7 @@ def test_a_message_streams_and_the_map_changes(server: Server, look: Look) -> No
     until(page, f"({COUNT_PIXELS})().sum !== {idle['sum']}")
 
 
-def test_a_second_turn_knows_the_first_and_a_new_chat_does_not(server: Server, look: Look) -> None:
+def test_a_second_turn_sends_the_first_and_a_new_chat_does_not(server: Server, look: Look) -> None:
     page = look(server.url)
     sent: list[Any] = []
     page.on("request", lambda request: sent.append(request.post_data_json) if "/api/chat" in request.url else None)
@@ -77,7 +77,7 @@ def test_a_second_turn_knows_the_first_and_a_new_chat_does_not(server: Server, l
     ask(page, "What is the hit rate?")
     ended(page)
     assert [message["role"] for message in sent[1]["messages"]] == ["user", "assistant", "user"]
-    assert sent[1]["messages"][1]["content"].strip() == page.inner_text(".answer .said >> nth=0").strip()
+    assert sent[1]["messages"][1]["content"].strip() == page.inner_text(".answer .content >> nth=0").strip()
     page.click("#new")
     assert page.inner_text("#log") == "" and page.is_visible(".starters")
     page.click(".starters button >> nth=1")
@@ -85,7 +85,7 @@ def test_a_second_turn_knows_the_first_and_a_new_chat_does_not(server: Server, l
     assert [message["role"] for message in sent[2]["messages"]] == ["user"]
 
 
-def test_pointing_at_a_cell_tells_its_layer_expert_and_uses(server: Server, look: Look) -> None:
+def test_pointing_at_a_cell_shows_its_layer_expert_and_uses(server: Server, look: Look) -> None:
     page = look(server.url)
     ask(page, "What is the hit rate?")
     ended(page)

@@ -1,4 +1,4 @@
-"""The page in a browser over scripted answers: stopping, faults, hostile text, the key, settings, keys and colours."""
+"""The page in a browser over scripted answers: stop, errors, hostile text, API key, settings, keyboard and colours."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from browsing import Look, ask, ended, until
-from fake_pool import FakeCatalog, FakePool, entry_of, running
+from fake_manager import FakeCatalog, FakeManager, entry_of, running
 
 from moegguf.errors import WorkerError
 from moegguf.generate.request import Delta
@@ -19,40 +19,40 @@ from moegguf.settings import Settings
 pytest_plugins = ("browser",)
 
 
-def pool_of(*script: Any) -> FakePool:
-    return FakePool(FakeCatalog(entry_of(demo_path())), script)
+def manager_of(*script: Any) -> FakeManager:
+    return FakeManager(FakeCatalog(entry_of(demo_path())), script)
 
 
-def app_of(pool: FakePool, api_key: str | None = None) -> Any:
-    return make_app(pool, pool.catalog, Settings(api_key=api_key))  # type: ignore[arg-type]
+def app_of(manager: FakeManager, api_key: str | None = None) -> Any:
+    return make_app(manager, manager.catalog, Settings(api_key=api_key))  # type: ignore[arg-type]
 
 
 def deltas(*texts: str) -> Sequence[Delta]:
     return [Delta(text=text) for text in texts]
 
 
-def test_stop_ends_the_request_and_keeps_what_was_said(look: Look) -> None:
-    pool = pool_of(*deltas("It begins", " well"), asyncio.Event())
-    with running(app_of(pool)) as url:
+def test_stop_ends_the_request_and_keeps_the_text(look: Look) -> None:
+    manager = manager_of(*deltas("It begins", " well"), asyncio.Event())
+    with running(app_of(manager)) as url:
         page = look(url)
         ask(page, "Go on for ever")
-        until(page, "document.querySelector('.answer .said')?.textContent === 'It begins well'")
-        assert pool.n_running == 1
+        until(page, "document.querySelector('.answer .content')?.textContent === 'It begins well'")
+        assert manager.n_running == 1
         page.click("#stop")
         page.wait_for_selector("text=Stopped.")
         ended(page)
-        pool.script = deltas("Yes.")
+        manager.script = deltas("Yes.")
         ask(page, "Are you free?")
         page.wait_for_selector("text=Yes.")
         ended(page)
-    assert (pool.n_running, pool.n_ended) == (0, 2)
-    said = [message["content"] for message in pool.asks[1].messages or ()]
+    assert (manager.n_running, manager.n_ended) == (0, 2)
+    said = [message["content"] for message in manager.requests[1].messages or ()]
     assert said == ["Go on for ever", "It begins well", "Are you free?"]
 
 
-def test_escape_stops_too(look: Look) -> None:
-    pool = pool_of(*deltas("It begins"), asyncio.Event())
-    with running(app_of(pool)) as url:
+def test_escape_stops(look: Look) -> None:
+    manager = manager_of(*deltas("It begins"), asyncio.Event())
+    with running(app_of(manager)) as url:
         page = look(url)
         ask(page, "Go on for ever")
         page.wait_for_selector("text=It begins")
@@ -67,27 +67,27 @@ HOSTILE = (
 )
 
 
-def test_what_a_model_writes_never_becomes_html(look: Look) -> None:
-    with running(app_of(pool_of(*deltas(*re.findall(r"(?s).{1,7}", HOSTILE))))) as url:
+def test_model_output_never_becomes_html(look: Look) -> None:
+    with running(app_of(manager_of(*deltas(*re.findall(r"(?s).{1,7}", HOSTILE))))) as url:
         page = look(url)
         ask(page, "<img src=x onerror='window.hacked=6'>")
         ended(page)
         assert page.evaluate("window.hacked") is None
         assert page.locator("#log :is(img, b, script, svg, iframe, i, a)").count() == 0
-        assert page.inner_text(".user .said") == "<img src=x onerror='window.hacked=6'>"
+        assert page.inner_text(".user .content") == "<img src=x onerror='window.hacked=6'>"
         assert page.inner_text(".answer strong") == "<b>bold</b>"
         assert page.inner_text(".answer pre") == "<img src=x onerror=window.hacked=5>"
         assert page.inner_text(".answer td >> nth=0") == "<iframe srcdoc=x>"
 
 
-def test_markdown_that_answers_are_made_of(look: Look) -> None:
+def test_markdown(look: Look) -> None:
     text = "## Title\n\nOne *two* `three`\nfour\n\n1. a\n2. b\n   c\n\n> said\n\n---\n\n"
     text += "2 * 3 * 4 and snake_case_name\n\n~~~py\nx = 1\n"
-    with running(app_of(pool_of(*deltas(text)))) as url:
+    with running(app_of(manager_of(*deltas(text)))) as url:
         page = look(url)
         ask(page, "Write")
         ended(page)
-        kinds = page.evaluate("[...document.querySelector('.answer .said').children].map((e) => e.tagName)")
+        kinds = page.evaluate("[...document.querySelector('.answer .content').children].map((e) => e.tagName)")
         assert kinds == ["H3", "P", "OL", "BLOCKQUOTE", "HR", "P", "DIV"]
         assert page.inner_text(".answer em") == "two" and page.locator(".answer em").count() == 1
         assert page.locator(".answer li").all_inner_texts() == ["a", "b\nc"]
@@ -95,9 +95,9 @@ def test_markdown_that_answers_are_made_of(look: Look) -> None:
         assert page.inner_text(".answer .code-head span") == "py"
 
 
-def test_thinking_is_folded_away(look: Look) -> None:
+def test_thinking_is_collapsed(look: Look) -> None:
     script = [Delta(thinking="Let me "), Delta(thinking="see."), Delta(text="Here.")]
-    with running(app_of(pool_of(*script))) as url:
+    with running(app_of(manager_of(*script))) as url:
         page = look(url)
         ask(page, "Think")
         ended(page)
@@ -105,38 +105,38 @@ def test_thinking_is_folded_away(look: Look) -> None:
         assert not page.is_visible(".thinking div")
         page.click(".thinking summary")
         assert page.inner_text(".thinking div") == "Let me see."
-        assert page.inner_text(".answer .said") == "Here."
+        assert page.inner_text(".answer .content") == "Here."
 
 
-def test_a_fault_in_mid_answer_is_told_and_the_chat_goes_on(look: Look) -> None:
-    pool = pool_of(*deltas("Half"), WorkerError("the process that held the model has ended."))
-    with running(app_of(pool)) as url:
+def test_an_error_in_mid_answer_is_shown_and_the_chat_continues(look: Look) -> None:
+    manager = manager_of(*deltas("Half"), WorkerError("the worker process has ended."))
+    with running(app_of(manager)) as url:
         page = look(url)
         ask(page, "First")
-        assert page.inner_text(".fault") == "the process that held the model has ended."
+        assert page.inner_text(".error") == "the worker process has ended."
         ended(page)
-        pool.script = deltas("Whole")
+        manager.script = deltas("Whole")
         ask(page, "Second")
         page.wait_for_selector("text=Whole")
 
 
 def test_a_message_that_was_not_answered_can_be_sent_again(look: Look) -> None:
-    pool = pool_of()
-    pool.entering = WorkerError("it does not load.")
-    with running(app_of(pool)) as url:
+    manager = manager_of()
+    manager.enter_error = WorkerError("it does not load.")
+    with running(app_of(manager)) as url:
         page = look(url, expected="status of 5")
         ask(page, "Again")
         page.wait_for_selector("text=it does not load.")
         ended(page)
         assert page.input_value("#message") == "Again"
-        pool.entering = None
+        manager.enter_error = None
         page.keyboard.press("Enter")
         ended(page)
-    assert [message["content"] for message in pool.asks[0].messages or ()] == ["Again"]
+    assert [message["content"] for message in manager.requests[0].messages or ()] == ["Again"]
 
 
-def test_a_server_with_a_key_is_asked_with_it_and_the_key_stays_in_the_tab(look: Look) -> None:
-    with running(app_of(pool_of(*deltas("Open.")), api_key="sesame")) as url:
+def test_the_api_key_is_sent_and_kept_in_the_tab(look: Look) -> None:
+    with running(app_of(manager_of(*deltas("Open.")), api_key="sesame")) as url:
         page = look(url, expected="status of 401")
         page.fill("#api-key", "wrong")
         page.keyboard.press("Enter")
@@ -149,9 +149,9 @@ def test_a_server_with_a_key_is_asked_with_it_and_the_key_stays_in_the_tab(look:
         assert "sesame" not in page.evaluate("JSON.stringify(localStorage)")
 
 
-def test_settings_go_with_the_next_message(look: Look) -> None:
-    pool = pool_of()
-    with running(app_of(pool)) as url:
+def test_settings_apply_to_the_next_message(look: Look) -> None:
+    manager = manager_of()
+    with running(app_of(manager)) as url:
         page = look(url)
         page.click("#open-settings")
         for name, value in {"system": "Be brief.", "temperature": "0.5", "seed": "7"}.items():
@@ -159,14 +159,14 @@ def test_settings_go_with_the_next_message(look: Look) -> None:
         page.click("#settings .primary")
         ask(page, "Hello")
         ended(page)
-    asked = pool.asks[0]
+    asked = manager.requests[0]
     assert [message["role"] for message in asked.messages or ()] == ["system", "user"]
     assert (asked.sampling.temperature, asked.sampling.seed) == (0.5, 7)
 
 
 def test_shift_enter_begins_a_line_and_an_empty_message_is_not_sent(look: Look) -> None:
-    pool = pool_of()
-    with running(app_of(pool)) as url:
+    manager = manager_of()
+    with running(app_of(manager)) as url:
         page = look(url)
         ask(page, "   ")
         page.fill("#message", "")
@@ -175,12 +175,12 @@ def test_shift_enter_begins_a_line_and_an_empty_message_is_not_sent(look: Look) 
         page.type("#message", "two")
         page.keyboard.press("Enter")
         ended(page)
-    assert [[message["content"] for message in asked.messages or ()] for asked in pool.asks] == [["one\ntwo"]]
+    assert [[message["content"] for message in asked.messages or ()] for asked in manager.requests] == [["one\ntwo"]]
 
 
 def test_light_and_dark_follow_the_system_until_one_is_chosen(look: Look) -> None:
     brightness = "Number(getComputedStyle(document.body).backgroundColor.match(/\\d+/)[0])"
-    with running(app_of(pool_of())) as url:
+    with running(app_of(manager_of())) as url:
         page = look(url, color_scheme="dark")
         assert page.evaluate(brightness) < 60
         page.click("#theme")
@@ -190,8 +190,8 @@ def test_light_and_dark_follow_the_system_until_one_is_chosen(look: Look) -> Non
         assert look(url, color_scheme="light").evaluate(brightness) > 200
 
 
-def test_everything_that_can_be_used_has_a_name(look: Look) -> None:
-    with running(app_of(pool_of(*deltas("```py\nx\n```")))) as url:
+def test_all_controls_have_an_accessible_name(look: Look) -> None:
+    with running(app_of(manager_of(*deltas("```py\nx\n```")))) as url:
         page = look(url)
         ask(page, "Hello")
         ended(page)

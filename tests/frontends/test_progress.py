@@ -1,4 +1,4 @@
-"""Words and bars of what is being waited for."""
+"""Progress lines and bars."""
 
 from __future__ import annotations
 
@@ -7,36 +7,44 @@ from rich.cells import cell_len
 
 from moegguf.models.entry import PullStatus
 from moegguf.terminal import progress
-from moegguf.terminal.progress import PullProgress, Spinner, bar, file_line, loading_words, prompt_words, short_span
+from moegguf.terminal.progress import (
+    PullProgress,
+    Spinner,
+    bar,
+    download_line,
+    loading_text,
+    prompt_text,
+    short_duration,
+)
 
 
 @pytest.mark.parametrize(("seconds", "text"), [
     (None, ""), (0, "0s"), (59.4, "59s"), (59.6, "1m0s"), (171, "2m51s"), (3600, "1h0m"), (90061, "1d1h"),
 ])  # fmt: skip
 def test_times_have_two_units(seconds: float | None, text: str) -> None:
-    assert short_span(seconds) == text
+    assert short_duration(seconds) == text
 
 
 def test_a_download_looks_as_in_ollama() -> None:
-    line = file_line("pulling 3f4a9c11d2e0", 1_200_000_000, 17_000_000_000, 95e6, 171, 200)
+    line = download_line("pulling 3f4a9c11d2e0", 1_200_000_000, 17_000_000_000, 95e6, 171, 200)
     assert line == f"pulling 3f4a9c11d2e0:   7% {bar(0.07, 30)} 1.2 GB/ 17 GB   95 MB/s   2m51s"
     assert bar(0.5, 4) == "▕██  ▏"
-    done = file_line("pulling 3f4a9c11d2e0", 17_000_000_000, 17_000_000_000, 95e6, 0, 80)
+    done = download_line("pulling 3f4a9c11d2e0", 17_000_000_000, 17_000_000_000, 95e6, 0, 80)
     assert done.endswith("▏  17 GB") and "100%" in done and "MB/s" not in done
 
 
 @pytest.mark.parametrize("width", [20, 30, 40, 60, 80, 120])
 def test_a_line_fits_its_terminal(width: int) -> None:
-    line = file_line("pulling 3f4a9c11", 3, 17_000_000_000, 95e6, 171, width)
+    line = download_line("pulling 3f4a9c11", 3, 17_000_000_000, 95e6, 171, width)
     assert cell_len(line) <= max(width, 24)
     assert line.startswith("pulling 3f4a9c11:")
 
 
-def test_a_load_and_a_prompt_say_how_far_they_are() -> None:
-    assert loading_words("demo", None, 0, 0) == "loading demo"
-    assert loading_words("demo", 0.43, 6_100_000_000, 2.0) == "loading demo 43% of 6.1 GB · 1.3 GB/s"
-    assert prompt_words(6300, 0, 1024, 22.75) == "reading the prompt 1,024/6,300 tokens · 45 t/s · 1m57s left"
-    assert prompt_words(6300, 1000, 1000, 0) == "reading the prompt 1,000/6,300 tokens"
+def test_progress_of_a_load_and_of_a_prompt() -> None:
+    assert loading_text("demo", None, 0, 0) == "loading demo"
+    assert loading_text("demo", 0.43, 6_100_000_000, 2.0) == "loading demo 43% of 6.1 GB · 1.3 GB/s"
+    assert prompt_text(6300, 0, 1024, 22.75) == "reading the prompt 1,024/6,300 tokens · 45 t/s · 1m57s left"
+    assert prompt_text(6300, 1000, 1000, 0) == "reading the prompt 1,000/6,300 tokens"
 
 
 STEPS = [

@@ -1,4 +1,4 @@
-"""The report's page, from made-up numbers: whole, valid, escaped, and asking for nothing from elsewhere."""
+"""The report's page, from synthetic numbers: complete, valid, escaped, without external resources."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from oracles import Oracle
 from traces import random_trace
 
-from moegguf.cli.report import findings as words
+from moegguf.cli.report import findings
 from moegguf.cli.report.page import TITLES, render, write_report
 from moegguf.controller.accuracy import LinkModel
 from moegguf.errors import OptionError
@@ -28,7 +28,7 @@ HOSTILE = '<script>alert("x")</script> & $\\frac$'
 
 
 @cache
-def made_up() -> Report:
+def synthetic_report() -> Report:
     trace = random_trace(n_sequences=8, n_decode=12)
     budgets = (0.1, 0.25, 0.5)
     rates = {"lru": (0.3, 0.5, 0.7), "lfu": (0.25, 0.45, 0.75), "locality": (0.4, 0.6, 0.8), "belady": (0.5, 0.75, 0.9)}
@@ -48,18 +48,18 @@ def made_up() -> Report:
 @pytest.fixture(scope="module")
 def page() -> str:
     pytest.importorskip("matplotlib", reason="plots need matplotlib, which is not installed")
-    return render(made_up())
+    return render(synthetic_report())
 
 
 class Checker(HTMLParser):
-    """Fails on tags that do not close in order; gathers ids, references and text."""
+    """Fails on tags that do not close in order; collects ids, tags and text."""
 
     def __init__(self) -> None:
         super().__init__()
         self.open: list[str] = []
         self.ids: list[str] = []
         self.tags: list[str] = []
-        self.words = ""
+        self.text = ""
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
@@ -74,7 +74,7 @@ class Checker(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data: str) -> None:
-        self.words += data
+        self.text += data
 
 
 def checked(html: str) -> Checker:
@@ -93,11 +93,11 @@ def test_the_page_is_valid_and_has_every_section_with_its_plot_and_its_numbers(p
     assert checker.tags.count("svg") == 8  # two heatmaps, one plot in each of the other sections
     assert checker.tags.count("figcaption") == 8
     assert checker.tags.count("table") >= 10
-    assert words.percent(0.6) in checker.words
-    assert "Not measured" not in checker.words
+    assert findings.percent(0.6) in checker.text
+    assert "Not measured" not in checker.text
 
 
-def test_nothing_is_asked_for_from_elsewhere(page: str) -> None:
+def test_there_are_no_external_resources(page: str) -> None:
     assert not re.search(r"https?:|//[a-z]|@import|<script|<link", page)
     assert all(target.startswith(("#", "data:")) for target in re.findall(r'(?:href|src)="([^"]*)', page))
     used = set(re.findall(r'(?:url\(|href=")#([^")]+)', page))
@@ -109,9 +109,9 @@ def test_both_themes_and_a_phone_are_provided_for(page: str) -> None:
     assert "var(--ink)" in page and "#010203" not in page
 
 
-def test_names_from_outside_are_text_and_nothing_else() -> None:
+def test_names_from_the_trace_are_escaped() -> None:
     pytest.importorskip("matplotlib", reason="plots need matplotlib, which is not installed")
-    report = made_up()
+    report = synthetic_report()
     hostile = replace(
         report,
         trace=replace(
@@ -126,16 +126,16 @@ def test_names_from_outside_are_text_and_nothing_else() -> None:
     html = render(hostile)
     checker = checked(html)
     assert "<script" not in html
-    assert checker.words.count(HOSTILE) >= 8
+    assert checker.text.count(HOSTILE) >= 8
 
 
-def test_what_was_not_measured_is_said_so() -> None:
+def test_unmeasured_sections_say_so() -> None:
     pytest.importorskip("matplotlib", reason="plots need matplotlib, which is not installed")
     empty = Report(TraceSummary.of(random_trace(n_sequences=1, n_decode=0)))
-    assert checked(render(empty)).words.count("Not measured in this report.") == len(TITLES) - 1
+    assert checked(render(empty)).text.count("Not measured in this report.") == len(TITLES) - 1
 
 
-def test_empty_tables_are_as_good_as_none() -> None:
+def test_empty_tables_count_as_not_measured() -> None:
     pytest.importorskip("matplotlib", reason="plots need matplotlib, which is not installed")
     trace = random_trace(n_sequences=1, n_decode=0)
     report = Report(
@@ -147,7 +147,7 @@ def test_empty_tables_are_as_good_as_none() -> None:
         recovery=Recovery({"lru": []}, 0),
         schedule=ScheduleTable({8: {}}),
     )
-    assert checked(render(report)).words.count("Not measured in this report.") == len(TITLES) - 1
+    assert checked(render(report)).text.count("Not measured in this report.") == len(TITLES) - 1
     json.dumps(report.as_dict(), allow_nan=False)
 
 
@@ -155,12 +155,12 @@ def test_one_request_of_few_tokens_makes_a_page() -> None:
     pytest.importorskip("matplotlib", reason="plots need matplotlib, which is not installed")
     trace = random_trace(n_sequences=1, n_decode=2)
     report = Report(TraceSummary.of(trace), reuse=reuse(trace), scores=score(trace, [Oracle(trace)]))
-    assert "Too few tokens or requests" in checked(render(report)).words
+    assert "Too few tokens or requests" in checked(render(report)).text
 
 
 def test_the_file_is_written(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="plots need matplotlib, which is not installed")
-    write_report(tmp_path / "report.html", made_up())
+    write_report(tmp_path / "report.html", synthetic_report())
     assert (tmp_path / "report.html").read_text(encoding="utf-8").startswith("<!doctype html>")
 
 
@@ -174,37 +174,37 @@ def test_without_matplotlib_the_next_step_is_named(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(builtins, "__import__", missing)
     with pytest.raises(OptionError, match=r"pip install 'moegguf\[report\]'"):
-        write_report(tmp_path / "report.html", made_up())
+        write_report(tmp_path / "report.html", synthetic_report())
     assert not (tmp_path / "report.html").exists()
 
 
 def test_the_numbers_are_json_too() -> None:
-    facts = json.loads(json.dumps(made_up().as_dict(), allow_nan=False))
+    facts = json.loads(json.dumps(synthetic_report().as_dict(), allow_nan=False))
     assert facts["policies"]["hit_rates"]["locality"]["0.25"] == 0.6
     assert facts["scores"]["scores"][0]["means"]["1"]["accuracy"] == 0.5
     assert len(facts["reuse"]["counts"]) == 8
 
 
 def test_conclusions_are_computed() -> None:
-    report = made_up()
+    report = synthetic_report()
     assert report.policies is not None and report.stalls is not None
     assert report.recovery is not None and report.schedule is not None and report.scores is not None
     assert report.policies.gap_closed("locality", 0.25) == pytest.approx(0.4)
     assert report.policies.worse_than_baseline("lfu") == [0.1, 0.25]
-    policies = " ".join(words.of_policies(report.policies))
+    policies = " ".join(findings.of_policies(report.policies))
     assert "At 25% of the experts locality closes 40% of the distance" in policies
     assert "LRU (50.0%) and Belady (75.0%): 60.0%." in policies
     assert "Below LRU at one budget or more: lfu." in policies
-    stalls = words.of_stalls(report.stalls)
-    assert "At 1 GB/s locality, skip waits 30.00 ms per token, lru 40.00 ms." in stalls
-    assert "At 4 GB/s nothing waits clearly less than lru (8.00 ms)." in stalls
+    stalls = findings.of_stalls(report.stalls)
+    assert "At 1 GB/s locality, skip stalls for 30.00 ms per token, lru for 40.00 ms." in stalls
+    assert "At 4 GB/s no setting stalls clearly less than lru (8.00 ms per token)." in stalls
     assert report.recovery.recovered_after("lru") == 6  # means: 0.2, 0.3, 0.4, 0.45, 0.48, 0.56, then 0.6
-    assert words.of_schedule(report.schedule)[0].startswith("8 requests per batch, by path: 25.0% fewer experts")
-    assert words.of_scores(report.scores)[0].startswith("1 layer ahead oracle 2 is the most accurate: 100.0%")
+    assert findings.of_schedule(report.schedule)[0].startswith("8 requests per batch, by path: 25.0% fewer experts")
+    assert findings.of_scores(report.scores)[0].startswith("1 layer ahead oracle 2 is the most accurate: 100.0%")
 
 
-def test_nothing_beats_lru_is_a_finding_too() -> None:
+def test_lru_as_the_best_policy_is_a_finding() -> None:
     table = PolicyTable({"lru": {0.5: 0.7}, "lfu": {0.5: 0.6}, "belady": {0.5: 0.9}})
-    assert words.of_policies(table)[0] == "At 50% of the experts nothing beats LRU (70.0%)."
+    assert findings.of_policies(table)[0] == "At 50% of the experts no policy is better than LRU (70.0%)."
     assert table.gap_closed("lfu", 0.5) == pytest.approx(-0.5)
     assert PolicyTable({"lru": {0.5: 0.7}}).gap_closed("lru", 0.5) is None

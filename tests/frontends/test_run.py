@@ -1,4 +1,4 @@
-"""`moegguf run`: stdout is the answer and nothing else, stderr the rest, the exit code says how it went."""
+"""`moegguf run`: stdout is the answer only, stderr everything else; exit codes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 
 import pytest
-from chatting import ANSWER, ECHO, QUESTION
-from commanding import Command, TinyModel, environment
+from chat_terminal import ANSWER, ECHO, QUESTION
+from command_line import Command, TinyModel, environment
 from fake_hub import FakeHub
 from servers import Server
 from terminal import Terminal, control
@@ -59,16 +59,16 @@ def test_verbose_prints_ollamas_lines_and_then_ours(moegguf: Command, tiny: Tiny
     labels = [line.partition(":")[0] for line in lines[8:]]
     assert labels == ["time to first token", "expert cache", "hit rate", "moved", "evictions", "stall"]
     assert "32 of 64 experts (50%)" in lines[9]
-    assert re.search(r"ram \d+\.\d%( on its way \d+\.\d%)? disk \d+\.\d% of \d+ lookups", lines[10])
+    assert re.search(r"ram \d+\.\d%( in flight \d+\.\d%)? disk \d+\.\d% of \d+ lookups", lines[10])
     assert re.search(r"\d+\.\d\d MB from disk \(\d+\.\d\d MB/token\)", lines[11])
     assert re.search(r"\d+% of decode, \d+\.\d\d ms/token", lines[13])
 
 
-def test_what_is_piped_in_goes_before_the_prompt(moegguf: Command) -> None:
-    said = moegguf("run", "demo", "moegguf do?", *DEMO, stdin="What does\n").stdout
-    assert ANSWER in said
-    assert moegguf("run", "demo", *DEMO, stdin=f"{QUESTION}\n").stdout == said
-    assert moegguf("run", "demo", *QUESTION.split(), *DEMO).stdout == said
+def test_piped_input_goes_before_the_prompt(moegguf: Command) -> None:
+    out = moegguf("run", "demo", "moegguf do?", *DEMO, stdin="What does\n").stdout
+    assert ANSWER in out
+    assert moegguf("run", "demo", *DEMO, stdin=f"{QUESTION}\n").stdout == out
+    assert moegguf("run", "demo", *QUESTION.split(), *DEMO).stdout == out
 
 
 SCREEN, PIPE = "screen", "pipe"
@@ -100,7 +100,7 @@ def test_terminals_and_pipes(tmp_path: Path, stdin: str, stdout: str, prompt: st
         assert out.startswith(ANSWER)
 
 
-def test_no_prompt_and_no_terminal_is_a_mistake_of_usage(moegguf: Command) -> None:
+def test_no_prompt_and_no_terminal_is_a_usage_error(moegguf: Command) -> None:
     done = moegguf("run", "demo")
     assert (done.returncode, done.stdout) == (2, "")
     assert "there is no prompt" in done.stderr
@@ -128,16 +128,16 @@ def test_an_empty_prompt_without_a_server_says_so(moegguf: Command) -> None:
     assert "127.0.0.1:9" in done.stderr
 
 
-@pytest.mark.parametrize(("words", "heard"), [
+@pytest.mark.parametrize(("words", "printed"), [
     (["--think"], "think=True"), (["--think=high"], "think=high"), (["--think=false"], "think=False"),
     (["--think", "--insecure", "--keepalive", "5m"], "think=True"), (["--format", "json"], "format=json"),
     (['--format={"type":"object"}'], "format={'type': 'object'}"), (["--seed", "3"], "seed=3"),
     (["-n", "5"], "max_tokens=5"), (["--temperature", "0.5"], "temperature=0.5"), ([], "format=None think=None"),
 ])  # fmt: skip
-def test_options_reach_the_model(words: list[str], heard: str) -> None:
+def test_options_reach_the_model(words: list[str], printed: str) -> None:
     done = echo("settings", *words)
     assert (done.returncode, done.stderr) == (0, "")
-    assert heard in done.stdout
+    assert printed in done.stdout
 
 
 def echo(*arguments: str, **extra: str) -> subprocess.CompletedProcess[str]:
@@ -169,7 +169,7 @@ def test_thinking_is_plain_text_where_there_is_no_terminal() -> None:
     assert echo(asked, "--hidethinking").stdout == "the answer\n"
 
 
-def test_a_fault_in_the_midst_of_an_answer_ends_with_its_code() -> None:
+def test_an_error_during_an_answer_has_exit_code_1() -> None:
     done = echo("fail")
     assert (done.returncode, done.stdout) == (1, "half an answer \n")
     assert done.stderr == "error: the disk is gone.\n"
@@ -181,7 +181,7 @@ def test_json_is_json(moegguf: Command) -> None:
     assert isinstance(json.loads(done.stdout), dict)
 
 
-def test_a_model_that_is_not_here_is_fetched_first(moegguf: Command, tmp_path: Path) -> None:
+def test_a_missing_model_is_pulled_first(moegguf: Command, tmp_path: Path) -> None:
     path = demo_path()
     assert path is not None
     hub = FakeHub()
@@ -207,7 +207,7 @@ def test_a_model_that_is_not_here_is_fetched_first(moegguf: Command, tmp_path: P
         hub.close()
 
 
-def test_a_fetch_is_shown_on_a_terminal(tmp_path: Path) -> None:
+def test_a_pull_is_shown_on_a_terminal(tmp_path: Path) -> None:
     path = demo_path()
     assert path is not None
     hub = FakeHub()

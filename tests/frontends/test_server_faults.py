@@ -1,4 +1,4 @@
-"""What goes wrong under a server, and what its clients and the next request see of it."""
+"""Errors, disconnects and crashes under a server, as its clients and the next request see them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 import ollama
 import psutil
 import pytest
-from fake_pool import FakeCatalog, FakePool, entry_of, running
+from fake_manager import FakeCatalog, FakeManager, entry_of, running
 from servers import Server, call, serving
 
 from moegguf.errors import (
@@ -37,13 +37,13 @@ LONG = {"model": "tiny", "prompt": "x", "raw": True, "options": {"num_ctx": 4096
 
 
 @pytest.fixture
-def pool(tiny: Callable[..., Path]) -> FakePool:
-    return FakePool(FakeCatalog(entry_of(tiny("tiny-qwen2moe"))))
+def manager(tiny: Callable[..., Path]) -> FakeManager:
+    return FakeManager(FakeCatalog(entry_of(tiny("tiny-qwen2moe"))))
 
 
 @pytest.fixture
-def url(pool: FakePool) -> Iterator[str]:
-    with running(make_app(pool, pool.catalog, Settings())) as found:  # type: ignore[arg-type]
+def url(manager: FakeManager) -> Iterator[str]:
+    with running(make_app(manager, manager.catalog, Settings())) as found:  # type: ignore[arg-type]
         yield found
 
 
@@ -56,8 +56,8 @@ def until(true: Callable[[], Any], seconds: float = 10) -> None:
 
 
 @pytest.mark.parametrize("fault", [WorkerError("the process has ended."), RuntimeError("a bug")])
-def test_a_fault_in_the_middle_is_the_last_line(url: str, pool: FakePool, fault: Exception) -> None:
-    pool.script = [Delta(text="Hel"), fault]
+def test_an_error_in_mid_stream_is_the_last_line(url: str, manager: FakeManager, fault: Exception) -> None:
+    manager.script = [Delta(text="Hel"), fault]
     reply = call(f"{url}/api/chat", {"model": "demo", "messages": [QUESTION]})
     assert reply.status == 200
     assert reply.lines[0]["message"]["content"] == "Hel"
@@ -86,11 +86,11 @@ def test_a_fault_in_the_middle_is_the_last_line(url: str, pool: FakePool, fault:
     ],
 )
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_fault_before_the_first_byte_has_its_own_status(
-    url: str, pool: FakePool, fault: Exception, status: int, stream: bool
+def test_an_error_before_the_first_byte_has_its_own_status(
+    url: str, manager: FakeManager, fault: Exception, status: int, stream: bool
 ) -> None:
     for when in ("lease", "answer"):
-        pool.entering, pool.script = (fault, []) if when == "lease" else (None, [fault])
+        manager.enter_error, manager.script = (fault, []) if when == "lease" else (None, [fault])
         reply = call(f"{url}/api/chat", {"model": "demo", "messages": [QUESTION], "stream": stream})
         assert reply.status == status and set(reply.json) == {"error"}
         assert reply.headers["content-type"].startswith("application/json")
@@ -102,16 +102,16 @@ def test_a_fault_before_the_first_byte_has_its_own_status(
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_leaves_ends_its_answer(url: str, pool: FakePool, stream: bool) -> None:
-    pool.script = [Delta(text="Hel"), asyncio.Event()]
+def test_a_disconnect_cancels_the_answer(url: str, manager: FakeManager, stream: bool) -> None:
+    manager.script = [Delta(text="Hel"), asyncio.Event()]
     for n in range(1, 6):
         connection = post(url, "/api/chat", {"model": "demo", "messages": [QUESTION], "stream": stream})
         if stream:
             assert b"200 OK" in connection.recv(50)
-        until(lambda: pool.n_running == 1)
+        until(lambda: manager.n_running == 1)
         connection.close()
-        until(lambda n=n: pool.n_ended == n)  # type: ignore[misc]
-        assert pool.n_running == 0
+        until(lambda n=n: manager.n_ended == n)  # type: ignore[misc]
+        assert manager.n_running == 0
 
 
 def post(url: str, path: str, body: Any) -> socket.socket:
@@ -124,16 +124,16 @@ def post(url: str, path: str, body: Any) -> socket.socket:
     return connection
 
 
-def test_a_reader_that_reads_nothing_does_not_hold_the_model(url: str, pool: FakePool) -> None:
-    pool.script = [Delta(text="x" * 1000)] * 5000  # 5 MB: more than a socket holds
+def test_a_client_that_does_not_read_does_not_block_the_model(url: str, manager: FakeManager) -> None:
+    manager.script = [Delta(text="x" * 1000)] * 5000  # 5 MB: more than a socket holds
     connection = post(url, "/api/chat", {"model": "demo", "messages": [QUESTION]})
     try:
-        until(lambda: pool.n_ended == 1)
+        until(lambda: manager.n_ended == 1)
     finally:
         connection.close()
 
 
-def test_a_leaving_client_lets_the_next_in_line_begin(server: Server) -> None:
+def test_a_disconnect_starts_the_next_request(server: Server) -> None:
     leaving = post(server.url, "/api/generate", LONG)
     assert b"200 OK" in leaving.recv(50)
     results: list[Any] = []
@@ -154,7 +154,7 @@ def queued(server: Server) -> int:
     return models.get("tiny:latest", 0)
 
 
-def test_a_full_queue_answers_503_and_nobody_else_suffers(tmp_path: Path, tiny: Callable[..., Path]) -> None:
+def test_a_full_queue_answers_503_without_effect_on_others(tmp_path: Path, tiny: Callable[..., Path]) -> None:
     models = {"tiny": tiny("tiny-qwen2moe")}
     with serving(tmp_path, models=models, MOEGGUF_MAX_QUEUE="1") as server:
         first = post(server.url, "/api/generate", LONG)
@@ -204,7 +204,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_hostile_bodies_are_refused_soon_and_leave_no_memory(server: Server, name: str) -> None:
+def test_hostile_bodies_are_refused_fast_and_free_their_memory(server: Server, name: str) -> None:
     body, status = REFUSED[name]
     process = psutil.Process(server.pid)
     before = process.memory_info().rss
@@ -215,7 +215,7 @@ def test_hostile_bodies_are_refused_soon_and_leave_no_memory(server: Server, nam
     assert process.memory_info().rss - before < 2 * (8 << 20)
 
 
-def test_a_length_of_a_gigabyte_is_refused_before_it_comes(server: Server) -> None:
+def test_a_content_length_of_a_gigabyte_is_refused_before_the_body(server: Server) -> None:
     with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
         head = b"POST /api/chat HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1073741824\r\n\r\n"
         connection.sendall(head + b"x" * 1000)
@@ -246,7 +246,7 @@ NAMES = [
 
 
 @pytest.mark.parametrize("name", NAMES, ids=ascii)
-def test_names_that_are_paths_are_no_names(server: Server, name: str) -> None:
+def test_paths_are_refused_as_names(server: Server, name: str) -> None:
     for path, body in (
         ("/api/chat", {"model": name, "messages": [QUESTION]}),
         ("/api/show", {"model": name}),
@@ -260,7 +260,7 @@ def test_names_that_are_paths_are_no_names(server: Server, name: str) -> None:
     assert {"demo:latest", "tiny:latest"} <= names and not {f"{name}:latest", name, "x:latest"} & names
 
 
-def test_templates_are_caged(server: Server) -> None:
+def test_templates_are_sandboxed(server: Server) -> None:
     for template in ("{{ ''.__class__.__mro__ }}", "{% for i in range(10**9) %}x{% endfor %}", "{% for %}"):
         reply = server.call("/api/generate", {"model": "demo", "prompt": "x", "template": template, "stream": False})
         assert reply.status == 400, reply.text
@@ -268,7 +268,7 @@ def test_templates_are_caged(server: Server) -> None:
 
 
 @pytest.mark.parametrize("signal_number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_the_server_in_time_and_in_peace(
+def test_a_signal_ends_the_server_in_time_without_errors(
     tmp_path: Path, tiny: Callable[..., Path], signal_number: int
 ) -> None:
     with serving(tmp_path, models={"tiny": tiny("tiny-qwen2moe")}) as server:
@@ -284,7 +284,7 @@ def test_a_signal_ends_the_server_in_time_and_in_peace(
     assert "Traceback" not in server.log()
 
 
-def test_a_server_without_work_ends_at_once(tmp_path: Path) -> None:
+def test_an_idle_server_ends_at_once(tmp_path: Path) -> None:
     with serving(tmp_path) as server:
         idle = socket.create_connection(("127.0.0.1", server.port))
         begun = time.monotonic()
@@ -295,14 +295,14 @@ def test_a_server_without_work_ends_at_once(tmp_path: Path) -> None:
     assert server.log() == ""
 
 
-def test_leaving_clients_leave_no_descriptors(url: str, pool: FakePool) -> None:
+def test_disconnects_leave_no_open_descriptors(url: str, manager: FakeManager) -> None:
     process = psutil.Process()
-    pool.script = [Delta(text="x"), asyncio.Event()]
+    manager.script = [Delta(text="x"), asyncio.Event()]
     before = process.num_fds()
     for n in range(1, 201):
         connection = post(url, "/api/chat", {"model": "demo", "messages": [QUESTION]})
         connection.recv(50)
         connection.close()
-        until(lambda n=n: pool.n_ended >= n)  # type: ignore[misc]
+        until(lambda n=n: manager.n_ended >= n)  # type: ignore[misc]
     until(lambda: process.num_fds() <= before + 5)
-    assert pool.n_running == 0
+    assert manager.n_running == 0

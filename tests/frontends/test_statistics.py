@@ -1,4 +1,4 @@
-"""Durations as Go prints them, because Ollama's users and their scripts read these lines."""
+"""Statistics after an answer; durations as Go prints them, since scripts parse Ollama's lines."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from moegguf.engine.stats import Stats
 from moegguf.generate.request import Timing
-from moegguf.terminal.statistics import decision_lines, duration, statistics, totals
+from moegguf.terminal.statistics import duration, policy_lines, statistics, total_lines
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ WHOLE = Stats(
 DECODE = Stats(tokens=9, stall_s=0.09, eval_s=0.5, bytes_missed=18_000_000, n_slots=32, n_experts=64)
 
 
-def test_ours_come_after_ollamas() -> None:
+def test_the_expert_caches_lines_follow_ollamas() -> None:
     timing = Timing(
         prompt_tokens=3, cached_tokens=7, answer_tokens=10, prompt_s=0.25, answer_s=0.5, total_s=0.75,
         stats=WHOLE, answer_stats=DECODE,
@@ -50,9 +50,9 @@ def test_ours_come_after_ollamas() -> None:
         "eval duration:        500ms",
         "eval rate:            18.00 tokens/s",
         "time to first token:  250ms",
-        "prompt still known:   7 token(s)",
+        "prompt cached:        7 token(s)",
         "expert cache:         32 of 64 experts (50%), 32.0MiB",
-        "hit rate:             ram 75.0% on its way 5.0% disk 20.0% of 200 lookups",
+        "hit rate:             ram 75.0% in flight 5.0% disk 20.0% of 200 lookups",
         "moved:                45.00 MB from disk (2.00 MB/token)",
         "evictions:            4",
         "stall:                18% of decode, 10.00 ms/token",
@@ -60,10 +60,10 @@ def test_ours_come_after_ollamas() -> None:
 
 
 def test_totals_since_the_model_was_loaded() -> None:
-    assert totals(Stats()) == []
-    assert totals(WHOLE) == [
-        "since load:           12 token(s) read and written",
-        "hit rate:             ram 75.0% on its way 5.0% disk 20.0% of 200 lookups",
+    assert total_lines(Stats()) == []
+    assert total_lines(WHOLE) == [
+        "since load:           12 token(s) evaluated",
+        "hit rate:             ram 75.0% in flight 5.0% disk 20.0% of 200 lookups",
         "moved:                45.00 MB from disk",
     ]
 
@@ -77,9 +77,9 @@ DECIDED: dict[str, Any] = {
 }
 
 
-def test_who_decided_what_stays() -> None:
+def test_policy_and_predictor_have_lines() -> None:
     stats = Stats(prefetch_started=57, prefetch_useful=24)
-    assert decision_lines(DECIDED, stats) == [
+    assert policy_lines(DECIDED, stats) == [
         ("policy", "next-use"),
         ("predictor", "skip"),
         ("prefetch", "on, 24 of 57 used"),
@@ -87,19 +87,19 @@ def test_who_decided_what_stays() -> None:
     ]
 
 
-def test_what_prefetching_saved_is_said_once_it_was_tried() -> None:
+def test_measured_savings_of_prefetching_are_shown() -> None:
     rested = DECIDED | {"prefetch": "resting", "time_saved_by_prefetch": -0.034}
-    assert dict(decision_lines(rested, Stats()))["prefetch"].endswith("saved -3% of the time when tried")
+    assert dict(policy_lines(rested, Stats()))["prefetch"].endswith("saved -3% of the time when measured")
 
 
 @pytest.mark.parametrize("decisions", [{}, {"policy": "lru", "predictor": "none", "prefetch": "off"}])
-def test_plain_lru_is_not_worth_a_line(decisions: dict[str, Any]) -> None:
-    assert decision_lines(decisions, Stats()) == []
+def test_plain_lru_has_no_line(decisions: dict[str, Any]) -> None:
+    assert policy_lines(decisions, Stats()) == []
     assert statistics(Timing(prompt_tokens=3, prompt_s=0.5, total_s=0.5), 0, decisions)[-1].startswith(
         "prompt eval rate"
     )
 
 
 def test_without_prefetching_there_is_no_line_about_it() -> None:
-    lines = decision_lines({"policy": "lfu", "predictor": "none", "prefetch": "off", "us_per_event": 3.0}, Stats())
+    lines = policy_lines({"policy": "lfu", "predictor": "none", "prefetch": "off", "us_per_event": 3.0}, Stats())
     assert lines == [("policy", "lfu"), ("predictor", "none"), ("controller", "3µs per routing event")]

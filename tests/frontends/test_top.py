@@ -14,14 +14,13 @@ from typing import Any
 import pexpect
 import pyte
 import pytest
-from commanding import Command, environment
-from fake_pool import FakePool, running
-from looking import VIEW, BusyPool, LivePool
+from command_line import Command, environment
+from fake_manager import SNAPSHOT, BusyManager, FakeManager, FedManager, running
 from rich.console import Console
 from starlette.applications import Starlette
 
-from moegguf.cli.top import take_line
-from moegguf.cli.top_screen import Model, Screen, spark, state_rows
+from moegguf.cli.top import apply_line
+from moegguf.cli.top_screen import ModelView, Screen, spark, state_rows
 from moegguf.server import live
 from moegguf.server.common.errors import HANDLERS
 
@@ -46,31 +45,31 @@ def line_of(tokens: int, name: str = "demo:latest", n_layer: int = 6, n_expert: 
     }
 
 
-def models_of(*names: str, **shape: int) -> dict[str, Model]:
-    models: dict[str, Model] = {}
-    take_line(models, {"loaded_models": list(names)})
+def models_of(*names: str, **shape: int) -> dict[str, ModelView]:
+    models: dict[str, ModelView] = {}
+    apply_line(models, {"loaded_models": list(names)})
     for tokens in (10, 20):
         for name in names:
-            take_line(models, line_of(tokens, name, **shape))
+            apply_line(models, line_of(tokens, name, **shape))
     return models
 
 
-def frame(models: dict[str, Model], width: int, height: int | None) -> list[str]:
+def frame(models: dict[str, ModelView], width: int, height: int | None) -> list[str]:
     console = Console(width=width, height=height or 25, no_color=True, highlight=False)
     with console.capture() as captured:
         console.print(Screen("http://localhost", models.values(), height=height, keys="q quits"))
     return [line.rstrip() for line in captured.get().splitlines()]
 
 
-def test_a_frame_tells_what_the_model_did_just_now_and_since_it_was_loaded() -> None:
+def test_a_frame_shows_figures_now_and_since_load() -> None:
     lines = frame(models_of("demo:latest"), 100, 24)
     assert lines[0] == "moegguf top  http://localhost  1 model" + " " * 55 + "q quits"
-    assert lines[2] == "demo:latest  busy · 2 waiting · 76 MB · 4,096 tokens of context · stays"
+    assert lines[2] == "demo:latest  busy · 2 waiting · 76 MB · 4,096 tokens of context · never expires"
     figures = [re.split(r"\s{2,}", line.strip()) for line in lines[3:7]]
     assert figures[0][:3] == ["hit rate", "90.0%", "90.0% since load"]
     assert figures[1][:2] == ["speed", "12.5 t/s"]
     assert figures[2] == ["read/token", "1 MB", "1 MB since load"]
-    assert figures[3] == ["waited", "25.0%", "25.0% since load", "64 of 192 experts in memory"]
+    assert figures[3] == ["stall", "25.0%", "25.0% since load", "64 of 192 experts in memory"]
     assert len([line for line in lines if re.match(r"[0-5] \S{32}$", line)]) == 6
 
 
@@ -79,7 +78,7 @@ def test_a_frame_tells_what_the_model_did_just_now_and_since_it_was_loaded() -> 
 def test_a_frame_is_never_wider_than_the_terminal_nor_higher_while_there_is_room(
     width: int, height: int, n_models: int
 ) -> None:
-    models = models_of(*(f"hf.co/somebody/a-model-with-a-long-name:{i}" for i in range(n_models)), n_layer=48)
+    models = models_of(*(f"hf.co/user/a-model-with-a-long-name:{i}" for i in range(n_models)), n_layer=48)
     lines = frame(models, width, height)
     assert max(map(len, lines)) <= width
     least = 2 + 6 * n_models + 7  # a head, figures of each, a legend of up to seven lines
@@ -91,29 +90,29 @@ def test_without_a_limit_every_layer_has_a_line() -> None:
     assert len([line for line in lines if re.match(r" ?\d+ \S{32}$", line)]) == 48
 
 
-def test_activity_is_kept_until_it_was_shown() -> None:
+def test_activity_is_kept_until_it_is_cleared() -> None:
     model = models_of("demo:latest")["demo:latest"]
     quiet = line_of(21) | {"uses": base64.b64encode(bytes(192)).decode()}
-    model.take(quiet["loaded"], quiet)
+    model.update(quiet["loaded"], quiet)
     assert model.uses.any()
-    model.shown()
+    model.clear_activity()
     assert not model.uses.any() and model.state.any()
 
 
 def test_a_model_that_was_loaded_anew_starts_its_counts_anew() -> None:
     models = models_of("demo:latest")
-    take_line(models, line_of(1))
-    take_line(models, line_of(2))
+    apply_line(models, line_of(1))
+    apply_line(models, line_of(2))
     now = models["demo:latest"].now
     assert now is not None and now["tokens"] == 1
 
 
 def test_models_come_and_go() -> None:
     models = models_of("a:latest", "b:latest")
-    take_line(models, {"loaded_models": ["b:latest"]})
-    take_line(models, line_of(30, "a:latest"))  # a last view, on its way while it left
+    apply_line(models, {"loaded_models": ["b:latest"]})
+    apply_line(models, line_of(30, "a:latest"))  # a last snapshot, sent before the unload
     assert list(models) == ["b:latest"]
-    take_line(models, {"loaded_models": []})
+    apply_line(models, {"loaded_models": []})
     assert any("No model is loaded" in line for line in frame(models, 80, 24))
 
 
@@ -131,30 +130,30 @@ def test_a_line_of_blocks(values: list[float], room: int, most: float | None, li
 
 
 def test_state_rows_are_a_digit_per_expert() -> None:
-    state = base64.b64encode(VIEW.state).decode()
+    state = base64.b64encode(SNAPSHOT.state).decode()
     assert state_rows({"layers": [0, 2], "n_expert": 3, "state": state}) == ["201", "220"]
 
 
 # The command
 
 
-def serve(pool: FakePool) -> Any:
+def serve(manager: FakeManager) -> Any:
     app = Starlette(routes=live.routes, exception_handlers=HANDLERS)
-    app.state.pool, app.state.catalog, app.state.ending = pool, pool.catalog, threading.Event()
+    app.state.manager, app.state.catalog, app.state.ending = manager, manager.catalog, threading.Event()
     return running(app)
 
 
-def once_pool() -> FakePool:
-    pool = LivePool()
-    pool.put_in_memory()
-    pool.views = [VIEW]
-    pool.watch = lambda name=None, per_s=4.0: FakePool.watch(pool, name, per_s)  # type: ignore[assignment]
-    return pool
+def once_manager() -> FakeManager:
+    manager = FedManager()
+    manager.put_in_memory()
+    manager.snapshots = [SNAPSHOT]
+    manager.watch = lambda name=None, per_s=4.0: FakeManager.watch(manager, name, per_s)  # type: ignore[assignment]
+    return manager
 
 
 @pytest.mark.parametrize("arguments", [["--once"], []], ids=["once", "no terminal"])
 def test_once_prints_a_frame(moegguf: Command, arguments: list[str]) -> None:
-    with serve(once_pool()) as url:
+    with serve(once_manager()) as url:
         done = moegguf("top", *arguments, MOEGGUF_HOST=url)
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
@@ -164,11 +163,11 @@ def test_once_prints_a_frame(moegguf: Command, arguments: list[str]) -> None:
 
 
 def test_json_is_for_scripts(moegguf: Command) -> None:
-    with serve(once_pool()) as url:
+    with serve(once_manager()) as url:
         done = moegguf("top", "--once", "--json", MOEGGUF_HOST=url)
-    said = json.loads(done.stdout)
-    [model] = said["models"]
-    assert (said["server"], model["name"], model["queue"]) == (url, "demo:latest", 0)
+    printed = json.loads(done.stdout)
+    [model] = printed["models"]
+    assert (printed["server"], model["name"], model["queue"]) == (url, "demo:latest", 0)
     assert model["experts"] == {"layers": [0, 2], "n_expert": 3, "state": ["201", "220"]}
     assert (model["tokens_per_s"], model["stats"]["lookups"]) == (12.5, 10)
 
@@ -180,8 +179,8 @@ def test_without_a_server_there_is_one_clear_sentence(moegguf: Command) -> None:
         assert done.stderr == "error: no server is running at http://127.0.0.1:1; start one with `moegguf serve`.\n"
 
 
-class Subscribers:
-    """`moegguf top` in a terminal of its own."""
+class TopTerminal:
+    """`moegguf top` in a pseudo-terminal."""
 
     def __init__(self, url: str, columns: int = 80, rows: int = 24, **extra: str) -> None:
         command = [sys.executable, "-m", "moegguf.cli.app", "top"]
@@ -194,7 +193,7 @@ class Subscribers:
         self.output = ""
 
     def read(self) -> bool:
-        """More of what it writes; False at its end."""
+        """Reads more output; False at its end."""
         try:
             text = self.child.read_nonblocking(1 << 16, timeout=60)
         except pexpect.EOF:
@@ -205,7 +204,7 @@ class Subscribers:
 
     def until(self, pattern: str) -> str:
         while not (found := re.search(pattern, "\n".join(self.screen.display))):
-            assert self.read(), f"{pattern!r} was never shown:\n{self.output}"
+            assert self.read(), f"{pattern!r} was not shown:\n{self.output}"
         return found[0]
 
     def end(self) -> int | None:
@@ -216,9 +215,9 @@ class Subscribers:
 
 
 @contextmanager
-def watching(pool: FakePool, **options: Any) -> Iterator[Subscribers]:
-    with serve(pool) as url:
-        shown = Subscribers(url, **options)
+def watching(manager: FakeManager, **options: Any) -> Iterator[TopTerminal]:
+    with serve(manager) as url:
+        shown = TopTerminal(url, **options)
         try:
             yield shown
         finally:
@@ -226,8 +225,8 @@ def watching(pool: FakePool, **options: Any) -> Iterator[Subscribers]:
 
 
 @pytest.mark.parametrize(("columns", "rows"), [(100, 30), (40, 16)])
-def test_it_lives_until_q(columns: int, rows: int) -> None:
-    with watching(BusyPool(), columns=columns, rows=rows) as shown:
+def test_it_runs_until_q(columns: int, rows: int) -> None:
+    with watching(BusyManager(), columns=columns, rows=rows) as shown:
         shown.until(r"hit rate +90\.0% +90\.0% since load")
         shown.until(r"speed +12\.5 t/s")
         shown.until(r"0 █?")
@@ -237,8 +236,8 @@ def test_it_lives_until_q(columns: int, rows: int) -> None:
         assert COLOURS.search(shown.output)
 
 
-def test_ctrl_c_leaves_too_and_no_color_is_heeded() -> None:
-    with watching(BusyPool(), NO_COLOR="1") as shown:
+def test_ctrl_c_quits_and_no_color_applies() -> None:
+    with watching(BusyManager(), NO_COLOR="1") as shown:
         shown.until("since load")
         shown.child.sendintr()
         assert shown.end() == 0
@@ -246,10 +245,10 @@ def test_ctrl_c_leaves_too_and_no_color_is_heeded() -> None:
         assert "Traceback" not in shown.output
 
 
-def test_a_server_that_goes_away_is_told() -> None:
-    pool = BusyPool()
-    with serve(pool) as url:
-        shown = Subscribers(url)
+def test_a_lost_connection_is_an_error() -> None:
+    manager = BusyManager()
+    with serve(manager) as url:
+        shown = TopTerminal(url)
         shown.until("since load")
     assert shown.end() == 1
-    assert f"error: the server at {url} has gone." in " ".join(shown.output.split())
+    assert f"error: lost the connection to the server at {url}." in " ".join(shown.output.split())

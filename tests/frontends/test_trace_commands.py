@@ -1,4 +1,4 @@
-"""`moegguf trace` as a user has it: recorded from the demo model, replayed, judged, drawn; and what goes wrong."""
+"""`moegguf trace`: record from the demo model, simulate, score, report; errors."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import time
 from pathlib import Path
 
 import pytest
-from commanding import Command, TinyModel, environment
+from command_line import Command, TinyModel, environment
 
 from moegguf.cli.app import main
-from moegguf.controller.policies import POLICIES
+from moegguf.controller.policies import policy_names
 from moegguf.trace.format import read
 from moegguf.trace.trace import Trace
 
@@ -30,7 +30,7 @@ ERROR = r"(warning: .+\n)?error: .+[.?]\n"
 
 
 def refused(capsys: Capture, *arguments: object) -> tuple[int, str]:
-    """Exit code and the one line on stderr; in this process, which is quicker by an interpreter's start."""
+    """Exit code and the one line on stderr; runs in this process, which is faster."""
     code = main(["trace", *map(str, arguments)])
     out, said = capsys.readouterr()
     assert out == ""
@@ -85,7 +85,7 @@ def test_hit_rates_of_every_policy_fit_a_narrow_terminal(moegguf: Command, recor
     assert not any(line.endswith(" ") for line in lines)
     names = [line.split()[0] for line in lines[2 : lines.index("")]]
     assert names[0] == "lru" and names[-1] == "belady"
-    assert set(names[:-1]) <= set(POLICIES)
+    assert set(names[:-1]) <= set(policy_names())
     assert f"4 of 4 requests with {trace.decode().n_tokens} of {trace.decode().n_tokens} decoded tokens" in done.stdout
 
 
@@ -136,7 +136,7 @@ def test_score_takes_whole_requests_of_every_kind(moegguf: Command, recorded: Pa
     assert [score["name"] for score in table["scores"]] == ["previous-token"]
 
 
-def test_all_says_what_it_leaves_out_and_the_name_says_why(moegguf: Command, without_inputs: Path) -> None:
+def test_all_lists_what_it_leaves_out_and_the_name_gives_the_reason(moegguf: Command, without_inputs: Path) -> None:
     done = moegguf("trace", "score", without_inputs, "--model", "demo")
     assert done.returncode == 0
     left_out = re.search(r"warning: left out: (.+); --predictor", done.stderr)
@@ -147,7 +147,7 @@ def test_all_says_what_it_leaves_out_and_the_name_says_why(moegguf: Command, wit
     assert "record the trace with --inputs" in named.stderr
 
 
-def test_saved_rates_are_found_again(moegguf: Command, recorded: Path, trace: Trace, tmp_path: Path) -> None:
+def test_saved_hit_rates_are_written(moegguf: Command, recorded: Path, trace: Trace, tmp_path: Path) -> None:
     done = moegguf("trace", "simulate", recorded, "--policy", "lru,lfu", "--predictors", tmp_path, "--save")
     assert done.returncode == 0, done.stderr
     assert f"saved {tmp_path / 'measured.json'}\n" in done.stderr
@@ -157,7 +157,7 @@ def test_saved_rates_are_found_again(moegguf: Command, recorded: Path, trace: Tr
     assert list(facts["hit_rates"]["lru"]) == ["0.1", "0.25", "0.5", "0.75"]
 
 
-def test_the_report_is_one_page_and_says_how_much_was_used(moegguf: Command, recorded: Path, tmp_path: Path) -> None:
+def test_the_report_is_one_page_and_states_what_was_used(moegguf: Command, recorded: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="plots need matplotlib, which is not installed")
     page = tmp_path / "page.html"
     done = moegguf("trace", "report", recorded, "-o", page, "--tokens", "4", "--expert-cache", "25%")
@@ -181,13 +181,13 @@ def test_the_report_is_one_page_and_says_how_much_was_used(moegguf: Command, rec
         (("simulate", "TRACE", "--expert-cache", "a few"), 1, "but not 'a few'"),
         (("simulate", "TRACE", "--prefetch", "--predictor", "eamc"), 1, "--link"),
         (("simulate", "TRACE", "--prefetch", "--link", "1"), 1, "--predictor"),
-        (("score", "TRACE", "--predictor", "all,nobody"), 1, "there is no predictor 'nobody'"),
+        (("score", "TRACE", "--predictor", "all,unknown"), 1, "there is no predictor 'unknown'"),
         (("score", "TRACE", "--model", "MODEL"), 1, "was recorded from another model (moegguf demo)"),
         (("report", "TRACE", "-o", "no/folder/page.html"), 1, "there is no folder"),
         (("report", "TRACE", "-o", "TRACE"), 1, "would overwrite"),
     ],
 )
-def test_a_mistake_is_one_line_with_the_next_step(
+def test_an_error_is_one_line_with_the_next_step(
     capsys: Capture, recorded: Path, tiny: TinyModel, arguments: tuple[str, ...], code: int, words: str
 ) -> None:
     known = {"TRACE": str(recorded), "MODEL": str(tiny())}
@@ -217,7 +217,7 @@ def test_prompts_alone_have_nothing_to_replay(moegguf: Command, prompts: Path, t
     assert "--max-tokens above 0" in done.stderr
 
 
-def test_what_is_longer_than_the_context_is_cut_and_said_so(moegguf: Command, tmp_path: Path) -> None:
+def test_prompts_longer_than_the_context_are_cut_with_a_warning(moegguf: Command, tmp_path: Path) -> None:
     long = {"prompt": "word " * 400, "n_predict": 4}
     forced = {"prompt": "one", "completion": "word " * 400}
     (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, ({"prompt": "hi", "n_predict": 4}, long, forced))))
@@ -242,7 +242,7 @@ def test_what_is_longer_than_the_context_is_cut_and_said_so(moegguf: Command, tm
         (("--prompts", "EMPTY"), "is empty; write at least one prompt"),
     ],
 )
-def test_a_recording_that_cannot_be_leaves_nothing(
+def test_a_failed_recording_leaves_nothing(
     capsys: Capture, prompts: Path, tmp_path: Path, flags: tuple[str, ...], words: str
 ) -> None:
     (tmp_path / "empty").touch()
@@ -262,7 +262,7 @@ def test_without_experts_or_hooks_there_is_nothing_to_record(moegguf: Command, p
     assert not list(tmp_path.iterdir())
 
 
-def test_stopped_while_recording_it_leaves_no_half_file(recorded: Path, tmp_path: Path) -> None:
+def test_an_interrupted_recording_leaves_no_partial_file(recorded: Path, tmp_path: Path) -> None:
     (tmp_path / "p.txt").write_text("What is an expert?\n\n" * 4000)
     out, partial = tmp_path / "t.npz", tmp_path / "t.npz.partial"
     out.write_bytes(b"an older trace")

@@ -1,4 +1,4 @@
-"""Line breaks between words of a text that comes in pieces: the same screen whatever the pieces are."""
+"""Line breaks between words of streamed text: the screen does not depend on the pieces."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ def test_pieces_do_not_matter_and_nothing_is_lost(deltas: list[str], width: int)
     assert "".join("".join(lines).split()) == "".join(whole.split())
 
 
-def test_the_width_is_looked_up_again() -> None:
+def test_the_width_is_read_for_every_piece() -> None:
     widths = iter([20, 6])
     wrapper = Wrapper(lambda: next(widths))
     assert wrapper.feed("one two ") == "one two "
     assert wrapper.feed("three") == "\nthree"
 
 
-def test_commands_to_the_terminal_become_pictures() -> None:
+def test_control_characters_become_control_pictures() -> None:
     assert visible("a\x1b]0;title\x07b\x9bc\x7f\r\n\té") == "a␛]0;title␇b\ufffdc␡\n\té"

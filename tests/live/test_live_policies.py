@@ -25,7 +25,7 @@ from running import (
 
 from moegguf.controller.forecast import Forecast
 from moegguf.controller.history import History
-from moegguf.controller.policies import POLICIES
+from moegguf.controller.policies import policy_names
 from moegguf.controller.predictors import PREDICTORS, UNTRAINED
 from moegguf.controller.prefetch import PrefetchOptions
 from moegguf.controller.watchdog import Watchdog, WatchdogOptions
@@ -51,7 +51,7 @@ def expected(tiny: TinyModel, reference: Reference) -> Callable[..., Logits]:
 
 
 @pytest.mark.parametrize("preset", ["tiny-qwen2moe", "tiny-deepseek2"])
-@pytest.mark.parametrize("policy", [name for name in POLICIES if name not in LEARNED])
+@pytest.mark.parametrize("policy", [name for name in policy_names() if name not in LEARNED])
 def test_every_policy_decides_and_changes_no_bit(
     own: Own, load: Load, expected: Callable[..., Logits], policy: str, preset: str
 ) -> None:
@@ -141,7 +141,7 @@ def test_a_users_own_policy(own: Own, load: Load, expected: Callable[..., Logits
     [
         ({"policy": object()}, "neither a name nor an object with a method scores"),
         ({"policy": None}, "neither a name nor an object with a method scores"),
-        ({"policy": "lfru"}, f"no policy 'lfru'; known are auto, {', '.join(POLICIES)}"),
+        ({"policy": "lfru"}, f"no policy 'lfru'; known are auto, {', '.join(policy_names())}"),
         ({"predictor": object()}, "neither a name nor a Predictor"),
         ({"predictor": "crystal-ball"}, f"no predictor 'crystal-ball'; known are {', '.join(PREDICTORS)}"),
         ({"policy": "static"}, "needs the model's popularity"),

@@ -1,4 +1,4 @@
-"""One real worker with a tiny model: what it answers, what stops it, and what it tells."""
+"""One real worker with a tiny model: answers, cancelling, snapshots and its exit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
-from pooling import in_loop, until
+from scripted_manager import in_loop, until
 
 from moegguf.engine.llama import Llama
 from moegguf.errors import ContextError, ModelFormatError, ModelNotFoundError, OptionError, WorkerError
@@ -22,62 +22,66 @@ from moegguf.generate.answer import Answer
 from moegguf.generate.embedding import Embeddings, embed
 from moegguf.generate.request import Delta, GenerationRequest, Sampling, Timing
 from moegguf.serving.events import Snapshot
-from moegguf.serving.wire import Order, build
-from moegguf.serving.worker_process import Process
+from moegguf.serving.wire import LoadConfig, build
+from moegguf.serving.worker_process import WorkerProcess
 
 TinyModel = Callable[..., Path]
 Load = Callable[..., Llama]
 
-ASK = GenerationRequest(prompt="once upon a time", tell_context=True, sampling=Sampling(seed=7, max_tokens=24))
+REQUEST = GenerationRequest(prompt="once upon a time", tell_context=True, sampling=Sampling(seed=7, max_tokens=24))
 ENDLESS = GenerationRequest(prompt="once upon a time", sampling=Sampling(seed=7, max_tokens=400))
 
 
 @asynccontextmanager
-async def worker_of(path: Path, views: list[Snapshot] | None = None, **order: Any) -> AsyncIterator[Process]:
-    """A worker that has loaded `path`; it is gone afterwards."""
-    process = await Process.start("tiny", [].append if views is None else views.append)
+async def worker_of(path: Path, snapshots: list[Snapshot] | None = None, **config: Any) -> AsyncIterator[WorkerProcess]:
+    """A worker that has loaded `path`; ended afterwards."""
+    process = await WorkerProcess.start("tiny", [].append if snapshots is None else snapshots.append)
     try:
-        order = {"n_ctx": 512, "n_threads": 1, **order}
-        await process.load(Order("tiny", str(path), **order), 60, lambda share: None)
+        config = {"n_ctx": 512, "n_threads": 1, **config}
+        await process.load(LoadConfig("tiny", str(path), **config), 60, lambda fraction: None)
         yield process
     finally:
         await process.close()
         assert not psutil.pid_exists(process.pid) or psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE
 
 
-async def answer_of(process: Process, ask: GenerationRequest, stream: bool = True) -> tuple[str, Timing, int]:
-    """Text, timing, and how many pieces it came in."""
-    *deltas, last = [event async for event in process.request("generate", generation=ask, stream=stream).events()]
-    deltas = [piece for piece in deltas if isinstance(piece, Delta)]
-    return "".join(piece.text for piece in deltas), build(Timing, last), len(deltas)
+async def answer_of(
+    process: WorkerProcess, generation: GenerationRequest, stream: bool = True
+) -> tuple[str, Timing, int]:
+    """Text, timing, and the number of deltas."""
+    *deltas, last = [
+        event async for event in process.request("generate", generation=generation, stream=stream).events()
+    ]
+    deltas = [delta for delta in deltas if isinstance(delta, Delta)]
+    return "".join(delta.text for delta in deltas), build(Timing, last), len(deltas)
 
 
 @in_loop
 async def test_it_answers_as_the_model_in_process_does(tiny: TinyModel, load: Load) -> None:
     llm = load(tiny(), logits_all=False)
-    answer = Answer(llm, ASK)
-    expected = "".join(piece.text for piece in answer.deltas())
+    answer = Answer(llm, REQUEST)
+    expected = "".join(delta.text for delta in answer.deltas())
     async with worker_of(tiny()) as process:
         for stream in (True, False):
-            text, timing, n_pieces = await answer_of(process, ASK, stream)
+            text, timing, n_deltas = await answer_of(process, REQUEST, stream)
             assert text == expected and timing.answer_tokens == answer.timing.answer_tokens
             assert timing.context == answer.timing.context
-            assert stream or n_pieces == 1
+            assert stream or n_deltas == 1
         assert process.stats.tokens > 0
 
 
 @in_loop
-async def test_it_says_what_it_loaded(tiny: TinyModel) -> None:
-    process = await Process.start("tiny", lambda view: None)
-    shares: list[float] = []
-    ready = await process.load(Order("tiny", str(tiny()), 300, n_threads=1), 60, shares.append)
+async def test_the_ready_message_describes_the_model(tiny: TinyModel) -> None:
+    process = await WorkerProcess.start("tiny", lambda snapshot: None)
+    fractions: list[float] = []
+    ready = await process.load(LoadConfig("tiny", str(tiny()), 300, n_threads=1), 60, fractions.append)
     assert ready.n_ctx >= 300 and ready.plan["n_slots"] > 0 and "expected" not in ready.plan
-    assert shares and shares[-1] == 1
+    assert fractions and fractions[-1] == 1
     await process.close()
 
 
 @in_loop
-async def test_an_answer_stops_when_asked_to(tiny: TinyModel) -> None:
+async def test_an_answer_can_be_cancelled(tiny: TinyModel) -> None:
     async with worker_of(tiny()) as process:
         request = process.request("generate", generation=ENDLESS, stream=True)
         events = request.events()
@@ -85,13 +89,15 @@ async def test_an_answer_stops_when_asked_to(tiny: TinyModel) -> None:
         request.cancel()
         timing = build(Timing, [event async for event in events][-1])
         assert timing.finish == "cancelled" and timing.answer_tokens < 200
-        assert (await answer_of(process, ASK))[1].finish == "length"
+        assert (await answer_of(process, REQUEST))[1].finish == "length"
 
 
 @in_loop
-async def test_an_answer_can_be_stopped_before_it_begins(tiny: TinyModel) -> None:
+async def test_an_answer_can_be_cancelled_before_it_begins(tiny: TinyModel) -> None:
     async with worker_of(tiny()) as process:
-        first, second = (process.request("generate", generation=ask, stream=True) for ask in (ASK, ENDLESS))
+        first, second = (
+            process.request("generate", generation=generation, stream=True) for generation in (REQUEST, ENDLESS)
+        )
         second.cancel()
         assert build(Timing, await first.value()).finish == "length"
         assert build(Timing, [event async for event in second.events()][-1]).answer_tokens == 0
@@ -104,21 +110,21 @@ async def test_a_prompt_that_is_too_long_is_a_typed_error(tiny: TinyModel) -> No
             await answer_of(process, GenerationRequest(prompt="a b c d " * 2000))
         with pytest.raises(OptionError):
             await answer_of(process, GenerationRequest(prompt="a", n_logprobs=99))
-        assert (await answer_of(process, ASK))[0]
+        assert (await answer_of(process, REQUEST))[0]
 
 
 @in_loop
-async def test_vectors_are_those_of_the_model_in_process(tiny: TinyModel, load: Load) -> None:
+async def test_vectors_equal_those_of_the_model_in_process(tiny: TinyModel, load: Load) -> None:
     inputs = ["a text", [3, 4, 5]]
     expected = embed(load(tiny(), logits_all=False), inputs)
     async with worker_of(tiny()) as process:
         given = await process.request("embed", inputs=inputs, truncate=True, normalize=True).value()
         assert build(Embeddings, given) == expected
-        assert (await answer_of(process, ASK))[0]
+        assert (await answer_of(process, REQUEST))[0]
 
 
 @in_loop
-async def test_tokens_of_a_text_even_while_it_answers(tiny: TinyModel, load: Load) -> None:
+async def test_tokenizing_works_during_an_answer(tiny: TinyModel, load: Load) -> None:
     expected = load(tiny(), logits_all=False).tokenize("ein Wörtchen".encode(), add_bos=True, special=True)
     async with worker_of(tiny()) as process:
         running = process.request("generate", generation=ENDLESS, stream=True)
@@ -140,35 +146,35 @@ async def test_a_file_that_cannot_be_loaded_is_a_typed_error(tmp_path: Path, nam
 
 
 @in_loop
-async def test_views_add_up_and_come_only_while_watched(tiny: TinyModel) -> None:
-    views: list[Snapshot] = []
-    async with worker_of(tiny(), views) as process:
+async def test_snapshots_add_up_and_are_sent_only_while_watched(tiny: TinyModel) -> None:
+    snapshots: list[Snapshot] = []
+    async with worker_of(tiny(), snapshots) as process:
         process.send("watch", per_s=20)
-        await until(lambda: views)
+        await until(lambda: snapshots)
         before = process.stats
         for _ in range(3):
-            await answer_of(process, ASK)
-        n_seen = len(views)
-        await until(lambda: len(views) > n_seen + 1)
-        view = views[-1]
-        n_experts = len(view.layers) * view.n_expert
-        assert n_experts > 0 and all(len(part) == n_experts for part in (view.state, view.uses, view.loads))
-        uses = sum(sum(view.uses) for view in views)
-        assert uses == (view.stats - before).lookups > 0
-        assert set(view.state) <= {0, 1, 2} and view.model == "tiny"
-        assert not view.busy and view.tokens_per_s == 0 and view.seconds > 0
+            await answer_of(process, REQUEST)
+        n_seen = len(snapshots)
+        await until(lambda: len(snapshots) > n_seen + 1)
+        snapshot = snapshots[-1]
+        n_experts = len(snapshot.layers) * snapshot.n_expert
+        assert n_experts > 0 and all(len(part) == n_experts for part in (snapshot.state, snapshot.uses, snapshot.loads))
+        uses = sum(sum(snapshot.uses) for snapshot in snapshots)
+        assert uses == (snapshot.stats - before).lookups > 0
+        assert set(snapshot.state) <= {0, 1, 2} and snapshot.model == "tiny"
+        assert not snapshot.busy and snapshot.tokens_per_s == 0 and snapshot.seconds > 0
         process.send("watch", per_s=0)
-        await answer_of(process, ASK)
-        n_seen = len(views)
-        await answer_of(process, ASK)
-        assert len(views) == n_seen
+        await answer_of(process, REQUEST)
+        n_seen = len(snapshots)
+        await answer_of(process, REQUEST)
+        assert len(snapshots) == n_seen
 
 
 @in_loop
-async def test_ctrl_c_is_the_servers_business_and_a_kill_is_told(tiny: TinyModel) -> None:
+async def test_ctrl_c_is_ignored_and_a_kill_is_an_error(tiny: TinyModel) -> None:
     async with worker_of(tiny()) as process:
         os.kill(process.pid, signal.SIGINT)
-        assert (await answer_of(process, ASK))[0]
+        assert (await answer_of(process, REQUEST))[0]
         running = process.request("generate", generation=ENDLESS, stream=True)
         os.kill(process.pid, signal.SIGTERM)
         with pytest.raises(WorkerError, match="SIGTERM"):
@@ -176,7 +182,7 @@ async def test_ctrl_c_is_the_servers_business_and_a_kill_is_told(tiny: TinyModel
 
 
 @in_loop
-async def test_it_ends_with_its_socket_even_while_it_answers(tiny: TinyModel) -> None:
+async def test_it_exits_when_its_socket_closes_even_during_an_answer(tiny: TinyModel) -> None:
     async with worker_of(tiny()) as process:
         running = process.request("generate", generation=ENDLESS, stream=True)
         assert isinstance(await anext(running.events()), Delta)
@@ -186,11 +192,11 @@ async def test_it_ends_with_its_socket_even_while_it_answers(tiny: TinyModel) ->
 
 PARENT = """
 import asyncio, sys
-from moegguf.serving.worker_process import Process
-from moegguf.serving.wire import Order
+from moegguf.serving.worker_process import WorkerProcess
+from moegguf.serving.wire import LoadConfig
 async def main():
-    process = await Process.start("tiny", lambda view: None)
-    await process.load(Order("tiny", sys.argv[1], 512, n_threads=1), 60, lambda share: None)
+    process = await WorkerProcess.start("tiny", lambda snapshot: None)
+    await process.load(LoadConfig("tiny", sys.argv[1], 512, n_threads=1), 60, lambda fraction: None)
     print(process.pid, flush=True)
     await asyncio.Event().wait()
 asyncio.run(main())
@@ -207,7 +213,7 @@ def test_it_does_not_outlive_a_server_that_is_killed(tiny: TinyModel) -> None:
 
 
 @in_loop
-async def test_a_worker_is_asked_many_things_at_once_and_answers_in_order(tiny: TinyModel) -> None:
+async def test_concurrent_requests_are_answered_in_order(tiny: TinyModel) -> None:
     async with worker_of(tiny()) as process:
-        answers = await asyncio.gather(*(answer_of(process, ASK) for _ in range(8)))
+        answers = await asyncio.gather(*(answer_of(process, REQUEST) for _ in range(8)))
         assert len({text for text, _, _ in answers}) == 1

@@ -1,4 +1,4 @@
-"""Bodies of requests: what is taken, what is refused and how fast, and how a refusal reads."""
+"""Request bodies: what is accepted, what is refused and how fast, and the messages of refusals."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pydantic import Field
 from moegguf.errors import BudgetError, BusyError, ModelNotFoundError, OptionError
 from moegguf.server.common import limits
 from moegguf.server.common.body import Body, parse_body, parse_object
-from moegguf.server.common.errors import HttpError, fault_of
+from moegguf.server.common.errors import HttpError, http_error
 from moegguf.server.common.options import Options
 from moegguf.server.ollama.schema import ChatRequest, CopyRequest, CreateRequest, EmbedRequest, PullRequest
 
@@ -40,11 +40,11 @@ def refusal(raw: bytes, kind: type[Body] = Example) -> str:
 
 
 @pytest.mark.parametrize("raw", [b"", b"  \n", b"\r\n"])
-def test_no_body_is_said_to_be_missing(raw: bytes) -> None:
+def test_an_empty_body_is_missing(raw: bytes) -> None:
     assert refusal(raw) == "missing request body"
 
 
-def test_unknown_fields_are_left_out_and_the_last_of_two_counts() -> None:
+def test_unknown_fields_are_ignored_and_the_last_of_repeated_keys_counts() -> None:
     body = parse_body(b'{"text": "a", "other": {"deep": []}, "text": "b"}', Example)
     assert body.text == "b"
     assert not hasattr(body, "other")
@@ -73,7 +73,7 @@ def test_unknown_fields_are_left_out_and_the_last_of_two_counts() -> None:
         (b'{"parts": [{"n": 1}, {}]}', "parts.1.n: field required"),
     ],
 )
-def test_a_refusal_says_what_does_not_fit(raw: bytes, words: str) -> None:
+def test_a_refusal_names_the_invalid_field(raw: bytes, words: str) -> None:
     assert words in refusal(raw)
 
 
@@ -82,11 +82,11 @@ def test_a_pair_of_surrogates_is_one_character() -> None:
 
 
 @pytest.mark.parametrize("n", [-(2**63), 2**63 - 1])
-def test_whole_numbers_of_64_bits_are_taken(n: int) -> None:
+def test_integers_of_64_bits_are_accepted(n: int) -> None:
     assert parse_object(json.dumps({"n": n}).encode()) == {"n": n}
 
 
-def test_nesting_has_an_end_and_brackets_in_texts_do_not_count() -> None:
+def test_nesting_is_limited_and_brackets_in_strings_do_not_count() -> None:
     def nested(depth: int) -> bytes:
         return b'{"x": ' + b"[" * (depth - 1) + b"]" * (depth - 1) + b"}"
 
@@ -114,7 +114,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_body_is_refused_soon_and_for_little_memory(name: str) -> None:
+def test_a_hostile_body_is_refused_fast_and_with_little_memory(name: str) -> None:
     raw = HOSTILE[name]
     begun = time.thread_time()
     refusal(raw)
@@ -143,7 +143,7 @@ json_values = st.recursive(
 
 
 @given(st.dictionaries(st.text(max_size=5), json_values, max_size=4))
-def test_json_is_read_as_json_reads_it(value: dict[str, Any]) -> None:
+def test_json_is_parsed_as_by_the_standard_library(value: dict[str, Any]) -> None:
     assert parse_object(json.dumps(value).encode()) == value
     assert parse_object(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace")) is not None
 
@@ -152,7 +152,7 @@ def parse(kind: type[Body], **fields: Any) -> Any:
     return parse_body(json.dumps(fields).encode(), kind)
 
 
-def test_name_is_an_older_word_for_model() -> None:
+def test_name_is_an_alias_of_model() -> None:
     assert parse(PullRequest, model="", name="x").model_name == "x"
     assert parse(PullRequest, model="x", name="y").model_name == "x"
     assert refusal(b"{}", PullRequest) == "model is required"
@@ -193,14 +193,14 @@ def test_options_become_sampling_and_load_options(caplog: pytest.LogCaptureFixtu
         temperature=0, tfs_z=1, mirostat=0, use_mlock=True, num_gpu=None,
     )  # fmt: skip
     assert not caplog.records
-    sampling, load = options.sampling(), options.load()
+    sampling, load = options.sampling(), options.load_options()
     assert (sampling.top_k, sampling.temperature, sampling.stop) == (5, 0, ("a",))
     assert (sampling.max_tokens, sampling.seed, sampling.top_p) == (None, None, 0.9)
     assert (load.n_ctx, load.n_threads, load.n_batch, load.expert_cache) == (4096, None, None, "1GiB")
     assert parse(Options, seed=-2).sampling().seed == 2**32 - 2
 
 
-def test_an_unknown_option_is_said_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unknown_option_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     parse(ChatRequest, model="x", options={"temprature": 1})
     assert "temprature" in caplog.text
 
@@ -221,7 +221,7 @@ def test_fields_of_a_chat_are_checked(fields: dict[str, Any], words: str) -> Non
     assert words in refusal(json.dumps({"model": "x", **fields}).encode(), ChatRequest)
 
 
-def test_inputs_and_recipes_are_read() -> None:
+def test_inputs_and_recipes_are_parsed() -> None:
     assert parse(EmbedRequest, model="x", input="a").input == "a"
     assert parse(EmbedRequest, model="x", input=["a", "b"]).input == ["a", "b"]
     assert parse(CreateRequest, **{"model": "x", "from": "y"}).from_ == "y"
@@ -241,14 +241,14 @@ def test_inputs_and_recipes_are_read() -> None:
     ],
 )
 def test_each_error_has_one_status_and_two_forms(error: Exception, status: int, code: str | None) -> None:
-    fault = fault_of(error)
-    assert fault.status == status
-    assert set(fault.body("/api/chat")) == {"error"} and isinstance(fault.body("/api/chat")["error"], str)
-    ours = fault.body("/v1/models")["error"]
+    found = http_error(error)
+    assert found.status == status
+    assert set(found.body("/api/chat")) == {"error"} and isinstance(found.body("/api/chat")["error"], str)
+    ours = found.body("/v1/models")["error"]
     assert ours["code"] == code and ours["param"] is None and ours["message"] and ours["type"]
-    assert "secret" not in fault.message
+    assert "secret" not in str(found)
 
 
-def test_busy_and_lasting_faults_tell_when_to_ask_again() -> None:
-    assert fault_of(BusyError("x")).headers == {"retry-after": "1"}
-    assert fault_of(BudgetError("x")).headers == {"x-should-retry": "false"}
+def test_busy_and_permanent_errors_have_retry_headers() -> None:
+    assert http_error(BusyError("x")).headers == {"retry-after": "1"}
+    assert http_error(BudgetError("x")).headers == {"x-should-retry": "false"}

@@ -1,4 +1,4 @@
-"""OpenAI's requests as a `GenerationRequest`, and pieces of an answer as OpenAI's objects."""
+"""OpenAI's requests as a `GenerationRequest`, and deltas of an answer as OpenAI's objects."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def complaint(**fields: Any) -> str:
     return str(raised.value)
 
 
-def test_parts_of_text_become_one_text_and_a_developer_is_the_system() -> None:
+def test_text_parts_are_joined_and_developer_becomes_system() -> None:
     said = ask(
         messages=[
             {"role": "developer", "content": [{"type": "text", "text": "be"}, {"type": "text", "text": "brief"}]},
@@ -58,7 +58,7 @@ def test_parts_of_text_become_one_text_and_a_developer_is_the_system() -> None:
 
 
 @pytest.mark.parametrize("kind", ["image_url", "input_audio", "file"])
-def test_parts_that_are_no_text_are_refused(kind: str) -> None:
+def test_other_parts_are_refused(kind: str) -> None:
     assert f"parts of type '{kind}' are not supported" in complaint(
         messages=[{"role": "user", "content": [{"type": kind, kind: {"url": "data:,"}}]}]
     )
@@ -69,7 +69,7 @@ def test_a_part_without_text_is_refused(part: Any) -> None:
     assert "a part must be" in complaint(messages=[{"role": "user", "content": [part]}])
 
 
-def test_calls_and_their_results_keep_ids_and_names() -> None:
+def test_tool_calls_and_results_keep_ids_and_names() -> None:
     made = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
     said = ask(
         messages=[
@@ -93,12 +93,12 @@ def test_calls_and_their_results_keep_ids_and_names() -> None:
 
 
 @pytest.mark.parametrize("arguments", ["{", "[1]", "3", '"text"', "[" * 100_000])
-def test_arguments_that_are_no_object_are_refused(arguments: str) -> None:
+def test_invalid_arguments_are_refused(arguments: str) -> None:
     made = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
     assert "arguments" in complaint(messages=[{"role": "assistant", "tool_calls": [made]}])
 
 
-def test_a_choice_of_tools() -> None:
+def test_tool_choice() -> None:
     both = [WEATHER, CLOCK]
     assert ask(tools=both).tool_choice == "auto"
     assert ask(tools=both).tools == (WEATHER, CLOCK)
@@ -138,16 +138,16 @@ def test_a_choice_of_tools() -> None:
         ({"stop": ["x"] * 65}, "at most 64"),
         ({"stop": 3}, "stop"),
         ({"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
-        ({"logit_bias": {"x": 1}}, "must be the number of a token"),
+        ({"logit_bias": {"x": 1}}, "must be a token id"),
         ({"logit_bias": {"5": 200}}, "logit_bias"),
-        ({"logit_bias": {"9" * 40: 1}}, "must be the number of a token"),
+        ({"logit_bias": {"9" * 40: 1}}, "must be a token id"),
         ({"response_format": {"type": "json_schema"}}, "json_schema is missing"),
         ({"response_format": {"type": "xml"}}, "response_format"),
         ({"reasoning_effort": "huge"}, "reasoning_effort"),
         ({"stream": "yes"}, "stream"),
     ],
 )
-def test_what_does_not_fit_is_refused(fields: dict[str, Any], words: str) -> None:
+def test_invalid_fields_are_refused(fields: dict[str, Any], words: str) -> None:
     assert words in complaint(**fields)
 
 
@@ -156,11 +156,11 @@ def test_null_is_the_same_as_absent() -> None:
     assert body(**dict.fromkeys(names)) == body()
 
 
-def test_keys_nobody_knows_are_left_out() -> None:
+def test_unknown_keys_are_ignored() -> None:
     assert body(service_tier="auto", metadata={"a": "b"}, store=False, user="u") == body()
 
 
-def test_what_is_unset_is_as_the_model_has_it_and_openais_keys_go_first() -> None:
+def test_openais_keys_override_options_and_those_the_entrys() -> None:
     own = replace(ENTRY, parameters={"temperature": 0.2, "top_p": 0.5, "top_k": 7, "num_ctx": 64})
     assert ask().sampling == Sampling()
     assert ask(own).sampling == Sampling(temperature=0.2, top_p=0.5, top_k=7)
@@ -168,19 +168,21 @@ def test_what_is_unset_is_as_the_model_has_it_and_openais_keys_go_first() -> Non
     assert said.sampling == Sampling(temperature=0, top_p=0.25, top_k=7, seed=3)
 
 
-def test_options_say_how_the_model_is_opened() -> None:
-    assert body().load() == LoadOptions()
-    assert body(options={"num_ctx": 64, "expert_cache": "50%"}).load() == LoadOptions(n_ctx=64, expert_cache="50%")
+def test_load_options() -> None:
+    assert body().load_options() == LoadOptions()
+    assert body(options={"num_ctx": 64, "expert_cache": "50%"}).load_options() == LoadOptions(
+        n_ctx=64, expert_cache="50%"
+    )
 
 
-def test_the_rest_of_sampling() -> None:
+def test_other_sampling_parameters() -> None:
     said = ask(stop="x", seed=5, min_p=0.5, repeat_penalty=1.5, presence_penalty=1, logit_bias={"7": -100})
     assert said.sampling == Sampling(
         stop=("x",), seed=5, min_p=0.5, repeat_penalty=1.5, presence_penalty=1, logit_bias={7: -100}
     )
 
 
-def test_the_newer_name_of_the_limit_goes_first() -> None:
+def test_max_completion_tokens_overrides_max_tokens() -> None:
     assert ask().sampling.max_tokens is None
     assert ask(max_tokens=3).sampling.max_tokens == 3
     assert ask(max_tokens=3, max_completion_tokens=5).sampling.max_tokens == 5
@@ -188,7 +190,7 @@ def test_the_newer_name_of_the_limit_goes_first() -> None:
     assert ask(options={"num_predict": 4}).sampling.max_tokens == 4
 
 
-def test_what_the_models_name_adds_comes_before_the_conversation() -> None:
+def test_entry_messages_come_before_the_conversation() -> None:
     own = replace(ENTRY, system="Be kind.", messages=({"role": "user", "content": "a"},), template="{{ messages }}")
     said = ask(own)
     assert said.messages == ({"role": "system", "content": "Be kind."}, {"role": "user", "content": "a"}, *HI)
@@ -197,7 +199,7 @@ def test_what_the_models_name_adds_comes_before_the_conversation() -> None:
     assert (ask(own, messages=told).messages or ())[1] == {"role": "system", "content": "Be brief."}
 
 
-def test_a_prompt_that_does_not_fit_is_an_error_unless_it_may_be_cut() -> None:
+def test_truncate_is_off_by_default() -> None:
     assert ask().truncate is False
     assert ask(truncate=True).truncate is True
 
@@ -226,11 +228,11 @@ def test_formats() -> None:
         ({"chat_template_kwargs": {"enable_thinking": "no"}}, None),
     ],
 )
-def test_how_much_to_think(fields: dict[str, Any], think: bool | str | None) -> None:
+def test_reasoning_effort(fields: dict[str, Any], think: bool | str | None) -> None:
     assert ask(**fields).think is think or ask(**fields).think == think
 
 
-def test_options_of_the_template_and_chances_are_passed_on() -> None:
+def test_template_options_and_logprobs_are_passed_on() -> None:
     assert ask(chat_template_kwargs={"a": 1}).template_options == {"a": 1}
     assert ask().n_logprobs is None
     assert ask(top_logprobs=3).n_logprobs is None
@@ -247,7 +249,7 @@ CALLS = (ToolCall("c1", "weather", {"city": "Ås"}), ToolCall("c2", "clock", {})
 CHANCE = TokenLogprob("h\u00e9", -0.5, (("x", -1.0), ("\ufffd", -2.0)))
 
 
-def test_a_stream_is_role_deltas_end_with_one_id_and_time() -> None:
+def test_stream_objects_share_id_and_time() -> None:
     answer = reply()
     deltas = [Delta(thinking="hm"), Delta(text="one"), Delta(text="two")]
     objects = [answer.first(), *(c for piece in deltas for c in answer.chunks(piece)), *answer.last(DONE)]
@@ -267,7 +269,7 @@ def test_a_stream_is_role_deltas_end_with_one_id_and_time() -> None:
     assert objects[-1]["timings"]["predicted_per_second"] == 2.0
 
 
-def test_usage_comes_in_a_chunk_of_its_own_when_asked_for() -> None:
+def test_usage_has_a_chunk_of_its_own_on_request() -> None:
     answer = reply(include_usage=True)
     *_, finish, figures = [answer.first(), *answer.last(DONE)]
     assert finish["usage"] is None and finish["choices"][0]["finish_reason"] == "length"
@@ -282,7 +284,7 @@ def test_usage_comes_in_a_chunk_of_its_own_when_asked_for() -> None:
     assert "cut_messages" not in figures
 
 
-def test_calls_are_numbered_over_all_pieces_and_their_arguments_are_text() -> None:
+def test_tool_calls_are_numbered_over_all_deltas() -> None:
     answer = reply()
     deltas = [c["choices"][0]["delta"] for call in CALLS for c in answer.chunks(Delta(text="so", tool_calls=(call,)))]
     assert deltas[1]["tool_calls"] == [
@@ -292,7 +294,7 @@ def test_calls_are_numbered_over_all_pieces_and_their_arguments_are_text() -> No
     assert answer.last(DONE)[0]["choices"][0]["finish_reason"] == "tool_calls"
 
 
-def test_one_call_only_when_calls_may_not_be_parallel() -> None:
+def test_only_one_call_without_parallel_tool_calls() -> None:
     whole = ChatCompletion.model_validate(reply(parallel=False).whole([Delta(tool_calls=CALLS)] * 2, DONE))
     assert [call.id for call in whole.choices[0].message.tool_calls or ()] == ["c1"]
 
@@ -311,14 +313,14 @@ def test_a_whole_answer() -> None:
     assert [(top.token, top.bytes) for top in logprob.top_logprobs] == [("x", [120]), ("\ufffd", None)]
 
 
-def test_only_calls_leave_no_content() -> None:
+def test_content_is_null_with_tool_calls_only() -> None:
     whole = ChatCompletion.model_validate(reply().whole([Delta(tool_calls=CALLS)], DONE))
     assert whole.choices[0].message.content is None
     assert json.loads((whole.choices[0].message.tool_calls or [])[0].function.arguments) == {"city": "Ås"}  # type: ignore[union-attr]
     assert whole.choices[0].finish_reason == "tool_calls"
 
 
-def test_chances_are_told_even_where_a_piece_has_no_text() -> None:
+def test_logprobs_are_sent_for_a_delta_without_text() -> None:
     answer = reply(logprobs=True)
     (chunk,) = answer.chunks(Delta(logprobs=(CHANCE,)))
     assert chunk["choices"][0]["delta"] == {}
@@ -328,13 +330,13 @@ def test_chances_are_told_even_where_a_piece_has_no_text() -> None:
     assert reply().chunks(Delta()) == []
 
 
-def test_progress_of_a_prompt_is_as_llama_server_writes_it() -> None:
+def test_prompt_progress_as_in_llama_server() -> None:
     chunk = reply().progress(PromptProgress(n_tokens=100, n_cached=10, n_done=60, seconds=1.5))
     assert chunk["prompt_progress"] == {"total": 100, "cache": 10, "processed": 60, "time_ms": 1500}
     assert chunk["choices"][0]["delta"] == {}
 
 
-def test_a_completion_tells_where_tokens_begin_in_its_text() -> None:
+def test_a_completion_has_text_offsets() -> None:
     def answer() -> CompletionReply:
         return CompletionReply("m:latest", "ab", include_usage=False, logprobs=True, echo="So ")
 
@@ -351,7 +353,7 @@ def test_a_completion_tells_where_tokens_begin_in_its_text() -> None:
     assert {item["object"] for item in objects} == {"text_completion"}
 
 
-def test_nothing_evaluated_is_no_rate() -> None:
+def test_rates_without_tokens_are_zero() -> None:
     last = reply().last(Done(Timing(), load_s=0.0))[0]
     assert last["timings"]["prompt_per_second"] == 0.0 and last["timings"]["predicted_per_token_ms"] == 0.0
     assert last["choices"][0]["finish_reason"] == "stop"

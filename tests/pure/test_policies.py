@@ -10,7 +10,7 @@ import pytest
 from reference_policies import LEAST, LfuDecay, Lru, NextUse, Rates
 
 from moegguf.controller.history import History
-from moegguf.controller.policies import POLICIES, make_policy
+from moegguf.controller.policies import PYTHON_POLICIES, make_policy
 from moegguf.controller.policies.base import Policy
 from moegguf.controller.policies.baselines import LeastStale, Lfu, LfuRequest, Random, Static
 from moegguf.controller.shape import MoeShape
@@ -145,9 +145,9 @@ def test_next_use_by_hand() -> None:
     history = History(TWO)
     scores = last_scores(policy, history, uses_of([0, 1, 1]))
     assert scores is not None
-    logprobs = {0: 0.125, 1: 0.75}
-    for expert, logprob in logprobs.items():  # layer 1 comes again after layer 2: one event of two later
-        assert scores[1, expert] == pytest.approx(-(1 / logprob - 1 + 1 / 2), rel=1e-5)
+    shares = {0: 0.125, 1: 0.75}
+    for expert, share in shares.items():  # layer 1 comes again after layer 2: one event of two later
+        assert scores[1, expert] == pytest.approx(-(1 / share - 1 + 1 / 2), rel=1e-5)
     assert scores[1, 3] == pytest.approx(-(1 / LEAST - 1 + 1 / 2))
     assert scores[2, 0] == pytest.approx(-(1 / LEAST - 1 + 1))  # the next event's own layer: not before the next pass
 
@@ -169,7 +169,7 @@ def test_next_use_evicts_the_rare_before_the_far() -> None:
 
 @pytest.mark.parametrize("name", ["lfu", "lfu-request", "random", "least-stale", "locality"])
 def test_policies_work_without_prediction_and_return_the_shape(name: str) -> None:
-    history, policy = History(TWO), POLICIES[name](TWO, NoArtifacts())
+    history, policy = History(TWO), PYTHON_POLICIES[name](TWO, NoArtifacts())
     assert isinstance(policy, Policy)
     events = [routed(0, 1, [0, 3], phase=Phase.PREFILL), routed(1, 1, [1]), routed(1, 2, [2])]
     scores = last_scores(policy, history, events)
@@ -180,7 +180,7 @@ def test_policies_work_without_prediction_and_return_the_shape(name: str) -> Non
 
 @pytest.mark.parametrize("name", ["lru", "lfu-decay", "next-use"])
 def test_native_policies_are_names_that_the_store_carries_out(name: str) -> None:
-    policy = POLICIES[name](TWO, NoArtifacts())
+    policy = make_policy(name, TWO, NoArtifacts())
     assert isinstance(policy, NativePolicy) and not isinstance(policy, Policy)
     assert policy.name == name
     assert policy.takes_forecast == (name == "next-use")
@@ -202,7 +202,7 @@ class NoArtifacts:
 
 
 def test_names_and_what_is_missing() -> None:
-    for name in POLICIES.keys() - {"static"}:
+    for name in PYTHON_POLICIES.keys() - {"static"}:
         assert getattr(make_policy(name, TWO, NoArtifacts()), "name", "") == name
     with pytest.raises(OptionError, match="'static' needs"):
         make_policy("static", TWO, NoArtifacts())

@@ -1,4 +1,4 @@
-"""What crosses between a server and its workers comes out as it went in, and what is no message is refused."""
+"""Messages between server and worker survive encoding and decoding; invalid ones are refused."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moegguf.errors import ContextError, MoeggufError, OptionError, WorkerError
 from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, Sampling, Timing, TokenLogprob, ToolCall
 from moegguf.serving import wire
 from moegguf.serving.events import Snapshot
-from moegguf.serving.wire import Order, Ready, build, build_error, decode, encode, encode_error
+from moegguf.serving.wire import LoadConfig, Ready, build, build_error, decode, encode, encode_error
 
 STATS = Stats(tokens=5, stall_s=0.25, pool_bytes=1 << 40)
 
@@ -46,26 +46,26 @@ OBJECTS = [
     Timing(),
     STATS,
     Snapshot("a:latest", (0, 2), 3, b"\x00\x01\x02\x02\x01\x00", b"\xff" * 6, b"\x00" * 6, STATS, True, 12.5, 3.0),
-    Order("a", "/a b", 4096, expert_cache_bytes=7),
+    LoadConfig("a", "/a b", 4096, expert_cache_bytes=7),
     Ready(512, {"n_slots": 4, "reasons": ["a", "b"]}),
 ]
 
 
 @pytest.mark.parametrize("item", OBJECTS, ids=lambda item: type(item).__name__)
-def test_objects_come_out_as_they_went_in(item: Any) -> None:
+def test_objects_survive_a_round_trip(item: Any) -> None:
     line = encode({"kind": "x", "item": item})
     assert line.endswith(b"\n") and line.count(b"\n") == 1
     assert build(type(item), decode(line)["item"]) == item
 
 
 @given(st.text(st.characters()), st.text(st.characters()))
-def test_any_text_crosses(text: str, thinking: str) -> None:
-    piece = Delta(text, thinking)
-    assert build(Delta, decode(encode({"kind": "x", "item": piece}))["item"]) == piece
+def test_any_text_survives_a_round_trip(text: str, thinking: str) -> None:
+    delta = Delta(text, thinking)
+    assert build(Delta, decode(encode({"kind": "x", "item": delta}))["item"]) == delta
 
 
 def test_only_what_differs_from_the_defaults_is_sent() -> None:
-    assert json.loads(encode({"kind": "event", "Piece": Delta("a")})) == {"kind": "event", "Piece": {"text": "a"}}
+    assert json.loads(encode({"kind": "event", "Delta": Delta("a")})) == {"kind": "event", "Delta": {"text": "a"}}
 
 
 def test_mappings_of_any_kind_are_sent() -> None:
@@ -74,7 +74,7 @@ def test_mappings_of_any_kind_are_sent() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(name for name, kind in vars(moegguf.errors).items() if isinstance(kind, type)))
-def test_every_error_of_ours_keeps_its_class(name: str) -> None:
+def test_our_errors_keep_their_class(name: str) -> None:
     kind = getattr(moegguf.errors, name)
     if issubclass(kind, MoeggufError):
         error = build_error(json.loads(json.dumps(encode_error(kind("why")))))
@@ -82,7 +82,7 @@ def test_every_error_of_ours_keeps_its_class(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["ValueError", "Iterable", "difflib", "__name__", "SystemExit", ""])
-def test_errors_of_others_become_one_of_ours(name: str) -> None:
+def test_other_errors_become_a_moegguf_error(name: str) -> None:
     error = build_error({"class": name, "message": "why"})
     assert type(error) is MoeggufError and "why" in str(error)
 
@@ -94,13 +94,13 @@ def test_an_error_without_text_names_its_class() -> None:
 @pytest.mark.parametrize(
     "line", [b"", b"\n", b"{", b"[]", b"1", b"null", b'{"a":1}', b'{"kind":1}', b"\xff", b"[" * 9999]
 )
-def test_what_is_no_message_is_refused(line: bytes) -> None:
+def test_an_invalid_message_is_refused(line: bytes) -> None:
     with pytest.raises(WorkerError):
         decode(line)
 
 
 @pytest.mark.parametrize("data", [None, 5, [], {"txt": "a"}, {"tool_calls": 5}, {"logprobs": [{"text": "a"}]}])
-def test_what_is_no_piece_is_refused(data: Any) -> None:
+def test_an_invalid_delta_is_refused(data: Any) -> None:
     with pytest.raises(WorkerError, match="Delta"):
         build(Delta, data)
 

@@ -1,7 +1,7 @@
-"""One page with everything measured about a recorded routing: plots, the numbers under them, and what they say.
+"""The HTML page of a report: per section findings, plots and tables of their numbers.
 
-The page is a single file that asks for nothing from elsewhere, follows the reader's light or dark theme, and fits a
-phone. It only shows: what is measured, and every figure derived from it, is controller/report_data.py's.
+The page is one file without external resources, with a light and a dark theme and a layout for phones. All numbers
+come from trace/report.py; this module only formats them.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from html import escape
 from pathlib import Path
 
 from moegguf import __version__
-from moegguf.cli.report import findings as words
-from moegguf.cli.report import plots
+from moegguf.cli.report import findings, plots
 from moegguf.cli.report.findings import percent
 from moegguf.cli.report.svg import Palette, require_matplotlib
 from moegguf.config import format_bytes
@@ -87,18 +86,18 @@ def _contents() -> str:
     return f'<nav aria-label="Contents"><ul>{links}</ul></nav>'
 
 
-def _section(name: str, findings: Sequence[str], drawn: Sequence[Plot] = (), tables: str = "") -> str:
+def _section(name: str, sentences: Sequence[str], drawn: Sequence[Plot] = (), tables: str = "") -> str:
     figures = "".join(
         f'<figure><div class="plot">{svg}</div><figcaption>{escape(caption)}</figcaption></figure>'
         for svg, caption in drawn
     )
     heading = f'<h2 id="{name}">{TITLES[name]}</h2>'
-    said = "".join(f"<li>{escape(finding)}</li>" for finding in findings)
-    return f'<section>{heading}<ul class="findings">{said}</ul>{figures}{tables}</section>\n'
+    items = "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences)
+    return f'<section>{heading}<ul class="findings">{items}</ul>{figures}{tables}</section>\n'
 
 
 def _table(caption: str, head: Row, rows: Sequence[Row], folded: bool = True) -> str:
-    """A table whose first column names its rows; everything in it is escaped."""
+    """A table whose first column names its rows; all cells are escaped."""
     top = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in head)
     top = f"<thead><tr>{top}</tr></thead>" if any(head) else ""
     body = "".join(
@@ -117,23 +116,23 @@ def _recorded(facts: TraceSummary) -> str:
         ("size of an expert", format_bytes(facts.expert_bytes)),
         ("experts touched by a token", format_bytes(facts.token_bytes)),
         ("requests", str(facts.requests)),
-        ("tokens read (prompts)", str(facts.prompt_tokens)),
-        ("tokens produced (answers)", str(facts.answer_tokens)),
+        ("prompt tokens", str(facts.prompt_tokens)),
+        ("answer tokens", str(facts.answer_tokens)),
         ("hardware", facts.hardware or "–"),
         *((f"setting: {name}", str(value)) for name, value in facts.settings.items()),
     ]
     kinds = [(kind or "(unnamed)", str(n)) for kind, n in facts.kinds.items()]
     named = ", ".join(f"{n} of {kind}" for kind, n in kinds)
-    findings = [f"{facts.requests} requests ({named}), {facts.answer_tokens} tokens produced."]
+    sentences = [f"{facts.requests} requests ({named}), {facts.answer_tokens} answer tokens."]
     tables = _table("what was recorded", ("", ""), rows, folded=False)
-    return _section("recorded", findings, (), tables)
+    return _section("recorded", sentences, (), tables)
 
 
 def _heat(report: Report) -> str:
     reuse = report.reuse
     if reuse is None or not reuse.counts.size:
         return _section("experts", NOT_MEASURED)
-    caption = "The denser, the more; 1 is an expert's share if all experts of the layer were used alike."
+    caption = "Denser means more use; 1 is the mean over the layer's experts."
     kinds = {sequence: report.labels.get(sequence, "") for sequence in reuse.sequences}
     drawn = [
         (plots.layer_heatmap(reuse), f"All requests together. {caption}"),
@@ -145,7 +144,7 @@ def _heat(report: Report) -> str:
         for il, line, following in zip(reuse.layers, total, reuse.next_token, strict=True)
     ]
     head = ("layer", "least used (tokens)", "most used (tokens)", "never used", "kept by the next token")
-    return _section("experts", words.of_heat(reuse), drawn, _table("use by layer", head, rows))
+    return _section("experts", findings.of_heatmaps(reuse), drawn, _table("use by layer", head, rows))
 
 
 def _reuse(report: Report) -> str:
@@ -175,8 +174,8 @@ def _reuse(report: Report) -> str:
             for n, share in reuse.reuse_distances.items()
         ],
     )
-    caption = "Left: of the experts a token uses. Right: all uses of an answer, the first ones included."
-    return _section("reuse", words.of_reuse(reuse), [(plots.reuse_windows(reuse), caption)], tables)
+    caption = "Left: share of the experts that a token uses. Right: all uses in an answer, including first uses."
+    return _section("reuse", findings.of_reuse(reuse), [(plots.reuse_windows(reuse), caption)], tables)
 
 
 def _hits(report: Report) -> str:
@@ -193,8 +192,8 @@ def _hits(report: Report) -> str:
     head = ("policy", *(f"{budget:.0%}" for budget in budgets))
     tables = _table("hit rate by budget (share of all experts)", head, rows)
     tables += _table("distance from LRU to Belady that is closed", head, closed)
-    caption = "Belady knows the future: no choice of what to evict is above it. Thick: the best that does not know it."
-    return _section("hits", words.of_policies(table), [(plots.hit_rates(table, palette(report)), caption)], tables)
+    caption = "Belady is the offline bound: no eviction policy is above it. Thick: the best online policy."
+    return _section("hits", findings.of_policies(table), [(plots.hit_rates(table, palette(report)), caption)], tables)
 
 
 def _scores(report: Report) -> str:
@@ -203,10 +202,9 @@ def _scores(report: Report) -> str:
         return _section("accuracy", NOT_MEASURED)
     caption = (
         "Share of exactly n_expert_used predicted experts that are used (ProMoE's ACCURACY), mean over layers but the"
-        " first. Dashed: the same predictor on the same routing dealt out anew in time; only what lies above it counts."
+        " first. Dashed: the control, the same predictor on routing shuffled in time."
     )
-    findings = words.of_scores(table)
-    return _section("accuracy", findings, [(plots.accuracy(table), caption)], _score_tables(table))
+    return _section("accuracy", findings.of_scores(table), [(plots.accuracy(table), caption)], _score_tables(table))
 
 
 def _score_tables(table: ScoreTable) -> str:
@@ -248,8 +246,8 @@ def _stalls(report: Report) -> str:
         for name, row in table.stall_ms.items()
     ]
     numbers = _table("stall in ms per token, by link", ("setting", *(f"{speed:g} GB/s" for speed in speeds)), rows)
-    caption = "Time that computing waits for experts, on a modelled link. What is below 0.01 ms is drawn at 0.01 ms."
-    return _section("stall", words.of_stalls(table), [(plots.stalls(table, palette(report)), caption)], numbers)
+    caption = "Time that computation waits for experts, on a modelled link. Values below 0.01 ms are drawn at 0.01 ms."
+    return _section("stall", findings.of_stalls(table), [(plots.stalls(table, palette(report)), caption)], numbers)
 
 
 def _recovery(report: Report) -> str:
@@ -266,7 +264,7 @@ def _recovery(report: Report) -> str:
     caption = f"From {table.kinds[0] or 'one kind of text'} to {table.kinds[1] or 'another'} at the dotted line"
     caption += "." if table.budget is None else f", budget {table.budget:.0%} of the experts."
     drawn = [(plots.recovery(table, palette(report)), caption)]
-    return _section("recovery", words.of_recovery(table), drawn, _table("hit rate around the change", head, rows))
+    return _section("recovery", findings.of_recovery(table), drawn, _table("hit rate around the change", head, rows))
 
 
 def _schedule(report: Report) -> str:
@@ -279,12 +277,12 @@ def _schedule(report: Report) -> str:
         for batch, row in table.experts.items()
     ]
     numbers = _table("distinct experts per layer and step", ("requests per batch", *orders), rows)
-    caption = "Fewer distinct experts in a batch are fewer bytes to fetch for the same tokens."
-    return _section("schedule", words.of_schedule(table), [(plots.schedule(table), caption)], numbers)
+    caption = "Fewer distinct experts per batch mean fewer bytes to fetch for the same tokens."
+    return _section("schedule", findings.of_schedule(table), [(plots.schedule(table), caption)], numbers)
 
 
 def palette(report: Report) -> Palette:
-    """Looks of policies and settings, the same in every plot that has them."""
+    """Colours and markers of policies and settings, the same in every plot."""
     tables = (
         report.policies and report.policies.hit_rates,
         report.recovery and report.recovery.hit_rates,

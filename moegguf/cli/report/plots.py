@@ -1,4 +1,4 @@
-"""The plots of a report: each takes numbers of report_data and returns an SVG element."""
+"""The plots of a report: each function takes numbers of trace/report.py and returns an SVG element."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 HEAT = "#e8590c"
-MOST_REQUESTS = 60  # lines of the heatmap of requests; more would be thinner than a pixel
+MAX_REQUESTS = 60  # rows of request_heatmap; more would be thinner than a pixel
 
 
 @styled
@@ -26,12 +26,12 @@ def layer_heatmap(reuse: Reuse) -> str:
     """How often each expert of each layer is used, over all requests."""
     counts = reuse.counts.sum(axis=0).astype(float)
     even = counts / np.maximum(counts.mean(axis=1, keepdims=True), 1e-9)
-    made, (axes,) = figure(1.1 + min(3.4, 0.16 * len(counts)))
+    fig, (axes,) = figure(1.1 + min(3.4, 0.16 * len(counts)))
     most = max(2.0, float(even.max(initial=0.0)))
     _heat(axes, even, most, "use, relative to an even spread")
     axes.set(xlabel="expert", ylabel="layer")
     _layer_ticks(axes, reuse.layers)
-    return svg(made, "layers", "Heatmap: use of each expert in each layer, relative to an even spread")
+    return svg(fig, "layers", "Heatmap: use of each expert in each layer, relative to an even spread")
 
 
 @styled
@@ -39,12 +39,12 @@ def request_heatmap(reuse: Reuse, labels: Mapping[int, str]) -> str:
     """How often the experts of the middle layer are used by each request, grouped by kind of text."""
     row = len(reuse.layers) // 2
     order = sorted(range(len(reuse.sequences)), key=lambda i: (labels.get(reuse.sequences[i], ""), i))
-    if len(order) > MOST_REQUESTS:
-        order = [order[i] for i in np.linspace(0, len(order) - 1, MOST_REQUESTS).astype(int)]
+    if len(order) > MAX_REQUESTS:
+        order = [order[i] for i in np.linspace(0, len(order) - 1, MAX_REQUESTS).astype(int)]
     counts = reuse.counts[order, row].astype(float)
     share = counts / np.maximum(counts.max(axis=1, keepdims=True), 1)
-    made, (axes,) = figure(1.2 + min(4.0, 0.1 * len(order) + 0.4))
-    _heat(axes, share, 1.0, "use, relative to the request's favourite")
+    fig, (axes,) = figure(1.2 + min(4.0, 0.1 * len(order) + 0.4))
+    _heat(axes, share, 1.0, "use, relative to the request's most used expert")
     axes.set(xlabel=f"expert of layer {reuse.layers[row]}", ylabel="request")
     kinds = [labels.get(reuse.sequences[i], "") for i in order]
     starts = [0, *(i + 1 for i, (one, other) in enumerate(pairwise(kinds)) if one != other)]
@@ -52,13 +52,13 @@ def request_heatmap(reuse: Reuse, labels: Mapping[int, str]) -> str:
     axes.set_ylabel("requests, by kind of text")
     for start in starts[1:]:
         axes.axhline(start - 0.5, color=INK, linewidth=0.7)
-    return svg(made, "requests", f"Heatmap: use of the experts of layer {reuse.layers[row]} by each request")
+    return svg(fig, "requests", f"Heatmap: use of the experts of layer {reuse.layers[row]} by each request")
 
 
 @styled
 def reuse_windows(reuse: Reuse) -> str:
-    """Share of a token's experts among those of the tokens before it, and when experts come back."""
-    made, (near, again) = figure(2.6, columns=2)
+    """Share of a token's experts used by the tokens before it, and the distance between uses."""
+    fig, (near, again) = figure(2.6, columns=2)
     windows = list(reuse.windows_same)
     for rates, name, style in (
         (reuse.windows_same, "same request", "-"),
@@ -77,14 +77,14 @@ def reuse_windows(reuse: Reuse) -> str:
     again.grid(axis="x", visible=False)
     _percent(again)
     return svg(
-        made, "reuse", "Lines: reuse of experts within a request and across requests; bars: distance between uses"
+        fig, "reuse", "Lines: reuse of experts within a request and across requests; bars: distance between uses"
     )
 
 
 @styled
 def hit_rates(policies: PolicyTable, palette: Palette) -> str:
-    """Hit rate against budget, one line a policy; the best one online is thick."""
-    made, (axes,) = figure(3.5)
+    """Hit rate against budget, one line a policy; the best online one is thick."""
+    fig, (axes,) = figure(3.5)
     budgets = policies.budgets()
     best = {policies.best_online(budget) for budget in budgets}
     for name, rates in policies.hit_rates.items():
@@ -97,15 +97,15 @@ def hit_rates(policies: PolicyTable, palette: Palette) -> str:
     axes.set_xticks([100 * budget for budget in budgets], [f"{budget:.0%}" for budget in budgets])
     axes.set(xlabel="budget: share of all experts that fit", ylabel="hit rate", ylim=(None, 1.0))
     _percent(axes)
-    legend(made, axes)
-    return svg(made, "hits", "Lines: hit rate of each policy against the budget")
+    legend(fig, axes)
+    return svg(fig, "hits", "Lines: hit rate of each policy against the budget")
 
 
 @styled
 def accuracy(scores: ScoreTable) -> str:
     """ACCURACY against distance, one line a predictor, its control dashed in the same colour."""
     palette = Palette(table.name for table in scores.scores)
-    made, (axes,) = figure(3.5)
+    fig, (axes,) = figure(3.5)
     for tables, style in ((scores.controls, "--"), (scores.scores, "-")):
         for table in tables:
             known = [(k, f.accuracy) for k, f in table.means.items() if f.accuracy is not None]
@@ -122,14 +122,14 @@ def accuracy(scores: ScoreTable) -> str:
     axes.minorticks_off()
     axes.set(xlabel="distance: MoE layers ahead", ylabel="experts predicted right", ylim=(0, 1.02))
     _percent(axes)
-    legend(made, axes)
-    return svg(made, "accuracy", "Lines: accuracy of each predictor against distance, controls dashed")
+    legend(fig, axes)
+    return svg(fig, "accuracy", "Lines: accuracy of each predictor against distance, controls dashed")
 
 
 @styled
 def stalls(table: StallTable, palette: Palette) -> str:
     """Stall per token against the speed of the link, both logarithmic."""
-    made, (axes,) = figure(3.5)
+    fig, (axes,) = figure(3.5)
     least = 0.01
     for name, row in table.stall_ms.items():
         speeds = sorted(row)
@@ -138,21 +138,21 @@ def stalls(table: StallTable, palette: Palette) -> str:
             color=palette.colour(name), marker=palette.marker(name),
         )  # fmt: skip
     if table.compute_ms is not None:
-        axes.axhline(table.compute_ms, color=INK, linewidth=0.9, linestyle=":", label="computing one token")
+        axes.axhline(table.compute_ms, color=INK, linewidth=0.9, linestyle=":", label="compute per token")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xticks(table.speeds(), [f"{speed:g}" for speed in table.speeds()])
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.minorticks_off()
     axes.set(xlabel="link (GB/s)", ylabel="stall per token (ms)")
-    legend(made, axes, 3)
-    return svg(made, "stalls", "Lines: stall per token of each setting against the speed of the link")
+    legend(fig, axes, 3)
+    return svg(fig, "stalls", "Lines: stall per token of each setting against the speed of the link")
 
 
 @styled
 def recovery(table: Recovery, palette: Palette) -> str:
     """Hit rate request by request, smoothed, with the change of text marked."""
-    made, (axes,) = figure(3.2)
+    fig, (axes,) = figure(3.2)
     for name in table.hit_rates:
         smoothed = table.smoothed(name)
         style = "-." if name == BOUND else "--" if name == BASELINE else "-"
@@ -167,14 +167,14 @@ def recovery(table: Recovery, palette: Palette) -> str:
         )
     axes.set(xlabel="request", ylabel="hit rate, mean of 5 requests")
     _percent(axes)
-    legend(made, axes)
-    return svg(made, "recovery", "Lines: hit rate of each policy request by request around a change of text")
+    legend(fig, axes)
+    return svg(fig, "recovery", "Lines: hit rate of each policy request by request around a change of text")
 
 
 @styled
 def schedule(table: ScheduleTable) -> str:
     """Distinct experts per layer and step, for each order of requests and size of batch."""
-    made, (axes,) = figure(2.6)
+    fig, (axes,) = figure(2.6)
     orders = list(dict.fromkeys(order for row in table.experts.values() for order in row))
     palette = Palette(order for order in orders if order != table.baseline)
     width = 0.8 / max(1, len(orders))
@@ -186,12 +186,12 @@ def schedule(table: ScheduleTable) -> str:
     axes.set_xticks(range(len(table.experts)), [str(batch) for batch in table.experts])
     axes.grid(axis="x", visible=False)
     axes.set(xlabel="requests per batch", ylabel="experts per layer and step")
-    legend(made, axes)
-    return svg(made, "schedule", "Bars: distinct experts per layer and step for each order of requests")
+    legend(fig, axes)
+    return svg(fig, "schedule", "Bars: distinct experts per layer and step for each order of requests")
 
 
 def _heat(axes: Axes, values: npt.NDArray[np.float64], most: float, meaning: str) -> None:
-    """An image whose ink is as dense as the value: it is right on a light and on a dark page."""
+    """An image whose opacity is the value, so that it fits light and dark pages."""
     from matplotlib.colors import LinearSegmentedColormap, to_rgba
 
     clear = to_rgba(HEAT, 0.0)

@@ -1,4 +1,4 @@
-"""Plots as SVG that belongs into a page: no outside reference, ids of its own, colours that follow the page's theme."""
+"""Plots as SVG for embedding: no external references, unique ids, colours that follow the page's theme."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 Parameters = ParamSpec("Parameters")
 
-# Stand-ins while matplotlib draws; the page decides what they are.
+# Placeholders while matplotlib draws; replaced by the page's CSS variables.
 INK, MUTED, GRID = "#010203", "#010204", "#010205"
 _THEMED = {INK: "var(--ink)", MUTED: "var(--muted)", GRID: "var(--grid)"}
 
-# Readable on white and on near black, and told apart by most colour-blind eyes together with the markers.
+# Readable on white and on near black; with the markers distinguishable for most colour-blind readers.
 _COLOURS = tuple("#2f7de1 #e8590c #2b9348 #d6336c #0c9fb0 #8b5cf6 #b07d12 #9c5a8b #5c940d #7a8b99".split())
 _MARKERS = "osD^vPX<>p"
 _FIXED = {"belady": (INK, "None"), "lru": (MUTED, "o")}
@@ -57,23 +57,23 @@ _STYLE: Any = {
 
 
 class Palette:
-    """A colour and a marker for each name, the same in every plot of a page; the first names get the best colours."""
+    """A colour and a marker for each name, the same in every plot of a page."""
 
     def __init__(self, names: Iterable[str]) -> None:
         free = iter([(colour, _MARKERS[i % len(_MARKERS)]) for i, colour in enumerate(_COLOURS * 4)])
-        self._looks = {name: _FIXED.get(name) or next(free, (MUTED, "o")) for name in dict.fromkeys(names)}
+        self._styles = {name: _FIXED.get(name) or next(free, (MUTED, "o")) for name in dict.fromkeys(names)}
 
     def colour(self, name: str) -> str:
-        """Of a line or bar."""
-        return self._looks.get(name, (MUTED, "o"))[0]
+        """The colour of a line or bar."""
+        return self._styles.get(name, (MUTED, "o"))[0]
 
     def marker(self, name: str) -> str:
-        """Of a line's points."""
-        return self._looks.get(name, (MUTED, "o"))[1]
+        """The marker of a line's points."""
+        return self._styles.get(name, (MUTED, "o"))[1]
 
 
 def require_matplotlib() -> None:
-    """Raises OptionError with the next step when there is no matplotlib to plot with."""
+    """Raises OptionError when matplotlib is not installed."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
@@ -83,7 +83,7 @@ def require_matplotlib() -> None:
 
 
 def styled(plot: Callable[Parameters, str]) -> Callable[Parameters, str]:
-    """Makes a function draw in the page's style: matplotlib reads its settings whenever something is added."""
+    """Runs a plot function under the page's rcParams, which matplotlib reads while artists are added."""
 
     @wraps(plot)
     def drawn(*args: Parameters.args, **kwargs: Parameters.kwargs) -> str:
@@ -97,34 +97,34 @@ def styled(plot: Callable[Parameters, str]) -> Callable[Parameters, str]:
 
 
 def figure(height: float = 3.0, columns: int = 1, rows: int = 1) -> tuple[Figure, list[Axes]]:
-    """An empty figure of the page's width and `height` inches, and its axes row by row. Only in a `styled` function."""
+    """An empty figure of the page's width and `height` inches, and its axes row by row. For `styled` functions."""
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
-    made = Figure(figsize=(5.4, height), layout="constrained")
-    FigureCanvasSVG(made)
-    axes = made.subplots(rows, columns, squeeze=False)
-    return made, list(axes.ravel())
+    fig = Figure(figsize=(5.4, height), layout="constrained")
+    FigureCanvasSVG(fig)
+    axes = fig.subplots(rows, columns, squeeze=False)
+    return fig, list(axes.ravel())
 
 
-def legend(made: Figure, axes: Axes, columns: int = 4) -> None:
-    """One legend below everything, from what was drawn in `axes`."""
+def legend(fig: Figure, axes: Axes, columns: int = 4) -> None:
+    """One legend below all axes, with the artists of `axes`."""
     handles, labels = axes.get_legend_handles_labels()
-    made.legend(handles, labels, loc="outside lower center", ncols=min(columns, max(1, len(labels))))
+    fig.legend(handles, labels, loc="outside lower center", ncols=min(columns, max(1, len(labels))))
 
 
-def svg(made: Figure, prefix: str, label: str) -> str:
-    """The figure as an <svg> element. `prefix` keeps its ids apart from other plots'; `label` is read to the blind."""
+def svg(fig: Figure, prefix: str, label: str) -> str:
+    """The figure as an <svg> element. `prefix` makes its ids unique; `label` is for screen readers."""
     out = StringIO()
-    made.savefig(out, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    fig.savefig(out, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     text = out.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     text = re.sub(r' xmlns(:\w+)?="[^"]*"', "", text).replace("xlink:href", "href")
     text = re.sub(r'\bid="', f'id="{prefix}-', text)
     text = re.sub(r'url\(#|href="#', lambda match: f"{match.group()}{prefix}-", text)
-    for stand_in, themed in _THEMED.items():
-        text = text.replace(stand_in, themed)
+    for placeholder, themed in _THEMED.items():
+        text = text.replace(placeholder, themed)
     root, rest = text.split(">", 1)
     root = re.sub(r' (width|height|version)="[^"]*"', "", root)
     return f'{root} role="img" aria-label="{escape(label, quote=True)}">{rest}'

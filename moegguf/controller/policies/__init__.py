@@ -12,7 +12,7 @@ from moegguf.controller.predictors import ArtifactSource
 from moegguf.controller.shape import MoeShape
 from moegguf.controller.weights import load
 from moegguf.errors import OptionError
-from moegguf.native.events import NativePolicy
+from moegguf.native.store import native_policies
 
 Make = Callable[[MoeShape, ArtifactSource], AnyPolicy]
 
@@ -36,23 +36,27 @@ def _static(shape: MoeShape, artifacts: ArtifactSource) -> AnyPolicy:
     )
 
 
-POLICIES: dict[str, Make] = {
-    "lru": lambda shape, artifacts: LRU,
+PYTHON_POLICIES: dict[str, Make] = {
     "lfu": lambda shape, artifacts: Lfu(),
     "lfu-request": lambda shape, artifacts: LfuRequest(shape),
-    "lfu-decay": lambda shape, artifacts: NativePolicy("lfu-decay"),
     "static": _static,
     "random": lambda shape, artifacts: Random(shape),
     "least-stale": lambda shape, artifacts: LeastStale(shape),
     "locality": lambda shape, artifacts: Locality(shape),
     "sparsity": lambda shape, artifacts: SparsityAware(shape, artifacts.collection(shape)),
-    "next-use": lambda shape, artifacts: NativePolicy("next-use", takes_forecast=True),
 }
+
+
+def policy_names() -> list[str]:
+    """All policies by name: native ones, then those in Python."""
+    return [*native_policies(), *PYTHON_POLICIES]
 
 
 def make_policy(name: str, shape: MoeShape, artifacts: ArtifactSource) -> AnyPolicy:
     """The policy of this name for a model. Raises OptionError for an unknown name, or a missing popularity file."""
-    make = POLICIES.get(name)
+    if native := native_policies().get(name):
+        return native
+    make = PYTHON_POLICIES.get(name)
     if make is None:
-        raise OptionError(f"there is no policy {name!r}; known are {', '.join(POLICIES)}.")
+        raise OptionError(f"there is no policy {name!r}; known are {', '.join(policy_names())}.")
     return make(shape, artifacts)

@@ -22,10 +22,10 @@ class FadingAverage {
             throw Error(MOEGGUF_INVALID,
                         "a half-life is a number of tokens above 0, not " + std::to_string(half_life_tokens));
         }
-        table_.assign(layout.layers.size() * layout.n_expert_max, 0.0f);
+        table_.assign(layout.n_keys(), 0.0f);
     }
 
-    float operator[](int key) const { return table_[key]; }
+    const float * row(int il) const { return &table_[layout_.key(il, 0)]; } // [n_expert]
 
     // A routing event of n_tokens tokens, whose uses count as if spread evenly over them.
     void count(int il, const int32_t * expert_ids, int n_expert_used, int n_tokens) {

@@ -10,18 +10,16 @@ constexpr float default_half_life_tokens = 64.0f;
 class DecayedFrequency final : public EvictionPolicy {
   public:
     DecayedFrequency(const Layout & layout, const Parameters & given)
-        : layout_(layout),
-          average_(layout, given.value("half_life_tokens", default_half_life_tokens)) {}
+        : average_(layout, given.value("half_life_tokens", default_half_life_tokens)) {}
 
     bool orders(const Moment & now) const override { return now.token; }
     bool on_routing(int il, const int32_t * expert_ids, int n_expert_used, int n_tokens) override {
         average_.count(il, expert_ids, n_expert_used, n_tokens);
         return true;
     }
-    float score(int il, int expert) const override { return average_[layout_.key(il, expert)]; }
+    float score(int il, int expert) const override { return average_.row(il)[expert]; }
 
   private:
-    const Layout & layout_;
     FadingAverage average_;
 };
 
@@ -30,6 +28,7 @@ class DecayedFrequency final : public EvictionPolicy {
 extern const PolicyType decayed_frequency_policy;
 const PolicyType decayed_frequency_policy = {
     "lfu-decay",
+    0,
     [] { return std::vector<const char *>{"half_life_tokens"}; },
     [](const Layout & layout, const Parameters & given) -> std::unique_ptr<EvictionPolicy> {
         return std::make_unique<DecayedFrequency>(layout, given);

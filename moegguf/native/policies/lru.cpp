@@ -15,6 +15,7 @@ class Lru final : public EvictionPolicy {
 extern const PolicyType lru_policy;
 const PolicyType lru_policy = {
     "lru",
+    0,
     [] { return std::vector<const char *>{}; },
     [](const Layout &, const Parameters &) -> std::unique_ptr<EvictionPolicy> { return std::make_unique<Lru>(); },
 };

@@ -1,5 +1,5 @@
 // next_use.cpp: Belady's rule with an estimate in place of the future: out goes the expert expected to be used again
-// last (moegguf/controller/policies/next_use.py derives it).
+// last.
 //
 // Of the tokens that pass its layer, a part p = sum(weight * average) uses an expert; that is 1 / p - 1 passes from its
 // layer's next turn, and phase_weight scales the part of a pass until that turn. Where a predictor forecasts that the
@@ -22,7 +22,10 @@ class NextUse final : public EvictionPolicy {
     bool on_forecast(int il, const float * probabilities) override;
 
     // -(expected passes until the next use of an expert), counted from its layer's next turn ...
-    float score(int il, int expert) const override { return score_[layout_.key(il, expert)]; }
+    float score(int il, int expert) const override {
+        const int key = layout_.key(il, expert);
+        return known_[il] ? -wait_[key] * (1.0f - trust_ * forecast_[key]) : 1.0f - wait_[key];
+    }
 
     // ... which is this far from a routing event of layer now.il.
     float layer_offset(int il, const Moment & now) const override {
@@ -32,7 +35,6 @@ class NextUse final : public EvictionPolicy {
   private:
     void set_weights(const std::vector<float> & half_lives, std::vector<float> weights);
     void set_phases(float phase_weight);
-    void renew_scores(int il);
 
     const Layout & layout_;
     std::vector<FadingAverage> average_;
@@ -40,8 +42,7 @@ class NextUse final : public EvictionPolicy {
     float trust_;
     std::vector<float> wait_;     // [n_layer * n_expert_max], passes between uses
     std::vector<float> forecast_; // [n_layer * n_expert_max], probabilities where known_
-    std::vector<bool> known_;     // [n_layer]
-    std::vector<float> score_;    // [n_layer * n_expert_max]
+    std::vector<uint8_t> known_;  // [n_layer]
     std::vector<float> phase_;    // [2 * n_moe_layers - 1], by rows ahead: part of a pass until a layer's turn
     std::vector<int> row_;        // [n_layer], counts layers with experts
 };
@@ -59,8 +60,7 @@ NextUse::NextUse(const Layout & layout, const Parameters & given) : layout_(layo
     }
     wait_.assign(layout.n_keys(), 1.0f / least_use);
     forecast_.assign(layout.n_keys(), 0.0f);
-    known_.assign(layout.layers.size(), false);
-    score_.assign(layout.n_keys(), 1.0f - 1.0f / least_use);
+    known_.assign(layout.layers.size(), 0);
 }
 
 void NextUse::set_weights(const std::vector<float> & half_lives, std::vector<float> weights) {
@@ -104,15 +104,18 @@ bool NextUse::on_routing(int il, const int32_t * expert_ids, int n_expert_used, 
     for (FadingAverage & average : average_) {
         average.count(il, expert_ids, n_expert_used, n_tokens);
     }
-    const int first = layout_.key(il, 0), n_expert = layout_.layers[il].n_expert;
-    for (int key = first; key < first + n_expert; key++) {
-        float used = 0.0f;
-        for (size_t i = 0; i < average_.size(); i++) {
-            used += weight_[i] * average_[i][key];
+    float * wait = &wait_[layout_.key(il, 0)];
+    const int n_expert = layout_.layers[il].n_expert;
+    std::fill_n(wait, n_expert, 0.0f);
+    for (size_t i = 0; i < average_.size(); i++) { // wait: the part of the tokens that use the expert ...
+        const float * average = average_[i].row(il);
+        for (int expert = 0; expert < n_expert; expert++) {
+            wait[expert] += weight_[i] * average[expert];
         }
-        wait_[key] = 1.0f / std::max(used, least_use);
     }
-    renew_scores(il);
+    for (int expert = 0; expert < n_expert; expert++) { // ... and what follows from it
+        wait[expert] = 1.0f / std::max(wait[expert], least_use);
+    }
     return true;
 }
 
@@ -126,15 +129,7 @@ bool NextUse::on_forecast(int il, const float * probabilities) {
         const float q = probabilities[expert];
         forecast_[first + expert] = q > 0.0f ? std::min(q, 1.0f) : 0.0f; // not a number: 0
     }
-    renew_scores(il);
     return true;
-}
-
-void NextUse::renew_scores(int il) {
-    const int first = layout_.key(il, 0), n_expert = layout_.layers[il].n_expert;
-    for (int key = first; key < first + n_expert; key++) {
-        score_[key] = known_[il] ? -wait_[key] * (1.0f - trust_ * forecast_[key]) : 1.0f - wait_[key];
-    }
 }
 
 } // namespace
@@ -142,6 +137,7 @@ void NextUse::renew_scores(int il) {
 extern const PolicyType next_use_policy;
 const PolicyType next_use_policy = {
     "next-use",
+    MOEGGUF_POLICY_FORECAST,
     [] { return std::vector<const char *>{"half_lives_tokens", "weights", "phase_weight", "trust"}; },
     [](const Layout & layout, const Parameters & given) -> std::unique_ptr<EvictionPolicy> {
         return std::make_unique<NextUse>(layout, given);

@@ -44,7 +44,8 @@ class EvictionPolicy {
         return false;
     }
 
-    // The expert was looked up, given a slot, or lost it. These may change the score of this expert only.
+    // The expert was given a slot, used (a routing event chose it; right after on_load where it was missing), or lost
+    // its slot. These may change the score of this expert only. A new policy gets on_load for all that is resident.
     virtual void on_use(int il, int expert) { (void)il, (void)expert; }
     virtual void on_load(int il, int expert) { (void)il, (void)expert; }
     virtual void on_evict(int il, int expert) { (void)il, (void)expert; }
@@ -72,12 +73,13 @@ class Parameters {
 
 struct PolicyType {
     const char * name;
+    uint32_t traits;                           // enum moegguf_policy_trait
     std::vector<const char *> (*parameters)(); // their names
     std::unique_ptr<EvictionPolicy> (*make)(const Layout & layout, const Parameters & parameters);
 };
 
 // The policy of that name. Throws Error(INVALID) for an unknown name, an unknown parameter or a value out of range.
 std::unique_ptr<EvictionPolicy> make_policy(const Layout & layout, const moegguf_policy & chosen);
-const char * policy_name(int index); // nullptr behind the last one
+const PolicyType * policy_at(int index); // nullptr behind the last one
 
 } // namespace moegguf

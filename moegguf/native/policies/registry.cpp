@@ -8,6 +8,7 @@
     _(lru)                  \
     _(decayed_frequency)    \
     _(next_use)             \
+    _(slru)                 \
     _(score_table)
 
 namespace moegguf {
@@ -89,8 +90,8 @@ std::unique_ptr<EvictionPolicy> make_policy(const Layout & layout, const moegguf
     return type.make(layout, parameters);
 }
 
-const char * policy_name(int index) {
-    return index >= 0 && index < (int)std::size(types) ? types[index]->name : nullptr;
+const PolicyType * policy_at(int index) {
+    return index >= 0 && index < (int)std::size(types) ? types[index] : nullptr;
 }
 
 } // namespace moegguf

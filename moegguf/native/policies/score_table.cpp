@@ -18,6 +18,7 @@ std::vector<float> ScoreTable::finite(const float * scores, size_t n) {
 extern const PolicyType score_table_policy;
 const PolicyType score_table_policy = {
     "scores",
+    MOEGGUF_POLICY_SCORES,
     [] { return std::vector<const char *>{}; },
     [](const Layout & layout, const Parameters &) -> std::unique_ptr<EvictionPolicy> {
         return std::make_unique<ScoreTable>(layout);

@@ -1,1 +1,1 @@
-"""What every API of the server needs: checked bodies, limits, options, models by name, errors, streams, the guard."""
+"""What the APIs share: request bodies, limits, options, model lookup, reply objects, errors, streams, access checks."""

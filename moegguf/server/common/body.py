@@ -1,7 +1,7 @@
-"""A request's body as a checked object, whatever its Content-Type says.
+"""Request bodies: JSON, parsed and validated, whatever the Content-Type.
 
-`curl -d` calls JSON a form, so nobody looks at that header. Bytes, nesting, counts and numbers have their limits
-before anything is built from them; of a key that comes twice the last one counts.
+`curl -d` labels JSON as a form, so that header is ignored. Size, nesting, number of values and numbers are limited
+before any object is built; of a repeated key the last one counts.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from starlette.requests import ClientDisconnect, Request
 from moegguf.server.common import limits
 from moegguf.server.common.errors import HttpError
 
-STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)  # one that never ends takes the rest
+STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)  # an unterminated one extends to the end
 NOT_STRUCTURE = bytes(set(range(256)) - set(b"[]{},"))
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 MISSING = "missing request body"
 
 
 class Body(BaseModel):
-    """Base of all requests: types are as they say, and fields that nobody knows are left out."""
+    """Base of all requests: strict types, unknown fields are ignored."""
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 
@@ -36,13 +36,13 @@ T = TypeVar("T", bound=BaseModel)
 async def read_body(request: Request, kind: type[T]) -> T:
     """The body of `request` as a `kind`.
 
-    Raises HttpError: 400 for what cannot be read or does not fit, 408, 413 and 415 for slow, large and packed ones.
+    Raises HttpError: 400 for an invalid body, 408, 413 and 415 for a slow, large or compressed one.
     """
     return parse_body(await read_bytes(request), kind)
 
 
 def parse_body(raw: bytes, kind: type[T]) -> T:
-    """JSON text as a `kind`; raises HttpError 400 that names the first field that does not fit."""
+    """JSON text as a `kind`. Raises HttpError 400 that names the first invalid field."""
     try:
         return kind.model_validate(parse_object(raw))
     except ValidationError as error:
@@ -50,8 +50,8 @@ def parse_body(raw: bytes, kind: type[T]) -> T:
 
 
 async def read_bytes(request: Request, limit: int = limits.BODY_BYTES) -> bytes:
-    """All of the body, at most `limit` bytes."""
-    refuse_packed(request)
+    """The whole body, at most `limit` bytes. Raises HttpError 408, 413, 415, 499."""
+    refuse_compressed(request)
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length[:20]) > limit:
         raise too_large(limit)
@@ -70,8 +70,8 @@ async def read_bytes(request: Request, limit: int = limits.BODY_BYTES) -> bytes:
     return b"".join(parts)
 
 
-def refuse_packed(request: Request) -> None:
-    """Raises HttpError 415 for a body that would have to be unpacked: it could become any size."""
+def refuse_compressed(request: Request) -> None:
+    """Raises HttpError 415 for a compressed body, which could expand to any size."""
     coding = request.headers.get("content-encoding", "identity").strip().lower()
     if coding not in ("", "identity"):
         raise HttpError(
@@ -80,6 +80,7 @@ def refuse_packed(request: Request) -> None:
 
 
 def too_large(limit: int) -> HttpError:
+    """The error for a body of more than `limit` bytes."""
     return HttpError(413, f"request body too large: at most {limit >> 20} MiB are taken")
 
 
@@ -104,7 +105,7 @@ def parse_object(raw: bytes) -> dict[str, Any]:
 
 
 def check_structure(raw: bytes) -> None:
-    """Raises HttpError 400 when the text nests too deep or holds too many values, without building any of them."""
+    """Raises HttpError 400 for JSON with too deep nesting or too many values, without building any."""
     n_quotes = raw.count(b'"') - raw.count(b'\\"')  # at least one for each string, at most two
     marks = b"" if n_quotes > 4 * limits.JSON_VALUES else STRING.sub(b"", raw).translate(None, NOT_STRUCTURE)
     if n_quotes > 4 * limits.JSON_VALUES or len(marks) > limits.JSON_VALUES:
@@ -137,7 +138,7 @@ def _refuse_lone_surrogates(value: Any) -> None:
     try:
         json.dumps(value, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError:
-        raise HttpError(400, "invalid request body: half of a surrogate pair stands alone") from None
+        raise HttpError(400, "invalid request body: a surrogate without its pair") from None
 
 
 def _kind(value: Any) -> str:
@@ -146,7 +147,7 @@ def _kind(value: Any) -> str:
 
 
 def explain(error: ValidationError) -> str:
-    """The first thing that does not fit, in words: where, and what would."""
+    """The first validation error as text: the field, and the rule."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     where = ".".join(str(part) for part in first["loc"])[:200]
     text = first["msg"].removeprefix("Value error, ")

@@ -1,7 +1,6 @@
-"""One map from an error to what a client gets: a status, headers and JSON, in Ollama's or OpenAI's form.
+"""Maps exceptions to HTTP errors: status, headers and JSON in Ollama's or OpenAI's form.
 
 Below /v1 it is OpenAI's `{"error": {"message", "type", "param", "code"}}`, elsewhere Ollama's `{"error": "text"}`.
-Knows nothing of requests but their path.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ import asyncio
 import logging
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
 
@@ -24,11 +22,11 @@ from moegguf import errors
 log = logging.getLogger(__name__)
 
 LINGER_S = 2.0
-FINAL = {"x-should-retry": "false"}  # OpenAI's clients would otherwise ask twice more
+NO_RETRY = {"x-should-retry": "false"}  # OpenAI's clients would retry twice
 
 
 class HttpError(errors.MoeggufError):
-    """A fault that only a server knows, with the status to answer."""
+    """An error with its HTTP status and headers. `code` is OpenAI's, such as "model_not_found"."""
 
     def __init__(self, status: int, message: str, code: str | None = None, headers: Mapping[str, str] = {}) -> None:
         super().__init__(message)
@@ -36,27 +34,17 @@ class HttpError(errors.MoeggufError):
         self.code = code
         self.headers = dict(headers)
 
-
-@dataclass(frozen=True)
-class Fault:
-    """What a client is told. `code` is OpenAI's, such as "model_not_found"."""
-
-    status: int
-    message: str
-    code: str | None = None
-    headers: Mapping[str, str] = field(default_factory=dict)
-
     def body(self, path: str) -> dict[str, Any]:
-        """The JSON of the answer to a request at `path`."""
+        """The JSON of the reply to a request at `path`."""
         if not path.startswith("/v1"):
-            return {"error": self.message}
-        kinds = {404: "not_found_error", 401: "authentication_error", 403: "permission_error"}
-        kind = kinds.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
-        return {"error": {"message": self.message, "type": kind, "param": None, "code": self.code}}
+            return {"error": str(self)}
+        types = {404: "not_found_error", 401: "authentication_error", 403: "permission_error"}
+        error_type = types.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+        return {"error": {"message": str(self), "type": error_type, "param": None, "code": self.code}}
 
 
-# The first that fits: subclasses before their bases.
-FAULTS: tuple[tuple[type[BaseException], int, str | None, Mapping[str, str]], ...] = (
+# (class, status, code, headers); the first match counts, so subclasses come before their bases.
+STATUSES: tuple[tuple[type[BaseException], int, str | None, Mapping[str, str]], ...] = (
     (errors.ModelNotFoundError, 404, "model_not_found", {}),
     (errors.ContextError, 400, "context_length_exceeded", {}),
     (errors.ModelNameError, 400, None, {}),
@@ -66,43 +54,39 @@ FAULTS: tuple[tuple[type[BaseException], int, str | None, Mapping[str, str]], ..
     (errors.TemplateError, 400, None, {}),
     (errors.BusyError, 503, None, {"retry-after": "1"}),
     (errors.GenerationCancelled, 499, None, {}),
-    (errors.BudgetError, 500, None, FINAL),
-    (errors.AllocationError, 500, None, FINAL),
-    (errors.ModelFormatError, 500, None, FINAL),
-    (errors.LibraryError, 500, None, FINAL),
+    (errors.BudgetError, 500, None, NO_RETRY),
+    (errors.AllocationError, 500, None, NO_RETRY),
+    (errors.ModelFormatError, 500, None, NO_RETRY),
+    (errors.LibraryError, 500, None, NO_RETRY),
     (errors.MoeggufError, 500, None, {}),
 )
 
 
-def fault_of(error: BaseException) -> Fault:
-    """What `error` is to a client. An error that nobody raised on purpose is logged, and its text stays here."""
+def http_error(error: BaseException) -> HttpError:
+    """The HTTP error of an exception. An unexpected exception is logged, and its message is not sent."""
     if isinstance(error, HttpError):
-        return Fault(error.status, str(error), error.code, error.headers)
+        return error
     if isinstance(error, HTTPException):
-        return Fault(error.status_code, _phrase(error.status_code), None, error.headers or {})
-    for kind, status, code, headers in FAULTS:
+        return HttpError(error.status_code, HTTPStatus(error.status_code).phrase.lower(), headers=error.headers or {})
+    for kind, status, code, headers in STATUSES:
         if isinstance(error, kind):
-            return Fault(status, " ".join(str(error).split()), code, headers)
+            return HttpError(status, " ".join(str(error).split()), code, headers)
     if isinstance(error, MemoryError):
-        return Fault(500, "there is not enough memory for this request.", None, FINAL)
+        return HttpError(500, "there is not enough memory for this request.", None, NO_RETRY)
     log.error("unexpected %s", type(error).__name__, exc_info=error)
-    return Fault(500, f"internal error: unexpected {type(error).__name__}; the server's log has more.")
-
-
-def _phrase(status: int) -> str:
-    return HTTPStatus(status).phrase.lower()
+    return HttpError(500, f"internal error: unexpected {type(error).__name__}; see the server's log.")
 
 
 def error_response(error: BaseException, path: str) -> Response:
-    """The whole answer to a request at `path` that ended in `error`."""
-    fault = fault_of(error)
-    kind = LingeringResponse if fault.status == HTTPStatus.REQUEST_ENTITY_TOO_LARGE else JSONResponse
-    return kind(fault.body(path), status_code=fault.status, headers=dict(fault.headers))
+    """The reply to a request at `path` that failed with `error`."""
+    found = http_error(error)
+    kind = LingeringResponse if found.status == HTTPStatus.REQUEST_ENTITY_TOO_LARGE else JSONResponse
+    return kind(found.body(path), status_code=found.status, headers=found.headers)
 
 
 class LingeringResponse(JSONResponse):
-    """An answer to a client that is still sending: a connection closed at once would take the answer from it, so what
-    comes is read and dropped for a while first."""
+    """A reply to a client that is still sending: reads and drops the rest for LINGER_S at most, since an immediate
+    close would discard the reply on the client's side."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})

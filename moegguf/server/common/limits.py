@@ -1,6 +1,6 @@
-"""How much a client may send: every number, length and depth has an end before it reaches a model.
+"""Limits of a request: every number, length and depth is bounded before it reaches a model.
 
-The values of the lessons of other servers (huge headers, gzip bombs, deep JSON, unbounded counts).
+Chosen against known attacks on other servers: huge headers, gzip bombs, deep JSON, unbounded counts.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ JSON_VALUES = 1 << 17
 INT_BITS = 64
 
 READ_S = 60.0  # for a body to arrive
-PING_S = 15.0  # between signs of life on an event stream
+PING_S = 15.0  # between two comments that keep an idle event stream open
 
 MESSAGES = 4096
 TOOLS = 256

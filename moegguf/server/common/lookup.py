@@ -1,4 +1,4 @@
-"""Models by the names that requests give: what they are and can do, and the error for one that is missing."""
+"""Looks up the models that requests name: entry, details, capabilities, and the error for an unknown one."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from moegguf.server.common.errors import HttpError
 if TYPE_CHECKING:
     from moegguf.models.catalog import Catalog
 
-COMPLETING = {"chat": "completion", "generate": "completion"}  # calls that need the same capability
+CAPABILITIES = {"chat": "completion", "generate": "completion"}  # of an operation; others have their own name
 
 
 def find(catalog: Catalog, name: str) -> Entry:
-    """The model of that name. Raises HttpError 404 in Ollama's words, ModelNameError."""
+    """The entry of that name. Raises HttpError 404 with Ollama's message, ModelNameError."""
     try:
         return catalog.find(name)
     except ModelNotFoundError as error:
@@ -27,7 +27,7 @@ def find(catalog: Catalog, name: str) -> Entry:
 
 
 async def look_up(catalog: Catalog, name: str) -> tuple[Entry, Details]:
-    """A model and what its headers say. Raises what `find` raises, ModelFormatError."""
+    """The entry of that name and its details. Raises what `find` raises, ModelFormatError."""
 
     def both() -> tuple[Entry, Details]:
         entry = find(catalog, name)
@@ -36,16 +36,16 @@ async def look_up(catalog: Catalog, name: str) -> tuple[Entry, Details]:
     return await asyncio.to_thread(both)
 
 
-def check_able(entry: Entry, known: Details, needs: Mapping[str, bool]) -> None:
-    """Raises HttpError 400 for the first of `needs` ({what: needed}) that the model cannot do, in Ollama's words."""
-    for what, needed in needs.items():
-        if needed and COMPLETING.get(what, what) not in known.capabilities:
-            name = entry.name if what == "tools" else f'"{entry.name}"'
-            raise HttpError(400, f"{name} does not support {what}")
+def check_capabilities(entry: Entry, known: Details, needs: Mapping[str, bool]) -> None:
+    """Raises HttpError 400 with Ollama's message for the first of `needs` ({operation: needed}) the model lacks."""
+    for operation, needed in needs.items():
+        if needed and CAPABILITIES.get(operation, operation) not in known.capabilities:
+            name = entry.name if operation == "tools" else f'"{entry.name}"'
+            raise HttpError(400, f"{name} does not support {operation}")
 
 
 def details_or_none(entry: Entry) -> Details | None:
-    """What an entry's headers say, None when they cannot be read: a list shows such a model all the same."""
+    """An entry's details, None when its file cannot be read: lists contain such a model without details."""
     try:
         return details(entry)
     except (MoeggufError, OSError):

@@ -1,19 +1,19 @@
-"""Options of a request that every API takes: for loading a model and for sampling, Ollama's names, with their ranges.
+"""Request options of every API, for loading a model and for sampling: Ollama's names and ranges.
 
-Unknown options are left out with a warning in the log; those that Ollama itself has given up, without one.
+Unknown options are ignored with a warning in the log; those that Ollama has removed, without one.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 
 from moegguf.config import parse_expert_cache
 from moegguf.generate.options import RANGES, sampling_with
-from moegguf.generate.request import Sampling
+from moegguf.generate.request import Message, Sampling
 from moegguf.models.entry import Entry
 from moegguf.models.recipe import PARAMETERS
 from moegguf.server.common import limits
@@ -24,13 +24,13 @@ from moegguf.settings import parse_duration
 
 log = logging.getLogger(__name__)
 
-MAX_TOKEN = 2**31 - 1  # llama.cpp's numbers of tokens have 32 bits
+MAX_TOKEN = 2**31 - 1  # llama.cpp's token ids have 32 bits
 KeepAlive = int | float | str | None
 ModelName = Annotated[str, Field(min_length=1, max_length=limits.NAME_CHARS)]
 
 
 def _integral(value: Any) -> Any:
-    """Go reads all numbers as floats, and so do clients that send 4096.0."""
+    """Accepts 4096.0 for 4096: some clients write all numbers as floats."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -52,10 +52,11 @@ Stop = Annotated[str, Field(max_length=limits.STOP_CHARS)]
 
 
 class Options(Body):
-    """Ollama's options that mean something here. None: the model's, or the default.
+    """The options of Ollama that have an effect here, and `expert_cache` with its alias `moe_cache_ram`. None: the
+    model's parameter, or the default.
 
-    num_predict -1 and -2 go on until the model ends or the context is full; seed -1 differs each time; num_thread 0
-    and num_ctx 0 leave it to us. `moe_cache_ram` is another name of `expert_cache`.
+    num_predict -1 and -2: until the model ends or the context is full; seed -1: random; num_thread 0 and num_ctx 0:
+    the default.
     """
 
     num_ctx: Whole = _in_range("num_ctx")
@@ -81,11 +82,11 @@ class Options(Body):
     def _warn_of_unknown(cls, given: Any) -> Any:
         known = cls.model_fields.keys() | PARAMETERS.keys()
         for name in given.keys() - known if isinstance(given, Mapping) else ():
-            log.warning("the option %.60r is not known and has no effect", name)
+            log.warning("the option %.60r is unknown and ignored", name)
         return given
 
-    def load(self) -> LoadOptions:
-        """How the model is to be opened."""
+    def load_options(self) -> LoadOptions:
+        """The options for loading."""
         cache = self.moe_cache_ram if self.expert_cache is None else self.expert_cache
         return LoadOptions(
             n_ctx=self.num_ctx or None,
@@ -95,12 +96,12 @@ class Options(Body):
         )
 
     def sampling(self) -> Sampling:
-        """How tokens are chosen; Sampling's own defaults where nothing is said."""
+        """The options for sampling; those of `Sampling` where an option is None."""
         return sampling_with(Sampling(), self.model_dump(exclude_none=True))
 
 
 def options_of(given: Options | None, entry: Entry) -> Options:
-    """The request's options over those of the model. Raises HttpError 400 when the model's cannot be used."""
+    """The request's options, then the model's parameters. Raises HttpError 400 for invalid parameters of the model."""
     if not entry.parameters:
         return given or Options()
     try:
@@ -109,6 +110,15 @@ def options_of(given: Options | None, entry: Entry) -> Options:
         raise HttpError(400, f"parameters of {entry.name}: {explain(error)}") from None
 
 
-def keep_alive_s(given: int | float | str | None) -> float | None:
-    """Seconds to stay loaded, inf for ever, None as the settings say. Raises OptionError."""
+def keep_alive_seconds(given: int | float | str | None) -> float | None:
+    """How long an idle model stays loaded: seconds, inf for ever, None for the setting. Raises OptionError."""
     return None if given is None else parse_duration(given)
+
+
+def with_entry_messages(given: Iterable[Message], entry: Entry) -> tuple[Message, ...]:
+    """A conversation after the entry's own messages; its system message first unless `given` begins with one."""
+    given = tuple(given)
+    own = [dict(message) for message in entry.messages]
+    if entry.system and given[0]["role"] != "system":
+        own.insert(0, {"role": "system", "content": entry.system})
+    return (*own, *given)

@@ -1,7 +1,7 @@
-"""Answers that take their time: lines as they come (NDJSON, server-sent events), or one JSON object at the end.
+"""Replies that take long: lines as they come (NDJSON, server-sent events), or one JSON object at the end.
 
-All of them stop their work at once when the client leaves. An error before the first byte gets its own status; after
-that it becomes the last line. Knows nothing of what the lines say.
+Each stops its work when the client disconnects. An error before the first byte gets its own status; after that it
+becomes the last line. Does not know the content of the lines.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from moegguf.server.common import limits
-from moegguf.server.common.errors import error_response, fault_of
+from moegguf.server.common.errors import error_response, http_error
 
 Lines = AsyncGenerator[bytes, None]
 
 
 def dumps(value: Any) -> str:
-    """Compact JSON. Raises ValueError on NaN, which no client could read."""
+    """Compact JSON. Raises ValueError on NaN, which is not JSON."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
-class Watched(Response):
-    """Work for a client that may leave."""
+class CancellableResponse(Response):
+    """A response whose `work` is cancelled when the client disconnects."""
 
     ping_s: float | None = None
 
@@ -37,22 +37,21 @@ class Watched(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         work = asyncio.create_task(self.work(scope, receive, send))
-        watch = asyncio.create_task(self.watch(receive, send))
+        disconnect = asyncio.create_task(self._wait_for_disconnect(receive, send))
         try:
-            await asyncio.wait((work, watch), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((work, disconnect), return_when=asyncio.FIRST_COMPLETED)
         finally:
-            watch.cancel()
+            disconnect.cancel()
             work.cancel()
-            await asyncio.gather(work, watch, return_exceptions=True)
+            await asyncio.gather(work, disconnect, return_exceptions=True)
         if not work.cancelled():
             work.result()
 
     @abstractmethod
     async def work(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Computes and sends everything; cancelled when the client has left."""
+        """Computes and sends the reply."""
 
-    async def watch(self, receive: Receive, send: Send) -> None:
-        """Returns when the client has left; meanwhile shows it that someone is there."""
+    async def _wait_for_disconnect(self, receive: Receive, send: Send) -> None:
         while True:
             try:
                 async with asyncio.timeout(self.ping_s):
@@ -64,11 +63,11 @@ class Watched(Response):
                 return
 
     async def ping(self, send: Send) -> None:
-        """A sign of life, where the format has one."""
+        """Sends what keeps an idle connection open, if the format has it; called every `ping_s`."""
 
 
-class WholeResponse(Watched):
-    """The object that `work` computes, as JSON."""
+class WholeResponse(CancellableResponse):
+    """The object that `answer` computes, as JSON."""
 
     media_type = "application/json; charset=utf-8"
 
@@ -77,6 +76,7 @@ class WholeResponse(Watched):
         self._answer = answer
 
     async def work(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Awaits the answer, then sends it or its error."""
         try:
             response: Response = JSONResponse(await self._answer, media_type=self.media_type)
         except Exception as error:
@@ -84,8 +84,8 @@ class WholeResponse(Watched):
         await response(scope, receive, send)
 
 
-class LineResponse(Watched):
-    """What `lines` yields, each sent as it comes. `lines` is closed whatever happens."""
+class LineResponse(CancellableResponse):
+    """The items of `lines`, each sent at once. `lines` is always closed."""
 
     def __init__(self, lines: Lines) -> None:
         super().__init__()
@@ -95,10 +95,11 @@ class LineResponse(Watched):
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
 
     def error_line(self, body: Mapping[str, Any]) -> bytes:
-        """The line that tells of an error."""
+        """The line for an error after the first byte."""
         return dumps(body).encode() + b"\n"
 
     async def work(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends the lines, then a line for an error."""
         try:
             async with aclosing(self._lines) as lines:
                 async for line in lines:
@@ -106,7 +107,7 @@ class LineResponse(Watched):
         except Exception as error:
             if not self._started:
                 return await error_response(error, scope["path"])(scope, receive, send)
-            await self._send(send, self.error_line(fault_of(error).body(scope["path"])))
+            await self._send(send, self.error_line(http_error(error).body(scope["path"])))
         await self._send(send, b"", more=False)
 
     async def _send(self, send: Send, line: bytes, more: bool = True) -> None:
@@ -123,13 +124,15 @@ class NdjsonResponse(LineResponse):
 
 
 class SseResponse(LineResponse):
-    """Server-sent events: each line is a whole event with its blank line. Comments keep a quiet stream open."""
+    """Server-sent events: each item is a whole event with its blank line. Comments keep an idle stream open."""
 
     media_type = "text/event-stream; charset=utf-8"
     ping_s = limits.PING_S
 
     def error_line(self, body: Mapping[str, Any]) -> bytes:
+        """An event with the error."""
         return b"data: " + dumps(body).encode() + b"\n\n"
 
     async def ping(self, send: Send) -> None:
+        """Sends a comment."""
         await self._send(send, b": ping\n\n")

@@ -1,6 +1,6 @@
 """Ollama's API, below /api.
 
-Promises: requests and replies as Ollama's own server reads and writes them (api/types.go). Does not know OpenAI's API.
+Promises: requests and replies in the format of Ollama's own server (api/types.go). Does not know OpenAI's API.
 """
 
 from moegguf.server.ollama import chat, create, embed, models, pull, show

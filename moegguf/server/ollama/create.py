@@ -1,4 +1,4 @@
-"""/api/create and /api/blobs: a name of one's own for a model, from another name or from files sent before."""
+"""/api/create and /api/blobs: a new name for a model, from another name or from uploaded files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from starlette.routing import Route
 from moegguf.errors import ModelFormatError
 from moegguf.models.recipe import Recipe
 from moegguf.server.common import limits
-from moegguf.server.common.body import read_body, refuse_packed
+from moegguf.server.common.body import read_body, refuse_compressed
 from moegguf.server.common.errors import HttpError
 from moegguf.server.common.lookup import find
 from moegguf.server.common.streams import Lines, NdjsonResponse, WholeResponse, dumps
@@ -22,7 +22,7 @@ CHUNK_BYTES = 1 << 20
 
 
 async def create(request: Request) -> Response:
-    """Makes the name and says so in Ollama's steps."""
+    """Creates the name; the statuses are Ollama's."""
     body = await read_body(request, CreateRequest)
     catalog = request.app.state.catalog
     recipe = recipe_of(body)
@@ -54,13 +54,13 @@ def _status(text: str) -> bytes:
 
 
 def recipe_of(body: CreateRequest) -> Recipe:
-    """Raises HttpError 400 for what cannot be made here."""
+    """The recipe of a body. Raises HttpError 400 for unsupported fields."""
     if not body.from_ and not body.files:
         raise HttpError(400, "neither 'from' or 'files' was specified")
     if body.adapters:
-        raise HttpError(400, "adapters are not supported; give a model that they are merged into")
+        raise HttpError(400, "adapters are not supported; use a model with the adapters merged")
     if body.quantize:
-        raise HttpError(400, "quantize is not supported; give files that are quantised already")
+        raise HttpError(400, "quantize is not supported; use files that are already quantised")
     return Recipe(
         from_=body.from_ or "",
         files=body.files or {},
@@ -73,7 +73,7 @@ def recipe_of(body: CreateRequest) -> Recipe:
 
 
 async def has_blob(request: Request) -> Response:
-    """200 when the file of a digest is here."""
+    """200 if the blob with this digest exists. Raises HttpError 404."""
     digest = request.path_params["digest"]
     found = await asyncio.to_thread(request.app.state.catalog.has_blob, digest)
     if not found:
@@ -82,11 +82,11 @@ async def has_blob(request: Request) -> Response:
 
 
 async def add_blob(request: Request) -> Response:
-    """Keeps the body under its digest: 201, or 200 when it was here."""
+    """Stores the body under its digest: 201, or 200 if it exists."""
     digest, catalog = request.path_params["digest"], request.app.state.catalog
     if await asyncio.to_thread(catalog.has_blob, digest):
         return Response()
-    refuse_packed(request)
+    refuse_compressed(request)
     length = request.headers.get("content-length", "")
     size_bytes = int(length) if length.isdecimal() and len(length) < 19 else None
     writer = await asyncio.to_thread(catalog.blob_writer, digest, size_bytes)
@@ -100,19 +100,19 @@ async def add_blob(request: Request) -> Response:
 
 
 async def _write(request: Request, write: Any) -> None:
-    """Hands the body on in large parts, off the event loop. Raises HttpError when the client leaves or stalls."""
-    parts, size = [], 0
+    """Writes the body in large parts, off the event loop. Raises HttpError when the client disconnects or stalls."""
+    parts, size_bytes = [], 0
     try:
-        async with asyncio.timeout(limits.READ_S) as patience:
+        async with asyncio.timeout(limits.READ_S) as timeout:
             async for part in request.stream():
-                patience.reschedule(asyncio.get_running_loop().time() + limits.READ_S)
+                timeout.reschedule(asyncio.get_running_loop().time() + limits.READ_S)
                 parts.append(part)
-                size += len(part)
-                if size >= CHUNK_BYTES or not part:
+                size_bytes += len(part)
+                if size_bytes >= CHUNK_BYTES or not part:
                     await asyncio.to_thread(write, b"".join(parts))
-                    parts, size = [], 0
+                    parts, size_bytes = [], 0
     except TimeoutError:
-        raise HttpError(408, f"nothing of the blob arrived for {limits.READ_S:.0f} s") from None
+        raise HttpError(408, f"no data of the blob arrived for {limits.READ_S:.0f} s") from None
     except ClientDisconnect:
         raise HttpError(499, "request canceled") from None
 

@@ -1,4 +1,4 @@
-"""What models there are: /api/version, tags, ps, copy, delete, and the calls of Ollama's that mean nothing here."""
+"""/api/version, tags, ps, copy and delete; and push, which is not supported."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from moegguf import __version__
 from moegguf.models.entry import Entry
 from moegguf.server.common.body import read_body
 from moegguf.server.common.errors import HttpError
-from moegguf.server.common.figures import moe_object
 from moegguf.server.common.lookup import details_or_none, find
-from moegguf.server.ollama.schema import CopyRequest, Named
-from moegguf.server.ollama.words import details_object, time_text
-from moegguf.serving.events import Loaded
+from moegguf.server.common.objects import moe_object
+from moegguf.server.ollama.objects import details_object, time_text
+from moegguf.server.ollama.schema import CopyRequest, ModelBody
+from moegguf.serving.events import LoadedModel
 
 if TYPE_CHECKING:
     from moegguf.models.catalog import Catalog
 
-OLLAMA_VERSION = "0.33.0"  # whose API this is; clients parse it as numbers and refuse old ones
+OLLAMA_VERSION = "0.33.0"  # of the API; clients parse it as numbers and refuse old ones
 
 
 async def version(request: Request) -> Response:
-    """The version of Ollama whose API this is, and ours."""
+    """The version of Ollama's API, and of moegguf."""
     return JSONResponse({"version": OLLAMA_VERSION, "moegguf": __version__})
 
 
@@ -40,7 +40,7 @@ async def tags(request: Request) -> Response:
 
 
 def tag_object(entry: Entry) -> dict[str, Any]:
-    """A model of the list; without details when its file cannot be read."""
+    """An entry of the list; with empty details when its file cannot be read."""
     known = details_or_none(entry)
     more = {"context_length": known.n_ctx_train, "embedding_length": known.n_embd} if known else {}
     return {
@@ -55,17 +55,17 @@ def tag_object(entry: Entry) -> dict[str, Any]:
 
 
 async def ps(request: Request) -> Response:
-    """Models in memory, those that stay longest first."""
+    """Models in memory, latest expiry first."""
     state = request.app.state
 
-    def found(loaded: list[Loaded]) -> list[dict[str, Any]]:
+    def found(loaded: list[LoadedModel]) -> list[dict[str, Any]]:
         return [loaded_object(state.catalog, model) for model in loaded]
 
     return JSONResponse({"models": await asyncio.to_thread(found, state.manager.loaded())})
 
 
-def loaded_object(catalog: Catalog, model: Loaded) -> dict[str, Any]:
-    """A model in memory; `size` is what it takes, `size_vram` the part of it on a GPU."""
+def loaded_object(catalog: Catalog, model: LoadedModel) -> dict[str, Any]:
+    """A model in memory; `size`: its memory in bytes, `size_vram`: the part of it on GPUs."""
     try:
         entry = find(catalog, model.name)
     except HttpError:  # removed while loaded
@@ -86,7 +86,7 @@ def loaded_object(catalog: Catalog, model: Loaded) -> dict[str, Any]:
 
 
 async def copy(request: Request) -> Response:
-    """Another name for a model; no byte of it is copied."""
+    """Adds a name for a model; no file is copied."""
     body = await read_body(request, CopyRequest)
     catalog = request.app.state.catalog
 
@@ -99,8 +99,8 @@ async def copy(request: Request) -> Response:
 
 
 async def delete(request: Request) -> Response:
-    """Takes a name away, after the model has left the memory."""
-    body = await read_body(request, Named)
+    """Unloads a model, then removes its name."""
+    body = await read_body(request, ModelBody)
     state = request.app.state
     entry = await asyncio.to_thread(find, state.catalog, body.model_name)
     await state.manager.unload(entry.name)
@@ -109,7 +109,7 @@ async def delete(request: Request) -> Response:
 
 
 async def unsupported(request: Request) -> Response:
-    """Calls that need Ollama's own services."""
+    """Raises HttpError 501: an operation that needs ollama.com."""
     raise HttpError(501, f"{request.url.path.rpartition('/')[2]} is not supported")
 
 

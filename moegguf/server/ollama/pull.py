@@ -1,4 +1,4 @@
-"""/api/pull: fetches a model and tells how far it is; a client that leaves stops the download, unless others wait."""
+"""/api/pull: downloads a model and reports progress; a disconnect stops the download, unless others wait for it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SUCCESS = "success"
 
 
 async def pull(request: Request) -> Response:
-    """Fetches a model; the last line, or the only object, says `success`."""
+    """Downloads a model; the last line, or the only object, has the status `success`."""
     body = await read_body(request, PullRequest)
     catalog = request.app.state.catalog
 
@@ -46,28 +46,28 @@ async def pull(request: Request) -> Response:
 
 
 async def statuses(name: str, catalog: Catalog) -> AsyncGenerator[PullStatus, None]:
-    """The steps of fetching `name`, on a thread of its own, which does not keep the process. Raises what `pull` does.
+    """The progress of a download, which runs on a daemon thread. Raises what `moegguf.models.pull.pull` raises.
 
-    Closing it stops the download; what has arrived stays.
+    Closing it stops the download; the received part is kept.
     """
     loop, cancelled = asyncio.get_running_loop(), threading.Event()
-    news: asyncio.Queue[PullStatus | BaseException | None] = asyncio.Queue()
+    items: asyncio.Queue[PullStatus | BaseException | None] = asyncio.Queue()
 
-    def tell(item: PullStatus | BaseException | None) -> None:
-        with suppress(RuntimeError):  # the loop has been closed
-            loop.call_soon_threadsafe(news.put_nowait, item)
+    def put(item: PullStatus | BaseException | None) -> None:
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(items.put_nowait, item)
 
     def work() -> None:
         try:
-            fetch(name, catalog, tell, cancelled)
-        except BaseException as error:  # raised again by those who wait
-            tell(error)
+            fetch(name, catalog, put, cancelled)
+        except BaseException as error:  # raised again by the consumer
+            put(error)
         else:
-            tell(None)
+            put(None)
 
     threading.Thread(target=work, name="moegguf-pull", daemon=True).start()
     try:
-        while (item := await news.get()) is not None:
+        while (item := await items.get()) is not None:
             if isinstance(item, BaseException):
                 raise item
             yield item
@@ -76,7 +76,7 @@ async def statuses(name: str, catalog: Catalog) -> AsyncGenerator[PullStatus, No
 
 
 def status_object(status: PullStatus) -> dict[str, Any]:
-    """A step in Ollama's words; `completed` is absent until bytes have come."""
+    """A status as Ollama writes it; `completed` is absent before the first bytes."""
     found: dict[str, Any] = {"status": status.status}
     if status.digest or status.file:
         found |= {"digest": status.digest, "total": status.total_bytes}

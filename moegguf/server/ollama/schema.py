@@ -1,12 +1,7 @@
-"""What clients send to /api: Ollama's requests and options (api/types.go), each field with its type and its ends.
-
-Fields that nobody knows are left out; options that nobody knows are left out with a warning in the log, those that
-Ollama itself has given up silently.
-"""
+"""Ollama's request bodies (api/types.go), each field with its type and limits. Unknown fields are ignored."""
 
 from __future__ import annotations
 
-import logging
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, model_validator
@@ -15,8 +10,6 @@ from moegguf.generate.options import MOST_TOKENS
 from moegguf.server.common import limits
 from moegguf.server.common.body import Body
 from moegguf.server.common.options import KeepAlive, Options
-
-log = logging.getLogger(__name__)
 
 LEVELS = ("low", "medium", "high", "max")
 
@@ -36,31 +29,36 @@ def _format(value: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
 ModelText = Annotated[str | None, Field(max_length=limits.NAME_CHARS)]
 
 
-class Named(Body):
-    """Every request about one model; `name` is the older word for `model`."""
+class ModelBody(Body):
+    """A request about one model; `name` is the deprecated form of `model`."""
 
     model: ModelText = None
     name: ModelText = None
 
     @property
     def model_name(self) -> str:
+        """`model`, or `name`."""
         return self.model or self.name or ""
 
     @model_validator(mode="after")
-    def _has_name(self) -> Named:
+    def _has_name(self) -> ModelBody:
         if not self.model_name:
             raise ValueError("model is required")
         return self
 
 
-class Call(Body):
+class CalledFunction(Body):
+    """`function` of a tool call."""
+
     name: Annotated[str, Field(min_length=1, max_length=256)]
     arguments: dict[str, Any] = Field(default_factory=dict)
 
 
-class Calling(Body):
+class ToolCallBody(Body):
+    """A tool call of an earlier answer."""
+
     id: Annotated[str | None, Field(max_length=256)] = None
-    function: Call
+    function: CalledFunction
 
 
 class ChatMessage(Body):
@@ -70,24 +68,28 @@ class ChatMessage(Body):
     content: str | None = None
     thinking: str | None = None
     images: list[Any] | None = None
-    tool_calls: list[Calling] | None = None
+    tool_calls: list[ToolCallBody] | None = None
     tool_name: str | None = None
     tool_call_id: str | None = None
 
 
 class Function(Body):
+    """A function and the JSON schema of its arguments."""
+
     name: Annotated[str, Field(min_length=1, max_length=256)]
     description: str | None = None
     parameters: dict[str, Any] | None = None
 
 
 class Tool(Body):
+    """A tool that the model may call."""
+
     type: str | None = "function"
     function: Function
 
 
-class Answering(Named):
-    """What chat and generate share."""
+class GenerationBody(ModelBody):
+    """The fields that chat and generate share."""
 
     options: Options | None = None
     stream: bool | None = None
@@ -100,15 +102,20 @@ class Answering(Named):
 
     @property
     def n_logprobs(self) -> int | None:
+        """Alternatives per token; None without log probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-class ChatRequest(Answering):
+class ChatRequest(GenerationBody):
+    """The body of /api/chat."""
+
     messages: Annotated[list[ChatMessage] | None, Field(max_length=limits.MESSAGES)] = None
     tools: Annotated[list[Tool] | None, Field(max_length=limits.TOOLS)] = None
 
 
-class GenerateRequest(Answering):
+class GenerateRequest(GenerationBody):
+    """The body of /api/generate."""
+
     prompt: str | None = None
     suffix: str | None = None
     system: str | None = None
@@ -118,7 +125,9 @@ class GenerateRequest(Answering):
     images: list[Any] | None = None
 
 
-class EmbedRequest(Named):
+class EmbedRequest(ModelBody):
+    """The body of /api/embed."""
+
     input: str | Annotated[list[str], Field(max_length=limits.INPUTS)] | None = None
     truncate: bool | None = None
     dimensions: Annotated[int | None, Field(ge=0, le=1 << 20)] = None
@@ -126,24 +135,30 @@ class EmbedRequest(Named):
     keep_alive: KeepAlive = None
 
 
-class EmbeddingsRequest(Named):
+class EmbeddingsRequest(ModelBody):
+    """The body of /api/embeddings."""
+
     prompt: str | None = None
     options: Options | None = None
     keep_alive: KeepAlive = None
 
 
-class ShowRequest(Named):
+class ShowRequest(ModelBody):
+    """The body of /api/show."""
+
     verbose: bool | None = None
     system: str | None = None
     options: Options | None = None
 
 
-class PullRequest(Named):
+class PullRequest(ModelBody):
+    """The body of /api/pull."""
+
     stream: bool | None = None
 
 
-class CreateRequest(Named):
-    """`from_` and `files` say where the weights come from; the rest is what the new name adds."""
+class CreateRequest(ModelBody):
+    """The body of /api/create. `from_` or `files` give the weights; the rest is stored with the new name."""
 
     from_: Annotated[str | None, Field(alias="from", max_length=limits.NAME_CHARS)] = None
     files: Annotated[dict[str, str] | None, Field(max_length=1024)] = None
@@ -158,5 +173,7 @@ class CreateRequest(Named):
 
 
 class CopyRequest(Body):
+    """The body of /api/copy."""
+
     source: Annotated[str, Field(min_length=1, max_length=limits.NAME_CHARS)]
     destination: Annotated[str, Field(min_length=1, max_length=limits.NAME_CHARS)]

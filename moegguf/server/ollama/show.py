@@ -1,4 +1,4 @@
-"""/api/show: all that is known of a model without running it."""
+"""/api/show: metadata of a model, without loading it."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from moegguf.models.entry import Details, Entry
 from moegguf.models.modelfile import parameter_lines, render
 from moegguf.server.common.body import read_body
 from moegguf.server.common.lookup import find
+from moegguf.server.ollama.objects import details_object, time_text
 from moegguf.server.ollama.schema import ShowRequest
-from moegguf.server.ollama.words import details_object, time_text
 
 if TYPE_CHECKING:
     from moegguf.models.catalog import Catalog
 
-SHORT_ARRAY = 5  # longer ones are shown empty unless asked for
-HIDDEN = ("general.name", "tokenizer.chat_template")  # told elsewhere
+SHORT_ARRAY = 5  # longer ones are shown empty without `verbose`
+HIDDEN = ("general.name", "tokenizer.chat_template")  # in other fields of the reply
 
 
 async def show(request: Request) -> Response:
-    """What `ollama show` shows; with `verbose` also long arrays and every tensor."""
+    """The metadata; with `verbose` also long arrays and all tensors."""
     body = await read_body(request, ShowRequest)
     return JSONResponse(await asyncio.to_thread(show_object, request.app.state.catalog, body))
 
 
 def show_object(catalog: Catalog, body: ShowRequest) -> dict[str, Any]:
-    """Raises HttpError 404, ModelNameError, ModelFormatError."""
+    """The reply. Raises HttpError 404, ModelNameError, ModelFormatError."""
     entry = find(catalog, body.model_name)
     known = details(entry)
     system = body.system or entry.system
@@ -53,41 +53,41 @@ def show_object(catalog: Catalog, body: ShowRequest) -> dict[str, Any]:
     if system:
         found["system"] = system
     if entry.mmproj:
-        found["projector_info"] = info(read_gguf(entry.mmproj).metadata, verbose=False)
+        found["projector_info"] = json_metadata(read_gguf(entry.mmproj).metadata, verbose=False)
     if body.verbose:
         found["tensors"] = list(tensors(entry.files))
     return found
 
 
 def model_info(entry: Entry, known: Details, *, verbose: bool) -> dict[str, Any]:
-    """The keys of the GGUF header, and the number of parameters under Ollama's key."""
+    """The keys of the GGUF header, and the number of parameters as `general.parameter_count`."""
     long = long_arrays(entry.path) if verbose else {}
     shown = {key: value for key, value in {**known.metadata, **long}.items() if key not in HIDDEN}
-    return info(shown, verbose=verbose) | {"general.parameter_count": known.n_parameters}
+    return json_metadata(shown, verbose=verbose) | {"general.parameter_count": known.n_parameters}
 
 
-def info(metadata: Mapping[str, Any], *, verbose: bool) -> dict[str, Any]:
-    """Metadata as JSON can say it."""
-    return {key: _shown(value, verbose) for key, value in metadata.items()}
+def json_metadata(metadata: Mapping[str, Any], *, verbose: bool) -> dict[str, Any]:
+    """Metadata as JSON: infinite numbers become null; long arrays are empty without `verbose`."""
+    return {key: _json_value(value, verbose) for key, value in metadata.items()}
 
 
-def _shown(value: Any, verbose: bool) -> Any:
+def _json_value(value: Any, verbose: bool) -> Any:
     if isinstance(value, tuple | list):
-        return [_shown(each, verbose) for each in value] if verbose or len(value) <= SHORT_ARRAY else []
+        return [_json_value(each, verbose) for each in value] if verbose or len(value) <= SHORT_ARRAY else []
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def long_arrays(path: Path) -> dict[str, list[Any]]:
-    """The arrays that reading a header checks and does not keep, such as the vocabulary's texts."""
+    """The arrays that `read_gguf` does not keep, such as the tokens of the vocabulary."""
     from gguf import GGUFReader
 
-    names = read_gguf(path).arrays  # checked, before another reader sees the file
+    names = read_gguf(path).arrays  # also validates the file for the other reader
     fields = GGUFReader(path).fields
     return {name: fields[name].contents() for name in names if name in fields}
 
 
 def tensors(files: Iterable[Path]) -> Iterator[dict[str, Any]]:
-    """Name, type and shape of all tensors; ne0 is first."""
+    """Name, type and shape of all tensors, ne0 first."""
     for file in files:
         for tensor in read_gguf(file).tensors:
             yield {"name": tensor.name, "type": tensor.type_name, "shape": list(tensor.shape)}

@@ -1,6 +1,6 @@
 """OpenAI's API, below /v1.
 
-Promises: requests and replies as OpenAI's clients write and read them. Does not know Ollama's API.
+Promises: requests and replies in the format of OpenAI's clients. Does not know Ollama's API.
 """
 
 from moegguf.server.openai import chat, completions, embeddings, models

@@ -1,4 +1,4 @@
-"""How chat and completion answer: ask the model, tell what comes, whole or as server-sent events."""
+"""Replies of chat and completion: runs the generation and sends its events, whole or as server-sent events."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ from starlette.responses import Response
 from moegguf.errors import WorkerError
 from moegguf.generate.request import Delta, GenerationRequest, PromptProgress
 from moegguf.models.entry import Entry
-from moegguf.server.common.options import keep_alive_s
+from moegguf.server.common.options import keep_alive_seconds
 from moegguf.server.common.streams import Lines, SseResponse, WholeResponse, dumps
-from moegguf.server.metrics import note
+from moegguf.server.metrics import record
 from moegguf.server.openai.objects import ChatReply, CompletionReply
-from moegguf.server.openai.schema import AnswerBody
+from moegguf.server.openai.schema import GenerationBody
 from moegguf.serving.events import Done, Event
 
 Reply = ChatReply | CompletionReply
 
 
-def answer(request: Request, body: AnswerBody, entry: Entry, generation: GenerationRequest, reply: Reply) -> Response:
-    """The response to `body` once the model has its turn, as it comes or all of it at its end."""
+def respond(
+    request: Request, body: GenerationBody, entry: Entry, generation: GenerationRequest, reply: Reply
+) -> Response:
+    """The reply to `generation`, streamed if `stream` is true."""
     events = _events(request, body, entry, generation)
     if body.stream:
         return SseResponse(_lines(events, reply, progress=bool(body.return_progress)))
@@ -31,25 +33,25 @@ def answer(request: Request, body: AnswerBody, entry: Entry, generation: Generat
 
 
 async def _events(
-    request: Request, body: AnswerBody, entry: Entry, generation: GenerationRequest
+    request: Request, body: GenerationBody, entry: Entry, generation: GenerationRequest
 ) -> AsyncGenerator[Event]:
-    state, stay_s = request.app.state, keep_alive_s(body.keep_alive)
+    state, keep_alive_s = request.app.state, keep_alive_seconds(body.keep_alive)
     async with (
-        state.manager.lease(entry, body.load(), stay_s) as lease,
+        state.manager.lease(entry, body.load_options(), keep_alive_s) as lease,
         aclosing(lease.answer(generation, stream=bool(body.stream))) as events,
     ):
         async for event in events:
-            note(state, entry.name, event)
+            record(state, entry.name, event)
             yield event
 
 
 async def _lines(events: AsyncGenerator[Event], reply: Reply, *, progress: bool) -> Lines:
-    told = False
+    started = False
     async with aclosing(events):
         async for event in events:
             items = list(_items(reply, event, progress=progress))
-            if items and not told:
-                told, items = True, [reply.first(), *items]
+            if items and not started:
+                started, items = True, [reply.first(), *items]
             if items:
                 yield b"".join(_sse(dumps(item)) for item in items)
     yield _sse("[DONE]")
@@ -60,7 +62,7 @@ def _sse(data: str) -> bytes:
 
 
 def _items(reply: Reply, event: Event, *, progress: bool) -> Iterator[dict[str, Any]]:
-    """The chunks that tell of `event`."""
+    """The chunks of an event."""
     if isinstance(event, Delta):
         yield from reply.chunks(event)
     elif isinstance(event, Done):
@@ -77,4 +79,4 @@ async def _whole(events: AsyncGenerator[Event], reply: Reply) -> dict[str, Any]:
                 deltas.append(event)
             elif isinstance(event, Done):
                 return reply.whole(deltas, event)
-    raise WorkerError("the answer ended before it was finished; ask again.")
+    raise WorkerError("the answer has ended before it was finished; send the request again.")

@@ -7,13 +7,14 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from moegguf.server.common.body import read_body
-from moegguf.server.common.lookup import check_able, look_up
-from moegguf.server.openai.answers import answer
+from moegguf.server.common.lookup import check_capabilities, look_up
+from moegguf.server.openai.answers import respond
 from moegguf.server.openai.objects import ChatReply
 from moegguf.server.openai.schema import ChatBody
 
 
 async def chat_completions(request: Request) -> Response:
+    """The next message, whole or streamed."""
     body = await read_body(request, ChatBody)
     entry, known = await look_up(request.app.state.catalog, body.model)
     generation = body.generation(entry)
@@ -22,7 +23,7 @@ async def chat_completions(request: Request) -> Response:
         "tools": bool(generation.tools) and generation.tool_choice != "none",
         "thinking": bool(generation.think),
     }
-    check_able(entry, known, needs)
+    check_capabilities(entry, known, needs)
     reply = ChatReply(
         entry.name,
         entry.digest,
@@ -30,7 +31,7 @@ async def chat_completions(request: Request) -> Response:
         logprobs=bool(body.logprobs),
         parallel=body.parallel_tool_calls is not False,
     )
-    return answer(request, body, entry, generation, reply)
+    return respond(request, body, entry, generation, reply)
 
 
 routes = [Route("/v1/chat/completions", chat_completions, methods=["POST"])]

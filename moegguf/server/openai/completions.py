@@ -1,4 +1,4 @@
-"""POST /v1/completions: text goes on where a prompt ends, or fills the gap before a suffix."""
+"""POST /v1/completions: continues a prompt, or fills the gap before a suffix."""
 
 from __future__ import annotations
 
@@ -13,38 +13,41 @@ from moegguf.generate.request import GenerationRequest
 from moegguf.models.entry import Entry
 from moegguf.server.common import limits
 from moegguf.server.common.body import read_body
-from moegguf.server.common.lookup import check_able, look_up
+from moegguf.server.common.lookup import check_capabilities, look_up
 from moegguf.server.common.options import MAX_TOKEN
-from moegguf.server.openai.answers import answer
+from moegguf.server.openai.answers import respond
 from moegguf.server.openai.objects import CompletionReply
-from moegguf.server.openai.schema import AnswerBody, one_answer
+from moegguf.server.openai.schema import GenerationBody, one_answer
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 
 def one_prompt(prompt: Any) -> str | list[int]:
-    """The prompt in all its forms: a text, its tokens, or a list of one of these."""
+    """The prompt from any of its forms: a text, its tokens, or a list with one of these. Raises ValueError."""
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         prompt = prompt[0]
     if isinstance(prompt, str):
         return prompt
     if isinstance(prompt, list) and prompt and all(type(token) is int and 0 <= token <= MAX_TOKEN for token in prompt):
         return prompt
-    raise ValueError("must be one text, or the tokens of one; ask once for each prompt")
+    raise ValueError("must be one text, or the tokens of one; send one request per prompt")
 
 
-class CompletionBody(AnswerBody):
+class CompletionBody(GenerationBody):
+    """The body of /v1/completions."""
+
     prompt: Annotated[str | list[int], BeforeValidator(one_prompt)]
     suffix: str | None = None
     echo: bool | None = None
     best_of: Annotated[int, AfterValidator(one_answer)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=limits.TOP_LOGPROBS)] | None = None
 
-    def limit(self) -> int | None:
+    def max_answer_tokens(self) -> int | None:
+        """`max_tokens`, with OpenAI's default."""
         return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
 
     def generation(self, entry: Entry) -> GenerationRequest:
-        """What the model gets; of what its name adds, only the options."""
+        """The request; of the entry's defaults, only the options apply."""
         text, tokens = (self.prompt, ()) if isinstance(self.prompt, str) else ("", tuple(self.prompt))
         return GenerationRequest(
             prompt=text,
@@ -57,9 +60,10 @@ class CompletionBody(AnswerBody):
 
 
 async def completions(request: Request) -> Response:
+    """The completion, whole or streamed."""
     body = await read_body(request, CompletionBody)
     entry, known = await look_up(request.app.state.catalog, body.model)
-    check_able(entry, known, {"generate": True, "insert": bool(body.suffix)})
+    check_capabilities(entry, known, {"generate": True, "insert": bool(body.suffix)})
     reply = CompletionReply(
         entry.name,
         entry.digest,
@@ -67,14 +71,14 @@ async def completions(request: Request) -> Response:
         logprobs=body.logprobs is not None,
         echo=await prompt_text(request, entry, body) if body.echo else "",
     )
-    return answer(request, body, entry, body.generation(entry), reply)
+    return respond(request, body, entry, body.generation(entry), reply)
 
 
 async def prompt_text(request: Request, entry: Entry, body: CompletionBody) -> str:
-    """The prompt as text, whichever way it came."""
+    """The prompt as text, for `echo`."""
     if isinstance(body.prompt, str):
         return body.prompt
-    async with request.app.state.manager.lease(entry.name, body.load(), will_answer=False) as lease:
+    async with request.app.state.manager.lease(entry.name, body.load_options(), will_answer=False) as lease:
         return str(await lease.detokenize(body.prompt))
 
 

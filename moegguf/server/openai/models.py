@@ -1,6 +1,6 @@
-"""GET /v1/models and /v1/models/{id}: what can be asked for, as OpenAI lists it, with llama-server's `meta`.
+"""GET /v1/models and /v1/models/{id}: the available models, with llama-server's `meta`.
 
-An id has a tag and may hold slashes and colons, escaped or not.
+An id has a tag and may contain slashes and colons, escaped or not.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from moegguf.server.common.lookup import details_or_none, find
 if TYPE_CHECKING:
     from moegguf.models.catalog import Catalog
 
-OWN = "library"  # Ollama's word for models that belong to nobody
+DEFAULT_OWNER = "library"  # as in Ollama, for names without a namespace
 
 
 def model_object(entry: Entry) -> dict[str, Any]:
-    """OpenAI's model, with what the headers of its files say; a file that cannot be read is listed without."""
+    """OpenAI's model object, with metadata unless its file cannot be read."""
     *owners, _ = entry.name.split("/")
     return {
         "id": entry.name,
         "object": "model",
         "created": int(entry.modified.timestamp()),
-        "owned_by": owners[-1] if owners else OWN,
-        **_known(entry),
+        "owned_by": owners[-1] if owners else DEFAULT_OWNER,
+        **_metadata(entry),
     }
 
 
-def _known(entry: Entry) -> Mapping[str, Any]:
+def _metadata(entry: Entry) -> Mapping[str, Any]:
     known = details_or_none(entry)
     if known is None:
         return {}
@@ -54,15 +54,18 @@ def _all_objects(catalog: Catalog) -> list[dict[str, Any]]:
 
 
 async def list_models(request: Request) -> Response:
+    """All models of the catalog."""
     data = await asyncio.to_thread(_all_objects, request.app.state.catalog)
     return JSONResponse({"object": "list", "data": data})
 
 
 async def retrieve_model(request: Request) -> Response:
-    def look() -> dict[str, Any]:
+    """One model. Raises HttpError 404."""
+
+    def retrieve() -> dict[str, Any]:
         return model_object(find(request.app.state.catalog, request.path_params["model"]))
 
-    return JSONResponse(await asyncio.to_thread(look))
+    return JSONResponse(await asyncio.to_thread(retrieve))
 
 
 routes = [

@@ -1,7 +1,7 @@
-"""What OpenAI's clients get: pieces and timings of an answer as the objects of chat and completion, whole or streamed.
+"""OpenAI's reply objects of chat and completion, whole or streamed.
 
-Follows OpenAI's API reference; `timings` and `prompt_progress` as llama-server writes them, and `moe` of our own, are
-keys that OpenAI's clients keep and others ignore. Thinking is `reasoning` (Ollama) and `reasoning_content` (llama.cpp).
+Follows OpenAI's API reference, with additional keys: `timings` and `prompt_progress` as llama-server writes them, `moe`
+of our own. Thinking is `reasoning` (as in Ollama) and `reasoning_content` (as in llama-server).
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from moegguf.generate.request import Delta, PromptProgress, Timing, TokenLogprob, ToolCall
-from moegguf.server.common.figures import LEAST_LOGPROB, moe_object
+from moegguf.server.common.objects import MIN_LOGPROB, moe_object
 from moegguf.serving.events import Done
 
 Json = dict[str, Any]
 
 
 def usage(timing: Timing) -> Json:
-    """Tokens: the prompt's are all of them, whether evaluated now or still known from an earlier request."""
+    """Token counts; those of the prompt include tokens cached from an earlier request."""
     prompt = timing.prompt_tokens + timing.cached_tokens
     return {
         "prompt_tokens": prompt,
@@ -35,7 +35,7 @@ def _per(amount: float, of: float) -> float:
 
 
 def timings(timing: Timing) -> Json:
-    """As llama-server: counts of tokens, times in milliseconds."""
+    """llama-server's `timings`: token counts, times in milliseconds."""
     prompt_ms, predicted_ms = timing.prompt_s * 1e3, timing.answer_s * 1e3
     return {
         "cache_n": timing.cached_tokens,
@@ -51,7 +51,7 @@ def timings(timing: Timing) -> Json:
 
 
 def prompt_progress(progress: PromptProgress) -> Json:
-    """As llama-server: tokens of the prompt, and milliseconds."""
+    """llama-server's `prompt_progress`: tokens of the prompt, time in milliseconds."""
     return {
         "total": progress.n_tokens,
         "cache": progress.n_cached,
@@ -64,34 +64,37 @@ def chat_logprobs(logprobs: Iterable[TokenLogprob]) -> Json:
     """`logprobs` of chat."""
     return {
         "content": [
-            {**_chance(of.text, of.logprob), "top_logprobs": [_chance(text, logprob) for text, logprob in of.top]}
+            {
+                **_token_object(of.text, of.logprob),
+                "top_logprobs": [_token_object(text, logprob) for text, logprob in of.top],
+            }
             for of in logprobs
         ]
     }
 
 
-def _chance(text: str, logprob: float) -> Json:
-    # A token that is a part of a character has no text; its bytes are not known here.
+def _token_object(text: str, logprob: float) -> Json:
+    # A token with part of a character has no text, and its bytes are not available here.
     bytes_ = None if "\ufffd" in text else list(text.encode())
-    return {"token": text, "logprob": max(logprob, LEAST_LOGPROB), "bytes": bytes_}
+    return {"token": text, "logprob": max(logprob, MIN_LOGPROB), "bytes": bytes_}
 
 
 def completion_logprobs(logprobs: Sequence[TokenLogprob], offset: int) -> Json:
-    """`logprobs` of completion; `offset`: where in the text the first of these tokens begins."""
+    """`logprobs` of completion; `offset`: position of the first of these tokens in the text."""
     offsets = []
     for logprob in logprobs:
         offsets.append(offset)
         offset += len(logprob.text)
     return {
         "tokens": [logprob.text for logprob in logprobs],
-        "token_logprobs": [max(logprob.logprob, LEAST_LOGPROB) for logprob in logprobs],
-        "top_logprobs": [{text: max(logprob, LEAST_LOGPROB) for text, logprob in logprob.top} for logprob in logprobs],
+        "token_logprobs": [max(logprob.logprob, MIN_LOGPROB) for logprob in logprobs],
+        "top_logprobs": [{text: max(logprob, MIN_LOGPROB) for text, logprob in logprob.top} for logprob in logprobs],
         "text_offset": offsets,
     }
 
 
 def call_object(call: ToolCall, index: int) -> Json:
-    """A tool call; its arguments are text here, and an object in Ollama's API."""
+    """A tool call; its arguments are JSON text in this API."""
     arguments = json.dumps(call.arguments, ensure_ascii=False)
     return {
         "index": index, "id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments},
@@ -99,7 +102,7 @@ def call_object(call: ToolCall, index: int) -> Json:
 
 
 class _Reply:
-    """One answer of one model; its objects share id and time. `fingerprint`: of the weights, for OpenAI's
+    """The reply to one request; its objects share id and time. `fingerprint`: digest of the weights, for
     `system_fingerprint`."""
 
     prefix, whole_kind, chunk_kind = "", "", ""
@@ -120,29 +123,29 @@ class _Reply:
     def _chunk(self, choice: Mapping[str, Any], **more: Any) -> Json:
         choices = [{"index": 0, "finish_reason": None, "logprobs": None, **choice}]
         if self.include_usage:
-            more = {"usage": None, **more}  # as OpenAI: null in all chunks but the last
+            more = {"usage": None, **more}  # as OpenAI: null in all chunks except the last
         return self._object(self.chunk_kind, choices, **more)
 
     def _last_chunks(self, choice: Mapping[str, Any], done: Done) -> list[Json]:
-        figures = self._figures(done)
+        statistics = self._statistics(done)
         if not self.include_usage:
-            return [self._chunk(choice, **figures)]
-        return [self._chunk(choice), self._object(self.chunk_kind, [], usage=usage(done.timing), **figures)]
+            return [self._chunk(choice, **statistics)]
+        return [self._chunk(choice), self._object(self.chunk_kind, [], usage=usage(done.timing), **statistics)]
 
     def _whole(self, choice: Mapping[str, Any], done: Done) -> Json:
         choices = [{"index": 0, "logprobs": None, **choice}]
-        return self._object(self.whole_kind, choices, usage=usage(done.timing), **self._figures(done))
+        return self._object(self.whole_kind, choices, usage=usage(done.timing), **self._statistics(done))
 
-    def _figures(self, done: Done) -> Json:
+    def _statistics(self, done: Done) -> Json:
         n_cut = done.timing.cut_messages
         cut = {"cut_messages": n_cut} if n_cut else {}
         return {"timings": timings(done.timing), "moe": moe_object(done.timing.stats), **cut}
 
 
 class ChatReply(_Reply):
-    """An answer of /v1/chat/completions: `first`, `chunks` of each piece, `last`; or `whole` of all pieces.
+    """A reply of /v1/chat/completions: `first`, `chunks` of each delta, `last`; or `whole` of all deltas.
 
-    `parallel` False: only the first tool call is told.
+    `parallel` False: only the first tool call is sent.
     """
 
     prefix, whole_kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
@@ -155,13 +158,15 @@ class ChatReply(_Reply):
         self.n_calls = 0
 
     def first(self) -> Json:
+        """The chunk before all others."""
         return self._chunk({"delta": {"role": "assistant", "content": ""}})
 
     def progress(self, progress: PromptProgress) -> Json:
+        """An empty chunk with `prompt_progress`."""
         return self._chunk({"delta": {}}, prompt_progress=prompt_progress(progress))
 
     def chunks(self, delta: Delta) -> list[Json]:
-        """A chunk each for thinking, text and calls, in this order; chances go with the first that comes."""
+        """One chunk each for thinking, text and calls, in this order; log probabilities are in the first."""
         deltas: list[Json] = []
         if delta.thinking:
             deltas.append({"reasoning": delta.thinking, "reasoning_content": delta.thinking})
@@ -181,12 +186,14 @@ class ChatReply(_Reply):
         return [call_object(call, first + i) for i, call in enumerate(calls)]
 
     def last(self, done: Done) -> list[Json]:
+        """The chunk with `finish_reason`, and the one with `usage` if requested."""
         return self._last_chunks({"delta": {}, "finish_reason": self._finish(done)}, done)
 
     def _finish(self, done: Done) -> str:
         return "tool_calls" if self.n_calls else finish_reason(done.timing)
 
     def whole(self, deltas: Sequence[Delta], done: Done) -> Json:
+        """The object of a reply that is not streamed."""
         calls = [call for delta in deltas for call in self._calls(delta)]
         text = "".join(delta.text for delta in deltas)
         message: Json = {"role": "assistant", "content": None if calls and not text else text}
@@ -201,7 +208,7 @@ class ChatReply(_Reply):
 
 
 class CompletionReply(_Reply):
-    """An answer of /v1/completions; the same object whole and streamed. `echo`: the prompt's text, told first."""
+    """A reply of /v1/completions; whole and streamed objects are alike. `echo`: the prompt's text, sent first."""
 
     prefix, whole_kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
@@ -211,13 +218,15 @@ class CompletionReply(_Reply):
         self._offset = len(echo)
 
     def first(self) -> Json:
+        """The chunk before all others."""
         return self._chunk({"text": self.echo})
 
     def progress(self, progress: PromptProgress) -> Json:
+        """An empty chunk with `prompt_progress`."""
         return self._chunk({"text": ""}, prompt_progress=prompt_progress(progress))
 
     def chunks(self, delta: Delta) -> list[Json]:
-        """One chunk, or none when the piece says nothing."""
+        """One chunk; none for an empty delta."""
         text = delta.thinking + delta.text
         if not text and not delta.logprobs:
             return []
@@ -226,14 +235,16 @@ class CompletionReply(_Reply):
     def _logprobs(self, logprobs: Sequence[TokenLogprob]) -> Json | None:
         if not self.logprobs:
             return None
-        told = completion_logprobs(logprobs, self._offset)
+        found = completion_logprobs(logprobs, self._offset)
         self._offset += sum(len(logprob.text) for logprob in logprobs)
-        return told
+        return found
 
     def last(self, done: Done) -> list[Json]:
+        """The chunk with `finish_reason`, and the one with `usage` if requested."""
         return self._last_chunks({"text": "", "finish_reason": finish_reason(done.timing)}, done)
 
     def whole(self, deltas: Sequence[Delta], done: Done) -> Json:
+        """The object of a reply that is not streamed."""
         text = self.echo + "".join(delta.thinking + delta.text for delta in deltas)
         logprobs = self._logprobs([logprob for delta in deltas for logprob in delta.logprobs])
         choice = {"text": text, "finish_reason": finish_reason(done.timing), "logprobs": logprobs}
@@ -241,5 +252,5 @@ class CompletionReply(_Reply):
 
 
 def finish_reason(timing: Timing) -> str:
-    """OpenAI knows no "cancelled": who stopped the answer does not read this."""
+    """OpenAI's `finish_reason`, which has no "cancelled"."""
     return "length" if timing.finish == "length" else "stop"

@@ -1,25 +1,33 @@
-"""What OpenAI's clients ask, checked, and as a `GenerationRequest`.
+"""OpenAI's request bodies, checked and converted to a `GenerationRequest`.
 
-Numbers keep to limits before they reach C; an unknown key is ignored, as OpenAI's clients send new ones every month;
-`null` is the same as absent. Sampling becomes Ollama's options, so that one place knows the model's defaults.
-Follows OpenAI's API reference and llama-server's extensions. Does not know HTTP.
+Every number has limits; unknown keys are ignored, as OpenAI's clients often get new ones; `null` is the same as absent.
+Sampling parameters become Ollama's options, so that a model's defaults are applied in one place. Text only: an image
+or audio part is refused by its type. Follows OpenAI's API reference and llama-server's extensions. Does not know HTTP.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
 
 from moegguf.generate.options import MOST_SEED, MOST_TOKENS
 from moegguf.generate.request import GenerationRequest, Message, Sampling
 from moegguf.models.entry import Entry
 from moegguf.server.common import limits
 from moegguf.server.common.body import Body
-from moegguf.server.common.options import MAX_TOKEN, KeepAlive, ModelName, Options, Stop, options_of
-from moegguf.server.openai.parts import ChatMessage, ResponseFormat, Tool, ToolChoice
+from moegguf.server.common.options import (
+    MAX_TOKEN,
+    KeepAlive,
+    ModelName,
+    Options,
+    Stop,
+    options_of,
+    with_entry_messages,
+)
 from moegguf.serving.events import LoadOptions
 
 MAX_BIASES = 4096
@@ -28,7 +36,7 @@ EFFORTS: Mapping[str, bool | str] = {
     "none": False, "minimal": "low", "low": "low", "medium": "medium", "high": "high", "xhigh": "max", "max": "max",
 }  # fmt: skip
 
-# Those of Ollama's options that have a key of their own here, under the same name.
+# Ollama's options that are also keys of the body, under the same name.
 OPTIONS = (
     "temperature", "top_p", "top_k", "min_p", "typical_p", "seed", "stop", "repeat_penalty", "repeat_last_n",
     "presence_penalty", "frequency_penalty",
@@ -38,30 +46,31 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 def one_answer(n: int) -> int:
-    """Of `n` and `best_of`, only 1 is served: a model writes one answer at a time."""
+    """Raises ValueError for `n` or `best_of` above 1: one request gets one answer."""
     if n != 1:
-        raise ValueError(f"must be 1, but is {n}; ask again for another answer")
+        raise ValueError(f"must be 1, but is {n}; send another request for another answer")
     return n
 
 
 def list_of_stops(value: Any) -> Any:
+    """`stop` as a list."""
     return [value] if isinstance(value, str) else value
 
 
 def not_zero(value: int) -> int:
-    """-1 stands for no limit, as in llama-server."""
+    """Raises ValueError for 0; -1 is no limit, as in llama-server."""
     if value == 0:
         raise ValueError("must be at least 1, or -1 for no limit, but is 0")
     return value
 
 
-def token_numbers(biases: Any) -> Any:
-    """`logit_bias` with numbers as keys, which JSON can only write as text."""
+def token_ids(biases: Any) -> Any:
+    """`logit_bias` with token ids as keys, which are strings in JSON. Raises ValueError."""
     if not isinstance(biases, dict):
         return biases
     wrong = next((key for key in biases if not (key.isascii() and key.isdigit() and int(key[:11]) <= MAX_TOKEN)), None)
     if wrong is not None:
-        raise ValueError(f"a key must be the number of a token, but is {wrong[:40]!r}")
+        raise ValueError(f"a key must be a token id, but is {wrong[:40]!r}")
     return {int(key): bias for key, bias in biases.items()}
 
 
@@ -70,12 +79,171 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 Penalty = Annotated[float, Field(ge=-100, le=100)]
 
 
+def joined_text(content: Any) -> Any:
+    """A message's content as one text, its parts joined by newlines. Raises ValueError for a part that is not text."""
+    if not isinstance(content, list):
+        return content
+    return "\n".join(_part_text(part) for part in content)
+
+
+def _part_text(part: Any) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    text = part.get(kind) if kind in ("text", "refusal") else None
+    if isinstance(text, str):
+        return text
+    if isinstance(kind, str) and kind not in ("text", "refusal"):
+        raise ValueError(f"parts of type {kind[:40]!r} are not supported; send text")
+    raise ValueError('a part must be {"type": "text", "text": "..."}')
+
+
+class Function(Body):
+    """A function and the JSON schema of its arguments; additional keys are passed to the chat template."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(Body):
+    """A tool that the model may call."""
+
+    type: Literal["function"] = "function"
+    function: Function
+
+    def as_dict(self) -> dict[str, Any]:
+        """The tool for `GenerationRequest`."""
+        return {"type": "function", "function": self.function.model_dump(exclude_none=True)}
+
+
+class FunctionCall(Body):
+    """`function` of a tool call. `arguments` is sent as JSON text."""
+
+    name: str
+    arguments: Annotated[dict[str, Any], BeforeValidator(lambda text: arguments_of(text))]
+
+
+class ToolCallBody(Body):
+    """A tool call of an earlier answer."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+def arguments_of(text: Any) -> Any:
+    """A call's arguments, parsed from JSON text. Raises ValueError."""
+    if not isinstance(text, str):
+        return text
+    try:
+        value = json.loads(text or "{}")
+    except (ValueError, RecursionError) as error:
+        raise ValueError("must be the text of a JSON object") from error
+    return value
+
+
+class ChatMessage(Body):
+    """A message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: Annotated[str | None, BeforeValidator(joined_text)] = None
+    name: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCallBody] | None = None
+    tool_call_id: str | None = None
+
+    def as_message(self, tool_names: Mapping[str, str]) -> Message:
+        """The message for `GenerationRequest`. `tool_names`: {id of an earlier call: name of its function}."""
+        role = {"developer": "system", "function": "tool"}.get(self.role, self.role)
+        message: Message = {"role": role, "content": self.content or ""}
+        if thinking := self.reasoning_content or self.reasoning:
+            message["thinking"] = thinking
+        if self.tool_calls:
+            message["tool_calls"] = [
+                {"id": call.id or "", "function": {"name": call.function.name, "arguments": call.function.arguments}}
+                for call in self.tool_calls
+            ]
+        if role == "tool":
+            if self.tool_call_id is not None:
+                message["tool_call_id"] = self.tool_call_id
+            if name := self.name or tool_names.get(self.tool_call_id or ""):
+                message["tool_name"] = name
+        return message
+
+
+class SchemaFormat(Body):
+    """`json_schema` of a response format."""
+
+    name: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class ResponseFormat(Body):
+    """`response_format`."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: SchemaFormat | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")  # llama-server's, with json_object
+
+    @model_validator(mode="after")
+    def _has_its_schema(self) -> ResponseFormat:
+        if self.type == "json_schema" and self.json_schema is None:
+            raise ValueError("json_schema is missing")
+        return self
+
+    def as_format(self) -> str | Mapping[str, Any] | None:
+        """The `format` of a `GenerationRequest`."""
+        if self.type == "text":
+            return None
+        if self.type == "json_schema" and self.json_schema is not None:
+            return self.json_schema.schema_
+        return self.schema_ or "json"
+
+
+class NamedFunction(Body):
+    """A function by name."""
+
+    name: str
+
+
+class AllowedTool(Body):
+    """An element of `allowed_tools.tools`."""
+
+    function: NamedFunction
+
+
+class AllowedTools(Body):
+    """`allowed_tools` of a tool choice."""
+
+    mode: Literal["auto", "required"]
+    tools: list[AllowedTool]
+
+
+class ToolChoice(Body):
+    """`tool_choice` as an object: one function, or a subset of the tools."""
+
+    type: Literal["function", "allowed_tools"]
+    function: NamedFunction | None = None
+    allowed_tools: AllowedTools | None = None
+
+    @model_validator(mode="after")
+    def _has_its_type(self) -> ToolChoice:
+        if getattr(self, self.type) is None:
+            raise ValueError(f"{self.type} is missing")
+        return self
+
+
 class StreamOptions(Body):
+    """`stream_options`."""
+
     include_usage: bool | None = None
 
 
-class AnswerBody(Body):
-    """What chat and completion have in common. A prompt that does not fit is an error unless `truncate` is true."""
+class GenerationBody(Body):
+    """The fields that chat and completion share. A prompt longer than the context is an error unless `truncate` is
+    true."""
 
     model: ModelName
     stream: bool | None = None
@@ -93,7 +261,7 @@ class AnswerBody(Body):
     repeat_last_n: Annotated[int, Field(ge=-1, le=MAX_TOKEN)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    logit_bias: Annotated[dict[int, Bias], Field(max_length=MAX_BIASES), BeforeValidator(token_numbers)] | None = None
+    logit_bias: Annotated[dict[int, Bias], Field(max_length=MAX_BIASES), BeforeValidator(token_ids)] | None = None
     options: Options | None = None
     keep_alive: KeepAlive = None
     return_progress: bool | None = None
@@ -101,31 +269,34 @@ class AnswerBody(Body):
 
     @property
     def include_usage(self) -> bool:
+        """Whether a stream ends with a chunk of token counts."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
     def sampling(self, entry: Entry) -> Sampling:
-        """How tokens are chosen: OpenAI's keys go before `options`, and these before what the model's name says."""
+        """The sampling parameters: the body's own keys, then `options`, then the entry's parameters."""
         named = {name: getattr(self, name) for name in OPTIONS if getattr(self, name) is not None}
-        if (limit := self.limit()) is not None:
-            named["num_predict"] = limit
+        if (max_tokens := self.max_answer_tokens()) is not None:
+            named["num_predict"] = max_tokens
         options = options_of(self.options, entry).model_copy(update=named)
         return replace(options.sampling(), logit_bias=self.logit_bias or {})
 
-    def load(self) -> LoadOptions:
-        """How the model is to be opened."""
-        return (self.options or Options()).load()
+    def load_options(self) -> LoadOptions:
+        """The options for loading."""
+        return (self.options or Options()).load_options()
 
-    def limit(self) -> int | None:
-        """Tokens of the answer at most, -1 for no limit; None when nothing was said."""
+    def max_answer_tokens(self) -> int | None:
+        """Maximum length of the answer, -1 for no limit, None for the default."""
         return self.max_tokens
 
 
 class Reasoning(Body):
+    """`reasoning`."""
+
     effort: Effort | None = None
 
 
-class ChatBody(AnswerBody):
-    """The body of /v1/chat/completions. `top_logprobs` counts only with `logprobs`."""
+class ChatBody(GenerationBody):
+    """The body of /v1/chat/completions. `top_logprobs` has an effect only with `logprobs`."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=limits.MESSAGES)]
     max_completion_tokens: Limit | None = None
@@ -141,30 +312,27 @@ class ChatBody(AnswerBody):
     top_logprobs: Annotated[int, Field(ge=0, le=limits.TOP_LOGPROBS)] | None = None
 
     @model_validator(mode="after")
-    def names_its_tools(self) -> ChatBody:
-        """A choice of tools needs these tools."""
+    def _choice_has_tools(self) -> ChatBody:
+        """Raises ValueError for a tool choice without its tools."""
         known = {tool.function.name for tool in self.tools or ()}
-        wanted = self._wanted()
+        wanted = self._chosen_names()
         if self.tool_choice == "required" and not known:
             raise ValueError("tool_choice 'required' needs tools")
         if missing := sorted(wanted - known):
             raise ValueError(f"tool_choice names {missing[0][:80]!r}, which is not among the tools")
         return self
 
-    def limit(self) -> int | None:
+    def max_answer_tokens(self) -> int | None:
+        """`max_completion_tokens`, or the deprecated `max_tokens`."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     def generation(self, entry: Entry) -> GenerationRequest:
-        """What the model gets, with what its name adds."""
-        own = [dict(message) for message in entry.messages]
-        given = self._messages()
-        if entry.system and given[0]["role"] != "system":
-            own.insert(0, {"role": "system", "content": entry.system})
+        """The request, with the entry's defaults."""
         return GenerationRequest(
-            messages=(*own, *given),
+            messages=with_entry_messages(self._messages(), entry),
             template=entry.template,
-            tools=self._offered(),
-            tool_choice=self._choice(),
+            tools=self._offered_tools(),
+            tool_choice=self._tool_choice(),
             format=self.response_format.as_format() if self.response_format else None,
             think=self._think(),
             template_options=self.chat_template_kwargs or {},
@@ -174,11 +342,11 @@ class ChatBody(AnswerBody):
         )
 
     def _messages(self) -> tuple[Message, ...]:
-        names = {call.id or "": call.function.name for said in self.messages for call in said.tool_calls or ()}
+        names = {call.id or "": call.function.name for message in self.messages for call in message.tool_calls or ()}
         return tuple(message.as_message(names) for message in self.messages)
 
-    def _wanted(self) -> set[str]:
-        """Functions that the choice names."""
+    def _chosen_names(self) -> set[str]:
+        """Functions that the tool choice names."""
         if not isinstance(self.tool_choice, ToolChoice):
             return set()
         if self.tool_choice.function is not None:
@@ -186,13 +354,13 @@ class ChatBody(AnswerBody):
         allowed = self.tool_choice.allowed_tools
         return {tool.function.name for tool in allowed.tools} if allowed else set()
 
-    def _offered(self) -> tuple[Mapping[str, Any], ...]:
-        """The tools that the model is told about."""
+    def _offered_tools(self) -> tuple[Mapping[str, Any], ...]:
+        """The tools in the prompt."""
         allowed = isinstance(self.tool_choice, ToolChoice) and self.tool_choice.allowed_tools is not None
-        wanted = self._wanted()
+        wanted = self._chosen_names()
         return tuple(tool.as_dict() for tool in self.tools or () if not allowed or tool.function.name in wanted)
 
-    def _choice(self) -> str:
+    def _tool_choice(self) -> str:
         choice = self.tool_choice
         if not isinstance(choice, ToolChoice):
             return choice or "auto"

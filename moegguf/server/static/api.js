@@ -1,4 +1,4 @@
-// Calls of this server: JSON there and back, answers line by line, and the key when the server asks for one.
+// Requests to this server: JSON, NDJSON streams, and the API key when the server requires one.
 
 const KEY = "moegguf.key";
 
@@ -13,7 +13,7 @@ export function keepKey(key) {
   sessionStorage.setItem(KEY, key);
 }
 
-/** The response of `path`; throws ApiError with the server's own words. A body makes it a POST. */
+/** The response of `path`; throws ApiError with the server's message. A body makes it a POST. */
 export async function request(path, { body, signal } = {}) {
   const key = sessionStorage.getItem(KEY);
   const headers = {};
@@ -24,23 +24,23 @@ export async function request(path, { body, signal } = {}) {
     response = await fetch(path, { method: body ? "POST" : "GET", headers, signal, body: body && JSON.stringify(body), cache: "no-store" });
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new ApiError(0, "The server does not answer.");
+    throw new ApiError(0, "The server is not reachable.");
   }
   if (response.ok) return response;
   if (response.status === 401) document.dispatchEvent(new Event("key-needed"));
-  throw new ApiError(response.status, await complaint(response));
+  throw new ApiError(response.status, await errorMessage(response));
 }
 
-async function complaint(response) {
+async function errorMessage(response) {
   try {
     const { error } = await response.json();
     return typeof error === "string" ? error : error.message;
   } catch {
-    return `The server answers ${response.status}.`;
+    return `The server replies ${response.status}.`;
   }
 }
 
-/** The objects of an NDJSON response as they come. */
+/** The objects of an NDJSON response, as they arrive. */
 export async function* lines(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";

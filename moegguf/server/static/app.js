@@ -1,4 +1,4 @@
-// The page: wires the chat, the panel, the choice of a model and the settings together.
+// Entry point of the page: connects chat, panel, model selection and settings.
 
 import { keepKey, request } from "./api.js";
 import { Chat } from "./chat.js";
@@ -11,7 +11,7 @@ const THEME = "moegguf.theme";
 const FIELDS = ["system", "temperature", "seed"];
 
 const panel = new Panel();
-const chat = new Chat({ log: at("log"), scroll: at("scroll"), options: nextMessage, onBusy: showBusy });
+const chat = new Chat({ log: at("log"), scroll: at("scroll"), options: requestOptions, onBusy: showBusy });
 const message = at("message"), choice = at("model");
 
 // Models
@@ -28,7 +28,7 @@ async function listModels() {
     if (names.length) panel.watch(choice.value);
   } catch (error) {
     choice.replaceChildren(new Option(error.message));
-    panel.lost(error);
+    panel.disconnect(error);
   }
   showBusy(chat.busy);
 }
@@ -41,7 +41,7 @@ choice.addEventListener("change", () => {
 
 // Messages
 
-function nextMessage() {
+function requestOptions() {
   const { system, temperature, seed } = readSettings();
   const options = {};
   if (temperature !== "") options.temperature = Number(temperature);
@@ -56,7 +56,7 @@ async function send() {
   grow();
   const answered = await chat.send(text);
   if (!answered && !message.value) {
-    message.value = text; // to be sent again
+    message.value = text; // to send again
     grow();
     showBusy(false);
   }
@@ -102,7 +102,7 @@ document.querySelectorAll(".starters button").forEach((button) => {
   });
 });
 
-// Settings and key
+// Settings and API key
 
 function readSettings() {
   const empty = Object.fromEntries(FIELDS.map((name) => [name, ""]));

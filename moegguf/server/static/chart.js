@@ -1,13 +1,13 @@
-// A small line over time: the last moments in which the model computed, one point per view.
+// A small line chart over time, one point per snapshot in which the model computed.
 
 const LENGTH = 90;
 
 export class Chart {
-  /** `most`: the top of the scale; without it, a round number above the largest point. `name(value)` labels it. */
-  constructor(canvas, { most, name }) {
+  /** `max`: top of the scale, by default a round number not below the largest point; `format(value)` labels it. */
+  constructor(canvas, { max, format }) {
     this.canvas = canvas;
-    this.most = most;
-    this.name = name;
+    this.max = max;
+    this.format = format;
     this.points = [];
     new ResizeObserver(() => this.draw()).observe(canvas);
   }
@@ -30,19 +30,19 @@ export class Chart {
     canvas.height = Math.round(height * dpr);
     context.scale(dpr, dpr);
     const { color, borderColor, outlineColor, fontFamily } = getComputedStyle(canvas);
-    const roomy = height > 40, top = roomy ? 13 : 2, bottom = height - 2, right = width - 4;
+    const tall = height > 40, top = tall ? 13 : 2, bottom = height - 2, right = width - 4;
     context.fillStyle = borderColor;
     context.fillRect(0, bottom, width, 1);
     if (!points.length) return;
-    const most = this.most ?? roundUp(Math.max(...points));
-    if (roomy) {
+    const max = this.max ?? roundUp(Math.max(...points));
+    if (tall) {
       context.fillRect(0, top, width, 1);
       context.font = `11px ${fontFamily}`;
       context.textAlign = "right";
       context.fillStyle = outlineColor;
-      context.fillText(this.name(most), width, top - 4);
+      context.fillText(this.format(max), width, top - 4);
     }
-    const step = right / (LENGTH - 1), y = (value) => bottom - (value / most) * (bottom - top);
+    const step = right / (LENGTH - 1), y = (value) => bottom - (value / max) * (bottom - top);
     const x = (i) => right - (points.length - 1 - i) * step;
     this.line(context, points, x, y, bottom, color);
   }

@@ -1,4 +1,4 @@
-// One conversation: what was said, the answer as it comes, and stopping it.
+// One conversation: its messages, the streamed answer, and stopping it.
 
 import { lines, request } from "./api.js";
 import { digits, duration, percent, size } from "./format.js";
@@ -7,7 +7,7 @@ import { render } from "./markdown.js";
 const NEAR_END_PX = 60;
 
 export class Chat {
-  /** `options()` gives {model, system, options} of the next message; `onBusy(busy)` hears when an answer runs. */
+  /** `options()` returns {model, system, options} of the next message; `onBusy(busy)` is called when an answer starts or ends. */
   constructor({ log, scroll, options, onBusy }) {
     Object.assign(this, { log, scroll, options, onBusy });
     this.messages = [];
@@ -28,12 +28,12 @@ export class Chat {
     this.abort?.abort();
   }
 
-  /** Asks and shows the answer. Returns false when it could not be asked at all. */
+  /** Sends a message and shows the answer. Returns false when nothing was answered. */
   async send(text) {
     const { model, system, options } = this.options();
-    const said = turn("user", text);
-    const answer = new AnswerView((change) => this.keepingEnd(change));
-    this.log.append(said, answer.element);
+    const question = turn("user", text);
+    const answer = new AnswerView((change) => this.keepingScroll(change));
+    this.log.append(question, answer.element);
     this.toEnd();
     this.messages.push({ role: "user", content: text });
     const messages = [...(system ? [{ role: "system", content: system }] : []), ...this.messages];
@@ -53,20 +53,20 @@ export class Chat {
       this.abort = null;
       this.onBusy(false);
     }
-    if (answer.text || answer.thought) {
-      conversation.push({ role: "assistant", content: answer.text, ...(answer.thought && { thinking: answer.thought }) });
+    if (answer.text || answer.thinking) {
+      conversation.push({ role: "assistant", content: answer.text, ...(answer.thinking && { thinking: answer.thinking }) });
       return true;
     }
-    conversation.splice(conversation.findLastIndex((message) => message.role === "user"), 1); // an unanswered question would confuse the next
+    conversation.splice(conversation.findLastIndex((message) => message.role === "user"), 1); // an unanswered message is not part of the conversation
     return false;
   }
 
-  /** Stays at the end of the conversation while the reader is there. */
-  keepingEnd(change) {
+  /** Makes a change; scrolls to the end afterwards if the end was visible before. */
+  keepingScroll(change) {
     const { scrollHeight, scrollTop, clientHeight } = this.scroll;
-    const reading = scrollHeight - scrollTop - clientHeight > NEAR_END_PX;
+    const scrolledUp = scrollHeight - scrollTop - clientHeight > NEAR_END_PX;
     change();
-    if (!reading) this.toEnd();
+    if (!scrolledUp) this.toEnd();
   }
 
   toEnd() {
@@ -78,10 +78,10 @@ function turn(kind, text) {
   const element = document.createElement("article");
   element.className = `turn ${kind}`;
   element.setAttribute("aria-label", kind === "user" ? "You" : "Answer");
-  const said = document.createElement("div");
-  said.className = "said";
-  said.textContent = text;
-  element.append(said);
+  const content = document.createElement("div");
+  content.className = "content";
+  content.textContent = text;
+  element.append(content);
   return element;
 }
 
@@ -94,65 +94,65 @@ function paragraph(kind, text) {
 
 /** An answer on the page while it is written. */
 class AnswerView {
-  /** `keepingEnd(change)` makes a change to the page and stays where the reader is. */
-  constructor(keepingEnd) {
-    this.keepingEnd = keepingEnd;
+  /** `keepingScroll(change)` makes a change to the page without losing the scroll position. */
+  constructor(keepingScroll) {
+    this.keepingScroll = keepingScroll;
     this.element = turn("answer writing", "");
     this.element.setAttribute("aria-label", "Answer");
     this.element.setAttribute("aria-busy", "true");
-    this.said = this.element.firstChild;
-    this.waiting = paragraph("waiting", "Waiting for the first word");
+    this.content = this.element.firstChild;
+    this.waiting = paragraph("waiting", "Waiting for the first token");
     this.element.prepend(this.waiting);
     this.text = "";
-    this.thought = "";
-    this.started = performance.now();
-    this.first = 0;
-    this.painting = 0;
+    this.thinking = "";
+    this.startMs = performance.now();
+    this.firstMs = 0;
+    this.frame = 0;
   }
 
   take(line) {
     const { content = "", thinking = "" } = line.message ?? {};
-    if ((content || thinking) && !this.first) this.first = performance.now() - this.started;
-    this.thought += thinking;
+    if ((content || thinking) && !this.firstMs) this.firstMs = performance.now() - this.startMs;
+    this.thinking += thinking;
     this.text += content;
-    if (line.done) this.figures = figures(line, this.first);
-    this.painting ||= requestAnimationFrame(() => this.keepingEnd(() => this.paint()));
+    if (line.done) this.statistics = statistics(line, this.firstMs);
+    this.frame ||= requestAnimationFrame(() => this.keepingScroll(() => this.paint()));
   }
 
   paint() {
-    this.painting = 0;
-    if (this.first) this.waiting.remove();
-    if (this.thought && !this.folded) this.fold();
-    if (this.folded) this.folded.lastChild.textContent = this.thought.trim();
-    if (this.text && this.folded && !this.thinkingEnded) this.endThinking();
-    render(this.said, this.text.trimStart());
+    this.frame = 0;
+    if (this.firstMs) this.waiting.remove();
+    if (this.thinking && !this.details) this.addDetails();
+    if (this.details) this.details.lastChild.textContent = this.thinking.trim();
+    if (this.text && this.details && !this.thinkingEnded) this.endThinking();
+    render(this.content, this.text.trimStart());
   }
 
-  fold() {
-    this.folded = document.createElement("details");
-    this.folded.className = "thinking";
+  addDetails() {
+    this.details = document.createElement("details");
+    this.details.className = "thinking";
     const summary = document.createElement("summary");
     summary.textContent = "Thinking…";
-    this.folded.append(summary, document.createElement("div"));
-    this.element.prepend(this.folded);
+    this.details.append(summary, document.createElement("div"));
+    this.element.prepend(this.details);
   }
 
   endThinking() {
     this.thinkingEnded = true;
-    const seconds = (performance.now() - this.started - this.first) / 1000;
-    this.folded.firstChild.textContent = `Thought for ${seconds.toFixed(1)} s`;
+    const seconds = (performance.now() - this.startMs - this.firstMs) / 1000;
+    this.details.firstChild.textContent = `Thought for ${seconds.toFixed(1)} s`;
   }
 
   end(note) {
-    cancelAnimationFrame(this.painting);
-    this.keepingEnd(() => {
+    cancelAnimationFrame(this.frame);
+    this.keepingScroll(() => {
       this.paint();
       this.waiting.remove();
       this.element.classList.remove("writing");
       this.element.removeAttribute("aria-busy");
-      if (this.folded && !this.thinkingEnded) this.endThinking();
+      if (this.details && !this.thinkingEnded) this.endThinking();
       if (note) this.element.append(note);
-      else if (this.figures) this.element.append(paragraph("figures", this.figures));
+      else if (this.statistics) this.element.append(paragraph("statistics", this.statistics));
     });
   }
 
@@ -161,18 +161,18 @@ class AnswerView {
   }
 
   fail(message) {
-    const note = paragraph("note fault", message);
+    const note = paragraph("note error", message);
     note.setAttribute("role", "alert");
     this.end(note);
   }
 }
 
-/** What an answer took: "142 tokens · 61.3 tokens/s · first word after 240 ms · hit rate 93.1 % · ...". */
-function figures(line, first) {
+/** Statistics of an answer: "142 tokens · 61.3 tokens/s · first token after 240 ms · hit rate 93.1 % · ...". */
+function statistics(line, firstMs) {
   const parts = [];
   if (line.eval_count) parts.push(`${line.eval_count} token${line.eval_count === 1 ? "" : "s"}`);
   if (line.eval_count > 1 && line.eval_duration) parts.push(`${digits((line.eval_count / line.eval_duration) * 1e9)} tokens/s`);
-  if (first) parts.push(`first word after ${duration(first / 1000)}`);
+  if (firstMs) parts.push(`first token after ${duration(firstMs / 1000)}`);
   if (line.moe?.lookups) parts.push(`hit rate ${percent(line.moe.hit_rate).join(" ")}`, `${size(line.moe.bytes_per_token).join(" ")} read per token`);
   if (line.done_reason === "length") parts.push("cut at the limit");
   return parts.map((part) => part.replaceAll(" ", "\u00a0")).join(" · ");

@@ -1,4 +1,4 @@
-// Numbers as people read them.
+// Formats numbers with units.
 
 export function count(n) {
   return n.toLocaleString("en-US");
@@ -15,7 +15,7 @@ export function size(bytes) {
   return [unit ? digits(bytes) : String(Math.round(bytes)), units[unit]];
 }
 
-/** Three digits that count: 1,700, 61.3, 4.20. */
+/** Three significant digits: 1,700, 61.3, 4.20. */
 export function digits(value) {
   if (value >= 1000) return count(Math.round(value));
   return value.toFixed(value >= 99.95 ? 0 : value >= 9.995 ? 1 : 2);

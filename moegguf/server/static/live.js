@@ -1,12 +1,12 @@
-// The stream of views of one model: connects again when it breaks, and rests while nobody looks at the page.
+// The stream of snapshots of one model: reconnects after an error, and pauses while the page is hidden.
 
 import { lines, request } from "./api.js";
 
-const VIEWS_PER_S = 8; // a small model answers within a second
+const SNAPSHOTS_PER_S = 8; // an answer of a small model takes less than a second
 const FIRST_PAUSE_MS = 500;
-const LONGEST_PAUSE_MS = 8000;
+const MAX_PAUSE_MS = 8000;
 
-/** `onLine(line)` gets each object of the stream, `onLost()` is told when the server has gone. */
+/** `onLine(line)` is called for each object of the stream, `onLost(error)` when the connection fails. */
 export class Live {
   constructor({ onLine, onLost }) {
     this.onLine = onLine;
@@ -34,7 +34,7 @@ export class Live {
     let pause = FIRST_PAUSE_MS;
     while (!signal.aborted) {
       try {
-        const response = await request(`live?model=${encodeURIComponent(this.model)}&per_s=${VIEWS_PER_S}`, { signal });
+        const response = await request(`live?model=${encodeURIComponent(this.model)}&per_s=${SNAPSHOTS_PER_S}`, { signal });
         pause = FIRST_PAUSE_MS;
         for await (const line of lines(response)) {
           if (signal.aborted) return;
@@ -43,10 +43,10 @@ export class Live {
       } catch (error) {
         if (signal.aborted) return;
         this.onLost(error);
-        if (error.status === 401) return; // the key comes first; watch() is called again with it
+        if (error.status === 401) return; // watch() is called again when the key is known
       }
       await new Promise((resolve) => setTimeout(resolve, pause));
-      pause = Math.min(2 * pause, LONGEST_PAUSE_MS);
+      pause = Math.min(2 * pause, MAX_PAUSE_MS);
     }
   }
 }

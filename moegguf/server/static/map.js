@@ -1,20 +1,20 @@
-// The map of experts: one cell each, layers by experts, painted pixel by pixel so that edges stay crisp at any size.
+// The map of experts: one cell each, layers by experts, painted pixel by pixel so that edges are sharp at any size.
 //
-// What lies in memory is calm and grey. Heat fades out over it: one colour for experts used since the view before,
-// another for those fetched. The longer side of the map lies across.
+// Resident experts are grey, under a fading colour: one for experts used since the snapshot before, another for those
+// fetched. The longer side of the map is horizontal.
 
-import { ABSENT, ARRIVING, Cells } from "./cells.js";
+import { ABSENT, LOADING, Cells } from "./cells.js";
 
-const FRAME_MS = 40; // the model needs the processor more than the map does
+const FRAME_MS = 40; // leaves the processor to the model
 const SHADES = 64;
 const GUTTER = { left: 26, bottom: 18 };
-const LARGEST_CELL = 26;
-const TALLEST_CELL = 1.8; // times its width
+const MAX_CELL_WIDTH = 26;
+const MAX_CELL_ASPECT = 1.8; // times its width
 const STEPS = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
 
 export class ExpertMap {
-  /** `swatches`: elements whose background is the colour of absent, arriving, resident, hit and loaded cells;
-   *  `onPoint(cell)` hears what the reader points at. */
+  /** `swatches`: elements whose background is the colour of absent, loading, resident, hit and loaded cells;
+   *  `onPoint(cell)` is called with the info of the pointed cell, or null. */
   constructor(canvas, swatches, onPoint) {
     this.canvas = canvas;
     this.context = canvas.getContext("2d");
@@ -35,22 +35,22 @@ export class ExpertMap {
     this.resize();
   }
 
-  /** Takes a view of the server; another shape of model starts a new map. */
-  update(view) {
-    if (!this.cells?.suits(view)) {
+  /** Shows a snapshot; another model shape starts a new map. */
+  update(snapshot) {
+    if (!this.cells?.matches(snapshot)) {
       this.point(null);
-      this.cells = new Cells(view);
+      this.cells = new Cells(snapshot);
       this.resize();
     }
-    this.cells.update(view);
-    if (this.pointed !== null) this.onPoint(this.cells.told(this.pointed));
+    this.cells.update(snapshot);
+    if (this.pointed !== null) this.onPoint(this.cells.info(this.pointed));
     this.wake();
   }
 
   readColours() {
     const rgb = (element) => getComputedStyle(element).backgroundColor.match(/[\d.]+/g).slice(0, 3).map(Number);
-    const { absent, arriving, resident, hit, loaded } = this.swatches;
-    this.base = [rgb(absent), rgb(arriving), rgb(resident)];
+    const { absent, loading, resident, hit, loaded } = this.swatches;
+    this.base = [rgb(absent), rgb(loading), rgb(resident)];
     this.hitColour = rgb(hit);
     this.loadColour = rgb(loaded);
     this.shades = this.base.map((from) => [this.hitColour, this.loadColour].map((to) => shades(from, to)));
@@ -65,13 +65,13 @@ export class ExpertMap {
     const { canvas, cells } = this, dpr = devicePixelRatio || 1;
     canvas.hidden = !cells;
     if (!cells) return;
-    const frame = canvas.parentElement.clientWidth, room = Math.floor((frame - GUTTER.left) * dpr);
-    this.across = cells.nExpert >= cells.layers.length; // experts lie across
+    const frame = canvas.parentElement.clientWidth, available = Math.floor((frame - GUTTER.left) * dpr);
+    this.across = cells.nExpert >= cells.layers.length; // experts are columns
     [this.columns, this.rows] = this.across ? [cells.nExpert, cells.layers.length] : [cells.layers.length, cells.nExpert];
-    const pitch = Math.min(room / this.columns, LARGEST_CELL * dpr);
+    const pitch = Math.min(available / this.columns, MAX_CELL_WIDTH * dpr);
     this.pitchX = pitch >= 2 ? Math.floor(pitch) : pitch;
-    const highest = (innerWidth <= 860 ? 150 : Math.min(360, innerHeight * 0.37)) * dpr;
-    this.pitchY = Math.max(2, Math.floor(Math.min(Math.max(this.pitchX * TALLEST_CELL, 5 * dpr), highest / this.rows)));
+    const maxHeight = (innerWidth <= 860 ? 150 : Math.min(360, innerHeight * 0.37)) * dpr;
+    this.pitchY = Math.max(2, Math.floor(Math.min(Math.max(this.pitchX * MAX_CELL_ASPECT, 5 * dpr), maxHeight / this.rows)));
     this.dpr = dpr;
     this.left = Math.round(GUTTER.left * dpr);
     this.width = Math.ceil(this.pitchX * this.columns);
@@ -133,7 +133,7 @@ export class ExpertMap {
       }
       for (let y = 1; y < high; y += 1) pixels.copyWithin(from + y * width, from, from + width);
       if (!radius) continue;
-      this.hollowArriving(pixels, row, high, gap);
+      this.hollowLoading(pixels, row, high, gap);
       this.roundCorners(pixels, from, high, gap, radius);
     }
   }
@@ -143,12 +143,12 @@ export class ExpertMap {
     return this.shades[state[i]][loading ? 1 : 0][Math.round((loading ? load[i] : hit[i]) * SHADES)];
   }
 
-  /** Experts on their way are frames yet to be filled. */
-  hollowArriving(pixels, row, high, gap) {
+  /** Experts that are loading are hollow. */
+  hollowLoading(pixels, row, high, gap) {
     const inside = pixel(this.base[ABSENT]), edge = Math.round(1.5 * this.dpr);
     for (let column = 0; column < this.columns; column += 1) {
       const i = this.index(column, row);
-      if (this.cells.state[i] !== ARRIVING || this.cells.isHot(i)) continue;
+      if (this.cells.state[i] !== LOADING || this.cells.isHot(i)) continue;
       const left = column * this.pitchX + edge, right = (column + 1) * this.pitchX - gap - edge;
       for (let y = edge; y < high - edge; y += 1) {
         const line = (row * this.pitchY + y) * this.width;
@@ -172,7 +172,7 @@ export class ExpertMap {
     }
   }
 
-  /** Heat, one pixel per cell, blown up smoothly: light that reaches the neighbours. */
+  /** Heat, one pixel per cell, scaled up smoothly: a glow that extends over neighbours. */
   paintGlow() {
     const { data } = this.glowImage, { hit, load } = this.cells;
     for (let row = 0, at = 0; row < this.rows; row += 1) {
@@ -205,7 +205,7 @@ export class ExpertMap {
 
   paintPointer() {
     const { context, dpr, pitchX, pitchY } = this, [column, row] = this.place(this.pointed);
-    const grow = dpr + Math.max(0, 5 * dpr - pitchX) / 2; // a frame that can be seen around the smallest cell
+    const grow = dpr + Math.max(0, 5 * dpr - pitchX) / 2; // visible also around the smallest cell
     context.strokeStyle = this.ink;
     context.lineWidth = 1.5 * dpr;
     context.strokeRect(this.left + column * pitchX - grow, row * pitchY - grow, pitchX + 2 * grow - dpr, pitchY + 2 * grow - dpr);
@@ -214,7 +214,7 @@ export class ExpertMap {
   point(i) {
     if (i === this.pointed) return;
     this.pointed = i;
-    this.onPoint(i === null ? null : this.cells.told(i));
+    this.onPoint(i === null ? null : this.cells.info(i));
     this.wake();
   }
 
@@ -250,12 +250,12 @@ function shades(from, to) {
   return Uint32Array.from({ length: SHADES + 1 }, (_, step) => heat(step));
 }
 
-/** A colour as ImageData holds it: little endian, as every machine with a browser is. */
+/** A colour as ImageData stores it on a little-endian machine. */
 function pixel([r, g, b]) {
   return ((255 << 24) | (b << 16) | (g << 8) | r) >>> 0;
 }
 
-/** Numbers from 0 below n, evenly apart: at least `apart`, and a power of two. */
+/** Multiples below n of the smallest power of two that is at least `apart`. */
 function ticks(n, apart) {
   let every = 1;
   while (every < apart) every *= 2;

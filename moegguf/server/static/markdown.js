@@ -1,4 +1,4 @@
-// Enough Markdown to read an answer by. Text becomes text nodes only: nothing a model writes is ever parsed as HTML.
+// A subset of Markdown. Text becomes text nodes only: output of a model is never parsed as HTML.
 
 const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([\w+#.-]*)[^`]*$/;
 const HEADING = /^(#{1,6})\s+(.*?)\s*#*$/;
@@ -16,7 +16,7 @@ export function render(element, text) {
     const same = old[i]?.source === block.source && old[i].kind === block.kind;
     if (same) return;
     if (block.kind === "code" && old[i]?.kind === "code" && old[i].language === block.language) {
-      element.children[i].querySelector("code").textContent = block.text; // keeps the place scrolled to
+      element.children[i].querySelector("code").textContent = block.text; // keeps the scroll position
     } else if (element.children[i]) {
       element.children[i].replaceWith(build(block));
     } else {
@@ -147,7 +147,7 @@ function codeBlock({ language, text }) {
   head.append(document.createElement("span"), copyButton(frame));
   head.firstChild.textContent = language || "text";
   const pre = document.createElement("pre");
-  pre.tabIndex = 0; // long lines scroll, also by keyboard
+  pre.tabIndex = 0; // makes long lines scrollable by keyboard
   pre.append(document.createElement("code"));
   pre.firstChild.textContent = text;
   frame.append(head, pre);
@@ -158,7 +158,7 @@ function copyButton(frame) {
   const button = document.createElement("button");
   button.type = "button";
   button.textContent = "Copy";
-  button.hidden = !navigator.clipboard; // only there on secure origins
+  button.hidden = !navigator.clipboard; // only available on secure origins
   button.addEventListener("click", async () => {
     await navigator.clipboard.writeText(frame.querySelector("code").textContent);
     button.textContent = "Copied";

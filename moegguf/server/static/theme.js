@@ -1,3 +1,3 @@
-// Runs before the first paint, so that a chosen theme never flashes.
+// Runs before the first paint, so that the page does not flash in the other theme.
 const chosen = localStorage.getItem("moegguf.theme");
 if (chosen === "light" || chosen === "dark") document.documentElement.dataset.theme = chosen;

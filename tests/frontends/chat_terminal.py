@@ -1,4 +1,4 @@
-"""Chats for tests: with the demo model, which knows what moegguf is, and with one that repeats what it is asked."""
+"""Chats in a terminal for tests: with the demo model, and with the scripted model of echo_model.py."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from commanding import environment
+from command_line import environment
 from terminal import Terminal, moegguf_command
 
 ECHO = Path(__file__).with_name("echo_model.py")
@@ -16,7 +16,7 @@ SMALL = ("--temperature", 0, "-t", 1, "-c", 512, "--expert-cache", "50%")
 
 
 def demo_chat(home: Path, *arguments: object, size: tuple[int, int] = (80, 24), **environ: str) -> Terminal:
-    """A chat with the demo model. `home`: where its history is kept."""
+    """A chat with the demo model. `home`: folder of its history."""
     command = moegguf_command("run", "demo", *SMALL, *arguments)
     return _terminal(command, home, size, environ)
 

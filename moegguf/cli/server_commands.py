@@ -7,33 +7,29 @@ from typing import Annotated, Any
 
 import typer
 
+from moegguf.cli.options import AsJson, Prefix
 from moegguf.errors import ModelNotFoundError, MoeggufError
-from moegguf.terminal.messages import say
+from moegguf.terminal.messages import print_message
 
-ASK_S = 2.0
-
-AsJson = Annotated[bool, typer.Option("--json", help="JSON on stdout, for scripts.")]
+VERSION_TIMEOUT_S = 2.0
 
 
 def print_versions() -> None:
-    """Ours, and the server's where one runs and differs."""
+    """Prints this version, and a warning when a running server has another one."""
     from moegguf import __version__
     from moegguf.cli.client import Client
 
     print(f"moegguf {__version__}")
     try:
-        server = Client().get("/api/version", ASK_S)
+        server = Client().get("/api/version", VERSION_TIMEOUT_S)
     except MoeggufError:
         return
-    theirs = server.get("moegguf", f"Ollama {server.get('version', 'of an unknown version')}")
-    if theirs != __version__:
-        say(f"warning: the server is another version: {theirs}")
+    version = server.get("moegguf", f"Ollama {server.get('version', 'of an unknown version')}")
+    if version != __version__:
+        print_message(f"warning: the server has another version: {version}")
 
 
-def ps(
-    prefix: Annotated[str, typer.Argument(metavar="PREFIX", help="Only names that begin like this.")] = "",
-    as_json: AsJson = False,
-) -> None:
+def ps(prefix: Prefix = "", as_json: AsJson = False) -> None:
     """List the models that a running server has loaded."""
     from moegguf.cli.client import Client
     from moegguf.terminal.tables import print_columns, print_json
@@ -46,15 +42,15 @@ def ps(
 
 
 def _row(model: dict[str, Any]) -> tuple[str, ...]:
-    from moegguf.terminal.units import moment, processor, size
+    from moegguf.terminal.units import human_bytes, human_time, processor_split
 
-    until = "Stopping..." if model.get("stopping") else moment(_expiry(model["expires_at"]))
-    n_ctx, where = str(model["context_length"]), processor(model["size"], model["size_vram"])
-    return model["name"], model["digest"][:12], size(model["size"]), where, n_ctx, until
+    until = "Stopping..." if model.get("stopping") else human_time(_expiry(model["expires_at"]))
+    n_ctx, where = str(model["context_length"]), processor_split(model["size"], model["size_vram"])
+    return model["name"], model["digest"][:12], human_bytes(model["size"]), where, n_ctx, until
 
 
 def _expiry(text: str) -> datetime | None:
-    """The moment of `expires_at`; None for a model that stays, whose moment lies centuries ahead."""
+    """The time in `expires_at`; None for a model that never expires, whose time is centuries ahead."""
     when = datetime.fromisoformat(text)
     return None if when.year > datetime.now().year + 100 else when
 
@@ -70,8 +66,8 @@ def stop(model: Annotated[str, typer.Argument(metavar="MODEL", help="A name that
     client.post("/api/generate", {"model": name, "keep_alive": 0})
 
 
-def unload_if_serving(name: str) -> None:
-    """Asks a running server to let go of a model; without a server there is nothing to let go of."""
+def unload_from_server(name: str) -> None:
+    """Unloads a model from a running server; does nothing without a server."""
     from moegguf.cli.client import Client
 
     try:

@@ -1,4 +1,4 @@
-"""Who may ask: hosts, origins, keys and headers, over a real socket; and where `serve` refuses to listen."""
+"""Access control over a real socket: hosts, origins, API keys and headers; and where `serve` refuses to listen."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from commanding import Command
-from fake_pool import FakeCatalog, FakePool, entry_of, running
+from command_line import Command
+from fake_manager import FakeCatalog, FakeManager, entry_of, running
 from servers import call, serving
 
 from moegguf.server.app import make_app
-from moegguf.server.common.guard import is_own_host, origin_pattern
+from moegguf.server.common.access import is_own_host, origin_pattern
 from moegguf.settings import Settings, parse_host
 
 KEY = "a-long-key"
@@ -27,7 +27,7 @@ def catalog(tiny: Callable[..., Path]) -> FakeCatalog:
 
 @pytest.fixture
 def url(catalog: FakeCatalog) -> Iterator[str]:
-    with running(make_app(FakePool(catalog), catalog, Settings())) as found:  # type: ignore[arg-type]
+    with running(make_app(FakeManager(catalog), catalog, Settings())) as found:  # type: ignore[arg-type]
         yield found
 
 
@@ -35,7 +35,7 @@ def url(catalog: FakeCatalog) -> Iterator[str]:
 def guarded(catalog: FakeCatalog) -> Iterator[str]:
     """A server for others, with a key; where it really listens does not matter to it."""
     settings = Settings(host=parse_host("0.0.0.0"), api_key=KEY, origins=("https://friend.example",))
-    with running(make_app(FakePool(catalog), catalog, settings)) as found:  # type: ignore[arg-type]
+    with running(make_app(FakeManager(catalog), catalog, settings)) as found:  # type: ignore[arg-type]
         yield found
 
 
@@ -80,7 +80,7 @@ def test_a_foreign_host_is_refused_everywhere(url: str, path: str) -> None:
     assert call(f"{url}/api/tags", Host="localhost:11434").status == 200
 
 
-def test_a_request_without_a_host_is_no_browsers(url: str) -> None:
+def test_a_request_without_a_host_is_accepted(url: str) -> None:
     host, port = url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as connection:
         connection.sendall(b"GET /api/version HTTP/1.0\r\n\r\n")
@@ -100,7 +100,7 @@ def test_a_foreign_origin_can_neither_read_nor_post(url: str, origin: str) -> No
 
 
 @pytest.mark.parametrize("origin", ["http://localhost:3000", "http://127.0.0.1", "app://obsidian.md", "tauri://x"])
-def test_pages_of_this_machine_may_ask(url: str, origin: str) -> None:
+def test_pages_of_this_machine_are_accepted(url: str, origin: str) -> None:
     reply = call(f"{url}/api/tags", Origin=origin)
     assert reply.status == 200 and reply.headers["access-control-allow-origin"] == origin
     asked = {"Access_Control_Request_Headers": "authorization, x-stainless-lang, x-evil"}
@@ -111,14 +111,14 @@ def test_pages_of_this_machine_may_ask(url: str, origin: str) -> None:
     assert "DELETE" in reply.headers["access-control-allow-methods"]
 
 
-def test_the_servers_own_page_may_ask_wherever_it_is(guarded: str) -> None:
+def test_the_servers_own_page_is_accepted_on_any_host(guarded: str) -> None:
     headers = {"Authorization": f"Bearer {KEY}"}
     assert call(f"{guarded}/api/tags", Origin=guarded, **headers).status == 200
     assert call(f"{guarded}/api/tags", Origin="https://friend.example", **headers).status == 200
     assert call(f"{guarded}/api/tags", Origin=EVIL, **headers).status == 403
 
 
-def test_a_key_is_asked_for_everywhere_but_at_the_door(guarded: str) -> None:
+def test_a_key_is_required_except_for_open_paths(guarded: str) -> None:
     for path in ("/api/tags", "/v1/models", "/metrics", "/live", "/props"):
         for sent in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": KEY}, {"Authorization": f"Basic {KEY}"}):
             reply = call(f"{guarded}{path}", **sent)
@@ -131,7 +131,7 @@ def test_a_key_is_asked_for_everywhere_but_at_the_door(guarded: str) -> None:
     assert call(f"{guarded}/api/tags", Host="box.example.com", Authorization=f"Bearer {KEY}").status == 200
 
 
-def test_large_headers_and_packed_bodies_are_refused(url: str) -> None:
+def test_large_headers_and_compressed_bodies_are_refused(url: str) -> None:
     assert call(f"{url}/api/tags", X_Large="x" * 20_000).status in (400, 431)
     reply = call(f"{url}/api/chat", b"\x1f\x8b", Content_Encoding="gzip")
     assert reply.status == 415 and "Content-Encoding" in reply.error
@@ -145,7 +145,7 @@ def test_large_headers_and_packed_bodies_are_refused(url: str) -> None:
         ("POST", "/api/signout", 404), ("POST", "/v1/systemone", 404),
     ],
 )  # fmt: skip
-def test_errors_of_the_framework_are_json_of_the_dialect(url: str, method: str, path: str, status: int) -> None:
+def test_errors_of_the_framework_are_json_of_the_api(url: str, method: str, path: str, status: int) -> None:
     reply = call(f"{url}{path}", b"{}" if method in ("POST", "PUT") else None, method=method)
     assert reply.status == status
     assert reply.headers["content-type"].startswith("application/json")
@@ -154,7 +154,7 @@ def test_errors_of_the_framework_are_json_of_the_dialect(url: str, method: str, 
     assert "detail" not in reply.json
 
 
-def test_what_is_no_http_gets_json_too(tmp_path: Path) -> None:
+def test_invalid_http_gets_json_too(tmp_path: Path) -> None:
     with serving(tmp_path) as server, socket.create_connection(("127.0.0.1", server.port)) as connection:
         connection.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n" + b"X: y" * 10_000 + b"\r\n\r\n")
         answer = http.client.HTTPResponse(connection)
@@ -186,7 +186,7 @@ def test_options_that_cannot_work_end_in_one_line(moegguf: Command, arguments: t
     assert words in found.stderr and len(found.stderr.splitlines()) == 1
 
 
-def test_a_port_that_is_taken_is_named(moegguf: Command) -> None:
+def test_a_port_in_use_is_named(moegguf: Command) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

@@ -1,4 +1,4 @@
-"""The pool with real workers: memory comes back, a killed worker costs one answer, and answers stay the same."""
+"""The manager with real workers: memory is freed, a killed worker costs one answer, and answers stay the same."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
-from pooling import in_loop, n_files
+from scripted_manager import in_loop, n_files
 
 from moegguf.errors import BudgetError, WorkerError
 from moegguf.generate.request import Delta, GenerationRequest, Sampling, Timing
@@ -41,10 +41,10 @@ class Files:
         when = datetime(2026, 1, 2, tzinfo=UTC)
         return Entry(f"{name}:latest", "path", (path,), path.stat().st_size, name * 64, when)
 
-    def purpose(self, name: str) -> tuple[int, int]:
-        """Bytes a model wishes for, and at least needs."""
+    def size_bytes(self, name: str) -> tuple[int, int]:
+        """Wanted and minimum bytes of a model."""
         size = measure(self.find(name), ONE_THREAD, Settings(), 8 << 30)
-        return size.wanted_bytes, size.least_bytes
+        return size.wanted_bytes, size.minimum_bytes
 
 
 @pytest.fixture
@@ -53,10 +53,10 @@ def files(tiny: TinyModel) -> Files:
 
 
 @asynccontextmanager
-async def pool_of(files: Files, **settings: Any) -> AsyncIterator[ModelManager]:
+async def running_manager(files: Files, **settings: Any) -> AsyncIterator[ModelManager]:
     n_before = n_files()
-    async with ModelManager(files, Settings(**{"memory_bytes": 4 << 30, **settings})) as pool:
-        yield pool
+    async with ModelManager(files, Settings(**{"memory_bytes": 4 << 30, **settings})) as manager:
+        yield manager
     assert not [child for child in psutil.Process().children() if "worker" in " ".join(child.cmdline())]
     assert n_files() == n_before
 
@@ -65,8 +65,8 @@ def story(seed: int, n_tokens: int = 16) -> GenerationRequest:
     return GenerationRequest(prompt=f"story {seed}:", sampling=Sampling(seed=seed, max_tokens=n_tokens))
 
 
-async def told(lease: Lease, ask: GenerationRequest) -> tuple[str, Timing]:
-    events = [event async for event in lease.answer(ask)]
+async def answer_and_timing(lease: Lease, generation: GenerationRequest) -> tuple[str, Timing]:
+    events = [event async for event in lease.answer(generation)]
     assert isinstance(events[-1], Done)
     return "".join(event.text for event in events if isinstance(event, Delta)), events[-1].timing
 
@@ -75,53 +75,55 @@ async def rest_of(events: AsyncIterator[Any]) -> list[Any]:
     return [event async for event in events]
 
 
-async def ask_for(pool: ModelManager, name: str, ask: GenerationRequest, load: LoadOptions = ONE_THREAD) -> str:
-    async with pool.lease(name, load) as lease:
-        return (await told(lease, ask))[0]
+async def generate(
+    manager: ModelManager, name: str, generation: GenerationRequest, load_options: LoadOptions = ONE_THREAD
+) -> str:
+    async with manager.lease(name, load_options) as lease:
+        return (await answer_and_timing(lease, generation))[0]
 
 
 @in_loop
 async def test_a_killed_worker_costs_one_answer(files: Files) -> None:
-    async with pool_of(files) as pool:
-        expected = await ask_for(pool, "a", story(1))
-        async with pool.lease("a") as lease:
+    async with running_manager(files) as manager:
+        expected = await generate(manager, "a", story(1))
+        async with manager.lease("a") as lease:
             answer = aiter(lease.answer(ENDLESS))
             assert isinstance(await anext(answer), Delta)
             os.kill(lease.loaded.pid, signal.SIGKILL)
             with pytest.raises(WorkerError, match=r"'a:latest'.*SIGKILL.*loads it again"):
                 await rest_of(answer)
-        assert await ask_for(pool, "a", story(1)) == expected
+        assert await generate(manager, "a", story(1)) == expected
 
 
 @in_loop
-async def test_one_who_leaves_frees_the_model_within_a_token(files: Files) -> None:
-    async with pool_of(files) as pool:
-        async with pool.lease("a", ONE_THREAD) as lease:
+async def test_a_cancelled_answer_frees_the_model_within_a_token(files: Files) -> None:
+    async with running_manager(files) as manager:
+        async with manager.lease("a", ONE_THREAD) as lease:
             async for _ in lease.answer(ENDLESS):
                 break
-        async with pool.lease("a") as lease:
+        async with manager.lease("a") as lease:
             assert lease.loaded.n_requests == 2 and lease.load_s == 0
-            assert lease.loaded.stats.tokens < 200, "it stopped, by itself, long before its end"
+            assert lease.loaded.stats.tokens < 200, "it stopped long before its end"
 
 
 @in_loop
 async def test_unloading_ends_the_process(files: Files) -> None:
-    async with pool_of(files) as pool:
-        loaded = await pool.load("a", ONE_THREAD)
+    async with running_manager(files) as manager:
+        loaded = await manager.load("a", ONE_THREAD)
         assert psutil.pid_exists(loaded.pid)
-        assert await pool.unload("a")
-        assert not psutil.pid_exists(loaded.pid) and pool.loaded() == []
+        assert await manager.unload("a")
+        assert not psutil.pid_exists(loaded.pid) and manager.loaded() == []
 
 
 @in_loop
 async def test_two_models_in_a_budget_that_holds_one(files: Files) -> None:
-    budget = max(files.purpose(name)[0] for name in "ab")
-    async with pool_of(files, memory_bytes=budget) as pool:
-        expected = {name: await ask_for(pool, name, story(3)) for name in "ab"}
+    budget = max(files.size_bytes(name)[0] for name in "ab")
+    async with running_manager(files, memory_bytes=budget) as manager:
+        expected = {name: await generate(manager, name, story(3)) for name in "ab"}
         pids = set()
         for name in "abab":
-            assert await ask_for(pool, name, story(3)) == expected[name]
-            (model,) = pool.loaded()
+            assert await generate(manager, name, story(3)) == expected[name]
+            (model,) = manager.loaded()
             assert model.name == f"{name}:latest" and model.size_bytes <= budget
             pids.add(model.pid)
         assert sum(map(psutil.pid_exists, pids)) == 1
@@ -129,57 +131,57 @@ async def test_two_models_in_a_budget_that_holds_one(files: Files) -> None:
 
 @in_loop
 async def test_with_less_memory_fewer_experts_and_the_same_answer(files: Files) -> None:
-    async with pool_of(files) as pool:
-        expected = await ask_for(pool, "a", story(5, 40))
-        everything = pool.loaded()[0]
-    purpose, least = files.purpose("a")
-    assert purpose == everything.size_bytes
-    budget = (purpose + least) // 2
-    async with pool_of(files, memory_bytes=budget) as pool:
-        assert await ask_for(pool, "a", story(5, 40)) == expected
-        (model,) = pool.loaded()
+    async with running_manager(files) as manager:
+        expected = await generate(manager, "a", story(5, 40))
+        everything = manager.loaded()[0]
+    wanted, minimum = files.size_bytes("a")
+    assert wanted == everything.size_bytes
+    budget = (wanted + minimum) // 2
+    async with running_manager(files, memory_bytes=budget) as manager:
+        assert await generate(manager, "a", story(5, 40)) == expected
+        (model,) = manager.loaded()
         assert model.plan["n_slots"] < everything.plan["n_slots"] and model.plan["total_bytes"] <= budget
         assert model.stats.misses > 0
-    async with pool_of(files, memory_bytes=least - 1) as pool:
+    async with running_manager(files, memory_bytes=minimum - 1) as manager:
         with pytest.raises(BudgetError, match=r"needs at least .*MOEGGUF_MEMORY"):
-            await ask_for(pool, "a", story(5))
+            await generate(manager, "a", story(5))
 
 
 @in_loop
-async def test_many_at_once_get_what_one_alone_gets(files: Files) -> None:
-    async with pool_of(files) as pool:
+async def test_concurrent_requests_get_the_same_answers(files: Files) -> None:
+    async with running_manager(files) as manager:
         asked = [("ab"[seed % 2], story(seed // 2)) for seed in range(16)]
-        alone = [await ask_for(pool, name, ask) for name, ask in asked]
-        assert await asyncio.gather(*(ask_for(pool, name, ask) for name, ask in asked)) == alone
+        alone = [await generate(manager, name, generation) for name, generation in asked]
+        assert await asyncio.gather(*(generate(manager, name, generation) for name, generation in asked)) == alone
 
 
 @in_loop
 async def test_another_context_loads_it_again(files: Files) -> None:
-    async with pool_of(files) as pool:
+    async with running_manager(files) as manager:
         pids = {}
         for n_ctx in (512, None, 512, 1024):
-            async with pool.lease("a", LoadOptions(n_ctx=n_ctx, n_threads=1)) as lease:
+            async with manager.lease("a", LoadOptions(n_ctx=n_ctx, n_threads=1)) as lease:
                 pids.setdefault(lease.loaded.n_ctx, lease.loaded.pid)
-                assert (await told(lease, story(1)))[1].answer_tokens == 16
+                assert (await answer_and_timing(lease, story(1)))[1].answer_tokens == 16
                 assert lease.loaded.n_ctx == (n_ctx or 512)
         assert len(set(pids.values())) == 2
 
 
 @in_loop
-async def test_the_second_turn_reads_only_what_is_new(files: Files) -> None:
-    async with pool_of(files) as pool, pool.lease("a", ONE_THREAD) as lease:
+async def test_the_second_turn_evaluates_only_new_tokens(files: Files) -> None:
+    async with running_manager(files) as manager, manager.lease("a", ONE_THREAD) as lease:
         first = GenerationRequest(
             prompt="a long story about a fox and its den", sampling=Sampling(temperature=0, max_tokens=4)
         )
-        text, timing = await told(lease, first)
+        text, timing = await answer_and_timing(lease, first)
         assert timing.cached_tokens == 0
         again = GenerationRequest(prompt=str(first.prompt) + text + " and more", sampling=first.sampling)
-        assert (await told(lease, again))[1].cached_tokens >= timing.prompt_tokens - 1
+        assert (await answer_and_timing(lease, again))[1].cached_tokens >= timing.prompt_tokens - 1
 
 
 @in_loop
 async def test_vectors_and_tokens_through_a_lease(files: Files) -> None:
-    async with pool_of(files) as pool, pool.lease("a", ONE_THREAD) as lease:
+    async with running_manager(files) as manager, manager.lease("a", ONE_THREAD) as lease:
         given = await lease.embed(["a text", "another"])
         assert len(given.vectors) == 2 and given.n_tokens > 0
         assert sum(x * x for x in given.vectors[0]) == pytest.approx(1, abs=1e-3)
@@ -188,9 +190,9 @@ async def test_vectors_and_tokens_through_a_lease(files: Files) -> None:
 
 @in_loop
 async def test_views_of_a_real_model(files: Files) -> None:
-    async with pool_of(files) as pool:
-        views = aiter(pool.watch(per_s=20))
-        first = asyncio.ensure_future(anext(views))
-        await ask_for(pool, "a", story(1))
-        view = await first
-        assert view.model == "a:latest" and len(view.state) == len(view.layers) * view.n_expert > 0
+    async with running_manager(files) as manager:
+        snapshots = aiter(manager.watch(per_s=20))
+        first = asyncio.ensure_future(anext(snapshots))
+        await generate(manager, "a", story(1))
+        snapshot = await first
+        assert snapshot.model == "a:latest" and len(snapshot.state) == len(snapshot.layers) * snapshot.n_expert > 0

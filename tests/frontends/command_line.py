@@ -1,4 +1,4 @@
-"""The command line as a user has it: a process of its own, its two streams apart, no terminal."""
+"""Types and environment of `moegguf` as a separate process without a terminal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TinyModel = Callable[..., Path]
 
 
 def environment(**extra: str) -> dict[str, str]:
-    """The caller's, without what would change an answer; the checkout is importable."""
+    """The caller's environment without variables that change results; the checkout is importable."""
     names = ("PATH", "HOME", "MOEGGUF_LIBRARY", "LANG", "XDG_DATA_HOME")
-    kept = {name: value for name, value in os.environ.items() if name in names}
-    return {**kept, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), **extra}
+    inherited = {name: value for name, value in os.environ.items() if name in names}
+    return {**inherited, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), **extra}

@@ -1,4 +1,4 @@
-"""Pieces leave a worker at once when they are rare, joined when they are many, and none is lost or out of order."""
+"""Rare deltas are sent at once, frequent ones joined; none is lost or out of order."""
 
 from __future__ import annotations
 
@@ -19,38 +19,38 @@ class Clock:
         return self.now_s
 
 
-def test_the_first_piece_leaves_at_once_and_the_next_ones_together() -> None:
+def test_the_first_delta_is_sent_at_once_and_the_next_ones_together() -> None:
     sent, clock = list[Delta](), Clock()
-    outbox = DeltaBuffer(sent.append, clock=clock)
+    buffer = DeltaBuffer(sent.append, clock=clock)
     for letter in "abc":
-        outbox.put(Delta(letter))
+        buffer.put(Delta(letter))
         clock.now_s += INTERVAL_S * 0.4
-    assert [piece.text for piece in sent] == ["a"]
-    outbox.put(Delta("d"))
-    assert [piece.text for piece in sent] == ["a", "bcd"]
-    outbox.put(Delta("e"))
-    outbox.flush()
-    outbox.flush()
-    assert [piece.text for piece in sent] == ["a", "bcd", "e"]
+    assert [delta.text for delta in sent] == ["a"]
+    buffer.put(Delta("d"))
+    assert [delta.text for delta in sent] == ["a", "bcd"]
+    buffer.put(Delta("e"))
+    buffer.flush()
+    buffer.flush()
+    assert [delta.text for delta in sent] == ["a", "bcd", "e"]
 
 
-def test_pieces_of_a_slow_model_all_leave_at_once() -> None:
+def test_deltas_of_a_slow_model_are_all_sent_at_once() -> None:
     sent, clock = list[Delta](), Clock()
-    outbox = DeltaBuffer(sent.append, clock=clock)
+    buffer = DeltaBuffer(sent.append, clock=clock)
     for letter in "abc":
-        outbox.put(Delta(letter))
+        buffer.put(Delta(letter))
         assert sent[-1].text == letter
         clock.now_s += INTERVAL_S
 
 
-def test_who_wants_no_stream_gets_one_piece() -> None:
+def test_without_streaming_there_is_one_delta() -> None:
     sent, clock = list[Delta](), Clock()
-    outbox = DeltaBuffer(sent.append, math.inf, clock)
+    buffer = DeltaBuffer(sent.append, math.inf, clock)
     for letter in "abc":
-        outbox.put(Delta(letter))
+        buffer.put(Delta(letter))
         clock.now_s += 1000
     assert sent == []
-    outbox.flush()
+    buffer.flush()
     assert sent == [Delta("abc")]
 
 
@@ -65,9 +65,9 @@ def test_joining_keeps_everything_in_order() -> None:
 @given(st.lists(st.tuples(st.text(max_size=3), st.floats(0, 0.1))))
 def test_nothing_is_lost(steps: list[tuple[str, float]]) -> None:
     sent, clock = list[Delta](), Clock()
-    outbox = DeltaBuffer(sent.append, clock=clock)
+    buffer = DeltaBuffer(sent.append, clock=clock)
     for text, wait_s in steps:
-        outbox.put(Delta(text))
+        buffer.put(Delta(text))
         clock.now_s += wait_s
-    outbox.flush()
-    assert "".join(piece.text for piece in sent) == "".join(text for text, _ in steps)
+    buffer.flush()
+    assert "".join(delta.text for delta in sent) == "".join(text for text, _ in steps)

@@ -6,7 +6,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from moegguf.terminal.units import moment, processor, size, span
+from moegguf.terminal.units import human_bytes, human_duration, human_time, processor_split
 
 NOW = datetime(2026, 5, 1, 12, tzinfo=UTC)
 
@@ -24,7 +24,7 @@ NOW = datetime(2026, 5, 1, 12, tzinfo=UTC)
     ],
 )
 def test_size(n_bytes: int, text: str) -> None:
-    assert size(n_bytes) == text
+    assert human_bytes(n_bytes) == text
 
 
 @pytest.mark.parametrize(
@@ -44,13 +44,13 @@ def test_size(n_bytes: int, text: str) -> None:
     ],
 )
 def test_span(seconds: float, text: str) -> None:
-    assert span(seconds) == text
+    assert human_duration(seconds) == text
 
 
 def test_moment() -> None:
-    assert moment(NOW - timedelta(days=3), NOW) == "3 days ago"
-    assert moment(NOW + timedelta(minutes=4, seconds=10), NOW) == "4 minutes from now"
-    assert moment(None) == "Forever"
+    assert human_time(NOW - timedelta(days=3), NOW) == "3 days ago"
+    assert human_time(NOW + timedelta(minutes=4, seconds=10), NOW) == "4 minutes from now"
+    assert human_time(None) == "Forever"
 
 
 @pytest.mark.parametrize(
@@ -58,4 +58,4 @@ def test_moment() -> None:
     [(10, 0, "100% CPU"), (10, 10, "100% GPU"), (10, 12, "Unknown"), (0, 3, "Unknown"), (100, 52, "48%/52% CPU/GPU")],
 )
 def test_processor(size_bytes: int, vram_bytes: int, text: str) -> None:
-    assert processor(size_bytes, vram_bytes) == text
+    assert processor_split(size_bytes, vram_bytes) == text

@@ -1,4 +1,4 @@
-"""A pool over scripted workers: models that are only sizes, answers that are only words."""
+"""A `ModelManager` over scripted workers (fake_worker.py) and a catalog of models that have only a size."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from moegguf.models.entry import Entry
 from moegguf.serving.events import LoadOptions
 from moegguf.serving.lease import Lease
 from moegguf.serving.manager import ModelManager
-from moegguf.serving.memory_budget import Size
-from moegguf.serving.wire import Order
+from moegguf.serving.memory_budget import ModelSize
+from moegguf.serving.wire import LoadConfig
 from moegguf.settings import Settings
 
 
@@ -40,7 +40,7 @@ def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., Non
 
 
 async def until(condition: Callable[[], object]) -> None:
-    """Returns once it holds; the test's own limit of time ends it when it never does."""
+    """Returns once the condition is true."""
     while not condition():
         await asyncio.sleep(0.002)
 
@@ -50,19 +50,19 @@ MIB = 1 << 20
 
 
 class FakeCatalog:
-    """Models `a:latest` and so on: each a script for the worker and what it takes in MiB, wished and at least."""
+    """Models `a:latest` and so on: each a script for the worker, and its wanted and minimum size in MiB."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.entries: dict[str, Entry] = {}
         self.sizes: dict[str, tuple[int, int]] = {}
 
-    def add(self, name: str, purpose: int = 100, least: int = 100, **script: Any) -> None:
+    def add(self, name: str, wanted_mib: int = 100, minimum_mib: int = 100, **script: Any) -> None:
         script.setdefault("log", str(self.folder / f"{name}.log"))
         path = Path(json.dumps(script))
         when = datetime(2026, 1, 2, tzinfo=UTC)
-        self.entries[name] = Entry(f"{name}:latest", "path", (path,), purpose * MIB, name * 64, when)
-        self.sizes[f"{name}:latest"] = purpose * MIB, least * MIB
+        self.entries[name] = Entry(f"{name}:latest", "path", (path,), wanted_mib * MIB, name * 64, when)
+        self.sizes[f"{name}:latest"] = wanted_mib * MIB, minimum_mib * MIB
 
     def change(self, name: str, **fields: Any) -> None:
         self.entries[name] = replace(self.entries[name], **fields)
@@ -73,30 +73,30 @@ class FakeCatalog:
         except KeyError:
             raise ModelNotFoundError(f"there is no model named {name!r}; try 'a'.") from None
 
-    def measure(self, entry: Entry, load: LoadOptions, settings: Settings, limit_bytes: int) -> Size:
+    def measure(self, entry: Entry, load_options: LoadOptions, settings: Settings, limit_bytes: int) -> ModelSize:
         def plan(n_bytes: int) -> Plan:
             expected = Expected(1.0, 1.0, 0, 0, None, None, "")
             return Plan(1, 1, n_bytes, True, 1, 0, 0, 0, n_bytes, limit_bytes, (), (), expected)
 
-        def order(chosen: Plan) -> Order:
-            n_ctx = load.n_ctx or 4096
-            return Order(entry.name, str(entry.path), n_ctx, expert_cache_bytes=chosen.budget_bytes)
+        def load_config(chosen: Plan) -> LoadConfig:
+            n_ctx = load_options.n_ctx or 4096
+            return LoadConfig(entry.name, str(entry.path), n_ctx, expert_cache_bytes=chosen.budget_bytes)
 
-        return Size(*self.sizes[entry.name], plan, order)
+        return ModelSize(*self.sizes[entry.name], plan, load_config)
 
     def loads(self, name: str) -> list[dict[str, Any]]:
-        """What its workers were told to load, one after the other."""
+        """The `LoadConfig`s of its loads, in order."""
         log = self.folder / f"{name}.log"
         return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
 
 
 @asynccontextmanager
-async def pool_of(catalog: FakeCatalog, **settings: Any) -> AsyncIterator[ModelManager]:
-    """A pool that leaves no process and no file behind, which is checked."""
+async def manager_of(catalog: FakeCatalog, **settings: Any) -> AsyncIterator[ModelManager]:
+    """A manager; checks that it leaves no process and no open file."""
     children, files = len(psutil.Process().children()), n_files()
     settings.setdefault("memory_bytes", 1000 * MIB)
-    async with ModelManager(catalog, Settings(**settings), command=COMMAND, measure=catalog.measure) as pool:
-        yield pool
+    async with ModelManager(catalog, Settings(**settings), command=COMMAND, measure=catalog.measure) as manager:
+        yield manager
     assert len(psutil.Process().children()) == children
     assert n_files() == files
 
@@ -105,13 +105,15 @@ def n_files() -> int:
     return len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
 
 
-async def said(lease: Lease, prompt: str) -> str:
-    """All text of an answer."""
+async def answer_text(lease: Lease, prompt: str) -> str:
+    """The text of an answer."""
     events = [event async for event in lease.answer(GenerationRequest(prompt=prompt))]
     return " ".join(event.text for event in events if isinstance(event, Delta))
 
 
-async def ask(pool: ModelManager, name: str, prompt: str, load: LoadOptions = LoadOptions(), **options: Any) -> str:
-    """The answer of a model, from asking for its turn to giving it back."""
-    async with pool.lease(name, load, **options) as lease:
-        return await said(lease, prompt)
+async def generate(
+    manager: ModelManager, name: str, prompt: str, load_options: LoadOptions = LoadOptions(), **options: Any
+) -> str:
+    """The text of an answer, from acquiring the model to releasing it."""
+    async with manager.lease(name, load_options, **options) as lease:
+        return await answer_text(lease, prompt)

@@ -1,4 +1,4 @@
-"""One message from the keyboard, of one line or many, with the keys that users of shells and of Ollama know."""
+"""Reads one message, of one line or many, from the keyboard, with the keys of `ollama run`."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ _QUOTED = re.compile(r'\s*(?P<before>/set\s+system\s+)?"""(?P<text>.*)', re.DOTA
 
 
 def is_unfinished(text: str) -> bool:
-    """Whether text in three quotes has begun and not ended: Enter then begins a new line."""
+    """Whether triple quotes are open: Enter then inserts a line break."""
     quoted = _QUOTED.fullmatch(text)
     return quoted is not None and not quoted["text"].rstrip().endswith(QUOTES)
 
 
 def unquoted(text: str) -> str:
-    """`text` without the three quotes around it."""
+    """`text` without triple quotes around it."""
     quoted = _QUOTED.fullmatch(text)
     return (quoted["before"] or "") + quoted["text"].rstrip().removesuffix(QUOTES) if quoted else text
 
 
-def is_quoted(text: str) -> bool:
-    """Whether all of it is a message in three quotes, which is no command whatever it begins with."""
+def is_quoted_message(text: str) -> bool:
+    """Whether `text` is a message in triple quotes, which is never a command."""
     quoted = _QUOTED.fullmatch(text)
     return quoted is not None and not quoted["before"]
 
 
 class Reader:
-    """Reads messages; remembers them in `history`."""
+    """Reads messages and adds them to `history`."""
 
     def __init__(self, history: InputHistory, commands: Sequence[str] = ()) -> None:
         self.history = history
@@ -67,17 +67,18 @@ class Reader:
     def read(self) -> str:
         """The next message, as typed.
 
-        Raises EOFError at Ctrl-D on an empty line, KeyboardInterrupt at Ctrl-C: `left` then has what was typed.
+        Raises EOFError at Ctrl-D on an empty line, KeyboardInterrupt at Ctrl-C (`unsent_text` is what was typed).
         """
         return self._session.prompt()
 
     @property
-    def left(self) -> str:
+    def unsent_text(self) -> str:
+        """What was typed before the last KeyboardInterrupt."""
         return self._session.default_buffer.text
 
 
 def _continuation(_width: int, _line: int, wrap_count: Any) -> str:
-    """Before each new line; nothing before the rest of a long one."""
+    """CONTINUATION before each new line; nothing before the wrapped rest of a line."""
     return "" if wrap_count else CONTINUATION
 
 
@@ -109,7 +110,7 @@ def _keys() -> KeyBindings:
 
 
 def _choose_editor() -> None:
-    """prompt_toolkit asks VISUAL, then EDITOR: Ollama's own variable comes before both."""
+    """prompt_toolkit reads VISUAL, then EDITOR; MOEGGUF_EDITOR and Ollama's variable override both."""
     chosen = next((value for name in EDITORS if (value := os.environ.get(name))), None)
     if chosen:
         os.environ["VISUAL"] = chosen

@@ -1,7 +1,7 @@
-"""Who may ask: the Host and Origin of a request, its key, and the size of its headers, before any route.
+"""Access control before any route: Host, Origin, API key and size of the headers.
 
-Plain ASGI, since it is on the way to every first token. A page of a foreign site reaches a server on loopback under
-its own name (DNS rebinding, CVE-2024-28224), or posts to it without reading the answer: both are refused by name.
+Plain ASGI middleware, as it adds to the time to the first token. A web page of another site can reach a server on
+loopback by DNS rebinding (CVE-2024-28224) or by a cross-site POST; the Host and Origin headers reveal both.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from moegguf.server.common import limits
 from moegguf.server.common.errors import HttpError, error_response
 
-# Ollama's defaults (envconfig/config.go); a port belongs to the first two forms.
+# Ollama's defaults (envconfig/config.go), with and without a port.
 ORIGINS = (
     *(f"{scheme}://{host}" for scheme in ("http", "https") for host in ("localhost", "127.0.0.1", "0.0.0.0", "[::1]")),
     *(
@@ -29,15 +29,15 @@ ORIGINS = (
     ),
     *("app://*", "file://*", "tauri://*", "vscode-webview://*", "vscode-file://*"),
 )
-OPEN_PATHS = ("/", "/health")  # answered without a key: they tell nothing but that the server is there
-OPEN_FOLDER = "/page/"
+OPEN_PATHS = ("/", "/health")  # need no key: they only show that the server runs
+OPEN_PREFIX = "/page/"
 METHODS = "GET, POST, DELETE, HEAD, OPTIONS"
 HEADERS = {"authorization", "content-type", "user-agent", "accept", "x-requested-with"}
 HEADER_FAMILIES = ("x-stainless-", "openai-")
 
 
-class Guard:
-    """Middleware. `loopback`: the server is reached from this machine only, so foreign Host headers are refused."""
+class AccessControl:
+    """ASGI middleware. `loopback`: only this machine reaches the server, so foreign Host headers are refused."""
 
     def __init__(
         self, app: ASGIApp, *, loopback: bool, origins: Sequence[str] = (), api_key: str | None = None
@@ -50,25 +50,25 @@ class Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        headers = dict(reversed(scope["headers"]))  # of a header that comes twice the first
+        headers = dict(reversed(scope["headers"]))  # the first of a repeated header
         origin = headers.get(b"origin", b"").decode("latin-1")
         refusal = self._refusal(scope, headers, origin)
         if refusal:
             return await error_response(refusal, scope["path"])(scope, receive, send)
         if scope["method"] == "OPTIONS":
             return await preflight(origin, headers)(scope, receive, send)
-        await self._app(scope, receive, granting(send, origin) if origin else send)
+        await self._app(scope, receive, with_cors(send, origin) if origin else send)
 
     def _refusal(self, scope: Scope, headers: dict[bytes, bytes], origin: str) -> HttpError | None:
         if sum(len(name) + len(value) for name, value in scope["headers"]) > limits.HEADER_BYTES:
-            return HttpError(431, f"request headers too large: at most {limits.HEADER_BYTES} bytes are taken")
+            return HttpError(431, f"request headers too large: at most {limits.HEADER_BYTES} bytes are accepted")
         host = headers.get(b"host", b"").decode("latin-1")
         if self._loopback and not is_own_host(host):
-            return HttpError(403, f"the Host header {host[:100]!r} is not allowed; ask by an address of this machine")
-        if origin and not self._origins.fullmatch(origin) and not is_same(origin, host):
+            return HttpError(403, f"the Host header {host[:100]!r} is not allowed; use an address of this machine")
+        if origin and not self._origins.fullmatch(origin) and not is_same_origin(origin, host):
             return HttpError(403, f"the Origin {origin[:100]!r} is not allowed; OLLAMA_ORIGINS adds origins")
         path = scope["path"]
-        if self._bearer is None or scope["method"] == "OPTIONS" or path in OPEN_PATHS or path.startswith(OPEN_FOLDER):
+        if self._bearer is None or scope["method"] == "OPTIONS" or path in OPEN_PATHS or path.startswith(OPEN_PREFIX):
             return None
         if hmac.compare_digest(headers.get(b"authorization", b""), self._bearer):
             return None
@@ -76,20 +76,20 @@ class Guard:
 
 
 def origin_pattern(origins: Sequence[str]) -> re.Pattern[str]:
-    """One expression for all; `*` stands for anything, and after a colon for a port."""
+    """One expression for all origins; `*` matches anything, and after a colon a port number."""
     parts = (re.escape(origin.strip()).replace(r":\*", r":\d+").replace(r"\*", ".*") for origin in origins)
     return re.compile("|".join(parts), re.IGNORECASE)
 
 
-def is_same(origin: str, host: str) -> bool:
-    """The page came from this very server."""
+def is_same_origin(origin: str, host: str) -> bool:
+    """Whether the page was served by this server."""
     return bool(host) and origin.lower() in (f"http://{host.lower()}", f"https://{host.lower()}")
 
 
 @lru_cache(maxsize=256)
 def is_own_host(header: str) -> bool:
-    """A Host header that may name this machine: an address that is not the internet's, or a name that no public DNS
-    gives out. No Host at all comes from no browser."""
+    """Whether a Host header can name this machine: a private address, or a name that public DNS does not resolve. An
+    empty one is accepted: browsers always send it."""
     host = strip_port(header.strip().lower())
     if host is None:
         return False
@@ -102,7 +102,7 @@ def is_own_host(header: str) -> bool:
 
 
 def strip_port(header: str) -> str | None:
-    """The host of `host`, `host:port`, `[v6]:port`; None when it is none of them."""
+    """The host of `host`, `host:port` or `[v6]:port`; None for anything else."""
     match = re.fullmatch(r"(\[[0-9a-z:.%]*\]|[^:\[\]/\\@\s]*)(?::\d{1,5})?", header)
     return match[1] if match else None
 
@@ -116,9 +116,9 @@ def local_addresses() -> frozenset[str]:
 
 
 def preflight(origin: str, headers: dict[bytes, bytes]) -> Response:
-    """The answer to a browser that asks whether its page may ask."""
-    asked = headers.get(b"access-control-request-headers", b"").decode("latin-1").lower()
-    names = (name.strip() for name in asked.split(","))
+    """The reply to a CORS preflight request."""
+    requested = headers.get(b"access-control-request-headers", b"").decode("latin-1").lower()
+    names = (name.strip() for name in requested.split(","))
     granted = HEADERS | {name for name in names if name.startswith(HEADER_FAMILIES)}
     allowed = {"allow": METHODS}
     if origin:
@@ -132,13 +132,13 @@ def preflight(origin: str, headers: dict[bytes, bytes]) -> Response:
     return Response(status_code=204, headers=allowed)
 
 
-def granting(send: Send, origin: str) -> Send:
-    """`send`, with the grant to `origin` in the answer's headers."""
-    grant = [(b"access-control-allow-origin", origin.encode("latin-1")), (b"vary", b"Origin")]
+def with_cors(send: Send, origin: str) -> Send:
+    """`send`, with CORS headers for `origin` added to the response."""
+    cors = [(b"access-control-allow-origin", origin.encode("latin-1")), (b"vary", b"Origin")]
 
-    async def with_grant(message: Message) -> None:
+    async def send_with_cors(message: Message) -> None:
         if message["type"] == "http.response.start":
-            message = {**message, "headers": [*message.get("headers", ()), *grant]}
+            message = {**message, "headers": [*message.get("headers", ()), *cors]}
         await send(message)
 
-    return with_grant
+    return send_with_cors

@@ -1,0 +1,156 @@
+"""The commands for models on this machine: pull, list, show, rm, cp, create, estimate, doctor. They need no server."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moegguf.cli.options import AsJson, Cache, Ctx, Insecure, Model, Prefix
+from moegguf.terminal.messages import print_message
+
+Name = Annotated[
+    str, typer.Argument(metavar="MODEL", help="A name, such as hf.co/USER/REPOSITORY:QUANT, or one that `list` shows.")
+]
+
+
+def pull(model: Name, insecure: Insecure = False) -> None:
+    """Fetch a model from Hugging Face, or what is missing of it.
+
+    Ctrl-C keeps what was downloaded; the same command resumes.
+    """
+    from moegguf.models.catalog import Catalog
+    from moegguf.models.pull import pull as fetch
+    from moegguf.terminal.progress import PullProgress
+
+    with PullProgress() as progress:
+        fetch(model, Catalog(), progress.report)
+
+
+def list_models(prefix: Prefix = "", as_json: AsJson = False) -> None:
+    """List the models on this machine, newest first."""
+    from moegguf.models.catalog import Catalog
+    from moegguf.terminal.facts import list_facts
+    from moegguf.terminal.tables import print_json, print_model_list
+
+    entries = Catalog().entries(prefix)
+    print_json([list_facts(entry) for entry in entries]) if as_json else print_model_list(entries)
+
+
+def show(
+    model: Model,
+    license_text: Annotated[bool, typer.Option("--license", help="Only its license.")] = False,
+    modelfile: Annotated[bool, typer.Option("--modelfile", help="Only a Modelfile that recreates it.")] = False,
+    parameters: Annotated[bool, typer.Option("--parameters", help="Only its parameters.")] = False,
+    template: Annotated[bool, typer.Option("--template", help="Only its chat template.")] = False,
+    system: Annotated[bool, typer.Option("--system", help="Only its system message.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="All metadata and tensors, too.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Describe a model and its experts."""
+    from moegguf.terminal.facts import model_facts
+    from moegguf.terminal.tables import print_json, print_model
+
+    flags = {
+        "license": license_text, "modelfile": modelfile, "parameters": parameters, "template": template,
+        "system": system,
+    }  # fmt: skip
+    if parts := [name for name, given in flags.items() if given]:
+        typer.echo(_model_part(model, parts).rstrip("\n"))
+        return
+    facts = model_facts(model, verbose=verbose)
+    print_json(facts) if as_json else print_model(facts)
+
+
+def _model_part(model: str, wanted: Sequence[str]) -> str:
+    """The text of one part of a model. Raises BadParameter when more than one is wanted."""
+    from moegguf.models.catalog import Catalog
+    from moegguf.models.details import details
+    from moegguf.models.modelfile import parameter_lines, render
+
+    entry = Catalog().find(model)
+    parts = {
+        "license": lambda: entry.license or "",
+        "modelfile": lambda: render(entry),
+        "parameters": lambda: "\n".join(parameter_lines(entry.parameters)),
+        "template": lambda: entry.template or details(entry).template or "",
+        "system": lambda: entry.system or "",
+    }
+    if len(wanted) > 1:
+        raise typer.BadParameter(f"only one of {', '.join(f'--{part}' for part in parts)} can be given")
+    return parts[wanted[0]]()
+
+
+def remove(models: Annotated[list[str], typer.Argument(metavar="MODEL...", help="Names that `list` shows.")]) -> None:
+    """Remove models: the name, and its files where nothing else uses them."""
+    from moegguf.cli.server_commands import unload_from_server
+    from moegguf.models.catalog import Catalog
+
+    catalog = Catalog()
+    for name in models:
+        unload_from_server(catalog.find(name).name)
+        catalog.remove(name)
+        print(f"deleted '{name}'")
+
+
+def copy(
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help="A name that `list` shows.")],
+    destination: Annotated[str, typer.Argument(metavar="DESTINATION", help="Another name for it.")],
+) -> None:
+    """Give a model another name; no bytes are copied."""
+    from moegguf.models.catalog import Catalog
+
+    Catalog().copy(source, destination)
+    print(f"copied '{source}' to '{destination}'")
+
+
+def create(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="The new name.")],
+    file: Annotated[
+        Path | None, typer.Option("--file", "-f", metavar="MODELFILE", help="`-` reads stdin.  [default: Modelfile]")
+    ] = None,
+) -> None:
+    """Create a model from a Modelfile: FROM, PARAMETER, SYSTEM, MESSAGE, LICENSE."""
+    from moegguf.models.catalog import Catalog
+    from moegguf.models.modelfile import parse
+
+    path = file or Path("Modelfile")
+    if str(path) == "-":
+        text = sys.stdin.buffer.read().decode("utf-8", errors="replace")
+    elif path.is_file():
+        text = path.read_text(encoding="utf-8", errors="replace")
+    else:
+        raise typer.BadParameter(f"there is no file {str(path)!r}; write one that begins with FROM, or give --file")
+    Catalog().create(model, parse(text))
+    print_message("success")
+
+
+def push(model: Name, insecure: Insecure = False) -> None:
+    """Not supported: upload models with Hugging Face's own tools."""
+    raise typer.BadParameter("push is not supported; upload the GGUF file with `hf upload USER/REPOSITORY FILE`")
+
+
+def estimate(model: Model, expert_cache: Cache = None, ctx: Ctx = None, as_json: AsJson = False) -> None:
+    """Estimate memory and speed before loading."""
+    from moegguf.terminal.facts import estimate_model
+    from moegguf.terminal.tables import print_estimate, print_json
+
+    facts = estimate_model(model, expert_cache, ctx)
+    print_json(facts) if as_json else print_estimate(facts)
+
+
+def doctor(
+    model: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="Measures the disk that this model is on.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Print what a bug report needs: CPU, memory, disk speed, build, backends."""
+    from moegguf.engine.doctor import diagnose
+    from moegguf.terminal.tables import print_doctor, print_json
+
+    facts = diagnose(model)
+    print_json(facts) if as_json else print_doctor(facts)

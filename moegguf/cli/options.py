@@ -1,0 +1,34 @@
+"""Types of arguments and options that several commands take. Imports nothing heavy: `--help` reads them."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="A name (`moegguf list` shows those here; hf.co/USER/REPOSITORY:QUANT is fetched), a GGUF file"
+        " (of a split model the first), or `demo`.",
+    ),
+]
+Prefix = Annotated[str, typer.Argument(metavar="PREFIX", help="Only names that begin with this.")]
+Cache = Annotated[
+    str | None,
+    typer.Option(
+        "--expert-cache",
+        metavar="BUDGET",
+        help='Memory for experts: "auto", a share of them such as "50%", or a size such as "4GiB".'
+        "  [default: MOEGGUF_EXPERT_CACHE, or auto]",
+    ),
+]
+Threads = Annotated[
+    int | None, typer.Option("--threads", "-t", min=1, metavar="N", help="CPU threads.  [default: all allowed]")
+]
+Ctx = Annotated[
+    int | None, typer.Option("--ctx", "-c", min=1, metavar="TOKENS", help="Context size.  [default: what fits]")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="JSON on stdout, for scripts.")]
+Insecure = Annotated[bool, typer.Option("--insecure", hidden=True, help="Accepted, as Ollama has it; no effect.")]

@@ -1,0 +1,38 @@
+"""Parts of replies that more than one API has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from moegguf.engine.stats import Stats
+
+MIN_LOGPROB = -9999.0  # in place of minus infinity, which JSON cannot hold
+
+
+def to_ns(seconds: float) -> int:
+    """A duration in whole nanoseconds, as Ollama's API gives it."""
+    return round(seconds * 1e9)
+
+
+def moe_object(stats: Stats) -> dict[str, Any]:
+    """Cost of the experts: hit rate, lookups, bytes read, stall time in ns. An extension of both APIs."""
+    return {
+        "hit_rate": round(stats.hit_rate, 6),
+        "lookups": stats.lookups,
+        "bytes_read": stats.bytes_read,
+        "bytes_per_token": round(stats.bytes_per_token),
+        "stall_duration": to_ns(stats.stall_s),
+    }
+
+
+def shorten(vectors: npt.NDArray[np.float32], n_dimensions: int | None) -> npt.NDArray[np.float32]:
+    """The first `n_dimensions` of each vector, normalized again: (n, n_embd) to (n, n_dimensions). Unchanged when
+    `n_dimensions` is None, 0 or not below n_embd."""
+    if not n_dimensions or not len(vectors) or n_dimensions >= vectors.shape[1]:
+        return vectors
+    cut = vectors[:, :n_dimensions]
+    lengths = np.linalg.norm(cut, axis=1, keepdims=True)
+    return (cut / np.where(lengths > 0, lengths, 1)).astype(np.float32)

@@ -1,0 +1,188 @@
+"""Ollama's JSON objects (api/types.go): model details, times, statistics of an answer, and the replies of /api/chat and
+/api/generate.
+
+A streamed reply has a line per token, so its constant part is encoded once and only the text per line.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from functools import lru_cache
+from json import encoder
+from typing import Any
+
+from moegguf.generate.request import Delta, TokenLogprob, ToolCall
+from moegguf.models.entry import Details
+from moegguf.server.common.objects import MIN_LOGPROB, moe_object, to_ns
+from moegguf.server.common.streams import dumps
+from moegguf.serving.delta_buffer import join
+from moegguf.serving.events import Done, Event
+
+NEVER = datetime(2318, 1, 1, tzinfo=UTC)  # expiry of a model that is kept for ever; Ollama gives a similar year
+
+quote = encoder.encode_basestring
+
+
+@lru_cache(maxsize=2)
+def _second_text(seconds: int) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds))
+
+
+def now_text() -> str:
+    """The current time as RFC 3339 in UTC."""
+    seconds, ns = divmod(time.time_ns(), 1_000_000_000)
+    return f"{_second_text(seconds)}.{ns // 1000:06d}Z"
+
+
+def time_text(moment: datetime | None) -> str:
+    """An aware time as RFC 3339 in UTC; None is NEVER."""
+    return (moment or NEVER).astimezone(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
+
+
+def details_object(known: Details | None, parent: str = "") -> dict[str, Any]:
+    """Ollama's `details`, with empty fields for an unreadable file."""
+    return {
+        "parent_model": parent,
+        "format": "gguf",
+        "family": known.family if known else "",
+        "families": [known.family] if known else [],
+        "parameter_size": known.parameter_size if known else "",
+        "quantization_level": known.quantization if known else "",
+    }
+
+
+def statistics(done: Done, start_ns: int) -> dict[str, Any]:
+    """Token counts and durations (ns) of an answer; zeros are omitted, as Go omits them. `start_ns`: arrival of the
+    request, by perf_counter."""
+    timing = done.timing
+    fields = {
+        "total_duration": time.perf_counter_ns() - start_ns,
+        "load_duration": to_ns(done.load_s),
+        "prompt_eval_count": timing.prompt_tokens + timing.cached_tokens,
+        "prompt_cached_count": timing.cached_tokens,
+        "prompt_eval_duration": to_ns(timing.prompt_s),
+        "eval_count": timing.answer_tokens,
+        "eval_duration": to_ns(timing.answer_s),
+        "cut_messages": timing.cut_messages,
+    }
+    return _present(**fields) | {"moe": moe_object(timing.stats)}
+
+
+def call_object(call: ToolCall, index: int) -> dict[str, Any]:
+    """A tool call; its arguments are an object in this API."""
+    return {"id": call.id, "function": {"index": index, "name": call.name, "arguments": dict(call.arguments)}}
+
+
+def logprob_object(logprob: TokenLogprob) -> dict[str, Any]:
+    """A token's log probability, and those of its alternatives if requested."""
+    found = _token_object(logprob.text, logprob.logprob)
+    return found | _present(top_logprobs=[_token_object(*alternative) for alternative in logprob.top])
+
+
+def _token_object(text: str, logprob: float) -> dict[str, Any]:
+    return {"token": text, "logprob": max(logprob, MIN_LOGPROB), "bytes": list(text.encode())}
+
+
+def _present(**fields: Any) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value}
+
+
+class Reply(ABC):
+    """A reply by model `name`, to a request that arrived at `start_ns` (perf_counter)."""
+
+    def __init__(self, name: str, start_ns: int) -> None:
+        self._name = name
+        self._start_ns = start_ns
+        self._head = f'{{"model":{quote(name)},"created_at":"'
+        self._n_calls = 0
+        self._deltas: list[Delta] = []
+
+    @abstractmethod
+    def content(self, text: str, thinking: str, calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """The fields with the model's output."""
+
+    @abstractmethod
+    def text_json(self, text: str) -> str:
+        """`content` of a text alone, as JSON without its braces."""
+
+    def final_fields(self, done: Done) -> dict[str, Any]:
+        """Fields of the last object only, besides the statistics."""
+        return {"done": True, "done_reason": done.timing.finish}
+
+    def line(self, event: Event) -> bytes:
+        """The line for an event; empty for events that Ollama's API does not have."""
+        if isinstance(event, Delta):
+            return self._delta_line(event)
+        if isinstance(event, Done):
+            return self._line(self.content("", "", ()) | self.final_fields(event) | statistics(event, self._start_ns))
+        return b""
+
+    def _delta_line(self, delta: Delta) -> bytes:
+        if delta.text and not (delta.thinking or delta.tool_calls or delta.logprobs):
+            return f'{self._head}{now_text()}",{self.text_json(delta.text)},"done":false}}\n'.encode()
+        if delta == Delta():
+            return b""
+        return self._line(self._delta_fields(delta) | {"done": False})
+
+    def _line(self, rest: dict[str, Any]) -> bytes:
+        return f'{self._head}{now_text()}",{dumps(rest)[1:]}\n'.encode()
+
+    def add(self, event: Event) -> None:
+        """Collects a delta for `whole`."""
+        if isinstance(event, Delta):
+            self._deltas.append(event)
+
+    def whole(self, done: Done) -> dict[str, Any]:
+        """All collected deltas as one object, with the statistics."""
+        content = self._delta_fields(join(self._deltas))
+        return self._object(content | self.final_fields(done) | statistics(done, self._start_ns))
+
+    def without_content(self, reason: str) -> dict[str, Any]:
+        """The object that reports a load or unload."""
+        return self._object(self.content("", "", ()) | {"done": True, "done_reason": reason})
+
+    def _object(self, rest: dict[str, Any]) -> dict[str, Any]:
+        return {"model": self._name, "created_at": now_text(), **rest}
+
+    def _delta_fields(self, delta: Delta) -> dict[str, Any]:
+        first, self._n_calls = self._n_calls, self._n_calls + len(delta.tool_calls)
+        calls = [call_object(call, first + i) for i, call in enumerate(delta.tool_calls)]
+        logprobs = [logprob_object(logprob) for logprob in delta.logprobs]
+        return self.content(delta.text, delta.thinking, calls) | _present(logprobs=logprobs)
+
+
+class ChatReply(Reply):
+    """The reply of /api/chat."""
+
+    def content(self, text: str, thinking: str, calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """`message`."""
+        message: dict[str, Any] = {"role": "assistant", "content": text}
+        return {"message": message | _present(thinking=thinking, tool_calls=list(calls))}
+
+    def text_json(self, text: str) -> str:
+        """`message` with a text alone."""
+        return f'"message":{{"role":"assistant","content":{quote(text)}}}'
+
+
+class GenerateReply(Reply):
+    """The reply of /api/generate. `with_context`: the last object has the tokens to continue from."""
+
+    def __init__(self, name: str, start_ns: int, *, with_context: bool = True) -> None:
+        super().__init__(name, start_ns)
+        self._with_context = with_context
+
+    def content(self, text: str, thinking: str, calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """`response`, `thinking`, `tool_calls`."""
+        return {"response": text} | _present(thinking=thinking, tool_calls=list(calls))
+
+    def text_json(self, text: str) -> str:
+        """`response`."""
+        return f'"response":{quote(text)}'
+
+    def final_fields(self, done: Done) -> dict[str, Any]:
+        """With `context`."""
+        context = list(done.timing.context) if self._with_context else []
+        return super().final_fields(done) | _present(context=context)

@@ -1,0 +1,249 @@
+"""A `ModelManager` without processes: scripted answers, and a real HTTP server over it in this process.
+
+`FakeManager` has the methods of `moegguf.serving.manager.ModelManager`; its answers, errors and waits are set by the
+test, and the requests are recorded. `running(app)` serves any ASGI application on a free port of loopback.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from moegguf.engine.stats import Stats
+from moegguf.errors import ModelNotFoundError
+from moegguf.generate.embedding import Embeddings
+from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, Timing
+from moegguf.models.catalog import demo_path
+from moegguf.models.entry import Entry
+from moegguf.server.serve import Protocol
+from moegguf.serving.events import Done, Event, LoadedModel, LoadOptions, Snapshot
+
+STATS = Stats(tokens=3, lookups=10, hits_ready=6, hits_late=1, misses=3, bytes_missed=3000, stall_s=0.5, eval_s=1.0)
+TIMING = Timing(
+    prompt_tokens=5, cached_tokens=2, answer_tokens=3, prompt_s=0.25, answer_s=0.5, total_s=0.75, stats=STATS,
+    answer_stats=STATS, context=(1, 2, 3),
+)  # fmt: skip
+
+
+def entry_of(path: Path, name: str = "demo:latest", **changes: Any) -> Entry:
+    """An entry for a real file, so that its headers can be read."""
+    modified = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
+    return Entry(name, "demo", (path,), path.stat().st_size, "ab" * 32, modified, **changes)
+
+
+class FakeCatalog:
+    """`find` and `entries` over a few entries."""
+
+    def __init__(self, *entries: Entry) -> None:
+        self.known = {entry.name: entry for entry in entries}
+
+    def entries(self, prefix: str = "") -> list[Entry]:
+        return [entry for name, entry in self.known.items() if name.startswith(prefix)]
+
+    def find(self, name: str) -> Entry:
+        found = self.known.get(name) or self.known.get(f"{name}:latest")
+        if found is None:
+            raise ModelNotFoundError(f"there is no model named {name!r}.")
+        return found
+
+
+@dataclass
+class FakeLease:
+    """`answer` yields the items of `script`; it raises an exception in it, and awaits an `asyncio.Event`."""
+
+    manager: FakeManager
+    entry: Entry
+    load_s: float = 0.125
+    loaded: LoadedModel = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.loaded = self.manager.status(self.entry)
+
+    async def answer(self, generation: GenerationRequest, *, stream: bool = True) -> AsyncIterator[Event]:
+        self.manager.requests.append(generation)
+        self.manager.n_running += 1
+        try:
+            for step in self.manager.script:
+                if isinstance(step, BaseException):
+                    raise step
+                if isinstance(step, asyncio.Event):
+                    await step.wait()
+                else:
+                    await asyncio.sleep(0)
+                    yield step
+            yield Done(self.manager.timing, self.load_s)
+        finally:
+            self.manager.n_running -= 1
+            self.manager.n_ended += 1
+
+    async def embed(self, inputs: Sequence[Any], *, truncate: bool = True, normalize: bool = True) -> Embeddings:
+        self.manager.embedded.append((list(inputs), truncate, normalize))
+        import numpy as np
+
+        return Embeddings(vectors=np.array([[0.6, 0.8, 0.0]] * len(inputs), np.float32), n_tokens=4 * len(inputs))
+
+    async def tokenize(self, text: str, special: bool = True) -> list[int]:
+        return list(text.encode())
+
+    async def detokenize(self, tokens: Sequence[int]) -> str:
+        return bytes(tokens).decode()
+
+
+class FakeManager:
+    """See the module. `enter_error` is raised on entering a lease."""
+
+    def __init__(self, catalog: FakeCatalog, script: Sequence[Any] = ()) -> None:
+        self.catalog = catalog
+        self.script: Sequence[Any] = script or (PromptProgress(5, 2, 5, 0.25), Delta(text="Hel"), Delta(text="lo"))
+        self.timing = TIMING
+        self.enter_error: Exception | None = None
+        self.requests: list[GenerationRequest] = []
+        self.leases: list[tuple[str, LoadOptions, float | None, bool]] = []
+        self.embedded: list[tuple[list[Any], bool, bool]] = []
+        self.there: dict[str, Entry] = {}
+        self.snapshots: list[Snapshot] = []
+        self.n_running = 0
+        self.n_ended = 0
+
+    async def __aenter__(self) -> FakeManager:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        pass
+
+    @asynccontextmanager
+    async def lease(
+        self,
+        model: str | Entry,
+        load_options: LoadOptions = LoadOptions(),
+        keep_alive_s: float | None = None,
+        *,
+        will_answer: bool = True,
+        on_progress: Any = None,
+    ) -> AsyncIterator[FakeLease]:
+        entry = self.catalog.find(model) if isinstance(model, str) else model
+        self.leases.append((entry.name, load_options, keep_alive_s, will_answer))
+        if self.enter_error:
+            raise self.enter_error
+        self.there[entry.name] = entry
+        try:
+            yield FakeLease(self, entry)
+        finally:
+            if keep_alive_s == 0:
+                self.there.pop(entry.name, None)
+
+    async def load(
+        self,
+        name: str,
+        load_options: LoadOptions = LoadOptions(),
+        keep_alive_s: float | None = None,
+        *,
+        on_progress: Any = None,
+    ) -> LoadedModel:
+        async with self.lease(name, load_options, keep_alive_s, will_answer=False) as lease:
+            return lease.loaded
+
+    async def unload(self, name: str) -> bool:
+        return self.there.pop(self.catalog.find(name).name, None) is not None
+
+    def status(self, entry: Entry) -> LoadedModel:
+        expires = datetime.now(UTC) + timedelta(seconds=300)
+        return LoadedModel(entry.name, entry.digest, 1234, 4096, 10_000, 0, expires, False, False, 0, 1, STATS)
+
+    def loaded(self) -> list[LoadedModel]:
+        return [self.status(entry) for entry in self.there.values()]
+
+    async def watch(self, name: str | None = None, per_s: float = 4.0) -> AsyncGenerator[Snapshot]:
+        for snapshot in self.snapshots:
+            yield snapshot
+
+
+SNAPSHOT = Snapshot(
+    model="demo:latest", layers=(0, 2), n_expert=3, state=bytes([2, 0, 1, 2, 2, 0]), uses=bytes([3, 0, 0, 255, 1, 0]),
+    loads=bytes([1, 0, 0, 0, 0, 0]), stats=Stats(tokens=7, lookups=10, hits_ready=9, misses=1), busy=True,
+    tokens_per_s=12.5, seconds=4.0,
+)  # fmt: skip
+
+
+class FedManager(FakeManager):
+    """Sends the snapshots that a test puts into `feed`; `n_watching` counts the watches."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__(FakeCatalog(*(entry_of(demo_path(), name) for name in names or ("demo:latest",))))
+        self.feeds: dict[str | None, asyncio.Queue[Snapshot | Exception | None]] = {}
+        self.n_watching = 0
+
+    def feed(self, name: str | None) -> asyncio.Queue[Snapshot | Exception | None]:
+        return self.feeds.setdefault(name, asyncio.Queue())
+
+    async def watch(self, name: str | None = None, per_s: float = 4.0) -> AsyncGenerator[Snapshot]:
+        self.n_watching += 1
+        try:
+            while (snapshot := await self.feed(name).get()) is not None:
+                if isinstance(snapshot, Exception):
+                    raise snapshot
+                yield snapshot
+        finally:
+            self.n_watching -= 1
+
+    def put_in_memory(self, name: str = "demo:latest") -> None:
+        self.there[name] = self.catalog.find(name)
+
+
+class BusyManager(FakeManager):
+    """Sends snapshots of a model that computes all the time, with a hit rate of 0.9."""
+
+    def __init__(self) -> None:
+        super().__init__(FakeCatalog(entry_of(demo_path())))
+        self.there["demo:latest"] = self.catalog.find("demo")
+
+    async def watch(self, name: str | None = None, per_s: float = 4.0) -> AsyncGenerator[Snapshot]:
+        tokens = 0
+        while True:
+            tokens += 1
+            yield replace(
+                SNAPSHOT, stats=Stats(tokens=tokens, lookups=10 * tokens, hits_ready=9 * tokens, misses=tokens)
+            )
+            await asyncio.sleep(0.02)
+
+
+@contextmanager
+def running(app: ASGIApp) -> Iterator[str]:
+    """The URL of `app`, served by a thread of this process; it has stopped afterwards."""
+    config = uvicorn.Config(
+        app, host="127.0.0.1", port=0, http=Protocol, log_config=None, lifespan="on", timeout_graceful_shutdown=1
+    )
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, name="test-server")
+    started = threading.Event()
+    startup = server.startup
+
+    async def signal_startup(sockets: Any = None) -> None:
+        try:
+            await startup(sockets)
+        finally:
+            started.set()
+
+    server.startup = signal_startup  # type: ignore[method-assign]
+    thread.start()
+    try:
+        assert started.wait(30) and server.started
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        with suppress(RuntimeError):
+            thread.join(30)
+
+
+def changed(timing: Timing = TIMING, **changes: Any) -> Timing:
+    """`timing` with other figures."""
+    return replace(timing, **changes)

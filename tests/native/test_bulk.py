@@ -1,0 +1,177 @@
+"""Calls that do much at once or need no store: bulk replay, sizes of slots, names of policies."""
+
+from __future__ import annotations
+
+import ctypes as c
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from fake_model import Q4_K, Q6_K, FakeModel, Open, make_model
+from traces import SMALL, random_trace
+
+from moegguf.controller.policies.base import LRU
+from moegguf.controller.predictors.base import NoPrediction
+from moegguf.engine.plan import slot_strides
+from moegguf.errors import GenerationCancelled, MoeggufError, OptionError
+from moegguf.native import library
+from moegguf.native.events import RoutingEvent
+from moegguf.native.store import native_policies
+from moegguf.native.strides import slot_sizes
+from moegguf.trace.replay import MOST_TOKENS, parts
+from moegguf.trace.simulate import SimOptions, Simulation
+
+Events = list[tuple[int, npt.NDArray[np.int32]]]
+
+
+def events(n_passes: int, seed: int = 0) -> Events:
+    """(il, ids) of passes of one to three tokens over 4 layers of 8 experts, top-2."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, 4, n_passes)
+    return [
+        (il, np.stack([rng.permutation(8)[:2] for _ in range(n)]).astype(np.int32)) for n in lengths for il in range(4)
+    ]
+
+
+def columns(some: Events) -> list[npt.NDArray[np.int32]]:
+    """What `replay` takes."""
+    il, n_tokens = [il for il, _ in some], [len(ids) for _, ids in some]
+    flat = np.concatenate([ids.ravel() for _, ids in some])
+    return [np.array(column, np.int32) for column in (il, n_tokens, [2] * len(some), flat)]
+
+
+def figures(counters: dict[str, int]) -> dict[str, int]:
+    return {name: n for name, n in counters.items() if name != "hook_ns"}
+
+
+def test_a_replay_counts_what_one_event_after_another_counts(fake: FakeModel, open_store: Open) -> None:
+    options: dict[str, Any] = {"simulate": True, "link_bytes_per_s": 1e9, "link_latency_s": 1e-6}
+    stores = [open_store(fake, 11, **options) for _ in range(2)]
+    some = events(60)
+    for il, ids in some:
+        stores[0][1].acquire(il, ids)
+        stores[0][0].advance(500 * len(ids))
+    il, n_tokens, n_used, flat = columns(some)
+    half = len(some) // 2
+    cut = int((n_tokens[:half] * n_used[:half]).sum())
+    for part, ids in ((slice(None, half), flat[:cut]), (slice(half, None), flat[cut:])):
+        times = 500 * n_tokens[part].astype(np.uint64)
+        stores[1][1].replay(il[part], n_tokens[part], n_used[part], ids, times)
+    assert figures(stores[0][0].counters()) == figures(stores[1][0].counters())
+    assert np.array_equal(stores[0][0].residency(), stores[1][0].residency())
+    assert stores[0][0].counters()["evictions"] > 0
+
+
+def test_a_replay_reads_real_bytes_too(fake: FakeModel, open_store: Open) -> None:
+    store, lane = open_store(fake, 9)
+    some = events(20)
+    lane.replay(*columns(some))
+    counters = store.counters()
+    assert counters["routing_events"] == len(some)
+    assert counters["bytes_missed"] > 0
+    fake.token(store, lane, [3, 4])
+
+
+def test_a_listener_gets_the_events_of_a_replay(fake: FakeModel, open_store: Open) -> None:
+    store, lane = open_store(fake, 9, simulate=True)
+    got: list[RoutingEvent] = []
+    store.listen(on_routing=got.append)
+    some = events(10)
+    lane.replay(*columns(some))
+    store.listen()
+    assert [event.il for event in got] == [il for il, _ in some]
+    assert all(np.array_equal(event.expert_ids, ids) for event, (_, ids) in zip(got, some, strict=True))
+
+
+def test_a_replay_ends_at_the_first_event_that_fails(fake: FakeModel, open_store: Open) -> None:
+    store, lane = open_store(fake, 9, simulate=True)
+    some = events(3)
+    some[5] = (some[5][0], np.full_like(some[5][1], 8))
+    with pytest.raises(MoeggufError, match="expert 8 of 8"):
+        lane.replay(*columns(some))
+    assert store.counters()["routing_events"] == 6
+    assert lane.take_failure() is not None
+    store.cancel()
+    with pytest.raises(GenerationCancelled):
+        lane.replay(*columns(events(3)))
+    store.cancel(False)
+    lane.take_failure()
+    lane.replay(*columns(events(3)))
+
+
+def test_a_replay_of_impossible_events_is_refused(fake: FakeModel, open_store: Open) -> None:
+    store, lane = open_store(fake, 9)
+    il, n_tokens, n_used, flat = columns(events(3))
+    for broken in (
+        (il[:-1], n_tokens, n_used, flat), (il, n_tokens, n_used, flat[:-1]), (il, 0 * n_tokens, n_used, flat),
+        (il, n_tokens, n_used + 7, flat), (il, -n_tokens, n_used, flat), (il, n_tokens, n_used, flat, il[:-1]),
+    ):  # fmt: skip
+        with pytest.raises(OptionError):
+            lane.replay(*broken)
+    with pytest.raises(OptionError, match="only a simulation"):
+        lane.replay(il, n_tokens, n_used, flat, np.ones(il.size, np.uint64))
+    replay, n_done = library.load().moegguf_lane_replay, c.c_int64()
+    assert replay(None, c.byref(library.Routing()), c.byref(n_done)) == library.INVALID
+    assert replay(lane.handle, None, c.byref(n_done)) == library.INVALID
+    assert replay(lane.handle, c.byref(library.Routing()), None) == library.INVALID
+    assert replay(lane.handle, c.byref(library.Routing(n_events=1)), c.byref(n_done)) == library.INVALID
+    assert replay(lane.handle, c.byref(library.Routing(n_events=-1)), c.byref(n_done)) == library.INVALID
+    none = np.zeros(0, np.int32)
+    lane.replay(none, none, none, none)
+    assert store.counters()["routing_events"] == 0
+
+
+def test_the_parts_of_a_trace_are_its_events() -> None:
+    trace = random_trace(n_sequences=3, n_prefill=6, n_decode=20)
+    some = [event for event in trace.events() if isinstance(event, RoutingEvent)]
+    all_ = list(parts(trace))
+    assert np.concatenate([part.il for part in all_]).tolist() == [event.il for event in some]
+    assert np.concatenate([part.n_tokens for part in all_]).tolist() == [len(event.expert_ids) for event in some]
+    flat = np.concatenate([event.expert_ids.ravel() for event in some])
+    assert np.array_equal(np.concatenate([part.expert_ids for part in all_]), flat)
+    assert sum(part.pass_tokens for part in all_) == trace.n_tokens
+    assert len(all_) == 6 < MOST_TOKENS
+    assert list(parts(trace.select([]))) == []
+
+
+def test_progress_is_reported_before_every_part() -> None:
+    trace, seen = random_trace(n_sequences=2, n_prefill=6, n_decode=20), list[int]()
+    Simulation(trace, LRU, NoPrediction(SMALL), 24, SimOptions()).run(seen.append)
+    assert seen == [part.first_pass for part in parts(trace)]
+
+
+@pytest.mark.parametrize("types", [None, ({"gate": Q4_K, "up": Q4_K, "down": Q6_K}, {"gate_up": Q6_K, "down": Q4_K})])
+def test_the_sizes_of_slots_are_the_stores(tmp_path: Path, open_store: Open, types: Any) -> None:
+    fake = make_model(tmp_path, n_embd=256, n_ff=256, **({"types": types} if types else {}))
+    store, _ = open_store(fake, 5)
+    sizes = slot_sizes(fake.layout, 5)
+    assert sizes.stride_bytes == slot_strides(fake.layout)
+    assert sizes.slot_bytes == sum(sizes.stride_bytes.values()) == store.info()["slot_bytes"]
+    assert sizes.pool_bytes == 5 * sizes.slot_bytes + sizes.guard_bytes == store.info()["pool_bytes"]
+    assert slot_sizes(fake.layout).pool_bytes == sizes.guard_bytes > 0
+
+
+def test_sizes_of_matrices_that_cannot_be_are_refused() -> None:
+    call, sizes = library.load().moegguf_slot_sizes, c.byref(library.Sizes())
+    for kind, type_ in ((-1, 0), (4, 0), (0, -1), (0, 999), (0, 4)):
+        matrices = (library.Matrix * 1)(library.Matrix(b"m", 0, kind, type_, 8, 4, 4, 0, 0, 0, 64))
+        assert call(matrices, 1, 1, sizes) == library.INVALID
+    assert call(None, 1, 1, sizes) == library.INVALID
+    assert call(None, -1, 1, sizes) == library.INVALID
+    assert call(None, 0, -1, sizes) == library.INVALID
+    assert call(None, 0, 1, None) == library.INVALID
+    assert call(None, 0, 1, sizes) == library.OK
+
+
+def test_policies_have_names(fake: FakeModel, open_store: Open) -> None:
+    takes_forecast = {name: policy.takes_forecast for name, policy in native_policies().items()}
+    assert takes_forecast.items() >= {"lru": False, "lfu-decay": False, "next-use": True}.items()
+    assert "scores" not in takes_forecast
+    assert library.load().moegguf_policy_name(-1, None) is None
+    store, lane = open_store(fake, 9)
+    for name in [*native_policies(), "scores"]:
+        store.set_policy(name)
+        lane.replay(*columns(events(10)))
+    store.set_policy()

@@ -1,0 +1,132 @@
+"""The scheduler's callback as llama.cpp calls it, on two nodes of one layer: no model, tensors made here."""
+
+from __future__ import annotations
+
+import ctypes as c
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from fake_model import FakeModel, Open
+
+from moegguf.native import library
+from moegguf.native.store import Lane
+
+I32, ASK, DO = 26, True, False
+
+
+class InitParams(c.Structure):
+    """struct ggml_init_params."""
+
+    _fields_ = [("mem_size", c.c_size_t), ("mem_buffer", c.c_void_p), ("no_alloc", c.c_bool)]
+
+
+class Nodes:
+    """The node with the expert ids of a layer, and the one before its down matrices."""
+
+    def __init__(self, n_used: int, n_tokens: int, il: int = 0) -> None:
+        folder = library.find_library()
+        self._base = c.CDLL(str(folder / "libggml-base.so"))
+        for name in ("ggml_init", "ggml_new_tensor_2d", "ggml_get_data", "ggml_backend_alloc_ctx_tensors_from_buft"):
+            getattr(self._base, name).restype = c.c_void_p
+        self._base.ggml_init.argtypes = [InitParams]
+        self._base.ggml_new_tensor_2d.argtypes = [c.c_void_p, c.c_int, c.c_int64, c.c_int64]
+        self._base.ggml_set_name.argtypes = [c.c_void_p, c.c_char_p]
+        for name in ("ggml_get_data", "ggml_free", "ggml_backend_buffer_free"):
+            getattr(self._base, name).argtypes = [c.c_void_p]
+        self._base.ggml_backend_alloc_ctx_tensors_from_buft.argtypes = [c.c_void_p, c.c_void_p]
+        buffer_type = self._base.ggml_backend_cpu_buffer_type
+        buffer_type.restype = c.c_void_p
+        self._context = self._base.ggml_init(InitParams(1 << 16, None, True))
+        self.ids, self.down = (self._base.ggml_new_tensor_2d(self._context, I32, n_used, n_tokens) for _ in range(2))
+        self._base.ggml_set_name(self.ids, f"ffn_moe_slot_ids-{il}".encode())
+        self._base.ggml_set_name(self.down, f"ffn_moe_down_in-{il}".encode())
+        self._buffer = self._base.ggml_backend_alloc_ctx_tensors_from_buft(self._context, buffer_type())
+        self._shape = (n_tokens, n_used)
+
+    @property
+    def values(self) -> npt.NDArray[np.int32]:
+        """The ids, in place."""
+        address = self._base.ggml_get_data(self.ids)
+        return np.ctypeslib.as_array((c.c_int32 * (self._shape[0] * self._shape[1])).from_address(address)).reshape(
+            self._shape
+        )
+
+    def close(self) -> None:
+        self._base.ggml_backend_buffer_free(self._buffer)
+        self._base.ggml_free(self._context)
+
+
+@pytest.fixture
+def nodes() -> Iterator[Nodes]:
+    """Of layer 0, one token and two experts."""
+    made = Nodes(2, 1)
+    yield made
+    made.close()
+
+
+def call(lane: Lane, node: Any, ask: bool) -> bool:
+    function = library.load().moegguf_eval
+    function.restype, function.argtypes = c.c_bool, [c.c_void_p, c.c_bool, c.c_void_p]
+    return bool(function(node, ask, lane.handle))
+
+
+def aborts(lane: Lane) -> bool:
+    function = library.load().moegguf_abort
+    function.restype, function.argtypes = c.c_bool, [c.c_void_p]
+    return bool(function(lane.handle))
+
+
+def test_expert_ids_become_slot_ids_in_place(fake: FakeModel, open_store: Open, nodes: Nodes) -> None:
+    store, lane = open_store(fake, 4)
+    nodes.values[:] = [[5, 2]]
+    assert call(lane, nodes.ids, ASK)
+    assert call(lane, nodes.ids, DO)
+    if call(lane, nodes.down, ASK):
+        assert call(lane, nodes.down, DO)
+    assert not aborts(lane)
+    fake.check(store, 0, [[5, 2]], nodes.values)
+
+
+def test_a_resident_layer_is_passed_over_and_counted(fake: FakeModel, open_store: Open, nodes: Nodes) -> None:
+    store, lane = open_store(fake, 32)
+    store.drain(10)
+    before = store.counters()
+    for _ in range(3):
+        assert not call(lane, nodes.ids, ASK)
+        assert not call(lane, nodes.down, ASK)
+    counters = store.counters()
+    assert counters["passes"] - before["passes"] == counters["routing_events"] - before["routing_events"] == 3
+    assert counters["hits_ready"] - before["hits_ready"] == 6
+    store.watch(True)
+    assert call(lane, nodes.ids, ASK)
+    store.watch(False)
+    store.resize(8)
+    assert call(lane, nodes.ids, ASK)
+    nodes.values[:] = [[7, 3]]
+    assert call(lane, nodes.ids, DO)
+    assert store.info()["resident"] == 0
+    call(lane, nodes.down, DO)
+    fake.check(store, 0, [[7, 3]], nodes.values)
+
+
+def test_down_matrices_that_failed_before_they_were_asked_for_end_the_pass(
+    fake: FakeModel, open_store: Open, nodes: Nodes
+) -> None:
+    store, lane = open_store(fake, 4, readers=1)
+    nodes.values[:] = [[0, 1]]
+    library.arm_fault("slow_read", 5)  # gate and up of both are read before, and computed meanwhile
+    library.arm_fault("read", 5, sticky=True)
+    call(lane, nodes.ids, DO)
+    assert not aborts(lane)
+    store.drain(10)
+    assert call(lane, nodes.down, ASK)
+    assert call(lane, nodes.down, DO)
+    assert aborts(lane)
+    failure = lane.take_failure()
+    assert failure is not None
+    assert (failure.status, failure.il) == (library.IO, 0)
+    library.arm_fault("read", 0)
+    fake.token(store, lane, [0, 1])

@@ -1,0 +1,438 @@
+"""Order of requests, limits, cancelling, crashes, load options. The workers are scripted, the processes real."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from pathlib import Path
+
+import pytest
+from scripted_manager import FakeCatalog, answer_text, generate, in_loop, manager_of, until
+
+from moegguf.errors import (
+    BusyError,
+    ContextError,
+    ModelFormatError,
+    ModelNotFoundError,
+    MoeggufError,
+    OptionError,
+    WorkerError,
+)
+from moegguf.generate.request import Delta, GenerationRequest
+from moegguf.serving import worker_process
+from moegguf.serving.events import Done, LoadOptions
+from moegguf.serving.manager import ModelManager
+
+
+@pytest.fixture
+def catalog(tmp_path: Path) -> FakeCatalog:
+    catalog = FakeCatalog(tmp_path)
+    for name in "abc":
+        catalog.add(name)
+    return catalog
+
+
+def waiting(manager: ModelManager) -> int:
+    return sum(model.queue for model in manager.loaded())
+
+
+@in_loop
+async def test_a_model_is_loaded_once_and_answers(catalog: FakeCatalog) -> None:
+    async with manager_of(catalog) as manager:
+        fractions: list[float] = []
+        catalog.add("d", fractions=3)
+        assert await generate(manager, "d", "say hello you", on_progress=fractions.append) == "hello you"
+        assert await generate(manager, "d:latest", "say again") == "again"
+        assert fractions == pytest.approx([1 / 3, 2 / 3, 1])
+    assert len(catalog.loads("d")) == 1
+
+
+@in_loop
+async def test_the_last_event_has_the_timing(catalog: FakeCatalog) -> None:
+    async with manager_of(catalog) as manager:
+        for first in (True, False):
+            async with manager.lease("a") as lease:
+                assert lease.entry.name == "a:latest" and lease.loaded.n_ctx == 4096
+                events = [event async for event in lease.answer(GenerationRequest(prompt="say x"))]
+            assert [type(event) for event in events] == [Delta, Done]
+            assert isinstance(events[-1], Done) and events[-1].timing.finish == "stop"
+            assert (events[-1].load_s > 0) is first
+
+
+@in_loop
+async def test_requests_of_a_model_are_answered_one_by_one_in_order(catalog: FakeCatalog) -> None:
+    begun: list[int] = []
+    at_once = 0
+
+    async def request(manager: ModelManager, number: int) -> None:
+        nonlocal at_once
+        async with manager.lease("a") as lease:
+            begun.append(number)
+            at_once += 1
+            assert at_once == 1
+            assert await answer_text(lease, f"say {number}") == str(number)
+            at_once -= 1
+
+    async with manager_of(catalog) as manager, asyncio.TaskGroup() as group:
+        for number in range(64):
+            group.create_task(request(manager, number))
+            await asyncio.sleep(0)
+    assert begun == sorted(begun)
+
+
+@in_loop
+async def test_requests_beyond_max_queue_are_refused(catalog: FakeCatalog, tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    async with manager_of(catalog, max_queue=3) as manager:
+        requests = [asyncio.create_task(generate(manager, "a", f"hold {go}"))]
+        await until(lambda: manager.loaded() and manager.loaded()[0].busy)
+        for _ in range(3):
+            requests.append(asyncio.create_task(generate(manager, "a", f"hold {go}")))
+        await until(lambda: waiting(manager) == 3)
+        with pytest.raises(BusyError, match=r"server busy, please try again\.  maximum pending requests exceeded"):
+            await generate(manager, "a", "say x")
+        go.touch()
+        assert await asyncio.gather(*requests) == ["held"] * 4
+        assert await generate(manager, "a", "say x") == "x"
+
+
+@in_loop
+async def test_a_cancelled_waiter_is_skipped(catalog: FakeCatalog, tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    async with manager_of(catalog) as manager:
+        first = asyncio.create_task(generate(manager, "a", f"hold {go}"))
+        await until(lambda: manager.loaded() and manager.loaded()[0].busy)
+        second, third = (asyncio.create_task(generate(manager, "a", f"say {word}")) for word in ("two", "three"))
+        await until(lambda: waiting(manager) == 2)
+        second.cancel()
+        await until(lambda: waiting(manager) == 1)
+        go.touch()
+        assert await third == "three" and await first == "held" and second.cancelled()
+
+
+@in_loop
+async def test_a_request_cancelled_during_a_load_leaves_the_model_loaded(catalog: FakeCatalog) -> None:
+    async with manager_of(catalog) as manager:
+        request = asyncio.create_task(generate(manager, "a", "say x"))
+        await until(lambda: catalog.loads("a"))
+        request.cancel()
+        await until(manager.loaded)
+        assert await generate(manager, "a", "say y") == "y"
+    assert len(catalog.loads("a")) == 1
+
+
+@pytest.mark.parametrize("ending", ["break", "close", "cancel", "raise"])
+@in_loop
+async def test_closing_the_events_stops_the_answer(catalog: FakeCatalog, tmp_path: Path, ending: str) -> None:
+    async def stop_reading(manager: ModelManager) -> None:
+        async with manager.lease("a") as lease:
+            answer = lease.answer(GenerationRequest(prompt=f"hold {tmp_path / 'never'}"))
+            async for _ in answer:
+                if ending == "break":
+                    break
+                if ending == "close":
+                    await answer.aclose()
+                if ending == "cancel":
+                    task.cancel()
+                if ending == "raise":
+                    raise ZeroDivisionError
+
+    async with manager_of(catalog) as manager:
+        task = asyncio.create_task(stop_reading(manager))
+        with contextlib.suppress(asyncio.CancelledError, ZeroDivisionError):
+            await task
+        pid = manager.loaded()[0].pid
+        assert await generate(manager, "a", "say next") == "next"
+        assert manager.loaded()[0].pid == pid, "the worker stopped by itself"
+
+
+@in_loop
+async def test_a_worker_that_does_not_stop_is_killed(catalog: FakeCatalog, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_process, "CANCEL_GRACE_S", 0.02)
+    async with manager_of(catalog) as manager:
+        async with manager.lease("a") as lease:
+            async for _ in lease.answer(GenerationRequest(prompt="hang")):
+                break
+        assert await generate(manager, "a", "say next") == "next"
+    assert len(catalog.loads("a")) == 2
+
+
+@in_loop
+async def test_a_worker_that_is_killed_ends_its_answer_and_nothing_else(catalog: FakeCatalog) -> None:
+    async with manager_of(catalog) as manager:
+        async with manager.lease("a") as lease:
+            second = asyncio.create_task(generate(manager, "a", "say queued"))
+            answer = aiter(lease.answer(GenerationRequest(prompt="die")))
+            assert await anext(answer) == Delta("last")
+            with pytest.raises(WorkerError, match=r"'a:latest'.*SIGKILL.*GGML_ASSERT\(as scripted\).*loads it again"):
+                await anext(answer)
+        assert await second == "queued"
+    assert len(catalog.loads("a")) == 2
+
+
+@in_loop
+async def test_a_lease_whose_worker_crashed_can_generate_again(catalog: FakeCatalog) -> None:
+    async with manager_of(catalog) as manager, manager.lease("a") as lease:
+        with pytest.raises(WorkerError):
+            await answer_text(lease, "die")
+        assert await answer_text(lease, "say x") == "x"
+
+
+@in_loop
+async def test_errors_keep_their_class_and_the_model_stays_loaded(catalog: FakeCatalog) -> None:
+    async with manager_of(catalog) as manager:
+        with pytest.raises(ContextError, match="as scripted"):
+            await generate(manager, "a", "fail ContextError")
+        with pytest.raises(MoeggufError, match="ZeroDivisionError: as scripted"):
+            await generate(manager, "a", "fail ZeroDivisionError")
+        assert await generate(manager, "a", "say x") == "x"
+    assert len(catalog.loads("a")) == 1
+
+
+@in_loop
+async def test_a_load_that_crashes_is_tried_again(catalog: FakeCatalog, tmp_path: Path) -> None:
+    left = tmp_path / "deaths"
+    left.write_text("2")
+    catalog.add("d", die=str(left))
+    async with manager_of(catalog) as manager:
+        assert await generate(manager, "d", "say x") == "x"
+    assert len(catalog.loads("d")) == 3
+
+
+@in_loop
+async def test_a_load_that_always_crashes_is_given_up(catalog: FakeCatalog, tmp_path: Path) -> None:
+    left = tmp_path / "deaths"
+    left.write_text("4")
+    catalog.add("d", die=str(left))
+    async with manager_of(catalog) as manager:
+        results = await asyncio.gather(*(generate(manager, "d", "say x") for _ in range(5)), return_exceptions=True)
+        assert [type(result) for result in results] == [WorkerError] * 5
+        assert len(catalog.loads("d")) == 3
+        with pytest.raises(WorkerError):
+            await generate(manager, "d", "say x")
+        assert len(catalog.loads("d")) == 4, "one more try for one more request"
+        assert await generate(manager, "d", "say x") == "x"
+
+
+@in_loop
+async def test_a_failed_load_fails_all_its_waiters_and_is_tried_once(catalog: FakeCatalog) -> None:
+    catalog.add("d", fail="ModelFormatError")
+    async with manager_of(catalog) as manager:
+        results = await asyncio.gather(*(generate(manager, "d", "say x") for _ in range(4)), return_exceptions=True)
+        assert [type(result) for result in results] == [ModelFormatError] * 4
+        assert len(catalog.loads("d")) == 1 and manager.loaded() == []
+        assert await generate(manager, "a", "say x") == "x"
+
+
+@in_loop
+async def test_waiters_with_other_load_options_get_a_load_of_their_own(catalog: FakeCatalog) -> None:
+    catalog.add("d", fail="AllocationError")
+    async with manager_of(catalog) as manager:
+        loads = [LoadOptions(n_ctx=n) for n in (1024, 1024, 512)]
+        results = await asyncio.gather(
+            *(generate(manager, "d", "say x", load) for load in loads), return_exceptions=True
+        )
+        assert all(isinstance(result, MoeggufError) for result in results)
+        assert [load["n_ctx"] for load in catalog.loads("d")] == [1024, 512]
+
+
+@in_loop
+async def test_a_load_that_reads_nothing_for_too_long_ends(catalog: FakeCatalog) -> None:
+    catalog.add("d", stall=True, fractions=2)
+    async with manager_of(catalog, load_timeout_s=0.1) as manager:
+        with pytest.raises(WorkerError, match=r"read nothing for 0.1 s.*MOEGGUF_LOAD_TIMEOUT"):
+            await generate(manager, "d", "say x")
+        assert len(catalog.loads("d")) <= 1 and manager.loaded() == [], "it was not tried again"
+
+
+@in_loop
+async def test_only_options_that_are_given_and_different_load_it_again(catalog: FakeCatalog) -> None:
+    asked = [None, 4096, 1024, None, 1024, 2048]
+    async with manager_of(catalog) as manager:
+        for n_ctx in asked:
+            assert await generate(manager, "a", "say x", LoadOptions(n_ctx=n_ctx)) == "x"
+    assert [load["n_ctx"] for load in catalog.loads("a")] == [4096, 1024, 2048]
+
+
+@in_loop
+async def test_a_reload_waits_for_the_requests_before_it(catalog: FakeCatalog, tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    async with manager_of(catalog) as manager:
+        first = asyncio.create_task(generate(manager, "a", f"hold {go}"))
+        await until(lambda: manager.loaded() and manager.loaded()[0].busy)
+        second = asyncio.create_task(generate(manager, "a", "say two"))
+        await until(lambda: waiting(manager) == 1)
+        other = asyncio.create_task(generate(manager, "a", "say other", LoadOptions(n_ctx=64)))
+        await until(lambda: waiting(manager) == 2)
+        fourth = asyncio.create_task(generate(manager, "a", "say four"))
+        await until(lambda: waiting(manager) == 3)
+        go.touch()
+        assert await asyncio.gather(first, second, other, fourth) == ["held", "two", "other", "four"]
+    assert [load["n_ctx"] for load in catalog.loads("a")] == [4096, 64]
+
+
+@in_loop
+async def test_load_parameters_of_an_entry_are_defaults(catalog: FakeCatalog) -> None:
+    catalog.change("a", parameters={"num_ctx": 2048, "temperature": 1})
+    async with manager_of(catalog) as manager:
+        await generate(manager, "a", "say x")
+        await generate(manager, "a", "say x", LoadOptions(n_ctx=512))
+    assert [load["n_ctx"] for load in catalog.loads("a")] == [2048, 512]
+
+
+@in_loop
+async def test_an_entry_whose_files_changed_is_loaded_again(catalog: FakeCatalog) -> None:
+    async with manager_of(catalog) as manager:
+        await generate(manager, "a", "say x")
+        catalog.change("a", digest="f" * 64)
+        await generate(manager, "a", "say x")
+        assert manager.loaded()[0].digest == "f" * 64
+    assert len(catalog.loads("a")) == 2
+
+
+@in_loop
+async def test_an_unknown_name(catalog: FakeCatalog) -> None:
+    async with manager_of(catalog) as manager:
+        for call in (manager.load("x"), manager.unload("x"), generate(manager, "x", "say x")):
+            with pytest.raises(ModelNotFoundError):
+                await call
+
+
+@in_loop
+async def test_an_entry_works_in_place_of_a_name(catalog: FakeCatalog) -> None:
+    entry = catalog.find("a")
+    catalog.entries.clear()
+    async with manager_of(catalog) as manager:
+        assert (await manager.load(entry)).name == "a:latest"
+        async with manager.lease(entry) as lease:
+            assert await answer_text(lease, "say x") == "x"
+        assert await manager.unload(entry) is True
+
+
+@in_loop
+async def test_debug_echoes_the_stderr_of_workers(catalog: FakeCatalog, capsys: pytest.CaptureFixture[str]) -> None:
+    for debug in (False, True):
+        async with manager_of(catalog, debug=debug) as manager:
+            with pytest.raises(WorkerError):
+                await generate(manager, "a", "die")
+        assert ("GGML_ASSERT(as scripted)" in capsys.readouterr().err) is debug
+
+
+@in_loop
+async def test_shared_leases_do_not_wait_for_answers_and_cannot_generate(catalog: FakeCatalog, tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    async with manager_of(catalog) as manager:
+        running = asyncio.create_task(generate(manager, "a", f"hold {go}"))
+        await until(lambda: manager.loaded() and manager.loaded()[0].busy)
+        async with manager.lease("a", will_answer=False) as lease:
+            assert await lease.tokenize("ab") == [97, 98]
+            with pytest.raises(OptionError, match="will_answer"):
+                await answer_text(lease, "say x")
+        assert (await manager.load("a")).busy
+        go.touch()
+        assert await running == "held"
+
+
+@in_loop
+async def test_the_model_is_released_when_it_is_done_not_when_the_reader_is(catalog: FakeCatalog) -> None:
+    async with manager_of(catalog) as manager, manager.lease("a") as lease:
+        answer = lease.answer(GenerationRequest(prompt="count 100"))
+        assert await anext(aiter(answer)) == Delta("0 ")
+        assert await generate(manager, "a", "say next") == "next"
+        rest = [event async for event in answer]
+        assert len(rest) == 100 and isinstance(rest[-1], Done)
+        assert await answer_text(lease, "say again") == "again", "the same lease waits in the queue again"
+
+
+@in_loop
+async def test_unloading_waits_for_the_answer_and_waiters_load_again(catalog: FakeCatalog, tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    async with manager_of(catalog) as manager:
+        assert await manager.unload("a") is False
+        running = asyncio.create_task(generate(manager, "a", f"hold {go}"))
+        await until(lambda: manager.loaded() and manager.loaded()[0].busy)
+        behind = asyncio.create_task(generate(manager, "a", "say behind"))
+        await until(lambda: waiting(manager) == 1)
+        unloading = asyncio.create_task(manager.unload("a"))
+        await until(lambda: manager.loaded()[0].stopping)
+        assert not running.done()
+        go.touch()
+        assert await unloading is True
+        assert await running == "held" and await behind == "behind"
+        assert await manager.unload("a") is True and manager.loaded() == []
+    assert len(catalog.loads("a")) == 2
+
+
+@in_loop
+async def test_the_state_of_a_loaded_model(catalog: FakeCatalog) -> None:
+    async with manager_of(catalog) as manager:
+        await generate(manager, "a", "say x")
+        await generate(manager, "a", "say y")
+        (model,) = manager.loaded()
+        assert (model.name, model.digest, model.n_ctx, model.size_bytes) == ("a:latest", "a" * 64, 4096, 100 << 20)
+        assert (model.busy, model.stopping, model.queue, model.n_requests) == (False, False, 0, 2)
+        assert model.stats.tokens == 2 and model.decisions == {"policy": "lru"} and model.plan == {"n_slots": 3}
+
+
+@in_loop
+async def test_closing_lets_answers_finish_and_refuses_waiters(catalog: FakeCatalog, tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    async with manager_of(catalog) as manager:
+        running = asyncio.create_task(generate(manager, "a", f"hold {go}"))
+        await until(lambda: manager.loaded() and manager.loaded()[0].busy)
+        behind = asyncio.create_task(generate(manager, "a", "say behind"))
+        await until(lambda: waiting(manager) == 1)
+        closing = asyncio.create_task(manager.__aexit__())
+        with pytest.raises(BusyError, match="shutting down"):
+            await behind
+        with pytest.raises(BusyError, match="shutting down"):
+            await generate(manager, "a", "say x")
+        go.touch()
+        assert await running == "held"
+        await closing
+
+
+@in_loop
+async def test_closing_ends_answers_that_take_too_long(catalog: FakeCatalog, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moegguf.serving.manager.SHUTDOWN_GRACE_S", 0.02)
+    async with manager_of(catalog) as manager:
+        running = asyncio.create_task(generate(manager, "a", "hang"))
+        await until(lambda: manager.loaded() and manager.loaded()[0].busy)
+    with pytest.raises(WorkerError):
+        await running
+
+
+@in_loop
+async def test_snapshots_are_sent_to_subscribers(catalog: FakeCatalog) -> None:
+    async with manager_of(catalog) as manager:
+        named, latest = aiter(manager.watch("b", 3)), aiter(manager.watch())
+        first = [asyncio.ensure_future(anext(snapshots)) for snapshots in (named, latest)]
+        await generate(manager, "a", "say x")
+        assert (await first[1]).model == "a:latest" and not first[0].done()
+        await generate(manager, "b", "say x")
+        snapshot = await first[0]
+        assert (snapshot.model, snapshot.n_expert, snapshot.state, snapshot.uses) == (
+            "b:latest",
+            2,
+            b"\x00\x02",
+            b"\x01\x00",
+        )
+        assert snapshot.tokens_per_s in (3, 4)
+        await named.aclose()  # type: ignore[attr-defined]
+    assert [snapshot.model async for snapshot in latest] == ["b:latest"], "and it ends with the manager"
+
+
+@in_loop
+async def test_nothing_is_left_of_many_loads_and_cancels(catalog: FakeCatalog, tmp_path: Path) -> None:
+    never = tmp_path / "never"
+    async with manager_of(catalog) as manager:
+        for _ in range(50):
+            await generate(manager, "a", "say x", keep_alive_s=0.0)
+            await until(lambda: not manager.loaded())
+    async with manager_of(catalog) as manager:
+        for _ in range(200):
+            async with manager.lease("b") as lease:
+                async for _ in lease.answer(GenerationRequest(prompt=f"hold {never}")):
+                    break
+    assert len(catalog.loads("a")) == 50 and len(catalog.loads("b")) == 1
+    assert asyncio.all_tasks() == {asyncio.current_task()}

@@ -1,0 +1,113 @@
+"""Which models are unloaded so that another fits, and when it has to wait."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moegguf.engine.machine import Memory
+from moegguf.errors import BudgetError
+from moegguf.serving.memory_budget import Admission, MemoryLimit, MemoryUse, ModelSize, admit, is_embedding
+from moegguf.settings import Settings
+
+GIB = 1 << 30
+
+
+def size(wanted: int, minimum: int) -> ModelSize:
+    return ModelSize(wanted, minimum, cast(Any, None), cast(Any, None))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "minimum", "models", "admission"),
+    [
+        (50, 10, [], Admission(50)),
+        (200, 10, [], Admission(100)),
+        (50, 10, [("a", 40, True)], Admission(50)),
+        (80, 10, [("a", 40, True)], Admission(unload=("a",))),
+        (80, 10, [("a", 40, True), ("b", 30, True)], Admission(unload=("a", "b"))),
+        (60, 10, [("a", 40, True), ("b", 30, True)], Admission(unload=("a",))),
+        (60, 10, [("a", 40, False), ("b", 30, True)], Admission(unload=("b",))),
+        (80, 10, [("a", 40, False)], Admission(60)),
+        (80, 70, [("a", 40, False)], Admission()),
+        (80, 70, [("a", 40, False), ("b", 10, True)], Admission()),
+    ],
+)
+def test_admission(wanted: int, minimum: int, models: list[tuple[str, int, bool]], admission: Admission) -> None:
+    assert admit(size(wanted, minimum), 100, [MemoryUse(*model) for model in models]) == admission
+
+
+def test_a_stopping_model_is_waited_for() -> None:
+    assert admit(size(80, 10), 100, [MemoryUse("a", 40, False, stopping=True)]) == Admission(unload=("a",))
+
+
+def test_max_models_counts_as_memory_does() -> None:
+    models = [MemoryUse("a", 1, True), MemoryUse("b", 1, True)]
+    assert admit(size(5, 5), 100, models, 2) == Admission(unload=("a",))
+    assert admit(size(5, 5), 100, [MemoryUse("a", 1, False)], 1) == Admission()
+
+
+def test_a_model_that_never_fits_is_an_error() -> None:
+    with pytest.raises(BudgetError, match=r"'m' needs at least 2.00GiB.* 1.00GiB"):
+        admit(size(3 * GIB, 2 * GIB), GIB, [], name="m")
+
+
+@given(
+    st.integers(1, 150), st.integers(1, 100),
+    st.lists(st.tuples(st.integers(1, 60), st.booleans(), st.booleans()), max_size=6), st.integers(1, 7),
+)  # fmt: skip
+def test_no_admission_breaks_the_limit(
+    wanted: int, minimum: int, others: list[tuple[int, bool, bool]], max_models: int
+) -> None:
+    wanted = max(wanted, minimum)
+    models, used = list[MemoryUse](), 0
+    for i, (n_bytes, idle, stopping) in enumerate(others):
+        if used + n_bytes <= 100:
+            models.append(MemoryUse(str(i), n_bytes, idle, stopping))
+            used += n_bytes
+    admission = admit(size(wanted, minimum), 100, models, max_models)
+    unloaded = [m for m in models if m.name in admission.unload]
+    assert all(m.idle or m.stopping for m in unloaded)
+    assert not (admission.reserve_bytes and admission.unload)
+    if admission.reserve_bytes:
+        assert minimum <= admission.reserve_bytes <= wanted and used + admission.reserve_bytes <= 100
+        assert len(models) < max_models
+    elif admission.unload:
+        assert used - sum(m.size_bytes for m in unloaded) + minimum <= 100
+        assert len(models) - len(unloaded) < max_models
+    else:
+        busy = [m for m in models if not (m.idle or m.stopping)]
+        assert sum(m.size_bytes for m in busy) + minimum > 100 or len(busy) >= max_models
+
+
+def test_the_limit_is_the_setting_or_what_is_free() -> None:
+    free = [10 * GIB]
+
+    def memory() -> Memory:
+        return Memory(16 * GIB, free[0], "the machine")
+
+    assert MemoryLimit(Settings(memory_bytes=GIB), memory).bytes(5 * GIB) == GIB
+    limit = MemoryLimit(Settings(), memory)
+    at_start = limit.bytes(0)
+    assert at_start == 10 * GIB - GIB // 2
+    free[0] = 7 * GIB
+    assert limit.bytes(4 * GIB) == at_start, "our models took it, not other programs"
+    free[0] = 2 * GIB
+    assert 5 * GIB < limit.bytes(4 * GIB) < 6 * GIB, "other programs took the rest"
+    free[0] = 0
+    assert limit.bytes(0) == 0
+
+
+@pytest.mark.parametrize(
+    ("metadata", "expected"),
+    [
+        ({"general.architecture": "bert", "bert.pooling_type": 1}, True),
+        ({"general.architecture": "bert", "bert.pooling_type": 0}, False),
+        ({"general.architecture": "qwen2moe"}, False),
+        ({}, False),
+    ],
+)
+def test_is_embedding(metadata: dict[str, Any], expected: bool) -> None:
+    assert is_embedding(metadata) is expected
