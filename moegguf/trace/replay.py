@@ -1,4 +1,4 @@
-"""A trace as arrays of routing events: what `Lane.replay` takes, many passes at a time."""
+"""A trace as arrays of routing events, many passes at a time: the input of `Lane.replay`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Replays a trace against the same store and the same controller as live, on a modelled link: hits, bytes, stall, t/s.
 
-What a live run does with the same trace, policy and slots, this does, count for count. It needs the native library but
-no model: the layout comes from the trace's shape.
+Its counters equal those of a live run with the same trace, policy and slots. It needs the native library but no model:
+the layout comes from the trace's shape.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from moegguf.trace.replay import parts
 from moegguf.trace.trace import Trace
 
 GGML_TYPE_I8 = 24  # one byte per value: an expert of any size is one row
-REAL_TIME = "hook_ns"  # the one counter that is no matter of the trace
+REAL_TIME = "hook_ns"  # the one counter that does not follow from the trace
 
 
 @dataclass(frozen=True)
 class SimOptions:
-    """How to replay.
+    """Options of a replay.
 
-    prefetch: None acts on no prediction. link_bytes_per_s 0: transfers are free. layer_compute_us: what a layer takes
+    prefetch: None acts on no prediction. link_bytes_per_s 0: transfers are free. layer_compute_us: time of a layer
     for one token; a pass of n tokens takes n times as long. sweep, chunked, preempt: as in StoreOptions.
     """
 
@@ -47,10 +47,12 @@ class SimOptions:
 
     @property
     def timed(self) -> bool:
+        """Whether transfers take time."""
         return self.link_bytes_per_s > 0
 
     @property
     def store(self) -> StoreOptions:
+        """The options of the simulated store."""
         return StoreOptions(
             repack=False, fill=False, simulate=True, sweep=self.sweep, chunked=self.chunked, preempt=self.preempt,
             link_bytes_per_s=self.link_bytes_per_s, link_latency_s=self.link_latency_s,
@@ -74,6 +76,7 @@ class Span:
 
     @property
     def hit_rate(self) -> float:
+        """Hits per lookup, 0 to 1; 0 without lookups."""
         return self.hits / max(1, self.lookups)
 
 
@@ -85,7 +88,7 @@ def _values(span: Span) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class SimResult:
-    """What a replay counted.
+    """The counts of a replay.
 
     counters: all of the store's that follow from the trace. decode: of decode passes; whole: of all. sequences:
     {request: its decode passes, or all of its passes where it has none}.
@@ -104,15 +107,17 @@ class SimResult:
 
     @property
     def hit_rate(self) -> float:
+        """`Span.hit_rate` of all passes."""
         return self.whole.hit_rate
 
     @property
     def decode_hit_rate(self) -> float:
+        """`Span.hit_rate` of the decode passes."""
         return self.decode.hit_rate
 
 
 def layout_of(shape: MoeShape) -> ExpertLayout:
-    """A layout with this shape and no files: what a simulated store needs. Experts have shape.expert_bytes each."""
+    """A layout with this shape and no files, for a simulated store. Experts have shape.expert_bytes each."""
     layers = tuple(
         MoeLayer(il, shape.n_expert, shape.n_expert_used, _matrices(shape, il)) for il in shape.layers
     )  # fmt: skip
@@ -139,14 +144,14 @@ def _matrices(shape: MoeShape, il: int) -> tuple[ExpertMatrix, ...]:
 
 
 def slots_of(shape: MoeShape, share: float) -> int:
-    """How many experts a share (0 to 1) of all of them is: at least what one layer needs for a token."""
+    """The number of slots for a share (0 to 1) of all experts: at least n_expert_used. Raises OptionError."""
     if not 0 < share <= 1:
         raise OptionError(f"a share of the experts lies above 0 and up to 1 (100%), but is {share}.")
     return max(shape.n_expert_used, round(share * len(shape.layers) * shape.n_expert))
 
 
 def fitted(trace: Trace, n_slots: int) -> Trace:
-    """The trace with passes cut so that no gate needs more than n_slots experts: as a run with n_slots must."""
+    """The trace with passes split, as in a live run, so that no event needs more than n_slots experts."""
     k, lengths = trace.shape.n_expert_used, np.diff(trace.pass_start)
     most = max(1, n_slots // k)
     if n_slots >= min(trace.shape.n_expert, int(lengths.max(initial=0)) * k):
@@ -163,7 +168,7 @@ def fitted(trace: Trace, n_slots: int) -> Trace:
 
 
 class Simulation:
-    """One replay of a trace by one policy and predictor, which must be fresh: they remember what they saw.
+    """One replay of a trace with one policy and predictor, which must be new: they keep state.
 
     Raises OptionError when n_slots cannot hold one token's experts of a layer.
     """
@@ -178,8 +183,9 @@ class Simulation:
         self.options = options or SimOptions()
 
     def run(self, progress: Callable[[int], None] | None = None) -> SimResult:
-        """Replays all passes; `progress` hears the number of the pass begun. Raises CallbackError when the policy or
-        predictor fails.
+        """Replays all passes; `progress` is called with the number of each pass or part begun.
+
+        Raises CallbackError when the policy or predictor fails.
         """
         store = Store(layout_of(self.trace.shape), self.n_slots, self.options.store)
         try:
@@ -254,7 +260,7 @@ class Simulation:
 
 
 class _Meter:
-    """Deals the store's counters to phases and requests; it reads them only where one of these changes."""
+    """Splits the store's counters by phase and request; it reads them only when one of these changes."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -273,7 +279,7 @@ class _Meter:
         self._tokens += n_tokens
 
     def end(self) -> None:
-        """Books what happened since the last call."""
+        """Adds the counters since the last call to the current phase and request."""
         before, self.counters = self.counters, self._store.counters()
         if self._now is None:
             return
@@ -287,6 +293,7 @@ class _Meter:
         self._parts[self._now] = self._parts.get(self._now, Span()) + span
 
     def requests(self) -> dict[int, Span]:
+        """{sequence: its decode passes, or all of them where it has none}."""
         return {
             sequence: self._parts.get((sequence, Phase.DECODE)) or self._parts[sequence, phase]
             for sequence, phase in self._parts

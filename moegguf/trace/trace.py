@@ -1,7 +1,7 @@
-"""A recorded routing in memory: what each pass's tokens were and which experts the router chose for them.
+"""Recorded routing in memory: the tokens of each pass, and the experts that the router chose for them.
 
-A trace can be listened to like a running model (`events`), cut by request, and shuffled for control experiments. How
-it lies on disk is trace_file.py's business; how it is recorded, recorder.py's.
+A trace has the events of a running model (`events`), can be cut by request, and shuffled for control experiments. The
+file is in format.py, recording in recorder.py.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Setting = str | int | float
 
 @dataclass(frozen=True)
 class TraceHeader:
-    """Where a trace comes from.
+    """The origin of a trace.
 
     model: its name. fingerprint: hex digits of its routers (`moegguf.gguf.fingerprint`), "" when unknown. labels: kind
     of text of each sequence. settings: how it was recorded (budget, policy, threads, ...).
@@ -42,7 +42,7 @@ class Trace:
     pass_sequence, pass_phase, pass_first_token and pass_ns are (n_pass,), with the meaning of RoutingEvent's fields.
     pass_start is (n_pass + 1,): tokens of pass p are tokens[pass_start[p]:pass_start[p + 1]]. tokens (n_tokens,), -1
     unknown. expert_ids (len(shape.layers), n_tokens, n_expert_used), -1 where a layer was not computed for a token, and
-    behind the experts of a layer that uses fewer. weights the same shape or None; inputs (len(shape.layers), n_tokens,
+    after the experts of a layer that uses fewer. weights the same shape or None; inputs (len(shape.layers), n_tokens,
     n_embd) or None. Both are zero where nothing was computed; inputs also where they were not recorded.
     """
 
@@ -60,10 +60,12 @@ class Trace:
 
     @property
     def n_pass(self) -> int:
+        """Number of passes."""
         return len(self.pass_sequence)
 
     @property
     def n_tokens(self) -> int:
+        """Number of tokens, of all passes."""
         return len(self.tokens)
 
     def sequences(self) -> list[int]:
@@ -89,15 +91,15 @@ class Trace:
         return self._take(np.flatnonzero(self.pass_phase == Phase.DECODE))
 
     def events(self) -> Iterator[Announcement | RoutingEvent]:
-        """What a listener would have heard, in live order, pass by pass; all in lane 0, `pass_` counted from 0.
+        """The events of the live run, in order, pass by pass; all in lane 0, `pass_` counted from 0.
 
-        Announcements are put together again from the passes they became; a pass whose announcement is not wholly in
-        the trace is unannounced (first_token -1). The arrays of a gate may be views: copy what you keep.
+        Announcements are rebuilt from the passes they became; a pass whose announcement is not wholly in
+        the trace is unannounced (first_token -1). The arrays of an event may be views: copy what you keep.
         """
         used = self.used()
         computed = self.computed()
         announcements = self._announcements()
-        announced: dict[int, int] = {}  # sequence -> first pass behind its last announcement
+        announced: dict[int, int] = {}  # sequence -> last pass of its last announcement
         for p in range(self.n_pass):
             sequence, phase = int(self.pass_sequence[p]), Phase(int(self.pass_phase[p]))
             if p in announcements:
@@ -129,13 +131,13 @@ class Trace:
         return self.inputs[row, start:end].astype(np.float32)
 
     def used(self) -> list[int]:
-        """How many experts a token uses, for each layer with experts."""
+        """Experts used by a token, for each layer with experts."""
         if self.n_tokens == 0:
             return [0] * len(self.shape.layers)
         return (self.expert_ids >= 0).any(axis=1).sum(axis=1).tolist()
 
     def computed(self) -> list[list[int]]:
-        """[pass][row]: for how many tokens that layer was computed."""
+        """[pass][row]: number of tokens that the layer was computed for."""
         sums = np.zeros((len(self.shape.layers), self.n_tokens + 1), np.int64)
         np.cumsum(self.expert_ids[:, :, 0] >= 0, axis=1, out=sums[:, 1:])
         return np.diff(sums[:, self.pass_start], axis=1).T.tolist()
@@ -182,10 +184,10 @@ class Trace:
 
 
 def shuffled(trace: Trace, seed: int) -> Trace:
-    """A control without order: in each layer by itself, the choices of the decode passes are dealt out anew in time.
+    """A control without order: in each layer separately, the choices of the decode passes are permuted in time.
 
-    Popularity stays as it was, and so do tokens and inputs; what followed from them, from the layer before or from the
-    token before is gone. Weights go with their experts.
+    Popularity, tokens and inputs are unchanged; their correlation with the choices, and that between layers and between
+    tokens, is removed. Weights are permuted with their experts.
     """
     rng = np.random.default_rng(seed)
     decode = np.repeat(trace.pass_phase == Phase.DECODE, np.diff(trace.pass_start))

@@ -31,13 +31,13 @@ from moegguf.controller.prefetch import PrefetchOptions
 from moegguf.controller.watchdog import Watchdog, WatchdogOptions
 from moegguf.errors import OptionError
 from moegguf.native.events import Announcement, Float32s, Phase
-from moegguf.native.store import StoreOptions
+from moegguf.native.store import StoreOptions, native_policies
 
 TIGHT: dict[str, Any] = {"expert_cache": "30%", "n_ubatch": 4}
 N_PROMPT, N_NEW = 24, 16
 ALL_TINY = ("tiny-qwen2moe", "tiny-qwen3moe", "tiny-mixtral", "tiny-deepseek2")
 LEARNED = ("static",)
-CARRIED_BY_STORE = ("lru", "next-use")
+CARRIED_BY_STORE = native_policies()
 EAGER = PrefetchOptions(budget_bytes=1 << 30, least_probability=0.01, watchdog=False)
 
 
@@ -66,7 +66,7 @@ def test_every_policy_decides_and_changes_no_bit(
     assert np.array_equal(logits_of(llm), expected(preset))
     assert llm.stats().evictions > 0
     assert controller_of(llm).policy is not None
-    # The last gate's scores may still be on their way.
+    # The last event's scores may still be on their way.
     assert abs(sum(given) - N_NEW * len(llm.layout.layers)) <= 1
     assert llm.decisions()["policy"] == policy
 
@@ -183,8 +183,8 @@ def test_the_fresh_gate_is_always_right(own: Own, load: Load, preset: str, exper
     logits_of(llm)
     fresh = llm.decisions()["judged"]["fresh"]
     assert (fresh["accuracy"], fresh["top_k_hit"], fresh["at_least_one"]) == (1, 1, 1)
-    # the first layer of the first pass and the last gate may not have been judged
-    assert fresh["asked"] >= N_NEW * len(llm.layout.layers) - 1
+    # the first layer of the first pass and the last event may not have been measured
+    assert fresh["due"] >= N_NEW * len(llm.layout.layers) - 1
 
 
 @pytest.mark.parametrize("option", [{"predictor": "skip"}, {"judge": True}, {"prefetch": EAGER}], ids=str)
