@@ -10,7 +10,7 @@ from moegguf.controller.policies.locality import Locality
 from moegguf.controller.policies.sparsity import SparsityAware
 from moegguf.controller.predictors import ArtifactSource
 from moegguf.controller.shape import MoeShape
-from moegguf.controller.weights import load
+from moegguf.controller.weights import load_nearest
 from moegguf.errors import OptionError
 from moegguf.native.store import native_policies
 
@@ -20,20 +20,16 @@ Make = Callable[[MoeShape, ArtifactSource], AnyPolicy]
 def _static(shape: MoeShape, artifacts: ArtifactSource) -> AnyPolicy:
     """From the nearest popularity file of the model; LRU, after a warning, when every such file is damaged."""
     n_row = len(shape.layers)
-    exists = False
-    for path in artifacts.find("popularity.safetensors"):
-        exists = True
-        policy = load(
-            path, "popularity", artifacts.fingerprint, shape,
+    try:
+        static = load_nearest(
+            artifacts.find("popularity.safetensors"), "popularity", artifacts.fingerprint, shape,
             lambda weights: Static(shape, weights.array("popularity", n_row, shape.n_expert)),
         )  # fmt: skip
-        if policy is not None:
-            return policy
-    if exists:
-        return LRU
-    raise OptionError(
-        "the policy 'static' needs the model's popularity.safetensors (tools/train_predictor.py, on a trace)."
-    )
+    except FileNotFoundError as error:
+        raise OptionError(
+            "the policy 'static' needs the model's popularity.safetensors (tools/train_predictor.py, on a trace)."
+        ) from error
+    return LRU if static is None else static
 
 
 PYTHON_POLICIES: dict[str, Make] = {

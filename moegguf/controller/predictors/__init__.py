@@ -17,7 +17,7 @@ from moegguf.controller.predictors.routing_path import RoutingPath
 from moegguf.controller.predictors.skip import FreshGate, Skip
 from moegguf.controller.predictors.token_table import TokenTable
 from moegguf.controller.shape import MoeShape
-from moegguf.controller.weights import Weights, load
+from moegguf.controller.weights import Weights, load_nearest
 from moegguf.errors import OptionError
 from moegguf.gguf.routers import Routers
 
@@ -46,18 +46,15 @@ def _learned(name: str, build: Callable[[MoeShape, Weights], Predictor]) -> Make
     """From the nearest usable file `NAME.safetensors`; OptionError without a file, NoPrediction if all are damaged."""
 
     def make(shape: MoeShape, artifacts: ArtifactSource) -> Predictor:
-        exists = False
-        for path in artifacts.find(f"{name}.safetensors"):
-            exists = True
-            predictor = load(path, name, artifacts.fingerprint, shape, lambda weights: build(shape, weights))
-            if predictor is not None:
-                return predictor
-        if exists:
-            return NoPrediction(shape)
-        raise OptionError(
-            f"the predictor {name!r} has to be trained for this model first (tools/train_predictor.py, on a trace);"
-            f" these need no training: {', '.join(UNTRAINED)}."
-        )
+        paths = artifacts.find(f"{name}.safetensors")
+        try:
+            found = load_nearest(paths, name, artifacts.fingerprint, shape, lambda weights: build(shape, weights))
+        except FileNotFoundError as error:
+            raise OptionError(
+                f"the predictor {name!r} has to be trained for this model first (tools/train_predictor.py, on a trace);"
+                f" these need no training: {', '.join(UNTRAINED)}."
+            ) from error
+        return NoPrediction(shape) if found is None else found
 
     return make
 
