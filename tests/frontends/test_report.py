@@ -114,9 +114,7 @@ def test_names_from_the_trace_are_escaped() -> None:
     report = synthetic_report()
     hostile = replace(
         report,
-        trace=replace(
-            report.trace, model=HOSTILE, kinds={HOSTILE: 2}, hardware=HOSTILE, settings={HOSTILE: HOSTILE}
-        ),
+        trace=replace(report.trace, model=HOSTILE, kinds={HOSTILE: 2}, hardware=HOSTILE, settings={HOSTILE: HOSTILE}),
         labels=dict.fromkeys(report.labels, HOSTILE),
         policies=PolicyTable({HOSTILE: {0.1: 0.5}, "lru": {0.1: 0.4}, "belady": {0.1: 0.6}}),
         stalls=StallTable({HOSTILE: {1: 3.0}, "lru": {1: 4.0}}),
