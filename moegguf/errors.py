@@ -75,7 +75,7 @@ class ModelNameError(MoeggufError, ValueError):
 
 
 class PullError(MoeggufError, OSError):
-    """A download has failed; what arrived is kept and the same call goes on from there."""
+    """A download has failed; received bytes are kept and the same call continues from there."""
 
 
 class TemplateError(MoeggufError, ValueError):

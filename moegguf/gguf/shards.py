@@ -1,6 +1,6 @@
-"""Finds and checks the shards of a model: one file, or NAME-00001-of-0000N.gguf and its neighbours.
+"""Finds and checks the shards of a model: one file, or NAME-00001-of-0000N.gguf and the files numbered after it.
 
-Every complaint names the shard. Knows files and `split.*` keys, not what the tensors mean.
+Every error names the shard. Reads `split.*` keys and the tensors' names only.
 """
 
 from __future__ import annotations
@@ -8,12 +8,28 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
+from typing import NamedTuple
 
 from moegguf.errors import ModelFormatError, ModelNotFoundError
 from moegguf.gguf.reader import MAX_TENSORS, GgufFile, read_gguf
 
 MAX_SHARDS = 1024
 _SHARD_NAME = re.compile(r"(?P<prefix>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
+_SHARD_STEM = re.compile(_SHARD_NAME.pattern.removesuffix("\\.gguf"), re.DOTALL | re.IGNORECASE)
+
+
+class ShardName(NamedTuple):
+    """What a file's name says of it: shard `number` (from 1) of `count` of the model `prefix`."""
+
+    prefix: str
+    number: int = 1
+    count: int = 1
+
+
+def parse_shard_name(stem: str) -> ShardName:
+    """The parts of a path or name without ".gguf", in any case; a file that is not a shard is the only one of 1."""
+    match = _SHARD_STEM.fullmatch(stem)
+    return ShardName(match["prefix"], int(match["number"]), int(match["count"])) if match else ShardName(stem)
 
 
 def shard_path(prefix: str, number: int, count: int) -> str:
@@ -61,7 +77,7 @@ def _check_single(first: GgufFile, named_as_shard: bool, count: int) -> None:
     if count > 1:
         raise ModelFormatError(
             f"{first.path.name}: key 'split.count' says {count} shards, but the name does not end in"
-            f" -00001-of-{count:05d}.gguf; give the shards their names back."
+            f" -00001-of-{count:05d}.gguf; restore the shards' original names."
         )
     if named_as_shard:
         raise ModelFormatError(
@@ -118,5 +134,5 @@ def _check_together(shards: list[GgufFile], prefix: str, count: int) -> None:
     extra = Path(shard_path(prefix, count + 1, count))
     if extra.exists():
         raise ModelFormatError(
-            f"shard {extra.name}: the model has {count} shards, so this file is one too many; move it."
+            f"shard {extra.name}: the model has {count} shards, so this file does not belong to it; move it."
         )

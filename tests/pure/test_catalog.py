@@ -9,7 +9,7 @@ from datetime import UTC
 from pathlib import Path
 
 import pytest
-from cataloguing import cache, names, own_places
+from catalog_helpers import cache, names, own_places
 from fake_hub import FakeHub
 
 from moegguf.errors import ModelNameError, ModelNotFoundError, OptionError, PullError
