@@ -230,7 +230,7 @@ def _ablations(policy: str, prefetch: bool | None) -> list[str]:
 
 def _groups(flags: dict[str, Any], rivals: Sequence[str], limit: int | None) -> list[list[BenchedSystem]]:
     """The systems to run in turns, for every combination of settings."""
-    from moegguf.bench.series import entries, settings
+    from moegguf.bench.series import combinations, make_systems
     from moegguf.engine.machine import count_cpus
     from moegguf.models.catalog import find_model
 
@@ -248,7 +248,7 @@ def _groups(flags: dict[str, Any], rivals: Sequence[str], limit: int | None) -> 
         "flash_attn": split(flags["flash_attn"]),
         "n_threads": parse_ints(flags["threads"], "-t") or [count_cpus()],
     }
-    return [entries(spec, caches, rivals, limit) for spec in settings(_base(flags), lists)]
+    return [make_systems(spec, caches, rivals, limit) for spec in combinations(_base(flags), lists)]
 
 
 def _base(flags: dict[str, Any]) -> Spec:

@@ -19,11 +19,11 @@ _SHARD_STEM = re.compile(_SHARD_NAME.pattern.removesuffix("\\.gguf"), re.DOTALL 
 
 
 class ShardName(NamedTuple):
-    """What a file's name says of it: shard `number` (from 1) of `count` of the model `prefix`."""
+    """What a file's name says of it: shard `number` (from 1) of `n_shards` of the model `prefix`."""
 
     prefix: str
     number: int = 1
-    count: int = 1
+    n_shards: int = 1
 
 
 def parse_shard_name(stem: str) -> ShardName:

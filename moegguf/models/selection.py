@@ -56,9 +56,9 @@ def without_incomplete(paths: Iterable[str]) -> list[str]:
     known = sorted(paths)
     present: dict[tuple[str, int], set[int]] = {}
     for shard in map(_shard, known):
-        present.setdefault((shard.prefix, shard.count), set()).add(shard.number)
+        present.setdefault((shard.prefix, shard.n_shards), set()).add(shard.number)
     complete = {key for key, numbers in present.items() if key[1] <= MAX_SHARDS and numbers >= {*range(1, key[1] + 1)}}
-    return [path for path in known if ((shard := _shard(path)).prefix, shard.count) in complete]
+    return [path for path in known if ((shard := _shard(path)).prefix, shard.n_shards) in complete]
 
 
 def models_in(paths: Iterable[str]) -> tuple[tuple[str, FileSelection], ...]:

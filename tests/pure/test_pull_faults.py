@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_hub import FakeHub, Fault, cut_after, endless, redirect_loop, other_bytes, status, without_ranges
+from fake_hub import FakeHub, Fault, cut_after, endless, other_bytes, redirect_loop, status, without_ranges
 from pull_helpers import DATA, NAME, fetch, nothing_has_a_name, stored
 
 from moegguf.errors import ModelNotFoundError, PullError
