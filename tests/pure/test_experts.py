@@ -275,7 +275,7 @@ def test_swapped_shards(tmp_path: Path) -> None:
 def test_extra_shard(tmp_path: Path) -> None:
     first, *_ = shards(tmp_path)
     (tmp_path / "m-00004-of-00003.gguf").write_bytes(b"")
-    refuse(first, "m-00004-of-00003.gguf.*one too many")
+    refuse(first, "m-00004-of-00003.gguf.*does not belong to it")
 
 
 def test_truncated_shard_is_named(tmp_path: Path) -> None:
