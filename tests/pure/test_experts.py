@@ -176,7 +176,7 @@ BAD_LAYOUTS: dict[str, tuple[Gguf, str]] = {
     "rotated over all": (moe("glm4moe").add("glm4moe.rope.dimension_count", U32, 18), "does not fit.* 16"),
     "latent length": (latent(key_length=41), "key_length.*must be 40"),
     "latent heads": (latent(head_count_kv=2), "with 1 KV head, but is 40 with 2"),
-    "latent rotation": (latent(key_length_mla=8), "no room beside the 8"),
+    "latent rotation": (latent(key_length_mla=8), "leaves nothing beside the 8"),
     "k rows": (
         moe().tensor("blk.1.attn_k.weight", 64, 63),
         "'blk.1.attn_k.weight'.*63 rows, but 4 heads of 16",
