@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moegguf.config import parse_expert_cache, parse_size
 from moegguf.errors import OptionError
+from moegguf.quantities import parse_expert_cache, parse_size
 
 if TYPE_CHECKING:
     from moegguf.bench.series import BenchedSystem, Outcome

@@ -61,7 +61,7 @@ def serve(
     """
     settings = choose(host, port, memory, api_key)
     if expert_cache is not None:
-        from moegguf.config import parse_expert_cache
+        from moegguf.quantities import parse_expert_cache
 
         parse_expert_cache(expert_cache)
         os.environ["MOEGGUF_EXPERT_CACHE"] = expert_cache  # where the workers look
@@ -79,7 +79,7 @@ def choose(host: str | None, port: int | None, memory: str | None, api_key: str 
 
     Raises OptionError, also for an address that others can reach without a key to ask them for.
     """
-    from moegguf.config import parse_size
+    from moegguf.quantities import parse_size
     from moegguf.settings import parse_host, read_settings
 
     settings = read_settings()

@@ -198,9 +198,9 @@ def record(
     Each prompt is a request of its own. Stopped with Ctrl-C, it leaves no file.
     """
     from moegguf.bench.record import RecordOptions, record
-    from moegguf.config import format_bytes
     from moegguf.gguf.experts import read_layout
     from moegguf.models.catalog import find_model
+    from moegguf.quantities import format_bytes
     from moegguf.terminal.loading import context_of, silence
     from moegguf.trace.prompts import read_prompts
 

@@ -17,8 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
-from moegguf.config import format_bytes
 from moegguf.errors import ModelFormatError, ModelNameError, ModelNotFoundError, PullError
+from moegguf.quantities import format_bytes
 
 MARGIN_BYTES = 64 << 20  # left free on the disk
 _DIGEST = re.compile(r"sha256[:-]([0-9a-fA-F]{64})", re.ASCII)

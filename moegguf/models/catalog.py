@@ -16,7 +16,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from moegguf.config import data_folder
 from moegguf.errors import ModelNameError, ModelNotFoundError, MoeggufError, OptionError, PullError
 from moegguf.models.blobs import BlobStore, BlobWriter
 from moegguf.models.entry import Entry
@@ -37,6 +36,7 @@ from moegguf.models.index import Contents, Index, Record
 from moegguf.models.names import DEFAULT_TAG, OLLAMA_PREFIX, Name, parse_name
 from moegguf.models.ollama_store import find_in_ollama, ollama_models
 from moegguf.models.recipe import Recipe, check_messages, check_parameters, check_text, jinja_or_none
+from moegguf.settings import data_folder
 
 
 class Catalog:

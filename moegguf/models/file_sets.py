@@ -16,7 +16,6 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
 
-from moegguf.config import data_folder
 from moegguf.errors import ModelNotFoundError, OptionError, PullError
 from moegguf.gguf.experts import read_layout
 from moegguf.models.blobs import BlobStore, blob_name
@@ -25,6 +24,7 @@ from moegguf.models.folder import demo_path
 from moegguf.models.hub import hub_cache
 from moegguf.models.index import Record
 from moegguf.models.selection import select_files
+from moegguf.settings import data_folder
 
 MAX_FILES = 1024
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+() -]{0,199}", re.ASCII)

@@ -8,11 +8,11 @@ from contextlib import suppress
 from pathlib import Path
 
 import moegguf
-from moegguf.config import read_environment
 from moegguf.errors import ModelNameError, ModelNotFoundError
 from moegguf.gguf.shards import MAX_SHARDS, parse_shard_name, shard_path
 from moegguf.models.entry import Entry, Source, digest_of, modified_at, size_of
 from moegguf.models.names import DEFAULT_TAG, parse_name
+from moegguf.settings import read_environment
 
 DEMO_NAME = "demo"
 DEMO_FILE = "moegguf-demo-Q4_0.gguf"

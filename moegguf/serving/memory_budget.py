@@ -11,7 +11,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from moegguf.config import ExpertCache, format_bytes, parse_expert_cache, read_environment
 from moegguf.engine.machine import Memory, read_memory
 from moegguf.engine.memory import choose_context
 from moegguf.engine.plan import MARGIN_BYTES, MARGIN_SHARE, Plan, make_plan
@@ -19,9 +18,10 @@ from moegguf.errors import BudgetError
 from moegguf.gguf.experts import ExpertLayout, read_layout
 from moegguf.gguf.reader import GGML_TYPES
 from moegguf.models.entry import Entry
+from moegguf.quantities import ExpertCache, format_bytes, parse_expert_cache
 from moegguf.serving.events import LoadOptions
 from moegguf.serving.wire import Order
-from moegguf.settings import Settings
+from moegguf.settings import Settings, read_environment
 
 DEFAULT_BATCH_TOKENS = 512
 MOST_POOLED_TOKENS = 2048

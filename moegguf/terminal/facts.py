@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from moegguf.config import ExpertCache, parse_expert_cache, read_environment
 from moegguf.engine.estimate import NOTE, guess_hit_rate
 from moegguf.engine.machine import DiskSpeed, disk_read_speed, read_memory
 from moegguf.engine.memory import choose_context
@@ -15,6 +14,8 @@ from moegguf.gguf.reader import read_gguf
 from moegguf.models.catalog import Catalog, find_model
 from moegguf.models.details import details, main_type, parameters
 from moegguf.models.entry import Entry
+from moegguf.quantities import ExpertCache, parse_expert_cache
+from moegguf.settings import read_environment
 
 DISK_SECONDS = 0.3
 BUDGET_SHARES = (0.10, 0.25, 0.50, 1.0)

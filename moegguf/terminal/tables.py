@@ -13,10 +13,10 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from moegguf.config import format_bytes
 from moegguf.engine.estimate import NOTE
 from moegguf.models.details import human_number
 from moegguf.models.entry import Entry
+from moegguf.quantities import format_bytes
 from moegguf.terminal.facts import Facts
 from moegguf.terminal.units import moment, size
 

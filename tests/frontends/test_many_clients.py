@@ -1,4 +1,4 @@
-"""Many clients at once: every answer is the one a single client gets, and too many are stream so politely.
+"""Many clients at once: every answer is the one a single client gets, and too many get status 503.
 
 The short form of `python -m tools.load_test`, which does this for a minute.
 """

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from catalog_helpers import cache, files_of, names, own_places, send
 
-from moegguf.config import data_folder
 from moegguf.errors import ModelFormatError, ModelNameError, ModelNotFoundError, OptionError, PullError
 from moegguf.models import blobs
 from moegguf.models.catalog import Catalog, demo_path
 from moegguf.models.details import details
 from moegguf.models.modelfile import parse, render
 from moegguf.models.recipe import Recipe
+from moegguf.settings import data_folder
 
 
 @pytest.fixture(autouse=True)

@@ -15,11 +15,11 @@ import crashing
 import pytest
 from catalog_helpers import cache, names, own_places
 
-from moegguf.config import data_folder
 from moegguf.errors import ModelNotFoundError
 from moegguf.models.catalog import Catalog
 from moegguf.models.index import Index, Record
 from moegguf.models.recipe import Recipe
+from moegguf.settings import data_folder
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ from moegguf.cli.report import findings as words
 from moegguf.cli.report import plots
 from moegguf.cli.report.findings import percent
 from moegguf.cli.report.svg import Palette, require_matplotlib
-from moegguf.config import format_bytes
+from moegguf.quantities import format_bytes
 from moegguf.trace.report import Recorded, Report
 from moegguf.trace.score import ScoreTable
 

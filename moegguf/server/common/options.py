@@ -11,16 +11,15 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 
-from moegguf.config import parse_expert_cache
 from moegguf.generate.options import RANGES, sampling_with
 from moegguf.generate.request import Sampling
 from moegguf.models.entry import Entry
 from moegguf.models.recipe import PARAMETERS
+from moegguf.quantities import parse_duration, parse_expert_cache
 from moegguf.server.common import limits
 from moegguf.server.common.body import Body, explain
 from moegguf.server.common.errors import HttpError
 from moegguf.serving.events import LoadOptions
-from moegguf.settings import parse_duration
 
 log = logging.getLogger(__name__)
 
