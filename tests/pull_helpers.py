@@ -1,4 +1,4 @@
-"""What tests of fetching share: one repository, and a pull that notes what it is told."""
+"""Helpers of the tests of pulling: one repository, and a pull that records its reports."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ FILES = {"README.md": b"hello", "x-Q4_K_M.gguf": DATA, "x-Q8_0.gguf": os.urandom
 
 
 def fetch(name: str = "user/repo-gguf", cancelled: threading.Event | None = None) -> tuple[Entry, list[PullStatus]]:
-    told: list[PullStatus] = []
-    return pull(name, Catalog(), told.append, cancelled), told
+    reports: list[PullStatus] = []
+    return pull(name, Catalog(), reports.append, cancelled), reports
 
 
 def stored() -> list[str]:

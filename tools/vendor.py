@@ -65,7 +65,7 @@ def fetch(pin: dict[str, str]) -> Path:
             raise VendorError(f"pip could not fetch {pin['package']} {pin['version']}: is a package index reachable?")
     found = sha256(path)
     if found != pin["sha256"]:
-        raise VendorError(f"{path.name} has sha256 {found}, patches/UPSTREAM says {pin['sha256']}: delete it and retry")
+        raise VendorError(f"{path.name} has sha256 {found}, patches/UPSTREAM has {pin['sha256']}: delete it and retry")
     return path
 
 

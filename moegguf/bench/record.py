@@ -22,8 +22,8 @@ Progress = Callable[[str, float], object]  # (current step, share done in [0, 1]
 
 @dataclass(frozen=True)
 class RecordOptions:
-    """How prompts are run. n_predict: tokens to generate where a prompt does not say. inputs: record the router's input
-    vectors. temperature, seed: of sampling. Every other option is one of `Llama`.
+    """n_predict: tokens to generate for prompts without a number of their own. inputs: record the router's input vectors.
+    temperature, seed: of sampling. All other options are those of `Llama`.
     """
 
     n_predict: int = 128

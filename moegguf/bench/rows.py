@@ -141,11 +141,11 @@ def _description(outcomes: Iterable[Outcome]) -> Row:
 
 def _pairs(own: Sequence[Outcome], other: Sequence[Outcome], index: int) -> list[tuple[Row, Row]]:
     """The same test in the same rounds."""
-    there = {outcome.round: outcome.result["tests"][index] for outcome in other if not outcome.error}
+    by_round = {outcome.round: outcome.result["tests"][index] for outcome in other if not outcome.error}
     return [
-        (outcome.result["tests"][index], there[outcome.round])
+        (outcome.result["tests"][index], by_round[outcome.round])
         for outcome in own
-        if not outcome.error and outcome.round in there
+        if not outcome.error and outcome.round in by_round
     ]
 
 

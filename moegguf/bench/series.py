@@ -85,7 +85,7 @@ def compared_system(name: str, base: Spec, layout: ExpertLayout, limit_bytes: in
     system, _, kernels = name.partition("-")
     if system not in SYSTEMS or kernels not in ("", *_KERNELS):
         raise OptionError(
-            "--against knows mmap, resident and moegguf, each also with -plain or -repacked, and"
+            "--against takes mmap, resident and moegguf, each also with -plain or -repacked, and"
             f" {', '.join(WITHOUT)}, but not {name!r}."
         )
     repack = _KERNELS.get(kernels, base.repack if system == "moegguf" else True)

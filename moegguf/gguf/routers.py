@@ -33,8 +33,8 @@ class Gating(IntEnum):
     SQRT_SOFTPLUS = 4
 
 
-# Set in llama.cpp's src/models whatever the file says. llama4 and grovemoe choose by logits or their sigmoid: the same
-# order.
+# Set in llama.cpp's src/models, independent of the file. llama4 and grovemoe choose by logits or their sigmoid: the
+# same order.
 FIXED_GATING = {
     "gpt-oss": Gating.SOFTMAX_WEIGHT,
     **dict.fromkeys(("llama4", "grovemoe", "mimo2", "nemotron_h", "nemotron_h_moe"), Gating.SIGMOID),
@@ -117,7 +117,7 @@ def _probabilities(gating: Gating, logits: Float32s) -> Float32s:
 def read_routers(layout: ExpertLayout) -> Routers:
     """The routers of the model with this layout.
 
-    Raises ModelFormatError when one is missing, has another shape than the metadata says, or holds numbers that are
+    Raises ModelFormatError when one is missing, has not the metadata's shape, or holds numbers that are
     not finite; ExpertIOError when the disk fails.
     """
     tensors = {t.name: (file, t) for file in read_shards(layout.shards[0].path) for t in file.tensors}
@@ -130,7 +130,7 @@ def read_routers(layout: ExpertLayout) -> Routers:
 
 
 def read_gating(layout: ExpertLayout) -> Gating:
-    """The gating function of the model; raises ModelFormatError for one that llama.cpp does not know."""
+    """The gating function of the model; raises ModelFormatError for one that llama.cpp does not have."""
     if layout.arch in FIXED_GATING:
         return FIXED_GATING[layout.arch]
     found = _whole(layout, "expert_gating_func", 0)

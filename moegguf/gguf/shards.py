@@ -19,7 +19,7 @@ _SHARD_STEM = re.compile(_SHARD_NAME.pattern.removesuffix("\\.gguf"), re.DOTALL 
 
 
 class ShardName(NamedTuple):
-    """What a file's name says of it: shard `number` (from 1) of `n_shards` of the model `prefix`."""
+    """The parts of a file's name: shard `number` (from 1) of `n_shards` of the model `prefix`."""
 
     prefix: str
     number: int = 1
@@ -54,11 +54,11 @@ def read_shards(path: str | os.PathLike[str]) -> tuple[GgufFile, ...]:
         return (first,)
     if int(name["count"]) != count:
         raise ModelFormatError(
-            f"{path.name}: its name says {int(name['count'])} shards, but its key 'split.count' says {count};"
+            f"{path.name}: its name has {int(name['count'])} shards, but its key 'split.count' is {count};"
             " a file was renamed or comes from another model."
         )
     if _split_number(first, "split.no", 0) != 0:
-        raise ModelFormatError(f"{path.name}: key 'split.no' says it is not the first shard; shards were swapped.")
+        raise ModelFormatError(f"{path.name}: key 'split.no' is not 0, that of the first shard; shards were swapped.")
     prefix = str(path.with_name(name["prefix"]))
     shards = [first] + [_read_member(first, prefix, number, count) for number in range(2, count + 1)]
     _check_together(shards, prefix, count)
@@ -76,12 +76,12 @@ def _split_number(shard: GgufFile, key: str, default: int) -> int:
 def _check_single(first: GgufFile, named_as_shard: bool, count: int) -> None:
     if count > 1:
         raise ModelFormatError(
-            f"{first.path.name}: key 'split.count' says {count} shards, but the name does not end in"
+            f"{first.path.name}: key 'split.count' is {count}, but the name does not end in"
             f" -00001-of-{count:05d}.gguf; restore the shards' original names."
         )
     if named_as_shard:
         raise ModelFormatError(
-            f"{first.path.name}: the name says there are more shards, but there is no key 'split.count';"
+            f"{first.path.name}: the name is that of a shard, but key 'split.count' is missing or at most 1;"
             " join the parts with llama-gguf-split --merge, or rename a complete file."
         )
 
@@ -128,7 +128,7 @@ def _check_together(shards: list[GgufFile], prefix: str, count: int) -> None:
     if expected != len(seen):
         counts = ", ".join(f"{s.path.name}: {len(s.tensors)}" for s in shards[:8])
         raise ModelFormatError(
-            f"{shards[0].path.name}: key 'split.tensors.count' says {expected} tensors, but the shards have"
+            f"{shards[0].path.name}: key 'split.tensors.count' is {expected}, but the shards have"
             f" {len(seen)} ({counts}); one of them comes from another model."
         )
     extra = Path(shard_path(prefix, count + 1, count))

@@ -17,7 +17,7 @@ Source = Literal["demo", "path", "folder", "hub", "ollama", "own"]
 
 @dataclass(frozen=True, kw_only=True)
 class Overrides:
-    """What a name adds to the files of its model; None or empty keeps what the files say.
+    """What a name adds to the files of its model; None or empty keeps the files' own.
 
     `template` is Jinja; `parameters` have Ollama's option names.
     """
@@ -64,7 +64,7 @@ class Entry(Overrides):
 
 @dataclass(frozen=True)
 class Details:
-    """What the headers of an entry's files say.
+    """Facts from the headers of an entry's files.
 
     `parameter_size` is abbreviated ("30.5B"), `quantization` the file's main type ("Q4_K_M"). `capabilities`: of
     completion, tools, thinking, insert, embedding. `metadata`: all GGUF keys.

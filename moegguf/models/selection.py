@@ -1,4 +1,4 @@
-"""Which files of a repository a tag means: llama.cpp's rules for `-hf user/repo[:quant]`, with split sets whole.
+"""Selects the files of a repository by tag: llama.cpp's rules for `-hf user/repo[:quant]`, with all shards.
 
 A tag is a quantisation ("q4_k_m"), or the name of a file. Works on paths alone; opens nothing.
 """

@@ -9,7 +9,7 @@ from datetime import UTC
 from pathlib import Path
 
 import pytest
-from catalog_helpers import cache, names, own_places
+from catalog_helpers import cache, names, set_folders
 from fake_hub import FakeHub
 
 from moegguf.errors import ModelNameError, ModelNotFoundError, OptionError, PullError
@@ -22,8 +22,8 @@ from moegguf.models.recipe import Recipe
 
 
 @pytest.fixture(autouse=True)
-def _own_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    own_places(tmp_path, monkeypatch)
+def _set_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_folders(tmp_path, monkeypatch)
 
 
 @pytest.fixture

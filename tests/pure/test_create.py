@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from catalog_helpers import cache, files_of, names, own_places, send
+from catalog_helpers import cache, files_of, names, send, set_folders
 
 from moegguf.errors import ModelFormatError, ModelNameError, ModelNotFoundError, OptionError, PullError
 from moegguf.models import blobs
@@ -21,8 +21,8 @@ from moegguf.settings import data_folder
 
 
 @pytest.fixture(autouse=True)
-def _own_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    own_places(tmp_path, monkeypatch)
+def _set_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_folders(tmp_path, monkeypatch)
 
 
 @pytest.fixture

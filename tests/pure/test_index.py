@@ -13,7 +13,7 @@ from typing import Any
 
 import crashing
 import pytest
-from catalog_helpers import cache, names, own_places
+from catalog_helpers import cache, names, set_folders
 
 from moegguf.errors import ModelNotFoundError
 from moegguf.models.catalog import Catalog
@@ -23,8 +23,8 @@ from moegguf.settings import data_folder
 
 
 @pytest.fixture(autouse=True)
-def _own_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    own_places(tmp_path, monkeypatch)
+def _set_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_folders(tmp_path, monkeypatch)
 
 
 @pytest.fixture
