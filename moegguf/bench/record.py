@@ -22,7 +22,7 @@ Progress = Callable[[str, float], object]  # (current step, share done in [0, 1]
 
 @dataclass(frozen=True)
 class RecordOptions:
-    """n_predict: tokens to generate for prompts without a number of their own. inputs: record the router's input vectors.
+    """n_predict: tokens to generate for prompts without a number of their own. inputs: record the router's inputs.
     temperature, seed: of sampling. All other options are those of `Llama`.
     """
 
