@@ -129,7 +129,7 @@ def _check_together(shards: list[GgufFile], prefix: str, count: int) -> None:
         counts = ", ".join(f"{s.path.name}: {len(s.tensors)}" for s in shards[:8])
         raise ModelFormatError(
             f"{shards[0].path.name}: key 'split.tensors.count' is {expected}, but the shards have"
-            f" {len(seen)} ({counts}); one of them comes from another model."
+            f" {len(seen)} tensors ({counts}); one of them comes from another model."
         )
     extra = Path(shard_path(prefix, count + 1, count))
     if extra.exists():

@@ -301,7 +301,7 @@ def foreign(**kwargs: Any) -> Gguf:
             moe(n_layer=3, split=(1, 3, 14), il_range=range(2)),
             "m-00002-of-00003.gguf.*is in m-00001-of-00003",
         ),
-        (without(foreign(split=(1, 3, 14)), "blk.1.attn_norm.weight"), "'split.tensors.count' is 14, but .* 13 tensors"),
+        (without(foreign(split=(1, 3, 14)), "blk.1.attn_norm.weight"), "tensors.count' is 14, but .* 13 tensors"),
         (moe(n_layer=3, il_range=range(1, 2)), "m-00002-of-00003.gguf.*split.no.*missing"),
     ],
 )
