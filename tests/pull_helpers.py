@@ -6,7 +6,7 @@ import os
 import threading
 
 from moegguf.models.catalog import Catalog
-from moegguf.models.entry import Entry, PullStatus
+from moegguf.models.entry import ModelEntry, PullStatus
 from moegguf.models.hub import hub_cache
 from moegguf.models.pull import pull
 
@@ -15,7 +15,9 @@ NAME = "hf.co/User/Repo-GGUF:Q4_K_M"
 FILES = {"README.md": b"hello", "x-Q4_K_M.gguf": DATA, "x-Q8_0.gguf": os.urandom(1000), "mmproj-F16.gguf": b"m" * 99}
 
 
-def fetch(name: str = "user/repo-gguf", cancelled: threading.Event | None = None) -> tuple[Entry, list[PullStatus]]:
+def fetch(
+    name: str = "user/repo-gguf", cancelled: threading.Event | None = None
+) -> tuple[ModelEntry, list[PullStatus]]:
     reports: list[PullStatus] = []
     return pull(name, Catalog(), reports.append, cancelled), reports
 

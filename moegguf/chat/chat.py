@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from moegguf.chat.conversation import Conversation
     from moegguf.engine.llama import Llama
     from moegguf.generate.request import Message
-    from moegguf.models.entry import Entry
+    from moegguf.models.entry import ModelEntry
 
 
 Saved = tuple[list["Message"], str]
@@ -156,7 +156,9 @@ class Chat:
             raise
         self._introduce()
 
-    def _reopen(self, entry: Entry, options: OpenOptions, spinner: Spinner, before: Entry | None = None) -> None:
+    def _reopen(
+        self, entry: ModelEntry, options: OpenOptions, spinner: Spinner, before: ModelEntry | None = None
+    ) -> None:
         """Closes the model first, because memory may not hold two; what cannot be opened leaves the old one open."""
         self.llm.close()
         try:

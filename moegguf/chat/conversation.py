@@ -13,7 +13,7 @@ from moegguf.terminal.loading import OpenOptions
 
 if TYPE_CHECKING:
     from moegguf.generate.request import Timing
-    from moegguf.models.entry import Entry
+    from moegguf.models.entry import ModelEntry
 
 CUT = "cut"  # in an answer that was stopped; not for the model
 
@@ -23,7 +23,7 @@ class Conversation:
     """`given` are parameters from the command line, `parameters` those set in the chat: these come first, then the
     command line's, then the model's own. `pending`: text that goes before the next message."""
 
-    entry: Entry
+    entry: ModelEntry
     base: OpenOptions = field(default_factory=OpenOptions)
     given: Mapping[str, Any] = field(default_factory=dict)
     parameters: dict[str, Any] = field(default_factory=dict)
@@ -40,7 +40,7 @@ class Conversation:
     def __post_init__(self) -> None:
         self.begin(self.entry)
 
-    def begin(self, entry: Entry) -> None:
+    def begin(self, entry: ModelEntry) -> None:
         """Talks with another model, from its own first messages on. What was set stays."""
         self.entry = entry
         self.messages = [dict(message) for message in entry.messages]

@@ -12,7 +12,7 @@ import typer
 from moegguf.terminal.messages import say
 
 if TYPE_CHECKING:
-    from moegguf.models.entry import Entry
+    from moegguf.models.entry import ModelEntry
 
 Name = Annotated[
     str, typer.Argument(metavar="MODEL", help="A name, such as hf.co/USER/REPOSITORY:QUANT, or one that `list` shows.")
@@ -49,7 +49,7 @@ def list_models(
     print_entries(entries)
 
 
-def _listing(entry: Entry) -> dict[str, Any]:
+def _listing(entry: ModelEntry) -> dict[str, Any]:
     """An entry as JSON."""
     return {
         "name": entry.name,

@@ -18,7 +18,7 @@ from typing import Any
 
 from moegguf.errors import ModelNameError, ModelNotFoundError, MoeggufError, OptionError, PullError
 from moegguf.models.blobs import BlobStore, BlobWriter
-from moegguf.models.entry import Entry
+from moegguf.models.entry import ModelEntry
 from moegguf.models.file_sets import FileSets, entry_of, record_of, used_files
 from moegguf.models.folder import (
     DEMO_NAME,
@@ -64,15 +64,15 @@ class Catalog:
         """The sets of uploaded files in the data folder."""
         return FileSets(self.blobs)
 
-    def entries(self, prefix: str = "") -> list[Entry]:
+    def entries(self, prefix: str = "") -> list[ModelEntry]:
         """Models whose names start with `prefix` (in any case), newest first."""
-        found: dict[str, Entry] = {}
+        found: dict[str, ModelEntry] = {}
         for entry in self._all():
             found.setdefault(entry.name.lower(), entry)
         chosen = (entry for key, entry in found.items() if key.startswith(prefix.lower()))
         return sorted(chosen, key=lambda entry: (entry.modified, entry.name), reverse=True)
 
-    def find(self, name: str | os.PathLike[str]) -> Entry:
+    def find(self, name: str | os.PathLike[str]) -> ModelEntry:
         """The model of this name, or at this path.
 
         Raises ModelNotFoundError, listing the nearest names, when there is none; ModelNameError where paths are not
@@ -91,7 +91,7 @@ class Catalog:
             return _entry_at(only_model(folder))
         raise self._not_found(text)
 
-    def copy(self, source: str, destination: str) -> Entry:
+    def copy(self, source: str, destination: str) -> ModelEntry:
         """Makes `destination` another name for the files of `source`, which are not copied.
 
         Raises ModelNotFoundError, ModelNameError, and OptionError when the name is that of a model outside our index.
@@ -99,7 +99,7 @@ class Catalog:
         target, entry = self._free_name(destination), self.find(source)
         return self._save(lambda: entry, target)
 
-    def create(self, name: str, recipe: Recipe) -> Entry:
+    def create(self, name: str, recipe: Recipe) -> ModelEntry:
         """Saves the model of `recipe` in our index under `name`, replacing one there.
 
         Raises ModelNotFoundError (base or blobs), ModelFormatError for files that are not a model, OptionError for
@@ -118,13 +118,13 @@ class Catalog:
         given = {key: value for key, value in values.items() if value is not None}
         base = self.find(recipe.from_) if recipe.from_ else None
 
-        def make() -> Entry:
+        def make() -> ModelEntry:
             entry = base or self.file_sets.make(recipe.files)
             return replace(entry, parameters={**entry.parameters, **parameters}, **given)
 
         return self._save(make, target)
 
-    def remove(self, name: str) -> Entry:
+    def remove(self, name: str) -> ModelEntry:
         """Removes the name, and its files when no other name uses them; returns the removed model.
 
         Raises ModelNotFoundError, OptionError for sources that are never changed, PullError when a file cannot be
@@ -167,7 +167,7 @@ class Catalog:
         """See `BlobStore.add`."""
         return self.blobs.add(digest, chunks, size_bytes)
 
-    def _all(self) -> Iterator[Entry]:
+    def _all(self) -> Iterator[ModelEntry]:
         """All sources in the order in which names are looked up."""
         if demo_path():
             yield demo_entry()
@@ -177,12 +177,12 @@ class Catalog:
         yield from (entry for entry in cached_models() if entry.name.lower() not in contents.hidden)
         yield from ollama_models()
 
-    def _own_entries(self, contents: Contents) -> Iterator[Entry]:
+    def _own_entries(self, contents: Contents) -> Iterator[ModelEntry]:
         for record in contents.records:
             with suppress(OSError, MoeggufError):
                 yield entry_of(record)
 
-    def _find_by_name(self, text: str) -> Entry | None:
+    def _find_by_name(self, text: str) -> ModelEntry | None:
         if not text.lower().startswith(OLLAMA_PREFIX) and (found := find_in_folder(text)):
             return found
         try:
@@ -197,7 +197,7 @@ class Catalog:
                 return entry_of(record)
         return find_cached(name, contents.hidden) or find_in_ollama(name)
 
-    def _save(self, make: Callable[[], Entry], target: Name) -> Entry:
+    def _save(self, make: Callable[[], ModelEntry], target: Name) -> ModelEntry:
         """Saves the result of `make` under the name `target`; `make` runs under the index's lock."""
         made: list[Record] = []
 
@@ -274,7 +274,7 @@ def _existing(text: str, is_kind: Callable[[Path], bool]) -> Path | None:
     return None
 
 
-def _entry_at(path: Path) -> Entry:
+def _entry_at(path: Path) -> ModelEntry:
     """The model in a file, named by its absolute path."""
     return file_entry(path, "path", str(path.absolute()))
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from moegguf.gguf.chat_template import capabilities_of
 from moegguf.gguf.experts import ExpertLayout, read_layout
 from moegguf.gguf.reader import GGML_TYPES, Value
-from moegguf.models.entry import Details, Entry
+from moegguf.models.entry import Details, ModelEntry
 
 # {general.file_type: name}, llama_ftype in llama.h
 FILE_TYPES = {
@@ -23,7 +23,7 @@ FILE_TYPES = {
 _INFILL_KEYS = ("tokenizer.ggml.fim_pre_token_id", "tokenizer.ggml.prefix_token_id")
 
 
-def details(entry: Entry) -> Details:
+def details(entry: ModelEntry) -> Details:
     """The facts of an entry; its headers are read again only when a file has changed.
 
     Raises ModelNotFoundError, ModelFormatError, ExpertIOError as `read_layout` does.

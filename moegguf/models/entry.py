@@ -35,7 +35,7 @@ class Overrides:
 
 
 @dataclass(frozen=True)
-class Entry(Overrides):
+class ModelEntry(Overrides):
     """One name and what it stands for.
 
     `name` is canonical and has a tag ("demo:latest", "hf.co/user/repo:Q4_K_M"). `files`: the shards, first one first.

@@ -19,7 +19,7 @@ from pathlib import Path, PurePosixPath
 from moegguf.errors import ModelNotFoundError, OptionError, PullError
 from moegguf.gguf.experts import read_layout
 from moegguf.models.blobs import BlobStore, blob_name
-from moegguf.models.entry import Entry, combined_digest, size_of
+from moegguf.models.entry import ModelEntry, combined_digest, size_of
 from moegguf.models.folder import demo_path
 from moegguf.models.hub import hub_cache
 from moegguf.models.index import Record
@@ -60,7 +60,7 @@ def resolve(location: str) -> Path:
     return path
 
 
-def record_of(entry: Entry, name: str) -> Record:
+def record_of(entry: ModelEntry, name: str) -> Record:
     """What the index stores of `entry` under a new name."""
     return Record(
         name=name,
@@ -73,11 +73,11 @@ def record_of(entry: Entry, name: str) -> Record:
     )
 
 
-def entry_of(record: Record) -> Entry:
+def entry_of(record: Record) -> ModelEntry:
     """The model behind a record. Raises ModelNotFoundError, OSError when one of its files is missing."""
     files = tuple(resolve(location) for location in record.files)
     mmproj = resolve(record.mmproj) if record.mmproj else None
-    return Entry(
+    return ModelEntry(
         name=record.name,
         source="own",
         files=files,
@@ -106,7 +106,7 @@ class FileSets:
         self.folder = sets_folder()
         self.blobs = blobs
 
-    def make(self, files: Mapping[str, str]) -> Entry:
+    def make(self, files: Mapping[str, str]) -> ModelEntry:
         """The model (without a name) in a set of {file name: digest of a blob}.
 
         Raises ModelNotFoundError for a missing blob, ModelFormatError for files that are not a model, OptionError for
@@ -131,7 +131,7 @@ class FileSets:
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
-        return Entry(
+        return ModelEntry(
             name="",
             source="own",
             files=paths,

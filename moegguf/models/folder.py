@@ -10,7 +10,7 @@ from pathlib import Path
 import moegguf
 from moegguf.errors import ModelNameError, ModelNotFoundError
 from moegguf.gguf.shards import MAX_SHARDS, parse_shard_name, shard_path
-from moegguf.models.entry import Entry, Source, digest_of, modified_at, size_of
+from moegguf.models.entry import ModelEntry, Source, digest_of, modified_at, size_of
 from moegguf.models.names import DEFAULT_TAG, parse_name
 from moegguf.settings import read_environment
 
@@ -24,7 +24,7 @@ def demo_path() -> Path | None:
     return next((path for path in paths if path.is_file()), None)
 
 
-def demo_entry() -> Entry:
+def demo_entry() -> ModelEntry:
     """The model that ships with the package. Raises ModelNotFoundError when this installation has none."""
     path = demo_path()
     if path is None:
@@ -43,7 +43,7 @@ def models_by_name() -> dict[str, Path]:
     return _models_in([*folder.glob("*.gguf"), *folder.glob("*/*.gguf")])
 
 
-def find_in_folder(text: str) -> Entry | None:
+def find_in_folder(text: str) -> ModelEntry | None:
     """The model in MOEGGUF_MODELS of this name, with or without ".gguf" and the tag `latest`."""
     known = models_by_name()
     keys = {name_key(text), name_key(text.lower().removesuffix(f":{DEFAULT_TAG}"))}
@@ -51,7 +51,7 @@ def find_in_folder(text: str) -> Entry | None:
     return _folder_entry(path, _shortest(known)[path]) if path else None
 
 
-def folder_models() -> Iterator[Entry]:
+def folder_models() -> Iterator[ModelEntry]:
     """The models in MOEGGUF_MODELS, once each, by their shortest name."""
     for path, key in _shortest(models_by_name()).items():
         with suppress(ModelNameError, OSError):
@@ -65,7 +65,7 @@ def _shortest(known: dict[str, Path]) -> dict[Path, str]:
     return names
 
 
-def _folder_entry(path: Path, key: str) -> Entry:
+def _folder_entry(path: Path, key: str) -> ModelEntry:
     """The file under `key`, in its own spelling. Raises ModelNameError when that is not a name, OSError."""
     return file_entry(path, "folder", parse_name(_as_name(path.stem[: len(key)])).canonical)
 
@@ -86,10 +86,10 @@ def only_model(folder: Path) -> Path:
     raise ModelNotFoundError(f"the folder {str(folder)!r} has {len(files)} models; give the path of one: {some}.")
 
 
-def file_entry(path: Path, source: Source, name: str) -> Entry:
+def file_entry(path: Path, source: Source, name: str) -> ModelEntry:
     """The model whose first (or only) file is at `path`. Raises OSError when it cannot be read."""
     files = shards_of(path)
-    return Entry(name, source, files, size_of(files), digest_of(files), modified_at(path))
+    return ModelEntry(name, source, files, size_of(files), digest_of(files), modified_at(path))
 
 
 def shards_of(path: Path) -> tuple[Path, ...]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moegguf.errors import ModelNameError, ModelNotFoundError, PullError
-from moegguf.models.entry import Entry, combined_digest, digest_of, modified_at, size_of
+from moegguf.models.entry import ModelEntry, combined_digest, digest_of, modified_at, size_of
 from moegguf.models.names import HUB_HOST, Name, parse_name
 from moegguf.models.selection import FileSelection, models_in, select_files
 
@@ -85,10 +85,10 @@ class Snapshot:
                     found.append(name if inside == "." else f"{inside.replace(os.sep, '/')}/{name}")
         return sorted(found)
 
-    def entry(self, tag: str, selection: FileSelection) -> Entry:
+    def entry(self, tag: str, selection: FileSelection) -> ModelEntry:
         """The model of that name. Raises OSError when a file is missing."""
         files = tuple(self.folder / path for path in selection.files)
-        return Entry(
+        return ModelEntry(
             name=f"{HUB_HOST}/{self.repo}:{tag}",
             source="hub",
             files=files,
@@ -104,7 +104,7 @@ def repo_folder(repo: str) -> Path:
     return hub_cache() / ("models--" + repo.replace("/", "--"))
 
 
-def find_cached(name: Name, hidden: Collection[str] = ()) -> Entry | None:
+def find_cached(name: Name, hidden: Collection[str] = ()) -> ModelEntry | None:
     """The cached model that a hub name means; None when there is none. `hidden`: keys of names to leave out."""
     if not name.is_hub:
         return None
@@ -118,7 +118,7 @@ def find_cached(name: Name, hidden: Collection[str] = ()) -> Entry | None:
     return None
 
 
-def cached_models() -> Iterator[Entry]:
+def cached_models() -> Iterator[ModelEntry]:
     """Every model in the cache that has a name, the newest commit of each."""
     seen: set[str] = set()
     for snapshot in _snapshots():
@@ -177,7 +177,7 @@ def _digest(files: tuple[Path, ...]) -> str:
     return combined_digest(blobs)
 
 
-def delete_cached(entry: Entry, keep: Collection[Path]) -> int:
+def delete_cached(entry: ModelEntry, keep: Collection[Path]) -> int:
     """Deletes the entry's files from every cached commit, except `keep`; returns the bytes freed.
 
     A blob that other files of the cache use stays. Raises PullError when a file cannot be deleted.

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from moegguf.errors import OptionError
-from moegguf.models.entry import Entry
+from moegguf.models.entry import ModelEntry
 from moegguf.models.recipe import ROLES, Recipe, check_text, jinja_or_none, parse_parameter
 
 MAX_MODELFILE = 4 << 20  # characters
@@ -47,7 +47,7 @@ def parse(text: str) -> Recipe:
     return Recipe(**{**found, "messages": tuple(found["messages"])})
 
 
-def render(entry: Entry) -> str:
+def render(entry: ModelEntry) -> str:
     """The Modelfile that creates the same model; `parse` reads it back."""
     base = str(entry.path) if entry.source in ("path", "folder") else entry.name
     lines = [f"FROM {base if _text(base) == base else _quoted(base)}"]

@@ -19,7 +19,7 @@ from typing import Any
 
 from moegguf.errors import MoeggufError
 from moegguf.models.blobs import blob_name
-from moegguf.models.entry import Entry, size_of
+from moegguf.models.entry import ModelEntry, size_of
 from moegguf.models.names import OLLAMA_HOST, Name, parse_name
 from moegguf.models.recipe import check_overrides, is_go_template
 
@@ -34,13 +34,13 @@ def ollama_folders() -> list[Path]:
     return [Path(named).expanduser()] if named else [Path("~/.ollama/models").expanduser(), SYSTEM_FOLDER]
 
 
-def ollama_models() -> Iterator[Entry]:
+def ollama_models() -> Iterator[ModelEntry]:
     """All models in the stores that can be run."""
     for folder in ollama_folders():
         yield from OllamaStore(folder).entries()
 
 
-def find_in_ollama(name: Name) -> Entry | None:
+def find_in_ollama(name: Name) -> ModelEntry | None:
     """The model that Ollama would run under this name."""
     for folder in ollama_folders():
         if found := OllamaStore(folder).find(name):
@@ -63,13 +63,13 @@ class OllamaStore:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def entries(self) -> Iterator[Entry]:
+    def entries(self) -> Iterator[ModelEntry]:
         """The models that can be run."""
         for manifest, name in self._manifests():
             if entry := self._entry(manifest, name):
                 yield entry
 
-    def find(self, name: Name) -> Entry | None:
+    def find(self, name: Name) -> ModelEntry | None:
         """The model of this name: without a host in Ollama's library; `user/model` also as one of Ollama's users."""
         wanted = {(name.host or OLLAMA_HOST, name.namespace or "library", name.model, name.tag)}
         if name.is_hub:
@@ -95,7 +95,7 @@ class OllamaStore:
             raise FileNotFoundError(str(path))
         return path
 
-    def _entry(self, manifest: Path, name: Name) -> Entry | None:
+    def _entry(self, manifest: Path, name: Name) -> ModelEntry | None:
         with suppress(OSError, MoeggufError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             shown = _display_name(name)
             data = _read(self._inside(manifest))
@@ -138,7 +138,7 @@ def _read(path: Path) -> bytes:
     return path.read_bytes()
 
 
-def _make_entry(shown: str, manifest: Path, data: bytes, layers: _Layers) -> Entry:
+def _make_entry(shown: str, manifest: Path, data: bytes, layers: _Layers) -> ModelEntry:
     texts = {
         kind: "\n".join(parts) for kind, parts in layers.texts.items() if kind in ("system", "template", "license")
     }
@@ -146,7 +146,7 @@ def _make_entry(shown: str, manifest: Path, data: bytes, layers: _Layers) -> Ent
     if "{{" in template and not is_go_template(template):
         texts["template"] = template
     data_of = {kind: json.loads(layers.texts[kind][0]) for kind in ("params", "messages") if kind in layers.texts}
-    return Entry(
+    return ModelEntry(
         name=shown,
         source="ollama",
         files=layers.model,

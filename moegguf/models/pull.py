@@ -21,7 +21,7 @@ from moegguf.atomic_write import write_atomically
 from moegguf.errors import ModelNotFoundError, MoeggufError, PullError
 from moegguf.models.blobs import check_space
 from moegguf.models.catalog import Catalog
-from moegguf.models.entry import Entry, PullStatus
+from moegguf.models.entry import ModelEntry, PullStatus
 from moegguf.models.hub import Snapshot, find_cached, hub_cache, hub_endpoint, hub_offline, repo_folder
 from moegguf.models.names import DEFAULT_TAG, Name, parse_name
 from moegguf.models.selection import FileSelection, models_in, select_files
@@ -35,7 +35,7 @@ REPORT_S = 0.2
 Report = Callable[[PullStatus], None]
 
 
-def pull(name: str, catalog: Catalog, report: Report, cancelled: threading.Event | None = None) -> Entry:
+def pull(name: str, catalog: Catalog, report: Report, cancelled: threading.Event | None = None) -> ModelEntry:
     """Downloads the model of this name from the Hub, unless it is cached; returns it.
 
     `report` is called on this thread, about every REPORT_S. Raises ModelNameError, ModelNotFoundError (no such
@@ -57,7 +57,7 @@ def pull(name: str, catalog: Catalog, report: Report, cancelled: threading.Event
     return entry
 
 
-def _offline(name: Name) -> Entry:
+def _offline(name: Name) -> ModelEntry:
     if found := find_cached(name):
         return found
     raise PullError(
@@ -65,7 +65,7 @@ def _offline(name: Name) -> Entry:
     )
 
 
-def _report_until_done(download: _Download, report: Report, cancelled: threading.Event | None) -> Entry:
+def _report_until_done(download: _Download, report: Report, cancelled: threading.Event | None) -> ModelEntry:
     """Reports steps and progress until the download has ended; returns the model or raises the download's error."""
     n_steps = 0
     reported_bytes: dict[str, int | None] = {}  # by file
@@ -131,10 +131,10 @@ class _Download:
         self.done = threading.Event()
         self.steps: list[PullStatus] = []
         self.n_bytes: dict[str, int] = {}
-        self._entry: Entry | None = None
+        self._entry: ModelEntry | None = None
         self._error: BaseException | None = None
 
-    def result(self) -> Entry:
+    def result(self) -> ModelEntry:
         """The model, once `done` is set. Raises the download's error, a new exception for each caller."""
         if self._entry is not None:
             return self._entry
@@ -150,7 +150,7 @@ class _Download:
         finally:
             self.done.set()
 
-    def _fetch(self) -> Entry:
+    def _fetch(self) -> ModelEntry:
         from moegguf.models.hub_api import read_repository
         from moegguf.models.hub_fetch import missing_bytes
 
@@ -212,7 +212,7 @@ class _Download:
         return count
 
 
-def _publish(repository: Repository, selection: FileSelection, files: list[HubFile]) -> Entry:
+def _publish(repository: Repository, selection: FileSelection, files: list[HubFile]) -> ModelEntry:
     """Links the commit's paths to the blobs, then sets `main` to this commit."""
     folder = repo_folder(repository.repo)
     snapshot = folder / "snapshots" / repository.commit

@@ -14,7 +14,7 @@ from datetime import UTC, datetime, timedelta
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from moegguf.models.entry import Entry
+from moegguf.models.entry import ModelEntry
 from moegguf.serving.events import Loaded, LoadOptions
 from moegguf.serving.memory_budget import DEFAULT_BATCH_TOKENS, Size
 from moegguf.serving.wire import Ready
@@ -48,7 +48,7 @@ class Purpose(Enum):
 class Waiter:
     """Somebody who waits for a model, and who then has it. `ticket`: the order in which all of them came."""
 
-    entry: Entry
+    entry: ModelEntry
     load: LoadOptions
     keep_alive_s: float
     purpose: Purpose = Purpose.TURN
@@ -71,7 +71,7 @@ class Waiter:
         return self.load == other.load and self.entry.files == other.entry.files
 
 
-def with_own_options(entry: Entry, load: LoadOptions) -> LoadOptions:
+def with_own_options(entry: ModelEntry, load: LoadOptions) -> LoadOptions:
     """`load`, completed by what the model's name says of how it is opened."""
     own = {ours: entry.parameters[key] for key, ours in OPTION_KEYS.items() if entry.parameters.get(key)}
     return replace(load, **{name: value for name, value in own.items() if getattr(load, name) is None})
@@ -80,7 +80,7 @@ def with_own_options(entry: Entry, load: LoadOptions) -> LoadOptions:
 class ManagedModel:
     """A model that is loaded, or that somebody waits for."""
 
-    def __init__(self, entry: Entry, keep_alive_s: float) -> None:
+    def __init__(self, entry: ModelEntry, keep_alive_s: float) -> None:
         self.entry = entry
         self.state = State.ABSENT
         self.waiters: list[Waiter] = []

@@ -10,7 +10,7 @@ import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Protocol
 
-from moegguf.models.entry import Entry
+from moegguf.models.entry import ModelEntry
 from moegguf.serving.dispatcher import Dispatcher
 from moegguf.serving.events import Loaded, LoadOptions, Snapshot
 from moegguf.serving.lease import Lease
@@ -28,7 +28,7 @@ OnShare = Callable[[float], object]
 class Catalog(Protocol):
     """Of `moegguf.models.catalog.Catalog`, what is needed here."""
 
-    def find(self, name: str) -> Entry: ...
+    def find(self, name: str) -> ModelEntry: ...
 
 
 def _ignore(share: float) -> None:
@@ -59,7 +59,7 @@ class ModelManager:
 
     def lease(
         self,
-        name: str | Entry,
+        name: str | ModelEntry,
         load: LoadOptions = LoadOptions(),
         keep_alive_s: float | None = None,
         *,
@@ -87,7 +87,7 @@ class ModelManager:
 
     async def load(
         self,
-        name: str | Entry,
+        name: str | ModelEntry,
         load: LoadOptions = LoadOptions(),
         keep_alive_s: float | None = None,
         *,
@@ -97,7 +97,7 @@ class ModelManager:
         async with self.lease(name, load, keep_alive_s, will_answer=False, on_share=on_share) as lease:
             return lease.loaded
 
-    async def unload(self, name: str | Entry) -> bool:
+    async def unload(self, name: str | ModelEntry) -> bool:
         """Lets a model leave after the answer that it is writing; returns when its process is gone, False when there
         is none. Requests that wait load it again. Raises ModelNotFoundError, ModelNameError."""
         model = self._scheduler.managed_models.get((await self._find(name)).name)
@@ -124,6 +124,6 @@ class ModelManager:
         finally:
             self._scheduler.settle()
 
-    async def _find(self, name: str | Entry) -> Entry:
+    async def _find(self, name: str | ModelEntry) -> ModelEntry:
         # Looking up a name reads files, so it may not hold up the loop; whoever has looked already need not wait again.
-        return name if isinstance(name, Entry) else await asyncio.to_thread(self._catalog.find, name)
+        return name if isinstance(name, ModelEntry) else await asyncio.to_thread(self._catalog.find, name)

@@ -17,7 +17,7 @@ from moegguf.engine.plan import MARGIN_BYTES, MARGIN_SHARE, Plan, make_plan
 from moegguf.errors import BudgetError
 from moegguf.gguf.experts import ExpertLayout, read_layout
 from moegguf.gguf.reader import GGML_TYPES
-from moegguf.models.entry import Entry
+from moegguf.models.entry import ModelEntry
 from moegguf.quantities import ExpertCache, format_bytes, parse_expert_cache
 from moegguf.serving.events import LoadOptions
 from moegguf.serving.wire import Order
@@ -39,7 +39,7 @@ class Size:
     order: Callable[[Plan], Order]
 
 
-Measure = Callable[[Entry, LoadOptions, Settings, int], Size]
+Measure = Callable[[ModelEntry, LoadOptions, Settings, int], Size]
 """`measure`, or what stands for it where there are no models."""
 
 
@@ -108,7 +108,7 @@ def _without_margin(n_bytes: int) -> int:
     return max(0, n_bytes - max(int(n_bytes * MARGIN_SHARE), MARGIN_BYTES))
 
 
-def measure(entry: Entry, load: LoadOptions, settings: Settings, limit_bytes: int) -> Size:
+def measure(entry: ModelEntry, load: LoadOptions, settings: Settings, limit_bytes: int) -> Size:
     """What `entry` needs when loaded as `load` says. Reads headers: call it from a thread.
 
     Raises ModelFormatError, ModelNotFoundError, BudgetError, OptionError.

@@ -13,7 +13,7 @@ from moegguf.gguf.experts import ExpertLayout, read_layout
 from moegguf.gguf.reader import read_gguf
 from moegguf.models.catalog import Catalog, find_model
 from moegguf.models.details import details, main_type, parameters
-from moegguf.models.entry import Entry
+from moegguf.models.entry import ModelEntry
 from moegguf.quantities import ExpertCache, parse_expert_cache
 from moegguf.settings import read_environment
 
@@ -30,7 +30,7 @@ def show_model(model: str, *, verbose: bool = False) -> Facts:
     return facts | raw_facts(entry) if verbose else facts
 
 
-def entry_facts(entry: Entry) -> Facts:
+def entry_facts(entry: ModelEntry) -> Facts:
     """What a name adds to its files."""
     return {
         "capabilities": list(details(entry).capabilities),
@@ -41,7 +41,7 @@ def entry_facts(entry: Entry) -> Facts:
     }
 
 
-def raw_facts(entry: Entry) -> Facts:
+def raw_facts(entry: ModelEntry) -> Facts:
     """Every key of the first file and the tensors of all, as they are."""
     files = [read_gguf(path) for path in entry.files]
     return {

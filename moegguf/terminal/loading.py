@@ -16,7 +16,7 @@ from moegguf.terminal.messages import say
 if TYPE_CHECKING:
     from moegguf.engine.llama import Llama
     from moegguf.gguf.experts import ExpertLayout
-    from moegguf.models.entry import Entry
+    from moegguf.models.entry import ModelEntry
     from moegguf.terminal.progress import Spinner
 
 PATIENCE_S = 0.5  # for a load that was interrupted
@@ -37,7 +37,7 @@ class OpenOptions:
     gpu_layers: int | None = None
 
 
-def find_or_pull(name: str) -> Entry:
+def find_or_pull(name: str) -> ModelEntry:
     """What `name` stands for; a name of Hugging Face that is not here yet is fetched first.
 
     Raises ModelNotFoundError, ModelNameError, PullError.

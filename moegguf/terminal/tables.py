@@ -15,7 +15,7 @@ from rich.text import Text
 
 from moegguf.engine.estimate import NOTE
 from moegguf.models.details import human_number
-from moegguf.models.entry import Entry
+from moegguf.models.entry import ModelEntry
 from moegguf.quantities import format_bytes
 from moegguf.terminal.facts import Facts
 from moegguf.terminal.units import moment, size
@@ -74,7 +74,7 @@ def print_columns(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     print_part(make_console(), table)
 
 
-def print_entries(entries: Iterable[Entry]) -> None:
+def print_entries(entries: Iterable[ModelEntry]) -> None:
     """Models as `moegguf list` and the chat's /list show them."""
     rows = [(e.name, e.digest[:12], size(e.size_bytes), moment(e.modified)) for e in entries]
     print_columns(("NAME", "ID", "SIZE", "MODIFIED"), rows)

@@ -23,7 +23,7 @@ from moegguf.engine.stats import Stats
 from moegguf.errors import ModelNotFoundError
 from moegguf.generate.embedding import Embeddings
 from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, Timing
-from moegguf.models.entry import Entry
+from moegguf.models.entry import ModelEntry
 from moegguf.server.common.transport import Protocol
 from moegguf.serving.events import Done, Event, Loaded, LoadOptions, Snapshot
 
@@ -34,22 +34,22 @@ TIMING = Timing(
 )  # fmt: skip
 
 
-def entry_of(path: Path, name: str = "demo:latest", **changes: Any) -> Entry:
+def entry_of(path: Path, name: str = "demo:latest", **changes: Any) -> ModelEntry:
     """An entry for a real file, so that its headers can be read."""
     modified = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
-    return Entry(name, "demo", (path,), path.stat().st_size, "ab" * 32, modified, **changes)
+    return ModelEntry(name, "demo", (path,), path.stat().st_size, "ab" * 32, modified, **changes)
 
 
 class FakeCatalog:
     """`find` and `entries` over a few entries."""
 
-    def __init__(self, *entries: Entry) -> None:
+    def __init__(self, *entries: ModelEntry) -> None:
         self.known = {entry.name: entry for entry in entries}
 
-    def entries(self, prefix: str = "") -> list[Entry]:
+    def entries(self, prefix: str = "") -> list[ModelEntry]:
         return [entry for name, entry in self.known.items() if name.startswith(prefix)]
 
-    def find(self, name: str) -> Entry:
+    def find(self, name: str) -> ModelEntry:
         found = self.known.get(name) or self.known.get(f"{name}:latest")
         if found is None:
             raise ModelNotFoundError(f"there is no model named {name!r}.")
@@ -61,7 +61,7 @@ class FakeLease:
     """`script`: what `answer` yields; an exception in it is raised, an `asyncio.Event` waited for."""
 
     pool: FakePool
-    entry: Entry
+    entry: ModelEntry
     load_s: float = 0.125
     loaded: Loaded = field(init=False)
 
@@ -109,7 +109,7 @@ class FakePool:
         self.asks: list[GenerationRequest] = []
         self.leases: list[tuple[str, LoadOptions, float | None, bool]] = []
         self.embedded: list[tuple[list[Any], bool, bool]] = []
-        self.there: dict[str, Entry] = {}
+        self.there: dict[str, ModelEntry] = {}
         self.views: list[Snapshot] = []
         self.n_running = 0
         self.n_ended = 0
@@ -123,7 +123,7 @@ class FakePool:
     @asynccontextmanager
     async def lease(
         self,
-        model: str | Entry,
+        model: str | ModelEntry,
         load: LoadOptions = LoadOptions(),
         keep_alive_s: float | None = None,
         *,
@@ -148,7 +148,7 @@ class FakePool:
     async def unload(self, name: str) -> bool:
         return self.there.pop(self.catalog.find(name).name, None) is not None
 
-    def figures(self, entry: Entry) -> Loaded:
+    def figures(self, entry: ModelEntry) -> Loaded:
         expires = datetime.now(UTC) + timedelta(seconds=300)
         return Loaded(entry.name, entry.digest, 1234, 4096, 10_000, 0, expires, False, False, 0, 1, STATS)
 

@@ -16,7 +16,7 @@ from fake_pool import FakeCatalog, FakePool, changed, entry_of, running
 from servers import Reply, Server, call
 
 from moegguf.generate.request import Delta, TokenLogprob, ToolCall
-from moegguf.models.entry import Entry
+from moegguf.models.entry import ModelEntry
 from moegguf.server.app import make_app
 from moegguf.settings import Settings
 
@@ -44,7 +44,7 @@ class Scripted:
 
 
 @pytest.fixture
-def entry(tiny: Callable[..., Path]) -> Entry:
+def entry(tiny: Callable[..., Path]) -> ModelEntry:
     return entry_of(
         tiny("tiny-qwen2moe"),
         system="Be kind.",
@@ -55,7 +55,7 @@ def entry(tiny: Callable[..., Path]) -> Entry:
 
 
 @pytest.fixture
-def scripted(entry: Entry, tiny: Callable[..., Path]) -> Iterator[Scripted]:
+def scripted(entry: ModelEntry, tiny: Callable[..., Path]) -> Iterator[Scripted]:
     """Models `demo` (thinks, calls tools, has defaults) and `plain`."""
     catalog = FakeCatalog(entry, entry_of(tiny("tiny-qwen2moe"), "plain:latest"))
     pool = FakePool(catalog)

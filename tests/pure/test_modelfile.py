@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moegguf.errors import OptionError
-from moegguf.models.entry import Entry
+from moegguf.models.entry import ModelEntry
 from moegguf.models.modelfile import parameter_lines, parse, render
 from moegguf.models.recipe import (
     FLOATS,
@@ -98,8 +98,8 @@ def test_templates_of_go_are_left_out_with_a_warning() -> None:
         assert parse("FROM a\nTEMPLATE {{ messages[0].content }}").template == "{{ messages[0].content }}"
 
 
-def entry_of(**values: Any) -> Entry:
-    return Entry("me:latest", "own", (Path("/x.gguf"),), 1, "0" * 64, datetime.now(UTC), **values)
+def entry_of(**values: Any) -> ModelEntry:
+    return ModelEntry("me:latest", "own", (Path("/x.gguf"),), 1, "0" * 64, datetime.now(UTC), **values)
 
 
 def test_a_text_that_begins_with_a_quote_is_no_fence() -> None:
@@ -120,7 +120,7 @@ def test_what_is_shown_of_a_model_s_parameters() -> None:
 
 def test_a_path_is_where_a_model_of_a_path_is_made_from(tmp_path: Path) -> None:
     path = tmp_path / "two words.gguf"
-    entry = Entry(str(path), "path", (path,), 1, "0" * 64, datetime.now(UTC))
+    entry = ModelEntry(str(path), "path", (path,), 1, "0" * 64, datetime.now(UTC))
     assert parse(render(entry)).from_ == str(path)
 
 

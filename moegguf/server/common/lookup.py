@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from moegguf.errors import ModelNotFoundError, MoeggufError
 from moegguf.models.details import details
-from moegguf.models.entry import Details, Entry
+from moegguf.models.entry import Details, ModelEntry
 from moegguf.server.common.errors import HttpError
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 COMPLETING = {"chat": "completion", "generate": "completion"}  # calls that need the same capability
 
 
-def find(catalog: Catalog, name: str) -> Entry:
+def find(catalog: Catalog, name: str) -> ModelEntry:
     """The model of that name. Raises HttpError 404 in Ollama's words, ModelNameError."""
     try:
         return catalog.find(name)
@@ -26,17 +26,17 @@ def find(catalog: Catalog, name: str) -> Entry:
         raise HttpError(404, message, "model_not_found") from None
 
 
-async def look_up(catalog: Catalog, name: str) -> tuple[Entry, Details]:
+async def look_up(catalog: Catalog, name: str) -> tuple[ModelEntry, Details]:
     """A model and what its headers say. Raises what `find` raises, ModelFormatError."""
 
-    def both() -> tuple[Entry, Details]:
+    def both() -> tuple[ModelEntry, Details]:
         entry = find(catalog, name)
         return entry, details(entry)
 
     return await asyncio.to_thread(both)
 
 
-def check_able(entry: Entry, known: Details, needs: Mapping[str, bool]) -> None:
+def check_able(entry: ModelEntry, known: Details, needs: Mapping[str, bool]) -> None:
     """Raises HttpError 400 for the first of `needs` ({what: needed}) that the model cannot do, in Ollama's words."""
     for what, needed in needs.items():
         if needed and COMPLETING.get(what, what) not in known.capabilities:
@@ -44,7 +44,7 @@ def check_able(entry: Entry, known: Details, needs: Mapping[str, bool]) -> None:
             raise HttpError(400, f"{name} does not support {what}")
 
 
-def details_or_none(entry: Entry) -> Details | None:
+def details_or_none(entry: ModelEntry) -> Details | None:
     """What an entry's headers say, None when they cannot be read: a list shows such a model all the same."""
     try:
         return details(entry)

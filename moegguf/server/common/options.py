@@ -13,7 +13,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, mo
 
 from moegguf.generate.options import RANGES, sampling_with
 from moegguf.generate.request import Sampling
-from moegguf.models.entry import Entry
+from moegguf.models.entry import ModelEntry
 from moegguf.models.recipe import PARAMETERS
 from moegguf.quantities import parse_duration, parse_expert_cache
 from moegguf.server.common import limits
@@ -98,7 +98,7 @@ class Options(Body):
         return sampling_with(Sampling(), self.model_dump(exclude_none=True))
 
 
-def options_of(given: Options | None, entry: Entry) -> Options:
+def options_of(given: Options | None, entry: ModelEntry) -> Options:
     """The request's options over those of the model. Raises HttpError 400 when the model's cannot be used."""
     if not entry.parameters:
         return given or Options()

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from moegguf.generate.request import GenerationRequest, Message
-from moegguf.models.entry import Entry
+from moegguf.models.entry import ModelEntry
 from moegguf.server.common.body import read_body
 from moegguf.server.common.errors import HttpError
 from moegguf.server.common.lookup import check_able, find, look_up
@@ -80,7 +80,9 @@ async def load_only(request: Request, body: Answering, kind: type[Reply]) -> Res
     return WholeResponse(work())
 
 
-def respond(request: Request, body: Answering, entry: Entry, generation: GenerationRequest, reply: Reply) -> Response:
+def respond(
+    request: Request, body: Answering, entry: ModelEntry, generation: GenerationRequest, reply: Reply
+) -> Response:
     """The answer to `ask` as it comes, or all of it at its end."""
     manager: ModelManager = request.app.state.manager
     load, stay_s = (body.options or Options()).load(), keep_alive_s(body.keep_alive)
@@ -113,7 +115,7 @@ def respond(request: Request, body: Answering, entry: Entry, generation: Generat
     return NdjsonResponse(lines()) if streams else WholeResponse(whole())
 
 
-def chat_ask(body: ChatRequest, entry: Entry) -> GenerationRequest:
+def chat_ask(body: ChatRequest, entry: ModelEntry) -> GenerationRequest:
     """What /api/chat asks the model."""
     given = [message_of(message) for message in body.messages or ()]
     own = [dict(message) for message in entry.messages]
@@ -127,7 +129,7 @@ def chat_ask(body: ChatRequest, entry: Entry) -> GenerationRequest:
     )
 
 
-def generate_ask(body: GenerateRequest, entry: Entry) -> GenerationRequest:
+def generate_ask(body: GenerateRequest, entry: ModelEntry) -> GenerationRequest:
     """What /api/generate asks: the prompt through the model's template, or as it is when raw or around a gap."""
     prompt = body.prompt or ""
     if body.raw or body.suffix:
@@ -147,7 +149,7 @@ def generate_ask(body: GenerateRequest, entry: Entry) -> GenerationRequest:
     )
 
 
-def shared(body: Answering, entry: Entry) -> dict[str, Any]:
+def shared(body: Answering, entry: ModelEntry) -> dict[str, Any]:
     """The fields of a `GenerationRequest` that both requests fill alike."""
     return {
         "format": body.format,

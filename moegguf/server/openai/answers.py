@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from moegguf.errors import WorkerError
 from moegguf.generate.request import Delta, GenerationRequest, PromptProgress
-from moegguf.models.entry import Entry
+from moegguf.models.entry import ModelEntry
 from moegguf.server.common.options import keep_alive_s
 from moegguf.server.common.streams import Lines, SseResponse, WholeResponse, dumps
 from moegguf.server.metrics import note
@@ -22,7 +22,9 @@ from moegguf.serving.events import Done, Event
 Reply = ChatReply | CompletionReply
 
 
-def answer(request: Request, body: AnswerBody, entry: Entry, generation: GenerationRequest, reply: Reply) -> Response:
+def answer(
+    request: Request, body: AnswerBody, entry: ModelEntry, generation: GenerationRequest, reply: Reply
+) -> Response:
     """The response to `body` once the model has its turn, as it comes or all of it at its end."""
     events = _events(request, body, entry, generation)
     if body.stream:
@@ -31,7 +33,7 @@ def answer(request: Request, body: AnswerBody, entry: Entry, generation: Generat
 
 
 async def _events(
-    request: Request, body: AnswerBody, entry: Entry, generation: GenerationRequest
+    request: Request, body: AnswerBody, entry: ModelEntry, generation: GenerationRequest
 ) -> AsyncGenerator[Event]:
     state, stay_s = request.app.state, keep_alive_s(body.keep_alive)
     async with (

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from moegguf.generate.request import GenerationRequest
-from moegguf.models.entry import Entry
+from moegguf.models.entry import ModelEntry
 from moegguf.server.common import limits
 from moegguf.server.common.body import read_body
 from moegguf.server.common.lookup import check_able, look_up
@@ -43,7 +43,7 @@ class CompletionBody(AnswerBody):
     def limit(self) -> int | None:
         return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
 
-    def generation(self, entry: Entry) -> GenerationRequest:
+    def generation(self, entry: ModelEntry) -> GenerationRequest:
         """What the model gets; of what its name adds, only the options."""
         text, tokens = (self.prompt, ()) if isinstance(self.prompt, str) else ("", tuple(self.prompt))
         return GenerationRequest(
@@ -70,7 +70,7 @@ async def completions(request: Request) -> Response:
     return answer(request, body, entry, body.generation(entry), reply)
 
 
-async def prompt_text(request: Request, entry: Entry, body: CompletionBody) -> str:
+async def prompt_text(request: Request, entry: ModelEntry, body: CompletionBody) -> str:
     """The prompt as text, whichever way it came."""
     if isinstance(body.prompt, str):
         return body.prompt

@@ -15,7 +15,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from moegguf.generate.options import MOST_SEED, MOST_TOKENS
 from moegguf.generate.request import GenerationRequest, Message, Sampling
-from moegguf.models.entry import Entry
+from moegguf.models.entry import ModelEntry
 from moegguf.server.common import limits
 from moegguf.server.common.body import Body
 from moegguf.server.common.options import MAX_TOKEN, KeepAlive, ModelName, Options, Stop, options_of
@@ -103,7 +103,7 @@ class AnswerBody(Body):
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
-    def sampling(self, entry: Entry) -> Sampling:
+    def sampling(self, entry: ModelEntry) -> Sampling:
         """How tokens are chosen: OpenAI's keys go before `options`, and these before what the model's name says."""
         named = {name: getattr(self, name) for name in OPTIONS if getattr(self, name) is not None}
         if (limit := self.limit()) is not None:
@@ -154,7 +154,7 @@ class ChatBody(AnswerBody):
     def limit(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
-    def generation(self, entry: Entry) -> GenerationRequest:
+    def generation(self, entry: ModelEntry) -> GenerationRequest:
         """What the model gets, with what its name adds."""
         own = [dict(message) for message in entry.messages]
         given = self._messages()
