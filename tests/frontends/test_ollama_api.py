@@ -314,7 +314,7 @@ def test_what_create_adds_is_shown_and_makes_the_same_again(server: Server) -> N
         ("/api/create", {"model": "x", "from": "nobody"}, 404, "model 'nobody' not found"),
         ("/api/create", {"model": "x", "from": "demo", "quantize": "q4_K_M"}, 400, "quantize"),
         ("/api/create", {"model": "x", "from": "demo", "adapters": {"a": "b"}}, 400, "adapters"),
-        ("/api/create", {"model": "demo", "from": "tiny"}, 400, "belongs"),
+        ("/api/create", {"model": "demo", "from": "tiny"}, 400, "already in use"),
         ("/api/create", {"model": "x", "files": {"a.gguf": "sha256:../../x"}}, 400, "digest"),
         ("/api/copy", {"source": "nobody", "destination": "x"}, 404, "model 'nobody' not found"),
         ("/api/copy", {"source": "demo", "destination": "a b"}, 400, ""),
