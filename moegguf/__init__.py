@@ -1,7 +1,7 @@
 """moegguf runs Mixture-of-Experts GGUF models whose experts do not fit in fast memory.
 
-The menu: `Llama` is llama-cpp-python's `Llama` with a budget for experts; `read_layout` and `make_plan` say beforehand
-what would go where; everything raised on purpose is a `MoeggufError`.
+`Llama` is llama-cpp-python's `Llama` with a budget for experts; `read_layout` and `make_plan` compute the placement
+without loading the model; every error raised on purpose is a `MoeggufError`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["Llama", "MoeggufError", "Stats", "StoreOptions", "__version__", "make_plan", "read_layout"]
 
-_HOMES = {
+_MODULES = {
     "Llama": "moegguf.engine.llama",
     "Stats": "moegguf.engine.stats",
     "StoreOptions": "moegguf.native.store",
@@ -30,9 +30,9 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    # Importing moegguf must not load numpy and libllama: `moegguf --help` answers at once.
-    if name in _HOMES:
+    # Importing moegguf must not load numpy and libllama, so that `moegguf --help` is fast.
+    if name in _MODULES:
         import importlib
 
-        return getattr(importlib.import_module(_HOMES[name]), name)
+        return getattr(importlib.import_module(_MODULES[name]), name)
     raise AttributeError(f"module 'moegguf' has no attribute {name!r}")

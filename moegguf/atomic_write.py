@@ -1,4 +1,4 @@
-"""Writes files whole or not at all: a reader sees the old contents or the new ones, whatever happens in between."""
+"""Atomic replacement of files: a reader sees the old contents or the new ones, never a part."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ MODE = 0o644
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Puts `data` in the place of `path`.
+    """Replaces the file at `path` by `data`, flushed to disk.
 
-    Raises OSError; the file that was there is then unchanged, and nothing is left beside it.
+    Raises OSError; the old file is then unchanged, and no temporary file remains.
     """
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:

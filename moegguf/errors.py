@@ -1,8 +1,8 @@
 """Every error moegguf raises on purpose.
 
-One base class, `MoeggufError`; one subclass per kind of fault, which also inherits the builtin a caller
-would expect (`ValueError`, `OSError`, ...). A message states the rule, the value that broke it and the next
-step. The frontends translate these once; nothing below prints them. Knows nothing of models, memory or libraries.
+One base class, `MoeggufError`; one subclass per kind of error, which also inherits the builtin that a caller would
+expect (`ValueError`, `OSError`, ...). A message states the rule, the value that broke it and the next step. Only the
+frontends print them.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ class ModelNotFoundError(MoeggufError, FileNotFoundError):
 
 
 class ModelFormatError(MoeggufError, ValueError):
-    """The GGUF file breaks a rule of the format; the message names the key or tensor, and the offset."""
+    """The GGUF file breaks a rule of the format; the message has the key or tensor, and the offset."""
 
 
 class BudgetError(MoeggufError, ValueError):
-    """The expert budget cannot be read or is too small; the message says what is accepted."""
+    """The expert budget cannot be read or is too small; the message lists what is accepted."""
 
 
 class OptionError(MoeggufError, TypeError):
@@ -39,7 +39,7 @@ class OptionError(MoeggufError, TypeError):
 
 
 class TraceError(MoeggufError, ValueError):
-    """A routing trace is damaged, of another version or of another model; the message says what does not fit."""
+    """A routing trace is damaged, of another version or of another model; the message has the difference."""
 
 
 class LibraryError(MoeggufError, RuntimeError):
@@ -47,11 +47,11 @@ class LibraryError(MoeggufError, RuntimeError):
 
 
 class ExpertIOError(MoeggufError, OSError):
-    """Reading an expert from disk failed after a retry; only the request that needed it has ended."""
+    """Reading an expert from disk failed after a retry; only the request that needed it has failed."""
 
 
 class AllocationError(MoeggufError, MemoryError):
-    """Memory for a pool, a context or a buffer could not be had; the message states the bytes asked for."""
+    """Allocating a pool, a context or a buffer failed; the message has the bytes requested."""
 
 
 class ClosedError(MoeggufError, ValueError):
@@ -62,20 +62,20 @@ class ForkError(MoeggufError, RuntimeError):
     """The model was used in a child made by fork(); load it again there, or start the child with spawn."""
 
 
-class GenerationCancelled(MoeggufError):  # noqa: N818 (a state asked for, not a fault)
+class GenerationCancelled(MoeggufError):  # noqa: N818 (a requested state, not an error)
     """Generation was stopped on request, before it was finished."""
 
 
 class CallbackError(MoeggufError, RuntimeError):
-    """A callback given by the user raised; the original exception is the `__cause__`."""
+    """A callback of the user raised; the original exception is the `__cause__`."""
 
 
 class ModelNameError(MoeggufError, ValueError):
-    """A name of a model breaks the rules of names."""
+    """The text is not a valid name of a model."""
 
 
 class PullError(MoeggufError, OSError):
-    """A download has failed; what arrived is kept and the same call goes on from there."""
+    """A download has failed; received bytes are kept and the same call continues from there."""
 
 
 class TemplateError(MoeggufError, ValueError):
@@ -87,16 +87,16 @@ class ContextError(MoeggufError, ValueError):
 
 
 class SchemaError(MoeggufError, ValueError):
-    """A JSON schema or grammar cannot be followed."""
+    """A JSON schema or grammar is invalid or not supported."""
 
 
 class CapabilityError(MoeggufError, ValueError):
-    """The model cannot do what was asked, such as call tools."""
+    """The model lacks a requested capability, such as calling tools."""
 
 
 class BusyError(MoeggufError, RuntimeError):
-    """As many requests wait as are allowed; try again later."""
+    """The queue of requests is full; try again later."""
 
 
 class WorkerError(MoeggufError, RuntimeError):
-    """The process that held a model has ended or does not answer; only the requests it had are lost."""
+    """A worker process has ended or does not respond; only its own requests have failed."""

@@ -1,7 +1,7 @@
-"""What `serve`, and whoever talks to it, reads from the environment: MOEGGUF_* first, OLLAMA_* where that is unset.
+"""Environment variables: those of every command (`Environment`), and those of the server and its clients (`Settings`).
 
-Names, forms and defaults are those of Ollama's envconfig and of its Python client. Reads and checks text; knows no
-models, no processes and no HTTP. What decides about experts is in config.py.
+Settings are read from MOEGGUF_*, and from OLLAMA_* where that is unset; names, forms and defaults are those of Ollama's
+envconfig and Python client.
 """
 
 from __future__ import annotations
@@ -13,20 +13,16 @@ import re
 import urllib.parse
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TypeVar
 
-from moegguf.config import parse_size
-from moegguf.errors import OptionError
+from moegguf.errors import BudgetError, OptionError
+from moegguf.quantities import parse_duration, parse_expert_cache, parse_size
 
 DEFAULT_PORT = 11434
 KV_CACHE_TYPES = ("f16", "q8_0", "q4_0")
 MAX_CONTEXT_TOKENS = 1 << 24
 
-_LONGEST_S = float(2**63 // 10**9)  # Go's longest duration, 292 years
-_UNITS_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
-_NUMBER = r"(?:\d{1,30}(?:\.\d{0,30})?|\.\d{1,30})"
-_PART = re.compile(rf"({_NUMBER})(ns|us|µs|μs|ms|s|m|h)", re.ASCII)
-_DURATION = re.compile(rf"([+-]?)((?:{_NUMBER}(?:ns|us|µs|μs|ms|s|m|h)){{1,16}}|{_NUMBER})", re.ASCII)
 _PORTS = {"http": 80, "https": 443}
 _SWITCH = {"0": False, "off": False, "false": False, "no": False, "1": True, "on": True, "true": True, "yes": True}
 
@@ -35,8 +31,50 @@ Default = TypeVar("Default")
 
 
 @dataclass(frozen=True)
+class Environment:
+    """The environment variables of every command, for models and the library."""
+
+    hooks: bool = True  # MOEGGUF_HOOKS=0 runs plain llama.cpp
+    expert_cache: str = "auto"  # MOEGGUF_EXPERT_CACHE: the budget when the caller gives none
+    library: Path | None = None  # MOEGGUF_LIBRARY: folder of the native library, instead of the installed one
+    models: Path | None = None  # MOEGGUF_MODELS: folder of models known by name
+    home: Path | None = None  # MOEGGUF_HOME: folder of moegguf's data, instead of the user's data folder
+
+
+def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
+    """Reads MOEGGUF_* from `environ` (default: the process's). Empty counts as unset.
+
+    Raises OptionError for MOEGGUF_HOOKS, BudgetError for MOEGGUF_EXPERT_CACHE.
+    """
+    env = os.environ if environ is None else environ
+    hooks = env.get("MOEGGUF_HOOKS", "").strip().lower() or "1"
+    if hooks not in _SWITCH:
+        raise OptionError(f"MOEGGUF_HOOKS must be 0 or 1, but is {hooks[:60]!r}; unset it to use the expert store.")
+    cache = env.get("MOEGGUF_EXPERT_CACHE", "").strip() or "auto"
+    try:
+        parse_expert_cache(cache)
+    except BudgetError as error:
+        raise BudgetError(f"MOEGGUF_EXPERT_CACHE: {error}") from None
+    library, models, home = (env.get(f"MOEGGUF_{name}", "") for name in ("LIBRARY", "MODELS", "HOME"))
+    return Environment(
+        hooks=_SWITCH[hooks],
+        expert_cache=cache,
+        library=Path(library).expanduser() if library else None,
+        models=Path(models).expanduser() if models else None,
+        home=Path(home).expanduser() if home else None,
+    )
+
+
+def data_folder() -> Path:
+    """The folder of names, history and learnt data of models: MOEGGUF_HOME, or the user's data folder."""
+    import platformdirs
+
+    return read_environment().home or Path(platformdirs.user_data_dir("moegguf"))
+
+
+@dataclass(frozen=True)
 class Host:
-    """Where a server listens or is reached. `host` has no brackets; `path` no slash at its ends."""
+    """The address of a server. `host` has no brackets; `path` no slash at its ends."""
 
     scheme: str = "http"
     host: str = "127.0.0.1"
@@ -45,13 +83,13 @@ class Host:
 
     @property
     def url(self) -> str:
-        """As in a request: "http://127.0.0.1:11434", "http://[::1]:80/path"."""
+        """The URL: "http://127.0.0.1:11434", "http://[::1]:80/path"."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{self.scheme}://{host}:{self.port}" + (f"/{self.path}" if self.path else "")
 
     @property
     def is_loopback(self) -> bool:
-        """Only this machine can reach it."""
+        """Whether only this machine can reach it."""
         try:
             return ipaddress.ip_address(self.host.partition("%")[0]).is_loopback
         except ValueError:
@@ -62,7 +100,7 @@ def parse_host(text: str | None) -> Host:
     """The address in `text`: "host", ":port", "host:port/path", "http://host", "[::1]:port", "::1"; empty for the
     default. Without a scheme the port is 11434, with one it is the scheme's.
 
-    Raises OptionError for another scheme, a port that is none, or a user and password.
+    Raises OptionError for another scheme, an invalid port, or a user and password.
     """
     given = (text or "").strip()
     scheme, found, rest = given.partition("://")
@@ -90,34 +128,13 @@ def _is_ipv6(text: str) -> bool:
         return False
 
 
-def parse_duration(value: str | int | float) -> float:
-    """Seconds: of a number (or one written as text), or of a Go duration such as "1h30m" or "300ms". Negative: for
-    ever, which is `math.inf`; so is what a Go duration cannot hold.
-
-    Raises OptionError for anything else, NaN too.
-    """
-    seconds = math.nan
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        seconds = float(min(max(value, -1), _LONGEST_S + 1)) if value == value else math.nan
-    elif isinstance(value, str) and (match := _DURATION.fullmatch(value.strip())):
-        parts = _PART.findall(match[2])
-        seconds = sum(float(number) * _UNITS_S[unit] for number, unit in parts) if parts else float(match[2])
-        seconds = -seconds if match[1] == "-" else seconds
-    if math.isnan(seconds):
-        raise OptionError(
-            f"{repr(value)[:60]} is not a duration; accepted: seconds, or a text such as '5m', '1h30m', '300ms';"
-            " negative is for ever."
-        )
-    return math.inf if seconds < 0 or seconds > _LONGEST_S else seconds
-
-
 @dataclass(frozen=True)
 class Settings:
-    """What the environment says. Durations in seconds, `math.inf` for ever; None: to be chosen where it is used.
+    """Options of the server. Durations in seconds, `math.inf` without a limit; None: chosen where it is used.
 
-    `memory_bytes`: for all loaded models together. `max_models`: at most so many loaded; None: as many as fit.
-    `max_queue`: requests that may wait. `load_timeout_s`: a load ends when nothing is read for so long. `n_parallel`
-    is read for its form; a model writes one answer at a time. `api_key` is in no text of this object.
+    `memory_bytes`: of all loaded models together. `max_models`: most models loaded; None: as many as fit. `max_queue`:
+    most requests waiting. `load_timeout_s`: a load fails after this time without a read. `n_parallel` is checked only:
+    a model generates one answer at a time. `api_key` is not in the repr.
     """
 
     host: Host = field(default_factory=Host)
@@ -139,13 +156,13 @@ class Settings:
 
 
 class _Variables:
-    """Values by the part of their name after MOEGGUF_ or OLLAMA_; empty counts as unset."""
+    """Reads variables by their name after MOEGGUF_ or OLLAMA_; empty counts as unset."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self.environ = environ
 
     def find(self, name: str) -> tuple[str, str]:
-        """The variable that is set and its value; the value is empty when none is."""
+        """(full name, value) of the first that is set; an empty value when none is."""
         for full in (f"MOEGGUF_{name}", f"OLLAMA_{name}"):
             if text := self.environ.get(full, "").strip().strip("\"'"):
                 return full, text
@@ -155,9 +172,7 @@ class _Variables:
         full, text = self.find(name)
         try:
             return parse(text) if text else default
-        except ValueError as error:
-            raise OptionError(f"{full}: {error}") from None
-        except OptionError as error:
+        except (ValueError, OptionError) as error:
             raise OptionError(f"{full}: {error}") from None
 
 
@@ -170,7 +185,7 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
     return Settings(
         host=read("HOST", parse_host, Host()),
         keep_alive_s=read("KEEP_ALIVE", parse_duration, Settings.keep_alive_s),
-        origins=read("ORIGINS", _words, ()),
+        origins=read("ORIGINS", _comma_separated, ()),
         n_ctx=read("CONTEXT_LENGTH", _whole(0, MAX_CONTEXT_TOKENS), 0) or None,
         n_parallel=read("NUM_PARALLEL", _whole(0, 1024), 0) or Settings.n_parallel,
         max_models=read("MAX_LOADED_MODELS", _whole(0, 1024), 0) or None,
@@ -187,8 +202,8 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
     )
 
 
-def _words(text: str) -> tuple[str, ...]:
-    return tuple(word for part in text.split(",") if (word := part.strip()))
+def _comma_separated(text: str) -> tuple[str, ...]:
+    return tuple(item for part in text.split(",") if (item := part.strip()))
 
 
 def _whole(least: int, most: int) -> Callable[[str], int]:

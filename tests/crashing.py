@@ -89,8 +89,8 @@ def old_or_new() -> None:
 def check_blobs() -> None:
     import hashlib
 
-    from moegguf.config import data_folder
     from moegguf.models.hub import hub_cache
+    from moegguf.settings import data_folder
 
     for blob in [*hub_cache().glob("*/blobs/*"), *data_folder().glob("blobs/sha256-*")]:
         if not blob.name.endswith(".incomplete"):

@@ -258,7 +258,7 @@ def endless(handler: Handler, data: bytes) -> None:
     handler.close_connection = True
 
 
-def in_circles(handler: Handler, _: bytes) -> None:
+def redirect_loop(handler: Handler, _: bytes) -> None:
     handler.say(302, {"Location": "/round/and/round"})
 
 

@@ -20,7 +20,7 @@ from moegguf.engine.estimate import Expected
 from moegguf.engine.plan import Plan
 from moegguf.errors import ModelNotFoundError
 from moegguf.generate.request import Delta, GenerationRequest
-from moegguf.models.entry import Entry
+from moegguf.models.entry import ModelEntry
 from moegguf.serving.events import LoadOptions
 from moegguf.serving.lease import Lease
 from moegguf.serving.manager import ModelManager
@@ -54,26 +54,26 @@ class FakeCatalog:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.entries: dict[str, Entry] = {}
+        self.entries: dict[str, ModelEntry] = {}
         self.sizes: dict[str, tuple[int, int]] = {}
 
     def add(self, name: str, wanted_mib: int = 100, minimum_mib: int = 100, **script: Any) -> None:
         script.setdefault("log", str(self.folder / f"{name}.log"))
         path = Path(json.dumps(script))
         when = datetime(2026, 1, 2, tzinfo=UTC)
-        self.entries[name] = Entry(f"{name}:latest", "path", (path,), wanted_mib * MIB, name * 64, when)
+        self.entries[name] = ModelEntry(f"{name}:latest", "path", (path,), wanted_mib * MIB, name * 64, when)
         self.sizes[f"{name}:latest"] = wanted_mib * MIB, minimum_mib * MIB
 
     def change(self, name: str, **fields: Any) -> None:
         self.entries[name] = replace(self.entries[name], **fields)
 
-    def find(self, name: str) -> Entry:
+    def find(self, name: str) -> ModelEntry:
         try:
             return self.entries[name.removesuffix(":latest")]
         except KeyError:
             raise ModelNotFoundError(f"there is no model named {name!r}; try 'a'.") from None
 
-    def measure(self, entry: Entry, load_options: LoadOptions, settings: Settings, limit_bytes: int) -> ModelSize:
+    def measure(self, entry: ModelEntry, load_options: LoadOptions, settings: Settings, limit_bytes: int) -> ModelSize:
         def plan(n_bytes: int) -> Plan:
             expected = Expected(1.0, 1.0, 0, 0, None, None, "")
             return Plan(1, 1, n_bytes, True, 1, 0, 0, 0, n_bytes, limit_bytes, (), (), expected)

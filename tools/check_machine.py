@@ -1,8 +1,8 @@
-"""Says plainly what this machine lacks for a build, before anything is downloaded.
+"""Lists what this machine lacks for a build, before anything is downloaded.
 
 Usage: python tools/check_machine.py            exit status 1 and one sentence per missing thing
        python tools/check_machine.py --extra X  prints the requirements of an extra in pyproject.toml
-Runs on any Python 3, so that an old one gets a sentence too.
+Runs on any Python 3, so that one that is too old gets an error message too.
 """
 
 import os
@@ -11,7 +11,7 @@ import sys
 
 
 def missing():
-    """Returns one sentence per thing that is not there."""
+    """Yields one sentence per missing thing."""
     if sys.version_info < (3, 11):
         yield "Python 3.11 or newer is needed, this is %d.%d; try: make PYTHON=python3.12" % sys.version_info[:2]
     try:
@@ -35,6 +35,7 @@ def print_extra(name):
 
 
 def main():
+    """Runs the command line; returns the exit status."""
     if sys.argv[1:2] == ["--extra"]:
         print_extra(sys.argv[2])
         return 0

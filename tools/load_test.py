@@ -1,9 +1,9 @@
-"""Many clients at once against a running server: is every answer right, and how long does it take?
+"""Load test of a running server: checks every answer of many concurrent clients, and measures latencies.
 
     python -m tools.load_test --clients 64 --seconds 60 [--url http://127.0.0.1:11434] [--model demo] [--json]
 
-One client asks every question first; then N clients ask them over and over, streamed, and each answer must be the one
-that the single client got for the same seed. Exit status 1 when an answer is wrong or a connection breaks.
+A single client sends every question first; then N clients send them repeatedly, streamed, and each answer must be the
+one of the single client for the same seed. Exit status 1 when an answer differs or a connection breaks.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import httpx
@@ -27,19 +28,20 @@ QUESTIONS = (
     "What does moegguf do?", "Who are you?", "How do I set the memory budget?", "What is an expert?",
     "What is a hit?", "Could you explain what a slot is?", "Does it change the output?", "What is the capital of Rome?",
 )  # fmt: skip
-PATIENCE_S = 600.0  # for one answer, queue included
-SAMPLES = 20  # of memory, over a run
+TIMEOUT_S = 600.0  # for one answer, queue included
+MEMORY_SAMPLES = 20  # over a run
 
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked, with a seed: the answer is the same each time."""
+    """A question with a seed, so that the answer is always the same."""
 
     text: str
     seed: int
     max_tokens: int
 
     def body(self, model: str) -> dict[str, Any]:
+        """The body of POST /v1/chat/completions."""
         return {
             "model": model,
             "messages": [{"role": "user", "content": self.text}],
@@ -51,22 +53,23 @@ class Question:
 
 
 @dataclass
-class Heard:
-    """One answer and when its parts came, seconds after it was asked for."""
+class Answer:
+    """One answer; `at_s`: when each part arrived, in seconds after the request."""
 
     text: str = ""
-    finish: str = ""
-    tokens: int = 0
+    finish_reason: str = ""
+    n_tokens: int = 0
     at_s: list[float] = field(default_factory=list)
 
     @property
-    def said(self) -> tuple[str, str, int]:
-        return self.text, self.finish, self.tokens
+    def content(self) -> tuple[str, str, int]:
+        """The parts that must not depend on timing."""
+        return self.text, self.finish_reason, self.n_tokens
 
 
 @dataclass
 class Outcome:
-    """What became of a run. Times in seconds; memory in bytes, of the server and all its workers."""
+    """The result of a run. Times in seconds; memory in bytes, of the server and all its workers."""
 
     clients: int
     seconds: float = 0.0
@@ -76,28 +79,30 @@ class Outcome:
     busy_without_retry_after: int = 0
     resets: int = 0
     errors: Counter[str] = field(default_factory=Counter)
-    tokens: int = 0
+    n_tokens: int = 0
     first_s: list[float] = field(default_factory=list)
     between_s: list[float] = field(default_factory=list)
     memory_bytes: list[dict[str, int]] = field(default_factory=list)
 
     @property
-    def good(self) -> bool:
+    def passed(self) -> bool:
+        """Whether there were answers, and every one was right."""
         return self.answers > 0 and not (self.wrong or self.resets or self.errors or self.busy_without_retry_after)
 
     def as_dict(self) -> dict[str, Any]:
+        """All figures, with percentiles in place of the single times."""
         figures = asdict(self)
         del figures["first_s"], figures["between_s"]
         return {
             **figures,
             "first_ms": percentiles_ms(self.first_s),
             "between_ms": percentiles_ms(self.between_s),
-            "tokens_per_s": self.tokens / self.seconds if self.seconds else 0.0,
+            "tokens_per_s": self.n_tokens / self.seconds if self.seconds else 0.0,
         }
 
 
 def percentiles_ms(times_s: Sequence[float]) -> dict[str, float]:
-    """p50, p90, p99 and the longest, in milliseconds; empty without times."""
+    """p50, p90, p99 and the maximum, in milliseconds; empty with fewer than two times."""
     if len(times_s) < 2:
         return {}
     cuts = statistics.quantiles(times_s, n=100, method="inclusive")
@@ -105,16 +110,16 @@ def percentiles_ms(times_s: Sequence[float]) -> dict[str, float]:
 
 
 class BusyServer(Exception):  # noqa: N818 (a state of the server, not a fault)
-    """503, and whether it said when to come back."""
+    """Status 503, with or without Retry-After."""
 
-    def __init__(self, says_when: bool) -> None:
+    def __init__(self, has_retry_after: bool) -> None:
         super().__init__()
-        self.says_when = says_when
+        self.has_retry_after = has_retry_after
 
 
-async def ask(client: httpx.AsyncClient, model: str, question: Question) -> Heard:
-    """One streamed answer. Raises BusyServer, RuntimeError for any other error the server tells, and httpx's errors."""
-    heard, start = Heard(), time.perf_counter()
+async def request_answer(client: httpx.AsyncClient, model: str, question: Question) -> Answer:
+    """One streamed answer. Raises BusyServer, RuntimeError for any other error of the server, and httpx's errors."""
+    answer, start = Answer(), time.perf_counter()
     async with client.stream("POST", "/v1/chat/completions", json=question.body(model)) as response:
         if response.status_code == 503:
             raise BusyServer("retry-after" in response.headers)
@@ -122,82 +127,81 @@ async def ask(client: httpx.AsyncClient, model: str, question: Question) -> Hear
             raise RuntimeError(f"{response.status_code} {(await response.aread()).decode()[:200]}")
         async for line in response.aiter_lines():
             if line.startswith("data: {"):
-                _hear(heard, json.loads(line[6:]), time.perf_counter() - start)
+                _add_chunk(answer, json.loads(line[6:]), time.perf_counter() - start)
             elif line == "data: [DONE]":
-                return heard
+                return answer
     raise httpx.RemoteProtocolError("the stream ended before [DONE]")
 
 
-def _hear(heard: Heard, chunk: dict[str, Any], at_s: float) -> None:
+def _add_chunk(answer: Answer, chunk: dict[str, Any], at_s: float) -> None:
     if "error" in chunk:
         raise RuntimeError(str(chunk["error"])[:200])
     for choice in chunk["choices"]:
         if text := choice["delta"].get("content"):
-            heard.text += text
-            heard.at_s.append(at_s)
-        heard.finish = choice["finish_reason"] or heard.finish
+            answer.text += text
+            answer.at_s.append(at_s)
+        answer.finish_reason = choice["finish_reason"] or answer.finish_reason
     if usage := chunk.get("usage"):
-        heard.tokens = usage["completion_tokens"]
+        answer.n_tokens = usage["completion_tokens"]
 
 
 class Run:
-    """N clients until the time is over or enough has been answered."""
+    """N concurrent clients, for a time or a number of requests."""
 
     def __init__(self, client: httpx.AsyncClient, model: str, questions: Sequence[Question], clients: int) -> None:
         self.client, self.model, self.questions = client, model, questions
         self.outcome = Outcome(clients)
-        self.right: dict[Question, tuple[str, str, int]] = {}
+        self.expected: dict[Question, tuple[str, str, int]] = {}
 
-    async def learn(self) -> None:
-        """What a single client is answered, asked twice: an answer that changes by itself proves nothing."""
+    async def record_expected(self) -> None:
+        """Records the answers to a single client. Raises RuntimeError for one that differs between two requests."""
         for question in self.questions:
-            first, second = [(await ask(self.client, self.model, question)).said for _ in range(2)]
+            first, second = [(await request_answer(self.client, self.model, question)).content for _ in range(2)]
             if first != second:
                 raise RuntimeError(f"a single client gets two answers to {question}: {first} and {second}")
-            self.right[question] = first
+            self.expected[question] = first
 
-    async def flood(self, seconds: float, requests: int | None = None) -> Outcome:
-        """All clients at once, for `seconds` or until `requests` were answered."""
+    async def run_clients(self, seconds: float, requests: int | None = None) -> Outcome:
+        """All clients at once, for `seconds` or until `requests` were sent."""
         start = time.perf_counter()
         self._end_s = start + seconds
-        self._left = requests
+        self._n_left = requests
         await asyncio.gather(*(self._client(number) for number in range(self.outcome.clients)))
         self.outcome.seconds = time.perf_counter() - start
         return self.outcome
 
     async def _client(self, number: int) -> None:
-        turn = number
-        while time.perf_counter() < self._end_s and self._take_one():
-            await self._one(self.questions[turn % len(self.questions)])
-            turn += 1
+        while time.perf_counter() < self._end_s and self._may_send():
+            await self._check_answer(self.questions[number % len(self.questions)])
+            number += 1
 
-    def _take_one(self) -> bool:
-        if self._left is not None:
-            self._left -= 1
-            return self._left >= 0
+    def _may_send(self) -> bool:
+        if self._n_left is not None:
+            self._n_left -= 1
+            return self._n_left >= 0
         return True
 
-    async def _one(self, question: Question) -> None:
+    async def _check_answer(self, question: Question) -> None:
         outcome = self.outcome
         try:
-            heard = await ask(self.client, self.model, question)
+            answer = await request_answer(self.client, self.model, question)
         except BusyServer as busy:
             outcome.busy += 1
-            outcome.busy_without_retry_after += not busy.says_when
+            outcome.busy_without_retry_after += not busy.has_retry_after
         except httpx.HTTPError:  # refused, reset, cut off
             outcome.resets += 1
         except RuntimeError as error:
             outcome.errors[str(error)] += 1
         else:
             outcome.answers += 1
-            outcome.wrong += heard.said != self.right[question]
-            outcome.tokens += heard.tokens
-            outcome.first_s += heard.at_s[:1]
-            outcome.between_s += [later - before for before, later in zip(heard.at_s, heard.at_s[1:], strict=False)]
+            outcome.wrong += answer.content != self.expected[question]
+            outcome.n_tokens += answer.n_tokens
+            outcome.first_s += answer.at_s[:1]
+            outcome.between_s += [after - before for before, after in pairwise(answer.at_s)]
 
 
 def processes_of(port: int) -> list[psutil.Process]:
-    """The server that listens on a port of this machine, and its workers; empty when it is elsewhere."""
+    """The server that listens on a port of this machine, and its workers; empty when it runs on another machine."""
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             if any(c.status == psutil.CONN_LISTEN and c.laddr.port == port for c in process.net_connections()):
@@ -215,23 +219,23 @@ def memory_of(processes: Sequence[psutil.Process]) -> dict[str, int]:
 
 
 async def watch_memory(run: Run, port: int, every_s: float) -> None:
-    """Notes the memory now and every `every_s`, until cancelled."""
+    """Records the memory now and every `every_s`, until cancelled."""
     while processes := processes_of(port):
         run.outcome.memory_bytes.append(memory_of(processes))
         await asyncio.sleep(every_s)
 
 
 async def measure(options: argparse.Namespace) -> Outcome:
-    """The whole test, as the command line says."""
+    """The whole test with the options of the command line."""
     questions = [Question(text, options.seed + number, options.max_tokens) for number, text in enumerate(QUESTIONS)]
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=options.clients)
-    async with httpx.AsyncClient(base_url=options.url, timeout=PATIENCE_S, limits=limits, trust_env=False) as client:
+    async with httpx.AsyncClient(base_url=options.url, timeout=TIMEOUT_S, limits=limits, trust_env=False) as client:
         run = Run(client, options.model, questions, options.clients)
-        await run.learn()
+        await run.record_expected()
         port = httpx.URL(options.url).port or 80
-        watcher = asyncio.create_task(watch_memory(run, port, max(options.seconds / SAMPLES, 0.5)))
+        watcher = asyncio.create_task(watch_memory(run, port, max(options.seconds / MEMORY_SAMPLES, 0.5)))
         try:
-            outcome = await run.flood(options.seconds, options.requests)
+            outcome = await run.run_clients(options.seconds, options.requests)
         finally:
             watcher.cancel()
         outcome.memory_bytes.append(memory_of(processes_of(port)))
@@ -239,7 +243,7 @@ async def measure(options: argparse.Namespace) -> Outcome:
 
 
 def lines(outcome: Outcome) -> Iterator[str]:
-    """The outcome for people."""
+    """The outcome as text."""
     figures = outcome.as_dict()
     yield f"clients          {outcome.clients} for {outcome.seconds:.1f} s"
     yield f"answers          {outcome.answers} checked, {outcome.wrong} wrong; {figures['tokens_per_s']:.0f} tokens/s"
@@ -255,19 +259,20 @@ def lines(outcome: Outcome) -> Iterator[str]:
 
 
 def main() -> int:
+    """Runs the command line; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", default="http://127.0.0.1:11434", help="the server")
-    parser.add_argument("--model", default="demo", help="a model it has")
-    parser.add_argument("--clients", type=int, default=64, help="how many ask at once")
-    parser.add_argument("--seconds", type=float, default=60.0, help="how long they ask")
-    parser.add_argument("--requests", type=int, help="stop after so many, if that comes first")
+    parser.add_argument("--model", default="demo", help="a model of that server")
+    parser.add_argument("--clients", type=int, default=64, help="number of concurrent clients")
+    parser.add_argument("--seconds", type=float, default=60.0, help="duration")
+    parser.add_argument("--requests", type=int, help="stop after this number, if that comes first")
     parser.add_argument("--max-tokens", type=int, default=32, help="of each answer")
-    parser.add_argument("--seed", type=int, default=1, help="of the first question; the others count on from it")
+    parser.add_argument("--seed", type=int, default=1, help="of the first question; each further one adds 1")
     parser.add_argument("--json", action="store_true", help="all figures as JSON on stdout")
     options = parser.parse_args()
     outcome = asyncio.run(measure(options))
     print(json.dumps(outcome.as_dict()) if options.json else "\n".join(lines(outcome)))
-    return 0 if outcome.good else 1
+    return 0 if outcome.passed else 1
 
 
 if __name__ == "__main__":

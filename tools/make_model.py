@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write a random Mixture-of-Experts GGUF of any shape, streamed, as large as the disk holds.
+"""Write a random Mixture-of-Experts GGUF of any shape; streamed, so that only the disk limits its size.
 
 python tools/make_model.py --preset qwen1.5-moe-a2.7b --quant q4_0 -o model.gguf
 python tools/make_model.py --preset tiny-mix --quant q4_k_m --split 3 -o tiny.gguf
@@ -23,7 +23,7 @@ DIMENSIONS = [field.name for field in fields(Shape) if field.name != "arch"]
 
 
 def main() -> int:
-    """Run the command line; returns the exit status."""
+    """Runs the command line; returns the exit status."""
     parser = _parser()
     args = parser.parse_args()
     if args.list:
@@ -47,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--list", action="store_true", help="list the presets and their sizes")
     split = parser.add_mutually_exclusive_group()
-    split.add_argument("--split", type=int, default=1, metavar="N", help="deal the tensors to N shards")
+    split.add_argument("--split", type=int, default=1, metavar="N", help="distribute the tensors over N shards")
     split.add_argument("--split-max-size", type=_n_bytes, metavar="SIZE", help="fill shards up to a size such as 2G")
     for name in DIMENSIONS:
         flags = ["--layers"] if name == "n_layer" else []

@@ -1,4 +1,4 @@
-"""Checks the patches as code is checked, and rewrites them after an edit.
+"""Checks the patches, and rewrites them after an edit.
 
 Usage: python tools/patches.py check     every patch is listed, has a reason and an end, and applies to pristine source
        python tools/patches.py refresh   rewrites each patch from the patched tree in build/vendor, keeping its header
@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tools import vendor
 
 HEADER_FIELDS = ("Subject", "Why", "Until", "Touches")
-MOST_ADDED_LINES = 100  # over all patches: a version bump must stay a matter of moving call sites
+MAX_ADDED_LINES = 100  # over all patches: a version bump must only move call sites
 
 
 def header_of(patch: Path) -> str:
@@ -32,11 +32,12 @@ def touched_by(patch: Path) -> list[str]:
 
 
 def added_lines(patch: Path) -> int:
+    """Lines that the patch adds."""
     return sum(line.startswith("+") and not line.startswith("+++") for line in patch.read_text().splitlines())
 
 
 def problems_of_headers() -> Iterator[str]:
-    """One sentence per patch that is not listed, not there, or lacks a part of its header."""
+    """One sentence per patch that is not listed, is missing, or lacks a part of its header."""
     listed = vendor.series()
     present = sorted(vendor.PATCHES.glob("*.patch"))
     readme = (vendor.PATCHES / "README.md").read_text()
@@ -55,10 +56,10 @@ def problems_of_headers() -> Iterator[str]:
             yield f"patches/README.md does not name {patch.name}"
         for file in touched_by(patch):
             if file not in header_of(patch):
-                yield f"{patch.name} changes {file}, which its header does not say"
+                yield f"{patch.name} changes {file}, which its header does not name"
     total = sum(added_lines(patch) for patch in listed if patch in present)
-    if total > MOST_ADDED_LINES:
-        yield f"the patches add {total} lines, more than {MOST_ADDED_LINES}: move code to moegguf/native"
+    if total > MAX_ADDED_LINES:
+        yield f"the patches add {total} lines, more than {MAX_ADDED_LINES}: move code to moegguf/native"
 
 
 def problems_of_application() -> Iterator[str]:
@@ -85,11 +86,13 @@ def refresh() -> None:
 
 
 def diff(folder: Path, file: str) -> str:
+    """The unified diff of `file` from `folder`/a to `folder`/b."""
     command = ["diff", "--unified", f"--label=a/{file}", f"--label=b/{file}", f"a/{file}", f"b/{file}"]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True).stdout
 
 
 def main() -> int:
+    """Runs the command line; returns the exit status."""
     if sys.argv[1:] == ["refresh"]:
         refresh()
         return 0

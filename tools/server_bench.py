@@ -1,10 +1,10 @@
-"""What the server costs: `/api/chat` against the same model in process, interleaved, medians.
+"""The server's overhead: `/api/chat` against the same model in process, interleaved, medians.
 
     python -m tools.server_bench --rounds 30
 
-Starts a server of its own on a free port, loads the model there and here, and asks both the same question by turns:
-streamed, 200 tokens, a seed that makes the answers equal. Prints time to first token and tokens per second of each,
-and what the server adds. The client is a bare socket: what a client library costs is not the server's.
+Starts a server on a free port, loads the model there and here, and sends both the same question in turns: streamed, 200
+tokens, a fixed seed so that the answers are equal. Prints the time to the first token and the total time of each, and
+the server's overhead. The client is http.client, so that no client library's time is counted.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ START_S = 30.0
 
 @dataclass(frozen=True)
 class Run:
-    """Seconds to the first text and to the end, and the text."""
+    """Seconds from the request to the first text and to the end, and the text."""
 
     first_s: float
     total_s: float
@@ -39,7 +39,7 @@ class Run:
 
 
 def in_process(llm: Llama) -> Run:
-    """The question through `Answer`, as the worker of a server asks it."""
+    """The question through `Answer`, as in a worker of the server."""
     start, first, texts = time.perf_counter(), 0.0, []
     for piece in Answer(
         llm, GenerationRequest(messages=({"role": "user", "content": QUESTION},), sampling=SAMPLING)
@@ -51,9 +51,9 @@ def in_process(llm: Llama) -> Run:
 
 
 def drop_in(llm: Llama) -> Run:
-    """The question through `create_chat_completion`, as a user of llama-cpp-python asks it."""
+    """The question through `create_chat_completion`, llama-cpp-python's API."""
     start, first, texts = time.perf_counter(), 0.0, []
-    llm.reset()  # a seed starts from an empty context in the server, too
+    llm.reset()  # as in the server, where a seed starts from an empty context
     for chunk in llm.create_chat_completion(
         [{"role": "user", "content": QUESTION}],
         stream=True,
@@ -71,7 +71,7 @@ def drop_in(llm: Llama) -> Run:
 
 
 def over_http(connection: http.client.HTTPConnection, model: str) -> Run:
-    """The question through `/api/chat`, streamed, on a connection that stays open, as clients keep theirs."""
+    """The question through `/api/chat`, streamed, on a persistent connection."""
     body = {
         "model": model,
         "messages": [{"role": "user", "content": QUESTION}],
@@ -101,7 +101,7 @@ def server() -> Iterator[int]:
 
 
 def measure(runs: dict[str, Callable[[], Run]], rounds: int) -> dict[str, list[Run]]:
-    """`rounds` of each, by turns; before each a run that does not count, so that all find warm caches and threads."""
+    """`rounds` of each, in turns; before each an uncounted run, so that caches and threads are warm."""
     results: dict[str, list[Run]] = {name: [] for name in runs}
     for _ in range(rounds):
         for name, run in runs.items():
@@ -111,21 +111,22 @@ def measure(runs: dict[str, Callable[[], Run]], rounds: int) -> dict[str, list[R
 
 
 def main() -> None:
+    """Runs the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--json", action="store_true")
-    ask = parser.parse_args()
+    options = parser.parse_args()
     from moegguf.models.catalog import find_model
 
-    with server() as port, Llama(find_model(ask.model), n_ctx=512, verbose=False) as llm:
+    with server() as port, Llama(find_model(options.model), n_ctx=512, verbose=False) as llm:
         connection = http.client.HTTPConnection("127.0.0.1", port)
         runs = {
             "in process": lambda: in_process(llm),
             "create_chat_completion": lambda: drop_in(llm),
-            "server": lambda: over_http(connection, ask.model),
+            "server": lambda: over_http(connection, options.model),
         }
-        results = measure(runs, ask.rounds)
+        results = measure(runs, options.rounds)
     table = {
         name: {
             "first_ms": statistics.median(run.first_s for run in rows) * 1e3,
@@ -135,7 +136,7 @@ def main() -> None:
         }
         for name, rows in results.items()
     }
-    if ask.json:
+    if options.json:
         print(json.dumps(table, indent=2))
         return
     for name, row in table.items():
@@ -143,8 +144,10 @@ def main() -> None:
             f"{name:24} first {row['first_ms']:7.2f} ms   total {row['total_ms']:7.2f} ms"
             f"   {row['characters']} characters"
         )
-    extra = {name: table["server"]["total_ms"] / row["total_ms"] - 1 for name, row in table.items() if name != "server"}
-    print("server against: " + ", ".join(f"{name} {share:+.1%}" for name, share in extra.items()))
+    overhead = {
+        name: table["server"]["total_ms"] / row["total_ms"] - 1 for name, row in table.items() if name != "server"
+    }
+    print("server against: " + ", ".join(f"{name} {share:+.1%}" for name, share in overhead.items()))
 
 
 if __name__ == "__main__":

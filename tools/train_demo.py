@@ -1,11 +1,10 @@
-"""Make the demo model from nothing but this machine's own free texts and `demo_questions.jsonl`.
+"""Train the demo model from scratch on this machine's free texts and `demo_questions.jsonl`.
 
     python -m tools.train_demo --work build/demo --pretrain-minutes 45 --chat-minutes 25 --out moegguf/demo
 
 Needs the extra `train` (torch 2.13.0, tokenizers, gguf), and llama_cpp with its library for the last step.
-Every step leaves its result in the work folder and goes on from what it finds there; the command can be
-stopped and given again. On a machine that does other work too, OMP_WAIT_POLICY=passive in the environment makes
-torch almost twice as fast.
+Every step saves its result in the work folder and resumes from there; the command can be stopped and repeated. On a
+machine with other load, OMP_WAIT_POLICY=passive in the environment makes torch almost twice as fast.
 """
 
 import argparse
@@ -42,16 +41,16 @@ SHOWN = (
 
 @dataclass(frozen=True)
 class Sources:
-    """What training reads: tokenizer and tokens."""
+    """The inputs of training: tokenizer and tokens."""
 
     tokenizer: Tokenizer
     corpus: data.Corpus
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, required=True, help="folder for checkpoints and the like")
+    parser.add_argument("--work", type=Path, required=True, help="folder for checkpoints and intermediate files")
     parser.add_argument("--pretrain-minutes", type=float, default=45, help="wall time on the corpus")
     parser.add_argument("--chat-minutes", type=float, default=25, help="wall time on conversations too")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads for torch")
@@ -61,7 +60,7 @@ def arguments() -> argparse.Namespace:
 
 
 def prepare(work: Path) -> Sources:
-    """Gather, tokenise and keep the corpus, unless that was done before."""
+    """Collects, tokenises and saves the corpus, unless that was done before."""
     tokenizer_path, tokens_path = work / "tokenizer.json", work / "tokens.npz"
     if not tokens_path.exists():
         documents = corpus.select(corpus.gather())
@@ -71,7 +70,7 @@ def prepare(work: Path) -> Sources:
 
 
 def stages(sources: Sources, args: argparse.Namespace, shape: Shape) -> list[train.Stage]:
-    """First the corpus alone, then conversations beside it through rounded weights."""
+    """The corpus alone, then conversations mixed with it, with weights rounded as in Q4_0."""
     windows = data.Windows(sources.corpus.train, PRETRAIN_CTX)
     chat = Chat(
         sources.tokenizer,
@@ -88,7 +87,7 @@ def stages(sources: Sources, args: argparse.Namespace, shape: Shape) -> list[tra
 
 
 def measure(model: DemoModel, sources: Sources, progress: dict[str, train.Progress], path: Path) -> card.Figures:
-    """Everything the card states, from the trained model and from the finished file."""
+    """The figures of the card, from the trained model and from the finished file."""
     shape, conversations = model.shape, read_conversations(QUESTIONS)
     losses, load = evaluate.torch_losses(model, sources.corpus, shape.n_ctx_train)
     return card.Figures(
@@ -108,7 +107,7 @@ def measure(model: DemoModel, sources: Sources, progress: dict[str, train.Progre
 
 
 def main() -> None:
-    """Run the pipeline."""
+    """Runs the pipeline."""
     args = arguments()
     torch.manual_seed(0)
     torch.set_num_threads(args.threads)

@@ -1,11 +1,11 @@
-"""Teach a predictor from recorded routing, and tell how good it is on requests it has not seen.
+"""Train a predictor on recorded routing, and score it on held-out requests.
 
     python -m tools.train_predictor T.trace --model MODEL.gguf --predictor mlp --out predictors/demo
 
 Needs the extra `train` (torch) for mlp, expert-mlp and routing-path; the others only count. `--set` changes an option
 of the predictor's `Options`, such as `--set windows=1,4 --set n_hidden=128`. Writes NAME.safetensors, and NAME.json
-with what the card says. On a machine that does other work too, OMP_WAIT_POLICY=passive in the environment makes torch
-much faster.
+with the figures of the card. On a machine with other load, OMP_WAIT_POLICY=passive in the environment makes torch much
+faster.
 """
 
 from __future__ import annotations
@@ -39,31 +39,34 @@ Figure = dict[str, dict[int, float | None]]
 
 @dataclass(frozen=True)
 class Sources:
-    """What `make_predictor` asks for: the files of one folder, and the routers of one model."""
+    """The artifacts that `make_predictor` needs: the files of one folder, and the routers of one model."""
 
     folder: Path
     layout: ExpertLayout
     fingerprint: str
 
     def find(self, name: str) -> Iterator[Path]:
+        """The file of this name in the folder, if it exists."""
         return (path for path in [self.folder / name] if path.is_file())
 
     def routers(self) -> Routers:
+        """The model's routers."""
         return read_routers(self.layout)
 
     def collection(self, shape: MoeShape) -> EamcPair | None:
+        """None: no collection is used here."""
         return None
 
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trace", type=Path, help="routing recorded with inputs (mlp) or without")
     parser.add_argument("--model", type=Path, required=True, help="the GGUF file it was recorded from")
     parser.add_argument("--predictor", choices=sorted(TRAINERS), required=True)
-    parser.add_argument("--out", type=Path, required=True, help="folder for the weights and the facts")
-    parser.add_argument("--heldout", type=float, default=0.2, help="share of each kind's requests not learned from")
-    parser.add_argument("--heldout-trace", type=Path, help="judge on this trace instead; learn from all of the other")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the weights and the figures")
+    parser.add_argument("--heldout", type=float, default=0.2, help="share of each kind's requests held out")
+    parser.add_argument("--heldout-trace", type=Path, help="score on this trace instead; train on all of the other")
     parser.add_argument("--seed", type=int, default=0, help="which requests are held out")
     parser.add_argument("--set", action="append", default=[], metavar="OPTION=VALUE", help="change a training option")
     return parser.parse_args(given)
@@ -87,36 +90,36 @@ def parse_setting(default: Any, text: str) -> Any:
 
 
 def split(args: argparse.Namespace) -> tuple[Trace, Trace]:
-    """What to learn from and what to be judged on, no request in both."""
+    """(trace to train on, trace to score on), no request in both."""
     trace = trace_file.read(args.trace)
     if args.heldout_trace:
         return trace, trace_file.read(args.heldout_trace)
-    unseen = held_out(trace, args.heldout, args.seed)
-    return trace.select(set(trace.sequences()) - set(unseen)), trace.select(unseen)
+    heldout = held_out(trace, args.heldout, args.seed)
+    return trace.select(set(trace.sequences()) - set(heldout)), trace.select(heldout)
 
 
-def teach(args: argparse.Namespace, seen: Trace) -> Weights:
-    """Trains and gives the arrays with the facts."""
+def train(args: argparse.Namespace, training: Trace) -> Weights:
+    """Trains; returns the arrays with facts about the training."""
     chosen = options(args.predictor, args.set)
-    begun = time.monotonic()
-    arrays = trainer(args.predictor).train(seen, chosen)
+    start = time.monotonic()
+    arrays = trainer(args.predictor).train(training, chosen)
     facts = {
         **asdict(chosen),
-        "requests": len(seen.sequences()),
-        "tokens": seen.n_tokens,
-        "kinds": sorted(set(seen.header.labels.values())),
-        "minutes": round((time.monotonic() - begun) / 60, 2),
+        "requests": len(training.sequences()),
+        "tokens": training.n_tokens,
+        "kinds": sorted(set(training.header.labels.values())),
+        "minutes": round((time.monotonic() - start) / 60, 2),
     }
     return Weights(arrays, facts)
 
 
-def judge(name: str, unseen: Trace, sources: Sources) -> ScoreTable:
-    """Scores on unseen requests, beside skip where the trace holds inputs."""
-    names = [name] if unseen.inputs is None else [name, "skip"]
-    judged: list[Predictor] = [make_predictor(name, unseen.shape, sources) for name in names]
-    if isinstance(judged[0], NoPrediction):
-        raise SystemExit(f"the {name} just written cannot be read back; see the warning above.")
-    return score(unseen, judged, distances=DISTANCES)
+def evaluate(name: str, heldout: Trace, sources: Sources) -> ScoreTable:
+    """Scores on held-out requests, beside those of skip where the trace has inputs."""
+    names = [name] if heldout.inputs is None else [name, "skip"]
+    predictors: list[Predictor] = [make_predictor(name, heldout.shape, sources) for name in names]
+    if isinstance(predictors[0], NoPrediction):
+        raise SystemExit(f"the {name} weights just written cannot be loaded; see the warning above.")
+    return score(heldout, predictors, distances=DISTANCES)
 
 
 def figures(table: ScoreTable) -> Figure:
@@ -135,26 +138,26 @@ def report(accuracy: Figure) -> None:
 
 
 def main(given: Sequence[str] | None = None) -> None:
-    """Train, save, load again as the engine would, and judge that."""
+    """Trains, saves, loads again as the engine does, and scores the result."""
     args = arguments(given)
-    seen, unseen = split(args)
+    training, heldout = split(args)
     layout = read_layout(args.model)
     sources = Sources(args.out, layout, fingerprint(layout))
-    if {seen.header.fingerprint, unseen.header.fingerprint} != {sources.fingerprint}:
+    if {training.header.fingerprint, heldout.header.fingerprint} != {sources.fingerprint}:
         raise SystemExit(f"{args.trace} was not recorded from {args.model}: their fingerprints differ.")
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / f"{args.predictor}.safetensors"
-    weights = teach(args, seen)
-    weights_file.save(path, args.predictor, sources.fingerprint, seen.shape, weights)
-    accuracy = figures(judge(args.predictor, unseen, sources))
+    weights = train(args, training)
+    weights_file.save(path, args.predictor, sources.fingerprint, training.shape, weights)
+    accuracy = figures(evaluate(args.predictor, heldout, sources))
     report(accuracy)
     facts = {
         "predictor": args.predictor,
-        "model": seen.header.model,
+        "model": training.header.model,
         "fingerprint": sources.fingerprint,
         "file_bytes": path.stat().st_size,
         "training": dict(weights.facts),
-        "heldout": {"requests": len(unseen.sequences()), "tokens": unseen.n_tokens, "accuracy": accuracy},
+        "heldout": {"requests": len(heldout.sequences()), "tokens": heldout.n_tokens, "accuracy": accuracy},
     }
     path.with_suffix(".json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 

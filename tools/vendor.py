@@ -1,8 +1,8 @@
 """Fetches the pinned llama.cpp, unpacks it, and applies `patches/series`.
 
 The source is the llama.cpp inside the llama-cpp-python source distribution named in `patches/UPSTREAM`. pip fetches
-it, its sha256 is checked before anything is unpacked, and a stamp makes the second call free. Everything lands in
-`build/vendor/`.
+it, its sha256 is checked before anything is unpacked, and a stamp file lets later calls return at once. The result is
+in `build/vendor/`.
 
 Usage: python tools/vendor.py [--print-llama-dir | --print-sdist]
 """
@@ -22,12 +22,12 @@ ROOT = Path(__file__).resolve().parent.parent
 PATCHES = ROOT / "patches"
 VENDOR = Path(os.environ.get("MOEGGUF_VENDOR_DIR", ROOT / "build" / "vendor"))
 
-# What the build reads; the rest of the distribution (tests, media, web UI) stays packed.
+# What the build reads; the rest of the distribution (tests, media, web UI) is not unpacked.
 WANTED = ("CMakeLists.txt", "LICENSE", "cmake/", "ggml/", "include/", "src/", "vendor/", "common/")
 
 
 class VendorError(RuntimeError):
-    """The pinned source could not be had, or is not what the pin says."""
+    """The pinned source cannot be fetched, or its digest is not the pinned one."""
 
 
 def read_pin() -> dict[str, str]:
@@ -44,40 +44,28 @@ def series() -> list[Path]:
 
 
 def sha256(path: Path) -> str:
-    digest = hashlib.sha256()
+    """The file's SHA-256 in hex digits."""
     with path.open("rb") as file:
-        for block in iter(lambda: file.read(1 << 20), b""):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def fetch(pin: dict[str, str]) -> Path:
-    """Returns the checked source distribution, fetching it with pip when it is not there."""
+    """Returns the checked source distribution, downloaded with pip when it is missing. Raises VendorError."""
     name = f"{pin['package'].replace('-', '_')}-{pin['version']}.tar.gz"
     path = VENDOR / name
     if not path.exists():
         VENDOR.mkdir(parents=True, exist_ok=True)
         print(f"fetching {pin['package']} {pin['version']} (77 MB)", file=sys.stderr)
         command = [
-            sys.executable,
-            "-m",
-            "pip",
-            "download",
-            "--quiet",
-            "--no-deps",
-            "--no-binary",
-            ":all:",
-            "--disable-pip-version-check",
-            "--dest",
-            str(VENDOR),
-            f"{pin['package']}=={pin['version']}",
-        ]
+            sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", ":all:",
+            "--disable-pip-version-check", "--dest", str(VENDOR), f"{pin['package']}=={pin['version']}",
+        ]  # fmt: skip
         environment = os.environ | {"CMAKE_ARGS": "-DLLAMA_BUILD=OFF -DLLAVA_BUILD=OFF"}
         if subprocess.run(command, stdout=sys.stderr, env=environment).returncode != 0:
             raise VendorError(f"pip could not fetch {pin['package']} {pin['version']}: is a package index reachable?")
     found = sha256(path)
     if found != pin["sha256"]:
-        raise VendorError(f"{path.name} has sha256 {found}, patches/UPSTREAM says {pin['sha256']}: delete it and retry")
+        raise VendorError(f"{path.name} has sha256 {found}, patches/UPSTREAM has {pin['sha256']}: delete it and retry")
     return path
 
 
@@ -93,7 +81,7 @@ def unpack(sdist: Path, target: Path) -> None:
 
 
 def apply(patch: Path, tree: Path) -> None:
-    """Applies one patch to `tree`. `git apply` knows no fuzz; it must not see the repository around the tree."""
+    """Applies one patch to `tree` without fuzz, and without git using the repository around it. Raises VendorError."""
     environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(tree.resolve().parent)}
     done = subprocess.run(["git", "apply", str(patch)], cwd=tree, env=environment, capture_output=True, text=True)
     if done.returncode != 0:
@@ -101,12 +89,12 @@ def apply(patch: Path, tree: Path) -> None:
 
 
 def wanted_state(pin: dict[str, str]) -> str:
-    """What a finished tree's stamp says: the pin and every patch, by content."""
+    """The stamp of a finished tree: the digests of the pin and of every patch."""
     return "\n".join([pin["sha256"], *(f"{patch.name} {sha256(patch)}" for patch in series())])
 
 
 def prepare() -> Path:
-    """Returns the patched llama.cpp, made now if it is missing or stale."""
+    """Returns the folder of the patched llama.cpp, made again when the pin or a patch has changed."""
     pin = read_pin()
     tree = VENDOR / "llama.cpp"
     stamp = VENDOR / "llama.cpp.stamp"
@@ -126,15 +114,16 @@ def prepare() -> Path:
 
 
 def keep_unchanged(old: Path, new: Path) -> None:
-    """Carries modification times over where contents agree, so that a changed patch recompiles only what it touches."""
+    """Copies the modification times of unchanged files, so that a changed patch recompiles only what it touches."""
     for path in new.rglob("*"):
-        twin = old / path.relative_to(new)
-        if path.is_file() and twin.is_file() and path.read_bytes() == twin.read_bytes():
-            times = twin.stat()
+        previous = old / path.relative_to(new)
+        if path.is_file() and previous.is_file() and path.read_bytes() == previous.read_bytes():
+            times = previous.stat()
             os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 
 def main() -> int:
+    """Runs the command line; returns the exit status."""
     parser = argparse.ArgumentParser(description="Fetch the pinned llama.cpp and apply our patches.")
     parser.add_argument("--print-llama-dir", action="store_true", help="print where the patched tree is")
     parser.add_argument("--print-sdist", action="store_true", help="print where the source distribution is")

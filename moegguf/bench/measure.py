@@ -1,8 +1,8 @@
 """One measurement in a process of its own: `python -m moegguf.bench.measure '<spec as JSON>'` prints one line of JSON.
 
-A process of its own, so that memory, page cache and limits are this measurement's alone. Load, prompt and generation
-are timed apart, as llama-bench does: no tokenisation, no sampling. The token that greedy sampling would choose is noted
-between the timed calls, so that systems can be compared. Knows one system; `bench_series` runs several.
+A separate process has memory, page cache and limits to itself. Load, prompt and generation are timed apart, as
+llama-bench does: no tokenisation, no sampling. The token that greedy sampling would choose is recorded between the
+timed calls, so that systems can be compared. bench/series.py runs several systems.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 import moegguf
-from moegguf.bench.limits import die_with_parent
+from moegguf.bench.memory_limit import die_with_parent
 from moegguf.bench.spec import FLASH_ATTN, Spec, Test, ggml_type
 from moegguf.controller.prefetch import PrefetchOptions
 from moegguf.engine.llama import Llama
@@ -72,7 +72,7 @@ def describe_build(bindings: ModuleType) -> dict[str, Any]:
 
 
 class _Measured(Llama):
-    """`Llama` with the two switches of llama-bench that llama-cpp-python does not offer."""
+    """`Llama` with two options of llama-bench that llama-cpp-python lacks: `repack` and `flash_attn`."""
 
     def __init__(self, spec: Spec, **options: Any) -> None:
         self._spec = spec
@@ -100,7 +100,7 @@ class _Measured(Llama):
 
 
 def load(spec: Spec) -> Llama:
-    """The model as `spec` wants it; MOEGGUF_HOOKS must have been set for its system."""
+    """The model with the options of `spec`; MOEGGUF_HOOKS must have been set for its system."""
     return _Measured(
         spec,
         expert_cache=spec.expert_cache if spec.system == "moegguf" else "100%",
@@ -136,7 +136,7 @@ class Feed:
                 raise OptionError(f"there is no text in {spec.text!r}.")
 
     def tokens(self, n: int, repetition: int) -> list[int]:
-        """`n` tokens. Each repetition gets others, of a text the next `n`."""
+        """`n` tokens, others for each repetition: of a text the next `n`."""
         if self._text:
             start = repetition * n % len(self._text)
             tokens = [self._text[(start + i) % len(self._text)] for i in range(n)]
@@ -155,14 +155,14 @@ def _read(path: str) -> bytes:
 
 
 def greedy_token(llama: Llama) -> int:
-    """The likeliest next token."""
+    """The most probable next token."""
     logits = np.ctypeslib.as_array(llama._ctx.get_logits_ith(-1), shape=(llama.n_vocab(),))
     return int(logits.argmax())
 
 
 @dataclass
 class Sample:
-    """One repetition: ns of the prompt and of each token, the greedy choice after each, what the store did."""
+    """One repetition: ns of the prompt and of each token, the greedy token after each, the change in the counters."""
 
     prompt_ns: int
     token_ns: list[int]
@@ -171,6 +171,7 @@ class Sample:
 
     @property
     def ns(self) -> int:
+        """Nanoseconds of the prompt and all tokens."""
         return self.prompt_ns + sum(self.token_ns)
 
 
@@ -191,18 +192,17 @@ def measure(llama: Llama, test: Test, tokens: Sequence[int], greedy: bool) -> Sa
     if test.n_prompt:
         sample.prompt_ns = _timed_eval(llama, tokens[test.n_depth : start])
         sample.tokens.append(greedy_token(llama))
-    own = greedy_token(llama) if greedy and start else None
+    following = greedy_token(llama) if greedy and start else None
     for i in range(test.n_gen):
-        sample.token_ns.append(_timed_eval(llama, [tokens[start + i] if own is None else own]))
-        chosen = greedy_token(llama)
-        sample.tokens.append(chosen)
-        own = chosen if greedy else None
+        sample.token_ns.append(_timed_eval(llama, [tokens[start + i] if following is None else following]))
+        sample.tokens.append(greedy_token(llama))
+        following = sample.tokens[-1] if greedy else None
     sample.stats = llama.stats() - before
     return sample
 
 
 def store_figures(stats: Stats, link_bytes_per_s: float) -> dict[str, float]:
-    """What the store did in one repetition, per token of it."""
+    """The store's counters in one repetition, per token."""
     compute_s = (stats.eval_s - stats.stall_s) / stats.tokens if stats.tokens else 0.0
     return {
         "hit_rate": stats.hit_rate,
@@ -248,7 +248,7 @@ def _probe(llama: Llama, spec: Spec) -> float:
 
 
 def _fill(llama: Llama) -> float:
-    """Seconds until every expert that has a slot for good is in it; then all of them are resident."""
+    """Seconds until every expert is loaded, when the plan keeps all of them resident."""
     start = time.perf_counter()
     if llama.session is not None and llama.plan.resident:
         llama.session.store.drain()
@@ -256,7 +256,7 @@ def _fill(llama: Llama) -> float:
 
 
 def peak_rss_bytes() -> int:
-    """The most memory this process had in use, mapped files included."""
+    """Peak resident memory of this process, mapped files included."""
     with suppress(OSError, IndexError, ValueError):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
@@ -266,7 +266,6 @@ def peak_rss_bytes() -> int:
 
 
 def _description(llama: Llama) -> dict[str, Any]:
-
     return describe_build(library.llama_cpp()) | {
         "model_type": llama._model.desc(),
         "model_size": llama._model.size(),
@@ -311,6 +310,6 @@ def _lines(arguments: Sequence[str]) -> Iterator[str]:
 if __name__ == "__main__":
     die_with_parent()
     out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever a library prints is no result
+    os.dup2(2, 1)  # keeps what libraries print out of the result
     for line in _lines(sys.argv[1:]):
         print(line, file=out, flush=True)

@@ -1,4 +1,4 @@
-"""Records a trace: runs a model over prompts of several kinds and writes down how it routed them."""
+"""Records a trace: runs a model over prompts of several kinds and writes its routing events to a file."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from moegguf.native import library
 from moegguf.trace.format import partial_of
 from moegguf.trace.prompts import Prompt
 
-Progress = Callable[[str, float], object]  # what is being done, and the share of it that is done
+Progress = Callable[[str, float], object]  # (current step, share done in [0, 1])
 
 
 @dataclass(frozen=True)
 class RecordOptions:
-    """How prompts are run. n_predict: tokens to generate where a prompt does not say. inputs: record the router's input
-    vectors. temperature, seed: of sampling. Every other option is one of `Llama`.
+    """n_predict: tokens to generate for prompts without a number of their own. inputs: record the router's inputs.
+    temperature, seed: of sampling. All other options are those of `Llama`.
     """
 
     n_predict: int = 128
@@ -40,11 +40,11 @@ def record(
     progress: Progress | None = None,
     **llama: Any,
 ) -> Stats:
-    """Writes the trace `out`; returns what the run counted. Interrupted or failed, it leaves no file.
+    """Writes the trace `out`; returns the counters of the run. Interrupted or failed, it leaves no file.
 
-    Each prompt is a request of its own. A prompt with a completion is read token by token as if the model had written
-    it (teacher forcing): routing of text that the model has not made up. What is too long for the context is cut, with
-    a warning. Raises what `Llama` raises: OptionError when the model has no experts.
+    Each prompt is a request of its own. A prompt's completion is evaluated token by token (teacher forcing) in place of
+    generated text. Text too long for the context is cut, with a warning. Raises the errors of `Llama`; OptionError when
+    the model has no experts.
     """
     progress = progress or (lambda what, share: None)
     try:
@@ -59,7 +59,7 @@ def record(
                 raise
             return llm.stats()
     except BaseException:
-        # An interrupt may come while the file has been made and nobody holds it yet.
+        # An interrupt may come after the file was made and before `llm.recording` is set.
         partial_of(Path(out)).unlink(missing_ok=True)
         raise
 
@@ -81,14 +81,14 @@ def _run_all(
 
 
 def _run(llm: Llama, prompt: Prompt, options: RecordOptions) -> bool:
-    """One request; whether it had to be cut. An answer gets up to half of the context."""
+    """One request; returns whether it was cut. An answer gets up to half of the context."""
     forced = _answer_tokens(llm, prompt)
-    asked = options.n_predict if prompt.n_predict is None else prompt.n_predict
-    n_answer = asked if forced is None else len(forced)
-    room = llm.n_ctx() - 1
+    n_predict = options.n_predict if prompt.n_predict is None else prompt.n_predict
+    n_answer = n_predict if forced is None else len(forced)
+    n_max = llm.n_ctx() - 1
     tokens = llm.tokenize(prompt.text.encode(), special=True)
-    kept = tokens[: room - min(n_answer, room // 2)]
-    n_answer = min(n_answer, room - len(kept))
+    kept = tokens[: n_max - min(n_answer, n_max // 2)]
+    n_answer = min(n_answer, n_max - len(kept))
     llm.reset()
     if forced is None and n_answer:
         _generate(llm, kept, n_answer, options)
@@ -100,7 +100,7 @@ def _run(llm: Llama, prompt: Prompt, options: RecordOptions) -> bool:
 
 
 def _answer_tokens(llm: Llama, prompt: Prompt) -> list[int] | None:
-    """The tokens the model is made to say; None when it speaks for itself."""
+    """The tokens of the prompt's completion; None when the model generates the answer."""
     if prompt.completion is None:
         return None
     tokens: list[int] = llm.tokenize(prompt.completion.encode(), add_bos=False)

@@ -1,4 +1,4 @@
-"""Runs become rows: llama-bench's fields, what the store did, and ratios between systems, paired round by round."""
+"""Rows of results: llama-bench's fields, the store's counters, and ratios between systems, paired by round."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ OWN_FIELDS = (
 _LOAD_MODES = {"moegguf": "none", "mmap": "mmap", "resident": "none"}
 
 
-def _fixed(entry: BenchedSystem) -> Row:
-    """Fields that the settings alone decide."""
-    spec = entry.spec
+def _fixed(system: BenchedSystem) -> Row:
+    """Fields that depend on the settings only."""
+    spec = system.spec
     return {
         "model_filename": spec.model,
         "n_batch": spec.n_batch,
@@ -57,18 +57,18 @@ def _fixed(entry: BenchedSystem) -> Row:
         "flash_attn": FLASH_ATTN[spec.flash_attn],
         "devices": "auto",
         "tensor_split": "0.00",
-        "tensor_buft_overrides": "none" if entry.is_rival else "experts=moegguf",
+        "tensor_buft_overrides": "none" if system.is_llama_cpp else "experts=moegguf",
         "load_mode": _LOAD_MODES[spec.system],
         "lazy_mode": "auto",
         "embeddings": False,
-        "no_op_offload": int(not entry.is_rival),
+        "no_op_offload": int(not system.is_llama_cpp),
         "no_host": False,
         "repack": spec.repack,
         "fit_target": 0,
         "fit_min_ctx": 0,
-        "system": entry.label,
-        "note": entry.note,
-        "expert_cache": "" if entry.is_rival else spec.expert_cache,
+        "system": system.label,
+        "note": system.note,
+        "expert_cache": "" if system.is_llama_cpp else spec.expert_cache,
         "feed": spec.feed + (f" {spec.text}" if spec.text else ""),
     }
 
@@ -88,7 +88,7 @@ def _percentile(values: Sequence[float], share: float) -> float:
 
 
 def _figures(tests: Sequence[Row]) -> Row:
-    """Speed and what the store did, over all rounds."""
+    """Speed and the store's counters, over all rounds."""
     ns = [n for test in tests for n in test["samples_ns"]]
     ts = [speed for test in tests for speed in speeds(test)]
     token_ms = [n / 1e6 for test in tests for sample in test["token_ns"] for n in sample]
@@ -130,7 +130,7 @@ def _process(outcomes: Sequence[Outcome], limit_bytes: int | None) -> Row:
 
 
 def _description(outcomes: Iterable[Outcome]) -> Row:
-    """The build and the model, from any run of that model: a killed one has told nothing."""
+    """The build and the model, from the first run that ended without an error."""
     names = (
         "build_commit", "build_number", "cpu_info", "gpu_info", "backends", "model_type", "model_size",
         "model_n_params",
@@ -141,11 +141,11 @@ def _description(outcomes: Iterable[Outcome]) -> Row:
 
 def _pairs(own: Sequence[Outcome], other: Sequence[Outcome], index: int) -> list[tuple[Row, Row]]:
     """The same test in the same rounds."""
-    there = {outcome.round: outcome.result["tests"][index] for outcome in other if not outcome.error}
+    by_round = {outcome.round: outcome.result["tests"][index] for outcome in other if not outcome.error}
     return [
-        (outcome.result["tests"][index], there[outcome.round])
+        (outcome.result["tests"][index], by_round[outcome.round])
         for outcome in own
-        if not outcome.error and outcome.round in there
+        if not outcome.error and outcome.round in by_round
     ]
 
 
@@ -154,9 +154,7 @@ def _stall_ms(test: Row) -> float:
 
 
 def compare(own: Sequence[Outcome], other: Sequence[Outcome], index: int) -> Row:
-    """How much faster `own` is, what share of the rival's stall it has (medians over rounds of the ratio in a round),
-    and whether the tokens are the same.
-    """
+    """Speed and stall of `own` divided by those of `other` (medians over rounds), and whether the tokens agree."""
     pairs = _pairs(own, other, index)
     row: Row = {"error": next((outcome.error for outcome in other if outcome.error), "")}
     if not pairs:
@@ -177,13 +175,14 @@ def compare(own: Sequence[Outcome], other: Sequence[Outcome], index: int) -> Row
         "tokens_compared": len(tokens),
         "tokens_same": sum(x == y for x, y in tokens),
         "same_tokens": all(x == y for x, y in tokens),
-        "same_kernels": own[0].entry.spec.repack == other[0].entry.spec.repack,
+        "same_kernels": own[0].system.spec.repack == other[0].system.spec.repack,
     }
 
 
 def _add_strict_bound(rows: Sequence[Row]) -> None:
-    """Share of the bound whose compute time was measured, on one test, with every expert resident, in place of what
-    this run left of its own time: readers that slow the computation down count against us here.
+    """Adds the share of the link bound whose compute time was measured with every expert resident.
+
+    The time that reader threads take from the computation then counts against the run.
     """
     resident = [
         row for row in rows if "median_ts" in row and (row.get("hit_rate") == 1.0 or row["system"] == "resident")
@@ -197,19 +196,19 @@ def _add_strict_bound(rows: Sequence[Row]) -> None:
             row["link_bound_strict_pct"] = 100 * bound_s * row["median_ts"]
 
 
-def _by_entry(outcomes: Iterable[Outcome]) -> dict[int, list[Outcome]]:
+def _by_system(outcomes: Iterable[Outcome]) -> dict[int, list[Outcome]]:
     groups: dict[int, list[Outcome]] = {}
     for outcome in outcomes:
-        groups.setdefault(id(outcome.entry), []).append(outcome)
+        groups.setdefault(id(outcome.system), []).append(outcome)
     return groups
 
 
 def make_rows(outcomes: Sequence[Outcome], limit_bytes: int | None = None) -> list[Row]:
-    """One row per test and system of one group of settings; those of moegguf carry `against`, one item per rival."""
-    groups = list(_by_entry(outcomes).values())
+    """One row per test and system of one group of settings; moegguf's have `against`, one item per other system."""
+    groups = list(_by_system(outcomes).values())
     if not groups:
         return []
-    tests: tuple[Test, ...] = groups[0][0].entry.spec.tests
+    tests: tuple[Test, ...] = groups[0][0].system.spec.tests
     description = _description(outcomes)
     rows: list[Row] = []
     for index, test in enumerate(tests):
@@ -223,12 +222,12 @@ def make_rows(outcomes: Sequence[Outcome], limit_bytes: int | None = None) -> li
 
 
 def _row(group: Sequence[Outcome], groups: Sequence[Sequence[Outcome]], index: int, limit_bytes: int | None) -> Row:
-    """One system in one test, with ratios to every rival when it is moegguf as the user asked for it."""
-    entry = group[0].entry
-    row = _fixed(entry) | _process(group, limit_bytes) | {"samples_ns": [], "samples_ts": [], "against": {}}
+    """One system in one test, with ratios to every other system when it is moegguf with the given settings."""
+    system = group[0].system
+    row = _fixed(system) | _process(group, limit_bytes) | {"samples_ns": [], "samples_ts": [], "against": {}}
     if done := _tests(group, index):
         row |= _figures(done)
-    if entry.label == "moegguf":
-        rivals = [other for other in groups if other[0].entry.label != "moegguf"]
-        row["against"] = {other[0].entry.label: compare(group, other, index) for other in rivals}
+    if system.label == "moegguf":
+        others = [other for other in groups if other[0].system.label != "moegguf"]
+        row["against"] = {other[0].system.label: compare(group, other, index) for other in others}
     return row

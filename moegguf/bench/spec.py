@@ -1,4 +1,4 @@
-"""What one process of `moegguf bench` measures, as data that moves between processes. Knows no model, no library."""
+"""The options of one process of `moegguf bench`, passed between processes as JSON."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FLASH_ATTN = {"auto": -1, "off": 0, "on": 1}
 
 @dataclass(frozen=True)
 class Test:
-    """`n_prompt` tokens in one go, then `n_gen` one by one, after `n_depth` that are not timed. Either may be 0."""
+    """`n_prompt` tokens in one batch, then `n_gen` one by one, after `n_depth` that are not timed. Each may be 0."""
 
     n_prompt: int
     n_gen: int
@@ -24,17 +24,18 @@ class Test:
 
     @property
     def n_tokens(self) -> int:
+        """All tokens that the context must hold."""
         return self.n_depth + self.n_prompt + self.n_gen
 
 
 @dataclass(frozen=True)
 class Spec:
-    """What one process measures.
+    """The options of one process.
 
     system: "moegguf", or llama.cpp itself: "mmap" (the file is mapped) or "resident" (every weight is read into
     memory). repack: weights in the layout of the CPU's fastest kernels. feed: random tokens as in llama-bench, the
-    tokens of `text`, or the model's own (greedy) after n_depth tokens of either. watchdog False: prefetching stays on
-    whether it pays or not.
+    tokens of `text`, or the model's own (greedy) after n_depth tokens of either. watchdog False: prefetching is
+    never turned off.
     """
 
     model: str
@@ -75,10 +76,12 @@ class Spec:
             raise OptionError("there is nothing to measure; give -p or -n a number above zero.")
 
     def as_json(self) -> str:
+        """The text that `from_json` reads."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Spec:
+        """The options in the text of `as_json`. Raises OptionError for values that are not allowed."""
         values = json.loads(text)
         return cls(**values | {"tests": tuple(Test(**test) for test in values["tests"])})
 

@@ -22,7 +22,7 @@ from moegguf.terminal.progress import Spinner
 if TYPE_CHECKING:
     from moegguf.chat.conversation import Conversation, Snapshot
     from moegguf.engine.llama import Llama
-    from moegguf.models.entry import Entry
+    from moegguf.models.entry import ModelEntry
 
 
 class Chat:
@@ -153,7 +153,9 @@ class Chat:
             raise
         self._print_model_line()
 
-    def _reload(self, entry: Entry, options: LoadOptions, spinner: Spinner, fallback: Entry | None = None) -> None:
+    def _reload(
+        self, entry: ModelEntry, options: LoadOptions, spinner: Spinner, fallback: ModelEntry | None = None
+    ) -> None:
         """Closes the model first, since memory may not hold two; loads the old one again when `entry` fails."""
         self.llm.close()
         try:

@@ -13,7 +13,7 @@ from moegguf.terminal.loading import LoadOptions
 
 if TYPE_CHECKING:
     from moegguf.generate.request import Timing
-    from moegguf.models.entry import Entry
+    from moegguf.models.entry import ModelEntry
 
 CUT = "cut"  # key of an answer that was stopped; not sent to the model
 
@@ -25,7 +25,7 @@ class Conversation:
     """Messages and settings. `parameters` (set in the chat) override `initial_parameters` (from the command line),
     and those the model's own. `pending_text` goes before the next message."""
 
-    entry: Entry
+    entry: ModelEntry
     base_options: LoadOptions = field(default_factory=LoadOptions)
     initial_parameters: Mapping[str, Any] = field(default_factory=dict)
     parameters: dict[str, Any] = field(default_factory=dict)
@@ -42,7 +42,7 @@ class Conversation:
     def __post_init__(self) -> None:
         self.switch_model(self.entry)
 
-    def switch_model(self, entry: Entry) -> None:
+    def switch_model(self, entry: ModelEntry) -> None:
         """Replaces the model, and the messages by those of its Modelfile. Settings stay."""
         self.entry = entry
         self.messages = [dict(message) for message in entry.messages]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from prompt_toolkit.history import FileHistory
 
-from moegguf.config import data_folder
+from moegguf.settings import data_folder
 
 MAX_ENTRIES = 100
 OWNER_ONLY = 0o600

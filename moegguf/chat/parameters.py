@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from moegguf.config import parse_expert_cache
 from moegguf.errors import OptionError
 from moegguf.generate.options import RANGES
 from moegguf.models import recipe
+from moegguf.quantities import parse_expert_cache
 from moegguf.terminal.loading import LoadOptions
 
 LOAD_PARAMETERS = {

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moegguf.config import parse_expert_cache, parse_size
 from moegguf.errors import OptionError
+from moegguf.quantities import parse_expert_cache, parse_size
 
 if TYPE_CHECKING:
     from moegguf.bench.series import BenchedSystem, Outcome
@@ -231,7 +231,7 @@ def _ablations(policy: str, prefetch: bool | None) -> list[str]:
 
 def _groups(flags: dict[str, Any], others: Sequence[str], limit: int | None) -> list[list[BenchedSystem]]:
     """The systems to alternate, for every combination of settings."""
-    from moegguf.bench.series import entries, settings
+    from moegguf.bench.series import combinations, make_systems
     from moegguf.engine.machine import count_cpus
     from moegguf.models.catalog import find_model
 
@@ -249,7 +249,7 @@ def _groups(flags: dict[str, Any], others: Sequence[str], limit: int | None) -> 
         "flash_attn": split(flags["flash_attn"]),
         "n_threads": parse_ints(flags["threads"], "-t") or [count_cpus()],
     }
-    return [entries(spec, caches, others, limit) for spec in settings(_base(flags), lists)]
+    return [make_systems(spec, caches, others, limit) for spec in combinations(_base(flags), lists)]
 
 
 def _base(flags: dict[str, Any]) -> Spec:

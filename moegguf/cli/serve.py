@@ -61,7 +61,7 @@ def serve(
     """
     settings = serve_settings(host, port, memory, api_key)
     if expert_cache is not None:
-        from moegguf.config import parse_expert_cache
+        from moegguf.quantities import parse_expert_cache
 
         parse_expert_cache(expert_cache)
         os.environ["MOEGGUF_EXPERT_CACHE"] = expert_cache  # read by the workers
@@ -79,7 +79,7 @@ def serve_settings(host: str | None, port: int | None, memory: str | None, api_k
 
     Raises OptionError, also for an address other than loopback without an API key.
     """
-    from moegguf.config import parse_size
+    from moegguf.quantities import parse_size
     from moegguf.settings import parse_host, read_settings
 
     settings = read_settings()

@@ -198,9 +198,9 @@ def record(
     Each prompt is a separate request. Ctrl-C writes no file.
     """
     from moegguf.bench.record import RecordOptions, record
-    from moegguf.config import format_bytes
     from moegguf.gguf.experts import read_layout
     from moegguf.models.catalog import find_model
+    from moegguf.quantities import format_bytes
     from moegguf.terminal.loading import context_size, silence_llama_log
     from moegguf.trace.prompts import read_prompts
 

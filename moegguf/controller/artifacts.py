@@ -15,7 +15,6 @@ from functools import cached_property
 from pathlib import Path
 
 import moegguf
-from moegguf.config import data_folder
 from moegguf.controller import collection_file
 from moegguf.controller.collection import EamcPair
 from moegguf.controller.measured import Measured, read_measured
@@ -24,6 +23,7 @@ from moegguf.errors import OptionError
 from moegguf.gguf.experts import ExpertLayout
 from moegguf.gguf.fingerprint import fingerprint
 from moegguf.gguf.routers import Routers, read_routers
+from moegguf.settings import data_folder
 
 MEASURED = "measured.json"
 COLLECTION = "eamc.safetensors"

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import moegguf
-from moegguf.config import read_environment
 from moegguf.engine.machine import disk_read_speed, read_machine
 from moegguf.errors import MoeggufError
 from moegguf.models.catalog import demo_path, find_model, models_by_name
 from moegguf.native import library
+from moegguf.settings import read_environment
 
 DISK_SECONDS = 0.5
 PACKAGES = ("llama-cpp-python", "numpy", "typer", "rich", "psutil")

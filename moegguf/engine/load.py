@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from moegguf.config import ExpertCache, format_bytes_up, parse_expert_cache, read_environment
 from moegguf.engine.machine import count_cpus, read_memory
 from moegguf.engine.memory import check_context, whole_pages
 from moegguf.engine.plan import Plan, make_plan
@@ -24,6 +23,8 @@ from moegguf.errors import (
 from moegguf.gguf.experts import ExpertLayout, read_layout
 from moegguf.models.catalog import find_model
 from moegguf.native import library
+from moegguf.quantities import ExpertCache, format_bytes_up, parse_expert_cache
+from moegguf.settings import read_environment
 
 _bindings = library.llama_cpp()
 

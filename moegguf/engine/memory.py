@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moegguf.config import MIB, format_bytes, format_bytes_up
 from moegguf.engine.machine import Memory
 from moegguf.errors import AllocationError, OptionError
 from moegguf.gguf.experts import ExpertLayout
 from moegguf.gguf.reader import GGML_TYPES
+from moegguf.quantities import MIB, format_bytes, format_bytes_up
 
 F16 = 1
 FIXED_BYTES = 48 * MIB  # libraries, threads, graphs, staging buffers of the readers

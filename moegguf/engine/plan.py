@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from moegguf.config import MIB, ExpertCache, format_bytes, format_bytes_up
 from moegguf.engine.estimate import Expected, expect
 from moegguf.engine.machine import Memory
 from moegguf.engine.memory import F16, Needs, needs
 from moegguf.errors import BudgetError
 from moegguf.gguf.experts import ExpertLayout, Kind
 from moegguf.gguf.reader import GGML_TYPES
+from moegguf.quantities import MIB, ExpertCache, format_bytes, format_bytes_up
 
 ARENA_ALIGNMENT = 64
 MARGIN_SHARE = 0.05  # of the memory that is free, left free by "auto"

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moegguf.errors import OptionError
-from moegguf.models.repository import fetch
+from moegguf.models.pretrained import fetch
 from moegguf.native import library
 
 _bindings = library.llama_cpp()

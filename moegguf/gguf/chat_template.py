@@ -1,7 +1,4 @@
-"""What a chat template's text tells about the model it belongs to: whether it thinks, calls tools, fills gaps.
-
-A template is only read here, never run. The marks are those that models write into their answers.
-"""
+"""Capabilities of a model and the marks around its thinking, from its chat template, which is never rendered."""
 
 from __future__ import annotations
 
@@ -12,21 +9,21 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ThinkMarks:
-    """What stands before and after the thinking in an answer. `sign`: what gives them away in a template that puts
-    them together; else the closing one."""
+    """The text before and after the thinking in an answer. `sign` finds them in a template that builds them from
+    parts; empty for the closing mark itself."""
 
     open: str
     close: str
     sign: str = ""
 
     def begun_by(self, prompt_end: str) -> bool:
-        """A prompt that ends so has opened the thinking and not closed it."""
+        """Whether a prompt that ends like this has opened the thinking and not closed it."""
         _, mark, after = prompt_end.rpartition(self.open)
         return bool(mark) and not after.strip()
 
 
 HARMONY = "<|channel|>"
-"""gpt-oss writes every part of an answer into a channel: analysis, commentary or final."""
+"""Starts a channel of gpt-oss, which writes every part of an answer into one: analysis, commentary or final."""
 
 THINK_MARKS = (
     ThinkMarks("[THINK]", "[/THINK]"),  # Magistral, Ministral
@@ -44,16 +41,16 @@ _INSERT = re.compile(r"<\|fim_prefix\|>|<fim_prefix>|<\|fim▁begin\|>|<｜fim�
 
 
 def think_marks_of(template: str) -> ThinkMarks | None:
-    """The marks around the thinking of a model with this template; None when it names none, or uses channels."""
+    """The marks around the thinking of a model with this template; None without thinking, or with channels."""
     if HARMONY in template:
         return None
     return next((marks for marks in THINK_MARKS if (marks.sign or marks.close) in template), None)
 
 
 def capabilities_of(template: str | None) -> tuple[str, ...]:
-    """Of "tools", "thinking" and "insert" those that the template's text speaks of, in this order.
+    """Those of "tools", "thinking" and "insert" that the template supports, in this order.
 
-    Follows Ollama's rule (server/images.go) for tools and thinking, with the marks of newer models added.
+    By Ollama's rules (server/images.go) for tools and thinking, with the marks of newer models added.
     """
     text = template or ""
     found = {
@@ -61,10 +58,10 @@ def capabilities_of(template: str | None) -> tuple[str, ...]:
         "thinking": HARMONY in text or think_marks_of(text) is not None,
         "insert": _INSERT.search(text) is not None,
     }
-    return tuple(name for name, there in found.items() if there)
+    return tuple(name for name, is_supported in found.items() if is_supported)
 
 
 def tail(text: str, marks: Iterable[str]) -> int:
-    """How many of the last characters may be the beginning of a mark."""
+    """The number of characters at the end of `text` that may be the start of a mark."""
     starts = [n for mark in marks for n in range(1, min(len(mark), len(text) + 1)) if text.endswith(mark[:n])]
     return max(starts, default=0)

@@ -1,10 +1,8 @@
-"""Where the experts of a MoE model lie on disk: byte ranges, shapes and counts, checked before llama.cpp
-runs.
+"""The layout of a MoE model's experts on disk: byte ranges, shapes and counts, checked before llama.cpp runs.
 
-An expert is (il, e): one slice of each of the layer's stacked matrices. The layout lists the matrices;
-slice e of a matrix is `expert_bytes` bytes at `offset + e * expert_bytes` in shard `shard`. Models without
-experts give a layout with no layers. This file reads headers only, never weights, and knows nothing of
-memory budgets.
+An expert is (il, e): one slice of each of the layer's stacked matrices. The layout lists the matrices; slice e of a
+matrix is `expert_bytes` bytes at `offset + e * expert_bytes` in shard `shard`. The layout of a model without experts
+has no layers. Reads headers only, never weights.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ _ROUTER = re.compile(r"blk\.(\d{1,6})\.ffn_gate_inp\.weight")
 
 @dataclass(frozen=True)
 class Shard:
-    """One file of the model and its identity when it was read; a file replaced later has another identity."""
+    """One file of the model and its identity when it was read, from which a later replacement is detected."""
 
     path: Path
     n_bytes: int
@@ -62,9 +60,7 @@ class ExpertMatrix:
 
 @dataclass(frozen=True)
 class MoeLayer:
-    """A layer with experts. Matrices in the order of KINDS: gate (if there is one), up, down; or down,
-    gate_up.
-    """
+    """A layer with experts. Matrices in the order of KINDS: gate (if there is one), up, down; or down, gate_up."""
 
     il: int
     n_expert: int
@@ -79,7 +75,7 @@ class MoeLayer:
 
 @dataclass(frozen=True)
 class RouterTensor:
-    """Where a layer's router lies: `tensor` in shard number `shard`."""
+    """A layer's router: `tensor` in shard number `shard` (from 0)."""
 
     il: int
     shard: int
@@ -88,10 +84,10 @@ class RouterTensor:
 
 @dataclass(frozen=True)
 class ExpertLayout:
-    """Everything the engine needs to know about a model file. Bytes are bytes on disk.
+    """A model's files, layers and hyperparameters. Bytes are bytes on disk.
 
-    `dense_bytes` is all that is not an expert; `unused_bytes` are experts of multi-token-prediction layers,
-    which llama.cpp does not load. `tensor_types` maps a type's name to (tensors, bytes).
+    `dense_bytes` is all that is not an expert; `unused_bytes` are experts of multi-token-prediction layers, which
+    llama.cpp does not load. `tensor_types` maps a type's name to (tensors, bytes).
     """
 
     arch: str
@@ -110,10 +106,12 @@ class ExpertLayout:
 
     @property
     def is_moe(self) -> bool:
+        """Whether any layer has experts."""
         return bool(self.layers)
 
     @property
     def n_bytes(self) -> int:
+        """Bytes of all shards."""
         return sum(shard.n_bytes for shard in self.shards)
 
     @property
@@ -133,16 +131,17 @@ class ExpertLayout:
 
     @property
     def token_cycle_bytes(self) -> int:
-        """A: bytes of the experts one token touches over all layers."""
+        """The token cycle: bytes of the experts that one token uses over all layers."""
         return sum(layer.n_expert_used * layer.expert_bytes for layer in self.layers)
 
     @property
     def token_cycle_slots(self) -> int:
-        """Experts one token touches over all layers."""
+        """Experts that one token uses over all layers."""
         return sum(layer.n_expert_used for layer in self.layers)
 
     @cached_property
     def matrices(self) -> tuple[ExpertMatrix, ...]:
+        """The matrices of all layers."""
         return tuple(m for layer in self.layers for m in layer.matrices)
 
     @property
@@ -153,12 +152,13 @@ class ExpertLayout:
 
     @property
     def chat_template(self) -> str | None:
+        """The model's chat template (Jinja); None without one."""
         value = self.metadata.get("tokenizer.chat_template")
         return value if isinstance(value, str) else None
 
     @property
     def name(self) -> str:
-        """The model's own name, or its file's."""
+        """The key `general.name`, or the file's stem."""
         value = self.metadata.get("general.name")
         return value if isinstance(value, str) and value else self.shards[0].path.stem
 
@@ -166,8 +166,8 @@ class ExpertLayout:
 def read_layout(path: str | os.PathLike[str]) -> ExpertLayout:
     """The layout of the model at `path` (the first shard when it is split).
 
-    Raises ModelNotFoundError when a file is missing, ModelFormatError when anything in it breaks a rule (the
-    message names the file, the key or tensor, and the offset), ExpertIOError when the disk fails.
+    Raises ModelNotFoundError when a file is missing, ModelFormatError when it breaks a rule (the message names the
+    file, the key or tensor, and the offset), ExpertIOError when the disk fails.
     """
     files = read_shards(path)
     label = files[0].path.name
@@ -229,7 +229,7 @@ def _bad(file: GgufFile, name: str, offset: int, rule: str) -> ModelFormatError:
 
 
 def _expert_matrices(files: tuple[GgufFile, ...], hparams: Hparams) -> Iterator[ExpertMatrix]:
-    """The stacked expert matrices of all layers, each with as many experts as the metadata says."""
+    """The stacked expert matrices of all layers, each checked against the metadata's expert count."""
     for shard, file in enumerate(files):
         for tensor in file.tensors:
             match = _EXPERTS.fullmatch(tensor.name)
@@ -252,8 +252,8 @@ def _expert_matrices(files: tuple[GgufFile, ...], hparams: Hparams) -> Iterator[
             )  # fmt: skip
 
 
-def _kind(word: str) -> Kind:
-    return next(kind for kind in KINDS if kind == word)
+def _kind(text: str) -> Kind:
+    return next(kind for kind in KINDS if kind == text)
 
 
 def _layers(matrices: list[ExpertMatrix], hparams: Hparams, files: tuple[GgufFile, ...]) -> Iterator[MoeLayer]:
@@ -261,25 +261,25 @@ def _layers(matrices: list[ExpertMatrix], hparams: Hparams, files: tuple[GgufFil
     for matrix in matrices:
         by_layer.setdefault(matrix.il, {})[matrix.kind] = matrix
     for il, kinds in sorted(by_layer.items()):
-        some = next(iter(kinds.values()))
+        first = next(iter(kinds.values()))
         if rule := _layer_fault(kinds, hparams.n_expert_used[il]):
-            raise _bad(files[some.shard], some.name, some.offset, f"layer {il} {rule}")
+            raise _bad(files[first.shard], first.name, first.offset, f"layer {il} {rule}")
         ordered = tuple(kinds[kind] for kind in KINDS if kind in kinds)
-        yield MoeLayer(il, some.n_expert, hparams.n_expert_used[il], ordered)
+        yield MoeLayer(il, first.n_expert, hparams.n_expert_used[il], ordered)
 
 
 def _layer_fault(kinds: Mapping[Kind, ExpertMatrix], n_expert_used: int) -> str | None:
-    """What is wrong with one layer's matrices, in words; None when they fit together."""
+    """The rule that one layer's matrices break; None when they fit together."""
     if n_expert_used == 0:
         return "has experts, but a token uses 0 of them (expert_used_count)"
-    gate, up, down, both = (kinds.get(kind) for kind in KINDS)
+    gate, up, down, gate_up = (kinds.get(kind) for kind in KINDS)
     if down is None:
         return "has no ffn_down_exps.weight"
-    if both is not None:
+    if gate_up is not None:
         if gate is not None or up is not None:
             return "has both ffn_gate_up_exps and separate gate or up experts"
-        if (both.ne0, both.ne1) != (down.ne1, 2 * down.ne0):
-            return f"has gate_up experts of {both.ne0}x{both.ne1} that do not fit down's {down.ne0}x{down.ne1}"
+        if (gate_up.ne0, gate_up.ne1) != (down.ne1, 2 * down.ne0):
+            return f"has gate_up experts of {gate_up.ne0}x{gate_up.ne1} that do not fit down's {down.ne0}x{down.ne1}"
         return None
     if up is None:
         return "has no ffn_up_exps.weight"

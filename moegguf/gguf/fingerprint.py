@@ -1,7 +1,7 @@
-"""Which trained model a file holds, told by its routers: what traces and predictors are checked against.
+"""Identifies a trained model by its routers, so that traces and predictors are used with the right one.
 
-Routers are small, and no two trainings give the same. They are rarely quantised, so the quantisations of one model
-usually share a fingerprint, as they share their routing. Reads a few MB, never the experts.
+Routers are small, and differ between trainings. They are rarely quantised, so the quantisations of one model usually
+share a fingerprint, as they share their routing. Reads a few MB, never the experts.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ def fingerprint(layout: ExpertLayout) -> str:
 
 
 def _hash_bytes(digest: hashlib._Hash, path: Path, tensor: TensorInfo) -> None:
-    left = tensor.n_bytes
+    n_left = tensor.n_bytes
     try:
         with open(path, "rb") as file:
             file.seek(tensor.offset)
-            while left:
-                part = file.read(min(left, _CHUNK_BYTES))
+            while n_left:
+                part = file.read(min(n_left, _CHUNK_BYTES))
                 if not part:
                     raise ExpertIOError(f"{path.name}: the file ends inside {tensor.name!r}; fetch it again.")
                 digest.update(part)
-                left -= len(part)
+                n_left -= len(part)
     except OSError as error:
         if isinstance(error, ExpertIOError):
             raise

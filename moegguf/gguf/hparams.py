@@ -1,6 +1,6 @@
-"""The model's own numbers (GGUF key-values), read and checked before llama.cpp asserts on them.
+"""The model's hyperparameters (GGUF key-values), read and checked before llama.cpp asserts on them.
 
-Names follow llama.cpp's hparams. Knows metadata only: no tensors, no machine.
+Names follow llama.cpp's llama_hparams.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ MAX_LAYERS = 512
 MAX_EXPERTS = 1024
 MAX_WIDTH = 1 << 24  # n_embd, n_ff, n_head and the like
 ROPE_SCALINGS = ("none", "linear", "yarn", "longrope")
-# llama.cpp asserts for these that all of a K row is rotated
+# llama.cpp asserts n_rot == n_embd_head_k for these
 FULLY_ROTATED = {
     "dbrx", "deepseek", "dots1", "ernie4_5-moe", "grok",
     "grovemoe", "hunyuan-moe", "llada-moe", "olmoe", "qwen2moe",
@@ -26,8 +26,8 @@ FULLY_ROTATED = {
 
 @dataclass(frozen=True)
 class Hparams:
-    """`n_layer_all` counts every block in the file; `n_layer` leaves out the multi-token-prediction blocks at
-    its end, which are not run. Per-layer tuples have n_layer_all entries."""
+    """`n_layer_all` counts every block in the file; `n_layer` leaves out the multi-token-prediction blocks at its end,
+    which are not run. Per-layer tuples have n_layer_all entries."""
 
     arch: str
     n_layer_all: int
@@ -44,11 +44,11 @@ class Hparams:
     value_length: int
     is_mla: bool
     n_rot: int
-    own_window_lengths: bool  # heads of another length in sliding-window layers
+    has_swa_lengths: bool  # heads of another length in sliding-window layers
 
 
 class _Keys:
-    """Typed access to the keys of one architecture; every mistake is a ModelFormatError naming the key."""
+    """Typed access to the keys of one architecture; every error is a ModelFormatError naming the key."""
 
     def __init__(self, arch: str, metadata: Mapping[str, Value], label: str) -> None:
         self.arch, self.metadata, self.label = arch, metadata, label
@@ -82,7 +82,7 @@ class _Keys:
 
 
 def read_architecture(metadata: Mapping[str, Value], label: str) -> str:
-    """general.architecture, checked to be a plain word."""
+    """The key general.architecture, checked to be short printable text."""
     arch = metadata.get("general.architecture")
     if not isinstance(arch, str) or not 0 < len(arch) <= 64 or not arch.isprintable():
         raise ModelFormatError(
@@ -93,7 +93,7 @@ def read_architecture(metadata: Mapping[str, Value], label: str) -> str:
 
 
 def read_hparams(metadata: Mapping[str, Value], label: str) -> Hparams:
-    """The numbers in `metadata`; `label` (the file's name) starts every message.
+    """The hyperparameters in `metadata`; `label` (the file's name) starts every message.
 
     Raises ModelFormatError for a number that is missing, of the wrong kind, or that llama.cpp would abort on.
     """
@@ -128,7 +128,7 @@ def read_hparams(metadata: Mapping[str, Value], label: str) -> Hparams:
         value_length=keys.number("attention.value_length", head, 0, MAX_WIDTH),
         is_mla=_check_lengths(keys, key_length, n_rot, max(n_head_kv)),
         n_rot=n_rot,
-        own_window_lengths=any(f"{arch}.attention.{word}_length_swa" in metadata for word in ("key", "value")),
+        has_swa_lengths=any(f"{arch}.attention.{kind}_length_swa" in metadata for kind in ("key", "value")),
     )
 
 
@@ -152,7 +152,7 @@ def _check_lengths(keys: _Keys, key_length: int, n_rot: int, n_head_kv: int) -> 
     if n_rot > key_length or (keys.arch in FULLY_ROTATED and n_rot != key_length):
         raise keys.fail(f"{keys.arch}.rope.dimension_count", f"{n_rot} does not fit the key length, {key_length}")
     if (mla_k or keys.arch == "deepseek2") and n_rot >= (mla_k or key_length):
-        raise keys.fail(key, f"{mla_k or key_length} has no room beside the {n_rot} numbers that are rotated")
+        raise keys.fail(key, f"{mla_k or key_length} leaves nothing beside the {n_rot} rotated dimensions")
     if mla_k and (key_length != rank + n_rot or n_head_kv != 1):
         rule = f"must be {rank + n_rot} (kv_lora_rank + rope.dimension_count) with 1 KV head, but is"
         raise keys.fail(key, f"{rule} {key_length} with {n_head_kv}")
@@ -163,7 +163,7 @@ def _read_expert_counts(keys: _Keys, n_layer_all: int) -> tuple[int, tuple[int, 
     n_expert = keys.number("expert_count", 0, 0, MAX_EXPERTS)
     used = keys.per_layer("expert_used_count", n_layer_all, 0, MAX_EXPERTS)
     key = f"{keys.arch}.expert_used_count"
-    if n_expert <= 1 and keys.arch.startswith("hunyuan"):  # dense members of a family that llama.cpp lets pass
+    if n_expert <= 1 and keys.arch.startswith("hunyuan"):  # dense models of the family, which llama.cpp accepts
         return 0, (0,) * n_layer_all
     if max(used) > n_expert:
         raise keys.fail(key, f"a token cannot use {max(used)} of {n_expert} experts")
@@ -188,13 +188,13 @@ def _check_rope(keys: _Keys) -> None:
 
 
 def check_attention(tensors: Mapping[str, TensorInfo], hparams: Hparams, label: str) -> None:
-    """Raises ModelFormatError for a Q, K or V matrix whose rows are not heads x length, as the metadata says.
+    """Raises ModelFormatError for a Q, K or V matrix that has not heads x length rows, by the metadata.
 
-    Q may have twice the rows (some models keep a gate in it). Models with lengths of their own for sliding
-    windows, and with latent attention, are left to llama.cpp.
+    Q may have twice the rows (an output gate, as in qwen3next). Models with other lengths in sliding-window layers, and
+    with latent attention, are left to llama.cpp.
     """
     hp = hparams
-    if hp.is_mla or hp.own_window_lengths or hp.n_head[0] == 0:
+    if hp.is_mla or hp.has_swa_lengths or hp.n_head[0] == 0:
         return
     for il in range(hp.n_layer):
         for name, heads, length in (

@@ -1,9 +1,8 @@
 """Reads and checks the header of one GGUF file (versions 2 and 3) before llama.cpp sees it.
 
-llama.cpp aborts the process on some bad files; this reader raises ModelFormatError for them instead, naming
-the key or tensor and the offset in bytes. Every count and length is capped before anything is allocated,
-nothing is mapped into memory, and giant arrays (the vocabulary) are walked in chunks and dropped. It knows
-the format only: what the tensors mean is up to experts.py.
+llama.cpp aborts the process on some bad files; this reader raises ModelFormatError for them instead, naming the key or
+tensor and the offset in bytes. Every count and length is limited before anything is allocated, nothing is mapped, and
+large arrays (the vocabulary) are read in chunks and not kept. The meaning of the tensors is in experts.py.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from moegguf.errors import ExpertIOError, ModelFormatError, ModelNotFoundError
 
 MAX_STRINGS = 1 << 22  # in one array
 MAX_ALL_STRINGS = 1 << 23  # in all arrays of a file
-KEPT_TOTAL_BYTES = 12 << 20  # all that is kept of the key-values of a file
+KEPT_TOTAL_BYTES = 12 << 20  # of a file's key-values
 CHUNK_BYTES = 1 << 20
 MAX_ITEM_BYTES = CHUNK_BYTES - 8  # one string in an array, such as one token
 FETCH_AGAIN = "the file is damaged or incomplete, fetch it again"
@@ -32,7 +31,10 @@ U32, U64 = struct.Struct("<I"), struct.Struct("<Q")
 
 @dataclass
 class Cursor:
-    """Reads forward through an open file of `size` bytes, one chunk in memory at a time."""
+    """Reads an open file of `size` bytes from its start, one chunk in memory at a time.
+
+    Every read raises ModelFormatError at the end of the file, ExpertIOError when the disk fails.
+    """
 
     fd: int
     size: int
@@ -46,11 +48,12 @@ class Cursor:
     tokens: array[int] = field(default_factory=lambda: array("q"))
 
     def fail(self, rule: str, at: int | None = None) -> NoReturn:
+        """Raises ModelFormatError with the current key or tensor and the offset `at` (default: the current one)."""
         offset = self.pos if at is None else at
         raise ModelFormatError(f"{self.label}: {self.what}, at offset {offset}: {rule}.")
 
     def need(self, n: int) -> int:
-        """Makes the next `n` (at most a chunk) bytes present in `buf`; returns their index there."""
+        """Reads the next `n` (at most a chunk) bytes into `buf`; returns their index there."""
         if self.pos + n > self.size:
             self.fail(f"needs {n} bytes but the file ends at {self.size}; {FETCH_AGAIN}")
         at = self.pos - self.base
@@ -72,22 +75,26 @@ class Cursor:
         return b"".join(parts)
 
     def u32(self) -> int:
+        """The next 4 bytes as a number."""
         value = self.peek_u32()
         self.pos += 4
         return value
 
     def peek_u32(self) -> int:
+        """The next 4 bytes as a number, without moving on."""
         at = self.need(4)
         value: int = U32.unpack_from(self.buf, at)[0]
         return value
 
     def u64(self) -> int:
+        """The next 8 bytes as a number."""
         at = self.need(8)
         value: int = U64.unpack_from(self.buf, at)[0]
         self.pos += 8
         return value
 
     def skip(self, n: int) -> None:
+        """Moves on by `n` bytes without reading them."""
         if self.pos + n > self.size:
             self.fail(f"needs {n} bytes but the file ends at {self.size}; {FETCH_AGAIN}")
         self.pos += n
@@ -102,12 +109,13 @@ class Cursor:
         return self.buf[at : at + n]
 
     def keep(self, n: int) -> None:
+        """Counts `n` bytes as kept in memory. Raises ModelFormatError above KEPT_TOTAL_BYTES."""
         self.kept_bytes += n
         if self.kept_bytes > KEPT_TOTAL_BYTES:
             self.fail(f"the key-values hold more than {KEPT_TOTAL_BYTES} bytes of text and numbers; {FETCH_AGAIN}")
 
     def strings(self, count: int, hashed: bool) -> None:
-        """Walks `count` strings of an array; keeps only a hash of each when `hashed`."""
+        """Reads `count` strings of an array; keeps only a hash of each when `hashed`."""
         self.n_strings += count
         if count > MAX_STRINGS or self.n_strings > MAX_ALL_STRINGS:
             self.fail(f"an array of {count} strings is too long, at most {MAX_STRINGS} are allowed")
@@ -142,7 +150,7 @@ class Cursor:
         return pos, count
 
     def _step_hashed(self, pos: int, count: int) -> tuple[int, int]:
-        """As _step, and notes a hash of every string that is not empty."""
+        """As _step, and appends a hash of every string that is not empty to `tokens`."""
         buf, end, unpack, add = self.buf, len(self.buf), U64.unpack_from, self.tokens.append
         last = end - 8
         while count and pos <= last:
@@ -185,28 +193,15 @@ VOCAB_PART = 1 << 18  # tokens compared at a time
 KEPT_ITEMS = 1024  # longer arrays are checked, not kept
 
 STRING, ARRAY = 8, 9
-_SCALARS = {
-    0: "<B",
-    1: "<b",
-    2: "<H",
-    3: "<h",
-    4: "<I",
-    5: "<i",
-    6: "<f",
-    7: "<?",
-    10: "<Q",
-    11: "<q",
-    12: "<d",
-}
+# {GGUF value type: struct format}
+_SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "<B <b <H <h <I <i <f <? <Q <q <d".split(), strict=True))
 
 Value = bool | int | float | str | tuple[bool | int | float, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """One tensor of a file. `shape` is (ne0, ne1, ...), ne0 the row length; `offset` is from the file's
-    start.
-    """
+    """One tensor of a file. `shape` is (ne0, ne1, ...), ne0 the row length; `offset`: bytes from the file's start."""
 
     name: str
     ggml_type: int
@@ -216,12 +211,13 @@ class TensorInfo:
 
     @property
     def type_name(self) -> str:
+        """The name of the ggml type, such as "Q4_K"."""
         return GGML_TYPES[self.ggml_type][0]
 
 
 @dataclass(frozen=True, slots=True)
 class ArrayInfo:
-    """An array that was checked and not kept: its GGUF element type and how many elements it has."""
+    """An array that was checked and not kept: its GGUF element type and number of elements."""
 
     gguf_type: int
     count: int
@@ -319,7 +315,7 @@ def _short(name: str) -> str:
 
 
 def _read_header(cur: Cursor) -> tuple[int, int, int]:
-    """(version, number of tensors, number of key-values), each within its cap."""
+    """(version, number of tensors, number of key-values), each within its limit."""
     at = cur.need(4)
     magic = cur.buf[at : at + 4]
     if magic != b"GGUF":
@@ -348,7 +344,7 @@ def _alignment(cur: Cursor, metadata: Mapping[str, Value]) -> int:
 
 
 def _read_tensor(cur: Cursor, i: int, seen: set[str]) -> TensorInfo:
-    """One tensor's entry; its offset still counts from the start of the data section."""
+    """One tensor's entry, with its offset from the start of the data section."""
     cur.what = f"tensor {i}"
     start = cur.pos
     raw = cur.string(MAX_NAME_BYTES, "the tensor's name")
@@ -410,7 +406,7 @@ def _read_tensors(cur: Cursor, n_tensors: int, alignment: int) -> tuple[int, tup
 
 
 def _check_vocabulary(cur: Cursor) -> None:
-    """llama.cpp aborts when two tokens have the same text. Counted in parts, so that memory stays small."""
+    """Raises ModelFormatError for two equal tokens, on which llama.cpp aborts. Works in parts to save memory."""
     hashes = cur.tokens
     n_parts = len(hashes) // VOCAB_PART
     parts = ((h for h in hashes if h % n_parts == part) for part in range(n_parts)) if n_parts > 1 else (hashes,)

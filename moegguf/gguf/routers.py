@@ -1,7 +1,7 @@
-"""The model's own routers: which experts a vector would be sent to, computed as llama.cpp does it.
+"""The model's routers in numpy: the experts that llama.cpp would choose for a vector.
 
 Reads `ffn_gate_inp` and its biases from the GGUF file and repeats the choice of `build_moe_ffn` (llama-graph.cpp) in
-float32 numpy. Knows nothing of traces, predictors or llama.cpp's own state.
+float32.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Int32s = npt.NDArray[np.int32]
 
 
 class Gating(IntEnum):
-    """llama_expert_gating_func_type: what makes probabilities of a router's logits."""
+    """llama_expert_gating_func_type: the function from a router's logits to probabilities."""
 
     SOFTMAX = 1
     SIGMOID = 2
@@ -33,13 +33,13 @@ class Gating(IntEnum):
     SQRT_SOFTPLUS = 4
 
 
-# What llama.cpp's src/models fix in code, whatever the file says. llama4 and grovemoe choose by logits or their
-# sigmoid: the same order.
+# Set in llama.cpp's src/models, independent of the file. llama4 and grovemoe choose by logits or their sigmoid: the
+# same order.
 FIXED_GATING = {
     "gpt-oss": Gating.SOFTMAX_WEIGHT,
     **dict.fromkeys(("llama4", "grovemoe", "mimo2", "nemotron_h", "nemotron_h_moe"), Gating.SIGMOID),
 }
-# What they take where the file has no expert_gating_func; softmax elsewhere.
+# Their default for a file without expert_gating_func; softmax elsewhere.
 DEFAULT_GATING = dict.fromkeys(
     ("afmoe", "cohere2moe", "glm-dsa", "glm4moe", "glm5-next", "hy_v3", "laguna", "step35"), Gating.SIGMOID
 )
@@ -87,7 +87,7 @@ class Routers:
         return shares / (1.0 + shares)
 
     def _scores(self, router: Router, inputs: Float32s) -> Float32s:
-        """(n_tokens, n_expert): what the choice is made by; -inf in groups that were not chosen."""
+        """(n_tokens, n_expert): the scores by which experts are chosen; -inf in groups that were not chosen."""
         logits = inputs @ router.matrix.T
         if router.logit_bias is not None:
             logits += router.logit_bias
@@ -98,10 +98,10 @@ class Routers:
 
     def _within_groups(self, scores: Float32s) -> Float32s:
         groups = scores.reshape(len(scores), self.n_group, -1)
-        worth = np.sort(groups, axis=2)[:, :, -2:].sum(axis=2)
-        left_out = np.argsort(-worth, axis=1, kind="stable")[:, self.n_group_used :]
+        group_scores = np.sort(groups, axis=2)[:, :, -2:].sum(axis=2)
+        unused = np.argsort(-group_scores, axis=1, kind="stable")[:, self.n_group_used :]
         masked = groups.copy()
-        np.put_along_axis(masked, left_out[:, :, None], -np.inf, axis=1)
+        np.put_along_axis(masked, unused[:, :, None], -np.inf, axis=1)
         return masked.reshape(scores.shape)
 
 
@@ -117,7 +117,7 @@ def _probabilities(gating: Gating, logits: Float32s) -> Float32s:
 def read_routers(layout: ExpertLayout) -> Routers:
     """The routers of the model with this layout.
 
-    Raises ModelFormatError when one is missing, has another shape than the metadata says, or holds numbers that are
+    Raises ModelFormatError when one is missing, has not the metadata's shape, or holds numbers that are
     not finite; ExpertIOError when the disk fails.
     """
     tensors = {t.name: (file, t) for file in read_shards(layout.shards[0].path) for t in file.tensors}
@@ -130,7 +130,7 @@ def read_routers(layout: ExpertLayout) -> Routers:
 
 
 def read_gating(layout: ExpertLayout) -> Gating:
-    """The gating function of the model; raises ModelFormatError for one that llama.cpp does not know."""
+    """The gating function of the model; raises ModelFormatError for one that llama.cpp does not have."""
     if layout.arch in FIXED_GATING:
         return FIXED_GATING[layout.arch]
     found = _whole(layout, "expert_gating_func", 0)
@@ -171,7 +171,7 @@ def _read_router(layout: ExpertLayout, layer: MoeLayer, tensors: dict[str, tuple
 
 
 def _read_tensor(file: GgufFile, tensor: TensorInfo, shape: tuple[int, ...]) -> Float32s:
-    """The tensor as float32, its rows last-dimension first as numpy has them."""
+    """The tensor as float32, in numpy's order of dimensions: `shape` reversed."""
 
     def bad(rule: str) -> ModelFormatError:
         return ModelFormatError(
@@ -192,9 +192,9 @@ def _read_tensor(file: GgufFile, tensor: TensorInfo, shape: tuple[int, ...]) -> 
 
 
 def _typed(data: npt.NDArray[np.uint8], tensor: TensorInfo, shape: tuple[int, ...]) -> npt.NDArray[np.generic]:
-    """Rows of bytes; numbers where the type is numpy's own."""
-    own = {"F32": np.float32, "F16": np.float16}.get(tensor.type_name)
-    return data.view(own) if own else data.reshape(*shape[:0:-1], -1)
+    """Rows of bytes; numbers for types that numpy has."""
+    dtype = {"F32": np.float32, "F16": np.float16}.get(tensor.type_name)
+    return data.view(dtype) if dtype else data.reshape(*shape[:0:-1], -1)
 
 
 def _read_bytes(file: GgufFile, tensor: TensorInfo) -> bytes:

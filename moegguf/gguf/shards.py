@@ -1,6 +1,6 @@
-"""Finds and checks the shards of a model: one file, or NAME-00001-of-0000N.gguf and its neighbours.
+"""Finds and checks the shards of a model: one file, or NAME-00001-of-0000N.gguf and the files numbered after it.
 
-Every complaint names the shard. Knows files and `split.*` keys, not what the tensors mean.
+Every error names the shard. Reads `split.*` keys and the tensors' names only.
 """
 
 from __future__ import annotations
@@ -8,12 +8,28 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
+from typing import NamedTuple
 
 from moegguf.errors import ModelFormatError, ModelNotFoundError
 from moegguf.gguf.reader import MAX_TENSORS, GgufFile, read_gguf
 
 MAX_SHARDS = 1024
 _SHARD_NAME = re.compile(r"(?P<prefix>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
+_SHARD_STEM = re.compile(_SHARD_NAME.pattern.removesuffix("\\.gguf"), re.DOTALL | re.IGNORECASE)
+
+
+class ShardName(NamedTuple):
+    """The parts of a file's name: shard `number` (from 1) of `n_shards` of the model `prefix`."""
+
+    prefix: str
+    number: int = 1
+    n_shards: int = 1
+
+
+def parse_shard_name(stem: str) -> ShardName:
+    """The parts of a path or name without ".gguf", in any case; a file that is not a shard is the only one of 1."""
+    match = _SHARD_STEM.fullmatch(stem)
+    return ShardName(match["prefix"], int(match["number"]), int(match["count"])) if match else ShardName(stem)
 
 
 def shard_path(prefix: str, number: int, count: int) -> str:
@@ -38,11 +54,11 @@ def read_shards(path: str | os.PathLike[str]) -> tuple[GgufFile, ...]:
         return (first,)
     if int(name["count"]) != count:
         raise ModelFormatError(
-            f"{path.name}: its name says {int(name['count'])} shards, but its key 'split.count' says {count};"
+            f"{path.name}: its name has {int(name['count'])} shards, but its key 'split.count' is {count};"
             " a file was renamed or comes from another model."
         )
     if _split_number(first, "split.no", 0) != 0:
-        raise ModelFormatError(f"{path.name}: key 'split.no' says it is not the first shard; shards were swapped.")
+        raise ModelFormatError(f"{path.name}: key 'split.no' is not 0, that of the first shard; shards were swapped.")
     prefix = str(path.with_name(name["prefix"]))
     shards = [first] + [_read_member(first, prefix, number, count) for number in range(2, count + 1)]
     _check_together(shards, prefix, count)
@@ -60,12 +76,12 @@ def _split_number(shard: GgufFile, key: str, default: int) -> int:
 def _check_single(first: GgufFile, named_as_shard: bool, count: int) -> None:
     if count > 1:
         raise ModelFormatError(
-            f"{first.path.name}: key 'split.count' says {count} shards, but the name does not end in"
-            f" -00001-of-{count:05d}.gguf; give the shards their names back."
+            f"{first.path.name}: key 'split.count' is {count}, but the name does not end in"
+            f" -00001-of-{count:05d}.gguf; restore the shards' original names."
         )
     if named_as_shard:
         raise ModelFormatError(
-            f"{first.path.name}: the name says there are more shards, but there is no key 'split.count';"
+            f"{first.path.name}: the name is that of a shard, but key 'split.count' is missing or at most 1;"
             " join the parts with llama-gguf-split --merge, or rename a complete file."
         )
 
@@ -112,11 +128,11 @@ def _check_together(shards: list[GgufFile], prefix: str, count: int) -> None:
     if expected != len(seen):
         counts = ", ".join(f"{s.path.name}: {len(s.tensors)}" for s in shards[:8])
         raise ModelFormatError(
-            f"{shards[0].path.name}: key 'split.tensors.count' says {expected} tensors, but the shards have"
-            f" {len(seen)} ({counts}); one of them comes from another model."
+            f"{shards[0].path.name}: key 'split.tensors.count' is {expected}, but the shards have"
+            f" {len(seen)} tensors ({counts}); one of them comes from another model."
         )
     extra = Path(shard_path(prefix, count + 1, count))
     if extra.exists():
         raise ModelFormatError(
-            f"shard {extra.name}: the model has {count} shards, so this file is one too many; move it."
+            f"shard {extra.name}: the model has {count} shards, so this file does not belong to it; move it."
         )

@@ -1,6 +1,6 @@
-"""Files given to us by their digest: kept under it once every byte is there and verified, and never before.
+"""Uploaded files by digest (blobs), named only once they are complete and verified.
 
-One function builds paths from digests, and takes nothing but `sha256:` and 64 hex digits.
+`blob_name` alone builds file names from digests, and accepts nothing but `sha256:` and 64 hex digits.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
-from moegguf.config import format_bytes
 from moegguf.errors import ModelFormatError, ModelNameError, ModelNotFoundError, PullError
+from moegguf.quantities import format_bytes
 
 MARGIN_BYTES = 64 << 20  # left free on the disk
 _DIGEST = re.compile(r"sha256[:-]([0-9a-fA-F]{64})", re.ASCII)
@@ -33,18 +33,18 @@ def blob_name(digest: str) -> str:
 
 
 def free_bytes(folder: Path) -> int:
-    """Bytes free on the disk of `folder`, which need not be there yet."""
+    """Bytes free on the disk of `folder`, which need not exist."""
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     return shutil.disk_usage(existing).free
 
 
 def check_space(folder: Path, n_bytes: int, what: str) -> None:
-    """Raises PullError when `n_bytes` more do not fit beside what should stay free."""
+    """Raises PullError when writing `n_bytes` would leave less than MARGIN_BYTES free. `what` starts the message."""
     free = free_bytes(folder)
     if n_bytes and n_bytes + MARGIN_BYTES > free:
         raise PullError(
             f"{what} needs {format_bytes(n_bytes)} (and {format_bytes(MARGIN_BYTES)} to spare), but the disk of"
-            f" {str(folder)!r} has {format_bytes(free)} free; make room, or choose a smaller quantisation."
+            f" {str(folder)!r} has {format_bytes(free)} free; delete files, or choose a smaller quantisation."
         )
 
 
@@ -55,24 +55,25 @@ class BlobStore:
         self.folder = folder
 
     def path(self, digest: str) -> Path:
-        """The file of a digest. Raises ModelNameError, and ModelNotFoundError when it is not here."""
+        """The file of a digest. Raises ModelNameError, ModelNotFoundError when it is missing."""
         path = self.folder / blob_name(digest)
         if not path.is_file() or path.is_symlink():
             raise ModelNotFoundError(f"there is no blob {blob_name(digest)!r}; send it first.")
         return path
 
     def has(self, digest: str) -> bool:
+        """Whether the blob is complete. Raises ModelNameError."""
         path = self.folder / blob_name(digest)
         return path.is_file() and not path.is_symlink()
 
     def writer(self, digest: str, size_bytes: int | None = None) -> BlobWriter:
-        """For one blob, in a `with`. `size_bytes`: as announced; PullError at once when that does not fit the disk."""
+        """A context manager that receives one blob. Raises PullError when `size_bytes` do not fit the disk."""
         return BlobWriter(self.folder, digest, size_bytes)
 
     def add(self, digest: str, chunks: Iterable[bytes], size_bytes: int | None = None) -> Path:
-        """Keeps the bytes of `chunks` under their digest.
+        """Stores the bytes of `chunks` as the blob of this digest.
 
-        Raises ModelFormatError when they have another digest, PullError when the disk fails; nothing is kept then.
+        Raises ModelFormatError when they have another digest, PullError when the disk fails; nothing is stored then.
         """
         with self.writer(digest, size_bytes) as writer:
             for chunk in chunks:
@@ -81,7 +82,7 @@ class BlobStore:
 
 
 class BlobWriter:
-    """Bytes on their way to a blob; what is not committed is removed."""
+    """Receives the bytes of one blob; without `commit` they are removed at the end of the `with`."""
 
     def __init__(self, folder: Path, digest: str, size_bytes: int | None) -> None:
         self._path = folder / blob_name(digest)
@@ -89,32 +90,32 @@ class BlobWriter:
         self._sha = hashlib.sha256()
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            _sweep(folder)
+            _remove_abandoned(folder)
             handle, name = tempfile.mkstemp(prefix=".", suffix=".partial", dir=folder)
         except OSError as error:
-            raise _disk_fault(self._path, error) from error
+            raise _disk_error(self._path, error) from error
         self._partial = Path(name)
         self._file = os.fdopen(handle, "wb")
-        fcntl.flock(handle, fcntl.LOCK_EX)  # says that someone is still writing it
+        fcntl.flock(handle, fcntl.LOCK_EX)  # held while it is written: see _remove_abandoned
 
     def __enter__(self) -> BlobWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        with suppress(OSError):  # a full disk complains again at the close
+        with suppress(OSError):  # a full disk fails again at close
             self._file.close()
         self._partial.unlink(missing_ok=True)
 
     def write(self, chunk: bytes) -> None:
-        """Raises PullError when the disk fails."""
+        """Appends bytes. Raises PullError when the disk fails."""
         self._sha.update(chunk)
         try:
             self._file.write(chunk)
         except OSError as error:
-            raise _disk_fault(self._path, error) from error
+            raise _disk_error(self._path, error) from error
 
     def commit(self) -> Path:
-        """Gives the bytes their name. Raises ModelFormatError when the digest is another one."""
+        """Verifies the bytes and names the blob. Raises ModelFormatError for another digest, PullError."""
         found = f"sha256-{self._sha.hexdigest()}"
         if found != self._path.name:
             raise ModelFormatError(
@@ -126,12 +127,12 @@ class BlobWriter:
             os.replace(self._partial, self._path)
             sync_folder(self._path.parent)
         except OSError as error:
-            raise _disk_fault(self._path, error) from error
+            raise _disk_error(self._path, error) from error
         return self._path
 
 
 def sync_folder(folder: Path) -> None:
-    """Names in `folder` survive a loss of power. Raises OSError."""
+    """Writes the directory `folder` to disk, so that new names survive a power loss. Raises OSError."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)
@@ -139,8 +140,8 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def _sweep(folder: Path) -> None:
-    """Removes what writers that have died left behind."""
+def _remove_abandoned(folder: Path) -> None:
+    """Removes partial files that no process has locked."""
     for path in folder.glob(".*.partial"):
         with suppress(OSError):
             handle = os.open(path, os.O_RDONLY)
@@ -151,7 +152,7 @@ def _sweep(folder: Path) -> None:
                 os.close(handle)
 
 
-def _disk_fault(path: Path, error: OSError) -> PullError:
+def _disk_error(path: Path, error: OSError) -> PullError:
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-    step = "make room and send it again" if full else "check the disk and send it again"
+    step = "delete files and send it again" if full else "check the disk and send it again"
     return PullError(f"{path.name[:19]} cannot be written to {str(path.parent)!r} ({error.strerror or error}); {step}.")

@@ -1,8 +1,8 @@
-"""Every model of this machine by name: the one place where names are looked up, listed, copied, made and removed.
+"""All models of this machine by name: looked up, listed, copied, created and removed here.
 
-Looked in, in this order: paths (only where paths are allowed), the demo, MOEGGUF_MODELS, our own names, the Hugging
-Face cache, an Ollama store. Of two models of one name the first is meant. Only our own files and, when no name needs
-them any more, those in the Hugging Face cache are ever removed.
+Sources, in this order: paths (where allowed), the demo, MOEGGUF_MODELS, our index, the Hugging Face cache, Ollama's
+stores. Of two models with one name the first is used. Only our own files and, when no name uses them any more, those in
+the Hugging Face cache are ever deleted.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from moegguf.config import data_folder
 from moegguf.errors import ModelNameError, ModelNotFoundError, MoeggufError, OptionError, PullError
-from moegguf.models import own
 from moegguf.models.blobs import BlobStore, BlobWriter
-from moegguf.models.entry import Entry
+from moegguf.models.entry import ModelEntry
+from moegguf.models.file_sets import FileSets, entry_of, record_of, used_files
 from moegguf.models.folder import (
     DEMO_NAME,
     demo_entry,
@@ -32,19 +31,19 @@ from moegguf.models.folder import (
     name_key,
     only_model,
 )
-from moegguf.models.hub import cached_models, find_cached
+from moegguf.models.hub import cached_models, delete_cached, find_cached
 from moegguf.models.index import Contents, Index, Record
 from moegguf.models.names import DEFAULT_TAG, OLLAMA_PREFIX, Name, parse_name
 from moegguf.models.ollama_store import find_in_ollama, ollama_models
-from moegguf.models.own import OwnFiles
 from moegguf.models.recipe import Recipe, check_messages, check_parameters, check_text, jinja_or_none
+from moegguf.settings import data_folder
 
 
 class Catalog:
-    """The models that can be used now. Looks anew at each call, so what other processes do is seen.
+    """The models that can be used now. Reads the sources at each call, so changes by other processes are seen.
 
-    `paths`: whether a path may stand for a model, as on a command line. A server must say no: its clients would open
-    any file of the machine. Safe to use from many threads.
+    `paths`: whether a path is accepted as a name, as on a command line; in a server its clients could open any file of
+    the machine. Thread-safe.
     """
 
     def __init__(self, *, paths: bool = True) -> None:
@@ -52,56 +51,59 @@ class Catalog:
 
     @property
     def index(self) -> Index:
+        """The index in the data folder."""
         return Index(data_folder())
 
     @property
     def blobs(self) -> BlobStore:
+        """The uploaded files in the data folder."""
         return BlobStore(data_folder() / "blobs")
 
     @property
-    def own(self) -> OwnFiles:
-        return OwnFiles(data_folder() / "sets", self.blobs)
+    def file_sets(self) -> FileSets:
+        """The sets of uploaded files in the data folder."""
+        return FileSets(self.blobs)
 
-    def entries(self, prefix: str = "") -> list[Entry]:
+    def entries(self, prefix: str = "") -> list[ModelEntry]:
         """Models whose names start with `prefix` (in any case), newest first."""
-        found: dict[str, Entry] = {}
+        found: dict[str, ModelEntry] = {}
         for entry in self._all():
             found.setdefault(entry.name.lower(), entry)
         chosen = (entry for key, entry in found.items() if key.startswith(prefix.lower()))
         return sorted(chosen, key=lambda entry: (entry.modified, entry.name), reverse=True)
 
-    def find(self, name: str | os.PathLike[str]) -> Entry:
-        """The model that `name` means.
+    def find(self, name: str | os.PathLike[str]) -> ModelEntry:
+        """The model of this name, or at this path.
 
-        Raises ModelNotFoundError, naming the nearest names that exist, when there is none; ModelNameError where paths
-        are not allowed and it can be no name.
+        Raises ModelNotFoundError, listing the nearest names, when there is none; ModelNameError where paths are not
+        allowed and it is not a valid name.
         """
         text = os.fspath(name)
         if not text.strip():
             raise ModelNotFoundError(f"a model is a path or a name, but is {text!r}; try {DEMO_NAME!r}.")
-        if self.paths and (path := _path_of(text)):
+        if self.paths and (path := _existing(text, Path.is_file)):
             return _entry_at(path)
         if text.lower() in (DEMO_NAME, f"{DEMO_NAME}:{DEFAULT_TAG}"):
             return demo_entry()
-        if found := self._named(text):
+        if found := self._find_by_name(text):
             return found
-        if self.paths and (folder := _folder_of(text)):
+        if self.paths and (folder := _existing(text, Path.is_dir)):
             return _entry_at(only_model(folder))
         raise self._not_found(text)
 
-    def copy(self, source: str, destination: str) -> Entry:
-        """Makes `destination` another name for the files of `source`; no byte of them is copied.
+    def copy(self, source: str, destination: str) -> ModelEntry:
+        """Makes `destination` another name for the files of `source`, which are not copied.
 
-        Raises ModelNotFoundError, ModelNameError, and OptionError when the name belongs to a model that is not ours.
+        Raises ModelNotFoundError, ModelNameError, and OptionError when the name is that of a model outside our index.
         """
         target, entry = self._free_name(destination), self.find(source)
-        return self._keep(lambda: entry, target)
+        return self._save(lambda: entry, target)
 
-    def create(self, name: str, recipe: Recipe) -> Entry:
-        """A name of ours for a model with what `recipe` adds; replaces one of ours that has the name.
+    def create(self, name: str, recipe: Recipe) -> ModelEntry:
+        """Saves the model of `recipe` in our index under `name`, replacing one there.
 
-        Raises ModelNotFoundError (base or blobs), ModelFormatError for files that are no model, OptionError for values
-        that do not fit.
+        Raises ModelNotFoundError (base or blobs), ModelFormatError for files that are not a model, OptionError for
+        values of the wrong type.
         """
         target = self._free_name(name)
         if bool(recipe.from_) == bool(recipe.files):
@@ -116,16 +118,17 @@ class Catalog:
         given = {key: value for key, value in values.items() if value is not None}
         base = self.find(recipe.from_) if recipe.from_ else None
 
-        def make() -> Entry:
-            entry = base or self.own.gather(recipe.files)
+        def make() -> ModelEntry:
+            entry = base or self.file_sets.make(recipe.files)
             return replace(entry, parameters={**entry.parameters, **parameters}, **given)
 
-        return self._keep(make, target)
+        return self._save(make, target)
 
-    def remove(self, name: str) -> Entry:
-        """Takes the name away, and its files when no other name needs them; returns what it was.
+    def remove(self, name: str) -> ModelEntry:
+        """Removes the name, and its files when no other name uses them; returns the removed model.
 
-        Raises ModelNotFoundError, OptionError for models that are not ours to remove, PullError when the disk refuses.
+        Raises ModelNotFoundError, OptionError for sources that are never changed, PullError when a file cannot be
+        deleted.
         """
         entry = self.find(name)
         key = entry.name.lower()
@@ -135,36 +138,36 @@ class Catalog:
             try:
                 self.index.change(lambda found: replace(found, hidden=found.hidden | {key}), after=self._clean)
             except PullError:
-                self.show_again(key)
+                self.unhide(key)
                 raise
         else:
-            raise OptionError(f"{entry.name!r} cannot be removed: {_KEEPERS[entry.source]}")
-        self._show_what_is_gone()
+            raise OptionError(f"{entry.name!r} cannot be removed: {_REMOVAL_HINTS[entry.source]}")
+        self._unhide_deleted()
         return entry
 
-    def show_again(self, *names: str) -> None:
-        """Names of the Hugging Face cache that were removed, and have been fetched again, are back."""
+    def unhide(self, *names: str) -> None:
+        """Lists removed names of the Hugging Face cache again, as after they were fetched again."""
         keys = {name.lower() for name in names} & self.index.read().hidden
         if keys:
             self.index.change(lambda found: replace(found, hidden=found.hidden - keys))
 
     def has_blob(self, digest: str) -> bool:
-        """Raises ModelNameError when that is no digest."""
+        """See `BlobStore.has`."""
         return self.blobs.has(digest)
 
     def blob_path(self, digest: str) -> Path:
-        """Raises ModelNameError when that is no digest, ModelNotFoundError when it is not here."""
+        """See `BlobStore.path`."""
         return self.blobs.path(digest)
 
     def blob_writer(self, digest: str, size_bytes: int | None = None) -> BlobWriter:
-        """For a blob that comes in pieces: `with` it, `write` them, `commit`."""
+        """See `BlobStore.writer`."""
         return self.blobs.writer(digest, size_bytes)
 
     def add_blob(self, digest: str, chunks: Iterable[bytes], size_bytes: int | None = None) -> Path:
         """See `BlobStore.add`."""
         return self.blobs.add(digest, chunks, size_bytes)
 
-    def _all(self) -> Iterator[Entry]:
+    def _all(self) -> Iterator[ModelEntry]:
         """All sources in the order in which names are looked up."""
         if demo_path():
             yield demo_entry()
@@ -174,67 +177,65 @@ class Catalog:
         yield from (entry for entry in cached_models() if entry.name.lower() not in contents.hidden)
         yield from ollama_models()
 
-    def _own_entries(self, contents: Contents) -> Iterator[Entry]:
+    def _own_entries(self, contents: Contents) -> Iterator[ModelEntry]:
         for record in contents.records:
             with suppress(OSError, MoeggufError):
-                yield self.own.entry(record)
+                yield entry_of(record)
 
-    def _named(self, text: str) -> Entry | None:
+    def _find_by_name(self, text: str) -> ModelEntry | None:
         if not text.lower().startswith(OLLAMA_PREFIX) and (found := find_in_folder(text)):
             return found
         try:
             name = parse_name(text)
         except ModelNameError:
             if self.paths:
-                return None  # a path that leads nowhere, most likely
+                return None  # most likely a path that does not exist
             raise
         contents = self.index.read()
         if record := contents.find(name.key):
             with suppress(OSError, MoeggufError):
-                return self.own.entry(record)
+                return entry_of(record)
         return find_cached(name, contents.hidden) or find_in_ollama(name)
 
-    def _keep(self, make: Callable[[], Entry], target: Name) -> Entry:
-        """Writes down what `make` gives under the name `target`, while nobody else changes anything of ours."""
+    def _save(self, make: Callable[[], ModelEntry], target: Name) -> ModelEntry:
+        """Saves the result of `make` under the name `target`; `make` runs under the index's lock."""
         made: list[Record] = []
 
         def edit(contents: Contents) -> Contents:
-            made.append(own.record_of(make(), target.canonical))
-            return contents.having(made[0])
+            made.append(record_of(make(), target.canonical))
+            return contents.with_record(made[0])
 
-        self.index.read()  # what is damaged is set aside first
+        self.index.read()  # repairs a damaged file first
         self.index.change(edit, after=self._clean)
-        return self.own.entry(made[0])
+        return entry_of(made[0])
 
     def _free_name(self, text: str) -> Name:
-        """A name that is not another source's. Raises ModelNameError, OptionError."""
+        """The name, if no other source has it. Raises ModelNameError, OptionError."""
         name = parse_name(text)
         with suppress(ModelNotFoundError):
             entry = Catalog(paths=False).find(name.canonical)
             if entry.source not in ("own", "ollama"):
-                raise OptionError(f"the name {entry.name!r} belongs to a model already; choose another.")
+                raise OptionError(f"the name {entry.name!r} is already in use; choose another.")
         return name
 
     def _clean(self, contents: Contents) -> None:
-        """Removes files of ours that no name uses, and from the Hugging Face cache what was removed by name."""
-        self.own.clean(contents.records)
+        """Deletes file sets that no name uses, and the unused files of hidden names from the Hugging Face cache."""
+        self.file_sets.clean(contents.records)
         hidden = [find_cached(parse_name(key)) for key in contents.hidden]
         if not any(hidden):
             return
-        kept = own.used_files(contents.records)
+        used = used_files(contents.records)
         for entry in cached_models():
             if entry.name.lower() not in contents.hidden:
-                kept |= {path.resolve() for path in (*entry.files, *((entry.mmproj,) if entry.mmproj else ()))}
-        for gone in hidden:
-            if gone and gone.name.lower() in contents.hidden and not kept & {path.resolve() for path in gone.files}:
-                from moegguf.models.hub import delete_cached
+                used |= {path.resolve() for path in entry.all_files}
+        for entry in filter(None, hidden):
+            if entry.name.lower() in contents.hidden and not used & {path.resolve() for path in entry.files}:
+                delete_cached(entry, used)
 
-                delete_cached(gone, kept)
-
-    def _show_what_is_gone(self) -> None:
-        """A name is hidden only as long as its files are here."""
-        there = {entry.name.lower() for entry in cached_models()}
-        self.show_again(*(self.index.read().hidden - there))
+    def _unhide_deleted(self) -> None:
+        """Drops hidden names whose files were deleted."""
+        cached = {entry.name.lower() for entry in cached_models()}
+        self.unhide(*(self.index.read().hidden - cached))
 
     def _not_found(self, text: str) -> ModelNotFoundError:
         ending = text.lower().endswith(".gguf")
@@ -245,7 +246,7 @@ class Catalog:
                     f"{name.canonical} is not on this machine; fetch it with `moegguf pull {name.canonical}`."
                 )
         if self.paths and (os.sep in text or ending):
-            return _no_path(text)
+            return _path_not_found(text)
         known = [*models_by_name(), DEMO_NAME, *(entry.name.removesuffix(":latest") for entry in self.entries())]
         near = list(dict.fromkeys(difflib.get_close_matches(name_key(text).removesuffix(":latest"), known, n=3)))
         if near:
@@ -257,35 +258,28 @@ class Catalog:
         return ModelNotFoundError(f"there is no model named {text!r}; {hint}")
 
 
-_KEEPERS = {
+_REMOVAL_HINTS = {
     "demo": "it ships with moegguf.",
     "folder": "it is a file in the folder MOEGGUF_MODELS; delete the file.",
-    "path": "it is a file of yours; delete the file.",
-    "ollama": "Ollama keeps it; remove it with `ollama rm`.",
+    "path": "it is a path; delete the file.",
+    "ollama": "it is in Ollama's store; remove it with `ollama rm`.",
 }
 
 
-def _path_of(text: str) -> Path | None:
-    """The file that `text` is the path of."""
+def _existing(text: str, is_kind: Callable[[Path], bool]) -> Path | None:
+    """The path in `text`, if it exists and is of that kind."""
     with suppress(OSError, ValueError, RuntimeError):  # too long, a zero byte, no such user
         path = Path(text).expanduser()
-        return path if path.is_file() else None
+        return path if is_kind(path) else None
     return None
 
 
-def _folder_of(text: str) -> Path | None:
-    with suppress(OSError, ValueError, RuntimeError):
-        path = Path(text).expanduser()
-        return path if path.is_dir() else None
-    return None
-
-
-def _entry_at(path: Path) -> Entry:
-    """A file named by its path; the path is its name."""
+def _entry_at(path: Path) -> ModelEntry:
+    """The model in a file, named by its absolute path."""
     return file_entry(path, "path", str(path.absolute()))
 
 
-def _no_path(text: str) -> ModelNotFoundError:
+def _path_not_found(text: str) -> ModelNotFoundError:
     path = Path(text).expanduser()
     here = [file.name for file in itertools.islice(path.parent.glob("*.gguf"), 1000)] if path.parent.is_dir() else []
     near = difflib.get_close_matches(path.name, here, n=1)
@@ -298,13 +292,10 @@ def _no_path(text: str) -> ModelNotFoundError:
     return ModelNotFoundError(f"there is no file {text!r}; {hint}")
 
 
-__all__ = ["demo_path", "find_model", "models_by_name"]
-
-
 def find_model(name: str | os.PathLike[str]) -> Path:
-    """The file to open for `name`: a path, a folder with one model, or a name as `Catalog.find` knows them.
+    """The file to open for `name`: a path, a folder with one model, or a name (see `Catalog.find`).
 
-    Raises ModelNotFoundError, naming the nearest names that exist, when there is none.
+    Raises ModelNotFoundError, listing the nearest names, when there is none.
     """
     path = Path(name).expanduser() if os.fspath(name).strip() else None
     if path and path.is_file():

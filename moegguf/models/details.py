@@ -1,4 +1,4 @@
-"""What the headers of a model's files say: family, size, quantisation, what it can do. Reads no weights."""
+"""Facts from the headers of a model's files: family, size, quantisation, capabilities. Reads no weights."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 from moegguf.gguf.chat_template import capabilities_of
 from moegguf.gguf.experts import ExpertLayout, read_layout
 from moegguf.gguf.reader import GGML_TYPES, Value
-from moegguf.models.entry import Details, Entry
+from moegguf.models.entry import Details, ModelEntry
 
-# llama.h's llama_ftype: {general.file_type: name}
+# {general.file_type: name}, llama_ftype in llama.h
 FILE_TYPES = {
     0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1", 10: "Q2_K", 11: "Q3_K_S",
     12: "Q3_K_M", 13: "Q3_K_L", 14: "Q4_K_S", 15: "Q4_K_M", 16: "Q5_K_S", 17: "Q5_K_M", 18: "Q6_K", 19: "IQ2_XXS",
@@ -20,11 +20,11 @@ FILE_TYPES = {
     40: "Q1_0", 41: "Q2_0",
 }  # fmt: skip
 
-_FILL_KEYS = ("tokenizer.ggml.fim_pre_token_id", "tokenizer.ggml.prefix_token_id")
+_INFILL_KEYS = ("tokenizer.ggml.fim_pre_token_id", "tokenizer.ggml.prefix_token_id")
 
 
-def details(entry: Entry) -> Details:
-    """What the entry's headers say; read again only when a file has changed.
+def details(entry: ModelEntry) -> Details:
+    """The facts of an entry; its headers are read again only when a file has changed.
 
     Raises ModelNotFoundError, ModelFormatError, ExpertIOError as `read_layout` does.
     """
@@ -48,11 +48,11 @@ def details(entry: Entry) -> Details:
 
 
 def layout_of(path: Path) -> ExpertLayout:
-    """`read_layout`, once per file and change of it."""
+    """`read_layout`, cached until the file changes."""
     try:
         info = path.stat()
     except OSError:
-        return read_layout(path)  # has the words for what is wrong
+        return read_layout(path)  # raises the error for this path
     return _layout(path, info.st_size, info.st_mtime_ns)
 
 
@@ -74,18 +74,18 @@ def parameters(layout: ExpertLayout) -> tuple[int, int]:
 
 
 def main_type(layout: ExpertLayout) -> str:
-    """The type that most bytes of the model have."""
+    """The name of the tensor type with the most bytes."""
     return max(layout.tensor_types, key=lambda name: layout.tensor_types[name][1])
 
 
 def quantization(layout: ExpertLayout) -> str:
-    """The name people know a file by ("Q4_K_M"); the main type where the file does not say."""
+    """The file type's name ("Q4_K_M"); the main tensor type where the file does not state it."""
     kind = layout.metadata.get("general.file_type")
     return FILE_TYPES.get(kind, main_type(layout)) if isinstance(kind, int) else main_type(layout)
 
 
 def human_number(n: int) -> str:
-    """A count of parameters as people write it: "30.5B", "23.4M", "800K"."""
+    """An abbreviated count of parameters: "30.5B", "23.4M", "800K"."""
     for unit, name in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "K")):
         if n >= unit:
             text = f"{n / unit:.1f}"
@@ -98,6 +98,6 @@ def _capabilities(metadata: Mapping[str, Value], arch: str, template: str | None
     if f"{arch}.pooling_type" in metadata:
         return ("embedding",)
     found = ["completion", *capabilities_of(template)]
-    if "insert" not in found and any(key in metadata for key in _FILL_KEYS):
+    if "insert" not in found and any(key in metadata for key in _INFILL_KEYS):
         found.append("insert")
     return tuple(found)

@@ -1,23 +1,45 @@
-"""A model by name, and what is told about it without running it. Plain data."""
+"""A model by name, what its name adds to its files, and what is known of the files without opening them as models."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from datetime import datetime
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from datetime import UTC, datetime
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
+
+SAMPLE_BYTES = 1 << 20
 
 Source = Literal["demo", "path", "folder", "hub", "ollama", "own"]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Overrides:
+    """What a name adds to the files of its model; None or empty keeps the files' own.
+
+    `template` is Jinja; `parameters` have Ollama's option names.
+    """
+
+    system: str | None = None
+    template: str | None = None
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    messages: tuple[Mapping[str, Any], ...] = ()
+    license: str | None = None
+
+    @property
+    def overrides(self) -> dict[str, Any]:
+        """These five fields, as keyword arguments."""
+        return {each.name: getattr(self, each.name) for each in fields(Overrides)}
+
+
 @dataclass(frozen=True)
-class Entry:
+class ModelEntry(Overrides):
     """One name and what it stands for.
 
     `name` is canonical and has a tag ("demo:latest", "hf.co/user/repo:Q4_K_M"). `files`: the shards, first one first.
-    `digest`: 64 hex digits, the same as long as the files are. `system`, `template` (Jinja), `parameters` (Ollama's
-    option names), `messages`, `license`: what the name adds to the files. `modified` is aware, UTC.
+    `digest`: 64 hex digits that change with the files. `modified` is aware, UTC. `parent`: the name it was made from.
     """
 
     name: str
@@ -27,11 +49,6 @@ class Entry:
     digest: str
     modified: datetime
     mmproj: Path | None = None
-    system: str | None = None
-    template: str | None = None
-    parameters: Mapping[str, Any] = field(default_factory=dict)
-    messages: tuple[Mapping[str, Any], ...] = ()
-    license: str | None = None
     parent: str = ""
 
     @property
@@ -39,12 +56,19 @@ class Entry:
         """The file to open."""
         return self.files[0]
 
+    @property
+    def all_files(self) -> tuple[Path, ...]:
+        """The shards, and the projector for images when there is one."""
+        return (*self.files, self.mmproj) if self.mmproj else self.files
+
 
 @dataclass(frozen=True)
 class Details:
-    """What the headers of an entry's files say. `parameter_size` as people write it ("30.5B"), `quantization` as the
-    file's main type ("Q4_K_M"). `capabilities`: of completion, tools, thinking, insert, embedding. `metadata`: all
-    GGUF keys."""
+    """Facts from the headers of an entry's files.
+
+    `parameter_size` is abbreviated ("30.5B"), `quantization` the file's main type ("Q4_K_M"). `capabilities`: of
+    completion, tools, thinking, insert, embedding. `metadata`: all GGUF keys.
+    """
 
     family: str
     parameter_size: str
@@ -61,11 +85,50 @@ class Details:
 
 @dataclass(frozen=True)
 class PullStatus:
-    """A step of a download: Ollama's words, and for a file its digest and bytes (`completed_bytes` None at its
-    start)."""
+    """A step of a download: Ollama's text, and for a file its digest and bytes (`completed_bytes` None at first)."""
 
     status: str
     digest: str = ""
     file: str = ""
     total_bytes: int = 0
     completed_bytes: int | None = None
+
+
+def digest_of(files: tuple[Path, ...]) -> str:
+    """64 hex digits for files whose SHA-256 is not known.
+
+    Over each file's size, first and last MiB: the header, and weights that differ between trainings. Hashing all of a
+    200 GB model would take minutes. Raises OSError.
+    """
+    digests = []
+    for path in files:
+        info = path.stat()
+        digests.append(_sampled_digest(str(path), info.st_size, info.st_mtime_ns))
+    return combined_digest(digests)
+
+
+def combined_digest(digests: list[str]) -> str:
+    """One digest for a model of several files, in their order; that of a single file is its own."""
+    return digests[0] if len(digests) == 1 else hashlib.sha256("\n".join(digests).encode()).hexdigest()
+
+
+def size_of(files: Iterable[Path]) -> int:
+    """Bytes of these files on disk. Raises OSError."""
+    return sum(path.stat().st_size for path in files)
+
+
+def modified_at(path: Path) -> datetime:
+    """When the file, or the link to it, was made. Raises OSError."""
+    return datetime.fromtimestamp(path.lstat().st_mtime, UTC)
+
+
+@lru_cache(maxsize=4096)
+def _sampled_digest(path: str, size_bytes: int, _mtime_ns: int) -> str:
+    """The digest of one file, computed again only when the file has changed."""
+    digest = hashlib.sha256(f"{size_bytes}\n".encode())
+    with open(path, "rb") as file:
+        digest.update(file.read(SAMPLE_BYTES))
+        if size_bytes > SAMPLE_BYTES:
+            file.seek(max(SAMPLE_BYTES, size_bytes - SAMPLE_BYTES))
+            digest.update(file.read(SAMPLE_BYTES))
+    return digest.hexdigest()

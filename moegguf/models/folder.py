@@ -1,4 +1,4 @@
-"""Models in folders: the one that ships with the package, those in MOEGGUF_MODELS, and the only one of a folder."""
+"""Models in folders: the demo in the package, those in MOEGGUF_MODELS, and the only one of a folder."""
 
 from __future__ import annotations
 
@@ -8,27 +8,24 @@ from contextlib import suppress
 from pathlib import Path
 
 import moegguf
-from moegguf.config import read_environment
 from moegguf.errors import ModelNameError, ModelNotFoundError
-from moegguf.gguf.shards import MAX_SHARDS
-from moegguf.models.entry import Entry, Source
-from moegguf.models.files import changed_at, digest_of, size_of
+from moegguf.gguf.shards import MAX_SHARDS, parse_shard_name, shard_path
+from moegguf.models.entry import ModelEntry, Source, digest_of, modified_at, size_of
 from moegguf.models.names import DEFAULT_TAG, parse_name
+from moegguf.settings import read_environment
 
 DEMO_NAME = "demo"
 DEMO_FILE = "moegguf-demo-Q4_0.gguf"
 
-_SHARD = re.compile(r"(?P<name>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})")
-
 
 def demo_path() -> Path | None:
-    """The model that ships with the package; None when this installation is without it."""
+    """The model that ships with the package; None when this installation has none."""
     paths = (Path(part) / "demo" / DEMO_FILE for part in moegguf.__path__)
     return next((path for path in paths if path.is_file()), None)
 
 
-def demo_entry() -> Entry:
-    """Raises ModelNotFoundError when this installation is without it."""
+def demo_entry() -> ModelEntry:
+    """The model that ships with the package. Raises ModelNotFoundError when this installation has none."""
     path = demo_path()
     if path is None:
         raise ModelNotFoundError(
@@ -39,22 +36,22 @@ def demo_entry() -> Entry:
 
 
 def models_by_name() -> dict[str, Path]:
-    """{name: file} of what MOEGGUF_MODELS and one level of folders below it hold. Names are in lower case."""
+    """{name in lower case: file} of the models in MOEGGUF_MODELS and one level of folders below it."""
     folder = read_environment().models
     if folder is None or not folder.is_dir():
         return {}
     return _models_in([*folder.glob("*.gguf"), *folder.glob("*/*.gguf")])
 
 
-def find_in_folder(text: str) -> Entry | None:
-    """The model in MOEGGUF_MODELS that goes by this name, with or without its ending and the tag `latest`."""
+def find_in_folder(text: str) -> ModelEntry | None:
+    """The model in MOEGGUF_MODELS of this name, with or without ".gguf" and the tag `latest`."""
     known = models_by_name()
     keys = {name_key(text), name_key(text.lower().removesuffix(f":{DEFAULT_TAG}"))}
     path = next((path for key, path in known.items() if key in keys or _as_name(key) in keys), None)
     return _folder_entry(path, _shortest(known)[path]) if path else None
 
 
-def folder_models() -> Iterator[Entry]:
+def folder_models() -> Iterator[ModelEntry]:
     """The models in MOEGGUF_MODELS, once each, by their shortest name."""
     for path, key in _shortest(models_by_name()).items():
         with suppress(ModelNameError, OSError):
@@ -68,13 +65,13 @@ def _shortest(known: dict[str, Path]) -> dict[Path, str]:
     return names
 
 
-def _folder_entry(path: Path, key: str) -> Entry:
-    """The file goes by `key`, in its own spelling. Raises ModelNameError when that can be no name, OSError."""
+def _folder_entry(path: Path, key: str) -> ModelEntry:
+    """The file under `key`, in its own spelling. Raises ModelNameError when that is not a name, OSError."""
     return file_entry(path, "folder", parse_name(_as_name(path.stem[: len(key)])).canonical)
 
 
 def _as_name(text: str) -> str:
-    """With dashes for characters that no name may have."""
+    """With dashes in place of characters that names may not have."""
     return re.sub(r"[^A-Za-z0-9._-]", "-", text)
 
 
@@ -89,35 +86,32 @@ def only_model(folder: Path) -> Path:
     raise ModelNotFoundError(f"the folder {str(folder)!r} has {len(files)} models; give the path of one: {some}.")
 
 
-def file_entry(path: Path, source: Source, name: str) -> Entry:
+def file_entry(path: Path, source: Source, name: str) -> ModelEntry:
     """The model whose first (or only) file is at `path`. Raises OSError when it cannot be read."""
     files = shards_of(path)
-    return Entry(name, source, files, size_of(files), digest_of(files), changed_at(path))
+    return ModelEntry(name, source, files, size_of(files), digest_of(files), modified_at(path))
 
 
 def shards_of(path: Path) -> tuple[Path, ...]:
-    """`path` and the shards beside it that are there, in order."""
-    shard = _SHARD.fullmatch(path.stem)
-    if not shard or int(shard["number"]) != 1:
+    """`path`, and when it is a first shard the other shards that exist beside it, in order."""
+    prefix, number, count = parse_shard_name(path.stem)
+    if number != 1:
         return (path,)
-    count = min(int(shard["count"]), MAX_SHARDS)
-    names = (f"{shard['name']}-{n:05d}-of-{shard['count']}{path.suffix}" for n in range(2, count + 1))
-    return (path, *(other for name in names if (other := path.with_name(name)).is_file()))
+    others = (path.with_name(shard_path(prefix, n, count)) for n in range(2, min(count, MAX_SHARDS) + 1))
+    return (path, *(other for other in others if other.is_file()))
 
 
 def name_key(name: str) -> str:
-    """What names in MOEGGUF_MODELS are compared by."""
+    """Equal for names in MOEGGUF_MODELS that mean the same file."""
     return name.lower().removesuffix(".gguf")
 
 
 def _models_in(files: Iterable[Path]) -> dict[str, Path]:
-    """{name: file}; a split model goes by its first shard, under its full name and the name without the number."""
+    """{name: file}; the first shard of a split model has two names, with and without the number."""
     models: dict[str, Path] = {}
     for file in sorted(files):
-        shard = _SHARD.fullmatch(file.stem)
-        if shard and int(shard["number"]) != 1:
-            continue
-        if shard:
-            models.setdefault(name_key(shard["name"]), file)
-        models.setdefault(name_key(file.stem), file)
+        shard = parse_shard_name(file.stem)
+        if shard.number == 1:
+            models.setdefault(name_key(shard.prefix), file)
+            models.setdefault(name_key(file.stem), file)
     return models

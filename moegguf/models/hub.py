@@ -1,8 +1,8 @@
-"""What is in the Hugging Face cache on this machine, and the settings of its users. Never goes to the network.
+"""The Hugging Face cache on this machine, and the Hub's environment variables. Makes no network requests.
 
 The cache is huggingface_hub's own, which llama.cpp shares: `models--user--repo/` with `blobs/` (files by their
-SHA-256), `snapshots/<commit>/` (links to them by name) and `refs/main` (the newest commit seen). So models that other
-programs have fetched are models here, too. A set with a missing shard is none.
+SHA-256), `snapshots/<commit>/` (links to them by name) and `refs/main` (the newest commit seen). So models fetched by
+other programs are found, too. A model with a missing shard is not listed.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moegguf.errors import ModelNameError, ModelNotFoundError, PullError
-from moegguf.models.entry import Entry
-from moegguf.models.files import changed_at, digest_of, digest_of_digests, size_of
+from moegguf.models.entry import ModelEntry, combined_digest, digest_of, modified_at, size_of
 from moegguf.models.names import HUB_HOST, Name, parse_name
-from moegguf.models.selection import FileSelection, choose, models_in
+from moegguf.models.selection import FileSelection, models_in, select_files
 
 ENDPOINT = "https://huggingface.co"
 MAX_REF_BYTES = 128
@@ -27,7 +26,7 @@ _TRUE = {"1", "ON", "YES", "TRUE"}
 
 
 def hub_home() -> Path:
-    """HF_HOME, as huggingface_hub finds it; read anew at each call."""
+    """HF_HOME, by huggingface_hub's rules; read at each call."""
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return _path(os.environ.get("HF_HOME") or os.path.join(cache, "huggingface"))
 
@@ -44,7 +43,7 @@ def hub_endpoint() -> str:
 
 
 def hub_token() -> str | None:
-    """The user's token: HF_TOKEN, or what `hf auth login` has stored."""
+    """The access token: HF_TOKEN, or the one that `hf auth login` stored."""
     for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
         if token := os.environ.get(name, "").strip():
             return token
@@ -56,7 +55,7 @@ def hub_token() -> str | None:
 
 
 def hub_offline() -> bool:
-    """Whether the user has said to stay off the network."""
+    """Whether HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set."""
     value = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE") or ""
     return value.upper() in _TRUE
 
@@ -67,17 +66,17 @@ def _path(text: str) -> Path:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One commit of a repository, as far as it is in the cache."""
+    """The cached part of one commit of a repository."""
 
     repo: str  # "user/repo"
     folder: Path
 
     def key(self, tag: str) -> str:
-        """What the name with this tag is compared by."""
+        """The key of the name with this tag (`Name.key`)."""
         return f"{HUB_HOST}/{self.repo}:{tag}".lower()
 
     def paths(self) -> list[str]:
-        """The GGUF files that are there, by their path in the repository."""
+        """The cached GGUF files, by their path in the repository."""
         found = []
         for folder, _, names in os.walk(self.folder):
             inside = os.path.relpath(folder, self.folder)
@@ -86,18 +85,17 @@ class Snapshot:
                     found.append(name if inside == "." else f"{inside.replace(os.sep, '/')}/{name}")
         return sorted(found)
 
-    def entry(self, tag: str, choice: FileSelection) -> Entry:
-        """The model of that name. Raises OSError when a file has just gone."""
-        files = tuple(self.folder / path for path in choice.files)
-        mmproj = self.folder / choice.mmproj if choice.mmproj else None
-        return Entry(
+    def entry(self, tag: str, selection: FileSelection) -> ModelEntry:
+        """The model of that name. Raises OSError when a file is missing."""
+        files = tuple(self.folder / path for path in selection.files)
+        return ModelEntry(
             name=f"{HUB_HOST}/{self.repo}:{tag}",
             source="hub",
             files=files,
-            size_bytes=size_of(files, mmproj),
+            size_bytes=size_of(self.folder / path for path in selection.paths),
             digest=_digest(files),
-            modified=changed_at(files[0]),
-            mmproj=mmproj,
+            modified=modified_at(files[0]),
+            mmproj=self.folder / selection.mmproj if selection.mmproj else None,
         )
 
 
@@ -106,30 +104,27 @@ def repo_folder(repo: str) -> Path:
     return hub_cache() / ("models--" + repo.replace("/", "--"))
 
 
-def find_cached(name: Name, hidden: Collection[str] = ()) -> Entry | None:
-    """The model that a hub name means among the files of its repository that are here; None when there is none.
-
-    `hidden`: keys of names that are not to be found.
-    """
+def find_cached(name: Name, hidden: Collection[str] = ()) -> ModelEntry | None:
+    """The cached model that a hub name means; None when there is none. `hidden`: keys of names to leave out."""
     if not name.is_hub:
         return None
     for snapshot in _snapshots(name.repo):
-        models = [(tag, choice) for tag, choice in models_in(snapshot.paths()) if snapshot.key(tag) not in hidden]
-        files = {path for _, choice in models for path in choice.files}
+        models = {tag: selection for tag, selection in models_in(snapshot.paths()) if snapshot.key(tag) not in hidden}
+        files = {path for selection in models.values() for path in selection.files}
         with suppress(ModelNotFoundError, OSError):
-            wanted = choose(files, name.tag).files
-            tag, choice = next((tag, choice) for tag, choice in models if choice.files == wanted)
-            return snapshot.entry(tag, choice)
+            wanted = select_files(files, name.tag).files
+            tag = next(tag for tag, selection in models.items() if selection.files == wanted)
+            return snapshot.entry(tag, models[tag])
     return None
 
 
-def cached_models() -> Iterator[Entry]:
+def cached_models() -> Iterator[ModelEntry]:
     """Every model in the cache that has a name, the newest commit of each."""
     seen: set[str] = set()
     for snapshot in _snapshots():
-        for tag, choice in models_in(snapshot.paths()):
+        for tag, selection in models_in(snapshot.paths()):
             with suppress(ModelNameError, OSError):
-                entry = snapshot.entry(tag, choice)
+                entry = snapshot.entry(tag, selection)
                 key = parse_name(entry.name).key
                 if key not in seen:
                     seen.add(key)
@@ -137,8 +132,7 @@ def cached_models() -> Iterator[Entry]:
 
 
 def _snapshots(repo: str | None = None) -> Iterator[Snapshot]:
-    """Of one repository (its case does not matter) or of all; of each the commit that `main` is at first, then by
-    age."""
+    """Of one repository (in any case) or of all; of each the commit of `main` first, then the newest."""
     wanted = None if repo is None else f"models--{repo.replace('/', '--')}".lower()
     for folder in _folders(hub_cache(), wanted):
         kind, *parts = folder.name.split("--")
@@ -146,12 +140,12 @@ def _snapshots(repo: str | None = None) -> Iterator[Snapshot]:
             continue
         main = _main_commit(folder)
         commits = _folders(folder / "snapshots")
-        commits.sort(key=lambda path: (path.name == main, _age(path), path.name), reverse=True)
+        commits.sort(key=lambda path: (path.name == main, _mtime_ns(path), path.name), reverse=True)
         yield from (Snapshot("/".join(parts), commit) for commit in commits)
 
 
 def _folders(path: Path, wanted: str | None = None) -> list[Path]:
-    """The folders in `path`, or the one that has a name."""
+    """The folders in `path`; only those of the name `wanted` (in lower case) when it is given."""
     try:
         with os.scandir(path) as found:
             names = [part.name for part in found if wanted in (None, part.name.lower()) and part.is_dir()]
@@ -160,7 +154,7 @@ def _folders(path: Path, wanted: str | None = None) -> list[Path]:
     return [path / name for name in sorted(names)]
 
 
-def _age(path: Path) -> int:
+def _mtime_ns(path: Path) -> int:
     try:
         return path.stat().st_mtime_ns
     except OSError:
@@ -176,22 +170,22 @@ def _main_commit(folder: Path) -> str:
 
 
 def _digest(files: tuple[Path, ...]) -> str:
-    """A blob's file name is its SHA-256 when the hub keeps it as a large file."""
+    """From the blobs' file names where they are SHA-256 (large files), else from samples of the contents."""
     blobs = [os.path.basename(os.readlink(path)) if path.is_symlink() else "" for path in files]
     if not all(_SHA256.fullmatch(blob) for blob in blobs):
         return digest_of(files)
-    return blobs[0] if len(blobs) == 1 else digest_of_digests(blobs)
+    return combined_digest(blobs)
 
 
-def delete_cached(entry: Entry, keep: Collection[Path]) -> int:
-    """Deletes the entry's files, in every commit that is cached, but none of `keep`; returns the bytes freed.
+def delete_cached(entry: ModelEntry, keep: Collection[Path]) -> int:
+    """Deletes the entry's files from every cached commit, except `keep`; returns the bytes freed.
 
-    A blob that other files of the cache use stays. Raises PullError when the disk refuses.
+    A blob that other files of the cache use stays. Raises PullError when a file cannot be deleted.
     """
-    from huggingface_hub import scan_cache_dir  # slow to import, and needed for nothing else here
+    from huggingface_hub import scan_cache_dir  # slow to import
     from huggingface_hub.errors import CacheNotFound
 
-    wanted = {_in_repository(path) for path in (*entry.files, *((entry.mmproj,) if entry.mmproj else ()))}
+    wanted = {_in_repository(path) for path in entry.all_files}
     try:
         cache = scan_cache_dir(hub_cache())
         files = [

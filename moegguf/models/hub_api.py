@@ -1,7 +1,7 @@
-"""What the hub says of a repository, and its refusals in words. Goes to the network, with few retries.
+"""Reads the list of a repository's files from the Hub, with retries, and turns the Hub's errors into ours.
 
 Imports huggingface_hub, which is slow: import this only when something is fetched. Addresses, tokens and folders come
-from models/hub.py at each call, because huggingface_hub reads its own from the environment only once.
+from models/hub.py at each call, because huggingface_hub reads its environment variables only once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from moegguf.errors import ModelNotFoundError, MoeggufError, PullError
 from moegguf.models.hub import hub_endpoint, hub_token
 
 TRIES = 4
-WAIT_S = 1.0  # before the second try; twice as long before each one more
+WAIT_S = 1.0  # before the second try; doubled before each further one
 MAX_WAIT_S = 30.0
 TIMEOUT_S = 20.0  # without a byte
 TRANSIENT = (408, 425, 429, 500, 502, 503, 504)
@@ -40,12 +40,12 @@ Result = TypeVar("Result")
 
 
 class Stopped(Exception):  # noqa: N818 (a state asked for, not a fault)
-    """Nobody waits for the download any more."""
+    """The download was cancelled."""
 
 
 @dataclass(frozen=True)
 class HubFile:
-    """A file of a repository. `etag`: its SHA-256 when the hub keeps it as a large file, else its git hash."""
+    """A file of a repository. `etag`: the SHA-256 of a large file, the git hash of a small one."""
 
     path: str
     size_bytes: int
@@ -53,6 +53,7 @@ class HubFile:
 
     @property
     def is_large(self) -> bool:
+        """Whether the Hub stores it as a large file (LFS), so that `etag` is a SHA-256."""
         return len(self.etag) == 64
 
 
@@ -66,21 +67,21 @@ class Repository:
 
 
 def read_repository(repo: str, stopped: threading.Event) -> Repository:
-    """What is in `main` of "user/repo" now. Raises ModelNotFoundError, PullError, Stopped."""
+    """The newest commit of `main` of "user/repo". Raises ModelNotFoundError, PullError, Stopped."""
     api = HfApi(
         endpoint=hub_endpoint(), token=hub_token() or False, library_name="moegguf", library_version=__version__
     )
-    info = patiently(lambda: api.model_info(repo, files_metadata=True, timeout=TIMEOUT_S), repo, stopped)
+    info = with_retries(lambda: api.model_info(repo, files_metadata=True, timeout=TIMEOUT_S), repo, stopped)
     commit = str(info.sha or "")
     if not _HEX40.fullmatch(commit):
-        raise PullError(f"{hub_endpoint()} does not say which commit of {repo!r} is the newest; try again later.")
+        raise PullError(f"{hub_endpoint()} sent no commit of {repo!r}; try again later.")
     files = [file for sibling in info.siblings or [] if (file := _file(sibling))]
     name = info.id if isinstance(info.id, str) and info.id.lower() == repo.lower() else repo
     return Repository(name, commit, {file.path: file for file in files})
 
 
 def _file(sibling: Any) -> HubFile | None:
-    """None for what has no size, no digest or no decent path."""
+    """None for a file without a size, a digest or a relative path inside the repository."""
     path, lfs = str(sibling.rfilename), sibling.lfs or {}
     etag = str(lfs.get("sha256") or sibling.blob_id or "")
     size = lfs.get("size", sibling.size)
@@ -92,46 +93,39 @@ def _file(sibling: Any) -> HubFile | None:
     return HubFile(path, size, etag)
 
 
-def patiently(call: Callable[[], Result], repo: str, stopped: threading.Event) -> Result:
-    """`call`, again after faults that pass. Raises what `explain` makes of the last one, or Stopped."""
+def with_retries(call: Callable[[], Result], repo: str, stopped: threading.Event) -> Result:
+    """The result of `call`, repeated after transient errors. Raises `to_moegguf_error` of the last one, or Stopped."""
     for attempt in range(TRIES):
         try:
             return call()
-        except (
-            httpx2.HTTPError,
-            HfHubHTTPError,
-            OfflineModeIsEnabled,
-            HFValidationError,
-            ValueError,
-            OSError,
-        ) as error:
-            if isinstance(error, MoeggufError):
-                raise
-            if attempt + 1 == TRIES or not passes(error):
-                raise explain(error, repo) from error
-            pause(error, attempt, stopped)
+        except MoeggufError:
+            raise
+        except (httpx2.HTTPError, OfflineModeIsEnabled, ValueError, OSError) as error:
+            if attempt + 1 == TRIES or not is_transient(error):
+                raise to_moegguf_error(error, repo) from error
+            wait_before_retry(error, attempt, stopped)
     raise AssertionError("unreachable")
 
 
-def passes(error: BaseException) -> bool:
-    """Whether another try may help."""
+def is_transient(error: BaseException) -> bool:
+    """Whether a retry may succeed."""
     if isinstance(error, HfHubHTTPError):
         return error.response.status_code in TRANSIENT
     return isinstance(error, httpx2.TransportError) and not isinstance(error, httpx2.UnsupportedProtocol)
 
 
-def pause(error: BaseException, attempt: int, stopped: threading.Event) -> None:
-    """Waits before try number `attempt` + 2, as long as the hub asks. Raises Stopped."""
+def wait_before_retry(error: BaseException, attempt: int, stopped: threading.Event) -> None:
+    """Waits after try number `attempt` (from 0), at least the response's Retry-After. Raises Stopped."""
     wait_s = WAIT_S * 2.0**attempt
     if isinstance(error, HfHubHTTPError):
-        asked = error.response.headers.get("Retry-After", "")
-        wait_s = max(wait_s, float(asked) if asked.isdigit() else 0.0)
+        retry_after = error.response.headers.get("Retry-After", "")
+        wait_s = max(wait_s, float(retry_after) if retry_after.isdigit() else 0.0)
     if stopped.wait(min(wait_s, MAX_WAIT_S)):
         raise Stopped
 
 
-def explain(error: BaseException, repo: str, path: str = "") -> MoeggufError:
-    """What a refusal of the hub means and what to do about it."""
+def to_moegguf_error(error: BaseException, repo: str, path: str = "") -> MoeggufError:
+    """The error of the Hub or of the network as one of ours, with the next step."""
     what, page = f"{repo}/{path}" if path else repo, f"{hub_endpoint()}/{repo}"
     token = "the token in HF_TOKEN" if hub_token() else "no token is set: put one into HF_TOKEN"
     if isinstance(error, GatedRepoError):
@@ -141,33 +135,35 @@ def explain(error: BaseException, repo: str, path: str = "") -> MoeggufError:
     if isinstance(error, RemoteEntryNotFoundError):
         return ModelNotFoundError(f"there is no file {path!r} in {repo!r} on the hub; see {page}/tree/main.")
     if isinstance(error, RevisionNotFoundError):
-        return ModelNotFoundError(f"the repository {repo!r} has no commit yet, or this one has gone; see {page}.")
+        return ModelNotFoundError(f"the repository {repo!r} has no commit yet, or this one was deleted; see {page}.")
     if isinstance(error, RepositoryNotFoundError | HFValidationError):
         return ModelNotFoundError(
             f"there is no repository {repo!r} at {hub_endpoint()}, or it is private: check the name; for a private one"
             f" set HF_TOKEN ({token})."
         )
     if isinstance(error, HfHubHTTPError):
-        return _refused(error.response.status_code, what, page, token)
+        return _status_error(error.response.status_code, what, page, token)
     if isinstance(error, httpx2.TooManyRedirects):
-        return PullError(f"{hub_endpoint()} sends {what!r} round in circles; check HF_ENDPOINT and proxies.")
+        return PullError(f"{hub_endpoint()} redirects {what!r} in a loop; check HF_ENDPOINT and proxies.")
     if isinstance(error, OfflineModeIsEnabled):
         return PullError(f"{what!r} cannot be fetched: HF_HUB_OFFLINE was set when moegguf started; start it without.")
     reason = " ".join(str(error).split()) or type(error).__name__
     return PullError(
         f"fetching {what!r} from {hub_endpoint()} failed ({reason:.200}); check the network and try again, the download"
-        " goes on where it was cut."
+        " continues where it stopped."
     )
 
 
-def _refused(status: int, what: str, page: str, token: str) -> PullError:
+def _status_error(status: int, what: str, page: str, token: str) -> PullError:
     if status in (401, 403):
         return PullError(
-            f"the hub does not let us have {what!r} ({status}): accept the licence at {page}, if there is one, and set"
+            f"the hub denied access to {what!r} ({status}): accept the licence at {page}, if there is one, and set"
             f" HF_TOKEN to a token that may read it ({token})."
         )
     if status == 429:
         return PullError(
-            f"the hub asks to wait before {what!r} is fetched (429); try again in some minutes, or set HF_TOKEN."
+            f"the hub's rate limit is reached (429) at {what!r}; try again in some minutes, or set HF_TOKEN."
         )
-    return PullError(f"the hub answered {status} for {what!r}; try again later, the download goes on where it was cut.")
+    return PullError(
+        f"the hub answered {status} for {what!r}; try again later, the download continues where it stopped."
+    )

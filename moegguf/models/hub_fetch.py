@@ -1,6 +1,6 @@
-"""Brings one file of a repository into the Hugging Face cache: resumed, verified, and under its name only then.
+"""Downloads one file of a repository into the Hugging Face cache, resumed and verified.
 
-A file grows as `blobs/<etag>.incomplete` and goes on from there after a cut, also in another process. Its digest is
+A file grows as `blobs/<etag>.incomplete` and is continued after an interruption, also by another process. Its digest is
 computed while it is written; the blob gets its name when size and digest are right. Locks are huggingface_hub's, so two
 programs do not fetch the same file at once.
 """
@@ -23,55 +23,55 @@ from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 from huggingface_hub.utils import WeakFileLock, build_hf_headers, get_session, hf_raise_for_status, tqdm
 
 from moegguf import __version__
-from moegguf.config import format_bytes
 from moegguf.errors import MoeggufError, PullError
 from moegguf.models import hub_api
 from moegguf.models.blobs import free_bytes, sync_folder
 from moegguf.models.hub import hub_cache, hub_endpoint, hub_token, repo_folder
-from moegguf.models.hub_api import HubFile, Stopped, explain, passes, pause
+from moegguf.models.hub_api import HubFile, Stopped, is_transient, to_moegguf_error, wait_before_retry
+from moegguf.quantities import format_bytes
 
-PLAIN_LIMIT_BYTES = 50 * 10**9  # the hub serves larger files through its chunked storage alone
+PLAIN_LIMIT_BYTES = 50 * 10**9  # the Hub serves larger files only through its chunked storage (Xet)
 READ_BYTES = 1 << 20
-PROGRESS_BYTES = 1 << 20  # an attempt that got as much does not count as one that failed
+PROGRESS_BYTES = 1 << 20  # an attempt that received this much resets the count of failures
 LOCK_WAIT_S = 0.2
 
 OnBytes = Callable[[int], None]
-"""Told how many bytes of the file are there."""
+"""Called with the number of bytes of the file that are on disk."""
 
 
 def blob_path(repo: str, file: HubFile) -> Path:
-    """Where the file's bytes stand in the cache."""
+    """The file's blob in the cache, whether it exists or not."""
     return repo_folder(repo) / "blobs" / file.etag
 
 
-def is_here(repo: str, file: HubFile) -> bool:
+def is_cached(repo: str, file: HubFile) -> bool:
+    """Whether the file's blob is complete."""
     path = blob_path(repo, file)
     return path.is_file() and path.stat().st_size == file.size_bytes
 
 
 def missing_bytes(repo: str, file: HubFile) -> int:
-    """What fetching the file would still write."""
-    if is_here(repo, file):
+    """Bytes that fetching the file would still write."""
+    if is_cached(repo, file):
         return 0
     partial = _partial(blob_path(repo, file))
-    there = partial.stat().st_size if partial.is_file() else 0
-    return max(0, file.size_bytes - there)
+    return max(0, file.size_bytes - (partial.stat().st_size if partial.is_file() else 0))
 
 
 def fetch_file(repo: str, commit: str, file: HubFile, on_bytes: OnBytes, stopped: threading.Event) -> None:
-    """Puts the file's blob into the cache. Raises ModelNotFoundError, PullError, Stopped."""
+    """Downloads the file's blob into the cache. Raises ModelNotFoundError, PullError, Stopped."""
     if file.size_bytes > PLAIN_LIMIT_BYTES:
         return _fetch_chunked(repo, commit, file, on_bytes, stopped)
     blob = blob_path(repo, file)
     try:
         blob.parent.mkdir(parents=True, exist_ok=True)
         with _locked(repo, file, on_bytes, stopped):
-            if not is_here(repo, file):
-                _fetch(f"{hub_endpoint()}/{repo}/resolve/{commit}/{quote(file.path)}", repo, file, on_bytes, stopped)
+            if not is_cached(repo, file):
+                _download(f"{hub_endpoint()}/{repo}/resolve/{commit}/{quote(file.path)}", repo, file, on_bytes, stopped)
     except OSError as error:
         if isinstance(error, MoeggufError):
             raise
-        raise _disk_fault(repo, file, error) from error
+        raise _disk_error(repo, file, error) from error
     on_bytes(file.size_bytes)
 
 
@@ -81,7 +81,7 @@ def _partial(blob: Path) -> Path:
 
 @contextmanager
 def _locked(repo: str, file: HubFile, on_bytes: OnBytes, stopped: threading.Event) -> Iterator[None]:
-    """Alone with the file, among all programs that use the cache; meanwhile tells what the other one has."""
+    """Holds the file's lock in the cache; while another process has it, reports the bytes that process has."""
     path = hub_cache() / ".locks" / repo_folder(repo).name / f"{file.etag}.lock"
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = _partial(blob_path(repo, file))
@@ -97,21 +97,21 @@ def _locked(repo: str, file: HubFile, on_bytes: OnBytes, stopped: threading.Even
         yield
 
 
-def _fetch(url: str, repo: str, file: HubFile, on_bytes: OnBytes, stopped: threading.Event) -> None:
-    """The whole file, in as many attempts as are worth it; a wrong digest of a resumed file gets one fresh start."""
+def _download(url: str, repo: str, file: HubFile, on_bytes: OnBytes, stopped: threading.Event) -> None:
+    """The whole file; a resumed file with a wrong digest is downloaded once more from the start."""
     blob = blob_path(repo, file)
     partial = _partial(blob)
-    for again in (True, False):
+    for may_restart in (True, False):
         resumed = partial.exists() and partial.stat().st_size > 0
         with open(partial, "a+b") as output:
             body = _Body(output, file, on_bytes, stopped)
-            _fill(url, repo, body)
-            if body.is_right():
+            _receive(url, repo, body)
+            if body.is_verified():
                 output.flush()
                 os.fsync(output.fileno())
                 break
         partial.unlink()
-        if not (again and resumed):
+        if not (may_restart and resumed):
             raise PullError(
                 f"{repo}/{file.path} arrived with another digest than the hub states ({file.etag[:12]}...); it is"
                 " deleted, try again."
@@ -120,30 +120,30 @@ def _fetch(url: str, repo: str, file: HubFile, on_bytes: OnBytes, stopped: threa
     sync_folder(blob.parent)
 
 
-def _fill(url: str, repo: str, body: _Body) -> None:
-    """Requests until the body is complete. Raises PullError after too many attempts that brought nothing."""
-    tries = 0
+def _receive(url: str, repo: str, body: _Body) -> None:
+    """Requests until the body is complete. Raises PullError after `hub_api.TRIES` attempts without progress."""
+    n_failures = 0
     while not body.complete:
         before = body.n_bytes
         try:
             _request(url, body)
             if body.complete:
                 return
-            fault: Exception = PullError(f"{repo}/{body.file.path}: the connection was closed too early")
+            failure: Exception = PullError(f"{repo}/{body.file.path}: the connection was closed too early")
         except (httpx2.HTTPError, HfHubHTTPError, OfflineModeIsEnabled, httpx2.InvalidURL) as error:
             if isinstance(error, HfHubHTTPError) and error.response.status_code == 416 and body.n_bytes:
                 body.restart()
-            elif not passes(error):
-                raise explain(error, repo, body.file.path) from error
-            fault = error
-        tries = 0 if body.n_bytes - before >= PROGRESS_BYTES else tries + 1
-        if tries >= hub_api.TRIES:
-            raise explain(fault, repo, body.file.path) from fault
-        pause(fault, max(0, tries - 1), body.stopped)
+            elif not is_transient(error):
+                raise to_moegguf_error(error, repo, body.file.path) from error
+            failure = error
+        n_failures = 0 if body.n_bytes - before >= PROGRESS_BYTES else n_failures + 1
+        if n_failures >= hub_api.TRIES:
+            raise to_moegguf_error(failure, repo, body.file.path) from failure
+        wait_before_retry(failure, max(0, n_failures - 1), body.stopped)
 
 
 def _request(url: str, body: _Body) -> None:
-    """One request for what is missing, written as it comes."""
+    """One request for the missing bytes, written as they arrive."""
     headers = build_hf_headers(token=hub_token() or False, library_name="moegguf", library_version=__version__)
     headers["Accept-Encoding"] = "identity"
     if body.n_bytes:
@@ -157,7 +157,7 @@ def _request(url: str, body: _Body) -> None:
 
 
 class _Body:
-    """The bytes of one file so far, on disk and in the digest."""
+    """The bytes of one file received so far, on disk and in the digest."""
 
     def __init__(self, output: BinaryIO, file: HubFile, on_bytes: OnBytes, stopped: threading.Event) -> None:
         self.file = file
@@ -176,20 +176,20 @@ class _Body:
     def complete(self) -> bool:
         return self.n_bytes == self.file.size_bytes
 
-    def is_right(self) -> bool:
+    def is_verified(self) -> bool:
         return self.complete and self._digest.hexdigest() == self.file.etag
 
     def restart(self) -> None:
-        """From the first byte."""
+        """Discards what was received."""
         self._output.seek(0)
         self._output.truncate()
         self.n_bytes, self._digest = 0, self._new_digest()
 
     def check_start(self, response: httpx2.Response) -> None:
-        """What comes continues what is there, and is of the size that was stated."""
+        """Raises PullError for a response that does not continue the file, or has another total size."""
         if response.status_code != 206:
             if self.n_bytes:
-                self.restart()  # the server does not know ranges
+                self.restart()  # the server does not support ranges
             total, start = response.headers.get("Content-Length"), 0
         else:
             span, _, total = response.headers.get("Content-Range", "").rpartition("/")
@@ -197,7 +197,7 @@ class _Body:
             start = int(first) if first.isdigit() else -1
         if start != self.n_bytes:
             raise PullError(
-                f"{self.file.path}: the server sends from byte {start} on, not from {self.n_bytes}; try again."
+                f"{self.file.path}: the server sends from byte {start}, not from {self.n_bytes}; try again."
             )
         if total and total.isdigit() and int(total) != self.file.size_bytes:
             raise self._wrong_size(total)
@@ -244,15 +244,15 @@ def _fetch_chunked(repo: str, commit: str, file: HubFile, on_bytes: OnBytes, sto
             token=hub_token() or False, tqdm_class=Bar, library_name="moegguf", library_version=__version__,
         )  # fmt: skip
     except (httpx2.HTTPError, HfHubHTTPError, OSError, ValueError, RuntimeError) as error:
-        raise explain(error, repo, file.path) from error
+        raise to_moegguf_error(error, repo, file.path) from error
     on_bytes(file.size_bytes)
 
 
-def _disk_fault(repo: str, file: HubFile, error: OSError) -> PullError:
+def _disk_error(repo: str, file: HubFile, error: OSError) -> PullError:
     folder = repo_folder(repo)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return PullError(
             f"the disk of {str(folder)!r} is full: {file.path} needs {format_bytes(missing_bytes(repo, file))} more,"
-            f" {format_bytes(free_bytes(folder))} are free; make room and try again, what arrived is kept."
+            f" {format_bytes(free_bytes(folder))} are free; delete files and try again, received bytes are kept."
         )
     return PullError(f"{file.path} cannot be written to {str(folder)!r} ({error.strerror or error}); check the folder.")

@@ -1,8 +1,8 @@
-"""Our own names: one small JSON file, written whole, and only while a lock between processes is held.
+"""The index of names made here: one small JSON file, replaced atomically under a lock between processes.
 
-A record says what a name adds to files that lie elsewhere: in the Hugging Face cache, among our blobs, in the package,
-or at a path. A damaged index is set aside with a warning, and what can still be read of it is kept; models in the
-caches are found without it. Knows records, not where names are looked for.
+A record has what a name adds to files that lie elsewhere: in the Hugging Face cache, in a file set, in the package, or
+at a path. A damaged index is renamed with a warning, and what can still be read of it is kept. Models in the caches are
+found without it.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import fcntl
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
@@ -21,50 +21,48 @@ from typing import Any
 
 from moegguf.atomic_write import write_atomically
 from moegguf.errors import MoeggufError, PullError
+from moegguf.models.entry import Overrides
 from moegguf.models.names import parse_name
-from moegguf.models.recipe import check_messages, check_parameters, check_text
+from moegguf.models.recipe import check_overrides, check_text
 
 VERSION = 1
 MAX_INDEX_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
-class Record:
-    """One name of ours. `files`: "hub:path in the cache", "sets:path among ours", "demo:" or an absolute path."""
+class Record(Overrides):
+    """One name in the index. `files` and `mmproj` are locations (models/file_sets.py)."""
 
     name: str
     files: tuple[str, ...]
     digest: str
     modified: datetime
     mmproj: str | None = None
-    system: str | None = None
-    template: str | None = None
-    parameters: Mapping[str, Any] = field(default_factory=dict)
-    messages: tuple[Mapping[str, Any], ...] = ()
-    license: str | None = None
     parent: str = ""
 
     @property
     def key(self) -> str:
+        """Equal for names that differ only by case."""
         return self.name.lower()
 
 
 @dataclass(frozen=True)
 class Contents:
-    """All of an index. `hidden`: keys of names in the Hugging Face cache that were removed while names of ours still
-    use their files."""
+    """All of an index. `hidden`: keys of removed names of the Hugging Face cache whose files records still use."""
 
     records: tuple[Record, ...] = ()
     hidden: frozenset[str] = frozenset()
 
     def find(self, key: str) -> Record | None:
+        """The record with this key."""
         return next((record for record in self.records if record.key == key), None)
 
-    def having(self, record: Record) -> Contents:
-        """With `record` in the place of one of the same name."""
+    def with_record(self, record: Record) -> Contents:
+        """A copy with `record` in place of the one of the same name."""
         return replace(self, records=(*self.without(record.key).records, record))
 
     def without(self, key: str) -> Contents:
+        """A copy without the record with this key."""
         return replace(self, records=tuple(record for record in self.records if record.key != key))
 
 
@@ -76,30 +74,30 @@ class Index:
         self.path = folder / "models.json"
 
     def read(self) -> Contents:
-        """What the index says now; empty when there is none. Raises nothing for damage: that is set aside."""
+        """The contents now; empty when there is no file. A damaged file is repaired, not an error."""
         try:
             info = self.path.stat()
         except OSError:
             return Contents()
-        contents, sound = _load(self.path, info.st_mtime_ns, info.st_ino, info.st_size)
-        if not sound:
+        contents, is_intact = _load(self.path, info.st_mtime_ns, info.st_ino, info.st_size)
+        if not is_intact:
             with suppress(OSError, PullError):  # a folder that cannot be written stays as it is
                 self.change(lambda found: found)
         return contents
 
     def change(self, edit: Callable[[Contents], Contents], after: Callable[[Contents], None] | None = None) -> Contents:
-        """Writes what `edit` makes of the contents; nothing when it raises. Then calls `after` with it, still alone.
+        """Writes what `edit` makes of the contents; nothing when it raises. Then calls `after` with the new contents.
 
-        Neither may use the index. Raises PullError when the disk fails.
+        Both run under the lock and must not use the index. Raises PullError when the disk fails.
         """
         try:
             with self._locked():
-                contents, sound = self._load_now()
+                contents, is_intact = self._load_now()
                 changed = edit(contents)
-                if not sound:
-                    self._set_aside()
-                if changed != contents or not sound:
-                    write_atomically(self.path, _written(changed))
+                if not is_intact:
+                    self._rename_damaged()
+                if changed != contents or not is_intact:
+                    write_atomically(self.path, _to_json(changed))
                 if after:
                     after(changed)
                 return changed
@@ -114,11 +112,11 @@ class Index:
         info = self.path.stat()
         return _load(self.path, info.st_mtime_ns, info.st_ino, info.st_size)
 
-    def _set_aside(self) -> None:
-        aside = self.path.with_name(f"models.json.damaged-{datetime.now(UTC):%Y%m%dT%H%M%S%f}")
-        os.replace(self.path, aside)
+    def _rename_damaged(self) -> None:
+        damaged = self.path.with_name(f"models.json.damaged-{datetime.now(UTC):%Y%m%dT%H%M%S%f}")
+        os.replace(self.path, damaged)
         warnings.warn(
-            f"the index of models was damaged; what could be read is kept, the rest is in {aside}.", stacklevel=2
+            f"the index of models was damaged; what could be read is kept, the rest is in {damaged}.", stacklevel=2
         )
 
     @contextmanager
@@ -133,14 +131,14 @@ class Index:
 
 
 @lru_cache(maxsize=4)
-def _load(path: Path, _mtime_ns: int, _inode: int, size: int) -> tuple[Contents, bool]:
-    """(what could be read, whether that is all). Read once as long as the file is the same."""
-    if size > MAX_INDEX_BYTES:
+def _load(path: Path, _mtime_ns: int, _inode: int, size_bytes: int) -> tuple[Contents, bool]:
+    """(what could be read, whether that is all); read again only when the file has changed."""
+    if size_bytes > MAX_INDEX_BYTES:
         return Contents(), False
     try:
         data = json.loads(path.read_bytes())
         listed, hidden = data["models"], data["hidden"]
-        sound = data["version"] == VERSION
+        is_intact = data["version"] == VERSION
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return Contents(), False
     records: dict[str, Record] = {}
@@ -149,13 +147,13 @@ def _load(path: Path, _mtime_ns: int, _inode: int, size: int) -> tuple[Contents,
             record = _record(values)
             records[record.key] = record
         except (KeyError, TypeError, ValueError, AttributeError):
-            sound = False
+            is_intact = False
     keys = {key for key in hidden if isinstance(key, str)} if isinstance(hidden, list) else set()
-    return Contents(tuple(records.values()), frozenset(keys)), sound and isinstance(listed, list)
+    return Contents(tuple(records.values()), frozenset(keys)), is_intact and isinstance(listed, list)
 
 
 def _record(values: dict[str, Any]) -> Record:
-    """Raises ValueError or the like for anything that is not as it was written."""
+    """The record in one item of the file. Raises KeyError, TypeError, ValueError or AttributeError for a bad one."""
     files = tuple(values["files"])
     if not files or not all(isinstance(file, str) for file in files):
         raise ValueError("files")
@@ -166,16 +164,12 @@ def _record(values: dict[str, Any]) -> Record:
         digest=str(values["digest"]),
         modified=modified if modified.tzinfo else modified.replace(tzinfo=UTC),
         mmproj=check_text("mmproj", values.get("mmproj")),
-        system=check_text("system", values.get("system")),
-        template=check_text("template", values.get("template")),
-        parameters=check_parameters(dict(values.get("parameters") or {}), quiet=True),
-        messages=check_messages(list(values.get("messages") or ())),
-        license=check_text("license", values.get("license")),
         parent=str(values.get("parent", "")),
+        **check_overrides(values),
     )
 
 
-def _written(contents: Contents) -> bytes:
+def _to_json(contents: Contents) -> bytes:
     models = [asdict(record) | {"modified": record.modified.isoformat()} for record in contents.records]
     data = {"version": VERSION, "models": models, "hidden": sorted(contents.hidden)}
     return (json.dumps(data, indent=1, ensure_ascii=False) + "\n").encode()

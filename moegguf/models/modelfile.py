@@ -1,9 +1,9 @@
-"""Reads and writes Modelfiles: a line is `INSTRUCTION arguments`, in Ollama's grammar.
+"""Reads and writes Modelfiles: a line is `INSTRUCTION arguments`, in Ollama's grammar (parser/parser.go).
 
 Instructions in any case: FROM (once), PARAMETER name value, SYSTEM, TEMPLATE, MESSAGE role text, LICENSE. A value goes
-to the end of its line, or stands in quotes, or in three quotes; a quote that ends a line ends the value. Four quotes or
-more on a line of their own enclose lines that may have such quotes (`render` writes them where nothing else will do).
-`#` starts a line of comment. LICENSE may come several times. REQUIRES has no effect; ADAPTER is refused.
+to the end of its line, or is in quotes, or in triple quotes; a quote at the end of a line ends the value. Ours: a line
+of four quotes or more encloses lines that may have such quotes (`render` writes it where nothing else reads back).
+`#` starts a comment line. LICENSE may be repeated. REQUIRES has no effect; ADAPTER is an error.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from moegguf.errors import OptionError
-from moegguf.models.entry import Entry
+from moegguf.models.entry import ModelEntry
 from moegguf.models.recipe import ROLES, Recipe, check_text, jinja_or_none, parse_parameter
 
 MAX_MODELFILE = 4 << 20  # characters
@@ -30,17 +30,16 @@ _INSTRUCTIONS = ("FROM", "PARAMETER", "SYSTEM", "TEMPLATE", "MESSAGE", "LICENSE"
 
 
 def parse(text: str) -> Recipe:
-    """The recipe that a Modelfile writes down.
+    """The recipe in a Modelfile.
 
-    Raises OptionError, naming the line, for anything that cannot be followed. A template in Go's language is left out
-    with a warning.
+    Raises OptionError, naming the line, for anything that is not supported. A Go template is left out with a warning.
     """
     if len(text) > MAX_MODELFILE:
         raise OptionError(f"a Modelfile has at most {MAX_MODELFILE} characters, but this one {len(text)}.")
     found: dict[str, Any] = {"parameters": {}, "messages": []}
     for number, instruction, rest in _instructions(text.replace("\r\n", "\n")):
         try:
-            _follow(found, instruction, rest)
+            _apply(found, instruction, rest)
         except OptionError as error:
             raise OptionError(f"Modelfile, line {number}: {error}") from None
     if "from_" not in found:
@@ -48,15 +47,15 @@ def parse(text: str) -> Recipe:
     return Recipe(**{**found, "messages": tuple(found["messages"])})
 
 
-def render(entry: Entry) -> str:
-    """A Modelfile that makes the same model again; `parse` reads it back."""
+def render(entry: ModelEntry) -> str:
+    """The Modelfile that creates the same model; `parse` reads it back."""
     base = str(entry.path) if entry.source in ("path", "folder") else entry.name
     lines = [f"FROM {base if _text(base) == base else _quoted(base)}"]
     if entry.template is not None:
         lines.append(f"TEMPLATE {_quoted(entry.template)}")
     if entry.system is not None:
         lines.append(f"SYSTEM {_quoted(entry.system)}")
-    lines += [f"PARAMETER {name} {value}" for name, value in _written_parameters(entry.parameters)]
+    lines += [f"PARAMETER {name} {value}" for name, value in _parameter_texts(entry.parameters)]
     lines += [f"MESSAGE {message['role']} {_quoted(str(message['content']))}" for message in entry.messages]
     if entry.license is not None:
         lines.append(f"LICENSE {_quoted(entry.license)}")
@@ -64,18 +63,18 @@ def render(entry: Entry) -> str:
 
 
 def parameter_lines(parameters: Mapping[str, Any]) -> list[str]:
-    """Parameters as Ollama shows them, one name, padded, and value a line; `stop` may have many."""
-    return [f"{name:<30} {value}" for name, value in _written_parameters(parameters)]
+    """Parameters as `ollama show` prints them: a padded name and a value per line; `stop` may have many."""
+    return [f"{name:<30} {value}" for name, value in _parameter_texts(parameters)]
 
 
-def _written_parameters(parameters: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _parameter_texts(parameters: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for name, value in sorted(parameters.items()):
         for one in value if isinstance(value, list | tuple) else [value]:
-            yield name, _written(one)
+            yield name, _format_value(one)
 
 
 def _instructions(text: str) -> Iterator[tuple[int, str, str]]:
-    """(line number, instruction, what follows it up to the end of its value, quotes and all)."""
+    """(line number, instruction, its arguments with their quotes)."""
     at = 0
     while at < len(text):
         blank = _LINE.match(text, at)
@@ -95,20 +94,20 @@ def _instructions(text: str) -> Iterator[tuple[int, str, str]]:
 
 
 def _value_end(text: str, at: int, instruction: str, number: int) -> int:
-    """Where an instruction's value ends; that of PARAMETER and MESSAGE comes after one more word."""
+    """The index after an instruction's value, which in PARAMETER and MESSAGE follows one more word."""
     if instruction in ("PARAMETER", "MESSAGE"):
         word = _FIRST_WORD.match(text, at)
         at = word.end() if word else at
     value = _VALUE.match(text, at)
     if value is None:
-        raise OptionError(f"Modelfile, line {number}: a quote is opened and never closed at the end of a line.")
+        raise OptionError(f"Modelfile, line {number}: a quote is not closed at the end of a line.")
     return value.end()
 
 
-def _follow(found: dict[str, Any], instruction: str, rest: str) -> None:
+def _apply(found: dict[str, Any], instruction: str, rest: str) -> None:
     if instruction == "FROM":
         if "from_" in found:
-            raise OptionError("there is a FROM already; a model is made from one.")
+            raise OptionError("FROM is given twice; a model is made from one base.")
         found["from_"] = _text(rest).strip()
         if not found["from_"]:
             raise OptionError("FROM needs a name or a path.")
@@ -155,20 +154,20 @@ def _set_parameter(parameters: dict[str, Any], name: str, text: str) -> None:
         parameters[name] = value
 
 
-def _written(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if isinstance(value, str):
         return _quoted(value)
     return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
 def _quoted(text: str) -> str:
-    """In the quotes that read back as `text`."""
+    """`text` in quotes from which `parse` reads it back."""
     longest = max((len(run) for run in re.findall('"+', text)), default=0)
     fence = '"' * max(4, longest + 1)
-    for written in (f'"{text}"', f'"""{text}"""'):
-        match = _VALUE.match(written)
-        if written.startswith('""""'):
-            continue  # with what comes after it, this may look like a fence
-        if match and match.end() == len(written) and _text(written) == text and text[:1] != "\n":
-            return written
+    for quoted in (f'"{text}"', f'"""{text}"""'):
+        match = _VALUE.match(quoted)
+        if quoted.startswith('""""'):
+            continue  # may be read as a fence
+        if match and match.end() == len(quoted) and _text(quoted) == text and text[:1] != "\n":
+            return quoted
     return f"{fence}\n{text}\n{fence}"

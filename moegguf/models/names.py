@@ -1,8 +1,8 @@
-"""What a model may be called, and what a name stands for: `[host/][namespace/]model[:tag]`.
+"""Names of models: `[host/][namespace/]model[:tag]`.
 
-Rules of Ollama's names (first character, characters, lengths), so that a name is never a path. Hugging Face
-repositories can be written `hf.co/user/repo`, `huggingface.co/user/repo`, `hf:user/repo`, `user/repo` or as an address;
-a tag says which file ("Q4_K_M", or a file's whole name). Names differ only by more than case. Opens no files.
+Ollama's rules (types/model/name.go: first character, characters, lengths), so that a name is never a path. Hugging Face
+repositories can be written `hf.co/user/repo`, `huggingface.co/user/repo`, `hf:user/repo`, `user/repo` or as a URL; the
+tag selects a file ("Q4_K_M", or a file's whole name). Names are compared without case. Opens no files.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FORMS = 'write "model:tag", or "hf.co/user/repo:Q4_K_M" for a model of Hugging F
 
 @dataclass(frozen=True)
 class Name:
-    """A name in its parts. `host` and `namespace` are empty for a model of ours; `tag` never is."""
+    """The parts of a name. `host` and `namespace` are empty for local models; `tag` never is."""
 
     host: str
     namespace: str
@@ -43,7 +43,7 @@ class Name:
 
     @property
     def canonical(self) -> str:
-        """As it is written everywhere: "demo:latest", "hf.co/user/repo:Q4_K_M"."""
+        """The full form: "demo:latest", "hf.co/user/repo:Q4_K_M"."""
         return "/".join(part for part in (self.host, self.namespace, self.model) if part) + f":{self.tag}"
 
     @property
@@ -53,6 +53,7 @@ class Name:
 
     @property
     def is_hub(self) -> bool:
+        """Whether it names a model on Hugging Face."""
         return self.host == HUB_HOST
 
     @property
@@ -64,14 +65,14 @@ class Name:
 def parse_name(text: str) -> Name:
     """The name that `text` means.
 
-    Raises ModelNameError for anything that is not one: paths, other characters, too long, reserved words.
+    Raises ModelNameError for paths, other characters, long texts and reserved names.
     """
     if not isinstance(text, str) or not text:
         raise ModelNameError(f"a model's name must be text, but is {text!r:.40}; {FORMS}.")
     if len(text) > MAX_NAME:
         raise ModelNameError(f"a model's name has at most {MAX_NAME} characters, but this one {len(text)}; {FORMS}.")
     if "://" in text:
-        return _parse_address(text)
+        return _parse_url(text)
     lowered = text.lower()
     if lowered.startswith("hf:"):
         return _hub_name(text[3:], text)
@@ -106,8 +107,8 @@ def _ollama_name(path: str, text: str) -> Name:
     return _checked(Name(OLLAMA_HOST, before or "library", model, tag if colon else DEFAULT_TAG), text)
 
 
-def _parse_address(text: str) -> Name:
-    """A page of a repository, or of one of its files, whose name is then the tag."""
+def _parse_url(text: str) -> Name:
+    """The URL of a repository, or of one of its files, whose name is then the tag."""
     try:
         parts = urlsplit(text)
         host = (parts.hostname or "").lower()
@@ -155,7 +156,7 @@ def _check_part(part: str, most: int, text: str) -> None:
 
 
 def _fault(part: str, most: int) -> str | None:
-    """The rule that `part` breaks, in words."""
+    """The rule that `part` breaks; None when it breaks none."""
     if not part:
         return "has an empty part"
     if len(part) > most:

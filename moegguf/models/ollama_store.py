@@ -1,8 +1,8 @@
-"""Models that Ollama has on this machine, read and never written.
+"""Models in Ollama's stores on this machine, which are read and never written.
 
 Layout of an Ollama store: `manifests/<host>/<namespace>/<model>/<tag>` lists layers by digest, `blobs/sha256-<hex>` has
-their bytes. Whatever is damaged, leads out of the store or cannot be run as it is meant (adapters, models in the cloud)
-is left out. Templates in Go's language are left out, too: the model's own is used.
+their bytes. Manifests that are damaged, lead out of the store or cannot be run (adapters, cloud models) are left out.
+Go templates are left out, too: the model's own is used.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import Any
 
 from moegguf.errors import MoeggufError
 from moegguf.models.blobs import blob_name
-from moegguf.models.entry import Entry
+from moegguf.models.entry import ModelEntry, size_of
 from moegguf.models.names import OLLAMA_HOST, Name, parse_name
-from moegguf.models.recipe import check_messages, check_parameters, check_text, is_go_template
+from moegguf.models.recipe import check_overrides, is_go_template
 
 MAX_LAYER_BYTES = 4 << 20  # of the layers that are text
 _KIND = "application/vnd.ollama.image."
@@ -29,18 +29,18 @@ SYSTEM_FOLDER = Path("/usr/share/ollama/.ollama/models")
 
 
 def ollama_folders() -> list[Path]:
-    """OLLAMA_MODELS, or where Ollama keeps models when it is not set."""
+    """OLLAMA_MODELS, or Ollama's default folders when it is not set."""
     named = os.environ.get("OLLAMA_MODELS", "")
     return [Path(named).expanduser()] if named else [Path("~/.ollama/models").expanduser(), SYSTEM_FOLDER]
 
 
-def ollama_models() -> Iterator[Entry]:
-    """Everything in the stores of this machine that can be used."""
+def ollama_models() -> Iterator[ModelEntry]:
+    """All models in the stores that can be run."""
     for folder in ollama_folders():
         yield from OllamaStore(folder).entries()
 
 
-def find_in_ollama(name: Name) -> Entry | None:
+def find_in_ollama(name: Name) -> ModelEntry | None:
     """The model that Ollama would run under this name."""
     for folder in ollama_folders():
         if found := OllamaStore(folder).find(name):
@@ -50,7 +50,7 @@ def find_in_ollama(name: Name) -> Entry | None:
 
 @dataclass(frozen=True)
 class _Layers:
-    """A manifest's layers by kind: files, and texts."""
+    """A manifest's layers by kind: files, and texts ("system", "template", "params", "messages", "license")."""
 
     model: tuple[Path, ...]
     projector: tuple[Path, ...]
@@ -58,31 +58,35 @@ class _Layers:
 
 
 class OllamaStore:
-    """The store in `folder`, which need not be there."""
+    """The store in `folder`, which need not exist."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def entries(self) -> Iterator[Entry]:
-        for manifest in sorted(self.folder.glob("manifests/*/*/*/*")):
-            host, namespace, model, tag = manifest.relative_to(self.folder / "manifests").parts
-            if entry := self._entry(manifest, Name(host, namespace, model, tag)):
+    def entries(self) -> Iterator[ModelEntry]:
+        """The models that can be run."""
+        for manifest, name in self._manifests():
+            if entry := self._entry(manifest, name):
                 yield entry
 
-    def find(self, name: Name) -> Entry | None:
-        """A name without a host is one of Ollama's library, and `user/model` may be one of its users'."""
+    def find(self, name: Name) -> ModelEntry | None:
+        """The model of this name: without a host in Ollama's library; `user/model` also as one of Ollama's users."""
         wanted = {(name.host or OLLAMA_HOST, name.namespace or "library", name.model, name.tag)}
         if name.is_hub:
             wanted.add((OLLAMA_HOST, name.namespace, name.model, name.tag))
-        keys = {tuple(part.lower() for part in parts) for parts in wanted}
-        for manifest in sorted(self.folder.glob("manifests/*/*/*/*")):
-            parts = manifest.relative_to(self.folder / "manifests").parts
-            if tuple(part.lower() for part in parts) in keys and (entry := self._entry(manifest, Name(*parts))):
+        keys = {Name(*parts).key for parts in wanted}
+        for manifest, found in self._manifests():
+            if found.key in keys and (entry := self._entry(manifest, found)):
                 return entry
         return None
 
+    def _manifests(self) -> Iterator[tuple[Path, Name]]:
+        root = self.folder / "manifests"
+        for manifest in sorted(root.glob("*/*/*/*")):
+            yield manifest, Name(*manifest.relative_to(root).parts)
+
     def blob(self, digest: str) -> Path:
-        """The file of a digest. Raises ModelNameError for no digest, OSError when it is missing or leads away."""
+        """The file of a digest. Raises ModelNameError, OSError when it is missing or outside the store."""
         return self._inside(self.folder / "blobs" / blob_name(digest))
 
     def _inside(self, path: Path) -> Path:
@@ -91,16 +95,16 @@ class OllamaStore:
             raise FileNotFoundError(str(path))
         return path
 
-    def _entry(self, manifest: Path, name: Name) -> Entry | None:
+    def _entry(self, manifest: Path, name: Name) -> ModelEntry | None:
         with suppress(OSError, MoeggufError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            shown = _shown(name)
+            shown = _display_name(name)
             data = _read(self._inside(manifest))
             layers = self._layers(json.loads(data)["layers"])
-            return _made(shown, manifest, data, layers)
+            return _make_entry(shown, manifest, data, layers)
         return None
 
     def _layers(self, listed: list[dict[str, Any]]) -> _Layers:
-        """Raises ValueError when the layers are not a model that can be run."""
+        """The layers' files and texts. Raises ValueError when they are not a model that can be run."""
         files: dict[str, list[Path]] = {"model": [], "projector": []}
         texts: dict[str, list[str]] = {}
         for layer in listed:
@@ -119,8 +123,8 @@ class OllamaStore:
         return _Layers(tuple(files["model"]), tuple(files["projector"]), texts)
 
 
-def _shown(name: Name) -> str:
-    """As Ollama lists it. Raises ModelNameError for a folder that is no name."""
+def _display_name(name: Name) -> str:
+    """The name as Ollama lists it. Raises ModelNameError for a folder that is no name."""
     full = parse_name(f"{name.host}/{name.namespace}/{name.model}:{name.tag}")
     if full.host != OLLAMA_HOST:
         return full.canonical
@@ -134,21 +138,21 @@ def _read(path: Path) -> bytes:
     return path.read_bytes()
 
 
-def _made(shown: str, manifest: Path, data: bytes, layers: _Layers) -> Entry:
-    texts = layers.texts
-    template = "\n".join(texts.get("template", [])) or None
-    files = (*layers.model, *layers.projector[:1])
-    return Entry(
+def _make_entry(shown: str, manifest: Path, data: bytes, layers: _Layers) -> ModelEntry:
+    texts = {
+        kind: "\n".join(parts) for kind, parts in layers.texts.items() if kind in ("system", "template", "license")
+    }
+    template = texts.pop("template", "")
+    if "{{" in template and not is_go_template(template):
+        texts["template"] = template
+    data_of = {kind: json.loads(layers.texts[kind][0]) for kind in ("params", "messages") if kind in layers.texts}
+    return ModelEntry(
         name=shown,
         source="ollama",
         files=layers.model,
-        size_bytes=sum(path.stat().st_size for path in files),
+        size_bytes=size_of((*layers.model, *layers.projector[:1])),
         digest=hashlib.sha256(data).hexdigest(),
         modified=datetime.fromtimestamp(manifest.stat().st_mtime, UTC),
         mmproj=next(iter(layers.projector), None),
-        system=check_text("system", "\n".join(texts["system"])) if "system" in texts else None,
-        template=None if template is None or is_go_template(template) or "{{" not in template else template,
-        parameters=check_parameters(json.loads(texts["params"][0]), quiet=True) if "params" in texts else {},
-        messages=check_messages(json.loads(texts["messages"][0])) if "messages" in texts else (),
-        license=check_text("license", "\n".join(texts["license"])) if "license" in texts else None,
+        **check_overrides({**texts, "parameters": data_of.get("params"), "messages": data_of.get("messages")}),
     )

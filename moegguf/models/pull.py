@@ -1,8 +1,8 @@
-"""Fetches models of Hugging Face by name, telling each step in Ollama's words.
+"""Downloads models from Hugging Face by name, reporting each step with Ollama's status texts.
 
-All files of a model come before any of them is named; then the commit's links are made, and `main` moves last. So at
-every moment a name means the old files or the new ones. Those who ask for one name at a time share one download; it
-ends when the last of them has gone.
+All files of a model are downloaded before any is named; then the commit's links are made, and `main` is updated last.
+So a name always means the old files or the new ones. Concurrent pulls of one name share one download, which stops when
+the last of them is cancelled.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,25 +21,25 @@ from moegguf.atomic_write import write_atomically
 from moegguf.errors import ModelNotFoundError, MoeggufError, PullError
 from moegguf.models.blobs import check_space
 from moegguf.models.catalog import Catalog
-from moegguf.models.entry import Entry, PullStatus
+from moegguf.models.entry import ModelEntry, PullStatus
 from moegguf.models.hub import Snapshot, find_cached, hub_cache, hub_endpoint, hub_offline, repo_folder
 from moegguf.models.names import DEFAULT_TAG, Name, parse_name
-from moegguf.models.selection import FileSelection, choose, models_in
+from moegguf.models.selection import FileSelection, models_in, select_files
 
 if TYPE_CHECKING:
     from moegguf.models.hub_api import HubFile, Repository
 
-N_AT_ONCE = 4  # files
+MAX_PARALLEL_FILES = 4
 REPORT_S = 0.2
 
 Report = Callable[[PullStatus], None]
 
 
-def pull(name: str, catalog: Catalog, report: Report, cancelled: threading.Event | None = None) -> Entry:
-    """Fetches what the hub has under `name`, unless it is here already; returns the model.
+def pull(name: str, catalog: Catalog, report: Report, cancelled: threading.Event | None = None) -> ModelEntry:
+    """Downloads the model of this name from the Hub, unless it is cached; returns it.
 
-    `report` is called on this thread, some times a second. Raises ModelNameError, ModelNotFoundError (no such
-    repository or file), PullError (everything else, also when `cancelled` is set; what arrived is kept).
+    `report` is called on this thread, about every REPORT_S. Raises ModelNameError, ModelNotFoundError (no such
+    repository or file), PullError (everything else, also when `cancelled` is set; received bytes are kept).
     """
     parsed = parse_name(name)
     if not parsed.is_hub:
@@ -50,13 +51,13 @@ def pull(name: str, catalog: Catalog, report: Report, cancelled: threading.Event
         entry = _offline(parsed)
         report(PullStatus("success"))
     else:
-        with _joined(parsed) as download:
-            entry = _follow(download, report, cancelled)
-    catalog.show_again(entry.name)
+        with _shared_download(parsed) as download:
+            entry = _report_until_done(download, report, cancelled)
+    catalog.unhide(entry.name)
     return entry
 
 
-def _offline(name: Name) -> Entry:
+def _offline(name: Name) -> ModelEntry:
     if found := find_cached(name):
         return found
     raise PullError(
@@ -64,75 +65,77 @@ def _offline(name: Name) -> Entry:
     )
 
 
-def _follow(download: _Download, report: Report, cancelled: threading.Event | None) -> Entry:
-    """Tells what happens until it is over."""
+def _report_until_done(download: _Download, report: Report, cancelled: threading.Event | None) -> ModelEntry:
+    """Reports steps and progress until the download has ended; returns the model or raises the download's error."""
     n_steps = 0
-    told: dict[str, int | None] = {}
+    reported_bytes: dict[str, int | None] = {}  # by file
     while True:
-        over = download.over.wait(REPORT_S if n_steps else 0.02)
+        done = download.done.wait(REPORT_S if n_steps else 0.02)
         for step in itertools.islice(list(download.steps), n_steps, None):
             n_steps += 1
-            if step.file:  # a file's progress is told up to the next step
-                told.setdefault(step.file, None)
+            if step.file:
+                reported_bytes.setdefault(step.file, None)
             else:
-                _tell_files(download, told, report)
+                _report_files(download, reported_bytes, report)
             report(step)
-        _tell_files(download, told, report)
-        if over and n_steps == len(download.steps):
+        _report_files(download, reported_bytes, report)
+        if done and n_steps == len(download.steps):
             return download.result()
         if cancelled is not None and cancelled.is_set():
             raise PullError(
-                f"fetching {download.name.canonical} was stopped; what arrived is kept, pull again to go on."
+                f"fetching {download.name.canonical} was stopped; received bytes are kept, pull again to continue."
             )
 
 
-def _tell_files(download: _Download, told: dict[str, int | None], report: Report) -> None:
+def _report_files(download: _Download, reported_bytes: dict[str, int | None], report: Report) -> None:
     for step in list(download.steps):
-        if step.file in told and (n := download.n_bytes.get(step.file)) not in (None, told[step.file]):
-            told[step.file] = n
-            report(PullStatus(step.status, step.digest, step.file, step.total_bytes, n))
+        if step.file in reported_bytes:
+            n_bytes = download.n_bytes.get(step.file)
+            if n_bytes not in (None, reported_bytes[step.file]):
+                reported_bytes[step.file] = n_bytes
+                report(replace(step, completed_bytes=n_bytes))
 
 
 _running: dict[tuple[str, str, Path], _Download] = {}
-_guard = threading.Lock()
+_running_lock = threading.Lock()
 
 
 @contextmanager
-def _joined(name: Name) -> Iterator[_Download]:
-    """The download of that name that is on its way, or a new one; the last who leaves it ends it."""
+def _shared_download(name: Name) -> Iterator[_Download]:
+    """The running download of that name, or a new one; stopped when no `with` uses it any more."""
     key = (name.key, hub_endpoint(), hub_cache())
-    with _guard:
+    with _running_lock:
         download = _running.get(key)
-        if download is None or download.over.is_set():
+        if download is None or download.done.is_set():
             download = _running[key] = _Download(name)
             threading.Thread(target=download.run, name=f"pull {name.canonical}", daemon=True).start()
-        download.n_followers += 1
+        download.n_users += 1
     try:
         yield download
     finally:
-        with _guard:
-            download.n_followers -= 1
-            if download.n_followers == 0:
+        with _running_lock:
+            download.n_users -= 1
+            if download.n_users == 0:
                 download.stopped.set()
                 if _running.get(key) is download:
                     del _running[key]
 
 
 class _Download:
-    """One name on its way, on threads of its own. `steps` grows; `n_bytes` says what is there of each file."""
+    """The download of one name, on threads of its own. `steps` grows; `n_bytes`: bytes received, by file."""
 
     def __init__(self, name: Name) -> None:
         self.name = name
-        self.n_followers = 0
+        self.n_users = 0
         self.stopped = threading.Event()
-        self.over = threading.Event()
+        self.done = threading.Event()
         self.steps: list[PullStatus] = []
         self.n_bytes: dict[str, int] = {}
-        self._entry: Entry | None = None
+        self._entry: ModelEntry | None = None
         self._error: BaseException | None = None
 
-    def result(self) -> Entry:
-        """Once it is over. Raises what went wrong, a fresh error for each who asks."""
+    def result(self) -> ModelEntry:
+        """The model, once `done` is set. Raises the download's error, a new exception for each caller."""
         if self._entry is not None:
             return self._entry
         if isinstance(self._error, MoeggufError):
@@ -142,20 +145,19 @@ class _Download:
     def run(self) -> None:
         try:
             self._entry = self._fetch()
-        except BaseException as error:  # told by those who wait
+        except BaseException as error:  # raised by result()
             self._error = error
         finally:
-            self.over.set()
+            self.done.set()
 
-    def _fetch(self) -> Entry:
+    def _fetch(self) -> ModelEntry:
         from moegguf.models.hub_api import read_repository
         from moegguf.models.hub_fetch import missing_bytes
 
         self._step("pulling manifest")
         repository = read_repository(self.name.repo, self.stopped)
-        choice = choose(repository.files, self.name.tag, repo=repository.repo)
-        paths = (*choice.files, *((choice.mmproj,) if choice.mmproj else ()))
-        files = [repository.files[path] for path in paths]
+        selection = select_files(repository.files, self.name.tag, repo=repository.repo)
+        files = [repository.files[path] for path in selection.paths]
         check_space(hub_cache(), sum(missing_bytes(repository.repo, file) for file in files), self.name.canonical)
         for file in files:
             digest = f"sha256:{file.etag}" if file.is_large else ""
@@ -163,7 +165,7 @@ class _Download:
         self._fetch_files(repository, files)
         self._step("verifying sha256 digest")
         self._step("writing manifest")
-        entry = _give_names(repository, choice, files)
+        entry = _publish(repository, selection, files)
         self._step("success")
         return entry
 
@@ -171,32 +173,36 @@ class _Download:
         self.steps.append(PullStatus(status))
 
     def _fetch_files(self, repository: Repository, files: list[HubFile]) -> None:
-        """All files, some at once. Raises the first fault, after the others have stopped."""
+        """All files, MAX_PARALLEL_FILES at a time. Raises the first error after the other threads have stopped."""
         waiting: queue.SimpleQueue[HubFile] = queue.SimpleQueue()
-        faults: list[BaseException] = []
+        errors: list[BaseException] = []
         for file in files:
             waiting.put(file)
         threads = [
-            threading.Thread(target=self._work, args=(repository, waiting, faults), name="pull file", daemon=True)
-            for _ in range(min(N_AT_ONCE, len(files)))
+            threading.Thread(
+                target=self._fetch_queued, args=(repository, waiting, errors), name="pull file", daemon=True
+            )
+            for _ in range(min(MAX_PARALLEL_FILES, len(files)))
         ]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        if faults:
-            raise faults[0]
+        if errors:
+            raise errors[0]
 
-    def _work(self, repository: Repository, waiting: queue.SimpleQueue[HubFile], faults: list[BaseException]) -> None:
+    def _fetch_queued(
+        self, repository: Repository, waiting: queue.SimpleQueue[HubFile], errors: list[BaseException]
+    ) -> None:
         from moegguf.models.hub_fetch import fetch_file
 
         with suppress(queue.Empty):
-            while not faults:
+            while not errors:
                 file = waiting.get_nowait()
                 try:
                     fetch_file(repository.repo, repository.commit, file, self._counter(file), self.stopped)
-                except BaseException as error:  # raised again by the thread that waits
-                    faults.append(error)
+                except BaseException as error:  # raised by _fetch_files
+                    errors.append(error)
                     self.stopped.set()
 
     def _counter(self, file: HubFile) -> Callable[[int], None]:
@@ -206,35 +212,37 @@ class _Download:
         return count
 
 
-def _give_names(repository: Repository, choice: FileSelection, files: list[HubFile]) -> Entry:
-    """Links the commit's paths to the blobs, then has `main` be this commit."""
+def _publish(repository: Repository, selection: FileSelection, files: list[HubFile]) -> ModelEntry:
+    """Links the commit's paths to the blobs, then sets `main` to this commit."""
     folder = repo_folder(repository.repo)
     snapshot = folder / "snapshots" / repository.commit
     try:
         for file in files:
             _link(snapshot / file.path, folder / "blobs" / file.etag)
         (folder / "refs").mkdir(exist_ok=True)
-        write_atomically(folder / ".main", repository.commit.encode())  # half a file in refs would be a damaged cache
+        write_atomically(
+            folder / ".main", repository.commit.encode()
+        )  # a temporary file in refs/ would be taken for a branch
         os.replace(folder / ".main", folder / "refs" / "main")
         found = Snapshot(repository.repo, snapshot)
-        tag = next((tag for tag, other in models_in(found.paths()) if other.files == choice.files), DEFAULT_TAG)
-        return found.entry(tag, choice)
+        tag = next((tag for tag, other in models_in(found.paths()) if other.files == selection.files), DEFAULT_TAG)
+        return found.entry(tag, selection)
     except OSError as error:
         raise PullError(
-            f"{repository.repo} was fetched, but cannot be named in {str(folder)!r} ({error.strerror or error})."
+            f"{repository.repo} was fetched, but cannot be linked in {str(folder)!r} ({error.strerror or error})."
         ) from error
 
 
-def _link(place: Path, blob: Path) -> None:
-    """A relative link, as huggingface_hub makes them; one that is right stays."""
-    place.parent.mkdir(parents=True, exist_ok=True)
-    target = os.path.relpath(blob, place.parent)
-    if place.is_symlink() and os.readlink(place) == target:
+def _link(link: Path, blob: Path) -> None:
+    """Makes a relative link, as huggingface_hub does, unless it exists."""
+    link.parent.mkdir(parents=True, exist_ok=True)
+    target = os.path.relpath(blob, link.parent)
+    if link.is_symlink() and os.readlink(link) == target:
         return
-    place.unlink(missing_ok=True)
+    link.unlink(missing_ok=True)
     try:
-        place.symlink_to(target)
-    except FileExistsError:  # made by another process just now
+        link.symlink_to(target)
+    except FileExistsError:  # made by another process in the meantime
         pass
     except OSError:  # a file system without symbolic links
-        os.link(blob, place)
+        os.link(blob, link)

@@ -1,4 +1,4 @@
-"""What makes a name of one's own: where its files come from and what it adds to them. Plain data and its checks."""
+"""What a new name is made from: its base or files, and what it adds to them. Data and its checks."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moegguf.errors import OptionError
+from moegguf.models.entry import Overrides
 
 MAX_TEXT = 1 << 20  # characters of a system message, template, license or message
 ROLES = ("system", "user", "assistant", "tool")
@@ -29,31 +30,28 @@ PARAMETERS: dict[str, type] = {
     **dict.fromkeys(INTS, int), **dict.fromkeys(FLOATS, float), **dict.fromkeys(SWITCHES, bool),
     **dict.fromkeys(TEXTS, str), "stop": list,
 }  # fmt: skip
-"""Ollama's options, and ours; `stop` takes many values."""
+"""Ollama's options (api/types.go) and ours, with their types; `stop` takes many values."""
 
-_GO = re.compile(r"\{\{-?\s*(\.|\$|if\b|range\b|else\b|end\b|with\b|block\b|define\b|template\b|or\b|and\b|eq\b|not\b)")
+_GO_ACTION = re.compile(
+    r"\{\{-?\s*(\.|\$|if\b|range\b|else\b|end\b|with\b|block\b|define\b|template\b|or\b|and\b|eq\b|not\b)"
+)
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """Either `from_` (a name or a path) or `files` ({file name: digest} of blobs). None leaves what the base has."""
+class Recipe(Overrides):
+    """Either `from_` (a name or a path) or `files` ({file name: digest} of blobs), and what the new name changes."""
 
     from_: str = ""
     files: Mapping[str, str] = field(default_factory=dict)
-    system: str | None = None
-    template: str | None = None
-    parameters: Mapping[str, Any] = field(default_factory=dict)
-    messages: tuple[Mapping[str, Any], ...] = ()
-    license: str | None = None
 
 
 def is_go_template(text: str) -> bool:
-    """Whether a template is one of Ollama's, in Go's language, and not Jinja."""
-    return bool(_GO.search(text)) and "{%" not in text
+    """Whether a template is one of Ollama's, in Go's template language, and not Jinja."""
+    return bool(_GO_ACTION.search(text)) and "{%" not in text
 
 
 def jinja_or_none(template: str | None) -> str | None:
-    """`template`, unless it cannot be used: Go's templates are left out with a warning, the model's own stays."""
+    """`template`; None with a warning for a Go template, which cannot be used: the model's own stays."""
     if template and is_go_template(template):
         warnings.warn(
             "the template is in Go's language and is left out; the model's own is used, or write one in Jinja.",
@@ -63,10 +61,22 @@ def jinja_or_none(template: str | None) -> str | None:
     return template or None
 
 
+def check_overrides(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values read from a file, as keyword arguments of `Overrides`; unknown parameters are left out.
+
+    Raises OptionError for a value of the wrong type.
+    """
+    return {
+        **{name: check_text(name, values.get(name)) for name in ("system", "template", "license")},
+        "parameters": check_parameters(dict(values.get("parameters") or {}), quiet=True),
+        "messages": check_messages(list(values.get("messages") or ())),
+    }
+
+
 def check_parameters(values: Mapping[str, Any], *, quiet: bool = False) -> dict[str, Any]:
     """The parameters with their types right; unknown names are left out, with a warning unless `quiet`.
 
-    Raises OptionError for a value of the wrong kind.
+    Raises OptionError for a value of the wrong type.
     """
     checked: dict[str, Any] = {}
     for name, value in values.items():
@@ -74,12 +84,12 @@ def check_parameters(values: Mapping[str, Any], *, quiet: bool = False) -> dict[
             if not quiet:
                 warnings.warn(f"there is no parameter {name!r:.60}; it is left out.", stacklevel=2)
             continue
-        checked[name] = _converted(name, value)
+        checked[name] = _convert(name, value)
     return checked
 
 
 def check_messages(messages: Any) -> tuple[Mapping[str, Any], ...]:
-    """Messages with a role and a text. Raises OptionError for others."""
+    """The messages, each with a role and a text only. Raises OptionError for others."""
     if not isinstance(messages, list | tuple):
         raise OptionError(f"messages must be a list, but is {messages!r:.40}.")
     for message in messages:
@@ -91,7 +101,7 @@ def check_messages(messages: Any) -> tuple[Mapping[str, Any], ...]:
 
 
 def check_text(what: str, text: str | None) -> str | None:
-    """`text`, if it is not too long and can be written down. Raises OptionError."""
+    """`text` as valid UTF-8; None stays None. Raises OptionError when it is too long or not text."""
     if text is None:
         return None
     if not isinstance(text, str) or len(text) > MAX_TEXT:
@@ -100,7 +110,7 @@ def check_text(what: str, text: str | None) -> str | None:
 
 
 def parse_parameter(name: str, text: str) -> Any:
-    """The value that a Modelfile or `/set parameter` writes for parameter `name`; `stop` gives one text.
+    """The value of parameter `name` from the text of a Modelfile or of `/set parameter`; for `stop` one text.
 
     Raises OptionError for an unknown name or a value that does not fit.
     """
@@ -112,12 +122,12 @@ def parse_parameter(name: str, text: str) -> Any:
     if kind is bool and text.lower() in ("true", "false"):
         return text.lower() == "true"
     try:
-        return _converted(name, json.loads(text))
+        return _convert(name, json.loads(text))
     except (ValueError, RecursionError):
         raise _wrong(name, text) from None
 
 
-def _converted(name: str, value: Any) -> Any:
+def _convert(name: str, value: Any) -> Any:
     kind: type = PARAMETERS[name]
     if kind is list:
         values = [value] if isinstance(value, str) else value
@@ -140,5 +150,5 @@ def _converted(name: str, value: Any) -> Any:
 
 
 def _wrong(name: str, value: Any) -> OptionError:
-    words = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", list: "texts"}
-    return OptionError(f"the parameter {name!r} must be {words[PARAMETERS[name]]}, but is {value!r:.60}.")
+    kinds = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", list: "texts"}
+    return OptionError(f"the parameter {name!r} must be {kinds[PARAMETERS[name]]}, but is {value!r:.60}.")

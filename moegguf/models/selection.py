@@ -1,6 +1,6 @@
-"""Which files of a repository a tag means: llama.cpp's rules for `-hf user/repo[:quant]`, with split sets whole.
+"""Selects the files of a repository by tag: llama.cpp's rules for `-hf user/repo[:quant]`, with all shards.
 
-A tag is a quantisation ("q4_k_m"), or the name of a file. Works on paths alone: no network, no files.
+A tag is a quantisation ("q4_k_m"), or the name of a file. Works on paths alone; opens nothing.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from moegguf.errors import ModelNotFoundError
-from moegguf.gguf.shards import MAX_SHARDS
+from moegguf.gguf.shards import MAX_SHARDS, ShardName, parse_shard_name, shard_path
 from moegguf.models.names import DEFAULT_TAG, is_tag
 
 DEFAULT_QUANTS = ("Q4_K_M", "Q8_0")
 MAX_LISTED = 40
 
 _NOT_MODELS = ("mmproj", "imatrix", "mtp-", "eagle3-", "dflash-", "dspark-")
-_SHARD = re.compile(r"(?P<prefix>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})", re.IGNORECASE | re.DOTALL)
 _QUANT = re.compile(
     r"(?:^|[.\-_])((?:UD-)?(?:I?Q\d[0-9A-Z_]*|TQ\d_\d|BF16|FP?16|FP?32|MXFP4(?:_MOE)?|NVFP4))", re.IGNORECASE
 )
@@ -32,54 +31,50 @@ class FileSelection:
     files: tuple[str, ...]
     mmproj: str | None
 
-
-@dataclass(frozen=True)
-class _Split:
-    prefix: str
-    number: int
-    count: int
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The shards, and the projector when there is one."""
+        return (*self.files, self.mmproj) if self.mmproj else self.files
 
 
-def choose(paths: Iterable[str], tag: str = DEFAULT_TAG, *, repo: str = "the repository") -> FileSelection:
+def select_files(paths: Iterable[str], tag: str = DEFAULT_TAG, *, repo: str = "the repository") -> FileSelection:
     """The files that `tag` means among `paths` ("folder/name.gguf").
 
-    `latest` takes Q4_K_M, else Q8_0, else the first model. Raises ModelNotFoundError, listing what there is, when no
-    file fits, and when a shard of the set is missing.
+    `latest` takes Q4_K_M, else Q8_0, else the first model. Raises ModelNotFoundError when no file fits, listing those
+    there are, and when a shard is missing.
     """
     known = sorted(paths)
     models = [path for path in known if is_model(path)]
-    first = _first(models, tag)
+    first = _first_shard(models, tag)
     if first is None:
-        raise ModelNotFoundError(_nothing(models, tag, repo))
-    return FileSelection(_set_of(first, models, repo), _projector(first, known))
+        raise ModelNotFoundError(_no_file_message(models, tag, repo))
+    return FileSelection(_all_shards(first, models, repo), _projector(first, known))
 
 
-def complete(paths: Iterable[str]) -> list[str]:
-    """`paths` without the shards of models that are not all there."""
+def without_incomplete(paths: Iterable[str]) -> list[str]:
+    """`paths` without the shards of models of which one is missing."""
     known = sorted(paths)
-    there: dict[tuple[str, int], set[int]] = {}
-    for split in map(_split, known):
-        there.setdefault((split.prefix, split.count), set()).add(split.number)
-    whole = {key for key, numbers in there.items() if key[1] <= MAX_SHARDS and numbers >= {*range(1, key[1] + 1)}}
-    return [path for path in known if ((split := _split(path)).prefix, split.count) in whole]
+    present: dict[tuple[str, int], set[int]] = {}
+    for shard in map(_shard, known):
+        present.setdefault((shard.prefix, shard.n_shards), set()).add(shard.number)
+    complete = {key for key, numbers in present.items() if key[1] <= MAX_SHARDS and numbers >= {*range(1, key[1] + 1)}}
+    return [path for path in known if ((shard := _shard(path)).prefix, shard.n_shards) in complete]
 
 
 def models_in(paths: Iterable[str]) -> tuple[tuple[str, FileSelection], ...]:
-    """(tag, files) of every model among `paths` whose shards are all there; among those, `choose` of the tag gives the
-    files."""
-    return _models_in(tuple(complete(paths)))
+    """(tag, files) of every complete model among `paths`; `select_files` finds the files again by the tag."""
+    return _models_in(tuple(without_incomplete(paths)))
 
 
 @lru_cache(maxsize=1024)
 def _models_in(known: tuple[str, ...]) -> tuple[tuple[str, FileSelection], ...]:
-    """The same files are asked about again and again."""
-    openers = (path for path in known if is_model(path) and _split(path).number == 1)
-    choices = (FileSelection(_set_of(path, known, ""), _projector(path, known)) for path in openers)
-    return tuple((tag, choice) for choice in choices if (tag := _tag_of(choice, known)))
+    firsts = (path for path in known if is_model(path) and _shard(path).number == 1)
+    selections = (FileSelection(_all_shards(path, known, ""), _projector(path, known)) for path in firsts)
+    return tuple((tag, selection) for selection in selections if (tag := _tag_of(selection, known)))
 
 
 def is_model(path: str) -> bool:
-    """Whether the file is a model by its name, and no projector, importance matrix or draft."""
+    """Whether the name is that of a model, not of a projector, importance matrix or draft model."""
     name = _base(path).lower()
     return name.endswith(".gguf") and not any(word in name for word in _NOT_MODELS)
 
@@ -92,103 +87,91 @@ def _stem(path: str) -> str:
     return path[:-5] if path.lower().endswith(".gguf") else path
 
 
-def _split(path: str) -> _Split:
-    match = _SHARD.fullmatch(_stem(path))
-    if match is None:
-        return _Split(_stem(path), 1, 1)
-    return _Split(match["prefix"], int(match["number"]), int(match["count"]))
+def _shard(path: str) -> ShardName:
+    return parse_shard_name(_stem(path))
 
 
-def _first(models: Sequence[str], tag: str) -> str | None:
+def _first_shard(models: Sequence[str], tag: str) -> str | None:
     """The file to open, by the first rule that finds one."""
-    openers = [path for path in models if _split(path).number == 1]
+    firsts = [path for path in models if _shard(path).number == 1]
     if tag.lower() == DEFAULT_TAG:
-        found = (_by_quant(openers, quant) for quant in DEFAULT_QUANTS)
-        return next((path for path in found if path), openers[0] if openers else None)
-    return _by_file_name(models, tag) or _by_quant(openers, tag)
+        found = (_by_quant(firsts, quant) for quant in DEFAULT_QUANTS)
+        return next((path for path in found if path), firsts[0] if firsts else None)
+    return _by_file_name(models, tag) or _by_quant(firsts, tag)
 
 
 def _by_file_name(models: Sequence[str], tag: str) -> str | None:
     wanted = tag.lower()
     for path in models:
-        base = _base(path).lower()
-        if wanted in (
-            base,
-            _stem(base),
-            _base(_split(path).prefix).lower(),
-            _base(_split(path).prefix).lower() + ".gguf",
-        ):
+        base, unnumbered = _base(path).lower(), _base(_shard(path).prefix).lower()
+        if wanted in (base, _stem(base), unnumbered, f"{unnumbered}.gguf"):
             return path
     return None
 
 
-def _by_quant(openers: Sequence[str], quant: str) -> str | None:
-    """A whole word first ("Q4_XS" is not "IQ4_XS"), then as llama.cpp looks."""
+def _by_quant(firsts: Sequence[str], quant: str) -> str | None:
+    """A whole word first ("Q4_XS" is not "IQ4_XS"), then llama.cpp's search."""
     for start in (r"(?:^|[./_-])", ""):
         pattern = re.compile(start + re.escape(quant) + "[.-]", re.IGNORECASE)
-        if found := next((path for path in openers if pattern.search(path)), None):
+        if found := next((path for path in firsts if pattern.search(path)), None):
             return found
     return None
 
 
-def _set_of(first: str, models: Sequence[str], repo: str) -> tuple[str, ...]:
+def _all_shards(first: str, models: Sequence[str], repo: str) -> tuple[str, ...]:
     """All shards of the model that `first` belongs to."""
-    split = _split(first)
-    if split.count <= 1:
+    prefix, _, count = _shard(first)
+    if count <= 1:
         return (first,)
-    there = {}
-    for path in models:
-        other = _split(path)
-        if (other.prefix, other.count) == (split.prefix, split.count):
-            there[other.number] = path
-    missing = [number for number in range(1, min(split.count, MAX_SHARDS) + 1) if number not in there]
-    if missing or split.count > MAX_SHARDS:
-        names = ", ".join(f"{_base(split.prefix)}-{n:05d}-of-{split.count:05d}.gguf" for n in missing[:3])
+    shards = {shard.number: path for path in models if (shard := _shard(path))[::2] == (prefix, count)}
+    missing = [number for number in range(1, min(count, MAX_SHARDS) + 1) if number not in shards]
+    if missing or count > MAX_SHARDS:
+        names = ", ".join(shard_path(_base(prefix), number, count) for number in missing[:3])
         raise ModelNotFoundError(
-            f"{repo}: {len(missing)} of the {split.count} shards of {_base(split.prefix)!r} are missing"
+            f"{repo}: {len(missing)} of the {count} shards of {_base(prefix)!r} are missing"
             f" ({names}{', ...' if len(missing) > 3 else ''}); choose another quantisation."
         )
-    return tuple(there[number] for number in range(1, split.count + 1))
+    return tuple(shards[number] for number in range(1, count + 1))
 
 
 def _bits(path: str) -> int:
-    word = _LAST_WORD.search(_split(path).prefix)
-    digits = re.search(r"\d+", word[1]) if word else None
+    quant = _LAST_WORD.search(_shard(path).prefix)
+    digits = re.search(r"\d+", quant[1]) if quant else None
     return int(digits[0][:4]) if digits else 0
 
 
 def _projector(model: str, paths: Iterable[str]) -> str | None:
-    """The one in the closest folder above the model, then of the closest bit width."""
+    """The projector in the closest folder above the model, then of the closest bit width."""
     folder = model.split("/")[:-1]
     best: tuple[int, int, str] | None = None
     for path in paths:
         if not path.lower().endswith(".gguf") or "mmproj" not in _base(path).lower():
             continue
-        own = path.split("/")[:-1]
-        rank = (-len(own), abs(_bits(path) - _bits(model)), path)
-        if folder[: len(own)] == own and (best is None or rank < best):
+        above = path.split("/")[:-1]
+        rank = (-len(above), abs(_bits(path) - _bits(model)), path)
+        if folder[: len(above)] == above and (best is None or rank < best):
             best = rank
     return best[2] if best else None
 
 
-def _tag_of(choice: FileSelection, paths: Sequence[str]) -> str | None:
-    """The shortest tag that means these files among `paths`; None when their name can be no tag."""
-    first = choice.files[0]
-    name = _base(_split(first).prefix)
+def _tag_of(selection: FileSelection, paths: Sequence[str]) -> str | None:
+    """The shortest tag that means these files among `paths`; None when no tag can name them."""
+    first = selection.files[0]
+    name = _base(_shard(first).prefix)
     quants = [match[1].upper() for match in _QUANT.finditer(_base(name)) if match.end() == len(name)]
     for tag in (*quants[-1:], name, _base(first), DEFAULT_TAG):
         if not is_tag(tag):
             continue
         try:
-            if choose(paths, tag).files == choice.files:
+            if select_files(paths, tag).files == selection.files:
                 return tag
         except ModelNotFoundError:
             continue
     return None
 
 
-def _nothing(models: Sequence[str], tag: str, repo: str) -> str:
-    names = [_base(path) for path in models if _split(path).number == 1]
+def _no_file_message(models: Sequence[str], tag: str, repo: str) -> str:
+    names = [_base(path) for path in models if _shard(path).number == 1]
     if not names:
         return f"{repo} has no GGUF file; look for a repository with GGUF files of this model."
     some = ", ".join(names[:MAX_LISTED]) + (", ..." if len(names) > MAX_LISTED else "")

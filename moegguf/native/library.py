@@ -18,7 +18,6 @@ from types import ModuleType
 from typing import Any
 
 import moegguf
-from moegguf.config import read_environment
 from moegguf.errors import (
     AllocationError,
     ExpertIOError,
@@ -28,6 +27,7 @@ from moegguf.errors import (
     MoeggufError,
     OptionError,
 )
+from moegguf.settings import read_environment
 
 ABI_VERSION = 4
 SPIN_COUNT = 20000  # a good part of a millisecond; 1000 costs a fifth of a small model's speed, 300000 is GNU's default

@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from moegguf import __version__
-from moegguf.models.entry import Entry
+from moegguf.models.entry import ModelEntry
 from moegguf.server.common.body import Body, read_body
 from moegguf.server.common.errors import HttpError
 from moegguf.server.common.lookup import look_up
@@ -73,7 +73,7 @@ async def props(request: Request) -> Response:
     )
 
 
-def _params(entry: Entry) -> dict[str, Any]:
+def _params(entry: ModelEntry) -> dict[str, Any]:
     """The default sampling parameters, by llama-server's names."""
     sampling = options_of(None, entry).sampling()
     names = "temperature top_k top_p min_p typical_p repeat_last_n repeat_penalty presence_penalty frequency_penalty"

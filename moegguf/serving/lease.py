@@ -9,7 +9,7 @@ from typing import Any
 from moegguf.errors import OptionError
 from moegguf.generate.embedding import Embeddings
 from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, Timing
-from moegguf.models.entry import Entry
+from moegguf.models.entry import ModelEntry
 from moegguf.serving.dispatcher import Dispatcher
 from moegguf.serving.events import Done, Event, LoadedModel
 from moegguf.serving.managed_model import ManagedModel, Purpose, Waiter
@@ -26,7 +26,7 @@ class Lease:
     when the process ends.
     """
 
-    entry: Entry
+    entry: ModelEntry
     loaded: LoadedModel
     load_s: float
 

@@ -14,7 +14,7 @@ from datetime import UTC, datetime, timedelta
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from moegguf.models.entry import Entry
+from moegguf.models.entry import ModelEntry
 from moegguf.serving.events import LoadedModel, LoadOptions
 from moegguf.serving.memory_budget import DEFAULT_BATCH_TOKENS, ModelSize
 from moegguf.serving.wire import Ready
@@ -48,7 +48,7 @@ class Purpose(Enum):
 class Waiter:
     """A request that waits for a model and, once granted, uses it. `ticket`: order of arrival over all models."""
 
-    entry: Entry
+    entry: ModelEntry
     load_options: LoadOptions
     keep_alive_s: float
     purpose: Purpose = Purpose.EXCLUSIVE
@@ -73,7 +73,7 @@ class Waiter:
         return self.load_options == other.load_options and self.entry.files == other.entry.files
 
 
-def with_entry_parameters(entry: Entry, load_options: LoadOptions) -> LoadOptions:
+def with_entry_parameters(entry: ModelEntry, load_options: LoadOptions) -> LoadOptions:
     """`load_options`, with the entry's own parameters where they are None."""
     own = {ours: entry.parameters[key] for key, ours in LOAD_PARAMETERS.items() if entry.parameters.get(key)}
     return replace(load_options, **{name: value for name, value in own.items() if getattr(load_options, name) is None})
@@ -82,7 +82,7 @@ def with_entry_parameters(entry: Entry, load_options: LoadOptions) -> LoadOption
 class ManagedModel:
     """A model that is loaded, or that a request waits for."""
 
-    def __init__(self, entry: Entry, keep_alive_s: float) -> None:
+    def __init__(self, entry: ModelEntry, keep_alive_s: float) -> None:
         self.entry = entry
         self.state = State.ABSENT
         self.waiters: list[Waiter] = []

@@ -8,7 +8,7 @@ import math
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Protocol
 
-from moegguf.models.entry import Entry
+from moegguf.models.entry import ModelEntry
 from moegguf.serving.dispatcher import Dispatcher
 from moegguf.serving.events import LoadedModel, LoadOptions, Snapshot
 from moegguf.serving.lease import Lease
@@ -26,7 +26,7 @@ OnProgress = Callable[[float], object]
 class Catalog(Protocol):
     """The part of `moegguf.models.catalog.Catalog` that the manager needs."""
 
-    def find(self, name: str) -> Entry:
+    def find(self, name: str) -> ModelEntry:
         """The entry of that name. Raises ModelNotFoundError, ModelNameError."""
 
 
@@ -58,7 +58,7 @@ class ModelManager:
 
     def lease(
         self,
-        name: str | Entry,
+        name: str | ModelEntry,
         load_options: LoadOptions = LoadOptions(),
         keep_alive_s: float | None = None,
         *,
@@ -86,7 +86,7 @@ class ModelManager:
 
     async def load(
         self,
-        name: str | Entry,
+        name: str | ModelEntry,
         load_options: LoadOptions = LoadOptions(),
         keep_alive_s: float | None = None,
         *,
@@ -96,7 +96,7 @@ class ModelManager:
         async with self.lease(name, load_options, keep_alive_s, will_answer=False, on_progress=on_progress) as lease:
             return lease.loaded
 
-    async def unload(self, name: str | Entry) -> bool:
+    async def unload(self, name: str | ModelEntry) -> bool:
         """Unloads a model after its current answer; returns when its process has ended, False when it was not loaded.
         Waiting requests load it again. Raises ModelNotFoundError, ModelNameError."""
         model = self._dispatcher.models.get((await self._find(name)).name)
@@ -123,6 +123,6 @@ class ModelManager:
         finally:
             self._dispatcher.dispatch()
 
-    async def _find(self, name: str | Entry) -> Entry:
+    async def _find(self, name: str | ModelEntry) -> ModelEntry:
         # A lookup reads files, which must not block the event loop; an entry needs none.
-        return name if isinstance(name, Entry) else await asyncio.to_thread(self._catalog.find, name)
+        return name if isinstance(name, ModelEntry) else await asyncio.to_thread(self._catalog.find, name)

@@ -12,17 +12,17 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from moegguf.config import ExpertCache, format_bytes, parse_expert_cache, read_environment
 from moegguf.engine.machine import Memory, read_memory
 from moegguf.engine.memory import choose_context
 from moegguf.engine.plan import MARGIN_BYTES, MARGIN_SHARE, Plan, make_plan
 from moegguf.errors import BudgetError
 from moegguf.gguf.experts import ExpertLayout, read_layout
 from moegguf.gguf.reader import GGML_TYPES
-from moegguf.models.entry import Entry
+from moegguf.models.entry import ModelEntry
+from moegguf.quantities import ExpertCache, format_bytes, parse_expert_cache
 from moegguf.serving.events import LoadOptions
 from moegguf.serving.wire import LoadConfig
-from moegguf.settings import Settings
+from moegguf.settings import Settings, read_environment
 
 DEFAULT_BATCH_TOKENS = 512
 MAX_POOLING_BATCH_TOKENS = 2048
@@ -40,7 +40,7 @@ class ModelSize:
     load_config: Callable[[Plan], LoadConfig]
 
 
-Measure = Callable[[Entry, LoadOptions, Settings, int], ModelSize]
+Measure = Callable[[ModelEntry, LoadOptions, Settings, int], ModelSize]
 """The signature of `measure`, which tests replace."""
 
 
@@ -111,7 +111,7 @@ def _without_margin(n_bytes: int) -> int:
     return max(0, n_bytes - max(int(n_bytes * MARGIN_SHARE), MARGIN_BYTES))
 
 
-def measure(entry: Entry, load_options: LoadOptions, settings: Settings, limit_bytes: int) -> ModelSize:
+def measure(entry: ModelEntry, load_options: LoadOptions, settings: Settings, limit_bytes: int) -> ModelSize:
     """The memory that `entry` needs when loaded with `load_options`. Reads headers: call it from a thread.
 
     Raises ModelFormatError, ModelNotFoundError, BudgetError, OptionError.

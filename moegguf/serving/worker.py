@@ -21,13 +21,13 @@ from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
 
-from moegguf.config import ExpertCache
 from moegguf.engine.llama import Llama
 from moegguf.engine.vocabulary import to_utf8
 from moegguf.errors import MoeggufError
 from moegguf.generate.answer import Answer
 from moegguf.generate.embedding import embed
 from moegguf.generate.request import Delta, GenerationRequest, PromptProgress
+from moegguf.quantities import ExpertCache
 from moegguf.serving.delta_buffer import INTERVAL_S, DeltaBuffer
 from moegguf.serving.events import Snapshot
 from moegguf.serving.snapshots import SnapshotSender

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from moegguf.config import ExpertCache, parse_expert_cache, read_environment
 from moegguf.engine.estimate import NOTE, guess_hit_rate
 from moegguf.engine.machine import DiskSpeed, disk_read_speed, read_memory
 from moegguf.engine.memory import choose_context
@@ -14,7 +13,9 @@ from moegguf.gguf.experts import ExpertLayout, read_layout
 from moegguf.gguf.reader import read_gguf
 from moegguf.models.catalog import Catalog, find_model
 from moegguf.models.details import details, main_type, parameters
-from moegguf.models.entry import Entry
+from moegguf.models.entry import ModelEntry
+from moegguf.quantities import ExpertCache, parse_expert_cache
+from moegguf.settings import read_environment
 
 DISK_SECONDS = 0.3
 BUDGET_SHARES = (0.10, 0.25, 0.50, 1.0)
@@ -29,7 +30,7 @@ def model_facts(model: str, *, verbose: bool = False) -> Facts:
     return facts | _metadata_facts(entry) if verbose else facts
 
 
-def list_facts(entry: Entry) -> Facts:
+def list_facts(entry: ModelEntry) -> Facts:
     """Facts of `moegguf list` about a catalog entry."""
     return {
         "name": entry.name,
@@ -43,7 +44,7 @@ def list_facts(entry: Entry) -> Facts:
     }
 
 
-def entry_facts(entry: Entry) -> Facts:
+def entry_facts(entry: ModelEntry) -> Facts:
     """Facts of `moegguf show` that the files do not have: those of the catalog entry."""
     return {
         "capabilities": list(details(entry).capabilities),
@@ -54,7 +55,7 @@ def entry_facts(entry: Entry) -> Facts:
     }
 
 
-def _metadata_facts(entry: Entry) -> Facts:
+def _metadata_facts(entry: ModelEntry) -> Facts:
     """All metadata of the first file, and the tensors of all files."""
     files = [read_gguf(path) for path in entry.files]
     return {

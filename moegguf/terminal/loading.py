@@ -16,7 +16,7 @@ from moegguf.terminal.messages import print_message
 if TYPE_CHECKING:
     from moegguf.engine.llama import Llama
     from moegguf.gguf.experts import ExpertLayout
-    from moegguf.models.entry import Entry
+    from moegguf.models.entry import ModelEntry
     from moegguf.terminal.progress import Spinner
 
 CANCEL_TIMEOUT_S = 0.5  # for a load that was interrupted
@@ -37,7 +37,7 @@ class LoadOptions:
     gpu_layers: int | None = None
 
 
-def find_or_pull(name: str) -> Entry:
+def find_or_pull(name: str) -> ModelEntry:
     """The entry called `name`; a Hugging Face name that is not on this machine is pulled first.
 
     Raises ModelNotFoundError, ModelNameError, PullError.

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from moegguf.config import format_bytes
 from moegguf.engine.stats import Stats
 from moegguf.generate.request import Timing
+from moegguf.quantities import format_bytes
 
 LABEL_WIDTH = 22  # of Ollama's longest label, its colon and a space
 

@@ -12,10 +12,10 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from moegguf.config import format_bytes
 from moegguf.engine.estimate import NOTE
 from moegguf.models.details import human_number
-from moegguf.models.entry import Entry
+from moegguf.models.entry import ModelEntry
+from moegguf.quantities import format_bytes
 from moegguf.terminal.facts import Facts
 from moegguf.terminal.units import human_bytes, human_time
 
@@ -73,7 +73,7 @@ def print_columns(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     print_renderable(make_console(), table)
 
 
-def print_model_list(entries: Iterable[Entry]) -> None:
+def print_model_list(entries: Iterable[ModelEntry]) -> None:
     """The table of `moegguf list` and the chat's /list."""
     rows = [(e.name, e.digest[:12], human_bytes(e.size_bytes), human_time(e.modified)) for e in entries]
     print_columns(("NAME", "ID", "SIZE", "MODIFIED"), rows)

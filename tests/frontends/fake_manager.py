@@ -23,7 +23,7 @@ from moegguf.errors import ModelNotFoundError
 from moegguf.generate.embedding import Embeddings
 from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, Timing
 from moegguf.models.catalog import demo_path
-from moegguf.models.entry import Entry
+from moegguf.models.entry import ModelEntry
 from moegguf.server.serve import Protocol
 from moegguf.serving.events import Done, Event, LoadedModel, LoadOptions, Snapshot
 
@@ -34,22 +34,22 @@ TIMING = Timing(
 )  # fmt: skip
 
 
-def entry_of(path: Path, name: str = "demo:latest", **changes: Any) -> Entry:
+def entry_of(path: Path, name: str = "demo:latest", **changes: Any) -> ModelEntry:
     """An entry for a real file, so that its headers can be read."""
     modified = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
-    return Entry(name, "demo", (path,), path.stat().st_size, "ab" * 32, modified, **changes)
+    return ModelEntry(name, "demo", (path,), path.stat().st_size, "ab" * 32, modified, **changes)
 
 
 class FakeCatalog:
     """`find` and `entries` over a few entries."""
 
-    def __init__(self, *entries: Entry) -> None:
+    def __init__(self, *entries: ModelEntry) -> None:
         self.known = {entry.name: entry for entry in entries}
 
-    def entries(self, prefix: str = "") -> list[Entry]:
+    def entries(self, prefix: str = "") -> list[ModelEntry]:
         return [entry for name, entry in self.known.items() if name.startswith(prefix)]
 
-    def find(self, name: str) -> Entry:
+    def find(self, name: str) -> ModelEntry:
         found = self.known.get(name) or self.known.get(f"{name}:latest")
         if found is None:
             raise ModelNotFoundError(f"there is no model named {name!r}.")
@@ -61,7 +61,7 @@ class FakeLease:
     """`answer` yields the items of `script`; it raises an exception in it, and awaits an `asyncio.Event`."""
 
     manager: FakeManager
-    entry: Entry
+    entry: ModelEntry
     load_s: float = 0.125
     loaded: LoadedModel = field(init=False)
 
@@ -109,7 +109,7 @@ class FakeManager:
         self.requests: list[GenerationRequest] = []
         self.leases: list[tuple[str, LoadOptions, float | None, bool]] = []
         self.embedded: list[tuple[list[Any], bool, bool]] = []
-        self.there: dict[str, Entry] = {}
+        self.there: dict[str, ModelEntry] = {}
         self.snapshots: list[Snapshot] = []
         self.n_running = 0
         self.n_ended = 0
@@ -123,7 +123,7 @@ class FakeManager:
     @asynccontextmanager
     async def lease(
         self,
-        model: str | Entry,
+        model: str | ModelEntry,
         load_options: LoadOptions = LoadOptions(),
         keep_alive_s: float | None = None,
         *,
@@ -155,7 +155,7 @@ class FakeManager:
     async def unload(self, name: str) -> bool:
         return self.there.pop(self.catalog.find(name).name, None) is not None
 
-    def status(self, entry: Entry) -> LoadedModel:
+    def status(self, entry: ModelEntry) -> LoadedModel:
         expires = datetime.now(UTC) + timedelta(seconds=300)
         return LoadedModel(entry.name, entry.digest, 1234, 4096, 10_000, 0, expires, False, False, 0, 1, STATS)
 

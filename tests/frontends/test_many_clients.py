@@ -1,4 +1,4 @@
-"""Many clients at once: every answer equals that of a single client, and requests beyond the queue get 503.
+"""Many clients at once: every answer is the one a single client gets, and too many get status 503.
 
 The short form of `python -m tools.load_test`, which does this for a minute.
 """
@@ -14,7 +14,7 @@ import httpx
 import pytest
 from servers import Server, serving
 
-from tools.load_test import Heard, Outcome, Question, Run, ask, lines, percentiles_ms
+from tools.load_test import Answer, Outcome, Question, Run, lines, percentiles_ms, request_answer
 
 CLIENTS, QUEUE = 12, 12
 ENDS = "<|endoftext|><|im_start|><|im_end|>"
@@ -39,34 +39,34 @@ async def client_of(server: Server) -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
-def flood(server: Server, clients: int, seconds: float, requests: int | None = None) -> Outcome:
-    """All clients send the same few questions to the demo, whose answers one client has recorded before."""
+def run_load(server: Server, clients: int, seconds: float, requests: int | None = None) -> Outcome:
+    """All clients send the demo the same few questions, whose answers a single client has recorded."""
 
     async def run() -> Outcome:
         questions = [Question("What is a hit?", seed, 6) for seed in (1, 2)] + [Question("Who are you?", 3, 6)]
         async with client_of(server) as client:
             test = Run(client, "demo", questions, clients)
-            await test.learn()
-            return await test.flood(seconds, requests)
+            await test.record_expected()
+            return await test.run_clients(seconds, requests)
 
     return asyncio.run(run())
 
 
 def test_every_answer_is_that_of_a_single_client(busy_server: Server) -> None:
-    outcome = flood(busy_server, CLIENTS, seconds=60, requests=3 * CLIENTS)
-    assert outcome.good, "\n".join(lines(outcome))
+    outcome = run_load(busy_server, CLIENTS, seconds=60, requests=3 * CLIENTS)
+    assert outcome.passed, "\n".join(lines(outcome))
     assert outcome.answers == 3 * CLIENTS and outcome.busy == 0
     assert len(outcome.first_s) == outcome.answers
 
 
-def test_beyond_max_queue_requests_are_refused(busy_server: Server) -> None:
-    outcome = flood(busy_server, 2 * CLIENTS, seconds=2)
-    assert outcome.good, "\n".join(lines(outcome))
+def test_past_the_queues_limit_there_is_only_busy(busy_server: Server) -> None:
+    outcome = run_load(busy_server, 2 * CLIENTS, seconds=2)
+    assert outcome.passed, "\n".join(lines(outcome))
     assert outcome.busy > 0 and outcome.answers > 0
 
 
-def test_waiting_requests_are_served_after_a_disconnect(busy_server: Server) -> None:
-    """One request runs, QUEUE wait, the next is refused; when the first disconnects, the waiting ones run."""
+def test_what_is_waiting_is_served_in_order_once_a_client_leaves(busy_server: Server) -> None:
+    """One generates, QUEUE wait, the next is refused; once the first disconnects, the waiting ones are served."""
     question = Question("Go on.", 1, 4)
 
     async def run() -> None:
@@ -74,17 +74,17 @@ def test_waiting_requests_are_served_after_a_disconnect(busy_server: Server) -> 
             ends = (await client.post("/tokenize", json={"model": "tiny", "content": ENDS})).json()["tokens"]
             endless = {**Question("Go on.", 1, 8000).body("tiny"), "logit_bias": dict.fromkeys(map(str, ends), -100)}
             async with client.stream("POST", "/v1/chat/completions", json=endless) as first:
-                received = first.aiter_lines()
-                while "content" not in await anext(received):
+                stream = first.aiter_lines()
+                while "content" not in await anext(stream):
                     pass
-                waiting = [asyncio.create_task(ask(client, "tiny", question)) for _ in range(QUEUE)]
+                waiting = [asyncio.create_task(request_answer(client, "tiny", question)) for _ in range(QUEUE)]
                 await until_waiting(client, QUEUE)
                 refused = await client.post("/v1/chat/completions", json=question.body("tiny"))
                 assert refused.status_code == 503 and refused.headers["retry-after"]
                 assert "server busy" in refused.json()["error"]["message"]
                 assert not any(task.done() for task in waiting)
-            heard = await asyncio.gather(*waiting)
-            assert len({each.said for each in heard}) == 1
+            answers = await asyncio.gather(*waiting)
+            assert len({each.content for each in answers}) == 1
 
     asyncio.run(run())
 
@@ -97,14 +97,14 @@ async def until_waiting(client: httpx.AsyncClient, n: int) -> None:
             pass
 
 
-def test_an_outcome_reports_failures() -> None:
+def test_an_outcome_says_what_went_wrong() -> None:
     outcome = Outcome(2, seconds=1, answers=3, first_s=[0.1, 0.2], between_s=[0.01, 0.02])
     outcome.memory_bytes = [{"server": 1_000_000, "workers": 2_000_000}]
-    assert outcome.good
+    assert outcome.passed
     assert "1.0 MB before" in "\n".join(lines(outcome))
-    assert not Outcome(2).good
+    assert not Outcome(2).passed
     for fault in ("wrong", "resets", "busy_without_retry_after"):
-        assert not Outcome(2, answers=3, **{fault: 1}).good  # type: ignore[arg-type]
+        assert not Outcome(2, answers=3, **{fault: 1}).passed  # type: ignore[arg-type]
     assert percentiles_ms([0.001] * 99 + [1.0])["p50"] == pytest.approx(1.0)
     assert percentiles_ms([]) == {}
-    assert Heard("a", "stop", 1).said == ("a", "stop", 1)
+    assert Answer("a", "stop", 1).content == ("a", "stop", 1)

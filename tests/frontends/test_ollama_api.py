@@ -16,7 +16,7 @@ from fake_manager import FakeCatalog, FakeManager, changed, entry_of, running
 from servers import Reply, Server, call
 
 from moegguf.generate.request import Delta, TokenLogprob, ToolCall
-from moegguf.models.entry import Entry
+from moegguf.models.entry import ModelEntry
 from moegguf.server.app import make_app
 from moegguf.settings import Settings
 
@@ -44,7 +44,7 @@ class Scripted:
 
 
 @pytest.fixture
-def entry(tiny: Callable[..., Path]) -> Entry:
+def entry(tiny: Callable[..., Path]) -> ModelEntry:
     return entry_of(
         tiny("tiny-qwen2moe"),
         system="Be kind.",
@@ -55,7 +55,7 @@ def entry(tiny: Callable[..., Path]) -> Entry:
 
 
 @pytest.fixture
-def scripted(entry: Entry, tiny: Callable[..., Path]) -> Iterator[Scripted]:
+def scripted(entry: ModelEntry, tiny: Callable[..., Path]) -> Iterator[Scripted]:
     """Models `demo` (thinks, calls tools, has defaults) and `plain`."""
     catalog = FakeCatalog(entry, entry_of(tiny("tiny-qwen2moe"), "plain:latest"))
     manager = FakeManager(catalog)
@@ -314,7 +314,7 @@ def test_created_fields_are_shown_and_recreate_the_model(server: Server) -> None
         ("/api/create", {"model": "x", "from": "nobody"}, 404, "model 'nobody' not found"),
         ("/api/create", {"model": "x", "from": "demo", "quantize": "q4_K_M"}, 400, "quantize"),
         ("/api/create", {"model": "x", "from": "demo", "adapters": {"a": "b"}}, 400, "adapters"),
-        ("/api/create", {"model": "demo", "from": "tiny"}, 400, "belongs"),
+        ("/api/create", {"model": "demo", "from": "tiny"}, 400, "already in use"),
         ("/api/create", {"model": "x", "files": {"a.gguf": "sha256:../../x"}}, 400, "digest"),
         ("/api/copy", {"source": "nobody", "destination": "x"}, 404, "model 'nobody' not found"),
         ("/api/copy", {"source": "demo", "destination": "a b"}, 400, ""),

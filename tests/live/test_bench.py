@@ -12,7 +12,7 @@ import typer
 from typer.testing import CliRunner
 
 from moegguf.bench import series as bench_series
-from moegguf.bench.series import KILLED, WITHOUT, ProcessRunner, entries, limit_fault
+from moegguf.bench.series import KILLED, WITHOUT, ProcessRunner, limit_fault, make_systems
 from moegguf.bench.spec import Spec, Test
 from moegguf.cli.bench import bench
 from moegguf.errors import OptionError
@@ -77,7 +77,7 @@ def test_a_run_killed_by_its_limit_is_a_result(tiny: Callable[..., Path]) -> Non
     if limit_fault(limit):
         return  # nothing can be limited on this machine, and `bench` says so
     spec = Spec(str(tiny()), (Test(4, 0),), expert_cache="100%")
-    outcome = ProcessRunner(limit)(entries(spec, ["100%"], [])[0])
+    outcome = ProcessRunner(limit)(make_systems(spec, ["100%"], [])[0])
     assert outcome.error == KILLED
     assert outcome.cgroup_peak_bytes <= limit
 
@@ -113,7 +113,7 @@ def test_policies_are_named_beside_moegguf_with_something_left_out(tiny: Callabl
 
 def test_what_is_not_done_is_not_left_out(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Sequence[str]] = []
-    monkeypatch.setattr(bench_series, "entries", lambda spec, caches, rivals, limit: asked.append(rivals) or [])
+    monkeypatch.setattr(bench_series, "make_systems", lambda spec, caches, rivals, limit: asked.append(rivals) or [])
     for flags in (["--policy", "lfu"], ["--no-prefetch"], ["--prefetch"], []):
         run(tiny(), "--ablate", *flags)
     assert ["no-prefetch" in rivals for rivals in asked] == [False, False, True, True]

@@ -17,7 +17,7 @@ from scripted_manager import in_loop, n_files
 
 from moegguf.errors import BudgetError, WorkerError
 from moegguf.generate.request import Delta, GenerationRequest, Sampling, Timing
-from moegguf.models.entry import Entry
+from moegguf.models.entry import ModelEntry
 from moegguf.serving.events import Done, LoadOptions
 from moegguf.serving.lease import Lease
 from moegguf.serving.manager import ModelManager
@@ -36,10 +36,10 @@ class Files:
     def __init__(self, tiny: TinyModel) -> None:
         self.paths = {"a": tiny("tiny-qwen2moe"), "b": tiny("tiny-mixtral")}
 
-    def find(self, name: str) -> Entry:
+    def find(self, name: str) -> ModelEntry:
         path = self.paths[name]
         when = datetime(2026, 1, 2, tzinfo=UTC)
-        return Entry(f"{name}:latest", "path", (path,), path.stat().st_size, name * 64, when)
+        return ModelEntry(f"{name}:latest", "path", (path,), path.stat().st_size, name * 64, when)
 
     def size_bytes(self, name: str) -> tuple[int, int]:
         """Wanted and minimum bytes of a model."""

@@ -28,7 +28,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
 @pytest.fixture
 def repo(hub: FakeHub) -> FakeHub:
     """The hub, with User/Repo-GGUF in it (see `pulling`)."""
-    from pulling import FILES
+    from pull_helpers import FILES
 
     hub.add("User/Repo-GGUF", dict(FILES))
     return hub

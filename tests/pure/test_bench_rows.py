@@ -16,12 +16,12 @@ from moegguf.bench.series import (
     KILLED,
     BenchedSystem,
     Outcome,
-    entries,
-    rival,
-    run_bytes,
+    combinations,
+    compared_system,
+    make_systems,
+    resident_bytes,
     run_series,
     schedule,
-    settings,
 )
 from moegguf.bench.series import test_name as name_of
 from moegguf.bench.spec import Spec, Test
@@ -125,7 +125,7 @@ def test_order_of_tests_is_llama_benchs() -> None:
 
 
 def test_settings_are_all_combinations() -> None:
-    found = settings(SPEC, {"n_ubatch": [64, 128], "n_threads": [1, 2]})
+    found = combinations(SPEC, {"n_ubatch": [64, 128], "n_threads": [1, 2]})
     assert [(spec.n_ubatch, spec.n_threads) for spec in found] == [(64, 1), (64, 2), (128, 1), (128, 2)]
 
 
@@ -135,23 +135,23 @@ def test_settings_are_all_combinations() -> None:
 def test_mmap_leaves_the_weights_in_the_file_when_their_copy_does_not_fit(tiny: Any) -> None:
     layout = read_layout(tiny("tiny-mix"))
     base = replace(SPEC, model=str(tiny("tiny-mix")))
-    small, large = run_bytes(layout, base), run_bytes(layout, base) + (1 << 30)
-    assert rival("mmap", base, layout, large).spec.repack
-    assert not rival("mmap", base, layout, small).spec.repack
-    assert "does not fit" in rival("mmap", base, layout, small).note
-    assert rival("mmap-repacked", base, layout, small).spec.repack
-    assert not rival("resident-plain", base, layout, large).spec.repack
+    small, large = resident_bytes(layout, base), resident_bytes(layout, base) + (1 << 30)
+    assert compared_system("mmap", base, layout, large).spec.repack
+    assert not compared_system("mmap", base, layout, small).spec.repack
+    assert "does not fit" in compared_system("mmap", base, layout, small).note
+    assert compared_system("mmap-repacked", base, layout, small).spec.repack
+    assert not compared_system("resident-plain", base, layout, large).spec.repack
 
 
 @pytest.mark.parametrize("name", ["ollama", "mmap-fast", ""])
 def test_an_unknown_rival_is_refused(name: str, tiny: Any) -> None:
     with pytest.raises(OptionError, match="mmap, resident"):
-        rival(name, SPEC, read_layout(tiny()), None)
+        compared_system(name, SPEC, read_layout(tiny()), None)
 
 
 def test_systems_of_one_group(tiny: Any) -> None:
-    group = entries(replace(SPEC, model=str(tiny())), ["30%", "100%"], ["mmap", "resident"], 1 << 40)
-    assert [(entry.label, entry.spec.system, entry.is_rival) for entry in group] == [
+    group = make_systems(replace(SPEC, model=str(tiny())), ["30%", "100%"], ["mmap", "resident"], 1 << 40)
+    assert [(entry.label, entry.spec.system, entry.is_llama_cpp) for entry in group] == [
         ("moegguf", "moegguf", False), ("moegguf", "moegguf", False),
         ("mmap", "mmap", True), ("resident", "resident", True),
     ]  # fmt: skip

@@ -9,21 +9,21 @@ from datetime import UTC
 from pathlib import Path
 
 import pytest
-from cataloguing import cache, names, own_places
+from catalog_helpers import cache, names, set_folders
 from fake_hub import FakeHub
 
 from moegguf.errors import ModelNameError, ModelNotFoundError, OptionError, PullError
 from moegguf.models.catalog import Catalog, demo_path, find_model
 from moegguf.models.details import details, human_number
-from moegguf.models.entry import Entry
+from moegguf.models.entry import ModelEntry
 from moegguf.models.hub import hub_cache, hub_token
 from moegguf.models.pull import pull
 from moegguf.models.recipe import Recipe
 
 
 @pytest.fixture(autouse=True)
-def _own_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    own_places(tmp_path, monkeypatch)
+def _set_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_folders(tmp_path, monkeypatch)
 
 
 @pytest.fixture
@@ -225,7 +225,7 @@ def test_the_hub_s_settings_are_read_at_each_call(tmp_path: Path, monkeypatch: p
 def test_entries_are_the_newest_first(catalog: Catalog) -> None:
     cache("u/r", {"x-Q4_0.gguf": b"4"})
     catalog.copy("demo", "newest")
-    listed: list[Entry] = catalog.entries()
+    listed: list[ModelEntry] = catalog.entries()
     assert [entry.modified for entry in listed] == sorted((e.modified for e in listed), reverse=True)
     assert listed[0].name == "newest:latest"
 

@@ -176,7 +176,7 @@ BAD_LAYOUTS: dict[str, tuple[Gguf, str]] = {
     "rotated over all": (moe("glm4moe").add("glm4moe.rope.dimension_count", U32, 18), "does not fit.* 16"),
     "latent length": (latent(key_length=41), "key_length.*must be 40"),
     "latent heads": (latent(head_count_kv=2), "with 1 KV head, but is 40 with 2"),
-    "latent rotation": (latent(key_length_mla=8), "no room beside the 8"),
+    "latent rotation": (latent(key_length_mla=8), "leaves nothing beside the 8"),
     "k rows": (
         moe().tensor("blk.1.attn_k.weight", 64, 63),
         "'blk.1.attn_k.weight'.*63 rows, but 4 heads of 16",
@@ -275,7 +275,7 @@ def test_swapped_shards(tmp_path: Path) -> None:
 def test_extra_shard(tmp_path: Path) -> None:
     first, *_ = shards(tmp_path)
     (tmp_path / "m-00004-of-00003.gguf").write_bytes(b"")
-    refuse(first, "m-00004-of-00003.gguf.*one too many")
+    refuse(first, "m-00004-of-00003.gguf.*does not belong to it")
 
 
 def test_truncated_shard_is_named(tmp_path: Path) -> None:
@@ -301,7 +301,7 @@ def foreign(**kwargs: Any) -> Gguf:
             moe(n_layer=3, split=(1, 3, 14), il_range=range(2)),
             "m-00002-of-00003.gguf.*is in m-00001-of-00003",
         ),
-        (without(foreign(split=(1, 3, 14)), "blk.1.attn_norm.weight"), "says 14 tensors, but .* 13"),
+        (without(foreign(split=(1, 3, 14)), "blk.1.attn_norm.weight"), "tensors.count' is 14, but .* 13 tensors"),
         (moe(n_layer=3, il_range=range(1, 2)), "m-00002-of-00003.gguf.*split.no.*missing"),
     ],
 )
@@ -313,10 +313,10 @@ def test_shard_of_another_model(tmp_path: Path, second: Gguf, pattern: str) -> N
 
 def test_shard_names(tmp_path: Path) -> None:
     first, *_ = shards(tmp_path)
-    refuse(first.rename(tmp_path / "renamed.gguf"), "split.count.*3 shards, but the name")
-    refuse(write(moe(), tmp_path, "m-00001-of-00005.gguf"), "no key 'split.count'")
+    refuse(first.rename(tmp_path / "renamed.gguf"), "split.count' is 3, but the name")
+    refuse(write(moe(), tmp_path, "m-00001-of-00005.gguf"), "key 'split.count' is missing")
     g = moe(split=(0, 2, 10))
-    refuse(write(g, tmp_path, "n-00001-of-00004.gguf"), "says 4 shards, but .* says 2")
+    refuse(write(g, tmp_path, "n-00001-of-00004.gguf"), "has 4 shards, but .* is 2")
     g = moe(split=(0, 1, 10))
     assert len(read_layout(write(g, tmp_path, "one-00001-of-00001.gguf")).shards) == 1
     g = moe().add("split.count", build.I32, -5)

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moegguf.errors import OptionError
-from moegguf.models.entry import Entry
+from moegguf.models.entry import ModelEntry
 from moegguf.models.modelfile import parameter_lines, parse, render
 from moegguf.models.recipe import (
     FLOATS,
@@ -65,7 +65,7 @@ def test_every_instruction_in_any_case() -> None:
         ("", "needs a line `FROM name`"),
         ("SYSTEM x", "needs a line `FROM name`"),
         ("FROM", "FROM needs a name"),
-        ("FROM a\nFROM b", "line 2: there is a FROM already"),
+        ("FROM a\nFROM b", "line 2: FROM is given twice"),
         ("FROM a\n\nPARAMETR x 1", "line 3: 'PARAMETR x 1' starts with none of"),
         ("FROM a\nhello", "line 2: 'hello' starts with none of"),
         ("FROM a\nPARAMETER temprature 1", "did you mean 'temperature'"),
@@ -75,8 +75,8 @@ def test_every_instruction_in_any_case() -> None:
         ("FROM a\nPARAMETER temperature NaN", "must be a number"),
         ("FROM a\nPARAMETER use_mmap 1", "must be true or false"),
         ("FROM a\nPARAMETER", "there must be a word and a value"),
-        ('FROM a\nSYSTEM """never closed', "line 2: a quote is opened and never closed"),
-        ('FROM a\nSYSTEM "never closed', "line 2: a quote is opened and never closed"),
+        ('FROM a\nSYSTEM """never closed', "line 2: a quote is not closed"),
+        ('FROM a\nSYSTEM "never closed', "line 2: a quote is not closed"),
         ("FROM a\nMESSAGE wizard hi", "role is one of system, user, assistant, tool"),
         ("FROM a\nADAPTER x.gguf", "adapters cannot be used"),
         ("FROM a\nSYSTEM " + "x" * (MAX_TEXT + 1), "at most"),
@@ -98,8 +98,8 @@ def test_templates_of_go_are_left_out_with_a_warning() -> None:
         assert parse("FROM a\nTEMPLATE {{ messages[0].content }}").template == "{{ messages[0].content }}"
 
 
-def entry_of(**values: Any) -> Entry:
-    return Entry("me:latest", "own", (Path("/x.gguf"),), 1, "0" * 64, datetime.now(UTC), **values)
+def entry_of(**values: Any) -> ModelEntry:
+    return ModelEntry("me:latest", "own", (Path("/x.gguf"),), 1, "0" * 64, datetime.now(UTC), **values)
 
 
 def test_a_text_that_begins_with_a_quote_is_no_fence() -> None:
@@ -120,7 +120,7 @@ def test_what_is_shown_of_a_model_s_parameters() -> None:
 
 def test_a_path_is_where_a_model_of_a_path_is_made_from(tmp_path: Path) -> None:
     path = tmp_path / "two words.gguf"
-    entry = Entry(str(path), "path", (path,), 1, "0" * 64, datetime.now(UTC))
+    entry = ModelEntry(str(path), "path", (path,), 1, "0" * 64, datetime.now(UTC))
     assert parse(render(entry)).from_ == str(path)
 
 

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from moegguf.engine.stats import Stats
 from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, Sampling, Timing, TokenLogprob, ToolCall
-from moegguf.models.entry import Entry
+from moegguf.models.entry import ModelEntry
 from moegguf.server.openai.objects import ChatReply, CompletionReply, usage
 from moegguf.server.openai.schema import ChatBody
 from moegguf.serving.events import Done, LoadOptions
@@ -34,10 +34,10 @@ def body(**fields: Any) -> ChatBody:
     return ChatBody.model_validate({"model": "m", "messages": HI, **fields})
 
 
-ENTRY = Entry("m:latest", "own", (Path("m.gguf"),), 1, "0" * 64, datetime(2026, 1, 1, tzinfo=UTC))
+ENTRY = ModelEntry("m:latest", "own", (Path("m.gguf"),), 1, "0" * 64, datetime(2026, 1, 1, tzinfo=UTC))
 
 
-def ask(entry: Entry = ENTRY, **fields: Any) -> GenerationRequest:
+def ask(entry: ModelEntry = ENTRY, **fields: Any) -> GenerationRequest:
     return body(**fields).generation(entry)
 
 

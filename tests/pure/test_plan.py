@@ -11,13 +11,13 @@ from gguf_builder import Q4_K_T, Q6_K_T, U32, moe
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moegguf.config import ExpertCache, parse_expert_cache, parse_size
 from moegguf.engine.estimate import expect, guess_hit_rate
 from moegguf.engine.machine import Memory
 from moegguf.engine.memory import compute_bytes, kv_bytes, needs, row_bytes
 from moegguf.engine.plan import MARGIN_BYTES, Plan, make_plan, slot_bytes, slot_strides
 from moegguf.errors import BudgetError
 from moegguf.gguf.experts import ExpertLayout, read_layout
+from moegguf.quantities import ExpertCache, parse_expert_cache, parse_size
 
 MIB, GIB = 1 << 20, 1 << 30
 PLENTY = Memory(64 * GIB, 60 * GIB, "the machine")

@@ -15,7 +15,7 @@ from typing import Any
 import crashing
 import pytest
 from fake_hub import FakeHub, Gate, other_bytes, status
-from pulling import DATA, FILES, NAME, fetch, nothing_has_a_name, stored
+from pull_helpers import DATA, FILES, NAME, fetch, nothing_has_a_name, stored
 
 from moegguf.errors import ModelNameError, ModelNotFoundError, MoeggufError, PullError
 from moegguf.models import hub_fetch
@@ -142,7 +142,7 @@ def test_stopping_is_quick_and_the_next_pull_goes_on(repo: FakeHub) -> None:
     cancelled.set()
     thread.join(20)
     assert time.monotonic() - start < 1.0  # the server still keeps the connection open
-    assert "was stopped; what arrived is kept" in str(errors[0])
+    assert "was stopped; received bytes are kept" in str(errors[0])
     gate.open.set()
     entry, _ = fetch()
     assert entry.path.read_bytes() == DATA

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from moegguf.errors import OptionError
-from moegguf.settings import Host, Settings, parse_duration, parse_host, read_settings
+from moegguf.quantities import parse_duration
+from moegguf.settings import Host, Settings, parse_host, read_settings
 
 # The table of ollama-python's _parse_host, then forms it leaves open.
 HOSTS = [

@@ -27,7 +27,7 @@ from tools.predictors.splitting import held_out, validation_tokens
 from tools.train_predictor import main, options, parse_setting
 
 N_EMBD, N_EXPERT = 64, 8
-NO_TORCH = "teaching networks needs torch: pip install 'moegguf[train]'"
+NO_TORCH = "training networks needs torch: pip install 'moegguf[train]'"
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """Random GGUF models of any Mixture-of-Experts shape, for tests and benchmarks, that run real text.
 
-Knows GGUF, block formats and llama.cpp's tensor names. Does not know moegguf; never holds a model in memory.
+Uses nothing of moegguf, and never holds a model in memory.
 """
 
 from tools.models.shapes import PRESETS, Shape

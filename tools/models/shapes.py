@@ -1,4 +1,4 @@
-"""What a model looks like before quantisation: its dimensions, in llama.cpp's words, and named presets."""
+"""Dimensions of a model before quantisation, with llama.cpp's names, and named presets."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Shape:
 
     @property
     def n_embd_out(self) -> int:
-        """Width of what attention hands to its output matrix."""
+        """Width of the input of attention's output matrix."""
         return self.n_head * (self.n_embd_head_v or self.n_embd_head)
 
 

@@ -44,7 +44,7 @@ def write_model(
 ) -> list[Path]:
     """Write a random model; return its files, first shard first. Weights depend on shape, quant and seed.
 
-    `n_split` deals every tensor to the emptiest of so many shards, so that gate, up and down of a layer part
+    `n_split` puts every tensor into the smallest of this many shards, so that gate, up and down of a layer part
     company; `split_max_bytes` fills one shard after the other, as llama-gguf-split does. `progress` gets
     bytes done and bytes in total. Files appear under their names when all are complete.
     """
@@ -96,9 +96,9 @@ def _deal(plan: list[Tensor], n_split: int) -> list[list[Tensor]]:
     shards: list[list[Tensor]] = [[] for _ in range(n_split)]
     sizes = [0] * n_split
     for tensor in plan:
-        emptiest = sizes.index(min(sizes))
-        shards[emptiest].append(tensor)
-        sizes[emptiest] += tensor.n_bytes
+        smallest = sizes.index(min(sizes))
+        shards[smallest].append(tensor)
+        sizes[smallest] += tensor.n_bytes
     return shards
 
 

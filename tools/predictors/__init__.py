@@ -1,4 +1,4 @@
-"""Teaching predictors from recorded routing: one module per predictor, run by tools/train_predictor.py.
+"""Training of predictors on recorded routing: one module per predictor, run by tools/train_predictor.py.
 
 Each has `Options`, a frozen dataclass whose fields go into the saved facts, and `train(trace, options)`, which returns
 the arrays that the predictor's `from_weights` takes.
@@ -20,5 +20,5 @@ TRAINERS = {
 
 
 def trainer(predictor: str) -> ModuleType:
-    """The module that teaches this predictor."""
+    """The module that trains this predictor."""
     return import_module(f"{__name__}.{TRAINERS[predictor]}")

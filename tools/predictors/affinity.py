@@ -1,4 +1,4 @@
-"""Counts for the affinity predictor: nothing to tune."""
+"""Counts for the affinity predictor, which has no options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Teaches DuoServe-MoE's ExpertMLP (section 4.2): one network for all layers, BCE, BatchNorm, ReLU, dropout 0.1.
+"""Trains DuoServe-MoE's ExpertMLP (section 4.2): one network for all layers, BCE, BatchNorm, ReLU, dropout 0.1.
 
 Popularity and affinity are counted on the same trace first; afterwards BatchNorm is folded into the matrices.
 """

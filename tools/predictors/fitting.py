@@ -35,7 +35,7 @@ class Samples:
 
 
 def accuracy(scores: Tensor, chosen: Tensor) -> float:
-    """ProMoE's ACCURACY (section 4.1): share of the likeliest experts that are right, as many as a token uses."""
+    """ProMoE's ACCURACY (section 4.1): share of the most probable experts that are right, as many as a token uses."""
     k = max(1, int(chosen.sum(dim=1).max()))
     picked = torch.zeros_like(chosen).scatter_(1, scores.topk(k, dim=1).indices, 1.0)
     return float((picked * chosen).sum() / chosen.sum())

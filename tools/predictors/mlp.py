@@ -1,4 +1,4 @@
-"""Teaches ProMoE's two-layer MLPs (section 4.3), one per pair of layers that the windows need.
+"""Trains ProMoE's two-layer MLPs (section 4.3), one per pair of layers that the windows need.
 
 Inputs are standardised for training, and that is folded into the first matrix afterwards.
 """

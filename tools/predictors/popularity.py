@@ -1,4 +1,4 @@
-"""Counts for the popularity predictor: nothing to tune."""
+"""Counts for the popularity predictor, which has no options."""
 
 from __future__ import annotations
 

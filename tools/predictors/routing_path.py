@@ -1,4 +1,4 @@
-"""Teaches ExpertFlow's routing-path predictor (section 3.1.2) from a trace. The network is the twin, in torch, of
+"""Trains ExpertFlow's routing-path predictor (section 3.1.2) from a trace. The network is the torch form of
 moegguf/controller/predictors/routing_path.py: the same arrays, the same sums.
 
 A sample is a chunk of a request and the window of tokens before it; the chunks of a request begin somewhere else in
@@ -30,7 +30,7 @@ PRIOR_TOKENS = 1.0  # how many tokens of mere popularity a token id's statistics
 
 @dataclass(frozen=True)
 class Options:
-    """Sizes of the network and how it is taught; lr, weight_decay and batch are the paper's (section 5.2)."""
+    """Sizes of the network and training options; lr, weight_decay and batch are the paper's (section 5.2)."""
 
     n_embd: int = 128
     n_head: int = 4

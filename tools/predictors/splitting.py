@@ -1,4 +1,4 @@
-"""Splits a trace by request, never by token: neighbours share experts, and who has seen one knows the other."""
+"""Splits a trace by request, never by token: neighbouring tokens share experts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Counts for the token-id predictor: nothing to tune."""
+"""Counts for the token-id predictor, which has no options."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from moegguf import __version__
 from moegguf.cli.report import findings, plots
 from moegguf.cli.report.findings import percent
 from moegguf.cli.report.svg import Palette, require_matplotlib
-from moegguf.config import format_bytes
+from moegguf.quantities import format_bytes
 from moegguf.trace.report import Report, TraceSummary
 from moegguf.trace.score import ScoreTable
 

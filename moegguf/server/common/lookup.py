@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from moegguf.errors import ModelNotFoundError, MoeggufError
 from moegguf.models.details import details
-from moegguf.models.entry import Details, Entry
+from moegguf.models.entry import Details, ModelEntry
 from moegguf.server.common.errors import HttpError
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 CAPABILITIES = {"chat": "completion", "generate": "completion"}  # of an operation; others have their own name
 
 
-def find(catalog: Catalog, name: str) -> Entry:
+def find(catalog: Catalog, name: str) -> ModelEntry:
     """The entry of that name. Raises HttpError 404 with Ollama's message, ModelNameError."""
     try:
         return catalog.find(name)
@@ -26,17 +26,17 @@ def find(catalog: Catalog, name: str) -> Entry:
         raise HttpError(404, message, "model_not_found") from None
 
 
-async def look_up(catalog: Catalog, name: str) -> tuple[Entry, Details]:
+async def look_up(catalog: Catalog, name: str) -> tuple[ModelEntry, Details]:
     """The entry of that name and its details. Raises what `find` raises, ModelFormatError."""
 
-    def both() -> tuple[Entry, Details]:
+    def both() -> tuple[ModelEntry, Details]:
         entry = find(catalog, name)
         return entry, details(entry)
 
     return await asyncio.to_thread(both)
 
 
-def check_capabilities(entry: Entry, known: Details, needs: Mapping[str, bool]) -> None:
+def check_capabilities(entry: ModelEntry, known: Details, needs: Mapping[str, bool]) -> None:
     """Raises HttpError 400 with Ollama's message for the first of `needs` ({operation: needed}) the model lacks."""
     for operation, needed in needs.items():
         if needed and CAPABILITIES.get(operation, operation) not in known.capabilities:
@@ -44,7 +44,7 @@ def check_capabilities(entry: Entry, known: Details, needs: Mapping[str, bool]) 
             raise HttpError(400, f"{name} does not support {operation}")
 
 
-def details_or_none(entry: Entry) -> Details | None:
+def details_or_none(entry: ModelEntry) -> Details | None:
     """An entry's details, None when its file cannot be read: lists contain such a model without details."""
     try:
         return details(entry)

@@ -11,11 +11,11 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 
-from moegguf.config import parse_expert_cache
 from moegguf.generate.options import RANGES, sampling_with
 from moegguf.generate.request import Message, Sampling
-from moegguf.models.entry import Entry
+from moegguf.models.entry import ModelEntry
 from moegguf.models.recipe import PARAMETERS
+from moegguf.quantities import parse_expert_cache
 from moegguf.server.common import limits
 from moegguf.server.common.body import Body, explain
 from moegguf.server.common.errors import HttpError
@@ -100,7 +100,7 @@ class Options(Body):
         return sampling_with(Sampling(), self.model_dump(exclude_none=True))
 
 
-def options_of(given: Options | None, entry: Entry) -> Options:
+def options_of(given: Options | None, entry: ModelEntry) -> Options:
     """The request's options, then the model's parameters. Raises HttpError 400 for invalid parameters of the model."""
     if not entry.parameters:
         return given or Options()
@@ -115,7 +115,7 @@ def keep_alive_seconds(given: int | float | str | None) -> float | None:
     return None if given is None else parse_duration(given)
 
 
-def with_entry_messages(given: Iterable[Message], entry: Entry) -> tuple[Message, ...]:
+def with_entry_messages(given: Iterable[Message], entry: ModelEntry) -> tuple[Message, ...]:
     """A conversation after the entry's own messages; its system message first unless `given` begins with one."""
     given = tuple(given)
     own = [dict(message) for message in entry.messages]

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from moegguf.generate.request import GenerationRequest, Message
-from moegguf.models.entry import Entry
+from moegguf.models.entry import ModelEntry
 from moegguf.server.common.body import read_body
 from moegguf.server.common.errors import HttpError
 from moegguf.server.common.lookup import check_capabilities, find, look_up
@@ -81,7 +81,7 @@ async def load_only(request: Request, body: GenerationBody, kind: type[Reply]) -
 
 
 def respond(
-    request: Request, body: GenerationBody, entry: Entry, generation: GenerationRequest, reply: Reply
+    request: Request, body: GenerationBody, entry: ModelEntry, generation: GenerationRequest, reply: Reply
 ) -> Response:
     """The reply to `generation`, streamed unless `stream` is false."""
     manager: ModelManager = request.app.state.manager
@@ -114,7 +114,7 @@ def respond(
     return NdjsonResponse(lines()) if streams else WholeResponse(whole())
 
 
-def chat_generation(body: ChatRequest, entry: Entry) -> GenerationRequest:
+def chat_generation(body: ChatRequest, entry: ModelEntry) -> GenerationRequest:
     """The request of /api/chat."""
     return GenerationRequest(
         messages=with_entry_messages(map(message_of, body.messages or ()), entry),
@@ -124,7 +124,7 @@ def chat_generation(body: ChatRequest, entry: Entry) -> GenerationRequest:
     )
 
 
-def prompt_generation(body: GenerateRequest, entry: Entry) -> GenerationRequest:
+def prompt_generation(body: GenerateRequest, entry: ModelEntry) -> GenerationRequest:
     """The request of /api/generate: the prompt through the chat template, or as it is with `raw` or `suffix`."""
     prompt = body.prompt or ""
     if body.raw or body.suffix:
@@ -144,7 +144,7 @@ def prompt_generation(body: GenerateRequest, entry: Entry) -> GenerationRequest:
     )
 
 
-def common_fields(body: GenerationBody, entry: Entry) -> dict[str, Any]:
+def common_fields(body: GenerationBody, entry: ModelEntry) -> dict[str, Any]:
     """The fields of a `GenerationRequest` that both requests share."""
     return {
         "format": body.format,

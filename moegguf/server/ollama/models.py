@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from moegguf import __version__
-from moegguf.models.entry import Entry
+from moegguf.models.entry import ModelEntry
 from moegguf.server.common.body import read_body
 from moegguf.server.common.errors import HttpError
 from moegguf.server.common.lookup import details_or_none, find
@@ -39,7 +39,7 @@ async def tags(request: Request) -> Response:
     return JSONResponse({"models": await asyncio.to_thread(found, request.app.state.catalog)})
 
 
-def tag_object(entry: Entry) -> dict[str, Any]:
+def tag_object(entry: ModelEntry) -> dict[str, Any]:
     """An entry of the list; with empty details when its file cannot be read."""
     known = details_or_none(entry)
     more = {"context_length": known.n_ctx_train, "embedding_length": known.n_embd} if known else {}

@@ -14,7 +14,7 @@ from starlette.routing import Route
 
 from moegguf.gguf.reader import read_gguf
 from moegguf.models.details import details
-from moegguf.models.entry import Details, Entry
+from moegguf.models.entry import Details, ModelEntry
 from moegguf.models.modelfile import parameter_lines, render
 from moegguf.server.common.body import read_body
 from moegguf.server.common.lookup import find
@@ -59,7 +59,7 @@ def show_object(catalog: Catalog, body: ShowRequest) -> dict[str, Any]:
     return found
 
 
-def model_info(entry: Entry, known: Details, *, verbose: bool) -> dict[str, Any]:
+def model_info(entry: ModelEntry, known: Details, *, verbose: bool) -> dict[str, Any]:
     """The keys of the GGUF header, and the number of parameters as `general.parameter_count`."""
     long = long_arrays(entry.path) if verbose else {}
     shown = {key: value for key, value in {**known.metadata, **long}.items() if key not in HIDDEN}

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from moegguf.errors import WorkerError
 from moegguf.generate.request import Delta, GenerationRequest, PromptProgress
-from moegguf.models.entry import Entry
+from moegguf.models.entry import ModelEntry
 from moegguf.server.common.options import keep_alive_seconds
 from moegguf.server.common.streams import Lines, SseResponse, WholeResponse, dumps
 from moegguf.server.metrics import record
@@ -23,7 +23,7 @@ Reply = ChatReply | CompletionReply
 
 
 def respond(
-    request: Request, body: GenerationBody, entry: Entry, generation: GenerationRequest, reply: Reply
+    request: Request, body: GenerationBody, entry: ModelEntry, generation: GenerationRequest, reply: Reply
 ) -> Response:
     """The reply to `generation`, streamed if `stream` is true."""
     events = _events(request, body, entry, generation)
@@ -33,7 +33,7 @@ def respond(
 
 
 async def _events(
-    request: Request, body: GenerationBody, entry: Entry, generation: GenerationRequest
+    request: Request, body: GenerationBody, entry: ModelEntry, generation: GenerationRequest
 ) -> AsyncGenerator[Event]:
     state, keep_alive_s = request.app.state, keep_alive_seconds(body.keep_alive)
     async with (

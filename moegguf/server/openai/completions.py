@@ -10,7 +10,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from moegguf.generate.request import GenerationRequest
-from moegguf.models.entry import Entry
+from moegguf.models.entry import ModelEntry
 from moegguf.server.common import limits
 from moegguf.server.common.body import read_body
 from moegguf.server.common.lookup import check_capabilities, look_up
@@ -46,7 +46,7 @@ class CompletionBody(GenerationBody):
         """`max_tokens`, with OpenAI's default."""
         return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
 
-    def generation(self, entry: Entry) -> GenerationRequest:
+    def generation(self, entry: ModelEntry) -> GenerationRequest:
         """The request; of the entry's defaults, only the options apply."""
         text, tokens = (self.prompt, ()) if isinstance(self.prompt, str) else ("", tuple(self.prompt))
         return GenerationRequest(
@@ -74,7 +74,7 @@ async def completions(request: Request) -> Response:
     return respond(request, body, entry, body.generation(entry), reply)
 
 
-async def prompt_text(request: Request, entry: Entry, body: CompletionBody) -> str:
+async def prompt_text(request: Request, entry: ModelEntry, body: CompletionBody) -> str:
     """The prompt as text, for `echo`."""
     if isinstance(body.prompt, str):
         return body.prompt

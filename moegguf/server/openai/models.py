@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from moegguf.models.entry import Entry
+from moegguf.models.entry import ModelEntry
 from moegguf.server.common.lookup import details_or_none, find
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 DEFAULT_OWNER = "library"  # as in Ollama, for names without a namespace
 
 
-def model_object(entry: Entry) -> dict[str, Any]:
+def model_object(entry: ModelEntry) -> dict[str, Any]:
     """OpenAI's model object, with metadata unless its file cannot be read."""
     *owners, _ = entry.name.split("/")
     return {
@@ -34,7 +34,7 @@ def model_object(entry: Entry) -> dict[str, Any]:
     }
 
 
-def _metadata(entry: Entry) -> Mapping[str, Any]:
+def _metadata(entry: ModelEntry) -> Mapping[str, Any]:
     known = details_or_none(entry)
     if known is None:
         return {}

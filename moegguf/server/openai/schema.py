@@ -16,7 +16,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_v
 
 from moegguf.generate.options import MOST_SEED, MOST_TOKENS
 from moegguf.generate.request import GenerationRequest, Message, Sampling
-from moegguf.models.entry import Entry
+from moegguf.models.entry import ModelEntry
 from moegguf.server.common import limits
 from moegguf.server.common.body import Body
 from moegguf.server.common.options import (
@@ -272,7 +272,7 @@ class GenerationBody(Body):
         """Whether a stream ends with a chunk of token counts."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
-    def sampling(self, entry: Entry) -> Sampling:
+    def sampling(self, entry: ModelEntry) -> Sampling:
         """The sampling parameters: the body's own keys, then `options`, then the entry's parameters."""
         named = {name: getattr(self, name) for name in OPTIONS if getattr(self, name) is not None}
         if (max_tokens := self.max_answer_tokens()) is not None:
@@ -326,7 +326,7 @@ class ChatBody(GenerationBody):
         """`max_completion_tokens`, or the deprecated `max_tokens`."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
-    def generation(self, entry: Entry) -> GenerationRequest:
+    def generation(self, entry: ModelEntry) -> GenerationRequest:
         """The request, with the entry's defaults."""
         return GenerationRequest(
             messages=with_entry_messages(self._messages(), entry),

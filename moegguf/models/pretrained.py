@@ -1,4 +1,4 @@
-"""Files of a repository on the Hugging Face Hub by pattern, as llama-cpp-python's `from_pretrained` names them."""
+"""Downloads files of a Hub repository by pattern, as llama-cpp-python's `from_pretrained` does."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from moegguf.errors import ModelNotFoundError, MoeggufError, PullError
 from moegguf.models.hub import hub_cache, hub_endpoint, hub_offline, hub_token
 from moegguf.models.names import DEFAULT_TAG
-from moegguf.models.selection import choose, is_model, models_in
+from moegguf.models.selection import is_model, models_in, select_files
 
 Folder = str | os.PathLike[str] | None
 
@@ -25,10 +25,10 @@ def fetch(
     local_dir: Folder = None,
     cache: Folder = None,
 ) -> Path:
-    """The file to open of the model that `filename` (a pattern) means, with all its shards, and `others` fetched.
+    """Downloads the model that `filename` (a pattern) means, all its shards, and `others`; returns its first file.
 
-    They go into `local_dir`, else into the cache of the Hub; what is there already is not fetched again, and without a
-    network the cache is all there is. Raises ModelNotFoundError, listing what there is, and PullError.
+    Into `local_dir`, else into the Hub's cache. Files already there are not fetched again; without a network only the
+    cache is used. Raises ModelNotFoundError, listing the files there are, and PullError.
     """
     paths, cached = _paths(repo_id, cache)
     files = _files(paths, repo_id, filename)
@@ -39,7 +39,7 @@ def fetch(
 
 
 def _paths(repo_id: str, cache: Folder) -> tuple[list[str], Path | None]:
-    """All files of the repository; those in the cache, and where they are, when the Hub cannot be asked."""
+    """(all files of the repository, None); when the Hub cannot be reached, (those in the cache, their folder)."""
     from moegguf.models.hub_api import read_repository
 
     try:
@@ -56,37 +56,37 @@ def _paths(repo_id: str, cache: Folder) -> tuple[list[str], Path | None]:
 
 
 def _snapshot(repo_id: str, cache: Folder, **options: Any) -> Path:
-    """As huggingface_hub; raises what the Hub's refusals mean."""
+    """huggingface_hub.snapshot_download, with its errors as ours."""
     import httpx2
     import huggingface_hub
 
-    from moegguf.models.hub_api import explain
+    from moegguf.models.hub_api import to_moegguf_error
 
     known = {"endpoint": hub_endpoint(), "token": hub_token() or False, "cache_dir": cache or hub_cache()}
     try:
         return Path(huggingface_hub.snapshot_download(repo_id, **known, **options))
     except (httpx2.HTTPError, OSError, ValueError) as error:
-        raise explain(error, repo_id) from error
+        raise to_moegguf_error(error, repo_id) from error
 
 
 def _files(paths: Sequence[str], repo_id: str, filename: str | None) -> tuple[str, ...]:
-    """The shards of the one model that fits, first one first."""
+    """The shards of the one model that matches, first one first."""
     if filename is None:
-        return choose(paths, DEFAULT_TAG, repo=repo_id).files
-    fit = [path for path in paths if is_model(path) and fnmatch(path, filename)]
-    models = {choice.files for _, choice in models_in(paths) if set(choice.files) & set(fit)}
+        return select_files(paths, DEFAULT_TAG, repo=repo_id).files
+    matching = [path for path in paths if is_model(path) and fnmatch(path, filename)]
+    models = {selection.files for _, selection in models_in(paths) if set(selection.files) & set(matching)}
     if len(models) == 1:
         return models.pop()
     if len(models) > 1:
         some = ", ".join(sorted(files[0] for files in models)[:40])
-        raise ModelNotFoundError(f"{repo_id}: {len(models)} models fit {filename!r}: {some}; name one of them.")
-    if fit:  # a shard is missing
-        return choose(paths, fit[0].rpartition("/")[2], repo=repo_id).files
-    return choose(paths, filename, repo=repo_id).files  # raises, and lists what there is
+        raise ModelNotFoundError(f"{repo_id}: {len(models)} models match {filename!r}: {some}; name one of them.")
+    if matching:  # a shard is missing
+        return select_files(paths, matching[0].rpartition("/")[2], repo=repo_id).files
+    return select_files(paths, filename, repo=repo_id).files  # raises, listing the files
 
 
 def _one(paths: Sequence[str], repo_id: str, pattern: str) -> str:
     found = [path for path in paths if fnmatch(path, pattern)]
     if len(found) != 1:
-        raise ModelNotFoundError(f"{repo_id}: {len(found)} files fit {pattern!r}, not one: {', '.join(found[:40])}.")
+        raise ModelNotFoundError(f"{repo_id}: {len(found)} files match {pattern!r}, not one: {', '.join(found[:40])}.")
     return found[0]

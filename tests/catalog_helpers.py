@@ -1,4 +1,4 @@
-"""What tests of the catalog share: places of a test's own, and a filled Hugging Face cache."""
+"""Helpers of the tests of the catalog: folders for one test, and a filled Hugging Face cache."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from moegguf.models.catalog import Catalog
 from moegguf.models.hub import hub_cache
 
 
-def own_places(home: Path, patch: pytest.MonkeyPatch) -> None:
-    """Whatever is kept or looked for is below `home`."""
+def set_folders(home: Path, patch: pytest.MonkeyPatch) -> None:
+    """All models and data are below `home`."""
     for name, folder in (("MOEGGUF_HOME", "home"), ("HF_HOME", "hf"), ("OLLAMA_MODELS", "ollama")):
         patch.setenv(name, str(home / folder))
     for name in ("MOEGGUF_MODELS", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_TOKEN"):

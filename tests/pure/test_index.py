@@ -13,18 +13,18 @@ from typing import Any
 
 import crashing
 import pytest
-from cataloguing import cache, names, own_places
+from catalog_helpers import cache, names, set_folders
 
-from moegguf.config import data_folder
 from moegguf.errors import ModelNotFoundError
 from moegguf.models.catalog import Catalog
 from moegguf.models.index import Index, Record
 from moegguf.models.recipe import Recipe
+from moegguf.settings import data_folder
 
 
 @pytest.fixture(autouse=True)
-def _own_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    own_places(tmp_path, monkeypatch)
+def _set_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_folders(tmp_path, monkeypatch)
 
 
 @pytest.fixture
@@ -42,9 +42,9 @@ def test_the_index_keeps_everything(tmp_path: Path) -> None:
         "Me:v1", system="é\n\"", template="{{ x }}", parameters={"stop": ["a"], "top_k": 3, "temperature": 0.25},
         messages=({"role": "user", "content": "x"},), license="MIT", parent="demo:latest", mmproj="hub:x",
     )  # fmt: skip
-    index.change(lambda contents: contents.having(full))
+    index.change(lambda contents: contents.with_record(full))
     assert Index(index.folder).read().records == (full,)
-    index.change(lambda contents: contents.having(record("ME:V1")))
+    index.change(lambda contents: contents.with_record(record("ME:V1")))
     assert [found.name for found in index.read().records] == ["ME:V1"]
 
 
@@ -64,7 +64,8 @@ def test_the_index_keeps_everything(tmp_path: Path) -> None:
 )
 def test_a_damaged_index_is_set_aside_and_what_can_be_read_is_kept(damage: Any, kept: int) -> None:
     index = Index(data_folder())
-    index.change(lambda c: c.having(record("a:latest", parameters={"temperature": 0.5})).having(record("b:latest")))
+    first = record("a:latest", parameters={"temperature": 0.5})
+    index.change(lambda contents: contents.with_record(first).with_record(record("b:latest")))
     broken = damage(index.path.read_text())
     assert broken != index.path.read_text()
     index.path.write_text(broken)
@@ -84,7 +85,7 @@ def test_records_that_lead_out_of_their_folder_are_no_models(tmp_path: Path) -> 
         ("hub:../../secret.gguf", "sets:/etc/passwd", "sets:../../secret.gguf", "what:x", "x.gguf")
     ):
         bad = Record(f"bad{n}:latest", (file,), "0" * 64, datetime.now(UTC))
-        Index(data_folder()).change(lambda contents, bad=bad: contents.having(bad))
+        Index(data_folder()).change(lambda contents, bad=bad: contents.with_record(bad))
     assert names() == ["demo:latest"]
     with pytest.raises(ModelNotFoundError):
         Catalog().find("bad0")

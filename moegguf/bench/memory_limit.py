@@ -1,7 +1,7 @@
-"""A memory limit for a child process, and files out of the page cache: the conditions of a fair measurement.
+"""A memory limit for a child process, and dropping files from the page cache.
 
-The limit is a memory cgroup of its own, v1 or v2, made below (or, for v2, beside) the one this process is in and
-removed afterwards. Anonymous memory and the page cache that the child fills count against it. Knows nothing of models.
+The limit is a new memory cgroup, v1 or v2, below (or, for v2, beside) that of this process, removed afterwards.
+Anonymous memory and the page cache that the child fills count against it.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _numbers = itertools.count(1)
 
 
 class LimitError(MoeggufError):
-    """No memory cgroup can be made here; the message says what to do instead."""
+    """No memory cgroup can be made here; the message has the alternative."""
 
 
-def _words(path: Path) -> list[str]:
+def _fields(path: Path) -> list[str]:
     try:
         return path.read_text(errors="replace").split()
     except OSError:
@@ -41,10 +41,10 @@ def _words(path: Path) -> list[str]:
 
 def _value(path: Path, name: str | None = None) -> int:
     """The number in a cgroup file, or the one after `name` in it; 0 when it is absent."""
-    words = _words(path)
+    values = _fields(path)
     if name is not None:
-        words = [after for before, after in itertools.pairwise(words) if before == name]
-    return int(words[0]) if words and words[0].isdigit() else 0
+        values = [after for before, after in itertools.pairwise(values) if before == name]
+    return int(values[0]) if values and values[0].isdigit() else 0
 
 
 @dataclass(frozen=True)
@@ -61,16 +61,16 @@ class MemoryGroup:
 
     @property
     def peak_bytes(self) -> int:
-        """The most memory in use at one time, page cache included; 0 when the kernel does not say."""
+        """Peak memory, page cache included; 0 when the kernel does not report it."""
         return _value(self.folder / ("memory.peak" if self.version == 2 else "memory.max_usage_in_bytes"))
 
     @property
     def oom_kills(self) -> int:
-        """Processes that the limit has killed."""
+        """Number of processes that the limit has killed."""
         return _value(self.folder / ("memory.events" if self.version == 2 else "memory.oom_control"), "oom_kill")
 
     def remove(self, tries: int = 50) -> None:
-        """Removes the group; its last pages may take a moment to go."""
+        """Removes the group, retried because the kernel frees its last pages late."""
         for _ in range(tries):
             try:
                 _rmdir(self.folder)
@@ -94,10 +94,10 @@ def _limits_memory(version: int, folder: Path) -> bool:
     if version == 1:
         return (folder / "memory.limit_in_bytes").exists()
     control = folder / "cgroup.subtree_control"
-    if "memory" in _words(control):
+    if "memory" in _fields(control):
         return True
-    # Refused while processes are in `folder` itself: then a folder further up has to do.
-    return "memory" in _words(folder / "cgroup.controllers") and _write(control, "+memory")
+    # Refused while processes are in `folder` itself: then the parent is tried.
+    return "memory" in _fields(folder / "cgroup.controllers") and _write(control, "+memory")
 
 
 def _set_limit(version: int, folder: Path, n_bytes: int) -> bool:
@@ -113,13 +113,13 @@ def _set_limit(version: int, folder: Path, n_bytes: int) -> bool:
     return True
 
 
-def _sweep(folder: Path) -> None:
-    """Removes groups that a killed process has left behind."""
-    for left in folder.glob("moegguf-*-*"):
-        pid = left.name.split("-")[1]
+def _remove_abandoned(folder: Path) -> None:
+    """Removes the groups of processes that no longer exist."""
+    for group in folder.glob("moegguf-*-*"):
+        pid = group.name.split("-")[1]
         if pid.isdigit() and not psutil.pid_exists(int(pid)):
             with contextlib.suppress(OSError):
-                _rmdir(left)
+                _rmdir(group)
 
 
 def make_group(limit_bytes: int, root: Path = ROOT) -> MemoryGroup:
@@ -131,7 +131,7 @@ def make_group(limit_bytes: int, root: Path = ROOT) -> MemoryGroup:
     for version, folder in cgroup_levels("memory", root):
         if not (os.access(folder, os.W_OK) and _limits_memory(version, folder)):
             continue
-        _sweep(folder)
+        _remove_abandoned(folder)
         group = MemoryGroup(version, folder / name, limit_bytes)
         try:
             group.folder.mkdir()
@@ -147,14 +147,14 @@ def make_group(limit_bytes: int, root: Path = ROOT) -> MemoryGroup:
 
 
 def die_with_parent() -> None:
-    """This process is killed when the one that started it ends, however that ends. Linux only; no effect elsewhere."""
+    """Has the kernel kill this process when its parent ends, even by SIGKILL. Linux only; no effect elsewhere."""
     with contextlib.suppress(AttributeError, OSError):
         c.CDLL(None).prctl(_PR_SET_PDEATHSIG, c.c_ulong(signal.SIGKILL))
 
 
 @contextlib.contextmanager
 def memory_limit(limit_bytes: int | None, root: Path = ROOT) -> Iterator[MemoryGroup | None]:
-    """A group for the length of a `with`, removed whatever happens in it; None without a limit. Raises LimitError."""
+    """A context manager with a group that is removed at its end; None without a limit. Raises LimitError."""
     group = make_group(limit_bytes, root) if limit_bytes else None
     try:
         yield group
@@ -164,9 +164,9 @@ def memory_limit(limit_bytes: int | None, root: Path = ROOT) -> Iterator[MemoryG
 
 
 def drop_page_cache(paths: Sequence[str | os.PathLike[str]]) -> int:
-    """Asks the kernel to forget the pages of these files; bytes that stayed, because someone has them mapped.
+    """Drops the pages of these files from the page cache; returns the bytes that stayed because a process maps them.
 
-    A system without the call (macOS, Windows) keeps all; the answer is 0 there, as it is when pages cannot be counted.
+    No effect where posix_fadvise is missing (macOS, Windows); returns 0 there and where pages cannot be counted.
     """
     kept = 0
     for path in paths:
@@ -182,9 +182,9 @@ def drop_page_cache(paths: Sequence[str | os.PathLike[str]]) -> int:
 
 
 def cached_bytes(fd: int) -> int:
-    """Bytes of an open file that lie in the page cache; 0 when the system does not say."""
+    """Bytes of an open file in the page cache; 0 when the system does not report it."""
     stat = os.fstat(fd)
-    # The kernel tells only those who could change the file, and answers "all of it" to others.
+    # mincore() reports all pages as cached to a user who could not write the file.
     if stat.st_size == 0 or (hasattr(os, "geteuid") and os.geteuid() not in (0, stat.st_uid)):
         return 0
     with mmap.mmap(fd, 0, access=mmap.ACCESS_READ) as memory:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from moegguf.bench import limits
-from moegguf.bench.limits import LimitError, cached_bytes, drop_page_cache, make_group, memory_limit
+from moegguf.bench import memory_limit as limits
+from moegguf.bench.memory_limit import LimitError, cached_bytes, drop_page_cache, make_group, memory_limit
 
 GIB = 1 << 30
 V2_MOUNT = "30 23 0:27 / /sys/fs/cgroup rw,relatime - cgroup2 cgroup2 rw\n"

@@ -1,4 +1,4 @@
-"""What tests of fetching share: one repository, and a pull that notes what it is told."""
+"""Helpers of the tests of pulling: one repository, and a pull that records its reports."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import threading
 
 from moegguf.models.catalog import Catalog
-from moegguf.models.entry import Entry, PullStatus
+from moegguf.models.entry import ModelEntry, PullStatus
 from moegguf.models.hub import hub_cache
 from moegguf.models.pull import pull
 
@@ -15,9 +15,11 @@ NAME = "hf.co/User/Repo-GGUF:Q4_K_M"
 FILES = {"README.md": b"hello", "x-Q4_K_M.gguf": DATA, "x-Q8_0.gguf": os.urandom(1000), "mmproj-F16.gguf": b"m" * 99}
 
 
-def fetch(name: str = "user/repo-gguf", cancelled: threading.Event | None = None) -> tuple[Entry, list[PullStatus]]:
-    told: list[PullStatus] = []
-    return pull(name, Catalog(), told.append, cancelled), told
+def fetch(
+    name: str = "user/repo-gguf", cancelled: threading.Event | None = None
+) -> tuple[ModelEntry, list[PullStatus]]:
+    reports: list[PullStatus] = []
+    return pull(name, Catalog(), reports.append, cancelled), reports
 
 
 def stored() -> list[str]:

@@ -9,20 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cataloguing import cache, files_of, names, own_places, send
+from catalog_helpers import cache, files_of, names, send, set_folders
 
-from moegguf.config import data_folder
 from moegguf.errors import ModelFormatError, ModelNameError, ModelNotFoundError, OptionError, PullError
 from moegguf.models import blobs
 from moegguf.models.catalog import Catalog, demo_path
 from moegguf.models.details import details
 from moegguf.models.modelfile import parse, render
 from moegguf.models.recipe import Recipe
+from moegguf.settings import data_folder
 
 
 @pytest.fixture(autouse=True)
-def _own_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    own_places(tmp_path, monkeypatch)
+def _set_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_folders(tmp_path, monkeypatch)
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def test_a_copy_is_a_name_and_no_bytes(catalog: Catalog) -> None:
 def test_names_of_others_cannot_be_taken_or_removed(catalog: Catalog) -> None:
     cache("u/r", {"x-Q4_0.gguf": b"x"})
     for name in ("demo", "DEMO:latest", "u/r:q4_0", "hf.co/u/r"):
-        with pytest.raises(OptionError, match="belongs to a model already"):
+        with pytest.raises(OptionError, match="is already in use"):
             catalog.copy("demo", name)
     for name in ("../x", "a b", ""):
         with pytest.raises(ModelNameError):
@@ -57,7 +57,7 @@ def test_names_of_others_cannot_be_taken_or_removed(catalog: Catalog) -> None:
         catalog.copy("nothing", "mine")
     path = demo_path()
     assert path and path.is_file()
-    with pytest.raises(OptionError, match="a file of yours"):
+    with pytest.raises(OptionError, match="it is a path"):
         catalog.remove(str(path))
 
 

@@ -1,16 +1,13 @@
-"""What a user may write for sizes, budgets and environment variables, and what it means.
+"""Sizes in bytes, budgets for experts and durations: parsed from text, and formatted.
 
-This file parses and prints; it does not know the model or the machine (engine/plan.py does).
+What a budget means for a model on a machine is in engine/plan.py.
 """
 
 from __future__ import annotations
 
 import math
-import os
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from moegguf.errors import BudgetError, OptionError
@@ -18,7 +15,9 @@ from moegguf.errors import BudgetError, OptionError
 KIB, MIB, GIB, TIB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
 MAX_BYTES = 1 << 60
 
-BUDGET_WORDS = 'accepted: "auto", a share of all experts such as "50%", or a size such as "4GiB", "512MiB" or "2.5 GB"'
+ACCEPTED_BUDGETS = (
+    'accepted: "auto", a share of all experts such as "50%", or a size such as "4GiB", "512MiB" or "2.5 GB"'
+)
 
 _UNITS = {
     "": 1, "b": 1,
@@ -29,11 +28,16 @@ _UNITS = {
 }  # fmt: skip
 _NAMES = ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB"))
 _SIZE = re.compile(r"(\d{1,19}(?:\.\d{1,9})?)\s*([a-z]{0,3})", re.ASCII | re.IGNORECASE)
+_LONGEST_S = float(2**63 // 10**9)  # Go's longest duration, 292 years
+_UNITS_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+_NUMBER = r"(?:\d{1,30}(?:\.\d{0,30})?|\.\d{1,30})"
+_PART = re.compile(rf"({_NUMBER})(ns|us|µs|μs|ms|s|m|h)", re.ASCII)
+_DURATION = re.compile(rf"([+-]?)((?:{_NUMBER}(?:ns|us|µs|μs|ms|s|m|h)){{1,16}}|{_NUMBER})", re.ASCII)
 _PERCENT = re.compile(r"(\d{1,3}(?:\.\d{1,9})?)\s*%", re.ASCII)
 
 
 def _shown(value: object) -> str:
-    """`value` as it appears in a message, cut to a length that fits one."""
+    """`value` for a message, cut to 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
@@ -57,7 +61,7 @@ def parse_size(value: str | int) -> int:
 
 
 def format_bytes(n_bytes: int) -> str:
-    """`n_bytes` in words a person reads: "0 B", "900 B", "22.3MiB", "7.52GiB"."""
+    """`n_bytes` with a unit and three digits: "0 B", "900 B", "22.3MiB", "7.52GiB"."""
     sign, size = ("-", -n_bytes) if n_bytes < 0 else ("", n_bytes)
     if size < KIB:
         return f"{sign}{size} B"
@@ -75,7 +79,7 @@ def format_bytes_up(n_bytes: int) -> str:
 
 @dataclass(frozen=True)
 class ExpertCache:
-    """How much fast memory experts may take, as asked for: what is free, a share of them, or bytes."""
+    """The budget for experts in fast memory: what is free ("auto"), a share of all experts, or bytes."""
 
     mode: Literal["auto", "fraction", "bytes"]
     fraction: float = 0.0  # of all experts' bytes, in (0, 1]; only for mode "fraction"
@@ -88,9 +92,9 @@ class ExpertCache:
 
 
 def parse_expert_cache(value: str | int | float | ExpertCache) -> ExpertCache:
-    """The budget a user wrote. A whole number counts bytes.
+    """The budget in `value`; a whole number is in bytes.
 
-    Raises BudgetError, stating what is accepted, for zero, negative, NaN, fractions without a unit and words.
+    Raises BudgetError, stating what is accepted, for zero, negative, NaN, fractions without a unit and other text.
     """
     if isinstance(value, ExpertCache):
         return value
@@ -109,58 +113,24 @@ def parse_expert_cache(value: str | int | float | ExpertCache) -> ExpertCache:
             return ExpertCache("bytes", n_bytes=parse_size(value))
         except ValueError:
             pass
-    raise BudgetError(f"expert_cache is {_shown(value)}, which is not a budget; {BUDGET_WORDS}.")
+    raise BudgetError(f"expert_cache is {_shown(value)}, which is not a budget; {ACCEPTED_BUDGETS}.")
 
 
-@dataclass(frozen=True)
-class Environment:
-    """The environment variables that concern models and the library; those of the server are in settings.py."""
+def parse_duration(value: str | int | float) -> float:
+    """Seconds, from a number (or its text), or a Go duration such as "1h30m" or "300ms".
 
-    hooks: bool = True  # MOEGGUF_HOOKS=0 runs plain llama.cpp
-    expert_cache: str = "auto"  # MOEGGUF_EXPERT_CACHE: the budget when the caller gives none
-    library: Path | None = None  # MOEGGUF_LIBRARY: folder of the native library, instead of the installed one
-    models: Path | None = None  # MOEGGUF_MODELS: folder of models known by name
-    home: Path | None = None  # MOEGGUF_HOME: what moegguf keeps, instead of in the user's data folder
-
-
-_SWITCH = {
-    "0": False,
-    "off": False,
-    "false": False,
-    "no": False,
-    "1": True,
-    "on": True,
-    "true": True,
-    "yes": True,
-}
-
-
-def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
-    """Reads MOEGGUF_* from `environ` (default: the process's). Empty counts as unset.
-
-    Raises OptionError for a switch that is neither on nor off, BudgetError for a budget that cannot be read.
+    `math.inf` (no limit) for negative values and above Go's largest. Raises OptionError for anything else, NaN too.
     """
-    env = os.environ if environ is None else environ
-    hooks = env.get("MOEGGUF_HOOKS", "").strip().lower() or "1"
-    if hooks not in _SWITCH:
-        raise OptionError(f"MOEGGUF_HOOKS must be 0 or 1, but is {_shown(hooks)}; unset it to use the expert store.")
-    cache = env.get("MOEGGUF_EXPERT_CACHE", "").strip() or "auto"
-    try:
-        parse_expert_cache(cache)
-    except BudgetError as error:
-        raise BudgetError(f"MOEGGUF_EXPERT_CACHE: {error}") from None
-    library, models, home = (env.get(f"MOEGGUF_{name}", "") for name in ("LIBRARY", "MODELS", "HOME"))
-    return Environment(
-        hooks=_SWITCH[hooks],
-        expert_cache=cache,
-        library=Path(library).expanduser() if library else None,
-        models=Path(models).expanduser() if models else None,
-        home=Path(home).expanduser() if home else None,
-    )
-
-
-def data_folder() -> Path:
-    """Where names, history and what was learnt about models are kept."""
-    import platformdirs
-
-    return read_environment().home or Path(platformdirs.user_data_dir("moegguf"))
+    seconds = math.nan
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        seconds = float(min(max(value, -1), _LONGEST_S + 1)) if value == value else math.nan
+    elif isinstance(value, str) and (match := _DURATION.fullmatch(value.strip())):
+        parts = _PART.findall(match[2])
+        seconds = sum(float(number) * _UNITS_S[unit] for number, unit in parts) if parts else float(match[2])
+        seconds = -seconds if match[1] == "-" else seconds
+    if math.isnan(seconds):
+        raise OptionError(
+            f"{_shown(value)} is not a duration; accepted: seconds, or a text such as '5m', '1h30m', '300ms';"
+            " negative is for ever."
+        )
+    return math.inf if seconds < 0 or seconds > _LONGEST_S else seconds

@@ -10,15 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moegguf.config import (
-    ExpertCache,
-    format_bytes,
-    format_bytes_up,
-    parse_expert_cache,
-    parse_size,
-    read_environment,
-)
 from moegguf.errors import BudgetError, MoeggufError, OptionError
+from moegguf.quantities import ExpertCache, format_bytes, format_bytes_up, parse_expert_cache, parse_size
+from moegguf.settings import read_environment
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moegguf.errors import ModelNotFoundError
-from moegguf.models.selection import choose, complete, is_model, models_in
+from moegguf.models.selection import is_model, models_in, select_files, without_incomplete
 
 USUAL = [
     "README.md", "imatrix_unsloth.dat", "Model.imatrix.gguf", "Model-IQ4_XS.gguf", "Model-Q2_K.gguf",
@@ -38,33 +38,33 @@ USUAL = [
     ],
 )
 def test_a_tag_is_a_quantisation_or_a_file_name_in_any_case(tag: str, file: str) -> None:
-    assert choose(USUAL, tag).files[0] == file
+    assert select_files(USUAL, tag).files[0] == file
 
 
 def test_without_a_tag_q4_k_m_then_q8_0_then_the_first_model() -> None:
-    assert choose(["b-Q2_K.gguf", "b-Q8_0.gguf", "a-F16.gguf"]).files == ("b-Q8_0.gguf",)
-    assert choose(["mmproj-a.gguf", "b.gguf", "z-F16-00001-of-00001.gguf"]).files == ("b.gguf",)
+    assert select_files(["b-Q2_K.gguf", "b-Q8_0.gguf", "a-F16.gguf"]).files == ("b-Q8_0.gguf",)
+    assert select_files(["mmproj-a.gguf", "b.gguf", "z-F16-00001-of-00001.gguf"]).files == ("b.gguf",)
 
 
 def test_a_whole_word_comes_before_a_part_of_one() -> None:
-    assert choose(["m-IQ4_XS.gguf", "m-Q4_XS.gguf"], "Q4_XS").files == ("m-Q4_XS.gguf",)
-    assert choose(["m-IQ4_XS.gguf"], "Q4_XS").files == ("m-IQ4_XS.gguf",)
+    assert select_files(["m-IQ4_XS.gguf", "m-Q4_XS.gguf"], "Q4_XS").files == ("m-Q4_XS.gguf",)
+    assert select_files(["m-IQ4_XS.gguf"], "Q4_XS").files == ("m-IQ4_XS.gguf",)
 
 
 def test_a_split_set_is_taken_whole_and_in_order() -> None:
     names = [f"sub/x-Q4_K_M-{n:05d}-of-00012.gguf" for n in range(1, 13)]
-    assert choose([*reversed(names), "sub/x-Q4_K_M-00001-of-00002.gguf.part"]).files == tuple(names)
+    assert select_files([*reversed(names), "sub/x-Q4_K_M-00001-of-00002.gguf.part"]).files == tuple(names)
 
 
 def test_a_missing_shard_is_named_before_anything_is_fetched() -> None:
     names = [f"x-Q4_K_M-{n:05d}-of-00004.gguf" for n in (1, 2, 4)]
     with pytest.raises(ModelNotFoundError, match=r"u/r: 1 of the 4 shards .*\(x-Q4_K_M-00003-of-00004\.gguf\)"):
-        choose(names, repo="u/r")
+        select_files(names, repo="u/r")
 
 
 def test_an_unknown_quantisation_lists_what_there_is() -> None:
     with pytest.raises(ModelNotFoundError) as refused:
-        choose(USUAL, "Q9_9", repo="u/r")
+        select_files(USUAL, "Q9_9", repo="u/r")
     message = str(refused.value)
     assert "'Q9_9'" in message and "Available GGUF files: " in message
     assert "Model-Q4_K_M.gguf" in message and "Model-BF16-00001-of-00003.gguf" in message
@@ -73,7 +73,7 @@ def test_an_unknown_quantisation_lists_what_there_is() -> None:
 
 def test_a_repository_without_models_says_so() -> None:
     with pytest.raises(ModelNotFoundError, match="has no GGUF file"):
-        choose(["README.md", "mmproj-F16.gguf", "model.safetensors"], repo="u/r")
+        select_files(["README.md", "mmproj-F16.gguf", "model.safetensors"], repo="u/r")
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_a_repository_without_models_says_so() -> None:
 def test_the_projector_is_the_closest_folder_s_then_the_closest_width(
     model: str, projectors: list[str], expected: str | None
 ) -> None:
-    assert choose([model, *projectors]).mmproj == expected
+    assert select_files([model, *projectors]).mmproj == expected
 
 
 def test_names_of_files_become_tags() -> None:
@@ -112,15 +112,15 @@ def test_every_tag_that_is_told_means_these_files(listed: list[str]) -> None:
     models = models_in(listed)
     assert len({tag.lower() for tag, _ in models}) == len(models)
     for tag, choice in models:
-        assert choose(complete(listed), tag) == choice
+        assert select_files(without_incomplete(listed), tag) == choice
         assert all(is_model(path) for path in choice.files)
     if models:
-        assert choose(complete(listed)).files
+        assert select_files(without_incomplete(listed)).files
 
 
 @given(paths, st.text(max_size=8))
 def test_any_tag_gives_files_of_the_list_or_an_error(listed: list[str], tag: str) -> None:
     found: set[str] = set()
     with suppress(ModelNotFoundError):
-        found = set(choose(listed, tag).files)
+        found = set(select_files(listed, tag).files)
     assert found <= set(listed)
