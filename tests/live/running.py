@@ -85,9 +85,9 @@ def hooks_off() -> Iterator[None]:
 
 def controller_of(llm: Llama) -> Controller:
     """The controller that decides for a model."""
-    assert llm._steering is not None
-    assert llm._steering.controller is not None
-    return llm._steering.controller
+    assert llm._live_controller is not None
+    assert llm._live_controller.controller is not None
+    return llm._live_controller.controller
 
 
 def count_scores(llm: Llama) -> list[bool]:
