@@ -10,7 +10,7 @@ from typing import Any
 
 from moegguf.config import ExpertCache, format_bytes_up, parse_expert_cache, read_environment
 from moegguf.engine.machine import count_cpus, read_memory
-from moegguf.engine.memory import check_context, whole_pages
+from moegguf.engine.memory import check_context, pad_context
 from moegguf.engine.plan import Plan, make_plan
 from moegguf.errors import (
     AllocationError,
@@ -81,7 +81,7 @@ def prepare(model: str | os.PathLike[str], expert_cache: Budget | None, options:
     options = {name: value for name, value in options.items() if name not in LEGACY_OPTIONS}
     options["n_threads"] = options.get("n_threads") or count_cpus()
     options.setdefault("n_threads_batch", options["n_threads"])
-    options["n_ctx"] = whole_pages(options.get("n_ctx", N_CTX) or layout.hparams.n_ctx_train or N_CTX)
+    options["n_ctx"] = pad_context(options.get("n_ctx", N_CTX) or layout.hparams.n_ctx_train or N_CTX)
     if options.get("embedding"):  # a text that is pooled is read in one pass
         options.setdefault("n_batch", min(options["n_ctx"], N_BATCH_POOLED))
         options.setdefault("n_ubatch", options["n_batch"])
