@@ -41,7 +41,7 @@ def row_bytes(ggml_type: int, n: int) -> int:
 
 
 def _scalar(layout: ExpertLayout, name: str) -> int:
-    """`<arch>.<name>` when it is a sane whole number, else 0."""
+    """`<arch>.<name>` when it is a whole number below 2^24, else 0."""
     value = layout.metadata.get(f"{layout.arch}.{name}", 0)
     if isinstance(value, tuple):
         value = max(value, default=0)

@@ -58,7 +58,7 @@ class Answer:
 
         `on_progress` hears of every n_batch tokens of the prompt. Raises what the model raises: ExpertIOError, ...
         """
-        return self.llm.hold(self._pieces(on_progress))
+        return self.llm.as_request(self._pieces(on_progress))
 
     def _pieces(self, on_progress: OnProgress | None) -> Generator[Delta, None, None]:
         timing, start, before = self.timing, time.perf_counter(), self.llm.stats()

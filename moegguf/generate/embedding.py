@@ -40,7 +40,7 @@ def embed(
     limit = _limit(llm)
     rows = [_tokens(llm, item, limit, truncate) for item in inputs]
     steps = _pooled if llm.context_params.embeddings else _last_state
-    vectors = [vector for row in rows for vector in llm.hold(steps(llm, row))]
+    vectors = [vector for row in rows for vector in llm.as_request(steps(llm, row))]
     if normalize:
         vectors = [_normal(vector) for vector in vectors]
     return Embeddings([vector.tolist() for vector in vectors], sum(map(len, rows)))

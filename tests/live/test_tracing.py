@@ -26,7 +26,7 @@ TIGHT: dict[str, Any] = {"expert_cache": "40%", "n_ubatch": 4}
 class Second:
     """Hears what the recorder hears."""
 
-    wants = ListenOptions(weights=True, everything=True, max_input_tokens=EVERY_PASS)
+    listen_options = ListenOptions(weights=True, everything=True, max_input_tokens=EVERY_PASS)
 
     def __init__(self) -> None:
         self.passes: list[list[RoutingEvent]] = []

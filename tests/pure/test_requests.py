@@ -35,7 +35,7 @@ class Context:
                 yield self.n_past
                 self.eval(1)
 
-        return self.requests.hold(steps())
+        return self.requests.run(steps())
 
 
 def take(steps: Generator[int, None, None], n: int) -> None:
@@ -100,7 +100,7 @@ def test_a_request_that_fails_or_is_left_ends() -> None:
         yield 0
         raise RuntimeError("disk")
 
-    steps = context.requests.hold(failing())
+    steps = context.requests.run(failing())
     next(steps)
     with pytest.raises(RuntimeError):
         next(steps)
