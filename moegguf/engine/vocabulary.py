@@ -30,7 +30,7 @@ class Vocabulary:
         self._vocab = llm._model.vocab
         self.n_tokens = int(llm.n_vocab())
         self._pieces: dict[tuple[int, bool], bytes] = {}
-        self._eog: dict[int, bool] = {}
+        self._is_end: dict[int, bool] = {}
 
     def piece(self, token: int, *, special: bool = False) -> bytes:
         """The bytes a token adds to the text; those of control tokens (<|im_start|>) only with `special`.
@@ -64,11 +64,11 @@ class Vocabulary:
         """A token alone as text, control tokens too; part of a code point becomes U+FFFD."""
         return self.piece(token, special=True).decode(errors="replace")
 
-    def ends(self, token: int) -> bool:
+    def is_end(self, token: int) -> bool:
         """Whether this is an end-of-generation token."""
-        known = self._eog.get(token)
+        known = self._is_end.get(token)
         if known is None:
-            known = self._eog[token] = bool(self._bindings.llama_vocab_is_eog(self._vocab, token))
+            known = self._is_end[token] = bool(self._bindings.llama_vocab_is_eog(self._vocab, token))
         return known
 
     def end_tokens(self) -> list[int]:
@@ -86,13 +86,13 @@ class Vocabulary:
             raise OptionError(f"{bad} is no token of this model, which has 0 to {self.n_tokens - 1}.")
 
     @property
-    def first(self) -> list[int]:
+    def bos_tokens(self) -> list[int]:
         """The tokens that every text begins with: BOS, for a model that adds it."""
         bos = self._model.token_bos()
         return [bos] if bos != -1 and self._model.add_bos_token() else []
 
     @property
-    def fill_in(self) -> tuple[int, int, int] | None:
+    def fim_tokens(self) -> tuple[int, int, int] | None:
         """The prefix, suffix and middle tokens of fill-in-the-middle; None for a model without them."""
         marks = (self._model.token_prefix(), self._model.token_suffix(), self._model.token_middle())
         return None if -1 in marks else marks

@@ -158,7 +158,7 @@ def test_a_prompt_goes_on_where_an_earlier_answer_ended(demo: Llama) -> None:
 def test_a_gap_needs_a_model_that_can_fill_it(demo: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(CapabilityError, match="insert"):
         Answer(demo, ask(prompt="def f(", suffix="return x"))
-    monkeypatch.setattr(type(demo.vocabulary), "fill_in", property(lambda _: (11, 12, 13)))
+    monkeypatch.setattr(type(demo.vocabulary), "fim_tokens", property(lambda _: (11, 12, 13)))
     tokens = Answer(demo, ask(prompt="def f(", suffix="return x"))._prompt.tokens
     words = demo.vocabulary.tokens
     assert tokens == [11, *words("def f("), 12, *words("return x"), 13]
@@ -238,7 +238,7 @@ def test_control_tokens_are_not_text(tiny: TinyModel, load: Load) -> None:
     eos = llm.token_eos()
     assert llm.vocabulary.piece(eos) == b""
     assert llm.vocabulary.piece(eos, special=True) == llm.vocabulary.token_text(eos).encode()
-    assert llm.vocabulary.ends(eos)
+    assert llm.vocabulary.is_end(eos)
 
 
 def test_messages_may_hold_more_than_text(demo: Llama) -> None:

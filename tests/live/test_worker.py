@@ -28,7 +28,7 @@ from moegguf.serving.worker_process import Process
 TinyModel = Callable[..., Path]
 Load = Callable[..., Llama]
 
-ASK = GenerationRequest(prompt="once upon a time", tell_context=True, sampling=Sampling(seed=7, max_tokens=24))
+ASK = GenerationRequest(prompt="once upon a time", return_context=True, sampling=Sampling(seed=7, max_tokens=24))
 ENDLESS = GenerationRequest(prompt="once upon a time", sampling=Sampling(seed=7, max_tokens=400))
 
 

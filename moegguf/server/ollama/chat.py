@@ -132,7 +132,7 @@ def generate_ask(body: GenerateRequest, entry: Entry) -> GenerationRequest:
     prompt = body.prompt or ""
     if body.raw or body.suffix:
         return GenerationRequest(
-            prompt=prompt, suffix=body.suffix or None, tell_context=not body.raw, **shared(body, entry)
+            prompt=prompt, suffix=body.suffix or None, return_context=not body.raw, **shared(body, entry)
         )
     system = entry.system if body.system is None else body.system
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
@@ -140,7 +140,7 @@ def generate_ask(body: GenerateRequest, entry: Entry) -> GenerationRequest:
         messages += [dict(message) for message in entry.messages]
     return GenerationRequest(
         messages=(*messages, {"role": "user", "content": prompt}),
-        tell_context=True,
+        return_context=True,
         context=tuple(body.context or ()),
         template=body.template or entry.template,
         **shared(body, entry),
