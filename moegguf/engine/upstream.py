@@ -48,9 +48,7 @@ class UpstreamLlama(_bindings.Llama):  # type: ignore[misc, name-defined]
         logit_bias: Mapping[Any, float] | None = None,
         **options: Any,
     ) -> Iterator[Any]:
-        if (
-            logits_processor is not None and logit_bias
-        ):  # the base class loses both: list.extend() is None
+        if logits_processor is not None and logit_bias:  # the base class loses both: list.extend() is None
             logits_processor = _bindings.LogitsProcessorList([*logits_processor, _bias(logit_bias)])
             logit_bias = None
         return super()._create_completion(  # type: ignore[no-any-return]

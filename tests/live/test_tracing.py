@@ -1,4 +1,4 @@
-"""A trace recorded live holds what happened: held against another listener of the same run."""
+"""A trace recorded live equals what another listener received in the same run."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from moegguf.trace.trace import Trace
 TIGHT: dict[str, Any] = {"expert_cache": "40%", "n_ubatch": 4}
 
 
-class Second:
-    """Hears what the recorder hears."""
+class SecondListener:
+    """Receives what the recorder receives."""
 
     listen_options = ListenOptions(weights=True, everything=True, max_input_tokens=EVERY_PASS)
 
@@ -35,45 +35,45 @@ class Second:
     def announce(self, announcement: Announcement) -> None:
         self.announced.append(announcement)
 
-    def observe(self, gate: RoutingEvent) -> None:
-        if not self.passes or self.passes[-1][0].pass_ != gate.pass_:
+    def observe(self, event: RoutingEvent) -> None:
+        if not self.passes or self.passes[-1][0].pass_ != event.pass_:
             self.passes.append([])
-        self.passes[-1].append(gate)
+        self.passes[-1].append(event)
 
 
-def load_recording(load: Load, path: Path, out: Path, **options: Any) -> tuple[Llama, Second]:
+def load_recording(load: Load, path: Path, out: Path, **options: Any) -> tuple[Llama, SecondListener]:
     inputs = options.pop("inputs", False)
     llm = load(path, trace=TraceOptions(out, inputs=inputs), **{**TIGHT, **options})
-    second = Second()
+    second = SecondListener()
     assert llm.session is not None
     llm.session.listeners.add(second)
     return llm, second
 
 
-def assert_same(trace: Trace, second: Second) -> None:
-    """The trace tells, in its events too, what the second listener heard."""
-    gates = [gate for gates in second.passes for gate in gates]
+def assert_same(trace: Trace, second: SecondListener) -> None:
+    """The trace, and its events, equal what the second listener received."""
+    expected = [event for events in second.passes for event in events]
     events = list(trace.events())
-    told = [event for event in events if isinstance(event, RoutingEvent)]
+    recorded = [event for event in events if isinstance(event, RoutingEvent)]
     assert trace.n_pass == len(second.passes)
-    assert trace.pass_sequence.tolist() == [gates[0].sequence for gates in second.passes]
-    assert trace.pass_phase.tolist() == [gates[0].phase for gates in second.passes]
-    assert len(told) == len(gates)
-    for one, other in zip(told, gates, strict=True):
+    assert trace.pass_sequence.tolist() == [events[0].sequence for events in second.passes]
+    assert trace.pass_phase.tolist() == [events[0].phase for events in second.passes]
+    assert len(recorded) == len(expected)
+    for one, other in zip(recorded, expected, strict=True):
         assert one[3:7] == other[3:7]  # sequence, phase, first_token, il
         assert np.array_equal(one.expert_ids, other.expert_ids)
         assert one.weights is not None
         np.testing.assert_allclose(one.weights, other.weights, atol=1e-3)
     announced = [event for event in events if isinstance(event, Announcement)]
-    for heard, other in zip(announced, second.announced, strict=True):
-        assert heard[:3] == other[:3]
-        assert np.array_equal(heard.tokens, other.tokens)
+    for one, other in zip(announced, second.announced, strict=True):
+        assert one[:3] == other[:3]
+        assert np.array_equal(one.tokens, other.tokens)
     assert trace.tokens.tolist() == [token for event in second.announced for token in event.tokens]
 
 
 @pytest.mark.parametrize("logits_all", [True, False])
 @pytest.mark.parametrize("preset", ["tiny-qwen2moe", "tiny-deepseek2"])
-def test_a_trace_tells_what_another_listener_heard(
+def test_a_trace_equals_what_another_listener_received(
     tiny: TinyModel, load: Load, reference: Reference, tmp_path: Path, preset: str, logits_all: bool
 ) -> None:
     llm, second = load_recording(load, tiny(preset), tmp_path / "t", logits_all=logits_all)
@@ -99,7 +99,7 @@ def test_a_trace_tells_what_another_listener_heard(
     assert (np.diff(trace.decode().pass_start) == 1).all()
 
 
-def test_recording_changes_no_bit_and_a_resident_model_is_heard_too(
+def test_recording_changes_no_bit_and_includes_resident_models(
     tiny: TinyModel, load: Load, reference: Reference, tmp_path: Path
 ) -> None:
     llm, second = load_recording(load, tiny(), tmp_path / "t", expert_cache="100%", n_ubatch=512)

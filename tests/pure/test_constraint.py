@@ -65,8 +65,8 @@ def test_nothing_is_demanded_of_an_ordinary_answer() -> None:
 
 def test_llguidance_is_imported_for_constrained_answers_only() -> None:
     code = "import sys, moegguf.generate.answer; print('llguidance' in sys.modules)"
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    assert told.stdout.strip() == "False"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert result.stdout.strip() == "False"
 
 
 def test_a_named_tool_has_to_be_there() -> None:

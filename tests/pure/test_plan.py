@@ -112,7 +112,7 @@ def test_auto_takes_what_is_free(layout: ExpertLayout) -> None:
     assert any("cgroup v2 /x" in reason for reason in p.reasons)
 
 
-def test_auto_without_room_says_what_is_needed(layout: ExpertLayout) -> None:
+def test_auto_without_enough_memory_states_what_is_needed(layout: ExpertLayout) -> None:
     for free in (0, 100 * MIB, memory_needs(layout, 4096, 512).total_bytes(0) + MARGIN_BYTES):
         with pytest.raises(BudgetError, match=r"limited by cgroup v2 /x.*at least .*for experts"):
             plan(layout, "auto", Memory(64 * GIB, free, "cgroup v2 /x"))

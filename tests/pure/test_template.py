@@ -1,4 +1,4 @@
-"""Conversations become prompts, and no template harms whoever renders it."""
+"""Rendering of conversations, and sandboxing of untrusted templates."""
 
 from __future__ import annotations
 
