@@ -17,7 +17,7 @@ from typing import Any
 from moegguf.bench.memory_limit import LimitError, drop_page_cache, make_group, memory_limit
 from moegguf.bench.spec import SYSTEMS, Spec, ggml_type
 from moegguf.engine.machine import read_memory
-from moegguf.engine.memory import needs
+from moegguf.engine.memory import memory_needs
 from moegguf.errors import OptionError
 from moegguf.gguf.experts import ExpertLayout, read_layout
 
@@ -69,7 +69,7 @@ Runner = Callable[[BenchedSystem], Outcome]
 def resident_bytes(layout: ExpertLayout, spec: Spec) -> int:
     """Bytes that llama.cpp needs for every weight of the model, the KV cache and its buffers."""
     n_ctx = max(test.n_tokens for test in spec.tests)
-    beside = needs(layout, n_ctx, spec.n_ubatch, ggml_type(spec.type_k), ggml_type(spec.type_v))
+    beside = memory_needs(layout, n_ctx, spec.n_ubatch, ggml_type(spec.type_k), ggml_type(spec.type_v))
     return layout.expert_bytes + beside.total_bytes(0)
 
 

@@ -1,7 +1,7 @@
-"""What a bug report needs: versions, build, devices, processor, memory, disk.
+"""Facts for a bug report: versions, build, devices, processor, memory, disk.
 
-Every fact is collected on its own and none may fail the others: one that cannot be had is reported with the reason.
-Facts are plain values, ready for JSON; how they look is up to the frontends.
+Each fact is collected by itself: one that fails is reported with the reason and does not affect the others. Facts are
+plain values, ready for JSON; the frontends format them.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ DISK_SECONDS = 0.5
 PACKAGES = ("llama-cpp-python", "numpy", "typer", "rich", "psutil")
 
 Facts = dict[str, Any]
-"""{name: value}; a fact that could not be had is {"error": reason}."""
+"""{name: value}; a fact that could not be collected is {"error": reason}."""
 
 _DEVICE_TYPES = ("CPU", "GPU", "integrated GPU", "accelerator", "meta")
 
 
 def diagnose(model: str | None = None) -> dict[str, Facts]:
-    """{section: facts} for this process and machine; the disk is that of `model`, or of the models that are known.
+    """{section: facts} for this process and machine; the disk is that of `model`, else of the largest model.
 
     Raises nothing.
     """
@@ -103,13 +103,13 @@ def _llama_cpp_version() -> str:
 
 
 def _pin() -> str:
-    """The commit that the patches are for; only a source tree says."""
+    """The llama.cpp commit that the patches are for; found in a source tree only."""
     lines = (Path(moegguf.__path__[0]).parent / "patches" / "UPSTREAM").read_text().splitlines()
     return next(line.partition("=")[2].strip() for line in lines if line.startswith("llama_cpp_commit"))
 
 
 def _features() -> list[str]:
-    """What the kernels were built with, as llama.cpp states it: "AVX2", "OPENMP", "SVE_CNT=16", ..."""
+    """Features of the build, as llama.cpp prints them: "AVX2", "OPENMP", "SVE_CNT=16", ..."""
     text = library.llama_cpp().llama_print_system_info().decode(errors="replace")
     pairs = [part.rpartition(":")[2].partition("=") for part in text.split("|") if "=" in part]
     return [name.strip() + (f"={value.strip()}" if value.strip() != "1" else "") for name, _, value in pairs]
@@ -175,7 +175,7 @@ def _machine() -> Facts:
 def _disk(model: str | None) -> Facts:
     path = find_model(model) if model else _some_model()
     if path is None:
-        return {"error": "not measured, there is no model here; name one: `moegguf doctor MODEL`"}
+        return {"error": "not measured: no model found; name one: `moegguf doctor MODEL`"}
     speed = disk_read_speed(path, DISK_SECONDS)
     return {
         "file": str(path),
@@ -192,7 +192,7 @@ def _some_model() -> Path | None:
 
 
 def _environment() -> Facts:
-    """Variables that change what moegguf or its libraries do, as set; and whether ours can be read."""
+    """Environment variables of moegguf and its libraries; "error" when ours are invalid."""
     prefixes = ("MOEGGUF_", "LLAMA_", "GGML_", "OMP_", "CUDA_VISIBLE", "HIP_VISIBLE")
     secrets = ("KEY", "TOKEN", "SECRET", "PASSWORD")
     facts: Facts = {

@@ -1,8 +1,7 @@
-"""What to expect of a pool of a given size: hit rate, bytes per token, tokens per second. A rough guess.
+"""Estimates for a pool of a given size, before any run: hit rate, bytes per token, tokens per second.
 
-The hit rates were measured once, with LRU and random routing over 24 layers of 60 experts; real text
-repeats itself more and does better, so a range is given. Numbers measured on a run replace these as soon as
-there are any.
+The hit rates were measured with LRU and random routing over 24 layers of 60 experts. Real text repeats experts more
+often and hits more, so a range is given.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ _TEXT_GAIN = 0.4  # share of the misses that text may save over random routing
 
 @dataclass(frozen=True)
 class Expected:
-    """Low and high ends of a guess. Bytes are read per token; tokens/s is the link's bound, None without a
-    speed or when nothing has to be read (the processor is the bound then).
+    """Low and high ends of an estimate. Bytes are per token. Tokens per second are the link's bound: None without a
+    disk speed, or when nothing has to be read and the processor is the bound.
     """
 
     hit_low: float
@@ -44,7 +43,7 @@ class Expected:
 
 
 def guess_hit_rate(share: float) -> float:
-    """LRU hit rate when `share` of all experts have a slot: the measured points, joined by straight lines."""
+    """LRU hit rate when `share` of all experts have a slot: linear interpolation between the measured points."""
     share = min(max(share, 0.0), 1.0)
     for (x0, y0), (x1, y1) in pairwise(_HITS):
         if share <= x1:
@@ -53,7 +52,7 @@ def guess_hit_rate(share: float) -> float:
 
 
 def expect(layout: ExpertLayout, n_slots: int, disk_bytes_per_s: float | None = None) -> Expected:
-    """The guess for `n_slots` slots, with the bound on speed when the disk's is given."""
+    """The estimate for `n_slots` slots, with a bound in tokens per second when the disk speed is given."""
     cycle = layout.token_cycle_bytes
     if not layout.is_moe or n_slots >= layout.n_expert_total:
         return Expected(1.0, 1.0, 0, 0, None, None)

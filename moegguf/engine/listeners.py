@@ -1,7 +1,7 @@
-"""Several hearers of one store's events: the controller, a recorder, a judge.
+"""Several listeners on one store's events: the controller, a recorder, a judge.
 
-The store tells one listener; this one asks it for what all hearers together need and passes everything on, in the
-order they came. Without hearers nobody listens, and a resident model's gates cost nothing.
+The store has one listener; this one subscribes to what all of them together need and passes every event on, in order.
+Without listeners it does not subscribe, and the routing of a resident model costs nothing.
 """
 
 from __future__ import annotations
@@ -13,48 +13,49 @@ from moegguf.native.store import ListenOptions, Store
 
 
 class RoutingListener(Protocol):
-    """Hears announcements and gates, on the store's event thread."""
+    """Receives announcements and routing events, on the store's event thread."""
 
     @property
-    def wants(self) -> ListenOptions:
-        """What it needs to hear."""
+    def listen_options(self) -> ListenOptions:
+        """What the store has to send."""
 
     def announce(self, announcement: Announcement) -> None:
         """Tokens are about to be evaluated."""
 
-    def observe(self, gate: RoutingEvent) -> None:
+    def observe(self, event: RoutingEvent) -> None:
         """A layer was routed."""
 
 
 class RoutingListeners:
-    """The hearers of one store. Adding and removing one restarts the listening, between gates."""
+    """The listeners of one store. Adding or removing one renews the subscription, between routing events."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._hearers: tuple[RoutingListener, ...] = ()
+        self._listeners: tuple[RoutingListener, ...] = ()
 
-    def add(self, hearer: RoutingListener) -> None:
-        self._restart((*self._hearers, hearer))
+    def add(self, listener: RoutingListener) -> None:
+        """`listener` receives every event from now on."""
+        self._subscribe((*self._listeners, listener))
 
-    def remove(self, hearer: RoutingListener) -> None:
-        """Returns after the last event it hears. Removing one that is not there is harmless."""
-        if hearer in self._hearers:
-            self._restart(tuple(other for other in self._hearers if other is not hearer))
+    def remove(self, listener: RoutingListener) -> None:
+        """Returns after the last event that `listener` receives. No effect when it was not added."""
+        if listener in self._listeners:
+            self._subscribe(tuple(other for other in self._listeners if other is not listener))
 
-    def _restart(self, hearers: tuple[RoutingListener, ...]) -> None:
+    def _subscribe(self, listeners: tuple[RoutingListener, ...]) -> None:
         self._store.listen()
-        self._hearers = hearers
-        if hearers:
-            options = _union([hearer.wants for hearer in hearers])
+        self._listeners = listeners
+        if listeners:
+            options = _union([listener.listen_options for listener in listeners])
             self._store.listen(on_routing=self._observe, on_tokens=self._announce, options=options)
 
     def _announce(self, announcement: Announcement) -> None:
-        for hearer in self._hearers:
-            hearer.announce(announcement)
+        for listener in self._listeners:
+            listener.announce(announcement)
 
-    def _observe(self, gate: RoutingEvent) -> None:
-        for hearer in self._hearers:
-            hearer.observe(gate)
+    def _observe(self, event: RoutingEvent) -> None:
+        for listener in self._listeners:
+            listener.observe(event)
 
 
 def _union(options: list[ListenOptions]) -> ListenOptions:

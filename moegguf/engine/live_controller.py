@@ -101,7 +101,7 @@ class LiveController:
         if self.controller is None:
             self.native_policy = name_of(policy)
             return
-        self._wants = ListenOptions(inputs=predictor.needs_inputs, lockstep=self.options.lockstep)
+        self._listen_options = ListenOptions(inputs=predictor.needs_inputs, lockstep=self.options.lockstep)
         self.update(self.session.plan.n_slots)
 
     def _choose(self) -> ControllerChoice:
@@ -137,9 +137,9 @@ class LiveController:
         return PrefetchOptions() if self.choice.prefetch else None
 
     @property
-    def wants(self) -> ListenOptions:
+    def listen_options(self) -> ListenOptions:
         """What the store has to send."""
-        return self._wants
+        return self._listen_options
 
     def announce(self, announcement: Announcement) -> None:
         """Tokens are evaluated next. On the event thread."""

@@ -1,8 +1,7 @@
 """`Llama`: llama-cpp-python's `Llama` with a budget for experts.
 
-Everything that class takes still works. Its two parameter structs are properties here, so that whatever the base
-class assigns or reads, the experts' buffer type and hook are in them when llama.cpp sees them; nothing is patched in
-Python, and two models never share anything.
+All of that class's keywords still work. Its two parameter structs are properties here, so that the experts' buffer
+type and hook are in them whenever they reach llama.cpp. Nothing is patched in Python, and two models share nothing.
 """
 
 from __future__ import annotations
@@ -26,11 +25,10 @@ from moegguf.engine.load import Budget, LoadPlan, LoadProgress, Progress, check_
 from moegguf.engine.plan import Plan
 from moegguf.engine.readahead import readahead
 from moegguf.engine.recording import Recording, TraceOptions
-from moegguf.engine.requests import RequestCounter
+from moegguf.engine.requests import RequestCounter, RequestLock
 from moegguf.engine.session import Session
 from moegguf.engine.stats import Stats
 from moegguf.engine.threadpool import Threadpool, built_with_openmp
-from moegguf.engine.turns import ClosedModel, RequestLock
 from moegguf.engine.upstream import UpstreamLlama
 from moegguf.engine.vocabulary import Vocabulary
 from moegguf.errors import ClosedError, GenerationCancelled, MoeggufError, OptionError
@@ -39,7 +37,14 @@ from moegguf.native.store import StoreOptions
 
 Step = TypeVar("Step")
 
-_ABORTED = "llama_decode returned 2"  # our abort callback said so: a failure with a reason, or else cancel()
+_ABORTED = "llama_decode returned 2"  # by our abort callback: for a failure with a reason, or for cancel()
+
+
+class ClosedModel:
+    """Replaces the model, its context and its tokenizer after close(): reading any attribute raises ClosedError."""
+
+    def __getattr__(self, _name: str) -> Any:
+        raise ClosedError("the model is closed; load it again.")
 
 
 class Llama(UpstreamLlama):
@@ -49,17 +54,17 @@ class Llama(UpstreamLlama):
         model_path: the GGUF file, the first one of a split model, or a name: "demo", "hf.co/user/repo:Q4_K_M".
         expert_cache: memory for experts: "auto" (what is free after everything else), "4GiB", "50%" of all experts,
             or bytes. Ignored for a model without experts.
-        store: how experts are moved; the defaults are the measured best.
+        store: how experts are moved; the defaults are the best measured.
         policy: which experts stay: a name (`moegguf.controller.policies.policy_names()`), an object with a method
-            `scores(history, outlook)`, or "auto": what was measured to be best for this model, else LRU.
+            `scores(history, forecast)`, or "auto": what was measured to be best for this model, else LRU.
         predictor: which experts come next: a name (`moegguf.controller.predictors.PREDICTORS`) or an object.
-        prefetch: True fetches ahead what the predictor says, while that saves time; a `PrefetchOptions` says
-            how much. None: only where that was measured to pay.
-        judge: compare every prediction with what happens, without acting on it unless `prefetch`: see `decisions`.
+        prefetch: True fetches predicted experts ahead, while that saves time; a `PrefetchOptions` sets limits.
+            None: only where that was measured to pay.
+        judge: compare every prediction with the routing, without acting on it unless `prefetch`: see `decisions`.
         trace: a file to record routing in, or a `TraceOptions`.
         progress: called with 0.0 to 1.0 while the weights are read; returning False cancels the load.
         All keywords of `llama_cpp.Llama`. `n_threads` defaults to the processors this process may use. `use_mmap` has
-        no effect on a model with experts: mapping the file would spend the budget on pages nobody chose.
+        no effect on a model with experts: pages of a mapped file are outside the budget's control.
 
     Raises:
         ModelNotFoundError, ModelFormatError: before llama.cpp sees the file.
@@ -90,40 +95,40 @@ class Llama(UpstreamLlama):
         self._closed = False
         self._eval_s = 0.0
         self._progress = LoadProgress(progress)
-        self._turns = RequestLock()
+        self._request_lock = RequestLock()
         self._requests = RequestCounter()
-        self._busy = threading.RLock()  # held by whoever is inside llama_decode
+        self._decode_lock = threading.RLock()  # held during llama_decode
         check_options(options, Llama)
         chosen = ControllerOptions(policy, predictor, prefetch, judge, lockstep)
-        self._given = dict(model_path=model_path, expert_cache=expert_cache, store=store, **vars(chosen), **options)
-        self._opening = opening = prepare(model_path, expert_cache, options)
-        self.layout, self.plan = opening.layout, opening.plan
+        self._keywords = dict(model_path=model_path, expert_cache=expert_cache, store=store, **vars(chosen), **options)
+        self._load_plan = load_plan = prepare(model_path, expert_cache, options)
+        self.layout, self.plan = load_plan.layout, load_plan.plan
         try:
-            if opening.hooks:
+            if load_plan.hooks:
                 self._session = Session(self.layout, self.plan, store or StoreOptions())
                 self._live_controller = LiveController(self._session, Artifacts(self.layout), chosen)
                 for warning in self.plan.warnings:
                     warnings.warn(warning, stacklevel=2)
-            self._load(opening)
-            self._start(opening.options["n_threads"], trace)
+            self._load(load_plan)
+            self._start(load_plan.options["n_threads"], trace)
         except BaseException:
             if self._recording is not None:
-                self._recording.discard()  # nothing was recorded that could replace an older file
+                self._recording.discard()  # keeps an older trace file
             self.close()
             raise
 
-    def _load(self, opening: LoadPlan) -> None:
+    def _load(self, load_plan: LoadPlan) -> None:
         try:
             with readahead(self.layout) if self._session else nullcontext():
-                super().__init__(opening.path, n_ubatch=opening.n_ubatch, **opening.options)
+                super().__init__(load_plan.path, n_ubatch=load_plan.n_ubatch, **load_plan.options)
         except MoeggufError:
             raise
         except (MemoryError, ValueError) as error:
             self._progress.raise_reason()
-            raise opening.failure(error) from error
+            raise load_plan.failure(error) from error
 
     def _start(self, n_threads: int, trace: str | os.PathLike[str] | TraceOptions | None) -> None:
-        """What works beside a loaded model."""
+        """Starts the recording and the compute threads of a loaded model."""
         if trace and self._session is None:
             raise OptionError(
                 "trace: there are no experts in this model, or MOEGGUF_HOOKS=0 is set: nothing to record."
@@ -135,13 +140,14 @@ class Llama(UpstreamLlama):
 
     @staticmethod
     def estimate(model_path: str | os.PathLike[str], *, expert_cache: Budget | None = None, **options: Any) -> Plan:
-        """Where everything would go if the model were loaded with these keywords. Raises what loading would."""
+        """The memory plan for loading the model with these keywords. Raises what loading would raise."""
         check_options(options, Llama)
         return prepare(model_path, expert_cache, options).plan
 
-    # The base class assigns these structs and later hands them to llama.cpp: each read puts our fields in.
+    # The base class assigns these structs and later passes them to llama.cpp: each read sets our fields.
     @property
     def model_params(self) -> c.Structure:
+        """struct llama_model_params, with the experts' buffer type and the progress callback."""
         if self._session is not None:
             self._session.attach_model(self._model_params)
         if self._progress.callback is not None:
@@ -154,6 +160,7 @@ class Llama(UpstreamLlama):
 
     @property
     def context_params(self) -> c.Structure:
+        """struct llama_context_params, with the expert hook."""
         if self._session is not None:
             self._session.attach_context(self._context_params)
         return self._context_params
@@ -163,7 +170,7 @@ class Llama(UpstreamLlama):
         self._context_params = params
 
     def eval(self, tokens: Sequence[int], after_batch: Callable[[], object] | None = None) -> None:
-        """Evaluates tokens, `n_batch` at a time, and calls `after_batch` after each; what that raises ends it.
+        """Evaluates tokens, `n_batch` at a time, and calls `after_batch` after each; an exception of that ends it.
 
         A failed call leaves the tokens before it in place, so that it can be repeated. Raises ExpertIOError,
         GenerationCancelled, ForkError, ClosedError.
@@ -188,27 +195,27 @@ class Llama(UpstreamLlama):
         return self.evaluate(lambda: super(Llama, self).embed(*arguments, **options))
 
     def evaluate(self, call: Callable[[], Any], tokens: Sequence[int] = ()) -> Any:
-        """Runs `call`, which evaluates `tokens` in its own way (none: unknown ones); raises what `eval` raises."""
+        """The result of `call`, which evaluates `tokens` itself (empty: unknown); raises what `eval` raises."""
         if self._session is not None and not self._closed:
             self._session.lane.announce(self._requests.begin(), Phase.PREFILL, tokens)
         return self._guarded(call)
 
     def generate(self, *arguments: Any, **options: Any) -> Generator[int, Sequence[int] | None, None]:
         """As in llama-cpp-python, one request at a time: other threads wait until this one has ended."""
-        return self.hold(super().generate(*arguments, **options))
+        return self.as_request(super().generate(*arguments, **options))
 
-    def hold(self, steps: Generator[Step, Any, None]) -> Generator[Step, Any, None]:
-        """The same steps, which evaluate tokens, as one request that others wait for. Raises ClosedError, ForkError."""
+    def as_request(self, steps: Generator[Step, Any, None]) -> Generator[Step, Any, None]:
+        """The same steps, which evaluate tokens, as one request; others wait for it. Raises ClosedError, ForkError."""
         self._open_session()
-        return self._turns.hold(self._requests.hold(steps))
+        return self._request_lock.run(self._requests.run(steps))
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
-        """What each token stands for."""
+        """The text of each token, and the special tokens."""
         return Vocabulary(self)
 
     def _guarded(self, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        with self._busy:
+        with self._decode_lock:
             session = self._open_session()
             if session is not None:
                 session.raise_failure()  # a callback's error since the last call
@@ -219,7 +226,7 @@ class Llama(UpstreamLlama):
                     session.raise_failure()
                 return result
             except BaseException as error:
-                self._forget_pass(before)
+                self._roll_back(before)
                 if session is not None and not isinstance(error, MoeggufError):
                     session.raise_failure()
                     if str(error) == _ABORTED:
@@ -228,15 +235,16 @@ class Llama(UpstreamLlama):
             finally:
                 self._eval_s += time.perf_counter() - start
 
-    def _forget_pass(self, n_tokens: int) -> None:
-        """After a failed pass: the tokens before it stay, but what the context holds as logits is not theirs."""
+    def _roll_back(self, n_tokens: int) -> None:
+        """After a failed pass: keeps the `n_tokens` tokens before it, and marks the context's logits as stale."""
         if self._is_recurrent or self._is_hybrid:
-            self.reset()  # such a state cannot be taken back by some tokens
+            self.reset()  # a recurrent state cannot be rolled back by some tokens
         else:
             self.n_tokens = n_tokens
         self._requires_eval = True
 
     def _open_session(self) -> Session | None:
+        """The session, if any; raises ClosedError or ForkError when the model cannot be used."""
         if self._closed:
             raise ClosedError("the model is closed; load it again.")
         if self._session is not None:
@@ -244,23 +252,23 @@ class Llama(UpstreamLlama):
         return self._session
 
     def stats(self) -> Stats:
-        """Figures since the model was loaded; subtract an earlier one for those of a request."""
+        """Counters since the model was loaded; subtract earlier ones for those of a request."""
         session = self._open_session()
         return session.stats(self._eval_s) if session else Stats(eval_s=self._eval_s)
 
     def decisions(self) -> dict[str, Any]:
-        """Who decides and how well: policy, predictor, whether it prefetches, its accuracy when `judge` was given."""
+        """Policy, predictor, whether prefetching is on and, with `judge`, the accuracy of predictions."""
         self._open_session()
         return self._live_controller.figures() if self._live_controller else {}
 
     @property
     def recording(self) -> Recording | None:
-        """The trace being recorded."""
+        """The trace being recorded, None without `trace`."""
         return self._recording
 
     @property
     def next_sequence(self) -> int:
-        """The number that gates of the next request will carry."""
+        """The number in the routing events of the next request."""
         return self._requests.sequence + 1
 
     @property
@@ -269,14 +277,14 @@ class Llama(UpstreamLlama):
         return self._session
 
     def set_expert_cache(self, expert_cache: Budget) -> None:
-        """Another budget from the next token on, at most the one given at load; memory goes back to the system.
+        """Changes the budget from the next token on, up to the one given at load; freed memory returns to the system.
 
         Raises BudgetError below the minimum.
         """
         session = self._open_session()
         if session is None:
             return
-        n_slots = min(self._opening.slots_within(expert_cache), session.store.info()["n_slots"])
+        n_slots = min(self._load_plan.slots_within(expert_cache), session.store.info()["n_slots"])
         session.store.resize(n_slots)
         if self._live_controller is not None:
             self._live_controller.update(n_slots)
@@ -300,17 +308,17 @@ class Llama(UpstreamLlama):
             self.cancel()  # a pass of another thread ends now, with GenerationCancelled
         self._closed = True
         if forked:
-            return  # the parent's to free
-        with self._busy:
+            return  # the parent process owns it
+        with self._decode_lock:
             try:
                 for listener in (self._live_controller, self._recording):
                     if listener is not None:
                         listener.close()
-            finally:  # a trace that could not be written keeps nothing in memory
+            finally:  # also when the trace could not be written
                 self._free()
 
     def _free(self) -> None:
-        with suppress(AttributeError):  # the base class had not come that far
+        with suppress(AttributeError):  # the base class was not fully constructed
             super().close()
         if self._threads is not None:
             self._threads.close()

@@ -1,4 +1,4 @@
-"""What a model is opened with: options checked, the file's header read, memory planned. Loads nothing."""
+"""Prepares loading a model: checks options, reads the file's header, plans memory. Loads nothing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moegguf.engine.machine import count_cpus, read_memory
-from moegguf.engine.memory import check_context, whole_pages
+from moegguf.engine.memory import check_context, pad_context
 from moegguf.engine.plan import Plan, make_plan
 from moegguf.errors import (
     AllocationError,
@@ -28,7 +28,7 @@ from moegguf.settings import read_environment
 
 _bindings = library.llama_cpp()
 
-# Passed by known wrappers (LangChain) for llama.cpp versions long gone; they never did anything here.
+# Passed by known wrappers (LangChain) for old llama.cpp versions; without effect here.
 LEGACY_OPTIONS = frozenset({"device", "f16_kv", "n_parts", "low_vram", "mul_mat_q", "n_gqa", "rms_norm_eps"})
 N_CTX, N_BATCH, N_UBATCH = 512, 512, 512  # llama-cpp-python's defaults
 N_BATCH_POOLED = 2048
@@ -44,12 +44,12 @@ class LoadPlan:
     path: str
     layout: ExpertLayout
     plan: Plan
-    hooks: bool  # the experts are ours to keep
+    hooks: bool  # whether the expert store is used
     n_ubatch: int
     options: dict[str, Any]
 
     def slots_within(self, expert_cache: Budget) -> int:
-        """Slots of another budget, once the model is loaded. Raises BudgetError when its passes need more of them."""
+        """Slots of another budget for the loaded model. Raises BudgetError when its passes need more."""
         cache, layout = parse_expert_cache(expert_cache), self.layout
         n_slots = make_plan(layout, cache, read_memory(), n_ctx=self.options["n_ctx"], n_ubatch=1).n_slots
         least = min(self.plan.n_ubatch * layout.n_expert_used, layout.n_expert)
@@ -62,7 +62,7 @@ class LoadPlan:
         return n_slots
 
     def failure(self, error: ValueError | MemoryError) -> MoeggufError:
-        """What an error of the base class while loading means."""
+        """The typed error for an error of the base class while loading."""
         if isinstance(error, MemoryError):
             return AllocationError(f"no memory left while loading {self.path}; give a smaller expert_cache or n_ctx.")
         if "llama_context" in str(error):
@@ -71,10 +71,10 @@ class LoadPlan:
 
 
 def prepare(model: str | os.PathLike[str], expert_cache: Budget | None, options: dict[str, Any]) -> LoadPlan:
-    """Reads and plans. `options`: keywords of llama_cpp.Llama as a user gives them.
+    """Reads the header and plans memory. `options`: keywords of llama_cpp.Llama as the user gave them.
 
-    Raises ModelNotFoundError, ModelFormatError, BudgetError, OptionError, and AllocationError for a context that
-    no memory of this machine could hold.
+    Raises ModelNotFoundError, ModelFormatError, BudgetError, OptionError, and AllocationError for a context above all
+    memory of this machine.
     """
     path, environment = os.fspath(find_model(model)), read_environment()
     layout = read_layout(path)
@@ -82,8 +82,8 @@ def prepare(model: str | os.PathLike[str], expert_cache: Budget | None, options:
     options = {name: value for name, value in options.items() if name not in LEGACY_OPTIONS}
     options["n_threads"] = options.get("n_threads") or count_cpus()
     options.setdefault("n_threads_batch", options["n_threads"])
-    options["n_ctx"] = whole_pages(options.get("n_ctx", N_CTX) or layout.hparams.n_ctx_train or N_CTX)
-    if options.get("embedding"):  # a text that is pooled is read in one pass
+    options["n_ctx"] = pad_context(options.get("n_ctx", N_CTX) or layout.hparams.n_ctx_train or N_CTX)
+    if options.get("embedding"):  # pooling needs a text in one pass
         options.setdefault("n_batch", min(options["n_ctx"], N_BATCH_POOLED))
         options.setdefault("n_ubatch", options["n_batch"])
     n_ubatch = min(options.pop("n_ubatch", N_UBATCH), options.get("n_batch", N_BATCH))
@@ -104,10 +104,10 @@ def _plan(layout: ExpertLayout, cache: ExpertCache, n_ubatch: int, options: dict
 
 
 def check_options(options: dict[str, Any], kind: type) -> None:
-    """Raises OptionError for a keyword that neither `kind`, a `Llama`, nor its base has, nor ever had."""
+    """Raises OptionError for a keyword that neither `kind`, a `Llama`, nor its bases take, nor LEGACY_OPTIONS names."""
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    makers = [base.__dict__["__init__"] for base in kind.__mro__ if base is not object and "__init__" in base.__dict__]
-    parameters = [parameter for maker in makers for parameter in inspect.signature(maker).parameters.values()]
+    inits = [base.__dict__["__init__"] for base in kind.__mro__ if base is not object and "__init__" in base.__dict__]
+    parameters = [parameter for init in inits for parameter in inspect.signature(init).parameters.values()]
     known = [parameter.name for parameter in parameters if parameter.kind in named and parameter.name != "self"]
     for name in options:
         if name not in known and name not in LEGACY_OPTIONS:
@@ -115,7 +115,7 @@ def check_options(options: dict[str, Any], kind: type) -> None:
 
 
 class LoadProgress:
-    """Passes llama.cpp's progress on to a user's callback, and remembers what that did."""
+    """Passes llama.cpp's progress to a user's callback, and keeps its exception or cancellation."""
 
     def __init__(self, progress: Progress | None) -> None:
         self._progress = progress
@@ -128,12 +128,12 @@ class LoadProgress:
         try:
             self._cancelled = self._progress(share) is False
             return not self._cancelled
-        except BaseException as error:  # an exception must not enter llama.cpp
+        except BaseException as error:  # must not propagate into llama.cpp
             self._error = error
             return False
 
     def raise_reason(self) -> None:
-        """Raises CallbackError or GenerationCancelled when the callback has ended the load."""
+        """Raises CallbackError or GenerationCancelled when the callback ended the load."""
         if self._error is not None:
             raise CallbackError(f"the progress callback raised: {self._error}") from self._error
         if self._cancelled:

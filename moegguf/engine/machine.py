@@ -1,8 +1,7 @@
-"""What this machine has left: memory this process may still take, CPUs it may use, how fast the disk reads.
+"""Memory that this process may still take, CPUs that it may use, read speed of the disk.
 
-Free memory is what the cgroups leave, not what /proc/meminfo says: every level of every memory cgroup (v1
-and v2, nested, mixed) is asked, and the smallest answer wins. All files are found under `root`, so that
-tests can bring a machine of their own. Knows nothing of models.
+Free memory is the least that /proc/meminfo and every level of every memory cgroup (v1 and v2, nested, mixed) allow.
+All files are read below `root`, so that tests can use a machine made of files.
 """
 
 from __future__ import annotations
@@ -33,9 +32,7 @@ _DISK_BLOCK_BYTES = 2 << 20
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of main memory: all of it, what this process may still take, and who says so ("the machine",
-    ...).
-    """
+    """Bytes of main memory: total, and what this process may still take. `limited_by`: "the machine" or a cgroup."""
 
     total_bytes: int
     available_bytes: int
@@ -62,6 +59,7 @@ class DiskSpeed:
 
     @property
     def gb_per_s(self) -> float:
+        """10^9 bytes per second."""
         return self.bytes_per_s / 1e9
 
 
@@ -73,7 +71,7 @@ def _text(path: Path) -> str:
 
 
 def _number(path: Path) -> int | None:
-    """The whole number in a cgroup file; None when it is absent or says "max"."""
+    """The whole number in a cgroup file; None when it is absent or "max"."""
     text = _text(path).strip()
     return int(text) if text.isascii() and text.isdigit() else None
 
@@ -82,9 +80,9 @@ def _table(path: Path) -> dict[str, int]:
     """Lines such as "MemTotal:  24684096 kB" or "inactive_file 4096" as {name: bytes}."""
     table: dict[str, int] = {}
     for line in _text(path).splitlines():
-        words = line.replace(":", " ").split()
-        if len(words) >= 2 and words[1].isascii() and words[1].isdigit():
-            table[words[0]] = int(words[1]) * (1024 if words[-1] == "kB" else 1)
+        fields = line.replace(":", " ").split()
+        if len(fields) >= 2 and fields[1].isascii() and fields[1].isdigit():
+            table[fields[0]] = int(fields[1]) * (1024 if fields[-1] == "kB" else 1)
     return table
 
 
@@ -128,9 +126,7 @@ def _cgroup_mounts(controller: str, root: Path) -> Iterator[tuple[int, str, Path
 
 
 def _cgroup_free(version: int, folder: Path) -> int | None:
-    """Bytes that one memory cgroup still allows; None when it sets no limit. Idle page cache counts as
-    free.
-    """
+    """Bytes that one memory cgroup still allows, idle page cache included; None without a limit."""
     stat = _table(folder / "memory.stat")
     if version == 2:
         limits = [_number(folder / "memory.max"), _number(folder / "memory.high")]
@@ -185,7 +181,7 @@ def count_cpus(root: Path = ROOT) -> int:
 
 
 def read_machine(root: Path = ROOT) -> Machine:
-    """Everything about the machine that a plan or `moegguf doctor` states."""
+    """Memory, CPUs, CPU model and the flags of CPU_FLAGS."""
     model, flags = "unknown CPU", set[str]()
     for line in _text(root / "proc/cpuinfo").splitlines():
         name, _, value = line.partition(":")
@@ -201,7 +197,7 @@ def read_machine(root: Path = ROOT) -> Machine:
 
 
 def _offsets(n_bytes: int, start: int) -> Iterator[int]:
-    """Block offsets all over the file, in an order no read-ahead follows; every block once, then again."""
+    """Offsets of every block, in an order that defeats read-ahead, repeated without end."""
     n_blocks = max(1, n_bytes // _DISK_BLOCK_BYTES)
     step = max(1, int(n_blocks * 0.6180339887)) | 1
     while n_blocks % step == 0 and step > 1:
@@ -213,7 +209,7 @@ def _offsets(n_bytes: int, start: int) -> Iterator[int]:
 
 
 def _read_blocks(fd: int, offsets: Iterator[int], direct: bool, deadline: float, counts: list[int]) -> None:
-    # anonymous memory is page-aligned, as direct I/O asks
+    # anonymous memory is page-aligned, which direct I/O requires
     with mmap.mmap(-1, _DISK_BLOCK_BYTES) as memory, memoryview(memory) as buffer:
         n_bytes = 0
         while time.perf_counter() < deadline:
@@ -255,7 +251,7 @@ def _measure(path: Path, flags: int, seconds: float) -> float:
 
 
 def disk_read_speed(path: str | os.PathLike[str], seconds: float = 0.5) -> DiskSpeed:
-    """How fast the disk gives blocks of `path`: 4 threads, 2 MiB each, past the page cache where that works.
+    """Read speed of `path`: 4 threads, blocks of 2 MiB, past the page cache where the file system allows.
 
     Raises ModelNotFoundError when the file cannot be opened.
     """

@@ -1,8 +1,7 @@
-"""What llama.cpp itself takes in memory beside the experts: weights, KV cache, compute buffers. Upper
-bounds.
+"""Memory that llama.cpp takes beside the experts (dense weights, KV cache, compute buffers), and the context it allows.
 
-Worked out from the model's metadata before anything is loaded, so that a budget can be planned; the true
-figures come from llama.cpp afterwards. Knows the model's shape, not the machine.
+Upper bounds from the model's metadata, computed before anything is loaded, so that a budget and a context length can be
+planned; llama.cpp states the true figures after loading.
 """
 
 from __future__ import annotations
@@ -22,10 +21,8 @@ KV_PAD_TOKENS = 256
 
 
 @dataclass(frozen=True)
-class Needs:
-    """Bytes beside the pool, at a given context and batch. `slot_work_bytes` is scratch memory per slot of
-    the pool.
-    """
+class MemoryNeeds:
+    """Bytes beside the pool, at a given context and batch. `slot_work_bytes` is scratch memory per slot of the pool."""
 
     dense_bytes: int
     kv_bytes: int
@@ -33,6 +30,7 @@ class Needs:
     slot_work_bytes: int
 
     def total_bytes(self, n_slots: int) -> int:
+        """All of it, with the scratch memory of `n_slots` slots."""
         return self.dense_bytes + self.kv_bytes + self.compute_bytes + n_slots * self.slot_work_bytes
 
 
@@ -43,7 +41,7 @@ def row_bytes(ggml_type: int, n: int) -> int:
 
 
 def _scalar(layout: ExpertLayout, name: str) -> int:
-    """`<arch>.<name>` when it is a sane whole number, else 0."""
+    """`<arch>.<name>` when it is a whole number below 2^24, else 0."""
     value = layout.metadata.get(f"{layout.arch}.{name}", 0)
     if isinstance(value, tuple):
         value = max(value, default=0)
@@ -53,8 +51,8 @@ def _scalar(layout: ExpertLayout, name: str) -> int:
 def kv_bytes(layout: ExpertLayout, n_ctx: int, type_k: int = F16, type_v: int = F16, n_seq: int = 1) -> int:
     """KV cache for `n_ctx` tokens, every layer at full length, plus the state of recurrent layers.
 
-    Multi-head latent attention keeps one K row per token and no V when the file has the split matrices; older
-    files keep full heads. Sliding windows are counted as full, because that is the largest they can be.
+    Multi-head latent attention keeps one K row per token and no V when the file has the split matrices; older files
+    keep full heads. Sliding windows are counted as full, the largest they can be.
     """
     hp = layout.hparams
     n_tokens = -(-n_ctx // KV_PAD_TOKENS) * KV_PAD_TOKENS
@@ -80,11 +78,9 @@ def _recurrent_bytes(layout: ExpertLayout) -> int:
 
 
 def compute_bytes(layout: ExpertLayout, n_ctx: int, n_ubatch: int, flash_attn: bool = False) -> int:
-    """Buffers of one pass of `n_ubatch` tokens: its widest stage, what lives through all stages, and fixed
-    costs.
+    """Buffers of one pass of `n_ubatch` tokens: its widest stage, what lives through all stages, and fixed costs.
 
-    Stages reuse each other's memory, so the largest of output logits, attention scores and expert
-    activations counts.
+    Stages reuse each other's memory, so the largest of output logits, attention scores and expert activations counts.
     """
     hp = layout.hparams
     n_tokens = -(-n_ctx // KV_PAD_TOKENS) * KV_PAD_TOKENS
@@ -101,16 +97,19 @@ def compute_bytes(layout: ExpertLayout, n_ctx: int, n_ubatch: int, flash_attn: b
     return n_ubatch * per_token + layout.n_vocab * VOCAB_TOKEN_BYTES + FIXED_BYTES
 
 
-def needs(
+def memory_needs(
     layout: ExpertLayout,
     n_ctx: int,
     n_ubatch: int,
     type_k: int = F16,
     type_v: int = F16,
     flash_attn: bool = False,
-) -> Needs:
-    """All of it. CPU mul_mat_id keeps a row list of 8 bytes per slot, chosen expert and token."""
-    return Needs(
+) -> MemoryNeeds:
+    """The upper bounds for passes of `n_ubatch` tokens in a context of `n_ctx`; KV cache types as in ggml.
+
+    CPU mul_mat_id keeps a row list of 8 bytes per slot, chosen expert and token.
+    """
+    return MemoryNeeds(
         dense_bytes=layout.dense_bytes + layout.tied_output_bytes,
         kv_bytes=kv_bytes(layout, n_ctx, type_k, type_v),
         compute_bytes=compute_bytes(layout, n_ctx, n_ubatch, flash_attn),
@@ -118,40 +117,40 @@ def needs(
     )
 
 
-MOST_UNASKED = 32768  # tokens
-LEAST_STEP = 4096  # tokens
-MEMORY_SHARE = 10  # the KV cache of a context nobody asked for takes at most a tenth of what is free
-MOST = 1 << 31  # tokens
+MAX_DEFAULT_CTX_TOKENS = 32768
+MIN_DEFAULT_CTX_TOKENS = 4096
+DEFAULT_KV_DIVISOR = 10  # the KV cache of a default context takes at most a tenth of the free memory
+MAX_CTX_TOKENS = 1 << 31
 
 
-def whole_pages(n_ctx: int) -> int:
-    """As llama.cpp rounds a context up. The bindings' own buffers would be shorter than what it says it holds."""
+def pad_context(n_ctx: int) -> int:
+    """`n_ctx` rounded up as llama.cpp does it; else the bindings' buffers would be shorter than its context."""
     return -(-n_ctx // KV_PAD_TOKENS) * KV_PAD_TOKENS
 
 
-def choose_context(layout: ExpertLayout, asked: int | None, memory: Memory) -> int:
-    """Tokens of context: `asked`, else the model's own, up to 32,768 and to what a tenth of the free memory holds.
+def choose_context(layout: ExpertLayout, requested: int | None, memory: Memory) -> int:
+    """Tokens of context: `requested`, else the model's own, up to 32,768 and to what a tenth of the free memory holds.
 
-    At least 4,096 of the model's own whatever is free: an "auto" budget for experts takes what then remains.
+    At least 4,096 of the model's own, even with less memory: an "auto" budget for experts takes what remains.
     """
-    if asked:
-        return whole_pages(asked)
-    trained = layout.hparams.n_ctx_train or LEAST_STEP
-    n_ctx = MOST_UNASKED
-    while n_ctx > LEAST_STEP and (
-        n_ctx >= 2 * trained or kv_bytes(layout, min(n_ctx, trained)) > memory.available_bytes // MEMORY_SHARE
+    if requested:
+        return pad_context(requested)
+    trained = layout.hparams.n_ctx_train or MIN_DEFAULT_CTX_TOKENS
+    n_ctx = MAX_DEFAULT_CTX_TOKENS
+    while n_ctx > MIN_DEFAULT_CTX_TOKENS and (
+        n_ctx >= 2 * trained or kv_bytes(layout, min(n_ctx, trained)) > memory.available_bytes // DEFAULT_KV_DIVISOR
     ):
         n_ctx //= 2
-    return whole_pages(min(n_ctx, trained))
+    return pad_context(min(n_ctx, trained))
 
 
 def check_context(layout: ExpertLayout, n_ctx: int, memory: Memory, type_k: int = F16, type_v: int = F16) -> None:
-    """Raises OptionError for what is no size, AllocationError for a KV cache above all memory of the machine.
+    """Raises OptionError for an invalid size, AllocationError for a KV cache above all memory of the machine.
 
-    llama.cpp would take minutes to find out, or be killed.
+    llama.cpp would fail minutes later, or be killed.
     """
-    if not 0 < n_ctx < MOST:
-        raise OptionError(f"n_ctx is a number of tokens from 1 to {MOST - 1}, but is {n_ctx}.")
+    if not 0 < n_ctx < MAX_CTX_TOKENS:
+        raise OptionError(f"n_ctx is a number of tokens from 1 to {MAX_CTX_TOKENS - 1}, but is {n_ctx}.")
     n_bytes = kv_bytes(layout, n_ctx, type_k, type_v)
     if n_bytes > memory.total_bytes:
         raise AllocationError(

@@ -1,8 +1,7 @@
-"""Reads the weights that every token uses ahead of llama.cpp, which reads them one after the other.
+"""Reads dense weights into the page cache ahead of llama.cpp, which reads and converts one tensor after the other.
 
-llama.cpp reads a tensor, converts it, reads the next; the disk idles in between, and while it builds the vocabulary.
-A thread asks the kernel for those ranges meanwhile. At the end the pages are given back: they would count against
-the memory limit beside the copies that llama.cpp made.
+Without it the disk idles during each conversion and while the vocabulary is built. Afterwards the pages are dropped:
+they would count against the memory limit beside llama.cpp's copies.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ def dense_ranges(layout: ExpertLayout, shard: int) -> Iterator[tuple[int, int]]:
         position = offset + n_bytes
 
 
-def _advise(shard: Shard, ranges: list[tuple[int, int]], stop: threading.Event) -> None:
+def _read_ahead(shard: Shard, ranges: list[tuple[int, int]], stop: threading.Event) -> None:
     with ExitStack() as stack:
         try:
             file = os.open(shard.path, os.O_RDONLY)
         except OSError:
-            return  # llama.cpp opens it next, and says what is wrong
+            return  # llama.cpp opens it next, and reports the error
         stack.callback(os.close, file)
         for start, length in ranges:
             for offset in range(start, start + length, STEP_BYTES):
@@ -41,7 +40,7 @@ def _advise(shard: Shard, ranges: list[tuple[int, int]], stop: threading.Event) 
                 os.posix_fadvise(file, offset, min(STEP_BYTES, start + length - offset), os.POSIX_FADV_WILLNEED)
 
 
-def _forget(shard: Shard) -> None:
+def _drop_pages(shard: Shard) -> None:
     try:
         file = os.open(shard.path, os.O_RDONLY)
     except OSError:
@@ -54,7 +53,7 @@ def _forget(shard: Shard) -> None:
 
 @contextmanager
 def readahead(layout: ExpertLayout) -> Iterator[None]:
-    """While the block runs, dense weights come into the page cache; afterwards they leave it."""
+    """Reads dense weights into the page cache while the block runs, and drops them from it afterwards."""
     if not hasattr(os, "posix_fadvise"):
         yield
         return
@@ -62,7 +61,7 @@ def readahead(layout: ExpertLayout) -> Iterator[None]:
 
     def work() -> None:
         for index, shard in enumerate(layout.shards):
-            _advise(shard, list(dense_ranges(layout, index)), stop)
+            _read_ahead(shard, list(dense_ranges(layout, index)), stop)
 
     thread = threading.Thread(target=work, name="moegguf-readahead", daemon=True)
     thread.start()
@@ -72,4 +71,4 @@ def readahead(layout: ExpertLayout) -> Iterator[None]:
         stop.set()
         thread.join()
         for shard in layout.shards:
-            _forget(shard)
+            _drop_pages(shard)

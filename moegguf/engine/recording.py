@@ -16,7 +16,7 @@ from moegguf.native.store import EVERY_PASS, ListenOptions
 from moegguf.trace.recorder import Recorder
 from moegguf.trace.trace import TraceHeader
 
-# What the live run counted, kept in the file so that a simulation can be held against it.
+# Counters of the live run, kept in the file so that a simulation can be compared with them.
 COUNTED = ("lookups", "hits_ready", "hits_late", "misses", "evictions", "stall_ns", "events_dropped")
 
 
@@ -29,18 +29,16 @@ class TraceOptions:
 
 
 class Recording:
-    """Records every pass of a session until closed.
+    """Records every pass of a session until closed. Raises TraceError when the file cannot be made.
 
-    Raises TraceError when the file cannot be made.
-
-    The recorder hears everything: when it cannot keep up, the model waits for it, and no pass is missing.
+    No event is dropped: the model waits when the recorder falls behind.
     """
 
     def __init__(self, session: Session, artifacts: Artifacts, options: TraceOptions | str | os.PathLike[str]) -> None:
         if not isinstance(options, TraceOptions):
             options = TraceOptions(options)
         self._session = session
-        self.wants = ListenOptions(
+        self.listen_options = ListenOptions(
             weights=True, inputs=options.inputs, everything=True, lazy=True, max_input_tokens=EVERY_PASS
         )
         header = TraceHeader(
@@ -59,23 +57,25 @@ class Recording:
             options.path, MoeShape.of(session.layout), header, inputs=options.inputs
         )
         session.listeners.add(self)
-        atexit.register(self.close)  # who forgets to close the model still gets the file
+        atexit.register(self.close)  # completes the file when the model is never closed
 
     def announce(self, announcement: Announcement) -> None:
+        """Records tokens that are about to be evaluated."""
         if self._recorder is not None:
             self._recorder.announce(announcement)
 
-    def observe(self, gate: RoutingEvent) -> None:
+    def observe(self, event: RoutingEvent) -> None:
+        """Records the routing of one layer."""
         if self._recorder is not None:
-            self._recorder.observe(gate)
+            self._recorder.observe(event)
 
     def label(self, sequence: int, text: str) -> None:
-        """Says what kind of text request number `sequence` is."""
+        """Labels request number `sequence` with its kind of text."""
         if self._recorder is not None:
             self._recorder.label(sequence, text)
 
     def discard(self) -> None:
-        """Gives the recording up: no file is left, and one that was there before stays. Nothing after close()."""
+        """Ends the recording without a file; an earlier file at the path stays. No effect after close()."""
         recorder = self._end()
         if recorder is not None:
             recorder.discard()
@@ -88,7 +88,7 @@ class Recording:
             recorder.close(**{name: counters[name] for name in COUNTED})
 
     def _end(self) -> Recorder | None:
-        """Stops listening; the recorder, the first time."""
+        """Removes the listener; returns the recorder at the first call, then None."""
         atexit.unregister(self.close)
         self._session.listeners.remove(self)
         recorder, self._recorder = self._recorder, None

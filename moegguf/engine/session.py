@@ -1,7 +1,7 @@
-"""A model's experts for as long as the model lives: the store, the lane of its context, and what llama.cpp is told.
+"""The expert store of one model, the lane of its context, and the llama.cpp parameters that attach them.
 
 Lifetimes: the store is opened before the model and closed after it, because the model's expert tensors lie in the
-store's reserved buffer type. The arrays handed to llama.cpp are kept here until then.
+store's reserved buffer type. The arrays passed to llama.cpp are kept here until then.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ EXPERT_TENSORS = rb"\.ffn_(gate|up|down|gate_up)_exps\.weight"
 
 
 def open_store(layout: ExpertLayout, plan: Plan, options: StoreOptions) -> Store:
-    """A store with the plan's slots, or with fewer, and a warning, when the device has no room for them.
+    """A store with the plan's slots, or with fewer, and a warning, when the device has too little memory.
 
     Raises AllocationError when not even the minimum fits.
     """
@@ -78,21 +78,23 @@ class Session:
 
     @property
     def forked(self) -> bool:
+        """Whether this is a child process of the one that opened the store."""
         return os.getpid() != self._pid
 
     def check_process(self) -> None:
-        """Raises ForkError in a child process: the reader threads stayed in the parent."""
+        """Raises ForkError in a child process: the reader threads run in the parent only."""
         if self.forked:
             raise ForkError("the model was loaded before fork(); load it in this process, or start it with spawn.")
 
     def raise_failure(self) -> None:
-        """Raises the typed error of the pass that has just ended, if it failed, and what a callback raised."""
+        """Raises the typed error of the last pass, if it failed, and an exception of a callback."""
         failure = self.lane.take_failure()
         if failure is not None:
             raise library.error(failure.status, failure.message.decode(errors="replace"))
         self.store.raise_callback_error()
 
     def stats(self, eval_s: float) -> Stats:
+        """The store's counters, with `eval_s` seconds of evaluation measured by the caller."""
         counters, info = self.store.counters(), self.store.info()
         seconds = {name: counters[f"{name}_ns"] / 1e9 for name in ("stall", "hook", "read", "upload")}
         counted = {name: value for name, value in counters.items() if name in Stats.__dataclass_fields__}

@@ -1,7 +1,4 @@
-"""What a model did, in figures that are counted where they happen.
-
-Figures are cumulative; `later - earlier` gives those of a request.
-"""
+"""Counters and times of one model, cumulative: `later - earlier` gives those of a request."""
 
 from __future__ import annotations
 
@@ -17,7 +14,8 @@ def _ratio(a: float, b: float) -> float:
 class Stats:
     """Cumulative figures of one model. A lookup is one distinct (layer, expert) in one pass.
 
-    Times in seconds, sizes in bytes. `n_slots` and `pool_bytes` are what the budget became; the rest counts.
+    Times in seconds, sizes in bytes. `n_slots`, `n_experts`, `slots_used` and `pool_bytes` are
+    present values, all others counters.
     """
 
     tokens: int = 0
@@ -59,39 +57,44 @@ class Stats:
 
     @property
     def hit_rate(self) -> float:
-        """Share of lookups that found their expert ready or on its way."""
+        """Share of lookups that found their expert resident or in flight."""
         return _ratio(self.hits_ready + self.hits_late, self.lookups)
 
     @property
     def bytes_read(self) -> int:
+        """Bytes read from the file, on demand and by prefetch."""
         return self.bytes_missed + self.bytes_prefetched
 
     @property
     def bytes_per_token(self) -> float:
+        """Bytes read per token evaluated."""
         return _ratio(self.bytes_read, self.tokens)
 
     @property
     def stall_per_token_s(self) -> float:
+        """Seconds that the compute thread waited for experts, per token."""
         return _ratio(self.stall_s, self.tokens)
 
     @property
     def hook_per_token_s(self) -> float:
+        """Seconds in the routing hook, per token."""
         return _ratio(self.hook_s, self.tokens)
 
     @property
     def tokens_per_s(self) -> float:
+        """Tokens per second of evaluation, prompt tokens included."""
         return _ratio(self.tokens, self.eval_s)
 
     def link_bound_share(self, link_bytes_per_s: float) -> float:
         """Time that compute and the missed bytes need at link speed, as a share of the time taken.
 
-        1 means that nothing but the processor and the link limits: compute (evaluation without stall) plus bytes
-        missed over `link_bytes_per_s`, over evaluation time.
+        1: only the processor and the link limit the speed. Compute is evaluation time without stall; the share is
+        (compute + bytes missed / link_bytes_per_s) / evaluation time.
         """
         least_s = self.eval_s - self.stall_s + _ratio(self.bytes_missed, link_bytes_per_s)
         return _ratio(least_s, self.eval_s)
 
     def as_dict(self) -> dict[str, Any]:
-        """Counts and the derived figures, for JSON."""
+        """Counters and derived figures, for JSON."""
         derived = ("hit_rate", "bytes_read", "bytes_per_token", "stall_per_token_s", "hook_per_token_s", "tokens_per_s")
         return asdict(self) | {name: getattr(self, name) for name in derived}

@@ -1,8 +1,8 @@
-"""Compute threads that stay, for builds without OpenMP.
+"""A lasting thread pool for builds without OpenMP.
 
-The hook splits each layer's graph, and without OpenMP ggml makes a thread pool for every part and throws it away:
-measured, a tiny model fell to a tenth of its speed. A pool attached to the context lasts as long as the context.
-With OpenMP, which keeps its threads itself, nothing is attached.
+The hook splits each layer's graph, and without OpenMP ggml creates and destroys a thread pool for every part: a tiny
+model ran at a tenth of its speed. A pool attached to the context lasts as long as the context. OpenMP keeps its threads
+itself, so nothing is attached then.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ class _Params(c.Structure):
 
 
 def built_with_openmp() -> bool:
-    """Whether ggml keeps its threads itself."""
+    """Whether ggml was built with OpenMP, which keeps its threads itself."""
     return b"OPENMP = 1" in library.llama_cpp().llama_print_system_info()
 
 
 class Threadpool:
-    """ggml threads for one context: attach after the context is made, free after it is gone.
+    """ggml threads for one context, attached at construction; close it after the context is freed.
 
-    Raises AllocationError when the system gives no threads.
+    Raises AllocationError when the threads cannot be created.
     """
 
     def __init__(self, context: int, n_threads: int) -> None:
@@ -52,7 +52,7 @@ class Threadpool:
         base.ggml_threadpool_params_init(c.byref(params), n_threads)
         self._pool: int | None = self._ggml.ggml_threadpool_new(c.byref(params))
         if not self._pool:
-            raise AllocationError(f"the system gives no {n_threads} compute threads; give a smaller n_threads.")
+            raise AllocationError(f"{n_threads} compute threads cannot be created; give a smaller n_threads.")
         llama.llama_attach_threadpool.argtypes = [c.c_void_p, c.c_void_p, c.c_void_p]
         llama.llama_attach_threadpool(context, self._pool, self._pool)
 

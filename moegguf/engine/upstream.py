@@ -1,4 +1,4 @@
-"""llama-cpp-python's `Llama`, with what its users expect and it gets wrong put right. Knows nothing of experts."""
+"""llama-cpp-python's `Llama` with fixes that have nothing to do with experts: downloads, logit_bias, pickling."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ Floats = npt.NDArray[np.float32]
 
 
 class UpstreamLlama(_bindings.Llama):  # type: ignore[misc, name-defined]
-    """Base of our `Llama`, which keeps in `_given` the keywords that it was opened with."""
+    """Base of our `Llama`, which keeps the keywords of its constructor in `_keywords`, for pickling."""
 
-    _given: dict[str, Any]
+    _keywords: dict[str, Any]
 
     @classmethod
     def from_pretrained(
@@ -48,7 +48,7 @@ class UpstreamLlama(_bindings.Llama):  # type: ignore[misc, name-defined]
         logit_bias: Mapping[Any, float] | None = None,
         **options: Any,
     ) -> Iterator[Any]:
-        if logits_processor is not None and logit_bias:  # the base class would lose both
+        if logits_processor is not None and logit_bias:  # the base class loses both: list.extend() is None
             logits_processor = _bindings.LogitsProcessorList([*logits_processor, _bias(logit_bias)])
             logit_bias = None
         return super()._create_completion(  # type: ignore[no-any-return]
@@ -56,8 +56,8 @@ class UpstreamLlama(_bindings.Llama):  # type: ignore[misc, name-defined]
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """What the model was opened with: unpickling opens it again."""
-        return self._given
+        """The keywords of the constructor: unpickling loads the model again."""
+        return self._keywords
 
     def __copy__(self) -> Self:
         raise OptionError("a loaded model cannot be copied; share it, or load it a second time.")

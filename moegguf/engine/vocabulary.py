@@ -1,4 +1,4 @@
-"""Text and tokens of one model: pieces of text per token, looked up once, and the tokens that mean something."""
+"""Text and tokens of one model: the text of each token, read once, tokenization, and the special tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def to_utf8(text: str) -> bytes:
-    """UTF-8 whatever JSON put in a string: halves of surrogate pairs are joined, lone ones become U+FFFD."""
+    """UTF-8 of any string that JSON can hold: halves of surrogate pairs are joined, lone ones become U+FFFD."""
     try:
         return text.encode()
     except UnicodeEncodeError:
@@ -22,20 +22,20 @@ def to_utf8(text: str) -> bytes:
 
 
 class Vocabulary:
-    """What each token of a model stands for. Valid while the model is open."""
+    """The tokens of a model. Valid while the model is open."""
 
     def __init__(self, llm: Llama) -> None:
         self._bindings = library.llama_cpp()
-        self._model, self._tokenizer = llm._model, llm.tokenizer_  # not the model itself, which keeps this
+        self._model, self._tokenizer = llm._model, llm.tokenizer_  # not `llm` itself, which holds this object
         self._vocab = llm._model.vocab
         self.n_tokens = int(llm.n_vocab())
         self._pieces: dict[tuple[int, bool], bytes] = {}
-        self._eog: dict[int, bool] = {}
+        self._is_end: dict[int, bool] = {}
 
     def piece(self, token: int, *, special: bool = False) -> bytes:
         """The bytes a token adds to the text; those of control tokens (<|im_start|>) only with `special`.
 
-        A code point may be spread over several tokens. The base class's own cuts tokens above 32 bytes.
+        A code point may be spread over several tokens. llama-cpp-python's detokenize() cuts tokens above 32 bytes.
         """
         known = self._pieces.get((token, special))
         if known is None:
@@ -43,7 +43,7 @@ class Vocabulary:
         return known
 
     def all_pieces(self) -> list[bytes]:
-        """[n_tokens], the pieces of all tokens with those of control tokens; read afresh and not kept."""
+        """[n_tokens], the pieces of all tokens, control tokens included; read at each call and not kept."""
         size, read = 256, self._bindings.llama_token_to_piece
         buffer, pieces = c.create_string_buffer(size), []
         for token in range(self.n_tokens):
@@ -61,22 +61,22 @@ class Vocabulary:
             size = -n
 
     def text(self, token: int) -> str:
-        """A token on its own, for people: control tokens too; part of a code point becomes U+FFFD."""
+        """A token alone as text, control tokens too; part of a code point becomes U+FFFD."""
         return self.piece(token, special=True).decode(errors="replace")
 
-    def ends(self, token: int) -> bool:
-        """Whether the model ends its answer with this token."""
-        known = self._eog.get(token)
+    def is_end(self, token: int) -> bool:
+        """Whether this is an end-of-generation token."""
+        known = self._is_end.get(token)
         if known is None:
-            known = self._eog[token] = bool(self._bindings.llama_vocab_is_eog(self._vocab, token))
+            known = self._is_end[token] = bool(self._bindings.llama_vocab_is_eog(self._vocab, token))
         return known
 
     def end_tokens(self) -> list[int]:
-        """All tokens that the model may end an answer with."""
+        """All end-of-generation tokens."""
         return [n for n in range(self.n_tokens) if self._bindings.llama_vocab_is_eog(self._vocab, n)]
 
     def tokens(self, text: str, *, special: bool = True) -> list[int]:
-        """The tokens of a text, none added; with `special` the text of a control token becomes that token."""
+        """The tokens of a text, without BOS or EOS; with `special` the text of a control token becomes that token."""
         return list(self._tokenizer.tokenize(to_utf8(text), add_bos=False, special=special)) if text else []
 
     def check(self, tokens: Iterable[int]) -> None:
@@ -86,17 +86,17 @@ class Vocabulary:
             raise OptionError(f"{bad} is no token of this model, which has 0 to {self.n_tokens - 1}.")
 
     @property
-    def first(self) -> list[int]:
-        """The tokens that every text begins with: the BOS of a model that wants it."""
+    def bos_tokens(self) -> list[int]:
+        """The tokens that every text begins with: BOS, for a model that adds it."""
         bos = self._model.token_bos()
         return [bos] if bos != -1 and self._model.add_bos_token() else []
 
     @property
-    def fill_in(self) -> tuple[int, int, int] | None:
-        """The tokens before the text before a gap, before the text after it, and in the gap; None: it cannot."""
+    def fim_tokens(self) -> tuple[int, int, int] | None:
+        """The prefix, suffix and middle tokens of fill-in-the-middle; None for a model without them."""
         marks = (self._model.token_prefix(), self._model.token_suffix(), self._model.token_middle())
         return None if -1 in marks else marks
 
     def token_text(self, token: int) -> str:
-        """As the file spells a token; "" for -1, a token the model does not have."""
+        """A token as the file spells it; "" for -1, a token the model does not have."""
         return str(self._model.token_get_text(token)) if token != -1 else ""

@@ -1,8 +1,7 @@
 """One answer: from a request to deltas of text, yielded while they are computed; it can be cancelled.
 
-`Answer` computes on the thread that iterates. `BackgroundAnswer` computes on a thread of its own, so that the waiting
-thread can still be interrupted: one pass may wait for a slow disk in C, where Python's signals do not reach. Neither
-knows terminals or HTTP.
+`Answer` computes on the thread that iterates. `BackgroundAnswer` computes on its own thread, so that the iterating
+thread can be interrupted: a pass may wait for a slow disk in C, where Python handles no signals.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from moegguf.errors import GenerationCancelled, OptionError
 from moegguf.generate.constraint import constraint_for
-from moegguf.generate.decoding import OnProgress, Stop, decode, read, reuse
+from moegguf.generate.decoding import Cancellation, OnProgress, decode, prefill, reuse_prefix
 from moegguf.generate.prompt import read_prompt
 from moegguf.generate.request import Delta, GenerationRequest, Timing, TokenLogprob
 from moegguf.generate.sampler import Sampler, logprob_of
@@ -24,14 +23,15 @@ from moegguf.generate.transcript import new_transcript
 if TYPE_CHECKING:
     from moegguf.engine.llama import Llama
 
-WAKE_S = 0.1  # a signal that another thread took wakes nobody: the waiting one looks for itself
-MOST_CHANCES = 20
+POLL_S = 0.1  # a signal that another thread receives does not interrupt queue.get()
+CANCEL_TIMEOUT_S = 1.0
+MAX_TOP_LOGPROBS = 20
 
 
 class Answer:
-    """One answer to one request, computed while its `pieces` are iterated.
+    """One answer to one request, computed while its `deltas` are iterated.
 
-    `timing` is complete when they end, however they end. Raises ContextError, TemplateError, CapabilityError,
+    `timing` is complete when they end, also by an exception. Raises ContextError, TemplateError, CapabilityError,
     SchemaError and OptionError, before anything is computed.
     """
 
@@ -44,60 +44,60 @@ class Answer:
         self._n_logprobs = _checked_n_logprobs(request.n_logprobs)
         constraint = constraint_for(request, self._prompt.template, self._prompt.end)
         self._sampler = Sampler(llm, request.sampling, self._prompt.tokens, constraint)
-        self._stop = Stop(llm)
+        self._cancellation = Cancellation(llm)
 
     def cancel(self) -> None:
-        """Ends the answer, from any thread: the iteration ends as if the model had ended it, within one token.
+        """Ends the answer, from any thread: the iteration ends normally, within one token.
 
-        A model with experts stops in the middle of a pass, another one after it, and after each batch of a prompt.
+        A model with experts stops in the middle of a pass, another one after it; a prompt stops after a batch.
         """
-        self._stop.want()
+        self._cancellation.request()
 
     def deltas(self, on_progress: OnProgress | None = None) -> Generator[Delta, None, None]:
-        """The answer as it is written, once; closing it ends the answer.
+        """The parts of the answer as they are generated; iterate once. Closing the generator ends the answer.
 
-        `on_progress` hears of every n_batch tokens of the prompt. Raises what the model raises: ExpertIOError, ...
+        `on_progress` is called after every n_batch tokens of the prompt. Raises ExpertIOError, ClosedError, ...
         """
-        return self.llm.hold(self._pieces(on_progress))
+        return self.llm.as_request(self._deltas(on_progress))
 
-    def _pieces(self, on_progress: OnProgress | None) -> Generator[Delta, None, None]:
+    def _deltas(self, on_progress: OnProgress | None) -> Generator[Delta, None, None]:
         timing, start, before = self.timing, time.perf_counter(), self.llm.stats()
         timing.finish = "cancelled"
         try:
-            with self._stop.computing():
-                self._read(on_progress)
-                yield from self._write(start)
+            with self._cancellation.computing():
+                self._prefill(on_progress)
+                yield from self._decode(start)
         except GenerationCancelled:
-            pass  # as asked
+            pass  # timing.finish is "cancelled"
         finally:
             timing.total_s = time.perf_counter() - start
             timing.prompt_s = timing.prompt_s or timing.total_s
             timing.answer_s = timing.total_s - timing.prompt_s
             timing.stats = self.llm.stats() - before
 
-    def _read(self, on_progress: OnProgress | None) -> None:
+    def _prefill(self, on_progress: OnProgress | None) -> None:
         tokens, timing = self._prompt.tokens, self.timing
-        self._stop.check()
-        # Reused tokens were evaluated in batches of other sizes, which changes the last bits of their numbers.
-        timing.cached_tokens = reuse(self.llm, tokens, afresh=self.request.sampling.seed is not None)
-        read(self.llm, tokens, timing.cached_tokens, self._stop, on_progress)
+        self._cancellation.check()
+        # Reused tokens were evaluated in batches of other sizes, which changes the last bits of their K and V.
+        timing.cached_tokens = reuse_prefix(self.llm, tokens, enabled=self.request.sampling.seed is None)
+        prefill(self.llm, tokens, timing.cached_tokens, self._cancellation, on_progress)
         timing.prompt_tokens = len(tokens) - timing.cached_tokens
 
-    def _write(self, start: float) -> Generator[Delta, None, None]:
-        """Pieces until the model ends the answer, the limit is reached or someone stops it."""
-        timing, ends = self.timing, self.llm.vocabulary.ends
+    def _decode(self, start: float) -> Generator[Delta, None, None]:
+        """Deltas until the model ends the answer, a stop string or the token limit is reached, or it is cancelled."""
+        timing, is_end = self.timing, self.llm.vocabulary.is_end
         transcript = new_transcript(self.request, self._prompt, self.llm.vocabulary)
-        written, limit, first = list[int](), self._token_limit(), None
+        generated, limit, first_stats = list[int](), self._token_limit(), None
         try:
-            for token in decode(self.llm, self._sampler, self._stop):
-                if first is None:
-                    timing.prompt_s, first = time.perf_counter() - start, self.llm.stats()
+            for token in decode(self.llm, self._sampler, self._cancellation):
+                if first_stats is None:
+                    timing.prompt_s, first_stats = time.perf_counter() - start, self.llm.stats()
                 timing.answer_tokens += 1
-                if ends(token):
+                if is_end(token):
                     timing.finish = "stop"
                     break
-                written.append(token)
-                delta = transcript.feed(token, self._chance(token))
+                generated.append(token)
+                delta = transcript.feed(token, self._logprob(token))
                 if delta is not None:
                     yield delta
                 if transcript.stopped or timing.answer_tokens >= limit:
@@ -106,87 +106,84 @@ class Answer:
             else:
                 timing.finish = "stop"
         except GenerationCancelled:
-            pass  # what was held back is still part of the answer
+            pass  # text that was held back still follows
         finally:
-            timing.answer_stats = self.llm.stats() - (first or self.llm.stats())
-            if self.request.tell_context:
-                timing.context = (*self._prompt.tokens, *written)
+            timing.answer_stats = self.llm.stats() - (first_stats or self.llm.stats())
+            if self.request.return_context:
+                timing.context = (*self._prompt.tokens, *generated)
         if delta := transcript.end():
             yield delta
 
     def _token_limit(self) -> int:
-        n_ctx, asked = self.llm.n_ctx(), self.request.sampling.max_tokens
-        room = n_ctx - len(self._prompt.tokens)
-        return min(asked, room) if asked is not None and asked > 0 else room
+        free = self.llm.n_ctx() - len(self._prompt.tokens)
+        limit = self.request.sampling.max_tokens
+        return min(limit, free) if limit is not None and limit > 0 else free
 
-    def _chance(self, token: int) -> TokenLogprob | None:
+    def _logprob(self, token: int) -> TokenLogprob | None:
         if self._n_logprobs is None:
             return None
         return logprob_of(token, self.llm, self._n_logprobs)
 
 
 def _checked_n_logprobs(n_logprobs: int | None) -> int | None:
-    if n_logprobs is not None and not 0 <= n_logprobs <= MOST_CHANCES:
-        raise OptionError(f"n_logprobs is a number from 0 to {MOST_CHANCES}, but is {n_logprobs}.")
+    if n_logprobs is not None and not 0 <= n_logprobs <= MAX_TOP_LOGPROBS:
+        raise OptionError(f"n_logprobs is a number from 0 to {MAX_TOP_LOGPROBS}, but is {n_logprobs}.")
     return n_logprobs
 
 
 class BackgroundAnswer:
-    """An answer whose pieces are computed on a thread of its own. Iterate over it, once.
+    """An answer whose deltas are computed on its own thread. Iterate over it once; it raises what `Answer.deltas` does.
 
-    Leaving the loop early, by Ctrl-C too, stops the model and waits for that, for a second at most: `running` tells.
-    Iterating raises what the model raised.
+    Ending the loop early, also by Ctrl-C, cancels the answer and waits for up to CANCEL_TIMEOUT_S: see `running`.
     """
-
-    PATIENCE_S = 1.0
 
     def __init__(self, answer: Answer, on_progress: OnProgress | None = None) -> None:
         self._answer = answer
         self._on_progress = on_progress
-        self._pieces: queue.SimpleQueue[Delta | None] = queue.SimpleQueue()
+        self._deltas: queue.SimpleQueue[Delta | None] = queue.SimpleQueue()
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._work, name="moegguf-answer", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="moegguf-answer", daemon=True)
 
     @property
     def timing(self) -> Timing:
-        """Complete once nothing is `running`."""
+        """Complete once the answer is not `running`."""
         return self._answer.timing
 
     @property
     def running(self) -> bool:
-        """The model still computes; it must not be used or closed before it has stopped."""
+        """Whether the model still computes the answer; do not use or close it before that ends."""
         return self._thread.is_alive()
 
     def __iter__(self) -> Iterator[Delta]:
         self._thread.start()
         try:
-            while (delta := self._next_piece()) is not None:
+            while (delta := self._next_delta()) is not None:
                 yield delta
         finally:
-            self.cancel(self.PATIENCE_S)
+            self.cancel(CANCEL_TIMEOUT_S)
         if self._error is not None:
             raise self._error
 
-    def _next_piece(self) -> Delta | None:
+    def _next_delta(self) -> Delta | None:
         while True:
             try:
-                return self._pieces.get(timeout=WAKE_S)
+                return self._deltas.get(timeout=POLL_S)
             except queue.Empty:
                 continue
 
     def cancel(self, timeout_s: float | None = None) -> bool:
-        """Stops the model and waits until it has stopped; False when it has not after `timeout_s`."""
+        """Cancels the answer and waits until the model has stopped; False when it has not after `timeout_s` seconds."""
         if self.running:
             self._answer.cancel()
             if threading.current_thread() is not self._thread:
                 self._thread.join(timeout_s)
         return not self.running
 
-    def _work(self) -> None:
+    def _run(self) -> None:
         try:
             for delta in self._answer.deltas(self._on_progress):
-                self._pieces.put(delta)
-        except BaseException as error:  # raised again where the pieces are read
+                self._deltas.put(delta)
+        except BaseException as error:  # raised again by __iter__
             self._error = error
         finally:
-            self._pieces.put(None)
+            self._deltas.put(None)

@@ -1,13 +1,13 @@
-"""What a request demands of an answer's form (JSON, a JSON schema, a tool call) becomes a mask over tokens.
+"""The required format of an answer (JSON, a JSON schema, a tool call) as a mask over tokens.
 
 `constraint_for` writes a grammar in llguidance's Lark dialect; `Matcher` runs it over one model's tokens. llguidance
 is imported only when an answer is constrained.
 
-A JSON schema is read as JSON Schema 2020-12 says, except that
-- an object that names its properties has no others, unless `additionalProperties` or `patternProperties` ask for them;
-- properties come in the order in which the schema names them;
+JSON schemas follow JSON Schema 2020-12, except that
+- an object that names its properties has no others, unless `additionalProperties` or `patternProperties` allow them;
+- properties come in the order of the schema;
 - a schema without `type` has the type that its other keywords apply to;
-- `prefixItems` without `items` and `minItems` is a tuple: all of them and nothing after them;
+- `prefixItems` without `items` and `minItems` is a tuple: all of its items and no others;
 - `oneOf` is `anyOf`;
 - unknown keywords and formats, and `not`, `uniqueItems`, `minProperties`, `maxProperties` and the like, are ignored.
 """
@@ -29,7 +29,7 @@ import numpy.typing as npt
 
 from moegguf.errors import CapabilityError, SchemaError
 from moegguf.generate.request import GenerationRequest
-from moegguf.generate.tool_formats import formats_of
+from moegguf.generate.tool_calls import formats_of
 from moegguf.gguf.chat_template import HARMONY, think_marks_of
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ MAX_ITEMS = 10_000  # of arrays that count them; llguidance 1.7 and older take m
 MAX_ALTERNATIVES = 1_000  # of anyOf and oneOf, multiplied out where allOf combines them
 
 WHITESPACE = r" |\n[ \t]{0,20}"
-"""Between the parts of JSON, at most once: without a bound some models write blanks until the token limit."""
+"""Allowed once between the parts of JSON: without a bound some models write blanks until the token limit."""
 
 _LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,  # regexes of one grammar: about 20 ms
@@ -59,40 +59,39 @@ _TOOL_NAME = re.compile(r"[\w.:/-]{1,128}")
 
 @dataclass(frozen=True)
 class Constraint:
-    """The form of an answer. `lark`: llguidance's Lark grammar, start rule "start"."""
+    """The required format of an answer. `lark`: a grammar in llguidance's Lark dialect, start rule "start"."""
 
     lark: str
 
 
 def constraint_for(request: GenerationRequest, template: str | None, prompt_end: str = "") -> Constraint | None:
-    """The form an answer to `ask` has to follow, None for none. Does not compile the grammar: `Matcher` does.
+    """The required format of an answer to `request`, None for none. The grammar is compiled by `Matcher`.
 
-    `template`: the model's; it tells how the model thinks, which it may do first, and how it calls tools. A named or
-    required tool is called once. `prompt_end`: the end of the prompt, which may have begun the thinking.
+    `template`: the model's; it determines the marks of thinking, which may come first, and the format of tool calls. A
+    named or required tool is called once. `prompt_end`: the end of the prompt, which may have begun the thinking.
 
-    Raises SchemaError for a schema that is too large or not a schema, CapabilityError when the tool that
-    `tool_choice` names is not among the tools.
+    Raises SchemaError for an invalid or too large schema, CapabilityError when `tool_choice` names none of the tools.
     """
     forced = bool(request.tools) and request.tool_choice not in ("auto", "none")
     if request.format is None and not forced:
         return None
     text = template or ""
-    ways = [] if forced or request.format is None else [_formatted(request.format, text)]
+    alternatives = [] if forced or request.format is None else [_formatted(request.format, text)]
     if request.tools and request.tool_choice != "none":
-        ways += [_call(tool, text) for tool in _chosen(request.tools, request.tool_choice)]
-    rules = [f"way_{n}: {way}" for n, way in enumerate(ways)]
-    rules.append("answer: " + " | ".join(f"way_{n}" for n in range(len(ways))))
+        alternatives += [_call(tool, text) for tool in _allowed_tools(request.tools, request.tool_choice)]
+    rules = [f"alternative_{n}: {alternative}" for n, alternative in enumerate(alternatives)]
+    rules.append("answer: " + " | ".join(f"alternative_{n}" for n in range(len(alternatives))))
     return Constraint("\n".join([*_start(request.think, text, prompt_end), *rules]) + "\n")
 
 
-def _formatted(form: str | Mapping[str, Any], template: str) -> str:
-    if isinstance(form, str) and form != "json":
-        raise SchemaError(f'a format is "json" or a JSON schema, but is {form[:50]!r}.')
-    body = _json({"type": "object"} if form == "json" else form)
+def _formatted(format: str | Mapping[str, Any], template: str) -> str:
+    if isinstance(format, str) and format != "json":
+        raise SchemaError(f'a format is "json" or a JSON schema, but is {format[:50]!r}.')
+    body = _json({"type": "object"} if format == "json" else format)
     return f'"<|channel|>final" " <|constrain|>json"? "<|message|>" {body}' if HARMONY in template else body
 
 
-def _chosen(tools: Sequence[Mapping[str, Any]], choice: str) -> list[Mapping[str, Any]]:
+def _allowed_tools(tools: Sequence[Mapping[str, Any]], choice: str) -> list[Mapping[str, Any]]:
     functions = [tool.get("function", tool) for tool in tools]
     if len(functions) > MAX_TOOLS:
         raise SchemaError(f"a request has up to {MAX_TOOLS} tools, but this one has {len(functions)}.")
@@ -110,19 +109,19 @@ def _call(function: Mapping[str, Any], template: str) -> str:
         raise SchemaError(f"a tool has a name of up to 128 letters, digits and _.:/-, not {str(name)[:50]!r}.")
     if not isinstance(parameters, Mapping):
         raise SchemaError(f"the parameters of the tool {name!r} are no JSON schema.")
-    before, between, after = _written(template)
+    before, between, after = _call_parts(template)
     return " ".join([_quoted(before + name + between), _json({"type": "object", **parameters}), _quoted(after)])
 
 
-def _written(template: str) -> tuple[str, str, str]:
-    """What the model writes before the name, before the arguments, and after them."""
+def _call_parts(template: str) -> tuple[str, str, str]:
+    """The text before a call's name, between name and arguments, and after them."""
     if HARMONY in template:
         return "<|channel|>commentary to=functions.", " <|constrain|>json<|message|>", ""
-    return formats_of(template)[0].written(template)
+    return formats_of(template)[0].call_parts(template)
 
 
 def _start(think: bool | str | None, template: str, prompt_end: str) -> list[str]:
-    """The rules before `answer`: thinking may come first, unless that is switched off."""
+    """The rules before `answer`: thinking may come first, unless it is switched off."""
     if HARMONY in template:
         return ['start: ("<|channel|>analysis<|message|>" thought "<|start|>assistant")? answer', _until("<|end|>")]
     marks = think_marks_of(template)
@@ -147,20 +146,20 @@ def _json(schema: Any) -> str:
     try:
         form = {**_Normalizer(schema).result(), "x-guidance": _json_options()}
     except RecursionError:
-        raise SchemaError("the JSON schema goes too deep, with what it refers to; simplify it.") from None
+        raise SchemaError("the JSON schema is too deep with its references resolved; simplify it.") from None
     return f"%json {json.dumps(form)}"
 
 
 @functools.cache
 def _json_options() -> Mapping[str, Any]:
-    """How JSON is written. llguidance before 1.9 bounds no blanks but those that are part of a separator."""
+    """Options of %json. llguidance before 1.9 can bound only the blanks that are part of a separator."""
     major, minor, *_ = version("llguidance").split(".")
     if (int(major), int(minor)) >= (1, 9):
         blanks: _Json = {"whitespace_pattern": WHITESPACE, "json_allow_general_unicode_escapes": True}
     else:
         after = f"({WHITESPACE})?"
         blanks = {"whitespace_flexible": False, "item_separator": "," + after, "key_separator": ":" + after}
-    return {**blanks, "lenient": True}  # formats that it does not know are ignored
+    return {**blanks, "lenient": True}  # ignores unknown formats
 
 
 def _check(schema: object) -> None:
@@ -176,7 +175,7 @@ def _check(schema: object) -> None:
 
 
 def _depth(value: object, depth: int = 0) -> int:
-    """Of lists and objects, as far as the limit."""
+    """Nesting of lists and objects, counted up to just above the limit."""
     if depth > MAX_DEPTH or not isinstance(value, Mapping | list | tuple):
         return depth
     items = value.values() if isinstance(value, Mapping) else value
@@ -196,11 +195,11 @@ _Json = dict[str, Any]
 
 
 class _Normalizer:
-    """A JSON schema rewritten so that llguidance reads it as the module's docstring says.
+    """Rewrites a JSON schema so that llguidance reads it as the module's docstring says.
 
-    Keywords beside `$ref`, `allOf` and `anyOf` are multiplied out into alternatives of plain schemas that hold
-    together, because only all of them together tell which properties an object names. Each other reference becomes
-    one definition.
+    Keywords beside `$ref`, `allOf` and `anyOf` are expanded into alternatives, each a list of plain schemas that must
+    all hold, because only all of them together name the properties of an object. Any other reference becomes a
+    definition.
     """
 
     def __init__(self, root: Any) -> None:
@@ -210,7 +209,7 @@ class _Normalizer:
         self._n_subschemas = 0
 
     def result(self) -> _Json:
-        """The whole schema. Raises SchemaError for what is no schema, or too large multiplied out."""
+        """The whole schema. Raises SchemaError for an invalid schema, or one that is too large when expanded."""
         schema = self._schema(self._root)
         definitions = {}
         while self._undefined:
@@ -219,7 +218,7 @@ class _Normalizer:
         return {"allOf": [schema], "$defs": definitions}
 
     def _schema(self, schema: Any) -> Any:
-        """A schema that stands for itself: a property's, an item's, a definition."""
+        """A schema in a place of its own: a property's, an item's, a definition."""
         if isinstance(self._counted(schema), bool):
             return schema
         combining = [key for key in _COMBINING if key in schema]
@@ -228,48 +227,48 @@ class _Normalizer:
                 return self._reference(schema["$ref"])
             if "allOf" not in schema:
                 return {"anyOf": [self._schema(part) for part in _parts(schema, combining[0])]}
-        ways = self._multiplied(schema, ()) if combining else [[_kept(schema)]]
-        forms = [self._together(way) for way in ways]
-        return forms[0] if len(forms) == 1 else {"anyOf": forms}
+        alternatives = self._expanded(schema, ()) if combining else [[_kept(schema)]]
+        merged = [self._merged(parts) for parts in alternatives]
+        return merged[0] if len(merged) == 1 else {"anyOf": merged}
 
     def _counted(self, schema: Any) -> Any:
         self._n_subschemas += 1
         if self._n_subschemas > MAX_SUBSCHEMAS:
-            raise SchemaError(f"the JSON schema has more than {MAX_SUBSCHEMAS} parts, with those it repeats.")
+            raise SchemaError(f"the JSON schema has more than {MAX_SUBSCHEMAS} parts, counting repetitions.")
         if not isinstance(schema, bool | Mapping):
             raise SchemaError(f"a JSON schema consists of objects, but one part is {str(schema)[:50]!r}.")
         return schema
 
-    def _multiplied(self, schema: Any, within: tuple[str, ...]) -> list[list[Any]]:
-        """Alternatives, each a list of schemas without combining keywords that hold together.
+    def _expanded(self, schema: Any, within: tuple[str, ...]) -> list[list[Any]]:
+        """Alternatives, each a list of schemas without combining keywords that must all hold.
 
-        `within`: the references followed to here, which may not come again.
+        `within`: the references followed so far, which may not recur.
         """
         if isinstance(self._counted(schema), bool):
             return [[schema]]
         own = _kept(schema)
-        ways: list[list[Any]] = [[own] if own else []]
+        alternatives: list[list[Any]] = [[own] if own else []]
         for key in (key for key in schema if key in _COMBINING):
             if key == "$ref":
                 target, inside = self._resolve(schema[key]), (*within, schema[key])
                 if schema[key] in within:
                     raise SchemaError("the JSON schema refers to itself without an object or a list between.")
-                ways = _product(ways, self._multiplied(target, inside))
+                alternatives = _product(alternatives, self._expanded(target, inside))
             elif key == "allOf":
                 for part in _parts(schema, key):
-                    ways = _product(ways, self._multiplied(part, within))
+                    alternatives = _product(alternatives, self._expanded(part, within))
             else:
-                several = [way for part in _parts(schema, key) for way in self._multiplied(part, within)]
-                ways = _product(ways, several)
-        return ways
+                others = [other for part in _parts(schema, key) for other in self._expanded(part, within)]
+                alternatives = _product(alternatives, others)
+        return alternatives
 
-    def _together(self, parts: list[Any]) -> Any:
-        """One schema for plain ones that hold together."""
+    def _merged(self, parts: list[Any]) -> Any:
+        """One schema for plain ones that must all hold."""
         given = [part for part in parts if isinstance(part, Mapping)]
         keys = set[str]().union(*given)
         rest: _Json = {}
         if not keys & {"type", "enum", "const"}:
-            kind = next((kind for kind, words in _KEYWORDS.items() if keys.intersection(words)), None)
+            kind = next((kind for kind, keywords in _KEYWORDS.items() if keys.intersection(keywords)), None)
             rest = {"type": kind} if kind else {}
         names = dict.fromkeys(itertools.chain.from_iterable(map(_property_names, given)), True)
         if names and not keys.intersection(_OPEN):
@@ -291,7 +290,7 @@ class _Normalizer:
         for key in ("properties", "patternProperties"):
             if isinstance(form.get(key), Mapping):
                 form[key] = {name: self._schema(part) for name, part in form[key].items()}
-        if isinstance(form.get("items"), list):  # as drafts before 2020-12 write a tuple
+        if isinstance(form.get("items"), list):  # a tuple in drafts before 2020-12
             form["prefixItems"] = form.pop("items")
         if isinstance(form.get("prefixItems"), list):
             form["prefixItems"] = [self._schema(item) for item in form["prefixItems"]]
@@ -310,9 +309,7 @@ class _Normalizer:
 
     def _resolve(self, reference: Any) -> Any:
         if not isinstance(reference, str) or not reference.startswith("#"):
-            raise SchemaError(
-                f"references in a JSON schema stay inside it (#/...), but one is {str(reference)[:80]!r}."
-            )
+            raise SchemaError(f"references in a JSON schema are local (#/...), but one is {str(reference)[:80]!r}.")
         target = self._root
         for step in reference[1:].split("/")[1:]:
             step = step.replace("~1", "/").replace("~0", "~")
@@ -326,7 +323,7 @@ class _Normalizer:
 
 
 def _kept(schema: Mapping[str, Any]) -> _Json:
-    """The keywords that are followed, but for combining ones; null stands for an absent one, as some clients write."""
+    """The supported keywords except combining ones; null counts as absent, because some clients send it."""
     return {key: value for key, value in schema.items() if key in _KEPT and (value is not None or key == "const")}
 
 
@@ -338,7 +335,7 @@ def _parts(schema: Mapping[str, Any], key: str) -> list[Any]:
 
 
 def _property_names(schema: Mapping[str, Any]) -> Iterable[str]:
-    """The properties that a schema names, those first that it describes."""
+    """The properties that a schema names, described ones first."""
     properties, required = schema.get("properties", {}), schema.get("required", [])
     texts = isinstance(required, list) and all(isinstance(name, str) for name in required)
     if not isinstance(properties, Mapping) or not texts:
@@ -346,30 +343,29 @@ def _property_names(schema: Mapping[str, Any]) -> Iterable[str]:
     return [*properties, *required]
 
 
-def _product(ways: list[list[Any]], others: list[list[Any]]) -> list[list[Any]]:
-    if len(ways) * len(others) > MAX_ALTERNATIVES:
+def _product(alternatives: list[list[Any]], others: list[list[Any]]) -> list[list[Any]]:
+    if len(alternatives) * len(others) > MAX_ALTERNATIVES:
         raise SchemaError(f"the JSON schema gives more than {MAX_ALTERNATIVES} alternatives in one place.")
-    return [[*one, *other] for one in ways for other in others]
+    return [[*one, *other] for one in alternatives for other in others]
 
 
 @dataclass(frozen=True)
 class MatcherTokens:
-    """A model's vocabulary as `Matcher` needs it: `n_tokens` tokens, of which `ends` end an answer.
+    """A model's vocabulary as `Matcher` needs it: `n_tokens` tokens and the end-of-generation tokens among them.
 
-    `tokenizer` has those of `ends` as special tokens, which are no part of any text, and one more, n_tokens, that
-    stands for the end.
+    In `tokenizer` the latter are special tokens without text; an additional token, n_tokens, is its end token.
     """
 
     tokenizer: LLTokenizer
     n_tokens: int
-    ends: frozenset[int]
+    end_tokens: frozenset[int]
 
 
 _matcher_tokens: WeakKeyDictionary[Vocabulary, MatcherTokens] = WeakKeyDictionary()
 
 
 def matcher_tokens(vocabulary: Vocabulary) -> MatcherTokens:
-    """A model's tokens for its matchers, built at the first call: half a second and 60 MB for 150,000 tokens."""
+    """A model's tokens for its matchers, built once per model: 0.5 s and 60 MB for 150,000 tokens."""
     found = _matcher_tokens.get(vocabulary)
     if found is None:
         found = _matcher_tokens[vocabulary] = build_matcher_tokens(vocabulary)
@@ -379,28 +375,28 @@ def matcher_tokens(vocabulary: Vocabulary) -> MatcherTokens:
 def build_matcher_tokens(vocabulary: Vocabulary) -> MatcherTokens:
     """A model's tokens for its matchers.
 
-    Tokens that end an answer are never part of its text. The text of other control tokens is, because the marks around
-    thinking and calls are control tokens in some models and plain text in others.
+    End-of-generation tokens have no text. Other control tokens have theirs, because the marks around thinking and calls
+    are control tokens in some models and plain text in others.
     """
     from llguidance import LLTokenizer, TokenizerWrapper
 
-    pieces, ends = vocabulary.all_pieces(), vocabulary.end_tokens()
-    tokenizer = LLTokenizer(TokenizerWrapper(_Tokens(pieces, ends)))
-    return MatcherTokens(tokenizer, len(pieces), frozenset(ends))
+    pieces, end_tokens = vocabulary.all_pieces(), vocabulary.end_tokens()
+    tokenizer = LLTokenizer(TokenizerWrapper(_Tokens(pieces, end_tokens)))
+    return MatcherTokens(tokenizer, len(pieces), frozenset(end_tokens))
 
 
 class _Tokens:
-    """What llguidance's TokenizerWrapper asks for."""
+    """The interface that llguidance's TokenizerWrapper needs."""
 
-    def __init__(self, pieces: list[bytes], ends: list[int]) -> None:
-        # 0xFF marks a special token for llguidance, and is in no UTF-8 text
+    def __init__(self, pieces: list[bytes], end_tokens: list[int]) -> None:
+        # 0xFF marks special tokens in llguidance, and never occurs in UTF-8
         self.tokens = [*(b"" if piece.startswith(b"\xff") else piece for piece in pieces), b""]
         self.bos_token_id = None
         self.eos_token_id = len(pieces)
-        self.special_token_ids = [*ends, self.eos_token_id]
+        self.special_token_ids = [*end_tokens, self.eos_token_id]
 
     def __call__(self, text: bytes | str) -> list[int]:
-        """Tokens of a text: only for forced text, which is not asked for here."""
+        """Unused: llguidance tokenizes only forced text, which is switched off."""
         return []
 
 
@@ -420,10 +416,10 @@ class Matcher:
     def __init__(self, constraint: Constraint, tokens: MatcherTokens) -> None:
         from llguidance import LLMatcher
 
-        self._n_tokens, self._ends = tokens.n_tokens, tokens.ends
+        self._n_tokens, self._end_tokens = tokens.n_tokens, tokens.end_tokens
         self._mask: npt.NDArray[np.bool_] | None = None
         self._bits = np.zeros((tokens.tokenizer.vocab_size + 31) // 32, np.int32)
-        # text that is the only choice may be written with any tokens that spell it
+        # without forcing, the only possible text may be split into any tokens
         grammar = LLMatcher.grammar_from_lark('%llguidance {"no_forcing": true}\n' + constraint.lark)
         self._matcher: LLMatcher = LLMatcher(tokens.tokenizer, grammar, log_level=0, limits=_parser_limits())
         self._check()
@@ -435,45 +431,45 @@ class Matcher:
         error = self._matcher.get_error()
         if error.startswith("NoExtension"):
             raise SchemaError(
-                "no token of this model can go on in the format asked for, or nothing fits it; try another one."
+                "no token of this model can continue the requested format, or nothing matches it; try another one."
             )
-        raise SchemaError(f"the format cannot be followed: {_brief(error)}; simplify the schema.")
+        raise SchemaError(f"the format cannot be followed: {_short_message(error)}; simplify the schema.")
 
     @property
     def finished(self) -> bool:
-        """The answer may end here."""
+        """Whether the answer may end here."""
         return self._matcher.is_accepting()
 
     def mask(self) -> npt.NDArray[np.bool_]:
-        """[n_tokens], True for those that may come next; where the answer may end, those that end it, too.
+        """[n_tokens], True for tokens that may come next, end-of-generation tokens included where the answer may end.
 
-        Raises SchemaError when nothing can come next, or when finding out costs more than the limits.
+        Raises SchemaError when no token may come next, or when computing the mask exceeds the limits.
         """
         if self._mask is None:
             self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
             self._check()
             bits = np.unpackbits(self._bits.view(np.uint8), count=self._n_tokens, bitorder="little")
-            bits[list(self._ends)] = self.finished
+            bits[list(self._end_tokens)] = self.finished
             self._mask = bits.view(np.bool_)
         return self._mask
 
     def allows(self, token: int) -> bool:
-        """Whether one token may come next, far cheaper than the whole mask. Raises SchemaError as `mask` does."""
-        if token in self._ends:
+        """Whether `token` may come next, far cheaper than the whole mask. Raises SchemaError as `mask` does."""
+        if token in self._end_tokens:
             return self.finished
         allowed = self._matcher.validate_tokens([token]) == 1
         self._check()
         return allowed
 
     def accept(self, token: int) -> None:
-        """Goes on behind `token`, which must be allowed and not end the answer. Raises SchemaError as `mask` does."""
+        """Advances past `token`, which must be allowed and not end the answer. Raises SchemaError as `mask` does."""
         self._mask = None
         self._matcher.consume_token(token)
         self._check()
 
 
-def _brief(error: str) -> str:
-    """llguidance's message without the grammar and the state of its parser."""
-    told = re.split(r"\n +\d+ \| ", error.replace("<non-verbose/>", ""), maxsplit=1)[0]
-    told = re.sub(r"\A(at \d+\(\d+\): )?(failed to (compile JSON schema|parse .%json.): )?", "", told)
-    return " ".join(told.split())[:300].rstrip(". ")
+def _short_message(error: str) -> str:
+    """llguidance's message without the grammar and the parser's state."""
+    message = re.split(r"\n +\d+ \| ", error.replace("<non-verbose/>", ""), maxsplit=1)[0]
+    message = re.sub(r"\A(at \d+\(\d+\): )?(failed to (compile JSON schema|parse .%json.): )?", "", message)
+    return " ".join(message.split())[:300].rstrip(". ")

@@ -1,6 +1,6 @@
-"""Tokens of an answer: what the context still holds is reused, the rest of the prompt evaluated, then one by one.
+"""Token loop of an answer: reuses tokens in the context, prefills the rest of the prompt, decodes token by token.
 
-Computes on the thread that asks for the next token. Knows nothing of text.
+Computes on the calling thread. Works with tokens only, not with text.
 """
 
 from __future__ import annotations
@@ -23,24 +23,25 @@ if TYPE_CHECKING:
 OnProgress = Callable[[PromptProgress], object]
 
 
-class Stop:
-    """Ends a computation from any thread: a model with experts in the middle of a pass, others after it."""
+class Cancellation:
+    """Ends a computation from any thread: in the middle of a pass for a model with experts, else after it."""
 
     def __init__(self, llm: Llama) -> None:
         self._llm = llm
         self._lock = threading.Lock()
         self._computing = False
-        self.wanted = False
+        self.requested = False
 
-    def want(self) -> None:
+    def request(self) -> None:
+        """Ends the computation now, or as soon as it begins."""
         with self._lock:
-            self.wanted = True
+            self.requested = True
             if self._computing:
                 self._llm.cancel()
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """While the model works for the answer that this belongs to: a pass of another's must not be ended."""
+        """Marks the block in which the model computes this answer; no pass outside it is ended."""
         with self._lock:
             self._computing = True
         try:
@@ -48,22 +49,22 @@ class Stop:
         finally:
             with self._lock:
                 self._computing = False
-                if self.wanted:
+                if self.requested:
                     self._llm.resume()
 
     def check(self) -> None:
-        """Raises GenerationCancelled once a stop is wanted."""
-        if self.wanted:
+        """Raises GenerationCancelled after `request`."""
+        if self.requested:
             raise GenerationCancelled("the answer was stopped.")
 
 
-def reuse(llm: Llama, prompt: Sequence[int], *, afresh: bool = False) -> int:
-    """Takes the context back to the longest beginning of `prompt` that it holds; returns its tokens.
+def reuse_prefix(llm: Llama, prompt: Sequence[int], *, enabled: bool = True) -> int:
+    """Truncates the context to the longest prefix that it shares with `prompt`; returns that prefix's tokens.
 
-    At least one token is left to evaluate. 0, and an empty context, with `afresh` and where the model's state cannot
-    be taken back (recurrent ones).
+    At least one token is left to evaluate. 0, and an empty context, unless `enabled` and where the model's state
+    cannot be truncated (recurrent models).
     """
-    n = 0 if afresh else _common(llm, prompt)
+    n = _common_prefix(llm, prompt) if enabled else 0
     if n and llm._ctx.kv_cache_seq_rm(-1, n, -1):
         llm.n_tokens, llm._requires_eval = n, True
         return n
@@ -71,36 +72,38 @@ def reuse(llm: Llama, prompt: Sequence[int], *, afresh: bool = False) -> int:
     return 0
 
 
-def _common(llm: Llama, prompt: Sequence[int]) -> int:
+def _common_prefix(llm: Llama, prompt: Sequence[int]) -> int:
     n = min(llm.n_tokens, len(prompt) - 1)
     differ = np.flatnonzero(llm.input_ids[:n] != np.asarray(prompt[:n], np.intc))
     return int(differ[0]) if differ.size else n
 
 
-def read(llm: Llama, prompt: Sequence[int], n_cached: int, stop: Stop, on_progress: OnProgress | None) -> None:
+def prefill(
+    llm: Llama, prompt: Sequence[int], n_cached: int, cancellation: Cancellation, on_progress: OnProgress | None
+) -> None:
     """Evaluates the prompt's tokens from `n_cached` on, n_batch at a time. Raises GenerationCancelled in between."""
     start = time.perf_counter()
 
-    def tell() -> None:
+    def report() -> None:
         if on_progress is not None:
             on_progress(PromptProgress(len(prompt), n_cached, llm.n_tokens, time.perf_counter() - start))
 
     def after_batch() -> None:
-        tell()
-        stop.check()
+        report()
+        cancellation.check()
 
     if len(prompt) - n_cached > llm.n_batch:
-        tell()
+        report()
     llm.eval(prompt[n_cached:], after_batch)
 
 
-def decode(llm: Llama, sampler: Sampler, stop: Stop) -> Generator[int, None, None]:
-    """Tokens after those in the context; each is evaluated when the next one is asked for.
+def decode(llm: Llama, sampler: Sampler, cancellation: Cancellation) -> Generator[int, None, None]:
+    """Tokens after those in the context; each is evaluated when the next one is requested.
 
-    Without end, except for a constrained answer that is complete where the model has no token that says so.
+    Endless, except for a complete constrained answer of a model without an end-of-generation token.
     """
-    choose, evaluate = sampler.choose, llm.eval
-    while (token := choose()) is not None:
+    sample, evaluate = sampler.sample, llm.eval
+    while (token := sample()) is not None:
         yield token
-        stop.check()
+        cancellation.check()
         evaluate((token,))

@@ -1,6 +1,6 @@
-"""Texts as vectors: pooled by a model made for it, else the last token's hidden state of a model that writes.
+"""Embeddings: pooled by an embedding model, else the last token's hidden state of a generative model.
 
-Every input is evaluated alone, from an empty context: its vector depends on nothing else, not even in the last bit.
+Every input is evaluated alone, from an empty context: its vector does not depend on other inputs in any bit.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Embeddings:
-    """A vector per input, in their order, and the tokens evaluated for all of them."""
+    """[n_inputs][n_embd] vectors, in the order of the inputs, and the tokens evaluated for all of them."""
 
     vectors: list[list[float]]
     n_tokens: int
@@ -33,21 +33,21 @@ def embed(
 ) -> Embeddings:
     """The vectors of `inputs`, texts or tokens; of length 1 with `normalize`.
 
-    A model loaded with embedding=True pools as its file says. With another one the context holds the last input
+    A model loaded with embedding=True pools as its file specifies. With another one the context holds the last input
     afterwards. Raises ContextError for an input that is too long unless `truncate` cuts it, OptionError for an empty
-    one or a token that does not exist, and what evaluating raises.
+    one or an invalid token, and what `Llama.eval` raises.
     """
     limit = _limit(llm)
-    rows = [_tokens(llm, item, limit, truncate) for item in inputs]
+    token_lists = [_tokens(llm, item, limit, truncate) for item in inputs]
     steps = _pooled if llm.context_params.embeddings else _last_state
-    vectors = [vector for row in rows for vector in llm.hold(steps(llm, row))]
+    vectors = [vector for tokens in token_lists for vector in llm.as_request(steps(llm, tokens))]
     if normalize:
-        vectors = [_normal(vector) for vector in vectors]
-    return Embeddings([vector.tolist() for vector in vectors], sum(map(len, rows)))
+        vectors = [_normalized(vector) for vector in vectors]
+    return Embeddings([vector.tolist() for vector in vectors], sum(map(len, token_lists)))
 
 
 def _limit(llm: Llama) -> int:
-    """The most tokens of an input. Pooling needs all of them in one pass."""
+    """The maximum tokens of an input. Pooling needs all of them in one pass."""
     if llm.context_params.embeddings:
         return int(min(llm.n_ctx(), llm.n_batch, llm.context_params.n_ubatch))
     return int(llm.n_ctx())
@@ -69,12 +69,12 @@ def _tokens(llm: Llama, item: str | Sequence[int], limit: int, truncate: bool) -
             f"the input length exceeds the context length: {len(tokens)} tokens, but {limit} are read at a time; give a"
             " shorter input, or let it be cut (truncate)."
         )
-    end = tokens[-1:] if not vocabulary.piece(tokens[-1]) else []  # what the tokenizer ends each text with
+    end = tokens[-1:] if not vocabulary.piece(tokens[-1]) else []  # the token that the tokenizer appends to each text
     return tokens[: limit - len(end)] + end
 
 
 def _last_state(llm: Llama, tokens: list[int]) -> Generator[npt.NDArray[np.float64], None, None]:
-    """The hidden state of the last token: the only one that has seen all others."""
+    """The hidden state of the last token, the only one that attends to all others."""
     bindings = library.llama_cpp()
     llm.reset()
     if tokens[:-1]:
@@ -105,6 +105,6 @@ def _vector(llm: Llama, pointer: object) -> npt.NDArray[np.float64]:
     return np.ctypeslib.as_array(pointer, shape=(n_embd,)).astype(np.float64)  # type: ignore[arg-type]
 
 
-def _normal(vector: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+def _normalized(vector: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     length = np.linalg.norm(vector)
     return vector / length if length > 0 else vector

@@ -1,4 +1,4 @@
-"""Ollama's options by name: the values they take and what they mean for sampling, in the chat and the server alike."""
+"""Ollama's options: their ranges, and their translation to `Sampling`, for the chat and the server."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from typing import Any
 
 from moegguf.generate.request import Sampling
 
-MOST_TOKENS = 1 << 22
-MOST_SEED = (1 << 63) - 1
+MAX_TOKENS = 1 << 22
+MAX_SEED = (1 << 63) - 1
 
 RANGES: dict[str, tuple[float, float]] = {
-    "num_ctx": (0, MOST_TOKENS),
+    "num_ctx": (0, MAX_TOKENS),
     "num_batch": (1, 1 << 14),
     "num_gpu": (-1, 1 << 24),
     "num_thread": (0, 512),
-    "num_predict": (-2, MOST_TOKENS),
-    "seed": (-MOST_SEED - 1, MOST_SEED),
+    "num_predict": (-2, MAX_TOKENS),
+    "seed": (-MAX_SEED - 1, MAX_SEED),
     "temperature": (0, 1000),
     "top_k": (-1, (1 << 31) - 1),
     "top_p": (0, 1),
     "min_p": (0, 1),
     "typical_p": (0, 1),
-    "repeat_last_n": (-1, MOST_TOKENS),
+    "repeat_last_n": (-1, MAX_TOKENS),
     "repeat_penalty": (0.001, 1000),
     "presence_penalty": (-100, 100),
     "frequency_penalty": (-100, 100),
@@ -31,9 +31,9 @@ RANGES: dict[str, tuple[float, float]] = {
 
 
 def sampling_with(base: Sampling, parameters: Mapping[str, Any]) -> Sampling:
-    """`base` changed by those of `parameters` that choose tokens.
+    """`base` changed by the sampling options among `parameters`; others are ignored.
 
-    num_predict below 1 goes on until the model ends; seed -1 differs each time, others count modulo 2^32.
+    num_predict below 1 sets no limit. seed -1 is random at each request, others count modulo 2^32.
     """
     changes: dict[str, Any] = {}
     for name, value in parameters.items():

@@ -1,6 +1,6 @@
-"""From a request to the tokens the model reads: the chat template, what came before, gaps to fill, what must go.
+"""From a request to the tokens of its prompt: chat template, earlier context, fill-in-the-middle, truncation.
 
-Does not compute anything.
+Evaluates nothing.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from moegguf.generate.template import capabilities, render
 if TYPE_CHECKING:
     from moegguf.engine.llama import Llama
 
-ROOM_SHARE = 8  # a cut conversation leaves at least an eighth of the context to the answer
-LONGEST_TOKEN = 256  # characters: a text above this times the context is not worth cutting into tokens
+ANSWER_DIVISOR = 8  # a truncated conversation leaves an eighth of the context to the answer
+MAX_TOKEN_CHARACTERS = 256  # a text above this times the context is not worth tokenizing
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """What the model reads. `end` is the text it goes on from; `template` the chat template that made it, if any."""
+    """`tokens` of the prompt; `end`, its text; `template`, the chat template that rendered it, if any."""
 
     tokens: list[int]
     end: str = ""
@@ -32,20 +32,20 @@ class Prompt:
 
 
 def read_prompt(llm: Llama, vocabulary: Vocabulary, request: GenerationRequest) -> Prompt:
-    """The prompt of `ask`.
+    """The prompt of `request`.
 
-    Raises ContextError when it does not fit and nothing may be left out, CapabilityError when the model cannot do
-    what it needs, TemplateError, and OptionError when nothing was asked.
+    Raises ContextError when it does not fit even after truncation, CapabilityError when the model lacks a capability
+    that it needs, TemplateError, and OptionError for an empty request.
     """
     if request.messages is not None:
         prompt = _conversation(llm, vocabulary, request)
     elif request.prompt is not None:
-        check_fits(max(len(request.prompt), len(request.suffix or "")) // LONGEST_TOKEN, llm.n_ctx())
-        prompt = Prompt(_plain(vocabulary, request, request.prompt))
+        check_fits(max(len(request.prompt), len(request.suffix or "")) // MAX_TOKEN_CHARACTERS, llm.n_ctx())
+        prompt = Prompt(_completion(vocabulary, request, request.prompt))
     else:
         raise OptionError("a request has messages or a prompt; give one of them.")
     vocabulary.check(request.context)
-    tokens = [*request.context, *prompt.tokens] or vocabulary.first
+    tokens = [*request.context, *prompt.tokens] or vocabulary.bos_tokens
     if not tokens:
         raise OptionError("the prompt is empty; give at least one word.")
     check_fits(len(tokens), llm.n_ctx())
@@ -53,7 +53,7 @@ def read_prompt(llm: Llama, vocabulary: Vocabulary, request: GenerationRequest) 
 
 
 def check_fits(n_tokens: int, n_ctx: int) -> None:
-    """Raises ContextError unless a prompt leaves room for one token of an answer."""
+    """Raises ContextError unless a prompt leaves at least one token of the context to the answer."""
     if n_tokens >= n_ctx:
         raise ContextError(
             f"Requested tokens ({n_tokens}) exceed context window of {n_ctx}; give a larger context (num_ctx, --ctx)"
@@ -61,11 +61,11 @@ def check_fits(n_tokens: int, n_ctx: int) -> None:
         )
 
 
-def _plain(vocabulary: Vocabulary, request: GenerationRequest, prompt: str) -> list[int]:
-    first = [] if request.context else vocabulary.first
+def _completion(vocabulary: Vocabulary, request: GenerationRequest, prompt: str) -> list[int]:
+    first = [] if request.context else vocabulary.bos_tokens
     if request.suffix is None:
-        return first + _without_double(first, vocabulary.tokens(prompt))
-    marks = vocabulary.fill_in
+        return first + _without_second_bos(first, vocabulary.tokens(prompt))
+    marks = vocabulary.fim_tokens
     if marks is None:
         raise CapabilityError("this model cannot fill in text before a suffix (insert); ask without one.")
     before, after, gap = marks
@@ -73,8 +73,8 @@ def _plain(vocabulary: Vocabulary, request: GenerationRequest, prompt: str) -> l
     return [*first, before, *head, after, *tail, gap]
 
 
-def _without_double(first: list[int], tokens: list[int]) -> list[int]:
-    """`tokens` without a BOS that the text spelled out itself."""
+def _without_second_bos(first: list[int], tokens: list[int]) -> list[int]:
+    """`tokens` without a BOS from the text itself, when `first` adds one."""
     return tokens[1:] if first and tokens[:1] == first else tokens
 
 
@@ -83,22 +83,23 @@ def _conversation(llm: Llama, vocabulary: Vocabulary, request: GenerationRequest
     check_capabilities(template, request)
 
     def prompt(messages: Sequence[Message]) -> tuple[list[int], str]:
-        least = sum(len(str(message.get("content") or "")) for message in messages) // LONGEST_TOKEN
+        least = sum(len(str(message.get("content") or "")) for message in messages) // MAX_TOKEN_CHARACTERS
         if least >= llm.n_ctx():
-            return [0] * least, ""  # far too long
-        text = _text(llm, vocabulary, template, messages, request)
-        first = [] if request.context else vocabulary.first
-        return first + _without_double(first, vocabulary.tokens(text)), text
+            return [0] * least, ""  # too long in any case
+        text = _render(llm, vocabulary, template, messages, request)
+        first = [] if request.context else vocabulary.bos_tokens
+        return first + _without_second_bos(first, vocabulary.tokens(text)), text
 
     if not request.messages:
         raise OptionError("there are no messages; give at least one.")
     n_ctx = llm.n_ctx() - len(request.context)
-    messages, tokens, text = cut(request.messages, prompt, n_ctx, _room(request, n_ctx), may_cut=request.truncate)
+    n_answer = _answer_tokens(request, n_ctx)
+    messages, tokens, text = truncate(request.messages, prompt, n_ctx, n_answer, enabled=request.truncate)
     return Prompt(tokens, text, template, len(request.messages) - len(messages))
 
 
 def check_capabilities(template: str | None, request: GenerationRequest) -> None:
-    """Raises CapabilityError when the template cannot pass on what was asked."""
+    """Raises CapabilityError when the template does not support the request's tools or thinking."""
     able = capabilities(template) if template else ()
     if request.tools and request.tool_choice != "none" and "tools" not in able:
         raise CapabilityError("this model does not support tools: its chat template has no place for them.")
@@ -106,7 +107,7 @@ def check_capabilities(template: str | None, request: GenerationRequest) -> None
         raise CapabilityError("this model does not support thinking; ask without it.")
 
 
-def _text(
+def _render(
     llm: Llama, vocabulary: Vocabulary, template: str | None, messages: Sequence[Message], request: GenerationRequest
 ) -> str:
     if template is None:
@@ -122,39 +123,39 @@ def _text(
     )
 
 
-def _room(request: GenerationRequest, n_ctx: int) -> int:
-    """Tokens that a conversation should leave to its answer."""
-    room = max(1, n_ctx // ROOM_SHARE)
+def _answer_tokens(request: GenerationRequest, n_ctx: int) -> int:
+    """Tokens that a truncated conversation leaves to its answer."""
+    n_answer = max(1, n_ctx // ANSWER_DIVISOR)
     limit = request.sampling.max_tokens
-    return min(room, limit) if limit and limit > 0 else room
+    return min(n_answer, limit) if limit and limit > 0 else n_answer
 
 
-def cut(
+def truncate(
     messages: Sequence[Message],
     prompt: Callable[[Sequence[Message]], tuple[list[int], str]],
     n_ctx: int,
-    room: int,
+    n_answer: int,
     *,
-    may_cut: bool,
+    enabled: bool,
 ) -> tuple[Sequence[Message], list[int], str]:
-    """The messages that fit, their tokens and their text: system messages, and as many of the last as leave `room`.
+    """The messages that leave `n_answer` tokens free, their tokens and text: system messages, and the newest others.
 
-    What remains of the others begins with a user's message, or is the last message alone. Raises ContextError when
-    not even that fits, or when nothing may be left out.
+    The others begin with a user's message, or are the last message alone. Raises ContextError when not even that fits,
+    or when not `enabled`.
     """
     tokens, text = prompt(messages)
-    if len(tokens) + (room if may_cut else 1) <= n_ctx or not may_cut:
+    if not enabled or len(tokens) + n_answer <= n_ctx:
         check_fits(len(tokens), n_ctx)
         return messages, tokens, text
     others = [i for i, message in enumerate(messages) if message.get("role") != "system"]
     begins = [i for i in others[1:-1] if messages[i].get("role") == "user"] + others[-1:]
     best = (messages, tokens, text)
     low, high = 0, len(begins) - 1
-    while low <= high:  # fewer messages are fewer tokens
+    while low <= high:  # binary search: fewer messages have fewer tokens
         middle = (low + high) // 2
         kept = [m for i, m in enumerate(messages) if i >= begins[middle] or m.get("role") == "system"]
         tokens, text = prompt(kept)
-        if len(tokens) + room <= n_ctx:
+        if len(tokens) + n_answer <= n_ctx:
             best, high = (kept, tokens, text), middle - 1
         else:
             if len(tokens) < len(best[1]):

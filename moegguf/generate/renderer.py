@@ -1,7 +1,7 @@
-"""jinja2 in processes that can be killed: starts them, gives them templates, says why one ended.
+"""Renders jinja2 templates in child processes (sandbox.py), which can be killed.
 
-A process is started by the first template and kept for the next; each template that is rendered at the same time has
-one of its own. They end when this process does. What they do is in sandbox.py. Does not know messages or models.
+A process is started by the first template and kept for the next; concurrent templates use one each. They end with this
+process. Does not know messages or models.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-MAX_SECONDS = 2.0  # for compiling and rendering one template
-MAX_TEXT = 16 << 20  # characters of a prompt
-KEPT = 2  # processes that wait for a template
+MAX_S = 2.0  # for compiling and rendering one template
+MAX_CHARACTERS = 16 << 20  # characters of a prompt
+MAX_IDLE = 2  # processes kept for further templates
 
 # -P: a folder named moegguf in the working directory is not this package.
 COMMAND = (sys.executable, "-P", "-m", f"{__package__}.sandbox")
@@ -34,23 +34,23 @@ class RenderError(Exception):
 
 
 def render(template: str, variables: Mapping[str, Any]) -> str:
-    """The text that `template` writes with `variables`, which are JSON.
+    """The text of `template` rendered with `variables`, which are JSON.
 
     Raises RenderError, also when a limit of time, memory or output is reached.
     """
     try:
-        order = {"template": template, "variables": variables, "seconds": MAX_SECONDS, "characters": MAX_TEXT}
-        line = json.dumps(order, ensure_ascii=False).encode("utf-8", "surrogatepass")
+        request = {"template": template, "variables": variables, "seconds": MAX_S, "characters": MAX_CHARACTERS}
+        line = json.dumps(request, ensure_ascii=False).encode("utf-8", "surrogatepass")
     except (TypeError, ValueError) as error:
-        raise RenderError("failed", f"what it is given is not JSON: {error}") from error
+        raise RenderError("failed", f"its variables are not JSON: {error}") from error
     process = _take()
     try:
         reply = process.request(line)
-    except BaseException:  # an interrupt too: the reply would be read by the next template
+    except BaseException:  # also an interrupt: the next template would read this reply
         process.kill()
         raise
-    if len(_waiting) < KEPT:
-        _waiting.append(process)
+    if len(_idle) < MAX_IDLE:
+        _idle.append(process)
     else:
         process.kill()
     if "error" in reply:
@@ -66,28 +66,28 @@ class _Process:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
-                process_group=0,  # an interrupt from the terminal is for this process only
+                process_group=0,  # Ctrl-C in the terminal interrupts this process only
             )
         except OSError as error:
-            raise RenderError("failed", f"no process can be started for it ({error})") from error
+            raise RenderError("failed", f"its process cannot be started ({error})") from error
 
-    def runs(self) -> bool:
+    def is_running(self) -> bool:
         return self._child.poll() is None
 
     def request(self, line: bytes) -> dict[str, Any]:
-        """The reply to an order. Raises RenderError when the process ends instead."""
+        """The reply to a request. Raises RenderError when the process ends instead."""
         assert self._child.stdin and self._child.stdout
         with suppress(BrokenPipeError):
             self._child.stdin.write(line + b"\n")
             self._child.stdin.flush()
         reply = self._child.stdout.readline()
         if not reply.endswith(b"\n"):
-            raise RenderError("stopped", _death_message(self._child.wait()))
+            raise RenderError("stopped", _exit_message(self._child.wait()))
         found: dict[str, Any] = json.loads(reply.decode("utf-8", "surrogatepass"))
         return found
 
     def kill(self) -> None:
-        """Ends it and waits until it is gone. Twice is harmless."""
+        """Kills the process and waits for its end. Twice is harmless."""
         self._child.kill()
         self._child.wait()
         for pipe in (self._child.stdin, self._child.stdout):
@@ -96,31 +96,31 @@ class _Process:
                     pipe.close()
 
 
-def _death_message(code: int) -> str:
+def _exit_message(code: int) -> str:
     if code == -signal.SIGALRM:
-        return f"it takes more than {MAX_SECONDS:g} s"
+        return f"it takes more than {MAX_S:g} s"
     return f"its process ended with code {code}"
 
 
-_waiting: list[_Process] = []
+_idle: list[_Process] = []
 
 
 def _take() -> _Process:
     while True:
         try:
-            process = _waiting.pop()
+            process = _idle.pop()
         except IndexError:
             return _Process()
-        if process.runs():
+        if process.is_running():
             return process
         process.kill()
 
 
 @atexit.register
 def close() -> None:
-    """Ends the processes that wait for a template; the next template starts one again."""
-    while _waiting:
-        _waiting.pop().kill()
+    """Kills the idle processes; the next template starts a new one."""
+    while _idle:
+        _idle.pop().kill()
 
 
-os.register_at_fork(after_in_child=_waiting.clear)  # a forked process starts its own
+os.register_at_fork(after_in_child=_idle.clear)  # a child process starts its own

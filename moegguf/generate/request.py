@@ -1,7 +1,6 @@
-"""What may be asked of a model, and the pieces of what it answers: plain data that fits in JSON.
+"""A generation request, the deltas of its answer, and the timing: plain data that fits in JSON.
 
-No model, no templates, no text processing here. Everyone who asks (the chat, the server through its workers) fills in
-a `GenerationRequest`; everyone who listens gets `Delta`s and one `Timing`.
+The chat, and the server through its workers, fill in a `GenerationRequest` and receive `Delta`s and one `Timing`.
 """
 
 from __future__ import annotations
@@ -19,9 +18,11 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen; the names and defaults of Ollama's options. temperature 0 takes the likeliest; max_tokens
-    None goes on until the model ends or the context is full; seed None differs each time, and a seed makes the answer
-    the same whatever was asked before (nothing of an earlier request is reused)."""
+    """Sampling options, with Ollama's names and defaults.
+
+    temperature 0 takes the likeliest token. max_tokens None: until the model ends or the context is full. seed None is
+    random; with a seed the answer does not depend on earlier requests (no context is reused).
+    """
 
     temperature: float = 0.8
     top_k: int = 40
@@ -40,14 +41,14 @@ class Sampling:
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One request. Either `messages` (through the model's chat template) or `prompt` (as it is).
+    """One request: either `messages` (through the model's chat template) or `prompt` (verbatim).
 
-    `context`: tokens that come before the prompt, as an earlier answer gave them when asked to `tell_context`.
-    `suffix`: text after the gap that the model fills. `format`: "json", or a JSON schema that the answer follows.
-    `tool_choice`: "auto", "none", "required" or the name of one of `tools` (OpenAI's form: {"type": "function",
-    "function": {...}}). `think`: None leaves it to the template; a level such as "high" where the template knows
-    levels. `truncate`: leave out the oldest messages when all do not fit the context; else that raises ContextError.
-    `n_logprobs`: None for none, 0 to 20 alternatives per token.
+    `context`: tokens before the prompt, from the timing of an earlier answer with `return_context`. `suffix`: text
+    after the gap that the model fills. `format`: "json", or a JSON schema that the answer follows. `tool_choice`:
+    "auto", "none", "required" or the name of one of `tools` (in OpenAI's format: {"type": "function", "function":
+    {...}}). `think`: None leaves it to the template; a level such as "high" where the template has levels. `truncate`:
+    drop the oldest messages when not all fit the context, instead of raising ContextError. `n_logprobs`: None for no
+    logprobs, else 0 to 20 alternatives per token.
     """
 
     messages: tuple[Message, ...] | None = None
@@ -62,13 +63,13 @@ class GenerationRequest:
     template_options: Mapping[str, Any] = field(default_factory=dict)
     truncate: bool = True
     n_logprobs: int | None = None
-    tell_context: bool = False
+    return_context: bool = False
     sampling: Sampling = field(default_factory=Sampling)
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A function the model wants called. `arguments` is what its JSON says."""
+    """A function call by the model. `arguments`: the parsed JSON object."""
 
     id: str
     name: str
@@ -77,7 +78,8 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """A token's text and the natural logarithm of its probability before sampling; `top` are the likeliest others."""
+    """A token's text and the natural logarithm of its probability before sampling; `top`: the likeliest
+    tokens."""
 
     text: str
     logprob: float
@@ -86,7 +88,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class Delta:
-    """A part of an answer as it comes: text, thinking, finished tool calls; often only one of them is not empty."""
+    """A part of an answer: text, thinking, complete tool calls; usually only one of them is not empty."""
 
     text: str = ""
     thinking: str = ""
@@ -96,7 +98,7 @@ class Delta:
 
 @dataclass(frozen=True)
 class PromptProgress:
-    """Tokens of the prompt: all, those that an earlier request left in the context, and those done (with them)."""
+    """Tokens of the prompt: all, those reused from the context, and those done (reused ones included)."""
 
     n_tokens: int
     n_cached: int
@@ -106,10 +108,10 @@ class PromptProgress:
 
 @dataclass
 class Timing:
-    """What an answer took. `prompt_tokens` are those evaluated; `cached_tokens` those of the prompt that the context
-    still held. `stats` is for all of the answer, `answer_stats` for the part after its first token. `cut_messages`
-    were left out so that the rest fits the context. `context`: the tokens of prompt and answer, when asked to
-    `tell_context`."""
+    """Counts and times of an answer. `prompt_tokens`: those evaluated; `cached_tokens`: those of the prompt that were
+    reused from the context. `stats` covers the whole answer, `answer_stats` the part after its first token.
+    `cut_messages`: messages dropped to fit the context. `context`: tokens of prompt and answer, with `return_context`.
+    """
 
     prompt_tokens: int = 0
     cached_tokens: int = 0

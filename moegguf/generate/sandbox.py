@@ -1,12 +1,12 @@
-"""A process that renders chat templates with jinja2, and nothing else: `python -m moegguf.generate.sandbox`.
+"""A process that renders chat templates with jinja2: `python -m moegguf.generate.sandbox`.
 
-A template comes out of a model file, so it may be an attack. jinja2's ImmutableSandboxedEnvironment keeps it away from
-Python's internals; the operating system limits its memory, and a timer ends this process when a template takes too
-long. Configured as transformers configures jinja2, so that prompts are those that models were trained with.
+Templates come from model files and are untrusted. jinja2's ImmutableSandboxedEnvironment blocks access to Python's
+internals, the operating system limits memory, and a timer ends this process when a template takes too long. jinja2 is
+configured as in transformers, so that prompts are those that models were trained with.
 
-Reads one order per line of standard input: {"template", "variables", "seconds", "characters"}, the last two the limits
-of time and output. Writes one line for each: {"text"}, or {"error", "message"} with an error of `ERRORS` and, for
-"syntax", the "line". Ends with its input. Does not know messages or models.
+Reads one request per line of standard input: {"template", "variables", "seconds", "characters"}, the last two the
+limits of time and output. Writes one line for each: {"text"}, or {"error", "message"} with an error of `ERRORS` and,
+for "syntax", the "line". Ends with its input.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 ERRORS = ("refused", "type", "syntax", "stopped", "failed")
-MAX_MEMORY_BYTES = 512 << 20  # beyond what this process takes before its first template
-KEPT = 32  # compiled templates
+MAX_MEMORY_BYTES = 512 << 20  # beyond the use before the first template
+MAX_COMPILED = 32  # cached templates
 
 
 class RefusedError(Exception):
-    """raise_exception of a template: the model's own rule about conversations."""
+    """raise_exception() of a template, for a conversation that the model does not support."""
 
 
 class OutputError(Exception):
-    """A template writes more than it may."""
+    """A template writes more than the limit."""
 
 
 class GenerationTag(Extension):
-    """`{% generation %}` marks what a model is trained on; a prompt ignores it."""
+    """`{% generation %}` marks what a model is trained on; rendering ignores the tag."""
 
-    tags = {"generation"}  # noqa: RUF012 (jinja2's form)
+    tags = {"generation"}  # noqa: RUF012 (jinja2's type)
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
-        """The statements inside of it."""
+        """The statements inside the tag."""
         parser.stream.skip(1)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
@@ -63,7 +63,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """Whether a template may read it."""
+        """Whether a template may read the attribute."""
         return (isinstance(obj, list) and attr in ("append", "pop")) or super().is_safe_attribute(obj, attr, value)
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> Any:
@@ -78,7 +78,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """As in transformers: without escapes for HTML, keys in their order. Takes undefined values and iterators too."""
+    """As in transformers: without HTML escapes, keys in order. Accepts undefined values and iterators too."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys, default=_plain
     )
@@ -96,7 +96,7 @@ def _strftime_now(form: str) -> str:
     return datetime.now().strftime(form)
 
 
-@functools.lru_cache(KEPT)
+@functools.lru_cache(MAX_COMPILED)
 def _compile(template: str) -> jinja2.Template:
     return _sandbox().from_string(template)
 
@@ -106,8 +106,8 @@ def _sandbox() -> Sandbox:
     return Sandbox()
 
 
-def answer(template: str, variables: dict[str, Any], characters: int) -> dict[str, Any]:
-    """The line that is written for an order. `characters`: what the output may have."""
+def reply_to(template: str, variables: dict[str, Any], characters: int) -> dict[str, Any]:
+    """The reply to one request. `characters`: the limit of the output."""
     try:
         return {"text": "".join(_bounded(_compile(template).generate(variables), characters))}
     except RefusedError as error:
@@ -120,7 +120,7 @@ def answer(template: str, variables: dict[str, Any], characters: int) -> dict[st
         return _failure("stopped", error)
     except MemoryError:
         return _failure("stopped", f"it takes more than {MAX_MEMORY_BYTES >> 20} MiB of memory")
-    except Exception as error:  # whatever a template makes Python raise
+    except Exception as error:  # a template can cause any exception
         return _failure("failed", error)
 
 
@@ -132,30 +132,29 @@ def _bounded(parts: Iterable[str], characters: int) -> Iterable[str]:
     for part in parts:
         characters -= len(part)
         if characters < 0:
-            raise OutputError("it writes more than a prompt may have")
+            raise OutputError("it writes more than the limit of a prompt")
         yield part
 
 
 def _limit_memory() -> None:
-    """Where there is no /proc, only time and output are limited."""
+    """Limits memory; without /proc only time and output are limited."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with suppress(OSError, ValueError):
-        taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (taken + MAX_MEMORY_BYTES, taken + MAX_MEMORY_BYTES))
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + MAX_MEMORY_BYTES, used + MAX_MEMORY_BYTES))
 
 
 def main() -> None:
-    """Answers orders until the input ends. SIGALRM, which has no handler here, ends the process at its time limit."""
+    """Serves requests until the input ends. SIGALRM, which has no handler here, ends the process at the time limit."""
     _sandbox()
     _limit_memory()
-    for line in sys.stdin.buffer:
-        order = json.loads(line.decode("utf-8", "surrogatepass"))
-        signal.setitimer(signal.ITIMER_REAL, order["seconds"])
-        reply = json.dumps(
-            answer(order["template"], order["variables"], order["characters"]), ensure_ascii=False
-        ).encode("utf-8", "surrogatepass")
+    for request_line in sys.stdin.buffer:
+        request = json.loads(request_line.decode("utf-8", "surrogatepass"))
+        signal.setitimer(signal.ITIMER_REAL, request["seconds"])
+        reply = reply_to(request["template"], request["variables"], request["characters"])
+        line = json.dumps(reply, ensure_ascii=False).encode("utf-8", "surrogatepass")
         signal.setitimer(signal.ITIMER_REAL, 0)
-        sys.stdout.buffer.write(reply + b"\n")
+        sys.stdout.buffer.write(line + b"\n")
         sys.stdout.buffer.flush()
 
 

@@ -1,7 +1,7 @@
-"""A conversation becomes a prompt through the model's chat template, which may be an attack.
+"""Renders a conversation to a prompt with the model's chat template, which is untrusted.
 
-Templates are rendered in another process (renderer.py). What they are given has the names that transformers gives them.
-Does not know models or tokens.
+Templates are rendered in another process (renderer.py), with the variables that transformers defines. Does not know
+models or tokens.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from moegguf.gguf.chat_template import capabilities_of as capabilities
 __all__ = ["capabilities", "render"]
 
 MAX_TEMPLATE_BYTES = 128 << 10
-MAX_DEPTH = 64  # of lists in objects in lists in what is given
+MAX_DEPTH = 64  # nesting of lists and objects in the variables
 
 
 def render(
@@ -37,16 +37,16 @@ def render(
     """The prompt. `tools` in OpenAI's form. `think` True, False or a level becomes the variables that templates know
     for it; None leaves it to the template. `options`: further variables. `bos`, `eos`: texts of those tokens.
 
-    Raises TemplateError when the template is too long, cannot be read, refuses the conversation, fails, or computes,
-    writes or waits more than a template may.
+    Raises TemplateError when the template is too long or invalid, rejects the conversation, fails, or exceeds the
+    limits of time, memory or output.
     """
-    given = [_message(_plain(message)) for message in messages]
+    prepared = [_message(_plain(message)) for message in messages]
     if "length 9" in template:
-        _short_ids(given)
+        _short_ids(prepared)
     variables = {
         **_plain(options or {}),
         **_thinking(think),
-        "messages": given,
+        "messages": prepared,
         "tools": [_plain(tool) for tool in tools] or None,
         "bos_token": bos,
         "eos_token": eos,
@@ -58,23 +58,23 @@ def render(
     try:
         return render_text(template, variables)
     except RenderError as error:
-        if error.kind == "type":  # some want an empty list for no tools, and the arguments of calls as text to join
-            changed = {**variables, "messages": _text_arguments(given), "tools": variables["tools"] or []}
-        elif error.kind == "refused" and "system" in str(error).lower() and _begins_with_system(given):
-            changed = {**variables, "messages": _without_system(given)}
+        if error.kind == "type":  # some templates need an empty list for no tools, and calls' arguments as text
+            changed = {**variables, "messages": _text_arguments(prepared), "tools": variables["tools"] or []}
+        elif error.kind == "refused" and "system" in str(error).lower() and _begins_with_system(prepared):
+            changed = {**variables, "messages": _without_system(prepared)}
         else:
-            raise _typed(error) from error
+            raise _template_error(error) from error
     try:
         return render_text(template, changed)
     except RenderError as error:
-        raise _typed(error) from error
+        raise _template_error(error) from error
 
 
-def _typed(error: RenderError) -> TemplateError:
+def _template_error(error: RenderError) -> TemplateError:
     reason = str(error).rstrip(".")
     return TemplateError(
         {
-            "refused": f"the chat template does not take this conversation: {error}",
+            "refused": f"the chat template rejects this conversation: {error}",
             "syntax": f"the chat template cannot be read (line {error.line}): {error}",
             "stopped": f"the chat template was stopped: {reason}; the model needs another one.",
         }.get(error.kind, f"the chat template fails: {reason}.")
@@ -86,22 +86,22 @@ def _begins_with_system(messages: Sequence[Message]) -> bool:
 
 
 def _message(message: Message) -> Message:
-    """With the fields that templates look at; in templates an absent field is not the same as an empty one."""
-    given = {name: value for name, value in message.items() if value is not None and name not in ("images", "index")}
-    given.setdefault("content", "")
-    if thinking := given.get("thinking"):
-        given["reasoning_content"] = thinking
-    if calls := given.pop("tool_calls", None):
-        given["tool_calls"] = [_call(call) for call in calls]
-    if "tool_name" in given:
-        given.setdefault("name", given["tool_name"])
-    return given
+    """With the fields that templates use; templates distinguish absent fields from empty ones."""
+    prepared = {name: value for name, value in message.items() if value is not None and name not in ("images", "index")}
+    prepared.setdefault("content", "")
+    if thinking := prepared.get("thinking"):
+        prepared["reasoning_content"] = thinking
+    if calls := prepared.pop("tool_calls", None):
+        prepared["tool_calls"] = [_call(call) for call in calls]
+    if "tool_name" in prepared:
+        prepared.setdefault("name", prepared["tool_name"])
+    return prepared
 
 
 def _call(call: Mapping[str, Any]) -> dict[str, Any]:
     function = dict(call.get("function") or {})
     if isinstance(function.get("arguments"), str):
-        with contextlib.suppress(ValueError):  # then it is what the model wrote, and the template shows it so
+        with contextlib.suppress(ValueError):  # invalid JSON of a model stays text
             function["arguments"] = json.loads(function["arguments"])
     return {"id": call.get("id", ""), "type": "function", "function": function}
 
@@ -122,7 +122,7 @@ def _json_text(value: Any) -> str:
 
 
 def _short_ids(messages: Sequence[Message]) -> None:
-    """Mistral's templates take only ids of nine letters and digits."""
+    """Mistral's templates accept only ids of nine letters and digits."""
     for message in messages:
         for call in message.get("tool_calls", ()):
             call["id"] = _short_id(call["id"])
@@ -135,7 +135,7 @@ def _short_id(text: str) -> str:
 
 
 def _without_system(messages: Sequence[Message]) -> list[Message]:
-    """For models that know no such role: the first user's message begins with it."""
+    """For models without a system role: its text begins the first user message."""
     system, *rest = messages
     for at, message in enumerate(rest):
         if message.get("role") == "user":
@@ -153,7 +153,7 @@ def _thinking(think: bool | str | None) -> dict[str, Any]:
 
 
 def _plain(value: Any, depth: int = 0) -> Any:
-    """As JSON; what JSON does not know becomes text."""
+    """As JSON; values of other types become text."""
     if isinstance(value, str | int | float | None):
         return value
     if depth > MAX_DEPTH:

@@ -1,34 +1,42 @@
-"""Reading what stands in a model's tool calls. A parser gets a whole block with its marks; None: it is no call."""
+"""How models write tool calls: the marks around them, and parsers of what stands between.
+
+The formats of a model follow from its template's text. A parser takes the whole block with its marks and returns the
+calls, or None when the block is no call.
+"""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
+
+from moegguf.generate.request import ToolCall
 
 Call = tuple[str, dict[str, Any]]
 """Name and arguments."""
 
 Types = Mapping[tuple[str, str], str]
-"""(tool, parameter) to the JSON type its schema names."""
+"""(tool, parameter) to the JSON type in its schema, for formats that write every value as text."""
 
 
-def _refuse(constant: str) -> None:
+def _reject_constant(constant: str) -> None:
     raise ValueError(f"{constant} is no JSON")
 
 
-_DECODER = json.JSONDecoder(strict=False, parse_constant=_refuse)
+_DECODER = json.JSONDecoder(strict=False, parse_constant=_reject_constant)
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 
 
-def within_string(text: str) -> bool:
-    """The text begins JSON and ends in the middle of one of its strings."""
+def ends_within_string(text: str) -> bool:
+    """Whether the text begins JSON and ends within one of its strings."""
     return text.lstrip().startswith(("{", "[")) and '"' in _STRING.sub("", text)
 
 
 def call_of(value: Any) -> Call | None:
-    """A call as most models write it in JSON."""
+    """A call in one of the usual JSON objects: {"name", "arguments"} or {"function": {...}}, or variants of them."""
     if not isinstance(value, dict):
         return None
     if isinstance(value.get("function"), dict):
@@ -43,7 +51,7 @@ def call_of(value: Any) -> Call | None:
 
 
 def json_calls(text: str) -> list[Call] | None:
-    """One or more objects, or lists of them, with nothing but blanks, commas and semicolons between."""
+    """Calls in one or more objects, or lists of them, separated by blanks, commas and semicolons only."""
     at, calls = 0, list[Call]()
     while at < len(text):
         if text[at] in " \t\r\n;,":
@@ -62,22 +70,22 @@ def json_calls(text: str) -> list[Call] | None:
 
 
 def json_value(text: str) -> Any:
-    """What the JSON says, None when it is none."""
+    """The value of a JSON text, None when it is not JSON."""
     try:
         return _DECODER.decode(text)
     except (ValueError, RecursionError):
         return None
 
 
-def _typed(text: str, kind: str | None) -> Any:
-    """A value that a format writes as text. Without a type, what reads as JSON is JSON, but for texts."""
+def _parameter_value(text: str, kind: str | None) -> Any:
+    """A parameter's value from its text. Without a type, text that is valid JSON is read as JSON."""
     if kind == "string":
         return text
     value = json_value(text.strip())
     return text if value is None and text.strip() != "null" else value
 
 
-def _inside(text: str, open: str, close: str) -> str:
+def _between(text: str, open: str, close: str) -> str:
     return text.removeprefix(open).removesuffix(close)
 
 
@@ -88,20 +96,22 @@ _PARAMETER = re.compile(r"<parameter=([^>\n]+)>(.*?)(?:</parameter>|(?=<paramete
 _ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)(?:</arg_value>|\Z)", re.DOTALL)
 
 
-def tagged(text: str, types: Types) -> list[Call] | None:
-    body = _inside(text, "<tool_call>", "</tool_call>").strip()
+def parse_tool_call(text: str, types: Types) -> list[Call] | None:
+    """The calls in one <tool_call> block."""
+    body = _between(text, "<tool_call>", "</tool_call>").strip()
     if body.startswith(("{", "[")):
         return json_calls(body)
     if "<function=" in body:
-        return functions(body, types)
+        return parse_functions(body, types)
     name = re.split(r"\s|<arg_key>", body, maxsplit=1)[0]
     if not name or "<" in name or (body != name and "<arg_key>" not in body):
         return None
     pairs = ((key.strip(), value) for key, value in _ARGUMENT.findall(body))
-    return [(name, {key: _typed(value, types.get((name, key))) for key, value in pairs})]
+    return [(name, {key: _parameter_value(value, types.get((name, key))) for key, value in pairs})]
 
 
-def functions(text: str, types: Types) -> list[Call] | None:
+def parse_functions(text: str, types: Types) -> list[Call] | None:
+    """The calls in <function=...> blocks."""
     calls = []
     for name, body in _FUNCTION.findall(text):
         name = name.strip()
@@ -110,13 +120,13 @@ def functions(text: str, types: Types) -> list[Call] | None:
             if not isinstance(arguments, dict):
                 return None
         else:
-            pairs = ((key.strip(), _one_line_off(value)) for key, value in _PARAMETER.findall(body))
-            arguments = {key: _typed(value, types.get((name, key))) for key, value in pairs}
+            pairs = ((key.strip(), _without_outer_newlines(value)) for key, value in _PARAMETER.findall(body))
+            arguments = {key: _parameter_value(value, types.get((name, key))) for key, value in pairs}
         calls.append((name, arguments))
     return calls or None
 
 
-def _one_line_off(value: str) -> str:
+def _without_outer_newlines(value: str) -> str:
     return value.removeprefix("\n").removesuffix("\n")
 
 
@@ -128,7 +138,8 @@ _NAMED = re.compile(
 )
 
 
-def invoked(text: str, types: Types) -> list[Call] | None:
+def parse_invokes(text: str, types: Types) -> list[Call] | None:
+    """The calls in a block of <invoke> elements, or of JSON."""
     body = text.partition(">")[2].rpartition("</")[0]
     if body.lstrip().startswith("{"):
         return json_calls(body)
@@ -137,7 +148,7 @@ def invoked(text: str, types: Types) -> list[Call] | None:
         arguments = {}
         for key, is_text, value in _NAMED.findall(body):
             kind = "string" if is_text == "true" else types.get((name, key))
-            arguments[key] = _typed(value, kind)
+            arguments[key] = _parameter_value(value, kind)
         calls.append((name, arguments))
     return calls or None
 
@@ -147,7 +158,8 @@ def invoked(text: str, types: Types) -> list[Call] | None:
 _MISTRAL = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\][\w-]+)?(?:\[ARGS\])?\s*(?=\{)")
 
 
-def mistral(text: str, types: Types) -> list[Call] | None:
+def parse_mistral(text: str, types: Types) -> list[Call] | None:
+    """The calls after [TOOL_CALLS] marks."""
     calls: list[Call] = []
     for body in text.split("[TOOL_CALLS]")[1:]:
         body = body.strip()
@@ -165,7 +177,7 @@ def mistral(text: str, types: Types) -> list[Call] | None:
     return calls or None
 
 
-# Marks that are tokens of their own: DeepSeek, Kimi
+# Marks that are control tokens: DeepSeek, Kimi
 
 DEEPSEEK = re.compile(
     r"<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?\s*([^\n<]+?)\s*(?:<｜tool▁sep｜>|\n)\s*(?:```json\s*)?"
@@ -179,7 +191,9 @@ KIMI = re.compile(
 )
 
 
-def matched(pattern: re.Pattern[str], close: str) -> Callable[[str, Types], list[Call] | None]:
+def pattern_parser(pattern: re.Pattern[str], close: str) -> Callable[[str, Types], list[Call] | None]:
+    """A parser for the groups (name, arguments in JSON) of `pattern`."""
+
     def parse(text: str, types: Types) -> list[Call] | None:
         found = [(name, json_value(arguments)) for name, arguments in pattern.findall(text.removesuffix(close))]
         if not found or not all(isinstance(arguments, dict) for _, arguments in found):
@@ -189,6 +203,135 @@ def matched(pattern: re.Pattern[str], close: str) -> Callable[[str, Types], list
     return parse
 
 
-def listed(open: str, close: str) -> Callable[[str, Types], list[Call] | None]:
-    """JSON between marks."""
-    return lambda text, types: json_calls(_inside(text, open, close))
+def json_parser(open: str, close: str) -> Callable[[str, Types], list[Call] | None]:
+    """A parser for JSON between marks."""
+    return lambda text, types: json_calls(_between(text, open, close))
+
+
+# Formats
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """`sign`: text that a template of this format contains. A call begins with `open` and ends with `close`. Without
+    `open` the answer is only the call; without `close` the call extends to the end of the answer. `forms`: (sign, a
+    forced call with NAME and ARGUMENTS); the first whose sign the template contains applies."""
+
+    name: str
+    sign: str
+    open: str
+    close: str
+    parse: Callable[[str, Types], list[Call] | None]
+    forms: tuple[tuple[str, str], ...]
+
+    def call_parts(self, template: str) -> tuple[str, str, str]:
+        """The text before a forced call's name, between name and arguments, and after them."""
+        form = next(form for sign, form in self.forms if sign in template)
+        before, _, rest = form.partition("NAME")
+        between, _, after = rest.partition("ARGUMENTS")
+        return before, between, after
+
+
+def types_of(tools: Sequence[Mapping[str, Any]]) -> Types:
+    """The JSON types that the tools' schemas declare."""
+    types = {}
+    for tool in tools:
+        function = tool.get("function", tool)
+        parameters = function.get("parameters") or {}
+        properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
+        for name, schema in properties.items() if isinstance(properties, Mapping) else ():
+            if isinstance(schema, Mapping) and isinstance(schema.get("type"), str):
+                types[str(function.get("name")), str(name)] = schema["type"]
+    return types
+
+
+def formats_of(template: str) -> tuple[ToolFormat, ...]:
+    """The formats that a model with this template may use, at least one."""
+    found = tuple(form for form in FORMATS if form.sign in template)
+    return found or (JSON_ONLY,)
+
+
+def tool_call(name: str, arguments: Mapping[str, Any]) -> ToolCall:
+    """A call with a new id."""
+    return ToolCall(f"call_{uuid.uuid4().hex[:8]}", name, arguments)
+
+
+_JSON = '{"name": "NAME", "arguments": ARGUMENTS}'
+_JSON_PARAMETERS = '{"name": "NAME", "parameters": ARGUMENTS}'
+
+JSON_ONLY = ToolFormat(
+    "json", '"parameters"', "", "", lambda text, types: json_calls(text),
+    (('"parameters"', _JSON_PARAMETERS), ("", _JSON)),
+)  # fmt: skip
+
+FORMATS = (
+    ToolFormat(
+        "tool_call", "<tool_call>", "<tool_call>", "</tool_call>", parse_tool_call,
+        (("", f"<tool_call>\n{_JSON}\n</tool_call>"),),
+    ),
+    ToolFormat(
+        "function", "<function=", "<function=", "</function>", parse_functions,
+        (("", "<function=NAME>ARGUMENTS</function>"),),
+    ),
+    ToolFormat(
+        "minimax", "<minimax:tool_call>", "<minimax:tool_call>", "</minimax:tool_call>", parse_invokes,
+        (("", f"<minimax:tool_call>{_JSON}</minimax:tool_call>"),),
+    ),
+    ToolFormat(
+        "dsml", "｜DSML｜", "<｜DSML｜function_calls>", "</｜DSML｜function_calls>", parse_invokes,
+        (("", f"<｜DSML｜function_calls>{_JSON}</｜DSML｜function_calls>"),),
+    ),
+    ToolFormat(
+        "mistral", "[TOOL_CALLS]", "[TOOL_CALLS]", "", parse_mistral,
+        (("[ARGS]", "[TOOL_CALLS]NAME[ARGS]ARGUMENTS"), ("", f"[TOOL_CALLS][{_JSON}]")),
+    ),
+    ToolFormat(
+        "deepseek", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>",
+        pattern_parser(DEEPSEEK, "<｜tool▁calls▁end｜>"),
+        (
+            (
+                "```json",
+                "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\nARGUMENTS\n```"
+                "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+            ),
+            (
+                "",
+                "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>NAME<｜tool▁sep｜>ARGUMENTS<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+            ),
+        ),
+    ),
+    ToolFormat(
+        "kimi", "<|tool_calls_section_begin|>", "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>",
+        pattern_parser(KIMI, "<|tool_calls_section_end|>"),
+        (
+            (
+                "",
+                "<|tool_calls_section_begin|><|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>ARGUMENTS"
+                "<|tool_call_end|><|tool_calls_section_end|>",
+            ),
+        ),
+    ),
+    ToolFormat(
+        "command", "<|START_ACTION|>", "<|START_ACTION|>", "<|END_ACTION|>",
+        json_parser("<|START_ACTION|>", "<|END_ACTION|>"),
+        (
+            (
+                "",
+                '<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "NAME", "parameters": ARGUMENTS}]<|END_ACTION|>',
+            ),
+        ),
+    ),
+    ToolFormat(
+        "nemotron", "<TOOLCALL>", "<TOOLCALL>", "</TOOLCALL>", json_parser("<TOOLCALL>", "</TOOLCALL>"),
+        (("", f"<TOOLCALL>[{_JSON}]</TOOLCALL>"),),
+    ),
+    ToolFormat(
+        "granite", "<|tool_call|>", "<|tool_call|>", "", json_parser("<|tool_call|>", ""),
+        (("", f"<|tool_call|>[{_JSON}]"),),
+    ),
+    ToolFormat(
+        "llama", "<|python_tag|>", "<|python_tag|>", "", json_parser("<|python_tag|>", ""),
+        (('"parameters"', _JSON_PARAMETERS), ("", f"<|python_tag|>{_JSON_PARAMETERS}")),
+    ),
+    JSON_ONLY,
+)  # fmt: skip

@@ -1,4 +1,4 @@
-"""From tokens to pieces: code points whole, stop strings out, thinking and tool calls apart."""
+"""From tokens to deltas: complete code points, no stop strings, thinking and tool calls separated."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 
 class StopStrings:
-    """Lets text through up to the first stop string; `found` afterwards. Empty stop strings are ignored."""
+    """Passes text up to the first stop string, then sets `found`. Empty stop strings are ignored."""
 
     def __init__(self, stops: Iterable[str]) -> None:
-        wanted = sorted({stop for stop in stops if stop}, key=len, reverse=True)
+        strings = sorted({stop for stop in stops if stop}, key=len, reverse=True)
         self.found = False
-        self._pattern = re.compile("|".join(map(re.escape, wanted))) if wanted else None
-        self._beginnings = {stop[:n] for stop in wanted for n in range(1, len(stop))}
-        self._longest = max((len(stop) for stop in wanted), default=0) - 1
+        self._pattern = re.compile("|".join(map(re.escape, strings))) if strings else None
+        self._beginnings = {stop[:n] for stop in strings for n in range(1, len(stop))}
+        self._longest = max((len(stop) for stop in strings), default=0) - 1
         self._held = ""
 
     def __bool__(self) -> bool:
@@ -34,11 +34,11 @@ class StopStrings:
 
     @property
     def n_held(self) -> int:
-        """Characters that were fed and may be the beginning of a stop string."""
+        """Characters held back because they may begin a stop string."""
         return len(self._held)
 
     def feed(self, text: str) -> str:
-        """What is surely no part of a stop string, of what was held and `text`; nothing once one was found."""
+        """The held characters and `text`, up to what may begin a stop string; "" once one was found."""
         if self._pattern is None:
             return text
         if self.found:
@@ -53,7 +53,7 @@ class StopStrings:
         return text[: len(text) - n]
 
     def end(self) -> str:
-        """What was held, once no more text comes."""
+        """The held characters, at the end of the text."""
         text, self._held = self._held, ""
         return text
 
@@ -62,26 +62,26 @@ _new_decoder = codecs.getincrementaldecoder("utf-8")
 
 
 def new_transcript(request: GenerationRequest, prompt: Prompt, vocabulary: Vocabulary) -> Transcript:
-    """For an answer to `ask`. Text that did not come from a chat template is not taken apart."""
+    """The transcript of an answer to `request`. Only answers to a chat template's prompt are parsed."""
     tools = () if request.tool_choice == "none" else request.tools
     template = prompt.template
     if template is None or not (tools or "thinking" in capabilities(template)):
         return Transcript(vocabulary, request.sampling.stop)
-    splitter = AnswerParser(template, tools=tools, prompt_end=prompt.end)
-    return Transcript(vocabulary, request.sampling.stop, splitter, special=needs_special_tokens(template))
+    parser = AnswerParser(template, tools=tools, prompt_end=prompt.end)
+    return Transcript(vocabulary, request.sampling.stop, parser, special=needs_special_tokens(template))
 
 
 class Transcript:
-    """The text of one answer, token by token; `stopped` once a stop string was found, which is no part of it.
+    """The text of one answer, token by token, up to a stop string.
 
-    `special`: control tokens are text, which `splitter` needs where thinking or calls are marked with them.
+    `special`: include the text of control tokens, which `parser` needs where they mark thinking or calls.
     """
 
     def __init__(
         self,
         vocabulary: Vocabulary,
         stops: Iterable[str] = (),
-        splitter: AnswerParser | None = None,
+        parser: AnswerParser | None = None,
         *,
         special: bool = False,
     ) -> None:
@@ -89,51 +89,52 @@ class Transcript:
         self._special = special
         self._decode = _new_decoder("replace").decode
         self._stops = StopStrings(stops)
-        self._splitter = splitter
-        self._logprobs: deque[tuple[int, TokenLogprob]] = deque()  # with the place in the text where its token begins
-        self._n_fed = self._n_told = 0  # characters, counted where there are chances
+        self._parser = parser
+        self._logprobs: deque[tuple[int, TokenLogprob]] = deque()  # with the character at which the token begins
+        self._n_fed = self._n_passed = 0  # characters, counted with logprobs only
 
     @property
     def stopped(self) -> bool:
+        """Whether a stop string was found."""
         return self._stops.found
 
     def feed(self, token: int, logprob: TokenLogprob | None = None) -> Delta | None:
-        """What is there to tell after this token; None when nothing is."""
+        """The delta after this token; None when it is empty."""
         text = self._decode(self._piece(token, special=self._special))
         if logprob is not None:
             self._logprobs.append((self._n_fed, logprob))
             self._n_fed += len(text)
         if text and self._stops:
             text = self._stops.feed(text)
-        return self._told(text)
+        return self._delta(text)
 
     def end(self) -> Delta | None:
-        """What was held back, once no more tokens come."""
+        """What was held back, at the end of the answer; None when that is nothing."""
         rest = "" if self.stopped else self._decode(b"", True)
-        delta = self._told(self._stops.feed(rest) + self._stops.end())
-        if self._splitter is None:
+        delta = self._delta(self._stops.feed(rest) + self._stops.end())
+        if self._parser is None:
             return delta
-        last = self._splitter.end()
+        last = self._parser.end()
         if delta is None:
             return last if last != Delta() else None
         return Delta(
             delta.text + last.text, delta.thinking + last.thinking, delta.tool_calls + last.tool_calls, delta.logprobs
         )
 
-    def _told(self, text: str) -> Delta | None:
+    def _delta(self, text: str) -> Delta | None:
         logprobs = self._released(len(text)) if self._logprobs else ()
-        if self._splitter is None:
+        if self._parser is None:
             return Delta(text, logprobs=logprobs) if text or logprobs else None
-        delta = self._splitter.feed(text) if text else Delta()
+        delta = self._parser.feed(text) if text else Delta()
         if logprobs:
             return replace(delta, logprobs=logprobs)
         return delta if delta.text or delta.thinking or delta.tool_calls else None
 
     def _released(self, n_more: int) -> tuple[TokenLogprob, ...]:
-        """The chances of tokens that are told with the next `n_more` characters: not those of a stop string."""
-        self._n_told += n_more
-        all_told = not self.stopped and not self._stops.n_held
+        """Logprobs of the tokens that begin within the next `n_more` characters: not those of a stop string."""
+        self._n_passed += n_more
+        all_passed = not self.stopped and not self._stops.n_held
         released = []
-        while self._logprobs and (all_told or self._logprobs[0][0] < self._n_told):
+        while self._logprobs and (all_passed or self._logprobs[0][0] < self._n_passed):
             released.append(self._logprobs.popleft()[1])
         return tuple(released)

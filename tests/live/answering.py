@@ -1,4 +1,4 @@
-"""Asking a model in process, the short way: texts, timings, and the model that ships with the package."""
+"""Short ways to get answers in process: texts, timings, and the model that ships with the package."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ TinyModel = Callable[..., Path]
 
 
 def ask(*messages: str, **options: Any) -> GenerationRequest:
-    """A request at temperature 0. `messages` are a user's and an assistant's in turn; options of Ask and Sampling."""
+    """A request at temperature 0: user and assistant messages in turn, options of GenerationRequest and Sampling."""
     sampling = {name: options.pop(name) for name in list(options) if name in SAMPLING}
     turns = tuple({"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(messages))
-    options.setdefault("tell_context", not messages)
+    options.setdefault("return_context", not messages)
     return GenerationRequest(messages=turns or None, sampling=Sampling(**{"temperature": 0.0, **sampling}), **options)
 
 
 def text_of(deltas: list[Delta]) -> str:
-    return "".join(piece.text for piece in deltas)
+    return "".join(delta.text for delta in deltas)
 
 
 def reply(llm: Llama, *messages: str, **options: Any) -> tuple[str, Timing]:
@@ -38,4 +38,4 @@ def reply(llm: Llama, *messages: str, **options: Any) -> tuple[str, Timing]:
 
 def ends_of(llm: Llama) -> list[int]:
     """The tokens that end an answer."""
-    return [token for token in range(llm.n_vocab()) if llm.vocabulary.ends(token)]
+    return [token for token in range(llm.n_vocab()) if llm.vocabulary.is_end(token)]

@@ -1,4 +1,4 @@
-"""Answers as they are written: the text, what they took, what is reused, and how they are stopped."""
+"""Answers while they are generated: text, timing, reuse of the context, and cancelling."""
 
 from __future__ import annotations
 
@@ -73,26 +73,26 @@ def test_a_seed_gives_the_same_answer_whatever_came_before(demo: Llama) -> None:
 
 
 def test_a_long_prompt_reports_each_batch(demo: Llama) -> None:
-    told: list[PromptProgress] = []
+    reports: list[PromptProgress] = []
     answer = Answer(demo, ask("word " * 150, max_tokens=2))
-    list(answer.deltas(told.append))
+    list(answer.deltas(reports.append))
     n_tokens = answer.timing.prompt_tokens
-    assert {report.n_tokens for report in told} == {n_tokens}
-    assert [report.n_done for report in told] == [*range(0, n_tokens, 64), n_tokens]
-    assert [report.seconds for report in told] == sorted(report.seconds for report in told)
+    assert {report.n_tokens for report in reports} == {n_tokens}
+    assert [report.n_done for report in reports] == [*range(0, n_tokens, 64), n_tokens]
+    assert [report.seconds for report in reports] == sorted(report.seconds for report in reports)
 
 
 def test_cancelling_in_a_prompt_stops_after_a_batch(demo: Llama) -> None:
     answer = Answer(demo, ask("word " * 150))
-    told: list[PromptProgress] = []
+    reports: list[PromptProgress] = []
 
     def cancel(report: PromptProgress) -> None:
-        told.append(report)
+        reports.append(report)
         if report.n_done >= 64:
             answer.cancel()
 
     assert list(answer.deltas(cancel)) == []
-    assert told[-1].n_done == 64
+    assert reports[-1].n_done == 64
     assert (answer.timing.finish, answer.timing.answer_tokens) == ("cancelled", 0)
     assert answer.timing.total_s > 0
     assert reply(demo, QUESTION)[1].finish == "stop"
@@ -100,8 +100,8 @@ def test_cancelling_in_a_prompt_stops_after_a_batch(demo: Llama) -> None:
 
 def test_cancelling_stops_within_one_token(demo: Llama) -> None:
     answer, deltas = Answer(demo, ask(QUESTION)), list[Delta]()
-    for piece in answer.deltas():
-        deltas.append(piece)
+    for delta in answer.deltas():
+        deltas.append(delta)
         if len(deltas) == 5:
             answer.cancel()
     assert len(deltas) == 5
@@ -110,7 +110,7 @@ def test_cancelling_stops_within_one_token(demo: Llama) -> None:
     assert reply(demo, QUESTION)[0].startswith(text_of(deltas))
 
 
-def test_leaving_the_loop_ends_the_answer_and_frees_the_model(demo: Llama) -> None:
+def test_closing_the_generator_ends_the_answer_and_frees_the_model(demo: Llama) -> None:
     answer = Answer(demo, ask(QUESTION))
     deltas = answer.deltas()
     next(deltas)
@@ -120,7 +120,7 @@ def test_leaving_the_loop_ends_the_answer_and_frees_the_model(demo: Llama) -> No
     assert reply(demo, QUESTION)[1].finish == "stop"
 
 
-def test_an_answer_cancelled_before_or_after_it_ran_disturbs_nobody(demo: Llama) -> None:
+def test_cancelling_an_answer_before_or_after_it_ran_affects_no_other(demo: Llama) -> None:
     early = Answer(demo, ask(QUESTION))
     early.cancel()
     assert list(early.deltas()) == []
@@ -159,7 +159,7 @@ def test_cancelling_ends_a_pass_that_waits_for_a_slow_disk(tiny: TinyModel, load
     assert reply(llm, "hello", max_tokens=3)[1].answer_tokens == 3
 
 
-def test_a_background_answer_is_the_same_and_stops_when_it_is_left(demo: Llama) -> None:
+def test_a_background_answer_is_the_same_and_stops_when_its_loop_ends_early(demo: Llama) -> None:
     whole = text_of(list(BackgroundAnswer(Answer(demo, ask(QUESTION)))))
     assert whole == reply(demo, QUESTION)[0]
     left = BackgroundAnswer(Answer(demo, ask(QUESTION)))
@@ -169,10 +169,10 @@ def test_a_background_answer_is_the_same_and_stops_when_it_is_left(demo: Llama) 
     assert left.timing.total_s > 0
 
 
-def test_a_fault_in_the_middle_is_raised_where_the_pieces_are_read(tiny: TinyModel, load: Load) -> None:
+def test_a_fault_in_the_middle_is_raised_where_the_deltas_are_read(tiny: TinyModel, load: Load) -> None:
     llm = load(tiny("tiny-mix"), expert_cache="25%")
 
-    def pieces_until_the_disk_fails(deltas: Iterator[Delta]) -> None:
+    def deltas_until_the_disk_fails(deltas: Iterator[Delta]) -> None:
         next(deltas)
         library.arm_fault("read", 1, errno=5, sticky=True)
         list(deltas)
@@ -180,13 +180,13 @@ def test_a_fault_in_the_middle_is_raised_where_the_pieces_are_read(tiny: TinyMod
     for kind in (lambda answer: answer.deltas(), lambda answer: iter(BackgroundAnswer(answer))):
         answer = Answer(llm, ask("hello there", temperature=1.0, min_p=0.0))
         with pytest.raises(ExpertIOError):
-            pieces_until_the_disk_fails(kind(answer))
+            deltas_until_the_disk_fails(kind(answer))
         library.arm_fault("read", 0)
         assert answer.timing.total_s > 0
         assert reply(llm, "hello", max_tokens=3)[1].answer_tokens == 3
 
 
-def test_a_prompt_that_does_not_fit_says_how_long_it_is(demo: Llama) -> None:
+def test_the_error_of_a_prompt_that_does_not_fit_states_its_length(demo: Llama) -> None:
     with pytest.raises(ContextError, match=r"Requested tokens \(\d+\) exceed context window of 512; "):
         Answer(demo, ask("word " * 600))
     with pytest.raises(ContextError, match=r"Requested tokens \(\d+\) exceed context window of 512; "):
@@ -227,7 +227,7 @@ def test_nothing_asked_is_refused(demo: Llama, nothing: GenerationRequest) -> No
         Answer(demo, nothing)
 
 
-def test_a_closed_model_is_said_to_be_closed(load: Load) -> None:
+def test_a_closed_model_is_a_typed_error(load: Load) -> None:
     llm = load(DEMO)
     answer = Answer(llm, ask(QUESTION))
     llm.close()

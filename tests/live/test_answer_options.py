@@ -43,7 +43,7 @@ WEATHER = {
 
 
 @pytest.mark.parametrize("stop", ["of-Experts", " models", "f", "It leaves the exp", "moe", "."])
-def test_a_stop_string_ends_the_answer_and_no_letter_of_it_is_told(demo: Llama, whole: str, stop: str) -> None:
+def test_a_stop_string_ends_the_answer_and_no_letter_of_it_is_returned(demo: Llama, whole: str, stop: str) -> None:
     answer = Answer(demo, ask(QUESTION, stop=("not there at all", stop)))
     assert text_of(list(answer.deltas())) == whole[: whole.index(stop)]
     assert answer.timing.finish == "stop"
@@ -55,21 +55,21 @@ def test_the_first_of_several_stop_strings_counts(demo: Llama, whole: str) -> No
     assert reply(demo, QUESTION, stop=stops)[0] == whole[: whole.index("Mix")]
 
 
-def test_what_only_looked_like_a_stop_string_is_told(demo: Llama, whole: str) -> None:
+def test_what_only_looked_like_a_stop_string_is_returned(demo: Llama, whole: str) -> None:
     stops = (whole[5:30] + "!", whole[-6:] + "and more", "\N{SNOWMAN}", "")
     assert reply(demo, QUESTION, stop=stops)[0] == whole
 
 
-def test_code_points_that_tokens_split_come_whole(demo: Llama) -> None:
+def test_code_points_split_over_tokens_come_whole(demo: Llama) -> None:
     text = "naïve 漢字 🦙 e\u0301"
     vocabulary = demo.vocabulary
     tokens = vocabulary.tokens(text)
-    deltas = [vocabulary.piece(token) for token in tokens]
-    assert b"".join(deltas) == text.encode()
-    assert any(not _is_text(piece) for piece in deltas), "no token splits a code point: the test shows nothing"
+    pieces = [vocabulary.piece(token) for token in tokens]
+    assert b"".join(pieces) == text.encode()
+    assert any(not _is_text(piece) for piece in pieces), "no token splits a code point: the test shows nothing"
     transcript = Transcript(vocabulary)
-    told = [transcript.feed(token) for token in tokens]
-    assert "".join(piece.text for piece in told if piece) == text
+    deltas = [transcript.feed(token) for token in tokens]
+    assert "".join(delta.text for delta in deltas if delta) == text
     assert transcript.end() is None
 
 
@@ -93,10 +93,10 @@ def test_lone_surrogates_of_json_reach_the_model_as_replacement_characters(demo:
     assert reply(demo, "say \ud800", max_tokens=2)[1].answer_tokens == 2
 
 
-def test_chances_add_up_and_the_likeliest_is_taken_at_temperature_0(demo: Llama) -> None:
+def test_probabilities_add_up_and_the_likeliest_token_is_taken_at_temperature_0(demo: Llama) -> None:
     answer = Answer(demo, ask(QUESTION, max_tokens=12, n_logprobs=20))
     deltas = list(answer.deltas())
-    logprobs = [logprob for piece in deltas for logprob in piece.logprobs]
+    logprobs = [logprob for delta in deltas for logprob in delta.logprobs]
     assert len(logprobs) == answer.timing.answer_tokens == 12
     for logprob in logprobs:
         assert (logprob.text, logprob.logprob) == logprob.top[0]
@@ -106,10 +106,10 @@ def test_chances_add_up_and_the_likeliest_is_taken_at_temperature_0(demo: Llama)
     assert "".join(logprob.text for logprob in logprobs) == text_of(deltas)
 
 
-def test_chances_are_those_before_sampling(demo: Llama) -> None:
+def test_logprobs_are_those_before_sampling(demo: Llama) -> None:
     def first(**options: object) -> TokenLogprob:
         deltas = Answer(demo, ask(QUESTION, max_tokens=1, n_logprobs=3, **options)).deltas()
-        return next(logprob for piece in deltas for logprob in piece.logprobs)
+        return next(logprob for delta in deltas for logprob in delta.logprobs)
 
     plain = first()
     token = demo.vocabulary.tokens(plain.text)[0]
@@ -119,21 +119,21 @@ def test_chances_are_those_before_sampling(demo: Llama) -> None:
     assert other.logprob == pytest.approx(plain.top[1][1], abs=0.1)
 
 
-def test_no_chances_unless_asked_for_and_no_more_than_twenty(demo: Llama) -> None:
+def test_no_logprobs_unless_requested_and_no_more_than_twenty(demo: Llama) -> None:
     assert all(piece.logprobs == () for piece in Answer(demo, ask(QUESTION, max_tokens=3)).deltas())
     deltas = list(Answer(demo, ask(QUESTION, max_tokens=3, n_logprobs=0)).deltas())
     assert [len(piece.logprobs) for piece in deltas] == [1, 1, 1]
-    assert all(logprob.top == () for piece in deltas for logprob in piece.logprobs)
+    assert all(logprob.top == () for delta in deltas for logprob in delta.logprobs)
     for n in (-1, 21):
         with pytest.raises(OptionError, match="0 to 20"):
             Answer(demo, ask(QUESTION, n_logprobs=n))
 
 
-def test_the_chances_of_a_stop_string_are_not_told(demo: Llama, whole: str) -> None:
+def test_logprobs_of_a_stop_string_are_not_returned(demo: Llama, whole: str) -> None:
     stop = "Experts models"
     deltas = list(Answer(demo, ask(QUESTION, stop=(stop,), n_logprobs=0)).deltas())
-    told = "".join(logprob.text for piece in deltas for logprob in piece.logprobs)
-    assert told == text_of(deltas) == whole[: whole.index(stop)]
+    returned = "".join(logprob.text for delta in deltas for logprob in delta.logprobs)
+    assert returned == text_of(deltas) == whole[: whole.index(stop)]
 
 
 @pytest.mark.parametrize(("n", "expected"), [(1, 1), (5, 5), (None, 508), (0, 508), (-1, 508)])
@@ -158,7 +158,7 @@ def test_a_prompt_goes_on_where_an_earlier_answer_ended(demo: Llama) -> None:
 def test_a_gap_needs_a_model_that_can_fill_it(demo: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(CapabilityError, match="insert"):
         Answer(demo, ask(prompt="def f(", suffix="return x"))
-    monkeypatch.setattr(type(demo.vocabulary), "fill_in", property(lambda _: (11, 12, 13)))
+    monkeypatch.setattr(type(demo.vocabulary), "fim_tokens", property(lambda _: (11, 12, 13)))
     tokens = Answer(demo, ask(prompt="def f(", suffix="return x"))._prompt.tokens
     words = demo.vocabulary.tokens
     assert tokens == [11, *words("def f("), 12, *words("return x"), 13]
@@ -173,7 +173,7 @@ def test_a_template_without_tools_or_thinking_says_so(demo: Llama) -> None:
     Answer(demo, ask(QUESTION, think=False))
 
 
-def test_a_template_of_the_request_is_used_and_its_thinking_taken_apart(demo: Llama) -> None:
+def test_a_template_of_the_request_is_used_and_its_thinking_separated(demo: Llama) -> None:
     answer = Answer(demo, ask(QUESTION, template=THINKER, max_tokens=10))
     prompt = demo.detokenize(answer._prompt.tokens, special=True).decode()
     assert prompt.endswith(f"[user]{QUESTION}[assistant]<think>\n")
@@ -238,7 +238,7 @@ def test_control_tokens_are_not_text(tiny: TinyModel, load: Load) -> None:
     eos = llm.token_eos()
     assert llm.vocabulary.piece(eos) == b""
     assert llm.vocabulary.piece(eos, special=True) == llm.vocabulary.token_text(eos).encode()
-    assert llm.vocabulary.ends(eos)
+    assert llm.vocabulary.is_end(eos)
 
 
 def test_messages_may_hold_more_than_text(demo: Llama) -> None:

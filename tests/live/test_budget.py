@@ -17,7 +17,7 @@ N_BEFORE, N_AFTER = 12, 20
 
 
 @pytest.mark.parametrize("budget", [0, -1, "abc", "", "0", "-4GiB", "0%", "101%", 0.5, float("nan"), 1 << 70])
-def test_a_budget_that_is_none_says_what_is_accepted(tiny: TinyModel, budget: Any) -> None:
+def test_the_error_of_an_invalid_budget_states_what_is_accepted(tiny: TinyModel, budget: Any) -> None:
     with pytest.raises(BudgetError, match="accepted"):
         Llama(tiny(), expert_cache=budget, verbose=False)
 

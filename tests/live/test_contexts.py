@@ -1,4 +1,4 @@
-"""Several contexts on one store, what listeners are told, and a user's own eval callback."""
+"""Several contexts on one store, the events of listeners, and a user's own eval callback."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_gate_events_tell_what_the_router_chose(
     assert llm.stats().events_dropped == 0
     assert len(events) == 33 * len(llm.layout.layers)
     assert events == router.choices
-    told: dict[tuple[int, int], bool] = {}
+    last: dict[tuple[int, int], bool] = {}
     for il, expert, is_there in resident:
-        told[il, expert] = is_there
-    assert {key for key, is_there in told.items() if is_there} == {(int(i), int(e)) for i, e in np.argwhere(there == 2)}
+        last[il, expert] = is_there
+    assert {key for key, is_there in last.items() if is_there} == {(int(i), int(e)) for i, e in np.argwhere(there == 2)}

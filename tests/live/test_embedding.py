@@ -1,4 +1,4 @@
-"""Texts as vectors: the same input gives the same vector, and answers before and after are none the worse."""
+"""Embeddings: the same input gives the same vector, and answers before and after are unchanged."""
 
 from __future__ import annotations
 

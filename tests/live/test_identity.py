@@ -1,4 +1,4 @@
-"""The heart: budget, readers, layout, switches and meddling never change a logit."""
+"""Budget, readers, layout, switches, scores and prefetches never change a logit."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ USES: dict[str, Callable[[Llama], Any]] = {
 
 
 @pytest.mark.parametrize("use", USES)
-def test_a_closed_model_says_so(tiny: TinyModel, load: Load, use: str) -> None:
+def test_a_closed_model_raises_closed_error(tiny: TinyModel, load: Load, use: str) -> None:
     llm = load(tiny(), expert_cache="40%")
     llm.eval([1, 2])
     llm.close()
@@ -107,7 +107,7 @@ class Footprint:
         assert self.bytes - before.bytes < spare_bytes
 
 
-def test_a_model_that_is_only_forgotten_is_freed(tiny: TinyModel) -> None:
+def test_a_model_without_references_is_freed(tiny: TinyModel) -> None:
     options: dict[str, Any] = {"expert_cache": "40%", "n_threads": 1, "verbose": False}
     Llama(tiny(), **options).close()
     before = Footprint()

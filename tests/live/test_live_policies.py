@@ -37,7 +37,7 @@ TIGHT: dict[str, Any] = {"expert_cache": "30%", "n_ubatch": 4}
 N_PROMPT, N_NEW = 24, 16
 ALL_TINY = ("tiny-qwen2moe", "tiny-qwen3moe", "tiny-mixtral", "tiny-deepseek2")
 LEARNED = ("static",)
-CARRIED_BY_STORE = native_policies()
+NATIVE = native_policies()
 EAGER = PrefetchOptions(budget_bytes=1 << 30, least_probability=0.01, watchdog=False)
 
 
@@ -57,7 +57,7 @@ def test_every_policy_decides_and_changes_no_bit(
 ) -> None:
     llm = load(own(preset), policy=policy, lockstep=True, **TIGHT)
     assert llm.plan.n_ubatch == 4
-    if policy in CARRIED_BY_STORE:
+    if policy in NATIVE:
         assert np.array_equal(logits_of(llm), expected(preset))
         assert llm.stats().evictions > 0
         assert llm.decisions() == {"policy": policy, "predictor": "none", "prefetch": "off"}
@@ -66,7 +66,7 @@ def test_every_policy_decides_and_changes_no_bit(
     assert np.array_equal(logits_of(llm), expected(preset))
     assert llm.stats().evictions > 0
     assert controller_of(llm).policy is not None
-    # The last event's scores may still be on their way.
+    # The last event's scores may still be in flight.
     assert abs(sum(given) - N_NEW * len(llm.layout.layers)) <= 1
     assert llm.decisions()["policy"] == policy
 
@@ -84,7 +84,7 @@ def test_other_victims_than_lru(own: Own, load: Load, policy: str) -> None:
 
 @pytest.mark.parametrize("preset", ["tiny-qwen2moe", "tiny-deepseek2"])
 @pytest.mark.parametrize("predictor", UNTRAINED)
-def test_every_predictor_speaks_and_changes_no_bit(
+def test_every_predictor_predicts_and_changes_no_bit(
     own: Own, load: Load, expected: Callable[..., Logits], predictor: str, preset: str
 ) -> None:
     llm = load(
@@ -95,9 +95,9 @@ def test_every_predictor_speaks_and_changes_no_bit(
     assert llm.stats().evictions > 0
     figures = llm.decisions()
     assert (figures["policy"], figures["predictor"]) == ("next-use", predictor)
-    speaks = predictor not in ("none", "fresh-gate")
-    assert (llm.stats().prefetch_started > 0) == speaks
-    assert (figures["judged"]["means"]["1"]["coverage"] > 0) == speaks
+    predicts = predictor not in ("none", "fresh-gate")
+    assert (llm.stats().prefetch_started > 0) == predicts
+    assert (figures["judged"]["means"]["1"]["coverage"] > 0) == predicts
 
 
 def test_prefetching_from_the_event_thread_while_the_model_computes(
@@ -188,7 +188,7 @@ def test_the_fresh_gate_is_always_right(own: Own, load: Load, preset: str, exper
 
 
 @pytest.mark.parametrize("option", [{"predictor": "skip"}, {"judge": True}, {"prefetch": EAGER}], ids=str)
-def test_what_the_store_carries_out_itself_takes_a_controller_where_somebody_predicts(
+def test_a_native_policy_takes_a_controller_only_with_a_predictor(
     own: Own, load: Load, expected: Callable[..., Logits], option: dict[str, Any]
 ) -> None:
     llm = load(own(), policy="next-use", **option, **TIGHT)
@@ -212,21 +212,21 @@ def test_two_threads_of_one_model_are_decided_for_in_turn(own: Own, load: Load) 
     assert llm.next_sequence == 4
 
 
-def test_phases_and_requests_as_a_listener_hears_them(own: Own, load: Load) -> None:
+def test_phases_and_requests_as_a_listener_receives_them(own: Own, load: Load) -> None:
     llm = load(own(), policy="lfu", lockstep=True, logits_all=False, **TIGHT)
-    heard: list[tuple[int, Phase, int]] = []
+    received: list[tuple[int, Phase, int]] = []
     announce = controller_of(llm).announce
 
-    def hear(announcement: Announcement) -> None:
-        heard.append((announcement.sequence, announcement.phase, len(announcement.tokens)))
+    def note(announcement: Announcement) -> None:
+        received.append((announcement.sequence, announcement.phase, len(announcement.tokens)))
         announce(announcement)
 
-    controller_of(llm).announce = hear  # type: ignore[method-assign]
+    controller_of(llm).announce = note  # type: ignore[method-assign]
     for _ in range(2):
         llm.create_completion(random_prompt(llm, 9), max_tokens=3, temperature=0)
-    assert heard[0] == (0, Phase.PREFILL, 9)
-    assert [(sequence, phase) for sequence, phase, _ in heard[1:3]] == [(0, Phase.DECODE)] * 2
-    second = [(phase, n) for sequence, phase, n in heard if sequence == 1]
+    assert received[0] == (0, Phase.PREFILL, 9)
+    assert [(sequence, phase) for sequence, phase, _ in received[1:3]] == [(0, Phase.DECODE)] * 2
+    second = [(phase, n) for sequence, phase, n in received if sequence == 1]
     assert second[0][0] == Phase.PREFILL
     assert all(phase == Phase.DECODE and n == 1 for phase, n in second[1:])
 
@@ -241,14 +241,14 @@ def test_prefetching_that_does_not_pay_leaves_the_model_alone_until_its_rest_is_
     assert controller.watchdog is not None
     controller.watchdog.options = WatchdogOptions(period_tokens=2, periods=1)
     plain = load(path, policy="lru", n_ctx=512, expert_cache="30%")
-    heard = []
+    received = []
     for token in tokens:
         llm.eval([token])
         plain.eval([token])
         assert np.array_equal(llm.scores[llm.n_tokens - 1], plain.scores[plain.n_tokens - 1])
-        heard.append(controller.n_events)
-    asleep = [before == after for before, after in itertools.pairwise(heard)]
-    assert any(asleep), "it rested, and heard nothing"
+        received.append(controller.n_events)
+    asleep = [before == after for before, after in itertools.pairwise(received)]
+    assert any(asleep), "it rested, and received no events"
     assert not all(asleep[asleep.index(True) :]), "it woke up for another trial"
     assert llm.decisions()["prefetch"] in ("resting", "on")
 

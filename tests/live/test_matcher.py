@@ -116,7 +116,7 @@ class Walk:
 
     def random(self, seed: int, longest: int = 150) -> str | None:
         """A text of random tokens, rather short ones and marks; None when it has no end."""
-        dice, out, ends = random.Random(seed), b"", self._llm.vocabulary.ends
+        dice, out, ends = random.Random(seed), b"", self._llm.vocabulary.is_end
         for _ in range(longest):
             tokens = [int(token) for token in np.flatnonzero(self._matcher.mask())]
             assert tokens, f"nothing may follow {out!r}"
@@ -278,14 +278,14 @@ FAMILIES = {
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_a_forced_call_is_one_that_the_splitter_finds(kind: str, walk: Callable[..., Walk]) -> None:
+def test_a_forced_call_is_one_that_the_parser_finds(kind: str, walk: Callable[..., Walk]) -> None:
     ask = GenerationRequest(messages=(), tools=TOOLS, tool_choice="get_weather", think=False)
     answers = [walk(constraint_for(ask, FAMILIES[kind])).random(seed) for seed in range(6)]
     finished = [answer for answer in answers if answer is not None]
     assert finished
     for answer in finished:
-        splitter = AnswerParser(FAMILIES[kind], tools=TOOLS)
-        deltas = [*map(splitter.feed, answer), splitter.end()]
+        parser = AnswerParser(FAMILIES[kind], tools=TOOLS)
+        deltas = [*map(parser.feed, answer), parser.end()]
         (call,) = [call for piece in deltas for call in piece.tool_calls]
         assert call.name == "get_weather"
         assert not problems(call.arguments, TOOLS[0]["function"]["parameters"], {}), answer

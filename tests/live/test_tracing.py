@@ -1,4 +1,4 @@
-"""A trace recorded live holds what happened: compared with another listener of the same run."""
+"""A trace recorded live equals what another listener received in the same run."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ TIGHT: dict[str, Any] = {"expert_cache": "40%", "n_ubatch": 4}
 
 
 class SecondListener:
-    """Stores what the recorder gets."""
+    """Receives what the recorder receives."""
 
-    wants = ListenOptions(weights=True, everything=True, max_input_tokens=EVERY_PASS)
+    listen_options = ListenOptions(weights=True, everything=True, max_input_tokens=EVERY_PASS)
 
     def __init__(self) -> None:
         self.passes: list[list[RoutingEvent]] = []
@@ -51,15 +51,15 @@ def load_recording(load: Load, path: Path, out: Path, **options: Any) -> tuple[L
 
 
 def assert_same(trace: Trace, second: SecondListener) -> None:
-    """The arrays and events of the trace are those of the second listener."""
+    """The trace, and its events, equal what the second listener received."""
     expected = [event for events in second.passes for event in events]
     events = list(trace.events())
-    routing = [event for event in events if isinstance(event, RoutingEvent)]
+    recorded = [event for event in events if isinstance(event, RoutingEvent)]
     assert trace.n_pass == len(second.passes)
     assert trace.pass_sequence.tolist() == [events[0].sequence for events in second.passes]
     assert trace.pass_phase.tolist() == [events[0].phase for events in second.passes]
-    assert len(routing) == len(expected)
-    for one, other in zip(routing, expected, strict=True):
+    assert len(recorded) == len(expected)
+    for one, other in zip(recorded, expected, strict=True):
         assert one[3:7] == other[3:7]  # sequence, phase, first_token, il
         assert np.array_equal(one.expert_ids, other.expert_ids)
         assert one.weights is not None
@@ -73,7 +73,7 @@ def assert_same(trace: Trace, second: SecondListener) -> None:
 
 @pytest.mark.parametrize("logits_all", [True, False])
 @pytest.mark.parametrize("preset", ["tiny-qwen2moe", "tiny-deepseek2"])
-def test_a_trace_equals_what_another_listener_gets(
+def test_a_trace_equals_what_another_listener_received(
     tiny: TinyModel, load: Load, reference: Reference, tmp_path: Path, preset: str, logits_all: bool
 ) -> None:
     llm, second = load_recording(load, tiny(preset), tmp_path / "t", logits_all=logits_all)
@@ -99,7 +99,7 @@ def test_a_trace_equals_what_another_listener_gets(
     assert (np.diff(trace.decode().pass_start) == 1).all()
 
 
-def test_recording_changes_no_bit_and_a_resident_model_is_recorded_too(
+def test_recording_changes_no_bit_and_includes_resident_models(
     tiny: TinyModel, load: Load, reference: Reference, tmp_path: Path
 ) -> None:
     llm, second = load_recording(load, tiny(), tmp_path / "t", expert_cache="100%", n_ubatch=512)

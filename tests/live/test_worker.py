@@ -28,7 +28,7 @@ from moegguf.serving.worker_process import WorkerProcess
 TinyModel = Callable[..., Path]
 Load = Callable[..., Llama]
 
-REQUEST = GenerationRequest(prompt="once upon a time", tell_context=True, sampling=Sampling(seed=7, max_tokens=24))
+REQUEST = GenerationRequest(prompt="once upon a time", return_context=True, sampling=Sampling(seed=7, max_tokens=24))
 ENDLESS = GenerationRequest(prompt="once upon a time", sampling=Sampling(seed=7, max_tokens=400))
 
 

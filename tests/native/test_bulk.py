@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes as c
+import math
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ from traces import SMALL, random_trace
 
 from moegguf.controller.policies.base import LRU
 from moegguf.controller.predictors.base import NoPrediction
-from moegguf.engine.plan import slot_strides
 from moegguf.errors import GenerationCancelled, MoeggufError, OptionError
+from moegguf.gguf.experts import ExpertLayout
+from moegguf.gguf.reader import GGML_TYPES
 from moegguf.native import library
 from moegguf.native.events import RoutingEvent
 from moegguf.native.store import native_policies
@@ -142,12 +144,19 @@ def test_progress_is_reported_before_every_part() -> None:
     assert seen == [part.first_pass for part in parts(trace)]
 
 
+def expected_stride(layout: ExpertLayout, kind: str) -> int:
+    """The largest expert of a kind, rounded up to a multiple of 64 and of every block size used there."""
+    matrices = [m for m in layout.matrices if m.kind == kind]
+    unit = math.lcm(64, *(GGML_TYPES[m.ggml_type][2] for m in matrices))
+    return -(-max(m.expert_bytes for m in matrices) // unit) * unit
+
+
 @pytest.mark.parametrize("types", [None, ({"gate": Q4_K, "up": Q4_K, "down": Q6_K}, {"gate_up": Q6_K, "down": Q4_K})])
 def test_the_sizes_of_slots_are_the_stores(tmp_path: Path, open_store: Open, types: Any) -> None:
     fake = make_model(tmp_path, n_embd=256, n_ff=256, **({"types": types} if types else {}))
     store, _ = open_store(fake, 5)
     sizes = slot_sizes(fake.layout, 5)
-    assert sizes.stride_bytes == slot_strides(fake.layout)
+    assert sizes.stride_bytes == {kind: expected_stride(fake.layout, kind) for kind in fake.layout.kinds}
     assert sizes.slot_bytes == sum(sizes.stride_bytes.values()) == store.info()["slot_bytes"]
     assert sizes.pool_bytes == 5 * sizes.slot_bytes + sizes.guard_bytes == store.info()["pool_bytes"]
     assert slot_sizes(fake.layout).pool_bytes == sizes.guard_bytes > 0

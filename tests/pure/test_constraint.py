@@ -65,8 +65,8 @@ def test_nothing_is_demanded_of_an_ordinary_answer() -> None:
 
 def test_llguidance_is_imported_for_constrained_answers_only() -> None:
     code = "import sys, moegguf.generate.answer; print('llguidance' in sys.modules)"
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    assert told.stdout.strip() == "False"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert result.stdout.strip() == "False"
 
 
 def test_a_named_tool_has_to_be_there() -> None:
@@ -100,11 +100,11 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "a type that is none": ({"type": {}}, "type"),
     "nothing": (False, "false"),
     "a property that nothing satisfies": ({"properties": {"a": False}, "required": ["a"]}, "required property 'a'"),
-    "elsewhere": ({"$ref": "https://example.org/schema.json"}, "inside"),
-    "a file": ({"$ref": "file:///etc/passwd"}, "inside"),
+    "elsewhere": ({"$ref": "https://example.org/schema.json"}, "local"),
+    "a file": ({"$ref": "file:///etc/passwd"}, "local"),
     "nowhere": ({"$ref": "#/$defs/none"}, "does not have"),
-    "a reference that is none": ({"$ref": 7}, "inside"),
-    "itself": ({"$ref": "#"}, "nothing fits"),
+    "a reference that is none": ({"$ref": 7}, "local"),
+    "itself": ({"$ref": "#"}, "nothing matches"),
     "all of itself": ({"allOf": [{"$ref": "#"}, {"type": "object"}]}, "refers to itself"),
     "too deep": (deep(70), "nests"),
     "far too deep": (deep(400), "nests"),
@@ -138,10 +138,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_a_schema_that_cannot_be_followed_says_why(kind: str) -> None:
-    form, words = REFUSED[kind]
+def test_the_error_of_a_schema_that_cannot_be_followed_states_why(kind: str) -> None:
+    form, message = REFUSED[kind]
     begin = time.perf_counter()
-    with pytest.raises(SchemaError, match=words) as caught:
+    with pytest.raises(SchemaError, match=message) as caught:
         matcher(form)
     assert time.perf_counter() - begin < 2
     assert len(str(caught.value)) < 500 and "%json" not in str(caught.value)
@@ -234,10 +234,10 @@ def accepts(one: Matcher, text: bytes) -> bool:
     return one.finished
 
 
-class Words:
+class FewTokens:
     """A vocabulary in the manner of SentencePiece: bytes, words, control tokens. `ends`: tokens that end an answer."""
 
-    deltas = (
+    pieces = (
         *(bytes([n]) for n in range(256)),
         b" the",
         b"",
@@ -253,7 +253,7 @@ class Words:
         self._ends = ends
 
     def all_pieces(self) -> list[bytes]:
-        return list(self.deltas)
+        return list(self.pieces)
 
     def end_tokens(self) -> list[int]:
         return list(self._ends)
@@ -261,18 +261,18 @@ class Words:
 
 @pytest.mark.parametrize("ends", [(263,), (263, 257), ()])
 def test_tokens_of_several_bytes_and_those_that_end_an_answer(ends: tuple[int, ...]) -> None:
-    words: Any = Words(*ends)
+    vocabulary: Any = FewTokens(*ends)
     made = constraint({"type": "object", "maxProperties": 1}, templates.QWEN)
     assert made is not None
-    one = Matcher(made, matcher_tokens(words))
-    first = [words.deltas[n] for n in np.flatnonzero(one.mask())]
+    one = Matcher(made, matcher_tokens(vocabulary))
+    first = [vocabulary.pieces[n] for n in np.flatnonzero(one.mask())]
     assert first == [b"<", b"{", b'{"', b"<think>"]
     for piece in (b"<think>", b" the", "é".encode()[:1], "é".encode()[1:], b"<", b"</think>", b'{"', b"<end>"):
-        allowed = one.allows(words.deltas.index(piece))
+        allowed = one.allows(vocabulary.pieces.index(piece))
         assert allowed == (piece != b"<end>" or not ends), "text of the token that ends an answer is no text"
         if allowed:
-            one.accept(words.deltas.index(piece))
-    for token in (0xFF, words.deltas.index(b"\xff\xfe"), words.deltas.index(b""), 10):
+            one.accept(vocabulary.pieces.index(piece))
+    for token in (0xFF, vocabulary.pieces.index(b"\xff\xfe"), vocabulary.pieces.index(b""), 10):
         assert not one.allows(token)
         assert not one.mask()[token]
     for byte in b'x":{}}':

@@ -1,4 +1,4 @@
-"""Plans: slot sizes by hand, minimum and maximum budgets, what is free, and words that say why."""
+"""Plans: slot sizes by hand, minimum and maximum budgets, free memory, and the reasons given."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 from moegguf.engine.estimate import expect, guess_hit_rate
 from moegguf.engine.machine import Memory
-from moegguf.engine.memory import compute_bytes, kv_bytes, needs, row_bytes
-from moegguf.engine.plan import MARGIN_BYTES, Plan, make_plan, slot_bytes, slot_strides
+from moegguf.engine.memory import compute_bytes, kv_bytes, memory_needs, row_bytes
+from moegguf.engine.plan import MARGIN_BYTES, Plan, make_plan, slot_bytes
 from moegguf.errors import BudgetError
 from moegguf.gguf.experts import ExpertLayout, read_layout
+from moegguf.native.strides import slot_sizes
 from moegguf.quantities import ExpertCache, parse_expert_cache, parse_size
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -43,7 +44,7 @@ def test_strides_are_whole_blocks_of_every_type(tmp_path: Path) -> None:
         build.Tensor(t.name, t.shape, Q4_K_T) if t.name == "blk.1.ffn_down_exps.weight" else t for t in mixed.tensors
     ]
     layout = read_layout(mixed.write(tmp_path / "m.gguf"))
-    strides = slot_strides(layout)
+    strides = slot_sizes(layout).stride_bytes
     q4, q6 = 256 * 512 // 256 * 144, 256 * 512 // 256 * 210
     assert strides["gate"] == strides["up"] == -(-q4 // 576) * 576  # lcm(64, 144)
     assert strides["down"] == -(-q6 // 20160) * 20160  # lcm(64, 144, 210)
@@ -102,17 +103,17 @@ def test_below_a_token_cycle_there_is_a_warning(layout: ExpertLayout) -> None:
 
 
 def test_auto_takes_what_is_free(layout: ExpertLayout) -> None:
-    ask = needs(layout, 4096, 512)
+    needs = memory_needs(layout, 4096, 512)
     size = slot_bytes(layout)
-    free = ask.total_bytes(0) + MARGIN_BYTES + 40 * (size + ask.slot_work_bytes) + 5
+    free = needs.total_bytes(0) + MARGIN_BYTES + 40 * (size + needs.slot_work_bytes) + 5
     p = plan(layout, "auto", Memory(64 * GIB, free, "cgroup v2 /x"))
     assert p.n_slots == 40 and not p.warnings
     assert p.total_bytes + MARGIN_BYTES <= free
     assert any("cgroup v2 /x" in reason for reason in p.reasons)
 
 
-def test_auto_without_room_says_what_is_needed(layout: ExpertLayout) -> None:
-    for free in (0, 100 * MIB, needs(layout, 4096, 512).total_bytes(0) + MARGIN_BYTES):
+def test_auto_without_enough_memory_states_what_is_needed(layout: ExpertLayout) -> None:
+    for free in (0, 100 * MIB, memory_needs(layout, 4096, 512).total_bytes(0) + MARGIN_BYTES):
         with pytest.raises(BudgetError, match=r"limited by cgroup v2 /x.*at least .*for experts"):
             plan(layout, "auto", Memory(64 * GIB, free, "cgroup v2 /x"))
 

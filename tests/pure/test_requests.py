@@ -35,7 +35,7 @@ class Context:
                 yield self.n_past
                 self.eval(1)
 
-        return self.requests.hold(steps())
+        return self.requests.run(steps())
 
 
 def take(steps: Generator[int, None, None], n: int) -> None:
@@ -92,7 +92,7 @@ def test_the_first_evaluation_begins_a_request_wherever_the_context_stands() -> 
     assert context.noted == [(0, PREFILL)]
 
 
-def test_a_request_that_fails_or_is_left_ends() -> None:
+def test_a_request_that_fails_or_is_closed_ends() -> None:
     context = Context()
 
     def failing() -> Generator[int, None, None]:
@@ -100,7 +100,7 @@ def test_a_request_that_fails_or_is_left_ends() -> None:
         yield 0
         raise RuntimeError("disk")
 
-    steps = context.requests.hold(failing())
+    steps = context.requests.run(failing())
     next(steps)
     with pytest.raises(RuntimeError):
         next(steps)
@@ -117,7 +117,7 @@ def test_a_prompt_that_failed_is_another_request_when_tried_again() -> None:
     assert context.noted == [(0, PREFILL), (1, PREFILL)]
 
 
-def test_a_generator_that_nobody_started_is_no_request() -> None:
+def test_a_generator_that_never_started_is_no_request() -> None:
     context = Context()
     context.generate(4).close()
     assert context.requests.sequence == -1

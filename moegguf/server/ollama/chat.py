@@ -129,7 +129,7 @@ def prompt_generation(body: GenerateRequest, entry: ModelEntry) -> GenerationReq
     prompt = body.prompt or ""
     if body.raw or body.suffix:
         return GenerationRequest(
-            prompt=prompt, suffix=body.suffix or None, tell_context=not body.raw, **common_fields(body, entry)
+            prompt=prompt, suffix=body.suffix or None, return_context=not body.raw, **common_fields(body, entry)
         )
     system = entry.system if body.system is None else body.system
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
@@ -137,7 +137,7 @@ def prompt_generation(body: GenerateRequest, entry: ModelEntry) -> GenerationReq
         messages += [dict(message) for message in entry.messages]
     return GenerationRequest(
         messages=(*messages, {"role": "user", "content": prompt}),
-        tell_context=True,
+        return_context=True,
         context=tuple(body.context or ()),
         template=body.template or entry.template,
         **common_fields(body, entry),

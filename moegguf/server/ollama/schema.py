@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, model_validator
 
-from moegguf.generate.options import MOST_TOKENS
+from moegguf.generate.options import MAX_TOKENS
 from moegguf.server.common import limits
 from moegguf.server.common.body import Body
 from moegguf.server.common.options import KeepAlive, Options
@@ -120,7 +120,7 @@ class GenerateRequest(GenerationBody):
     suffix: str | None = None
     system: str | None = None
     template: str | None = None
-    context: Annotated[list[int] | None, Field(max_length=MOST_TOKENS)] = None
+    context: Annotated[list[int] | None, Field(max_length=MAX_TOKENS)] = None
     raw: bool | None = None
     images: list[Any] | None = None
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
 
-from moegguf.generate.options import MOST_SEED, MOST_TOKENS
+from moegguf.generate.options import MAX_SEED, MAX_TOKENS
 from moegguf.generate.request import GenerationRequest, Message, Sampling
 from moegguf.models.entry import ModelEntry
 from moegguf.server.common import limits
@@ -74,7 +74,7 @@ def token_ids(biases: Any) -> Any:
     return {int(key): bias for key, bias in biases.items()}
 
 
-Limit = Annotated[int, Field(ge=-1, le=MOST_TOKENS), AfterValidator(not_zero)]
+Limit = Annotated[int, Field(ge=-1, le=MAX_TOKENS), AfterValidator(not_zero)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Penalty = Annotated[float, Field(ge=-100, le=100)]
 
@@ -255,7 +255,7 @@ class GenerationBody(Body):
     top_k: Annotated[int, Field(ge=-1, le=MAX_TOKEN)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     typical_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    seed: Annotated[int, Field(ge=-MOST_SEED, le=MOST_SEED)] | None = None
+    seed: Annotated[int, Field(ge=-MAX_SEED, le=MAX_SEED)] | None = None
     stop: Annotated[list[Stop], Field(max_length=limits.STOPS), BeforeValidator(list_of_stops)] | None = None
     repeat_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
     repeat_last_n: Annotated[int, Field(ge=-1, le=MAX_TOKEN)] | None = None

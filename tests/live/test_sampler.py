@@ -1,4 +1,4 @@
-"""Which token comes next: every option of sampling, and grammars."""
+"""Sampling: every option, and constraints."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ def test_typical_p_changes_what_is_drawn(demo: Llama) -> None:
     assert reply(demo, **drawn, typical_p=0.2)[0] != reply(demo, **drawn)[0]
 
 
-def test_a_grammar_is_followed_and_the_likeliest_taken_within_it(demo: Llama) -> None:
-    grammar = 'root ::= "moegguf " ("runs" | "eats") " " [0-9]+ "!"'
+def test_a_constraint_is_followed_and_the_likeliest_token_taken_within_it(demo: Llama) -> None:
     demo.eval(demo.vocabulary.tokens(QUESTION))
-    chooser = Sampler(demo, ask(QUESTION).sampling, [], grammar)
+    constraint = Constraint('start: "moegguf " ("runs" | "eats") " " /[0-9]+/ "!"')
+    sampler = Sampler(demo, ask(QUESTION).sampling, [], constraint)
     text = b""
     for _ in range(20):
-        token = chooser.choose()
-        if demo.vocabulary.ends(token):
+        token = sampler.sample()
+        if demo.vocabulary.is_end(token):
             break
         text += demo.vocabulary.piece(token)
         demo.eval([token])
@@ -66,30 +66,29 @@ def test_a_grammar_is_followed_and_the_likeliest_taken_within_it(demo: Llama) ->
     assert text.endswith(b"!") or text[-1:].isdigit()
 
 
-def test_a_grammar_that_cannot_be_read_or_followed_is_an_error(demo: Llama) -> None:
+def test_a_constraint_that_cannot_be_compiled_or_followed_is_an_error(demo: Llama) -> None:
     sampling = ask(QUESTION).sampling
     with pytest.raises(SchemaError):
-        Sampler(demo, sampling, [], "root ::= (")
+        Sampler(demo, sampling, [], Constraint("start: ("))
     with pytest.raises(SchemaError, match="decimal"):
         Answer(demo, ask(QUESTION, format={"type": "decimal"}))
     demo.eval(demo.vocabulary.tokens(QUESTION))
     logits = np.ctypeslib.as_array(demo._ctx.get_logits_ith(-1), shape=(demo.n_vocab(),))
     logits[demo.vocabulary.tokens("zz")[0]] = -np.inf
     logits[demo.vocabulary.tokens("z")[0]] = -np.inf
-    for form in ('root ::= "zz"', Constraint('start: "zz"')):
-        chooser = Sampler(demo, sampling, [], form)
-        with pytest.raises(SchemaError, match="no token"):
-            chooser.choose()
+    sampler = Sampler(demo, sampling, [], Constraint('start: "zz"'))
+    with pytest.raises(SchemaError, match="no token"):
+        sampler.sample()
 
 
 def test_what_a_constraint_allows_is_sampled_as_without_it(demo: Llama) -> None:
     def drawn(constraint: Constraint | None) -> list[int | None]:
         demo.reset()
         demo.eval(demo.vocabulary.tokens(QUESTION))
-        chooser = Sampler(demo, ask(QUESTION, temperature=1.5, seed=7).sampling, [], constraint)
+        sampler = Sampler(demo, ask(QUESTION, temperature=1.5, seed=7).sampling, [], constraint)
         tokens = []
         for _ in range(20):
-            tokens.append(chooser.choose())
+            tokens.append(sampler.sample())
             demo.eval([tokens[-1]])
         return tokens
 
@@ -99,7 +98,7 @@ def test_what_a_constraint_allows_is_sampled_as_without_it(demo: Llama) -> None:
 def test_without_a_token_for_the_end_an_answer_stops_where_its_form_is_complete(
     demo: Llama, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(type(demo.vocabulary), "ends", lambda self, token: False)
+    monkeypatch.setattr(type(demo.vocabulary), "is_end", lambda self, token: False)
     monkeypatch.setattr(type(demo.vocabulary), "end_tokens", lambda self: [])
     monkeypatch.setitem(constraint._matcher_tokens, demo.vocabulary, build_matcher_tokens(demo.vocabulary))
     text, timing = reply(demo, QUESTION, format={"properties": {"n": {"const": 7}}, "required": ["n"]}, max_tokens=50)

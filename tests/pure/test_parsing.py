@@ -1,4 +1,4 @@
-"""Answers are taken apart the same way however they arrive, and nothing of them is lost."""
+"""Answers are parsed to the same parts however they are chunked, and no text is lost."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ WEATHER = {"city": "Paris", "days": 3}
 
 def split(template: str, chunks: list[str], **options: Any) -> tuple[str, str, list[tuple[str, dict[str, Any]]]]:
     """Text, thinking and calls of the whole answer."""
-    splitter = AnswerParser(template, **{"tools": True, **options})
-    deltas = [*(splitter.feed(chunk) for chunk in chunks), splitter.end()]
-    calls = [(call.name, dict(call.arguments)) for piece in deltas for call in piece.tool_calls]
+    parser = AnswerParser(template, **{"tools": True, **options})
+    deltas = [*(parser.feed(chunk) for chunk in chunks), parser.end()]
+    calls = [(call.name, dict(call.arguments)) for delta in deltas for call in delta.tool_calls]
     return "".join(p.text for p in deltas), "".join(p.thinking for p in deltas), calls
 
 
@@ -113,7 +113,7 @@ ANSWERS = {
 
 
 @pytest.mark.parametrize("kind", ANSWERS)
-def test_an_answer_is_taken_apart(kind: str) -> None:
+def test_an_answer_is_split_into_its_parts(kind: str) -> None:
     template, answer, expected = ANSWERS[kind]
     assert split(template, [answer]) == expected
 
@@ -151,7 +151,7 @@ def test_every_chunking_gives_the_same(
 @given(st.sampled_from(ALL[:-1]), anything)
 def test_nothing_is_lost(template: str, answer: str) -> None:
     text, thinking, calls = split(template, [answer])
-    if not calls:  # all but the marks of thinking, and blanks beside them, comes out again
+    if not calls:  # all but the thinking marks and blanks beside them is kept
         assert "".join((thinking + text).split()) in ("".join(answer.split()), unmarked(answer))
 
 
@@ -177,17 +177,17 @@ def test_the_prompt_may_have_begun_a_channel() -> None:
 
 
 def test_text_is_held_back_only_while_it_may_become_a_mark() -> None:
-    splitter = AnswerParser(templates.QWEN, tools=True)
-    assert splitter.feed("Well ").text == "Well "
-    assert splitter.feed("<tool").text == ""
-    assert splitter.feed("box>").text == "<toolbox>"
-    assert splitter.feed("a < b").text == "a < b"
+    parser = AnswerParser(templates.QWEN, tools=True)
+    assert parser.feed("Well ").text == "Well "
+    assert parser.feed("<tool").text == ""
+    assert parser.feed("box>").text == "<toolbox>"
+    assert parser.feed("a < b").text == "a < b"
 
 
 def test_calls_come_as_soon_as_they_are_complete() -> None:
-    splitter = AnswerParser(templates.QWEN, tools=True)
-    splitter.feed(f"<tool_call>{JSON}")
-    (call,) = splitter.feed("</tool_call>").tool_calls
+    parser = AnswerParser(templates.QWEN, tools=True)
+    parser.feed(f"<tool_call>{JSON}")
+    (call,) = parser.feed("</tool_call>").tool_calls
     assert call.id.startswith("call_") and len(call.id) == 13
     assert (call.name, call.arguments) == CALL
 
@@ -200,11 +200,11 @@ def test_values_written_as_text_have_the_types_of_the_schema() -> None:
 
 
 def test_a_plain_token_costs_next_to_nothing() -> None:
-    splitter, n = AnswerParser(templates.QWEN, tools=True), 20_000
-    splitter.feed("Well")
+    parser, n = AnswerParser(templates.QWEN, tools=True), 20_000
+    parser.feed("Well")
     begin = time.perf_counter()
     for _ in range(n):
-        splitter.feed(" word")
+        parser.feed(" word")
     assert (time.perf_counter() - begin) / n < 20e-6  # 1.5 us where nothing else runs
 
 
@@ -216,7 +216,7 @@ def test_a_long_answer_full_of_marks_takes_linear_time() -> None:
     assert len(text) == len("".join(answer))
 
 
-def test_formats_whose_marks_are_tokens_of_their_own_say_so() -> None:
+def test_formats_whose_marks_are_control_tokens_need_them() -> None:
     assert needs_special_tokens(templates.MISTRAL)
     assert needs_special_tokens(templates.HARMONY)
     assert not needs_special_tokens(templates.PLAIN)

@@ -1,4 +1,4 @@
-"""Stop strings: however a text is cut into feeds, what comes out ends before the first of them."""
+"""Stop strings: however a text is chunked, the output ends before the first of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TEXT = st.text("ab<>|", max_size=40)
 
 
 def fed(stops: list[str], text: str, cuts: list[int]) -> tuple[str, StopStrings]:
-    """What comes out of `text` cut at `cuts`; nothing may be held at the end of it."""
+    """The output for `text` cut at `cuts`, and the filter after it."""
     filtered, out, begin = StopStrings(stops), "", 0
     for end in [*sorted(cut % (len(text) + 1) for cut in cuts), len(text)]:
         out += filtered.feed(text[begin:end])
@@ -28,7 +28,7 @@ def test_the_text_ends_before_the_first_stop_string(stops: list[str], text: str,
     whole, _ = fed(stops, text, [])
     assert whole == text[: min(places, default=len(text))]
     assert filtered.found == bool(places)
-    # A stop string that has come whole ends the text, though one that began before it could still have come.
+    # A complete stop string ends the text, though a longer one that began before it could still have been completed.
     assert whole.startswith(out) or out.startswith(whole)
     assert not any(stop in out for stop in stops if stop)
 

@@ -1,4 +1,4 @@
-"""How many tokens a model holds: as asked for, in whole pages; what nobody asked for fits memory; nothing hangs."""
+"""Context length: as requested, padded as llama.cpp does; the default fits memory; absurd sizes fail at once."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def memory(available: int) -> Memory:
     return Memory(64 * GIB, available, "a test")
 
 
-@pytest.mark.parametrize(("asked", "n_ctx"), [(1, 256), (256, 256), (257, 512), (300, 512), (200_000, 200_192)])
-def test_what_is_asked_for_comes_in_whole_pages(layout: ExpertLayout, asked: int, n_ctx: int) -> None:
-    assert choose_context(layout, asked, memory(0)) == n_ctx
+@pytest.mark.parametrize(("requested", "n_ctx"), [(1, 256), (256, 256), (257, 512), (300, 512), (200_000, 200_192)])
+def test_a_requested_context_is_padded(layout: ExpertLayout, requested: int, n_ctx: int) -> None:
+    assert choose_context(layout, requested, memory(0)) == n_ctx
 
 
-def test_without_a_wish_a_tenth_of_the_free_memory_holds_it(layout: ExpertLayout) -> None:
+def test_by_default_a_tenth_of_the_free_memory_holds_it(layout: ExpertLayout) -> None:
     for n_ctx in (4096, 8192, 16384, 32768):
         assert choose_context(layout, None, memory(10 * kv_bytes(layout, n_ctx))) == n_ctx
         assert choose_context(layout, None, memory(10 * kv_bytes(layout, n_ctx) - 10)) == max(4096, n_ctx // 2)
@@ -42,7 +42,7 @@ def test_without_a_wish_a_tenth_of_the_free_memory_holds_it(layout: ExpertLayout
 
 
 @pytest.mark.parametrize(("trained", "n_ctx"), [(100, 256), (512, 512), (2048, 2048), (5000, 5120), (40960, 32768)])
-def test_without_a_wish_it_is_no_more_than_the_model_knows(layout: ExpertLayout, trained: int, n_ctx: int) -> None:
+def test_by_default_it_is_no_more_than_the_model_was_trained_on(layout: ExpertLayout, trained: int, n_ctx: int) -> None:
     small = replace(layout, hparams=replace(layout.hparams, n_ctx_train=trained))
     assert choose_context(small, None, memory(1 << 50)) == n_ctx
 
