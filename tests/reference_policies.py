@@ -81,7 +81,7 @@ class NextUse:
     event's layer.
 
     p is a mixture of decaying averages of past use: `half_lives_tokens` are their half-lives, `weights` their
-    shares. `phase_weight` is w: 1 by the derivation, more where long waits are overestimated. `trust` scales the
+    shares. `distance_weight` is w: 1 by the derivation, more where long waits are overestimated. `trust` scales the
     probabilities. The defaults are the best found on the demo model's routing, on other texts than reported.
     """
 
@@ -92,7 +92,7 @@ class NextUse:
         shape: MoeShape,
         half_lives_tokens: Sequence[float] = (40.0, 2000.0),
         weights: Sequence[float] = (0.85, 0.15),
-        phase_weight: float = 2.0,
+        distance_weight: float = 2.0,
         trust: float = 1.0,
     ) -> None:
         self.shape = shape
@@ -101,15 +101,15 @@ class NextUse:
         self._trust = trust
         self._wait: Float32s = np.full(shape.table, 1 / LEAST, np.float32)  # 1 / p, passes between uses
         self._scores: Float32s = np.zeros(shape.table, np.float32)
-        self._ahead = self._distances(phase_weight)
+        self._ahead = self._distances(distance_weight)
 
-    def _distances(self, phase_weight: float) -> Float32s:
+    def _distances(self, distance_weight: float) -> Float32s:
         """(n_row, n_layer, 1): d / L of every layer after an event of each row, scaled."""
         n_row = len(self.shape.layers)
         rows = np.arange(n_row)
         ahead = (rows[np.newaxis, :] - rows[:, np.newaxis] - 2) % n_row + 1
         table = np.zeros((n_row, self.shape.n_layer, 1), np.float32)
-        table[:, list(self.shape.layers), 0] = phase_weight * ahead / n_row
+        table[:, list(self.shape.layers), 0] = distance_weight * ahead / n_row
         return table
 
     def scores(self, history: History, forecast: Forecast) -> Float32s | None:

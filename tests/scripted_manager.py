@@ -21,7 +21,7 @@ from moegguf.engine.plan import Plan
 from moegguf.errors import ModelNotFoundError
 from moegguf.generate.request import Delta, GenerationRequest
 from moegguf.models.entry import ModelEntry
-from moegguf.serving.events import LoadOptions
+from moegguf.serving.events import LoadOverrides
 from moegguf.serving.lease import Lease
 from moegguf.serving.manager import ModelManager
 from moegguf.serving.memory_budget import ModelSize
@@ -73,7 +73,9 @@ class FakeCatalog:
         except KeyError:
             raise ModelNotFoundError(f"there is no model named {name!r}; try 'a'.") from None
 
-    def measure(self, entry: ModelEntry, load_options: LoadOptions, settings: Settings, limit_bytes: int) -> ModelSize:
+    def measure(
+        self, entry: ModelEntry, load_options: LoadOverrides, settings: Settings, limit_bytes: int
+    ) -> ModelSize:
         def plan(n_bytes: int) -> Plan:
             expected = Expected(1.0, 1.0, 0, 0, None, None, "")
             return Plan(1, 1, n_bytes, True, 1, 0, 0, 0, n_bytes, limit_bytes, (), (), expected)
@@ -112,7 +114,7 @@ async def answer_text(lease: Lease, prompt: str) -> str:
 
 
 async def generate(
-    manager: ModelManager, name: str, prompt: str, load_options: LoadOptions = LoadOptions(), **options: Any
+    manager: ModelManager, name: str, prompt: str, load_options: LoadOverrides = LoadOverrides(), **options: Any
 ) -> str:
     """The text of an answer, from acquiring the model to releasing it."""
     async with manager.lease(name, load_options, **options) as lease:

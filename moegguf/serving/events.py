@@ -15,7 +15,7 @@ from moegguf.generate.request import Delta, PromptProgress, Timing
 
 
 @dataclass(frozen=True)
-class LoadOptions:
+class LoadOverrides:
     """How a model is loaded. None: the server's setting."""
 
     n_ctx: int | None = None

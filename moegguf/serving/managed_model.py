@@ -15,7 +15,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from moegguf.models.entry import ModelEntry
-from moegguf.serving.events import LoadedModel, LoadOptions
+from moegguf.serving.events import LoadedModel, LoadOverrides
 from moegguf.serving.memory_budget import DEFAULT_BATCH_TOKENS, ModelSize
 from moegguf.serving.wire import Ready
 
@@ -49,7 +49,7 @@ class Waiter:
     """A request that waits for a model and, once granted, uses it. `ticket`: order of arrival over all models."""
 
     entry: ModelEntry
-    load_options: LoadOptions
+    load_options: LoadOverrides
     keep_alive_s: float
     purpose: Purpose = Purpose.EXCLUSIVE
     on_progress: Callable[[float], object] = lambda fraction: None
@@ -73,7 +73,7 @@ class Waiter:
         return self.load_options == other.load_options and self.entry.files == other.entry.files
 
 
-def with_entry_parameters(entry: ModelEntry, load_options: LoadOptions) -> LoadOptions:
+def with_entry_parameters(entry: ModelEntry, load_options: LoadOverrides) -> LoadOverrides:
     """`load_options`, with the entry's own parameters where they are None."""
     own = {ours: entry.parameters[key] for key, ours in LOAD_PARAMETERS.items() if entry.parameters.get(key)}
     return replace(load_options, **{name: value for name, value in own.items() if getattr(load_options, name) is None})
@@ -92,7 +92,7 @@ class ManagedModel:
         self.expiry: asyncio.TimerHandle | None = None
         self.expires_s = math.inf  # of the event loop's clock, when `expiry` is set
         self.process: WorkerProcess | None = None
-        self.load_options = LoadOptions()  # of the waiter that it was loaded for
+        self.load_options = LoadOverrides()  # of the waiter that it was loaded for
         self.ready = Ready(n_ctx=0)
         self.size: ModelSize | None = None  # measured for `measured_for`
         self.measured_for: Waiter | None = None

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from moegguf.models.entry import ModelEntry
 from moegguf.serving.dispatcher import Dispatcher
-from moegguf.serving.events import LoadedModel, LoadOptions, Snapshot
+from moegguf.serving.events import LoadedModel, LoadOverrides, Snapshot
 from moegguf.serving.lease import Lease
 from moegguf.serving.managed_model import Purpose, State, Waiter, with_entry_parameters
 from moegguf.serving.memory_budget import Measure, measure
@@ -59,7 +59,7 @@ class ModelManager:
     def lease(
         self,
         name: str | ModelEntry,
-        load_options: LoadOptions = LoadOptions(),
+        load_options: LoadOverrides = LoadOverrides(),
         keep_alive_s: float | None = None,
         *,
         will_answer: bool = True,
@@ -87,7 +87,7 @@ class ModelManager:
     async def load(
         self,
         name: str | ModelEntry,
-        load_options: LoadOptions = LoadOptions(),
+        load_options: LoadOverrides = LoadOverrides(),
         keep_alive_s: float | None = None,
         *,
         on_progress: OnProgress = _ignore,

@@ -20,7 +20,7 @@ from moegguf.gguf.experts import ExpertLayout, read_layout
 from moegguf.gguf.reader import GGML_TYPES
 from moegguf.models.entry import ModelEntry
 from moegguf.quantities import ExpertCache, format_bytes, parse_expert_cache
-from moegguf.serving.events import LoadOptions
+from moegguf.serving.events import LoadOverrides
 from moegguf.serving.wire import LoadConfig
 from moegguf.settings import Settings, read_environment
 
@@ -40,7 +40,7 @@ class ModelSize:
     load_config: Callable[[Plan], LoadConfig]
 
 
-Measure = Callable[[ModelEntry, LoadOptions, Settings, int], ModelSize]
+Measure = Callable[[ModelEntry, LoadOverrides, Settings, int], ModelSize]
 """The signature of `measure`, which tests replace."""
 
 
@@ -111,7 +111,7 @@ def _without_margin(n_bytes: int) -> int:
     return max(0, n_bytes - max(int(n_bytes * MARGIN_SHARE), MARGIN_BYTES))
 
 
-def measure(entry: ModelEntry, load_options: LoadOptions, settings: Settings, limit_bytes: int) -> ModelSize:
+def measure(entry: ModelEntry, load_options: LoadOverrides, settings: Settings, limit_bytes: int) -> ModelSize:
     """The memory that `entry` needs when loaded with `load_options`. Reads headers: call it from a thread.
 
     Raises ModelFormatError, ModelNotFoundError, BudgetError, OptionError.
@@ -174,7 +174,7 @@ class _PlansBySlots:
             return 0
 
 
-def _batch_sizes(load_options: LoadOptions, n_ctx: int, embedding: bool) -> tuple[int, int]:
+def _batch_sizes(load_options: LoadOverrides, n_ctx: int, embedding: bool) -> tuple[int, int]:
     """(n_batch, n_ubatch). A model that pools needs all tokens of a text in one pass."""
     default = min(n_ctx, MAX_POOLING_BATCH_TOKENS) if embedding else DEFAULT_BATCH_TOKENS
     n_batch = load_options.n_batch or default

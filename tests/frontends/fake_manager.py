@@ -25,7 +25,7 @@ from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, T
 from moegguf.models.catalog import demo_path
 from moegguf.models.entry import ModelEntry
 from moegguf.server.serve import Protocol
-from moegguf.serving.events import Done, Event, LoadedModel, LoadOptions, Snapshot
+from moegguf.serving.events import Done, Event, LoadedModel, LoadOverrides, Snapshot
 
 STATS = Stats(tokens=3, lookups=10, hits_ready=6, hits_late=1, misses=3, bytes_missed=3000, stall_s=0.5, eval_s=1.0)
 TIMING = Timing(
@@ -107,7 +107,7 @@ class FakeManager:
         self.timing = TIMING
         self.enter_error: Exception | None = None
         self.requests: list[GenerationRequest] = []
-        self.leases: list[tuple[str, LoadOptions, float | None, bool]] = []
+        self.leases: list[tuple[str, LoadOverrides, float | None, bool]] = []
         self.embedded: list[tuple[list[Any], bool, bool]] = []
         self.there: dict[str, ModelEntry] = {}
         self.snapshots: list[Snapshot] = []
@@ -124,7 +124,7 @@ class FakeManager:
     async def lease(
         self,
         model: str | ModelEntry,
-        load_options: LoadOptions = LoadOptions(),
+        load_options: LoadOverrides = LoadOverrides(),
         keep_alive_s: float | None = None,
         *,
         will_answer: bool = True,
@@ -144,7 +144,7 @@ class FakeManager:
     async def load(
         self,
         name: str,
-        load_options: LoadOptions = LoadOptions(),
+        load_options: LoadOverrides = LoadOverrides(),
         keep_alive_s: float | None = None,
         *,
         on_progress: Any = None,

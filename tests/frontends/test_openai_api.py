@@ -28,7 +28,7 @@ from moegguf.errors import (
 from moegguf.generate.request import Delta, PromptProgress, ToolCall
 from moegguf.models.folder import demo_path
 from moegguf.server.app import make_app
-from moegguf.serving.events import LoadOptions
+from moegguf.serving.events import LoadOverrides
 from moegguf.settings import Settings
 
 HUB = "hf.co/user/repo-GGUF:Q4_K_M"
@@ -148,9 +148,9 @@ def test_load_options_and_keep_alive(chat: Post, manager: FakeManager) -> None:
     chat(keep_alive=-1)
     chat()
     assert manager.leases == [
-        ("demo:latest", LoadOptions(n_ctx=128), 300.0, True),
-        ("demo:latest", LoadOptions(), float("inf"), True),
-        ("demo:latest", LoadOptions(), None, True),
+        ("demo:latest", LoadOverrides(n_ctx=128), 300.0, True),
+        ("demo:latest", LoadOverrides(), float("inf"), True),
+        ("demo:latest", LoadOverrides(), None, True),
     ]
 
 

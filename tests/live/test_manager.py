@@ -18,7 +18,7 @@ from scripted_manager import in_loop, n_files
 from moegguf.errors import BudgetError, WorkerError
 from moegguf.generate.request import Delta, GenerationRequest, Sampling, Timing
 from moegguf.models.entry import ModelEntry
-from moegguf.serving.events import Done, LoadOptions
+from moegguf.serving.events import Done, LoadOverrides
 from moegguf.serving.lease import Lease
 from moegguf.serving.manager import ModelManager
 from moegguf.serving.memory_budget import measure
@@ -26,7 +26,7 @@ from moegguf.settings import Settings
 
 TinyModel = Callable[..., Path]
 
-ONE_THREAD = LoadOptions(n_threads=1)
+ONE_THREAD = LoadOverrides(n_threads=1)
 ENDLESS = GenerationRequest(prompt="once upon a time", sampling=Sampling(seed=7, max_tokens=400))
 
 
@@ -76,7 +76,7 @@ async def rest_of(events: AsyncIterator[Any]) -> list[Any]:
 
 
 async def generate(
-    manager: ModelManager, name: str, generation: GenerationRequest, load_options: LoadOptions = ONE_THREAD
+    manager: ModelManager, name: str, generation: GenerationRequest, load_options: LoadOverrides = ONE_THREAD
 ) -> str:
     async with manager.lease(name, load_options) as lease:
         return (await answer_and_timing(lease, generation))[0]
@@ -160,7 +160,7 @@ async def test_another_context_loads_it_again(files: Files) -> None:
     async with running_manager(files) as manager:
         pids = {}
         for n_ctx in (512, None, 512, 1024):
-            async with manager.lease("a", LoadOptions(n_ctx=n_ctx, n_threads=1)) as lease:
+            async with manager.lease("a", LoadOverrides(n_ctx=n_ctx, n_threads=1)) as lease:
                 pids.setdefault(lease.loaded.n_ctx, lease.loaded.pid)
                 assert (await answer_and_timing(lease, story(1)))[1].answer_tokens == 16
                 assert lease.loaded.n_ctx == (n_ctx or 512)

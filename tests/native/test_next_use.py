@@ -26,9 +26,9 @@ from moegguf.native.store import Store
 from moegguf.trace.simulate import SimOptions, Simulation
 
 
-def rates(half_lives_tokens: tuple[float, ...], weights: tuple[float, ...], phase_weight: float) -> NativePolicy:
+def rates(half_lives_tokens: tuple[float, ...], weights: tuple[float, ...], distance_weight: float) -> NativePolicy:
     return NativePolicy(
-        "next-use", {"half_lives_tokens": half_lives_tokens, "weights": weights, "phase_weight": phase_weight}
+        "next-use", {"half_lives_tokens": half_lives_tokens, "weights": weights, "distance_weight": distance_weight}
     )
 
 
@@ -87,13 +87,13 @@ def test_out_goes_the_expert_expected_last(told: Told) -> None:
 
 
 @pytest.mark.parametrize(
-    ("il", "phase_weight", "left"), [(0, 1.0, (1, 0)), (1, 1.0, (0, 0)), (1, 0.0, (1, 0)), (0, 0.0, (1, 0))]
+    ("il", "distance_weight", "left"), [(0, 1.0, (1, 0)), (1, 1.0, (0, 0)), (1, 0.0, (1, 0)), (0, 0.0, (1, 0))]
 )
 def test_of_equal_chances_the_layer_whose_turn_is_later_loses(
-    told: Told, il: int, phase_weight: float, left: tuple[int, int]
+    told: Told, il: int, distance_weight: float, left: tuple[int, int]
 ) -> None:
     """The others of the gate's own layer wait for a whole pass; without a phase, recency decides."""
-    store, gate = told(2, rates((1.0,), (1.0,), phase_weight), STORY[:2])
+    store, gate = told(2, rates((1.0,), (1.0,), distance_weight), STORY[:2])
     gate(il, 7)
     assert there(store) == {(il, 7), left}
 
@@ -185,7 +185,7 @@ NAN, INF = math.nan, math.inf
         *((rates((1, 1), (1, bad), 1), "weight is 0 or more") for bad in (-1, NAN, INF)),
         (rates((1, 1), (0, 0), 1), "weights of the averages add up to 0"),
         (rates((1, 1), (3e38, 3e38), 1), "weights of the averages add up to inf"),
-        *((rates((1,), (1,), bad), "weight of the phase is 0 or more") for bad in (-1, NAN, INF)),
+        *((rates((1,), (1,), bad), "weight of the distance is 0 or more") for bad in (-1, NAN, INF)),
     ],
     ids=str,
 )
@@ -205,8 +205,8 @@ def test_rates_that_mean_nothing_are_refused_and_those_in_force_stay(
         ("lfu", {}, "no eviction policy 'lfu'; known are .*lru.*next-use"),
         ("", {}, "no eviction policy ''"),
         ("lru", {"half_life_tokens": 3}, "'lru' has no parameter 'half_life_tokens'; known are none"),
-        ("next-use", {"weight": 1}, "no parameter 'weight'; known are half_lives_tokens, weights, phase_weight"),
-        ("next-use", {"phase_weight": (1, 2)}, "'phase_weight' is one value, not 2"),
+        ("next-use", {"weight": 1}, "no parameter 'weight'; known are half_lives_tokens, weights, distance_weight"),
+        ("next-use", {"distance_weight": (1, 2)}, "'distance_weight' is one value, not 2"),
         ("lfu-decay", {"half_life_tokens": ()}, "is one value, not 0"),
         ("lfu-decay", {"half_life_tokens": 0}, "half-life is a number of tokens above 0"),
     ],

@@ -22,7 +22,7 @@ ZERO, ONE, LEAST = np.float32(0), np.float32(1), np.float32(1e-4)
 # Halves are exact in any arithmetic.
 SCANNED = ("lru", "lfu-decay", "next-use", "scores")  # policies that Scan knows
 PARAMETERS: dict[str, dict[str, Any]] = {
-    "next-use": {"half_lives_tokens": 1.0, "weights": 1.0, "phase_weight": 1.0},
+    "next-use": {"half_lives_tokens": 1.0, "weights": 1.0, "distance_weight": 1.0},
     "lfu-decay": {"half_life_tokens": 1.0},
 }
 

@@ -165,7 +165,7 @@ def test_its_time_and_events_are_counted() -> None:
 
 def test_a_native_policy_without_predictions_needs_no_controller() -> None:
     store = RecordingStore()
-    native = NativePolicy("next-use", {"phase_weight": 2.0}, takes_forecast=True)
+    native = NativePolicy("next-use", {"distance_weight": 2.0}, takes_forecast=True)
     assert build_controller(SHAPE, native, NoPrediction(SHAPE), store, ActingOptions()) is None
     assert store.actions == [("policy", "next-use")]
     judged = build_controller(SHAPE, native, NoPrediction(SHAPE), store, ActingOptions(judge=True))

@@ -20,7 +20,7 @@ from moegguf.errors import (
 )
 from moegguf.generate.request import Delta, GenerationRequest
 from moegguf.serving import worker_process
-from moegguf.serving.events import Done, LoadOptions
+from moegguf.serving.events import Done, LoadOverrides
 from moegguf.serving.manager import ModelManager
 
 
@@ -228,7 +228,7 @@ async def test_a_failed_load_fails_all_its_waiters_and_is_tried_once(catalog: Fa
 async def test_waiters_with_other_load_options_get_a_load_of_their_own(catalog: FakeCatalog) -> None:
     catalog.add("d", fail="AllocationError")
     async with manager_of(catalog) as manager:
-        loads = [LoadOptions(n_ctx=n) for n in (1024, 1024, 512)]
+        loads = [LoadOverrides(n_ctx=n) for n in (1024, 1024, 512)]
         results = await asyncio.gather(
             *(generate(manager, "d", "say x", load) for load in loads), return_exceptions=True
         )
@@ -250,7 +250,7 @@ async def test_only_options_that_are_given_and_different_load_it_again(catalog: 
     asked = [None, 4096, 1024, None, 1024, 2048]
     async with manager_of(catalog) as manager:
         for n_ctx in asked:
-            assert await generate(manager, "a", "say x", LoadOptions(n_ctx=n_ctx)) == "x"
+            assert await generate(manager, "a", "say x", LoadOverrides(n_ctx=n_ctx)) == "x"
     assert [load["n_ctx"] for load in catalog.loads("a")] == [4096, 1024, 2048]
 
 
@@ -262,7 +262,7 @@ async def test_a_reload_waits_for_the_requests_before_it(catalog: FakeCatalog, t
         await until(lambda: manager.loaded() and manager.loaded()[0].busy)
         second = asyncio.create_task(generate(manager, "a", "say two"))
         await until(lambda: waiting(manager) == 1)
-        other = asyncio.create_task(generate(manager, "a", "say other", LoadOptions(n_ctx=64)))
+        other = asyncio.create_task(generate(manager, "a", "say other", LoadOverrides(n_ctx=64)))
         await until(lambda: waiting(manager) == 2)
         fourth = asyncio.create_task(generate(manager, "a", "say four"))
         await until(lambda: waiting(manager) == 3)
@@ -276,7 +276,7 @@ async def test_load_parameters_of_an_entry_are_defaults(catalog: FakeCatalog) ->
     catalog.change("a", parameters={"num_ctx": 2048, "temperature": 1})
     async with manager_of(catalog) as manager:
         await generate(manager, "a", "say x")
-        await generate(manager, "a", "say x", LoadOptions(n_ctx=512))
+        await generate(manager, "a", "say x", LoadOverrides(n_ctx=512))
     assert [load["n_ctx"] for load in catalog.loads("a")] == [2048, 512]
 
 

@@ -18,7 +18,7 @@ from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, S
 from moegguf.models.entry import ModelEntry
 from moegguf.server.openai.objects import ChatReply, CompletionReply, usage
 from moegguf.server.openai.schema import ChatBody
-from moegguf.serving.events import Done, LoadOptions
+from moegguf.serving.events import Done, LoadOverrides
 
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
 CLOCK = {"type": "function", "function": {"name": "clock", "description": "the time", "strict": True}}
@@ -169,8 +169,8 @@ def test_openais_keys_override_options_and_those_the_entrys() -> None:
 
 
 def test_load_options() -> None:
-    assert body().load_options() == LoadOptions()
-    assert body(options={"num_ctx": 64, "expert_cache": "50%"}).load_options() == LoadOptions(
+    assert body().load_options() == LoadOverrides()
+    assert body(options={"num_ctx": 64, "expert_cache": "50%"}).load_options() == LoadOverrides(
         n_ctx=64, expert_cache="50%"
     )
 

@@ -141,7 +141,7 @@ def test_rates_account_for_a_prompt_without_updates() -> None:
 
 def test_next_use_by_hand() -> None:
     """Two layers, one expert per token, rates of half-life 1: 0.75 for expert 1 and 0.25 for expert 0 of layer 1."""
-    policy = NextUse(TWO, half_lives_tokens=(1.0,), weights=(1.0,), phase_weight=1.0)
+    policy = NextUse(TWO, half_lives_tokens=(1.0,), weights=(1.0,), distance_weight=1.0)
     history = History(TWO)
     scores = last_scores(policy, history, uses_of([0, 1, 1]))
     assert scores is not None
@@ -153,7 +153,7 @@ def test_next_use_by_hand() -> None:
 
 
 def test_next_use_takes_the_forecast_of_this_pass() -> None:
-    policy = NextUse(TWO, half_lives_tokens=(1.0,), weights=(1.0,), phase_weight=1.0, trust=1.0)
+    policy = NextUse(TWO, half_lives_tokens=(1.0,), weights=(1.0,), distance_weight=1.0, trust=1.0)
     history = History(TWO)
     last_scores(policy, history, uses_of([0, 0], il=2))  # 0.75 for expert 0 of layer 2
     scores = last_scores(policy, history, [routed(50, 1, [0])], FixedForecast(TWO, 2, [0.0, 0.5, 1.0, 0.0]))

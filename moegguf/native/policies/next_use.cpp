@@ -2,9 +2,9 @@
 // last.
 //
 // Of the tokens that pass its layer, a part p = sum(weight * average) uses an expert; that is 1 / p - 1 passes from its
-// layer's next turn, and phase_weight scales the part of a pass until that turn. Where a predictor forecasts that the
-// layer's next turn uses the expert with probability q, it is (1 - trust * q) / p passes from that turn. Passes of more
-// than one token are left to recency and the sweep, but count.
+// layer's next turn, and distance_weight scales the part of a pass until that turn. Where a predictor forecasts that
+// the layer's next turn uses the expert with probability q, it is (1 - trust * q) / p passes from that turn. Passes of
+// more than one token are left to recency and the sweep, but count.
 #include "policies/averages.h"
 
 namespace moegguf {
@@ -29,12 +29,12 @@ class NextUse final : public EvictionPolicy {
 
     // ... which is this far from a routing event of layer now.il.
     float layer_offset(int il, const Moment & now) const override {
-        return -phase_[row_[il] - row_[now.il] + layout_.n_moe_layers - 1];
+        return -distance_[row_[il] - row_[now.il] + layout_.n_moe_layers - 1];
     }
 
   private:
     void set_weights(const std::vector<float> & half_lives, std::vector<float> weights);
-    void set_phases(float phase_weight);
+    void set_distances(float distance_weight);
 
     const Layout & layout_;
     std::vector<FadingAverage> average_;
@@ -43,7 +43,7 @@ class NextUse final : public EvictionPolicy {
     std::vector<float> wait_;     // [n_layer * n_expert_max], passes between uses
     std::vector<float> forecast_; // [n_layer * n_expert_max], probabilities where known_
     std::vector<uint8_t> known_;  // [n_layer]
-    std::vector<float> phase_;    // [2 * n_moe_layers - 1], by rows ahead: part of a pass until a layer's turn
+    std::vector<float> distance_; // [2 * n_moe_layers - 1], by rows ahead: part of a pass until a layer's turn
     std::vector<int> row_;        // [n_layer], counts layers with experts
 };
 
@@ -53,7 +53,7 @@ NextUse::NextUse(const Layout & layout, const Parameters & given) : layout_(layo
     for (float half_life_tokens : half_lives) {
         average_.emplace_back(layout, half_life_tokens);
     }
-    set_phases(given.value("phase_weight", 2.0f));
+    set_distances(given.value("distance_weight", 2.0f));
     trust_ = given.value("trust", 1.0f);
     if (!(trust_ >= 0.0f && trust_ <= 1.0f)) {
         throw Error(MOEGGUF_INVALID, "trust in a forecast lies from 0 to 1, but is " + std::to_string(trust_));
@@ -82,9 +82,9 @@ void NextUse::set_weights(const std::vector<float> & half_lives, std::vector<flo
     weight_ = std::move(weights);
 }
 
-void NextUse::set_phases(float phase_weight) {
-    if (!at_least_zero(phase_weight)) {
-        throw Error(MOEGGUF_INVALID, "the weight of the phase is 0 or more, not " + std::to_string(phase_weight));
+void NextUse::set_distances(float distance_weight) {
+    if (!at_least_zero(distance_weight)) {
+        throw Error(MOEGGUF_INVALID, "the weight of the distance is 0 or more, not " + std::to_string(distance_weight));
     }
     const int n_row = layout_.n_moe_layers;
     int row = 0;
@@ -93,10 +93,10 @@ void NextUse::set_phases(float phase_weight) {
         row += layer.n_expert > 0;
     }
     // The layer after this one comes next; this one's own others wait for a whole pass: its chosen ones are pinned.
-    phase_.resize(2 * n_row - 1);
-    for (int i = 0; i < (int)phase_.size(); i++) {
+    distance_.resize(2 * n_row - 1);
+    for (int i = 0; i < (int)distance_.size(); i++) {
         const int ahead = i - (n_row - 1);
-        phase_[i] = phase_weight * (ahead > 0 ? ahead : ahead + n_row) / n_row;
+        distance_[i] = distance_weight * (ahead > 0 ? ahead : ahead + n_row) / n_row;
     }
 }
 
@@ -138,7 +138,7 @@ extern const PolicyType next_use_policy;
 const PolicyType next_use_policy = {
     "next-use",
     MOEGGUF_POLICY_FORECAST,
-    [] { return std::vector<const char *>{"half_lives_tokens", "weights", "phase_weight", "trust"}; },
+    [] { return std::vector<const char *>{"half_lives_tokens", "weights", "distance_weight", "trust"}; },
     [](const Layout & layout, const Parameters & given) -> std::unique_ptr<EvictionPolicy> {
         return std::make_unique<NextUse>(layout, given);
     },

@@ -19,7 +19,7 @@ from moegguf.quantities import parse_expert_cache
 from moegguf.server.common import limits
 from moegguf.server.common.body import Body, explain
 from moegguf.server.common.errors import HttpError
-from moegguf.serving.events import LoadOptions
+from moegguf.serving.events import LoadOverrides
 from moegguf.settings import parse_duration
 
 log = logging.getLogger(__name__)
@@ -85,10 +85,10 @@ class Options(Body):
             log.warning("the option %.60r is unknown and ignored", name)
         return given
 
-    def load_options(self) -> LoadOptions:
+    def load_options(self) -> LoadOverrides:
         """The options for loading."""
         cache = self.moe_cache_ram if self.expert_cache is None else self.expert_cache
-        return LoadOptions(
+        return LoadOverrides(
             n_ctx=self.num_ctx or None,
             n_batch=self.num_batch,
             n_threads=self.num_thread or None,

@@ -28,7 +28,7 @@ from moegguf.server.common.options import (
     options_of,
     with_entry_messages,
 )
-from moegguf.serving.events import LoadOptions
+from moegguf.serving.events import LoadOverrides
 
 MAX_BIASES = 4096
 
@@ -280,7 +280,7 @@ class GenerationBody(Body):
         options = options_of(self.options, entry).model_copy(update=named)
         return replace(options.sampling(), logit_bias=self.logit_bias or {})
 
-    def load_options(self) -> LoadOptions:
+    def load_options(self) -> LoadOverrides:
         """The options for loading."""
         return (self.options or Options()).load_options()
 
