@@ -47,6 +47,7 @@ class StoreOptions:
 
     @property
     def flags(self) -> int:
+        """The bits of enum moegguf_flag."""
         named = (field.name for field in fields(self) if field.name in library.FLAG)
         return sum(library.FLAG[name] for name in named if getattr(self, name))
 
@@ -70,6 +71,7 @@ class ListenOptions:
 
     @property
     def flags(self) -> int:
+        """The bits of enum moegguf_listen_flag."""
         return sum(bit for name, bit in library.LISTEN.items() if getattr(self, name))
 
 
@@ -161,6 +163,7 @@ class Store:
 
     @property
     def handle(self) -> int:
+        """The address of the moegguf_store. Raises ClosedError."""
         if self._handle is None:
             raise ClosedError("the expert store is closed; load the model again.")
         return self._handle
@@ -352,6 +355,7 @@ class Lane:
 
     @property
     def handle(self) -> int:
+        """The address of the moegguf_lane. Raises ClosedError."""
         if self._handle is None:
             raise ClosedError("the context is closed; load the model again.")
         return self._handle
@@ -404,6 +408,7 @@ class Lane:
         return failure if failure.status != library.OK else None
 
     def close(self) -> None:
+        """Gives the pins back. Twice is harmless."""
         handle, self._handle = self._handle, None
         if handle is not None:
             self._library.moegguf_lane_close(handle)
