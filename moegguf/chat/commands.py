@@ -19,16 +19,16 @@ from moegguf.terminal.arguments import THINK_LEVELS, parse_format
 from moegguf.terminal.messages import print_message
 
 if TYPE_CHECKING:
-    from moegguf.chat.chat import Chat
+    from moegguf.chat.session import ChatSession
 
-Command = Callable[["Chat", str], None]
+Command = Callable[["ChatSession", str], None]
 
 MAX_READ_BYTES = 4 << 20
 
 _WORD = re.compile(r'"[^"]*"|\'[^\']*\'|\S+')
 
 
-def run_command(chat: Chat, line: str) -> None:
+def run_command(session: ChatSession, line: str) -> None:
     """Runs `line`, which begins with a slash. An error is printed and changes nothing."""
     word, rest = [*line.split(maxsplit=1), ""][:2]
     command = COMMANDS.get(word)
@@ -36,12 +36,12 @@ def run_command(chat: Chat, line: str) -> None:
         print_message(f"Unknown command '{word}'. Type /? for help")
         return
     try:
-        command(chat, rest.strip())
+        command(session, rest.strip())
     except (MoeggufError, OSError, typer.BadParameter) as error:
         print_error(error)
 
 
-def _help(_chat: Chat, topic: str) -> None:
+def _help(_session: ChatSession, topic: str) -> None:
     topics = {
         "set": help_texts.SET,
         "show": help_texts.SHOW,
@@ -51,41 +51,41 @@ def _help(_chat: Chat, topic: str) -> None:
     print_message(topics.get(topic.removeprefix("/"), help_texts.COMMANDS))
 
 
-def _bye(_chat: Chat, _rest: str) -> None:
+def _bye(_session: ChatSession, _rest: str) -> None:
     raise EOFError
 
 
-def _clear(chat: Chat, _rest: str) -> None:
-    chat.conversation.clear()
+def _clear(session: ChatSession, _rest: str) -> None:
+    session.conversation.clear()
     print_message("Cleared session context")
 
 
-def _load(chat: Chat, name: str) -> None:
+def _load(session: ChatSession, name: str) -> None:
     if len(name.split()) != 1:
         print_message("Usage:\n  /load <modelname>")
         return
-    chat.load_model(name)
+    session.load_model(name)
 
 
-def _save(chat: Chat, name: str) -> None:
+def _save(session: ChatSession, name: str) -> None:
     if len(name.split()) != 1:
         print_message("Usage:\n  /save <modelname>")
         return
     from moegguf.models.catalog import Catalog
 
-    Catalog().create(name, show_commands.recipe(chat.conversation))
+    Catalog().create(name, show_commands.recipe(session.conversation))
     print_message(f"Created new model '{name}'")
 
 
-def _regen(chat: Chat, _rest: str) -> None:
-    snapshot = chat.conversation.snapshot()
-    if not chat.conversation.remove_last_answer():
+def _regen(session: ChatSession, _rest: str) -> None:
+    snapshot = session.conversation.snapshot()
+    if not session.conversation.remove_last_answer():
         print_message("There is no message to answer again.")
         return
-    chat.answer(snapshot)
+    session.answer(snapshot)
 
 
-def _read(chat: Chat, name: str) -> None:
+def _read(session: ChatSession, name: str) -> None:
     if not name:
         print_message("Usage:\n  /read <file>")
         return
@@ -96,8 +96,8 @@ def _read(chat: Chat, name: str) -> None:
     if b"\0" in data:
         raise OptionError(f"/read takes text; '{name}' is binary")
     text = data.decode("utf-8", errors="replace").rstrip("\n")
-    pending = chat.conversation.pending_text
-    chat.conversation.pending_text = f"{pending}\n\n{text}" if pending else text
+    pending = session.conversation.pending_text
+    session.conversation.pending_text = f"{pending}\n\n{text}" if pending else text
     print_message(f"Read '{name}' ({len(text):,} characters); it goes before your next message.")
 
 
@@ -106,62 +106,62 @@ def _strip_quotes(word: str) -> str:
     return word[1:-1] if len(word) > 1 and word[0] == word[-1] and word[0] in "\"'" else word
 
 
-def _set(chat: Chat, rest: str) -> None:
+def _set(session: ChatSession, rest: str) -> None:
     name, _, value = rest.partition(" ")
     value = value.strip()
     if name in SWITCHES:
-        _switch(chat, name)
+        _switch(session, name)
     elif name in SETTERS:
-        SETTERS[name](chat, value)
+        SETTERS[name](session, value)
     elif name:
         print_message(f"Unknown command '/set {name}'. Type /? for help")
     else:
         print_message(help_texts.SET)
 
 
-def _switch(chat: Chat, name: str) -> None:
+def _switch(session: ChatSession, name: str) -> None:
     owner, attribute, value, message = SWITCHES[name]
-    setattr(chat.conversation if owner == "conversation" else chat.reader.history, attribute, value)
+    setattr(session.conversation if owner == "conversation" else session.history, attribute, value)
     print_message(message)
 
 
-def _set_parameter(chat: Chat, value: str) -> None:
+def _set_parameter(session: ChatSession, value: str) -> None:
     words = [_strip_quotes(word) for word in _WORD.findall(value)]
     if len(words) < 2:
         print_message(help_texts.PARAMETERS)
         return
     name, *values = words
     try:
-        chat.conversation.parameters[name] = parse_parameter(name, values)
+        session.conversation.parameters[name] = parse_parameter(name, values)
     except MoeggufError as error:
         print_message(f"Couldn't set parameter: {error}")
         return
     print_message(f"Set parameter '{name}' to '{', '.join(values)}'")
 
 
-def _set_system(chat: Chat, value: str) -> None:
+def _set_system(session: ChatSession, value: str) -> None:
     if not value:
         print_message(help_texts.SET)
         return
-    chat.conversation.system = unquoted(value) if value.startswith(QUOTES) else value
+    session.conversation.system = unquoted(value) if value.startswith(QUOTES) else value
     print_message("Set system message.")
 
 
-def _set_format(chat: Chat, value: str) -> None:
+def _set_format(session: ChatSession, value: str) -> None:
     if not value:
         print_message("Invalid or missing format. For 'json' mode use '/set format json'")
         return
-    chat.conversation.format = parse_format(value)
+    session.conversation.format = parse_format(value)
     print_message(f"Set format to '{value}' mode." if value == "json" else "Set format to a JSON schema.")
 
 
-def _set_think(chat: Chat, level: str) -> None:
+def _set_think(session: ChatSession, level: str) -> None:
     if level and level not in THINK_LEVELS:
         print_message(f"Invalid level '{level}'. There are {', '.join(THINK_LEVELS)}, or none.")
         return
-    if not chat.check_thinking():
+    if not session.check_thinking():
         return
-    chat.conversation.think = level or True
+    session.conversation.think = level or True
     print_message(f"Set 'think' mode to '{level}'." if level else "Set 'think' mode.")
 
 

@@ -10,7 +10,7 @@ from moegguf.errors import OptionError
 from moegguf.native import library
 
 if TYPE_CHECKING:
-    from moegguf.engine.llama import Llama
+    from moegguf.engine.upstream import UpstreamLlama
 
 
 def to_utf8(text: str) -> bytes:
@@ -24,7 +24,7 @@ def to_utf8(text: str) -> bytes:
 class Vocabulary:
     """The tokens of a model. Valid while the model is open."""
 
-    def __init__(self, llm: Llama) -> None:
+    def __init__(self, llm: UpstreamLlama) -> None:
         self._bindings = library.llama_cpp()
         self._model, self._tokenizer = llm._model, llm.tokenizer_  # not `llm` itself, which holds this object
         self._vocab = llm._model.vocab
