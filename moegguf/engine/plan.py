@@ -15,7 +15,7 @@ from moegguf.engine.machine import Memory
 from moegguf.engine.memory import F16, MemoryNeeds, memory_needs
 from moegguf.errors import BudgetError
 from moegguf.gguf.experts import ExpertLayout
-from moegguf.native.strides import slot_sizes
+from moegguf.native.store import slot_sizes
 from moegguf.quantities import MIB, ExpertCache, format_bytes, format_bytes_up
 
 MARGIN_SHARE = 0.05  # of the memory that is free, left free by "auto"

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdio>
 
 namespace moegguf {
 namespace {
@@ -17,6 +18,60 @@ constexpr auto longest_pass = std::chrono::seconds(60);
 constexpr char parents_model[] = "the model was loaded in the parent process; load it again in this one";
 
 } // namespace
+
+// Contexts that come and go, and their failures.
+
+void Lane::fail(moegguf_status status, int il, int expert, const std::string & why) {
+    if (failed) {
+        return;
+    }
+    failure = {status, 0, il, expert, {}};
+    snprintf(failure.message, sizeof(failure.message), "%s", why.c_str());
+    failed = true;
+}
+
+std::unique_ptr<Lane> Acquire::open_lane() {
+    Lock lock(shared_.mutex);
+    auto lane = std::make_unique<Lane>(store_, lane_ids_, layout_.n_expert_max);
+    lane_ids_ += 1;
+    n_lanes_ += 1;
+    return lane;
+}
+
+void Acquire::close_lane(Lane & lane) {
+    Lock lock(shared_.mutex);
+    unpin(lane);
+    n_lanes_ -= 1;
+    shared_.done.notify_all();
+}
+
+void Acquire::take_failure(Lane & lane, moegguf_failure & out, bool clear) {
+    if (shared_.forked()) {
+        out = lane.failure; // the lock may be held by a thread of the parent
+        return;
+    }
+    Lock lock(shared_.mutex);
+    out = lane.failed ? lane.failure : moegguf_failure{};
+    if (clear) {
+        lane.failure = {};
+        lane.failed = false;
+        lane.il = Lane::between_passes;
+        unpin(lane);
+    }
+}
+
+void Acquire::announce_tokens(Lane & lane, const moegguf_tokens_event & event) {
+    lane.sequence = event.sequence;
+    lane.phase = event.phase;
+    lane.next_token = 0;
+    lane.n_announced = event.n_tokens;
+    lane.il = Lane::between_passes;
+    if (events_.on()) {
+        events_.tokens(event);
+    }
+}
+
+// The barrier: routing events.
 
 void Acquire::acquire(Lane & lane, int il, int32_t * ids, int n_expert_used, int n_tokens, uint8_t wait_kinds,
                       const Routed & routed) {
@@ -234,6 +289,128 @@ void Acquire::sweep_ahead(int il) {
         }
     }
     transfers_.wake_readers();
+}
+
+// What a pass leaves: pins, and a size of the pool that was asked for meanwhile.
+
+void Acquire::unpin(Lane & lane) {
+    for (int s : lane.pinned) {
+        tier_.residency.unpin(s);
+        if (tier_.residency.slot(s).pins > 0) {
+            continue;
+        }
+        if (tier_.residency.failed(s)) {
+            tier_.retire(s);
+        } else if (!tier_.usable(s)) {
+            count(shared_.counters.evictions);
+            tier_.retire(s);
+        }
+    }
+    lane.pinned.clear();
+    if (n_lanes_ > 1) {
+        shared_.done.notify_all();
+    }
+}
+
+void Acquire::resize(int n_slots) {
+    Lock lock(shared_.mutex);
+    const int n_pool = tier_.residency.n_slots();
+    if (n_slots < layout_.n_used_max || n_slots > n_pool) {
+        throw Error(MOEGGUF_INVALID, "the pool can have " + std::to_string(layout_.n_used_max) + " to " +
+                                         std::to_string(n_pool) + " slots, not " + std::to_string(n_slots));
+    }
+    if (tier_.numbering.resident() && n_lanes_ > 1) {
+        throw Error(MOEGGUF_INVALID, "a fully resident pool with several contexts keeps its size");
+    }
+    resize_to_ = n_slots;
+    if (!computing_) {
+        apply_resize(); // later, only at a routing event is it certain that no layer is being computed
+    }
+}
+
+void Acquire::apply_resize() {
+    if (tier_.numbering.resident() && n_lanes_ > 1) {
+        return; // a context that came meanwhile computes with slot ids of its layers' windows
+    }
+    tier_.resize(resize_to_);
+    resize_to_ = 0; // after the numbering: idle() looks here first
+}
+
+// Whether a layer's matrices are there, and waiting until they are; by atomics where nothing is to be done.
+
+// Every matrix in `kinds` of every pinned slot is there, and none failed.
+bool Acquire::available(const Lane & lane, uint8_t kinds) const {
+    return std::all_of(lane.pinned.begin(), lane.pinned.end(),
+                       [&](int s) { return !missing(lane, s, kinds) && !tier_.residency.failed(s); });
+}
+
+// Every such matrix is there, or will not come.
+bool Acquire::settled(const Lane & lane, uint8_t kinds) const {
+    return std::all_of(lane.pinned.begin(), lane.pinned.end(),
+                       [&](int s) { return !missing(lane, s, kinds) || tier_.residency.failed(s); });
+}
+
+uint8_t Acquire::missing(const Lane & lane, int s, uint8_t kinds) const {
+    return layout_.layers[lane.il].chunks & kinds & ~tier_.residency.ready(s);
+}
+
+// A failure counts as pending, so that wait() is called and ends the pass.
+bool Acquire::pending(const Lane & lane, uint8_t kinds) const {
+    return !shared_.forked() && !lane.failed && !available(lane, kinds);
+}
+
+void Acquire::wait(Lane & lane, uint8_t kinds) {
+    if (shared_.forked() || (available(lane, kinds) && !shared_.cancelled)) {
+        return;
+    }
+    Lock lock(shared_.mutex);
+    const uint64_t start = shared_.clock_ns();
+    while (!settled(lane, kinds) && !shared_.cancelled && !shared_.stopping) {
+        if (shared_.simulated()) {
+            transfers_.step();
+        } else {
+            shared_.done.wait(lock);
+        }
+    }
+    count_stall(lane, start);
+    if (shared_.cancelled) {
+        lane.fail(MOEGGUF_CANCELLED, lane.il, -1, "cancelled");
+    }
+    for (int s : lane.pinned) {
+        if (tier_.residency.failed(s)) {
+            const Slot & slot = tier_.residency.slot(s);
+            lane.fail(MOEGGUF_IO, slot.il, slot.expert, transfers_.error());
+        }
+    }
+}
+
+void Acquire::count_stall(Lane & lane, uint64_t since_ns) {
+    const uint64_t stall_ns = shared_.clock_ns() - since_ns;
+    count(shared_.counters.stall_ns, stall_ns);
+    lane.waited_ns += shared_.simulated() ? 0 : stall_ns;
+}
+
+// computing_ before resize_to_, which resize() does the other way round: one of the two sees the other. And resize_to_
+// before the numbering, which apply_resize() changes first.
+bool Acquire::idle(int il) {
+    if (shared_.forked()) {
+        return false;
+    }
+    if (!computing_) {
+        computing_ = true;
+    }
+    return resize_to_ == 0 && tier_.numbering.resident() && tier_.complete() && !events_.on() && !watched_ &&
+           !shared_.cancelled && layout_.has_experts(il);
+}
+
+void Acquire::count_idle(Lane & lane, int il, int n_expert_used) {
+    count_pass(lane, il, 1);
+    if (!lane.pinned.empty()) {
+        Lock lock(shared_.mutex);
+        unpin(lane);
+    }
+    count(shared_.counters.lookups, n_expert_used);
+    count(shared_.counters.hits_ready, n_expert_used);
 }
 
 } // namespace moegguf

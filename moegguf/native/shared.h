@@ -8,12 +8,16 @@
 #include <condition_variable>
 #include <mutex>
 
+#include <pthread.h>
+
 namespace moegguf {
 
 using Lock = std::unique_lock<std::mutex>;
 
-// How many times this process was forked from one that had the library loaded.
-uint32_t fork_generation();
+// How many times this process was forked from one that had the library loaded. Counted, because getpid() would
+// be a system call at every routing event.
+inline std::atomic<uint32_t> fork_generation{0};
+inline const int fork_counted = pthread_atfork(nullptr, nullptr, [] { fork_generation.fetch_add(1); });
 
 struct Shared {
     explicit Shared(uint32_t flags) : flags(flags) {}
@@ -30,13 +34,13 @@ struct Shared {
     bool simulated() const { return has(MOEGGUF_SIMULATE); }
 
     // In a child the locks and threads are the parent's: nothing may be touched.
-    bool forked() const { return fork_generation() != born_; }
+    bool forked() const { return fork_generation.load(std::memory_order_relaxed) != born_; }
 
     // Real, or modelled.
     uint64_t clock_ns() const { return simulated() ? get(counters.sim_clock_ns) : now_ns(); }
 
   private:
-    const uint32_t born_ = fork_generation();
+    const uint32_t born_ = fork_generation;
 };
 
 } // namespace moegguf

@@ -1,16 +1,29 @@
 #include "transfers.h"
 
+#include "fault.h"
+
 #include <algorithm>
 #include <cmath>
+#include <random>
+#include <system_error>
 
 namespace moegguf {
 namespace {
 
 constexpr int max_readers = 64;
 constexpr size_t most_requests = 4096; // more than any link moves before they are stale
+constexpr double longest_probe_s = 3600;
 
 uint8_t lowest_bit(uint8_t bits) {
     return bits & -bits;
+}
+
+// Calls body(matrix) for every matrix in `kinds` of a layer.
+template <typename Body>
+void for_matrices(const Layout & layout, int il, uint8_t kinds, Body body) {
+    for (; kinds; kinds &= kinds - 1) {
+        body(layout.layers[il].matrix[__builtin_ctz(kinds)]);
+    }
 }
 
 } // namespace
@@ -170,6 +183,233 @@ bool Transfers::start_prefetch(int il, int expert, Job & job) {
     job = prefetch_.pop();
     update_gauges();
     return true;
+}
+
+// The transfers themselves: reader threads from file to slot, or steps of the modelled link.
+
+void Transfers::start_readers(const moegguf_config & config) {
+    uint64_t piece = 0;
+    for (const Matrix & m : layout_.matrices) {
+        piece = std::max(piece, std::min(m.expert_bytes, piece_bytes(m)));
+    }
+    for (int i = 0; i < config.n_readers; i++) {
+        staging_.push_back(std::make_unique<Staging>(piece + Shard::alignment));
+    }
+    readers_.reserve(config.n_readers);
+    try {
+        for (int i = 0; i < config.n_readers; i++) {
+            if (fault(MOEGGUF_FAULT_THREAD)) {
+                throw std::system_error(errno, std::generic_category());
+            }
+            readers_.emplace_back([this, i] { run_reader(i); });
+        }
+    } catch (const std::system_error & e) {
+        if (readers_.empty()) {
+            throw Error(MOEGGUF_MEMORY, std::string("cannot start a reader thread: ") + e.what());
+        }
+    }
+}
+
+Transfers::~Transfers() {
+    {
+        Lock lock(shared_.mutex);
+        shared_.stopping = true;
+    }
+    shared_.work.notify_all();
+    shared_.done.notify_all();
+    for (std::thread & reader : readers_) {
+        reader.join();
+    }
+}
+
+uint64_t Transfers::staging_bytes() const {
+    return staging_.empty() ? 0 : staging_.size() * staging_[0]->size();
+}
+
+void Transfers::begin(const Job & job) {
+    ram_.residency.begin_read(job.destination.slot, job.kinds);
+    count(shared_.counters.chunks_reading);
+}
+
+void Transfers::run_reader(int index) {
+    Lock lock(shared_.mutex);
+    while (!shared_.stopping) {
+        Job job;
+        if (!next_job(job)) {
+            shared_.work.wait(lock);
+            continue;
+        }
+        begin(job);
+        lock.unlock();
+
+        ReadStats stats;
+        uint64_t upload_ns = 0;
+        std::string why;
+        try {
+            copy(job, *staging_[index], stats, upload_ns);
+        } catch (const Error & e) {
+            why = e.what();
+        }
+        count(shared_.counters.read_ns, stats.read_ns);
+        count(shared_.counters.read_retries, stats.retries);
+        count(shared_.counters.upload_ns, upload_ns);
+
+        lock.lock();
+        finish(job, why);
+    }
+}
+
+void Transfers::copy(const Job & job, const Staging & staging, ReadStats & stats, uint64_t & upload_ns) {
+    switch (job.source.tier) {
+        case TierId::disk:
+            return copy_from_disk(job, staging, stats, upload_ns);
+        case TierId::ram:
+            throw Error(MOEGGUF_INVALID, "no tier takes experts from RAM yet");
+    }
+}
+
+void Transfers::copy_from_disk(const Job & job, const Staging & staging, ReadStats & stats, uint64_t & upload_ns) {
+    for_matrices(layout_, job.il, job.kinds, [&](int matrix) {
+        const Matrix & m = layout_.matrices[matrix];
+        const uint64_t row_bytes = m.expert_bytes / m.ne1;
+        const int64_t step = piece_bytes(m) / row_bytes;
+        for (int64_t row = 0; row < m.ne1; row += step) {
+            const int64_t n_rows = std::min(step, m.ne1 - row);
+            const uint64_t offset = m.offset + job.expert * m.expert_bytes + row * row_bytes;
+            const uint8_t * data = (*files_)[m.shard].read(offset, n_rows * row_bytes, staging, stats);
+            const uint64_t start = now_ns();
+            write(matrix, job.destination.slot, row, n_rows, data);
+            upload_ns += now_ns() - start;
+        }
+    });
+}
+
+void Transfers::write(int matrix, int slot, int64_t row, int64_t n_rows, const uint8_t * data) {
+    const Pool & pool = *ram_.pool();
+    Lock one_at_a_time(upload_, std::defer_lock);
+    if (!pool.host()) {
+        one_at_a_time.lock();
+    }
+    pool.write(matrix, slot, row, n_rows, data);
+}
+
+uint64_t Transfers::bytes_of(const Job & job) const {
+    uint64_t bytes = 0;
+    for_matrices(layout_, job.il, job.kinds, [&](int matrix) { bytes += layout_.matrices[matrix].expert_bytes; });
+    return bytes;
+}
+
+// A slot being read is never given away, so the job's generation still holds here.
+void Transfers::finish(const Job & job, const std::string & why) {
+    Counters & counters = shared_.counters;
+    const int s = job.destination.slot;
+    Slot & slot = ram_.residency.slot(s);
+    uncount(counters.chunks_reading);
+    count(counters.reads);
+    if (why.empty()) {
+        ram_.publish(s, job.kinds);
+        count(job.demand ? counters.bytes_missed : counters.bytes_prefetched, bytes_of(job));
+    }
+    ram_.residency.end_read(s, job.kinds);
+    if (!why.empty()) {
+        finish_failed(job, why);
+    }
+    if (ram_.residency.complete(s)) {
+        ram_.announce(s, true);
+    } else if (slot.pins == 0 && slot.reading == 0 && (slot.queued == 0 || ram_.residency.failed(s))) {
+        ram_.retire(s);
+    }
+    if (slot.il >= 0 && slot.pins == 0 && slot.reading == 0 && !ram_.usable(s)) {
+        count(counters.evictions);
+        ram_.retire(s);
+    }
+    shared_.done.notify_all();
+}
+
+void Transfers::finish_failed(const Job & job, const std::string & why) {
+    const int s = job.destination.slot;
+    const Slot & slot = ram_.residency.slot(s);
+    count(shared_.counters.read_errors);
+    error_ = why;
+    // A read from before the last routing event says nothing about that event's request: it gets one of its own.
+    if (slot.pins > 0 && slot.claims != job.claims) {
+        queue(s, job.kinds, true);
+        update_gauges();
+        shared_.work.notify_one();
+    } else {
+        ram_.residency.set_failed(s, true);
+    }
+}
+
+void Transfers::step() {
+    if (!link_.busy) {
+        Job job;
+        if (next_job(job)) {
+            begin(job);
+            link_.start(job, bytes_of(job));
+        }
+        return;
+    }
+    link_.clock_ns = std::max(link_.clock_ns, link_.done_ns);
+    set_gauge(shared_.counters.sim_clock_ns, link_.clock_ns);
+    link_.busy = false;
+    finish(link_.job, {});
+}
+
+void Transfers::advance(uint64_t ns) {
+    const uint64_t end = link_.clock_ns + ns;
+    while (true) {
+        if (!link_.busy) {
+            step();
+        }
+        if (!link_.busy || link_.done_ns > end) {
+            break;
+        }
+        step();
+    }
+    link_.clock_ns = end;
+    set_gauge(shared_.counters.sim_clock_ns, end);
+}
+
+// Random experts through descriptors, block alignment and reader count as the readers use them.
+double Transfers::probe(double seconds) const {
+    if (!files_ || !(seconds > 0 && seconds <= longest_probe_s)) {
+        throw Error(MOEGGUF_INVALID, "a probe reads the files of a store for some seconds");
+    }
+    std::atomic<uint64_t> bytes{0};
+    std::atomic<bool> failed{false};
+    const uint64_t start = now_ns(), end = start + uint64_t(seconds * 1e9);
+    const auto read_random = [&](int i) {
+        try {
+            std::minstd_rand random(uint32_t(start) + i);
+            Staging staging(staging_[i]->size());
+            ReadStats stats;
+            while (now_ns() < end) {
+                const Matrix & m = layout_.matrices[random() % layout_.matrices.size()];
+                const uint64_t n = std::min(m.expert_bytes, piece_bytes(m));
+                (*files_)[m.shard].read(m.offset + random() % m.n_expert * m.expert_bytes, n, staging, stats);
+                bytes += n;
+            }
+        } catch (const Error &) {
+            failed = true;
+        }
+    };
+    std::vector<std::thread> threads;
+    threads.reserve(readers_.size());
+    try {
+        for (size_t i = 0; i < readers_.size(); i++) {
+            threads.emplace_back(read_random, (int)i);
+        }
+    } catch (const std::system_error &) {
+        failed = true;
+    }
+    for (std::thread & thread : threads) {
+        thread.join();
+    }
+    if (failed) {
+        throw Error(MOEGGUF_IO, "the expert file could not be read");
+    }
+    return bytes * 1e9 / (now_ns() - start);
 }
 
 } // namespace moegguf

@@ -20,8 +20,7 @@ from moegguf.gguf.experts import ExpertLayout
 from moegguf.gguf.reader import GGML_TYPES
 from moegguf.native import library
 from moegguf.native.events import RoutingEvent
-from moegguf.native.store import native_policies
-from moegguf.native.strides import slot_sizes
+from moegguf.native.store import native_policies, slot_sizes
 from moegguf.trace.replay import MOST_TOKENS, parts
 from moegguf.trace.simulate import SimOptions, Simulation
 

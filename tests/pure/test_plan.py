@@ -17,7 +17,7 @@ from moegguf.engine.memory import compute_bytes, kv_bytes, memory_needs, row_byt
 from moegguf.engine.plan import MARGIN_BYTES, Plan, make_plan, slot_bytes
 from moegguf.errors import BudgetError
 from moegguf.gguf.experts import ExpertLayout, read_layout
-from moegguf.native.strides import slot_sizes
+from moegguf.native.store import slot_sizes
 from moegguf.quantities import ExpertCache, parse_expert_cache, parse_size
 
 MIB, GIB = 1 << 20, 1 << 30
