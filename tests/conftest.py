@@ -1,6 +1,6 @@
 """Tiny models for every room, written once per session, and `load`, which closes what it loaded.
 
-Nothing here imports the native library before a test asks for a model to be loaded: tests/pure runs without it.
+Nothing here imports the native library before a test asks for a model to be loaded: most of tests/pure does without it.
 """
 
 from __future__ import annotations

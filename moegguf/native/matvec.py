@@ -1,31 +1,19 @@
 """A matrix of signed bytes times a vector: what predictors of a few million weights compute with.
 
 float32 weights are read from memory at every call, four bytes each; signed bytes take a quarter. The kernel is in
-`predictors/matvec.cpp`; without the native library numpy computes the same sums in float32.
+`predictors/matvec.cpp`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
-
 import numpy as np
 import numpy.typing as npt
 
-from moegguf.errors import LibraryError, OptionError
+from moegguf.errors import OptionError
 from moegguf.native.events import Float32s
 from moegguf.native.library import check, load
 
 STEPS = 127  # of a signed byte, on each side of zero
-
-
-@cache
-def _kernel() -> Callable[..., int] | None:
-    """moegguf_matvec_q8, or None where the native library is not built. Its calls let other threads run."""
-    try:
-        return load().moegguf_matvec_q8
-    except LibraryError:
-        return None
 
 
 class QuantizedMatrix:
@@ -41,14 +29,8 @@ class QuantizedMatrix:
         self.bytes: npt.NDArray[np.int8] = np.rint(weights / self.scale[:, None]).astype(np.int8)
         self.bias = np.zeros(self.shape[0], np.float32) if bias is None else bias.astype(np.float32)
         self.relu = relu
-        kernel = _kernel()
-        if kernel is None:
-            self._wide = self.bytes * self.scale[:, None]
-            self._apply: Callable[[Float32s, Float32s], None] = self._apply_numpy
-        else:
-            self._kernel = kernel
-            self._addresses = tuple(a.ctypes.data for a in (self.bytes, self.scale, self.bias))
-            self._apply = self._apply_native
+        self._kernel = load().moegguf_matvec_q8  # its calls let other threads run
+        self._addresses = tuple(a.ctypes.data for a in (self.bytes, self.scale, self.bias))
 
     def __deepcopy__(self, memo: object) -> QuantizedMatrix:
         return self
@@ -60,15 +42,6 @@ class QuantizedMatrix:
                 raise OptionError(
                     f"a vector must be {n} float32 in a row, but is {vector.dtype} of shape {vector.shape}."
                 )
-        self._apply(x, out)
-        return out
-
-    def _apply_native(self, x: Float32s, out: Float32s) -> None:
         n_rows, n_cols = self.shape
         check(self._kernel(*self._addresses, n_rows, n_cols, x.ctypes.data, self.relu, out.ctypes.data))
-
-    def _apply_numpy(self, x: Float32s, out: Float32s) -> None:
-        np.dot(self._wide, x, out=out)
-        out += self.bias
-        if self.relu:
-            np.maximum(out, 0, out=out)
+        return out

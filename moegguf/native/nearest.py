@@ -1,6 +1,6 @@
 """The query of an EAM collection: which of many remembered requests resemble the rows of a pass seen so far.
 
-The kernel is in `predictors/nearest.cpp`; without the native library numpy does the same, a few times slower.
+The kernel is in `predictors/nearest.cpp`: numpy does the same a few times slower.
 """
 
 from __future__ import annotations
@@ -11,22 +11,13 @@ import ctypes as c
 import numpy as np
 import numpy.typing as npt
 
-from moegguf.errors import LibraryError
 from moegguf.native.events import Float32s
 from moegguf.native.library import check, load
 
-NEARLY = np.float32(1 - 2e-6)  # squared cosines closer than this are the same in float32
 TINY = np.float32(1e-30)  # a squared norm that makes 0/norm a similarity of 0
 MOST = 64  # entries that one match can return
 
 Found = tuple[npt.NDArray[np.intp], Float32s]
-
-
-def _kernel() -> c.CDLL | None:
-    try:
-        return load()
-    except LibraryError:
-        return None
 
 
 class Query:
@@ -48,7 +39,7 @@ class Query:
         self._indices: npt.NDArray[np.intp] = np.zeros(MOST, np.intp)
         self._cosines: Float32s = np.zeros(MOST, np.float32)
         self._n_found = c.c_int32()
-        self._library = _kernel()
+        self._library = load()
         self._sums_at = self.dot.ctypes.data, self.norm2.ctypes.data
         self._found_at = (
             *(a.ctypes.data for a in (self._scores, self._indices, self._cosines)),
@@ -79,10 +70,6 @@ class Query:
         if norm2 == 0:
             return False
         self._pass_norm2 += norm2
-        if self._library is None:
-            self.dot[:n_entries] += np.einsum("e,en->n", row, self.columns[il, :, :n_entries])
-            self.norm2[:n_entries] += self.row_norm2[il, :n_entries]
-            return True
         self._row[:] = row
         columns_at = self._columns_at + 4 * il * self._n_expert * self._n_room
         row_norm2_at = self._row_norm2_at + 4 * il * self._n_room
@@ -98,23 +85,9 @@ class Query:
         Entries that agree in nothing are not among them. Of entries equally near, those with more tokens come first.
         """
         n = min(n, MOST)
-        if self._library is None:
-            return self._match_numpy(n, n_entries)
         status = self._library.moegguf_eamc_match(
             *self._sums_at, self._tokens_at, n_entries, self._pass_norm2, n, *self._found_at
         )
         check(status)
         n_found = self._n_found.value
         return self._indices[:n_found].copy(), self._cosines[:n_found].copy()
-
-    def _match_numpy(self, n: int, n_entries: int) -> Found:
-        scores = self.dot[:n_entries] ** 2 / self.norm2[:n_entries]
-        bar = TINY
-        if n < n_entries:
-            nth = n_entries - max(1, n)
-            bar = max(bar, np.partition(scores, nth)[nth] * NEARLY)
-        found = (scores >= bar).nonzero()[0]
-        closeness = scores[found]
-        closeness[closeness * NEARLY <= bar] = 0  # as near as the last one: tokens decide
-        found = found[np.lexsort((self.tokens[found], closeness))[::-1][:n]]
-        return found, np.minimum(np.sqrt(scores[found] / np.float32(self._pass_norm2 or 1)), 1)

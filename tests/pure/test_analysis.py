@@ -1,4 +1,4 @@
-"""Analysis of a recorded trace, without a model and without the native library."""
+"""Analysis of a recorded trace, without a model."""
 
 from __future__ import annotations
 
