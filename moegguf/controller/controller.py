@@ -23,7 +23,8 @@ from moegguf.controller.prefetch import Prefetcher, PrefetchOptions
 from moegguf.controller.shape import MoeShape
 from moegguf.controller.watchdog import Watchdog
 from moegguf.errors import CallbackError
-from moegguf.native.events import Announcement, Float32s, NativePolicy, Phase, RoutingEvent
+from moegguf.native.events import Announcement, Float32s, Phase, RoutingEvent
+from moegguf.native.store import NativePolicy
 
 Int32s = npt.NDArray[np.int32]
 

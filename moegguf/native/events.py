@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -51,17 +50,6 @@ class RoutingEvent(NamedTuple):
     expert_ids: Int32s
     weights: Float32s | None = None
     inputs: Float32s | None = None
-
-
-class NativePolicy(NamedTuple):
-    """An eviction policy that the store carries out: its name there, and its parameters.
-
-    takes_forecast: it makes use of `Store.set_forecast`.
-    """
-
-    name: str
-    parameters: Mapping[str, float | Sequence[float]] = {}
-    takes_forecast: bool = False
 
 
 class Residency(NamedTuple):

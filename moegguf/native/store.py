@@ -6,7 +6,7 @@ import ctypes as c
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +14,7 @@ import numpy.typing as npt
 from moegguf.errors import CallbackError, ClosedError, OptionError
 from moegguf.gguf.experts import ExpertLayout, Kind
 from moegguf.native import library
-from moegguf.native.events import Announcement, Int32s, NativePolicy, Phase, Residency, RoutingEvent
+from moegguf.native.events import Announcement, Int32s, Phase, Residency, RoutingEvent
 from moegguf.native.library import check
 
 _PHASES = tuple(Phase)
@@ -99,6 +99,17 @@ def _routing(event: library.RoutingEventStruct) -> RoutingEvent:
 
 def _residency(event: library.ResidencyEvent) -> Residency:
     return Residency(event.time_ns, event.il, event.expert, event.slot, bool(event.resident))
+
+
+class NativePolicy(NamedTuple):
+    """An eviction policy that the store carries out: its name there, and its parameters.
+
+    takes_forecast: it makes use of `Store.set_forecast`.
+    """
+
+    name: str
+    parameters: Mapping[str, float | Sequence[float]] = {}
+    takes_forecast: bool = False
 
 
 @functools.cache

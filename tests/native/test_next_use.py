@@ -21,8 +21,8 @@ from moegguf.controller.predictors.base import NoPrediction
 from moegguf.controller.shape import MoeShape
 from moegguf.errors import OptionError
 from moegguf.native import library
-from moegguf.native.events import Float32s, NativePolicy, Phase, RoutingEvent
-from moegguf.native.store import Store
+from moegguf.native.events import Float32s, Phase, RoutingEvent
+from moegguf.native.store import NativePolicy, Store
 from moegguf.trace.simulate import SimOptions, Simulation
 
 

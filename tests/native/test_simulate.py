@@ -21,7 +21,8 @@ from moegguf.controller.predictors.base import NoPrediction, Predictor
 from moegguf.controller.prefetch import PrefetchOptions
 from moegguf.controller.shape import MoeShape
 from moegguf.errors import CallbackError, OptionError
-from moegguf.native.events import Float32s, NativePolicy, RoutingEvent
+from moegguf.native.events import Float32s, RoutingEvent
+from moegguf.native.store import NativePolicy
 from moegguf.trace.belady import Lookups, belady
 from moegguf.trace.simulate import SimOptions, SimResult, Simulation, fitted, layout_of, slots_of
 from moegguf.trace.sweep import BELADY, closed_gap, sweep

@@ -12,8 +12,7 @@ from traces import random_trace
 
 from moegguf.controller.predictors.base import NoPrediction
 from moegguf.errors import OptionError
-from moegguf.native.events import NativePolicy
-from moegguf.native.store import Store
+from moegguf.native.store import NativePolicy, Store
 from moegguf.trace.belady import Lookups, belady
 from moegguf.trace.simulate import SimOptions, Simulation
 

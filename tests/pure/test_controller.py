@@ -24,7 +24,8 @@ from moegguf.controller.history import History
 from moegguf.controller.policies.base import LRU
 from moegguf.controller.policies.sparsity import SparsityAware
 from moegguf.controller.predictors.base import NoPrediction
-from moegguf.native.events import Float32s, NativePolicy, Phase
+from moegguf.native.events import Float32s, Phase
+from moegguf.native.store import NativePolicy
 
 
 def test_an_event_updates_predicts_scores_and_prefetches_in_this_order() -> None:

@@ -16,7 +16,8 @@ from moegguf.controller.policies.baselines import LeastStale, Lfu, LfuRequest, R
 from moegguf.controller.shape import MoeShape
 from moegguf.errors import OptionError
 from moegguf.gguf.routers import Routers
-from moegguf.native.events import Float32s, NativePolicy, Phase, RoutingEvent
+from moegguf.native.events import Float32s, Phase, RoutingEvent
+from moegguf.native.store import NativePolicy
 
 TWO = MoeShape(n_layer=3, n_expert=4, n_expert_used=1, layers=(1, 2))
 Expert = tuple[int, int]

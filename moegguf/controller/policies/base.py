@@ -6,7 +6,8 @@ from typing import Protocol, runtime_checkable
 
 from moegguf.controller.forecast import Forecast
 from moegguf.controller.history import History
-from moegguf.native.events import Float32s, NativePolicy
+from moegguf.native.events import Float32s
+from moegguf.native.store import NativePolicy
 
 LRU = NativePolicy("lru")
 """Least recently used: the store's default."""
