@@ -196,9 +196,13 @@ class Llama(UpstreamLlama):
 
     def evaluate(self, call: Callable[[], Any], tokens: Sequence[int] = ()) -> Any:
         """The result of `call`, which evaluates `tokens` itself (empty: unknown); raises what `eval` raises."""
-        if self._session is not None and not self._closed:
-            self._session.lane.announce(self._requests.begin(), Phase.PREFILL, tokens)
-        return self._guarded(call)
+
+        def announced() -> Any:
+            if self._session is not None:
+                self._session.lane.announce(self._requests.begin(), Phase.PREFILL, tokens)
+            return call()
+
+        return self._guarded(announced)
 
     def generate(self, *arguments: Any, **options: Any) -> Generator[int, Sequence[int] | None, None]:
         """As in llama-cpp-python, one request at a time: other threads wait until this one has ended."""

@@ -139,6 +139,7 @@ bool Acquire::collect(Lane & lane, int il, const int32_t * ids, size_t n) {
 // A slot for every expert of the event, and a transfer for every matrix that is not there.
 bool Acquire::fill_slots(Lane & lane, const Moment & now, const int32_t * ids, int n_expert_used, int n_tokens,
                          Lock & lock) {
+    lane.chunks = layout_.layers[now.il].chunks;
     transfers_.set_moment(now);
     tier_.residency.on_forecast(now.il, nullptr); // the router has chosen: what was predicted does not count any more
     if (!pin_all(lane, now, lock)) {
@@ -159,7 +160,7 @@ void Acquire::count_pass(Lane & lane, int il, int n_tokens) {
         lane.n_tokens = n_tokens;
         count(counters.tokens, n_tokens);
         lane.first_token = lane.next_token + n_tokens <= lane.n_announced ? lane.next_token : -1;
-        lane.next_token += n_tokens;
+        lane.next_token = std::min(lane.next_token, lane.n_announced) + n_tokens;
     }
     lane.il = il;
     count(counters.routing_events);
@@ -185,14 +186,25 @@ bool Acquire::pin_all(Lane & lane, const Moment & now, Lock & lock) {
         transfers_.drop_prefetches(now.il);
     }
     const uint64_t start = shared_.clock_ns();
-    const bool done = pin_absent(lane, now, lock);
+    bool done = false;
+    try {
+        done = pin_absent(lane, now, lock);
+    } catch (...) {
+        end_shortage(lane, start);
+        throw;
+    }
+    end_shortage(lane, start);
+    return done;
+}
+
+// Lets other lanes and prefetches take slots again, if this lane has waited for some.
+void Acquire::end_shortage(Lane & lane, uint64_t since_ns) {
     if (short_of_slots_) {
         short_of_slots_ = false;
         transfers_.hold_prefetches(false);
         shared_.done.notify_all();
-        count_stall(lane, start);
+        count_stall(lane, since_ns);
     }
-    return done;
 }
 
 void Acquire::pin_present(Lane & lane, int il) {
@@ -226,14 +238,13 @@ void Acquire::pin_present(Lane & lane, int il) {
 
 bool Acquire::pin_absent(Lane & lane, const Moment & now, Lock & lock) {
     Residency & residency = tier_.residency;
-    const bool fits = (int)lane.distinct.size() <= residency.n_usable();
     Deadline deadline{};
     for (int expert : lane.distinct) {
         if (lane.slot_of[expert] >= 0) {
             continue;
         }
         int s = tier_.take_slot(now.il, expert, now, INFINITY);
-        while (s < 0 && fits) {
+        while (s < 0 && (int)lane.distinct.size() <= residency.n_usable()) { // another lane may shrink the pool
             if (deadline == Deadline{}) {
                 deadline = std::chrono::steady_clock::now() + longest_pass;
             }
@@ -301,7 +312,7 @@ void Acquire::unpin(Lane & lane) {
         }
         if (tier_.residency.failed(s)) {
             tier_.retire(s);
-        } else if (!tier_.usable(s)) {
+        } else if (!tier_.usable(s) && tier_.residency.slot(s).reading == 0) {
             count(shared_.counters.evictions);
             tier_.retire(s);
         }
@@ -351,7 +362,7 @@ bool Acquire::settled(const Lane & lane, uint8_t kinds) const {
 }
 
 uint8_t Acquire::missing(const Lane & lane, int s, uint8_t kinds) const {
-    return layout_.layers[lane.il].chunks & kinds & ~tier_.residency.ready(s);
+    return lane.chunks & kinds & ~tier_.residency.ready(s);
 }
 
 // A failure counts as pending, so that wait() is called and ends the pass.

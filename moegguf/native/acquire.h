@@ -46,6 +46,7 @@ class Acquire {
     void count_pass(Lane & lane, int il, int n_tokens);
     void begin_pass(Lane & lane, int il, int n_tokens);
     bool pin_all(Lane & lane, const Moment & now, Lock & lock);
+    void end_shortage(Lane & lane, uint64_t since_ns);
     void pin_present(Lane & lane, int il);
     bool pin_absent(Lane & lane, const Moment & now, Lock & lock);
     bool wait_for_slot(Deadline deadline, Lock & lock);

@@ -94,7 +94,8 @@ int moegguf_store_open(const moegguf_config * config, moegguf_store ** store) {
         if (!config || config->abi != MOEGGUF_ABI_VERSION) {
             throw Error(MOEGGUF_INVALID, "the library has ABI " + std::to_string(MOEGGUF_ABI_VERSION));
         }
-        given(store) = new moegguf_store(*config);
+        moegguf_store *& opened = given(store); // before there is anything to lose
+        opened = new moegguf_store(*config);
     });
 }
 
@@ -189,7 +190,10 @@ int moegguf_store_sim_advance(moegguf_store * store, uint64_t ns) {
 }
 
 int moegguf_lane_open(moegguf_store * store, moegguf_lane ** lane) {
-    return on(store, [&](Store & s) { given(lane) = new moegguf_lane{s.acquire.open_lane()}; });
+    return on(store, [&](Store & s) {
+        moegguf_lane *& opened = given(lane);
+        opened = new moegguf_lane{s.acquire.open_lane()};
+    });
 }
 
 void moegguf_lane_close(moegguf_lane * lane) {
@@ -242,6 +246,9 @@ int moegguf_lane_announce(moegguf_lane * lane, int32_t sequence, int32_t phase, 
             throw Error(MOEGGUF_INVALID, "an announcement has a phase and its tokens");
         }
         Lane & l = *given(lane).lane;
+        if (l.store.shared.forked()) { // a thread of the parent may hold the lock
+            throw Error(MOEGGUF_FORKED, "the model was loaded in the parent process");
+        }
         l.store.acquire.announce_tokens(l, {l.id, sequence, phase, n_tokens, tokens});
     });
 }

@@ -5,7 +5,9 @@
 namespace moegguf {
 
 void Events::start(const moegguf_listener & listener) {
-    stop();
+    std::lock_guard<std::mutex> one_at_a_time(control_);
+    end();
+    Lock lock(mutex_);
     listener_ = listener;
     flags_ = listener.flags;
     max_input_tokens_ = listener.max_input_tokens;
@@ -16,6 +18,11 @@ void Events::start(const moegguf_listener & listener) {
 }
 
 void Events::stop() {
+    std::lock_guard<std::mutex> one_at_a_time(control_);
+    end();
+}
+
+void Events::end() {
     if (!thread_.joinable()) {
         return;
     }
@@ -54,14 +61,28 @@ Events::Record * Events::claim(Kind kind, size_t bytes, Lock & lock, bool may_wa
     return &record;
 }
 
+// A record that memory does not suffice for is dropped. Under the lock that claimed it.
+template <typename Copy>
+void Events::fill(Record & record, Copy copy) {
+    try {
+        copy();
+    } catch (const std::bad_alloc &) {
+        size_ -= 1;
+        bytes_ -= record.bytes;
+        dropped_ += 1;
+    }
+}
+
 void Events::tokens(const moegguf_tokens_event & event) {
     Lock lock(mutex_);
     if (!listener_.on_tokens) {
         return;
     }
     if (Record * record = claim(Kind::tokens, sizeof(int32_t) * event.n_tokens, lock, true)) {
-        record->tokens = event;
-        record->ids.assign(event.tokens, event.tokens + event.n_tokens);
+        fill(*record, [&] {
+            record->tokens = event;
+            record->ids.assign(event.tokens, event.tokens + event.n_tokens);
+        });
     }
 }
 
@@ -75,10 +96,12 @@ void Events::routing(const moegguf_routing_event & event) {
     }
     const size_t bytes = sizeof(int32_t) * n_ids + sizeof(float) * (n_weights + n_inputs);
     if (Record * record = claim(Kind::routing, bytes, lock, true)) {
-        record->routing = event;
-        record->ids.assign(event.expert_ids, event.expert_ids + n_ids);
-        record->weights.assign(event.weights, event.weights + n_weights);
-        record->inputs.assign(event.inputs, event.inputs + n_inputs);
+        fill(*record, [&] {
+            record->routing = event;
+            record->ids.assign(event.expert_ids, event.expert_ids + n_ids);
+            record->weights.assign(event.weights, event.weights + n_weights);
+            record->inputs.assign(event.inputs, event.inputs + n_inputs);
+        });
     }
 }
 

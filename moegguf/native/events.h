@@ -56,6 +56,9 @@ class Events {
 
     bool has_space(size_t bytes) const;
     Record * claim(Kind kind, size_t bytes, Lock & lock, bool may_wait);
+    template <typename Copy>
+    void fill(Record & record, Copy copy);
+    void end();
     void run();
     void deliver(const Record & record) const;
 
@@ -65,6 +68,7 @@ class Events {
     static constexpr std::chrono::milliseconds lazy_wait{100};
     static constexpr size_t kept_floats = 1u << 16; // a record gives larger buffers back
 
+    std::mutex control_; // start and stop: one at a time
     mutable std::mutex mutex_;
     std::condition_variable arrived_;
     std::condition_variable delivered_;

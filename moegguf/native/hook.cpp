@@ -27,6 +27,18 @@ bool must_acquire(Lane & lane, const ggml_tensor * t, int il) {
     return true;
 }
 
+// Whether the scheduler has to stop at this node.
+bool must_stop(Lane & lane, const ggml_tensor * t) {
+    if (t->name[0] != 'f') {
+        return false;
+    }
+    const int il = layer_of(t, ids_node, ids_len);
+    if (il >= 0) {
+        return must_acquire(lane, t, il);
+    }
+    return layer_of(t, down_node, down_len) >= 0 && lane.store.acquire.pending(lane, down_kind);
+}
+
 // The floats of a tensor: in place where they lie in host memory, copied to `scratch` where not. NULL when the
 // tensor does not hold n of them in a row.
 const float * floats(const ggml_tensor * t, size_t n, std::vector<float> & scratch) {
@@ -73,6 +85,26 @@ void acquire_experts(Lane & lane, ggml_tensor * t, int il) {
     ggml_backend_tensor_set(t, lane.ids.data(), 0, n * sizeof(int32_t));
 }
 
+// What a stop is for. No exception leaves it: the caller is C.
+void stopped(Lane & lane, ggml_tensor * t) {
+    if (t->name[0] != 'f') {
+        return;
+    }
+    const int il = layer_of(t, ids_node, ids_len);
+    try {
+        if (il >= 0) {
+            acquire_experts(lane, t, il);
+        } else if (layer_of(t, down_node, down_len) >= 0) {
+            lane.store.acquire.wait(lane, down_kind);
+        }
+    } catch (const std::exception & e) {
+        lane.fail(MOEGGUF_MEMORY, il, -1, e.what());
+        if (il >= 0) {
+            ggml_backend_tensor_memset(t, 0, 0, ggml_nbytes(t)); // slots that exist, for a pass that ends here
+        }
+    }
+}
+
 } // namespace
 } // namespace moegguf
 
@@ -80,21 +112,12 @@ using namespace moegguf;
 
 extern "C" bool moegguf_eval(ggml_tensor * t, bool ask, void * user) {
     Lane & lane = *((moegguf_lane *)user)->lane;
-    bool stop = false;
-    if (t->name[0] == 'f') {
-        int il = layer_of(t, ids_node, ids_len);
-        if (il >= 0) {
-            ask ? void(stop = must_acquire(lane, t, il)) : acquire_experts(lane, t, il);
-        } else if ((il = layer_of(t, down_node, down_len)) >= 0) {
-            ask ? void(stop = lane.store.acquire.pending(lane, down_kind)) : lane.store.acquire.wait(lane, down_kind);
-        }
+    // Both callbacks see every node that either of them asked for.
+    if (ask) {
+        return (lane.next_eval && lane.next_eval(t, true, lane.next_user)) || must_stop(lane, t);
     }
-    if (lane.next_eval) {
-        // Both callbacks see every node that either of them asked for.
-        const bool next = lane.next_eval(t, ask, lane.next_user);
-        return ask ? stop || next : next;
-    }
-    return ask ? stop : true;
+    stopped(lane, t);
+    return !lane.next_eval || lane.next_eval(t, false, lane.next_user);
 }
 
 extern "C" bool moegguf_abort(void * user) {

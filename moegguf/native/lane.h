@@ -16,7 +16,10 @@ class Store;
 struct Lane {
     static constexpr int between_passes = INT32_MAX; // any layer that comes next starts a pass
 
-    explicit Lane(Store & store, int id, int n_expert_max) : store(store), id(id), slot_of(n_expert_max, -1) {}
+    explicit Lane(Store & store, int id, int n_expert_max) : store(store), id(id), slot_of(n_expert_max, -1) {
+        pinned.reserve(n_expert_max);
+        distinct.reserve(n_expert_max);
+    }
 
     // The first failure of a pass is kept; from then on its slot ids are all 0.
     void fail(moegguf_status status, int il, int expert, const std::string & why);
@@ -31,7 +34,8 @@ struct Lane {
     int first_token = -1;
     int next_token = 0;
     int n_announced = 0;
-    std::vector<int> pinned;   // slots, all of layer il
+    std::vector<int> pinned;   // slots, all of one layer
+    uint8_t chunks = 0;        // matrices of that layer: an announcement changes il, and not what is waited for
     std::vector<int> distinct; // experts of this routing event, in order of first choice
     std::vector<int> slot_of;  // [n_expert_max], -1 where not chosen at this event
     uint64_t waited_ns = 0;    // at this event

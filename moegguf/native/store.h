@@ -8,6 +8,7 @@ namespace moegguf {
 class Store {
   public:
     explicit Store(const moegguf_config & config);
+    ~Store() { events.stop(); } // while what its callbacks may call is still there
     Store(const Store &) = delete;
     Store & operator=(const Store &) = delete;
 

@@ -266,6 +266,8 @@ class Store:
             check(self._library.moegguf_store_set_forecast(self.handle, None, None, 0))
             return
         table = np.ascontiguousarray(probabilities, np.float32)
+        if table.shape != self.shape:
+            raise OptionError(f"a forecast has the shape {self.shape}, not {table.shape}.")
         mask = np.zeros(len(table), np.uint8)
         mask[list(known)] = 1
         check(self._library.moegguf_store_set_forecast(self.handle, table.ctypes.data, mask.ctypes.data, table.size))
@@ -276,7 +278,7 @@ class Store:
         A score table in force comes before. Raises OptionError for an unknown name or parameter, or a value out of
         range; the policy before then stays.
         """
-        rows = [np.atleast_1d(np.asarray(value, np.float32)) for value in parameters.values()]
+        rows = [np.ascontiguousarray(value, np.float32).ravel() for value in parameters.values()]
         table = (library.Parameter * len(rows))(
             *(
                 library.Parameter(key.encode(), row.size, 0, row.ctypes.data_as(c.POINTER(c.c_float)))

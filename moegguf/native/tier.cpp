@@ -81,7 +81,7 @@ void Tier::resize(int n_slots) {
     }
     residency.set_usable(n_slots);
     for (int s = n_slots; s < residency.n_slots(); s++) {
-        if (residency.slot(s).il >= 0 && residency.slot(s).pins == 0) {
+        if (residency.slot(s).il >= 0 && residency.slot(s).pins == 0 && residency.slot(s).reading == 0) {
             count(shared_.counters.evictions);
             retire(s);
         }

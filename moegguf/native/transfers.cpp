@@ -203,7 +203,7 @@ void Transfers::start_readers(const moegguf_config & config) {
             }
             readers_.emplace_back([this, i] { run_reader(i); });
         }
-    } catch (const std::system_error & e) {
+    } catch (const std::exception & e) {
         if (readers_.empty()) {
             throw Error(MOEGGUF_MEMORY, std::string("cannot start a reader thread: ") + e.what());
         }
@@ -247,7 +247,7 @@ void Transfers::run_reader(int index) {
         std::string why;
         try {
             copy(job, *staging_[index], stats, upload_ns);
-        } catch (const Error & e) {
+        } catch (const std::exception & e) { // memory, too
             why = e.what();
         }
         count(shared_.counters.read_ns, stats.read_ns);

@@ -12,6 +12,7 @@ import pytest
 from fake_model import FakeModel, Open
 
 from moegguf.native import library
+from moegguf.native.events import Phase
 from moegguf.native.store import Lane
 
 I32, ASK, DO = 26, True, False
@@ -130,3 +131,18 @@ def test_down_matrices_that_failed_before_they_were_asked_for_end_the_pass(
     assert (failure.status, failure.il) == (library.IO, 0)
     library.arm_fault("read", 0)
     fake.token(store, lane, [0, 1])
+
+
+def test_an_announcement_changes_nothing_that_a_layer_waits_for(
+    fake: FakeModel, open_store: Open, nodes: Nodes
+) -> None:
+    """Its pins are of the layer before; the next down node may come without a routing event, of a pass of no tokens."""
+    store, lane = open_store(fake, 4, readers=1)
+    nodes.values[:] = [[5, 2]]
+    library.arm_fault("slow_read", 5)
+    call(lane, nodes.ids, DO)
+    lane.announce(0, Phase.DECODE, [1])
+    if call(lane, nodes.down, ASK):
+        assert call(lane, nodes.down, DO)
+    assert not aborts(lane)
+    fake.check(store, 0, [[5, 2]], nodes.values)

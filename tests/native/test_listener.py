@@ -11,6 +11,7 @@ import pytest
 from fake_model import FakeModel, Open
 
 from moegguf.errors import CallbackError
+from moegguf.native import library
 from moegguf.native.events import Announcement, Phase, Residency, RoutingEvent
 from moegguf.native.store import ListenOptions
 
@@ -263,3 +264,22 @@ def test_a_lazy_listener_hears_everything_a_little_later(fake: FakeModel, open_s
     store.listen()
     assert seen == [*(n % 4 for n in range(3000)), 0, 1]
     assert store.counters()["events_dropped"] == 0
+
+
+def test_closing_the_store_delivers_what_is_queued_while_callbacks_may_still_use_it(
+    fake: FakeModel, open_store: Open
+) -> None:
+    store, lane = open_store(fake, 9, simulate=True)
+    handle, done = store.handle, 0
+
+    def on_routing(event: RoutingEvent) -> None:
+        nonlocal done
+        library.load().moegguf_store_set_scores(handle, None, 0)  # as a C program may: past the closed object
+        done += 1
+
+    store.listen(on_routing=on_routing)
+    for n in range(400):
+        lane.acquire(n % 4, [[n % 8, (n + 1) % 8]])
+    lane.close()
+    store.close()
+    assert done == 400

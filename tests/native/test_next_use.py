@@ -339,8 +339,9 @@ def test_a_forecast_acts_until_it_is_taken_back(told: Callable[..., tuple[Store,
 
 def test_a_forecast_of_the_wrong_shape_is_refused(two: FakeModel, open_store: Open) -> None:
     store, _ = open_store(two, 4)
-    with pytest.raises(OptionError, match="16 entries"):
-        store.set_forecast(np.zeros((2, 9), np.float32), [0])
+    for shape in ((2, 9), (8, 2), (1, 16)):
+        with pytest.raises(OptionError, match=r"shape \(2, 8\)"):
+            store.set_forecast(np.zeros(shape, np.float32), [0])
 
 
 @pytest.mark.parametrize("n_slots", [9, 20, 40])
