@@ -249,8 +249,7 @@ _STATUS_CALLS: dict[str, list[Any]] = {
         *(c.c_void_p, c.c_size_t, c.c_void_p, c.c_int32, c.c_void_p, c.c_int32, c.c_void_p, c.c_void_p),
     ],
     "moegguf_eamc_match": [
-        *(c.c_void_p, c.c_void_p, c.c_void_p, c.c_int32, c.c_float, c.c_int32),
-        *(c.c_void_p, c.c_void_p, c.c_void_p, c.c_void_p),
+        *(c.c_void_p, c.c_void_p, c.c_void_p, c.c_int32, c.c_int32, c.c_void_p, c.c_void_p, c.c_void_p),
     ],
     "moegguf_lane_open": [c.c_void_p, c.POINTER(c.c_void_p)],
     "moegguf_lane_acquire": [c.c_void_p, c.c_int32, c.c_void_p, c.c_int32, c.c_int32, c.c_void_p],

@@ -335,8 +335,7 @@ MOEGGUF_API int moegguf_matvec_q8(const int8_t * w, const float * scale, const f
 MOEGGUF_API int moegguf_eamc_see(const float * columns, size_t stride, const float * row, int32_t n_expert,
                                  const float * row_norm2, int32_t n_entries, float * dot, float * norm2);
 MOEGGUF_API int moegguf_eamc_match(const float * dot, const float * norm2, const float * tokens, int32_t n_entries,
-                                   float pass_norm2, int32_t n, float * scores, int64_t * indices, float * cosines,
-                                   int32_t * n_found);
+                                   int32_t n, float * scores, int64_t * indices, int32_t * n_found);
 
 // Faults for tests: from now on the nth operation of a kind fails (1 = the next), once or for good; nth 0 disarms.
 enum moegguf_fault_kind {

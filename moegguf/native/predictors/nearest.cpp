@@ -4,7 +4,6 @@
 #include "moegguf.h"
 
 #include <algorithm>
-#include <cmath>
 #include <cstddef>
 
 namespace {
@@ -50,11 +49,9 @@ int moegguf_eamc_see(const float * columns, size_t stride, const float * row, in
     return MOEGGUF_OK;
 }
 
-int moegguf_eamc_match(const float * dot, const float * norm2, const float * tokens, int32_t n_entries,
-                       float pass_norm2, int32_t n, float * scores, int64_t * indices, float * cosines,
-                       int32_t * n_found) {
-    if (!dot || !norm2 || !tokens || !scores || !indices || !cosines || !n_found || n < 0 || n > most_wanted ||
-        n_entries < 0) {
+int moegguf_eamc_match(const float * dot, const float * norm2, const float * tokens, int32_t n_entries, int32_t n,
+                       float * scores, int64_t * indices, int32_t * n_found) {
+    if (!dot || !norm2 || !tokens || !scores || !indices || !n_found || n < 0 || n > most_wanted || n_entries < 0) {
         return MOEGGUF_INVALID;
     }
     if (n == 0) {
@@ -92,7 +89,6 @@ int moegguf_eamc_match(const float * dot, const float * norm2, const float * tok
     }
     for (int32_t i = 0; i < size; i++) {
         indices[i] = best[i].index;
-        cosines[i] = std::min(1.0f, std::sqrt(scores[best[i].index] / (pass_norm2 > 0.0f ? pass_norm2 : 1.0f)));
     }
     *n_found = size;
     return MOEGGUF_OK;
