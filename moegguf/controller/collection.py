@@ -89,7 +89,7 @@ class Eamc:
     def add_query_row(self, il: int, row: Counts) -> None:
         """Adds row `il` of the pass's iEAM, (n_expert,) counts. An empty or repeated row is ignored."""
         if not self._in_query[il]:
-            self._in_query[il] = self._query.see(il, row, self.n_entries)
+            self._in_query[il] = self._query.add_row(il, row, self.n_entries)
 
     def match(self, n: int) -> npt.NDArray[np.intp]:
         """The at most `n` entries with the largest cosine to the rows seen in this pass, the best first; their indices.
@@ -130,7 +130,7 @@ class Eamc:
         self._row_norm2 = _widened(self._row_norm2, capacity)
         self._tokens = _widened(self._tokens, capacity)
         previous, self._query = self._query, Query(self._columns, self._row_norm2, self._tokens)
-        self._query.take_over(previous)
+        self._query.resume(previous)
 
 
 class EamcPair:

@@ -1,6 +1,6 @@
-// nearest.cpp: which remembered requests resemble a pass, layer by layer: the query of an EAM collection.
+// nearest.cpp: which stored requests resemble a pass, layer by layer: the query of an EAM collection.
 //
-// numpy does each step of it in a microsecond or two, and there are a dozen; the controller asks at every layer.
+// In numpy this is a dozen steps of a microsecond or two each, and the controller asks at every layer.
 #include "moegguf.h"
 
 #include <algorithm>
@@ -28,8 +28,8 @@ bool before(const Found & a, const Found & b) {
 
 } // namespace
 
-int moegguf_eamc_see(const float * columns, size_t stride, const float * row, int32_t n_expert, const float * row_norm2,
-                     int32_t n_entries, float * dot, float * norm2) {
+int moegguf_eamc_add_row(const float * columns, size_t stride, const float * row, int32_t n_expert,
+                         const float * row_norm2, int32_t n_entries, float * dot, float * norm2) {
     if (!columns || !row || !row_norm2 || !dot || !norm2 || n_expert < 0 || n_entries < 0) {
         return MOEGGUF_INVALID;
     }
