@@ -6,8 +6,6 @@ An entry is a request-level EAM: counts of tokens per (layer, expert) of one req
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 import numpy.typing as npt
 
@@ -17,13 +15,6 @@ from moegguf.native.nearest import TINY, Query
 
 CAPACITY = 1000
 _INITIAL_CAPACITY = 16
-
-
-class Matches(NamedTuple):
-    """Entries that resemble the pass in progress, the best first: indices (n,) and cosines (n,) in (0, 1]."""
-
-    indices: npt.NDArray[np.intp]
-    cosines: Float32s
 
 
 class Eamc:
@@ -98,15 +89,15 @@ class Eamc:
     def add_query_row(self, il: int, row: Counts) -> None:
         """Adds row `il` of the pass's iEAM, (n_expert,) counts. An empty or repeated row is ignored."""
         if not self._in_query[il]:
-            self._in_query[il] = self._query.see(il, row, self.n_entries)
+            self._in_query[il] = self._query.add_row(il, row, self.n_entries)
 
-    def match(self, n: int) -> Matches:
-        """The at most `n` entries with the largest cosine to the rows seen in this pass, others ignored on both sides.
+    def match(self, n: int) -> npt.NDArray[np.intp]:
+        """The at most `n` entries with the largest cosine to the rows seen in this pass, the best first; their indices.
 
-        Entries with cosine 0 are never among them. Of entries equally similar, those with more tokens come
-        first (section 4.5: matching experts with high activation frequency is beneficial).
+        Rows not seen are ignored on both sides. Entries with cosine 0 are never among them. Of entries equally similar,
+        those with more tokens come first (section 4.5: matching experts with high activation frequency is beneficial).
         """
-        return Matches(*self._query.match(n, self.n_entries))
+        return self._query.match(n, self.n_entries)
 
     def total(self, indices: npt.NDArray[np.intp]) -> Counts:
         """(n_layer, n_expert): these entries summed cell by cell."""
@@ -139,7 +130,7 @@ class Eamc:
         self._row_norm2 = _widened(self._row_norm2, capacity)
         self._tokens = _widened(self._tokens, capacity)
         previous, self._query = self._query, Query(self._columns, self._row_norm2, self._tokens)
-        self._query.take_over(previous)
+        self._query.resume(previous)
 
 
 class EamcPair:

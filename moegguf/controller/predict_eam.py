@@ -7,8 +7,9 @@ The predictor and the eviction policy each have one of their own.
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
-from moegguf.controller.collection import CAPACITY, EamcPair, Matches
+from moegguf.controller.collection import CAPACITY, EamcPair
 from moegguf.controller.history import Counts, History
 from moegguf.controller.shape import MoeShape
 from moegguf.native.events import Float32s, Phase
@@ -17,7 +18,7 @@ N_MATCHES = 8
 OWN_SHARE = 0.5
 
 _TINY = np.float32(1e-30)
-_NO_MATCHES = Matches(np.zeros(0, np.intp), np.zeros(0, np.float32))
+_NO_MATCHES: npt.NDArray[np.intp] = np.zeros(0, np.intp)
 
 
 class PredictEam:
@@ -37,7 +38,7 @@ class PredictEam:
         self.own_share = own_share
         self._eamc = self.eamcs.prefill
         self._ream: Counts = np.zeros(shape.table, np.float32)
-        self._matches: Matches | None = _NO_MATCHES
+        self._matches: npt.NDArray[np.intp] | None = _NO_MATCHES
 
     def update(self, history: History) -> None:
         """Adds the last routing event of the history, and the rEAM of the request that it ended."""
@@ -54,19 +55,19 @@ class PredictEam:
         self._select_phase(history, phase)
         self._matches = _NO_MATCHES
 
-    def matches(self) -> Matches:
-        """The entries aggregated."""
+    def matches(self) -> npt.NDArray[np.intp]:
+        """Indices of the entries aggregated."""
         if self._matches is None:
             self._matches = self._eamc.match(self.n_matches)
         return self._matches
 
     def row(self, il: int) -> Float32s:
         """(n_expert,): probabilities of layer `il`; all 0 without any counts."""
-        return self._blend(self._eamc.total_row(self.matches().indices, il), self._ream[il])
+        return self._blend(self._eamc.total_row(self.matches(), il), self._ream[il])
 
     def table(self) -> Float32s:
         """(n_layer, n_expert): `row` of every layer, computed ones included (reuse by the next token)."""
-        return self._blend(self._eamc.total(self.matches().indices), self._ream)
+        return self._blend(self._eamc.total(self.matches()), self._ream)
 
     def _select_phase(self, history: History, phase: Phase) -> None:
         self._eamc = self.eamcs.of(phase)

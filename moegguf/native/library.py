@@ -245,13 +245,8 @@ _STATUS_CALLS: dict[str, list[Any]] = {
     "moegguf_store_probe": [c.c_void_p, c.c_double, c.POINTER(c.c_double)],
     "moegguf_store_sim_advance": [c.c_void_p, c.c_uint64],
     "moegguf_matvec_q8": [c.c_void_p] * 3 + [c.c_int32, c.c_int32, c.c_void_p, c.c_int, c.c_void_p],
-    "moegguf_eamc_see": [
-        *(c.c_void_p, c.c_size_t, c.c_void_p, c.c_int32, c.c_void_p, c.c_int32, c.c_void_p, c.c_void_p),
-    ],
-    "moegguf_eamc_match": [
-        *(c.c_void_p, c.c_void_p, c.c_void_p, c.c_int32, c.c_float, c.c_int32),
-        *(c.c_void_p, c.c_void_p, c.c_void_p, c.c_void_p),
-    ],
+    "moegguf_eamc_add_row": [c.c_void_p, c.c_size_t, c.c_void_p, c.c_int32, c.c_void_p, c.c_int32] + [c.c_void_p] * 2,
+    "moegguf_eamc_match": [c.c_void_p] * 3 + [c.c_int32] * 2 + [c.c_void_p] * 3,
     "moegguf_lane_open": [c.c_void_p, c.POINTER(c.c_void_p)],
     "moegguf_lane_acquire": [c.c_void_p, c.c_int32, c.c_void_p, c.c_int32, c.c_int32, c.c_void_p],
     "moegguf_lane_replay": [c.c_void_p, c.POINTER(Routing), c.POINTER(c.c_int64)],

@@ -328,15 +328,14 @@ MOEGGUF_API struct ggml_tensor * moegguf_pool_tensor(struct ggml_tensor * w); //
 MOEGGUF_API int moegguf_matvec_q8(const int8_t * w, const float * scale, const float * bias, int32_t n_rows,
                                   int32_t n_cols, const float * x, int relu, float * out);
 
-// The query of an EAM collection of n_entries requests. see adds a layer: `row` [n_expert] are the pass's counts,
+// The query of an EAM collection of n_entries requests. add_row adds a layer: `row` [n_expert] are the pass's counts,
 // columns [n_expert][stride] the entries' counts, row_norm2 their squared norms; dot and norm2 [n_entries] accumulate.
 // match finds the n <= 64 entries with the largest cosine, the nearest first; of equals those with more tokens. scores
 // [n_entries] is scratch. Need no store; any thread.
-MOEGGUF_API int moegguf_eamc_see(const float * columns, size_t stride, const float * row, int32_t n_expert,
-                                 const float * row_norm2, int32_t n_entries, float * dot, float * norm2);
+MOEGGUF_API int moegguf_eamc_add_row(const float * columns, size_t stride, const float * row, int32_t n_expert,
+                                     const float * row_norm2, int32_t n_entries, float * dot, float * norm2);
 MOEGGUF_API int moegguf_eamc_match(const float * dot, const float * norm2, const float * tokens, int32_t n_entries,
-                                   float pass_norm2, int32_t n, float * scores, int64_t * indices, float * cosines,
-                                   int32_t * n_found);
+                                   int32_t n, float * scores, int64_t * indices, int32_t * n_found);
 
 // Faults for tests: from now on the nth operation of a kind fails (1 = the next), once or for good; nth 0 disarms.
 enum moegguf_fault_kind {

@@ -67,13 +67,13 @@ void Residency::set_failed(int s, bool failed) {
     }
 }
 
-bool Residency::takeable(int s) const {
+bool Residency::evictable(int s) const {
     const Slot & slot = slots_[s];
     return slot.il >= 0 && slot.pins == 0 && slot.reading == 0 && s < n_usable_;
 }
 
 void Residency::place(int s) {
-    if (takeable(s) == order_.contains(s)) {
+    if (evictable(s) == order_.contains(s)) {
         return;
     }
     const Slot & slot = slots_[s];

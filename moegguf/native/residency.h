@@ -73,8 +73,8 @@ class Residency {
 
     EvictionPolicy & policy() const { return scores_.set() ? (EvictionPolicy &)scores_ : *policy_; }
     int victim(const Moment & now);
-    bool takeable(int s) const;
-    void place(int s); // in or out of the order of eviction, as its slot is takeable or not
+    bool evictable(int s) const;
+    void place(int s); // in or out of the order of eviction, as its slot is evictable or not
     void set_floors();
 
     const Layout & layout_;

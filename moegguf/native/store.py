@@ -1,4 +1,7 @@
-"""The expert store as a Python object. One method per call of the C ABI, nothing more."""
+"""The expert store as a Python object, one method per call of the C ABI, and what its calls take and give.
+
+That is its options, its listener's events as numpy, the policies that it carries out itself, and its slots' sizes.
+"""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ void Tier::release_slot(int s) {
         count(shared_.counters.prefetch_wasted);
     }
     n_absent_chunks_ += __builtin_popcount(residency.ready(s));
-    announce(s, false);
+    report_residency(s, false);
     residency.vacate(s);
 }
 
@@ -65,7 +65,7 @@ void Tier::publish(int s, uint8_t kinds) {
     n_absent_chunks_ -= __builtin_popcount(kinds);
 }
 
-void Tier::announce(int s, bool resident) {
+void Tier::report_residency(int s, bool resident) {
     if (events_.on()) {
         const Slot & slot = residency.slot(s);
         events_.residency({now_ns(), slot.il, slot.expert, s, resident});

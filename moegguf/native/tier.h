@@ -23,10 +23,10 @@ class Tier {
     bool holds(const Place & place) const { return residency.slot(place.slot).generation == place.generation; }
 
     int take_slot(int il, int expert, const Moment & now, float score_below); // -1: none
-    void retire(int s);                  // empties a slot, and gives its memory back when it is no longer usable
-    void publish(int s, uint8_t kinds);  // bytes are there
-    void announce(int s, bool resident); // to the listener
-    void resize(int n_slots);            // no layer computes meanwhile
+    void retire(int s);                 // empties a slot, and gives its memory back when it is no longer usable
+    void publish(int s, uint8_t kinds); // bytes are there
+    void report_residency(int s, bool resident);            // to the listener
+    void resize(int n_slots);                               // no layer computes meanwhile
     bool complete() const { return n_absent_chunks_ == 0; } // any thread: every expert is there, in a slot of its own
     bool usable(int s) const { return s < residency.n_usable(); }
 

@@ -315,7 +315,7 @@ void Transfers::finish(const Job & job, const std::string & why) {
         finish_failed(job, why);
     }
     if (ram_.residency.complete(s)) {
-        ram_.announce(s, true);
+        ram_.report_residency(s, true);
     } else if (slot.pins == 0 && slot.reading == 0 && (slot.queued == 0 || ram_.residency.failed(s))) {
         ram_.retire(s);
     }

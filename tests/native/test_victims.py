@@ -91,10 +91,12 @@ class Scan:
         floors, n_layer, ranks = self.floors(), self.shape.n_layer, dict[int, tuple[bool, Rank, int]]()
         for il in self.shape.layers:
             held = [(s, h) for s, h in enumerate(self.slots) if h is not None and h.expert[0] == il]
-            takeable = [(s, h) for s, h in held if s not in self.pinned and s < self.n_usable]
-            if not takeable:
+            evictable = [(s, h) for s, h in held if s not in self.pinned and s < self.n_usable]
+            if not evictable:
                 continue
-            s, first = min(takeable, key=lambda p: (self.score(p[1].expert) if self.ordered() else ZERO, p[1].last_use))
+            s, first = min(
+                evictable, key=lambda p: (self.score(p[1].expert) if self.ordered() else ZERO, p[1].last_use)
+            )
             distance = (il - il_now) % n_layer
             rank = (
                 self.score(first.expert) + self.offset(il) if self.ordered() else ZERO,

@@ -1,4 +1,4 @@
-// decayed_frequency.cpp: out goes the expert with the fewest uses, each worth half as much after every
+// decayed_frequency.cpp: evicts the expert with the fewest uses, each counted half as much after every
 // half_life_tokens (LRFU, Lee et al. 2001). Passes of more than one token are left to recency, but count.
 #include "policies/averages.h"
 

@@ -1,4 +1,4 @@
-// lru.cpp: out goes the least recently used expert. The simplest policy: it leaves everything to recency.
+// lru.cpp: evicts the least recently used expert. The simplest policy: it leaves everything to recency.
 #include "policies/policy.h"
 
 namespace moegguf {

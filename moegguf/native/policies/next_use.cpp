@@ -1,4 +1,4 @@
-// next_use.cpp: Belady's rule with an estimate in place of the future: out goes the expert expected to be used again
+// next_use.cpp: Belady's rule with an estimate in place of the future: evicts the expert whose next use is expected
 // last.
 //
 // Of the tokens that pass its layer, a part p = sum(weight * average) uses an expert; that is 1 / p - 1 passes from its

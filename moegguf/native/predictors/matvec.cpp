@@ -21,7 +21,7 @@ namespace {
 
 constexpr int32_t part_cols = 512; // |int8 * int16| * 512 stays within int32
 
-// Rounds x to 16 bits; returns what one step is worth.
+// Rounds x to 16 bits; returns the size of one step.
 float round_vector(const float * x, int32_t n, int16_t * out) {
     float peak = 0.0f;
     for (int32_t i = 0; i < n; i++) {

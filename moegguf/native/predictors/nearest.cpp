@@ -1,10 +1,9 @@
-// nearest.cpp: which remembered requests resemble a pass, layer by layer: the query of an EAM collection.
+// nearest.cpp: which stored requests resemble a pass, layer by layer: the query of an EAM collection.
 //
-// numpy does each step of it in a microsecond or two, and there are a dozen; the controller asks at every layer.
+// In numpy this is a dozen steps of a microsecond or two each, and the controller asks at every layer.
 #include "moegguf.h"
 
 #include <algorithm>
-#include <cmath>
 #include <cstddef>
 
 namespace {
@@ -29,8 +28,8 @@ bool before(const Found & a, const Found & b) {
 
 } // namespace
 
-int moegguf_eamc_see(const float * columns, size_t stride, const float * row, int32_t n_expert, const float * row_norm2,
-                     int32_t n_entries, float * dot, float * norm2) {
+int moegguf_eamc_add_row(const float * columns, size_t stride, const float * row, int32_t n_expert,
+                         const float * row_norm2, int32_t n_entries, float * dot, float * norm2) {
     if (!columns || !row || !row_norm2 || !dot || !norm2 || n_expert < 0 || n_entries < 0) {
         return MOEGGUF_INVALID;
     }
@@ -50,11 +49,9 @@ int moegguf_eamc_see(const float * columns, size_t stride, const float * row, in
     return MOEGGUF_OK;
 }
 
-int moegguf_eamc_match(const float * dot, const float * norm2, const float * tokens, int32_t n_entries,
-                       float pass_norm2, int32_t n, float * scores, int64_t * indices, float * cosines,
-                       int32_t * n_found) {
-    if (!dot || !norm2 || !tokens || !scores || !indices || !cosines || !n_found || n < 0 || n > most_wanted ||
-        n_entries < 0) {
+int moegguf_eamc_match(const float * dot, const float * norm2, const float * tokens, int32_t n_entries, int32_t n,
+                       float * scores, int64_t * indices, int32_t * n_found) {
+    if (!dot || !norm2 || !tokens || !scores || !indices || !n_found || n < 0 || n > most_wanted || n_entries < 0) {
         return MOEGGUF_INVALID;
     }
     if (n == 0) {
@@ -92,7 +89,6 @@ int moegguf_eamc_match(const float * dot, const float * norm2, const float * tok
     }
     for (int32_t i = 0; i < size; i++) {
         indices[i] = best[i].index;
-        cosines[i] = std::min(1.0f, std::sqrt(scores[best[i].index] / (pass_norm2 > 0.0f ? pass_norm2 : 1.0f)));
     }
     *n_found = size;
     return MOEGGUF_OK;
