@@ -51,8 +51,8 @@ def fit_affinity(trace: Trace) -> Affinity:
     return Affinity(trace.shape, count_affinity(trace, count_popularity(trace)))
 
 
-def fit_token_table(trace: Trace, *, online: bool = False) -> TokenTable:
+def fit_token_table(trace: Trace) -> TokenTable:
     """Token table (ProMoE, section 4.2) of all passes; tokens without known id and experts are left out."""
-    table = TokenTable(trace.shape, online=online)
+    table = TokenTable(trace.shape)
     table.learn(trace.tokens, list(trace.expert_ids))
     return table

@@ -107,9 +107,9 @@ class Trace:
                 announced[sequence] = last
                 yield Announcement(0, sequence, phase, tokens)
             first = int(self.pass_first_token[p]) if p <= announced.get(sequence, -1) else -1
-            yield from self._gates(p, sequence, phase, first, used, computed[p])
+            yield from self._routing_events(p, sequence, phase, first, used, computed[p])
 
-    def _gates(
+    def _routing_events(
         self, p: int, sequence: int, phase: Phase, first: int, used: list[int], computed: list[int]
     ) -> Iterator[RoutingEvent]:
         start, end = int(self.pass_start[p]), int(self.pass_start[p + 1])
