@@ -17,6 +17,8 @@ from moegguf.errors import OptionError
 from moegguf.native.events import Phase
 from moegguf.trace.trace import Trace
 
+BELADY = "belady"  # its name among policies
+
 Ints = npt.NDArray[np.int64]
 
 
@@ -38,6 +40,13 @@ class ReplayCounts:
     def decode_hit_rate(self) -> float:
         """`hit_rate` of the decode passes."""
         return self.decode_hits / max(1, self.decode_lookups)
+
+
+def gap_closed(rate: float | None, lru: float | None, bound: float | None) -> float | None:
+    """Share of the gap between the hit rates of LRU and Belady's bound that a rate closes; None without a gap."""
+    if rate is None or lru is None or bound is None or bound - lru <= 1e-9:
+        return None
+    return (rate - lru) / (bound - lru)
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ from moegguf.controller.accuracy import LinkModel
 from moegguf.controller.artifacts import MEASURED, Artifacts
 from moegguf.controller.measured import ControllerChoice
 from moegguf.errors import OptionError, TraceError
-from moegguf.trace.analysis import TraceAnalysis, sample_sequences
+from moegguf.trace.analysis import Row, TraceAnalysis, sample_sequences
+from moegguf.trace.belady import BELADY
 from moegguf.trace.format import write
-from moegguf.trace.sweep import BELADY, Row
 from moegguf.trace.trace import Trace
 
 TRACE = random_trace(n_sequences=6, n_decode=10, with_inputs=True)
