@@ -15,7 +15,7 @@ from moegguf.trace.trace import Trace
 
 def choices(trace: Trace, row: int) -> Float32s:
     """(n_tokens, n_expert): 1 where a token's router in MoE layer number `row` chose the expert; 0 if not computed."""
-    return multi_hot(trace.expert_ids[row], trace.shape.n_expert)
+    return multi_hot(trace.expert_ids[row], trace.shape.n_expert).astype(np.float32)
 
 
 def count_popularity(trace: Trace) -> Float32s:

@@ -81,15 +81,8 @@ def _table(trace: Trace) -> tuple[int, int]:
 
 def _paths(decode: Trace) -> dict[int, Used]:
     """{sequence: (n_tokens, n_row, n_expert)}: the experts each token used."""
-    n_row, n_expert = _table(decode)
     sequence_of = np.repeat(decode.pass_sequence, np.diff(decode.pass_start))
-    paths = {}
-    for sequence in decode.sequences():
-        ids = decode.expert_ids[:, sequence_of == sequence].transpose(1, 0, 2).astype(np.int64)
-        used = np.zeros((len(ids), n_row, n_expert + 1), np.bool_)  # one more column, for the ids that are -1
-        np.put_along_axis(used, ids, True, axis=2)
-        paths[sequence] = used[:, :, :-1]
-    return paths
+    return {sequence: decode.paths(sequence_of == sequence) for sequence in decode.sequences()}
 
 
 def _resampled(paths: list[Used], rng: np.random.Generator) -> Counts:

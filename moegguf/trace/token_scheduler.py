@@ -97,16 +97,6 @@ def experts_per_batch(paths: Paths, batches: Sequence[Indices]) -> float:
     return float(np.mean([np.count_nonzero(paths[batch].any(axis=0)) for batch in batches]))
 
 
-def routing_paths(trace: Trace, tokens: Indices) -> Paths:
-    """The recorded routing paths of these tokens of a trace, (len(tokens), n_moe_layer, n_expert)."""
-    expert_ids = trace.expert_ids[:, tokens].transpose(1, 0, 2)
-    n_tokens, n_layer, _ = expert_ids.shape
-    paths = np.zeros((n_tokens, n_layer, trace.shape.n_expert + 1), np.bool_)
-    columns = np.where(expert_ids < 0, trace.shape.n_expert, expert_ids)
-    paths[np.arange(n_tokens)[:, np.newaxis, np.newaxis], np.arange(n_layer)[:, np.newaxis], columns] = True
-    return paths[:, :, :-1]
-
-
 def measure(trace: Trace, batch_size: int, seed: int = 0) -> SchedulerEffect:
     """The scheduler's savings if the trace's requests had been decoded together.
 
@@ -122,7 +112,7 @@ def measure(trace: Trace, batch_size: int, seed: int = 0) -> SchedulerEffect:
     rng = np.random.default_rng(seed)
     counts = np.zeros((len(units), 3))
     for count, tokens in zip(counts, units, strict=True):
-        true = routing_paths(trace, tokens)
+        true = trace.paths(tokens)
         schedules = [
             np.split(np.arange(len(tokens)), 2),
             np.split(rng.permutation(len(tokens)), 2),

@@ -10,7 +10,7 @@ from traces import SMALL, random_trace
 
 from moegguf.errors import OptionError
 from moegguf.native.events import Phase
-from moegguf.trace.token_scheduler import _units, experts_per_batch, measure, routing_paths, schedule, similarities
+from moegguf.trace.token_scheduler import _units, experts_per_batch, measure, schedule, similarities
 
 
 def path(*experts: int, n_expert: int = 8) -> np.ndarray:
@@ -74,7 +74,7 @@ def test_a_number_of_batches_that_cannot_be_is_refused(n_batches: int) -> None:
 
 def test_recorded_paths_leave_out_what_was_not_computed() -> None:
     trace = random_trace(n_sequences=1, n_prefill=4, n_decode=2)
-    paths = routing_paths(trace, np.arange(trace.n_tokens))
+    paths = trace.paths(np.arange(trace.n_tokens))
     assert paths.shape == (6, len(SMALL.layers), SMALL.n_expert)
     assert not paths[:3, -1].any()  # the prompt's last layer is computed for its last token only
     assert (paths[3:].sum(axis=2) == SMALL.n_expert_used).all()

@@ -50,7 +50,7 @@ class TokenTable(Predictor):
         kept = np.flatnonzero(entries >= 0)
         for row, ids in enumerate(expert_ids):
             counts = np.zeros((self._n_entry, self.shape.n_expert), np.float32)
-            hot = multi_hot(ids, self.shape.n_expert)[kept]
+            hot = multi_hot(ids[kept], self.shape.n_expert).astype(np.float32)
             np.add.at(counts, entries[kept], hot)
             self._counts[: self._n_entry, row] = np.minimum(counts, MAX_COUNT)
             self._popularity[row] = hot.sum(axis=0)
