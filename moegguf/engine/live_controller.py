@@ -213,7 +213,7 @@ class LiveController:
             return
         for learner in (controller.predictor, controller.policy):
             if isinstance(learner, Learner):
-                self.artifacts.save_collection(learner.learned(controller.history))
+                self.artifacts.save_collection(controller.shape, learner.learned(controller.history))
                 return  # both learn the same requests: one of them is enough
 
 
