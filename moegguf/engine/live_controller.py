@@ -25,7 +25,7 @@ from moegguf.engine.session import Session
 from moegguf.errors import OptionError
 from moegguf.native.events import Announcement, Phase, RoutingEvent
 from moegguf.native.store import ListenOptions
-from moegguf.trace.report import plain
+from moegguf.plain import plain
 
 AUTO = "auto"
 PREFETCH_PREDICTOR, UNTRAINED_PREFETCH_PREDICTOR = "mlp", "skip"  # of prefetching by default: the most accurate ones

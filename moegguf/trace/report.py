@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from moegguf.controller.policies.base import LRU
 from moegguf.native.events import Phase
+from moegguf.plain import plain
 from moegguf.trace.belady import BELADY, gap_closed
 from moegguf.trace.reuse import Reuse
 from moegguf.trace.score import ScoreTable
@@ -164,18 +164,3 @@ class Report:
     def as_dict(self) -> dict[str, Any]:
         """`plain(self)`, for JSON."""
         return plain(self)
-
-
-def plain(value: Any) -> Any:
-    """Dataclasses, dicts, sequences and numpy as values for `json.dumps(allow_nan=False)`; nan becomes None."""
-    if is_dataclass(value):
-        return {part.name: plain(getattr(value, part.name)) for part in fields(value)}
-    if isinstance(value, dict):
-        return {str(key): plain(part) for key, part in value.items()}
-    if isinstance(value, np.ndarray):
-        return plain(value.tolist())
-    if isinstance(value, np.generic):
-        return plain(value.item())
-    if isinstance(value, list | tuple):
-        return [plain(part) for part in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
