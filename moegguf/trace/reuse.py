@@ -108,21 +108,21 @@ def _mean_skew(counts: Counts) -> Skew:
 
 def _windows(paths: list[Used], rng: np.random.Generator) -> tuple[dict[int, float], dict[int, float]]:
     """Shares of experts used in the tokens just before, of the same request and of another drawn for each."""
-    found = {window: np.zeros((2, 2)) for window in WINDOWS}  # [same, other] x [experts, of those seen before]
+    found = np.zeros((2, 2, len(WINDOWS)))  # [same, other] x [experts, of those seen before]
     for i, path in enumerate(paths):
         other = paths[(i + int(rng.integers(1, len(paths)))) % len(paths)] if len(paths) > 1 else path[:0]
         before = [np.concatenate([np.zeros_like(p[:1], np.int32), np.cumsum(p, axis=0, dtype=np.int32)])
                   for p in (path, other)]  # fmt: skip
-        for window in WINDOWS:
+        for column, window in enumerate(WINDOWS):
             for which, sums in enumerate(before):
                 n = min(len(path), len(sums))
                 if n <= window:
                     continue
                 seen = sums[window:n] > sums[: n - window]
                 used = path[window:n]
-                found[window][which] += used.sum(), (used & seen[: len(used)]).sum()
-    shares = {window: [_share(right, of) for of, right in pairs] for window, pairs in found.items()}
-    return {w: pair[0] for w, pair in shares.items()}, {w: pair[1] for w, pair in shares.items()}
+                found[which, :, column] += used.sum(), (used & seen[: len(used)]).sum()
+    shares = [dict(zip(WINDOWS, _shares(right, of).tolist(), strict=True)) for of, right in found]
+    return shares[0], shares[1]
 
 
 def _reuse_distances(paths: list[Used]) -> dict[int, float]:
@@ -135,7 +135,7 @@ def _reuse_distances(paths: list[Used]) -> dict[int, float]:
         earlier = np.concatenate([np.full_like(last[:1], -1), last[:-1]])[path]
         gap = np.where(earlier < 0, 0, position[path] - earlier)
         bins += np.bincount(np.where(gap == 0, 0, np.searchsorted(bounds, gap) + 1), minlength=len(bins))
-    return {bound: _share(n, bins.sum()) for bound, n in zip((0, *DISTANCES, -1), bins.tolist(), strict=True)}
+    return dict(zip((0, *DISTANCES, -1), _shares(bins, np.full_like(bins, bins.sum())).tolist(), strict=True))
 
 
 def _next_token(paths: list[Used], n_row: int) -> Floats:
@@ -143,8 +143,9 @@ def _next_token(paths: list[Used], n_row: int) -> Floats:
     for path in paths:
         used += path[:-1].sum(axis=(0, 2))
         kept += (path[:-1] & path[1:]).sum(axis=(0, 2))
-    return np.divide(kept, used, out=np.full(n_row, np.nan), where=used > 0)
+    return _shares(kept, used)
 
 
-def _share(part: float, whole: float) -> float:
-    return float(part / whole) if whole else float("nan")
+def _shares(parts: Floats, wholes: Floats) -> Floats:
+    """parts / wholes; nan where a whole is 0."""
+    return np.divide(parts, wholes, out=np.full_like(wholes, np.nan), where=wholes > 0)
