@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -131,7 +132,18 @@ def _predict(predictor: Predictor, event: RoutingEvent, distance: int, predicted
         predicted[il] = set(np.argsort(-probabilities, kind="stable")[: event.expert_ids.shape[1]].tolist())
 
 
-def lru(lookups: Lookups, n_slots: int) -> ReplayCounts:
+@dataclass(frozen=True)
+class LruCounts(ReplayCounts):
+    """What an LRU replay counted."""
+
+    evictions: int
+
+    @property
+    def misses(self) -> int:
+        return self.lookups - self.hits
+
+
+def lru(lookups: Lookups, n_slots: int) -> LruCounts:
     """Counts of the store without a controller and without sweeps, floors per layer included.
 
     Raises OptionError when an event does not fit.
@@ -162,7 +174,7 @@ def lru(lookups: Lookups, n_slots: int) -> ReplayCounts:
             residents[key] = None
             n_resident[key // n_expert] += 1
             pinned.add(key)
-    return lookups.counts(hits, evictions)
+    return LruCounts(**asdict(lookups.counts(hits)), evictions=evictions)
 
 
 def floors_of(shape: MoeShape, n_slots: int) -> list[int]:

@@ -246,8 +246,8 @@ def simulate(
 ) -> None:
     """Replay TRACE with other policies and budgets: the same store and controller as live, no model and no disk."""
     from moegguf.cli.trace_tables import print_simulation
+    from moegguf.plain import plain
     from moegguf.terminal.tables import print_json
-    from moegguf.trace.report import plain
 
     shares, full = parse_shares(expert_cache), _open_analysis(file, model, predictors)
     analysis = full.limited(tokens)
@@ -277,8 +277,8 @@ def score(
 ) -> None:
     """Score predictors on TRACE by the measures of each paper, beside a control: routing shuffled in time."""
     from moegguf.cli.trace_tables import print_score
+    from moegguf.plain import plain
     from moegguf.terminal.tables import print_json
-    from moegguf.trace.report import plain
 
     full = _open_analysis(file, model, predictors)
     analysis = full.limited(tokens)

@@ -11,8 +11,9 @@ from moegguf.controller.accuracy import Figures
 from moegguf.controller.policies.base import LRU
 from moegguf.terminal.tables import make_console, print_renderable
 from moegguf.terminal.units import percent
+from moegguf.trace.analysis import Row, gap_closed_by
+from moegguf.trace.belady import BELADY
 from moegguf.trace.score import ScoreTable
-from moegguf.trace.sweep import BELADY, Row, closed_gap
 
 WIDTH = 80
 
@@ -78,7 +79,7 @@ def _hit_rate(rows: Sequence[Row]) -> Callable[[Row], str]:
 
 def _gap(rows: Sequence[Row], row: Row) -> str:
     """The share of the distance from LRU to Belady that a row closes; "" for these two."""
-    closed = None if row.policy in (LRU.name, BELADY) else closed_gap(rows, row)
+    closed = None if row.policy in (LRU.name, BELADY) else gap_closed_by(rows, row)
     return "" if closed is None else f" {closed:+4.0%}"
 
 

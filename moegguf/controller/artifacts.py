@@ -11,11 +11,11 @@ import os
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import moegguf
-from moegguf.controller import collection_file
+from moegguf.controller import weights
 from moegguf.controller.collection import EamcPair
 from moegguf.controller.measured import Measured, read_measured
 from moegguf.controller.shape import MoeShape
@@ -83,18 +83,17 @@ class Artifacts:
 
     def collection(self, shape: MoeShape) -> EamcPair | None:
         """The nearest EAM collection; a damaged or foreign one is skipped with a warning."""
-        for path in self.find(COLLECTION):
-            found = collection_file.load(
-                path, n_layer=shape.n_layer, n_expert=shape.n_expert, fingerprint=self.fingerprint
+        try:
+            return weights.load_nearest(
+                self.find(COLLECTION), "eamc", self.fingerprint, shape, partial(EamcPair.from_weights, shape)
             )
-            if found is not None:
-                return found
-        return None
+        except FileNotFoundError:
+            return None
 
-    def save_collection(self, eamcs: EamcPair) -> None:
+    def save_collection(self, shape: MoeShape, eamcs: EamcPair) -> None:
         """Saves an EAM collection; a folder that is not writable is a warning."""
         try:
-            collection_file.save(self.writable_folder() / COLLECTION, eamcs, self.fingerprint)
+            weights.save(self.writable_folder() / COLLECTION, "eamc", self.fingerprint, shape, eamcs.weights())
         except OSError as error:
             warnings.warn(f"the EAM collection was not saved ({error.strerror}).", stacklevel=2)
 

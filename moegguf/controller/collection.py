@@ -1,7 +1,7 @@
 """The expert activation matrix collection of MoE-Infinity (section 4.5, appendix B.1), with an incremental query.
 
 An entry is a request-level EAM: counts of tokens per (layer, expert) of one request, prefill and decode apart.
-`predict_eam` adds entries and queries them, `collection_file` saves them.
+`predict_eam` adds entries and queries them; they are saved as `Weights`.
 """
 
 from __future__ import annotations
@@ -10,11 +10,15 @@ import numpy as np
 import numpy.typing as npt
 
 from moegguf.controller.history import Counts
+from moegguf.controller.shape import MoeShape
+from moegguf.controller.weights import Weights
 from moegguf.native.events import Float32s, Phase
 from moegguf.native.nearest import TINY, Query
 
 CAPACITY = 1000
 _INITIAL_CAPACITY = 16
+_PHASES = ("prefill", "decode")
+_KINDS = (np.uint8, np.uint16, np.float32)  # of saved counts
 
 
 class Eamc:
@@ -145,6 +149,22 @@ class EamcPair:
         """Two collections of up to `capacity` entries each."""
         return cls(Eamc(n_layer, n_expert, capacity), Eamc(n_layer, n_expert, capacity))
 
+    @classmethod
+    def from_weights(cls, shape: MoeShape, weights: Weights, capacity: int = CAPACITY) -> EamcPair:
+        """From an earlier `weights()`, of each the last `capacity` entries; ValueError when they do not fit."""
+        if sorted(weights.arrays) != sorted(_PHASES):
+            raise ValueError(f"it holds {sorted(weights.arrays)}, not {sorted(_PHASES)}")
+        states = {phase: weights.array(phase, len(found), *shape.table) for phase, found in weights.arrays.items()}
+        if any(found.dtype not in _KINDS for found in weights.arrays.values()):
+            raise ValueError(f"its counts must be of the types {', '.join(kind.__name__ for kind in _KINDS)}")
+        if any(state.min(initial=0) < 0 for state in states.values()):
+            raise ValueError("some counts are negative")
+        return cls(*(Eamc.from_state(states[phase], capacity) for phase in _PHASES))
+
+    def weights(self) -> Weights:
+        """Both collections, to be saved."""
+        return Weights({phase: _narrowed(getattr(self, phase).state) for phase in _PHASES})
+
     @property
     def n_entries(self) -> int:
         """Entries of both."""
@@ -163,6 +183,14 @@ class EamcPair:
         """Stores the rEAMs of a request that has ended; a phase without tokens adds nothing."""
         self.prefill.add(prefill)
         self.decode.add(decode)
+
+
+def _narrowed(counts: Counts) -> npt.NDArray[np.generic]:
+    """The same numbers in the smallest type that holds them exactly."""
+    for kind in _KINDS[:-1]:
+        if counts.max(initial=0) <= np.iinfo(kind).max and np.array_equal(counts, np.trunc(counts)):
+            return counts.astype(kind)
+    return counts
 
 
 def _widened(array: Float32s, capacity: int) -> Float32s:

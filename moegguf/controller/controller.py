@@ -57,7 +57,7 @@ class ActingOptions:
 
     prefetch: None acts on no prediction. judge: predictions are compared with what happens. slowest_s: a policy or
     predictor that once takes longer is switched off. strict: a policy or predictor that fails raises CallbackError
-    instead of being switched off. clock_ns: the watchdog's clock; None when `watchdog.token` is called from outside.
+    instead of being switched off. clock_ns: the watchdog's clock; None when `count_token` is called from outside.
     """
 
     prefetch: PrefetchOptions | None = None
@@ -127,7 +127,10 @@ class Controller:
         if self.stopped:
             return
         start = time.perf_counter()
-        self._count_token(announcement)
+        if self._prefetcher is not None:
+            self._prefetcher.begin_pass()
+        if self.watchdog is not None and self.options.clock_ns is not None:
+            self.count_token(announcement.phase, self.options.clock_ns())
         if self.predictor is not None:
             self._predict(self.predictor, announcement)
         self._act(announcement.phase)
@@ -147,13 +150,12 @@ class Controller:
         self._act(event.phase)
         self.seconds += time.perf_counter() - start
 
-    def _count_token(self, announcement: Announcement) -> None:
-        if self._prefetcher is not None:
-            self._prefetcher.begin_pass()
-        if self.watchdog is None or self.options.clock_ns is None:
+    def count_token(self, phase: Phase, now_ns: int) -> None:
+        """Tells the watchdog that tokens are evaluated next."""
+        if self.watchdog is None:
             return
-        if announcement.phase == Phase.DECODE:
-            self.watchdog.token(self.options.clock_ns())
+        if phase == Phase.DECODE:
+            self.watchdog.token(now_ns)
         else:
             self.watchdog.pause()
 

@@ -6,6 +6,8 @@ The predictor and the eviction policy each have one of their own.
 
 from __future__ import annotations
 
+from typing import Protocol, runtime_checkable
+
 import numpy as np
 import numpy.typing as npt
 
@@ -19,6 +21,14 @@ OWN_SHARE = 0.5
 
 _TINY = np.float32(1e-30)
 _NO_MATCHES: npt.NDArray[np.intp] = np.zeros(0, np.intp)
+
+
+@runtime_checkable
+class Learner(Protocol):
+    """A predictor or policy that learns an EAM collection to be saved."""
+
+    def learned(self, history: History) -> EamcPair:
+        """The collections, with the request in progress (the last one of the history) added. It ends with this."""
 
 
 class PredictEam:

@@ -1,7 +1,7 @@
-"""Files of learned predictors: arrays as safetensors, facts as JSON in its header. Never pickle, never executed.
+"""Files of what predictors learned, EAM collections included: safetensors, with facts as JSON in the header.
 
-A file that is damaged, made for another model, shape or version, or lacks something that its predictor needs is ignored
-with one warning.
+Never pickle, never executed. A file that is damaged, made for another model, shape or version, or lacks something that
+its predictor needs is ignored with one warning.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _shape_of(found: npt.NDArray[Any] | None) -> str:
 
 
 def save(path: str | os.PathLike[str], predictor: str, fingerprint: str, shape: MoeShape, weights: Weights) -> None:
-    """Writes the file atomically. Raises OSError.
+    """Writes the file atomically. Raises OSError; an existing file is then unchanged, and no temporary file remains.
 
     predictor: its name. fingerprint: of the model's routers (`Trace.header.fingerprint`).
     """
@@ -87,7 +87,7 @@ def load(
         return build(_read(Path(path), predictor, fingerprint, shape))
     except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError, SafetensorError) as error:
         why = error.strerror if isinstance(error, OSError) and error.strerror else error
-        warnings.warn(f"predictor file {str(path)!r} is not used: {why}; going on without it.", stacklevel=2)
+        warnings.warn(f"the file {str(path)!r} is not used: {why}; going on without it.", stacklevel=2)
         return None
 
 
@@ -134,7 +134,7 @@ def _head(data: bytes) -> dict[str, Any]:
     ours = metadata.get("moegguf") if isinstance(metadata, dict) else None
     head = json.loads(ours) if isinstance(ours, str) else None
     if not isinstance(head, dict):
-        raise ValueError("it was not written by moegguf")
+        raise ValueError("it was not written by moegguf, or by an old version of it")
     return head
 
 

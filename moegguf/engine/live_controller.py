@@ -16,17 +16,16 @@ from moegguf.controller.controller import ActingOptions, Controller, build_contr
 from moegguf.controller.measured import ControllerChoice
 from moegguf.controller.policies import make_policy, policy_names
 from moegguf.controller.policies.base import LRU, AnyPolicy, Policy
-from moegguf.controller.policies.sparsity import SparsityAware
+from moegguf.controller.predict_eam import Learner
 from moegguf.controller.predictors import PREDICTORS, make_predictor
 from moegguf.controller.predictors.base import Predictor
-from moegguf.controller.predictors.eamc import EamcPredictor
 from moegguf.controller.prefetch import PrefetchOptions
 from moegguf.controller.shape import MoeShape
 from moegguf.engine.session import Session
 from moegguf.errors import OptionError
 from moegguf.native.events import Announcement, Phase, RoutingEvent
 from moegguf.native.store import ListenOptions
-from moegguf.trace.report import plain
+from moegguf.plain import plain
 
 AUTO = "auto"
 PREFETCH_PREDICTOR, UNTRAINED_PREFETCH_PREDICTOR = "mlp", "skip"  # of prefetching by default: the most accurate ones
@@ -159,10 +158,7 @@ class LiveController:
         controller = self.controller
         if controller is None or controller.watchdog is None:
             return
-        if phase == Phase.DECODE:
-            controller.watchdog.token(time.perf_counter_ns())
-        else:
-            controller.watchdog.pause()
+        controller.count_token(phase, time.perf_counter_ns())
         if self._asleep and not controller.redundant:
             self._asleep, self._listening = False, True
             self.session.listeners.add(self)
@@ -216,9 +212,8 @@ class LiveController:
         if controller.n_events == 0:
             return
         for learner in (controller.predictor, controller.policy):
-            if isinstance(learner, EamcPredictor | SparsityAware):
-                learner.eamcs.add(controller.history.prefill, controller.history.decode)  # the last request
-                self.artifacts.save_collection(learner.eamcs)
+            if isinstance(learner, Learner):
+                self.artifacts.save_collection(controller.shape, learner.learned(controller.history))
                 return  # both learn the same requests: one of them is enough
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,23 +15,25 @@ from moegguf.controller.accuracy import LinkModel
 from moegguf.controller.artifacts import MEASURED, Artifacts
 from moegguf.controller.measured import Measured, write_measured
 from moegguf.controller.policies import make_policy, policy_names
-from moegguf.controller.policies.base import AnyPolicy
+from moegguf.controller.policies.base import LRU, AnyPolicy
 from moegguf.controller.predictors import PREDICTORS, make_predictor
-from moegguf.controller.predictors.base import Predictor
+from moegguf.controller.predictors.base import NoPrediction, Predictor
 from moegguf.controller.prefetch import PrefetchOptions
 from moegguf.errors import OptionError
 from moegguf.gguf.experts import read_layout
 from moegguf.native.events import Phase
+from moegguf.trace.belady import BELADY, Lookups, belady, gap_closed
 from moegguf.trace.format import read
 from moegguf.trace.report import PolicyTable, Recovery, Report, ScheduleTable, StallTable, TraceSummary
 from moegguf.trace.reuse import reuse
 from moegguf.trace.score import ScoreTable, score
-from moegguf.trace.simulate import SimOptions, Simulation, slots_of
-from moegguf.trace.sweep import BELADY, Row, sweep
+from moegguf.trace.simulate import SimOptions, SimResult, Simulation, fitted, slots_of
 from moegguf.trace.token_scheduler import measure
 from moegguf.trace.trace import Setting, Trace
 
 ALL = "all"
+Policies = Mapping[str, Callable[[], AnyPolicy]]
+Predictors = Mapping[str, Callable[[], Predictor]]
 Progress = Callable[[str, float], object]  # "stage: current step", share of the stage done
 
 
@@ -68,6 +70,50 @@ def sample_sequences(trace: Trace, n_tokens: int) -> list[int]:
                 chosen.append(sequence)
                 n_chosen_tokens += decoded_tokens[sequence]
     return chosen
+
+
+@dataclass(frozen=True)
+class Row:
+    """One replay. `simulated` is None for Belady's bound, which has no store and no time."""
+
+    policy: str
+    predictor: str
+    share: float
+    n_slots: int
+    hit_rate: float
+    decode_hit_rate: float
+    simulated: SimResult | None = None
+
+
+def replay_table(
+    trace: Trace,
+    policies: Policies,
+    predictors: Predictors,
+    shares: Sequence[float],
+    options: SimOptions | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> list[Row]:
+    """Every policy with every predictor at every share of the experts, Belady last; in the order given.
+
+    `progress` is called with a description of each replay before it starts.
+    """
+    rows = []
+    for share in shares:
+        n_slots = slots_of(trace.shape, share)
+        for (policy, new_policy), (predictor, new_predictor) in itertools.product(policies.items(), predictors.items()):
+            if progress is not None:
+                progress(f"{policy} with {predictor} in {n_slots} slots")
+            result = Simulation(trace, new_policy(), new_predictor(), n_slots, options).run()
+            rows.append(Row(policy, predictor, share, n_slots, result.hit_rate, result.decode_hit_rate, result))
+        bound = belady(Lookups.of(fitted(trace, n_slots)), n_slots)
+        rows.append(Row(BELADY, NoPrediction.name, share, n_slots, bound.hit_rate, bound.decode_hit_rate))
+    return rows
+
+
+def gap_closed_by(rows: Sequence[Row], row: Row) -> float | None:
+    """`gap_closed` by the decode hit rate of a row, among those of its share."""
+    at = {(other.policy, other.predictor): other.decode_hit_rate for other in rows if other.share == row.share}
+    return gap_closed(row.decode_hit_rate, at.get((LRU.name, NoPrediction.name)), at.get((BELADY, NoPrediction.name)))
 
 
 def sim_options(link: LinkModel, prefetch: bool) -> SimOptions:
@@ -178,7 +224,7 @@ class TraceAnalysis:
         if prefetch and set(predictors) == {"none"}:
             raise OptionError("--prefetch needs a predictor: --predictor.")
         policies, predictors = self.policies(policies), self.predictors(predictors)
-        return sweep(
+        return replay_table(
             self.trace,
             {name: partial(self.policy, name) for name in policies},
             {name: partial(self.predictor, name) for name in predictors},

@@ -7,7 +7,7 @@ prefetching and no bypass of the pool. No store, no native library.
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -17,24 +17,19 @@ from moegguf.errors import OptionError
 from moegguf.native.events import Phase
 from moegguf.trace.trace import Trace
 
+BELADY = "belady"  # its name among policies
+
 Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class ReplayCounts:
-    """Lookups and hits of all passes, and of the decode passes; sequences: {sequence: (lookups, hits)}."""
+    """Lookups and hits of all passes, and of the decode passes."""
 
     lookups: int
     hits: int
-    evictions: int
     decode_lookups: int
     decode_hits: int
-    sequences: dict[int, tuple[int, int]] = field(default_factory=dict)
-
-    @property
-    def misses(self) -> int:
-        """Lookups without a hit."""
-        return self.lookups - self.hits
 
     @property
     def hit_rate(self) -> float:
@@ -47,12 +42,19 @@ class ReplayCounts:
         return self.decode_hits / max(1, self.decode_lookups)
 
 
+def gap_closed(rate: float | None, lru: float | None, bound: float | None) -> float | None:
+    """Share of the gap between the hit rates of LRU and Belady's bound that a rate closes; None without a gap."""
+    if rate is None or lru is None or bound is None or bound - lru <= 1e-9:
+        return None
+    return (rate - lru) / (bound - lru)
+
+
 @dataclass(frozen=True)
 class Lookups:
     """A trace as events of distinct experts: event i looks up keys[start[i]:start[i + 1]], in order of first choice.
 
     A key is row * n_expert + expert, with row the layer's index among those with experts. next_use (n_lookups,): the
-    event of the same key's next lookup, n_events when there is none. decode, sequence (n_events,).
+    event of the same key's next lookup, n_events when there is none. decode (n_events,).
     """
 
     shape: MoeShape
@@ -60,7 +62,6 @@ class Lookups:
     start: Ints
     next_use: Ints
     decode: npt.NDArray[np.bool_]
-    sequence: Ints
 
     @classmethod
     def of(cls, trace: Trace) -> Lookups:
@@ -78,10 +79,9 @@ class Lookups:
         events, keys = events[first], keys[first]
         used, start = np.unique(events, return_index=True)
         ordinals = np.repeat(np.arange(len(used)), np.diff(np.append(start, len(keys))))
-        passes = used // n_row
         return cls(
             trace.shape, keys, np.append(start, len(keys)).astype(np.int64), _next_use(keys, ordinals, len(used)),
-            trace.pass_phase[passes] == Phase.DECODE, trace.pass_sequence[passes].astype(np.int64),
+            trace.pass_phase[used // n_row] == Phase.DECODE,
         )  # fmt: skip
 
     def check(self, n_slots: int) -> None:
@@ -90,22 +90,10 @@ class Lookups:
         if n_slots < max(1, widest):
             raise OptionError(f"a pass of this trace needs {widest} experts of a layer at once, of {n_slots} slots.")
 
-    def counts(self, hits: list[int], evictions: int) -> ReplayCounts:
+    def counts(self, hits: list[int]) -> ReplayCounts:
         """The result, from the hits of every event."""
-        looked_up, hit = np.diff(self.start), np.array(hits, np.int64)
-        sequences = {
-            int(s): (int(looked_up[self.sequence == s].sum()), int(hit[self.sequence == s].sum()))
-            for s in dict.fromkeys(self.sequence.tolist())
-        }
-        decode = self.decode
-        return ReplayCounts(
-            int(looked_up.sum()),
-            int(hit.sum()),
-            evictions,
-            int(looked_up[decode].sum()),
-            int(hit[decode].sum()),
-            sequences,
-        )
+        looked_up, hit, decode = np.diff(self.start), np.array(hits, np.int64), self.decode
+        return ReplayCounts(int(looked_up.sum()), int(hit.sum()), int(looked_up[decode].sum()), int(hit[decode].sum()))
 
 
 def _next_use(keys: Ints, events: Ints, never: int) -> Ints:
@@ -126,7 +114,7 @@ def belady(lookups: Lookups, n_slots: int) -> ReplayCounts:
     keys, start, next_use = lookups.keys.tolist(), lookups.start.tolist(), lookups.next_use.tolist()
     due: dict[int, int] = {}  # key -> event of its next use, of residents
     farthest: list[tuple[int, int]] = []  # (-due, key); outdated entries are skipped
-    hits, evictions = [0] * (len(start) - 1), 0
+    hits = [0] * (len(start) - 1)
     for event in range(len(start) - 1):
         n_hits, span = 0, range(start[event], start[event + 1])
         for i in span:
@@ -135,14 +123,13 @@ def belady(lookups: Lookups, n_slots: int) -> ReplayCounts:
             if keys[i] in due:
                 continue
             if len(due) >= n_slots:
-                evictions += 1
                 _evict(farthest, due)
             due[keys[i]] = event
         for i in span:
             due[keys[i]] = next_use[i]
             heapq.heappush(farthest, (-next_use[i], keys[i]))
         hits[event] = n_hits
-    return lookups.counts(hits, evictions)
+    return lookups.counts(hits)
 
 
 def _evict(farthest: list[tuple[int, int]], due: dict[int, int]) -> None:

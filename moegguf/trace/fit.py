@@ -15,7 +15,7 @@ from moegguf.trace.trace import Trace
 
 def choices(trace: Trace, row: int) -> Float32s:
     """(n_tokens, n_expert): 1 where a token's router in MoE layer number `row` chose the expert; 0 if not computed."""
-    return multi_hot(trace.expert_ids[row], trace.shape.n_expert)
+    return multi_hot(trace.expert_ids[row], trace.shape.n_expert).astype(np.float32)
 
 
 def count_popularity(trace: Trace) -> Float32s:
@@ -51,8 +51,8 @@ def fit_affinity(trace: Trace) -> Affinity:
     return Affinity(trace.shape, count_affinity(trace, count_popularity(trace)))
 
 
-def fit_token_table(trace: Trace, *, online: bool = False) -> TokenTable:
+def fit_token_table(trace: Trace) -> TokenTable:
     """Token table (ProMoE, section 4.2) of all passes; tokens without known id and experts are left out."""
-    table = TokenTable(trace.shape, online=online)
+    table = TokenTable(trace.shape)
     table.learn(trace.tokens, list(trace.expert_ids))
     return table

@@ -16,7 +16,7 @@ import tokenize
 import zipfile
 import zlib
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
@@ -372,24 +372,8 @@ def _split(trace: Trace) -> Iterator[Trace]:
     while first < trace.n_pass:
         end = int(np.searchsorted(trace.pass_start, trace.pass_start[first] + most_tokens, side="right")) - 1
         end = min(max(end, first + 1), trace.n_pass)
-        yield _part(trace, first, end)
+        yield trace.take(np.arange(first, end))
         first = end
-
-
-def _part(trace: Trace, first: int, end: int) -> Trace:
-    passes, tokens = slice(first, end), slice(int(trace.pass_start[first]), int(trace.pass_start[end]))
-    return replace(
-        trace,
-        pass_sequence=trace.pass_sequence[passes],
-        pass_phase=trace.pass_phase[passes],
-        pass_first_token=trace.pass_first_token[passes],
-        pass_ns=trace.pass_ns[passes],
-        pass_start=trace.pass_start[first : end + 1] - trace.pass_start[first],
-        tokens=trace.tokens[tokens],
-        expert_ids=trace.expert_ids[:, tokens],
-        weights=None if trace.weights is None else trace.weights[:, tokens],
-        inputs=None if trace.inputs is None else trace.inputs[:, tokens],
-    )
 
 
 def read(path: str | os.PathLike[str], max_bytes: int = MAX_TRACE_BYTES) -> Trace:

@@ -82,7 +82,6 @@ class Recorder:
     ) -> None:
         FileHeader(shape, header, weights, inputs, ()).encode()  # raises now rather than at close()
         self.shape, self.header = shape, header
-        self.n_passes = self.n_tokens = 0  # written so far
         self._labels = dict(header.labels)
         self._weights, self._inputs = weights, inputs
         self._rows = shape.row_of
@@ -164,8 +163,6 @@ class Recorder:
                 return
             block = _block(self.shape, self.header, list(group), weights=self._weights, inputs=inputs)
             self._try_write(self._writer.add, block)
-            if self._error is None:
-                self.n_passes, self.n_tokens = self.n_passes + block.n_pass, self.n_tokens + block.n_tokens
 
     def _try_write(self, write: Callable[[T], None], part: T) -> None:
         try:

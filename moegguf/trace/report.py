@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from moegguf.controller.policies.base import LRU
 from moegguf.native.events import Phase
+from moegguf.plain import plain
+from moegguf.trace.belady import BELADY, gap_closed
 from moegguf.trace.reuse import Reuse
 from moegguf.trace.score import ScoreTable
 from moegguf.trace.trace import Setting, Trace
 
-BASELINE, BOUND = "lru", "belady"
 SMOOTHED_REQUESTS = 5
 RECOVERED = 0.95  # share of the final level of the hit rate
 
@@ -67,7 +68,7 @@ class PolicyTable:
     """{policy: {budget as a share of all experts: hit rate}}; `offline`: policies that use the rest of the trace."""
 
     hit_rates: dict[str, dict[float, float]]
-    offline: tuple[str, ...] = (BOUND,)
+    offline: tuple[str, ...] = (BELADY,)
 
     def budgets(self) -> list[float]:
         """Budgets of any policy, ascending."""
@@ -79,14 +80,12 @@ class PolicyTable:
         return max(rates, key=lambda name: rates[name]) if rates else None
 
     def gap_closed(self, policy: str, budget: float) -> float | None:
-        """Share of the gap between LRU and Belady's bound that a policy closes; None without a gap."""
-        rates = [self.hit_rates.get(name, {}).get(budget) for name in (policy, BASELINE, BOUND)]
-        rate, low, high = (math.nan if value is None else value for value in rates)
-        return (rate - low) / (high - low) if high - low > 1e-9 and not math.isnan(rate) else None
+        """`belady.gap_closed` by a policy."""
+        return gap_closed(*(self.hit_rates.get(name, {}).get(budget) for name in (policy, LRU.name, BELADY)))
 
     def worse_than_baseline(self, policy: str) -> list[float]:
         """Budgets at which a policy has a lower hit rate than LRU."""
-        rates, baseline = self.hit_rates.get(policy, {}), self.hit_rates.get(BASELINE, {})
+        rates, baseline = self.hit_rates.get(policy, {}), self.hit_rates.get(LRU.name, {})
         return [budget for budget in sorted(rates) if budget in baseline and rates[budget] < baseline[budget] - 1e-9]
 
 
@@ -96,7 +95,7 @@ class StallTable:
 
     stall_ms: dict[str, dict[float, float]]
     compute_ms: float | None = None
-    baseline: str = BASELINE
+    baseline: str = LRU.name
 
     def speeds(self) -> list[float]:
         """Link speeds of any setting, ascending."""
@@ -165,18 +164,3 @@ class Report:
     def as_dict(self) -> dict[str, Any]:
         """`plain(self)`, for JSON."""
         return plain(self)
-
-
-def plain(value: Any) -> Any:
-    """Dataclasses, dicts, sequences and numpy as values for `json.dumps(allow_nan=False)`; nan becomes None."""
-    if is_dataclass(value):
-        return {part.name: plain(getattr(value, part.name)) for part in fields(value)}
-    if isinstance(value, dict):
-        return {str(key): plain(part) for key, part in value.items()}
-    if isinstance(value, np.ndarray):
-        return plain(value.tolist())
-    if isinstance(value, np.generic):
-        return plain(value.item())
-    if isinstance(value, list | tuple):
-        return [plain(part) for part in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -81,15 +81,8 @@ def _table(trace: Trace) -> tuple[int, int]:
 
 def _paths(decode: Trace) -> dict[int, Used]:
     """{sequence: (n_tokens, n_row, n_expert)}: the experts each token used."""
-    n_row, n_expert = _table(decode)
     sequence_of = np.repeat(decode.pass_sequence, np.diff(decode.pass_start))
-    paths = {}
-    for sequence in decode.sequences():
-        ids = decode.expert_ids[:, sequence_of == sequence].transpose(1, 0, 2).astype(np.int64)
-        used = np.zeros((len(ids), n_row, n_expert + 1), np.bool_)  # one more column, for the ids that are -1
-        np.put_along_axis(used, ids, True, axis=2)
-        paths[sequence] = used[:, :, :-1]
-    return paths
+    return {sequence: decode.paths(sequence_of == sequence) for sequence in decode.sequences()}
 
 
 def _resampled(paths: list[Used], rng: np.random.Generator) -> Counts:
@@ -115,21 +108,21 @@ def _mean_skew(counts: Counts) -> Skew:
 
 def _windows(paths: list[Used], rng: np.random.Generator) -> tuple[dict[int, float], dict[int, float]]:
     """Shares of experts used in the tokens just before, of the same request and of another drawn for each."""
-    found = {window: np.zeros((2, 2)) for window in WINDOWS}  # [same, other] x [experts, of those seen before]
+    found = np.zeros((2, 2, len(WINDOWS)))  # [same, other] x [experts, of those seen before]
     for i, path in enumerate(paths):
         other = paths[(i + int(rng.integers(1, len(paths)))) % len(paths)] if len(paths) > 1 else path[:0]
         before = [np.concatenate([np.zeros_like(p[:1], np.int32), np.cumsum(p, axis=0, dtype=np.int32)])
                   for p in (path, other)]  # fmt: skip
-        for window in WINDOWS:
+        for column, window in enumerate(WINDOWS):
             for which, sums in enumerate(before):
                 n = min(len(path), len(sums))
                 if n <= window:
                     continue
                 seen = sums[window:n] > sums[: n - window]
                 used = path[window:n]
-                found[window][which] += used.sum(), (used & seen[: len(used)]).sum()
-    shares = {window: [_share(right, of) for of, right in pairs] for window, pairs in found.items()}
-    return {w: pair[0] for w, pair in shares.items()}, {w: pair[1] for w, pair in shares.items()}
+                found[which, :, column] += used.sum(), (used & seen[: len(used)]).sum()
+    shares = [dict(zip(WINDOWS, _shares(right, of).tolist(), strict=True)) for of, right in found]
+    return shares[0], shares[1]
 
 
 def _reuse_distances(paths: list[Used]) -> dict[int, float]:
@@ -142,7 +135,7 @@ def _reuse_distances(paths: list[Used]) -> dict[int, float]:
         earlier = np.concatenate([np.full_like(last[:1], -1), last[:-1]])[path]
         gap = np.where(earlier < 0, 0, position[path] - earlier)
         bins += np.bincount(np.where(gap == 0, 0, np.searchsorted(bounds, gap) + 1), minlength=len(bins))
-    return {bound: _share(n, bins.sum()) for bound, n in zip((0, *DISTANCES, -1), bins.tolist(), strict=True)}
+    return dict(zip((0, *DISTANCES, -1), _shares(bins, np.full_like(bins, bins.sum())).tolist(), strict=True))
 
 
 def _next_token(paths: list[Used], n_row: int) -> Floats:
@@ -150,8 +143,9 @@ def _next_token(paths: list[Used], n_row: int) -> Floats:
     for path in paths:
         used += path[:-1].sum(axis=(0, 2))
         kept += (path[:-1] & path[1:]).sum(axis=(0, 2))
-    return np.divide(kept, used, out=np.full(n_row, np.nan), where=used > 0)
+    return _shares(kept, used)
 
 
-def _share(part: float, whole: float) -> float:
-    return float(part / whole) if whole else float("nan")
+def _shares(parts: Floats, wholes: Floats) -> Floats:
+    """parts / wholes; nan where a whole is 0."""
+    return np.divide(parts, wholes, out=np.full_like(wholes, np.nan), where=wholes > 0)

@@ -6,11 +6,12 @@ the layout comes from the trace's shape.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from moegguf.controller.controller import ActingOptions, Controller, build_controller, name_of
 from moegguf.controller.policies.base import AnyPolicy
@@ -20,12 +21,12 @@ from moegguf.controller.shape import MoeShape
 from moegguf.errors import OptionError
 from moegguf.gguf.experts import ExpertLayout, ExpertMatrix, Kind, MoeLayer
 from moegguf.gguf.hparams import Hparams
-from moegguf.native.events import Announcement, Phase
+from moegguf.native.events import Announcement, Int32s, Phase
 from moegguf.native.store import Lane, Store, StoreOptions
-from moegguf.trace.replay import parts
 from moegguf.trace.trace import Trace
 
 GGML_TYPE_I8 = 24  # one byte per value: an expert of any size is one row
+MOST_TOKENS = 4096  # of a `Part`, so that its arrays stay small
 REAL_TIME = "hook_ns"  # the one counter that does not follow from the trace
 
 
@@ -164,6 +165,59 @@ def fitted(trace: Trace, n_slots: int) -> Trace:
         trace, pass_sequence=trace.pass_sequence[old], pass_phase=trace.pass_phase[old], pass_ns=trace.pass_ns[old],
         pass_first_token=np.where(announced < 0, announced, announced + first).astype(np.int32),
         pass_start=np.append(trace.pass_start[old] + first, trace.n_tokens).astype(np.int64),
+    )  # fmt: skip
+
+
+class Part(NamedTuple):
+    """Routing events of consecutive passes of one request and phase, in order.
+
+    il, n_tokens, n_expert_used (n_events,); expert_ids: [n_tokens][n_expert_used] of each event, one after another.
+    pass_tokens: the passes' tokens together, each counted at its first event.
+    """
+
+    first_pass: int
+    sequence: int
+    phase: Phase
+    pass_tokens: int
+    il: Int32s
+    n_tokens: Int32s
+    n_expert_used: Int32s
+    expert_ids: Int32s
+
+
+def parts(trace: Trace) -> Iterator[Part]:
+    """The events of `trace.events()`, without announcements, weights and inputs."""
+    used, computed = np.array(trace.used(), np.int64), np.array(trace.computed(), np.int64)
+    for first, last in _bounds(trace):
+        yield _part(trace, used, computed[first:last], first)
+
+
+def _bounds(trace: Trace) -> Iterator[tuple[int, int]]:
+    """First and last pass (exclusive) of each part."""
+    first, tokens = 0, trace.pass_start.tolist()
+    keys = list(zip(trace.pass_sequence.tolist(), trace.pass_phase.tolist(), strict=True))
+    for p in range(1, trace.n_pass):
+        if keys[p] != keys[first] or tokens[p + 1] - tokens[first] > MOST_TOKENS:
+            yield first, p
+            first = p
+    if trace.n_pass > 0:
+        yield first, trace.n_pass
+
+
+def _part(trace: Trace, used: npt.NDArray[np.int64], computed: npt.NDArray[np.int64], first: int) -> Part:
+    passes, rows = np.nonzero(computed)
+    n_tokens = computed[passes, rows]
+    starts = trace.pass_start[first + passes + 1] - n_tokens  # a layer leaves out a pass's first tokens
+    offsets = np.cumsum(n_tokens) - n_tokens
+    row = np.repeat(rows, n_tokens)
+    token = np.repeat(starts - offsets, n_tokens) + np.arange(row.size)
+    ids = trace.expert_ids[row, token]
+    chosen = np.arange(ids.shape[1]) < used[row][:, np.newaxis]
+    begins = np.diff(passes, prepend=-1) > 0
+    return Part(
+        first, int(trace.pass_sequence[first]), Phase(int(trace.pass_phase[first])), int(n_tokens[begins].sum()),
+        np.array(trace.shape.layers, np.int32)[rows], n_tokens.astype(np.int32), used[rows].astype(np.int32),
+        ids[chosen].astype(np.int32),
     )  # fmt: skip
 
 

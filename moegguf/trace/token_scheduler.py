@@ -26,17 +26,14 @@ Indices = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class SchedulerEffect:
-    """Distinct (layer, expert) per batch, the mean over n_unit pairs of batches.
+    """Distinct (layer, expert) per batch, the mean over all pairs of batches.
 
-    in_order: in order of arrival. shuffled: random batches. scheduled: by true paths, an upper bound. predicted: by
-    predicted paths, counted in true ones; None without predictions.
+    in_order: in order of arrival. shuffled: random batches. scheduled: by true paths, an upper bound.
     """
 
-    n_unit: int
     in_order: float
     shuffled: float
     scheduled: float
-    predicted: float | None
 
 
 def similarities(paths: Paths) -> Float32s:
@@ -100,22 +97,11 @@ def experts_per_batch(paths: Paths, batches: Sequence[Indices]) -> float:
     return float(np.mean([np.count_nonzero(paths[batch].any(axis=0)) for batch in batches]))
 
 
-def routing_paths(trace: Trace, tokens: Indices) -> Paths:
-    """The recorded routing paths of these tokens of a trace, (len(tokens), n_moe_layer, n_expert)."""
-    expert_ids = trace.expert_ids[:, tokens].transpose(1, 0, 2)
-    n_tokens, n_layer, _ = expert_ids.shape
-    paths = np.zeros((n_tokens, n_layer, trace.shape.n_expert + 1), np.bool_)
-    columns = np.where(expert_ids < 0, trace.shape.n_expert, expert_ids)
-    paths[np.arange(n_tokens)[:, np.newaxis, np.newaxis], np.arange(n_layer)[:, np.newaxis], columns] = True
-    return paths[:, :, :-1]
-
-
-def measure(trace: Trace, batch_size: int, predicted: Paths | None = None, seed: int = 0) -> SchedulerEffect:
+def measure(trace: Trace, batch_size: int, seed: int = 0) -> SchedulerEffect:
     """The scheduler's savings if the trace's requests had been decoded together.
 
     A unit (section 4.2) is the decode tokens of 2 * batch_size requests at the same step, split into two batches;
-    incomplete units are left out. predicted (trace.n_tokens, n_moe_layer, n_expert). Raises OptionError when the trace
-    has no complete unit.
+    incomplete units are left out. Raises OptionError when the trace has no complete unit.
     """
     units = _units(trace, 2 * batch_size) if batch_size > 0 else []
     if not units:
@@ -124,18 +110,16 @@ def measure(trace: Trace, batch_size: int, predicted: Paths | None = None, seed:
             f"{len(trace.sequences())} requests; record more requests or take smaller batches."
         )
     rng = np.random.default_rng(seed)
-    counts = np.zeros((len(units), 4))
+    counts = np.zeros((len(units), 3))
     for count, tokens in zip(counts, units, strict=True):
-        true = routing_paths(trace, tokens)
+        true = trace.paths(tokens)
         schedules = [
             np.split(np.arange(len(tokens)), 2),
             np.split(rng.permutation(len(tokens)), 2),
             schedule(true, 2, seed),
-            schedule(true if predicted is None else predicted[tokens], 2, seed),
         ]
         count[:] = [experts_per_batch(true, batches) for batches in schedules]
-    in_order, random, scheduled, by_prediction = counts.mean(axis=0).tolist()
-    return SchedulerEffect(len(units), in_order, random, scheduled, None if predicted is None else by_prediction)
+    return SchedulerEffect(*counts.mean(axis=0).tolist())
 
 
 def _units(trace: Trace, size: int) -> list[Indices]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
+from moegguf.controller.predictors.base import multi_hot
 from moegguf.controller.shape import MoeShape
 from moegguf.native.events import Announcement, Float32s, Int32s, Phase, RoutingEvent
 
@@ -76,7 +77,7 @@ class Trace:
         """The passes of these requests only."""
         wanted = set(sequences)
         labels = {sequence: label for sequence, label in self.header.labels.items() if sequence in wanted}
-        part = self._take(np.flatnonzero(np.isin(self.pass_sequence, list(wanted))))
+        part = self.take(np.flatnonzero(np.isin(self.pass_sequence, list(wanted))))
         return replace(part, header=replace(self.header, labels=labels))
 
     def arranged(self, sequences: Iterable[int]) -> Trace:
@@ -84,11 +85,33 @@ class Trace:
         place = {sequence: number for number, sequence in enumerate(dict.fromkeys(sequences))}
         part = self.select(place)
         places = np.array([place[sequence] for sequence in part.pass_sequence.tolist()], np.int64)
-        return part._take(np.argsort(places, kind="stable"))
+        return part.take(np.argsort(places, kind="stable"))
 
     def decode(self) -> Trace:
         """The decode passes only."""
-        return self._take(np.flatnonzero(self.pass_phase == Phase.DECODE))
+        return self.take(np.flatnonzero(self.pass_phase == Phase.DECODE))
+
+    def take(self, passes: npt.NDArray[np.int64]) -> Trace:
+        """These passes, in this order."""
+        lengths = np.diff(self.pass_start)[passes]
+        starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
+        tokens = np.repeat(self.pass_start[passes] - starts[:-1], lengths) + np.arange(starts[-1])
+        return replace(
+            self,
+            pass_sequence=self.pass_sequence[passes],
+            pass_phase=self.pass_phase[passes],
+            pass_first_token=self.pass_first_token[passes],
+            pass_ns=self.pass_ns[passes],
+            pass_start=starts,
+            tokens=self.tokens[tokens],
+            expert_ids=self.expert_ids[:, tokens],
+            weights=None if self.weights is None else self.weights[:, tokens],
+            inputs=None if self.inputs is None else self.inputs[:, tokens],
+        )
+
+    def paths(self, tokens: npt.NDArray[np.int64] | npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+        """(n tokens, len(shape.layers), n_expert): the experts that each of these tokens used."""
+        return multi_hot(self.expert_ids[:, tokens].transpose(1, 0, 2), self.shape.n_expert)
 
     def events(self) -> Iterator[Announcement | RoutingEvent]:
         """The events of the live run, in order, pass by pass; all in lane 0, `pass_` counted from 0.
@@ -107,9 +130,9 @@ class Trace:
                 announced[sequence] = last
                 yield Announcement(0, sequence, phase, tokens)
             first = int(self.pass_first_token[p]) if p <= announced.get(sequence, -1) else -1
-            yield from self._gates(p, sequence, phase, first, used, computed[p])
+            yield from self._routing_events(p, sequence, phase, first, used, computed[p])
 
-    def _gates(
+    def _routing_events(
         self, p: int, sequence: int, phase: Phase, first: int, used: list[int], computed: list[int]
     ) -> Iterator[RoutingEvent]:
         start, end = int(self.pass_start[p]), int(self.pass_start[p + 1])
@@ -163,24 +186,6 @@ class Trace:
 
     def _tokens_of(self, passes: list[int]) -> Int32s:
         return np.concatenate([self.tokens[self.pass_start[p] : self.pass_start[p + 1]] for p in passes])
-
-    def _take(self, passes: npt.NDArray[np.int64]) -> Trace:
-        """These passes, in this order."""
-        lengths = np.diff(self.pass_start)[passes]
-        starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
-        tokens = np.repeat(self.pass_start[passes] - starts[:-1], lengths) + np.arange(starts[-1])
-        return replace(
-            self,
-            pass_sequence=self.pass_sequence[passes],
-            pass_phase=self.pass_phase[passes],
-            pass_first_token=self.pass_first_token[passes],
-            pass_ns=self.pass_ns[passes],
-            pass_start=starts,
-            tokens=self.tokens[tokens],
-            expert_ids=self.expert_ids[:, tokens],
-            weights=None if self.weights is None else self.weights[:, tokens],
-            inputs=None if self.inputs is None else self.inputs[:, tokens],
-        )
 
 
 def shuffled(trace: Trace, seed: int) -> Trace:

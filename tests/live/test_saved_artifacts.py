@@ -13,10 +13,9 @@ import numpy as np
 import pytest
 from running import Llama, Load, Logits, Own, Reference, TinyModel, controller_of, greedy_logits, random_prompt
 
-from moegguf.controller import collection_file
 from moegguf.controller import weights as weights_file
 from moegguf.controller.artifacts import COLLECTION, MEASURED, Artifacts
-from moegguf.controller.collection import Eamc, EamcPair
+from moegguf.controller.collection import EamcPair
 from moegguf.controller.measured import Measured, write_measured
 from moegguf.controller.shape import MoeShape
 from moegguf.controller.weights import Weights
@@ -120,10 +119,10 @@ Save = Callable[[Path, str, float], None]
 
 
 def save_collection(path: Path, fingerprint: str, value: float) -> None:
-    layout = read_layout(path)
-    counts = np.full((2, layout.n_layer, layout.n_expert), value, np.float32)
-    pair = EamcPair(Eamc.from_state(counts), Eamc.from_state(counts))
-    collection_file.save(path.with_name("tiny-qwen2moe.gguf.moegguf") / COLLECTION, pair, fingerprint)
+    shape = MoeShape.of(read_layout(path))
+    counts = np.full((2, *shape.table), value, np.float32)
+    file = path.with_name("tiny-qwen2moe.gguf.moegguf") / COLLECTION
+    weights_file.save(file, "eamc", fingerprint, shape, Weights({"prefill": counts, "decode": counts}))
 
 
 def save_popularity(path: Path, fingerprint: str, value: float) -> None:
@@ -144,12 +143,8 @@ def damage(kind: str, path: Path, file: Path, save: Save, mark: Path, monkeypatc
     fingerprint = Artifacts(read_layout(path)).fingerprint
     with monkeypatch.context() as patch:
         if kind == "old version":
-            patch.setattr(collection_file, "FORMAT_VERSION", "0")
             patch.setattr(weights_file, "FORMAT_VERSION", 0)
-        if kind == "nan":
-            patch.setattr(collection_file, "_narrowed", lambda counts: counts * np.float32(np.nan))
-        value = np.nan if kind == "nan" and save is save_popularity else 0.25
-        save(path, OTHER if kind == "other model" else fingerprint, value)
+        save(path, OTHER if kind == "other model" else fingerprint, np.nan if kind == "nan" else 0.25)
     data = bytearray(file.read_bytes())
     if kind in ("truncated", "empty"):
         del data[len(data) // 2 if kind == "truncated" else 0 :]

@@ -21,8 +21,7 @@ from moegguf.gguf.reader import GGML_TYPES
 from moegguf.native import library
 from moegguf.native.events import RoutingEvent
 from moegguf.native.store import native_policies, slot_sizes
-from moegguf.trace.replay import MOST_TOKENS, parts
-from moegguf.trace.simulate import SimOptions, Simulation
+from moegguf.trace.simulate import MOST_TOKENS, SimOptions, Simulation, parts
 
 Events = list[tuple[int, npt.NDArray[np.int32]]]
 

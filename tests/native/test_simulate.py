@@ -23,9 +23,9 @@ from moegguf.controller.shape import MoeShape
 from moegguf.errors import CallbackError, OptionError
 from moegguf.native.events import Float32s, RoutingEvent
 from moegguf.native.store import NativePolicy
-from moegguf.trace.belady import Lookups, belady
+from moegguf.trace.analysis import gap_closed_by, replay_table
+from moegguf.trace.belady import BELADY, Lookups, belady
 from moegguf.trace.simulate import SimOptions, SimResult, Simulation, fitted, layout_of, slots_of
-from moegguf.trace.sweep import BELADY, closed_gap, sweep
 
 TRACE = random_trace(n_sequences=6, n_prefill=6, n_decode=40)
 NEXT_USE = NativePolicy("next-use", takes_forecast=True)
@@ -160,9 +160,9 @@ def test_a_layout_is_made_from_the_shape_alone() -> None:
 def test_the_table_comes_in_order_with_the_bound_last() -> None:
     reported: list[str] = []
     policies = {"lru": lambda: LRU, "lfu-decay": lambda: LFU_DECAY}
-    rows = sweep(TRACE, policies, {"none": lambda: NoPrediction(SMALL)}, [0.25, 0.5], progress=reported.append)  # type: ignore[arg-type]
+    rows = replay_table(TRACE, policies, {"none": lambda: NoPrediction(SMALL)}, [0.25, 0.5], progress=reported.append)  # type: ignore[arg-type]
     assert [(row.policy, row.share) for row in rows] == [
         ("lru", 0.25), ("lfu-decay", 0.25), (BELADY, 0.25), ("lru", 0.5), ("lfu-decay", 0.5), (BELADY, 0.5),
     ]  # fmt: skip
-    assert [closed_gap(rows, row) for row in rows[:3:2]] == [0.0, 1.0]
+    assert [gap_closed_by(rows, row) for row in rows[:3:2]] == [0.0, 1.0]
     assert reported[0] == "lru with none in 20 slots"

@@ -14,9 +14,9 @@ from moegguf.controller.accuracy import LinkModel
 from moegguf.controller.artifacts import MEASURED, Artifacts
 from moegguf.controller.measured import ControllerChoice
 from moegguf.errors import OptionError, TraceError
-from moegguf.trace.analysis import TraceAnalysis, sample_sequences
+from moegguf.trace.analysis import Row, TraceAnalysis, sample_sequences
+from moegguf.trace.belady import BELADY
 from moegguf.trace.format import write
-from moegguf.trace.sweep import BELADY, Row
 from moegguf.trace.trace import Trace
 
 TRACE = random_trace(n_sequences=6, n_decode=10, with_inputs=True)
@@ -127,7 +127,7 @@ def kinds(sizes: dict[str, list[int]]) -> Trace:
     whole = random_trace(n_sequences=len(wanted), n_prefill=2, n_decode=max(wanted))
     number = np.concatenate([np.arange(max(wanted) + 1)] * len(wanted))
     passes = np.flatnonzero(number <= np.repeat(wanted, max(wanted) + 1))
-    return replace(whole._take(passes), header=replace(whole.header, labels=dict(enumerate(labels))))
+    return replace(whole.take(passes), header=replace(whole.header, labels=dict(enumerate(labels))))
 
 
 def test_a_part_has_whole_requests_of_every_kind_in_turn() -> None:

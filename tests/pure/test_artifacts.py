@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import moegguf
-from moegguf.controller import collection_file
+from moegguf.controller import weights
 from moegguf.controller.artifacts import COLLECTION, MEASURED, Artifacts
 from moegguf.controller.collection import EamcPair
 from moegguf.controller.measured import Measured, write_measured
@@ -162,11 +162,11 @@ def test_a_damaged_measurement_is_one_warning(artifacts: Artifacts) -> None:
 
 def test_a_collection_is_kept_and_found_again(artifacts: Artifacts) -> None:
     assert artifacts.collection(SHAPE) is None
-    artifacts.save_collection(pair(3))
+    artifacts.save_collection(SHAPE, pair(3))
     found = artifacts.collection(SHAPE)
     assert found is not None
     assert (found.prefill.n_entries, found.decode.n_entries) == (3, 3)
-    artifacts.save_collection(pair(4))
+    artifacts.save_collection(SHAPE, pair(4))
     again = artifacts.collection(SHAPE)
     assert again is not None
     assert again.decode.n_entries == 4
@@ -177,15 +177,15 @@ def test_a_collection_is_kept_and_found_again(artifacts: Artifacts) -> None:
 def test_a_damaged_or_foreign_collection_is_one_warning_and_the_next_one_is_taken(artifacts: Artifacts) -> None:
     assert artifacts.model_folder is not None
     artifacts.user_folder.mkdir(parents=True)
-    collection_file.save(artifacts.user_folder / COLLECTION, pair(2), artifacts.fingerprint)
+    weights.save(artifacts.user_folder / COLLECTION, "eamc", artifacts.fingerprint, SHAPE, pair(2).weights())
     put(artifacts.model_folder, COLLECTION, b"\x80\x04N.")
-    with pytest.warns(UserWarning, match="ignored the collection") as caught:
+    with pytest.warns(UserWarning, match="is not used") as caught:
         found = artifacts.collection(SHAPE)
     assert len(caught) == 1
     assert found is not None
     assert found.decode.n_entries == 2
-    collection_file.save(artifacts.model_folder / COLLECTION, pair(3), "cd" * 16)
-    with pytest.warns(UserWarning, match="another model"):
+    weights.save(artifacts.model_folder / COLLECTION, "eamc", "cd" * 16, SHAPE, pair(3).weights())
+    with pytest.warns(UserWarning, match="its fingerprint must be"):
         found = artifacts.collection(SHAPE)
     assert found is not None
     assert found.decode.n_entries == 2
@@ -195,7 +195,7 @@ def test_a_collection_that_cannot_be_kept_is_a_warning(artifacts: Artifacts) -> 
     assert artifacts.model_folder is not None
     artifacts.model_folder.write_bytes(b"in the way")
     with pytest.warns(UserWarning, match="was not saved"):
-        artifacts.save_collection(pair(1))
+        artifacts.save_collection(SHAPE, pair(1))
     assert artifacts.model_folder.read_bytes() == b"in the way"
 
 

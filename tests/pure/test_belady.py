@@ -37,8 +37,8 @@ def one_layer(experts: Sequence[int]) -> Trace:
 def test_the_textbook_example() -> None:
     """2 3 2 1 5 2 4 5 3 2 5 2 in three frames: six faults at best (Stallings), seven with LRU."""
     lookups = Lookups.of(trace_of([[[e]] for e in (2, 3, 2, 1, 5, 2, 4, 5, 3, 2, 5, 2)], n_expert=6))
-    assert belady(lookups, 3).misses == 6
-    assert lru(lookups, 3).misses == 7
+    assert belady(lookups, 3).hits == 12 - 6
+    assert lru(lookups, 3).hits == 12 - 7
 
 
 def test_a_loop_longer_than_the_pool_defeats_lru_only() -> None:
@@ -66,12 +66,9 @@ def test_lookups_are_distinct_experts_in_order_of_first_choice() -> None:
     assert lookups.decode.tolist() == [False] * 5 + [True] * 10
 
 
-def test_a_shorter_last_layer_and_every_request_are_counted() -> None:
+def test_a_shorter_last_layer_is_counted() -> None:
     trace = random_trace(n_sequences=3, n_prefill=6, n_decode=5)
     counted = belady(Lookups.of(trace), 20)
-    assert list(counted.sequences) == [0, 1, 2]
-    assert sum(lookups for lookups, _ in counted.sequences.values()) == counted.lookups
-    assert sum(hits for _, hits in counted.sequences.values()) == counted.hits
     assert counted.decode_lookups == 3 * 5 * 5 * 2
 
 
@@ -108,4 +105,4 @@ def test_belady_is_the_optimum(passes: list[tuple[set[int], set[int]]], n_slots:
     bound = belady(Lookups.of(trace), n_slots)
     assert bound.hits == optimum(trace, n_slots)
     assert lru(Lookups.of(trace), n_slots).hits <= bound.hits
-    assert bound.evictions <= bound.misses <= bound.lookups
+    assert bound.hits <= bound.lookups

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import warnings
 import zipfile
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import pytest
-from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from moegguf.controller import collection_file
+from moegguf.controller import weights as weights_file
 from moegguf.controller.collection import Eamc, EamcPair
+from moegguf.controller.shape import MoeShape
+from moegguf.controller.weights import Weights
 
 N_LAYER, N_EXPERT, MODEL = 3, 4, "c0ffee"
+SHAPE = MoeShape(N_LAYER, N_EXPERT, 2, tuple(range(N_LAYER)))
 
 
 def pair(scale: float = 1) -> EamcPair:
@@ -26,41 +30,44 @@ def pair(scale: float = 1) -> EamcPair:
     return EamcPair(Eamc.from_state(entries[:2]), Eamc.from_state(entries))
 
 
-def load(path: Path, fingerprint: str = MODEL, n_layer: int = N_LAYER, capacity: int = 1000) -> EamcPair | None:
-    return collection_file.load(path, n_layer=n_layer, n_expert=N_EXPERT, fingerprint=fingerprint, capacity=capacity)
+def save(path: Path, eamcs: EamcPair) -> None:
+    weights_file.save(path, "eamc", MODEL, SHAPE, eamcs.weights())
 
 
-def refused(path: Path, **about: str | int) -> str:
+def load(path: Path, fingerprint: str = MODEL, shape: MoeShape = SHAPE, capacity: int = 1000) -> EamcPair | None:
+    def build(weights: Weights) -> EamcPair:
+        return EamcPair.from_weights(shape, weights, capacity)
+
+    return weights_file.load(path, "eamc", fingerprint, shape, build)
+
+
+def refused(path: Path, **about: str | MoeShape) -> str:
     """The text of the one warning that refuses this file."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert load(path, **about) is None  # type: ignore[arg-type]
     assert [w.category for w in caught] == [UserWarning]
-    assert "starting with an empty one" in str(caught[0].message)
+    assert "going on without it" in str(caught[0].message)
     return str(caught[0].message)
 
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     path = tmp_path / "eamc.safetensors"
-    collection_file.save(path, pair(), MODEL)
+    save(path, pair())
     return path
 
 
-def forge(path: Path, change: dict[str, npt.NDArray[np.generic]] | None = None, **facts: str) -> None:
-    """Rewrites the file with other arrays or facts, and a checksum that fits."""
-    with safe_open(path, framework="numpy") as file:
-        about = {**file.metadata(), **facts}
-    arrays = {**load_file(path), **(change or {})}
-    about.pop("sha256")
-    save_file(arrays, path, {**about, "sha256": collection_file._digest(arrays, about)})
+def forge(path: Path, change: dict[str, npt.NDArray[np.generic]]) -> None:
+    """Rewrites the file with other arrays, and a checksum that fits."""
+    weights_file.save(path, "eamc", MODEL, SHAPE, Weights({**load_file(path), **change}))
 
 
 @pytest.mark.parametrize(("scale", "kind"), [(1, np.uint8), (40, np.uint16), (20000, np.float32), (0.5, np.float32)])
 def test_what_was_saved_comes_back_exactly_and_small(tmp_path: Path, scale: float, kind: type) -> None:
     path = tmp_path / "eamc.safetensors"
     before = pair(scale)
-    collection_file.save(path, before, MODEL)
+    save(path, before)
     after = load(path)
     assert after is not None
     np.testing.assert_array_equal(after.prefill.state, before.prefill.state)
@@ -70,7 +77,7 @@ def test_what_was_saved_comes_back_exactly_and_small(tmp_path: Path, scale: floa
 
 
 def test_an_empty_collection_comes_back_empty(tmp_path: Path) -> None:
-    collection_file.save(tmp_path / "eamc", EamcPair.empty(N_LAYER, N_EXPERT), MODEL)
+    save(tmp_path / "eamc", EamcPair.empty(N_LAYER, N_EXPERT))
     found = load(tmp_path / "eamc")
     assert found is not None and found.n_entries == 0
 
@@ -79,12 +86,6 @@ def test_capacity_keeps_the_last_entries(saved: Path) -> None:
     found = load(saved, capacity=3)
     assert found is not None
     np.testing.assert_array_equal(found.decode.state, pair().decode.state[-3:])
-
-
-def test_no_file_is_a_cold_start_without_a_warning(tmp_path: Path) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert load(tmp_path / "none") is None
 
 
 def test_truncated_anywhere(saved: Path) -> None:
@@ -104,10 +105,12 @@ def test_one_bit_flipped_anywhere(saved: Path) -> None:
             refused(saved)
 
 
-def test_foreign_models_other_shapes_and_versions_are_named_in_the_warning(saved: Path) -> None:
-    assert "another model" in refused(saved, fingerprint="beef")
-    assert "3 layers" in refused(saved, n_layer=4)
-    forge(saved, version="0")
+def test_foreign_models_other_shapes_and_versions_are_named_in_the_warning(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "its fingerprint must be 'beef'" in refused(saved, fingerprint="beef")
+    assert "another shape" in refused(saved, shape=replace(SHAPE, n_layer=4))
+    monkeypatch.setattr(weights_file, "FORMAT_VERSION", 2)
     assert "version" in refused(saved)
 
 
@@ -130,11 +133,14 @@ def test_counts_that_are_none_under_a_valid_checksum(saved: Path, array: npt.NDA
 
 def test_arrays_too_many_or_without_a_checksum(saved: Path) -> None:
     arrays = load_file(saved)
-    save_file(arrays, saved, {"format": "moegguf-eamc"})
-    assert "checksum" in refused(saved)
+    save_file(arrays, saved, {"format": "moegguf-eamc", "version": "1"})
+    assert "old version" in refused(saved)
     save_file(arrays, saved)
+    assert "not written by moegguf" in refused(saved)
+    head = {"version": 1, "predictor": "eamc", "fingerprint": MODEL, "shape": asdict(SHAPE), "facts": {}}
+    save_file(arrays, saved, {"moegguf": json.dumps(head)})
     assert "checksum" in refused(saved)
-    collection_file.save(saved, pair(), MODEL)
+    save(saved, pair())
     forge(saved, {"more": np.zeros(1, np.uint8)})
     assert "more" in refused(saved)
 
@@ -155,7 +161,7 @@ def test_pickles_and_zips_are_never_opened(tmp_path: Path, monkeypatch: pytest.M
     assert not (tmp_path / "executed").exists()
     path.unlink()
     path.mkdir()
-    assert "regular" in refused(path)
+    assert "directory" in refused(path)
 
 
 def test_a_failed_save_leaves_the_old_file_and_nothing_else(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,6 +172,6 @@ def test_a_failed_save_leaves_the_old_file_and_nothing_else(saved: Path, monkeyp
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space"):
-        collection_file.save(saved, pair(2), MODEL)
+        save(saved, pair(2))
     assert saved.read_bytes() == before
     assert os.listdir(saved.parent) == [saved.name]

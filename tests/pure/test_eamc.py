@@ -89,8 +89,8 @@ def test_an_announcement_ends_a_request_too_but_once_only() -> None:
     assert predictor.eamcs.decode.n_entries == 1
     assert predictor.predict(0, 1) is None  # a new request, without counts
     predictor.observe(routed(0, 1, pass_=2, sequence=1))
-    predictor.finish()
-    predictor.finish()
+    predictor.learned(predictor._history)
+    predictor.learned(predictor._history)
     assert predictor.eamcs.decode.state.sum() == 3 and predictor.eamcs.decode.n_entries == 2
 
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from moegguf.controller.predictors.expert_mlp import ExpertMlp, hidden_sizes, state_size, states
+from moegguf.controller.predictors.expert_mlp import HIDDEN_SIZES, ExpertMlp, state_size, states
 from moegguf.controller.shape import MoeShape
 from moegguf.controller.weights import Weights
 from moegguf.native.events import Phase, RoutingEvent
@@ -32,8 +32,7 @@ def weights(hidden: tuple[int, ...]) -> Weights:
 
 
 def test_the_paper_has_six_halvings_and_an_output() -> None:
-    assert hidden_sizes(1.0) == (2048, 1024, 512, 256, 128, 64)
-    assert hidden_sizes(0.125) == (256, 128, 64, 32, 16, 16)
+    assert HIDDEN_SIZES == (2048, 1024, 512, 256, 128, 64)
 
 
 def test_the_state_is_history_popularity_and_the_rows_of_the_experts_chosen() -> None:

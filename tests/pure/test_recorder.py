@@ -52,7 +52,6 @@ def test_a_trace_listened_to_and_recorded_is_the_same_trace(
     for sequence, label in trace.header.labels.items():
         session.label(sequence, label)
     session.close()
-    assert (session.n_passes, session.n_tokens) == (trace.n_pass, trace.n_tokens)
     assert same(read(tmp_path / "t.npz"), trace)
 
 
@@ -144,11 +143,18 @@ def test_inputs_only_of_some_passes(tmp_path: Path) -> None:
 
 
 def test_memory_stays_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written, add = list[int](), TraceWriter.add
+
+    def counted(self: TraceWriter, block: Trace) -> None:
+        add(self, block)
+        written.append(block.n_pass)
+
     monkeypatch.setattr(recorder, "BLOCK_BYTES", 1000)
+    monkeypatch.setattr(TraceWriter, "add", counted)
     session = Recorder(tmp_path / "t.npz", replace(TINY, n_embd=64), HEADER, inputs=True)
     for number in range(40):
         session.observe(routed(number, 0, [[0, 1]], inputs=np.ones((1, 64), np.float32)))
-        assert number - session.n_passes <= 4
+        assert number - sum(written) <= 4
     session.close()
     assert read(tmp_path / "t.npz").n_pass == 40
 
@@ -193,7 +199,7 @@ def test_a_full_disk_ends_the_recording_only(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(TraceError, match="No space left on device"):
         session.close()
     session.close()
-    assert list(tmp_path.iterdir()) == [] and (session.n_passes, session.n_tokens) == (0, 0)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_cannot_be_recorded_is_an_error_at_the_start(tmp_path: Path) -> None:

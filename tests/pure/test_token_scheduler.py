@@ -10,7 +10,7 @@ from traces import SMALL, random_trace
 
 from moegguf.errors import OptionError
 from moegguf.native.events import Phase
-from moegguf.trace.token_scheduler import experts_per_batch, measure, routing_paths, schedule, similarities
+from moegguf.trace.token_scheduler import _units, experts_per_batch, measure, schedule, similarities
 
 
 def path(*experts: int, n_expert: int = 8) -> np.ndarray:
@@ -74,7 +74,7 @@ def test_a_number_of_batches_that_cannot_be_is_refused(n_batches: int) -> None:
 
 def test_recorded_paths_leave_out_what_was_not_computed() -> None:
     trace = random_trace(n_sequences=1, n_prefill=4, n_decode=2)
-    paths = routing_paths(trace, np.arange(trace.n_tokens))
+    paths = trace.paths(np.arange(trace.n_tokens))
     assert paths.shape == (6, len(SMALL.layers), SMALL.n_expert)
     assert not paths[:3, -1].any()  # the prompt's last layer is computed for its last token only
     assert (paths[3:].sum(axis=2) == SMALL.n_expert_used).all()
@@ -84,24 +84,14 @@ def test_recorded_paths_leave_out_what_was_not_computed() -> None:
 def test_scheduling_saves_experts_where_requests_differ_in_kind() -> None:
     trace = random_trace(n_sequences=16, n_prefill=0, n_decode=8, structure=1.0)
     effect = measure(trace, 4)
-    assert effect.n_unit == 2 * 8
+    assert len(_units(trace, 8)) == 2 * 8
     assert effect.scheduled < 0.97 * effect.shuffled
     assert effect.scheduled < effect.in_order
-    assert effect.predicted is None
-
-
-def test_predictions_are_counted_in_true_experts() -> None:
-    trace = random_trace(n_sequences=8, n_decode=6)
-    true = routing_paths(trace, np.arange(trace.n_tokens))
-    perfect = measure(trace, 4, true)
-    assert perfect.predicted == perfect.scheduled
-    blind = measure(trace, 4, np.zeros_like(true))
-    assert blind.predicted is not None and blind.predicted > blind.scheduled
 
 
 def test_only_decode_tokens_of_different_requests_are_batched() -> None:
     trace = random_trace(n_sequences=6, n_prefill=8, n_decode=3)
-    assert measure(trace, 2).n_unit == 3  # four of the six requests at each step; a unit of two is incomplete
+    assert len(_units(trace, 4)) == 3  # four of the six requests at each step; a unit of two is incomplete
     assert (trace.decode().pass_phase == Phase.DECODE).all()
     assert measure(trace.decode(), 2) == measure(trace, 2)
 

@@ -1,4 +1,4 @@
-"""The token-id table: hand-made counts, tokens never seen, learning while running, and a shuffled control."""
+"""The token-id table: hand-made counts, tokens never seen, and a shuffled control."""
 
 from __future__ import annotations
 
@@ -85,24 +85,18 @@ def test_saved_counts_predict_the_same() -> None:
             assert np.array_equal(table.predict(il, 1), again.predict(il, 1))
 
 
-def test_online_learning_counts_decode_passes_and_keeps_its_capacity() -> None:
-    table = TokenTable(SHAPE, online=True, capacity=1)
-    for token in (4, 2):
-        announce(table, token)
-        table.observe(routed(1, 0, 3))
-        table.observe(routed(1, 9, 3))  # no such expert: not counted
+def test_the_first_tokens_keep_their_place() -> None:
+    table = TokenTable(SHAPE, capacity=1)
+    table.learn(np.array([4, 5], np.int32), [np.array([[0, 3], [1, 2]])] * 2)
     announce(table, 4)
     assert table.predict(1, 1) == pytest.approx([1, 0, 0, 1])
     assert table.weights().arrays["tokens"].tolist() == [4]
 
 
 def test_counts_never_overflow() -> None:
-    full = Weights({"tokens": np.array([1], np.int32), "counts": np.full((1, 2, 4), MAX_COUNT)})
-    table = TokenTable.from_weights(SHAPE, full, online=True)
-    announce(table, 1)
-    table.observe(routed(1, 0, 1))
-    counts = table.weights().arrays["counts"][0, 0]
-    assert counts.tolist() == [MAX_COUNT // 2 + 1, MAX_COUNT // 2 + 1, MAX_COUNT // 2, MAX_COUNT // 2]
+    table = TokenTable(SHAPE)
+    table.learn(np.full(MAX_COUNT + 2, 1, np.int32), [np.tile([0, 1], (MAX_COUNT + 2, 1))] * 2)
+    assert table.weights().arrays["counts"][0, 0].tolist() == [MAX_COUNT, MAX_COUNT, 0, 0]
 
 
 @pytest.mark.parametrize("tokens", [[1, 1], [-1, 2], [0, 6]])

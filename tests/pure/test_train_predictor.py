@@ -13,7 +13,7 @@ from oracles import accuracy
 from traces import random_trace
 
 from moegguf.controller import weights as weights_file
-from moegguf.controller.predictors.expert_mlp import ExpertMlp, hidden_sizes
+from moegguf.controller.predictors.expert_mlp import ExpertMlp
 from moegguf.controller.predictors.mlp import MlpPredictor
 from moegguf.controller.predictors.popularity import Affinity
 from moegguf.controller.shape import MoeShape
@@ -112,7 +112,7 @@ def test_a_taught_mlp_beats_a_shuffled_control_on_held_out_requests() -> None:
 def test_a_taught_expert_mlp_is_its_torch_network_with_the_norms_folded_in() -> None:
     torch = pytest.importorskip("torch", reason=NO_TORCH)
     module = trainer("expert-mlp")
-    network = module.build(12, 5, module.Options(hidden=hidden_sizes(1 / 64)))
+    network = module.build(12, 5, module.Options(hidden=(32,) + (16,) * 5))
     x = torch.randn(256, 12)
     network(3 * x + 1)  # moves the norms' means and spreads
     arrays = module.folded(network.eval())
@@ -122,7 +122,7 @@ def test_a_taught_expert_mlp_is_its_torch_network_with_the_norms_folded_in() -> 
         y = np.maximum(y, 0) if i < 6 else y
     assert y == pytest.approx(network(x).detach().numpy(), abs=0.02)
     trace = random_trace(n_sequences=4, n_decode=8)
-    chosen = module.Options(hidden=hidden_sizes(1 / 64), epochs=1, batch=32)
+    chosen = module.Options(hidden=(32,) + (16,) * 5, epochs=1, batch=32)
     arrays = module.train(trace, chosen)
     taught = ExpertMlp.from_weights(trace.shape, Weights(arrays, {"hidden": list(chosen.hidden)}))
     assert 0 < accuracy(taught, trace, 1) <= 1

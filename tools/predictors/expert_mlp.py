@@ -25,7 +25,7 @@ Floats = npt.NDArray[np.floating]
 
 @dataclass(frozen=True)
 class Options(Schedule):
-    """hidden: the paper's sizes, or `hidden_sizes(scale)` for a small model."""
+    """hidden: the paper's sizes, or smaller ones for a small model."""
 
     hidden: tuple[int, ...] = HIDDEN_SIZES
     dropout: float = 0.1

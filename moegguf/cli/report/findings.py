@@ -6,8 +6,10 @@ import math
 
 import numpy as np
 
+from moegguf.controller.policies.base import LRU
 from moegguf.terminal.units import percent as format_percent
-from moegguf.trace.report import BASELINE, BOUND, PolicyTable, Recovery, ScheduleTable, StallTable
+from moegguf.trace.belady import BELADY
+from moegguf.trace.report import PolicyTable, Recovery, ScheduleTable, StallTable
 from moegguf.trace.reuse import Reuse
 from moegguf.trace.score import ScoreTable
 
@@ -62,18 +64,18 @@ def of_policies(table: PolicyTable) -> list[str]:
         closed = table.gap_closed(best, budget) if best else None
         if best is None or closed is None:
             continue
-        rates = [table.hit_rates[name][budget] for name in (BASELINE, best, BOUND)]
-        if best == BASELINE:
+        rates = [table.hit_rates[name][budget] for name in (LRU.name, best, BELADY)]
+        if best == LRU.name:
             sentences.append(f"At {budget:.0%} of the experts no policy is better than LRU ({percent(rates[0])}).")
         else:
             sentences.append(
                 f"At {budget:.0%} of the experts {best} closes {closed:.0%} of the distance between LRU"
                 f" ({percent(rates[0])}) and Belady ({percent(rates[2])}): {percent(rates[1])}."
             )
-    losing = [name for name in table.hit_rates if name != BASELINE and table.worse_than_baseline(name)]
+    losing = [name for name in table.hit_rates if name != LRU.name and table.worse_than_baseline(name)]
     if losing:
         sentences.append(f"Below LRU at one budget or more: {', '.join(losing)}.")
-    return sentences or [f"No budget at which {BASELINE}, {BOUND} and another policy were all measured."]
+    return sentences or [f"No budget at which {LRU.name}, {BELADY} and another policy were all measured."]
 
 
 def of_scores(table: ScoreTable) -> list[str]:

@@ -10,7 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from moegguf.cli.report.svg import INK, MUTED, Palette, figure, legend, styled, svg
-from moegguf.trace.report import BASELINE, BOUND, PolicyTable, Recovery, ScheduleTable, StallTable
+from moegguf.controller.policies.base import LRU
+from moegguf.trace.belady import BELADY
+from moegguf.trace.report import PolicyTable, Recovery, ScheduleTable, StallTable
 from moegguf.trace.reuse import Reuse
 from moegguf.trace.score import ScoreTable
 
@@ -89,7 +91,7 @@ def hit_rates(policies: PolicyTable, palette: Palette) -> str:
     best = {policies.best_online(budget) for budget in budgets}
     for name, rates in policies.hit_rates.items():
         known = [budget for budget in budgets if budget in rates]
-        style = "-." if name in policies.offline else "--" if name == BASELINE else "-"
+        style = "-." if name in policies.offline else "--" if name == LRU.name else "-"
         axes.plot(
             [100 * budget for budget in known], [rates[budget] for budget in known], style, label=name,
             color=palette.colour(name), marker=palette.marker(name), linewidth=2.4 if name in best else 1.4,
@@ -155,7 +157,7 @@ def recovery(table: Recovery, palette: Palette) -> str:
     fig, (axes,) = figure(3.2)
     for name in table.hit_rates:
         smoothed = table.smoothed(name)
-        style = "-." if name == BOUND else "--" if name == BASELINE else "-"
+        style = "-." if name == BELADY else "--" if name == LRU.name else "-"
         for part in (slice(0, table.change), slice(table.change, None)):
             places = list(range(len(smoothed)))[part]
             label = name if part.start == 0 else None

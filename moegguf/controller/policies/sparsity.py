@@ -46,6 +46,11 @@ class SparsityAware:
         """The prefill and decode collections."""
         return self._predict_eam.eamcs
 
+    def learned(self, history: History) -> EamcPair:
+        """As `Learner.learned`."""
+        self.eamcs.add(history.prefill, history.decode)
+        return self.eamcs
+
     def scores(self, history: History, forecast: Forecast) -> Float32s | None:
         """(n_layer, n_expert), updated at every routing event."""
         self._predict_eam.update(history)

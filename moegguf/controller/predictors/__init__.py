@@ -59,20 +59,22 @@ def _learned(name: str, build: Callable[[MoeShape, Weights], Predictor]) -> Make
     return make
 
 
-PREDICTORS: dict[str, Make] = {
+UNTRAINED: dict[str, Make] = {
     "none": lambda shape, artifacts: NoPrediction(shape),
     "previous-token": lambda shape, artifacts: PreviousToken(shape),
     "eamc": lambda shape, artifacts: EamcPredictor(shape, artifacts.collection(shape)),
     "skip": lambda shape, artifacts: Skip(shape, artifacts.routers()),
     "fresh-gate": lambda shape, artifacts: FreshGate(shape, artifacts.routers()),
-    "token-id": _learned("token-id", TokenTable.from_weights),
-    "popularity": _learned("popularity", Popularity.from_weights),
-    "affinity": _learned("affinity", Affinity.from_weights),
-    "mlp": _learned("mlp", MlpPredictor.from_weights),
-    "expert-mlp": _learned("expert-mlp", ExpertMlp.from_weights),
-    "routing-path": _learned("routing-path", RoutingPath.from_weights),
 }
-UNTRAINED = ("none", "previous-token", "eamc", "skip", "fresh-gate")
+LEARNED: dict[str, Callable[[MoeShape, Weights], Predictor]] = {
+    "token-id": TokenTable.from_weights,
+    "popularity": Popularity.from_weights,
+    "affinity": Affinity.from_weights,
+    "mlp": MlpPredictor.from_weights,
+    "expert-mlp": ExpertMlp.from_weights,
+    "routing-path": RoutingPath.from_weights,
+}
+PREDICTORS: dict[str, Make] = {**UNTRAINED, **{name: _learned(name, build) for name, build in LEARNED.items()}}
 
 
 def make_predictor(name: str, shape: MoeShape, artifacts: ArtifactSource) -> Predictor:

@@ -91,11 +91,11 @@ class InputPredictor(Predictor):
         return self._input
 
 
-def multi_hot(expert_ids: npt.NDArray[np.integer], n_expert: int) -> Float32s:
-    """(n_tokens, n_expert) of 0 and 1 for ids (n_tokens, n_expert_used); negative ids are padding."""
-    hot = np.zeros((len(expert_ids), n_expert + 1), np.float32)
-    np.put_along_axis(hot, np.where(expert_ids < 0, n_expert, expert_ids).astype(np.intp), 1, axis=1)
-    return hot[:, :n_expert]
+def multi_hot(expert_ids: npt.NDArray[np.integer], n_expert: int) -> npt.NDArray[np.bool_]:
+    """(..., n_expert): True for the ids (..., n_expert_used); negative ids are padding."""
+    hot = np.zeros((*expert_ids.shape[:-1], n_expert + 1), np.bool_)
+    np.put_along_axis(hot, np.where(expert_ids < 0, n_expert, expert_ids).astype(np.intp), True, axis=-1)
+    return hot[..., :n_expert]
 
 
 def single_choice(shape: MoeShape, event: RoutingEvent) -> Int32s | None:

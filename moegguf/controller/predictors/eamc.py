@@ -18,7 +18,7 @@ class EamcPredictor(Predictor):
     """Probabilities from the collection of past requests' EAMs, matched on the rows of this pass seen so far.
 
     Needs no training: a request's rEAM is added to the collection when the request ends: when the next one begins, or
-    at `finish`. `eamcs`, `n_matches` and `own_share` are PredictEam's. The layer proximity 1 - (i - l) / L of the
+    at `learned`. `eamcs`, `n_matches` and `own_share` are PredictEam's. The layer proximity 1 - (i - l) / L of the
     paper's pEAM is left out: it only orders prefetches, which `Prefetcher` does by layer. Reaches every later layer.
     """
 
@@ -37,13 +37,13 @@ class EamcPredictor(Predictor):
 
     @property
     def eamcs(self) -> EamcPair:
-        """The prefill and decode collections; `finish` adds the request in progress."""
+        """The prefill and decode collections; `learned` adds the request in progress."""
         return self._predict_eam.eamcs
 
     def announce(self, announcement: Announcement) -> None:
         """Ends the request before, if the sequence is new, and begins a pass."""
         if announcement.sequence != self._history.sequence:
-            self.finish()
+            self.learned(self._history)
         self._predict_eam.begin_pass(self._history, announcement.phase)
 
     def observe(self, event: RoutingEvent) -> None:
@@ -64,7 +64,8 @@ class EamcPredictor(Predictor):
         probabilities *= self.shape.n_expert_used  # the row sums to 1, but a token uses n_expert_used
         return np.minimum(probabilities, 1, out=probabilities)
 
-    def finish(self) -> None:
-        """Ends the request in progress and adds its rEAMs to the collections."""
-        self.eamcs.add(self._history.prefill, self._history.decode)
+    def learned(self, history: History) -> EamcPair:
+        """As `Learner.learned`."""
+        self.eamcs.add(history.prefill, history.decode)
         self._history = History(self.shape)
+        return self.eamcs

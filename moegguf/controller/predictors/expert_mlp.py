@@ -23,12 +23,6 @@ from moegguf.native.events import Float32s, RoutingEvent
 from moegguf.native.matvec import QuantizedMatrix
 
 HIDDEN_SIZES = (2048, 1024, 512, 256, 128, 64)
-MIN_HIDDEN = 16
-
-
-def hidden_sizes(scale: float) -> tuple[int, ...]:
-    """The sizes of the six hidden layers, times `scale`; 1 is the paper's network."""
-    return tuple(max(MIN_HIDDEN, round(size * scale)) for size in HIDDEN_SIZES)
 
 
 def state_size(shape: MoeShape) -> int:

@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from moegguf.controller.predictors.base import Predictor, multi_hot, single_choice
+from moegguf.controller.predictors.base import Predictor, multi_hot
 from moegguf.controller.shape import MoeShape
 from moegguf.controller.weights import Weights
 from moegguf.native.events import Announcement, Float32s, Int32s, Phase, RoutingEvent
@@ -22,15 +22,14 @@ class TokenTable(Predictor):
 
     A probability is the share of the token's occurrences that used the expert, with one occurrence of an average token
     added: the paper does not define unseen tokens; here they get the layer's popularity. The first `capacity` distinct
-    tokens are kept. `online`: counts decode passes too while predicting.
+    tokens are kept.
     """
 
     name: ClassVar[str] = "token-id"
     needs_tokens: ClassVar[bool] = True
 
-    def __init__(self, shape: MoeShape, *, online: bool = False, capacity: int = 1 << 15) -> None:
+    def __init__(self, shape: MoeShape, *, capacity: int = 1 << 15) -> None:
         super().__init__(shape, reach=len(shape.layers))
-        self.online = online
         self.capacity = capacity
         self._entry_of: Int32s = np.full(max(1, shape.n_vocab), -1, np.int32)
         self._tokens: Int32s = np.zeros(INITIAL_ENTRIES, np.int32)
@@ -51,18 +50,18 @@ class TokenTable(Predictor):
         kept = np.flatnonzero(entries >= 0)
         for row, ids in enumerate(expert_ids):
             counts = np.zeros((self._n_entry, self.shape.n_expert), np.float32)
-            hot = multi_hot(ids, self.shape.n_expert)[kept]
+            hot = multi_hot(ids[kept], self.shape.n_expert).astype(np.float32)
             np.add.at(counts, entries[kept], hot)
             self._counts[: self._n_entry, row] = np.minimum(counts, MAX_COUNT)
             self._popularity[row] = hot.sum(axis=0)
 
     @classmethod
-    def from_weights(cls, shape: MoeShape, weights: Weights, *, online: bool = False) -> TokenTable:
+    def from_weights(cls, shape: MoeShape, weights: Weights) -> TokenTable:
         """From an earlier `weights()`; ValueError when they do not fit the shape."""
         tokens = weights.arrays["tokens"]
         if tokens.ndim != 1 or tokens.dtype != np.int32 or not _distinct_below(tokens, shape.n_vocab):
             raise ValueError("'tokens' must be different token ids of the model")
-        table = cls(shape, online=online, capacity=max(1 << 15, len(tokens)))
+        table = cls(shape, capacity=max(1 << 15, len(tokens)))
         counts = weights.array("counts", len(tokens), len(shape.layers), shape.n_expert)
         if counts.min(initial=0) < 0 or counts.max(initial=0) > MAX_COUNT:
             raise ValueError(f"'counts' must be from 0 to {MAX_COUNT}")
@@ -83,11 +82,9 @@ class TokenTable(Predictor):
         self._token = token if 0 <= token < len(self._entry_of) else -1
 
     def observe(self, event: RoutingEvent) -> None:
-        """Discards the token in a pass that is not its own; counts the event if `online`."""
+        """Discards the token in a pass that is not its own."""
         if event.first_token != 0 or event.phase != Phase.DECODE:
             self._token = -1
-        elif self.online and self._token >= 0:
-            self._count(event)
 
     def predict(self, il: int, distance: int) -> Float32s | None:
         """As `Predictor.predict`, at any distance; None without a token."""
@@ -101,18 +98,6 @@ class TokenTable(Predictor):
             return np.minimum(average, 1.0)
         counts = self._counts[entry, row].astype(np.float32)
         return np.minimum((counts + average) / (float(counts.sum()) / n_used + 1.0), 1.0)
-
-    def _count(self, event: RoutingEvent) -> None:
-        ids = single_choice(self.shape, event)
-        entry = self._add_entry(self._token)
-        if ids is None or entry < 0:
-            return
-        row = self.shape.row_of[event.il]
-        counts = self._counts[entry, row]
-        if counts.max() == MAX_COUNT:
-            counts //= 2
-        counts[ids] += 1
-        self._popularity[row, ids] += 1
 
     def _add_entry(self, token: int) -> int:
         """Index of the token's entry, a new one if the table is not full; -1 otherwise."""
