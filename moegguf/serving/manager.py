@@ -111,10 +111,12 @@ class ModelManager:
         loaded = [m.status(now_s) for m in models if m.state in (State.READY, State.STOPPING) and m.process is not None]
         return sorted(loaded, key=lambda m: m.expires.timestamp() if m.expires else math.inf, reverse=True)
 
-    async def watch(self, name: str | None = None, per_s: float = 4.0) -> AsyncGenerator[Snapshot]:
-        """Snapshots of a model, or of the most recently used one; waits while it is not loaded, ends when the manager
-        closes. Raises ModelNotFoundError, ModelNameError."""
-        canonical = (await self._find(name)).name if name is not None else None
+    async def watch(self, name: str, per_s: float) -> AsyncGenerator[Snapshot]:
+        """`per_s` snapshots a second of a model; waits while it is not loaded, ends when the manager closes.
+
+        Raises ModelNotFoundError, ModelNameError.
+        """
+        canonical = (await self._find(name)).name
         try:
             with self._subscribers.subscribe(canonical, per_s) as subscriber:
                 self._dispatcher.dispatch()

@@ -162,7 +162,7 @@ class FakeManager:
     def loaded(self) -> list[LoadedModel]:
         return [self.status(entry) for entry in self.there.values()]
 
-    async def watch(self, name: str | None = None, per_s: float = 4.0) -> AsyncGenerator[Snapshot]:
+    async def watch(self, name: str, per_s: float) -> AsyncGenerator[Snapshot]:
         for snapshot in self.snapshots:
             yield snapshot
 
@@ -179,13 +179,13 @@ class FedManager(FakeManager):
 
     def __init__(self, *names: str) -> None:
         super().__init__(FakeCatalog(*(entry_of(demo_path(), name) for name in names or ("demo:latest",))))
-        self.feeds: dict[str | None, asyncio.Queue[Snapshot | Exception | None]] = {}
+        self.feeds: dict[str, asyncio.Queue[Snapshot | Exception | None]] = {}
         self.n_watching = 0
 
-    def feed(self, name: str | None) -> asyncio.Queue[Snapshot | Exception | None]:
+    def feed(self, name: str) -> asyncio.Queue[Snapshot | Exception | None]:
         return self.feeds.setdefault(name, asyncio.Queue())
 
-    async def watch(self, name: str | None = None, per_s: float = 4.0) -> AsyncGenerator[Snapshot]:
+    async def watch(self, name: str, per_s: float) -> AsyncGenerator[Snapshot]:
         self.n_watching += 1
         try:
             while (snapshot := await self.feed(name).get()) is not None:
@@ -206,7 +206,7 @@ class BusyManager(FakeManager):
         super().__init__(FakeCatalog(entry_of(demo_path())))
         self.there["demo:latest"] = self.catalog.find("demo")
 
-    async def watch(self, name: str | None = None, per_s: float = 4.0) -> AsyncGenerator[Snapshot]:
+    async def watch(self, name: str, per_s: float) -> AsyncGenerator[Snapshot]:
         tokens = 0
         while True:
             tokens += 1

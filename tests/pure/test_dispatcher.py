@@ -405,21 +405,22 @@ async def test_closing_ends_answers_that_take_too_long(catalog: FakeCatalog, mon
 @in_loop
 async def test_snapshots_are_sent_to_subscribers(catalog: FakeCatalog) -> None:
     async with manager_of(catalog) as manager:
-        named, latest = aiter(manager.watch("b", 3)), aiter(manager.watch())
-        first = [asyncio.ensure_future(anext(snapshots)) for snapshots in (named, latest)]
+        slow, fast, other = (aiter(manager.watch(name, per_s)) for name, per_s in (("b", 3), ("b", 4), ("a", 5)))
+        first = [asyncio.ensure_future(anext(snapshots)) for snapshots in (slow, fast, other)]
         await generate(manager, "a", "say x")
-        assert (await first[1]).model == "a:latest" and not first[0].done()
+        assert (await first[2]).model == "a:latest" and not first[0].done()
         await generate(manager, "b", "say x")
         snapshot = await first[0]
+        assert await first[1] == snapshot
         assert (snapshot.model, snapshot.n_expert, snapshot.state, snapshot.uses) == (
             "b:latest",
             2,
             b"\x00\x02",
             b"\x01\x00",
         )
-        assert snapshot.tokens_per_s in (3, 4)
-        await named.aclose()  # type: ignore[attr-defined]
-    assert [snapshot.model async for snapshot in latest] == ["b:latest"], "and it ends with the manager"
+        assert snapshot.tokens_per_s == 4, "the rate of the fastest"
+        await slow.aclose()  # type: ignore[attr-defined]
+    assert [snapshot async for snapshot in other] == [], "it ends with the manager"
 
 
 @in_loop
