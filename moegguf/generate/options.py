@@ -10,6 +10,8 @@ from moegguf.generate.request import Sampling
 
 MAX_TOKENS = 1 << 22
 MAX_SEED = (1 << 63) - 1
+MAX_TOP_LOGPROBS = 20
+THINK_LEVELS = ("low", "medium", "high", "max")
 
 RANGES: dict[str, tuple[float, float]] = {
     "num_ctx": (0, MAX_TOKENS),

@@ -13,6 +13,8 @@ from typing import Any
 from moegguf.engine.stats import Stats
 from moegguf.generate.request import Delta, PromptProgress, Timing
 
+MAX_SNAPSHOTS_PER_S = 20.0
+
 
 @dataclass(frozen=True)
 class LoadOverrides:

@@ -8,16 +8,14 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 from moegguf.engine.machine import Memory, read_memory
-from moegguf.engine.memory import choose_context
-from moegguf.engine.plan import MARGIN_BYTES, MARGIN_SHARE, Plan, make_plan
+from moegguf.engine.memory import choose_context, pooling_batch_tokens
+from moegguf.engine.plan import Plan, make_plan, margin_bytes
 from moegguf.errors import BudgetError
-from moegguf.gguf.experts import ExpertLayout, read_layout
-from moegguf.gguf.reader import GGML_TYPES
+from moegguf.gguf.reader import ggml_type
+from moegguf.models.details import layout_of
 from moegguf.models.entry import ModelEntry
 from moegguf.quantities import ExpertCache, format_bytes, parse_expert_cache
 from moegguf.serving.events import LoadOverrides
@@ -25,7 +23,6 @@ from moegguf.serving.wire import LoadConfig
 from moegguf.settings import Settings, read_environment
 
 DEFAULT_BATCH_TOKENS = 512
-MAX_POOLING_BATCH_TOKENS = 2048
 _UNLIMITED = 1 << 62
 
 
@@ -108,7 +105,7 @@ class MemoryLimit:
 
 
 def _without_margin(n_bytes: int) -> int:
-    return max(0, n_bytes - max(int(n_bytes * MARGIN_SHARE), MARGIN_BYTES))
+    return max(0, n_bytes - margin_bytes(n_bytes))
 
 
 def measure(entry: ModelEntry, load_options: LoadOverrides, settings: Settings, limit_bytes: int) -> ModelSize:
@@ -116,9 +113,9 @@ def measure(entry: ModelEntry, load_options: LoadOverrides, settings: Settings, 
 
     Raises ModelFormatError, ModelNotFoundError, BudgetError, OptionError.
     """
-    layout = _layout(entry.path)
+    layout = layout_of(entry.path)
     flash_attn = bool(settings.flash_attention) or settings.kv_cache_type != "f16"
-    kv_type = _ggml_type(settings.kv_cache_type) if settings.kv_cache_type != "f16" else None
+    kv_type = ggml_type(settings.kv_cache_type) if settings.kv_cache_type != "f16" else None
     limit = Memory(limit_bytes, limit_bytes, "the models' budget")
     n_ctx = choose_context(layout, load_options.n_ctx or settings.n_ctx, limit)
     embedding = is_embedding(layout.metadata)
@@ -176,7 +173,7 @@ class _PlansBySlots:
 
 def _batch_sizes(load_options: LoadOverrides, n_ctx: int, embedding: bool) -> tuple[int, int]:
     """(n_batch, n_ubatch). A model that pools needs all tokens of a text in one pass."""
-    default = min(n_ctx, MAX_POOLING_BATCH_TOKENS) if embedding else DEFAULT_BATCH_TOKENS
+    default = pooling_batch_tokens(n_ctx) if embedding else DEFAULT_BATCH_TOKENS
     n_batch = load_options.n_batch or default
     return n_batch, n_batch if embedding else min(DEFAULT_BATCH_TOKENS, n_batch)
 
@@ -184,17 +181,3 @@ def _batch_sizes(load_options: LoadOverrides, n_ctx: int, embedding: bool) -> tu
 def is_embedding(metadata: Mapping[str, Any]) -> bool:
     """Whether the model is an embedding model: its GGUF header has a pooling type."""
     return bool(metadata.get(f"{metadata.get('general.architecture')}.pooling_type"))
-
-
-def _layout(path: Path) -> ExpertLayout:
-    stat = path.stat() if path.exists() else None
-    return _layout_of(path, stat and stat.st_mtime_ns, stat and stat.st_size)
-
-
-@lru_cache(maxsize=16)
-def _layout_of(path: Path, mtime_ns: int | None, n_bytes: int | None) -> ExpertLayout:
-    return read_layout(path)
-
-
-def _ggml_type(name: str) -> int:
-    return next(number for number, (known, *_) in GGML_TYPES.items() if known.lower() == name)

@@ -6,16 +6,14 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, model_validator
 
-from moegguf.generate.options import MAX_TOKENS
+from moegguf.generate.options import MAX_TOKENS, MAX_TOP_LOGPROBS, THINK_LEVELS
 from moegguf.server.common import limits
 from moegguf.server.common.body import Body
 from moegguf.server.common.options import KeepAlive, Options
 
-LEVELS = ("low", "medium", "high", "max")
-
 
 def _level(value: bool | str | None) -> bool | str | None:
-    if isinstance(value, str) and value not in LEVELS:
+    if isinstance(value, str) and value not in THINK_LEVELS:
         raise ValueError(f'invalid think value: {value[:40]!r} (must be "high", "medium", "low", "max", true or false)')
     return value
 
@@ -98,7 +96,7 @@ class GenerationBody(ModelBody):
     keep_alive: KeepAlive = None
     truncate: bool | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int | None, Field(ge=0, le=limits.TOP_LOGPROBS)] = None
+    top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_TOP_LOGPROBS)] = None
 
     @property
     def n_logprobs(self) -> int | None:

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
 
-from moegguf.generate.options import MAX_SEED, MAX_TOKENS
+from moegguf.generate.options import MAX_SEED, MAX_TOKENS, MAX_TOP_LOGPROBS
 from moegguf.generate.request import GenerationRequest, Message, Sampling
 from moegguf.models.entry import ModelEntry
 from moegguf.server.common import limits
@@ -309,7 +309,7 @@ class ChatBody(GenerationBody):
     think: bool | Literal["low", "medium", "high", "max"] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=limits.TOP_LOGPROBS)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
 
     @model_validator(mode="after")
     def _choice_has_tools(self) -> ChatBody:
