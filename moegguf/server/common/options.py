@@ -1,4 +1,4 @@
-"""Request options of every API, for loading a model and for sampling: Ollama's names and ranges.
+"""What the bodies of every API share: tools, and options for loading and sampling with Ollama's names and ranges.
 
 Unknown options are ignored with a warning in the log; those that Ollama has removed, without one.
 """
@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 MAX_TOKEN = 2**31 - 1  # llama.cpp's token ids have 32 bits
 KeepAlive = int | float | str | None
 ModelName = Annotated[str, Field(min_length=1, max_length=limits.NAME_CHARS)]
+FunctionName = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 def _integral(value: Any) -> Any:
@@ -98,6 +99,35 @@ class Options(Body):
     def sampling(self) -> Sampling:
         """The options for sampling; those of `Sampling` where an option is None."""
         return sampling_with(Sampling(), self.model_dump(exclude_none=True))
+
+
+class Function(Body):
+    """A function and the JSON schema of its arguments."""
+
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(Body):
+    """A tool that the model may call."""
+
+    type: str | None = "function"
+    function: Function
+
+
+class CalledFunction(Body):
+    """`function` of a tool call."""
+
+    name: FunctionName
+    arguments: dict[str, Any] = Field(default_factory=dict)
+
+
+class ToolCall(Body):
+    """A tool call of an earlier answer."""
+
+    id: str | None = None
+    function: CalledFunction
 
 
 def options_of(given: Options | None, entry: ModelEntry) -> Options:

@@ -21,10 +21,14 @@ from moegguf.server.common import limits
 from moegguf.server.common.body import Body
 from moegguf.server.common.options import (
     MAX_TOKEN,
+    CalledFunction,
+    Function,
     KeepAlive,
     ModelName,
     Options,
     Stop,
+    Tool,
+    ToolCall,
     options_of,
     with_entry_messages,
 )
@@ -96,42 +100,6 @@ def _part_text(part: Any) -> str:
     raise ValueError('a part must be {"type": "text", "text": "..."}')
 
 
-class Function(Body):
-    """A function and the JSON schema of its arguments; additional keys are passed to the chat template."""
-
-    model_config = ConfigDict(extra="allow")
-
-    name: Annotated[str, Field(min_length=1, max_length=256)]
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-
-
-class Tool(Body):
-    """A tool that the model may call."""
-
-    type: Literal["function"] = "function"
-    function: Function
-
-    def as_dict(self) -> dict[str, Any]:
-        """The tool for `GenerationRequest`."""
-        return {"type": "function", "function": self.function.model_dump(exclude_none=True)}
-
-
-class FunctionCall(Body):
-    """`function` of a tool call. `arguments` is sent as JSON text."""
-
-    name: str
-    arguments: Annotated[dict[str, Any], BeforeValidator(lambda text: arguments_of(text))]
-
-
-class ToolCallBody(Body):
-    """A tool call of an earlier answer."""
-
-    id: str | None = None
-    type: Literal["function"] = "function"
-    function: FunctionCall
-
-
 def arguments_of(text: Any) -> Any:
     """A call's arguments, parsed from JSON text. Raises ValueError."""
     if not isinstance(text, str):
@@ -143,6 +111,32 @@ def arguments_of(text: Any) -> Any:
     return value
 
 
+class FunctionWithExtras(Function):
+    """A function whose additional keys are passed to the chat template."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+class OpenAITool(Tool):
+    """A tool that the model may call."""
+
+    type: Literal["function"] = "function"
+    function: FunctionWithExtras
+
+
+class FunctionCall(CalledFunction):
+    """`function` of a tool call. `arguments` is sent as JSON text."""
+
+    arguments: Annotated[dict[str, Any], BeforeValidator(arguments_of)]
+
+
+class OpenAIToolCall(ToolCall):
+    """A tool call of an earlier answer."""
+
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
 class ChatMessage(Body):
     """A message of a conversation."""
 
@@ -151,7 +145,7 @@ class ChatMessage(Body):
     name: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
-    tool_calls: list[ToolCallBody] | None = None
+    tool_calls: list[OpenAIToolCall] | None = None
     tool_call_id: str | None = None
 
     def as_message(self, tool_names: Mapping[str, str]) -> Message:
@@ -300,7 +294,7 @@ class ChatBody(GenerationBody):
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=limits.MESSAGES)]
     max_completion_tokens: Limit | None = None
-    tools: Annotated[list[Tool], Field(max_length=limits.TOOLS)] | None = None
+    tools: Annotated[list[OpenAITool], Field(max_length=limits.TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
@@ -358,7 +352,11 @@ class ChatBody(GenerationBody):
         """The tools in the prompt."""
         allowed = isinstance(self.tool_choice, ToolChoice) and self.tool_choice.allowed_tools is not None
         wanted = self._chosen_names()
-        return tuple(tool.as_dict() for tool in self.tools or () if not allowed or tool.function.name in wanted)
+        return tuple(
+            tool.model_dump(exclude_none=True)
+            for tool in self.tools or ()
+            if not allowed or tool.function.name in wanted
+        )
 
     def _tool_choice(self) -> str:
         choice = self.tool_choice
