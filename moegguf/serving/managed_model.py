@@ -22,8 +22,6 @@ from moegguf.serving.wire import Ready
 if TYPE_CHECKING:
     from moegguf.serving.worker_process import WorkerProcess
 
-LOAD_PARAMETERS = {"num_ctx": "n_ctx", "num_batch": "n_batch", "num_thread": "n_threads"}  # Ollama's names: ours
-
 _tickets = itertools.count(1)
 
 
@@ -75,7 +73,7 @@ class Waiter:
 
 def with_entry_parameters(entry: ModelEntry, load_options: LoadOverrides) -> LoadOverrides:
     """`load_options`, with the entry's own parameters where they are None."""
-    own = {ours: entry.parameters[key] for key, ours in LOAD_PARAMETERS.items() if entry.parameters.get(key)}
+    own = vars(LoadOverrides.of(entry.parameters))
     return replace(load_options, **{name: value for name, value in own.items() if getattr(load_options, name) is None})
 
 

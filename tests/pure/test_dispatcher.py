@@ -21,6 +21,7 @@ from moegguf.errors import (
 from moegguf.generate.request import Delta, GenerationRequest
 from moegguf.serving import worker_process
 from moegguf.serving.events import Done, LoadOverrides
+from moegguf.serving.managed_model import with_entry_parameters
 from moegguf.serving.manager import ModelManager
 
 
@@ -278,6 +279,13 @@ async def test_load_parameters_of_an_entry_are_defaults(catalog: FakeCatalog) ->
         await generate(manager, "a", "say x")
         await generate(manager, "a", "say x", LoadOverrides(n_ctx=512))
     assert [load["n_ctx"] for load in catalog.loads("a")] == [2048, 512]
+
+
+def test_the_expert_cache_of_an_entry_is_a_default_too(catalog: FakeCatalog) -> None:
+    catalog.change("a", parameters={"expert_cache": "50%", "num_thread": 0, "num_gpu": 3})
+    entry = catalog.find("a")
+    assert with_entry_parameters(entry, LoadOverrides(n_ctx=64)) == LoadOverrides(n_ctx=64, expert_cache="50%")
+    assert with_entry_parameters(entry, LoadOverrides(expert_cache="1GiB")) == LoadOverrides(expert_cache="1GiB")
 
 
 @in_loop

@@ -15,12 +15,11 @@ from moegguf.generate.options import RANGES, sampling_with
 from moegguf.generate.request import Message, Sampling
 from moegguf.models.entry import ModelEntry
 from moegguf.models.recipe import PARAMETERS
-from moegguf.quantities import parse_expert_cache
+from moegguf.quantities import parse_duration, parse_expert_cache
 from moegguf.server.common import limits
 from moegguf.server.common.body import Body, explain
 from moegguf.server.common.errors import HttpError
 from moegguf.serving.events import LoadOverrides
-from moegguf.settings import parse_duration
 
 log = logging.getLogger(__name__)
 
@@ -88,13 +87,7 @@ class Options(Body):
 
     def load_options(self) -> LoadOverrides:
         """The options for loading."""
-        cache = self.moe_cache_ram if self.expert_cache is None else self.expert_cache
-        return LoadOverrides(
-            n_ctx=self.num_ctx or None,
-            n_batch=self.num_batch,
-            n_threads=self.num_thread or None,
-            expert_cache=cache if cache is None else str(cache),
-        )
+        return LoadOverrides.of({"expert_cache": self.moe_cache_ram} | self.model_dump(exclude_none=True))
 
     def sampling(self) -> Sampling:
         """The options for sampling; those of `Sampling` where an option is None."""
