@@ -108,8 +108,8 @@ def _without_margin(n_bytes: int) -> int:
     return max(0, n_bytes - margin_bytes(n_bytes))
 
 
-def measure(entry: ModelEntry, load_options: LoadOverrides, settings: Settings, limit_bytes: int) -> ModelSize:
-    """The memory that `entry` needs when loaded with `load_options`. Reads headers: call it from a thread.
+def measure(entry: ModelEntry, overrides: LoadOverrides, settings: Settings, limit_bytes: int) -> ModelSize:
+    """The memory that `entry` needs when loaded with `overrides`. Reads headers: call it from a thread.
 
     Raises ModelFormatError, ModelNotFoundError, BudgetError, OptionError.
     """
@@ -117,9 +117,9 @@ def measure(entry: ModelEntry, load_options: LoadOverrides, settings: Settings, 
     flash_attn = bool(settings.flash_attention) or settings.kv_cache_type != "f16"
     kv_type = ggml_type(settings.kv_cache_type) if settings.kv_cache_type != "f16" else None
     limit = Memory(limit_bytes, limit_bytes, "the models' budget")
-    n_ctx = choose_context(layout, load_options.n_ctx or settings.n_ctx, limit)
+    n_ctx = choose_context(layout, overrides.n_ctx or settings.n_ctx, limit)
     embedding = is_embedding(layout.metadata)
-    n_batch, n_ubatch = _batch_sizes(load_options, n_ctx, embedding)
+    n_batch, n_ubatch = _batch_sizes(overrides, n_ctx, embedding)
     options: dict[str, Any] = {"n_ctx": n_ctx, "n_ubatch": n_ubatch, "flash_attn": flash_attn}
     if kv_type is not None:
         options |= {"type_k": kv_type, "type_v": kv_type}
@@ -134,7 +134,7 @@ def measure(entry: ModelEntry, load_options: LoadOverrides, settings: Settings, 
             n_ctx=n_ctx,
             n_batch=n_batch,
             n_ubatch=n_ubatch,
-            n_threads=load_options.n_threads,
+            n_threads=overrides.n_threads,
             expert_cache_bytes=chosen.budget_bytes if layout.is_moe else None,
             type_k=kv_type,
             type_v=kv_type,
@@ -143,7 +143,7 @@ def measure(entry: ModelEntry, load_options: LoadOverrides, settings: Settings, 
             verbose=settings.debug,
         )
 
-    wanted = plan(parse_expert_cache(load_options.expert_cache or read_environment().expert_cache))
+    wanted = plan(parse_expert_cache(overrides.expert_cache or read_environment().expert_cache))
     if not layout.is_moe:
         return ModelSize(wanted.total_bytes, wanted.total_bytes, lambda _: wanted, load_config)
     plans = _PlansBySlots(plan, wanted.n_slots, wanted.slot_bytes)
@@ -171,10 +171,10 @@ class _PlansBySlots:
             return 0
 
 
-def _batch_sizes(load_options: LoadOverrides, n_ctx: int, embedding: bool) -> tuple[int, int]:
+def _batch_sizes(overrides: LoadOverrides, n_ctx: int, embedding: bool) -> tuple[int, int]:
     """(n_batch, n_ubatch). A model that pools needs all tokens of a text in one pass."""
     default = pooling_batch_tokens(n_ctx) if embedding else DEFAULT_BATCH_TOKENS
-    n_batch = load_options.n_batch or default
+    n_batch = overrides.n_batch or default
     return n_batch, n_batch if embedding else min(DEFAULT_BATCH_TOKENS, n_batch)
 
 

@@ -124,14 +124,14 @@ class FakeManager:
     async def lease(
         self,
         model: str | ModelEntry,
-        load_options: LoadOverrides = LoadOverrides(),
+        overrides: LoadOverrides = LoadOverrides(),
         keep_alive_s: float | None = None,
         *,
         will_answer: bool = True,
         on_progress: Any = None,
     ) -> AsyncIterator[FakeLease]:
         entry = self.catalog.find(model) if isinstance(model, str) else model
-        self.leases.append((entry.name, load_options, keep_alive_s, will_answer))
+        self.leases.append((entry.name, overrides, keep_alive_s, will_answer))
         if self.enter_error:
             raise self.enter_error
         self.there[entry.name] = entry
@@ -144,12 +144,12 @@ class FakeManager:
     async def load(
         self,
         name: str,
-        load_options: LoadOverrides = LoadOverrides(),
+        overrides: LoadOverrides = LoadOverrides(),
         keep_alive_s: float | None = None,
         *,
         on_progress: Any = None,
     ) -> LoadedModel:
-        async with self.lease(name, load_options, keep_alive_s, will_answer=False) as lease:
+        async with self.lease(name, overrides, keep_alive_s, will_answer=False) as lease:
             return lease.loaded
 
     async def unload(self, name: str) -> bool:

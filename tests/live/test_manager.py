@@ -76,9 +76,9 @@ async def rest_of(events: AsyncIterator[Any]) -> list[Any]:
 
 
 async def generate(
-    manager: ModelManager, name: str, generation: GenerationRequest, load_options: LoadOverrides = ONE_THREAD
+    manager: ModelManager, name: str, generation: GenerationRequest, overrides: LoadOverrides = ONE_THREAD
 ) -> str:
-    async with manager.lease(name, load_options) as lease:
+    async with manager.lease(name, overrides) as lease:
         return (await answer_and_timing(lease, generation))[0]
 
 

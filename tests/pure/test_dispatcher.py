@@ -226,7 +226,7 @@ async def test_a_failed_load_fails_all_its_waiters_and_is_tried_once(catalog: Fa
 
 
 @in_loop
-async def test_waiters_with_other_load_options_get_a_load_of_their_own(catalog: FakeCatalog) -> None:
+async def test_waiters_with_other_overrides_get_a_load_of_their_own(catalog: FakeCatalog) -> None:
     catalog.add("d", fail="AllocationError")
     async with manager_of(catalog) as manager:
         loads = [LoadOverrides(n_ctx=n) for n in (1024, 1024, 512)]

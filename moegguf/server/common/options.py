@@ -85,7 +85,7 @@ class Options(Body):
             log.warning("the option %.60r is unknown and ignored", name)
         return given
 
-    def load_options(self) -> LoadOverrides:
+    def overrides(self) -> LoadOverrides:
         """The options for loading."""
         return LoadOverrides.of({"expert_cache": self.moe_cache_ram} | self.model_dump(exclude_none=True))
 

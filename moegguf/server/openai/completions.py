@@ -78,7 +78,7 @@ async def prompt_text(request: Request, entry: ModelEntry, body: CompletionBody)
     """The prompt as text, for `echo`."""
     if isinstance(body.prompt, str):
         return body.prompt
-    async with request.app.state.manager.lease(entry.name, body.load_options(), will_answer=False) as lease:
+    async with request.app.state.manager.lease(entry.name, body.overrides(), will_answer=False) as lease:
         return str(await lease.detokenize(body.prompt))
 
 

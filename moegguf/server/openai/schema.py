@@ -274,9 +274,9 @@ class GenerationBody(Body):
         options = options_of(self.options, entry).model_copy(update=named)
         return replace(options.sampling(), logit_bias=self.logit_bias or {})
 
-    def load_options(self) -> LoadOverrides:
+    def overrides(self) -> LoadOverrides:
         """The options for loading."""
-        return (self.options or Options()).load_options()
+        return (self.options or Options()).overrides()
 
     def max_answer_tokens(self) -> int | None:
         """Maximum length of the answer, -1 for no limit, None for the default."""
