@@ -133,25 +133,21 @@ class Settings:
     """Options of the server. Durations in seconds, `math.inf` without a limit; None: chosen where it is used.
 
     `memory_bytes`: of all loaded models together. `max_models`: most models loaded; None: as many as fit. `max_queue`:
-    most requests waiting. `load_timeout_s`: a load fails after this time without a read. `n_parallel` is checked only:
-    a model generates one answer at a time. `api_key` is not in the repr.
+    most requests waiting. `load_timeout_s`: a load fails after this time without a read. `api_key` is not in the repr.
     """
 
     host: Host = field(default_factory=Host)
     keep_alive_s: float = 300.0
     origins: tuple[str, ...] = ()
     n_ctx: int | None = None
-    n_parallel: int = 1
     max_models: int | None = None
     max_queue: int = 512
     load_timeout_s: float = 300.0
     kv_cache_type: str = "f16"
     flash_attention: bool | None = None
-    gpu_overhead_bytes: int = 0
     memory_bytes: int | None = None
     debug: bool = False
     history: bool = True
-    prune: bool = True
     api_key: str | None = field(default=None, repr=False)
 
 
@@ -187,17 +183,14 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
         keep_alive_s=read("KEEP_ALIVE", parse_duration, Settings.keep_alive_s),
         origins=read("ORIGINS", _comma_separated, ()),
         n_ctx=read("CONTEXT_LENGTH", _whole(0, MAX_CONTEXT_TOKENS), 0) or None,
-        n_parallel=read("NUM_PARALLEL", _whole(0, 1024), 0) or Settings.n_parallel,
         max_models=read("MAX_LOADED_MODELS", _whole(0, 1024), 0) or None,
         max_queue=read("MAX_QUEUE", _whole(0, 1_000_000), Settings.max_queue),
         load_timeout_s=read("LOAD_TIMEOUT", parse_duration, Settings.load_timeout_s) or math.inf,
         kv_cache_type=read("KV_CACHE_TYPE", _kv_cache_type, Settings.kv_cache_type),
         flash_attention=read("FLASH_ATTENTION", _switch, None),
-        gpu_overhead_bytes=read("GPU_OVERHEAD", _size_or_zero, 0),
         memory_bytes=read("MEMORY", parse_size, None),
         debug=read("DEBUG", _level, False),
         history=not read("NOHISTORY", _switch, False),
-        prune=not read("NOPRUNE", _switch, False),
         api_key=read("API_KEY", str, None),
     )
 
@@ -223,10 +216,6 @@ def _switch(text: str) -> bool:
 
 def _level(text: str) -> bool:
     return int(text) > 0 if re.fullmatch(r"-?\d{1,3}", text, re.ASCII) else _switch(text)
-
-
-def _size_or_zero(text: str) -> int:
-    return 0 if text == "0" else parse_size(text)
 
 
 def _kv_cache_type(text: str) -> str:

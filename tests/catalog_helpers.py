@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -36,9 +37,16 @@ def cache(repo: str, files: dict[str, bytes], commit: str = "a" * 40, main: bool
     return folder
 
 
+def add_blob(catalog: Catalog, digest: str, chunks: Iterable[bytes], size_bytes: int | None = None) -> None:
+    with catalog.blobs.writer(digest, size_bytes) as writer:
+        for chunk in chunks:
+            writer.write(chunk)
+        writer.commit()
+
+
 def send(catalog: Catalog, data: bytes) -> str:
     digest = f"sha256:{hashlib.sha256(data).hexdigest()}"
-    catalog.add_blob(digest, [data[at : at + 50_000] for at in range(0, len(data), 50_000)], len(data))
+    add_blob(catalog, digest, [data[at : at + 50_000] for at in range(0, len(data), 50_000)], len(data))
     return digest
 
 

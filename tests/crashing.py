@@ -110,7 +110,9 @@ def make_and_remove() -> None:
     assert demo
     data = demo.read_bytes()
     digest = f"sha256:{hashlib.sha256(data).hexdigest()}"
-    catalog.add_blob(digest, [data])
+    with catalog.blobs.writer(digest) as writer:
+        writer.write(data)
+        writer.commit()
     catalog.create("made", Recipe(files={"demo.gguf": digest}, system="new"))
     catalog.create("kept", Recipe(from_="made", system="new"))
     catalog.remove("made")

@@ -73,15 +73,13 @@ class FakeCatalog:
         except KeyError:
             raise ModelNotFoundError(f"there is no model named {name!r}; try 'a'.") from None
 
-    def measure(
-        self, entry: ModelEntry, load_options: LoadOverrides, settings: Settings, limit_bytes: int
-    ) -> ModelSize:
+    def measure(self, entry: ModelEntry, overrides: LoadOverrides, settings: Settings, limit_bytes: int) -> ModelSize:
         def plan(n_bytes: int) -> Plan:
             expected = Expected(1.0, 1.0, 0, 0, None, None, "")
             return Plan(1, 1, n_bytes, True, 1, 0, 0, 0, n_bytes, limit_bytes, (), (), expected)
 
         def load_config(chosen: Plan) -> LoadConfig:
-            n_ctx = load_options.n_ctx or 4096
+            n_ctx = overrides.n_ctx or 4096
             return LoadConfig(entry.name, str(entry.path), n_ctx, expert_cache_bytes=chosen.budget_bytes)
 
         return ModelSize(*self.sizes[entry.name], plan, load_config)
@@ -114,8 +112,8 @@ async def answer_text(lease: Lease, prompt: str) -> str:
 
 
 async def generate(
-    manager: ModelManager, name: str, prompt: str, load_options: LoadOverrides = LoadOverrides(), **options: Any
+    manager: ModelManager, name: str, prompt: str, overrides: LoadOverrides = LoadOverrides(), **options: Any
 ) -> str:
     """The text of an answer, from acquiring the model to releasing it."""
-    async with manager.lease(name, load_options, **options) as lease:
+    async with manager.lease(name, overrides, **options) as lease:
         return await answer_text(lease, prompt)

@@ -25,12 +25,13 @@ import numpy as np
 
 import moegguf
 from moegguf.bench.memory_limit import die_with_parent
-from moegguf.bench.spec import FLASH_ATTN, Spec, Test, ggml_type
+from moegguf.bench.spec import FLASH_ATTN, Spec, Test
 from moegguf.controller.prefetch import PrefetchOptions
 from moegguf.engine.llama import Llama
 from moegguf.engine.machine import read_machine
 from moegguf.engine.stats import Stats
 from moegguf.errors import ModelNotFoundError, MoeggufError, OptionError
+from moegguf.gguf.reader import ggml_type
 from moegguf.native import library
 from moegguf.native.store import StoreOptions
 

@@ -15,11 +15,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from moegguf.bench.memory_limit import LimitError, drop_page_cache, make_group, memory_limit
-from moegguf.bench.spec import SYSTEMS, Spec, ggml_type
+from moegguf.bench.spec import SYSTEMS, Spec
 from moegguf.engine.machine import read_memory
 from moegguf.engine.memory import memory_needs
+from moegguf.engine.plan import MARGIN_BYTES
 from moegguf.errors import OptionError
 from moegguf.gguf.experts import ExpertLayout, read_layout
+from moegguf.gguf.reader import ggml_type
 
 KILLED = "killed by the memory limit"
 _KERNELS = {"plain": False, "repacked": True}
@@ -32,7 +34,6 @@ WITHOUT: dict[str, dict[str, Any]] = {
     "no-preemption": {"store": {"preempt": False}},
     "no-reordering": {"store": {"overlap": False}},
 }
-_MARGIN_BYTES = 256 << 20
 
 Progress = Callable[[str], object]
 
@@ -92,7 +93,7 @@ def compared_system(name: str, base: Spec, layout: ExpertLayout, limit_bytes: in
     note = f"llama.cpp, {'default kernels' if repack else 'no repack'}" if system != "moegguf" else ""
     if name == "mmap":
         free = limit_bytes or read_memory().available_bytes
-        if resident_bytes(layout, base) + _MARGIN_BYTES > free:
+        if resident_bytes(layout, base) + MARGIN_BYTES > free:
             repack, note = False, "llama.cpp, no repack: the repacked copy of the weights does not fit"
     return BenchedSystem(name, replace(base, system=system, repack=repack), note)
 

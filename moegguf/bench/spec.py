@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from moegguf.errors import OptionError
-from moegguf.gguf.reader import GGML_TYPES
+from moegguf.gguf.reader import ggml_type
 
 SYSTEMS = ("moegguf", "mmap", "resident")
 FEEDS = ("random", "text", "greedy")
@@ -84,11 +84,3 @@ class Spec:
         """The options in the text of `as_json`. Raises OptionError for values that are not allowed."""
         values = json.loads(text)
         return cls(**values | {"tests": tuple(Test(**test) for test in values["tests"])})
-
-
-def ggml_type(name: str) -> int:
-    """The number of a ggml type by its name. Raises OptionError."""
-    for number, (known, *_) in GGML_TYPES.items():
-        if known.lower() == name.lower():
-            return number
-    raise OptionError(f"there is no type {name!r} for the KV cache; try f16 or q8_0.")

@@ -15,7 +15,8 @@ from moegguf.chat.parameters import parse_parameter
 from moegguf.chat.reader import QUOTES, unquoted
 from moegguf.chat.turn import print_error
 from moegguf.errors import MoeggufError, OptionError
-from moegguf.terminal.arguments import THINK_LEVELS, parse_format
+from moegguf.generate.options import THINK_LEVELS
+from moegguf.terminal.arguments import parse_format
 from moegguf.terminal.messages import print_message
 
 if TYPE_CHECKING:

@@ -7,18 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from moegguf.errors import OptionError
-from moegguf.generate.options import RANGES
+from moegguf.generate.options import LOAD_PARAMETERS, RANGES
 from moegguf.models import recipe
 from moegguf.quantities import parse_expert_cache
 from moegguf.terminal.loading import LoadOptions
-
-LOAD_PARAMETERS = {
-    "num_ctx": "ctx",
-    "num_batch": "batch",
-    "num_gpu": "gpu_layers",
-    "num_thread": "threads",
-    "expert_cache": "expert_cache",
-}
 
 
 def parse_parameter(name: str, values: Sequence[str]) -> Any:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from moegguf.chat.parameters import LOAD_PARAMETERS
 from moegguf.chat.printer import Printer
 from moegguf.chat.turn import print_error, write_answer
 from moegguf.errors import ModelNotFoundError, MoeggufError
+from moegguf.generate.options import LOAD_PARAMETERS
 from moegguf.terminal.loading import LoadOptions, load
 from moegguf.terminal.messages import print_message
 from moegguf.terminal.progress import Spinner

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from moegguf.engine.llama import Llama
     from moegguf.models.recipe import Recipe
 
-NAME_WIDTH = 30  # of a parameter's name, as in Ollama
-
 
 def show(session: ChatSession, part: str) -> None:
     """/show and one of PARTS."""

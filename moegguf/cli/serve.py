@@ -55,7 +55,6 @@ def serve(
     MOEGGUF_LOAD_TIMEOUT       a load fails after this long without progress (5m)
     MOEGGUF_KV_CACHE_TYPE      f16, q8_0 or q4_0
     MOEGGUF_FLASH_ATTENTION    0 or 1
-    MOEGGUF_GPU_OVERHEAD       bytes to leave free on a GPU
     MOEGGUF_DEBUG              1 logs every request
     HF_TOKEN HF_HOME HF_HUB_CACHE HF_ENDPOINT HF_HUB_OFFLINE   as for huggingface_hub
     """

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moegguf.engine.machine import count_cpus, read_memory
-from moegguf.engine.memory import check_context, pad_context
+from moegguf.engine.memory import check_context, pad_context, pooling_batch_tokens
 from moegguf.engine.plan import Plan, make_plan
 from moegguf.errors import (
     AllocationError,
@@ -31,7 +31,6 @@ _bindings = library.llama_cpp()
 # Passed by known wrappers (LangChain) for old llama.cpp versions; without effect here.
 LEGACY_OPTIONS = frozenset({"device", "f16_kv", "n_parts", "low_vram", "mul_mat_q", "n_gqa", "rms_norm_eps"})
 N_CTX, N_BATCH, N_UBATCH = 512, 512, 512  # llama-cpp-python's defaults
-N_BATCH_POOLED = 2048
 
 Budget = str | int | float | ExpertCache
 Progress = Callable[[float], object]
@@ -83,8 +82,8 @@ def prepare(model: str | os.PathLike[str], expert_cache: Budget | None, options:
     options["n_threads"] = options.get("n_threads") or count_cpus()
     options.setdefault("n_threads_batch", options["n_threads"])
     options["n_ctx"] = pad_context(options.get("n_ctx", N_CTX) or layout.hparams.n_ctx_train or N_CTX)
-    if options.get("embedding"):  # pooling needs a text in one pass
-        options.setdefault("n_batch", min(options["n_ctx"], N_BATCH_POOLED))
+    if options.get("embedding"):
+        options.setdefault("n_batch", pooling_batch_tokens(options["n_ctx"]))
         options.setdefault("n_ubatch", options["n_batch"])
     n_ubatch = min(options.pop("n_ubatch", N_UBATCH), options.get("n_batch", N_BATCH))
     plan = _plan(layout, cache, n_ubatch, options)

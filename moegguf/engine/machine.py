@@ -57,11 +57,6 @@ class DiskSpeed:
     bytes_per_s: float
     direct: bool
 
-    @property
-    def gb_per_s(self) -> float:
-        """10^9 bytes per second."""
-        return self.bytes_per_s / 1e9
-
 
 def _text(path: Path) -> str:
     try:

@@ -144,6 +144,11 @@ def choose_context(layout: ExpertLayout, requested: int | None, memory: Memory) 
     return pad_context(min(n_ctx, trained))
 
 
+def pooling_batch_tokens(n_ctx: int) -> int:
+    """Tokens of a batch, and of a pass, where pooling needs a text in one pass."""
+    return min(n_ctx, 2048)
+
+
 def check_context(layout: ExpertLayout, n_ctx: int, memory: Memory, type_k: int = F16, type_v: int = F16) -> None:
     """Raises OptionError for an invalid size, AllocationError for a KV cache above all memory of the machine.
 

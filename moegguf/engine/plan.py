@@ -18,8 +18,7 @@ from moegguf.gguf.experts import ExpertLayout
 from moegguf.native.store import slot_sizes
 from moegguf.quantities import MIB, ExpertCache, format_bytes, format_bytes_up
 
-MARGIN_SHARE = 0.05  # of the memory that is free, left free by "auto"
-MARGIN_BYTES = 256 * MIB  # at least
+MARGIN_BYTES = 256 * MIB  # left free at least
 
 
 @dataclass(frozen=True)
@@ -44,6 +43,11 @@ class Plan:
     reasons: tuple[str, ...]
     warnings: tuple[str, ...]
     expected: Expected
+
+
+def margin_bytes(free_bytes: int) -> int:
+    """How many of the free bytes stay free when the budget is chosen here: a twentieth, or MARGIN_BYTES."""
+    return max(free_bytes // 20, MARGIN_BYTES)
 
 
 def slot_bytes(layout: ExpertLayout) -> int:
@@ -127,7 +131,7 @@ def _choose_slots(
 
 def _auto_slots(layout: ExpertLayout, memory: Memory, needs: MemoryNeeds, size: int, reasons: list[str]) -> int:
     """Slots in what is free after everything else and a margin."""
-    margin = max(int(memory.available_bytes * MARGIN_SHARE), MARGIN_BYTES)
+    margin = margin_bytes(memory.available_bytes)
     other = needs.total_bytes(0)
     free = memory.available_bytes - other - margin
     n_slots = min(layout.n_expert_total, max(0, free) // (size + needs.slot_work_bytes))

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from moegguf.errors import GenerationCancelled, OptionError
 from moegguf.generate.constraint import constraint_for
 from moegguf.generate.decoding import Cancellation, OnProgress, decode, prefill, reuse_prefix
+from moegguf.generate.options import MAX_TOP_LOGPROBS
 from moegguf.generate.prompt import read_prompt
 from moegguf.generate.request import Delta, GenerationRequest, Timing, TokenLogprob
 from moegguf.generate.sampler import Sampler, logprob_of
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 
 POLL_S = 0.1  # a signal that another thread receives does not interrupt queue.get()
 CANCEL_TIMEOUT_S = 1.0
-MAX_TOP_LOGPROBS = 20
 
 
 class Answer:

@@ -10,6 +10,14 @@ from moegguf.generate.request import Sampling
 
 MAX_TOKENS = 1 << 22
 MAX_SEED = (1 << 63) - 1
+MAX_TOP_LOGPROBS = 20
+THINK_LEVELS = ("low", "medium", "high", "max")
+
+LOAD_PARAMETERS = {
+    "num_ctx": "n_ctx", "num_batch": "n_batch", "num_thread": "n_threads", "num_gpu": "n_gpu_layers",
+    "expert_cache": "expert_cache",
+}  # fmt: skip
+"""{option that changes how a model is loaded: keyword of `Llama`}"""
 
 RANGES: dict[str, tuple[float, float]] = {
     "num_ctx": (0, MAX_TOKENS),

@@ -25,7 +25,7 @@ COMMAND = (sys.executable, "-P", "-m", f"{__package__}.sandbox")
 
 
 class RenderError(Exception):
-    """A template could not be rendered. `kind`: one of sandbox.ERRORS. `line`: of its source, 0 if unknown."""
+    """A template could not be rendered. `kind`: an error of the sandbox. `line`: of its source, 0 if unknown."""
 
     def __init__(self, kind: str, message: str, line: int = 0) -> None:
         super().__init__(message)

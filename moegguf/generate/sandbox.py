@@ -5,8 +5,8 @@ internals, the operating system limits memory, and a timer ends this process whe
 configured as in transformers, so that prompts are those that models were trained with.
 
 Reads one request per line of standard input: {"template", "variables", "seconds", "characters"}, the last two the
-limits of time and output. Writes one line for each: {"text"}, or {"error", "message"} with an error of `ERRORS` and,
-for "syntax", the "line". Ends with its input.
+limits of time and output. Writes one line for each: {"text"}, or {"error", "message"} with an error of "refused",
+"type", "syntax", "stopped" and "failed", and, for "syntax", the "line". Ends with its input.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-ERRORS = ("refused", "type", "syntax", "stopped", "failed")
 MAX_MEMORY_BYTES = 512 << 20  # beyond the use before the first template
 MAX_COMPILED = 32  # cached templates
 

@@ -1,4 +1,4 @@
-"""GGUF files of Mixture-of-Experts models: the header, hyperparameters, and the byte ranges of the experts.
+"""GGUF files of Mixture-of-Experts models: header, hyperparameters, chat templates, the byte ranges of the experts.
 
 Promises: every value is checked before it is used; a file on which llama.cpp would abort is a typed error with the key
 or tensor and its offset; no weights are read except the routers, and nothing is mapped. Layouts are immutable.

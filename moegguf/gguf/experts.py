@@ -53,10 +53,6 @@ class ExpertMatrix:
     offset: int  # of expert 0, in bytes from the start of the shard
     expert_bytes: int
 
-    def expert_offset(self, e: int) -> int:
-        """Where expert `e` starts, in bytes from the start of the shard."""
-        return self.offset + e * self.expert_bytes
-
 
 @dataclass(frozen=True)
 class MoeLayer:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
-from moegguf.errors import ExpertIOError, ModelFormatError, ModelNotFoundError
+from moegguf.errors import ExpertIOError, ModelFormatError, ModelNotFoundError, OptionError
 
 MAX_STRINGS = 1 << 22  # in one array
 MAX_ALL_STRINGS = 1 << 23  # in all arrays of a file
@@ -197,6 +197,16 @@ STRING, ARRAY = 8, 9
 _SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "<B <b <H <h <I <i <f <? <Q <q <d".split(), strict=True))
 
 Value = bool | int | float | str | tuple[bool | int | float, ...]
+
+
+def ggml_type(name: str) -> int:
+    """The number of a ggml type by its name. Raises OptionError."""
+    for number, (known, *_) in GGML_TYPES.items():
+        if known.lower() == name.lower():
+            return number
+    raise OptionError(
+        f"there is no type {name!r}; known ones are {', '.join(known for known, *_ in GGML_TYPES.values())}."
+    )
 
 
 @dataclass(frozen=True, slots=True)

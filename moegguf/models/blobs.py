@@ -12,7 +12,6 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -69,16 +68,6 @@ class BlobStore:
     def writer(self, digest: str, size_bytes: int | None = None) -> BlobWriter:
         """A context manager that receives one blob. Raises PullError when `size_bytes` do not fit the disk."""
         return BlobWriter(self.folder, digest, size_bytes)
-
-    def add(self, digest: str, chunks: Iterable[bytes], size_bytes: int | None = None) -> Path:
-        """Stores the bytes of `chunks` as the blob of this digest.
-
-        Raises ModelFormatError when they have another digest, PullError when the disk fails; nothing is stored then.
-        """
-        with self.writer(digest, size_bytes) as writer:
-            for chunk in chunks:
-                writer.write(chunk)
-            return writer.commit()
 
 
 class BlobWriter:

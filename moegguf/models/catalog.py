@@ -10,14 +10,14 @@ from __future__ import annotations
 import difflib
 import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from moegguf.errors import ModelNameError, ModelNotFoundError, MoeggufError, OptionError, PullError
-from moegguf.models.blobs import BlobStore, BlobWriter
+from moegguf.models.blobs import BlobStore
 from moegguf.models.entry import ModelEntry
 from moegguf.models.file_sets import FileSets, entry_of, record_of, used_files
 from moegguf.models.folder import (
@@ -150,22 +150,6 @@ class Catalog:
         keys = {name.lower() for name in names} & self.index.read().hidden
         if keys:
             self.index.change(lambda found: replace(found, hidden=found.hidden - keys))
-
-    def has_blob(self, digest: str) -> bool:
-        """See `BlobStore.has`."""
-        return self.blobs.has(digest)
-
-    def blob_path(self, digest: str) -> Path:
-        """See `BlobStore.path`."""
-        return self.blobs.path(digest)
-
-    def blob_writer(self, digest: str, size_bytes: int | None = None) -> BlobWriter:
-        """See `BlobStore.writer`."""
-        return self.blobs.writer(digest, size_bytes)
-
-    def add_blob(self, digest: str, chunks: Iterable[bytes], size_bytes: int | None = None) -> Path:
-        """See `BlobStore.add`."""
-        return self.blobs.add(digest, chunks, size_bytes)
 
     def _all(self) -> Iterator[ModelEntry]:
         """All sources in the order in which names are looked up."""

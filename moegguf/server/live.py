@@ -1,7 +1,7 @@
 """`/live`: snapshots of the experts of loaded models, one JSON object per line; `?once=1`: one object for all models.
 
 A line is a snapshot (`moegguf.serving.events.Snapshot`, bytes in base64, the state of its model under `loaded`) or
-`{"loaded_models": [names]}`, sent first, at every change, and every KEEP_ALIVE_S. A snapshot without changes is left
+`{"loaded_models": [names]}`, sent first, at every change, and every HEARTBEAT_S. A snapshot without changes is left
 out. Watching loads no model, and ends with the connection.
 """
 
@@ -22,15 +22,15 @@ from starlette.routing import Route
 
 from moegguf.server.common.errors import HttpError
 from moegguf.server.common.streams import NdjsonResponse, dumps
+from moegguf.serving.events import MAX_SNAPSHOTS_PER_S
 
 if TYPE_CHECKING:
     from moegguf.serving.events import LoadedModel, Snapshot
     from moegguf.serving.manager import ModelManager
 
 DEFAULT_PER_S = 4.0
-MAX_PER_S = 20.0
 POLL_S = 0.5  # between two checks which models are loaded
-KEEP_ALIVE_S = 5.0  # between two lines at most
+HEARTBEAT_S = 5.0  # between two lines at most
 ONCE_S = 2.0  # to wait for a first snapshot
 
 
@@ -51,8 +51,8 @@ def _per_s(text: str | None) -> float:
         value = DEFAULT_PER_S if text is None else float(text)
     except ValueError:
         value = 0.0
-    if not 0 < value <= MAX_PER_S:
-        raise HttpError(400, f"per_s must be a number above 0 and at most {MAX_PER_S:g}, but is {text!r:.40}")
+    if not 0 < value <= MAX_SNAPSHOTS_PER_S:
+        raise HttpError(400, f"per_s must be a number above 0 and at most {MAX_SNAPSHOTS_PER_S:g}, but is {text!r:.40}")
     return value
 
 
@@ -70,7 +70,7 @@ async def current_state(manager: ModelManager) -> list[dict[str, Any]]:
 async def first_snapshot(manager: ModelManager, name: str) -> Snapshot | None:
     """The next snapshot of a model; None when none comes within ONCE_S."""
     try:
-        async with asyncio.timeout(ONCE_S), aclosing(manager.watch(name, MAX_PER_S)) as snapshots:
+        async with asyncio.timeout(ONCE_S), aclosing(manager.watch(name, MAX_SNAPSHOTS_PER_S)) as snapshots:
             return await anext(snapshots, None)
     except TimeoutError:
         return None
@@ -99,7 +99,7 @@ class SnapshotStream:
             while True:
                 loaded = {model.name: model for model in self._manager.loaded()}
                 is_open = self._update_tasks(loaded)
-                if list(loaded) != sent_names or time.monotonic() - sent_names_s > KEEP_ALIVE_S:
+                if list(loaded) != sent_names or time.monotonic() - sent_names_s > HEARTBEAT_S:
                     sent_names, sent_names_s = list(loaded), time.monotonic()
                     yield _line({"loaded_models": sent_names})
                 for snapshot in self._take_latest():

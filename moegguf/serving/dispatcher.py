@@ -63,7 +63,7 @@ class Dispatcher:
 
     async def unload(self, model: ManagedModel) -> None:
         """Unloads a model after its current answer; returns when its process has ended."""
-        waiter = Waiter(model.entry, model.load_options, model.keep_alive_s, Purpose.UNLOAD)
+        waiter = Waiter(model.entry, model.overrides, model.keep_alive_s, Purpose.UNLOAD)
         model.waiters.insert(0, waiter)
         await self._wait(model, waiter)
 
@@ -230,10 +230,10 @@ class Dispatcher:
     # Tasks.
 
     async def _measure_model(self, model: ManagedModel, waiter: Waiter) -> None:
-        arguments = waiter.entry, waiter.load_options, self._settings, self._limit.bytes(self._used_bytes())
+        arguments = waiter.entry, waiter.overrides, self._settings, self._limit.bytes(self._used_bytes())
         try:
             model.size = await asyncio.to_thread(self._measure, *arguments)
-            model.measured_for, model.entry, model.load_options = waiter, waiter.entry, waiter.load_options
+            model.measured_for, model.entry, model.overrides = waiter, waiter.entry, waiter.overrides
         except (MoeggufError, OSError) as error:
             self._fail(model, waiter, error)
         finally:

@@ -6,12 +6,15 @@ An answer's events are `moegguf.generate.request`'s `PromptProgress` and `Delta`
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import datetime
 from typing import Any
 
 from moegguf.engine.stats import Stats
+from moegguf.generate.options import LOAD_PARAMETERS
 from moegguf.generate.request import Delta, PromptProgress, Timing
+
+MAX_SNAPSHOTS_PER_S = 20.0
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,12 @@ class LoadOverrides:
     n_batch: int | None = None
     n_threads: int | None = None
     expert_cache: str | None = None
+
+    @classmethod
+    def of(cls, parameters: Mapping[str, Any]) -> LoadOverrides:
+        """Those among Ollama's options; None and 0 mean the server's setting."""
+        known = {ours: parameters.get(name) for name, ours in LOAD_PARAMETERS.items()}
+        return cls(**{f.name: known[f.name] or None for f in fields(cls)})
 
 
 @dataclass(frozen=True)

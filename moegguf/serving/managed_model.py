@@ -22,8 +22,6 @@ from moegguf.serving.wire import Ready
 if TYPE_CHECKING:
     from moegguf.serving.worker_process import WorkerProcess
 
-LOAD_PARAMETERS = {"num_ctx": "n_ctx", "num_batch": "n_batch", "num_thread": "n_threads"}  # Ollama's names: ours
-
 _tickets = itertools.count(1)
 
 
@@ -49,7 +47,7 @@ class Waiter:
     """A request that waits for a model and, once granted, uses it. `ticket`: order of arrival over all models."""
 
     entry: ModelEntry
-    load_options: LoadOverrides
+    overrides: LoadOverrides
     keep_alive_s: float
     purpose: Purpose = Purpose.EXCLUSIVE
     on_progress: Callable[[float], object] = lambda fraction: None
@@ -69,14 +67,14 @@ class Waiter:
             self.granted.set_exception(error)
 
     def same_load(self, other: Waiter) -> bool:
-        """Whether both need the same files with the same load options."""
-        return self.load_options == other.load_options and self.entry.files == other.entry.files
+        """Whether both need the same files with the same overrides."""
+        return self.overrides == other.overrides and self.entry.files == other.entry.files
 
 
-def with_entry_parameters(entry: ModelEntry, load_options: LoadOverrides) -> LoadOverrides:
-    """`load_options`, with the entry's own parameters where they are None."""
-    own = {ours: entry.parameters[key] for key, ours in LOAD_PARAMETERS.items() if entry.parameters.get(key)}
-    return replace(load_options, **{name: value for name, value in own.items() if getattr(load_options, name) is None})
+def with_entry_parameters(entry: ModelEntry, overrides: LoadOverrides) -> LoadOverrides:
+    """`overrides`, with the entry's own parameters where they are None."""
+    own = vars(LoadOverrides.of(entry.parameters))
+    return replace(overrides, **{name: value for name, value in own.items() if getattr(overrides, name) is None})
 
 
 class ManagedModel:
@@ -92,7 +90,7 @@ class ManagedModel:
         self.expiry: asyncio.TimerHandle | None = None
         self.expires_s = math.inf  # of the event loop's clock, when `expiry` is set
         self.process: WorkerProcess | None = None
-        self.load_options = LoadOverrides()  # of the waiter that it was loaded for
+        self.overrides = LoadOverrides()  # of the waiter that it was loaded for
         self.ready = Ready(n_ctx=0)
         self.size: ModelSize | None = None  # measured for `measured_for`
         self.measured_for: Waiter | None = None
@@ -143,13 +141,13 @@ class ManagedModel:
         self.state, self.process, self.size, self.size_bytes = State.ABSENT, None, None, 0
 
     def serves(self, waiter: Waiter) -> bool:
-        """Whether the loaded model has the files and load options that `waiter` needs; else it is loaded again."""
+        """Whether the loaded model has the files and overrides that `waiter` needs; else it is loaded again."""
         if waiter.entry.digest != self.entry.digest or waiter.entry.files != self.entry.files:
             return False
-        given = {name: value for name, value in vars(waiter.load_options).items() if value is not None}
+        given = {name: value for name, value in vars(waiter.overrides).items() if value is not None}
         # A context longer than the model's own was cut: a request for the same length needs no reload.
-        actual = {"n_ctx": self.ready.n_ctx, "n_batch": self.load_options.n_batch or DEFAULT_BATCH_TOKENS}
-        return all(value in (getattr(self.load_options, name), actual.get(name)) for name, value in given.items())
+        actual = {"n_ctx": self.ready.n_ctx, "n_batch": self.overrides.n_batch or DEFAULT_BATCH_TOKENS}
+        return all(value in (getattr(self.overrides, name), actual.get(name)) for name, value in given.items())
 
     def status(self, loop_time_s: float) -> LoadedModel:
         """Its current state and statistics, as last reported by its process. It must be loaded."""

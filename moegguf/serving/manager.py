@@ -59,7 +59,7 @@ class ModelManager:
     def lease(
         self,
         name: str | ModelEntry,
-        load_options: LoadOverrides = LoadOverrides(),
+        overrides: LoadOverrides = LoadOverrides(),
         keep_alive_s: float | None = None,
         *,
         will_answer: bool = True,
@@ -80,20 +80,20 @@ class ModelManager:
             entry = await self._find(name)
             idle_s = self._settings.keep_alive_s if keep_alive_s is None else keep_alive_s
             purpose = Purpose.EXCLUSIVE if will_answer else Purpose.SHARED
-            return Waiter(entry, with_entry_parameters(entry, load_options), idle_s, purpose, on_progress)
+            return Waiter(entry, with_entry_parameters(entry, overrides), idle_s, purpose, on_progress)
 
         return Lease(self._dispatcher, new_waiter)
 
     async def load(
         self,
         name: str | ModelEntry,
-        load_options: LoadOverrides = LoadOverrides(),
+        overrides: LoadOverrides = LoadOverrides(),
         keep_alive_s: float | None = None,
         *,
         on_progress: OnProgress = _ignore,
     ) -> LoadedModel:
         """Loads a model, or restarts the keep-alive time of a loaded one. Raises what entering a lease raises."""
-        async with self.lease(name, load_options, keep_alive_s, will_answer=False, on_progress=on_progress) as lease:
+        async with self.lease(name, overrides, keep_alive_s, will_answer=False, on_progress=on_progress) as lease:
             return lease.loaded
 
     async def unload(self, name: str | ModelEntry) -> bool:
@@ -111,10 +111,12 @@ class ModelManager:
         loaded = [m.status(now_s) for m in models if m.state in (State.READY, State.STOPPING) and m.process is not None]
         return sorted(loaded, key=lambda m: m.expires.timestamp() if m.expires else math.inf, reverse=True)
 
-    async def watch(self, name: str | None = None, per_s: float = 4.0) -> AsyncGenerator[Snapshot]:
-        """Snapshots of a model, or of the most recently used one; waits while it is not loaded, ends when the manager
-        closes. Raises ModelNotFoundError, ModelNameError."""
-        canonical = (await self._find(name)).name if name is not None else None
+    async def watch(self, name: str, per_s: float) -> AsyncGenerator[Snapshot]:
+        """`per_s` snapshots a second of a model; waits while it is not loaded, ends when the manager closes.
+
+        Raises ModelNotFoundError, ModelNameError.
+        """
+        canonical = (await self._find(name)).name
         try:
             with self._subscribers.subscribe(canonical, per_s) as subscriber:
                 self._dispatcher.dispatch()

@@ -8,16 +8,14 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 from moegguf.engine.machine import Memory, read_memory
-from moegguf.engine.memory import choose_context
-from moegguf.engine.plan import MARGIN_BYTES, MARGIN_SHARE, Plan, make_plan
+from moegguf.engine.memory import choose_context, pooling_batch_tokens
+from moegguf.engine.plan import Plan, make_plan, margin_bytes
 from moegguf.errors import BudgetError
-from moegguf.gguf.experts import ExpertLayout, read_layout
-from moegguf.gguf.reader import GGML_TYPES
+from moegguf.gguf.reader import ggml_type
+from moegguf.models.details import layout_of
 from moegguf.models.entry import ModelEntry
 from moegguf.quantities import ExpertCache, format_bytes, parse_expert_cache
 from moegguf.serving.events import LoadOverrides
@@ -25,7 +23,6 @@ from moegguf.serving.wire import LoadConfig
 from moegguf.settings import Settings, read_environment
 
 DEFAULT_BATCH_TOKENS = 512
-MAX_POOLING_BATCH_TOKENS = 2048
 _UNLIMITED = 1 << 62
 
 
@@ -108,21 +105,21 @@ class MemoryLimit:
 
 
 def _without_margin(n_bytes: int) -> int:
-    return max(0, n_bytes - max(int(n_bytes * MARGIN_SHARE), MARGIN_BYTES))
+    return max(0, n_bytes - margin_bytes(n_bytes))
 
 
-def measure(entry: ModelEntry, load_options: LoadOverrides, settings: Settings, limit_bytes: int) -> ModelSize:
-    """The memory that `entry` needs when loaded with `load_options`. Reads headers: call it from a thread.
+def measure(entry: ModelEntry, overrides: LoadOverrides, settings: Settings, limit_bytes: int) -> ModelSize:
+    """The memory that `entry` needs when loaded with `overrides`. Reads headers: call it from a thread.
 
     Raises ModelFormatError, ModelNotFoundError, BudgetError, OptionError.
     """
-    layout = _layout(entry.path)
+    layout = layout_of(entry.path)
     flash_attn = bool(settings.flash_attention) or settings.kv_cache_type != "f16"
-    kv_type = _ggml_type(settings.kv_cache_type) if settings.kv_cache_type != "f16" else None
+    kv_type = ggml_type(settings.kv_cache_type) if settings.kv_cache_type != "f16" else None
     limit = Memory(limit_bytes, limit_bytes, "the models' budget")
-    n_ctx = choose_context(layout, load_options.n_ctx or settings.n_ctx, limit)
+    n_ctx = choose_context(layout, overrides.n_ctx or settings.n_ctx, limit)
     embedding = is_embedding(layout.metadata)
-    n_batch, n_ubatch = _batch_sizes(load_options, n_ctx, embedding)
+    n_batch, n_ubatch = _batch_sizes(overrides, n_ctx, embedding)
     options: dict[str, Any] = {"n_ctx": n_ctx, "n_ubatch": n_ubatch, "flash_attn": flash_attn}
     if kv_type is not None:
         options |= {"type_k": kv_type, "type_v": kv_type}
@@ -137,7 +134,7 @@ def measure(entry: ModelEntry, load_options: LoadOverrides, settings: Settings, 
             n_ctx=n_ctx,
             n_batch=n_batch,
             n_ubatch=n_ubatch,
-            n_threads=load_options.n_threads,
+            n_threads=overrides.n_threads,
             expert_cache_bytes=chosen.budget_bytes if layout.is_moe else None,
             type_k=kv_type,
             type_v=kv_type,
@@ -146,7 +143,7 @@ def measure(entry: ModelEntry, load_options: LoadOverrides, settings: Settings, 
             verbose=settings.debug,
         )
 
-    wanted = plan(parse_expert_cache(load_options.expert_cache or read_environment().expert_cache))
+    wanted = plan(parse_expert_cache(overrides.expert_cache or read_environment().expert_cache))
     if not layout.is_moe:
         return ModelSize(wanted.total_bytes, wanted.total_bytes, lambda _: wanted, load_config)
     plans = _PlansBySlots(plan, wanted.n_slots, wanted.slot_bytes)
@@ -174,27 +171,13 @@ class _PlansBySlots:
             return 0
 
 
-def _batch_sizes(load_options: LoadOverrides, n_ctx: int, embedding: bool) -> tuple[int, int]:
+def _batch_sizes(overrides: LoadOverrides, n_ctx: int, embedding: bool) -> tuple[int, int]:
     """(n_batch, n_ubatch). A model that pools needs all tokens of a text in one pass."""
-    default = min(n_ctx, MAX_POOLING_BATCH_TOKENS) if embedding else DEFAULT_BATCH_TOKENS
-    n_batch = load_options.n_batch or default
+    default = pooling_batch_tokens(n_ctx) if embedding else DEFAULT_BATCH_TOKENS
+    n_batch = overrides.n_batch or default
     return n_batch, n_batch if embedding else min(DEFAULT_BATCH_TOKENS, n_batch)
 
 
 def is_embedding(metadata: Mapping[str, Any]) -> bool:
     """Whether the model is an embedding model: its GGUF header has a pooling type."""
     return bool(metadata.get(f"{metadata.get('general.architecture')}.pooling_type"))
-
-
-def _layout(path: Path) -> ExpertLayout:
-    stat = path.stat() if path.exists() else None
-    return _layout_of(path, stat and stat.st_mtime_ns, stat and stat.st_size)
-
-
-@lru_cache(maxsize=16)
-def _layout_of(path: Path, mtime_ns: int | None, n_bytes: int | None) -> ExpertLayout:
-    return read_layout(path)
-
-
-def _ggml_type(name: str) -> int:
-    return next(number for number, (known, *_) in GGML_TYPES.items() if known.lower() == name)

@@ -10,9 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from moegguf.engine.llama import Llama
-from moegguf.serving.events import Snapshot
+from moegguf.serving.events import MAX_SNAPSHOTS_PER_S, Snapshot
 
-MAX_PER_S = 20.0
 _MAX_COUNT = 255
 
 Uint32s = npt.NDArray[np.uint32]
@@ -37,7 +36,7 @@ class SnapshotSender:
         self._previous_tokens = (0, time.monotonic())
 
     def watch(self, per_s: float) -> None:
-        """Sends `per_s` snapshots a second from now on, at most MAX_PER_S; 0 stops."""
+        """Sends `per_s` snapshots a second from now on, at most MAX_SNAPSHOTS_PER_S; 0 stops."""
         self.close()
         if per_s <= 0:
             return
@@ -46,7 +45,7 @@ class SnapshotSender:
             session.store.watch(True)
             self._previous = session.store.activity()
         self._stop = threading.Event()
-        interval_s = 1 / min(per_s, MAX_PER_S)
+        interval_s = 1 / min(per_s, MAX_SNAPSHOTS_PER_S)
         self._thread = threading.Thread(
             target=self._run, args=(self._stop, interval_s), name="moegguf-snapshots", daemon=True
         )

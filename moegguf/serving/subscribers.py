@@ -14,9 +14,9 @@ MAX_QUEUED_SNAPSHOTS = 8  # for a slow subscriber: the oldest are dropped
 
 
 class Subscriber:
-    """Snapshots of one model, or with `name` None of the most recently used one. `per_s`: rate per second."""
+    """Snapshots of one model. `per_s`: rate per second."""
 
-    def __init__(self, name: str | None, per_s: float) -> None:
+    def __init__(self, name: str, per_s: float) -> None:
         self.name = name
         self.per_s = per_s
         self._snapshots: asyncio.Queue[Snapshot | None] = asyncio.Queue()
@@ -38,10 +38,9 @@ class Subscribers:
     def __init__(self) -> None:
         self._subscribers: set[Subscriber] = set()
         self._rates: dict[WorkerProcess, float] = {}
-        self._most_recent: str | None = None
 
     @contextmanager
-    def subscribe(self, name: str | None, per_s: float) -> Iterator[Subscriber]:
+    def subscribe(self, name: str, per_s: float) -> Iterator[Subscriber]:
         """A subscriber that is registered inside the `with` block."""
         subscriber = Subscriber(name, per_s)
         self._subscribers.add(subscriber)
@@ -53,16 +52,15 @@ class Subscribers:
     def publish(self, snapshot: Snapshot) -> None:
         """Queues a snapshot for every subscriber of its model."""
         for subscriber in self._subscribers:
-            if snapshot.model == (self._most_recent if subscriber.name is None else subscriber.name):
+            if snapshot.model == subscriber.name:
                 subscriber.put(snapshot)
 
     def update_rates(self, models: Iterable[ManagedModel]) -> None:
         """Sets each worker's snapshot rate to the highest that a subscriber of its model wants, 0 without any."""
         ready = {m: m.process for m in models if m.state is State.READY and m.process is not None}
-        self._most_recent = max(ready, key=lambda m: m.last_used_s).name if ready else None
         rates: dict[WorkerProcess, float] = {}
         for model, process in ready.items():
-            wanted = [s.per_s for s in self._subscribers if (s.name or self._most_recent) == model.name]
+            wanted = [s.per_s for s in self._subscribers if s.name == model.name]
             rates[process] = max(wanted, default=0.0)
             if rates[process] != self._rates.get(process, 0.0):
                 process.send("watch", per_s=rates[process])

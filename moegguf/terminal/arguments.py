@@ -9,9 +9,10 @@ from typing import Any
 
 import typer
 
+from moegguf.generate.options import THINK_LEVELS
+
 MAX_SCHEMA_BYTES = 1 << 20
 THINK_SWITCHES = {"true": True, "false": False}
-THINK_LEVELS = ("low", "medium", "high", "max")
 
 
 def parse_think(text: str) -> bool | str:

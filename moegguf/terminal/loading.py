@@ -27,14 +27,14 @@ class LoadOptions:
     """How a model is loaded. None: moegguf's default. verbose: 1 prints statistics, 2 also llama.cpp's log."""
 
     expert_cache: str | None = None
-    threads: int | None = None
-    ctx: int | None = None
+    n_threads: int | None = None
+    n_ctx: int | None = None
     verbose: int = 0
     policy: str = "auto"
     predictor: str | None = None
     prefetch: bool | None = None
-    batch: int | None = None
-    gpu_layers: int | None = None
+    n_batch: int | None = None
+    n_gpu_layers: int | None = None
 
 
 def find_or_pull(name: str) -> ModelEntry:
@@ -147,17 +147,14 @@ def context_size(layout: ExpertLayout, requested: int | None) -> int:
 
 def _llama_arguments(layout: ExpertLayout, options: LoadOptions) -> dict[str, Any]:
     """Keyword arguments for `Llama`."""
-    arguments: dict[str, Any] = {
+    given = {"n_batch": options.n_batch, "n_gpu_layers": options.n_gpu_layers}
+    return {
         "expert_cache": options.expert_cache,
         "policy": options.policy,
         "predictor": options.predictor,
         "prefetch": options.prefetch,
-        "n_ctx": context_size(layout, options.ctx),
-        "n_threads": options.threads,
+        "n_ctx": context_size(layout, options.n_ctx),
+        "n_threads": options.n_threads,
         "verbose": options.verbose > 1,
+        **{name: value for name, value in given.items() if value is not None},
     }
-    if options.batch is not None:
-        arguments["n_batch"] = options.batch
-    if options.gpu_layers is not None:
-        arguments["n_gpu_layers"] = options.gpu_layers
-    return arguments

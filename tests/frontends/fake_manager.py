@@ -124,14 +124,14 @@ class FakeManager:
     async def lease(
         self,
         model: str | ModelEntry,
-        load_options: LoadOverrides = LoadOverrides(),
+        overrides: LoadOverrides = LoadOverrides(),
         keep_alive_s: float | None = None,
         *,
         will_answer: bool = True,
         on_progress: Any = None,
     ) -> AsyncIterator[FakeLease]:
         entry = self.catalog.find(model) if isinstance(model, str) else model
-        self.leases.append((entry.name, load_options, keep_alive_s, will_answer))
+        self.leases.append((entry.name, overrides, keep_alive_s, will_answer))
         if self.enter_error:
             raise self.enter_error
         self.there[entry.name] = entry
@@ -144,12 +144,12 @@ class FakeManager:
     async def load(
         self,
         name: str,
-        load_options: LoadOverrides = LoadOverrides(),
+        overrides: LoadOverrides = LoadOverrides(),
         keep_alive_s: float | None = None,
         *,
         on_progress: Any = None,
     ) -> LoadedModel:
-        async with self.lease(name, load_options, keep_alive_s, will_answer=False) as lease:
+        async with self.lease(name, overrides, keep_alive_s, will_answer=False) as lease:
             return lease.loaded
 
     async def unload(self, name: str) -> bool:
@@ -162,7 +162,7 @@ class FakeManager:
     def loaded(self) -> list[LoadedModel]:
         return [self.status(entry) for entry in self.there.values()]
 
-    async def watch(self, name: str | None = None, per_s: float = 4.0) -> AsyncGenerator[Snapshot]:
+    async def watch(self, name: str, per_s: float) -> AsyncGenerator[Snapshot]:
         for snapshot in self.snapshots:
             yield snapshot
 
@@ -179,13 +179,13 @@ class FedManager(FakeManager):
 
     def __init__(self, *names: str) -> None:
         super().__init__(FakeCatalog(*(entry_of(demo_path(), name) for name in names or ("demo:latest",))))
-        self.feeds: dict[str | None, asyncio.Queue[Snapshot | Exception | None]] = {}
+        self.feeds: dict[str, asyncio.Queue[Snapshot | Exception | None]] = {}
         self.n_watching = 0
 
-    def feed(self, name: str | None) -> asyncio.Queue[Snapshot | Exception | None]:
+    def feed(self, name: str) -> asyncio.Queue[Snapshot | Exception | None]:
         return self.feeds.setdefault(name, asyncio.Queue())
 
-    async def watch(self, name: str | None = None, per_s: float = 4.0) -> AsyncGenerator[Snapshot]:
+    async def watch(self, name: str, per_s: float) -> AsyncGenerator[Snapshot]:
         self.n_watching += 1
         try:
             while (snapshot := await self.feed(name).get()) is not None:
@@ -206,7 +206,7 @@ class BusyManager(FakeManager):
         super().__init__(FakeCatalog(entry_of(demo_path())))
         self.there["demo:latest"] = self.catalog.find("demo")
 
-    async def watch(self, name: str | None = None, per_s: float = 4.0) -> AsyncGenerator[Snapshot]:
+    async def watch(self, name: str, per_s: float) -> AsyncGenerator[Snapshot]:
         tokens = 0
         while True:
             tokens += 1

@@ -178,7 +178,7 @@ def test_invalid_values_of_parameters(name: str, word: str) -> None:
 def test_parameters_set_sampling_and_load_options() -> None:
     parameters = {"seed": -1, "num_predict": 9, "stop": ["x"], "num_ctx": 512, "numa": True, "top_k": 3}
     assert sampling_with(Sampling(seed=4), parameters) == Sampling(max_tokens=9, stop=("x",), top_k=3)
-    options = LoadOptions(expert_cache="50%", threads=2)
-    assert load_options_with(options, parameters) == LoadOptions(expert_cache="50%", threads=2, ctx=512)
+    options = LoadOptions(expert_cache="50%", n_threads=2)
+    assert load_options_with(options, parameters) == LoadOptions(expert_cache="50%", n_threads=2, n_ctx=512)
     assert load_options_with(options, {"num_thread": 0, "num_gpu": -1}) == LoadOptions(expert_cache="50%")
-    assert load_options_with(options, {"num_gpu": 0}).gpu_layers == 0
+    assert load_options_with(options, {"num_gpu": 0}).n_gpu_layers == 0

@@ -251,7 +251,7 @@ def test_once_is_all_models_as_one_object() -> None:
     assert ask("/live?once=1", manager=manager).json() == {"models": []}
     manager.put_in_memory()
     manager.snapshots = [SNAPSHOT]
-    manager.watch = lambda name=None, per_s=4.0: FakeManager.watch(manager, name, per_s)  # type: ignore[assignment]
+    manager.watch = lambda name, per_s: FakeManager.watch(manager, name, per_s)  # type: ignore[assignment]
     [model] = ask("/live?once=1", manager=manager).json()["models"]
     assert (model["name"], model["n_ctx"], model["stats"]["tokens"]) == ("demo:latest", 4096, 3)
     assert base64.b64decode(model["snapshot"]["state"]) == SNAPSHOT.state

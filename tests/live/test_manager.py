@@ -76,9 +76,9 @@ async def rest_of(events: AsyncIterator[Any]) -> list[Any]:
 
 
 async def generate(
-    manager: ModelManager, name: str, generation: GenerationRequest, load_options: LoadOverrides = ONE_THREAD
+    manager: ModelManager, name: str, generation: GenerationRequest, overrides: LoadOverrides = ONE_THREAD
 ) -> str:
-    async with manager.lease(name, load_options) as lease:
+    async with manager.lease(name, overrides) as lease:
         return (await answer_and_timing(lease, generation))[0]
 
 
@@ -191,7 +191,7 @@ async def test_vectors_and_tokens_through_a_lease(files: Files) -> None:
 @in_loop
 async def test_views_of_a_real_model(files: Files) -> None:
     async with running_manager(files) as manager:
-        snapshots = aiter(manager.watch(per_s=20))
+        snapshots = aiter(manager.watch("a", 20))
         first = asyncio.ensure_future(anext(snapshots))
         await generate(manager, "a", story(1))
         snapshot = await first

@@ -48,7 +48,8 @@ class FakeModel:
     def matrix_bytes(self, index: int, expert: int) -> bytes:
         """What the file holds for one matrix of one expert."""
         m = self.layout.matrices[index]
-        return self.contents[m.shard][m.expert_offset(expert) : m.expert_offset(expert) + m.expert_bytes]
+        at = m.offset + expert * m.expert_bytes
+        return self.contents[m.shard][at : at + m.expert_bytes]
 
     def check(self, store: Store, il: int, expert_ids: npt.ArrayLike, slot_ids: npt.ArrayLike) -> None:
         """Asserts that the slots given out at a gate hold exactly the file's bytes, and that nobody shares one."""

@@ -18,7 +18,7 @@ from moegguf.models.recipe import Recipe
 allowed = tuple(sys.argv[1].split(":"))
 catalog, opened = Catalog(paths=False), []
 calls = [
-    catalog.find, catalog.remove, catalog.has_blob, catalog.blob_path, catalog.blob_writer,
+    catalog.find, catalog.remove, catalog.blobs.has, catalog.blobs.path, catalog.blobs.writer,
     lambda name: catalog.copy(name, "x"), lambda name: catalog.copy("demo", name),
     lambda name: catalog.create("x", Recipe(from_=name)), lambda name: catalog.create(name, Recipe(from_="demo")),
     lambda name: catalog.create("x", Recipe(files={"x.gguf": name})),

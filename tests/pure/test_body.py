@@ -187,13 +187,13 @@ def test_options_out_of_their_range_or_type_are_refused(options: dict[str, Any])
     assert f"options.{name}" in refusal(json.dumps({"model": "x", "options": options}).encode(), ChatRequest)
 
 
-def test_options_become_sampling_and_load_options(caplog: pytest.LogCaptureFixture) -> None:
+def test_options_become_sampling_and_overrides(caplog: pytest.LogCaptureFixture) -> None:
     options = parse(
         Options, num_ctx=4096.0, num_thread=0, num_predict=-1, seed=-1, top_k=5, stop=["a", ""], moe_cache_ram="1GiB",
         temperature=0, tfs_z=1, mirostat=0, use_mlock=True, num_gpu=None,
     )  # fmt: skip
     assert not caplog.records
-    sampling, load = options.sampling(), options.load_options()
+    sampling, load = options.sampling(), options.overrides()
     assert (sampling.top_k, sampling.temperature, sampling.stop) == (5, 0, ("a",))
     assert (sampling.max_tokens, sampling.seed, sampling.top_p) == (None, None, 0.9)
     assert (load.n_ctx, load.n_threads, load.n_batch, load.expert_cache) == (4096, None, None, "1GiB")

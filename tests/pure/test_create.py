@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from catalog_helpers import cache, files_of, names, send, set_folders
+from catalog_helpers import add_blob, cache, files_of, names, send, set_folders
 
 from moegguf.errors import ModelFormatError, ModelNameError, ModelNotFoundError, OptionError, PullError
 from moegguf.models import blobs
@@ -99,11 +99,11 @@ def test_recipes_that_cannot_be_followed(catalog: Catalog) -> None:
 def test_a_model_of_blobs(catalog: Catalog, tiny: Any) -> None:
     data = tiny().read_bytes()
     digest = send(catalog, data)
-    assert catalog.has_blob(digest) and catalog.blob_path(digest.replace(":", "-")).read_bytes() == data
+    assert catalog.blobs.has(digest) and catalog.blobs.path(digest.replace(":", "-")).read_bytes() == data
     entry = catalog.create("sent", Recipe(files={"tiny.gguf": digest}, system="Hi"))
     assert entry.path.read_bytes() == data and entry.path.name == "tiny.gguf"
     assert (entry.digest, entry.size_bytes) == (digest[7:], len(data))
-    assert entry.path.stat().st_ino == catalog.blob_path(digest).stat().st_ino
+    assert entry.path.stat().st_ino == catalog.blobs.path(digest).stat().st_ino
     assert details(entry).n_expert > 0
     catalog.copy("sent", "other")
     catalog.remove("sent")
@@ -135,14 +135,14 @@ def test_what_is_no_model_gets_no_name(catalog: Catalog, tiny: Any) -> None:
 def test_a_blob_is_its_digest_or_nothing(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
     digest = f"sha256:{hashlib.sha256(b'abc').hexdigest()}"
     with pytest.raises(ModelFormatError, match="was announced"):
-        catalog.add_blob(digest, [b"ab", b"d"])
-    assert not catalog.has_blob(digest)
+        add_blob(catalog, digest, [b"ab", b"d"])
+    assert not catalog.blobs.has(digest)
     with pytest.raises(ZeroDivisionError):
-        catalog.add_blob(digest, (bytes(1 // n) for n in (1, 0)))
+        add_blob(catalog, digest, (bytes(1 // n) for n in (1, 0)))
     assert files_of(data_folder()) == []
     monkeypatch.setattr(blobs, "free_bytes", lambda folder: 1 << 20)
     with pytest.raises(PullError, match=r"needs 2\.00GiB .* has 1\.00MiB free"):
-        catalog.add_blob(digest, iter(()), 2 << 30)
+        add_blob(catalog, digest, iter(()), 2 << 30)
     monkeypatch.undo()
 
 
@@ -151,7 +151,8 @@ def test_a_full_disk_keeps_no_blob(catalog: Catalog, tmp_path: Path) -> None:
         "import resource, signal, sys\nfrom moegguf.models.catalog import Catalog\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
-        "Catalog().add_blob('sha256:' + '0' * 64, (bytes(50_000) for _ in range(10)))\n"
+        "with Catalog().blobs.writer('sha256:' + '0' * 64) as writer:\n"
+        "    for _ in range(10):\n        writer.write(bytes(50_000))\n    writer.commit()\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert "PullError" in done.stderr and "cannot be written" in done.stderr
@@ -163,10 +164,10 @@ def test_what_a_dead_writer_left_is_swept_and_a_live_one_s_is_not(catalog: Catal
     folder = data_folder() / "blobs"
     folder.mkdir(parents=True)
     (folder / ".dead.partial").write_bytes(b"x")
-    with catalog.blob_writer(digest) as live:
+    with catalog.blobs.writer(digest) as live:
         live.write(b"a")
         send(catalog, b"other")
         live.write(b"bc")
         live.commit()
-    assert catalog.has_blob(digest)
+    assert catalog.blobs.has(digest)
     assert len(files_of(folder)) == 2

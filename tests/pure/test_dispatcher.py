@@ -21,6 +21,7 @@ from moegguf.errors import (
 from moegguf.generate.request import Delta, GenerationRequest
 from moegguf.serving import worker_process
 from moegguf.serving.events import Done, LoadOverrides
+from moegguf.serving.managed_model import with_entry_parameters
 from moegguf.serving.manager import ModelManager
 
 
@@ -225,7 +226,7 @@ async def test_a_failed_load_fails_all_its_waiters_and_is_tried_once(catalog: Fa
 
 
 @in_loop
-async def test_waiters_with_other_load_options_get_a_load_of_their_own(catalog: FakeCatalog) -> None:
+async def test_waiters_with_other_overrides_get_a_load_of_their_own(catalog: FakeCatalog) -> None:
     catalog.add("d", fail="AllocationError")
     async with manager_of(catalog) as manager:
         loads = [LoadOverrides(n_ctx=n) for n in (1024, 1024, 512)]
@@ -278,6 +279,13 @@ async def test_load_parameters_of_an_entry_are_defaults(catalog: FakeCatalog) ->
         await generate(manager, "a", "say x")
         await generate(manager, "a", "say x", LoadOverrides(n_ctx=512))
     assert [load["n_ctx"] for load in catalog.loads("a")] == [2048, 512]
+
+
+def test_the_expert_cache_of_an_entry_is_a_default_too(catalog: FakeCatalog) -> None:
+    catalog.change("a", parameters={"expert_cache": "50%", "num_thread": 0, "num_gpu": 3})
+    entry = catalog.find("a")
+    assert with_entry_parameters(entry, LoadOverrides(n_ctx=64)) == LoadOverrides(n_ctx=64, expert_cache="50%")
+    assert with_entry_parameters(entry, LoadOverrides(expert_cache="1GiB")) == LoadOverrides(expert_cache="1GiB")
 
 
 @in_loop
@@ -405,21 +413,22 @@ async def test_closing_ends_answers_that_take_too_long(catalog: FakeCatalog, mon
 @in_loop
 async def test_snapshots_are_sent_to_subscribers(catalog: FakeCatalog) -> None:
     async with manager_of(catalog) as manager:
-        named, latest = aiter(manager.watch("b", 3)), aiter(manager.watch())
-        first = [asyncio.ensure_future(anext(snapshots)) for snapshots in (named, latest)]
+        slow, fast, other = (aiter(manager.watch(name, per_s)) for name, per_s in (("b", 3), ("b", 4), ("a", 5)))
+        first = [asyncio.ensure_future(anext(snapshots)) for snapshots in (slow, fast, other)]
         await generate(manager, "a", "say x")
-        assert (await first[1]).model == "a:latest" and not first[0].done()
+        assert (await first[2]).model == "a:latest" and not first[0].done()
         await generate(manager, "b", "say x")
         snapshot = await first[0]
+        assert await first[1] == snapshot
         assert (snapshot.model, snapshot.n_expert, snapshot.state, snapshot.uses) == (
             "b:latest",
             2,
             b"\x00\x02",
             b"\x01\x00",
         )
-        assert snapshot.tokens_per_s in (3, 4)
-        await named.aclose()  # type: ignore[attr-defined]
-    assert [snapshot.model async for snapshot in latest] == ["b:latest"], "and it ends with the manager"
+        assert snapshot.tokens_per_s == 4, "the rate of the fastest"
+        await slow.aclose()  # type: ignore[attr-defined]
+    assert [snapshot async for snapshot in other] == [], "it ends with the manager"
 
 
 @in_loop

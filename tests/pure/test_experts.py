@@ -60,12 +60,12 @@ def test_slices_hold_the_bytes_of_their_expert(tmp_path: Path) -> None:
     data = bytearray(path.read_bytes())
     for i, matrix in enumerate(layout.matrices):
         for e in range(matrix.n_expert):
-            at = matrix.expert_offset(e)
+            at = matrix.offset + e * matrix.expert_bytes
             mark = bytes([i * 8 + e]) * matrix.expert_bytes
             data[at : at + matrix.expert_bytes] = mark
     for i, matrix in enumerate(layout.matrices):  # no two ranges overlap, all lie in the file
         for e in range(matrix.n_expert):
-            at = matrix.expert_offset(e)
+            at = matrix.offset + e * matrix.expert_bytes
             assert set(data[at : at + matrix.expert_bytes]) == {i * 8 + e}
     assert len(data) == path.stat().st_size
 
@@ -216,7 +216,7 @@ def test_damaged_headers_give_a_format_error_or_a_layout(tmp_path: Path) -> None
         except ModelFormatError:
             continue
         for m in layout.matrices:
-            assert m.offset > 0 and m.expert_offset(m.n_expert) <= len(good)
+            assert m.offset > 0 and m.offset + m.n_expert * m.expert_bytes <= len(good)
 
 
 @settings(max_examples=40, deadline=None)
@@ -250,7 +250,7 @@ def test_shards(tmp_path: Path) -> None:
     assert len(layout.shards) == 3 and [m.shard for m in layout.matrices] == [0] * 3 + [1] * 3 + [2] * 3
     assert [layer.il for layer in layout.layers] == [0, 1, 2]
     for m in layout.matrices:
-        assert m.expert_offset(m.n_expert) <= layout.shards[m.shard].n_bytes
+        assert m.offset + m.n_expert * m.expert_bytes <= layout.shards[m.shard].n_bytes
 
 
 def test_path_to_a_later_shard_names_the_first(tmp_path: Path) -> None:

@@ -171,9 +171,9 @@ def test_links_out_of_the_store_are_not_followed(store: Store, tmp_path: Path) -
 def test_a_digest_is_64_hexadecimal_digits_and_nothing_else(store: Store, digest: Any) -> None:
     with pytest.raises(ModelNameError, match="a digest is"):
         OllamaStore(store.folder).blob(digest)
-    for catalog_method in (Catalog().has_blob, Catalog().blob_path):
+    for method in (Catalog().blobs.has, Catalog().blobs.path):
         with pytest.raises(ModelNameError, match="a digest is"):
-            catalog_method(digest)
+            method(digest)
 
 
 def test_nothing_is_ever_written_into_the_store(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

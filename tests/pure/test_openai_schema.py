@@ -168,9 +168,9 @@ def test_openais_keys_override_options_and_those_the_entrys() -> None:
     assert said.sampling == Sampling(temperature=0, top_p=0.25, top_k=7, seed=3)
 
 
-def test_load_options() -> None:
-    assert body().load_options() == LoadOverrides()
-    assert body(options={"num_ctx": 64, "expert_cache": "50%"}).load_options() == LoadOverrides(
+def test_overrides() -> None:
+    assert body().overrides() == LoadOverrides()
+    assert body(options={"num_ctx": 64, "expert_cache": "50%"}).overrides() == LoadOverrides(
         n_ctx=64, expert_cache="50%"
     )
 

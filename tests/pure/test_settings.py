@@ -125,17 +125,14 @@ def test_every_variable_is_read_under_both_names() -> None:
         "KEEP_ALIVE": ("-1", "keep_alive_s", math.inf),
         "ORIGINS": ("http://a, app://*,", "origins", ("http://a", "app://*")),
         "CONTEXT_LENGTH": ("8192", "n_ctx", 8192),
-        "NUM_PARALLEL": ("4", "n_parallel", 4),
         "MAX_LOADED_MODELS": ("2", "max_models", 2),
         "MAX_QUEUE": ("7", "max_queue", 7),
         "LOAD_TIMEOUT": ("90", "load_timeout_s", 90),
         "KV_CACHE_TYPE": ("Q8_0", "kv_cache_type", "q8_0"),
         "FLASH_ATTENTION": ("0", "flash_attention", False),
-        "GPU_OVERHEAD": ("1048576", "gpu_overhead_bytes", 1 << 20),
         "MEMORY": ("8GiB", "memory_bytes", 8 << 30),
         "DEBUG": ("2", "debug", True),
         "NOHISTORY": ("true", "history", False),
-        "NOPRUNE": ("1", "prune", False),
         "API_KEY": ("k", "api_key", "k"),
     }
     for name, (text, field, value) in given.items():
@@ -153,7 +150,7 @@ def test_empty_is_unset_and_quotes_are_taken_off() -> None:
     [
         ("MAX_QUEUE", "many"), ("MAX_QUEUE", "-1"), ("MAX_QUEUE", "9" * 20), ("KV_CACHE_TYPE", "q1"), ("DEBUG", "loud"),
         ("FLASH_ATTENTION", "maybe"), ("KEEP_ALIVE", "soon"), ("MEMORY", "much"), ("MEMORY", "0"), ("HOST", "ftp://x"),
-        ("CONTEXT_LENGTH", "1e9"), ("GPU_OVERHEAD", "-1"), ("LOAD_TIMEOUT", "x"),
+        ("CONTEXT_LENGTH", "1e9"), ("LOAD_TIMEOUT", "x"),
     ],
 )  # fmt: skip
 def test_a_wrong_value_is_an_error_that_names_the_variable(name: str, text: str) -> None:

@@ -1,4 +1,4 @@
-"""Request options of every API, for loading a model and for sampling: Ollama's names and ranges.
+"""What the bodies of every API share: tools, and options for loading and sampling with Ollama's names and ranges.
 
 Unknown options are ignored with a warning in the log; those that Ollama has removed, without one.
 """
@@ -15,18 +15,18 @@ from moegguf.generate.options import RANGES, sampling_with
 from moegguf.generate.request import Message, Sampling
 from moegguf.models.entry import ModelEntry
 from moegguf.models.recipe import PARAMETERS
-from moegguf.quantities import parse_expert_cache
+from moegguf.quantities import parse_duration, parse_expert_cache
 from moegguf.server.common import limits
 from moegguf.server.common.body import Body, explain
 from moegguf.server.common.errors import HttpError
 from moegguf.serving.events import LoadOverrides
-from moegguf.settings import parse_duration
 
 log = logging.getLogger(__name__)
 
 MAX_TOKEN = 2**31 - 1  # llama.cpp's token ids have 32 bits
 KeepAlive = int | float | str | None
 ModelName = Annotated[str, Field(min_length=1, max_length=limits.NAME_CHARS)]
+FunctionName = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 def _integral(value: Any) -> Any:
@@ -85,19 +85,42 @@ class Options(Body):
             log.warning("the option %.60r is unknown and ignored", name)
         return given
 
-    def load_options(self) -> LoadOverrides:
+    def overrides(self) -> LoadOverrides:
         """The options for loading."""
-        cache = self.moe_cache_ram if self.expert_cache is None else self.expert_cache
-        return LoadOverrides(
-            n_ctx=self.num_ctx or None,
-            n_batch=self.num_batch,
-            n_threads=self.num_thread or None,
-            expert_cache=cache if cache is None else str(cache),
-        )
+        return LoadOverrides.of({"expert_cache": self.moe_cache_ram} | self.model_dump(exclude_none=True))
 
     def sampling(self) -> Sampling:
         """The options for sampling; those of `Sampling` where an option is None."""
         return sampling_with(Sampling(), self.model_dump(exclude_none=True))
+
+
+class Function(Body):
+    """A function and the JSON schema of its arguments."""
+
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(Body):
+    """A tool that the model may call."""
+
+    type: str | None = "function"
+    function: Function
+
+
+class CalledFunction(Body):
+    """`function` of a tool call."""
+
+    name: FunctionName
+    arguments: dict[str, Any] = Field(default_factory=dict)
+
+
+class ToolCall(Body):
+    """A tool call of an earlier answer."""
+
+    id: str | None = None
+    function: CalledFunction
 
 
 def options_of(given: Options | None, entry: ModelEntry) -> Options:

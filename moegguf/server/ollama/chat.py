@@ -68,13 +68,13 @@ async def load_only(request: Request, body: GenerationBody, kind: type[Reply]) -
     state, keep_alive_s = request.app.state, keep_alive_seconds(body.keep_alive)
     entry = await asyncio.to_thread(find, state.catalog, body.model_name)
     reply = kind(entry.name, time.perf_counter_ns())
-    load_options = (body.options or Options()).load_options()
+    overrides = (body.options or Options()).overrides()
 
     async def work() -> dict[str, Any]:
         if keep_alive_s == 0:
             await state.manager.unload(entry.name)
             return reply.without_content("unload")
-        await state.manager.load(entry.name, load_options, keep_alive_s)
+        await state.manager.load(entry.name, overrides, keep_alive_s)
         return reply.without_content("load")
 
     return WholeResponse(work())
@@ -85,12 +85,12 @@ def respond(
 ) -> Response:
     """The reply to `generation`, streamed unless `stream` is false."""
     manager: ModelManager = request.app.state.manager
-    load_options, keep_alive_s = (body.options or Options()).load_options(), keep_alive_seconds(body.keep_alive)
+    overrides, keep_alive_s = (body.options or Options()).overrides(), keep_alive_seconds(body.keep_alive)
     streams = body.stream is not False
 
     async def events() -> AsyncGenerator[Event]:
         async with (
-            manager.lease(entry, load_options, keep_alive_s) as lease,
+            manager.lease(entry, overrides, keep_alive_s) as lease,
             aclosing(lease.answer(generation, stream=streams)) as answer,
         ):
             async for event in answer:

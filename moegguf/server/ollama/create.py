@@ -75,7 +75,7 @@ def recipe_of(body: CreateRequest) -> Recipe:
 async def has_blob(request: Request) -> Response:
     """200 if the blob with this digest exists. Raises HttpError 404."""
     digest = request.path_params["digest"]
-    found = await asyncio.to_thread(request.app.state.catalog.has_blob, digest)
+    found = await asyncio.to_thread(request.app.state.catalog.blobs.has, digest)
     if not found:
         raise HttpError(404, f"blob {digest!r:.80} not found")
     return Response()
@@ -84,12 +84,12 @@ async def has_blob(request: Request) -> Response:
 async def add_blob(request: Request) -> Response:
     """Stores the body under its digest: 201, or 200 if it exists."""
     digest, catalog = request.path_params["digest"], request.app.state.catalog
-    if await asyncio.to_thread(catalog.has_blob, digest):
+    if await asyncio.to_thread(catalog.blobs.has, digest):
         return Response()
     refuse_compressed(request)
     length = request.headers.get("content-length", "")
     size_bytes = int(length) if length.isdecimal() and len(length) < 19 else None
-    writer = await asyncio.to_thread(catalog.blob_writer, digest, size_bytes)
+    writer = await asyncio.to_thread(catalog.blobs.writer, digest, size_bytes)
     with writer:
         await _write(request, writer.write)
         try:

@@ -62,8 +62,8 @@ async def compute(
     state = request.app.state
     entry = await asyncio.to_thread(find, state.catalog, body.model_name)
     truncate = not (isinstance(body, EmbedRequest) and body.truncate is False)
-    load_options, keep_alive_s = (body.options or Options()).load_options(), keep_alive_seconds(body.keep_alive)
-    async with state.manager.lease(entry, load_options, keep_alive_s) as lease:
+    overrides, keep_alive_s = (body.options or Options()).overrides(), keep_alive_seconds(body.keep_alive)
+    async with state.manager.lease(entry, overrides, keep_alive_s) as lease:
         if not texts:
             return entry.name, np.empty((0, 0), np.float32), 0, lease.load_s
         try:

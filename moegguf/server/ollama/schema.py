@@ -6,16 +6,14 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, model_validator
 
-from moegguf.generate.options import MAX_TOKENS
+from moegguf.generate.options import MAX_TOKENS, MAX_TOP_LOGPROBS, THINK_LEVELS
 from moegguf.server.common import limits
 from moegguf.server.common.body import Body
-from moegguf.server.common.options import KeepAlive, Options
-
-LEVELS = ("low", "medium", "high", "max")
+from moegguf.server.common.options import KeepAlive, Options, Tool, ToolCall
 
 
 def _level(value: bool | str | None) -> bool | str | None:
-    if isinstance(value, str) and value not in LEVELS:
+    if isinstance(value, str) and value not in THINK_LEVELS:
         raise ValueError(f'invalid think value: {value[:40]!r} (must be "high", "medium", "low", "max", true or false)')
     return value
 
@@ -47,20 +45,6 @@ class ModelBody(Body):
         return self
 
 
-class CalledFunction(Body):
-    """`function` of a tool call."""
-
-    name: Annotated[str, Field(min_length=1, max_length=256)]
-    arguments: dict[str, Any] = Field(default_factory=dict)
-
-
-class ToolCallBody(Body):
-    """A tool call of an earlier answer."""
-
-    id: Annotated[str | None, Field(max_length=256)] = None
-    function: CalledFunction
-
-
 class ChatMessage(Body):
     """One message; tool calls carry their arguments as an object."""
 
@@ -68,24 +52,9 @@ class ChatMessage(Body):
     content: str | None = None
     thinking: str | None = None
     images: list[Any] | None = None
-    tool_calls: list[ToolCallBody] | None = None
+    tool_calls: list[ToolCall] | None = None
     tool_name: str | None = None
     tool_call_id: str | None = None
-
-
-class Function(Body):
-    """A function and the JSON schema of its arguments."""
-
-    name: Annotated[str, Field(min_length=1, max_length=256)]
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-
-
-class Tool(Body):
-    """A tool that the model may call."""
-
-    type: str | None = "function"
-    function: Function
 
 
 class GenerationBody(ModelBody):
@@ -98,7 +67,7 @@ class GenerationBody(ModelBody):
     keep_alive: KeepAlive = None
     truncate: bool | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int | None, Field(ge=0, le=limits.TOP_LOGPROBS)] = None
+    top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_TOP_LOGPROBS)] = None
 
     @property
     def n_logprobs(self) -> int | None:

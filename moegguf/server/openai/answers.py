@@ -37,7 +37,7 @@ async def _events(
 ) -> AsyncGenerator[Event]:
     state, keep_alive_s = request.app.state, keep_alive_seconds(body.keep_alive)
     async with (
-        state.manager.lease(entry, body.load_options(), keep_alive_s) as lease,
+        state.manager.lease(entry, body.overrides(), keep_alive_s) as lease,
         aclosing(lease.answer(generation, stream=bool(body.stream))) as events,
     ):
         async for event in events:

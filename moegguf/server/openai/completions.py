@@ -9,9 +9,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from moegguf.generate.options import MAX_TOP_LOGPROBS
 from moegguf.generate.request import GenerationRequest
 from moegguf.models.entry import ModelEntry
-from moegguf.server.common import limits
 from moegguf.server.common.body import read_body
 from moegguf.server.common.lookup import check_capabilities, look_up
 from moegguf.server.common.options import MAX_TOKEN
@@ -40,7 +40,7 @@ class CompletionBody(GenerationBody):
     suffix: str | None = None
     echo: bool | None = None
     best_of: Annotated[int, AfterValidator(one_answer)] | None = None
-    logprobs: Annotated[int, Field(ge=0, le=limits.TOP_LOGPROBS)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
 
     def max_answer_tokens(self) -> int | None:
         """`max_tokens`, with OpenAI's default."""
@@ -78,7 +78,7 @@ async def prompt_text(request: Request, entry: ModelEntry, body: CompletionBody)
     """The prompt as text, for `echo`."""
     if isinstance(body.prompt, str):
         return body.prompt
-    async with request.app.state.manager.lease(entry.name, body.load_options(), will_answer=False) as lease:
+    async with request.app.state.manager.lease(entry.name, body.overrides(), will_answer=False) as lease:
         return str(await lease.detokenize(body.prompt))
 
 

@@ -84,8 +84,8 @@ async def embeddings(request: Request) -> Response:
 
 
 async def _embed(request: Request, body: EmbeddingsBody) -> dict[str, Any]:
-    load_options, keep_alive_s = (body.options or Options()).load_options(), keep_alive_seconds(body.keep_alive)
-    async with request.app.state.manager.lease(body.model, load_options, keep_alive_s) as lease:
+    overrides, keep_alive_s = (body.options or Options()).overrides(), keep_alive_seconds(body.keep_alive)
+    async with request.app.state.manager.lease(body.model, overrides, keep_alive_s) as lease:
         found = await lease.embed(body.input, truncate=bool(body.truncate), normalize=True)
         return embeddings_object(lease.entry.name, found, body)
 

@@ -14,17 +14,21 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
 
-from moegguf.generate.options import MAX_SEED, MAX_TOKENS
+from moegguf.generate.options import MAX_SEED, MAX_TOKENS, MAX_TOP_LOGPROBS
 from moegguf.generate.request import GenerationRequest, Message, Sampling
 from moegguf.models.entry import ModelEntry
 from moegguf.server.common import limits
 from moegguf.server.common.body import Body
 from moegguf.server.common.options import (
     MAX_TOKEN,
+    CalledFunction,
+    Function,
     KeepAlive,
     ModelName,
     Options,
     Stop,
+    Tool,
+    ToolCall,
     options_of,
     with_entry_messages,
 )
@@ -96,42 +100,6 @@ def _part_text(part: Any) -> str:
     raise ValueError('a part must be {"type": "text", "text": "..."}')
 
 
-class Function(Body):
-    """A function and the JSON schema of its arguments; additional keys are passed to the chat template."""
-
-    model_config = ConfigDict(extra="allow")
-
-    name: Annotated[str, Field(min_length=1, max_length=256)]
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-
-
-class Tool(Body):
-    """A tool that the model may call."""
-
-    type: Literal["function"] = "function"
-    function: Function
-
-    def as_dict(self) -> dict[str, Any]:
-        """The tool for `GenerationRequest`."""
-        return {"type": "function", "function": self.function.model_dump(exclude_none=True)}
-
-
-class FunctionCall(Body):
-    """`function` of a tool call. `arguments` is sent as JSON text."""
-
-    name: str
-    arguments: Annotated[dict[str, Any], BeforeValidator(lambda text: arguments_of(text))]
-
-
-class ToolCallBody(Body):
-    """A tool call of an earlier answer."""
-
-    id: str | None = None
-    type: Literal["function"] = "function"
-    function: FunctionCall
-
-
 def arguments_of(text: Any) -> Any:
     """A call's arguments, parsed from JSON text. Raises ValueError."""
     if not isinstance(text, str):
@@ -143,6 +111,32 @@ def arguments_of(text: Any) -> Any:
     return value
 
 
+class FunctionWithExtras(Function):
+    """A function whose additional keys are passed to the chat template."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+class OpenAITool(Tool):
+    """A tool that the model may call."""
+
+    type: Literal["function"] = "function"
+    function: FunctionWithExtras
+
+
+class FunctionCall(CalledFunction):
+    """`function` of a tool call. `arguments` is sent as JSON text."""
+
+    arguments: Annotated[dict[str, Any], BeforeValidator(arguments_of)]
+
+
+class OpenAIToolCall(ToolCall):
+    """A tool call of an earlier answer."""
+
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
 class ChatMessage(Body):
     """A message of a conversation."""
 
@@ -151,7 +145,7 @@ class ChatMessage(Body):
     name: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
-    tool_calls: list[ToolCallBody] | None = None
+    tool_calls: list[OpenAIToolCall] | None = None
     tool_call_id: str | None = None
 
     def as_message(self, tool_names: Mapping[str, str]) -> Message:
@@ -280,9 +274,9 @@ class GenerationBody(Body):
         options = options_of(self.options, entry).model_copy(update=named)
         return replace(options.sampling(), logit_bias=self.logit_bias or {})
 
-    def load_options(self) -> LoadOverrides:
+    def overrides(self) -> LoadOverrides:
         """The options for loading."""
-        return (self.options or Options()).load_options()
+        return (self.options or Options()).overrides()
 
     def max_answer_tokens(self) -> int | None:
         """Maximum length of the answer, -1 for no limit, None for the default."""
@@ -300,7 +294,7 @@ class ChatBody(GenerationBody):
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=limits.MESSAGES)]
     max_completion_tokens: Limit | None = None
-    tools: Annotated[list[Tool], Field(max_length=limits.TOOLS)] | None = None
+    tools: Annotated[list[OpenAITool], Field(max_length=limits.TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
@@ -309,7 +303,7 @@ class ChatBody(GenerationBody):
     think: bool | Literal["low", "medium", "high", "max"] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=limits.TOP_LOGPROBS)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
 
     @model_validator(mode="after")
     def _choice_has_tools(self) -> ChatBody:
@@ -358,7 +352,11 @@ class ChatBody(GenerationBody):
         """The tools in the prompt."""
         allowed = isinstance(self.tool_choice, ToolChoice) and self.tool_choice.allowed_tools is not None
         wanted = self._chosen_names()
-        return tuple(tool.as_dict() for tool in self.tools or () if not allowed or tool.function.name in wanted)
+        return tuple(
+            tool.model_dump(exclude_none=True)
+            for tool in self.tools or ()
+            if not allowed or tool.function.name in wanted
+        )
 
     def _tool_choice(self) -> str:
         choice = self.tool_choice
