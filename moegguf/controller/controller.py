@@ -236,7 +236,7 @@ class Controller:
             self._clear_scores()
             warnings.warn(f"the policy {name} {why}; going on with LRU.", stacklevel=2)
 
-    def rest(self) -> None:
+    def pause(self) -> None:
         """Leaves the store to itself for now: what was scored and forecast does not count any more."""
         self._actions.set_scores(None)
         self._actions.set_forecast(None)

@@ -11,15 +11,15 @@ class WatchdogOptions:
     """Length of a trial and its threshold.
 
     period_tokens: length of a period. periods: pairs of periods per decision. gain: share of a token's time that
-    prefetching must save to stay on. rest_tokens: tokens until the next trial, doubled after each up to
-    `longest_rest_tokens`.
+    prefetching must save to stay on. pause_tokens: tokens until the next trial, doubled after each up to
+    `max_pause_tokens`.
     """
 
     period_tokens: int = 24
     periods: int = 4
     gain: float = 0.03
-    rest_tokens: int = 1024
-    longest_rest_tokens: int = 1 << 16
+    pause_tokens: int = 1024
+    max_pause_tokens: int = 1 << 16
 
 
 class Watchdog:
@@ -37,8 +37,8 @@ class Watchdog:
         self.on = False
         self.trials = 0
         self.last_gain: float | None = None  # share of a token's time saved in the last trial
-        self._rest_tokens = 0
-        self._next_rest_tokens = self.options.rest_tokens
+        self._pause_tokens = 0
+        self._next_pause_tokens = self.options.pause_tokens
         self._period: list[int] = []
         self._times_ns: dict[bool, list[float]] = {False: [], True: []}
         self._previous_ns: int | None = None
@@ -48,9 +48,9 @@ class Watchdog:
         previous, self._previous_ns = self._previous_ns, now_ns
         if previous is None:
             return
-        if self._rest_tokens > 0:
-            self._rest_tokens -= 1
-            if self._rest_tokens == 0:
+        if self._pause_tokens > 0:
+            self._pause_tokens -= 1
+            if self._pause_tokens == 0:
                 self.on = False
             return
         self._period.append(now_ns - previous)
@@ -73,7 +73,7 @@ class Watchdog:
         without, with_ = median(self._times_ns[False]), median(self._times_ns[True])
         self._times_ns = {False: [], True: []}
         self.last_gain = 1 - with_ / without if without > 0 else 0.0
-        self._rest_tokens = self._next_rest_tokens
-        self._next_rest_tokens = min(2 * self._next_rest_tokens, self.options.longest_rest_tokens)
+        self._pause_tokens = self._next_pause_tokens
+        self._next_pause_tokens = min(2 * self._next_pause_tokens, self.options.max_pause_tokens)
         self.trials += 1
         self.on = self.last_gain >= self.options.gain

@@ -78,7 +78,7 @@ class LiveController:
     native_policy: str = field(init=False, default=LRU.name)
     choice: ControllerChoice = field(init=False, default_factory=ControllerChoice)
     _listening: bool = field(init=False, default=False)
-    _asleep: bool = field(init=False, default=False)
+    _paused: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         if self.options.is_plain:
@@ -159,13 +159,13 @@ class LiveController:
         if controller is None or controller.watchdog is None:
             return
         controller.count_token(phase, time.perf_counter_ns())
-        if self._asleep and not controller.redundant:
-            self._asleep, self._listening = False, True
+        if self._paused and not controller.redundant:
+            self._paused, self._listening = False, True
             self.session.listeners.add(self)
         elif self._listening and controller.redundant:
-            self._asleep, self._listening = True, False
+            self._paused, self._listening = True, False
             self.session.listeners.remove(self)
-            controller.rest()
+            controller.pause()
 
     def update(self, n_slots: int) -> None:
         """Listens while there is something to decide or to judge: call it when the pool gets `n_slots` slots.
@@ -174,7 +174,7 @@ class LiveController:
         """
         info = self.session.store.info()
         tight = not info["resident"] or n_slots < info["n_experts"]
-        needed = self.controller is not None and (self.options.judge or tight) and not self._asleep
+        needed = self.controller is not None and (self.options.judge or tight) and not self._paused
         if needed and not self._listening:
             self.session.listeners.add(self)
         elif not needed and self._listening:
@@ -182,7 +182,7 @@ class LiveController:
         self._listening = needed
 
     def figures(self) -> dict[str, Any]:
-        """Policy, predictor, prefetch ("off", "on", "resting": it did not pay), the controller's cost and, with
+        """Policy, predictor, prefetch ("off", "on", "paused": it did not pay), the controller's cost and, with
         `judge`, how often predictions were right.
         """
         controller = self.controller
@@ -191,7 +191,7 @@ class LiveController:
         figures: dict[str, Any] = {
             "policy": LRU.name if controller.policy is None else name_of(controller.policy),
             "predictor": "none" if controller.predictor is None else name_of(controller.predictor),
-            "prefetch": "off" if not controller.may_prefetch else "on" if controller.prefetching else "resting",
+            "prefetch": "off" if not controller.may_prefetch else "on" if controller.prefetching else "paused",
             "routing_events": controller.n_events,
             "us_per_event": round(controller.seconds / max(1, controller.n_events) * 1e6, 1),
         }

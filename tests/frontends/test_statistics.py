@@ -88,8 +88,8 @@ def test_policy_and_predictor_have_lines() -> None:
 
 
 def test_measured_savings_of_prefetching_are_shown() -> None:
-    rested = DECIDED | {"prefetch": "resting", "time_saved_by_prefetch": -0.034}
-    assert dict(policy_lines(rested, Stats()))["prefetch"].endswith("saved -3% of the time when measured")
+    paused = DECIDED | {"prefetch": "paused", "time_saved_by_prefetch": -0.034}
+    assert dict(policy_lines(paused, Stats()))["prefetch"].endswith("saved -3% of the time when measured")
 
 
 @pytest.mark.parametrize("decisions", [{}, {"policy": "lru", "predictor": "none", "prefetch": "off"}])

@@ -111,7 +111,7 @@ def test_prefetching_from_the_event_thread_while_the_model_computes(
 
 def test_prefetching_begins_in_doubt(own: Own, load: Load) -> None:
     llm = load(own(), policy="lru", predictor="previous-token", prefetch=True, **TIGHT)
-    assert llm.decisions()["prefetch"] == "resting"
+    assert llm.decisions()["prefetch"] == "paused"
     assert load(own(), policy="lfu", **TIGHT).decisions()["prefetch"] == "off"
 
 
@@ -247,12 +247,12 @@ def test_prefetching_that_does_not_pay_leaves_the_model_alone_until_its_rest_is_
         plain.eval([token])
         assert np.array_equal(llm.scores[llm.n_tokens - 1], plain.scores[plain.n_tokens - 1])
         received.append(controller.n_events)
-    asleep = [before == after for before, after in itertools.pairwise(received)]
-    assert any(asleep), "it rested, and received no events"
-    assert not all(asleep[asleep.index(True) :]), "it woke up for another trial"
-    assert llm.decisions()["prefetch"] in ("resting", "on")
+    idle = [before == after for before, after in itertools.pairwise(received)]
+    assert any(idle), "it paused, and received no events"
+    assert not all(idle[idle.index(True) :]), "it ran another trial"
+    assert llm.decisions()["prefetch"] in ("paused", "on")
 
 
 def _never_pays(watchdog: Watchdog) -> None:
     watchdog._times = {False: [], True: []}
-    watchdog.on, watchdog._rest = False, 10
+    watchdog.on, watchdog._pause_tokens = False, 10

@@ -213,7 +213,7 @@ def test_auto_takes_what_was_measured_to_be_best(path: Path, beside: Path, load:
     assert (found["policy"], found["predictor"], found["prefetch"]) == ("next-use", "skip", "off")
     measure(path, "next-use", "skip", prefetch="previous-token")
     found = load(path, **TIGHT).decisions()
-    assert (found["policy"], found["predictor"], found["prefetch"]) == ("next-use", "previous-token", "resting")
+    assert (found["policy"], found["predictor"], found["prefetch"]) == ("next-use", "previous-token", "paused")
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,7 @@ def test_matrices_that_cannot_be_are_refused(fake: FakeModel, change: dict[str, 
         Store(with_matrix(fake.layout, **change), 4, QUIET)
 
 
-def test_an_offset_beyond_the_file_is_an_error_of_the_gate_that_reads_there(fake: FakeModel) -> None:
+def test_an_offset_beyond_the_file_is_an_error_of_the_event_that_reads_there(fake: FakeModel) -> None:
     store = Store(with_matrix(fake.layout, offset=1 << 40), 4, QUIET)
     lane = store.open_lane()
     with pytest.raises(MoeggufError):
@@ -165,13 +165,13 @@ def test_a_layer_that_does_not_exist_ends_the_pass_and_the_next_one_works(
 
 
 @pytest.mark.parametrize(("n_used", "n_tokens"), [(0, 1), (2, 0), (-1, 1), (2, -1), (1 << 30, 1 << 30)])
-def test_a_gate_of_no_or_impossible_size_is_refused(
+def test_a_event_of_no_or_impossible_size_is_refused(
     fake: FakeModel, open_store: Open, n_used: int, n_tokens: int
 ) -> None:
     store, lane = open_store(fake, 4)
     ids = np.zeros(2, np.int32)
-    gate = library.load().moegguf_lane_acquire
-    assert gate(lane.handle, 0, ids.ctypes.data, n_used, n_tokens, ids.ctypes.data) == library.INVALID
+    event = library.load().moegguf_lane_acquire
+    assert event(lane.handle, 0, ids.ctypes.data, n_used, n_tokens, ids.ctypes.data) == library.INVALID
     fake.token(store, lane, [0, 1])
 
 

@@ -19,10 +19,10 @@ from moegguf.native.store import Lane, Store
 CHILD_TIMEOUT_S = 10
 
 
-def decode(fake: FakeModel, store: Store, lane: Lane, seed: int, n_gates: int, most: int = 2) -> None:
-    """Random gates with checked bytes; lets go of everything at the end, as an engine does after each pass."""
+def decode(fake: FakeModel, store: Store, lane: Lane, seed: int, n_events: int, most: int = 2) -> None:
+    """Random events with checked bytes; lets go of everything at the end, as an engine does after each pass."""
     rng = np.random.default_rng(seed)
-    for n in range(n_gates):
+    for n in range(n_events):
         n_tokens = max(1, most // 2)
         some = rng.permutation(8)[:most]
         fake.acquire(store, lane, n % 4, [rng.permutation(some)[:2] for _ in range(n_tokens)])
@@ -89,18 +89,18 @@ def test_two_stores_at_once_keep_apart(fake: FakeModel, open_store: Open) -> Non
         check_counters({**store.counters()}, n_slots)
 
 
-def test_cancelling_during_a_slow_read_ends_the_gate_within_a_second_and_the_next_one_works(
+def test_cancelling_during_a_slow_read_ends_the_event_within_a_second_and_the_next_one_works(
     fake: FakeModel, open_store: Open
 ) -> None:
     store, lane = open_store(fake, 4)
     library.arm_fault("slow_read", 1, sticky=True)
     with ThreadPoolExecutor(1) as pool:
-        gate = pool.submit(lane.acquire, 0, [0, 1])
+        event = pool.submit(lane.acquire, 0, [0, 1])
         time.sleep(0.1)
         start = time.monotonic()
         store.cancel()
         with pytest.raises(GenerationCancelled):
-            gate.result(5)
+            event.result(5)
         assert time.monotonic() - start < 1
     library.arm_fault("slow_read", 0)
     with pytest.raises(GenerationCancelled):

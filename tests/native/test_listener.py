@@ -1,4 +1,4 @@
-"""Callbacks: on the event thread, in order, never in the way of a gate."""
+"""Callbacks: on the event thread, in order, never in the way of a event."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
-def test_gate_events_come_in_order_with_the_experts_chosen_on_a_thread_of_their_own(
+def test_event_events_come_in_order_with_the_experts_chosen_on_a_thread_of_their_own(
     fake: FakeModel, open_store: Open
 ) -> None:
     store, lane = open_store(fake, 8)
@@ -113,13 +113,13 @@ def test_a_listener_hears_nothing_from_before_it_came(fake: FakeModel, open_stor
     store, lane = open_store(fake, 8)
     over = threading.Event()
 
-    def gates() -> None:
+    def events() -> None:
         n = 0
         while not over.is_set():
             lane.acquire(n % 4, [n % 8, (n + 1) % 8])
             n += 1
 
-    thread = threading.Thread(target=gates)
+    thread = threading.Thread(target=events)
     thread.start()
     stale: list[int] = []
     try:
@@ -154,7 +154,7 @@ def test_callbacks_may_ask_the_store_and_write_scores(fake: FakeModel, open_stor
     assert store.counters()["prefetch_started"] > 0
 
 
-def test_announced_tokens_come_before_their_gates_and_each_pass_knows_its_place_among_them(
+def test_announced_tokens_come_before_their_events_and_each_pass_knows_its_place_among_them(
     fake: FakeModel, open_store: Open
 ) -> None:
     store, lane = open_store(fake, 8)
@@ -188,7 +188,7 @@ def test_announced_tokens_come_before_their_gates_and_each_pass_knows_its_place_
     ]
 
 
-def test_in_lockstep_scores_act_from_the_next_gate_on(fake: FakeModel, open_store: Open) -> None:
+def test_in_lockstep_scores_act_from_the_next_event_on(fake: FakeModel, open_store: Open) -> None:
     def victims(lockstep: bool) -> list[int]:
         store, lane = open_store(fake, 4, simulate=True)
         table = np.zeros(store.shape, np.float32)
@@ -209,7 +209,7 @@ def test_in_lockstep_scores_act_from_the_next_gate_on(fake: FakeModel, open_stor
     assert victims(lockstep=True) == victims(lockstep=True)
 
 
-def test_a_listener_of_everything_makes_the_gate_wait_instead_of_missing_events(
+def test_a_listener_of_everything_makes_the_event_wait_instead_of_missing_events(
     fake: FakeModel, open_store: Open
 ) -> None:
     store, lane = open_store(fake, 8, simulate=True)
@@ -229,19 +229,19 @@ def test_a_listener_of_everything_makes_the_gate_wait_instead_of_missing_events(
     assert store.counters()["events_dropped"] == 0
 
 
-def test_a_gate_that_waits_for_room_ends_when_the_listener_goes(fake: FakeModel, open_store: Open) -> None:
+def test_a_event_that_waits_for_room_ends_when_the_listener_goes(fake: FakeModel, open_store: Open) -> None:
     store, lane = open_store(fake, 8, simulate=True)
     go_on = threading.Event()
     options = ListenOptions(everything=True, lockstep=True)
     store.listen(on_routing=lambda event: go_on.wait(30) and None, options=options)
     done = threading.Event()
 
-    def gates() -> None:
+    def events() -> None:
         for n in range(100):
             lane.acquire(n % 4, [n % 8, (n + 1) % 8])
         done.set()
 
-    thread = threading.Thread(target=gates)
+    thread = threading.Thread(target=events)
     thread.start()
     time.sleep(0.05)
     assert not done.is_set()

@@ -59,12 +59,12 @@ def told(two: FakeModel, open_store: Open) -> Callable[..., tuple[Store, Callabl
         store, lane = open_store(two, n_slots)
         set_policy(store, policy)
 
-        def gate(il: int, *experts: int) -> None:
+        def event(il: int, *experts: int) -> None:
             two.acquire(store, lane, il, [[expert] for expert in experts])
 
         for il, expert in story:
-            gate(il, expert)
-        return store, gate
+            event(il, expert)
+        return store, event
 
     return tell
 
@@ -78,11 +78,11 @@ def there(store: Store) -> set[tuple[int, int]]:
 
 def test_out_goes_the_expert_expected_last(told: Told) -> None:
     """At layer 0: (0, 0) in 1/0.75 - 1 + 1 = 1.33 passes, (1, 0) in 1/0.625 - 1 + 1/2 = 1.1, (1, 1) in 3.5."""
-    store, gate = told()
-    gate(0, 2)
+    store, event = told()
+    event(0, 2)
     assert there(store) == {(0, 0), (1, 0), (0, 2)}
-    store, gate = told(policy=None)
-    gate(0, 2)
+    store, event = told(policy=None)
+    event(0, 2)
     assert there(store) == {(1, 0), (1, 1), (0, 2)}  # the least recently used went
 
 
@@ -92,9 +92,9 @@ def test_out_goes_the_expert_expected_last(told: Told) -> None:
 def test_of_equal_chances_the_layer_whose_turn_is_later_loses(
     told: Told, il: int, distance_weight: float, left: tuple[int, int]
 ) -> None:
-    """The others of the gate's own layer wait for a whole pass; without a phase, recency decides."""
-    store, gate = told(2, rates((1.0,), (1.0,), distance_weight), STORY[:2])
-    gate(il, 7)
+    """The others of the event's own layer wait for a whole pass; without a phase, recency decides."""
+    store, event = told(2, rates((1.0,), (1.0,), distance_weight), STORY[:2])
+    event(il, 7)
     assert there(store) == {(il, 7), left}
 
 
@@ -102,60 +102,60 @@ def test_two_averages_are_added_by_their_weights(told: Told) -> None:
     """Layer 1 saw 1, 1, 1, 0: 0.5 and 0.4375 when halving each token, 1/16 and 3/16 less a bit when fading slowly."""
     story = [(1, 1), (1, 1), (1, 1), (1, 0)]
     for weights, left in (((1.0, 0.0), (1, 0)), ((0.1, 0.9), (1, 1))):
-        store, gate = told(2, rates((1.0, 10.0), weights, 1.0), story)
-        gate(0, 3)
+        store, event = told(2, rates((1.0, 10.0), weights, 1.0), story)
+        event(0, 3)
         assert there(store) == {(0, 3), left}
 
 
 def test_a_pass_of_more_tokens_evicts_by_recency(told: Told) -> None:
-    store, gate = told()
-    gate(0, 2, 2)
+    store, event = told()
+    event(0, 2, 2)
     assert there(store) == {(1, 0), (1, 1), (0, 2)}
 
 
 def test_so_does_its_last_layer_that_computes_one_token_only(told: Told) -> None:
     """(0, 0) falls to 15/64 in the two tokens: 3.77 passes, where (1, 1) would need 4."""
     story = [(0, 0)] * 3 + STORY[1:]
-    store, gate = told(4, story=story)
-    gate(0, 3, 3)
-    gate(1, 2)
+    store, event = told(4, story=story)
+    event(0, 3, 3)
+    event(1, 2)
     assert there(store) == {(1, 0), (1, 1), (0, 3), (1, 2)}
-    store, gate = told(4, story=[*story, (0, 3), (0, 3)])
-    gate(1, 2)
+    store, event = told(4, story=[*story, (0, 3), (0, 3)])
+    event(1, 2)
     assert there(store) == {(0, 0), (1, 0), (0, 3), (1, 2)}
 
 
 def test_rates_come_and_go_at_run_time(told: Told) -> None:
-    store, gate = told()
+    store, event = told()
     set_policy(store, None)
-    gate(0, 2)
+    event(0, 2)
     assert there(store) == {(1, 0), (1, 1), (0, 2)}
-    store, gate = told()
+    store, event = told()
     set_policy(store, HALVING)  # starts again: no use is known, the phase decides, and (0, 0) has the longer way
-    gate(0, 2)
+    event(0, 2)
     assert there(store) == {(1, 0), (1, 1), (0, 2)}
 
 
 def test_a_score_table_comes_before(told: Told) -> None:
-    store, gate = told()
+    store, event = told()
     table = np.zeros(store.shape)
     table[1, 0] = -1
     store.set_scores(table)
-    gate(0, 2)
+    event(0, 2)
     assert there(store) == {(0, 0), (1, 1), (0, 2)}
     store.set_scores(None)
-    gate(0, 3)  # which counted meanwhile: (0, 0) is at 3/8 and (1, 1) still at 1/4
+    event(0, 3)  # which counted meanwhile: (0, 0) is at 3/8 and (1, 1) still at 1/4
     assert (1, 1) not in there(store)
 
 
 def test_a_prefetch_takes_the_place_of_what_is_used_later_only(told: Told) -> None:
-    store, gate = told()
-    gate(0, 2)
+    store, event = told()
+    event(0, 2)
     store.prefetch([1, 1], [1, 6])  # 3.5 passes and never; (0, 0) in 1/0.375 - 1 + 1
     store.drain(5)
     assert there(store) == {(0, 0), (1, 0), (0, 2)}
     assert store.counters()["prefetch_dropped"] == 2
-    gate(0, 2)  # (0, 0) in 5.3 now
+    event(0, 2)  # (0, 0) in 5.3 now
     store.prefetch([1], [1])
     store.drain(5)
     assert there(store) == {(1, 1), (1, 0), (0, 2)}
@@ -192,10 +192,10 @@ NAN, INF = math.nan, math.inf
 def test_rates_that_mean_nothing_are_refused_and_those_in_force_stay(
     told: Told, policy: NativePolicy, rule: str
 ) -> None:
-    store, gate = told()
+    store, event = told()
     with pytest.raises(OptionError, match=rule):
         set_policy(store, policy)
-    gate(0, 2)
+    event(0, 2)
     assert there(store) == {(0, 0), (1, 0), (0, 2)}
 
 
@@ -214,10 +214,10 @@ def test_rates_that_mean_nothing_are_refused_and_those_in_force_stay(
 def test_a_policy_or_parameter_that_does_not_exist_is_refused_with_those_that_do(
     told: Told, name: str, parameters: dict[str, Any], rule: str
 ) -> None:
-    store, gate = told()
+    store, event = told()
     with pytest.raises(OptionError, match=rule):
         store.set_policy(name, **parameters)
-    gate(0, 2)
+    event(0, 2)
     assert there(store) == {(0, 0), (1, 0), (0, 2)}
 
 
@@ -352,7 +352,7 @@ def test_as_many_hits_as_the_python_policy(n_slots: int) -> None:
         Simulation(trace, policy, NoPrediction(SMALL), n_slots, SimOptions(sweep=False)).run() for policy in policies
     )
     assert native.decode.lookups == scored.decode.lookups
-    # A request's first gate has no scores yet where a listener makes them.
+    # A request's first event has no scores yet where a listener makes them.
     assert native.decode.hits == pytest.approx(scored.decode.hits, rel=0.02)
 
 

@@ -12,8 +12,8 @@ from rpc_device import in_child, register
 from moegguf.native.store import Store, StoreOptions
 
 
-def gates_on_rpc(rpc: Path, port: int, fake: FakeModel, n_slots: int) -> dict[str, int]:
-    """Random gates and prefetches with checked bytes; the counters afterwards."""
+def events_on_rpc(rpc: Path, port: int, fake: FakeModel, n_slots: int) -> dict[str, int]:
+    """Random events and prefetches with checked bytes; the counters afterwards."""
     store = Store(fake.layout, n_slots, StoreOptions(device=register(rpc, port)))
     lane = store.open_lane()
     try:
@@ -37,7 +37,7 @@ def gates_on_rpc(rpc: Path, port: int, fake: FakeModel, n_slots: int) -> dict[st
 def test_slots_on_an_rpc_device_hold_the_files_bytes(tmp_path: Path, n_slots: int) -> None:
     types: tuple[Types, ...] = ({"gate": Q4_K, "up": Q4_K, "down": Q6_K}, {"gate_up": Q6_K, "down": Q4_K})
     fake = make_model(tmp_path, n_embd=256, n_ff=256, types=types)
-    counters = in_child(gates_on_rpc, fake, n_slots)
+    counters = in_child(events_on_rpc, fake, n_slots)
     check_counters(counters, n_slots)
     assert counters["evictions"] > 0
     assert counters["prefetch_started"] > 0 or n_slots == 32

@@ -18,7 +18,7 @@ SAME = ("passes", "tokens", "routing_events", "lookups", "hits_ready", "hits_lat
 
 
 def history(fake: FakeModel, open_store: Open, n_slots: int, simulate: bool, scored: bool) -> dict[str, int]:
-    """Counters after random tokens and prompts, with prefetches that are all there before the next gate."""
+    """Counters after random tokens and prompts, with prefetches that are all there before the next event."""
     store, lane = open_store(fake, n_slots, simulate=simulate, readers=1, fill=False)
     rng = np.random.default_rng(7)
     for n in range(200):

@@ -43,9 +43,9 @@ def n_seen(kind: str) -> int:
 
 
 def story(fake: FakeModel, options: StoreOptions, kind: str) -> tuple[MoeggufError | None, int]:
-    """Opens a store and makes six gates: what failed, and how many operations of the kind there were.
+    """Opens a store and makes six events: what failed, and how many operations of the kind there were.
 
-    Whatever fails, once disarmed the next gates must be right.
+    Whatever fails, once disarmed the next events must be right.
     """
     try:
         store = Store(fake.layout, 5, options)

@@ -7,7 +7,7 @@ import pytest
 
 from moegguf.controller.watchdog import Watchdog, WatchdogOptions
 
-SHORT = WatchdogOptions(period_tokens=8, periods=4, gain=0.03, rest_tokens=100, longest_rest_tokens=400)
+SHORT = WatchdogOptions(period_tokens=8, periods=4, gain=0.03, pause_tokens=100, max_pause_tokens=400)
 TRIAL = 2 * SHORT.periods * SHORT.period_tokens
 
 
@@ -44,14 +44,14 @@ def test_what_lowers_the_stall_stays_on(seed: int) -> None:
     run.tokens(TRIAL)
     assert run.dog.on
     assert run.dog.last_gain == pytest.approx(0.3, abs=0.15)
-    run.tokens(SHORT.rest_tokens - 1)
+    run.tokens(SHORT.pause_tokens - 1)
     assert all(run.was_on[TRIAL:])
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_what_raises_the_stall_is_stopped(seed: int) -> None:
     run = Run(1e6, 1.4e6, noise=0.3, seed=seed)
-    run.tokens(TRIAL + SHORT.rest_tokens)
+    run.tokens(TRIAL + SHORT.pause_tokens)
     assert not any(run.was_on[TRIAL:])
     assert run.dog.last_gain is not None
     assert run.dog.last_gain < 0
@@ -113,7 +113,7 @@ def test_it_switches_on_when_prefetching_begins_to_save_time() -> None:
     run.tokens(TRIAL)
     assert not run.dog.on
     run.on = 600
-    run.tokens(SHORT.rest_tokens + TRIAL)
+    run.tokens(SHORT.pause_tokens + TRIAL)
     assert run.dog.on
     assert run.dog.trials == 2
 
@@ -122,5 +122,5 @@ def test_it_switches_off_when_prefetching_no_longer_saves_time() -> None:
     run = Run(1000, 600)
     run.tokens(TRIAL)
     run.on = 1100
-    run.tokens(SHORT.rest_tokens + TRIAL)
+    run.tokens(SHORT.pause_tokens + TRIAL)
     assert not run.dog.on
