@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from moegguf.errors import MoeggufError
+from moegguf.package import __version__
 
 if TYPE_CHECKING:
     from moegguf.engine.llama import Llama
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from moegguf.gguf.experts import read_layout
     from moegguf.native.store import StoreOptions
 
-__version__ = "0.1.0"
 __all__ = ["Llama", "MoeggufError", "Stats", "StoreOptions", "__version__", "make_plan", "read_layout"]
 
 _MODULES = {

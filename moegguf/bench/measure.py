@@ -23,7 +23,6 @@ from typing import Any
 
 import numpy as np
 
-import moegguf
 from moegguf.bench.memory_limit import die_with_parent
 from moegguf.bench.spec import FLASH_ATTN, Spec, Test
 from moegguf.controller.prefetch import PrefetchOptions
@@ -34,6 +33,7 @@ from moegguf.errors import ModelNotFoundError, MoeggufError, OptionError
 from moegguf.gguf.reader import ggml_type
 from moegguf.native import library
 from moegguf.native.store import StoreOptions
+from moegguf.package import __version__
 
 _CPU, _GPU, _IGPU, _ACCEL = 0, 1, 2, 3  # enum ggml_backend_dev_type
 
@@ -64,7 +64,7 @@ def describe_build(bindings: ModuleType) -> dict[str, Any]:
     by_kind = lambda *wanted: ", ".join(n for n, kind in zip(names, kinds, strict=True) if kind in wanted)  # noqa: E731
     return {
         # ggml_commit() would name the commit of whatever repository it was built in.
-        "build_commit": f"moegguf-{moegguf.__version__}+llama-cpp-python-{bindings.__version__}",
+        "build_commit": f"moegguf-{__version__}+llama-cpp-python-{bindings.__version__}",
         "build_number": 0,
         "cpu_info": by_kind(_CPU, _ACCEL) or read_machine().cpu_model,
         "gpu_info": by_kind(_GPU, _IGPU),

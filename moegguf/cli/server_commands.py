@@ -16,8 +16,8 @@ VERSION_TIMEOUT_S = 2.0
 
 def print_versions() -> None:
     """Prints this version, and a warning when a running server has another one."""
-    from moegguf import __version__
     from moegguf.cli.client import Client
+    from moegguf.package import __version__
 
     print(f"moegguf {__version__}")
     try:

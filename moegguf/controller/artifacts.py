@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 
-import moegguf
 from moegguf.controller import weights
 from moegguf.controller.collection import EamcPair
 from moegguf.controller.measured import Measured, read_measured
@@ -23,6 +22,7 @@ from moegguf.errors import OptionError
 from moegguf.gguf.experts import ExpertLayout
 from moegguf.gguf.fingerprint import fingerprint
 from moegguf.gguf.routers import Routers, read_routers
+from moegguf.package import package_folders
 from moegguf.settings import data_folder
 
 MEASURED = "measured.json"
@@ -61,7 +61,7 @@ class Artifacts:
     def folders(self) -> Iterator[Path]:
         """Folders to search, nearest first; they need not exist."""
         yield from (folder for folder in (self.folder, self.model_folder, self.user_folder) if folder is not None)
-        for part in map(Path, moegguf.__path__):
+        for part in package_folders():
             for shipped in (part / "predictors", part.parent / "predictors"):
                 yield from (path.parent for path in sorted(shipped.glob(f"*/{MEASURED}")) if self._matches(path))
 
@@ -100,7 +100,7 @@ class Artifacts:
     def writable_folder(self) -> Path:
         """Beside the model where that is writable and outside the package, else the user's folder. Creates it."""
         folder = self.model_folder
-        if folder is None or any(folder.is_relative_to(part) for part in moegguf.__path__) or not _writable(folder):
+        if folder is None or any(folder.is_relative_to(part) for part in package_folders()) or not _writable(folder):
             folder = self.user_folder
         folder.mkdir(parents=True, exist_ok=True)
         return folder

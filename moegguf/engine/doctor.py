@@ -17,11 +17,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import moegguf
 from moegguf.engine.machine import disk_read_speed, read_machine
 from moegguf.errors import MoeggufError
 from moegguf.models.catalog import demo_path, find_model, models_by_name
 from moegguf.native import library
+from moegguf.package import __version__, package_folders
 from moegguf.settings import read_environment
 
 DISK_SECONDS = 0.5
@@ -76,8 +76,8 @@ def _package(name: str) -> str:
 
 def _versions() -> Facts:
     return {
-        "version": moegguf.__version__,
-        "folder": str(Path(moegguf.__path__[0]).resolve()),
+        "version": __version__,
+        "folder": str(package_folders()[0].resolve()),
         "python": f"{platform.python_implementation()} {platform.python_version()} ({sys.executable})",
         "system": _fact(platform.platform),
         "packages": {name: _fact(partial(_package, name)) for name in PACKAGES},
@@ -104,7 +104,7 @@ def _llama_cpp_version() -> str:
 
 def _pin() -> str:
     """The llama.cpp commit that the patches are for; found in a source tree only."""
-    lines = (Path(moegguf.__path__[0]).parent / "patches" / "UPSTREAM").read_text().splitlines()
+    lines = (package_folders()[0].parent / "patches" / "UPSTREAM").read_text().splitlines()
     return next(line.partition("=")[2].strip() for line in lines if line.startswith("llama_cpp_commit"))
 
 

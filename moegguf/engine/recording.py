@@ -6,13 +6,13 @@ import atexit
 import os
 from dataclasses import dataclass
 
-from moegguf import __version__
 from moegguf.controller.artifacts import Artifacts
 from moegguf.controller.shape import MoeShape
 from moegguf.engine.machine import read_machine
 from moegguf.engine.session import Session
 from moegguf.native.events import Announcement, RoutingEvent
 from moegguf.native.store import EVERY_PASS, ListenOptions
+from moegguf.package import __version__
 from moegguf.trace.recorder import Recorder
 from moegguf.trace.trace import TraceHeader
 

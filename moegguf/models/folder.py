@@ -7,11 +7,11 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-import moegguf
 from moegguf.errors import ModelNameError, ModelNotFoundError
 from moegguf.gguf.shards import MAX_SHARDS, parse_shard_name, shard_path
 from moegguf.models.entry import ModelEntry, Source, digest_of, modified_at, size_of
 from moegguf.models.names import DEFAULT_TAG, parse_name
+from moegguf.package import package_folders
 from moegguf.settings import read_environment
 
 DEMO_NAME = "demo"
@@ -20,7 +20,7 @@ DEMO_FILE = "moegguf-demo-Q4_0.gguf"
 
 def demo_path() -> Path | None:
     """The model that ships with the package; None when this installation has none."""
-    paths = (Path(part) / "demo" / DEMO_FILE for part in moegguf.__path__)
+    paths = (folder / "demo" / DEMO_FILE for folder in package_folders())
     return next((path for path in paths if path.is_file()), None)
 
 
@@ -29,7 +29,7 @@ def demo_entry() -> ModelEntry:
     path = demo_path()
     if path is None:
         raise ModelNotFoundError(
-            f"the demo model is not in this installation ({DEMO_FILE} belongs in {Path(moegguf.__path__[0]) / 'demo'});"
+            f"the demo model is not in this installation ({DEMO_FILE} belongs in {package_folders()[0] / 'demo'});"
             " install moegguf again, or give the path of a GGUF file."
         )
     return file_entry(path, "demo", f"{DEMO_NAME}:{DEFAULT_TAG}")

@@ -25,9 +25,9 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from moegguf import __version__
 from moegguf.errors import ModelNotFoundError, MoeggufError, PullError
 from moegguf.models.hub import hub_endpoint, hub_token
+from moegguf.package import __version__
 
 TRIES = 4
 WAIT_S = 1.0  # before the second try; doubled before each further one

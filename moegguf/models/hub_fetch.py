@@ -22,12 +22,12 @@ from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 from huggingface_hub.utils import WeakFileLock, build_hf_headers, get_session, hf_raise_for_status, tqdm
 
-from moegguf import __version__
 from moegguf.errors import MoeggufError, PullError
 from moegguf.models import hub_api
 from moegguf.models.blobs import free_bytes, sync_folder
 from moegguf.models.hub import hub_cache, hub_endpoint, hub_token, repo_folder
 from moegguf.models.hub_api import HubFile, Stopped, is_transient, to_moegguf_error, wait_before_retry
+from moegguf.package import __version__
 from moegguf.quantities import format_bytes
 
 PLAIN_LIMIT_BYTES = 50 * 10**9  # the Hub serves larger files only through its chunked storage (Xet)

@@ -17,7 +17,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import moegguf
 from moegguf.errors import (
     AllocationError,
     ExpertIOError,
@@ -27,6 +26,7 @@ from moegguf.errors import (
     MoeggufError,
     OptionError,
 )
+from moegguf.package import package_folders
 from moegguf.settings import read_environment
 
 ABI_VERSION = 4
@@ -268,7 +268,7 @@ _PLAIN_CALLS: dict[str, tuple[object, list[type]]] = {
 def library_folders() -> Iterable[Path]:
     """Where libmoegguf may lie: MOEGGUF_LIBRARY alone when set, else `lib` in each part of the package."""
     chosen = read_environment().library
-    return [chosen] if chosen else [Path(part) / "lib" for part in moegguf.__path__]
+    return [chosen] if chosen else [folder / "lib" for folder in package_folders()]
 
 
 def find_library() -> Path:

@@ -12,8 +12,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from moegguf import __version__
 from moegguf.models.entry import ModelEntry
+from moegguf.package import __version__
 from moegguf.server.common.body import Body, read_body
 from moegguf.server.common.errors import HttpError
 from moegguf.server.common.lookup import look_up

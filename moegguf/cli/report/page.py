@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
 
-from moegguf import __version__
 from moegguf.cli.report import findings, plots
 from moegguf.cli.report.findings import percent
 from moegguf.cli.report.svg import Palette, require_matplotlib
+from moegguf.package import __version__
 from moegguf.quantities import format_bytes
 from moegguf.trace.report import Report, TraceSummary
 from moegguf.trace.score import ScoreTable

@@ -9,8 +9,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from moegguf import __version__
 from moegguf.models.entry import ModelEntry
+from moegguf.package import __version__
 from moegguf.server.common.body import read_body
 from moegguf.server.common.errors import HttpError
 from moegguf.server.common.lookup import details_or_none, find
