@@ -99,6 +99,8 @@ class Answer:
                 generated.append(token)
                 delta = transcript.feed(token, self._logprob(token))
                 if delta is not None:
+                    if delta.thinking:
+                        timing.thinking_tokens = timing.answer_tokens
                     yield delta
                 if transcript.stopped or timing.answer_tokens >= limit:
                     timing.finish = "stop" if transcript.stopped else "length"
@@ -108,6 +110,7 @@ class Answer:
         except GenerationCancelled:
             pass  # text that was held back still follows
         finally:
+            timing.stop_string = transcript.stop_string
             timing.answer_stats = self.llm.stats() - (first_stats or self.llm.stats())
             if self.request.return_context:
                 timing.context = (*self._prompt.tokens, *generated)

@@ -52,6 +52,16 @@ def read_prompt(llm: Llama, vocabulary: Vocabulary, request: GenerationRequest) 
     return replace(prompt, tokens=tokens)
 
 
+def count_prompt(llm: Llama, vocabulary: Vocabulary, request: GenerationRequest) -> int:
+    """The number of tokens of a conversation's prompt, whether or not it fits the context.
+
+    Raises CapabilityError and TemplateError as `read_prompt` does.
+    """
+    template = _template(llm, request)
+    check_capabilities(template, request)
+    return len(_rendered(llm, vocabulary, template, request.messages or (), request)[0])
+
+
 def check_fits(n_tokens: int, n_ctx: int) -> None:
     """Raises ContextError unless a prompt leaves at least one token of the context to the answer."""
     if n_tokens >= n_ctx:
@@ -79,16 +89,14 @@ def _without_second_bos(first: list[int], tokens: list[int]) -> list[int]:
 
 
 def _conversation(llm: Llama, vocabulary: Vocabulary, request: GenerationRequest) -> Prompt:
-    template = request.template or llm.metadata.get("tokenizer.chat_template") or None
+    template = _template(llm, request)
     check_capabilities(template, request)
 
     def prompt(messages: Sequence[Message]) -> tuple[list[int], str]:
         least = sum(len(str(message.get("content") or "")) for message in messages) // MAX_TOKEN_CHARACTERS
         if least >= llm.n_ctx():
             return [0] * least, ""  # too long in any case
-        text = _render(llm, vocabulary, template, messages, request)
-        first = [] if request.context else vocabulary.bos_tokens
-        return first + _without_second_bos(first, vocabulary.tokens(text)), text
+        return _rendered(llm, vocabulary, template, messages, request)
 
     if not request.messages:
         raise OptionError("there are no messages; give at least one.")
@@ -96,6 +104,19 @@ def _conversation(llm: Llama, vocabulary: Vocabulary, request: GenerationRequest
     n_answer = _answer_tokens(request, n_ctx)
     messages, tokens, text = truncate(request.messages, prompt, n_ctx, n_answer, enabled=request.truncate)
     return Prompt(tokens, text, template, len(request.messages) - len(messages))
+
+
+def _template(llm: Llama, request: GenerationRequest) -> str | None:
+    return request.template or llm.metadata.get("tokenizer.chat_template") or None
+
+
+def _rendered(
+    llm: Llama, vocabulary: Vocabulary, template: str | None, messages: Sequence[Message], request: GenerationRequest
+) -> tuple[list[int], str]:
+    """The tokens of a conversation and their text."""
+    text = _render(llm, vocabulary, template, messages, request)
+    first = [] if request.context else vocabulary.bos_tokens
+    return first + _without_second_bos(first, vocabulary.tokens(text)), text
 
 
 def check_capabilities(template: str | None, request: GenerationRequest) -> None:

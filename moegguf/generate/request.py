@@ -109,17 +109,20 @@ class PromptProgress:
 @dataclass
 class Timing:
     """Counts and times of an answer. `prompt_tokens`: those evaluated; `cached_tokens`: those of the prompt that were
-    reused from the context. `stats` covers the whole answer, `answer_stats` the part after its first token.
+    reused from the context. `thinking_tokens`: those of the answer up to the end of its thinking. `stop_string`: the one
+    that ended the answer. `stats` covers the whole answer, `answer_stats` the part after its first token.
     `cut_messages`: messages dropped to fit the context. `context`: tokens of prompt and answer, with `return_context`.
     """
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
     answer_tokens: int = 0
+    thinking_tokens: int = 0
     prompt_s: float = 0.0
     answer_s: float = 0.0
     total_s: float = 0.0
     finish: str = "stop"  # "stop", "length" or "cancelled"
+    stop_string: str = ""
     cut_messages: int = 0
     context: tuple[int, ...] = ()
     stats: Stats = field(default_factory=Stats)
