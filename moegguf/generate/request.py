@@ -12,8 +12,9 @@ from typing import Any
 from moegguf.engine.stats import Stats
 
 Message = dict[str, Any]
-"""`role` (system, user, assistant, tool) and `content`; where known also `thinking`, `tool_calls` (each
-{"id", "function": {"name", "arguments": object}}), `tool_name` and `tool_call_id`."""
+"""`role` (system, user, assistant, tool) and `content`: a text, or a list of texts and images (images.py). Where known
+also `thinking`, `tool_calls` (each {"id", "function": {"name", "arguments": object}}), `tool_name` and
+`tool_call_id`."""
 
 
 @dataclass(frozen=True)
