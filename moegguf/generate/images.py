@@ -66,7 +66,9 @@ def check_image(data: bytes) -> tuple[int, int]:
 
 
 def _too_large(n_bytes: int) -> OptionError:
-    return OptionError(f"an image file has at most {MAX_IMAGE_BYTES >> 20} MiB, but this one {n_bytes >> 20}; shrink it.")
+    return OptionError(
+        f"an image file has at most {MAX_IMAGE_BYTES >> 20} MiB, but this one {n_bytes >> 20}; shrink it."
+    )
 
 
 def _kind(data: bytes) -> str:
@@ -135,7 +137,9 @@ class Marked:
     def as_lists(self) -> list[dict[str, Any]]:
         """The messages for templates that know content as lists of parts only."""
         return [
-            {**message, "content": [{"type": "text", "text": message["content"]}]} if message.get("content") else message
+            {**message, "content": [{"type": "text", "text": message["content"]}]}
+            if message.get("content")
+            else message
             for message in map(dict, self.messages)
         ]
 

@@ -110,8 +110,8 @@ class PromptProgress:
 @dataclass
 class Timing:
     """Counts and times of an answer. `prompt_tokens`: those evaluated; `cached_tokens`: those of the prompt that were
-    reused from the context. `thinking_tokens`: those of the answer up to the end of its thinking. `stop_string`: the one
-    that ended the answer. `stats` covers the whole answer, `answer_stats` the part after its first token.
+    reused from the context. `thinking_tokens`: those of the answer up to the end of its thinking. `stop_string`: that
+    which ended the answer. `stats` covers the whole answer, `answer_stats` the part after its first token.
     `cut_messages`: messages dropped to fit the context. `context`: tokens of prompt and answer, with `return_context`.
     """
 

@@ -301,7 +301,7 @@ def test_a_completion_streamed(client: openai.OpenAI) -> None:
     assert [chunk.usage for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
 
 
-@pytest.mark.parametrize("prompt", [["a", "b"], [], [[]], {}, 3, [1, "a"], [[1], [2]], None])
+@pytest.mark.parametrize("prompt", [[], [[]], ["a", []], ["a", 1], {}, 3, [1, "a"], [[1], [-2]], None])
 def test_a_completion_of_anything_else_is_refused(http: httpx.Client, prompt: Any) -> None:
     response = http.post("/v1/completions", json={"model": "demo", "prompt": prompt})
     assert response.status_code == 400

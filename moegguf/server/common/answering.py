@@ -36,3 +36,13 @@ async def answer_events(
                 async for event in events:
                     record(request.app.state, entry.name, event)
                     yield event
+
+
+async def count_tokens(
+    request: Request, entry: ModelEntry, generation: GenerationRequest, overrides: LoadOverrides
+) -> int:
+    """The tokens of a conversation's prompt, through the model's own template; loads the model if needed, and does not
+    wait for running answers."""
+    manager: ModelManager = request.app.state.manager
+    async with manager.lease(entry, overrides, will_answer=False) as lease:
+        return await lease.count(generation)
