@@ -19,7 +19,12 @@ from moegguf.server.app import make_app
 from moegguf.settings import Settings
 
 KINDS = kinds_of(ResponseStreamEvent)
-WEATHER: Any = {"type": "function", "name": "weather", "parameters": {"type": "object", "properties": {}}, "strict": True}
+WEATHER: Any = {
+    "type": "function",
+    "name": "weather",
+    "parameters": {"type": "object", "properties": {}},
+    "strict": True,
+}
 CALLS = Delta(tool_calls=(ToolCall("c1", "weather", {"city": "Oslo"}), ToolCall("c2", "weather", {})))
 Post = Callable[..., httpx.Response]
 
@@ -187,7 +192,9 @@ def test_an_error_in_the_middle_of_a_stream(post: Post, manager: FakeManager, cl
     events = named_events(post(stream=True), KINDS)
     assert types_of(events)[-1] == "failed"
     assert events[-1]["response"]["error"] == {"code": "server_error", "message": "the disk is gone."}
-    assert [event.type for event in client.responses.create(model="demo", input="hi", stream=True)][-1] == "response.failed"
+    assert [event.type for event in client.responses.create(model="demo", input="hi", stream=True)][
+        -1
+    ] == "response.failed"
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -210,7 +217,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"input": [{"id": "msg_1"}]}, "not stored"),
     ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "not stored"),
     ({"input": [{"type": "computer_call", "id": "x"}]}, "computer_call"),
-    ({"input": [{"type": "message", "role": "user", "content": [{"type": "input_file", "file_id": "f"}]}]}, "input_file"),
+    ({"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "f"}]}]}, "input_file"),
     ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "http://x/y.png"}]}]}, "data:image"),
     ({"tool_choice": "required"}, "needs tools"),
     ({"tools": [WEATHER], "tool_choice": {"type": "function", "name": "clock"}}, "clock"),

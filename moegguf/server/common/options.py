@@ -142,6 +142,6 @@ def with_entry_messages(given: Iterable[Message], entry: ModelEntry) -> tuple[Me
     """A conversation after the entry's own messages; its system message first unless `given` begins with one."""
     given = tuple(given)
     own = [dict(message) for message in entry.messages]
-    if entry.system and given[0]["role"] != "system":
+    if entry.system and not (given and given[0]["role"] == "system"):
         own.insert(0, {"role": "system", "content": entry.system})
     return (*own, *given)
