@@ -15,7 +15,7 @@ from client_types import check, kinds_of, named_events
 from fake_manager import FakeCatalog, FakeManager, changed, entry_of, running
 
 from moegguf.errors import BusyError, ContextError, ExpertIOError
-from moegguf.generate.request import Delta, PromptProgress, ToolCall
+from moegguf.generate.request import Delta, ToolCall
 from moegguf.models.folder import demo_path
 from moegguf.server.app import make_app
 from moegguf.settings import Settings
