@@ -221,6 +221,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "http://x/y.png"}]}]}, "data:image"),
     ({"tool_choice": "required"}, "needs tools"),
     ({"tools": [WEATHER], "tool_choice": {"type": "function", "name": "clock"}}, "clock"),
+    ({"tool_choice": {"type": "web_search"}}, "web_search"),
     ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "schema"),
     ({"max_output_tokens": 0}, "max_output_tokens"),
 ]  # fmt: skip

@@ -46,7 +46,7 @@ WEATHER = {
 def test_a_stop_string_ends_the_answer_and_no_letter_of_it_is_returned(demo: Llama, whole: str, stop: str) -> None:
     answer = Answer(demo, ask(QUESTION, stop=("not there at all", stop)))
     assert text_of(list(answer.deltas())) == whole[: whole.index(stop)]
-    assert answer.timing.finish == "stop"
+    assert answer.timing.finish == "stop" and answer.timing.stop_string == stop
     assert answer.timing.answer_tokens <= len(demo.tokenize(whole.encode(), False))
 
 
@@ -180,6 +180,7 @@ def test_a_template_of_the_request_is_used_and_its_thinking_separated(demo: Llam
     deltas = list(answer.deltas())
     assert text_of(deltas) == ""
     assert "".join(piece.thinking for piece in deltas)
+    assert 0 < answer.timing.thinking_tokens <= answer.timing.answer_tokens
 
 
 @pytest.mark.parametrize("choice", ["required", "weather"])

@@ -136,6 +136,25 @@ async def test_tokenizing_works_during_an_answer(tiny: TinyModel, load: Load) ->
             await process.request("detokenize", tokens=[1 << 30]).value()
 
 
+@in_loop
+async def test_prompts_are_counted_during_an_answer_and_beyond_the_context(tiny: TinyModel) -> None:
+    async with worker_of(tiny()) as process:
+        running = process.request("generate", generation=ENDLESS, stream=True)
+        few = await process.request("count", generation=request_of("word")).value()
+        assert not running.ended
+        once, twice = [
+            await process.request("count", generation=request_of("word " * 3000 * n)).value() for n in (1, 2)
+        ]
+        assert 3000 < once < twice - 3000
+        running.cancel()
+        _, timing, _ = await answer_of(process, request_of("word"))
+        assert few == timing.prompt_tokens + timing.cached_tokens
+
+
+def request_of(text: str) -> GenerationRequest:
+    return GenerationRequest(messages=({"role": "user", "content": text},), sampling=Sampling(max_tokens=1))
+
+
 @pytest.mark.parametrize(("name", "error"), [("no.gguf", ModelNotFoundError), ("bad.gguf", ModelFormatError)])
 @in_loop
 async def test_a_file_that_cannot_be_loaded_is_a_typed_error(tmp_path: Path, name: str, error: type[Exception]) -> None:

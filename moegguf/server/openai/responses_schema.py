@@ -202,6 +202,8 @@ def choice_of(choice: Any) -> Any:
         tools = choice.get("tools")
         named = [_function(tool) for tool in tools] if isinstance(tools, list) else tools
         return {"type": kind, "allowed_tools": {"mode": choice.get("mode"), "tools": named}}
+    if isinstance(kind, str):
+        raise ValueError(f"choices of type {kind[:40]!r} are not supported; name a function")
     return choice
 
 
