@@ -16,7 +16,7 @@ import pytest
 from scripted_manager import in_loop, n_files
 
 from moegguf.errors import BudgetError, WorkerError
-from moegguf.generate.request import Delta, GenerationRequest, Sampling, Timing
+from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, Sampling, Timing
 from moegguf.models.entry import ModelEntry
 from moegguf.serving.events import Done, LoadOverrides
 from moegguf.serving.lease import Lease
@@ -88,7 +88,7 @@ async def test_a_killed_worker_costs_one_answer(files: Files) -> None:
         expected = await generate(manager, "a", story(1))
         async with manager.lease("a") as lease:
             answer = aiter(lease.answer(ENDLESS))
-            assert isinstance(await anext(answer), Delta)
+            assert isinstance(await anext(answer), PromptProgress)
             os.kill(lease.loaded.pid, signal.SIGKILL)
             with pytest.raises(WorkerError, match=r"'a:latest'.*SIGKILL.*loads it again"):
                 await rest_of(answer)
