@@ -249,6 +249,8 @@ def run(
 
     Everything that is not the answer goes to stderr.
     """
+    if max_tokens == 0:
+        raise typer.BadParameter("0 tokens are no answer; give 1 or more, or -1.", param_hint="--max-tokens")
     name, words = model_and_words(model, prompt or [], model_file, hub_model)
     load_options = LoadOptions(
         expert_cache, verbose=verbose, policy=policy, predictor=predictor, prefetch=prefetch, n_gpu_layers=gpu_layers,
