@@ -1,4 +1,5 @@
-"""llama-cpp-python's `Llama` with fixes that have nothing to do with experts: downloads, logit_bias, pickling."""
+"""llama-cpp-python's `Llama` with what has nothing to do with experts: downloads, logit_bias, grammars, context shift,
+pickling."""
 
 from __future__ import annotations
 
@@ -54,6 +55,26 @@ class UpstreamLlama(_bindings.Llama):  # type: ignore[misc, name-defined]
         return super()._create_completion(  # type: ignore[no-any-return]
             *arguments, logits_processor=logits_processor, logit_bias=logit_bias, **options
         )
+
+    @property
+    def can_shift(self) -> bool:
+        """Whether tokens can be dropped from the middle of the context: not from a recurrent model's state, nor where
+        positions are more than a number."""
+        memory = self._ctx.memory
+        return memory is not None and not self._is_stateful and bool(_bindings.llama_memory_can_shift(memory))
+
+    def shift(self, n_keep: int, n_discard: int) -> None:
+        """Drops `n_discard` tokens after the first `n_keep` of the context; later ones move up. Needs `can_shift`."""
+        end = n_keep + n_discard
+        self._ctx.kv_cache_seq_rm(0, n_keep, end)
+        self._ctx.kv_cache_seq_shift(0, end, self.n_tokens, -n_discard)
+        self.input_ids[n_keep : self.n_tokens - n_discard] = self.input_ids[end : self.n_tokens].copy()
+        self.n_tokens -= n_discard
+
+    @property
+    def _is_stateful(self) -> bool:
+        """Whether the model has a recurrent state, which cannot be rolled back by some tokens."""
+        return bool(self._is_recurrent or self._is_hybrid)
 
     def __getstate__(self) -> dict[str, Any]:
         """The keywords of the constructor: unpickling loads the model again."""

@@ -27,7 +27,8 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import numpy.typing as npt
 
-from moegguf.errors import CapabilityError, SchemaError
+from moegguf.errors import CapabilityError, OptionError, SchemaError
+from moegguf.generate.continuation import Continuation
 from moegguf.generate.request import GenerationRequest
 from moegguf.generate.tool_calls import formats_of
 from moegguf.gguf.chat_template import HARMONY, think_marks_of
@@ -59,29 +60,41 @@ _TOOL_NAME = re.compile(r"[\w.:/-]{1,128}")
 
 @dataclass(frozen=True)
 class Constraint:
-    """The required format of an answer. `lark`: a grammar in llguidance's Lark dialect, start rule "start"."""
+    """The required format of an answer. `lark`: a grammar in llguidance's Lark dialect, start rule "start". `begun`: a
+    part of the answer that is there already, in the message that it continues."""
 
     lark: str
+    begun: str = ""
 
 
-def constraint_for(request: GenerationRequest, template: str | None, prompt_end: str = "") -> Constraint | None:
+def constraint_for(
+    request: GenerationRequest,
+    template: str | None,
+    prompt_end: str = "",
+    continuation: Continuation | None = None,
+) -> Constraint | None:
     """The required format of an answer to `request`, None for none. The grammar is compiled by `Matcher`.
 
     `template`: the model's; it determines the marks of thinking, which may come first, and the format of tool calls. A
-    named or required tool is called once. `prompt_end`: the end of the prompt, which may have begun the thinking.
+    named or required tool is called once. `prompt_end`: the end of the prompt, which may have begun the thinking;
+    `continuation`: of an answer that continues a message, whose text then begins the format.
 
-    Raises SchemaError for an invalid or too large schema, CapabilityError when `tool_choice` names none of the tools.
+    Raises SchemaError for an invalid or too large schema, CapabilityError when `tool_choice` names none of the tools,
+    OptionError when a call would have to begin within a text.
     """
     forced = bool(request.tools) and request.tool_choice not in ("auto", "none")
     if request.format is None and not forced:
         return None
-    text = template or ""
-    alternatives = [] if forced or request.format is None else [_formatted(request.format, text)]
+    text, begun = template or "", continuation.content if continuation else ""
+    if begun and forced:
+        raise OptionError("an answer that continues a message cannot be a tool call; leave out tool_choice, or the text.")
+    alternatives = [] if forced or request.format is None else [_formatted(request.format, "" if begun else text)]
     if request.tools and request.tool_choice != "none":
         alternatives += [_call(tool, text) for tool in _allowed_tools(request.tools, request.tool_choice)]
     rules = [f"alternative_{n}: {alternative}" for n, alternative in enumerate(alternatives)]
     rules.append("answer: " + " | ".join(f"alternative_{n}" for n in range(len(alternatives))))
-    return Constraint("\n".join([*_start(request.think, text, prompt_end), *rules]) + "\n")
+    start = ["start: answer"] if begun else _start(request.think, text, prompt_end, continuation)
+    return Constraint("\n".join([*start, *rules]) + "\n", begun)
 
 
 def _formatted(format: str | Mapping[str, Any], template: str) -> str:
@@ -120,15 +133,21 @@ def _call_parts(template: str) -> tuple[str, str, str]:
     return formats_of(template)[0].call_parts(template)
 
 
-def _start(think: bool | str | None, template: str, prompt_end: str) -> list[str]:
+def _start(
+    think: bool | str | None, template: str, prompt_end: str, continuation: Continuation | None
+) -> list[str]:
     """The rules before `answer`: thinking may come first, unless it is switched off."""
+    in_thinking = continuation is not None and continuation.in_thinking
     if HARMONY in template:
+        if in_thinking:
+            return ['start: thought "<|start|>assistant" answer', _until("<|end|>")]
         return ['start: ("<|channel|>analysis<|message|>" thought "<|start|>assistant")? answer', _until("<|end|>")]
     marks = think_marks_of(template)
-    if marks is None or (think is False and not marks.begun_by(prompt_end)):
+    begun = in_thinking or (marks is not None and marks.begun_by(prompt_end))
+    if marks is None or (think is False and not begun):
         return ["start: answer"]
     thought = r"thought /[ \n]{0,4}/"
-    first = thought if marks.begun_by(prompt_end) else f"({_quoted(marks.open)} {thought})?"
+    first = thought if begun else f"({_quoted(marks.open)} {thought})?"
     return [f"start: {first} answer", _until(marks.close)]
 
 
@@ -423,7 +442,17 @@ class Matcher:
         grammar = LLMatcher.grammar_from_lark('%llguidance {"no_forcing": true}\n' + constraint.lark)
         self._matcher: LLMatcher = LLMatcher(tokens.tokenizer, grammar, log_level=0, limits=_parser_limits())
         self._check()
+        self._accept_text(constraint.begun, tokens.tokenizer)
         self.mask()
+
+    def _accept_text(self, text: str, tokenizer: LLTokenizer) -> None:
+        """Advances past what an answer begins with. Raises SchemaError when the format does not begin like that."""
+        tokens = tokenizer.greedy_tokenize(text)
+        if self._matcher.try_consume_tokens(tokens) < len(tokens):
+            raise SchemaError(
+                f"the message to continue does not begin as the requested format demands: {text[:50]!r}; change one."
+            )
+        self._check()
 
     def _check(self) -> None:
         if not self._matcher.is_error():
