@@ -36,7 +36,7 @@ class GrammarMask:
         self._sampler = _bindings.llama_sampler_init_grammar(llm._model.vocab, text.encode(), root.encode())
         if not self._sampler:
             raise SchemaError(
-                f"a grammar is GBNF with a rule {root!r} and without left recursion, but llama.cpp cannot read this one:"
+                f"a grammar is GBNF with a rule {root!r}, without left recursion, but llama.cpp cannot read this one:"
                 f" {text[:80]!r}; correct it."
             )
         self._candidates = _bindings._internals.LlamaTokenDataArray(n_vocab=llm.n_vocab())

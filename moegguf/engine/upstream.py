@@ -63,7 +63,7 @@ class UpstreamLlama(_bindings.Llama):  # type: ignore[misc, name-defined]
     def generate(
         self, *arguments: Any, stopping_criteria: Sequence[Any] | None = None, **options: Any
     ) -> Generator[int, Sequence[int] | None, None]:
-        """As in llama-cpp-python. Ends where a grammar allows no token: in a model without an end-of-text token, too."""
+        """As in llama-cpp-python. Ends where a grammar allows no token, also without an end-of-text token."""
         return super().generate(  # type: ignore[no-any-return]
             *arguments, stopping_criteria=self._with_grammar_end(stopping_criteria, options), **options
         )

@@ -145,9 +145,7 @@ def _conversation(llm: Llama, vocabulary: Vocabulary, request: GenerationRequest
 class _Renderer:
     """Messages to tokens, with the message that the answer continues at the end."""
 
-    def __init__(
-        self, llm: Llama, vocabulary: Vocabulary, request: GenerationRequest, template: str | None
-    ) -> None:
+    def __init__(self, llm: Llama, vocabulary: Vocabulary, request: GenerationRequest, template: str | None) -> None:
         self._llm, self.vocabulary, self._request, self.template = llm, vocabulary, request, template
         self._first = [] if request.context else vocabulary.bos_tokens
 

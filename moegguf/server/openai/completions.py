@@ -54,6 +54,7 @@ class CompletionBody(GenerationBody):
             context=tokens,
             suffix=self.suffix or None,
             truncate=bool(self.truncate),
+            shift=bool(self.shift),
             n_logprobs=self.logprobs,
             sampling=self.sampling(entry),
         )

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from moegguf.generate.request import Delta, PromptProgress, Timing, TokenLogprob, ToolCall
-from moegguf.server.common.objects import MIN_LOGPROB, moe_object
+from moegguf.server.common.objects import MIN_LOGPROB, cut_object, moe_object
 from moegguf.serving.events import Done
 
 Json = dict[str, Any]
@@ -137,9 +137,7 @@ class _Reply:
         return self._object(self.whole_kind, choices, usage=usage(done.timing), **self._statistics(done))
 
     def _statistics(self, done: Done) -> Json:
-        n_cut = done.timing.cut_messages
-        cut = {"cut_messages": n_cut} if n_cut else {}
-        return {"timings": timings(done.timing), "moe": moe_object(done.timing.stats), **cut}
+        return {"timings": timings(done.timing), "moe": moe_object(done.timing.stats), **cut_object(done.timing)}
 
 
 class ChatReply(_Reply):
