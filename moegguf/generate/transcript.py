@@ -67,7 +67,7 @@ def new_transcript(request: GenerationRequest, prompt: Prompt, vocabulary: Vocab
     template = prompt.template
     if template is None or not (tools or "thinking" in capabilities(template)):
         return Transcript(vocabulary, request.sampling.stop)
-    parser = AnswerParser(template, tools=tools, prompt_end=prompt.end)
+    parser = AnswerParser(template, tools=tools, prompt_end=prompt.end, continuation=prompt.continuation)
     return Transcript(vocabulary, request.sampling.stop, parser, special=needs_special_tokens(template))
 
 

@@ -78,6 +78,13 @@ def test_the_next_turn_reads_from_the_cache(client: anthropic.Anthropic) -> None
     assert (second.usage.cache_read_input_tokens or 0) >= first.usage.input_tokens
 
 
+def test_a_trailing_assistant_message_is_continued(client: anthropic.Anthropic, whole: Message) -> None:
+    begun = text_of(whole)[:14]
+    turns = [*ASKED["messages"], {"role": "assistant", "content": begun}]
+    found = client.messages.create(**{**ASKED, "messages": turns, "extra_body": {"temperature": 0}})
+    assert text_of(found) and not text_of(found).startswith(begun)
+
+
 def test_stop_reasons(client: anthropic.Anthropic, whole: Message) -> None:
     assert client.messages.create(**{**ASKED, "max_tokens": 3}).stop_reason == "max_tokens"
     word = text_of(whole).split()[4]

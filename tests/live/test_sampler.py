@@ -13,7 +13,8 @@ from moegguf.engine.llama import Llama
 from moegguf.errors import OptionError, SchemaError
 from moegguf.generate import constraint
 from moegguf.generate.answer import Answer
-from moegguf.generate.constraint import Constraint, build_matcher_tokens
+from moegguf.generate.constraint import Constraint
+from moegguf.generate.matcher import build_matcher_tokens
 from moegguf.generate.sampler import Sampler
 
 

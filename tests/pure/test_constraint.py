@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from llguidance import LLTokenizer
 
 from moegguf.errors import CapabilityError, SchemaError
-from moegguf.generate.constraint import Constraint, Matcher, MatcherTokens, constraint_for, matcher_tokens
+from moegguf.generate.constraint import Constraint, constraint_for
+from moegguf.generate.matcher import Matcher, MatcherTokens, matcher_tokens
 from moegguf.generate.request import GenerationRequest
 
 TOOL = {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}

@@ -296,6 +296,7 @@ class MessagesBody(CountBody):
             super().generation(entry, thinks=thinks),
             format=output.schema_ if output else None,
             truncate=False,
+            shift=False,
             sampling=options.sampling(),
         )
 

@@ -143,6 +143,7 @@ def common_fields(body: GenerationBody, entry: ModelEntry) -> dict[str, Any]:
         "format": body.format,
         "think": body.think,
         "truncate": body.truncate is not False,
+        "shift": body.shift is not False,
         "n_logprobs": body.n_logprobs,
         "sampling": options_of(body.options, entry).sampling(),
     }

@@ -68,6 +68,7 @@ class CompletionBody(GenerationBody):
                 context=() if isinstance(prompt, str) else tuple(prompt),
                 suffix=self.suffix or None,
                 truncate=bool(self.truncate),
+                shift=bool(self.shift),
                 n_logprobs=self.logprobs,
                 sampling=sampling,
             )

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from moegguf.generate.request import Delta, PromptProgress, Timing, TokenLogprob, ToolCall
-from moegguf.server.common.objects import MIN_LOGPROB, moe_object
+from moegguf.server.common.objects import MIN_LOGPROB, cut_object, moe_object
 from moegguf.serving.events import Done
 
 Json = dict[str, Any]
@@ -104,7 +104,7 @@ def call_object(call: ToolCall, index: int) -> Json:
 
 def total(timing: Timing, later: Timing) -> Timing:
     """The counts and times of two answers to one request."""
-    names = ("prompt_tokens", "cached_tokens", "answer_tokens", "prompt_s", "answer_s", "cut_messages", "stats")
+    names = "prompt_tokens cached_tokens answer_tokens prompt_s answer_s cut_messages cut_tokens n_shifts stats".split()
     return replace(later, **{name: getattr(timing, name) + getattr(later, name) for name in names})
 
 
@@ -160,8 +160,7 @@ class _Reply:
         return self._object(self.whole_kind, self._choices, usage=usage(self._timing), **self._statistics(self._timing))
 
     def _statistics(self, timing: Timing) -> Json:
-        cut = {"cut_messages": timing.cut_messages} if timing.cut_messages else {}
-        return {"timings": timings(timing), "moe": moe_object(timing.stats), **cut}
+        return {"timings": timings(timing), "moe": moe_object(timing.stats), **cut_object(timing)}
 
 
 class ChatReply(_Reply):

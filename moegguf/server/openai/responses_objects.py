@@ -16,7 +16,7 @@ from typing import Any
 
 from moegguf.generate.request import Delta, GenerationRequest, Timing, TokenLogprob, ToolCall
 from moegguf.server.common.errors import HttpError
-from moegguf.server.common.objects import moe_object
+from moegguf.server.common.objects import cut_object, moe_object
 from moegguf.server.openai.objects import Json, chat_logprobs, timings
 from moegguf.server.openai.responses_schema import ENCRYPTED_REASONING, ResponsesBody, encrypted
 from moegguf.server.openai.schema import OpenAITool, ToolChoice
@@ -209,7 +209,6 @@ class ResponseReply:
         if all(item["type"] == "reasoning" for item in self._output):
             yield from self._begin(MESSAGE)  # clients expect a text, also an empty one
             yield from self._close(status)
-        cut = {"cut_messages": timing.cut_messages} if timing.cut_messages else {}
         self.whole |= {
             "status": status,
             "completed_at": None if is_cut else int(time.time()),
@@ -218,7 +217,7 @@ class ResponseReply:
             "usage": usage(timing),
             "timings": timings(timing),
             "moe": moe_object(timing.stats),
-            **cut,
+            **cut_object(timing),
         }
         yield self._event(f"response.{status}", response=self.whole)
 

@@ -297,6 +297,7 @@ class ResponsesBody(ToolsBody):
             format=self.text.as_format() if self.text else None,
             think=EFFORTS[effort] if effort else None,
             truncate=self.truncation == "auto",
+            shift=bool(self.shift),
             n_logprobs=(self.top_logprobs or 0) if logprobs else None,
             sampling=self.sampling(entry),
         )

@@ -237,7 +237,7 @@ class StreamOptions(Body):
 
 class GenerationBody(Body):
     """The fields that chat and completion share. A prompt longer than the context is an error unless `truncate` is
-    true."""
+    true; `shift` (Ollama's, off here) lets a prompt lose its middle then, and an answer go on in a full context."""
 
     model: ModelName
     stream: bool | None = None
@@ -260,6 +260,7 @@ class GenerationBody(Body):
     keep_alive: KeepAlive = None
     return_progress: bool | None = None
     truncate: bool | None = None
+    shift: bool | None = None
 
     @property
     def include_usage(self) -> bool:
@@ -337,7 +338,11 @@ class ToolsBody(GenerationBody):
 
 
 class ChatBody(ToolsBody):
-    """The body of /v1/chat/completions. `top_logprobs` has an effect only with `logprobs`."""
+    """The body of /v1/chat/completions. `top_logprobs` has an effect only with `logprobs`.
+
+    An assistant's message at the end is continued, as by llama-server, unless `continue_final_message` is false or
+    `add_generation_prompt` true (vLLM's names).
+    """
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=limits.MESSAGES)]
     max_completion_tokens: Limit | None = None
@@ -346,8 +351,17 @@ class ChatBody(ToolsBody):
     reasoning: Reasoning | None = None
     think: bool | Literal["low", "medium", "high", "max"] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+
+    @model_validator(mode="after")
+    def _continues_or_begins(self) -> ChatBody:
+        """Raises ValueError for both."""
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ValueError("continue_final_message and add_generation_prompt cannot both be true; send one of them")
+        return self
 
     def max_answer_tokens(self) -> int | None:
         """`max_completion_tokens`, or the deprecated `max_tokens`."""
@@ -364,9 +378,16 @@ class ChatBody(ToolsBody):
             think=self._think(),
             template_options=self.chat_template_kwargs or {},
             truncate=bool(self.truncate),
+            shift=bool(self.shift),
+            continue_final_message=self._continues(),
             n_logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             sampling=self.sampling(entry),
         )
+
+    def _continues(self) -> bool:
+        if self.continue_final_message is None:
+            return not self.add_generation_prompt
+        return self.continue_final_message
 
     def _messages(self) -> tuple[Message, ...]:
         names = {call.id or "": call.function.name for message in self.messages for call in message.tool_calls or ()}
