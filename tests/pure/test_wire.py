@@ -42,7 +42,10 @@ OBJECTS = [
     Delta(thinking="hm"),
     Delta("t", "h", (ToolCall("1", "f", {"x": 1.5}),), (TokenLogprob("t", -0.5, (("u", -1.0), ("v", -2.0))),)),
     PromptProgress(10, 2, 5, 0.5),
-    Timing(1, 2, 3, 0.1, 0.2, 0.3, "length", 4, (1, 2), STATS, STATS),
+    Timing(
+        1, 2, 3, prompt_s=0.1, answer_s=0.2, total_s=0.3, finish="length", stop_string="END", cut_messages=4, context=(1, 2),
+        stats=STATS, answer_stats=STATS,
+    ),  # fmt: skip
     Timing(),
     STATS,
     Snapshot("a:latest", (0, 2), 3, b"\x00\x01\x02\x02\x01\x00", b"\xff" * 6, b"\x00" * 6, STATS, True, 12.5, 3.0),
