@@ -134,15 +134,20 @@ def load(path: Path, options: LoadOptions, spinner: Spinner) -> tuple[Llama, flo
     return llm, time.perf_counter() - start
 
 
-def context_size(layout: ExpertLayout, requested: int | None) -> int:
-    """Tokens of context; warns when more are requested than the model was trained on."""
+def context_size(layout: ExpertLayout, requested: int | None, expert_cache: str | None = None) -> int:
+    """Tokens of context: as requested, else as planned; warns when more are requested than the model was trained on."""
     from moegguf.engine.machine import read_memory
-    from moegguf.engine.memory import choose_context
+    from moegguf.engine.plan import make_plan
+    from moegguf.quantities import parse_expert_cache
+    from moegguf.settings import read_environment
 
     trained = layout.hparams.n_ctx_train
     if requested and requested > trained:
         print_message(f"warning: a context of {requested} tokens is more than the {trained} the model was trained on.")
-    return choose_context(layout, requested, read_memory())
+    if requested:
+        return requested
+    cache = parse_expert_cache(expert_cache or read_environment().expert_cache)
+    return make_plan(layout, cache, read_memory()).n_ctx
 
 
 def _llama_arguments(layout: ExpertLayout, options: LoadOptions) -> dict[str, Any]:
@@ -153,7 +158,7 @@ def _llama_arguments(layout: ExpertLayout, options: LoadOptions) -> dict[str, An
         "policy": options.policy,
         "predictor": options.predictor,
         "prefetch": options.prefetch,
-        "n_ctx": context_size(layout, options.n_ctx),
+        "n_ctx": context_size(layout, options.n_ctx, options.expert_cache),
         "n_threads": options.n_threads,
         "verbose": options.verbose > 1,
         **{name: value for name, value in given.items() if value is not None},
