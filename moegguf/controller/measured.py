@@ -32,7 +32,7 @@ class ControllerChoice:
 class Measured:
     """Hit rates of decode passes on recorded routing: {policy: {share of experts: hit rate}}.
 
-    ranges: {policy: {share: (low, high)}}, between which nine in ten requests lie. bound: {share: Belady's bound}.
+    ranges: {policy: {share: (low, high)}}, between which 49 in 50 requests lie. bound: {share: Belady's bound}.
     predictors: the predictor each policy was measured with. prefetch: the predictor whose prefetching lowered the stall
     of a live run, or "none". about: size and kind of the trace measured.
     """

@@ -1,6 +1,6 @@
 """Estimates for a pool of a given size, before any run: hit rate, bytes per token, tokens per second.
 
-Hit rates are ranges. Where the model's own routing was measured (`Measured`), nine in ten of its requests lie in the
+Hit rates are ranges. Where the model's own routing was measured (`Measured`), 49 in 50 of its requests lie in the
 range; elsewhere it reaches from routing without any locality to the best that was published.
 """
 
@@ -59,7 +59,8 @@ def hit_range(layout: ExpertLayout, n_slots: int, measured: Measured | None = No
         return HitRange(1.0, 1.0, "every expert is in memory")
     found = measured.range_at(share) if measured else None
     if measured and found:
-        return HitRange(*found, f"measured on this model: {measured.about.get('requests', '?')} requests of held-out text")
+        n = measured.about.get("ranges", measured.about.get("requests", "some"))
+        return HitRange(*found, f"measured on this model: {n} requests of text")
     return _published_range(layout, n_slots, share)
 
 
@@ -85,7 +86,7 @@ def nearest_published(layout: ExpertLayout, n_slots: int) -> str:
     share = n_slots / max(1, layout.n_expert_total)
     for curve in PUBLISHED:
         if (curve.n_expert, curve.n_expert_used) == (layout.n_expert, layout.n_expert_used) and _covers(curve, share):
-            return f"{interpolate(curve.rates, share):.0%} for {curve.model} ({curve.source})"
+            return f"about {interpolate(curve.rates, share):.0%} for {curve.model} ({curve.source})"
     return ""
 
 

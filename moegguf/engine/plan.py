@@ -104,7 +104,7 @@ def make_plan(
 ) -> Plan:
     """The plan for running `layout` within `cache` on a machine with `memory`.
 
-    n_ctx None: the largest context that leaves most memory to experts (`memory.choose_context`). n_ubatch None: at most
+    n_ctx 0: the model's own context; None: the largest that leaves most memory to experts (`memory.choose_context`). n_ubatch None: at most
     n_batch, chosen together with the slots (`batch.best_fit`); a given one stays unless the pool is too small for it.
     margin: bytes that stay free with "auto"; None: `margin_bytes`.
 
@@ -114,11 +114,11 @@ def make_plan(
     margin = margin_bytes(memory.available_bytes) if margin is None else margin
     request = _Request(layout, memory, margin, n_ubatch, n_batch, type_k, type_v, flash_attn)
     reasons: list[str] = []
-    n_ctx = pad_context(n_ctx) if n_ctx else None
     options: dict[str, Any] = {"type_k": type_k, "type_v": type_v, "flash_attn": flash_attn}
     if n_ctx is None:
         n_ctx = choose_context(layout, memory.available_bytes, request.ubatches()[0], **options)
         reasons += _context_reason(layout, n_ctx)
+    n_ctx = pad_context(n_ctx) or default_contexts(layout)[0]
     if not layout.is_moe:
         reasons.append("the model has no experts, so it runs as plain llama.cpp")
         n_ubatch = request.ubatches()[0]
@@ -162,9 +162,13 @@ def _residency(layout: ExpertLayout, n_slots: int) -> str:
 def _context_reason(layout: ExpertLayout, n_ctx: int) -> Iterator[str]:
     """Why the chosen context is smaller than the model's."""
     trained = default_contexts(layout)[0]
-    if n_ctx < trained:
-        why = "a tenth of the free memory" if n_ctx >= SMALL_CTX_TOKENS else "half of what is left for it and experts"
-        yield f"the context has {n_ctx:,} of the model's {trained:,} tokens: more would take over {why} (--ctx, n_ctx)"
+    if n_ctx < SMALL_CTX_TOKENS <= trained:
+        yield f"the context has {n_ctx:,} of the model's {trained:,} tokens: more would leave less to experts than it takes"
+    elif n_ctx < trained:
+        yield (
+            f"the context has {n_ctx:,} of the model's {trained:,} tokens: more would take over a tenth of the free"
+            " memory, or over a quarter where every expert fits beside it; --ctx sets another"
+        )
 
 
 def _auto_fit(request: _Request, n_ctx: int, cache: ExpertCache, reasons: list[str]) -> Fit:

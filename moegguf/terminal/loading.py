@@ -44,31 +44,19 @@ def find_or_pull(name: str) -> ModelEntry:
     """
     from moegguf.errors import ModelNotFoundError
     from moegguf.models.catalog import Catalog
+    from moegguf.models.names import is_hub_name
 
     catalog = Catalog()
     try:
         return catalog.find(name)
     except ModelNotFoundError:
-        if not _is_hub_name(name):
+        if not is_hub_name(name):
             raise
     from moegguf.models.pull import pull
     from moegguf.terminal.progress import PullProgress
 
     with PullProgress() as progress:
         return pull(name, catalog, progress.report)
-
-
-def _is_hub_name(name: str) -> bool:
-    """Whether `name` is a Hugging Face repository and not a path, which may look like USER/REPOSITORY."""
-    from moegguf.errors import ModelNameError
-    from moegguf.models.names import parse_name
-
-    if name.lower().endswith(".gguf") and ":" not in name:
-        return False
-    try:
-        return parse_name(name).is_hub
-    except ModelNameError:
-        return False
 
 
 def load_in_thread(load: Callable[[threading.Event], Llama]) -> Llama:
