@@ -6,15 +6,15 @@ range; elsewhere it reaches from routing without any locality to the best that w
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
+from moegguf.controller.artifacts import Artifacts
 from moegguf.controller.measured import Measured, interpolate
-from moegguf.engine.published import PUBLISHED, PublishedCurve
+from moegguf.engine.published import PUBLISHED
 from moegguf.gguf.experts import ExpertLayout
 
-COARSE_FACTOR = 0.8  # Mixtral's published hit rates begin there: 40 % with half of 8 experts per layer
-COARSE_EXPERTS = 16  # of a layer: at most
+NO_LOCALITY = 0.7  # hit rate over share where any expert is as likely as another: 0.75 to 1.1 on random weights
+NOT_MEASURED = "not measured on this model: from routing without locality to the best published"
 LAYER_S = 0.1e-3  # a layer's graph nodes and barriers, on small models
 SPEED_SPREAD = 0.7  # reads and computation share processors and memory; runs reach this share of the bound, or more
 
@@ -52,64 +52,66 @@ class Expected:
     nearest: str
 
 
-def hit_range(layout: ExpertLayout, n_slots: int, measured: Measured | None = None) -> HitRange:
-    """The range for `n_slots` slots, from this model's own measurement where it has one."""
-    share = n_slots / max(1, layout.n_expert_total)
-    if share >= 1:
-        return HitRange(1.0, 1.0, "every expert is in memory")
-    found = measured.range_at(share) if measured else None
-    if measured and found:
-        n = measured.about.get("ranges", measured.about.get("requests", "some"))
-        return HitRange(*found, f"measured on this model: {n} requests of text")
-    return _published_range(layout, n_slots, share)
-
-
-def _published_range(layout: ExpertLayout, n_slots: int, share: float) -> HitRange:
-    """From the hit rate of routing without locality, which is the share, to the best published.
-
-    Below one token's experts over all layers, least-recent-use eviction hits next to nothing.
-    """
-    coarse = layout.n_expert <= COARSE_EXPERTS
-    low = share * (COARSE_FACTOR if coarse else 1.0) if n_slots >= layout.token_cycle_slots else 0.0
-    best = max(interpolate(curve.rates, share) for curve in PUBLISHED)
-    return HitRange(low, best, "not measured on this model; from routing without locality to the best published")
-
-
 def typical_hit_rate(layout: ExpertLayout, n_slots: int) -> float:
     """One figure between the ends of the published range: for comparing plans, not for promising anything."""
-    published = _published_range(layout, n_slots, n_slots / max(1, layout.n_expert_total))
-    return (published.low + published.high) / 2
+    return sum(_published_ends(layout, n_slots)) / 2
 
 
-def nearest_published(layout: ExpertLayout, n_slots: int) -> str:
-    """What was published for a model with as many experts per layer and per token; "" when nothing was."""
-    share = n_slots / max(1, layout.n_expert_total)
-    for curve in PUBLISHED:
-        if (curve.n_expert, curve.n_expert_used) == (layout.n_expert, layout.n_expert_used) and _covers(curve, share):
-            return f"about {interpolate(curve.rates, share):.0%} for {curve.model} ({curve.source})"
-    return ""
+def _share(layout: ExpertLayout, n_slots: int) -> float:
+    return n_slots / max(1, layout.n_expert_total)
 
 
-def _covers(curve: PublishedCurve, share: float) -> bool:
-    return min(curve.rates) <= share <= max(curve.rates)
+def _published_ends(layout: ExpertLayout, n_slots: int) -> tuple[float, float]:
+    """From the hit rate of routing without locality to the best published. Below one token's experts over all layers,
+    least-recent-use eviction hits next to nothing.
+    """
+    share = _share(layout, n_slots)
+    low = NO_LOCALITY * share if n_slots >= layout.token_cycle_slots else 0.0
+    return (low, max(interpolate(curve.rates, share) for curve in PUBLISHED)) if share < 1 else (1.0, 1.0)
 
 
-def expect(
-    layout: ExpertLayout, n_slots: int, measured: Measured | None = None, speeds: Speeds | None = None
-) -> Expected:
-    """The estimate for `n_slots` slots; with speeds also tokens per second."""
-    hits, cycle = hit_range(layout, n_slots, measured), layout.token_cycle_bytes
-    most, least = round(cycle * (1 - hits.low)), round(cycle * (1 - hits.high))
-    slow = fast = None
-    if speeds is not None:
-        token_s = _token_seconds(layout, speeds)
-        slow, fast = SPEED_SPREAD / token_s(most), 1 / token_s(least)
-    nearest = "" if measured and measured.range_at(n_slots / max(1, layout.n_expert_total)) else nearest_published(layout, n_slots)
-    return Expected(hits.low, hits.high, least, most, slow, fast, hits.basis, nearest)
+@dataclass(frozen=True)
+class HitRates:
+    """What is known of a model's hit rates. measured: None for a model whose routing was not recorded."""
 
+    layout: ExpertLayout
+    measured: Measured | None = None
 
-def _token_seconds(layout: ExpertLayout, speeds: Speeds) -> Callable[[int], float]:
-    """Seconds of a token by the bytes it misses: these from the disk, all that it uses from memory."""
-    used = layout.dense_bytes + layout.token_cycle_bytes
-    compute_s = used / speeds.memory_bytes_per_s + layout.n_layer * LAYER_S
-    return lambda missed_bytes: compute_s + missed_bytes / speeds.disk_bytes_per_s
+    @classmethod
+    def of(cls, layout: ExpertLayout) -> HitRates:
+        """With the nearest measurement of this very model, which its routers identify."""
+        return cls(layout, Artifacts(layout).measured() if layout.is_moe else None)
+
+    def range_at(self, n_slots: int) -> HitRange:
+        """The range for `n_slots` slots."""
+        share = _share(self.layout, n_slots)
+        if share >= 1:
+            return HitRange(1.0, 1.0, "every expert is in memory")
+        if self.measured and (found := self.measured.range_at(share)):
+            n = self.measured.about.get("ranges", self.measured.about.get("requests", "some"))
+            return HitRange(*found, f"measured on this model: {n} requests of text")
+        return HitRange(*_published_ends(self.layout, n_slots), NOT_MEASURED)
+
+    def nearest_published(self, n_slots: int) -> str:
+        """What was published for a model with as many experts per layer and per token; "" when nothing was."""
+        share, shape = _share(self.layout, n_slots), (self.layout.n_expert, self.layout.n_expert_used)
+        for curve in PUBLISHED:
+            if (curve.n_expert, curve.n_expert_used) == shape and min(curve.rates) <= share <= max(curve.rates):
+                return f"about {interpolate(curve.rates, share):.0%} for {curve.model} ({curve.source})"
+        return ""
+
+    def expect(self, n_slots: int, speeds: Speeds | None = None) -> Expected:
+        """The estimate for `n_slots` slots; with speeds also tokens per second."""
+        hits, cycle = self.range_at(n_slots), self.layout.token_cycle_bytes
+        most, least = round(cycle * (1 - hits.low)), round(cycle * (1 - hits.high))
+        slow = fast = None
+        if speeds is not None:
+            slow, fast = SPEED_SPREAD / self._token_s(most, speeds), 1 / self._token_s(least, speeds)
+        nearest = self.nearest_published(n_slots) if hits.basis == NOT_MEASURED else ""
+        return Expected(hits.low, hits.high, least, most, slow, fast, hits.basis, nearest)
+
+    def _token_s(self, missed_bytes: int, speeds: Speeds) -> float:
+        """Seconds of a token: what it misses comes from the disk, all that it uses from memory."""
+        used_bytes = self.layout.dense_bytes + self.layout.token_cycle_bytes
+        compute_s = used_bytes / speeds.memory_bytes_per_s + self.layout.n_layer * LAYER_S
+        return compute_s + missed_bytes / speeds.disk_bytes_per_s

@@ -104,9 +104,9 @@ def make_plan(
 ) -> Plan:
     """The plan for running `layout` within `cache` on a machine with `memory`.
 
-    n_ctx 0: the model's own context; None: the largest that leaves most memory to experts (`memory.choose_context`). n_ubatch None: at most
-    n_batch, chosen together with the slots (`batch.best_fit`); a given one stays unless the pool is too small for it.
-    margin: bytes that stay free with "auto"; None: `margin_bytes`.
+    n_ctx: 0 is the model's own; None: the largest that leaves most memory to experts (`memory.choose_context`).
+    n_ubatch: stays as given unless the pool is too small for it; None: at most n_batch, chosen together with the slots
+    (`batch.best_fit`). margin: bytes that stay free with "auto"; None: `margin_bytes`.
 
     Raises BudgetError, stating the minimum, when the budget (or, for "auto", the free memory) does not hold the experts
     that one token uses in one layer.
@@ -163,7 +163,10 @@ def _context_reason(layout: ExpertLayout, n_ctx: int) -> Iterator[str]:
     """Why the chosen context is smaller than the model's."""
     trained = default_contexts(layout)[0]
     if n_ctx < SMALL_CTX_TOKENS <= trained:
-        yield f"the context has {n_ctx:,} of the model's {trained:,} tokens: more would leave less to experts than it takes"
+        yield (
+            f"the context has {n_ctx:,} of the model's {trained:,} tokens: more would take more memory than it leaves to"
+            " experts; --ctx sets another"
+        )
     elif n_ctx < trained:
         yield (
             f"the context has {n_ctx:,} of the model's {trained:,} tokens: more would take over a tenth of the free"
@@ -182,8 +185,9 @@ def _auto_fit(request: _Request, n_ctx: int, cache: ExpertCache, reasons: list[s
     fit = found[0] if kept else best_fit(layout, size, found)
     other = fit.needs.total_bytes(0)
     reasons.append(
-        f"{format_bytes(request.memory.available_bytes)} are free ({request.memory.limited_by}); {format_bytes(other)} go"
-        f" to weights that every token uses, the context and buffers, and {format_bytes(request.margin_bytes)} are a margin"
+        f"{format_bytes(request.memory.available_bytes)} are free ({request.memory.limited_by});"
+        f" {format_bytes(other)} go to weights that every token uses, the context and buffers,"
+        f" {format_bytes(request.margin_bytes)} are kept as a margin"
     )
     reasons += _ubatch_reason(request, n_ctx, fit)
     return fit

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moegguf.engine.machine import Memory, read_memory
 from moegguf.engine.batch import DEFAULT_UBATCH_TOKENS
+from moegguf.engine.machine import Memory, read_memory
 from moegguf.engine.memory import choose_context, margin_bytes, pad_context, pooling_batch_tokens
 from moegguf.engine.plan import Plan, make_plan
 from moegguf.errors import BudgetError
@@ -119,7 +119,10 @@ def measure(entry: ModelEntry, overrides: LoadOverrides, settings: Settings, lim
     if kv_type is not None:
         options |= {"type_k": kv_type, "type_v": kv_type}
     requested = overrides.n_ctx or settings.n_ctx
-    n_ctx = pad_context(requested) if requested else choose_context(layout, limit_bytes, DEFAULT_UBATCH_TOKENS, **options)
+    if requested:
+        n_ctx = pad_context(requested)
+    else:
+        n_ctx = choose_context(layout, limit_bytes, DEFAULT_UBATCH_TOKENS, **options)
     embedding = is_embedding(layout.metadata)
     n_batch = overrides.n_batch or (pooling_batch_tokens(n_ctx) if embedding else DEFAULT_UBATCH_TOKENS)
     options |= {"n_ctx": n_ctx, "n_batch": n_batch, "n_ubatch": n_batch if embedding else None, "margin": 0}

@@ -8,9 +8,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from moegguf.controller.artifacts import Artifacts
-from moegguf.controller.measured import Measured
-from moegguf.engine.estimate import Speeds, expect, hit_range
+from moegguf.engine.estimate import HitRates, Speeds
 from moegguf.engine.machine import DiskSpeed, count_cpus, disk_read_speed, memory_read_speed, read_memory
 from moegguf.engine.plan import Plan, make_plan, slot_bytes
 from moegguf.errors import ModelNotFoundError
@@ -33,14 +31,14 @@ Facts = dict[str, Any]
 
 @dataclass(frozen=True)
 class DescribedModel:
-    """A model to describe: its entry and headers, and what was measured of its routing.
+    """A model to describe: its entry and headers, and what is known of its hit rates.
 
     fetched: False for a model of Hugging Face of which only the headers are here.
     """
 
     entry: ModelEntry
     layout: ExpertLayout
-    measured: Measured | None
+    hit_rates: HitRates
     fetched: bool = True
 
     @property
@@ -63,7 +61,8 @@ def described(model: str) -> Iterator[DescribedModel]:
         from moegguf.models.hub_header import remote_model
 
         with remote_model(model) as entry:
-            yield DescribedModel(entry, read_layout(entry.path), None, fetched=False)
+            layout = read_layout(entry.path)
+            yield DescribedModel(entry, layout, HitRates(layout), fetched=False)
         return
     yield local_model(entry)
 
@@ -71,7 +70,7 @@ def described(model: str) -> Iterator[DescribedModel]:
 def local_model(entry: ModelEntry) -> DescribedModel:
     """A model on this machine. Raises ModelNotFoundError, ModelFormatError."""
     layout = read_layout(entry.path)
-    return DescribedModel(entry, layout, Artifacts(layout).measured() if layout.is_moe else None)
+    return DescribedModel(entry, layout, HitRates.of(layout))
 
 
 def model_facts(model: str, *, verbose: bool = False) -> Facts:
@@ -164,7 +163,7 @@ def _expectation(found: DescribedModel, plan: Plan, disk: DiskSpeed | None) -> F
     speeds = None
     if disk or plan.resident:
         speeds = Speeds(disk.bytes_per_s if disk else math.inf, memory_read_speed(count_cpus()))
-    facts = asdict(expect(found.layout, plan.n_slots, found.measured, speeds))
+    facts = asdict(found.hit_rates.expect(plan.n_slots, speeds))
     return facts | {"memory_bytes_per_s": round(speeds.memory_bytes_per_s) if speeds else None}
 
 
@@ -189,7 +188,7 @@ def layout_facts(found: DescribedModel) -> Facts:
         "types": {name: {"tensors": n, "bytes": size} for name, (n, size) in layout.tensor_types.items()},
         "dense_bytes": layout.dense_bytes,
         "experts": _expert_facts(layout) if layout.is_moe else None,
-        "budgets": _budget_facts(layout, found.measured) if layout.is_moe else [],
+        "budgets": _budget_facts(layout, found.hit_rates) if layout.is_moe else [],
     }
 
 
@@ -219,10 +218,8 @@ def _shared(layout: ExpertLayout) -> int:
     return int(bool(layout.metadata.get(f"{layout.arch}.expert_shared_feed_forward_length")))
 
 
-def _budget_facts(layout: ExpertLayout, measured: Measured | None) -> list[Facts]:
+def _budget_facts(layout: ExpertLayout, hit_rates: HitRates) -> list[Facts]:
     """What some budgets mean: slots, bytes and the range of hit rates."""
     n_total, size = layout.n_expert_total, slot_bytes(layout)
     rows = [(share, max(layout.n_expert_used, int(share * n_total + 1e-9))) for share in BUDGET_SHARES]
-    return [
-        {"share": share, "slots": n, "bytes": n * size, **asdict(hit_range(layout, n, measured))} for share, n in rows
-    ]
+    return [{"share": share, "slots": n, "bytes": n * size, **asdict(hit_rates.range_at(n))} for share, n in rows]

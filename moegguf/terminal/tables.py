@@ -171,9 +171,7 @@ def _print_budgets(console: Console, budgets: list[Facts]) -> None:
     for row in budgets:
         hits = _percent_range(row["low"], row["high"])
         table.add_row(f"{row['share']:.0%}", f"{row['slots']:,}", format_bytes(row["bytes"]), hits)
-    print_renderable(
-        console, Text("  Budgets", style="bold").append(f"  {budgets[0]['basis']}", style="not bold dim")
-    )
+    print_renderable(console, Text("  Budgets", style="bold").append(f"  {budgets[0]['basis']}", style="not bold dim"))
     print_renderable(console, Padding(table, (0, 0, 0, 4)))
 
 
