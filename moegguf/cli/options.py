@@ -34,7 +34,7 @@ Ctx = Annotated[
         "-c",
         min=0,
         metavar="TOKENS",
-        help="Context size; 0: all that the model was trained on.  [default: the largest in a tenth of the free memory]",
+        help="Context size; 0: the model's own.  [default: the largest in a tenth of the free memory]",
     ),
 ]
 TypeK = Annotated[

@@ -148,19 +148,20 @@ def choose_context(
     type_v: int = F16,
     flash_attn: bool = False,
 ) -> int:
-    """Tokens of context where the user gives none: the largest, up to the model's own, that takes at most a tenth of the
-    free memory, or a quarter where every expert fits beside it. Up to 4,096 tokens the KV cache may take more, but no
-    more than experts get.
+    """Tokens of context where the user gives none: the largest, up to the model's own, in a tenth of the free memory,
+    or in a quarter where every expert fits beside it. Up to 4,096 tokens may take more, but never more than it leaves.
     """
     # The weights of a model without experts are mapped: they need not stay in memory.
     dense_bytes = layout.dense_bytes + layout.tied_output_bytes if layout.is_moe else 0
-    rest = available_bytes - margin_bytes(available_bytes) - dense_bytes
+    fixed_bytes = compute_bytes(layout, KV_PAD_TOKENS, 1, flash_attn)
+    rest = available_bytes - margin_bytes(available_bytes) - dense_bytes - fixed_bytes
 
     def is_modest(n_ctx: int) -> bool:
+        if kv_bytes(layout, n_ctx, type_k, type_v) > rest // 2:
+            return False
         cost = context_bytes(layout, n_ctx, n_ubatch, type_k, type_v, flash_attn)
-        if cost <= available_bytes // 10 or cost <= min(available_bytes // 4, rest - layout.expert_bytes):
-            return True
-        return n_ctx <= SMALL_CTX_TOKENS and kv_bytes(layout, n_ctx, type_k, type_v) <= rest // 2
+        in_quarter = cost <= min(available_bytes // 4, rest - layout.expert_bytes)
+        return n_ctx <= SMALL_CTX_TOKENS or cost <= available_bytes // 10 or in_quarter
 
     sizes = default_contexts(layout)
     return next(filter(is_modest, sizes), sizes[-1])

@@ -162,16 +162,11 @@ def _residency(layout: ExpertLayout, n_slots: int) -> str:
 def _context_reason(layout: ExpertLayout, n_ctx: int) -> Iterator[str]:
     """Why the chosen context is smaller than the model's."""
     trained = default_contexts(layout)[0]
-    if n_ctx < SMALL_CTX_TOKENS <= trained:
-        yield (
-            f"the context has {n_ctx:,} of the model's {trained:,} tokens: more would take more memory than it leaves to"
-            " experts; --ctx sets another"
-        )
-    elif n_ctx < trained:
-        yield (
-            f"the context has {n_ctx:,} of the model's {trained:,} tokens: more would take over a tenth of the free"
-            " memory, or over a quarter where every expert fits beside it; --ctx sets another"
-        )
+    why = "over a tenth of the free memory, or over a quarter where every expert fits beside it"
+    if n_ctx < SMALL_CTX_TOKENS:
+        why = "more memory than it would leave to experts"
+    if n_ctx < trained:
+        yield f"the context has {n_ctx:,} of the model's {trained:,} tokens: more would take {why}; --ctx sets another"
 
 
 def _auto_fit(request: _Request, n_ctx: int, cache: ExpertCache, reasons: list[str]) -> Fit:
@@ -189,7 +184,9 @@ def _auto_fit(request: _Request, n_ctx: int, cache: ExpertCache, reasons: list[s
         f" {format_bytes(other)} go to weights that every token uses, the context and buffers,"
         f" {format_bytes(request.margin_bytes)} are kept as a margin"
     )
-    reasons += _ubatch_reason(request, n_ctx, fit)
+    saved = request.needs(n_ctx, request.ubatches()[0]).compute_bytes - fit.needs.compute_bytes
+    why = f"that leaves {format_bytes(saved)} more for experts, which saves more reading than it costs"
+    reasons += _ubatch_reason(request, fit, why)
     return fit
 
 
@@ -213,7 +210,7 @@ def _fixed_fit(request: _Request, n_ctx: int, cache: ExpertCache, reasons: list[
     found = [Fit(n_slots, n, request.needs(n_ctx, n)) for n in sizes]
     within = [fit for fit in found if fit.total_bytes(request.slot_bytes) <= request.memory.available_bytes]
     fit = within[0] if within and not request.n_ubatch else found[0]
-    reasons += _ubatch_reason(request, n_ctx, fit)
+    reasons += _ubatch_reason(request, fit, "more would not fit into the free memory")
     return fit
 
 
@@ -238,17 +235,16 @@ def _fixed_slots(request: _Request, cache: ExpertCache, reasons: list[str]) -> i
     return n_slots
 
 
-def _ubatch_reason(request: _Request, n_ctx: int, fit: Fit) -> Iterator[str]:
-    """Why a prompt is read in passes of fewer tokens than usual."""
+def _ubatch_reason(request: _Request, fit: Fit, why: str) -> Iterator[str]:
+    """Why a prompt is read in passes of fewer tokens than usual: `why`, where the pool is not too small for more."""
     wanted, layout = request.ubatches()[0], request.layout
     if fit.n_ubatch >= wanted:
         return
     text = f"a prompt is read {fit.n_ubatch} token{'s' * (fit.n_ubatch > 1)} at a time instead of {wanted}"
     if layer_slots(layout, wanted) > fit.n_slots:
         yield f"{fit.n_slots} slots are fewer than the {layout.n_expert} experts of a layer, so {text}"
-        return
-    saved = request.needs(n_ctx, wanted).compute_bytes - fit.needs.compute_bytes
-    yield f"{text}: that leaves {format_bytes(saved)} more for experts, which saves more reading than it costs"
+    else:
+        yield f"{text}: {why}"
 
 
 def _warnings(layout: ExpertLayout, n_slots: int, size: int, total: int, memory: Memory) -> Iterator[str]:
