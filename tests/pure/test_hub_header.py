@@ -57,9 +57,7 @@ def test_a_header_is_read_in_growing_parts_each_once(hub: FakeHub, data: bytes) 
 
 def test_a_split_model_has_the_header_of_each_shard(hub: FakeHub) -> None:
     names = [f"m-{n:05d}-of-00002.gguf" for n in (1, 2)]
-    shards = {
-        name: moe(n_layer=2, split=(i, 2, 10), il_range=range(i, i + 1)).build() for i, name in enumerate(names)
-    }
+    shards = {name: moe(n_layer=2, split=(i, 2, 10), il_range=range(i, i + 1)).build() for i, name in enumerate(names)}
     hub.add("u/split", shards)
     with remote_model("u/split") as entry:
         assert [path.name for path in entry.files] == names
@@ -81,7 +79,9 @@ def test_transient_errors_are_retried_and_others_told(hub: FakeHub, data: bytes)
             estimate_model(f"hf.co/{name}", None, None)
 
 
-@pytest.mark.parametrize(("content", "error"), [(b"GGUF" + b"x" * 5000, ModelFormatError), (b"<html>", ModelFormatError)])
+@pytest.mark.parametrize(
+    ("content", "error"), [(b"GGUF" + b"x" * 5000, ModelFormatError), (b"<html>", ModelFormatError)]
+)
 def test_what_is_no_model_is_refused(hub: FakeHub, content: bytes, error: type[Exception]) -> None:
     hub.add("u/bad", {PATH: content})
     with pytest.raises(error), remote_model("u/bad"):
