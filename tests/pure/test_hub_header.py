@@ -79,12 +79,10 @@ def test_transient_errors_are_retried_and_others_told(hub: FakeHub, data: bytes)
             estimate_model(f"hf.co/{name}", None, None)
 
 
-@pytest.mark.parametrize(
-    ("content", "error"), [(b"GGUF" + b"x" * 5000, ModelFormatError), (b"<html>", ModelFormatError)]
-)
-def test_what_is_no_model_is_refused(hub: FakeHub, content: bytes, error: type[Exception]) -> None:
+@pytest.mark.parametrize("content", [b"GGUF" + b"x" * 5000, b"<html>"])
+def test_what_is_no_model_is_refused(hub: FakeHub, content: bytes) -> None:
     hub.add("u/bad", {PATH: content})
-    with pytest.raises(error), remote_model("u/bad"):
+    with pytest.raises(ModelFormatError), remote_model("u/bad"):
         pass
 
 
