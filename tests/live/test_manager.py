@@ -136,7 +136,7 @@ async def test_with_less_memory_fewer_experts_and_the_same_answer(files: Files) 
         everything = manager.loaded()[0]
     wanted, minimum = files.size_bytes("a")
     assert wanted == everything.size_bytes
-    budget = (wanted + minimum) // 2
+    budget = minimum + everything.plan["n_slots"] // 2 * everything.plan["slot_bytes"]
     async with running_manager(files, memory_bytes=budget) as manager:
         assert await generate(manager, "a", story(5, 40)) == expected
         (model,) = manager.loaded()
