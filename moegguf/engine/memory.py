@@ -147,9 +147,11 @@ def choose_context(
     type_k: int = F16,
     type_v: int = F16,
     flash_attn: bool = False,
+    pool_bytes: int = 0,
 ) -> int:
     """Tokens of context where the user gives none: the largest, up to the model's own, in a tenth of the free memory,
-    or in a quarter where every expert fits beside it. Up to 4,096 tokens may take more, but never more than it leaves.
+    or in a quarter where every expert fits beside it. Up to 4,096 tokens may take more, but never more than it leaves
+    to experts, or than `pool_bytes`, when they are given, leave to it.
     """
     # The weights of a model without experts are mapped: they need not stay in memory.
     dense_bytes = layout.dense_bytes + layout.tied_output_bytes if layout.is_moe else 0
@@ -157,7 +159,7 @@ def choose_context(
     rest = available_bytes - margin_bytes(available_bytes) - dense_bytes - fixed_bytes
 
     def is_modest(n_ctx: int) -> bool:
-        if kv_bytes(layout, n_ctx, type_k, type_v) > rest // 2:
+        if kv_bytes(layout, n_ctx, type_k, type_v) > (rest - pool_bytes if pool_bytes else rest // 2):
             return False
         cost = context_bytes(layout, n_ctx, n_ubatch, type_k, type_v, flash_attn)
         in_quarter = cost <= min(available_bytes // 4, rest - layout.expert_bytes)

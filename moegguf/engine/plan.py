@@ -116,7 +116,8 @@ def make_plan(
     reasons: list[str] = []
     options: dict[str, Any] = {"type_k": type_k, "type_v": type_v, "flash_attn": flash_attn}
     if n_ctx is None:
-        n_ctx = choose_context(layout, memory.available_bytes, request.ubatches()[0], **options)
+        pool_bytes = _given_bytes(layout, cache)
+        n_ctx = choose_context(layout, memory.available_bytes, request.ubatches()[0], pool_bytes=pool_bytes, **options)
         reasons += _context_reason(layout, n_ctx)
     n_ctx = pad_context(n_ctx) or default_contexts(layout)[0]
     if not layout.is_moe:
@@ -128,6 +129,12 @@ def make_plan(
     else:
         fit = _fixed_fit(request, n_ctx, cache, reasons)
     return _plan(request, n_ctx, fit, reasons)
+
+
+def _given_bytes(layout: ExpertLayout, cache: ExpertCache) -> int:
+    """About the bytes of a budget that is a share or a size; 0 for "auto"."""
+    given = {"auto": 0, "fraction": cache.fraction * layout.expert_bytes, "bytes": cache.n_bytes}[cache.mode]
+    return min(round(given), layout.expert_bytes)
 
 
 def _plan(request: _Request, n_ctx: int, fit: Fit, reasons: list[str]) -> Plan:

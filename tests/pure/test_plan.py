@@ -256,6 +256,13 @@ def test_little_memory_goes_to_experts_before_the_context(layout: ExpertLayout) 
     assert 512 <= p.n_ctx < 4096 and p.n_slots >= layout.n_expert
 
 
+def test_a_context_leaves_room_for_a_given_budget(layout: ExpertLayout) -> None:
+    long = trained_on(layout, 131072)
+    free = memory_needs(long, 1024, 1).total_bytes(96) + 96 * slot_bytes(long) + MARGIN_BYTES
+    p = plan(long, "100%", Memory(64 * GIB, free, "x"), n_ctx=None)
+    assert p.n_ctx <= 1024 and not p.warnings
+
+
 def test_published_ends_hold_routing_without_locality_and_the_best(layout: ExpertLayout) -> None:
     known = HitRates(layout)
     ranges = [known.range_at(n) for n in range(24, 97)]
