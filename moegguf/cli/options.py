@@ -32,6 +32,7 @@ Ctx = Annotated[
     typer.Option(
         "--ctx",
         "-c",
+        "--ctx-size",
         min=0,
         metavar="TOKENS",
         help="Context size; 0: the model's own.  [default: the largest in a tenth of the free memory]",
@@ -47,3 +48,10 @@ TypeV = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON on stdout, for scripts.")]
 Insecure = Annotated[bool, typer.Option("--insecure", hidden=True, help="Accepted, as Ollama has it; no effect.")]
+
+_HUB_HOSTS = ("hf.co/", "huggingface.co/", "https://")
+
+
+def hub_name(repository: str) -> str:
+    """The model name of `repository` on Hugging Face, "USER/REPOSITORY[:QUANT]" as llama.cpp's `-hf` takes it."""
+    return repository if repository.startswith(_HUB_HOSTS) else f"hf.co/{repository}"

@@ -35,6 +35,8 @@ class LoadOptions:
     prefetch: bool | None = None
     n_batch: int | None = None
     n_gpu_layers: int | None = None
+    type_k: str | None = None
+    type_v: str | None = None
 
 
 def find_or_pull(name: str) -> ModelEntry:
@@ -122,8 +124,11 @@ def load(path: Path, options: LoadOptions, spinner: Spinner) -> tuple[Llama, flo
     return llm, time.perf_counter() - start
 
 
-def context_size(layout: ExpertLayout, requested: int | None, expert_cache: str | None = None) -> int:
-    """Tokens of context: as requested, else as planned; warns when more are requested than the model was trained on."""
+def context_size(layout: ExpertLayout, requested: int | None, expert_cache: str | None = None, **types: Any) -> int:
+    """Tokens of context: as requested, else as planned; warns when more are requested than the model was trained on.
+
+    types: those of the KV cache, as `make_plan` takes them.
+    """
     from moegguf.engine.machine import read_memory
     from moegguf.engine.plan import make_plan
     from moegguf.quantities import parse_expert_cache
@@ -135,19 +140,31 @@ def context_size(layout: ExpertLayout, requested: int | None, expert_cache: str 
     if requested:
         return requested
     cache = parse_expert_cache(expert_cache or read_environment().expert_cache)
-    return make_plan(layout, cache, read_memory()).n_ctx
+    return make_plan(layout, cache, read_memory(), **types).n_ctx
 
 
 def _llama_arguments(layout: ExpertLayout, options: LoadOptions) -> dict[str, Any]:
     """Keyword arguments for `Llama`."""
-    given = {"n_batch": options.n_batch, "n_gpu_layers": options.n_gpu_layers}
+    types = {name: value for name, value in _kv_cache_arguments(options).items() if value is not None}
+    given = {"n_batch": options.n_batch, "n_gpu_layers": options.n_gpu_layers, **types}
     return {
         "expert_cache": options.expert_cache,
         "policy": options.policy,
         "predictor": options.predictor,
         "prefetch": options.prefetch,
-        "n_ctx": context_size(layout, options.n_ctx, options.expert_cache),
+        "n_ctx": context_size(layout, options.n_ctx, options.expert_cache, **types),
         "n_threads": options.n_threads,
         "verbose": options.verbose > 1,
         **{name: value for name, value in given.items() if value is not None},
     }
+
+
+def _kv_cache_arguments(options: LoadOptions) -> dict[str, int | bool | None]:
+    """The types of the KV cache as ggml's numbers; llama.cpp takes a quantised V cache with flash attention only."""
+    from moegguf.gguf.reader import GGML_TYPES, ggml_type
+    from moegguf.settings import parse_kv_cache_type
+
+    types = {"type_k": options.type_k, "type_v": options.type_v}
+    numbers = {name: None if type is None else ggml_type(parse_kv_cache_type(type)) for name, type in types.items()}
+    quantised = numbers["type_v"] is not None and GGML_TYPES[numbers["type_v"]][1] > 1
+    return numbers | {"flash_attn": True if quantised else None}
