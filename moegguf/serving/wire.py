@@ -54,7 +54,7 @@ class LoadConfig:
 
 @dataclass(frozen=True)
 class Ready:
-    """The reply of a worker that has loaded its model. `plan`: moegguf.engine.plan.Plan as JSON, without `expected`."""
+    """The reply of a worker that has loaded its model. `plan`: moegguf.engine.plan.Plan as JSON."""
 
     n_ctx: int
     plan: Mapping[str, Any] = field(default_factory=dict)

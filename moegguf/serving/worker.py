@@ -274,8 +274,8 @@ def open_model(config: LoadConfig, progress: Callable[[float], object]) -> Llama
 
 
 def plan_fields(llm: Llama) -> dict[str, Any]:
-    """The model's plan, without `expected`."""
-    return {field.name: getattr(llm.plan, field.name) for field in fields(llm.plan) if field.name != "expected"}
+    """The model's plan."""
+    return {field.name: getattr(llm.plan, field.name) for field in fields(llm.plan)}
 
 
 def main() -> None:
