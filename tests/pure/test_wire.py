@@ -42,7 +42,7 @@ OBJECTS = [
     Delta(thinking="hm"),
     Delta("t", "h", (ToolCall("1", "f", {"x": 1.5}),), (TokenLogprob("t", -0.5, (("u", -1.0), ("v", -2.0))),)),
     PromptProgress(10, 2, 5, 0.5),
-    Timing(1, 2, 3, 0.1, 0.2, 0.3, "length", 4, (1, 2), STATS, STATS),
+    Timing(1, 2, 3, 0.1, 0.2, 0.3, "length", 4, 5, 6, (1, 2), STATS, STATS),
     Timing(),
     STATS,
     Snapshot("a:latest", (0, 2), 3, b"\x00\x01\x02\x02\x01\x00", b"\xff" * 6, b"\x00" * 6, STATS, True, 12.5, 3.0),
