@@ -60,7 +60,7 @@ def test_a_chat_follows_its_response_format(model: Llama, has_end: bool) -> None
 
 
 def test_a_grammar_that_cannot_be_read_is_a_typed_error(model: Llama) -> None:
-    for text in ("root ::= none", "word ::= [a-z]", "root ::= (", 'root ::= root "a" | "a"', ""):
+    for text in ("root ::= none", "word ::= [a-z]", "root ::= (", 'root ::= root "a" | "a"'):
         with pytest.raises(SchemaError, match="a grammar is GBNF"):
             model("hello", grammar=text, max_tokens=3)
     assert model("hello", max_tokens=1)["choices"][0]["text"] is not None
