@@ -229,8 +229,9 @@ def test_an_unknown_number_has_no_effect(server: Server) -> None:
 
 def test_a_prompt_longer_than_the_context_is_cut_unless_that_is_refused(server: Server) -> None:
     text = "word " * 3000
-    plain = {"model": "demo", "prompt": text, "raw": True, "stream": False, "options": {"num_predict": 3}}
-    chat = {"model": "demo", "messages": [{**QUESTION, "content": text}], "stream": False}
+    few = {"model": "demo", "stream": False, "options": {"num_predict": 3}}
+    plain = {**few, "prompt": text, "raw": True}
+    chat = {**few, "messages": [{**QUESTION, "content": text}]}
     for path, body in (("/api/generate", plain), ("/api/chat", chat)):
         for form in ({"truncate": False}, {"shift": False}):
             reply = server.call(path, {**body, **form})
