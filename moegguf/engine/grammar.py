@@ -7,7 +7,7 @@ which ends a Python process. So the grammar masks the scores as a logits process
 from __future__ import annotations
 
 import ctypes as c
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,31 +15,29 @@ import numpy.typing as npt
 from moegguf.errors import SchemaError
 from moegguf.native import library
 
-if TYPE_CHECKING:
-    from moegguf.engine.upstream import UpstreamLlama
-
 _bindings = library.llama_cpp()
 
 Floats = npt.NDArray[np.float32]
 
 
 class GrammarMask:
-    """A logits processor, the last of a request. `grammar`: a `LlamaGrammar`, or its text in GBNF.
+    """A logits processor, the last of a request. `vocab`: llama.cpp's, of `n_vocab` tokens. `grammar`: a
+    `LlamaGrammar`, or its text in GBNF.
 
     `exhausted`: no token may follow; the text is complete, or no token of the model continues it. Raises SchemaError
     for a grammar that llama.cpp cannot read.
     """
 
-    def __init__(self, llm: UpstreamLlama, grammar: Any) -> None:
+    def __init__(self, vocab: Any, n_vocab: int, grammar: Any) -> None:
         self._sampler = None
         text, root = (grammar, "root") if isinstance(grammar, str) else (grammar._grammar, grammar._root)
-        self._sampler = _bindings.llama_sampler_init_grammar(llm._model.vocab, text.encode(), root.encode())
+        self._sampler = _bindings.llama_sampler_init_grammar(vocab, text.encode(), root.encode())
         if not self._sampler:
             raise SchemaError(
                 f"a grammar is GBNF with a rule {root!r}, without left recursion, but llama.cpp cannot read this one:"
                 f" {text[:80]!r}; correct it."
             )
-        self._candidates = _bindings._internals.LlamaTokenDataArray(n_vocab=llm.n_vocab())
+        self._candidates = _bindings._internals.LlamaTokenDataArray(n_vocab=n_vocab)
         self.exhausted = False
 
     def __call__(self, _ids: npt.NDArray[np.intc], scores: Floats) -> Floats:

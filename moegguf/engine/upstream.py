@@ -49,7 +49,7 @@ class UpstreamLlama(_bindings.Llama):  # type: ignore[misc, name-defined]
     ) -> Any:
         self._grammar = None
         if grammar is not None:
-            self._grammar = GrammarMask(self, grammar)
+            self._grammar = GrammarMask(self._model.vocab, self.n_vocab(), grammar)
             logits_processor = _bindings.LogitsProcessorList([*(logits_processor or ()), self._grammar])
         return super()._init_sampler(*arguments, logits_processor=logits_processor, **options)
 

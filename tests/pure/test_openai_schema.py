@@ -199,9 +199,26 @@ def test_entry_messages_come_before_the_conversation() -> None:
     assert (ask(own, messages=told).messages or ())[1] == {"role": "system", "content": "Be brief."}
 
 
-def test_truncate_is_off_by_default() -> None:
-    assert ask().truncate is False
-    assert ask(truncate=True).truncate is True
+def test_truncate_and_shift_are_off_by_default() -> None:
+    """As OpenAI: a prompt that is too long is an error, and an answer ends with the context."""
+    assert (ask().truncate, ask().shift) == (False, False)
+    assert (ask(truncate=True).truncate, ask(shift=True).shift) == (True, True)
+
+
+@pytest.mark.parametrize(
+    ("given", "continues"),
+    [
+        ({}, True),
+        ({"continue_final_message": True}, True),
+        ({"continue_final_message": False}, False),
+        ({"add_generation_prompt": True}, False),
+        ({"add_generation_prompt": False}, True),
+    ],
+)
+def test_the_assistants_last_message_is_continued_unless_told_otherwise(given: dict[str, Any], continues: bool) -> None:
+    assert ask(**given).continue_final_message is continues
+    with pytest.raises(ValueError, match="cannot both be true"):
+        ask(continue_final_message=True, add_generation_prompt=True)
 
 
 def test_formats() -> None:
