@@ -103,7 +103,7 @@ def is_own_host(header: str) -> bool:
 
 def strip_port(header: str) -> str | None:
     """The host of `host`, `host:port` or `[v6]:port`; None for anything else."""
-    match = re.fullmatch(r"(\[[0-9a-z:.%]*\]|[^:\[\]/\\@\s]*)(?::\d{1,5})?", header)
+    match = re.fullmatch(r"(\[[0-9a-z:.%]*\]|[a-z0-9._-]*)(?::\d{1,5})?", header)
     return match[1] if match else None
 
 

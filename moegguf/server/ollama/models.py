@@ -51,6 +51,7 @@ def tag_object(entry: ModelEntry) -> dict[str, Any]:
         "digest": entry.digest,
         "details": details_object(known, entry.parent) | more,
         "capabilities": list(known.capabilities) if known else [],
+        **({"missing": [str(path) for path in entry.missing]} if entry.missing else {}),
     }
 
 
@@ -102,7 +103,7 @@ async def delete(request: Request) -> Response:
     """Unloads a model, then removes its name."""
     body = await read_body(request, ModelBody)
     state = request.app.state
-    entry = await asyncio.to_thread(find, state.catalog, body.model_name)
+    entry = await asyncio.to_thread(find, state.catalog, body.model_name, even_missing=True)
     await state.manager.unload(entry.name)
     await asyncio.to_thread(state.catalog.remove, entry.name)
     return Response()

@@ -6,7 +6,8 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, model_validator
 
-from moegguf.generate.options import MAX_TOKENS, MAX_TOP_LOGPROBS, THINK_LEVELS
+from moegguf.generate.options import MAX_TOP_LOGPROBS, THINK_LEVELS
+from moegguf.models.recipe import MAX_TOKENS
 from moegguf.server.common import limits
 from moegguf.server.common.body import Body
 from moegguf.server.common.options import KeepAlive, Options, Tool, ToolCall
