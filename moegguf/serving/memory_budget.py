@@ -29,12 +29,13 @@ _UNLIMITED = 1 << 62
 @dataclass(frozen=True)
 class ModelSize:
     """Memory of a model: all that it can use, and the minimum. `plan_within(n_bytes)` plans for a number of bytes
-    between the two; `load_config(plan)` is what the worker gets."""
+    between the two; `load_config(plan)` is what the worker gets. `default_n_ctx`: the context without overrides."""
 
     wanted_bytes: int
     minimum_bytes: int
     plan_within: Callable[[int], Plan]
     load_config: Callable[[Plan], LoadConfig]
+    default_n_ctx: int = 0
 
 
 Measure = Callable[[ModelEntry, LoadOverrides, Settings, int], ModelSize]
@@ -117,7 +118,8 @@ def measure(entry: ModelEntry, overrides: LoadOverrides, settings: Settings, lim
     flash_attn = bool(settings.flash_attention) or settings.kv_cache_type != "f16"
     kv_type = ggml_type(settings.kv_cache_type) if settings.kv_cache_type != "f16" else None
     limit = Memory(limit_bytes, limit_bytes, "the models' budget")
-    n_ctx = choose_context(layout, overrides.n_ctx or settings.n_ctx, limit)
+    default_n_ctx = choose_context(layout, settings.n_ctx, limit)
+    n_ctx = choose_context(layout, overrides.n_ctx, limit) if overrides.n_ctx else default_n_ctx
     embedding = is_embedding(layout.metadata)
     n_batch, n_ubatch = _batch_sizes(overrides, n_ctx, embedding)
     options: dict[str, Any] = {"n_ctx": n_ctx, "n_ubatch": n_ubatch, "flash_attn": flash_attn}
@@ -145,10 +147,10 @@ def measure(entry: ModelEntry, overrides: LoadOverrides, settings: Settings, lim
 
     wanted = plan(parse_expert_cache(overrides.expert_cache or read_environment().expert_cache))
     if not layout.is_moe:
-        return ModelSize(wanted.total_bytes, wanted.total_bytes, lambda _: wanted, load_config)
+        return ModelSize(wanted.total_bytes, wanted.total_bytes, lambda _: wanted, load_config, default_n_ctx)
     plans = _PlansBySlots(plan, wanted.n_slots, wanted.slot_bytes)
     minimum_bytes = min(plans.plan(layout.n_expert_used).total_bytes, wanted.total_bytes)
-    return ModelSize(wanted.total_bytes, minimum_bytes, plans.largest_within, load_config)
+    return ModelSize(wanted.total_bytes, minimum_bytes, plans.largest_within, load_config, default_n_ctx)
 
 
 class _PlansBySlots:

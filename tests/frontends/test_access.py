@@ -48,7 +48,8 @@ HOSTS = {
     False: (
         "evil.com", "evil.com:11434", "localhost.evil.com", "evil-localhost", "notlocal", "8.8.8.8",
         "[2001:4860::8888]", "2130706433", "0x7f000001", "127.1", "0177.0.0.1", "localhost@evil.com", "[::1",
-        "local host", "localhost:11434:1", "localhost/../evil", "evil.com#.local", "evil.com?.local", "127.0.0.1.evil.com", "\xe9vil",
+        "local host", "localhost:11434:1", "localhost/../evil", "evil.com#.local", "evil.com?.local",
+        "127.0.0.1.evil.com", "\xe9vil",
     ),
 }  # fmt: skip
 
