@@ -32,8 +32,8 @@ OVERTAKE_S = 10.0  # so that requests that alternate between two models do not s
 
 
 class Dispatcher:
-    """All models that are loaded or requested, by their files (`files_key`). `command` starts a worker; `measure` computes the
-    memory that a model needs."""
+    """All models that are loaded or requested, by their files (`files_key`). `command` starts a worker; `measure`
+    computes the memory that a model needs."""
 
     def __init__(self, settings: Settings, subscribers: Subscribers, command: Sequence[str], measure: Measure) -> None:
         self.models: dict[str, ManagedModel] = {}
@@ -100,16 +100,20 @@ class Dispatcher:
         self.dispatch()
 
     def check_open(self) -> None:
-        """Raises BusyError after `close`."""
+        """Raises BusyError after `refuse`."""
         if self._closed:
             raise BusyError("the server is shutting down; try again later.")
 
-    async def close(self, grace_s: float) -> None:
-        """Refuses all waiters, gives running requests `grace_s` to finish, then ends every process."""
+    def refuse(self) -> None:
+        """Refuses all waiters, from now on."""
         self._closed = True
         for model in self.models.values():
             for waiter in model.waiters:
                 waiter.fail(BusyError("the server is shutting down; try again later."))
+
+    async def close(self, grace_s: float) -> None:
+        """Refuses all waiters, gives running requests `grace_s` to finish, then ends every process."""
+        self.refuse()
         with suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
                 while any(model.in_use for model in self.models.values()):

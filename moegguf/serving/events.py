@@ -35,10 +35,12 @@ class LoadOverrides:
 
 @dataclass(frozen=True)
 class Done:
-    """The end of an answer. `load_s`: time that loading took for this request, 0 when the model was loaded already."""
+    """The end of an answer. `load_s`: time that loading took for this request, 0 when the model was loaded already.
+    `decisions`: those of the model (`Llama.decisions`)."""
 
     timing: Timing
     load_s: float
+    decisions: Mapping[str, Any] = field(default_factory=dict)
 
 
 Event = PromptProgress | Delta | Done

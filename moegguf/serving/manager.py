@@ -56,6 +56,10 @@ class ModelManager:
         self._subscribers.close()
         await self._dispatcher.close(SHUTDOWN_GRACE_S)
 
+    def refuse(self) -> None:
+        """Refuses requests from now on, also those that wait; running answers go on."""
+        self._dispatcher.refuse()
+
     def lease(
         self,
         name: str | ModelEntry,

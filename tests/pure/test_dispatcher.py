@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -169,6 +171,28 @@ async def test_a_worker_that_is_killed_ends_its_answer_and_nothing_else(catalog:
                 await anext(answer)
         assert await second == "queued"
     assert len(catalog.loads("a")) == 2
+
+
+@in_loop
+async def test_a_request_whose_worker_was_killed_before_it_gave_anything_is_repeated_once(
+    catalog: FakeCatalog, tmp_path: Path
+) -> None:
+    async with manager_of(catalog) as manager:
+        pid = (await manager.load("a")).pid
+        os.kill(pid, signal.SIGKILL)
+        assert await generate(manager, "a", "say x") == "x", "the exit is not known yet"
+        async with manager.lease("a") as lease, manager.lease("a", will_answer=False) as shared:
+            os.kill(lease.loaded.pid, signal.SIGKILL)
+            assert await shared.tokenize("ab") == [97, 98]
+            assert await answer_text(lease, "say y") == "y"
+        left = tmp_path / "left"
+        left.write_text("1")
+        assert await generate(manager, "a", f"die-silently {left}") == "alive"
+        left.write_text("2")
+        with pytest.raises(WorkerError, match="SIGKILL"):
+            await generate(manager, "a", f"die-silently {left}")
+        assert left.read_text() == "0", "once"
+    assert len(catalog.loads("a")) == 5
 
 
 @in_loop

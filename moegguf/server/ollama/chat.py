@@ -90,6 +90,7 @@ def respond(
     manager: ModelManager = request.app.state.manager
     overrides, keep_alive_s = (body.options or Options()).overrides(), keep_alive_seconds(body.keep_alive)
     streams = body.stream is not False
+    reply.with_details = bool(body.details)
 
     async def events() -> AsyncGenerator[Event]:
         async with (

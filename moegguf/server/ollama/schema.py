@@ -69,6 +69,7 @@ class GenerationBody(ModelBody):
     truncate: bool | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_TOP_LOGPROBS)] = None
+    details: bool | None = None  # ours: lines with `prompt_progress`, and `timing` and `decisions` at the end
 
     @property
     def n_logprobs(self) -> int | None:
