@@ -3,10 +3,11 @@
 Every change calls `dispatch`, which visits all models and starts what is due: grants a request, starts a load, unloads
 an idle model. It never waits; loads and unloads run as tasks that call `dispatch` at their end.
 
-Names of the same files share a process. Rules. Requests of a model run one at a time, in order of arrival. A model that is not loaded is loaded when it fits the
-memory budget; idle models are unloaded for it, least recently used first; else it gets fewer expert slots; else it
-waits until a busy model is idle. Loads start in the order of their oldest request. Requests for loaded models may
-overtake a load that waits for memory, for OVERTAKE_S at most. A running answer is never interrupted.
+Rules. Names of the same files share a process. Requests of a model run one at a time, in order of arrival. A model
+that is not loaded is loaded when it fits the memory budget; idle models are unloaded for it, least recently used
+first; else it gets fewer expert slots; else it waits until a busy model is idle. Loads start in the order of their
+oldest request. Requests for loaded models may overtake a load that waits for memory, for OVERTAKE_S at most. A
+running answer is never interrupted.
 """
 
 from __future__ import annotations
