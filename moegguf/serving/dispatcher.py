@@ -243,12 +243,14 @@ class Dispatcher:
         if model.state is not State.READY:
             return
         expires_s = {name: model.expires_s(name) for name in model.uses}
-        for name in [name for name, at_s in expires_s.items() if at_s <= self._now()]:
+        expired = [name for name, at_s in expires_s.items() if at_s <= self._now()]
+        if len(expired) == len(model.uses) and model.idle and not model.waiters:
+            self._start_unload(model)
+            return
+        for name in expired:
             del model.uses[name], expires_s[name]
         next_s = min(expires_s.values(), default=math.inf)
-        if not model.uses and model.idle and not model.waiters:
-            self._start_unload(model)
-        elif next_s != math.inf:
+        if next_s != math.inf:
             model.expiry = asyncio.get_running_loop().call_at(next_s, self.dispatch)
 
     # Tasks.
