@@ -49,7 +49,7 @@ class FakeCatalog:
     def entries(self, prefix: str = "") -> list[ModelEntry]:
         return [entry for name, entry in self.known.items() if name.startswith(prefix)]
 
-    def find(self, name: str) -> ModelEntry:
+    def find(self, name: str, *, even_missing: bool = False) -> ModelEntry:
         found = self.known.get(name) or self.known.get(f"{name}:latest")
         if found is None:
             raise ModelNotFoundError(f"there is no model named {name!r}.")
