@@ -1,27 +1,57 @@
-"""Atomic replacement of files: a reader sees the old contents or the new ones, never a part."""
+"""Atomic replacement of files: a reader sees the old contents or the new ones, never a part.
+
+A temporary file is locked while it is written, so that those of killed processes can be told apart and are removed.
+"""
 
 from __future__ import annotations
 
+import fcntl
+import glob
 import os
 import tempfile
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 MODE = 0o644
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Replaces the file at `path` by `data`, flushed to disk.
+    """Replaces the file at `path` by `data`, flushed to disk; removes temporary files that killed processes have left.
 
     Raises OSError; the old file is then unchanged, and no temporary file remains.
     """
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    remove_abandoned(path.parent.glob(f".{glob.escape(path.name)}.*"))
+    handle, name = locked_temporary(path.parent, f".{path.name}.", "")
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(name, MODE)
-        os.replace(name, path)
+            os.chmod(name, MODE)
+            os.replace(name, path)
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
+
+
+def locked_temporary(folder: Path, prefix: str, suffix: str) -> tuple[int, str]:
+    """(descriptor, path) of a new file in `folder`, locked until the descriptor is closed. Raises OSError."""
+    while True:
+        handle, name = tempfile.mkstemp(prefix=prefix, suffix=suffix, dir=folder)
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        if os.fstat(handle).st_nlink:
+            return handle, name
+        os.close(handle)  # another process took it for an abandoned one before it was locked
+
+
+def remove_abandoned(paths: Iterable[Path]) -> None:
+    """Removes those of the temporary files `paths` that no process has locked."""
+    for path in paths:
+        with suppress(OSError):
+            handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
+            finally:
+                os.close(handle)

@@ -27,6 +27,7 @@ MAX_CONTEXT_TOKENS = 1 << 24
 _PORTS = {"http": 80, "https": 443}
 _SWITCH = {"0": False, "off": False, "false": False, "no": False, "1": True, "on": True, "true": True, "yes": True}
 
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 Value = TypeVar("Value")
 Default = TypeVar("Default")
 
@@ -122,6 +123,17 @@ def parse_host(text: str | None) -> Host:
         ) from None
 
 
+def parse_networks(text: str) -> tuple[Network, ...]:
+    """The networks in `text`, separated by commas: "192.168.1.0/24", "fd00::/8", or a single address.
+
+    Raises OptionError for anything else.
+    """
+    try:
+        return tuple(ipaddress.ip_network(part) for part in _comma_separated(text))
+    except ValueError as error:
+        raise OptionError(f"{error}; give networks such as 192.168.1.0/24, separated by commas.") from None
+
+
 def _is_ipv6(text: str) -> bool:
     try:
         return ipaddress.ip_address(text).version == 6
@@ -135,6 +147,7 @@ class Settings:
 
     `memory_bytes`: of all loaded models together. `max_models`: most models loaded; None: as many as fit. `max_queue`:
     most requests waiting. `load_timeout_s`: a load fails after this time without a read. `api_key` is not in the repr.
+    `trusted`: networks whose clients need no key.
     """
 
     host: Host = field(default_factory=Host)
@@ -150,6 +163,7 @@ class Settings:
     debug: bool = False
     history: bool = True
     api_key: str | None = field(default=None, repr=False)
+    trusted: tuple[Network, ...] = ()
 
 
 class _Variables:
@@ -193,6 +207,7 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
         debug=read("DEBUG", _level, False),
         history=not read("NOHISTORY", _switch, False),
         api_key=read("API_KEY", str, None),
+        trusted=read("TRUST_NETWORK", parse_networks, ()),
     )
 
 

@@ -71,6 +71,13 @@ def kill_self() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def die_while_left(file: Path) -> None:
+    """The file has the number of deaths to come."""
+    if (left := int(file.read_text())) > 0:
+        file.write_text(str(left - 1))
+        kill_self()
+
+
 def load(config: dict[str, Any]) -> None:
     script = json.loads(config["path"])
     if "log" in script:
@@ -80,9 +87,8 @@ def load(config: dict[str, Any]) -> None:
         send("loading", fraction=(i + 1) / script["fractions"])
     if script.get("stall"):
         threading.Event().wait()
-    if "die" in script and (left := int(Path(script["die"]).read_text())) > 0:
-        Path(script["die"]).write_text(str(left - 1))
-        kill_self()
+    if "die" in script:
+        die_while_left(Path(script["die"]))
     if "fail" in script:
         send("failed", error={"class": script["fail"], "message": "as scripted"})
         sys.exit()
@@ -115,6 +121,9 @@ def answer(message: dict[str, Any]) -> None:
         send_delta(number, "last")
         print("GGML_ASSERT(as scripted) failed", file=sys.stderr, flush=True)
         kill_self()
+    elif command == "die-silently":
+        die_while_left(Path(rest))
+        send_delta(number, "alive")
     elif command == "fail":
         return end(number, error={"class": rest, "message": "as scripted"})
     end(number, value={"finish": finish})

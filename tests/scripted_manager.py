@@ -80,7 +80,7 @@ class FakeCatalog:
             n_ctx = overrides.n_ctx or 4096
             return LoadConfig(entry.name, str(entry.path), n_ctx, expert_cache_bytes=chosen.budget_bytes)
 
-        return ModelSize(*self.sizes[entry.name], plan, load_config)
+        return ModelSize(*self.sizes[entry.name], plan, load_config, 4096)
 
     def loads(self, name: str) -> list[dict[str, Any]]:
         """The `LoadConfig`s of its loads, in order."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from moegguf.errors import OptionError
-from moegguf.generate.options import LOAD_PARAMETERS, RANGES
+from moegguf.generate.options import LOAD_PARAMETERS
 from moegguf.models import recipe
 from moegguf.quantities import parse_expert_cache
 from moegguf.terminal.loading import LoadOptions
@@ -23,9 +23,7 @@ def parse_parameter(name: str, values: Sequence[str]) -> Any:
     if name == "stop":
         return list(values)
     value = recipe.parse_parameter(name, values[0])
-    least, most = RANGES.get(name, (value, value))
-    if name in RANGES and not least <= value <= most:
-        raise OptionError(f"{name} takes {least:,} to {most:,}, but is {value:,}")
+    recipe.check_ranges({name: value})
     if name == "expert_cache":
         parse_expert_cache(value)
     return value

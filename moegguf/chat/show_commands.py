@@ -38,9 +38,9 @@ def _license(session: ChatSession) -> None:
 
 
 def _modelfile(session: ChatSession) -> None:
-    from moegguf.models.modelfile import render
+    from moegguf.models.catalog import Catalog
 
-    print_message(render(session.conversation.entry))
+    print_message(Catalog().modelfile(session.conversation.entry))
 
 
 def _parameters(session: ChatSession) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moegguf.errors import MoeggufError
-from moegguf.generate.answer import Answer, BackgroundAnswer
+from moegguf.generate.answer import Answer, AnyAnswer, BackgroundAnswer
 from moegguf.terminal.keyboard import cancel_on_interrupt
 from moegguf.terminal.messages import print_message
 from moegguf.terminal.progress import prompt_text
@@ -52,11 +52,17 @@ def shift_text(timing: Timing) -> str:
 def write_answer(
     llm: Llama, request: GenerationRequest, printer: Printer, spinner: Spinner, *, exit_timeout_s: float | None = None
 ) -> Reply:
-    """Prints the answer to `request`. Ctrl-C cancels it; a second one, or `exit_timeout_s` seconds, end the process.
+    """Prints the answer of a model to `request`, as `print_answer` does.
 
     Raises what makes a request impossible: ContextError, SchemaError, ... An error during the answer is in the reply.
     """
-    answer = Answer(llm, request)
+    return print_answer(Answer(llm, request), printer, spinner, exit_timeout_s=exit_timeout_s)
+
+
+def print_answer(
+    answer: AnyAnswer, printer: Printer, spinner: Spinner, *, exit_timeout_s: float | None = None
+) -> Reply:
+    """Prints an answer. Ctrl-C cancels it; a second one, or `exit_timeout_s` seconds, end the process."""
     if cut := cut_text(answer.timing):
         print_message(cut)
     spinner.show("")

@@ -69,12 +69,13 @@ def _model_part(model: str, wanted: Sequence[str]) -> str:
     """The text of one part of a model. Raises BadParameter when more than one is wanted."""
     from moegguf.models.catalog import Catalog
     from moegguf.models.details import details
-    from moegguf.models.modelfile import parameter_lines, render
+    from moegguf.models.modelfile import parameter_lines
 
-    entry = Catalog().find(model)
+    catalog = Catalog()
+    entry = catalog.find(model)
     parts = {
         "license": lambda: entry.license or "",
-        "modelfile": lambda: render(entry),
+        "modelfile": lambda: catalog.modelfile(entry),
         "parameters": lambda: "\n".join(parameter_lines(entry.parameters)),
         "template": lambda: entry.template or details(entry).template or "",
         "system": lambda: entry.system or "",
@@ -91,7 +92,7 @@ def remove(models: Annotated[list[str], typer.Argument(metavar="MODEL...", help=
 
     catalog = Catalog()
     for name in models:
-        unload_from_server(catalog.find(name).name)
+        unload_from_server(catalog.find(name, even_missing=True).name)
         catalog.remove(name)
         print(f"deleted '{name}'")
 

@@ -6,7 +6,8 @@ stdout gets the answer and a newline; statistics and errors go to stderr.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -20,8 +21,9 @@ from moegguf.terminal.progress import Spinner
 
 if TYPE_CHECKING:
     from moegguf.chat.conversation import Conversation
+    from moegguf.chat.turn import Reply
+    from moegguf.cli.client import Client
     from moegguf.engine.llama import Llama
-
 
 EXIT_TIMEOUT_S = 1.0  # after Ctrl-C during an answer
 
@@ -70,10 +72,55 @@ def answer_once(llm: Llama, conversation: Conversation, prompt: str, load_s: flo
     if shifted := shift_text(reply.timing):
         print_message(shifted)
     if conversation.verbose and not reply.error:
-        from moegguf.terminal.statistics import statistics
-
-        print_message("\n" + "\n".join(statistics(reply.timing, load_s, llm.decisions())))
+        print_statistics(reply, load_s, llm.decisions())
     llm.close()
+    return exit_code(reply)
+
+
+def answer_from_server(
+    client: Client,
+    model: str,
+    prompt: str,
+    parameters: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    keep: str | None,
+) -> int:
+    """What `answer_once` does, with a running server. Returns the exit code."""
+    from moegguf.chat.printer import Printer
+    from moegguf.chat.turn import print_answer
+    from moegguf.cli.served import ServedAnswer
+
+    system = settings["system"]
+    body = {
+        "model": model,
+        "messages": [*([{"role": "system", "content": system}] if system else []), {"role": "user", "content": prompt}],
+        "options": dict(parameters),
+        "format": settings["format"],
+        "think": settings["think"],
+        **({} if keep is None else {"keep_alive": keep}),
+    }
+    answer = ServedAnswer(client, body)
+    printer = Printer(wrap=settings["word_wrap"], hide_thinking=settings["hide_thinking"])
+    with Spinner() as spinner:
+        spinner.show(f"waiting for {client.host.url}")
+        reply = print_answer(answer, printer, spinner, exit_timeout_s=EXIT_TIMEOUT_S)
+    if reply.error is None or printer.text:
+        printer.end()
+    if settings["verbose"] and not reply.error:
+        print_statistics(reply, answer.load_s, answer.decisions)
+        print_message(f"{'answered by:':<22}{client.host.url}")
+    return exit_code(reply)
+
+
+def print_statistics(reply: Reply, load_s: float, decisions: Mapping[str, Any]) -> None:
+    """Prints the lines of --verbose."""
+    from moegguf.terminal.statistics import statistics
+
+    print_message("\n" + "\n".join(statistics(reply.timing, load_s, decisions)))
+
+
+def exit_code(reply: Reply) -> int:
+    """The exit code after an answer. Raises its error."""
     if reply.error is not None:
         raise reply.error
     return EXIT_INTERRUPTED if reply.interrupted else 0
@@ -181,6 +228,14 @@ ContextShift = Annotated[
         "--context-shift/--no-context-shift", help="Go on in a full context without its older half, or end the answer."
     ),
 ]
+Local = Annotated[
+    bool,
+    typer.Option(
+        "--local",
+        help="Load the model here even when a server runs; --expert-cache, --policy, --predictor, --prefetch and"
+        " --threads imply it.",
+    ),
+]
 Verbose = Annotated[
     int,
     typer.Option(
@@ -252,11 +307,12 @@ def run(
     context_shift: ContextShift = True,
     keep_alive: KeepAlive = None,
     insecure: Insecure = False,
+    local: Local = False,
     verbose: Verbose = 0,
 ) -> int:
     """Answer PROMPT on stdout; without one, chat.
 
-    Everything that is not the answer goes to stderr.
+    A running server that has the model answers PROMPT. Everything that is not the answer goes to stderr.
     """
     if max_tokens == 0:
         raise typer.BadParameter("0 tokens are no answer; give 1 or more, or -1.", param_hint="--max-tokens")
@@ -282,6 +338,9 @@ def run(
     text = read_prompt(words if prompt_text is None else [*words, prompt_text])
     if text == "":
         return load_in_server(name, keep_alive)
+    here = local or verbose > 1 or load_options != LoadOptions(verbose=verbose) or threads is not None
+    if text is not None and not here and (client := find_server(name)):
+        return answer_from_server(client, name, text, parameters, settings, keep_alive)
     conversation = start_conversation(name, load_options, parameters, settings)
     with Spinner() as spinner:
         llm, load_s = load(conversation.entry.path, conversation.load_options(), spinner)
@@ -290,6 +349,13 @@ def run(
     from moegguf.chat.chat import Chat
 
     return Chat(llm, conversation, load_s).run()
+
+
+def find_server(model: str) -> Client | None:
+    """A client of the running server, if there is one that knows `model`; None for a path."""
+    from moegguf.cli.served import server_with
+
+    return None if Path(model).expanduser().exists() else server_with(model)
 
 
 def start_conversation(

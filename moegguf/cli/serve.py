@@ -13,7 +13,7 @@ from moegguf.errors import OptionError
 from moegguf.terminal.messages import print_message
 
 if TYPE_CHECKING:
-    from moegguf.settings import Host, Settings
+    from moegguf.settings import Settings
 
 
 def serve(
@@ -35,6 +35,13 @@ def serve(
         str | None,
         typer.Option(metavar="KEY", help="Key required of clients; MOEGGUF_API_KEY keeps it out of the process list."),
     ] = None,
+    trust_network: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NETWORKS",
+            help='Networks whose clients need no key, such as "192.168.1.0/24"; commas between them.',
+        ),
+    ] = None,
 ) -> int:
     """Serve models over the Ollama, OpenAI and Anthropic APIs, with a web page.
 
@@ -42,7 +49,8 @@ def serve(
 
     \b
     MOEGGUF_HOST               where to listen, such as 127.0.0.1:11434
-    MOEGGUF_API_KEY            required of every client; must be set for addresses other than loopback
+    MOEGGUF_API_KEY            required of clients; it, or the next, must be set for addresses other than loopback
+    MOEGGUF_TRUST_NETWORK      networks whose clients need no key: everyone in them can use, add and remove models
     MOEGGUF_ORIGINS            allowed web origins, besides those of this machine
     MOEGGUF_MODELS             folder of GGUF files known by name
     MOEGGUF_HOME               where names, blobs and history are kept
@@ -58,7 +66,7 @@ def serve(
     MOEGGUF_DEBUG              1 logs every request
     HF_TOKEN HF_HOME HF_HUB_CACHE HF_ENDPOINT HF_HUB_OFFLINE   as for huggingface_hub
     """
-    settings = serve_settings(host, port, memory, api_key)
+    settings = serve_settings(host, port, memory, api_key, trust_network)
     if expert_cache is not None:
         from moegguf.quantities import parse_expert_cache
 
@@ -68,18 +76,20 @@ def serve(
 
     listener = listen(settings.host)
     try:
-        return run_server(settings, listener, lambda: print_address(settings.host, listener))
+        return run_server(settings, listener, lambda: print_address(settings, listener))
     finally:
         listener.close()
 
 
-def serve_settings(host: str | None, port: int | None, memory: str | None, api_key: str | None) -> Settings:
+def serve_settings(
+    host: str | None, port: int | None, memory: str | None, api_key: str | None, trust_network: str | None = None
+) -> Settings:
     """The environment's settings, overridden by the command line's.
 
-    Raises OptionError, also for an address other than loopback without an API key.
+    Raises OptionError, also for an address other than loopback with neither an API key nor a trusted network.
     """
     from moegguf.quantities import parse_size
-    from moegguf.settings import parse_host, read_settings
+    from moegguf.settings import parse_host, parse_networks, read_settings
 
     settings = read_settings()
     address = parse_host(host) if host is not None else settings.host
@@ -94,16 +104,21 @@ def serve_settings(host: str | None, port: int | None, memory: str | None, api_k
         host=replace(address, port=address.port if port is None else port),
         memory_bytes=memory_bytes,
         api_key=api_key or settings.api_key,
+        trusted=settings.trusted if trust_network is None else parse_networks(trust_network),
     )
-    if not settings.host.is_loopback and not settings.api_key:
+    if not settings.host.is_loopback and not settings.api_key and not settings.trusted:
         raise OptionError(
             f"{settings.host.host} is reachable from other machines: set MOEGGUF_API_KEY"
-            " (clients send it as a Bearer token), or listen on 127.0.0.1."
+            " (clients send it as a Bearer token), name the networks that need none with --trust-network, or listen on"
+            " 127.0.0.1."
         )
     return settings
 
 
-def print_address(host: Host, listener: socket.socket) -> None:
-    """Prints the address on stderr once the server listens."""
-    address = replace(host, port=listener.getsockname()[1])
-    print_message(f"listening on {address.url}" + (" (with an API key)" if not address.is_loopback else ""))
+def print_address(settings: Settings, listener: socket.socket) -> None:
+    """Prints the address on stderr once the server listens, and who needs a key where others reach it."""
+    address = replace(settings.host, port=listener.getsockname()[1])
+    remarks = ["with an API key"] if settings.api_key and not address.is_loopback else []
+    if settings.trusted:
+        remarks.append(f"no key from {', '.join(map(str, settings.trusted))}")
+    print_message(f"listening on {address.url}" + (f" ({'; '.join(remarks)})" if remarks else ""))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from datetime import datetime
 from typing import Annotated, Any
 
@@ -38,15 +39,25 @@ def ps(prefix: Prefix = "", as_json: AsJson = False) -> None:
     if as_json:
         print_json(models)
         return
-    print_columns(("NAME", "ID", "SIZE", "PROCESSOR", "CONTEXT", "UNTIL"), [_row(model) for model in models])
+    print_columns(("NAME", "ID", "SIZE", "PROCESSOR", "CONTEXT", "UNTIL"), _rows(models))
 
 
-def _row(model: dict[str, Any]) -> tuple[str, ...]:
+def _rows(models: Iterable[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
+    """A row for each name; the memory of names that share a process counts once."""
+    seen: set[Any] = set()
+    for model in models:
+        pid = model.get("moe", {}).get("pid", model["name"])
+        yield _row(model, shared=pid in seen)
+        seen.add(pid)
+
+
+def _row(model: dict[str, Any], *, shared: bool) -> tuple[str, ...]:
     from moegguf.terminal.units import human_bytes, human_time, processor_split
 
     until = "Stopping..." if model.get("stopping") else human_time(_expiry(model["expires_at"]))
     n_ctx, where = str(model["context_length"]), processor_split(model["size"], model["size_vram"])
-    return model["name"], model["digest"][:12], human_bytes(model["size"]), where, n_ctx, until
+    size = human_bytes(model["size"]) + " (shared)" * shared
+    return model["name"], model["digest"][:12], size, where, n_ctx, until
 
 
 def _expiry(text: str) -> datetime | None:

@@ -10,7 +10,7 @@ import queue
 import threading
 import time
 from collections.abc import Generator, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from moegguf.errors import GenerationCancelled, OptionError
 from moegguf.generate.constraint import constraint_for
@@ -27,6 +27,18 @@ if TYPE_CHECKING:
 POLL_S = 0.1  # a signal that another thread receives does not interrupt queue.get()
 CANCEL_TIMEOUT_S = 1.0
 MAX_CONTEXTS = 10  # of tokens in an answer without a limit, when the context shifts; Ollama's number
+
+
+class AnyAnswer(Protocol):
+    """What `BackgroundAnswer` needs: an `Answer`, or one that is computed elsewhere."""
+
+    timing: Timing
+
+    def cancel(self) -> None:
+        """Ends the answer, from any thread."""
+
+    def deltas(self, on_progress: OnProgress | None = None) -> Generator[Delta, None, None]:
+        """The parts of the answer; iterate once."""
 
 
 class Answer:
@@ -154,7 +166,7 @@ class BackgroundAnswer:
     Ending the loop early, also by Ctrl-C, cancels the answer and waits for up to CANCEL_TIMEOUT_S: see `running`.
     """
 
-    def __init__(self, answer: Answer, on_progress: OnProgress | None = None) -> None:
+    def __init__(self, answer: AnyAnswer, on_progress: OnProgress | None = None) -> None:
         self._answer = answer
         self._on_progress = on_progress
         self._deltas: queue.SimpleQueue[Delta | None] = queue.SimpleQueue()

@@ -1,4 +1,4 @@
-"""Ollama's options: their ranges, and their translation to `Sampling`, for the chat and the server."""
+"""Ollama's options: those for loading, and their translation to `Sampling`, for the chat and the server."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from typing import Any
 
 from moegguf.generate.request import Sampling
 
-MAX_TOKENS = 1 << 22
-MAX_SEED = (1 << 63) - 1
 MAX_TOP_LOGPROBS = 20
 THINK_LEVELS = ("low", "medium", "high", "max")
 
@@ -18,25 +16,6 @@ LOAD_PARAMETERS = {
     "expert_cache": "expert_cache",
 }  # fmt: skip
 """{option that changes how a model is loaded: keyword of `Llama`}"""
-
-RANGES: dict[str, tuple[float, float]] = {
-    "num_ctx": (0, MAX_TOKENS),
-    "num_batch": (1, 1 << 14),
-    "num_gpu": (-1, 1 << 24),
-    "num_thread": (0, 512),
-    "num_predict": (-2, MAX_TOKENS),
-    "num_keep": (-1, MAX_TOKENS),
-    "seed": (-MAX_SEED - 1, MAX_SEED),
-    "temperature": (0, 1000),
-    "top_k": (-1, (1 << 31) - 1),
-    "top_p": (0, 1),
-    "min_p": (0, 1),
-    "typical_p": (0, 1),
-    "repeat_last_n": (-1, MAX_TOKENS),
-    "repeat_penalty": (0.001, 1000),
-    "presence_penalty": (-100, 100),
-    "frequency_penalty": (-100, 100),
-}
 
 
 def sampling_with(base: Sampling, parameters: Mapping[str, Any]) -> Sampling:

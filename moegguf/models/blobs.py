@@ -6,16 +6,15 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import os
 import re
 import shutil
-import tempfile
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
+from moegguf.atomic_write import locked_temporary, remove_abandoned
 from moegguf.errors import ModelFormatError, ModelNameError, ModelNotFoundError, PullError
 from moegguf.quantities import format_bytes
 
@@ -79,13 +78,12 @@ class BlobWriter:
         self._sha = hashlib.sha256()
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            _remove_abandoned(folder)
-            handle, name = tempfile.mkstemp(prefix=".", suffix=".partial", dir=folder)
+            remove_abandoned(folder.glob(".*.partial"))
+            handle, name = locked_temporary(folder, ".", ".partial")
         except OSError as error:
             raise _disk_error(self._path, error) from error
         self._partial = Path(name)
         self._file = os.fdopen(handle, "wb")
-        fcntl.flock(handle, fcntl.LOCK_EX)  # held while it is written: see _remove_abandoned
 
     def __enter__(self) -> BlobWriter:
         return self
@@ -96,7 +94,8 @@ class BlobWriter:
         self._partial.unlink(missing_ok=True)
 
     def write(self, chunk: bytes) -> None:
-        """Appends bytes. Raises PullError when the disk fails."""
+        """Appends bytes. Raises PullError when the disk fails, or would have less than MARGIN_BYTES left."""
+        check_space(self._path.parent, len(chunk), f"a part of {self._path.name[:19]}")
         self._sha.update(chunk)
         try:
             self._file.write(chunk)
@@ -127,18 +126,6 @@ def sync_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _remove_abandoned(folder: Path) -> None:
-    """Removes partial files that no process has locked."""
-    for path in folder.glob(".*.partial"):
-        with suppress(OSError):
-            handle = os.open(path, os.O_RDONLY)
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                path.unlink()
-            finally:
-                os.close(handle)
 
 
 def _disk_error(path: Path, error: OSError) -> PullError:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import itertools
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -18,8 +19,8 @@ from typing import Any
 
 from moegguf.errors import ModelNameError, ModelNotFoundError, MoeggufError, OptionError, PullError
 from moegguf.models.blobs import BlobStore
-from moegguf.models.entry import ModelEntry
-from moegguf.models.file_sets import FileSets, entry_of, record_of, used_files
+from moegguf.models.entry import ModelEntry, model_digest
+from moegguf.models.file_sets import FileSets, entry_of, origin, record_of, used_files
 from moegguf.models.folder import (
     DEMO_NAME,
     demo_entry,
@@ -33,9 +34,18 @@ from moegguf.models.folder import (
 )
 from moegguf.models.hub import cached_models, delete_cached, find_cached
 from moegguf.models.index import Contents, Index, Record
-from moegguf.models.names import DEFAULT_TAG, OLLAMA_PREFIX, Name, parse_name
+from moegguf.models.modelfile import render
+from moegguf.models.names import DEFAULT_TAG, HUB_HOST, OLLAMA_PREFIX, Name, parse_name
 from moegguf.models.ollama_store import find_in_ollama, ollama_models
-from moegguf.models.recipe import Recipe, check_messages, check_parameters, check_text, jinja_or_none
+from moegguf.models.recipe import (
+    Recipe,
+    check_messages,
+    check_parameters,
+    check_ranges,
+    check_text,
+    jinja_or_none,
+    left_out,
+)
 from moegguf.settings import data_folder
 
 
@@ -72,13 +82,22 @@ class Catalog:
         chosen = (entry for key, entry in found.items() if key.startswith(prefix.lower()))
         return sorted(chosen, key=lambda entry: (entry.modified, entry.name), reverse=True)
 
-    def find(self, name: str | os.PathLike[str]) -> ModelEntry:
+    def find(self, name: str | os.PathLike[str], *, even_missing: bool = False) -> ModelEntry:
         """The model of this name, or at this path.
 
-        Raises ModelNotFoundError, listing the nearest names, when there is none; ModelNameError where paths are not
-        allowed and it is not a valid name.
+        Raises ModelNotFoundError, listing the nearest names, when there is none, and for one whose files are missing,
+        unless `even_missing`; ModelNameError where paths are not allowed and it is not a valid name.
         """
-        text = os.fspath(name)
+        entry = self._find(os.fspath(name))
+        if entry.missing and not even_missing:
+            raise _missing_files(entry)
+        return entry
+
+    def modelfile(self, entry: ModelEntry) -> str:
+        """The Modelfile that makes the same model again, also when the entry's name was removed."""
+        return render(entry, origin(entry, self.index.read().hidden))
+
+    def _find(self, text: str) -> ModelEntry:
         if not text.strip():
             raise ModelNotFoundError(f"a model is a path or a name, but is {text!r}; try {DEMO_NAME!r}.")
         if self.paths and (path := _existing(text, Path.is_file)):
@@ -103,7 +122,7 @@ class Catalog:
         """Saves the model of `recipe` in our index under `name`, replacing one there.
 
         Raises ModelNotFoundError (base or blobs), ModelFormatError for files that are not a model, OptionError for
-        values of the wrong type.
+        values of the wrong type or out of range. Warns of what is left out.
         """
         target = self._free_name(name)
         if bool(recipe.from_) == bool(recipe.files):
@@ -115,12 +134,18 @@ class Catalog:
             "messages": check_messages(recipe.messages) or None,
         }
         parameters = check_parameters(recipe.parameters)
+        check_ranges(parameters)
+        for sentence in left_out(recipe):
+            warnings.warn(sentence, stacklevel=2)
         given = {key: value for key, value in values.items() if value is not None}
         base = self.find(recipe.from_) if recipe.from_ else None
 
         def make() -> ModelEntry:
             entry = base or self.file_sets.make(recipe.files)
-            return replace(entry, parameters={**entry.parameters, **parameters}, **given)
+            made = replace(entry, parameters={**entry.parameters, **parameters}, **given)
+            if made.overrides == entry.overrides:
+                return made
+            return replace(made, digest=model_digest(entry.weights, made), files_digest=entry.weights)
 
         return self._save(make, target)
 
@@ -130,7 +155,7 @@ class Catalog:
         Raises ModelNotFoundError, OptionError for sources that are never changed, PullError when a file cannot be
         deleted.
         """
-        entry = self.find(name)
+        entry = self.find(name, even_missing=True)
         key = entry.name.lower()
         if entry.source == "own":
             self.index.change(lambda found: found.without(key), after=self._clean)
@@ -163,7 +188,7 @@ class Catalog:
 
     def _own_entries(self, contents: Contents) -> Iterator[ModelEntry]:
         for record in contents.records:
-            with suppress(OSError, MoeggufError):
+            with suppress(MoeggufError):
                 yield entry_of(record)
 
     def _find_by_name(self, text: str) -> ModelEntry | None:
@@ -177,8 +202,7 @@ class Catalog:
             raise
         contents = self.index.read()
         if record := contents.find(name.key):
-            with suppress(OSError, MoeggufError):
-                return entry_of(record)
+            return entry_of(record)
         return find_cached(name, contents.hidden) or find_in_ollama(name)
 
     def _save(self, make: Callable[[], ModelEntry], target: Name) -> ModelEntry:
@@ -239,7 +263,10 @@ class Catalog:
             hint = f"MOEGGUF_MODELS has {', '.join(map(repr, folder[:5]))}; a path works too."
         else:
             hint = f"give the path of a GGUF file, {DEMO_NAME!r}, or a name in the folder MOEGGUF_MODELS."
-        return ModelNotFoundError(f"there is no model named {text!r}; {hint}")
+        return ModelNotFoundError(
+            f"there is no model named {text!r}; {hint} Models of Hugging Face have names such as"
+            f" {HUB_HOST}/USER/REPOSITORY:Q4_K_M."
+        )
 
 
 _REMOVAL_HINTS = {
@@ -248,6 +275,15 @@ _REMOVAL_HINTS = {
     "path": "it is a path; delete the file.",
     "ollama": "it is in Ollama's store; remove it with `ollama rm`.",
 }
+
+
+def _missing_files(entry: ModelEntry) -> ModelNotFoundError:
+    files = ", ".join(repr(str(path)) for path in entry.missing[:3]) + ", ..." * (len(entry.missing) > 3)
+    again = f", fetch {entry.parent} again with `moegguf pull`" if entry.parent.startswith(f"{HUB_HOST}/") else ""
+    return ModelNotFoundError(
+        f"{entry.name} was made from {files}, which is no longer there: put it back{again}, or remove the name with"
+        f" `moegguf rm {entry.name}`."
+    )
 
 
 def _existing(text: str, is_kind: Callable[[Path], bool]) -> Path | None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
@@ -11,6 +14,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 SAMPLE_BYTES = 1 << 20
+
+_CONTENT_ADDRESS = re.compile(r"(?:sha256-)?([0-9a-f]{64})", re.ASCII)  # a file's name in a store of blobs
 
 Source = Literal["demo", "path", "folder", "hub", "ollama", "own"]
 
@@ -38,8 +43,10 @@ class Overrides:
 class ModelEntry(Overrides):
     """One name and what it stands for.
 
-    `name` is canonical and has a tag ("demo:latest", "hf.co/user/repo:Q4_K_M"). `files`: the shards, first one first.
-    `digest`: 64 hex digits that change with the files. `modified` is aware, UTC. `parent`: the name it was made from.
+    `name` is canonical and has a tag ("demo:latest", "hf.co/user/repo:Q4_K_M"). `files`: the shards, first one first;
+    those in `missing` are no longer there. `digest`: 64 hex digits that change with the files and the overrides.
+    `files_digest`: those of the files alone, where `digest` is not. `modified` is aware, UTC. `parent`: the name it was
+    made from.
     """
 
     name: str
@@ -50,6 +57,13 @@ class ModelEntry(Overrides):
     modified: datetime
     mmproj: Path | None = None
     parent: str = ""
+    files_digest: str = ""
+    missing: tuple[Path, ...] = ()
+
+    @property
+    def weights(self) -> str:
+        """64 hex digits that change with the files: equal for names of the same files."""
+        return self.files_digest or self.digest
 
     @property
     def path(self) -> Path:
@@ -95,16 +109,33 @@ class PullStatus:
 
 
 def digest_of(files: tuple[Path, ...]) -> str:
-    """64 hex digits for files whose SHA-256 is not known.
+    """64 hex digits that change with the files: their SHA-256, where a file or the one it links to is named by it.
 
-    Over each file's size, first and last MiB: the header, and weights that differ between trainings. Hashing all of a
-    200 GB model would take minutes. Raises OSError.
+    Else over each file's size, first and last MiB: the header, and weights that differ between trainings. Hashing all
+    of a 200 GB model would take minutes. Raises OSError.
     """
-    digests = []
-    for path in files:
-        info = path.stat()
-        digests.append(_sampled_digest(str(path), info.st_size, info.st_mtime_ns))
-    return combined_digest(digests)
+    addresses = [_CONTENT_ADDRESS.fullmatch(os.path.basename(_link_target(path))) for path in files]
+    if all(addresses):
+        return combined_digest([address[1] for address in addresses if address])
+    return combined_digest([_sampled(path) for path in files])
+
+
+def _link_target(path: Path) -> str:
+    return os.readlink(path) if path.is_symlink() else str(path)
+
+
+def _sampled(path: Path) -> str:
+    info = path.stat()
+    return _sampled_digest(str(path), info.st_size, info.st_mtime_ns)
+
+
+def model_digest(files_digest: str, overrides: Overrides) -> str:
+    """64 hex digits of a model: equal for the same files and overrides, `files_digest` without overrides."""
+    given = {name: value for name, value in overrides.overrides.items() if value not in (None, (), {})}
+    if not given:
+        return files_digest
+    text = json.dumps({"files": files_digest, **given}, sort_keys=True, default=dict)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def combined_digest(digests: list[str]) -> str:

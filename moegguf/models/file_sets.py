@@ -11,7 +11,7 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
@@ -19,10 +19,11 @@ from pathlib import Path, PurePosixPath
 from moegguf.errors import ModelNotFoundError, OptionError, PullError
 from moegguf.gguf.experts import read_layout
 from moegguf.models.blobs import BlobStore, blob_name
-from moegguf.models.entry import ModelEntry, combined_digest, size_of
-from moegguf.models.folder import demo_path
-from moegguf.models.hub import hub_cache
+from moegguf.models.entry import ModelEntry, combined_digest, digest_of, model_digest, size_of
+from moegguf.models.folder import DEMO_FILE, DEMO_NAME, demo_path
+from moegguf.models.hub import cached_name, hub_cache
 from moegguf.models.index import Record
+from moegguf.models.names import DEFAULT_TAG
 from moegguf.models.selection import select_files
 from moegguf.settings import data_folder
 
@@ -45,19 +46,16 @@ def location_of(path: Path) -> str:
     return str(path.absolute())
 
 
-def resolve(location: str) -> Path:
-    """The file at a location. Raises ModelNotFoundError when it is missing, or outside its folder."""
+def path_at(location: str) -> Path:
+    """The path of a location, where the file may be missing. Raises ModelNotFoundError for one outside its folder."""
     prefix, _, rest = location.partition(":")
-    path: Path | None = None
     if prefix == "demo":
-        path = demo_path()
-    elif prefix in ("hub", "sets") and ".." not in PurePosixPath(rest).parts and not rest.startswith("/"):
-        path = (hub_cache() if prefix == "hub" else sets_folder()) / rest
-    elif os.path.isabs(location):
-        path = Path(location)
-    if path is None or not path.is_file():
-        raise ModelNotFoundError(f"the file {location!r} is no longer there.")
-    return path
+        return demo_path() or Path(DEMO_FILE)
+    if prefix in ("hub", "sets") and ".." not in PurePosixPath(rest).parts and not rest.startswith("/"):
+        return (hub_cache() if prefix == "hub" else sets_folder()) / rest
+    if os.path.isabs(location):
+        return Path(location)
+    raise ModelNotFoundError(f"the index has {location!r:.200}, which is not the location of a file.")
 
 
 def record_of(entry: ModelEntry, name: str) -> Record:
@@ -69,33 +67,70 @@ def record_of(entry: ModelEntry, name: str) -> Record:
         modified=datetime.now(UTC),
         mmproj=location_of(entry.mmproj) if entry.mmproj else None,
         parent="" if entry.source == "path" else entry.name,
+        files_digest=entry.weights,
         **entry.overrides,
     )
 
 
 def entry_of(record: Record) -> ModelEntry:
-    """The model behind a record. Raises ModelNotFoundError, OSError when one of its files is missing."""
-    files = tuple(resolve(location) for location in record.files)
-    mmproj = resolve(record.mmproj) if record.mmproj else None
+    """The model behind a record; its `missing` has those of its files that are no longer there.
+
+    Raises ModelNotFoundError for a location outside its folder.
+    """
+    files = tuple(path_at(location) for location in record.files)
+    mmproj = path_at(record.mmproj) if record.mmproj else None
+    there = [path for path in (*files, mmproj) if path is not None and path.is_file()]
+    missing = tuple(path for path in files if path not in there)
+    files_digest, digest = _digests(record, files if not missing else ())
     return ModelEntry(
         name=record.name,
         source="own",
         files=files,
-        size_bytes=size_of((*files, mmproj) if mmproj else files),
-        digest=record.digest,
+        size_bytes=size_of(there),
+        digest=digest,
         modified=record.modified,
-        mmproj=mmproj,
+        mmproj=mmproj if mmproj in there else None,
         parent=record.parent,
+        files_digest=files_digest,
+        missing=missing,
         **record.overrides,
     )
+
+
+def _digests(record: Record, files: tuple[Path, ...]) -> tuple[str, str]:
+    """(digest of the files, digest of the model) now: a file at a path may be another one than when it was named."""
+    named_by_digest = all(location.startswith(("hub:", "sets:")) for location in record.files)
+    if not files or (named_by_digest and record.files_digest):
+        return record.files_digest, record.digest
+    try:
+        files_digest = digest_of(files)
+    except OSError:  # not readable
+        files_digest = record.files_digest
+    if files_digest == record.files_digest:
+        return files_digest, record.digest
+    return files_digest, model_digest(files_digest, record)
+
+
+def origin(entry: ModelEntry, hidden: Collection[str] = ()) -> str:
+    """What FROM takes to make a model of the same files: a name that stays when the entry's is removed, else a path.
+
+    `hidden`: keys of names of the Hugging Face cache that were removed.
+    """
+    if entry.source in ("demo", "hub", "ollama"):
+        return entry.name
+    location = location_of(entry.path)
+    if location == "demo:":
+        return f"{DEMO_NAME}:{DEFAULT_TAG}"
+    name = cached_name(entry.files, hidden) if location.startswith("hub:") else None
+    return name or str(entry.path)
 
 
 def used_files(records: Iterable[Record]) -> set[Path]:
     """The files of all records, with every link followed."""
     found = set()
     for location in (location for record in records for location in (*record.files, record.mmproj or "")):
-        with suppress(OSError):
-            found.add(resolve(location).resolve())
+        with suppress(OSError):  # a missing one, or none
+            found.add(path_at(location).resolve(strict=True))
     return found
 
 

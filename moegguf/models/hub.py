@@ -8,20 +8,18 @@ other programs are found, too. A model with a missing shard is not listed.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from moegguf.errors import ModelNameError, ModelNotFoundError, PullError
-from moegguf.models.entry import ModelEntry, combined_digest, digest_of, modified_at, size_of
+from moegguf.models.entry import ModelEntry, digest_of, modified_at, size_of
 from moegguf.models.names import HUB_HOST, Name, parse_name
 from moegguf.models.selection import FileSelection, models_in, select_files
 
 ENDPOINT = "https://huggingface.co"
 MAX_REF_BYTES = 128
-_SHA256 = re.compile(r"[0-9a-f]{64}")
 _TRUE = {"1", "ON", "YES", "TRUE"}
 
 
@@ -93,7 +91,7 @@ class Snapshot:
             source="hub",
             files=files,
             size_bytes=size_of(self.folder / path for path in selection.paths),
-            digest=_digest(files),
+            digest=digest_of(files),
             modified=modified_at(files[0]),
             mmproj=self.folder / selection.mmproj if selection.mmproj else None,
         )
@@ -169,12 +167,10 @@ def _main_commit(folder: Path) -> str:
         return ""
 
 
-def _digest(files: tuple[Path, ...]) -> str:
-    """From the blobs' file names where they are SHA-256 (large files), else from samples of the contents."""
-    blobs = [os.path.basename(os.readlink(path)) if path.is_symlink() else "" for path in files]
-    if not all(_SHA256.fullmatch(blob) for blob in blobs):
-        return digest_of(files)
-    return combined_digest(blobs)
+def cached_name(files: tuple[Path, ...], hidden: Collection[str] = ()) -> str | None:
+    """The name under which the cache lists these files; None when it does not, or that is in `hidden`."""
+    names = (entry.name for entry in cached_models() if entry.files == files)
+    return next((name for name in names if name.lower() not in hidden), None)
 
 
 def delete_cached(entry: ModelEntry, keep: Collection[Path]) -> int:

@@ -31,7 +31,8 @@ MAX_INDEX_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class Record(Overrides):
-    """One name in the index. `files` and `mmproj` are locations (models/file_sets.py)."""
+    """One name in the index. `files` and `mmproj` are locations (models/file_sets.py); `digest` and `files_digest` are
+    those of `ModelEntry` when the name was made."""
 
     name: str
     files: tuple[str, ...]
@@ -39,6 +40,7 @@ class Record(Overrides):
     modified: datetime
     mmproj: str | None = None
     parent: str = ""
+    files_digest: str = ""
 
     @property
     def key(self) -> str:
@@ -165,6 +167,7 @@ def _record(values: dict[str, Any]) -> Record:
         modified=modified if modified.tzinfo else modified.replace(tzinfo=UTC),
         mmproj=check_text("mmproj", values.get("mmproj")),
         parent=str(values.get("parent", "")),
+        files_digest=str(values.get("files_digest", "")),
         **check_overrides(values),
     )
 

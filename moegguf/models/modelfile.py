@@ -14,7 +14,7 @@ from typing import Any
 
 from moegguf.errors import OptionError
 from moegguf.models.entry import ModelEntry
-from moegguf.models.recipe import ROLES, Recipe, check_text, jinja_or_none, parse_parameter
+from moegguf.models.recipe import ROLES, Recipe, check_text, parse_parameter
 
 MAX_MODELFILE = 4 << 20  # characters
 
@@ -32,7 +32,7 @@ _INSTRUCTIONS = ("FROM", "PARAMETER", "SYSTEM", "TEMPLATE", "MESSAGE", "LICENSE"
 def parse(text: str) -> Recipe:
     """The recipe in a Modelfile.
 
-    Raises OptionError, naming the line, for anything that is not supported. A Go template is left out with a warning.
+    Raises OptionError, naming the line, for anything that is not supported.
     """
     if len(text) > MAX_MODELFILE:
         raise OptionError(f"a Modelfile has at most {MAX_MODELFILE} characters, but this one {len(text)}.")
@@ -47,9 +47,8 @@ def parse(text: str) -> Recipe:
     return Recipe(**{**found, "messages": tuple(found["messages"])})
 
 
-def render(entry: ModelEntry) -> str:
-    """The Modelfile that creates the same model; `parse` reads it back."""
-    base = str(entry.path) if entry.source in ("path", "folder") else entry.name
+def render(entry: ModelEntry, base: str) -> str:
+    """The Modelfile that creates the same model from `base`, the origin of its files; `parse` reads it back."""
     lines = [f"FROM {base if _text(base) == base else _quoted(base)}"]
     if entry.template is not None:
         lines.append(f"TEMPLATE {_quoted(entry.template)}")
@@ -125,7 +124,7 @@ def _apply(found: dict[str, Any], instruction: str, rest: str) -> None:
     elif instruction == "SYSTEM":
         found["system"] = check_text("SYSTEM", _text(rest))
     elif instruction == "TEMPLATE":
-        found["template"] = jinja_or_none(check_text("TEMPLATE", _text(rest)))
+        found["template"] = check_text("TEMPLATE", _text(rest))
     elif instruction == "ADAPTER":
         raise OptionError("adapters cannot be used; give a model that they are merged into.")
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from moegguf.errors import MoeggufError
 from moegguf.models.blobs import blob_name
-from moegguf.models.entry import ModelEntry, size_of
+from moegguf.models.entry import ModelEntry, digest_of, size_of
 from moegguf.models.names import OLLAMA_HOST, Name, parse_name
 from moegguf.models.recipe import check_overrides, is_go_template
 
@@ -152,6 +152,7 @@ def _make_entry(shown: str, manifest: Path, data: bytes, layers: _Layers) -> Mod
         files=layers.model,
         size_bytes=size_of((*layers.model, *layers.projector[:1])),
         digest=hashlib.sha256(data).hexdigest(),
+        files_digest=digest_of(layers.model),
         modified=datetime.fromtimestamp(manifest.stat().st_mtime, UTC),
         mmproj=next(iter(layers.projector), None),
         **check_overrides({**texts, "parameters": data_of.get("params"), "messages": data_of.get("messages")}),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,6 +31,29 @@ PARAMETERS: dict[str, type] = {
 }  # fmt: skip
 """Ollama's options (api/types.go) and ours, with their types; `stop` takes many values."""
 
+MAX_TOKENS = 1 << 22  # tokens, of a context or an answer
+MAX_SEED = (1 << 63) - 1
+
+RANGES: dict[str, tuple[float, float]] = {
+    "num_ctx": (0, MAX_TOKENS),
+    "num_batch": (1, 1 << 14),
+    "num_gpu": (-1, 1 << 24),
+    "num_thread": (0, 512),
+    "num_predict": (-2, MAX_TOKENS),
+    "num_keep": (-1, MAX_TOKENS),
+    "seed": (-MAX_SEED - 1, MAX_SEED),
+    "temperature": (0, 1000),
+    "top_k": (-1, (1 << 31) - 1),
+    "top_p": (0, 1),
+    "min_p": (0, 1),
+    "typical_p": (0, 1),
+    "repeat_last_n": (-1, MAX_TOKENS),
+    "repeat_penalty": (0.001, 1000),
+    "presence_penalty": (-100, 100),
+    "frequency_penalty": (-100, 100),
+}
+"""{parameter: (least, most)}"""
+
 _GO_ACTION = re.compile(
     r"\{\{-?\s*(\.|\$|if\b|range\b|else\b|end\b|with\b|block\b|define\b|template\b|or\b|and\b|eq\b|not\b)"
 )
@@ -51,41 +73,51 @@ def is_go_template(text: str) -> bool:
 
 
 def jinja_or_none(template: str | None) -> str | None:
-    """`template`; None with a warning for a Go template, which cannot be used: the model's own stays."""
-    if template and is_go_template(template):
-        warnings.warn(
-            "the template is in Go's language and is left out; the model's own is used, or write one in Jinja.",
-            stacklevel=2,
-        )
-        return None
-    return template or None
+    """`template`; None for a Go template, which cannot be used: the model's own stays."""
+    return None if not template or is_go_template(template) else template
+
+
+def left_out(recipe: Recipe) -> list[str]:
+    """What a model made from `recipe` does without, a sentence each."""
+    found = [f"there is no parameter {name!r:.60}; it is left out." for name in recipe.parameters.keys() - PARAMETERS]
+    if recipe.template and is_go_template(recipe.template):
+        found.append("the template is in Go's language and is left out: the model's own is used, or one in Jinja.")
+    return sorted(found)
 
 
 def check_overrides(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values read from a file, as keyword arguments of `Overrides`; unknown parameters are left out.
+    """Values read from a file, as keyword arguments of `Overrides`; unknown parameters are left out, and those out of
+    their range.
 
     Raises OptionError for a value of the wrong type.
     """
     return {
         **{name: check_text(name, values.get(name)) for name in ("system", "template", "license")},
-        "parameters": check_parameters(dict(values.get("parameters") or {}), quiet=True),
+        "parameters": {
+            name: value
+            for name, value in check_parameters(dict(values.get("parameters") or {})).items()
+            if _is_in_range(name, value)
+        },
         "messages": check_messages(list(values.get("messages") or ())),
     }
 
 
-def check_parameters(values: Mapping[str, Any], *, quiet: bool = False) -> dict[str, Any]:
-    """The parameters with their types right; unknown names are left out, with a warning unless `quiet`.
+def check_parameters(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters with their types right; unknown names are left out. Raises OptionError for a wrong type."""
+    return {name: _convert(name, value) for name, value in values.items() if name in PARAMETERS}
 
-    Raises OptionError for a value of the wrong type.
-    """
-    checked: dict[str, Any] = {}
-    for name, value in values.items():
-        if name not in PARAMETERS:
-            if not quiet:
-                warnings.warn(f"there is no parameter {name!r:.60}; it is left out.", stacklevel=2)
-            continue
-        checked[name] = _convert(name, value)
-    return checked
+
+def check_ranges(parameters: Mapping[str, Any]) -> None:
+    """Raises OptionError for a parameter out of its range."""
+    for name, value in parameters.items():
+        if not _is_in_range(name, value):
+            least, most = RANGES[name]
+            raise OptionError(f"{name} takes {least:,} to {most:,}, but is {value:,}")
+
+
+def _is_in_range(name: str, value: Any) -> bool:
+    least, most = RANGES.get(name, (-math.inf, math.inf))
+    return name not in RANGES or least <= value <= most
 
 
 def check_messages(messages: Any) -> tuple[Mapping[str, Any], ...]:

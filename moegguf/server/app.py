@@ -34,7 +34,11 @@ def make_app(manager: ModelManager, catalog: Catalog, settings: Settings) -> Sta
         routes=[route for module in MODULES for route in module.routes],
         middleware=[
             Middleware(
-                AccessControl, loopback=settings.host.is_loopback, origins=settings.origins, api_key=settings.api_key
+                AccessControl,
+                loopback=settings.host.is_loopback,
+                origins=settings.origins,
+                api_key=settings.api_key,
+                trusted=settings.trusted,
             )
         ],
         exception_handlers=HANDLERS,

@@ -1,7 +1,8 @@
 """`/live`: snapshots of the experts of loaded models, one JSON object per line; `?once=1`: one object for all models.
 
 A line is a snapshot (`moegguf.serving.events.Snapshot`, bytes in base64, the state of its model under `loaded`) or
-`{"loaded_models": [names]}`, sent first, at every change, and every HEARTBEAT_S. A snapshot without changes is left
+`{"loaded_models": [names]}`, sent first, at every change, and every HEARTBEAT_S; of names that share a model, without
+`model` in the query, the first. A snapshot without changes is left
 out. Watching loads no model, and ends with the connection.
 """
 
@@ -97,10 +98,12 @@ class SnapshotStream:
         sent_names_s = 0.0
         try:
             while True:
-                loaded = {model.name: model for model in self._manager.loaded()}
-                is_open = self._update_tasks(loaded)
-                if list(loaded) != sent_names or time.monotonic() - sent_names_s > HEARTBEAT_S:
-                    sent_names, sent_names_s = list(loaded), time.monotonic()
+                models = self._manager.loaded()
+                loaded = {each.name: model for model in models for each in model.names}
+                is_open = self._update_tasks(model.name for model in models)
+                names = [model.name for model in models] if self._name is None else list(loaded)
+                if names != sent_names or time.monotonic() - sent_names_s > HEARTBEAT_S:
+                    sent_names, sent_names_s = names, time.monotonic()
                     yield _line({"loaded_models": sent_names})
                 for snapshot in self._take_latest():
                     model = loaded.get(snapshot.model)
@@ -177,6 +180,7 @@ def loaded_object(loaded: LoadedModel, *, whole: bool = False) -> dict[str, Any]
     """A loaded model as JSON; `whole`: with its statistics and plan."""
     found = {field.name: getattr(loaded, field.name) for field in fields(loaded)}
     found["expires"] = loaded.expires and loaded.expires.isoformat()
+    found["names"] = [each.name for each in loaded.names]
     found["stats"] = loaded.stats.as_dict()
     return found if whole else {name: value for name, value in found.items() if name not in ("stats", "plan")}
 

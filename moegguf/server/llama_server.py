@@ -54,7 +54,8 @@ async def props(request: Request) -> Response:
     """Properties of a model, without loading it: of `?model=`, or of the only loaded one."""
     name = selected_model(request, request.query_params.get("model"))
     entry, known = await look_up(request.app.state.catalog, name)
-    loaded = next((model for model in request.app.state.manager.loaded() if model.name == entry.name), None)
+    in_memory: list[LoadedModel] = request.app.state.manager.loaded()
+    loaded = next((model for model in in_memory if entry.name in {each.name for each in model.names}), None)
     return JSONResponse(
         {
             "default_generation_settings": {

@@ -75,8 +75,8 @@ class Totals:
 
     def __init__(self) -> None:
         self.answers: defaultdict[str, AnswerTotals] = defaultdict(AnswerTotals)
-        self._loaded_stats: dict[tuple[str, int], Stats] = {}
-        self._unloaded: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        self._sums: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        self._counts_by_pid: dict[int, Counter[str]] = {}
 
     def add(self, model: str, timing: Timing) -> None:
         """Adds a finished answer."""
@@ -89,18 +89,18 @@ class Totals:
         total.answer_s += timing.answer_s
 
     def update(self, loaded: Iterable[LoadedModel]) -> None:
-        """Takes the statistics of the models in memory; those of processes that have ended are added to the totals."""
-        now = {(model.name, model.pid): model.stats for model in loaded}
-        for name, pid in self._loaded_stats.keys() - now.keys():
-            self._unloaded[name].update(_counts(self._loaded_stats[name, pid]))
-        self._loaded_stats = now
+        """Adds what the models in memory have counted since the last call, each under the first name that uses it."""
+        now: dict[int, Counter[str]] = {}
+        for model in loaded:
+            now[model.pid] = counts = Counter(_counts(model.stats))
+            added = Counter(counts)
+            added.subtract(self._counts_by_pid.get(model.pid, Counter()))
+            self._sums[model.name].update(added)
+        self._counts_by_pid = now
 
     def counts(self) -> dict[str, Counter[str]]:
         """{model: sums of `FIELDS`}."""
-        sums = defaultdict(Counter, {name: Counter(counts) for name, counts in self._unloaded.items()})
-        for (name, _), stats in self._loaded_stats.items():
-            sums[name].update(_counts(stats))
-        return dict(sorted(sums.items()))
+        return dict(sorted(self._sums.items()))
 
 
 def _counts(stats: Stats) -> dict[str, float]:

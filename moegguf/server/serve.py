@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import resource
 import signal
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import h11
+from starlette.types import Receive, Scope, Send
 from uvicorn import Config, Server
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -18,6 +21,7 @@ from moegguf.errors import MoeggufError
 from moegguf.models.catalog import Catalog
 from moegguf.server.app import make_app
 from moegguf.server.common import limits
+from moegguf.server.common.errors import HttpError, error_response
 from moegguf.server.common.streams import dumps
 from moegguf.serving.manager import ModelManager
 
@@ -29,6 +33,11 @@ DRAIN_S = 3  # for running answers at shutdown; the model manager takes as long 
 MAX_UNSENT_BYTES = 16 << 20  # buffered for a slow reader, so that it does not block the model
 USER_TIMEOUT_MS = 60_000  # a client that acknowledges nothing for so long is disconnected
 HEADERS_S = 30.0  # for a request's headers to arrive
+REFUSED_HEADERS_S = 2.0  # the same on a connection that is refused
+MAX_DESCRIPTORS = 1 << 16
+RESERVED_DESCRIPTORS = 32  # for files and worker processes
+REFUSED_CONNECTIONS = 8  # at once: they get an error; more wait until others end
+ACCEPT_RETRY_S = 0.1
 
 
 class StartError(MoeggufError, OSError):
@@ -57,20 +66,47 @@ def listen(host: Host) -> socket.socket:
     return listener
 
 
+def max_connections() -> int:
+    """Connections that this process can hold: its limit of descriptors, which is raised to the hard one, less those
+    reserved."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            soft = wanted
+    n_descriptors = MAX_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft
+    return max(1, n_descriptors - RESERVED_DESCRIPTORS - REFUSED_CONNECTIONS)
+
+
+async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
+    """The application of a connection beyond the limit: an error for every request."""
+    error = HttpError(503, "too many connections; try again later", headers={"retry-after": "1", "connection": "close"})
+    await error_response(error, scope["path"])(scope, receive, send)
+
+
 class Protocol(H11Protocol):
-    """A connection. A slow reader never blocks the model; an inactive client is disconnected."""
+    """A connection. A slow reader never blocks the model; an inactive client is disconnected. With more than
+    `max_connections` open, it is refused."""
 
     _headers_timer: asyncio.TimerHandle | None = None
+
+    def __init__(self, *arguments: Any, max_connections: float = math.inf, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._max_connections = max_connections
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Sets buffer limits and timeouts of the socket."""
         super().connection_made(transport)
+        is_refused = len(self.connections) > self._max_connections
+        if is_refused:
+            self.app = refuse
         transport.set_write_buffer_limits(high=MAX_UNSENT_BYTES)
         peer = transport.get_extra_info("socket")
         with suppress(OSError, AttributeError):
             peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, USER_TIMEOUT_MS)
-        self._headers_timer = self.loop.call_later(HEADERS_S, transport.close)
+        self._headers_timer = self.loop.call_later(REFUSED_HEADERS_S if is_refused else HEADERS_S, transport.close)
 
     def handle_events(self) -> None:
         """Stops the headers timer at the first request."""
@@ -97,22 +133,59 @@ class Protocol(H11Protocol):
 
 class QuietServer(Server):
     """Calls `on_start` when it listens and `on_end` when its shutdown begins. A signal stops it and, unlike in uvicorn,
-    is not raised again afterwards."""
+    is not raised again afterwards.
 
-    def __init__(self, config: Config, on_start: Callable[[], None], on_end: Callable[[], None]) -> None:
+    It accepts connections itself, one at a time: asyncio's servers try BACKLOG times in a row where no descriptor is
+    left, and again after a second, which takes all of a processor.
+    """
+
+    def __init__(
+        self, config: Config, listener: socket.socket, on_start: Callable[[], None], on_end: Callable[[], None]
+    ) -> None:
         super().__init__(config)
+        self._listener = listener
         self._on_start = on_start
         self._on_end = on_end
+        self._accepting: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Of uvicorn.Server."""
-        await super().startup(sockets)
+        await super().startup(sockets=[])
         if self.started:
+            self._listener.setblocking(False)
+            self._accepting = asyncio.create_task(self._accept())
             self._on_start()
+
+    async def _accept(self) -> None:
+        """Accepts connections while there are descriptors for them."""
+        loop, most = asyncio.get_running_loop(), max_connections()
+
+        def connection() -> Protocol:
+            return Protocol(
+                config=self.config,
+                server_state=self.server_state,
+                app_state=self.lifespan.state,
+                _loop=loop,
+                max_connections=most,
+            )
+
+        while True:
+            if len(self.server_state.connections) >= most + REFUSED_CONNECTIONS:
+                await asyncio.sleep(ACCEPT_RETRY_S)
+                continue
+            try:
+                accepted, _ = await loop.sock_accept(self._listener)
+                await loop.connect_accepted_socket(connection, accepted)
+            except OSError:  # no descriptor is left, or the client has gone
+                await asyncio.sleep(ACCEPT_RETRY_S)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Of uvicorn.Server."""
         self._on_end()
+        if self._accepting is not None:
+            self._accepting.cancel()
+            await asyncio.gather(self._accepting, return_exceptions=True)
+        self._listener.close()
         # Cancelled requests have got an error: no traceback for them.
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
         await super().shutdown(sockets)
@@ -132,7 +205,8 @@ class QuietServer(Server):
 def run_server(settings: Settings, listener: socket.socket, on_listening: Callable[[], None]) -> int:
     """Serves until SIGINT or SIGTERM; calls `on_listening` when requests are accepted. Returns the exit code."""
     catalog = Catalog(paths=False)  # a path as a name would let clients read any file
-    app = make_app(ModelManager(catalog, settings), catalog, settings)
+    manager = ModelManager(catalog, settings)
+    app = make_app(manager, catalog, settings)
     config = Config(
         app,
         http=Protocol,
@@ -144,8 +218,12 @@ def run_server(settings: Settings, listener: socket.socket, on_listening: Callab
         proxy_headers=False,
         h11_max_incomplete_event_size=limits.HEADER_BYTES,
         timeout_graceful_shutdown=DRAIN_S,
-        backlog=BACKLOG,
     )
-    server: Server = QuietServer(config, on_listening, app.state.ending.set)
-    server.run(sockets=[listener])
+
+    def on_end() -> None:
+        app.state.ending.set()
+        manager.refuse()
+
+    server: Server = QuietServer(config, listener, on_listening, on_end)
+    server.run()
     return 0 if server.started else 1

@@ -3,22 +3,25 @@
 Every change calls `dispatch`, which visits all models and starts what is due: grants a request, starts a load, unloads
 an idle model. It never waits; loads and unloads run as tasks that call `dispatch` at their end.
 
-Rules. Requests of a model run one at a time, in order of arrival. A model that is not loaded is loaded when it fits the
-memory budget; idle models are unloaded for it, least recently used first; else it gets fewer expert slots; else it
-waits until a busy model is idle. Loads start in the order of their oldest request. Requests for loaded models may
-overtake a load that waits for memory, for OVERTAKE_S at most. A running answer is never interrupted.
+Rules. Names of the same files share a process. Requests of a model run one at a time, in order of arrival. A model
+that is not loaded is loaded when it fits the memory budget; idle models are unloaded for it, least recently used
+first; else it gets fewer expert slots; else it waits until a busy model is idle. Loads start in the order of their
+oldest request. Requests for loaded models may overtake a load that waits for memory, for OVERTAKE_S at most. A
+running answer is never interrupted.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
 from collections.abc import Coroutine, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from moegguf.errors import BusyError, MoeggufError, WorkerError
-from moegguf.serving.managed_model import ManagedModel, Purpose, State, Waiter
+from moegguf.serving.managed_model import ManagedModel, Purpose, State, Waiter, files_key
 from moegguf.serving.memory_budget import Measure, MemoryLimit, MemoryUse, ModelSize, admit
 from moegguf.serving.subscribers import Subscribers
 from moegguf.serving.wire import LoadConfig
@@ -30,8 +33,8 @@ OVERTAKE_S = 10.0  # so that requests that alternate between two models do not s
 
 
 class Dispatcher:
-    """All models that are loaded or requested, by canonical name. `command` starts a worker; `measure` computes the
-    memory that a model needs."""
+    """All models that are loaded or requested, by their files (`files_key`). `command` starts a worker; `measure`
+    computes the memory that a model needs."""
 
     def __init__(self, settings: Settings, subscribers: Subscribers, command: Sequence[str], measure: Measure) -> None:
         self.models: dict[str, ManagedModel] = {}
@@ -50,20 +53,25 @@ class Dispatcher:
         """Waits until `waiter` may use its model; the caller then calls `release`. Raises BusyError and the errors of
         loading."""
         self.check_open()
-        model = self.models.get(waiter.entry.name)
+        model = self.models.get(files_key(waiter.entry))
         n_waiting = sum(len(known.waiters) for known in self.models.values())
         first = model is None or not (model.waiters or model.in_use)
         if n_waiting >= self._settings.max_queue and not first:
             raise BusyError("server busy, please try again.  maximum pending requests exceeded")
         if model is None:
-            model = self.models[waiter.entry.name] = ManagedModel(waiter.entry, waiter.keep_alive_s)
+            model = self.models[files_key(waiter.entry)] = ManagedModel(waiter.entry)
         model.waiters.append(waiter)
         await self._wait(model, waiter)
         return model
 
-    async def unload(self, model: ManagedModel) -> None:
-        """Unloads a model after its current answer; returns when its process has ended."""
-        waiter = Waiter(model.entry, model.overrides, model.keep_alive_s, Purpose.UNLOAD)
+    def find(self, name: str) -> ManagedModel | None:
+        """The model that `name` uses, or for which it is being loaded."""
+        return next((model for model in self.models.values() if model.is_for(name)), None)
+
+    async def unload(self, model: ManagedModel, name: str) -> None:
+        """Ends the use of a model by `name` after its current answer; returns when its process has ended, unless other
+        names use it."""
+        waiter = Waiter(replace(model.entry, name=name), model.overrides, 0.0, Purpose.UNLOAD)
         model.waiters.insert(0, waiter)
         await self._wait(model, waiter)
 
@@ -87,20 +95,26 @@ class Dispatcher:
         else:
             return
         model.last_used_s = self._now()
+        if waiter.name in model.uses:
+            model.uses[waiter.name].last_used_s = model.last_used_s
         self._released.set()
         self.dispatch()
 
     def check_open(self) -> None:
-        """Raises BusyError after `close`."""
+        """Raises BusyError after `refuse`."""
         if self._closed:
             raise BusyError("the server is shutting down; try again later.")
 
-    async def close(self, grace_s: float) -> None:
-        """Refuses all waiters, gives running requests `grace_s` to finish, then ends every process."""
+    def refuse(self) -> None:
+        """Refuses all waiters, from now on."""
         self._closed = True
         for model in self.models.values():
             for waiter in model.waiters:
                 waiter.fail(BusyError("the server is shutting down; try again later."))
+
+    async def close(self, grace_s: float) -> None:
+        """Refuses all waiters, gives running requests `grace_s` to finish, then ends every process."""
+        self.refuse()
         with suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
                 while any(model.in_use for model in self.models.values()):
@@ -127,7 +141,7 @@ class Dispatcher:
         for model in list(self.models.values()):
             self._update_expiry(model)
             if model.is_removable:
-                del self.models[model.name]
+                del self.models[model.key]
         self._subscribers.update_rates(self.models.values())
 
     def _grant_waiters(self, model: ManagedModel) -> None:
@@ -144,7 +158,12 @@ class Dispatcher:
         if not model.waiters or model.exclusive_user is not None:
             return
         first = model.waiters[0]
-        if first.purpose is Purpose.UNLOAD or not model.serves(first):
+        if first.purpose is Purpose.UNLOAD and model.has_others(first.name):
+            model.waiters.remove(first)
+            model.uses.pop(first.name, None)
+            first.grant()
+            self._grant_waiters(model)
+        elif first.purpose is Purpose.UNLOAD or not model.serves(first):
             if not model.shared_users:
                 self._start_unload(model)
         elif not self._is_overtaking(first):
@@ -153,7 +172,7 @@ class Dispatcher:
 
     def _grant(self, model: ManagedModel, waiter: Waiter) -> None:
         model.waiters.remove(waiter)
-        model.keep_alive_s = waiter.keep_alive_s
+        model.use(waiter, self._now())
         model.n_requests += waiter.purpose is Purpose.EXCLUSIVE
         model.last_used_s = self._now()
         waiter.grant()
@@ -189,15 +208,15 @@ class Dispatcher:
         assert size is not None
         others = [m for m in self.models.values() if m.state is not State.ABSENT]
         others.sort(key=lambda m: m.last_used_s)
-        in_memory = [MemoryUse(m.name, m.size_bytes, m.idle, m.state is State.STOPPING) for m in others]
+        in_memory = [MemoryUse(m.key, m.size_bytes, m.idle, m.state is State.STOPPING) for m in others]
         limit_bytes = self._limit.bytes(self._used_bytes())
         try:
             admission = admit(size, limit_bytes, in_memory, self._settings.max_models, model.name)
         except MoeggufError as error:
             self._fail(model, model.waiters[0], error)
             return True
-        for name in admission.unload:
-            self._start_unload(self.models[name])
+        for key in admission.unload:
+            self._start_unload(self.models[key])
         if not admission.reserve_bytes:
             return False
         model.state, model.size_bytes = State.LOADING, admission.reserve_bytes
@@ -216,23 +235,31 @@ class Dispatcher:
         asyncio.get_running_loop().call_soon(self.dispatch)
 
     def _update_expiry(self, model: ManagedModel) -> None:
-        """Starts the keep-alive timer of an idle model, cancels it for others."""
-        if not model.idle or model.waiters:
-            if model.expiry is not None:
-                model.expiry.cancel()
-                model.expiry = None
-        elif model.keep_alive_s <= 0:
+        """Drops the names whose keep-alive time is over, unloads an idle model without names, sets a timer for the
+        next."""
+        if model.expiry is not None:
+            model.expiry.cancel()
+            model.expiry = None
+        if model.state is not State.READY:
+            return
+        expires_s = {name: model.expires_s(name) for name in model.uses}
+        expired = [name for name, at_s in expires_s.items() if at_s <= self._now()]
+        if len(expired) == len(model.uses) and model.idle and not model.waiters:
             self._start_unload(model)
-        elif model.expiry is None and model.keep_alive_s != math.inf:
-            model.expires_s = self._now() + model.keep_alive_s
-            model.expiry = asyncio.get_running_loop().call_at(model.expires_s, self._start_unload, model)
+            return
+        for name in expired:
+            del model.uses[name], expires_s[name]
+        next_s = min(expires_s.values(), default=math.inf)
+        if next_s != math.inf:
+            model.expiry = asyncio.get_running_loop().call_at(next_s, self.dispatch)
 
     # Tasks.
 
     async def _measure_model(self, model: ManagedModel, waiter: Waiter) -> None:
         arguments = waiter.entry, waiter.overrides, self._settings, self._limit.bytes(self._used_bytes())
         try:
-            model.size = await asyncio.to_thread(self._measure, *arguments)
+            model.size = size = await asyncio.to_thread(self._measure, *arguments)
+            model.default_n_ctx = size.default_n_ctx
             model.measured_for, model.entry, model.overrides = waiter, waiter.entry, waiter.overrides
         except (MoeggufError, OSError) as error:
             self._fail(model, waiter, error)
@@ -253,6 +280,7 @@ class Dispatcher:
             self._fail(model, waiter, error)
         else:
             model.state, model.n_crashed_loads, model.n_requests = State.READY, 0, 0
+            model.use(waiter, self._now())
             for waiting in model.waiters:
                 waiting.load_s = self._now() - start_s
         finally:
@@ -266,7 +294,10 @@ class Dispatcher:
                 waiter.on_progress(fraction)
 
         model.process = process = await WorkerProcess.start(
-            model.name, self._subscribers.publish, command=self._command, echo_stderr=self._settings.debug
+            model.name,
+            functools.partial(self._subscribers.publish, model),
+            command=self._command,
+            echo_stderr=self._settings.debug,
         )
         model.ready = await process.load(config, self._settings.load_timeout_s, on_progress)
         process.on_exit = lambda: self._on_process_exit(model, process)
@@ -279,7 +310,7 @@ class Dispatcher:
     def _start_unload(self, model: ManagedModel) -> None:
         """Starts to end the process of an unused model."""
         if model.state is State.READY:
-            model.state, model.expiry = State.STOPPING, None
+            model.state = State.STOPPING
             self._spawn(self._unload(model))
 
     async def _unload(self, model: ManagedModel) -> None:

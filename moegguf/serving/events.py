@@ -35,19 +35,32 @@ class LoadOverrides:
 
 @dataclass(frozen=True)
 class Done:
-    """The end of an answer. `load_s`: time that loading took for this request, 0 when the model was loaded already."""
+    """The end of an answer. `load_s`: time that loading took for this request, 0 when the model was loaded already.
+    `decisions`: those of the model (`Llama.decisions`)."""
 
     timing: Timing
     load_s: float
+    decisions: Mapping[str, Any] = field(default_factory=dict)
 
 
 Event = PromptProgress | Delta | Done
 
 
 @dataclass(frozen=True)
+class LoadedName:
+    """A name that uses a model in memory, with its digest, and when it gives the model up if it stays unused (aware
+    UTC; None: never)."""
+
+    name: str
+    digest: str
+    expires: datetime | None
+
+
+@dataclass(frozen=True)
 class LoadedModel:
-    """A model in memory. Sizes in bytes, as planned: in total, and the part on GPUs. `expires`: when it is unloaded if
-    it stays idle (aware UTC); None: never. `queue`: number of waiting requests. `stats`: since it was loaded."""
+    """A model in memory. Sizes in bytes, as planned: in total, and the part on GPUs. `name`: the first of the `names`
+    that use it. `expires`: when it is unloaded if it stays idle (aware UTC); None: never. `queue`: number of waiting
+    requests. `stats`: since it was loaded."""
 
     name: str
     digest: str
@@ -63,6 +76,7 @@ class LoadedModel:
     stats: Stats
     plan: Mapping[str, Any] = field(default_factory=dict)  # moegguf.engine.plan.Plan as JSON
     decisions: Mapping[str, Any] = field(default_factory=dict)  # Llama.decisions()
+    names: tuple[LoadedName, ...] = ()
 
 
 @dataclass(frozen=True)

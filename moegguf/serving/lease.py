@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
 from typing import Any
 
-from moegguf.errors import OptionError
+from moegguf.errors import OptionError, WorkerError
 from moegguf.generate.embedding import Embeddings
 from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, Timing
 from moegguf.models.entry import ModelEntry
@@ -22,8 +23,10 @@ class Lease:
     `load_s` (time that loading took for this lease, 0 when the model was loaded already).
 
     The next request is granted as soon as the model has finished an answer, even when this one's reader has not; the
-    next call then waits in the queue again. Leaving the block cancels what still runs. Every call raises WorkerError
-    when the process ends.
+    next call then waits in the queue again. Leaving the block cancels what still runs.
+
+    A call whose process ends before it gave anything is repeated once, with a new process. Every call raises
+    WorkerError when the process ends later, or again.
     """
 
     entry: ModelEntry
@@ -54,36 +57,61 @@ class Lease:
 
         Raises what `moegguf.generate.answer.Answer` raises.
         """
-        request = await self._begin("generate", generation=generation, stream=stream)
-        try:
-            async for event in request.events():
+        async with aclosing(self._events("generate", generation=generation, stream=stream)) as events:
+            async for event in events:
                 if isinstance(event, Delta | PromptProgress):
                     yield event
                 else:
-                    yield Done(build(Timing, event), self.load_s)
-        finally:
-            request.cancel()
+                    yield Done(build(Timing, event), self.load_s, self._process.decisions)
 
     async def embed(self, inputs: Sequence[Any], *, truncate: bool = True, normalize: bool = True) -> Embeddings:
         """Vectors of texts, or of lists of tokens. Raises what `moegguf.generate.embedding.embed` raises."""
-        request = await self._begin("embed", inputs=list(inputs), truncate=truncate, normalize=normalize)
-        return build(Embeddings, await request.value())
+        fields = {"inputs": list(inputs), "truncate": truncate, "normalize": normalize}
+        return build(Embeddings, await self._value("embed", **fields))
 
     async def tokenize(self, text: str, special: bool = True) -> list[int]:
         """The tokens of a text; `special`: with the BOS token, and with names of special tokens parsed as such."""
-        return list(await self._process.request("tokenize", text=text, special=special).value())
+        return list(await self._value("tokenize", text=text, special=special))
 
     async def detokenize(self, tokens: Sequence[int]) -> str:
         """The text of tokens, special ones by name."""
-        return str(await self._process.request("detokenize", tokens=list(tokens)).value())
+        return str(await self._value("detokenize", tokens=list(tokens)))
 
     async def count(self, generation: GenerationRequest) -> int:
         """The tokens of a conversation's prompt. Raises what `moegguf.generate.prompt.count_prompt` raises."""
-        return int(await self._process.request("count", generation=generation).value())
+        return int(await self._value("count", generation=generation))
 
-    async def _begin(self, kind: str, **fields: Any) -> PendingRequest:
-        if self._acquired is None:
-            await self._acquire()
+    async def _value(self, kind: str, **fields: Any) -> Any:
+        async with aclosing(self._events(kind, **fields)) as events:
+            async for value in events:
+                last = value
+        return last
+
+    async def _events(self, kind: str, **fields: Any) -> AsyncGenerator[Any, None]:
+        """The events of a request, then its value; sent once more when the process ends before the first of them."""
+        beside_answers = kind in ("tokenize", "detokenize", "count")
+        has_events = is_repeated = False
+        while True:
+            if self._acquired is None and (is_repeated or not beside_answers):
+                await self._acquire()
+            try:
+                request = self._send(kind, fields, beside_answers)
+                try:
+                    async for event in request.events():
+                        has_events = True
+                        yield event
+                    return
+                finally:
+                    request.cancel()
+            except WorkerError:
+                if has_events or is_repeated:
+                    raise
+                is_repeated = True
+                self._release()  # of a request that could not be sent
+
+    def _send(self, kind: str, fields: Mapping[str, Any], beside_answers: bool) -> PendingRequest:
+        if beside_answers:
+            return self._process.request(kind, **fields)
         assert self._acquired is not None
         if self._acquired[1].purpose is not Purpose.EXCLUSIVE:
             raise OptionError("this lease was taken with will_answer=False; take another one.")

@@ -1,4 +1,5 @@
-"""One model as the dispatcher manages it: waiting and current requests, expiry, memory, worker process.
+"""The files of a model as the dispatcher manages them: the names that use them, waiting and current requests, expiry,
+memory, worker process.
 
 State only: nothing here starts, awaits or ends anything; dispatcher.py decides.
 """
@@ -8,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from enum import Enum
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from moegguf.engine.batch import DEFAULT_UBATCH_TOKENS
 from moegguf.models.entry import ModelEntry
-from moegguf.serving.events import LoadedModel, LoadOverrides
+from moegguf.serving.events import LoadedModel, LoadedName, LoadOverrides
 from moegguf.serving.memory_budget import ModelSize
 from moegguf.serving.wire import Ready
 
@@ -45,7 +46,8 @@ class Purpose(Enum):
 
 @dataclass(eq=False)
 class Waiter:
-    """A request that waits for a model and, once granted, uses it. `ticket`: order of arrival over all models."""
+    """A request that waits for a model and, once granted, uses it. `overrides`: with the entry's own parameters.
+    `ticket`: order of arrival over all models."""
 
     entry: ModelEntry
     overrides: LoadOverrides
@@ -56,6 +58,11 @@ class Waiter:
     since_s: float = field(default_factory=lambda: asyncio.get_running_loop().time())
     load_s: float = 0.0  # duration of the load that it waited for
     granted: asyncio.Future[Any] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+    @property
+    def name(self) -> str:
+        """The canonical name that was asked for."""
+        return self.entry.name
 
     def grant(self) -> None:
         """Ends the wait."""
@@ -69,30 +76,58 @@ class Waiter:
 
     def same_load(self, other: Waiter) -> bool:
         """Whether both need the same files with the same overrides."""
-        return self.overrides == other.overrides and self.entry.files == other.entry.files
+        return self.overrides == other.overrides and self.entry.weights == other.entry.weights
+
+
+@dataclass
+class NameUse:
+    """The use of a loaded model by one name. `overrides`: those of its last request; `keep_alive_s` after
+    `last_used_s` the name is given up."""
+
+    entry: ModelEntry
+    overrides: LoadOverrides
+    keep_alive_s: float
+    last_used_s: float
+
+
+def latest(times: Sequence[datetime | None]) -> datetime | None:
+    """The last of `times`, of which None is never; now when there are none."""
+    known = [time for time in times if time is not None]
+    return None if len(known) < len(times) else max(known, default=datetime.now(UTC))
+
+
+def files_key(entry: ModelEntry) -> str:
+    """Equal for entries of the same files, which share a process."""
+    return "\0".join(map(str, entry.all_files))
 
 
 def with_entry_parameters(entry: ModelEntry, overrides: LoadOverrides) -> LoadOverrides:
     """`overrides`, with the entry's own parameters where they are None."""
-    own = vars(LoadOverrides.of(entry.parameters))
-    return replace(overrides, **{name: value for name, value in own.items() if getattr(overrides, name) is None})
+    return with_defaults(overrides, LoadOverrides.of(entry.parameters))
+
+
+def with_defaults(overrides: LoadOverrides, defaults: LoadOverrides) -> LoadOverrides:
+    """`overrides`, with those of `defaults` where they are None."""
+    missing = {name: value for name, value in vars(defaults).items() if getattr(overrides, name) is None}
+    return replace(overrides, **missing)
 
 
 class ManagedModel:
-    """A model that is loaded, or that a request waits for."""
+    """Files that are loaded, or that a request waits for. `entry`: the one that they were last measured for; `uses`:
+    the names that use them while they are loaded, in order of their first request."""
 
-    def __init__(self, entry: ModelEntry, keep_alive_s: float) -> None:
+    def __init__(self, entry: ModelEntry) -> None:
         self.entry = entry
+        self.uses: dict[str, NameUse] = {}
         self.state = State.ABSENT
         self.waiters: list[Waiter] = []
         self.exclusive_user: Waiter | None = None
         self.shared_users: set[Waiter] = set()
-        self.keep_alive_s = keep_alive_s
         self.expiry: asyncio.TimerHandle | None = None
-        self.expires_s = math.inf  # of the event loop's clock, when `expiry` is set
         self.process: WorkerProcess | None = None
         self.overrides = LoadOverrides()  # of the waiter that it was loaded for
         self.ready = Ready(n_ctx=0)
+        self.default_n_ctx = 0  # of a load without overrides
         self.size: ModelSize | None = None  # measured for `measured_for`
         self.measured_for: Waiter | None = None
         self.measuring = False
@@ -102,9 +137,39 @@ class ManagedModel:
         self.n_crashed_loads = 0  # in succession
 
     @property
+    def key(self) -> str:
+        """What identifies it: its files."""
+        return files_key(self.entry)
+
+    @property
     def name(self) -> str:
-        """The canonical name."""
-        return self.entry.name
+        """The first of the names that use it; of a model that is not loaded, the one it was measured for."""
+        return next(iter(self.uses), self.entry.name)
+
+    def use(self, waiter: Waiter, now_s: float) -> None:
+        """Notes that the name of `waiter` uses the loaded model."""
+        given = {name: value for name, value in vars(waiter.overrides).items() if value is not None}
+        known = self.uses.get(waiter.name)
+        overrides = replace(known.overrides, **given) if known else waiter.overrides
+        use = NameUse(waiter.entry, overrides, waiter.keep_alive_s, now_s)
+        self.uses[waiter.name] = use
+
+    def is_for(self, name: str) -> bool:
+        """Whether `name` uses it, or waits until it is loaded."""
+        loading = self.state is State.LOADING and any(waiter.name == name for waiter in self.waiters)
+        return loading or name in self.uses
+
+    def expires_s(self, name: str) -> float:
+        """When `name` gives the model up (the event loop's clock); inf while requests of that name use it or wait."""
+        requests = (*self.waiters, *self.shared_users, *filter(None, [self.exclusive_user]))
+        if any(waiter.name == name and waiter.purpose is not Purpose.UNLOAD for waiter in requests):
+            return math.inf
+        return self.uses[name].last_used_s + self.uses[name].keep_alive_s
+
+    def has_others(self, name: str) -> bool:
+        """Whether other names than `name` use it, or wait for it."""
+        waiting = {waiter.name for waiter in self.waiters if waiter.purpose is not Purpose.UNLOAD}
+        return bool((waiting | self.uses.keys()) - {name})
 
     @property
     def in_use(self) -> bool:
@@ -135,33 +200,48 @@ class ManagedModel:
     @property
     def stopping(self) -> bool:
         """Whether it is being unloaded, or will be once it is unused."""
-        return self.state is State.STOPPING or any(w.purpose is Purpose.UNLOAD for w in self.waiters)
+        unloads = (waiter for waiter in self.waiters if waiter.purpose is Purpose.UNLOAD)
+        return self.state is State.STOPPING or any(not self.has_others(waiter.name) for waiter in unloads)
 
     def reset(self) -> None:
         """The process has ended: frees the reservation."""
         self.state, self.process, self.size, self.size_bytes = State.ABSENT, None, None, 0
+        self.uses = {}
 
     def serves(self, waiter: Waiter) -> bool:
-        """Whether the loaded model has the files and overrides that `waiter` needs; else it is loaded again."""
-        if waiter.entry.digest != self.entry.digest or waiter.entry.files != self.entry.files:
+        """Whether the loaded model has the files and overrides that `waiter` needs; else it is loaded again.
+
+        Options that a request leaves out are those of the last request of the same name, or else the defaults. A longer
+        context serves a request for a shorter one: the tokens are the same, and a reload would lose what is cached.
+        """
+        if waiter.entry.weights != self.entry.weights:
             return False
-        given = {name: value for name, value in vars(waiter.overrides).items() if value is not None}
+        known = self.uses.get(waiter.name)
+        wanted, loaded = with_defaults(waiter.overrides, known.overrides if known else LoadOverrides()), self.overrides
+        batches = {overrides.n_batch or DEFAULT_UBATCH_TOKENS for overrides in (wanted, loaded)}
+        same = (wanted.n_threads, wanted.expert_cache) == (loaded.n_threads, loaded.expert_cache) and len(batches) == 1
+        return same and self._has_context(wanted.n_ctx)
+
+    def _has_context(self, n_ctx: int | None) -> bool:
+        if n_ctx is None:
+            return self.overrides.n_ctx is None or self.ready.n_ctx >= self.default_n_ctx
         # A context longer than the model's own was cut: a request for the same length needs no reload.
-        actual = {"n_ctx": self.ready.n_ctx, "n_batch": self.overrides.n_batch or DEFAULT_UBATCH_TOKENS}
-        return all(value in (getattr(self.overrides, name), actual.get(name)) for name, value in given.items())
+        return n_ctx <= max(self.ready.n_ctx, self.overrides.n_ctx or 0)
 
     def status(self, loop_time_s: float) -> LoadedModel:
         """Its current state and statistics, as last reported by its process. It must be loaded."""
         process, plan = self.process, self.ready.plan
         assert process is not None
+        names = tuple(self._loaded_name(name, loop_time_s) for name in self.uses)
         return LoadedModel(
             name=self.name,
-            digest=self.entry.digest,
+            names=names,
+            digest=names[0].digest if names else self.entry.digest,
             pid=process.pid,
             n_ctx=self.ready.n_ctx,
             size_bytes=self.size_bytes,
             vram_bytes=0,
-            expires=self._expires(loop_time_s),
+            expires=latest([name.expires for name in names]),
             busy=self.exclusive_user is not None,
             stopping=self.stopping,
             queue=sum(w.purpose is not Purpose.UNLOAD for w in self.waiters),
@@ -171,6 +251,8 @@ class ManagedModel:
             decisions=process.decisions,
         )
 
-    def _expires(self, loop_time_s: float) -> datetime | None:
-        left_s = self.expires_s - loop_time_s if self.expiry is not None else self.keep_alive_s
-        return None if left_s == math.inf else datetime.now(UTC) + timedelta(seconds=max(0.0, left_s))
+    def _loaded_name(self, name: str, loop_time_s: float) -> LoadedName:
+        use = self.uses[name]
+        left_s = min(use.keep_alive_s, self.expires_s(name) - loop_time_s)
+        expires = None if left_s == math.inf else datetime.now(UTC) + timedelta(seconds=max(0.0, left_s))
+        return LoadedName(name, use.entry.digest, expires)

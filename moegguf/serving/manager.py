@@ -56,6 +56,10 @@ class ModelManager:
         self._subscribers.close()
         await self._dispatcher.close(SHUTDOWN_GRACE_S)
 
+    def refuse(self) -> None:
+        """Refuses requests from now on, also those that wait; running answers go on."""
+        self._dispatcher.refuse()
+
     def lease(
         self,
         name: str | ModelEntry,
@@ -97,12 +101,16 @@ class ModelManager:
             return lease.loaded
 
     async def unload(self, name: str | ModelEntry) -> bool:
-        """Unloads a model after its current answer; returns when its process has ended, False when it was not loaded.
-        Waiting requests load it again. Raises ModelNotFoundError, ModelNameError."""
-        model = self._dispatcher.models.get((await self._find(name)).name)
-        if model is None or model.state is State.ABSENT:
+        """Ends the use of a model by a name, after its current answer; False when the name used none.
+
+        Returns when the model's process has ended, unless other names use it. Waiting requests load it again. Raises
+        ModelNotFoundError, ModelNameError.
+        """
+        canonical = name if isinstance(name, str) and self._dispatcher.find(name) else (await self._find(name)).name
+        model = self._dispatcher.find(canonical)
+        if model is None:
             return False
-        await self._dispatcher.unload(model)
+        await self._dispatcher.unload(model, canonical)
         return True
 
     def loaded(self) -> list[LoadedModel]:
@@ -116,9 +124,9 @@ class ModelManager:
 
         Raises ModelNotFoundError, ModelNameError.
         """
-        canonical = (await self._find(name)).name
+        entry = await self._find(name)
         try:
-            with self._subscribers.subscribe(canonical, per_s) as subscriber:
+            with self._subscribers.subscribe(entry, per_s) as subscriber:
                 self._dispatcher.dispatch()
                 async for snapshot in subscriber:
                     yield snapshot

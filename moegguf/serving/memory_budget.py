@@ -28,12 +28,13 @@ _UNLIMITED = 1 << 62
 @dataclass(frozen=True)
 class ModelSize:
     """Memory of a model: all that it can use, and the minimum. `plan_within(n_bytes)` plans for a number of bytes
-    between the two; `load_config(plan)` is what the worker gets."""
+    between the two; `load_config(plan)` is what the worker gets. `default_n_ctx`: the context without overrides."""
 
     wanted_bytes: int
     minimum_bytes: int
     plan_within: Callable[[int], Plan]
     load_config: Callable[[Plan], LoadConfig]
+    default_n_ctx: int = 0
 
 
 Measure = Callable[[ModelEntry, LoadOverrides, Settings, int], ModelSize]
@@ -118,11 +119,11 @@ def measure(entry: ModelEntry, overrides: LoadOverrides, settings: Settings, lim
     options: dict[str, Any] = {"flash_attn": flash_attn}
     if kv_type is not None:
         options |= {"type_k": kv_type, "type_v": kv_type}
-    requested = overrides.n_ctx or settings.n_ctx
-    if requested:
-        n_ctx = pad_context(requested)
+    if settings.n_ctx:
+        default_n_ctx = pad_context(settings.n_ctx)
     else:
-        n_ctx = choose_context(layout, limit_bytes, DEFAULT_UBATCH_TOKENS, **options)
+        default_n_ctx = choose_context(layout, limit_bytes, DEFAULT_UBATCH_TOKENS, **options)
+    n_ctx = pad_context(overrides.n_ctx) if overrides.n_ctx else default_n_ctx
     embedding = is_embedding(layout.metadata)
     n_batch = overrides.n_batch or (pooling_batch_tokens(n_ctx) if embedding else DEFAULT_UBATCH_TOKENS)
     options |= {"n_ctx": n_ctx, "n_batch": n_batch, "n_ubatch": n_batch if embedding else None, "margin": 0}
@@ -148,14 +149,15 @@ def measure(entry: ModelEntry, overrides: LoadOverrides, settings: Settings, lim
 
     wanted = plan(parse_expert_cache(overrides.expert_cache or read_environment().expert_cache))
     if not layout.is_moe:
-        return ModelSize(wanted.total_bytes, wanted.total_bytes, lambda _: wanted, load_config)
+        return ModelSize(wanted.total_bytes, wanted.total_bytes, lambda _: wanted, load_config, default_n_ctx)
     least = plan(ExpertCache("bytes", n_bytes=layout.n_expert_used * wanted.slot_bytes))
     most = ExpertCache("auto", n_bytes=wanted.budget_bytes)
 
     def plan_within(n_bytes: int) -> Plan:
         return plan(most, n_bytes) if n_bytes > least.total_bytes else least
 
-    return ModelSize(wanted.total_bytes, min(least.total_bytes, wanted.total_bytes), plan_within, load_config)
+    minimum_bytes = min(least.total_bytes, wanted.total_bytes)
+    return ModelSize(wanted.total_bytes, minimum_bytes, plan_within, load_config, default_n_ctx)
 
 
 def is_embedding(metadata: Mapping[str, Any]) -> bool:

@@ -5,19 +5,22 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
+from moegguf.models.entry import ModelEntry
 from moegguf.serving.events import Snapshot
-from moegguf.serving.managed_model import ManagedModel, State
+from moegguf.serving.managed_model import ManagedModel, State, files_key
 from moegguf.serving.worker_process import WorkerProcess
 
 MAX_QUEUED_SNAPSHOTS = 8  # for a slow subscriber: the oldest are dropped
 
 
 class Subscriber:
-    """Snapshots of one model. `per_s`: rate per second."""
+    """Snapshots of the model that `entry` names. `per_s`: rate per second."""
 
-    def __init__(self, name: str, per_s: float) -> None:
-        self.name = name
+    def __init__(self, entry: ModelEntry, per_s: float) -> None:
+        self.name = entry.name
+        self.key = files_key(entry)
         self.per_s = per_s
         self._snapshots: asyncio.Queue[Snapshot | None] = asyncio.Queue()
 
@@ -40,27 +43,27 @@ class Subscribers:
         self._rates: dict[WorkerProcess, float] = {}
 
     @contextmanager
-    def subscribe(self, name: str, per_s: float) -> Iterator[Subscriber]:
+    def subscribe(self, entry: ModelEntry, per_s: float) -> Iterator[Subscriber]:
         """A subscriber that is registered inside the `with` block."""
-        subscriber = Subscriber(name, per_s)
+        subscriber = Subscriber(entry, per_s)
         self._subscribers.add(subscriber)
         try:
             yield subscriber
         finally:
             self._subscribers.discard(subscriber)
 
-    def publish(self, snapshot: Snapshot) -> None:
-        """Queues a snapshot for every subscriber of its model."""
+    def publish(self, model: ManagedModel, snapshot: Snapshot) -> None:
+        """Queues a snapshot for every subscriber of `model`, under the name that it asked for."""
         for subscriber in self._subscribers:
-            if snapshot.model == subscriber.name:
-                subscriber.put(snapshot)
+            if subscriber.key == model.key:
+                subscriber.put(replace(snapshot, model=subscriber.name))
 
     def update_rates(self, models: Iterable[ManagedModel]) -> None:
         """Sets each worker's snapshot rate to the highest that a subscriber of its model wants, 0 without any."""
         ready = {m: m.process for m in models if m.state is State.READY and m.process is not None}
         rates: dict[WorkerProcess, float] = {}
         for model, process in ready.items():
-            wanted = [s.per_s for s in self._subscribers if s.name == model.name]
+            wanted = [s.per_s for s in self._subscribers if s.key == model.key]
             rates[process] = max(wanted, default=0.0)
             if rates[process] != self._rates.get(process, 0.0):
                 process.send("watch", per_s=rates[process])

@@ -90,15 +90,6 @@ class PendingRequest:
             if kind == "value":
                 return
 
-    async def value(self) -> Any:
-        """The final value. Cancels the request when this call is cancelled."""
-        try:
-            async for value in self.events():
-                last = value
-            return last
-        finally:
-            self.cancel()
-
     def cancel(self) -> None:
         """Sends a cancel to the worker, and kills it when it does not stop. No effect on a request that has ended."""
         if self.ended or self._kill_timer is not None:

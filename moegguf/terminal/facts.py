@@ -89,6 +89,7 @@ def list_facts(entry: ModelEntry) -> Facts:
         "digest": entry.digest,
         "modified": entry.modified.isoformat(),
         "files": [str(file) for file in entry.files],
+        "missing": [str(file) for file in entry.missing],
         "mmproj": str(entry.mmproj) if entry.mmproj else None,
         "parent": entry.parent,
     }
@@ -96,8 +97,11 @@ def list_facts(entry: ModelEntry) -> Facts:
 
 def entry_facts(entry: ModelEntry) -> Facts:
     """Facts of `moegguf show` that the files do not have: those of the catalog entry."""
+    known = details(entry)
+    own_name = known.metadata.get("general.name") or entry.path.stem
     return {
-        "capabilities": list(details(entry).capabilities),
+        "title": str(own_name) if entry.source == "path" else f"{entry.name} ({own_name})",
+        "capabilities": list(known.capabilities),
         "projector": str(entry.mmproj) if entry.mmproj else None,
         "parameters_set": dict(entry.parameters),
         "system": entry.system,

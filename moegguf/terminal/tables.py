@@ -75,8 +75,14 @@ def print_columns(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 
 def print_model_list(entries: Iterable[ModelEntry]) -> None:
     """The table of `moegguf list` and the chat's /list."""
-    rows = [(e.name, e.digest[:12], human_bytes(e.size_bytes), human_time(e.modified)) for e in entries]
-    print_columns(("NAME", "ID", "SIZE", "MODIFIED"), rows)
+    print_columns(("NAME", "ID", "SIZE", "MODIFIED"), [_list_row(entry) for entry in entries])
+
+
+def _list_row(entry: ModelEntry) -> Sequence[str]:
+    size, modified = human_bytes(entry.size_bytes), human_time(entry.modified)
+    if entry.missing:
+        size, modified = "missing", f"{modified}: {', '.join(map(str, entry.missing))} is no longer there"
+    return entry.name, entry.digest[:12], size, modified
 
 
 def _tokens(n: int) -> str:
@@ -98,7 +104,7 @@ def two_digits(low: float, high: float) -> str:
 def print_model(facts: Facts) -> None:
     """The output of `moegguf show`: the model, its experts, tensor types, and what budgets would mean."""
     console, n_active = make_console(), facts["active_parameters"]
-    print_renderable(console, Text(facts["name"], style="bold"))
+    print_renderable(console, Text(facts["title"], style="bold"))
     n_parameters = human_number(facts["parameters"])
     if n_active != facts["parameters"]:
         n_parameters += f", {human_number(n_active)} active for a token"

@@ -25,7 +25,7 @@ from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, T
 from moegguf.models.catalog import demo_path
 from moegguf.models.entry import ModelEntry
 from moegguf.server.serve import Protocol
-from moegguf.serving.events import Done, Event, LoadedModel, LoadOverrides, Snapshot
+from moegguf.serving.events import Done, Event, LoadedModel, LoadedName, LoadOverrides, Snapshot
 
 STATS = Stats(tokens=3, lookups=10, hits_ready=6, hits_late=1, misses=3, bytes_missed=3000, stall_s=0.5, eval_s=1.0)
 TIMING = Timing(
@@ -49,7 +49,7 @@ class FakeCatalog:
     def entries(self, prefix: str = "") -> list[ModelEntry]:
         return [entry for name, entry in self.known.items() if name.startswith(prefix)]
 
-    def find(self, name: str) -> ModelEntry:
+    def find(self, name: str, *, even_missing: bool = False) -> ModelEntry:
         found = self.known.get(name) or self.known.get(f"{name}:latest")
         if found is None:
             raise ModelNotFoundError(f"there is no model named {name!r}.")
@@ -161,7 +161,10 @@ class FakeManager:
 
     def status(self, entry: ModelEntry) -> LoadedModel:
         expires = datetime.now(UTC) + timedelta(seconds=300)
-        return LoadedModel(entry.name, entry.digest, 1234, 4096, 10_000, 0, expires, False, False, 0, 1, STATS)
+        names = (LoadedName(entry.name, entry.digest, expires),)
+        return LoadedModel(
+            entry.name, entry.digest, 1234, 4096, 10_000, 0, expires, False, False, 0, 1, STATS, names=names
+        )
 
     def loaded(self) -> list[LoadedModel]:
         return [self.status(entry) for entry in self.there.values()]

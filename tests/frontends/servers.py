@@ -83,8 +83,11 @@ def call(url: str, body: Any = None, *, method: str | None = None, timeout: floa
 
 
 @contextmanager
-def serving(folder: Path, *arguments: str, models: Mapping[str, Path] | None = None, **extra: str) -> Iterator[Server]:
-    """A server whose files are in `folder`; `models`: names and the files they link to. It has ended afterwards."""
+def serving(
+    folder: Path, *arguments: str, models: Mapping[str, Path] | None = None, n_files: int = 1024, **extra: str
+) -> Iterator[Server]:
+    """A server whose files are in `folder`; `models`: names and the files they link to; `n_files`: its limit of open
+    files. It has ended afterwards."""
     home, store = folder / "home", folder / "models"
     for path in (home, store):
         path.mkdir(parents=True, exist_ok=True)
@@ -93,7 +96,7 @@ def serving(folder: Path, *arguments: str, models: Mapping[str, Path] | None = N
     own = {"MOEGGUF_HOME": str(home), "MOEGGUF_MODELS": str(store), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     own |= {"HF_HOME": str(folder / "hub"), "OLLAMA_MODELS": str(folder / "ollama")}
     process = subprocess.Popen(
-        [*COMMAND, "--port", "0", *arguments],
+        ["sh", "-c", f'ulimit -n {n_files}; exec "$@"', "sh", *COMMAND, "--port", "0", *arguments],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         encoding="utf-8",

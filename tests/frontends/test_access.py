@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from command_line import Command
 from fake_manager import FakeCatalog, FakeManager, entry_of, running
 from servers import call, serving
+from starlette.responses import PlainTextResponse
+from starlette.types import Message, Receive, Scope, Send
 
 from moegguf.server.app import make_app
-from moegguf.server.common.access import is_own_host, origin_pattern
-from moegguf.settings import Settings, parse_host
+from moegguf.server.common.access import AccessControl, is_own_host, origin_pattern
+from moegguf.settings import Settings, parse_host, parse_networks
 
 KEY = "a-long-key"
 EVIL = "https://evil.example"
@@ -48,7 +52,8 @@ HOSTS = {
     False: (
         "evil.com", "evil.com:11434", "localhost.evil.com", "evil-localhost", "notlocal", "8.8.8.8",
         "[2001:4860::8888]", "2130706433", "0x7f000001", "127.1", "0177.0.0.1", "localhost@evil.com", "[::1",
-        "local host", "localhost:11434:1", "localhost/../evil", "127.0.0.1.evil.com", "\xe9vil",
+        "local host", "localhost:11434:1", "localhost/../evil", "evil.com#.local", "evil.com?.local",
+        "127.0.0.1.evil.com", "\xe9vil",
     ),
 }  # fmt: skip
 
@@ -129,6 +134,50 @@ def test_a_key_is_required_except_for_open_paths(guarded: str) -> None:
     assert call(f"{guarded}/api/tags", Authorization=f"Bearer {KEY}").status == 200
     # Others reach it under any name; the key decides.
     assert call(f"{guarded}/api/tags", Host="box.example.com", Authorization=f"Bearer {KEY}").status == 200
+
+
+TRUSTING = {"trusted": parse_networks("192.168.1.0/24, fd00::/8"), "loopback": False}
+
+
+def status_of(client: str, host: str = "192.168.1.5:11434", key: str = "", **options: Any) -> int:
+    """The status that a client at an address gets."""
+    statuses: list[int] = []
+
+    async def application(scope: Scope, receive: Receive, send: Send) -> None:
+        await PlainTextResponse("in")(scope, receive, send)
+
+    async def send(message: Message) -> None:
+        statuses.append(message.get("status", 0))
+
+    headers = [(b"host", host.encode()), *([(b"authorization", f"Bearer {key}".encode())] if key else [])]
+    scope = {"type": "http", "method": "GET", "path": "/api/tags", "headers": headers, "client": (client, 5)}
+    control = AccessControl(application, **{**TRUSTING, **options})
+    asyncio.run(control(scope, receive=None, send=send))  # type: ignore[arg-type]
+    return statuses[0]
+
+
+@pytest.mark.parametrize(
+    ("client", "status"),
+    [("192.168.1.7", 200), ("fd00::1", 200), ("::ffff:192.168.1.7", 200), ("127.0.0.1", 200), ("::1", 200),
+     ("192.168.2.7", 403), ("8.8.8.8", 403), ("2001:db8::1", 403), ("::ffff:8.8.8.8", 403)],
+)  # fmt: skip
+def test_only_clients_of_trusted_networks_need_no_key(client: str, status: int) -> None:
+    assert status_of(client) == status
+    assert status_of(client, api_key=KEY) == (401 if status == 403 else 200)
+    assert status_of(client, key=KEY, api_key=KEY, host="box.example.com") == 200
+
+
+def test_without_a_key_a_page_of_another_site_is_told_by_its_host() -> None:
+    for host in ("evil.com", "evil.com:11434", "192.168.1.5.evil.com", "evil.com#.local"):
+        assert status_of("192.168.1.7", host) == 403
+    for host in ("192.168.1.5", "box.local:11434", "box", "box:11434", "localhost"):
+        assert status_of("192.168.1.7", host) == 200
+    assert status_of("192.168.1.7", "box.lan:11434", origins=("http://box.lan:*",)) == 200
+
+
+def test_networks_are_checked(moegguf: Command) -> None:
+    done = moegguf("serve", "--host", "0.0.0.0", "--trust-network", "192.168.1.7/24", MOEGGUF_HOST="")
+    assert done.returncode == 1 and "192.168.1.7/24 has host bits set; give networks such as" in done.stderr
 
 
 def test_large_headers_and_compressed_bodies_are_refused(url: str) -> None:

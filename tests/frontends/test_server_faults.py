@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -289,6 +290,54 @@ def test_a_signal_ends_the_server_in_time_without_errors(
         until(lambda: not psutil.pid_exists(worker))
         busy.close()
     assert "Traceback" not in server.log()
+
+
+def test_streams_get_an_error_when_the_server_ends(tmp_path: Path, tiny: Callable[..., Path]) -> None:
+    with serving(tmp_path, models={"tiny": tiny("tiny-qwen2moe")}) as server:
+        endless = {**LONG, "options": {"num_ctx": 32768, "num_predict": 30_000}}
+        running = post(server.url, "/api/generate", endless)
+        assert b"200 OK" in running.recv(50)
+        queued = post(server.url, "/api/generate", LONG)
+        until(lambda: server.call("/api/ps").json["models"][0]["moe"]["queue"] == 1)
+        server.process.send_signal(signal.SIGTERM)
+        reply = rest(queued)
+        assert reply.startswith(b"HTTP/1.1 503") and b"application/json" in reply
+        assert json.loads(reply.partition(b"\r\n\r\n")[2]) == {"error": "the server is shutting down; try again later."}
+        last = [line for line in rest(running).splitlines() if line.startswith(b"{")][-1]
+        assert json.loads(last) == {"error": "the server is shutting down; try again later."}
+        assert server.process.wait(15) == 0
+    assert server.log() == ""
+
+
+def rest(connection: socket.socket) -> bytes:
+    """All that is received until the end of the connection, which is closed."""
+    connection.settimeout(20)
+    with connection, connection.makefile("rb") as file:
+        return file.read()
+
+
+def test_more_connections_than_descriptors_are_refused_and_cost_nothing(tmp_path: Path) -> None:
+    with serving(tmp_path, n_files=64) as server:
+        process = psutil.Process(server.pid)
+        connections = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(120)]
+        before = process.cpu_times()
+        until(lambda: process.num_fds() >= 30)
+        for _ in range(10):
+            threading.Event().wait(0.1)
+        used = process.cpu_times()
+        assert used.user + used.system - before.user - before.system < 0.5
+        for connection in connections:
+            with contextlib.suppress(OSError):  # idle for too long on a connection beyond the limit
+                connection.sendall(b"GET /api/version HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        replies = []
+        for connection in connections:
+            with contextlib.suppress(OSError):
+                replies.append(rest(connection))
+        assert sum(reply.startswith(b"HTTP/1.1 200") for reply in replies) >= 20
+        refused = [reply for reply in replies if reply.startswith(b"HTTP/1.1 503")]
+        assert refused and all(b'{"error":"too many connections' in reply for reply in refused)
+        assert server.call("/api/version").status == 200
+    assert server.log() == ""
 
 
 def test_an_idle_server_ends_at_once(tmp_path: Path) -> None:

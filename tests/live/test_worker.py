@@ -23,13 +23,18 @@ from moegguf.generate.embedding import Embeddings, embed
 from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, Sampling, Timing
 from moegguf.serving.events import Snapshot
 from moegguf.serving.wire import LoadConfig, build
-from moegguf.serving.worker_process import WorkerProcess
+from moegguf.serving.worker_process import PendingRequest, WorkerProcess
 
 TinyModel = Callable[..., Path]
 Load = Callable[..., Llama]
 
 REQUEST = GenerationRequest(prompt="once upon a time", return_context=True, sampling=Sampling(seed=7, max_tokens=24))
 ENDLESS = GenerationRequest(prompt="once upon a time", sampling=Sampling(seed=7, max_tokens=400))
+
+
+async def value_of(request: PendingRequest) -> Any:
+    """The final value."""
+    return [event async for event in request.events()][-1]
 
 
 @asynccontextmanager
@@ -99,7 +104,7 @@ async def test_an_answer_can_be_cancelled_before_it_begins(tiny: TinyModel) -> N
             process.request("generate", generation=generation, stream=True) for generation in (REQUEST, ENDLESS)
         )
         second.cancel()
-        assert build(Timing, await first.value()).finish == "length"
+        assert build(Timing, await value_of(first)).finish == "length"
         assert build(Timing, [event async for event in second.events()][-1]).answer_tokens == 0
 
 
@@ -118,7 +123,7 @@ async def test_vectors_equal_those_of_the_model_in_process(tiny: TinyModel, load
     inputs = ["a text", [3, 4, 5]]
     expected = embed(load(tiny(), logits_all=False), inputs)
     async with worker_of(tiny()) as process:
-        given = await process.request("embed", inputs=inputs, truncate=True, normalize=True).value()
+        given = await value_of(process.request("embed", inputs=inputs, truncate=True, normalize=True))
         assert build(Embeddings, given) == expected
         assert (await answer_of(process, REQUEST))[0]
 
@@ -128,12 +133,12 @@ async def test_tokenizing_works_during_an_answer(tiny: TinyModel, load: Load) ->
     expected = load(tiny(), logits_all=False).tokenize("ein Wörtchen".encode(), add_bos=True, special=True)
     async with worker_of(tiny()) as process:
         running = process.request("generate", generation=ENDLESS, stream=True)
-        tokens = await process.request("tokenize", text="ein Wörtchen", special=True).value()
+        tokens = await value_of(process.request("tokenize", text="ein Wörtchen", special=True))
         assert tokens == expected and not running.ended
-        bare = await process.request("tokenize", text="ein Wörtchen", special=False).value()
-        assert await process.request("detokenize", tokens=bare).value() == "ein Wörtchen"
+        bare = await value_of(process.request("tokenize", text="ein Wörtchen", special=False))
+        assert await value_of(process.request("detokenize", tokens=bare)) == "ein Wörtchen"
         with pytest.raises(OptionError):
-            await process.request("detokenize", tokens=[1 << 30]).value()
+            await value_of(process.request("detokenize", tokens=[1 << 30]))
 
 
 @in_loop
@@ -194,7 +199,7 @@ async def test_ctrl_c_is_ignored_and_a_kill_is_an_error(tiny: TinyModel) -> None
         running = process.request("generate", generation=ENDLESS, stream=True)
         os.kill(process.pid, signal.SIGTERM)
         with pytest.raises(WorkerError, match="SIGTERM"):
-            await running.value()
+            await value_of(running)
 
 
 @in_loop

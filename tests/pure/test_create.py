@@ -15,7 +15,7 @@ from moegguf.errors import ModelFormatError, ModelNameError, ModelNotFoundError,
 from moegguf.models import blobs
 from moegguf.models.catalog import Catalog, demo_path
 from moegguf.models.details import details
-from moegguf.models.modelfile import parse, render
+from moegguf.models.modelfile import parse
 from moegguf.models.recipe import Recipe
 from moegguf.settings import data_folder
 
@@ -69,7 +69,7 @@ def test_a_recipe_adds_to_what_its_base_has(catalog: Catalog) -> None:
     second = catalog.create("two", Recipe(from_="one", parameters={"temperature": 0.9, "num_ctx": 512}, messages=hello))
     assert (second.system, second.parent, second.messages) == ("Be brief.", "one:latest", hello)
     assert second.parameters == {"temperature": 0.9, "num_ctx": 512, "stop": ["x"]}
-    assert catalog.create("two", parse(render(second))) == catalog.find("two")
+    assert catalog.create("two", parse(catalog.modelfile(second))) == catalog.find("two")
     again = catalog.find("two")
     assert (again.system, again.parameters, again.messages) == (second.system, second.parameters, second.messages)
     catalog.remove("one")
@@ -81,6 +81,8 @@ def test_recipes_that_cannot_be_followed(catalog: Catalog) -> None:
         Recipe(),
         Recipe(from_="demo", files={"x": "y"}),
         Recipe(from_="demo", parameters={"num_ctx": "x"}),
+        Recipe(from_="demo", parameters={"num_ctx": 99999999999}),
+        Recipe(from_="demo", parameters={"top_p": 1.5}),
         Recipe(from_="demo", messages=({"role": "king"},)),
         Recipe(files={"../x.gguf": "sha256:" + "0" * 64}),
         Recipe(files={"a/b.gguf": "sha256:" + "0" * 64}),
@@ -102,7 +104,7 @@ def test_a_model_of_blobs(catalog: Catalog, tiny: Any) -> None:
     assert catalog.blobs.has(digest) and catalog.blobs.path(digest.replace(":", "-")).read_bytes() == data
     entry = catalog.create("sent", Recipe(files={"tiny.gguf": digest}, system="Hi"))
     assert entry.path.read_bytes() == data and entry.path.name == "tiny.gguf"
-    assert (entry.digest, entry.size_bytes) == (digest[7:], len(data))
+    assert (entry.weights, entry.size_bytes) == (digest[7:], len(data))
     assert entry.path.stat().st_ino == catalog.blobs.path(digest).stat().st_ino
     assert details(entry).n_expert > 0
     catalog.copy("sent", "other")
@@ -143,6 +145,9 @@ def test_a_blob_is_its_digest_or_nothing(catalog: Catalog, monkeypatch: pytest.M
     monkeypatch.setattr(blobs, "free_bytes", lambda folder: 1 << 20)
     with pytest.raises(PullError, match=r"needs 2\.00GiB .* has 1\.00MiB free"):
         add_blob(catalog, digest, iter(()), 2 << 30)
+    with pytest.raises(PullError, match=r"64\.0MiB to spare.* has 1\.00MiB free"):
+        add_blob(catalog, digest, [b"abc"])  # its size is not announced
+    assert files_of(data_folder()) == []
     monkeypatch.undo()
 
 

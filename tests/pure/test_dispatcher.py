@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -172,6 +174,28 @@ async def test_a_worker_that_is_killed_ends_its_answer_and_nothing_else(catalog:
 
 
 @in_loop
+async def test_a_request_whose_worker_was_killed_before_it_gave_anything_is_repeated_once(
+    catalog: FakeCatalog, tmp_path: Path
+) -> None:
+    async with manager_of(catalog) as manager:
+        pid = (await manager.load("a")).pid
+        os.kill(pid, signal.SIGKILL)
+        assert await generate(manager, "a", "say x") == "x", "the exit is not known yet"
+        async with manager.lease("a") as lease, manager.lease("a", will_answer=False) as shared:
+            os.kill(lease.loaded.pid, signal.SIGKILL)
+            assert await shared.tokenize("ab") == [97, 98]
+            assert await answer_text(lease, "say y") == "y"
+        left = tmp_path / "left"
+        left.write_text("1")
+        assert await generate(manager, "a", f"die-silently {left}") == "alive"
+        left.write_text("2")
+        with pytest.raises(WorkerError, match="SIGKILL"):
+            await generate(manager, "a", f"die-silently {left}")
+        assert left.read_text() == "0", "once"
+    assert len(catalog.loads("a")) == 5
+
+
+@in_loop
 async def test_a_lease_whose_worker_crashed_can_generate_again(catalog: FakeCatalog) -> None:
     async with manager_of(catalog) as manager, manager.lease("a") as lease:
         with pytest.raises(WorkerError):
@@ -247,12 +271,22 @@ async def test_a_load_that_reads_nothing_for_too_long_ends(catalog: FakeCatalog)
 
 
 @in_loop
-async def test_only_options_that_are_given_and_different_load_it_again(catalog: FakeCatalog) -> None:
-    asked = [None, 4096, 1024, None, 1024, 2048]
+async def test_only_a_longer_context_loads_it_again(catalog: FakeCatalog) -> None:
+    asked = [1024, None, 512, 1024, 2048, 4096, 1024]
     async with manager_of(catalog) as manager:
         for n_ctx in asked:
             assert await generate(manager, "a", "say x", LoadOverrides(n_ctx=n_ctx)) == "x"
-    assert [load["n_ctx"] for load in catalog.loads("a")] == [4096, 1024, 2048]
+    assert [load["n_ctx"] for load in catalog.loads("a")] == [1024, 2048, 4096]
+
+
+@in_loop
+async def test_only_other_options_that_are_given_load_it_again(catalog: FakeCatalog) -> None:
+    asked = [("50%", None), (None, None), ("50%", 512), ("25%", None), (None, 512), (None, 256), (None, None)]
+    async with manager_of(catalog) as manager:
+        pids = []
+        for cache, n_batch in asked:
+            pids.append((await manager.load("a", LoadOverrides(expert_cache=cache, n_batch=n_batch))).pid)
+    assert [pids.index(pid) for pid in pids] == [0, 0, 0, 3, 3, 5, 5]
 
 
 @in_loop
@@ -263,13 +297,13 @@ async def test_a_reload_waits_for_the_requests_before_it(catalog: FakeCatalog, t
         await until(lambda: manager.loaded() and manager.loaded()[0].busy)
         second = asyncio.create_task(generate(manager, "a", "say two"))
         await until(lambda: waiting(manager) == 1)
-        other = asyncio.create_task(generate(manager, "a", "say other", LoadOverrides(n_ctx=64)))
+        other = asyncio.create_task(generate(manager, "a", "say other", LoadOverrides(n_ctx=8192)))
         await until(lambda: waiting(manager) == 2)
         fourth = asyncio.create_task(generate(manager, "a", "say four"))
         await until(lambda: waiting(manager) == 3)
         go.touch()
         assert await asyncio.gather(first, second, other, fourth) == ["held", "two", "other", "four"]
-    assert [load["n_ctx"] for load in catalog.loads("a")] == [4096, 64]
+    assert [load["n_ctx"] for load in catalog.loads("a")] == [4096, 8192]
 
 
 @in_loop
@@ -277,8 +311,8 @@ async def test_load_parameters_of_an_entry_are_defaults(catalog: FakeCatalog) ->
     catalog.change("a", parameters={"num_ctx": 2048, "temperature": 1})
     async with manager_of(catalog) as manager:
         await generate(manager, "a", "say x")
-        await generate(manager, "a", "say x", LoadOverrides(n_ctx=512))
-    assert [load["n_ctx"] for load in catalog.loads("a")] == [2048, 512]
+        await generate(manager, "a", "say x", LoadOverrides(n_ctx=8192))
+    assert [load["n_ctx"] for load in catalog.loads("a")] == [2048, 8192]
 
 
 def test_the_expert_cache_of_an_entry_is_a_default_too(catalog: FakeCatalog) -> None:

@@ -152,5 +152,5 @@ def test_killed_at_any_change_names_are_whole(tmp_path: Path) -> None:
         Catalog().create(name, Recipe(from_="demo", system="old"))
     assert int(crashing.run("create", data_folder())) > 25
     assert Catalog().find("kept").system == "new"
-    kept = Catalog().find("kept").digest
+    kept = Catalog().find("kept").weights
     assert [path.name for path in (data_folder() / "blobs").iterdir()] == [f"sha256-{kept}"]

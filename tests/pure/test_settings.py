@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from ipaddress import ip_network
 from typing import Any
 
 import pytest
@@ -134,6 +135,7 @@ def test_every_variable_is_read_under_both_names() -> None:
         "DEBUG": ("2", "debug", True),
         "NOHISTORY": ("true", "history", False),
         "API_KEY": ("k", "api_key", "k"),
+        "TRUST_NETWORK": ("10.0.0.0/8,::1", "trusted", (ip_network("10.0.0.0/8"), ip_network("::1"))),
     }
     for name, (text, field, value) in given.items():
         assert getattr(read_settings({f"OLLAMA_{name}": text}), field) == value, name

@@ -14,9 +14,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from moegguf.generate.options import MAX_TOKENS
 from moegguf.generate.request import GenerationRequest, Message
 from moegguf.models.entry import ModelEntry
+from moegguf.models.recipe import MAX_TOKENS
 from moegguf.server.common import limits
 from moegguf.server.common.body import Body
 from moegguf.server.common.content import Part, content_of, image_of_base64, image_of_url, text_part

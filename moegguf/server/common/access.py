@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from moegguf.server.common import limits
 from moegguf.server.common.errors import HttpError, error_response
+from moegguf.settings import Network
 
 # Ollama's defaults (envconfig/config.go), with and without a port.
 ORIGINS = (
@@ -37,10 +38,20 @@ HEADER_FAMILIES = ("x-stainless-", "openai-", "anthropic-")
 
 
 class AccessControl:
-    """ASGI middleware. `loopback`: only this machine reaches the server, so foreign Host headers are refused."""
+    """ASGI middleware. `loopback`: only this machine reaches the server, so foreign Host headers are refused.
+
+    `trusted`: networks whose clients need no key, and then those on this machine. A web page in a browser of such a
+    network is told from them by the Host header alone, which has to be a name that public DNS does not resolve.
+    """
 
     def __init__(
-        self, app: ASGIApp, *, loopback: bool, origins: Sequence[str] = (), api_key: str | None = None
+        self,
+        app: ASGIApp,
+        *,
+        loopback: bool,
+        origins: Sequence[str] = (),
+        api_key: str | None = None,
+        trusted: Sequence[Network] = (),
     ) -> None:
         self._app = app
         self._loopback = loopback
@@ -48,6 +59,8 @@ class AccessControl:
         self._keys = (
             [(b"authorization", f"Bearer {api_key}".encode()), (b"x-api-key", api_key.encode())] if api_key else []
         )
+        self._own_origins = origin_pattern(origins) if origins else None
+        self._trusted = tuple(trusted)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -69,13 +82,33 @@ class AccessControl:
             return HttpError(403, f"the Host header {host[:100]!r} is not allowed; use an address of this machine")
         if origin and not self._origins.fullmatch(origin) and not is_same_origin(origin, host):
             return HttpError(403, f"the Origin {origin[:100]!r} is not allowed; OLLAMA_ORIGINS adds origins")
-        path = scope["path"]
-        if not self._keys or scope["method"] == "OPTIONS" or path in OPEN_PATHS or path.startswith(OPEN_PREFIX):
+        path, needs_key = scope["path"], bool(self._keys) or bool(self._trusted)
+        if not needs_key or scope["method"] == "OPTIONS" or path in OPEN_PATHS or path.startswith(OPEN_PREFIX):
             return None
         if any(hmac.compare_digest(headers.get(name, b""), key) for name, key in self._keys):
             return None
+        if self._is_trusted(scope["client"]):
+            return self._refusal_of_trusted(host)
+        if not self._keys:
+            return HttpError(403, "this address is not in a network that the server trusts (--trust-network)")
         return HttpError(
             401, "unauthorized: send the server's API key as a Bearer token or as x-api-key", "invalid_api_key"
+        )
+
+    def _is_trusted(self, client: tuple[str, int] | None) -> bool:
+        if not client or not self._trusted:
+            return False
+        address = ipaddress.ip_address(client[0].partition("%")[0])
+        address = getattr(address, "ipv4_mapped", None) or address
+        return address.is_loopback or any(address in network for network in self._trusted)
+
+    def _refusal_of_trusted(self, host: str) -> HttpError | None:
+        name = strip_port(host.strip().lower())
+        is_known = self._own_origins is not None and self._own_origins.fullmatch(f"http://{host}") is not None
+        if is_own_host(host) or is_known or (name is not None and "." not in name and ":" not in name):
+            return None
+        return HttpError(
+            403, f"the Host header {host[:100]!r} is not allowed without a key; MOEGGUF_ORIGINS adds names"
         )
 
 
@@ -107,7 +140,7 @@ def is_own_host(header: str) -> bool:
 
 def strip_port(header: str) -> str | None:
     """The host of `host`, `host:port` or `[v6]:port`; None for anything else."""
-    match = re.fullmatch(r"(\[[0-9a-z:.%]*\]|[^:\[\]/\\@\s]*)(?::\d{1,5})?", header)
+    match = re.fullmatch(r"(\[[0-9a-z:.%]*\]|[a-z0-9._-]*)(?::\d{1,5})?", header)
     return match[1] if match else None
 
 

@@ -17,10 +17,13 @@ if TYPE_CHECKING:
 CAPABILITIES = {"chat": "completion", "generate": "completion"}  # of an operation; others have their own name
 
 
-def find(catalog: Catalog, name: str) -> ModelEntry:
-    """The entry of that name. Raises HttpError 404 with Ollama's message, ModelNameError."""
+def find(catalog: Catalog, name: str, *, even_missing: bool = False) -> ModelEntry:
+    """The entry of that name, with `even_missing` also one whose files are missing.
+
+    Raises HttpError 404 with Ollama's message, ModelNameError.
+    """
     try:
-        return catalog.find(name)
+        return catalog.find(name, even_missing=even_missing)
     except ModelNotFoundError as error:
         message = f"model {name!r:.200} not found, try pulling it first ({' '.join(str(error).split())})"
         raise HttpError(404, message, "model_not_found") from None

@@ -11,10 +11,10 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 
-from moegguf.generate.options import RANGES, sampling_with
+from moegguf.generate.options import sampling_with
 from moegguf.generate.request import Message, Sampling
 from moegguf.models.entry import ModelEntry
-from moegguf.models.recipe import PARAMETERS
+from moegguf.models.recipe import PARAMETERS, RANGES
 from moegguf.quantities import parse_duration, parse_expert_cache
 from moegguf.server.common import limits
 from moegguf.server.common.body import Body, explain

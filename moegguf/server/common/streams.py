@@ -16,6 +16,7 @@ from typing import Any
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from moegguf.errors import BusyError
 from moegguf.server.common import limits
 from moegguf.server.common.errors import error_response, http_error
 
@@ -32,6 +33,12 @@ def event_line(name: str, data: Mapping[str, Any]) -> bytes:
     return f"event: {name}\ndata: {dumps(data)}\n\n".encode()
 
 
+async def _end(*tasks: asyncio.Task[None]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
 class CancellableResponse(Response):
     """A response whose `work` is cancelled when the client disconnects."""
 
@@ -45,12 +52,18 @@ class CancellableResponse(Response):
         disconnect = asyncio.create_task(self._wait_for_disconnect(receive, send))
         try:
             await asyncio.wait((work, disconnect), return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:  # the server is shutting down, and has waited long enough
+            await _end(work, disconnect)
+            await self.fail(BusyError("the server is shutting down; try again later."), scope, receive, send)
+            return
         finally:
-            disconnect.cancel()
-            work.cancel()
-            await asyncio.gather(work, disconnect, return_exceptions=True)
+            await _end(work, disconnect)
         if not work.cancelled():
             work.result()
+
+    async def fail(self, error: Exception, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends an error in place of the reply."""
+        await error_response(error, scope["path"])(scope, receive, send)
 
     @abstractmethod
     async def work(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -110,9 +123,14 @@ class LineResponse(CancellableResponse):
                 async for line in lines:
                     await self._send(send, line)
         except Exception as error:
-            if not self._started:
-                return await error_response(error, scope["path"])(scope, receive, send)
-            await self._send(send, self.error_line(http_error(error).body(scope["path"])))
+            return await self.fail(error, scope, receive, send)
+        await self._send(send, b"", more=False)
+
+    async def fail(self, error: Exception, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends an error in place of the reply, or of the rest of it."""
+        if not self._started:
+            return await super().fail(error, scope, receive, send)
+        await self._send(send, self.error_line(http_error(error).body(scope["path"])))
         await self._send(send, b"", more=False)
 
     async def _send(self, send: Send, line: bytes, more: bool = True) -> None:

@@ -16,6 +16,7 @@ from starlette.routing import Route
 
 from moegguf.generate.request import GenerationRequest, Message
 from moegguf.models.entry import ModelEntry
+from moegguf.models.recipe import is_go_template
 from moegguf.server.common.answering import answer_events
 from moegguf.server.common.body import read_body
 from moegguf.server.common.errors import HttpError
@@ -50,6 +51,8 @@ async def generate(request: Request) -> Response:
     body = await read_body(request, GenerateRequest)
     if body.raw and (body.template or body.system or body.context):
         raise HttpError(400, "raw mode does not support template, system, or context")
+    if body.template and is_go_template(body.template):
+        raise HttpError(400, "template: is in Go's language; write it in Jinja, as the model's own (/api/show has it)")
     if not body.prompt and not body.suffix and not body.images:
         return await load_only(request, body, GenerateReply)
     entry, known = await look_up(request.app.state.catalog, body.model_name)
@@ -81,6 +84,7 @@ def respond(
 ) -> Response:
     """The reply to `generation`, streamed unless `stream` is false."""
     streams = body.stream is not False
+    reply.with_details = bool(body.details)
     events = answer_events(
         request,
         entry,

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from moegguf.errors import ModelFormatError
-from moegguf.models.recipe import Recipe
+from moegguf.models.recipe import Recipe, left_out
 from moegguf.server.common import limits
 from moegguf.server.common.body import read_body, refuse_compressed
 from moegguf.server.common.errors import HttpError
@@ -39,12 +39,15 @@ async def create(request: Request) -> Response:
         await asyncio.to_thread(make)
         for digest in recipe.files.values():
             yield _status(f"using existing layer {digest}")
+        for sentence in left_out(recipe):
+            yield _status(f"warning: {sentence}")
         yield _status("writing manifest")
         yield _status("success")
 
     async def whole() -> dict[str, Any]:
         await asyncio.to_thread(make)
-        return {"status": "success"}
+        warnings = left_out(recipe)
+        return {"status": "success", **({"warnings": warnings} if warnings else {})}
 
     return WholeResponse(whole()) if body.stream is False else NdjsonResponse(lines())
 

@@ -17,7 +17,7 @@ from moegguf.server.common.lookup import details_or_none, find
 from moegguf.server.common.objects import moe_object
 from moegguf.server.ollama.objects import details_object, time_text
 from moegguf.server.ollama.schema import CopyRequest, ModelBody
-from moegguf.serving.events import LoadedModel
+from moegguf.serving.events import LoadedModel, LoadedName
 
 if TYPE_CHECKING:
     from moegguf.models.catalog import Catalog
@@ -51,33 +51,35 @@ def tag_object(entry: ModelEntry) -> dict[str, Any]:
         "digest": entry.digest,
         "details": details_object(known, entry.parent) | more,
         "capabilities": list(known.capabilities) if known else [],
+        **({"missing": [str(path) for path in entry.missing]} if entry.missing else {}),
     }
 
 
 async def ps(request: Request) -> Response:
-    """Models in memory, latest expiry first."""
+    """Names of the models in memory, latest expiry first."""
     state = request.app.state
 
     def found(loaded: list[LoadedModel]) -> list[dict[str, Any]]:
-        return [loaded_object(state.catalog, model) for model in loaded]
+        return [loaded_object(state.catalog, model, name) for model in loaded for name in model.names]
 
     return JSONResponse({"models": await asyncio.to_thread(found, state.manager.loaded())})
 
 
-def loaded_object(catalog: Catalog, model: LoadedModel) -> dict[str, Any]:
-    """A model in memory; `size`: its memory in bytes, `size_vram`: the part of it on GPUs."""
+def loaded_object(catalog: Catalog, model: LoadedModel, loaded: LoadedName) -> dict[str, Any]:
+    """A name of a model in memory; `size`: the model's memory in bytes, `size_vram`: the part of it on GPUs. Names with
+    the same `pid` share them."""
     try:
-        entry = find(catalog, model.name)
+        entry = find(catalog, loaded.name)
     except HttpError:  # removed while loaded
         entry = None
     known = details_or_none(entry) if entry else None
     return {
-        "name": model.name,
-        "model": model.name,
+        "name": loaded.name,
+        "model": loaded.name,
         "size": model.size_bytes,
-        "digest": model.digest,
+        "digest": loaded.digest,
         "details": details_object(known, entry.parent if entry else ""),
-        "expires_at": time_text(model.expires),
+        "expires_at": time_text(loaded.expires),
         "size_vram": model.vram_bytes,
         "context_length": model.n_ctx,
         "moe": moe_object(model.stats)
@@ -102,7 +104,7 @@ async def delete(request: Request) -> Response:
     """Unloads a model, then removes its name."""
     body = await read_body(request, ModelBody)
     state = request.app.state
-    entry = await asyncio.to_thread(find, state.catalog, body.model_name)
+    entry = await asyncio.to_thread(find, state.catalog, body.model_name, even_missing=True)
     await state.manager.unload(entry.name)
     await asyncio.to_thread(state.catalog.remove, entry.name)
     return Response()

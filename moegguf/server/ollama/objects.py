@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import lru_cache
 from json import encoder
@@ -98,6 +99,7 @@ class Reply(ABC):
         self._head = f'{{"model":{quote(name)},"created_at":"'
         self._n_calls = 0
         self._deltas: list[Delta] = []
+        self.with_details = False  # lines for the progress of the prompt, and all of the timing at the end
 
     @abstractmethod
     def content(self, text: str, thinking: str, calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -112,12 +114,14 @@ class Reply(ABC):
         return {"done": True, "done_reason": done.timing.finish}
 
     def line(self, event: Event) -> bytes:
-        """The line for an event; empty for events that Ollama's API does not have."""
+        """The line for an event; empty for events that Ollama's API does not have, unless `with_details`."""
         if isinstance(event, Delta):
             return self._delta_line(event)
         if isinstance(event, Done):
-            return self._line(self.content("", "", ()) | self.final_fields(event) | statistics(event, self._start_ns))
-        return b""
+            more = {"timing": asdict(event.timing), "decisions": event.decisions} if self.with_details else {}
+            figures = statistics(event, self._start_ns) | more
+            return self._line(self.content("", "", ()) | self.final_fields(event) | figures)
+        return self._line({"prompt_progress": asdict(event), "done": False}) if self.with_details else b""
 
     def _delta_line(self, delta: Delta) -> bytes:
         if delta.text and not (delta.thinking or delta.tool_calls or delta.logprobs):

@@ -6,7 +6,8 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, model_validator
 
-from moegguf.generate.options import MAX_TOKENS, MAX_TOP_LOGPROBS, THINK_LEVELS
+from moegguf.generate.options import MAX_TOP_LOGPROBS, THINK_LEVELS
+from moegguf.models.recipe import MAX_TOKENS
 from moegguf.server.common import limits
 from moegguf.server.common.body import Body
 from moegguf.server.common.options import KeepAlive, Options, Tool, ToolCall
@@ -69,6 +70,7 @@ class GenerationBody(ModelBody):
     shift: bool | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_TOP_LOGPROBS)] = None
+    details: bool | None = None  # ours: lines with `prompt_progress`, and `timing` and `decisions` at the end
 
     @property
     def n_logprobs(self) -> int | None:

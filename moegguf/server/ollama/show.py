@@ -15,7 +15,7 @@ from starlette.routing import Route
 from moegguf.gguf.reader import read_gguf
 from moegguf.models.details import details
 from moegguf.models.entry import Details, ModelEntry
-from moegguf.models.modelfile import parameter_lines, render
+from moegguf.models.modelfile import parameter_lines
 from moegguf.server.common.body import read_body
 from moegguf.server.common.lookup import find
 from moegguf.server.ollama.objects import details_object, time_text
@@ -40,7 +40,7 @@ def show_object(catalog: Catalog, body: ShowRequest) -> dict[str, Any]:
     known = details(entry)
     system = body.system or entry.system
     found: dict[str, Any] = {
-        "modelfile": render(entry),
+        "modelfile": catalog.modelfile(entry),
         "parameters": "\n".join(parameter_lines(entry.parameters)),
         "template": known.template or "",
         "details": details_object(known, entry.parent),

@@ -14,9 +14,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
 
-from moegguf.generate.options import MAX_SEED, MAX_TOKENS, MAX_TOP_LOGPROBS
+from moegguf.generate.options import MAX_TOP_LOGPROBS
 from moegguf.generate.request import GenerationRequest, Message, Sampling
 from moegguf.models.entry import ModelEntry
+from moegguf.models.recipe import MAX_SEED, MAX_TOKENS
 from moegguf.server.common import limits
 from moegguf.server.common.body import Body
 from moegguf.server.common.options import (

@@ -1,0 +1,79 @@
+"""`moegguf run` beside a running server: the server answers when it has the model, as a model loaded here would."""
+
+from __future__ import annotations
+
+import http.server
+import re
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import Command, TinyModel
+from servers import Server
+
+DEMO = ("run", "demo", "What does moegguf do?", "--temperature", 0, "-n", 8)
+
+
+@pytest.fixture(autouse=True)
+def _unload(server: Server) -> Any:
+    yield
+    server.call("/api/generate", {"model": "demo", "keep_alive": 0})
+
+
+def loaded(server: Server) -> list[str]:
+    return [model["name"] for model in server.call("/api/ps").json["models"]]
+
+
+def labels(stderr: str) -> list[str]:
+    return [line.partition(":")[0] for line in stderr.splitlines()]
+
+
+def test_the_server_answers_and_it_looks_the_same(moegguf: Command, server: Server) -> None:
+    served = moegguf(*DEMO, "-v", "--keepalive", "9m", MOEGGUF_HOST=server.url)
+    assert (served.returncode, loaded(server)) == (0, ["demo:latest"]), served.stderr
+    here = moegguf(*DEMO, "-v", "--local", MOEGGUF_HOST=server.url)
+    assert served.stdout == here.stdout
+    assert labels(served.stderr) == [*labels(here.stderr), "answered by"]
+    assert re.search(rf"answered by: +{server.url}\n", served.stderr)
+    quiet = moegguf(*DEMO, "--format", "json", "--system", "Be brief.", MOEGGUF_HOST=server.url)
+    assert (quiet.returncode, quiet.stderr) == (0, "") and quiet.stdout.startswith("{")
+    assert server.call("/api/ps").json["models"][0]["moe"]["pid"]
+
+
+def test_what_only_works_here_stays_here(moegguf: Command, server: Server, tiny: TinyModel, tmp_path: Path) -> None:
+    for option in (("--local",), ("--expert-cache", "50%"), ("-t", "1"), ("--policy", "lru"), ("--no-prefetch",)):
+        assert moegguf(*DEMO, *option, MOEGGUF_HOST=server.url).returncode == 0
+    assert moegguf("run", tiny(), "x", "-n", 2, MOEGGUF_HOST=server.url).returncode == 0
+    own = {"MOEGGUF_HOME": str(tmp_path), "MOEGGUF_HOST": server.url}
+    moegguf("cp", "demo", "unknown-to-the-server", **own)
+    assert moegguf("run", "unknown-to-the-server", "x", "-n", 2, **own).returncode == 0
+    assert loaded(server) == []
+
+
+def test_errors_of_the_server_are_errors_of_the_command(moegguf: Command, server: Server) -> None:
+    done = moegguf("run", "demo", "hello", "--think", MOEGGUF_HOST=server.url)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert re.fullmatch(r"error: .*does not support thinking.*\n", done.stderr)
+    done = moegguf("run", "nothing-of-that-name", "hello", MOEGGUF_HOST=server.url)
+    assert (done.returncode, done.stdout) == (1, "")
+
+
+class Ollama(http.server.BaseHTTPRequestHandler):
+    """Another program with the same API."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b'{"version": "0.33.0"}')
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+def test_another_server_is_not_asked(moegguf: Command) -> None:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Ollama) as other:
+        threading.Thread(target=other.serve_forever, daemon=True).start()
+        done = moegguf(*DEMO, MOEGGUF_HOST=f"127.0.0.1:{other.server_port}")
+        other.shutdown()
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,0 +1,157 @@
+"""Names of the same files share one process: its use, its end, its context and what is reported of it."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scripted_manager import FakeCatalog, generate, in_loop, manager_of, until
+
+from moegguf.engine.stats import Stats
+from moegguf.server.metrics import Totals
+from moegguf.serving.manager import ModelManager
+
+
+@pytest.fixture
+def catalog(tmp_path: Path) -> FakeCatalog:
+    """`a`, and of its files `b` with a system message and `c` with a context of 8192."""
+    catalog = FakeCatalog(tmp_path)
+    catalog.add("a")
+    add_persona(catalog, "b", system="Be brief.")
+    add_persona(catalog, "c", parameters={"num_ctx": 8192})
+    return catalog
+
+
+def add_persona(catalog: FakeCatalog, name: str, **overrides: Any) -> None:
+    base = catalog.entries["a"]
+    catalog.entries[name] = replace(
+        base, name=f"{name}:latest", digest=name * 64, files_digest=base.digest, **overrides
+    )
+    catalog.sizes[f"{name}:latest"] = catalog.sizes["a:latest"]
+
+
+def names(manager: ModelManager) -> list[str]:
+    return [each.name[0] for model in manager.loaded() for each in model.names]
+
+
+@in_loop
+async def test_names_of_one_file_share_a_process(catalog: FakeCatalog) -> None:
+    async with manager_of(catalog) as manager:
+        for name in "abab":
+            assert await generate(manager, name, f"say {name}") == name
+        (model,) = manager.loaded()
+        assert [(each.name, each.digest) for each in model.names] == [("a:latest", "a" * 64), ("b:latest", "b" * 64)]
+        assert (model.name, model.n_requests) == ("a:latest", 4)
+    assert len(catalog.loads("a")) == 1
+
+
+@in_loop
+async def test_their_requests_wait_in_one_queue(catalog: FakeCatalog, tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    async with manager_of(catalog) as manager:
+        first = asyncio.create_task(generate(manager, "a", f"hold {go}"))
+        await until(lambda: manager.loaded() and manager.loaded()[0].busy)
+        second = asyncio.create_task(generate(manager, "b", "say b"))
+        await until(lambda: manager.loaded()[0].queue == 1)
+        assert not second.done()
+        go.touch()
+        assert await asyncio.gather(first, second) == ["held", "b"]
+    assert len(catalog.loads("a")) == 1
+
+
+@in_loop
+async def test_a_longer_context_serves_every_name(catalog: FakeCatalog) -> None:
+    async with manager_of(catalog) as manager:
+        for name in "acaba":
+            await generate(manager, name, "say x")
+        assert manager.loaded()[0].n_ctx == 8192
+    assert [load["n_ctx"] for load in catalog.loads("a")] == [4096, 8192]
+
+
+@in_loop
+async def test_a_name_does_not_take_over_the_options_of_another(catalog: FakeCatalog) -> None:
+    add_persona(catalog, "d", parameters={"num_ctx": 512})
+    add_persona(catalog, "e", parameters={"expert_cache": "10%"})
+    async with manager_of(catalog) as manager:
+        for name in "daead":
+            await generate(manager, name, "say x")
+    assert [load["n_ctx"] for load in catalog.loads("a")] == [512, 4096, 4096, 4096]
+    assert [load["name"][0] for load in catalog.loads("a")] == list("daea")
+
+
+@in_loop
+async def test_the_process_ends_with_its_last_name(catalog: FakeCatalog) -> None:
+    async with manager_of(catalog) as manager:
+        for name in "ab":
+            await generate(manager, name, "say x")
+        pid = manager.loaded()[0].pid
+        assert await manager.unload("a") is True
+        assert names(manager) == ["b"] and manager.loaded()[0].pid == pid
+        assert await manager.unload("a") is False, "it is not loaded under that name any more"
+        assert await manager.unload("b") is True and manager.loaded() == []
+
+
+@in_loop
+async def test_a_name_is_unloaded_after_its_answer_and_others_go_on(catalog: FakeCatalog, tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    async with manager_of(catalog) as manager:
+        held = asyncio.create_task(generate(manager, "a", f"hold {go}"))
+        await until(lambda: manager.loaded() and manager.loaded()[0].busy)
+        behind = asyncio.create_task(generate(manager, "b", "say b"))
+        await until(lambda: manager.loaded()[0].queue == 1)
+        unloading = asyncio.create_task(manager.unload("a"))
+        await asyncio.sleep(0)
+        assert not manager.loaded()[0].stopping
+        go.touch()
+        assert await asyncio.gather(held, unloading, behind) == ["held", True, "b"]
+        assert names(manager) == ["b"]
+    assert len(catalog.loads("a")) == 1
+
+
+@in_loop
+async def test_each_name_has_its_own_keep_alive_time(catalog: FakeCatalog) -> None:
+    async with manager_of(catalog) as manager:
+        await generate(manager, "a", "say x", keep_alive_s=0.05)
+        await generate(manager, "b", "say x", keep_alive_s=100)
+        pid = manager.loaded()[0].pid
+        await until(lambda: names(manager) == ["b"])
+        await generate(manager, "a", "say x", keep_alive_s=0.0)
+        assert names(manager) == ["b"] and manager.loaded()[0].pid == pid
+        await generate(manager, "b", "say x", keep_alive_s=0.0)
+        await until(lambda: not manager.loaded())
+
+
+@in_loop
+async def test_a_watcher_of_any_name_sees_the_model(catalog: FakeCatalog) -> None:
+    async with manager_of(catalog) as manager:
+        snapshots = aiter(manager.watch("b", 4))
+        first = asyncio.ensure_future(anext(snapshots))
+        await generate(manager, "a", "say x")
+        assert (await first).model == "b:latest"
+
+
+@in_loop
+async def test_a_loaded_name_can_be_unloaded_when_its_file_is_gone(catalog: FakeCatalog) -> None:
+    async with manager_of(catalog) as manager:
+        await generate(manager, "b", "say x")
+        del catalog.entries["b"]
+        assert await manager.unload("b:latest") is True and manager.loaded() == []
+
+
+@in_loop
+async def test_counts_are_of_the_process_and_counted_once(catalog: FakeCatalog) -> None:
+    totals = Totals()
+    async with manager_of(catalog) as manager:
+        for name in "ab":
+            await generate(manager, name, "say x")
+            totals.update(manager.loaded())
+        (model,) = manager.loaded()
+        totals.update([replace(model, stats=Stats(tokens=10))])
+        assert {name: counts["tokens"] for name, counts in totals.counts().items()} == {"a:latest": 10}
+        totals.update([replace(model, name="b:latest", stats=Stats(tokens=15))])
+        totals.update([])
+        totals.update([replace(model, pid=1, name="b:latest", stats=Stats(tokens=3))])
+        assert {name: counts["tokens"] for name, counts in totals.counts().items()} == {"a:latest": 10, "b:latest": 8}
