@@ -351,10 +351,9 @@ def _open(folder: Path, name: str) -> c.CDLL:
 
 def _load_backends(folder: Path) -> None:
     """A portable build chooses its backends when it runs; left to itself, ggml would look in the current folder."""
-    ggml = _open(folder, "ggml")
-    ggml.ggml_backend_reg_count.restype = c.c_size_t
-    ggml.ggml_backend_load_all_from_path.argtypes = [c.c_char_p]
-    if not ggml.ggml_backend_reg_count():
+    if any(folder.glob("libggml-cpu-*")):
+        ggml = _open(folder, "ggml")
+        ggml.ggml_backend_load_all_from_path.argtypes = [c.c_char_p]
         ggml.ggml_backend_load_all_from_path(os.fsencode(folder))
 
 
