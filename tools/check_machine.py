@@ -1,7 +1,7 @@
 """Lists what this machine lacks for a build, before anything is downloaded.
 
 Usage: python tools/check_machine.py            exit status 1 and one sentence per missing thing
-       python tools/check_machine.py --extra X  prints the requirements of an extra in pyproject.toml
+       python tools/check_machine.py --requirements X  prints those of the build ("build") or of an extra
 Runs on any Python 3, so that one that is too old gets an error message too.
 """
 
@@ -26,18 +26,20 @@ def missing():
         yield "a C++17 compiler is missing; on Debian and Ubuntu: apt install g++"
 
 
-def print_extra(name):
-    """Prints the requirements of an extra, one per line."""
+def print_requirements(name):
+    """Prints the requirements of the build or of an extra in pyproject.toml, one per line."""
     import tomllib
 
     with open("pyproject.toml", "rb") as file:
-        print("\n".join(tomllib.load(file)["project"]["optional-dependencies"][name]))
+        table = tomllib.load(file)
+    extras = table["project"]["optional-dependencies"]
+    print("\n".join(table["build-system"]["requires"] if name == "build" else extras[name]))
 
 
 def main():
     """Runs the command line; returns the exit status."""
-    if sys.argv[1:2] == ["--extra"]:
-        print_extra(sys.argv[2])
+    if sys.argv[1:2] == ["--requirements"]:
+        print_requirements(sys.argv[2])
         return 0
     problems = list(missing())
     for problem in problems:

@@ -1,10 +1,11 @@
-"""Fetches the pinned llama.cpp, unpacks it, and applies `patches/series`.
+"""Fetches the pinned llama.cpp and its Python bindings, unpacks them, and applies `patches/series`.
 
-The source is the llama.cpp inside the llama-cpp-python source distribution named in `patches/UPSTREAM`. pip fetches
-it, its sha256 is checked before anything is unpacked, and a stamp file lets later calls return at once. The result is
-in `build/vendor/`.
+Both lie in the llama-cpp-python source distribution named in `patches/UPSTREAM`. pip fetches it into the user's cache,
+from the index that pip or uv is set to, without building it; `MOEGGUF_LLAMA_SDIST` names a file for machines without
+one. Its sha256 is checked before anything is unpacked, and a stamp file lets later calls return at once. The result is
+in `build/vendor/`: `llama.cpp/`, patched, and `bindings/llama_cpp/`, as published.
 
-Usage: python tools/vendor.py [--print-llama-dir | --print-sdist]
+Usage: python tools/vendor.py [--print-llama-dir]
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ import shutil
 import subprocess
 import sys
 import tarfile
+from collections.abc import Mapping
 from pathlib import Path
+
+import platformdirs
 
 ROOT = Path(__file__).resolve().parent.parent
 PATCHES = ROOT / "patches"
@@ -24,6 +28,14 @@ VENDOR = Path(os.environ.get("MOEGGUF_VENDOR_DIR", ROOT / "build" / "vendor"))
 
 # What the build reads; the rest of the distribution (tests, media, web UI) is not unpacked.
 WANTED = ("CMakeLists.txt", "LICENSE", "cmake/", "ggml/", "include/", "src/", "vendor/", "common/", "tools/mtmd/")
+WANTED_BINDINGS = ("llama_cpp/", "LICENSE.md")
+
+# pip does not read uv's variables: the one to set, and those that stand for it.
+UV_VARIABLES = {
+    "PIP_INDEX_URL": ("UV_DEFAULT_INDEX", "UV_INDEX_URL"),
+    "PIP_EXTRA_INDEX_URL": ("UV_INDEX", "UV_EXTRA_INDEX_URL"),
+    "PIP_FIND_LINKS": ("UV_FIND_LINKS",),
+}
 
 
 class VendorError(RuntimeError):
@@ -50,38 +62,77 @@ def sha256(path: Path) -> str:
 
 
 def fetch(pin: dict[str, str]) -> Path:
-    """Returns the checked source distribution, downloaded with pip when it is missing. Raises VendorError."""
-    name = f"{pin['package'].replace('-', '_')}-{pin['version']}.tar.gz"
-    path = VENDOR / name
-    if not path.exists():
-        VENDOR.mkdir(parents=True, exist_ok=True)
-        print(f"fetching {pin['package']} {pin['version']} (77 MB)", file=sys.stderr)
-        command = [
-            sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", ":all:",
-            "--disable-pip-version-check", "--dest", str(VENDOR), f"{pin['package']}=={pin['version']}",
-        ]  # fmt: skip
-        environment = os.environ | {"CMAKE_ARGS": "-DLLAMA_BUILD=OFF -DLLAVA_BUILD=OFF"}
-        if subprocess.run(command, stdout=sys.stderr, env=environment).returncode != 0:
-            raise VendorError(f"pip could not fetch {pin['package']} {pin['version']}: is a package index reachable?")
+    """Returns the checked source distribution, downloaded when it is missing. Raises VendorError."""
+    given = os.environ.get("MOEGGUF_LLAMA_SDIST")
+    path = Path(given) if given else cache_path(pin)
+    if not given and not path.exists():
+        download(pin, path)
+    if not path.is_file():
+        raise VendorError(f"there is no file {path}, which MOEGGUF_LLAMA_SDIST names")
     found = sha256(path)
     if found != pin["sha256"]:
-        raise VendorError(f"{path.name} has sha256 {found}, patches/UPSTREAM has {pin['sha256']}: delete it and retry")
+        raise VendorError(f"{path} has sha256 {found}, patches/UPSTREAM has {pin['sha256']}: delete it and retry")
     return path
+
+
+def cache_path(pin: dict[str, str]) -> Path:
+    """Where the source distribution is kept for all builds of this user."""
+    name = f"{pin['package'].replace('-', '_')}-{pin['version']}.tar.gz"
+    return platformdirs.user_cache_path("moegguf") / name
+
+
+def download(pin: dict[str, str], path: Path) -> None:
+    """Downloads the source distribution with pip, which reads its metadata and builds nothing. Raises VendorError."""
+    print(f"fetching {pin['package']} {pin['version']} (77 MB)", file=sys.stderr)
+    # Without isolation, the metadata are read with the backend of this very build, and nothing else is installed.
+    command = [
+        sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", ":all:", "--no-build-isolation",
+        "--disable-pip-version-check", "--dest", str(path.parent), f"{pin['package']}=={pin['version']}",
+    ]  # fmt: skip
+    environment = os.environ | pip_variables(os.environ)
+    if subprocess.run(command, stdout=sys.stderr, env=environment).returncode != 0 or not path.exists():
+        raise VendorError(
+            f"{pin['package']} {pin['version']} could not be fetched: is a package index reachable?"
+            f" Without one, set MOEGGUF_LLAMA_SDIST to a copy of {path.name}"
+        )
+
+
+def pip_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """uv's variables for indexes as pip's, where pip's own are not set."""
+    found = {}
+    for name, others in UV_VARIABLES.items():
+        value = next((environment[other] for other in others if environment.get(other)), "")
+        urls = value.replace(",", " ").split() if name == "PIP_FIND_LINKS" else value.split()
+        if urls and name not in environment:
+            found[name] = " ".join(url.partition("=")[2] if is_named(url) else url for url in urls)
+    return found
+
+
+def is_named(url: str) -> bool:
+    """Whether an index is given as `name=url`."""
+    return "=" in url.partition("://")[0]
 
 
 def unpack(sdist: Path, target: Path) -> None:
     """Unpacks the llama.cpp part of the distribution into `target`."""
-    prefix = f"{sdist.name.removesuffix('.tar.gz')}/vendor/llama.cpp/"
+    extract(sdist, "vendor/llama.cpp/", WANTED, target)
+
+
+def extract(sdist: Path, folder: str, wanted: tuple[str, ...], target: Path) -> None:
+    """Unpacks what begins with one of `wanted` below `folder` into `target`."""
+    paths = tuple(folder + path for path in wanted)
     with tarfile.open(sdist) as archive:
         for member in archive:
-            inside = member.name.removeprefix(prefix)
-            if member.name.startswith(prefix) and inside.startswith(WANTED) and (member.isfile() or member.isdir()):
-                member.name = inside
+            _, _, path = member.name.partition("/")  # below the folder that is named for the release
+            if path.startswith(paths) and (member.isfile() or member.isdir()):
+                member.name = path.removeprefix(folder)
                 archive.extract(member, target, filter="data")
 
 
 def apply(patch: Path, tree: Path) -> None:
     """Applies one patch to `tree` without fuzz, and without git using the repository around it. Raises VendorError."""
+    if not shutil.which("git"):
+        raise VendorError("git is missing; it applies the patches: apt install git")
     environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(tree.resolve().parent)}
     done = subprocess.run(["git", "apply", str(patch)], cwd=tree, env=environment, capture_output=True, text=True)
     if done.returncode != 0:
@@ -89,8 +140,9 @@ def apply(patch: Path, tree: Path) -> None:
 
 
 def wanted_state(pin: dict[str, str]) -> str:
-    """The stamp of a finished tree: what was unpacked, and the digests of the pin and of every patch."""
-    return "\n".join([pin["sha256"], " ".join(WANTED), *(f"{patch.name} {sha256(patch)}" for patch in series())])
+    """The stamp of a finished tree: the pin's digest, what is unpacked, and the digest of every patch."""
+    patches = (f"{patch.name} {sha256(patch)}" for patch in series())
+    return "\n".join([pin["sha256"], " ".join(WANTED + WANTED_BINDINGS), *patches])
 
 
 def prepare() -> Path:
@@ -101,16 +153,24 @@ def prepare() -> Path:
     state = wanted_state(pin)
     if tree.is_dir() and stamp.is_file() and stamp.read_text() == state:
         return tree
+    sdist = fetch(pin)
     fresh = VENDOR / "llama.cpp.new"
     shutil.rmtree(fresh, ignore_errors=True)
-    unpack(fetch(pin), fresh)
+    unpack(sdist, fresh)
     for patch in series():
         apply(patch, fresh)
+    replace(tree, fresh)
+    extract(sdist, "", WANTED_BINDINGS, VENDOR / "bindings.new")
+    replace(VENDOR / "bindings", VENDOR / "bindings.new")
+    stamp.write_text(state)
+    return tree
+
+
+def replace(tree: Path, fresh: Path) -> None:
+    """Puts `fresh` in the place of `tree`; what has not changed keeps its time."""
     keep_unchanged(tree, fresh)
     shutil.rmtree(tree, ignore_errors=True)
     fresh.rename(tree)
-    stamp.write_text(state)
-    return tree
 
 
 def keep_unchanged(old: Path, new: Path) -> None:
@@ -126,18 +186,14 @@ def main() -> int:
     """Runs the command line; returns the exit status."""
     parser = argparse.ArgumentParser(description="Fetch the pinned llama.cpp and apply our patches.")
     parser.add_argument("--print-llama-dir", action="store_true", help="print where the patched tree is")
-    parser.add_argument("--print-sdist", action="store_true", help="print where the source distribution is")
     options = parser.parse_args()
     try:
         tree = prepare()
-        sdist = fetch(read_pin()) if options.print_sdist else None
-    except VendorError as error:
+    except (VendorError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     if options.print_llama_dir:
         print(tree)
-    if sdist:
-        print(sdist)
     return 0
 
 

@@ -25,7 +25,7 @@ from moegguf.package import __version__, package_folders
 from moegguf.settings import read_environment
 
 DISK_SECONDS = 0.5
-PACKAGES = ("llama-cpp-python", "numpy", "typer", "rich", "psutil")
+PACKAGES = ("numpy", "typer", "rich", "psutil")
 
 Facts = dict[str, Any]
 """{name: value}; a fact that could not be collected is {"error": reason}."""
@@ -103,8 +103,8 @@ def _llama_cpp_version() -> str:
 
 
 def _pin() -> str:
-    """The llama.cpp commit that the patches are for; found in a source tree only."""
-    lines = (package_folders()[0].parent / "patches" / "UPSTREAM").read_text().splitlines()
+    """The llama.cpp commit that the patches are for."""
+    lines = (library.find_library() / "UPSTREAM").read_text().splitlines()
     return next(line.partition("=")[2].strip() for line in lines if line.startswith("llama_cpp_commit"))
 
 

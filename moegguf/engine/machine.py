@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 
 from moegguf.errors import ModelNotFoundError
+from moegguf.processor import read_processor
 
 ROOT = Path("/")
 CPU_FLAGS = (
@@ -179,18 +180,11 @@ def count_cpus(root: Path = ROOT) -> int:
 
 def read_machine(root: Path = ROOT) -> Machine:
     """Memory, CPUs, CPU model and the flags of CPU_FLAGS."""
-    model, flags = "unknown CPU", set[str]()
-    for line in _text(root / "proc/cpuinfo").splitlines():
-        name, _, value = line.partition(":")
-        if name.strip() in ("model name", "Model"):
-            model = value.strip() or model
-        elif name.strip() in ("flags", "Features"):
-            flags = set(value.split())
-            break
+    processor = read_processor(root)
     n_cpu = count_cpus(root)
     n_core = psutil.cpu_count(logical=False) or n_cpu
-    chosen = tuple(flag for flag in CPU_FLAGS if flag in flags)
-    return Machine(read_memory(root), n_cpu, max(1, min(n_core, n_cpu)), model, chosen)
+    chosen = tuple(flag for flag in CPU_FLAGS if flag in processor.flags)
+    return Machine(read_memory(root), n_cpu, max(1, min(n_core, n_cpu)), processor.model, chosen)
 
 
 def _offsets(n_bytes: int, block_bytes: int, start: int) -> Iterator[int]:

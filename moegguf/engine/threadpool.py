@@ -42,15 +42,13 @@ class Threadpool:
 
     def __init__(self, context: int, n_threads: int) -> None:
         llama = library.llama_cpp().llama_cpp._lib
-        self._ggml = c.CDLL(str(next(Path(library.find_library()).glob("libggml-cpu.*"))))
-        self._ggml.ggml_threadpool_new.restype = c.c_void_p
-        self._ggml.ggml_threadpool_new.argtypes = [c.POINTER(_Params)]
-        self._ggml.ggml_threadpool_free.argtypes = [c.c_void_p]
+        new = c.CFUNCTYPE(c.c_void_p, c.POINTER(_Params))(library.cpu_function("ggml_threadpool_new"))
+        self._free = c.CFUNCTYPE(None, c.c_void_p)(library.cpu_function("ggml_threadpool_free"))
         params = _Params()
         base = c.CDLL(str(next(Path(library.find_library()).glob("libggml-base.*"))))
         base.ggml_threadpool_params_init.argtypes = [c.POINTER(_Params), c.c_int]
         base.ggml_threadpool_params_init(c.byref(params), n_threads)
-        self._pool: int | None = self._ggml.ggml_threadpool_new(c.byref(params))
+        self._pool: int | None = new(c.byref(params))
         if not self._pool:
             raise AllocationError(f"{n_threads} compute threads cannot be created; give a smaller n_threads.")
         llama.llama_attach_threadpool.argtypes = [c.c_void_p, c.c_void_p, c.c_void_p]
@@ -60,4 +58,4 @@ class Threadpool:
         """Ends the threads. Twice is harmless."""
         pool, self._pool = self._pool, None
         if pool:
-            self._ggml.ggml_threadpool_free(pool)
+            self._free(pool)

@@ -1,7 +1,8 @@
 """Finds, loads and describes the native library: `moegguf.h` as ctypes.
 
-The patched libllama lies in the same folder, and `llama_cpp` is pointed at it before it is imported. A process that
-has already imported a stock `llama_cpp` cannot be helped: it holds another libllama.
+The patched libllama lies in the same folder. The bindings `llama_cpp` of the same release lie in the package, too: they
+are imported from there, also where llama-cpp-python is installed, and pointed at that libllama. A process that has
+already imported a stock `llama_cpp` cannot be helped: it holds another libllama.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from moegguf.errors import (
     OptionError,
 )
 from moegguf.package import package_folders
+from moegguf.processor import read_processor
 from moegguf.settings import read_environment
 
 ABI_VERSION = 4
@@ -281,7 +283,22 @@ def find_library() -> Path:
         if (folder / f"libmoegguf.{suffix}").exists():
             return folder
     looked = ", ".join(str(folder) for folder in library_folders())
-    raise LibraryError(f"the native library is not built (looked in {looked}); run `make` in the source tree.")
+    raise LibraryError(f"the native library is not built (looked in {looked}); install moegguf, or run `make` again.")
+
+
+def check_processor(folder: Path) -> None:
+    """Raises LibraryError when this processor lacks instructions that the library in `folder` was compiled to use.
+
+    It would end the process by SIGILL. Nothing is checked where either is unknown.
+    """
+    listed = folder / "CPU_FEATURES"
+    needed = listed.read_text().split() if listed.exists() else []
+    processor = read_processor()
+    if processor.flags and (missing := [flag for flag in needed if flag not in processor.flags]):
+        raise LibraryError(
+            f"the native library in {folder} was built for another processor: this one ({processor.model}) has no"
+            f" {', '.join(missing)}. Install moegguf from source on this machine, or a portable wheel (`make wheel`)."
+        )
 
 
 @contextmanager
@@ -303,18 +320,18 @@ def _short_spins() -> Iterator[None]:
 
 @functools.cache
 def load() -> c.CDLL:
-    """The native library, loaded once and checked against this file's ABI.
+    """The native library, loaded once and checked against this file's ABI and this processor.
 
-    Raises LibraryError when it is missing or has another ABI.
+    Raises LibraryError when it is missing, has another ABI or does not run here.
     """
     folder = find_library()
+    check_processor(folder)
     try:
         with _short_spins():
-            library = c.CDLL(str(folder / f"libmoegguf.{'dylib' if sys.platform == 'darwin' else 'so'}"))
+            library = _open(folder, "moegguf")
+            _load_backends(folder)
     except OSError as error:
-        raise LibraryError(
-            f"the native library in {folder} does not load ({error}); build it again with `make`."
-        ) from error
+        raise LibraryError(f"the native library in {folder} does not load ({error}); install moegguf again.") from error
     library.moegguf_abi_version.restype = c.c_uint32
     found = library.moegguf_abi_version()
     if found != ABI_VERSION:
@@ -328,20 +345,41 @@ def load() -> c.CDLL:
     return library
 
 
+def _open(folder: Path, name: str) -> c.CDLL:
+    return c.CDLL(str(folder / f"lib{name}.{'dylib' if sys.platform == 'darwin' else 'so'}"))
+
+
+def _load_backends(folder: Path) -> None:
+    """A portable build chooses its backends when it runs; left to itself, ggml would look in the current folder."""
+    if any(folder.glob("libggml-cpu-*")):
+        ggml = _open(folder, "ggml")
+        ggml.ggml_backend_load_all_from_path.argtypes = [c.c_char_p]
+        ggml.ggml_backend_load_all_from_path(os.fsencode(folder))
+
+
+def cpu_function(name: str) -> int:
+    """The address of a function of ggml's CPU backend, which has another file name in each build."""
+    load()
+    ggml = _open(find_library(), "ggml")
+    for function in (ggml.ggml_backend_reg_by_name, ggml.ggml_backend_reg_get_proc_address):
+        function.restype = c.c_void_p
+    ggml.ggml_backend_reg_get_proc_address.argtypes = [c.c_void_p, c.c_char_p]
+    return int(ggml.ggml_backend_reg_get_proc_address(ggml.ggml_backend_reg_by_name(b"CPU"), name.encode()))
+
+
 @functools.cache
 def llama_cpp() -> ModuleType:
-    """The `llama_cpp` bindings over our libllama, from the same folder as libmoegguf.
+    """The `llama_cpp` bindings that lie in this package, over our libllama.
 
-    Raises LibraryError when they were imported earlier over another library, or are not installed.
+    Raises LibraryError when others were imported earlier, over another library, or ours are not installed.
     """
     folder = find_library()
     load()
-    if "llama_cpp" not in sys.modules:
-        os.environ["LLAMA_CPP_LIB_PATH"] = str(folder)
-    try:
-        import llama_cpp as bindings
-    except ImportError as error:
-        raise LibraryError(f"the llama-cpp-python bindings cannot be imported ({error}); run `make`.") from error
+    with _our_bindings(folder):
+        try:
+            import llama_cpp as bindings
+        except ImportError as error:
+            raise LibraryError(f"the llama_cpp bindings do not import ({error}); install moegguf again.") from error
     loaded = Path(bindings.llama_cpp._lib._name).resolve().parent
     if loaded != folder.resolve():
         raise LibraryError(
@@ -350,6 +388,22 @@ def llama_cpp() -> ModuleType:
         )
     _correct_log_levels()
     return bindings
+
+
+@contextmanager
+def _our_bindings(library: Path) -> Iterator[None]:
+    """Within it `import llama_cpp` finds the bindings of this package first, and they find `library`."""
+    if "llama_cpp" in sys.modules:
+        yield
+        return
+    os.environ["LLAMA_CPP_LIB_PATH"] = str(library)
+    folders = [str(folder / "bindings") for folder in package_folders()]
+    sys.path[:0] = folders
+    try:
+        yield
+    finally:
+        for folder in folders:
+            sys.path.remove(folder)
 
 
 def _correct_log_levels() -> None:

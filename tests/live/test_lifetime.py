@@ -354,10 +354,27 @@ def test_a_stock_llama_cpp_imported_first_is_a_library_error(tiny: TinyModel, st
         except LibraryError as error:
             print(error)
     """
-    result = run_script(script, tiny(), LLAMA_CPP_LIB_PATH=str(stock_libraries))
+    bindings = str(Path(library.llama_cpp().__file__).parents[1])
+    path = os.pathsep.join([bindings, *sys.path])
+    result = run_script(script, tiny(), LLAMA_CPP_LIB_PATH=str(stock_libraries), PYTHONPATH=path)
     assert result.returncode == 0, result.stderr
     assert "imported before moegguf" in result.stdout
     assert str(stock_libraries) in result.stdout
+
+
+def test_our_bindings_are_imported_where_a_stock_llama_cpp_is_installed(tmp_path: Path) -> None:
+    (tmp_path / "llama_cpp.py").write_text("raise AssertionError('the stock package was imported')")
+    script = """
+        import sys
+        before = list(sys.path)
+        from moegguf import Llama
+        import llama_cpp
+        assert issubclass(Llama, llama_cpp.Llama) and sys.path == before
+        print(llama_cpp.__file__)
+    """
+    result = run_script(script, PYTHONPATH=os.pathsep.join([str(tmp_path), *sys.path]))
+    assert result.returncode == 0, result.stderr
+    assert Path("moegguf/bindings/llama_cpp/__init__.py") == Path(*Path(result.stdout.strip()).parts[-4:])
 
 
 def test_a_folder_without_the_library_is_a_library_error(tmp_path: Path) -> None:

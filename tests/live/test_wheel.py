@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -22,6 +23,10 @@ print(library.find_library())
 with moegguf.Llama(sys.argv[1], expert_cache="50%", n_ctx=64, n_threads=1, verbose=False) as llm:
     llm.eval([1, 2, 3])
     print(llm.stats().lookups)
+import llama_cpp
+print(llama_cpp.__file__)
+from moegguf.engine.doctor import diagnose
+print(diagnose()["build"]["llama.cpp pin"])
 """
 
 
@@ -37,12 +42,36 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return next(folder.glob("moegguf-*.whl"))
 
 
+def test_the_wheel_is_for_this_platform_and_any_python(wheel: Path) -> None:
+    platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+    assert wheel.name.endswith(f"-py3-none-{platform}.whl")
+
+
 def test_the_wheel_holds_libraries_headers_and_demo_but_no_sources(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     libraries = {Path(name).name for name in names if name.startswith("moegguf/lib/")}
     assert {"libmoegguf.so", "libllama.so", "libggml.so", "libggml-base.so", "libggml-cpu.so"} <= libraries
     assert any(name.startswith("moegguf/demo/") and name.endswith(".gguf") for name in names)
-    assert not any(name.endswith(".cpp") for name in names)
+    assert not any(name.endswith((".cpp", ".cmake", "CMakeLists.txt")) for name in names)
+    assert {"moegguf/lib/UPSTREAM", "moegguf/lib/CPU_FEATURES", "moegguf/lib/LICENSE"} <= set(names)
+
+
+def test_the_bindings_lie_inside_the_package_with_their_licence(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {"moegguf/bindings/llama_cpp/llama.py", "moegguf/bindings/LICENSE.md"} <= set(names)
+    folders = {name.split("/")[0] for name in names}
+    assert {folder for folder in folders if not folder.endswith(".dist-info")} == {"moegguf"}
+
+
+def test_the_source_distribution_holds_what_the_build_needs_and_no_more(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", f"from scikit_build_core.build import build_sdist; build_sdist({str(tmp_path)!r})"]
+    subprocess.run(command, check=True, cwd=ROOT, timeout=120, stdout=subprocess.DEVNULL)
+    with tarfile.open(next(tmp_path.glob("moegguf-*.tar.gz"))) as archive:
+        names = {member.name.partition("/")[2] for member in archive.getmembers()}
+    needed = {"pyproject.toml", "PKG-INFO", "README.md", "LICENSE", "tools/vendor.py", "patches/UPSTREAM"}
+    assert needed | {"moegguf/native/CMakeLists.txt", "moegguf/native/cpu_features.cmake"} <= names
+    assert {name.split("/")[0] for name in names - needed} == {"moegguf", "patches", "predictors"}
+    assert not any("__pycache__" in name for name in names)
 
 
 def test_an_environment_without_the_source_tree_runs_a_model_from_the_wheel(
@@ -59,6 +88,8 @@ def test_an_environment_without_the_source_tree_runs_a_model_from_the_wheel(
         timeout=120,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    folder, lookups = done.stdout.split()
+    folder, lookups, bindings, pin = done.stdout.split()
     assert Path(folder) == target / "moegguf" / "lib"
     assert int(lookups) > 0
+    assert Path(bindings) == target / "moegguf" / "bindings" / "llama_cpp" / "__init__.py"
+    assert f"llama_cpp_commit = {pin}" in (ROOT / "patches" / "UPSTREAM").read_text()

@@ -15,6 +15,7 @@ from moegguf.errors import LibraryError, MoeggufError, OptionError
 from moegguf.gguf.experts import ExpertLayout
 from moegguf.native import library
 from moegguf.native.store import Store, StoreOptions
+from moegguf.processor import read_processor
 
 QUIET = StoreOptions(repack=False)
 
@@ -24,6 +25,11 @@ def with_matrix(layout: ExpertLayout, **changes: Any) -> ExpertLayout:
     first = layout.layers[0]
     matrices = (replace(first.matrices[0], **changes), *first.matrices[1:])
     return replace(layout, layers=(replace(first, matrices=matrices), *layout.layers[1:]))
+
+
+def test_what_was_built_here_runs_on_this_processor() -> None:
+    needed = (library.find_library() / "CPU_FEATURES").read_text().split()
+    assert needed and set(needed) <= read_processor().flags
 
 
 def test_another_abi_is_refused() -> None:

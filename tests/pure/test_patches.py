@@ -24,14 +24,6 @@ def test_preparing_twice_changes_nothing() -> None:
     assert {path: path.stat().st_mtime_ns for path in tree.rglob("*.cpp")} == before
 
 
-def test_a_distribution_with_another_hash_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vendor, "VENDOR", tmp_path)
-    pin = vendor.read_pin()
-    (tmp_path / f"{pin['package'].replace('-', '_')}-{pin['version']}.tar.gz").write_bytes(b"something else")
-    with pytest.raises(vendor.VendorError, match="sha256"):
-        vendor.fetch(pin)
-
-
 def test_an_orphan_a_missing_and_an_unexplained_patch_are_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

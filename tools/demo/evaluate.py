@@ -3,18 +3,16 @@
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from moegguf.native import library
 from tools.demo.data import Corpus, Tokens
 from tools.demo.model import DemoModel
 from tools.demo.train import loss_of
-
-if TYPE_CHECKING:
-    from llama_cpp import Llama
 
 
 @dataclass(frozen=True)
@@ -56,11 +54,10 @@ def torch_losses(model: DemoModel, corpus: Corpus, n_ctx: int) -> tuple[dict[str
     return losses, load / load.sum(dim=1, keepdim=True)
 
 
-def open_gguf(path: Path, n_ctx: int) -> "Llama":
+def open_gguf(path: Path, n_ctx: int) -> Any:
     """The file under llama.cpp on the CPU, keeping the logits of every token."""
-    from llama_cpp import Llama
-
-    return Llama(str(path), n_ctx=n_ctx, n_batch=n_ctx, logits_all=True, n_threads=2, n_gpu_layers=0, verbose=False)
+    options = {"n_ctx": n_ctx, "n_batch": n_ctx, "n_threads": 2, "n_gpu_layers": 0}
+    return library.llama_cpp().Llama(str(path), logits_all=True, verbose=False, **options)
 
 
 def gguf_losses(path: Path, corpus: Corpus, n_ctx: int) -> dict[str, KindLoss]:

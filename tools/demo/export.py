@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
+from moegguf.native import library
 from tools.demo.model import DemoModel, Shape
 from tools.demo.tokenizer import CHAT_TEMPLATE, END_OF_TEXT, IM_END, PRE_TOKENIZER, SPECIALS, special_id
 
@@ -102,8 +103,7 @@ def write_f32(path: Path, model: DemoModel, tokenizer: Tokenizer) -> None:
 
 def quantise(source: Path, target: Path) -> None:
     """Q4_0 by llama.cpp's own quantiser; embedding and output in Q8_0, routers and norms stay F32."""
-    import llama_cpp
-
+    llama_cpp = library.llama_cpp()
     params = llama_cpp.llama_model_quantize_default_params()
     params.ftype = llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0
     params.token_embedding_type = params.output_tensor_type = llama_cpp.GGML_TYPE_Q8_0

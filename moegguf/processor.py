@@ -1,0 +1,31 @@
+"""What the operating system says about the processor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Processor:
+    """Its name, and the instruction sets that it has, as Linux names them; no flags where they are unknown."""
+
+    model: str
+    flags: frozenset[str]
+
+
+def read_processor(root: Path = Path("/")) -> Processor:
+    """The first processor in /proc/cpuinfo."""
+    try:
+        text = (root / "proc/cpuinfo").read_text(errors="replace")
+    except OSError:
+        text = ""
+    model, flags = "unknown CPU", frozenset[str]()
+    for line in text.splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() in ("model name", "Model"):
+            model = value.strip() or model
+        elif name.strip() in ("flags", "Features"):
+            flags = frozenset(value.split())
+            break
+    return Processor(model, flags)

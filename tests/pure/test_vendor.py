@@ -1,0 +1,135 @@
+"""Fetching the pinned source distribution: from any index that pip can read, unbuilt, and only the pinned bytes."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from tools import vendor
+
+NAME = "llama_cpp_python-0.3.36"
+PROJECT = """
+[build-system]
+requires = []
+build-backend = "backend"
+backend-path = ["."]
+"""
+BACKEND = """
+import pathlib
+
+def prepare_metadata_for_build_wheel(folder, settings=None):
+    info = pathlib.Path(folder) / "llama_cpp_python-0.3.36.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\\nName: llama_cpp_python\\nVersion: 0.3.36\\n")
+    return info.name
+
+def build_wheel(*args):
+    raise RuntimeError("llama.cpp would be compiled here")
+"""
+FILES = {
+    "pyproject.toml": PROJECT,
+    "backend.py": BACKEND,
+    "PKG-INFO": "Metadata-Version: 2.1\nName: llama_cpp_python\nVersion: 0.3.36\n",
+    "LICENSE.md": "MIT",
+    "llama_cpp/__init__.py": "",
+    "vendor/llama.cpp/CMakeLists.txt": "",
+    "vendor/llama.cpp/tests/test.cpp": "",
+}
+
+
+@pytest.fixture
+def index(tmp_path: Path) -> str:
+    """The URL of an index that has a small distribution of the pinned name and version."""
+    folder = tmp_path / "simple" / "llama-cpp-python"
+    folder.mkdir(parents=True)
+    with tarfile.open(folder / f"{NAME}.tar.gz", "w:gz") as archive:
+        for name, text in FILES.items():
+            member = tarfile.TarInfo(f"{NAME}/{name}")
+            member.size = len(text)
+            archive.addfile(member, io.BytesIO(text.encode()))
+    (folder / "index.html").write_text(f'<a href="{NAME}.tar.gz">{NAME}.tar.gz</a>')
+    return folder.parent.as_uri()
+
+
+@pytest.fixture
+def pin(index: str, tmp_path: Path) -> dict[str, str]:
+    """patches/UPSTREAM with the digest of that distribution."""
+    digest = hashlib.sha256((tmp_path / "simple" / "llama-cpp-python" / f"{NAME}.tar.gz").read_bytes()).hexdigest()
+    return vendor.read_pin() | {"version": "0.3.36", "sha256": digest}
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty cache, and no index other than what a test names."""
+    for name in ("PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS", "PIP_NO_INDEX", "MOEGGUF_LLAMA_SDIST"):
+        monkeypatch.delenv(name, raising=False)
+    for others in vendor.UV_VARIABLES.values():
+        for name in others:
+            monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def test_the_distribution_comes_from_uvs_index_without_being_built(
+    index: str, pin: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PIP_INDEX_URL", raising=False)
+    monkeypatch.setenv("UV_DEFAULT_INDEX", f"ours={index}")
+    path = vendor.fetch(pin)
+    assert path == vendor.cache_path(pin)
+    monkeypatch.setattr(vendor, "download", None)  # the second build finds it in the cache
+    assert vendor.fetch(pin) == path
+
+
+def test_no_index_is_an_error_that_names_the_way_without_one(
+    tmp_path: Path, pin: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIP_INDEX_URL", (tmp_path / "empty").as_uri())
+    with pytest.raises(vendor.VendorError, match=r"is a package index reachable.*MOEGGUF_LLAMA_SDIST.*0\.3\.36"):
+        vendor.fetch(pin)
+
+
+def test_a_local_file_of_any_name_is_taken_and_checked(
+    index: str, pin: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local = (tmp_path / "simple" / "llama-cpp-python" / f"{NAME}.tar.gz").rename(tmp_path / "copy.tar.gz")
+    monkeypatch.setenv("MOEGGUF_LLAMA_SDIST", str(local))
+    vendor.unpack(vendor.fetch(pin), tmp_path / "tree")
+    assert [path.name for path in (tmp_path / "tree").rglob("*")] == ["CMakeLists.txt"]
+    vendor.extract(local, "", vendor.WANTED_BINDINGS, tmp_path / "bindings")
+    assert (tmp_path / "bindings" / "llama_cpp" / "__init__.py").exists()
+    with pytest.raises(vendor.VendorError, match="sha256"):
+        vendor.fetch(vendor.read_pin())
+    monkeypatch.setenv("MOEGGUF_LLAMA_SDIST", str(tmp_path / "missing"))
+    with pytest.raises(vendor.VendorError, match=r"no file .*missing, which MOEGGUF_LLAMA_SDIST names"):
+        vendor.fetch(pin)
+
+
+def test_a_distribution_with_another_hash_is_refused() -> None:
+    pin = vendor.read_pin()
+    path = vendor.cache_path(pin)
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"something else")
+    with pytest.raises(vendor.VendorError, match="sha256"):
+        vendor.fetch(pin)
+
+
+def test_pips_own_variables_come_before_uvs() -> None:
+    given = {
+        "PIP_INDEX_URL": "https://pip/simple", "UV_DEFAULT_INDEX": "https://uv/simple",
+        "UV_INDEX": "one=https://one/simple https://two/?a=b", "UV_FIND_LINKS": "/wheels,https://links",
+    }  # fmt: skip
+    assert vendor.pip_variables(given) == {
+        "PIP_EXTRA_INDEX_URL": "https://one/simple https://two/?a=b",
+        "PIP_FIND_LINKS": "/wheels https://links",
+    }
+
+
+def test_a_patch_without_git_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(vendor.VendorError, match="git is missing"):
+        vendor.apply(vendor.series()[0], tmp_path)
