@@ -14,8 +14,8 @@ def _ratio(a: float, b: float) -> float:
 class Stats:
     """Cumulative figures of one model. A lookup is one distinct (layer, expert) in one pass.
 
-    Times in seconds, sizes in bytes. `n_slots`, `n_experts`, `slots_used` and `pool_bytes` are
-    present values, all others counters.
+    Times in seconds, sizes in bytes. `n_slots`, `n_experts`, `slots_used`, `pool_bytes` and
+    `n_threads`, those that compute, are present values, all others counters.
     """
 
     tokens: int = 0
@@ -45,9 +45,10 @@ class Stats:
     n_experts: int = 0
     slots_used: int = 0
     pool_bytes: int = 0
+    n_threads: int = 0
 
     def __sub__(self, earlier: Stats) -> Stats:
-        gauges = {"n_slots", "n_experts", "slots_used", "pool_bytes"}
+        gauges = {"n_slots", "n_experts", "slots_used", "pool_bytes", "n_threads"}
         return Stats(
             **{
                 field.name: getattr(self, field.name) - (0 if field.name in gauges else getattr(earlier, field.name))
