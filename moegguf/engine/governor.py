@@ -1,9 +1,9 @@
 """How many compute threads to use on a machine that other processes use, too.
 
-Compute threads wait for each other after every operation. One of them that shares a processor with another process makes
-all wait for whole slices of the scheduler, hundreds of times a token: fewer threads are then faster, up to a hundred
-times for a small model. Counts of involuntary context switches do not tell it: a thread that waits for a descheduled one
-sleeps, which is voluntary. The processor time of other processes does, with any number of threads of one's own.
+Compute threads wait for each other after every operation. One of them that shares a processor with another process
+makes all wait for slices of the scheduler, hundreds of times a token: fewer threads are then faster, up to a hundred
+times for a small model. Counts of involuntary context switches do not tell it: a thread that waits for a descheduled
+one sleeps, which is voluntary. The processor time of other processes does, with any number of threads of one's own.
 
 Pure: the caller measures and sets.
 """

@@ -1,8 +1,8 @@
 """The compute threads of one context: a ggml thread pool, and how many of its threads compute now.
 
 Built without OpenMP, ggml would create and destroy a thread pool for every part of a graph, and the hook splits each
-layer's: a tiny model ran at a tenth of its speed. With OpenMP, which keeps its threads itself, the pool only holds the
-number of threads that sums are divided by (patches/fixed-partitions.patch), so that computing with fewer changes no bit.
+layer's: a tiny model ran at a tenth of its speed. With OpenMP, which keeps its threads itself, the pool only holds
+the number of threads that sums are divided by (patches/fixed-partitions.patch): computing with fewer changes no bit.
 """
 
 from __future__ import annotations
