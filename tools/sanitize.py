@@ -1,7 +1,10 @@
 #!/usr/bin/env python3
 """Build ggml and the store with a sanitizer, and run tests/native over them.
 
+Reports are printed at the end and stay in build/{tsan,asan,ubsan}/reports.
+
 python tools/sanitize.py thread
+python tools/sanitize.py --runs 20 --busy 1 thread    # races that only a loaded machine shows
 python tools/sanitize.py address -- tests/native/test_store_faults.py -x
 """
 
@@ -11,6 +14,9 @@ import argparse
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -50,18 +56,49 @@ def preload(sanitizer: str) -> str:
     return " ".join(str(Path(path.strip()).resolve()) for path in found)
 
 
-def main() -> int:
-    """Run the command line; returns pytest's exit status, or 66 when ThreadSanitizer saw a race."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("sanitizer", choices=FOLDER)
-    parser.add_argument("pytest", nargs="*", default=NATIVE_ROOM, help="arguments for pytest, after --")
-    args = parser.parse_args()
+@contextmanager
+def busy(n_processes: int) -> Iterator[None]:
+    """Processes that never sleep, so that threads are preempted where a quiet machine would not do it."""
+    command = [sys.executable, "-c", "while True: pass"]
+    processes = [subprocess.Popen(command) for _ in range(n_processes)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def run(sanitizer: str, library: Path, arguments: list[str]) -> tuple[int, list[Path]]:
+    """pytest's exit status, or the sanitizer's, and the reports of this run."""
+    prefix = library.parent / "reports" / time.strftime("%Y-%m-%dT%H-%M-%S")
+    prefix.parent.mkdir(exist_ok=True)
+    options = {name: f"{value} log_path={prefix}" for name, value in OPTIONS.items()}
     environment = {
-        **os.environ, **OPTIONS, "MOEGGUF_LIBRARY": str(build(args.sanitizer)), "LD_PRELOAD": preload(args.sanitizer),
+        **os.environ, **options, "MOEGGUF_LIBRARY": str(library), "LD_PRELOAD": preload(sanitizer),
         "PYTHONPATH": str(ROOT), "PYTHONMALLOC": "malloc",
     }  # fmt: skip
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *args.pytest]
-    return subprocess.run(command, cwd=ROOT, env=environment).returncode
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
+    status = subprocess.run(command, cwd=ROOT, env=environment).returncode
+    return status, sorted(prefix.parent.glob(f"{prefix.name}.*"))
+
+
+def main() -> int:
+    """Run the command line; returns the first run's exit status that is not 0: pytest's, or 66 for a race."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sanitizer", choices=FOLDER)
+    parser.add_argument("--runs", type=int, default=1, metavar="N", help="run the tests N times")
+    parser.add_argument("--busy", type=int, default=0, metavar="N", help="beside N processes that never sleep")
+    parser.add_argument("pytest", nargs="*", default=NATIVE_ROOM, help="arguments for pytest, after --")
+    args = parser.parse_args()
+    library = build(args.sanitizer)
+    with busy(args.busy):
+        outcomes = [run(args.sanitizer, library, args.pytest) for _ in range(args.runs)]
+    for report in [path for _, reports in outcomes for path in reports]:
+        print(f"\n== {report.relative_to(ROOT)}\n{report.read_text(errors='replace')}", file=sys.stderr)
+    statuses = [status for status, _ in outcomes]
+    print(f"exit status of {len(statuses)} run(s): {statuses}", file=sys.stderr)
+    return next(filter(None, statuses), 0)
 
 
 if __name__ == "__main__":

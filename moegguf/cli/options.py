@@ -6,6 +6,18 @@ from typing import Annotated
 
 import typer
 
+MAX_THREADS = 512  # ggml's GGML_MAX_N_THREADS
+
+
+def parse_threads(text: str) -> int | None:
+    """A number of threads, None for "auto". Raises typer.BadParameter."""
+    if text == "auto":
+        return None
+    if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= MAX_THREADS:
+        raise typer.BadParameter(f"{text!r} is neither a number from 1 to {MAX_THREADS} nor 'auto'.")
+    return int(text)
+
+
 Model = Annotated[
     str,
     typer.Argument(
@@ -25,7 +37,14 @@ Cache = Annotated[
     ),
 ]
 Threads = Annotated[
-    int | None, typer.Option("--threads", "-t", min=1, metavar="N", help="CPU threads.  [default: all allowed]")
+    int | None,
+    typer.Option(
+        "--threads",
+        "-t",
+        parser=parse_threads,
+        metavar="N",
+        help='CPU threads, or "auto": as many as other processes leave free.  [default: auto]',
+    ),
 ]
 Ctx = Annotated[
     int | None,

@@ -87,12 +87,14 @@ class ModelView:
         self.uses, self.loads = np.zeros_like(self.uses), np.zeros_like(self.loads)
 
     def title(self, width: int) -> Text:
-        """Name, state, queue, size, context and expiry."""
+        """Name, state, queue, size, context, compute threads and expiry."""
         facts = self.facts
         busy = facts.get("busy") or self.snapshot.get("busy")
         state = "stopping" if facts.get("stopping") else "busy" if busy else "idle"
         parts = [state, *([f"{facts['queue']} waiting"] if facts.get("queue") else [])]
         parts += [human_bytes(facts.get("size_bytes", 0)), f"{facts.get('n_ctx', 0):,} tokens of context"]
+        if n_threads := (facts.get("stats") or self.snapshot.get("stats") or {}).get("n_threads"):
+            parts.append(f"{n_threads} thread{'s' * (n_threads != 1)}")
         expires = facts.get("expires")
         parts.append(f"expires {human_time(datetime.fromisoformat(expires))}" if expires else "never expires")
         text = Text(self.name, style="bold", no_wrap=True, overflow="ellipsis")

@@ -13,6 +13,7 @@ import time
 import warnings
 from collections.abc import Callable, Generator, Sequence
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -28,7 +29,7 @@ from moegguf.engine.recording import Recording, TraceOptions
 from moegguf.engine.requests import RequestCounter, RequestLock
 from moegguf.engine.session import Session
 from moegguf.engine.stats import Stats
-from moegguf.engine.threadpool import Threadpool, built_with_openmp
+from moegguf.engine.threadpool import GovernedThreads, Threadpool
 from moegguf.engine.upstream import UpstreamLlama
 from moegguf.engine.vocabulary import Vocabulary
 from moegguf.errors import ClosedError, GenerationCancelled, MoeggufError, OptionError
@@ -63,8 +64,9 @@ class Llama(UpstreamLlama):
         judge: compare every prediction with the routing, without acting on it unless `prefetch`: see `decisions`.
         trace: a file to record routing in, or a `TraceOptions`.
         progress: called with 0.0 to 1.0 while the weights are read; returning False cancels the load.
-        All keywords of `llama_cpp.Llama`. `n_threads` defaults to the processors this process may use. `use_mmap` has
-        no effect on a model with experts: pages of a mapped file are outside the budget's control.
+        All keywords of `llama_cpp.Llama`. Without `n_threads` and `n_threads_batch` there are as many threads as
+        processors this process may use, and fewer while other processes use some of them. `use_mmap` has no effect on
+        a model with experts: pages of a mapped file are outside the budget's control.
 
     Raises:
         ModelNotFoundError, ModelFormatError: before llama.cpp sees the file.
@@ -91,7 +93,8 @@ class Llama(UpstreamLlama):
         self._session: Session | None = None
         self._live_controller: LiveController | None = None
         self._recording: Recording | None = None
-        self._threads: Threadpool | None = None
+        self._threadpool: Threadpool | None = None
+        self._threads: GovernedThreads | None = None
         self._closed = False
         self._eval_s = 0.0
         self._progress = LoadProgress(progress)
@@ -110,7 +113,8 @@ class Llama(UpstreamLlama):
                 for warning in self.plan.warnings:
                     warnings.warn(warning, stacklevel=2)
             self._load(load_plan)
-            self._start(load_plan.options["n_threads"], trace)
+            self._start_threads(load_plan)
+            self._start_recording(trace)
         except BaseException:
             if self._recording is not None:
                 self._recording.discard()  # keeps an older trace file
@@ -127,16 +131,25 @@ class Llama(UpstreamLlama):
             self._progress.raise_reason()
             raise load_plan.failure(error) from error
 
-    def _start(self, n_threads: int, trace: str | os.PathLike[str] | TraceOptions | None) -> None:
-        """Starts the recording and the compute threads of a loaded model."""
+    def _start_threads(self, load_plan: LoadPlan) -> None:
+        n_threads, n_threads_batch = (load_plan.options[name] for name in ("n_threads", "n_threads_batch"))
+        if max(n_threads, n_threads_batch) == 1:
+            return
+        if load_plan.hooks or load_plan.govern_threads:
+            self._threadpool = Threadpool(self._ctx.ctx, n_threads, n_threads_batch)
+        if load_plan.govern_threads:
+            self._threads = GovernedThreads(self._ctx.ctx, n_threads, self._stall_s)
+
+    def _stall_s(self) -> float:
+        return self._session.store.counters()["stall_ns"] / 1e9 if self._session is not None else 0.0
+
+    def _start_recording(self, trace: str | os.PathLike[str] | TraceOptions | None) -> None:
         if trace and self._session is None:
             raise OptionError(
                 "trace: there are no experts in this model, or MOEGGUF_HOOKS=0 is set: nothing to record."
             )
         if trace and self._session is not None:
             self._recording = Recording(self._session, Artifacts(self.layout), trace)
-        if self._session is not None and n_threads > 1 and not built_with_openmp():
-            self._threads = Threadpool(self._ctx.ctx, n_threads)
 
     @staticmethod
     def estimate(model_path: str | os.PathLike[str], *, expert_cache: Budget | None = None, **options: Any) -> Plan:
@@ -183,12 +196,19 @@ class Llama(UpstreamLlama):
             if self._live_controller is not None:
                 self._live_controller.before_tokens(phase)
             self._session.lane.announce(self._requests.sequence, phase, tokens)
-        if after_batch is None:
+        for begin in range(0, len(tokens), self.n_batch):
+            self._eval_batch(tokens[begin : begin + self.n_batch])
+            if after_batch is not None:
+                after_batch()
+
+    def _eval_batch(self, tokens: Sequence[int]) -> None:
+        if self._threads is None:
             super().eval(tokens)
             return
-        for begin in range(0, len(tokens), self.n_batch):
-            super().eval(tokens[begin : begin + self.n_batch])
-            after_batch()
+        self._threads.before_pass()
+        start_s = time.perf_counter()
+        super().eval(tokens)
+        self._threads.after_pass(len(tokens), time.perf_counter() - start_s)
 
     def embed(self, *arguments: Any, **options: Any) -> Any:
         """As in llama-cpp-python; raises what `eval` raises."""
@@ -200,6 +220,8 @@ class Llama(UpstreamLlama):
         def announced() -> Any:
             if self._session is not None:
                 self._session.lane.announce(self._requests.begin(), Phase.PREFILL, tokens)
+            if self._threads is not None:
+                self._threads.before_pass()
             return call()
 
         return self._guarded(announced)
@@ -264,7 +286,8 @@ class Llama(UpstreamLlama):
     def stats(self) -> Stats:
         """Counters since the model was loaded; subtract earlier ones for those of a request."""
         session = self._open_session()
-        return session.stats(self._eval_s) if session else Stats(eval_s=self._eval_s)
+        stats = session.stats(self._eval_s) if session else Stats(eval_s=self._eval_s)
+        return replace(stats, n_threads=self._threads.n_threads if self._threads is not None else self.n_threads)
 
     def decisions(self) -> dict[str, Any]:
         """Policy, predictor, whether prefetching is on and, with `judge`, the accuracy of predictions."""
@@ -330,8 +353,8 @@ class Llama(UpstreamLlama):
     def _free(self) -> None:
         with suppress(AttributeError):  # the base class was not fully constructed
             super().close()
-        if self._threads is not None:
-            self._threads.close()
+        if self._threadpool is not None:
+            self._threadpool.close()
         self._model = self._ctx = self._batch = self.tokenizer_ = ClosedModel()
         self.__dict__.pop("vocabulary", None)
         if self._session is not None:

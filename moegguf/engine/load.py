@@ -48,6 +48,7 @@ class LoadPlan:
     hooks: bool  # whether the expert store is used
     n_ubatch: int
     options: dict[str, Any]
+    govern_threads: bool  # whether the number of threads follows the load of the machine
 
     def slots_within(self, expert_cache: Budget) -> int:
         """Slots of another budget for the loaded model. Raises BudgetError when its passes need more."""
@@ -81,8 +82,9 @@ def prepare(model: str | os.PathLike[str], expert_cache: Budget | None, options:
     layout = read_layout(path)
     cache = parse_expert_cache(environment.expert_cache if expert_cache is None else expert_cache)
     options = {name: value for name, value in options.items() if name not in LEGACY_OPTIONS}
+    govern_threads = environment.hooks and not (options.get("n_threads") or options.get("n_threads_batch"))
     options["n_threads"] = options.get("n_threads") or count_cpus()
-    options.setdefault("n_threads_batch", options["n_threads"])
+    options["n_threads_batch"] = options.get("n_threads_batch") or options["n_threads"]
     options["n_ctx"] = pad_context(options.get("n_ctx", N_CTX) or layout.hparams.n_ctx_train or N_CTX)
     if options.get("embedding"):
         options.setdefault("n_batch", pooling_batch_tokens(options["n_ctx"]))
@@ -93,7 +95,7 @@ def prepare(model: str | os.PathLike[str], expert_cache: Budget | None, options:
     if hooks:
         options["use_mmap"] = False
     n_ubatch = plan.n_ubatch if hooks else min(given or DEFAULT_UBATCH_TOKENS, n_batch)
-    return LoadPlan(path, layout, plan, hooks, n_ubatch, options)
+    return LoadPlan(path, layout, plan, hooks, n_ubatch, options, govern_threads)
 
 
 def _plan(layout: ExpertLayout, cache: ExpertCache, n_ubatch: int | None, options: dict[str, Any]) -> Plan:

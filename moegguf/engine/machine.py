@@ -28,6 +28,7 @@ CPU_FLAGS = (
 )  # fmt: skip
 
 _NO_LIMIT = 1 << 62  # cgroup v1 writes a number near 2^63 for "no limit"
+_BUSY = ("user", "nice", "system", "irq", "softirq", "steal")  # fields of psutil's cpu_times
 _DISK_THREADS = 4
 _DISK_BLOCK_BYTES = 2 << 20
 _MEMORY_BUFFER_BYTES = 32 << 20  # beyond most caches
@@ -176,6 +177,31 @@ def count_cpus(root: Path = ROOT) -> int:
         if quota is not None:
             n_cpu = min(n_cpu, int(quota))
     return max(1, n_cpu)
+
+
+class ProcessorUse:
+    """Processor time that other processes take on the logical CPUs that this process may use, `n_cpu` of them."""
+
+    def __init__(self) -> None:
+        try:
+            self._cpus = os.sched_getaffinity(0)
+        except (AttributeError, OSError):
+            self._cpus = set(range(os.cpu_count() or 1))
+        self.n_cpu = len(self._cpus)
+        self._last = self._read()
+
+    def others(self) -> float:
+        """CPUs that others kept busy since the last call, or since construction: 0.0 to `n_cpu`."""
+        (now_s, busy_s, own_s), before = self._read(), self._last
+        self._last = now_s, busy_s, own_s
+        others_s = (busy_s - before[1]) - (own_s - before[2])
+        return min(max(others_s / max(now_s - before[0], 1e-3), 0.0), float(self.n_cpu))
+
+    def _read(self) -> tuple[float, float, float]:
+        """Seconds by the clock, in use on all CPUs, in use by this process."""
+        times = [cpu for number, cpu in enumerate(psutil.cpu_times(percpu=True)) if number in self._cpus]
+        busy_s = sum(sum(getattr(cpu, name, 0.0) for name in _BUSY) for cpu in times)
+        return time.perf_counter(), busy_s, time.process_time()
 
 
 def read_machine(root: Path = ROOT) -> Machine:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-PRESENT_VALUES = frozenset({"n_slots", "n_experts", "slots_used", "pool_bytes"})
+PRESENT_VALUES = frozenset({"n_slots", "n_experts", "slots_used", "pool_bytes", "n_threads"})
 
 
 def _ratio(a: float, b: float) -> float:
@@ -16,8 +16,8 @@ def _ratio(a: float, b: float) -> float:
 class Stats:
     """Cumulative figures of one model. A lookup is one distinct (layer, expert) in one pass.
 
-    Times in seconds, sizes in bytes. `n_slots`, `n_experts`, `slots_used` and `pool_bytes` are
-    present values, all others counters.
+    Times in seconds, sizes in bytes. `n_slots`, `n_experts`, `slots_used`, `pool_bytes` and
+    `n_threads`, those that compute, are present values, all others counters.
     """
 
     tokens: int = 0
@@ -47,6 +47,7 @@ class Stats:
     n_experts: int = 0
     slots_used: int = 0
     pool_bytes: int = 0
+    n_threads: int = 0
 
     def __add__(self, later: Stats) -> Stats:
         return replace(later, **{name: n + getattr(later, name) for name, n in self._counters().items()})

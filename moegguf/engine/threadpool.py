@@ -1,19 +1,24 @@
-"""A lasting thread pool for builds without OpenMP.
+"""The compute threads of one context: a ggml thread pool, and how many of its threads compute now.
 
-The hook splits each layer's graph, and without OpenMP ggml creates and destroys a thread pool for every part: a tiny
-model ran at a tenth of its speed. A pool attached to the context lasts as long as the context. OpenMP keeps its threads
-itself, so nothing is attached then.
+Built without OpenMP, ggml would create and destroy a thread pool for every part of a graph, and the hook splits each
+layer's: a tiny model ran at a tenth of its speed. With OpenMP, which keeps its threads itself, the pool only holds
+the number of threads that sums are divided by (patches/fixed-partitions.patch): computing with fewer changes no bit.
 """
 
 from __future__ import annotations
 
 import ctypes as c
+import time
+from collections.abc import Callable
 from pathlib import Path
 
+from moegguf.engine.governor import ThreadGovernor
+from moegguf.engine.machine import ProcessorUse
 from moegguf.errors import AllocationError
 from moegguf.native import library
 
 GGML_MAX_N_THREADS = 512
+PERIOD_S = 0.25  # between decisions; the system counts processor time in steps of 0.01 s
 
 
 class _Params(c.Structure):
@@ -29,33 +34,80 @@ class _Params(c.Structure):
     ]
 
 
-def built_with_openmp() -> bool:
-    """Whether ggml was built with OpenMP, which keeps its threads itself."""
-    return b"OPENMP = 1" in library.llama_cpp().llama_print_system_info()
-
-
 class Threadpool:
-    """ggml threads for one context, attached at construction; close it after the context is freed.
+    """Threads for one context, for single tokens and for batches, attached at construction; close it after the context.
 
     Raises AllocationError when the threads cannot be created.
     """
 
-    def __init__(self, context: int, n_threads: int) -> None:
-        llama = library.llama_cpp().llama_cpp._lib
-        new = c.CFUNCTYPE(c.c_void_p, c.POINTER(_Params))(library.cpu_function("ggml_threadpool_new"))
+    def __init__(self, context: int, n_threads: int, n_threads_batch: int) -> None:
         self._free = c.CFUNCTYPE(None, c.c_void_p)(library.cpu_function("ggml_threadpool_free"))
-        params = _Params()
+        self._pools: list[int] = []
+        single = self._create(n_threads)
+        batch = single if n_threads_batch == n_threads else self._create(n_threads_batch)
+        llama = library.llama_cpp().llama_cpp._lib
+        llama.llama_attach_threadpool.argtypes = [c.c_void_p, c.c_void_p, c.c_void_p]
+        llama.llama_attach_threadpool(context, single, batch)
+
+    def _create(self, n_threads: int) -> int:
+        new = c.CFUNCTYPE(c.c_void_p, c.POINTER(_Params))(library.cpu_function("ggml_threadpool_new"))
         base = c.CDLL(str(next(Path(library.find_library()).glob("libggml-base.*"))))
         base.ggml_threadpool_params_init.argtypes = [c.POINTER(_Params), c.c_int]
+        params = _Params()
         base.ggml_threadpool_params_init(c.byref(params), n_threads)
-        self._pool: int | None = new(c.byref(params))
-        if not self._pool:
+        pool: int | None = new(c.byref(params))
+        if not pool:
+            self.close()
             raise AllocationError(f"{n_threads} compute threads cannot be created; give a smaller n_threads.")
-        llama.llama_attach_threadpool.argtypes = [c.c_void_p, c.c_void_p, c.c_void_p]
-        llama.llama_attach_threadpool(context, self._pool, self._pool)
+        self._pools.append(pool)
+        return pool
 
     def close(self) -> None:
         """Ends the threads. Twice is harmless."""
-        pool, self._pool = self._pool, None
-        if pool:
-            self._free(pool)
+        while self._pools:
+            self._free(self._pools.pop())
+
+
+class GovernedThreads:
+    """Sets how many threads a context computes with, as other processes come and go.
+
+    `stall_s`: seconds so far in which the context waited for experts.
+    """
+
+    def __init__(self, context: int, n_max: int, stall_s: Callable[[], float]) -> None:
+        self._context = context
+        self._stall_s = stall_s
+        self._use = ProcessorUse()
+        self._governor = ThreadGovernor(self._use.n_cpu, n_max)
+        self._set_n_threads = library.llama_cpp().llama_set_n_threads
+        self._decoded: list[float] | None = []
+        self._stalled_s, self._decided_s = stall_s(), time.perf_counter()
+
+    @property
+    def n_threads(self) -> int:
+        """Threads that compute now."""
+        return self._governor.n_threads
+
+    def before_pass(self) -> None:
+        """Decides again, when the last decision is old enough."""
+        now_s = time.perf_counter()
+        if now_s - self._decided_s < PERIOD_S:
+            return
+        stalled_s, before = self._stall_s(), self.n_threads
+        token_s = self._token_s(stalled_s - self._stalled_s)
+        n_threads = self._governor.decide(now_s, self._use.others(), token_s)
+        if n_threads != before:
+            self._set_n_threads(self._context, n_threads, n_threads)
+        self._decoded = []
+        self._stalled_s, self._decided_s = stalled_s, now_s
+
+    def _token_s(self, stalled_s: float) -> float | None:
+        """Seconds of computation per token since the last decision; None unless only single tokens were computed."""
+        return max(sum(self._decoded) - stalled_s, 0.0) / len(self._decoded) if self._decoded else None
+
+    def after_pass(self, n_tokens: int, seconds: float) -> None:
+        """Counts a pass of so many tokens that took so many seconds."""
+        if n_tokens > 1:
+            self._decoded = None
+        elif self._decoded is not None:
+            self._decoded.append(seconds)

@@ -42,6 +42,7 @@ def statistics(timing: Timing, load_s: float, decisions: Mapping[str, Any] | Non
     lines = [
         *ollama_lines(timing, load_s),
         *time_lines(timing),
+        *thread_lines(timing.stats),
         *expert_lines(timing.stats, timing.answer_stats),
         *policy_lines(decisions or {}, timing.stats),
     ]
@@ -79,6 +80,11 @@ def time_lines(timing: Timing) -> list[Line]:
     if timing.cached_tokens:
         lines.append(("prompt cached", f"{timing.cached_tokens} token(s)"))
     return lines
+
+
+def thread_lines(stats: Stats) -> list[Line]:
+    """(label, value) of the compute threads at the end of the answer."""
+    return [("threads", str(stats.n_threads))] if stats.n_threads else []
 
 
 def expert_lines(stats: Stats, decode: Stats) -> list[Line]:

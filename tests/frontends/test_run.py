@@ -19,6 +19,7 @@ from fake_hub import FakeHub
 from servers import Server
 from terminal import Terminal, control
 
+from moegguf.cli.options import parse_threads
 from moegguf.cli.run import model_and_words
 from moegguf.models.catalog import demo_path
 
@@ -85,11 +86,22 @@ def test_verbose_prints_ollamas_lines_and_then_ours(moegguf: Command, tiny: Tiny
     shape = [re.sub(r"(?<= )(\d+m)?[\d.]+(ns|µs|ms|s)$", "X", line) for line in shape]
     assert "\n".join(shape) == OLLAMA_LINES
     labels = [line.partition(":")[0] for line in lines[8:]]
-    assert labels == ["time to first token", "expert cache", "hit rate", "moved", "evictions", "stall"]
-    assert "32 of 64 experts (50%)" in lines[9]
-    assert re.search(r"ram \d+\.\d%( in flight \d+\.\d%)? disk \d+\.\d% of \d+ lookups", lines[10])
-    assert re.search(r"\d+\.\d\d MB from disk \(\d+\.\d\d MB/token\)", lines[11])
-    assert re.search(r"\d+% of decode, \d+\.\d\d ms/token", lines[13])
+    assert labels == ["time to first token", "threads", "expert cache", "hit rate", "moved", "evictions", "stall"]
+    assert lines[9].split() == ["threads:", "1"]
+    assert "32 of 64 experts (50%)" in lines[10]
+    assert re.search(r"ram \d+\.\d%( in flight \d+\.\d%)? disk \d+\.\d% of \d+ lookups", lines[11])
+    assert re.search(r"\d+\.\d\d MB from disk \(\d+\.\d\d MB/token\)", lines[12])
+    assert re.search(r"\d+% of decode, \d+\.\d\d ms/token", lines[14])
+
+
+def test_threads_are_a_number_or_auto(moegguf: Command) -> None:
+    assert (parse_threads("auto"), parse_threads("1"), parse_threads("512")) == (None, 1, 512)
+    for text in ("0", "-1", "513", "1.5", "\u00b2", "", "many"):
+        with pytest.raises(typer.BadParameter, match="1 to 512 nor 'auto'"):
+            parse_threads(text)
+    done = moegguf("run", "demo", "hello", "--threads", "0")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "'auto'" in done.stderr
 
 
 def test_piped_input_goes_before_the_prompt(moegguf: Command) -> None:

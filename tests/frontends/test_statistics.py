@@ -30,7 +30,7 @@ def test_one_token_has_no_rate() -> None:
 
 WHOLE = Stats(
     tokens=12, lookups=200, hits_ready=150, hits_late=10, misses=40, evictions=4, bytes_missed=40_000_000,
-    bytes_prefetched=5_000_000, n_slots=32, n_experts=64, pool_bytes=32 << 20,
+    bytes_prefetched=5_000_000, n_slots=32, n_experts=64, pool_bytes=32 << 20, n_threads=2,
 )  # fmt: skip
 DECODE = Stats(tokens=9, stall_s=0.09, eval_s=0.5, bytes_missed=18_000_000, n_slots=32, n_experts=64)
 
@@ -51,6 +51,7 @@ def test_the_expert_caches_lines_follow_ollamas() -> None:
         "eval rate:            18.00 tokens/s",
         "time to first token:  250ms",
         "prompt cached:        7 token(s)",
+        "threads:              2",
         "expert cache:         32 of 64 experts (50%), 32.0MiB",
         "hit rate:             ram 75.0% in flight 5.0% disk 20.0% of 200 lookups",
         "moved:                45.00 MB from disk (2.00 MB/token)",

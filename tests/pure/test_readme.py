@@ -34,9 +34,7 @@ def test_every_make_target_exists() -> None:
     assert {words[1] for words in named} <= known
 
 
-@pytest.mark.parametrize(
-    "words", commands("moegguf "), ids=lambda words: " ".join(words[1:3])
-)
+@pytest.mark.parametrize("words", commands("moegguf "), ids=lambda words: " ".join(words[1:3]))
 def test_every_moegguf_command_and_option_exists(words: list[str]) -> None:
     command = words[1:3] if words[1] in GROUPS else words[1:2]
     shown = subprocess.run(
