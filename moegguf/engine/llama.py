@@ -23,6 +23,14 @@ from moegguf.controller.prefetch import PrefetchOptions
 from moegguf.engine.live_controller import ControllerOptions, LiveController
 from moegguf.engine.load import Budget, LoadPlan, LoadProgress, Progress, check_options, prepare
 from moegguf.engine.plan import Plan
+from moegguf.engine.projector import (
+    PLACEHOLDER,
+    ContextImages,
+    ImagePrompt,
+    ImageSpan,
+    PositionedBatch,
+    Projector,
+)
 from moegguf.engine.readahead import readahead
 from moegguf.engine.recording import Recording, TraceOptions
 from moegguf.engine.requests import RequestCounter, RequestLock
@@ -62,6 +70,7 @@ class Llama(UpstreamLlama):
             None: only where that was measured to pay.
         judge: compare every prediction with the routing, without acting on it unless `prefetch`: see `decisions`.
         trace: a file to record routing in, or a `TraceOptions`.
+        mmproj: the model's projector, for images in messages (moegguf.generate); it is loaded with the first image.
         progress: called with 0.0 to 1.0 while the weights are read; returning False cancels the load.
         All keywords of `llama_cpp.Llama`. `n_threads` defaults to the processors this process may use. `use_mmap` has
         no effect on a model with experts: pages of a mapped file are outside the budget's control.
@@ -86,8 +95,10 @@ class Llama(UpstreamLlama):
         lockstep: bool = False,
         trace: str | os.PathLike[str] | TraceOptions | None = None,
         progress: Progress | None = None,
+        mmproj: str | os.PathLike[str] | None = None,
         **options: Any,
     ) -> None:
+        self._images = ContextImages()
         self._session: Session | None = None
         self._live_controller: LiveController | None = None
         self._recording: Recording | None = None
@@ -100,6 +111,7 @@ class Llama(UpstreamLlama):
         self._decode_lock = threading.RLock()  # held during llama_decode
         check_options(options, Llama)
         chosen = ControllerOptions(policy, predictor, prefetch, judge, lockstep)
+        options["mmproj"] = mmproj
         self._keywords = dict(model_path=model_path, expert_cache=expert_cache, store=store, **vars(chosen), **options)
         self._load_plan = load_plan = prepare(model_path, expert_cache, options)
         self.layout, self.plan = load_plan.layout, load_plan.plan
@@ -126,6 +138,9 @@ class Llama(UpstreamLlama):
         except (MemoryError, ValueError) as error:
             self._progress.raise_reason()
             raise load_plan.failure(error) from error
+        self.input_ids.fill(PLACEHOLDER)
+        if load_plan.projector is not None:
+            self._batch = PositionedBatch(self._batch, self._images)
 
     def _start(self, n_threads: int, trace: str | os.PathLike[str] | TraceOptions | None) -> None:
         """Starts the recording and the compute threads of a loaded model."""
@@ -183,12 +198,58 @@ class Llama(UpstreamLlama):
             if self._live_controller is not None:
                 self._live_controller.before_tokens(phase)
             self._session.lane.announce(self._requests.sequence, phase, tokens)
+        if self._images:
+            self.truncate(self.n_tokens)
         if after_batch is None:
             super().eval(tokens)
             return
         for begin in range(0, len(tokens), self.n_batch):
             super().eval(tokens[begin : begin + self.n_batch])
             after_batch()
+
+    def eval_image(self, prompt: ImagePrompt, span: ImageSpan) -> None:
+        """Evaluates an image's span of `prompt`, whose tokens before it are in the context. Raises what `eval` raises,
+        and OptionError for a damaged image."""
+        self._guarded(self._eval_image, prompt, span)
+
+    def _eval_image(self, prompt: ImagePrompt, span: ImageSpan) -> None:
+        assert self.projector is not None
+        if self._session is not None:
+            phase = self._requests.next_image(self.n_tokens, span.n_tokens)
+            if self._live_controller is not None:
+                self._live_controller.before_tokens(phase)
+            self._session.lane.announce(self._requests.sequence, phase, ())
+        self.truncate(span.begin)
+        position, n_ubatch = self._images.position(span.begin), self._context_params.n_ubatch
+        self.projector.evaluate(self._ctx.ctx, prompt, span, position, self.n_batch, n_ubatch)
+        self.input_ids[span.begin : span.end] = PLACEHOLDER
+        self.n_tokens = span.end
+        self._images.add(span)
+
+    def truncate(self, n_tokens: int) -> bool:
+        """Keeps the first `n_tokens` tokens of the context; False where the model's state cannot be truncated."""
+        self._images.truncate(n_tokens)
+        if not self._ctx.kv_cache_seq_rm(-1, self._images.position(n_tokens), -1):
+            return False
+        self.n_tokens = n_tokens
+        return True
+
+    def reset(self) -> None:
+        """Empties the context. What others evaluate into it, such as a chat handler's images, then equals no prompt."""
+        super().reset()
+        self._images.truncate(0)
+        self.input_ids.fill(PLACEHOLDER)
+
+    @property
+    def images(self) -> ContextImages:
+        """The images in the context."""
+        return self._images
+
+    @cached_property
+    def projector(self) -> Projector | None:
+        """What reads images, loaded when it is first used; None without `mmproj`. Raises ModelFormatError."""
+        header = self._load_plan.projector
+        return Projector(header.path, self) if header and self._keywords["mmproj"] else None
 
     def embed(self, *arguments: Any, **options: Any) -> Any:
         """As in llama-cpp-python; raises what `eval` raises."""
@@ -322,6 +383,8 @@ class Llama(UpstreamLlama):
                 self._free()
 
     def _free(self) -> None:
+        if projector := self.__dict__.pop("projector", None):
+            projector.close()
         with suppress(AttributeError):  # the base class was not fully constructed
             super().close()
         if self._threads is not None:

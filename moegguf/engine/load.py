@@ -21,6 +21,7 @@ from moegguf.errors import (
     OptionError,
 )
 from moegguf.gguf.experts import ExpertLayout, read_layout
+from moegguf.gguf.projector import ProjectorHeader, read_projector
 from moegguf.models.catalog import find_model
 from moegguf.native import library
 from moegguf.quantities import ExpertCache, format_bytes_up, parse_expert_cache
@@ -46,6 +47,7 @@ class LoadPlan:
     hooks: bool  # whether the expert store is used
     n_ubatch: int
     options: dict[str, Any]
+    projector: ProjectorHeader | None = None
 
     def slots_within(self, expert_cache: Budget) -> int:
         """Slots of another budget for the loaded model. Raises BudgetError when its passes need more."""
@@ -81,25 +83,43 @@ def prepare(model: str | os.PathLike[str], expert_cache: Budget | None, options:
     options = {name: value for name, value in options.items() if name not in LEGACY_OPTIONS}
     options["n_threads"] = options.get("n_threads") or count_cpus()
     options.setdefault("n_threads_batch", options["n_threads"])
+    projector = _projector(options)
     options["n_ctx"] = pad_context(options.get("n_ctx", N_CTX) or layout.hparams.n_ctx_train or N_CTX)
     if options.get("embedding"):
         options.setdefault("n_batch", pooling_batch_tokens(options["n_ctx"]))
         options.setdefault("n_ubatch", options["n_batch"])
     n_ubatch = min(options.pop("n_ubatch", N_UBATCH), options.get("n_batch", N_BATCH))
-    plan = _plan(layout, cache, n_ubatch, options)
+    if projector and projector.one_pass_tokens > n_ubatch:
+        n_ubatch = projector.one_pass_tokens
+        options["n_batch"] = max(n_ubatch, options.get("n_batch", N_BATCH))
+    plan = _plan(layout, cache, n_ubatch, options, projector)
     hooks = layout.is_moe and environment.hooks
     if hooks:
         options["use_mmap"] = False
         n_ubatch = plan.n_ubatch
-    return LoadPlan(path, layout, plan, hooks, n_ubatch, options)
+    return LoadPlan(path, layout, plan, hooks, n_ubatch, options, projector)
 
 
-def _plan(layout: ExpertLayout, cache: ExpertCache, n_ubatch: int, options: dict[str, Any]) -> Plan:
+def _projector(options: dict[str, Any]) -> ProjectorHeader | None:
+    """Of the option `mmproj`, which is taken out, or of a chat handler's own file for images."""
+    given = options.pop("mmproj", None) or getattr(options.get("chat_handler"), "clip_model_path", None)
+    return read_projector(given) if given else None
+
+
+def _plan(
+    layout: ExpertLayout,
+    cache: ExpertCache,
+    n_ubatch: int,
+    options: dict[str, Any],
+    projector: ProjectorHeader | None,
+) -> Plan:
     types = {name: value for name in ("type_k", "type_v") if (value := options.get(name)) is not None}
     memory, n_ctx = read_memory(), options["n_ctx"]
     check_context(layout, n_ctx, memory, **types)
     flash_attn = options.get("flash_attn", False)
-    return make_plan(layout, cache, memory, n_ctx=n_ctx, n_ubatch=n_ubatch, flash_attn=flash_attn, **types)
+    return make_plan(
+        layout, cache, memory, n_ctx=n_ctx, n_ubatch=n_ubatch, flash_attn=flash_attn, projector=projector, **types
+    )
 
 
 def check_options(options: dict[str, Any], kind: type) -> None:

@@ -15,6 +15,7 @@ from moegguf.engine.machine import Memory
 from moegguf.engine.memory import F16, MemoryNeeds, memory_needs
 from moegguf.errors import BudgetError
 from moegguf.gguf.experts import ExpertLayout
+from moegguf.gguf.projector import ProjectorHeader
 from moegguf.native.store import slot_sizes
 from moegguf.quantities import MIB, ExpertCache, format_bytes, format_bytes_up
 
@@ -25,7 +26,8 @@ MARGIN_BYTES = 256 * MIB  # left free at least
 class Plan:
     """Slots for the pool, the largest pass it allows (`n_ubatch` tokens), and where all bytes go.
 
-    `budget_bytes` is what the pool takes: n_slots * slot_bytes. `compute_bytes` includes the work memory of the slots.
+    `budget_bytes` is what the pool takes: n_slots * slot_bytes. `compute_bytes` includes the work memory of the slots,
+    `projector_bytes` that of reading an image.
     `total_bytes` is the sum; `available_bytes` is what this process may take. `reasons` and `warnings` are sentences
     for the user.
     """
@@ -43,6 +45,7 @@ class Plan:
     reasons: tuple[str, ...]
     warnings: tuple[str, ...]
     expected: Expected
+    projector_bytes: int = 0
 
 
 def margin_bytes(free_bytes: int) -> int:
@@ -66,21 +69,30 @@ def make_plan(
     type_v: int = F16,
     flash_attn: bool = False,
     disk_bytes_per_s: float | None = None,
+    projector: ProjectorHeader | None = None,
 ) -> Plan:
-    """The plan for running `layout` within `cache` on a machine with `memory`.
+    """The plan for running `layout` within `cache` on a machine with `memory`; with a `projector` also on images.
 
     Raises BudgetError, stating the minimum, when the budget (or, for "auto", the free memory) does not hold the experts
-    that one token uses in one layer.
+    that one token uses in one layer, or those of an image that has to be read in one pass.
     """
     reasons: list[str] = []
-    needs = memory_needs(layout, n_ctx, n_ubatch, type_k, type_v, flash_attn)
+    n_image_pass = projector.one_pass_tokens if projector else 0
+    n_ubatch = max(n_ubatch, n_image_pass)
+    needs = memory_needs(layout, n_ctx, n_ubatch, type_k, type_v, flash_attn, projector)
     size = slot_bytes(layout)
     n_slots = _choose_slots(layout, cache, memory, needs, size, reasons) if layout.is_moe else 0
     if not layout.is_moe:
         reasons.append("the model has no experts, so it runs as plain llama.cpp")
     allowed = _allowed_ubatch(layout, n_slots, n_ubatch, reasons)
+    if allowed < n_image_pass:
+        least = min(layout.n_expert, n_image_pass * layout.n_expert_used) * size
+        raise BudgetError(
+            f"this model reads an image in one pass of {n_image_pass} tokens, but expert_cache={str(cache)!r} allows"
+            f" passes of {allowed}; give at least {format_bytes_up(least)!r}, or load it without its projector."
+        )
     if allowed < n_ubatch:
-        n_ubatch, needs = allowed, memory_needs(layout, n_ctx, allowed, type_k, type_v, flash_attn)
+        n_ubatch, needs = allowed, memory_needs(layout, n_ctx, allowed, type_k, type_v, flash_attn, projector)
     total = needs.total_bytes(n_slots) + n_slots * size
     resident = n_slots == layout.n_expert_total
     return Plan(
@@ -97,6 +109,7 @@ def make_plan(
         reasons=tuple(reasons),
         warnings=tuple(_warnings(layout, n_slots, size, total, memory)),
         expected=expect(layout, n_slots, disk_bytes_per_s),
+        projector_bytes=needs.projector_bytes,
     )
 
 

@@ -43,7 +43,7 @@ class Answer:
         self.timing.cut_messages = self._prompt.cut_messages
         self._n_logprobs = _checked_n_logprobs(request.n_logprobs)
         constraint = constraint_for(request, self._prompt.template, self._prompt.end)
-        self._sampler = Sampler(llm, request.sampling, self._prompt.tokens, constraint)
+        self._sampler = Sampler(llm, request.sampling, self._prompt.text_tokens, constraint)
         self._cancellation = Cancellation(llm)
 
     def cancel(self) -> None:
@@ -79,8 +79,8 @@ class Answer:
         tokens, timing = self._prompt.tokens, self.timing
         self._cancellation.check()
         # Reused tokens were evaluated in batches of other sizes, which changes the last bits of their K and V.
-        timing.cached_tokens = reuse_prefix(self.llm, tokens, enabled=self.request.sampling.seed is None)
-        prefill(self.llm, tokens, timing.cached_tokens, self._cancellation, on_progress)
+        timing.cached_tokens = reuse_prefix(self.llm, self._prompt, enabled=self.request.sampling.seed is None)
+        prefill(self.llm, self._prompt, timing.cached_tokens, self._cancellation, on_progress)
         timing.prompt_tokens = len(tokens) - timing.cached_tokens
 
     def _decode(self, start: float) -> Generator[Delta, None, None]:
@@ -110,7 +110,7 @@ class Answer:
         finally:
             timing.answer_stats = self.llm.stats() - (first_stats or self.llm.stats())
             if self.request.return_context:
-                timing.context = (*self._prompt.tokens, *generated)
+                timing.context = (*self._prompt.text_tokens, *generated)
         if delta := transcript.end():
             yield delta
 

@@ -15,7 +15,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from moegguf.engine.projector import Image
 from moegguf.errors import OptionError
+from moegguf.generate.request import Message
 
 MAX_IMAGE_BYTES = 20 << 20
 MAX_PIXELS = 24 << 20  # decoded they take 72 MiB, while decoding up to three times that
@@ -29,7 +31,7 @@ Part = Mapping[str, Any]
 
 def image_part(text: str) -> dict[str, str]:
     """The part for an image that came as base64. Raises OptionError when it is not an image that can be used."""
-    check_image(decode_base64(text))
+    read_image(decode_base64(text))
     return {"type": "image", "data": text}
 
 
@@ -43,8 +45,8 @@ def decode_base64(text: str) -> bytes:
         raise OptionError(f"an image is sent as base64, but {text[:24]!r}... is not; encode the file.") from None
 
 
-def check_image(data: bytes) -> tuple[int, int]:
-    """(width, height) of a file that can be decoded, as its header states them.
+def read_image(data: bytes) -> Image:
+    """A file that can be decoded, with the dimensions that its header states.
 
     Raises OptionError for another format, a damaged header, and dimensions beyond the limits.
     """
@@ -62,7 +64,7 @@ def check_image(data: bytes) -> tuple[int, int]:
         raise OptionError(
             f"an image is at most {MAX_ASPECT_RATIO} times as long as wide, but this one is {width} x {height}; cut it."
         )
-    return width, height
+    return Image(data, width, height)
 
 
 def _too_large(n_bytes: int) -> OptionError:
@@ -114,7 +116,7 @@ def text_of(content: Any) -> str:
     return "\n".join(str(part.get("text", "")) for part in content if part.get("type") == "text")
 
 
-def has_images(messages: Sequence[Mapping[str, Any]]) -> bool:
+def has_images(messages: Sequence[Message]) -> bool:
     """Whether a message has an image among its parts."""
     return any(_is_image(part) for message in messages for part in _parts(message))
 
@@ -123,8 +125,8 @@ def has_images(messages: Sequence[Mapping[str, Any]]) -> bool:
 class Marked:
     """Messages with texts only: `marker`, which no one can guess, stands for each of `images`, in order."""
 
-    messages: Sequence[Mapping[str, Any]]
-    images: tuple[bytes, ...]
+    messages: Sequence[Message]
+    images: tuple[Image, ...]
     marker: str
 
     def pieces(self, text: str) -> list[str] | None:
@@ -132,27 +134,25 @@ class Marked:
         found = text.split(self.marker)
         return found if len(found) == len(self.images) + 1 else None
 
-    def as_lists(self) -> list[dict[str, Any]]:
+    def as_lists(self) -> list[Message]:
         """The messages for templates that know content as lists of parts only."""
         return [
             {**message, "content": [{"type": "text", "text": message["content"]}]} if message.get("content") else message
-            for message in map(dict, self.messages)
+            for message in self.messages
         ]
 
 
-def mark_images(messages: Sequence[Mapping[str, Any]]) -> Marked:
+def mark_images(messages: Sequence[Message]) -> Marked:
     """Puts a marker in place of each image. Raises OptionError for images that cannot be used, or too many."""
     marker = f"<image-{secrets.token_hex(8)}>"
     parts = [part for message in messages for part in _parts(message) if _is_image(part)]
     if len(parts) > MAX_IMAGES:
         raise OptionError(f"a request has at most {MAX_IMAGES} images, but this one {len(parts)}; leave some out.")
-    images = tuple(decode_base64(str(part.get("data", ""))) for part in parts)
-    for image in images:
-        check_image(image)
+    images = tuple(read_image(decode_base64(str(part.get("data", "")))) for part in parts)
     return Marked([_with_text(message, marker) for message in messages], images, marker)
 
 
-def _with_text(message: Mapping[str, Any], marker: str) -> Mapping[str, Any]:
+def _with_text(message: Message, marker: str) -> Message:
     """The message with its parts as one text: a line break between two texts, none around an image."""
     parts = _parts(message)
     if not parts:
@@ -165,7 +165,7 @@ def _with_text(message: Mapping[str, Any], marker: str) -> Mapping[str, Any]:
     return {**message, "content": text}
 
 
-def _parts(message: Mapping[str, Any]) -> Sequence[Part]:
+def _parts(message: Message) -> Sequence[Part]:
     content = message.get("content")
     return content if isinstance(content, list | tuple) else ()
 

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+from moegguf.engine.projector import PLACEHOLDER, ImagePrompt
 from moegguf.engine.vocabulary import Vocabulary
-from moegguf.errors import CapabilityError, ContextError, OptionError
+from moegguf.errors import CapabilityError, ContextError, OptionError, TemplateError
+from moegguf.generate.images import has_images, mark_images, text_of
 from moegguf.generate.request import GenerationRequest, Message
 from moegguf.generate.template import capabilities, render
 
@@ -21,14 +23,31 @@ ANSWER_DIVISOR = 8  # a truncated conversation leaves an eighth of the context t
 MAX_TOKEN_CHARACTERS = 256  # a text above this times the context is not worth tokenizing
 
 
+class Rendered(NamedTuple):
+    """The tokens of messages, and their text; with images only what follows the last of them."""
+
+    tokens: list[int]
+    text: str
+    images: ImagePrompt | None = None
+
+
 @dataclass(frozen=True)
 class Prompt:
-    """`tokens` of the prompt; `end`, its text; `template`, the chat template that rendered it, if any."""
+    """`tokens` of the prompt; `end`, its text; `template`, the chat template that rendered it, if any.
+
+    `images`: of a prompt with images, which has the same tokens.
+    """
 
     tokens: list[int]
     end: str = ""
     template: str | None = None
     cut_messages: int = 0
+    images: ImagePrompt | None = None
+
+    @property
+    def text_tokens(self) -> list[int]:
+        """The tokens without the placeholders of images."""
+        return [token for token in self.tokens if token != PLACEHOLDER] if self.images else self.tokens
 
 
 def read_prompt(llm: Llama, vocabulary: Vocabulary, request: GenerationRequest) -> Prompt:
@@ -49,7 +68,7 @@ def read_prompt(llm: Llama, vocabulary: Vocabulary, request: GenerationRequest) 
     if not tokens:
         raise OptionError("the prompt is empty; give at least one word.")
     check_fits(len(tokens), llm.n_ctx())
-    return replace(prompt, tokens=tokens)
+    return replace(prompt, tokens=tokens, images=prompt.images and prompt.images.after(request.context))
 
 
 def check_fits(n_tokens: int, n_ctx: int) -> None:
@@ -82,20 +101,47 @@ def _conversation(llm: Llama, vocabulary: Vocabulary, request: GenerationRequest
     template = request.template or llm.metadata.get("tokenizer.chat_template") or None
     check_capabilities(template, request)
 
-    def prompt(messages: Sequence[Message]) -> tuple[list[int], str]:
-        least = sum(len(str(message.get("content") or "")) for message in messages) // MAX_TOKEN_CHARACTERS
+    def prompt(messages: Sequence[Message]) -> Rendered:
+        least = sum(len(text_of(message.get("content"))) for message in messages) // MAX_TOKEN_CHARACTERS
         if least >= llm.n_ctx():
-            return [0] * least, ""  # too long in any case
-        text = _render(llm, vocabulary, template, messages, request)
+            return Rendered([0] * least, "")  # too long in any case
         first = [] if request.context else vocabulary.bos_tokens
-        return first + _without_second_bos(first, vocabulary.tokens(text)), text
+        if has_images(messages):
+            return _with_images(llm, messages, lambda marked: _render(llm, vocabulary, template, marked, request), first)
+        text = _render(llm, vocabulary, template, messages, request)
+        return Rendered(first + _without_second_bos(first, vocabulary.tokens(text)), text)
 
     if not request.messages:
         raise OptionError("there are no messages; give at least one.")
     n_ctx = llm.n_ctx() - len(request.context)
     n_answer = _answer_tokens(request, n_ctx)
-    messages, tokens, text = truncate(request.messages, prompt, n_ctx, n_answer, enabled=request.truncate)
-    return Prompt(tokens, text, template, len(request.messages) - len(messages))
+    messages, rendered = truncate(request.messages, prompt, n_ctx, n_answer, enabled=request.truncate)
+    n_cut = len(request.messages) - len(messages)
+    return Prompt(rendered.tokens, rendered.text, template, n_cut, rendered.images)
+
+
+def _with_images(
+    llm: Llama, messages: Sequence[Message], render: Callable[[Sequence[Message]], str], first: list[int]
+) -> Rendered:
+    """The prompt of messages with images. Raises CapabilityError, OptionError, and TemplateError for lost images."""
+    if llm.projector is None:
+        raise CapabilityError(
+            "this model was loaded without a projector, so it cannot read images; give the mmproj file that belongs to"
+            " it (--mmproj, or beside the model), or ask without images."
+        )
+    marked = mark_images(messages)
+    text = render(marked.messages)
+    texts = marked.pieces(text)
+    if texts is None:
+        text = render(marked.as_lists())
+        texts = marked.pieces(text)
+    if texts is None:
+        raise TemplateError("the chat template leaves out an image; the model needs another one.")
+    texts[-1] = texts[-1] or "\n"  # the answer begins after a text
+    images = llm.projector.tokenize(texts, marked.images)
+    n_bos = len(images.tokens) - len(_without_second_bos(first, images.tokens))
+    images = images.after(first, n_bos)
+    return Rendered(images.tokens, texts[-1], images)
 
 
 def check_capabilities(template: str | None, request: GenerationRequest) -> None:
@@ -111,7 +157,7 @@ def _render(
     llm: Llama, vocabulary: Vocabulary, template: str | None, messages: Sequence[Message], request: GenerationRequest
 ) -> str:
     if template is None:
-        return "\n".join(str(message.get("content") or "") for message in messages)
+        return "\n".join(text_of(message.get("content")) for message in messages)
     return render(
         template,
         messages,
@@ -132,34 +178,34 @@ def _answer_tokens(request: GenerationRequest, n_ctx: int) -> int:
 
 def truncate(
     messages: Sequence[Message],
-    prompt: Callable[[Sequence[Message]], tuple[list[int], str]],
+    prompt: Callable[[Sequence[Message]], Rendered],
     n_ctx: int,
     n_answer: int,
     *,
     enabled: bool,
-) -> tuple[Sequence[Message], list[int], str]:
-    """The messages that leave `n_answer` tokens free, their tokens and text: system messages, and the newest others.
+) -> tuple[Sequence[Message], Rendered]:
+    """The messages that leave `n_answer` tokens free, and their prompt: system messages, and the newest others.
 
     The others begin with a user's message, or are the last message alone. Raises ContextError when not even that fits,
     or when not `enabled`.
     """
-    tokens, text = prompt(messages)
-    if not enabled or len(tokens) + n_answer <= n_ctx:
-        check_fits(len(tokens), n_ctx)
-        return messages, tokens, text
+    rendered = prompt(messages)
+    if not enabled or len(rendered.tokens) + n_answer <= n_ctx:
+        check_fits(len(rendered.tokens), n_ctx)
+        return messages, rendered
     others = [i for i, message in enumerate(messages) if message.get("role") != "system"]
     begins = [i for i in others[1:-1] if messages[i].get("role") == "user"] + others[-1:]
-    best = (messages, tokens, text)
+    best = (messages, rendered)
     low, high = 0, len(begins) - 1
     while low <= high:  # binary search: fewer messages have fewer tokens
         middle = (low + high) // 2
         kept = [m for i, m in enumerate(messages) if i >= begins[middle] or m.get("role") == "system"]
-        tokens, text = prompt(kept)
-        if len(tokens) + n_answer <= n_ctx:
-            best, high = (kept, tokens, text), middle - 1
+        rendered = prompt(kept)
+        if len(rendered.tokens) + n_answer <= n_ctx:
+            best, high = (kept, rendered), middle - 1
         else:
-            if len(tokens) < len(best[1]):
-                best = (kept, tokens, text)
+            if len(rendered.tokens) < len(best[1].tokens):
+                best = (kept, rendered)
             low = middle + 1
-    check_fits(len(best[1]), n_ctx)
+    check_fits(len(best[1].tokens), n_ctx)
     return best

@@ -337,7 +337,7 @@ def llama_cpp() -> ModuleType:
     folder = find_library()
     load()
     if "llama_cpp" not in sys.modules:
-        os.environ["LLAMA_CPP_LIB_PATH"] = str(folder)
+        os.environ["LLAMA_CPP_LIB_PATH"] = os.environ["MTMD_CPP_LIB"] = str(folder)
     try:
         import llama_cpp as bindings
     except ImportError as error:
@@ -350,6 +350,16 @@ def llama_cpp() -> ModuleType:
         )
     _correct_log_levels()
     return bindings
+
+
+def mtmd() -> ModuleType:
+    """The bindings of libmtmd, which reads images. Raises LibraryError when the library was built without it."""
+    llama_cpp()
+    try:
+        from llama_cpp import mtmd_cpp
+    except (ImportError, OSError, RuntimeError) as error:
+        raise LibraryError(f"libmtmd, which reads images, cannot be loaded ({error}); build moegguf again.") from error
+    return mtmd_cpp  # type: ignore[no-any-return]
 
 
 def _correct_log_levels() -> None:
