@@ -60,10 +60,14 @@ def load_in_server(model: str, keep_alive: str | None) -> int:
 
 def answer_once(llm: Llama, conversation: Conversation, prompt: str, load_s: float, spinner: Spinner) -> int:
     """Prints the answer to `prompt`, then statistics if verbose; closes the model. Returns the exit code."""
+    from moegguf.chat.image_files import extract_images
     from moegguf.chat.printer import Printer
     from moegguf.chat.turn import write_answer
 
-    conversation.add_user_message(prompt)
+    if llm.reads_images:
+        conversation.add_user_message(*extract_images(prompt))
+    else:
+        conversation.add_user_message(prompt)
     printer = Printer(wrap=conversation.word_wrap, hide_thinking=conversation.hide_thinking)
     reply = write_answer(llm, conversation.request(), printer, spinner, exit_timeout_s=EXIT_TIMEOUT_S)
     printer.end()
@@ -104,6 +108,10 @@ MaxTokens = Annotated[
 Temperature = Annotated[
     float | None,
     typer.Option(min=0.0, metavar="T", help="0 takes the likeliest token.  [default: the model's, or 0.8]"),
+]
+Mmproj = Annotated[
+    str | None,
+    typer.Option(metavar="FILE", help="The model's projector for images.  [default: the one beside the model]"),
 ]
 Seed = Annotated[int | None, typer.Option(metavar="N", help="Random seed.  [default: random]")]
 System = Annotated[str | None, typer.Option(metavar="TEXT", help="The system message.")]
@@ -154,6 +162,7 @@ def run(
     max_tokens: MaxTokens = None,
     temperature: Temperature = None,
     seed: Seed = None,
+    mmproj: Mmproj = None,
     system: System = None,
     output_format: Format = None,
     think: Think = None,
@@ -167,7 +176,9 @@ def run(
 
     Everything that is not the answer goes to stderr.
     """
-    load_options = LoadOptions(expert_cache, verbose=verbose, policy=policy, predictor=predictor, prefetch=prefetch)
+    load_options = LoadOptions(
+        expert_cache, verbose=verbose, policy=policy, predictor=predictor, prefetch=prefetch, mmproj=mmproj
+    )
     flags = {
         "num_ctx": ctx, "num_thread": threads, "num_predict": max_tokens, "temperature": temperature, "seed": seed,
     }  # fmt: skip
@@ -185,7 +196,7 @@ def run(
         return load_in_server(model, keep_alive)
     conversation = start_conversation(model, load_options, parameters, settings)
     with Spinner() as spinner:
-        llm, load_s = load(conversation.entry.path, conversation.load_options(), spinner)
+        llm, load_s = load(conversation.entry, conversation.load_options(), spinner)
         if text is not None:
             return answer_once(llm, conversation, text, load_s, spinner)
     from moegguf.chat.chat import Chat

@@ -245,11 +245,15 @@ class Llama(UpstreamLlama):
         """The images in the context."""
         return self._images
 
+    @property
+    def reads_images(self) -> bool:
+        """Whether it was loaded with a projector."""
+        return self._load_plan.projector is not None and bool(self._keywords["mmproj"])
+
     @cached_property
     def projector(self) -> Projector | None:
         """What reads images, loaded when it is first used; None without `mmproj`. Raises ModelFormatError."""
-        header = self._load_plan.projector
-        return Projector(header.path, self) if header and self._keywords["mmproj"] else None
+        return Projector(self._keywords["mmproj"], self) if self.reads_images else None
 
     def embed(self, *arguments: Any, **options: Any) -> Any:
         """As in llama-cpp-python; raises what `eval` raises."""

@@ -11,7 +11,7 @@ import base64
 import binascii
 import secrets
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,12 @@ MAX_JPEG_SEGMENTS = 4096  # before the first frame
 FORMATS = "PNG, JPEG and GIF"
 
 Part = Mapping[str, Any]
+
+
+def with_images(text: str, images: Iterable[str | bytes]) -> str | list[dict[str, str]]:
+    """A message's content: `images` (files, or their base64) before `text`. Raises as `image_part`."""
+    parts = [image_part(base64.b64encode(image).decode() if isinstance(image, bytes) else image) for image in images]
+    return [*parts, {"type": "text", "text": text}] if parts else text
 
 
 def image_part(text: str) -> dict[str, str]:
@@ -68,7 +74,9 @@ def read_image(data: bytes) -> Image:
 
 
 def _too_large(n_bytes: int) -> OptionError:
-    return OptionError(f"an image file has at most {MAX_IMAGE_BYTES >> 20} MiB, but this one {n_bytes >> 20}; shrink it.")
+    return OptionError(
+        f"an image file has at most {MAX_IMAGE_BYTES >> 20} MiB, but this one {n_bytes / (1 << 20):.1f}; shrink it."
+    )
 
 
 def _kind(data: bytes) -> str:
@@ -137,7 +145,7 @@ class Marked:
     def as_lists(self) -> list[Message]:
         """The messages for templates that know content as lists of parts only."""
         return [
-            {**message, "content": [{"type": "text", "text": message["content"]}]} if message.get("content") else message
+            {**message, "content": [{"type": "text", "text": text}]} if (text := message.get("content")) else message
             for message in self.messages
         ]
 

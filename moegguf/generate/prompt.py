@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from moegguf.engine.projector import PLACEHOLDER, ImagePrompt
@@ -107,8 +108,8 @@ def _conversation(llm: Llama, vocabulary: Vocabulary, request: GenerationRequest
             return Rendered([0] * least, "")  # too long in any case
         first = [] if request.context else vocabulary.bos_tokens
         if has_images(messages):
-            return _with_images(llm, messages, lambda marked: _render(llm, vocabulary, template, marked, request), first)
-        text = _render(llm, vocabulary, template, messages, request)
+            return _with_images(llm, messages, partial(_render, llm, vocabulary, template, request), first)
+        text = _render(llm, vocabulary, template, request, messages)
         return Rendered(first + _without_second_bos(first, vocabulary.tokens(text)), text)
 
     if not request.messages:
@@ -154,7 +155,7 @@ def check_capabilities(template: str | None, request: GenerationRequest) -> None
 
 
 def _render(
-    llm: Llama, vocabulary: Vocabulary, template: str | None, messages: Sequence[Message], request: GenerationRequest
+    llm: Llama, vocabulary: Vocabulary, template: str | None, request: GenerationRequest, messages: Sequence[Message]
 ) -> str:
     if template is None:
         return "\n".join(text_of(message.get("content")) for message in messages)

@@ -1,7 +1,7 @@
 """What the header of a projector file (mmproj) says: the kind of vision model, its size, and what it will need.
 
-A projector turns an image into rows of the text model's width. The file is a GGUF of the architecture "clip"; it is read
-by libmtmd, which trusts it, so everything that can be checked before is checked here.
+A projector turns an image into rows of the text model's width. The file is a GGUF of the architecture "clip"; libmtmd,
+which reads it, trusts it, so everything that can be checked before is checked here.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moegguf.errors import ModelFormatError
-from moegguf.gguf.reader import GGML_TYPES, GgufFile, read_gguf
+from moegguf.gguf.reader import GgufFile, read_gguf
 
 MAX_SIDE_PIXELS = 1 << 13
 MAX_DIMENSION = 1 << 17
@@ -58,19 +58,19 @@ def read_projector(path: str | os.PathLike[str]) -> ProjectorHeader:
     arch = file.metadata.get("general.architecture")
     if arch != "clip":
         raise ModelFormatError(
-            f"{path.name} is not a projector for images: its architecture is {arch!r} instead of 'clip';"
+            f"{file.path.name} is not a projector for images: its architecture is {arch!r} instead of 'clip';"
             " give the mmproj file that belongs to the model."
         )
     if file.metadata.get("clip.has_vision_encoder") is not True:
-        raise ModelFormatError(f"{path.name} is a projector, but not for images; give another mmproj file.")
+        raise ModelFormatError(f"{file.path.name} is a projector, but not for images; give another mmproj file.")
     kind = file.metadata.get("clip.projector_type") or file.metadata.get("clip.vision.projector_type")
     if not isinstance(kind, str):
-        raise ModelFormatError(f"{path.name} does not say which kind of projector it is; fetch it again.")
+        raise ModelFormatError(f"{file.path.name} does not say which kind of projector it is; fetch it again.")
     side, patch = (_size(file, name, MAX_SIDE_PIXELS) for name in ("image_size", "patch_size"))
     n_embd, n_head = (_size(file, name, MAX_DIMENSION) for name in ("embedding_length", "attention.head_count"))
     if patch > side or n_embd % n_head:
         raise ModelFormatError(
-            f"{path.name}: patches of {patch} pixels in an image of {side}, or {n_head} heads in {n_embd} rows,"
+            f"{file.path.name}: patches of {patch} pixels in an image of {side}, or {n_head} heads in {n_embd} rows,"
             " do not fit; fetch it again."
         )
     n_patches = (side // patch) ** 2
@@ -88,5 +88,5 @@ def read_projector(path: str | os.PathLike[str]) -> ProjectorHeader:
 def _size(file: GgufFile, name: str, most: int) -> int:
     value = file.metadata.get(f"clip.vision.{name}")
     if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= most:
-        raise ModelFormatError(f"{path.name}: clip.vision.{name} is a number from 1 to {most}, but is {value!r}.")
+        raise ModelFormatError(f"{file.path.name}: clip.vision.{name} is a number from 1 to {most}, but is {value!r}.")
     return value

@@ -15,7 +15,7 @@ from moegguf.engine.memory import choose_context, pooling_batch_tokens
 from moegguf.engine.plan import Plan, make_plan, margin_bytes
 from moegguf.errors import BudgetError
 from moegguf.gguf.reader import ggml_type
-from moegguf.models.details import layout_of
+from moegguf.models.details import layout_of, projector_of
 from moegguf.models.entry import ModelEntry
 from moegguf.quantities import ExpertCache, format_bytes, parse_expert_cache
 from moegguf.serving.events import LoadOverrides
@@ -120,7 +120,8 @@ def measure(entry: ModelEntry, overrides: LoadOverrides, settings: Settings, lim
     n_ctx = choose_context(layout, overrides.n_ctx or settings.n_ctx, limit)
     embedding = is_embedding(layout.metadata)
     n_batch, n_ubatch = _batch_sizes(overrides, n_ctx, embedding)
-    options: dict[str, Any] = {"n_ctx": n_ctx, "n_ubatch": n_ubatch, "flash_attn": flash_attn}
+    projector = projector_of(entry)
+    options: dict[str, Any] = {"n_ctx": n_ctx, "n_ubatch": n_ubatch, "flash_attn": flash_attn, "projector": projector}
     if kv_type is not None:
         options |= {"type_k": kv_type, "type_v": kv_type}
 
@@ -131,6 +132,7 @@ def measure(entry: ModelEntry, overrides: LoadOverrides, settings: Settings, lim
         return LoadConfig(
             name=entry.name,
             path=str(entry.path),
+            mmproj=str(projector.path) if projector else None,
             n_ctx=n_ctx,
             n_batch=n_batch,
             n_ubatch=n_ubatch,

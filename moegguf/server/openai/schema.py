@@ -1,8 +1,9 @@
 """OpenAI's request bodies, checked and converted to a `GenerationRequest`.
 
 Every number has limits; unknown keys are ignored, as OpenAI's clients often get new ones; `null` is the same as absent.
-Sampling parameters become Ollama's options, so that a model's defaults are applied in one place. Text only: an image
-or audio part is refused by its type. Follows OpenAI's API reference and llama-server's extensions. Does not know HTTP.
+Sampling parameters become Ollama's options, so that a model's defaults are applied in one place. Images come as data
+URLs; an audio part is refused by its type. Follows OpenAI's API reference and llama-server's extensions. Does not know
+HTTP.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
 
+from moegguf.errors import OptionError
+from moegguf.generate.images import image_part
 from moegguf.generate.options import MAX_SEED, MAX_TOKENS, MAX_TOP_LOGPROBS
 from moegguf.generate.request import GenerationRequest, Message, Sampling
 from moegguf.models.entry import ModelEntry
@@ -83,11 +86,35 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 Penalty = Annotated[float, Field(ge=-100, le=100)]
 
 
-def joined_text(content: Any) -> Any:
-    """A message's content as one text, its parts joined by newlines. Raises ValueError for a part that is not text."""
+def read_parts(content: Any) -> Any:
+    """A message's content: its texts joined by newlines, or with images a list of parts (moegguf.generate.images).
+
+    Raises ValueError for a part that is neither.
+    """
     if not isinstance(content, list):
         return content
+    if any(isinstance(part, dict) and part.get("type") == "image_url" for part in content):
+        return [_part(part) for part in content]
     return "\n".join(_part_text(part) for part in content)
+
+
+def _part(part: Any) -> dict[str, str]:
+    if not isinstance(part, dict) or part.get("type") != "image_url":
+        return {"type": "text", "text": _part_text(part)}
+    given = part.get("image_url")
+    url = given.get("url") if isinstance(given, dict) else given
+    if not isinstance(url, str):
+        raise ValueError('image_url must be {"url": "data:image/png;base64,..."}')
+    head, comma, data = url.partition(",")
+    if not (head[:5].lower() == "data:" and comma and head.endswith(";base64")):
+        raise ValueError(
+            f"image_url must be a data URL with base64, but is {url[:60]!r}; this server fetches nothing, so send the"
+            " image itself"
+        )
+    try:
+        return image_part(data)
+    except OptionError as error:
+        raise ValueError(str(error)) from None
 
 
 def _part_text(part: Any) -> str:
@@ -96,7 +123,7 @@ def _part_text(part: Any) -> str:
     if isinstance(text, str):
         return text
     if isinstance(kind, str) and kind not in ("text", "refusal"):
-        raise ValueError(f"parts of type {kind[:40]!r} are not supported; send text")
+        raise ValueError(f"parts of type {kind[:40]!r} are not supported; send text or image_url")
     raise ValueError('a part must be {"type": "text", "text": "..."}')
 
 
@@ -141,7 +168,7 @@ class ChatMessage(Body):
     """A message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: Annotated[str | None, BeforeValidator(joined_text)] = None
+    content: Annotated[str | list[dict[str, str]] | None, BeforeValidator(read_parts)] = None
     name: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
