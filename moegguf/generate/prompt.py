@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from moegguf.engine.projector import PLACEHOLDER, ImagePrompt
 from moegguf.engine.vocabulary import Vocabulary
 from moegguf.errors import CapabilityError, ContextError, OptionError, TemplateError
-from moegguf.generate.images import has_images, mark_images, text_of
+from moegguf.generate.images import Marked, mark_images, text_of
 from moegguf.generate.request import GenerationRequest, Message
 from moegguf.generate.template import capabilities, render
 
@@ -107,9 +107,10 @@ def _conversation(llm: Llama, vocabulary: Vocabulary, request: GenerationRequest
         if least >= llm.n_ctx():
             return Rendered([0] * least, "")  # too long in any case
         first = [] if request.context else vocabulary.bos_tokens
-        if has_images(messages):
-            return _with_images(llm, messages, partial(_render, llm, vocabulary, template, request), first)
-        text = _render(llm, vocabulary, template, request, messages)
+        marked = mark_images(messages)
+        if marked.images:
+            return _with_images(llm, marked, partial(_render, llm, vocabulary, template, request), first)
+        text = _render(llm, vocabulary, template, request, marked.messages)
         return Rendered(first + _without_second_bos(first, vocabulary.tokens(text)), text)
 
     if not request.messages:
@@ -121,16 +122,13 @@ def _conversation(llm: Llama, vocabulary: Vocabulary, request: GenerationRequest
     return Prompt(rendered.tokens, rendered.text, template, n_cut, rendered.images)
 
 
-def _with_images(
-    llm: Llama, messages: Sequence[Message], render: Callable[[Sequence[Message]], str], first: list[int]
-) -> Rendered:
+def _with_images(llm: Llama, marked: Marked, render: Callable[[Sequence[Message]], str], first: list[int]) -> Rendered:
     """The prompt of messages with images. Raises CapabilityError, OptionError, and TemplateError for lost images."""
     if llm.projector is None:
         raise CapabilityError(
             "this model was loaded without a projector, so it cannot read images; give the mmproj file that belongs to"
             " it (--mmproj, or beside the model), or ask without images."
         )
-    marked = mark_images(messages)
     text = render(marked.messages)
     texts = marked.pieces(text)
     if texts is None:
@@ -158,7 +156,7 @@ def _render(
     llm: Llama, vocabulary: Vocabulary, template: str | None, request: GenerationRequest, messages: Sequence[Message]
 ) -> str:
     if template is None:
-        return "\n".join(text_of(message.get("content")) for message in messages)
+        return "\n".join(str(message.get("content") or "") for message in messages)
     return render(
         template,
         messages,
