@@ -15,6 +15,7 @@ from moegguf.gguf.reader import GgufFile, read_gguf
 
 MAX_SIDE_PIXELS = 1 << 13
 MAX_DIMENSION = 1 << 17
+MAX_BLOCKS = 1 << 10
 
 # Kinds whose image tokens see each other, so that an image has to be read in one pass: {kind: tokens at most}. Zero:
 # from the header. libmtmd decides this in mtmd_decode_use_non_causal().
@@ -74,19 +75,49 @@ def read_projector(path: str | os.PathLike[str]) -> ProjectorHeader:
             " do not fit; fetch it again."
         )
     n_patches = (side // patch) ** 2
+    _size(file, "block_count", MAX_BLOCKS)
+    _check_epsilon(file)
+    _check_shapes(file, kind, patch, n_embd, n_patches)
     return ProjectorHeader(
         file.path,
         kind,
         sum(tensor.n_bytes for tensor in file.tensors),
         n_embd,
-        _size(file, "feed_forward_length", MAX_DIMENSION),
+        _size(file, "feed_forward_length", MAX_DIMENSION, least=0),  # old files of Qwen2-VL do not know it
         n_patches if kind in FIXED_SIZE else max(n_patches, DYNAMIC_PATCHES),
         ONE_PASS_TOKENS[kind] or n_patches if kind in ONE_PASS_TOKENS else 0,
     )
 
 
-def _size(file: GgufFile, name: str, most: int) -> int:
+def _size(file: GgufFile, name: str, most: int, least: int = 1) -> int:
     value = file.metadata.get(f"clip.vision.{name}")
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= most:
-        raise ModelFormatError(f"{file.path.name}: clip.vision.{name} is a number from 1 to {most}, but is {value!r}.")
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise ModelFormatError(
+            f"{file.path.name}: clip.vision.{name} is a number from {least} to {most}, but is {value!r}; fetch it"
+            " again."
+        )
     return value
+
+
+def _check_epsilon(file: GgufFile) -> None:
+    value = file.metadata.get("clip.vision.attention.layer_norm_epsilon")
+    if not isinstance(value, float) or not 0 <= value < 1:
+        raise ModelFormatError(
+            f"{file.path.name}: clip.vision.attention.layer_norm_epsilon is a number from 0 to 1, but is {value!r};"
+            " fetch it again."
+        )
+
+
+def _check_shapes(file: GgufFile, kind: str, patch: int, n_embd: int, n_patches: int) -> None:
+    """The first layers have the sizes that the keys state; libmtmd compares them in assertions only."""
+    shapes = {tensor.name: tensor.shape for tensor in file.tensors}
+    patches, positions = shapes.get("v.patch_embd.weight", ()), shapes.get("v.position_embd.weight", ())
+    fits = len(patches) != 4 or patches == (patch, patch, 3, n_embd)
+    if kind in ("mlp", "gemma3"):
+        n_class = int("v.class_embd" in shapes)
+        fits &= positions == (n_embd, n_patches + n_class)
+    if not fits:
+        raise ModelFormatError(
+            f"{file.path.name}: tensors of shapes {patches} and {positions} do not fit patches of {patch} pixels and"
+            f" {n_patches} of them in {n_embd} rows; fetch it again."
+        )

@@ -1,4 +1,4 @@
-"""Images through both APIs and `run`, with a real server and a random vision model found with its projector."""
+"""Images through both APIs, `run` and the chat, with a real server and a random vision model found with its projector."""
 
 from __future__ import annotations
 
@@ -8,9 +8,14 @@ from typing import Any
 
 import openai
 import pytest
+from chat_terminal import demo_chat
 from command_line import Command
 from pictures import base64_of, png, png_bomb
 from servers import Server, serving
+
+from moegguf.gguf.experts import read_layout
+from moegguf.models.catalog import demo_path
+from tools.models import write_projector
 
 Tiny = Callable[..., Path]
 QUIET = {"temperature": 0, "num_predict": 4, "num_thread": 1}
@@ -99,3 +104,19 @@ def test_run_takes_a_path_and_a_projector(moegguf: Command, tiny: Tiny, projecto
     assert without.returncode == 0 and without.stdout != done.stdout and "Added" not in without.stderr
     wrong = moegguf("run", tiny(), question, "--mmproj", tiny(), *options)
     assert wrong.returncode == 1 and "architecture" in wrong.stderr
+
+
+def test_the_chat_takes_paths(tmp_path: Path) -> None:
+    demo = demo_path()
+    assert demo is not None
+    mmproj = write_projector(tmp_path / "mmproj.gguf", "mlp", read_layout(demo).hparams.n_embd)
+    (tmp_path / "a.png").write_bytes(png())
+    with demo_chat(tmp_path, "--mmproj", mmproj, "-n", 4, size=(160, 24)) as terminal:
+        terminal.prompt()
+        assert "reads images" in terminal.text
+        said = terminal.ask(f"{tmp_path}/a.png what is it?")
+        assert "Added image" in said and "error" not in said and "Unknown command" not in said
+        assert "Unknown command" in terminal.ask("/nothing.png")
+        (tmp_path / "bad.png").write_bytes(b"text")
+        assert "PNG, JPEG and GIF" in terminal.ask(f"{tmp_path}/bad.png what is it?")
+        assert "error" not in terminal.ask("and now?")

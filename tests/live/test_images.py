@@ -114,7 +114,8 @@ def test_a_projector_of_another_model_is_refused(tiny: Tiny, load: Load, tmp_pat
 
 
 def test_a_template_that_takes_parts_only_gets_them(tiny: Tiny, projector: Projector, load: Load) -> None:
-    template = "{% for m in messages %}{% for part in m.content if part.type == 'text' %}{{ part.text }}{% endfor %}{% endfor %}:"
+    parts = "{% for part in m.content if part.type == 'text' %}{{ part.text }}{% endfor %}"
+    template = f"{{% for m in messages %}}{parts}{{% endfor %}}:"
     llm = load(tiny(), mmproj=projector())
     assert answer(llm, [message(png(), "what is it?")], template=template)[1].prompt_tokens > 64
 

@@ -118,6 +118,25 @@ def test_a_projector_is_checked_before_it_is_loaded(tmp_path: Path) -> None:
             read_projector(tmp_path / "cut.gguf")
 
 
+@pytest.mark.parametrize(
+    ("key", "old", "new"),
+    [
+        ("patch_size", struct.pack("<I", 8), struct.pack("<I", 1)),
+        ("image_size", struct.pack("<I", 64), struct.pack("<I", 1000)),
+        ("embedding_length", struct.pack("<I", 32), struct.pack("<I", 64)),
+        ("block_count", struct.pack("<I", 2), struct.pack("<I", 0)),
+        ("attention.layer_norm_epsilon", struct.pack("<f", 1e-5), struct.pack("<f", float("nan"))),
+    ],
+)
+def test_a_header_on_which_libmtmd_aborts_is_refused(tmp_path: Path, key: str, old: bytes, new: bytes) -> None:
+    path = write_projector(tmp_path / "mmproj.gguf", "gemma3", 128)
+    before, name, after = path.read_bytes().partition(f"clip.vision.{key}".encode())
+    assert after[4:8] == old
+    path.write_bytes(before + name + after[:4] + new + after[8:])
+    with pytest.raises(ModelFormatError, match="fetch it again"):
+        read_projector(path)
+
+
 def test_base64_may_have_line_breaks() -> None:
     text = base64_of(png(1, 1))
     assert image_part(text[:10] + "\n" + text[10:])["type"] == "image"
