@@ -1,4 +1,4 @@
-"""Images through both APIs, `run` and the chat, with a real server and a random vision model found with its projector."""
+"""Images through both APIs, `run` and the chat: a real server, and a random vision model found with its projector."""
 
 from __future__ import annotations
 
