@@ -18,9 +18,9 @@ from typing import Any
 from moegguf.engine.projector import Image
 from moegguf.errors import OptionError
 from moegguf.generate.request import Message
+from moegguf.gguf.projector import MAX_PIXELS
 
 MAX_IMAGE_BYTES = 20 << 20
-MAX_PIXELS = 24 << 20  # decoded they take 72 MiB, while decoding up to three times that
 MAX_ASPECT_RATIO = 64  # projectors that keep the proportions would enlarge the long side of a line without limit
 MAX_IMAGES = 64  # in one request
 MAX_JPEG_SEGMENTS = 4096  # before the first frame

@@ -16,6 +16,8 @@ from moegguf.gguf.reader import GgufFile, read_gguf
 MAX_SIDE_PIXELS = 1 << 13
 MAX_DIMENSION = 1 << 17
 MAX_BLOCKS = 1 << 10
+MAX_PIXELS = 24 << 20  # of an image
+DECODED_BYTES = 3 * MAX_PIXELS
 
 # Kinds whose image tokens see each other, so that an image has to be read in one pass: {kind: tokens at most}. Zero:
 # from the header. libmtmd decides this in mtmd_decode_use_non_causal().
@@ -45,8 +47,8 @@ class ProjectorHeader:
 
     @property
     def total_bytes(self) -> int:
-        """Memory while an image is read."""
-        return self.weight_bytes + self.work_bytes
+        """Memory while an image is read, the image itself at its largest included."""
+        return self.weight_bytes + self.work_bytes + DECODED_BYTES
 
 
 def read_projector(path: str | os.PathLike[str]) -> ProjectorHeader:
