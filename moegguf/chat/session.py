@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from moegguf.chat.image_files import begins_with_image, extract_images
 from moegguf.chat.printer import Printer
-from moegguf.chat.turn import print_error, write_answer
+from moegguf.chat.turn import print_error, shift_text, write_answer
 from moegguf.errors import ModelNotFoundError, MoeggufError
 from moegguf.generate.options import LOAD_PARAMETERS
 from moegguf.terminal.loading import LoadOptions, load
@@ -60,6 +60,8 @@ class ChatSession:
         printer.end("\n" if cut else "\n\n")
         if reply.error is not None:
             print_error(reply.error)
+        if shifted := shift_text(reply.timing):
+            print_message(shifted)
         if printer.text or printer.thinking or not cut:
             conversation.add_answer(printer.text, printer.thinking, cut=cut)
         else:

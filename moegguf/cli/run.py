@@ -62,7 +62,7 @@ def answer_once(llm: Llama, conversation: Conversation, prompt: str, load_s: flo
     """Prints the answer to `prompt`, then statistics if verbose; closes the model. Returns the exit code."""
     from moegguf.chat.image_files import extract_images
     from moegguf.chat.printer import Printer
-    from moegguf.chat.turn import write_answer
+    from moegguf.chat.turn import shift_text, write_answer
 
     if llm.reads_images:
         conversation.add_user_message(*extract_images(prompt))
@@ -71,6 +71,8 @@ def answer_once(llm: Llama, conversation: Conversation, prompt: str, load_s: flo
     printer = Printer(wrap=conversation.word_wrap, hide_thinking=conversation.hide_thinking)
     reply = write_answer(llm, conversation.request(), printer, spinner, exit_timeout_s=EXIT_TIMEOUT_S)
     printer.end()
+    if shifted := shift_text(reply.timing):
+        print_message(shifted)
     if conversation.verbose and not reply.error:
         from moegguf.terminal.statistics import statistics
 
@@ -181,6 +183,12 @@ KeepAlive = Annotated[
     str | None,
     typer.Option("--keepalive", metavar="TIME", help='How long a server keeps it, with the prompt "".'),
 ]
+ContextShift = Annotated[
+    bool,
+    typer.Option(
+        "--context-shift/--no-context-shift", help="Go on in a full context without its older half, or end the answer."
+    ),
+]
 Verbose = Annotated[
     int,
     typer.Option(
@@ -250,6 +258,7 @@ def run(
     think: Think = None,
     hide_thinking: HideThinking = False,
     no_word_wrap: NoWordWrap = False,
+    context_shift: ContextShift = True,
     keep_alive: KeepAlive = None,
     insecure: Insecure = False,
     verbose: Verbose = 0,
@@ -276,6 +285,7 @@ def run(
         "think": None if think is None else parse_think(think),
         "hide_thinking": hide_thinking,
         "word_wrap": not no_word_wrap,
+        "context_shift": context_shift,
         "verbose": verbose > 0,
     }
     text = read_prompt(words if prompt_text is None else [*words, prompt_text])

@@ -283,6 +283,12 @@ class Llama(UpstreamLlama):
         """The text of each token, and the special tokens."""
         return Vocabulary(self)
 
+    def shift(self, n_keep: int, n_discard: int) -> None:
+        """Drops `n_discard` tokens after the first `n_keep` of the context; later ones move up. Needs `can_shift`."""
+        with self._decode_lock:
+            self._open_session()
+            super().shift(n_keep, n_discard)
+
     def _guarded(self, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         with self._decode_lock:
             session = self._open_session()
@@ -306,8 +312,8 @@ class Llama(UpstreamLlama):
 
     def _roll_back(self, n_tokens: int) -> None:
         """After a failed pass: keeps the `n_tokens` tokens before it, and marks the context's logits as stale."""
-        if self._is_recurrent or self._is_hybrid:
-            self.reset()  # a recurrent state cannot be rolled back by some tokens
+        if self._is_stateful:
+            self.reset()
         else:
             self.n_tokens = n_tokens
         self._requires_eval = True

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from moegguf.engine.batch import DEFAULT_UBATCH_TOKENS
 from moegguf.engine.machine import count_cpus, read_memory
 from moegguf.engine.memory import check_context, pad_context, pooling_batch_tokens
 from moegguf.engine.plan import Plan, make_plan
@@ -32,7 +33,7 @@ _bindings = library.llama_cpp()
 
 # Passed by known wrappers (LangChain) for old llama.cpp versions; without effect here.
 LEGACY_OPTIONS = frozenset({"device", "f16_kv", "n_parts", "low_vram", "mul_mat_q", "n_gqa", "rms_norm_eps"})
-N_CTX, N_BATCH, N_UBATCH = 512, 512, 512  # llama-cpp-python's defaults
+N_CTX, N_BATCH = 512, 512  # llama-cpp-python's defaults
 
 Budget = str | int | float | ExpertCache
 Progress = Callable[[float], object]
@@ -89,15 +90,15 @@ def prepare(model: str | os.PathLike[str], expert_cache: Budget | None, options:
     if options.get("embedding"):
         options.setdefault("n_batch", pooling_batch_tokens(options["n_ctx"]))
         options.setdefault("n_ubatch", options["n_batch"])
-    n_ubatch = min(options.pop("n_ubatch", N_UBATCH), options.get("n_batch", N_BATCH))
-    if projector and projector.one_pass_tokens > n_ubatch:
-        n_ubatch = projector.one_pass_tokens
-        options["n_batch"] = max(n_ubatch, options.get("n_batch", N_BATCH))
-    plan = _plan(layout, cache, n_ubatch, options, projector)
+    n_batch, given = options.get("n_batch", N_BATCH), options.pop("n_ubatch", None)
+    n_image = projector.one_pass_tokens if projector else 0
+    if n_image > n_batch:
+        n_batch = options["n_batch"] = n_image
+    plan = _plan(layout, cache, min(given, n_batch) if given else None, options, projector)
     hooks = layout.is_moe and environment.hooks
     if hooks:
         options["use_mmap"] = False
-        n_ubatch = plan.n_ubatch
+    n_ubatch = plan.n_ubatch if hooks else max(n_image, min(given or DEFAULT_UBATCH_TOKENS, n_batch))
     return LoadPlan(path, layout, plan, hooks, n_ubatch, options, projector)
 
 
@@ -110,7 +111,7 @@ def _projector(options: dict[str, Any]) -> ProjectorHeader | None:
 def _plan(
     layout: ExpertLayout,
     cache: ExpertCache,
-    n_ubatch: int,
+    n_ubatch: int | None,
     options: dict[str, Any],
     projector: ProjectorHeader | None,
 ) -> Plan:
@@ -121,10 +122,9 @@ def _plan(
             raise OptionError(f"{name} is {number!r}, which no KV cache can have; accepted: {accepted}.")
     memory, n_ctx = read_memory(), options["n_ctx"]
     check_context(layout, n_ctx, memory, **types)
+    sizes = {"n_ctx": n_ctx, "n_ubatch": n_ubatch, "n_batch": options.get("n_batch", N_BATCH)}
     flash_attn = options.get("flash_attn", False)
-    return make_plan(
-        layout, cache, memory, n_ctx=n_ctx, n_ubatch=n_ubatch, flash_attn=flash_attn, projector=projector, **types
-    )
+    return make_plan(layout, cache, memory, **sizes, flash_attn=flash_attn, projector=projector, **types)
 
 
 def check_options(options: dict[str, Any], kind: type) -> None:
