@@ -232,7 +232,8 @@ def _fixed_fit(request: _Request, n_ctx: int, cache: ExpertCache, reasons: list[
         least = layer_slots(request.layout, request.one_pass_tokens) * request.slot_bytes
         raise BudgetError(
             f"this model reads an image in one pass of {request.one_pass_tokens} tokens, but"
-            f" expert_cache={str(cache)!r} allows passes of {allowed}; give at least {format_bytes_up(least)!r}, or load it without its projector."
+            f" expert_cache={str(cache)!r} allows passes of {allowed}; give at least"
+            f" {format_bytes_up(least)!r}, or load it without its projector."
         )
     sizes = [n for n in ubatches_up_to(min(allowed, request.ubatches()[0])) if n >= request.one_pass_tokens]
     sizes = sizes or [request.one_pass_tokens]

@@ -15,13 +15,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
 
-from moegguf.errors import OptionError
-from moegguf.generate.images import image_part
 from moegguf.generate.options import MAX_SEED, MAX_TOKENS, MAX_TOP_LOGPROBS
 from moegguf.generate.request import GenerationRequest, Message, Sampling
 from moegguf.models.entry import ModelEntry
 from moegguf.server.common import limits
 from moegguf.server.common.body import Body
+from moegguf.server.common.content import image_of_url
 from moegguf.server.common.options import (
     MAX_TOKEN,
     CalledFunction,
@@ -105,16 +104,7 @@ def _part(part: Any) -> dict[str, str]:
     url = given.get("url") if isinstance(given, dict) else given
     if not isinstance(url, str):
         raise ValueError('image_url must be {"url": "data:image/png;base64,..."}')
-    head, comma, data = url.partition(",")
-    if not (head[:5].lower() == "data:" and comma and head.endswith(";base64")):
-        raise ValueError(
-            f"image_url must be a data URL with base64, but is {url[:60]!r}; this server fetches nothing, so send the"
-            " image itself"
-        )
-    try:
-        return image_part(data)
-    except OptionError as error:
-        raise ValueError(str(error)) from None
+    return image_of_url(url)
 
 
 def _part_text(part: Any) -> str:
