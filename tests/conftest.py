@@ -65,6 +65,20 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     return write
 
 
+@pytest.fixture(scope="session")
+def projector(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`projector(kind)`: a random projector for images, for the tiny models of width 128."""
+    from tools.models import write_projector
+
+    folder = tmp_path_factory.mktemp("projectors")
+
+    def write(kind: str = "mlp") -> Path:
+        path = folder / f"mmproj-{kind}.gguf"
+        return path if path.exists() else write_projector(path, kind, 128)
+
+    return write
+
+
 @pytest.fixture
 def load() -> Iterator[Load]:
     """`load(path, **options)`: a small quiet `Llama` with logits of every token, closed after the test.

@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tools.models import PRESETS, QUANTS, Shape, model_size_bytes, write_model
+from tools.models import PRESETS, PROJECTORS, QUANTS, Shape, model_size_bytes, write_model, write_projector
 
 SIZE_UNITS = {"K": 10**3, "M": 10**6, "G": 10**9}
 DIMENSIONS = [field.name for field in fields(Shape) if field.name != "arch"]
@@ -44,6 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--preset", choices=PRESETS, help="named shape; every dimension below overrides it")
     parser.add_argument("--quant", choices=QUANTS, default="q4_0", help="q4_k_m is the mix of Q4_K and Q6_K")
     parser.add_argument("-o", "--output", type=Path, help="file to write; shards get -00001-of-0000N")
+    parser.add_argument("--mmproj", choices=PROJECTORS, help="write a projector for images beside it, mmproj-FILE")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--list", action="store_true", help="list the presets and their sizes")
     split = parser.add_mutually_exclusive_group()
@@ -82,6 +83,8 @@ def _write(args: argparse.Namespace) -> None:
         name=args.preset,
         progress=_show_progress if sys.stderr.isatty() else None,
     )
+    if args.mmproj:
+        write_projector(args.output.with_name(f"mmproj-{args.output.name}"), args.mmproj, shape.n_embd, seed=args.seed)
     seconds = time.monotonic() - start
     n_bytes = sum(path.stat().st_size for path in paths)
     print(

@@ -9,6 +9,8 @@ from moegguf.chat.commands import completion_words, run_command
 from moegguf.chat.history import InputHistory, history_path
 from moegguf.chat.reader import Reader, is_quoted_message, unquoted
 from moegguf.chat.session import ChatSession
+from moegguf.chat.turn import print_error
+from moegguf.errors import MoeggufError
 from moegguf.settings import read_settings
 from moegguf.terminal.keyboard import keyboard_echo_off
 from moegguf.terminal.messages import print_message
@@ -54,16 +56,19 @@ class Chat:
         conversation = self._session.conversation
         snapshot = conversation.snapshot()
         try:
-            if text.lstrip().startswith("/") and not is_quoted_message(typed):
+            if text.lstrip().startswith("/") and not is_quoted_message(typed) and not self._session.is_image(text):
                 run_command(self._session, typed.strip())
             else:
-                conversation.add_user_message(text)
+                conversation.add_user_message(*self._session.with_images(text))
                 self._session.answer(snapshot)
         except KeyboardInterrupt:  # raised outside the prompt and outside an answer
             conversation.restore(snapshot)
             print_message("")
         except (EOFError, BrokenPipeError):
             raise
+        except MoeggufError as error:
+            conversation.restore(snapshot)
+            print_error(error)
         except Exception as error:  # an internal fault must not lose the conversation
             if os.environ.get("MOEGGUF_DEBUG", "") not in ("", "0"):
                 raise

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from moegguf.chat.parameters import load_options_with
+from moegguf.generate.images import with_images
 from moegguf.generate.options import sampling_with
 from moegguf.generate.request import GenerationRequest, Message, Sampling
 from moegguf.terminal.loading import LoadOptions
@@ -67,10 +68,10 @@ class Conversation:
         """The system message: the one set here, else the model's; "" for none."""
         return self.system if self.system is not None else self.entry.system or ""
 
-    def add_user_message(self, text: str) -> None:
-        """Appends a user message, with the pending text before it."""
+    def add_user_message(self, text: str, images: Sequence[bytes] = ()) -> None:
+        """Appends a user message: images, then the pending text, then `text`. Raises OptionError."""
         content = f"{self.pending_text}\n\n{text}" if self.pending_text else text
-        self.messages.append({"role": "user", "content": content})
+        self.messages.append({"role": "user", "content": with_images(content, images)})
         self.pending_text = ""
 
     def add_answer(self, text: str, thinking: str, *, cut: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from moegguf.chat.image_files import begins_with_image, extract_images
 from moegguf.chat.printer import Printer
 from moegguf.chat.turn import print_error, shift_text, write_answer
 from moegguf.errors import ModelNotFoundError, MoeggufError
@@ -36,6 +37,8 @@ class ChatSession:
         """Name, context size and number of expert slots."""
         facts = [f"context of {self.llm.n_ctx():,} tokens"]
         stats = self.llm.stats()
+        if self.llm.reads_images:
+            facts.append("reads images")
         if stats.n_experts:
             facts.append(f"slots for {stats.n_slots:,} of {stats.n_experts:,} experts")
         print_message(f"{self.conversation.entry.name}: {', '.join(facts)}")
@@ -67,6 +70,14 @@ class ChatSession:
         if conversation.verbose:
             self._print_statistics()
         self._load_s = 0.0
+
+    def with_images(self, text: str) -> tuple[str, list[bytes]]:
+        """A message's text and the images whose paths were in it. Raises OptionError."""
+        return extract_images(text) if self.llm.reads_images else (text, [])
+
+    def is_image(self, text: str) -> bool:
+        """Whether a message that begins with / begins with the path of an image, not with a command."""
+        return self.llm.reads_images and begins_with_image(text)
 
     def _print_statistics(self) -> None:
         from moegguf.terminal.statistics import statistics
@@ -114,13 +125,13 @@ class ChatSession:
         """Closes the model first, since memory may not hold two; loads the old one again when `entry` fails."""
         self.llm.close()
         try:
-            self.llm, self._load_s = load(entry.path, options, spinner)
+            self.llm, self._load_s = load(entry, options, spinner)
             self._load_options = options
         except BaseException:
             self.conversation.parameters = {
                 name: value for name, value in self.conversation.parameters.items() if name not in LOAD_PARAMETERS
             }
-            self.llm, self._load_s = load((fallback or entry).path, self._load_options, spinner)
+            self.llm, self._load_s = load(fallback or entry, self._load_options, spinner)
             raise
         finally:
             self.activity_before = (0, 0)

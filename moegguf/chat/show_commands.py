@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from moegguf.chat import help as help_texts
+from moegguf.generate.images import text_of
 from moegguf.terminal.messages import print_message
 
 if TYPE_CHECKING:
@@ -76,14 +77,14 @@ PARTS: dict[str, Callable[[ChatSession], None]] = {
 
 
 def recipe(conversation: Conversation) -> Recipe:
-    """The conversation as a new model: files, settings and messages."""
+    """The conversation as a new model: files, settings and messages, without their images."""
     from moegguf.models.recipe import Recipe
 
     return Recipe(
         from_=conversation.entry.name,
         parameters={**conversation.entry.parameters, **conversation.parameters},
         system=conversation.system_text or None,
-        messages=tuple(conversation.unmarked_messages()),
+        messages=tuple({**m, "content": text_of(m["content"])} for m in conversation.unmarked_messages()),
         license=conversation.entry.license,
     )
 

@@ -62,10 +62,14 @@ def load_in_server(model: str, keep_alive: str | None) -> int:
 
 def answer_once(llm: Llama, conversation: Conversation, prompt: str, load_s: float, spinner: Spinner) -> int:
     """Prints the answer to `prompt`, then statistics if verbose; closes the model. Returns the exit code."""
+    from moegguf.chat.image_files import extract_images
     from moegguf.chat.printer import Printer
     from moegguf.chat.turn import shift_text, write_answer
 
-    conversation.add_user_message(prompt)
+    if llm.reads_images:
+        conversation.add_user_message(*extract_images(prompt))
+    else:
+        conversation.add_user_message(prompt)
     printer = Printer(wrap=conversation.word_wrap, hide_thinking=conversation.hide_thinking)
     reply = write_answer(llm, conversation.request(), printer, spinner, exit_timeout_s=EXIT_TIMEOUT_S)
     printer.end()
@@ -208,6 +212,10 @@ GpuLayers = Annotated[
     int | None,
     typer.Option("--n-gpu-layers", "-ngl", "--gpu-layers", min=-1, metavar="N", help="Layers on a GPU; -1: all."),
 ]
+Mmproj = Annotated[
+    str | None,
+    typer.Option(metavar="FILE", help="The model's projector for images.  [default: the one beside the model]"),
+]
 System = Annotated[str | None, typer.Option(metavar="TEXT", help="The system message.")]
 Format = Annotated[
     str | None, typer.Option("--format", metavar="json|SCHEMA", help="The answer is JSON, or follows a JSON schema.")
@@ -299,6 +307,7 @@ def run(
     min_p: MinP = None,
     repeat_penalty: RepeatPenalty = None,
     seed: Seed = None,
+    mmproj: Mmproj = None,
     system: System = None,
     output_format: Format = None,
     think: Think = None,
@@ -319,7 +328,7 @@ def run(
     name, words = model_and_words(model, prompt or [], model_file, hub_model)
     load_options = LoadOptions(
         expert_cache, verbose=verbose, policy=policy, predictor=predictor, prefetch=prefetch, n_gpu_layers=gpu_layers,
-        type_k=type_k, type_v=type_v,
+        type_k=type_k, type_v=type_v, mmproj=mmproj,
     )  # fmt: skip
     flags = {
         "num_ctx": ctx, "num_thread": threads, "num_predict": max_tokens, "temperature": temperature, "top_k": top_k,
@@ -343,7 +352,7 @@ def run(
         return answer_from_server(client, name, text, parameters, settings, keep_alive)
     conversation = start_conversation(name, load_options, parameters, settings)
     with Spinner() as spinner:
-        llm, load_s = load(conversation.entry.path, conversation.load_options(), spinner)
+        llm, load_s = load(conversation.entry, conversation.load_options(), spinner)
         if text is not None:
             return answer_once(llm, conversation, text, load_s, spinner)
     from moegguf.chat.chat import Chat

@@ -24,6 +24,14 @@ from moegguf.controller.prefetch import PrefetchOptions
 from moegguf.engine.live_controller import ControllerOptions, LiveController
 from moegguf.engine.load import Budget, LoadPlan, LoadProgress, Progress, check_options, prepare
 from moegguf.engine.plan import Plan
+from moegguf.engine.projector import (
+    PLACEHOLDER,
+    ContextImages,
+    ImagePrompt,
+    ImageSpan,
+    PositionedBatch,
+    Projector,
+)
 from moegguf.engine.readahead import readahead
 from moegguf.engine.recording import Recording, TraceOptions
 from moegguf.engine.requests import RequestCounter, RequestLock
@@ -63,6 +71,7 @@ class Llama(UpstreamLlama):
             None: only where that was measured to pay.
         judge: compare every prediction with the routing, without acting on it unless `prefetch`: see `decisions`.
         trace: a file to record routing in, or a `TraceOptions`.
+        mmproj: the model's projector, for images in messages (moegguf.generate); it is loaded with the first image.
         progress: called with 0.0 to 1.0 while the weights are read; returning False cancels the load.
         All keywords of `llama_cpp.Llama`. Without `n_threads` and `n_threads_batch` there are as many threads as
         processors this process may use, and fewer while other processes use some of them. `use_mmap` has no effect on
@@ -88,8 +97,10 @@ class Llama(UpstreamLlama):
         lockstep: bool = False,
         trace: str | os.PathLike[str] | TraceOptions | None = None,
         progress: Progress | None = None,
+        mmproj: str | os.PathLike[str] | None = None,
         **options: Any,
     ) -> None:
+        self._images = ContextImages()
         self._session: Session | None = None
         self._live_controller: LiveController | None = None
         self._recording: Recording | None = None
@@ -103,6 +114,7 @@ class Llama(UpstreamLlama):
         self._decode_lock = threading.RLock()  # held during llama_decode
         check_options(options, Llama)
         chosen = ControllerOptions(policy, predictor, prefetch, judge, lockstep)
+        options["mmproj"] = mmproj
         self._keywords = dict(model_path=model_path, expert_cache=expert_cache, store=store, **vars(chosen), **options)
         self._load_plan = load_plan = prepare(model_path, expert_cache, options)
         self.layout, self.plan = load_plan.layout, load_plan.plan
@@ -130,6 +142,9 @@ class Llama(UpstreamLlama):
         except (MemoryError, ValueError) as error:
             self._progress.raise_reason()
             raise load_plan.failure(error) from error
+        self.input_ids.fill(PLACEHOLDER)
+        if load_plan.projector is not None:
+            self._batch = PositionedBatch(self._batch, self._images)
 
     def _start_threads(self, load_plan: LoadPlan) -> None:
         n_threads, n_threads_batch = (load_plan.options[name] for name in ("n_threads", "n_threads_batch"))
@@ -196,6 +211,8 @@ class Llama(UpstreamLlama):
             if self._live_controller is not None:
                 self._live_controller.before_tokens(phase)
             self._session.lane.announce(self._requests.sequence, phase, tokens)
+        if self._images:
+            self.truncate(self.n_tokens)
         for begin in range(0, len(tokens), self.n_batch):
             self._eval_batch(tokens[begin : begin + self.n_batch])
             if after_batch is not None:
@@ -209,6 +226,54 @@ class Llama(UpstreamLlama):
         start_s = time.perf_counter()
         super().eval(tokens)
         self._threads.after_pass(len(tokens), time.perf_counter() - start_s)
+
+    def eval_image(self, prompt: ImagePrompt, span: ImageSpan) -> None:
+        """Evaluates an image's span of `prompt`, whose tokens before it are in the context. Raises what `eval` raises,
+        and OptionError for a damaged image."""
+        self._guarded(self._eval_image, prompt, span)
+
+    def _eval_image(self, prompt: ImagePrompt, span: ImageSpan) -> None:
+        assert self.projector is not None
+        if self._session is not None:
+            phase = self._requests.next_image(self.n_tokens, span.n_tokens)
+            if self._live_controller is not None:
+                self._live_controller.before_tokens(phase)
+            self._session.lane.announce(self._requests.sequence, phase, ())
+        self.truncate(span.begin)
+        position, n_ubatch = self._images.position(span.begin), self._context_params.n_ubatch
+        self.projector.evaluate(self._ctx.ctx, prompt, span, position, self.n_batch, n_ubatch)
+        self.input_ids[span.begin : span.end] = PLACEHOLDER
+        self.n_tokens = span.end
+        self._images.add(span)
+
+    def truncate(self, n_tokens: int) -> bool:
+        """Keeps the first `n_tokens` tokens of the context; False where the model's state cannot be truncated."""
+        self._images.truncate(n_tokens)
+        if not self._ctx.kv_cache_seq_rm(-1, self._images.position(n_tokens), -1):
+            return False
+        self.n_tokens = n_tokens
+        return True
+
+    def reset(self) -> None:
+        """Empties the context. What others evaluate into it, such as a chat handler's images, then equals no prompt."""
+        super().reset()
+        self._images.truncate(0)
+        self.input_ids.fill(PLACEHOLDER)
+
+    @property
+    def images(self) -> ContextImages:
+        """The images in the context."""
+        return self._images
+
+    @property
+    def reads_images(self) -> bool:
+        """Whether it was loaded with a projector."""
+        return self._load_plan.projector is not None and bool(self._keywords["mmproj"])
+
+    @cached_property
+    def projector(self) -> Projector | None:
+        """What reads images, loaded when it is first used; None without `mmproj`. Raises ModelFormatError."""
+        return Projector(self._keywords["mmproj"], self) if self.reads_images else None
 
     def embed(self, *arguments: Any, **options: Any) -> Any:
         """As in llama-cpp-python; raises what `eval` raises."""
@@ -351,6 +416,8 @@ class Llama(UpstreamLlama):
                 self._free()
 
     def _free(self) -> None:
+        if projector := self.__dict__.pop("projector", None):
+            projector.close()
         with suppress(AttributeError):  # the base class was not fully constructed
             super().close()
         if self._threadpool is not None:

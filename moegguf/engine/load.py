@@ -22,6 +22,7 @@ from moegguf.errors import (
     OptionError,
 )
 from moegguf.gguf.experts import ExpertLayout, read_layout
+from moegguf.gguf.projector import ProjectorHeader, read_projector
 from moegguf.gguf.reader import GGML_TYPES, ggml_type
 from moegguf.models.catalog import find_model
 from moegguf.native import library
@@ -49,6 +50,7 @@ class LoadPlan:
     n_ubatch: int
     options: dict[str, Any]
     govern_threads: bool  # whether the number of threads follows the load of the machine
+    projector: ProjectorHeader | None = None
 
     def slots_within(self, expert_cache: Budget) -> int:
         """Slots of another budget for the loaded model. Raises BudgetError when its passes need more."""
@@ -85,20 +87,36 @@ def prepare(model: str | os.PathLike[str], expert_cache: Budget | None, options:
     govern_threads = environment.hooks and not (options.get("n_threads") or options.get("n_threads_batch"))
     options["n_threads"] = options.get("n_threads") or count_cpus()
     options["n_threads_batch"] = options.get("n_threads_batch") or options["n_threads"]
+    projector = _projector(options)
     options["n_ctx"] = pad_context(options.get("n_ctx", N_CTX) or layout.hparams.n_ctx_train or N_CTX)
     if options.get("embedding"):
         options.setdefault("n_batch", pooling_batch_tokens(options["n_ctx"]))
         options.setdefault("n_ubatch", options["n_batch"])
     n_batch, given = options.get("n_batch", N_BATCH), options.pop("n_ubatch", None)
-    plan = _plan(layout, cache, min(given, n_batch) if given else None, options)
+    n_image = projector.one_pass_tokens if projector else 0
+    if n_image > n_batch:
+        n_batch = options["n_batch"] = n_image
+    plan = _plan(layout, cache, min(given, n_batch) if given else None, options, projector)
     hooks = layout.is_moe and environment.hooks
     if hooks:
         options["use_mmap"] = False
-    n_ubatch = plan.n_ubatch if hooks else min(given or DEFAULT_UBATCH_TOKENS, n_batch)
-    return LoadPlan(path, layout, plan, hooks, n_ubatch, options, govern_threads)
+    n_ubatch = plan.n_ubatch if hooks else max(n_image, min(given or DEFAULT_UBATCH_TOKENS, n_batch))
+    return LoadPlan(path, layout, plan, hooks, n_ubatch, options, govern_threads, projector)
 
 
-def _plan(layout: ExpertLayout, cache: ExpertCache, n_ubatch: int | None, options: dict[str, Any]) -> Plan:
+def _projector(options: dict[str, Any]) -> ProjectorHeader | None:
+    """Of the option `mmproj`, which is taken out, or of a chat handler's own file for images."""
+    given = options.pop("mmproj", None) or getattr(options.get("chat_handler"), "clip_model_path", None)
+    return read_projector(given) if given else None
+
+
+def _plan(
+    layout: ExpertLayout,
+    cache: ExpertCache,
+    n_ubatch: int | None,
+    options: dict[str, Any],
+    projector: ProjectorHeader | None,
+) -> Plan:
     types = {name: value for name in ("type_k", "type_v") if (value := options.get(name)) is not None}
     for name, number in types.items():
         if GGML_TYPES.get(number, ("",))[0].lower() not in KV_CACHE_TYPES:  # llama.cpp would end the process
@@ -107,7 +125,8 @@ def _plan(layout: ExpertLayout, cache: ExpertCache, n_ubatch: int | None, option
     memory, n_ctx = read_memory(), options["n_ctx"]
     check_context(layout, n_ctx, memory, **types)
     sizes = {"n_ctx": n_ctx, "n_ubatch": n_ubatch, "n_batch": options.get("n_batch", N_BATCH)}
-    return make_plan(layout, cache, memory, **sizes, flash_attn=options.get("flash_attn", False), **types)
+    flash_attn = options.get("flash_attn", False)
+    return make_plan(layout, cache, memory, **sizes, flash_attn=flash_attn, projector=projector, **types)
 
 
 def check_options(options: dict[str, Any], kind: type) -> None:

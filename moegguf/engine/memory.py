@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from moegguf.engine.machine import Memory
 from moegguf.errors import AllocationError, OptionError
 from moegguf.gguf.experts import ExpertLayout
+from moegguf.gguf.projector import ProjectorHeader
 from moegguf.gguf.reader import GGML_TYPES
 from moegguf.quantities import MIB, format_bytes, format_bytes_up
 
@@ -28,10 +29,12 @@ class MemoryNeeds:
     kv_bytes: int
     compute_bytes: int
     slot_work_bytes: int
+    projector_bytes: int = 0
 
     def total_bytes(self, n_slots: int) -> int:
         """All of it, with the scratch memory of `n_slots` slots."""
-        return self.dense_bytes + self.kv_bytes + self.compute_bytes + n_slots * self.slot_work_bytes
+        lasting = self.dense_bytes + self.projector_bytes + self.kv_bytes
+        return lasting + self.compute_bytes + n_slots * self.slot_work_bytes
 
 
 def row_bytes(ggml_type: int, n: int) -> int:
@@ -104,6 +107,7 @@ def memory_needs(
     type_k: int = F16,
     type_v: int = F16,
     flash_attn: bool = False,
+    projector: ProjectorHeader | None = None,
 ) -> MemoryNeeds:
     """The upper bounds for passes of `n_ubatch` tokens in a context of `n_ctx`; KV cache types as in ggml.
 
@@ -114,6 +118,7 @@ def memory_needs(
         kv_bytes=kv_bytes(layout, n_ctx, type_k, type_v),
         compute_bytes=compute_bytes(layout, n_ctx, n_ubatch, flash_attn),
         slot_work_bytes=8 * layout.n_expert_used * n_ubatch,
+        projector_bytes=projector.total_bytes if projector else 0,
     )
 
 

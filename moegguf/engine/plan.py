@@ -26,6 +26,7 @@ from moegguf.engine.memory import (
 )
 from moegguf.errors import BudgetError
 from moegguf.gguf.experts import ExpertLayout
+from moegguf.gguf.projector import ProjectorHeader
 from moegguf.native.store import slot_sizes
 from moegguf.quantities import ExpertCache, format_bytes, format_bytes_up
 
@@ -34,7 +35,8 @@ from moegguf.quantities import ExpertCache, format_bytes, format_bytes_up
 class Plan:
     """Slots for the pool, tokens of context and of a pass (`n_ubatch`), and where all bytes go.
 
-    `budget_bytes` is what the pool takes: n_slots * slot_bytes. `compute_bytes` includes the work memory of the slots.
+    `budget_bytes` is what the pool takes: n_slots * slot_bytes. `compute_bytes` includes the work memory of the slots,
+    `projector_bytes` that of reading an image.
     `total_bytes` is the sum; `available_bytes` is what this process may take. `reasons` and `warnings` are sentences
     for the user.
     """
@@ -52,6 +54,7 @@ class Plan:
     available_bytes: int
     reasons: tuple[str, ...]
     warnings: tuple[str, ...]
+    projector_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,12 @@ class _Request:
     type_k: int
     type_v: int
     flash_attn: bool
+    projector: ProjectorHeader | None = None
+
+    @property
+    def one_pass_tokens(self) -> int:
+        """Tokens that a pass has to hold, for an image; 1 where an image may be read in several."""
+        return max(1, self.projector.one_pass_tokens if self.projector else 1)
 
     @property
     def slot_bytes(self) -> int:
@@ -77,11 +86,13 @@ class _Request:
         return self.memory.available_bytes - self.margin_bytes
 
     def needs(self, n_ctx: int, n_ubatch: int) -> MemoryNeeds:
-        return memory_needs(self.layout, n_ctx, n_ubatch, self.type_k, self.type_v, self.flash_attn)
+        return memory_needs(self.layout, n_ctx, n_ubatch, self.type_k, self.type_v, self.flash_attn, self.projector)
 
     def ubatches(self) -> tuple[int, ...]:
         """Tokens of a pass to choose from, most first."""
-        return ubatches_up_to(self.n_ubatch or min(DEFAULT_UBATCH_TOKENS, self.n_batch))
+        least = self.one_pass_tokens
+        wanted = max(least, self.n_ubatch or min(DEFAULT_UBATCH_TOKENS, self.n_batch))
+        return tuple(n for n in (*ubatches_up_to(wanted), least) if n >= least)
 
 
 def slot_bytes(layout: ExpertLayout) -> int:
@@ -101,23 +112,26 @@ def make_plan(
     type_v: int = F16,
     flash_attn: bool = False,
     margin: int | None = None,
+    projector: ProjectorHeader | None = None,
 ) -> Plan:
     """The plan for running `layout` within `cache` on a machine with `memory`.
 
     n_ctx: 0 is the model's own; None: the largest that leaves most memory to experts (`memory.choose_context`).
     n_ubatch: stays as given unless the pool is too small for it; None: at most n_batch, chosen together with the slots
-    (`batch.best_fit`). margin: bytes that stay free with "auto"; None: `margin_bytes`.
+    (`batch.best_fit`). margin: bytes that stay free with "auto"; None: `margin_bytes`. projector: of a model that reads
+    images, too.
 
     Raises BudgetError, stating the minimum, when the budget (or, for "auto", the free memory) does not hold the experts
-    that one token uses in one layer.
+    that one token uses in one layer, or those of an image that has to be read in one pass.
     """
     margin = margin_bytes(memory.available_bytes) if margin is None else margin
-    request = _Request(layout, memory, margin, n_ubatch, n_batch, type_k, type_v, flash_attn)
+    request = _Request(layout, memory, margin, n_ubatch, n_batch, type_k, type_v, flash_attn, projector)
     reasons: list[str] = []
     options: dict[str, Any] = {"type_k": type_k, "type_v": type_v, "flash_attn": flash_attn}
     if n_ctx is None:
         pool_bytes = _given_bytes(layout, cache)
-        n_ctx = choose_context(layout, memory.available_bytes, request.ubatches()[0], pool_bytes=pool_bytes, **options)
+        free_bytes = memory.available_bytes - (projector.total_bytes if projector else 0)
+        n_ctx = choose_context(layout, free_bytes, request.ubatches()[0], pool_bytes=pool_bytes, **options)
         reasons += _context_reason(layout, n_ctx)
     n_ctx = pad_context(n_ctx) or default_contexts(layout)[0]
     if not layout.is_moe:
@@ -156,6 +170,7 @@ def _plan(request: _Request, n_ctx: int, fit: Fit, reasons: list[str]) -> Plan:
         available_bytes=request.memory.available_bytes,
         reasons=tuple(reasons),
         warnings=tuple(_warnings(layout, fit.n_slots, size, total, request.memory)),
+        projector_bytes=needs.projector_bytes,
     )
 
 
@@ -213,7 +228,15 @@ def _fixed_fit(request: _Request, n_ctx: int, cache: ExpertCache, reasons: list[
     """The slots of a given budget, and the most tokens of a pass that fit into the free memory beside them."""
     n_slots = _fixed_slots(request, cache, reasons)
     allowed = allowed_ubatch(request.layout, n_slots)
-    sizes = ubatches_up_to(min(allowed, request.ubatches()[0]))
+    if allowed < request.one_pass_tokens:
+        least = layer_slots(request.layout, request.one_pass_tokens) * request.slot_bytes
+        raise BudgetError(
+            f"this model reads an image in one pass of {request.one_pass_tokens} tokens, but"
+            f" expert_cache={str(cache)!r} allows passes of {allowed}; give at least"
+            f" {format_bytes_up(least)!r}, or load it without its projector."
+        )
+    sizes = [n for n in ubatches_up_to(min(allowed, request.ubatches()[0])) if n >= request.one_pass_tokens]
+    sizes = sizes or [request.one_pass_tokens]
     found = [Fit(n_slots, n, request.needs(n_ctx, n)) for n in sizes]
     within = [fit for fit in found if fit.total_bytes(request.slot_bytes) <= request.memory.available_bytes]
     fit = within[0] if within and not request.n_ubatch else found[0]

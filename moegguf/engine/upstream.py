@@ -24,6 +24,9 @@ class UpstreamLlama(_bindings.Llama):  # type: ignore[misc, name-defined]
     """Base of our `Llama`, which keeps the keywords of its constructor in `_keywords`, for pickling."""
 
     _keywords: dict[str, Any]
+    n_tokens: int
+    input_ids: npt.NDArray[np.intc]
+    _batch: Any
     _grammar: GrammarMask | None = None  # of the request that samples now
 
     @classmethod

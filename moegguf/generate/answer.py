@@ -56,7 +56,7 @@ class Answer:
         self.timing.cut_messages, self.timing.cut_tokens = self._prompt.cut_messages, self._prompt.cut_tokens
         self._n_logprobs = _checked_n_logprobs(request.n_logprobs)
         constraint = constraint_for(request, self._prompt.template, self._prompt.end, self._prompt.continuation)
-        self._sampler = Sampler(llm, request.sampling, self._prompt.tokens, constraint)
+        self._sampler = Sampler(llm, request.sampling, self._prompt.text_tokens, constraint)
         self._cancellation = Cancellation(llm)
         self._n_clean: int | None = None  # tokens at the beginning of a shifted context, as if nothing had shifted
 
@@ -93,8 +93,8 @@ class Answer:
         tokens, timing = self._prompt.tokens, self.timing
         self._cancellation.check()
         # Reused tokens were evaluated in batches of other sizes, which changes the last bits of their K and V.
-        timing.cached_tokens = reuse_prefix(self.llm, tokens, enabled=self.request.sampling.seed is None)
-        prefill(self.llm, tokens, timing.cached_tokens, self._cancellation, on_progress)
+        timing.cached_tokens = reuse_prefix(self.llm, self._prompt, enabled=self.request.sampling.seed is None)
+        prefill(self.llm, self._prompt, timing.cached_tokens, self._cancellation, on_progress)
         timing.prompt_tokens = len(tokens) - timing.cached_tokens
 
     def _decode(self, start: float) -> Generator[Delta, None, None]:
@@ -102,7 +102,7 @@ class Answer:
         timing, is_end = self.timing, self.llm.vocabulary.is_end
         transcript = new_transcript(self.request, self._prompt, self.llm.vocabulary)
         generated, first_stats = list[int](), None
-        shifts = self.request.shift and self.llm.can_shift
+        shifts = self.request.shift and self.llm.can_shift and self._prompt.images is None
         limit = self._token_limit(shifts=shifts)
         try:
             for token in decode(self.llm, self._sampler, self._cancellation, self._shift if shifts else None):
@@ -131,7 +131,7 @@ class Answer:
                 self.llm.n_tokens = self._n_clean
             timing.answer_stats = self.llm.stats() - (first_stats or self.llm.stats())
             if self.request.return_context:
-                timing.context = (*self._prompt.tokens, *generated)
+                timing.context = (*self._prompt.text_tokens, *generated)
         if delta := transcript.end():
             yield delta
 

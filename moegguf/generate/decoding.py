@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -18,6 +18,7 @@ from moegguf.generate.request import PromptProgress
 
 if TYPE_CHECKING:
     from moegguf.engine.llama import Llama
+    from moegguf.generate.prompt import Prompt
     from moegguf.generate.sampler import Sampler
 
 MIN_SHIFTED = 4  # tokens at the end of the context that a shift may drop; llama.cpp's number
@@ -60,43 +61,52 @@ class Cancellation:
             raise GenerationCancelled("the answer was stopped.")
 
 
-def reuse_prefix(llm: Llama, prompt: Sequence[int], *, enabled: bool = True) -> int:
+def reuse_prefix(llm: Llama, prompt: Prompt, *, enabled: bool = True) -> int:
     """Truncates the context to the longest prefix that it shares with `prompt`; returns that prefix's tokens.
 
     At least one token is left to evaluate. 0, and an empty context, unless `enabled` and where the model's state
     cannot be truncated (recurrent models).
     """
     n = _common_prefix(llm, prompt) if enabled else 0
-    if n and llm._ctx.kv_cache_seq_rm(-1, n, -1):
-        llm.n_tokens, llm._requires_eval = n, True
+    if n and llm.truncate(n):
+        llm._requires_eval = True
         return n
     llm.reset()
     return 0
 
 
-def _common_prefix(llm: Llama, prompt: Sequence[int]) -> int:
-    n = min(llm.n_tokens, len(prompt) - 1)
-    differ = np.flatnonzero(llm.input_ids[:n] != np.asarray(prompt[:n], np.intc))
-    return int(differ[0]) if differ.size else n
+def _common_prefix(llm: Llama, prompt: Prompt) -> int:
+    n = min(llm.n_tokens, len(prompt.tokens) - 1)
+    differ = np.flatnonzero(llm.input_ids[:n] != np.asarray(prompt.tokens[:n], np.intc))
+    n = int(differ[0]) if differ.size else n
+    return llm.images.common_prefix(n, prompt.images.spans if prompt.images else ())
 
 
 def prefill(
-    llm: Llama, prompt: Sequence[int], n_cached: int, cancellation: Cancellation, on_progress: OnProgress | None
+    llm: Llama, prompt: Prompt, n_cached: int, cancellation: Cancellation, on_progress: OnProgress | None
 ) -> None:
     """Evaluates the prompt's tokens from `n_cached` on, n_batch at a time. Raises GenerationCancelled in between."""
-    start = time.perf_counter()
+    tokens, start = prompt.tokens, time.perf_counter()
 
     def report() -> None:
         if on_progress is not None:
-            on_progress(PromptProgress(len(prompt), n_cached, llm.n_tokens, time.perf_counter() - start))
+            on_progress(PromptProgress(len(tokens), n_cached, llm.n_tokens, time.perf_counter() - start))
 
     def after_batch() -> None:
         report()
         cancellation.check()
 
-    if len(prompt) - n_cached > llm.n_batch:
+    if len(tokens) - n_cached > llm.n_batch:
         report()
-    llm.eval(prompt[n_cached:], after_batch)
+    n_done = n_cached
+    if prompt.images is not None:
+        for span in prompt.images.spans_from(n_cached):
+            if span.begin > n_done:
+                llm.eval(tokens[n_done : span.begin], after_batch)
+            llm.eval_image(prompt.images, span)
+            after_batch()
+            n_done = span.end
+    llm.eval(tokens[n_done:], after_batch)
 
 
 def decode(

@@ -11,14 +11,16 @@ import base64
 import binascii
 import secrets
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from moegguf.engine.projector import Image
 from moegguf.errors import OptionError
+from moegguf.generate.request import Message
+from moegguf.gguf.projector import MAX_PIXELS
 
 MAX_IMAGE_BYTES = 20 << 20
-MAX_PIXELS = 24 << 20  # decoded they take 72 MiB, while decoding up to three times that
 MAX_ASPECT_RATIO = 64  # projectors that keep the proportions would enlarge the long side of a line without limit
 MAX_IMAGES = 64  # in one request
 MAX_JPEG_SEGMENTS = 4096  # before the first frame
@@ -27,9 +29,15 @@ FORMATS = "PNG, JPEG and GIF"
 Part = Mapping[str, Any]
 
 
+def with_images(text: str, images: Iterable[str | bytes]) -> str | list[dict[str, str]]:
+    """A message's content: `images` (files, or their base64) before `text`. Raises as `image_part`."""
+    parts = [image_part(base64.b64encode(image).decode() if isinstance(image, bytes) else image) for image in images]
+    return [*parts, {"type": "text", "text": text}] if parts else text
+
+
 def image_part(text: str) -> dict[str, str]:
     """The part for an image that came as base64. Raises OptionError when it is not an image that can be used."""
-    check_image(decode_base64(text))
+    read_image(decode_base64(text))
     return {"type": "image", "data": text}
 
 
@@ -43,8 +51,8 @@ def decode_base64(text: str) -> bytes:
         raise OptionError(f"an image is sent as base64, but {text[:24]!r}... is not; encode the file.") from None
 
 
-def check_image(data: bytes) -> tuple[int, int]:
-    """(width, height) of a file that can be decoded, as its header states them.
+def read_image(data: bytes) -> Image:
+    """A file that can be decoded, with the dimensions that its header states.
 
     Raises OptionError for another format, a damaged header, and dimensions beyond the limits.
     """
@@ -62,12 +70,12 @@ def check_image(data: bytes) -> tuple[int, int]:
         raise OptionError(
             f"an image is at most {MAX_ASPECT_RATIO} times as long as wide, but this one is {width} x {height}; cut it."
         )
-    return width, height
+    return Image(data, width, height)
 
 
 def _too_large(n_bytes: int) -> OptionError:
     return OptionError(
-        f"an image file has at most {MAX_IMAGE_BYTES >> 20} MiB, but this one {n_bytes >> 20}; shrink it."
+        f"an image file has at most {MAX_IMAGE_BYTES >> 20} MiB, but this one {n_bytes / (1 << 20):.1f}; shrink it."
     )
 
 
@@ -116,7 +124,7 @@ def text_of(content: Any) -> str:
     return "\n".join(str(part.get("text", "")) for part in content if part.get("type") == "text")
 
 
-def has_images(messages: Sequence[Mapping[str, Any]]) -> bool:
+def has_images(messages: Sequence[Message]) -> bool:
     """Whether a message has an image among its parts."""
     return any(_is_image(part) for message in messages for part in _parts(message))
 
@@ -125,8 +133,8 @@ def has_images(messages: Sequence[Mapping[str, Any]]) -> bool:
 class Marked:
     """Messages with texts only: `marker`, which no one can guess, stands for each of `images`, in order."""
 
-    messages: Sequence[Mapping[str, Any]]
-    images: tuple[bytes, ...]
+    messages: Sequence[Message]
+    images: tuple[Image, ...]
     marker: str
 
     def pieces(self, text: str) -> list[str] | None:
@@ -134,29 +142,25 @@ class Marked:
         found = text.split(self.marker)
         return found if len(found) == len(self.images) + 1 else None
 
-    def as_lists(self) -> list[dict[str, Any]]:
+    def as_lists(self) -> list[Message]:
         """The messages for templates that know content as lists of parts only."""
         return [
-            {**message, "content": [{"type": "text", "text": message["content"]}]}
-            if message.get("content")
-            else message
-            for message in map(dict, self.messages)
+            {**message, "content": [{"type": "text", "text": text}]} if (text := message.get("content")) else message
+            for message in self.messages
         ]
 
 
-def mark_images(messages: Sequence[Mapping[str, Any]]) -> Marked:
+def mark_images(messages: Sequence[Message]) -> Marked:
     """Puts a marker in place of each image. Raises OptionError for images that cannot be used, or too many."""
     marker = f"<image-{secrets.token_hex(8)}>"
     parts = [part for message in messages for part in _parts(message) if _is_image(part)]
     if len(parts) > MAX_IMAGES:
         raise OptionError(f"a request has at most {MAX_IMAGES} images, but this one {len(parts)}; leave some out.")
-    images = tuple(decode_base64(str(part.get("data", ""))) for part in parts)
-    for image in images:
-        check_image(image)
+    images = tuple(read_image(decode_base64(str(part.get("data", "")))) for part in parts)
     return Marked([_with_text(message, marker) for message in messages], images, marker)
 
 
-def _with_text(message: Mapping[str, Any], marker: str) -> Mapping[str, Any]:
+def _with_text(message: Message, marker: str) -> Message:
     """The message with its parts as one text: a line break between two texts, none around an image."""
     parts = _parts(message)
     if not parts:
@@ -169,7 +173,7 @@ def _with_text(message: Mapping[str, Any], marker: str) -> Mapping[str, Any]:
     return {**message, "content": text}
 
 
-def _parts(message: Mapping[str, Any]) -> Sequence[Part]:
+def _parts(message: Message) -> Sequence[Part]:
     content = message.get("content")
     return content if isinstance(content, list | tuple) else ()
 

@@ -9,9 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
+from moegguf.engine.projector import PLACEHOLDER, ImagePrompt
 from moegguf.engine.vocabulary import Vocabulary
-from moegguf.errors import CapabilityError, ContextError, OptionError
+from moegguf.errors import CapabilityError, ContextError, OptionError, TemplateError
 from moegguf.generate.continuation import Continuation, continuation_of, split_last
+from moegguf.generate.images import Marked, mark_images, text_of
 from moegguf.generate.request import GenerationRequest, Message
 from moegguf.generate.template import capabilities, render
 from moegguf.generate.truncation import (
@@ -38,12 +40,13 @@ class Rendered(NamedTuple):
     text: str
     n_tokens: int
     continuation: Continuation | None = None
+    images: ImagePrompt | None = None
 
 
 @dataclass(frozen=True)
 class Prompt:
     """`tokens` of the prompt; `end`, its text; `template`, the chat template that rendered it, if any; `continuation`,
-    of an answer that continues a message."""
+    of an answer that continues a message; `images`, of a prompt with images, which has the same tokens."""
 
     tokens: list[int]
     end: str = ""
@@ -51,6 +54,12 @@ class Prompt:
     continuation: Continuation | None = None
     cut_messages: int = 0
     cut_tokens: int = 0
+    images: ImagePrompt | None = None
+
+    @property
+    def text_tokens(self) -> list[int]:
+        """The tokens without the placeholders of images."""
+        return [token for token in self.tokens if token != PLACEHOLDER] if self.images else self.tokens
 
 
 def read_prompt(llm: Llama, vocabulary: Vocabulary, request: GenerationRequest) -> Prompt:
@@ -149,6 +158,10 @@ def _conversation(llm: Llama, vocabulary: Vocabulary, request: GenerationRequest
     prompt = _truncated(llm, request, request.messages, render)
     if not request.context:
         return prompt
+    if prompt.images is not None:
+        images = prompt.images.after(request.context)
+        check_fits(len(images.tokens), llm.n_ctx())
+        return replace(prompt, tokens=images.tokens, images=images)
     fitted = _fitted(llm, vocabulary, request, [*request.context, *prompt.tokens])
     return replace(prompt, tokens=fitted.tokens, cut_tokens=prompt.cut_tokens + fitted.cut_tokens)
 
@@ -161,21 +174,44 @@ class _Renderer:
         self._first = [] if request.context else vocabulary.bos_tokens
 
     def __call__(self, messages: Sequence[Message]) -> Rendered:
-        """Raises TemplateError."""
+        """Raises TemplateError, and for images CapabilityError and OptionError."""
         n_ctx = self._llm.n_ctx()
-        text = "".join(str(message.get("content") or "") for message in messages)
+        text = "".join(text_of(message.get("content")) for message in messages)
         if len(text) > MAX_WHOLE_CHARACTERS and (far := tokenize(self.vocabulary, text, n_ctx)).n_tokens > 2 * n_ctx:
             return Rendered([], "", far.n_tokens)  # too long in any case
         last = None
         if self._request.continue_final_message:
             messages, last = split_last(messages)
-        text = _render(self._llm, self.vocabulary, self.template, messages, self._request)
+        marked = mark_images(messages)
+        text = self._render(marked.messages)
+        if marked.images and marked.pieces(text) is None:
+            text = self._render(marked.as_lists())
         continuation = None
         if last is not None:
             continuation = continuation_of(last, text, self.template)
             text += continuation.text
+        if marked.images:
+            images = self._read_images(marked, text)
+            return Rendered(images.tokens, text, len(images.tokens), continuation, images)
         tokens = self._first + _without_second_bos(self._first, self.vocabulary.tokens(text))
         return Rendered(tokens, text, len(tokens), continuation)
+
+    def _render(self, messages: Sequence[Message]) -> str:
+        return _render(self._llm, self.vocabulary, self.template, messages, self._request)
+
+    def _read_images(self, marked: Marked, text: str) -> ImagePrompt:
+        if self._llm.projector is None:
+            raise CapabilityError(
+                "this model was loaded without a projector, so it cannot read images; give the mmproj file that belongs"
+                " to it (--mmproj, or beside the model), or ask without images."
+            )
+        texts = marked.pieces(text)
+        if texts is None:
+            raise TemplateError("the chat template leaves out an image; the model needs another one.")
+        texts[-1] = texts[-1] or "\n"  # the answer begins after a text
+        images = self._llm.projector.tokenize(texts, marked.images)
+        n_bos = len(images.tokens) - len(_without_second_bos(self._first, images.tokens))
+        return images.after(self._first, n_bos)
 
 
 def _truncated(llm: Llama, request: GenerationRequest, messages: Sequence[Message], render: _Renderer) -> Prompt:
@@ -196,6 +232,7 @@ def _truncated(llm: Llama, request: GenerationRequest, messages: Sequence[Messag
         best.continuation,
         cut_messages=len(messages) - len(kept),
         cut_tokens=max(0, whole.n_tokens - best.n_tokens),
+        images=best.images,
     )
 
 
@@ -222,7 +259,7 @@ def _newest(messages: Sequence[Message], render: _Renderer, n_room: int) -> tupl
 def _message_sizes(messages: Sequence[Message], vocabulary: Vocabulary) -> list[int]:
     """About the tokens of each message, the same in every request; 0 for system messages."""
     texts = [
-        "" if message.get("role") == "system" else f"{message.get('content') or ''}{message.get('tool_calls') or ''}"
+        "" if message.get("role") == "system" else f"{text_of(message.get('content'))}{message.get('tool_calls') or ''}"
         for message in messages
     ]
     exact = sum(map(len, texts)) <= MAX_WHOLE_CHARACTERS
@@ -234,7 +271,7 @@ def _with_cut_text(messages: Sequence[Message], render: _Renderer, n_ctx: int) -
     """The prompt with the beginning of the longest message cut off, as if its context had been shifted; None when the
     rest of the prompt fills the context already."""
     at = longest(messages)
-    if at is None:
+    if at is None or not isinstance(messages[at]["content"], str):
         return None
     vocabulary, text = render.vocabulary, str(messages[at]["content"])
 

@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 
+from moegguf.errors import MoeggufError
 from moegguf.gguf.chat_template import capabilities_of
 from moegguf.gguf.experts import ExpertLayout, read_layout
+from moegguf.gguf.projector import ProjectorHeader, read_projector
 from moegguf.gguf.reader import GGML_TYPES, Value
 from moegguf.models.entry import Details, ModelEntry
 
@@ -41,7 +43,7 @@ def details(entry: ModelEntry) -> Details:
         n_embd=layout.hparams.n_embd,
         n_expert=layout.n_expert,
         n_expert_used=layout.n_expert_used,
-        capabilities=_capabilities(metadata, layout.arch, template),
+        capabilities=_capabilities(metadata, layout.arch, template, vision=projector_of(entry) is not None),
         template=template,
         metadata=metadata,
     )
@@ -59,6 +61,22 @@ def layout_of(path: Path) -> ExpertLayout:
 @lru_cache(maxsize=64)
 def _layout(path: Path, _size: int, _mtime_ns: int) -> ExpertLayout:
     return read_layout(path)
+
+
+def projector_of(entry: ModelEntry) -> ProjectorHeader | None:
+    """The header of an entry's projector; None without one, and for a damaged one: the model then reads texts only."""
+    if entry.mmproj is None:
+        return None
+    try:
+        info = entry.mmproj.stat()
+        return _projector(entry.mmproj, info.st_size, info.st_mtime_ns)
+    except (OSError, MoeggufError):
+        return None
+
+
+@lru_cache(maxsize=64)
+def _projector(path: Path, _size: int, _mtime_ns: int) -> ProjectorHeader:
+    return read_projector(path)
 
 
 def parameters(layout: ExpertLayout) -> tuple[int, int]:
@@ -93,11 +111,11 @@ def human_number(n: int) -> str:
     return str(n)
 
 
-def _capabilities(metadata: Mapping[str, Value], arch: str, template: str | None) -> tuple[str, ...]:
+def _capabilities(metadata: Mapping[str, Value], arch: str, template: str | None, *, vision: bool) -> tuple[str, ...]:
     """As Ollama derives them: a model with pooling embeds, any other completes."""
     if f"{arch}.pooling_type" in metadata:
         return ("embedding",)
-    found = ["completion", *capabilities_of(template)]
+    found = ["completion", *(["vision"] if vision else []), *capabilities_of(template)]
     if "insert" not in found and any(key in metadata for key in _INFILL_KEYS):
         found.append("insert")
     return tuple(found)

@@ -81,7 +81,7 @@ class Details:
     """Facts from the headers of an entry's files.
 
     `parameter_size` is abbreviated ("30.5B"), `quantization` the file's main type ("Q4_K_M"). `capabilities`: of
-    completion, tools, thinking, insert, embedding. `metadata`: all GGUF keys.
+    completion, vision, tools, thinking, insert, embedding. `metadata`: all GGUF keys.
     """
 
     family: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -11,11 +12,13 @@ from moegguf.errors import ModelNameError, ModelNotFoundError
 from moegguf.gguf.shards import MAX_SHARDS, parse_shard_name, shard_path
 from moegguf.models.entry import ModelEntry, Source, digest_of, modified_at, size_of
 from moegguf.models.names import DEFAULT_TAG, parse_name
+from moegguf.models.selection import is_model, projector_beside
 from moegguf.package import package_folders
 from moegguf.settings import read_environment
 
 DEMO_NAME = "demo"
 DEMO_FILE = "moegguf-demo-Q4_0.gguf"
+MAX_NEIGHBOURS = 4096  # files of a folder among which a projector is looked for
 
 
 def demo_path() -> Path | None:
@@ -89,7 +92,11 @@ def only_model(folder: Path) -> Path:
 def file_entry(path: Path, source: Source, name: str) -> ModelEntry:
     """The model whose first (or only) file is at `path`. Raises OSError when it cannot be read."""
     files = shards_of(path)
-    return ModelEntry(name, source, files, size_of(files), digest_of(files), modified_at(path))
+    names = [file.name for file in itertools.islice(path.parent.glob("*.gguf"), MAX_NEIGHBOURS)]
+    found = projector_beside(path.name, names)
+    mmproj = path.with_name(found) if found else None
+    size_bytes = size_of((*files, mmproj) if mmproj else files)
+    return ModelEntry(name, source, files, size_bytes, digest_of(files), modified_at(path), mmproj)
 
 
 def shards_of(path: Path) -> tuple[Path, ...]:
@@ -109,7 +116,7 @@ def name_key(name: str) -> str:
 def _models_in(files: Iterable[Path]) -> dict[str, Path]:
     """{name: file}; the first shard of a split model has two names, with and without the number."""
     models: dict[str, Path] = {}
-    for file in sorted(files):
+    for file in sorted(file for file in files if is_model(file.name)):
         shard = parse_shard_name(file.stem)
         if shard.number == 1:
             models.setdefault(name_key(shard.prefix), file)

@@ -73,6 +73,20 @@ def _models_in(known: tuple[str, ...]) -> tuple[tuple[str, FileSelection], ...]:
     return tuple((tag, selection) for selection in selections if (tag := _tag_of(selection, known)))
 
 
+def projector_beside(model: str, names: Sequence[str]) -> str | None:
+    """The projector for the file `model` among the `names` of its folder, which other models may share.
+
+    Of the only model, any; else one of the model's name, quantisations aside.
+    """
+    others = [name for name in names if is_model(name) and _shard(name).prefix != _shard(model).prefix]
+    return _projector(model, [name for name in names if not others or _plain_name(name) == _plain_name(model)])
+
+
+def _plain_name(path: str) -> str:
+    """A file's name without quantisation, "mmproj" and separators around it."""
+    return _QUANT.sub("", _shard(path).prefix).lower().replace("mmproj", "").strip("-_.")
+
+
 def is_model(path: str) -> bool:
     """Whether the name is that of a model, not of a projector, importance matrix or draft model."""
     name = _base(path).lower()

@@ -396,7 +396,7 @@ def _our_bindings(library: Path) -> Iterator[None]:
     if "llama_cpp" in sys.modules:
         yield
         return
-    os.environ["LLAMA_CPP_LIB_PATH"] = str(library)
+    os.environ["LLAMA_CPP_LIB_PATH"] = os.environ["MTMD_CPP_LIB"] = str(library)
     folders = [str(folder / "bindings") for folder in package_folders()]
     sys.path[:0] = folders
     try:
@@ -404,6 +404,16 @@ def _our_bindings(library: Path) -> Iterator[None]:
     finally:
         for folder in folders:
             sys.path.remove(folder)
+
+
+def mtmd() -> ModuleType:
+    """The bindings of libmtmd, which reads images. Raises LibraryError when the library was built without it."""
+    llama_cpp()
+    try:
+        from llama_cpp import mtmd_cpp
+    except (ImportError, OSError, RuntimeError) as error:
+        raise LibraryError(f"libmtmd, which reads images, cannot be loaded ({error}); build moegguf again.") from error
+    return mtmd_cpp  # type: ignore[no-any-return]
 
 
 def _correct_log_levels() -> None:

@@ -9,13 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moegguf.engine.batch import DEFAULT_UBATCH_TOKENS
+from moegguf.engine.batch import DEFAULT_UBATCH_TOKENS, layer_slots
 from moegguf.engine.machine import Memory, read_memory
 from moegguf.engine.memory import choose_context, margin_bytes, pad_context, pooling_batch_tokens
 from moegguf.engine.plan import Plan, make_plan
 from moegguf.errors import BudgetError
 from moegguf.gguf.reader import ggml_type
-from moegguf.models.details import layout_of
+from moegguf.models.details import layout_of, projector_of
 from moegguf.models.entry import ModelEntry
 from moegguf.quantities import ExpertCache, format_bytes, parse_expert_cache
 from moegguf.serving.events import LoadOverrides
@@ -116,17 +116,20 @@ def measure(entry: ModelEntry, overrides: LoadOverrides, settings: Settings, lim
     layout = layout_of(entry.path)
     flash_attn = bool(settings.flash_attention) or settings.kv_cache_type != "f16"
     kv_type = ggml_type(settings.kv_cache_type) if settings.kv_cache_type != "f16" else None
+    projector = projector_of(entry)
     options: dict[str, Any] = {"flash_attn": flash_attn}
     if kv_type is not None:
         options |= {"type_k": kv_type, "type_v": kv_type}
     if settings.n_ctx:
         default_n_ctx = pad_context(settings.n_ctx)
     else:
-        default_n_ctx = choose_context(layout, limit_bytes, DEFAULT_UBATCH_TOKENS, **options)
+        free_bytes = limit_bytes - (projector.total_bytes if projector else 0)
+        default_n_ctx = choose_context(layout, free_bytes, DEFAULT_UBATCH_TOKENS, **options)
     n_ctx = pad_context(overrides.n_ctx) if overrides.n_ctx else default_n_ctx
     embedding = is_embedding(layout.metadata)
     n_batch = overrides.n_batch or (pooling_batch_tokens(n_ctx) if embedding else DEFAULT_UBATCH_TOKENS)
     options |= {"n_ctx": n_ctx, "n_batch": n_batch, "n_ubatch": n_batch if embedding else None, "margin": 0}
+    options["projector"] = projector
 
     def plan(cache: ExpertCache, n_bytes: int = _UNLIMITED) -> Plan:
         return make_plan(layout, cache, Memory(n_bytes, n_bytes, "the models' budget"), **options)
@@ -135,6 +138,7 @@ def measure(entry: ModelEntry, overrides: LoadOverrides, settings: Settings, lim
         return LoadConfig(
             name=entry.name,
             path=str(entry.path),
+            mmproj=str(projector.path) if projector else None,
             n_ctx=n_ctx,
             n_batch=n_batch,
             n_ubatch=chosen.n_ubatch,
@@ -150,7 +154,8 @@ def measure(entry: ModelEntry, overrides: LoadOverrides, settings: Settings, lim
     wanted = plan(parse_expert_cache(overrides.expert_cache or read_environment().expert_cache))
     if not layout.is_moe:
         return ModelSize(wanted.total_bytes, wanted.total_bytes, lambda _: wanted, load_config, default_n_ctx)
-    least = plan(ExpertCache("bytes", n_bytes=layout.n_expert_used * wanted.slot_bytes))
+    n_least = layer_slots(layout, max(1, projector.one_pass_tokens if projector else 1))
+    least = plan(ExpertCache("bytes", n_bytes=n_least * wanted.slot_bytes))
     most = ExpertCache("auto", n_bytes=wanted.budget_bytes)
 
     def plan_within(n_bytes: int) -> Plan:

@@ -41,6 +41,7 @@ class LoadConfig:
     name: str
     path: str
     n_ctx: int
+    mmproj: str | None = None
     n_batch: int = 512
     n_ubatch: int = 512
     n_threads: int | None = None

@@ -261,6 +261,7 @@ def open_model(config: LoadConfig, progress: Callable[[float], object]) -> Llama
         cache = ExpertCache("bytes", n_bytes=config.expert_cache_bytes)
     return Llama(
         config.path,
+        mmproj=config.mmproj,
         expert_cache=cache,
         n_ctx=config.n_ctx,
         n_batch=config.n_batch,

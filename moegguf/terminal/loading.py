@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moegguf.terminal.messages import print_message
@@ -24,7 +23,10 @@ CANCEL_TIMEOUT_S = 0.5  # for a load that was interrupted
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """How a model is loaded. None: moegguf's default. verbose: 1 prints statistics, 2 also llama.cpp's log."""
+    """How a model is loaded. None: moegguf's default. verbose: 1 prints statistics, 2 also llama.cpp's log.
+
+    mmproj: a projector in place of the one that the model's name has.
+    """
 
     expert_cache: str | None = None
     n_threads: int | None = None
@@ -35,6 +37,7 @@ class LoadOptions:
     prefetch: bool | None = None
     n_batch: int | None = None
     n_gpu_layers: int | None = None
+    mmproj: str | None = None
     type_k: str | None = None
     type_v: str | None = None
 
@@ -99,22 +102,30 @@ def silence_llama_log() -> None:
     logging.getLogger("llama-cpp-python").setLevel(logging.CRITICAL)
 
 
-def load(path: Path, options: LoadOptions, spinner: Spinner) -> tuple[Llama, float]:
+def projector_path(entry: ModelEntry, options: LoadOptions) -> str | None:
+    """The projector to load `entry` with: the one given, else the model's own if it can be used."""
+    from moegguf.models.details import projector_of
+
+    own = projector_of(entry)
+    return options.mmproj or (str(own.path) if own else None)
+
+
+def load(entry: ModelEntry, options: LoadOptions, spinner: Spinner) -> tuple[Llama, float]:
     """Loads a model; returns it and the seconds that took."""
     start = time.perf_counter()
     spinner.show("loading the library")
     import moegguf
     from moegguf.terminal.progress import loading_text
 
-    layout = moegguf.read_layout(path)
-    arguments = _llama_arguments(layout, options)
+    layout = moegguf.read_layout(entry.path)
+    arguments = {**_llama_arguments(layout, options), "mmproj": projector_path(entry, options)}
 
     def open_model(interrupted: threading.Event) -> Llama:
         def progress(share: float) -> bool:
             spinner.show(loading_text(layout.name, share, layout.dense_bytes, time.perf_counter() - start))
             return not interrupted.is_set()
 
-        return moegguf.Llama(path, progress=progress, **arguments)
+        return moegguf.Llama(entry.path, progress=progress, **arguments)
 
     if options.verbose <= 1:
         silence_llama_log()  # before llama.cpp's first line

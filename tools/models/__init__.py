@@ -3,8 +3,9 @@
 Uses nothing of moegguf, and never holds a model in memory.
 """
 
+from tools.models.projector import PROJECTORS, write_projector
 from tools.models.shapes import PRESETS, Shape
 from tools.models.tensors import QUANTS, model_size_bytes
 from tools.models.writer import write_model
 
-__all__ = ["PRESETS", "QUANTS", "Shape", "model_size_bytes", "write_model"]
+__all__ = ["PRESETS", "PROJECTORS", "QUANTS", "Shape", "model_size_bytes", "write_model", "write_projector"]

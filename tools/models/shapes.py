@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-ARCHS = ("qwen2moe", "qwen3moe", "llama", "deepseek2")
+ARCHS = ("qwen2moe", "qwen3moe", "qwen3vlmoe", "llama", "deepseek2")
 
 
 @dataclass(frozen=True)
@@ -136,6 +136,19 @@ PRESETS: dict[str, Shape] = {
         n_head_kv=2,
         n_embd_head=64,
         n_expert=32,
+        n_expert_used=4,
+        n_ff_exp=64,
+        n_vocab=1024,
+        n_ctx_train=2048,
+    ),
+    "tiny-qwen3vlmoe": Shape(
+        "qwen3vlmoe",
+        n_layer=4,
+        n_embd=128,
+        n_head=4,
+        n_head_kv=2,
+        n_embd_head=32,
+        n_expert=16,
         n_expert_used=4,
         n_ff_exp=64,
         n_vocab=1024,

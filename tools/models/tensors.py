@@ -108,7 +108,7 @@ def _attention(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield f"attn_{letter}.weight", (rows, shape.n_embd)
         if shape.arch == "qwen2moe":
             yield f"attn_{letter}.bias", (rows,)
-    if shape.arch == "qwen3moe":
+    if shape.arch in ("qwen3moe", "qwen3vlmoe"):
         yield "attn_q_norm.weight", (shape.n_embd_head,)
         yield "attn_k_norm.weight", (shape.n_embd_head,)
     yield "attn_output.weight", (shape.n_embd, n_q)

@@ -174,6 +174,8 @@ def _add_metadata(writer: GGUFWriter, shape: Shape, quant: str, name: str) -> No
         writer.add_key_length(shape.n_embd_head)
         writer.add_value_length(shape.n_embd_head)
         writer.add_rope_dimension_count(shape.n_embd_head)
+    if shape.arch == "qwen3vlmoe":
+        writer.add_rope_dimension_sections([shape.n_embd_head // 4, shape.n_embd_head // 8, shape.n_embd_head // 8, 0])
     if shape.arch != "llama":
         writer.add_expert_feed_forward_length(shape.n_ff_exp)
     if shape.arch == "qwen2moe":

@@ -16,6 +16,7 @@ from moegguf.generate.request import GenerationRequest
 from moegguf.models.entry import ModelEntry
 from moegguf.server.anthropic.objects import MessageReply
 from moegguf.server.anthropic.schema import CountBody, MessagesBody
+from moegguf.server.common import limits
 from moegguf.server.common.answering import answer_events, count_tokens
 from moegguf.server.common.body import read_body
 from moegguf.server.common.lookup import check_capabilities, look_up
@@ -52,7 +53,7 @@ async def count(request: Request) -> Response:
 
 
 async def _read(request: Request, kind: type[Kind]) -> tuple[Kind, ModelEntry, GenerationRequest]:
-    body = await read_body(request, kind)
+    body = await read_body(request, kind, limits.IMAGES_BODY_BYTES)
     entry, known = await look_up(request.app.state.catalog, body.model)
     generation = body.generation(entry, thinks="thinking" in known.capabilities)
     needs = {

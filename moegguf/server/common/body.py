@@ -33,12 +33,12 @@ class Body(BaseModel):
 T = TypeVar("T", bound=BaseModel)
 
 
-async def read_body(request: Request, kind: type[T]) -> T:
+async def read_body(request: Request, kind: type[T], limit: int = limits.BODY_BYTES) -> T:
     """The body of `request` as a `kind`.
 
     Raises HttpError: 400 for an invalid body, 408, 413 and 415 for a slow, large or compressed one.
     """
-    return parse_body(await read_bytes(request), kind)
+    return parse_body(await read_bytes(request, limit), kind)
 
 
 def parse_body(raw: bytes, kind: type[T]) -> T:

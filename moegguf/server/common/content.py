@@ -30,7 +30,9 @@ def image_of_url(url: str) -> Part:
     """The part for an image in a data URL. Raises ValueError for any other URL: the server fetches nothing."""
     found = _DATA_URL.match(url[:100])
     if found is None:
-        raise ValueError(f"an image is sent as data:image/png;base64,..., but this is {url[:40]!r}; encode the file")
+        raise ValueError(
+            f"an image is sent as data:image/png;base64,..., but this is {url[:40]!r}; the server fetches nothing"
+        )
     return image_of_base64(url[found.end() :])
 
 

@@ -6,6 +6,7 @@ Chosen against known attacks on other servers: huge headers, gzip bombs, deep JS
 from __future__ import annotations
 
 BODY_BYTES = 8 << 20
+IMAGES_BODY_BYTES = 32 << 20  # of requests that may have images as base64
 HEADER_BYTES = 16 << 10
 JSON_DEPTH = 64
 JSON_VALUES = 1 << 17

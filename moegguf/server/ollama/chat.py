@@ -14,9 +14,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from moegguf.generate.images import with_images
 from moegguf.generate.request import GenerationRequest, Message
 from moegguf.models.entry import ModelEntry
 from moegguf.models.recipe import is_go_template
+from moegguf.server.common import limits
 from moegguf.server.common.answering import answer_events
 from moegguf.server.common.body import read_body
 from moegguf.server.common.errors import HttpError
@@ -31,7 +33,7 @@ from moegguf.serving.events import Done
 async def chat(request: Request) -> Response:
     """The next message of a conversation; without messages, loads or unloads the model."""
     start_ns = time.perf_counter_ns()
-    body = await read_body(request, ChatRequest)
+    body = await read_body(request, ChatRequest, limits.IMAGES_BODY_BYTES)
     if not body.messages:
         return await load_only(request, body, ChatReply)
     entry, known = await look_up(request.app.state.catalog, body.model_name)
@@ -48,11 +50,13 @@ async def chat(request: Request) -> Response:
 async def generate(request: Request) -> Response:
     """The answer to one prompt; without a prompt, loads or unloads the model."""
     start_ns = time.perf_counter_ns()
-    body = await read_body(request, GenerateRequest)
+    body = await read_body(request, GenerateRequest, limits.IMAGES_BODY_BYTES)
     if body.raw and (body.template or body.system or body.context):
         raise HttpError(400, "raw mode does not support template, system, or context")
     if body.template and is_go_template(body.template):
         raise HttpError(400, "template: is in Go's language; write it in Jinja, as the model's own (/api/show has it)")
+    if body.images and (body.raw or body.suffix):
+        raise HttpError(400, "raw mode and suffix do not support images; send them with a prompt for the template")
     if not body.prompt and not body.suffix and not body.images:
         return await load_only(request, body, GenerateReply)
     entry, known = await look_up(request.app.state.catalog, body.model_name)
@@ -133,7 +137,7 @@ def prompt_generation(body: GenerateRequest, entry: ModelEntry) -> GenerationReq
     if not body.context:
         messages += [dict(message) for message in entry.messages]
     return GenerationRequest(
-        messages=(*messages, {"role": "user", "content": prompt}),
+        messages=(*messages, {"role": "user", "content": with_images(prompt, body.images or ())}),
         return_context=True,
         context=tuple(body.context or ()),
         template=body.template or entry.template,
@@ -154,8 +158,9 @@ def common_fields(body: GenerationBody, entry: ModelEntry) -> dict[str, Any]:
 
 
 def message_of(message: ChatMessage) -> Message:
-    """A message for `GenerationRequest`: without null fields and images, always with `content`."""
-    return {"content": "", **message.model_dump(exclude_none=True, exclude={"images"})}
+    """A message for `GenerationRequest`: without null fields, always with `content`. Raises OptionError."""
+    fields = message.model_dump(exclude_none=True, exclude={"images", "content"})
+    return {**fields, "content": with_images(message.content or "", message.images or ())}
 
 
 routes = [

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, model_validator
 
+from moegguf.generate.images import MAX_IMAGES
 from moegguf.generate.options import MAX_TOP_LOGPROBS, THINK_LEVELS
 from moegguf.models.recipe import MAX_TOKENS
 from moegguf.server.common import limits
@@ -25,6 +26,7 @@ def _format(value: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
     return value or None
 
 
+Images = Annotated[list[str], Field(max_length=MAX_IMAGES)]  # base64
 ModelText = Annotated[str | None, Field(max_length=limits.NAME_CHARS)]
 
 
@@ -52,7 +54,7 @@ class ChatMessage(Body):
     role: Annotated[str, Field(min_length=1, max_length=32), AfterValidator(str.lower)]
     content: str | None = None
     thinking: str | None = None
-    images: list[Any] | None = None
+    images: Images | None = None
     tool_calls: list[ToolCall] | None = None
     tool_name: str | None = None
     tool_call_id: str | None = None
@@ -94,7 +96,7 @@ class GenerateRequest(GenerationBody):
     template: str | None = None
     context: Annotated[list[int] | None, Field(max_length=MAX_TOKENS)] = None
     raw: bool | None = None
-    images: list[Any] | None = None
+    images: Images | None = None
 
 
 class EmbedRequest(ModelBody):

@@ -6,6 +6,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from moegguf.generate.images import has_images
+from moegguf.server.common import limits
 from moegguf.server.common.body import read_body
 from moegguf.server.common.lookup import check_capabilities, look_up
 from moegguf.server.openai.answers import respond
@@ -15,11 +17,12 @@ from moegguf.server.openai.schema import ChatBody
 
 async def chat_completions(request: Request) -> Response:
     """The next message, whole or streamed."""
-    body = await read_body(request, ChatBody)
+    body = await read_body(request, ChatBody, limits.IMAGES_BODY_BYTES)
     entry, known = await look_up(request.app.state.catalog, body.model)
     generation = body.generation(entry)
     needs = {
         "chat": True,
+        "vision": has_images(generation.messages or ()),
         "tools": bool(generation.tools) and generation.tool_choice != "none",
         "thinking": bool(generation.think),
     }

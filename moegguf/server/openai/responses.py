@@ -16,6 +16,7 @@ from starlette.routing import Route
 from moegguf.generate.images import has_images
 from moegguf.generate.request import GenerationRequest
 from moegguf.models.entry import ModelEntry
+from moegguf.server.common import limits
 from moegguf.server.common.answering import count_tokens
 from moegguf.server.common.body import read_body
 from moegguf.server.common.errors import http_error
@@ -47,7 +48,7 @@ async def input_tokens(request: Request) -> Response:
 
 
 async def _read(request: Request) -> tuple[ResponsesBody, ModelEntry, GenerationRequest]:
-    body = await read_body(request, ResponsesBody)
+    body = await read_body(request, ResponsesBody, limits.IMAGES_BODY_BYTES)
     entry, known = await look_up(request.app.state.catalog, body.model)
     generation = body.generation(entry)
     needs = {

@@ -1,8 +1,9 @@
 """OpenAI's request bodies, checked and converted to a `GenerationRequest`.
 
 Every number has limits; unknown keys are ignored, as OpenAI's clients often get new ones; `null` is the same as absent.
-Sampling parameters become Ollama's options, so that a model's defaults are applied in one place. Text only: an image
-or audio part is refused by its type. Follows OpenAI's API reference and llama-server's extensions. Does not know HTTP.
+Sampling parameters become Ollama's options, so that a model's defaults are applied in one place. Images come as data
+URLs; an audio part is refused by its type. Follows OpenAI's API reference and llama-server's extensions. Does not know
+HTTP.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from moegguf.models.entry import ModelEntry
 from moegguf.models.recipe import MAX_SEED, MAX_TOKENS
 from moegguf.server.common import limits
 from moegguf.server.common.body import Body
+from moegguf.server.common.content import image_of_url
 from moegguf.server.common.options import (
     MAX_TOKEN,
     CalledFunction,
@@ -84,11 +86,26 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 Penalty = Annotated[float, Field(ge=-100, le=100)]
 
 
-def joined_text(content: Any) -> Any:
-    """A message's content as one text, its parts joined by newlines. Raises ValueError for a part that is not text."""
+def read_parts(content: Any) -> Any:
+    """A message's content: its texts joined by newlines, or with images a list of parts (moegguf.generate.images).
+
+    Raises ValueError for a part that is neither.
+    """
     if not isinstance(content, list):
         return content
+    if any(isinstance(part, dict) and part.get("type") == "image_url" for part in content):
+        return [_part(part) for part in content]
     return "\n".join(_part_text(part) for part in content)
+
+
+def _part(part: Any) -> dict[str, str]:
+    if not isinstance(part, dict) or part.get("type") != "image_url":
+        return {"type": "text", "text": _part_text(part)}
+    given = part.get("image_url")
+    url = given.get("url") if isinstance(given, dict) else given
+    if not isinstance(url, str):
+        raise ValueError('image_url must be {"url": "data:image/png;base64,..."}')
+    return image_of_url(url)
 
 
 def _part_text(part: Any) -> str:
@@ -97,7 +114,7 @@ def _part_text(part: Any) -> str:
     if isinstance(text, str):
         return text
     if isinstance(kind, str) and kind not in ("text", "refusal"):
-        raise ValueError(f"parts of type {kind[:40]!r} are not supported; send text")
+        raise ValueError(f"parts of type {kind[:40]!r} are not supported; send text or image_url")
     raise ValueError('a part must be {"type": "text", "text": "..."}')
 
 
@@ -142,7 +159,7 @@ class ChatMessage(Body):
     """A message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: Annotated[str | None, BeforeValidator(joined_text)] = None
+    content: Annotated[str | list[dict[str, str]] | None, BeforeValidator(read_parts)] = None
     name: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None

@@ -1,0 +1,291 @@
+"""The projector of a vision model (an mmproj file), through libmtmd: from texts and images to tokens and embeddings.
+
+An image becomes one span of tokens, or several (tiles) with texts between them. In a list of tokens they are
+PLACEHOLDERs. A span takes as many cells of the KV cache as it has tokens, but fewer positions in models with M-RoPE,
+where all tokens of an image share a time step. At most one image is held decoded.
+"""
+
+from __future__ import annotations
+
+import ctypes as c
+import functools
+import hashlib
+import os
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from moegguf.engine.vocabulary import to_utf8
+from moegguf.errors import ModelFormatError, OptionError
+from moegguf.native import library
+
+if TYPE_CHECKING:
+    from moegguf.engine.upstream import UpstreamLlama
+
+PLACEHOLDER = -1  # no token of any model
+GGML_LOG_LEVEL_ERROR = 4
+
+
+@dataclass(frozen=True)
+class Image:
+    """A file, with the dimensions that its header states."""
+
+    data: bytes
+    width: int
+    height: int
+
+
+@dataclass(frozen=True)
+class ImageSpan:
+    """Tokens of an image: `n_tokens` of them from index `begin` on. Spans of the same `key` have the same embeddings.
+
+    `image` is its index in the prompt, `chunk` libmtmd's for the part of it.
+    """
+
+    begin: int
+    n_tokens: int
+    n_positions: int
+    key: str
+    image: int
+    chunk: int
+
+    @property
+    def end(self) -> int:
+        """The index of the first token after it."""
+        return self.begin + self.n_tokens
+
+
+@dataclass(frozen=True, eq=False)
+class ImagePrompt:
+    """Texts with an image between each two of them. `tokens` of both, with PLACEHOLDERs in the `spans`."""
+
+    texts: tuple[str, ...]
+    images: tuple[Image, ...]
+    tokens: list[int]
+    spans: tuple[ImageSpan, ...]
+
+    def spans_from(self, n_tokens: int) -> list[ImageSpan]:
+        """Those that begin after the first `n_tokens` tokens."""
+        return [span for span in self.spans if span.begin >= n_tokens]
+
+    def after(self, tokens: Sequence[int], n_dropped: int = 0) -> ImagePrompt:
+        """The same after `tokens`, without its own first `n_dropped`."""
+        shift = len(tokens) - n_dropped
+        spans = tuple(replace(span, begin=span.begin + shift) for span in self.spans)
+        return replace(self, tokens=[*tokens, *self.tokens[n_dropped:]], spans=spans)
+
+
+class Projector:
+    """A loaded projector, on top of a loaded text model. Not thread-safe; close it before the model.
+
+    Raises ModelFormatError when libmtmd cannot load it or it belongs to another model.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], llm: UpstreamLlama) -> None:
+        self._mtmd = mtmd = library.mtmd()
+        self._log = log()
+        self._no_callback = mtmd.mtmd_helper_post_decode_callback()
+        self._held: tuple[ImagePrompt, int, int] | None = None  # a prompt, the image decoded, libmtmd's chunks
+        params = mtmd.mtmd_context_params_default()
+        params.n_threads = llm.n_threads_batch
+        params.print_timings = False
+        self._context = mtmd.mtmd_init_from_file(os.fspath(path).encode(), llm.model, params)
+        if not self._context:
+            raise ModelFormatError(
+                f"{os.fspath(path)} cannot be used for images of this model: {self._log.reason()}; give the mmproj file"
+                " that belongs to it."
+            )
+        if not mtmd.mtmd_support_vision(self._context):
+            self.close()
+            raise ModelFormatError(f"{os.fspath(path)} is not for images; give the mmproj file of a vision model.")
+
+    def tokenize(self, texts: Sequence[str], images: Sequence[Image]) -> ImagePrompt:
+        """The prompt of `texts`, one more than `images`. Decodes none of these. Raises OptionError."""
+        with self._chunks(texts, images) as chunks:
+            tokens, spans = self._read_chunks(chunks, images)
+        return ImagePrompt(tuple(texts), tuple(images), tokens, spans)
+
+    def _read_chunks(self, chunks: int, images: Sequence[Image]) -> tuple[list[int], tuple[ImageSpan, ...]]:
+        mtmd, tokens, spans = self._mtmd, list[int](), list[ImageSpan]()
+        keys = [hashlib.sha256(image.data).hexdigest() for image in images]
+        for i in range(mtmd.mtmd_input_chunks_size(chunks)):
+            chunk = mtmd.mtmd_input_chunks_get(chunks, i)
+            n_tokens = int(mtmd.mtmd_input_chunk_get_n_tokens(chunk))
+            if mtmd.mtmd_input_chunk_get_type(chunk) == mtmd.MTMD_INPUT_CHUNK_TYPE_TEXT:
+                size = c.c_size_t()
+                tokens += mtmd.mtmd_input_chunk_get_tokens_text(chunk, c.byref(size))[: size.value]
+                continue
+            image = int(mtmd.mtmd_input_chunk_get_id(chunk))
+            tile = sum(span.image == image for span in spans)
+            n_positions = int(mtmd.mtmd_input_chunk_get_n_pos(chunk))
+            spans.append(ImageSpan(len(tokens), n_tokens, n_positions, f"{keys[image]}/{tile}", image, i))
+            tokens += [PLACEHOLDER] * n_tokens
+        return tokens, tuple(spans)
+
+    def evaluate(
+        self, context: Any, prompt: ImagePrompt, span: ImageSpan, position: int, n_batch: int, n_ubatch: int
+    ) -> None:
+        """Evaluates a span in llama.cpp's `context`, from `position` on. Raises OptionError for a damaged image.
+
+        RuntimeError carries llama_decode's code, as the bindings' own.
+        """
+        mtmd = self._mtmd
+        chunk = mtmd.mtmd_input_chunks_get(self._decoded(prompt, span.image), span.chunk)
+        if mtmd.mtmd_decode_use_non_causal(self._context, chunk):
+            if span.n_tokens > n_ubatch:
+                raise OptionError(
+                    f"an image of {span.n_tokens} tokens is read in one pass by this model, which was loaded for passes"
+                    f" of {n_ubatch}; load it with n_ubatch={span.n_tokens} and a larger expert_cache."
+                )
+            n_batch = n_ubatch
+        if mtmd.mtmd_encode_chunk(self._context, chunk) != 0:
+            raise OptionError(f"the projector cannot read this image: {self._log.reason()}; send another one.")
+        embeddings, end = mtmd.mtmd_get_output_embd(self._context), c.c_int32()
+        code = mtmd.mtmd_helper_decode_image_chunk(
+            self._context, context, chunk, embeddings, position, 0, n_batch, c.byref(end), self._no_callback, None
+        )
+        if not any(other.image == span.image and other.begin > span.begin for other in prompt.spans):
+            self.release()
+        if code != 0:
+            raise RuntimeError(f"llama_decode returned {code}")
+
+    def _decoded(self, prompt: ImagePrompt, image: int) -> int:
+        """libmtmd's chunks with the pixels of one image, kept until another one is asked for."""
+        if self._held is None or self._held[0] is not prompt or self._held[1] != image:
+            self.release()
+            chunks = self._tokenized(prompt.texts, prompt.images, decoded=image)
+            self._held = prompt, image, chunks
+            if [s.n_tokens for s in self._read_chunks(chunks, prompt.images)[1]] != [s.n_tokens for s in prompt.spans]:
+                raise OptionError("the image's data contradict its header; send another one.")
+        return self._held[2]
+
+    @contextmanager
+    def _chunks(self, texts: Sequence[str], images: Sequence[Image]) -> Iterator[int]:
+        chunks = self._tokenized(texts, images)
+        try:
+            yield chunks
+        finally:
+            self._mtmd.mtmd_input_chunks_free(chunks)
+
+    def _tokenized(self, texts: Sequence[str], images: Sequence[Image], decoded: int | None = None) -> int:
+        """libmtmd's chunks, with the pixels of image number `decoded` only; to be freed."""
+        mtmd, bitmaps = self._mtmd, list[int]()
+        try:
+            for i, image in enumerate(images):
+                bitmaps.append(self._bitmap(image, with_pixels=i == decoded))
+                mtmd.mtmd_bitmap_set_id(bitmaps[-1], str(i).encode())
+            inputs = [mtmd.mtmd_input_text(utf8, len(utf8), False, True) for utf8 in map(to_utf8, texts)]
+            parts = [mtmd.mtmd_input_part(c.pointer(inputs[0]), None)]
+            for bitmap, text in zip(bitmaps, inputs[1:], strict=True):
+                parts += [mtmd.mtmd_input_part(None, bitmap), mtmd.mtmd_input_part(c.pointer(text), None)]
+            pointers = (c.POINTER(mtmd.mtmd_input_part) * len(parts))(*map(c.pointer, parts))
+            chunks = mtmd.mtmd_input_chunks_init()
+            if mtmd.mtmd_tokenize_from_parts(self._context, chunks, pointers, len(parts), False) != 0:
+                mtmd.mtmd_input_chunks_free(chunks)
+                raise OptionError(f"the projector cannot read these images: {self._log.reason()}; send others.")
+            return int(chunks)
+        finally:
+            for bitmap in bitmaps:
+                mtmd.mtmd_bitmap_free(bitmap)
+
+    def _bitmap(self, image: Image, *, with_pixels: bool) -> int:
+        mtmd = self._mtmd
+        if not with_pixels:
+            return int(mtmd.mtmd_bitmap_init(image.width, image.height, None))
+        data = (c.c_uint8 * len(image.data)).from_buffer_copy(image.data)
+        bitmap = mtmd.mtmd_helper_bitmap_init_from_buf(self._context, data, len(data), False)
+        if not bitmap:
+            raise OptionError("an image is damaged and cannot be decoded; send it again.")
+        return int(bitmap)
+
+    def release(self) -> None:
+        """Frees the image that is held decoded, if any."""
+        if self._held is not None:
+            self._mtmd.mtmd_input_chunks_free(self._held[2])
+            self._held = None
+
+    def close(self) -> None:
+        """Frees the projector. Twice is harmless."""
+        self.release()
+        if self._context:
+            self._mtmd.mtmd_free(self._context)
+            self._context = None
+
+
+class Log:
+    """libmtmd's log, which goes where llama.cpp's goes; keeps its last errors for messages."""
+
+    def __init__(self) -> None:
+        bindings = library.llama_cpp()
+        self._errors: deque[str] = deque(maxlen=2)
+        forward = bindings._logger.llama_log_callback
+
+        def keep(level: int, text: bytes, user: Any) -> None:
+            if level == GGML_LOG_LEVEL_ERROR:
+                self._errors.append(" ".join(text.decode(errors="replace").split()))
+            forward(level, text, user)
+
+        self._callback = bindings.llama_log_callback(keep)
+        library.mtmd().mtmd_helper_log_set(self._callback, None)
+
+    def reason(self) -> str:
+        """The last errors as one text, which are then forgotten."""
+        text = "; ".join(self._errors) or "libmtmd gives no reason"
+        self._errors.clear()
+        return text
+
+
+@functools.cache
+def log() -> Log:
+    """The log of this process; libmtmd has one, and may call it at any time."""
+    return Log()
+
+
+class ContextImages:
+    """The images in a context, by the indices of their tokens."""
+
+    def __init__(self) -> None:
+        self._spans: list[ImageSpan] = []
+
+    def truncate(self, n_tokens: int) -> None:
+        """Forgets those that are not within the first `n_tokens` tokens."""
+        self._spans = [span for span in self._spans if span.end <= n_tokens]
+
+    def add(self, span: ImageSpan) -> None:
+        """Appends one after all others."""
+        self._spans.append(span)
+
+    def __bool__(self) -> bool:
+        return bool(self._spans)
+
+    def position(self, n_tokens: int) -> int:
+        """The position of the token after the first `n_tokens`: no larger than that, see ImageSpan."""
+        return n_tokens - sum(span.n_tokens - span.n_positions for span in self._spans if span.end <= n_tokens)
+
+    def common_prefix(self, n_tokens: int, spans: Sequence[ImageSpan]) -> int:
+        """Of `n_tokens` equal tokens of the context and a prompt with `spans`: those before the first image that
+        differs, or that is not complete."""
+        mine = {span.begin: span for span in self._spans}
+        for span in spans:
+            known = mine.get(span.begin)
+            same = known is not None and (known.key, known.n_tokens) == (span.key, span.n_tokens)
+            if span.begin < n_tokens and (not same or span.end > n_tokens):
+                return span.begin
+        return n_tokens
+
+
+class PositionedBatch:
+    """The batch of the bindings' `Llama`, with the positions that images leave to the tokens after them."""
+
+    def __init__(self, batch: Any, images: ContextImages) -> None:
+        self._batch = batch
+        self._images = images
+
+    def set_batch(self, batch: Sequence[int], n_past: int, logits_all: bool) -> None:
+        """Of the bindings' batch; `n_past` tokens come before."""
+        self._batch.set_batch(batch=batch, n_past=self._images.position(n_past), logits_all=logits_all)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._batch, name)

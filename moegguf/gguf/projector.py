@@ -1,0 +1,125 @@
+"""What the header of a projector file (mmproj) says: the kind of vision model, its size, and what it will need.
+
+A projector turns an image into rows of the text model's width. The file is a GGUF of the architecture "clip"; libmtmd,
+which reads it, trusts it, so everything that can be checked before is checked here.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from moegguf.errors import ModelFormatError
+from moegguf.gguf.reader import GgufFile, read_gguf
+
+MAX_SIDE_PIXELS = 1 << 13
+MAX_DIMENSION = 1 << 17
+MAX_BLOCKS = 1 << 10
+MAX_PIXELS = 24 << 20  # of an image
+DECODED_BYTES = 3 * MAX_PIXELS
+
+# Kinds whose image tokens see each other, so that an image has to be read in one pass: {kind: tokens at most}. Zero:
+# from the header. libmtmd decides this in mtmd_decode_use_non_causal().
+ONE_PASS_TOKENS = {"gemma3": 0, "gemma4v": 1120, "gemma4uv": 1120, "deepseek4v": 384}
+
+# Kinds with a fixed image size; the others take up to DYNAMIC_PATCHES, 4,096 tokens of 2 x 2 patches.
+FIXED_SIZE = {"mlp", "mlp_norm", "ldp", "ldpv2", "gemma3", "gemma3nv", "cogvlm", "janus_pro", "adapter", "yasa2"}
+DYNAMIC_PATCHES = 4096 * 4
+
+
+@dataclass(frozen=True)
+class ProjectorHeader:
+    """Facts of a projector file. `weight_bytes`: its tensors. `work_bytes`: an upper bound of its compute buffers."""
+
+    path: Path
+    kind: str
+    weight_bytes: int
+    n_embd: int
+    n_ff: int
+    n_patches: int
+    one_pass_tokens: int
+
+    @property
+    def work_bytes(self) -> int:
+        """Residual stream, queries, keys, values and the wider of attention and feed-forward, in float32."""
+        return 4 * self.n_patches * (6 * self.n_embd + 2 * max(self.n_ff, 2 * self.n_embd))
+
+    @property
+    def total_bytes(self) -> int:
+        """Memory while an image is read, the image itself at its largest included."""
+        return self.weight_bytes + self.work_bytes + DECODED_BYTES
+
+
+def read_projector(path: str | os.PathLike[str]) -> ProjectorHeader:
+    """The header of the projector at `path`.
+
+    Raises ModelNotFoundError, ExpertIOError, and ModelFormatError for a damaged file or one that is no projector for
+    images.
+    """
+    file = read_gguf(Path(path))
+    arch = file.metadata.get("general.architecture")
+    if arch != "clip":
+        raise ModelFormatError(
+            f"{file.path.name} is not a projector for images: its architecture is {arch!r} instead of 'clip';"
+            " give the mmproj file that belongs to the model."
+        )
+    if file.metadata.get("clip.has_vision_encoder") is not True:
+        raise ModelFormatError(f"{file.path.name} is a projector, but not for images; give another mmproj file.")
+    kind = file.metadata.get("clip.projector_type") or file.metadata.get("clip.vision.projector_type")
+    if not isinstance(kind, str):
+        raise ModelFormatError(f"{file.path.name} does not say which kind of projector it is; fetch it again.")
+    side, patch = (_size(file, name, MAX_SIDE_PIXELS) for name in ("image_size", "patch_size"))
+    n_embd, n_head = (_size(file, name, MAX_DIMENSION) for name in ("embedding_length", "attention.head_count"))
+    if patch > side or n_embd % n_head:
+        raise ModelFormatError(
+            f"{file.path.name}: patches of {patch} pixels in an image of {side}, or {n_head} heads in {n_embd} rows,"
+            " do not fit; fetch it again."
+        )
+    n_patches = (side // patch) ** 2
+    _size(file, "block_count", MAX_BLOCKS)
+    _check_epsilon(file)
+    _check_shapes(file, kind, patch, n_embd, n_patches)
+    return ProjectorHeader(
+        file.path,
+        kind,
+        sum(tensor.n_bytes for tensor in file.tensors),
+        n_embd,
+        _size(file, "feed_forward_length", MAX_DIMENSION, least=0),  # old files of Qwen2-VL do not know it
+        n_patches if kind in FIXED_SIZE else max(n_patches, DYNAMIC_PATCHES),
+        ONE_PASS_TOKENS[kind] or n_patches if kind in ONE_PASS_TOKENS else 0,
+    )
+
+
+def _size(file: GgufFile, name: str, most: int, least: int = 1) -> int:
+    value = file.metadata.get(f"clip.vision.{name}")
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise ModelFormatError(
+            f"{file.path.name}: clip.vision.{name} is a number from {least} to {most}, but is {value!r}; fetch it"
+            " again."
+        )
+    return value
+
+
+def _check_epsilon(file: GgufFile) -> None:
+    value = file.metadata.get("clip.vision.attention.layer_norm_epsilon")
+    if not isinstance(value, float) or not 0 <= value < 1:
+        raise ModelFormatError(
+            f"{file.path.name}: clip.vision.attention.layer_norm_epsilon is a number from 0 to 1, but is {value!r};"
+            " fetch it again."
+        )
+
+
+def _check_shapes(file: GgufFile, kind: str, patch: int, n_embd: int, n_patches: int) -> None:
+    """The first layers have the sizes that the keys state; libmtmd compares them in assertions only."""
+    shapes = {tensor.name: tensor.shape for tensor in file.tensors}
+    patches, positions = shapes.get("v.patch_embd.weight", ()), shapes.get("v.position_embd.weight", ())
+    fits = len(patches) != 4 or patches == (patch, patch, 3, n_embd)
+    if kind in ("mlp", "gemma3"):
+        n_class = int("v.class_embd" in shapes)
+        fits &= positions == (n_embd, n_patches + n_class)
+    if not fits:
+        raise ModelFormatError(
+            f"{file.path.name}: tensors of shapes {patches} and {positions} do not fit patches of {patch} pixels and"
+            f" {n_patches} of them in {n_embd} rows; fetch it again."
+        )

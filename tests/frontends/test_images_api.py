@@ -1,0 +1,122 @@
+"""Images through both APIs, `run` and the chat: a real server, and a random vision model found with its projector."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from chat_terminal import demo_chat
+from command_line import Command
+from pictures import base64_of, png, png_bomb
+from servers import Server, serving
+
+from moegguf.gguf.experts import read_layout
+from moegguf.models.catalog import demo_path
+from tools.models import write_projector
+
+Tiny = Callable[..., Path]
+QUIET = {"temperature": 0, "num_predict": 4, "num_thread": 1}
+
+
+@pytest.fixture(scope="module")
+def vision(tmp_path_factory: pytest.TempPathFactory, tiny: Tiny, projector: Tiny) -> Iterator[Server]:
+    """A server with `see`, which has a projector, and `blind`, which has none."""
+    models = {"see": tiny("tiny-qwen2moe"), "mmproj-see": projector("mlp"), "blind": tiny("tiny-qwen2moe")}
+    with serving(tmp_path_factory.mktemp("vision"), models=models) as found:
+        yield found
+
+
+def chat(server: Server, *images: str, model: str = "see", **more: Any) -> Any:
+    message = {"role": "user", "content": "what is it?", "images": [*images]}
+    body = {"model": model, "messages": [message], "options": QUIET, "stream": False, **more}
+    return server.call("/api/chat", body)
+
+
+def test_vision_is_a_capability_of_a_model_with_projector(vision: Server) -> None:
+    assert "vision" in vision.call("/api/show", {"model": "see"}).json["capabilities"]
+    assert vision.call("/api/show", {"model": "see"}).json["projector_info"]["clip.projector_type"] == "mlp"
+    assert "vision" not in vision.call("/api/show", {"model": "blind"}).json["capabilities"]
+    listed = {model["name"]: model["capabilities"] for model in vision.call("/api/tags").json["models"]}
+    assert "vision" in listed["see:latest"] and "vision" not in listed["blind:latest"]
+
+
+def test_ollama_s_forms(vision: Server) -> None:
+    text_only = chat(vision).json["prompt_eval_count"]
+    first = chat(vision, base64_of(png(seed=1)))
+    assert first.status == 200 and first.json["prompt_eval_count"] == text_only + 64
+    body = {"model": "see", "prompt": "what is it?", "images": [base64_of(png(seed=1))], "options": QUIET}
+    reply = vision.call("/api/generate", {**body, "stream": False}).json
+    assert reply["response"] == first.json["message"]["content"]
+    assert vision.call("/api/generate", {**body, "context": reply["context"], "stream": False}).status == 200
+    assert "raw mode" in vision.call("/api/generate", {**body, "raw": True}).error
+
+
+def test_openai_s_forms(vision: Server) -> None:
+    url = "data:image/png;base64," + base64_of(png(seed=1))
+    with openai.OpenAI(base_url=f"{vision.url}/v1", api_key="none", max_retries=0) as client:
+
+        def ask(image_url: Any, model: str = "see") -> Any:
+            parts: Any = [{"type": "text", "text": "see "}, {"type": "image_url", "image_url": image_url}]
+            messages: Any = [{"role": "user", "content": [*parts, {"type": "text", "text": "what?"}]}]
+            return client.chat.completions.create(model=model, messages=messages, max_tokens=4, temperature=0)
+
+        answers = [ask(url), ask({"url": url}), ask({"url": url, "detail": "high"})]
+        assert len({answer.choices[0].message.content for answer in answers}) == 1
+        assert answers[0].usage.prompt_tokens > 64
+        with pytest.raises(openai.BadRequestError, match="fetches nothing"):
+            ask({"url": "http://127.0.0.1:1/a.png"})
+        with pytest.raises(openai.BadRequestError, match="does not support vision"):
+            ask(url, model="blind")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (png(64, 64)[:-3000], "damaged"),
+        (png_bomb(60000, 60000), "pixels"),
+        (b"RIFF\0\0\0\0WEBPVP8 ", "WebP"),
+    ],
+)
+def test_bad_images_are_the_client_s_error(vision: Server, data: bytes, reason: str, stream: bool) -> None:
+    reply = chat(vision, base64_of(data), stream=stream)
+    assert reply.status == 400 and reason in reply.error
+    assert chat(vision, "no base64!").status == 400
+    assert chat(vision, base64_of(png())).status == 200
+
+
+def test_a_model_without_projector_says_so(vision: Server) -> None:
+    reply = chat(vision, base64_of(png()), model="blind")
+    assert reply.status == 400 and "does not support vision" in reply.error
+
+
+def test_run_takes_a_path_and_a_projector(moegguf: Command, tiny: Tiny, projector: Tiny, tmp_path: Path) -> None:
+    (tmp_path / "a b.png").write_bytes(png())
+    options = ("--temperature", 0, "-n", 4, "-t", 1, "-c", 512, "--expert-cache", "50%")
+    question = f"what is in '{tmp_path}/a b.png'?"
+    done = moegguf("run", tiny(), question, "--mmproj", projector(), *options)
+    assert done.returncode == 0 and done.stdout.strip(), done.stderr
+    assert done.stderr.strip() == f"Added image '{tmp_path}/a b.png'"
+    without = moegguf("run", tiny(), question, *options)
+    assert without.returncode == 0 and without.stdout != done.stdout and "Added" not in without.stderr
+    wrong = moegguf("run", tiny(), question, "--mmproj", tiny(), *options)
+    assert wrong.returncode == 1 and "architecture" in wrong.stderr
+
+
+def test_the_chat_takes_paths(tmp_path: Path) -> None:
+    demo = demo_path()
+    assert demo is not None
+    mmproj = write_projector(tmp_path / "mmproj.gguf", "mlp", read_layout(demo).hparams.n_embd)
+    (tmp_path / "a.png").write_bytes(png())
+    with demo_chat(tmp_path, "--mmproj", mmproj, "-n", 4, size=(160, 24)) as terminal:
+        terminal.prompt()
+        assert "reads images" in terminal.text
+        said = terminal.ask(f"{tmp_path}/a.png what is it?")
+        assert "Added image" in said and "error" not in said and "Unknown command" not in said
+        assert "Unknown command" in terminal.ask("/nothing.png")
+        (tmp_path / "bad.png").write_bytes(b"text")
+        assert "PNG, JPEG and GIF" in terminal.ask(f"{tmp_path}/bad.png what is it?")
+        assert "error" not in terminal.ask("and now?")

@@ -1,0 +1,139 @@
+"""Images with each kind of projector: the same logits whatever the cache does, positions, reuse, and damaged files."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from pictures import jpeg_header, message, png, png_bomb
+
+from moegguf.engine.llama import Llama
+from moegguf.errors import BudgetError, CapabilityError, ContextError, ModelFormatError, OptionError
+from moegguf.generate.answer import Answer
+from moegguf.generate.request import GenerationRequest, Message, Sampling, Timing
+from tools.models import write_projector
+
+Tiny = Callable[..., Path]
+Projector = Callable[..., Path]
+Load = Callable[..., Llama]
+
+KINDS = [("mlp", "tiny-qwen2moe"), ("gemma3", "tiny-qwen3moe"), ("qwen2vl_merger", "tiny-qwen3vlmoe")]
+
+
+def answer(llm: Llama, messages: Sequence[Message], **options: Any) -> tuple[str, Timing]:
+    request = GenerationRequest(
+        messages=tuple(messages), sampling=Sampling(temperature=0, max_tokens=6), truncate=False, **options
+    )
+    running = Answer(llm, request)
+    return "".join(delta.text for delta in running.deltas()), running.timing
+
+
+def last_logits(llm: Llama) -> np.ndarray:
+    return np.ctypeslib.as_array(llm._ctx.get_logits_ith(-1), shape=(llm.n_vocab(),)).copy()
+
+
+@pytest.mark.parametrize(("kind", "preset"), KINDS)
+def test_logits_do_not_depend_on_the_cache(
+    tiny: Tiny, projector: Projector, load: Load, kind: str, preset: str
+) -> None:
+    def run(budget: str) -> tuple[str, np.ndarray, int]:
+        llm = load(tiny(preset), mmproj=projector(kind), expert_cache=budget, n_ubatch=64, logits_all=False)
+        text, timing = answer(llm, [message("look ", png(120, 64), "what is it?")])
+        return text, last_logits(llm), timing.stats.misses
+
+    text, logits, misses = run("30%")
+    all_text, all_logits, all_misses = run("100%")
+    assert text == all_text and np.array_equal(logits, all_logits)
+    assert misses > all_misses
+
+
+@pytest.mark.parametrize(("kind", "preset"), KINDS)
+def test_a_conversation_goes_on_from_what_is_in_the_context(
+    tiny: Tiny, projector: Projector, load: Load, kind: str, preset: str
+) -> None:
+    llm = load(tiny(preset), mmproj=projector(kind), logits_all=False)
+    first = message("look ", png(128, 96, seed=1), "what is it?")
+    text, timing = answer(llm, [first])
+    logits = last_logits(llm)
+    turns = [first, {"role": "assistant", "content": text}, message("and ", png(64, 64, seed=2), "this?")]
+    _, timing_2 = answer(llm, turns)
+    reused, n_tokens = timing_2.cached_tokens, llm.n_tokens
+    assert reused >= timing.prompt_tokens  # the first image is not evaluated again
+    continued = last_logits(llm)
+    llm.reset()
+    _, timing_3 = answer(llm, turns)
+    assert timing_3.cached_tokens == 0 and timing_3.prompt_tokens == reused + timing_2.prompt_tokens
+    assert llm.n_tokens == n_tokens and np.allclose(last_logits(llm), continued, atol=0.05)
+    answer(llm, [message("look ", png(128, 96, seed=3), "what is it?")])
+    assert not np.array_equal(last_logits(llm), logits)  # another image of the same size
+
+
+def test_image_tokens_count_and_share_positions(tiny: Tiny, projector: Projector, load: Load) -> None:
+    llm = load(tiny("tiny-qwen3vlmoe"), mmproj=projector("qwen2vl_merger"), n_ctx=256)
+    texts = answer(llm, [message("look ", "what is it?")])[1].prompt_tokens
+    _, timing = answer(llm, [message("look ", png(128, 128), "what is it?")])
+    n_image = timing.prompt_tokens + timing.cached_tokens - texts
+    assert n_image > 64  # 8 x 8 tokens and the marks around them
+    assert llm.n_tokens - llm.images.position(llm.n_tokens) == 64 - 8
+    with pytest.raises(ContextError, match="num_ctx"):
+        answer(llm, [message(png(256, 256), "what is it?")])
+
+
+def test_an_image_of_one_pass_needs_slots_for_it(tiny: Tiny, projector: Projector, load: Load) -> None:
+    with pytest.raises(BudgetError, match="one pass of 64 tokens"):
+        load(tiny("tiny-qwen3moe"), mmproj=projector("gemma3"), expert_cache="10%")
+    llm = load(tiny("tiny-qwen3moe"), mmproj=projector("gemma3"), n_ubatch=8, n_batch=8)
+    assert llm.plan.n_ubatch == 64 and llm.plan.projector_bytes > 0
+    assert answer(llm, [message(png(), "what is it?")])[0]
+
+
+def test_what_cannot_be_read_is_an_error_and_the_model_goes_on(tiny: Tiny, projector: Projector, load: Load) -> None:
+    llm = load(tiny(), mmproj=projector())
+    cut = png(64, 64)[:-3000]
+    for data in (cut, png_bomb(64, 64), jpeg_header(64, 64), png()[:60]):
+        with pytest.raises(OptionError):
+            answer(llm, [message(data, "what is it?")])
+    assert answer(llm, [message(png(), "what is it?")])[0]
+
+
+def test_a_model_without_projector_says_what_is_missing(tiny: Tiny, load: Load) -> None:
+    with pytest.raises(CapabilityError, match="--mmproj"):
+        answer(load(tiny()), [message(png(), "what is it?")])
+
+
+def test_a_projector_of_another_model_is_refused(tiny: Tiny, load: Load, tmp_path: Path) -> None:
+    llm = load(tiny(), mmproj=write_projector(tmp_path / "mmproj.gguf", "mlp", 64))
+    with pytest.raises(ModelFormatError, match="mismatch"):
+        answer(llm, [message(png(), "what is it?")])
+    with pytest.raises(ModelFormatError, match="architecture"):
+        load(tiny(), mmproj=tiny())
+
+
+def test_a_template_that_takes_parts_only_gets_them(tiny: Tiny, projector: Projector, load: Load) -> None:
+    parts = "{% for part in m.content if part.type == 'text' %}{{ part.text }}{% endfor %}"
+    template = f"{{% for m in messages %}}{parts}{{% endfor %}}:"
+    llm = load(tiny(), mmproj=projector())
+    assert answer(llm, [message(png(), "what is it?")], template=template)[1].prompt_tokens > 64
+
+
+def test_chat_handlers_work_and_leave_nothing_to_match(tiny: Tiny, projector: Projector, load: Load) -> None:
+    from llama_cpp.llama_chat_format import Llava15ChatHandler
+
+    handler = Llava15ChatHandler(str(projector()), verbose=False)
+    llm = load(tiny(), chat_handler=handler, expert_cache="50%", logits_all=False)
+    before = llm.create_completion("a text that is long " * 8, max_tokens=4, temperature=0)
+
+    def ask(data: bytes) -> str:
+        url = "data:image/png;base64," + base64.b64encode(data).decode()
+        parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "what is it?"}]
+        reply = llm.create_chat_completion([{"role": "user", "content": parts}], max_tokens=4, temperature=0)
+        assert reply["usage"]["prompt_tokens"] > 64
+        return str(reply["choices"][0]["message"]["content"])
+
+    assert ask(png(seed=1)) == ask(png(seed=1))
+    after = llm.create_completion("a text that is long " * 8, max_tokens=4, temperature=0)
+    assert before["choices"] == after["choices"]

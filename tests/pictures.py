@@ -1,0 +1,51 @@
+"""Small image files, written without a library: PNG of random pixels, and headers of other formats."""
+
+from __future__ import annotations
+
+import base64
+import random
+import struct
+import zlib
+from typing import Any
+
+
+def png(width: int = 64, height: int = 64, seed: int = 0) -> bytes:
+    """A PNG of random pixels."""
+    pixels = random.Random(seed)
+    rows = b"".join(b"\0" + pixels.randbytes(3 * width) for _ in range(height))
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    body = _chunk(b"IHDR", header) + _chunk(b"IDAT", zlib.compress(rows)) + _chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + body
+
+
+def png_bomb(width: int, height: int) -> bytes:
+    """A PNG whose header states any size, with next to no data."""
+    small = png(1, 1)
+    return small[:16] + struct.pack(">II", width, height) + small[24:]
+
+
+def jpeg_header(width: int, height: int) -> bytes:
+    """The beginning of a JPEG: a comment, some padding, a progressive frame."""
+    return b"\xff\xd8\xff\xfe\0\x06abcd\xff\xff\xc2\0\x11\x08" + struct.pack(">HH", height, width) + b"\x03" + b"\0" * 9
+
+
+def _chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def base64_of(data: bytes) -> str:
+    """As it is sent to a server."""
+    return base64.b64encode(data).decode()
+
+
+def image(data: bytes) -> dict[str, str]:
+    """The part of a message for an image."""
+    return {"type": "image", "data": base64_of(data)}
+
+
+def message(*parts: str | bytes, role: str = "user") -> dict[str, Any]:
+    """A message of texts and images."""
+    return {
+        "role": role,
+        "content": [image(part) if isinstance(part, bytes) else {"type": "text", "text": part} for part in parts],
+    }

@@ -1,0 +1,142 @@
+"""Image files are checked by their headers, and stand where they were in a message."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import pytest
+from pictures import base64_of, image, jpeg_header, message, png, png_bomb
+
+from moegguf.chat.image_files import begins_with_image, extract_images
+from moegguf.errors import ModelFormatError, OptionError
+from moegguf.generate.images import MAX_IMAGE_BYTES, MAX_IMAGES, image_part, mark_images, read_image, text_of
+from moegguf.gguf.projector import read_projector
+from moegguf.models.catalog import Catalog
+from moegguf.models.selection import projector_beside
+from tools.models import write_projector
+
+
+@pytest.mark.parametrize(
+    ("data", "size"),
+    [
+        (png(3, 5), (3, 5)),
+        (jpeg_header(640, 480), (640, 480)),
+        (b"GIF89a" + struct.pack("<HH", 7, 9), (7, 9)),
+    ],
+)
+def test_dimensions_are_read_without_decoding(data: bytes, size: tuple[int, int]) -> None:
+    found = read_image(data)
+    assert (found.width, found.height) == size
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (png_bomb(60000, 60000), "pixels"),
+        (png_bomb(0, 1), "pixels"),
+        (jpeg_header(65535, 65535), "pixels"),
+        (png_bomb(6500, 100), "as long as wide"),
+        (b"RIFF\0\0\0\0WEBPVP8 ", "WebP"),
+        (b"BM" + bytes(60), "BMP"),
+        (bytes(8), "PNG, JPEG and GIF"),
+        (b"", "PNG, JPEG and GIF"),
+        (png()[:20], "PNG, JPEG and GIF"),
+        (b"\xff\xd8" + b"\xff\xe0\0\x02" * 10000, "PNG, JPEG and GIF"),
+        (b"\xff\xd8\xff\xe0\xff\xff", "PNG, JPEG and GIF"),
+        (png() + bytes(MAX_IMAGE_BYTES), "MiB"),
+    ],
+)
+def test_what_would_not_fit_or_decode_is_refused(data: bytes, reason: str) -> None:
+    with pytest.raises(OptionError, match=reason):
+        read_image(data)
+
+
+@pytest.mark.parametrize("text", ["!!!", "data:image/png;base64,AAAA", "é"])
+def test_text_that_is_no_base64_is_refused(text: str) -> None:
+    with pytest.raises(OptionError, match="base64"):
+        image_part(text)
+
+
+def test_images_stand_where_they_were() -> None:
+    marked = mark_images([message("a", "b", png(1, 1), "c"), {"role": "assistant", "content": "d"}])
+    assert marked.messages[0]["content"] == f"a\nb{marked.marker}c" and marked.messages[1]["content"] == "d"
+    assert marked.pieces(f"<{marked.marker}>") == ["<", ">"]
+    assert marked.pieces("none") is None and marked.pieces(marked.marker * 2) is None
+    assert text_of(message("a", png(1, 1), "b")["content"]) == "a\nb"
+
+
+def test_the_number_of_images_is_limited() -> None:
+    with pytest.raises(OptionError, match="at most"):
+        mark_images([{"role": "user", "content": [image(png(1, 1))] * (MAX_IMAGES + 1)}])
+
+
+def test_paths_in_a_message_become_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("a.png", "with space.PNG"):
+        (tmp_path / name).write_bytes(png(2, 2))
+    escaped = str(tmp_path / "with space.PNG").replace(" ", "\\ ")
+    text, images = extract_images(f"what is {tmp_path}/a.png and '{tmp_path}/a.png', or {escaped}?")
+    assert text == "what is  and , or ?" and images == [png(2, 2)] * 3
+    assert capsys.readouterr().err.count("Added image") == 3
+    assert extract_images(f"no {tmp_path}/b.png, a.png") == (f"no {tmp_path}/b.png, a.png", [])
+    assert begins_with_image(f"{tmp_path}/a.png what?") and not begins_with_image("/set system x.png")
+
+
+def test_a_path_that_is_no_image_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(b"text")
+    with pytest.raises(OptionError, match=r"a\.png"):
+        extract_images(f"what is {tmp_path}/a.png?")
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["m-Q4_0.gguf", "mmproj-F16.gguf"], "mmproj-F16.gguf"),
+        (["m-Q4_0.gguf", "n-Q4_0.gguf", "mmproj-F16.gguf"], None),
+        (["m-Q4_0.gguf", "n-Q4_0.gguf", "mmproj-m-F16.gguf", "mmproj-n-F16.gguf"], "mmproj-m-F16.gguf"),
+    ],
+)
+def test_a_projector_beside_a_file_belongs_to_it(names: list[str], expected: str | None) -> None:
+    assert projector_beside("m-Q4_0.gguf", names) == expected
+
+
+def test_a_folder_with_a_projector_has_one_model(tmp_path: Path) -> None:
+    (tmp_path / "m-Q4_0.gguf").write_bytes(b"GGUF")
+    (tmp_path / "mmproj-F16.gguf").write_bytes(b"GGUF")
+    entry = Catalog().find(tmp_path)
+    assert entry.path.name == "m-Q4_0.gguf" and entry.mmproj == tmp_path / "mmproj-F16.gguf"
+
+
+def test_a_projector_is_checked_before_it_is_loaded(tmp_path: Path) -> None:
+    good = write_projector(tmp_path / "mmproj.gguf", "gemma3", 128)
+    header = read_projector(good)
+    assert (header.kind, header.one_pass_tokens, header.n_patches) == ("gemma3", 64, 64)
+    assert header.total_bytes > header.weight_bytes > 0
+    for length in (0, 3, 100, len(good.read_bytes()) - 40):
+        (tmp_path / "cut.gguf").write_bytes(good.read_bytes()[:length])
+        with pytest.raises(ModelFormatError):
+            read_projector(tmp_path / "cut.gguf")
+
+
+@pytest.mark.parametrize(
+    ("key", "old", "new"),
+    [
+        ("patch_size", struct.pack("<I", 8), struct.pack("<I", 1)),
+        ("image_size", struct.pack("<I", 64), struct.pack("<I", 1000)),
+        ("embedding_length", struct.pack("<I", 32), struct.pack("<I", 64)),
+        ("block_count", struct.pack("<I", 2), struct.pack("<I", 0)),
+        ("attention.layer_norm_epsilon", struct.pack("<f", 1e-5), struct.pack("<f", float("nan"))),
+    ],
+)
+def test_a_header_on_which_libmtmd_aborts_is_refused(tmp_path: Path, key: str, old: bytes, new: bytes) -> None:
+    path = write_projector(tmp_path / "mmproj.gguf", "gemma3", 128)
+    before, name, after = path.read_bytes().partition(f"clip.vision.{key}".encode())
+    assert after[4:8] == old
+    path.write_bytes(before + name + after[:4] + new + after[8:])
+    with pytest.raises(ModelFormatError, match="fetch it again"):
+        read_projector(path)
+
+
+def test_base64_may_have_line_breaks() -> None:
+    text = base64_of(png(1, 1))
+    assert image_part(text[:10] + "\n" + text[10:])["type"] == "image"

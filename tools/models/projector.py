@@ -1,0 +1,100 @@
+"""Random projectors for images (mmproj): a small vision transformer and the matrices that map to a text model.
+
+Of each kind that libmtmd treats in its own way: "mlp" (LLaVA: a fixed number of tokens, causal attention), "gemma3"
+(pooled, attention among all tokens of an image) and "qwen2vl_merger" (as many tokens as the size asks for, positions of
+M-RoPE).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import sqrt
+from pathlib import Path
+
+import numpy as np
+from gguf import GGUFWriter
+
+PROJECTORS = ("mlp", "gemma3", "qwen2vl_merger")
+N_EMBD, N_HEAD, N_FF, N_LAYER = 32, 2, 64, 2
+PATCH_SIZE, IMAGE_SIZE = 8, 64
+MERGE = 2  # patches per side that become one token, of gemma3 and qwen2vl_merger
+
+Dims = tuple[int, ...]
+
+
+def write_projector(path: Path | str, kind: str, n_embd_text: int, *, seed: int = 0) -> Path:
+    """Writes a projector of one of PROJECTORS for a text model of width `n_embd_text`; returns its path."""
+    if kind not in PROJECTORS:
+        raise ValueError(f"a projector is one of {', '.join(PROJECTORS)}, but is {kind!r}")
+    writer, random = GGUFWriter(path, "clip"), np.random.default_rng(seed)
+    _add_metadata(writer, kind, n_embd_text)
+    for name, dims in _names_and_dims(kind, n_embd_text):
+        writer.add_tensor(name, _weights(name, dims, random))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return Path(path)
+
+
+def _add_metadata(writer: GGUFWriter, kind: str, n_embd_text: int) -> None:
+    writer.add_name(f"random {kind}")
+    writer.add_clip_has_vision_encoder(True)
+    writer.add_clip_projector_type(kind)
+    writer.add_vision_projection_dim(n_embd_text)
+    writer.add_vision_embedding_length(N_EMBD)
+    writer.add_vision_head_count(N_HEAD)
+    writer.add_vision_feed_forward_length(N_FF)
+    writer.add_vision_block_count(N_LAYER)
+    writer.add_vision_attention_layernorm_eps(1e-5)
+    writer.add_vision_patch_size(PATCH_SIZE)
+    writer.add_vision_image_size(IMAGE_SIZE)
+    writer.add_vision_image_mean([0.5, 0.5, 0.5])
+    writer.add_vision_image_std([0.5, 0.5, 0.5])
+    writer.add_vision_use_gelu(True)
+    if kind == "gemma3":
+        writer.add_vision_projector_scale_factor(MERGE)
+
+
+def _names_and_dims(kind: str, n_embd_text: int) -> Iterator[tuple[str, Dims]]:
+    yield "v.patch_embd.weight", (N_EMBD, 3, PATCH_SIZE, PATCH_SIZE)
+    if kind == "qwen2vl_merger":  # two frames of a video; an image counts as both
+        yield "v.patch_embd.weight.1", (N_EMBD, 3, PATCH_SIZE, PATCH_SIZE)
+    else:
+        yield "v.position_embd.weight", ((IMAGE_SIZE // PATCH_SIZE) ** 2, N_EMBD)
+    for il in range(N_LAYER):
+        for name, rows, columns in (
+            ("attn_q", N_EMBD, N_EMBD), ("attn_k", N_EMBD, N_EMBD), ("attn_v", N_EMBD, N_EMBD),
+            ("attn_out", N_EMBD, N_EMBD), ("ffn_up", N_FF, N_EMBD), ("ffn_down", N_EMBD, N_FF),
+        ):  # fmt: skip
+            yield from _linear(f"v.blk.{il}.{name}", rows, columns)
+        yield from _norm(f"v.blk.{il}.ln1")
+        yield from _norm(f"v.blk.{il}.ln2")
+    yield from _norm("v.post_ln")
+    if kind == "gemma3":
+        yield "mm.input_projection.weight", (N_EMBD, n_embd_text)
+        yield "mm.soft_emb_norm.weight", (N_EMBD,)
+        return
+    n_merged = N_EMBD * MERGE * MERGE if kind == "qwen2vl_merger" else N_EMBD
+    yield from _linear("mm.0", n_merged, n_merged)
+    yield from _linear("mm.2", n_embd_text, n_merged)
+
+
+def _linear(name: str, rows: int, columns: int) -> Iterator[tuple[str, Dims]]:
+    yield f"{name}.weight", (rows, columns)
+    yield f"{name}.bias", (rows,)
+
+
+def _norm(name: str) -> Iterator[tuple[str, Dims]]:
+    yield f"{name}.weight", (N_EMBD,)
+    yield f"{name}.bias", (N_EMBD,)
+
+
+def _weights(name: str, dims: Dims, random: np.random.Generator) -> np.ndarray:
+    """Norms near one, biases small, and the last matrix so that an image's rows are as long as those of tokens."""
+    if len(dims) == 1:
+        centre = 0.0 if name.endswith("bias") else 1.0
+        return (centre + 0.1 * random.standard_normal(dims)).astype(np.float32)
+    columns = int(np.prod(dims[1:]))
+    gain = 3.0 if name.startswith(("mm.", "v.patch_embd")) else 1.0
+    return (gain / sqrt(columns) * random.standard_normal(dims)).astype(np.float32)
