@@ -28,6 +28,7 @@ from moegguf.engine.recording import Recording, TraceOptions
 from moegguf.engine.requests import RequestCounter, RequestLock
 from moegguf.engine.session import Session
 from moegguf.engine.stats import Stats
+from moegguf.engine.trial import try_first
 from moegguf.engine.threadpool import Threadpool, built_with_openmp
 from moegguf.engine.upstream import UpstreamLlama
 from moegguf.engine.vocabulary import Vocabulary
@@ -104,6 +105,7 @@ class Llama(UpstreamLlama):
         self._load_plan = load_plan = prepare(model_path, expert_cache, options)
         self.layout, self.plan = load_plan.layout, load_plan.plan
         try:
+            try_first(self.layout, options, self._progress.wait)
             if load_plan.hooks:
                 self._session = Session(self.layout, self.plan, store or StoreOptions())
                 self._live_controller = LiveController(self._session, Artifacts(self.layout), chosen)

@@ -131,6 +131,12 @@ class LoadProgress:
             self._error = error
             return False
 
+    def wait(self) -> None:
+        """Reports that nothing is read yet; raises what the callback has ended the load with."""
+        if self._progress is not None:
+            self._call(0.0, 0)
+            self.raise_reason()
+
     def raise_reason(self) -> None:
         """Raises CallbackError or GenerationCancelled when the callback ended the load."""
         if self._error is not None:

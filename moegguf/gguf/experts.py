@@ -29,13 +29,17 @@ _ROUTER = re.compile(r"blk\.(\d{1,6})\.ffn_gate_inp\.weight")
 
 @dataclass(frozen=True)
 class Shard:
-    """One file of the model and its identity when it was read, from which a later replacement is detected."""
+    """One file of the model and its identity when it was read, from which a later replacement is detected.
+
+    `header_bytes`: where its data begin.
+    """
 
     path: Path
     n_bytes: int
     dev: int
     ino: int
     mtime_ns: int
+    header_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -180,7 +184,7 @@ def read_layout(path: str | os.PathLike[str]) -> ExpertLayout:
     embedding = tensors.get("token_embd.weight")
     return ExpertLayout(
         arch=hparams.arch,
-        shards=tuple(Shard(f.path, f.n_bytes, f.dev, f.ino, f.mtime_ns) for f in files),
+        shards=tuple(Shard(f.path, f.n_bytes, f.dev, f.ino, f.mtime_ns, f.data_offset) for f in files),
         n_layer=hparams.n_layer,
         layers=layers,
         dense_bytes=total_bytes - expert_bytes - unused_bytes,
