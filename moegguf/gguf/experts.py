@@ -19,6 +19,8 @@ from moegguf.errors import ModelFormatError
 from moegguf.gguf.hparams import Hparams, check_attention, read_hparams
 from moegguf.gguf.reader import GgufFile, TensorInfo, Value
 from moegguf.gguf.shards import read_shards
+from moegguf.gguf.tensor_types import check_types
+from moegguf.gguf.tokenizer import check_tokenizer
 
 Kind = Literal["gate", "up", "down", "gate_up"]
 KINDS: tuple[Kind, ...] = ("gate", "up", "down", "gate_up")
@@ -174,6 +176,8 @@ def read_layout(path: str | os.PathLike[str]) -> ExpertLayout:
     if not any(file.tensors for file in files):
         raise ModelFormatError(f"{label}: there are no tensors in it (a vocabulary file?); give a complete model.")
     hparams = read_hparams(files[0].metadata, label)
+    check_tokenizer(files[0], hparams.arch)
+    check_types(files)
     matrices = list(_expert_matrices(files, hparams))
     layers = tuple(_layers([m for m in matrices if m.il < hparams.n_layer], hparams, files))
     expert_bytes = sum(layer.n_expert * layer.expert_bytes for layer in layers)

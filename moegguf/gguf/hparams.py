@@ -5,6 +5,7 @@ Names follow llama.cpp's llama_hparams.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -15,6 +16,8 @@ from moegguf.gguf.reader import TensorInfo, Value
 MAX_LAYERS = 512
 MAX_EXPERTS = 1024
 MAX_WIDTH = 1 << 24  # n_embd, n_ff, n_head and the like
+MAX_CONTEXT = 1 << 27  # the longest real one is 10 Mi
+MAX_GATING = 4  # of enum llama_expert_gating_func_type; 0 is the architecture's own
 ROPE_SCALINGS = ("none", "linear", "yarn", "longrope")
 # llama.cpp asserts n_rot == n_embd_head_k for these
 FULLY_ROTATED = {
@@ -22,6 +25,36 @@ FULLY_ROTATED = {
     "grovemoe", "hunyuan-moe", "llada-moe", "olmoe", "qwen2moe",
     "qwen3moe", "qwen3vlmoe", "rnd1", "smallthinker",
 }  # fmt: skip
+# llama.cpp has no rotary embedding for these
+UNROTATED = {
+    "bloom", "glm5-next", "gpt2", "jais", "jamba", "kimi-k3", "kimi-linear", "mamba", "mamba2", "mpt", "nemotron_h",
+    "nemotron_h_moe", "refact", "t5", "t5encoder",
+}  # fmt: skip
+# {key: (least, most)} of fractions; others must be finite. A zero is what writers put where a model has no such part.
+FRACTIONS = {
+    "attention.layer_norm_epsilon": (0.0, 1.0),
+    "attention.layer_norm_rms_epsilon": (0.0, 1.0),
+    "attention.group_norm_epsilon": (0.0, 1.0),
+    "hyper_connection.epsilon": (0.0, 1.0),
+    "rope.freq_base": (1e-6, 1e30),
+    "rope.freq_base_swa": (1e-6, 1e30),
+    "rope.scaling.factor": (0.0, 1e9),
+    "rope.scale_linear": (0.0, 1e9),
+}
+UNBOUNDED = frozenset({"kda.gate_lower_bound"})  # minus infinity: no bound
+# {key: (least, most)} of whole numbers that have no use of their own here; others are at most MAX_WIDTH
+WHOLE = {
+    "context_length": (1, MAX_CONTEXT),
+    "expert_gating_func": (0, MAX_GATING),
+    "full_attention_interval": (1, MAX_LAYERS),
+    "attention.sliding_window": (0, 1 << 30),
+    "rope.scaling.original_context_length": (0, (1 << 31) - 1),
+    "attention.indexer.top_k": (0, (1 << 31) - 1),
+    "pooling_type": (-1, (1 << 32) - 1),
+    "decoder_start_token_id": (-1, (1 << 32) - 1),
+    "attention.key_length": (1, MAX_WIDTH),
+    "attention.value_length": (1, MAX_WIDTH),
+}
 
 
 @dataclass(frozen=True)
@@ -55,6 +88,26 @@ class _Keys:
 
     def fail(self, key: str, rule: str) -> ModelFormatError:
         return ModelFormatError(f"{self.label}: key '{key}': {rule}; the file cannot be run, fetch it again.")
+
+    def check_all(self) -> None:
+        """Every number of the architecture must be one that can be computed with: in its range, finite."""
+        start = f"{self.arch}."
+        for key, value in self.metadata.items():
+            if not key.startswith(start) or isinstance(value, bool | str):
+                continue
+            name, items = key.removeprefix(start), value if isinstance(value, tuple) else (value,)
+            for item in items:
+                if isinstance(item, float):
+                    self._check_fraction(name, item)
+                elif not isinstance(value, tuple):
+                    self._in_range(key, item, *WHOLE.get(name, (-MAX_WIDTH, MAX_WIDTH)))
+
+    def _check_fraction(self, name: str, value: float) -> None:
+        low, high = FRACTIONS.get(name, (-math.inf, math.inf))
+        if (math.isfinite(value) or (name in UNBOUNDED and not math.isnan(value))) and low <= value <= high:
+            return
+        allowed = f"from {low:g} to {high:g}" if name in FRACTIONS else "a finite number"
+        raise self.fail(f"{self.arch}.{name}", f"must be {allowed}, but is {value:g}")
 
     def number(self, name: str, default: int | None, low: int, high: int) -> int:
         key = f"{self.arch}.{name}"
@@ -99,6 +152,7 @@ def read_hparams(metadata: Mapping[str, Value], label: str) -> Hparams:
     """
     arch = read_architecture(metadata, label)
     keys = _Keys(arch, metadata, label)
+    keys.check_all()
     n_layer_all = keys.number("block_count", None, 1, MAX_LAYERS)
     n_nextn = keys.number("nextn_predict_layers", 0, 0, n_layer_all - 1)
     n_embd = keys.number("embedding_length", None, 1, MAX_WIDTH)
@@ -116,7 +170,7 @@ def read_hparams(metadata: Mapping[str, Value], label: str) -> Hparams:
         arch=arch,
         n_layer_all=n_layer_all,
         n_layer=n_layer_all - n_nextn,
-        n_ctx_train=keys.number("context_length", None, 1, (1 << 31) - 1),
+        n_ctx_train=keys.number("context_length", None, *WHOLE["context_length"]),
         n_embd=n_embd,
         n_expert=n_expert,
         n_expert_used=n_expert_used,
@@ -151,6 +205,12 @@ def _check_lengths(keys: _Keys, key_length: int, n_rot: int, n_head_kv: int) -> 
         raise keys.fail(f"{key}_mla", "needs value_length_mla beside it, both above zero")
     if n_rot > key_length or (keys.arch in FULLY_ROTATED and n_rot != key_length):
         raise keys.fail(f"{keys.arch}.rope.dimension_count", f"{n_rot} does not fit the key length, {key_length}")
+    for name, default in (("", n_rot), ("_swa", 0)):
+        keys_name = f"rope.dimension_count{name}"
+        rotated = keys.number(keys_name, default, 0, MAX_WIDTH)
+        given = f"{keys.arch}.{keys_name}" in keys.metadata
+        if keys.arch not in UNROTATED and (rotated % 2 or (given and rotated == 0)):
+            raise keys.fail(f"{keys.arch}.{keys_name}", f"must be even and above zero, but is {rotated}")
     if (mla_k or keys.arch == "deepseek2") and n_rot >= (mla_k or key_length):
         raise keys.fail(key, f"{mla_k or key_length} leaves nothing beside the {n_rot} rotated dimensions")
     if mla_k and (key_length != rank + n_rot or n_head_kv != 1):

@@ -245,6 +245,7 @@ class GgufFile:
     version: int
     alignment: int
     data_offset: int
+    n_byte_tokens: int  # of the 256 bytes, those with a token of their own
     metadata: Mapping[str, Value]
     arrays: Mapping[str, ArrayInfo]
     tensors: tuple[TensorInfo, ...]
@@ -426,6 +427,13 @@ def _check_vocabulary(cur: Cursor) -> None:
         cur.fail(f"{len(hashes) - n_unique} tokens have the same text as another")
 
 
+def _count_byte_tokens(hashes: array[int]) -> int:
+    """How many of the 256 bytes have a token: "<0x0A>", or the byte itself."""
+    found = {hash(b"<0x%02X>" % byte) for byte in range(256)}.intersection(hashes)
+    plain = {hash(bytes([byte])) for byte in range(1, 256)}.intersection(hashes)
+    return sum(hash(b"<0x%02X>" % b) in found or (b > 0 and hash(bytes([b])) in plain) for b in range(256))
+
+
 def _open(path: Path) -> tuple[int, os.stat_result]:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO must not block
@@ -459,5 +467,5 @@ def read_gguf(path: str | os.PathLike[str]) -> GgufFile:
         os.close(fd)
     return GgufFile(
         path, info.st_size, info.st_dev, info.st_ino, info.st_mtime_ns,
-        version, alignment, data_offset, metadata, arrays, tensors,
+        version, alignment, data_offset, _count_byte_tokens(cur.tokens), metadata, arrays, tensors,
     )  # fmt: skip
