@@ -68,7 +68,9 @@ class Llama(UpstreamLlama):
         no effect on a model with experts: pages of a mapped file are outside the budget's control.
 
     Raises:
-        ModelNotFoundError, ModelFormatError: before llama.cpp sees the file.
+        ModelNotFoundError, ModelFormatError: before llama.cpp sees the file, or because it ended a process that tried the
+            file (MOEGGUF_TRIAL_LOAD).
+        CapabilityError: a kind of model that is not run.
         BudgetError: the budget cannot be read or is too small; the message states the minimum.
         OptionError: an unknown keyword, naming the nearest known one.
         AllocationError, ExpertIOError, LibraryError.
@@ -206,9 +208,16 @@ class Llama(UpstreamLlama):
 
         return self._guarded(announced)
 
-    def generate(self, *arguments: Any, **options: Any) -> Generator[int, Sequence[int] | None, None]:
-        """As in llama-cpp-python, one request at a time: other threads wait until this one has ended."""
-        return self.as_request(super().generate(*arguments, **options))
+    def generate(
+        self, tokens: Sequence[int], *arguments: Any, **options: Any
+    ) -> Generator[int, Sequence[int] | None, None]:
+        """As in llama-cpp-python, one request at a time: other threads wait until this one has ended.
+
+        Raises OptionError without a token to begin with.
+        """
+        if not len(tokens) and (options.get("reset", True) or not self.n_tokens):
+            raise OptionError("there is nothing to continue: the prompt has no tokens of this model's vocabulary.")
+        return self.as_request(super().generate(tokens, *arguments, **options))
 
     def as_request(self, steps: Generator[Step, Any, None]) -> Generator[Step, Any, None]:
         """The same steps, which evaluate tokens, as one request; others wait for it. Raises ClosedError, ForkError."""

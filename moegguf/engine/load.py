@@ -15,6 +15,7 @@ from moegguf.errors import (
     AllocationError,
     BudgetError,
     CallbackError,
+    CapabilityError,
     GenerationCancelled,
     ModelFormatError,
     MoeggufError,
@@ -30,6 +31,7 @@ _bindings = library.llama_cpp()
 
 # Passed by known wrappers (LangChain) for old llama.cpp versions; without effect here.
 LEGACY_OPTIONS = frozenset({"device", "f16_kv", "n_parts", "low_vram", "mul_mat_q", "n_gqa", "rms_norm_eps"})
+DIFFUSION = frozenset({"dream", "llada", "llada-moe", "rnd1"})  # llm_arch_is_diffusion()
 N_CTX, N_BATCH, N_UBATCH = 512, 512, 512  # llama-cpp-python's defaults
 
 Budget = str | int | float | ExpertCache
@@ -72,11 +74,16 @@ class LoadPlan:
 def prepare(model: str | os.PathLike[str], expert_cache: Budget | None, options: dict[str, Any]) -> LoadPlan:
     """Reads the header and plans memory. `options`: keywords of llama_cpp.Llama as the user gave them.
 
-    Raises ModelNotFoundError, ModelFormatError, BudgetError, OptionError, and AllocationError for a context above all
+    Raises ModelNotFoundError, ModelFormatError, CapabilityError, BudgetError, OptionError, and AllocationError for a context above all
     memory of this machine.
     """
     path, environment = os.fspath(find_model(model)), read_environment()
     layout = read_layout(path)
+    if layout.arch in DIFFUSION:
+        raise CapabilityError(
+            f"{layout.shards[0].path.name}: {layout.arch} models write by diffusion, not token after token, and cannot be"
+            " run here; choose another model."
+        )
     cache = parse_expert_cache(environment.expert_cache if expert_cache is None else expert_cache)
     options = {name: value for name, value in options.items() if name not in LEGACY_OPTIONS}
     options["n_threads"] = options.get("n_threads") or count_cpus()

@@ -177,14 +177,17 @@ def _run(request: Request, waiting: Callable[[], object]) -> Outcome:
     except OSError:
         return Outcome(lasting=False)  # no process to be had: the load itself is what remains
     try:
-        answer, log = _wait(process, request.wall_s, waiting)
+        written = _wait(process, request.wall_s, waiting)
     finally:
         process.kill()
         process.communicate()
-    return _outcome(process.returncode, answer, log.decode(errors="replace"), request)
+    if written is None:
+        return Outcome(f"a trial load did not end within {request.wall_s:.0f} s", lasting=False)
+    return _outcome(process.returncode, written[0], written[1].decode(errors="replace"), request.cpu_s)
 
 
-def _wait(process: subprocess.Popen[bytes], wall_s: float, waiting: Callable[[], object]) -> tuple[bytes, bytes]:
+def _wait(process: subprocess.Popen[bytes], wall_s: float, waiting: Callable[[], object]) -> tuple[bytes, bytes] | None:
+    """What the process has written to stdout and stderr; None when it did not end within `wall_s`."""
     end = time.monotonic() + wall_s
     stdin, process.stdin = process.stdin, None  # communicate() would close it
     assert stdin is not None
@@ -195,16 +198,14 @@ def _wait(process: subprocess.Popen[bytes], wall_s: float, waiting: Callable[[],
             except subprocess.TimeoutExpired:
                 waiting()
                 if time.monotonic() > end:
-                    return b"", b""
+                    return None
 
 
-def _outcome(code: int, answer: bytes, log: str, request: Request) -> Outcome:
+def _outcome(code: int, answer: bytes, log: str, cpu_s: int) -> Outcome:
     if code == 0:
         return _answered(answer)
-    if not answer and not log and code == -signal.SIGKILL:
-        return Outcome(f"a trial load did not end within {request.wall_s:.0f} s", lasting=False)
     if code == -signal.SIGXCPU:
-        return Outcome(f"a trial load did not end within {request.cpu_s} s of computing")
+        return Outcome(f"a trial load did not end within {cpu_s} s of computing")
     if -code in OUTSIDE_SIGNALS:
         return Outcome(
             f"the system ended a trial load ({_signal_name(-code)}), most likely for memory",

@@ -30,7 +30,8 @@ def _limit(memory_bytes: int, cpu_s: int) -> None:
         file.write("1000")
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
+    """Ends this process when its stdin closes."""
     sys.stdin.buffer.read()
     os._exit(1)
 
@@ -63,7 +64,7 @@ def main() -> None:
     """Tries the model of the command line."""
     request = json.loads(sys.argv[1])
     _limit(request["memory_bytes"], request["cpu_s"])
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=end_with_parent, daemon=True).start()
     from moegguf.engine.trial import describe
 
     answer = {"kind": "passed", "reason": ""}

@@ -9,6 +9,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
+from moegguf.engine.vocabulary import BoundedTokenizer
 from moegguf.errors import OptionError
 from moegguf.models.pretrained import fetch
 from moegguf.native import library
@@ -22,6 +23,11 @@ class UpstreamLlama(_bindings.Llama):  # type: ignore[misc, name-defined]
     """Base of our `Llama`, which keeps the keywords of its constructor in `_keywords`, for pickling."""
 
     _keywords: dict[str, Any]
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        if type(self.tokenizer_) is _bindings.LlamaTokenizer:  # not one of the user's
+            self.tokenizer_ = BoundedTokenizer(self)
 
     @classmethod
     def from_pretrained(
