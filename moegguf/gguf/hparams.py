@@ -77,7 +77,8 @@ class Hparams:
     value_length: int
     is_mla: bool
     n_rot: int
-    has_swa_lengths: bool  # heads of another length in sliding-window layers
+    key_lengths: tuple[int, ...]  # of all layers, and of sliding-window layers where that is another
+    value_lengths: tuple[int, ...]
 
 
 class _Keys:
@@ -166,6 +167,9 @@ def read_hparams(metadata: Mapping[str, Value], label: str) -> Hparams:
     head = n_embd // n_head[0] if n_head[0] else 0
     key_length = keys.number("attention.key_length", head, 0, MAX_WIDTH)
     n_rot = keys.number("rope.dimension_count", key_length, 0, MAX_WIDTH)
+    value_length = keys.number("attention.value_length", head, 0, MAX_WIDTH)
+    key_swa = keys.number("attention.key_length_swa", key_length, 0, MAX_WIDTH)
+    value_swa = keys.number("attention.value_length_swa", value_length, 0, MAX_WIDTH)
     return Hparams(
         arch=arch,
         n_layer_all=n_layer_all,
@@ -179,10 +183,11 @@ def read_hparams(metadata: Mapping[str, Value], label: str) -> Hparams:
         n_ff=keys.per_layer("feed_forward_length", n_layer_all, 0, MAX_WIDTH),
         n_ff_exp=keys.per_layer("expert_feed_forward_length", n_layer_all, 0, MAX_WIDTH),
         key_length=key_length,
-        value_length=keys.number("attention.value_length", head, 0, MAX_WIDTH),
+        value_length=value_length,
         is_mla=_check_lengths(keys, key_length, n_rot, max(n_head_kv)),
         n_rot=n_rot,
-        has_swa_lengths=any(f"{arch}.attention.{kind}_length_swa" in metadata for kind in ("key", "value")),
+        key_lengths=tuple(dict.fromkeys((key_length, key_swa))),
+        value_lengths=tuple(dict.fromkeys((value_length, value_swa))),
     )
 
 
@@ -248,26 +253,36 @@ def _check_rope(keys: _Keys) -> None:
 
 
 def check_attention(tensors: Mapping[str, TensorInfo], hparams: Hparams, label: str) -> None:
-    """Raises ModelFormatError for a Q, K or V matrix that has not heads x length rows, by the metadata.
+    """Raises ModelFormatError for Q, K or V matrices whose rows are not heads x length, by the metadata.
 
-    Q may have twice the rows (an output gate, as in qwen3next). Models with other lengths in sliding-window layers, and
-    with latent attention, are left to llama.cpp.
+    Q may have twice the rows (an output gate, as in qwen3next). Where sliding-window layers have lengths of their own,
+    each length must be that of a layer. Models with latent attention are left to llama.cpp.
     """
     hp = hparams
-    if hp.is_mla or hp.has_swa_lengths or hp.n_head[0] == 0:
+    if hp.is_mla or hp.n_head[0] == 0:
         return
-    for il in range(hp.n_layer):
-        for name, heads, length in (
-            ("attn_q", hp.n_head[il], hp.key_length),
-            ("attn_k", hp.n_head_kv[il], hp.key_length),
-            ("attn_v", hp.n_head_kv[il], hp.value_length),
-        ):
+    for name, n_heads, lengths in (
+        ("attn_q", hp.n_head, hp.key_lengths),
+        ("attn_k", hp.n_head_kv, hp.key_lengths),
+        ("attn_v", hp.n_head_kv, hp.value_lengths),
+    ):
+        used: set[int] = set()
+        for il in range(hp.n_layer):
             tensor = tensors.get(f"blk.{il}.{name}.weight")
-            if tensor is None or len(tensor.shape) != 2 or heads == 0:
+            if tensor is None or len(tensor.shape) != 2 or n_heads[il] == 0:
                 continue
-            n_rows, wanted = tensor.shape[1], heads * length
-            if n_rows != wanted and not (name == "attn_q" and n_rows == 2 * wanted):
-                raise ModelFormatError(
-                    f"{label}: tensor '{tensor.name}', data at offset {tensor.offset}: has {n_rows} rows, but"
-                    f" {heads} heads of {length} make {wanted}; fetch the file again."
-                )
+            n_rows, factors = tensor.shape[1], (1, 2) if name == "attn_q" else (1,)
+            found = {length for length in lengths if n_rows in [factor * n_heads[il] * length for factor in factors]}
+            used |= found
+            if not found and len(lengths) == 1:
+                raise _bad_attention(label, tensor, f"{n_heads[il]} heads of {lengths[0]} make {n_heads[il] * lengths[0]}")
+            last = tensor
+        if used and (unused := set(lengths) - used):
+            raise _bad_attention(label, last, f"no layer has heads of {min(unused)}")
+
+
+def _bad_attention(label: str, tensor: TensorInfo, rule: str) -> ModelFormatError:
+    return ModelFormatError(
+        f"{label}: tensor '{tensor.name}', data at offset {tensor.offset}: has {tensor.shape[1]} rows, but {rule};"
+        " fetch the file again."
+    )
