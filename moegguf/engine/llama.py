@@ -28,8 +28,8 @@ from moegguf.engine.recording import Recording, TraceOptions
 from moegguf.engine.requests import RequestCounter, RequestLock
 from moegguf.engine.session import Session
 from moegguf.engine.stats import Stats
-from moegguf.engine.trial import try_first
 from moegguf.engine.threadpool import Threadpool, built_with_openmp
+from moegguf.engine.trial import try_first
 from moegguf.engine.upstream import UpstreamLlama
 from moegguf.engine.vocabulary import Vocabulary
 from moegguf.errors import ClosedError, GenerationCancelled, MoeggufError, OptionError
@@ -68,8 +68,8 @@ class Llama(UpstreamLlama):
         no effect on a model with experts: pages of a mapped file are outside the budget's control.
 
     Raises:
-        ModelNotFoundError, ModelFormatError: before llama.cpp sees the file, or because it ended a process that tried the
-            file (MOEGGUF_TRIAL_LOAD).
+        ModelNotFoundError, ModelFormatError: before llama.cpp sees the file, or because it ended the trial load
+            (engine/trial.py).
         CapabilityError: a kind of model that is not run.
         BudgetError: the budget cannot be read or is too small; the message states the minimum.
         OptionError: an unknown keyword, naming the nearest known one.

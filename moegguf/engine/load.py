@@ -74,15 +74,15 @@ class LoadPlan:
 def prepare(model: str | os.PathLike[str], expert_cache: Budget | None, options: dict[str, Any]) -> LoadPlan:
     """Reads the header and plans memory. `options`: keywords of llama_cpp.Llama as the user gave them.
 
-    Raises ModelNotFoundError, ModelFormatError, CapabilityError, BudgetError, OptionError, and AllocationError for a context above all
-    memory of this machine.
+    Raises ModelNotFoundError, ModelFormatError, CapabilityError for a kind of model that is not run, BudgetError,
+    OptionError, and AllocationError for a context above all memory of this machine.
     """
     path, environment = os.fspath(find_model(model)), read_environment()
     layout = read_layout(path)
     if layout.arch in DIFFUSION:
         raise CapabilityError(
-            f"{layout.shards[0].path.name}: {layout.arch} models write by diffusion, not token after token, and cannot be"
-            " run here; choose another model."
+            f"{layout.shards[0].path.name}: {layout.arch} models write by diffusion, not token after token, and cannot"
+            " be run here; choose another model."
         )
     cache = parse_expert_cache(environment.expert_cache if expert_cache is None else expert_cache)
     options = {name: value for name, value in options.items() if name not in LEGACY_OPTIONS}

@@ -1,4 +1,4 @@
-"""The process of a trial load: `python -m moegguf.engine.trial_process REQUEST`, where REQUEST is JSON of trial.Request.
+"""The process of a trial load: `python -m moegguf.engine.trial_process REQUEST`, a trial.Request in JSON.
 
 Does with a model what users do, in short: loads it with room for a few experts, tokenizes, reads a prompt, generates.
 Writes a line of JSON to stdout; ends when its stdin closes.
@@ -14,7 +14,11 @@ import threading
 from contextlib import suppress
 from typing import Any
 
-TEXTS = ("Hello, wörld 你好 🙂\n\t 12345", "<|im_start|>user\nfor (int i = 0; i < 10; ++i) {}<|im_end|>", "\x00\x7f  x" * 9)
+TEXTS = (
+    "Hello, wörld 你好 🙂\n\t 12345",
+    "<|im_start|>user\nfor (int i = 0; i < 10; ++i) {}<|im_end|>",
+    "\x00\x7f  x" * 9,
+)
 N_NEW = 3
 
 
@@ -41,7 +45,7 @@ def _try(request: dict[str, Any]) -> None:
     from moegguf.engine.trial import N_BATCH, N_CTX
 
     options = request["options"]
-    size = {"n_ctx": N_CTX, "n_batch": N_BATCH, "n_threads": 1, "policy": "lru", "verbose": False}
+    size: dict[str, Any] = {"n_ctx": N_CTX, "n_batch": N_BATCH, "n_threads": 1, "policy": "lru", "verbose": False}
     with Llama(request["path"], expert_cache=request["n_slots_bytes"] or "auto", **size, **options) as llm:
         tokens = []
         for text in TEXTS:

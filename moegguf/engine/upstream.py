@@ -23,6 +23,7 @@ class UpstreamLlama(_bindings.Llama):  # type: ignore[misc, name-defined]
     """Base of our `Llama`, which keeps the keywords of its constructor in `_keywords`, for pickling."""
 
     _keywords: dict[str, Any]
+    tokenizer_: Any
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)

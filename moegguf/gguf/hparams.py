@@ -167,6 +167,7 @@ def read_hparams(metadata: Mapping[str, Value], label: str) -> Hparams:
     head = n_embd // n_head[0] if n_head[0] else 0
     key_length = keys.number("attention.key_length", head, 0, MAX_WIDTH)
     n_rot = keys.number("rope.dimension_count", key_length, 0, MAX_WIDTH)
+    _check_rotated(keys, n_rot)
     value_length = keys.number("attention.value_length", head, 0, MAX_WIDTH)
     key_swa = keys.number("attention.key_length_swa", key_length, 0, MAX_WIDTH)
     value_swa = keys.number("attention.value_length_swa", value_length, 0, MAX_WIDTH)
@@ -210,18 +211,21 @@ def _check_lengths(keys: _Keys, key_length: int, n_rot: int, n_head_kv: int) -> 
         raise keys.fail(f"{key}_mla", "needs value_length_mla beside it, both above zero")
     if n_rot > key_length or (keys.arch in FULLY_ROTATED and n_rot != key_length):
         raise keys.fail(f"{keys.arch}.rope.dimension_count", f"{n_rot} does not fit the key length, {key_length}")
-    for name, default in (("", n_rot), ("_swa", 0)):
-        keys_name = f"rope.dimension_count{name}"
-        rotated = keys.number(keys_name, default, 0, MAX_WIDTH)
-        given = f"{keys.arch}.{keys_name}" in keys.metadata
-        if keys.arch not in UNROTATED and (rotated % 2 or (given and rotated == 0)):
-            raise keys.fail(f"{keys.arch}.{keys_name}", f"must be even and above zero, but is {rotated}")
     if (mla_k or keys.arch == "deepseek2") and n_rot >= (mla_k or key_length):
         raise keys.fail(key, f"{mla_k or key_length} leaves nothing beside the {n_rot} rotated dimensions")
     if mla_k and (key_length != rank + n_rot or n_head_kv != 1):
         rule = f"must be {rank + n_rot} (kv_lora_rank + rope.dimension_count) with 1 KV head, but is"
         raise keys.fail(key, f"{rule} {key_length} with {n_head_kv}")
     return mla_k > 0
+
+
+def _check_rotated(keys: _Keys, n_rot: int) -> None:
+    """Numbers are rotated in pairs; with none llama.cpp computes for ever."""
+    for name, default in (("rope.dimension_count", n_rot), ("rope.dimension_count_swa", 0)):
+        key = f"{keys.arch}.{name}"
+        n = keys.number(name, default, 0, MAX_WIDTH)
+        if keys.arch not in UNROTATED and (n % 2 or (n == 0 and key in keys.metadata)):
+            raise keys.fail(key, f"must be even and above zero, but is {n}")
 
 
 def _read_expert_counts(keys: _Keys, n_layer_all: int) -> tuple[int, tuple[int, ...]]:
@@ -275,7 +279,9 @@ def check_attention(tensors: Mapping[str, TensorInfo], hparams: Hparams, label: 
             found = {length for length in lengths if n_rows in [factor * n_heads[il] * length for factor in factors]}
             used |= found
             if not found and len(lengths) == 1:
-                raise _bad_attention(label, tensor, f"{n_heads[il]} heads of {lengths[0]} make {n_heads[il] * lengths[0]}")
+                raise _bad_attention(
+                    label, tensor, f"{n_heads[il]} heads of {lengths[0]} make {n_heads[il] * lengths[0]}"
+                )
             last = tensor
         if used and (unused := set(lengths) - used):
             raise _bad_attention(label, last, f"no layer has heads of {min(unused)}")

@@ -24,6 +24,7 @@ class Kind(NamedTuple):
     add_eos: bool = False
     merges: bool = False
     byte_tokens: bool = False
+    forces_bos: bool = False  # whatever the file says
 
 
 KINDS = {
@@ -32,7 +33,7 @@ KINDS = {
     "gpt2": Kind(bos=11, eos=11, merges=True),
     "hybriddna": Kind(bos=11, eos=11, merges=True),
     "whitespace": Kind(bos=11, eos=11, merges=True),
-    "gemma4": Kind(add_bos=True, merges=True),
+    "gemma4": Kind(merges=True, forces_bos=True),
     "t5": Kind(eos=1, add_eos=True),
     "plamo2": Kind(bos=1, eos=2, byte_tokens=True),
     "rwkv": Kind(),
@@ -61,9 +62,9 @@ def check_tokenizer(file: GgufFile, arch: str) -> None:
         known = ", ".join(sorted(set(KINDS) - {"rwkv", "test"}))
         raise _bad(file, "model", f"must be one of {known}, but is {str(model)[:40]!r}")
     n_tokens = _check_arrays(file)
-    if kind.merges and "tokenizer.ggml.merges" not in file.arrays:
-        if file.metadata.get("tokenizer.ggml.pre") != WITHOUT_MERGES:
-            raise _bad(file, "merges", f"is missing, but every vocabulary of kind {model!r} has it")
+    needs_merges = kind.merges and file.metadata.get("tokenizer.ggml.pre") != WITHOUT_MERGES
+    if needs_merges and "tokenizer.ggml.merges" not in file.arrays:
+        raise _bad(file, "merges", f"is missing, but every vocabulary of kind {model!r} has it")
     if kind.byte_tokens and file.n_byte_tokens < 256:
         raise _bad(file, "tokens", f"has tokens for {file.n_byte_tokens} of 256 bytes, but kind {model!r} needs all")
     _check_added(file, kind, n_tokens)
@@ -98,7 +99,8 @@ def _check_arrays(file: GgufFile) -> int:
 def _check_added(file: GgufFile, kind: Kind, n_tokens: int) -> None:
     """A token that is added to every text must be there."""
     for name, default, adds in (("bos", kind.bos, kind.add_bos), ("eos", kind.eos, kind.add_eos)):
-        if file.metadata.get(f"tokenizer.ggml.add_{name}_token", adds) is not True:
+        forced = name == "bos" and kind.forces_bos
+        if not forced and file.metadata.get(f"tokenizer.ggml.add_{name}_token", adds) is not True:
             continue
         given = file.metadata.get(f"tokenizer.ggml.{name}_token_id")
         ids = (given, default)

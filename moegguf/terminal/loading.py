@@ -114,14 +114,19 @@ def load(path: Path, options: LoadOptions, spinner: Spinner) -> tuple[Llama, flo
     start = time.perf_counter()
     spinner.show("loading the library")
     import moegguf
+    from moegguf.engine.trial import is_due
     from moegguf.terminal.progress import loading_text
 
     layout = moegguf.read_layout(path)
     arguments = _llama_arguments(layout, options)
 
+    tried = is_due(layout, arguments)
+
     def open_model(interrupted: threading.Event) -> Llama:
         def progress(share: float) -> bool:
-            spinner.show(loading_text(layout.name, share, layout.dense_bytes, time.perf_counter() - start))
+            elapsed_s = time.perf_counter() - start
+            text = loading_text(layout.name, share, layout.dense_bytes, elapsed_s)
+            spinner.show(text if share or not tried else f"trying {layout.name}, the first time it is loaded")
             return not interrupted.is_set()
 
         return moegguf.Llama(path, progress=progress, **arguments)

@@ -1,4 +1,4 @@
-"""A model's first load begins with a trial in another process, whose end by a signal is a typed error, once and later."""
+"""A model's first load begins with a trial in another process, whose end by a signal is a typed error."""
 
 from __future__ import annotations
 
@@ -62,7 +62,8 @@ def test_a_good_model_is_tried_once(tiny: TinyModel, load: Load, monkeypatch: py
 
 
 @pytest.mark.parametrize(
-    "command,words", [(ABORT, "SIGABRT: x.c:1: GGML_ASSERT"), (TOO_LONG, "did not end within"), (BARE, "AssertionError")]
+    ("command", "words"),
+    [(ABORT, "SIGABRT: x.c:1: GGML_ASSERT"), (TOO_LONG, "did not end within"), (BARE, "AssertionError")],
 )
 def test_a_model_that_ends_its_trial_is_refused_until_it_is_tried_again(
     tiny: TinyModel, load: Load, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...], words: str
@@ -92,9 +93,7 @@ def test_want_of_memory_is_not_remembered(
     load(tiny())
 
 
-def test_no_verdict_leaves_the_error_to_the_load(
-    tiny: TinyModel, load: Load, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_verdict_leaves_the_error_to_the_load(tiny: TinyModel, load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     use(TYPED, monkeypatch)
     load(tiny())
     use(("/no/such/python",), monkeypatch)
@@ -126,7 +125,7 @@ def test_a_cancelled_load_ends_the_trial(tiny: TinyModel, monkeypatch: pytest.Mo
         Llama(tiny(), progress=lambda _share: False, verbose=False)
 
 
-def test_a_trial_ends_with_the_process_that_waits_for_it(tiny: TinyModel, tmp_path: Path) -> None:
+def test_a_trial_ends_with_the_process_that_waits_for_it() -> None:
     code = (
         "import os, subprocess, sys; from moegguf.engine import trial;"
         "process = subprocess.Popen([*trial.COMMAND[:2], '-c', 'import threading; from moegguf.engine.trial_process"
