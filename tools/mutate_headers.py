@@ -15,6 +15,7 @@ import collections
 import json
 import os
 import resource
+import shutil
 import signal
 import sys
 import tempfile
@@ -116,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                                   "told": told, "mutant": words}), flush=True)  # fmt: skip
                 if options.keep:
                     options.keep.mkdir(parents=True, exist_ok=True)
-                    path.rename(options.keep / path.name)
+                    shutil.move(path, options.keep)
             path.unlink(missing_ok=True)
     print(json.dumps(counts), file=sys.stderr)
     return 1 if failed else 0

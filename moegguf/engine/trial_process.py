@@ -47,21 +47,18 @@ def _try(request: dict[str, Any]) -> None:
     options = request["options"]
     size: dict[str, Any] = {"n_ctx": N_CTX, "n_batch": N_BATCH, "n_threads": 1, "policy": "lru", "verbose": False}
     with Llama(request["path"], expert_cache=request["n_slots_bytes"] or "auto", **size, **options) as llm:
-        tokens = []
         for text in TEXTS:
-            tokens = llm.vocabulary.tokens(text)
-            llm.detokenize(tokens)
+            llm.detokenize(llm.tokenize(text.encode(), add_bos=True, special=True))
+            llm.vocabulary.tokens(text)
         for token in range(0, llm.vocabulary.n_tokens, max(1, llm.vocabulary.n_tokens // 500)):
             llm.vocabulary.piece(token, special=True)
         if options.get("vocab_only"):
             return
-        prompt = [*tokens, 0][: N_BATCH + 1]
         if options.get("embedding"):
             llm.embed([TEXTS[0]])
             return
-        for count, _ in enumerate(llm.generate(prompt, temp=0.8)):
-            if count == N_NEW:
-                break
+        llm.eval([0] * (N_BATCH + 1))
+        llm.create_completion([0], max_tokens=N_NEW)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""llama-cpp-python's `Llama` with fixes that have nothing to do with experts: downloads, logit_bias, pickling."""
+"""llama-cpp-python's `Llama` with fixes that have nothing to do with experts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from moegguf.engine.vocabulary import BoundedTokenizer
 from moegguf.errors import OptionError
 from moegguf.models.pretrained import fetch
 from moegguf.native import library
@@ -17,6 +16,22 @@ from moegguf.native import library
 _bindings = library.llama_cpp()
 
 Floats = npt.NDArray[np.float32]
+ADDED_TOKENS = 8  # room for BOS, EOS and a leading space, beside one token per byte
+
+
+class BoundedTokenizer(_bindings.LlamaTokenizer):  # type: ignore[misc, name-defined]
+    """llama-cpp-python's, with memory for the text's length instead of the context that the file claims."""
+
+    def tokenize(self, text: bytes, add_bos: bool = True, special: bool = True) -> list[int]:
+        """The tokens of a text. Raises OptionError for one that llama.cpp cannot tokenize."""
+        size = len(text) + ADDED_TOKENS
+        for _ in range(2):
+            tokens = (_bindings.llama_token * size)()
+            n = _bindings.llama_tokenize(self._model.vocab, text, len(text), tokens, size, add_bos, special)
+            if n >= 0:
+                return list(tokens[:n])
+            size = -n
+        raise OptionError(f"a text of {len(text)} bytes cannot be tokenized; shorten it.")
 
 
 class UpstreamLlama(_bindings.Llama):  # type: ignore[misc, name-defined]

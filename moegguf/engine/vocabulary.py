@@ -13,26 +13,6 @@ if TYPE_CHECKING:
     from moegguf.engine.upstream import UpstreamLlama
 
 
-_bindings = library.llama_cpp()
-
-ADDED_TOKENS = 8  # room for BOS, EOS and a leading space, beside one token per byte
-
-
-class BoundedTokenizer(_bindings.LlamaTokenizer):  # type: ignore[misc, name-defined]
-    """llama-cpp-python's, with memory for the text's length instead of the context that the file claims."""
-
-    def tokenize(self, text: bytes, add_bos: bool = True, special: bool = True) -> list[int]:
-        """The tokens of a text. Raises OptionError for one that llama.cpp cannot tokenize."""
-        size = len(text) + ADDED_TOKENS
-        for _ in range(2):
-            tokens = (_bindings.llama_token * size)()
-            n = _bindings.llama_tokenize(self._model.vocab, text, len(text), tokens, size, add_bos, special)
-            if n >= 0:
-                return list(tokens[:n])
-            size = -n
-        raise OptionError(f"a text of {len(text)} bytes cannot be tokenized; shorten it.")
-
-
 def to_utf8(text: str) -> bytes:
     """UTF-8 of any string that JSON can hold: halves of surrogate pairs are joined, lone ones become U+FFFD."""
     try:

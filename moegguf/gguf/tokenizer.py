@@ -40,6 +40,7 @@ KINDS = {
     "test": Kind(),
 }
 WITHOUT_MERGES = "kimi-k2"  # a `tokenizer.ggml.pre` that needs none
+OWN_PRE = frozenset({"whitespace"})  # `tokenizer.ggml.pre` of the model of this name only
 # {key after "tokenizer.ggml.": types of the array's items}, and whether there is one per token
 ARRAYS = {
     "tokens": ((STRING,), True),
@@ -61,9 +62,11 @@ def check_tokenizer(file: GgufFile, arch: str) -> None:
     if kind is None or (model == "rwkv" and "rwkv" not in arch):
         known = ", ".join(sorted(set(KINDS) - {"rwkv", "test"}))
         raise _bad(file, "model", f"must be one of {known}, but is {str(model)[:40]!r}")
+    pre = file.metadata.get("tokenizer.ggml.pre")
+    if pre in OWN_PRE and pre != model:
+        raise _bad(file, "pre", f"is {pre!r}, which only a vocabulary of this kind has, not {model!r}")
     n_tokens = _check_arrays(file)
-    needs_merges = kind.merges and file.metadata.get("tokenizer.ggml.pre") != WITHOUT_MERGES
-    if needs_merges and "tokenizer.ggml.merges" not in file.arrays:
+    if kind.merges and pre != WITHOUT_MERGES and "tokenizer.ggml.merges" not in file.arrays:
         raise _bad(file, "merges", f"is missing, but every vocabulary of kind {model!r} has it")
     if kind.byte_tokens and file.n_byte_tokens < 256:
         raise _bad(file, "tokens", f"has tokens for {file.n_byte_tokens} of 256 bytes, but kind {model!r} needs all")

@@ -60,6 +60,7 @@ DANGEROUS: dict[str, tuple[Change, str]] = {
     "rwkv's vocabulary": (key("tokenizer.ggml.model", STRING, b"rwkv"), "must be one of"),
     "llama's vocabulary without bytes": (key("tokenizer.ggml.model", STRING, b"llama"), "of 256 bytes"),
     "unknown vocabulary": (key("tokenizer.ggml.model", STRING, b"x"), "must be one of"),
+    "whitespace's splitting": (key("tokenizer.ggml.pre", STRING, b"whitespace"), "only a vocabulary of this kind"),
     "gemma without BOS": (
         lambda h: without("tokenizer.ggml.bos_token_id")(key("tokenizer.ggml.model", STRING, b"gemma4")(h)),
         "bos_token_id",
