@@ -15,6 +15,7 @@ from contextlib import suppress
 from typing import Any
 
 TEXTS = (
+    "The quick brown fox jumps over the lazy dog, what do you think?\n\n    def f(x):\n        return x + 1.5\n",
     "Hello, wörld 你好 🙂\n\t 12345",
     "<|im_start|>user\nfor (int i = 0; i < 10; ++i) {}<|im_end|>",
     "\x00\x7f  x" * 9,

@@ -19,6 +19,7 @@ from typing import NoReturn
 
 from moegguf.errors import ExpertIOError, ModelFormatError, ModelNotFoundError, OptionError
 
+MAGIC = b"GGUF"
 MAX_STRINGS = 1 << 22  # in one array
 MAX_ALL_STRINGS = 1 << 23  # in all arrays of a file
 KEPT_TOTAL_BYTES = 12 << 20  # of a file's key-values
@@ -329,7 +330,7 @@ def _read_header(cur: Cursor) -> tuple[int, int, int]:
     """(version, number of tensors, number of key-values), each within its limit."""
     at = cur.need(4)
     magic = cur.buf[at : at + 4]
-    if magic != b"GGUF":
+    if magic != MAGIC:
         cur.fail(f"a GGUF file starts with 'GGUF', but this one with {str(magic)[1:]}; give a .gguf model file")
     cur.pos = 4
     version = cur.u32()
@@ -446,6 +447,15 @@ def _open(path: Path) -> tuple[int, os.stat_result]:
         os.close(fd)
         raise ModelNotFoundError(f"{str(path)!r} is not a regular file; give the path of a .gguf file.")
     return fd, info
+
+
+def is_other_kind(path: str | os.PathLike[str]) -> bool:
+    """Whether the file at `path` can be read and does not begin as a GGUF file does."""
+    try:
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+            return file.read(len(MAGIC)) != MAGIC
+    except (OSError, ValueError):
+        return False
 
 
 def read_gguf(path: str | os.PathLike[str]) -> GgufFile:
