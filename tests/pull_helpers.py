@@ -12,7 +12,12 @@ from moegguf.models.pull import pull
 
 DATA = b"GGUF" + os.urandom((3 << 20) - 4)
 NAME = "hf.co/User/Repo-GGUF:Q4_K_M"
-FILES = {"README.md": b"hello", "x-Q4_K_M.gguf": DATA, "x-Q8_0.gguf": b"GGUF" + b"m" * 950, "mmproj-F16.gguf": b"GGUF" + b"m" * 95}
+FILES = {
+    "README.md": b"hello",
+    "x-Q4_K_M.gguf": DATA,
+    "x-Q8_0.gguf": b"GGUF" + b"m" * 950,
+    "mmproj-F16.gguf": b"GGUF" + b"m" * 95,
+}
 
 
 def fetch(

@@ -21,9 +21,9 @@ MAX_GATING = 4  # of enum llama_expert_gating_func_type; 0 is the architecture's
 ROPE_SCALINGS = ("none", "linear", "yarn", "longrope")
 # llama.cpp asserts n_rot == n_embd_head_k for these
 FULLY_ROTATED = {
-    "dbrx", "deepseek", "dots1", "ernie4_5-moe", "grok",
-    "grovemoe", "hunyuan-moe", "llada-moe", "olmoe", "qwen2moe",
-    "qwen3moe", "qwen3vlmoe", "rnd1", "smallthinker",
+    "arctic", "cohere2moe", "dbrx", "deepseek", "dots1", "ernie4_5", "ernie4_5-moe", "exaone-moe", "granite",
+    "granitemoe", "grok", "grovemoe", "hunyuan-moe", "hy_v3", "llada-moe", "llama4", "mellum", "mistral3", "olmoe",
+    "paddleocr", "qwen2moe", "qwen3moe", "qwen3vlmoe", "rnd1", "smallthinker",
 }  # fmt: skip
 # llama.cpp has no rotary embedding for these
 UNROTATED = {
@@ -167,9 +167,9 @@ def read_hparams(metadata: Mapping[str, Value], label: str) -> Hparams:
     head = n_embd // n_head[0] if n_head[0] else 0
     key_length = keys.number("attention.key_length", head, 0, MAX_WIDTH)
     n_rot = keys.number("rope.dimension_count", key_length, 0, MAX_WIDTH)
-    _check_rotated(keys, n_rot)
     value_length = keys.number("attention.value_length", head, 0, MAX_WIDTH)
     key_swa = keys.number("attention.key_length_swa", key_length, 0, MAX_WIDTH)
+    _check_rotated(keys, n_rot, key_swa)
     value_swa = keys.number("attention.value_length_swa", value_length, 0, MAX_WIDTH)
     return Hparams(
         arch=arch,
@@ -219,13 +219,15 @@ def _check_lengths(keys: _Keys, key_length: int, n_rot: int, n_head_kv: int) -> 
     return mla_k > 0
 
 
-def _check_rotated(keys: _Keys, n_rot: int) -> None:
-    """Numbers are rotated in pairs; with none llama.cpp computes for ever."""
+def _check_rotated(keys: _Keys, n_rot: int, key_swa: int) -> None:
+    """Numbers are rotated in pairs, at most all of a head; with none llama.cpp computes for ever."""
     for name, default in (("rope.dimension_count", n_rot), ("rope.dimension_count_swa", 0)):
         key = f"{keys.arch}.{name}"
         n = keys.number(name, default, 0, MAX_WIDTH)
         if keys.arch not in UNROTATED and (n % 2 or (n == 0 and key in keys.metadata)):
             raise keys.fail(key, f"must be even and above zero, but is {n}")
+    if n > key_swa:
+        raise keys.fail(key, f"{n} is more than the length of a head in sliding-window layers, {key_swa}")
 
 
 def _read_expert_counts(keys: _Keys, n_layer_all: int) -> tuple[int, tuple[int, ...]]:

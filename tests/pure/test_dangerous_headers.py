@@ -72,6 +72,7 @@ DANGEROUS: dict[str, tuple[Change, str]] = {
     "no rotated dimension": (key("rope.dimension_count", U32, 0), "dimension_count"),
     "odd rotated dimensions": (key("rope.dimension_count", U32, 31), "dimension_count"),
     "rotated beyond the head": (key("rope.dimension_count", U32, 34), "dimension_count"),
+    "rotated beyond the window's head": (key("rope.dimension_count_swa", U32, 64), "sliding-window layers"),
     "frequency NaN": (key("rope.freq_base", F32, math.nan), "freq_base"),
     "frequency zero": (key("rope.freq_base", F32, 0.0), "freq_base"),
     "scaling negative": (key("rope.scaling.factor", F32, -2.0), "scaling.factor"),
