@@ -20,7 +20,8 @@ from moegguf.errors import BudgetError, OptionError
 from moegguf.quantities import parse_duration, parse_expert_cache, parse_size
 
 DEFAULT_PORT = 11434
-KV_CACHE_TYPES = ("f16", "q8_0", "q4_0")
+KV_CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
+"""As llama.cpp's tools take them."""
 MAX_CONTEXT_TOKENS = 1 << 24
 
 _PORTS = {"http": 80, "https": 443}
@@ -199,7 +200,7 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
         max_models=read("MAX_LOADED_MODELS", _whole(0, 1024), 0) or None,
         max_queue=read("MAX_QUEUE", _whole(0, 1_000_000), Settings.max_queue),
         load_timeout_s=read("LOAD_TIMEOUT", parse_duration, Settings.load_timeout_s) or math.inf,
-        kv_cache_type=read("KV_CACHE_TYPE", _kv_cache_type, Settings.kv_cache_type),
+        kv_cache_type=read("KV_CACHE_TYPE", parse_kv_cache_type, Settings.kv_cache_type),
         flash_attention=read("FLASH_ATTENTION", _switch, None),
         memory_bytes=read("MEMORY", parse_size, None),
         debug=read("DEBUG", _level, False),
@@ -231,7 +232,8 @@ def _level(text: str) -> bool:
     return int(text) > 0 if re.fullmatch(r"-?\d{1,3}", text, re.ASCII) else _switch(text)
 
 
-def _kv_cache_type(text: str) -> str:
+def parse_kv_cache_type(text: str) -> str:
+    """The type of a KV cache named by `text`, in lower case. Raises OptionError."""
     if text.lower() not in KV_CACHE_TYPES:
         raise OptionError(f"{text[:60]!r} is not a type of the KV cache; accepted: {', '.join(KV_CACHE_TYPES)}.")
     return text.lower()

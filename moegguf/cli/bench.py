@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from moegguf.cli.options import hub_name
 from moegguf.errors import OptionError
 from moegguf.quantities import parse_expert_cache, parse_size
 
@@ -39,6 +40,9 @@ Values = list[str]
 
 Models = Annotated[
     Values, _test("-m", "--model", help="GGUF file (the first one of a split model) or a name; may be repeated.")
+]
+HubModels = Annotated[
+    Values, _test("-hf", "--hf-repo", metavar="USER/REPOSITORY[:QUANT]", help="The same, pulled from Hugging Face.")
 ]
 Prompts = Annotated[Values, _test("-p", "--n-prompt", help="Tokens of a prompt.")]
 Gens = Annotated[Values, _test("-n", "--n-gen", help="Tokens to generate.")]
@@ -111,7 +115,7 @@ RequireLimit = Annotated[bool, _versus("--require-limit", help="Fail where no su
 KeepPageCache = Annotated[
     bool, _versus("--keep-page-cache", help="Do not drop the file from the page cache before each run.")
 ]
-Output = Annotated[str, _versus("-o", "--output", help="md, json, jsonl or csv.")]
+Output = Annotated[str, _versus("-o", "--output", help="md, json, jsonl, csv or sql.")]
 Verbose = Annotated[bool, _versus("-v", "--verbose", help="Show llama.cpp's own messages.")]
 
 _RANGE = re.compile(r"(-?\d{1,9})(?:-(\d{1,9})(?:([+*])(\d{1,9}))?)?")
@@ -165,8 +169,9 @@ def parse_tests(
 
 
 def bench(
-    model: Models,
-    n_prompt: Prompts = ["512"],  # noqa: B006 (typer copies defaults)
+    model: Models = [],  # noqa: B006 (typer copies defaults)
+    hf_repo: HubModels = [],  # noqa: B006
+    n_prompt: Prompts = ["512"],  # noqa: B006
     n_gen: Gens = ["128"],  # noqa: B006
     pg: Pairs = [],  # noqa: B006
     n_depth: Depths = ["0"],  # noqa: B006
@@ -234,8 +239,12 @@ def _groups(flags: dict[str, Any], others: Sequence[str], limit: int | None) -> 
     from moegguf.bench.series import combinations, make_systems
     from moegguf.engine.machine import count_cpus
     from moegguf.models.catalog import find_model
+    from moegguf.terminal.loading import find_or_pull
 
-    flags = flags | {"model": [str(find_model(name)) for name in flags["model"]]}
+    pulled = [str(find_or_pull(hub_name(name)).path) for name in flags["hf_repo"]]
+    flags = flags | {"model": [*(str(find_model(name)) for name in flags["model"]), *pulled]}
+    if not flags["model"]:
+        raise OptionError("there is no model to measure; name one with -m or -hf.")
     caches = split(flags["expert_cache"])
     for cache in caches:
         parse_expert_cache(cache)

@@ -1,4 +1,4 @@
-"""Rows of `moegguf bench` as llama-bench prints them (md, json, jsonl, csv), followed by moegguf's own fields.
+"""Rows of `moegguf bench` as llama-bench prints them (md, json, jsonl, csv, sql), followed by moegguf's own fields.
 
 Scripts that read llama-bench's output by column name can read this. Formats rows only.
 """
@@ -44,16 +44,40 @@ def _ratio(found: dict[str, Any]) -> str:
     return f"{found['ratio']:.3f}" if "ratio" in found else ""
 
 
+_COLUMNS = (*FIELDS, *OWN_FIELDS, "against")
+
+
+def _texts(row: Row) -> list[str]:
+    """The row's values in the order of _COLUMNS; `against` as "mmap=9.812;resident=0.331"."""
+    ratios = ";".join(f"{name}={_ratio(found)}" for name, found in row["against"].items())
+    return [*(_number(row.get(name, "")) for name in _COLUMNS[:-1]), ratios]
+
+
 def as_csv(rows: Sequence[Row]) -> str:
-    """A header, then a line per row with every value quoted; `against` as "mmap=9.812;resident=0.331"."""
-    names = [*FIELDS, *OWN_FIELDS, "against"]
+    """A header, then a line per row with every value quoted."""
     out = StringIO()
-    csv.writer(out, lineterminator="\n").writerow(names)
-    writer = csv.writer(out, quoting=csv.QUOTE_ALL, lineterminator="\n")
-    for row in rows:
-        ratios = ";".join(f"{name}={_ratio(found)}" for name, found in row["against"].items())
-        writer.writerow([*(_number(row.get(name, "")) for name in names[:-1]), ratios])
+    csv.writer(out, lineterminator="\n").writerow(_COLUMNS)
+    csv.writer(out, quoting=csv.QUOTE_ALL, lineterminator="\n").writerows(map(_texts, rows))
     return out.getvalue()
+
+
+def _sql_type(name: str, rows: Sequence[Row]) -> str:
+    value = next((row[name] for row in rows if row.get(name) not in (None, "")), "")
+    return {bool: "INTEGER", int: "INTEGER", float: "REAL"}.get(type(value), "TEXT")
+
+
+def _sql_value(text: str) -> str:
+    return "'" + text.replace("'", "''") + "'" if text else "NULL"
+
+
+def as_sql(rows: Sequence[Row]) -> str:
+    """Statements that make the table `llama_bench`, as llama-bench calls it, unless it exists, and insert the rows."""
+    columns = ",\n".join(f"  {name} {_sql_type(name, rows)}" for name in _COLUMNS)
+    names = ", ".join(_COLUMNS)
+    inserts = (
+        f"INSERT INTO llama_bench ({names}) VALUES ({', '.join(map(_sql_value, _texts(row)))});\n" for row in rows
+    )
+    return f"CREATE TABLE IF NOT EXISTS llama_bench (\n{columns}\n);\n\n{''.join(inserts)}"
 
 
 def _object(row: Row) -> dict[str, Any]:
@@ -211,4 +235,5 @@ FORMATS: dict[str, Callable[[Sequence[Row]], str]] = {
     "json": as_json,
     "jsonl": as_jsonl,
     "csv": as_csv,
+    "sql": as_sql,
 }

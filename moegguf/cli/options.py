@@ -28,7 +28,30 @@ Threads = Annotated[
     int | None, typer.Option("--threads", "-t", min=1, metavar="N", help="CPU threads.  [default: all allowed]")
 ]
 Ctx = Annotated[
-    int | None, typer.Option("--ctx", "-c", min=1, metavar="TOKENS", help="Context size.  [default: what fits]")
+    int | None,
+    typer.Option(
+        "--ctx",
+        "-c",
+        "--ctx-size",
+        min=0,
+        metavar="TOKENS",
+        help="Context size; 0: all that the model was trained on.  [default: what fits]",
+    ),
+]
+TypeK = Annotated[
+    str | None,
+    typer.Option("--cache-type-k", "-ctk", metavar="TYPE", help="Type of the K cache, such as q8_0.  [default: f16]"),
+]
+TypeV = Annotated[
+    str | None,
+    typer.Option("--cache-type-v", "-ctv", metavar="TYPE", help="Type of the V cache, such as q8_0.  [default: f16]"),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON on stdout, for scripts.")]
 Insecure = Annotated[bool, typer.Option("--insecure", hidden=True, help="Accepted, as Ollama has it; no effect.")]
+
+_HUB_HOSTS = ("hf.co/", "huggingface.co/", "https://")
+
+
+def hub_name(repository: str) -> str:
+    """The model name of `repository` on Hugging Face, "USER/REPOSITORY[:QUANT]" as llama.cpp's `-hf` takes it."""
+    return repository if repository.startswith(_HUB_HOSTS) else f"hf.co/{repository}"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from moegguf.cli.options import Cache, Ctx, Insecure, Model, Threads
+from moegguf.cli.options import Cache, Ctx, Insecure, Threads, TypeK, TypeV, hub_name
 from moegguf.terminal.arguments import parse_format, parse_think
 from moegguf.terminal.loading import LoadOptions, find_or_pull, load
 from moegguf.terminal.messages import EXIT_INTERRUPTED, print_message
@@ -79,6 +79,22 @@ def answer_once(llm: Llama, conversation: Conversation, prompt: str, load_s: flo
 
 THINK = "--think"
 
+ModelName = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="MODEL",
+        show_default=False,
+        help="A name (`moegguf list` shows those here; hf.co/USER/REPOSITORY:QUANT is fetched), a GGUF file"
+        " (of a split model the first), or `demo`.",
+    ),
+]
+ModelFile = Annotated[
+    str | None, typer.Option("--model", "-m", metavar="MODEL", help="The same, before the prompt or after it.")
+]
+HubModel = Annotated[
+    str | None,
+    typer.Option("--hf-repo", "-hf", metavar="USER/REPOSITORY[:QUANT]", help="The model, from Hugging Face."),
+]
 Prompt = Annotated[
     list[str] | None,
     typer.Argument(
@@ -97,15 +113,52 @@ Prefetch = Annotated[
     bool | None,
     typer.Option("--prefetch/--no-prefetch", help="Fetch predicted experts ahead while that saves time."),
 ]
+PromptText = Annotated[str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="The same as PROMPT.")]
 MaxTokens = Annotated[
     int | None,
-    typer.Option("--max-tokens", "-n", min=1, metavar="N", help="Longest answer.  [default: until it ends]"),
+    typer.Option("--max-tokens", "-n", "--n-predict", min=-1, metavar="N", help="Longest answer; -1: until it ends."),
 ]
 Temperature = Annotated[
     float | None,
-    typer.Option(min=0.0, metavar="T", help="0 takes the likeliest token.  [default: the model's, or 0.8]"),
+    typer.Option(
+        "--temperature",
+        "--temp",
+        min=0.0,
+        metavar="T",
+        help="0 takes the likeliest token.  [default: the model's, or 0.8]",
+    ),
 ]
-Seed = Annotated[int | None, typer.Option(metavar="N", help="Random seed.  [default: random]")]
+TopK = Annotated[
+    int | None,
+    typer.Option(min=0, metavar="N", help="Only the N likeliest tokens; 0: all.  [default: the model's, or 40]"),
+]
+TopP = Annotated[
+    float | None,
+    typer.Option(
+        min=0.0,
+        max=1.0,
+        metavar="P",
+        help="Only the likeliest tokens that together have P.  [default: the model's, or 0.9]",
+    ),
+]
+MinP = Annotated[
+    float | None,
+    typer.Option(
+        min=0.0,
+        max=1.0,
+        metavar="P",
+        help="Only tokens with P times the likeliest's share.  [default: the model's, or 0]",
+    ),
+]
+RepeatPenalty = Annotated[
+    float | None,
+    typer.Option(min=0.001, metavar="R", help="Divides the scores of recent tokens.  [default: the model's, or 1]"),
+]
+Seed = Annotated[int | None, typer.Option("--seed", "-s", metavar="N", help="Random seed.  [default: random]")]
+GpuLayers = Annotated[
+    int | None,
+    typer.Option("--n-gpu-layers", "-ngl", "--gpu-layers", min=-1, metavar="N", help="Layers on a GPU; -1: all."),
+]
 System = Annotated[str | None, typer.Option(metavar="TEXT", help="The system message.")]
 Format = Annotated[
     str | None, typer.Option("--format", metavar="json|SCHEMA", help="The answer is JSON, or follows a JSON schema.")
@@ -142,17 +195,46 @@ def with_think_value(arguments: list[str]) -> list[str]:
     return [f"{THINK}=true" if i < end and word == THINK else word for i, word in enumerate(arguments)]
 
 
+def model_and_words(
+    model: str | None, prompt: Sequence[str], model_file: str | None, hub_model: str | None
+) -> tuple[str, list[str]]:
+    """The model's name and the words of the prompt; with --model or --hf-repo the first argument is a word too.
+
+    Raises BadParameter when no model or more than one is named.
+    """
+    if model_file and hub_model:
+        raise typer.BadParameter("give one of --model and --hf-repo, not both.")
+    words = [*([model] if model is not None else []), *prompt]
+    if hub_model:
+        return hub_name(hub_model), words
+    if model_file:
+        return model_file, words
+    if model is None:
+        raise typer.BadParameter("there is no MODEL: name one, as in `moegguf run demo`, or one of `moegguf list`")
+    return model, words[1:]
+
+
 def run(
-    model: Model,
+    model: ModelName = None,
     prompt: Prompt = None,
+    prompt_text: PromptText = None,
+    model_file: ModelFile = None,
+    hub_model: HubModel = None,
     expert_cache: Cache = None,
     policy: Policy = "auto",
     predictor: Predictor = None,
     prefetch: Prefetch = None,
     threads: Threads = None,
+    gpu_layers: GpuLayers = None,
     ctx: Ctx = None,
+    type_k: TypeK = None,
+    type_v: TypeV = None,
     max_tokens: MaxTokens = None,
     temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    repeat_penalty: RepeatPenalty = None,
     seed: Seed = None,
     system: System = None,
     output_format: Format = None,
@@ -167,11 +249,18 @@ def run(
 
     Everything that is not the answer goes to stderr.
     """
-    load_options = LoadOptions(expert_cache, verbose=verbose, policy=policy, predictor=predictor, prefetch=prefetch)
+    if max_tokens == 0:
+        raise typer.BadParameter("0 tokens are no answer; give 1 or more, or -1.", param_hint="--max-tokens")
+    name, words = model_and_words(model, prompt or [], model_file, hub_model)
+    load_options = LoadOptions(
+        expert_cache, verbose=verbose, policy=policy, predictor=predictor, prefetch=prefetch, n_gpu_layers=gpu_layers,
+        type_k=type_k, type_v=type_v,
+    )  # fmt: skip
     flags = {
-        "num_ctx": ctx, "num_thread": threads, "num_predict": max_tokens, "temperature": temperature, "seed": seed,
+        "num_ctx": ctx, "num_thread": threads, "num_predict": max_tokens, "temperature": temperature, "top_k": top_k,
+        "top_p": top_p, "min_p": min_p, "repeat_penalty": repeat_penalty, "seed": seed,
     }  # fmt: skip
-    parameters = {name: value for name, value in flags.items() if value is not None}
+    parameters = {key: value for key, value in flags.items() if value is not None}
     settings = {
         "system": system,
         "format": None if output_format is None else parse_format(output_format),
@@ -180,10 +269,10 @@ def run(
         "word_wrap": not no_word_wrap,
         "verbose": verbose > 0,
     }
-    text = read_prompt(prompt or [])
+    text = read_prompt(words if prompt_text is None else [*words, prompt_text])
     if text == "":
-        return load_in_server(model, keep_alive)
-    conversation = start_conversation(model, load_options, parameters, settings)
+        return load_in_server(name, keep_alive)
+    conversation = start_conversation(name, load_options, parameters, settings)
     with Spinner() as spinner:
         llm, load_s = load(conversation.entry.path, conversation.load_options(), spinner)
         if text is not None:
@@ -198,9 +287,12 @@ def start_conversation(
 ) -> Conversation:
     """A conversation with a model, which is pulled first when it is not on this machine."""
     from moegguf.chat.conversation import Conversation
+    from moegguf.gguf.experts import read_layout
     from moegguf.settings import read_settings
 
     entry = find_or_pull(model)
+    if parameters.get("num_ctx") == 0:
+        parameters = {**parameters, "num_ctx": read_layout(entry.path).hparams.n_ctx_train}
     if (n_ctx := read_settings().n_ctx) and "num_ctx" not in entry.parameters:
         parameters = {"num_ctx": n_ctx, **parameters}
     return Conversation(entry, load_options, parameters, **settings)

@@ -53,7 +53,7 @@ def serve(
     MOEGGUF_MAX_LOADED_MODELS  at most so many at once
     MOEGGUF_MAX_QUEUE          requests that may wait (512)
     MOEGGUF_LOAD_TIMEOUT       a load fails after this long without progress (5m)
-    MOEGGUF_KV_CACHE_TYPE      f16, q8_0 or q4_0
+    MOEGGUF_KV_CACHE_TYPE      f16, q8_0, q4_0 or another of llama.cpp
     MOEGGUF_FLASH_ATTENTION    0 or 1
     MOEGGUF_DEBUG              1 logs every request
     HF_TOKEN HF_HOME HF_HUB_CACHE HF_ENDPOINT HF_HUB_OFFLINE   as for huggingface_hub

@@ -22,10 +22,11 @@ from moegguf.errors import (
     OptionError,
 )
 from moegguf.gguf.experts import ExpertLayout, read_layout
+from moegguf.gguf.reader import GGML_TYPES, ggml_type
 from moegguf.models.catalog import find_model
 from moegguf.native import library
 from moegguf.quantities import ExpertCache, format_bytes_up, parse_expert_cache
-from moegguf.settings import read_environment
+from moegguf.settings import KV_CACHE_TYPES, read_environment
 
 _bindings = library.llama_cpp()
 
@@ -103,6 +104,10 @@ def prepare(model: str | os.PathLike[str], expert_cache: Budget | None, options:
 
 def _plan(layout: ExpertLayout, cache: ExpertCache, n_ubatch: int, options: dict[str, Any]) -> Plan:
     types = {name: value for name in ("type_k", "type_v") if (value := options.get(name)) is not None}
+    for name, number in types.items():
+        if GGML_TYPES.get(number, ("",))[0].lower() not in KV_CACHE_TYPES:  # llama.cpp would end the process
+            accepted = ", ".join(f"{ggml_type(type)} ({type})" for type in KV_CACHE_TYPES)
+            raise OptionError(f"{name} is {number!r}, which no KV cache can have; accepted: {accepted}.")
     memory, n_ctx = read_memory(), options["n_ctx"]
     check_context(layout, n_ctx, memory, **types)
     flash_attn = options.get("flash_attn", False)

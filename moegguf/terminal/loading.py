@@ -35,6 +35,8 @@ class LoadOptions:
     prefetch: bool | None = None
     n_batch: int | None = None
     n_gpu_layers: int | None = None
+    type_k: str | None = None
+    type_v: str | None = None
 
 
 def find_or_pull(name: str) -> ModelEntry:
@@ -152,7 +154,7 @@ def context_size(layout: ExpertLayout, requested: int | None) -> int:
 
 def _llama_arguments(layout: ExpertLayout, options: LoadOptions) -> dict[str, Any]:
     """Keyword arguments for `Llama`."""
-    given = {"n_batch": options.n_batch, "n_gpu_layers": options.n_gpu_layers}
+    given = {"n_batch": options.n_batch, "n_gpu_layers": options.n_gpu_layers, **_kv_cache_arguments(options)}
     return {
         "expert_cache": options.expert_cache,
         "policy": options.policy,
@@ -163,3 +165,14 @@ def _llama_arguments(layout: ExpertLayout, options: LoadOptions) -> dict[str, An
         "verbose": options.verbose > 1,
         **{name: value for name, value in given.items() if value is not None},
     }
+
+
+def _kv_cache_arguments(options: LoadOptions) -> dict[str, int | bool | None]:
+    """The types of the KV cache as ggml's numbers; llama.cpp takes a quantised V cache with flash attention only."""
+    from moegguf.gguf.reader import GGML_TYPES, ggml_type
+    from moegguf.settings import parse_kv_cache_type
+
+    types = {"type_k": options.type_k, "type_v": options.type_v}
+    numbers = {name: None if type is None else ggml_type(parse_kv_cache_type(type)) for name, type in types.items()}
+    quantised = numbers["type_v"] is not None and GGML_TYPES[numbers["type_v"]][1] > 1
+    return numbers | {"flash_attn": True if quantised else None}

@@ -5,6 +5,7 @@ Exit codes: 1 failure, 2 usage error, 130 interrupted with Ctrl-C. MOEGGUF_DEBUG
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import warnings
@@ -38,9 +39,17 @@ def _replace_closed_streams() -> None:
             setattr(sys, name, os.fdopen(number, "w", encoding="utf-8", closefd=False))
 
 
+def _replace_what_cannot_be_encoded() -> None:
+    """Prints "?" for a character that the encoding of a standard stream lacks, instead of failing."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="replace")
+
+
 def run_with_exit_code(call: Callable[[], Any]) -> int:
     """Runs `call`, prints any error, returns the exit code."""
     _replace_closed_streams()
+    _replace_what_cannot_be_encoded()
     try:
         with _warnings_as_lines():
             result = call()

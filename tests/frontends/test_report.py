@@ -15,8 +15,9 @@ import pytest
 from oracles import Oracle
 from traces import random_trace
 
-from moegguf.cli.report import findings
+from moegguf.cli.report import findings, plots
 from moegguf.cli.report.page import TITLES, render, write_report
+from moegguf.cli.report.svg import Palette
 from moegguf.controller.accuracy import LinkModel
 from moegguf.errors import OptionError
 from moegguf.trace.report import PolicyTable, Recovery, Report, ScheduleTable, StallTable, TraceSummary
@@ -127,10 +128,33 @@ def test_names_from_the_trace_are_escaped() -> None:
     assert checker.text.count(HOSTILE) >= 8
 
 
-def test_unmeasured_sections_say_so() -> None:
+def assert_nothing_is_measured(html: str) -> None:
+    """Only what was recorded has a section and an entry in the contents; the other parts are named in one sentence."""
+    others = [title for name, title in TITLES.items() if name != "recorded"]
+    assert html.count("<section>") == 1
+    assert html.count("<li><a href=") == 1
+    assert f"Not measured in this report: {'; '.join(others)}." in checked(html).text
+
+
+def test_parts_that_were_not_measured_have_no_section() -> None:
     pytest.importorskip("matplotlib", reason="plots need matplotlib, which is not installed")
-    empty = Report(TraceSummary.of(random_trace(n_sequences=1, n_decode=0)))
-    assert checked(render(empty)).text.count("Not measured in this report.") == len(TITLES) - 1
+    assert_nothing_is_measured(render(Report(TraceSummary.of(random_trace(n_sequences=1, n_decode=0)))))
+
+
+@pytest.mark.parametrize("stalls", [(3.77, 2.22), (0.02, 0.021), (0.01, 900.0)])
+def test_the_axis_of_stalls_has_labels(stalls: tuple[float, float]) -> None:
+    pytest.importorskip("matplotlib", reason="plots need matplotlib, which is not installed")
+    table = StallTable({"lru": {1.0: stalls[0], 2.0: stalls[1]}})
+    drawn = plots.stalls(table, Palette(table.stall_ms))
+    labels = [float(text) for text in re.findall(r">(\d[\d.]*)</text>", drawn)]
+    low, high = min(*stalls), max(*stalls)
+    assert len([label for label in labels if low / 5 <= label <= high * 5]) >= 2
+
+
+def test_no_distance_is_beyond_the_last_layer() -> None:
+    trace = random_trace()
+    n_layers = len(trace.shape.layers)
+    assert score(trace, [], distances=(1, n_layers - 1, n_layers, 8)).distances == (1, n_layers - 1)
 
 
 def test_empty_tables_count_as_not_measured() -> None:
@@ -145,7 +169,7 @@ def test_empty_tables_count_as_not_measured() -> None:
         recovery=Recovery({"lru": []}, 0),
         schedule=ScheduleTable({8: {}}),
     )
-    assert checked(render(report)).text.count("Not measured in this report.") == len(TITLES) - 1
+    assert_nothing_is_measured(render(report))
     json.dumps(report.as_dict(), allow_nan=False)
 
 

@@ -12,12 +12,14 @@ import time
 from pathlib import Path
 
 import pytest
+import typer
 from chat_terminal import ANSWER, ECHO, QUESTION
 from command_line import Command, TinyModel, environment
 from fake_hub import FakeHub
 from servers import Server
 from terminal import Terminal, control
 
+from moegguf.cli.run import model_and_words
 from moegguf.models.catalog import demo_path
 
 QUICK = ("-t", "1", "-c", "256")
@@ -48,6 +50,32 @@ def test_a_seed_repeats_an_answer_and_no_seed_does_not(moegguf: Command, tiny: T
     ask = ("run", tiny(), "hello", "-n", 16, "--expert-cache", "100%", *QUICK)
     assert moegguf(*ask, "--seed", 7).stdout == moegguf(*ask, "--seed", 7).stdout
     assert moegguf(*ask).stdout != moegguf(*ask).stdout
+
+
+def test_llama_cpps_names_of_options_are_known(moegguf: Command, tiny: TinyModel) -> None:
+    sampling = ("--temp", 0.7, "--top-k", 1, "--top-p", 0.9, "--min-p", 0.05, "--repeat-penalty", 1.1, "-s", 3)
+    loading = ("-ctk", "q8_0", "-ctv", "f16", "-ngl", 0, "-c", 0, "-t", 1, "--expert-cache", "50%")
+    done = moegguf("run", "-m", tiny(), "-p", "hello", "-n", 4, *sampling, *loading)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+
+
+@pytest.mark.parametrize("flag", ["--cache-type-k", "--cache-type-v"])
+def test_a_type_that_no_kv_cache_can_have_is_refused(moegguf: Command, tiny: TinyModel, flag: str) -> None:
+    done = moegguf("run", tiny(), "hello", flag, "q2_k", *QUICK)
+    assert done.returncode == 1
+    assert "'q2_k' is not a type of the KV cache" in done.stderr
+
+
+def test_hf_and_model_options_make_every_argument_a_word_of_the_prompt() -> None:
+    assert model_and_words("hello", ["you"], None, "u/r:Q4_0") == ("hf.co/u/r:Q4_0", ["hello", "you"])
+    assert model_and_words("hello", [], None, "hf.co/u/r") == ("hf.co/u/r", ["hello"])
+    assert model_and_words(None, [], "m.gguf", None) == ("m.gguf", [])
+    assert model_and_words("m.gguf", ["hello"], None, None) == ("m.gguf", ["hello"])
+    with pytest.raises(typer.BadParameter, match="not both"):
+        model_and_words(None, [], "m.gguf", "u/r")
+    with pytest.raises(typer.BadParameter, match="moegguf list"):
+        model_and_words(None, [], None, None)
 
 
 def test_verbose_prints_ollamas_lines_and_then_ours(moegguf: Command, tiny: TinyModel) -> None:

@@ -172,6 +172,14 @@ def test_json_is_for_scripts(moegguf: Command) -> None:
     assert (model["tokens_per_s"], model["stats"]["lookups"]) == (12.5, 10)
 
 
+def test_a_terminal_without_unicode_gets_question_marks(moegguf: Command) -> None:
+    with serve(once_manager()) as url:
+        done = moegguf("top", "--once", MOEGGUF_HOST=url, PYTHONIOENCODING="ascii")
+    assert done.returncode == 0, done.stderr
+    assert "?" in done.stdout
+    assert done.stdout.isascii()
+
+
 def test_without_a_server_there_is_one_clear_sentence(moegguf: Command) -> None:
     for arguments in ([], ["--once"], ["--json"]):
         done = moegguf("top", *arguments, MOEGGUF_HOST="127.0.0.1:1")

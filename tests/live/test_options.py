@@ -42,6 +42,12 @@ def test_an_unknown_device_is_refused(tiny: TinyModel) -> None:
         Llama(tiny(), store=StoreOptions(device="no such"), verbose=False)
 
 
+@pytest.mark.parametrize("number", [10, 15, 24, 99, -1])
+def test_a_type_that_no_kv_cache_can_have_is_refused(tiny: TinyModel, number: int) -> None:
+    with pytest.raises(OptionError, match=f"type_v is {number}"):
+        Llama(tiny(), type_v=number, verbose=False)
+
+
 def test_the_switch_for_plain_llama_cpp_must_be_a_switch(tiny: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOEGGUF_HOOKS", "perhaps")
     with pytest.raises(OptionError, match="MOEGGUF_HOOKS"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import sqlite3
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -231,6 +232,20 @@ def test_markdown_of_policies_has_their_stalls_and_names_equal_ones_once() -> No
     assert "policy next-use, predictor none, prefetch off: moegguf 50%; lru 50%; no-chunks 50%\n" in page
     assert page.count("policy next-use") == 1
     assert "|    stall | same tokens" in page and "|   1.000x | yes, 4 of 4 |" in page
+
+
+def test_sql_fills_a_table_of_sqlite() -> None:
+    rows = make_rows(OUTCOMES)
+    rows[0]["model_filename"] = "it's.gguf"
+    database = sqlite3.connect(":memory:")
+    for _ in range(2):  # the outputs of two runs, one after the other
+        database.executescript(FORMATS["sql"](rows))
+    found = database.execute("SELECT model_filename, n_prompt, avg_ts, typeof(avg_ts) FROM llama_bench").fetchall()
+    assert len(found) == 2 * len(rows)
+    assert found[0][0] == "it's.gguf"
+    assert found[0][1] == rows[0]["n_prompt"]
+    assert found[0][2] == pytest.approx(rows[0]["avg_ts"], abs=1e-6)
+    assert found[0][3] == "real"
 
 
 def test_csv_can_be_read_back() -> None:

@@ -6,7 +6,7 @@ come from trace/report.py; this module only formats them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from pathlib import Path
 
@@ -70,19 +70,21 @@ def write_report(path: Path, report: Report) -> None:
 def render(report: Report) -> str:
     """The page as HTML."""
     require_matplotlib()
-    sections = [_recorded(report.trace), *(part(report) for part in PARTS)]
+    measured = {name: section for name, part in PARTS.items() if (section := part(report))}
+    missing = [title for name, title in TITLES.items() if name in PARTS and name not in measured]
+    sections = [_recorded(report.trace, missing), *measured.values()]
     title = escape(f"{report.title}: {report.trace.model}" if report.trace.model else report.title)
     return (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{title}</title>\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f'<meta name="color-scheme" content="light dark">\n<style>{STYLE}</style>\n</head>\n<body>\n'
-        f"<header><h1>{title}</h1>{_contents()}</header>\n<main>\n{''.join(sections)}</main>\n"
+        f"<header><h1>{title}</h1>{_contents(measured)}</header>\n<main>\n{''.join(sections)}</main>\n"
         f"<footer>moegguf {escape(__version__)}</footer>\n</body>\n</html>\n"
     )
 
 
-def _contents() -> str:
-    links = "".join(f'<li><a href="#{name}">{title}</a></li>' for name, title in TITLES.items())
+def _contents(measured: Iterable[str]) -> str:
+    links = "".join(f'<li><a href="#{name}">{TITLES[name]}</a></li>' for name in ("recorded", *measured))
     return f'<nav aria-label="Contents"><ul>{links}</ul></nav>'
 
 
@@ -108,7 +110,7 @@ def _table(caption: str, head: Row, rows: Sequence[Row], folded: bool = True) ->
     return f"<details><summary>Numbers: {escape(caption)}</summary>{table}</details>" if folded else table
 
 
-def _recorded(facts: TraceSummary) -> str:
+def _recorded(facts: TraceSummary, missing: Sequence[str]) -> str:
     rows = [
         ("model", facts.model or "–"),
         ("routers' fingerprint", facts.fingerprint or "–"),
@@ -124,6 +126,8 @@ def _recorded(facts: TraceSummary) -> str:
     kinds = [(kind or "(unnamed)", str(n)) for kind, n in facts.kinds.items()]
     named = ", ".join(f"{n} of {kind}" for kind, n in kinds)
     sentences = [f"{facts.requests} requests ({named}), {facts.answer_tokens} answer tokens."]
+    if missing:
+        sentences.append(f"Not measured in this report: {'; '.join(missing)}.")
     tables = _table("what was recorded", ("", ""), rows, folded=False)
     return _section("recorded", sentences, (), tables)
 
@@ -131,7 +135,7 @@ def _recorded(facts: TraceSummary) -> str:
 def _heat(report: Report) -> str:
     reuse = report.reuse
     if reuse is None or not reuse.counts.size:
-        return _section("experts", NOT_MEASURED)
+        return ""
     caption = "Denser means more use; 1 is the mean over the layer's experts."
     kinds = {sequence: report.labels.get(sequence, "") for sequence in reuse.sequences}
     drawn = [
@@ -150,7 +154,7 @@ def _heat(report: Report) -> str:
 def _reuse(report: Report) -> str:
     reuse = report.reuse
     if reuse is None or not reuse.counts.size:
-        return _section("reuse", NOT_MEASURED)
+        return ""
     skews = (
         ("one request", reuse.within),
         ("as many tokens from all requests", reuse.same_size),
@@ -181,7 +185,7 @@ def _reuse(report: Report) -> str:
 def _hits(report: Report) -> str:
     table = report.policies
     if table is None or not table.budgets():
-        return _section("hits", NOT_MEASURED)
+        return ""
     budgets = table.budgets()
     rows = [(name, *(percent(rates.get(budget)) for budget in budgets)) for name, rates in table.hit_rates.items()]
     closed = [
@@ -199,7 +203,7 @@ def _hits(report: Report) -> str:
 def _scores(report: Report) -> str:
     table = report.scores
     if table is None or not table.scores:
-        return _section("accuracy", NOT_MEASURED)
+        return ""
     caption = (
         "Share of exactly n_expert_used predicted experts that are used (ProMoE's ACCURACY), mean over layers but the"
         " first. Dashed: the control, the same predictor on routing shuffled in time."
@@ -239,7 +243,7 @@ def _score_tables(table: ScoreTable) -> str:
 def _stalls(report: Report) -> str:
     table = report.stalls
     if table is None or not table.speeds():
-        return _section("stall", NOT_MEASURED)
+        return ""
     speeds = table.speeds()
     rows = [
         (name, *("–" if speed not in row else f"{row[speed]:.3f}" for speed in speeds))
@@ -253,7 +257,7 @@ def _stalls(report: Report) -> str:
 def _recovery(report: Report) -> str:
     table = report.recovery
     if table is None or not any(table.hit_rates.values()):
-        return _section("recovery", NOT_MEASURED)
+        return ""
     rows = []
     for name, rates in table.hit_rates.items():
         needed = table.recovered_after(name)
@@ -270,7 +274,7 @@ def _recovery(report: Report) -> str:
 def _schedule(report: Report) -> str:
     table = report.schedule
     if table is None or not any(table.experts.values()):
-        return _section("schedule", NOT_MEASURED)
+        return ""
     orders = list(dict.fromkeys(order for row in table.experts.values() for order in row))
     rows = [
         (str(batch), *(f"{row[order]:.2f}" if order in row else "–" for order in orders))
@@ -291,7 +295,6 @@ def palette(report: Report) -> Palette:
     return Palette(name for table in tables if table for name in table)
 
 
-NOT_MEASURED = ("Not measured in this report.",)
 TITLES = {
     "recorded": "What was recorded",
     "experts": "Which experts are used",
@@ -302,4 +305,13 @@ TITLES = {
     "recovery": "After a change of text",
     "schedule": "Effect of the scheduler",
 }
-PARTS: tuple[Callable[[Report], str], ...] = (_heat, _reuse, _hits, _scores, _stalls, _recovery, _schedule)
+PARTS: dict[str, Callable[[Report], str]] = {
+    "experts": _heat,
+    "reuse": _reuse,
+    "hits": _hits,
+    "accuracy": _scores,
+    "stall": _stalls,
+    "recovery": _recovery,
+    "schedule": _schedule,
+}
+"""{section: its HTML; "" where it was not measured}"""

@@ -144,8 +144,7 @@ def stalls(table: StallTable, palette: Palette) -> str:
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xticks(table.speeds(), [f"{speed:g}" for speed in table.speeds()])
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.minorticks_off()
+    _log_labels(axes)
     axes.set(xlabel="link (GB/s)", ylabel="stall per token (ms)")
     legend(fig, axes, 3)
     return svg(fig, "stalls", "Lines: stall per token of each setting against the speed of the link")
@@ -201,8 +200,21 @@ def _heat(axes: Axes, values: npt.NDArray[np.float64], most: float, meaning: str
     image = axes.imshow(values, cmap=colours, vmin=0, vmax=most, aspect="auto", interpolation="none")
     axes.grid(visible=False)
     bar = axes.figure.colorbar(image, ax=axes, pad=0.015, aspect=25)
-    bar.set_label(meaning)
+    axes.set_title(f"colour: {meaning}")  # beside the bar it is clipped
     bar.outline.set_visible(False)  # type: ignore[operator]
+
+
+def _log_labels(axes: Axes) -> None:
+    """Labels 1, 2 and 5 of each decade of a logarithmic y axis, at least two."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    low, high = axes.get_ylim()
+    margin = max(1.0, 5 / (high / low)) ** 0.5
+    axes.set_ylim(low / margin, high * margin)
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_minor_locator(NullLocator())
 
 
 def _layer_ticks(axes: Axes, layers: Sequence[int]) -> None:
