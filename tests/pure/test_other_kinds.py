@@ -11,6 +11,7 @@ from gguf_builder import moe
 from pull_helpers import fetch
 
 from moegguf.errors import ModelFormatError
+from moegguf.gguf.experts import read_layout
 from moegguf.gguf.reader import is_other_kind
 from moegguf.models.catalog import Catalog
 
@@ -24,10 +25,9 @@ def test_other_files_are_not_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "page.gguf").write_bytes(b"<html>not found</html>")
     (tmp_path / "empty.gguf").touch()
     assert [entry.name for entry in Catalog().entries() if entry.source == "folder"] == ["good:latest"]
+    path = Catalog().find("page").path
     with pytest.raises(ModelFormatError, match="starts with 'GGUF', but this one with '<htm'"):
-        from moegguf.gguf.experts import read_layout
-
-        read_layout(Catalog().find("page").path)
+        read_layout(path)
 
 
 def test_a_file_that_cannot_be_read_is_not_judged(tmp_path: Path) -> None:
