@@ -83,7 +83,7 @@ class ExpertCache:
 
     mode: Literal["auto", "fraction", "bytes"]
     fraction: float = 0.0  # of all experts' bytes, in (0, 1]; only for mode "fraction"
-    n_bytes: int = 0  # only for mode "bytes"
+    n_bytes: int = 0  # the budget of mode "bytes"; the most that "auto" takes, 0 without a limit
 
     def __str__(self) -> str:
         if self.mode == "auto":

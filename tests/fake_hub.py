@@ -201,10 +201,11 @@ class Handler(BaseHTTPRequestHandler):
         span = self.headers.get("Range", "")
         if not span:
             return self.say(200, {"Accept-Ranges": "bytes"}, data)
-        start = int(span.removeprefix("bytes=").split("-")[0])
+        first, _, last = span.removeprefix("bytes=").partition("-")
+        start, end = int(first), min(int(last) + 1, len(data)) if last else len(data)
         if start >= len(data):
             return self.say(416, {"Content-Range": f"bytes */{len(data)}"})
-        self.say(206, {"Content-Range": f"bytes {start}-{len(data) - 1}/{len(data)}"}, data[start:])
+        self.say(206, {"Content-Range": f"bytes {start}-{end - 1}/{len(data)}"}, data[start:end])
 
     def say(self, status: int, headers: dict[str, str] | None = None, body: bytes = b"") -> None:
         self.send_response(status)

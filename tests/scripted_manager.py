@@ -16,7 +16,6 @@ from typing import Any
 
 import psutil
 
-from moegguf.engine.estimate import Expected
 from moegguf.engine.plan import Plan
 from moegguf.errors import ModelNotFoundError
 from moegguf.generate.request import Delta, GenerationRequest
@@ -75,8 +74,7 @@ class FakeCatalog:
 
     def measure(self, entry: ModelEntry, overrides: LoadOverrides, settings: Settings, limit_bytes: int) -> ModelSize:
         def plan(n_bytes: int) -> Plan:
-            expected = Expected(1.0, 1.0, 0, 0, None, None, "")
-            return Plan(1, 1, n_bytes, True, 1, 0, 0, 0, n_bytes, limit_bytes, (), (), expected)
+            return Plan(1, 1, n_bytes, True, 4096, 1, 0, 0, 0, n_bytes, limit_bytes, (), ())
 
         def load_config(chosen: Plan) -> LoadConfig:
             n_ctx = overrides.n_ctx or 4096

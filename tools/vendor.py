@@ -23,7 +23,7 @@ PATCHES = ROOT / "patches"
 VENDOR = Path(os.environ.get("MOEGGUF_VENDOR_DIR", ROOT / "build" / "vendor"))
 
 # What the build reads; the rest of the distribution (tests, media, web UI) is not unpacked.
-WANTED = ("CMakeLists.txt", "LICENSE", "cmake/", "ggml/", "include/", "src/", "vendor/", "common/")
+WANTED = ("CMakeLists.txt", "LICENSE", "cmake/", "ggml/", "include/", "src/", "vendor/", "common/", "tools/mtmd/")
 
 
 class VendorError(RuntimeError):
@@ -89,8 +89,8 @@ def apply(patch: Path, tree: Path) -> None:
 
 
 def wanted_state(pin: dict[str, str]) -> str:
-    """The stamp of a finished tree: the digests of the pin and of every patch."""
-    return "\n".join([pin["sha256"], *(f"{patch.name} {sha256(patch)}" for patch in series())])
+    """The stamp of a finished tree: what was unpacked, and the digests of the pin and of every patch."""
+    return "\n".join([pin["sha256"], " ".join(WANTED), *(f"{patch.name} {sha256(patch)}" for patch in series())])
 
 
 def prepare() -> Path:

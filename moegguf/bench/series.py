@@ -17,8 +17,7 @@ from typing import Any
 from moegguf.bench.memory_limit import LimitError, drop_page_cache, make_group, memory_limit
 from moegguf.bench.spec import SYSTEMS, Spec
 from moegguf.engine.machine import read_memory
-from moegguf.engine.memory import memory_needs
-from moegguf.engine.plan import MARGIN_BYTES
+from moegguf.engine.memory import MARGIN_BYTES, memory_needs
 from moegguf.errors import OptionError
 from moegguf.gguf.experts import ExpertLayout, read_layout
 from moegguf.gguf.reader import ggml_type

@@ -34,6 +34,7 @@ class Conversation:
     format: str | Mapping[str, Any] | None = None
     think: bool | str | None = None
     hide_thinking: bool = False
+    context_shift: bool = True
     word_wrap: bool = True
     verbose: bool = False
     pending_text: str = ""
@@ -107,5 +108,6 @@ class Conversation:
             format=self.format,
             think=self.think,
             template=self.entry.template,
+            shift=self.context_shift,
             sampling=sampling_with(Sampling(), self.all_parameters()),
         )

@@ -52,6 +52,7 @@ Available Parameters:
   /set parameter top_k <int>            Pick from top k num of tokens
   /set parameter top_p <float>          Pick token based on sum of probabilities
   /set parameter min_p <float>          Pick token based on top token probability * min_p
+  /set parameter num_keep <int>         Tokens that stay when the context is full
   /set parameter num_ctx <int>          Set the context size
   /set parameter temperature <float>    Set creativity level
   /set parameter repeat_penalty <float> How strongly to penalize repetitions

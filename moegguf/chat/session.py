@@ -6,7 +6,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from moegguf.chat.printer import Printer
-from moegguf.chat.turn import print_error, write_answer
+from moegguf.chat.turn import print_error, shift_text, write_answer
 from moegguf.errors import ModelNotFoundError, MoeggufError
 from moegguf.generate.options import LOAD_PARAMETERS
 from moegguf.terminal.loading import LoadOptions, load
@@ -57,6 +57,8 @@ class ChatSession:
         printer.end("\n" if cut else "\n\n")
         if reply.error is not None:
             print_error(reply.error)
+        if shifted := shift_text(reply.timing):
+            print_message(shifted)
         if printer.text or printer.thinking or not cut:
             conversation.add_answer(printer.text, printer.thinking, cut=cut)
         else:

@@ -26,10 +26,11 @@ def show(session: ChatSession, part: str) -> None:
 
 
 def _info(session: ChatSession) -> None:
-    from moegguf.terminal.facts import entry_facts, layout_facts
+    from moegguf.terminal.facts import entry_facts, layout_facts, local_model
     from moegguf.terminal.tables import print_model
 
-    print_model(layout_facts(session.llm.layout) | entry_facts(session.conversation.entry))
+    entry = session.conversation.entry
+    print_model(layout_facts(local_model(entry)) | entry_facts(entry))
 
 
 def _license(session: ChatSession) -> None:

@@ -35,6 +35,20 @@ def print_error(error: Exception) -> None:
     print_message(f"error: {' '.join(str(error).split())}")
 
 
+def cut_text(timing: Timing) -> str:
+    """What of the prompt was left out to fit the context; "" for nothing."""
+    counts = ((timing.cut_messages, "message"), (timing.cut_tokens, "token"))
+    parts = [f"{n:,} {word}{'s' * (n != 1)}" for n, word in counts if n]
+    return f"prompt cut: {', '.join(parts)} left out" if parts else ""
+
+
+def shift_text(timing: Timing) -> str:
+    """That a full context lost its older half; "" when none did."""
+    n = timing.n_shifts
+    times = "" if n == 1 else f" {n} times"
+    return f"the context was full{times}: the model no longer knows the older half" if n else ""
+
+
 def write_answer(
     llm: Llama, request: GenerationRequest, printer: Printer, spinner: Spinner, *, exit_timeout_s: float | None = None
 ) -> Reply:
@@ -43,8 +57,8 @@ def write_answer(
     Raises what makes a request impossible: ContextError, SchemaError, ... An error during the answer is in the reply.
     """
     answer = Answer(llm, request)
-    if n_cut := answer.timing.cut_messages:
-        print_message(f"prompt cut: {n_cut} message{'s' * (n_cut != 1)} left out")
+    if cut := cut_text(answer.timing):
+        print_message(cut)
     spinner.show("")
 
     def on_progress(now: PromptProgress) -> None:

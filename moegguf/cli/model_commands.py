@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from moegguf.cli.options import AsJson, Cache, Ctx, Insecure, Model, Prefix
+from moegguf.cli.options import AsJson, Cache, Ctx, Insecure, Model, Prefix, TypeK, TypeV
 from moegguf.terminal.messages import print_message
 
 Name = Annotated[
@@ -133,12 +133,19 @@ def push(model: Name, insecure: Insecure = False) -> None:
     raise typer.BadParameter("push is not supported; upload the GGUF file with `hf upload USER/REPOSITORY FILE`")
 
 
-def estimate(model: Model, expert_cache: Cache = None, ctx: Ctx = None, as_json: AsJson = False) -> None:
-    """Estimate memory and speed before loading."""
+def estimate(
+    model: Model,
+    expert_cache: Cache = None,
+    ctx: Ctx = None,
+    type_k: TypeK = None,
+    type_v: TypeV = None,
+    as_json: AsJson = False,
+) -> None:
+    """Estimate memory and speed before loading; of a model on Hugging Face before it is fetched."""
     from moegguf.terminal.facts import estimate_model
     from moegguf.terminal.tables import print_estimate, print_json
 
-    facts = estimate_model(model, expert_cache, ctx)
+    facts = estimate_model(model, expert_cache, ctx, type_k, type_v)
     print_json(facts) if as_json else print_estimate(facts)
 
 

@@ -35,7 +35,7 @@ Ctx = Annotated[
         "--ctx-size",
         min=0,
         metavar="TOKENS",
-        help="Context size; 0: all that the model was trained on.  [default: what fits]",
+        help="Context size; 0: the model's own.  [default: the largest in a tenth of the free memory]",
     ),
 ]
 TypeK = Annotated[

@@ -61,12 +61,14 @@ def load_in_server(model: str, keep_alive: str | None) -> int:
 def answer_once(llm: Llama, conversation: Conversation, prompt: str, load_s: float, spinner: Spinner) -> int:
     """Prints the answer to `prompt`, then statistics if verbose; closes the model. Returns the exit code."""
     from moegguf.chat.printer import Printer
-    from moegguf.chat.turn import write_answer
+    from moegguf.chat.turn import shift_text, write_answer
 
     conversation.add_user_message(prompt)
     printer = Printer(wrap=conversation.word_wrap, hide_thinking=conversation.hide_thinking)
     reply = write_answer(llm, conversation.request(), printer, spinner, exit_timeout_s=EXIT_TIMEOUT_S)
     printer.end()
+    if shifted := shift_text(reply.timing):
+        print_message(shifted)
     if conversation.verbose and not reply.error:
         from moegguf.terminal.statistics import statistics
 
@@ -173,6 +175,12 @@ KeepAlive = Annotated[
     str | None,
     typer.Option("--keepalive", metavar="TIME", help='How long a server keeps it, with the prompt "".'),
 ]
+ContextShift = Annotated[
+    bool,
+    typer.Option(
+        "--context-shift/--no-context-shift", help="Go on in a full context without its older half, or end the answer."
+    ),
+]
 Verbose = Annotated[
     int,
     typer.Option(
@@ -241,6 +249,7 @@ def run(
     think: Think = None,
     hide_thinking: HideThinking = False,
     no_word_wrap: NoWordWrap = False,
+    context_shift: ContextShift = True,
     keep_alive: KeepAlive = None,
     insecure: Insecure = False,
     verbose: Verbose = 0,
@@ -267,6 +276,7 @@ def run(
         "think": None if think is None else parse_think(think),
         "hide_thinking": hide_thinking,
         "word_wrap": not no_word_wrap,
+        "context_shift": context_shift,
         "verbose": verbose > 0,
     }
     text = read_prompt(words if prompt_text is None else [*words, prompt_text])

@@ -36,7 +36,7 @@ def serve(
         typer.Option(metavar="KEY", help="Key required of clients; MOEGGUF_API_KEY keeps it out of the process list."),
     ] = None,
 ) -> int:
-    """Serve models over the Ollama and OpenAI APIs, with a web page.
+    """Serve models over the Ollama, OpenAI and Anthropic APIs, with a web page.
 
     Environment (OLLAMA_NAME is read where MOEGGUF_NAME is not set):
 

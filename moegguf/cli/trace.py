@@ -240,7 +240,7 @@ def simulate(
     layer_compute: Compute = 0.0,
     prefetch: Annotated[bool, typer.Option("--prefetch", help="Act on predictions; with --link.")] = False,
     save: Annotated[
-        bool, typer.Option("--save", help="Save the result beside the model, for `--policy auto`.")
+        bool, typer.Option("--save", help="Save the result beside the model, for `--policy auto` and `estimate`.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 from moegguf.atomic_write import write_atomically
@@ -31,6 +32,7 @@ class ControllerChoice:
 class Measured:
     """Hit rates of decode passes on recorded routing: {policy: {share of experts: hit rate}}.
 
+    ranges: {policy: {share: (low, high)}}, between which 49 in 50 requests lie. bound: {share: Belady's bound}.
     predictors: the predictor each policy was measured with. prefetch: the predictor whose prefetching lowered the stall
     of a live run, or "none". about: size and kind of the trace measured.
     """
@@ -40,6 +42,8 @@ class Measured:
     predictors: Mapping[str, str] = field(default_factory=dict)
     prefetch: str = "none"
     about: Mapping[str, str | int] = field(default_factory=dict)
+    ranges: Mapping[str, Mapping[float, tuple[float, float]]] = field(default_factory=dict)
+    bound: Mapping[float, float] = field(default_factory=dict)
 
     def choose(self, share: float) -> ControllerChoice:
         """The best policy at the measured share nearest to `share`, of those below LRU at no share; LRU unless that one
@@ -61,6 +65,24 @@ class Measured:
             return ControllerChoice(policy, self.prefetch, prefetch=True)
         return ControllerChoice(policy, self.predictors.get(policy, "none"))
 
+    def range_at(self, share: float) -> tuple[float, float] | None:
+        """The range of the policy that is chosen at this share, at most Belady's bound; None where it has none."""
+        ranges = self.ranges.get(self.choose(share).policy)
+        if not ranges:
+            return None
+        bound = interpolate(self.bound, share)
+        low, high = (interpolate({at: ends[i] for at, ends in ranges.items()}, share) for i in range(2))
+        return min(low, bound), min(high, bound)
+
+
+def interpolate(rates: Mapping[float, float], share: float) -> float:
+    """The hit rate at a share, from {share: hit rate}: linear between these, 0 at 0 and 1 at 1."""
+    share = min(max(share, 0.0), 1.0)
+    for (x0, y0), (x1, y1) in pairwise(((0.0, 0.0), *sorted(rates.items()), (1.0, 1.0))):
+        if share <= x1 and x1 > x0:
+            return y0 + (y1 - y0) * (share - x0) / (x1 - x0)
+    return 1.0
+
 
 def write_measured(path: Path, measured: Measured) -> None:
     """Writes the file atomically."""
@@ -70,6 +92,11 @@ def write_measured(path: Path, measured: Measured) -> None:
         name: {f"{share:g}": round(rate, 5) for share, rate in rates.items()}
         for name, rates in measured.hit_rates.items()
     }
+    facts["ranges"] = {
+        name: {f"{share:g}": [round(end, 5) for end in ends] for share, ends in table.items()}
+        for name, table in measured.ranges.items()
+    }
+    facts["bound"] = {f"{share:g}": round(rate, 5) for share, rate in measured.bound.items()}
     write_atomically(path, (json.dumps(facts, indent=1) + "\n").encode())
 
 
@@ -83,9 +110,18 @@ def read_measured(path: Path) -> Measured:
             str(name): {float(share): float(rate) for share, rate in table.items()}
             for name, table in facts["hit_rates"].items()
         }
-        if not all(0 <= rate <= 1 and 0 < share <= 1 for table in rates.values() for share, rate in table.items()):
+        ranges = {
+            str(name): {float(share): (float(low), float(high)) for share, (low, high) in table.items()}
+            for name, table in facts.get("ranges", {}).items()
+        }
+        bound = {float(share): float(rate) for share, rate in facts.get("bound", {}).items()}
+        pairs = [pair for table in (*rates.values(), bound) for pair in table.items()]
+        pairs += [(share, end) for table in ranges.values() for share, ends in table.items() for end in ends]
+        if not all(0 < share <= 1 and 0 <= rate <= 1 for share, rate in pairs):
             raise ValueError("shares and hit rates lie between 0 and 1")
         predictors = {str(name): str(predictor) for name, predictor in facts["predictors"].items()}
-        return Measured(str(facts["fingerprint"]), rates, predictors, str(facts["prefetch"]), facts["about"])
+        return Measured(
+            str(facts["fingerprint"]), rates, predictors, str(facts["prefetch"]), facts["about"], ranges, bound
+        )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise OptionError(f"{path} is not a measurement of policies ({error}); delete it or measure again.") from error

@@ -208,16 +208,15 @@ class Llama(UpstreamLlama):
 
         return self._guarded(announced)
 
-    def generate(
-        self, tokens: Sequence[int], *arguments: Any, **options: Any
-    ) -> Generator[int, Sequence[int] | None, None]:
+    def generate(self, *arguments: Any, **options: Any) -> Generator[int, Sequence[int] | None, None]:
         """As in llama-cpp-python, one request at a time: other threads wait until this one has ended.
 
         Raises OptionError without a token to begin with.
         """
+        tokens = arguments[0] if arguments else options.get("tokens", ())
         if not len(tokens) and (options.get("reset", True) or not self.n_tokens):
             raise OptionError("there is nothing to continue: the prompt has no tokens of this model's vocabulary.")
-        return self.as_request(super().generate(tokens, *arguments, **options))
+        return self.as_request(super().generate(*arguments, **options))
 
     def as_request(self, steps: Generator[Step, Any, None]) -> Generator[Step, Any, None]:
         """The same steps, which evaluate tokens, as one request; others wait for it. Raises ClosedError, ForkError."""
@@ -228,6 +227,12 @@ class Llama(UpstreamLlama):
     def vocabulary(self) -> Vocabulary:
         """The text of each token, and the special tokens."""
         return Vocabulary(self)
+
+    def shift(self, n_keep: int, n_discard: int) -> None:
+        """Drops `n_discard` tokens after the first `n_keep` of the context; later ones move up. Needs `can_shift`."""
+        with self._decode_lock:
+            self._open_session()
+            super().shift(n_keep, n_discard)
 
     def _guarded(self, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         with self._decode_lock:
@@ -252,8 +257,8 @@ class Llama(UpstreamLlama):
 
     def _roll_back(self, n_tokens: int) -> None:
         """After a failed pass: keeps the `n_tokens` tokens before it, and marks the context's logits as stale."""
-        if self._is_recurrent or self._is_hybrid:
-            self.reset()  # a recurrent state cannot be rolled back by some tokens
+        if self._is_stateful:
+            self.reset()
         else:
             self.n_tokens = n_tokens
         self._requires_eval = True

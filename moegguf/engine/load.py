@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from moegguf.engine.batch import DEFAULT_UBATCH_TOKENS
 from moegguf.engine.machine import count_cpus, read_memory
 from moegguf.engine.memory import check_context, pad_context, pooling_batch_tokens
 from moegguf.engine.plan import Plan, make_plan
@@ -33,7 +34,7 @@ _bindings = library.llama_cpp()
 # Passed by known wrappers (LangChain) for old llama.cpp versions; without effect here.
 LEGACY_OPTIONS = frozenset({"device", "f16_kv", "n_parts", "low_vram", "mul_mat_q", "n_gqa", "rms_norm_eps"})
 DIFFUSION = frozenset({"dream", "llada", "llada-moe", "rnd1"})  # llm_arch_is_diffusion()
-N_CTX, N_BATCH, N_UBATCH = 512, 512, 512  # llama-cpp-python's defaults
+N_CTX, N_BATCH = 512, 512  # llama-cpp-python's defaults
 
 Budget = str | int | float | ExpertCache
 Progress = Callable[[float], object]
@@ -93,16 +94,16 @@ def prepare(model: str | os.PathLike[str], expert_cache: Budget | None, options:
     if options.get("embedding"):
         options.setdefault("n_batch", pooling_batch_tokens(options["n_ctx"]))
         options.setdefault("n_ubatch", options["n_batch"])
-    n_ubatch = min(options.pop("n_ubatch", N_UBATCH), options.get("n_batch", N_BATCH))
-    plan = _plan(layout, cache, n_ubatch, options)
+    n_batch, given = options.get("n_batch", N_BATCH), options.pop("n_ubatch", None)
+    plan = _plan(layout, cache, min(given, n_batch) if given else None, options)
     hooks = layout.is_moe and environment.hooks
     if hooks:
         options["use_mmap"] = False
-        n_ubatch = plan.n_ubatch
+    n_ubatch = plan.n_ubatch if hooks else min(given or DEFAULT_UBATCH_TOKENS, n_batch)
     return LoadPlan(path, layout, plan, hooks, n_ubatch, options)
 
 
-def _plan(layout: ExpertLayout, cache: ExpertCache, n_ubatch: int, options: dict[str, Any]) -> Plan:
+def _plan(layout: ExpertLayout, cache: ExpertCache, n_ubatch: int | None, options: dict[str, Any]) -> Plan:
     types = {name: value for name in ("type_k", "type_v") if (value := options.get(name)) is not None}
     for name, number in types.items():
         if GGML_TYPES.get(number, ("",))[0].lower() not in KV_CACHE_TYPES:  # llama.cpp would end the process
@@ -110,8 +111,8 @@ def _plan(layout: ExpertLayout, cache: ExpertCache, n_ubatch: int, options: dict
             raise OptionError(f"{name} is {number!r}, which no KV cache can have; accepted: {accepted}.")
     memory, n_ctx = read_memory(), options["n_ctx"]
     check_context(layout, n_ctx, memory, **types)
-    flash_attn = options.get("flash_attn", False)
-    return make_plan(layout, cache, memory, n_ctx=n_ctx, n_ubatch=n_ubatch, flash_attn=flash_attn, **types)
+    sizes = {"n_ctx": n_ctx, "n_ubatch": n_ubatch, "n_batch": options.get("n_batch", N_BATCH)}
+    return make_plan(layout, cache, memory, **sizes, flash_attn=options.get("flash_attn", False), **types)
 
 
 def check_options(options: dict[str, Any], kind: type) -> None:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -28,6 +29,7 @@ CPU_FLAGS = (
 _NO_LIMIT = 1 << 62  # cgroup v1 writes a number near 2^63 for "no limit"
 _DISK_THREADS = 4
 _DISK_BLOCK_BYTES = 2 << 20
+_MEMORY_BUFFER_BYTES = 32 << 20  # beyond most caches
 
 
 @dataclass(frozen=True)
@@ -191,26 +193,28 @@ def read_machine(root: Path = ROOT) -> Machine:
     return Machine(read_memory(root), n_cpu, max(1, min(n_core, n_cpu)), model, chosen)
 
 
-def _offsets(n_bytes: int, start: int) -> Iterator[int]:
+def _offsets(n_bytes: int, block_bytes: int, start: int) -> Iterator[int]:
     """Offsets of every block, in an order that defeats read-ahead, repeated without end."""
-    n_blocks = max(1, n_bytes // _DISK_BLOCK_BYTES)
+    n_blocks = max(1, n_bytes // block_bytes)
     step = max(1, int(n_blocks * 0.6180339887)) | 1
     while n_blocks % step == 0 and step > 1:
         step -= 2
     at = start * n_blocks // _DISK_THREADS
     while True:
-        yield at % n_blocks * _DISK_BLOCK_BYTES
+        yield at % n_blocks * block_bytes
         at += step
 
 
-def _read_blocks(fd: int, offsets: Iterator[int], direct: bool, deadline: float, counts: list[int]) -> None:
+def _read_blocks(
+    fd: int, offsets: Iterator[int], block_bytes: int, direct: bool, deadline: float, counts: list[int]
+) -> None:
     # anonymous memory is page-aligned, which direct I/O requires
-    with mmap.mmap(-1, _DISK_BLOCK_BYTES) as memory, memoryview(memory) as buffer:
+    with mmap.mmap(-1, block_bytes) as memory, memoryview(memory) as buffer:
         n_bytes = 0
         while time.perf_counter() < deadline:
             offset = next(offsets)
             if not direct and hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(fd, offset, _DISK_BLOCK_BYTES, os.POSIX_FADV_DONTNEED)
+                os.posix_fadvise(fd, offset, block_bytes, os.POSIX_FADV_DONTNEED)
             try:
                 n = os.preadv(fd, [buffer], offset)
             except OSError:
@@ -221,7 +225,7 @@ def _read_blocks(fd: int, offsets: Iterator[int], direct: bool, deadline: float,
         counts.append(n_bytes)
 
 
-def _measure(path: Path, flags: int, seconds: float) -> float:
+def _measure(path: Path, flags: int, block_bytes: int, seconds: float) -> float:
     """Bytes per second with the given open() flags; 0 when nothing could be read."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
     try:
@@ -231,7 +235,7 @@ def _measure(path: Path, flags: int, seconds: float) -> float:
         threads = [
             threading.Thread(
                 target=_read_blocks,
-                args=(fd, _offsets(n_bytes, i), flags != 0, begin + seconds, counts),
+                args=(fd, _offsets(n_bytes, block_bytes, i), block_bytes, flags != 0, begin + seconds, counts),
                 daemon=True,
             )
             for i in range(_DISK_THREADS)
@@ -245,19 +249,42 @@ def _measure(path: Path, flags: int, seconds: float) -> float:
         os.close(fd)
 
 
-def disk_read_speed(path: str | os.PathLike[str], seconds: float = 0.5) -> DiskSpeed:
-    """Read speed of `path`: 4 threads, blocks of 2 MiB, past the page cache where the file system allows.
+def disk_read_speed(
+    path: str | os.PathLike[str], seconds: float = 0.5, block_bytes: int = _DISK_BLOCK_BYTES
+) -> DiskSpeed:
+    """Speed of 4 threads that read blocks of `path`, past the page cache where the file system allows.
 
     Raises ModelNotFoundError when the file cannot be opened.
     """
     path = Path(path)
+    block_bytes = -(-block_bytes // mmap.PAGESIZE) * mmap.PAGESIZE  # direct I/O reads whole blocks
     direct_flag = getattr(os, "O_DIRECT", 0)
     if direct_flag:
         with contextlib.suppress(OSError):
-            speed = _measure(path, direct_flag, seconds)
+            speed = _measure(path, direct_flag, block_bytes, seconds)
             if speed > 0:
                 return DiskSpeed(speed, direct=True)
     try:
-        return DiskSpeed(_measure(path, 0, seconds), direct=False)
+        return DiskSpeed(_measure(path, 0, block_bytes, seconds), direct=False)
     except OSError as error:
         raise ModelNotFoundError(f"{str(path)!r} cannot be read ({error.strerror}); check the path.") from error
+
+
+def memory_read_speed(n_threads: int, seconds: float = 0.05) -> float:
+    """Bytes per second that `n_threads` threads together read from main memory, each from a buffer of its own."""
+    import numpy as np
+
+    def read(buffer: np.ndarray[Any, Any], end: float) -> None:
+        while time.perf_counter() < end:
+            buffer.sum()
+            counts.append(buffer.nbytes)
+
+    buffers = [np.ones(_MEMORY_BUFFER_BYTES // 8) for _ in range(n_threads)]
+    counts: list[int] = []
+    begin = time.perf_counter()
+    threads = [threading.Thread(target=read, args=(buffer, begin + seconds), daemon=True) for buffer in buffers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return sum(counts) / max(time.perf_counter() - begin, 1e-9)

@@ -117,10 +117,15 @@ def memory_needs(
     )
 
 
-MAX_DEFAULT_CTX_TOKENS = 32768
-MIN_DEFAULT_CTX_TOKENS = 4096
-DEFAULT_KV_DIVISOR = 10  # the KV cache of a default context takes at most a tenth of the free memory
+SMALL_CTX_TOKENS = 4096  # up to here a default context may take more
+LEAST_CTX_TOKENS = 512
 MAX_CTX_TOKENS = 1 << 31
+MARGIN_BYTES = 256 * MIB  # left free at least
+
+
+def margin_bytes(free_bytes: int) -> int:
+    """How many of the free bytes stay free when the budget is chosen here: a twentieth, or MARGIN_BYTES."""
+    return max(free_bytes // 20, MARGIN_BYTES)
 
 
 def pad_context(n_ctx: int) -> int:
@@ -128,20 +133,48 @@ def pad_context(n_ctx: int) -> int:
     return -(-n_ctx // KV_PAD_TOKENS) * KV_PAD_TOKENS
 
 
-def choose_context(layout: ExpertLayout, requested: int | None, memory: Memory) -> int:
-    """Tokens of context: `requested`, else the model's own, up to 32,768 and to what a tenth of the free memory holds.
+def default_contexts(layout: ExpertLayout) -> tuple[int, ...]:
+    """Contexts to choose from where the user gives none, largest first: the model's own, then powers of two below."""
+    trained = pad_context(layout.hparams.n_ctx_train or SMALL_CTX_TOKENS)
+    powers = (1 << bit for bit in reversed(range(trained.bit_length())))
+    return (trained, *(n for n in powers if LEAST_CTX_TOKENS <= n < trained))
 
-    At least 4,096 of the model's own, even with less memory: an "auto" budget for experts takes what remains.
+
+def choose_context(
+    layout: ExpertLayout,
+    available_bytes: int,
+    n_ubatch: int,
+    type_k: int = F16,
+    type_v: int = F16,
+    flash_attn: bool = False,
+    pool_bytes: int = 0,
+) -> int:
+    """Tokens of context where the user gives none: the largest, up to the model's own, in a tenth of the free memory,
+    or in a quarter where every expert fits beside it. Up to 4,096 tokens may take more, but never more than it leaves
+    to experts, or than `pool_bytes`, when they are given, leave to it.
     """
-    if requested:
-        return pad_context(requested)
-    trained = layout.hparams.n_ctx_train or MIN_DEFAULT_CTX_TOKENS
-    n_ctx = MAX_DEFAULT_CTX_TOKENS
-    while n_ctx > MIN_DEFAULT_CTX_TOKENS and (
-        n_ctx >= 2 * trained or kv_bytes(layout, min(n_ctx, trained)) > memory.available_bytes // DEFAULT_KV_DIVISOR
-    ):
-        n_ctx //= 2
-    return pad_context(min(n_ctx, trained))
+    # The weights of a model without experts are mapped: they need not stay in memory.
+    dense_bytes = layout.dense_bytes + layout.tied_output_bytes if layout.is_moe else 0
+    fixed_bytes = compute_bytes(layout, KV_PAD_TOKENS, 1, flash_attn)
+    rest = available_bytes - margin_bytes(available_bytes) - dense_bytes - fixed_bytes
+
+    def is_modest(n_ctx: int) -> bool:
+        if kv_bytes(layout, n_ctx, type_k, type_v) > (rest - pool_bytes if pool_bytes else rest // 2):
+            return False
+        cost = context_bytes(layout, n_ctx, n_ubatch, type_k, type_v, flash_attn)
+        in_quarter = cost <= min(available_bytes // 4, rest - layout.expert_bytes)
+        return n_ctx <= SMALL_CTX_TOKENS or cost <= available_bytes // 10 or in_quarter
+
+    sizes = default_contexts(layout)
+    return next(filter(is_modest, sizes), sizes[-1])
+
+
+def context_bytes(
+    layout: ExpertLayout, n_ctx: int, n_ubatch: int, type_k: int = F16, type_v: int = F16, flash_attn: bool = False
+) -> int:
+    """What a context takes: its KV cache, and what buffers of passes grow by."""
+    least = compute_bytes(layout, KV_PAD_TOKENS, n_ubatch, flash_attn)
+    return kv_bytes(layout, n_ctx, type_k, type_v) + compute_bytes(layout, n_ctx, n_ubatch, flash_attn) - least
 
 
 def pooling_batch_tokens(n_ctx: int) -> int:

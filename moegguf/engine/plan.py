@@ -1,4 +1,4 @@
-"""Turns a budget, a model and a machine into slot counts, with the reasons as sentences.
+"""Turns a budget, a model and a machine into context, batch and slots, with the reasons as sentences.
 
 A slot holds one expert of any layer: one place in each arena (gate, up, down; or gate_up, down). The plan is made
 before anything is loaded; it reads no weights and allocates nothing.
@@ -9,21 +9,30 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
-from moegguf.engine.estimate import Expected, expect
+from moegguf.engine.batch import DEFAULT_UBATCH_TOKENS, Fit, allowed_ubatch, best_fit, fits, layer_slots, ubatches_up_to
 from moegguf.engine.machine import Memory
-from moegguf.engine.memory import F16, MemoryNeeds, memory_needs
+from moegguf.engine.memory import (
+    F16,
+    SMALL_CTX_TOKENS,
+    MemoryNeeds,
+    choose_context,
+    default_contexts,
+    margin_bytes,
+    memory_needs,
+    pad_context,
+)
 from moegguf.errors import BudgetError
 from moegguf.gguf.experts import ExpertLayout
 from moegguf.native.store import slot_sizes
-from moegguf.quantities import MIB, ExpertCache, format_bytes, format_bytes_up
-
-MARGIN_BYTES = 256 * MIB  # left free at least
+from moegguf.quantities import ExpertCache, format_bytes, format_bytes_up
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Slots for the pool, the largest pass it allows (`n_ubatch` tokens), and where all bytes go.
+    """Slots for the pool, tokens of context and of a pass (`n_ubatch`), and where all bytes go.
 
     `budget_bytes` is what the pool takes: n_slots * slot_bytes. `compute_bytes` includes the work memory of the slots.
     `total_bytes` is the sum; `available_bytes` is what this process may take. `reasons` and `warnings` are sentences
@@ -34,6 +43,7 @@ class Plan:
     slot_bytes: int
     budget_bytes: int
     resident: bool
+    n_ctx: int
     n_ubatch: int
     dense_bytes: int
     kv_bytes: int
@@ -42,12 +52,36 @@ class Plan:
     available_bytes: int
     reasons: tuple[str, ...]
     warnings: tuple[str, ...]
-    expected: Expected
 
 
-def margin_bytes(free_bytes: int) -> int:
-    """How many of the free bytes stay free when the budget is chosen here: a twentieth, or MARGIN_BYTES."""
-    return max(free_bytes // 20, MARGIN_BYTES)
+@dataclass(frozen=True)
+class _Request:
+    """What is planned: a model, its options, and the memory there is. None: chosen here."""
+
+    layout: ExpertLayout
+    memory: Memory
+    margin_bytes: int
+    n_ubatch: int | None
+    n_batch: int
+    type_k: int
+    type_v: int
+    flash_attn: bool
+
+    @property
+    def slot_bytes(self) -> int:
+        return slot_bytes(self.layout)
+
+    @property
+    def usable_bytes(self) -> int:
+        """Free memory without the margin."""
+        return self.memory.available_bytes - self.margin_bytes
+
+    def needs(self, n_ctx: int, n_ubatch: int) -> MemoryNeeds:
+        return memory_needs(self.layout, n_ctx, n_ubatch, self.type_k, self.type_v, self.flash_attn)
+
+    def ubatches(self) -> tuple[int, ...]:
+        """Tokens of a pass to choose from, most first."""
+        return ubatches_up_to(self.n_ubatch or min(DEFAULT_UBATCH_TOKENS, self.n_batch))
 
 
 def slot_bytes(layout: ExpertLayout) -> int:
@@ -60,54 +94,137 @@ def make_plan(
     cache: ExpertCache,
     memory: Memory,
     *,
-    n_ctx: int = 4096,
-    n_ubatch: int = 512,
+    n_ctx: int | None = None,
+    n_ubatch: int | None = None,
+    n_batch: int = DEFAULT_UBATCH_TOKENS,
     type_k: int = F16,
     type_v: int = F16,
     flash_attn: bool = False,
-    disk_bytes_per_s: float | None = None,
+    margin: int | None = None,
 ) -> Plan:
     """The plan for running `layout` within `cache` on a machine with `memory`.
+
+    n_ctx: 0 is the model's own; None: the largest that leaves most memory to experts (`memory.choose_context`).
+    n_ubatch: stays as given unless the pool is too small for it; None: at most n_batch, chosen together with the slots
+    (`batch.best_fit`). margin: bytes that stay free with "auto"; None: `margin_bytes`.
 
     Raises BudgetError, stating the minimum, when the budget (or, for "auto", the free memory) does not hold the experts
     that one token uses in one layer.
     """
+    margin = margin_bytes(memory.available_bytes) if margin is None else margin
+    request = _Request(layout, memory, margin, n_ubatch, n_batch, type_k, type_v, flash_attn)
     reasons: list[str] = []
-    needs = memory_needs(layout, n_ctx, n_ubatch, type_k, type_v, flash_attn)
-    size = slot_bytes(layout)
-    n_slots = _choose_slots(layout, cache, memory, needs, size, reasons) if layout.is_moe else 0
+    options: dict[str, Any] = {"type_k": type_k, "type_v": type_v, "flash_attn": flash_attn}
+    if n_ctx is None:
+        pool_bytes = _given_bytes(layout, cache)
+        n_ctx = choose_context(layout, memory.available_bytes, request.ubatches()[0], pool_bytes=pool_bytes, **options)
+        reasons += _context_reason(layout, n_ctx)
+    n_ctx = pad_context(n_ctx) or default_contexts(layout)[0]
     if not layout.is_moe:
         reasons.append("the model has no experts, so it runs as plain llama.cpp")
-    allowed = _allowed_ubatch(layout, n_slots, n_ubatch, reasons)
-    if allowed < n_ubatch:
-        n_ubatch, needs = allowed, memory_needs(layout, n_ctx, allowed, type_k, type_v, flash_attn)
-    total = needs.total_bytes(n_slots) + n_slots * size
-    resident = n_slots == layout.n_expert_total
+        n_ubatch = request.ubatches()[0]
+        fit = Fit(0, n_ubatch, request.needs(n_ctx, n_ubatch))
+    elif cache.mode == "auto":
+        fit = _auto_fit(request, n_ctx, cache, reasons)
+    else:
+        fit = _fixed_fit(request, n_ctx, cache, reasons)
+    return _plan(request, n_ctx, fit, reasons)
+
+
+def _given_bytes(layout: ExpertLayout, cache: ExpertCache) -> int:
+    """About the bytes of a budget that is a share or a size; 0 for "auto"."""
+    given = {"auto": 0, "fraction": cache.fraction * layout.expert_bytes, "bytes": cache.n_bytes}[cache.mode]
+    return min(round(given), layout.expert_bytes)
+
+
+def _plan(request: _Request, n_ctx: int, fit: Fit, reasons: list[str]) -> Plan:
+    layout, needs, size = request.layout, fit.needs, request.slot_bytes
+    total = needs.total_bytes(fit.n_slots) + fit.n_slots * size
+    if layout.is_moe:
+        reasons.append(_residency(layout, fit.n_slots))
     return Plan(
-        n_slots=n_slots,
+        n_slots=fit.n_slots,
         slot_bytes=size,
-        budget_bytes=n_slots * size,
-        resident=resident,
-        n_ubatch=n_ubatch,
+        budget_bytes=fit.n_slots * size,
+        resident=fit.n_slots == layout.n_expert_total,
+        n_ctx=n_ctx,
+        n_ubatch=fit.n_ubatch,
         dense_bytes=needs.dense_bytes,
         kv_bytes=needs.kv_bytes,
-        compute_bytes=needs.compute_bytes + n_slots * needs.slot_work_bytes,
+        compute_bytes=needs.compute_bytes + fit.n_slots * needs.slot_work_bytes,
         total_bytes=total,
-        available_bytes=memory.available_bytes,
+        available_bytes=request.memory.available_bytes,
         reasons=tuple(reasons),
-        warnings=tuple(_warnings(layout, n_slots, size, total, memory)),
-        expected=expect(layout, n_slots, disk_bytes_per_s),
+        warnings=tuple(_warnings(layout, fit.n_slots, size, total, request.memory)),
     )
 
 
-def _choose_slots(
-    layout: ExpertLayout, cache: ExpertCache, memory: Memory, needs: MemoryNeeds, size: int, reasons: list[str]
-) -> int:
-    """Slots of `size` bytes for the pool, from the minimum to one for every expert."""
-    n_total = layout.n_expert_total
-    if cache.mode == "auto":
-        n_slots = _auto_slots(layout, memory, needs, size, reasons)
-    elif cache.mode == "fraction":
+def _residency(layout: ExpertLayout, n_slots: int) -> str:
+    if n_slots == layout.n_expert_total:
+        return "every expert has a slot of its own: nothing is read after the first use"
+    share = n_slots / layout.n_expert_total
+    return f"{n_slots} of {layout.n_expert_total} experts fit at a time ({share:.0%}); others are fetched"
+
+
+def _context_reason(layout: ExpertLayout, n_ctx: int) -> Iterator[str]:
+    """Why the chosen context is smaller than the model's."""
+    trained = default_contexts(layout)[0]
+    why = "over a tenth of the free memory, or over a quarter where every expert fits beside it"
+    if n_ctx < SMALL_CTX_TOKENS:
+        why = "more memory than it would leave to experts"
+    if n_ctx < trained:
+        yield f"the context has {n_ctx:,} of the model's {trained:,} tokens: more would take {why}; --ctx sets another"
+
+
+def _auto_fit(request: _Request, n_ctx: int, cache: ExpertCache, reasons: list[str]) -> Fit:
+    """Slots and tokens of a pass in what is free after everything else and the margin."""
+    layout, size = request.layout, request.slot_bytes
+    most = min(layout.n_expert_total, cache.n_bytes // size if cache.n_bytes else layout.n_expert_total)
+    found = list(fits(layout, size, request.usable_bytes, most, request.ubatches(), partial(request.needs, n_ctx)))
+    if not found:
+        raise _too_little(request, n_ctx)
+    kept = found[0].n_ubatch == request.n_ubatch
+    fit = found[0] if kept else best_fit(layout, size, found)
+    other = fit.needs.total_bytes(0)
+    reasons.append(
+        f"{format_bytes(request.memory.available_bytes)} are free ({request.memory.limited_by});"
+        f" {format_bytes(other)} go to weights that every token uses, the context and buffers,"
+        f" {format_bytes(request.margin_bytes)} are kept as a margin"
+    )
+    saved = request.needs(n_ctx, request.ubatches()[0]).compute_bytes - fit.needs.compute_bytes
+    why = f"that leaves {format_bytes(saved)} more for experts, which saves more reading than it costs"
+    reasons += _ubatch_reason(request, fit, why)
+    return fit
+
+
+def _too_little(request: _Request, n_ctx: int) -> BudgetError:
+    layout, memory = request.layout, request.memory
+    least = format_bytes_up(layout.n_expert_used * request.slot_bytes)
+    other = format_bytes(request.needs(n_ctx, 1).total_bytes(0))
+    return BudgetError(
+        f"{format_bytes(memory.available_bytes)} are free here (limited by {memory.limited_by}), but this model needs"
+        f" {other} for weights that every token uses, a context of {n_ctx} tokens and buffers, a margin of"
+        f" {format_bytes(request.margin_bytes)}, and at least {least} for experts; free memory, lower n_ctx (--ctx), or"
+        " give expert_cache a size."
+    )
+
+
+def _fixed_fit(request: _Request, n_ctx: int, cache: ExpertCache, reasons: list[str]) -> Fit:
+    """The slots of a given budget, and the most tokens of a pass that fit into the free memory beside them."""
+    n_slots = _fixed_slots(request, cache, reasons)
+    allowed = allowed_ubatch(request.layout, n_slots)
+    sizes = ubatches_up_to(min(allowed, request.ubatches()[0]))
+    found = [Fit(n_slots, n, request.needs(n_ctx, n)) for n in sizes]
+    within = [fit for fit in found if fit.total_bytes(request.slot_bytes) <= request.memory.available_bytes]
+    fit = within[0] if within and not request.n_ubatch else found[0]
+    reasons += _ubatch_reason(request, fit, "more would not fit into the free memory")
+    return fit
+
+
+def _fixed_slots(request: _Request, cache: ExpertCache, reasons: list[str]) -> int:
+    """Slots of a share or a number of bytes, from the minimum to one for every expert."""
+    layout, size, n_total = request.layout, request.slot_bytes, request.layout.n_expert_total
+    if cache.mode == "fraction":
         n_slots = min(n_total, math.floor(cache.fraction * n_total + 1e-9))
         reasons.append(f"{cache} of {n_total} experts is {n_slots} slots of {format_bytes(size)}")
     else:
@@ -122,46 +239,19 @@ def _choose_slots(
             f"expert_cache={str(cache)!r} holds {n_slots} experts, but one token needs {minimum} in"
             f" a layer, which is {need} bytes; give at least {format_bytes_up(need)!r}."
         )
-    if n_slots == n_total:
-        reasons.append("every expert has a slot of its own: nothing is read after the first use")
+    return n_slots
+
+
+def _ubatch_reason(request: _Request, fit: Fit, why: str) -> Iterator[str]:
+    """Why a prompt is read in passes of fewer tokens than usual: `why`, where the pool is not too small for more."""
+    wanted, layout = request.ubatches()[0], request.layout
+    if fit.n_ubatch >= wanted:
+        return
+    text = f"a prompt is read {fit.n_ubatch} token{'s' * (fit.n_ubatch > 1)} at a time instead of {wanted}"
+    if layer_slots(layout, wanted) > fit.n_slots:
+        yield f"{fit.n_slots} slots are fewer than the {layout.n_expert} experts of a layer, so {text}"
     else:
-        reasons.append(f"{n_slots} of {n_total} experts fit at a time ({n_slots / n_total:.0%}); others are fetched")
-    return n_slots
-
-
-def _auto_slots(layout: ExpertLayout, memory: Memory, needs: MemoryNeeds, size: int, reasons: list[str]) -> int:
-    """Slots in what is free after everything else and a margin."""
-    margin = margin_bytes(memory.available_bytes)
-    other = needs.total_bytes(0)
-    free = memory.available_bytes - other - margin
-    n_slots = min(layout.n_expert_total, max(0, free) // (size + needs.slot_work_bytes))
-    free_text, other_text = format_bytes(memory.available_bytes), format_bytes(other)
-    if n_slots < layout.n_expert_used:
-        least = format_bytes_up(layout.n_expert_used * size)
-        raise BudgetError(
-            f"{free_text} are free here (limited by {memory.limited_by}), but this model needs {other_text}"
-            " for weights that every token uses, the context and buffers, a margin of"
-            f" {format_bytes(margin)}, and at least {least} for experts; free memory, lower n_ctx or"
-            " n_ubatch, or give expert_cache a size."
-        )
-    reasons.append(
-        f"{free_text} are free ({memory.limited_by}); {other_text} go to weights that every token uses, the"
-        f" context and buffers, {format_bytes(margin)} stay free"
-    )
-    return n_slots
-
-
-def _allowed_ubatch(layout: ExpertLayout, n_slots: int, n_ubatch: int, reasons: list[str]) -> int:
-    """The most tokens of a pass whose experts of one layer fit in the pool, whatever the router chooses."""
-    if n_slots >= layout.n_expert or not layout.is_moe:
-        return n_ubatch
-    allowed = max(1, n_slots // layout.n_expert_used)
-    if allowed < n_ubatch:
-        reasons.append(
-            f"{n_slots} slots are fewer than the {layout.n_expert} experts of a layer, so a prompt is read"
-            f" {allowed} token{'s' if allowed > 1 else ''} at a time instead of {n_ubatch}"
-        )
-    return min(n_ubatch, allowed)
+        yield f"{text}: {why}"
 
 
 def _warnings(layout: ExpertLayout, n_slots: int, size: int, total: int, memory: Memory) -> Iterator[str]:

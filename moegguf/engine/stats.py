@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, replace
 from typing import Any
+
+PRESENT_VALUES = frozenset({"n_slots", "n_experts", "slots_used", "pool_bytes"})
 
 
 def _ratio(a: float, b: float) -> float:
@@ -46,14 +48,14 @@ class Stats:
     slots_used: int = 0
     pool_bytes: int = 0
 
+    def __add__(self, later: Stats) -> Stats:
+        return replace(later, **{name: n + getattr(later, name) for name, n in self._counters().items()})
+
     def __sub__(self, earlier: Stats) -> Stats:
-        gauges = {"n_slots", "n_experts", "slots_used", "pool_bytes"}
-        return Stats(
-            **{
-                field.name: getattr(self, field.name) - (0 if field.name in gauges else getattr(earlier, field.name))
-                for field in fields(self)
-            }
-        )
+        return replace(self, **{name: n - getattr(earlier, name) for name, n in self._counters().items()})
+
+    def _counters(self) -> dict[str, Any]:
+        return {name: value for name, value in asdict(self).items() if name not in PRESENT_VALUES}
 
     @property
     def hit_rate(self) -> float:

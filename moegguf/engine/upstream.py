@@ -1,14 +1,16 @@
-"""llama-cpp-python's `Llama` with fixes that have nothing to do with experts."""
+"""llama-cpp-python's `Llama` with what has nothing to do with experts: downloads, logit_bias, grammars, context shift,
+pickling, tokenizing."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
+from moegguf.engine.grammar import GrammarMask
 from moegguf.errors import OptionError
 from moegguf.models.pretrained import fetch
 from moegguf.native import library
@@ -38,6 +40,7 @@ class UpstreamLlama(_bindings.Llama):  # type: ignore[misc, name-defined]
     """Base of our `Llama`, which keeps the keywords of its constructor in `_keywords`, for pickling."""
 
     _keywords: dict[str, Any]
+    _grammar: GrammarMask | None = None  # of the request that samples now
     tokenizer_: Any
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -63,19 +66,79 @@ class UpstreamLlama(_bindings.Llama):  # type: ignore[misc, name-defined]
         """
         return cls(fetch(repo_id, filename, additional_files or (), local_dir, cache_dir), **options)
 
+    def _init_sampler(
+        self, *arguments: Any, logits_processor: Sequence[Any] | None = None, grammar: Any = None, **options: Any
+    ) -> Any:
+        self._grammar = None
+        if grammar is not None:
+            self._grammar = GrammarMask(self._model.vocab, self.n_vocab(), grammar)
+            logits_processor = _bindings.LogitsProcessorList([*(logits_processor or ()), self._grammar])
+        return super()._init_sampler(*arguments, logits_processor=logits_processor, **options)
+
+    def sample(self, *arguments: Any, **options: Any) -> int:
+        """As in llama-cpp-python."""
+        token: int = super().sample(*arguments, **options)
+        if self._grammar is not None:
+            self._grammar.accept(token)
+        return token
+
+    def generate(
+        self, *arguments: Any, stopping_criteria: Sequence[Any] | None = None, **options: Any
+    ) -> Generator[int, Sequence[int] | None, None]:
+        """As in llama-cpp-python. Ends where a grammar allows no token, also without an end-of-text token."""
+        return super().generate(  # type: ignore[no-any-return]
+            *arguments, stopping_criteria=self._with_grammar_end(stopping_criteria, options), **options
+        )
+
+    def _with_grammar_end(self, criteria: Sequence[Any] | None, options: Mapping[str, Any]) -> Sequence[Any] | None:
+        """`criteria` with the end of the request's grammar, if it has one."""
+        if options.get("grammar") is None:
+            return criteria
+
+        def complete(*_: Any) -> bool:
+            return self._grammar is not None and self._grammar.exhausted
+
+        return _bindings.StoppingCriteriaList([*(criteria or ()), complete])  # type: ignore[no-any-return]
+
     def _create_completion(
         self,
         *arguments: Any,
         logits_processor: Sequence[Any] | None = None,
         logit_bias: Mapping[Any, float] | None = None,
+        stopping_criteria: Sequence[Any] | None = None,
         **options: Any,
     ) -> Iterator[Any]:
+        stopping_criteria = self._with_grammar_end(stopping_criteria, options)
         if logits_processor is not None and logit_bias:  # the base class loses both: list.extend() is None
             logits_processor = _bindings.LogitsProcessorList([*logits_processor, _bias(logit_bias)])
             logit_bias = None
         return super()._create_completion(  # type: ignore[no-any-return]
-            *arguments, logits_processor=logits_processor, logit_bias=logit_bias, **options
+            *arguments,
+            logits_processor=logits_processor,
+            logit_bias=logit_bias,
+            stopping_criteria=stopping_criteria,
+            **options,
         )
+
+    @property
+    def can_shift(self) -> bool:
+        """Whether tokens can be dropped from the middle of the context: not from a recurrent model's state, nor where
+        positions are more than a number."""
+        memory = self._ctx.memory
+        return memory is not None and not self._is_stateful and bool(_bindings.llama_memory_can_shift(memory))
+
+    def shift(self, n_keep: int, n_discard: int) -> None:
+        """Drops `n_discard` tokens after the first `n_keep` of the context; later ones move up. Needs `can_shift`."""
+        end = n_keep + n_discard
+        self._ctx.kv_cache_seq_rm(0, n_keep, end)
+        self._ctx.kv_cache_seq_shift(0, end, self.n_tokens, -n_discard)
+        self.input_ids[n_keep : self.n_tokens - n_discard] = self.input_ids[end : self.n_tokens].copy()
+        self.n_tokens -= n_discard
+
+    @property
+    def _is_stateful(self) -> bool:
+        """Whether the model has a recurrent state, which cannot be rolled back by some tokens."""
+        return bool(self._is_recurrent or self._is_hybrid)
 
     def __getstate__(self) -> dict[str, Any]:
         """The keywords of the constructor: unpickling loads the model again."""

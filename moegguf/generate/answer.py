@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from moegguf.errors import GenerationCancelled, OptionError
 from moegguf.generate.constraint import constraint_for
-from moegguf.generate.decoding import Cancellation, OnProgress, decode, prefill, reuse_prefix
+from moegguf.generate.decoding import Cancellation, OnProgress, decode, prefill, reuse_prefix, shift_context
 from moegguf.generate.options import MAX_TOP_LOGPROBS
 from moegguf.generate.prompt import read_prompt
 from moegguf.generate.request import Delta, GenerationRequest, Timing, TokenLogprob
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 POLL_S = 0.1  # a signal that another thread receives does not interrupt queue.get()
 CANCEL_TIMEOUT_S = 1.0
+MAX_CONTEXTS = 10  # of tokens in an answer without a limit, when the context shifts; Ollama's number
 
 
 class Answer:
@@ -40,11 +41,12 @@ class Answer:
         self.request = request
         self.timing = Timing()
         self._prompt = read_prompt(llm, llm.vocabulary, request)
-        self.timing.cut_messages = self._prompt.cut_messages
+        self.timing.cut_messages, self.timing.cut_tokens = self._prompt.cut_messages, self._prompt.cut_tokens
         self._n_logprobs = _checked_n_logprobs(request.n_logprobs)
-        constraint = constraint_for(request, self._prompt.template, self._prompt.end)
+        constraint = constraint_for(request, self._prompt.template, self._prompt.end, self._prompt.continuation)
         self._sampler = Sampler(llm, request.sampling, self._prompt.tokens, constraint)
         self._cancellation = Cancellation(llm)
+        self._n_clean: int | None = None  # tokens at the beginning of a shifted context, as if nothing had shifted
 
     def cancel(self) -> None:
         """Ends the answer, from any thread: the iteration ends normally, within one token.
@@ -87,9 +89,11 @@ class Answer:
         """Deltas until the model ends the answer, a stop string or the token limit is reached, or it is cancelled."""
         timing, is_end = self.timing, self.llm.vocabulary.is_end
         transcript = new_transcript(self.request, self._prompt, self.llm.vocabulary)
-        generated, limit, first_stats = list[int](), self._token_limit(), None
+        generated, first_stats = list[int](), None
+        shifts = self.request.shift and self.llm.can_shift
+        limit = self._token_limit(shifts=shifts)
         try:
-            for token in decode(self.llm, self._sampler, self._cancellation):
+            for token in decode(self.llm, self._sampler, self._cancellation, self._shift if shifts else None):
                 if first_stats is None:
                     timing.prompt_s, first_stats = time.perf_counter() - start, self.llm.stats()
                 timing.answer_tokens += 1
@@ -99,6 +103,8 @@ class Answer:
                 generated.append(token)
                 delta = transcript.feed(token, self._logprob(token))
                 if delta is not None:
+                    if delta.thinking:
+                        timing.thinking_tokens = timing.answer_tokens
                     yield delta
                 if transcript.stopped or timing.answer_tokens >= limit:
                     timing.finish = "stop" if transcript.stopped else "length"
@@ -108,16 +114,27 @@ class Answer:
         except GenerationCancelled:
             pass  # text that was held back still follows
         finally:
+            timing.stop_string = transcript.stop_string
+            if self._n_clean is not None:
+                self.llm.n_tokens = self._n_clean
             timing.answer_stats = self.llm.stats() - (first_stats or self.llm.stats())
             if self.request.return_context:
                 timing.context = (*self._prompt.tokens, *generated)
         if delta := transcript.end():
             yield delta
 
-    def _token_limit(self) -> int:
-        free = self.llm.n_ctx() - len(self._prompt.tokens)
+    def _shift(self) -> None:
+        """Makes room in the full context. What stays was computed with what goes: only the first tokens are reused."""
+        n_keep = self.request.sampling.num_keep
+        n_first = len(self._prompt.tokens) if n_keep < 0 else n_keep + len(self.llm.vocabulary.bos_tokens)
+        self._n_clean = shift_context(self.llm, n_first)
+        self.timing.n_shifts += 1
+
+    def _token_limit(self, *, shifts: bool) -> int:
+        n_ctx = self.llm.n_ctx()
+        most = MAX_CONTEXTS * n_ctx if shifts else n_ctx - len(self._prompt.tokens)
         limit = self.request.sampling.max_tokens
-        return min(limit, free) if limit is not None and limit > 0 else free
+        return min(limit, most) if limit is not None and limit > 0 else most
 
     def _logprob(self, token: int) -> TokenLogprob | None:
         if self._n_logprobs is None:

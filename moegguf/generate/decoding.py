@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from moegguf.engine.llama import Llama
     from moegguf.generate.sampler import Sampler
 
+MIN_SHIFTED = 4  # tokens at the end of the context that a shift may drop; llama.cpp's number
+
 OnProgress = Callable[[PromptProgress], object]
 
 
@@ -97,13 +99,25 @@ def prefill(
     llm.eval(prompt[n_cached:], after_batch)
 
 
-def decode(llm: Llama, sampler: Sampler, cancellation: Cancellation) -> Generator[int, None, None]:
+def decode(
+    llm: Llama, sampler: Sampler, cancellation: Cancellation, on_full: Callable[[], object] | None = None
+) -> Generator[int, None, None]:
     """Tokens after those in the context; each is evaluated when the next one is requested.
 
-    Endless, except for a complete constrained answer of a model without an end-of-generation token.
+    Endless, except for a complete constrained answer of a model without an end-of-generation token. `on_full` is
+    called when the context is about to be full, and makes room.
     """
-    sample, evaluate = sampler.sample, llm.eval
+    sample, evaluate, last = sampler.sample, llm.eval, llm.n_ctx() - 1
     while (token := sample()) is not None:
         yield token
         cancellation.check()
+        if on_full is not None and llm.n_tokens >= last:
+            on_full()
         evaluate((token,))
+
+
+def shift_context(llm: Llama, n_keep: int) -> int:
+    """Drops the older half of the tokens after the first `n_keep`; returns how many of those first stayed."""
+    n_keep = min(n_keep, llm.n_ctx() - MIN_SHIFTED)
+    llm.shift(n_keep, (llm.n_tokens - n_keep) // 2)
+    return n_keep

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moegguf.engine.vocabulary import to_utf8
-from moegguf.errors import ContextError, OptionError
+from moegguf.errors import ContextError
 from moegguf.native import library
 
 if TYPE_CHECKING:
@@ -34,13 +34,13 @@ def embed(
     """The vectors of `inputs`, texts or tokens; of length 1 with `normalize`.
 
     A model loaded with embedding=True pools as its file specifies. With another one the context holds the last input
-    afterwards. Raises ContextError for an input that is too long unless `truncate` cuts it, OptionError for an empty
-    one or an invalid token, and what `Llama.eval` raises.
+    afterwards. An empty text is evaluated as BOS, or EOS; for a model with neither its vector is zero. Raises
+    ContextError for an input that is too long unless `truncate` cuts it, OptionError for an invalid token, and what
+    `Llama.eval` raises.
     """
     limit = _limit(llm)
     token_lists = [_tokens(llm, item, limit, truncate) for item in inputs]
-    steps = _pooled if llm.context_params.embeddings else _last_state
-    vectors = [vector for tokens in token_lists for vector in llm.as_request(steps(llm, tokens))]
+    vectors = [vector for tokens in token_lists for vector in llm.as_request(_steps(llm, tokens))]
     if normalize:
         vectors = [_normalized(vector) for vector in vectors]
     return Embeddings([vector.tolist() for vector in vectors], sum(map(len, token_lists)))
@@ -61,7 +61,7 @@ def _tokens(llm: Llama, item: str | Sequence[int], limit: int, truncate: bool) -
         tokens = list(item)
         vocabulary.check(tokens)
     if not tokens:
-        raise OptionError("an input to embed is empty; give at least one word.")
+        return [token for token in (llm.token_bos(), llm.token_eos()) if token != -1][:1]
     if len(tokens) <= limit:
         return tokens
     if not truncate:
@@ -71,6 +71,16 @@ def _tokens(llm: Llama, item: str | Sequence[int], limit: int, truncate: bool) -
         )
     end = tokens[-1:] if not vocabulary.piece(tokens[-1]) else []  # the token that the tokenizer appends to each text
     return tokens[: limit - len(end)] + end
+
+
+def _steps(llm: Llama, tokens: list[int]) -> Generator[npt.NDArray[np.float64], None, None]:
+    """The vector of one input."""
+    if not tokens:
+        yield np.zeros(_n_embd(llm))
+    elif llm.context_params.embeddings:
+        yield from _pooled(llm, tokens)
+    else:
+        yield from _last_state(llm, tokens)
 
 
 def _last_state(llm: Llama, tokens: list[int]) -> Generator[npt.NDArray[np.float64], None, None]:
@@ -101,8 +111,11 @@ def _pooled(llm: Llama, tokens: list[int]) -> Generator[npt.NDArray[np.float64],
 
 
 def _vector(llm: Llama, pointer: object) -> npt.NDArray[np.float64]:
-    n_embd = library.llama_cpp().llama_model_n_embd_out(llm.model)
-    return np.ctypeslib.as_array(pointer, shape=(n_embd,)).astype(np.float64)  # type: ignore[arg-type]
+    return np.ctypeslib.as_array(pointer, shape=(_n_embd(llm),)).astype(np.float64)  # type: ignore[arg-type]
+
+
+def _n_embd(llm: Llama) -> int:
+    return int(library.llama_cpp().llama_model_n_embd_out(llm.model))
 
 
 def _normalized(vector: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

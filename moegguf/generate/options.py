@@ -25,6 +25,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "num_gpu": (-1, 1 << 24),
     "num_thread": (0, 512),
     "num_predict": (-2, MAX_TOKENS),
+    "num_keep": (-1, MAX_TOKENS),
     "seed": (-MAX_SEED - 1, MAX_SEED),
     "temperature": (0, 1000),
     "top_k": (-1, (1 << 31) - 1),

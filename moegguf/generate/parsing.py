@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from moegguf.generate.continuation import Continuation
 from moegguf.generate.harmony import HarmonyParser
 from moegguf.generate.request import Delta
 from moegguf.generate.tool_calls import (
@@ -42,11 +43,17 @@ class AnswerParser:
 
     `thinking`: separate thinking from the text, where the template has marks for it. `tools`: those of the request, or
     True when they are unknown; False or none leaves calls in the text. `prompt_end`: the end of the prompt, which may
-    have begun the thinking.
+    have begun the thinking. `continuation`: of an answer that continues a message; its first blanks belong to it.
     """
 
     def __init__(
-        self, template: str | None, *, thinking: bool = True, tools: bool | Tools = False, prompt_end: str = ""
+        self,
+        template: str | None,
+        *,
+        thinking: bool = True,
+        tools: bool | Tools = False,
+        prompt_end: str = "",
+        continuation: Continuation | None = None,
     ) -> None:
         text = template or ""
         given = tools if not isinstance(tools, bool) else ()
@@ -56,6 +63,8 @@ class AnswerParser:
         else:
             marks = think_marks_of(text) if thinking else None
             parser = _MarkParser(marks, formats_of(text) if tools else (), types_of(given), prompt_end)
+            if continuation is not None:
+                parser.begin_within(in_thinking=continuation.in_thinking)
         self.feed: Callable[[str], Delta] = parser.feed
         """Takes the next chunk; returns what is certain by then, often an empty delta."""
         self.end: Callable[[], Delta] = parser.end
@@ -88,6 +97,10 @@ class _MarkParser:
         self._state: Callable[[], bool] = self._read_text if self._plain else self._begin
         if think and think.begun_by(end):
             self._state = self._begin_thinking
+
+    def begin_within(self, *, in_thinking: bool) -> None:
+        """The answer begins in the middle of its text or, where the model thinks, of its thinking."""
+        self._enter(self._read_thinking if in_thinking and self._think else self._read_text)
 
     def feed(self, text: str) -> Delta:
         if self._plain and not self._held and not any(first in text for first in self._first):

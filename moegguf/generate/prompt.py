@@ -5,30 +5,52 @@ Evaluates nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from moegguf.engine.vocabulary import Vocabulary
 from moegguf.errors import CapabilityError, ContextError, OptionError
+from moegguf.generate.continuation import Continuation, continuation_of, split_last
 from moegguf.generate.request import GenerationRequest, Message
 from moegguf.generate.template import capabilities, render
+from moegguf.generate.truncation import (
+    ANSWER_DIVISOR,
+    MESSAGE_TOKENS,
+    Conversation,
+    cut_middle,
+    first_that_fits,
+    longest,
+    n_after_shift,
+)
 
 if TYPE_CHECKING:
     from moegguf.engine.llama import Llama
 
-ANSWER_DIVISOR = 8  # a truncated conversation leaves an eighth of the context to the answer
-MAX_TOKEN_CHARACTERS = 256  # a text above this times the context is not worth tokenizing
+MAX_WHOLE_CHARACTERS = 512 << 10  # of a longer text, tokens are estimated before all of it is tokenized
+HEADROOM_CHARACTERS = 8  # of a cut message, per token that may stay: more than most tokens have
+
+
+class Rendered(NamedTuple):
+    """A text's tokens. Of one that is far too long they are left out, and `n_tokens` is an estimate."""
+
+    tokens: list[int]
+    text: str
+    n_tokens: int
+    continuation: Continuation | None = None
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """`tokens` of the prompt; `end`, its text; `template`, the chat template that rendered it, if any."""
+    """`tokens` of the prompt; `end`, its text; `template`, the chat template that rendered it, if any; `continuation`,
+    of an answer that continues a message."""
 
     tokens: list[int]
     end: str = ""
     template: str | None = None
+    continuation: Continuation | None = None
     cut_messages: int = 0
+    cut_tokens: int = 0
 
 
 def read_prompt(llm: Llama, vocabulary: Vocabulary, request: GenerationRequest) -> Prompt:
@@ -37,19 +59,27 @@ def read_prompt(llm: Llama, vocabulary: Vocabulary, request: GenerationRequest) 
     Raises ContextError when it does not fit even after truncation, CapabilityError when the model lacks a capability
     that it needs, TemplateError, and OptionError for an empty request.
     """
-    if request.messages is not None:
-        prompt = _conversation(llm, vocabulary, request)
-    elif request.prompt is not None:
-        check_fits(max(len(request.prompt), len(request.suffix or "")) // MAX_TOKEN_CHARACTERS, llm.n_ctx())
-        prompt = Prompt(_completion(vocabulary, request, request.prompt))
-    else:
-        raise OptionError("a request has messages or a prompt; give one of them.")
     vocabulary.check(request.context)
-    tokens = [*request.context, *prompt.tokens] or vocabulary.bos_tokens
-    if not tokens:
+    if request.messages is not None:
+        return _conversation(llm, vocabulary, request)
+    if request.prompt is None:
+        raise OptionError("a request has messages or a prompt; give one of them.")
+    prompt = _completion(llm, vocabulary, request, request.prompt)
+    prompt = replace(prompt, tokens=prompt.tokens or vocabulary.bos_tokens)
+    if not prompt.tokens:
         raise OptionError("the prompt is empty; give at least one word.")
-    check_fits(len(tokens), llm.n_ctx())
-    return replace(prompt, tokens=tokens)
+    return prompt
+
+
+def count_prompt(llm: Llama, vocabulary: Vocabulary, request: GenerationRequest) -> int:
+    """The number of tokens of a conversation's prompt, whether or not it fits the context; of one that is far too long,
+    an estimate.
+
+    Raises CapabilityError and TemplateError as `read_prompt` does.
+    """
+    template = _template(llm, request)
+    check_capabilities(template, request)
+    return _Renderer(llm, vocabulary, request, template)(request.messages or ()).n_tokens
 
 
 def check_fits(n_tokens: int, n_ctx: int) -> None:
@@ -61,16 +91,48 @@ def check_fits(n_tokens: int, n_ctx: int) -> None:
         )
 
 
-def _completion(vocabulary: Vocabulary, request: GenerationRequest, prompt: str) -> list[int]:
+def tokenize(vocabulary: Vocabulary, text: str, n_ctx: int) -> Rendered:
+    """The tokens of a text; of one that is long and needs more than twice the context, about those of its ends."""
+    if len(text) > MAX_WHOLE_CHARACTERS:
+        half = MAX_WHOLE_CHARACTERS // 2
+        ends = vocabulary.tokens(text[:half] + text[-half:])
+        n_tokens = len(ends) * len(text) // MAX_WHOLE_CHARACTERS
+        if n_tokens > 2 * n_ctx:
+            return Rendered(ends, text, n_tokens)
+    tokens = vocabulary.tokens(text)
+    return Rendered(tokens, text, len(tokens))
+
+
+def _completion(llm: Llama, vocabulary: Vocabulary, request: GenerationRequest, prompt: str) -> Prompt:
     first = [] if request.context else vocabulary.bos_tokens
     if request.suffix is None:
-        return first + _without_second_bos(first, vocabulary.tokens(prompt))
+        found = tokenize(vocabulary, prompt, llm.n_ctx())
+        tokens = first + _without_second_bos(first, found.tokens)
+        return _fitted(llm, vocabulary, request, [*request.context, *tokens], found.n_tokens - len(found.tokens))
     marks = vocabulary.fim_tokens
     if marks is None:
         raise CapabilityError("this model cannot fill in text before a suffix (insert); ask without one.")
     before, after, gap = marks
     head, tail = vocabulary.tokens(prompt, special=False), vocabulary.tokens(request.suffix, special=False)
-    return [*first, before, *head, after, *tail, gap]
+    tokens = [*request.context, *first, before, *head, after, *tail, gap]
+    check_fits(len(tokens), llm.n_ctx())
+    return Prompt(tokens)
+
+
+def _fitted(
+    llm: Llama, vocabulary: Vocabulary, request: GenerationRequest, tokens: list[int], n_more: int = 0
+) -> Prompt:
+    """The prompt of `tokens`, without the middle where they are too many. `n_more`: tokens that are known to be missing
+    in the middle. Raises ContextError when `request` does not allow that."""
+    n_ctx, n_whole = llm.n_ctx(), len(tokens) + n_more
+    if n_whole < n_ctx:
+        return Prompt(tokens)
+    if not (request.truncate and request.shift):
+        check_fits(n_whole, n_ctx)
+    n_keep = request.sampling.num_keep
+    n_keep = n_ctx if n_keep < 0 else n_keep + len(vocabulary.bos_tokens)
+    kept = cut_middle(tokens, n_ctx, n_keep)
+    return Prompt(kept, cut_tokens=n_whole - len(kept))
 
 
 def _without_second_bos(first: list[int], tokens: list[int]) -> list[int]:
@@ -79,23 +141,120 @@ def _without_second_bos(first: list[int], tokens: list[int]) -> list[int]:
 
 
 def _conversation(llm: Llama, vocabulary: Vocabulary, request: GenerationRequest) -> Prompt:
-    template = request.template or llm.metadata.get("tokenizer.chat_template") or None
+    template = _template(llm, request)
     check_capabilities(template, request)
-
-    def prompt(messages: Sequence[Message]) -> tuple[list[int], str]:
-        least = sum(len(str(message.get("content") or "")) for message in messages) // MAX_TOKEN_CHARACTERS
-        if least >= llm.n_ctx():
-            return [0] * least, ""  # too long in any case
-        text = _render(llm, vocabulary, template, messages, request)
-        first = [] if request.context else vocabulary.bos_tokens
-        return first + _without_second_bos(first, vocabulary.tokens(text)), text
-
     if not request.messages:
         raise OptionError("there are no messages; give at least one.")
-    n_ctx = llm.n_ctx() - len(request.context)
-    n_answer = _answer_tokens(request, n_ctx)
-    messages, tokens, text = truncate(request.messages, prompt, n_ctx, n_answer, enabled=request.truncate)
-    return Prompt(tokens, text, template, len(request.messages) - len(messages))
+    render = _Renderer(llm, vocabulary, request, template)
+    prompt = _truncated(llm, request, request.messages, render)
+    if not request.context:
+        return prompt
+    fitted = _fitted(llm, vocabulary, request, [*request.context, *prompt.tokens])
+    return replace(prompt, tokens=fitted.tokens, cut_tokens=prompt.cut_tokens + fitted.cut_tokens)
+
+
+class _Renderer:
+    """Messages to tokens, with the message that the answer continues at the end."""
+
+    def __init__(self, llm: Llama, vocabulary: Vocabulary, request: GenerationRequest, template: str | None) -> None:
+        self._llm, self.vocabulary, self._request, self.template = llm, vocabulary, request, template
+        self._first = [] if request.context else vocabulary.bos_tokens
+
+    def __call__(self, messages: Sequence[Message]) -> Rendered:
+        """Raises TemplateError."""
+        n_ctx = self._llm.n_ctx()
+        text = "".join(str(message.get("content") or "") for message in messages)
+        if len(text) > MAX_WHOLE_CHARACTERS and (far := tokenize(self.vocabulary, text, n_ctx)).n_tokens > 2 * n_ctx:
+            return Rendered([], "", far.n_tokens)  # too long in any case
+        last = None
+        if self._request.continue_final_message:
+            messages, last = split_last(messages)
+        text = _render(self._llm, self.vocabulary, self.template, messages, self._request)
+        continuation = None
+        if last is not None:
+            continuation = continuation_of(last, text, self.template)
+            text += continuation.text
+        tokens = self._first + _without_second_bos(self._first, self.vocabulary.tokens(text))
+        return Rendered(tokens, text, len(tokens), continuation)
+
+
+def _truncated(llm: Llama, request: GenerationRequest, messages: Sequence[Message], render: _Renderer) -> Prompt:
+    """The prompt of the messages that leave room for an answer: system messages, and the newest others."""
+    whole, n_ctx = render(messages), llm.n_ctx()
+    n_room = n_ctx - _answer_tokens(request, n_ctx)
+    kept, best = list(messages), whole
+    if request.truncate and whole.n_tokens > n_room:
+        kept, best = _newest(messages, render, n_room)
+        if best.n_tokens >= n_ctx and request.shift:
+            best = _with_cut_text(kept, render, n_ctx) or best
+    if best.n_tokens >= n_ctx:
+        check_fits(whole.n_tokens, n_ctx)
+    return Prompt(
+        best.tokens,
+        best.text,
+        render.template,
+        best.continuation,
+        cut_messages=len(messages) - len(kept),
+        cut_tokens=max(0, whole.n_tokens - best.n_tokens),
+    )
+
+
+def _newest(messages: Sequence[Message], render: _Renderer, n_room: int) -> tuple[list[Message], Rendered]:
+    """The newest messages that fit into `n_room` tokens; the fewest possible where none do."""
+    conversation = Conversation(messages)
+    fixed = render(conversation.fixed)
+    begin = conversation.steady_begin(_message_sizes(messages, render.vocabulary), n_room - fixed.n_tokens)
+    rendered = {begin: render(conversation.kept(begin))}
+
+    def fits(begin: int) -> bool:
+        if begin not in rendered:
+            rendered[begin] = render(conversation.kept(begin))
+        return rendered[begin].n_tokens <= n_room
+
+    if not fits(begin):  # the sizes are estimates
+        later = [other for other in conversation.begins if other > begin]
+        found = first_that_fits(later, fits)
+        begin = later[-1] if found is None and later else begin if found is None else found
+        fits(begin)
+    return conversation.kept(begin), rendered[begin]
+
+
+def _message_sizes(messages: Sequence[Message], vocabulary: Vocabulary) -> list[int]:
+    """About the tokens of each message, the same in every request; 0 for system messages."""
+    texts = [
+        "" if message.get("role") == "system" else f"{message.get('content') or ''}{message.get('tool_calls') or ''}"
+        for message in messages
+    ]
+    exact = sum(map(len, texts)) <= MAX_WHOLE_CHARACTERS
+    sizes = [len(vocabulary.tokens(text)) if exact else len(text) // 4 for text in texts]
+    return [size and size + MESSAGE_TOKENS for size in sizes]
+
+
+def _with_cut_text(messages: Sequence[Message], render: _Renderer, n_ctx: int) -> Rendered | None:
+    """The prompt with the beginning of the longest message cut off, as if its context had been shifted; None when the
+    rest of the prompt fills the context already."""
+    at = longest(messages)
+    if at is None:
+        return None
+    vocabulary, text = render.vocabulary, str(messages[at]["content"])
+
+    def with_text(text: str) -> Rendered:
+        return render([*messages[:at], {**messages[at], "content": text}, *messages[at + 1 :]])
+
+    n_rest = with_text(" ").n_tokens
+    n_text = n_most = n_after_shift(n_ctx, n_rest) - n_rest
+    tokens = vocabulary.tokens(text[-n_text * HEADROOM_CHARACTERS :]) if n_text > 0 and n_rest < n_ctx - 1 else []
+    while n_text > 0 and tokens:
+        end = b"".join(vocabulary.piece(token, special=True) for token in tokens[-n_text:])
+        found = with_text(end.decode(errors="ignore"))
+        if found.n_tokens <= n_rest + n_most:
+            return found
+        n_text -= max(1, found.n_tokens - n_rest - n_most)
+    return None
+
+
+def _template(llm: Llama, request: GenerationRequest) -> str | None:
+    return request.template or llm.metadata.get("tokenizer.chat_template") or None
 
 
 def check_capabilities(template: str | None, request: GenerationRequest) -> None:
@@ -128,38 +287,3 @@ def _answer_tokens(request: GenerationRequest, n_ctx: int) -> int:
     n_answer = max(1, n_ctx // ANSWER_DIVISOR)
     limit = request.sampling.max_tokens
     return min(n_answer, limit) if limit and limit > 0 else n_answer
-
-
-def truncate(
-    messages: Sequence[Message],
-    prompt: Callable[[Sequence[Message]], tuple[list[int], str]],
-    n_ctx: int,
-    n_answer: int,
-    *,
-    enabled: bool,
-) -> tuple[Sequence[Message], list[int], str]:
-    """The messages that leave `n_answer` tokens free, their tokens and text: system messages, and the newest others.
-
-    The others begin with a user's message, or are the last message alone. Raises ContextError when not even that fits,
-    or when not `enabled`.
-    """
-    tokens, text = prompt(messages)
-    if not enabled or len(tokens) + n_answer <= n_ctx:
-        check_fits(len(tokens), n_ctx)
-        return messages, tokens, text
-    others = [i for i, message in enumerate(messages) if message.get("role") != "system"]
-    begins = [i for i in others[1:-1] if messages[i].get("role") == "user"] + others[-1:]
-    best = (messages, tokens, text)
-    low, high = 0, len(begins) - 1
-    while low <= high:  # binary search: fewer messages have fewer tokens
-        middle = (low + high) // 2
-        kept = [m for i, m in enumerate(messages) if i >= begins[middle] or m.get("role") == "system"]
-        tokens, text = prompt(kept)
-        if len(tokens) + n_answer <= n_ctx:
-            best, high = (kept, tokens, text), middle - 1
-        else:
-            if len(tokens) < len(best[1]):
-                best = (kept, tokens, text)
-            low = middle + 1
-    check_fits(len(best[1]), n_ctx)
-    return best

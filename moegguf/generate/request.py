@@ -12,16 +12,18 @@ from typing import Any
 from moegguf.engine.stats import Stats
 
 Message = dict[str, Any]
-"""`role` (system, user, assistant, tool) and `content`; where known also `thinking`, `tool_calls` (each
-{"id", "function": {"name", "arguments": object}}), `tool_name` and `tool_call_id`."""
+"""`role` (system, user, assistant, tool) and `content`: a text, or a list of texts and images (images.py). Where known
+also `thinking`, `tool_calls` (each {"id", "function": {"name", "arguments": object}}), `tool_name` and
+`tool_call_id`."""
 
 
 @dataclass(frozen=True)
 class Sampling:
     """Sampling options, with Ollama's names and defaults.
 
-    temperature 0 takes the likeliest token. max_tokens None: until the model ends or the context is full. seed None is
-    random; with a seed the answer does not depend on earlier requests (no context is reused).
+    temperature 0 takes the likeliest token. max_tokens None: until the model ends or the context is full (of one that
+    shifts: ten times). num_keep: the first tokens, besides BOS, that stay when the context shifts; -1: the prompt. seed
+    None is random; with a seed the answer does not depend on earlier requests (no context is reused).
     """
 
     temperature: float = 0.8
@@ -34,6 +36,7 @@ class Sampling:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     max_tokens: int | None = None
+    num_keep: int = 4
     seed: int | None = None
     stop: tuple[str, ...] = ()
     logit_bias: Mapping[int, float] = field(default_factory=dict)
@@ -47,8 +50,10 @@ class GenerationRequest:
     after the gap that the model fills. `format`: "json", or a JSON schema that the answer follows. `tool_choice`:
     "auto", "none", "required" or the name of one of `tools` (in OpenAI's format: {"type": "function", "function":
     {...}}). `think`: None leaves it to the template; a level such as "high" where the template has levels. `truncate`:
-    drop the oldest messages when not all fit the context, instead of raising ContextError. `n_logprobs`: None for no
-    logprobs, else 0 to 20 alternatives per token.
+    leave out the oldest messages when not all fit the context, instead of raising ContextError. `shift`: with
+    `truncate`, cut a message or prompt that is still too long; and drop the older half of the context when the answer
+    reaches its end, instead of ending the answer. `continue_final_message`: go on with an assistant's message at the
+    end. `n_logprobs`: None for no logprobs, else 0 to 20 alternatives per token.
     """
 
     messages: tuple[Message, ...] | None = None
@@ -62,6 +67,8 @@ class GenerationRequest:
     template: str | None = None  # a Jinja template in place of the model's
     template_options: Mapping[str, Any] = field(default_factory=dict)
     truncate: bool = True
+    shift: bool = True
+    continue_final_message: bool = True
     n_logprobs: int | None = None
     return_context: bool = False
     sampling: Sampling = field(default_factory=Sampling)
@@ -109,18 +116,24 @@ class PromptProgress:
 @dataclass
 class Timing:
     """Counts and times of an answer. `prompt_tokens`: those evaluated; `cached_tokens`: those of the prompt that were
-    reused from the context. `stats` covers the whole answer, `answer_stats` the part after its first token.
-    `cut_messages`: messages dropped to fit the context. `context`: tokens of prompt and answer, with `return_context`.
+    reused from the context. `thinking_tokens`: those of the answer up to the end of its thinking. `stop_string`: that
+    which ended the answer. `stats` covers the whole answer, `answer_stats` the part after its first token.
+    `cut_messages`, `cut_tokens`: of the prompt, left out to fit the context. `n_shifts`: how often the context was full
+    and lost its older half. `context`: tokens of prompt and answer, with `return_context`.
     """
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
     answer_tokens: int = 0
+    thinking_tokens: int = 0
     prompt_s: float = 0.0
     answer_s: float = 0.0
     total_s: float = 0.0
     finish: str = "stop"  # "stop", "length" or "cancelled"
+    stop_string: str = ""
     cut_messages: int = 0
+    cut_tokens: int = 0
+    n_shifts: int = 0
     context: tuple[int, ...] = ()
     stats: Stats = field(default_factory=Stats)
     answer_stats: Stats = field(default_factory=Stats)

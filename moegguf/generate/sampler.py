@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from moegguf.errors import OptionError, SchemaError
-from moegguf.generate.constraint import Constraint, Matcher, matcher_tokens
+from moegguf.generate.constraint import Constraint
+from moegguf.generate.matcher import Matcher, matcher_tokens
 from moegguf.generate.request import Sampling, TokenLogprob
 from moegguf.native import library
 

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 
 class StopStrings:
-    """Passes text up to the first stop string, then sets `found`. Empty stop strings are ignored."""
+    """Passes text up to the first stop string, which is then `found`. Empty stop strings are ignored."""
 
     def __init__(self, stops: Iterable[str]) -> None:
         strings = sorted({stop for stop in stops if stop}, key=len, reverse=True)
-        self.found = False
+        self.found = ""
         self._pattern = re.compile("|".join(map(re.escape, strings))) if strings else None
         self._beginnings = {stop[:n] for stop in strings for n in range(1, len(stop))}
         self._longest = max((len(stop) for stop in strings), default=0) - 1
@@ -46,7 +46,7 @@ class StopStrings:
         text = self._held + text
         match = self._pattern.search(text)
         if match:
-            self.found, self._held = True, ""
+            self.found, self._held = match[0], ""
             return text[: match.start()]
         n = next((n for n in range(min(self._longest, len(text)), 0, -1) if text[-n:] in self._beginnings), 0)
         self._held = text[len(text) - n :]
@@ -67,7 +67,7 @@ def new_transcript(request: GenerationRequest, prompt: Prompt, vocabulary: Vocab
     template = prompt.template
     if template is None or not (tools or "thinking" in capabilities(template)):
         return Transcript(vocabulary, request.sampling.stop)
-    parser = AnswerParser(template, tools=tools, prompt_end=prompt.end)
+    parser = AnswerParser(template, tools=tools, prompt_end=prompt.end, continuation=prompt.continuation)
     return Transcript(vocabulary, request.sampling.stop, parser, special=needs_special_tokens(template))
 
 
@@ -94,9 +94,14 @@ class Transcript:
         self._n_fed = self._n_passed = 0  # characters, counted with logprobs only
 
     @property
+    def stop_string(self) -> str:
+        """The stop string that ended the answer; "" when there is none."""
+        return self._stops.found
+
+    @property
     def stopped(self) -> bool:
         """Whether a stop string was found."""
-        return self._stops.found
+        return bool(self._stops.found)
 
     def feed(self, token: int, logprob: TokenLogprob | None = None) -> Delta | None:
         """The delta after this token; None when it is empty."""

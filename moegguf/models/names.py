@@ -91,6 +91,16 @@ def parse_name(text: str) -> Name:
     raise _bad(text, "looks like a path")
 
 
+def is_hub_name(text: str) -> bool:
+    """Whether `text` names a Hugging Face repository and is not a path, which may look like USER/REPOSITORY."""
+    if text.lower().endswith(".gguf") and ":" not in text:
+        return False
+    try:
+        return parse_name(text).is_hub
+    except ModelNameError:
+        return False
+
+
 def _hub_name(path: str, text: str) -> Name:
     """`user/repo[:tag]`."""
     user, _, rest = path.partition("/")

@@ -1,4 +1,4 @@
-"""HTTP: Ollama's, OpenAI's and llama-server's APIs over the models that `serving` manages, and the web page.
+"""HTTP: the APIs of Ollama, OpenAI, Anthropic and llama-server over the models that `serving` manages, and the page.
 
 Promises: every field is checked before it reaches a model, every error has the form of the API that was called, a
 disconnected client stops its answer, and requests from other origins are refused. The APIs do not import each other:

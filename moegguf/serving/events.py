@@ -61,7 +61,7 @@ class LoadedModel:
     queue: int
     n_requests: int
     stats: Stats
-    plan: Mapping[str, Any] = field(default_factory=dict)  # moegguf.engine.plan.Plan as JSON, without `expected`
+    plan: Mapping[str, Any] = field(default_factory=dict)  # moegguf.engine.plan.Plan as JSON
     decisions: Mapping[str, Any] = field(default_factory=dict)  # Llama.decisions()
 
 

@@ -77,6 +77,10 @@ class Lease:
         """The text of tokens, special ones by name."""
         return str(await self._process.request("detokenize", tokens=list(tokens)).value())
 
+    async def count(self, generation: GenerationRequest) -> int:
+        """The tokens of a conversation's prompt. Raises what `moegguf.generate.prompt.count_prompt` raises."""
+        return int(await self._process.request("count", generation=generation).value())
+
     async def _begin(self, kind: str, **fields: Any) -> PendingRequest:
         if self._acquired is None:
             await self._acquire()

@@ -14,9 +14,10 @@ from datetime import UTC, datetime, timedelta
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+from moegguf.engine.batch import DEFAULT_UBATCH_TOKENS
 from moegguf.models.entry import ModelEntry
 from moegguf.serving.events import LoadedModel, LoadOverrides
-from moegguf.serving.memory_budget import DEFAULT_BATCH_TOKENS, ModelSize
+from moegguf.serving.memory_budget import ModelSize
 from moegguf.serving.wire import Ready
 
 if TYPE_CHECKING:
@@ -146,7 +147,7 @@ class ManagedModel:
             return False
         given = {name: value for name, value in vars(waiter.overrides).items() if value is not None}
         # A context longer than the model's own was cut: a request for the same length needs no reload.
-        actual = {"n_ctx": self.ready.n_ctx, "n_batch": self.overrides.n_batch or DEFAULT_BATCH_TOKENS}
+        actual = {"n_ctx": self.ready.n_ctx, "n_batch": self.overrides.n_batch or DEFAULT_UBATCH_TOKENS}
         return all(value in (getattr(self.overrides, name), actual.get(name)) for name, value in given.items())
 
     def status(self, loop_time_s: float) -> LoadedModel:

@@ -5,14 +5,14 @@ Sizes are those of `moegguf.engine.plan`, computed from the model's headers befo
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from moegguf.engine.batch import DEFAULT_UBATCH_TOKENS
 from moegguf.engine.machine import Memory, read_memory
-from moegguf.engine.memory import choose_context, pooling_batch_tokens
-from moegguf.engine.plan import Plan, make_plan, margin_bytes
+from moegguf.engine.memory import choose_context, margin_bytes, pad_context, pooling_batch_tokens
+from moegguf.engine.plan import Plan, make_plan
 from moegguf.errors import BudgetError
 from moegguf.gguf.reader import ggml_type
 from moegguf.models.details import layout_of
@@ -22,7 +22,6 @@ from moegguf.serving.events import LoadOverrides
 from moegguf.serving.wire import LoadConfig
 from moegguf.settings import Settings, read_environment
 
-DEFAULT_BATCH_TOKENS = 512
 _UNLIMITED = 1 << 62
 
 
@@ -116,16 +115,20 @@ def measure(entry: ModelEntry, overrides: LoadOverrides, settings: Settings, lim
     layout = layout_of(entry.path)
     flash_attn = bool(settings.flash_attention) or settings.kv_cache_type != "f16"
     kv_type = ggml_type(settings.kv_cache_type) if settings.kv_cache_type != "f16" else None
-    limit = Memory(limit_bytes, limit_bytes, "the models' budget")
-    n_ctx = choose_context(layout, overrides.n_ctx or settings.n_ctx, limit)
-    embedding = is_embedding(layout.metadata)
-    n_batch, n_ubatch = _batch_sizes(overrides, n_ctx, embedding)
-    options: dict[str, Any] = {"n_ctx": n_ctx, "n_ubatch": n_ubatch, "flash_attn": flash_attn}
+    options: dict[str, Any] = {"flash_attn": flash_attn}
     if kv_type is not None:
         options |= {"type_k": kv_type, "type_v": kv_type}
+    requested = overrides.n_ctx or settings.n_ctx
+    if requested:
+        n_ctx = pad_context(requested)
+    else:
+        n_ctx = choose_context(layout, limit_bytes, DEFAULT_UBATCH_TOKENS, **options)
+    embedding = is_embedding(layout.metadata)
+    n_batch = overrides.n_batch or (pooling_batch_tokens(n_ctx) if embedding else DEFAULT_UBATCH_TOKENS)
+    options |= {"n_ctx": n_ctx, "n_batch": n_batch, "n_ubatch": n_batch if embedding else None, "margin": 0}
 
-    def plan(cache: ExpertCache) -> Plan:
-        return make_plan(layout, cache, Memory(_UNLIMITED, _UNLIMITED, "nothing"), **options)
+    def plan(cache: ExpertCache, n_bytes: int = _UNLIMITED) -> Plan:
+        return make_plan(layout, cache, Memory(n_bytes, n_bytes, "the models' budget"), **options)
 
     def load_config(chosen: Plan) -> LoadConfig:
         return LoadConfig(
@@ -133,7 +136,7 @@ def measure(entry: ModelEntry, overrides: LoadOverrides, settings: Settings, lim
             path=str(entry.path),
             n_ctx=n_ctx,
             n_batch=n_batch,
-            n_ubatch=n_ubatch,
+            n_ubatch=chosen.n_ubatch,
             n_threads=overrides.n_threads,
             expert_cache_bytes=chosen.budget_bytes if layout.is_moe else None,
             type_k=kv_type,
@@ -146,36 +149,13 @@ def measure(entry: ModelEntry, overrides: LoadOverrides, settings: Settings, lim
     wanted = plan(parse_expert_cache(overrides.expert_cache or read_environment().expert_cache))
     if not layout.is_moe:
         return ModelSize(wanted.total_bytes, wanted.total_bytes, lambda _: wanted, load_config)
-    plans = _PlansBySlots(plan, wanted.n_slots, wanted.slot_bytes)
-    minimum_bytes = min(plans.plan(layout.n_expert_used).total_bytes, wanted.total_bytes)
-    return ModelSize(wanted.total_bytes, minimum_bytes, plans.largest_within, load_config)
+    least = plan(ExpertCache("bytes", n_bytes=layout.n_expert_used * wanted.slot_bytes))
+    most = ExpertCache("auto", n_bytes=wanted.budget_bytes)
 
+    def plan_within(n_bytes: int) -> Plan:
+        return plan(most, n_bytes) if n_bytes > least.total_bytes else least
 
-class _PlansBySlots:
-    """Plans by number of slots, at most `max_slots`; more slots never need less memory."""
-
-    def __init__(self, plan: Callable[[ExpertCache], Plan], max_slots: int, slot_bytes: int) -> None:
-        self._plan, self._max_slots, self._slot_bytes = plan, max_slots, slot_bytes
-
-    def plan(self, n_slots: int) -> Plan:
-        return self._plan(ExpertCache("bytes", n_bytes=n_slots * self._slot_bytes))
-
-    def largest_within(self, n_bytes: int) -> Plan:
-        n_fitting = bisect_right(range(self._max_slots + 1), n_bytes, key=self._total_bytes)
-        return self.plan(max(0, n_fitting - 1))
-
-    def _total_bytes(self, n_slots: int) -> int:
-        try:
-            return self.plan(n_slots).total_bytes
-        except BudgetError:  # fewer slots than one token needs
-            return 0
-
-
-def _batch_sizes(overrides: LoadOverrides, n_ctx: int, embedding: bool) -> tuple[int, int]:
-    """(n_batch, n_ubatch). A model that pools needs all tokens of a text in one pass."""
-    default = pooling_batch_tokens(n_ctx) if embedding else DEFAULT_BATCH_TOKENS
-    n_batch = overrides.n_batch or default
-    return n_batch, n_batch if embedding else min(DEFAULT_BATCH_TOKENS, n_batch)
+    return ModelSize(wanted.total_bytes, min(least.total_bytes, wanted.total_bytes), plan_within, load_config)
 
 
 def is_embedding(metadata: Mapping[str, Any]) -> bool:

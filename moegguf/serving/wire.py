@@ -5,9 +5,9 @@ base64, errors by class name. No pickle: a message can only become one of the ty
 or models.
 
 To the worker: load (config), generate (id, generation, stream), embed (id, inputs, truncate, normalize), tokenize (id,
-text, special), detokenize (id, tokens), cancel (id), watch (per_s). From it: loading (fraction), ready (ready), failed
-(error), event (id, and the event under its class name), end (id, value or error, stats, decisions), snapshot (snapshot,
-decisions).
+text, special), detokenize (id, tokens), count (id, generation), cancel (id), watch (per_s). From it: loading
+(fraction), ready (ready), failed (error), event (id, and the event under its class name), end (id, value or error,
+stats, decisions), snapshot (snapshot, decisions).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class LoadConfig:
 
 @dataclass(frozen=True)
 class Ready:
-    """The reply of a worker that has loaded its model. `plan`: moegguf.engine.plan.Plan as JSON, without `expected`."""
+    """The reply of a worker that has loaded its model. `plan`: moegguf.engine.plan.Plan as JSON."""
 
     n_ctx: int
     plan: Mapping[str, Any] = field(default_factory=dict)

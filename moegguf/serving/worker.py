@@ -26,6 +26,7 @@ from moegguf.engine.vocabulary import to_utf8
 from moegguf.errors import MoeggufError
 from moegguf.generate.answer import Answer
 from moegguf.generate.embedding import embed
+from moegguf.generate.prompt import count_prompt
 from moegguf.generate.request import Delta, GenerationRequest, PromptProgress
 from moegguf.quantities import ExpertCache
 from moegguf.serving.delta_buffer import INTERVAL_S, DeltaBuffer
@@ -91,6 +92,8 @@ class Worker:
             self._reply(self._tokenize, message)
         elif kind == "detokenize":
             self._reply(self._detokenize, message)
+        elif kind == "count":
+            self._reply(self._count, message)
         else:
             self._messages.put(message)
 
@@ -102,6 +105,9 @@ class Worker:
         vocabulary = self._model.vocabulary
         vocabulary.check(message["tokens"])
         return b"".join(vocabulary.piece(token, special=True) for token in message["tokens"]).decode(errors="replace")
+
+    def _count(self, message: Message) -> int:
+        return count_prompt(self._model, self._model.vocabulary, build(GenerationRequest, message["generation"]))
 
     def _cancel(self, request_id: int) -> None:
         with self._state_lock:
@@ -151,7 +157,7 @@ class Worker:
         is_due = every(PROGRESS_S, time.monotonic())
 
         def send(progress: PromptProgress) -> None:
-            if is_due():
+            if is_due() or progress.n_done == progress.n_tokens:
                 self._send_event(request_id, progress)
 
         return send
@@ -268,8 +274,8 @@ def open_model(config: LoadConfig, progress: Callable[[float], object]) -> Llama
 
 
 def plan_fields(llm: Llama) -> dict[str, Any]:
-    """The model's plan, without `expected`."""
-    return {field.name: getattr(llm.plan, field.name) for field in fields(llm.plan) if field.name != "expected"}
+    """The model's plan."""
+    return {field.name: getattr(llm.plan, field.name) for field in fields(llm.plan)}
 
 
 def main() -> None:

@@ -2,32 +2,82 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from moegguf.engine.estimate import NOTE, guess_hit_rate
-from moegguf.engine.machine import DiskSpeed, disk_read_speed, read_memory
-from moegguf.engine.memory import choose_context
+from moegguf.engine.estimate import HitRates, Speeds
+from moegguf.engine.machine import DiskSpeed, count_cpus, disk_read_speed, memory_read_speed, read_memory
 from moegguf.engine.plan import Plan, make_plan, slot_bytes
+from moegguf.errors import ModelNotFoundError
 from moegguf.gguf.experts import ExpertLayout, read_layout
-from moegguf.gguf.reader import read_gguf
-from moegguf.models.catalog import Catalog, find_model
+from moegguf.gguf.reader import ggml_type, read_gguf
+from moegguf.models.catalog import Catalog
 from moegguf.models.details import details, main_type, parameters
 from moegguf.models.entry import ModelEntry
-from moegguf.quantities import ExpertCache, parse_expert_cache
-from moegguf.settings import read_environment
+from moegguf.models.hub import hub_offline
+from moegguf.models.names import is_hub_name
+from moegguf.quantities import parse_expert_cache
+from moegguf.settings import read_environment, read_settings
 
 DISK_SECONDS = 0.3
+MOST_BLOCK_BYTES = 8 << 20
 BUDGET_SHARES = (0.10, 0.25, 0.50, 1.0)
 
 Facts = dict[str, Any]
 
 
+@dataclass(frozen=True)
+class DescribedModel:
+    """A model to describe: its entry and headers, and what is known of its hit rates.
+
+    fetched: False for a model of Hugging Face of which only the headers are here.
+    """
+
+    entry: ModelEntry
+    layout: ExpertLayout
+    hit_rates: HitRates
+    fetched: bool = True
+
+    @property
+    def place(self) -> str:
+        """Where its first file is."""
+        return str(self.entry.path) if self.fetched else f"{self.entry.name}, {self.entry.path.name} (not fetched)"
+
+
+@contextmanager
+def described(model: str) -> Iterator[DescribedModel]:
+    """The model of a path or name; of a Hub name that is not on this machine, the headers are fetched.
+
+    Raises ModelNotFoundError, ModelNameError, ModelFormatError, PullError.
+    """
+    try:
+        entry = Catalog().find(model)
+    except ModelNotFoundError:
+        if hub_offline() or not is_hub_name(model):
+            raise
+        from moegguf.models.hub_header import remote_model
+
+        with remote_model(model) as entry:
+            layout = read_layout(entry.path)
+            yield DescribedModel(entry, layout, HitRates(layout), fetched=False)
+        return
+    yield local_model(entry)
+
+
+def local_model(entry: ModelEntry) -> DescribedModel:
+    """A model on this machine. Raises ModelNotFoundError, ModelFormatError."""
+    layout = read_layout(entry.path)
+    return DescribedModel(entry, layout, HitRates.of(layout))
+
+
 def model_facts(model: str, *, verbose: bool = False) -> Facts:
     """Facts of `moegguf show` about a model given by path or name; `verbose` adds all metadata and tensors."""
-    entry = Catalog().find(model)
-    facts = layout_facts(read_layout(entry.path)) | entry_facts(entry)
-    return facts | _metadata_facts(entry) if verbose else facts
+    with described(model) as found:
+        facts = layout_facts(found) | entry_facts(found.entry)
+        return facts | _metadata_facts(found.entry) if verbose else facts
 
 
 def list_facts(entry: ModelEntry) -> Facts:
@@ -68,26 +118,62 @@ def _metadata_facts(entry: ModelEntry) -> Facts:
     }
 
 
-def estimate_model(model: str, expert_cache: str | None, ctx: int | None) -> Facts:
-    """Facts of `moegguf estimate`: the plan for this machine now, with the measured disk speed."""
+def estimate_model(
+    model: str, expert_cache: str | None, ctx: int | None, type_k: str | None = None, type_v: str | None = None
+) -> Facts:
+    """Facts of `moegguf estimate`: the plan for this machine now, with the measured speeds of disk and memory.
+
+    type_k, type_v: types of the KV cache; None: MOEGGUF_KV_CACHE_TYPE.
+    """
+    settings = read_settings()
     cache = parse_expert_cache(read_environment().expert_cache if expert_cache is None else expert_cache)
-    layout = read_layout(find_model(model))
-    memory = read_memory()
-    n_ctx = choose_context(layout, ctx, memory)
-    plan = make_plan(layout, cache, memory, n_ctx=n_ctx)
-    speed = None
-    if layout.is_moe and not plan.resident:
-        speed = disk_read_speed(layout.shards[0].path, DISK_SECONDS)
-        plan = make_plan(layout, cache, memory, n_ctx=n_ctx, disk_bytes_per_s=speed.bytes_per_s)
-    return _estimate_facts(layout, plan, cache, n_ctx, speed)
+    types = tuple(type or settings.kv_cache_type for type in (type_k, type_v))
+    options: dict[str, Any] = dict(zip(("type_k", "type_v"), map(ggml_type, types), strict=True))
+    # llama.cpp takes a quantised V cache with flash attention only.
+    flash_attn = bool(settings.flash_attention) or types[1].lower() != "f16"
+    with described(model) as found:
+        plan = make_plan(found.layout, cache, read_memory(), n_ctx=ctx, flash_attn=flash_attn, **options)
+        disk = _disk_speed(found, plan)
+        return {
+            "name": found.layout.name,
+            "path": found.place,
+            "fetched": found.fetched,
+            "expert_cache": str(cache),
+            "cache_types": list(types),
+            "n_ctx": plan.n_ctx,
+            "n_expert_total": found.layout.n_expert_total,
+            "expert_bytes": found.layout.expert_bytes,
+            "token_cycle_bytes": found.layout.token_cycle_bytes,
+            "disk": {"bytes_per_s": round(disk.bytes_per_s), "past_page_cache": disk.direct} if disk else None,
+            "plan": asdict(plan),
+            "expected": _expectation(found, plan, disk),
+        }
 
 
-def layout_facts(layout: ExpertLayout) -> Facts:
+def _disk_speed(found: DescribedModel, plan: Plan) -> DiskSpeed | None:
+    """Of reads as large as those of this model's matrices; None where nothing would be read, or nothing is here yet."""
+    if plan.resident or not found.layout.is_moe or not found.fetched:
+        return None
+    block_bytes = max(matrix.expert_bytes for matrix in found.layout.matrices)
+    return disk_read_speed(found.layout.shards[0].path, DISK_SECONDS, min(block_bytes, MOST_BLOCK_BYTES))
+
+
+def _expectation(found: DescribedModel, plan: Plan, disk: DiskSpeed | None) -> Facts:
+    """What to expect while answering; the speed of a model that has to read needs that of its disk."""
+    speeds = None
+    if disk or plan.resident:
+        speeds = Speeds(disk.bytes_per_s if disk else math.inf, memory_read_speed(count_cpus()))
+    facts = asdict(found.hit_rates.expect(plan.n_slots, speeds))
+    return facts | {"memory_bytes_per_s": round(speeds.memory_bytes_per_s) if speeds else None}
+
+
+def layout_facts(found: DescribedModel) -> Facts:
     """Facts from the headers of a model's files."""
+    layout = found.layout
     total, active = parameters(layout)
     return {
         "name": layout.name,
-        "path": str(layout.shards[0].path),
+        "path": found.place,
         "architecture": layout.arch,
         "parameters": total,
         "active_parameters": active,
@@ -102,7 +188,7 @@ def layout_facts(layout: ExpertLayout) -> Facts:
         "types": {name: {"tensors": n, "bytes": size} for name, (n, size) in layout.tensor_types.items()},
         "dense_bytes": layout.dense_bytes,
         "experts": _expert_facts(layout) if layout.is_moe else None,
-        "budgets": _budget_facts(layout) if layout.is_moe else [],
+        "budgets": _budget_facts(layout, found.hit_rates) if layout.is_moe else [],
     }
 
 
@@ -132,25 +218,8 @@ def _shared(layout: ExpertLayout) -> int:
     return int(bool(layout.metadata.get(f"{layout.arch}.expert_shared_feed_forward_length")))
 
 
-def _budget_facts(layout: ExpertLayout) -> list[Facts]:
+def _budget_facts(layout: ExpertLayout, hit_rates: HitRates) -> list[Facts]:
+    """What some budgets mean: slots, bytes and the range of hit rates."""
     n_total, size = layout.n_expert_total, slot_bytes(layout)
     rows = [(share, max(layout.n_expert_used, int(share * n_total + 1e-9))) for share in BUDGET_SHARES]
-    return [
-        {"share": share, "slots": n, "bytes": n * size, "hit_rate": round(guess_hit_rate(n / n_total), 3), "note": NOTE}
-        for share, n in rows
-    ]
-
-
-def _estimate_facts(layout: ExpertLayout, plan: Plan, cache: ExpertCache, n_ctx: int, speed: DiskSpeed | None) -> Facts:
-    """The plan and what it rests on, as values for JSON."""
-    return {
-        "name": layout.name,
-        "path": str(layout.shards[0].path),
-        "expert_cache": str(cache),
-        "n_ctx": n_ctx,
-        "n_expert_total": layout.n_expert_total,
-        "expert_bytes": layout.expert_bytes,
-        "token_cycle_bytes": layout.token_cycle_bytes,
-        "disk": {"bytes_per_s": round(speed.bytes_per_s), "past_page_cache": speed.direct} if speed else None,
-        "plan": asdict(plan),
-    }
+    return [{"share": share, "slots": n, "bytes": n * size, **asdict(hit_rates.range_at(n))} for share, n in rows]

@@ -46,31 +46,19 @@ def find_or_pull(name: str) -> ModelEntry:
     """
     from moegguf.errors import ModelNotFoundError
     from moegguf.models.catalog import Catalog
+    from moegguf.models.names import is_hub_name
 
     catalog = Catalog()
     try:
         return catalog.find(name)
     except ModelNotFoundError:
-        if not _is_hub_name(name):
+        if not is_hub_name(name):
             raise
     from moegguf.models.pull import pull
     from moegguf.terminal.progress import PullProgress
 
     with PullProgress() as progress:
         return pull(name, catalog, progress.report)
-
-
-def _is_hub_name(name: str) -> bool:
-    """Whether `name` is a Hugging Face repository and not a path, which may look like USER/REPOSITORY."""
-    from moegguf.errors import ModelNameError
-    from moegguf.models.names import parse_name
-
-    if name.lower().endswith(".gguf") and ":" not in name:
-        return False
-    try:
-        return parse_name(name).is_hub
-    except ModelNameError:
-        return False
 
 
 def load_in_thread(load: Callable[[threading.Event], Llama]) -> Llama:
@@ -141,26 +129,35 @@ def load(path: Path, options: LoadOptions, spinner: Spinner) -> tuple[Llama, flo
     return llm, time.perf_counter() - start
 
 
-def context_size(layout: ExpertLayout, requested: int | None) -> int:
-    """Tokens of context; warns when more are requested than the model was trained on."""
+def context_size(layout: ExpertLayout, requested: int | None, expert_cache: str | None = None, **types: Any) -> int:
+    """Tokens of context: as requested, else as planned; warns when more are requested than the model was trained on.
+
+    types: those of the KV cache, as `make_plan` takes them.
+    """
     from moegguf.engine.machine import read_memory
-    from moegguf.engine.memory import choose_context
+    from moegguf.engine.plan import make_plan
+    from moegguf.quantities import parse_expert_cache
+    from moegguf.settings import read_environment
 
     trained = layout.hparams.n_ctx_train
     if requested and requested > trained:
         print_message(f"warning: a context of {requested} tokens is more than the {trained} the model was trained on.")
-    return choose_context(layout, requested, read_memory())
+    if requested:
+        return requested
+    cache = parse_expert_cache(expert_cache or read_environment().expert_cache)
+    return make_plan(layout, cache, read_memory(), **types).n_ctx
 
 
 def _llama_arguments(layout: ExpertLayout, options: LoadOptions) -> dict[str, Any]:
     """Keyword arguments for `Llama`."""
-    given = {"n_batch": options.n_batch, "n_gpu_layers": options.n_gpu_layers, **_kv_cache_arguments(options)}
+    types = {name: value for name, value in _kv_cache_arguments(options).items() if value is not None}
+    given = {"n_batch": options.n_batch, "n_gpu_layers": options.n_gpu_layers, **types}
     return {
         "expert_cache": options.expert_cache,
         "policy": options.policy,
         "predictor": options.predictor,
         "prefetch": options.prefetch,
-        "n_ctx": context_size(layout, options.n_ctx),
+        "n_ctx": context_size(layout, options.n_ctx, options.expert_cache, **types),
         "n_threads": options.n_threads,
         "verbose": options.verbose > 1,
         **{name: value for name, value in given.items() if value is not None},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -12,7 +13,6 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from moegguf.engine.estimate import NOTE
 from moegguf.models.details import human_number
 from moegguf.models.entry import ModelEntry
 from moegguf.quantities import format_bytes
@@ -88,9 +88,11 @@ def _percent_range(low: float, high: float) -> str:
     return a if a == b else f"{a} to {b}"
 
 
-def _range(low: float, high: float, digits: int = 1) -> str:
-    a, b = f"{low:,.{digits}f}", f"{high:,.{digits}f}"
-    return a if a == b else f"{a} to {b}"
+def two_digits(low: float, high: float) -> str:
+    """A range of two significant digits: "35,000 to 59,000", "0.31 to 0.54"."""
+    texts = [f"{float(f'{value:.2g}'):,.{max(0, 1 - math.floor(math.log10(value)))}f}" if value > 0 else "0"
+             for value in (low, high)]  # fmt: skip
+    return texts[0] if texts[0] == texts[1] else " to ".join(texts)
 
 
 def print_model(facts: Facts) -> None:
@@ -167,10 +169,9 @@ def _print_budgets(console: Console, budgets: list[Facts]) -> None:
     for name in ("--expert-cache", "slots", "memory", "hit rate"):
         table.add_column(name, justify="left" if name.startswith("--") else "right", no_wrap=True)
     for row in budgets:
-        table.add_row(f"{row['share']:.0%}", f"{row['slots']:,}", format_bytes(row["bytes"]), f"{row['hit_rate']:.0%}")
-    print_renderable(
-        console, Text("  Budgets", style="bold").append(f"  {NOTE}; text does better", style="not bold dim")
-    )
+        hits = _percent_range(row["low"], row["high"])
+        table.add_row(f"{row['share']:.0%}", f"{row['slots']:,}", format_bytes(row["bytes"]), hits)
+    print_renderable(console, Text("  Budgets", style="bold").append(f"  {budgets[0]['basis']}", style="not bold dim"))
     print_renderable(console, Padding(table, (0, 0, 0, 4)))
 
 
@@ -183,7 +184,7 @@ def print_estimate(facts: Facts) -> None:
         title += f" and --expert-cache {facts['expert_cache'].replace(' ', '')}"
     _section(console, title, _memory_rows(facts), right=(1,))
     if facts["n_expert_total"]:
-        _section(console, f"What to expect ({NOTE})", _expectation_rows(facts))
+        _section(console, "What to expect while it answers", _expectation_rows(facts))
     print_renderable(console, Text("  Why", style="bold"))
     for reason in plan["reasons"]:
         print_renderable(console, Padding(Text(f"- {reason}"), (0, 0, 0, 4)))
@@ -199,13 +200,13 @@ def _memory_rows(facts: Facts) -> list[Row]:
         rows.append(("experts in memory", format_bytes(plan["budget_bytes"]), slots))
     rows += [
         ("weights every token uses", format_bytes(plan["dense_bytes"]), ""),
-        ("context (KV cache)", format_bytes(plan["kv_bytes"]), ""),
+        ("context (KV cache)", format_bytes(plan["kv_bytes"]), _cache_types_text(facts["cache_types"])),
         ("buffers", format_bytes(plan["compute_bytes"]), f"for {_tokens(plan['n_ubatch'])} of a prompt at a time"),
         ("all of it", format_bytes(plan["total_bytes"]), ""),
         ("free now", format_bytes(plan["available_bytes"]), _free_memory_text(plan)),
     ]
     if total and not plan["resident"]:
-        rows.append(("experts on disk", format_bytes(facts["expert_bytes"]), "fetched when a token needs them"))
+        rows.append(("experts on disk", format_bytes(facts["expert_bytes"]), "read when a token needs them"))
     return rows
 
 
@@ -214,21 +215,35 @@ def _free_memory_text(plan: Facts) -> str:
     return f"{format_bytes(free_bytes)} stay free" if free_bytes >= 0 else f"{format_bytes(-free_bytes)} too few"
 
 
+def _cache_types_text(types: Sequence[str]) -> str:
+    return "" if set(types) == {"f16"} else f"K in {types[0]}, V in {types[1]}"
+
+
 def _expectation_rows(facts: Facts) -> list[Row]:
-    expected, disk = facts["plan"]["expected"], facts["disk"]
-    rows: list[Row] = []
-    if facts["plan"]["resident"]:
-        return [("hit rate", "100%"), ("speed", "limited by the processor: nothing is read after the first use")]
-    rows.append(("hit rate", _percent_range(expected["hit_low"], expected["hit_high"])))
-    read = _range(expected["missed_bytes_low"] / 1e6, expected["missed_bytes_high"] / 1e6)
-    rows.append(("read for a token", f"{read} MB of {facts['token_cycle_bytes'] / 1e6:,.1f} MB it touches"))
+    expected, disk = facts["expected"], facts["disk"]
+    rows: list[Row] = [("hit rate", _percent_range(expected["hit_low"], expected["hit_high"]), expected["basis"])]
+    if expected["nearest"]:
+        rows.append(("", expected["nearest"], "published for this shape"))
+    if not facts["plan"]["resident"]:
+        read = two_digits(expected["missed_bytes_low"] / 1e6, expected["missed_bytes_high"] / 1e6)
+        rows.append(("read for a token", f"{read} MB", f"of {facts['token_cycle_bytes'] / 1e6:,.1f} MB it touches"))
     if disk:
         how = "past the page cache" if disk["past_page_cache"] else "through the page cache"
-        rows.append(("disk", f"{disk['bytes_per_s'] / 1e9:.2f} GB/s, measured now, {how}"))
-    if expected["tokens_per_s_low"] is not None:
-        speed = _range(expected["tokens_per_s_low"], expected["tokens_per_s_high"])
-        rows.append(("speed", f"at most {speed} tokens/s at this disk speed; the processor may be slower"))
+        rows.append(("disk", f"{disk['bytes_per_s'] / 1e9:.2g} GB/s", f"measured now, {how}"))
+    rows.append(("speed", *_speed_text(facts)))
     return rows
+
+
+def _speed_text(facts: Facts) -> tuple[str, str]:
+    """A range of tokens per second, and what it rests on."""
+    expected = facts["expected"]
+    if expected["tokens_per_s_low"] is None:
+        return "not known yet", "it follows from the disk, which is measured once the model is fetched"
+    speed = two_digits(expected["tokens_per_s_low"], expected["tokens_per_s_high"])
+    memory = f"memory at {expected['memory_bytes_per_s'] / 1e9:.2g} GB/s, measured now"
+    if facts["plan"]["resident"]:
+        return f"{speed} tokens/s", f"limited by the processor and {memory}: nothing is read after the first use"
+    return f"{speed} tokens/s", f"computed from these reads and {memory}"
 
 
 def print_doctor(sections: dict[str, Facts]) -> None:

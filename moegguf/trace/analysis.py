@@ -116,6 +116,17 @@ def gap_closed_by(rows: Sequence[Row], row: Row) -> float | None:
     return gap_closed(row.decode_hit_rate, at.get((LRU.name, NoPrediction.name)), at.get((BELADY, NoPrediction.name)))
 
 
+def hit_ranges(rows: Sequence[Row]) -> dict[str, dict[float, tuple[float, float]]]:
+    """{policy: {share: (low, high)}}: 49 in 50 requests have a decode hit rate between the two."""
+    ranges: dict[str, dict[float, tuple[float, float]]] = {}
+    for row in rows:
+        if row.simulated is not None:
+            rates = [span.hit_rate for span in row.simulated.sequences.values()]
+            low, high = np.quantile(rates, (0.01, 0.99))
+            ranges.setdefault(row.policy, {})[row.share] = float(low), float(high)
+    return ranges
+
+
 def sim_options(link: LinkModel, prefetch: bool) -> SimOptions:
     """Options of a replay over this link."""
     return SimOptions(
@@ -266,6 +277,8 @@ class TraceAnalysis:
             {policy: at for policy, (_, at) in best.items()},
             {policy: predictor for policy, (predictor, _) in best.items()},
             about={"requests": len(self.trace.sequences()), "tokens": self.trace.n_tokens},
+            ranges=hit_ranges([row for row in rows if row.policy in best and best[row.policy][0] == row.predictor]),
+            bound={row.share: row.decode_hit_rate for row in rows if row.policy == BELADY},
         )
         path = (self.artifacts.folder or self.artifacts.writable_folder()) / MEASURED
         write_measured(path, measured)

@@ -1,4 +1,4 @@
-"""`moegguf`, the command, and `server`, a running one, for the tests of this folder."""
+"""`moegguf`, the command, and running servers, for the tests of this folder."""
 
 from __future__ import annotations
 
@@ -33,4 +33,14 @@ def moegguf() -> Command:
 def server(tmp_path_factory: pytest.TempPathFactory, tiny: Callable[..., Path]) -> Iterator[Server]:
     """`moegguf serve` with the demo and `tiny`, a random model; every test leaves its names as they were."""
     with serving(tmp_path_factory.mktemp("server"), models={"tiny": tiny("tiny-qwen2moe")}) as found:
+        yield found
+
+
+@pytest.fixture(scope="session")
+def served(tmp_path_factory: pytest.TempPathFactory, tiny: Callable[..., Path]) -> Iterator[Server]:
+    """A server with the demo and two random models, one whose template knows tools and one that thinks first."""
+    models = {"tools": tiny(template="qwen"), "thinker": tiny(template="deepseek")}
+    with serving(tmp_path_factory.mktemp("served"), models=models) as found:
+        for name in ("demo", *models):  # with one thread each: two would spin while others share the cores
+            found.call("/api/generate", {"model": name, "keep_alive": -1, "options": {"num_thread": 1}})
         yield found

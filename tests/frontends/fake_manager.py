@@ -94,6 +94,10 @@ class FakeLease:
     async def tokenize(self, text: str, special: bool = True) -> list[int]:
         return list(text.encode())
 
+    async def count(self, generation: GenerationRequest) -> int:
+        self.manager.requests.append(generation)
+        return 42
+
     async def detokenize(self, tokens: Sequence[int]) -> str:
         return bytes(tokens).decode()
 

@@ -1,10 +1,12 @@
-"""The examples of Ollama's docs/api.md as `curl -d` sends them: JSON without its Content-Type."""
+"""The examples of Ollama's docs/api.md and of the README as `curl -d` sends them: JSON without its Content-Type."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -220,3 +222,11 @@ def test_embed_one_and_many(curl: Callable[..., Reply]) -> None:
     assert many["embeddings"][0] == pytest.approx(one["embeddings"][0], abs=1e-4)
     old = curl("/api/embeddings", '{"model": "llama3.1", "prompt": "Here is an article about llamas..."}').json
     assert len(old["embedding"]) == len(one["embeddings"][0])
+
+
+def test_the_readmes_examples(served: Server) -> None:
+    text = (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8")
+    examples = re.findall(r"curl http://127\.0\.0\.1:11434(/\S+) -d '(.*)'", text)
+    assert len(examples) >= 2
+    for path, body in examples:
+        assert served.call(path, body.encode()).status == 200

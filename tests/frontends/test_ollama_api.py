@@ -95,11 +95,12 @@ def test_statistics_are_nanoseconds_and_all_tokens_of_the_prompt(scripted: Scrip
     assert "cut_messages" not in last
 
 
-def test_zeros_are_omitted_and_cut_messages_counted(scripted: Scripted) -> None:
-    scripted.manager.timing = changed(cached_tokens=0, answer_tokens=0, cut_messages=2, finish="length")
+def test_zeros_are_omitted_and_what_was_cut_is_counted(scripted: Scripted) -> None:
+    cut = {"cut_messages": 2, "cut_tokens": 90}
+    scripted.manager.timing = changed(cached_tokens=0, answer_tokens=0, n_shifts=3, finish="length", **cut)
     last = scripted.call("/api/chat", {"model": "demo", "messages": [QUESTION], "stream": False}).json
     assert "eval_count" not in last and "prompt_cached_count" not in last
-    assert last["cut_messages"] == 2 and last["done_reason"] == "length"
+    assert last.items() >= {**cut, "context_shifts": 3, "done_reason": "length"}.items()
 
 
 def test_real_statistics_add_up(server: Server) -> None:
@@ -154,11 +155,14 @@ def test_entry_defaults_yield_to_the_request(scripted: Scripted) -> None:
     ask = scripted.ask
     assert [message["content"] for message in ask.messages] == ["Be kind.", "a", "b", QUESTION["content"]]
     assert (ask.sampling.temperature, ask.sampling.max_tokens, ask.sampling.stop) == (0.5, 4, ("END",))
-    assert ask.template == TEMPLATE and ask.truncate
+    assert ask.template == TEMPLATE and ask.truncate and ask.shift and ask.sampling.num_keep == 4
     own = {"role": "system", "content": "Be terse."}
-    scripted.call("/api/chat", {"model": "demo", "messages": [own, QUESTION], "truncate": False})
+    scripted.call(
+        "/api/chat",
+        {"model": "demo", "messages": [own, QUESTION], "truncate": False, "shift": False, "options": {"num_keep": -1}},
+    )
     assert [message["content"] for message in scripted.ask.messages] == ["a", "b", "Be terse.", QUESTION["content"]]
-    assert not scripted.ask.truncate
+    assert not scripted.ask.truncate and not scripted.ask.shift and scripted.ask.sampling.num_keep == -1
 
 
 def test_messages_keep_what_templates_use(scripted: Scripted) -> None:

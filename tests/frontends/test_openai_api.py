@@ -25,7 +25,7 @@ from moegguf.errors import (
     MoeggufError,
     WorkerError,
 )
-from moegguf.generate.request import Delta, PromptProgress, ToolCall
+from moegguf.generate.request import Delta, PromptProgress, TokenLogprob, ToolCall
 from moegguf.models.folder import demo_path
 from moegguf.server.app import make_app
 from moegguf.serving.events import LoadOverrides
@@ -301,7 +301,7 @@ def test_a_completion_streamed(client: openai.OpenAI) -> None:
     assert [chunk.usage for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
 
 
-@pytest.mark.parametrize("prompt", [["a", "b"], [], [[]], {}, 3, [1, "a"], [[1], [2]], None])
+@pytest.mark.parametrize("prompt", [[], [[]], ["a", []], ["a", 1], {}, 3, [1, "a"], [[1], [-2]], None])
 def test_a_completion_of_anything_else_is_refused(http: httpx.Client, prompt: Any) -> None:
     response = http.post("/v1/completions", json={"model": "demo", "prompt": prompt})
     assert response.status_code == 400
@@ -360,3 +360,46 @@ def test_unknown_paths_get_json_in_openais_form(http: httpx.Client, path: str) -
     response = http.get(path)
     assert response.status_code in (404, 405)
     assert response.json()["error"].keys() == {"message", "type", "param", "code"}
+
+
+def test_a_list_of_prompts_gets_a_choice_each(client: openai.OpenAI, manager: FakeManager) -> None:
+    manager.timing = changed(finish="length")
+    answer = client.completions.create(model="demo", prompt=["one", "two"])
+    assert [(choice.index, choice.text, choice.finish_reason) for choice in answer.choices] == [
+        (0, "Hello", "length"), (1, "Hello", "length"),
+    ]  # fmt: skip
+    assert [request.prompt for request in manager.requests] == ["one", "two"]
+    usage = answer.usage
+    assert usage is not None and (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (14, 6, 20)
+    assert usage.prompt_tokens_details is not None and usage.prompt_tokens_details.cached_tokens == 4
+    figures = answer.model_extra or {}
+    assert figures["timings"]["predicted_n"] == 6 and figures["moe"]["lookups"] == 20
+    client.completions.create(model="demo", prompt=[[1, 2], [3]])
+    assert [request.context for request in manager.requests[2:]] == [(1, 2), (3,)]
+    assert len(manager.leases) == 2
+
+
+def test_a_streamed_list_of_prompts(client: openai.OpenAI, http: httpx.Client, manager: FakeManager) -> None:
+    asked: Any = {"model": "demo", "prompt": ["one", "two"], "echo": True, "stream": True}
+    *chunks, last = client.completions.create(**asked, stream_options={"include_usage": True})
+    told = [[chunk.choices[0].text for chunk in chunks if chunk.choices[0].index == index] for index in (0, 1)]
+    assert told == [["one", "Hel", "lo", ""], ["two", "Hel", "lo", ""]]
+    assert [chunk.choices[0].finish_reason for chunk in chunks] == [None, None, None, "stop"] * 2
+    assert last.choices == [] and last.usage is not None and last.usage.completion_tokens == 6
+    plain = [json.loads(text) for text in events(http.post("/v1/completions", json=asked).text)[:-1]]
+    assert [("timings" in chunk) for chunk in plain] == [False] * 7 + [True]
+
+
+def test_offsets_of_logprobs_begin_anew_with_each_prompt(http: httpx.Client, manager: FakeManager) -> None:
+    manager.script = (Delta(text="ab", logprobs=(TokenLogprob("ab", -1.0), TokenLogprob("c", -1.0))),)
+    asked = {"model": "demo", "prompt": ["one", [104, 105]], "echo": True, "logprobs": 0}
+    choices = http.post("/v1/completions", json=asked).json()["choices"]
+    assert [choice["text"] for choice in choices] == ["oneab", "hiab"]
+    assert [choice["logprobs"]["text_offset"] for choice in choices] == [[3, 5], [2, 4]]
+
+
+def test_limits_of_lists_of_prompts(http: httpx.Client) -> None:
+    many = http.post("/v1/completions", json={"model": "demo", "prompt": ["a"] * 2049})
+    assert many.status_code == 400 and "2049 prompts" in many.json()["error"]["message"]
+    gap = http.post("/v1/completions", json={"model": "demo", "prompt": [[1]], "suffix": "b"})
+    assert gap.status_code == 400 and "suffix" in gap.json()["error"]["message"]

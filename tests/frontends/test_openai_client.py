@@ -6,15 +6,14 @@ import asyncio
 import json
 import os
 import signal
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import BaseModel
-from servers import Server, serving
+from servers import Server
 
 ASKED: Any = {"model": "demo", "messages": [{"role": "user", "content": "What does moegguf do?"}], "seed": 7}
 TOOLS: Any = [
@@ -43,18 +42,8 @@ class Animal(BaseModel):
 
 
 @pytest.fixture(scope="module")
-def openai_server(tmp_path_factory: pytest.TempPathFactory, tiny: Callable[..., Path]) -> Iterator[Server]:
-    """A server with the demo and two random models, one whose template knows tools and one that thinks first."""
-    models = {"tools": tiny(template="qwen"), "thinker": tiny(template="deepseek")}
-    with serving(tmp_path_factory.mktemp("openai"), models=models) as found:
-        for name in ("demo", *models):  # with one thread each: two would spin while others share the cores
-            found.call("/api/generate", {"model": name, "keep_alive": -1, "options": {"num_thread": 1}})
-        yield found
-
-
-@pytest.fixture(scope="module")
-def client(openai_server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{openai_server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+def client(served: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
         yield client
 
 
@@ -136,9 +125,9 @@ def test_logprobs(client: openai.OpenAI) -> None:
     assert streamed == answer.choices[0].logprobs.content  # type: ignore[union-attr]
 
 
-def test_logit_bias_excludes_a_token(client: openai.OpenAI, openai_server: Server) -> None:
+def test_logit_bias_excludes_a_token(client: openai.OpenAI, served: Server) -> None:
     first = client.chat.completions.create(**ASKED, temperature=0, max_tokens=1)
-    token = openai_server.call("/tokenize", {"model": "demo", "content": text_of(first)}).json["tokens"][0]
+    token = served.call("/tokenize", {"model": "demo", "content": text_of(first)}).json["tokens"][0]
     other = client.chat.completions.create(**ASKED, temperature=0, max_tokens=1, logit_bias={str(token): -100})
     assert text_of(other) != text_of(first)
 
@@ -248,9 +237,9 @@ def test_completions(client: openai.OpenAI) -> None:
     assert echoed.choices[0].text == f"moegguf is{said.choices[0].text}"
 
 
-def test_a_completion_of_tokens_and_its_logprobs(client: openai.OpenAI, openai_server: Server) -> None:
+def test_a_completion_of_tokens_and_its_logprobs(client: openai.OpenAI, served: Server) -> None:
     body = {"model": "demo", "content": "moegguf is", "add_special": True}
-    tokens = openai_server.call("/tokenize", body).json["tokens"]
+    tokens = served.call("/tokenize", body).json["tokens"]
     asked: Any = {"model": "demo", "temperature": 0, "max_tokens": 4, "logprobs": 2}
     by_text = client.completions.create(**asked, prompt="moegguf is")
     by_tokens = client.completions.create(**asked, prompt=tokens)
@@ -272,9 +261,9 @@ def test_embeddings_in_base64_by_default_and_as_numbers(client: openai.OpenAI) -
     assert len(short) == 4 and sum(x * x for x in short) == pytest.approx(1, abs=1e-4)
 
 
-def test_embeddings_of_tokens(client: openai.OpenAI, openai_server: Server) -> None:
+def test_embeddings_of_tokens(client: openai.OpenAI, served: Server) -> None:
     body = {"model": "demo", "content": "one", "add_special": True}
-    tokens = openai_server.call("/tokenize", body).json["tokens"]
+    tokens = served.call("/tokenize", body).json["tokens"]
     of_text = client.embeddings.create(model="demo", input="one").data[0].embedding
     assert client.embeddings.create(model="demo", input=tokens).data[0].embedding == of_text
     assert client.embeddings.create(model="demo", input=[tokens]).data[0].embedding == of_text
@@ -320,9 +309,76 @@ def test_unsupported_requests_are_a_400(client: openai.OpenAI) -> None:
         assert next(iter(fields)) in str(raised.value)
 
 
-def test_every_call_of_the_async_client(openai_server: Server, whole: ChatCompletion) -> None:
+RESPONSE: Any = {"model": "tools", "input": "What does moegguf do?", "extra_body": {"seed": 7}}
+FUNCTIONS: Any = [{"type": "function", "strict": True, **tool["function"]} for tool in TOOLS]
+
+
+def test_a_response_whole_and_streamed(client: openai.OpenAI, whole: ChatCompletion) -> None:
+    asked: Any = {**RESPONSE, "model": "demo"}
+    found = client.responses.create(**asked)
+    assert found.output_text == text_of(whole) and found.status == "completed"
+    assert found.usage is not None and whole.usage is not None
+    assert found.usage.input_tokens == whole.usage.prompt_tokens
+    assert (
+        client.responses.input_tokens.count(model="demo", input=asked["input"]).input_tokens == found.usage.input_tokens
+    )
+    *_, last = client.responses.create(**asked, stream=True)
+    assert last.type == "response.completed" and last.response.output_text == found.output_text
+    cut = client.responses.create(**asked, max_output_tokens=3)
+    assert cut.status == "incomplete" and cut.incomplete_details is not None
+    assert cut.incomplete_details.reason == "max_output_tokens"
+
+
+def test_a_response_by_a_schema(client: openai.OpenAI) -> None:
+    found = client.responses.parse(**{**RESPONSE, "model": "demo"}, text_format=Animal, max_output_tokens=200)
+    assert isinstance(found.output_parsed, Animal)
+
+
+def test_a_round_trip_of_calls_in_responses(client: openai.OpenAI) -> None:
+    asked: Any = {**RESPONSE, "tools": FUNCTIONS, "reasoning": {"effort": "none"}}
+    choice: Any = {"type": "function", "name": "weather"}
+    items: Any = [{"role": "user", "content": "Will it rain?"}]
+    for _ in range(2):
+        first = client.responses.create(**{**asked, "input": items}, tool_choice=choice)
+        calls = [item for item in first.output if item.type == "function_call"]
+        assert calls and isinstance(json.loads(calls[0].arguments)["days"], int)
+        items += [item.model_dump(exclude_none=True) for item in first.output]
+        items += [{"type": "function_call_output", "call_id": call.call_id, "output": "rain"} for call in calls]
+    last = client.responses.create(**{**asked, "input": items}, tool_choice="none", max_output_tokens=4)
+    assert last.usage is not None and last.usage.output_tokens <= 4
+
+
+def test_thinking_in_responses(client: openai.OpenAI) -> None:
+    asked: Any = {**RESPONSE, "model": "thinker", "reasoning": {"effort": "high"}, "max_output_tokens": 12}
+    found = client.responses.create(**asked)
+    reasoning = found.output[0]
+    assert reasoning.type == "reasoning" and reasoning.content and reasoning.content[0].text
+    assert found.usage is not None and 0 < found.usage.output_tokens_details.reasoning_tokens <= 12
+    told = [
+        event.delta
+        for event in client.responses.create(**asked, stream=True)
+        if event.type == "response.reasoning_text.delta"
+    ]
+    assert "".join(told) == reasoning.content[0].text
+
+
+def test_a_list_of_prompts(client: openai.OpenAI) -> None:
+    asked: Any = {"model": "demo", "max_tokens": 6, "temperature": 0}
+    found = client.completions.create(**asked, prompt=["moegguf is", "An expert is"])
+    alone = [
+        client.completions.create(**asked, prompt=prompt).choices[0].text for prompt in ("moegguf is", "An expert is")
+    ]
+    assert [choice.text for choice in found.choices] == alone
+    chunks = client.completions.create(**asked, prompt=["moegguf is", "An expert is"], stream=True)
+    told = ["", ""]
+    for chunk in chunks:
+        told[chunk.choices[0].index] += chunk.choices[0].text
+    assert told == alone
+
+
+def test_every_call_of_the_async_client(served: Server, whole: ChatCompletion) -> None:
     async def call_all() -> None:
-        base = f"{openai_server.url}/v1"
+        base = f"{served.url}/v1"
         async with openai.AsyncOpenAI(base_url=base, api_key="none", max_retries=0, timeout=60) as client:
             answer = await client.chat.completions.create(**ASKED)
             stream = await client.chat.completions.create(**ASKED, stream=True)
@@ -335,6 +391,8 @@ def test_every_call_of_the_async_client(openai_server: Server, whole: ChatComple
             assert "".join([chunk.choices[0].text async for chunk in deltas]) == said.choices[0].text
             packed = await client.embeddings.create(model="demo", input="one")
             assert len(packed.data[0].embedding) > 4
+            response = await client.responses.create(model="demo", input="one", max_output_tokens=4)
+            assert response.output_text
             assert (await client.models.retrieve("demo")).id in [model.id async for model in client.models.list()]
             with pytest.raises(openai.NotFoundError):
                 await client.models.retrieve("nobody")
@@ -342,15 +400,13 @@ def test_every_call_of_the_async_client(openai_server: Server, whole: ChatComple
     asyncio.run(call_all())
 
 
-def test_a_killed_worker_fails_its_answer_and_the_next_one_succeeds(
-    client: openai.OpenAI, openai_server: Server
-) -> None:
-    ends = openai_server.call("/tokenize", {"model": "tools", "content": "<|endoftext|><|im_start|><|im_end|>"})
+def test_a_killed_worker_fails_its_answer_and_the_next_one_succeeds(client: openai.OpenAI, served: Server) -> None:
+    ends = served.call("/tokenize", {"model": "tools", "content": "<|endoftext|><|im_start|><|im_end|>"})
     never = {str(token): -100 for token in ends.json["tokens"]}
     asked: Any = {**ASKED, "model": "tools", "logit_bias": never}  # goes on until the context is full
     stream = client.chat.completions.create(**asked, stream=True)
     assert next(stream).choices[0].delta.role == "assistant"
-    for pid in workers_of(openai_server.pid):
+    for pid in workers_of(served.pid):
         os.kill(pid, signal.SIGKILL)
     with pytest.raises(openai.APIError):
         list(stream)

@@ -68,6 +68,21 @@ def test_a_message_streams_and_the_map_changes(server: Server, look: Look) -> No
     until(page, f"({COUNT_PIXELS})().sum !== {idle['sum']}")
 
 
+def test_there_is_one_hit_rate(server: Server, look: Look) -> None:
+    page = look(server.url)
+    until(page, "document.getElementById('resident').textContent !== ''")
+    for question in ("What does moegguf do?", "What is a mixture of experts?"):
+        ask(page, question)
+        ended(page)
+        told = page.inner_text(".statistics >> nth=-1").replace("\xa0", " ")
+        for name, pattern in (("hit", r"hit rate (\S+ %)"), ("bytes", r"([\d.,]+ \S+) read per token")):
+            found = re.search(pattern, told)
+            assert found, told
+            shown = f"document.getElementById('{name}-value').textContent"
+            until(page, f"{shown} === {found[1].replace(' ', '')!r}")
+    assert page.locator(".panel :text-is('Hit rate')").count() == 1
+
+
 def test_a_second_turn_sends_the_first_and_a_new_chat_does_not(server: Server, look: Look) -> None:
     page = look(server.url)
     sent: list[Any] = []

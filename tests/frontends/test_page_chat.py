@@ -50,6 +50,32 @@ def test_stop_ends_the_request_and_keeps_the_text(look: Look) -> None:
     assert said == ["Go on for ever", "It begins well", "Are you free?"]
 
 
+def test_a_reload_keeps_the_chat(look: Look) -> None:
+    manager = manager_of(Delta(thinking="hm"), *deltas("**Hello** there"))
+    with running(app_of(manager)) as url:
+        page = look(url)
+        ask(page, "Hi")
+        ended(page)
+        manager.script = (*deltas("It begins"), asyncio.Event())
+        ask(page, "Go on for ever")
+        page.wait_for_selector("text=It begins")
+        page.reload()
+        until(page, "document.querySelectorAll('.turn').length === 4")
+        assert page.inner_text(".answer .content >> nth=0") == "Hello there"
+        assert page.inner_text(".answer .content >> nth=1") == "It begins"
+        assert page.inner_text(".answer summary") == "Thought" and not page.is_visible(".starters")
+        manager.script = deltas("Yes.")
+        ask(page, "Are you free?")
+        page.wait_for_selector("text=Yes.")
+        ended(page)
+        said = [message["content"] for message in manager.requests[2].messages or ()]
+        assert said == ["Hi", "**Hello** there", "Go on for ever", "It begins", "Are you free?"]
+        page.click("#new")
+        page.reload()
+        page.wait_for_selector(".starters")
+        assert page.inner_text("#log") == ""
+
+
 def test_escape_stops(look: Look) -> None:
     manager = manager_of(*deltas("It begins"), asyncio.Event())
     with running(app_of(manager)) as url:

@@ -227,12 +227,19 @@ def test_an_unknown_number_has_no_effect(server: Server) -> None:
     assert server.call("/api/generate", body).json["eval_count"] == 2
 
 
-def test_a_prompt_longer_than_the_context_is_refused_raw_and_cut_in_a_chat(server: Server) -> None:
+def test_a_prompt_longer_than_the_context_is_cut_unless_that_is_refused(server: Server) -> None:
     text = "word " * 3000
-    reply = server.call("/api/generate", {"model": "demo", "prompt": text, "raw": True, "stream": False})
-    assert reply.status == 400 and "exceed context window of 512" in reply.error
-    body = {"model": "demo", "messages": [{**QUESTION, "content": text}], "truncate": False, "stream": False}
-    assert server.call("/api/chat", body).status == 400
+    few = {"model": "demo", "stream": False, "options": {"num_predict": 3}}
+    plain = {**few, "prompt": text, "raw": True}
+    chat = {**few, "messages": [{**QUESTION, "content": text}]}
+    for path, body in (("/api/generate", plain), ("/api/chat", chat)):
+        for form in ({"truncate": False}, {"shift": False}):
+            reply = server.call(path, {**body, **form})
+            assert reply.status == 400 and "exceed context window of 512" in reply.error
+        reply = server.call(path, body)
+        assert reply.status == 200 and reply.json["cut_tokens"] > 2000
+    reply = server.call("/v1/chat/completions", chat)
+    assert reply.status == 400 and reply.json["error"]["code"] == "context_length_exceeded"
     turns = [{"role": role, "content": "word " * 150} for role in ("user", "assistant", "user", "assistant")]
     reply = server.call("/api/chat", {"model": "demo", "messages": [*turns, QUESTION], "stream": False})
     assert reply.status == 200 and reply.json["cut_messages"] > 0

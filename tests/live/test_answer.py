@@ -187,12 +187,15 @@ def test_a_fault_in_the_middle_is_raised_where_the_deltas_are_read(tiny: TinyMod
 
 
 def test_the_error_of_a_prompt_that_does_not_fit_states_its_length(demo: Llama) -> None:
-    with pytest.raises(ContextError, match=r"Requested tokens \(\d+\) exceed context window of 512; "):
-        Answer(demo, ask("word " * 600))
-    with pytest.raises(ContextError, match=r"Requested tokens \(\d+\) exceed context window of 512; "):
-        Answer(demo, ask(prompt="word " * 600))
-    with pytest.raises(ContextError, match="exceed context window"):
-        Answer(demo, ask("x" * 50_000_000))
+    n_tokens = len(demo.tokenize(b"word " * 40_000))
+    with pytest.raises(ContextError, match=rf"Requested tokens \({n_tokens}\) exceed context window of 512; "):
+        Answer(demo, ask(prompt="word " * 40_000, truncate=False))
+    n_tokens = len(Answer(demo, ask("word"))._prompt.tokens) - len(demo.tokenize(b"word")) + n_tokens
+    for form in ({"truncate": False}, {"shift": False}):
+        with pytest.raises(ContextError, match=rf"Requested tokens \({n_tokens}\) exceed context window of 512; "):
+            Answer(demo, ask("word " * 40_000, **form))
+    with pytest.raises(ContextError, match=r"\((249|250)\d{5}\) exceed context window"):  # estimated
+        Answer(demo, ask("xy " * 12_500_000, truncate=False))
 
 
 def test_the_oldest_messages_are_left_out_when_all_do_not_fit(demo: Llama) -> None:

@@ -46,7 +46,7 @@ WEATHER = {
 def test_a_stop_string_ends_the_answer_and_no_letter_of_it_is_returned(demo: Llama, whole: str, stop: str) -> None:
     answer = Answer(demo, ask(QUESTION, stop=("not there at all", stop)))
     assert text_of(list(answer.deltas())) == whole[: whole.index(stop)]
-    assert answer.timing.finish == "stop"
+    assert answer.timing.finish == "stop" and answer.timing.stop_string == stop
     assert answer.timing.answer_tokens <= len(demo.tokenize(whole.encode(), False))
 
 
@@ -139,7 +139,7 @@ def test_logprobs_of_a_stop_string_are_not_returned(demo: Llama, whole: str) -> 
 @pytest.mark.parametrize(("n", "expected"), [(1, 1), (5, 5), (None, 508), (0, 508), (-1, 508)])
 def test_the_limit_of_tokens(demo: Llama, n: int | None, expected: int) -> None:
     bias = dict.fromkeys(ends_of(demo), -1000.0)
-    _, timing = reply(demo, prompt="What does moegguf", max_tokens=n, logit_bias=bias)
+    _, timing = reply(demo, prompt="What does moegguf", max_tokens=n, logit_bias=bias, shift=False)
     room = 512 - timing.prompt_tokens - timing.cached_tokens
     assert (timing.answer_tokens, timing.finish) == (min(expected, room), "length")
     assert len(timing.context) == timing.prompt_tokens + timing.cached_tokens + timing.answer_tokens
@@ -180,6 +180,7 @@ def test_a_template_of_the_request_is_used_and_its_thinking_separated(demo: Llam
     deltas = list(answer.deltas())
     assert text_of(deltas) == ""
     assert "".join(piece.thinking for piece in deltas)
+    assert 0 < answer.timing.thinking_tokens <= answer.timing.answer_tokens
 
 
 @pytest.mark.parametrize("choice", ["required", "weather"])

@@ -67,10 +67,15 @@ def test_a_long_input_is_cut_or_refused(model: Llama) -> None:
 
 def test_nothing_to_embed_and_tokens_that_do_not_exist(model: Llama) -> None:
     assert embed(model, []).vectors == []
-    with pytest.raises(OptionError, match="empty"):
-        embed(model, [[]])
     with pytest.raises(OptionError, match="no token of this model"):
         embed(model, [[model.n_vocab()]])
+
+
+def test_an_empty_text_has_a_vector_and_fails_no_batch(model: Llama) -> None:
+    first, empty, last = embed(model, [TEXTS[0], "", TEXTS[1]]).vectors
+    assert [[first], [last]] == [embed(model, [text]).vectors for text in TEXTS[:2]]
+    begin = [token for token in (model.token_bos(), model.token_eos()) if token != -1][:1]
+    assert empty == embed(model, [begin]).vectors[0]
 
 
 def test_an_answer_after_an_embedding_is_the_same_as_without(generative: Llama) -> None:

@@ -16,7 +16,7 @@ import pytest
 from scripted_manager import in_loop, n_files
 
 from moegguf.errors import BudgetError, WorkerError
-from moegguf.generate.request import Delta, GenerationRequest, Sampling, Timing
+from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, Sampling, Timing
 from moegguf.models.entry import ModelEntry
 from moegguf.serving.events import Done, LoadOverrides
 from moegguf.serving.lease import Lease
@@ -41,9 +41,9 @@ class Files:
         when = datetime(2026, 1, 2, tzinfo=UTC)
         return ModelEntry(f"{name}:latest", "path", (path,), path.stat().st_size, name * 64, when)
 
-    def size_bytes(self, name: str) -> tuple[int, int]:
+    def size_bytes(self, name: str, n_ctx: int | None = None) -> tuple[int, int]:
         """Wanted and minimum bytes of a model."""
-        size = measure(self.find(name), ONE_THREAD, Settings(), 8 << 30)
+        size = measure(self.find(name), ONE_THREAD, Settings(n_ctx=n_ctx), 8 << 30)
         return size.wanted_bytes, size.minimum_bytes
 
 
@@ -88,7 +88,7 @@ async def test_a_killed_worker_costs_one_answer(files: Files) -> None:
         expected = await generate(manager, "a", story(1))
         async with manager.lease("a") as lease:
             answer = aiter(lease.answer(ENDLESS))
-            assert isinstance(await anext(answer), Delta)
+            assert isinstance(await anext(answer), PromptProgress)
             os.kill(lease.loaded.pid, signal.SIGKILL)
             with pytest.raises(WorkerError, match=r"'a:latest'.*SIGKILL.*loads it again"):
                 await rest_of(answer)
@@ -131,18 +131,18 @@ async def test_two_models_in_a_budget_that_holds_one(files: Files) -> None:
 
 @in_loop
 async def test_with_less_memory_fewer_experts_and_the_same_answer(files: Files) -> None:
-    async with running_manager(files) as manager:
+    async with running_manager(files, n_ctx=512) as manager:
         expected = await generate(manager, "a", story(5, 40))
         everything = manager.loaded()[0]
-    wanted, minimum = files.size_bytes("a")
+    wanted, minimum = files.size_bytes("a", n_ctx=512)
     assert wanted == everything.size_bytes
-    budget = (wanted + minimum) // 2
-    async with running_manager(files, memory_bytes=budget) as manager:
+    budget = minimum + everything.plan["n_slots"] // 2 * everything.plan["slot_bytes"]
+    async with running_manager(files, n_ctx=512, memory_bytes=budget) as manager:
         assert await generate(manager, "a", story(5, 40)) == expected
         (model,) = manager.loaded()
         assert model.plan["n_slots"] < everything.plan["n_slots"] and model.plan["total_bytes"] <= budget
         assert model.stats.misses > 0
-    async with running_manager(files, memory_bytes=minimum - 1) as manager:
+    async with running_manager(files, n_ctx=512, memory_bytes=minimum - 1) as manager:
         with pytest.raises(BudgetError, match=r"needs at least .*MOEGGUF_MEMORY"):
             await generate(manager, "a", story(5))
 

@@ -19,7 +19,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moegguf.errors import SchemaError
-from moegguf.generate.constraint import Constraint, Matcher, constraint_for, matcher_tokens
+from moegguf.generate.constraint import Constraint, constraint_for
+from moegguf.generate.matcher import Matcher, matcher_tokens
 from moegguf.generate.parsing import AnswerParser
 from moegguf.generate.request import GenerationRequest
 

@@ -10,7 +10,7 @@ from answering import Load, TinyModel, ends_of, reply
 
 from moegguf.engine.llama import Llama
 from moegguf.engine.machine import Memory, read_memory
-from moegguf.engine.memory import check_context, choose_context, kv_bytes
+from moegguf.engine.memory import check_context, kv_bytes
 from moegguf.errors import AllocationError, OptionError
 from moegguf.gguf.experts import ExpertLayout, read_layout
 
@@ -26,25 +26,6 @@ def layout(tiny: TinyModel) -> ExpertLayout:
 
 def memory(available: int) -> Memory:
     return Memory(64 * GIB, available, "a test")
-
-
-@pytest.mark.parametrize(("requested", "n_ctx"), [(1, 256), (256, 256), (257, 512), (300, 512), (200_000, 200_192)])
-def test_a_requested_context_is_padded(layout: ExpertLayout, requested: int, n_ctx: int) -> None:
-    assert choose_context(layout, requested, memory(0)) == n_ctx
-
-
-def test_by_default_a_tenth_of_the_free_memory_holds_it(layout: ExpertLayout) -> None:
-    for n_ctx in (4096, 8192, 16384, 32768):
-        assert choose_context(layout, None, memory(10 * kv_bytes(layout, n_ctx))) == n_ctx
-        assert choose_context(layout, None, memory(10 * kv_bytes(layout, n_ctx) - 10)) == max(4096, n_ctx // 2)
-    assert choose_context(layout, None, memory(1 << 50)) == 32768
-    assert choose_context(layout, None, memory(0)) == 4096
-
-
-@pytest.mark.parametrize(("trained", "n_ctx"), [(100, 256), (512, 512), (2048, 2048), (5000, 5120), (40960, 32768)])
-def test_by_default_it_is_no_more_than_the_model_was_trained_on(layout: ExpertLayout, trained: int, n_ctx: int) -> None:
-    small = replace(layout, hparams=replace(layout.hparams, n_ctx_train=trained))
-    assert choose_context(small, None, memory(1 << 50)) == n_ctx
 
 
 def test_a_context_above_all_memory_is_refused_at_once(layout: ExpertLayout) -> None:

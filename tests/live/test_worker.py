@@ -20,7 +20,7 @@ from moegguf.engine.llama import Llama
 from moegguf.errors import ContextError, ModelFormatError, ModelNotFoundError, OptionError, WorkerError
 from moegguf.generate.answer import Answer
 from moegguf.generate.embedding import Embeddings, embed
-from moegguf.generate.request import Delta, GenerationRequest, Sampling, Timing
+from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, Sampling, Timing
 from moegguf.serving.events import Snapshot
 from moegguf.serving.wire import LoadConfig, build
 from moegguf.serving.worker_process import WorkerProcess
@@ -85,7 +85,7 @@ async def test_an_answer_can_be_cancelled(tiny: TinyModel) -> None:
     async with worker_of(tiny()) as process:
         request = process.request("generate", generation=ENDLESS, stream=True)
         events = request.events()
-        assert isinstance(await anext(events), Delta)
+        assert isinstance(await anext(events), PromptProgress) and isinstance(await anext(events), Delta)
         request.cancel()
         timing = build(Timing, [event async for event in events][-1])
         assert timing.finish == "cancelled" and timing.answer_tokens < 200
@@ -134,6 +134,22 @@ async def test_tokenizing_works_during_an_answer(tiny: TinyModel, load: Load) ->
         assert await process.request("detokenize", tokens=bare).value() == "ein Wörtchen"
         with pytest.raises(OptionError):
             await process.request("detokenize", tokens=[1 << 30]).value()
+
+
+@in_loop
+async def test_prompts_are_counted_also_beyond_the_context(tiny: TinyModel) -> None:
+    async with worker_of(tiny()) as process:
+        few = await process.request("count", generation=request_of("word")).value()
+        once, twice = [
+            await process.request("count", generation=request_of("word " * 3000 * n)).value() for n in (1, 2)
+        ]
+        assert 3000 < once < twice - 3000
+        _, timing, _ = await answer_of(process, request_of("word"))
+        assert few == timing.prompt_tokens + timing.cached_tokens
+
+
+def request_of(text: str) -> GenerationRequest:
+    return GenerationRequest(messages=({"role": "user", "content": text},), sampling=Sampling(max_tokens=1))
 
 
 @pytest.mark.parametrize(("name", "error"), [("no.gguf", ModelNotFoundError), ("bad.gguf", ModelFormatError)])
@@ -185,7 +201,7 @@ async def test_ctrl_c_is_ignored_and_a_kill_is_an_error(tiny: TinyModel) -> None
 async def test_it_exits_when_its_socket_closes_even_during_an_answer(tiny: TinyModel) -> None:
     async with worker_of(tiny()) as process:
         running = process.request("generate", generation=ENDLESS, stream=True)
-        assert isinstance(await anext(running.events()), Delta)
+        assert isinstance(await anext(running.events()), PromptProgress)
         await process.close()
         assert process._child.returncode == 0
 

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from llguidance import LLTokenizer
 
 from moegguf.errors import CapabilityError, SchemaError
-from moegguf.generate.constraint import Constraint, Matcher, MatcherTokens, constraint_for, matcher_tokens
+from moegguf.generate.constraint import Constraint, constraint_for
+from moegguf.generate.matcher import Matcher, MatcherTokens, matcher_tokens
 from moegguf.generate.request import GenerationRequest
 
 TOOL = {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}
@@ -193,6 +194,42 @@ def test_no_pattern_holds_a_model_for_long(pattern: str) -> None:
 def test_whatever_the_schema_says_there_is_a_matcher_or_a_schema_error(form: dict[str, Any]) -> None:
     with contextlib.suppress(SchemaError):
         assert matcher(form)
+
+
+@pytest.mark.parametrize(
+    ("form", "message"),
+    [
+        ({"type": "integer", "multipleOf": 10**9 + 7}, "`multipleOf`.* 1000000007"),
+        ({"properties": {f"p{i}": {"multipleOf": 9973} for i in range(40)}}, "`multipleOf`"),
+        ({"type": "number", "multipleOf": 1.0000007}, "`multipleOf`"),
+    ],
+)
+def test_multiples_of_a_large_number_have_a_limit(form: Any, message: str) -> None:
+    """Each remainder is a state of the lexer: 2^31 would take hours."""
+    with pytest.raises(SchemaError, match=message):
+        matcher(form)
+    for small in (1, 1000, 0.01, 10**6, 0.00001):
+        matcher({"type": "number", "multipleOf": small})
+
+
+def test_the_schemas_of_all_tools_together_have_limits() -> None:
+    def tools(n: int, schema: dict[str, Any]) -> tuple[Any, ...]:
+        return tuple({"function": {"name": f"f{i}", "parameters": schema}} for i in range(n))
+
+    long = {"properties": {"p": {"enum": ["x" * 60_000]}}}
+    with pytest.raises(SchemaError, match="524288 bytes together"):
+        constraint(tools=tools(20, long), tool_choice="required")
+    many = {"properties": {f"p{i}": {} for i in range(1000)}}
+    with pytest.raises(SchemaError, match="10000 parts"):
+        constraint(tools=tools(20, many), tool_choice="required")
+    assert constraint(tools=tools(100, {"properties": {f"p{i}": {} for i in range(20)}}), tool_choice="required")
+
+
+def test_a_token_that_takes_long_ends_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = matcher("json")
+    monkeypatch.setattr("moegguf.generate.matcher.MAX_STEP_S", -1.0)
+    with pytest.raises(SchemaError, match="for one token"):
+        one.accept(ord("{"))
 
 
 def test_many_tools_have_a_limit() -> None:

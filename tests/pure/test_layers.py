@@ -30,10 +30,11 @@ ALLOWED: dict[str, set[str]] = {
 
 # Packages within `server` that must not know each other: what both need lies in `server.common`.
 APART = {
-    "moegguf.server.openai": ("moegguf.server.ollama",),
-    "moegguf.server.ollama": ("moegguf.server.openai",),
-    "moegguf.server.common": ("moegguf.server.ollama", "moegguf.server.openai"),
-    "moegguf.server.llama_server": ("moegguf.server.ollama", "moegguf.server.openai"),
+    "moegguf.server.openai": ("moegguf.server.ollama", "moegguf.server.anthropic"),
+    "moegguf.server.ollama": ("moegguf.server.openai", "moegguf.server.anthropic"),
+    "moegguf.server.anthropic": ("moegguf.server.ollama", "moegguf.server.openai"),
+    "moegguf.server.common": ("moegguf.server.ollama", "moegguf.server.openai", "moegguf.server.anthropic"),
+    "moegguf.server.llama_server": ("moegguf.server.ollama", "moegguf.server.openai", "moegguf.server.anthropic"),
 }
 
 # Libraries that belong to some packages only.

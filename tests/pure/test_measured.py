@@ -56,6 +56,23 @@ def test_a_policy_that_was_not_measured_there_is_not_chosen_there() -> None:
     assert Measured("", {"lru": {0.1: 0.1, 0.5: 0.5}, "lfu": {0.1: 0.9}}).choose(0.5) == ControllerChoice()
 
 
+def test_the_range_is_interpolated_and_never_above_belady() -> None:
+    ranges = {"lru": {0.25: (0.3, 0.5), 0.5: (0.6, 0.8)}}
+    measured = Measured("", {"lru": {0.5: 0.7}}, ranges=ranges, bound={0.25: 0.6, 0.5: 0.75})
+    assert measured.range_at(0.25) == (0.3, 0.5)
+    assert measured.range_at(0.375) == pytest.approx((0.45, 0.65))
+    assert measured.range_at(0.5) == pytest.approx((0.6, 0.75))
+    assert measured.range_at(0.125) == pytest.approx((0.15, 0.25))
+    assert measured.range_at(1.0) == (1.0, 1.0)
+    assert Measured("", {"lru": {0.5: 0.7}}).range_at(0.5) is None
+
+
+def test_ranges_and_bound_are_read_back(tmp_path: Path) -> None:
+    measured = Measured("ab", RATES, ranges={"lru": {0.5: (0.25, 0.75)}}, bound={0.5: 0.875})
+    write_measured(tmp_path / "m.json", measured)
+    assert read_measured(tmp_path / "m.json") == measured
+
+
 RATE = st.floats(0, 1)
 
 
@@ -107,6 +124,9 @@ def test_a_file_that_lacks_something_is_refused(tmp_path: Path, key: str) -> Non
         {"hit_rates": {"lru": {"0.5": None}}},
         {"predictors": []},
         {"predictors": 3},
+        {"ranges": {"lru": {"0.5": [0.5]}}},
+        {"ranges": {"lru": {"0.5": [0.5, 1.5]}}},
+        {"bound": {"0.5": 2}},
     ],
     ids=str,
 )

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from gguf_builder import moe
 from hypothesis import given
 from hypothesis import strategies as st
 
 from moegguf.engine.machine import Memory
 from moegguf.errors import BudgetError
-from moegguf.serving.memory_budget import Admission, MemoryLimit, MemoryUse, ModelSize, admit, is_embedding
+from moegguf.models.folder import file_entry
+from moegguf.serving.events import LoadOverrides
+from moegguf.serving.memory_budget import Admission, MemoryLimit, MemoryUse, ModelSize, admit, is_embedding, measure
 from moegguf.settings import Settings
 
 GIB = 1 << 30
@@ -98,6 +102,21 @@ def test_the_limit_is_the_setting_or_what_is_free() -> None:
     assert 5 * GIB < limit.bytes(4 * GIB) < 6 * GIB, "other programs took the rest"
     free[0] = 0
     assert limit.bytes(0) == 0
+
+
+def test_within_less_memory_batch_and_slots_are_chosen_together(tmp_path: Path) -> None:
+    """Every size between the minimum and all has a plan that fits, and the worker gets the plan's batch."""
+    path = moe(n_layer=6, n_expert=16, n_used=4).write(tmp_path / "m.gguf")
+    found = measure(file_entry(path, "path", "m"), LoadOverrides(), Settings(), 64 * GIB)
+    whole = found.plan_within(found.wanted_bytes)
+    assert whole.resident and whole.n_ubatch == 512 and whole.total_bytes == found.wanted_bytes
+    least, most = found.minimum_bytes, found.wanted_bytes
+    plans = [found.plan_within(n_bytes) for n_bytes in range(least, most, (most - least) // 20)]
+    for i, plan in enumerate(plans):
+        assert plan.total_bytes <= least + i * ((most - least) // 20)
+        config = found.load_config(plan)
+        assert (config.n_ubatch, config.expert_cache_bytes) == (plan.n_ubatch, plan.budget_bytes)
+    assert plans[0].n_ubatch < plans[-1].n_ubatch
 
 
 @pytest.mark.parametrize(

@@ -199,9 +199,26 @@ def test_entry_messages_come_before_the_conversation() -> None:
     assert (ask(own, messages=told).messages or ())[1] == {"role": "system", "content": "Be brief."}
 
 
-def test_truncate_is_off_by_default() -> None:
-    assert ask().truncate is False
-    assert ask(truncate=True).truncate is True
+def test_truncate_and_shift_are_off_by_default() -> None:
+    """As OpenAI: a prompt that is too long is an error, and an answer ends with the context."""
+    assert (ask().truncate, ask().shift) == (False, False)
+    assert (ask(truncate=True).truncate, ask(shift=True).shift) == (True, True)
+
+
+@pytest.mark.parametrize(
+    ("given", "continues"),
+    [
+        ({}, True),
+        ({"continue_final_message": True}, True),
+        ({"continue_final_message": False}, False),
+        ({"add_generation_prompt": True}, False),
+        ({"add_generation_prompt": False}, True),
+    ],
+)
+def test_the_assistants_last_message_is_continued_unless_told_otherwise(given: dict[str, Any], continues: bool) -> None:
+    assert ask(**given).continue_final_message is continues
+    with pytest.raises(ValueError, match="cannot both be true"):
+        ask(continue_final_message=True, add_generation_prompt=True)
 
 
 def test_formats() -> None:
@@ -269,6 +286,12 @@ def test_stream_objects_share_id_and_time() -> None:
     assert objects[-1]["timings"]["predicted_per_second"] == 2.0
 
 
+def whole_of(answer: ChatReply | CompletionReply, deltas: list[Delta]) -> Any:
+    """The object of a reply with one choice."""
+    answer.add(deltas, DONE)
+    return answer.whole()
+
+
 def test_usage_has_a_chunk_of_its_own_on_request() -> None:
     answer = reply(include_usage=True)
     *_, finish, figures = [answer.first(), *answer.last(DONE)]
@@ -295,13 +318,13 @@ def test_tool_calls_are_numbered_over_all_deltas() -> None:
 
 
 def test_only_one_call_without_parallel_tool_calls() -> None:
-    whole = ChatCompletion.model_validate(reply(parallel=False).whole([Delta(tool_calls=CALLS)] * 2, DONE))
+    whole = ChatCompletion.model_validate(whole_of(reply(parallel=False), [Delta(tool_calls=CALLS)] * 2))
     assert [call.id for call in whole.choices[0].message.tool_calls or ()] == ["c1"]
 
 
 def test_a_whole_answer() -> None:
     deltas = [Delta(thinking="h"), Delta(thinking="m"), Delta(text="a"), Delta(text="b", logprobs=(CHANCE,))]
-    item = reply(logprobs=True).whole(deltas, DONE)
+    item = whole_of(reply(logprobs=True), deltas)
     whole = ChatCompletion.model_validate(item)
     assert whole.choices[0].message.content == "ab"
     assert item["choices"][0]["message"]["reasoning"] == item["choices"][0]["message"]["reasoning_content"] == "hm"
@@ -314,7 +337,7 @@ def test_a_whole_answer() -> None:
 
 
 def test_content_is_null_with_tool_calls_only() -> None:
-    whole = ChatCompletion.model_validate(reply().whole([Delta(tool_calls=CALLS)], DONE))
+    whole = ChatCompletion.model_validate(whole_of(reply(), [Delta(tool_calls=CALLS)]))
     assert whole.choices[0].message.content is None
     assert json.loads((whole.choices[0].message.tool_calls or [])[0].function.arguments) == {"city": "Ås"}  # type: ignore[union-attr]
     assert whole.choices[0].finish_reason == "tool_calls"
@@ -338,10 +361,10 @@ def test_prompt_progress_as_in_llama_server() -> None:
 
 def test_a_completion_has_text_offsets() -> None:
     def answer() -> CompletionReply:
-        return CompletionReply("m:latest", "ab", include_usage=False, logprobs=True, echo="So ")
+        return CompletionReply("m:latest", "ab", include_usage=False, logprobs=True, before=["So "])
 
     deltas = [Delta(text="hé", logprobs=(CHANCE,)), Delta(text="hé", logprobs=(CHANCE,))]
-    whole = Completion.model_validate(answer().whole(deltas, DONE))
+    whole = Completion.model_validate(whole_of(answer(), deltas))
     assert whole.choices[0].text == "So héhé"
     assert whole.choices[0].logprobs is not None
     assert whole.choices[0].logprobs.text_offset == [3, 5]

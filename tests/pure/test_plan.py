@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,12 @@ from gguf_builder import Q4_K_T, Q6_K_T, U32, moe
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moegguf.engine.estimate import expect, guess_hit_rate
+from moegguf.controller.measured import Measured
+from moegguf.engine.batch import Fit, best_fit, request_cost
+from moegguf.engine.estimate import HitRates, Speeds, typical_hit_rate
 from moegguf.engine.machine import Memory
-from moegguf.engine.memory import compute_bytes, kv_bytes, memory_needs, row_bytes
-from moegguf.engine.plan import MARGIN_BYTES, Plan, make_plan, slot_bytes
+from moegguf.engine.memory import MARGIN_BYTES, compute_bytes, kv_bytes, memory_needs, row_bytes
+from moegguf.engine.plan import Plan, make_plan, slot_bytes
 from moegguf.errors import BudgetError
 from moegguf.gguf.experts import ExpertLayout, read_layout
 from moegguf.native.store import slot_sizes
@@ -35,7 +39,7 @@ def layout(tmp_path_factory: pytest.TempPathFactory) -> ExpertLayout:
 
 
 def plan(layout: ExpertLayout, budget: str | int, memory: Memory = PLENTY, **kwargs: Any) -> Plan:
-    return make_plan(layout, parse_expert_cache(budget), memory, **kwargs)
+    return make_plan(layout, parse_expert_cache(budget), memory, **{"n_ctx": 4096, **kwargs})
 
 
 def test_strides_are_whole_blocks_of_every_type(tmp_path: Path) -> None:
@@ -106,14 +110,14 @@ def test_auto_takes_what_is_free(layout: ExpertLayout) -> None:
     needs = memory_needs(layout, 4096, 512)
     size = slot_bytes(layout)
     free = needs.total_bytes(0) + MARGIN_BYTES + 40 * (size + needs.slot_work_bytes) + 5
-    p = plan(layout, "auto", Memory(64 * GIB, free, "cgroup v2 /x"))
+    p = plan(layout, "auto", Memory(64 * GIB, free, "cgroup v2 /x"), n_ubatch=512)
     assert p.n_slots == 40 and not p.warnings
     assert p.total_bytes + MARGIN_BYTES <= free
     assert any("cgroup v2 /x" in reason for reason in p.reasons)
 
 
 def test_auto_without_enough_memory_states_what_is_needed(layout: ExpertLayout) -> None:
-    for free in (0, 100 * MIB, memory_needs(layout, 4096, 512).total_bytes(0) + MARGIN_BYTES):
+    for free in (0, 100 * MIB, memory_needs(layout, 4096, 1).total_bytes(0) + MARGIN_BYTES):
         with pytest.raises(BudgetError, match=r"limited by cgroup v2 /x.*at least .*for experts"):
             plan(layout, "auto", Memory(64 * GIB, free, "cgroup v2 /x"))
 
@@ -138,7 +142,7 @@ def test_any_plan_keeps_its_promises(layout: ExpertLayout, budget: int, free: in
     cache = ExpertCache("bytes", n_bytes=budget) if mode == "bytes" else ExpertCache("auto")
     memory = Memory(64 * GIB, free, "the machine")
     try:
-        p = make_plan(layout, cache, memory, n_ubatch=n_ubatch)
+        p = make_plan(layout, cache, memory, n_ctx=4096, n_ubatch=n_ubatch)
     except BudgetError:
         assert mode == "auto" or budget < 4 * slot_bytes(layout)
         return
@@ -188,21 +192,110 @@ def test_compute_grows_with_batch_and_context(layout: ExpertLayout) -> None:
     assert row_bytes(2, 33) == 36
 
 
-def test_hit_rate_guess_is_a_rising_curve() -> None:
-    assert guess_hit_rate(0) == 0 and guess_hit_rate(1) == 1 and guess_hit_rate(2) == 1 and guess_hit_rate(-1) == 0
-    assert guess_hit_rate(0.25) == pytest.approx(0.60) and guess_hit_rate(0.375) == pytest.approx(0.75)
-    values = [guess_hit_rate(i / 100) for i in range(101)]
-    assert values == sorted(values)
+def test_batch_and_slots_are_chosen_together(layout: ExpertLayout) -> None:
+    """Where buffers for 512 tokens leave no layer's experts, a smaller pass leaves room for them."""
+    size = slot_bytes(layout)
+    large, small = memory_needs(layout, 4096, 512), memory_needs(layout, 4096, 64)
+    free = large.total_bytes(0) + MARGIN_BYTES + 5 * size  # 5 slots beside 512 tokens: passes of one token
+    p = plan(layout, "auto", Memory(64 * GIB, free, "x"))
+    assert small.total_bytes(p.n_slots) + p.budget_bytes <= free - MARGIN_BYTES
+    assert p.n_slots == layout.n_expert_total and 64 <= p.n_ubatch < 512
+    (reason,) = [reason for reason in p.reasons if "at a time instead of 512" in reason]
+    assert "more for experts" in reason
+    assert free - MARGIN_BYTES - p.total_bytes < size + (p.n_ubatch * 1024**2), "no memory is left unused"
+
+
+def test_a_context_that_left_no_room_with_large_buffers_is_planned(layout: ExpertLayout) -> None:
+    free = memory_needs(layout, 4096, 512).total_bytes(0) + MARGIN_BYTES - MIB
+    assert plan(layout, "auto", Memory(64 * GIB, free, "x")).n_ubatch < 512
+
+
+def test_a_given_batch_stays_where_the_pool_allows_it(layout: ExpertLayout) -> None:
+    size, needs = slot_bytes(layout), memory_needs(layout, 4096, 256)
+    memory = Memory(64 * GIB, needs.total_bytes(0) + MARGIN_BYTES + 20 * (size + needs.slot_work_bytes), "x")
+    assert plan(layout, "auto", memory, n_ubatch=256).n_ubatch == 256
+    assert plan(layout, "auto", memory).n_slots > plan(layout, "auto", memory, n_ubatch=256).n_slots
+    for budget in ("30%", "100%"):
+        assert plan(layout, budget, Memory(64 * GIB, MIB, "x"), n_ubatch=256).n_ubatch == 256
+
+
+def test_a_given_budget_gets_the_largest_pass_that_fits_beside_it(layout: ExpertLayout) -> None:
+    free = memory_needs(layout, 4096, 128).total_bytes(48) + 48 * slot_bytes(layout)
+    p = plan(layout, "50%", Memory(64 * GIB, free, "x"))
+    assert p.n_ubatch == 128 and not p.warnings and "would not fit" in " ".join(p.reasons)
+
+
+def test_more_slots_pay_while_answering_and_larger_passes_for_prompts(layout: ExpertLayout) -> None:
+    size, needs = slot_bytes(layout), memory_needs(layout, 4096, 64)
+    assert request_cost(layout, size, Fit(60, 64, needs)) < request_cost(layout, size, Fit(40, 64, needs))
+    assert request_cost(layout, size, Fit(40, 256, needs)) < request_cost(layout, size, Fit(40, 32, needs))
+    assert best_fit(layout, size, [Fit(40, 64, needs), Fit(41, 63, needs)]).n_ubatch == 64, "about equal: the larger"
+
+
+def trained_on(layout: ExpertLayout, n_ctx: int) -> ExpertLayout:
+    return replace(layout, hparams=replace(layout.hparams, n_ctx_train=n_ctx))
+
+
+def test_the_context_is_the_largest_in_a_tenth_of_the_free_memory(layout: ExpertLayout) -> None:
+    long = trained_on(layout, 131072)
+    chosen = {free: plan(long, "auto", Memory(64 * GIB, free, "x"), n_ctx=None) for free in (GIB, 4 * GIB, 60 * GIB)}
+    sizes = [p.n_ctx for p in chosen.values()]
+    assert sizes == sorted(sizes) and sizes[0] < sizes[-1] == 131072
+    for free, p in chosen.items():
+        assert p.total_bytes + MARGIN_BYTES <= free
+        assert any("--ctx" in reason for reason in p.reasons) == (p.n_ctx < 131072)
+    assert plan(trained_on(layout, 700), "auto", n_ctx=None).n_ctx == 768
+    assert plan(long, "auto", n_ctx=0).n_ctx == 131072
+    assert plan(long, "auto", n_ctx=300).n_ctx == 512
+
+
+def test_little_memory_goes_to_experts_before_the_context(layout: ExpertLayout) -> None:
+    long = trained_on(layout, 131072)
+    free = memory_needs(long, 512, 8).total_bytes(0) + MARGIN_BYTES + 30 * slot_bytes(long)
+    p = plan(long, "auto", Memory(64 * GIB, free, "x"), n_ctx=None)
+    assert 512 <= p.n_ctx < 4096 and p.n_slots >= layout.n_expert
+
+
+def test_a_context_leaves_room_for_a_given_budget(layout: ExpertLayout) -> None:
+    long = trained_on(layout, 131072)
+    free = memory_needs(long, 1024, 1).total_bytes(96) + 96 * slot_bytes(long) + MARGIN_BYTES
+    p = plan(long, "100%", Memory(64 * GIB, free, "x"), n_ctx=None)
+    assert p.n_ctx <= 1024 and not p.warnings
+
+
+def test_published_ends_hold_routing_without_locality_and_the_best(layout: ExpertLayout) -> None:
+    known = HitRates(layout)
+    ranges = [known.range_at(n) for n in range(24, 97)]
+    for n, found in zip(range(24, 97), ranges, strict=True):
+        assert found.low <= n / 96 <= found.high <= 1
+    assert [r.low for r in ranges] == sorted(r.low for r in ranges)
+    assert known.range_at(23).low == 0 and known.range_at(96).low == 1
+    assert "not measured" in known.range_at(48).basis
+    assert known.range_at(48).low < typical_hit_rate(layout, 48) < known.range_at(48).high
+
+
+def test_a_measurement_of_this_model_narrows_the_range_to_below_belady(layout: ExpertLayout) -> None:
+    measured = Measured(
+        "ab", {"lru": {0.5: 0.6}}, about={"ranges": 69}, ranges={"lru": {0.5: (0.55, 0.8)}}, bound={0.5: 0.75}
+    )
+    found = HitRates(layout, measured).range_at(48)
+    assert (found.low, found.high) == (0.55, 0.75) and "69 requests" in found.basis
+    assert "not measured" in HitRates(layout, replace(measured, ranges={})).range_at(48).basis
+
+
+def test_what_was_published_for_a_shape_is_named(tmp_path: Path) -> None:
+    layout = layout_of(tmp_path, n_layer=2, n_expert=128, n_used=8)
+    assert "Qwen3-30B-A3B (kekzl/imp#1359)" in HitRates(layout).expect(64).nearest
+    assert not HitRates(layout).expect(1).nearest
 
 
 def test_expectations(layout: ExpertLayout) -> None:
-    e = expect(layout, 48, disk_bytes_per_s=1e9)
-    assert e.hit_low == pytest.approx(0.85) and e.hit_low <= e.hit_high <= 1
+    e = HitRates(layout).expect(48, Speeds(1e9, 10e9))
     assert e.missed_bytes_high == round(layout.token_cycle_bytes * (1 - e.hit_low)) >= e.missed_bytes_low
     assert e.tokens_per_s_low is not None and e.tokens_per_s_high is not None
-    assert e.tokens_per_s_low == pytest.approx(1e9 / e.missed_bytes_high)
-    assert e.tokens_per_s_high >= e.tokens_per_s_low
-    assert "guess" in e.note
-    assert expect(layout, 23).hit_low == 0 and expect(layout, 23).tokens_per_s_low is None
-    whole = expect(layout, 96, 1e9)
-    assert (whole.hit_low, whole.missed_bytes_high, whole.tokens_per_s_low) == (1.0, 0, None)
+    assert 0 < e.tokens_per_s_low < e.tokens_per_s_high
+    faster = HitRates(layout).expect(48, Speeds(2e9, 10e9)).tokens_per_s_high
+    assert faster is not None and faster > e.tokens_per_s_high
+    assert HitRates(layout).expect(48).tokens_per_s_low is None
+    whole = HitRates(layout).expect(96, Speeds(math.inf, 10e9))
+    assert (whole.hit_low, whole.missed_bytes_high) == (1.0, 0) and whole.tokens_per_s_low

@@ -27,7 +27,7 @@ def test_the_text_ends_before_the_first_stop_string(stops: list[str], text: str,
     out, filtered = fed(stops, text, sorted(cuts))
     whole, _ = fed(stops, text, [])
     assert whole == text[: min(places, default=len(text))]
-    assert filtered.found == bool(places)
+    assert bool(filtered.found) == bool(places)
     # A complete stop string ends the text, though a longer one that began before it could still have been completed.
     assert whole.startswith(out) or out.startswith(whole)
     assert not any(stop in out for stop in stops if stop)

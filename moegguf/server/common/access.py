@@ -32,8 +32,8 @@ ORIGINS = (
 OPEN_PATHS = ("/", "/health")  # need no key: they only show that the server runs
 OPEN_PREFIX = "/page/"
 METHODS = "GET, POST, DELETE, HEAD, OPTIONS"
-HEADERS = {"authorization", "content-type", "user-agent", "accept", "x-requested-with"}
-HEADER_FAMILIES = ("x-stainless-", "openai-")
+HEADERS = {"authorization", "content-type", "user-agent", "accept", "x-api-key", "x-requested-with"}
+HEADER_FAMILIES = ("x-stainless-", "openai-", "anthropic-")
 
 
 class AccessControl:
@@ -45,7 +45,9 @@ class AccessControl:
         self._app = app
         self._loopback = loopback
         self._origins = origin_pattern((*ORIGINS, *origins))
-        self._bearer = f"Bearer {api_key}".encode() if api_key else None
+        self._keys = (
+            [(b"authorization", f"Bearer {api_key}".encode()), (b"x-api-key", api_key.encode())] if api_key else []
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -68,11 +70,13 @@ class AccessControl:
         if origin and not self._origins.fullmatch(origin) and not is_same_origin(origin, host):
             return HttpError(403, f"the Origin {origin[:100]!r} is not allowed; OLLAMA_ORIGINS adds origins")
         path = scope["path"]
-        if self._bearer is None or scope["method"] == "OPTIONS" or path in OPEN_PATHS or path.startswith(OPEN_PREFIX):
+        if not self._keys or scope["method"] == "OPTIONS" or path in OPEN_PATHS or path.startswith(OPEN_PREFIX):
             return None
-        if hmac.compare_digest(headers.get(b"authorization", b""), self._bearer):
+        if any(hmac.compare_digest(headers.get(name, b""), key) for name, key in self._keys):
             return None
-        return HttpError(401, "unauthorized: send the server's API key as a Bearer token", "invalid_api_key")
+        return HttpError(
+            401, "unauthorized: send the server's API key as a Bearer token or as x-api-key", "invalid_api_key"
+        )
 
 
 def origin_pattern(origins: Sequence[str]) -> re.Pattern[str]:

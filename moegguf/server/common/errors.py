@@ -1,6 +1,7 @@
-"""Maps exceptions to HTTP errors: status, headers and JSON in Ollama's or OpenAI's form.
+"""Maps exceptions to HTTP errors: status, headers and JSON in the form of the API that was called.
 
-Below /v1 it is OpenAI's `{"error": {"message", "type", "param", "code"}}`, elsewhere Ollama's `{"error": "text"}`.
+At /v1/messages it is Anthropic's `{"type": "error", "error": {"type", "message"}}`, elsewhere below /v1 OpenAI's
+`{"error": {"message", "type", "param", "code"}}`, everywhere else Ollama's `{"error": "text"}`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,12 @@ from moegguf import errors
 log = logging.getLogger(__name__)
 
 LINGER_S = 2.0
-NO_RETRY = {"x-should-retry": "false"}  # OpenAI's clients would retry twice
+OVERLOADED = 529
+OPENAI_TYPES = {404: "not_found_error", 401: "authentication_error", 403: "permission_error"}
+ANTHROPIC_TYPES = {
+    **OPENAI_TYPES, 413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error",
+}  # fmt: skip
+NO_RETRY = {"x-should-retry": "false"}  # OpenAI's and Anthropic's clients would retry twice
 
 
 class HttpError(errors.MoeggufError):
@@ -38,9 +44,20 @@ class HttpError(errors.MoeggufError):
         """The JSON of the reply to a request at `path`."""
         if not path.startswith("/v1"):
             return {"error": str(self)}
-        types = {404: "not_found_error", 401: "authentication_error", 403: "permission_error"}
+        types = ANTHROPIC_TYPES if is_anthropic(path) else OPENAI_TYPES
         error_type = types.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+        if is_anthropic(path):
+            return {"type": "error", "error": {"type": error_type, "message": str(self)}}
         return {"error": {"message": str(self), "type": error_type, "param": None, "code": self.code}}
+
+    def status_at(self, path: str) -> int:
+        """The status of the reply to a request at `path`: Anthropic has one of its own for a full queue."""
+        return OVERLOADED if is_anthropic(path) and self.status == HTTPStatus.SERVICE_UNAVAILABLE else self.status
+
+
+def is_anthropic(path: str) -> bool:
+    """Whether Anthropic's API has this path."""
+    return path.startswith("/v1/messages")
 
 
 # (class, status, code, headers); the first match counts, so subclasses come before their bases.
@@ -81,7 +98,7 @@ def error_response(error: BaseException, path: str) -> Response:
     """The reply to a request at `path` that failed with `error`."""
     found = http_error(error)
     kind = LingeringResponse if found.status == HTTPStatus.REQUEST_ENTITY_TOO_LARGE else JSONResponse
-    return kind(found.body(path), status_code=found.status, headers=found.headers)
+    return kind(found.body(path), status_code=found.status_at(path), headers=found.headers)
 
 
 class LingeringResponse(JSONResponse):

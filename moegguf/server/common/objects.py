@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moegguf.engine.stats import Stats
+from moegguf.generate.request import Timing
 
 MIN_LOGPROB = -9999.0  # in place of minus infinity, which JSON cannot hold
 
@@ -36,3 +37,13 @@ def shorten(vectors: npt.NDArray[np.float32], n_dimensions: int | None) -> npt.N
     cut = vectors[:, :n_dimensions]
     lengths = np.linalg.norm(cut, axis=1, keepdims=True)
     return (cut / np.where(lengths > 0, lengths, 1)).astype(np.float32)
+
+
+def cut_object(timing: Timing) -> dict[str, int]:
+    """What was left out to fit the context: of the prompt, and how often a full context lost its older half."""
+    counts = {
+        "cut_messages": timing.cut_messages,
+        "cut_tokens": timing.cut_tokens,
+        "context_shifts": timing.n_shifts,
+    }
+    return {name: count for name, count in counts.items() if count}

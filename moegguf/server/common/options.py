@@ -55,8 +55,8 @@ class Options(Body):
     """The options of Ollama that have an effect here, and `expert_cache` with its alias `moe_cache_ram`. None: the
     model's parameter, or the default.
 
-    num_predict -1 and -2: until the model ends or the context is full; seed -1: random; num_thread 0 and num_ctx 0:
-    the default.
+    num_predict -1 and -2: until the model ends or the context is full; num_keep: tokens that stay when it is, -1: the
+    prompt; seed -1: random; num_thread 0 and num_ctx 0: the default.
     """
 
     num_ctx: Whole = _in_range("num_ctx")
@@ -65,6 +65,7 @@ class Options(Body):
     expert_cache: Budget = None
     moe_cache_ram: Budget = None
     num_predict: Whole = _in_range("num_predict")
+    num_keep: Whole = _in_range("num_keep")
     seed: Whole = _in_range("seed")
     temperature: Number = _in_range("temperature")
     top_k: Whole = _in_range("top_k")
@@ -142,6 +143,6 @@ def with_entry_messages(given: Iterable[Message], entry: ModelEntry) -> tuple[Me
     """A conversation after the entry's own messages; its system message first unless `given` begins with one."""
     given = tuple(given)
     own = [dict(message) for message in entry.messages]
-    if entry.system and given[0]["role"] != "system":
+    if entry.system and not (given and given[0]["role"] == "system"):
         own.insert(0, {"role": "system", "content": entry.system})
     return (*own, *given)

@@ -27,6 +27,11 @@ def dumps(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
+def event_line(name: str, data: Mapping[str, Any]) -> bytes:
+    """A server-sent event with a name."""
+    return f"event: {name}\ndata: {dumps(data)}\n\n".encode()
+
+
 class CancellableResponse(Response):
     """A response whose `work` is cancelled when the client disconnects."""
 

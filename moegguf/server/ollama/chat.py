@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -17,18 +16,15 @@ from starlette.routing import Route
 
 from moegguf.generate.request import GenerationRequest, Message
 from moegguf.models.entry import ModelEntry
+from moegguf.server.common.answering import answer_events
 from moegguf.server.common.body import read_body
 from moegguf.server.common.errors import HttpError
 from moegguf.server.common.lookup import check_capabilities, find, look_up
 from moegguf.server.common.options import Options, keep_alive_seconds, options_of, with_entry_messages
 from moegguf.server.common.streams import Lines, NdjsonResponse, WholeResponse
-from moegguf.server.metrics import record
 from moegguf.server.ollama.objects import ChatReply, GenerateReply, Reply
 from moegguf.server.ollama.schema import ChatMessage, ChatRequest, GenerateRequest, GenerationBody
-from moegguf.serving.events import Done, Event
-
-if TYPE_CHECKING:
-    from moegguf.serving.manager import ModelManager
+from moegguf.serving.events import Done
 
 
 async def chat(request: Request) -> Response:
@@ -84,27 +80,24 @@ def respond(
     request: Request, body: GenerationBody, entry: ModelEntry, generation: GenerationRequest, reply: Reply
 ) -> Response:
     """The reply to `generation`, streamed unless `stream` is false."""
-    manager: ModelManager = request.app.state.manager
-    overrides, keep_alive_s = (body.options or Options()).overrides(), keep_alive_seconds(body.keep_alive)
     streams = body.stream is not False
-
-    async def events() -> AsyncGenerator[Event]:
-        async with (
-            manager.lease(entry, overrides, keep_alive_s) as lease,
-            aclosing(lease.answer(generation, stream=streams)) as answer,
-        ):
-            async for event in answer:
-                record(request.app.state, entry.name, event)
-                yield event
+    events = answer_events(
+        request,
+        entry,
+        generation,
+        overrides=(body.options or Options()).overrides(),
+        keep_alive_s=keep_alive_seconds(body.keep_alive),
+        stream=streams,
+    )
 
     async def lines() -> Lines:
-        async with aclosing(events()) as found:
+        async with aclosing(events) as found:
             async for event in found:
                 if line := reply.line(event):
                     yield line
 
     async def whole() -> dict[str, Any]:
-        async with aclosing(events()) as found:
+        async with aclosing(events) as found:
             async for event in found:
                 reply.add(event)
                 if isinstance(event, Done):
@@ -150,6 +143,7 @@ def common_fields(body: GenerationBody, entry: ModelEntry) -> dict[str, Any]:
         "format": body.format,
         "think": body.think,
         "truncate": body.truncate is not False,
+        "shift": body.shift is not False,
         "n_logprobs": body.n_logprobs,
         "sampling": options_of(body.options, entry).sampling(),
     }

@@ -24,11 +24,10 @@ TOO_LONG = "the input length exceeds the context length"
 
 
 async def embed(request: Request) -> Response:
-    """A normalized vector per text; without text, only loads the model."""
+    """A normalized vector per text of a list, empty ones too; without a text, only loads the model. As Ollama does."""
     start_ns = time.perf_counter_ns()
     body = await read_body(request, EmbedRequest)
-    given = [body.input] if isinstance(body.input, str) else body.input or []
-    texts = given if any(given) else []
+    texts = [text for text in (body.input,) if text] if isinstance(body.input, str) else body.input or []
 
     async def work() -> dict[str, Any]:
         name, vectors, n_tokens, load_s = await compute(request, body, texts, normalize=True)

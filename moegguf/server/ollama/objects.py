@@ -16,7 +16,7 @@ from typing import Any
 
 from moegguf.generate.request import Delta, TokenLogprob, ToolCall
 from moegguf.models.entry import Details
-from moegguf.server.common.objects import MIN_LOGPROB, moe_object, to_ns
+from moegguf.server.common.objects import MIN_LOGPROB, cut_object, moe_object, to_ns
 from moegguf.server.common.streams import dumps
 from moegguf.serving.delta_buffer import join
 from moegguf.serving.events import Done, Event
@@ -66,9 +66,8 @@ def statistics(done: Done, start_ns: int) -> dict[str, Any]:
         "prompt_eval_duration": to_ns(timing.prompt_s),
         "eval_count": timing.answer_tokens,
         "eval_duration": to_ns(timing.answer_s),
-        "cut_messages": timing.cut_messages,
     }
-    return _present(**fields) | {"moe": moe_object(timing.stats)}
+    return _present(**fields) | cut_object(timing) | {"moe": moe_object(timing.stats)}
 
 
 def call_object(call: ToolCall, index: int) -> dict[str, Any]:

@@ -66,6 +66,7 @@ class GenerationBody(ModelBody):
     format: Annotated[str | dict[str, Any] | None, AfterValidator(_format)] = None
     keep_alive: KeepAlive = None
     truncate: bool | None = None
+    shift: bool | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_TOP_LOGPROBS)] = None
 

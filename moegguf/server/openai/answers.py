@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from moegguf.errors import WorkerError
 from moegguf.generate.request import Delta, GenerationRequest, PromptProgress
 from moegguf.models.entry import ModelEntry
+from moegguf.server.common.answering import answer_events
 from moegguf.server.common.options import keep_alive_seconds
 from moegguf.server.common.streams import Lines, SseResponse, WholeResponse, dumps
-from moegguf.server.metrics import record
 from moegguf.server.openai.objects import ChatReply, CompletionReply
 from moegguf.server.openai.schema import GenerationBody
 from moegguf.serving.events import Done, Event
@@ -23,26 +22,27 @@ Reply = ChatReply | CompletionReply
 
 
 def respond(
-    request: Request, body: GenerationBody, entry: ModelEntry, generation: GenerationRequest, reply: Reply
+    request: Request, body: GenerationBody, entry: ModelEntry, generations: Sequence[GenerationRequest], reply: Reply
 ) -> Response:
-    """The reply to `generation`, streamed if `stream` is true."""
-    events = _events(request, body, entry, generation)
+    """The reply with the answer to each of `generations`, streamed if `stream` is true."""
+    events = events_of(request, body, entry, *generations)
     if body.stream:
         return SseResponse(_lines(events, reply, progress=bool(body.return_progress)))
     return WholeResponse(_whole(events, reply))
 
 
-async def _events(
-    request: Request, body: GenerationBody, entry: ModelEntry, generation: GenerationRequest
+def events_of(
+    request: Request, body: GenerationBody, entry: ModelEntry, *generations: GenerationRequest
 ) -> AsyncGenerator[Event]:
-    state, keep_alive_s = request.app.state, keep_alive_seconds(body.keep_alive)
-    async with (
-        state.manager.lease(entry, body.overrides(), keep_alive_s) as lease,
-        aclosing(lease.answer(generation, stream=bool(body.stream))) as events,
-    ):
-        async for event in events:
-            record(state, entry.name, event)
-            yield event
+    """The events of each generation, as the body asks for them."""
+    return answer_events(
+        request,
+        entry,
+        *generations,
+        overrides=body.overrides(),
+        keep_alive_s=keep_alive_seconds(body.keep_alive),
+        stream=bool(body.stream),
+    )
 
 
 async def _lines(events: AsyncGenerator[Event], reply: Reply, *, progress: bool) -> Lines:
@@ -54,6 +54,8 @@ async def _lines(events: AsyncGenerator[Event], reply: Reply, *, progress: bool)
                 started, items = True, [reply.first(), *items]
             if items:
                 yield b"".join(_sse(dumps(item)) for item in items)
+            if isinstance(event, Done):
+                started = False
     yield _sse("[DONE]")
 
 
@@ -78,5 +80,6 @@ async def _whole(events: AsyncGenerator[Event], reply: Reply) -> dict[str, Any]:
             if isinstance(event, Delta):
                 deltas.append(event)
             elif isinstance(event, Done):
-                return reply.whole(deltas, event)
-    raise WorkerError("the answer has ended before it was finished; send the request again.")
+                reply.add(deltas, event)
+                deltas = []
+    return reply.whole()

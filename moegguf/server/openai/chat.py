@@ -31,7 +31,7 @@ async def chat_completions(request: Request) -> Response:
         logprobs=bool(body.logprobs),
         parallel=body.parallel_tool_calls is not False,
     )
-    return respond(request, body, entry, generation, reply)
+    return respond(request, body, entry, (generation,), reply)
 
 
 routes = [Route("/v1/chat/completions", chat_completions, methods=["POST"])]

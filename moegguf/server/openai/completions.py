@@ -1,10 +1,10 @@
-"""POST /v1/completions: continues a prompt, or fills the gap before a suffix."""
+"""POST /v1/completions: continues prompts, or fills the gap before a suffix."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -12,6 +12,7 @@ from starlette.routing import Route
 from moegguf.generate.options import MAX_TOP_LOGPROBS
 from moegguf.generate.request import GenerationRequest
 from moegguf.models.entry import ModelEntry
+from moegguf.server.common import limits
 from moegguf.server.common.body import read_body
 from moegguf.server.common.lookup import check_capabilities, look_up
 from moegguf.server.common.options import MAX_TOKEN
@@ -22,21 +23,27 @@ from moegguf.server.openai.schema import GenerationBody, one_answer
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 
-def one_prompt(prompt: Any) -> str | list[int]:
-    """The prompt from any of its forms: a text, its tokens, or a list with one of these. Raises ValueError."""
-    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
-        prompt = prompt[0]
-    if isinstance(prompt, str):
-        return prompt
-    if isinstance(prompt, list) and prompt and all(type(token) is int and 0 <= token <= MAX_TOKEN for token in prompt):
-        return prompt
-    raise ValueError("must be one text, or the tokens of one; send one request per prompt")
+Prompt = str | list[int]
+
+
+def prompts_of(given: Any) -> list[Prompt]:
+    """The prompts from any of their forms: a text, its tokens, or a list of these. Raises ValueError."""
+    prompts = given if isinstance(given, list) and given and isinstance(given[0], str | list) else [given]
+    if len(prompts) > limits.INPUTS:
+        raise ValueError(f"has {len(prompts)} prompts, but at most {limits.INPUTS} are taken; send several requests")
+    if not all(isinstance(prompt, str) or _are_tokens(prompt) for prompt in prompts):
+        raise ValueError("must be a text, the tokens of one, or a list of texts or tokens")
+    return prompts
+
+
+def _are_tokens(prompt: Any) -> bool:
+    return isinstance(prompt, list) and bool(prompt) and all(type(t) is int and 0 <= t <= MAX_TOKEN for t in prompt)
 
 
 class CompletionBody(GenerationBody):
-    """The body of /v1/completions."""
+    """The body of /v1/completions. A list of prompts gets one choice for each, in their order."""
 
-    prompt: Annotated[str | list[int], BeforeValidator(one_prompt)]
+    prompt: Annotated[list[Prompt], BeforeValidator(prompts_of)]
     suffix: str | None = None
     echo: bool | None = None
     best_of: Annotated[int, AfterValidator(one_answer)] | None = None
@@ -46,17 +53,27 @@ class CompletionBody(GenerationBody):
         """`max_tokens`, with OpenAI's default."""
         return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
 
-    def generation(self, entry: ModelEntry) -> GenerationRequest:
-        """The request; of the entry's defaults, only the options apply."""
-        text, tokens = (self.prompt, ()) if isinstance(self.prompt, str) else ("", tuple(self.prompt))
-        return GenerationRequest(
-            prompt=text,
-            context=tokens,
-            suffix=self.suffix or None,
-            truncate=bool(self.truncate),
-            n_logprobs=self.logprobs,
-            sampling=self.sampling(entry),
-        )
+    @model_validator(mode="after")
+    def _suffix_follows_text(self) -> CompletionBody:
+        if self.suffix and not all(isinstance(prompt, str) for prompt in self.prompt):
+            raise ValueError("suffix needs prompts as text, not as tokens")
+        return self
+
+    def generations(self, entry: ModelEntry) -> list[GenerationRequest]:
+        """A request for each prompt; of the entry's defaults, only the options apply."""
+        sampling = self.sampling(entry)
+        return [
+            GenerationRequest(
+                prompt=prompt if isinstance(prompt, str) else "",
+                context=() if isinstance(prompt, str) else tuple(prompt),
+                suffix=self.suffix or None,
+                truncate=bool(self.truncate),
+                shift=bool(self.shift),
+                n_logprobs=self.logprobs,
+                sampling=sampling,
+            )
+            for prompt in self.prompt
+        ]
 
 
 async def completions(request: Request) -> Response:
@@ -69,17 +86,18 @@ async def completions(request: Request) -> Response:
         entry.digest,
         include_usage=body.include_usage,
         logprobs=body.logprobs is not None,
-        echo=await prompt_text(request, entry, body) if body.echo else "",
+        before=await prompt_texts(request, entry, body) if body.echo else [""] * len(body.prompt),
     )
-    return respond(request, body, entry, body.generation(entry), reply)
+    return respond(request, body, entry, body.generations(entry), reply)
 
 
-async def prompt_text(request: Request, entry: ModelEntry, body: CompletionBody) -> str:
-    """The prompt as text, for `echo`."""
-    if isinstance(body.prompt, str):
-        return body.prompt
+async def prompt_texts(request: Request, entry: ModelEntry, body: CompletionBody) -> list[str]:
+    """The prompts as text, for `echo`."""
+    texts = [prompt for prompt in body.prompt if isinstance(prompt, str)]
+    if len(texts) == len(body.prompt):
+        return texts
     async with request.app.state.manager.lease(entry.name, body.overrides(), will_answer=False) as lease:
-        return str(await lease.detokenize(body.prompt))
+        return [p if isinstance(p, str) else str(await lease.detokenize(p)) for p in body.prompt]
 
 
 routes = [Route("/v1/completions", completions, methods=["POST"])]

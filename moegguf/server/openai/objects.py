@@ -10,10 +10,11 @@ import json
 import secrets
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from moegguf.generate.request import Delta, PromptProgress, Timing, TokenLogprob, ToolCall
-from moegguf.server.common.objects import MIN_LOGPROB, moe_object
+from moegguf.server.common.objects import MIN_LOGPROB, cut_object, moe_object
 from moegguf.serving.events import Done
 
 Json = dict[str, Any]
@@ -101,15 +102,25 @@ def call_object(call: ToolCall, index: int) -> Json:
     }  # fmt: skip
 
 
+def total(timing: Timing, later: Timing) -> Timing:
+    """The counts and times of two answers to one request."""
+    names = "prompt_tokens cached_tokens answer_tokens prompt_s answer_s cut_messages cut_tokens n_shifts stats".split()
+    return replace(later, **{name: getattr(timing, name) + getattr(later, name) for name in names})
+
+
 class _Reply:
-    """The reply to one request; its objects share id and time. `fingerprint`: digest of the weights, for
-    `system_fingerprint`."""
+    """The reply to one request, of one choice or more in turn; its objects share id and time. `fingerprint`: digest of
+    the weights, for `system_fingerprint`."""
 
     prefix, whole_kind, chunk_kind = "", "", ""
+    n_choices = 1
 
     def __init__(self, model: str, fingerprint: str, *, include_usage: bool, logprobs: bool) -> None:
         self.include_usage = include_usage
         self.logprobs = logprobs
+        self._choices: list[Json] = []  # the complete ones of a whole reply
+        self._index = 0  # of the current choice
+        self._timing = Timing()  # of all complete choices
         self._head = {
             "id": f"{self.prefix}-{secrets.token_hex(12)}",
             "created": int(time.time()),
@@ -121,29 +132,39 @@ class _Reply:
         return {**self._head, "object": kind, "choices": choices, **more}
 
     def _chunk(self, choice: Mapping[str, Any], **more: Any) -> Json:
-        choices = [{"index": 0, "finish_reason": None, "logprobs": None, **choice}]
+        choices = [{"index": self._index, "finish_reason": None, "logprobs": None, **choice}]
         if self.include_usage:
             more = {"usage": None, **more}  # as OpenAI: null in all chunks except the last
         return self._object(self.chunk_kind, choices, **more)
 
+    def _end_choice(self, done: Done) -> None:
+        self._timing = total(self._timing, done.timing)
+        self._index += 1
+
     def _last_chunks(self, choice: Mapping[str, Any], done: Done) -> list[Json]:
-        statistics = self._statistics(done)
-        if not self.include_usage:
-            return [self._chunk(choice, **statistics)]
-        return [self._chunk(choice), self._object(self.chunk_kind, [], usage=usage(done.timing), **statistics)]
+        """The end of a choice; with the last one, the statistics of all."""
+        is_last = self._index == self.n_choices - 1
+        statistics = self._statistics(total(self._timing, done.timing)) if is_last else {}
+        chunks = [self._chunk(choice, **({} if self.include_usage else statistics))]
+        self._end_choice(done)
+        if is_last and self.include_usage:
+            chunks.append(self._object(self.chunk_kind, [], usage=usage(self._timing), **statistics))
+        return chunks
 
-    def _whole(self, choice: Mapping[str, Any], done: Done) -> Json:
-        choices = [{"index": 0, "logprobs": None, **choice}]
-        return self._object(self.whole_kind, choices, usage=usage(done.timing), **self._statistics(done))
+    def _add(self, choice: Mapping[str, Any], done: Done) -> None:
+        self._choices.append({"index": self._index, "logprobs": None, **choice})
+        self._end_choice(done)
 
-    def _statistics(self, done: Done) -> Json:
-        n_cut = done.timing.cut_messages
-        cut = {"cut_messages": n_cut} if n_cut else {}
-        return {"timings": timings(done.timing), "moe": moe_object(done.timing.stats), **cut}
+    def whole(self) -> Json:
+        """The object of a reply that is not streamed, after `add` of every choice."""
+        return self._object(self.whole_kind, self._choices, usage=usage(self._timing), **self._statistics(self._timing))
+
+    def _statistics(self, timing: Timing) -> Json:
+        return {"timings": timings(timing), "moe": moe_object(timing.stats), **cut_object(timing)}
 
 
 class ChatReply(_Reply):
-    """A reply of /v1/chat/completions: `first`, `chunks` of each delta, `last`; or `whole` of all deltas.
+    """A reply of /v1/chat/completions: `first`, `chunks` of each delta, `last`; or `add` of all deltas, then `whole`.
 
     `parallel` False: only the first tool call is sent.
     """
@@ -192,8 +213,8 @@ class ChatReply(_Reply):
     def _finish(self, done: Done) -> str:
         return "tool_calls" if self.n_calls else finish_reason(done.timing)
 
-    def whole(self, deltas: Sequence[Delta], done: Done) -> Json:
-        """The object of a reply that is not streamed."""
+    def add(self, deltas: Sequence[Delta], done: Done) -> None:
+        """Takes the whole answer."""
         calls = [call for delta in deltas for call in self._calls(delta)]
         text = "".join(delta.text for delta in deltas)
         message: Json = {"role": "assistant", "content": None if calls and not text else text}
@@ -204,22 +225,30 @@ class ChatReply(_Reply):
         choice: Json = {"message": message, "finish_reason": self._finish(done)}
         if self.logprobs:
             choice["logprobs"] = chat_logprobs(logprob for delta in deltas for logprob in delta.logprobs)
-        return self._whole(choice, done)
+        self._add(choice, done)
 
 
 class CompletionReply(_Reply):
-    """A reply of /v1/completions; whole and streamed objects are alike. `echo`: the prompt's text, sent first."""
+    """A reply of /v1/completions with one choice per prompt; whole and streamed objects are alike. `before`: for each
+    prompt the text that its choice begins with."""
 
     prefix, whole_kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, model: str, fingerprint: str, *, include_usage: bool, logprobs: bool, echo: str = "") -> None:
+    def __init__(
+        self, model: str, fingerprint: str, *, include_usage: bool, logprobs: bool, before: Sequence[str] = ("",)
+    ) -> None:
         super().__init__(model, fingerprint, include_usage=include_usage, logprobs=logprobs)
-        self.echo = echo
-        self._offset = len(echo)
+        self.n_choices = len(before)
+        self._before = before
+        self._offset = len(before[0])
 
     def first(self) -> Json:
-        """The chunk before all others."""
-        return self._chunk({"text": self.echo})
+        """The chunk before all others of a choice."""
+        return self._chunk({"text": self._before[self._index]})
+
+    def _end_choice(self, done: Done) -> None:
+        super()._end_choice(done)
+        self._offset = len(self._before[self._index]) if self._index < self.n_choices else 0
 
     def progress(self, progress: PromptProgress) -> Json:
         """An empty chunk with `prompt_progress`."""
@@ -243,12 +272,11 @@ class CompletionReply(_Reply):
         """The chunk with `finish_reason`, and the one with `usage` if requested."""
         return self._last_chunks({"text": "", "finish_reason": finish_reason(done.timing)}, done)
 
-    def whole(self, deltas: Sequence[Delta], done: Done) -> Json:
-        """The object of a reply that is not streamed."""
-        text = self.echo + "".join(delta.thinking + delta.text for delta in deltas)
+    def add(self, deltas: Sequence[Delta], done: Done) -> None:
+        """Takes the whole answer to the next prompt."""
+        text = self._before[self._index] + "".join(delta.thinking + delta.text for delta in deltas)
         logprobs = self._logprobs([logprob for delta in deltas for logprob in delta.logprobs])
-        choice = {"text": text, "finish_reason": finish_reason(done.timing), "logprobs": logprobs}
-        return self._whole(choice, done)
+        self._add({"text": text, "finish_reason": finish_reason(done.timing), "logprobs": logprobs}, done)
 
 
 def finish_reason(timing: Timing) -> str:

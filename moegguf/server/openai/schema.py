@@ -237,7 +237,7 @@ class StreamOptions(Body):
 
 class GenerationBody(Body):
     """The fields that chat and completion share. A prompt longer than the context is an error unless `truncate` is
-    true."""
+    true; `shift` (Ollama's, off here) lets a prompt lose its middle then, and an answer go on in a full context."""
 
     model: ModelName
     stream: bool | None = None
@@ -260,6 +260,7 @@ class GenerationBody(Body):
     keep_alive: KeepAlive = None
     return_progress: bool | None = None
     truncate: bool | None = None
+    shift: bool | None = None
 
     @property
     def include_usage(self) -> bool:
@@ -289,24 +290,15 @@ class Reasoning(Body):
     effort: Effort | None = None
 
 
-class ChatBody(GenerationBody):
-    """The body of /v1/chat/completions. `top_logprobs` has an effect only with `logprobs`."""
+class ToolsBody(GenerationBody):
+    """The fields of a conversation with tools."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=limits.MESSAGES)]
-    max_completion_tokens: Limit | None = None
     tools: Annotated[list[OpenAITool], Field(max_length=limits.TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    response_format: ResponseFormat | None = None
-    reasoning_effort: Effort | None = None
-    reasoning: Reasoning | None = None
-    think: bool | Literal["low", "medium", "high", "max"] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
 
     @model_validator(mode="after")
-    def _choice_has_tools(self) -> ChatBody:
+    def _choice_has_tools(self) -> ToolsBody:
         """Raises ValueError for a tool choice without its tools."""
         known = {tool.function.name for tool in self.tools or ()}
         wanted = self._chosen_names()
@@ -314,6 +306,61 @@ class ChatBody(GenerationBody):
             raise ValueError("tool_choice 'required' needs tools")
         if missing := sorted(wanted - known):
             raise ValueError(f"tool_choice names {missing[0][:80]!r}, which is not among the tools")
+        return self
+
+    def _chosen_names(self) -> set[str]:
+        """Functions that the tool choice names."""
+        if not isinstance(self.tool_choice, ToolChoice):
+            return set()
+        if self.tool_choice.function is not None:
+            return {self.tool_choice.function.name}
+        allowed = self.tool_choice.allowed_tools
+        return {tool.function.name for tool in allowed.tools} if allowed else set()
+
+    def offered_tools(self) -> tuple[Mapping[str, Any], ...]:
+        """The tools in the prompt."""
+        allowed = isinstance(self.tool_choice, ToolChoice) and self.tool_choice.allowed_tools is not None
+        wanted = self._chosen_names()
+        return tuple(
+            tool.model_dump(exclude_none=True)
+            for tool in self.tools or ()
+            if not allowed or tool.function.name in wanted
+        )
+
+    def wanted_choice(self) -> str:
+        """The `tool_choice` of a `GenerationRequest`."""
+        choice = self.tool_choice
+        if not isinstance(choice, ToolChoice):
+            return choice or "auto"
+        if choice.function is not None:
+            return choice.function.name
+        return choice.allowed_tools.mode if choice.allowed_tools else "auto"
+
+
+class ChatBody(ToolsBody):
+    """The body of /v1/chat/completions. `top_logprobs` has an effect only with `logprobs`.
+
+    An assistant's message at the end is continued, as by llama-server, unless `continue_final_message` is false or
+    `add_generation_prompt` true (vLLM's names).
+    """
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=limits.MESSAGES)]
+    max_completion_tokens: Limit | None = None
+    response_format: ResponseFormat | None = None
+    reasoning_effort: Effort | None = None
+    reasoning: Reasoning | None = None
+    think: bool | Literal["low", "medium", "high", "max"] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+
+    @model_validator(mode="after")
+    def _continues_or_begins(self) -> ChatBody:
+        """Raises ValueError for both."""
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ValueError("continue_final_message and add_generation_prompt cannot both be true; send one of them")
         return self
 
     def max_answer_tokens(self) -> int | None:
@@ -325,46 +372,26 @@ class ChatBody(GenerationBody):
         return GenerationRequest(
             messages=with_entry_messages(self._messages(), entry),
             template=entry.template,
-            tools=self._offered_tools(),
-            tool_choice=self._tool_choice(),
+            tools=self.offered_tools(),
+            tool_choice=self.wanted_choice(),
             format=self.response_format.as_format() if self.response_format else None,
             think=self._think(),
             template_options=self.chat_template_kwargs or {},
             truncate=bool(self.truncate),
+            shift=bool(self.shift),
+            continue_final_message=self._continues(),
             n_logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             sampling=self.sampling(entry),
         )
 
+    def _continues(self) -> bool:
+        if self.continue_final_message is None:
+            return not self.add_generation_prompt
+        return self.continue_final_message
+
     def _messages(self) -> tuple[Message, ...]:
         names = {call.id or "": call.function.name for message in self.messages for call in message.tool_calls or ()}
         return tuple(message.as_message(names) for message in self.messages)
-
-    def _chosen_names(self) -> set[str]:
-        """Functions that the tool choice names."""
-        if not isinstance(self.tool_choice, ToolChoice):
-            return set()
-        if self.tool_choice.function is not None:
-            return {self.tool_choice.function.name}
-        allowed = self.tool_choice.allowed_tools
-        return {tool.function.name for tool in allowed.tools} if allowed else set()
-
-    def _offered_tools(self) -> tuple[Mapping[str, Any], ...]:
-        """The tools in the prompt."""
-        allowed = isinstance(self.tool_choice, ToolChoice) and self.tool_choice.allowed_tools is not None
-        wanted = self._chosen_names()
-        return tuple(
-            tool.model_dump(exclude_none=True)
-            for tool in self.tools or ()
-            if not allowed or tool.function.name in wanted
-        )
-
-    def _tool_choice(self) -> str:
-        choice = self.tool_choice
-        if not isinstance(choice, ToolChoice):
-            return choice or "auto"
-        if choice.function is not None:
-            return choice.function.name
-        return choice.allowed_tools.mode if choice.allowed_tools else "auto"
 
     def _think(self) -> bool | str | None:
         if self.think is not None:

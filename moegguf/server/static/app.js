@@ -145,4 +145,5 @@ at("theme").addEventListener("click", () => {
 systemDark.addEventListener("change", () => panel.recolour());
 
 grow();
+chat.restore();
 listModels();

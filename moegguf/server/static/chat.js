@@ -1,10 +1,12 @@
-// One conversation: its messages, the streamed answer, and stopping it.
+// One conversation: its messages, the streamed answer, and stopping it. It lasts as long as its tab: a reload shows it
+// again.
 
 import { lines, request } from "./api.js";
 import { digits, duration, percent, size } from "./format.js";
 import { render } from "./markdown.js";
 
 const NEAR_END_PX = 60;
+const CONVERSATION = "moegguf.conversation";
 
 export class Chat {
   /** `options()` returns {model, system, options} of the next message; `onBusy(busy)` is called when an answer starts or ends. */
@@ -12,6 +14,33 @@ export class Chat {
     Object.assign(this, { log, scroll, options, onBusy });
     this.messages = [];
     this.abort = null;
+    this.answer = null; // while it is written
+    addEventListener("pagehide", () => this.keep());
+  }
+
+  /** Shows the conversation that was kept. */
+  restore() {
+    try {
+      this.messages = JSON.parse(sessionStorage.getItem(CONVERSATION)) ?? [];
+    } catch {
+      this.messages = [];
+    }
+    const change = (apply) => apply();
+    for (const message of this.messages) {
+      this.log.append(message.role === "user" ? turn("user", message.content) : new AnswerView(change).restored(message));
+    }
+    this.toEnd();
+  }
+
+  /** Keeps the conversation, with what there is of an answer that is being written. */
+  keep() {
+    const written = this.answer?.message;
+    const answered = this.answer && !written ? this.messages.slice(0, -1) : this.messages;
+    try {
+      sessionStorage.setItem(CONVERSATION, JSON.stringify(written ? [...answered, written] : answered));
+    } catch {
+      sessionStorage.removeItem(CONVERSATION); // too long for the browser
+    }
   }
 
   get busy() {
@@ -22,6 +51,7 @@ export class Chat {
     this.stop();
     this.messages = [];
     this.log.replaceChildren();
+    this.keep();
   }
 
   stop() {
@@ -32,7 +62,7 @@ export class Chat {
   async send(text) {
     const { model, system, options } = this.options();
     const question = turn("user", text);
-    const answer = new AnswerView((change) => this.keepingScroll(change));
+    const answer = (this.answer = new AnswerView((change) => this.keepingScroll(change)));
     this.log.append(question, answer.element);
     this.toEnd();
     this.messages.push({ role: "user", content: text });
@@ -50,15 +80,13 @@ export class Chat {
       if (error.name === "AbortError") answer.stop();
       else answer.fail(error.message);
     } finally {
-      this.abort = null;
+      this.abort = this.answer = null;
       this.onBusy(false);
     }
-    if (answer.text || answer.thinking) {
-      conversation.push({ role: "assistant", content: answer.text, ...(answer.thinking && { thinking: answer.thinking }) });
-      return true;
-    }
-    conversation.splice(conversation.findLastIndex((message) => message.role === "user"), 1); // an unanswered message is not part of the conversation
-    return false;
+    if (answer.message) conversation.push(answer.message);
+    else conversation.splice(conversation.findLastIndex((message) => message.role === "user"), 1); // an unanswered message is not part of the conversation
+    this.keep();
+    return answer.message !== null;
   }
 
   /** Makes a change; scrolls to the end afterwards if the end was visible before. */
@@ -108,6 +136,20 @@ class AnswerView {
     this.startMs = performance.now();
     this.firstMs = 0;
     this.frame = 0;
+  }
+
+  /** The answer as a message of the conversation; null before its first token. */
+  get message() {
+    if (!this.text && !this.thinking) return null;
+    return { role: "assistant", content: this.text, ...(this.thinking && { thinking: this.thinking }) };
+  }
+
+  /** Shows an answer of a kept conversation; returns its element. */
+  restored({ content, thinking = "" }) {
+    Object.assign(this, { text: content, thinking, thinkingEnded: true });
+    this.end();
+    if (this.details) this.details.firstChild.textContent = "Thought";
+    return this.element;
   }
 
   take(line) {

@@ -8,6 +8,7 @@ import { ExpertMap } from "./map.js";
 const at = (id) => document.getElementById(id);
 const WINDOW = 8; // snapshots per point of a chart
 const PAUSE_MS = 1500;
+const NOTHING = { tokens: 0, lookups: 0, hits_ready: 0, hits_late: 0, bytes_read: 0 }; // of a model that was just loaded
 
 export class Panel {
   constructor() {
@@ -21,6 +22,7 @@ export class Panel {
     };
     this.live = new Live({ onLine: (line) => this.take(line), onLost: (error) => this.disconnect(error) });
     this.recent = [];
+    this.begin = null;
     showCell(null);
     this.addFoldButton();
   }
@@ -40,7 +42,10 @@ export class Panel {
   take(line) {
     if (line.state !== undefined) return this.show(line);
     if (line.error) return this.disconnect(new Error(line.error));
-    if (line.loaded_models && !line.loaded_models.includes(this.model)) this.reset("Not in memory. The next message loads it.");
+    if (line.loaded_models && !line.loaded_models.includes(this.model)) {
+      this.reset("Not in memory. The next message loads it.");
+      this.begin = NOTHING;
+    }
   }
 
   disconnect(error) {
@@ -50,6 +55,7 @@ export class Panel {
   reset(note) {
     at("map-note").textContent = note;
     this.recent = [];
+    this.begin = this.last = null;
     this.map.clear();
     Object.values(this.charts).forEach((chart) => chart.clear());
     document.querySelectorAll(".panel output, .totals dd").forEach((element) => (element.textContent = "–"));
@@ -63,8 +69,18 @@ export class Panel {
     const nResident = this.map.cells?.nResident ?? 0, all = this.map.cells?.state.length ?? 0;
     at("resident").textContent = all ? `${count(nResident)} of ${count(all)} in memory, ${joinedSize(stats.pool_bytes)}` : "";
     at("map").setAttribute("aria-label", `Map of experts: ${all} experts in ${snapshot.layers.length} layers, ${nResident} in memory. Arrow keys move from cell to cell.`);
+    this.findBegin(snapshot);
     this.plot(snapshot);
     this.showTotals(snapshot);
+    this.last = snapshot;
+  }
+
+  /** Keeps the statistics from before the current answer: the numbers beside the charts cover this answer, as the line
+   *  below it does. */
+  findBegin(snapshot) {
+    if (!this.begin) this.begin = snapshot.stats; // it began before this page was opened
+    else if (snapshot.stats.tokens < this.begin.tokens) this.begin = NOTHING; // reloaded
+    else if (snapshot.busy && this.last && !this.last.busy) this.begin = this.last.stats;
   }
 
   /** Adds a point to each chart if the model computed since the snapshot before. A point covers the last WINDOW
@@ -79,21 +95,19 @@ export class Panel {
     if (this.recent.length > WINDOW) this.recent.shift();
     if (!before) return;
     const tokens = stats.tokens - before.tokens, lookups = stats.lookups - before.lookups;
-    if (lookups > 0) this.addPoint("hit", (hits(stats) - hits(before)) / lookups, percent);
-    if (tokens > 0) this.addPoint("bytes", (stats.bytes_read - before.bytes_read) / tokens, size);
-    if (speed > 0) this.addPoint("speed", speed, (value) => [digits(value), "t/s"]);
-  }
-
-  addPoint(name, value, format) {
-    this.charts[name].push(value);
-    const [number, unit] = format(value), small = document.createElement("small");
-    small.textContent = unit;
-    at(`${name}-value`).replaceChildren(number, small);
+    if (lookups > 0) this.charts.hit.push((hits(stats) - hits(before)) / lookups);
+    if (tokens > 0) this.charts.bytes.push((stats.bytes_read - before.bytes_read) / tokens);
+    if (speed > 0) {
+      this.charts.speed.push(speed);
+      showValue("speed", [digits(speed), "t/s"]);
+    }
   }
 
   showTotals({ stats, loaded }) {
+    const { begin } = this, lookups = stats.lookups - begin.lookups, tokens = stats.tokens - begin.tokens;
+    if (lookups > 0) showValue("hit", percent((hits(stats) - hits(begin)) / lookups));
+    if (tokens > 0) showValue("bytes", size((stats.bytes_read - begin.bytes_read) / tokens));
     at("total-tokens").textContent = count(stats.tokens);
-    at("total-hits").textContent = stats.lookups ? percent(hits(stats) / stats.lookups).join(" ") : "–";
     at("total-read").textContent = joinedSize(stats.bytes_read);
     at("total-stall").textContent = duration(stats.stall_s);
     at("total-queue").textContent = count(loaded?.queue ?? 0);
@@ -106,6 +120,13 @@ export class Panel {
       button.setAttribute("aria-expanded", String(!folded));
     });
   }
+}
+
+/** Shows the number beside a chart. */
+function showValue(name, [number, unit]) {
+  const small = document.createElement("small");
+  small.textContent = unit;
+  at(`${name}-value`).replaceChildren(number, small);
 }
 
 function joinedSize(n) {

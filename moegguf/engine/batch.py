@@ -1,0 +1,90 @@
+"""Tokens of a pass and slots of the pool, chosen together: both take memory, and which pays more depends on the model.
+
+Buffers of a pass grow with its tokens. Fewer tokens leave room for more slots, which saves reading while answering;
+but every pass of a prompt fetches most experts again, so fewer tokens mean more reading for a prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from moegguf.engine.estimate import typical_hit_rate
+from moegguf.engine.memory import MemoryNeeds
+from moegguf.gguf.experts import ExpertLayout
+
+DEFAULT_UBATCH_TOKENS = 512
+SMALL_UBATCH_TOKENS = 32
+PROMPT_TOKENS, ANSWER_TOKENS = 512, 256  # of the request for which plans are compared
+ABOUT = 1.05
+MEMORY_PER_DISK = 16  # bytes read from memory in the time of one from a disk
+
+
+def ubatches_up_to(n_tokens: int) -> tuple[int, ...]:
+    """Tokens of a pass to choose from, most first: powers of two, and every number where the pool may be that small."""
+    sizes = {n_tokens, *range(1, min(n_tokens, SMALL_UBATCH_TOKENS) + 1)}
+    sizes |= {1 << bit for bit in range(n_tokens.bit_length())}
+    return tuple(sorted(sizes, reverse=True))
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Slots and tokens of a pass that fit together, and what else they need."""
+
+    n_slots: int
+    n_ubatch: int
+    needs: MemoryNeeds
+
+    def total_bytes(self, slot_bytes: int) -> int:
+        """All memory, that of the pool too."""
+        return self.needs.total_bytes(self.n_slots) + self.n_slots * slot_bytes
+
+
+def layer_slots(layout: ExpertLayout, n_ubatch: int) -> int:
+    """Slots that a pass may need at once: its experts of one layer, whatever the router chooses."""
+    return min(layout.n_expert, n_ubatch * layout.n_expert_used)
+
+
+def allowed_ubatch(layout: ExpertLayout, n_slots: int) -> int:
+    """The most tokens of a pass whose experts of one layer fit into `n_slots`; 2^30 without a limit."""
+    return 1 << 30 if n_slots >= layout.n_expert else max(1, n_slots // layout.n_expert_used)
+
+
+def fits(
+    layout: ExpertLayout,
+    slot_bytes: int,
+    usable_bytes: int,
+    most_slots: int,
+    ubatches: Sequence[int],
+    needs: Callable[[int], MemoryNeeds],
+) -> Iterator[Fit]:
+    """For each number of tokens of a pass the most slots that fit beside it, where a pass can run with them."""
+    for n_ubatch in ubatches:
+        needed = needs(n_ubatch)
+        free = usable_bytes - needed.total_bytes(0)
+        n_slots = min(most_slots, max(0, free) // (slot_bytes + needed.slot_work_bytes))
+        if n_slots >= layer_slots(layout, n_ubatch):
+            yield Fit(n_slots, n_ubatch, needed)
+
+
+def best_fit(layout: ExpertLayout, slot_bytes: int, found: Iterable[Fit]) -> Fit:
+    """The one with which a typical request moves the fewest bytes; of about equals the first, with the largest pass."""
+    costs = [(request_cost(layout, slot_bytes, fit), fit) for fit in found]
+    least = min(cost for cost, _ in costs)
+    return next(fit for cost, fit in costs if cost <= least * ABOUT)
+
+
+def request_cost(layout: ExpertLayout, slot_bytes: int, fit: Fit) -> float:
+    """Bytes read from the disk for PROMPT_TOKENS in passes and ANSWER_TOKENS one by one, and, in the same unit, from
+    memory.
+    """
+    n_pass = -(-PROMPT_TOKENS // fit.n_ubatch)
+    touched = slot_bytes * sum(_touched(layer.n_expert, layer.n_expert_used, fit.n_ubatch) for layer in layout.layers)
+    missing = 1 - fit.n_slots / layout.n_expert_total
+    prompt = n_pass * (touched * missing + (layout.dense_bytes + touched) / MEMORY_PER_DISK)
+    return prompt + ANSWER_TOKENS * layout.token_cycle_bytes * (1 - typical_hit_rate(layout, fit.n_slots))
+
+
+def _touched(n_expert: int, n_expert_used: int, n_tokens: int) -> float:
+    """Experts of a layer that a pass of independent tokens uses, on average."""
+    return n_expert * (1 - (1 - n_expert_used / n_expert) ** n_tokens)

@@ -1,0 +1,178 @@
+"""Images in a conversation: what a file may be, and where it stands in a message and in the rendered prompt.
+
+A message's content is text, or a list of parts in order, where images stand among texts:
+{"type": "text", "text": "..."} and {"type": "image", "data": "<the file as base64>"}. Files are untrusted: format and
+dimensions are read from the header before anything is decoded. Does not know models or tokens.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import secrets
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from moegguf.errors import OptionError
+
+MAX_IMAGE_BYTES = 20 << 20
+MAX_PIXELS = 24 << 20  # decoded they take 72 MiB, while decoding up to three times that
+MAX_ASPECT_RATIO = 64  # projectors that keep the proportions would enlarge the long side of a line without limit
+MAX_IMAGES = 64  # in one request
+MAX_JPEG_SEGMENTS = 4096  # before the first frame
+FORMATS = "PNG, JPEG and GIF"
+
+Part = Mapping[str, Any]
+
+
+def image_part(text: str) -> dict[str, str]:
+    """The part for an image that came as base64. Raises OptionError when it is not an image that can be used."""
+    check_image(decode_base64(text))
+    return {"type": "image", "data": text}
+
+
+def decode_base64(text: str) -> bytes:
+    """The bytes of an image. Raises OptionError for text that is not base64, or too much of it."""
+    if len(text) > MAX_IMAGE_BYTES * 4 // 3 + 1024:
+        raise _too_large(len(text) * 3 // 4)
+    try:
+        return base64.b64decode("".join(text.split()), validate=True)
+    except (ValueError, binascii.Error):
+        raise OptionError(f"an image is sent as base64, but {text[:24]!r}... is not; encode the file.") from None
+
+
+def check_image(data: bytes) -> tuple[int, int]:
+    """(width, height) of a file that can be decoded, as its header states them.
+
+    Raises OptionError for another format, a damaged header, and dimensions beyond the limits.
+    """
+    if len(data) > MAX_IMAGE_BYTES:
+        raise _too_large(len(data))
+    found = _dimensions(data)
+    if found is None:
+        raise OptionError(f"an image is a file of {FORMATS}, but this one {_kind(data)}; convert it.")
+    width, height = found
+    if not width or not height or width * height > MAX_PIXELS:
+        raise OptionError(
+            f"an image has 1 to {MAX_PIXELS} pixels, but this one is {width} x {height}; send a smaller one."
+        )
+    if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
+        raise OptionError(
+            f"an image is at most {MAX_ASPECT_RATIO} times as long as wide, but this one is {width} x {height}; cut it."
+        )
+    return width, height
+
+
+def _too_large(n_bytes: int) -> OptionError:
+    return OptionError(
+        f"an image file has at most {MAX_IMAGE_BYTES >> 20} MiB, but this one {n_bytes >> 20}; shrink it."
+    )
+
+
+def _kind(data: bytes) -> str:
+    names = {b"RIFF": "is WebP or another RIFF file", b"BM": "is a BMP", b"II*\0": "is a TIFF", b"MM\0*": "is a TIFF"}
+    if data[4:8] == b"ftyp":
+        return "is HEIC, AVIF or a video"
+    return next((name for start, name in names.items() if data.startswith(start)), "is not, or is damaged")
+
+
+def _dimensions(data: bytes) -> tuple[int, int] | None:
+    """As the decoder (stb_image) will read them; None when its header is of no format that it may decode."""
+    try:
+        if data.startswith(b"\x89PNG\r\n\x1a\n") and data[12:16] == b"IHDR":
+            return struct.unpack_from(">II", data, 16)
+        if data[:6] in (b"GIF87a", b"GIF89a"):
+            return struct.unpack_from("<HH", data, 6)
+        if data.startswith(b"\xff\xd8"):
+            return _jpeg_dimensions(data)
+    except (struct.error, IndexError, ValueError):  # it ends early
+        pass
+    return None
+
+
+def _jpeg_dimensions(data: bytes) -> tuple[int, int] | None:
+    """From the first frame header; None before any other marker than those of tables and comments."""
+    at = 2
+    for _ in range(MAX_JPEG_SEGMENTS):
+        at = data.index(0xFF, at)
+        while data[at] == 0xFF:
+            at += 1
+        marker = data[at]
+        if marker in (0xC0, 0xC1, 0xC2):
+            height, width = struct.unpack_from(">HH", data, at + 4)
+            return width, height
+        if not (0xE0 <= marker <= 0xEF or marker in (0xC4, 0xDB, 0xDD, 0xFE)):
+            break
+        at += 1 + struct.unpack_from(">H", data, at + 1)[0]
+    return None
+
+
+def text_of(content: Any) -> str:
+    """The text of a message's content, without its images."""
+    if isinstance(content, str) or content is None:
+        return content or ""
+    return "\n".join(str(part.get("text", "")) for part in content if part.get("type") == "text")
+
+
+def has_images(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a message has an image among its parts."""
+    return any(_is_image(part) for message in messages for part in _parts(message))
+
+
+@dataclass(frozen=True)
+class Marked:
+    """Messages with texts only: `marker`, which no one can guess, stands for each of `images`, in order."""
+
+    messages: Sequence[Mapping[str, Any]]
+    images: tuple[bytes, ...]
+    marker: str
+
+    def pieces(self, text: str) -> list[str] | None:
+        """The rendered `text` before, between and after the images; None when not every image is in it once."""
+        found = text.split(self.marker)
+        return found if len(found) == len(self.images) + 1 else None
+
+    def as_lists(self) -> list[dict[str, Any]]:
+        """The messages for templates that know content as lists of parts only."""
+        return [
+            {**message, "content": [{"type": "text", "text": message["content"]}]}
+            if message.get("content")
+            else message
+            for message in map(dict, self.messages)
+        ]
+
+
+def mark_images(messages: Sequence[Mapping[str, Any]]) -> Marked:
+    """Puts a marker in place of each image. Raises OptionError for images that cannot be used, or too many."""
+    marker = f"<image-{secrets.token_hex(8)}>"
+    parts = [part for message in messages for part in _parts(message) if _is_image(part)]
+    if len(parts) > MAX_IMAGES:
+        raise OptionError(f"a request has at most {MAX_IMAGES} images, but this one {len(parts)}; leave some out.")
+    images = tuple(decode_base64(str(part.get("data", ""))) for part in parts)
+    for image in images:
+        check_image(image)
+    return Marked([_with_text(message, marker) for message in messages], images, marker)
+
+
+def _with_text(message: Mapping[str, Any], marker: str) -> Mapping[str, Any]:
+    """The message with its parts as one text: a line break between two texts, none around an image."""
+    parts = _parts(message)
+    if not parts:
+        return message
+    text = ""
+    for before, part in zip((None, *parts), parts, strict=False):
+        if not _is_image(part) and before is not None and not _is_image(before):
+            text += "\n"
+        text += marker if _is_image(part) else str(part.get("text", ""))
+    return {**message, "content": text}
+
+
+def _parts(message: Mapping[str, Any]) -> Sequence[Part]:
+    content = message.get("content")
+    return content if isinstance(content, list | tuple) else ()
+
+
+def _is_image(part: Part) -> bool:
+    return part.get("type") == "image"

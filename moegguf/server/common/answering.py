@@ -1,0 +1,48 @@
+"""Runs generations for a request: their events, from the model's queue to the statistics of `/metrics`."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import TYPE_CHECKING
+
+from starlette.requests import Request
+
+from moegguf.generate.request import GenerationRequest
+from moegguf.models.entry import ModelEntry
+from moegguf.server.metrics import record
+from moegguf.serving.events import Event, LoadOverrides
+
+if TYPE_CHECKING:
+    from moegguf.serving.manager import ModelManager
+
+
+async def answer_events(
+    request: Request,
+    entry: ModelEntry,
+    *generations: GenerationRequest,
+    overrides: LoadOverrides,
+    keep_alive_s: float | None,
+    stream: bool,
+) -> AsyncGenerator[Event]:
+    """The events of each generation in turn; a `Done` ends each. Without `stream` each has one `Delta`.
+
+    Closing it stops the answer. Between two generations other requests have their turn.
+    """
+    manager: ModelManager = request.app.state.manager
+    async with manager.lease(entry, overrides, keep_alive_s) as lease:
+        for generation in generations:
+            async with aclosing(lease.answer(generation, stream=stream)) as events:
+                async for event in events:
+                    record(request.app.state, entry.name, event)
+                    yield event
+
+
+async def count_tokens(
+    request: Request, entry: ModelEntry, generation: GenerationRequest, overrides: LoadOverrides
+) -> int:
+    """The tokens of a conversation's prompt, through the model's own template; loads the model if needed, and does not
+    wait for running answers."""
+    manager: ModelManager = request.app.state.manager
+    async with manager.lease(entry, overrides, will_answer=False) as lease:
+        return await lease.count(generation)

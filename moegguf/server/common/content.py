@@ -1,0 +1,41 @@
+"""Content of messages from the parts that APIs send: texts, and images as base64 or data URLs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from moegguf.errors import OptionError
+from moegguf.generate.images import image_part
+
+Part = dict[str, str]
+
+_DATA_URL = re.compile(r"data:image/[\w.+-]{1,40};base64,", re.IGNORECASE)
+
+
+def text_part(text: str) -> Part:
+    """The part for a text."""
+    return {"type": "text", "text": text}
+
+
+def image_of_base64(data: str) -> Part:
+    """The part for an image as base64. Raises ValueError when it cannot be used."""
+    try:
+        return image_part(data)
+    except OptionError as error:
+        raise ValueError(str(error)) from None
+
+
+def image_of_url(url: str) -> Part:
+    """The part for an image in a data URL. Raises ValueError for any other URL: the server fetches nothing."""
+    found = _DATA_URL.match(url[:100])
+    if found is None:
+        raise ValueError(f"an image is sent as data:image/png;base64,..., but this is {url[:40]!r}; encode the file")
+    return image_of_base64(url[found.end() :])
+
+
+def content_of(parts: Sequence[Part]) -> str | list[Part]:
+    """The content of a message: one text, its parts joined by newlines, unless there are images."""
+    if any(part["type"] == "image" for part in parts):
+        return list(parts)
+    return "\n".join(part["text"] for part in parts)

@@ -1,0 +1,160 @@
+"""The `anthropic` Python client against `moegguf serve`: every supported call, with real answers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import anthropic
+import pytest
+from anthropic.types import Message
+from pydantic import BaseModel
+from servers import Server
+
+ASKED: Any = {
+    "model": "demo", "max_tokens": 200, "messages": [{"role": "user", "content": "What does moegguf do?"}],
+    "extra_body": {"options": {"seed": 7}},
+}  # fmt: skip
+TOOLS: Any = [
+    {
+        "name": "weather",
+        "description": "The weather of the next days.",
+        "input_schema": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "maxLength": 8}, "days": {"type": "integer"}},
+            "required": ["city", "days"],
+            "additionalProperties": False,
+        },
+    },
+    {"name": "clock", "input_schema": {"type": "object", "properties": {}}},
+]
+
+
+class Animal(BaseModel):
+    """What a model is made to write."""
+
+    legs: int
+    tame: bool
+
+
+@pytest.fixture(scope="module")
+def client(served: Server) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=served.url, api_key="none", max_retries=0, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def whole(client: anthropic.Anthropic) -> Message:
+    return client.messages.create(**ASKED)
+
+
+def text_of(message: Message) -> str:
+    return "".join(block.text for block in message.content if block.type == "text")
+
+
+def test_a_whole_message(client: anthropic.Anthropic, whole: Message) -> None:
+    assert "moegguf" in text_of(whole) and whole.stop_reason == "end_turn"
+    assert whole.usage.input_tokens > 5 and whole.usage.output_tokens > 5
+    counted = client.messages.count_tokens(model="demo", messages=ASKED["messages"])
+    assert counted.input_tokens == whole.usage.input_tokens
+
+
+def test_a_stream_is_the_whole_message(client: anthropic.Anthropic, whole: Message) -> None:
+    with client.messages.stream(**ASKED) as stream:
+        started = [event.message.usage for event in stream if event.type == "message_start"]
+        final = stream.get_final_message()
+    assert text_of(final) == text_of(whole) and final.usage == whole.usage
+    assert started[0].input_tokens == whole.usage.input_tokens and started[0].output_tokens == 0
+    raw = list(client.messages.create(**ASKED, stream=True))
+    assert [raw[0].type, raw[-1].type] == ["message_start", "message_stop"]
+
+
+def test_the_next_turn_reads_from_the_cache(client: anthropic.Anthropic) -> None:
+    asked: Any = {**ASKED, "max_tokens": 8, "extra_body": {"temperature": 0}}
+    first = client.messages.create(**asked)
+    turns = [*ASKED["messages"], {"role": "assistant", "content": first.content}, *ASKED["messages"]]
+    second = client.messages.create(**{**asked, "messages": turns})
+    assert (second.usage.cache_read_input_tokens or 0) >= first.usage.input_tokens
+
+
+def test_a_trailing_assistant_message_is_continued(client: anthropic.Anthropic, whole: Message) -> None:
+    begun = text_of(whole)[:14]
+    turns = [*ASKED["messages"], {"role": "assistant", "content": begun}]
+    found = client.messages.create(**{**ASKED, "messages": turns, "extra_body": {"temperature": 0}})
+    assert text_of(found) and not text_of(found).startswith(begun)
+
+
+def test_stop_reasons(client: anthropic.Anthropic, whole: Message) -> None:
+    assert client.messages.create(**{**ASKED, "max_tokens": 3}).stop_reason == "max_tokens"
+    word = text_of(whole).split()[4]
+    stopped = client.messages.create(**ASKED, stop_sequences=["never said", word])
+    assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", word)
+    assert text_of(stopped) == text_of(whole).partition(word)[0]
+
+
+@pytest.mark.parametrize("choice", [{"type": "tool", "name": "weather"}, {"type": "any"}])
+def test_a_round_trip_of_tools(client: anthropic.Anthropic, choice: Any) -> None:
+    asked: Any = {**ASKED, "model": "tools", "tools": TOOLS, "max_tokens": 200}
+    with client.messages.stream(**asked, tool_choice=choice) as stream:
+        first = stream.get_final_message()
+    assert first.stop_reason == "tool_use"
+    calls = [block for block in first.content if block.type == "tool_use"]
+    if choice["type"] == "tool":
+        assert calls[0].name == "weather" and isinstance(calls[0].input["days"], int)
+    results = [{"type": "tool_result", "tool_use_id": call.id, "content": "rain"} for call in calls]
+    turns = [*ASKED["messages"], {"role": "assistant", "content": first.content}, {"role": "user", "content": results}]
+    second = client.messages.create(**{**asked, "messages": turns, "max_tokens": 4}, tool_choice={"type": "none"})
+    assert second.usage.output_tokens <= 4
+
+
+def test_thinking(client: anthropic.Anthropic) -> None:
+    asked: Any = {**ASKED, "model": "thinker", "max_tokens": 12}
+    found = client.messages.create(**asked, thinking={"type": "enabled", "budget_tokens": 1024})
+    (block,) = found.content
+    assert block.type == "thinking" and block.thinking and block.signature
+    # Claude Code asks every model to think: one that cannot answers without.
+    quiet = client.messages.create(**ASKED, thinking={"type": "adaptive"})
+    assert [block.type for block in quiet.content] == ["text"]
+
+
+def test_json_by_a_schema(client: anthropic.Anthropic) -> None:
+    found = client.messages.parse(**{**ASKED, "max_tokens": 200}, output_format=Animal)
+    assert isinstance(found.parsed_output, Animal)
+
+
+def test_a_request_as_claude_code_sends_it(served: Server) -> None:
+    tools = [{**TOOLS[1], "name": f"tool_{i}", "description": "Does a thing."} for i in range(20)]
+    body = {
+        "model": "tools", "max_tokens": 4, "stream": True, "tools": tools, "metadata": {"user_id": "user_1"},
+        "system": [
+            {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1.0; cc_entrypoint=cli; cch=12345;"},
+            {"type": "text", "text": "You are a coding agent.", "cache_control": {"type": "ephemeral"}},
+        ],
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}],
+        "thinking": {"type": "adaptive"}, "context_management": {"edits": []}, "options": {"num_ctx": 8192},
+    }  # fmt: skip
+    beta = {"anthropic-version": "2023-06-01", "anthropic-beta": "claude-code-20250219,interleaved-thinking-2025-05-14"}
+    reply = served.call("/v1/messages?beta=true", body, **beta, **{"x-api-key": "any"})
+    assert reply.status == 200 and "event: message_stop" in reply.text
+
+
+def test_errors(client: anthropic.Anthropic) -> None:
+    with pytest.raises(anthropic.NotFoundError):
+        client.messages.create(**{**ASKED, "model": "nobody"})
+    long: Any = [{"role": "user", "content": "word " * 5000}]
+    with pytest.raises(anthropic.BadRequestError, match="context"):
+        client.messages.create(**{**ASKED, "messages": long})
+    assert client.messages.count_tokens(model="demo", messages=long).input_tokens > 5000
+    with pytest.raises(anthropic.BadRequestError, match="does not support tools"):
+        client.messages.create(**ASKED, tools=TOOLS)
+
+
+def test_the_async_client(served: Server, whole: Message) -> None:
+    async def call_all() -> None:
+        async with anthropic.AsyncAnthropic(base_url=served.url, auth_token="none", max_retries=0) as client:
+            assert text_of(await client.messages.create(**ASKED)) == text_of(whole)
+            async with client.messages.stream(**ASKED) as stream:
+                assert "".join([text async for text in stream.text_stream]) == text_of(whole)
+
+    asyncio.run(call_all())

@@ -1,0 +1,99 @@
+"""A model on Hugging Face is described and planned from its headers, of which no more is read than needed."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pytest
+from fake_hub import FakeHub, status, without_ranges
+from gguf_builder import moe
+
+from moegguf.errors import ModelFormatError, ModelNotFoundError, PullError
+from moegguf.gguf.experts import read_layout
+from moegguf.models import hub_header
+from moegguf.models.hub import hub_cache
+from moegguf.models.hub_header import remote_model
+from moegguf.terminal.facts import estimate_model, model_facts
+
+PATH = "m-Q4_0.gguf"
+
+
+@pytest.fixture
+def data(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> bytes:
+    """A model of 0.3 MB in u/r; headers are fetched 1,000 bytes at first."""
+    monkeypatch.setattr(hub_header, "FIRST_BYTES", 1000)
+    data = moe(n_layer=6, n_expert=16, n_used=4, n_ff=256).build()
+    hub.add("u/r", {PATH: data})
+    return data
+
+
+def fetched_bytes(hub: FakeHub) -> int:
+    ends = [span.removeprefix("bytes=").split("-") for span in hub.gets(PATH)]
+    return sum(int(last) - int(first) + 1 for first, last in ends)
+
+
+def test_the_plan_is_that_of_the_fetched_model(hub: FakeHub, data: bytes, tmp_path: Path) -> None:
+    path = tmp_path / PATH
+    path.write_bytes(data)
+    remote, local = (estimate_model(name, "50%", 512) for name in ("hf.co/u/r", str(path)))
+    assert remote["plan"] == local["plan"] | {"available_bytes": remote["plan"]["available_bytes"]}
+    assert "not fetched" in remote["path"] and not remote["fetched"]
+    assert remote["expected"]["tokens_per_s_low"] is None and remote["disk"] is None
+    assert fetched_bytes(hub) < len(data) / 10, "only the header"
+    assert not list(hub_cache().rglob("*.gguf")), "nothing is kept"
+    assert model_facts("hf.co/u/r")["experts"] == model_facts(str(path))["experts"]
+
+
+def test_a_header_is_read_in_growing_parts_each_once(hub: FakeHub, data: bytes) -> None:
+    with remote_model("u/r") as entry:
+        layout = read_layout(entry.path)
+        assert layout.n_expert_total == 96 and entry.size_bytes == len(data)
+        folder = entry.path.parent
+    spans = [tuple(map(int, span.removeprefix("bytes=").split("-"))) for span in hub.gets(PATH)]
+    assert [first for first, _ in spans] == [0, *(last + 1 for _, last in spans[:-1])] and len(spans) > 1
+    assert folder.is_relative_to(tempfile.gettempdir()) and not folder.exists()
+
+
+def test_a_split_model_has_the_header_of_each_shard(hub: FakeHub) -> None:
+    names = [f"m-{n:05d}-of-00002.gguf" for n in (1, 2)]
+    shards = {name: moe(n_layer=2, split=(i, 2, 10), il_range=range(i, i + 1)).build() for i, name in enumerate(names)}
+    hub.add("u/split", shards)
+    with remote_model("u/split") as entry:
+        assert [path.name for path in entry.files] == names
+        assert len(read_layout(entry.path).shards) == 2
+
+
+def test_a_server_without_ranges_is_read_no_further_than_needed(hub: FakeHub, data: bytes) -> None:
+    hub.faults[PATH] = [without_ranges] * 20
+    with remote_model("u/r") as entry:
+        assert read_layout(entry.path).n_layer == 6
+
+
+def test_transient_errors_are_retried_and_others_told(hub: FakeHub, data: bytes) -> None:
+    hub.faults[PATH] = [status(503)]
+    with remote_model("u/r"):
+        pass
+    for name in ("u/none", "u/r:Q8_0"):
+        with pytest.raises(ModelNotFoundError):
+            estimate_model(f"hf.co/{name}", None, None)
+
+
+@pytest.mark.parametrize("content", [b"GGUF" + b"x" * 5000, b"<html>"])
+def test_what_is_no_model_is_refused(hub: FakeHub, content: bytes) -> None:
+    hub.add("u/bad", {PATH: content})
+    with pytest.raises(ModelFormatError), remote_model("u/bad"):
+        pass
+
+
+def test_a_header_without_end_is_given_up(hub: FakeHub, data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub_header, "MOST_BYTES", 1500)
+    with pytest.raises(PullError, match="not complete within"), remote_model("u/r"):
+        pass
+
+
+def test_offline_only_what_is_here_is_found(hub: FakeHub, data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ModelNotFoundError, match="moegguf pull"):
+        estimate_model("hf.co/u/r", None, None)
+    assert hub.requests == []
