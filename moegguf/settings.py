@@ -14,7 +14,7 @@ import urllib.parse
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from moegguf.errors import BudgetError, OptionError
 from moegguf.quantities import parse_duration, parse_expert_cache, parse_size
@@ -41,12 +41,13 @@ class Environment:
     library: Path | None = None  # MOEGGUF_LIBRARY: folder of the native library, instead of the installed one
     models: Path | None = None  # MOEGGUF_MODELS: folder of models known by name
     home: Path | None = None  # MOEGGUF_HOME: folder of moegguf's data, instead of the user's data folder
+    trial_load: Literal["on", "off", "again"] = "on"  # MOEGGUF_TRIAL_LOAD: try a file in a process of its own first
 
 
 def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
     """Reads MOEGGUF_* from `environ` (default: the process's). Empty counts as unset.
 
-    Raises OptionError for MOEGGUF_HOOKS, BudgetError for MOEGGUF_EXPERT_CACHE.
+    Raises OptionError for MOEGGUF_HOOKS and MOEGGUF_TRIAL_LOAD, BudgetError for MOEGGUF_EXPERT_CACHE.
     """
     env = os.environ if environ is None else environ
     hooks = env.get("MOEGGUF_HOOKS", "").strip().lower() or "1"
@@ -57,6 +58,9 @@ def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
         parse_expert_cache(cache)
     except BudgetError as error:
         raise BudgetError(f"MOEGGUF_EXPERT_CACHE: {error}") from None
+    trial = env.get("MOEGGUF_TRIAL_LOAD", "").strip().lower() or "1"
+    if trial not in _SWITCH and trial != "again":
+        raise OptionError(f"MOEGGUF_TRIAL_LOAD must be 0, 1 or 'again', but is {trial[:60]!r}.")
     library, models, home = (env.get(f"MOEGGUF_{name}", "") for name in ("LIBRARY", "MODELS", "HOME"))
     return Environment(
         hooks=_SWITCH[hooks],
@@ -64,6 +68,7 @@ def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
         library=Path(library).expanduser() if library else None,
         models=Path(models).expanduser() if models else None,
         home=Path(home).expanduser() if home else None,
+        trial_load="again" if trial == "again" else "on" if _SWITCH[trial] else "off",
     )
 
 
@@ -72,6 +77,14 @@ def data_folder() -> Path:
     import platformdirs
 
     return read_environment().home or Path(platformdirs.user_data_dir("moegguf"))
+
+
+def cache_folder() -> Path:
+    """The folder of what can be found out again: a folder in MOEGGUF_HOME, or the user's cache folder."""
+    import platformdirs
+
+    home = read_environment().home
+    return home / "cache" if home else Path(platformdirs.user_cache_dir("moegguf"))
 
 
 @dataclass(frozen=True)

@@ -80,8 +80,8 @@ def old_or_new() -> None:
     from moegguf.models.hub import hub_cache
 
     entry = Catalog().find("user/repo-gguf")
-    contents = {path.read_bytes()[:3] for path in entry.files}
-    assert contents in ({b"old"}, {b"new"}), contents
+    contents = {path.read_bytes()[:8] for path in entry.files}
+    assert contents in ({b"GGUF old"}, {b"GGUF new"}), contents
     check_blobs()
     assert not scan_cache_dir(hub_cache()).warnings, "huggingface_hub finds the cache damaged"
 

@@ -10,9 +10,14 @@ from moegguf.models.entry import ModelEntry, PullStatus
 from moegguf.models.hub import hub_cache
 from moegguf.models.pull import pull
 
-DATA = os.urandom(3 << 20)
+DATA = b"GGUF" + os.urandom((3 << 20) - 4)
 NAME = "hf.co/User/Repo-GGUF:Q4_K_M"
-FILES = {"README.md": b"hello", "x-Q4_K_M.gguf": DATA, "x-Q8_0.gguf": os.urandom(1000), "mmproj-F16.gguf": b"m" * 99}
+FILES = {
+    "README.md": b"hello",
+    "x-Q4_K_M.gguf": DATA,
+    "x-Q8_0.gguf": b"GGUF" + b"m" * 950,
+    "mmproj-F16.gguf": b"GGUF" + b"m" * 95,
+}
 
 
 def fetch(

@@ -38,6 +38,7 @@ from moegguf.engine.requests import RequestCounter, RequestLock
 from moegguf.engine.session import Session
 from moegguf.engine.stats import Stats
 from moegguf.engine.threadpool import GovernedThreads, Threadpool
+from moegguf.engine.trial import try_first
 from moegguf.engine.upstream import UpstreamLlama
 from moegguf.engine.vocabulary import Vocabulary
 from moegguf.errors import ClosedError, GenerationCancelled, MoeggufError, OptionError
@@ -78,7 +79,9 @@ class Llama(UpstreamLlama):
         a model with experts: pages of a mapped file are outside the budget's control.
 
     Raises:
-        ModelNotFoundError, ModelFormatError: before llama.cpp sees the file.
+        ModelNotFoundError, ModelFormatError: before llama.cpp sees the file, or because it ended the trial load
+            (engine/trial.py).
+        CapabilityError: a kind of model that is not run.
         BudgetError: the budget cannot be read or is too small; the message states the minimum.
         OptionError: an unknown keyword, naming the nearest known one.
         AllocationError, ExpertIOError, LibraryError.
@@ -119,6 +122,7 @@ class Llama(UpstreamLlama):
         self._load_plan = load_plan = prepare(model_path, expert_cache, options)
         self.layout, self.plan = load_plan.layout, load_plan.plan
         try:
+            try_first(self.layout, options, self._progress.wait)
             if load_plan.hooks:
                 self._session = Session(self.layout, self.plan, store or StoreOptions())
                 self._live_controller = LiveController(self._session, Artifacts(self.layout), chosen)
@@ -292,7 +296,13 @@ class Llama(UpstreamLlama):
         return self._guarded(announced)
 
     def generate(self, *arguments: Any, **options: Any) -> Generator[int, Sequence[int] | None, None]:
-        """As in llama-cpp-python, one request at a time: other threads wait until this one has ended."""
+        """As in llama-cpp-python, one request at a time: other threads wait until this one has ended.
+
+        Raises OptionError without a token to begin with.
+        """
+        tokens = arguments[0] if arguments else options.get("tokens", ())
+        if not len(tokens) and (options.get("reset", True) or not self.n_tokens):
+            raise OptionError("there is nothing to continue: the prompt has no tokens of this model's vocabulary.")
         return self.as_request(super().generate(*arguments, **options))
 
     def as_request(self, steps: Generator[Step, Any, None]) -> Generator[Step, Any, None]:

@@ -16,6 +16,7 @@ from moegguf.errors import (
     AllocationError,
     BudgetError,
     CallbackError,
+    CapabilityError,
     GenerationCancelled,
     ModelFormatError,
     MoeggufError,
@@ -33,6 +34,7 @@ _bindings = library.llama_cpp()
 
 # Passed by known wrappers (LangChain) for old llama.cpp versions; without effect here.
 LEGACY_OPTIONS = frozenset({"device", "f16_kv", "n_parts", "low_vram", "mul_mat_q", "n_gqa", "rms_norm_eps"})
+DIFFUSION = frozenset({"dream", "llada", "llada-moe", "rnd1"})  # llm_arch_is_diffusion()
 N_CTX, N_BATCH = 512, 512  # llama-cpp-python's defaults
 
 Budget = str | int | float | ExpertCache
@@ -77,11 +79,16 @@ class LoadPlan:
 def prepare(model: str | os.PathLike[str], expert_cache: Budget | None, options: dict[str, Any]) -> LoadPlan:
     """Reads the header and plans memory. `options`: keywords of llama_cpp.Llama as the user gave them.
 
-    Raises ModelNotFoundError, ModelFormatError, BudgetError, OptionError, and AllocationError for a context above all
-    memory of this machine.
+    Raises ModelNotFoundError, ModelFormatError, CapabilityError for a kind of model that is not run, BudgetError,
+    OptionError, and AllocationError for a context above all memory of this machine.
     """
     path, environment = os.fspath(find_model(model)), read_environment()
     layout = read_layout(path)
+    if layout.arch in DIFFUSION:
+        raise CapabilityError(
+            f"{layout.shards[0].path.name}: {layout.arch} models write by diffusion, not token after token, and cannot"
+            " be run here; choose another model."
+        )
     cache = parse_expert_cache(environment.expert_cache if expert_cache is None else expert_cache)
     options = {name: value for name, value in options.items() if name not in LEGACY_OPTIONS}
     govern_threads = environment.hooks and not (options.get("n_threads") or options.get("n_threads_batch"))
@@ -157,6 +164,12 @@ class LoadProgress:
         except BaseException as error:  # must not propagate into llama.cpp
             self._error = error
             return False
+
+    def wait(self) -> None:
+        """Reports that nothing is read yet; raises what the callback has ended the load with."""
+        if self._progress is not None:
+            self._call(0.0, 0)
+            self.raise_reason()
 
     def raise_reason(self) -> None:
         """Raises CallbackError or GenerationCancelled when the callback ended the load."""

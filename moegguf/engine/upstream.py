@@ -1,5 +1,5 @@
 """llama-cpp-python's `Llama` with what has nothing to do with experts: downloads, logit_bias, grammars, context shift,
-pickling."""
+pickling, tokenizing."""
 
 from __future__ import annotations
 
@@ -18,6 +18,22 @@ from moegguf.native import library
 _bindings = library.llama_cpp()
 
 Floats = npt.NDArray[np.float32]
+ADDED_TOKENS = 8  # room for BOS, EOS and a leading space, beside one token per byte
+
+
+class BoundedTokenizer(_bindings.LlamaTokenizer):  # type: ignore[misc, name-defined]
+    """llama-cpp-python's, with memory for the text's length instead of the context that the file claims."""
+
+    def tokenize(self, text: bytes, add_bos: bool = True, special: bool = True) -> list[int]:
+        """The tokens of a text. Raises OptionError for one that llama.cpp cannot tokenize."""
+        size = len(text) + ADDED_TOKENS
+        for _ in range(2):
+            tokens = (_bindings.llama_token * size)()
+            n = _bindings.llama_tokenize(self._model.vocab, text, len(text), tokens, size, add_bos, special)
+            if n >= 0:
+                return list(tokens[:n])
+            size = -n
+        raise OptionError(f"a text of {len(text)} bytes cannot be tokenized; shorten it.")
 
 
 class UpstreamLlama(_bindings.Llama):  # type: ignore[misc, name-defined]
@@ -28,6 +44,12 @@ class UpstreamLlama(_bindings.Llama):  # type: ignore[misc, name-defined]
     input_ids: npt.NDArray[np.intc]
     _batch: Any
     _grammar: GrammarMask | None = None  # of the request that samples now
+    tokenizer_: Any
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        if type(self.tokenizer_) is _bindings.LlamaTokenizer:  # not one of the user's
+            self.tokenizer_ = BoundedTokenizer(self)
 
     @classmethod
     def from_pretrained(

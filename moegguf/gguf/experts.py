@@ -19,6 +19,8 @@ from moegguf.errors import ModelFormatError
 from moegguf.gguf.hparams import Hparams, check_attention, read_hparams
 from moegguf.gguf.reader import GgufFile, TensorInfo, Value
 from moegguf.gguf.shards import read_shards
+from moegguf.gguf.tensor_types import check_types
+from moegguf.gguf.tokenizer import check_tokenizer
 
 Kind = Literal["gate", "up", "down", "gate_up"]
 KINDS: tuple[Kind, ...] = ("gate", "up", "down", "gate_up")
@@ -29,13 +31,17 @@ _ROUTER = re.compile(r"blk\.(\d{1,6})\.ffn_gate_inp\.weight")
 
 @dataclass(frozen=True)
 class Shard:
-    """One file of the model and its identity when it was read, from which a later replacement is detected."""
+    """One file of the model and its identity when it was read, from which a later replacement is detected.
+
+    `header_bytes`: where its data begin.
+    """
 
     path: Path
     n_bytes: int
     dev: int
     ino: int
     mtime_ns: int
+    header_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -170,6 +176,8 @@ def read_layout(path: str | os.PathLike[str]) -> ExpertLayout:
     if not any(file.tensors for file in files):
         raise ModelFormatError(f"{label}: there are no tensors in it (a vocabulary file?); give a complete model.")
     hparams = read_hparams(files[0].metadata, label)
+    check_tokenizer(files[0], hparams.arch)
+    check_types(files)
     matrices = list(_expert_matrices(files, hparams))
     layers = tuple(_layers([m for m in matrices if m.il < hparams.n_layer], hparams, files))
     expert_bytes = sum(layer.n_expert * layer.expert_bytes for layer in layers)
@@ -180,7 +188,7 @@ def read_layout(path: str | os.PathLike[str]) -> ExpertLayout:
     embedding = tensors.get("token_embd.weight")
     return ExpertLayout(
         arch=hparams.arch,
-        shards=tuple(Shard(f.path, f.n_bytes, f.dev, f.ino, f.mtime_ns) for f in files),
+        shards=tuple(Shard(f.path, f.n_bytes, f.dev, f.ino, f.mtime_ns, f.data_offset) for f in files),
         n_layer=hparams.n_layer,
         layers=layers,
         dense_bytes=total_bytes - expert_bytes - unused_bytes,

@@ -1,4 +1,5 @@
-"""Identifies a trained model by its routers, so that traces and predictors are used with the right one.
+"""Identifies a trained model by its routers, so that traces and predictors are used with the right one; and a file by
+its header.
 
 Routers are small, and differ between trainings. They are rarely quantised, so the quantisations of one model usually
 share a fingerprint, as they share their routing. Reads a few MB, never the experts.
@@ -6,12 +7,12 @@ share a fingerprint, as they share their routing. Reads a few MB, never the expe
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from pathlib import Path
 
 from moegguf.errors import ExpertIOError
-from moegguf.gguf.experts import ExpertLayout
-from moegguf.gguf.reader import TensorInfo
+from moegguf.gguf.experts import ExpertLayout, Shard
 
 HEX_DIGITS = 32
 _CHUNK_BYTES = 1 << 20
@@ -28,22 +29,34 @@ def fingerprint(layout: ExpertLayout) -> str:
     digest.update(repr((layout.arch, *sizes, [layer.il for layer in layout.layers])).encode())
     for router in layout.routers:
         digest.update(repr((router.il, router.tensor.ggml_type, router.tensor.shape)).encode())
-        _hash_bytes(digest, layout.shards[router.shard].path, router.tensor)
+        tensor = router.tensor
+        _hash_bytes(digest, layout.shards[router.shard].path, tensor.offset, tensor.n_bytes, repr(tensor.name))
     return digest.hexdigest()[:HEX_DIGITS]
 
 
-def _hash_bytes(digest: hashlib._Hash, path: Path, tensor: TensorInfo) -> None:
-    n_left = tensor.n_bytes
+@functools.lru_cache(maxsize=16)
+def header_digest(shards: tuple[Shard, ...]) -> str:
+    """32 hex digits of a SHA-256 over the headers of all shards and their sizes: other vocabulary, shapes or types,
+    another digest. Raises ExpertIOError when a file cannot be read.
+    """
+    digest = hashlib.sha256()
+    for shard in shards:
+        digest.update(repr((shard.n_bytes, shard.header_bytes)).encode())
+        _hash_bytes(digest, shard.path, 0, shard.header_bytes, "the header")
+    return digest.hexdigest()[:HEX_DIGITS]
+
+
+def _hash_bytes(digest: hashlib._Hash, path: Path, offset: int, n_left: int, what: str) -> None:
     try:
         with open(path, "rb") as file:
-            file.seek(tensor.offset)
+            file.seek(offset)
             while n_left:
                 part = file.read(min(n_left, _CHUNK_BYTES))
                 if not part:
-                    raise ExpertIOError(f"{path.name}: the file ends inside {tensor.name!r}; fetch it again.")
+                    raise ExpertIOError(f"{path.name}: the file ends inside {what}; fetch it again.")
                 digest.update(part)
                 n_left -= len(part)
     except OSError as error:
         if isinstance(error, ExpertIOError):
             raise
-        raise ExpertIOError(f"{path.name}: reading {tensor.name!r} failed ({error.strerror}).") from error
+        raise ExpertIOError(f"{path.name}: reading {what} failed ({error.strerror}).") from error

@@ -5,6 +5,7 @@ Names follow llama.cpp's llama_hparams.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -15,13 +16,45 @@ from moegguf.gguf.reader import TensorInfo, Value
 MAX_LAYERS = 512
 MAX_EXPERTS = 1024
 MAX_WIDTH = 1 << 24  # n_embd, n_ff, n_head and the like
+MAX_CONTEXT = 1 << 27  # the longest real one is 10 Mi
+MAX_GATING = 4  # of enum llama_expert_gating_func_type; 0 is the architecture's own
 ROPE_SCALINGS = ("none", "linear", "yarn", "longrope")
 # llama.cpp asserts n_rot == n_embd_head_k for these
 FULLY_ROTATED = {
-    "dbrx", "deepseek", "dots1", "ernie4_5-moe", "grok",
-    "grovemoe", "hunyuan-moe", "llada-moe", "olmoe", "qwen2moe",
-    "qwen3moe", "qwen3vlmoe", "rnd1", "smallthinker",
+    "arctic", "cohere2moe", "dbrx", "deepseek", "dots1", "ernie4_5", "ernie4_5-moe", "exaone-moe", "granite",
+    "granitemoe", "grok", "grovemoe", "hunyuan-moe", "hy_v3", "llada-moe", "llama4", "mellum", "mistral3", "olmoe",
+    "paddleocr", "qwen2moe", "qwen3moe", "qwen3vlmoe", "rnd1", "smallthinker",
 }  # fmt: skip
+# llama.cpp has no rotary embedding for these
+UNROTATED = {
+    "bloom", "glm5-next", "gpt2", "jais", "jamba", "kimi-k3", "kimi-linear", "mamba", "mamba2", "mpt", "nemotron_h",
+    "nemotron_h_moe", "refact", "t5", "t5encoder",
+}  # fmt: skip
+# {key: (least, most)} of fractions; others must be finite. A zero is what writers put where a model has no such part.
+FRACTIONS = {
+    "attention.layer_norm_epsilon": (0.0, 1.0),
+    "attention.layer_norm_rms_epsilon": (0.0, 1.0),
+    "attention.group_norm_epsilon": (0.0, 1.0),
+    "hyper_connection.epsilon": (0.0, 1.0),
+    "rope.freq_base": (1e-6, 1e30),
+    "rope.freq_base_swa": (1e-6, 1e30),
+    "rope.scaling.factor": (0.0, 1e9),
+    "rope.scale_linear": (0.0, 1e9),
+}
+UNBOUNDED = frozenset({"kda.gate_lower_bound"})  # minus infinity: no bound
+# {key: (least, most)} of whole numbers that have no use of their own here; others are at most MAX_WIDTH
+WHOLE = {
+    "context_length": (1, MAX_CONTEXT),
+    "expert_gating_func": (0, MAX_GATING),
+    "full_attention_interval": (1, MAX_LAYERS),
+    "attention.sliding_window": (0, 1 << 30),
+    "rope.scaling.original_context_length": (0, (1 << 31) - 1),
+    "attention.indexer.top_k": (0, (1 << 31) - 1),
+    "pooling_type": (-1, (1 << 32) - 1),
+    "decoder_start_token_id": (-1, (1 << 32) - 1),
+    "attention.key_length": (1, MAX_WIDTH),
+    "attention.value_length": (1, MAX_WIDTH),
+}
 
 
 @dataclass(frozen=True)
@@ -44,7 +77,8 @@ class Hparams:
     value_length: int
     is_mla: bool
     n_rot: int
-    has_swa_lengths: bool  # heads of another length in sliding-window layers
+    key_lengths: tuple[int, ...]  # of all layers, and of sliding-window layers where that is another
+    value_lengths: tuple[int, ...]
 
 
 class _Keys:
@@ -55,6 +89,26 @@ class _Keys:
 
     def fail(self, key: str, rule: str) -> ModelFormatError:
         return ModelFormatError(f"{self.label}: key '{key}': {rule}; the file cannot be run, fetch it again.")
+
+    def check_all(self) -> None:
+        """Every number of the architecture must be one that can be computed with: in its range, finite."""
+        start = f"{self.arch}."
+        for key, value in self.metadata.items():
+            if not key.startswith(start) or isinstance(value, bool | str):
+                continue
+            name, items = key.removeprefix(start), value if isinstance(value, tuple) else (value,)
+            for item in items:
+                if isinstance(item, float):
+                    self._check_fraction(name, item)
+                elif not isinstance(value, tuple):
+                    self._in_range(key, item, *WHOLE.get(name, (-MAX_WIDTH, MAX_WIDTH)))
+
+    def _check_fraction(self, name: str, value: float) -> None:
+        low, high = FRACTIONS.get(name, (-math.inf, math.inf))
+        if (math.isfinite(value) or (name in UNBOUNDED and not math.isnan(value))) and low <= value <= high:
+            return
+        allowed = f"from {low:g} to {high:g}" if name in FRACTIONS else "a finite number"
+        raise self.fail(f"{self.arch}.{name}", f"must be {allowed}, but is {value:g}")
 
     def number(self, name: str, default: int | None, low: int, high: int) -> int:
         key = f"{self.arch}.{name}"
@@ -99,6 +153,7 @@ def read_hparams(metadata: Mapping[str, Value], label: str) -> Hparams:
     """
     arch = read_architecture(metadata, label)
     keys = _Keys(arch, metadata, label)
+    keys.check_all()
     n_layer_all = keys.number("block_count", None, 1, MAX_LAYERS)
     n_nextn = keys.number("nextn_predict_layers", 0, 0, n_layer_all - 1)
     n_embd = keys.number("embedding_length", None, 1, MAX_WIDTH)
@@ -112,11 +167,15 @@ def read_hparams(metadata: Mapping[str, Value], label: str) -> Hparams:
     head = n_embd // n_head[0] if n_head[0] else 0
     key_length = keys.number("attention.key_length", head, 0, MAX_WIDTH)
     n_rot = keys.number("rope.dimension_count", key_length, 0, MAX_WIDTH)
+    value_length = keys.number("attention.value_length", head, 0, MAX_WIDTH)
+    key_swa = keys.number("attention.key_length_swa", key_length, 0, MAX_WIDTH)
+    _check_rotated(keys, n_rot, key_swa)
+    value_swa = keys.number("attention.value_length_swa", value_length, 0, MAX_WIDTH)
     return Hparams(
         arch=arch,
         n_layer_all=n_layer_all,
         n_layer=n_layer_all - n_nextn,
-        n_ctx_train=keys.number("context_length", None, 1, (1 << 31) - 1),
+        n_ctx_train=keys.number("context_length", None, *WHOLE["context_length"]),
         n_embd=n_embd,
         n_expert=n_expert,
         n_expert_used=n_expert_used,
@@ -125,10 +184,11 @@ def read_hparams(metadata: Mapping[str, Value], label: str) -> Hparams:
         n_ff=keys.per_layer("feed_forward_length", n_layer_all, 0, MAX_WIDTH),
         n_ff_exp=keys.per_layer("expert_feed_forward_length", n_layer_all, 0, MAX_WIDTH),
         key_length=key_length,
-        value_length=keys.number("attention.value_length", head, 0, MAX_WIDTH),
+        value_length=value_length,
         is_mla=_check_lengths(keys, key_length, n_rot, max(n_head_kv)),
         n_rot=n_rot,
-        has_swa_lengths=any(f"{arch}.attention.{kind}_length_swa" in metadata for kind in ("key", "value")),
+        key_lengths=tuple(dict.fromkeys((key_length, key_swa))),
+        value_lengths=tuple(dict.fromkeys((value_length, value_swa))),
     )
 
 
@@ -157,6 +217,17 @@ def _check_lengths(keys: _Keys, key_length: int, n_rot: int, n_head_kv: int) -> 
         rule = f"must be {rank + n_rot} (kv_lora_rank + rope.dimension_count) with 1 KV head, but is"
         raise keys.fail(key, f"{rule} {key_length} with {n_head_kv}")
     return mla_k > 0
+
+
+def _check_rotated(keys: _Keys, n_rot: int, key_swa: int) -> None:
+    """Numbers are rotated in pairs, at most all of a head; with none llama.cpp computes for ever."""
+    for name, default in (("rope.dimension_count", n_rot), ("rope.dimension_count_swa", 0)):
+        key = f"{keys.arch}.{name}"
+        n = keys.number(name, default, 0, MAX_WIDTH)
+        if keys.arch not in UNROTATED and (n % 2 or (n == 0 and key in keys.metadata)):
+            raise keys.fail(key, f"must be even and above zero, but is {n}")
+    if n > key_swa:
+        raise keys.fail(key, f"{n} is more than the length of a head in sliding-window layers, {key_swa}")
 
 
 def _read_expert_counts(keys: _Keys, n_layer_all: int) -> tuple[int, tuple[int, ...]]:
@@ -188,26 +259,38 @@ def _check_rope(keys: _Keys) -> None:
 
 
 def check_attention(tensors: Mapping[str, TensorInfo], hparams: Hparams, label: str) -> None:
-    """Raises ModelFormatError for a Q, K or V matrix that has not heads x length rows, by the metadata.
+    """Raises ModelFormatError for Q, K or V matrices whose rows are not heads x length, by the metadata.
 
-    Q may have twice the rows (an output gate, as in qwen3next). Models with other lengths in sliding-window layers, and
-    with latent attention, are left to llama.cpp.
+    Q may have twice the rows (an output gate, as in qwen3next). Where sliding-window layers have lengths of their own,
+    each length must be that of a layer. Models with latent attention are left to llama.cpp.
     """
     hp = hparams
-    if hp.is_mla or hp.has_swa_lengths or hp.n_head[0] == 0:
+    if hp.is_mla or hp.n_head[0] == 0:
         return
-    for il in range(hp.n_layer):
-        for name, heads, length in (
-            ("attn_q", hp.n_head[il], hp.key_length),
-            ("attn_k", hp.n_head_kv[il], hp.key_length),
-            ("attn_v", hp.n_head_kv[il], hp.value_length),
-        ):
+    for name, n_heads, lengths in (
+        ("attn_q", hp.n_head, hp.key_lengths),
+        ("attn_k", hp.n_head_kv, hp.key_lengths),
+        ("attn_v", hp.n_head_kv, hp.value_lengths),
+    ):
+        used: set[int] = set()
+        for il in range(hp.n_layer):
             tensor = tensors.get(f"blk.{il}.{name}.weight")
-            if tensor is None or len(tensor.shape) != 2 or heads == 0:
+            if tensor is None or len(tensor.shape) != 2 or n_heads[il] == 0:
                 continue
-            n_rows, wanted = tensor.shape[1], heads * length
-            if n_rows != wanted and not (name == "attn_q" and n_rows == 2 * wanted):
-                raise ModelFormatError(
-                    f"{label}: tensor '{tensor.name}', data at offset {tensor.offset}: has {n_rows} rows, but"
-                    f" {heads} heads of {length} make {wanted}; fetch the file again."
+            n_rows, factors = tensor.shape[1], (1, 2) if name == "attn_q" else (1,)
+            found = {length for length in lengths if n_rows in [factor * n_heads[il] * length for factor in factors]}
+            used |= found
+            if not found and len(lengths) == 1:
+                raise _bad_attention(
+                    label, tensor, f"{n_heads[il]} heads of {lengths[0]} make {n_heads[il] * lengths[0]}"
                 )
+            last = tensor
+        if used and (unused := set(lengths) - used):
+            raise _bad_attention(label, last, f"no layer has heads of {min(unused)}")
+
+
+def _bad_attention(label: str, tensor: TensorInfo, rule: str) -> ModelFormatError:
+    return ModelFormatError(
+        f"{label}: tensor '{tensor.name}', data at offset {tensor.offset}: has {tensor.shape[1]} rows, but {rule};"
+        " fetch the file again."
+    )

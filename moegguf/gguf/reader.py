@@ -19,6 +19,7 @@ from typing import NoReturn
 
 from moegguf.errors import ExpertIOError, ModelFormatError, ModelNotFoundError, OptionError
 
+MAGIC = b"GGUF"
 MAX_STRINGS = 1 << 22  # in one array
 MAX_ALL_STRINGS = 1 << 23  # in all arrays of a file
 KEPT_TOTAL_BYTES = 12 << 20  # of a file's key-values
@@ -245,6 +246,7 @@ class GgufFile:
     version: int
     alignment: int
     data_offset: int
+    n_byte_tokens: int  # of the 256 bytes, those with a token of their own
     metadata: Mapping[str, Value]
     arrays: Mapping[str, ArrayInfo]
     tensors: tuple[TensorInfo, ...]
@@ -328,7 +330,7 @@ def _read_header(cur: Cursor) -> tuple[int, int, int]:
     """(version, number of tensors, number of key-values), each within its limit."""
     at = cur.need(4)
     magic = cur.buf[at : at + 4]
-    if magic != b"GGUF":
+    if magic != MAGIC:
         cur.fail(f"a GGUF file starts with 'GGUF', but this one with {str(magic)[1:]}; give a .gguf model file")
     cur.pos = 4
     version = cur.u32()
@@ -426,6 +428,13 @@ def _check_vocabulary(cur: Cursor) -> None:
         cur.fail(f"{len(hashes) - n_unique} tokens have the same text as another")
 
 
+def _count_byte_tokens(hashes: array[int]) -> int:
+    """How many of the 256 bytes have a token: "<0x0A>", or the byte itself."""
+    found = {hash(b"<0x%02X>" % byte) for byte in range(256)}.intersection(hashes)
+    plain = {hash(bytes([byte])) for byte in range(1, 256)}.intersection(hashes)
+    return sum(hash(b"<0x%02X>" % b) in found or (b > 0 and hash(bytes([b])) in plain) for b in range(256))
+
+
 def _open(path: Path) -> tuple[int, os.stat_result]:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO must not block
@@ -438,6 +447,15 @@ def _open(path: Path) -> tuple[int, os.stat_result]:
         os.close(fd)
         raise ModelNotFoundError(f"{str(path)!r} is not a regular file; give the path of a .gguf file.")
     return fd, info
+
+
+def is_other_kind(path: str | os.PathLike[str]) -> bool:
+    """Whether the file at `path` can be read and does not begin as a GGUF file does."""
+    try:
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+            return file.read(len(MAGIC)) != MAGIC
+    except (OSError, ValueError):
+        return False
 
 
 def read_gguf(path: str | os.PathLike[str]) -> GgufFile:
@@ -459,5 +477,5 @@ def read_gguf(path: str | os.PathLike[str]) -> GgufFile:
         os.close(fd)
     return GgufFile(
         path, info.st_size, info.st_dev, info.st_ino, info.st_mtime_ns,
-        version, alignment, data_offset, metadata, arrays, tensors,
+        version, alignment, data_offset, _count_byte_tokens(cur.tokens), metadata, arrays, tensors,
     )  # fmt: skip

@@ -130,17 +130,12 @@ def read_routers(layout: ExpertLayout) -> Routers:
 
 
 def read_gating(layout: ExpertLayout) -> Gating:
-    """The gating function of the model; raises ModelFormatError for one that llama.cpp does not have."""
+    """The gating function of the model."""
     if layout.arch in FIXED_GATING:
         return FIXED_GATING[layout.arch]
     found = _whole(layout, "expert_gating_func", 0)
     if found in list(Gating):
         return Gating(found)
-    if found:
-        raise ModelFormatError(
-            f"{layout.shards[0].path.name}: key '{layout.arch}.expert_gating_func' must be from 1 to 4, but is"
-            f" {found}; a newer moegguf may be needed."
-        )
     if layout.arch == "deepseek2" and layout.n_layer in GLM_LAYERS and layout.n_vocab == GLM_VOCAB:
         return Gating.SIGMOID
     return DEFAULT_GATING.get(layout.arch, Gating.SOFTMAX)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from moegguf.errors import ModelNameError, ModelNotFoundError, MoeggufError, OptionError, PullError
+from moegguf.gguf.reader import is_other_kind
 from moegguf.models.blobs import BlobStore
 from moegguf.models.entry import ModelEntry, model_digest
 from moegguf.models.file_sets import FileSets, entry_of, origin, record_of, used_files
@@ -75,11 +76,12 @@ class Catalog:
         return FileSets(self.blobs)
 
     def entries(self, prefix: str = "") -> list[ModelEntry]:
-        """Models whose names start with `prefix` (in any case), newest first."""
+        """Models whose names start with `prefix` (in any case), newest first; no files that are not GGUF."""
         found: dict[str, ModelEntry] = {}
         for entry in self._all():
             found.setdefault(entry.name.lower(), entry)
-        chosen = (entry for key, entry in found.items() if key.startswith(prefix.lower()))
+        named = (entry for key, entry in found.items() if key.startswith(prefix.lower()))
+        chosen = (entry for entry in named if not is_other_kind(entry.path))
         return sorted(chosen, key=lambda entry: (entry.modified, entry.name), reverse=True)
 
     def find(self, name: str | os.PathLike[str], *, even_missing: bool = False) -> ModelEntry:

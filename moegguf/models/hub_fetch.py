@@ -22,7 +22,8 @@ from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 from huggingface_hub.utils import WeakFileLock, build_hf_headers, get_session, hf_raise_for_status, tqdm
 
-from moegguf.errors import MoeggufError, PullError
+from moegguf.errors import ModelFormatError, MoeggufError, PullError
+from moegguf.gguf.reader import MAGIC
 from moegguf.models import hub_api
 from moegguf.models.blobs import free_bytes, sync_folder
 from moegguf.models.hub import hub_cache, hub_endpoint, hub_token, repo_folder
@@ -59,7 +60,7 @@ def missing_bytes(repo: str, file: HubFile) -> int:
 
 
 def fetch_file(repo: str, commit: str, file: HubFile, on_bytes: OnBytes, stopped: threading.Event) -> None:
-    """Downloads the file's blob into the cache. Raises ModelNotFoundError, PullError, Stopped."""
+    """Downloads the file's blob into the cache. Raises ModelNotFoundError, ModelFormatError, PullError, Stopped."""
     if file.size_bytes > PLAIN_LIMIT_BYTES:
         return _fetch_chunked(repo, commit, file, on_bytes, stopped)
     blob = blob_path(repo, file)
@@ -104,8 +105,12 @@ def _download(url: str, repo: str, file: HubFile, on_bytes: OnBytes, stopped: th
     for may_restart in (True, False):
         resumed = partial.exists() and partial.stat().st_size > 0
         with open(partial, "a+b") as output:
-            body = _Body(output, file, on_bytes, stopped)
-            _receive(url, repo, body)
+            try:
+                body = _Body(output, file, on_bytes, stopped)
+                _receive(url, repo, body)
+            except ModelFormatError:
+                partial.unlink()
+                raise
             if body.is_verified():
                 output.flush()
                 os.fsync(output.fileno())
@@ -165,6 +170,7 @@ class _Body:
         self._output = output
         self._on_bytes = on_bytes
         self.n_bytes = 0
+        self._start = b""
         self._digest = self._new_digest()
         output.seek(0)
         while chunk := output.read(READ_BYTES):
@@ -183,7 +189,7 @@ class _Body:
         """Discards what was received."""
         self._output.seek(0)
         self._output.truncate()
-        self.n_bytes, self._digest = 0, self._new_digest()
+        self.n_bytes, self._start, self._digest = 0, b"", self._new_digest()
 
     def check_start(self, response: httpx2.Response) -> None:
         """Raises PullError for a response that does not continue the file, or has another total size."""
@@ -217,9 +223,21 @@ class _Body:
     def _count(self, chunk: bytes) -> None:
         self._digest.update(chunk)
         self.n_bytes += len(chunk)
+        self._check_kind(chunk)
         self._on_bytes(self.n_bytes)
         if self.stopped.is_set():
             raise Stopped
+
+    def _check_kind(self, chunk: bytes) -> None:
+        """Raises ModelFormatError as soon as the file is seen to be something else than its name says."""
+        n_missing = len(MAGIC) - len(self._start)
+        if n_missing and self.file.path.lower().endswith(".gguf"):
+            self._start += chunk[:n_missing]
+            if not MAGIC.startswith(self._start):
+                raise ModelFormatError(
+                    f"{self.file.path} is not a GGUF file: it begins with {str(self._start)[1:]}; choose another"
+                    " repository, and check HF_ENDPOINT and proxies."
+                )
 
     def _new_digest(self) -> hashlib._Hash:
         """SHA-256 of large files, git's hash of small ones."""

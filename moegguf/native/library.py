@@ -318,6 +318,12 @@ def _short_spins() -> Iterator[None]:
         del os.environ["GOMP_SPINCOUNT"]
 
 
+def build_identity() -> str:
+    """Differs between two builds of the native library: the names, sizes and times of its files."""
+    files = sorted(path for path in find_library().iterdir() if path.is_file())
+    return repr([(path.name, info.st_size, info.st_mtime_ns) for path in files for info in [path.stat()]])
+
+
 @functools.cache
 def load() -> c.CDLL:
     """The native library, loaded once and checked against this file's ABI and this processor.

@@ -115,14 +115,19 @@ def load(entry: ModelEntry, options: LoadOptions, spinner: Spinner) -> tuple[Lla
     start = time.perf_counter()
     spinner.show("loading the library")
     import moegguf
+    from moegguf.engine.trial import is_due
     from moegguf.terminal.progress import loading_text
 
     layout = moegguf.read_layout(entry.path)
     arguments = {**_llama_arguments(layout, options), "mmproj": projector_path(entry, options)}
 
+    tried = is_due(layout, arguments)
+
     def open_model(interrupted: threading.Event) -> Llama:
         def progress(share: float) -> bool:
-            spinner.show(loading_text(layout.name, share, layout.dense_bytes, time.perf_counter() - start))
+            elapsed_s = time.perf_counter() - start
+            text = loading_text(layout.name, share, layout.dense_bytes, elapsed_s)
+            spinner.show(text if share or not tried else f"trying {layout.name}, the first time it is loaded")
             return not interrupted.is_set()
 
         return moegguf.Llama(entry.path, progress=progress, **arguments)

@@ -32,3 +32,12 @@ def repo(hub: FakeHub) -> FakeHub:
 
     hub.add("User/Repo-GGUF", dict(FILES))
     return hub
+
+
+@pytest.fixture
+def stand_in_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files with any contents count as models, for tests of names and downloads."""
+    from moegguf.models import catalog, hub_fetch
+
+    monkeypatch.setattr(catalog, "is_other_kind", lambda _path: False)
+    monkeypatch.setattr(hub_fetch, "MAGIC", b"")

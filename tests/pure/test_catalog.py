@@ -20,6 +20,8 @@ from moegguf.models.hub import hub_cache, hub_token
 from moegguf.models.pull import pull
 from moegguf.models.recipe import Recipe
 
+pytestmark = pytest.mark.usefixtures("stand_in_files")
+
 
 @pytest.fixture(autouse=True)
 def _set_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,8 @@ from moegguf.models.index import Index, Record
 from moegguf.models.recipe import Recipe
 from moegguf.settings import data_folder
 
+pytestmark = pytest.mark.usefixtures("stand_in_files")
+
 
 @pytest.fixture(autouse=True)
 def _set_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

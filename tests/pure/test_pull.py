@@ -24,6 +24,8 @@ from moegguf.models.entry import PullStatus
 from moegguf.models.hub import hub_cache
 from moegguf.models.pull import pull
 
+pytestmark = pytest.mark.usefixtures("stand_in_files")
+
 
 def test_a_model_comes_with_its_projector_and_ollama_s_words(repo: FakeHub) -> None:
     entry, told = fetch()
@@ -244,10 +246,10 @@ def test_kill_9_leaves_what_arrived_and_no_name(repo: FakeHub, tmp_path: Path) -
 
 
 def test_killed_at_any_change_there_is_the_old_or_the_new_version(hub: FakeHub, tmp_path: Path) -> None:
-    for age in (b"old", b"new"):
-        files = {f"x-Q4_K_M-0000{n}-of-00002.gguf": age * (1000 + n) for n in (1, 2)}
+    for age in (b"GGUF old", b"GGUF new"):
+        files = {f"x-Q4_K_M-0000{n}-of-00002.gguf": age * (400 + n) for n in (1, 2)}
         hub.add("User/Repo-GGUF", files)
-        if age == b"old":
+        if age == b"GGUF old":
             fetch()
     assert int(crashing.run("pull", tmp_path / "hf")) > 25
-    assert fetch()[0].path.read_bytes()[:3] == b"new"
+    assert fetch()[0].path.read_bytes()[:8] == b"GGUF new"

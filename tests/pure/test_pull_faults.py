@@ -15,6 +15,8 @@ from moegguf.errors import ModelNotFoundError, PullError
 from moegguf.models import blobs, hub_api, hub_fetch
 from moegguf.models.hub import hub_cache
 
+pytestmark = pytest.mark.usefixtures("stand_in_files")
+
 
 @pytest.mark.parametrize(
     "faults",

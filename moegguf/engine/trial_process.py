@@ -1,0 +1,82 @@
+"""The process of a trial load: `python -m moegguf.engine.trial_process REQUEST`, a trial.Request in JSON.
+
+Does with a model what users do, in short: loads it with room for a few experts, tokenizes, reads a prompt, generates.
+Writes a line of JSON to stdout; ends when its stdin closes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+import threading
+from contextlib import suppress
+from typing import Any
+
+TEXTS = (
+    "The quick brown fox jumps over the lazy dog, what do you think?\n\n    def f(x):\n        return x + 1.5\n",
+    "Hello, wörld 你好 🙂\n\t 12345",
+    "<|im_start|>user\nfor (int i = 0; i < 10; ++i) {}<|im_end|>",
+    "\x00\x7f  x" * 9,
+)
+N_NEW = 3
+
+
+def _limit(memory_bytes: int, cpu_s: int) -> None:
+    """Limits this process, and offers it to the system as the first to end when memory runs out."""
+    limits = [(resource.RLIMIT_CORE, 0), (resource.RLIMIT_CPU, cpu_s)]
+    if memory_bytes:
+        limits.append((resource.RLIMIT_DATA, memory_bytes))
+    for which, value in limits:
+        with suppress(ValueError, OSError):  # a lower limit holds already
+            resource.setrlimit(which, (value, resource.getrlimit(which)[1] if value else 0))
+    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")
+
+
+def end_with_parent() -> None:
+    """Ends this process when its stdin closes."""
+    sys.stdin.buffer.read()
+    os._exit(1)
+
+
+def _try(request: dict[str, Any]) -> None:
+    from moegguf.engine.llama import Llama
+    from moegguf.engine.trial import N_BATCH, N_CTX
+
+    options = request["options"]
+    size: dict[str, Any] = {"n_ctx": N_CTX, "n_batch": N_BATCH, "n_threads": 1, "policy": "lru", "verbose": False}
+    with Llama(request["path"], expert_cache=request["n_slots_bytes"] or "auto", **size, **options) as llm:
+        for text in TEXTS:
+            llm.detokenize(llm.tokenize(text.encode(), add_bos=True, special=True))
+            llm.vocabulary.tokens(text)
+        for token in range(0, llm.vocabulary.n_tokens, max(1, llm.vocabulary.n_tokens // 500)):
+            llm.vocabulary.piece(token, special=True)
+        if options.get("vocab_only"):
+            return
+        if options.get("embedding"):
+            llm.embed([TEXTS[0]])
+            return
+        llm.eval([0] * (N_BATCH + 1))
+        llm.create_completion([0], max_tokens=N_NEW)
+
+
+def main() -> None:
+    """Tries the model of the command line."""
+    request = json.loads(sys.argv[1])
+    _limit(request["memory_bytes"], request["cpu_s"])
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    from moegguf.engine.trial import describe
+
+    answer = {"kind": "passed", "reason": ""}
+    try:
+        _try(request)
+    except BaseException as error:
+        answer = describe(error)
+    os.write(1, json.dumps(answer).encode())
+    os._exit(0)  # what is left to free ends with the process
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""A model's first load begins with a trial in another process, whose end by a signal is a typed error."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from running import Llama, Load, TinyModel
+
+from moegguf.engine import trial
+from moegguf.errors import AllocationError, GenerationCancelled, ModelFormatError
+from moegguf.gguf.experts import read_layout
+from tools.mutants import read_header, write_file
+
+
+def process(code: str) -> tuple[str, ...]:
+    """A command that runs `code` instead of a trial."""
+    return (sys.executable, "-c", code)
+
+
+ABORT = process("import os; os.write(2, b'x.c:1: GGML_ASSERT(n > 0) failed'); os.abort()")
+KILL = process("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+TOO_LONG = process("import os, signal; os.kill(os.getpid(), signal.SIGXCPU)")
+SLEEP = process("import sys; sys.stdin.read()")
+BARE = process("""print('{"kind": "bare", "reason": "AssertionError: no"}')""")
+MEMORY = process("""print('{"kind": "memory", "reason": "bad_alloc"}')""")
+TYPED = process("""print('{"kind": "typed", "reason": "OptionError: no"}')""")
+NONSENSE = process("print('?')")
+
+
+@pytest.fixture(autouse=True)
+def own_verdicts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("MOEGGUF_TRIAL_LOAD", "1")
+    monkeypatch.setenv("MOEGGUF_HOME", str(tmp_path / "home"))
+
+
+def verdicts() -> list[Path]:
+    return sorted(trial.folder().glob("*.json"))
+
+
+def use(command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "COMMAND", command)
+
+
+def test_a_good_model_is_tried_once(tiny: TinyModel, load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = read_layout(tiny())
+    assert trial.is_due(layout, {})
+    load(tiny())
+    assert len(verdicts()) == 1 and not trial.is_due(layout, {})
+    use(ABORT, monkeypatch)
+    load(tiny())
+    assert trial.is_due(layout, {"flash_attn": True}), "another graph was not tried"
+    assert not trial.is_due(layout, {"n_ctx": 4096, "n_threads": 3})
+    with pytest.raises(ModelFormatError):
+        load(tiny(), flash_attn=True)
+    load(tiny())
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [(ABORT, "SIGABRT: x.c:1: GGML_ASSERT"), (TOO_LONG, "did not end within"), (BARE, "AssertionError")],
+)
+def test_a_model_that_ends_its_trial_is_refused_until_it_is_tried_again(
+    tiny: TinyModel, load: Load, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...], words: str
+) -> None:
+    with monkeypatch.context() as patch:
+        use(command, patch)
+        with pytest.raises(ModelFormatError, match=words):
+            load(tiny())
+    with pytest.raises(ModelFormatError, match=words + ".*MOEGGUF_TRIAL_LOAD=again"):
+        load(tiny())
+    monkeypatch.setenv("MOEGGUF_TRIAL_LOAD", "again")
+    load(tiny())
+    monkeypatch.setenv("MOEGGUF_TRIAL_LOAD", "1")
+    use(command, monkeypatch)
+    load(tiny())
+
+
+@pytest.mark.parametrize("command", [KILL, MEMORY])
+def test_want_of_memory_is_not_remembered(
+    tiny: TinyModel, load: Load, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+) -> None:
+    with monkeypatch.context() as patch:
+        use(command, patch)
+        with pytest.raises(AllocationError, match="memory"):
+            load(tiny())
+    assert not verdicts()
+    load(tiny())
+
+
+def test_no_verdict_leaves_the_error_to_the_load(tiny: TinyModel, load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    use(TYPED, monkeypatch)
+    load(tiny())
+    use(("/no/such/python",), monkeypatch)
+    load(tiny())
+    use(NONSENSE, monkeypatch)
+    with pytest.raises(ModelFormatError, match="without a verdict"):
+        load(tiny())
+    assert not verdicts()
+
+
+def test_damaged_verdicts_and_those_of_another_library_do_not_count(
+    tiny: TinyModel, load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load(tiny())
+    [path] = verdicts()
+    whole = path.read_bytes()
+    for damaged in (b"", b"{", b"[]", b'{"library": 1}', whole[:-9], whole.replace(b'""', b"17")):
+        path.write_bytes(damaged)
+        assert trial.is_due(read_layout(tiny()), {}), damaged
+    path.write_bytes(whole)
+    assert not trial.is_due(read_layout(tiny()), {})
+    monkeypatch.setattr(trial.library, "build_identity", lambda: "another build")
+    assert trial.is_due(read_layout(tiny()), {})
+
+
+def test_a_cancelled_load_ends_the_trial(tiny: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    use(SLEEP, monkeypatch)
+    with pytest.raises(GenerationCancelled):
+        Llama(tiny(), progress=lambda _share: False, verbose=False)
+
+
+def test_a_trial_ends_with_the_process_that_waits_for_it() -> None:
+    code = (
+        "import os, subprocess, sys; from moegguf.engine import trial;"
+        "process = subprocess.Popen([*trial.COMMAND[:2], '-c', 'import threading; from moegguf.engine.trial_process"
+        " import end_with_parent; end_with_parent()'], stdin=subprocess.PIPE);"
+        "print(process.pid, flush=True); os.abort()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == -signal.SIGABRT
+    pid = int(done.stdout)
+    for _ in range(1000):
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return
+            os.kill(pid, 0)
+        except OSError:
+            return
+        time.sleep(0.01)
+    pytest.fail("the trial goes on without the process that started it")
+
+
+def test_what_no_check_foresees_ends_the_other_process_only(tiny: TinyModel, load: Load, tmp_path: Path) -> None:
+    header = read_header(tiny("tiny-qwen3moe"))
+    bad = tmp_path / "bad.gguf"
+    changed = [pair for pair in header.pairs if pair.key != "tokenizer.ggml.tokens"]
+    [tokens] = [pair for pair in header.pairs if pair.key == "tokenizer.ggml.tokens"]
+    assert isinstance(tokens.value, list)
+    # An empty token is named after its place: here another has that name, and llama.cpp asserts that all differ.
+    renamed = type(tokens)(tokens.key, tokens.gguf_type, [*tokens.value[:-2], b"", b"[EMPTY_1022]"], tokens.item_type)
+    write_file(type(header)((*changed, renamed), header.tensors), bad)
+    for _ in range(2):
+        with pytest.raises(ModelFormatError, match=r"bad\.gguf: llama\.cpp ended a trial load with SIGABRT"):
+            load(bad)
+    load(tiny("tiny-qwen3moe"))

@@ -1,0 +1,43 @@
+"""Files that are named like models and are something else: not listed, and not fetched to the end."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from gguf_builder import moe
+from pull_helpers import fetch
+
+from moegguf.errors import ModelFormatError
+from moegguf.gguf.experts import read_layout
+from moegguf.gguf.reader import is_other_kind
+from moegguf.models.catalog import Catalog
+
+if TYPE_CHECKING:
+    from fake_hub import FakeHub
+
+
+def test_other_files_are_not_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOEGGUF_MODELS", str(tmp_path))
+    moe().write(tmp_path / "good.gguf")
+    (tmp_path / "page.gguf").write_bytes(b"<html>not found</html>")
+    (tmp_path / "empty.gguf").touch()
+    assert [entry.name for entry in Catalog().entries() if entry.source == "folder"] == ["good:latest"]
+    path = Catalog().find("page").path
+    with pytest.raises(ModelFormatError, match="starts with 'GGUF', but this one with '<htm'"):
+        read_layout(path)
+
+
+def test_a_file_that_cannot_be_read_is_not_judged(tmp_path: Path) -> None:
+    assert not is_other_kind(tmp_path / "none.gguf")
+
+
+def test_a_download_of_something_else_ends_with_its_first_bytes(hub: FakeHub) -> None:
+    page = b"<!DOCTYPE html>" + bytes(8 << 20)
+    hub.add("u/r", {"x-Q4_0.gguf": page})
+    with pytest.raises(ModelFormatError, match=r"x-Q4_0\.gguf is not a GGUF file: it begins with '<!DO'"):
+        fetch("u/r")
+    folder = Path(os.environ["HF_HOME"]) / "hub"
+    assert not [path for path in folder.rglob("*") if path.is_file() and path.stat().st_size > 1 << 20]

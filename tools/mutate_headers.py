@@ -1,0 +1,127 @@
+"""Runs models with damaged headers, each in a child process, and counts how they end.
+
+    python -m tools.mutate_headers MODEL.gguf... --count 1000 --seed 1 [--keep FOLDER]
+
+Every mutant is loaded, tokenizes, reads a prompt and generates some tokens, with the trial load off, so that the
+checks of the header are seen alone. A mutant that ends badly is run again with the trial load on, as users run it.
+The tool exits with 1 when one of these ends badly too: by a signal, after --limit seconds, or with an error that is
+none of moegguf's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import os
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+from moegguf.engine.llama import Llama
+from moegguf.errors import MoeggufError
+from tools.mutants import mutate, read_header, write_file
+
+MEMORY_BYTES = 6 << 30
+TEXTS = (b"Hello world, this is a test of 12345 tokens.\n", "Grüße 你好 🙂\0".encode(), b"<|im_start|>\xff\xfe  x" * 8)
+GOOD = ("ok", "typed")
+
+
+def use(path: Path) -> None:
+    """What a user does with a model, in short."""
+    with Llama(path, n_ctx=256, n_threads=1, expert_cache="100%", verbose=False) as llm:
+        for text in TEXTS:
+            tokens = llm.vocabulary.tokens(text.decode(errors="replace"))
+            llm.detokenize(tokens)
+        llm.eval(llm.tokenize(TEXTS[0])[:60] or [0])
+        llm.create_completion("The quick brown fox", max_tokens=6, temperature=0.8, seed=1)
+
+
+def _child(path: Path, out: Path, trial: bool) -> None:
+    """Runs in a fork of its own, and writes how it ended; never returns."""
+    os.environ["MOEGGUF_TRIAL_LOAD"] = "1" if trial else "0"
+    log = os.open(out.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    try:
+        use(path)
+        result = ["ok", ""]
+    except MoeggufError as error:
+        result = ["typed", f"{type(error).__name__}: {error}"]
+    except BaseException as error:
+        result = ["bare", f"{type(error).__name__}: {error}\n{traceback.format_exc()}"]
+    out.write_text(json.dumps(result))
+    os._exit(0)
+
+
+def run(path: Path, folder: Path, limit_s: float, trial: bool) -> tuple[str, str]:
+    """(class, details) of one mutant: ok, typed, bare, a signal's name, or hang."""
+    out = folder / "result.json"
+    out.unlink(missing_ok=True)
+    pid = os.fork()
+    if pid == 0:
+        _child(path, out, trial)
+    end = time.monotonic() + limit_s
+    while True:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            break
+        if time.monotonic() > end:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            return "hang", ""
+        time.sleep(0.002)
+    if os.WIFSIGNALED(status):
+        lines = out.with_suffix(".log").read_text(errors="replace").splitlines()
+        marked = [line for line in lines if "ASSERT" in line or "rror" in line or "abort" in line]
+        return signal.Signals(os.WTERMSIG(status)).name, " | ".join(marked[-2:])
+    kind, details = json.loads(out.read_text())
+    return kind, details
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="+", type=Path, help="good models of one file each, small ones")
+    parser.add_argument("--count", type=int, default=100, help="mutants in all, dealt to the models in turn")
+    parser.add_argument("--seed", type=int, default=0, help="of the first mutant; the others count up")
+    parser.add_argument("--limit", type=float, default=30.0, help="seconds until a mutant counts as a hang")
+    parser.add_argument("--keep", type=Path, help="folder for mutants that the header's checks let die")
+    options = parser.parse_args(arguments)
+    headers = [(path.stem, read_header(path)) for path in options.models]
+    counts: collections.Counter[str] = collections.Counter()
+    failed = 0
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        os.environ["MOEGGUF_HOME"] = str(folder / "home")
+        for seed in range(options.seed, options.seed + options.count):
+            name, header = headers[seed % len(headers)]
+            mutant, words = mutate(header, seed)
+            path = folder / f"{name}-{seed}.gguf"
+            write_file(mutant, path)
+            kind, details = run(path, folder, options.limit, trial=False)
+            counts[f"checks: {kind}"] += 1
+            if kind not in GOOD:
+                seen, told = run(path, folder, options.limit, trial=True)
+                counts[f"user: {seen}"] += 1
+                failed += seen not in GOOD
+                print(json.dumps({"seed": seed, "model": name, "checks": kind, "why": details, "user": seen,
+                                  "told": told, "mutant": words}), flush=True)  # fmt: skip
+                if options.keep:
+                    options.keep.mkdir(parents=True, exist_ok=True)
+                    shutil.move(path, options.keep)
+            path.unlink(missing_ok=True)
+    print(json.dumps(counts), file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
