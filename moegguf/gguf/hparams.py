@@ -273,9 +273,11 @@ def check_attention(tensors: Mapping[str, TensorInfo], hparams: Hparams, label: 
         ("attn_v", hp.n_head_kv, hp.value_lengths),
     ):
         used: set[int] = set()
+        complete = True  # some models have no V in layers of one length, and take K
         for il in range(hp.n_layer):
             tensor = tensors.get(f"blk.{il}.{name}.weight")
             if tensor is None or len(tensor.shape) != 2 or n_heads[il] == 0:
+                complete = False
                 continue
             n_rows, factors = tensor.shape[1], (1, 2) if name == "attn_q" else (1,)
             found = {length for length in lengths if n_rows in [factor * n_heads[il] * length for factor in factors]}
@@ -285,7 +287,7 @@ def check_attention(tensors: Mapping[str, TensorInfo], hparams: Hparams, label: 
                     label, tensor, f"{n_heads[il]} heads of {lengths[0]} make {n_heads[il] * lengths[0]}"
                 )
             last = tensor
-        if used and (unused := set(lengths) - used):
+        if complete and used and (unused := set(lengths) - used):
             raise _bad_attention(label, last, f"no layer has heads of {min(unused)}")
 
 

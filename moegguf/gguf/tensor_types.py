@@ -16,8 +16,8 @@ from moegguf.gguf.reader import GgufFile, TensorInfo
 NO_DOT_PRODUCT = frozenset({"Q8_1", "Q8_K", "I8", "I16", "I32", "I64", "F64"})
 # Tables of whole numbers: expert ids by token (deepseek4).
 I32_TABLES = re.compile(r"blk\.\d+\.ffn_gate_tid2eid\.weight")
-# Vectors that are multiplied as a matrix of one row.
-MATRIX_VECTORS = re.compile(r"blk\.\d+\.ffn_gate_inp_shexp\.weight")
+# Vectors that are multiplied as a matrix of one row: the second is a reranker's, with one class.
+MATRIX_VECTORS = re.compile(r"blk\.\d+\.ffn_gate_inp_shexp\.weight|cls\.output\.weight")
 # Used element by element, or as coefficients, by the table LLM_TENSOR_INFOS (llama-arch.cpp).
 ELEMENTWISE = re.compile(
     r".*(norm[^.]*\.weight|\.bias|\.scale|\.input_scale|attn_sinks\.weight|ssm_conv1d[^.]*\.weight|ssm_[ad]"

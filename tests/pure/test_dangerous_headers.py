@@ -48,6 +48,16 @@ def tensor(name: str, type_name: str) -> Change:
     return change
 
 
+def renamed(old: str, new: str) -> Change:
+    return lambda header: replace(
+        header, tensors=tuple(replace(t, name=new) if t.name == old else t for t in header.tensors)
+    )
+
+
+def both(first: Change, second: Change) -> Change:
+    return lambda header: second(first(header))
+
+
 DANGEROUS: dict[str, tuple[Change, str]] = {
     "8 GiB for every text": (key("context_length", U32, (1 << 31) - 1), "context_length"),
     "no token": (array("tokenizer.ggml.tokens", STRING, []), "has none"),
@@ -62,7 +72,7 @@ DANGEROUS: dict[str, tuple[Change, str]] = {
     "unknown vocabulary": (key("tokenizer.ggml.model", STRING, b"x"), "must be one of"),
     "whitespace's splitting": (key("tokenizer.ggml.pre", STRING, b"whitespace"), "only a vocabulary of this kind"),
     "gemma without BOS": (
-        lambda h: without("tokenizer.ggml.bos_token_id")(key("tokenizer.ggml.model", STRING, b"gemma4")(h)),
+        both(key("tokenizer.ggml.model", STRING, b"gemma4"), without("tokenizer.ggml.bos_token_id")),
         "bos_token_id",
     ),
     "unknown gating": (key("expert_gating_func", U32, 5), "expert_gating_func"),
@@ -116,6 +126,13 @@ HARMLESS: dict[str, Change] = {
     "no bound": key("kda.gate_lower_bound", F32, -math.inf),
     "a router in F16": tensor("blk.0.ffn_gate_inp.weight", "F16"),
     "a vector that is multiplied as a matrix": tensor("blk.0.ffn_gate_inp_shexp.weight", "F16"),
+    "a reranker's class in F16": both(
+        tensor("blk.0.ffn_gate_inp_shexp.weight", "F16"),
+        renamed("blk.0.ffn_gate_inp_shexp.weight", "cls.output.weight"),
+    ),
+    "K for V in the layers of one length, as in Gemma 4": both(
+        key("attention.value_length_swa", U32, 2), renamed("blk.0.attn_v.weight", "blk.0.attn_other.weight")
+    ),
     "no types of tokens": without("tokenizer.ggml.token_type"),
 }
 
