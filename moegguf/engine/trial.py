@@ -30,7 +30,7 @@ from moegguf.native import library
 from moegguf.settings import cache_folder, read_environment
 
 # -P: a folder named moegguf in the working directory does not shadow this package.
-COMMAND = (sys.executable, "-P", "-m", "moegguf.engine.trial_process")
+COMMAND = (sys.executable or "python3", "-P", "-m", "moegguf.engine.trial_process")
 # Keywords of `Llama` with which other code of llama.cpp runs; the rest is size or speed.
 OPTIONS = frozenset(
     {"embedding", "flash_attn", "kv_overrides", "main_gpu", "n_gpu_layers", "offload_kqv", "op_offload", "pooling_type",
@@ -46,6 +46,7 @@ POLL_S = 0.1
 # Not the file's fault: killed for memory, or by a user.
 OUTSIDE_SIGNALS = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 MARKS = ("ASSERT", "what():", "GGML_ABORT", "fatal error")
+NO_MEMORY = "bad_alloc"  # what() of C++'s exception
 AGAIN = "fetch the file again, or set MOEGGUF_TRIAL_LOAD=again to try it once more"
 
 
@@ -165,13 +166,14 @@ class _Verdicts:
 def _run(request: Request, waiting: Callable[[], object]) -> Outcome:
     """Starts the process and waits for its end. It ends with this one, too: it watches its stdin."""
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "GGML_NO_BACKTRACE"), "1")
+    path = os.pathsep.join(folder for folder in sys.path if folder)  # also what this process has added to it
     try:
         process = subprocess.Popen(
             [*COMMAND, json.dumps(vars(request))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env=os.environ | threads | {"MOEGGUF_TRIAL_LOAD": "0"},
+            env=os.environ | threads | {"MOEGGUF_TRIAL_LOAD": "0", "PYTHONPATH": path},
             start_new_session=True,
         )
     except OSError:
@@ -204,6 +206,8 @@ def _wait(process: subprocess.Popen[bytes], wall_s: float, waiting: Callable[[],
 def _outcome(code: int, answer: bytes, log: str, cpu_s: int) -> Outcome:
     if code == 0:
         return _answered(answer)
+    if code > 0:  # llama.cpp never exits: this was another program than Python, or it did not find this package
+        return Outcome(lasting=False)
     if code == -signal.SIGXCPU:
         return Outcome(f"a trial load did not end within {cpu_s} s of computing")
     if -code in OUTSIDE_SIGNALS:
@@ -211,9 +215,10 @@ def _outcome(code: int, answer: bytes, log: str, cpu_s: int) -> Outcome:
             f"the system ended a trial load ({_signal_name(-code)}), most likely for memory",
             lasting=False, out_of_memory=True,
         )  # fmt: skip
-    how = _signal_name(-code) if code < 0 else f"exit code {code}"
     why = next((line.strip()[-200:] for line in reversed(log.splitlines()) if any(m in line for m in MARKS)), "")
-    return Outcome(f"llama.cpp ended a trial load with {how}{': ' if why else ''}{why}")
+    if NO_MEMORY in why:
+        return Outcome(f"a trial load took more memory than planned ({why})", lasting=False, out_of_memory=True)
+    return Outcome(f"llama.cpp ended a trial load with {_signal_name(-code)}{': ' if why else ''}{why}")
 
 
 def _answered(answer: bytes) -> Outcome:
@@ -225,7 +230,7 @@ def _answered(answer: bytes) -> Outcome:
         return Outcome("a trial load ended without a verdict", lasting=False)
     if kind == "memory":
         return Outcome(f"a trial load took more memory than planned ({reason})", lasting=False, out_of_memory=True)
-    if kind == "typed":
+    if kind == "known":
         return Outcome(lasting=False)  # the load itself raises this error
     return Outcome(f"a trial load failed ({reason})" if reason else "")
 
@@ -242,7 +247,8 @@ def describe(error: BaseException) -> dict[str, str]:
     text = f"{type(error).__name__}: {error}"[:300]
     if isinstance(error, MemoryError):
         return {"kind": "memory", "reason": text}
-    return {"kind": "typed" if isinstance(error, MoeggufError) else "bare", "reason": text}
+    known = isinstance(error, MoeggufError | OSError | ImportError)  # not the file's fault, or told by the load itself
+    return {"kind": "known" if known else "bare", "reason": text}
 
 
 def folder() -> Path:

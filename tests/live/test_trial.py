@@ -29,8 +29,10 @@ TOO_LONG = process("import os, signal; os.kill(os.getpid(), signal.SIGXCPU)")
 SLEEP = process("import sys; sys.stdin.read()")
 BARE = process("""print('{"kind": "bare", "reason": "AssertionError: no"}')""")
 MEMORY = process("""print('{"kind": "memory", "reason": "bad_alloc"}')""")
-TYPED = process("""print('{"kind": "typed", "reason": "OptionError: no"}')""")
+KNOWN = process("""print('{"kind": "known", "reason": "OptionError: no"}')""")
 NONSENSE = process("print('?')")
+BAD_ALLOC = process("import os; os.write(2, b'  what():  std::bad_alloc'); os.abort()")
+NOT_FOUND = process("raise SystemExit(\"No module named 'moegguf'\")")
 
 
 @pytest.fixture(autouse=True)
@@ -81,7 +83,7 @@ def test_a_model_that_ends_its_trial_is_refused_until_it_is_tried_again(
     load(tiny())
 
 
-@pytest.mark.parametrize("command", [KILL, MEMORY])
+@pytest.mark.parametrize("command", [KILL, MEMORY, BAD_ALLOC])
 def test_want_of_memory_is_not_remembered(
     tiny: TinyModel, load: Load, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
 ) -> None:
@@ -94,14 +96,28 @@ def test_want_of_memory_is_not_remembered(
 
 
 def test_no_verdict_leaves_the_error_to_the_load(tiny: TinyModel, load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    use(TYPED, monkeypatch)
-    load(tiny())
-    use(("/no/such/python",), monkeypatch)
-    load(tiny())
+    for command in (KNOWN, NOT_FOUND, ("/no/such/python",)):
+        use(command, monkeypatch)
+        load(tiny())
     use(NONSENSE, monkeypatch)
     with pytest.raises(ModelFormatError, match="without a verdict"):
         load(tiny())
     assert not verdicts()
+
+
+def test_the_process_finds_what_this_one_finds(
+    tiny: TinyModel, load: Load, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "moegguf_elsewhere.py").write_text("import moegguf.engine.trial_process as it\nit.main()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    use((*trial.COMMAND[:3], "moegguf_elsewhere"), monkeypatch)
+    load(tiny())
+    assert verdicts()
+
+
+def test_a_fault_of_the_system_is_not_the_models() -> None:
+    assert trial.describe(OSError(24, "Too many open files"))["kind"] == "known"
+    assert trial.describe(AssertionError("no"))["kind"] == "bare"
 
 
 def test_damaged_verdicts_and_those_of_another_library_do_not_count(
