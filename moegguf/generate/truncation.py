@@ -27,9 +27,13 @@ def n_after_shift(n_ctx: int, n_keep: int) -> int:
 
 
 def cut_middle(tokens: Sequence[Token], n_ctx: int, n_keep: int) -> list[Token]:
-    """The first `n_keep` tokens of a prompt that is too long, and the last ones that fit beside them after a shift."""
+    """The first `n_keep` tokens of a prompt that is too long, and the last ones that fit beside them after a shift.
+
+    `tokens` may be those of its ends only, and fewer.
+    """
     n_keep = min(max(n_keep, 0), n_ctx - 1)
-    return [*tokens[:n_keep], *tokens[len(tokens) - n_after_shift(n_ctx, n_keep) + n_keep :]]
+    n_last = n_after_shift(n_ctx, n_keep) - n_keep
+    return [*tokens[:n_keep], *tokens[max(n_keep, len(tokens) - n_last) :]]
 
 
 class Conversation:

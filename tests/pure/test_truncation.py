@@ -29,6 +29,12 @@ def test_a_shift_frees_half_of_what_may_go(n_keep: int, left: int) -> None:
     assert kept == [*range(n_first), *range(2000 - left + n_first, 2000)]
 
 
+def test_all_tokens_of_the_ends_stay_where_they_are_few() -> None:
+    assert cut_middle(range(400), 1000, 4) == [*range(400)]
+    assert cut_middle(range(501), 1000, 4) == [*range(501)]
+    assert cut_middle(range(3), 1000, 4) == [*range(3)]
+
+
 def test_a_conversation_begins_at_a_question_or_a_later_call() -> None:
     conversation = Conversation(messages("suauatauatat"))
     assert conversation.begins == [1, 3, 7, 8, 10]
