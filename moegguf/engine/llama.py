@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Generator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 from moegguf.controller.artifacts import Artifacts
@@ -223,13 +223,17 @@ class Llama(UpstreamLlama):
                 after_batch()
 
     def _eval_batch(self, tokens: Sequence[int]) -> None:
+        self._computed(lambda: super(Llama, self).eval(tokens), len(tokens))
+
+    def _computed(self, call: Callable[[], Any], n_tokens: int) -> Any:
+        """The result of `call`, which evaluates so many tokens (0: unknown), with as many threads as are best now."""
         if self._threads is None:
-            super().eval(tokens)
-            return
+            return call()
         self._threads.before_pass()
         start_s = time.perf_counter()
-        super().eval(tokens)
-        self._threads.after_pass(len(tokens), time.perf_counter() - start_s)
+        result = call()
+        self._threads.after_pass(n_tokens, time.perf_counter() - start_s)
+        return result
 
     def eval_image(self, prompt: ImagePrompt, span: ImageSpan) -> None:
         """Evaluates an image's span of `prompt`, whose tokens before it are in the context. Raises what `eval` raises,
@@ -245,7 +249,8 @@ class Llama(UpstreamLlama):
             self._session.lane.announce(self._requests.sequence, phase, ())
         self.truncate(span.begin)
         position, n_ubatch = self._images.position(span.begin), self._context_params.n_ubatch
-        self.projector.evaluate(self._ctx.ctx, prompt, span, position, self.n_batch, n_ubatch)
+        evaluate = partial(self.projector.evaluate, self._ctx.ctx, prompt, span, position, self.n_batch, n_ubatch)
+        self._computed(evaluate, span.n_tokens)
         self.input_ids[span.begin : span.end] = PLACEHOLDER
         self.n_tokens = span.end
         self._images.add(span)
@@ -289,9 +294,7 @@ class Llama(UpstreamLlama):
         def announced() -> Any:
             if self._session is not None:
                 self._session.lane.announce(self._requests.begin(), Phase.PREFILL, tokens)
-            if self._threads is not None:
-                self._threads.before_pass()
-            return call()
+            return self._computed(call, len(tokens))
 
         return self._guarded(announced)
 

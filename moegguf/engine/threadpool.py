@@ -106,8 +106,8 @@ class GovernedThreads:
         return max(sum(self._decoded) - stalled_s, 0.0) / len(self._decoded) if self._decoded else None
 
     def after_pass(self, n_tokens: int, seconds: float) -> None:
-        """Counts a pass of so many tokens that took so many seconds."""
-        if n_tokens > 1:
+        """Counts a pass of so many tokens (0: unknown) that took so many seconds."""
+        if n_tokens != 1:
             self._decoded = None
         elif self._decoded is not None:
             self._decoded.append(seconds)

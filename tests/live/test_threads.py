@@ -11,6 +11,7 @@ import pytest
 from running import Llama, Logits, greedy_logits, hooks_off, random_prompt
 
 from moegguf.engine import threadpool
+from moegguf.engine.governor import ThreadGovernor
 from moegguf.engine.machine import ProcessorUse
 from moegguf.native import library
 
@@ -62,3 +63,18 @@ def test_numbers_that_are_given_stay(options: dict[str, int], monkeypatch: pytes
         llm.eval([5, 6, 7])
         llm.eval([8])
         assert llm.stats().n_threads == before == llm.n_threads
+
+
+def test_only_decoding_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others' waiting for experts would be subtracted from its time."""
+    token_s: list[float | None] = []
+    monkeypatch.setattr(ThreadGovernor, "decide", lambda _self, _now_s, _others, s: token_s.append(s) or 1)
+    monkeypatch.setattr("moegguf.engine.load.count_cpus", lambda: 2)
+    with Llama(DEMO, n_ctx=64, verbose=False) as llm:
+        for other in (lambda: None, lambda: llm.eval([5, 6]), lambda: llm.evaluate(int)):
+            monkeypatch.setattr(threadpool, "PERIOD_S", 1e9)
+            llm.eval([5])
+            other()
+            monkeypatch.setattr(threadpool, "PERIOD_S", 0.0)
+            llm.eval([6])
+    assert token_s[0] and token_s[1:] == [None, None]
