@@ -75,6 +75,9 @@ class Outcome:
     out_of_memory: bool = False
 
 
+NO_VERDICT = Outcome(lasting=False)  # the load itself is what remains
+
+
 def is_due(layout: ExpertLayout, options: Mapping[str, Any]) -> bool:
     """Whether loading with these keywords of `Llama` begins with a trial."""
     mode = read_environment().trial_load
@@ -177,7 +180,7 @@ def _run(request: Request, waiting: Callable[[], object]) -> Outcome:
             start_new_session=True,
         )
     except OSError:
-        return Outcome(lasting=False)  # no process to be had: the load itself is what remains
+        return NO_VERDICT
     try:
         written = _wait(process, request.wall_s, waiting)
     finally:
@@ -207,7 +210,7 @@ def _outcome(code: int, answer: bytes, log: str, cpu_s: int) -> Outcome:
     if code == 0:
         return _answered(answer)
     if code > 0:  # llama.cpp never exits: this was another program than Python, or it did not find this package
-        return Outcome(lasting=False)
+        return NO_VERDICT
     if code == -signal.SIGXCPU:
         return Outcome(f"a trial load did not end within {cpu_s} s of computing")
     if -code in OUTSIDE_SIGNALS:
@@ -227,11 +230,11 @@ def _answered(answer: bytes) -> Outcome:
         found = json.loads(answer)
         reason, kind = str(found["reason"]), str(found["kind"])
     except (ValueError, KeyError, TypeError):
-        return Outcome("a trial load ended without a verdict", lasting=False)
+        return NO_VERDICT  # of another program, too
     if kind == "memory":
         return Outcome(f"a trial load took more memory than planned ({reason})", lasting=False, out_of_memory=True)
     if kind == "known":
-        return Outcome(lasting=False)  # the load itself raises this error
+        return NO_VERDICT  # the load itself raises this error
     return Outcome(f"a trial load failed ({reason})" if reason else "")
 
 
