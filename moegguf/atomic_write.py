@@ -39,7 +39,8 @@ def locked_temporary(folder: Path, prefix: str, suffix: str) -> tuple[int, str]:
     """(descriptor, path) of a new file in `folder`, locked until the descriptor is closed. Raises OSError."""
     while True:
         handle, name = tempfile.mkstemp(prefix=prefix, suffix=suffix, dir=folder)
-        fcntl.flock(handle, fcntl.LOCK_EX)
+        with suppress(OSError):  # some network file systems have no locks; there nothing is taken for abandoned
+            fcntl.flock(handle, fcntl.LOCK_EX)
         if os.fstat(handle).st_nlink:
             return handle, name
         os.close(handle)  # another process took it for an abandoned one before it was locked

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 from moegguf.atomic_write import locked_temporary, remove_abandoned, write_atomically
 
@@ -45,3 +49,13 @@ def test_a_link_is_not_followed(tmp_path: Path) -> None:
     link.symlink_to(target)
     remove_abandoned([link, tmp_path / "nothing"])
     assert target.read_bytes() == b"kept" and link.is_symlink()
+
+
+def test_a_file_system_without_locks_is_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_handle: int, _how: int) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    for data in (b"old", b"new"):
+        write_atomically(tmp_path / "a.json", data)
+        assert [path.read_bytes() for path in tmp_path.iterdir()] == [data]
