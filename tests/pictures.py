@@ -18,6 +18,13 @@ def png(width: int = 64, height: int = 64, seed: int = 0) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + body
 
 
+def deep_png(width: int, height: int) -> bytes:
+    """A black PNG of 16 bits with alpha."""
+    header = struct.pack(">IIBBBBB", width, height, 16, 6, 0, 0, 0)
+    rows = zlib.compress(bytes((1 + 8 * width) * height), 1)
+    return b"\x89PNG\r\n\x1a\n" + _chunk(b"IHDR", header) + _chunk(b"IDAT", rows) + _chunk(b"IEND", b"")
+
+
 def png_bomb(width: int, height: int) -> bytes:
     """A PNG whose header states any size, with next to no data."""
     small = png(1, 1)

@@ -104,6 +104,8 @@ class Llama(UpstreamLlama):
         **options: Any,
     ) -> None:
         self._images = ContextImages()
+        self._projector: Projector | None = None
+        self._projector_lock = threading.Lock()
         self._session: Session | None = None
         self._live_controller: LiveController | None = None
         self._recording: Recording | None = None
@@ -279,10 +281,14 @@ class Llama(UpstreamLlama):
         """Whether it was loaded with a projector."""
         return self._load_plan.projector is not None and bool(self._keywords["mmproj"])
 
-    @cached_property
+    @property
     def projector(self) -> Projector | None:
         """What reads images, loaded when it is first used; None without `mmproj`. Raises ModelFormatError."""
-        return Projector(self._keywords["mmproj"], self) if self.reads_images else None
+        with self._projector_lock:  # a server counts tokens beside a running answer
+            if self._projector is None and self.reads_images:
+                self._open_session()
+                self._projector = Projector(self._keywords["mmproj"], self)
+            return self._projector
 
     def embed(self, *arguments: Any, **options: Any) -> Any:
         """As in llama-cpp-python; raises what `eval` raises."""
@@ -429,8 +435,10 @@ class Llama(UpstreamLlama):
                 self._free()
 
     def _free(self) -> None:
-        if projector := self.__dict__.pop("projector", None):
-            projector.close()
+        with self._projector_lock:
+            if self._projector is not None:
+                self._projector.close()
+                self._projector = None
         with suppress(AttributeError):  # the base class was not fully constructed
             super().close()
         if self._threadpool is not None:

@@ -78,7 +78,8 @@ class ImagePrompt:
 
 
 class Projector:
-    """A loaded projector, on top of a loaded text model. Not thread-safe; close it before the model.
+    """A loaded projector, on top of a loaded text model. `tokenize` may be called beside everything else; for the rest
+    it is not thread-safe. Close it before the model.
 
     Raises ModelFormatError when libmtmd cannot load it or it belongs to another model.
     """

@@ -17,7 +17,8 @@ MAX_SIDE_PIXELS = 1 << 13
 MAX_DIMENSION = 1 << 17
 MAX_BLOCKS = 1 << 10
 MAX_PIXELS = 24 << 20  # of an image
-DECODED_BYTES = 3 * MAX_PIXELS
+PIXEL_BYTES = 16  # while it is decoded: a PNG of 16 bits with alpha is held inflated and unfiltered
+DECODED_BYTES = PIXEL_BYTES * MAX_PIXELS
 
 # Kinds whose image tokens see each other, so that an image has to be read in one pass: {kind: tokens at most}. Zero:
 # from the header. libmtmd decides this in mtmd_decode_use_non_causal().

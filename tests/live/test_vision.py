@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import base64
+import subprocess
+import sys
+import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from pictures import jpeg_header, message, png, png_bomb
+from pictures import deep_png, jpeg_header, message, png, png_bomb
 
+from moegguf.engine import llama as engine
 from moegguf.engine.llama import Llama
 from moegguf.errors import BudgetError, CapabilityError, ContextError, ModelFormatError, OptionError
 from moegguf.generate.answer import Answer
 from moegguf.generate.request import GenerationRequest, Message, Sampling, Timing
+from moegguf.gguf.projector import PIXEL_BYTES
 from tools.models import write_projector
 
 Tiny = Callable[..., Path]
@@ -137,3 +143,48 @@ def test_chat_handlers_work_and_leave_nothing_to_match(tiny: Tiny, projector: Pr
     assert ask(png(seed=1)) == ask(png(seed=1))
     after = llm.create_completion("a text that is long " * 8, max_tokens=4, temperature=0)
     assert before["choices"] == after["choices"]
+
+
+DECODE = """
+import sys
+import threading
+from ctypes import c_uint8
+from moegguf.native import library
+
+def kib(name):
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(name))
+
+mtmd, data = library.mtmd(), sys.stdin.buffer.read()
+before = kib("VmRSS")
+assert mtmd.mtmd_helper_bitmap_init_from_buf(None, (c_uint8 * len(data)).from_buffer_copy(data), len(data), False)
+print(1024 * (kib("VmHWM") - before))
+"""
+
+
+def test_decoding_takes_no_more_memory_than_is_planned() -> None:
+    width, height = 3000, 1500
+    done = subprocess.run([sys.executable, "-c", DECODE], input=deep_png(width, height), stdout=subprocess.PIPE)
+    assert 8 * width * height < int(done.stdout) < (PIXEL_BYTES + 1) * width * height
+
+
+def test_threads_share_one_projector(
+    tiny: Tiny, projector: Projector, load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens of a prompt with images are counted beside a running answer."""
+    begun, n_made = threading.Barrier(2), list[int]()
+
+    class Slow(engine.Projector):
+        def __init__(self, *arguments: Any) -> None:
+            n_made.append(1)
+            with suppress(threading.BrokenBarrierError):
+                begun.wait(0.2)  # where another thread makes one, too, it goes on at once
+            super().__init__(*arguments)
+
+    monkeypatch.setattr(engine, "Projector", Slow)
+    llm = load(tiny(), mmproj=projector("mlp"))
+    threads = [threading.Thread(target=lambda: llm.projector) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(n_made) == 1
