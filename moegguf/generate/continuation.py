@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from moegguf.generate.images import has_images, text_of
 from moegguf.generate.request import Message
 from moegguf.gguf.chat_template import HARMONY, ThinkMarks, think_marks_of
 
@@ -24,14 +25,15 @@ class Continuation:
 
 
 def split_last(messages: Sequence[Message]) -> tuple[Sequence[Message], Message | None]:
-    """The messages before the one to continue, and that one; None unless the last is the assistant's, without calls.
+    """The messages before the one to continue, and that one; None unless the last is the assistant's, without calls
+    and images.
 
     An empty one is left out: there is nothing to continue.
     """
     last = messages[-1] if messages else {}
-    if last.get("role") != "assistant" or last.get("tool_calls"):
+    if last.get("role") != "assistant" or last.get("tool_calls") or has_images((last,)):
         return messages, None
-    return messages[:-1], last if last.get("content") or last.get("thinking") else None
+    return messages[:-1], last if text_of(last.get("content")) or last.get("thinking") else None
 
 
 def continuation_of(message: Message, rendered: str, template: str | None) -> Continuation:
@@ -39,7 +41,7 @@ def continuation_of(message: Message, rendered: str, template: str | None) -> Co
 
     A text ends the thinking; a message of thinking alone goes on thinking.
     """
-    thinking, content = message.get("thinking") or "", message.get("content") or ""
+    thinking, content = message.get("thinking") or "", text_of(message.get("content"))
     if HARMONY in (template or ""):
         return Continuation(_in_channels(thinking, content), content, in_thinking=not content)
     marks = think_marks_of(template or "")

@@ -17,7 +17,7 @@ QUESTION = {"role": "user", "content": "hi"}
 CALL = {"id": "1", "function": {"name": "f", "arguments": {}}}
 
 
-def assistant(content: str = "", **more: Any) -> dict[str, Any]:
+def assistant(content: str | list[dict[str, str]] = "", **more: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": content, **more}
 
 
@@ -28,6 +28,9 @@ def assistant(content: str = "", **more: Any) -> dict[str, Any]:
         (assistant(thinking="hm"), True, True),
         (assistant(), True, False),
         (assistant("so", tool_calls=[CALL]), False, False),
+        (assistant([{"type": "text", "text": "so"}]), True, True),
+        (assistant([{"type": "text", "text": ""}]), True, False),
+        (assistant([{"type": "image", "data": ""}, {"type": "text", "text": "so"}]), False, False),
         (QUESTION, False, False),
         ({"role": "tool", "content": "7"}, False, False),
     ],
@@ -99,3 +102,8 @@ def test_a_format_goes_on_and_a_call_cannot() -> None:
     forced = GenerationRequest(messages=(), tools=(tool,), tool_choice="required")
     with pytest.raises(OptionError, match="cannot be a tool call"):
         constraint_for(forced, templates.QWEN, "", Continuation("so", "so"))
+
+
+def test_a_list_of_texts_is_continued_as_one_text() -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    assert continuation_of(assistant(parts), "", None) == Continuation("one\ntwo", "one\ntwo")
