@@ -263,6 +263,7 @@ class Llama(UpstreamLlama):
         if not self._ctx.kv_cache_seq_rm(-1, self._images.position(n_tokens), -1):
             return False
         self.n_tokens = n_tokens
+        self._requires_eval = True  # the logits are of other tokens
         return True
 
     def reset(self) -> None:

@@ -128,7 +128,7 @@ class Answer:
         finally:
             timing.stop_string = transcript.stop_string
             if self._n_clean is not None:
-                self.llm.n_tokens = self._n_clean
+                self.llm.truncate(self._n_clean)
             timing.answer_stats = self.llm.stats() - (first_stats or self.llm.stats())
             if self.request.return_context:
                 timing.context = (*self._prompt.text_tokens, *generated)

@@ -69,7 +69,6 @@ def reuse_prefix(llm: Llama, prompt: Prompt, *, enabled: bool = True) -> int:
     """
     n = _common_prefix(llm, prompt) if enabled else 0
     if n and llm.truncate(n):
-        llm._requires_eval = True
         return n
     llm.reset()
     return 0

@@ -80,6 +80,18 @@ def test_an_answer_goes_on_in_a_full_context(demo: Llama, n_keep: int, n_shifts:
     assert text.startswith(reply(demo, QUESTION, max_tokens=20)[0])
 
 
+def test_what_stays_after_a_shift_is_computed_again_before_it_is_continued(demo: Llama) -> None:
+    def continued(tokens: list[int]) -> str:
+        text: str = demo.create_completion(tokens, max_tokens=6, temperature=0)["choices"][0]["text"]
+        return text
+
+    reply(demo, QUESTION, max_tokens=560, logit_bias=endless(demo))
+    first = demo.input_ids[: demo.n_tokens].tolist()
+    after_shift = continued(first)
+    demo.reset()
+    assert after_shift == continued(first)
+
+
 def test_without_a_shift_the_answer_ends_with_the_context(demo: Llama) -> None:
     _, timing = reply(demo, QUESTION, logit_bias=endless(demo), shift=False)
     assert (timing.prompt_tokens + timing.answer_tokens, timing.finish, timing.n_shifts) == (512, "length", 0)

@@ -112,7 +112,7 @@ async def test_an_answer_can_be_cancelled_before_it_begins(tiny: TinyModel) -> N
 async def test_a_prompt_that_is_too_long_is_a_typed_error(tiny: TinyModel) -> None:
     async with worker_of(tiny()) as process:
         with pytest.raises(ContextError):
-            await answer_of(process, GenerationRequest(prompt="a b c d " * 2000))
+            await answer_of(process, GenerationRequest(prompt="a b c d " * 2000, shift=False))
         with pytest.raises(OptionError):
             await answer_of(process, GenerationRequest(prompt="a", n_logprobs=99))
         assert (await answer_of(process, REQUEST))[0]
