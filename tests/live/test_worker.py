@@ -144,9 +144,9 @@ async def test_tokenizing_works_during_an_answer(tiny: TinyModel, load: Load) ->
 @in_loop
 async def test_prompts_are_counted_also_beyond_the_context(tiny: TinyModel) -> None:
     async with worker_of(tiny()) as process:
-        few = await process.request("count", generation=request_of("word")).value()
+        few = await value_of(process.request("count", generation=request_of("word")))
         once, twice = [
-            await process.request("count", generation=request_of("word " * 3000 * n)).value() for n in (1, 2)
+            await value_of(process.request("count", generation=request_of("word " * 3000 * n))) for n in (1, 2)
         ]
         assert 3000 < once < twice - 3000
         _, timing, _ = await answer_of(process, request_of("word"))
