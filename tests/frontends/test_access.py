@@ -140,7 +140,11 @@ TRUSTING = {"trusted": parse_networks("192.168.1.0/24, fd00::/8"), "loopback": F
 
 
 def status_of(
-    client: str, host: str = "192.168.1.5:11434", key: str = "", added: tuple[bytes, bytes] | None = None, **options: Any
+    client: str,
+    host: str = "192.168.1.5:11434",
+    key: str = "",
+    added: tuple[bytes, bytes] | None = None,
+    **options: Any,
 ) -> int:
     """The status that a client at an address gets; `added`: one more header."""
     statuses: list[int] = []
