@@ -5,6 +5,7 @@ stdout gets the answer and a newline; statistics and errors go to stderr.
 
 from __future__ import annotations
 
+import base64
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,8 +22,9 @@ from moegguf.terminal.progress import Spinner
 
 if TYPE_CHECKING:
     from moegguf.chat.conversation import Conversation
+    from moegguf.chat.printer import Printer
     from moegguf.chat.turn import Reply
-    from moegguf.cli.client import Client
+    from moegguf.cli.served import ServedModel
     from moegguf.engine.llama import Llama
 
 EXIT_TIMEOUT_S = 1.0  # after Ctrl-C during an answer
@@ -64,7 +66,7 @@ def answer_once(llm: Llama, conversation: Conversation, prompt: str, load_s: flo
     """Prints the answer to `prompt`, then statistics if verbose; closes the model. Returns the exit code."""
     from moegguf.chat.image_files import extract_images
     from moegguf.chat.printer import Printer
-    from moegguf.chat.turn import shift_text, write_answer
+    from moegguf.chat.turn import write_answer
 
     if llm.reads_images:
         conversation.add_user_message(*extract_images(prompt))
@@ -72,35 +74,38 @@ def answer_once(llm: Llama, conversation: Conversation, prompt: str, load_s: flo
         conversation.add_user_message(prompt)
     printer = Printer(wrap=conversation.word_wrap, hide_thinking=conversation.hide_thinking)
     reply = write_answer(llm, conversation.request(), printer, spinner, exit_timeout_s=EXIT_TIMEOUT_S)
-    printer.end()
-    if shifted := shift_text(reply.timing):
-        print_message(shifted)
+    end_answer(printer, reply)
     if conversation.verbose and not reply.error:
         print_statistics(reply, load_s, llm.decisions())
     llm.close()
     return exit_code(reply)
 
 
+def end_answer(printer: Printer, reply: Reply) -> None:
+    """Ends the line of the answer; tells when its context was full."""
+    from moegguf.chat.turn import shift_text
+
+    printer.end()
+    if shifted := shift_text(reply.timing):
+        print_message(shifted)
+
+
 def answer_from_server(
-    client: Client,
-    model: str,
-    prompt: str,
-    parameters: Mapping[str, Any],
-    settings: Mapping[str, Any],
-    keep: str | None,
+    model: ServedModel, prompt: str, parameters: Mapping[str, Any], settings: Mapping[str, Any], keep: str | None
 ) -> int:
     """What `answer_once` does, with a running server. Returns the exit code."""
     from moegguf.chat.printer import Printer
     from moegguf.chat.turn import print_answer
     from moegguf.cli.served import ServedAnswer
 
-    system = settings["system"]
+    client = model.client
     body = {
-        "model": model,
-        "messages": [*([{"role": "system", "content": system}] if system else []), {"role": "user", "content": prompt}],
-        "options": dict(parameters),
+        "model": model.name,
+        "messages": served_messages(model, settings["system"], prompt),
+        "options": with_context_of(parameters, model.n_ctx_train),
         "format": settings["format"],
         "think": settings["think"],
+        "shift": settings["context_shift"],
         **({} if keep is None else {"keep_alive": keep}),
     }
     answer = ServedAnswer(client, body)
@@ -109,11 +114,26 @@ def answer_from_server(
         spinner.show(f"waiting for {client.host.url}")
         reply = print_answer(answer, printer, spinner, exit_timeout_s=EXIT_TIMEOUT_S)
     if reply.error is None or printer.text:
-        printer.end()
+        end_answer(printer, reply)
     if settings["verbose"] and not reply.error:
         print_statistics(reply, answer.load_s, answer.decisions)
         print_message(f"{'answered by:':<22}{client.host.url}")
     return exit_code(reply)
+
+
+def served_messages(model: ServedModel, system: str | None, prompt: str) -> list[dict[str, Any]]:
+    """The messages of /api/chat for a prompt, which may name images."""
+    from moegguf.chat.image_files import extract_images
+
+    text, images = extract_images(prompt) if model.reads_images else (prompt, [])
+    encoded = [base64.b64encode(image).decode() for image in images]
+    messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+    return [*messages, {"role": "user", "content": text, **({"images": encoded} if encoded else {})}]
+
+
+def with_context_of(parameters: Mapping[str, Any], n_ctx_train: int) -> dict[str, Any]:
+    """`parameters` with the model's own context length for `--ctx 0`."""
+    return {**parameters, "num_ctx": n_ctx_train} if parameters.get("num_ctx") == 0 else dict(parameters)
 
 
 def print_statistics(reply: Reply, load_s: float, decisions: Mapping[str, Any]) -> None:
@@ -348,8 +368,8 @@ def run(
     if text == "":
         return load_in_server(name, keep_alive)
     here = local or verbose > 1 or load_options != LoadOptions(verbose=verbose) or threads is not None
-    if text is not None and not here and (client := find_server(name)):
-        return answer_from_server(client, name, text, parameters, settings, keep_alive)
+    if text is not None and not here and (served := find_server(name)):
+        return answer_from_server(served, text, parameters, settings, keep_alive)
     conversation = start_conversation(name, load_options, parameters, settings)
     with Spinner() as spinner:
         llm, load_s = load(conversation.entry, conversation.load_options(), spinner)
@@ -360,8 +380,8 @@ def run(
     return Chat(llm, conversation, load_s).run()
 
 
-def find_server(model: str) -> Client | None:
-    """A client of the running server, if there is one that knows `model`; None for a path."""
+def find_server(model: str) -> ServedModel | None:
+    """`model` in a running server that knows it, if there is one; None for a path."""
     from moegguf.cli.served import server_with
 
     return None if Path(model).expanduser().exists() else server_with(model)
@@ -377,7 +397,7 @@ def start_conversation(
 
     entry = find_or_pull(model)
     if parameters.get("num_ctx") == 0:
-        parameters = {**parameters, "num_ctx": read_layout(entry.path).hparams.n_ctx_train}
+        parameters = with_context_of(parameters, read_layout(entry.path).hparams.n_ctx_train)
     if (n_ctx := read_settings().n_ctx) and "num_ctx" not in entry.parameters:
         parameters = {"num_ctx": n_ctx, **parameters}
     return Conversation(entry, load_options, parameters, **settings)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Generator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from moegguf.cli.client import Client, ServerError
@@ -18,15 +19,25 @@ CONNECT_S = 0.5
 KNOWN_S = 10.0  # to answer whether it knows a model
 
 
-def server_with(model: str) -> Client | None:
-    """A client of the server at MOEGGUF_HOST when it is moegguf's and knows `model`, else None."""
+@dataclass(frozen=True)
+class ServedModel:
+    """A model that a running server knows. `n_ctx_train`: its own context length, 0 when that is unknown."""
+
+    client: Client
+    name: str
+    reads_images: bool
+    n_ctx_train: int
+
+
+def server_with(model: str) -> ServedModel | None:
+    """`model` at MOEGGUF_HOST when the server there is moegguf's and knows it, else None."""
     client = Client()
     try:
         with socket.create_connection((client.host.host, client.host.port), CONNECT_S):
             pass
         if "moegguf" not in client.get("/api/version", KNOWN_S):
             return None  # Ollama has the same port
-        client.post("/api/show", {"model": model}, KNOWN_S)
+        shown = client.post("/api/show", {"model": model}, KNOWN_S)
     except ServerError as error:
         if error.status == 401:
             print_message(
@@ -35,7 +46,9 @@ def server_with(model: str) -> Client | None:
         return None
     except (MoeggufError, OSError):
         return None
-    return client
+    info = shown["model_info"]
+    n_ctx_train = info.get(f"{info.get('general.architecture')}.context_length", 0)
+    return ServedModel(client, model, "vision" in shown["capabilities"], n_ctx_train)
 
 
 class ServedAnswer:

@@ -41,7 +41,7 @@ from moegguf.engine.threadpool import GovernedThreads, Threadpool
 from moegguf.engine.trial import try_first
 from moegguf.engine.upstream import UpstreamLlama
 from moegguf.engine.vocabulary import Vocabulary
-from moegguf.errors import ClosedError, GenerationCancelled, MoeggufError, OptionError
+from moegguf.errors import CapabilityError, ClosedError, GenerationCancelled, MoeggufError, OptionError
 from moegguf.native.events import Phase
 from moegguf.native.store import StoreOptions
 
@@ -308,12 +308,19 @@ class Llama(UpstreamLlama):
     def generate(self, *arguments: Any, **options: Any) -> Generator[int, Sequence[int] | None, None]:
         """As in llama-cpp-python, one request at a time: other threads wait until this one has ended.
 
-        Raises OptionError without a token to begin with.
+        Raises OptionError without a token to begin with, CapabilityError.
         """
+        self.check_generates()
         tokens = arguments[0] if arguments else options.get("tokens", ())
         if not len(tokens) and (options.get("reset", True) or not self.n_tokens):
             raise OptionError("there is nothing to continue: the prompt has no tokens of this model's vocabulary.")
         return self.as_request(super().generate(*arguments, **options))
+
+    def check_generates(self) -> None:
+        """Raises CapabilityError for a model that only embeds: it has no context to go on from. Raises ClosedError."""
+        self._open_session()
+        if self._ctx.memory is None:
+            raise CapabilityError(f"{self.layout.arch} models do not generate text, they embed it; take another model.")
 
     def as_request(self, steps: Generator[Step, Any, None]) -> Generator[Step, Any, None]:
         """The same steps, which evaluate tokens, as one request; others wait for it. Raises ClosedError, ForkError."""

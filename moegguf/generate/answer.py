@@ -52,6 +52,7 @@ class Answer:
         self.llm = llm
         self.request = request
         self.timing = Timing()
+        llm.check_generates()
         self._prompt = read_prompt(llm, llm.vocabulary, request)
         self.timing.cut_messages, self.timing.cut_tokens = self._prompt.cut_messages, self._prompt.cut_tokens
         self._n_logprobs = _checked_n_logprobs(request.n_logprobs)

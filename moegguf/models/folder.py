@@ -116,7 +116,7 @@ def name_key(name: str) -> str:
 def _models_in(files: Iterable[Path]) -> dict[str, Path]:
     """{name: file}; the first shard of a split model has two names, with and without the number."""
     models: dict[str, Path] = {}
-    for file in sorted(file for file in files if is_model(file.name)):
+    for file in sorted(file for file in files if is_model(file.name) and file.is_file()):
         shard = parse_shard_name(file.stem)
         if shard.number == 1:
             models.setdefault(name_key(shard.prefix), file)

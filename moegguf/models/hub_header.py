@@ -9,7 +9,7 @@ from __future__ import annotations
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path, PurePosixPath
 from urllib.parse import quote
 
@@ -41,8 +41,9 @@ def remote_model(name: str) -> Iterator[ModelEntry]:
     repository = read_repository(parsed.repo, threading.Event())
     selection = select_files(repository.files, parsed.tag, repo=repository.repo)
     with tempfile.TemporaryDirectory(prefix="moegguf-header-") as folder:
-        for path in selection.files:
-            _fetch_header(repository, repository.files[path], Path(folder) / PurePosixPath(path).name)
+        for path in selection.paths:
+            with suppress(ModelFormatError) if path == selection.mmproj else nullcontext():  # as of a fetched model
+                _fetch_header(repository, repository.files[path], Path(folder) / PurePosixPath(path).name)
         yield file_entry(Path(folder) / PurePosixPath(selection.files[0]).name, "hub", parsed.canonical)
 
 

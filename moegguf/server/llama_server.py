@@ -67,7 +67,7 @@ async def props(request: Request) -> Response:
             "model_alias": entry.name,
             "model_path": entry.path.name,
             "chat_template": entry.template or known.template or "",
-            "modalities": {"vision": False, "audio": False},
+            "modalities": {"vision": "vision" in known.capabilities, "audio": False},
             "build_info": f"moegguf-{__version__}",
             "is_sleeping": loaded is None,
         }

@@ -106,19 +106,31 @@ class Protocol(H11Protocol):
         with suppress(OSError, AttributeError):
             peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, USER_TIMEOUT_MS)
-        self._headers_timer = self.loop.call_later(REFUSED_HEADERS_S if is_refused else HEADERS_S, transport.close)
+        self._wait_for_headers(REFUSED_HEADERS_S if is_refused else HEADERS_S)
 
-    def handle_events(self) -> None:
-        """Stops the headers timer at the first request."""
-        super().handle_events()
-        if self._headers_timer is not None and self.cycle is not None:
+    def _wait_for_headers(self, most_s: float) -> None:
+        self._stop_headers_timer()
+        self._headers_timer = self.loop.call_later(most_s, self.transport.close)
+
+    def _stop_headers_timer(self) -> None:
+        if self._headers_timer is not None:
             self._headers_timer.cancel()
             self._headers_timer = None
 
+    def handle_events(self) -> None:
+        """Stops the headers timer at a request."""
+        super().handle_events()
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._stop_headers_timer()
+
+    def on_response_complete(self) -> None:
+        """The headers of the next request have as much time as those of the first."""
+        self._wait_for_headers(HEADERS_S)
+        super().on_response_complete()
+
     def connection_lost(self, exc: Exception | None) -> None:
         """Of asyncio.Protocol."""
-        if self._headers_timer is not None:
-            self._headers_timer.cancel()
+        self._stop_headers_timer()
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:

@@ -155,15 +155,14 @@ class Dispatcher:
             if not model.stopping and model.serves(waiter):
                 model.shared_users.add(waiter)
                 self._grant(model, waiter)
+        for waiter in [w for w in model.waiters if w.purpose is Purpose.UNLOAD and model.can_forget(w.name)]:
+            model.waiters.remove(waiter)
+            model.uses.pop(waiter.name, None)
+            waiter.grant()
         if not model.waiters or model.exclusive_user is not None:
             return
         first = model.waiters[0]
-        if first.purpose is Purpose.UNLOAD and model.has_others(first.name):
-            model.waiters.remove(first)
-            model.uses.pop(first.name, None)
-            first.grant()
-            self._grant_waiters(model)
-        elif first.purpose is Purpose.UNLOAD or not model.serves(first):
+        if first.purpose is Purpose.UNLOAD or not model.serves(first):
             if not model.shared_users:
                 self._start_unload(model)
         elif not self._is_overtaking(first):

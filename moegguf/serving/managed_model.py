@@ -171,6 +171,11 @@ class ManagedModel:
         waiting = {waiter.name for waiter in self.waiters if waiter.purpose is not Purpose.UNLOAD}
         return bool((waiting | self.uses.keys()) - {name})
 
+    def can_forget(self, name: str) -> bool:
+        """Whether a request to unload `name` ends only the name's use: others use it, and no answer is under `name`."""
+        answers = self.exclusive_user is not None and self.exclusive_user.name == name
+        return self.has_others(name) and not answers
+
     @property
     def in_use(self) -> bool:
         """Whether a request uses it."""

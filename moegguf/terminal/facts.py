@@ -15,7 +15,7 @@ from moegguf.errors import ModelNotFoundError
 from moegguf.gguf.experts import ExpertLayout, read_layout
 from moegguf.gguf.reader import ggml_type, read_gguf
 from moegguf.models.catalog import Catalog
-from moegguf.models.details import details, main_type, parameters
+from moegguf.models.details import details, main_type, parameters, projector_of
 from moegguf.models.entry import ModelEntry
 from moegguf.models.hub import hub_offline
 from moegguf.models.names import is_hub_name
@@ -136,7 +136,8 @@ def estimate_model(
     # llama.cpp takes a quantised V cache with flash attention only.
     flash_attn = bool(settings.flash_attention) or types[1].lower() != "f16"
     with described(model) as found:
-        plan = make_plan(found.layout, cache, read_memory(), n_ctx=ctx, flash_attn=flash_attn, **options)
+        options |= {"n_ctx": ctx, "flash_attn": flash_attn, "projector": projector_of(found.entry)}
+        plan = make_plan(found.layout, cache, read_memory(), **options)
         disk = _disk_speed(found, plan)
         return {
             "name": found.layout.name,

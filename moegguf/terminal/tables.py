@@ -207,6 +207,7 @@ def _memory_rows(facts: Facts) -> list[Row]:
     rows += [
         ("weights every token uses", format_bytes(plan["dense_bytes"]), ""),
         ("context (KV cache)", format_bytes(plan["kv_bytes"]), _cache_types_text(facts["cache_types"])),
+        *([("reading images", format_bytes(plan["projector_bytes"]), "")] if plan["projector_bytes"] else []),
         ("buffers", format_bytes(plan["compute_bytes"]), f"for {_tokens(plan['n_ubatch'])} of a prompt at a time"),
         ("all of it", format_bytes(plan["total_bytes"]), ""),
         ("free now", format_bytes(plan["available_bytes"]), _free_memory_text(plan)),

@@ -139,8 +139,14 @@ def test_a_key_is_required_except_for_open_paths(guarded: str) -> None:
 TRUSTING = {"trusted": parse_networks("192.168.1.0/24, fd00::/8"), "loopback": False}
 
 
-def status_of(client: str, host: str = "192.168.1.5:11434", key: str = "", **options: Any) -> int:
-    """The status that a client at an address gets."""
+def status_of(
+    client: str,
+    host: str = "192.168.1.5:11434",
+    key: str = "",
+    added: tuple[bytes, bytes] | None = None,
+    **options: Any,
+) -> int:
+    """The status that a client at an address gets; `added`: one more header."""
     statuses: list[int] = []
 
     async def application(scope: Scope, receive: Receive, send: Send) -> None:
@@ -150,6 +156,7 @@ def status_of(client: str, host: str = "192.168.1.5:11434", key: str = "", **opt
         statuses.append(message.get("status", 0))
 
     headers = [(b"host", host.encode()), *([(b"authorization", f"Bearer {key}".encode())] if key else [])]
+    headers += [added] if added else []
     scope = {"type": "http", "method": "GET", "path": "/api/tags", "headers": headers, "client": (client, 5)}
     control = AccessControl(application, **{**TRUSTING, **options})
     asyncio.run(control(scope, receive=None, send=send))  # type: ignore[arg-type]
@@ -173,6 +180,15 @@ def test_without_a_key_a_page_of_another_site_is_told_by_its_host() -> None:
     for host in ("192.168.1.5", "box.local:11434", "box", "box:11434", "localhost"):
         assert status_of("192.168.1.7", host) == 200
     assert status_of("192.168.1.7", "box.lan:11434", origins=("http://box.lan:*",)) == 200
+
+
+@pytest.mark.parametrize("name", ["X-Forwarded-For", "Forwarded", "X-Real-IP", "Via"])
+def test_a_proxys_clients_are_not_trusted_as_the_proxy_is(name: str) -> None:
+    added = (name.lower().encode(), b"8.8.8.8")
+    for client in ("127.0.0.1", "192.168.1.7"):
+        assert status_of(client, "127.0.0.1:11434", added=added) == 403
+        assert status_of(client, "127.0.0.1:11434", added=added, api_key=KEY) == 401
+        assert status_of(client, "127.0.0.1:11434", added=added, api_key=KEY, key=KEY) == 200
 
 
 def test_networks_are_checked(moegguf: Command) -> None:

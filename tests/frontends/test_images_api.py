@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,9 @@ def test_vision_is_a_capability_of_a_model_with_projector(vision: Server) -> Non
     assert "vision" in vision.call("/api/show", {"model": "see"}).json["capabilities"]
     assert vision.call("/api/show", {"model": "see"}).json["projector_info"]["clip.projector_type"] == "mlp"
     assert "vision" not in vision.call("/api/show", {"model": "blind"}).json["capabilities"]
+    for model in ("see", "blind"):
+        modalities = vision.call(f"/props?model={model}").json["modalities"]
+        assert modalities == {"vision": model == "see", "audio": False}
     listed = {model["name"]: model["capabilities"] for model in vision.call("/api/tags").json["models"]}
     assert "vision" in listed["see:latest"] and "vision" not in listed["blind:latest"]
 
@@ -93,6 +98,14 @@ def test_a_model_without_projector_says_so(vision: Server) -> None:
     assert reply.status == 400 and "does not support vision" in reply.error
 
 
+def test_run_sends_images_to_a_server(moegguf: Command, vision: Server, tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(png())
+    question = f"what is {tmp_path / 'a.png'}"
+    done = moegguf("run", "see", question, "-n", 2, "-v", MOEGGUF_HOST=vision.url)
+    assert done.returncode == 0 and "Added image" in done.stderr and "answered by" in done.stderr
+    assert "Added image" not in moegguf("run", "blind", question, "-n", 2, MOEGGUF_HOST=vision.url).stderr
+
+
 def test_run_takes_a_path_and_a_projector(moegguf: Command, tiny: Tiny, projector: Tiny, tmp_path: Path) -> None:
     (tmp_path / "a b.png").write_bytes(png())
     options = ("--temperature", 0, "-n", 4, "-t", 1, "-c", 512, "--expert-cache", "50%")
@@ -104,6 +117,16 @@ def test_run_takes_a_path_and_a_projector(moegguf: Command, tiny: Tiny, projecto
     assert without.returncode == 0 and without.stdout != done.stdout and "Added" not in without.stderr
     wrong = moegguf("run", tiny(), question, "--mmproj", tiny(), *options)
     assert wrong.returncode == 1 and "architecture" in wrong.stderr
+
+
+def test_an_estimate_counts_the_projector(moegguf: Command, tiny: Tiny, projector: Tiny, tmp_path: Path) -> None:
+    shutil.copy(tiny(), tmp_path / "see.gguf")
+    shutil.copy(projector(), tmp_path / "mmproj-see.gguf")
+    plan = json.loads(moegguf("estimate", tmp_path / "see.gguf", "--ctx", 512, "--json").stdout)["plan"]
+    blind = json.loads(moegguf("estimate", tiny(), "--ctx", 512, "--json").stdout)["plan"]
+    assert plan["projector_bytes"] > 0 == blind["projector_bytes"]
+    assert plan["total_bytes"] > blind["total_bytes"]
+    assert "reading images" in moegguf("estimate", tmp_path / "see.gguf", "--ctx", 512).stdout
 
 
 def test_the_chat_takes_paths(tmp_path: Path) -> None:

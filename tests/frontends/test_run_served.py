@@ -59,6 +59,17 @@ def test_errors_of_the_server_are_errors_of_the_command(moegguf: Command, server
     assert (done.returncode, done.stdout) == (1, "")
 
 
+def test_options_mean_the_same_there(moegguf: Command, server: Server) -> None:
+    ask = ("run", "demo", "count " * 220, "--temperature", 0, "--ctx", 256, "-n", 60, "-v")
+    full = [moegguf(*ask, "--no-context-shift", *more, MOEGGUF_HOST=server.url) for more in ((), ("--local",))]
+    assert full[0].stdout == full[1].stdout and "answered by" in full[0].stderr
+    assert "the context was full" in moegguf(*ask, MOEGGUF_HOST=server.url).stderr
+    moegguf("run", "demo", "x", "-n", 2, "--ctx", 0, MOEGGUF_HOST=server.url)
+    own = server.call("/api/show", {"model": "demo"}).json["model_info"]
+    length = own[f"{own['general.architecture']}.context_length"]
+    assert server.call("/api/ps").json["models"][0]["context_length"] == length
+
+
 class Ollama(http.server.BaseHTTPRequestHandler):
     """Another program with the same API."""
 

@@ -19,6 +19,9 @@ import psutil
 import pytest
 from fake_manager import FakeCatalog, FakeManager, entry_of, running
 from servers import Server, call, serving
+from starlette.responses import PlainTextResponse
+from uvicorn import Config
+from uvicorn.server import ServerState
 
 from moegguf.errors import (
     AllocationError,
@@ -30,6 +33,7 @@ from moegguf.errors import (
     WorkerError,
 )
 from moegguf.generate.request import Delta
+from moegguf.server import serve
 from moegguf.server.app import make_app
 from moegguf.settings import Settings
 
@@ -362,3 +366,26 @@ def test_disconnects_leave_no_open_descriptors(url: str, manager: FakeManager) -
         until(lambda n=n: manager.n_ended >= n)  # type: ignore[misc]
     until(lambda: process.num_fds() <= before + 5)
     assert manager.n_running == 0
+
+
+def test_every_request_of_a_connection_has_limited_time_for_its_headers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "HEADERS_S", 0.1)
+
+    async def run() -> bytes:
+        config = Config(PlainTextResponse("in"), lifespan="off", log_level="critical", timeout_keep_alive=3600)
+        config.load()
+        state, loop = ServerState(), asyncio.get_running_loop()
+        listener = await loop.create_server(
+            lambda: serve.Protocol(config=config, server_state=state, app_state={}, _loop=loop), "127.0.0.1", 0
+        )
+        async with listener, asyncio.timeout(20):
+            reader, writer = await asyncio.open_connection(*listener.sockets[0].getsockname())
+            request = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
+            writer.write(request)
+            await reader.readuntil(b"\r\n\r\nin")
+            writer.write(request[:20])  # and nothing more
+            rest = await reader.read()
+            writer.close()
+            return rest
+
+    assert asyncio.run(run()) == b""

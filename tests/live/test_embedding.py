@@ -10,7 +10,7 @@ import pytest
 from answering import DEMO, QUESTION, Load, TinyModel, reply
 
 from moegguf.engine.llama import Llama
-from moegguf.errors import ContextError, ExpertIOError, OptionError
+from moegguf.errors import CapabilityError, ContextError, ExpertIOError, OptionError
 from moegguf.generate.embedding import embed
 from moegguf.native import library
 
@@ -89,6 +89,14 @@ def test_an_answer_after_an_embedding_is_the_same_as_without(generative: Llama) 
     assert again == before
     assert third.cached_tokens == first.prompt_tokens - 1
     assert embed(generative, TEXTS[:1]).vectors[0] == embed(generative, TEXTS).vectors[0]
+
+
+def test_a_model_that_only_embeds_does_not_generate(generative: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generative._ctx, "memory", None)  # as llama.cpp has it for encoders
+    with pytest.raises(CapabilityError, match="do not generate text"):
+        reply(generative, QUESTION)
+    with pytest.raises(CapabilityError, match="do not generate text"):
+        generative.create_completion("a", max_tokens=1)
 
 
 def test_the_last_tokens_state_is_that_of_a_context_made_for_embedding(generative: Llama) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,15 @@ def test_a_split_model_has_the_header_of_each_shard(hub: FakeHub) -> None:
     with remote_model("u/split") as entry:
         assert [path.name for path in entry.files] == names
         assert len(read_layout(entry.path).shards) == 2
+
+
+def test_a_projector_is_counted_unless_it_is_damaged(
+    hub: FakeHub, data: bytes, projector: Callable[[str], Path]
+) -> None:
+    for repo, content in (("u/see", projector("mlp").read_bytes()), ("u/damaged", b"GGUF" + b"x" * 5000)):
+        hub.add(repo, {PATH: data, "mmproj-m.gguf": content})
+        plan = estimate_model(f"hf.co/{repo}", "50%", 512)["plan"]
+        assert bool(plan["projector_bytes"]) == (repo == "u/see")
 
 
 def test_a_server_without_ranges_is_read_no_further_than_needed(hub: FakeHub, data: bytes) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,7 @@ import pytest
 from gguf_builder import moe
 from pull_helpers import fetch
 
-from moegguf.errors import ModelFormatError
+from moegguf.errors import ModelFormatError, ModelNotFoundError
 from moegguf.gguf.experts import read_layout
 from moegguf.gguf.reader import is_other_kind
 from moegguf.models.catalog import Catalog
@@ -28,6 +29,21 @@ def test_other_files_are_not_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     path = Catalog().find("page").path
     with pytest.raises(ModelFormatError, match="starts with 'GGUF', but this one with '<htm'"):
         read_layout(path)
+
+
+def test_a_pipe_is_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOEGGUF_MODELS", str(tmp_path))
+    moe().write(tmp_path / "good.gguf")
+    os.mkfifo(tmp_path / "pipe.gguf")
+    signal.alarm(20)  # a read of the pipe would never end
+    try:
+        assert [entry.name for entry in Catalog().entries() if entry.source == "folder"] == ["good:latest"]
+        with pytest.raises(ModelNotFoundError):
+            Catalog().find("pipe")
+        with pytest.raises(ModelNotFoundError):
+            Catalog().find(str(tmp_path / "pipe.gguf"))
+    finally:
+        signal.alarm(0)
 
 
 def test_a_file_that_cannot_be_read_is_not_judged(tmp_path: Path) -> None:

@@ -112,6 +112,20 @@ async def test_a_name_is_unloaded_after_its_answer_and_others_go_on(catalog: Fak
 
 
 @in_loop
+async def test_an_unused_name_is_unloaded_at_once_while_another_answers(catalog: FakeCatalog, tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    async with manager_of(catalog) as manager:
+        await generate(manager, "b", "say x")
+        held = asyncio.create_task(generate(manager, "a", f"hold {go}"))
+        await until(lambda: manager.loaded()[0].busy)
+        async with asyncio.timeout(20):
+            assert await manager.unload("b") is True
+        assert names(manager) == ["a"] and not held.done()
+        go.touch()
+        assert await held == "held"
+
+
+@in_loop
 async def test_each_name_has_its_own_keep_alive_time(catalog: FakeCatalog) -> None:
     async with manager_of(catalog) as manager:
         await generate(manager, "a", "say x", keep_alive_s=0.05)

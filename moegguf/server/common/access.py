@@ -32,6 +32,7 @@ ORIGINS = (
 )
 OPEN_PATHS = ("/", "/health")  # need no key: they only show that the server runs
 OPEN_PREFIX = "/page/"
+FORWARDED = {b"forwarded", b"via", b"x-forwarded-for", b"x-forwarded-host", b"x-real-ip"}  # added by proxies
 METHODS = "GET, POST, DELETE, HEAD, OPTIONS"
 HEADERS = {"authorization", "content-type", "user-agent", "accept", "x-api-key", "x-requested-with"}
 HEADER_FAMILIES = ("x-stainless-", "openai-", "anthropic-")
@@ -41,7 +42,8 @@ class AccessControl:
     """ASGI middleware. `loopback`: only this machine reaches the server, so foreign Host headers are refused.
 
     `trusted`: networks whose clients need no key, and then those on this machine. A web page in a browser of such a
-    network is told from them by the Host header alone, which has to be a name that public DNS does not resolve.
+    network is told from them by the Host header alone, which has to be a name that public DNS does not resolve. The
+    clients of a proxy have its address, so that what a proxy forwards is never trusted.
     """
 
     def __init__(
@@ -87,10 +89,10 @@ class AccessControl:
             return None
         if any(hmac.compare_digest(headers.get(name, b""), key) for name, key in self._keys):
             return None
-        if self._is_trusted(scope["client"]):
+        if self._is_trusted(scope["client"]) and not FORWARDED & headers.keys():
             return self._refusal_of_trusted(host)
         if not self._keys:
-            return HttpError(403, "this address is not in a network that the server trusts (--trust-network)")
+            return HttpError(403, "not directly from a network that the server trusts (--trust-network)")
         return HttpError(
             401, "unauthorized: send the server's API key as a Bearer token or as x-api-key", "invalid_api_key"
         )
