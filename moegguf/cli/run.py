@@ -91,16 +91,17 @@ def answer_from_server(
 ) -> int:
     """What `answer_once` does, with a running server. Returns the exit code."""
     from moegguf.chat.printer import Printer
-    from moegguf.chat.turn import print_answer
-    from moegguf.cli.served import ServedAnswer
+    from moegguf.chat.turn import cut_text, print_answer, shift_text
+    from moegguf.cli.served import ServedAnswer, user_message
 
     system = settings["system"]
     body = {
         "model": model,
-        "messages": [*([{"role": "system", "content": system}] if system else []), {"role": "user", "content": prompt}],
+        "messages": [*([{"role": "system", "content": system}] if system else []), user_message(client, model, prompt)],
         "options": dict(parameters),
         "format": settings["format"],
         "think": settings["think"],
+        "shift": settings["context_shift"],
         **({} if keep is None else {"keep_alive": keep}),
     }
     answer = ServedAnswer(client, body)
@@ -110,6 +111,8 @@ def answer_from_server(
         reply = print_answer(answer, printer, spinner, exit_timeout_s=EXIT_TIMEOUT_S)
     if reply.error is None or printer.text:
         printer.end()
+    for note in filter(None, (cut_text(reply.timing), shift_text(reply.timing))):
+        print_message(note)
     if settings["verbose"] and not reply.error:
         print_statistics(reply, answer.load_s, answer.decisions)
         print_message(f"{'answered by:':<22}{client.host.url}")
@@ -240,8 +243,8 @@ Local = Annotated[
     bool,
     typer.Option(
         "--local",
-        help="Load the model here even when a server runs; --expert-cache, --policy, --predictor, --prefetch and"
-        " --threads imply it.",
+        help="Load the model here even when a server runs; options of loading imply it: --expert-cache, --policy,"
+        " --predictor, --prefetch, --threads, -ngl, -ctk, -ctv, --mmproj.",
     ),
 ]
 Verbose = Annotated[

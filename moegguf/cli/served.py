@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import socket
 import threading
 from collections.abc import Generator, Mapping
@@ -36,6 +37,19 @@ def server_with(model: str) -> Client | None:
     except (MoeggufError, OSError):
         return None
     return client
+
+
+def user_message(client: Client, model: str, prompt: str) -> dict[str, Any]:
+    """`prompt` as a message for /api/chat; with the images that it names, where the server's model reads images.
+
+    Raises OptionError for an image that cannot be used, ServerError, NoServerError.
+    """
+    from moegguf.chat.image_files import extract_images
+
+    images: list[bytes] = []
+    if "vision" in client.post("/api/show", {"model": model}, KNOWN_S).get("capabilities", ()):
+        prompt, images = extract_images(prompt)
+    return {"role": "user", "content": prompt, "images": [base64.b64encode(data).decode() for data in images]}
 
 
 class ServedAnswer:
