@@ -72,5 +72,12 @@ _HUB_HOSTS = ("hf.co/", "huggingface.co/", "https://")
 
 
 def hub_name(repository: str) -> str:
-    """The model name of `repository` on Hugging Face, "USER/REPOSITORY[:QUANT]" as llama.cpp's `-hf` takes it."""
-    return repository if repository.startswith(_HUB_HOSTS) else f"hf.co/{repository}"
+    """The model name of `repository` on Hugging Face, "USER/REPOSITORY[:QUANT]" as llama.cpp's `-hf` takes it.
+
+    Raises typer.BadParameter for anything else.
+    """
+    if repository.startswith(_HUB_HOSTS):
+        return repository
+    if repository.count("/") != 1 or not all(repository.split("/")):
+        raise typer.BadParameter(f"-hf takes USER/REPOSITORY[:QUANT], but is {repository!r}.")
+    return f"hf.co/{repository}"

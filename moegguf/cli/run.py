@@ -95,7 +95,7 @@ def answer_from_server(
 ) -> int:
     """What `answer_once` does, with a running server. Returns the exit code."""
     from moegguf.chat.printer import Printer
-    from moegguf.chat.turn import print_answer
+    from moegguf.chat.turn import cut_text, print_answer
     from moegguf.cli.served import ServedAnswer
 
     client = model.client
@@ -113,6 +113,8 @@ def answer_from_server(
     with Spinner() as spinner:
         spinner.show(f"waiting for {client.host.url}")
         reply = print_answer(answer, printer, spinner, exit_timeout_s=EXIT_TIMEOUT_S)
+    if cut := cut_text(reply.timing):
+        print_message(cut)
     if reply.error is None or printer.text:
         end_answer(printer, reply)
     if settings["verbose"] and not reply.error:
@@ -260,8 +262,8 @@ Local = Annotated[
     bool,
     typer.Option(
         "--local",
-        help="Load the model here even when a server runs; --expert-cache, --policy, --predictor, --prefetch and"
-        " --threads imply it.",
+        help="Load the model here even when a server runs; options of loading imply it: --expert-cache, --policy,"
+        " --predictor, --prefetch, --threads, -ngl, -ctk, -ctv, --mmproj.",
     ),
 ]
 Verbose = Annotated[

@@ -86,7 +86,8 @@ LinkSpeed = Annotated[
 ]
 Latency = Annotated[float, typer.Option("--latency", min=0, metavar="US", help="Of one transfer on that link.")]
 Compute = Annotated[
-    float, typer.Option("--layer-compute", min=0, metavar="US", help="Compute time per layer and token, with --link.")
+    float,
+    typer.Option("--layer-compute", min=0, metavar="US", help="Compute time per layer and token on the modelled link."),
 ]
 Tokens = Annotated[
     int,

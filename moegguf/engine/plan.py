@@ -200,7 +200,7 @@ def _auto_fit(request: _Request, n_ctx: int, cache: ExpertCache, reasons: list[s
         raise _too_little(request, n_ctx)
     kept = found[0].n_ubatch == request.n_ubatch
     fit = found[0] if kept else best_fit(layout, size, found)
-    other = fit.needs.total_bytes(0)
+    other = fit.needs.total_bytes(fit.n_slots)
     reasons.append(
         f"{format_bytes(request.memory.available_bytes)} are free ({request.memory.limited_by});"
         f" {format_bytes(other)} go to weights that every token uses, the context and buffers,"
@@ -260,7 +260,7 @@ def _fixed_slots(request: _Request, cache: ExpertCache, reasons: list[str]) -> i
         need = minimum * size
         raise BudgetError(
             f"expert_cache={str(cache)!r} holds {n_slots} experts, but one token needs {minimum} in"
-            f" a layer, which is {need} bytes; give at least {format_bytes_up(need)!r}."
+            f" a layer, which is {format_bytes(need)}; give at least {format_bytes_up(need)!r}."
         )
     return n_slots
 

@@ -24,7 +24,7 @@ MAX_IMAGE_BYTES = 20 << 20
 MAX_ASPECT_RATIO = 64  # projectors that keep the proportions would enlarge the long side of a line without limit
 MAX_IMAGES = 64  # in one request
 MAX_JPEG_SEGMENTS = 4096  # before the first frame
-FORMATS = "PNG, JPEG and GIF"
+FORMATS = "PNG, JPEG or GIF"
 
 Part = Mapping[str, Any]
 
@@ -60,7 +60,7 @@ def read_image(data: bytes) -> Image:
         raise _too_large(len(data))
     found = _dimensions(data)
     if found is None:
-        raise OptionError(f"an image is a file of {FORMATS}, but this one {_kind(data)}; convert it.")
+        raise OptionError(f"an image is a {FORMATS} file, but this one {_kind(data)}; convert it.")
     width, height = found
     if not width or not height or width * height > MAX_PIXELS:
         raise OptionError(

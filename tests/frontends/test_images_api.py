@@ -129,6 +129,18 @@ def test_an_estimate_counts_the_projector(moegguf: Command, tiny: Tiny, projecto
     assert "reading images" in moegguf("estimate", tmp_path / "see.gguf", "--ctx", 512).stdout
 
 
+def test_run_sends_images_to_a_running_server(moegguf: Command, vision: Server, tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(png())
+    options = ("-n", 4, "--temp", 0, "--seed", 1)
+    done = moegguf("run", "see", f"what is {tmp_path}/a.png", *options, MOEGGUF_HOST=vision.url)
+    assert done.returncode == 0 and done.stderr.strip() == f"Added image '{tmp_path}/a.png'"
+    message = {"role": "user", "content": "what is", "images": [base64_of(png())]}
+    body = {"model": "see", "messages": [message], "options": {**QUIET, "seed": 1}, "stream": False}
+    assert done.stdout.strip() == vision.call("/api/chat", body).json["message"]["content"].strip()
+    blind = moegguf("run", "blind", f"what is {tmp_path}/a.png", *options, MOEGGUF_HOST=vision.url)
+    assert blind.returncode == 0 and "Added" not in blind.stderr
+
+
 def test_the_chat_takes_paths(tmp_path: Path) -> None:
     demo = demo_path()
     assert demo is not None
@@ -141,5 +153,5 @@ def test_the_chat_takes_paths(tmp_path: Path) -> None:
         assert "Added image" in said and "error" not in said and "Unknown command" not in said
         assert "Unknown command" in terminal.ask("/nothing.png")
         (tmp_path / "bad.png").write_bytes(b"text")
-        assert "PNG, JPEG and GIF" in terminal.ask(f"{tmp_path}/bad.png what is it?")
+        assert "PNG, JPEG or GIF" in terminal.ask(f"{tmp_path}/bad.png what is it?")
         assert "error" not in terminal.ask("and now?")

@@ -19,7 +19,7 @@ from fake_hub import FakeHub
 from servers import Server
 from terminal import Terminal, control
 
-from moegguf.cli.options import parse_threads
+from moegguf.cli.options import hub_name, parse_threads
 from moegguf.cli.run import model_and_words
 from moegguf.models.catalog import demo_path
 
@@ -73,6 +73,9 @@ def test_hf_and_model_options_make_every_argument_a_word_of_the_prompt() -> None
     assert model_and_words("hello", [], None, "hf.co/u/r") == ("hf.co/u/r", ["hello"])
     assert model_and_words(None, [], "m.gguf", None) == ("m.gguf", [])
     assert model_and_words("m.gguf", ["hello"], None, None) == ("m.gguf", ["hello"])
+    for wrong in ("demo", "u/r/f", "u/", ""):
+        with pytest.raises(typer.BadParameter, match="USER/REPOSITORY"):
+            hub_name(wrong)
     with pytest.raises(typer.BadParameter, match="not both"):
         model_and_words(None, [], "m.gguf", "u/r")
     with pytest.raises(typer.BadParameter, match="moegguf list"):

@@ -70,6 +70,17 @@ def test_options_mean_the_same_there(moegguf: Command, server: Server) -> None:
     assert server.call("/api/ps").json["models"][0]["context_length"] == length
 
 
+def test_what_was_left_out_is_said_and_the_shift_can_be_off(moegguf: Command, server: Server) -> None:
+    options = ("-c", 256, "-n", 300, "--format", '{"type": "string", "minLength": 4000}')
+    done = moegguf("run", "demo", "word " * 400, *options, MOEGGUF_HOST=server.url)
+    assert done.returncode == 0 and re.fullmatch(
+        r"prompt cut: \d+ tokens left out\nthe context was full.*: the model no longer knows the older half\n",
+        done.stderr,
+    )
+    done = moegguf("run", "demo", "hello", *options, "--no-context-shift", MOEGGUF_HOST=server.url)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 class Ollama(http.server.BaseHTTPRequestHandler):
     """Another program with the same API."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from moegguf.engine.plan import Plan, make_plan, slot_bytes
 from moegguf.errors import BudgetError
 from moegguf.gguf.experts import ExpertLayout, read_layout
 from moegguf.native.store import slot_sizes
-from moegguf.quantities import ExpertCache, parse_expert_cache, parse_size
+from moegguf.quantities import ExpertCache, format_bytes, parse_expert_cache, parse_size
 
 MIB, GIB = 1 << 20, 1 << 30
 PLENTY = Memory(64 * GIB, 60 * GIB, "the machine")
@@ -82,7 +83,7 @@ def test_a_size_is_never_exceeded(layout: ExpertLayout) -> None:
 def test_below_the_minimum_the_error_states_it(layout: ExpertLayout) -> None:
     size = slot_bytes(layout)
     for budget in (1, size, 4 * size - 1):
-        with pytest.raises(BudgetError, match=str(4 * size)) as caught:
+        with pytest.raises(BudgetError, match=re.escape(format_bytes(4 * size))) as caught:
             plan(layout, budget)
         hint = str(caught.value).rsplit("at least '", 1)[1].rstrip(".'")
         assert plan(layout, parse_size(hint)).n_slots >= 4
@@ -114,6 +115,15 @@ def test_auto_takes_what_is_free(layout: ExpertLayout) -> None:
     assert p.n_slots == 40 and not p.warnings
     assert p.total_bytes + MARGIN_BYTES <= free
     assert any("cgroup v2 /x" in reason for reason in p.reasons)
+
+
+def test_the_reason_counts_what_the_plan_counts(layout: ExpertLayout) -> None:
+    made = plan(layout, "auto")
+    beside = made.total_bytes - made.budget_bytes
+    assert (
+        made.compute_bytes > memory_needs(layout, made.n_ctx, made.n_ubatch).compute_bytes
+    )  # slots have working memory
+    assert f"{format_bytes(beside)} go to weights" in made.reasons[0]
 
 
 def test_auto_without_enough_memory_states_what_is_needed(layout: ExpertLayout) -> None:
