@@ -81,13 +81,13 @@ def answer_once(llm: Llama, conversation: Conversation, prompt: str, load_s: flo
     return exit_code(reply)
 
 
-def end_answer(printer: Printer, reply: Reply) -> None:
-    """Ends the line of the answer; tells when its context was full."""
+def end_answer(printer: Printer, reply: Reply, cut: str | None = None) -> None:
+    """Ends the line of the answer; tells what was `cut` of its prompt, and when its context was full."""
     from moegguf.chat.turn import shift_text
 
     printer.end()
-    if shifted := shift_text(reply.timing):
-        print_message(shifted)
+    for note in filter(None, (cut, shift_text(reply.timing))):
+        print_message(note)
 
 
 def answer_from_server(
@@ -113,10 +113,8 @@ def answer_from_server(
     with Spinner() as spinner:
         spinner.show(f"waiting for {client.host.url}")
         reply = print_answer(answer, printer, spinner, exit_timeout_s=EXIT_TIMEOUT_S)
-    if cut := cut_text(reply.timing):
-        print_message(cut)
     if reply.error is None or printer.text:
-        end_answer(printer, reply)
+        end_answer(printer, reply, cut_text(reply.timing))
     if settings["verbose"] and not reply.error:
         print_statistics(reply, answer.load_s, answer.decisions)
         print_message(f"{'answered by:':<22}{client.host.url}")
