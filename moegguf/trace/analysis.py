@@ -13,6 +13,7 @@ import numpy as np
 
 from moegguf.controller.accuracy import LinkModel
 from moegguf.controller.artifacts import MEASURED, Artifacts
+from moegguf.controller.judge import DISTANCES
 from moegguf.controller.measured import Measured, write_measured
 from moegguf.controller.policies import make_policy, policy_names
 from moegguf.controller.policies.base import LRU, AnyPolicy
@@ -247,12 +248,16 @@ class TraceAnalysis:
     def score(
         self, predictors: Sequence[str], link: LinkModel | None = None, progress: Progress = no_progress
     ) -> ScoreTable:
-        """Every predictor by every paper's measure, with its control on the trace shuffled in time."""
+        """Every predictor by every paper's measure, with its control on the trace shuffled in time.
+
+        At distances that lie within the model.
+        """
         names = self.predictors(predictors)
+        distances = [distance for distance in DISTANCES if distance < max(2, len(self.trace.shape.layers))]
         tables, step = [], step_reporter(progress, "scores", len(names))
         for name in names:
             step(name)
-            tables.append(score(self.trace, [self.predictor(name)], link=link))
+            tables.append(score(self.trace, [self.predictor(name)], distances, link))
         return replace(
             tables[0],
             scores=tuple(one for table in tables for one in table.scores),

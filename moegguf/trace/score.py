@@ -72,11 +72,9 @@ def score(
 
     Batch-level accuracy (ExpertFlow, section 5.2): requests are put into batches of batch_sequences in order of
     appearance; the experts of a batch's tokens at the same decode step are joined, true and predicted, and compared
-    by `batch_accuracy` where all were predicted. Distances that no two MoE layers have are left out. Raises what a
-    predictor raises.
+    by `batch_accuracy` where all were predicted. Raises what a predictor raises.
     """
     controls = copy.deepcopy(list(predictors))
-    distances = sorted({distance for distance in distances if 0 < distance < len(trace.shape.layers)})
 
     def tables(of: Trace, measured: Sequence[Predictor]) -> tuple[PredictorScore, ...]:
         judges = [_BatchJudge(predictor, distances, lru_share, batch_sequences) for predictor in measured]
@@ -84,7 +82,7 @@ def score(
         return _tables(judges, link)
 
     return ScoreTable(
-        distances=tuple(distances),
+        distances=tuple(sorted({distance for distance in distances if distance > 0})),
         n_expert_used=trace.shape.n_expert_used,
         link=link,
         lru_share=lru_share,

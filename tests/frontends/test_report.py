@@ -151,12 +151,6 @@ def test_the_axis_of_stalls_has_labels(stalls: tuple[float, float]) -> None:
     assert len([label for label in labels if low / 5 <= label <= high * 5]) >= 2
 
 
-def test_no_distance_is_beyond_the_last_layer() -> None:
-    trace = random_trace()
-    n_layers = len(trace.shape.layers)
-    assert score(trace, [], distances=(1, n_layers - 1, n_layers, 8)).distances == (1, n_layers - 1)
-
-
 def test_empty_tables_count_as_not_measured() -> None:
     pytest.importorskip("matplotlib", reason="plots need matplotlib, which is not installed")
     trace = random_trace(n_sequences=1, n_decode=0)

@@ -54,6 +54,6 @@ def test_a_context_of_any_size_can_be_filled_to_its_end(tiny: TinyModel, load: L
     assert len(llm.input_ids) == llm.n_ctx() == llm.context_params.n_ctx
     if n_ctx:
         bias = dict.fromkeys(ends_of(llm), -1000.0)
-        _, timing = reply(llm, prompt="hello", logit_bias=bias)
+        _, timing = reply(llm, prompt="hello", logit_bias=bias, shift=False)
         assert timing.finish == "length"
         assert len(timing.context) == llm.n_ctx()

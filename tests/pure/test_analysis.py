@@ -175,3 +175,9 @@ def test_auto_uses_the_saved_hit_rates(analysis: TraceAnalysis, user: Path) -> N
 
 def test_a_folder_named_for_predictors_is_where_rates_are_saved(file: Path, tmp_path: Path) -> None:
     assert TraceAnalysis.open(file, folder=tmp_path).save([row("lru", 0.5, 0.5)]) == tmp_path / MEASURED
+
+
+def test_no_distance_is_beyond_the_last_layer(analysis: TraceAnalysis) -> None:
+    n_layers = len(analysis.trace.shape.layers)
+    assert n_layers < 8
+    assert max(analysis.score(["previous-token"]).distances) < n_layers

@@ -26,7 +26,7 @@ def only(trace: Trace, predictor: Oracle | Unpredictive, distance: int = 1, link
     return score(trace, [predictor], [distance], link).scores[0].means[distance]
 
 
-@pytest.mark.parametrize("distance", [1, 2, 3])
+@pytest.mark.parametrize("distance", [1, 2, 3, 8])
 def test_a_perfect_predictor_scores_one_by_every_definition(distance: int) -> None:
     figures = only(cyclic(), Oracle(cyclic()), distance, LinkModel(1e12))
     assert figures.due == 4 * 3  # four tokens decoded, three layers behind the first
