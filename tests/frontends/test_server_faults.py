@@ -38,6 +38,7 @@ from moegguf.server.app import make_app
 from moegguf.settings import Settings
 
 QUESTION = {"role": "user", "content": "What does moegguf do?"}
+ENDLESS = {"format": {"type": "string", "minLength": 100_000}, "options": {"num_ctx": 32768, "num_predict": 30_000}}
 LONG = {"model": "tiny", "prompt": "x", "raw": True, "options": {"num_ctx": 4096, "num_predict": 4000}}
 
 
@@ -284,7 +285,7 @@ def test_a_signal_ends_the_server_in_time_without_errors(
     tmp_path: Path, tiny: Callable[..., Path], signal_number: int
 ) -> None:
     with serving(tmp_path, models={"tiny": tiny("tiny-qwen2moe")}) as server:
-        busy = post(server.url, "/api/generate", {**LONG, "options": {"num_ctx": 32768, "num_predict": 30_000}})
+        busy = post(server.url, "/api/generate", {**LONG, **ENDLESS})
         assert b"200 OK" in busy.recv(50)
         worker = server.call("/api/ps").json["models"][0]["moe"]["pid"]
         begun = time.monotonic()
@@ -298,8 +299,7 @@ def test_a_signal_ends_the_server_in_time_without_errors(
 
 def test_streams_get_an_error_when_the_server_ends(tmp_path: Path, tiny: Callable[..., Path]) -> None:
     with serving(tmp_path, models={"tiny": tiny("tiny-qwen2moe")}) as server:
-        endless = {**LONG, "options": {"num_ctx": 32768, "num_predict": 30_000}}
-        running = post(server.url, "/api/generate", endless)
+        running = post(server.url, "/api/generate", {**LONG, **ENDLESS})
         assert b"200 OK" in running.recv(50)
         queued = post(server.url, "/api/generate", LONG)
         until(lambda: server.call("/api/ps").json["models"][0]["moe"]["queue"] == 1)
