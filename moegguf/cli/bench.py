@@ -39,20 +39,26 @@ def _versus(*names: str, help: str = "", **settings: Any) -> Any:
 Values = list[str]
 
 Models = Annotated[
-    Values, _test("-m", "--model", help="GGUF file (the first one of a split model) or a name; may be repeated.")
+    Values,
+    _test(
+        "-m", "--model", metavar="MODEL", help="GGUF file (the first one of a split model) or a name; may be repeated."
+    ),
 ]
 HubModels = Annotated[
     Values, _test("-hf", "--hf-repo", metavar="USER/REPOSITORY[:QUANT]", help="The same, pulled from Hugging Face.")
 ]
-Prompts = Annotated[Values, _test("-p", "--n-prompt", help="Tokens of a prompt.")]
-Gens = Annotated[Values, _test("-n", "--n-gen", help="Tokens to generate.")]
+Prompts = Annotated[Values, _test("-p", "--n-prompt", metavar="N,...", help="Tokens of a prompt.")]
+Gens = Annotated[Values, _test("-n", "--n-gen", metavar="N,...", help="Tokens to generate.")]
 Pairs = Annotated[Values, _test("-pg", metavar="PP,TG", help="A prompt and a generation in one test.")]
-Depths = Annotated[Values, _test("-d", "--n-depth", help="Tokens before the test, not timed.")]
-Repetitions = Annotated[int, _test("-r", "--repetitions", min=1, help="Times each test runs in a process.")]
+Depths = Annotated[Values, _test("-d", "--n-depth", metavar="N,...", help="Tokens before the test, not timed.")]
+Repetitions = Annotated[
+    int, _test("-r", "--repetitions", metavar="N", min=1, help="Times each test runs in a process.")
+]
 Text = Annotated[
     Path | None,
     _test(
         "--text",
+        metavar="FILE",
         exists=True,
         dir_okay=False,
         help="Feed this file's tokens; the default, random tokens, gives unrealistic hit rates.",
@@ -61,19 +67,23 @@ Text = Annotated[
 Greedy = Annotated[
     bool, _test("--greedy", help="Generate the likeliest token instead of random ones; set a prompt length with -d.")
 ]
-Seed = Annotated[int, _test("--seed", min=0, help="Of the random tokens.")]
+Seed = Annotated[int, _test("--seed", metavar="N", min=0, help="Of the random tokens.")]
 NoWarmup = Annotated[bool, _test("--no-warmup", help="No untimed run before each test.")]
-Delay = Annotated[float, _test("--delay", min=0, help="Seconds before each test.")]
+Delay = Annotated[float, _test("--delay", metavar="SECONDS", min=0, help="Seconds before each test.")]
 
-Batches = Annotated[Values, _setting("-b", "--batch-size", help="Tokens of one call.")]
-Ubatches = Annotated[Values, _setting("-ub", "--ubatch-size", help="Tokens of one pass.")]
-TypesK = Annotated[Values, _setting("-ctk", "--cache-type-k", help="Type of the K cache.")]
-TypesV = Annotated[Values, _setting("-ctv", "--cache-type-v", help="Type of the V cache.")]
-Threads = Annotated[Values, _setting("-t", "--threads", help="Default: the processors this process may use.")]
-GpuLayers = Annotated[Values, _setting("-ngl", "--n-gpu-layers", help="Layers on a GPU; -1: all.")]
-FlashAttn = Annotated[Values, _setting("-fa", "--flash-attn", help="on, off or auto.")]
-Caches = Annotated[Values, _setting("--expert-cache", help='Memory for experts: "auto", "4GiB", "50%".')]
-Readers = Annotated[int, _setting("--readers", min=1, help="Threads that read experts.")]
+Batches = Annotated[Values, _setting("-b", "--batch-size", metavar="N,...", help="Tokens of one call.")]
+Ubatches = Annotated[Values, _setting("-ub", "--ubatch-size", metavar="N,...", help="Tokens of one pass.")]
+TypesK = Annotated[Values, _setting("-ctk", "--cache-type-k", metavar="TYPE,...", help="Type of the K cache.")]
+TypesV = Annotated[Values, _setting("-ctv", "--cache-type-v", metavar="TYPE,...", help="Type of the V cache.")]
+Threads = Annotated[
+    Values, _setting("-t", "--threads", metavar="N,...", help="Default: the processors this process may use.")
+]
+GpuLayers = Annotated[Values, _setting("-ngl", "--n-gpu-layers", metavar="N,...", help="Layers on a GPU; -1: all.")]
+FlashAttn = Annotated[Values, _setting("-fa", "--flash-attn", metavar="on|off|auto", help="on, off or auto.")]
+Caches = Annotated[
+    Values, _setting("--expert-cache", metavar="BUDGET,...", help='Memory for experts: "auto", "4GiB", "50%".')
+]
+Readers = Annotated[int, _setting("--readers", metavar="N", min=1, help="Threads that read experts.")]
 NoRepack = Annotated[
     bool,
     _setting("--no-repack", help="Do not repack experts for faster kernels."),
@@ -83,9 +93,12 @@ NoSweep = Annotated[bool, _setting("--no-sweep", help="Do not fetch the next lay
 NoDirect = Annotated[bool, _setting("--no-direct", help="Read experts through the page cache.")]
 
 Policy = Annotated[
-    str, _setting("--policy", help="Eviction policy, as in `moegguf trace simulate`, or auto: the measured best.")
+    str,
+    _setting(
+        "--policy", metavar="NAME", help="Eviction policy, as in `moegguf trace simulate`, or auto: the measured best."
+    ),
 ]
-Predictor = Annotated[str | None, _setting("--predictor", help="Expert predictor, or none.")]
+Predictor = Annotated[str | None, _setting("--predictor", metavar="NAME", help="Expert predictor, or none.")]
 Prefetch = Annotated[
     bool | None, _setting("--prefetch/--no-prefetch", help="Fetch predicted experts ahead while that saves time.")
 ]
@@ -107,7 +120,9 @@ Against = Annotated[
         " with lru: moegguf with plain LRU.",
     ),
 ]
-Rounds = Annotated[int | None, _versus("--rounds", min=1, help="Rounds; default 3 with --against, else 1.")]
+Rounds = Annotated[
+    int | None, _versus("--rounds", metavar="N", min=1, help="Rounds; default 3 with --against, else 1.")
+]
 MemoryLimit = Annotated[
     str | None, _versus("--memory-limit", metavar="SIZE", help="Run each system in a memory cgroup of this size.")
 ]
@@ -115,7 +130,7 @@ RequireLimit = Annotated[bool, _versus("--require-limit", help="Fail where no su
 KeepPageCache = Annotated[
     bool, _versus("--keep-page-cache", help="Do not drop the file from the page cache before each run.")
 ]
-Output = Annotated[str, _versus("-o", "--output", help="md, json, jsonl, csv or sql.")]
+Output = Annotated[str, _versus("-o", "--output", metavar="FORMAT", help="md, json, jsonl, csv or sql.")]
 Verbose = Annotated[bool, _versus("-v", "--verbose", help="Show llama.cpp's own messages.")]
 
 _RANGE = re.compile(r"(-?\d{1,9})(?:-(\d{1,9})(?:([+*])(\d{1,9}))?)?")
