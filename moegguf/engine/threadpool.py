@@ -19,6 +19,7 @@ from moegguf.native import library
 
 GGML_MAX_N_THREADS = 512
 PERIOD_S = 0.25  # between decisions; the system counts processor time in steps of 0.01 s
+IDLE_S = 0.25  # without a pass: what others did meanwhile says nothing about now
 
 
 class _Params(c.Structure):
@@ -81,7 +82,8 @@ class GovernedThreads:
         self._governor = ThreadGovernor(self._use.n_cpu, n_max)
         self._set_n_threads = library.llama_cpp().llama_set_n_threads
         self._decoded: list[float] | None = []
-        self._stalled_s, self._decided_s = stall_s(), time.perf_counter()
+        self._stalled_s, self._begun_s = stall_s(), time.perf_counter()
+        self._ended_s = self._begun_s  # of the last pass
 
     @property
     def n_threads(self) -> int:
@@ -89,24 +91,25 @@ class GovernedThreads:
         return self._governor.n_threads
 
     def before_pass(self) -> None:
-        """Decides again, when the last decision is old enough."""
+        """Decides again, when the last decision is old enough; after idle time, only measures from now on."""
         now_s = time.perf_counter()
-        if now_s - self._decided_s < PERIOD_S:
+        if now_s - self._begun_s < PERIOD_S:
             return
-        stalled_s, before = self._stall_s(), self.n_threads
-        token_s = self._token_s(stalled_s - self._stalled_s)
-        n_threads = self._governor.decide(now_s, self._use.others(), token_s)
-        if n_threads != before:
-            self._set_n_threads(self._context, n_threads, n_threads)
+        stalled_s, others, before = self._stall_s(), self._use.others(), self.n_threads
+        if now_s - self._ended_s < IDLE_S:
+            n_threads = self._governor.decide(now_s, others, self._token_s(stalled_s - self._stalled_s))
+            if n_threads != before:
+                self._set_n_threads(self._context, n_threads, n_threads)
         self._decoded = []
-        self._stalled_s, self._decided_s = stalled_s, now_s
+        self._stalled_s, self._begun_s = stalled_s, now_s
 
     def _token_s(self, stalled_s: float) -> float | None:
-        """Seconds of computation per token since the last decision; None unless only single tokens were computed."""
+        """Seconds of computation per token since `_begun_s`; None unless only single tokens were computed."""
         return max(sum(self._decoded) - stalled_s, 0.0) / len(self._decoded) if self._decoded else None
 
     def after_pass(self, n_tokens: int, seconds: float) -> None:
         """Counts a pass of so many tokens (0: unknown) that took so many seconds."""
+        self._ended_s = time.perf_counter()
         if n_tokens != 1:
             self._decoded = None
         elif self._decoded is not None:

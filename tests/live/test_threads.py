@@ -54,6 +54,17 @@ def test_the_number_of_threads_follows_the_load(monkeypatch: pytest.MonkeyPatch)
         assert llm.stats().n_threads == library.llama_cpp().llama_n_threads(llm._ctx.ctx) == 2
 
 
+def test_what_others_did_in_idle_time_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threadpool, "PERIOD_S", 0.0)
+    monkeypatch.setattr(threadpool, "IDLE_S", 0.0)  # all time between two passes is idle
+    monkeypatch.setattr(ProcessorUse, "others", lambda _self: 64.0)
+    monkeypatch.setattr("moegguf.engine.load.count_cpus", lambda: 2)
+    with Llama(DEMO, n_ctx=64, verbose=False) as llm:
+        llm.eval([5, 6, 7])
+        llm.eval([8])
+        assert llm.stats().n_threads == 2
+
+
 @pytest.mark.parametrize("options", [{"n_threads": 2}, {"n_threads_batch": 2}])
 def test_numbers_that_are_given_stay(options: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threadpool, "PERIOD_S", 0.0)
