@@ -112,7 +112,7 @@ def test_prompt_progress_on_request(chat: Post, manager: FakeManager) -> None:
 
 
 def test_streamed_tool_calls(client: openai.OpenAI, manager: FakeManager, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moegguf.server.openai.chat.check_capabilities", lambda *_: None)
+    monkeypatch.setattr("moegguf.server.openai.chat.check_conversation", lambda *_: None)
     manager.script = (
         Delta(thinking="hm"),
         Delta(tool_calls=(ToolCall("c1", "weather", {"city": "Oslo"}), ToolCall("c2", "weather", {}))),
