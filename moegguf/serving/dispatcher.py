@@ -221,7 +221,7 @@ class Dispatcher:
         in_memory = [MemoryUse(m.key, m.size_bytes, m.idle, m.state is State.STOPPING) for m in others]
         limit_bytes = self._limit.bytes(self._used_bytes())
         try:
-            admission = admit(size, limit_bytes, in_memory, self._settings.max_models, model.name)
+            admission = admit(size, limit_bytes, in_memory, self._settings.max_models)
         except MoeggufError as error:
             self._fail(model, model.waiters[0], error)
             return True
@@ -237,8 +237,9 @@ class Dispatcher:
         return sum(model.size_bytes for model in self.models.values())
 
     def _fail(self, model: ManagedModel, failed: Waiter, error: Exception) -> None:
-        """Ends all waiters that need the same load as `failed`; a load with other options is still tried."""
-        for waiter in [w for w in model.waiters if w.same_load(failed)]:
+        """Ends all waiters that need the same load as `failed`; a load with other options is still tried, and who waits
+        for the end of the process gets it."""
+        for waiter in [w for w in model.waiters if w.same_load(failed) and w.purpose is not Purpose.UNLOAD]:
             model.waiters.remove(waiter)
             waiter.fail(error)
         model.size = None
@@ -304,7 +305,6 @@ class Dispatcher:
                 waiter.on_progress(fraction)
 
         model.process = process = await WorkerProcess.start(
-            model.name,
             functools.partial(self._subscribers.publish, model),
             command=self._command,
             echo_stderr=self._settings.debug,

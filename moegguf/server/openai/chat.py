@@ -9,7 +9,7 @@ from starlette.routing import Route
 from moegguf.server.common import limits
 from moegguf.server.common.body import read_body
 from moegguf.server.common.lookup import check_conversation, look_up
-from moegguf.server.openai.answers import respond
+from moegguf.server.openai.answers import events_of, respond
 from moegguf.server.openai.objects import ChatReply
 from moegguf.server.openai.schema import ChatBody
 
@@ -27,7 +27,7 @@ async def chat_completions(request: Request) -> Response:
         logprobs=bool(body.logprobs),
         parallel=body.parallel_tool_calls is not False,
     )
-    return respond(request, body, entry, (generation,), reply)
+    return respond(body, events_of(request, body, entry, generation), reply)
 
 
 routes = [Route("/v1/chat/completions", chat_completions, methods=["POST"])]
