@@ -1,6 +1,7 @@
 """A scripted replacement of `moegguf.serving.worker`, for tests of scheduling: `python fake_worker.py FD`.
 
 The path of the model to load is JSON: {"log": file that gets a line per load; "fractions": number of progress messages;
+"wait": file to wait for;
 "die": file with the number of loads that still crash; "fail": class of an error; "stall": never finishes}.
 
 The prompt selects the answer: "say WORD ..." · "count N" · "hold FILE" (one delta, then waits for FILE or a cancel) ·
@@ -85,6 +86,8 @@ def load(config: dict[str, Any]) -> None:
             log.write(json.dumps(config) + "\n")
     for i in range(script.get("fractions", 0)):
         send("loading", fraction=(i + 1) / script["fractions"])
+    while "wait" in script and not Path(script["wait"]).exists():
+        threading.Event().wait(0.002)
     if script.get("stall"):
         threading.Event().wait()
     if "die" in script:

@@ -17,15 +17,15 @@ from moegguf.terminal.messages import print_message
 
 if TYPE_CHECKING:
     from moegguf.chat.conversation import Conversation
-    from moegguf.engine.llama import Llama
+    from moegguf.chat.model import ChatModel
 
 
 class Chat:
-    """The loop over what is typed; closes the model at the end."""
+    """The loop over what is typed; closes the model, which is loaded, at the end."""
 
-    def __init__(self, llm: Llama, conversation: Conversation, load_s: float = 0.0) -> None:
+    def __init__(self, model: ChatModel, conversation: Conversation) -> None:
         history = InputHistory(history_path(), enabled=read_settings().history)
-        self._session = ChatSession(llm, conversation, history, load_s)
+        self._session = ChatSession(model, conversation, history)
         self._reader = Reader(history, completion_words())
 
     def run(self) -> int:
@@ -41,7 +41,7 @@ class Chat:
         except EOFError:
             return 0
         finally:
-            session.llm.close()
+            session.model.close()
 
     def _handle_input(self) -> None:
         try:

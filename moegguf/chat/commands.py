@@ -72,9 +72,7 @@ def _save(session: ChatSession, name: str) -> None:
     if len(name.split()) != 1:
         print_message("Usage:\n  /save <modelname>")
         return
-    from moegguf.models.catalog import Catalog
-
-    Catalog().create(name, show_commands.recipe(session.conversation))
+    session.model.create(name, show_commands.recipe(session.conversation))
     print_message(f"Created new model '{name}'")
 
 
@@ -133,10 +131,12 @@ def _set_parameter(session: ChatSession, value: str) -> None:
         return
     name, *values = words
     try:
-        session.conversation.parameters[name] = parse_parameter(name, values)
+        parsed = parse_parameter(name, values)
+        session.model.check_parameter(name)
     except MoeggufError as error:
         print_message(f"Couldn't set parameter: {error}")
         return
+    session.conversation.parameters[name] = parsed
     print_message(f"Set parameter '{name}' to '{', '.join(values)}'")
 
 

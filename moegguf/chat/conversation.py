@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from moegguf.chat.parameters import load_options_with
 from moegguf.generate.images import with_images
-from moegguf.generate.options import sampling_with
+from moegguf.generate.options import LOAD_PARAMETERS, sampling_with
 from moegguf.generate.request import GenerationRequest, Message, Sampling
 from moegguf.terminal.loading import LoadOptions
 
 if TYPE_CHECKING:
     from moegguf.generate.request import Timing
-    from moegguf.models.entry import ModelEntry
+    from moegguf.models.entry import NamedModel
 
 CUT = "cut"  # key of an answer that was stopped; not sent to the model
 
@@ -26,7 +26,7 @@ class Conversation:
     """Messages and settings. `parameters` (set in the chat) override `initial_parameters` (from the command line),
     and those the model's own. `pending_text` goes before the next message."""
 
-    entry: ModelEntry
+    entry: NamedModel
     base_options: LoadOptions = field(default_factory=LoadOptions)
     initial_parameters: Mapping[str, Any] = field(default_factory=dict)
     parameters: dict[str, Any] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class Conversation:
     def __post_init__(self) -> None:
         self.switch_model(self.entry)
 
-    def switch_model(self, entry: ModelEntry) -> None:
+    def switch_model(self, entry: NamedModel) -> None:
         """Replaces the model, and the messages by those of its Modelfile. Settings stay."""
         self.entry = entry
         self.messages = [dict(message) for message in entry.messages]
@@ -93,9 +93,17 @@ class Conversation:
         """The messages without the CUT marks."""
         return [{name: value for name, value in message.items() if name != CUT} for message in self.messages]
 
+    def user_parameters(self) -> dict[str, Any]:
+        """Parameters from the command line and the chat, by Ollama's names."""
+        return {**self.initial_parameters, **self.parameters}
+
     def all_parameters(self) -> dict[str, Any]:
         """Parameters in effect, by Ollama's names."""
-        return {**self.entry.parameters, **self.initial_parameters, **self.parameters}
+        return {**self.entry.parameters, **self.user_parameters()}
+
+    def reset_load_parameters(self) -> None:
+        """Removes the parameters of loading that were set in the chat: with them the model cannot be loaded."""
+        self.parameters = {name: value for name, value in self.parameters.items() if name not in LOAD_PARAMETERS}
 
     def load_options(self) -> LoadOptions:
         """How the model has to be loaded for the next answer."""

@@ -12,7 +12,6 @@ from moegguf.terminal.messages import print_message
 if TYPE_CHECKING:
     from moegguf.chat.conversation import Conversation
     from moegguf.chat.session import ChatSession
-    from moegguf.engine.llama import Llama
     from moegguf.models.recipe import Recipe
 
 
@@ -27,11 +26,7 @@ def show(session: ChatSession, part: str) -> None:
 
 
 def _info(session: ChatSession) -> None:
-    from moegguf.terminal.facts import entry_facts, layout_facts, local_model
-    from moegguf.terminal.tables import print_model
-
-    entry = session.conversation.entry
-    print_model(layout_facts(local_model(entry)) | entry_facts(entry))
+    session.model.print_info()
 
 
 def _license(session: ChatSession) -> None:
@@ -39,9 +34,7 @@ def _license(session: ChatSession) -> None:
 
 
 def _modelfile(session: ChatSession) -> None:
-    from moegguf.models.catalog import Catalog
-
-    print_message(Catalog().modelfile(session.conversation.entry))
+    print_message(session.model.modelfile())
 
 
 def _parameters(session: ChatSession) -> None:
@@ -51,7 +44,7 @@ def _parameters(session: ChatSession) -> None:
     lines = ["Model defined parameters:"]
     own = [f"  {line}" for line in parameter_lines(conversation.entry.parameters)]
     lines += own or ["  No additional parameters were specified for this model."]
-    if user := parameter_lines({**conversation.initial_parameters, **conversation.parameters}):
+    if user := parameter_lines(conversation.user_parameters()):
         lines += ["", "User defined parameters:", *(f"  {line}" for line in user)]
     print_message("\n".join([*lines, ""]))
 
@@ -62,8 +55,7 @@ def _system(session: ChatSession) -> None:
 
 
 def _template(session: ChatSession) -> None:
-    template = session.conversation.entry.template or session.llm.layout.chat_template
-    print_message(template or "No prompt template was specified for this model.")
+    print_message(session.model.template() or "No prompt template was specified for this model.")
 
 
 PARTS: dict[str, Callable[[ChatSession], None]] = {
@@ -89,59 +81,20 @@ def recipe(conversation: Conversation) -> Recipe:
     )
 
 
-def list_models(_session: ChatSession, prefix: str) -> None:
-    """The models on this machine, as `moegguf list` shows them."""
-    from moegguf.models.catalog import Catalog
-    from moegguf.terminal.tables import print_model_list
-
-    print_model_list(Catalog().entries(prefix))
+def list_models(session: ChatSession, prefix: str) -> None:
+    """The models that /load takes."""
+    session.model.print_list(prefix)
 
 
 def show_statistics(session: ChatSession, _rest: str) -> None:
     """Statistics of the last answer, and since the model was loaded."""
-    from moegguf.terminal.statistics import statistics, total_lines
-
     if session.conversation.last_timing is None:
         print_message("There is no answer yet.")
         return
-    lines = statistics(session.conversation.last_timing, 0.0, session.llm.decisions())
-    print_message("\n".join([*lines, *total_lines(session.llm.stats())]))
+    lines = session.model.statistics(session.conversation.last_timing, with_load=False)
+    print_message("\n".join([*lines, *session.model.totals()]))
 
 
 def show_experts(session: ChatSession, _rest: str) -> None:
-    """A map of the experts: which are in memory, and which the last answer used."""
-    from rich.console import Console
-
-    from moegguf.terminal.heatmap import heatmap, legend
-
-    loaded = session.llm.session
-    if loaded is None:
-        print_message("This model has no experts.")
-        return
-    store, layers = loaded.store, [layer.il for layer in loaded.layout.layers]
-    state, (uses, loads) = store.residency()[layers], store.activity()
-    used_before, loaded_before = session.activity_before
-    console = Console(stderr=True, highlight=False)
-    width = console.width - 1
-    console.print(
-        f"{session.conversation.entry.name}: layers down, experts across{_grouping(state.shape[1], width, layers)}"
-    )
-    console.print(heatmap(state, (uses - used_before)[layers], (loads - loaded_before)[layers], layers, width=width))
-    console.print(legend(width))
-    print_message(experts_text(session.llm, int((state == 2).sum())))
-    if not session.counts_uses and not uses.any():
-        print_message("Uses are counted from the next answer on.")
-    session.counts_uses = True
-
-
-def _grouping(n_expert: int, width: int, layers: list[int]) -> str:
-    from moegguf.terminal.heatmap import MIN_COLUMNS, group_size
-
-    n = group_size(n_expert, max(MIN_COLUMNS, width - len(str(max(layers))) - 1))
-    return f", {n} to a letter" if n > 1 else ""
-
-
-def experts_text(llm: Llama, n_resident: int) -> str:
-    """How many experts are in memory, and the hit rate since the model was loaded."""
-    stats = llm.stats()
-    return f"{n_resident:,} of {stats.n_experts:,} experts in memory; hit rate {stats.hit_rate:.1%}"
+    """A map of the experts."""
+    session.model.print_experts()

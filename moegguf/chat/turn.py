@@ -6,15 +6,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moegguf.errors import MoeggufError
-from moegguf.generate.answer import Answer, AnyAnswer, BackgroundAnswer
+from moegguf.generate.answer import AnyAnswer, BackgroundAnswer
 from moegguf.terminal.keyboard import cancel_on_interrupt
 from moegguf.terminal.messages import print_message
 from moegguf.terminal.progress import prompt_text
 
 if TYPE_CHECKING:
     from moegguf.chat.printer import Printer
-    from moegguf.engine.llama import Llama
-    from moegguf.generate.request import GenerationRequest, PromptProgress, Timing
+    from moegguf.generate.request import PromptProgress, Timing
     from moegguf.terminal.progress import Spinner
 
 
@@ -23,10 +22,11 @@ CANCEL_TIMEOUT_S = 0.5  # a cancellation that takes longer is explained
 
 @dataclass(frozen=True)
 class Reply:
-    """The outcome of an answer. `error`: what ended it early, or None."""
+    """The outcome of an answer. `notes`: what is to be told below it; `error`: what ended it early, or None."""
 
     timing: Timing
     interrupted: bool
+    notes: tuple[str, ...] = ()
     error: MoeggufError | None = None
 
 
@@ -47,16 +47,6 @@ def shift_text(timing: Timing) -> str:
     n = timing.n_shifts
     times = "" if n == 1 else f" {n} times"
     return f"the context was full{times}: the model no longer knows the older half" if n else ""
-
-
-def write_answer(
-    llm: Llama, request: GenerationRequest, printer: Printer, spinner: Spinner, *, exit_timeout_s: float | None = None
-) -> Reply:
-    """Prints the answer of a model to `request`, as `print_answer` does.
-
-    Raises what makes a request impossible: ContextError, SchemaError, ... An error during the answer is in the reply.
-    """
-    return print_answer(Answer(llm, request), printer, spinner, exit_timeout_s=exit_timeout_s)
 
 
 def print_answer(
@@ -84,4 +74,6 @@ def print_answer(
             error = fault
         finally:
             spinner.close()
-    return Reply(answer.timing, interrupts.count > 0, error)
+    late_cut = "" if cut else cut_text(answer.timing)  # a server tells at the end what it left out
+    notes = tuple(filter(None, (late_cut, shift_text(answer.timing))))
+    return Reply(answer.timing, interrupts.count > 0, notes, error)

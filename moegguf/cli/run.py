@@ -5,9 +5,8 @@ stdout gets the answer and a newline; statistics and errors go to stderr.
 
 from __future__ import annotations
 
-import base64
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,16 +15,14 @@ from typer.core import TyperCommand
 
 from moegguf.cli.options import Cache, Ctx, Insecure, Threads, TypeK, TypeV, hub_name
 from moegguf.terminal.arguments import parse_format, parse_think
-from moegguf.terminal.loading import LoadOptions, find_or_pull, load
+from moegguf.terminal.loading import LoadOptions, find_or_pull
 from moegguf.terminal.messages import EXIT_INTERRUPTED, print_message
 from moegguf.terminal.progress import Spinner
 
 if TYPE_CHECKING:
     from moegguf.chat.conversation import Conversation
-    from moegguf.chat.printer import Printer
+    from moegguf.chat.model import ChatModel
     from moegguf.chat.turn import Reply
-    from moegguf.cli.served import ServedModel
-    from moegguf.engine.llama import Llama
 
 EXIT_TIMEOUT_S = 1.0  # after Ctrl-C during an answer
 
@@ -62,85 +59,23 @@ def load_in_server(model: str, keep_alive: str | None) -> int:
     return 0
 
 
-def answer_once(llm: Llama, conversation: Conversation, prompt: str, load_s: float, spinner: Spinner) -> int:
+def answer_once(model: ChatModel, conversation: Conversation, prompt: str, spinner: Spinner) -> int:
     """Prints the answer to `prompt`, then statistics if verbose; closes the model. Returns the exit code."""
     from moegguf.chat.image_files import extract_images
     from moegguf.chat.printer import Printer
-    from moegguf.chat.turn import write_answer
+    from moegguf.chat.turn import print_answer
 
-    if llm.reads_images:
-        conversation.add_user_message(*extract_images(prompt))
-    else:
-        conversation.add_user_message(prompt)
+    conversation.add_user_message(*(extract_images(prompt) if model.reads_images else (prompt, [])))
     printer = Printer(wrap=conversation.word_wrap, hide_thinking=conversation.hide_thinking)
-    reply = write_answer(llm, conversation.request(), printer, spinner, exit_timeout_s=EXIT_TIMEOUT_S)
-    end_answer(printer, reply)
-    if conversation.verbose and not reply.error:
-        print_statistics(reply, load_s, llm.decisions())
-    llm.close()
-    return exit_code(reply)
-
-
-def end_answer(printer: Printer, reply: Reply, cut: str | None = None) -> None:
-    """Ends the line of the answer; tells what was `cut` of its prompt, and when its context was full."""
-    from moegguf.chat.turn import shift_text
-
-    printer.end()
-    for note in filter(None, (cut, shift_text(reply.timing))):
-        print_message(note)
-
-
-def answer_from_server(
-    model: ServedModel, prompt: str, parameters: Mapping[str, Any], settings: Mapping[str, Any], keep: str | None
-) -> int:
-    """What `answer_once` does, with a running server. Returns the exit code."""
-    from moegguf.chat.printer import Printer
-    from moegguf.chat.turn import cut_text, print_answer
-    from moegguf.cli.served import ServedAnswer
-
-    client = model.client
-    body = {
-        "model": model.name,
-        "messages": served_messages(model, settings["system"], prompt),
-        "options": with_context_of(parameters, model.n_ctx_train),
-        "format": settings["format"],
-        "think": settings["think"],
-        "shift": settings["context_shift"],
-        **({} if keep is None else {"keep_alive": keep}),
-    }
-    answer = ServedAnswer(client, body)
-    printer = Printer(wrap=settings["word_wrap"], hide_thinking=settings["hide_thinking"])
-    with Spinner() as spinner:
-        spinner.show(f"waiting for {client.host.url}")
-        reply = print_answer(answer, printer, spinner, exit_timeout_s=EXIT_TIMEOUT_S)
+    reply = print_answer(model.answer(conversation), printer, spinner, exit_timeout_s=EXIT_TIMEOUT_S)
     if reply.error is None or printer.text:
-        end_answer(printer, reply, cut_text(reply.timing))
-    if settings["verbose"] and not reply.error:
-        print_statistics(reply, answer.load_s, answer.decisions)
-        print_message(f"{'answered by:':<22}{client.host.url}")
+        printer.end()
+        for note in reply.notes:
+            print_message(note)
+    if conversation.verbose and not reply.error:
+        print_message("\n" + "\n".join(model.statistics(reply.timing, with_load=True)))
+    model.close()
     return exit_code(reply)
-
-
-def served_messages(model: ServedModel, system: str | None, prompt: str) -> list[dict[str, Any]]:
-    """The messages of /api/chat for a prompt, which may name images."""
-    from moegguf.chat.image_files import extract_images
-
-    text, images = extract_images(prompt) if model.reads_images else (prompt, [])
-    encoded = [base64.b64encode(image).decode() for image in images]
-    messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
-    return [*messages, {"role": "user", "content": text, **({"images": encoded} if encoded else {})}]
-
-
-def with_context_of(parameters: Mapping[str, Any], n_ctx_train: int) -> dict[str, Any]:
-    """`parameters` with the model's own context length for `--ctx 0`."""
-    return {**parameters, "num_ctx": n_ctx_train} if parameters.get("num_ctx") == 0 else dict(parameters)
-
-
-def print_statistics(reply: Reply, load_s: float, decisions: Mapping[str, Any]) -> None:
-    """Prints the lines of --verbose."""
-    from moegguf.terminal.statistics import statistics
-
-    print_message("\n" + "\n".join(statistics(reply.timing, load_s, decisions)))
 
 
 def exit_code(reply: Reply) -> int:
@@ -341,7 +276,7 @@ def run(
 ) -> int:
     """Answer PROMPT on stdout; without one, chat.
 
-    A running server that has the model answers PROMPT. Everything that is not the answer goes to stderr.
+    A running server that has the model answers. Everything that is not the answer goes to stderr.
     """
     if max_tokens == 0:
         raise typer.BadParameter("0 tokens are no answer; give 1 or more, or -1.", param_hint="--max-tokens")
@@ -355,7 +290,7 @@ def run(
         "top_p": top_p, "min_p": min_p, "repeat_penalty": repeat_penalty, "seed": seed,
     }  # fmt: skip
     parameters = {key: value for key, value in flags.items() if value is not None}
-    settings = {
+    settings: dict[str, Any] = {
         "system": system,
         "format": None if output_format is None else parse_format(output_format),
         "think": None if think is None else parse_think(think),
@@ -368,36 +303,42 @@ def run(
     if text == "":
         return load_in_server(name, keep_alive)
     here = local or verbose > 1 or load_options != LoadOptions(verbose=verbose) or threads is not None
-    if text is not None and not here and (served := find_server(name)):
-        return answer_from_server(served, text, parameters, settings, keep_alive)
-    conversation = start_conversation(name, load_options, parameters, settings)
+    chosen = None if here else in_server(name, parameters, settings, keep_alive)
+    chat_model, conversation = chosen or in_this_process(name, load_options, parameters, settings)
     with Spinner() as spinner:
-        llm, load_s = load(conversation.entry, conversation.load_options(), spinner)
+        if text is None or not chosen:  # a server loads for the answer
+            chat_model.load(conversation, spinner)
         if text is not None:
-            return answer_once(llm, conversation, text, load_s, spinner)
+            return answer_once(chat_model, conversation, text, spinner)
     from moegguf.chat.chat import Chat
 
-    return Chat(llm, conversation, load_s).run()
+    return Chat(chat_model, conversation).run()
 
 
-def find_server(model: str) -> ServedModel | None:
-    """`model` in a running server that knows it, if there is one; None for a path."""
+def in_server(
+    name: str, parameters: dict[str, Any], settings: dict[str, Any], keep_alive: str | None
+) -> tuple[ChatModel, Conversation] | None:
+    """A conversation with a model in a running server that knows it, if there is one; None for a path."""
+    from moegguf.chat.conversation import Conversation
     from moegguf.cli.served import server_with
 
-    return None if Path(model).expanduser().exists() else server_with(model)
+    if Path(name).expanduser().exists() or (model := server_with(name, keep_alive)) is None:
+        return None
+    return model, Conversation(model.entry, initial_parameters=model.with_context(parameters), **settings)
 
 
-def start_conversation(
-    model: str, load_options: LoadOptions, parameters: dict[str, Any], settings: dict[str, Any]
-) -> Conversation:
-    """A conversation with a model, which is pulled first when it is not on this machine."""
+def in_this_process(
+    name: str, load_options: LoadOptions, parameters: dict[str, Any], settings: dict[str, Any]
+) -> tuple[ChatModel, Conversation]:
+    """A conversation with a model of this machine, which is pulled first when it is not there."""
     from moegguf.chat.conversation import Conversation
+    from moegguf.chat.local_model import LocalModel
     from moegguf.gguf.experts import read_layout
     from moegguf.settings import read_settings
 
-    entry = find_or_pull(model)
+    entry = find_or_pull(name)
     if parameters.get("num_ctx") == 0:
-        parameters = with_context_of(parameters, read_layout(entry.path).hparams.n_ctx_train)
+        parameters = {**parameters, "num_ctx": read_layout(entry.path).hparams.n_ctx_train}
     if (n_ctx := read_settings().n_ctx) and "num_ctx" not in entry.parameters:
         parameters = {"num_ctx": n_ctx, **parameters}
-    return Conversation(entry, load_options, parameters, **settings)
+    return LocalModel(), Conversation(entry, load_options, parameters, **settings)

@@ -1,35 +1,42 @@
-"""Answers from a running server, for `moegguf run`: the same text and figures as those of a model in this process."""
+"""Models in a running server, for `moegguf run`: the same answers and figures as those of a model in this process."""
 
 from __future__ import annotations
 
+import queue
 import socket
 import threading
+import time
 from collections.abc import Generator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from contextlib import closing
+from dataclasses import fields
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from moegguf.cli.client import Client, ServerError
-from moegguf.errors import MoeggufError
+from moegguf.cli.client import Client, Json, ServerError
+from moegguf.errors import ModelNotFoundError, MoeggufError, OptionError
 from moegguf.generate.decoding import OnProgress
-from moegguf.generate.request import Delta, PromptProgress, Timing
+from moegguf.generate.images import images_of, text_of
+from moegguf.generate.options import LOAD_PARAMETERS
+from moegguf.generate.request import Delta, Message, PromptProgress, Timing
+from moegguf.models.entry import ModelEntry, NamedModel
+from moegguf.models.modelfile import parse
+from moegguf.models.names import parse_name
+from moegguf.quantities import parse_duration
+from moegguf.serving.events import LoadOverrides
 from moegguf.serving.wire import build
 from moegguf.terminal.messages import print_message
+
+if TYPE_CHECKING:
+    from moegguf.chat.conversation import Conversation
+    from moegguf.models.recipe import Recipe
+    from moegguf.terminal.progress import Spinner
 
 CONNECT_S = 0.5
 KNOWN_S = 10.0  # to answer whether it knows a model
 
 
-@dataclass(frozen=True)
-class ServedModel:
-    """A model that a running server knows. `n_ctx_train`: its own context length, 0 when that is unknown."""
-
-    client: Client
-    name: str
-    reads_images: bool
-    n_ctx_train: int
-
-
-def server_with(model: str) -> ServedModel | None:
+def server_with(model: str, keep_alive: str | None = None) -> ServedModel | None:
     """`model` at MOEGGUF_HOST when the server there is moegguf's and knows it, else None."""
     client = Client()
     try:
@@ -37,7 +44,7 @@ def server_with(model: str) -> ServedModel | None:
             pass
         if "moegguf" not in client.get("/api/version", KNOWN_S):
             return None  # Ollama has the same port
-        shown = client.post("/api/show", {"model": model}, KNOWN_S)
+        return ServedModel(client, model, keep_alive)
     except ServerError as error:
         if error.status == 401:
             print_message(
@@ -46,9 +53,178 @@ def server_with(model: str) -> ServedModel | None:
         return None
     except (MoeggufError, OSError):
         return None
-    info = shown["model_info"]
-    n_ctx_train = info.get(f"{info.get('general.architecture')}.context_length", 0)
-    return ServedModel(client, model, "vision" in shown["capabilities"], n_ctx_train)
+
+
+class ServedModel:
+    """A `moegguf.chat.model.ChatModel` in a server, which keeps it for `keep_alive` after an answer.
+
+    The server loads it for the first answer; `load` only does so earlier.
+    """
+
+    def __init__(self, client: Client, name: str, keep_alive: str | None) -> None:
+        self._client = client
+        self._shown = self._show(name)
+        self.entry = self._named(name, self._shown)
+        self._keep_alive = keep_alive
+        self._load_parameters: Json = {}
+        self._new_load_s = 0.0  # of a load since the last answer
+        self._answer: ServedAnswer
+
+    def _show(self, name: str) -> Json:
+        try:
+            return dict(self._client.post("/api/show", {"model": name}, KNOWN_S))
+        except ServerError as error:
+            if error.status == 404:
+                raise ModelNotFoundError(str(error)) from None
+            raise
+
+    @staticmethod
+    def _named(name: str, shown: Json) -> NamedModel:
+        return NamedModel(parse_name(name).canonical, **parse(shown["modelfile"]).overrides)
+
+    @property
+    def reads_images(self) -> bool:
+        """Whether messages may have images."""
+        return "vision" in self._shown["capabilities"]
+
+    def with_context(self, parameters: Mapping[str, Any]) -> Json:
+        """`parameters` with the model's own context length for `--ctx 0`."""
+        return {**parameters, "num_ctx": self._n_ctx_train} if parameters.get("num_ctx") == 0 else dict(parameters)
+
+    @property
+    def _n_ctx_train(self) -> int:
+        info = self._shown["model_info"]
+        return int(info.get(f"{info.get('general.architecture')}.context_length", 0))
+
+    def find(self, name: str) -> NamedModel:
+        """A model that the server knows."""
+        return self._named(name, self._show(name))
+
+    def load(self, conversation: Conversation, spinner: Spinner) -> None:
+        """Has the server load the conversation's model."""
+        name, start_s = conversation.entry.name, time.perf_counter()
+        shown, parameters = self._show(name), _load_parameters(conversation)
+        spinner.show(f"loading {name} in the server at {self._client.host.url}")
+        body = {"model": name, "prompt": "", "stream": False, "options": parameters}
+        if self._keep_alive is not None and parse_duration(self._keep_alive):  # 0 would unload it
+            body["keep_alive"] = self._keep_alive
+        try:
+            self._client.post("/api/generate", body)
+        except ServerError:
+            conversation.reset_load_parameters()
+            raise
+        self._shown, self._load_parameters = shown, parameters
+        self._new_load_s = time.perf_counter() - start_s
+
+    def prepare(self, conversation: Conversation, spinner: Spinner) -> None:
+        """Has the server load the model again when a parameter asks for another context, cache or threads."""
+        if _load_parameters(conversation) != self._load_parameters:
+            self.load(conversation, spinner)
+
+    def answer(self, conversation: Conversation) -> ServedAnswer:
+        """The server's answer to the last message."""
+        body = {
+            "model": conversation.entry.name,
+            "messages": _messages(conversation),
+            "options": conversation.user_parameters(),
+            "format": conversation.format,
+            "think": conversation.think,
+            "shift": conversation.context_shift,
+            **({} if self._keep_alive is None else {"keep_alive": self._keep_alive}),
+        }
+        self._answer = ServedAnswer(self._client, body, self._new_load_s)
+        self._new_load_s = 0.0
+        return self._answer
+
+    def check_parameter(self, name: str) -> None:
+        """Raises OptionError for a parameter of loading that requests to a server do not have."""
+        if name in LOAD_PARAMETERS and LOAD_PARAMETERS[name] not in {field.name for field in fields(LoadOverrides)}:
+            raise OptionError(f"{name!r} has no effect on a model in a server; load it here with `moegguf run --local`")
+
+    def facts(self) -> list[str]:
+        """Context size, and which server has the model."""
+        loaded = {model["name"]: model for model in self._client.get("/api/ps")["models"]}
+        found = loaded.get(self.entry.name)
+        return [
+            *([f"context of {found['context_length']:,} tokens"] if found else []),
+            *(["reads images"] if self.reads_images else []),
+            f"in the server at {self._client.host.url}",
+        ]
+
+    def statistics(self, timing: Timing, *, with_load: bool) -> list[str]:
+        """Lines about the last answer, and about a load before it."""
+        from moegguf.terminal.statistics import LABEL_WIDTH, statistics
+
+        lines = statistics(timing, self._answer.load_s if with_load else 0.0, self._answer.decisions)
+        return [*lines, f"{'answered by:':<{LABEL_WIDTH}}{self._client.host.url}"]
+
+    def totals(self) -> list[str]:
+        """None: the server's counts are of every client's answers."""
+        return []
+
+    def thinks(self) -> bool:
+        """Whether the model supports thinking."""
+        return "thinking" in self._shown["capabilities"]
+
+    def print_info(self) -> None:
+        """What the server tells of the model."""
+        details = self._shown["details"]
+        rows = {
+            "architecture": details["family"],
+            "parameters": details["parameter_size"],
+            "quantization": details["quantization_level"],
+            "context length": f"{self._n_ctx_train:,} tokens",
+            "capabilities": ", ".join(self._shown["capabilities"]),
+        }
+        print_message("\n".join(f"  {name:<16}{value}" for name, value in rows.items()))
+
+    def modelfile(self) -> str:
+        """The Modelfile that makes the model there."""
+        return str(self._shown["modelfile"])
+
+    def template(self) -> str:
+        """The prompt template."""
+        return str(self._shown["template"])
+
+    def print_experts(self) -> None:
+        """Where its experts are shown."""
+        print_message(f"The model is in the server at {self._client.host.url}: `moegguf top` shows its experts.")
+
+    def print_list(self, prefix: str) -> None:
+        """The models that the server knows."""
+        from moegguf.terminal.tables import print_model_list
+
+        models = self._client.get("/api/tags")["models"]
+        print_model_list(_listed(model) for model in models if model["name"].startswith(prefix))
+
+    def create(self, name: str, recipe: Recipe) -> None:
+        """Stores a new model in the server's catalog."""
+        self._client.post("/api/create", {"model": name, "from": recipe.from_, **recipe.overrides})
+
+    def close(self) -> None:
+        """The server keeps the model for other requests."""
+
+
+def _load_parameters(conversation: Conversation) -> Json:
+    return {name: value for name, value in conversation.user_parameters().items() if name in LOAD_PARAMETERS}
+
+
+def _messages(conversation: Conversation) -> list[Json]:
+    """The messages of /api/chat, without those of the model's name, which the server adds."""
+    given, own = conversation.unmarked_messages(), [dict(message) for message in conversation.entry.messages]
+    system: list[Message] = [{"role": "system", "content": conversation.system}] if conversation.system else []
+    return [_message(each) for each in (*system, *given[len(own) if given[: len(own)] == own else 0 :])]
+
+
+def _message(message: Message) -> Json:
+    images = images_of(message)
+    return {**message, "content": text_of(message["content"]), **({"images": images} if images else {})}
+
+
+def _listed(model: Json) -> ModelEntry:
+    """An object of /api/tags as an entry of a list."""
+    modified, missing = datetime.fromisoformat(model["modified_at"]), tuple(map(Path, model.get("missing", ())))
+    return ModelEntry(model["name"], "own", (), model["size"], model["digest"], modified, missing=missing)
 
 
 class ServedAnswer:
@@ -57,23 +233,27 @@ class ServedAnswer:
     `load_s` and `decisions` are those of the model in the server, complete with `timing`.
     """
 
-    def __init__(self, client: Client, body: Mapping[str, Any]) -> None:
+    def __init__(self, client: Client, body: Mapping[str, Any], load_s: float = 0.0) -> None:
         self.timing = Timing(finish="cancelled")
-        self.load_s = 0.0
+        self.load_s = load_s
         self.decisions: Mapping[str, Any] = {}
         self._client = client
         self._body = {**body, "stream": True, "details": True}
         self._cancelled = threading.Event()
+        self._lines: queue.SimpleQueue[Json | BaseException | None] = queue.SimpleQueue()
 
     def cancel(self) -> None:
-        """Ends the answer with the next line from the server, which stops when the connection ends."""
+        """Ends the answer at once. The server stops with its next line, which ends the connection."""
         self._cancelled.set()
+        self._lines.put(None)
 
     def deltas(self, on_progress: OnProgress | None = None) -> Generator[Delta, None, None]:
         """The parts of the answer as they arrive. Raises ServerError, NoServerError."""
-        for line in self._client.stream("/api/chat", self._body):
-            if self._cancelled.is_set():
-                return
+        # On a thread of its own: the first line may wait for a load or for other answers, which nothing interrupts.
+        threading.Thread(target=self._read, name="moegguf-served", daemon=True).start()
+        while (line := self._lines.get()) is not None and not self._cancelled.is_set():
+            if isinstance(line, BaseException):
+                raise line
             if line.get("done"):
                 self._finish(line)
                 return
@@ -83,8 +263,19 @@ class ServedAnswer:
                 continue
             message = line["message"]
             yield Delta(message.get("content", ""), message.get("thinking", ""))
-        raise self._client.lost_connection()
+
+    def _read(self) -> None:
+        try:
+            with closing(self._client.stream("/api/chat", self._body)) as lines:
+                for line in lines:
+                    if self._cancelled.is_set():
+                        return
+                    self._lines.put(line)
+            self._lines.put(self._client.lost_connection())
+        except BaseException as error:  # raised again by `deltas`
+            self._lines.put(error)
 
     def _finish(self, line: Mapping[str, Any]) -> None:
         self.timing = build(Timing, line["timing"])
-        self.load_s, self.decisions = line.get("load_duration", 0) / 1e9, line["decisions"]
+        self.load_s += line.get("load_duration", 0) / 1e9
+        self.decisions = line["decisions"]

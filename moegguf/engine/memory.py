@@ -124,7 +124,7 @@ def memory_needs(
 
 SMALL_CTX_TOKENS = 4096  # up to here a default context may take more
 LEAST_CTX_TOKENS = 512
-MAX_CTX_TOKENS = 1 << 31
+MAX_CTX_TOKENS = (1 << 31) - KV_PAD_TOKENS
 MARGIN_BYTES = 256 * MIB  # left free at least
 
 
@@ -134,7 +134,12 @@ def margin_bytes(free_bytes: int) -> int:
 
 
 def pad_context(n_ctx: int) -> int:
-    """`n_ctx` rounded up as llama.cpp does it; else the bindings' buffers would be shorter than its context."""
+    """`n_ctx` rounded up as llama.cpp does it; else the bindings' buffers would be shorter than its context.
+
+    Raises OptionError for a number that no context can have.
+    """
+    if not 0 <= n_ctx <= MAX_CTX_TOKENS:
+        raise OptionError(f"n_ctx is a number of tokens from 1 to {MAX_CTX_TOKENS}, but is {n_ctx}.")
     return -(-n_ctx // KV_PAD_TOKENS) * KV_PAD_TOKENS
 
 
@@ -188,12 +193,10 @@ def pooling_batch_tokens(n_ctx: int) -> int:
 
 
 def check_context(layout: ExpertLayout, n_ctx: int, memory: Memory, type_k: int = F16, type_v: int = F16) -> None:
-    """Raises OptionError for an invalid size, AllocationError for a KV cache above all memory of the machine.
+    """Raises AllocationError for a KV cache above all memory of the machine.
 
     llama.cpp would fail minutes later, or be killed.
     """
-    if not 0 < n_ctx < MAX_CTX_TOKENS:
-        raise OptionError(f"n_ctx is a number of tokens from 1 to {MAX_CTX_TOKENS - 1}, but is {n_ctx}.")
     n_bytes = kv_bytes(layout, n_ctx, type_k, type_v)
     if n_bytes > memory.total_bytes:
         raise AllocationError(

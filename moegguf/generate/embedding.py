@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from moegguf.engine.vocabulary import to_utf8
 from moegguf.errors import ContextError
+from moegguf.generate.prompt import MAX_WHOLE_CHARACTERS
 from moegguf.native import library
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ def _limit(llm: Llama) -> int:
 def _tokens(llm: Llama, item: str | Sequence[int], limit: int, truncate: bool) -> list[int]:
     vocabulary = llm.vocabulary
     if isinstance(item, str):
-        tokens = list(llm.tokenize(to_utf8(item), add_bos=True, special=True))
+        tokens = _first_tokens(llm, item, 2 * limit)
     else:
         tokens = list(item)
         vocabulary.check(tokens)
@@ -66,11 +67,21 @@ def _tokens(llm: Llama, item: str | Sequence[int], limit: int, truncate: bool) -
         return tokens
     if not truncate:
         raise ContextError(
-            f"the input length exceeds the context length: {len(tokens)} tokens, but {limit} are read at a time; give a"
-            " shorter input, or let it be cut (truncate)."
+            f"the input length exceeds the context length: {len(tokens)} tokens or more, but {limit} are read at a"
+            " time; give a shorter input, or let it be cut (truncate)."
         )
     end = tokens[-1:] if not vocabulary.piece(tokens[-1]) else []  # the token that the tokenizer appends to each text
     return tokens[: limit - len(end)] + end
+
+
+def _first_tokens(llm: Llama, text: str, n_enough: int) -> list[int]:
+    """The tokens of a text; of a long one, more than `n_enough` of them suffice."""
+    n_read = MAX_WHOLE_CHARACTERS
+    while True:
+        tokens = list(llm.tokenize(to_utf8(text[:n_read]), add_bos=True, special=True))
+        if n_read >= len(text) or len(tokens) > n_enough:
+            return tokens
+        n_read *= 2
 
 
 def _steps(llm: Llama, tokens: list[int]) -> Generator[npt.NDArray[np.float64], None, None]:

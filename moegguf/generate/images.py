@@ -124,6 +124,11 @@ def text_of(content: Any) -> str:
     return "\n".join(str(part.get("text", "")) for part in content if part.get("type") == "text")
 
 
+def images_of(message: Message) -> list[str]:
+    """The images of a message, in base64."""
+    return [str(part.get("data", "")) for part in _parts(message) if _is_image(part)]
+
+
 def has_images(messages: Sequence[Message]) -> bool:
     """Whether a message has an image among its parts."""
     return any(_is_image(part) for message in messages for part in _parts(message))

@@ -100,15 +100,15 @@ def check_fits(n_tokens: int, n_ctx: int) -> None:
         )
 
 
-def tokenize(vocabulary: Vocabulary, text: str, n_ctx: int) -> Rendered:
+def tokenize(vocabulary: Vocabulary, text: str, n_ctx: int, *, special: bool = True) -> Rendered:
     """The tokens of a text; of one that is long and needs more than twice the context, about those of its ends."""
     if len(text) > MAX_WHOLE_CHARACTERS:
         half = MAX_WHOLE_CHARACTERS // 2
-        ends = vocabulary.tokens(text[:half] + text[-half:])
+        ends = vocabulary.tokens(text[:half] + text[-half:], special=special)
         n_tokens = len(ends) * len(text) // MAX_WHOLE_CHARACTERS
         if n_tokens > 2 * n_ctx:
             return Rendered(ends, text, n_tokens)
-    tokens = vocabulary.tokens(text)
+    tokens = vocabulary.tokens(text, special=special)
     return Rendered(tokens, text, len(tokens))
 
 
@@ -122,9 +122,10 @@ def _completion(llm: Llama, vocabulary: Vocabulary, request: GenerationRequest, 
     if marks is None:
         raise CapabilityError("this model cannot fill in text before a suffix (insert); ask without one.")
     before, after, gap = marks
-    head, tail = vocabulary.tokens(prompt, special=False), vocabulary.tokens(request.suffix, special=False)
-    tokens = [*request.context, *first, before, *head, after, *tail, gap]
-    check_fits(len(tokens), llm.n_ctx())
+    head, tail = (tokenize(vocabulary, text, llm.n_ctx(), special=False) for text in (prompt, request.suffix))
+    tokens = [*request.context, *first, before, *head.tokens, after, *tail.tokens, gap]
+    n_left_out = head.n_tokens - len(head.tokens) + tail.n_tokens - len(tail.tokens)
+    check_fits(len(tokens) + n_left_out, llm.n_ctx())
     return Prompt(tokens)
 
 

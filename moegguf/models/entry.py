@@ -40,16 +40,24 @@ class Overrides:
 
 
 @dataclass(frozen=True)
-class ModelEntry(Overrides):
-    """One name and what it stands for.
+class NamedModel(Overrides):
+    """A name and what it adds to its files, wherever these are.
 
-    `name` is canonical and has a tag ("demo:latest", "hf.co/user/repo:Q4_K_M"). `files`: the shards, first one first;
-    those in `missing` are no longer there. `digest`: 64 hex digits that change with the files and the overrides.
-    `files_digest`: those of the files alone, where `digest` is not. `modified` is aware, UTC. `parent`: the name it was
-    made from.
+    `name` is canonical and has a tag ("demo:latest", "hf.co/user/repo:Q4_K_M").
     """
 
     name: str
+
+
+@dataclass(frozen=True)
+class ModelEntry(NamedModel):
+    """One name and what it stands for on this machine.
+
+    `files`: the shards, first one first; those in `missing` are no longer there. `digest`: 64 hex digits that change
+    with the files and the overrides. `files_digest`: those of the files alone, where `digest` is not. `modified` is
+    aware, UTC. `parent`: the name it was made from.
+    """
+
     source: Source
     files: tuple[Path, ...]
     size_bytes: int

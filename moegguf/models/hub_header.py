@@ -77,7 +77,10 @@ def _fetch_range(repository: Repository, file: HubFile, path: Path, begin: int, 
 
 
 def _read_range(repository: Repository, file: HubFile, begin: int, end: int) -> bytes:
-    """Bytes `begin` to `end` of the file; a server without ranges sends more, of which no more is read."""
+    """Bytes `begin` to `end` of the file; a server without ranges sends more, of which no more is read.
+
+    Raises PullError for fewer bytes, or for others than were asked for.
+    """
     url = f"{hub_endpoint()}/{repository.repo}/resolve/{repository.commit}/{quote(file.path)}"
     headers = build_hf_headers(token=hub_token() or False, library_name="moegguf", library_version=__version__)
     headers |= {"Accept-Encoding": "identity", "Range": f"bytes={begin}-{end - 1}"}
@@ -86,7 +89,13 @@ def _read_range(repository: Repository, file: HubFile, begin: int, end: int) -> 
         "GET", url, headers=headers, timeout=hub_api.TIMEOUT_S, follow_redirects=True
     ) as response:
         hf_raise_for_status(response)
-        skipped = 0 if response.status_code == 206 else begin
+        skipped = begin if response.status_code != 206 else 0
+        stated = response.headers.get("content-range", "")
+        if response.status_code == 206 and not stated.startswith(f"bytes {begin}-"):
+            raise PullError(
+                f"{repository.repo}/{file.path}: asked for the bytes from {begin} on, the hub sent {stated[:60]!r};"
+                " try again, or check HF_ENDPOINT and what is between."
+            )
         for chunk in response.iter_raw():
             found += chunk
             if len(found) >= skipped + end - begin:

@@ -17,6 +17,7 @@ from moegguf.models.entry import ModelEntry
 from moegguf.models.recipe import ROLES, Recipe, check_text, parse_parameter
 
 MAX_MODELFILE = 4 << 20  # characters
+MOST_SHOWN_WHOLE = 1_000_000  # smaller whole numbers are written without a fraction, as Ollama does
 
 _LINE = re.compile(r"[ \t]*(?:#[^\n]*)?(?:\n|$)")
 _WORD = re.compile(r"[ \t]*([A-Za-z]+)(?:[ \t]+|(?=\n|$|\"))")
@@ -156,6 +157,8 @@ def _set_parameter(parameters: dict[str, Any], name: str, text: str) -> None:
 def _format_value(value: Any) -> str:
     if isinstance(value, str):
         return _quoted(value)
+    if isinstance(value, float) and value.is_integer() and abs(value) < MOST_SHOWN_WHOLE:
+        return str(int(value))
     return str(value).lower() if isinstance(value, bool) else repr(value)
 
 

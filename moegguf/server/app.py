@@ -12,6 +12,7 @@ from starlette.middleware import Middleware
 
 from moegguf.server import anthropic, live, llama_server, metrics, ollama, openai, page
 from moegguf.server.common.access import AccessControl
+from moegguf.server.common.body import Bodies
 from moegguf.server.common.errors import HANDLERS
 
 if TYPE_CHECKING:
@@ -39,7 +40,8 @@ def make_app(manager: ModelManager, catalog: Catalog, settings: Settings) -> Sta
                 origins=settings.origins,
                 api_key=settings.api_key,
                 trusted=settings.trusted,
-            )
+            ),
+            Middleware(Bodies),
         ],
         exception_handlers=HANDLERS,
         lifespan=lifespan,

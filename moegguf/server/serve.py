@@ -28,6 +28,8 @@ from moegguf.serving.manager import ModelManager
 if TYPE_CHECKING:
     from moegguf.settings import Host, Settings
 
+log = logging.getLogger(__name__)
+
 BACKLOG = 2048
 DRAIN_S = 3  # for running answers at shutdown; the model manager takes as long again
 MAX_UNSENT_BYTES = 16 << 20  # buffered for a slow reader, so that it does not block the model
@@ -189,6 +191,9 @@ class QuietServer(Server):
                 accepted, _ = await loop.sock_accept(self._listener)
                 await loop.connect_accepted_socket(connection, accepted)
             except OSError:  # no descriptor is left, or the client has gone
+                await asyncio.sleep(ACCEPT_RETRY_S)
+            except Exception:  # one connection's fault: others are still accepted
+                log.exception("a connection could not be accepted")
                 await asyncio.sleep(ACCEPT_RETRY_S)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

@@ -3,11 +3,12 @@
 Every change calls `dispatch`, which visits all models and starts what is due: grants a request, starts a load, unloads
 an idle model. It never waits; loads and unloads run as tasks that call `dispatch` at their end.
 
-Rules. Names of the same files share a process. Requests of a model run one at a time, in order of arrival. A model
-that is not loaded is loaded when it fits the memory budget; idle models are unloaded for it, least recently used
-first; else it gets fewer expert slots; else it waits until a busy model is idle. Loads start in the order of their
-oldest request. Requests for loaded models may overtake a load that waits for memory, for OVERTAKE_S at most. A
-running answer is never interrupted.
+Rules. Names of the same files and load options share a process; an option that a request leaves out is that of the
+last request of its name, and a request for a longer context loads the model again. Requests of a model run one at a
+time, in order of arrival. A model that is not loaded is loaded when it fits the memory budget; idle models are
+unloaded for it, least recently used first; else it gets fewer expert slots; else it waits until a busy model is idle.
+Loads start in the order of their oldest request. Requests for loaded models may overtake a load that waits for
+memory, for OVERTAKE_S at most. A running answer is never interrupted.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from dataclasses import replace
 from typing import Any
 
 from moegguf.errors import BusyError, MoeggufError, WorkerError
-from moegguf.serving.managed_model import ManagedModel, Purpose, State, Waiter, files_key
+from moegguf.serving.managed_model import ManagedModel, Purpose, State, Waiter, process_key
 from moegguf.serving.memory_budget import Measure, MemoryLimit, MemoryUse, ModelSize, admit
 from moegguf.serving.subscribers import Subscribers
 from moegguf.serving.wire import LoadConfig
@@ -33,7 +34,7 @@ OVERTAKE_S = 10.0  # so that requests that alternate between two models do not s
 
 
 class Dispatcher:
-    """All models that are loaded or requested, by their files (`files_key`). `command` starts a worker; `measure`
+    """All models that are loaded or requested, by `process_key`. `command` starts a worker; `measure`
     computes the memory that a model needs."""
 
     def __init__(self, settings: Settings, subscribers: Subscribers, command: Sequence[str], measure: Measure) -> None:
@@ -53,13 +54,16 @@ class Dispatcher:
         """Waits until `waiter` may use its model; the caller then calls `release`. Raises BusyError and the errors of
         loading."""
         self.check_open()
-        model = self.models.get(files_key(waiter.entry))
+        if used := self.find(waiter.name):
+            waiter.overrides = used.remembered(waiter)
+        key = process_key(waiter.entry, waiter.overrides)
+        model = self.models.get(key)
         n_waiting = sum(len(known.waiters) for known in self.models.values())
         first = model is None or not (model.waiters or model.in_use)
         if n_waiting >= self._settings.max_queue and not first:
             raise BusyError("server busy, please try again.  maximum pending requests exceeded")
         if model is None:
-            model = self.models[files_key(waiter.entry)] = ManagedModel(waiter.entry)
+            model = self.models[key] = ManagedModel(key, waiter.entry)
         model.waiters.append(waiter)
         await self._wait(model, waiter)
         return model
@@ -171,10 +175,17 @@ class Dispatcher:
 
     def _grant(self, model: ManagedModel, waiter: Waiter) -> None:
         model.waiters.remove(waiter)
-        model.use(waiter, self._now())
+        self._use(model, waiter)
         model.n_requests += waiter.purpose is Purpose.EXCLUSIVE
         model.last_used_s = self._now()
         waiter.grant()
+
+    def _use(self, model: ManagedModel, waiter: Waiter) -> None:
+        """Notes that the name of `waiter` uses `model`, and no other one: that of its options before may end."""
+        for other in self.models.values():
+            if other is not model:
+                other.uses.pop(waiter.name, None)
+        model.use(waiter, self._now())
 
     def _is_overtaking(self, waiter: Waiter) -> bool:
         """Whether an older load has waited for memory for more than OVERTAKE_S."""
@@ -210,7 +221,7 @@ class Dispatcher:
         in_memory = [MemoryUse(m.key, m.size_bytes, m.idle, m.state is State.STOPPING) for m in others]
         limit_bytes = self._limit.bytes(self._used_bytes())
         try:
-            admission = admit(size, limit_bytes, in_memory, self._settings.max_models, model.name)
+            admission = admit(size, limit_bytes, in_memory, self._settings.max_models)
         except MoeggufError as error:
             self._fail(model, model.waiters[0], error)
             return True
@@ -226,8 +237,9 @@ class Dispatcher:
         return sum(model.size_bytes for model in self.models.values())
 
     def _fail(self, model: ManagedModel, failed: Waiter, error: Exception) -> None:
-        """Ends all waiters that need the same load as `failed`; a load with other options is still tried."""
-        for waiter in [w for w in model.waiters if w.same_load(failed)]:
+        """Ends all waiters that need the same load as `failed`; a load with other options is still tried, and who waits
+        for the end of the process gets it."""
+        for waiter in [w for w in model.waiters if w.same_load(failed) and w.purpose is not Purpose.UNLOAD]:
             model.waiters.remove(waiter)
             waiter.fail(error)
         model.size = None
@@ -279,7 +291,7 @@ class Dispatcher:
             self._fail(model, waiter, error)
         else:
             model.state, model.n_crashed_loads, model.n_requests = State.READY, 0, 0
-            model.use(waiter, self._now())
+            self._use(model, waiter)
             for waiting in model.waiters:
                 waiting.load_s = self._now() - start_s
         finally:
@@ -293,7 +305,6 @@ class Dispatcher:
                 waiter.on_progress(fraction)
 
         model.process = process = await WorkerProcess.start(
-            model.name,
             functools.partial(self._subscribers.publish, model),
             command=self._command,
             echo_stderr=self._settings.debug,

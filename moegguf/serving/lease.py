@@ -20,7 +20,7 @@ from moegguf.serving.worker_process import PendingRequest, WorkerProcess
 
 class Lease:
     """The use of a model, inside `async with`, which sets `entry`, `loaded` (state when the lease was granted) and
-    `load_s` (time that loading took for this lease, 0 when the model was loaded already).
+    `load_s` (time that the last load took for this lease, 0 when the model was loaded already).
 
     The next request is granted as soon as the model has finished an answer, even when this one's reader has not; the
     next call then waits in the queue again. Leaving the block cancels what still runs.
@@ -41,8 +41,7 @@ class Lease:
         self._request: PendingRequest | None = None
 
     async def __aenter__(self) -> Lease:
-        waiter = await self._acquire()
-        self.entry, self.load_s = waiter.entry, waiter.load_s
+        await self._acquire()
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -118,7 +117,7 @@ class Lease:
         self._request = self._process.request(kind, self._release, **fields)
         return self._request
 
-    async def _acquire(self) -> Waiter:
+    async def _acquire(self) -> None:
         while True:
             waiter = await self._new_waiter()
             model = await self._dispatcher.acquire(waiter)
@@ -126,9 +125,8 @@ class Lease:
             if model.process is not None:
                 break
             self._release()  # the process ended after the grant
-        self._process = model.process
+        self._process, self.entry, self.load_s = model.process, waiter.entry, waiter.load_s
         self.loaded = model.status(asyncio.get_running_loop().time())
-        return waiter
 
     def _release(self) -> None:
         acquired, self._acquired = self._acquired, None

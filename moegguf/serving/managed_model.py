@@ -46,7 +46,8 @@ class Purpose(Enum):
 
 @dataclass(eq=False)
 class Waiter:
-    """A request that waits for a model and, once granted, uses it. `overrides`: with the entry's own parameters.
+    """A request that waits for a model and, once granted, uses it. `overrides`: with the entry's own parameters, and
+    once it waits with those of the last request of its name.
     `ticket`: order of arrival over all models."""
 
     entry: ModelEntry
@@ -97,8 +98,15 @@ def latest(times: Sequence[datetime | None]) -> datetime | None:
 
 
 def files_key(entry: ModelEntry) -> str:
-    """Equal for entries of the same files, which share a process."""
+    """Equal for entries of the same files."""
     return "\0".join(map(str, entry.all_files))
+
+
+def process_key(entry: ModelEntry, overrides: LoadOverrides) -> str:
+    """Equal for requests that share a process: those of the same files and load options, but for the context, of which
+    a longer one serves all."""
+    n_batch = overrides.n_batch or DEFAULT_UBATCH_TOKENS
+    return f"{files_key(entry)}\0{overrides.n_threads}\0{n_batch}\0{overrides.expert_cache}"
 
 
 def with_entry_parameters(entry: ModelEntry, overrides: LoadOverrides) -> LoadOverrides:
@@ -113,10 +121,11 @@ def with_defaults(overrides: LoadOverrides, defaults: LoadOverrides) -> LoadOver
 
 
 class ManagedModel:
-    """Files that are loaded, or that a request waits for. `entry`: the one that they were last measured for; `uses`:
-    the names that use them while they are loaded, in order of their first request."""
+    """Files that are loaded, or that a request waits for. `key`: what identifies it (`process_key`); `entry`: the one
+    that it was last measured for; `uses`: the names that use it while it is loaded, in order of their first request."""
 
-    def __init__(self, entry: ModelEntry) -> None:
+    def __init__(self, key: str, entry: ModelEntry) -> None:
+        self.key = key
         self.entry = entry
         self.uses: dict[str, NameUse] = {}
         self.state = State.ABSENT
@@ -137,22 +146,18 @@ class ManagedModel:
         self.n_crashed_loads = 0  # in succession
 
     @property
-    def key(self) -> str:
-        """What identifies it: its files."""
-        return files_key(self.entry)
-
-    @property
     def name(self) -> str:
         """The first of the names that use it; of a model that is not loaded, the one it was measured for."""
         return next(iter(self.uses), self.entry.name)
 
     def use(self, waiter: Waiter, now_s: float) -> None:
         """Notes that the name of `waiter` uses the loaded model."""
-        given = {name: value for name, value in vars(waiter.overrides).items() if value is not None}
+        self.uses[waiter.name] = NameUse(waiter.entry, waiter.overrides, waiter.keep_alive_s, now_s)
+
+    def remembered(self, waiter: Waiter) -> LoadOverrides:
+        """The overrides of `waiter`, with those of the last request of its name where they are None."""
         known = self.uses.get(waiter.name)
-        overrides = replace(known.overrides, **given) if known else waiter.overrides
-        use = NameUse(waiter.entry, overrides, waiter.keep_alive_s, now_s)
-        self.uses[waiter.name] = use
+        return with_defaults(waiter.overrides, known.overrides) if known else waiter.overrides
 
     def is_for(self, name: str) -> bool:
         """Whether `name` uses it, or waits until it is loaded."""
@@ -214,18 +219,12 @@ class ManagedModel:
         self.uses = {}
 
     def serves(self, waiter: Waiter) -> bool:
-        """Whether the loaded model has the files and overrides that `waiter` needs; else it is loaded again.
+        """Whether the loaded model has the content and context that `waiter` needs; else it is loaded again.
 
-        Options that a request leaves out are those of the last request of the same name, or else the defaults. A longer
-        context serves a request for a shorter one: the tokens are the same, and a reload would lose what is cached.
+        A longer context serves a request for a shorter one: the tokens are the same, and a reload would lose what is
+        cached.
         """
-        if waiter.entry.weights != self.entry.weights:
-            return False
-        known = self.uses.get(waiter.name)
-        wanted, loaded = with_defaults(waiter.overrides, known.overrides if known else LoadOverrides()), self.overrides
-        batches = {overrides.n_batch or DEFAULT_UBATCH_TOKENS for overrides in (wanted, loaded)}
-        same = (wanted.n_threads, wanted.expert_cache) == (loaded.n_threads, loaded.expert_cache) and len(batches) == 1
-        return same and self._has_context(wanted.n_ctx)
+        return waiter.entry.weights == self.entry.weights and self._has_context(waiter.overrides.n_ctx)
 
     def _has_context(self, n_ctx: int | None) -> bool:
         if n_ctx is None:

@@ -60,16 +60,14 @@ class Admission:
     unload: tuple[str, ...] = ()
 
 
-def admit(
-    size: ModelSize, limit_bytes: int, models: Sequence[MemoryUse], max_models: int | None = None, name: str = ""
-) -> Admission:
+def admit(size: ModelSize, limit_bytes: int, models: Sequence[MemoryUse], max_models: int | None = None) -> Admission:
     """Decides whether a model fits in `limit_bytes` beside `models`, given least recently used first.
 
     Raises BudgetError when it would not fit without any other model.
     """
     if size.minimum_bytes > limit_bytes:
         raise BudgetError(
-            f"{name!r} needs at least {format_bytes(size.minimum_bytes)}, but all models together may take"
+            f"the model needs at least {format_bytes(size.minimum_bytes)}, but all models together may take"
             f" {format_bytes(limit_bytes)}; lower num_ctx, close other programs, or set MOEGGUF_MEMORY."
         )
     free_bytes = limit_bytes - sum(m.size_bytes for m in models)

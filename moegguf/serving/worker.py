@@ -1,8 +1,9 @@
 """A process that holds one model and runs one request at a time: `python -m moegguf.serving.worker FD`.
 
 Messages arrive on the socket inherited as FD; the process exits when the socket closes, so that none outlives a killed
-server. The main thread loads and computes; a second one reads messages, so that an answer can be cancelled; a third
-one sends snapshots while a client watches. Scheduling is dispatcher.py's.
+server. The main thread loads and computes; a second one reads messages, so that an answer can be cancelled; a third one
+counts tokens of conversations, which may render slowly; a fourth one sends snapshots while a client watches. Scheduling
+is dispatcher.py's.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import fields
 from typing import Any
 
@@ -45,6 +46,7 @@ class Worker:
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._send_lock = threading.Lock()
+        self._counts: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._state_lock = threading.Lock()  # of the three below
         self._running: tuple[int, Answer | Llama] | None = None
@@ -56,6 +58,7 @@ class Worker:
     def run(self) -> None:
         """Loads the model of the first message, then runs requests until the socket closes."""
         threading.Thread(target=self._read_messages, name="moegguf-messages", daemon=True).start()
+        threading.Thread(target=self._reply_to_counts, name="moegguf-counts", daemon=True).start()
         message = self._messages.get()
         if message is None or not self._load(build(LoadConfig, message["config"])):
             return
@@ -92,10 +95,15 @@ class Worker:
             self._reply(self._tokenize, message)
         elif kind == "detokenize":
             self._reply(self._detokenize, message)
-        elif kind == "count":
-            self._reply(self._count, message)
+        elif kind == "count":  # a slow template would keep the next cancel from being read
+            self._counts.put(message)
         else:
             self._messages.put(message)
+
+    def _reply_to_counts(self) -> None:
+        with suppress(BrokenPipeError, ConnectionResetError):
+            while True:
+                self._reply(self._count, self._counts.get())
 
     def _tokenize(self, message: Message) -> list[int]:
         text = to_utf8(message["text"])

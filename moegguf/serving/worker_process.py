@@ -130,11 +130,11 @@ def _ignore() -> None:
 
 
 class WorkerProcess:
-    """A worker process. `stats` and `decisions`: as last reported. `exited`: the error that describes the exit, set
-    when the process has ended; `on_exit` is called then, before its requests get the error."""
+    """A worker process, whose errors name no model: many names may share it. `stats` and `decisions`: as last
+    reported. `exited`: the error that describes the exit, set when the process has ended; `on_exit` is called
+    then, before its requests get the error."""
 
-    def __init__(self, name: str, on_snapshot: Callable[[Snapshot], None], echo_stderr: bool = False) -> None:
-        self.name = name
+    def __init__(self, on_snapshot: Callable[[Snapshot], None], echo_stderr: bool = False) -> None:
         self._echo_stderr = echo_stderr
         self.stats = Stats()
         self.decisions: Mapping[str, Any] = {}
@@ -156,7 +156,6 @@ class WorkerProcess:
     @classmethod
     async def start(
         cls,
-        name: str,
         on_snapshot: Callable[[Snapshot], None],
         *,
         command: Sequence[str] = COMMAND,
@@ -166,7 +165,7 @@ class WorkerProcess:
 
         Raises WorkerError when the system cannot start a process.
         """
-        self, loop = cls(name, on_snapshot, echo_stderr), asyncio.get_running_loop()
+        self, loop = cls(on_snapshot, echo_stderr), asyncio.get_running_loop()
         ours, theirs = socket.socketpair()
         try:
             with theirs:
@@ -181,7 +180,7 @@ class WorkerProcess:
         except OSError as error:
             ours.close()
             raise WorkerError(
-                f"no process can be started for {name!r} ({error}); end others, then try again."
+                f"no process can be started for the model ({error}); end others, then try again."
             ) from None
         self._transport, _ = await loop.create_unix_connection(
             lambda: WorkerConnection(self._on_line, self._lost.set), sock=ours
@@ -220,7 +219,7 @@ class WorkerProcess:
             if not self._load_progressed.is_set():
                 self.kill("")
                 raise LoadStalledError(
-                    f"loading {self.name!r} has read nothing for {stall_s:g} s; check the disk, or set"
+                    f"loading the model has read nothing for {stall_s:g} s; check the disk, or set"
                     " MOEGGUF_LOAD_TIMEOUT to a longer time."
                 )
 
@@ -344,6 +343,5 @@ class WorkerProcess:
         how = f"killed by {signal_name(-code)}" if code < 0 else f"exit code {code}"
         why = self._kill_reason or failure_line(self._stderr_tail.decode(errors="replace"))
         return (
-            f"the worker process of {self.name!r} has ended ({how}{': ' if why else ''}{why});"
-            " the next request loads it again."
+            f"the model's worker process has ended ({how}{': ' if why else ''}{why}); the next request loads it again."
         )

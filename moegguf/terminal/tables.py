@@ -232,8 +232,9 @@ def _expectation_rows(facts: Facts) -> list[Row]:
     if expected["nearest"]:
         rows.append(("", expected["nearest"], "published for this shape"))
     if not facts["plan"]["resident"]:
-        read = two_digits(expected["missed_bytes_low"] / 1e6, expected["missed_bytes_high"] / 1e6)
-        rows.append(("read for a token", f"{read} MB", f"of {facts['token_cycle_bytes'] / 1e6:,.1f} MB it touches"))
+        low, high = (format_bytes(round(expected[f"missed_bytes_{end}"])) for end in ("low", "high"))
+        read = low if low == high else f"{low} to {high}"
+        rows.append(("read for a token", read, f"of {format_bytes(facts['token_cycle_bytes'])} it touches"))
     if disk:
         how = "past the page cache" if disk["past_page_cache"] else "through the page cache"
         rows.append(("disk", f"{disk['bytes_per_s'] / 1e9:.2g} GB/s", f"measured now, {how}"))

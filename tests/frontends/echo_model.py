@@ -11,7 +11,7 @@ import threading
 from collections.abc import Generator
 from typing import Any
 
-from moegguf.chat import turn
+from moegguf.chat import local_model
 from moegguf.cli import app as cli
 from moegguf.errors import ContextError, ExpertIOError
 from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, Timing
@@ -65,7 +65,7 @@ class EchoAnswer:
         self.timing.finish = "cancelled"
 
 
-turn.Answer = EchoAnswer  # type: ignore[misc, assignment]
+local_model.Answer = EchoAnswer  # type: ignore[misc, assignment]
 
 if __name__ == "__main__":
     sys.exit(cli.main())

@@ -144,6 +144,12 @@ def test_doctor_never_fails_for_a_missing_fact(moegguf: Command, tmp_path: Path)
     assert "hush" not in done.stdout
 
 
+def test_an_estimate_has_one_unit_for_sizes(moegguf: Command) -> None:
+    done = moegguf("estimate", "demo", "--expert-cache", "50%")
+    assert re.search(r"read for a token .*[KM]iB +of .*MiB it touches", done.stdout)
+    assert not re.search(r"\d [KMG]B\b(?!/s)", done.stdout)
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
@@ -153,6 +159,7 @@ def test_doctor_never_fails_for_a_missing_fact(moegguf: Command, tmp_path: Path)
         (("show",), 2, "missing argument 'MODEL'"),
         (("run", "demo", "hi", "--expert-cash", "1GiB"), 2, "--expert-cache"),
         (("run", "demo", "hi", "-n", "0"), 2, "--max-tokens"),
+        (("estimate", "demo", "-c", "99999999999"), 1, "2147483392, but is 99999999999"),
         (("frobnicate",), 2, "no such command 'frobnicate'"),
     ],
 )

@@ -29,7 +29,7 @@ Post = Callable[..., httpx.Response]
 
 @pytest.fixture
 def manager(monkeypatch: pytest.MonkeyPatch) -> FakeManager:
-    monkeypatch.setattr("moegguf.server.anthropic.messages.check_capabilities", lambda *_: None)
+    monkeypatch.setattr("moegguf.server.anthropic.messages.check_conversation", lambda *_: None)
     return FakeManager(FakeCatalog(entry_of(demo_path()), entry_of(demo_path(), "mine:latest", system="Be kind.")))
 
 

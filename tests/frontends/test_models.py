@@ -23,7 +23,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in names:
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
-        path.touch()
+        path.write_bytes(b"GGUF" if name.endswith("gguf") else b"")
     monkeypatch.setenv("MOEGGUF_MODELS", str(tmp_path))
     return tmp_path
 
@@ -60,6 +60,14 @@ def test_later_shards_are_no_models_of_their_own(folder: Path) -> None:
 def test_an_unknown_name_gets_the_nearest_ones(folder: Path, name: str, words: str) -> None:
     with pytest.raises(ModelNotFoundError, match=words):
         find_model(name)
+
+
+def test_files_that_are_no_models_are_not_suggested(folder: Path) -> None:
+    (folder / "junk.gguf").write_bytes(b"<html>")
+    for wrong in ("junc", str(folder / "junc.gguf")):
+        with pytest.raises(ModelNotFoundError) as caught:
+            find_model(wrong)
+        assert "junk" not in str(caught.value)
 
 
 def test_a_misspelt_path_gets_the_nearest_file(folder: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 from fake_manager import FakeCatalog, FakeManager, changed, entry_of, running
+from pictures import base64_of, png
 from servers import Reply, Server, call
 
 from moegguf.generate.request import Delta, TokenLogprob, ToolCall
@@ -195,7 +196,11 @@ def test_raw_excludes_template_system_and_context(scripted: Scripted, more: dict
     [
         ("/api/chat", {"messages": [QUESTION], "think": True}, '"plain:latest" does not support thinking'),
         ("/api/chat", {"messages": [QUESTION], "tools": [tool("x")]}, "plain:latest does not support tools"),
-        ("/api/chat", {"messages": [{**QUESTION, "images": ["aa"]}]}, '"plain:latest" does not support vision'),
+        (
+            "/api/chat",
+            {"messages": [{**QUESTION, "images": [base64_of(png())]}]},
+            '"plain:latest" does not support vision',
+        ),
         ("/api/generate", {"prompt": "x", "images": ["aa"]}, '"plain:latest" does not support vision'),
         ("/api/generate", {"prompt": "x", "suffix": "y"}, '"plain:latest" does not support insert'),
     ],

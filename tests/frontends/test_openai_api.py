@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import httpx
 import numpy as np
 import openai
 import pytest
-from fake_manager import FakeCatalog, FakeManager, changed, entry_of, running
+from fake_manager import FakeCatalog, FakeLease, FakeManager, changed, entry_of, running
 
 from moegguf.engine.stats import Stats
 from moegguf.errors import (
@@ -112,7 +114,7 @@ def test_prompt_progress_on_request(chat: Post, manager: FakeManager) -> None:
 
 
 def test_streamed_tool_calls(client: openai.OpenAI, manager: FakeManager, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moegguf.server.openai.chat.check_capabilities", lambda *_: None)
+    monkeypatch.setattr("moegguf.server.openai.chat.check_conversation", lambda *_: None)
     manager.script = (
         Delta(thinking="hm"),
         Delta(tool_calls=(ToolCall("c1", "weather", {"city": "Oslo"}), ToolCall("c2", "weather", {}))),
@@ -403,3 +405,22 @@ def test_limits_of_lists_of_prompts(http: httpx.Client) -> None:
     assert many.status_code == 400 and "2049 prompts" in many.json()["error"]["message"]
     gap = http.post("/v1/completions", json={"model": "demo", "prompt": [[1]], "suffix": "b"})
     assert gap.status_code == 400 and "suffix" in gap.json()["error"]["message"]
+
+
+def test_a_client_that_leaves_does_not_wait_for_the_text_of_its_tokens(
+    http: httpx.Client, manager: FakeManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, cancelled = threading.Event(), threading.Event()
+
+    async def never(*_: Any) -> str:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+        return ""
+
+    monkeypatch.setattr(FakeLease, "detokenize", never)
+    with pytest.raises(httpx.ReadTimeout):
+        http.post("/v1/completions", json={"model": "demo", "prompt": [104], "echo": True}, timeout=0.5)
+    assert begun.is_set() and cancelled.wait(10)

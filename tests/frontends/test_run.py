@@ -314,14 +314,14 @@ SLOW_DISK = """
 import sys
 from moegguf.native import library
 from moegguf.cli import app as cli
-from moegguf.cli import run
-load = run.load
+from moegguf.chat import local_model
+load = local_model.load
 def slow_once_loaded(*arguments):
     loaded = load(*arguments)
     library.arm_fault("slow_read", 1, sticky=True)
     print("loaded", file=sys.stderr, flush=True)
     return loaded
-run.load = slow_once_loaded
+local_model.load = slow_once_loaded
 sys.exit(cli.main())
 """
 

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import ollama
@@ -389,3 +390,31 @@ def test_every_request_of_a_connection_has_limited_time_for_its_headers(monkeypa
             return rest
 
     assert asyncio.run(run()) == b""
+
+
+def test_a_connection_that_fails_does_not_end_the_accepting(monkeypatch: pytest.MonkeyPatch) -> None:
+    n_made = 0
+
+    def protocol(**_: Any) -> asyncio.Protocol:
+        nonlocal n_made
+        n_made += 1
+        if n_made == 1:
+            raise ValueError("as scripted")
+        return asyncio.Protocol()
+
+    async def scenario() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            listener.setblocking(False)
+            server = serve.QuietServer(Config(lambda: None), listener, lambda: None, lambda: None)
+            server.lifespan = SimpleNamespace(state={})  # type: ignore[assignment]
+            accepting = asyncio.create_task(server._accept())
+            for n in (1, 2):
+                with socket.create_connection(listener.getsockname()):
+                    async with asyncio.timeout(10):
+                        while n_made < n:
+                            await asyncio.sleep(0.01)
+            assert not accepting.done()
+            accepting.cancel()
+
+    monkeypatch.setattr(serve, "Protocol", protocol)
+    asyncio.run(scenario())

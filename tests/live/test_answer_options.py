@@ -11,8 +11,9 @@ from answering import QUESTION, Load, TinyModel, ask, ends_of, reply, text_of
 
 from moegguf.engine.llama import Llama
 from moegguf.engine.vocabulary import to_utf8
-from moegguf.errors import CapabilityError, OptionError, TemplateError
+from moegguf.errors import CapabilityError, ContextError, OptionError, TemplateError
 from moegguf.generate.answer import Answer
+from moegguf.generate.prompt import MAX_WHOLE_CHARACTERS
 from moegguf.generate.request import Delta, GenerationRequest, TokenLogprob
 from moegguf.generate.transcript import Transcript
 
@@ -162,6 +163,13 @@ def test_a_gap_needs_a_model_that_can_fill_it(demo: Llama, monkeypatch: pytest.M
     tokens = Answer(demo, ask(prompt="def f(", suffix="return x"))._prompt.tokens
     words = demo.vocabulary.tokens
     assert tokens == [11, *words("def f("), 12, *words("return x"), 13]
+    read, sizes = demo.vocabulary.tokens, []
+    monkeypatch.setattr(
+        type(demo.vocabulary), "tokens", lambda _, text, **options: (sizes.append(len(text)), read(text, **options))[1]
+    )
+    with pytest.raises(ContextError, match="exceed context window"):
+        Answer(demo, ask(prompt="def f(" * 500_000, suffix="return x"))
+    assert max(sizes) <= MAX_WHOLE_CHARACTERS, "a text that is far too long is not read whole"
 
 
 def test_a_template_without_tools_or_thinking_says_so(demo: Llama) -> None:

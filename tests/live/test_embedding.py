@@ -12,6 +12,7 @@ from answering import DEMO, QUESTION, Load, TinyModel, reply
 from moegguf.engine.llama import Llama
 from moegguf.errors import CapabilityError, ContextError, ExpertIOError, OptionError
 from moegguf.generate.embedding import embed
+from moegguf.generate.prompt import MAX_WHOLE_CHARACTERS
 from moegguf.native import library
 
 TEXTS = ["a cat sat on the mat", "moegguf keeps experts in a cache", "x"]
@@ -63,6 +64,15 @@ def test_a_long_input_is_cut_or_refused(model: Llama) -> None:
     assert cut.vectors == embed(model, [model.tokenize(LONG.encode())[:512]]).vectors
     with pytest.raises(ContextError, match="the input length exceeds the context length"):
         embed(model, [LONG], truncate=False)
+
+
+def test_of_an_input_that_is_far_too_long_only_the_beginning_is_read(
+    model: Llama, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, sizes, long = model.tokenize, [], LONG * (4 * MAX_WHOLE_CHARACTERS // len(LONG))
+    monkeypatch.setattr(model, "tokenize", lambda text, **options: (sizes.append(len(text)), read(text, **options))[1])
+    assert embed(model, [long]).vectors == embed(model, [LONG]).vectors
+    assert max(sizes) <= MAX_WHOLE_CHARACTERS
 
 
 def test_nothing_to_embed_and_tokens_that_do_not_exist(model: Llama) -> None:

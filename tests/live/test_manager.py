@@ -90,7 +90,7 @@ async def test_a_killed_worker_costs_one_answer(files: Files) -> None:
             answer = aiter(lease.answer(ENDLESS))
             assert isinstance(await anext(answer), PromptProgress)
             os.kill(lease.loaded.pid, signal.SIGKILL)
-            with pytest.raises(WorkerError, match=r"'a:latest'.*SIGKILL.*loads it again"):
+            with pytest.raises(WorkerError, match=r"model's worker process.*SIGKILL.*loads it again"):
                 await rest_of(answer)
         assert await generate(manager, "a", story(1)) == expected
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -23,6 +25,7 @@ from moegguf.generate.embedding import Embeddings, embed
 from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, Sampling, Timing
 from moegguf.serving.events import Snapshot
 from moegguf.serving.wire import LoadConfig, build
+from moegguf.serving.worker import Worker
 from moegguf.serving.worker_process import PendingRequest, WorkerProcess
 
 TinyModel = Callable[..., Path]
@@ -40,7 +43,7 @@ async def value_of(request: PendingRequest) -> Any:
 @asynccontextmanager
 async def worker_of(path: Path, snapshots: list[Snapshot] | None = None, **config: Any) -> AsyncIterator[WorkerProcess]:
     """A worker that has loaded `path`; ended afterwards."""
-    process = await WorkerProcess.start("tiny", [].append if snapshots is None else snapshots.append)
+    process = await WorkerProcess.start([].append if snapshots is None else snapshots.append)
     try:
         config = {"n_ctx": 512, "n_threads": 1, **config}
         await process.load(LoadConfig("tiny", str(path), **config), 60, lambda fraction: None)
@@ -77,7 +80,7 @@ async def test_it_answers_as_the_model_in_process_does(tiny: TinyModel, load: Lo
 
 @in_loop
 async def test_the_ready_message_describes_the_model(tiny: TinyModel) -> None:
-    process = await WorkerProcess.start("tiny", lambda snapshot: None)
+    process = await WorkerProcess.start(lambda snapshot: None)
     fractions: list[float] = []
     ready = await process.load(LoadConfig("tiny", str(tiny()), 300, n_threads=1), 60, fractions.append)
     assert ready.n_ctx >= 300 and ready.plan["n_slots"] > 0 and "expected" not in ready.plan
@@ -216,7 +219,7 @@ import asyncio, sys
 from moegguf.serving.worker_process import WorkerProcess
 from moegguf.serving.wire import LoadConfig
 async def main():
-    process = await WorkerProcess.start("tiny", lambda snapshot: None)
+    process = await WorkerProcess.start(lambda snapshot: None)
     await process.load(LoadConfig("tiny", sys.argv[1], 512, n_threads=1), 60, lambda fraction: None)
     print(process.pid, flush=True)
     await asyncio.Event().wait()
@@ -238,3 +241,16 @@ async def test_concurrent_requests_are_answered_in_order(tiny: TinyModel) -> Non
     async with worker_of(tiny()) as process:
         answers = await asyncio.gather(*(answer_of(process, REQUEST) for _ in range(8)))
         assert len({text for text, _, _ in answers}) == 1
+
+
+def test_a_slow_count_does_not_keep_the_next_message_from_being_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, go = threading.Event(), threading.Event()
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        served = Worker(theirs)
+        monkeypatch.setattr(served, "_count", lambda message: begun.set() or go.wait(30))
+        monkeypatch.setattr(served, "_reply", lambda handler, message: handler(message))
+        threading.Thread(target=served._reply_to_counts, daemon=True).start()
+        served._on_message({"kind": "count", "id": 1})  # what the reading thread does
+        assert begun.wait(10) and not go.is_set()
+        go.set()

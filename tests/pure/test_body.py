@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import time
 import tracemalloc
 from typing import Annotated, Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import Field
+from starlette.requests import Request
+from starlette.types import Receive, Scope, Send
 
 from moegguf.errors import BudgetError, BusyError, ModelNotFoundError, OptionError
 from moegguf.server.common import limits
-from moegguf.server.common.body import Body, parse_body, parse_object
+from moegguf.server.common.body import Bodies, Body, parse_body, parse_object, read_bytes
 from moegguf.server.common.errors import HttpError, http_error
 from moegguf.server.common.options import Options
 from moegguf.server.ollama.schema import ChatRequest, CopyRequest, CreateRequest, EmbedRequest, PullRequest
@@ -252,3 +256,38 @@ def test_each_error_has_one_status_and_two_forms(error: Exception, status: int, 
 def test_busy_and_permanent_errors_have_retry_headers() -> None:
     assert http_error(BusyError("x")).headers == {"retry-after": "1"}
     assert http_error(BudgetError("x")).headers == {"x-should-retry": "false"}
+
+
+def test_all_bodies_together_are_bounded_until_their_requests_end() -> None:
+    async def scenario() -> None:
+        go, most = asyncio.Event(), 3 << 20
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            await read_bytes(Request(scope, receive, send))
+            await go.wait()
+
+        bodies = Bodies(app, most)
+
+        def request(n_bytes: int) -> asyncio.Task[None]:
+            parts = iter([b"x" * (n_bytes // 2)] * 2)
+
+            async def receive() -> dict[str, Any]:
+                part = next(parts, None)
+                return {"type": "http.request", "body": part or b"", "more_body": part is not None}
+
+            scope = {"type": "http", "method": "POST", "path": "/", "headers": []}
+            return asyncio.create_task(bodies(scope, receive, Mock()))
+
+        waiting = [request(1 << 20), request(2 << 20)]
+        await asyncio.sleep(0.01)
+        assert bodies.n_bytes == most
+        with pytest.raises(HttpError, match=r"server busy.*3 MiB") as caught:
+            await request(2)
+        assert (caught.value.status, caught.value.headers["retry-after"]) == (503, "1")
+        assert bodies.n_bytes == most, "what was refused is freed"
+        go.set()
+        await asyncio.gather(*waiting)
+        assert bodies.n_bytes == 0
+        await request(3 << 20)
+
+    asyncio.run(scenario())

@@ -167,7 +167,9 @@ async def test_a_worker_that_is_killed_ends_its_answer_and_nothing_else(catalog:
             second = asyncio.create_task(generate(manager, "a", "say queued"))
             answer = aiter(lease.answer(GenerationRequest(prompt="die")))
             assert await anext(answer) == Delta("last")
-            with pytest.raises(WorkerError, match=r"'a:latest'.*SIGKILL.*GGML_ASSERT\(as scripted\).*loads it again"):
+            with pytest.raises(
+                WorkerError, match=r"model's worker process.*SIGKILL.*GGML_ASSERT\(as scripted\).*loads it again"
+            ):
                 await anext(answer)
         assert await second == "queued"
     assert len(catalog.loads("a")) == 2
@@ -479,3 +481,29 @@ async def test_nothing_is_left_of_many_loads_and_cancels(catalog: FakeCatalog, t
                     break
     assert len(catalog.loads("a")) == 50 and len(catalog.loads("b")) == 1
     assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+@in_loop
+async def test_unloading_during_a_load_that_fails_is_no_error(catalog: FakeCatalog, tmp_path: Path) -> None:
+    catalog.add("d", wait=str(tmp_path / "go"), fail="ModelFormatError")
+    async with manager_of(catalog) as manager:
+        loading = asyncio.create_task(generate(manager, "d", "say x"))
+        await until(lambda: catalog.loads("d"))
+        unloading = asyncio.create_task(manager.unload("d"))
+        await asyncio.sleep(0)
+        (tmp_path / "go").touch()
+        with pytest.raises(ModelFormatError):
+            await loading
+        assert await unloading is True and manager.loaded() == []
+
+
+@in_loop
+async def test_the_time_of_a_load_is_that_of_the_process_that_answered(catalog: FakeCatalog, tmp_path: Path) -> None:
+    left = tmp_path / "left"
+    left.write_text("1")
+    async with manager_of(catalog) as manager:
+        await generate(manager, "a", "say x")
+        async with manager.lease("a") as lease:
+            assert lease.load_s == 0
+            assert await answer_text(lease, f"die-silently {left}") == "alive"
+            assert lease.load_s > 0, "it was loaded again"

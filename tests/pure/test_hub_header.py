@@ -107,3 +107,10 @@ def test_offline_only_what_is_here_is_found(hub: FakeHub, data: bytes, monkeypat
     with pytest.raises(ModelNotFoundError, match="moegguf pull"):
         estimate_model("hf.co/u/r", None, None)
     assert hub.requests == []
+
+
+@pytest.mark.parametrize("stated", [{"Content-Range": "bytes 7-1006/9999"}, {}])
+def test_another_range_than_was_asked_for_is_refused(hub: FakeHub, data: bytes, stated: dict[str, str]) -> None:
+    hub.faults[PATH] = [lambda handler, data: handler.say(206, stated, data[7:1007])]
+    with pytest.raises(PullError, match=r"asked for the bytes from 0 on, the hub sent"), remote_model("u/r"):
+        pass

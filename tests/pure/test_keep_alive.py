@@ -160,7 +160,7 @@ async def test_a_model_that_never_fits_is_an_error_with_numbers(catalog: FakeCat
     catalog.add("b")
     async with manager_of(catalog, memory_bytes=1000 << 20) as manager:
         await generate(manager, "b", "say x")
-        with pytest.raises(BudgetError, match=r"'a:latest' needs at least 1.46GiB.* 1000MiB.*MOEGGUF_MEMORY"):
+        with pytest.raises(BudgetError, match=r"the model needs at least 1.46GiB.* 1000MiB.*MOEGGUF_MEMORY"):
             await generate(manager, "a", "say x")
         assert names(manager) == {"b"}, "no model was unloaded for it"
         assert await generate(manager, "b", "say x") == "x"

@@ -54,8 +54,8 @@ def test_max_models_counts_as_memory_does() -> None:
 
 
 def test_a_model_that_never_fits_is_an_error() -> None:
-    with pytest.raises(BudgetError, match=r"'m' needs at least 2.00GiB.* 1.00GiB"):
-        admit(size(3 * GIB, 2 * GIB), GIB, [], name="m")
+    with pytest.raises(BudgetError, match=r"the model needs at least 2.00GiB.* 1.00GiB"):
+        admit(size(3 * GIB, 2 * GIB), GIB, [])
 
 
 @given(

@@ -108,11 +108,12 @@ def test_a_text_that_begins_with_a_quote_is_no_fence() -> None:
 
 
 def test_what_is_shown_of_a_model_s_parameters() -> None:
-    entry = entry_of(parameters={"temperature": 0.5, "stop": ["a", "b"], "use_mmap": False})
+    entry = entry_of(parameters={"temperature": 0.5, "stop": ["a", "b"], "use_mmap": False, "top_p": 0.0})
     assert parameter_lines(entry.parameters) == [
         'stop                           "a"',
         'stop                           "b"',
         "temperature                    0.5",
+        "top_p                          0",
         "use_mmap                       false",
     ]
 

@@ -361,7 +361,9 @@ def test_prompt_progress_as_in_llama_server() -> None:
 
 def test_a_completion_has_text_offsets() -> None:
     def answer() -> CompletionReply:
-        return CompletionReply("m:latest", "ab", include_usage=False, logprobs=True, before=["So "])
+        reply = CompletionReply("m:latest", "ab", include_usage=False, logprobs=True)
+        reply.echo(["So "])
+        return reply
 
     deltas = [Delta(text="hé", logprobs=(CHANCE,)), Delta(text="hé", logprobs=(CHANCE,))]
     whole = Completion.model_validate(whole_of(answer(), deltas))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,9 @@ import pytest
 from scripted_manager import FakeCatalog, generate, in_loop, manager_of, until
 
 from moegguf.engine.stats import Stats
+from moegguf.errors import WorkerError
 from moegguf.server.metrics import Totals
+from moegguf.serving.events import LoadOverrides
 from moegguf.serving.manager import ModelManager
 
 
@@ -78,8 +81,45 @@ async def test_a_name_does_not_take_over_the_options_of_another(catalog: FakeCat
     async with manager_of(catalog) as manager:
         for name in "daead":
             await generate(manager, name, "say x")
-    assert [load["n_ctx"] for load in catalog.loads("a")] == [512, 4096, 4096, 4096]
-    assert [load["name"][0] for load in catalog.loads("a")] == list("daea")
+        assert len({model.pid for model in manager.loaded()}) == 2
+    assert [load["n_ctx"] for load in catalog.loads("a")] == [512, 4096, 4096]
+    assert [load["name"][0] for load in catalog.loads("a")] == list("dae")
+
+
+@in_loop
+async def test_names_with_other_options_do_not_reload_each_other(catalog: FakeCatalog) -> None:
+    for name, parameters in (("d", {"num_thread": 1}), ("e", {"num_thread": 2}), ("f", {"num_batch": 64})):
+        add_persona(catalog, name, parameters=parameters)
+    async with manager_of(catalog) as manager:
+        for name in "defdefad":
+            await generate(manager, name, "say x")
+        assert sorted(names(manager)) == list("adef")
+    assert [load["name"][0] for load in catalog.loads("a")] == list("defa")
+
+
+@in_loop
+async def test_a_reload_keeps_the_options_that_the_name_gave_before(catalog: FakeCatalog) -> None:
+    async with manager_of(catalog) as manager:
+        await generate(manager, "b", "say x", LoadOverrides(n_ctx=1024))
+        await generate(manager, "b", "say x", LoadOverrides(n_batch=64))
+        await until(lambda: len(manager.loaded()) == 1)
+        assert names(manager) == ["b"] and manager.loaded()[0].n_ctx == 1024
+        await generate(manager, "b", "say x")
+        await generate(manager, "b", "say x", LoadOverrides(n_ctx=2048))
+        assert manager.loaded()[0].n_ctx == 2048
+    assert len(catalog.loads("a")) == 3
+
+
+@in_loop
+async def test_a_watcher_sees_the_process_that_its_name_uses(catalog: FakeCatalog) -> None:
+    add_persona(catalog, "d", parameters={"num_thread": 1})
+    async with manager_of(catalog) as manager:
+        for name in "ad":
+            await generate(manager, name, "say x")
+        async with contextlib.aclosing(manager.watch("d", 4)) as snapshots:
+            assert (await anext(snapshots)).tokens_per_s == 4
+            rates = manager._subscribers._rates
+            assert sorted(rates.values()) == [0.0, 4.0]
 
 
 @in_loop
@@ -169,3 +209,12 @@ async def test_counts_are_of_the_process_and_counted_once(catalog: FakeCatalog) 
         totals.update([])
         totals.update([replace(model, pid=1, name="b:latest", stats=Stats(tokens=3))])
         assert {name: counts["tokens"] for name, counts in totals.counts().items()} == {"a:latest": 10, "b:latest": 8}
+
+
+@in_loop
+async def test_an_error_does_not_name_the_persona_that_was_loaded_first(catalog: FakeCatalog) -> None:
+    async with manager_of(catalog) as manager:
+        await generate(manager, "a", "say x")
+        with pytest.raises(WorkerError) as caught:
+            await generate(manager, "b", "die")
+        assert "the model's worker process has ended" in str(caught.value) and "a:latest" not in str(caught.value)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -11,18 +10,16 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Send
 
-from moegguf.generate.images import has_images
 from moegguf.generate.request import GenerationRequest
 from moegguf.models.entry import ModelEntry
 from moegguf.server.anthropic.objects import MessageReply
 from moegguf.server.anthropic.schema import CountBody, MessagesBody
 from moegguf.server.common import limits
-from moegguf.server.common.answering import answer_events, count_tokens
+from moegguf.server.common.answering import answer_events, count_tokens, event_lines, whole_object
 from moegguf.server.common.body import read_body
-from moegguf.server.common.lookup import check_capabilities, look_up
+from moegguf.server.common.lookup import check_conversation, look_up
 from moegguf.server.common.options import keep_alive_seconds
-from moegguf.server.common.streams import Lines, SseResponse, WholeResponse, event_line
-from moegguf.serving.events import Event
+from moegguf.server.common.streams import SseResponse, WholeResponse, event_line
 
 Kind = TypeVar("Kind", bound=CountBody)
 
@@ -39,7 +36,7 @@ async def messages(request: Request) -> Response:
         keep_alive_s=keep_alive_seconds(body.keep_alive),
         stream=bool(body.stream),
     )
-    return MessageStream(_lines(events, reply)) if body.stream else WholeResponse(_whole(events, reply))
+    return MessageStream(event_lines(events, reply)) if body.stream else WholeResponse(whole_object(events, reply))
 
 
 async def count(request: Request) -> Response:
@@ -56,12 +53,7 @@ async def _read(request: Request, kind: type[Kind]) -> tuple[Kind, ModelEntry, G
     body = await read_body(request, kind, limits.IMAGES_BODY_BYTES)
     entry, known = await look_up(request.app.state.catalog, body.model)
     generation = body.generation(entry, thinks="thinking" in known.capabilities)
-    needs = {
-        "chat": True,
-        "vision": has_images(generation.messages or ()),
-        "tools": bool(generation.tools) and generation.tool_choice != "none",
-    }
-    check_capabilities(entry, known, needs)
+    check_conversation(entry, known, generation)
     return body, entry, generation
 
 
@@ -75,21 +67,6 @@ class MessageStream(SseResponse):
     async def ping(self, send: Send) -> None:
         """Sends an event that clients ignore."""
         await self._send(send, event_line("ping", {"type": "ping"}))
-
-
-async def _lines(events: AsyncGenerator[Event], reply: MessageReply) -> Lines:
-    async with aclosing(events):
-        async for event in events:
-            if lines := b"".join(event_line(item["type"], item) for item in reply.stream(event)):
-                yield lines
-
-
-async def _whole(events: AsyncGenerator[Event], reply: MessageReply) -> dict[str, Any]:
-    async with aclosing(events):
-        async for event in events:
-            for _ in reply.stream(event):
-                pass  # the last one completes the message
-    return reply.whole
 
 
 routes = [

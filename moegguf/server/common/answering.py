@@ -1,15 +1,16 @@
-"""Runs generations for a request: their events, from the model's queue to the statistics of `/metrics`."""
+"""Runs generations for a request: their events, from the model's queue to the statistics of `/metrics` and a reply."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from starlette.requests import Request
 
 from moegguf.generate.request import GenerationRequest
 from moegguf.models.entry import ModelEntry
+from moegguf.server.common.streams import Lines, event_line
 from moegguf.server.metrics import record
 from moegguf.serving.events import Event, LoadOverrides
 
@@ -46,3 +47,31 @@ async def count_tokens(
     manager: ModelManager = request.app.state.manager
     async with manager.lease(entry, overrides, will_answer=False) as lease:
         return await lease.count(generation)
+
+
+class Reply(Protocol):
+    """A reply in named events, of which the last one completes `whole`."""
+
+    def stream(self, event: Event) -> Iterable[dict[str, Any]]:
+        """The events, each with its `type`, for one of an answer."""
+
+    @property
+    def whole(self) -> dict[str, Any]:
+        """The reply as one object."""
+
+
+async def event_lines(events: AsyncGenerator[Event], reply: Reply) -> Lines:
+    """The reply as server-sent events."""
+    async with aclosing(events):
+        async for event in events:
+            if lines := b"".join(event_line(item["type"], item) for item in reply.stream(event)):
+                yield lines
+
+
+async def whole_object(events: AsyncGenerator[Event], reply: Reply) -> dict[str, Any]:
+    """The reply as one object."""
+    async with aclosing(events):
+        async for event in events:
+            for _ in reply.stream(event):
+                pass  # the last one completes the object
+    return reply.whole

@@ -14,14 +14,59 @@ from typing import Any, NoReturn, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from starlette.requests import ClientDisconnect, Request
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from moegguf.server.common import limits
-from moegguf.server.common.errors import HttpError
+from moegguf.server.common.errors import BodyRefusedError, HttpError
 
 STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)  # an unterminated one extends to the end
 NOT_STRUCTURE = bytes(set(range(256)) - set(b"[]{},"))
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 MISSING = "missing request body"
+
+
+HELD = "moegguf.held_body"  # key of the scope: the `HeldBody` of a request
+
+
+class Bodies:
+    """Middleware that bounds the bytes of all bodies together, each from its arrival to the end of its request."""
+
+    def __init__(self, app: ASGIApp, most_bytes: int = limits.ALL_BODIES_BYTES) -> None:
+        self._app = app
+        self.most_bytes = most_bytes
+        self.n_bytes = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        held = scope[HELD] = HeldBody(self)
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            held.free()
+
+
+class HeldBody:
+    """The bytes of one request's body that are in memory."""
+
+    def __init__(self, bodies: Bodies) -> None:
+        self._bodies = bodies
+        self.n_bytes = 0
+
+    def add(self, n_bytes: int) -> None:
+        """Notes that bytes have arrived. Raises BodyRefusedError 503."""
+        self.n_bytes += n_bytes
+        self._bodies.n_bytes += n_bytes
+        if self._bodies.n_bytes > self._bodies.most_bytes:
+            self.free()
+            raise BodyRefusedError(
+                503,
+                f"server busy: its requests together may have {self._bodies.most_bytes >> 20} MiB; try again later",
+                headers={"retry-after": "1"},
+            )
+
+    def free(self) -> None:
+        """Notes that they are in memory no more."""
+        self._bodies.n_bytes -= self.n_bytes
+        self.n_bytes = 0
 
 
 class Body(BaseModel):
@@ -36,7 +81,8 @@ T = TypeVar("T", bound=BaseModel)
 async def read_body(request: Request, kind: type[T], limit: int = limits.BODY_BYTES) -> T:
     """The body of `request` as a `kind`.
 
-    Raises HttpError: 400 for an invalid body, 408, 413 and 415 for a slow, large or compressed one.
+    Raises HttpError: 400 for an invalid body, 408, 413 and 415 for a slow, large or compressed one, 503 while those of
+    other requests are too much.
     """
     return parse_body(await read_bytes(request, limit), kind)
 
@@ -50,17 +96,18 @@ def parse_body(raw: bytes, kind: type[T]) -> T:
 
 
 async def read_bytes(request: Request, limit: int = limits.BODY_BYTES) -> bytes:
-    """The whole body, at most `limit` bytes. Raises HttpError 408, 413, 415, 499."""
+    """The whole body, at most `limit` bytes. Raises HttpError 408, 413, 415, 499, 503."""
     refuse_compressed(request)
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length[:20]) > limit:
         raise too_large(limit)
-    parts, size = [], 0
+    held: HeldBody = request.scope[HELD]
+    parts = []
     try:
         async with asyncio.timeout(limits.READ_S):
             async for part in request.stream():
-                size += len(part)
-                if size > limit:
+                held.add(len(part))
+                if held.n_bytes > limit:
                     raise too_large(limit)
                 parts.append(part)
     except TimeoutError:
@@ -79,9 +126,9 @@ def refuse_compressed(request: Request) -> None:
         )
 
 
-def too_large(limit: int) -> HttpError:
+def too_large(limit: int) -> BodyRefusedError:
     """The error for a body of more than `limit` bytes."""
-    return HttpError(413, f"request body too large: at most {limit >> 20} MiB are taken")
+    return BodyRefusedError(413, f"request body too large: at most {limit >> 20} MiB are taken")
 
 
 def parse_object(raw: bytes) -> dict[str, Any]:

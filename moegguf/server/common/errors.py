@@ -55,6 +55,10 @@ class HttpError(errors.MoeggufError):
         return OVERLOADED if is_anthropic(path) and self.status == HTTPStatus.SERVICE_UNAVAILABLE else self.status
 
 
+class BodyRefusedError(HttpError):
+    """An error that is sent while the client may still be sending its body."""
+
+
 def is_anthropic(path: str) -> bool:
     """Whether Anthropic's API has this path."""
     return path.startswith("/v1/messages")
@@ -97,7 +101,7 @@ def http_error(error: BaseException) -> HttpError:
 def error_response(error: BaseException, path: str) -> Response:
     """The reply to a request at `path` that failed with `error`."""
     found = http_error(error)
-    kind = LingeringResponse if found.status == HTTPStatus.REQUEST_ENTITY_TOO_LARGE else JSONResponse
+    kind = LingeringResponse if isinstance(found, BodyRefusedError) else JSONResponse
     return kind(found.body(path), status_code=found.status_at(path), headers=found.headers)
 
 

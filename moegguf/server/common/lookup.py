@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from moegguf.errors import ModelNotFoundError, MoeggufError
+from moegguf.generate.images import has_images
+from moegguf.generate.request import GenerationRequest
 from moegguf.models.details import details
 from moegguf.models.entry import Details, ModelEntry
 from moegguf.server.common.errors import HttpError
@@ -45,6 +47,17 @@ def check_capabilities(entry: ModelEntry, known: Details, needs: Mapping[str, bo
         if needed and CAPABILITIES.get(operation, operation) not in known.capabilities:
             name = entry.name if operation == "tools" else f'"{entry.name}"'
             raise HttpError(400, f"{name} does not support {operation}")
+
+
+def check_conversation(entry: ModelEntry, known: Details, generation: GenerationRequest) -> None:
+    """Raises HttpError 400 for the first of what a conversation needs and the model lacks."""
+    needs = {
+        "chat": True,
+        "vision": has_images(generation.messages or ()),
+        "tools": bool(generation.tools) and generation.tool_choice != "none",
+        "thinking": bool(generation.think),
+    }
+    check_capabilities(entry, known, needs)
 
 
 def details_or_none(entry: ModelEntry) -> Details | None:

@@ -22,7 +22,7 @@ from moegguf.server.common import limits
 from moegguf.server.common.answering import answer_events
 from moegguf.server.common.body import read_body
 from moegguf.server.common.errors import HttpError
-from moegguf.server.common.lookup import check_capabilities, find, look_up
+from moegguf.server.common.lookup import check_capabilities, check_conversation, find, look_up
 from moegguf.server.common.options import Options, keep_alive_seconds, options_of, with_entry_messages
 from moegguf.server.common.streams import Lines, NdjsonResponse, WholeResponse
 from moegguf.server.ollama.objects import ChatReply, GenerateReply, Reply
@@ -37,14 +37,9 @@ async def chat(request: Request) -> Response:
     if not body.messages:
         return await load_only(request, body, ChatReply)
     entry, known = await look_up(request.app.state.catalog, body.model_name)
-    needs = {
-        "chat": True,
-        "vision": any(message.images for message in body.messages),
-        "tools": bool(body.tools),
-        "thinking": bool(body.think),
-    }
-    check_capabilities(entry, known, needs)
-    return respond(request, body, entry, chat_generation(body, entry), ChatReply(entry.name, start_ns))
+    generation = chat_generation(body, entry)
+    check_conversation(entry, known, generation)
+    return respond(request, body, entry, generation, ChatReply(entry.name, start_ns))
 
 
 async def generate(request: Request) -> Response:

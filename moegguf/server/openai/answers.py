@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from typing import Any
 
@@ -21,11 +21,8 @@ from moegguf.serving.events import Done, Event
 Reply = ChatReply | CompletionReply
 
 
-def respond(
-    request: Request, body: GenerationBody, entry: ModelEntry, generations: Sequence[GenerationRequest], reply: Reply
-) -> Response:
-    """The reply with the answer to each of `generations`, streamed if `stream` is true."""
-    events = events_of(request, body, entry, *generations)
+def respond(body: GenerationBody, events: AsyncGenerator[Event], reply: Reply) -> Response:
+    """The reply with the answers in `events`, streamed if `stream` is true."""
     if body.stream:
         return SseResponse(_lines(events, reply, progress=bool(body.return_progress)))
     return WholeResponse(_whole(events, reply))

@@ -6,11 +6,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from moegguf.generate.images import has_images
 from moegguf.server.common import limits
 from moegguf.server.common.body import read_body
-from moegguf.server.common.lookup import check_capabilities, look_up
-from moegguf.server.openai.answers import respond
+from moegguf.server.common.lookup import check_conversation, look_up
+from moegguf.server.openai.answers import events_of, respond
 from moegguf.server.openai.objects import ChatReply
 from moegguf.server.openai.schema import ChatBody
 
@@ -20,13 +19,7 @@ async def chat_completions(request: Request) -> Response:
     body = await read_body(request, ChatBody, limits.IMAGES_BODY_BYTES)
     entry, known = await look_up(request.app.state.catalog, body.model)
     generation = body.generation(entry)
-    needs = {
-        "chat": True,
-        "vision": has_images(generation.messages or ()),
-        "tools": bool(generation.tools) and generation.tool_choice != "none",
-        "thinking": bool(generation.think),
-    }
-    check_capabilities(entry, known, needs)
+    check_conversation(entry, known, generation)
     reply = ChatReply(
         entry.name,
         entry.digest,
@@ -34,7 +27,7 @@ async def chat_completions(request: Request) -> Response:
         logprobs=bool(body.logprobs),
         parallel=body.parallel_tool_calls is not False,
     )
-    return respond(request, body, entry, (generation,), reply)
+    return respond(body, events_of(request, body, entry, generation), reply)
 
 
 routes = [Route("/v1/chat/completions", chat_completions, methods=["POST"])]

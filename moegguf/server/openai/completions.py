@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
@@ -16,9 +18,10 @@ from moegguf.server.common import limits
 from moegguf.server.common.body import read_body
 from moegguf.server.common.lookup import check_capabilities, look_up
 from moegguf.server.common.options import MAX_TOKEN
-from moegguf.server.openai.answers import respond
+from moegguf.server.openai.answers import events_of, respond
 from moegguf.server.openai.objects import CompletionReply
 from moegguf.server.openai.schema import GenerationBody, one_answer
+from moegguf.serving.events import Event
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
@@ -86,9 +89,20 @@ async def completions(request: Request) -> Response:
         entry.digest,
         include_usage=body.include_usage,
         logprobs=body.logprobs is not None,
-        before=await prompt_texts(request, entry, body) if body.echo else [""] * len(body.prompt),
+        n_choices=len(body.prompt),
     )
-    return respond(request, body, entry, body.generations(entry), reply)
+    return respond(body, completion_events(request, entry, body, reply), reply)
+
+
+async def completion_events(
+    request: Request, entry: ModelEntry, body: CompletionBody, reply: CompletionReply
+) -> AsyncGenerator[Event]:
+    """The events of the answers, after the reply has got the prompts for `echo`."""
+    if body.echo:
+        reply.echo(await prompt_texts(request, entry, body))
+    async with aclosing(events_of(request, body, entry, *body.generations(entry))) as events:
+        async for event in events:
+            yield event
 
 
 async def prompt_texts(request: Request, entry: ModelEntry, body: CompletionBody) -> list[str]:

@@ -229,18 +229,21 @@ class ChatReply(_Reply):
 
 
 class CompletionReply(_Reply):
-    """A reply of /v1/completions with one choice per prompt; whole and streamed objects are alike. `before`: for each
-    prompt the text that its choice begins with."""
+    """A reply of /v1/completions with one choice per prompt; whole and streamed objects are alike."""
 
     prefix, whole_kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
     def __init__(
-        self, model: str, fingerprint: str, *, include_usage: bool, logprobs: bool, before: Sequence[str] = ("",)
+        self, model: str, fingerprint: str, *, include_usage: bool, logprobs: bool, n_choices: int = 1
     ) -> None:
         super().__init__(model, fingerprint, include_usage=include_usage, logprobs=logprobs)
-        self.n_choices = len(before)
-        self._before = before
-        self._offset = len(before[0])
+        self.n_choices = n_choices
+        self.echo([""] * n_choices)
+
+    def echo(self, prompts: Sequence[str]) -> None:
+        """Sets the text that each choice begins with."""
+        self._before = prompts
+        self._offset = len(prompts[0])
 
     def first(self) -> Json:
         """The chunk before all others of a choice."""

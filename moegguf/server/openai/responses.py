@@ -13,14 +13,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from moegguf.generate.images import has_images
 from moegguf.generate.request import GenerationRequest
 from moegguf.models.entry import ModelEntry
 from moegguf.server.common import limits
-from moegguf.server.common.answering import count_tokens
+from moegguf.server.common.answering import count_tokens, event_lines, whole_object
 from moegguf.server.common.body import read_body
 from moegguf.server.common.errors import http_error
-from moegguf.server.common.lookup import check_capabilities, look_up
+from moegguf.server.common.lookup import check_conversation, look_up
 from moegguf.server.common.streams import Lines, SseResponse, WholeResponse, event_line
 from moegguf.server.openai.answers import events_of
 from moegguf.server.openai.responses_objects import ResponseReply
@@ -33,7 +32,7 @@ async def responses(request: Request) -> Response:
     body, entry, generation = await _read(request)
     reply = ResponseReply(body, entry.name, generation)
     events = events_of(request, body, entry, generation)
-    return ResponsesStream(_lines(events, reply)) if body.stream else WholeResponse(_whole(events, reply))
+    return ResponsesStream(_lines(events, reply)) if body.stream else WholeResponse(whole_object(events, reply))
 
 
 async def input_tokens(request: Request) -> Response:
@@ -51,13 +50,7 @@ async def _read(request: Request) -> tuple[ResponsesBody, ModelEntry, Generation
     body = await read_body(request, ResponsesBody, limits.IMAGES_BODY_BYTES)
     entry, known = await look_up(request.app.state.catalog, body.model)
     generation = body.generation(entry)
-    needs = {
-        "chat": True,
-        "vision": has_images(generation.messages or ()),
-        "tools": bool(generation.tools) and generation.tool_choice != "none",
-        "thinking": bool(generation.think),
-    }
-    check_capabilities(entry, known, needs)
+    check_conversation(entry, known, generation)
     return body, entry, generation
 
 
@@ -73,23 +66,14 @@ class ResponsesStream(SseResponse):
 
 async def _lines(events: AsyncGenerator[Event], reply: ResponseReply) -> Lines:
     try:
-        async with aclosing(events):
-            async for event in events:
-                if lines := b"".join(event_line(item["type"], item) for item in reply.stream(event)):
-                    yield lines
+        async with aclosing(event_lines(events, reply)) as lines:
+            async for line in lines:
+                yield line
     except Exception as error:
         if not reply.started:
             raise
         failed = reply.failed(http_error(error))
         yield event_line(failed["type"], failed)
-
-
-async def _whole(events: AsyncGenerator[Event], reply: ResponseReply) -> dict[str, Any]:
-    async with aclosing(events):
-        async for event in events:
-            for _ in reply.stream(event):
-                pass  # the last one completes the object
-    return reply.whole
 
 
 routes = [
