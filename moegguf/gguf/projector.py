@@ -36,9 +36,7 @@ VALUE_TYPES |= {"general.name": STRING, "general.description": STRING}
 MAX_SIDE_PIXELS = 1 << 13
 MAX_DIMENSION = 1 << 17
 MAX_BLOCKS = 1 << 10
-MAX_PIXELS = 24 << 20  # of an image
-PIXEL_BYTES = 16  # while it is decoded: a PNG of 16 bits with alpha is held inflated and unfiltered
-DECODED_BYTES = PIXEL_BYTES * MAX_PIXELS
+DECODED_BYTES = 192 << 20  # while an image is decoded, at most
 
 # Kinds whose image tokens see each other, so that an image has to be read in one pass: {kind: tokens at most}. Zero:
 # from the header. libmtmd decides this in mtmd_decode_use_non_causal().

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pictures import base64_of, image, jpeg_header, message, png, png_bomb
+from pictures import base64_of, deep_png, image, jpeg_header, message, png, png_bomb
 
 from moegguf.chat.image_files import begins_with_image, extract_images
 from moegguf.errors import ModelFormatError, OptionError
@@ -37,6 +37,7 @@ def test_dimensions_are_read_without_decoding(data: bytes, size: tuple[int, int]
     [
         (png_bomb(60000, 60000), "pixels"),
         (png_bomb(0, 1), "pixels"),
+        (deep_png(5000, 4000)[:64], "12582912 pixels"),
         (jpeg_header(65535, 65535), "pixels"),
         (png_bomb(6500, 100), "as long as wide"),
         (b"RIFF\0\0\0\0WEBPVP8 ", "WebP"),
