@@ -18,6 +18,19 @@ def png(width: int = 64, height: int = 64, seed: int = 0) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + body
 
 
+def png_of(width: int, height: int, data: bytes, *, interlaced: bool = False) -> bytes:
+    """A PNG of 8 bits with compressed `data`, whatever they are."""
+    header = struct.pack(">IIBBBBB", width, height, 8, 6 if interlaced else 2, 0, 0, interlaced)
+    return b"\x89PNG\r\n\x1a\n" + _chunk(b"IHDR", header) + _chunk(b"IDAT", data) + _chunk(b"IEND", b"")
+
+
+def interlaced_png(width: int, height: int) -> bytes:
+    """A black PNG of 8 bits with alpha, in the seven passes of Adam7."""
+    passes = ((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2))
+    n_bytes = sum((1 + 4 * -(-(width - x) // dx)) * -(-(height - y) // dy) for x, y, dx, dy in passes)
+    return png_of(width, height, zlib.compress(bytes(n_bytes), 1), interlaced=True)
+
+
 def deep_png(width: int, height: int) -> bytes:
     """A black PNG of 16 bits with alpha."""
     header = struct.pack(">IIBBBBB", width, height, 16, 6, 0, 0, 0)

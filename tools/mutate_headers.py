@@ -1,9 +1,11 @@
 """Runs models with damaged headers, each in a child process, and counts how they end.
 
     python -m tools.mutate_headers MODEL.gguf... --count 1000 --seed 1 [--keep FOLDER]
+    python -m tools.mutate_headers MMPROJ.gguf... --text-model MODEL.gguf --count 1000 --seed 1
 
 Every mutant is loaded, tokenizes, reads a prompt and generates some tokens, with the trial load off, so that the
-checks of the header are seen alone. A mutant that ends badly is run again with the trial load on, as users run it.
+checks of the header are seen alone; one of a projector reads images beside the good --text-model. A mutant that ends
+badly is run again with the trial load on, as users run it.
 The tool exits with 1 when one of these ends badly too: by a signal, after --limit seconds, or with an error that is
 none of moegguf's.
 """
@@ -17,23 +19,57 @@ import os
 import resource
 import shutil
 import signal
+import struct
 import sys
 import tempfile
 import time
 import traceback
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
 from moegguf.engine.llama import Llama
 from moegguf.errors import MoeggufError
+from moegguf.generate.answer import Answer
+from moegguf.generate.images import with_images
+from moegguf.generate.request import GenerationRequest, Sampling
 from tools.mutants import mutate, read_header, write_file
 
 MEMORY_BYTES = 6 << 30
 TEXTS = (b"Hello world, this is a test of 12345 tokens.\n", "Grüße 你好 🙂\0".encode(), b"<|im_start|>\xff\xfe  x" * 8)
+IMAGE_SIZES = ((64, 64), (100, 30), (8, 200))  # width, height
 GOOD = ("ok", "typed")
 
 
-def use(path: Path) -> None:
+def use(path: Path, text_model: Path | None) -> None:
+    """What a user does with a model, or with a projector beside `text_model`, in short."""
+    if text_model is None:
+        use_model(path)
+    else:
+        use_projector(path, text_model)
+
+
+def use_projector(path: Path, text_model: Path) -> None:
+    """Asks about some images."""
+    with Llama(text_model, mmproj=path, n_ctx=2048, n_threads=1, expert_cache="100%", verbose=False) as llm:
+        for width, height in IMAGE_SIZES:
+            message = {"role": "user", "content": with_images("what is it?", [png(width, height)])}
+            sampling = Sampling(temperature=0.8, max_tokens=3, seed=1)
+            for _ in Answer(llm, GenerationRequest(messages=(message,), sampling=sampling)).deltas():
+                pass
+
+
+def png(width: int, height: int) -> bytes:
+    """A PNG file of that size, in grey levels."""
+    header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
+    rows = b"".join(b"\0" + bytes((x * y) % 256 for x in range(width)) for y in range(height))
+    chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(rows)), (b"IEND", b""))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in chunks
+    )
+
+
+def use_model(path: Path) -> None:
     """What a user does with a model, in short."""
     with Llama(path, n_ctx=256, n_threads=1, expert_cache="100%", verbose=False) as llm:
         for text in TEXTS:
@@ -43,7 +79,7 @@ def use(path: Path) -> None:
         llm.create_completion("The quick brown fox", max_tokens=6, temperature=0.8, seed=1)
 
 
-def _child(path: Path, out: Path, trial: bool) -> None:
+def _child(path: Path, text_model: Path | None, out: Path, trial: bool) -> None:
     """Runs in a fork of its own, and writes how it ended; never returns."""
     os.environ["MOEGGUF_TRIAL_LOAD"] = "1" if trial else "0"
     log = os.open(out.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -52,7 +88,7 @@ def _child(path: Path, out: Path, trial: bool) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
-        use(path)
+        use(path, text_model)
         result = ["ok", ""]
     except MoeggufError as error:
         result = ["typed", f"{type(error).__name__}: {error}"]
@@ -62,13 +98,13 @@ def _child(path: Path, out: Path, trial: bool) -> None:
     os._exit(0)
 
 
-def run(path: Path, folder: Path, limit_s: float, trial: bool) -> tuple[str, str]:
+def run(path: Path, text_model: Path | None, folder: Path, limit_s: float, trial: bool) -> tuple[str, str]:
     """(class, details) of one mutant: ok, typed, bare, a signal's name, or hang."""
     out = folder / "result.json"
     out.unlink(missing_ok=True)
     pid = os.fork()
     if pid == 0:
-        _child(path, out, trial)
+        _child(path, text_model, out, trial)
     end = time.monotonic() + limit_s
     while True:
         done, status = os.waitpid(pid, os.WNOHANG)
@@ -91,6 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="+", type=Path, help="good models of one file each, small ones")
+    parser.add_argument("--text-model", type=Path, help="the good model that the files, all projectors, belong to")
     parser.add_argument("--count", type=int, default=100, help="mutants in all, dealt to the models in turn")
     parser.add_argument("--seed", type=int, default=0, help="of the first mutant; the others count up")
     parser.add_argument("--limit", type=float, default=30.0, help="seconds until a mutant counts as a hang")
@@ -107,10 +144,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             mutant, words = mutate(header, seed)
             path = folder / f"{name}-{seed}.gguf"
             write_file(mutant, path)
-            kind, details = run(path, folder, options.limit, trial=False)
+            kind, details = run(path, options.text_model, folder, options.limit, trial=False)
             counts[f"checks: {kind}"] += 1
             if kind not in GOOD:
-                seen, told = run(path, folder, options.limit, trial=True)
+                seen, told = run(path, options.text_model, folder, options.limit, trial=True)
                 counts[f"user: {seen}"] += 1
                 failed += seen not in GOOD
                 print(json.dumps({"seed": seed, "model": name, "checks": kind, "why": details, "user": seen,

@@ -7,15 +7,14 @@ killed by the limit is a result, not an error. What is measured is in bench/meas
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from moegguf.bench.memory_limit import LimitError, drop_page_cache, make_group, memory_limit
 from moegguf.bench.spec import SYSTEMS, Spec
+from moegguf.child import child_command, child_environment
 from moegguf.engine.machine import read_memory
 from moegguf.engine.memory import MARGIN_BYTES, memory_needs
 from moegguf.errors import OptionError
@@ -186,8 +185,8 @@ class ProcessRunner:
     def __call__(self, system: BenchedSystem) -> Outcome:
         paths = [shard.path for shard in read_layout(system.spec.model).shards]
         kept = drop_page_cache(paths) if self.drop_cache else 0
-        command = [sys.executable, "-m", "moegguf.bench.measure", system.spec.as_json()]
-        environment = os.environ | {"MOEGGUF_HOOKS": str(int(not system.is_llama_cpp))}
+        command = [*child_command("moegguf.bench.measure"), system.spec.as_json()]
+        environment = child_environment(MOEGGUF_HOOKS=str(int(not system.is_llama_cpp)))
         with memory_limit(self.limit_bytes) as group:
             done = subprocess.run(
                 group.command(command) if group else command,

@@ -124,7 +124,7 @@ class Llama(UpstreamLlama):
         self._load_plan = load_plan = prepare(model_path, expert_cache, options)
         self.layout, self.plan = load_plan.layout, load_plan.plan
         try:
-            try_first(self.layout, options, self._progress.wait)
+            try_first(self.layout, options, self._progress.wait, load_plan.projector)
             if load_plan.hooks:
                 self._session = Session(self.layout, self.plan, store or StoreOptions())
                 self._live_controller = LiveController(self._session, Artifacts(self.layout), chosen)

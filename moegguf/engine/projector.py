@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes as c
 import functools
 import hashlib
+import logging
 import os
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -17,8 +18,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from moegguf.engine.inflation import inflates_within
 from moegguf.engine.vocabulary import to_utf8
 from moegguf.errors import ModelFormatError, OptionError
+from moegguf.gguf.projector import DECODED_BYTES
 from moegguf.native import library
 
 if TYPE_CHECKING:
@@ -92,6 +95,7 @@ class Projector:
         params = mtmd.mtmd_context_params_default()
         params.n_threads = llm.n_threads_batch
         params.print_timings = False
+        self._log.forget()
         self._context = mtmd.mtmd_init_from_file(os.fspath(path).encode(), llm.model, params)
         if not self._context:
             raise ModelFormatError(
@@ -132,6 +136,17 @@ class Projector:
 
         RuntimeError carries llama_decode's code, as the bindings' own.
         """
+        try:
+            self._evaluate(context, prompt, span, position, n_batch, n_ubatch)
+        except BaseException:
+            self.release()
+            raise
+        if not any(other.image == span.image and other.begin > span.begin for other in prompt.spans):
+            self.release()
+
+    def _evaluate(
+        self, context: Any, prompt: ImagePrompt, span: ImageSpan, position: int, n_batch: int, n_ubatch: int
+    ) -> None:
         mtmd = self._mtmd
         chunk = mtmd.mtmd_input_chunks_get(self._decoded(prompt, span.image), span.chunk)
         if mtmd.mtmd_decode_use_non_causal(self._context, chunk):
@@ -141,14 +156,13 @@ class Projector:
                     f" of {n_ubatch}; load it with n_ubatch={span.n_tokens} and a larger expert_cache."
                 )
             n_batch = n_ubatch
+        self._log.forget()
         if mtmd.mtmd_encode_chunk(self._context, chunk) != 0:
             raise OptionError(f"the projector cannot read this image: {self._log.reason()}; send another one.")
         embeddings, end = mtmd.mtmd_get_output_embd(self._context), c.c_int32()
         code = mtmd.mtmd_helper_decode_image_chunk(
             self._context, context, chunk, embeddings, position, 0, n_batch, c.byref(end), self._no_callback, None
         )
-        if not any(other.image == span.image and other.begin > span.begin for other in prompt.spans):
-            self.release()
         if code != 0:
             raise RuntimeError(f"llama_decode returned {code}")
 
@@ -173,6 +187,7 @@ class Projector:
     def _tokenized(self, texts: Sequence[str], images: Sequence[Image], decoded: int | None = None) -> int:
         """libmtmd's chunks, with the pixels of image number `decoded` only; to be freed."""
         mtmd, bitmaps = self._mtmd, list[int]()
+        self._log.forget()
         try:
             for i, image in enumerate(images):
                 bitmaps.append(self._bitmap(image, with_pixels=i == decoded))
@@ -195,8 +210,9 @@ class Projector:
         mtmd = self._mtmd
         if not with_pixels:
             return int(mtmd.mtmd_bitmap_init(image.width, image.height, None))
-        data = (c.c_uint8 * len(image.data)).from_buffer_copy(image.data)
-        bitmap = mtmd.mtmd_helper_bitmap_init_from_buf(self._context, data, len(data), False)
+        data, bitmap = (c.c_uint8 * len(image.data)).from_buffer_copy(image.data), None
+        if inflates_within(image.data, DECODED_BYTES // 2):  # the other half: its pixels
+            bitmap = mtmd.mtmd_helper_bitmap_init_from_buf(self._context, data, len(data), False)
         if not bitmap:
             raise OptionError("an image is damaged and cannot be decoded; send it again.")
         return int(bitmap)
@@ -216,7 +232,7 @@ class Projector:
 
 
 class Log:
-    """libmtmd's log, which goes where llama.cpp's goes; keeps its last errors for messages."""
+    """libmtmd's log: its last errors, for messages; where llama.cpp's log is shown, all of it goes there, too."""
 
     def __init__(self) -> None:
         bindings = library.llama_cpp()
@@ -226,16 +242,19 @@ class Log:
         def keep(level: int, text: bytes, user: Any) -> None:
             if level == GGML_LOG_LEVEL_ERROR:
                 self._errors.append(" ".join(text.decode(errors="replace").split()))
-            forward(level, text, user)
+            if bindings._logger.logger.level <= logging.DEBUG:  # verbose; else errors would be shown twice
+                forward(level, text, user)
 
         self._callback = bindings.llama_log_callback(keep)
         library.mtmd().mtmd_helper_log_set(self._callback, None)
 
-    def reason(self) -> str:
-        """The last errors as one text, which are then forgotten."""
-        text = "; ".join(self._errors) or "libmtmd gives no reason"
+    def forget(self) -> None:
+        """Forgets the errors before a call, whose own are then `reason`."""
         self._errors.clear()
-        return text
+
+    def reason(self) -> str:
+        """The last errors as one text."""
+        return "; ".join(self._errors) or "libmtmd gives no reason"
 
 
 @functools.cache

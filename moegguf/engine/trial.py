@@ -1,7 +1,8 @@
 """Tries a model in a process of its own the first time its file is loaded: what llama.cpp aborts on ends only that one.
 
-The verdict is kept in the cache folder, for the bytes of the header, the options that change what is computed, and the
-build of the native library. The trial ends before the load begins, so that memory is never taken twice.
+With a projector it reads an image, too. The verdict is kept in the cache folder, for the bytes of the headers, the
+options that change what is computed, the processor, and the build of the native library; where that folder cannot be
+written, in this process. The trial ends before the load begins, so that memory is never taken twice.
 MOEGGUF_TRIAL_LOAD=0 skips it; "again" repeats it.
 """
 
@@ -9,11 +10,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import signal
 import subprocess
-import sys
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,16 +21,19 @@ from pathlib import Path
 from typing import Any
 
 from moegguf.atomic_write import write_atomically
+from moegguf.child import child_command, child_environment
+from moegguf.engine.batch import layer_slots
 from moegguf.engine.memory import memory_needs
 from moegguf.engine.plan import slot_bytes
 from moegguf.errors import AllocationError, ModelFormatError, MoeggufError
 from moegguf.gguf.experts import ExpertLayout
 from moegguf.gguf.fingerprint import header_digest
+from moegguf.gguf.projector import ProjectorHeader
 from moegguf.native import library
+from moegguf.processor import read_processor
 from moegguf.settings import cache_folder, read_environment
 
-# -P: a folder named moegguf in the working directory does not shadow this package.
-COMMAND = (sys.executable or "python3", "-P", "-m", "moegguf.engine.trial_process")
+COMMAND = child_command("moegguf.engine.trial_process")
 # Keywords of `Llama` with which other code of llama.cpp runs; the rest is size or speed.
 OPTIONS = frozenset(
     {"embedding", "flash_attn", "kv_overrides", "main_gpu", "n_gpu_layers", "offload_kqv", "op_offload", "pooling_type",
@@ -39,7 +42,9 @@ OPTIONS = frozenset(
      "yarn_orig_ctx"}
 )  # fmt: skip
 N_CTX, N_BATCH, N_PASS_EXPERTS = 256, 8, 4  # a pass takes at most as many tokens as N_PASS_EXPERTS
+N_IMAGE_TOKENS = 1024  # more of them are not read by the text model
 CPU_S, CPU_BYTES_PER_S = 20, 50 << 20  # computing allowed: CPU_S, and a second per so many dense bytes
+MAX_PATCHES, CPU_PATCH_BYTES_PER_S = 4096, 4 << 30  # of an image, too: each patch goes through all of the projector
 WALL_S, DISK_BYTES_PER_S = 90, 5 << 20  # the same for waiting for the disk, too
 SPARE_BYTES = 1 << 30  # of the limit of memory, beside twice what is needed
 POLL_S = 0.1
@@ -48,6 +53,7 @@ OUTSIDE_SIGNALS = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, sign
 MARKS = ("ASSERT", "what():", "GGML_ABORT", "fatal error")
 NO_MEMORY = "bad_alloc"  # what() of C++'s exception
 AGAIN = "fetch the file again, or set MOEGGUF_TRIAL_LOAD=again to try it once more"
+WITHOUT = "load the model without its projector, "  # where there is one
 
 
 @dataclass(frozen=True)
@@ -56,14 +62,12 @@ class Request:
 
     path: str
     options: Mapping[str, Any]
+    mmproj: str | None
+    n_ctx: int
     n_slots_bytes: int
     memory_bytes: int
     cpu_s: int
-
-    @property
-    def wall_s(self) -> float:
-        """Seconds after which the process is ended."""
-        return WALL_S + (self.cpu_s - CPU_S) * (CPU_BYTES_PER_S / DISK_BYTES_PER_S)
+    wall_s: int
 
 
 @dataclass(frozen=True)
@@ -78,14 +82,19 @@ class Outcome:
 NO_VERDICT = Outcome(lasting=False)  # the load itself is what remains
 
 
-def is_due(layout: ExpertLayout, options: Mapping[str, Any]) -> bool:
+def is_due(layout: ExpertLayout, options: Mapping[str, Any], projector: ProjectorHeader | None = None) -> bool:
     """Whether loading with these keywords of `Llama` begins with a trial."""
     mode = read_environment().trial_load
-    return mode == "again" or (mode == "on" and _Verdicts(layout, _tried(options)).read() is None)
+    return mode == "again" or (mode == "on" and _Verdicts(layout, _tried(options), projector).read() is None)
 
 
-def try_first(layout: ExpertLayout, options: Mapping[str, Any], waiting: Callable[[], object]) -> None:
-    """Tries the model if that is due; calls `waiting` meanwhile, whose exception ends the trial.
+def try_first(
+    layout: ExpertLayout,
+    options: Mapping[str, Any],
+    waiting: Callable[[], object],
+    projector: ProjectorHeader | None = None,
+) -> None:
+    """Tries the model, with its `projector`, if that is due; calls `waiting` meanwhile, whose exception ends the trial.
 
     Raises ModelFormatError for a model that ended its trial, now or earlier, AllocationError when it took far more
     memory than it should.
@@ -93,21 +102,20 @@ def try_first(layout: ExpertLayout, options: Mapping[str, Any], waiting: Callabl
     mode, tried = read_environment().trial_load, _tried(options)
     if mode == "off":
         return
-    verdicts = _Verdicts(layout, tried)
+    verdicts = _Verdicts(layout, tried, projector)
     reason = None if mode == "again" else verdicts.read()
+    name, again = layout.shards[0].path.name, AGAIN
+    if projector is not None:
+        name, again = f"{name} with {projector.path.name}", WITHOUT + AGAIN
     if reason is None:
-        outcome = _run(_request(layout, tried), waiting)
+        outcome = _run(_request(layout, tried, projector), waiting)
         if outcome.out_of_memory:
-            raise AllocationError(f"{_name(layout)}: {outcome.reason}; free memory, or {AGAIN}.")
+            raise AllocationError(f"{name}: {outcome.reason}; free memory, or {again}.")
         if outcome.lasting:
             verdicts.write(outcome.reason)
         reason = outcome.reason
     if reason:
-        raise ModelFormatError(f"{_name(layout)}: {reason}; {AGAIN}.")
-
-
-def _name(layout: ExpertLayout) -> str:
-    return layout.shards[0].path.name
+        raise ModelFormatError(f"{name}: {reason}; {again}.")
 
 
 def _tried(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -123,32 +131,49 @@ def _is_plain(value: Any) -> bool:
     return False
 
 
-def _request(layout: ExpertLayout, options: Mapping[str, Any]) -> Request:
+def _request(layout: ExpertLayout, options: Mapping[str, Any], projector: ProjectorHeader | None) -> Request:
+    n_image, n_ctx, encode_s = 0, N_CTX, 0
+    if projector is not None:
+        n_image, n_ctx = projector.one_pass_tokens, N_CTX + N_IMAGE_TOKENS
+        encode_s = projector.weight_bytes * min(projector.n_patches, MAX_PATCHES) // CPU_PATCH_BYTES_PER_S
     n_slots = min(N_PASS_EXPERTS * layout.n_expert_used, max(layout.n_expert, layout.n_expert_used))
+    n_slots = max(n_slots, layer_slots(layout, n_image))
     pool_bytes = n_slots * slot_bytes(layout) if layout.is_moe else 0
     dense_bytes = layout.dense_bytes if layout.is_moe and read_environment().hooks else layout.n_bytes
-    needs = memory_needs(layout, N_CTX, N_BATCH).total_bytes(n_slots) + dense_bytes - layout.dense_bytes
+    needs = memory_needs(layout, n_ctx, max(N_BATCH, n_image), projector=projector).total_bytes(n_slots)
+    needs += dense_bytes - layout.dense_bytes
+    if projector is not None:
+        dense_bytes += projector.weight_bytes
     on_device = bool(options.get("n_gpu_layers"))  # drivers map far more than they use
     return Request(
         path=str(layout.shards[0].path.absolute()),
         options=options,
+        mmproj=str(projector.path.absolute()) if projector is not None else None,
+        n_ctx=n_ctx,
         n_slots_bytes=pool_bytes,
         memory_bytes=0 if on_device else 2 * (needs + pool_bytes) + SPARE_BYTES,
-        cpu_s=CPU_S + dense_bytes // CPU_BYTES_PER_S,
+        cpu_s=CPU_S + dense_bytes // CPU_BYTES_PER_S + encode_s,
+        wall_s=WALL_S + dense_bytes // DISK_BYTES_PER_S + encode_s,
     )
 
 
-class _Verdicts:
-    """What is known of one header: {key of the options: reason}, with the build of the library it was tried with."""
+_unwritten: dict[tuple[Path, str], str] = {}  # verdicts of this process
 
-    def __init__(self, layout: ExpertLayout, options: Mapping[str, Any]) -> None:
-        self._path = cache_folder() / "trials" / f"{header_digest(layout.shards)}.json"
-        text = json.dumps([options, read_environment().hooks], sort_keys=True)
+
+class _Verdicts:
+    """What is known of one header: {key of all else: reason}, with the build of the library it was tried with."""
+
+    def __init__(self, layout: ExpertLayout, options: Mapping[str, Any], projector: ProjectorHeader | None) -> None:
+        self._path = folder() / f"{header_digest(layout.shards)}.json"
+        images = header_digest((projector.shard,)) if projector is not None else None
+        processor = read_processor()  # a home folder may be shared between machines
+        machine = [processor.model, *sorted(processor.flags)]
+        text = json.dumps([options, read_environment().hooks, images, machine], sort_keys=True)
         self._key = hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def read(self) -> str | None:
         """The reason why the model failed, "" when it passed, None when it was not tried or the file is damaged."""
-        found = self._load().get(self._key)
+        found = _unwritten.get((self._path, self._key), self._load().get(self._key))
         return found if isinstance(found, str) else None
 
     def _load(self) -> dict[str, Any]:
@@ -159,24 +184,32 @@ class _Verdicts:
         return {}
 
     def write(self, reason: str) -> None:
-        """Remembers the reason, where the folder can be written."""
+        """Remembers the reason: in this process only, with a warning, where the folder cannot be written."""
         data = {"library": library.build_identity(), "reasons": {**self._load(), self._key: reason}}
-        with suppress(OSError):
+        _unwritten.pop((self._path, self._key), None)
+        try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(self._path, json.dumps(data).encode())
+        except OSError as error:
+            if not _unwritten:
+                warnings.warn(
+                    f"{folder()} cannot be written ({error.strerror}), so each new process tries its models again"
+                    " before it loads them; make that folder writable, or set MOEGGUF_HOME to another.",
+                    stacklevel=2,
+                )
+            _unwritten[self._path, self._key] = reason
 
 
 def _run(request: Request, waiting: Callable[[], object]) -> Outcome:
     """Starts the process and waits for its end. It ends with this one, too: it watches its stdin."""
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "GGML_NO_BACKTRACE"), "1")
-    path = os.pathsep.join(folder for folder in sys.path if folder)  # also what this process has added to it
     try:
         process = subprocess.Popen(
             [*COMMAND, json.dumps(vars(request))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env=os.environ | threads | {"MOEGGUF_TRIAL_LOAD": "0", "PYTHONPATH": path},
+            env=child_environment(MOEGGUF_TRIAL_LOAD="0", **threads),
             start_new_session=True,
         )
     except OSError:

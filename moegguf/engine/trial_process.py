@@ -12,7 +12,10 @@ import resource
 import sys
 import threading
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from moegguf.engine.llama import Llama
 
 TEXTS = (
     "The quick brown fox jumps over the lazy dog, what do you think?\n\n    def f(x):\n        return x + 1.5\n",
@@ -21,6 +24,7 @@ TEXTS = (
     "\x00\x7f  x" * 9,
 )
 N_NEW = 3
+IMAGE_WIDTH, IMAGE_HEIGHT = 100, 60  # neither a square nor whole patches
 
 
 def _limit(memory_bytes: int, cpu_s: int) -> None:
@@ -43,10 +47,15 @@ def end_with_parent() -> None:
 
 def _try(request: dict[str, Any]) -> None:
     from moegguf.engine.llama import Llama
-    from moegguf.engine.trial import N_BATCH, N_CTX
+    from moegguf.engine.machine import count_cpus
+    from moegguf.engine.trial import N_BATCH
+    from moegguf.errors import MoeggufError
 
     options = request["options"]
-    size: dict[str, Any] = {"n_ctx": N_CTX, "n_batch": N_BATCH, "n_threads": 1, "policy": "lru", "verbose": False}
+    size: dict[str, Any] = {"n_ctx": request["n_ctx"], "n_batch": N_BATCH, "policy": "lru", "verbose": False}
+    size |= {"n_threads": 1, "mmproj": request["mmproj"]}
+    if request["mmproj"]:
+        size["n_threads_batch"] = count_cpus()  # an image is seconds of computing
     with Llama(request["path"], expert_cache=request["n_slots_bytes"] or "auto", **size, **options) as llm:
         for text in TEXTS:
             llm.detokenize(llm.tokenize(text.encode(), add_bos=True, special=True))
@@ -60,6 +69,32 @@ def _try(request: dict[str, Any]) -> None:
             return
         llm.eval([0] * (N_BATCH + 1))
         llm.create_completion([0], max_tokens=N_NEW)
+        if llm.reads_images:
+            with suppress(MoeggufError):  # the user's first image raises it, too, and the model goes on without images
+                read_an_image(llm)
+
+
+def read_an_image(llm: Llama) -> None:
+    """Reads a small image between texts, as far as the context goes. Raises what the projector raises."""
+    from moegguf.engine.projector import Image
+
+    assert llm.projector is not None
+    prompt = llm.projector.tokenize(["look", "\n"], [Image(_ppm(), IMAGE_WIDTH, IMAGE_HEIGHT)])
+    llm.reset()
+    at = 0
+    for span in prompt.spans:
+        if span.end >= llm.n_ctx():
+            return
+        llm.eval(prompt.tokens[at : span.begin])
+        llm.eval_image(prompt, span)
+        at = span.end
+    llm.eval(prompt.tokens[at:])
+
+
+def _ppm() -> bytes:
+    """An image file of colours that differ from pixel to pixel."""
+    header = f"P6 {IMAGE_WIDTH} {IMAGE_HEIGHT} 255\n".encode()
+    return header + bytes(7 * i % 256 for i in range(3 * IMAGE_WIDTH * IMAGE_HEIGHT))
 
 
 def main() -> None:

@@ -18,11 +18,15 @@ from typing import Any
 from moegguf.engine.projector import Image
 from moegguf.errors import OptionError
 from moegguf.generate.request import Message
-from moegguf.gguf.projector import MAX_PIXELS
+from moegguf.gguf.projector import DECODED_BYTES
 
 MAX_IMAGE_BYTES = 20 << 20
 MAX_ASPECT_RATIO = 64  # projectors that keep the proportions would enlarge the long side of a line without limit
 MAX_IMAGES = 64  # in one request
+# What stb_image takes per pixel, measured, while it decodes a file: of 8 bits, interlaced (in addition), of 16 bits or
+# progressive, and of a GIF.
+PLAIN_BYTES, INTERLACED_BYTES, WIDE_BYTES, GIF_BYTES = 8, 8, 16, 12
+PROGRESSIVE = 0xC2
 MAX_JPEG_SEGMENTS = 4096  # before the first frame
 FORMATS = "PNG, JPEG or GIF"
 
@@ -61,10 +65,11 @@ def read_image(data: bytes) -> Image:
     found = _dimensions(data)
     if found is None:
         raise OptionError(f"an image is a {FORMATS} file, but this one {_kind(data)}; convert it.")
-    width, height = found
-    if not width or not height or width * height > MAX_PIXELS:
+    width, height, pixel_bytes = found
+    if not 0 < width * height <= DECODED_BYTES // pixel_bytes:
         raise OptionError(
-            f"an image has 1 to {MAX_PIXELS} pixels, but this one is {width} x {height}; send a smaller one."
+            f"an image of this kind has 1 to {DECODED_BYTES // pixel_bytes} pixels, but this one is {width} x {height};"
+            " send a smaller one."
         )
     if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
         raise OptionError(
@@ -86,13 +91,16 @@ def _kind(data: bytes) -> str:
     return next((name for start, name in names.items() if data.startswith(start)), "is not, or is damaged")
 
 
-def _dimensions(data: bytes) -> tuple[int, int] | None:
-    """As the decoder (stb_image) will read them; None when its header is of no format that it may decode."""
+def _dimensions(data: bytes) -> tuple[int, int, int] | None:
+    """Width and height as the decoder (stb_image) will read them, and the bytes that it takes per pixel; None when the
+    header is of no format that it may decode."""
     try:
         if data.startswith(b"\x89PNG\r\n\x1a\n") and data[12:16] == b"IHDR":
-            return struct.unpack_from(">II", data, 16)
+            width, height, depth, interlaced = struct.unpack_from(">IIB3xB", data, 16)
+            pixel_bytes = WIDE_BYTES if depth == 16 else PLAIN_BYTES
+            return width, height, pixel_bytes + (INTERLACED_BYTES if interlaced else 0)
         if data[:6] in (b"GIF87a", b"GIF89a"):
-            return struct.unpack_from("<HH", data, 6)
+            return *struct.unpack_from("<HH", data, 6), GIF_BYTES
         if data.startswith(b"\xff\xd8"):
             return _jpeg_dimensions(data)
     except (struct.error, IndexError, ValueError):  # it ends early
@@ -100,7 +108,7 @@ def _dimensions(data: bytes) -> tuple[int, int] | None:
     return None
 
 
-def _jpeg_dimensions(data: bytes) -> tuple[int, int] | None:
+def _jpeg_dimensions(data: bytes) -> tuple[int, int, int] | None:
     """From the first frame header; None before any other marker than those of tables and comments."""
     at = 2
     for _ in range(MAX_JPEG_SEGMENTS):
@@ -108,9 +116,9 @@ def _jpeg_dimensions(data: bytes) -> tuple[int, int] | None:
         while data[at] == 0xFF:
             at += 1
         marker = data[at]
-        if marker in (0xC0, 0xC1, 0xC2):
+        if marker in (0xC0, 0xC1, PROGRESSIVE):
             height, width = struct.unpack_from(">HH", data, at + 4)
-            return width, height
+            return width, height, WIDE_BYTES if marker == PROGRESSIVE else PLAIN_BYTES
         if not (0xE0 <= marker <= 0xEF or marker in (0xC4, 0xDB, 0xDD, 0xFE)):
             break
         at += 1 + struct.unpack_from(">H", data, at + 1)[0]

@@ -27,6 +27,11 @@ MAX_DEPTH = 64
 MAX_SUBSCHEMAS = 10_000  # of a request, each counted as often as it is used
 MAX_MULTIPLES = 100_000  # sum of a request's `multipleOf`, in units of their last digits: one state of a lexer each
 MAX_ITEMS = 10_000  # of arrays that count them; llguidance 1.7 and older take minutes for far more
+# Some of llguidance's compiling is outside of its limits (matcher.py), and nothing can stop it in this process: each
+# text schema more that has to hold in one place doubles the time (16 take 0.6 s, 20 more than 12 s), and that of a
+# pattern grows with the square of its length (16,000 characters take 0.8 s).
+MAX_INTERSECTED = 8
+MAX_PATTERN_CHARACTERS = 16_000
 MAX_ALTERNATIVES = 1_000  # of anyOf and oneOf, multiplied out where allOf combines them
 
 WHITESPACE = r" |\n[ \t]{0,20}"
@@ -131,6 +136,7 @@ class _Normalizer:
         self._cost = cost
         self._names: dict[str, str] = {}  # references, to the names of their definitions
         self._undefined: list[str] = []
+        self._weights: dict[int, int] = {}  # of parts of `root`, by their id
 
     def result(self) -> _Json:
         """The whole schema. Raises SchemaError for an invalid schema, or one that is too large when expanded."""
@@ -187,6 +193,11 @@ class _Normalizer:
     def _merged(self, parts: list[Any]) -> Any:
         """One schema for plain ones that must all hold."""
         given = [part for part in parts if isinstance(part, Mapping)]
+        if len(given) > 1 and sum(map(self._weigh, given)) > MAX_INTERSECTED:
+            raise SchemaError(
+                f"`allOf` of a JSON schema combines up to {MAX_INTERSECTED} parts with patterns, formats or lengths of"
+                " texts; write fewer, or one pattern for all."
+            )
         keys = set[str]().union(*given)
         rest: _Json = {}
         if not keys & {"type", "enum", "const"}:
@@ -203,12 +214,40 @@ class _Normalizer:
             return {**rest, **forms[0], **properties}
         return {"allOf": [*forms, rest]}
 
+    def _weigh(self, schema: Mapping[str, Any]) -> int:
+        """At most how many schemas of texts have to hold in one place of `schema`."""
+        mapped = [schema[key] for key in ("properties", "patternProperties") if isinstance(schema.get(key), Mapping)]
+        listed = {
+            key: schema[key] for key in ("items", "prefixItems", *_COMBINING) if isinstance(schema.get(key), list)
+        }
+        children = [*listed.get("items", ()), *listed.get("prefixItems", ()), schema.get("items")]
+        children += [schema.get("additionalProperties"), *itertools.chain(*(names.values() for names in mapped))]
+        choices = [*listed.get("anyOf", ()), *listed.get("oneOf", ())]
+        own = int(any(key in schema for key in _KEYWORDS["string"]))
+        weight = max([own, *map(self._weight, children)]) + max(map(self._weight, choices), default=0)
+        weight += sum(map(self._weight, listed.get("allOf", ())))
+        return weight + (self._weight(self._resolve(schema["$ref"])) if "$ref" in schema else 0)
+
+    def _weight(self, part: Any) -> int:
+        """`_weigh` for a part of the whole schema, which stays in memory; 0 within itself."""
+        if not isinstance(part, Mapping):
+            return 0
+        if id(part) not in self._weights:
+            self._weights[id(part)] = 0
+            self._weights[id(part)] = self._weigh(part)
+        return self._weights[id(part)]
+
     def _plain(self, schema: Mapping[str, Any]) -> _Json:
         """A schema without combining keywords, its parts normalized."""
         form = dict(schema)
         for key in ("minItems", "maxItems"):
             if isinstance(form.get(key), int | float) and form[key] > MAX_ITEMS:
                 raise SchemaError(f"`{key}` of a JSON schema is up to {MAX_ITEMS}, but is {form[key]}; leave it out.")
+        if isinstance(form.get("pattern"), str) and len(form["pattern"]) > MAX_PATTERN_CHARACTERS:
+            raise SchemaError(
+                f"`pattern` of a JSON schema has up to {MAX_PATTERN_CHARACTERS} characters, but one has"
+                f" {len(form['pattern'])}; for a choice of texts write an enum."
+            )
         if type(form.get("multipleOf")) in (int, float):
             self._cost.add_multiple(form["multipleOf"])
         for key in ("properties", "patternProperties"):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import add
 from typing import TYPE_CHECKING, NamedTuple
 
 from moegguf.engine.projector import PLACEHOLDER, ImagePrompt
@@ -197,6 +198,13 @@ class _Renderer:
         tokens = self._first + _without_second_bos(self._first, self.vocabulary.tokens(text))
         return Rendered(tokens, text, len(tokens), continuation)
 
+    def image_tokens(self, message: Message) -> int:
+        """The tokens of a message's images."""
+        images, projector = mark_images([message]).images, self._llm.projector
+        if not images or projector is None:
+            return 0
+        return len(projector.tokenize([""] * (len(images) + 1), images).tokens)
+
     def _render(self, messages: Sequence[Message]) -> str:
         return _render(self._llm, self.vocabulary, self.template, messages, self._request)
 
@@ -241,7 +249,7 @@ def _newest(messages: Sequence[Message], render: _Renderer, n_room: int) -> tupl
     """The newest messages that fit into `n_room` tokens; the fewest possible where none do."""
     conversation = Conversation(messages)
     fixed = render(conversation.fixed)
-    begin = conversation.steady_begin(_message_sizes(messages, render.vocabulary), n_room - fixed.n_tokens)
+    begin = conversation.steady_begin(_message_sizes(messages, render), n_room - fixed.n_tokens)
     rendered = {begin: render(conversation.kept(begin))}
 
     def fits(begin: int) -> bool:
@@ -257,15 +265,16 @@ def _newest(messages: Sequence[Message], render: _Renderer, n_room: int) -> tupl
     return conversation.kept(begin), rendered[begin]
 
 
-def _message_sizes(messages: Sequence[Message], vocabulary: Vocabulary) -> list[int]:
+def _message_sizes(messages: Sequence[Message], render: _Renderer) -> list[int]:
     """About the tokens of each message, the same in every request; 0 for system messages."""
     texts = [
         "" if message.get("role") == "system" else f"{text_of(message.get('content'))}{message.get('tool_calls') or ''}"
         for message in messages
     ]
     exact = sum(map(len, texts)) <= MAX_WHOLE_CHARACTERS
-    sizes = [len(vocabulary.tokens(text)) if exact else len(text) // 4 for text in texts]
-    return [size and size + MESSAGE_TOKENS for size in sizes]
+    sizes = [len(render.vocabulary.tokens(text)) if exact else len(text) // 4 for text in texts]
+    images = [0 if message.get("role") == "system" else render.image_tokens(message) for message in messages]
+    return [size and size + MESSAGE_TOKENS for size in map(add, sizes, images)]
 
 
 def _with_cut_text(messages: Sequence[Message], render: _Renderer, n_ctx: int) -> Rendered | None:

@@ -11,17 +11,17 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
+
+from moegguf.child import child_command, child_environment
 
 MAX_S = 2.0  # for compiling and rendering one template
 MAX_CHARACTERS = 16 << 20  # characters of a prompt
 MAX_IDLE = 2  # processes kept for further templates
 
-# -P: a folder named moegguf in the working directory is not this package.
-COMMAND = (sys.executable, "-P", "-m", f"{__package__}.sandbox")
+COMMAND = child_command(f"{__package__}.sandbox")
 
 
 class RenderError(Exception):
@@ -66,6 +66,7 @@ class _Process:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
+                env=child_environment(),
                 process_group=0,  # Ctrl-C in the terminal interrupts this process only
             )
         except OSError as error:

@@ -43,6 +43,11 @@ class Shard:
     mtime_ns: int
     header_bytes: int = 0
 
+    @classmethod
+    def of(cls, file: GgufFile) -> Shard:
+        """Of a file whose header was read."""
+        return cls(file.path, file.n_bytes, file.dev, file.ino, file.mtime_ns, file.data_offset)
+
 
 @dataclass(frozen=True)
 class ExpertMatrix:
@@ -188,7 +193,7 @@ def read_layout(path: str | os.PathLike[str]) -> ExpertLayout:
     embedding = tensors.get("token_embd.weight")
     return ExpertLayout(
         arch=hparams.arch,
-        shards=tuple(Shard(f.path, f.n_bytes, f.dev, f.ino, f.mtime_ns, f.data_offset) for f in files),
+        shards=tuple(map(Shard.of, files)),
         n_layer=hparams.n_layer,
         layers=layers,
         dense_bytes=total_bytes - expert_bytes - unused_bytes,

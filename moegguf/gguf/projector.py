@@ -11,14 +11,32 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moegguf.errors import ModelFormatError
+from moegguf.gguf.experts import Shard
 from moegguf.gguf.reader import GgufFile, read_gguf
 
+U32, I32, F32, BOOL, STRING = 4, 5, 6, 7, 8  # GGUF value types
+# What libmtmd reads, and asserts to be of these types; without "clip.".
+_KEYS = {
+    U32: """
+        minicpmv_query_num vision.attention.head_count vision.attention.head_count_kv vision.attention.head_dim
+        vision.block_count vision.embedding_length vision.expert_used_count vision.feed_forward_length
+        vision.image_max_pixels vision.image_min_pixels vision.image_size vision.n_wa_pattern vision.patch_size
+        vision.preproc_image_size vision.preproc_max_tiles vision.preproc_min_tiles vision.projection_dim
+        vision.projector.query_side vision.projector.scale_factor vision.projector.window_side
+        vision.sam.block_count vision.sam.embedding_length vision.sam.head_count vision.spatial_merge_size
+        vision.window_size
+    """,
+    I32: "minicpmv_version",
+    F32: "vision.attention.layer_norm_epsilon vision.swiglu_clamp",
+    BOOL: "has_vision_encoder has_audio_encoder has_gen_audio_encoder use_gelu use_silu",
+    STRING: "projector_type vision.projector_type vision.mm_patch_merge_type",
+}
+VALUE_TYPES = {f"clip.{name}": value_type for value_type, names in _KEYS.items() for name in names.split()}
+VALUE_TYPES |= {"general.name": STRING, "general.description": STRING}
 MAX_SIDE_PIXELS = 1 << 13
 MAX_DIMENSION = 1 << 17
 MAX_BLOCKS = 1 << 10
-MAX_PIXELS = 24 << 20  # of an image
-PIXEL_BYTES = 16  # while it is decoded: a PNG of 16 bits with alpha is held inflated and unfiltered
-DECODED_BYTES = PIXEL_BYTES * MAX_PIXELS
+DECODED_BYTES = 192 << 20  # while an image is decoded, at most
 
 # Kinds whose image tokens see each other, so that an image has to be read in one pass: {kind: tokens at most}. Zero:
 # from the header. libmtmd decides this in mtmd_decode_use_non_causal().
@@ -33,13 +51,18 @@ DYNAMIC_PATCHES = 4096 * 4
 class ProjectorHeader:
     """Facts of a projector file. `weight_bytes`: its tensors. `work_bytes`: an upper bound of its compute buffers."""
 
-    path: Path
+    shard: Shard
     kind: str
     weight_bytes: int
     n_embd: int
     n_ff: int
     n_patches: int
     one_pass_tokens: int
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return self.shard.path
 
     @property
     def work_bytes(self) -> int:
@@ -67,6 +90,7 @@ def read_projector(path: str | os.PathLike[str]) -> ProjectorHeader:
         )
     if file.metadata.get("clip.has_vision_encoder") is not True:
         raise ModelFormatError(f"{file.path.name} is a projector, but not for images; give another mmproj file.")
+    _check_types(file)
     kind = file.metadata.get("clip.projector_type") or file.metadata.get("clip.vision.projector_type")
     if not isinstance(kind, str):
         raise ModelFormatError(f"{file.path.name} does not say which kind of projector it is; fetch it again.")
@@ -82,7 +106,7 @@ def read_projector(path: str | os.PathLike[str]) -> ProjectorHeader:
     _check_epsilon(file)
     _check_shapes(file, kind, patch, n_embd, n_patches)
     return ProjectorHeader(
-        file.path,
+        Shard.of(file),
         kind,
         sum(tensor.n_bytes for tensor in file.tensors),
         n_embd,
@@ -90,6 +114,15 @@ def read_projector(path: str | os.PathLike[str]) -> ProjectorHeader:
         n_patches if kind in FIXED_SIZE else max(n_patches, DYNAMIC_PATCHES),
         ONE_PASS_TOKENS[kind] or n_patches if kind in ONE_PASS_TOKENS else 0,
     )
+
+
+def _check_types(file: GgufFile) -> None:
+    for key, expected in VALUE_TYPES.items():
+        found = file.value_types.get(key, expected)
+        if found != expected:
+            raise ModelFormatError(
+                f"{file.path.name}: {key} is of GGUF type {expected}, but here of type {found}; fetch it again."
+            )
 
 
 def _size(file: GgufFile, name: str, most: int, least: int = 1) -> int:

@@ -248,6 +248,7 @@ class GgufFile:
     data_offset: int
     n_byte_tokens: int  # of the 256 bytes, those with a token of their own
     metadata: Mapping[str, Value]
+    value_types: Mapping[str, int]  # of each key, its GGUF value type
     arrays: Mapping[str, ArrayInfo]
     tensors: tuple[TensorInfo, ...]
 
@@ -295,10 +296,10 @@ def _read_value(cur: Cursor) -> Value | None:
     return value
 
 
-def _read_key_values(cur: Cursor, n_kv: int) -> tuple[dict[str, Value], dict[str, ArrayInfo]]:
+def _read_key_values(cur: Cursor, n_kv: int) -> tuple[dict[str, Value], dict[str, int], dict[str, ArrayInfo]]:
     metadata: dict[str, Value] = {}
+    value_types: dict[str, int] = {}
     arrays: dict[str, ArrayInfo] = {}
-    seen: set[str] = set()
     for i in range(n_kv):
         cur.what = f"key-value {i} of {n_kv}"
         start = cur.pos
@@ -308,18 +309,18 @@ def _read_key_values(cur: Cursor, n_kv: int) -> tuple[dict[str, Value], dict[str
         cur.keep(160 + 2 * len(raw))
         key = raw.decode("utf-8", "backslashreplace")
         cur.what = f"key {_short(key)}"
-        if key in seen:
+        if key in value_types:
             cur.fail("the key is there twice", start)
-        seen.add(key)
+        value_types[key] = cur.peek_u32()
         value: Value | None
-        if cur.peek_u32() == ARRAY:
+        if value_types[key] == ARRAY:
             cur.pos += 4
             value, arrays[key] = _read_array(cur, key)
         else:
             value = _read_value(cur)
         if value is not None:
             metadata[key] = value
-    return metadata, arrays
+    return metadata, value_types, arrays
 
 
 def _short(name: str) -> str:
@@ -469,7 +470,7 @@ def read_gguf(path: str | os.PathLike[str]) -> GgufFile:
     try:
         cur = Cursor(fd, info.st_size, path.name)
         version, n_tensors, n_kv = _read_header(cur)
-        metadata, arrays = _read_key_values(cur, n_kv)
+        metadata, value_types, arrays = _read_key_values(cur, n_kv)
         _check_vocabulary(cur)
         alignment = _alignment(cur, metadata)
         data_offset, tensors = _read_tensors(cur, n_tensors, alignment)
@@ -477,5 +478,5 @@ def read_gguf(path: str | os.PathLike[str]) -> GgufFile:
         os.close(fd)
     return GgufFile(
         path, info.st_size, info.st_dev, info.st_ino, info.st_mtime_ns,
-        version, alignment, data_offset, _count_byte_tokens(cur.tokens), metadata, arrays, tensors,
+        version, alignment, data_offset, _count_byte_tokens(cur.tokens), metadata, value_types, arrays, tensors,
     )  # fmt: skip

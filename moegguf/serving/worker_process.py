@@ -16,6 +16,7 @@ import sys
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any
 
+from moegguf.child import child_command, child_environment
 from moegguf.engine.stats import Stats
 from moegguf.errors import MoeggufError, WorkerError
 from moegguf.serving.events import Snapshot
@@ -31,8 +32,7 @@ from moegguf.serving.wire import (
     encode,
 )
 
-# -P: a folder named moegguf in the server's working directory does not shadow this package.
-COMMAND = (sys.executable, "-P", "-m", "moegguf.serving.worker")
+COMMAND = child_command("moegguf.serving.worker")
 
 CANCEL_GRACE_S = 2.0
 CLOSE_GRACE_S = 5.0
@@ -176,6 +176,7 @@ class WorkerProcess:
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=asyncio.subprocess.DEVNULL,
                     stderr=asyncio.subprocess.PIPE,
+                    env=child_environment(),
                 )
         except OSError as error:
             ours.close()

@@ -116,12 +116,13 @@ def load(entry: ModelEntry, options: LoadOptions, spinner: Spinner) -> tuple[Lla
     spinner.show("loading the library")
     import moegguf
     from moegguf.engine.trial import is_due
+    from moegguf.gguf.projector import read_projector
     from moegguf.terminal.progress import loading_text
 
     layout = moegguf.read_layout(entry.path)
-    arguments = {**_llama_arguments(layout, options), "mmproj": projector_path(entry, options)}
-
-    tried = is_due(layout, arguments)
+    mmproj = projector_path(entry, options)
+    arguments = {**_llama_arguments(layout, options), "mmproj": mmproj}
+    tried = is_due(layout, arguments, read_projector(mmproj) if mmproj else None)
 
     def open_model(interrupted: threading.Event) -> Llama:
         def progress(share: float) -> bool:

@@ -190,22 +190,25 @@ class TraceAnalysis:
                 make(name)
         if ALL not in names:
             return list(dict.fromkeys(names))
-        found = [name for name in known if self.is_available(make, name)]
-        left_out = [name for name in known if name not in found]
-        if left_out:
-            warnings.warn(f"left out: {', '.join(left_out)}; --{kind} {left_out[0]} gives the reason.", stacklevel=3)
-        return found
+        reasons = {name: reason for name in known if (reason := self.why_not(make, name))}
+        groups: dict[str, list[str]] = {}
+        for name, reason in reasons.items():  # those that differ in the name only are told once
+            groups.setdefault(reason.replace(f"the {kind} ", "").replace(repr(name), "it"), []).append(name)
+        if groups:
+            told = "; ".join(f"{', '.join(group)} ({reason})" for reason, group in groups.items())
+            warnings.warn(f"left out: {told}", stacklevel=3)
+        return [name for name in known if name not in reasons]
 
     @staticmethod
-    def is_available(make: Callable[[str], object], name: str) -> bool:
-        """Whether `make` (`policy` or `predictor`) accepts this name."""
+    def why_not(make: Callable[[str], object], name: str) -> str:
+        """Why `make` (`policy` or `predictor`) does not accept this name; "" when it does."""
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 make(name)
-        except OptionError:
-            return False
-        return True
+        except OptionError as error:
+            return str(error).rstrip(".")
+        return ""
 
     def policy(self, name: str) -> AnyPolicy:
         """A new policy of this name. Raises OptionError."""
@@ -327,7 +330,7 @@ def build_report(
 def _stalls(analysis: TraceAnalysis, best: str, layer_compute_us: float, progress: Progress) -> StallTable:
     """Stall per decoded token over link speeds: LRU, the best policy, and both with prefetching."""
     candidates = ("mlp", "skip", "eamc")
-    prefetcher = next((name for name in candidates if analysis.is_available(analysis.predictor, name)), "none")
+    prefetcher = next((name for name in candidates if not analysis.why_not(analysis.predictor, name)), "none")
     settings = {
         "lru": ("lru", "none"),
         best: (best, "none"),

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from running import Llama, Load, TinyModel
 
-from moegguf.engine import trial
+from moegguf.engine import trial, trial_process
 from moegguf.errors import AllocationError, GenerationCancelled, ModelFormatError
 from moegguf.gguf.experts import read_layout
+from moegguf.gguf.projector import read_projector
+from moegguf.processor import Processor
 from tools.mutants import read_header, write_file
 
 
@@ -130,6 +136,67 @@ def test_damaged_verdicts_and_those_of_another_library_do_not_count(
     assert not trial.is_due(read_layout(tiny()), {})
     monkeypatch.setattr(trial.library, "build_identity", lambda: "another build")
     assert trial.is_due(read_layout(tiny()), {})
+
+
+def test_a_verdict_is_of_one_processor(tiny: TinyModel, load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    load(tiny())
+    other = Processor("another CPU", frozenset())
+    with monkeypatch.context() as patch:
+        patch.setattr(trial, "read_processor", lambda: other)
+        assert trial.is_due(read_layout(tiny()), {})
+        load(tiny())
+        assert not trial.is_due(read_layout(tiny()), {})
+    assert not trial.is_due(read_layout(tiny()), {}), "machines that share a home forget each other's verdicts"
+
+
+def test_verdicts_that_cannot_be_written_last_as_long_as_the_process(
+    tiny: TinyModel, load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trial, "_unwritten", {})
+    trial.folder().parent.mkdir(parents=True)
+    trial.folder().write_bytes(b"no folder")
+    with pytest.warns(UserWarning, match="cannot be written.*MOEGGUF_HOME"):
+        load(tiny())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load(tiny("tiny-qwen3moe"))
+    use(ABORT, monkeypatch)
+    load(tiny())
+    monkeypatch.setenv("MOEGGUF_TRIAL_LOAD", "again")
+    for _ in range(2):
+        with pytest.raises(ModelFormatError):
+            load(tiny())
+        monkeypatch.setenv("MOEGGUF_TRIAL_LOAD", "1")
+
+
+def test_a_projector_is_tried_with_its_model(
+    tiny: TinyModel, projector: Callable[..., Path], load: Load, tmp_path: Path
+) -> None:
+    good, bad = projector("mlp"), tmp_path / "mmproj-bad.gguf"
+    header = read_header(good)
+    kept = tuple(tensor for tensor in header.tensors if tensor.name != "mm.2.weight")
+    write_file(replace(header, tensors=kept), bad)  # libmtmd reads the pointer that is not there
+    load(tiny(), mmproj=good)
+    [path] = verdicts()
+    assert list(json.loads(path.read_bytes())["reasons"].values()) == [""]
+    layout = read_layout(tiny())
+    assert not trial.is_due(layout, {}, read_projector(good)) and trial.is_due(layout, {}, read_projector(bad))
+    for _ in range(2):
+        with pytest.raises(ModelFormatError, match=r"with mmproj-bad\.gguf: llama\.cpp ended .*SIGSEGV"):
+            load(tiny(), mmproj=bad)
+    load(tiny())
+
+
+@pytest.mark.parametrize(
+    ("kind", "preset"), [("mlp", "tiny-qwen2moe"), ("gemma3", "tiny-qwen3moe"), ("qwen2vl_merger", "tiny-qwen3vlmoe")]
+)
+def test_a_trial_reads_a_whole_image(
+    tiny: TinyModel, projector: Callable[..., Path], load: Load, monkeypatch: pytest.MonkeyPatch, kind: str, preset: str
+) -> None:
+    monkeypatch.setenv("MOEGGUF_TRIAL_LOAD", "0")
+    llm = load(tiny(preset), mmproj=projector(kind), n_ctx=trial.N_CTX, n_batch=trial.N_BATCH)
+    trial_process.read_an_image(llm)
+    assert llm.images and llm.n_tokens > 16
 
 
 def test_a_cancelled_load_ends_the_trial(tiny: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:

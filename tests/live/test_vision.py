@@ -6,21 +6,24 @@ import base64
 import subprocess
 import sys
 import threading
+import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
-from pictures import deep_png, jpeg_header, message, png, png_bomb
+from pictures import deep_png, interlaced_png, jpeg_header, message, png, png_bomb, png_of
 
 from moegguf.engine import llama as engine
 from moegguf.engine.llama import Llama
 from moegguf.errors import BudgetError, CapabilityError, ContextError, ModelFormatError, OptionError
 from moegguf.generate.answer import Answer
+from moegguf.generate.images import INTERLACED_BYTES, PLAIN_BYTES, WIDE_BYTES
+from moegguf.generate.prompt import read_prompt
 from moegguf.generate.request import GenerationRequest, Message, Sampling, Timing
-from moegguf.gguf.projector import PIXEL_BYTES
 from tools.models import write_projector
 
 Tiny = Callable[..., Path]
@@ -161,10 +164,53 @@ print(1024 * (kib("VmHWM") - before))
 """
 
 
-def test_decoding_takes_no_more_memory_than_is_planned() -> None:
+@pytest.mark.parametrize(
+    ("make", "pixel_bytes"),
+    [(png, PLAIN_BYTES), (interlaced_png, PLAIN_BYTES + INTERLACED_BYTES), (deep_png, WIDE_BYTES)],
+)
+def test_decoding_takes_no_more_memory_than_is_planned(make: Callable[[int, int], bytes], pixel_bytes: int) -> None:
     width, height = 3000, 1500
-    done = subprocess.run([sys.executable, "-c", DECODE], input=deep_png(width, height), stdout=subprocess.PIPE)
-    assert 8 * width * height < int(done.stdout) < (PIXEL_BYTES + 1) * width * height
+    data = make(width, height)
+    done = subprocess.run([sys.executable, "-c", DECODE], input=data, stdout=subprocess.PIPE)
+    assert 6 * width * height < int(done.stdout) < 1.05 * pixel_bytes * width * height + len(data)
+
+
+def test_data_beyond_the_header_are_not_inflated(tiny: Tiny, projector: Projector, load: Load) -> None:
+    llm, compressor = load(tiny(), mmproj=projector()), zlib.compressobj()
+    data = b"".join(compressor.compress(bytes(1 << 20)) for _ in range(200)) + compressor.flush()
+    rss = psutil.Process().memory_info().rss
+    with pytest.raises(OptionError, match="damaged"):
+        answer(llm, [message(png_of(64, 64, data), "what is it?")])
+    assert psutil.Process().memory_info().rss - rss < 100 << 20
+
+
+def test_an_error_keeps_no_image_and_is_told_once(
+    tiny: Tiny, projector: Projector, load: Load, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    llm = load(tiny(), mmproj=projector(), verbose=False)
+    reader = llm.projector
+    assert reader is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(reader._mtmd, "mtmd_encode_chunk", lambda *_: 1)
+        with pytest.raises(OptionError, match="libmtmd gives no reason"):
+            answer(llm, [message(png(), "what is it?")])
+    assert reader._held is None
+    with pytest.raises(OptionError):
+        answer(llm, [message(png()[:60], "what is it?")])
+    assert answer(llm, [message(png(), "what is it?")])[0] and reader._held is None
+    assert "mtmd" not in capfd.readouterr().err
+
+
+def test_a_cut_conversation_counts_its_images(tiny: Tiny, projector: Projector, load: Load) -> None:
+    """It begins where it began the turn before, as long as there is room, so that the context is of use."""
+    llm = load(tiny(), mmproj=projector(), n_ctx=512)
+    messages, cut = list[Message](), list[int]()
+    for turn in range(12):
+        messages.append(message(png(seed=turn), "and this?"))
+        request = GenerationRequest(messages=tuple(messages), sampling=Sampling(max_tokens=1), truncate=True)
+        cut.append(read_prompt(llm, llm.vocabulary, request).cut_messages)
+        messages.append({"role": "assistant", "content": "x"})
+    assert len(set(cut)) < 6 and cut == sorted(cut)
 
 
 def test_threads_share_one_projector(

@@ -7,6 +7,7 @@ import functools
 import subprocess
 import sys
 import time
+from string import ascii_letters
 from typing import Any
 
 import numpy as np
@@ -115,6 +116,17 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "anyOf that multiplies": ({"allOf": [{"anyOf": [{"type": "null"}] * 20}] * 20}, "alternatives"),
     "too many items": ({"type": "array", "items": {}, "maxItems": 10**9}, "maxItems.* 10000"),
     "too many items at least": ({"type": "array", "items": {}, "minItems": 10**9}, "minItems.* 10000"),
+    "patterns that multiply": ({"allOf": [{"pattern": f"{c}.{{9}}"} for c in ascii_letters]}, "8 parts"),
+    "patterns of a property that multiply": (
+        {"allOf": [{"properties": {"a": {"allOf": [{"pattern": f"{i}.{{{j}}}"} for i in "abc"]}}} for j in range(4)]},
+        "8 parts",
+    ),
+    "patterns behind references": (
+        {"allOf": [{"properties": {"a": {"$ref": "#/$defs/a"}}}] * 5,
+         "$defs": {"a": {"allOf": [{"pattern": "a.{9}b"}, {"pattern": "b.{8}c"}]}}},
+        "8 parts",
+    ),
+    "a long pattern": ({"type": "string", "pattern": "a?" * 9000}, "enum"),
     "no choices": ({"enum": []}, "empty"),
     "an enum that is none": ({"enum": 7}, "enum"),
     "anyOf that is none": ({"anyOf": {}}, "anyOf"),
@@ -155,6 +167,10 @@ LARGE = {
     "many choices": {"enum": list(range(5000))},
     "many items": {"type": "array", "items": {}, "maxItems": 10_000},
     "many items at least": {"type": "array", "items": {}, "minItems": 10_000},
+    "objects of many patterns": {
+        "allOf": [{"properties": {f"{i}{j}": {"pattern": f"^a{{{i}}}b{{{j}}}$"} for j in range(9)}} for i in range(8)]
+    },
+    "what may be there many times": {"type": "string", "pattern": "^(" + "ab?" * 300 + ")$"},
     "a long text": {"type": "string", "minLength": 10**6, "maxLength": 10**7},
     "a pattern of many characters": {"type": "string", "pattern": "a" * 9999},
     "a pattern that repeats what may be empty": {"type": "string", "pattern": "^(a*)*$"},

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import struct
 from pathlib import Path
+from typing import Any
 
 import pytest
-from pictures import base64_of, image, jpeg_header, message, png, png_bomb
+from pictures import base64_of, deep_png, image, jpeg_header, message, png, png_bomb
 
 from moegguf.chat.image_files import begins_with_image, extract_images
 from moegguf.errors import ModelFormatError, OptionError
@@ -15,6 +16,7 @@ from moegguf.gguf.projector import read_projector
 from moegguf.models.catalog import Catalog
 from moegguf.models.selection import projector_beside
 from tools.models import write_projector
+from tools.mutants import read_header, write_file
 
 
 @pytest.mark.parametrize(
@@ -35,6 +37,7 @@ def test_dimensions_are_read_without_decoding(data: bytes, size: tuple[int, int]
     [
         (png_bomb(60000, 60000), "pixels"),
         (png_bomb(0, 1), "pixels"),
+        (deep_png(5000, 4000)[:64], "12582912 pixels"),
         (jpeg_header(65535, 65535), "pixels"),
         (png_bomb(6500, 100), "as long as wide"),
         (b"RIFF\0\0\0\0WEBPVP8 ", "WebP"),
@@ -135,6 +138,20 @@ def test_a_header_on_which_libmtmd_aborts_is_refused(tmp_path: Path, key: str, o
     path.write_bytes(before + name + after[:4] + new + after[8:])
     with pytest.raises(ModelFormatError, match="fetch it again"):
         read_projector(path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value_type"),
+    [("clip.use_gelu", 6), ("clip.vision.projection_dim", 5), ("clip.vision.block_count", 10), ("general.name", 9)],
+)
+def test_a_key_of_another_type_is_refused(tmp_path: Path, key: str, value_type: int) -> None:
+    good = read_header(write_projector(tmp_path / "mmproj.gguf", "mlp", 128))
+    [(i, pair)] = [(i, pair) for i, pair in enumerate(good.pairs) if pair.key == key]
+    value: Any = [pair.value] if value_type == 9 else pair.value
+    changed = type(pair)(key, value_type, value, pair.gguf_type if value_type == 9 else None)
+    write_file(good.with_pair(i, changed), tmp_path / "bad.gguf")
+    with pytest.raises(ModelFormatError, match=rf"bad\.gguf: {key} is of GGUF type"):
+        read_projector(tmp_path / "bad.gguf")
 
 
 def test_base64_may_have_line_breaks() -> None:

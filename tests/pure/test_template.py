@@ -8,6 +8,7 @@ import re
 import threading
 import time
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -17,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from moegguf.child import child_command
 from moegguf.errors import TemplateError
 from moegguf.generate import renderer
 from moegguf.generate.renderer import MAX_S
@@ -291,6 +293,19 @@ def test_rendering_goes_on_when_the_process_was_killed_or_closed() -> None:
     renderer.close()
     assert not sandboxes()
     assert render("{{ 3 }}", CHAT) == "3"
+
+
+def test_the_process_finds_what_this_one_finds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Also packages in folders that this process has added to its path, and where Python is embedded."""
+    (tmp_path / "elsewhere.py").write_text("from moegguf.generate.sandbox import main\nmain()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    renderer.close()
+    with monkeypatch.context() as patch:
+        patch.setattr("sys.executable", "")
+        assert child_command("elsewhere")[0] == "python3"
+    monkeypatch.setattr(renderer, "COMMAND", child_command("elsewhere"))
+    assert render("{{ 4 }}", CHAT) == "4"
+    renderer.close()
 
 
 def test_a_template_keeps_nothing_of_the_one_before() -> None:

@@ -48,6 +48,21 @@ unknown_token_id seperator_token_id padding_token_id mask_token_id add_bos_token
 add_space_prefix remove_extra_whitespaces precompiled_charsmap suppress_tokens fim_pre_token_id fim_suf_token_id
 fim_mid_token_id fim_pad_token_id
 """.split()
+PROJECTOR_KEYS = """
+projector_type has_audio_encoder has_vision_encoder has_gen_audio_encoder use_gelu use_silu vision.embedding_length
+vision.feed_forward_length vision.block_count vision.projection_dim vision.attention.head_count
+vision.attention.head_count_kv vision.attention.head_dim vision.attention.layer_norm_epsilon vision.feature_layer
+vision.projector_type vision.image_size vision.image_min_pixels vision.image_max_pixels vision.preproc_min_tiles
+vision.preproc_max_tiles vision.preproc_image_size vision.patch_size vision.image_mean vision.image_std
+vision.projector.scale_factor vision.projector.query_side vision.projector.window_side
+vision.projector.spatial_offsets vision.spatial_merge_size vision.swiglu_clamp vision.mm_patch_merge_type
+vision.image_grid_pinpoints vision.n_wa_pattern vision.wa_layer_indexes vision.wa_pattern_mode vision.window_size
+minicpmv_version minicpmv_query_num vision.sam.head_count vision.sam.block_count vision.sam.embedding_length
+vision.expert_used_count
+""".split()
+PROJECTOR_KINDS = [b"mlp", b"mlp_norm", b"ldp", b"ldpv2", b"resampler", b"adapter", b"qwen2vl_merger",
+                   b"qwen2.5vl_merger", b"qwen3vl_merger", b"gemma3", b"gemma4v", b"idefics3", b"pixtral",
+                   b"internvl", b"llama4", b"lfm2", b"kimivl", b"glm4v", b"janus_pro", b"cogvlm"]  # fmt: skip
 
 Mutation = Callable[[Header, Random], Header]
 
@@ -124,7 +139,9 @@ def add_pair(header: Header, random: Random) -> Header:
     """A key that the file does not have, or two of one that it has."""
     arch = next((p.value for p in header.pairs if p.key == "general.architecture"), None)
     arch = arch if isinstance(arch, bytes) else b"llama"
-    if random.random() < 0.3:
+    if arch == b"clip":
+        key = f"clip.{random.choice(PROJECTOR_KEYS)}"
+    elif random.random() < 0.3:
         key = f"tokenizer.ggml.{random.choice(TOKENIZER_KEYS)}"
     else:
         key = f"{arch.decode(errors='replace')}.{random.choice(KEYS)}"
@@ -144,10 +161,11 @@ def swap_values(header: Header, random: Random) -> Header:
     return replace(header, pairs=tuple(replace(names[p.key], key=p.key) if p.key in names else p for p in header.pairs))
 
 
-def change_tokenizer(header: Header, random: Random) -> Header:
-    """Another tokenizer model or pre-tokenizer on this vocabulary."""
+def change_kind(header: Header, random: Random) -> Header:
+    """Another tokenizer model or pre-tokenizer on this vocabulary; another kind of projector."""
     key = random.choice(("tokenizer.ggml.model", "tokenizer.ggml.model", "tokenizer.ggml.pre"))
-    pairs = tuple(replace(p, value=random.choice(TEXTS)) if p.key == key else p for p in header.pairs)
+    kinds = {key: TEXTS, "clip.projector_type": PROJECTOR_KINDS}
+    pairs = tuple(replace(p, value=random.choice(kinds[p.key])) if p.key in kinds else p for p in header.pairs)
     return replace(header, pairs=pairs)
 
 
@@ -198,7 +216,7 @@ def rename_tensor(header: Header, random: Random) -> Header:
 
 # (mutation, weight)
 MUTATIONS: list[tuple[Mutation, int]] = [
-    (change_value, 30), (change_type, 8), (remove_pair, 6), (add_pair, 20), (swap_values, 4), (change_tokenizer, 5),
+    (change_value, 30), (change_type, 8), (remove_pair, 6), (add_pair, 20), (swap_values, 4), (change_kind, 5),
     (change_tensor_type, 15), (change_shape, 8), (remove_tensor, 4), (rename_tensor, 4),
 ]  # fmt: skip
 

@@ -1,0 +1,18 @@
+"""How a process of this package is started: with the same Python, which finds what this one finds."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+
+def child_command(module: str) -> tuple[str, ...]:
+    """The command that runs `module`. Where Python is embedded and does not know its program, the first in PATH."""
+    # -P: a folder named moegguf in the working directory does not shadow this package.
+    return (sys.executable or "python3", "-P", "-m", module)
+
+
+def child_environment(**more: str) -> dict[str, str]:
+    """This process's environment, with the folders of `sys.path`, also those that were added to it, and `more`."""
+    path = os.pathsep.join(folder for folder in sys.path if folder)
+    return {**os.environ, "PYTHONPATH": path, **more}
