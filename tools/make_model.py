@@ -3,6 +3,7 @@
 
 python tools/make_model.py --preset qwen1.5-moe-a2.7b --quant q4_0 -o model.gguf
 python tools/make_model.py --preset tiny-mix --quant q4_k_m --split 3 -o tiny.gguf
+python tools/make_model.py --preset qwen3-30b-a3b --locality none -o model.gguf
 python tools/make_model.py --list
 """
 
@@ -16,7 +17,17 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tools.models import PRESETS, PROJECTORS, QUANTS, Shape, model_size_bytes, write_model, write_projector
+from moegguf.trace.locality import LOCALITIES
+from tools.models import (
+    PRESET_LOCALITY,
+    PRESETS,
+    PROJECTORS,
+    QUANTS,
+    Shape,
+    model_size_bytes,
+    write_model,
+    write_projector,
+)
 
 SIZE_UNITS = {"K": 10**3, "M": 10**6, "G": 10**9}
 DIMENSIONS = [field.name for field in fields(Shape) if field.name != "arch"]
@@ -43,6 +54,12 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", choices=PRESETS, help="named shape; every dimension below overrides it")
     parser.add_argument("--quant", choices=QUANTS, default="q4_0", help="q4_k_m is the mix of Q4_K and Q6_K")
+    parser.add_argument(
+        "--locality",
+        choices=[*LOCALITIES, "none"],
+        help="whose published reuse of experts the routing has; none: as random weights happen to route "
+        "(default: that of the preset's family, none for tiny ones)",
+    )
     parser.add_argument("-o", "--output", type=Path, help="file to write; shards get -00001-of-0000N")
     parser.add_argument("--mmproj", choices=PROJECTORS, help="write a projector for images beside it, mmproj-FILE")
     parser.add_argument("--seed", type=int, default=0)
@@ -72,12 +89,14 @@ def _preset_table() -> str:
 def _write(args: argparse.Namespace) -> None:
     overrides = {name: getattr(args, name) for name in DIMENSIONS if getattr(args, name) is not None}
     shape = replace(PRESETS[args.preset], **overrides)
+    locality = args.locality or PRESET_LOCALITY.get(args.preset, "none")
     start = time.monotonic()
     paths = write_model(
         args.output,
         shape,
         args.quant,
         seed=args.seed,
+        locality=None if locality == "none" else locality,
         n_split=args.split,
         split_max_bytes=args.split_max_size,
         name=args.preset,
@@ -88,7 +107,7 @@ def _write(args: argparse.Namespace) -> None:
     seconds = time.monotonic() - start
     n_bytes = sum(path.stat().st_size for path in paths)
     print(
-        f"\r{n_bytes / 1e9:.3f} GB in {seconds:.1f} s, {len(paths)} file(s), first {paths[0]}",
+        f"\r{n_bytes / 1e9:.3f} GB in {seconds:.1f} s, {len(paths)} file(s), first {paths[0]}; routing: {locality}",
         file=sys.stderr,
     )
 

@@ -34,6 +34,7 @@ from moegguf.gguf.reader import ggml_type
 from moegguf.native import library
 from moegguf.native.store import StoreOptions
 from moegguf.package import __version__
+from moegguf.trace.locality import imitated
 
 _CPU, _GPU, _IGPU, _ACCEL = 0, 1, 2, 3  # enum ggml_backend_dev_type
 
@@ -271,6 +272,7 @@ def _description(llama: Llama) -> dict[str, Any]:
         "model_type": llama._model.desc(),
         "model_size": llama._model.size(),
         "model_n_params": llama._model.n_params(),
+        "routing": imitated(llama.layout.metadata),
     }
 
 

@@ -27,7 +27,8 @@ STORE_FIELDS = (
 )  # fmt: skip
 
 OWN_FIELDS = (
-    "system", "note", "policy", "predictor", "prefetch", "expert_cache", "n_slots", "n_ubatch_used", "feed", "rounds",
+    "system", "note", "policy", "predictor", "prefetch", "expert_cache", "n_slots", "n_ubatch_used", "feed", "routing",
+    "rounds",
     "median_ts", *STORE_FIELDS, "link_bound_strict_pct",
     "token_ms_p50", "token_ms_p95", "load_s", "fill_s", "peak_rss_bytes", "cgroup_peak_bytes", "memory_limit_bytes",
     "budget_bytes", "planned_bytes", "error",
@@ -133,7 +134,7 @@ def _description(outcomes: Iterable[Outcome]) -> Row:
     """The build and the model, from the first run that ended without an error."""
     names = (
         "build_commit", "build_number", "cpu_info", "gpu_info", "backends", "model_type", "model_size",
-        "model_n_params",
+        "model_n_params", "routing",
     )  # fmt: skip
     result = next((outcome.result for outcome in outcomes if not outcome.error), {})
     return {name: result[name] for name in names if result}

@@ -208,7 +208,8 @@ def _notes(rows: Sequence[Row]) -> list[str]:
     limits = {row["memory_limit_bytes"] for row in rows}
     memory = [f"memory limit: {n >> 20} MiB" if n else "memory limit: none" for n in sorted(limits)]
     feeds = sorted({f"tokens: {row['feed']}" for row in rows})
-    return ["", *sorted(notes), *_policies(rows), *memory, *feeds]
+    routings = sorted({f"routing: {row['routing']}" for row in rows if row.get("routing")})
+    return ["", *sorted(notes), *_policies(rows), *memory, *feeds, *routings]
 
 
 def _policies(rows: Sequence[Row]) -> list[str]:

@@ -18,6 +18,7 @@ import typer
 from moegguf.cli.bench import split
 from moegguf.cli.options import AsJson, Threads
 from moegguf.errors import OptionError
+from moegguf.quantities import parse_size
 from moegguf.terminal.messages import print_message
 
 if TYPE_CHECKING:
@@ -225,6 +226,42 @@ def record(
         )
     size = format_bytes(out.stat().st_size)
     print_message(f"{out}: {len(prompt_list)} request(s), {stats.tokens} tokens, {size}; hit rate {stats.hit_rate:.1%}")
+
+
+@trace.command(short_help="Make up a trace with the statistics of a real model.")
+def synthesize(
+    out: Out,
+    locality: Annotated[
+        str, typer.Option("--locality", metavar="NAME", help="Whose published reuse: qwen3-30b, glm, olmoe or mixtral.")
+    ],
+    layers: Annotated[int, typer.Option(min=1, max=4096, metavar="N", help="Layers with experts.")] = 24,
+    experts: Annotated[
+        int | None, typer.Option(min=1, max=32767, metavar="N", help="Experts per layer.  [default: that model's]")
+    ] = None,
+    used: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Experts per layer and token.  [default: that model's]")
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=1, max=100_000, metavar="N", help="Decoded tokens.")] = 1024,
+    expert_size: Annotated[
+        str, typer.Option("--expert-size", metavar="SIZE", help="Of one expert, for a modelled link.")
+    ] = "1MiB",
+    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Random seed.")] = 0,
+) -> None:
+    """Write a trace of random routing that is reused from token to token as published of a real model.
+
+    No model is needed: for simulations of any shape. Hit rates from it are no measurement of any model.
+    """
+    from moegguf.trace.format import write
+    from moegguf.trace.synthesize import shape_of, synthesize
+
+    check_writable(out)
+    try:
+        expert_bytes = parse_size(expert_size)
+    except ValueError as error:
+        raise OptionError(f"--expert-size: {error}.") from None
+    made = synthesize(locality, shape_of(locality, layers, experts, used, expert_bytes), tokens, seed)
+    write(out, made)
+    print_message(f"{out}: {tokens} tokens, {made.header.model}")
 
 
 @trace.command(short_help="Replay with other policies and budgets.")

@@ -89,6 +89,33 @@ def test_hit_rates_of_every_policy_fit_a_narrow_terminal(moegguf: Command, recor
     assert f"4 of 4 requests with {trace.decode().n_tokens} of {trace.decode().n_tokens} decoded tokens" in done.stdout
 
 
+def test_a_made_up_trace_is_simulated_as_a_recorded_one(moegguf: Command, tmp_path: Path) -> None:
+    path = tmp_path / "made-up.npz"
+    shape = ("--layers", "3", "--experts", "32", "--used", "2", "--expert-size", "3MiB")
+    done = moegguf("trace", "synthesize", "--locality", "qwen3-30b", *shape, "--tokens", "300", "-o", path)
+    assert (done.returncode, done.stdout) == (0, "")
+    assert done.stderr == f"{path}: 300 tokens, synthetic routing as of Qwen3-30B-A3B\n"
+    made = read(path).shape
+    assert (made.n_layer, made.n_expert, made.n_expert_used, made.expert_bytes) == (3, 32, 2, 3 << 20)
+    rows = json.loads(moegguf("trace", "simulate", path, "--policy", "lru", "--expert-cache", "40%", "--json").stdout)
+    assert rows[0]["hit_rate"] == pytest.approx(0.9, abs=0.03)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--locality", "qwen"), "qwen3-30b, glm"),
+        (("--locality", "glm", "--used", "300"), "at most all 288"),
+        (("--locality", "glm", "--expert-size", "big"), "--expert-size: a size"),
+    ],
+)
+def test_what_cannot_be_made_up_is_refused(capsys: Capture, tmp_path: Path, flags: tuple[str, ...], words: str) -> None:
+    code, said = refused(capsys, "synthesize", *flags, "-o", tmp_path / "t.npz")
+    assert code > 0
+    assert words in said
+    assert not list(tmp_path.iterdir())
+
+
 def test_json_is_the_table(moegguf: Command, recorded: Path) -> None:
     flags = ("--policy", "lru,next-use", "--expert-cache", "25%, 0.5")
     rows = json.loads(moegguf("trace", "simulate", recorded, *flags, "--json").stdout)

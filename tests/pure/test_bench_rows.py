@@ -53,9 +53,9 @@ def result(seconds: float, tokens: int = 7, store: bool = True) -> dict[str, Any
     shared = {"test_time": "2026-01-02T03:04:05Z", "figures": [figures] * 2 if store else []}
     return {
         "build_commit": "abc", "build_number": 0, "cpu_info": "A CPU", "gpu_info": "", "backends": "CPU",
-        "model_type": "moe 1B Q4_0", "model_size": 8 << 30, "model_n_params": 14 * 10**9, "load_s": 0.5, "fill_s": 0.0,
-        "peak_rss_bytes": 3 << 30, "n_slots": 540 if store else 0, "n_ubatch_used": 512, "budget_bytes": 2 << 30,
-        "planned_bytes": 3 << 30,
+        "model_type": "moe 1B Q4_0", "model_size": 8 << 30, "model_n_params": 14 * 10**9, "routing": "",
+        "load_s": 0.5, "fill_s": 0.0, "peak_rss_bytes": 3 << 30, "n_slots": 540 if store else 0, "n_ubatch_used": 512,
+        "budget_bytes": 2 << 30, "planned_bytes": 3 << 30,
         "decisions": {"policy": "next-use", "predictor": "none", "prefetch": "off", "gates": 9} if store else {},
         "tests": [
             {"n_prompt": 4, "n_gen": 0, "n_depth": 0, "samples_ns": [ns] * 2, "token_ns": [[], []],
@@ -224,6 +224,12 @@ def test_no_outcomes_no_rows() -> None:
 
 def test_markdown() -> None:
     assert as_markdown(make_rows(OUTCOMES, 4 << 30)) == (Path(__file__).parent / "bench.md").read_text()
+
+
+def test_markdown_says_when_routing_is_synthetic() -> None:
+    synthetic = result(0.5) | {"routing": "random weights"}
+    page = as_markdown(make_rows([Outcome(OWN, 0, synthetic), Outcome(MMAP, 0, synthetic)]))
+    assert page.count("routing: random weights\n") == 1
 
 
 def test_markdown_of_policies_has_their_stalls_and_names_equal_ones_once() -> None:

@@ -13,7 +13,8 @@ from gguf import GGUFReader
 from gguf.constants import GGMLQuantizationType as QType
 from gguf.quants import dequantize
 
-from tools.models import PRESETS, QUANTS, Shape, model_size_bytes, write_model
+from moegguf.trace.locality import LOCALITIES
+from tools.models import PRESET_LOCALITY, PRESETS, QUANTS, Shape, model_size_bytes, write_model
 from tools.models.blocks import BLOCK_MAKERS, random_blocks
 from tools.models.tensors import tensors
 from tools.models.vocabulary import SPECIALS, build_vocabulary, byte_characters
@@ -131,6 +132,30 @@ def test_vocabulary_has_bytes_unique_tokens_and_reachable_merges(n_vocab: int) -
     assert known <= set(vocabulary.tokens)
 
 
+@pytest.mark.parametrize(("preset", "quant", "width"), [("tiny-qwen3moe", "q4_0", 32), ("tiny-mix", "q8_0", 32)])
+def test_with_locality_only_the_first_attention_writes_what_routers_read(
+    tmp_path: Path, preset: str, quant: str, width: int
+) -> None:
+    shape = PRESETS[preset]
+    [path] = write_model(tmp_path / "m.gguf", shape, quant, locality="glm")
+    values = {t.name: dequantize(t.data, t.tensor_type) for t in GGUFReader(path).tensors}
+    embedding = values["token_embd.weight"]
+    assert (embedding[:, :width] == embedding[0, :width]).all() and embedding[0, :width].std() > 0.5
+    assert not embedding[:, width : 2 * width].any()
+    written = {name: np.abs(v).sum(axis=-1) for name, v in values.items() if "_output." in name or "ffn_down" in name}
+    for name, rows in written.items():
+        memory = name == "blk.0.attn_output.weight"
+        assert rows[..., : 3 * width].any() == memory, name
+        assert rows[..., 3 * width :].all() == (not memory), name
+    assert not values["blk.1.ffn_gate_inp.weight"][:, 3 * width :].any()
+    assert GGUFReader(path).fields["moegguf.locality"].contents() == "glm"
+
+
+def test_locality_is_the_default_of_large_presets_only() -> None:
+    assert set(PRESET_LOCALITY) == set(PRESETS) - set(TINY)
+    assert set(PRESET_LOCALITY.values()) <= set(LOCALITIES)
+
+
 def test_impossible_shapes_are_refused(tmp_path: Path) -> None:
     tiny = PRESETS["tiny-qwen2moe"]
     with pytest.raises(ValueError, match="n_expert_used"):
@@ -139,6 +164,8 @@ def test_impossible_shapes_are_refused(tmp_path: Path) -> None:
         Shape("gpt2", 1, 32, 1, 1, 32, 2, 1, 32, 300)
     with pytest.raises(ValueError, match="multiple of 32"):
         write_model(tmp_path / "m.gguf", replace(tiny, n_ff_exp=48))
+    with pytest.raises(ValueError, match="another quant"):
+        write_model(tmp_path / "m.gguf", PRESETS["tiny-mix"], "q4_k_m", locality="glm")
     with pytest.raises(OSError, match="GB free"):
         write_model(tmp_path / "m.gguf", replace(PRESETS["mixtral-8x7b"], n_layer=2_000))
     assert list(tmp_path.iterdir()) == []
@@ -146,7 +173,19 @@ def test_impossible_shapes_are_refused(tmp_path: Path) -> None:
 
 def test_command_line_writes_a_model(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
-    command = [sys.executable, str(MAKE_MODEL), "--preset", "tiny-mixtral", "--layers", "1", "-o", str(path)]
+    command = [
+        sys.executable,
+        str(MAKE_MODEL),
+        "--preset",
+        "tiny-mixtral",
+        "--layers",
+        "1",
+        "--locality",
+        "mixtral",
+        "-o",
+        str(path),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
     assert done.returncode == 0, done.stderr
     assert GGUFReader(path).fields["llama.block_count"].contents() == 1
+    assert "routing: mixtral" in done.stderr

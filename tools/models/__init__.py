@@ -1,11 +1,20 @@
 """Random GGUF models of any Mixture-of-Experts shape, for tests and benchmarks, that run real text.
 
-Uses nothing of moegguf, and never holds a model in memory.
+Uses nothing of moegguf but its table of published routing, and never holds a model in memory.
 """
 
 from tools.models.projector import PROJECTORS, write_projector
-from tools.models.shapes import PRESETS, Shape
+from tools.models.shapes import PRESET_LOCALITY, PRESETS, Shape
 from tools.models.tensors import QUANTS, model_size_bytes
 from tools.models.writer import write_model
 
-__all__ = ["PRESETS", "PROJECTORS", "QUANTS", "Shape", "model_size_bytes", "write_model", "write_projector"]
+__all__ = [
+    "PRESETS",
+    "PRESET_LOCALITY",
+    "PROJECTORS",
+    "QUANTS",
+    "Shape",
+    "model_size_bytes",
+    "write_model",
+    "write_projector",
+]

@@ -61,7 +61,10 @@ class BlockPools:
         step = int(n_blocks * 0.6180339887) | 1
         for chunk in range(tensor.n_chunks):
             start = (self._first_chunk[tensor.name] + chunk) * step % n_blocks * block_bytes
-            left = tensor.n_bytes // tensor.n_chunks
+            n_zero_bytes = tensor.n_zero_rows * tensor.row_bytes
+            if n_zero_bytes:
+                yield memoryview(bytes(n_zero_bytes))
+            left = tensor.n_bytes // tensor.n_chunks - n_zero_bytes
             while left:
                 piece = flat[start : start + left]
                 yield piece

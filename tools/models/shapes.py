@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 ARCHS = ("qwen2moe", "qwen3moe", "qwen3vlmoe", "llama", "deepseek2")
+ROPE_FREQ_BASE = 1_000_000.0
 
 
 @dataclass(frozen=True)
@@ -201,4 +202,12 @@ PRESETS: dict[str, Shape] = {
         n_vocab=1024,
         n_ctx_train=2048,
     ),
+}
+
+# Whose published routing a preset has unless another is named: the tiny ones route as random weights happen to.
+PRESET_LOCALITY = {
+    "qwen1.5-moe-a2.7b": "qwen3-30b",
+    "qwen3-30b-a3b": "qwen3-30b",
+    "mixtral-8x7b": "mixtral",
+    "deepseek-v2-lite": "qwen3-30b",
 }

@@ -24,18 +24,27 @@ GAINS = {"attn_output": 0.9, "output": 3.0}
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor: `shape` in numpy order (experts, rows, columns), `std` of the weights if quantised."""
+    """One tensor: `shape` in numpy order (experts, rows, columns), `std` of the weights if quantised.
+
+    The first `n_zero_rows` rows of each matrix are zero.
+    """
 
     name: str
     shape: tuple[int, ...]
     qtype: QType
     std: float
+    n_zero_rows: int = 0
 
     @property
     def n_bytes(self) -> int:
         """Bytes of the tensor in the file, without padding."""
         block, block_bytes = GGML_QUANT_SIZES[self.qtype]
         return prod(self.shape) // block * block_bytes
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row."""
+        return self.n_bytes // prod(self.shape[:-1])
 
     @property
     def n_chunks(self) -> int:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +13,10 @@ from gguf import GGUFWriter
 from gguf.constants import GGMLQuantizationType as QType
 from gguf.constants import Keys, LlamaFileType
 
-from tools.models.blocks import BlockPools, f32_weights
-from tools.models.shapes import Shape
+from moegguf.trace.locality import LOCALITY_KEY, find_locality
+from tools.models.blocks import BlockPools, Bytes, f32_weights
+from tools.models.shapes import ROPE_FREQ_BASE, Shape
+from tools.models.slow_routing import SlowRouting
 from tools.models.tensors import Tensor, tensors
 from tools.models.vocabulary import CHAT_TEMPLATE, build_vocabulary
 
@@ -36,26 +39,33 @@ def write_model(
     quant: str = "q4_0",
     *,
     seed: int = 0,
+    locality: str | None = None,
     n_split: int = 1,
     split_max_bytes: int | None = None,
     name: str = "random",
     chat_template: str = CHAT_TEMPLATE,
     progress: Progress | None = None,
 ) -> list[Path]:
-    """Write a random model; return its files, first shard first. Weights depend on shape, quant and seed.
+    """Write a random model; return its files, first shard first. Weights depend on shape, quant, seed and locality.
 
+    `locality` names a model (`LOCALITIES`) whose published reuse of experts the routing has; None: as random weights
+    happen to route.
     `n_split` puts every tensor into the smallest of this many shards, so that gate, up and down of a layer part
     company; `split_max_bytes` fills one shard after the other, as llama-gguf-split does. `progress` gets
     bytes done and bytes in total. Files appear under their names when all are complete.
     """
     path = Path(path)
     plan = tensors(shape, quant)
+    routing = None
+    if locality is not None:
+        routing = SlowRouting(shape, find_locality(locality), plan[0].qtype, seed)
+        plan = [routing.plan(tensor) for tensor in plan]
+    weights = Weights(BlockPools(plan, seed), routing, seed)
     total_bytes = sum(tensor.n_bytes for tensor in plan)
     _check_disk(path.parent, total_bytes)
     shards = _fill(plan, split_max_bytes) if split_max_bytes else _deal(plan, n_split)
     paths = _shard_paths(path, len(shards))
     partial = [file.with_name(file.name + ".part") for file in paths]
-    pools = BlockPools(plan, seed)
     done_bytes = 0
 
     def advance(n_bytes: int) -> None:
@@ -69,11 +79,11 @@ def write_model(
             undo.callback(file.unlink, missing_ok=True)
             writer = GGUFWriter(file, shape.arch)
             if no == 0:
-                _add_metadata(writer, shape, quant, name)
+                _add_metadata(writer, shape, quant, name, locality)
                 _add_tokenizer(writer, shape.n_vocab, chat_template)
             if len(shards) > 1:
                 _add_split(writer, no, len(shards), len(plan))
-            _write_shard(writer, shard, pools, seed, advance)
+            _write_shard(writer, shard, weights, advance)
         for file, final in zip(partial, paths, strict=True):
             file.replace(final)
         undo.pop_all()
@@ -121,9 +131,7 @@ def _shard_paths(path: Path, n_split: int) -> list[Path]:
     return [path.with_name(f"{stem}-{no:05d}-of-{n_split:05d}.gguf") for no in range(1, n_split + 1)]
 
 
-def _write_shard(
-    writer: GGUFWriter, shard: list[Tensor], pools: BlockPools, seed: int, advance: Callable[[int], None]
-) -> None:
+def _write_shard(writer: GGUFWriter, shard: list[Tensor], weights: Weights, advance: Callable[[int], None]) -> None:
     for tensor in shard:
         writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), tensor.n_bytes, tensor.qtype)
     try:
@@ -134,15 +142,44 @@ def _write_shard(
         out = writer.fout[0]
         for tensor in shard:
             out.write(bytes(-out.tell() % ALIGNMENT))
-            if tensor.qtype == QType.F32:
-                out.write(f32_weights(tensor, seed).data)
-            else:
-                for piece in pools.deltas(tensor):
-                    out.write(piece)
+            for piece in weights.pieces(tensor):
+                out.write(piece)
             advance(tensor.n_bytes)
         out.write(bytes(-out.tell() % ALIGNMENT))
     finally:
         writer.close()
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Where the bytes of a tensor come from."""
+
+    pools: BlockPools
+    routing: SlowRouting | None
+    seed: int
+
+    def pieces(self, tensor: Tensor) -> Iterator[memoryview]:
+        """The bytes of a tensor, in order."""
+        made = self.routing.weights(tensor) if self.routing else None
+        if made is not None:
+            yield made.data
+        elif tensor.qtype == QType.F32:
+            yield f32_weights(tensor, self.seed).data
+        elif self.routing and tensor.name == "token_embd.weight":
+            yield from _with_row_heads(self.pools.deltas(tensor), tensor.row_bytes, self.routing.row_head)
+        else:
+            yield from self.pools.deltas(tensor)
+
+
+def _with_row_heads(pieces: Iterator[memoryview], row_bytes: int, head: Bytes) -> Iterator[memoryview]:
+    """The same rows, each beginning with `head`."""
+    rest = b""
+    for piece in pieces:
+        data = bytearray(rest + piece)
+        rest = bytes(data[len(data) // row_bytes * row_bytes :])
+        rows = np.frombuffer(data, np.uint8, len(data) - len(rest)).reshape(-1, row_bytes)
+        rows[:, : len(head)] = head
+        yield rows.data
 
 
 def _add_split(writer: GGUFWriter, no: int, n_split: int, n_tensors: int) -> None:
@@ -151,9 +188,11 @@ def _add_split(writer: GGUFWriter, no: int, n_split: int, n_tensors: int) -> Non
     writer.add_int32(Keys.Split.LLM_KV_SPLIT_TENSORS_COUNT, n_tensors)
 
 
-def _add_metadata(writer: GGUFWriter, shape: Shape, quant: str, name: str) -> None:
+def _add_metadata(writer: GGUFWriter, shape: Shape, quant: str, name: str, locality: str | None) -> None:
     writer.add_name(name)
     writer.add_description("random weights, written by moegguf tools/make_model.py")
+    if locality is not None:
+        writer.add_string(LOCALITY_KEY, locality)
     writer.add_file_type(FILE_TYPES[quant])
     writer.add_quantization_version(2)
     writer.add_custom_alignment(ALIGNMENT)
@@ -164,7 +203,7 @@ def _add_metadata(writer: GGUFWriter, shape: Shape, quant: str, name: str) -> No
     writer.add_vocab_size(shape.n_vocab)
     writer.add_head_count(shape.n_head)
     writer.add_layer_norm_rms_eps(1e-6)
-    writer.add_rope_freq_base(1_000_000.0)
+    writer.add_rope_freq_base(ROPE_FREQ_BASE)
     writer.add_expert_count(shape.n_expert)
     writer.add_expert_used_count(shape.n_expert_used)
     if shape.arch == "deepseek2":

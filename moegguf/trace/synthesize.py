@@ -1,0 +1,65 @@
+"""Traces of any shape whose routing is reused as a real model's, drawn at random: for simulations without a model."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from math import exp, sqrt
+
+import numpy as np
+import numpy.typing as npt
+
+from moegguf.controller.shape import MoeShape
+from moegguf.errors import OptionError
+from moegguf.native.events import Float32s, Phase
+from moegguf.trace.locality import Locality, find_locality, popularity
+from moegguf.trace.trace import Trace, TraceHeader
+
+
+def shape_of(
+    name: str, n_layer: int, n_expert: int | None = None, n_expert_used: int | None = None, expert_bytes: int = 1 << 20
+) -> MoeShape:
+    """A shape with experts in every layer; as many as that model has where None. Raises OptionError."""
+    locality = find_locality(name)
+    n_expert, n_expert_used = n_expert or locality.n_expert, n_expert_used or locality.n_expert_used
+    if n_expert_used > n_expert:
+        raise OptionError(f"a token can use at most all {n_expert} experts of a layer, but not {n_expert_used}.")
+    return MoeShape(n_layer, n_expert, n_expert_used, tuple(range(n_layer)), expert_bytes=expert_bytes)
+
+
+def synthesize(name: str, shape: MoeShape, n_tokens: int, seed: int = 0) -> Trace:
+    """A trace of one request with `n_tokens` decoded tokens, reused as in the model of this name (`LOCALITIES`).
+
+    Layers are independent of each other. A shape with other experts than the model's takes the same process: about the
+    same hit rates at the same share of experts, as far as a token uses the same share of them. Raises OptionError.
+    """
+    locality, rng = find_locality(name), np.random.default_rng(seed)
+    layers = [_choices(locality, shape, n_tokens, rng) for _ in shape.layers]
+    return Trace(
+        shape=shape,
+        header=TraceHeader(f"synthetic routing as of {locality.model}", settings={"locality": name, "seed": seed}),
+        pass_sequence=np.zeros(n_tokens, np.int32),
+        pass_phase=np.full(n_tokens, Phase.DECODE, np.uint8),
+        pass_first_token=np.full(n_tokens, -1, np.int32),  # no tokens that could have been announced
+        pass_ns=np.arange(n_tokens, dtype=np.int64),
+        pass_start=np.arange(n_tokens + 1, dtype=np.int64),
+        tokens=np.full(n_tokens, -1, np.int32),
+        expert_ids=np.stack(layers),
+    )
+
+
+def _choices(locality: Locality, shape: MoeShape, n_tokens: int, rng: np.random.Generator) -> npt.NDArray[np.int16]:
+    """(n_tokens, n_expert_used): the experts of one layer, the largest logits first."""
+    logits = sqrt(locality.constant) * popularity(shape.n_expert, rng)
+    logits = logits + sqrt(locality.own) * rng.standard_normal((n_tokens, shape.n_expert), np.float32)
+    logits += sqrt(locality.slow) * _slow(locality.memory_tokens, (n_tokens, shape.n_expert), rng)
+    return np.argsort(-logits, axis=1)[:, : shape.n_expert_used].astype(np.int16)
+
+
+def _slow(memory_tokens: float, size: tuple[int, int], rng: np.random.Generator) -> Float32s:
+    """AR(1) processes of variance 1 along the first axis."""
+    kept = exp(-1 / memory_tokens)
+    values = rng.standard_normal(size, np.float32)
+    values[1:] *= sqrt(1 - kept * kept)
+    for before, value in pairwise(values):
+        value += kept * before
+    return values
