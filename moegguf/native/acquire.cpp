@@ -51,6 +51,7 @@ void Acquire::take_failure(Lane & lane, moegguf_failure & out, bool clear) {
         return;
     }
     Lock lock(shared_.mutex);
+    note_failed_reads(lane);
     out = lane.failed ? lane.failure : moegguf_failure{};
     if (clear) {
         lane.failure = {};
@@ -93,7 +94,7 @@ void Acquire::acquire(Lane & lane, int il, int32_t * ids, int n_expert_used, int
     {
         Lock lock(shared_.mutex);
         begin_pass(lane, il, n_tokens);
-        if (valid) {
+        if (valid && !lane.failed) {
             const int64_t n_expert = layout_.layers[il].n_expert;
             const bool sweep = n_tokens > 1 && (int64_t)n >= sweep_choices_per_expert * n_expert;
             placed = fill_slots(lane, {il, sweep, lane.n_tokens == 1}, ids, n_expert_used, n_tokens, lock);
@@ -169,6 +170,7 @@ void Acquire::count_pass(Lane & lane, int il, int n_tokens) {
 void Acquire::begin_pass(Lane & lane, int il, int n_tokens) {
     computing_ = true;
     count_pass(lane, il, n_tokens);
+    note_failed_reads(lane);
     unpin(lane);
     if (resize_to_ > 0) {
         apply_resize();
@@ -387,12 +389,26 @@ void Acquire::wait(Lane & lane, uint8_t kinds) {
     if (shared_.cancelled) {
         lane.fail(MOEGGUF_CANCELLED, lane.il, -1, "cancelled");
     }
+    note_failed_reads(lane);
+}
+
+void Acquire::note_failed_reads(Lane & lane) {
+    lane.read_errors = get(shared_.counters.read_errors);
     for (int s : lane.pinned) {
         if (tier_.residency.failed(s)) {
             const Slot & slot = tier_.residency.slot(s);
             lane.fail(MOEGGUF_IO, slot.il, slot.expert, transfers_.error());
         }
     }
+}
+
+// Asked after every node that is computed, by the thread that computes: no lock unless a read failed.
+bool Acquire::must_abort(Lane & lane) {
+    if (!lane.failed && !shared_.forked() && lane.read_errors != get(shared_.counters.read_errors)) {
+        Lock lock(shared_.mutex);
+        note_failed_reads(lane);
+    }
+    return lane.failed || shared_.cancelled;
 }
 
 void Acquire::count_stall(Lane & lane, uint64_t since_ns) {

@@ -31,6 +31,9 @@ class Acquire {
     bool pending(const Lane & lane, uint8_t kinds) const;
     void wait(Lane & lane, uint8_t kinds);
 
+    // The pass ends: it failed, was cancelled, or what its layer waits for could not be read.
+    bool must_abort(Lane & lane);
+
     // Nothing to do or to report at this layer: every expert is in its own slot. No lock.
     bool idle(int il);
     void count_idle(Lane & lane, int il, int n_expert_used);
@@ -52,6 +55,7 @@ class Acquire {
     bool wait_for_slot(Deadline deadline, Lock & lock);
     void sweep_ahead(int il);
     void unpin(Lane & lane);
+    void note_failed_reads(Lane & lane);
     void apply_resize();
     bool available(const Lane & lane, uint8_t kinds) const;
     bool settled(const Lane & lane, uint8_t kinds) const;

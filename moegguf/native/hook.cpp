@@ -1,21 +1,11 @@
-// hook.cpp: the scheduler's eval callback. Stops at two nodes per layer, where experts are acquired.
+// hook.cpp: the scheduler's eval callback. Stops at a layer's expert ids, where experts are acquired, and before the
+// multiplications whose matrices are still on their way, where kernels cannot wait for them (arrivals.h).
+#include "nodes.h"
 #include "reserved.h"
 #include "store.h"
 
-#include <cstdlib>
-#include <cstring>
-
 namespace moegguf {
 namespace {
-
-constexpr char ids_node[] = "ffn_moe_slot_ids-"; // patches/slot-ids.patch
-constexpr char down_node[] = "ffn_moe_down_in-";
-constexpr size_t ids_len = sizeof(ids_node) - 1, down_len = sizeof(down_node) - 1;
-
-// The layer in the node's name when it starts with the prefix, -1 otherwise.
-int layer_of(const ggml_tensor * t, const char * prefix, size_t n) {
-    return strncmp(t->name, prefix, n) == 0 ? atoi(t->name + n) : -1;
-}
 
 // Whether to stop at the node with the expert ids.
 bool must_acquire(Lane & lane, const ggml_tensor * t, int il) {
@@ -27,16 +17,28 @@ bool must_acquire(Lane & lane, const ggml_tensor * t, int il) {
     return true;
 }
 
+// The matrices to wait for once this node was computed.
+uint8_t kinds_after(const Lane & lane, const ggml_tensor * t) {
+    if (lane.store.arrivals.on()) {
+        return 0;
+    }
+    if (layer_of(t, ready_node) >= 0) {
+        return all_kinds & ~down_kind;
+    }
+    return layer_of(t, down_node) >= 0 ? down_kind : 0;
+}
+
 // Whether the scheduler has to stop at this node.
 bool must_stop(Lane & lane, const ggml_tensor * t) {
     if (t->name[0] != 'f') {
         return false;
     }
-    const int il = layer_of(t, ids_node, ids_len);
+    const int il = layer_of(t, ids_node);
     if (il >= 0) {
         return must_acquire(lane, t, il);
     }
-    return layer_of(t, down_node, down_len) >= 0 && lane.store.acquire.pending(lane, down_kind);
+    const uint8_t kinds = kinds_after(lane, t);
+    return kinds && lane.store.acquire.pending(lane, kinds);
 }
 
 // The floats of a tensor: in place where they lie in host memory, copied to `scratch` where not. NULL when the
@@ -70,7 +72,7 @@ Routed routed(Lane & lane, const ggml_tensor * t, size_t n_used, size_t n_tokens
 void acquire_experts(Lane & lane, ggml_tensor * t, int il) {
     const int n_used = (int)t->ne[0], n_tokens = (int)t->ne[1];
     const size_t n = (size_t)n_used * n_tokens;
-    const uint8_t kinds = lane.store.shared.has(MOEGGUF_OVERLAP) ? all_kinds & ~down_kind : all_kinds;
+    const uint8_t kinds = lane.store.shared.has(MOEGGUF_OVERLAP) ? 0 : all_kinds;
     if (n == 0) {
         return;
     }
@@ -90,12 +92,12 @@ void stopped(Lane & lane, ggml_tensor * t) {
     if (t->name[0] != 'f') {
         return;
     }
-    const int il = layer_of(t, ids_node, ids_len);
+    const int il = layer_of(t, ids_node);
     try {
         if (il >= 0) {
             acquire_experts(lane, t, il);
-        } else if (layer_of(t, down_node, down_len) >= 0) {
-            lane.store.acquire.wait(lane, down_kind);
+        } else if (const uint8_t kinds = kinds_after(lane, t)) {
+            lane.store.acquire.wait(lane, kinds);
         }
     } catch (const std::exception & e) {
         lane.fail(MOEGGUF_MEMORY, il, -1, e.what());
@@ -122,7 +124,7 @@ extern "C" bool moegguf_eval(ggml_tensor * t, bool ask, void * user) {
 
 extern "C" bool moegguf_abort(void * user) {
     Lane & lane = *((moegguf_lane *)user)->lane;
-    return lane.failed || lane.store.shared.cancelled;
+    return lane.store.acquire.must_abort(lane);
 }
 
 extern "C" bool moegguf_is_reserved(const ggml_tensor * w) {

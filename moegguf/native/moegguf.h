@@ -16,13 +16,14 @@
 //      and only then are victims chosen. A pinned slot keeps its expert, and so does one that is being read.
 //   2. A slot's chunk (one matrix) becomes READY, with a release store, after its bytes were written under the slot's
 //      generation; every change of owner bumps the generation, and happens under the store's lock.
-//   3. The compute thread multiplies from a slot only after it has pinned it under the store's lock and then seen its
-//      chunk READY with an acquire load. Pins keep what it saw true until its next routing event.
+//   3. A compute thread multiplies from a slot only after its lane has pinned it under the store's lock, and after the
+//      thread itself has seen the chunk READY with an acquire load: in the kernel on the CPU, before it on other
+//      devices. Pins keep what it saw true until the lane's next routing event.
 //
 // Threads
-//   compute thread(s): moegguf_eval, moegguf_abort. Allocation-free once warm. Take the store's lock briefly where
-//                      slots are pinned or waited for, and not for a layer of a resident pool or for matrices that
-//                      are there.
+//   compute thread(s): moegguf_eval, moegguf_abort, and in the CPU's MUL_MAT_ID the order of matrices (arrivals.h).
+//                      Allocation-free once warm. Take the store's lock briefly where slots are pinned or waited for,
+//                      and not for a layer of a resident pool or for matrices that are there.
 //   reader threads   : pread into staging, write into slots. Never call out.
 //   event thread     : calls the listener's callbacks. The only thread that enters foreign code.
 //   any thread       : everything else below, unless it says otherwise. Counters are read without the lock, so figures
@@ -67,7 +68,7 @@ enum moegguf_flag {
     MOEGGUF_DIRECT = 1 << 1,   // O_DIRECT where the file system proves it reads the same bytes
     MOEGGUF_CHUNKED = 1 << 2,  // a prefetch goes matrix by matrix, so that a miss waits for one at most
     MOEGGUF_PREEMPT = 1 << 3,  // a routing event drops the prefetches of its layer that were not needed
-    MOEGGUF_OVERLAP = 1 << 4,  // down matrices arrive while gate and up compute
+    MOEGGUF_OVERLAP = 1 << 4,  // a layer's computing begins before all of its matrices are there
     MOEGGUF_SWEEP = 1 << 5,    // a prompt's pass fetches the next layer while this one computes
     MOEGGUF_FILL = 1 << 6,     // when resident: read every expert in the background
     MOEGGUF_SIMULATE = 1 << 7, // no file, no memory: transfers cost modelled time only
@@ -322,6 +323,16 @@ MOEGGUF_API bool moegguf_abort(void * lane);
 // For the patched llama.cpp.
 MOEGGUF_API bool moegguf_is_reserved(const struct ggml_tensor * w);
 MOEGGUF_API struct ggml_tensor * moegguf_pool_tensor(struct ggml_tensor * w); // w itself when it is not reserved
+// A node for a layer's slot ids where `w` is reserved, NULL where not: the hook stops there, has the experts fetched
+// and writes slot ids over the expert ids. It keeps the router's weights and input in memory until then.
+MOEGGUF_API struct ggml_tensor * moegguf_slot_ids(struct ggml_context * ctx, const struct ggml_tensor * w,
+                                                  struct ggml_tensor * expert_ids, struct ggml_tensor * weights,
+                                                  struct ggml_tensor * input, int il);
+// The same ids for the multiplications: the hook waits there where kernels cannot.
+MOEGGUF_API struct ggml_tensor * moegguf_ready_ids(struct ggml_context * ctx, struct ggml_tensor * slot_ids, int il);
+// Moves nodes that do not depend on experts before those that do, within each layer that may have to wait for some, so
+// that they are computed meanwhile. Every node finds the memory it reads as before.
+MOEGGUF_API void moegguf_order_nodes(struct ggml_cgraph * graph);
 
 // y = W x + bias of a predictor: W [n_rows][n_cols] signed bytes with a scale per row; bias may be NULL; relu: max(y,
 // 0). Needs no store; any thread.

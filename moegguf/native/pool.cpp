@@ -3,11 +3,13 @@
 #include "fault.h"
 
 #include "ggml-cpu.h"
+#include "ggml-impl.h" // ggml_set_op_params
 
 #include <sys/mman.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstring>
 
 namespace moegguf {
 namespace {
@@ -145,6 +147,19 @@ void Pool::make_tensor(const Matrix & m, int matrix, Window window) {
     }
     tensors_.push_back(pool);
     slot_.push_back(slot);
+}
+
+// patches/arrivals.patch is in two kernels: the plain one and the one for interleaved weights.
+bool Pool::kernels_ask_for_order() const {
+    const auto asks = [](ggml_backend_buffer_type_t buft) {
+        return !buft || strcmp(ggml_backend_buft_name(buft), "CPU_REPACK") == 0;
+    };
+    return ggml_backend_dev_type(device_) == GGML_BACKEND_DEVICE_TYPE_CPU &&
+           std::all_of(interleaved_.begin(), interleaved_.end(), asks);
+}
+
+void Pool::set_op_params(int matrix, const void * pointer) {
+    ggml_set_op_params(tensors_[matrix], &pointer, sizeof(pointer));
 }
 
 void Pool::share_all_slots(int n_slots) {

@@ -24,6 +24,10 @@ class Pool {
     void read(int matrix, int slot, void * out) const; // plain slots only
     bool repacked(int matrix) const { return repacked_[matrix]; }
 
+    // Whether the kernels that multiply with the tensors ask for an order of their matrices, by op_params.
+    bool kernels_ask_for_order() const;
+    void set_op_params(int matrix, const void * pointer);
+
     // Every layer's window becomes all slots: for a pool that leaves the resident numbering.
     void share_all_slots(int n_slots);
 

@@ -11,6 +11,7 @@ Store::Store(const moegguf_config & config)
     : layout(config),
       shared(config.flags),
       ram(TierId::ram, layout, config, shared, events),
+      arrivals(layout, shared, ram),
       transfers(layout, config, shared, ram),
       acquire(*this, layout, shared, ram, transfers, events),
       buft_(make_reserved_buft(this), free_reserved_buft) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "acquire.h"
+#include "arrivals.h"
 
 namespace moegguf {
 
@@ -17,6 +18,7 @@ class Store {
     Shared shared;
     Events events;
     Tier ram;
+    Arrivals arrivals;
     Transfers transfers;
     Acquire acquire;
 

@@ -30,9 +30,10 @@ class StoreOptions:
     """How the store moves experts. The defaults are what was measured to be best; tests and ablations turn things off.
 
     readers: threads that read the file. repack: slots in the layout of the CPU's fastest kernels. direct: O_DIRECT.
-    chunked: prefetch matrix by matrix. preempt: a routing event drops stale prefetches of its layer. overlap: down
-    matrices arrive while gate and up compute. sweep: a prompt's pass fetches the next layer ahead. fill: when every
-    expert has a slot, read them all in the background. device: ggml device of the slots, None for the CPU.
+    chunked: prefetch matrix by matrix. preempt: a routing event drops stale prefetches of its layer. overlap: a
+    layer's computing begins before all of its matrices are there, with those that are. sweep: a prompt's pass fetches
+    the next layer ahead. fill: when every expert has a slot, read them all in the background. device: ggml device of
+    the slots, None for the CPU.
     """
 
     readers: int = 4

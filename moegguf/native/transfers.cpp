@@ -14,6 +14,10 @@ constexpr int max_readers = 64;
 constexpr size_t most_requests = 4096; // more than any link moves before they are stale
 constexpr double longest_probe_s = 3600;
 
+// llama.cpp multiplies with up (or with gate and up as one), then gate, then down: with one matrix of all experts of a
+// layer before the next.
+constexpr uint8_t order_of_use[] = {1 << MOEGGUF_UP | 1 << MOEGGUF_GATE_UP, 1 << MOEGGUF_GATE, down_kind};
+
 uint8_t lowest_bit(uint8_t bits) {
     return bits & -bits;
 }
@@ -45,8 +49,7 @@ Transfers::Transfers(const Layout & layout, const moegguf_config & config, Share
 }
 
 void Transfers::demand(const std::vector<int> & slots) {
-    // Gate and up of all, then down of all: in the order they are multiplied with.
-    for (const uint8_t kinds : {uint8_t(~down_kind), down_kind}) {
+    for (const uint8_t kinds : order_of_use) {
         for (int s : slots) {
             const Slot & slot = ram_.residency.slot(s);
             queue(s, layout_.layers[slot.il].chunks & kinds & ~ram_.residency.ready(s) & ~slot.reading, true);

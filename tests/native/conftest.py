@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from fake_model import FakeModel, Open, make_model
+from product import Product
 
 from moegguf.native import library
 from moegguf.native.store import Lane, Store, StoreOptions
@@ -41,3 +42,12 @@ def open_store() -> Iterator[Open]:
     for store, lane in opened:
         lane.close()
         store.close()
+
+
+@pytest.fixture
+def products(open_store: Open) -> Iterator[list[Product]]:
+    """What a test made, freed before the stores are closed."""
+    made: list[Product] = []
+    yield made
+    for product in made:
+        product.close()

@@ -1,0 +1,40 @@
+// arrivals.h: the order in which the CPU's MUL_MAT_ID takes matrices that may still be on their way: those that are
+// there first, the others as they arrive (ProMoE's reordered inference).
+#pragma once
+
+#include "tier.h"
+
+#include "ggml-cpu.h"
+
+namespace moegguf {
+
+// Asked by all compute threads, about slots that are pinned meanwhile. A matrix that will not come counts as arrived:
+// what is computed with it is thrown away, because its pass ends with the node (Acquire::must_abort).
+class Arrivals {
+  public:
+    // Tells the pool's tensors, where their kernels ask. Otherwise lanes wait before they multiply.
+    Arrivals(const Layout & layout, Shared & shared, Tier & tier);
+
+    bool on() const { return !tensors_.empty(); }
+
+  private:
+    // Of one pool tensor. The kernel knows the address of `next` only, so it comes first.
+    struct PoolTensor {
+        int (*next)(ggml_mul_mat_id_order * order, const int64_t * row_counts, int n_as, int ith);
+        Arrivals * arrivals;
+        int il;
+        uint8_t kind;
+    };
+
+    static int next(ggml_mul_mat_id_order * order, const int64_t * row_counts, int n_as, int ith);
+    int slot(const PoolTensor & t, int slot_id) const { return tier_.numbering.window(t.il).first_slot + slot_id; }
+    bool is_there(const PoolTensor & t, int slot_id) const;
+    bool is_settled(const PoolTensor & t, int slot_id) const;
+    int wait(const PoolTensor & t, const int32_t * slot_ids, int n, bool first_thread);
+
+    Shared & shared_;
+    Tier & tier_;
+    std::vector<PoolTensor> tensors_; // [layout.matrices]
+};
+
+} // namespace moegguf

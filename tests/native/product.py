@@ -1,0 +1,102 @@
+"""ggml's own MUL_MAT_ID over a store's pool, as llama.cpp's graph has it."""
+
+from __future__ import annotations
+
+import ctypes as c
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from fake_model import FakeModel
+
+from moegguf.native import library
+from moegguf.native.store import Lane, Store
+
+F32, I32 = 0, 26
+N_THREADS = 3
+
+
+class InitParams(c.Structure):
+    """struct ggml_init_params."""
+
+    _fields_ = [("mem_size", c.c_size_t), ("mem_buffer", c.c_void_p), ("no_alloc", c.c_bool)]
+
+
+def load(name: str, pointers: tuple[str, ...]) -> c.CDLL:
+    """A library of ggml's with functions that return pointers."""
+    loaded = c.CDLL(str(library.find_library() / f"lib{name}.so"))
+    for function in pointers:
+        getattr(loaded, function).restype = c.c_void_p
+    return loaded
+
+
+class Product:
+    """x [n_tokens][ne0] times the first matrix of the experts that a layer's router chose; random without x."""
+
+    def __init__(
+        self, store: Store, lane: Lane, fake: FakeModel, expert_ids: npt.ArrayLike, x: npt.ArrayLike | None = None
+    ) -> None:
+        ids = np.asarray(expert_ids, np.int32)
+        n_tokens, n_used = ids.shape
+        m = fake.layout.matrices[0]
+        if x is None:
+            x = np.random.default_rng(1).standard_normal((n_tokens, m.ne0))
+        self.lane, self._shape = lane, (n_tokens, n_used, m.ne1)
+        self._base = load("ggml-base", (
+            "ggml_init", "ggml_new_tensor_2d", "ggml_new_tensor_3d", "ggml_mul_mat_id", "ggml_new_graph",
+            "ggml_backend_alloc_ctx_tensors_from_buft", "ggml_backend_cpu_buffer_type", "ggml_reshape_2d",
+        ))  # fmt: skip
+        self._cpu = load("ggml-cpu", ("ggml_backend_cpu_init",))
+        moegguf = library.load()
+        moegguf.moegguf_pool_tensor.restype = c.c_void_p
+        self._weights = self._base.ggml_init(InitParams(1 << 16, None, True))
+        w = self._base.ggml_new_tensor_3d(
+            c.c_void_p(self._weights), m.ggml_type, c.c_int64(m.ne0), c.c_int64(m.ne1), c.c_int64(m.n_expert)
+        )
+        self._base.ggml_set_name(c.c_void_p(w), m.name.encode())
+        allocate = self._base.ggml_backend_alloc_ctx_tensors_from_buft
+        self._reserved = allocate(c.c_void_p(self._weights), c.c_void_p(store.buffer_type))
+        self._context = self._base.ggml_init(InitParams(1 << 20, None, True))
+        self._x = self._base.ggml_new_tensor_3d(
+            c.c_void_p(self._context), F32, c.c_int64(m.ne0), c.c_int64(1), c.c_int64(n_tokens)
+        )
+        self.ids = self._base.ggml_new_tensor_2d(c.c_void_p(self._context), I32, c.c_int64(n_used), c.c_int64(n_tokens))
+        self._base.ggml_set_name(c.c_void_p(self.ids), b"ffn_moe_slot_ids-0")
+        pool = moegguf.moegguf_pool_tensor(c.c_void_p(w))
+        self._out = self._base.ggml_mul_mat_id(
+            c.c_void_p(self._context), c.c_void_p(pool), c.c_void_p(self._x), c.c_void_p(self.ids)
+        )
+        self._graph = self._base.ggml_new_graph(c.c_void_p(self._context))
+        self._base.ggml_build_forward_expand(c.c_void_p(self._graph), c.c_void_p(self._out))
+        self._buffer = allocate(c.c_void_p(self._context), c.c_void_p(self._base.ggml_backend_cpu_buffer_type()))
+        self._set(self._x, np.asarray(x, np.float32))
+        self._set(self.ids, ids)
+        self._backend = self._cpu.ggml_backend_cpu_init()
+        self._cpu.ggml_backend_cpu_set_n_threads(c.c_void_p(self._backend), N_THREADS)
+
+    def _set(self, tensor: int, values: npt.NDArray[Any]) -> None:
+        self._base.ggml_backend_tensor_set(
+            c.c_void_p(tensor), values.ctypes.data_as(c.c_void_p), c.c_size_t(0), c.c_size_t(values.nbytes)
+        )
+
+    def acquire(self) -> None:
+        """What the scheduler's callback does once the node with the ids is computed."""
+        evaluate = library.load().moegguf_eval
+        evaluate.restype, evaluate.argtypes = c.c_bool, [c.c_void_p, c.c_bool, c.c_void_p]
+        assert evaluate(self.ids, False, self.lane.handle)
+
+    def compute(self) -> bytes:
+        """The product's bits, [n_tokens][n_used][ne1]."""
+        self._base.ggml_backend_graph_compute(c.c_void_p(self._backend), c.c_void_p(self._graph))
+        out = np.zeros(self._shape, np.float32)
+        self._base.ggml_backend_tensor_get(
+            c.c_void_p(self._out), out.ctypes.data_as(c.c_void_p), c.c_size_t(0), c.c_size_t(out.nbytes)
+        )
+        return out.tobytes()
+
+    def close(self) -> None:
+        self._base.ggml_backend_free(c.c_void_p(self._backend))
+        for buffer in (self._buffer, self._reserved):
+            self._base.ggml_backend_buffer_free(c.c_void_p(buffer))
+        for context in (self._context, self._weights):
+            self._base.ggml_free(c.c_void_p(context))

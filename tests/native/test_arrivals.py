@@ -1,0 +1,144 @@
+"""Experts computed as they arrive: ggml's own MUL_MAT_ID over a pool whose matrices are still being read."""
+
+from __future__ import annotations
+
+import ctypes as c
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from fake_model import FakeModel, Open, make_model
+from product import Product
+
+from moegguf.native import library
+from moegguf.native.store import Lane, Store
+
+
+def aborts(lane: Lane) -> bool:
+    function = library.load().moegguf_abort
+    function.restype, function.argtypes = c.c_bool, [c.c_void_p]
+    return bool(function(lane.handle))
+
+
+def resident(fake: FakeModel, open_store: Open, products: list[Product], ids: npt.ArrayLike, **options: Any) -> bytes:
+    """The product with every expert there before it begins."""
+    n_experts = sum(layer.n_expert for layer in fake.layout.layers)
+    store, lane = open_store(fake, n_experts, **options)
+    store.drain(10)
+    products.append(Product(store, lane, fake, ids))
+    products[-1].acquire()
+    return products[-1].compute()
+
+
+@pytest.mark.parametrize("repack", [False, True])
+@pytest.mark.parametrize("slow", [1, 3, 6])
+def test_what_is_computed_while_experts_arrive_has_the_same_bits(
+    fake: FakeModel, open_store: Open, products: list[Product], repack: bool, slow: int
+) -> None:
+    ids = [[5, 2], [1, 5], [6, 0]]
+    expected = resident(fake, open_store, products, ids, repack=repack)
+    store, lane = open_store(fake, 8, repack=repack, readers=1)
+    store.prefetch([0, 0], [1, 6])
+    store.drain(10)
+    product = Product(store, lane, fake, ids)
+    products.append(product)
+    library.arm_fault("slow_read", slow)
+    start = time.monotonic()
+    product.acquire()
+    assert time.monotonic() - start < 1, "a slow read takes two seconds, and nothing waits for it here"
+    assert store.counters()["queue_needed"] > 0
+    assert product.compute() == expected
+    assert not aborts(lane)
+    assert store.counters()["stall_ns"] > 0
+
+
+def test_without_overlap_everything_is_there_first(fake: FakeModel, open_store: Open, products: list[Product]) -> None:
+    ids = [[5, 2]]
+    expected = resident(fake, open_store, products, ids)
+    store, lane = open_store(fake, 8, overlap=False)
+    products.append(Product(store, lane, fake, ids))
+    products[-1].acquire()
+    assert store.counters()["queue_needed"] == 0
+    fake.check(store, 0, ids, [[lane_slot(store, 0, 5), lane_slot(store, 0, 2)]])
+    assert products[-1].compute() == expected
+
+
+def lane_slot(store: Store, il: int, expert: int) -> int:
+    """The slot of an expert in a pool that has given out slots in the order of first choice."""
+    assert store.residency()[il][expert] == 2
+    return {5: 0, 2: 1}[expert]
+
+
+def test_a_failed_read_ends_the_pass_and_not_the_kernel(
+    fake: FakeModel, open_store: Open, products: list[Product]
+) -> None:
+    store, lane = open_store(fake, 8, readers=1)
+    products.append(Product(store, lane, fake, [[3, 4]]))
+    library.arm_fault("read", 2, sticky=True)
+    products[-1].acquire()
+    products[-1].compute()
+    assert aborts(lane)
+    failure = lane.take_failure()
+    assert failure is not None
+    assert (failure.status, failure.il) == (library.IO, 0)
+    library.arm_fault("read", 0)
+    fake.token(store, lane, [3, 4])
+
+
+def test_a_read_that_fails_in_the_last_layer_is_reported(
+    fake: FakeModel, open_store: Open, products: list[Product]
+) -> None:
+    """No node follows that would ask whether to abort."""
+    store, lane = open_store(fake, 8, readers=1)
+    products.append(Product(store, lane, fake, [[3, 4]]))
+    library.arm_fault("read", 1, sticky=True)
+    products[-1].acquire()
+    products[-1].compute()
+    failure = lane.take_failure()
+    assert failure is not None
+    assert failure.status == library.IO
+
+
+def test_cancelling_ends_a_kernel_that_waits(fake: FakeModel, open_store: Open, products: list[Product]) -> None:
+    store, lane = open_store(fake, 8, readers=1)
+    products.append(Product(store, lane, fake, [[3, 4]]))
+    library.arm_fault("slow_read", 1, sticky=True)
+    products[-1].acquire()
+    timer = threading.Timer(0.2, store.cancel)
+    timer.start()
+    start = time.monotonic()
+    products[-1].compute()
+    assert time.monotonic() - start < 1.5
+    assert aborts(lane)
+    timer.join()
+    library.arm_fault("slow_read", 0)
+
+
+def test_slot_ids_of_a_failed_pass_are_not_waited_for(
+    fake: FakeModel, open_store: Open, products: list[Product]
+) -> None:
+    store, lane = open_store(fake, 8)
+    products.append(Product(store, lane, fake, [[3, 99]]))  # no such expert: every slot id is 0, where nothing is
+    products[-1].acquire()
+    products[-1].compute()
+    assert aborts(lane)
+    failure = lane.take_failure()
+    assert failure is not None
+    assert failure.status == library.ROUTING
+
+
+def test_more_late_experts_than_a_thread_keeps_in_mind(
+    tmp_path: Path, open_store: Open, products: list[Product]
+) -> None:
+    fake = make_model(tmp_path, n_layer=1, n_expert=700, n_used=7, n_ff=32)
+    ids = np.random.default_rng(3).permutation(700).reshape(100, 7)
+    expected = resident(fake, open_store, products, ids)
+    store, lane = open_store(fake, 700, fill=False, readers=2)
+    products.append(Product(store, lane, fake, ids))
+    library.arm_fault("slow_read", 1)
+    products[-1].acquire()
+    assert products[-1].compute() == expected

@@ -1,0 +1,33 @@
+"""Rows of an expert that are multiplied many at a time: the bits of one at a time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fake_model import Q4_0, Q8_0, Open, Types, make_model
+from product import Product
+
+TYPES = {"q4_0": Q4_0, "q8_0": Q8_0}
+
+
+@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("n_tokens", [3, 4, 15, 16, 21, 70])
+def test_many_rows_of_an_expert_have_the_bits_of_single_rows(
+    tmp_path: Path, open_store: Open, products: list[Product], name: str, n_tokens: int
+) -> None:
+    types: Types = {"gate": TYPES[name], "up": TYPES[name], "down": TYPES[name]}
+    fake = make_model(tmp_path, n_layer=1, n_embd=256, n_ff=96, types=(types,))
+    store, lane = open_store(fake, 8, repack=True)
+    store.drain(10)
+    rng = np.random.default_rng(n_tokens)
+    x = rng.standard_normal((n_tokens, 256)).astype(np.float32)
+    ids = np.column_stack([np.full(n_tokens, 5), rng.integers(0, 5, n_tokens)])
+    products.append(Product(store, lane, fake, ids, x))
+    at_once = products[-1].compute()
+    one_by_one = []
+    for i in range(n_tokens):
+        products.append(Product(store, lane, fake, ids[i : i + 1], x[i : i + 1]))
+        one_by_one.append(products[-1].compute())
+    assert at_once == b"".join(one_by_one)
