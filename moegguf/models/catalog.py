@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from moegguf.errors import ModelNameError, ModelNotFoundError, MoeggufError, OptionError, PullError
-from moegguf.gguf.reader import MAGIC, is_other_kind
+from moegguf.gguf.reader import begins_as_gguf, is_other_kind
 from moegguf.models.blobs import BlobStore
 from moegguf.models.entry import ModelEntry, model_digest
 from moegguf.models.file_sets import FileSets, entry_of, origin, record_of, used_files
@@ -257,7 +257,7 @@ class Catalog:
                 )
         if self.paths and (os.sep in text or ending):
             return _path_not_found(text)
-        folder = [name for name, path in models_by_name().items() if _begins_as_gguf(path)]
+        folder = [name for name, path in models_by_name().items() if begins_as_gguf(path)]
         known = [*folder, DEMO_NAME, *(entry.name.removesuffix(":latest") for entry in self.entries())]
         near = list(dict.fromkeys(difflib.get_close_matches(name_key(text).removesuffix(":latest"), known, n=3)))
         if near:
@@ -305,7 +305,7 @@ def _entry_at(path: Path) -> ModelEntry:
 def _path_not_found(text: str) -> ModelNotFoundError:
     path = Path(text).expanduser()
     here = [file.name for file in itertools.islice(path.parent.glob("*.gguf"), 1000)] if path.parent.is_dir() else []
-    near = filter(_begins_as_gguf, map(path.with_name, difflib.get_close_matches(path.name, here, n=3)))
+    near = filter(begins_as_gguf, map(path.with_name, difflib.get_close_matches(path.name, here, n=3)))
     if found := next(near, None):
         hint = f"did you mean {str(found)!r}?"
     elif path.parent.is_dir():
@@ -313,14 +313,6 @@ def _path_not_found(text: str) -> ModelNotFoundError:
     else:
         hint = f"there is no folder {str(path.parent)!r}; check the path."
     return ModelNotFoundError(f"there is no file {text!r}; {hint}")
-
-
-def _begins_as_gguf(path: Path) -> bool:
-    try:
-        with path.open("rb") as file:
-            return file.read(len(MAGIC)) == MAGIC
-    except OSError:
-        return False
 
 
 def find_model(name: str | os.PathLike[str]) -> Path:

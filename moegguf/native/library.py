@@ -356,11 +356,19 @@ def _open(folder: Path, name: str) -> c.CDLL:
 
 
 def _load_backends(folder: Path) -> None:
-    """A portable build chooses its backends when it runs; left to itself, ggml would look in the current folder."""
+    """A portable build chooses its backends when it runs; left to itself, ggml would look in the current folder.
+
+    Raises OSError where none of them runs on this processor.
+    """
     if any(folder.glob("libggml-cpu-*")):
-        ggml = _open(folder, "ggml")
+        base, ggml = _open(folder, "ggml-base"), _open(folder, "ggml")
         ggml.ggml_backend_load_all_from_path.argtypes = [c.c_char_p]
+        silent = c.CFUNCTYPE(None, c.c_int, c.c_char_p, c.c_void_p)(lambda level, text, user: None)
+        base.ggml_log_set(silent, None)
         ggml.ggml_backend_load_all_from_path(os.fsencode(folder))
+        base.ggml_log_set(None, None)
+        if ggml.ggml_backend_dev_count() == 0:
+            raise OSError("no backend of it runs on this processor")
 
 
 def cpu_function(name: str) -> int:
