@@ -10,7 +10,7 @@ from answering import Load, TinyModel, ends_of, reply
 
 from moegguf.engine.llama import Llama
 from moegguf.engine.machine import Memory, read_memory
-from moegguf.engine.memory import check_context, kv_bytes
+from moegguf.engine.memory import check_context, kv_bytes, pad_context
 from moegguf.errors import AllocationError, OptionError
 from moegguf.gguf.experts import ExpertLayout, read_layout
 
@@ -32,9 +32,12 @@ def test_a_context_above_all_memory_is_refused_at_once(layout: ExpertLayout) -> 
     check_context(layout, 131072, memory(0))
     with pytest.raises(AllocationError, match=r"1073741824 tokens needs .* lower n_ctx"):
         check_context(layout, 1 << 30, memory(64 * GIB))
-    for n_ctx in (0, -1, 1 << 31):
-        with pytest.raises(OptionError, match="n_ctx"):
-            check_context(layout, n_ctx, memory(64 * GIB))
+
+
+@pytest.mark.parametrize("n_ctx", [-1, 1 << 31, (1 << 31) - 1])
+def test_a_context_that_none_can_have_is_named_as_it_was_given(n_ctx: int) -> None:
+    with pytest.raises(OptionError, match=f"n_ctx is a number of tokens from 1 to .*, but is {n_ctx}"):
+        pad_context(n_ctx)
 
 
 def test_a_model_is_not_loaded_with_an_absurd_context(tiny: TinyModel) -> None:

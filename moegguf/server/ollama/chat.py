@@ -37,6 +37,8 @@ async def chat(request: Request) -> Response:
     if not body.messages:
         return await load_only(request, body, ChatReply)
     entry, known = await look_up(request.app.state.catalog, body.model_name)
+    # As Ollama: said before images are judged.
+    check_capabilities(entry, known, {"vision": any(message.images for message in body.messages)})
     generation = chat_generation(body, entry)
     check_conversation(entry, known, generation)
     return respond(request, body, entry, generation, ChatReply(entry.name, start_ns))
