@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fake_model import Q4_0, Q8_0, Open, Types, make_model
+from fake_model import F16, IQ4_NL, MXFP4, Q4_0, Q8_0, Open, Types, make_model
 from product import Product
 
-TYPES = {"q4_0": Q4_0, "q8_0": Q8_0}
+TYPES = {"q4_0": Q4_0, "q8_0": Q8_0, "iq4_nl": IQ4_NL, "mxfp4": MXFP4}
 
 
 @pytest.mark.parametrize("name", TYPES)
@@ -17,8 +17,8 @@ TYPES = {"q4_0": Q4_0, "q8_0": Q8_0}
 def test_many_rows_of_an_expert_have_the_bits_of_single_rows(
     tmp_path: Path, open_store: Open, products: list[Product], name: str, n_tokens: int
 ) -> None:
-    types: Types = {"gate": TYPES[name], "up": TYPES[name], "down": TYPES[name]}
-    fake = make_model(tmp_path, n_layer=1, n_embd=256, n_ff=96, types=(types,))
+    types: Types = {"gate": TYPES[name], "up": TYPES[name], "down": F16}
+    fake = make_model(tmp_path, n_layer=1, n_embd=256, n_ff=72, types=(types,))
     store, lane = open_store(fake, 8, repack=True)
     store.drain(10)
     rng = np.random.default_rng(n_tokens)
