@@ -31,3 +31,17 @@ def test_many_rows_of_an_expert_have_the_bits_of_single_rows(
         products.append(Product(store, lane, fake, ids[i : i + 1], x[i : i + 1]))
         one_by_one.append(products[-1].compute())
     assert at_once == b"".join(one_by_one)
+
+
+@pytest.mark.parametrize("n_tokens", [1, 2, 5])
+def test_an_expert_that_a_token_chose_many_times_has_more_rows_than_there_are_tokens(
+    tmp_path: Path, open_store: Open, products: list[Product], n_tokens: int
+) -> None:
+    fake = make_model(tmp_path, n_layer=1, n_embd=256, n_ff=96)
+    store, lane = open_store(fake, 8, repack=True)
+    store.drain(10)
+    x = np.random.default_rng(0).standard_normal((n_tokens, 256)).astype(np.float32)
+    for n_times in (8, 1):
+        products.append(Product(store, lane, fake, np.full((n_tokens, n_times), 7), x))
+    many, once = (np.frombuffer(product.compute(), np.uint32).reshape(n_tokens, -1, 96) for product in products)
+    assert (many == once).all()
