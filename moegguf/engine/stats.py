@@ -91,8 +91,8 @@ class Stats:
     def link_bound_share(self, link_bytes_per_s: float) -> float:
         """Time that compute and the missed bytes need at link speed, as a share of the time taken.
 
-        1: only the processor and the link limit the speed. Compute is evaluation time without stall; the share is
-        (compute + bytes missed / link_bytes_per_s) / evaluation time.
+        1: only the processor and the link limit the speed; more where computing went on while bytes came. Compute is
+        evaluation time without stall; the share is (compute + bytes missed / link_bytes_per_s) / evaluation time.
         """
         least_s = self.eval_s - self.stall_s + _ratio(self.bytes_missed, link_bytes_per_s)
         return _ratio(least_s, self.eval_s)

@@ -16,6 +16,7 @@ constexpr int64_t sweep_choices_per_expert = 4;
 constexpr auto longest_pass = std::chrono::seconds(60);
 
 constexpr char parents_model[] = "the model was loaded in the parent process; load it again in this one";
+constexpr char cancelled[] = "cancelled";
 
 } // namespace
 
@@ -51,7 +52,7 @@ void Acquire::take_failure(Lane & lane, moegguf_failure & out, bool clear) {
         return;
     }
     Lock lock(shared_.mutex);
-    note_failed_reads(lane);
+    note_failures(lane);
     out = lane.failed ? lane.failure : moegguf_failure{};
     if (clear) {
         lane.failure = {};
@@ -170,7 +171,7 @@ void Acquire::count_pass(Lane & lane, int il, int n_tokens) {
 void Acquire::begin_pass(Lane & lane, int il, int n_tokens) {
     computing_ = true;
     count_pass(lane, il, n_tokens);
-    note_failed_reads(lane);
+    note_failures(lane);
     unpin(lane);
     if (resize_to_ > 0) {
         apply_resize();
@@ -223,7 +224,9 @@ void Acquire::pin_present(Lane & lane, int il) {
         n_useful += slot.prefetched;
         slot.prefetched = false;
         slot.claims += 1;
-        if (residency.failed(s)) {
+        if (residency.failed(s) && slot.pins > 0) { // for another lane, which may have to see it yet
+            lane.fail(MOEGGUF_IO, il, expert, transfers_.error());
+        } else if (residency.failed(s)) {
             residency.set_failed(s, false); // for an earlier request: this one reads again
         }
         residency.pin(s);
@@ -387,13 +390,18 @@ void Acquire::wait(Lane & lane, uint8_t kinds) {
     }
     count_stall(lane, start);
     if (shared_.cancelled) {
-        lane.fail(MOEGGUF_CANCELLED, lane.il, -1, "cancelled");
+        lane.fail(MOEGGUF_CANCELLED, lane.il, -1, cancelled);
     }
-    note_failed_reads(lane);
+    note_failures(lane);
 }
 
-void Acquire::note_failed_reads(Lane & lane) {
+void Acquire::note_failures(Lane & lane) {
     lane.read_errors = get(shared_.counters.read_errors);
+    const uint64_t given_up = shared_.given_up;
+    if (lane.given_up != given_up && !lane.pinned.empty()) { // also when it was allowed again since
+        lane.fail(MOEGGUF_CANCELLED, lane.il, -1, cancelled);
+    }
+    lane.given_up = given_up;
     for (int s : lane.pinned) {
         if (tier_.residency.failed(s)) {
             const Slot & slot = tier_.residency.slot(s);
@@ -402,11 +410,12 @@ void Acquire::note_failed_reads(Lane & lane) {
     }
 }
 
-// Asked after every node that is computed, by the thread that computes: no lock unless a read failed.
+// Asked after every node that is computed, by the thread that computes: no lock unless something failed.
 bool Acquire::must_abort(Lane & lane) {
-    if (!lane.failed && !shared_.forked() && lane.read_errors != get(shared_.counters.read_errors)) {
+    const bool noted = lane.read_errors == get(shared_.counters.read_errors) && lane.given_up == shared_.given_up;
+    if (!lane.failed && !shared_.forked() && !noted) {
         Lock lock(shared_.mutex);
-        note_failed_reads(lane);
+        note_failures(lane);
     }
     return lane.failed || shared_.cancelled;
 }

@@ -55,7 +55,7 @@ class Acquire {
     bool wait_for_slot(Deadline deadline, Lock & lock);
     void sweep_ahead(int il);
     void unpin(Lane & lane);
-    void note_failed_reads(Lane & lane);
+    void note_failures(Lane & lane);
     void apply_resize();
     bool available(const Lane & lane, uint8_t kinds) const;
     bool settled(const Lane & lane, uint8_t kinds) const;

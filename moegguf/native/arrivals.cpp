@@ -44,11 +44,13 @@ bool Arrivals::is_there(const PoolTensor & t, int slot_id) const {
     return tier_.residency.ready(slot(t, slot_id)) & t.kind;
 }
 
-// There, or neither being read nor queued: a failed read, or slot ids of a failed pass. Under the store's lock.
+// There, or a read that failed, or slot ids of a failed pass: those slots may be empty, or a prefetch's that is dropped
+// without notice. Under the store's lock.
 bool Arrivals::is_settled(const PoolTensor & t, int slot_id) const {
     const int s = slot(t, slot_id);
     const Slot & slot = tier_.residency.slot(s);
-    return is_there(t, slot_id) || tier_.residency.failed(s) || !((slot.queued | slot.reading) & t.kind);
+    return is_there(t, slot_id) || tier_.residency.failed(s) || slot.pins == 0 ||
+           !((slot.queued | slot.reading) & t.kind);
 }
 
 // Waits until one of the matrices has arrived; returns its place in the list.
@@ -69,7 +71,11 @@ int Arrivals::wait(const PoolTensor & t, const int32_t * slot_ids, int n, bool f
     if (first_thread) { // threads wait side by side: their time is counted once
         count(shared_.counters.stall_ns, now_ns() - start);
     }
-    return found == n ? 0 : found;
+    if (found < n) {
+        return found;
+    }
+    shared_.given_up += 1;
+    return 0;
 }
 
 } // namespace moegguf

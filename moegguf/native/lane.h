@@ -39,7 +39,8 @@ struct Lane {
     std::vector<int> distinct; // experts of this routing event, in order of first choice
     std::vector<int> slot_of;  // [n_expert_max], -1 where not chosen at this event
     uint64_t waited_ns = 0;    // at this event
-    uint64_t read_errors = 0;  // of the store, when this lane's slots were last looked at
+    uint64_t read_errors = 0;  // of the store, when this lane's failures were last noted
+    uint64_t given_up = 0;     // likewise
     std::vector<int32_t> ids;  // scratch for devices whose memory is not the host's
     std::vector<float> weights;
     std::vector<float> inputs;

@@ -14,8 +14,11 @@ from moegguf.gguf.experts import ExpertLayout, ExpertMatrix, Kind, MoeLayer, Sha
 from moegguf.gguf.hparams import Hparams
 from moegguf.native.store import Lane, Store
 
-F32, F16, Q4_0, Q8_0, Q4_K, Q6_K = 0, 1, 2, 8, 12, 14
-BLOCKS = {F32: (1, 4), F16: (1, 2), Q4_0: (32, 18), Q8_0: (32, 34), Q4_K: (256, 144), Q6_K: (256, 210)}
+F32, F16, Q4_0, Q8_0, Q4_K, Q6_K, IQ4_NL, MXFP4 = 0, 1, 2, 8, 12, 14, 20, 39
+BLOCKS = {
+    F32: (1, 4), F16: (1, 2), Q4_0: (32, 18), Q8_0: (32, 34), Q4_K: (256, 144), Q6_K: (256, 210), IQ4_NL: (32, 18),
+    MXFP4: (32, 17),
+}  # fmt: skip
 
 Types = dict[Kind, int]
 Open = Callable[..., tuple[Store, Lane]]

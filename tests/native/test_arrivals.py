@@ -14,6 +14,7 @@ import pytest
 from fake_model import FakeModel, Open, make_model
 from product import Product
 
+from moegguf.errors import ExpertIOError
 from moegguf.native import library
 from moegguf.native.store import Lane, Store
 
@@ -118,13 +119,60 @@ def test_cancelling_ends_a_kernel_that_waits(fake: FakeModel, open_store: Open, 
     library.arm_fault("slow_read", 0)
 
 
-def test_slot_ids_of_a_failed_pass_are_not_waited_for(
+def test_cancelling_ends_the_pass_of_a_kernel_that_gave_up_even_if_it_is_allowed_again(
     fake: FakeModel, open_store: Open, products: list[Product]
 ) -> None:
-    store, lane = open_store(fake, 8)
-    products.append(Product(store, lane, fake, [[3, 99]]))  # no such expert: every slot id is 0, where nothing is
+    store, lane = open_store(fake, 8, readers=1)
+    products.append(Product(store, lane, fake, [[3, 4]]))
+    library.arm_fault("slow_read", 1, sticky=True)
+    products[-1].acquire()
+    store.cancel()
+    products[-1].compute()
+    store.cancel(False)
+    assert aborts(lane), "it computed with what was not there"
+    failure = lane.take_failure()
+    assert failure is not None
+    assert failure.status == library.CANCELLED
+    library.arm_fault("slow_read", 0)
+    fake.token(store, lane, [3, 4])
+    assert lane.take_failure() is None
+
+
+def test_a_failed_read_ends_the_pass_that_computed_with_it_though_another_one_asks_again(
+    fake: FakeModel, open_store: Open, products: list[Product]
+) -> None:
+    store, lane = open_store(fake, 8, readers=1)
+    other = store.open_lane()
+    products.append(Product(store, lane, fake, [[3, 4]]))
+    library.arm_fault("read", 1, sticky=True)
     products[-1].acquire()
     products[-1].compute()
+    library.arm_fault("read", 0)
+    with pytest.raises(ExpertIOError):
+        other.acquire(0, [3, 4])
+    assert aborts(lane)
+    for each in (lane, other):
+        failure = each.take_failure()
+        assert failure is not None
+        assert failure.status == library.IO
+    fake.token(store, other, [3, 4])
+    other.close()
+
+
+@pytest.mark.parametrize("prefetching", [False, True])
+def test_slot_ids_of_a_failed_pass_are_not_waited_for(
+    fake: FakeModel, open_store: Open, products: list[Product], prefetching: bool
+) -> None:
+    store, lane = open_store(fake, 8, readers=1)
+    if prefetching:
+        library.arm_fault("slow_read", 1, sticky=True)
+        store.prefetch([2], [0])
+    products.append(Product(store, lane, fake, [[3, 99]]))  # no such expert: every slot id is 0, which nobody pins
+    products[-1].acquire()
+    start = time.monotonic()
+    products[-1].compute()
+    assert time.monotonic() - start < 1
+    library.arm_fault("slow_read", 0)
     assert aborts(lane)
     failure = lane.take_failure()
     assert failure is not None

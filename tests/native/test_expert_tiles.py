@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fake_model import Q4_0, Q8_0, Open, Types, make_model
+from fake_model import F16, IQ4_NL, MXFP4, Q4_0, Q8_0, Open, Types, make_model
 from product import Product
 
-TYPES = {"q4_0": Q4_0, "q8_0": Q8_0}
+TYPES = {"q4_0": Q4_0, "q8_0": Q8_0, "iq4_nl": IQ4_NL, "mxfp4": MXFP4}
 
 
 @pytest.mark.parametrize("name", TYPES)
@@ -17,8 +17,8 @@ TYPES = {"q4_0": Q4_0, "q8_0": Q8_0}
 def test_many_rows_of_an_expert_have_the_bits_of_single_rows(
     tmp_path: Path, open_store: Open, products: list[Product], name: str, n_tokens: int
 ) -> None:
-    types: Types = {"gate": TYPES[name], "up": TYPES[name], "down": TYPES[name]}
-    fake = make_model(tmp_path, n_layer=1, n_embd=256, n_ff=96, types=(types,))
+    types: Types = {"gate": TYPES[name], "up": TYPES[name], "down": F16}
+    fake = make_model(tmp_path, n_layer=1, n_embd=256, n_ff=72, types=(types,))
     store, lane = open_store(fake, 8, repack=True)
     store.drain(10)
     rng = np.random.default_rng(n_tokens)
@@ -31,3 +31,17 @@ def test_many_rows_of_an_expert_have_the_bits_of_single_rows(
         products.append(Product(store, lane, fake, ids[i : i + 1], x[i : i + 1]))
         one_by_one.append(products[-1].compute())
     assert at_once == b"".join(one_by_one)
+
+
+@pytest.mark.parametrize("n_tokens", [1, 2, 5])
+def test_an_expert_that_a_token_chose_many_times_has_more_rows_than_there_are_tokens(
+    tmp_path: Path, open_store: Open, products: list[Product], n_tokens: int
+) -> None:
+    fake = make_model(tmp_path, n_layer=1, n_embd=256, n_ff=96)
+    store, lane = open_store(fake, 8, repack=True)
+    store.drain(10)
+    x = np.random.default_rng(0).standard_normal((n_tokens, 256)).astype(np.float32)
+    for n_times in (8, 1):
+        products.append(Product(store, lane, fake, np.full((n_tokens, n_times), 7), x))
+    many, once = (np.frombuffer(product.compute(), np.uint32).reshape(n_tokens, -1, 96) for product in products)
+    assert (many == once).all()
