@@ -183,7 +183,7 @@ HideThinking = Annotated[bool, typer.Option("--hidethinking", help="Do not show 
 NoWordWrap = Annotated[bool, typer.Option("--nowordwrap", help="Leave long lines to the terminal.")]
 KeepAlive = Annotated[
     str | None,
-    typer.Option("--keepalive", metavar="TIME", help='How long a server keeps it, with the prompt "".'),
+    typer.Option("--keepalive", metavar="TIME", help="How long a server keeps it afterwards."),
 ]
 ContextShift = Annotated[
     bool,
