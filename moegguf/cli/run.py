@@ -5,9 +5,9 @@ stdout gets the answer and a newline; statistics and errors go to stderr.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -322,7 +322,7 @@ def in_server(
     from moegguf.chat.conversation import Conversation
     from moegguf.cli.served import server_with
 
-    if Path(name).expanduser().exists() or (model := server_with(name, keep_alive)) is None:
+    if os.path.exists(os.path.expanduser(name)) or (model := server_with(name, keep_alive)) is None:
         return None
     return model, Conversation(model.entry, initial_parameters=model.with_context(parameters), **settings)
 
