@@ -14,5 +14,5 @@ def child_command(module: str) -> tuple[str, ...]:
 
 def child_environment(**more: str) -> dict[str, str]:
     """This process's environment, with the folders of `sys.path`, also those that were added to it, and `more`."""
-    path = os.pathsep.join(folder for folder in sys.path if folder)
+    path = os.pathsep.join(folder for folder in sys.path if folder and isinstance(folder, str))  # as Python reads it
     return {**os.environ, "PYTHONPATH": path, **more}

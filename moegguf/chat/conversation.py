@@ -59,8 +59,8 @@ class Conversation:
         self.messages, self.pending_text = list(snapshot[0]), snapshot[1]
 
     def clear(self) -> None:
-        """Removes all messages but the system message."""
-        self.messages = []
+        """Removes what was said; the system message and the messages of the model's Modelfile stay, as with Ollama."""
+        self.messages = [dict(message) for message in self.entry.messages]
         self.pending_text = ""
 
     @property

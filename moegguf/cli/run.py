@@ -5,9 +5,9 @@ stdout gets the answer and a newline; statistics and errors go to stderr.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -183,7 +183,7 @@ HideThinking = Annotated[bool, typer.Option("--hidethinking", help="Do not show 
 NoWordWrap = Annotated[bool, typer.Option("--nowordwrap", help="Leave long lines to the terminal.")]
 KeepAlive = Annotated[
     str | None,
-    typer.Option("--keepalive", metavar="TIME", help='How long a server keeps it, with the prompt "".'),
+    typer.Option("--keepalive", metavar="TIME", help="How long a server keeps it afterwards."),
 ]
 ContextShift = Annotated[
     bool,
@@ -322,7 +322,7 @@ def in_server(
     from moegguf.chat.conversation import Conversation
     from moegguf.cli.served import server_with
 
-    if Path(name).expanduser().exists() or (model := server_with(name, keep_alive)) is None:
+    if os.path.exists(os.path.expanduser(name)) or (model := server_with(name, keep_alive)) is None:
         return None
     return model, Conversation(model.entry, initial_parameters=model.with_context(parameters), **settings)
 

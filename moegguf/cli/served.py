@@ -56,7 +56,7 @@ def server_with(model: str, keep_alive: str | None = None) -> ServedModel | None
 
 
 class ServedModel:
-    """A `moegguf.chat.model.ChatModel` in a server, which keeps it for `keep_alive` after an answer.
+    """A `moegguf.chat.model.ChatModel` in a server, which keeps it for `keep_alive` after an answer. `entry`: its name.
 
     The server loads it for the first answer; `load` only does so earlier.
     """
@@ -110,10 +110,11 @@ class ServedModel:
             body["keep_alive"] = self._keep_alive
         try:
             self._client.post("/api/generate", body)
-        except ServerError:
-            conversation.reset_load_parameters()
+        except ServerError as error:
+            if error.status != 503:  # busy: nothing is wrong with them
+                conversation.reset_load_parameters()
             raise
-        self._shown, self._load_parameters = shown, parameters
+        self.entry, self._shown, self._load_parameters = conversation.entry, shown, parameters
         self._new_load_s = time.perf_counter() - start_s
 
     def prepare(self, conversation: Conversation, spinner: Spinner) -> None:
@@ -195,7 +196,7 @@ class ServedModel:
         from moegguf.terminal.tables import print_model_list
 
         models = self._client.get("/api/tags")["models"]
-        print_model_list(_listed(model) for model in models if model["name"].startswith(prefix))
+        print_model_list(_listed(model) for model in models if model["name"].lower().startswith(prefix.lower()))
 
     def create(self, name: str, recipe: Recipe) -> None:
         """Stores a new model in the server's catalog."""
@@ -212,7 +213,9 @@ def _load_parameters(conversation: Conversation) -> Json:
 def _messages(conversation: Conversation) -> list[Json]:
     """The messages of /api/chat, without those of the model's name, which the server adds."""
     given, own = conversation.unmarked_messages(), [dict(message) for message in conversation.entry.messages]
-    system: list[Message] = [{"role": "system", "content": conversation.system}] if conversation.system else []
+    system: list[Message] = []
+    if conversation.system is not None:  # "" too: the server would add the one of the model's name
+        system.append({"role": "system", "content": conversation.system})
     return [_message(each) for each in (*system, *given[len(own) if given[: len(own)] == own else 0 :])]
 
 

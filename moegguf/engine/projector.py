@@ -211,7 +211,8 @@ class Projector:
         if not with_pixels:
             return int(mtmd.mtmd_bitmap_init(image.width, image.height, None))
         data, bitmap = (c.c_uint8 * len(image.data)).from_buffer_copy(image.data), None
-        if inflates_within(image.data, DECODED_BYTES // 2):  # the other half: its pixels
+        # The other half: its pixels. Each row has a byte more, its filter.
+        if inflates_within(image.data, DECODED_BYTES // 2 + image.height):
             bitmap = mtmd.mtmd_helper_bitmap_init_from_buf(self._context, data, len(data), False)
         if not bitmap:
             raise OptionError("an image is damaged and cannot be decoded; send it again.")

@@ -24,6 +24,7 @@ TEXTS = (
     "\x00\x7f  x" * 9,
 )
 N_NEW = 3
+MAX_IMAGE_THREADS = 4  # more would spend the computing that is allowed on waiting for each other
 IMAGE_WIDTH, IMAGE_HEIGHT = 100, 60  # neither a square nor whole patches
 
 
@@ -55,7 +56,7 @@ def _try(request: dict[str, Any]) -> None:
     size: dict[str, Any] = {"n_ctx": request["n_ctx"], "n_batch": N_BATCH, "policy": "lru", "verbose": False}
     size |= {"n_threads": 1, "mmproj": request["mmproj"]}
     if request["mmproj"]:
-        size["n_threads_batch"] = count_cpus()  # an image is seconds of computing
+        size["n_threads_batch"] = min(count_cpus(), MAX_IMAGE_THREADS)  # an image is seconds of computing
     with Llama(request["path"], expert_cache=request["n_slots_bytes"] or "auto", **size, **options) as llm:
         for text in TEXTS:
             llm.detokenize(llm.tokenize(text.encode(), add_bos=True, special=True))

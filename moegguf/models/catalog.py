@@ -303,12 +303,13 @@ def _entry_at(path: Path) -> ModelEntry:
 
 
 def _path_not_found(text: str) -> ModelNotFoundError:
-    path = Path(text).expanduser()
-    here = [file.name for file in itertools.islice(path.parent.glob("*.gguf"), 1000)] if path.parent.is_dir() else []
+    path = Path(os.path.expanduser(text))
+    has_folder = os.path.isdir(path.parent)
+    here = [file.name for file in itertools.islice(path.parent.glob("*.gguf"), 1000)] if has_folder else []
     near = filter(begins_as_gguf, map(path.with_name, difflib.get_close_matches(path.name, here, n=3)))
     if found := next(near, None):
         hint = f"did you mean {str(found)!r}?"
-    elif path.parent.is_dir():
+    elif has_folder:
         hint = "check the path."
     else:
         hint = f"there is no folder {str(path.parent)!r}; check the path."
@@ -320,7 +321,4 @@ def find_model(name: str | os.PathLike[str]) -> Path:
 
     Raises ModelNotFoundError, listing the nearest names, when there is none.
     """
-    path = Path(name).expanduser() if os.fspath(name).strip() else None
-    if path and path.is_file():
-        return path
-    return Catalog().find(name).path
+    return _existing(os.fspath(name), Path.is_file) or Catalog().find(name).path

@@ -22,7 +22,8 @@ from dataclasses import replace
 from typing import Any
 
 from moegguf.errors import BusyError, MoeggufError, WorkerError
-from moegguf.serving.managed_model import ManagedModel, Purpose, State, Waiter, process_key
+from moegguf.serving.events import LoadOverrides
+from moegguf.serving.managed_model import ManagedModel, Purpose, State, Waiter, process_key, with_defaults
 from moegguf.serving.memory_budget import Measure, MemoryLimit, MemoryUse, ModelSize, admit
 from moegguf.serving.subscribers import Subscribers
 from moegguf.serving.wire import LoadConfig
@@ -54,8 +55,7 @@ class Dispatcher:
         """Waits until `waiter` may use its model; the caller then calls `release`. Raises BusyError and the errors of
         loading."""
         self.check_open()
-        if used := self.find(waiter.name):
-            waiter.overrides = used.remembered(waiter)
+        waiter.overrides = self._remembered(waiter)
         key = process_key(waiter.entry, waiter.overrides)
         model = self.models.get(key)
         n_waiting = sum(len(known.waiters) for known in self.models.values())
@@ -67,6 +67,15 @@ class Dispatcher:
         model.waiters.append(waiter)
         await self._wait(model, waiter)
         return model
+
+    def _remembered(self, waiter: Waiter) -> LoadOverrides:
+        """The overrides of `waiter`; where they are None those of the last request of its name. Of one that still waits
+        without the context: it may be too long to be loaded."""
+        uses = [model.uses[waiter.name].overrides for model in self.models.values() if waiter.name in model.uses]
+        waiting = [other for model in self.models.values() for other in model.waiters if other.name == waiter.name]
+        last = max((w for w in waiting if w.purpose is not Purpose.UNLOAD), key=lambda w: w.ticket, default=None)
+        known = uses if last is None else [replace(last.overrides, n_ctx=None), *uses]
+        return functools.reduce(with_defaults, known, waiter.overrides)
 
     def find(self, name: str) -> ManagedModel | None:
         """The model that `name` uses, or for which it is being loaded."""

@@ -47,8 +47,7 @@ class Purpose(Enum):
 @dataclass(eq=False)
 class Waiter:
     """A request that waits for a model and, once granted, uses it. `overrides`: with the entry's own parameters, and
-    once it waits with those of the last request of its name.
-    `ticket`: order of arrival over all models."""
+    once it waits with those of the last request of its name. `ticket`: order of arrival over all models."""
 
     entry: ModelEntry
     overrides: LoadOverrides
@@ -153,11 +152,6 @@ class ManagedModel:
     def use(self, waiter: Waiter, now_s: float) -> None:
         """Notes that the name of `waiter` uses the loaded model."""
         self.uses[waiter.name] = NameUse(waiter.entry, waiter.overrides, waiter.keep_alive_s, now_s)
-
-    def remembered(self, waiter: Waiter) -> LoadOverrides:
-        """The overrides of `waiter`, with those of the last request of its name where they are None."""
-        known = self.uses.get(waiter.name)
-        return with_defaults(waiter.overrides, known.overrides) if known else waiter.overrides
 
     def is_for(self, name: str) -> bool:
         """Whether `name` uses it, or waits until it is loaded."""

@@ -13,6 +13,10 @@ from pictures import png
 from servers import Server, serving
 from terminal import ENTER, Terminal, control, moegguf_command
 
+from moegguf.chat.conversation import Conversation
+from moegguf.cli import served as served_models
+from moegguf.models.entry import NamedModel
+
 ENDLESS = '/set format {"type": "string", "minLength": 100000}'
 
 
@@ -109,6 +113,25 @@ def test_commands_ask_the_server(chat: Terminal, server: Server) -> None:
     assert "You are brief." in chat.ask("/show system")
     assert ANSWER in chat.ask("/regen").replace("\n", " ")
     server.call("/api/delete", {"model": "mine"}, method="DELETE")
+
+
+def test_another_model_is_shown_with_its_own_context(chat: Terminal, server: Server) -> None:
+    parameters = {"num_ctx": 256, "num_batch": 64}  # a process of its own
+    server.call("/api/create", {"model": "other", "from": "demo", "parameters": parameters})
+    assert "other:latest: context of 256 tokens" in chat.ask("/load other")
+    assert "other:latest" in chat.ask("/list OTH")
+    server.call("/api/generate", {"model": "other", "keep_alive": 0})
+    server.call("/api/delete", {"model": "other"}, method="DELETE")
+
+
+def test_clear_keeps_what_the_server_would_add_again() -> None:
+    own = ({"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hello."})
+    conversation = Conversation(NamedModel("a:latest", system="Be brief.", messages=own), system="")
+    conversation.add_user_message("What?")
+    asked = served_models._messages(conversation)
+    assert asked == [{"role": "system", "content": ""}, {"role": "user", "content": "What?"}]
+    conversation.clear()
+    assert conversation.messages == list(own)
 
 
 def test_a_server_that_goes_away_ends_the_answer_and_not_the_chat(tmp_path: Path) -> None:

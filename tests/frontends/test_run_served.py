@@ -55,8 +55,9 @@ def test_errors_of_the_server_are_errors_of_the_command(moegguf: Command, server
     done = moegguf("run", "demo", "hello", "--think", MOEGGUF_HOST=server.url)
     assert (done.returncode, done.stdout) == (1, "")
     assert re.fullmatch(r"error: .*does not support thinking.*\n", done.stderr)
-    done = moegguf("run", "nothing-of-that-name", "hello", MOEGGUF_HOST=server.url)
-    assert (done.returncode, done.stdout) == (1, "")
+    for name in ("nothing-of-that-name", "~nobody-of-that-name/x", "x" * 300):
+        done = moegguf("run", name, "hello", MOEGGUF_HOST=server.url)
+        assert (done.returncode, done.stdout) == (1, "") and "unexpected" not in done.stderr
 
 
 def test_options_mean_the_same_there(moegguf: Command, server: Server) -> None:

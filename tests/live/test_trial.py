@@ -239,3 +239,18 @@ def test_what_no_check_foresees_ends_the_other_process_only(tiny: TinyModel, loa
         with pytest.raises(ModelFormatError, match=r"bad\.gguf: llama\.cpp ended a trial load with SIGABRT"):
             load(bad)
     load(tiny("tiny-qwen3moe"))
+
+
+def test_processors_beyond_a_few_do_not_wait_in_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their time would count as computing, which is limited."""
+    options = dict[str, object]()
+
+    def llama(_path: str, **given: object) -> None:
+        options.update(given)
+        raise InterruptedError
+
+    monkeypatch.setattr("moegguf.engine.llama.Llama", llama)
+    monkeypatch.setattr("moegguf.engine.machine.count_cpus", lambda: 128)
+    with pytest.raises(InterruptedError):
+        trial_process._try({"path": "", "mmproj": "x", "options": {}, "n_ctx": 256, "n_slots_bytes": 0})
+    assert options["n_threads_batch"] == trial_process.MAX_IMAGE_THREADS

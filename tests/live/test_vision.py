@@ -21,9 +21,10 @@ from moegguf.engine import llama as engine
 from moegguf.engine.llama import Llama
 from moegguf.errors import BudgetError, CapabilityError, ContextError, ModelFormatError, OptionError
 from moegguf.generate.answer import Answer
-from moegguf.generate.images import INTERLACED_BYTES, PLAIN_BYTES, WIDE_BYTES
+from moegguf.generate.images import INTERLACED_BYTES, PLAIN_BYTES, WIDE_BYTES, read_image
 from moegguf.generate.prompt import read_prompt
 from moegguf.generate.request import GenerationRequest, Message, Sampling, Timing
+from moegguf.gguf.projector import DECODED_BYTES
 from tools.models import write_projector
 
 Tiny = Callable[..., Path]
@@ -182,6 +183,14 @@ def test_data_beyond_the_header_are_not_inflated(tiny: Tiny, projector: Projecto
     with pytest.raises(OptionError, match="damaged"):
         answer(llm, [message(png_of(64, 64, data), "what is it?")])
     assert psutil.Process().memory_info().rss - rss < 100 << 20
+
+
+def test_the_largest_image_of_a_kind_is_decoded(tiny: Tiny, projector: Projector, load: Load) -> None:
+    reader, height = load(tiny(), mmproj=projector()).projector, DECODED_BYTES // WIDE_BYTES // 4096
+    assert reader is not None
+    reader._mtmd.mtmd_bitmap_free(reader._bitmap(read_image(deep_png(4096, height)), with_pixels=True))
+    with pytest.raises(OptionError, match="pixels"):
+        read_image(deep_png(4096, height + 1))
 
 
 def test_an_error_keeps_no_image_and_is_told_once(

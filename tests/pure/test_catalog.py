@@ -254,3 +254,10 @@ def test_a_projector_stays_while_a_neighbour_uses_it(catalog: Catalog) -> None:
     assert kept.mmproj and kept.mmproj.read_bytes() == b"m"
     catalog.remove("u/r:q8_0")
     assert not list(hub_cache().glob("*/blobs/*"))
+
+
+@pytest.mark.parametrize("path", ["~nobody-of-that-name/x", "~nobody-of-that-name/x.gguf", f"/{'x' * 300}/x.gguf"])
+def test_paths_that_cannot_be_are_not_found(catalog: Catalog, path: str) -> None:
+    for find in (catalog.find, find_model):
+        with pytest.raises(ModelNotFoundError):
+            find(path)

@@ -111,6 +111,18 @@ async def test_a_reload_keeps_the_options_that_the_name_gave_before(catalog: Fak
 
 
 @in_loop
+async def test_a_request_beside_a_waiting_one_takes_its_options(catalog: FakeCatalog) -> None:
+    asked = [LoadOverrides(n_threads=1, n_ctx=8192), LoadOverrides(), LoadOverrides(n_batch=64), LoadOverrides()]
+    async with manager_of(catalog) as manager:
+        pair = [generate(manager, "a", "say x", overrides) for overrides in asked[:2]]
+        assert await asyncio.gather(*pair) == ["x", "x"]
+        assert len(catalog.loads("a")) == 1
+        pair = [generate(manager, "b", "say x", overrides) for overrides in asked[2:]]
+        assert await asyncio.gather(*pair) == ["x", "x"]
+    assert [load["n_ctx"] for load in catalog.loads("a")] == [8192, 4096]
+
+
+@in_loop
 async def test_a_watcher_sees_the_process_that_its_name_uses(catalog: FakeCatalog) -> None:
     add_persona(catalog, "d", parameters={"num_thread": 1})
     async with manager_of(catalog) as manager:

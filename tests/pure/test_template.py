@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import sys
 import threading
 import time
 from datetime import datetime
@@ -299,6 +300,7 @@ def test_the_process_finds_what_this_one_finds(monkeypatch: pytest.MonkeyPatch, 
     """Also packages in folders that this process has added to its path, and where Python is embedded."""
     (tmp_path / "elsewhere.py").write_text("from moegguf.generate.sandbox import main\nmain()\n")
     monkeypatch.syspath_prepend(tmp_path)
+    sys.path.append(Path("of-another-type"))  # type: ignore[arg-type]  # a mistake that Python leaves out
     renderer.close()
     with monkeypatch.context() as patch:
         patch.setattr("sys.executable", "")

@@ -23,8 +23,6 @@ STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)  # an untermina
 NOT_STRUCTURE = bytes(set(range(256)) - set(b"[]{},"))
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 MISSING = "missing request body"
-
-
 HELD = "moegguf.held_body"  # key of the scope: the `HeldBody` of a request
 
 
