@@ -42,7 +42,8 @@ def server_with(model: str, keep_alive: str | None = None) -> ServedModel | None
     try:
         with socket.create_connection((client.host.host, client.host.port), CONNECT_S):
             pass
-        if "moegguf" not in client.get("/api/version", KNOWN_S):
+        version = client.get("/api/version", KNOWN_S)
+        if not isinstance(version, dict) or "moegguf" not in version:
             return None  # Ollama has the same port
         return ServedModel(client, model, keep_alive)
     except ServerError as error:

@@ -119,7 +119,7 @@ def try_first(
 
 
 def _tried(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a trial, those that JSON has; `hooks` beside them, because it changes the graph."""
+    """The options of a trial, those that JSON has."""
     chosen = {name: value for name, value in sorted(options.items()) if name in OPTIONS and value is not None}
     return {name: value for name, value in chosen.items() if _is_plain(value)}
 
@@ -139,7 +139,7 @@ def _request(layout: ExpertLayout, options: Mapping[str, Any], projector: Projec
     n_slots = min(N_PASS_EXPERTS * layout.n_expert_used, max(layout.n_expert, layout.n_expert_used))
     n_slots = max(n_slots, layer_slots(layout, n_image))
     pool_bytes = n_slots * slot_bytes(layout) if layout.is_moe else 0
-    dense_bytes = layout.dense_bytes if layout.is_moe and read_environment().hooks else layout.n_bytes
+    dense_bytes = layout.dense_bytes if layout.is_moe else layout.n_bytes
     needs = memory_needs(layout, n_ctx, max(N_BATCH, n_image), projector=projector).total_bytes(n_slots)
     needs += dense_bytes - layout.dense_bytes
     if projector is not None:
@@ -168,7 +168,7 @@ class _Verdicts:
         images = header_digest((projector.shard,)) if projector is not None else None
         processor = read_processor()  # a home folder may be shared between machines
         machine = [processor.model, *sorted(processor.flags)]
-        text = json.dumps([options, read_environment().hooks, images, machine], sort_keys=True)
+        text = json.dumps([options, images, machine], sort_keys=True)
         self._key = hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def read(self) -> str | None:
@@ -209,7 +209,8 @@ def _run(request: Request, waiting: Callable[[], object]) -> Outcome:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env=child_environment(MOEGGUF_TRIAL_LOAD="0", **threads),
+            # With the store also where the load goes without it: that may take all of the memory, once.
+            env=child_environment(MOEGGUF_TRIAL_LOAD="0", MOEGGUF_HOOKS="1", **threads),
             start_new_session=True,
         )
     except OSError:

@@ -89,6 +89,15 @@ def test_a_model_that_ends_its_trial_is_refused_until_it_is_tried_again(
     load(tiny())
 
 
+def test_a_load_without_the_store_is_tried_with_it(
+    tiny: TinyModel, load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of a big model would be in memory once more before the load."""
+    monkeypatch.setenv("MOEGGUF_HOOKS", "0")
+    use(process("import os; os.environ['MOEGGUF_HOOKS'] == '1' or os.abort()"), monkeypatch)
+    assert load(tiny("tiny-mix")).session is None
+
+
 @pytest.mark.parametrize("command", [KILL, MEMORY, BAD_ALLOC])
 def test_want_of_memory_is_not_remembered(
     tiny: TinyModel, load: Load, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]

