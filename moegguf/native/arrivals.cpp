@@ -31,13 +31,18 @@ int Arrivals::next(ggml_mul_mat_id_order * order, const int64_t * row_counts, in
         }
         order->late[order->n_late++] = id;
     }
-    if (order->n_late == 0) {
-        return -1;
+    while (order->n_late > 0) {
+        const int i = arrivals.wait(t, order->late, order->n_late, ith == 0);
+        if (i < 0) {
+            break;
+        }
+        const int id = order->late[i];
+        order->late[i] = order->late[--order->n_late];
+        if (arrivals.is_there(t, id)) {
+            return id;
+        }
     }
-    const int i = arrivals.wait(t, order->late, order->n_late, ith == 0);
-    const int id = order->late[i];
-    order->late[i] = order->late[--order->n_late];
-    return id;
+    return -1;
 }
 
 bool Arrivals::is_there(const PoolTensor & t, int slot_id) const {
@@ -53,10 +58,10 @@ bool Arrivals::is_settled(const PoolTensor & t, int slot_id) const {
            !((slot.queued | slot.reading) & t.kind);
 }
 
-// Waits until one of the matrices has arrived; returns its place in the list.
+// Waits until one of the matrices has arrived, or will not come; returns its place in the list, -1 when cancelled.
 int Arrivals::wait(const PoolTensor & t, const int32_t * slot_ids, int n, bool first_thread) {
     if (shared_.forked()) { // a thread of the parent may hold the lock
-        return 0;
+        return -1;
     }
     const auto first_settled = [&] {
         return int(std::find_if(slot_ids, slot_ids + n, [&](int id) { return is_settled(t, id); }) - slot_ids);
@@ -75,7 +80,7 @@ int Arrivals::wait(const PoolTensor & t, const int32_t * slot_ids, int n, bool f
         return found;
     }
     shared_.given_up += 1;
-    return 0;
+    return -1;
 }
 
 } // namespace moegguf

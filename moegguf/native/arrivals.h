@@ -8,8 +8,8 @@
 
 namespace moegguf {
 
-// Asked by all compute threads, about slots that are pinned meanwhile. A matrix that will not come counts as arrived:
-// what is computed with it is thrown away, because its pass ends with the node (Acquire::must_abort).
+// Asked by all compute threads, about slots that are pinned meanwhile. Nothing is multiplied with a matrix that will
+// not come: its pass ends with the node (Acquire::must_abort).
 class Arrivals {
   public:
     // Tells the pool's tensors, where their kernels ask. Otherwise lanes wait before they multiply.

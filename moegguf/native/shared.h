@@ -29,7 +29,7 @@ struct Shared {
     Counters counters;
     std::atomic<bool> cancelled{false};
     std::atomic<bool> stopping{false};
-    std::atomic<uint64_t> given_up{0}; // how often a kernel went on without a matrix, because it was cancelled
+    std::atomic<uint64_t> given_up{0}; // how often a kernel left matrices out, because it was cancelled
 
     bool has(moegguf_flag flag) const { return flags & flag; }
     bool simulated() const { return has(MOEGGUF_SIMULATE); }
