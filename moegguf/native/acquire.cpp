@@ -224,7 +224,7 @@ void Acquire::pin_present(Lane & lane, int il) {
         n_useful += slot.prefetched;
         slot.prefetched = false;
         slot.claims += 1;
-        if (residency.failed(s) && slot.pins > 0) { // for another lane, which may have to see it yet
+        if (residency.failed(s) && slot.pins > 0 && slot.unnoted > 0) { // for another lane
             lane.fail(MOEGGUF_IO, il, expert, transfers_.error());
         } else if (residency.failed(s)) {
             residency.set_failed(s, false); // for an earlier request: this one reads again
@@ -396,6 +396,7 @@ void Acquire::wait(Lane & lane, uint8_t kinds) {
 }
 
 void Acquire::note_failures(Lane & lane) {
+    const bool first = !lane.failed;
     lane.read_errors = get(shared_.counters.read_errors);
     const uint64_t given_up = shared_.given_up;
     if (lane.given_up != given_up && !lane.pinned.empty()) { // also when it was allowed again since
@@ -404,7 +405,8 @@ void Acquire::note_failures(Lane & lane) {
     lane.given_up = given_up;
     for (int s : lane.pinned) {
         if (tier_.residency.failed(s)) {
-            const Slot & slot = tier_.residency.slot(s);
+            Slot & slot = tier_.residency.slot(s);
+            slot.unnoted -= first && slot.unnoted > 0;
             lane.fail(MOEGGUF_IO, slot.il, slot.expert, transfers_.error());
         }
     }
