@@ -100,3 +100,17 @@ class Product:
             self._base.ggml_backend_buffer_free(c.c_void_p(buffer))
         for context in (self._context, self._weights):
             self._base.ggml_free(c.c_void_p(context))
+
+
+def aborts(lane: Lane) -> bool:
+    """Whether the lane's pass ends with the node that was computed last."""
+    function = library.load().moegguf_abort
+    function.restype, function.argtypes = c.c_bool, [c.c_void_p]
+    return bool(function(lane.handle))
+
+
+def check_failure(lane: Lane, status: int) -> None:
+    """Asserts that the lane's pass failed with this status in layer 0. The lane can go on."""
+    failure = lane.take_failure()
+    assert failure is not None
+    assert (failure.status, failure.il) == (status, 0)

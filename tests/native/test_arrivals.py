@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes as c
 import threading
 from pathlib import Path
 from typing import Any
@@ -11,17 +10,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from fake_model import FakeModel, Open, make_model
-from product import Product
+from product import Product, aborts, check_failure
 
 from moegguf.errors import ExpertIOError
 from moegguf.native import library
-from moegguf.native.store import Lane, Store
-
-
-def aborts(lane: Lane) -> bool:
-    function = library.load().moegguf_abort
-    function.restype, function.argtypes = c.c_bool, [c.c_void_p]
-    return bool(function(lane.handle))
+from moegguf.native.store import Store
 
 
 def resident(fake: FakeModel, open_store: Open, products: list[Product], ids: npt.ArrayLike, **options: Any) -> bytes:
@@ -80,9 +73,7 @@ def test_a_failed_read_ends_the_pass_and_not_the_kernel(
     products[-1].acquire()
     products[-1].compute()
     assert aborts(lane)
-    failure = lane.take_failure()
-    assert failure is not None
-    assert (failure.status, failure.il) == (library.IO, 0)
+    check_failure(lane, library.IO)
     library.arm_fault("read", 0)
     fake.token(store, lane, [3, 4])
 
@@ -96,9 +87,7 @@ def test_a_read_that_fails_in_the_last_layer_is_reported(
     library.arm_fault("read", 1, sticky=True)
     products[-1].acquire()
     products[-1].compute()
-    failure = lane.take_failure()
-    assert failure is not None
-    assert failure.status == library.IO
+    check_failure(lane, library.IO)
 
 
 def test_cancelling_ends_a_kernel_that_waits(fake: FakeModel, open_store: Open, products: list[Product]) -> None:
@@ -125,10 +114,8 @@ def test_cancelling_ends_the_pass_of_a_kernel_that_gave_up_even_if_it_is_allowed
     store.cancel()
     products[-1].compute()
     store.cancel(False)
-    assert aborts(lane), "it computed with what was not there"
-    failure = lane.take_failure()
-    assert failure is not None
-    assert failure.status == library.CANCELLED
+    assert aborts(lane), "it left out what was not there"
+    check_failure(lane, library.CANCELLED)
     library.arm_fault("slow_read", 0)
     fake.token(store, lane, [3, 4])
     assert lane.take_failure() is None
@@ -148,9 +135,7 @@ def test_a_failed_read_ends_the_pass_that_computed_with_it_though_another_one_as
         other.acquire(0, [3, 4])
     assert aborts(lane)
     for each in (lane, other):
-        failure = each.take_failure()
-        assert failure is not None
-        assert failure.status == library.IO
+        check_failure(each, library.IO)
     fake.token(store, other, [3, 4])
     other.close()
 
@@ -169,9 +154,7 @@ def test_slot_ids_of_a_failed_pass_are_not_waited_for(
     assert not prefetching or store.counters()["queue_wanted"] > 0, "these reads take six seconds"
     library.arm_fault("slow_read", 0)
     assert aborts(lane)
-    failure = lane.take_failure()
-    assert failure is not None
-    assert failure.status == library.ROUTING
+    check_failure(lane, library.ROUTING)
 
 
 def test_more_late_experts_than_a_thread_keeps_in_mind(

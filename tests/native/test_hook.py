@@ -10,18 +10,13 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from fake_model import FakeModel, Open
+from product import InitParams, aborts, check_failure
 
 from moegguf.native import library
 from moegguf.native.events import Phase
 from moegguf.native.store import Lane
 
 I32, ASK, DO = 26, True, False
-
-
-class InitParams(c.Structure):
-    """struct ggml_init_params."""
-
-    _fields_ = [("mem_size", c.c_size_t), ("mem_buffer", c.c_void_p), ("no_alloc", c.c_bool)]
 
 
 class Nodes:
@@ -74,12 +69,6 @@ def call(lane: Lane, node: Any, ask: bool) -> bool:
     return bool(function(node, ask, lane.handle))
 
 
-def aborts(lane: Lane) -> bool:
-    function = library.load().moegguf_abort
-    function.restype, function.argtypes = c.c_bool, [c.c_void_p]
-    return bool(function(lane.handle))
-
-
 def test_expert_ids_become_slot_ids_in_place(fake: FakeModel, open_store: Open, nodes: Nodes) -> None:
     store, lane = open_store(fake, 4)
     nodes.values[:] = [[5, 2]]
@@ -122,9 +111,7 @@ def test_reads_that_fail_while_others_are_computed_end_the_pass(
     store.drain(10)
     assert not call(lane, nodes.down, ASK), "kernels wait, not the callback"
     assert aborts(lane)
-    failure = lane.take_failure()
-    assert failure is not None
-    assert (failure.status, failure.il) == (library.IO, 0)
+    check_failure(lane, library.IO)
     library.arm_fault("read", 0)
     fake.token(store, lane, [0, 1])
 
