@@ -35,14 +35,14 @@ std::unique_ptr<Lane> Acquire::open_lane() {
     Lock lock(shared_.mutex);
     auto lane = std::make_unique<Lane>(store_, lane_ids_, layout_.n_expert_max);
     lane_ids_ += 1;
-    n_lanes_ += 1;
+    lanes_.push_back(lane.get());
     return lane;
 }
 
 void Acquire::close_lane(Lane & lane) {
     Lock lock(shared_.mutex);
     unpin(lane);
-    n_lanes_ -= 1;
+    lanes_.erase(std::find(lanes_.begin(), lanes_.end(), &lane));
     shared_.done.notify_all();
 }
 
@@ -224,10 +224,10 @@ void Acquire::pin_present(Lane & lane, int il) {
         n_useful += slot.prefetched;
         slot.prefetched = false;
         slot.claims += 1;
-        if (residency.failed(s) && slot.pins > 0 && slot.unnoted > 0) { // for another lane
+        if (residency.failed(s) && computes_with(s)) {
             lane.fail(MOEGGUF_IO, il, expert, transfers_.error());
         } else if (residency.failed(s)) {
-            residency.set_failed(s, false); // for an earlier request: this one reads again
+            residency.set_failed(s, false); // for passes that have ended: this one reads again
         }
         residency.pin(s);
         lane.pinned.push_back(s);
@@ -239,6 +239,13 @@ void Acquire::pin_present(Lane & lane, int il) {
     count(counters.hits_late, n_late);
     count(counters.misses, lane.distinct.size() - n_ready - n_late);
     count(counters.prefetch_useful, n_useful);
+}
+
+// Whether a lane whose pass has not failed yet pins a slot. It must find the failure of its read there.
+bool Acquire::computes_with(int s) const {
+    return std::any_of(lanes_.begin(), lanes_.end(), [s](const Lane * lane) {
+        return !lane->failed && std::find(lane->pinned.begin(), lane->pinned.end(), s) != lane->pinned.end();
+    });
 }
 
 bool Acquire::pin_absent(Lane & lane, const Moment & now, Lock & lock) {
@@ -278,7 +285,7 @@ bool Acquire::wait_for_slot(Deadline deadline, Lock & lock) {
         transfers_.step();
         return true;
     }
-    if (shared_.cancelled || (n_lanes_ == 1 && !transfers_.reading())) {
+    if (shared_.cancelled || (lanes_.size() == 1 && !transfers_.reading())) {
         return false;
     }
     short_of_slots_ = true;
@@ -323,7 +330,7 @@ void Acquire::unpin(Lane & lane) {
         }
     }
     lane.pinned.clear();
-    if (n_lanes_ > 1) {
+    if (lanes_.size() > 1) {
         shared_.done.notify_all();
     }
 }
@@ -335,7 +342,7 @@ void Acquire::resize(int n_slots) {
         throw Error(MOEGGUF_INVALID, "the pool can have " + std::to_string(layout_.n_used_max) + " to " +
                                          std::to_string(n_pool) + " slots, not " + std::to_string(n_slots));
     }
-    if (tier_.numbering.resident() && n_lanes_ > 1) {
+    if (tier_.numbering.resident() && lanes_.size() > 1) {
         throw Error(MOEGGUF_INVALID, "a fully resident pool with several contexts keeps its size");
     }
     resize_to_ = n_slots;
@@ -345,7 +352,7 @@ void Acquire::resize(int n_slots) {
 }
 
 void Acquire::apply_resize() {
-    if (tier_.numbering.resident() && n_lanes_ > 1) {
+    if (tier_.numbering.resident() && lanes_.size() > 1) {
         return; // a context that came meanwhile computes with slot ids of its layers' windows
     }
     tier_.resize(resize_to_);
@@ -396,7 +403,6 @@ void Acquire::wait(Lane & lane, uint8_t kinds) {
 }
 
 void Acquire::note_failures(Lane & lane) {
-    const bool first = !lane.failed;
     lane.read_errors = get(shared_.counters.read_errors);
     const uint64_t given_up = shared_.given_up;
     if (lane.given_up != given_up && !lane.pinned.empty()) { // also when it was allowed again since
@@ -405,8 +411,7 @@ void Acquire::note_failures(Lane & lane) {
     lane.given_up = given_up;
     for (int s : lane.pinned) {
         if (tier_.residency.failed(s)) {
-            Slot & slot = tier_.residency.slot(s);
-            slot.unnoted -= first && slot.unnoted > 0;
+            const Slot & slot = tier_.residency.slot(s);
             lane.fail(MOEGGUF_IO, slot.il, slot.expert, transfers_.error());
         }
     }

@@ -51,6 +51,7 @@ class Acquire {
     bool pin_all(Lane & lane, const Moment & now, Lock & lock);
     void end_shortage(Lane & lane, uint64_t since_ns);
     void pin_present(Lane & lane, int il);
+    bool computes_with(int s) const;
     bool pin_absent(Lane & lane, const Moment & now, Lock & lock);
     bool wait_for_slot(Deadline deadline, Lock & lock);
     void sweep_ahead(int il);
@@ -68,7 +69,7 @@ class Acquire {
     Tier & tier_;
     Transfers & transfers_;
     Events & events_;
-    int n_lanes_ = 0;
+    std::vector<const Lane *> lanes_;
     int lane_ids_ = 0;
     bool short_of_slots_ = false;   // a lane waits for slots: no other may take any
     std::atomic<int> resize_to_{0}; // 0: no resize is due

@@ -17,7 +17,6 @@ struct Slot {
     uint32_t generation = 0; // bumped at every change of owner
     int pins = 0;
     uint32_t claims = 0; // acquires that asked for this expert here
-    int unnoted = 0;     // lanes that have yet to learn that its read failed
     uint8_t queued = 0;  // a bit per matrix kind
     uint8_t reading = 0;
     bool prefetched = false; // came early and was not looked up since

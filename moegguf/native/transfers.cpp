@@ -341,7 +341,6 @@ void Transfers::finish_failed(const Job & job, const std::string & why) {
         shared_.work.notify_one();
     } else {
         ram_.residency.set_failed(s, true);
-        ram_.residency.slot(s).unnoted = slot.pins;
     }
 }
 
