@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,25 @@ def test_a_failed_read_ends_the_pass_that_computed_with_it_though_another_one_as
     for each in (lane, other):
         check_failure(each, library.IO)
     fake.token(store, other, [3, 4])
+    other.close()
+
+
+def test_a_read_that_fails_after_its_pass_has_ended_is_not_the_next_passes_failure(
+    fake: FakeModel, open_store: Open, products: list[Product]
+) -> None:
+    store, lane = open_store(fake, 8, readers=1)
+    other = store.open_lane()
+    products.append(Product(store, lane, fake, [[3, 4]]))
+    library.arm_fault("slow_read", 2)
+    library.arm_fault("read", 1, sticky=True)
+    products[-1].acquire()
+    while not aborts(lane):
+        time.sleep(0.001)
+    store.drain(10)  # the second read takes two seconds, and fails then
+    library.arm_fault("read", 0)
+    fake.token(store, other, [3, 4])
+    assert other.take_failure() is None
+    check_failure(lane, library.IO)
     other.close()
 
 
