@@ -68,6 +68,10 @@ void Acquire::announce_tokens(Lane & lane, const moegguf_tokens_event & event) {
     lane.next_token = 0;
     lane.n_announced = event.n_tokens;
     lane.il = Lane::between_passes;
+    if (forecaster_.on()) {
+        const int token = event.n_tokens == 1 ? event.tokens[0] : -1;
+        forecaster_.token(token, get(shared_.counters.passes) + 1);
+    }
     if (events_.on()) {
         events_.tokens(event);
     }
@@ -85,6 +89,7 @@ void Acquire::acquire(Lane & lane, int il, int32_t * ids, int n_expert_used, int
         return;
     }
     events_.keep_step();
+    forecaster_.settle();
     lane.waited_ns = 0;
     if (!layout_.has_experts(il)) {
         lane.fail(MOEGGUF_ROUTING, il, -1, "a layer without experts was routed");
@@ -98,15 +103,22 @@ void Acquire::acquire(Lane & lane, int il, int32_t * ids, int n_expert_used, int
         if (valid && !lane.failed) {
             const int64_t n_expert = layout_.layers[il].n_expert;
             const bool sweep = n_tokens > 1 && (int64_t)n >= sweep_choices_per_expert * n_expert;
-            placed = fill_slots(lane, {il, sweep, lane.n_tokens == 1}, ids, n_expert_used, n_tokens, lock);
+            const uint64_t turn = lane.pass * layout_.layers.size() + il;
+            placed = fill_slots(lane, {il, sweep, lane.n_tokens == 1, turn}, ids, n_expert_used, n_tokens, lock);
             first_slot = tier_.numbering.window(il).first_slot;
         }
+    }
+    if (placed && forecaster_.on()) {
+        const int32_t * last = ids + n - n_expert_used;
+        const float * inputs = forecaster_.wants_inputs(n_tokens) ? routed.inputs : nullptr;
+        forecaster_.routing({il, n_tokens, last, n_expert_used, inputs, routed.n_embd}, lane.pass);
     }
     if (events_.on()) {
         // Victims are chosen before the listener gets this event, so that its scores act from the next one on. This
         // may wait for space in the ring, which the listener may need the lock to make: it is not held here.
         events_.routing({lane.pass, start, lane.id, il, n_tokens, n_expert_used, lane.sequence, lane.phase,
-                         lane.first_token, routed.n_embd, ids, routed.weights, routed.inputs});
+                         lane.first_token, routed.n_embd, ids, routed.weights,
+                         events_.wants_inputs(n_tokens) ? routed.inputs : nullptr});
     }
     if (placed) {
         wait(lane, wait_kinds);
@@ -255,7 +267,7 @@ bool Acquire::pin_absent(Lane & lane, const Moment & now, Lock & lock) {
         if (lane.slot_of[expert] >= 0) {
             continue;
         }
-        int s = tier_.take_slot(now.il, expert, now, INFINITY);
+        int s = tier_.take_slot(now.il, expert, now);
         while (s < 0 && (int)lane.distinct.size() <= residency.n_usable()) { // another lane may shrink the pool
             if (deadline == Deadline{}) {
                 deadline = std::chrono::steady_clock::now() + longest_pass;
@@ -263,7 +275,7 @@ bool Acquire::pin_absent(Lane & lane, const Moment & now, Lock & lock) {
             if (!wait_for_slot(deadline, lock)) {
                 break;
             }
-            s = tier_.take_slot(now.il, expert, now, INFINITY);
+            s = tier_.take_slot(now.il, expert, now);
         }
         if (s < 0) {
             lane.fail(shared_.cancelled ? MOEGGUF_CANCELLED : MOEGGUF_SLOTS, now.il, expert,

@@ -2,19 +2,21 @@
 // and read, when it ends. Runs on compute threads.
 #pragma once
 
+#include "forecaster.h"
 #include "lane.h"
-#include "transfers.h"
 
 namespace moegguf {
 
 class Acquire {
   public:
-    Acquire(Store & store, const Layout & layout, Shared & shared, Tier & tier, Transfers & transfers, Events & events)
+    Acquire(Store & store, const Layout & layout, Shared & shared, Tier & tier, Transfers & transfers,
+            Forecaster & forecaster, Events & events)
         : store_(store),
           layout_(layout),
           shared_(shared),
           tier_(tier),
           transfers_(transfers),
+          forecaster_(forecaster),
           events_(events) {}
 
     std::unique_ptr<Lane> open_lane();
@@ -68,6 +70,7 @@ class Acquire {
     Shared & shared_;
     Tier & tier_;
     Transfers & transfers_;
+    Forecaster & forecaster_;
     Events & events_;
     std::vector<const Lane *> lanes_;
     int lane_ids_ = 0;

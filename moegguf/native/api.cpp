@@ -149,6 +149,32 @@ int moegguf_store_set_forecast(moegguf_store * store, const float * probabilitie
     return on(store, [&](Store & s) { s.set_forecast(probabilities, known, n); });
 }
 
+int moegguf_store_set_predictor(moegguf_store * store, const moegguf_predictor * predictor) {
+    return on(store, [&](Store & s) { s.forecaster.set(predictor); });
+}
+
+const char * moegguf_predictor_name(int32_t index, uint32_t * traits) {
+    const PredictorType * type = predictor_at(index);
+    if (type && traits) {
+        *traits = type->traits;
+    }
+    return type ? type->name : nullptr;
+}
+
+int moegguf_store_act(moegguf_store * store, int act) {
+    return on(store, [&](Store & s) { s.forecaster.prefetch(act != 0); });
+}
+
+int moegguf_store_forecast(moegguf_store * store, float * probabilities, uint8_t * known, size_t n) {
+    return on(store, [&](Store & s) {
+        if (n != s.layout.n_keys()) {
+            throw Error(MOEGGUF_INVALID,
+                        "a forecast has " + std::to_string(s.layout.n_keys()) + " entries, not " + std::to_string(n));
+        }
+        s.forecaster.read(&given(probabilities), &given(known));
+    });
+}
+
 int moegguf_store_prefetch(moegguf_store * store, const int32_t * il, const int32_t * experts, size_t n) {
     return on(store, [&](Store & s) {
         if (n > 0) {
@@ -204,12 +230,18 @@ void moegguf_lane_close(moegguf_lane * lane) {
 }
 
 int moegguf_lane_acquire(moegguf_lane * lane, int32_t il, const int32_t * expert_ids, int32_t n_expert_used,
-                         int32_t n_tokens, int32_t * slot_ids) {
+                         int32_t n_tokens, const float * inputs, int32_t n_embd, int32_t * slot_ids) {
     return guarded([&] {
         Lane & l = *given(lane).lane;
         check_size(l, n_expert_used, n_tokens);
         memcpy(&given(slot_ids), &given(expert_ids), sizeof(int32_t) * n_expert_used * n_tokens);
-        l.store.acquire.acquire(l, il, slot_ids, n_expert_used, n_tokens, all_kinds);
+        if (inputs && n_embd <= 0) {
+            throw Error(MOEGGUF_INVALID, "a router's input has values, not " + std::to_string(n_embd));
+        }
+        Routed routed;
+        routed.inputs = inputs;
+        routed.n_embd = inputs ? n_embd : 0;
+        l.store.acquire.acquire(l, il, slot_ids, n_expert_used, n_tokens, all_kinds, routed);
         check_failure(l);
     });
 }

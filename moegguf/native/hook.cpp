@@ -62,7 +62,8 @@ Routed routed(Lane & lane, const ggml_tensor * t, size_t n_used, size_t n_tokens
     if (events.wants_weights()) {
         known.weights = floats(t->src[1], n_used * n_tokens, lane.weights);
     }
-    if (events.wants_inputs((int)n_tokens) && t->src[2]) {
+    const bool inputs = events.wants_inputs((int)n_tokens) || lane.store.forecaster.wants_inputs((int)n_tokens);
+    if (inputs && t->src[2]) {
         known.n_embd = (int)t->src[2]->ne[0];
         known.inputs = floats(t->src[2], known.n_embd * n_tokens, lane.inputs);
     }

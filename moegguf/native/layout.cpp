@@ -73,11 +73,14 @@ Layout::Layout(const moegguf_config & config)
     for (int i = 0; i < config.n_matrices; i++) {
         add(config.matrices[i]);
     }
+    row_of.assign(config.n_layer, -1);
     for (int il = 0; il < config.n_layer; il++) {
         Layer & layer = layers[il];
         if (layer.n_expert == 0) {
             continue;
         }
+        row_of[il] = n_moe_layers;
+        moe_layers.push_back(il);
         layer.n_expert_used = config.n_expert_used[il];
         if (layer.n_expert_used <= 0 || layer.n_expert_used > layer.n_expert) {
             invalid("layer " + std::to_string(il) + " uses more experts than it has, or none");

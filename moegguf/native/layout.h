@@ -63,8 +63,10 @@ struct Layout {
     int n_expert_max = 0;
     int n_experts = 0; // over all layers
     int n_moe_layers = 0;
-    int token_cycle = 0; // slots one token touches
-    int n_used_max = 0;  // the most experts that a token uses in a layer
+    std::vector<int> moe_layers; // those with experts, in order
+    std::vector<int> row_of;     // [n_layer], where in moe_layers; -1: a layer without experts
+    int token_cycle = 0;         // slots one token touches
+    int n_used_max = 0;          // the most experts that a token uses in a layer
 
     // Throws Error(INVALID) on any inconsistency.
     explicit Layout(const moegguf_config & config);

@@ -31,11 +31,13 @@ from moegguf.package import package_folders
 from moegguf.processor import read_processor
 from moegguf.settings import read_environment
 
-ABI_VERSION = 4
+ABI_VERSION = 5
 SPIN_COUNT = 20000  # a good part of a millisecond; 1000 costs a fifth of a small model's speed, 300000 is GNU's default
 
 OK, INVALID, MEMORY, IO, CANCELLED, FORKED, ROUTING, SLOTS = range(8)
 POLICY_FORECAST, POLICY_SCORES = 1, 2  # enum moegguf_policy_trait
+PREDICTOR_INPUTS, PREDICTOR_TOKENS = 1, 2  # enum moegguf_predictor_trait
+PREDICT_ONCE, PREDICT_LOCKSTEP = 1, 2  # enum moegguf_predict_flag
 
 KIND = {"gate": 0, "up": 1, "down": 2, "gate_up": 3}
 
@@ -97,8 +99,8 @@ class Counters(c.Structure):
         for name in (
             "passes tokens routing_events lookups hits_ready hits_late misses evictions bytes_missed bytes_prefetched"
             " reads read_retries read_errors stall_ns hook_ns read_ns upload_ns prefetch_requested prefetch_started"
-            " prefetch_useful prefetch_wasted prefetch_dropped events_dropped slots_used slots_pinned chunks_reading"
-            " queue_needed queue_wanted sim_clock_ns"
+            " prefetch_useful prefetch_wasted prefetch_dropped events_dropped forecast_picks forecast_right forecast_ns"
+            " slots_used slots_pinned chunks_reading queue_needed queue_wanted sim_clock_ns"
         ).split()
     ]
 
@@ -197,6 +199,33 @@ class Policy(c.Structure):
     ]
 
 
+class Array(c.Structure):
+    """struct moegguf_array: what a predictor was trained to, by name."""
+
+    _fields_ = [
+        ("name", c.c_char_p),
+        ("type", c.c_int32),
+        ("reserved", c.c_int32),
+        ("n", c.c_uint64),
+        ("data", c.c_void_p),
+    ]
+
+
+class Predictor(c.Structure):
+    """struct moegguf_predictor: a predictor of the store by name."""
+
+    _fields_ = [
+        ("name", c.c_char_p),
+        ("n_arrays", c.c_int32),
+        ("flags", c.c_uint32),
+        ("arrays", c.POINTER(Array)),
+        ("window", c.c_int32),
+        ("most_prefetches", c.c_int32),
+        ("waste_weight", c.c_float),
+        ("reserved", c.c_int32),
+    ]
+
+
 class Sizes(c.Structure):
     """struct moegguf_sizes: what slots take."""
 
@@ -238,6 +267,9 @@ _STATUS_CALLS: dict[str, list[Any]] = {
     "moegguf_store_set_scores": [c.c_void_p, c.c_void_p, c.c_size_t],
     "moegguf_store_set_policy": [c.c_void_p, c.POINTER(Policy)],
     "moegguf_store_set_forecast": [c.c_void_p, c.c_void_p, c.c_void_p, c.c_size_t],
+    "moegguf_store_set_predictor": [c.c_void_p, c.POINTER(Predictor)],
+    "moegguf_store_act": [c.c_void_p, c.c_int],
+    "moegguf_store_forecast": [c.c_void_p, c.c_void_p, c.c_void_p, c.c_size_t],
     "moegguf_store_prefetch": [c.c_void_p, c.c_void_p, c.c_void_p, c.c_size_t],
     "moegguf_store_listen": [c.c_void_p, c.POINTER(Listener)],
     "moegguf_store_cancel": [c.c_void_p, c.c_int],
@@ -250,7 +282,16 @@ _STATUS_CALLS: dict[str, list[Any]] = {
     "moegguf_eamc_add_row": [c.c_void_p, c.c_size_t, c.c_void_p, c.c_int32, c.c_void_p, c.c_int32] + [c.c_void_p] * 2,
     "moegguf_eamc_match": [c.c_void_p] * 3 + [c.c_int32] * 2 + [c.c_void_p] * 3,
     "moegguf_lane_open": [c.c_void_p, c.POINTER(c.c_void_p)],
-    "moegguf_lane_acquire": [c.c_void_p, c.c_int32, c.c_void_p, c.c_int32, c.c_int32, c.c_void_p],
+    "moegguf_lane_acquire": [
+        c.c_void_p,
+        c.c_int32,
+        c.c_void_p,
+        c.c_int32,
+        c.c_int32,
+        c.c_void_p,
+        c.c_int32,
+        c.c_void_p,
+    ],
     "moegguf_lane_replay": [c.c_void_p, c.POINTER(Routing), c.POINTER(c.c_int64)],
     "moegguf_lane_announce": [c.c_void_p, c.c_int32, c.c_int32, c.c_void_p, c.c_int32],
     "moegguf_lane_failure": [c.c_void_p, c.POINTER(Failure), c.c_int],
@@ -259,6 +300,7 @@ _STATUS_CALLS: dict[str, list[Any]] = {
 _PLAIN_CALLS: dict[str, tuple[object, list[type]]] = {
     "moegguf_last_error": (c.c_char_p, []),
     "moegguf_policy_name": (c.c_char_p, [c.c_int32, c.POINTER(c.c_uint32)]),
+    "moegguf_predictor_name": (c.c_char_p, [c.c_int32, c.POINTER(c.c_uint32)]),
     "moegguf_store_close": (None, [c.c_void_p]),
     "moegguf_store_buft": (c.c_void_p, [c.c_void_p]),
     "moegguf_lane_close": (None, [c.c_void_p]),

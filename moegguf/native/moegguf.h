@@ -25,6 +25,7 @@
 //                      Allocation-free once warm. Take the store's lock briefly where slots are pinned or waited for,
 //                      and not for a layer of a resident pool or for matrices that are there.
 //   reader threads   : pread into staging, write into slots. Never call out.
+//   predictor thread : takes what compute threads leave, predicts, asks for prefetches under the store's lock.
 //   event thread     : calls the listener's callbacks. The only thread that enters foreign code.
 //   any thread       : everything else below, unless it says otherwise. Counters are read without the lock, so figures
 //                      of an event under way may be of before and after it.
@@ -46,7 +47,7 @@
 extern "C" {
 #endif
 
-#define MOEGGUF_ABI_VERSION 4
+#define MOEGGUF_ABI_VERSION 5
 #define MOEGGUF_MAX_KINDS 4
 #define MOEGGUF_API __attribute__((visibility("default")))
 
@@ -132,6 +133,9 @@ struct moegguf_counters {
     uint64_t prefetch_wasted;  // prefetched and evicted unused
     uint64_t prefetch_dropped; // never started: stale, resident already, no free space
     uint64_t events_dropped;   // the listener was too slow
+    uint64_t forecast_picks;   // native prediction: the most probable experts of a layer, as many as a token uses
+    uint64_t forecast_right;   // of these, chosen by the router
+    uint64_t forecast_ns;      // time of the thread that predicts
     // gauges
     uint64_t slots_used;
     uint64_t slots_pinned;
@@ -176,6 +180,39 @@ struct moegguf_policy {
     int32_t n_parameters;
     int32_t reserved;
     const struct moegguf_parameter * parameters; // [n_parameters]
+};
+
+// A predictor by name, computed by the store itself, and what it was trained to. Which there are is said by
+// moegguf_predictor_name and, in moegguf/native/predictors, by each one's own file, with the arrays it needs.
+enum moegguf_array_type { MOEGGUF_FLOAT32 = 0, MOEGGUF_INT8 = 1, MOEGGUF_UINT16 = 2, MOEGGUF_INT32 = 3 };
+
+struct moegguf_array {
+    const char * name;
+    int32_t type; // enum moegguf_array_type
+    int32_t reserved;
+    uint64_t n;
+    const void * data; // [n], used in place until another predictor is set
+};
+
+enum moegguf_predictor_trait {
+    MOEGGUF_PREDICTOR_INPUTS = 1 << 0, // computes with router inputs
+    MOEGGUF_PREDICTOR_TOKENS = 1 << 1, // knows all layers before a pass begins: from its token, or the one before
+};
+
+enum moegguf_predict_flag {
+    MOEGGUF_PREDICT_ONCE = 1 << 0,     // a layer is predicted when it comes into the window, and not again
+    MOEGGUF_PREDICT_LOCKSTEP = 1 << 1, // acquire waits until everything was predicted: slow, and reproducible
+};
+
+struct moegguf_predictor {
+    const char * name;
+    int32_t n_arrays;
+    uint32_t flags; // enum moegguf_predict_flag
+    const struct moegguf_array * arrays;
+    int32_t window;          // layers with experts ahead that are predicted
+    int32_t most_prefetches; // experts started in a pass; 0: predictions only protect what is there
+    float waste_weight;      // what a prefetch in vain costs, as a share of the stall that one in time saves
+    int32_t reserved;
 };
 
 // What slots take. Every arena has a guard behind its last slot.
@@ -290,6 +327,12 @@ MOEGGUF_API int moegguf_store_set_scores(moegguf_store * store, const float * sc
 // with its routing event. Policies that take no forecast ignore it.
 MOEGGUF_API int moegguf_store_set_forecast(moegguf_store * store, const float * probabilities, const uint8_t * known,
                                            size_t n);
+// Predicts from now on, in passes of one token; NULL: no longer. What is predicted goes to policies as a forecast does,
+// and is prefetched where it pays. moegguf_store_forecast: the probabilities as predicted of layers not yet routed.
+MOEGGUF_API int moegguf_store_set_predictor(moegguf_store * store, const struct moegguf_predictor * predictor);
+MOEGGUF_API const char * moegguf_predictor_name(int32_t index, uint32_t * traits); // NULL behind the last one
+MOEGGUF_API int moegguf_store_act(moegguf_store * store, int on); // off: nothing is prefetched that is predicted
+MOEGGUF_API int moegguf_store_forecast(moegguf_store * store, float * probabilities, uint8_t * known, size_t n);
 MOEGGUF_API int moegguf_store_prefetch(moegguf_store * store, const int32_t * il, const int32_t * experts, size_t n);
 MOEGGUF_API int moegguf_store_listen(
     moegguf_store * store, const struct moegguf_listener * listener); // NULL: stop; returns after the last callback
@@ -304,12 +347,13 @@ MOEGGUF_API int moegguf_store_probe(moegguf_store * store, double seconds,
                                     double * bytes_per_s);                     // what these readers reach on this file
 MOEGGUF_API int moegguf_store_sim_advance(moegguf_store * store, uint64_t ns); // simulation: compute time passes
 
-// Lanes. acquire does what the hook does with ids already in hand: simulation and tests. replay does so for many
+// Lanes. acquire does what the hook does with ids already in hand: simulation and tests; inputs [n_tokens][n_embd] may
+// be NULL. replay does so for many
 // events; it ends at the first that fails, with its status, and n_done counts events with that one.
 MOEGGUF_API int moegguf_lane_open(moegguf_store * store, moegguf_lane ** lane);
 MOEGGUF_API void moegguf_lane_close(moegguf_lane * lane);
 MOEGGUF_API int moegguf_lane_acquire(moegguf_lane * lane, int32_t il, const int32_t * expert_ids, int32_t n_expert_used,
-                                     int32_t n_tokens, int32_t * slot_ids);
+                                     int32_t n_tokens, const float * inputs, int32_t n_embd, int32_t * slot_ids);
 MOEGGUF_API int moegguf_lane_replay(moegguf_lane * lane, const struct moegguf_routing * routing, int64_t * n_done);
 MOEGGUF_API int moegguf_lane_announce(moegguf_lane * lane, int32_t sequence, int32_t phase, const int32_t * tokens,
                                       int32_t n_tokens); // before they are evaluated; n_tokens 0: nothing is known

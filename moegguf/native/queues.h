@@ -78,12 +78,22 @@ struct Job {
     uint8_t kinds = 0;   // bits of the matrices to move, one unless chunking is off
     bool demand = false; // a routing event needs it; a prefetch otherwise
     uint32_t claims = 0; // of the destination, when this was queued
+    uint64_t begun_ns = 0;
 };
 
 // An expert asked for early, which has no slot yet.
 struct PrefetchRequest {
     int il;
     int expert;
+};
+
+// An expert that a predictor expects to be used at a turn (Moment). Transferred only while the link has nothing that is
+// needed now, and never after that turn.
+struct Wish {
+    uint64_t turn;
+    int il;
+    int expert;
+    float worth; // of having it, as a chance: above that of the expert that makes room
 };
 
 } // namespace moegguf

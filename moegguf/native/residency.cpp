@@ -3,6 +3,11 @@
 #include <algorithm>
 
 namespace moegguf {
+namespace {
+
+constexpr float use_half_life_tokens = 64.0f;
+
+} // namespace
 
 // The smallest rank goes first: score, then distance of the next use in a sweep, then age.
 struct Residency::Rank {
@@ -33,12 +38,9 @@ Residency::Residency(const Layout & layout, const Numbering & numbering, Counter
       order_(layout, numbering.n_slots()),
       policy_(make_policy(layout, {"lru", 0, 0, nullptr})),
       scores_(layout),
+      forecast_(layout.n_keys(), 0.0f),
+      forecast_known_(layout.layers.size(), 0),
       n_usable_(numbering.n_slots()) {
-    for (int il = 0; il < (int)layout.layers.size(); il++) {
-        if (layout.layers[il].n_expert > 0) {
-            moe_layers_.push_back(il);
-        }
-    }
     order_.set_policy(policy_.get());
     set_floors();
 }
@@ -52,7 +54,7 @@ void Residency::set_floors() {
     }
     int to_share = std::max(0, n_usable_ - layout_.n_used_max);
     int layers = layout_.n_moe_layers;
-    for (int il : moe_layers_) {
+    for (int il : layout_.moe_layers) {
         floor_[il] = to_share / layers; // earlier layers get the smaller share, the rest goes to later ones
         to_share -= floor_[il];
         layers -= 1;
@@ -92,7 +94,7 @@ int Residency::victim(const Moment & now) {
     const bool ordered = policy.orders(now);
     int best[2] = {-1, -1}; // of layers at their floor, above it
     Rank best_rank[2] = {};
-    for (int il : moe_layers_) {
+    for (int il : layout_.moe_layers) {
         int s = order_.least_recent(il);
         if (s < 0) {
             continue;
@@ -116,7 +118,7 @@ int Residency::victim(const Moment & now) {
     return best[1] >= 0 ? best[1] : best[0];
 }
 
-int Residency::choose(int il, int expert, const Moment & now, float score_below) {
+int Residency::choose(int il, int expert, const Moment & now, const Bid & bid) {
     if (numbering_.resident()) {
         const int s = numbering_.own_slot(il, expert);
         return slots_[s].pins == 0 && slots_[s].reading == 0 ? s : -1;
@@ -126,10 +128,12 @@ int Residency::choose(int il, int expert, const Moment & now, float score_below)
         return s;
     }
     s = victim(now);
-    if (s >= 0 && ordered(now) && !(score(slots_[s].il, slots_[s].expert, now) < score_below)) {
+    if (s < 0) {
         return -1;
     }
-    return s;
+    const Slot & slot = slots_[s];
+    const bool cheap = !ordered(now) || score(slot.il, slot.expert, now) < bid.score;
+    return cheap && chance(slot.il, slot.expert) < bid.chance ? s : -1;
 }
 
 void Residency::assign(int s, int il, int expert) {
@@ -223,15 +227,33 @@ void Residency::exchange_scores(std::vector<float> & scores) {
 // With a slot for every expert there is nothing to decide, and idle layers do not even count: policies start when the
 // pool shrinks.
 void Residency::on_routing(int il, const int32_t * expert_ids, int n_expert_used, int n_tokens) {
+    if (average_use_) {
+        average_use_->count(il, expert_ids, n_expert_used, n_tokens);
+    }
     if (!numbering_.resident() && policy_->on_routing(il, expert_ids, n_expert_used, n_tokens) && !scores_.set()) {
         order_.scores_changed(il);
     }
 }
 
 void Residency::on_forecast(int il, const float * probabilities) {
+    forecast_known_[il] = probabilities != nullptr;
+    if (probabilities) {
+        std::copy_n(probabilities, layout_.layers[il].n_expert, &forecast_[layout_.key(il, 0)]);
+    }
     if (!numbering_.resident() && policy_->on_forecast(il, probabilities) && !scores_.set()) {
         order_.scores_changed(il);
     }
+}
+
+float Residency::chance(int il, int expert) const {
+    if (forecast_known_[il]) {
+        return forecast_[layout_.key(il, expert)];
+    }
+    return average_use_ ? average_use_->row(il)[expert] : 0.0f;
+}
+
+void Residency::count_uses(bool on) {
+    average_use_ = on ? std::make_unique<FadingAverage>(layout_, use_half_life_tokens) : nullptr;
 }
 
 float Residency::score(int il, int expert, const Moment & now) const {

@@ -5,6 +5,7 @@
 #include "eviction_order.h"
 #include "free_slots.h"
 #include "numbering.h"
+#include "policies/averages.h"
 #include "policies/score_table.h"
 
 #include <atomic>
@@ -42,9 +43,9 @@ class Residency {
     void publish(int s, uint8_t kinds) { state_[s].fetch_or(kinds, std::memory_order_release); }
     void set_failed(int s, bool failed);
 
-    // A free slot or a victim for (il, expert), or -1 when every slot is pinned or being read.
-    // score_below: only take a victim whose score is less than this.
-    int choose(int il, int expert, const Moment & now, float score_below);
+    // A free slot or a victim for (il, expert), or -1 when every slot is pinned or being read, or the victim is worth
+    // no less than the bid.
+    int choose(int il, int expert, const Moment & now, const Bid & bid);
     void assign(int s, int il, int expert);
     void vacate(int s);
 
@@ -65,6 +66,11 @@ class Residency {
     bool ordered(const Moment & now) const { return policy().orders(now); }
     float score(int il, int expert, const Moment & now) const; // where ordered
 
+    // The chance of an expert to be used when its layer comes next: as predicted, else the share of the last tokens
+    // that used it. Known while uses are counted.
+    float chance(int il, int expert) const;
+    void count_uses(bool on);
+
     void set_usable(int n);
 
   private:
@@ -83,7 +89,6 @@ class Residency {
     std::vector<Slot> slots_;
     std::vector<std::atomic<uint8_t>> state_; // [n_slots] a bit per matrix that is there, and failed_bit
     std::vector<int> slot_of_;                // [n_layer * n_expert_max]
-    std::vector<int> moe_layers_;             // layers with experts
     std::vector<int> count_;                  // [n_layer] slots held
     std::vector<int> floor_;                  // [n_layer] slots that other layers may not take
     std::vector<uint32_t> uses_;
@@ -92,6 +97,9 @@ class Residency {
     EvictionOrder order_;
     std::unique_ptr<EvictionPolicy> policy_;
     mutable ScoreTable scores_;
+    std::unique_ptr<FadingAverage> average_use_; // while uses are counted
+    std::vector<float> forecast_;                // [n_layer * n_expert_max], where known
+    std::vector<uint8_t> forecast_known_;        // [n_layer]
     uint64_t tick_ = 0;
     int n_usable_;
 };

@@ -13,7 +13,8 @@ Store::Store(const moegguf_config & config)
       ram(TierId::ram, layout, config, shared, events),
       arrivals(layout, shared, ram),
       transfers(layout, config, shared, ram),
-      acquire(*this, layout, shared, ram, transfers, events),
+      forecaster(layout, shared, ram, transfers),
+      acquire(*this, layout, shared, ram, transfers, forecaster, events),
       buft_(make_reserved_buft(this), free_reserved_buft) {
 }
 

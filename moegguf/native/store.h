@@ -20,6 +20,7 @@ class Store {
     Tier ram;
     Arrivals arrivals;
     Transfers transfers;
+    Forecaster forecaster;
     Acquire acquire;
 
     ggml_backend_buffer_type_t buft() { return buft_.get(); }

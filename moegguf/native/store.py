@@ -17,8 +17,9 @@ import numpy.typing as npt
 from moegguf.errors import CallbackError, ClosedError, OptionError
 from moegguf.gguf.experts import ExpertLayout, Kind
 from moegguf.native import library
-from moegguf.native.events import Announcement, Int32s, Phase, Residency, RoutingEvent
+from moegguf.native.events import Announcement, Float32s, Int32s, Phase, Residency, RoutingEvent
 from moegguf.native.library import check
+from moegguf.native.predictor import NativeForecast, NativePredictor, predictor_struct
 
 _PHASES = tuple(Phase)
 UInt64s = npt.NDArray[np.uint64]
@@ -178,6 +179,7 @@ class Store:
         self._handle: int | None = None
         self._listener: library.Listener | None = None
         self._callback_error: BaseException | None = None
+        self._predictor: NativePredictor | None = None  # its arrays are in use
         self.layout = layout
         self.options = options
         used = {layer.il: layer.n_expert_used for layer in layout.layers}
@@ -291,6 +293,36 @@ class Store:
         )
         policy = library.Policy(name.encode(), len(rows), 0, table)
         check(self._library.moegguf_store_set_policy(self.handle, c.byref(policy)))
+
+    def set_predictor(self, predictor: NativePredictor | None, forecast: NativeForecast = NativeForecast()) -> None:
+        """Predicts what comes in passes of one token, on a thread of the store's own, and acts on it; None: no longer.
+
+        Raises OptionError for an unknown name, a missing array or one of a wrong size, and a limit out of range; the
+        predictor before then stays.
+        """
+        if predictor is None:
+            check(self._library.moegguf_store_set_predictor(self.handle, None))
+        else:
+            chosen = predictor_struct(predictor, forecast)
+            check(self._library.moegguf_store_set_predictor(self.handle, c.byref(chosen)))
+        self._predictor = predictor
+
+    def act_on_forecasts(self, on: bool) -> None:
+        """Whether the store prefetches what its predictor expects. On until switched off."""
+        check(self._library.moegguf_store_act(self.handle, on))
+
+    def forecast(self) -> tuple[Float32s, npt.NDArray[np.bool_]]:
+        """(probabilities (n_layer, n_expert) as the store's predictor gave them, layers (n_layer,) they are about).
+
+        A layer's part ends when it is routed.
+        """
+        probabilities, known = np.zeros(self.shape, np.float32), np.zeros(self.layout.n_layer, np.uint8)
+        check(
+            self._library.moegguf_store_forecast(
+                self.handle, probabilities.ctypes.data, known.ctypes.data, probabilities.size
+            )
+        )
+        return probabilities, known.astype(bool)
 
     def prefetch(self, il: Sequence[int] | Int32s, experts: Sequence[int] | Int32s) -> None:
         """Asks for experts (il[i], experts[i]) early, in order. Unknown or resident ones are dropped, and counted."""
@@ -410,12 +442,21 @@ class Lane:
         """Address of the callback for llama_context_params.abort_callback; its user data is `handle`."""
         return c.cast(self._library.moegguf_abort, c.c_void_p).value or 0
 
-    def acquire(self, il: int, expert_ids: npt.ArrayLike) -> Int32s:
-        """Slot ids for expert_ids (n_tokens, n_expert_used) of layer il: as the hook does, for simulation and tests."""
+    def acquire(self, il: int, expert_ids: npt.ArrayLike, inputs: Float32s | None = None) -> Int32s:
+        """Slot ids for expert_ids (n_tokens, n_expert_used) of layer il: as the hook does, for simulation and tests.
+
+        inputs (n_tokens, n_embd): what entered the router, for predictors.
+        """
         ids = np.atleast_2d(np.ascontiguousarray(expert_ids, np.int32))
         slots = np.empty_like(ids)
         n_tokens, n_used = ids.shape
-        check(self._library.moegguf_lane_acquire(self.handle, il, ids.ctypes.data, n_used, n_tokens, slots.ctypes.data))
+        vectors = None if inputs is None else np.ascontiguousarray(inputs, np.float32).reshape(n_tokens, -1)
+        entered = (None, 0) if vectors is None else (vectors.ctypes.data, vectors.shape[1])
+        check(
+            self._library.moegguf_lane_acquire(
+                self.handle, il, ids.ctypes.data, n_used, n_tokens, *entered, slots.ctypes.data
+            )
+        )
         return slots
 
     def replay(

@@ -28,8 +28,8 @@ Tier::Tier(TierId id, const Layout & layout, const moegguf_config & config, Shar
     }
 }
 
-int Tier::take_slot(int il, int expert, const Moment & now, float score_below) {
-    const int s = residency.choose(il, expert, now, score_below);
+int Tier::take_slot(int il, int expert, const Moment & now, const Bid & bid) {
+    const int s = residency.choose(il, expert, now, bid);
     if (s < 0) {
         return -1;
     }

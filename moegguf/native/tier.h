@@ -22,7 +22,7 @@ class Tier {
     Place place(int s) const { return {id, s, residency.slot(s).generation}; }
     bool holds(const Place & place) const { return residency.slot(place.slot).generation == place.generation; }
 
-    int take_slot(int il, int expert, const Moment & now, float score_below); // -1: none
+    int take_slot(int il, int expert, const Moment & now, const Bid & bid = {}); // -1: none
     void retire(int s);                 // empties a slot, and gives its memory back when it is no longer usable
     void publish(int s, uint8_t kinds); // bytes are there
     void report_residency(int s, bool resident);            // to the listener

@@ -1,6 +1,7 @@
 #include "transfers.h"
 
 #include "fault.h"
+#include "short_slices.h"
 
 #include <algorithm>
 #include <cmath>
@@ -20,6 +21,11 @@ constexpr uint8_t order_of_use[] = {1 << MOEGGUF_UP | 1 << MOEGGUF_GATE_UP, 1 <<
 
 uint8_t lowest_bit(uint8_t bits) {
     return bits & -bits;
+}
+
+// A moving average over some tens of values; 0: none yet.
+void average(float & mean, uint64_t value) {
+    mean += mean > 0.0f ? ((float)value - mean) / 32 : (float)value;
 }
 
 // Calls body(matrix) for every matrix in `kinds` of a layer.
@@ -70,6 +76,33 @@ bool Transfers::prefetch(int il, int expert) {
     return true;
 }
 
+void Transfers::set_wishes(const std::vector<Wish> & wishes) {
+    count(shared_.counters.prefetch_requested, wishes.size());
+    count(shared_.counters.prefetch_dropped, wishes_.size() - next_wish_);
+    wishes_.assign(wishes.begin(), wishes.end());
+    next_wish_ = 0;
+    if (!wishes_.empty() && n_demand_reading_ == 0) {
+        shared_.work.notify_one();
+    }
+    update_gauges();
+}
+
+void Transfers::set_moment(const Moment & now) {
+    const uint64_t computed_ns = shared_.clock_ns() - get(shared_.counters.stall_ns);
+    if (now_.turn > 0 && computed_ns > computed_ns_) {
+        average(layer_ns_, computed_ns - computed_ns_);
+    }
+    computed_ns_ = computed_ns;
+    now_ = now;
+}
+
+float Transfers::share_in_time(int distance) const {
+    const int n_chunks = shared_.has(MOEGGUF_CHUNKED) ? __builtin_popcount(layout_.layers[now_.il].chunks) : 1;
+    const int n_at_once = shared_.simulated() ? 1 : (int)staging_.size();
+    const float expert_ns = chunk_ns_ * ((n_chunks + n_at_once - 1) / n_at_once);
+    return expert_ns > 0.0f && layer_ns_ > 0.0f ? std::min(1.0f, distance * layer_ns_ / expert_ns) : 1.0f;
+}
+
 void Transfers::drop_prefetches(int il) {
     const size_t dropped = requests_.filter([&](const PrefetchRequest & request) { return request.il != il; });
     count(shared_.counters.prefetch_dropped, dropped);
@@ -91,12 +124,13 @@ void Transfers::drop_prefetches(int il) {
 bool Transfers::idle() const {
     const bool filling =
         shared_.has(MOEGGUF_FILL) && ram_.numbering.resident() && error_.empty() && fill_next_ < (int)layout_.n_keys();
-    return demand_.empty() && prefetch_.empty() && requests_.empty() && !reading() && !filling;
+    return demand_.empty() && prefetch_.empty() && requests_.empty() && next_wish_ == wishes_.size() && !reading() &&
+           !filling;
 }
 
 void Transfers::update_gauges() {
     set_gauge(shared_.counters.queue_needed, demand_.size());
-    set_gauge(shared_.counters.queue_wanted, prefetch_.size() + requests_.size());
+    set_gauge(shared_.counters.queue_wanted, prefetch_.size() + requests_.size() + wishes_.size() - next_wish_);
 }
 
 void Transfers::queue(int s, uint8_t kinds, bool demand) {
@@ -113,8 +147,8 @@ void Transfers::queue(int s, uint8_t kinds, bool demand) {
 
 // The next transfer that is still of use.
 bool Transfers::next_job(Job & job) {
-    const bool had_any = !demand_.empty() || !prefetch_.empty() || !requests_.empty();
-    const bool found = next_queued(job) || next_prefetch(job);
+    const bool had_any = !demand_.empty() || !prefetch_.empty() || !requests_.empty() || next_wish_ < wishes_.size();
+    const bool found = next_queued(job) || next_prefetch(job) || next_wish(job);
     if (had_any) {
         update_gauges();
     }
@@ -146,9 +180,19 @@ bool Transfers::next_queued(Job & job) {
 bool Transfers::next_prefetch(Job & job) {
     while (!requests_.empty()) {
         const PrefetchRequest request = requests_.pop();
-        if (start_prefetch(request.il, request.expert, job)) {
-            ram_.residency.slot(job.destination.slot).prefetched = true;
-            count(shared_.counters.prefetch_started);
+        if (start_prefetch(request.il, request.expert, INFINITY, job)) {
+            return true;
+        }
+        count(shared_.counters.prefetch_dropped);
+    }
+    return false;
+}
+
+// Only while nothing is read that a layer waits for.
+bool Transfers::next_wish(Job & job) {
+    while (n_demand_reading_ == 0 && next_wish_ < wishes_.size()) {
+        const Wish wish = wishes_[next_wish_++];
+        if (wish.turn > now_.turn && start_prefetch(wish.il, wish.expert, wish.worth, job)) {
             return true;
         }
         count(shared_.counters.prefetch_dropped);
@@ -163,21 +207,30 @@ bool Transfers::next_fill(Job & job) {
     }
     for (; fill_next_ < (int)layout_.n_keys(); fill_next_++) {
         const int il = fill_next_ / layout_.n_expert_max, expert = fill_next_ % layout_.n_expert_max;
-        if (layout_.has_expert(il, expert) && start_prefetch(il, expert, job)) {
+        if (layout_.has_expert(il, expert) && take_slot(il, expert, INFINITY, job)) {
             return true;
         }
     }
     return false;
 }
 
-// A prefetch evicts only what has a lower score than itself.
-bool Transfers::start_prefetch(int il, int expert, Job & job) {
+bool Transfers::start_prefetch(int il, int expert, float chance, Job & job) {
+    if (!take_slot(il, expert, chance, job)) {
+        return false;
+    }
+    ram_.residency.slot(job.destination.slot).prefetched = true;
+    count(shared_.counters.prefetch_started);
+    return true;
+}
+
+// What nothing waits for yet evicts only what has a lower score and a lower chance than itself.
+bool Transfers::take_slot(int il, int expert, float chance, Job & job) {
     Residency & residency = ram_.residency;
     if (held_ || residency.find(il, expert) >= 0) {
         return false;
     }
     const float score = residency.ordered(now_) ? residency.score(il, expert, now_) : INFINITY;
-    const int s = ram_.take_slot(il, expert, now_, score);
+    const int s = ram_.take_slot(il, expert, now_, {score, chance});
     if (s < 0) {
         return false;
     }
@@ -229,12 +282,15 @@ uint64_t Transfers::staging_bytes() const {
     return staging_.empty() ? 0 : staging_.size() * staging_[0]->size();
 }
 
-void Transfers::begin(const Job & job) {
+void Transfers::begin(Job & job) {
+    job.begun_ns = shared_.clock_ns();
+    n_demand_reading_ += job.demand;
     ram_.residency.begin_read(job.destination.slot, job.kinds);
     count(shared_.counters.chunks_reading);
 }
 
 void Transfers::run_reader(int index) {
+    ask_for_short_slices();
     Lock lock(shared_.mutex);
     while (!shared_.stopping) {
         Job job;
@@ -309,6 +365,11 @@ void Transfers::finish(const Job & job, const std::string & why) {
     Slot & slot = ram_.residency.slot(s);
     uncount(counters.chunks_reading);
     count(counters.reads);
+    n_demand_reading_ -= job.demand;
+    if (n_demand_reading_ == 0 && next_wish_ < wishes_.size()) {
+        wake_readers();
+    }
+    average(chunk_ns_, shared_.clock_ns() - job.begun_ns);
     if (why.empty()) {
         ram_.publish(s, job.kinds);
         count(job.demand ? counters.bytes_missed : counters.bytes_prefetched, bytes_of(job));

@@ -21,12 +21,17 @@ class Transfers {
     void demand(const std::vector<int> & slots); // every matrix that is not there or being read, before all prefetches
     bool prefetch(int il, int expert);           // false: queued already are more than any link moves in time
     void wake_readers() { shared_.work.notify_all(); }
-    void drop_prefetches(int il); // of this layer, in pinned slots excepted
+    void set_wishes(const std::vector<Wish> & wishes); // the most urgent first; replaces those before
+    void drop_prefetches(int il);                      // of this layer, in pinned slots excepted
     bool reading() const { return get(shared_.counters.chunks_reading) > 0; }
     bool idle() const; // nothing queued, read, or left to fill
     const std::string & error() const { return error_; }
     void hold_prefetches(bool on) { held_ = on; } // an acquire waits for slots: prefetches take none
-    void set_moment(const Moment & now) { now_ = now; }
+    void set_moment(const Moment & now);
+    uint64_t turn() const { return now_.turn; } // of the last routing event
+
+    // How much of an expert's transfer fits into the time until `distance` layers from now are routed, at most 1.
+    float share_in_time(int distance) const;
 
     // Simulation, under the store's lock. step: finish the transfer in flight, or start the next.
     void step();
@@ -44,9 +49,11 @@ class Transfers {
     bool next_queued(Job & job);
     bool next_prefetch(Job & job);
     bool next_fill(Job & job);
-    bool start_prefetch(int il, int expert, Job & job);
+    bool next_wish(Job & job);
+    bool start_prefetch(int il, int expert, float chance, Job & job);
+    bool take_slot(int il, int expert, float chance, Job & job);
     void queue(int s, uint8_t kinds, bool demand);
-    void begin(const Job & job);
+    void begin(Job & job);
     void copy(const Job & job, const Staging & staging, ReadStats & stats, uint64_t & upload_ns);
     void copy_from_disk(const Job & job, const Staging & staging, ReadStats & stats, uint64_t & upload_ns);
     void write(int matrix, int slot, int64_t row, int64_t n_rows, const uint8_t * data);
@@ -65,6 +72,12 @@ class Transfers {
     Ring<Job> demand_;
     Ring<Job> prefetch_;
     Ring<PrefetchRequest> requests_; // prefetches that have no slot yet
+    std::vector<Wish> wishes_;
+    size_t next_wish_ = 0; // those before it were taken
+    int n_demand_reading_ = 0;
+    float chunk_ns_ = 0; // moving averages: of a transfer,
+    float layer_ns_ = 0; // between routing events, without stall: while the link is free
+    uint64_t computed_ns_ = 0;
     int fill_next_ = 0;
     bool held_ = false;
     Moment now_; // the last routing event

@@ -49,9 +49,9 @@ def test_null_pointers_are_refused(fake: FakeModel, open_store: Open) -> None:
     assert lib.moegguf_store_drain(None, 1.0) == library.INVALID
     assert lib.moegguf_lane_open(None, c.byref(c.c_void_p())) == library.INVALID
     assert lib.moegguf_lane_failure(None, c.byref(library.Failure()), 1) == library.INVALID
-    assert lib.moegguf_lane_acquire(None, 0, ids.ctypes.data, 2, 1, ids.ctypes.data) == library.INVALID
-    assert lib.moegguf_lane_acquire(lane.handle, 0, None, 2, 1, ids.ctypes.data) == library.INVALID
-    assert lib.moegguf_lane_acquire(lane.handle, 0, ids.ctypes.data, 2, 1, None) == library.INVALID
+    assert lib.moegguf_lane_acquire(None, 0, ids.ctypes.data, 2, 1, None, 0, ids.ctypes.data) == library.INVALID
+    assert lib.moegguf_lane_acquire(lane.handle, 0, None, 2, 1, None, 0, ids.ctypes.data) == library.INVALID
+    assert lib.moegguf_lane_acquire(lane.handle, 0, ids.ctypes.data, 2, 1, None, 0, None) == library.INVALID
     assert lib.moegguf_store_buft(None) is None
     lib.moegguf_store_close(None)
     lib.moegguf_lane_close(None)
@@ -177,7 +177,7 @@ def test_a_event_of_no_or_impossible_size_is_refused(
     store, lane = open_store(fake, 4)
     ids = np.zeros(2, np.int32)
     event = library.load().moegguf_lane_acquire
-    assert event(lane.handle, 0, ids.ctypes.data, n_used, n_tokens, ids.ctypes.data) == library.INVALID
+    assert event(lane.handle, 0, ids.ctypes.data, n_used, n_tokens, None, 0, ids.ctypes.data) == library.INVALID
     fake.token(store, lane, [0, 1])
 
 

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from moegguf.controller.shape import MoeShape
 from moegguf.native.events import Announcement, Float32s, Int32s, RoutingEvent
+from moegguf.native.predictor import NativePredictor
 
 
 class Predictor(ABC):
@@ -42,6 +43,10 @@ class Predictor(ABC):
         Before any routing event of the pass, `distance` counts from before the first MoE layer (that layer is distance
         1). None without a prediction: out of reach, or not trained for it. Their order matters more than their scale.
         """
+
+    def native(self) -> NativePredictor | None:
+        """The same predictor as the store computes it; None where it cannot. The store then needs no controller."""
+        return None
 
 
 class NoPrediction(Predictor):

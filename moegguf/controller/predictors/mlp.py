@@ -16,6 +16,7 @@ from moegguf.controller.shape import MoeShape
 from moegguf.controller.weights import Weights
 from moegguf.native.events import Float32s
 from moegguf.native.matvec import QuantizedMatrix
+from moegguf.native.predictor import Array, NativePredictor, integers
 
 Pair = tuple[int, int]  # (source il, target il)
 
@@ -78,6 +79,19 @@ class MlpPredictor(InputPredictor):
         hidden = network.hidden.apply(vector, self._hidden)
         logits = network.out.apply(hidden, np.empty(self.shape.n_expert, np.float32))
         return probabilities(logits, self.shape.n_expert_used)
+
+    def native(self) -> NativePredictor:
+        """As `Predictor.native`: the networks as they are, in signed bytes."""
+        arrays: dict[str, Array] = {
+            "n_embd": integers(self.shape.n_embd),
+            "n_hidden": integers(len(self._hidden)),
+            "pairs": integers(*(il for pair in self._networks for il in pair)),
+        }
+        for (source, target), network in self._networks.items():
+            for name, matrix in network._asdict().items():
+                part = f"{source}.{target}.{name}"
+                arrays |= {f"{part}.weights": matrix.bytes, f"{part}.scale": matrix.scale, f"{part}.bias": matrix.bias}
+        return NativePredictor(self.name, arrays)
 
 
 def probabilities(logits: Float32s, n_expert_used: int) -> Float32s:

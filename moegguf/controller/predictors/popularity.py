@@ -10,6 +10,7 @@ from moegguf.controller.predictors.base import Predictor, single_choice
 from moegguf.controller.shape import MoeShape
 from moegguf.controller.weights import Weights
 from moegguf.native.events import Float32s, RoutingEvent
+from moegguf.native.predictor import NativePredictor
 
 
 class Popularity(Predictor):
@@ -70,3 +71,7 @@ class Affinity(Predictor):
     def predict(self, il: int, distance: int) -> Float32s | None:
         """As `Predictor.predict`, at distance 1 only."""
         return self._probabilities if distance == 1 and il == self._next else None
+
+    def native(self) -> NativePredictor:
+        """As `Predictor.native`."""
+        return NativePredictor(self.name, {"affinity": np.ascontiguousarray(self.affinity, np.float32)})

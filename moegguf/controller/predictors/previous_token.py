@@ -10,6 +10,7 @@ import numpy.typing as npt
 from moegguf.controller.predictors.base import Predictor
 from moegguf.controller.shape import MoeShape
 from moegguf.native.events import Float32s, RoutingEvent
+from moegguf.native.predictor import NativePredictor
 
 NAME = "previous-token"
 
@@ -40,3 +41,7 @@ class PreviousToken(Predictor):
     def predict(self, il: int, distance: int) -> Float32s | None:
         """As `Predictor.predict`, at any distance."""
         return self._used[il] if il in self.shape.row_of and self._seen[il] else None
+
+    def native(self) -> NativePredictor:
+        """As `Predictor.native`."""
+        return NativePredictor(NAME)

@@ -8,6 +8,8 @@ from moegguf.controller.predictors.base import InputPredictor
 from moegguf.controller.shape import MoeShape
 from moegguf.gguf.routers import Routers
 from moegguf.native.events import Float32s
+from moegguf.native.matvec import QuantizedMatrix
+from moegguf.native.predictor import Array, NativePredictor, integers
 
 
 class Skip(InputPredictor):
@@ -22,6 +24,19 @@ class Skip(InputPredictor):
     def predict(self, il: int, distance: int) -> Float32s | None:
         """As `Predictor.predict`: the probabilities of the router of layer `il`."""
         return self._through_router(il, distance) if distance > 0 else None
+
+    def native(self) -> NativePredictor | None:
+        """As `Predictor.native`: the routers in signed bytes, with a scale per expert."""
+        arrays: dict[str, Array] = {
+            "n_embd": integers(self.shape.n_embd), "gating": integers(self.routers.gating),
+            "n_group": integers(self.routers.n_group), "n_group_used": integers(self.routers.n_group_used),
+        }  # fmt: skip
+        for il, router in self.routers.routers.items():
+            matrix = QuantizedMatrix(router.matrix)
+            arrays |= {f"{il}.weights": matrix.bytes, f"{il}.scale": matrix.scale}
+            biases = {"logit_bias": router.logit_bias, "choice_bias": router.choice_bias}
+            arrays |= {f"{il}.{name}": bias for name, bias in biases.items() if bias is not None}
+        return NativePredictor(self.name, arrays)
 
     def _through_router(self, il: int, distance: int) -> Float32s | None:
         vector = self._input_for(il, distance)
@@ -38,6 +53,9 @@ class FreshGate(Skip):
     def __init__(self, shape: MoeShape, routers: Routers) -> None:
         super().__init__(shape, routers)
         self.reach = 0
+
+    def native(self) -> None:
+        """None: it is a control, and predicts nothing."""
 
     def predict(self, il: int, distance: int) -> Float32s | None:
         """As `Predictor.predict`, at distance 0 only."""

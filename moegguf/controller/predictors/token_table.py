@@ -12,6 +12,7 @@ from moegguf.controller.predictors.base import Predictor, multi_hot
 from moegguf.controller.shape import MoeShape
 from moegguf.controller.weights import Weights
 from moegguf.native.events import Announcement, Float32s, Int32s, Phase, RoutingEvent
+from moegguf.native.predictor import NativePredictor
 
 MAX_COUNT = np.iinfo(np.uint16).max
 INITIAL_ENTRIES = 64
@@ -92,12 +93,24 @@ class TokenTable(Predictor):
         if row is None or self._token < 0:
             return None
         n_used = self.shape.n_expert_used
-        average = self._popularity[row] * (n_used / max(1.0, float(self._popularity[row].sum())))
+        average = self._average()[row]
         entry = int(self._entry_of[self._token])
         if entry < 0:
             return np.minimum(average, 1.0)
         counts = self._counts[entry, row].astype(np.float32)
         return np.minimum((counts + average) / (float(counts.sum()) / n_used + 1.0), 1.0)
+
+    def native(self) -> NativePredictor:
+        """As `Predictor.native`."""
+        arrays = {
+            "entry_of": self._entry_of, "counts": self._counts[: self._n_entry], "average": self._average()
+        }  # fmt: skip
+        return NativePredictor(self.name, arrays)
+
+    def _average(self) -> Float32s:
+        """(n_moe_layer, n_expert): how often an average token uses an expert."""
+        sums = np.maximum(self._popularity.sum(axis=1, keepdims=True), 1.0)
+        return (self._popularity * (self.shape.n_expert_used / sums)).astype(np.float32)
 
     def _add_entry(self, token: int) -> int:
         """Index of the token's entry, a new one if the table is not full; -1 otherwise."""

@@ -29,7 +29,7 @@ class NextUse final : public EvictionPolicy {
 
     // ... which is this far from a routing event of layer now.il.
     float layer_offset(int il, const Moment & now) const override {
-        return -distance_[row_[il] - row_[now.il] + layout_.n_moe_layers - 1];
+        return -distance_[layout_.row_of[il] - layout_.row_of[now.il] + layout_.n_moe_layers - 1];
     }
 
   private:
@@ -44,7 +44,6 @@ class NextUse final : public EvictionPolicy {
     std::vector<float> forecast_; // [n_layer * n_expert_max], probabilities where known_
     std::vector<uint8_t> known_;  // [n_layer]
     std::vector<float> distance_; // [2 * n_moe_layers - 1], by rows ahead: part of a pass until a layer's turn
-    std::vector<int> row_;        // [n_layer], counts layers with experts
 };
 
 NextUse::NextUse(const Layout & layout, const Parameters & given) : layout_(layout) {
@@ -87,11 +86,6 @@ void NextUse::set_distances(float distance_weight) {
         throw Error(MOEGGUF_INVALID, "the weight of the distance is 0 or more, not " + std::to_string(distance_weight));
     }
     const int n_row = layout_.n_moe_layers;
-    int row = 0;
-    for (const Layer & layer : layout_.layers) {
-        row_.push_back(row);
-        row += layer.n_expert > 0;
-    }
     // The layer after this one comes next; this one's own others wait for a whole pass: its chosen ones are pinned.
     distance_.resize(2 * n_row - 1);
     for (int i = 0; i < (int)distance_.size(); i++) {

@@ -5,6 +5,7 @@
 
 #include "layout.h"
 
+#include <cmath>
 #include <memory>
 #include <string>
 #include <vector>
@@ -16,6 +17,13 @@ struct Moment {
     int il = 0;         // the layer computing now
     bool sweep = false; // a prompt's pass, which touches nearly all experts of every layer in order
     bool token = false; // a pass of one token
+    uint64_t turn = 0;  // counts layers over all passes: pass * n_layer + il
+};
+
+// What an expert to be loaded is worth: it takes the slot of one that is worth less.
+struct Bid {
+    float score = INFINITY;  // as the policy scores it; where the policy orders by score
+    float chance = INFINITY; // to be used when its layer comes next
 };
 
 // The expert with the lowest score is evicted first, the least recently used among equals. The score at a moment is

@@ -1,0 +1,95 @@
+"""A predictor that the store computes by itself: its name there, its trained arrays, and how far it may act."""
+
+from __future__ import annotations
+
+import ctypes as c
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from moegguf.errors import OptionError
+from moegguf.native import library
+
+Array = npt.NDArray[Any]
+# enum moegguf_array_type
+TYPE_OF = {np.dtype(type_): i for i, type_ in enumerate((np.float32, np.int8, np.uint16, np.int32))}
+
+
+class PredictorTraits(NamedTuple):
+    """inputs: it computes with router inputs. tokens: it knows all layers before a pass begins."""
+
+    inputs: bool
+    tokens: bool
+
+
+@dataclass(frozen=True)
+class NativePredictor:
+    """arrays: {name: values}, as each predictor's file in `moegguf/native/predictors` says; used in place, not copied."""
+
+    name: str
+    arrays: Mapping[str, Array] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class NativeForecast:
+    """How the store uses a predictor.
+
+    window: layers with experts ahead. once: a layer is predicted when it comes into the window, and not again.
+    most_prefetches: experts started in a pass; 0: predictions only protect what is there. waste_weight: what a prefetch
+    in vain costs, as a share of the stall that one in time saves. lockstep: routing events wait for predictions, so
+    that these act at a fixed place; slow, and reproducible.
+    """
+
+    window: int = 2
+    once: bool = False
+    most_prefetches: int = 0
+    waste_weight: float = 0.5
+    lockstep: bool = False
+
+    @property
+    def flags(self) -> int:
+        """The bits of enum moegguf_predict_flag."""
+        return library.PREDICT_ONCE * self.once | library.PREDICT_LOCKSTEP * self.lockstep
+
+
+@functools.cache
+def native_predictors() -> Mapping[str, PredictorTraits]:
+    """The predictors that the store can compute, by name."""
+    found: dict[str, PredictorTraits] = {}
+    traits, index = c.c_uint32(), 0
+    while name := library.load().moegguf_predictor_name(index, c.byref(traits)):
+        bits = traits.value
+        found[name.decode()] = PredictorTraits(
+            bool(bits & library.PREDICTOR_INPUTS), bool(bits & library.PREDICTOR_TOKENS)
+        )
+        index += 1
+    return found
+
+
+def predictor_struct(predictor: NativePredictor, forecast: NativeForecast) -> library.Predictor:
+    """The struct moegguf_predictor. It points into the arrays, which must outlive it.
+
+    Raises OptionError for an array of another type or that is not contiguous.
+    """
+    for name, values in predictor.arrays.items():
+        if values.dtype not in TYPE_OF or not values.flags.c_contiguous:
+            raise OptionError(f"the array {name!r} of a predictor has a type or an order that the store does not read.")
+    rows = (library.Array * len(predictor.arrays))(
+        *(
+            library.Array(name.encode(), TYPE_OF[values.dtype], 0, values.size, values.ctypes.data)
+            for name, values in predictor.arrays.items()
+        )
+    )
+    return library.Predictor(
+        predictor.name.encode(), len(rows), forecast.flags, rows, forecast.window, forecast.most_prefetches,
+        forecast.waste_weight,
+    )  # fmt: skip
+
+
+def integers(*values: int) -> npt.NDArray[np.int32]:
+    """An array of whole numbers, as native predictors take sizes and choices."""
+    return np.array(values, np.int32)

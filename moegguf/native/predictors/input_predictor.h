@@ -1,0 +1,52 @@
+// input_predictor.h: what predictors from the router's input share.
+#pragma once
+
+#include "predictors/matvec.h"
+#include "predictors/predictor.h"
+
+#include <cmath>
+
+namespace moegguf {
+
+// Keeps the last router input of a pass of one token, rounded. Prompts are left out: they use most experts anyway.
+class InputPredictor : public Predictor {
+  public:
+    void on_token(int) override { source_ = -1; }
+
+    void on_routing(const Observation & seen) override {
+        const bool known = seen.input && seen.n_embd == n_embd_ && seen.n_tokens == 1;
+        source_ = known && input_.round(seen.input, n_embd_) ? seen.il : -1;
+    }
+
+  protected:
+    InputPredictor(const Layout & layout, const Arrays & arrays) : layout_(layout), n_embd_(arrays.integer("n_embd")) {
+        if (n_embd_ <= 0) {
+            throw Error(MOEGGUF_INVALID, "a router's input has values, not " + std::to_string(n_embd_));
+        }
+    }
+
+    int source() const { return source_; } // the layer of the input kept, -1: there is none
+    const RoundedVector & input() const { return input_; }
+
+    const Layout & layout_;
+    const int n_embd_;
+
+  private:
+    RoundedVector input_;
+    int source_ = -1;
+};
+
+// e^x of all, scaled to add up to `sum`.
+inline void softmax(float * x, int n, float sum) {
+    const float peak = *std::max_element(x, x + n);
+    float total = 0.0f;
+    for (int i = 0; i < n; i++) {
+        x[i] = std::exp(x[i] - peak);
+        total += x[i];
+    }
+    for (int i = 0; i < n; i++) {
+        x[i] *= sum / total;
+    }
+}
+
+} // namespace moegguf

@@ -1,0 +1,72 @@
+// predictor.h: what a predictor is: probabilities of the experts of layers to come, from what a pass has shown so far.
+// Arithmetic only: no threads, no locks.
+//
+// A new predictor is one file in this folder, with a `const PredictorType NAME_predictor`, and one line in
+// registry.cpp.
+#pragma once
+
+#include "layout.h"
+
+#include <map>
+#include <memory>
+#include <string>
+
+namespace moegguf {
+
+// What one layer of a pass showed.
+struct Observation {
+    int il = -1;
+    int n_tokens = 0;
+    const int32_t * expert_ids = nullptr; // [n_expert_used] of the pass's last token
+    int n_expert_used = 0;
+    const float * input = nullptr; // [n_embd], what entered the router; NULL: several tokens, or not asked for
+    int n_embd = 0;
+};
+
+// One object follows one model's passes, one after another. All calls come from one thread at a time.
+class Predictor {
+  public:
+    virtual ~Predictor() = default;
+
+    // A pass of this token begins; -1: of several tokens, or of one that is not known.
+    virtual void on_token(int token) { (void)token; }
+
+    // What a layer showed. Its arrays stay until the next call of on_token or on_routing.
+    virtual void on_routing(const Observation & seen) { (void)seen; }
+
+    // The probability of each expert [n_expert] of layer il, which comes `distance` layers with experts after the last
+    // one observed; before any of the pass, the first one is at distance 1. Their order matters more than their scale.
+    // False: no prediction, and the array is undefined.
+    virtual bool predict(int il, int distance, float * probabilities) = 0;
+};
+
+// A predictor's trained arrays as they came through the ABI. They are used in place, and never written.
+class Arrays {
+  public:
+    explicit Arrays(const moegguf_predictor & given); // Throws Error(INVALID).
+
+    // Throw Error(INVALID) when there is no such array, or it has another type or size. n 0: any size.
+    const float * floats(const std::string & name, size_t n) const;
+    const int8_t * bytes(const std::string & name, size_t n) const;
+    const uint16_t * counts(const std::string & name, size_t n) const;
+    const int32_t * integers(const std::string & name, size_t n) const;
+    int integer(const std::string & name) const { return *integers(name, 1); }
+    size_t size(const std::string & name) const; // 0: there is none
+
+  private:
+    const void * find(const std::string & name, int type, size_t n) const;
+
+    std::map<std::string, moegguf_array> arrays_;
+};
+
+struct PredictorType {
+    const char * name;
+    uint32_t traits; // enum moegguf_predictor_trait
+    std::unique_ptr<Predictor> (*make)(const Layout & layout, const Arrays & arrays);
+};
+
+// The type of that name. Throws Error(INVALID) when there is none.
+const PredictorType & predictor_type(const char * name);
+const PredictorType * predictor_at(int index); // nullptr behind the last one
+
+} // namespace moegguf

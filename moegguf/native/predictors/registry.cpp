@@ -1,0 +1,90 @@
+// registry.cpp: the table of predictors that can be chosen by name.
+#include "predictors/predictor.h"
+
+// One line per predictor; NAME_predictor is defined in predictors/NAME.cpp.
+#define MOEGGUF_PREDICTORS(_) \
+    _(previous_token)         \
+    _(token_table)            \
+    _(affinity)               \
+    _(skip)                   \
+    _(mlp)
+
+namespace moegguf {
+
+#define MOEGGUF_DECLARE(name) extern const PredictorType name##_predictor;
+MOEGGUF_PREDICTORS(MOEGGUF_DECLARE)
+
+namespace {
+
+#define MOEGGUF_LIST(name) &name##_predictor,
+const PredictorType * const types[] = {MOEGGUF_PREDICTORS(MOEGGUF_LIST)};
+
+constexpr int max_arrays = 1 << 16;
+
+} // namespace
+
+Arrays::Arrays(const moegguf_predictor & given) {
+    if (given.n_arrays < 0 || given.n_arrays > max_arrays || (given.n_arrays > 0 && !given.arrays)) {
+        throw Error(MOEGGUF_INVALID, "a predictor has 0 to " + std::to_string(max_arrays) + " arrays");
+    }
+    for (int i = 0; i < given.n_arrays; i++) {
+        const moegguf_array & array = given.arrays[i];
+        if (!array.name || (array.n > 0 && !array.data)) {
+            throw Error(MOEGGUF_INVALID, "a predictor's array has a name and its values");
+        }
+        arrays_[array.name] = array;
+    }
+}
+
+const void * Arrays::find(const std::string & name, int type, size_t n) const {
+    const auto found = arrays_.find(name);
+    if (found == arrays_.end()) {
+        throw Error(MOEGGUF_INVALID, "the predictor needs an array '" + name + "'");
+    }
+    const moegguf_array & array = found->second;
+    if (array.type != type || array.n == 0 || (n > 0 && array.n != n)) {
+        throw Error(MOEGGUF_INVALID, "the array '" + name + "' has " + std::to_string(array.n) + " values of type " +
+                                         std::to_string(array.type) + ", not " + std::to_string(n) + " of type " +
+                                         std::to_string(type));
+    }
+    return array.data;
+}
+
+const float * Arrays::floats(const std::string & name, size_t n) const {
+    return (const float *)find(name, MOEGGUF_FLOAT32, n);
+}
+
+const int8_t * Arrays::bytes(const std::string & name, size_t n) const {
+    return (const int8_t *)find(name, MOEGGUF_INT8, n);
+}
+
+const uint16_t * Arrays::counts(const std::string & name, size_t n) const {
+    return (const uint16_t *)find(name, MOEGGUF_UINT16, n);
+}
+
+const int32_t * Arrays::integers(const std::string & name, size_t n) const {
+    return (const int32_t *)find(name, MOEGGUF_INT32, n);
+}
+
+size_t Arrays::size(const std::string & name) const {
+    const auto found = arrays_.find(name);
+    return found == arrays_.end() ? 0 : found->second.n;
+}
+
+const PredictorType & predictor_type(const char * name) {
+    std::string known;
+    for (const PredictorType * type : types) {
+        if (name && std::string(name) == type->name) {
+            return *type;
+        }
+        known += (known.empty() ? "" : ", ") + std::string(type->name);
+    }
+    throw Error(MOEGGUF_INVALID,
+                "there is no native predictor '" + std::string(name ? name : "") + "'; known are " + known);
+}
+
+const PredictorType * predictor_at(int index) {
+    return index >= 0 && index < (int)std::size(types) ? types[index] : nullptr;
+}
+
+} // namespace moegguf

@@ -1,0 +1,135 @@
+// skip.cpp: skip prediction (Mixtral-offloading; ProMoE section 4.2): a layer's router input into later layers'
+// routers.
+#include "predictors/input_predictor.h"
+
+#include <numeric>
+
+namespace moegguf {
+namespace {
+
+// llama_expert_gating_func_type; the choice of gating SOFTMAX_WEIGHT is made on logits: the order is softmax's.
+enum Gating { softmax_gating = 1, sigmoid_gating = 2, softmax_weight_gating = 3, sqrt_softplus_gating = 4 };
+
+// The scores by which llama.cpp's build_moe_ffn would choose, as probabilities: 0.5 is an even share among the experts
+// that a token uses.
+class Skip final : public InputPredictor {
+  public:
+    Skip(const Layout & layout, const Arrays & arrays);
+
+    bool predict(int il, int distance, float * probabilities) override;
+
+  private:
+    struct Router {
+        ByteMatrix logits;                   // bias: of the logits
+        const float * choice_bias = nullptr; // [n_expert], NULL: none
+    };
+
+    void keep_best_groups(float * scores, int n_expert);
+
+    std::vector<Router> routers_; // [n_layer], no rows: none
+    int gating_;
+    int n_group_;
+    int n_group_used_;
+    std::vector<float> group_; // scratch
+    std::vector<float> best_;
+    std::vector<int> order_;
+};
+
+Skip::Skip(const Layout & layout, const Arrays & arrays)
+    : InputPredictor(layout, arrays),
+      routers_(layout.layers.size()),
+      gating_(arrays.integer("gating")),
+      n_group_(arrays.integer("n_group")),
+      n_group_used_(arrays.integer("n_group_used")) {
+    if (gating_ < softmax_gating || gating_ > sqrt_softplus_gating || n_group_ < 1 || n_group_used_ < 1 ||
+        n_group_used_ > n_group_) {
+        throw Error(MOEGGUF_INVALID, "a router has a known gating function, and uses some of its groups");
+    }
+    for (int il : layout.moe_layers) {
+        const std::string name = std::to_string(il) + ".";
+        if (arrays.size(name + "weights") == 0) {
+            continue; // a token's id alone decides
+        }
+        const int n_expert = layout.layers[il].n_expert;
+        if (n_expert % n_group_ != 0) {
+            throw Error(MOEGGUF_INVALID, "groups of experts have the same size");
+        }
+        const auto optional = [&](const std::string & part) {
+            return arrays.size(name + part) ? arrays.floats(name + part, n_expert) : nullptr;
+        };
+        routers_[il] = {{arrays.bytes(name + "weights", size_t(n_expert) * n_embd_),
+                         arrays.floats(name + "scale", n_expert), optional("logit_bias"), n_expert, n_embd_},
+                        optional("choice_bias")};
+    }
+    group_.resize(layout.n_expert_max);
+    best_.resize(n_group_);
+    order_.resize(n_group_);
+}
+
+bool Skip::predict(int il, int distance, float * probabilities) {
+    const Router & router = routers_[il];
+    if (source() < 0 || router.logits.n_rows == 0 || layout_.row_of[source()] + distance != layout_.row_of[il]) {
+        return false;
+    }
+    const int n = router.logits.n_rows;
+    float * scores = probabilities;
+    multiply(router.logits, input(), false, scores);
+    if (gating_ == sigmoid_gating) {
+        std::transform(scores, scores + n, scores, [](float x) { return 0.5f + 0.5f * std::tanh(0.5f * x); });
+    } else if (gating_ == sqrt_softplus_gating) {
+        std::transform(scores, scores + n, scores,
+                       [](float x) { return std::sqrt(std::max(x, 0.0f) + std::log1p(std::exp(-std::fabs(x)))); });
+    } else {
+        softmax(scores, n, 1.0f);
+    }
+    for (int e = 0; router.choice_bias && e < n; e++) {
+        scores[e] += router.choice_bias[e];
+    }
+    if (n_group_ > 1) {
+        keep_best_groups(scores, n);
+    }
+    float lowest = 0.0f;
+    for (int e = 0; e < n; e++) {
+        lowest = std::isfinite(scores[e]) ? std::min(lowest, scores[e]) : lowest;
+    }
+    float sum = 0.0f;
+    for (int e = 0; e < n; e++) {
+        scores[e] = std::max(scores[e] - lowest, 0.0f);
+        sum += scores[e];
+    }
+    const float scale = layout_.layers[il].n_expert_used / std::max(sum, 1e-30f);
+    for (int e = 0; e < n; e++) {
+        const float share = scores[e] * scale;
+        probabilities[e] = share / (1.0f + share);
+    }
+    return true;
+}
+
+// Experts of groups that would not be chosen: -infinity. A group counts as much as its two best experts.
+void Skip::keep_best_groups(float * scores, int n_expert) {
+    const int size = n_expert / n_group_, n_best = std::min(2, size);
+    for (int group = 0; group < n_group_; group++) {
+        std::partial_sort_copy(scores + group * size, scores + (group + 1) * size, group_.begin(),
+                               group_.begin() + n_best, std::greater<float>());
+        best_[group] = std::accumulate(group_.begin(), group_.begin() + n_best, 0.0f);
+    }
+    std::iota(order_.begin(), order_.end(), 0);
+    std::sort(order_.begin(), order_.end(),
+              [this](int a, int b) { return best_[a] != best_[b] ? best_[a] > best_[b] : a < b; });
+    for (int i = n_group_used_; i < n_group_; i++) {
+        std::fill_n(scores + order_[i] * size, size, -INFINITY);
+    }
+}
+
+} // namespace
+
+extern const PredictorType skip_predictor;
+const PredictorType skip_predictor = {
+    "skip",
+    MOEGGUF_PREDICTOR_INPUTS,
+    [](const Layout & layout, const Arrays & arrays) -> std::unique_ptr<Predictor> {
+        return std::make_unique<Skip>(layout, arrays);
+    },
+};
+
+} // namespace moegguf

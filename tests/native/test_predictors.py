@@ -1,0 +1,304 @@
+"""The store's own predictors: the same probabilities as the reference in numpy, and what becomes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moegguf.controller.predictors.base import Predictor
+from moegguf.controller.predictors.mlp import MlpPredictor, window_pairs
+from moegguf.controller.predictors.popularity import Affinity
+from moegguf.controller.predictors.previous_token import PreviousToken
+from moegguf.controller.predictors.skip import Skip
+from moegguf.controller.predictors.token_table import TokenTable
+from moegguf.controller.shape import MoeShape
+from moegguf.controller.weights import Weights
+from moegguf.errors import OptionError
+from moegguf.gguf.routers import Gating, Router, Routers
+from moegguf.native.events import Announcement, Float32s, Phase, RoutingEvent
+from moegguf.native.predictor import NativeForecast, NativePredictor, integers, native_predictors
+from moegguf.native.store import Lane, Store, StoreOptions
+from moegguf.trace.simulate import layout_of
+
+SHAPE = MoeShape(
+    n_layer=7, n_expert=16, n_expert_used=3, layers=(1, 2, 4, 5, 6), n_embd=40, n_vocab=50, expert_bytes=3000
+)
+N = len(SHAPE.layers)
+EVERYTHING = NativeForecast(window=N)
+
+
+def rng() -> np.random.Generator:
+    return np.random.default_rng(5)
+
+
+def skip(gating: Gating = Gating.SOFTMAX, n_group: int = 1) -> Skip:
+    random = rng()
+
+    def router() -> Router:
+        matrix = random.standard_normal((SHAPE.n_expert, SHAPE.n_embd)).astype(np.float32) * 0.3
+        bias = random.standard_normal((2, SHAPE.n_expert)).astype(np.float32) * 0.1
+        return Router(SHAPE.n_expert_used, matrix, bias[0], bias[1])
+
+    routers = {il: router() for il in SHAPE.layers if il != 5}  # one layer is chosen by a token's id alone
+    return Skip(SHAPE, Routers(gating, routers, n_group, max(1, n_group // 2)))
+
+
+def mlp() -> MlpPredictor:
+    random, arrays = rng(), {}
+    for source, target in window_pairs(SHAPE, [1, 3]):
+        for part, size in (("hidden", (24, SHAPE.n_embd)), ("out", (SHAPE.n_expert, 24))):
+            arrays[f"{source}.{target}.{part}.weight"] = random.standard_normal(size).astype(np.float32) * 0.3
+            arrays[f"{source}.{target}.{part}.bias"] = random.standard_normal(size[0]).astype(np.float32) * 0.1
+    return MlpPredictor.from_weights(SHAPE, Weights(arrays, {"windows": [1, 3], "n_hidden": 24}))
+
+
+def token_table() -> TokenTable:
+    random, table = rng(), TokenTable(SHAPE)
+    table.learn(
+        random.integers(0, 30, 400).astype(np.int32),
+        [choice(random, 400) for _ in SHAPE.layers],
+    )
+    return table
+
+
+def affinity() -> Affinity:
+    return Affinity(SHAPE, rng().dirichlet(np.ones(SHAPE.n_expert), (N - 1, SHAPE.n_expert)).astype(np.float32))
+
+
+MADE: dict[str, Callable[[], Predictor]] = {
+    "previous-token": lambda: PreviousToken(SHAPE),
+    "token-id": token_table,
+    "affinity": affinity,
+    "skip": skip,
+    "skip-sigmoid": lambda: skip(Gating.SIGMOID),
+    "skip-softplus": lambda: skip(Gating.SQRT_SOFTPLUS),
+    "skip-groups": lambda: skip(Gating.SIGMOID, n_group=4),
+    "mlp": mlp,
+}
+
+
+def choice(random: np.random.Generator, n_tokens: int) -> np.ndarray[Any, Any]:
+    """Different experts (n_tokens, n_expert_used) for each token."""
+    return random.random((n_tokens, SHAPE.n_expert)).argsort(axis=1)[:, : SHAPE.n_expert_used].astype(np.int32)
+
+
+@contextmanager
+def simulated(n_slots: int = 20, **options: Any) -> Iterator[tuple[Store, Lane]]:
+    store = Store(layout_of(SHAPE), n_slots, StoreOptions(repack=False, simulate=True, **options))
+    lane = store.open_lane()
+    try:
+        yield store, lane
+    finally:
+        lane.close()
+        store.close()
+
+
+def native(predictor: Predictor) -> NativePredictor:
+    found = predictor.native()
+    assert found is not None
+    return found
+
+
+class Comparison:
+    """What a reference predicts in a pass; a later prediction of a layer replaces an earlier one."""
+
+    def __init__(self, reference: Predictor) -> None:
+        self.reference, self.n_known = reference, 0
+        self._expected: dict[int, Float32s] = {}
+
+    def check(self, store: Store, row: int) -> None:
+        """Asserts that the store expects the same of the layers after a row."""
+        if row < 0:
+            self._expected = {}
+        table, known = store.forecast()
+        for later in range(row + 1, N):
+            il = SHAPE.layers[later]
+            predicted = self.reference.predict(il, later - row)
+            if predicted is not None:
+                self._expected[il] = predicted.copy()
+            assert known[il] == (il in self._expected), (row, il)
+            if known[il]:
+                assert table[il] == pytest.approx(self._expected[il], abs=0.01)
+                self.n_known += 1
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_the_store_predicts_what_the_reference_predicts(name: str) -> None:
+    random, reference = rng(), MADE[name]()
+    comparison = Comparison(reference)
+    with simulated() as (store, lane):
+        store.set_predictor(native(reference), EVERYTHING)
+        for p in range(12):
+            tokens = random.integers(0, SHAPE.n_vocab, 3 if p % 4 == 2 else 1).astype(np.int32)
+            lane.announce(0, Phase.DECODE, tokens)
+            reference.announce(Announcement(0, 0, Phase.DECODE, tokens))
+            if len(tokens) == 1:
+                comparison.check(store, -1)
+            for row, il in enumerate(SHAPE.layers):
+                ids, inputs = choice(random, len(tokens)), random.standard_normal((len(tokens), SHAPE.n_embd))
+                lane.acquire(il, ids, inputs.astype(np.float32))
+                event = RoutingEvent(p, 0, 0, 0, Phase.DECODE, 0, il, ids, None, inputs.astype(np.float32))
+                reference.observe(event)
+                if len(tokens) == 1:
+                    comparison.check(store, row)
+                else:
+                    assert not store.forecast()[1].any(), "prompts are not predicted"
+    assert comparison.n_known > 20
+
+
+def test_every_predictor_of_the_library_has_a_reference() -> None:
+    assert {native(make()).name for make in MADE.values()} == set(native_predictors())
+    for name in native_predictors():
+        reference = MADE[name]()
+        assert native_predictors()[name].inputs == reference.needs_inputs
+        assert native_predictors()[name].tokens == (reference.reach >= N)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_inputs_that_are_not_finite_predict_nothing(bad: float) -> None:
+    with simulated() as (store, lane):
+        store.set_predictor(native(skip()), EVERYTHING)
+        inputs = np.ones((1, SHAPE.n_embd), np.float32)
+        lane.acquire(1, [[0, 1, 2]], inputs)
+        assert store.forecast()[1].any()
+        inputs[0, 3] = bad
+        lane.acquire(1, [[0, 1, 2]], inputs)
+        assert not store.forecast()[1].any()
+        lane.acquire(1, [[0, 1, 2]], inputs[:, :-1])
+        assert not store.forecast()[1].any()
+
+
+def test_once_means_from_as_far_away_as_the_window_reaches() -> None:
+    reference = PreviousToken(SHAPE)
+    with simulated() as (store, lane):
+        store.set_predictor(native(reference), NativeForecast(window=2, once=True))
+        for _ in range(2):
+            for il in SHAPE.layers:
+                lane.acquire(il, [[0, 1, 2]])
+        lane.announce(0, Phase.DECODE, [5])
+        assert store.forecast()[1].nonzero()[0].tolist() == [1, 2]
+        lane.acquire(1, [[0, 1, 2]])
+        assert store.forecast()[1].nonzero()[0].tolist() == [2, 4]
+
+
+LINK = {"link_bytes_per_s": 1e9}  # an expert takes 3 us
+
+
+def run(store: Store, lane: Lane, n: int, compute_ns: int = 20_000) -> None:
+    """n times six tokens that use the same experts, in a pool that does not hold them all."""
+    random = rng()
+    for _ in range(n):
+        ids = [choice(random, 1) for _ in SHAPE.layers]
+        for _ in range(6):
+            lane.announce(0, Phase.DECODE, [1])
+            for il, layer_ids in zip(SHAPE.layers, ids, strict=True):
+                lane.acquire(il, layer_ids)
+                if compute_ns:
+                    store.advance(compute_ns)
+
+
+def prefetched(forecast: NativeForecast, compute_ns: int = 20_000) -> dict[str, int]:
+    """Counters of a pool with the previous token as predictor."""
+    with simulated(12, fill=False, **LINK) as (store, lane):
+        store.set_predictor(native(PreviousToken(SHAPE)), forecast)
+        run(store, lane, 50, compute_ns)
+        store.drain()
+        return store.counters()
+
+
+def test_what_is_predicted_is_prefetched_within_its_limit_and_saves_stall() -> None:
+    without = prefetched(NativeForecast(window=N))
+    assert without["prefetch_started"] == 0
+    assert without["forecast_picks"] > 0
+    assert without["forecast_right"] / without["forecast_picks"] == pytest.approx(5.2 / 6, abs=0.05)
+    within = prefetched(NativeForecast(window=N, most_prefetches=2))
+    assert 0 < within["prefetch_started"] <= 2 * 300
+    free = prefetched(NativeForecast(window=N, most_prefetches=100))
+    assert free["prefetch_started"] > within["prefetch_started"]
+    assert free["prefetch_useful"] > 0.4 * free["prefetch_started"]
+    assert free["stall_ns"] < within["stall_ns"] < without["stall_ns"]
+    for counters in (without, within, free):
+        assert counters["queue_wanted"] == 0
+        assert counters["prefetch_requested"] == counters["prefetch_started"] + counters["prefetch_dropped"]
+
+
+def test_what_is_not_worth_its_bytes_is_not_prefetched() -> None:
+    found = prefetched(NativeForecast(window=N, most_prefetches=100, waste_weight=50.0))
+    assert found["prefetch_started"] < 50  # before it is known how often the predictor is wrong
+
+
+def test_a_link_that_is_always_needed_now_carries_no_wish() -> None:
+    assert prefetched(NativeForecast(window=N, most_prefetches=100), compute_ns=0)["prefetch_started"] == 0
+
+
+def test_acting_can_be_switched_off_and_on() -> None:
+    with simulated(12, fill=False, **LINK) as (store, lane):
+        store.set_predictor(native(PreviousToken(SHAPE)), NativeForecast(window=N, most_prefetches=100))
+
+        def started() -> int:
+            before = store.counters()["prefetch_started"]
+            run(store, lane, 10)
+            return store.counters()["prefetch_started"] - before
+
+        store.act_on_forecasts(False)
+        assert started() == 0
+        store.act_on_forecasts(True)
+        assert started() > 0
+        store.set_predictor(None)
+        assert started() == 0
+        assert not store.forecast()[1].any()
+
+
+def test_bad_predictors_are_refused_and_the_one_before_stays() -> None:
+    good = native(mlp())
+    missing = {name: values for name, values in good.arrays.items() if name != "1.2.out.scale"}
+    short = {**good.arrays, "1.2.out.scale": good.arrays["1.2.out.scale"][:-1]}
+    other_type = {**good.arrays, "1.2.out.scale": good.arrays["1.2.out.bias"].astype(np.int8)}
+    beyond = {**good.arrays, "pairs": integers(1, 3)}
+    table = native(token_table())
+    with simulated() as (store, lane):
+        store.set_predictor(good, EVERYTHING)
+        for name, arrays, message in (
+            ("oracle", {}, "no native predictor 'oracle'; known are previous-token"),
+            ("mlp", missing, "needs an array '1.2.out.scale'"),
+            ("mlp", short, "15 values"),
+            ("mlp", other_type, "of type 1"),
+            ("mlp", beyond, "two layers with experts"),
+            ("mlp", {**good.arrays, "n_hidden": integers(0)}, "hidden values"),
+            ("skip", {}, "needs an array 'n_embd'"),
+            ("skip", {**native(skip()).arrays, "gating": integers(9)}, "gating"),
+            ("skip", {**native(skip()).arrays, "n_group": integers(3)}, "same size"),
+            ("token-id", {**table.arrays, "entry_of": integers(10**6)}, "entry that does not exist"),
+            ("affinity", {"affinity": np.zeros(3, np.float32)}, "3 values"),
+            ("previous-token", {"x": np.zeros((4, 4), np.float32).T}, "order"),
+        ):
+            with pytest.raises(OptionError, match=message):
+                store.set_predictor(NativePredictor(name, arrays), EVERYTHING)
+        for forecast in (
+            NativeForecast(window=0), NativeForecast(most_prefetches=-1), NativeForecast(waste_weight=-1),
+            NativeForecast(waste_weight=float("nan")),
+        ):  # fmt: skip
+            with pytest.raises(OptionError, match="at least one layer ahead"):
+                store.set_predictor(good, forecast)
+        lane.acquire(1, [[0, 1, 2]], np.ones((1, SHAPE.n_embd), np.float32))
+        assert store.forecast()[1].any()
+
+
+def test_on_its_thread_it_predicts_what_it_predicts_in_a_simulation() -> None:
+    """A pool without files to read from: everything that is looked up is there."""
+    random = rng()
+    events = [
+        (il, choice(random, 1), random.standard_normal((1, SHAPE.n_embd))) for _ in range(30) for il in SHAPE.layers
+    ]
+    found = []
+    for lockstep in (False, True):
+        with simulated() as (store, lane):
+            store.set_predictor(native(skip()), NativeForecast(window=2, lockstep=lockstep))
+            for il, ids, inputs in events:
+                lane.acquire(il, ids, inputs.astype(np.float32))
+            found.append(store.counters())
+    assert found[0]["forecast_right"] == found[1]["forecast_right"] > 0
