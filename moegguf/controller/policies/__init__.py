@@ -7,7 +7,7 @@ from collections.abc import Callable
 from moegguf.controller.policies.base import LRU, AnyPolicy
 from moegguf.controller.policies.baselines import LeastStale, Lfu, LfuRequest, Random, Static
 from moegguf.controller.policies.locality import Locality
-from moegguf.controller.policies.sparsity import SparsityAware
+from moegguf.controller.policies.sparsity import OwnSparsityAware, SparsityAware
 from moegguf.controller.predictors import ArtifactSource
 from moegguf.controller.shape import MoeShape
 from moegguf.controller.weights import load_nearest
@@ -40,6 +40,7 @@ PYTHON_POLICIES: dict[str, Make] = {
     "least-stale": lambda shape, artifacts: LeastStale(shape),
     "locality": lambda shape, artifacts: Locality(shape),
     "sparsity": lambda shape, artifacts: SparsityAware(shape, artifacts.collection(shape)),
+    "sparsity-own": lambda shape, artifacts: OwnSparsityAware(shape, artifacts.collection(shape)),
 }
 
 
