@@ -24,12 +24,14 @@ from moegguf.gguf.reader import ggml_type
 KILLED = "killed by the memory limit"
 _KERNELS = {"plain": False, "repacked": True}
 
-# moegguf with one feature off: ProMoE's ablation (section 7), and the plain LRU cache.
+# moegguf with one feature off: ProMoE's ablation ("Ablation Study"), and the plain LRU cache. Its early preemption has
+# two parts: misses are queued before all prefetches, which is the queue's order and always so, and stale prefetches of
+# the layer are dropped ("no-dropping"). Its reordered inference is computing by expert, those that are there first.
 WITHOUT: dict[str, dict[str, Any]] = {
     "lru": {"policy": "lru", "predictor": "none", "prefetch": False},
     "no-prefetch": {"prefetch": False},
     "no-chunks": {"store": {"chunked": False}},
-    "no-preemption": {"store": {"preempt": False}},
+    "no-dropping": {"store": {"preempt": False}},
     "no-reordering": {"store": {"overlap": False}},
 }
 

@@ -104,7 +104,7 @@ class Controller:
         self._scored = False
         self._actions = actions
         self._prefetcher = Prefetcher(shape, options.prefetch) if options.prefetch else None
-        self._forecast = Forecast(shape, options.prefetch.window if options.prefetch else _window(predictor))
+        self._forecast = _forecast(shape, predictor, options.prefetch)
 
     @property
     def may_prefetch(self) -> bool:
@@ -256,9 +256,11 @@ def _refuse(kind: str, what: object, why: str) -> NoReturn:
     raise CallbackError(f"the {kind} {name_of(what)} {why}; the simulation has no result.")
 
 
-def _window(predictor: Predictor) -> int:
-    """How far policies look ahead: as far as the predictor reaches, but a matrix product per layer has its price."""
-    return PrefetchOptions.window if predictor.needs_inputs else predictor.reach
+def _forecast(shape: MoeShape, predictor: Predictor, prefetch: PrefetchOptions | None) -> Forecast:
+    """As prefetching asks; for a policy alone as far as the predictor reaches, but matrix products have their price."""
+    if prefetch is not None:
+        return Forecast(shape, prefetch.window, prefetch.again)
+    return Forecast(shape, PrefetchOptions.window if predictor.needs_inputs else predictor.reach)
 
 
 def _reason(error: Exception) -> str:

@@ -20,14 +20,15 @@ _NOTHING: npt.NDArray[np.int32] = np.zeros(0, np.int32)
 class PrefetchOptions:
     """Limits of prefetching.
 
-    window: MoE layers ahead. budget_bytes: maximum requested per token; None: the bytes of half the experts a token
-    uses. least_probability: experts below it, and those of probability 0, are not prefetched. by_proximity: of all
-    layers together, those with the largest probability times layer proximity come first (MoE-Infinity, section 4.5);
-    False: the nearest layer comes first. watchdog: prefetching is switched off when it does not save time; False keeps
-    it on.
+    window: MoE layers ahead. again: a layer is predicted anew as its distance shrinks, not once (`Forecast`).
+    budget_bytes: maximum requested per token; None: the bytes of half the experts a token uses. least_probability:
+    experts below it, and those of probability 0, are not prefetched. by_proximity: of all layers together, those with
+    the largest probability times layer proximity come first (MoE-Infinity, section 4.5); False: the nearest layer comes
+    first. watchdog: prefetching is switched off when it does not save time; False keeps it on.
     """
 
     window: int = 2
+    again: bool = True
     budget_bytes: int | None = None
     least_probability: float = 0.2
     by_proximity: bool = False
