@@ -18,6 +18,7 @@ from moegguf.controller.forecast import Forecast
 from moegguf.controller.history import History
 from moegguf.controller.judge import LiveJudge
 from moegguf.controller.policies.base import AnyPolicy, Policy
+from moegguf.controller.policies.locality import Locality
 from moegguf.controller.predictors.base import NoPrediction, Predictor
 from moegguf.controller.prefetch import Prefetcher, PrefetchOptions
 from moegguf.controller.shape import MoeShape
@@ -203,7 +204,9 @@ class Controller:
         if phase != Phase.DECODE:
             return
         if isinstance(self.policy, NativePolicy) and self.policy.takes_forecast:
-            self._actions.set_forecast(self._forecast.probabilities(), self._forecast.known())
+            statuses = isinstance(self.policy, Locality)
+            table = self._forecast.statuses() if statuses else self._forecast.probabilities()
+            self._actions.set_forecast(table, self._forecast.known())
         if self.prefetching:
             assert self._prefetcher is not None
             layers, experts = self._prefetcher.requests(self._forecast, self._actions.residency)
@@ -248,8 +251,9 @@ class Controller:
 
 
 def name_of(policy_or_predictor: object) -> str:
-    """The name of a policy or predictor: its `name`, or its class for one of a user's own."""
-    return str(getattr(policy_or_predictor, "name", type(policy_or_predictor).__name__))
+    """The name of a policy or predictor: its `title` or `name`, or its class for one of a user's own."""
+    own = type(policy_or_predictor).__name__
+    return str(getattr(policy_or_predictor, "title", "") or getattr(policy_or_predictor, "name", "") or own)
 
 
 def _refuse(kind: str, what: object, why: str) -> NoReturn:

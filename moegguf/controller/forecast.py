@@ -70,6 +70,17 @@ class Forecast:
         """(n_layer, n_expert) in [0, 1]; rows without a prediction are 0. Valid until the next routing event."""
         return self._table
 
+    def statuses(self) -> Float32s:
+        """The same as 1 (predicted) and 0 (idle), as ExpertFlow predicts (section 3.1): among the layer's
+        n_expert_used most probable, or at least as likely as not.
+        """
+        statuses, known = np.zeros_like(self._table), self.known()
+        if known:
+            rows, k = self._table[known], min(self._shape.n_expert_used, self._shape.n_expert)
+            kth = np.partition(rows, -k, axis=1)[:, -k, np.newaxis]
+            statuses[known] = (rows >= np.minimum(kth, 0.5)) & (rows > 0)
+        return statuses
+
     def known(self) -> list[int]:
         """Layers with a prediction, nearest first."""
         return sorted(self._known)
