@@ -102,7 +102,7 @@ class Controller:
         self.seconds = 0.0  # spent in here
         self.n_events = 0  # routing events
         self.stopped = False
-        self._scored = False
+        self._scored = self._forecast_set = False
         self._actions = actions
         self._prefetcher = Prefetcher(shape, options.prefetch) if options.prefetch else None
         self._forecast = _forecast(shape, predictor, options.prefetch)
@@ -119,8 +119,8 @@ class Controller:
 
     @property
     def redundant(self) -> bool:
-        """Whether the store would do the same without this controller, until the watchdog allows prefetching."""
-        off = self.watchdog is not None and not self.watchdog.on
+        """Whether the store would do the same without this controller, until the watchdog tries prefetching again."""
+        off = self.watchdog is not None and self.watchdog.resting and not self.watchdog.on
         return off and self.judge is None and not isinstance(self.policy, Policy)
 
     def announce(self, announcement: Announcement) -> None:
@@ -203,10 +203,14 @@ class Controller:
         """Passes the forecast on: to a policy that takes it, and as prefetch requests."""
         if phase != Phase.DECODE:
             return
+        if self.may_prefetch and not self.prefetching:
+            self._clear_forecast()
+            return
         if isinstance(self.policy, NativePolicy) and self.policy.takes_forecast:
             statuses = isinstance(self.policy, Locality)
             table = self._forecast.statuses() if statuses else self._forecast.probabilities()
             self._actions.set_forecast(table, self._forecast.known())
+            self._forecast_set = True
         if self.prefetching:
             assert self._prefetcher is not None
             layers, experts = self._prefetcher.requests(self._forecast, self._actions.residency)
@@ -217,6 +221,11 @@ class Controller:
         if self._scored:
             self._actions.set_scores(None)
             self._scored = False
+
+    def _clear_forecast(self) -> None:
+        if self._forecast_set:
+            self._actions.set_forecast(None)
+            self._forecast_set = False
 
     def _check_time(self, start: float) -> None:
         took = time.perf_counter() - start
@@ -241,9 +250,8 @@ class Controller:
 
     def pause(self) -> None:
         """Leaves the store to itself for now: what was scored and forecast does not count any more."""
-        self._actions.set_scores(None)
-        self._actions.set_forecast(None)
-        self._scored = False
+        self._clear_scores()
+        self._clear_forecast()
 
     def stop(self) -> None:
         """Ignores all later events; those still queued pass at once."""

@@ -156,7 +156,7 @@ class LiveController:
             self._checkpoint.request_ended(learner.eamcs)
 
     def before_tokens(self, phase: Phase) -> None:
-        """Tokens are evaluated next. While the watchdog keeps prefetching off, the store works without the controller.
+        """Tokens are evaluated next. Between trials that said no, the store works without the controller.
 
         Not for the event thread, which this may wait for.
         """
