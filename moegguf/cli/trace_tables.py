@@ -9,6 +9,7 @@ from rich.text import Text
 
 from moegguf.controller.accuracy import Figures
 from moegguf.controller.policies.base import LRU
+from moegguf.controller.systems import OWN
 from moegguf.terminal.tables import make_console, print_renderable
 from moegguf.terminal.units import percent
 from moegguf.trace.analysis import Row, gap_closed_by
@@ -62,12 +63,18 @@ def print_simulation(rows: Sequence[Row], used: str) -> None:
 
 def _print_budgets(title: str, rows: Sequence[Row], cell: Callable[[Row], str]) -> None:
     shares = list(dict.fromkeys(row.share for row in rows))
-    by_key = {(row.policy, row.predictor, row.share): row for row in rows}
+    by_key = {(*_decided(row), row.share): row for row in rows}
     lines = []
-    for policy, predictor in dict.fromkeys((row.policy, row.predictor) for row in rows):
-        cells = [cell(by_key[policy, predictor, share]) for share in shares]
-        lines.append([policy, "" if predictor == "none" else predictor, *cells])
-    _print_table(title, ["policy", "predictor", *(f"{share:.4g}%" for share in (100 * s for s in shares))], lines, 2)
+    for system, policy, predictor in dict.fromkeys(map(_decided, rows)):
+        cells = [cell(by_key[system, policy, predictor, share]) for share in shares]
+        lines.append([system, policy, "" if predictor == "none" else predictor, *cells])
+    budgets = (f"{100 * share:.4g}%" for share in shares)
+    _print_table(title, ["system", "policy", "predictor", *budgets], lines, 3)
+
+
+def _decided(row: Row) -> tuple[str, str, str]:
+    """What decided; a system that chooses by budget is one line."""
+    return (row.system, "", "") if row.system == OWN else (row.system, row.policy, row.predictor)
 
 
 def _hit_rate(rows: Sequence[Row]) -> Callable[[Row], str]:
@@ -78,8 +85,11 @@ def _hit_rate(rows: Sequence[Row]) -> Callable[[Row], str]:
 
 
 def _gap(rows: Sequence[Row], row: Row) -> str:
-    """The share of the distance from LRU to Belady that a row closes; "" for these two."""
-    closed = None if row.policy in (LRU.name, BELADY) else gap_closed_by(rows, row)
+    """The share of the distance from LRU to Belady that a row closes; "" for these two, and with prefetching, which
+    hits what no eviction could keep.
+    """
+    ahead = row.simulated is not None and row.simulated.whole.bytes_prefetched > 0
+    closed = None if ahead or row.policy in (LRU.name, BELADY) else gap_closed_by(rows, row)
     return "" if closed is None else f" {closed:+4.0%}"
 
 

@@ -14,12 +14,13 @@ import numpy as np
 from moegguf.controller.accuracy import LinkModel
 from moegguf.controller.artifacts import MEASURED, Artifacts
 from moegguf.controller.judge import DISTANCES
-from moegguf.controller.measured import Measured, write_measured
+from moegguf.controller.measured import ControllerChoice, Measured, write_measured
 from moegguf.controller.policies import make_policy, policy_names
 from moegguf.controller.policies.base import LRU, AnyPolicy
 from moegguf.controller.predictors import PREDICTORS, make_predictor
 from moegguf.controller.predictors.base import NoPrediction, Predictor
 from moegguf.controller.prefetch import PrefetchOptions
+from moegguf.controller.systems import SYSTEMS, find_system
 from moegguf.errors import OptionError
 from moegguf.gguf.experts import read_layout
 from moegguf.native.events import Phase
@@ -75,7 +76,7 @@ def sample_sequences(trace: Trace, n_tokens: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Row:
-    """One replay. `simulated` is None for Belady's bound, which has no store and no time."""
+    """One replay. `simulated` is None for Belady's bound, which has no store and no time. system: "" without one."""
 
     policy: str
     predictor: str
@@ -84,6 +85,7 @@ class Row:
     hit_rate: float
     decode_hit_rate: float
     simulated: SimResult | None = None
+    system: str = ""
 
 
 def replay_table(
@@ -128,10 +130,13 @@ def hit_ranges(rows: Sequence[Row]) -> dict[str, dict[float, tuple[float, float]
     return ranges
 
 
-def sim_options(link: LinkModel, prefetch: bool) -> SimOptions:
-    """Options of a replay over this link."""
-    return SimOptions(
-        prefetch=PrefetchOptions() if prefetch else None,
+def sim_options(link: LinkModel | None, prefetch: PrefetchOptions | bool | None = None) -> SimOptions:
+    """Options of a replay over this link. None: transfers take no time."""
+    options = SimOptions(prefetch=PrefetchOptions() if prefetch is True else prefetch or None)
+    if link is None:
+        return options
+    return replace(
+        options,
         link_bytes_per_s=link.bytes_per_s,
         link_latency_s=link.latency_us / 1e6,
         layer_compute_us=link.layer_compute_us,
@@ -244,9 +249,57 @@ class TraceAnalysis:
             {name: partial(self.policy, name) for name in policies},
             {name: partial(self.predictor, name) for name in predictors},
             shares,
-            sim_options(link, prefetch) if link else None,
+            sim_options(link, prefetch),
             step_reporter(progress, "hit rates", len(policies) * len(predictors) * len(shares)),
         )
+
+    def simulate_systems(
+        self,
+        names: Sequence[str],
+        shares: Sequence[float],
+        link: LinkModel | None = None,
+        policy: str = "auto",
+        predictor: str | None = None,
+        prefetch: bool | None = None,
+        progress: Progress = no_progress,
+    ) -> list[Row]:
+        """Replays systems as a whole, with the parts named replaced, and Belady's bound. "all" is every available one.
+
+        Raises OptionError for unknown names and parts that this model lacks, and for prefetching without a link.
+        """
+        systems = [find_system(name) for name in (SYSTEMS if ALL in names else dict.fromkeys(names))]
+        parts = {system.name: system.parts(policy, predictor, prefetch) for system in systems}
+        self._check_prefetching({name: bool(part[2]) for name, part in parts.items()}, link)
+        rows, step = list[Row](), step_reporter(progress, "hit rates", len(systems) * len(shares))
+        for share in shares:
+            n_slots = slots_of(self.trace.shape, share)
+            for system in systems:
+                step(f"{system.name} in {n_slots} slots")
+                of, ahead, fetched = parts[system.name]
+                found = self._measured_choice(share) if of == "auto" else ControllerChoice(of)
+                options = sim_options(link, (found.prefetch and link is not None) if fetched is None else fetched)
+                result = Simulation(
+                    self.trace, self.policy(found.policy), self.predictor(ahead or found.predictor), n_slots,
+                    replace(options, **{name: on for name, on in system.switches.items() if name != "overlap"}),
+                ).run()  # fmt: skip
+                row = Row(result.policy, result.predictor, share, n_slots, result.hit_rate, result.decode_hit_rate)
+                rows.append(replace(row, simulated=result, system=system.name))
+            bound = belady(Lookups.of(fitted(self.trace, n_slots)), n_slots)
+            rows.append(Row(BELADY, NoPrediction.name, share, n_slots, bound.hit_rate, bound.decode_hit_rate))
+        return rows
+
+    @staticmethod
+    def _check_prefetching(prefetches: Mapping[str, bool], link: LinkModel | None) -> None:
+        ahead = [name for name, yes in prefetches.items() if yes]
+        if ahead and link is None:
+            raise OptionError(
+                f"{', '.join(ahead)} prefetches, which needs a modelled link (without one, transfers take no time):"
+                " --link, or --no-prefetch."
+            )
+
+    def _measured_choice(self, share: float) -> ControllerChoice:
+        measured = self.artifacts.measured()
+        return measured.choose(share) if measured else ControllerChoice()
 
     def score(
         self, predictors: Sequence[str], link: LinkModel | None = None, progress: Progress = no_progress
