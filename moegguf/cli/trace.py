@@ -294,7 +294,11 @@ def simulate(
         bool | None, typer.Option("--prefetch/--no-prefetch", help="Act on predictions; with --link.")
     ] = None,
     save: Annotated[
-        bool, typer.Option("--save", help="Save the result beside the model, for `--policy auto` and `estimate`.")
+        bool,
+        typer.Option(
+            "--save",
+            help="Save beside the model what `auto` chooses by, half of the requests; the others are reported.",
+        ),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -307,14 +311,18 @@ def simulate(
     analysis, modelled = full.limited(tokens), _link_model(link, latency, layer_compute)
     if save and system:
         raise OptionError("--save is for policies and predictors, from which `auto` chooses, not for --system.")
+    choosing, reported = analysis.halves() if save else (analysis, analysis)
     with showing_progress() as progress:
-        results = _simulated(analysis, system, policy, predictor, shares, prefetch, modelled, progress)
+        results = _simulated(reported, system, policy, predictor, shares, prefetch, modelled, progress)
+        if save:
+            chosen_by = _simulated(choosing, system, policy, predictor, shares, prefetch, modelled, progress)
     if as_json:
         print_json(plain(results))
     else:
-        print_simulation(results, analysis.sample_size(full))
+        print_simulation(results, reported.sample_size(full))
     if save:
-        print_message(f"saved {analysis.save(results)}")
+        path = choosing.save(chosen_by, results)
+        print_message(f"saved {path}: auto chooses by {choosing.sample_size(full)}; reported are others")
 
 
 def _simulated(
@@ -350,7 +358,7 @@ def score(
     layer_compute: Compute = 1000.0,
     as_json: AsJson = False,
 ) -> None:
-    """Score predictors on TRACE by the measures of each paper, beside a control: routing shuffled in time."""
+    """Score predictors on TRACE by the measures of each paper, beside a control: routing shuffled in each request."""
     from moegguf.cli.trace_tables import print_score
     from moegguf.plain import plain
     from moegguf.terminal.tables import print_json

@@ -14,6 +14,7 @@ from moegguf.terminal.tables import make_console, print_renderable
 from moegguf.terminal.units import percent
 from moegguf.trace.analysis import Row, gap_closed_by
 from moegguf.trace.belady import BELADY
+from moegguf.trace.oracle import ORACLE
 from moegguf.trace.score import ScoreTable
 
 WIDTH = 80
@@ -55,7 +56,14 @@ def print_simulation(rows: Sequence[Row], used: str) -> None:
         _print_budgets("Stall per decoded token in ms, on the modelled link", rows, _stall)
         _print_notes("")
         _print_budgets("Decoded tokens per second, on the modelled link", rows, _speed)
+    if any(row.simulated is not None and row.simulated.whole.bytes_prefetched for row in rows):
+        _print_notes("")
+        _print_budgets("Bytes fetched ahead per byte of them that was used", rows, _moved)
     notes = ["", f"replayed: {used}"]
+    if any(row.predictor == ORACLE for row in rows):
+        notes.append("oracle: not a predictor; it reads the trace, and shows what the best one could do")
+    if any((row.policy, row.predictor) == ("locality", "none") for row in rows):
+        notes.append("locality without a predictor is decayed LFU")
     if any(_gap(rows, row) for row in rows):
         notes.append("+10%: closes a tenth of the distance from LRU to Belady, the offline bound")
     _print_notes(*notes)
@@ -99,6 +107,11 @@ def _stall(row: Row) -> str:
     return f"{row.simulated.decode.stall_ns / max(1, row.simulated.decode.tokens) / 1e6:.2f}"
 
 
+def _moved(row: Row) -> str:
+    moved = row.simulated.whole.moved_per_useful if row.simulated is not None else None
+    return "" if moved is None else f"{moved:.2f}"
+
+
 def _speed(row: Row) -> str:
     return "" if row.simulated is None or row.simulated.t_per_s is None else f"{row.simulated.t_per_s:.1f}"
 
@@ -111,9 +124,10 @@ def print_score(scores: ScoreTable, used: str) -> None:
         "",
         f"scored: {used}",
         "k: layers ahead; at 0 the router itself, wrong by rounding only",
-        "accuracy: correct among as many as are used; control: routing shuffled",
+        "accuracy: correct among as many as are used; control: shuffled in each request",
         "all, any: routing events with every, with one expert right; batch: 8 requests",
-        "moved: bytes fetched per byte used; answers: events with a prediction",
+        f"moved: bytes fetched per byte used, beside an LRU cache of {scores.lru_share:.0%}",
+        "answers: events with a prediction",
     ]
     if scores.link is not None:
         notes.append("GOODPRED: right, and in time on the modelled link")

@@ -65,8 +65,8 @@ class Figures:
     """One predictor at one distance, for one layer or as the mean over layers; None without any prediction.
 
     due: predictions due. Tuples are by n - 1, for a prefetcher that requests the n most probable, n up to
-    2 x n_expert_used. moved_per_useful: bytes moved for one useful byte when everything requested is fetched
-    (1 / precision), missing_moved_per_useful: when only those are fetched that are absent from an LRU cache.
+    2 x n_expert_used. moved_per_useful: bytes fetched for one byte that was used, when those experts are fetched that
+    an LRU cache lacks; one that is there moves nothing, however right its prediction.
     """
 
     due: int
@@ -79,7 +79,6 @@ class Figures:
     precision: tuple[float | None, ...]
     recall: tuple[float | None, ...]
     moved_per_useful: tuple[float | None, ...]
-    missing_moved_per_useful: tuple[float | None, ...]
 
 
 @dataclass(frozen=True)
@@ -194,8 +193,7 @@ class Tally:
             good_pred=None if fetched is None else ratio(right @ fetched, n_used),
             precision=ratios(n_right, n_requested),
             recall=ratios(n_right, np.full_like(n_right, n_used)),
-            moved_per_useful=ratios(n_requested, n_right),
-            missing_moved_per_useful=ratios(n_moved, n_useful),
+            moved_per_useful=ratios(n_moved, n_useful),
         )
 
     def _fetch_rates(self, distance: int, rows: Ids, link: LinkModel | None) -> npt.NDArray[np.float64] | None:

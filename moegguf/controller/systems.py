@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any
 
 from moegguf.controller.prefetch import NO_LIMIT, PrefetchOptions
 from moegguf.errors import OptionError
@@ -18,8 +18,6 @@ OWN = "moegguf"
 EVERY_LAYER = 1 << 16  # a window over all of them
 
 Prefetch = PrefetchOptions | bool | None
-AnyPart = TypeVar("AnyPart")  # a name or an object
-OtherPart = TypeVar("OtherPart")
 
 
 @dataclass(frozen=True)
@@ -48,12 +46,10 @@ class System:
 
     def store_options(self) -> StoreOptions:
         """Of a live model."""
-        return StoreOptions(**self.switches)
+        return StoreOptions(chunked=self.chunked, preempt=self.preempt, overlap=self.overlap, sweep=self.sweep)
 
-    def parts(
-        self, policy: AnyPart, predictor: OtherPart | None, prefetch: Prefetch
-    ) -> tuple[AnyPart | str, OtherPart | str | None, Prefetch]:
-        """Policy, predictor and prefetching as chosen by themselves; "auto" and None are the system's.
+    def parts(self, policy: Any, predictor: Any, prefetch: Prefetch) -> tuple[Any, Any, Prefetch]:
+        """Policy, predictor (names or objects) and prefetching as chosen; "auto" and None are the system's.
 
         True for prefetching is the system's way of doing it.
         """

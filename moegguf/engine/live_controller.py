@@ -221,7 +221,10 @@ class LiveController:
 
 def _learner(controller: Controller) -> Learner | None:
     """What learns requests; of predictor and policy one, as both learn the same."""
-    return next((part for part in (controller.predictor, controller.policy) if isinstance(part, Learner)), None)
+    for part in (controller.predictor, controller.policy):
+        if isinstance(part, Learner):
+            return part
+    return None
 
 
 def _check_name(kind: str, name: str, known: Collection[str]) -> None:

@@ -26,6 +26,7 @@ from moegguf.gguf.experts import read_layout
 from moegguf.native.events import Phase
 from moegguf.trace.belady import BELADY, Lookups, belady, gap_closed
 from moegguf.trace.format import read
+from moegguf.trace.oracle import ORACLE, Oracle
 from moegguf.trace.report import PolicyTable, Recovery, Report, ScheduleTable, StallTable, TraceSummary
 from moegguf.trace.reuse import reuse
 from moegguf.trace.score import ScoreTable, score
@@ -168,6 +169,17 @@ class TraceAnalysis:
         chosen = sample_sequences(self.trace, n_tokens) if n_tokens else self.trace.sequences()
         return replace(self, trace=self.trace.select(chosen))
 
+    def halves(self) -> tuple[TraceAnalysis, TraceAnalysis]:
+        """Every second request of each kind of text, and the others. Raises OptionError for a single request."""
+        kinds: dict[str, list[int]] = {}
+        for sequence in self.trace.sequences():
+            kinds.setdefault(self.trace.header.labels.get(sequence, ""), []).append(sequence)
+        in_turns = [sequence for sequences in kinds.values() for sequence in sequences]
+        if len(in_turns) < 2:
+            raise OptionError("the policy is chosen by other requests than are reported; record a trace of several.")
+        first, second = (replace(self, trace=self.trace.select(sorted(in_turns[start::2]))) for start in (0, 1))
+        return first, second
+
     def sample_size(self, whole: TraceAnalysis) -> str:
         """The size of this sample of `whole`, as text."""
         parts = (self.trace, whole.trace)
@@ -220,7 +232,9 @@ class TraceAnalysis:
         return make_policy(name, self.trace.shape, self.artifacts)
 
     def predictor(self, name: str) -> Predictor:
-        """A new predictor of this name. Raises OptionError, also when the trace lacks the inputs it needs."""
+        """A new predictor of this name, or the oracle. Raises OptionError, also when the trace lacks its inputs."""
+        if name == ORACLE:
+            return Oracle(self.trace)
         predictor = make_predictor(name, self.trace.shape, self.artifacts)
         if predictor.needs_inputs and self.trace.inputs is None:
             raise OptionError(f"{name!r} reads the inputs of the routers: record the trace with --inputs.")
@@ -280,7 +294,7 @@ class TraceAnalysis:
                 options = sim_options(link, (found.prefetch and link is not None) if fetched is None else fetched)
                 result = Simulation(
                     self.trace, self.policy(found.policy), self.predictor(ahead or found.predictor), n_slots,
-                    replace(options, **{name: on for name, on in system.switches.items() if name != "overlap"}),
+                    replace(options, chunked=system.chunked, preempt=system.preempt, sweep=system.sweep),
                 ).run()  # fmt: skip
                 row = Row(result.policy, result.predictor, share, n_slots, result.hit_rate, result.decode_hit_rate)
                 rows.append(replace(row, simulated=result, system=system.name))
@@ -304,7 +318,7 @@ class TraceAnalysis:
     def score(
         self, predictors: Sequence[str], link: LinkModel | None = None, progress: Progress = no_progress
     ) -> ScoreTable:
-        """Every predictor by every paper's measure, with its control on the trace shuffled in time.
+        """Every predictor by every paper's measure, with its control on the trace shuffled within requests.
 
         At distances that lie within the model.
         """
@@ -320,10 +334,11 @@ class TraceAnalysis:
             controls=tuple(one for table in tables for one in table.controls),
         )
 
-    def save(self, rows: Sequence[Row]) -> Path:
+    def save(self, rows: Sequence[Row], reported: Sequence[Row]) -> Path:
         """Saves decode hit rates where `policy="auto"` finds them; returns the path.
 
-        Of several predictors with one policy, the one with the highest mean hit rate is saved.
+        rows: of these requests, by which `auto` chooses. Of several predictors with one policy, the one with the
+        highest mean hit rate is saved. reported: of other requests, for what `show` and `estimate` state.
         """
         rates: dict[tuple[str, str], dict[float, float]] = {}
         for row in rows:
@@ -337,9 +352,13 @@ class TraceAnalysis:
             self.artifacts.fingerprint,
             {policy: at for policy, (_, at) in best.items()},
             {policy: predictor for policy, (predictor, _) in best.items()},
-            about={"requests": len(self.trace.sequences()), "tokens": self.trace.n_tokens},
-            ranges=hit_ranges([row for row in rows if row.policy in best and best[row.policy][0] == row.predictor]),
-            bound={row.share: row.decode_hit_rate for row in rows if row.policy == BELADY},
+            about={
+                "requests": len(self.trace.sequences()),
+                "tokens": self.trace.n_tokens,
+                "ranges": max((len(row.simulated.sequences) for row in reported if row.simulated), default=0),
+            },
+            ranges=hit_ranges([row for row in reported if row.policy in best and best[row.policy][0] == row.predictor]),
+            bound={row.share: row.decode_hit_rate for row in reported if row.policy == BELADY},
         )
         path = (self.artifacts.folder or self.artifacts.writable_folder()) / MEASURED
         write_measured(path, measured)

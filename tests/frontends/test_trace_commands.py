@@ -194,11 +194,13 @@ def test_whole_systems_are_replayed(moegguf: Command, recorded: Path) -> None:
 def test_saved_hit_rates_are_written(moegguf: Command, recorded: Path, trace: Trace, tmp_path: Path) -> None:
     done = moegguf("trace", "simulate", recorded, "--policy", "lru,lfu", "--predictors", tmp_path, "--save")
     assert done.returncode == 0, done.stderr
-    assert f"saved {tmp_path / 'measured.json'}\n" in done.stderr
+    assert f"saved {tmp_path / 'measured.json'}: auto chooses by 2 of 4 requests" in done.stderr
     facts = json.loads((tmp_path / "measured.json").read_text())
     assert facts["fingerprint"] == trace.header.fingerprint
     assert list(facts["hit_rates"]) == ["lru", "lfu"]
     assert list(facts["hit_rates"]["lru"]) == ["0.1", "0.25", "0.5", "0.75"]
+    assert "replayed: 2 of 4 requests" in done.stdout
+    assert (facts["about"]["requests"], facts["about"]["ranges"]) == (2, 2)
 
 
 def test_the_report_is_one_page_and_states_what_was_used(moegguf: Command, recorded: Path, tmp_path: Path) -> None:

@@ -35,7 +35,6 @@ def test_a_perfect_predictor_scores_one_by_every_definition(distance: int) -> No
     assert figures.coverage == figures.accuracy == figures.top_k_hit == figures.at_least_one == 1
     assert figures.fetch_rate == figures.good_pred == 1
     assert figures.precision[:2] == (1, 1) and figures.recall[:2] == (0.5, 1)
-    assert figures.moved_per_useful[1] == 1
 
 
 def test_one_right_of_two_is_half_accurate_never_wholly_right_and_always_partly() -> None:
@@ -43,7 +42,6 @@ def test_one_right_of_two_is_half_accurate_never_wholly_right_and_always_partly(
     assert (figures.accuracy, figures.top_k_hit, figures.at_least_one) == (0.5, 0, 1)
     assert figures.precision == (1, 0.5, 0.5, 0.5)  # it predicts two experts, however many are requested
     assert figures.recall == (0.5, 0.5, 0.5, 0.5)
-    assert figures.moved_per_useful[:2] == (1, 2)
 
 
 def test_a_predictor_that_is_always_wrong_has_no_useful_byte() -> None:
@@ -107,9 +105,9 @@ def test_only_what_a_cache_lacks_is_moved() -> None:
     # Token t uses t and t + 1: at two resident experts a layer, one of them is still resident from the token before.
     table = score(cyclic(), [Oracle(cyclic(), n_wrong=1)], [1], lru_share=0.25).scores[0].means[1]
     # The right one it names is t (resident), the wrong one is not: everything it moves is useless.
-    assert table.missing_moved_per_useful[1] is None
+    assert table.moved_per_useful[1] is None
     right = score(cyclic(), [Oracle(cyclic())], [1], lru_share=0.25).scores[0].means[1]
-    assert right.missing_moved_per_useful[1] == 1
+    assert right.moved_per_useful[1] == 1
 
 
 def test_the_cache_of_a_layer_keeps_the_latest() -> None:
