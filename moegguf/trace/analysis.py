@@ -382,15 +382,15 @@ def build_report(
     """All parts of the report. Replays and scores use about `n_tokens` decoded tokens (0: all), stalls fewer."""
     part = analysis.limited(n_tokens)
     timed = analysis.limited(max(1, round(n_tokens * STALL_TOKENS))) if n_tokens else analysis
-    policies = _policy_table(part.simulate([ALL], ["none"], shares, progress=progress))
-    best = policies.best_online(min(shares, key=lambda share: abs(share - STALL_SHARE))) or "lru"
+    rows = part.simulate([ALL], ["none"], shares, progress=progress)
+    best = _policy_table(rows).best_online(min(shares, key=lambda share: abs(share - STALL_SHARE))) or "lru"
     summary = TraceSummary.of(analysis.trace, hardware=hardware)
     sizes = part.sample_size(analysis), timed.sample_size(analysis)
     samples: dict[str, Setting] = dict(zip(("replayed and scored", "stalls from"), sizes, strict=True))
     return Report(
         trace=replace(summary, settings=summary.settings | samples),
         reuse=reuse(analysis.trace),
-        policies=policies,
+        policies=_policy_table([*rows, *_predictive_caching(part, shares)]),
         scores=part.score([ALL], progress=progress),
         stalls=_stalls(timed, best, layer_compute_us, progress),
         recovery=_recovery(analysis, ["lru", "lfu", "sparsity", best], progress),
@@ -457,8 +457,18 @@ def _schedule(analysis: TraceAnalysis, progress: Progress) -> ScheduleTable | No
     return ScheduleTable(table) if table else None
 
 
+def _predictive_caching(analysis: TraceAnalysis, shares: Sequence[float]) -> list[Row]:
+    """ExpertFlow's cache with its own predictor, where that is trained: without one it is decayed LFU."""
+    predictor = SYSTEMS["expertflow"].predictor or ""
+    if analysis.why_not(analysis.predictor, predictor):
+        return []
+    rows = analysis.simulate([SYSTEMS["expertflow"].policy], [predictor], shares)
+    return [row for row in rows if row.policy != BELADY]
+
+
 def _policy_table(rows: Sequence[Row]) -> PolicyTable:
     table: dict[str, dict[float, float]] = {}
     for row in rows:
-        table.setdefault(row.policy, {})[row.share] = row.decode_hit_rate
+        name = row.policy if row.predictor == NoPrediction.name else f"{row.policy}, {row.predictor}"
+        table.setdefault(name, {})[row.share] = row.decode_hit_rate
     return PolicyTable(table)
