@@ -60,6 +60,8 @@ def print_simulation(rows: Sequence[Row], used: str) -> None:
         _print_notes("")
         _print_budgets("Bytes fetched ahead per byte of them that was used", rows, _moved)
     notes = ["", f"replayed: {used}"]
+    if any(row.system for row in rows):
+        notes.append("not modelled: time of predictors, and computing an expert before the layer's others are there")
     if any(row.predictor == ORACLE for row in rows):
         notes.append("oracle: not a predictor; it reads the trace, and shows what the best one could do")
     if any((row.policy, row.predictor) == ("locality", "none") for row in rows):
@@ -130,7 +132,7 @@ def print_score(scores: ScoreTable, used: str) -> None:
         "answers: events with a prediction",
     ]
     if scores.link is not None:
-        notes.append("GOODPRED: right, and in time on the modelled link")
+        notes.append("GOODPRED: right, and in time on the modelled link, which all layers share")
     _print_notes(*notes)
 
 

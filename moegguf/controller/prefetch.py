@@ -22,9 +22,10 @@ class PrefetchOptions:
 
     window: MoE layers ahead. again: a layer is predicted anew as its distance shrinks, not once (`Forecast`).
     budget_bytes: maximum requested per token; None: the bytes of half the experts a token uses. least_probability:
-    experts below it, and those of probability 0, are not prefetched. by_proximity: of all layers together, those with
-    the largest probability times layer proximity come first (MoE-Infinity, section 4.5); False: the nearest layer comes
-    first. watchdog: prefetching is switched off when it does not save time; False keeps it on.
+    experts below it, and those of probability 0, are not prefetched. by_proximity: of what is requested at one routing
+    event, that with the largest probability times layer proximity comes first, of any layer (MoE-Infinity, section
+    4.5); False: the nearest layer comes first. Wishes that are queued already stay before. watchdog: prefetching is
+    switched off when it does not save time; False keeps it on.
     """
 
     window: int = 2

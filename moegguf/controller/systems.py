@@ -86,7 +86,7 @@ SYSTEMS = {
                 "policy": "4.7, algorithm 1; only ended requests are matched (4.5)",
                 "predictor": "4.5: EAMC, several matches summed and normalised by row",
                 "prefetch": "4.3: predicted anew after every layer's routing; 4.5: by probability times 1-(i-l)/L. How"
-                " many is open: of a layer as many as a token uses",
+                " many is open: of a layer as many as a token uses. Queued wishes are not put in order again",
                 "chunked": "not in the paper: whole experts",
                 "overlap": "not in the paper: experts are computed when all are there",
                 "sweep": f"4.3: the prompt is an iteration that is predicted too; here, {_IN_PROMPTS}",
@@ -119,7 +119,8 @@ SYSTEMS = {
         System(
             "duoserve", "DuoServe-MoE", "lru", "expert-mlp", _prefetch(1, again=True), chunked=False,
             sources={
-                "policy": "5.1: k slots in all, refilled for each layer; with more, which it leaves open, LRU",
+                "policy": "5.1: k slots in all, refilled for each layer. The number of slots is the budget's, not a"
+                " system's; with more than k, which it leaves open, LRU",
                 "predictor": "4.2: ExpertMLP, the next layer from those before",
                 "prefetch": "5.3: the next layer's k most probable, while this one computes",
                 "chunked": "not in the paper: whole experts",

@@ -69,7 +69,7 @@ class Llama(UpstreamLlama):
         system: what decides on experts: "moegguf" (what was measured to be best), "lru", "none", or one of the papers'
             as a whole, "moe-infinity", "promoe", "expertflow", "duoserve" (`moegguf.controller.systems`). The next four
             replace parts of it. None: MOEGGUF_SYSTEM, else "moegguf".
-        store: how experts are moved.
+        store: how experts are moved, instead of as the system does.
         policy: which experts stay: a name (`moegguf.controller.policies.policy_names()`), an object with a method
             `scores(history, forecast)`, or "auto": the system's.
         predictor: which experts come next: a name (`moegguf.controller.predictors.PREDICTORS`) or an object.
