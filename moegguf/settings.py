@@ -38,6 +38,7 @@ class Environment:
 
     hooks: bool = True  # MOEGGUF_HOOKS=0 runs plain llama.cpp
     expert_cache: str = "auto"  # MOEGGUF_EXPERT_CACHE: the budget when the caller gives none
+    system: str = ""  # MOEGGUF_SYSTEM: what decides on experts (controller.systems) when the caller names none
     library: Path | None = None  # MOEGGUF_LIBRARY: folder of the native library, instead of the installed one
     models: Path | None = None  # MOEGGUF_MODELS: folder of models known by name
     home: Path | None = None  # MOEGGUF_HOME: folder of moegguf's data, instead of the user's data folder
@@ -65,6 +66,7 @@ def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
     return Environment(
         hooks=_SWITCH[hooks],
         expert_cache=cache,
+        system=env.get("MOEGGUF_SYSTEM", "").strip(),
         library=Path(library).expanduser() if library else None,
         models=Path(models).expanduser() if models else None,
         home=Path(home).expanduser() if home else None,

@@ -4,17 +4,20 @@
 
 Needs the extra `train` (torch) for mlp, expert-mlp and routing-path; the others only count. `--set` changes an option
 of the predictor's `Options`, such as `--set windows=1,4 --set n_hidden=128`. Writes NAME.safetensors, and NAME.json
-with the figures of the card. On a machine with other load, OMP_WAIT_POLICY=passive in the environment makes torch much
-faster.
+with the figures of the card and a manifest: by what data, options, seeds and software it came about. On a machine with
+other load, OMP_WAIT_POLICY=passive in the environment makes torch much faster.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +116,45 @@ def train(args: argparse.Namespace, training: Trace) -> Weights:
     return Weights(arrays, facts)
 
 
+def manifest(args: argparse.Namespace, training: Trace, heldout: Trace) -> dict[str, Any]:
+    """What a repetition needs: the command, the data by digest, seeds, software. Nothing of the time or the place."""
+    options = ["--predictor", args.predictor, "--heldout", f"{args.heldout:g}", "--seed", str(args.seed)]
+    options += [word for setting in args.set for word in ("--set", setting)]
+    return {
+        "tool": "tools/train_predictor.py",
+        "options": [
+            "--predictor",
+            args.predictor,
+            "--heldout",
+            f"{args.heldout:g}",
+            "--seed",
+            str(args.seed),
+            *options,
+        ],
+        "trained_on": data_of(args.trace, training),
+        "scored_on": data_of(args.heldout_trace or args.trace, heldout),
+        "software": {name: _version(name) for name in ("numpy", "torch")},
+    }
+
+
+def data_of(path: Path, part: Trace) -> dict[str, Any]:
+    """A trace file by its digest, how it was recorded, and the requests that were used of it."""
+    return {
+        "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+        "recorded_with": dict(part.header.settings),
+        "requests": part.sequences(),
+        "tokens": part.n_tokens,
+        "kinds": dict(Counter(part.header.labels.get(sequence, "") for sequence in part.sequences())),
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "none"
+
+
 def evaluate(name: str, heldout: Trace, sources: Sources) -> ScoreTable:
     """Scores on held-out requests, beside those of skip where the trace has inputs."""
     names = [name] if heldout.inputs is None else [name, "skip"]
@@ -158,6 +200,7 @@ def main(given: Sequence[str] | None = None) -> None:
         "file_bytes": path.stat().st_size,
         "training": dict(weights.facts),
         "heldout": {"requests": len(heldout.sequences()), "tokens": heldout.n_tokens, "accuracy": accuracy},
+        "manifest": manifest(args, training, heldout),
     }
     path.with_suffix(".json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 

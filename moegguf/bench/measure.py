@@ -26,6 +26,7 @@ import numpy as np
 from moegguf.bench.memory_limit import die_with_parent
 from moegguf.bench.spec import FLASH_ATTN, Spec, Test
 from moegguf.controller.prefetch import PrefetchOptions
+from moegguf.controller.systems import find_system
 from moegguf.engine.llama import Llama
 from moegguf.engine.machine import read_machine
 from moegguf.engine.stats import Stats
@@ -106,10 +107,11 @@ def load(spec: Spec) -> Llama:
     return _Measured(
         spec,
         expert_cache=spec.expert_cache if spec.system == "moegguf" else "100%",
-        store=StoreOptions(**spec.store | {"repack": spec.repack}),
+        system=spec.decided_by,
+        store=StoreOptions(**find_system(spec.decided_by).switches | spec.store | {"repack": spec.repack}),
         policy=spec.policy,
         predictor=spec.predictor,
-        prefetch=PrefetchOptions(watchdog=False) if spec.prefetch and not spec.watchdog else spec.prefetch,
+        prefetch=_prefetch(spec),
         use_mmap=spec.system == "mmap",
         n_ctx=max(test.n_tokens for test in spec.tests),
         n_batch=spec.n_batch,
@@ -122,6 +124,13 @@ def load(spec: Spec) -> Llama:
         flash_attn=spec.flash_attn == "on",
         verbose=spec.verbose,
     )
+
+
+def _prefetch(spec: Spec) -> PrefetchOptions | bool | None:
+    """As the system does where it says how; without a watchdog if the spec wants none."""
+    if spec.prefetch and not spec.watchdog and not find_system(spec.decided_by).prefetch:
+        return PrefetchOptions(watchdog=False)
+    return spec.prefetch
 
 
 class Feed:

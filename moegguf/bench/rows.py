@@ -205,7 +205,7 @@ def _by_system(outcomes: Iterable[Outcome]) -> dict[int, list[Outcome]]:
 
 
 def make_rows(outcomes: Sequence[Outcome], limit_bytes: int | None = None) -> list[Row]:
-    """One row per test and system of one group of settings; moegguf's have `against`, one item per other system."""
+    """One row per test and system of one group of settings; the compared have `against`, one item per other system."""
     groups = list(_by_system(outcomes).values())
     if not groups:
         return []
@@ -223,12 +223,12 @@ def make_rows(outcomes: Sequence[Outcome], limit_bytes: int | None = None) -> li
 
 
 def _row(group: Sequence[Outcome], groups: Sequence[Sequence[Outcome]], index: int, limit_bytes: int | None) -> Row:
-    """One system in one test, with ratios to every other system when it is moegguf with the given settings."""
+    """One system in one test, with ratios to every other system when it is the compared one."""
     system = group[0].system
     row = _fixed(system) | _process(group, limit_bytes) | {"samples_ns": [], "samples_ts": [], "against": {}}
     if done := _tests(group, index):
         row |= _figures(done)
-    if system.label == "moegguf":
-        others = [other for other in groups if other[0].system.label != "moegguf"]
+    if system.compared:
+        others = [other for other in groups if not other[0].system.compared]
         row["against"] = {other[0].system.label: compare(group, other, index) for other in others}
     return row

@@ -15,6 +15,8 @@ from typing import Any
 from moegguf.bench.memory_limit import LimitError, drop_page_cache, make_group, memory_limit
 from moegguf.bench.spec import SYSTEMS, Spec
 from moegguf.child import child_command, child_environment
+from moegguf.controller.systems import OWN, find_system
+from moegguf.controller.systems import SYSTEMS as SYSTEMS_BY_NAME
 from moegguf.engine.machine import read_memory
 from moegguf.engine.memory import MARGIN_BYTES, memory_needs
 from moegguf.errors import OptionError
@@ -24,12 +26,15 @@ from moegguf.gguf.reader import ggml_type
 KILLED = "killed by the memory limit"
 _KERNELS = {"plain": False, "repacked": True}
 
-# moegguf with one feature off: ProMoE's ablation (section 7), and the plain LRU cache.
+DECIDING = [name for name in SYSTEMS_BY_NAME if name != OWN]  # "moegguf" is the program
+
+# One feature off: ProMoE's ablation ("Ablation Study"), beside the plain LRU cache. Its early preemption has
+# two parts: misses are queued before all prefetches, which is the queue's order and always so, and stale prefetches of
+# the layer are dropped ("no-dropping"). Its reordered inference is computing by expert, those that are there first.
 WITHOUT: dict[str, dict[str, Any]] = {
-    "lru": {"policy": "lru", "predictor": "none", "prefetch": False},
     "no-prefetch": {"prefetch": False},
     "no-chunks": {"store": {"chunked": False}},
-    "no-preemption": {"store": {"preempt": False}},
+    "no-dropping": {"store": {"preempt": False}},
     "no-reordering": {"store": {"overlap": False}},
 }
 
@@ -38,11 +43,15 @@ Progress = Callable[[str], object]
 
 @dataclass(frozen=True)
 class BenchedSystem:
-    """One system with one group of settings. `label`: its name on the command line, `note`: how it was run."""
+    """One system with one group of settings.
+
+    label: its name on the command line. note: how it was run. compared: the others are compared with it.
+    """
 
     label: str
     spec: Spec
     note: str = ""
+    compared: bool = False
 
     @property
     def is_llama_cpp(self) -> bool:
@@ -73,11 +82,17 @@ def resident_bytes(layout: ExpertLayout, spec: Spec) -> int:
 
 
 def compared_system(name: str, base: Spec, layout: ExpertLayout, limit_bytes: int | None) -> BenchedSystem:
-    """The system that `--against` names: "mmap", "resident", "moegguf", each also "-plain", "-repacked"; or of WITHOUT.
+    """The system that `--against` names: "mmap", "resident", "moegguf", each also "-plain", "-repacked"; or of WITHOUT,
+    or of `controller.systems`, as a whole.
 
     Repacked weights are a copy in memory. "mmap" is llama.cpp's default, which repacks; when that copy does not fit,
     the weights stay in the file instead, as the default would be killed. Raises OptionError for another name.
     """
+    if name in DECIDING:
+        store = {key: value for key, value in base.store.items() if key not in find_system(name).switches}
+        return BenchedSystem(
+            name, replace(base, decided_by=name, policy="auto", predictor=None, prefetch=None, store=store)
+        )
     if name in WITHOUT:
         changed = WITHOUT[name]
         return BenchedSystem(name, replace(base, **changed | {"store": base.store | changed.get("store", {})}))
@@ -85,7 +100,7 @@ def compared_system(name: str, base: Spec, layout: ExpertLayout, limit_bytes: in
     if system not in SYSTEMS or kernels not in ("", *_KERNELS):
         raise OptionError(
             "--against takes mmap, resident and moegguf, each also with -plain or -repacked, and"
-            f" {', '.join(WITHOUT)}, but not {name!r}."
+            f" {', '.join([*DECIDING, *WITHOUT])}, but not {name!r}."
         )
     repack = _KERNELS.get(kernels, base.repack if system == "moegguf" else True)
     note = f"llama.cpp, {'default kernels' if repack else 'no repack'}" if system != "moegguf" else ""
@@ -110,7 +125,7 @@ def make_systems(
     """The systems of one group of settings: moegguf with each budget, then those of `against`. Raises OptionError."""
     layout = read_layout(base.model)
     kernels = "" if base.repack else "no repack"
-    own = [BenchedSystem("moegguf", replace(base, expert_cache=cache), kernels) for cache in expert_caches]
+    own = [BenchedSystem(base.decided_by, replace(base, expert_cache=cache), kernels, True) for cache in expert_caches]
     return own + [compared_system(name, own[0].spec, layout, limit_bytes) for name in against]
 
 

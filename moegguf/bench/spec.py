@@ -33,9 +33,9 @@ class Spec:
     """The options of one process.
 
     system: "moegguf", or llama.cpp itself: "mmap" (the file is mapped) or "resident" (every weight is read into
-    memory). repack: weights in the layout of the CPU's fastest kernels. feed: random tokens as in llama-bench, the
-    tokens of `text`, or the model's own (greedy) after n_depth tokens of either. watchdog False: prefetching is
-    never turned off.
+    memory). decided_by: a name of controller.systems; policy, predictor, prefetch and store replace parts of it.
+    repack: weights in the layout of the CPU's fastest kernels. feed: random tokens as in llama-bench, the tokens of
+    `text`, or the model's own (greedy) after n_depth tokens of either. watchdog False: prefetching is never turned off.
     """
 
     model: str
@@ -52,6 +52,7 @@ class Spec:
     type_v: str = "f16"
     flash_attn: str = "auto"
     store: dict[str, Any] = field(default_factory=dict)
+    decided_by: str = "moegguf"
     policy: str = "auto"
     predictor: str | None = None
     prefetch: bool | None = None

@@ -92,11 +92,17 @@ NoOverlap = Annotated[bool, _setting("--no-overlap", help="Wait for all of an ex
 NoSweep = Annotated[bool, _setting("--no-sweep", help="Do not fetch the next layer ahead during a prompt.")]
 NoDirect = Annotated[bool, _setting("--no-direct", help="Read experts through the page cache.")]
 
-Policy = Annotated[
+System = Annotated[
     str,
     _setting(
-        "--policy", metavar="NAME", help="Eviction policy, as in `moegguf trace simulate`, or auto: the measured best."
+        "--system",
+        metavar="NAME,...",
+        help="What decides on experts, as in `moegguf run`; the others alternate with the first as by --against.",
     ),
+]
+Policy = Annotated[
+    str,
+    _setting("--policy", metavar="NAME", help="Eviction policy, as in `trace simulate`, or auto: the system's."),
 ]
 Predictor = Annotated[str | None, _setting("--predictor", metavar="NAME", help="Expert predictor, or none.")]
 Prefetch = Annotated[
@@ -107,7 +113,7 @@ Ablate = Annotated[
     bool,
     _versus(
         "--ablate",
-        help="Alternate with variants: without prefetch, chunks, early preemption, reordering; plain LRU."
+        help="Alternate with variants: without prefetch, chunks, dropping stale prefetches, reordering; plain LRU."
         " Prefetching then stays on even when it does not save time.",
     ),
 ]
@@ -117,7 +123,7 @@ Against = Annotated[
         "--against",
         metavar="SYSTEMS",
         help="Alternate with llama.cpp itself (mmap, resident; the suffix -plain or -repacked chooses kernels), or"
-        " with lru: moegguf with plain LRU.",
+        " with what decides in another system: none, lru, moe-infinity, promoe, expertflow, duoserve.",
     ),
 ]
 Rounds = Annotated[
@@ -209,6 +215,7 @@ def bench(
     no_overlap: NoOverlap = False,
     no_sweep: NoSweep = False,
     no_direct: NoDirect = False,
+    system: System = "moegguf",
     policy: Policy = "auto",
     predictor: Predictor = None,
     prefetch: Prefetch = None,
@@ -230,20 +237,32 @@ def bench(
 
     if output not in FORMATS:
         raise OptionError(f"-o takes {', '.join(FORMATS)}, but not {output!r}.")
-    others = list(dict.fromkeys(split(against) + (_ablations(policy, prefetch) if ablate else [])))
+    flags["system"], *beside = _systems(system)
+    ablations = _ablations(flags["system"], policy, prefetch) if ablate else []
+    others = list(dict.fromkeys([*beside, *split(against), *ablations]))
     groups = _groups(flags, others, limit := _limit(memory_limit, require_limit))
     rows = _measure(groups, rounds or (3 if others else 1), limit, not keep_page_cache)
     typer.echo(FORMATS[output](rows), nl=False)
-    if any(row["error"] and row["system"] == "moegguf" for row in rows):
+    if any(row["error"] and row["system"] == flags["system"] for row in rows):
         raise typer.Exit(1)
 
 
-def _ablations(policy: str, prefetch: bool | None) -> list[str]:
+def _systems(names: str) -> list[str]:
+    """The names in the option, moegguf first where it is among them. Raises OptionError."""
+    from moegguf.controller.systems import OWN, find_system
+
+    found = [find_system(name).name for name in split([names]) or [""]]
+    return list(dict.fromkeys([*(name for name in found if name == OWN), *found]))
+
+
+def _ablations(system: str, policy: str, prefetch: bool | None) -> list[str]:
     """Names of the ablations; without no-prefetch where nothing is prefetched anyway."""
     from moegguf.bench.series import WITHOUT
+    from moegguf.controller.systems import find_system
 
-    names = list(WITHOUT)
-    if prefetch is False or (prefetch is None and policy != "auto"):
+    names, of = ["lru", *WITHOUT], find_system(system)
+    never = of.prefetch is False or (of.prefetch is None and policy != "auto")
+    if prefetch is False or (prefetch is None and never):
         names.remove("no-prefetch")
         typer.echo("--ablate without no-prefetch: nothing is prefetched without --prefetch.", err=True)
     return names
@@ -283,13 +302,14 @@ def _base(flags: dict[str, Any]) -> Spec:
     ControllerOptions(flags["policy"], flags["predictor"])  # raises for unknown names, before anything runs
     tests = parse_tests(flags["n_prompt"], flags["n_gen"], flags["pg"], flags["n_depth"])
     text = flags["text"]
-    switches = {name: not flags[f"no_{name}"] for name in ("overlap", "sweep", "direct")}
+    switches = {name: False for name in ("overlap", "sweep", "direct") if flags[f"no_{name}"]}
     return Spec(
         model=flags["model"][0],
         tests=tuple(Test(*test) for test in tests),
         repack=not flags["no_repack"],
         repetitions=flags["repetitions"],
         store={"readers": flags["readers"]} | switches,
+        decided_by=flags["system"],
         policy=flags["policy"],
         predictor=flags["predictor"],
         prefetch=flags["prefetch"],

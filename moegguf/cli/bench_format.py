@@ -170,6 +170,11 @@ def _tokens_cell(found: dict[str, Any]) -> str:
     return f"{answer}, {share}" + ("" if found["same_kernels"] else " (other kernels)")
 
 
+def _compared(rows: Sequence[Row]) -> str:
+    """The system that the others are compared with."""
+    return next((str(row["system"]) for row in rows if row["against"]), "moegguf")
+
+
 def _ratio_table(rows: Sequence[Row]) -> list[str]:
     lines = []
     for row in rows:
@@ -178,8 +183,8 @@ def _ratio_table(rows: Sequence[Row]) -> list[str]:
             each = " ".join(f"{ratio:.3f}" for ratio in found.get("ratios", []))
             stall = f"{found['stall_ratio']:.3f}x" if "stall_ratio" in found else ""
             lines.append([row["test"], row["expert_cache"], name, ratio, each, stall, _tokens_cell(found)])
-    columns = [("test", 10), ("cache", 6), ("moegguf against", -15), ("ratio", 8), ("each round", -10), ("stall", 8)]
-    columns.append(("same tokens", -11))
+    columns = [("test", 10), ("cache", 6), (f"{_compared(rows)} against", -15), ("ratio", 8), ("each round", -10)]
+    columns += [("stall", 8), ("same tokens", -11)]
     if not any(line[5] for line in lines):  # llama.cpp has no stall figures
         columns, lines = columns[:5] + columns[6:], [line[:5] + line[6:] for line in lines]
     titles, widths = zip(*columns, strict=True)

@@ -65,6 +65,15 @@ TypeV = Annotated[
     str | None,
     typer.Option("--cache-type-v", "-ctv", metavar="TYPE", help="Type of the V cache, such as q8_0.  [default: f16]"),
 ]
+System = Annotated[
+    str | None,
+    typer.Option(
+        "--system",
+        metavar="NAME",
+        help="What decides on experts: moegguf (what was measured to be best), none, lru, or as a whole one of"
+        " moe-infinity, promoe, expertflow, duoserve.  [default: MOEGGUF_SYSTEM, or moegguf]",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON on stdout, for scripts.")]
 Insecure = Annotated[bool, typer.Option("--insecure", hidden=True, help="Accepted, as Ollama has it; no effect.")]
 

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from moegguf.cli.options import Cache, Ctx, Insecure, Threads, TypeK, TypeV, hub_name
+from moegguf.cli.options import Cache, Ctx, Insecure, System, Threads, TypeK, TypeV, hub_name
+from moegguf.errors import OptionError
 from moegguf.terminal.arguments import parse_format, parse_think
 from moegguf.terminal.loading import LoadOptions, find_or_pull
 from moegguf.terminal.messages import EXIT_INTERRUPTED, print_message
@@ -111,11 +112,13 @@ Prompt = Annotated[
 ]
 Policy = Annotated[
     str,
-    typer.Option("--policy", metavar="NAME", help="Eviction policy: auto (the best measured one, else lru) or a name."),
+    typer.Option("--policy", metavar="NAME", help="Eviction policy: auto (the system's) or a name."),
 ]
 Predictor = Annotated[
     str | None,
-    typer.Option("--predictor", metavar="NAME", help="Expert predictor, such as skip or eamc.  [default: as measured]"),
+    typer.Option(
+        "--predictor", metavar="NAME", help="Expert predictor, such as skip or eamc.  [default: the system's]"
+    ),
 ]
 Prefetch = Annotated[
     bool | None,
@@ -171,7 +174,9 @@ Mmproj = Annotated[
     str | None,
     typer.Option(metavar="FILE", help="The model's projector for images.  [default: the one beside the model]"),
 ]
-System = Annotated[str | None, typer.Option(metavar="TEXT", help="The system message.")]
+SystemPrompt = Annotated[
+    str | None, typer.Option("--system-prompt", "-sys", metavar="TEXT", help="The system message.")
+]
 Format = Annotated[
     str | None, typer.Option("--format", metavar="json|SCHEMA", help="The answer is JSON, or follows a JSON schema.")
 ]
@@ -195,8 +200,8 @@ Local = Annotated[
     bool,
     typer.Option(
         "--local",
-        help="Load the model here even when a server runs; options of loading imply it: --expert-cache, --policy,"
-        " --predictor, --prefetch, --threads, -ngl, -ctk, -ctv, --mmproj.",
+        help="Load the model here even when a server runs; options of loading imply it: --expert-cache, --system,"
+        " --policy, --predictor, --prefetch, --threads, -ngl, -ctk, -ctv, --mmproj.",
     ),
 ]
 Verbose = Annotated[
@@ -205,6 +210,18 @@ Verbose = Annotated[
         "--verbose", "-v", count=True, show_default=False, help="Statistics on stderr; twice: llama.cpp's log too."
     ),
 ]
+
+
+def check_system(name: str | None) -> None:
+    """Raises BadParameter for no system's name: --system once was the system message."""
+    if name is None:
+        return
+    from moegguf.controller.systems import find_system
+
+    try:
+        find_system(name)
+    except OptionError as error:
+        raise typer.BadParameter(f"{error} The system message is --system-prompt.", param_hint="--system") from None
 
 
 class RunCommand(TyperCommand):
@@ -247,6 +264,7 @@ def run(
     model_file: ModelFile = None,
     hub_model: HubModel = None,
     expert_cache: Cache = None,
+    system: System = None,
     policy: Policy = "auto",
     predictor: Predictor = None,
     prefetch: Prefetch = None,
@@ -263,7 +281,7 @@ def run(
     repeat_penalty: RepeatPenalty = None,
     seed: Seed = None,
     mmproj: Mmproj = None,
-    system: System = None,
+    system_prompt: SystemPrompt = None,
     output_format: Format = None,
     think: Think = None,
     hide_thinking: HideThinking = False,
@@ -278,12 +296,13 @@ def run(
 
     A running server that has the model answers. Everything that is not the answer goes to stderr.
     """
+    check_system(system)
     if max_tokens == 0:
         raise typer.BadParameter("0 tokens are no answer; give 1 or more, or -1.", param_hint="--max-tokens")
     name, words = model_and_words(model, prompt or [], model_file, hub_model)
     load_options = LoadOptions(
-        expert_cache, verbose=verbose, policy=policy, predictor=predictor, prefetch=prefetch, n_gpu_layers=gpu_layers,
-        type_k=type_k, type_v=type_v, mmproj=mmproj,
+        expert_cache, verbose=verbose, system=system, policy=policy, predictor=predictor, prefetch=prefetch,
+        n_gpu_layers=gpu_layers, type_k=type_k, type_v=type_v, mmproj=mmproj,
     )  # fmt: skip
     flags = {
         "num_ctx": ctx, "num_thread": threads, "num_predict": max_tokens, "temperature": temperature, "top_k": top_k,
@@ -291,7 +310,7 @@ def run(
     }  # fmt: skip
     parameters = {key: value for key, value in flags.items() if value is not None}
     settings: dict[str, Any] = {
-        "system": system,
+        "system": system_prompt,
         "format": None if output_format is None else parse_format(output_format),
         "think": None if think is None else parse_think(think),
         "hide_thinking": hide_thinking,

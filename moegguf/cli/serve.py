@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from moegguf.cli.options import System
 from moegguf.errors import OptionError
 from moegguf.terminal.messages import print_message
 
@@ -28,6 +29,7 @@ def serve(
         str | None,
         typer.Option(metavar="BUDGET", help='Memory for experts of each model: "auto", "50%", "4GiB".'),
     ] = None,
+    system: System = None,
     memory: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Memory for all loaded models together.  [default: what is free]")
     ] = None,
@@ -56,6 +58,7 @@ def serve(
     MOEGGUF_HOME               where names, blobs and history are kept
     MOEGGUF_MEMORY             memory for all loaded models together
     MOEGGUF_EXPERT_CACHE       for the experts of each model
+    MOEGGUF_SYSTEM             what decides on experts: moegguf, none, lru, moe-infinity, promoe, expertflow, duoserve
     MOEGGUF_KEEP_ALIVE         how long an idle model stays loaded (5m; negative: for ever)
     MOEGGUF_CONTEXT_LENGTH     tokens of context
     MOEGGUF_MAX_LOADED_MODELS  at most so many at once
@@ -72,6 +75,9 @@ def serve(
 
         parse_expert_cache(expert_cache)
         os.environ["MOEGGUF_EXPERT_CACHE"] = expert_cache  # read by the workers
+    from moegguf.controller.systems import find_system
+
+    os.environ["MOEGGUF_SYSTEM"] = find_system(os.environ.get("MOEGGUF_SYSTEM", "") if system is None else system).name
     from moegguf.server.serve import listen, run_server
 
     listener = listen(settings.host)

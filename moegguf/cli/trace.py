@@ -23,7 +23,7 @@ from moegguf.terminal.messages import print_message
 
 if TYPE_CHECKING:
     from moegguf.controller.accuracy import LinkModel
-    from moegguf.trace.analysis import Progress, TraceAnalysis
+    from moegguf.trace.analysis import Progress, Row, TraceAnalysis
 
 trace = typer.Typer(
     name="trace",
@@ -65,10 +65,23 @@ RecordCtx = Annotated[
 Out = Annotated[Path, typer.Option("--out", "-o", dir_okay=False, metavar="FILE", help="The file to write.")]
 File = Annotated[Path, typer.Argument(metavar="TRACE", exists=True, dir_okay=False, help="A recorded trace.")]
 Policies = Annotated[
-    list[str], typer.Option("--policy", metavar="NAMES", help="Policies, separated by commas, or all.")
+    list[str], typer.Option("--policy", metavar="NAMES", help="Policies, separated by commas, or all.  [default: all]")
+]
+Systems = Annotated[
+    list[str],
+    typer.Option(
+        "--system",
+        metavar="NAMES",
+        help="Whole systems, separated by commas, or all: none, lru, moe-infinity, promoe, expertflow, duoserve,"
+        " moegguf. --policy, --predictor and --prefetch then name one part that replaces theirs.",
+    ),
 ]
 Predictors = Annotated[
     list[str], typer.Option("--predictor", metavar="NAMES", help="Predictors, separated by commas, or all.")
+]
+SimulatedPredictors = Annotated[
+    list[str],
+    typer.Option("--predictor", metavar="NAMES", help="Predictors, separated by commas, or all.  [default: none]"),
 ]
 Shares = Annotated[
     str,
@@ -267,8 +280,9 @@ def synthesize(
 @trace.command(short_help="Replay with other policies and budgets.")
 def simulate(
     file: File,
-    policy: Policies = ["all"],  # noqa: B006 (typer copies defaults)
-    predictor: Predictors = ["none"],  # noqa: B006
+    system: Systems = [],  # noqa: B006 (typer copies defaults)
+    policy: Policies = [],  # noqa: B006
+    predictor: SimulatedPredictors = [],  # noqa: B006
     expert_cache: Shares = DEFAULT_SHARES,
     tokens: Tokens = 0,
     model: ModelFile = None,
@@ -276,9 +290,15 @@ def simulate(
     link: LinkSpeed = None,
     latency: Latency = 0.0,
     layer_compute: Compute = 0.0,
-    prefetch: Annotated[bool, typer.Option("--prefetch", help="Act on predictions; with --link.")] = False,
+    prefetch: Annotated[
+        bool | None, typer.Option("--prefetch/--no-prefetch", help="Act on predictions; with --link.")
+    ] = None,
     save: Annotated[
-        bool, typer.Option("--save", help="Save the result beside the model, for `--policy auto` and `estimate`.")
+        bool,
+        typer.Option(
+            "--save",
+            help="Save beside the model what `auto` chooses by, half of the requests; the others are reported.",
+        ),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -288,17 +308,42 @@ def simulate(
     from moegguf.terminal.tables import print_json
 
     shares, full = parse_shares(expert_cache), _open_analysis(file, model, predictors)
-    analysis = full.limited(tokens)
+    analysis, modelled = full.limited(tokens), _link_model(link, latency, layer_compute)
+    if save and system:
+        raise OptionError("--save is for policies and predictors, from which `auto` chooses, not for --system.")
+    choosing, reported = analysis.halves() if save else (analysis, analysis)
     with showing_progress() as progress:
-        results = analysis.simulate(
-            split(policy), split(predictor), shares, _link_model(link, latency, layer_compute), prefetch, progress
-        )
+        results = _simulated(reported, system, policy, predictor, shares, prefetch, modelled, progress)
+        if save:
+            chosen_by = _simulated(choosing, system, policy, predictor, shares, prefetch, modelled, progress)
     if as_json:
         print_json(plain(results))
     else:
-        print_simulation(results, analysis.sample_size(full))
+        print_simulation(results, reported.sample_size(full))
     if save:
-        print_message(f"saved {analysis.save(results)}")
+        path = choosing.save(chosen_by, results)
+        print_message(f"saved {path}: auto chooses by {choosing.sample_size(full)}; reported are others")
+
+
+def _simulated(
+    analysis: TraceAnalysis,
+    systems: list[str],
+    policies: list[str],
+    predictors: list[str],
+    shares: list[float],
+    prefetch: bool | None,
+    link: LinkModel | None,
+    progress: Progress,
+) -> list[Row]:
+    """The replays of systems, or else of all policies with all predictors named."""
+    of, ahead = split(policies), split(predictors)
+    if not systems:
+        of, ahead = of if policies else ["all"], ahead if predictors else ["none"]
+        return analysis.simulate(of, ahead, shares, link, bool(prefetch), progress)
+    if len(of) > 1 or len(ahead) > 1:
+        raise OptionError("beside --system, --policy and --predictor take one name each, which replaces the system's.")
+    parts = of[0] if of else "auto", ahead[0] if ahead else None
+    return analysis.simulate_systems(split(systems), shares, link, *parts, prefetch, progress)
 
 
 @trace.command(short_help="Score predictors.")
@@ -313,7 +358,7 @@ def score(
     layer_compute: Compute = 1000.0,
     as_json: AsJson = False,
 ) -> None:
-    """Score predictors on TRACE by the measures of each paper, beside a control: routing shuffled in time."""
+    """Score predictors on TRACE by the measures of each paper, beside a control: routing shuffled in each request."""
     from moegguf.cli.trace_tables import print_score
     from moegguf.plain import plain
     from moegguf.terminal.tables import print_json

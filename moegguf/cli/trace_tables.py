@@ -9,10 +9,12 @@ from rich.text import Text
 
 from moegguf.controller.accuracy import Figures
 from moegguf.controller.policies.base import LRU
+from moegguf.controller.systems import OWN
 from moegguf.terminal.tables import make_console, print_renderable
 from moegguf.terminal.units import percent
 from moegguf.trace.analysis import Row, gap_closed_by
 from moegguf.trace.belady import BELADY
+from moegguf.trace.oracle import ORACLE
 from moegguf.trace.score import ScoreTable
 
 WIDTH = 80
@@ -54,7 +56,16 @@ def print_simulation(rows: Sequence[Row], used: str) -> None:
         _print_budgets("Stall per decoded token in ms, on the modelled link", rows, _stall)
         _print_notes("")
         _print_budgets("Decoded tokens per second, on the modelled link", rows, _speed)
+    if any(row.simulated is not None and row.simulated.whole.bytes_prefetched for row in rows):
+        _print_notes("")
+        _print_budgets("Bytes fetched ahead per byte of them that was used", rows, _moved)
     notes = ["", f"replayed: {used}"]
+    if any(row.system for row in rows):
+        notes.append("not modelled: time of predictors, and computing an expert before the layer's others are there")
+    if any(row.predictor == ORACLE for row in rows):
+        notes.append("oracle: not a predictor; it reads the trace, and shows what the best one could do")
+    if any((row.policy, row.predictor) == ("locality", "none") for row in rows):
+        notes.append("locality without a predictor is decayed LFU")
     if any(_gap(rows, row) for row in rows):
         notes.append("+10%: closes a tenth of the distance from LRU to Belady, the offline bound")
     _print_notes(*notes)
@@ -62,12 +73,18 @@ def print_simulation(rows: Sequence[Row], used: str) -> None:
 
 def _print_budgets(title: str, rows: Sequence[Row], cell: Callable[[Row], str]) -> None:
     shares = list(dict.fromkeys(row.share for row in rows))
-    by_key = {(row.policy, row.predictor, row.share): row for row in rows}
+    by_key = {(*_decided(row), row.share): row for row in rows}
     lines = []
-    for policy, predictor in dict.fromkeys((row.policy, row.predictor) for row in rows):
-        cells = [cell(by_key[policy, predictor, share]) for share in shares]
-        lines.append([policy, "" if predictor == "none" else predictor, *cells])
-    _print_table(title, ["policy", "predictor", *(f"{share:.4g}%" for share in (100 * s for s in shares))], lines, 2)
+    for system, policy, predictor in dict.fromkeys(map(_decided, rows)):
+        cells = [cell(by_key[system, policy, predictor, share]) for share in shares]
+        lines.append([system, policy, "" if predictor == "none" else predictor, *cells])
+    budgets = (f"{100 * share:.4g}%" for share in shares)
+    _print_table(title, ["system", "policy", "predictor", *budgets], lines, 3)
+
+
+def _decided(row: Row) -> tuple[str, str, str]:
+    """What decided; a system that chooses by budget is one line."""
+    return (row.system, "", "") if row.system == OWN else (row.system, row.policy, row.predictor)
 
 
 def _hit_rate(rows: Sequence[Row]) -> Callable[[Row], str]:
@@ -78,8 +95,11 @@ def _hit_rate(rows: Sequence[Row]) -> Callable[[Row], str]:
 
 
 def _gap(rows: Sequence[Row], row: Row) -> str:
-    """The share of the distance from LRU to Belady that a row closes; "" for these two."""
-    closed = None if row.policy in (LRU.name, BELADY) else gap_closed_by(rows, row)
+    """The share of the distance from LRU to Belady that a row closes; "" for these two, and with prefetching, which
+    hits what no eviction could keep.
+    """
+    ahead = row.simulated is not None and row.simulated.whole.bytes_prefetched > 0
+    closed = None if ahead or row.policy in (LRU.name, BELADY) else gap_closed_by(rows, row)
     return "" if closed is None else f" {closed:+4.0%}"
 
 
@@ -87,6 +107,11 @@ def _stall(row: Row) -> str:
     if row.simulated is None:
         return ""
     return f"{row.simulated.decode.stall_ns / max(1, row.simulated.decode.tokens) / 1e6:.2f}"
+
+
+def _moved(row: Row) -> str:
+    moved = row.simulated.whole.moved_per_useful if row.simulated is not None else None
+    return "" if moved is None else f"{moved:.2f}"
 
 
 def _speed(row: Row) -> str:
@@ -101,12 +126,13 @@ def print_score(scores: ScoreTable, used: str) -> None:
         "",
         f"scored: {used}",
         "k: layers ahead; at 0 the router itself, wrong by rounding only",
-        "accuracy: correct among as many as are used; control: routing shuffled",
+        "accuracy: correct among as many as are used; control: shuffled in each request",
         "all, any: routing events with every, with one expert right; batch: 8 requests",
-        "moved: bytes fetched per byte used; answers: events with a prediction",
+        f"moved: bytes fetched per byte used, beside an LRU cache of {scores.lru_share:.0%}",
+        "answers: events with a prediction",
     ]
     if scores.link is not None:
-        notes.append("GOODPRED: right, and in time on the modelled link")
+        notes.append("GOODPRED: right, and in time on the modelled link, which all layers share")
     _print_notes(*notes)
 
 

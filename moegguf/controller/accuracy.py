@@ -5,7 +5,7 @@ i < k from the first MoE layer (ProMoE, section 4, footnote 1), so the distance 
 - ACCURACY_i(k) (ProMoE, section 4): exactly n_expert_used experts are predicted; the share of them that is in R.
 - top-k hit and at-least-one (DuoServe-MoE, table 3): all of R was predicted; some of R was.
 - precision and recall of a prefetcher that requests the n most probable.
-- FETCHRATE_i(k) and GOODPRED_i(k) = ACCURACY_i(k) x FETCHRATE_i(k): see `LinkModel.fetch_rate`.
+- FETCHRATE_i(k) and GOODPRED_i(k) = ACCURACY_i(k) x FETCHRATE_i(k): see `LinkModel.fetch_rates`.
 An expert with probability 0 is not predicted: its rank counts as wrong in ACCURACY and as not requested in precision.
 Figures are over the predictions made; their share of those due is `coverage`. No layer precedes the first MoE layer:
 means over layers leave it out.
@@ -33,23 +33,31 @@ Mask = npt.NDArray[np.bool_]
 class LinkModel:
     """A modelled link and computer: bytes per second, latency of a transfer, compute time of one MoE layer for a token.
 
-    The latency counts once for all transfers of one prediction.
+    The latency counts once for all transfers of one layer.
     """
 
     bytes_per_s: float
     latency_us: float = 0.0
     layer_compute_us: float = 1000.0
 
-    def fetch_rate(self, distance: int, n_experts: int, expert_bytes: int) -> float:
-        """FETCHRATE (ProMoE, section 4): the share of n_experts predicted `distance` layers ahead that arrives in time.
+    def fetch_rates(self, distance: int, n_rows: int, n_experts: int, expert_bytes: int) -> list[float]:
+        """FETCHRATE (ProMoE, section 4.1) of each of n_rows MoE layers: the share of its n_experts that is in time.
 
-        ProMoE defines it in words only. Here: lead time = distance x layer_compute_us; whole experts that arrive in
-        it = floor((lead time - latency_us) / (expert_bytes / bytes_per_s)); their share of n_experts, at most 1. The
-        link is taken as idle and none of the experts as resident: a busy link fetches less, a warm cache needs less.
+        ProMoE defines it in words only. Here every layer's experts are predicted `distance` layers before it, or at
+        the first layer (footnote 1), and those of the first layer one layer before it. All of them are fetched over
+        one link, one layer after another, so that a layer waits for what was predicted before it; what has not arrived
+        when a layer begins is dropped. Layers compute without stalls and none of the experts is resident: demand on
+        the same link fetches less, a warm cache needs less.
         """
-        expert_us = expert_bytes / self.bytes_per_s * 1e6
-        whole = math.floor((distance * self.layer_compute_us - self.latency_us) / expert_us + 1e-9)
-        return min(max(whole, 0), n_experts) / n_experts
+        expert_us, free_us, rates = expert_bytes / self.bytes_per_s * 1e6, -math.inf, list[float]()
+        for row in range(n_rows):
+            predicted_at = max(row - distance, 0) if row else -1
+            begins_us = row * self.layer_compute_us
+            start_us = max(predicted_at * self.layer_compute_us, free_us) + self.latency_us
+            whole = min(max(math.floor((begins_us - start_us) / expert_us + 1e-9), 0), n_experts)
+            free_us = start_us + whole * expert_us if whole == n_experts else max(begins_us, free_us)
+            rates.append(whole / n_experts)
+        return rates
 
 
 @dataclass(frozen=True)
@@ -57,8 +65,8 @@ class Figures:
     """One predictor at one distance, for one layer or as the mean over layers; None without any prediction.
 
     due: predictions due. Tuples are by n - 1, for a prefetcher that requests the n most probable, n up to
-    2 x n_expert_used. moved_per_useful: bytes moved for one useful byte when everything requested is fetched
-    (1 / precision), missing_moved_per_useful: when only those are fetched that are absent from an LRU cache.
+    2 x n_expert_used. moved_per_useful: bytes fetched for one byte that was used, when those experts are fetched that
+    an LRU cache lacks; one that is there moves nothing, however right its prediction.
     """
 
     due: int
@@ -71,7 +79,6 @@ class Figures:
     precision: tuple[float | None, ...]
     recall: tuple[float | None, ...]
     moved_per_useful: tuple[float | None, ...]
-    missing_moved_per_useful: tuple[float | None, ...]
 
 
 @dataclass(frozen=True)
@@ -186,17 +193,15 @@ class Tally:
             good_pred=None if fetched is None else ratio(right @ fetched, n_used),
             precision=ratios(n_right, n_requested),
             recall=ratios(n_right, np.full_like(n_right, n_used)),
-            moved_per_useful=ratios(n_requested, n_right),
-            missing_moved_per_useful=ratios(n_moved, n_useful),
+            moved_per_useful=ratios(n_moved, n_useful),
         )
 
     def _fetch_rates(self, distance: int, rows: Ids, link: LinkModel | None) -> npt.NDArray[np.float64] | None:
-        """FETCHRATE for each row. The first layer is predicted from the tokens, one layer ahead."""
+        """FETCHRATE for each row."""
         if link is None:
             return None
         shape = self.shape
-        distances = [min(distance, max(int(row), 1)) for row in rows]
-        return np.array([link.fetch_rate(lead, shape.n_expert_used, shape.expert_bytes) for lead in distances])
+        return np.array(link.fetch_rates(distance, len(shape.layers), shape.n_expert_used, shape.expert_bytes))[rows]
 
 
 def ratio(part: float, whole: float) -> float | None:

@@ -90,10 +90,10 @@ class Artifacts:
         except FileNotFoundError:
             return None
 
-    def save_collection(self, shape: MoeShape, eamcs: EamcPair) -> None:
-        """Saves an EAM collection; a folder that is not writable is a warning."""
+    def save_collection(self, shape: MoeShape, saved: weights.Weights) -> None:
+        """Saves an `EamcPair.weights()`, atomically; a folder that is not writable is a warning."""
         try:
-            weights.save(self.writable_folder() / COLLECTION, "eamc", self.fingerprint, shape, eamcs.weights())
+            weights.save(self.writable_folder() / COLLECTION, "eamc", self.fingerprint, shape, saved)
         except OSError as error:
             warnings.warn(f"the EAM collection was not saved ({error.strerror}).", stacklevel=2)
 

@@ -6,6 +6,8 @@ An entry is a request-level EAM: counts of tokens per (layer, expert) of one req
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import numpy.typing as npt
 
@@ -161,9 +163,18 @@ class EamcPair:
             raise ValueError("some counts are negative")
         return cls(*(Eamc.from_state(states[phase], capacity) for phase in _PHASES))
 
+    def states(self) -> dict[str, Counts]:
+        """{phase: a copy of its entries}, which another thread can save."""
+        return {phase: getattr(self, phase).state.copy() for phase in _PHASES}
+
+    @staticmethod
+    def packed(states: Mapping[str, Counts]) -> Weights:
+        """An earlier `states()`, to be saved."""
+        return Weights({phase: _narrowed(state) for phase, state in states.items()})
+
     def weights(self) -> Weights:
         """Both collections, to be saved."""
-        return Weights({phase: _narrowed(getattr(self, phase).state) for phase in _PHASES})
+        return self.packed(self.states())
 
     @property
     def n_entries(self) -> int:

@@ -18,6 +18,7 @@ from moegguf.controller.forecast import Forecast
 from moegguf.controller.history import History
 from moegguf.controller.judge import LiveJudge
 from moegguf.controller.policies.base import AnyPolicy, Policy
+from moegguf.controller.policies.locality import Locality
 from moegguf.controller.predictors.base import NoPrediction, Predictor
 from moegguf.controller.prefetch import Prefetcher, PrefetchOptions
 from moegguf.controller.shape import MoeShape
@@ -101,10 +102,10 @@ class Controller:
         self.seconds = 0.0  # spent in here
         self.n_events = 0  # routing events
         self.stopped = False
-        self._scored = False
+        self._scored = self._forecast_set = False
         self._actions = actions
         self._prefetcher = Prefetcher(shape, options.prefetch) if options.prefetch else None
-        self._forecast = Forecast(shape, options.prefetch.window if options.prefetch else _window(predictor))
+        self._forecast = _forecast(shape, predictor, options.prefetch)
 
     @property
     def may_prefetch(self) -> bool:
@@ -118,8 +119,8 @@ class Controller:
 
     @property
     def redundant(self) -> bool:
-        """Whether the store would do the same without this controller, until the watchdog allows prefetching."""
-        off = self.watchdog is not None and not self.watchdog.on
+        """Whether the store would do the same without this controller, until the watchdog tries prefetching again."""
+        off = self.watchdog is not None and self.watchdog.resting and not self.watchdog.on
         return off and self.judge is None and not isinstance(self.policy, Policy)
 
     def announce(self, announcement: Announcement) -> None:
@@ -202,8 +203,14 @@ class Controller:
         """Passes the forecast on: to a policy that takes it, and as prefetch requests."""
         if phase != Phase.DECODE:
             return
+        if self.may_prefetch and not self.prefetching:
+            self._clear_forecast()
+            return
         if isinstance(self.policy, NativePolicy) and self.policy.takes_forecast:
-            self._actions.set_forecast(self._forecast.probabilities(), self._forecast.known())
+            statuses = isinstance(self.policy, Locality)
+            table = self._forecast.statuses() if statuses else self._forecast.probabilities()
+            self._actions.set_forecast(table, self._forecast.known())
+            self._forecast_set = True
         if self.prefetching:
             assert self._prefetcher is not None
             layers, experts = self._prefetcher.requests(self._forecast, self._actions.residency)
@@ -214,6 +221,11 @@ class Controller:
         if self._scored:
             self._actions.set_scores(None)
             self._scored = False
+
+    def _clear_forecast(self) -> None:
+        if self._forecast_set:
+            self._actions.set_forecast(None)
+            self._forecast_set = False
 
     def _check_time(self, start: float) -> None:
         took = time.perf_counter() - start
@@ -238,9 +250,8 @@ class Controller:
 
     def pause(self) -> None:
         """Leaves the store to itself for now: what was scored and forecast does not count any more."""
-        self._actions.set_scores(None)
-        self._actions.set_forecast(None)
-        self._scored = False
+        self._clear_scores()
+        self._clear_forecast()
 
     def stop(self) -> None:
         """Ignores all later events; those still queued pass at once."""
@@ -248,17 +259,20 @@ class Controller:
 
 
 def name_of(policy_or_predictor: object) -> str:
-    """The name of a policy or predictor: its `name`, or its class for one of a user's own."""
-    return str(getattr(policy_or_predictor, "name", type(policy_or_predictor).__name__))
+    """The name of a policy or predictor: its `title` or `name`, or its class for one of a user's own."""
+    own = type(policy_or_predictor).__name__
+    return str(getattr(policy_or_predictor, "title", "") or getattr(policy_or_predictor, "name", "") or own)
 
 
 def _refuse(kind: str, what: object, why: str) -> NoReturn:
     raise CallbackError(f"the {kind} {name_of(what)} {why}; the simulation has no result.")
 
 
-def _window(predictor: Predictor) -> int:
-    """How far policies look ahead: as far as the predictor reaches, but a matrix product per layer has its price."""
-    return PrefetchOptions.window if predictor.needs_inputs else predictor.reach
+def _forecast(shape: MoeShape, predictor: Predictor, prefetch: PrefetchOptions | None) -> Forecast:
+    """As prefetching asks; for a policy alone as far as the predictor reaches, but matrix products have their price."""
+    if prefetch is not None:
+        return Forecast(shape, prefetch.window, prefetch.again)
+    return Forecast(shape, PrefetchOptions.window if predictor.needs_inputs else predictor.reach)
 
 
 def _reason(error: Exception) -> str:

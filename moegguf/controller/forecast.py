@@ -1,4 +1,4 @@
-"""The predictor's probabilities for the rest of this pass, updated at each routing event within a window."""
+"""The predictor's probabilities for the rest of this pass, within a window that moves with each routing event."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ from moegguf.native.events import Float32s
 
 
 class Forecast:
-    """The sliding window of ProMoE (section 4): at layer i, layers i+1 to i+window are predicted anew.
+    """The sliding window of ProMoE (section 4.2): at layer i, layers up to i+window can be predicted.
 
-    A later prediction of a layer replaces an earlier one: its distance is shorter.
+    again: all of them are predicted at every layer, and a later prediction replaces an earlier one, whose distance was
+    longer. Otherwise each is predicted once, when it comes into the window: layer i+window at layer i, and at the
+    first layer all up to the window (footnote 1). That is the paper's; it asks the predictor less, and farther ahead.
     """
 
-    def __init__(self, shape: MoeShape, window: int) -> None:
+    def __init__(self, shape: MoeShape, window: int, again: bool = True) -> None:
         self._shape = shape
         self._window = window
+        self._again = again
         self._table: Float32s = np.zeros(shape.table, np.float32)
         self._known: list[int] = []
         self.il = -1
@@ -43,6 +46,8 @@ class Forecast:
     def _predict(self, predictor: Predictor, row: int) -> None:
         layers = self._shape.layers[row + 1 : row + 1 + min(self._window, predictor.reach)]
         for distance, il in enumerate(layers, start=1):
+            if il in self._known and not self._again:
+                continue
             probabilities = predictor.predict(il, distance)
             if probabilities is None:
                 continue
@@ -64,6 +69,17 @@ class Forecast:
     def probabilities(self) -> Float32s:
         """(n_layer, n_expert) in [0, 1]; rows without a prediction are 0. Valid until the next routing event."""
         return self._table
+
+    def statuses(self) -> Float32s:
+        """The same as 1 (predicted) and 0 (idle), as ExpertFlow predicts (section 3.1): among the layer's
+        n_expert_used most probable, or at least as likely as not.
+        """
+        statuses, known = np.zeros_like(self._table), self.known()
+        if known:
+            rows, k = self._table[known], min(self._shape.n_expert_used, self._shape.n_expert)
+            kth = np.partition(rows, -k, axis=1)[:, -k, np.newaxis]
+            statuses[known] = (rows >= np.minimum(kth, 0.5)) & (rows > 0)
+        return statuses
 
     def known(self) -> list[int]:
         """Layers with a prediction, nearest first."""

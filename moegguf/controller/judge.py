@@ -39,7 +39,7 @@ class Judge:
     control: a predictor that is the router itself, at distance 0 for the event just observed. Its accuracy must be 1:
     if not, the events do not match the model. A predictor with a reach of 0 is its own control. drive: passes
     announcements and events on to the predictor; False when the caller does so before calling. lru_share: share of each
-    layer's experts in the LRU cache that missing_moved_per_useful assumes.
+    layer's experts in the LRU cache that moved_per_useful assumes.
     """
 
     def __init__(

@@ -34,7 +34,8 @@ class Measured:
 
     ranges: {policy: {share: (low, high)}}, between which 49 in 50 requests lie. bound: {share: Belady's bound}.
     predictors: the predictor each policy was measured with. prefetch: the predictor whose prefetching lowered the stall
-    of a live run, or "none". about: size and kind of the trace measured.
+    of a live run, or "none". about: size and kind of the requests measured, and how many others ("ranges") the ranges
+    and the bound are of: what is stated of a policy was not measured where it was chosen.
     """
 
     fingerprint: str

@@ -17,7 +17,7 @@ from moegguf.controller.shape import MoeShape
 from moegguf.native.events import Float32s, Phase
 
 N_MATCHES = 8
-OWN_SHARE = 0.5
+OWN_SHARE = 0.5  # of the variants that also count the request in progress; the paper's have 0
 
 _TINY = np.float32(1e-30)
 _NO_MATCHES: npt.NDArray[np.intp] = np.zeros(0, np.intp)
@@ -27,6 +27,10 @@ _NO_MATCHES: npt.NDArray[np.intp] = np.zeros(0, np.intp)
 class Learner(Protocol):
     """A predictor or policy that learns an EAM collection to be saved."""
 
+    @property
+    def eamcs(self) -> EamcPair:
+        """The collections, of the requests that have ended."""
+
     def learned(self, history: History) -> EamcPair:
         """The collections, with the request in progress (the last one of the history) added. It ends with this."""
 
@@ -34,14 +38,14 @@ class Learner(Protocol):
 class PredictEam:
     """The aggregated EAM of the pass in progress: matched rEAMs summed cell by cell, rows normalised to a sum of 1.
 
-    The sum is unweighted, as in the paper: an entry counts by its tokens. `own_share` of a row's probability comes from
-    the request's own rEAM so far, of the same phase: "expert reuse is limited to request-level EAMs" (section 4.4),
-    and this one is the closest; 0 omits it, exactly as in the paper. `eamcs` may already have entries, and is owned by
+    The sum is unweighted, as in the paper: an entry counts by its tokens. `own_share` is not the paper's: that part of
+    a row's probability comes from the request's own rEAM so far, of the same phase, because "expert reuse is limited to
+    request-level EAMs" (section 4.4) and this one is the closest. `eamcs` may already have entries, and is owned by
     this object from then on.
     """
 
     def __init__(
-        self, shape: MoeShape, eamcs: EamcPair | None = None, n_matches: int = N_MATCHES, own_share: float = OWN_SHARE
+        self, shape: MoeShape, eamcs: EamcPair | None = None, n_matches: int = N_MATCHES, own_share: float = 0.0
     ) -> None:
         self.eamcs = eamcs or EamcPair.empty(*shape.table, CAPACITY)
         self.n_matches = n_matches

@@ -1,4 +1,4 @@
-"""Turns forecasts into prefetch requests: the most probable experts of the nearest layers, within bytes per token."""
+"""Turns forecasts into prefetch requests: the most probable experts of layers to come, within bytes per token."""
 
 from __future__ import annotations
 
@@ -12,25 +12,32 @@ from moegguf.controller.forecast import Forecast
 from moegguf.controller.shape import MoeShape
 
 Residency = npt.NDArray[np.uint8]
+NO_LIMIT = 1 << 62  # of bytes per token
+_NOTHING: npt.NDArray[np.int32] = np.zeros(0, np.int32)
 
 
 @dataclass(frozen=True)
 class PrefetchOptions:
     """Limits of prefetching.
 
-    window: MoE layers ahead. budget_bytes: maximum requested per token; None: the bytes of half the experts a token
-    uses. least_probability: experts below it are not prefetched. watchdog: prefetching is switched off when it does not
-    save time; False keeps it on.
+    window: MoE layers ahead. again: a layer is predicted anew as its distance shrinks, not once (`Forecast`).
+    budget_bytes: maximum requested per token; None: the bytes of half the experts a token uses. least_probability:
+    experts below it, and those of probability 0, are not prefetched. by_proximity: of what is requested at one routing
+    event, that with the largest probability times layer proximity comes first, of any layer (MoE-Infinity, section
+    4.5); False: the nearest layer comes first. Wishes that are queued already stay before. watchdog: prefetching is
+    switched off when it does not save time; False keeps it on.
     """
 
     window: int = 2
+    again: bool = True
     budget_bytes: int | None = None
     least_probability: float = 0.2
+    by_proximity: bool = False
     watchdog: bool = True
 
 
 class Prefetcher:
-    """Chooses experts to prefetch (ProMoE, section 4: as many per layer as a token activates).
+    """Chooses experts to prefetch, of a layer at most as many as a token uses (ProMoE, section 4.3).
 
     Only absent experts count against the budget. An expert is requested once in a pass.
     """
@@ -52,22 +59,37 @@ class Prefetcher:
     def requests(
         self, forecast: Forecast, residency: Callable[[], Residency]
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-        """(layers, experts) to prefetch now, int32, nearest layer first. `residency` is called only when needed."""
+        """(layers, experts) to prefetch now, int32, the most urgent first. `residency` is called only when needed."""
+        known = forecast.known() if self._remaining_experts > 0 else []
+        if not known:
+            return _NOTHING, _NOTHING
+        layers, experts = self._candidates(forecast, known, residency())
+        if self.options.by_proximity and layers.size:
+            priorities = forecast.probabilities()[layers, experts] * self._proximity(forecast.il)[layers]
+            order = np.argsort(-priorities, kind="stable")
+            layers, experts = layers[order], experts[order]
+        layers, experts = layers[: self._remaining_experts], experts[: self._remaining_experts]
+        self._requested[layers, experts] = True
+        self._remaining_experts -= len(layers)
+        return layers, experts
+
+    def _candidates(
+        self, forecast: Forecast, known: list[int], resident: Residency
+    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+        """(layers, experts) that are probable, absent and not requested yet: the nearest layer first."""
         layers: list[int] = []
         experts: list[int] = []
-        known = forecast.known() if self._remaining_experts > 0 else []
-        resident = residency() if known else None
         for il in known:
-            assert resident is not None
             probabilities = forecast.probabilities()[il]
             best = np.argsort(-probabilities, kind="stable")[: self._shape.n_expert_used]
-            chosen = best[
-                (probabilities[best] >= self.options.least_probability)
-                & (resident[il, best] == 0)
-                & ~self._requested[il, best]
-            ][: self._remaining_experts]
-            self._requested[il, chosen] = True
-            self._remaining_experts -= len(chosen)
+            probable = (probabilities[best] >= self.options.least_probability) & (probabilities[best] > 0)
+            chosen = best[probable & (resident[il, best] == 0) & ~self._requested[il, best]]
             layers += [il] * len(chosen)
             experts += chosen.tolist()
         return np.array(layers, np.int32), np.array(experts, np.int32)
+
+    def _proximity(self, il: int) -> npt.NDArray[np.float32]:
+        """(n_layer,): 1 - (i - l) / L for layers i after `il`, counting those with experts; L of them."""
+        rows = np.zeros(self._shape.n_layer, np.float32)
+        rows[list(self._shape.layers)] = np.arange(len(self._shape.layers))
+        return np.asarray(1 - (rows - self._shape.row_of.get(il, -1)) / len(self._shape.layers), np.float32)

@@ -25,8 +25,9 @@ class WatchdogOptions:
 class Watchdog:
     """Whether prefetching is on now. Takes the time of every decoded token.
 
-    The criterion is time, which includes both the stall and the cost of predicting: on a machine of few cores a smaller
-    stall can cost more compute than it saves.
+    The criterion is time, which includes both the stall and the cost of moving bytes: on a machine of few cores a
+    smaller stall can cost more compute than it saves. Turns with and without differ in that alone: the controller
+    listens, counts and predicts in both.
 
     A trial alternates periods without and with prefetching; the first token of a period is left out, because it bears
     the effects of the period before. After `periods` pairs the medians decide, until the next trial.
@@ -42,6 +43,11 @@ class Watchdog:
         self._period: list[int] = []
         self._times_ns: dict[bool, list[float]] = {False: [], True: []}
         self._previous_ns: int | None = None
+
+    @property
+    def resting(self) -> bool:
+        """Whether it has decided, and the next trial has not begun."""
+        return self._pause_tokens > 0
 
     def token(self, now_ns: int) -> None:
         """Decoding of a token begins at `now_ns`, by any monotonic clock that runs while the model computes."""

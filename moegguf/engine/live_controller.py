@@ -21,6 +21,7 @@ from moegguf.controller.predictors import PREDICTORS, make_predictor
 from moegguf.controller.predictors.base import Predictor
 from moegguf.controller.prefetch import PrefetchOptions
 from moegguf.controller.shape import MoeShape
+from moegguf.engine.checkpoint import CollectionCheckpoint
 from moegguf.engine.session import Session
 from moegguf.errors import OptionError
 from moegguf.native.events import Announcement, Phase, RoutingEvent
@@ -100,6 +101,7 @@ class LiveController:
         if self.controller is None:
             self.native_policy = name_of(policy)
             return
+        self._checkpoint = CollectionCheckpoint(self.artifacts, shape)
         self._listen_options = ListenOptions(inputs=predictor.needs_inputs, lockstep=self.options.lockstep)
         self.update(self.session.plan.n_slots)
 
@@ -147,11 +149,14 @@ class LiveController:
 
     def observe(self, event: RoutingEvent) -> None:
         """A layer was routed. On the event thread."""
-        assert self.controller is not None
-        self.controller.observe(event)
+        controller = self.controller
+        assert controller is not None
+        controller.observe(event)
+        if controller.history.finished is not None and (learner := _learner(controller)) is not None:
+            self._checkpoint.request_ended(learner.eamcs)
 
     def before_tokens(self, phase: Phase) -> None:
-        """Tokens are evaluated next. While the watchdog keeps prefetching off, the store works without the controller.
+        """Tokens are evaluated next. Between trials that said no, the store works without the controller.
 
         Not for the event thread, which this may wait for.
         """
@@ -209,12 +214,17 @@ class LiveController:
         self.session.listeners.remove(self)  # until here events may come
         controller, self.controller = self.controller, None
         self._listening = False
-        if controller.n_events == 0:
-            return
-        for learner in (controller.predictor, controller.policy):
-            if isinstance(learner, Learner):
-                self.artifacts.save_collection(controller.shape, learner.learned(controller.history))
-                return  # both learn the same requests: one of them is enough
+        self._checkpoint.close()
+        if controller.n_events > 0 and (learner := _learner(controller)) is not None:
+            self.artifacts.save_collection(controller.shape, learner.learned(controller.history).weights())
+
+
+def _learner(controller: Controller) -> Learner | None:
+    """What learns requests; of predictor and policy one, as both learn the same."""
+    for part in (controller.predictor, controller.policy):
+        if isinstance(part, Learner):
+            return part
+    return None
 
 
 def _check_name(kind: str, name: str, known: Collection[str]) -> None:

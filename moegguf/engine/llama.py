@@ -21,6 +21,7 @@ from moegguf.controller.artifacts import Artifacts
 from moegguf.controller.policies.base import Policy
 from moegguf.controller.predictors.base import Predictor
 from moegguf.controller.prefetch import PrefetchOptions
+from moegguf.controller.systems import find_system
 from moegguf.engine.live_controller import ControllerOptions, LiveController
 from moegguf.engine.load import Budget, LoadPlan, LoadProgress, Progress, check_options, prepare
 from moegguf.engine.plan import Plan
@@ -44,6 +45,7 @@ from moegguf.engine.vocabulary import Vocabulary
 from moegguf.errors import CapabilityError, ClosedError, GenerationCancelled, MoeggufError, OptionError
 from moegguf.native.events import Phase
 from moegguf.native.store import StoreOptions
+from moegguf.settings import read_environment
 
 Step = TypeVar("Step")
 
@@ -64,12 +66,15 @@ class Llama(UpstreamLlama):
         model_path: the GGUF file, the first one of a split model, or a name: "demo", "hf.co/user/repo:Q4_K_M".
         expert_cache: memory for experts: "auto" (what is free after everything else), "4GiB", "50%" of all experts,
             or bytes. Ignored for a model without experts.
-        store: how experts are moved; the defaults are the best measured.
+        system: what decides on experts: "moegguf" (what was measured to be best), "lru", "none", or one of the papers'
+            as a whole, "moe-infinity", "promoe", "expertflow", "duoserve" (`moegguf.controller.systems`). The next four
+            replace parts of it. None: MOEGGUF_SYSTEM, else "moegguf".
+        store: how experts are moved, instead of as the system does.
         policy: which experts stay: a name (`moegguf.controller.policies.policy_names()`), an object with a method
-            `scores(history, forecast)`, or "auto": what was measured to be best for this model, else LRU.
+            `scores(history, forecast)`, or "auto": the system's.
         predictor: which experts come next: a name (`moegguf.controller.predictors.PREDICTORS`) or an object.
         prefetch: True fetches predicted experts ahead, while that saves time; a `PrefetchOptions` sets limits.
-            None: only where that was measured to pay.
+            None: as the system does.
         judge: compare every prediction with the routing, without acting on it unless `prefetch`: see `decisions`.
         trace: a file to record routing in, or a `TraceOptions`.
         mmproj: the model's projector, for images in messages (moegguf.generate); it is loaded with the first image.
@@ -92,6 +97,7 @@ class Llama(UpstreamLlama):
         model_path: str | os.PathLike[str],
         *,
         expert_cache: Budget | None = None,
+        system: str | None = None,
         store: StoreOptions | None = None,
         policy: str | Policy = "auto",
         predictor: str | Predictor | None = None,
@@ -118,15 +124,19 @@ class Llama(UpstreamLlama):
         self._requests = RequestCounter()
         self._decode_lock = threading.RLock()  # held during llama_decode
         check_options(options, Llama)
-        chosen = ControllerOptions(policy, predictor, prefetch, judge, lockstep)
+        of = find_system(read_environment().system if system is None else system)
+        chosen = ControllerOptions(*of.parts(policy, predictor, prefetch), judge, lockstep)
         options["mmproj"] = mmproj
-        self._keywords = dict(model_path=model_path, expert_cache=expert_cache, store=store, **vars(chosen), **options)
+        store = of.store_options() if store is None else store
+        self._keywords = dict(
+            model_path=model_path, expert_cache=expert_cache, system=of.name, store=store, **vars(chosen), **options
+        )
         self._load_plan = load_plan = prepare(model_path, expert_cache, options)
         self.layout, self.plan = load_plan.layout, load_plan.plan
         try:
             try_first(self.layout, options, self._progress.wait, load_plan.projector)
             if load_plan.hooks:
-                self._session = Session(self.layout, self.plan, store or StoreOptions())
+                self._session = Session(self.layout, self.plan, store)
                 self._live_controller = LiveController(self._session, Artifacts(self.layout), chosen)
                 for warning in self.plan.warnings:
                     warnings.warn(warning, stacklevel=2)

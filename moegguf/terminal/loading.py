@@ -32,6 +32,7 @@ class LoadOptions:
     n_threads: int | None = None
     n_ctx: int | None = None
     verbose: int = 0
+    system: str | None = None
     policy: str = "auto"
     predictor: str | None = None
     prefetch: bool | None = None
@@ -166,6 +167,7 @@ def _llama_arguments(layout: ExpertLayout, options: LoadOptions) -> dict[str, An
     given = {"n_batch": options.n_batch, "n_gpu_layers": options.n_gpu_layers, **types}
     return {
         "expert_cache": options.expert_cache,
+        "system": options.system,
         "policy": options.policy,
         "predictor": options.predictor,
         "prefetch": options.prefetch,

@@ -14,17 +14,19 @@ import numpy as np
 from moegguf.controller.accuracy import LinkModel
 from moegguf.controller.artifacts import MEASURED, Artifacts
 from moegguf.controller.judge import DISTANCES
-from moegguf.controller.measured import Measured, write_measured
+from moegguf.controller.measured import ControllerChoice, Measured, write_measured
 from moegguf.controller.policies import make_policy, policy_names
 from moegguf.controller.policies.base import LRU, AnyPolicy
 from moegguf.controller.predictors import PREDICTORS, make_predictor
 from moegguf.controller.predictors.base import NoPrediction, Predictor
 from moegguf.controller.prefetch import PrefetchOptions
+from moegguf.controller.systems import SYSTEMS, find_system
 from moegguf.errors import OptionError
 from moegguf.gguf.experts import read_layout
 from moegguf.native.events import Phase
 from moegguf.trace.belady import BELADY, Lookups, belady, gap_closed
 from moegguf.trace.format import read
+from moegguf.trace.oracle import ORACLE, Oracle
 from moegguf.trace.report import PolicyTable, Recovery, Report, ScheduleTable, StallTable, TraceSummary
 from moegguf.trace.reuse import reuse
 from moegguf.trace.score import ScoreTable, score
@@ -75,7 +77,7 @@ def sample_sequences(trace: Trace, n_tokens: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Row:
-    """One replay. `simulated` is None for Belady's bound, which has no store and no time."""
+    """One replay. `simulated` is None for Belady's bound, which has no store and no time. system: "" without one."""
 
     policy: str
     predictor: str
@@ -84,6 +86,7 @@ class Row:
     hit_rate: float
     decode_hit_rate: float
     simulated: SimResult | None = None
+    system: str = ""
 
 
 def replay_table(
@@ -128,10 +131,13 @@ def hit_ranges(rows: Sequence[Row]) -> dict[str, dict[float, tuple[float, float]
     return ranges
 
 
-def sim_options(link: LinkModel, prefetch: bool) -> SimOptions:
-    """Options of a replay over this link."""
-    return SimOptions(
-        prefetch=PrefetchOptions() if prefetch else None,
+def sim_options(link: LinkModel | None, prefetch: PrefetchOptions | bool | None = None) -> SimOptions:
+    """Options of a replay over this link. None: transfers take no time."""
+    options = SimOptions(prefetch=PrefetchOptions() if prefetch is True else prefetch or None)
+    if link is None:
+        return options
+    return replace(
+        options,
         link_bytes_per_s=link.bytes_per_s,
         link_latency_s=link.latency_us / 1e6,
         layer_compute_us=link.layer_compute_us,
@@ -162,6 +168,17 @@ class TraceAnalysis:
         """A sample of about `n_tokens` decoded tokens, of all kinds of text; 0: all of them."""
         chosen = sample_sequences(self.trace, n_tokens) if n_tokens else self.trace.sequences()
         return replace(self, trace=self.trace.select(chosen))
+
+    def halves(self) -> tuple[TraceAnalysis, TraceAnalysis]:
+        """Every second request of each kind of text, and the others. Raises OptionError for a single request."""
+        kinds: dict[str, list[int]] = {}
+        for sequence in self.trace.sequences():
+            kinds.setdefault(self.trace.header.labels.get(sequence, ""), []).append(sequence)
+        in_turns = [sequence for sequences in kinds.values() for sequence in sequences]
+        if len(in_turns) < 2:
+            raise OptionError("the policy is chosen by other requests than are reported; record a trace of several.")
+        first, second = (replace(self, trace=self.trace.select(sorted(in_turns[start::2]))) for start in (0, 1))
+        return first, second
 
     def sample_size(self, whole: TraceAnalysis) -> str:
         """The size of this sample of `whole`, as text."""
@@ -215,7 +232,9 @@ class TraceAnalysis:
         return make_policy(name, self.trace.shape, self.artifacts)
 
     def predictor(self, name: str) -> Predictor:
-        """A new predictor of this name. Raises OptionError, also when the trace lacks the inputs it needs."""
+        """A new predictor of this name, or the oracle. Raises OptionError, also when the trace lacks its inputs."""
+        if name == ORACLE:
+            return Oracle(self.trace)
         predictor = make_predictor(name, self.trace.shape, self.artifacts)
         if predictor.needs_inputs and self.trace.inputs is None:
             raise OptionError(f"{name!r} reads the inputs of the routers: record the trace with --inputs.")
@@ -244,14 +263,62 @@ class TraceAnalysis:
             {name: partial(self.policy, name) for name in policies},
             {name: partial(self.predictor, name) for name in predictors},
             shares,
-            sim_options(link, prefetch) if link else None,
+            sim_options(link, prefetch),
             step_reporter(progress, "hit rates", len(policies) * len(predictors) * len(shares)),
         )
+
+    def simulate_systems(
+        self,
+        names: Sequence[str],
+        shares: Sequence[float],
+        link: LinkModel | None = None,
+        policy: str = "auto",
+        predictor: str | None = None,
+        prefetch: bool | None = None,
+        progress: Progress = no_progress,
+    ) -> list[Row]:
+        """Replays systems as a whole, with the parts named replaced, and Belady's bound. "all" is every available one.
+
+        Raises OptionError for unknown names and parts that this model lacks, and for prefetching without a link.
+        """
+        systems = [find_system(name) for name in (SYSTEMS if ALL in names else dict.fromkeys(names))]
+        parts = {system.name: system.parts(policy, predictor, prefetch) for system in systems}
+        self._check_prefetching({name: bool(part[2]) for name, part in parts.items()}, link)
+        rows, step = list[Row](), step_reporter(progress, "hit rates", len(systems) * len(shares))
+        for share in shares:
+            n_slots = slots_of(self.trace.shape, share)
+            for system in systems:
+                step(f"{system.name} in {n_slots} slots")
+                of, ahead, fetched = parts[system.name]
+                found = self._measured_choice(share) if of == "auto" else ControllerChoice(of)
+                options = sim_options(link, (found.prefetch and link is not None) if fetched is None else fetched)
+                result = Simulation(
+                    self.trace, self.policy(found.policy), self.predictor(ahead or found.predictor), n_slots,
+                    replace(options, chunked=system.chunked, preempt=system.preempt, sweep=system.sweep),
+                ).run()  # fmt: skip
+                row = Row(result.policy, result.predictor, share, n_slots, result.hit_rate, result.decode_hit_rate)
+                rows.append(replace(row, simulated=result, system=system.name))
+            bound = belady(Lookups.of(fitted(self.trace, n_slots)), n_slots)
+            rows.append(Row(BELADY, NoPrediction.name, share, n_slots, bound.hit_rate, bound.decode_hit_rate))
+        return rows
+
+    @staticmethod
+    def _check_prefetching(prefetches: Mapping[str, bool], link: LinkModel | None) -> None:
+        ahead = [name for name, yes in prefetches.items() if yes]
+        if ahead and link is None:
+            raise OptionError(
+                f"{', '.join(ahead)} prefetches, which needs a modelled link (without one, transfers take no time):"
+                " --link, or --no-prefetch."
+            )
+
+    def _measured_choice(self, share: float) -> ControllerChoice:
+        measured = self.artifacts.measured()
+        return measured.choose(share) if measured else ControllerChoice()
 
     def score(
         self, predictors: Sequence[str], link: LinkModel | None = None, progress: Progress = no_progress
     ) -> ScoreTable:
-        """Every predictor by every paper's measure, with its control on the trace shuffled in time.
+        """Every predictor by every paper's measure, with its control on the trace shuffled within requests.
 
         At distances that lie within the model.
         """
@@ -267,10 +334,11 @@ class TraceAnalysis:
             controls=tuple(one for table in tables for one in table.controls),
         )
 
-    def save(self, rows: Sequence[Row]) -> Path:
+    def save(self, rows: Sequence[Row], reported: Sequence[Row]) -> Path:
         """Saves decode hit rates where `policy="auto"` finds them; returns the path.
 
-        Of several predictors with one policy, the one with the highest mean hit rate is saved.
+        rows: of these requests, by which `auto` chooses. Of several predictors with one policy, the one with the
+        highest mean hit rate is saved. reported: of other requests, for what `show` and `estimate` state.
         """
         rates: dict[tuple[str, str], dict[float, float]] = {}
         for row in rows:
@@ -284,9 +352,13 @@ class TraceAnalysis:
             self.artifacts.fingerprint,
             {policy: at for policy, (_, at) in best.items()},
             {policy: predictor for policy, (predictor, _) in best.items()},
-            about={"requests": len(self.trace.sequences()), "tokens": self.trace.n_tokens},
-            ranges=hit_ranges([row for row in rows if row.policy in best and best[row.policy][0] == row.predictor]),
-            bound={row.share: row.decode_hit_rate for row in rows if row.policy == BELADY},
+            about={
+                "requests": len(self.trace.sequences()),
+                "tokens": self.trace.n_tokens,
+                "ranges": max((len(row.simulated.sequences) for row in reported if row.simulated), default=0),
+            },
+            ranges=hit_ranges([row for row in reported if row.policy in best and best[row.policy][0] == row.predictor]),
+            bound={row.share: row.decode_hit_rate for row in reported if row.policy == BELADY},
         )
         path = (self.artifacts.folder or self.artifacts.writable_folder()) / MEASURED
         write_measured(path, measured)
@@ -310,15 +382,15 @@ def build_report(
     """All parts of the report. Replays and scores use about `n_tokens` decoded tokens (0: all), stalls fewer."""
     part = analysis.limited(n_tokens)
     timed = analysis.limited(max(1, round(n_tokens * STALL_TOKENS))) if n_tokens else analysis
-    policies = _policy_table(part.simulate([ALL], ["none"], shares, progress=progress))
-    best = policies.best_online(min(shares, key=lambda share: abs(share - STALL_SHARE))) or "lru"
+    rows = part.simulate([ALL], ["none"], shares, progress=progress)
+    best = _policy_table(rows).best_online(min(shares, key=lambda share: abs(share - STALL_SHARE))) or "lru"
     summary = TraceSummary.of(analysis.trace, hardware=hardware)
     sizes = part.sample_size(analysis), timed.sample_size(analysis)
     samples: dict[str, Setting] = dict(zip(("replayed and scored", "stalls from"), sizes, strict=True))
     return Report(
         trace=replace(summary, settings=summary.settings | samples),
         reuse=reuse(analysis.trace),
-        policies=policies,
+        policies=_policy_table([*rows, *_predictive_caching(part, shares)]),
         scores=part.score([ALL], progress=progress),
         stalls=_stalls(timed, best, layer_compute_us, progress),
         recovery=_recovery(analysis, ["lru", "lfu", "sparsity", best], progress),
@@ -385,8 +457,18 @@ def _schedule(analysis: TraceAnalysis, progress: Progress) -> ScheduleTable | No
     return ScheduleTable(table) if table else None
 
 
+def _predictive_caching(analysis: TraceAnalysis, shares: Sequence[float]) -> list[Row]:
+    """ExpertFlow's cache with its own predictor, where that is trained: without one it is decayed LFU."""
+    predictor = SYSTEMS["expertflow"].predictor or ""
+    if analysis.why_not(analysis.predictor, predictor):
+        return []
+    rows = analysis.simulate([SYSTEMS["expertflow"].policy], [predictor], shares)
+    return [row for row in rows if row.policy != BELADY]
+
+
 def _policy_table(rows: Sequence[Row]) -> PolicyTable:
     table: dict[str, dict[float, float]] = {}
     for row in rows:
-        table.setdefault(row.policy, {})[row.share] = row.decode_hit_rate
+        name = row.policy if row.predictor == NoPrediction.name else f"{row.policy}, {row.predictor}"
+        table.setdefault(name, {})[row.share] = row.decode_hit_rate
     return PolicyTable(table)

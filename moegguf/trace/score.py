@@ -1,4 +1,4 @@
-"""Scores of predictors over a recorded trace, each with a control on the same trace shuffled in time."""
+"""Scores of predictors over a recorded trace, each with a control: the same trace, shuffled within its requests."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ BATCH_SEQUENCES = 8  # the smallest batch of ExpertFlow's table 1
 class ScoreTable:
     """Figures of several predictors over one trace.
 
-    controls: copies of the same predictors, over the trace with its decode routing shuffled in time; the difference of
-    a predictor and its control is due to order. tokens: decode passes of one token, those measured.
+    controls: copies of the same predictors, over the trace with the decode routing of each request shuffled; the
+    difference of a predictor and its control is due to order. tokens: decode passes of one token, those measured.
     """
 
     distances: tuple[int, ...]

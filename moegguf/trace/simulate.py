@@ -62,7 +62,7 @@ class SimOptions:
 
 @dataclass(frozen=True)
 class Span:
-    """Counters over some of the passes."""
+    """Counters over some of the passes. bytes_useful: of experts that were fetched ahead and then used."""
 
     tokens: int = 0
     lookups: int = 0
@@ -71,6 +71,7 @@ class Span:
     bytes_prefetched: int = 0
     stall_ns: int = 0
     clock_ns: int = 0
+    bytes_useful: int = 0
 
     def __add__(self, other: Span) -> Span:
         return Span(*(mine + theirs for mine, theirs in zip(_values(self), _values(other), strict=True)))
@@ -80,10 +81,16 @@ class Span:
         """Hits per lookup, 0 to 1; 0 without lookups."""
         return self.hits / max(1, self.lookups)
 
+    @property
+    def moved_per_useful(self) -> float | None:
+        """Bytes fetched ahead for one of them that was used; None where none was."""
+        return self.bytes_prefetched / self.bytes_useful if self.bytes_useful else None
+
 
 def _values(span: Span) -> tuple[int, ...]:
     return (
-        span.tokens, span.lookups, span.hits, span.bytes_missed, span.bytes_prefetched, span.stall_ns, span.clock_ns
+        span.tokens, span.lookups, span.hits, span.bytes_missed, span.bytes_prefetched, span.stall_ns, span.clock_ns,
+        span.bytes_useful,
     )  # fmt: skip
 
 
@@ -262,7 +269,7 @@ class Simulation:
         return build_controller(self.trace.shape, self.policy, self.predictor, store, options)
 
     def _replay(self, store: Store, lane: Lane, progress: Callable[[int], None] | None) -> SimResult:
-        controller, meter = self._controller(store), _Meter(store)
+        controller, meter = self._controller(store), _Meter(store, self.trace.shape.expert_bytes)
         if controller is None:
             self._replay_parts(lane, meter, progress)
         else:
@@ -316,8 +323,9 @@ class Simulation:
 class _Meter:
     """Splits the store's counters by phase and request; it reads them only when one of these changes."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, expert_bytes: int) -> None:
         self._store = store
+        self._expert_bytes = expert_bytes
         self._now: tuple[int, Phase] | None = None
         self._tokens = 0
         self.counters = store.counters()
@@ -341,6 +349,7 @@ class _Meter:
         span = Span(
             self._tokens, grown["lookups"], grown["lookups"] - grown["misses"], grown["bytes_missed"],
             grown["bytes_prefetched"], grown["stall_ns"], grown["sim_clock_ns"],
+            grown["prefetch_useful"] * self._expert_bytes,
         )  # fmt: skip
         self._tokens = 0
         self.phases[self._now[1]] += span

@@ -189,18 +189,21 @@ class Trace:
 
 
 def shuffled(trace: Trace, seed: int) -> Trace:
-    """A control without order: in each layer separately, the choices of the decode passes are permuted in time.
+    """A control without order: in each layer separately, each request's choices in decode passes are permuted.
 
-    Popularity, tokens and inputs are unchanged; their correlation with the choices, and that between layers and between
-    tokens, is removed. Weights are permuted with their experts.
+    Which experts a request uses and how often, tokens and inputs are unchanged; their correlation with the choices, and
+    that between layers and between tokens, is removed. So what is left of a predictor's accuracy is what the request
+    as a whole tells. Weights are permuted with their experts.
     """
     rng = np.random.default_rng(seed)
-    decode = np.repeat(trace.pass_phase == Phase.DECODE, np.diff(trace.pass_start))
+    lengths = np.diff(trace.pass_start)
+    decode, sequence = np.repeat(trace.pass_phase == Phase.DECODE, lengths), np.repeat(trace.pass_sequence, lengths)
     expert_ids = trace.expert_ids.copy()
     weights = None if trace.weights is None else trace.weights.copy()
     for row in range(len(trace.shape.layers)):
         here = np.flatnonzero(decode & (trace.expert_ids[row, :, 0] >= 0))
-        dealt = rng.permutation(here)
+        dealt = here[np.lexsort((rng.random(len(here)), sequence[here]))]
+        here = here[np.argsort(sequence[here], kind="stable")]
         expert_ids[row, here] = trace.expert_ids[row, dealt]
         if weights is not None and trace.weights is not None:
             weights[row, here] = trace.weights[row, dealt]

@@ -190,8 +190,14 @@ def echo(*arguments: str, **extra: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def test_a_system_message_where_a_system_belongs_is_told_its_flag() -> None:
+    done = echo("messages", "--system", "Be brief.")
+    assert done.returncode == 2
+    assert "no system 'Be brief.'" in " ".join(done.stderr.split()) and "--system-prompt" in done.stderr
+
+
 def test_a_system_message_comes_first() -> None:
-    assert echo("messages", "--system", "Be brief.").stdout == "[system: Be brief.] [user: messages]\n"
+    assert echo("messages", "--system-prompt", "Be brief.").stdout == "[system: Be brief.] [user: messages]\n"
 
 
 def test_a_schema_may_be_in_a_file(tmp_path: Path) -> None:

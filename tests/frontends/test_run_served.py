@@ -36,7 +36,7 @@ def test_the_server_answers_and_it_looks_the_same(moegguf: Command, server: Serv
     assert served.stdout == here.stdout
     assert labels(served.stderr) == [*labels(here.stderr), "answered by"]
     assert re.search(rf"answered by: +{server.url}\n", served.stderr)
-    quiet = moegguf(*DEMO, "--format", "json", "--system", "Be brief.", MOEGGUF_HOST=server.url)
+    quiet = moegguf(*DEMO, "--format", "json", "--system-prompt", "Be brief.", MOEGGUF_HOST=server.url)
     assert (quiet.returncode, quiet.stderr) == (0, "") and quiet.stdout.startswith("{")
     assert server.call("/api/ps").json["models"][0]["moe"]["pid"]
 

@@ -175,14 +175,32 @@ def test_all_lists_what_it_leaves_out_with_the_reason(moegguf: Command, without_
     assert "record the trace with --inputs" in named.stderr
 
 
+def test_whole_systems_are_replayed(moegguf: Command, recorded: Path) -> None:
+    options = ["--expert-cache", "25%", "--link", "1", "--layer-compute", "500", "--json"]
+    done = moegguf("trace", "simulate", recorded, "--model", "demo", "--system", "all", *options)
+    assert done.returncode == 0, done.stderr
+    rows = {row["system"]: row for row in json.loads(done.stdout)}
+    assert list(rows) == ["none", "lru", "moe-infinity", "promoe", "expertflow", "duoserve", "moegguf", ""]
+    ahead = {name: row["simulated"]["whole"]["bytes_prefetched"] for name, row in rows.items() if name}
+    assert min(ahead[name] for name in ("moe-infinity", "promoe", "expertflow", "duoserve")) > ahead["lru"]
+    assert ahead["none"] == 0
+    assert (rows["expertflow"]["policy"], rows["expertflow"]["predictor"]) == ("locality", "routing-path")
+    options = [*options, "--no-prefetch", "--policy", "lfu-decay"]
+    done = moegguf("trace", "simulate", recorded, "--model", "demo", "--system", "promoe", *options)
+    (row, _) = json.loads(done.stdout)
+    assert (row["policy"], row["predictor"]) == ("lfu-decay", "mlp")
+
+
 def test_saved_hit_rates_are_written(moegguf: Command, recorded: Path, trace: Trace, tmp_path: Path) -> None:
     done = moegguf("trace", "simulate", recorded, "--policy", "lru,lfu", "--predictors", tmp_path, "--save")
     assert done.returncode == 0, done.stderr
-    assert f"saved {tmp_path / 'measured.json'}\n" in done.stderr
+    assert f"saved {tmp_path / 'measured.json'}: auto chooses by 2 of 4 requests" in done.stderr
     facts = json.loads((tmp_path / "measured.json").read_text())
     assert facts["fingerprint"] == trace.header.fingerprint
     assert list(facts["hit_rates"]) == ["lru", "lfu"]
     assert list(facts["hit_rates"]["lru"]) == ["0.1", "0.25", "0.5", "0.75"]
+    assert "replayed: 2 of 4 requests" in done.stdout
+    assert (facts["about"]["requests"], facts["about"]["ranges"]) == (2, 2)
 
 
 def test_the_report_is_one_page_and_states_what_was_used(moegguf: Command, recorded: Path, tmp_path: Path) -> None:
@@ -209,6 +227,10 @@ def test_the_report_is_one_page_and_states_what_was_used(moegguf: Command, recor
         (("simulate", "TRACE", "--expert-cache", "a few"), 1, "but not 'a few'"),
         (("simulate", "TRACE", "--prefetch", "--predictor", "eamc"), 1, "--link"),
         (("simulate", "TRACE", "--prefetch", "--link", "1"), 1, "--predictor"),
+        (("simulate", "TRACE", "--system", "promo"), 1, "there is no system 'promo'; known are none, lru,"),
+        (("simulate", "TRACE", "--system", "lru,moe-infinity"), 1, "moe-infinity prefetches, which needs a modelled"),
+        (("simulate", "TRACE", "--system", "lru", "--policy", "lru,lfu"), 1, "take one name each"),
+        (("simulate", "TRACE", "--system", "lru", "--save"), 1, "not for --system"),
         (("score", "TRACE", "--predictor", "all,unknown"), 1, "there is no predictor 'unknown'"),
         (("score", "TRACE", "--model", "MODEL"), 1, "was recorded from another model (moegguf demo)"),
         (("report", "TRACE", "-o", "no/folder/page.html"), 1, "there is no folder"),

@@ -111,12 +111,30 @@ def test_policies_are_named_beside_moegguf_with_something_left_out(tiny: Callabl
     assert all(found["same_tokens"] for row in rows if row["system"] == "moegguf" for found in row["against"].values())
 
 
+def test_systems_alternate_with_moegguf_s_own_first(tiny: Callable[..., Path]) -> None:
+    flags = ("--expert-cache", "40%", "--rounds", "1", "-r", "1")
+    rows = run(tiny("tiny-mix", "q4_0"), *flags, "--system", "lru,moegguf,moe-infinity")
+    decided = {row["system"]: (row["policy"], row["predictor"], row["prefetch"]) for row in rows}
+    assert decided == {
+        "moegguf": ("lru", "none", "off"),  # nothing was measured of this model
+        "lru": ("lru", "none", "off"),
+        "moe-infinity": ("sparsity", "eamc", "on"),
+    }
+    assert list(rows[0]["against"]) == ["lru", "moe-infinity"]
+    assert all(found["same_tokens"] for found in rows[0]["against"].values())
+    row, _ = run(tiny("tiny-mix", "q4_0"), *flags, "--system", "moe-infinity", "--policy", "lfu-decay")
+    assert (row["system"], row["policy"], row["predictor"]) == ("moe-infinity", "lfu-decay", "eamc")
+
+
 def test_what_is_not_done_is_not_left_out(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Sequence[str]] = []
     monkeypatch.setattr(bench_series, "make_systems", lambda spec, caches, rivals, limit: asked.append(rivals) or [])
     for flags in (["--policy", "lfu"], ["--no-prefetch"], ["--prefetch"], []):
         run(tiny(), "--ablate", *flags)
     assert ["no-prefetch" in rivals for rivals in asked] == [False, False, True, True]
+    for flags in (["--system", "promoe"], ["--system", "lru"], ["--system", "promoe", "--no-prefetch"]):
+        run(tiny(), "--ablate", *flags)
+    assert ["no-prefetch" in rivals for rivals in asked[4:]] == [True, False, False]
     assert all(set(WITHOUT) - set(rivals) <= {"no-prefetch"} for rivals in asked)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from moegguf.controller.collection import EamcPair
 from moegguf.controller.measured import Measured, write_measured
 from moegguf.controller.shape import MoeShape
 from moegguf.controller.weights import Weights
+from moegguf.engine.checkpoint import EVERY_REQUESTS
 from moegguf.gguf.experts import read_layout
 
 TIGHT: dict[str, Any] = {"expert_cache": "40%", "n_ubatch": 4, "lockstep": True}
@@ -85,6 +87,24 @@ def test_a_collection_is_kept_beside_the_model_and_grows(
     assert (
         sorted(eamcs.decode.state.sum(axis=(1, 2)).tolist())[2:] == [whole] * 4
     )  # two runs ended before the last event
+
+
+def test_a_collection_is_saved_while_the_model_runs(path: Path, load: Load) -> None:
+    kept = path.with_name("tiny-qwen2moe.gguf.moegguf") / COLLECTION
+    llm = load(path, predictor="eamc", **TIGHT)
+    for request in range(EVERY_REQUESTS + 1):  # the next request ends the one before
+        assert not kept.exists()
+        greedy_logits(llm, random_prompt(llm, 5, seed=request), 2)
+    assert eventually(kept.is_file)
+    saved = Artifacts(read_layout(path)).collection(MoeShape.of(read_layout(path)))
+    assert saved is not None and saved.decode.n_entries == EVERY_REQUESTS
+
+
+def eventually(happened: Callable[[], bool], timeout_s: float = 10.0) -> bool:
+    end = time.monotonic() + timeout_s
+    while not happened() and time.monotonic() < end:
+        time.sleep(0.01)
+    return happened()
 
 
 def test_a_model_that_was_only_loaded_keeps_nothing(path: Path, load: Load) -> None:

@@ -15,7 +15,7 @@ from moegguf.controller.forecast import Forecast
 from moegguf.controller.history import History
 from moegguf.controller.policies.base import LRU, AnyPolicy, Policy
 from moegguf.controller.policies.baselines import LeastStale, Lfu, LfuRequest, Random
-from moegguf.controller.policies.locality import Locality
+from moegguf.controller.policies.locality import LOCALITY
 from moegguf.controller.policies.sparsity import SparsityAware
 from moegguf.controller.predictors.base import NoPrediction, Predictor
 from moegguf.controller.prefetch import PrefetchOptions
@@ -32,7 +32,7 @@ NEXT_USE = NativePolicy("next-use", takes_forecast=True)
 LFU_DECAY = NativePolicy("lfu-decay")
 ALL: list[Callable[[], AnyPolicy]] = [
     lambda: LRU, Lfu, lambda: LfuRequest(SMALL), lambda: LFU_DECAY, lambda: Random(SMALL), lambda: LeastStale(SMALL),
-    lambda: Locality(SMALL), lambda: SparsityAware(SMALL), lambda: NEXT_USE,
+    lambda: LOCALITY, lambda: SparsityAware(SMALL), lambda: NEXT_USE,
 ]  # fmt: skip
 
 

@@ -14,9 +14,12 @@ from moegguf.controller.accuracy import LinkModel
 from moegguf.controller.artifacts import MEASURED, Artifacts
 from moegguf.controller.measured import ControllerChoice
 from moegguf.errors import OptionError, TraceError
+from moegguf.native.events import Announcement, Phase
 from moegguf.trace.analysis import Row, TraceAnalysis, sample_sequences
 from moegguf.trace.belady import BELADY
 from moegguf.trace.format import write
+from moegguf.trace.oracle import Oracle
+from moegguf.trace.simulate import fitted
 from moegguf.trace.trace import Trace
 
 TRACE = random_trace(n_sequences=6, n_decode=10, with_inputs=True)
@@ -87,7 +90,7 @@ def test_all_is_every_available_name_and_warns_about_the_others(analysis: TraceA
         policies = analysis.policies(["all"])
     assert policies[0] == "lru" and "static" not in policies
     with pytest.warns(UserWarning, match=r"^left out: skip.* \(.*--model.*mlp.* \(.*trained"):
-        assert set(analysis.predictors(["all", "previous-token"])) == {"previous-token", "eamc"}
+        assert set(analysis.predictors(["all", "previous-token"])) == {"previous-token", "eamc", "eamc-own"}
 
 
 def test_a_predictor_that_reads_inputs_needs_them_in_the_trace(
@@ -158,7 +161,7 @@ def test_requests_can_be_put_in_another_order() -> None:
 
 def test_auto_uses_the_saved_hit_rates(analysis: TraceAnalysis, user: Path) -> None:
     rates = [row("lru", 0.5, 0.5), row("lfu", 0.5, 0.6), row("lfu", 0.5, 0.7, "eamc"), row(BELADY, 0.5, 0.9)]
-    path = analysis.save([*rates, *(replace(one, share=0.25, decode_hit_rate=0.3) for one in rates)])
+    path = analysis.save([*rates, *(replace(one, share=0.25, decode_hit_rate=0.3) for one in rates)], [])
     assert path == user / "moegguf" / "models" / TRACE.header.fingerprint / MEASURED
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -167,17 +170,55 @@ def test_auto_uses_the_saved_hit_rates(analysis: TraceAnalysis, user: Path) -> N
     assert dict(measured.hit_rates) == {"lru": {0.5: 0.5, 0.25: 0.3}, "lfu": {0.5: 0.7, 0.25: 0.3}}
     assert measured.about["requests"] == 6
     assert Artifacts(None, "another").measured() is None
-    lasting = analysis.save([one for one in rates if one.policy != BELADY])
+    lasting = analysis.save([one for one in rates if one.policy != BELADY], rates)
     assert lasting == path
     measured = Artifacts(None, TRACE.header.fingerprint).measured()
     assert measured is not None and measured.choose(0.5) == ControllerChoice("lfu", "eamc")
+    assert measured.bound == {0.5: 0.9}
+
+
+def test_requests_that_choose_are_not_among_those_reported(analysis: TraceAnalysis) -> None:
+    choosing, reported = analysis.halves()
+    parts = [set(part.trace.sequences()) for part in (choosing, reported)]
+    assert parts[0] | parts[1] == set(analysis.trace.sequences()) and not parts[0] & parts[1]
+    kinds = [{analysis.trace.header.labels[sequence] for sequence in part} for part in parts]
+    assert kinds[0] == kinds[1]
+    with pytest.raises(OptionError, match="record a trace of several"):
+        replace(analysis, trace=analysis.trace.select([0])).halves()
 
 
 def test_a_folder_named_for_predictors_is_where_rates_are_saved(file: Path, tmp_path: Path) -> None:
-    assert TraceAnalysis.open(file, folder=tmp_path).save([row("lru", 0.5, 0.5)]) == tmp_path / MEASURED
+    assert TraceAnalysis.open(file, folder=tmp_path).save([row("lru", 0.5, 0.5)], []) == tmp_path / MEASURED
 
 
 def test_no_distance_is_beyond_the_last_layer(analysis: TraceAnalysis) -> None:
     n_layers = len(analysis.trace.shape.layers)
     assert n_layers < 8
     assert max(analysis.score(["previous-token"]).distances) < n_layers
+
+
+def test_the_oracle_is_right_about_every_decoded_token_and_is_no_predictor_of_all(analysis: TraceAnalysis) -> None:
+    table = analysis.score(["oracle"])
+    assert {figures.accuracy for figures in table.scores[0].means.values()} == {1.0}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert "oracle" not in analysis.predictors(["all"])
+    (row, _) = analysis.simulate(["next-use"], ["oracle"], [0.5])
+    assert row.predictor == "oracle"
+
+
+@pytest.mark.parametrize("n_slots", [2, 40])
+def test_the_oracle_follows_passes_that_a_small_pool_splits(n_slots: int) -> None:
+    split, oracle = fitted(TRACE, n_slots), Oracle(TRACE)
+    asked = 0
+    for event in split.events():
+        if isinstance(event, Announcement):
+            oracle.announce(event)
+            continue
+        if len(event.expert_ids) == 1 and event.phase == Phase.DECODE:
+            predicted = oracle.predict(event.il, 1) if event.il != TRACE.shape.layers[0] else None
+            if predicted is not None:
+                assert set(np.flatnonzero(predicted)) == set(event.expert_ids.ravel())
+                asked += 1
+        oracle.observe(event)
+    assert asked > 20

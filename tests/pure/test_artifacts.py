@@ -162,11 +162,11 @@ def test_a_damaged_measurement_is_one_warning(artifacts: Artifacts) -> None:
 
 def test_a_collection_is_kept_and_found_again(artifacts: Artifacts) -> None:
     assert artifacts.collection(SHAPE) is None
-    artifacts.save_collection(SHAPE, pair(3))
+    artifacts.save_collection(SHAPE, pair(3).weights())
     found = artifacts.collection(SHAPE)
     assert found is not None
     assert (found.prefill.n_entries, found.decode.n_entries) == (3, 3)
-    artifacts.save_collection(SHAPE, pair(4))
+    artifacts.save_collection(SHAPE, pair(4).weights())
     again = artifacts.collection(SHAPE)
     assert again is not None
     assert again.decode.n_entries == 4
@@ -195,7 +195,7 @@ def test_a_collection_that_cannot_be_kept_is_a_warning(artifacts: Artifacts) -> 
     assert artifacts.model_folder is not None
     artifacts.model_folder.write_bytes(b"in the way")
     with pytest.warns(UserWarning, match="was not saved"):
-        artifacts.save_collection(SHAPE, pair(1))
+        artifacts.save_collection(SHAPE, pair(1).weights())
     assert artifacts.model_folder.read_bytes() == b"in the way"
 
 

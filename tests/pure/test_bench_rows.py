@@ -66,7 +66,7 @@ def result(seconds: float, tokens: int = 7, store: bool = True) -> dict[str, Any
     }  # fmt: skip
 
 
-OWN = BenchedSystem("moegguf", SPEC)
+OWN = BenchedSystem("moegguf", SPEC, compared=True)
 MMAP = BenchedSystem("mmap", replace(SPEC, system="mmap", repack=False), "llama.cpp, no repack")
 RESIDENT = BenchedSystem("resident", replace(SPEC, system="resident"), "llama.cpp, default kernels")
 OUTCOMES = [

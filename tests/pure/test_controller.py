@@ -24,6 +24,7 @@ from moegguf.controller.history import History
 from moegguf.controller.policies.base import LRU
 from moegguf.controller.policies.sparsity import SparsityAware
 from moegguf.controller.predictors.base import NoPrediction
+from moegguf.controller.watchdog import WatchdogOptions
 from moegguf.native.events import Float32s, Phase
 from moegguf.native.store import NativePolicy
 
@@ -132,6 +133,33 @@ def test_the_watchdog_keeps_prefetching_only_while_it_saves_time() -> None:
         assert controller.watchdog.trials == 1
         assert controller.prefetching == stays
         assert controller.may_prefetch
+
+
+def test_turns_without_prefetching_differ_in_acting_only() -> None:
+    store = RecordingStore()
+    native = NativePolicy("next-use", {}, takes_forecast=True)
+    controller = make_controller(
+        native, ScriptedPredictor(first_two, store), store, prefetch=replace(AMPLE, watchdog=True),
+        clock_ns=lambda: store.clock_ns,
+    )  # fmt: skip
+    assert controller.watchdog is not None
+    controller.watchdog.options = WatchdogOptions(period_tokens=4, periods=2)
+    seen: dict[bool, set[str]] = {False: set(), True: set()}
+    predicted: dict[bool, list[int]] = {False: [], True: []}
+    for pass_ in range(18):
+        store.actions.clear()
+        run_pass(controller, pass_=pass_)
+        store.clock_ns += 1000
+        on = controller.prefetching
+        if not controller.watchdog.resting:
+            assert not controller.redundant  # it stays attached
+            seen[on] |= {kind for kind, what in store.actions if what}
+            predicted[on].append(len(store.named("predict")))
+    assert seen[True] - seen[False] == {"prefetch", "forecast"}
+    assert set(predicted[True]) == set(predicted[False])
+    assert controller.watchdog.resting and controller.redundant
+    assert store.named("forecast") == []  # cleared once, when the turn ended
+    assert controller.history.clock == 18 * 3
 
 
 def test_the_watchdog_does_not_count_the_time_of_prompts() -> None:

@@ -8,7 +8,7 @@ import pytest
 from traces import random_trace
 
 from moegguf.controller.collection import Eamc, EamcPair
-from moegguf.controller.predictors.eamc import EamcPredictor
+from moegguf.controller.predictors.eamc import EamcPredictor, OwnEamcPredictor
 from moegguf.controller.shape import MoeShape
 from moegguf.native.events import Announcement, Phase, RoutingEvent
 
@@ -57,6 +57,16 @@ def test_the_own_request_has_its_share_and_the_whole_where_nothing_else_is_known
     alone.observe(routed(0, 1, pass_=1))
     np.testing.assert_allclose(alone.predict(2, 2), [0, 1])
     assert alone.predict(3, 3) is None
+
+
+def test_the_papers_predictor_leaves_the_request_in_progress_out_and_the_variant_of_ours_has_a_name() -> None:
+    for kind, found in ((EamcPredictor, None), (OwnEamcPredictor, [0, 1])):
+        predictor = kind(FOUR)
+        predictor.observe(routed(2, 1))
+        predictor.observe(routed(0, 1, pass_=1))
+        got = predictor.predict(2, 2)
+        assert (None if got is None else got.tolist()) == found
+    assert (EamcPredictor.name, OwnEamcPredictor.name) == ("eamc", "eamc-own")
 
 
 def test_prefill_and_decode_do_not_match_each_other() -> None:

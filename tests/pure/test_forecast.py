@@ -57,6 +57,21 @@ def test_the_window_slides_and_the_nearer_prediction_replaces_the_farther_one() 
     assert forecast.il == 5
 
 
+def test_once_each_layer_is_predicted_when_it_comes_into_the_window() -> None:
+    # From inputs, nothing is predicted before the first layer, which then does so for the whole window (footnote 1).
+    predictor = ScriptedPredictor(lambda il, distance: by_distance(il, distance) if forecast.il > 0 else None)
+    forecast = Forecast(FIVE, 3, again=False)
+    forecast.begin_pass(predictor)
+    assert forecast.known() == []
+    predictor.calls.clear()
+    for il in FIVE.layers:
+        forecast.advance(predictor, il)
+    assert predictor.calls == [(2, 1), (3, 2), (4, 3), (5, 3)]
+    np.testing.assert_array_equal(forecast.probabilities()[1:], 0)  # routed by now
+    forecast.begin_pass(ScriptedPredictor(by_distance))
+    assert forecast.known() == [1, 2, 3]  # from tokens: before the pass
+
+
 def test_no_prediction_beyond_the_reach_or_the_last_layer() -> None:
     short = ScriptedPredictor(by_distance, reach=1)
     Forecast(FIVE, 4).advance(short, 1)
@@ -102,3 +117,12 @@ def test_numbers_out_of_range_are_clipped() -> None:
 def test_invalid_output_is_an_error(invalid: object) -> None:
     with pytest.raises((ValueError, TypeError)):
         Forecast(FIVE, 1).begin_pass(ScriptedPredictor(lambda il, distance: invalid))
+
+
+def test_statuses_are_the_most_probable_as_many_as_a_token_uses_and_all_that_are_likely() -> None:
+    rows = {1: [0.4, 0.1, 0.3, 0.0], 2: [0.9, 0.6, 0.7, 0.4], 3: [0.2, 0.0, 0.0, 0.0]}
+    forecast = Forecast(FIVE, 3)
+    forecast.begin_pass(ScriptedPredictor(lambda il, distance: np.array(rows[il], np.float32)))
+    assert forecast.statuses()[1:5].tolist() == [[1, 0, 1, 0], [1, 1, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0]]
+    forecast.clear()
+    assert not forecast.statuses().any()

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from reference_policies import LEAST, LfuDecay, Lru, NextUse, Rates
 
+from moegguf.controller.controller import name_of
 from moegguf.controller.history import History
-from moegguf.controller.policies import PYTHON_POLICIES, make_policy
+from moegguf.controller.policies import OWN_POLICIES, make_policy
 from moegguf.controller.policies.base import Policy
 from moegguf.controller.policies.baselines import LeastStale, Lfu, LfuRequest, Random, Static
 from moegguf.controller.shape import MoeShape
@@ -168,9 +169,9 @@ def test_next_use_evicts_the_rare_before_the_far() -> None:
     assert victim(policy, [(1, 0), (1, 1), (2, 0)], events) == (2, 0)
 
 
-@pytest.mark.parametrize("name", ["lfu", "lfu-request", "random", "least-stale", "locality"])
+@pytest.mark.parametrize("name", ["lfu", "lfu-request", "random", "least-stale"])
 def test_policies_work_without_prediction_and_return_the_shape(name: str) -> None:
-    history, policy = History(TWO), PYTHON_POLICIES[name](TWO, NoArtifacts())
+    history, policy = History(TWO), OWN_POLICIES[name](TWO, NoArtifacts())
     assert isinstance(policy, Policy)
     events = [routed(0, 1, [0, 3], phase=Phase.PREFILL), routed(1, 1, [1]), routed(1, 2, [2])]
     scores = last_scores(policy, history, events)
@@ -179,12 +180,12 @@ def test_policies_work_without_prediction_and_return_the_shape(name: str) -> Non
     assert np.isfinite(scores).all()
 
 
-@pytest.mark.parametrize("name", ["lru", "lfu-decay", "next-use"])
+@pytest.mark.parametrize("name", ["lru", "lfu-decay", "next-use", "locality"])
 def test_native_policies_are_names_that_the_store_carries_out(name: str) -> None:
     policy = make_policy(name, TWO, NoArtifacts())
     assert isinstance(policy, NativePolicy) and not isinstance(policy, Policy)
-    assert policy.name == name
-    assert policy.takes_forecast == (name == "next-use")
+    assert name_of(policy) == name
+    assert policy.takes_forecast == (name in ("next-use", "locality"))
 
 
 class NoArtifacts:
@@ -203,8 +204,8 @@ class NoArtifacts:
 
 
 def test_names_and_what_is_missing() -> None:
-    for name in PYTHON_POLICIES.keys() - {"static"}:
-        assert getattr(make_policy(name, TWO, NoArtifacts()), "name", "") == name
+    for name in OWN_POLICIES.keys() - {"static"}:
+        assert name_of(make_policy(name, TWO, NoArtifacts())) == name
     with pytest.raises(OptionError, match="'static' needs"):
         make_policy("static", TWO, NoArtifacts())
     with pytest.raises(OptionError, match="no policy 'lruu'; known are lru, lfu"):

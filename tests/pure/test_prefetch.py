@@ -62,6 +62,20 @@ def test_the_nearest_layer_comes_first_and_in_it_the_likeliest_as_many_as_a_toke
     assert requests_of(Prefetcher(SHAPE, AMPLE), forecast_of(SOME, il=1)) == [(2, 4), (2, 0)]
 
 
+def test_by_proximity_a_probable_expert_of_a_far_layer_comes_before_an_improbable_one_of_the_nearest() -> None:
+    table = probabilities(l2=[0.2, 0.9, 0, 0, 0, 0], l3=[0, 0, 0.9, 0, 0, 0], l4=[0, 0, 0, 0.9, 0.5, 0])
+    ordered = PrefetchOptions(budget_bytes=10_000, least_probability=0, by_proximity=True)
+    # times 1, 3/4, 2/4 and 1/4 for layers 1 to 4 after layer 1, the first of four
+    assert requests_of(Prefetcher(SHAPE, ordered), forecast_of(table, il=1)) == [(2, 1), (3, 2), (4, 3), (2, 0), (4, 4)]
+    two = PrefetchOptions(budget_bytes=200, least_probability=0, by_proximity=True)
+    assert requests_of(Prefetcher(SHAPE, two), forecast_of(table, il=1)) == [(2, 1), (3, 2)]
+
+
+def test_an_expert_of_probability_0_is_never_prefetched() -> None:
+    all_ = PrefetchOptions(budget_bytes=10_000, least_probability=0)
+    assert requests_of(Prefetcher(SHAPE, all_), forecast_of(probabilities(l1=[0, 0, 0.1, 0, 0, 0]))) == [(1, 2)]
+
+
 def test_experts_below_the_least_probability_are_not_prefetched() -> None:
     picky = PrefetchOptions(budget_bytes=10_000, least_probability=0.5)
     assert requests_of(Prefetcher(SHAPE, picky), forecast_of(SOME)) == [(1, 1), (1, 2), (2, 4)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from oracles import Oracle, Unpredictive, hand_made
@@ -33,7 +35,6 @@ def test_a_perfect_predictor_scores_one_by_every_definition(distance: int) -> No
     assert figures.coverage == figures.accuracy == figures.top_k_hit == figures.at_least_one == 1
     assert figures.fetch_rate == figures.good_pred == 1
     assert figures.precision[:2] == (1, 1) and figures.recall[:2] == (0.5, 1)
-    assert figures.moved_per_useful[1] == 1
 
 
 def test_one_right_of_two_is_half_accurate_never_wholly_right_and_always_partly() -> None:
@@ -41,7 +42,6 @@ def test_one_right_of_two_is_half_accurate_never_wholly_right_and_always_partly(
     assert (figures.accuracy, figures.top_k_hit, figures.at_least_one) == (0.5, 0, 1)
     assert figures.precision == (1, 0.5, 0.5, 0.5)  # it predicts two experts, however many are requested
     assert figures.recall == (0.5, 0.5, 0.5, 0.5)
-    assert figures.moved_per_useful[:2] == (1, 2)
 
 
 def test_a_predictor_that_is_always_wrong_has_no_useful_byte() -> None:
@@ -74,16 +74,26 @@ def test_the_first_layer_is_predicted_from_tokens_alone_and_left_out_of_the_mean
 
 
 def test_good_pred_by_hand() -> None:
-    # An expert takes 1000 B / 1 MB/s = 1000 us; a layer computes 600 us; fetches begin 100 us late.
-    link = LinkModel(bytes_per_s=1e6, latency_us=100, layer_compute_us=600)
-    assert [link.fetch_rate(k, 2, 1000) for k in (0, 1, 2, 4, 8)] == [0, 0, 0.5, 1, 1]
-    table = score(cyclic(), [Oracle(cyclic(), n_wrong=1)], [2, 3], link).scores[0]
-    # k = 2: layer 2 is one layer ahead (0 of 2 arrive), layers 3 and 4 two (1 of 2).
-    assert table.layers[2][2].fetch_rate == 0 and table.layers[2][4].fetch_rate == 0.5
-    assert table.means[2].fetch_rate == pytest.approx(1 / 3)
-    assert table.means[2].good_pred == pytest.approx(0.5 / 3)
-    # k = 3: leads of 1, 2 and 3 layers, 500, 1100 and 1700 us: 0, 1 and 1 of 2.
-    assert table.means[3].good_pred == pytest.approx(0.5 * (0 + 0.5 + 0.5) / 3)
+    # An expert takes 1000 B / 1 MB/s = 1000 us; a layer computes 1600 us; fetches begin 100 us late.
+    link = LinkModel(bytes_per_s=1e6, latency_us=100, layer_compute_us=1600)
+    assert link.fetch_rates(0, 4, 2, 1000) == [0.5, 0, 0, 0]
+    table = score(cyclic(), [Oracle(cyclic(), n_wrong=1)], [1, 2], link).scores[0]
+    assert table.means[1].fetch_rate == 0.5  # 1500 us are enough for one of two
+    assert table.means[1].good_pred == pytest.approx(0.5 * 0.5)
+    assert table.layers[1][2].fetch_rate == 0.5
+
+
+def test_the_wishes_of_all_layers_share_the_link() -> None:
+    # Two experts of 1000 us each in every layer, of 1600 us: alone, 3100 us of lead are enough for both.
+    link = LinkModel(bytes_per_s=1e6, latency_us=100, layer_compute_us=1600)
+    assert link.fetch_rates(2, 6, 2, 1000) == [0.5] * 6
+    # With 2200 us a layer the link keeps up, one layer ahead or more; with 1900 it does at no distance.
+    keeping_up, falling_behind = replace(link, layer_compute_us=2200), replace(link, layer_compute_us=1900)
+    assert all(keeping_up.fetch_rates(k, 6, 2, 1000)[1:] == [1] * 5 for k in (1, 2, 4))
+    assert all(sum(falling_behind.fetch_rates(k, 60, 2, 1000)) < 0.8 * 60 for k in (1, 2, 4, 8))
+    # With room left between layers, a farther prediction makes up for a link that is late by its latency.
+    late = LinkModel(bytes_per_s=1e6, latency_us=1000, layer_compute_us=2500)
+    assert late.fetch_rates(1, 4, 1, 1000)[1:] == [1] * 3 and late.fetch_rates(1, 4, 2, 1000)[1:] == [0.5] * 3
 
 
 def test_without_a_link_there_are_no_time_figures() -> None:
@@ -95,9 +105,9 @@ def test_only_what_a_cache_lacks_is_moved() -> None:
     # Token t uses t and t + 1: at two resident experts a layer, one of them is still resident from the token before.
     table = score(cyclic(), [Oracle(cyclic(), n_wrong=1)], [1], lru_share=0.25).scores[0].means[1]
     # The right one it names is t (resident), the wrong one is not: everything it moves is useless.
-    assert table.missing_moved_per_useful[1] is None
+    assert table.moved_per_useful[1] is None
     right = score(cyclic(), [Oracle(cyclic())], [1], lru_share=0.25).scores[0].means[1]
-    assert right.missing_moved_per_useful[1] == 1
+    assert right.moved_per_useful[1] == 1
 
 
 def test_the_cache_of_a_layer_keeps_the_latest() -> None:

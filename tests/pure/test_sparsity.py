@@ -93,7 +93,7 @@ def test_the_own_request_counts_before_any_other_has_ended() -> None:
 
 def test_layers_without_experts_have_no_score_and_depth_counts_those_with() -> None:
     shape = MoeShape(n_layer=4, n_expert=2, n_expert_used=1, layers=(1, 3))
-    policy, history = SparsityAware(shape), History(shape)
+    policy, history = SparsityAware(shape, own_share=0.5), History(shape)
     scores_after(policy, history, 1, 0)
     scores = scores_after(policy, history, 3, 0)
     assert scores[1, 0] == pytest.approx(1, rel=1e-4)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import io
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -77,6 +81,11 @@ def test_a_counted_predictor_is_written_judged_and_loaded(
     assert facts["fingerprint"] == trace.header.fingerprint
     assert facts["training"]["requests"] + facts["heldout"]["requests"] == 12
     assert set(facts["heldout"]["accuracy"]["affinity"]) == {"1", "2", "4", "8"}
+    made = facts["manifest"]
+    assert made["options"][:2] == ["--predictor", "affinity"] and "--seed" in made["options"]
+    assert made["trained_on"]["sha256"] == hashlib.sha256((tmp_path / "t.trace").read_bytes()).hexdigest()
+    used = made["trained_on"]["requests"], made["scored_on"]["requests"]
+    assert sorted(used[0] + used[1]) == list(range(12))
     path = tmp_path / "out/affinity.safetensors"
     found = weights_file.load(
         path, "affinity", trace.header.fingerprint, trace.shape, lambda w: Affinity.from_weights(trace.shape, w)
@@ -94,6 +103,24 @@ def test_every_learned_predictor_of_the_controller_has_a_trainer() -> None:
     for name in TRAINERS:
         path = Path(__file__).parents[2] / "tools/predictors" / f"{TRAINERS[name]}.py"
         assert path.exists(), name
+
+
+def test_the_expert_mlp_is_trained_at_the_papers_width_and_to_the_end_of_its_schedule() -> None:
+    pytest.importorskip("torch", reason=NO_TORCH)
+    chosen = trainer("expert-mlp").Options()
+    assert (chosen.hidden, chosen.epochs, chosen.patience) == ((2048, 1024, 512, 256, 128, 64), 45, 0)
+    trace, small = random_trace(n_sequences=4, n_decode=8), (16,) * 6
+    for patience, runs in ((1, range(2, 30)), (0, range(30, 31))):
+        options = trainer("expert-mlp").Options(hidden=small, epochs=30, patience=patience, batch=32, lr=1e-6)
+        assert epochs_of(trace, options) in runs
+
+
+def epochs_of(trace: Trace, options: Any) -> int:
+    """How many epochs a training takes."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        trainer("expert-mlp").train(trace, options)
+    return int(printed.getvalue().split("after ")[1].split()[0])
 
 
 def test_a_taught_mlp_beats_a_shuffled_control_on_held_out_requests() -> None:

@@ -15,7 +15,10 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Schedule:
-    """How long and how fast. patience: epochs without a better validation accuracy before it stops."""
+    """How long and how fast; the rate is annealed over all epochs.
+
+    patience: epochs without a better validation accuracy before it stops; 0: it runs them all.
+    """
 
     epochs: int = 12
     batch: int = 512
@@ -63,7 +66,7 @@ def fit(
         found = validate(network, samples)
         if found > best:
             best, best_epoch, state = found, epoch, copy.deepcopy(network.state_dict())
-        elif epoch - best_epoch >= schedule.patience:
+        elif schedule.patience and epoch - best_epoch >= schedule.patience:
             break
     network.load_state_dict(state)
     network.eval()

@@ -206,7 +206,7 @@ def _scores(report: Report) -> str:
         return ""
     caption = (
         "Share of exactly n_expert_used predicted experts that are used (ProMoE's ACCURACY), mean over layers but the"
-        " first. Dashed: the control, the same predictor on routing shuffled in time."
+        " first. Dashed: the control, the same predictor on routing shuffled within each request."
     )
     return _section("accuracy", findings.of_scores(table), [(plots.accuracy(table), caption)], _score_tables(table))
 
@@ -218,17 +218,16 @@ def _score_tables(table: ScoreTable) -> str:
         for distance, figures in score.means.items():
             control = controls[score.name].means[distance].accuracy if score.name in controls else None
             batch = (score.batch_accuracy or {}).get(distance)
-            moved = (figures.moved_per_useful[n], figures.missing_moved_per_useful[n])
+            moved = figures.moved_per_useful[n]
             shares = (
                 figures.coverage, figures.accuracy, control, figures.top_k_hit, figures.at_least_one, batch,
                 figures.precision[n], figures.recall[-1], figures.fetch_rate, figures.good_pred,
             )  # fmt: skip
-            bytes_moved = ["–" if value is None else f"{value:.2f}" for value in moved]
-            rows.append((f"{score.name}, {distance}", *map(percent, shares), *bytes_moved))
+            rows.append((f"{score.name}, {distance}", *map(percent, shares), "–" if moved is None else f"{moved:.2f}"))
     head = (
         "predictor, distance", "answers", "ACCURACY", "control", "all right", "one right",
         f"batch of {table.batch_sequences}", "precision", "recall of twice as many", "FETCHRATE", "GOODPRED",
-        "bytes per useful byte", f"the same, LRU of {table.lru_share:.0%}",
+        f"bytes moved per useful byte, beside LRU of {table.lru_share:.0%}",
     )  # fmt: skip
     link = table.link
     caption = "predictors, over all layers but the first"

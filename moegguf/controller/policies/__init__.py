@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from moegguf.controller.policies.base import LRU, AnyPolicy
 from moegguf.controller.policies.baselines import LeastStale, Lfu, LfuRequest, Random, Static
-from moegguf.controller.policies.locality import Locality
-from moegguf.controller.policies.sparsity import SparsityAware
+from moegguf.controller.policies.locality import LOCALITY
+from moegguf.controller.policies.sparsity import OwnSparsityAware, SparsityAware
 from moegguf.controller.predictors import ArtifactSource
 from moegguf.controller.shape import MoeShape
 from moegguf.controller.weights import load_nearest
@@ -32,27 +32,28 @@ def _static(shape: MoeShape, artifacts: ArtifactSource) -> AnyPolicy:
     return LRU if static is None else static
 
 
-PYTHON_POLICIES: dict[str, Make] = {
+OWN_POLICIES: dict[str, Make] = {
     "lfu": lambda shape, artifacts: Lfu(),
     "lfu-request": lambda shape, artifacts: LfuRequest(shape),
     "static": _static,
     "random": lambda shape, artifacts: Random(shape),
     "least-stale": lambda shape, artifacts: LeastStale(shape),
-    "locality": lambda shape, artifacts: Locality(shape),
+    "locality": lambda shape, artifacts: LOCALITY,
     "sparsity": lambda shape, artifacts: SparsityAware(shape, artifacts.collection(shape)),
+    "sparsity-own": lambda shape, artifacts: OwnSparsityAware(shape, artifacts.collection(shape)),
 }
 
 
 def policy_names() -> list[str]:
-    """All policies by name: native ones, then those in Python."""
-    return [*native_policies(), *PYTHON_POLICIES]
+    """All policies by name: the store's own, then those of this package."""
+    return [*native_policies(), *OWN_POLICIES]
 
 
 def make_policy(name: str, shape: MoeShape, artifacts: ArtifactSource) -> AnyPolicy:
     """The policy of this name for a model. Raises OptionError for an unknown name, or a missing popularity file."""
     if native := native_policies().get(name):
         return native
-    make = PYTHON_POLICIES.get(name)
+    make = OWN_POLICIES.get(name)
     if make is None:
         raise OptionError(f"there is no policy {name!r}; known are {', '.join(policy_names())}.")
     return make(shape, artifacts)

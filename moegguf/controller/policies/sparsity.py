@@ -33,7 +33,7 @@ class SparsityAware:
         shape: MoeShape,
         eamcs: EamcPair | None = None,
         n_matches: int = N_MATCHES,
-        own_share: float = OWN_SHARE,
+        own_share: float = 0.0,
         layer_decay: bool = True,
     ) -> None:
         self._predict_eam = PredictEam(shape, eamcs, n_matches, own_share)
@@ -60,3 +60,12 @@ class SparsityAware:
         probabilities += np.float32(EPSILON)
         probabilities *= self._decay
         return probabilities
+
+
+class OwnSparsityAware(SparsityAware):
+    """The same, with half of each probability from the request in progress: a variant of ours, not the paper's."""
+
+    name: ClassVar[str] = "sparsity-own"
+
+    def __init__(self, shape: MoeShape, eamcs: EamcPair | None = None) -> None:
+        super().__init__(shape, eamcs, own_share=OWN_SHARE)

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from moegguf.controller.collection import EamcPair
 from moegguf.controller.predictors.base import NoPrediction, Predictor
-from moegguf.controller.predictors.eamc import EamcPredictor
+from moegguf.controller.predictors.eamc import EamcPredictor, OwnEamcPredictor
 from moegguf.controller.predictors.expert_mlp import ExpertMlp
 from moegguf.controller.predictors.mlp import MlpPredictor
 from moegguf.controller.predictors.popularity import Affinity, Popularity
@@ -63,6 +63,7 @@ UNTRAINED: dict[str, Make] = {
     "none": lambda shape, artifacts: NoPrediction(shape),
     "previous-token": lambda shape, artifacts: PreviousToken(shape),
     "eamc": lambda shape, artifacts: EamcPredictor(shape, artifacts.collection(shape)),
+    "eamc-own": lambda shape, artifacts: OwnEamcPredictor(shape, artifacts.collection(shape)),
     "skip": lambda shape, artifacts: Skip(shape, artifacts.routers()),
     "fresh-gate": lambda shape, artifacts: FreshGate(shape, artifacts.routers()),
 }

@@ -19,7 +19,8 @@ class EamcPredictor(Predictor):
 
     Needs no training: a request's rEAM is added to the collection when the request ends: when the next one begins, or
     at `learned`. `eamcs`, `n_matches` and `own_share` are PredictEam's. The layer proximity 1 - (i - l) / L of the
-    paper's pEAM is left out: it only orders prefetches, which `Prefetcher` does by layer. Reaches every later layer.
+    paper's pEAM orders prefetches and is no probability: it is `PrefetchOptions.by_proximity`. Reaches every later
+    layer.
     """
 
     name: ClassVar[str] = "eamc"
@@ -29,7 +30,7 @@ class EamcPredictor(Predictor):
         shape: MoeShape,
         eamcs: EamcPair | None = None,
         n_matches: int = N_MATCHES,
-        own_share: float = OWN_SHARE,
+        own_share: float = 0.0,
     ) -> None:
         super().__init__(shape, reach=len(shape.layers))
         self._predict_eam = PredictEam(shape, eamcs, n_matches, own_share)
@@ -69,3 +70,12 @@ class EamcPredictor(Predictor):
         self.eamcs.add(history.prefill, history.decode)
         self._history = History(self.shape)
         return self.eamcs
+
+
+class OwnEamcPredictor(EamcPredictor):
+    """The same, with half of each probability from the request in progress: a variant of ours, not the paper's."""
+
+    name: ClassVar[str] = "eamc-own"
+
+    def __init__(self, shape: MoeShape, eamcs: EamcPair | None = None, n_matches: int = N_MATCHES) -> None:
+        super().__init__(shape, eamcs, n_matches, OWN_SHARE)

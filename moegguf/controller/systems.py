@@ -1,0 +1,145 @@
+"""The systems of four papers, and what to compare them with, by name: which cache, predictor, prefetch, order, prefill.
+
+A system only names parts; each part can still be chosen by itself. Papers: MoE-Infinity (arXiv 2401.14361v3), ProMoE,
+ExpertFlow, DuoServe-MoE. Sections are theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from moegguf.controller.prefetch import NO_LIMIT, PrefetchOptions
+from moegguf.errors import OptionError
+from moegguf.native.store import StoreOptions
+
+OWN = "moegguf"
+EVERY_LAYER = 1 << 16  # a window over all of them
+
+Prefetch = PrefetchOptions | bool | None
+
+
+@dataclass(frozen=True)
+class System:
+    """What a system sets. `policy` "auto", and None: what was measured to be best for the model.
+
+    chunked, preempt, overlap, sweep: as in StoreOptions. sources: {field: where the paper says so, or what it leaves
+    open and what was taken}. A paper's prefetching is always on: none of them knows a watchdog or a limit of bytes.
+    """
+
+    name: str
+    about: str
+    policy: str = "auto"
+    predictor: str | None = None
+    prefetch: Prefetch = None
+    chunked: bool = True
+    preempt: bool = True
+    overlap: bool = True
+    sweep: bool = True
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def switches(self) -> dict[str, bool]:
+        """The options of a store that it sets."""
+        return {name: getattr(self, name) for name in ("chunked", "preempt", "overlap", "sweep")}
+
+    def store_options(self) -> StoreOptions:
+        """Of a live model."""
+        return StoreOptions(chunked=self.chunked, preempt=self.preempt, overlap=self.overlap, sweep=self.sweep)
+
+    def parts(self, policy: Any, predictor: Any, prefetch: Prefetch) -> tuple[Any, Any, Prefetch]:
+        """Policy, predictor (names or objects) and prefetching as chosen; "auto" and None are the system's.
+
+        True for prefetching is the system's way of doing it.
+        """
+        own_way = prefetch is None or (prefetch is True and bool(self.prefetch))
+        return (
+            self.policy if isinstance(policy, str) and policy == "auto" else policy,
+            self.predictor if predictor is None else predictor,
+            self.prefetch if own_way else prefetch,
+        )
+
+
+def _prefetch(window: int, again: bool, by_proximity: bool = False) -> PrefetchOptions:
+    return PrefetchOptions(window, again, NO_LIMIT, least_probability=0.0, by_proximity=by_proximity, watchdog=False)
+
+
+_IN_PROMPTS = "of a prompt, which uses nearly every expert, the store's sweep fetches the next layer ahead"
+
+SYSTEMS = {
+    system.name: system
+    for system in (
+        System(
+            "none", "LRU alone, each layer waiting for its experts", "lru", "none", False,
+            overlap=False, sweep=False,
+            sources={"policy": "no decisions: the store's default, with its floor per layer, and nothing ahead"},
+        ),
+        System(
+            "lru", "LRU, computing by expert, the next layer ahead in prompts", "lru", "none", False,
+            sources={"policy": "everything that the store does without predictions"},
+        ),
+        System(
+            "moe-infinity", "MoE-Infinity", "sparsity", "eamc", _prefetch(EVERY_LAYER, again=True, by_proximity=True),
+            chunked=False, overlap=False,
+            sources={
+                "policy": "4.7, algorithm 1; only ended requests are matched (4.5)",
+                "predictor": "4.5: EAMC, several matches summed and normalised by row",
+                "prefetch": "4.3: predicted anew after every layer's routing; 4.5: by probability times 1-(i-l)/L. How"
+                " many is open: of a layer as many as a token uses. Queued wishes are not put in order again",
+                "chunked": "not in the paper: whole experts",
+                "overlap": "not in the paper: experts are computed when all are there",
+                "sweep": f"4.3: the prompt is an iteration that is predicted too; here, {_IN_PROMPTS}",
+            },
+        ),
+        System(
+            "promoe", "ProMoE", "lru", "mlp", _prefetch(4, again=False),
+            sources={
+                "policy": "Ablation Study: the base is LRU",
+                "predictor": "Learning-based Predictor: a two-layer MLP per layer",
+                "prefetch": "Sliding-window Prefetching: layer i+k once, from layer i (footnote 1: from the first where"
+                " there is none); as many as a token uses. k is open (figure 8: 1, 2, 4, 8): 4",
+                "chunked": "Chunked Prefetch: one chunk per matrix",
+                "preempt": "Early Preemption: misses first, which is always so, and stale wishes of the layer dropped",
+                "overlap": "Reordered Inference: experts that are there first",
+                "sweep": f"Overall Performance: prompts prefetch too; here, {_IN_PROMPTS}",
+            },
+        ),
+        System(
+            "expertflow", "ExpertFlow", "locality", "routing-path", _prefetch(EVERY_LAYER, again=False), chunked=False,
+            sources={
+                "policy": "3.2.1 PLEC and 3.2.2 real-time correction, at the routing event that shows the difference",
+                "predictor": "3.1: all layers at once from the tokens, before the pass",
+                "prefetch": "3.2.1: what is predicted, the nearest layers first, as completed ones make room",
+                "chunked": "not in the paper: whole experts",
+                "overlap": "3.2: missed experts are fetched while others compute",
+                "sweep": f"3.1.1: prompts are predicted too; here, {_IN_PROMPTS}",
+            },
+        ),
+        System(
+            "duoserve", "DuoServe-MoE", "lru", "expert-mlp", _prefetch(1, again=True), chunked=False,
+            sources={
+                "policy": "5.1: k slots in all, refilled for each layer. The number of slots is the budget's, not a"
+                " system's; with more than k, which it leaves open, LRU",
+                "predictor": "4.2: ExpertMLP, the next layer from those before",
+                "prefetch": "5.3: the next layer's k most probable, while this one computes",
+                "chunked": "not in the paper: whole experts",
+                "overlap": "5.2: one expert computes while the next is fetched. Decoding waits for all (5.3); here it"
+                " does not",
+                "sweep": "5.2: prompts are a pipeline without predictions",
+            },
+        ),
+        System(
+            OWN, "what was measured to be best for the model, else LRU; prefetching where it pays",
+            sources={"policy": "the model's measured.json (`moegguf trace simulate --save`)"},
+        ),
+    )
+}  # fmt: skip
+
+
+def find_system(name: str) -> System:
+    """The system of this name; "" is moegguf's own. Raises OptionError."""
+    found = SYSTEMS.get(name or OWN)
+    if found is None:
+        raise OptionError(f"there is no system {name[:60]!r}; known are {', '.join(SYSTEMS)}.")
+    return found
