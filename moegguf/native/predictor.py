@@ -28,7 +28,7 @@ class PredictorTraits(NamedTuple):
 
 @dataclass(frozen=True)
 class NativePredictor:
-    """arrays: {name: values}, as each predictor's file in `moegguf/native/predictors` says; used in place, not copied."""
+    """arrays: {name: values}, as its file in `moegguf/native/predictors` says; used in place, not copied."""
 
     name: str
     arrays: Mapping[str, Array] = field(default_factory=dict)
