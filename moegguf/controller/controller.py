@@ -1,6 +1,7 @@
 """The controller: at each routing event it updates the history, asks the predictor, scores what to keep and prefetches.
 
-What the store decides by itself (a native policy without a predictor to act on) needs no controller at all.
+What the store decides by itself (a native policy without a predictor to act on) needs no controller at all; where it
+predicts by itself, too, the controller only says whether that is acted on.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ from moegguf.controller.judge import LiveJudge
 from moegguf.controller.policies.base import AnyPolicy, Policy
 from moegguf.controller.policies.locality import Locality
 from moegguf.controller.predictors.base import NoPrediction, Predictor
-from moegguf.controller.prefetch import Prefetcher, PrefetchOptions
+from moegguf.controller.prefetch import Prefetcher, PrefetchOptions, most_prefetches
 from moegguf.controller.shape import MoeShape
 from moegguf.controller.watchdog import Watchdog
 from moegguf.errors import CallbackError
 from moegguf.native.events import Announcement, Float32s, Phase, RoutingEvent
+from moegguf.native.predictor import NativeForecast, NativePredictor
 from moegguf.native.store import NativePolicy
 
 Int32s = npt.NDArray[np.int32]
@@ -45,6 +47,12 @@ class Actions(Protocol):
     def prefetch(self, il: Int32s, experts: Int32s) -> None:
         """Requests the experts (il[i], experts[i]) ahead of demand."""
 
+    def set_predictor(self, predictor: NativePredictor | None, forecast: NativeForecast) -> None:
+        """Has the store predict by itself; None: no longer."""
+
+    def act_on_forecasts(self, on: bool) -> None:
+        """Whether it prefetches what it predicts."""
+
     def residency(self) -> npt.NDArray[np.uint8]:
         """(n_layer, n_expert): 0 absent, 1 in flight, 2 resident."""
 
@@ -58,13 +66,15 @@ class ActingOptions:
 
     prefetch: None acts on no prediction. judge: predictions are compared with what happens. slowest_s: a policy or
     predictor that once takes longer is switched off. strict: a policy or predictor that fails raises CallbackError
-    instead of being switched off. clock_ns: the watchdog's clock; None when `count_token` is called from outside.
+    instead of being switched off. lockstep: the store's own predictions act at a fixed place. clock_ns: the watchdog's
+    clock; None when `count_token` is called from outside.
     """
 
     prefetch: PrefetchOptions | None = None
     judge: bool = False
     slowest_s: float = 1.0
     strict: bool = False
+    lockstep: bool = False
     clock_ns: Callable[[], int] | None = None
 
 
@@ -79,7 +89,10 @@ def build_controller(
         store.set_policy(policy.name, **policy.parameters)
         if isinstance(predictor, NoPrediction) and not options.judge:
             return None
-    return Controller(shape, policy, predictor, store, options)
+    native = _native(policy, predictor, options)
+    if native is not None:
+        store.set_predictor(native, _native_forecast(shape, predictor, options))
+    return Controller(shape, policy, predictor, store, options, native=native is not None)
 
 
 class Controller:
@@ -90,9 +103,17 @@ class Controller:
     """
 
     def __init__(
-        self, shape: MoeShape, policy: AnyPolicy, predictor: Predictor, actions: Actions, options: ActingOptions
+        self,
+        shape: MoeShape,
+        policy: AnyPolicy,
+        predictor: Predictor,
+        actions: Actions,
+        options: ActingOptions,
+        *,
+        native: bool = False,
     ) -> None:
         self.shape = shape
+        self.native = native  # the store predicts, and acts; here a predictor is judged at most
         self.policy: AnyPolicy | None = policy
         self.predictor: Predictor | None = predictor
         self.history = History(shape)
@@ -105,6 +126,8 @@ class Controller:
         self._scored = self._forecast_set = False
         self._actions = actions
         self._prefetcher = Prefetcher(shape, options.prefetch) if options.prefetch else None
+        self._acting = True
+        self._act_natively()
         self._forecast = _forecast(shape, predictor, options.prefetch)
 
     @property
@@ -120,6 +143,8 @@ class Controller:
     @property
     def redundant(self) -> bool:
         """Whether the store would do the same without this controller, until the watchdog tries prefetching again."""
+        if self.native:
+            return self.judge is None
         off = self.watchdog is not None and self.watchdog.resting and not self.watchdog.on
         return off and self.judge is None and not isinstance(self.policy, Policy)
 
@@ -159,6 +184,13 @@ class Controller:
             self.watchdog.token(now_ns)
         else:
             self.watchdog.pause()
+        self._act_natively()
+
+    def _act_natively(self) -> None:
+        """Has the store's own predictions acted on as long as they are to be."""
+        if self.native and self._acting != self.prefetching:
+            self._acting = self.prefetching
+            self._actions.act_on_forecasts(self._acting)
 
     def _predict(self, predictor: Predictor, announcement: Announcement) -> None:
         start = time.perf_counter()
@@ -166,7 +198,8 @@ class Controller:
             predictor.announce(announcement)
             if self.judge is not None:
                 self.judge.announce(announcement)
-            self._forecast.begin_pass(predictor)
+            if not self.native:
+                self._forecast.begin_pass(predictor)
             self._check_time(start)
         except Exception as error:
             self._drop_predictor(_reason(error))
@@ -177,7 +210,8 @@ class Controller:
             predictor.observe(event)
             if self.judge is not None:
                 self.judge.observe(event)
-            self._forecast.advance(predictor, event.il)
+            if not self.native:
+                self._forecast.advance(predictor, event.il)
             self._check_time(start)
         except Exception as error:
             self._drop_predictor(_reason(error))
@@ -201,7 +235,7 @@ class Controller:
 
     def _act(self, phase: Phase) -> None:
         """Passes the forecast on: to a policy that takes it, and as prefetch requests."""
-        if phase != Phase.DECODE:
+        if phase != Phase.DECODE or self.native:
             return
         if self.may_prefetch and not self.prefetching:
             self._clear_forecast()
@@ -277,3 +311,26 @@ def _forecast(shape: MoeShape, predictor: Predictor, prefetch: PrefetchOptions |
 
 def _reason(error: Exception) -> str:
     return str(error) if isinstance(error, TimeoutError) else f"raised {type(error).__name__}: {error}"
+
+
+def _native(policy: AnyPolicy, predictor: Predictor, options: ActingOptions) -> NativePredictor | None:
+    """The predictor as the store computes it, where the store can do all that is to be done with it.
+
+    A policy in Python scores with the forecast, and so does ExpertFlow's; an order across layers is the controller's.
+    """
+    if not isinstance(policy, NativePolicy) or isinstance(policy, Locality):
+        return None
+    if options.prefetch is not None and options.prefetch.by_proximity:
+        return None
+    return predictor.native()
+
+
+def _native_forecast(shape: MoeShape, predictor: Predictor, options: ActingOptions) -> NativeForecast:
+    prefetch = options.prefetch or PrefetchOptions(budget_bytes=0)
+    return NativeForecast(
+        window=max(1, min(prefetch.window, len(shape.layers)) if predictor.needs_inputs else predictor.reach),
+        once=not prefetch.again or predictor.reach >= len(shape.layers),  # what knows all layers has no more to say
+        most_prefetches=min(most_prefetches(shape, prefetch), len(shape.layers) * shape.n_expert),
+        waste_weight=prefetch.waste_weight,
+        lockstep=options.lockstep,
+    )

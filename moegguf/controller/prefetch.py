@@ -26,6 +26,10 @@ class PrefetchOptions:
     event, that with the largest probability times layer proximity comes first, of any layer (MoE-Infinity, section
     4.5); False: the nearest layer comes first. Wishes that are queued already stay before. watchdog: prefetching is
     switched off when it does not save time; False keeps it on.
+
+    Where the store predicts by itself, it knows what each probability was worth so far, and `waste_weight` takes the
+    place of `least_probability`: what an expert fetched in vain costs, as a share of the stall that one fetched in time
+    saves; 0: costs do not count.
     """
 
     window: int = 2
@@ -34,6 +38,14 @@ class PrefetchOptions:
     least_probability: float = 0.2
     by_proximity: bool = False
     watchdog: bool = True
+    waste_weight: float = 0.5
+
+
+def most_prefetches(shape: MoeShape, options: PrefetchOptions) -> int:
+    """The budget of a token in experts."""
+    cycle_bytes = shape.n_expert_used * len(shape.layers) * shape.expert_bytes
+    budget_bytes = cycle_bytes // 2 if options.budget_bytes is None else options.budget_bytes
+    return budget_bytes // shape.expert_bytes
 
 
 class Prefetcher:
@@ -45,9 +57,7 @@ class Prefetcher:
     def __init__(self, shape: MoeShape, options: PrefetchOptions) -> None:
         self.options = options
         self._shape = shape
-        cycle_bytes = shape.n_expert_used * len(shape.layers) * shape.expert_bytes
-        budget_bytes = cycle_bytes // 2 if options.budget_bytes is None else options.budget_bytes
-        self._budget_experts = budget_bytes // shape.expert_bytes
+        self._budget_experts = most_prefetches(shape, options)
         self._remaining_experts = self._budget_experts
         self._requested: npt.NDArray[np.bool_] = np.zeros(shape.table, bool)
 

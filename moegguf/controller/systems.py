@@ -62,7 +62,9 @@ class System:
 
 
 def _prefetch(window: int, again: bool, by_proximity: bool = False) -> PrefetchOptions:
-    return PrefetchOptions(window, again, NO_LIMIT, least_probability=0.0, by_proximity=by_proximity, watchdog=False)
+    return PrefetchOptions(
+        window, again, NO_LIMIT, least_probability=0.0, by_proximity=by_proximity, watchdog=False, waste_weight=0.0
+    )
 
 
 _IN_PROMPTS = "of a prompt, which uses nearly every expert, the store's sweep fetches the next layer ahead"

@@ -96,11 +96,12 @@ class LiveController:
             return
         if self.choice == ControllerChoice() and self.options.policy == AUTO and not self.options.judge:
             return
-        acting = ActingOptions(prefetch=self._prefetch(), judge=self.options.judge)
+        acting = ActingOptions(prefetch=self._prefetch(), judge=self.options.judge, lockstep=self.options.lockstep)
         self.controller = build_controller(shape, policy, predictor, self.session.store, acting)
         if self.controller is None:
             self.native_policy = name_of(policy)
             return
+        self._paused = self.controller.native and self.controller.redundant
         self._checkpoint = CollectionCheckpoint(self.artifacts, shape)
         self._listen_options = ListenOptions(inputs=predictor.needs_inputs, lockstep=self.options.lockstep)
         self.update(self.session.plan.n_slots)
@@ -193,13 +194,18 @@ class LiveController:
         controller = self.controller
         if controller is None:
             return {"policy": self.native_policy, "predictor": "none", "prefetch": "off"}
+        counters = self.session.store.counters() if controller.native else {}
+        n_events = counters.get("routing_events", controller.n_events)
+        spent_s = counters.get("forecast_ns", 0) / 1e9 if controller.native else controller.seconds
         figures: dict[str, Any] = {
             "policy": LRU.name if controller.policy is None else name_of(controller.policy),
             "predictor": "none" if controller.predictor is None else name_of(controller.predictor),
             "prefetch": "off" if not controller.may_prefetch else "on" if controller.prefetching else "paused",
-            "routing_events": controller.n_events,
-            "us_per_event": round(controller.seconds / max(1, controller.n_events) * 1e6, 1),
+            "routing_events": n_events,
+            "us_per_event": round(spent_s / max(1, n_events) * 1e6, 1),
         }
+        if counters.get("forecast_picks"):
+            figures["predicted_right"] = round(counters["forecast_right"] / counters["forecast_picks"], 4)
         if controller.watchdog is not None and controller.watchdog.last_gain is not None:
             figures["time_saved_by_prefetch"] = round(controller.watchdog.last_gain, 4)
         if controller.judge is not None:

@@ -214,15 +214,21 @@ void Forecaster::compare(const Observation & seen) {
     for (int e = 0; e < n_expert; e++) {
         calibration_.count(row.distance, row.likely[e], used(e));
     }
-    std::iota(best_.begin(), best_.begin() + n_expert, 0);
-    const int n_best = std::min(seen.n_expert_used, n_expert);
-    std::partial_sort(best_.begin(), best_.begin() + n_best, best_.begin() + n_expert, [&](int a, int b) {
-        return row.likely[a] != row.likely[b] ? row.likely[a] > row.likely[b] : a < b;
-    });
+    const int n_best = rank(row, seen.il, seen.n_expert_used);
     count(shared_.counters.forecast_picks, n_best);
     count(shared_.counters.forecast_right, std::count_if(best_.begin(), best_.begin() + n_best, used));
     std::lock_guard<std::mutex> lock(rows_mutex_);
     row.distance = 0;
+}
+
+// best_ begins with the layer's `most` most probable experts; how many these are.
+int Forecaster::rank(const Row & row, int il, int most) {
+    const int n_expert = layout_.layers[il].n_expert, n_best = std::min(most, n_expert);
+    std::iota(best_.begin(), best_.begin() + n_expert, 0);
+    std::partial_sort(best_.begin(), best_.begin() + n_best, best_.begin() + n_expert, [&](int a, int b) {
+        return row.likely[a] != row.likely[b] ? row.likely[a] > row.likely[b] : a < b;
+    });
+    return n_best;
 }
 
 // The layers of the window, or those of them that nothing is known about yet.
@@ -269,22 +275,22 @@ void Forecaster::act() {
     transfers_.set_wishes(wishes_);
 }
 
+// Of a layer's most probable experts, as many as a token uses, those that are not there and worth it.
 // An expert that is used with chance p saves its stall, or as much of it as there is time until its layer's turn; one
 // that is not keeps the link from others for nothing. What is left is what the expert evicted for it may be worth.
 void Forecaster::wish_for_row(int at, uint64_t turn) {
     const Row & row = rows_[at];
     const int il = layout_.moe_layers[at];
     const float saved = transfers_.share_in_time(at - row_);
-    const size_t first = wishes_.size();
-    for (int e = 0; e < layout_.layers[il].n_expert; e++) {
-        const float p = row.chances[e], worth = p * saved - (1.0f - p) * options_.waste_weight;
-        if (worth > 0.0f && tier_.residency.find(il, e) < 0) {
+    const int n_best = rank(row, il, layout_.layers[il].n_expert_used);
+    for (int i = 0; i < n_best; i++) {
+        const int e = best_[i];
+        const float p = row.chances[e];
+        const float worth = options_.waste_weight > 0.0f ? p * saved - (1.0f - p) * options_.waste_weight : INFINITY;
+        if (row.likely[e] > 0.0f && worth > 0.0f && tier_.residency.find(il, e) < 0) {
             wishes_.push_back({turn, il, e, worth});
         }
     }
-    std::sort(wishes_.begin() + first, wishes_.end(), [](const Wish & a, const Wish & b) {
-        return a.worth != b.worth ? a.worth > b.worth : a.expert < b.expert;
-    });
 }
 
 } // namespace moegguf

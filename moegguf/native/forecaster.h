@@ -57,6 +57,7 @@ class Forecaster {
     void follow(const Record & record, bool newest);
     void begin_pass(const Record & record);
     void compare(const Observation & seen);
+    int rank(const Row & row, int il, int most);
     void predict();
     void act();
     void wish_for_row(int row, uint64_t turn);

@@ -211,7 +211,8 @@ struct moegguf_predictor {
     const struct moegguf_array * arrays;
     int32_t window;          // layers with experts ahead that are predicted
     int32_t most_prefetches; // experts started in a pass; 0: predictions only protect what is there
-    float waste_weight;      // what a prefetch in vain costs, as a share of the stall that one in time saves
+    float waste_weight;      // what a prefetch in vain costs, as a share of the stall that one in time saves; 0: costs
+                             // do not count
     int32_t reserved;
 };
 

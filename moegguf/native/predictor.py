@@ -40,8 +40,8 @@ class NativeForecast:
 
     window: layers with experts ahead. once: a layer is predicted when it comes into the window, and not again.
     most_prefetches: experts started in a pass; 0: predictions only protect what is there. waste_weight: what a prefetch
-    in vain costs, as a share of the stall that one in time saves. lockstep: routing events wait for predictions, so
-    that these act at a fixed place; slow, and reproducible.
+    in vain costs, as a share of the stall that one in time saves; 0: costs do not count. lockstep: routing events wait
+    for predictions, so that these act at a fixed place; slow, and reproducible.
     """
 
     window: int = 2

@@ -27,7 +27,7 @@ from moegguf.trace.trace import Trace
 
 GGML_TYPE_I8 = 24  # one byte per value: an expert of any size is one row
 MOST_TOKENS = 4096  # of a `Part`, so that its arrays stay small
-REAL_TIME = "hook_ns"  # the one counter that does not follow from the trace
+REAL_TIME = ("hook_ns", "forecast_ns")  # the counters that do not follow from the trace
 
 
 @dataclass(frozen=True)
@@ -296,6 +296,7 @@ class Simulation:
         pass_ = -1
         for event in self.trace.events():
             if isinstance(event, Announcement):
+                lane.announce(event.sequence, event.phase, event.tokens)
                 controller.announce(event)
                 continue
             if event.pass_ != pass_:
@@ -303,7 +304,7 @@ class Simulation:
                 meter.begin(event.sequence, event.phase, len(event.expert_ids))
                 if progress is not None:
                     progress(pass_)
-            lane.acquire(event.il, event.expert_ids)
+            lane.acquire(event.il, event.expert_ids, event.inputs)
             controller.observe(event)
             if compute_ns:
                 store.advance(compute_ns * len(event.expert_ids))
@@ -311,7 +312,7 @@ class Simulation:
     def _result(self, meter: _Meter) -> SimResult:
         meter.end()
         decode, total = meter.phases[Phase.DECODE], len(self.trace.shape.layers) * self.trace.shape.n_expert
-        counters = {name: n for name, n in meter.counters.items() if name != REAL_TIME}
+        counters = {name: n for name, n in meter.counters.items() if name not in REAL_TIME}
         timed = self.options.timed and decode.clock_ns > 0
         return SimResult(
             name_of(self.policy), name_of(self.predictor), self.n_slots, self.n_slots / total, counters,

@@ -31,7 +31,7 @@ from moegguf.controller.prefetch import PrefetchOptions
 from moegguf.controller.watchdog import Watchdog, WatchdogOptions
 from moegguf.errors import OptionError
 from moegguf.native.events import Announcement, Float32s, Phase
-from moegguf.native.store import StoreOptions, native_policies
+from moegguf.native.store import Store, StoreOptions, native_policies
 
 TIGHT: dict[str, Any] = {"expert_cache": "30%", "n_ubatch": 4}
 N_PROMPT, N_NEW = 24, 16
@@ -193,7 +193,7 @@ def test_a_native_policy_takes_a_controller_only_with_a_predictor(
 ) -> None:
     llm = load(own(), policy="next-use", **option, **TIGHT)
     assert np.array_equal(logits_of(llm), expected())
-    assert controller_of(llm).n_events > 0
+    assert llm.decisions()["routing_events"] > 0
     assert llm.decisions()["us_per_event"] > 0
 
 
@@ -236,7 +236,7 @@ def test_prefetching_that_does_not_pay_leaves_the_model_alone_until_its_rest_is_
 ) -> None:
     path = own("tiny-qwen2moe")
     monkeypatch.setattr(Watchdog, "_decide", _never_pays)
-    llm = load(path, policy="next-use", predictor="skip", prefetch=True, n_ctx=512, expert_cache="30%")
+    llm = load(path, policy="next-use", predictor="eamc", prefetch=True, n_ctx=512, expert_cache="30%")
     controller, tokens = controller_of(llm), random_prompt(llm, 40)
     assert controller.watchdog is not None
     controller.watchdog.options = WatchdogOptions(period_tokens=2, periods=1)
@@ -251,6 +251,20 @@ def test_prefetching_that_does_not_pay_leaves_the_model_alone_until_its_rest_is_
     assert any(idle), "it paused, and received no events"
     assert not all(idle[idle.index(True) :]), "it ran another trial"
     assert llm.decisions()["prefetch"] in ("paused", "on")
+
+
+def test_what_the_store_predicts_is_acted_on_in_turns_that_differ_in_that_alone(
+    own: Own, load: Load, expected: Callable[..., Logits], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Watchdog, "_decide", _never_pays)
+    acted: list[bool] = []
+    monkeypatch.setattr(Store, "act_on_forecasts", lambda self, on: acted.append(on))
+    llm = load(own(), policy="next-use", predictor="skip", prefetch=True, **TIGHT)
+    controller_of(llm).watchdog.options = WatchdogOptions(period_tokens=2, periods=1)  # type: ignore[union-attr]
+    assert np.array_equal(logits_of(llm), expected())
+    assert acted[:3] == [False, True, False], "off at first, on for a period, off again"
+    assert controller_of(llm).n_events == 0, "Python receives no events"
+    assert llm.decisions()["predicted_right"] > 0
 
 
 def _never_pays(watchdog: Watchdog) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import pytest
+from fake_model import FakeModel, Open
 
 from moegguf.controller.predictors.base import Predictor
 from moegguf.controller.predictors.mlp import MlpPredictor, window_pairs
@@ -288,17 +292,53 @@ def test_bad_predictors_are_refused_and_the_one_before_stays() -> None:
         assert store.forecast()[1].any()
 
 
-def test_on_its_thread_it_predicts_what_it_predicts_in_a_simulation() -> None:
-    """A pool without files to read from: everything that is looked up is there."""
-    random = rng()
-    events = [
-        (il, choice(random, 1), random.standard_normal((1, SHAPE.n_embd))) for _ in range(30) for il in SHAPE.layers
-    ]
-    found = []
-    for lockstep in (False, True):
-        with simulated() as (store, lane):
-            store.set_predictor(native(skip()), NativeForecast(window=2, lockstep=lockstep))
-            for il, ids, inputs in events:
-                lane.acquire(il, ids, inputs.astype(np.float32))
-            found.append(store.counters())
-    assert found[0]["forecast_right"] == found[1]["forecast_right"] > 0
+def test_slots_hold_the_files_bytes_while_predictions_fetch_and_predictors_change(
+    fake: FakeModel, open_store: Open
+) -> None:
+    store, lane = open_store(fake, 14, readers=2)
+    other, stop = store.open_lane(), threading.Event()
+    counts = rng().integers(0, 9, (50, 4, 8)).astype(np.uint16)
+    average = np.full((4, 8), 0.25, np.float32)
+    table = NativePredictor(
+        "token-id", {"entry_of": np.arange(50, dtype=np.int32), "counts": counts, "average": average}
+    )
+
+    def change() -> None:
+        while not stop.is_set():
+            store.set_predictor(table, NativeForecast(window=2, most_prefetches=9, waste_weight=0.0))
+            store.act_on_forecasts(True)
+            store.forecast()
+            time.sleep(0.002)
+            store.set_predictor(None)
+
+    def tokens(of: Lane, seed: int, n_tokens: int) -> None:
+        random = np.random.default_rng(seed)
+        for n in range(n_tokens):
+            of.announce(n, Phase.DECODE, [n % 50])
+            ids = random.permutation(8)[:2].tolist()
+            for il in range(4):
+                fake.check(store, il, ids, of.acquire(il, [ids]))
+                time.sleep(0.0001)  # the link has time for what nobody waits for
+
+    with ThreadPoolExecutor(3) as pool:
+        changing = pool.submit(change)
+        for done in [pool.submit(tokens, lane, 1, 400), pool.submit(tokens, other, 2, 100)]:
+            done.result()
+        stop.set()
+        changing.result()
+    store.drain(10)
+    fake.token(store, lane, [3, 4])
+    other.close()
+    assert store.counters()["prefetch_started"] > 0
+
+
+def test_a_predictor_in_lockstep_acts_at_a_fixed_place(fake: FakeModel, open_store: Open) -> None:
+    """The thread has predicted before the next event goes on: what it knows then is known in every run."""
+    store, lane = open_store(fake, 14, readers=1)
+    store.set_predictor(native(PreviousToken(MoeShape.of(fake.layout))), NativeForecast(window=4, lockstep=True))
+    for _ in range(50):
+        lane.announce(0, Phase.DECODE, [1])
+        for il in range(4):
+            lane.acquire(il, [[3, 4]])
+    counters = store.counters()
+    assert counters["forecast_picks"] == counters["forecast_right"] == 49 * 4 * 2

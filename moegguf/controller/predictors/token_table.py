@@ -93,7 +93,7 @@ class TokenTable(Predictor):
         if row is None or self._token < 0:
             return None
         n_used = self.shape.n_expert_used
-        average = self._average()[row]
+        average = self._average(row)
         entry = int(self._entry_of[self._token])
         if entry < 0:
             return np.minimum(average, 1.0)
@@ -102,15 +102,14 @@ class TokenTable(Predictor):
 
     def native(self) -> NativePredictor:
         """As `Predictor.native`."""
-        arrays = {
-            "entry_of": self._entry_of, "counts": self._counts[: self._n_entry], "average": self._average()
-        }  # fmt: skip
-        return NativePredictor(self.name, arrays)
+        counts, average = self._counts[: self._n_entry], self._average(slice(None))
+        return NativePredictor(self.name, {"entry_of": self._entry_of, "counts": counts, "average": average})
 
-    def _average(self) -> Float32s:
-        """(n_moe_layer, n_expert): how often an average token uses an expert."""
-        sums = np.maximum(self._popularity.sum(axis=1, keepdims=True), 1.0)
-        return (self._popularity * (self.shape.n_expert_used / sums)).astype(np.float32)
+    def _average(self, rows: int | slice) -> Float32s:
+        """(..., n_expert): how often an average token uses an expert, of one layer or several."""
+        popularity = self._popularity[rows]
+        sums = np.maximum(popularity.sum(axis=-1, keepdims=True), 1.0)
+        return np.asarray(popularity * (self.shape.n_expert_used / sums), np.float32)
 
     def _add_entry(self, token: int) -> int:
         """Index of the token's entry, a new one if the table is not full; -1 otherwise."""
