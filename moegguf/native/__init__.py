@@ -1,4 +1,4 @@
-"""The expert store and the predictors' kernels in C++, with their ctypes binding; binds `llama_cpp` to our libllama.
+"""The expert store and its predictors in C++, with their ctypes binding; binds `llama_cpp` to our libllama.
 
 Promises: the experts that a layer was routed to are in their slots when the layer multiplies, within the given number
 of slots, whatever was prefetched, scored or cancelled meanwhile; counters are incremented where the events happen. The

@@ -2,6 +2,7 @@
 
 #include "clock.h"
 #include "fault.h"
+#include "huge_pages.h"
 
 #include <fcntl.h>
 #include <unistd.h>
@@ -29,11 +30,15 @@ uint64_t up(uint64_t n) {
 
 } // namespace
 
+// Whole huge pages, unless less than half of one is needed.
 Staging::Staging(size_t n) : size_(up(n) + Shard::alignment) {
-    data_ = (uint8_t *)sys_aligned_alloc(Shard::alignment, size_);
+    const bool huge = size_ > huge_page_bytes / 2;
+    size_ = huge ? (size_ + huge_page_bytes - 1) / huge_page_bytes * huge_page_bytes : size_;
+    data_ = (uint8_t *)sys_aligned_alloc(huge ? huge_page_bytes : Shard::alignment, size_);
     if (!data_) {
         throw Error(MOEGGUF_MEMORY, "no memory for a reader's staging buffer of " + std::to_string(size_) + " bytes");
     }
+    ask_for_huge_pages(data_, size_);
 }
 
 Staging::~Staging() {

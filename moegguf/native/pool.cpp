@@ -1,6 +1,8 @@
 #include "pool.h"
 
 #include "fault.h"
+#include "files.h"
+#include "huge_pages.h"
 
 #include "ggml-cpu.h"
 #include "ggml-impl.h" // ggml_set_op_params
@@ -56,7 +58,7 @@ ggml_context_ptr tensor_context(size_t n_tensors) {
 } // namespace
 
 uint64_t piece_bytes(const Matrix & m) {
-    constexpr uint64_t target = 4 << 20, group = 64;
+    constexpr uint64_t target = (4 << 20) - 2 * Shard::alignment, group = 64; // two huge pages of staging
     const uint64_t row_bytes = m.expert_bytes / m.ne1;
     return std::max<uint64_t>(1, target / (row_bytes * group)) * row_bytes * group;
 }
@@ -124,7 +126,9 @@ void Pool::allocate(const Layout & layout, int n_slots, ggml_backend_buffer_type
             arena.alias.reset(ggml_backend_cpu_buffer_from_ptr(arena.base, n));
             ggml_backend_buffer_set_usage(arena.alias.get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
         }
-        if (!host_) { // fresh host pages are zero, and touching them would spend the budget before it is used
+        if (host_) {
+            ask_for_huge_pages(arena.base, n);
+        } else { // fresh host pages are zero, and touching them would spend the budget before it is used
             ggml_backend_buffer_clear(arena.memory.get(), 0);
         }
         bytes_ += n;
