@@ -61,11 +61,13 @@ void Forecaster::start(const moegguf_predictor & chosen) {
     }
     Lock lock(shared_.mutex);
     tier_.residency.count_uses(true);
+    lockstep_ = chosen.flags & MOEGGUF_PREDICT_LOCKSTEP;
     on_ = true;
 }
 
 void Forecaster::stop() {
     on_ = false;
+    lockstep_ = false;
     wants_inputs_ = false;
     {
         std::lock_guard<std::mutex> lock(inbox_mutex_);
@@ -134,7 +136,7 @@ void Forecaster::post(const Observation & seen, int token, uint64_t pass) {
 }
 
 void Forecaster::settle() {
-    if (on_ && (options_.flags & MOEGGUF_PREDICT_LOCKSTEP)) {
+    if (lockstep_) {
         std::unique_lock<std::mutex> lock(inbox_mutex_);
         settled_.wait(lock, [this] { return stopping_ || (size_ == 0 && !busy_); });
     }

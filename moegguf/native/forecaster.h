@@ -71,6 +71,7 @@ class Forecaster {
     std::mutex control_; // set(): one at a time
     std::atomic<bool> on_{false};
     std::atomic<bool> wants_inputs_{false};
+    std::atomic<bool> lockstep_{false};
     std::atomic<bool> prefetching_{true};
 
     // The ring, under its own lock. When it is full the oldest record goes.

@@ -128,6 +128,7 @@ def test_a_failed_read_ends_the_pass_that_computed_with_it_though_another_one_as
     store, lane = open_store(fake, 8, readers=1)
     other = store.open_lane()
     products.append(Product(store, lane, fake, [[3, 4]]))
+    library.arm_fault("slow_read", 1)  # it fails when the kernel waits for it, and not before
     library.arm_fault("read", 1, sticky=True)
     products[-1].acquire()
     products[-1].compute()
