@@ -35,6 +35,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tools.demo import evaluate
 from tools.moefication import card, convert, distil, export, source, text
 
+CONVERSION_ROWS = 32  # rows to cluster and fit on; training sees them all
+
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     """Parses the command line."""
@@ -42,7 +44,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("-o", "--output", type=Path, required=True, help="GGUF file to write")
     parser.add_argument("--work", type=Path, help="folder for the dense model and its conversations (default: a cache)")
     parser.add_argument("--experts", type=int, default=36, metavar="N", help="experts per layer")
-    parser.add_argument("--used", type=int, default=12, metavar="K", help="experts that the router chooses")
+    parser.add_argument("--used", type=int, default=20, metavar="K", help="experts that the router chooses")
     parser.add_argument("--shared", type=int, default=12, metavar="N", help="experts' worth of neurons always computed")
     parser.add_argument("--neurons", type=int, default=32, metavar="N", help="neurons per expert")
     parser.add_argument("--quant", choices=export.FILE_TYPES, default="q4_0", help="type of the experts")
@@ -80,9 +82,10 @@ def make(args: argparse.Namespace) -> card.Card:
     texts = text.load(path, work / "talks.jsonl", args.text_rows, args.talks)
     clock.lap("text")
     network, rows = copy.deepcopy(dense), torch.from_numpy(texts.fit)
-    convert.convert(network, split, rows, show)
+    rounded = export.rounding(args.quant)
+    convert.convert(network, split, rows[:: max(1, len(rows) // CONVERSION_ROWS)], rounded, show)
     clock.lap("convert")
-    n_trained = distil.distil(network, dense, rows, distil.Schedule(args.distil_minutes), show)
+    n_trained = distil.distil(network, dense, rows, rounded, distil.Schedule(args.distil_minutes), show)
     clock.lap("distil")
     export.write(args.output, network, split, reader, args.quant)
     prompts = "".join(json.dumps(prompt) + "\n" for prompt in texts.prompts)

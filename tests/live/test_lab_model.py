@@ -17,7 +17,7 @@ from tools.models.vocabulary import SPECIALS, build_vocabulary
 torch = pytest.importorskip("torch", reason="the tool needs torch (the extra `train`), which is not installed")
 pytest.importorskip("tokenizers", reason="the tool needs tokenizers (the extra `train`), which is not installed")
 
-from tools.moefication import clustering, convert, export, source  # noqa: E402
+from tools.moefication import clustering, convert, distil, export, source  # noqa: E402
 from tools.moefication.card import unevenness  # noqa: E402
 from tools.moefication.network import Network, Shape  # noqa: E402
 
@@ -68,7 +68,7 @@ def converted(dense: Path, n_used: int, quant: str = "f32") -> tuple[Path, Netwo
     reader = GGUFReader(dense)
     network = source.load(reader)
     ids = torch.randint(0, N_VOCAB, (8, 128), generator=torch.Generator().manual_seed(0))
-    convert.convert(network, split(n_used), ids, lambda line: None)
+    convert.convert(network, split(n_used), ids, export.rounding(quant), lambda line: None)
     path = dense.with_name(f"experts-{n_used}-{quant}.gguf")
     export.write(path, network, split(n_used), reader, quant)
     return path, network
@@ -101,6 +101,17 @@ def test_with_some_chosen_it_has_the_shape_that_was_asked_for_and_uses_all_of_th
     inputs = np.random.default_rng(3).standard_normal((500, SHAPE.n_embd)).astype(np.float32)
     routers = read_routers(layout)
     assert all(set(routers.select(il, inputs).flat) == set(range(N_EXPERT)) for il in range(SHAPE.n_layer))
+
+
+def test_training_brings_it_nearer_to_the_dense_model(dense: Path) -> None:
+    teacher, (_, network) = source.load(GGUFReader(dense)), converted(dense, 2, "q4_0")
+    rows = torch.randint(0, N_VOCAB, (8, 64), generator=torch.Generator().manual_seed(1))
+    before = float(distil.divergence(network, teacher, {}, rows))
+    n_tokens = distil.distil(
+        network, teacher, rows, export.rounding("q4_0"), distil.Schedule(0.03, peak_lr=1e-3), lambda line: None
+    )
+    assert n_tokens > 0
+    assert float(distil.divergence(network, teacher, {}, rows)) < before
 
 
 def test_neurons_that_act_together_become_one_expert() -> None:

@@ -22,6 +22,8 @@ ROUTER_RIDGE, DOWN_RIDGE = 0.01, 0.03  # of the mean of the diagonal
 # Standard deviation of the router's logits: chosen experts weigh the same within a few tenths of a percent.
 LOGIT_STD = 1e-3
 
+Rounding = Callable[[Tensor], Tensor]
+
 
 @dataclass(frozen=True)
 class Split:
@@ -49,8 +51,11 @@ class Split:
 
 
 @torch.no_grad()
-def convert(network: Network, split: Split, ids: Tensor, progress: Callable[[str], None]) -> None:
-    """Replaces each layer's feed-forward network by a Mixture. ids: (B, T), the text to fit on."""
+def convert(network: Network, split: Split, ids: Tensor, rounded: Rounding, progress: Callable[[str], None]) -> None:
+    """Replaces each layer's feed-forward network by a Mixture. ids: (B, T), the text to fit on.
+
+    `rounded` gives a matrix as the file will hold it: down matrices are fitted to gate and up after rounding.
+    """
     split.check(network.shape.n_ff)
     angles = rope(network.shape, ids.shape[1])
     dense = functional.embedding(ids, network.token_embd)
@@ -61,9 +66,9 @@ def convert(network: Network, split: Split, ids: Tensor, progress: Callable[[str
         sparse = in_parts(lambda x, layer=layer: layer.attended(x, angles), sparse)
         x = layer.ffn_norm(sparse).flatten(0, 1)
         sizes = dense.flatten(0, 1).square().mean(dim=1, keepdim=True).sqrt()
-        layer.ffn = mixture(layer.ffn, split, x, sizes)
-        missing = correct(layer.ffn, x, (dense - sparse).flatten(0, 1), sizes)
-        sparse += in_parts(layer.ffn, x).view_as(sparse)
+        layer.ffn = mixture(layer.ffn, split, x, sizes, rounded)
+        output, missing = correct(layer.ffn, x, (dense - sparse).flatten(0, 1), sizes)
+        sparse += output.view_as(sparse)
         distance = ((sparse - dense).flatten(0, 1) / sizes).square().mean()
         progress(f"layer {il}: {missing:.1%} of the output missing; stream {distance:.2%} from the dense one")
 
@@ -74,15 +79,15 @@ def in_parts(function: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
     return torch.cat([function(part) for part in rows.split(n_rows)])
 
 
-def mixture(ffn: FeedForward, split: Split, x: Tensor, sizes: Tensor) -> Mixture:
+def mixture(ffn: FeedForward, split: Split, x: Tensor, sizes: Tensor, rounded: Rounding) -> Mixture:
     """The same neurons in clusters, with a router. x: (n_tokens, n_embd); sizes: (n_tokens, 1), of the stream."""
     contributions = in_parts(ffn.neurons, x).abs() * ffn.down.norm(dim=0) / sizes
     some = contributions[:: max(1, len(x) // CLUSTERING_TOKENS)]
     order = order_neurons(some, split.n_shared, split.n_ff_exp)
     routed = contributions[:, order[split.n_shared :]].unflatten(1, (split.n_expert, split.n_ff_exp))
     clustered = FeedForward(*reversed(ffn.gate.shape)).requires_grad_(False)
-    clustered.gate.copy_(ffn.gate[order])
-    clustered.up.copy_(ffn.up[order])
+    clustered.gate.copy_(rounded(ffn.gate[order]))
+    clustered.up.copy_(rounded(ffn.up[order]))
     clustered.down.copy_(ffn.down[:, order])
     return Mixture(clustered, fit_router(x, routed.norm(dim=2)), split.n_ff_exp, split.n_expert_used)
 
@@ -96,17 +101,16 @@ def fit_router(x: Tensor, contributions: Tensor) -> Tensor:
     return router * (LOGIT_STD / (x @ router.T).std())
 
 
-def correct(layer: Mixture, x: Tensor, target: Tensor, sizes: Tensor) -> float:
-    """Moves the down matrices so that the chosen neurons give the target; returns the share that is still missing.
+def correct(layer: Mixture, x: Tensor, target: Tensor, sizes: Tensor) -> tuple[Tensor, float]:
+    """Moves the down matrices so that the chosen neurons give the target; returns (output, share that is missing).
 
     Errors count in proportion to the stream, which the next norm divides by its size: a few tokens have a huge one.
     """
-    neurons = in_parts(layer.weighted_neurons, x) / sizes
-    missing = target / sizes - functional.linear(neurons, layer.ffn.down)
-    change = ridge(neurons, missing, DOWN_RIDGE)
-    layer.ffn.down += change
-    left = missing - functional.linear(neurons, change)
-    return float(left.square().sum() / (target / sizes).square().sum())
+    neurons = in_parts(layer.weighted_neurons, x)
+    missing = target - functional.linear(neurons, layer.ffn.down)
+    layer.ffn.down += ridge(neurons / sizes, missing / sizes, DOWN_RIDGE)
+    output = functional.linear(neurons, layer.ffn.down)
+    return output, float(((target - output) / sizes).square().sum() / (target / sizes).square().sum())
 
 
 def ridge(inputs: Tensor, outputs: Tensor, strength: float) -> Tensor:

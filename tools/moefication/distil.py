@@ -1,4 +1,4 @@
-"""A short training of the converted network towards the dense one's probabilities, with weights rounded as in Q4_0.
+"""A short training of the converted network towards the dense one's probabilities, with weights rounded as in the file.
 
 Knowledge distillation (Hinton et al., 2015): the experts learn to do without those that were not chosen. Routers stay.
 """
@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tools.demo.model import round_q4_0
+from tools.moefication.convert import Rounding
 from tools.moefication.network import Network
 
-LOG_EVERY_STEPS = 10
+LOG_EVERY_STEPS = 4
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,14 @@ class Schedule:
         return self.peak_lr * min(1.0, (done + 1e-3) / 0.05, 1.0 - done)
 
 
-def distil(network: Network, dense: Network, rows: Tensor, schedule: Schedule, progress: Callable[[str], None]) -> int:
+def distil(
+    network: Network,
+    dense: Network,
+    rows: Tensor,
+    rounded: Rounding,
+    schedule: Schedule,
+    progress: Callable[[str], None],
+) -> int:
     """Trains the experts until the time is over; returns the number of tokens. rows: (n_rows, T)."""
     trained = {name: parameter for name, parameter in network.named_parameters() if ".ffn.ffn." in name}
     for parameter in trained.values():
@@ -45,7 +52,7 @@ def distil(network: Network, dense: Network, rows: Tensor, schedule: Schedule, p
         for group in optimizer.param_groups:
             group["lr"] = schedule.learning_rate(seconds)
         ids = rows[order[torch.arange(step * schedule.n_rows, (step + 1) * schedule.n_rows) % len(rows)]]
-        loss = divergence(network, dense, trained, ids)
+        loss = divergence(network, dense, {n: rounded(p) for n, p in trained.items()}, ids)
         optimizer.zero_grad()
         torch.autograd.backward(loss)
         nn.utils.clip_grad_norm_(trained.values(), 1.0)
@@ -57,11 +64,10 @@ def distil(network: Network, dense: Network, rows: Tensor, schedule: Schedule, p
     return n_tokens
 
 
-def divergence(network: Network, dense: Network, trained: dict[str, nn.Parameter], ids: Tensor) -> Tensor:
-    """Mean Kullback-Leibler divergence from the dense network's next tokens to the rounded network's, in nats."""
+def divergence(network: Network, dense: Network, weights: dict[str, Tensor], ids: Tensor) -> Tensor:
+    """Mean Kullback-Leibler divergence of next tokens, in nats, from the dense network to this one with `weights`."""
     with torch.autocast("cpu", torch.bfloat16):
         with torch.no_grad():
             wanted = dense(ids).float().log_softmax(dim=-1)
-        rounded = {name: round_q4_0(parameter) for name, parameter in trained.items()}
-        given = torch.func.functional_call(network, rounded, (ids,)).float().log_softmax(dim=-1)
+        given = torch.func.functional_call(network, weights, (ids,)).float().log_softmax(dim=-1)
     return functional.kl_div(given.flatten(0, 1), wanted.flatten(0, 1), log_target=True, reduction="batchmean")

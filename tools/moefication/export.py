@@ -16,12 +16,12 @@ from gguf.constants import GGMLQuantizationType as QType
 from gguf.quants import quantize
 from torch import Tensor
 
-from tools.moefication.convert import Split
+from tools.demo.model import round_q4_0
+from tools.moefication.convert import Rounding, Split
 from tools.moefication.network import Mixture, Network, Shape
 
 FILE_TYPES = {
     "q4_0": (QType.Q4_0, LlamaFileType.MOSTLY_Q4_0),
-    "q4_1": (QType.Q4_1, LlamaFileType.MOSTLY_Q4_1),
     "q8_0": (QType.Q8_0, LlamaFileType.MOSTLY_Q8_0),
     "f32": (QType.F32, LlamaFileType.ALL_F32),
 }
@@ -48,6 +48,11 @@ def write(path: Path, network: Network, split: Split, source: GGUFReader, quant:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def rounding(quant: str) -> Rounding:
+    """How the file rounds a matrix, as far as fitting makes good for it: only four bits are worth it."""
+    return round_q4_0 if quant == "q4_0" else lambda weight: weight
 
 
 def expert_bytes(shape: Shape, split: Split, quant: str) -> int:
