@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -62,8 +63,8 @@ def convert(network: Network, split: Split, ids: Tensor, rounded: Rounding, prog
     sparse = dense.clone()
     for il, layer in enumerate(network.layers):
         assert isinstance(layer, Layer) and isinstance(layer.ffn, FeedForward)
-        dense = in_parts(lambda x, layer=layer: layer(x, angles), dense)
-        sparse = in_parts(lambda x, layer=layer: layer.attended(x, angles), sparse)
+        dense = in_parts(partial(layer.forward, angles=angles), dense)
+        sparse = in_parts(partial(layer.attended, angles=angles), sparse)
         x = layer.ffn_norm(sparse).flatten(0, 1)
         sizes = dense.flatten(0, 1).square().mean(dim=1, keepdim=True).sqrt()
         layer.ffn = mixture(layer.ffn, split, x, sizes, rounded)
