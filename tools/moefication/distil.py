@@ -59,7 +59,7 @@ def distil(
         optimizer.step()
         step, n_tokens = step + 1, n_tokens + ids.numel()
         if step % LOG_EVERY_STEPS == 0:
-            progress(f"{n_tokens} tokens, {seconds:.0f} s: divergence {float(loss):.3f}")
+            progress(f"{n_tokens} tokens, {seconds:.0f} s: divergence {float(loss.detach()):.3f}")
     network.requires_grad_(False)
     return n_tokens
 
