@@ -1,0 +1,47 @@
+"""Which neurons are shared, and which of the others go together: clusters of equal size by co-activation.
+
+As in MoEfication (Zhang et al., 2022, section 3.2, co-activation graph split) and CMoE (Pei et al., 2025, section 3.1:
+shared neurons, then balanced k-means). SwiGLU has no zeros to count, so what counts is a neuron's contribution: how
+long the vector is that it adds to the stream.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+ROUNDS = 8
+
+
+def order_neurons(contributions: Tensor, n_shared: int, n_ff_exp: int) -> Tensor:
+    """The neurons in the order of a Mixture: the shared ones, then cluster after cluster. contributions: (n, n_ff)."""
+    by_size = contributions.square().mean(dim=0).argsort(descending=True)
+    shared, others = by_size[:n_shared], by_size[n_shared:].sort().values
+    clusters = balanced_clusters(contributions[:, others].T, len(others) // n_ff_exp)
+    return torch.cat((shared, others[clusters.argsort(stable=True)]))
+
+
+def balanced_clusters(rows: Tensor, n_clusters: int) -> Tensor:
+    """The cluster of each row: k-means on the sphere, each cluster with equally many rows."""
+    rows = functional.normalize(rows, dim=1)
+    start = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))[:n_clusters]
+    centres, clusters = rows[start], torch.empty(0)
+    for _ in range(ROUNDS):
+        clusters = fill_evenly(rows @ centres.T)
+        sums = torch.zeros_like(centres).index_add(0, clusters, rows)
+        centres = functional.normalize(sums, dim=1)
+    return clusters
+
+
+def fill_evenly(similarity: Tensor) -> Tensor:
+    """A column for each row, each column as often: rows with the clearest preference choose first."""
+    n_rows, n_columns = similarity.shape
+    best = similarity.topk(min(2, n_columns), dim=1).values
+    wishes = similarity.argsort(dim=1, descending=True).tolist()
+    room, chosen = [n_rows // n_columns] * n_columns, torch.empty(n_rows, dtype=torch.int64)
+    for row in (best[:, 0] - best[:, -1]).argsort(descending=True).tolist():
+        column = next(wish for wish in wishes[row] if room[wish])
+        room[column] -= 1
+        chosen[row] = column
+    return chosen
