@@ -239,6 +239,35 @@ def test_a_link_that_is_always_needed_now_carries_no_wish() -> None:
     assert prefetched(NativeForecast(window=N, most_prefetches=100), compute_ns=0)["prefetch_started"] == 0
 
 
+@pytest.mark.parametrize("pause", ["none", "idle", "prompt"])
+def test_what_a_pause_or_a_prompt_takes_is_no_time_to_prefetch_in(pause: str) -> None:
+    """A link so slow that a tenth of an expert comes while a layer is computed, and a predictor that is often wrong."""
+    random = rng()
+    with simulated(12, fill=False, sweep=False, link_bytes_per_s=1e8) as (store, lane):
+        store.set_predictor(native(PreviousToken(SHAPE)), NativeForecast(window=1, most_prefetches=100))
+
+        def token(ids: np.ndarray[Any, Any], compute_ns: int) -> None:
+            lane.announce(0, Phase.DECODE, np.zeros(len(ids), np.int32))
+            for il in SHAPE.layers:
+                lane.acquire(il, ids)
+                store.advance(compute_ns)
+
+        def tokens(n: int) -> int:
+            before = store.counters()["prefetch_started"]
+            for _ in range(n):
+                ids = choice(random, 1)
+                for _ in range(3):
+                    token(ids, 3000)
+                if pause == "idle":
+                    store.advance(10**9)
+                elif pause == "prompt":
+                    token(choice(random, 4), 10**8)
+            return store.counters()["prefetch_started"] - before
+
+        tokens(3)  # before anything is known of time
+        assert tokens(20) == 0
+
+
 def test_acting_can_be_switched_off_and_on() -> None:
     with simulated(12, fill=False, **LINK) as (store, lane):
         store.set_predictor(native(PreviousToken(SHAPE)), NativeForecast(window=N, most_prefetches=100))
