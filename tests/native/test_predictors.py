@@ -187,6 +187,8 @@ def test_once_means_from_as_far_away_as_the_window_reaches() -> None:
         assert store.forecast()[1].nonzero()[0].tolist() == [1, 2]
         lane.acquire(1, [[0, 1, 2]])
         assert store.forecast()[1].nonzero()[0].tolist() == [2, 4]
+        store.set_predictor(None)
+        assert not store.forecast()[1].any()
 
 
 LINK = {"link_bytes_per_s": 1e9}  # an expert takes 3 us
@@ -336,9 +338,12 @@ def test_slots_hold_the_files_bytes_while_predictions_fetch_and_predictors_chang
         while not stop.is_set():
             store.set_predictor(table, NativeForecast(window=2, most_prefetches=9, waste_weight=0.0))
             store.act_on_forecasts(True)
-            store.forecast()
             time.sleep(0.002)
             store.set_predictor(None)
+
+    def look() -> None:
+        while not stop.is_set():
+            store.forecast()
 
     def tokens(of: Lane, seed: int, n_tokens: int) -> None:
         random = np.random.default_rng(seed)
@@ -349,12 +354,13 @@ def test_slots_hold_the_files_bytes_while_predictions_fetch_and_predictors_chang
                 fake.check(store, il, ids, of.acquire(il, [ids]))
                 time.sleep(0.0001)  # the link has time for what nobody waits for
 
-    with ThreadPoolExecutor(3) as pool:
-        changing = pool.submit(change)
+    with ThreadPoolExecutor(4) as pool:
+        beside = [pool.submit(change), pool.submit(look)]
         for done in [pool.submit(tokens, lane, 1, 400), pool.submit(tokens, other, 2, 100)]:
             done.result()
         stop.set()
-        changing.result()
+        for done in beside:
+            done.result()
     store.drain(10)
     fake.token(store, lane, [3, 4])
     other.close()
