@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -286,6 +287,20 @@ def test_acting_can_be_switched_off_and_on() -> None:
         store.set_predictor(None)
         assert started() == 0
         assert not store.forecast()[1].any()
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="scheduling policies are Linux's")
+def test_the_stores_threads_keep_the_scheduling_policy_of_the_process(fake: FakeModel, open_store: Open) -> None:
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    try:
+        store, lane = open_store(fake, 14, readers=1)
+        before = {int(name) for name in os.listdir("/proc/self/task")}
+        store.set_predictor(native(PreviousToken(MoeShape.of(fake.layout))), NativeForecast(lockstep=True))
+    finally:
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+    fake.token(store, lane, [3, 4])
+    (predicts,) = {int(name) for name in os.listdir("/proc/self/task")} - before
+    assert os.sched_getscheduler(predicts) == os.SCHED_BATCH
 
 
 def test_bad_predictors_are_refused_and_the_one_before_stays() -> None:
