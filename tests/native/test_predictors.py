@@ -303,6 +303,18 @@ def test_the_stores_threads_keep_the_scheduling_policy_of_the_process(fake: Fake
     assert os.sched_getscheduler(predicts) == os.SCHED_BATCH
 
 
+def test_a_model_with_one_layer_of_experts_has_nothing_after_it() -> None:
+    shape = MoeShape(n_layer=2, n_expert=4, n_expert_used=2, layers=(1,), expert_bytes=300)
+    store = Store(layout_of(shape), 3, StoreOptions(repack=False, simulate=True))
+    lane = store.open_lane()
+    store.set_predictor(native(Affinity(shape, np.zeros((0, 4, 4), np.float32))), NativeForecast(window=3))
+    for token in range(3):
+        lane.acquire(1, [[token, token + 1]])
+    assert not store.forecast()[1].any()
+    lane.close()
+    store.close()
+
+
 def test_bad_predictors_are_refused_and_the_one_before_stays() -> None:
     good = native(mlp())
     missing = {name: values for name, values in good.arrays.items() if name != "1.2.out.scale"}
