@@ -15,6 +15,7 @@ from moegguf.controller.predictors.base import NoPrediction, Predictor
 from moegguf.controller.prefetch import PrefetchOptions
 from moegguf.controller.shape import MoeShape
 from moegguf.native.events import Announcement, Float32s, Phase, RoutingEvent
+from moegguf.native.predictor import NativeForecast, NativePredictor
 
 SHAPE = MoeShape(n_layer=4, n_expert=4, n_expert_used=2, layers=(1, 2, 3), expert_bytes=100)
 AMPLE = PrefetchOptions(window=2, budget_bytes=10_000, watchdog=False)
@@ -39,6 +40,12 @@ class RecordingStore:
 
     def prefetch(self, il: Any, experts: Any) -> None:
         self.actions.append(("prefetch", list(zip(il.tolist(), experts.tolist(), strict=True))))
+
+    def set_predictor(self, predictor: NativePredictor | None, forecast: NativeForecast) -> None:
+        self.actions.append(("predictor", predictor and predictor.name))
+
+    def act_on_forecasts(self, on: bool) -> None:
+        self.actions.append(("act", on))
 
     def residency(self) -> np.ndarray[Any, Any]:
         return self.resident

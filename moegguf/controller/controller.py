@@ -90,9 +90,7 @@ def build_controller(
         if isinstance(predictor, NoPrediction) and not options.judge:
             return None
     native = _native(policy, predictor, options)
-    if native is not None:
-        store.set_predictor(native, _native_forecast(shape, predictor, options))
-    return Controller(shape, policy, predictor, store, options, native=native is not None)
+    return Controller(shape, policy, predictor, store, options, native)
 
 
 class Controller:
@@ -109,11 +107,10 @@ class Controller:
         predictor: Predictor,
         actions: Actions,
         options: ActingOptions,
-        *,
-        native: bool = False,
+        native: NativePredictor | None = None,
     ) -> None:
         self.shape = shape
-        self.native = native  # the store predicts, and acts; here a predictor is judged at most
+        self.native = native is not None  # the store predicts, and acts; here a predictor is judged at most
         self.policy: AnyPolicy | None = policy
         self.predictor: Predictor | None = predictor
         self.history = History(shape)
@@ -126,8 +123,9 @@ class Controller:
         self._scored = self._forecast_set = False
         self._actions = actions
         self._prefetcher = Prefetcher(shape, options.prefetch) if options.prefetch else None
-        self._acting = True
-        self._act_natively()
+        self._native, self._native_forecast = native, _native_forecast(shape, predictor, options)
+        self._predicting, self._acting = False, True
+        self._direct_store()
         self._forecast = _forecast(shape, predictor, options.prefetch)
 
     @property
@@ -145,8 +143,7 @@ class Controller:
         """Whether the store would do the same without this controller, until the watchdog tries prefetching again."""
         if self.native:
             return self.judge is None
-        off = self.watchdog is not None and self.watchdog.resting and not self.watchdog.on
-        return off and self.judge is None and not isinstance(self.policy, Policy)
+        return self._refused and self.judge is None and not isinstance(self.policy, Policy)
 
     def announce(self, announcement: Announcement) -> None:
         """Tokens are evaluated next: predictors from tokens look ahead of the first layer."""
@@ -184,13 +181,24 @@ class Controller:
             self.watchdog.token(now_ns)
         else:
             self.watchdog.pause()
-        self._act_natively()
+        self._direct_store()
 
-    def _act_natively(self) -> None:
-        """Has the store's own predictions acted on as long as they are to be."""
-        if self.native and self._acting != self.prefetching:
+    def _direct_store(self) -> None:
+        """Has the store predict, except between trials that said no, and act on it as long as it is to."""
+        if self._native is None:
+            return
+        predicting = self.predictor is not None and not self._refused
+        if self._predicting != predicting:
+            self._predicting = predicting
+            self._actions.set_predictor(self._native if predicting else None, self._native_forecast)
+        if self._acting != self.prefetching:
             self._acting = self.prefetching
             self._actions.act_on_forecasts(self._acting)
+
+    @property
+    def _refused(self) -> bool:
+        """Whether the last trial said that prefetching does not pay, and the next one has not begun."""
+        return self.watchdog is not None and self.watchdog.resting and not self.watchdog.on
 
     def _predict(self, predictor: Predictor, announcement: Announcement) -> None:
         start = time.perf_counter()
@@ -271,6 +279,7 @@ class Controller:
             _refuse("predictor", self.predictor, why)
         name, self.predictor, self._prefetcher = name_of(self.predictor), None, None
         self._forecast.clear()
+        self._direct_store()
         if not self.stopped:
             warnings.warn(f"the predictor {name} {why}; going on without it.", stacklevel=2)
 

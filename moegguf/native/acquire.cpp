@@ -126,14 +126,14 @@ void Acquire::acquire(Lane & lane, int il, int32_t * ids, int n_expert_used, int
     for (size_t i = 0; i < n; i++) {
         ids[i] = lane.failed ? 0 : lane.slot_of[ids[i]] - first_slot;
     }
-    for (int expert : lane.distinct) {
-        lane.slot_of[expert] = -1;
-    }
     count(shared_.counters.hook_ns, now_ns() - start - lane.waited_ns);
 }
 
 bool Acquire::collect(Lane & lane, int il, const int32_t * ids, size_t n) {
     const int n_expert = layout_.layers[il].n_expert;
+    for (int expert : lane.distinct) { // of the event before, also where memory did not suffice for it
+        lane.slot_of[expert] = -1;
+    }
     lane.distinct.clear();
     for (size_t i = 0; i < n; i++) {
         const int expert = ids[i];

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <new>
 #include <numeric>
 #include <system_error>
 
@@ -29,8 +30,8 @@ void Forecaster::set(const moegguf_predictor * chosen) {
         std::unique_ptr<Predictor> next = type.make(layout_, Arrays(*chosen));
         stop();
         predictor_ = std::move(next);
-        wants_inputs_ = type.traits & MOEGGUF_PREDICTOR_INPUTS;
         start(*chosen);
+        wants_inputs_ = type.traits & MOEGGUF_PREDICTOR_INPUTS;
     } else {
         stop();
     }
@@ -39,19 +40,25 @@ void Forecaster::set(const moegguf_predictor * chosen) {
 void Forecaster::start(const moegguf_predictor & chosen) {
     options_ = chosen;
     calibration_ = Calibration();
-    rows_.assign(layout_.n_moe_layers, {});
-    for (Row & row : rows_) {
-        row.likely.assign(layout_.n_expert_max, 0.0f);
-        row.chances.assign(layout_.n_expert_max, 0.0f);
-    }
     best_.resize(layout_.n_expert_max);
-    for (Record & record : ring_) {
-        record.ids.reserve(layout_.n_expert_max);
-    }
     pass_ = 0;
     row_ = -1;
-    head_ = size_ = 0;
-    stopping_ = false;
+    {
+        std::lock_guard<std::mutex> lock(rows_mutex_);
+        rows_.resize(layout_.n_moe_layers);
+        for (Row & row : rows_) {
+            row.likely.resize(layout_.n_expert_max);
+            row.chances.resize(layout_.n_expert_max);
+        }
+    }
+    {
+        std::lock_guard<std::mutex> lock(inbox_mutex_);
+        for (Record & record : ring_) {
+            record.ids.reserve(layout_.n_expert_max);
+        }
+        head_ = size_ = 0;
+        stopping_ = false;
+    }
     if (!shared_.simulated()) {
         try {
             thread_ = std::thread([this] { run(); });
@@ -78,6 +85,7 @@ void Forecaster::stop() {
     if (thread_.joinable()) {
         thread_.join();
     }
+    forget();
     Lock lock(shared_.mutex);
     transfers_.set_wishes({});
     tier_.residency.count_uses(false);
@@ -124,8 +132,12 @@ void Forecaster::post(const Observation & seen, int token, uint64_t pass) {
     record.pass = pass;
     record.token = token;
     record.seen = seen;
-    record.ids.assign(seen.expert_ids, seen.expert_ids + seen.n_expert_used);
-    record.input.assign(seen.input, seen.input + (seen.input ? seen.n_embd : 0));
+    try {
+        record.ids.assign(seen.expert_ids, seen.expert_ids + seen.n_expert_used);
+        record.input.assign(seen.input, seen.input + (seen.input ? seen.n_embd : 0));
+    } catch (const std::bad_alloc &) {
+        return; // no reason for the pass to end
+    }
     if (shared_.simulated()) {
         follow(record, true);
         return;
@@ -158,7 +170,11 @@ void Forecaster::run() {
         busy_ = true;
         const bool newest = size_ == 0;
         lock.unlock();
-        follow(current_, newest);
+        try {
+            follow(current_, newest);
+        } catch (const std::bad_alloc &) {
+            // What memory does not suffice for is not predicted.
+        }
         lock.lock();
         busy_ = false;
         if (size_ == 0) {
@@ -196,6 +212,10 @@ void Forecaster::begin_pass(const Record & record) {
     single_ = record.token >= 0;
     n_started_ = get(shared_.counters.prefetch_started);
     predictor_->on_token(record.token);
+    forget();
+}
+
+void Forecaster::forget() {
     std::lock_guard<std::mutex> lock(rows_mutex_);
     for (Row & row : rows_) {
         row.distance = 0;

@@ -56,6 +56,7 @@ class Forecaster {
     void run();
     void follow(const Record & record, bool newest);
     void begin_pass(const Record & record);
+    void forget(); // what was predicted
     void compare(const Observation & seen);
     int rank(const Row & row, int il, int most);
     void predict();

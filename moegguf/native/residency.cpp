@@ -238,7 +238,8 @@ void Residency::on_routing(int il, const int32_t * expert_ids, int n_expert_used
 void Residency::on_forecast(int il, const float * probabilities) {
     forecast_known_[il] = probabilities != nullptr;
     if (probabilities) {
-        std::copy_n(probabilities, layout_.layers[il].n_expert, &forecast_[layout_.key(il, 0)]);
+        std::transform(probabilities, probabilities + layout_.layers[il].n_expert, &forecast_[layout_.key(il, 0)],
+                       [](float p) { return p > 0.0f ? std::min(p, 1.0f) : 0.0f; }); // not a number: 0
     }
     if (!numbering_.resident() && policy_->on_forecast(il, probabilities) && !scores_.set()) {
         order_.scores_changed(il);

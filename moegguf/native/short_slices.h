@@ -12,12 +12,13 @@
 namespace moegguf {
 
 // The calling thread runs in slices of 0.1 ms, for which Linux from 6.12 on wakes it before threads with longer ones;
-// its share of the processor stays what it was, and needs no privilege. Elsewhere nothing changes.
+// its share of the processor stays what it was, and needs no privilege. Elsewhere, and with a real-time policy, nothing
+// changes.
 inline void ask_for_short_slices() {
 #if defined(__linux__) && defined(SYS_sched_setattr)
     struct { // struct sched_attr, linux/sched/types.h
         uint32_t size;
-        uint32_t policy; // 0: SCHED_OTHER
+        uint32_t policy;
         uint64_t flags;
         int32_t nice;
         uint32_t priority;
@@ -26,7 +27,9 @@ inline void ask_for_short_slices() {
         uint64_t period_ns;
     } attributes = {};
     static_assert(sizeof(attributes) == 48, "SCHED_ATTR_SIZE_VER0");
+    constexpr uint64_t keep_policy = 0x08; // SCHED_FLAG_KEEP_POLICY: SCHED_BATCH and SCHED_IDLE, too
     attributes.size = sizeof(attributes);
+    attributes.flags = keep_policy;
     attributes.nice = getpriority(PRIO_PROCESS, (id_t)syscall(SYS_gettid));
     attributes.runtime_ns = 100000;
     syscall(SYS_sched_setattr, 0, &attributes, 0);

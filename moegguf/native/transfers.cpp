@@ -89,7 +89,8 @@ void Transfers::set_wishes(const std::vector<Wish> & wishes) {
 
 void Transfers::set_moment(const Moment & now) {
     const uint64_t computed_ns = shared_.clock_ns() - get(shared_.counters.stall_ns);
-    if (now_.turn > 0 && computed_ns > computed_ns_) {
+    const bool next_of_pass = now.il > now_.il && now.turn - now_.turn == uint64_t(now.il - now_.il);
+    if (next_of_pass && now.token && now_.token && computed_ns > computed_ns_) {
         average(layer_ns_, computed_ns - computed_ns_);
     }
     computed_ns_ = computed_ns;

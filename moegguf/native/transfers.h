@@ -76,7 +76,7 @@ class Transfers {
     size_t next_wish_ = 0; // those before it were taken
     int n_demand_reading_ = 0;
     float chunk_ns_ = 0; // moving averages: of a transfer,
-    float layer_ns_ = 0; // between routing events, without stall: while the link is free
+    float layer_ns_ = 0; // between layers of a pass of one token, without stall: while the link is free
     uint64_t computed_ns_ = 0;
     int fill_next_ = 0;
     bool held_ = false;

@@ -337,6 +337,17 @@ def test_a_forecast_acts_until_it_is_taken_back(told: Callable[..., tuple[Store,
     assert kept == [False, True]
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf, -1.0, 7.0])
+def test_slots_are_given_whatever_was_forecast(
+    told: Callable[..., tuple[Store, Callable[..., None]]], value: float
+) -> None:
+    store, give = told(3)
+    for expert in range(8):
+        store.set_forecast(np.full((2, 8), value, np.float32), [0, 1])
+        give(expert % 2, expert)
+        assert store.residency()[expert % 2, expert] > 0
+
+
 def test_a_forecast_of_the_wrong_shape_is_refused(two: FakeModel, open_store: Open) -> None:
     store, _ = open_store(two, 4)
     for shape in ((2, 9), (8, 2), (1, 16)):

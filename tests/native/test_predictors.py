@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -187,6 +188,8 @@ def test_once_means_from_as_far_away_as_the_window_reaches() -> None:
         assert store.forecast()[1].nonzero()[0].tolist() == [1, 2]
         lane.acquire(1, [[0, 1, 2]])
         assert store.forecast()[1].nonzero()[0].tolist() == [2, 4]
+        store.set_predictor(None)
+        assert not store.forecast()[1].any()
 
 
 LINK = {"link_bytes_per_s": 1e9}  # an expert takes 3 us
@@ -239,6 +242,35 @@ def test_a_link_that_is_always_needed_now_carries_no_wish() -> None:
     assert prefetched(NativeForecast(window=N, most_prefetches=100), compute_ns=0)["prefetch_started"] == 0
 
 
+@pytest.mark.parametrize("pause", ["none", "idle", "prompt"])
+def test_what_a_pause_or_a_prompt_takes_is_no_time_to_prefetch_in(pause: str) -> None:
+    """A link so slow that a tenth of an expert comes while a layer is computed, and a predictor that is often wrong."""
+    random = rng()
+    with simulated(12, fill=False, sweep=False, link_bytes_per_s=1e8) as (store, lane):
+        store.set_predictor(native(PreviousToken(SHAPE)), NativeForecast(window=1, most_prefetches=100))
+
+        def token(ids: np.ndarray[Any, Any], compute_ns: int) -> None:
+            lane.announce(0, Phase.DECODE, np.zeros(len(ids), np.int32))
+            for il in SHAPE.layers:
+                lane.acquire(il, ids)
+                store.advance(compute_ns)
+
+        def tokens(n: int) -> int:
+            before = store.counters()["prefetch_started"]
+            for _ in range(n):
+                ids = choice(random, 1)
+                for _ in range(3):
+                    token(ids, 3000)
+                if pause == "idle":
+                    store.advance(10**9)
+                elif pause == "prompt":
+                    token(choice(random, 4), 10**8)
+            return store.counters()["prefetch_started"] - before
+
+        tokens(3)  # before anything is known of time
+        assert tokens(20) == 0
+
+
 def test_acting_can_be_switched_off_and_on() -> None:
     with simulated(12, fill=False, **LINK) as (store, lane):
         store.set_predictor(native(PreviousToken(SHAPE)), NativeForecast(window=N, most_prefetches=100))
@@ -255,6 +287,32 @@ def test_acting_can_be_switched_off_and_on() -> None:
         store.set_predictor(None)
         assert started() == 0
         assert not store.forecast()[1].any()
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="scheduling policies are Linux's")
+def test_the_stores_threads_keep_the_scheduling_policy_of_the_process(fake: FakeModel, open_store: Open) -> None:
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    try:
+        store, lane = open_store(fake, 14, readers=1)
+        before = {int(name) for name in os.listdir("/proc/self/task")}
+        store.set_predictor(native(PreviousToken(MoeShape.of(fake.layout))), NativeForecast(lockstep=True))
+    finally:
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+    fake.token(store, lane, [3, 4])
+    (predicts,) = {int(name) for name in os.listdir("/proc/self/task")} - before
+    assert os.sched_getscheduler(predicts) == os.SCHED_BATCH
+
+
+def test_a_model_with_one_layer_of_experts_has_nothing_after_it() -> None:
+    shape = MoeShape(n_layer=2, n_expert=4, n_expert_used=2, layers=(1,), expert_bytes=300)
+    store = Store(layout_of(shape), 3, StoreOptions(repack=False, simulate=True))
+    lane = store.open_lane()
+    store.set_predictor(native(Affinity(shape, np.zeros((0, 4, 4), np.float32))), NativeForecast(window=3))
+    for token in range(3):
+        lane.acquire(1, [[token, token + 1]])
+    assert not store.forecast()[1].any()
+    lane.close()
+    store.close()
 
 
 def test_bad_predictors_are_refused_and_the_one_before_stays() -> None:
@@ -307,9 +365,12 @@ def test_slots_hold_the_files_bytes_while_predictions_fetch_and_predictors_chang
         while not stop.is_set():
             store.set_predictor(table, NativeForecast(window=2, most_prefetches=9, waste_weight=0.0))
             store.act_on_forecasts(True)
-            store.forecast()
             time.sleep(0.002)
             store.set_predictor(None)
+
+    def look() -> None:
+        while not stop.is_set():
+            store.forecast()
 
     def tokens(of: Lane, seed: int, n_tokens: int) -> None:
         random = np.random.default_rng(seed)
@@ -320,12 +381,13 @@ def test_slots_hold_the_files_bytes_while_predictions_fetch_and_predictors_chang
                 fake.check(store, il, ids, of.acquire(il, [ids]))
                 time.sleep(0.0001)  # the link has time for what nobody waits for
 
-    with ThreadPoolExecutor(3) as pool:
-        changing = pool.submit(change)
+    with ThreadPoolExecutor(4) as pool:
+        beside = [pool.submit(change), pool.submit(look)]
         for done in [pool.submit(tokens, lane, 1, 400), pool.submit(tokens, other, 2, 100)]:
             done.result()
         stop.set()
-        changing.result()
+        for done in beside:
+            done.result()
     store.drain(10)
     fake.token(store, lane, [3, 4])
     other.close()

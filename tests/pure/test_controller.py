@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from fake_store import (
@@ -23,9 +24,10 @@ from moegguf.controller.forecast import Forecast
 from moegguf.controller.history import History
 from moegguf.controller.policies.base import LRU
 from moegguf.controller.policies.sparsity import SparsityAware
-from moegguf.controller.predictors.base import NoPrediction
+from moegguf.controller.predictors.base import NoPrediction, Predictor
+from moegguf.controller.predictors.previous_token import PreviousToken
 from moegguf.controller.watchdog import WatchdogOptions
-from moegguf.native.events import Float32s, Phase
+from moegguf.native.events import Float32s, Phase, RoutingEvent
 from moegguf.native.store import NativePolicy
 
 
@@ -160,6 +162,43 @@ def test_turns_without_prefetching_differ_in_acting_only() -> None:
     assert controller.watchdog.resting and controller.redundant
     assert store.named("forecast") == []  # cleared once, when the turn ended
     assert controller.history.clock == 18 * 3
+
+
+def native_prediction(store: RecordingStore, predictor: Predictor, **options: Any) -> Controller:
+    """The controller of a store that predicts by itself."""
+    acting = ActingOptions(clock_ns=lambda: store.clock_ns, **options)
+    controller = build_controller(SHAPE, NativePolicy("lru"), predictor, store, acting)
+    assert controller is not None and controller.native
+    return controller
+
+
+def test_the_store_predicts_nothing_between_trials_that_said_no() -> None:
+    store = RecordingStore()
+    controller = native_prediction(store, PreviousToken(SHAPE), prefetch=replace(AMPLE, watchdog=True))
+    assert store.actions == [("policy", "lru"), ("predictor", "previous-token"), ("act", False)]
+    assert controller.watchdog is not None
+    controller.watchdog.options = WatchdogOptions(period_tokens=4, periods=2)
+    controller.watchdog._next_pause_tokens = 10
+    for pass_ in range(17):
+        run_pass(controller, pass_=pass_)
+        store.clock_ns += 1000
+    assert store.actions[3:] == [("act", on) for on in (True, False, True)] + [("predictor", None), ("act", False)]
+    for pass_ in range(17, 27):
+        run_pass(controller, pass_=pass_)
+        store.clock_ns += 1000
+    assert store.actions[8:] == [("predictor", "previous-token")]  # the next trial begins without acting
+
+
+def test_the_store_goes_on_without_a_predictor_that_was_dropped() -> None:
+    class Broken(PreviousToken):
+        def observe(self, event: RoutingEvent) -> None:
+            raise ValueError("broken")
+
+    store = RecordingStore()
+    controller = native_prediction(store, Broken(SHAPE), prefetch=AMPLE, judge=True)
+    with pytest.warns(UserWarning, match="previous-token raised ValueError: broken"):
+        run_pass(controller)
+    assert store.actions[2:] == [("predictor", None), ("act", False)]
 
 
 def test_the_watchdog_does_not_count_the_time_of_prompts() -> None:

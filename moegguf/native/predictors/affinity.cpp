@@ -10,8 +10,7 @@ class Affinity final : public Predictor {
   public:
     Affinity(const Layout & layout, const Arrays & arrays)
         : layout_(layout),
-          affinity_(
-              arrays.floats("affinity", size_t(layout.n_moe_layers - 1) * layout.n_expert_max * layout.n_expert_max)) {}
+          affinity_(layout.n_moe_layers > 1 ? arrays.floats("affinity", size_of(layout)) : nullptr) {}
 
     void on_token(int) override { seen_ = {}; }
     void on_routing(const Observation & seen) override { seen_ = seen; }
@@ -37,6 +36,10 @@ class Affinity final : public Predictor {
     }
 
   private:
+    static size_t size_of(const Layout & layout) {
+        return size_t(layout.n_moe_layers - 1) * layout.n_expert_max * layout.n_expert_max;
+    }
+
     const Layout & layout_;
     const float * affinity_; // [n_moe_layers - 1][n_expert_max][n_expert_max]
     Observation seen_;

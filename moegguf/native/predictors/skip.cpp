@@ -111,7 +111,8 @@ void Skip::keep_best_groups(float * scores, int n_expert) {
     for (int group = 0; group < n_group_; group++) {
         std::partial_sort_copy(scores + group * size, scores + (group + 1) * size, group_.begin(),
                                group_.begin() + n_best, std::greater<float>());
-        best_[group] = std::accumulate(group_.begin(), group_.begin() + n_best, 0.0f);
+        const float best = std::accumulate(group_.begin(), group_.begin() + n_best, 0.0f);
+        best_[group] = std::isnan(best) ? -INFINITY : best; // sort() needs an order
     }
     std::iota(order_.begin(), order_.end(), 0);
     std::sort(order_.begin(), order_.end(),
