@@ -69,6 +69,12 @@ def test_no_prediction_without_training_or_input() -> None:
     assert mlp.predict(4, 2) is None
 
 
+def test_a_model_of_one_moe_layer_has_nothing_for_the_store_to_predict() -> None:
+    shape = MoeShape(n_layer=2, n_expert=3, n_expert_used=1, layers=(1,), n_embd=2, n_vocab=6)
+    assert MlpPredictor.from_weights(shape, Weights({}, {"windows": [1], "n_hidden": 2})).native() is None
+    assert MlpPredictor.from_weights(SHAPE, weights([1])).native() is not None
+
+
 def test_predictions_stay_valid_while_the_next_is_computed() -> None:
     mlp = MlpPredictor.from_weights(SHAPE, weights([1, 2]))
     mlp.observe(routed(1, 2.0, 0.0))

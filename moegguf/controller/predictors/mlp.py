@@ -80,8 +80,10 @@ class MlpPredictor(InputPredictor):
         logits = network.out.apply(hidden, np.empty(self.shape.n_expert, np.float32))
         return probabilities(logits, self.shape.n_expert_used)
 
-    def native(self) -> NativePredictor:
-        """As `Predictor.native`: the networks as they are, in signed bytes."""
+    def native(self) -> NativePredictor | None:
+        """As `Predictor.native`: the networks as they are, in signed bytes; None in a model of one MoE layer."""
+        if not self._networks:
+            return None
         arrays: dict[str, Array] = {
             "n_embd": integers(self.shape.n_embd),
             "n_hidden": integers(len(self._hidden)),
