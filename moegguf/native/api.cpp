@@ -153,11 +153,8 @@ int moegguf_store_set_predictor(moegguf_store * store, const moegguf_predictor *
     return on(store, [&](Store & s) { s.forecaster.set(predictor); });
 }
 
-const char * moegguf_predictor_name(int32_t index, uint32_t * traits) {
+const char * moegguf_predictor_name(int32_t index) {
     const PredictorType * type = predictor_at(index);
-    if (type && traits) {
-        *traits = type->traits;
-    }
     return type ? type->name : nullptr;
 }
 

@@ -31,7 +31,7 @@ void Forecaster::set(const moegguf_predictor * chosen) {
         stop();
         predictor_ = std::move(next);
         start(*chosen);
-        wants_inputs_ = type.traits & MOEGGUF_PREDICTOR_INPUTS;
+        wants_inputs_ = type.needs_inputs;
     } else {
         stop();
     }

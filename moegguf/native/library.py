@@ -36,7 +36,6 @@ SPIN_COUNT = 20000  # a good part of a millisecond; 1000 costs a fifth of a smal
 
 OK, INVALID, MEMORY, IO, CANCELLED, FORKED, ROUTING, SLOTS = range(8)
 POLICY_FORECAST, POLICY_SCORES = 1, 2  # enum moegguf_policy_trait
-PREDICTOR_INPUTS, PREDICTOR_TOKENS = 1, 2  # enum moegguf_predictor_trait
 PREDICT_ONCE, PREDICT_LOCKSTEP = 1, 2  # enum moegguf_predict_flag
 
 KIND = {"gate": 0, "up": 1, "down": 2, "gate_up": 3}
@@ -300,7 +299,7 @@ _STATUS_CALLS: dict[str, list[Any]] = {
 _PLAIN_CALLS: dict[str, tuple[object, list[type]]] = {
     "moegguf_last_error": (c.c_char_p, []),
     "moegguf_policy_name": (c.c_char_p, [c.c_int32, c.POINTER(c.c_uint32)]),
-    "moegguf_predictor_name": (c.c_char_p, [c.c_int32, c.POINTER(c.c_uint32)]),
+    "moegguf_predictor_name": (c.c_char_p, [c.c_int32]),
     "moegguf_store_close": (None, [c.c_void_p]),
     "moegguf_store_buft": (c.c_void_p, [c.c_void_p]),
     "moegguf_lane_close": (None, [c.c_void_p]),

@@ -194,11 +194,6 @@ struct moegguf_array {
     const void * data; // [n], used in place until another predictor is set
 };
 
-enum moegguf_predictor_trait {
-    MOEGGUF_PREDICTOR_INPUTS = 1 << 0, // computes with router inputs
-    MOEGGUF_PREDICTOR_TOKENS = 1 << 1, // knows all layers before a pass begins: from its token, or the one before
-};
-
 enum moegguf_predict_flag {
     MOEGGUF_PREDICT_ONCE = 1 << 0,     // a layer is predicted when it comes into the window, and not again
     MOEGGUF_PREDICT_LOCKSTEP = 1 << 1, // acquire waits until everything was predicted: slow, and reproducible
@@ -331,7 +326,7 @@ MOEGGUF_API int moegguf_store_set_forecast(moegguf_store * store, const float * 
 // Predicts from now on, in passes of one token; NULL: no longer. What is predicted goes to policies as a forecast does,
 // and is prefetched where it pays. moegguf_store_forecast: the probabilities as predicted of layers not yet routed.
 MOEGGUF_API int moegguf_store_set_predictor(moegguf_store * store, const struct moegguf_predictor * predictor);
-MOEGGUF_API const char * moegguf_predictor_name(int32_t index, uint32_t * traits); // NULL behind the last one
+MOEGGUF_API const char * moegguf_predictor_name(int32_t index);   // NULL behind the last one
 MOEGGUF_API int moegguf_store_act(moegguf_store * store, int on); // off: nothing is prefetched that is predicted
 MOEGGUF_API int moegguf_store_forecast(moegguf_store * store, float * probabilities, uint8_t * known, size_t n);
 MOEGGUF_API int moegguf_store_prefetch(moegguf_store * store, const int32_t * il, const int32_t * experts, size_t n);

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes as c
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,13 +16,6 @@ from moegguf.native import library
 Array = npt.NDArray[Any]
 # enum moegguf_array_type
 TYPE_OF = {np.dtype(type_): i for i, type_ in enumerate((np.float32, np.int8, np.uint16, np.int32))}
-
-
-class PredictorTraits(NamedTuple):
-    """inputs: it computes with router inputs. tokens: it knows all layers before a pass begins."""
-
-    inputs: bool
-    tokens: bool
 
 
 @dataclass(frozen=True)
@@ -57,17 +49,12 @@ class NativeForecast:
 
 
 @functools.cache
-def native_predictors() -> Mapping[str, PredictorTraits]:
-    """The predictors that the store can compute, by name."""
-    found: dict[str, PredictorTraits] = {}
-    traits, index = c.c_uint32(), 0
-    while name := library.load().moegguf_predictor_name(index, c.byref(traits)):
-        bits = traits.value
-        found[name.decode()] = PredictorTraits(
-            bool(bits & library.PREDICTOR_INPUTS), bool(bits & library.PREDICTOR_TOKENS)
-        )
-        index += 1
-    return found
+def native_predictors() -> tuple[str, ...]:
+    """The names of the predictors that the store can compute."""
+    found: list[str] = []
+    while name := library.load().moegguf_predictor_name(len(found)):
+        found.append(name.decode())
+    return tuple(found)
 
 
 def predictor_struct(predictor: NativePredictor, forecast: NativeForecast) -> library.Predictor:

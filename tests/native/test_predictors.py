@@ -157,10 +157,6 @@ def test_the_store_predicts_what_the_reference_predicts(name: str) -> None:
 
 def test_every_predictor_of_the_library_has_a_reference() -> None:
     assert {native(make()).name for make in MADE.values()} == set(native_predictors())
-    for name in native_predictors():
-        reference = MADE[name]()
-        assert native_predictors()[name].inputs == reference.needs_inputs
-        assert native_predictors()[name].tokens == (reference.reach >= N)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])

@@ -50,7 +50,7 @@ class Affinity final : public Predictor {
 extern const PredictorType affinity_predictor;
 const PredictorType affinity_predictor = {
     "affinity",
-    0,
+    false,
     [](const Layout & layout, const Arrays & arrays) -> std::unique_ptr<Predictor> {
         return std::make_unique<Affinity>(layout, arrays);
     },

@@ -69,7 +69,7 @@ class Mlp final : public InputPredictor {
 extern const PredictorType mlp_predictor;
 const PredictorType mlp_predictor = {
     "mlp",
-    MOEGGUF_PREDICTOR_INPUTS,
+    true,
     [](const Layout & layout, const Arrays & arrays) -> std::unique_ptr<Predictor> {
         return std::make_unique<Mlp>(layout, arrays);
     },

@@ -61,7 +61,7 @@ class Arrays {
 
 struct PredictorType {
     const char * name;
-    uint32_t traits; // enum moegguf_predictor_trait
+    bool needs_inputs; // computes with router inputs
     std::unique_ptr<Predictor> (*make)(const Layout & layout, const Arrays & arrays);
 };
 

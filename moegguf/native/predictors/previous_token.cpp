@@ -37,7 +37,7 @@ class PreviousToken final : public Predictor {
 extern const PredictorType previous_token_predictor;
 const PredictorType previous_token_predictor = {
     "previous-token",
-    MOEGGUF_PREDICTOR_TOKENS,
+    false,
     [](const Layout & layout, const Arrays &) -> std::unique_ptr<Predictor> {
         return std::make_unique<PreviousToken>(layout);
     },

@@ -127,7 +127,7 @@ void Skip::keep_best_groups(float * scores, int n_expert) {
 extern const PredictorType skip_predictor;
 const PredictorType skip_predictor = {
     "skip",
-    MOEGGUF_PREDICTOR_INPUTS,
+    true,
     [](const Layout & layout, const Arrays & arrays) -> std::unique_ptr<Predictor> {
         return std::make_unique<Skip>(layout, arrays);
     },

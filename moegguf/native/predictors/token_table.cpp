@@ -68,7 +68,7 @@ class TokenTable final : public Predictor {
 extern const PredictorType token_table_predictor;
 const PredictorType token_table_predictor = {
     "token-id",
-    MOEGGUF_PREDICTOR_TOKENS,
+    false,
     [](const Layout & layout, const Arrays & arrays) -> std::unique_ptr<Predictor> {
         return std::make_unique<TokenTable>(layout, arrays);
     },
