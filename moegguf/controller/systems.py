@@ -24,8 +24,8 @@ Prefetch = PrefetchOptions | bool | None
 class System:
     """What a system sets. `policy` "auto", and None: what was measured to be best for the model.
 
-    chunked, preempt, overlap, sweep: as in StoreOptions. sources: {field: where the paper says so, or what it leaves
-    open and what was taken}. A paper's prefetching is always on: none of them knows a watchdog or a limit of bytes.
+    chunked, preempt, overlap, sweep, stream: as in StoreOptions. sources: {field: where the paper says so, or what it
+    leaves open and what was taken}. A paper's prefetching is always on: none of them knows a watchdog or a limit of bytes.
     """
 
     name: str
@@ -37,16 +37,17 @@ class System:
     preempt: bool = True
     overlap: bool = True
     sweep: bool = True
+    stream: bool = False
     sources: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def switches(self) -> dict[str, bool]:
         """The options of a store that it sets."""
-        return {name: getattr(self, name) for name in ("chunked", "preempt", "overlap", "sweep")}
+        return {name: getattr(self, name) for name in ("chunked", "preempt", "overlap", "sweep", "stream")}
 
     def store_options(self) -> StoreOptions:
         """Of a live model."""
-        return StoreOptions(chunked=self.chunked, preempt=self.preempt, overlap=self.overlap, sweep=self.sweep)
+        return StoreOptions(**self.switches)
 
     def parts(self, policy: Any, predictor: Any, prefetch: Prefetch) -> tuple[Any, Any, Prefetch]:
         """Policy, predictor (names or objects) and prefetching as chosen; "auto" and None are the system's.
@@ -120,6 +121,7 @@ SYSTEMS = {
         ),
         System(
             "duoserve", "DuoServe-MoE", "lru", "expert-mlp", _prefetch(1, again=True), chunked=False,
+            sweep=False, stream=True,
             sources={
                 "policy": "5.1: k slots in all, refilled for each layer. The number of slots is the budget's, not a"
                 " system's; with more than k, which it leaves open, LRU",
@@ -128,7 +130,8 @@ SYSTEMS = {
                 "chunked": "not in the paper: whole experts",
                 "overlap": "5.2: one expert computes while the next is fetched. Decoding waits for all (5.3); here it"
                 " does not",
-                "sweep": "5.2: prompts are a pipeline without predictions",
+                "sweep": "5.2: nothing of the next layer is fetched before its router has chosen",
+                "stream": "5.2: a prompt's experts one after another through slots, each fetched once",
             },
         ),
         System(

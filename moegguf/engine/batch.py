@@ -40,14 +40,15 @@ class Fit:
         return self.needs.total_bytes(self.n_slots) + self.n_slots * slot_bytes
 
 
-def layer_slots(layout: ExpertLayout, n_ubatch: int) -> int:
-    """Slots that a pass may need at once: its experts of one layer, whatever the router chooses."""
-    return min(layout.n_expert, n_ubatch * layout.n_expert_used)
+def layer_slots(layout: ExpertLayout, n_ubatch: int, streams: bool = False) -> int:
+    """Slots that a pass may need at once: its experts of one layer, whatever the router chooses, or, where those that
+    have no slot of their own are streamed, one token's."""
+    return min(layout.n_expert, layout.n_expert_used * (1 if streams else n_ubatch))
 
 
-def allowed_ubatch(layout: ExpertLayout, n_slots: int) -> int:
-    """The most tokens of a pass whose experts of one layer fit into `n_slots`; 2^30 without a limit."""
-    return 1 << 30 if n_slots >= layout.n_expert else max(1, n_slots // layout.n_expert_used)
+def allowed_ubatch(layout: ExpertLayout, n_slots: int, streams: bool = False) -> int:
+    """The most tokens of a pass that `n_slots` suffice for; 2^30 without a limit. streams: as in `layer_slots`."""
+    return 1 << 30 if streams or n_slots >= layout.n_expert else max(1, n_slots // layout.n_expert_used)
 
 
 def fits(
@@ -57,13 +58,14 @@ def fits(
     most_slots: int,
     ubatches: Sequence[int],
     needs: Callable[[int], MemoryNeeds],
+    streams: bool = False,
 ) -> Iterator[Fit]:
     """For each number of tokens of a pass the most slots that fit beside it, where a pass can run with them."""
     for n_ubatch in ubatches:
         needed = needs(n_ubatch)
         free = usable_bytes - needed.total_bytes(0)
         n_slots = min(most_slots, max(0, free) // (slot_bytes + needed.slot_work_bytes))
-        if n_slots >= layer_slots(layout, n_ubatch):
+        if n_slots >= layer_slots(layout, n_ubatch, streams):
             yield Fit(n_slots, n_ubatch, needed)
 
 

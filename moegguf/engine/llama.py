@@ -131,7 +131,7 @@ class Llama(UpstreamLlama):
         self._keywords = dict(
             model_path=model_path, expert_cache=expert_cache, system=of.name, store=store, **vars(chosen), **options
         )
-        self._load_plan = load_plan = prepare(model_path, expert_cache, options)
+        self._load_plan = load_plan = prepare(model_path, expert_cache, options, store.can_stream)
         self.layout, self.plan = load_plan.layout, load_plan.plan
         try:
             try_first(self.layout, options, self._progress.wait, load_plan.projector)

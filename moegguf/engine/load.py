@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from moegguf.engine.batch import DEFAULT_UBATCH_TOKENS
+from moegguf.engine.batch import DEFAULT_UBATCH_TOKENS, layer_slots
 from moegguf.engine.machine import count_cpus, read_memory
 from moegguf.engine.memory import check_context, pad_context, pooling_batch_tokens
 from moegguf.engine.plan import Plan, make_plan
@@ -58,7 +58,7 @@ class LoadPlan:
         """Slots of another budget for the loaded model. Raises BudgetError when its passes need more."""
         cache, layout = parse_expert_cache(expert_cache), self.layout
         n_slots = make_plan(layout, cache, read_memory(), n_ctx=self.options["n_ctx"], n_ubatch=1).n_slots
-        least = min(self.plan.n_ubatch * layout.n_expert_used, layout.n_expert)
+        least = layer_slots(layout, self.plan.n_ubatch, self.plan.streams)
         if n_slots < least:
             size = format_bytes_up(least * self.plan.slot_bytes)
             raise BudgetError(
@@ -76,8 +76,11 @@ class LoadPlan:
         return ModelFormatError(f"llama.cpp cannot load {self.path}: {error}; verbose=True shows its reasons.")
 
 
-def prepare(model: str | os.PathLike[str], expert_cache: Budget | None, options: dict[str, Any]) -> LoadPlan:
-    """Reads the header and plans memory. `options`: keywords of llama_cpp.Llama as the user gave them.
+def prepare(
+    model: str | os.PathLike[str], expert_cache: Budget | None, options: dict[str, Any], streams: bool = True
+) -> LoadPlan:
+    """Reads the header and plans memory. `options`: keywords of llama_cpp.Llama as the user gave them. `streams`: as
+    in `make_plan`.
 
     Raises ModelNotFoundError, ModelFormatError, CapabilityError for a kind of model that is not run, BudgetError,
     OptionError, and AllocationError for a context above all memory of this machine.
@@ -103,7 +106,7 @@ def prepare(model: str | os.PathLike[str], expert_cache: Budget | None, options:
     n_image = projector.one_pass_tokens if projector else 0
     if n_image > n_batch:
         n_batch = options["n_batch"] = n_image
-    plan = _plan(layout, cache, min(given, n_batch) if given else None, options, projector)
+    plan = _plan(layout, cache, min(given, n_batch) if given else None, options, projector, streams)
     hooks = layout.is_moe and environment.hooks
     if hooks:
         options["use_mmap"] = False
@@ -123,6 +126,7 @@ def _plan(
     n_ubatch: int | None,
     options: dict[str, Any],
     projector: ProjectorHeader | None,
+    streams: bool,
 ) -> Plan:
     types = {name: value for name in ("type_k", "type_v") if (value := options.get(name)) is not None}
     for name, number in types.items():
@@ -132,8 +136,8 @@ def _plan(
     memory, n_ctx = read_memory(), options["n_ctx"]
     check_context(layout, n_ctx, memory, **types)
     sizes = {"n_ctx": n_ctx, "n_ubatch": n_ubatch, "n_batch": options.get("n_batch", N_BATCH)}
-    flash_attn = options.get("flash_attn", False)
-    return make_plan(layout, cache, memory, **sizes, flash_attn=flash_attn, projector=projector, **types)
+    flags = {"flash_attn": options.get("flash_attn", False), "streams": streams}
+    return make_plan(layout, cache, memory, **sizes, **flags, projector=projector, **types)
 
 
 def check_options(options: dict[str, Any], kind: type) -> None:

@@ -36,7 +36,7 @@ class Plan:
     """Slots for the pool, tokens of context and of a pass (`n_ubatch`), and where all bytes go.
 
     `budget_bytes` is what the pool takes: n_slots * slot_bytes. `compute_bytes` includes the work memory of the slots,
-    `projector_bytes` that of reading an image.
+    `projector_bytes` that of reading an image. `streams`: a pass may use more experts of a layer than there are slots.
     `total_bytes` is the sum; `available_bytes` is what this process may take. `reasons` and `warnings` are sentences
     for the user.
     """
@@ -55,6 +55,7 @@ class Plan:
     reasons: tuple[str, ...]
     warnings: tuple[str, ...]
     projector_bytes: int = 0
+    streams: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ class _Request:
     type_v: int
     flash_attn: bool
     projector: ProjectorHeader | None = None
+    streams: bool = False
 
     @property
     def one_pass_tokens(self) -> int:
@@ -113,19 +115,21 @@ def make_plan(
     flash_attn: bool = False,
     margin: int | None = None,
     projector: ProjectorHeader | None = None,
+    streams: bool = True,
 ) -> Plan:
     """The plan for running `layout` within `cache` on a machine with `memory`.
 
     n_ctx: 0 is the model's own; None: the largest that leaves most memory to experts (`memory.choose_context`).
     n_ubatch: stays as given unless the pool is too small for it; None: at most n_batch, chosen together with the slots
     (`batch.best_fit`). margin: bytes that stay free with "auto"; None: `margin_bytes`. projector: of a model that reads
-    images, too.
+    images, too. streams: whether the store may stream experts, where the CPU's kernels can (`SlotSizes.streams`).
 
     Raises BudgetError, stating the minimum, when the budget (or, for "auto", the free memory) does not hold the experts
     that one token uses in one layer, or those of an image that has to be read in one pass.
     """
     margin = margin_bytes(memory.available_bytes) if margin is None else margin
-    request = _Request(layout, memory, margin, n_ubatch, n_batch, type_k, type_v, flash_attn, projector)
+    streams = streams and slot_sizes(layout).streams
+    request = _Request(layout, memory, margin, n_ubatch, n_batch, type_k, type_v, flash_attn, projector, streams)
     reasons: list[str] = []
     options: dict[str, Any] = {"type_k": type_k, "type_v": type_v, "flash_attn": flash_attn}
     if n_ctx is None:
@@ -171,6 +175,7 @@ def _plan(request: _Request, n_ctx: int, fit: Fit, reasons: list[str]) -> Plan:
         reasons=tuple(reasons),
         warnings=tuple(_warnings(layout, fit.n_slots, size, total, request.memory)),
         projector_bytes=needs.projector_bytes,
+        streams=request.streams,
     )
 
 
@@ -195,7 +200,8 @@ def _auto_fit(request: _Request, n_ctx: int, cache: ExpertCache, reasons: list[s
     """Slots and tokens of a pass in what is free after everything else and the margin."""
     layout, size = request.layout, request.slot_bytes
     most = min(layout.n_expert_total, cache.n_bytes // size if cache.n_bytes else layout.n_expert_total)
-    found = list(fits(layout, size, request.usable_bytes, most, request.ubatches(), partial(request.needs, n_ctx)))
+    needs = partial(request.needs, n_ctx)
+    found = list(fits(layout, size, request.usable_bytes, most, request.ubatches(), needs, request.streams))
     if not found:
         raise _too_little(request, n_ctx)
     kept = found[0].n_ubatch == request.n_ubatch
@@ -227,7 +233,7 @@ def _too_little(request: _Request, n_ctx: int) -> BudgetError:
 def _fixed_fit(request: _Request, n_ctx: int, cache: ExpertCache, reasons: list[str]) -> Fit:
     """The slots of a given budget, and the most tokens of a pass that fit into the free memory beside them."""
     n_slots = _fixed_slots(request, cache, reasons)
-    allowed = allowed_ubatch(request.layout, n_slots)
+    allowed = allowed_ubatch(request.layout, n_slots, request.streams)
     if allowed < request.one_pass_tokens:
         least = layer_slots(request.layout, request.one_pass_tokens) * request.slot_bytes
         raise BudgetError(
@@ -271,7 +277,7 @@ def _ubatch_reason(request: _Request, fit: Fit, why: str) -> Iterator[str]:
     if fit.n_ubatch >= wanted:
         return
     text = f"a prompt is read {fit.n_ubatch} token{'s' * (fit.n_ubatch > 1)} at a time instead of {wanted}"
-    if layer_slots(layout, wanted) > fit.n_slots:
+    if layer_slots(layout, wanted, request.streams) > fit.n_slots:
         yield f"{fit.n_slots} slots are fewer than the {layout.n_expert} experts of a layer, so {text}"
     else:
         yield f"{text}: {why}"

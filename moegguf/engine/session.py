@@ -10,6 +10,7 @@ import ctypes as c
 import os
 import warnings
 
+from moegguf.engine.batch import layer_slots
 from moegguf.engine.listeners import RoutingListeners
 from moegguf.engine.plan import Plan
 from moegguf.engine.stats import Stats
@@ -27,7 +28,7 @@ def open_store(layout: ExpertLayout, plan: Plan, options: StoreOptions) -> Store
     Raises AllocationError when not even the minimum fits.
     """
     n_slots = plan.n_slots
-    least = max(layout.n_expert_used, min(plan.n_slots, plan.n_ubatch * layout.n_expert_used, layout.n_expert))
+    least = max(layout.n_expert_used, min(plan.n_slots, layer_slots(layout, plan.n_ubatch, plan.streams)))
     while True:
         try:
             store = Store(layout, n_slots, options)

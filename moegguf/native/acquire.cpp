@@ -5,12 +5,16 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <iterator>
 
 namespace moegguf {
 namespace {
 
 // From this many choices per expert on, a pass touches practically every expert (1 - e^-4 = 98 % of them).
 constexpr int64_t sweep_choices_per_expert = 4;
+
+// Slots that a layer is streamed through, at most: while one is multiplied with, readers fill the rest.
+constexpr int most_streaming_slots = 8;
 
 // How long a lane waits for another one's layer to end before it calls the pool too small for both.
 constexpr auto longest_pass = std::chrono::seconds(60);
@@ -41,6 +45,7 @@ std::unique_ptr<Lane> Acquire::open_lane() {
 
 void Acquire::close_lane(Lane & lane) {
     Lock lock(shared_.mutex);
+    streaming_.stop(lane);
     unpin(lane);
     lanes_.erase(std::find(lanes_.begin(), lanes_.end(), &lane));
     shared_.done.notify_all();
@@ -58,6 +63,7 @@ void Acquire::take_failure(Lane & lane, moegguf_failure & out, bool clear) {
         lane.failure = {};
         lane.failed = false;
         lane.il = Lane::between_passes;
+        streaming_.stop(lane);
         unpin(lane);
     }
 }
@@ -104,6 +110,8 @@ void Acquire::acquire(Lane & lane, int il, int32_t * ids, int n_expert_used, int
             const int64_t n_expert = layout_.layers[il].n_expert;
             const bool sweep = n_tokens > 1 && (int64_t)n >= sweep_choices_per_expert * n_expert;
             const uint64_t turn = lane.pass * layout_.layers.size() + il;
+            lane.ids_memory = ids;
+            lane.streams = must_stream(lane, n_tokens, wait_kinds);
             placed = fill_slots(lane, {il, sweep, lane.n_tokens == 1, turn}, ids, n_expert_used, n_tokens, lock);
             first_slot = tier_.numbering.window(il).first_slot;
         }
@@ -124,7 +132,7 @@ void Acquire::acquire(Lane & lane, int il, int32_t * ids, int n_expert_used, int
         wait(lane, wait_kinds);
     }
     for (size_t i = 0; i < n; i++) {
-        ids[i] = lane.failed ? 0 : lane.slot_of[ids[i]] - first_slot;
+        ids[i] = lane.failed ? 0 : lane.streams ? ids[i] : lane.slot_of[ids[i]] - first_slot;
     }
     count(shared_.counters.hook_ns, now_ns() - start - lane.waited_ns);
 }
@@ -184,6 +192,7 @@ void Acquire::begin_pass(Lane & lane, int il, int n_tokens) {
     computing_ = true;
     count_pass(lane, il, n_tokens);
     note_failures(lane);
+    streaming_.stop(lane);
     unpin(lane);
     if (resize_to_ > 0) {
         apply_resize();
@@ -193,17 +202,17 @@ void Acquire::begin_pass(Lane & lane, int il, int n_tokens) {
 // Residents are pinned before any victim is chosen, so that no needed expert is evicted for another.
 bool Acquire::pin_all(Lane & lane, const Moment & now, Lock & lock) {
     // A lane that waits for slots holds some already. Another one that did the same could block both for good.
-    while (short_of_slots_ && !shared_.cancelled) {
+    while ((short_of_slots_ || (lane.streams && streaming_.busy())) && !shared_.cancelled) {
         shared_.done.wait(lock);
     }
-    pin_present(lane, now.il);
+    pin_present(lane, now.il, lane.streams ? tier_.residency.n_usable() - slots_to_stream(lane) : INT32_MAX);
     if (shared_.has(MOEGGUF_PREEMPT) && !tier_.numbering.resident()) {
         transfers_.drop_prefetches(now.il);
     }
     const uint64_t start = shared_.clock_ns();
     bool done = false;
     try {
-        done = pin_absent(lane, now, lock);
+        done = lane.streams ? stream_absent(lane, now, lock) : pin_absent(lane, now, lock);
     } catch (...) {
         end_shortage(lane, start);
         throw;
@@ -222,13 +231,14 @@ void Acquire::end_shortage(Lane & lane, uint64_t since_ns) {
     }
 }
 
-void Acquire::pin_present(Lane & lane, int il) {
+// The others count as absent.
+void Acquire::pin_present(Lane & lane, int il, int most) {
     Residency & residency = tier_.residency;
     uint64_t n_ready = 0, n_late = 0, n_useful = 0;
     for (int expert : lane.distinct) {
         residency.count_look_up(il, expert);
         const int s = residency.find(il, expert);
-        if (s < 0) {
+        if (s < 0 || (int)lane.pinned.size() >= most) {
             continue;
         }
         Slot & slot = residency.slot(s);
@@ -261,38 +271,92 @@ bool Acquire::computes_with(int s) const {
 }
 
 bool Acquire::pin_absent(Lane & lane, const Moment & now, Lock & lock) {
-    Residency & residency = tier_.residency;
-    Deadline deadline{};
+    const auto fits = [&] { return (int)lane.distinct.size() <= tier_.residency.n_usable(); };
     for (int expert : lane.distinct) {
         if (lane.slot_of[expert] >= 0) {
             continue;
         }
-        int s = tier_.take_slot(now.il, expert, now);
-        while (s < 0 && (int)lane.distinct.size() <= residency.n_usable()) { // another lane may shrink the pool
-            if (deadline == Deadline{}) {
-                deadline = std::chrono::steady_clock::now() + longest_pass;
-            }
-            if (!wait_for_slot(deadline, lock)) {
-                break;
-            }
-            s = tier_.take_slot(now.il, expert, now);
-        }
+        const int s = wait_for_slot([&] { return tier_.take_slot(now.il, expert, now); }, fits, lock);
         if (s < 0) {
-            lane.fail(shared_.cancelled ? MOEGGUF_CANCELLED : MOEGGUF_SLOTS, now.il, expert,
-                      "one pass needs " + std::to_string(lane.distinct.size()) + " experts of layer " +
-                          std::to_string(now.il) + " at once, the pool has " + std::to_string(residency.n_usable()) +
-                          " slots");
+            fail_without_slot(lane, now.il, expert);
             return false;
         }
-        residency.pin(s);
+        tier_.residency.pin(s);
         lane.pinned.push_back(s);
         lane.slot_of[expert] = s;
     }
     return true;
 }
 
+void Acquire::fail_without_slot(Lane & lane, int il, int expert) {
+    lane.fail(shared_.cancelled ? MOEGGUF_CANCELLED : MOEGGUF_SLOTS, il, expert,
+              "one pass needs " + std::to_string(lane.distinct.size()) + " experts of layer " + std::to_string(il) +
+                  " at once, the pool has " + std::to_string(tier_.residency.n_usable()) + " slots");
+}
+
+// Whether experts pass through slots instead of getting one each: where they do not fit, or where that is asked for. A
+// caller that waits for matrices here cannot be given some of them at a time.
+bool Acquire::must_stream(const Lane & lane, int n_tokens, uint8_t wait_kinds) const {
+    const bool can = shared_.simulated() ? shared_.has(MOEGGUF_OVERLAP) : wait_kinds == 0;
+    const bool fits = (int)lane.distinct.size() <= tier_.residency.n_usable();
+    return can && !tier_.numbering.resident() && n_tokens > 1 && (!fits || shared_.has(MOEGGUF_STREAM));
+}
+
+// Half of a small pool, so that what is there of the layer is not read again.
+int Acquire::slots_to_stream(const Lane & lane) const {
+    const int n_usable = tier_.residency.n_usable(), half = std::max(2, n_usable / 2);
+    return std::min({most_streaming_slots, half, n_usable, (int)lane.distinct.size()});
+}
+
+// At least one slot for the experts that are absent, and more as there are some.
+bool Acquire::stream_absent(Lane & lane, const Moment & now, Lock & lock) {
+    std::vector<int> & absent = lane.absent;
+    absent.clear();
+    std::copy_if(lane.distinct.begin(), lane.distinct.end(), std::back_inserter(absent),
+                 [&](int expert) { return lane.slot_of[expert] < 0; });
+    if (absent.empty()) {
+        lane.streams = false;
+        return true;
+    }
+    const size_t n_pinned = lane.pinned.size(), n_wanted = std::min<size_t>(absent.size(), slots_to_stream(lane));
+    const auto reserve = [&] { return tier_.reserve_slot(now.il, now); };
+    int s = shared_.cancelled ? -1 : wait_for_slot(reserve, [] { return true; }, lock);
+    while (s >= 0) {
+        tier_.residency.pin(s);
+        lane.pinned.push_back(s);
+        s = lane.pinned.size() < n_pinned + n_wanted ? reserve() : -1;
+    }
+    if (lane.pinned.size() == n_pinned) {
+        fail_without_slot(lane, now.il, absent[0]);
+        return false;
+    }
+    streaming_.begin(lane, now.il, n_pinned);
+    transfers_.wake_readers();
+    while (shared_.simulated() && streaming_.busy()) {
+        transfers_.step();
+    }
+    return true;
+}
+
+// What `take` returns, once it finds a slot; -1 when it will not, or when it is no longer `worth` waiting.
+template <typename Take, typename Worth>
+int Acquire::wait_for_slot(Take take, Worth worth, Lock & lock) {
+    Deadline deadline{};
+    int s = take();
+    while (s < 0 && worth()) { // another lane may shrink the pool
+        if (deadline == Deadline{}) {
+            deadline = std::chrono::steady_clock::now() + longest_pass;
+        }
+        if (!wait_for_change(deadline, lock)) {
+            break;
+        }
+        s = take();
+    }
+    return s;
+}
+
 // False when no slot will become free: transfers end, and another lane unpins at its next routing event, nothing else.
-bool Acquire::wait_for_slot(Deadline deadline, Lock & lock) {
+bool Acquire::wait_for_change(Deadline deadline, Lock & lock) {
     if (shared_.simulated() && transfers_.reading()) {
         transfers_.step();
         return true;
@@ -335,6 +399,8 @@ void Acquire::unpin(Lane & lane) {
             continue;
         }
         if (tier_.residency.failed(s)) {
+            tier_.retire(s);
+        } else if (tier_.residency.slot(s).streams()) { // its layer did not come to an end
             tier_.retire(s);
         } else if (!tier_.usable(s) && tier_.residency.slot(s).reading == 0) {
             count(shared_.counters.evictions);
@@ -386,7 +452,7 @@ bool Acquire::settled(const Lane & lane, uint8_t kinds) const {
 }
 
 uint8_t Acquire::missing(const Lane & lane, int s, uint8_t kinds) const {
-    return lane.chunks & kinds & ~tier_.residency.ready(s);
+    return tier_.residency.slot(s).streams() ? 0 : lane.chunks & kinds & ~tier_.residency.ready(s);
 }
 
 // A failure counts as pending, so that wait() is called and ends the pass.

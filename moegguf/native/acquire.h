@@ -9,12 +9,13 @@ namespace moegguf {
 
 class Acquire {
   public:
-    Acquire(Store & store, const Layout & layout, Shared & shared, Tier & tier, Transfers & transfers,
-            Forecaster & forecaster, Events & events)
+    Acquire(Store & store, const Layout & layout, Shared & shared, Tier & tier, Streaming & streaming,
+            Transfers & transfers, Forecaster & forecaster, Events & events)
         : store_(store),
           layout_(layout),
           shared_(shared),
           tier_(tier),
+          streaming_(streaming),
           transfers_(transfers),
           forecaster_(forecaster),
           events_(events) {}
@@ -25,7 +26,8 @@ class Acquire {
     void announce_tokens(Lane & lane, const moegguf_tokens_event & event);
 
     // A routing event: expert_ids [n_tokens][n_expert_used] become slot ids in place. Waits for the matrices in
-    // `wait_kinds`. On failure the lane says why and the slot ids are safe to compute with.
+    // `wait_kinds`. Of a layer that is streamed (streaming.h) they stay expert ids. On failure the lane says why and
+    // the ids are safe to compute with.
     void acquire(Lane & lane, int il, int32_t * ids, int n_expert_used, int n_tokens, uint8_t wait_kinds,
                  const Routed & routed = {});
 
@@ -52,10 +54,16 @@ class Acquire {
     void begin_pass(Lane & lane, int il, int n_tokens);
     bool pin_all(Lane & lane, const Moment & now, Lock & lock);
     void end_shortage(Lane & lane, uint64_t since_ns);
-    void pin_present(Lane & lane, int il);
+    void pin_present(Lane & lane, int il, int most);
     bool computes_with(int s) const;
     bool pin_absent(Lane & lane, const Moment & now, Lock & lock);
-    bool wait_for_slot(Deadline deadline, Lock & lock);
+    void fail_without_slot(Lane & lane, int il, int expert);
+    bool must_stream(const Lane & lane, int n_tokens, uint8_t wait_kinds) const;
+    int slots_to_stream(const Lane & lane) const;
+    bool stream_absent(Lane & lane, const Moment & now, Lock & lock);
+    template <typename Take, typename Worth>
+    int wait_for_slot(Take take, Worth worth, Lock & lock);
+    bool wait_for_change(Deadline deadline, Lock & lock);
     void sweep_ahead(int il);
     void unpin(Lane & lane);
     void note_failures(Lane & lane);
@@ -69,6 +77,7 @@ class Acquire {
     const Layout & layout_;
     Shared & shared_;
     Tier & tier_;
+    Streaming & streaming_;
     Transfers & transfers_;
     Forecaster & forecaster_;
     Events & events_;

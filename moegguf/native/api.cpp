@@ -86,6 +86,7 @@ int moegguf_slot_sizes(const moegguf_matrix * matrices, int32_t n_matrices, int3
         out.slot_bytes = strides.slot_bytes();
         out.pool_bytes = strides.pool_bytes(n_slots);
         out.guard_bytes = out.pool_bytes - out.slot_bytes * n_slots;
+        out.streams = cpu_kernels_ask_for_order(matrices, n_matrices);
     });
 }
 

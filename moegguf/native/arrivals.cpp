@@ -1,10 +1,11 @@
 #include "arrivals.h"
 
-#include <algorithm>
-
 namespace moegguf {
 
-Arrivals::Arrivals(const Layout & layout, Shared & shared, Tier & tier) : shared_(shared), tier_(tier) {
+Arrivals::Arrivals(const Layout & layout, Shared & shared, Tier & tier, Streaming & streaming)
+    : shared_(shared),
+      tier_(tier),
+      streaming_(streaming) {
     if (shared.simulated() || !shared.has(MOEGGUF_OVERLAP) || !tier.pool()->kernels_ask_for_order()) {
         return;
     }
@@ -21,50 +22,71 @@ int Arrivals::next(ggml_mul_mat_id_order * order, const int64_t * row_counts, in
     constexpr int most_late = sizeof(order->late) / sizeof(order->late[0]);
     const PoolTensor & t = *(const PoolTensor *)order->next;
     Arrivals & arrivals = *t.arrivals;
+    const bool streams = arrivals.streaming_.serves(order->ids);
+    const auto take = [&](int id) {
+        order->at = arrivals.slot(t, id, streams) - arrivals.tier_.numbering.window(t.il).first_slot;
+        return id;
+    };
     while (order->i < n_as && order->n_late < most_late) {
         const int id = order->i++;
-        if (row_counts[id] == 0) {
+        const int s = row_counts[id] > 0 ? arrivals.slot(t, id, streams) : -1;
+        if (s < 0) {
             continue;
         }
-        if (arrivals.is_there(t, id)) {
-            return id;
+        if (arrivals.is_there(t, s)) {
+            return take(id);
         }
         order->late[order->n_late++] = id;
     }
+    if (streams && order->i >= n_as) {
+        const int id = arrivals.streaming_.next(order, n_as, t.kind, ith);
+        if (id >= 0) {
+            return id;
+        }
+    }
     while (order->n_late > 0) {
-        const int i = arrivals.wait(t, order->late, order->n_late, ith == 0);
+        const auto settled = [&](int i) { return arrivals.is_settled(t, arrivals.slot(t, order->late[i], streams)); };
+        const int i = arrivals.wait(order->n_late, settled, ith == 0);
         if (i < 0) {
             break;
         }
         const int id = order->late[i];
         order->late[i] = order->late[--order->n_late];
-        if (arrivals.is_there(t, id)) {
-            return id;
+        if (arrivals.is_there(t, arrivals.slot(t, id, streams))) {
+            return take(id);
         }
     }
     return -1;
 }
 
-bool Arrivals::is_there(const PoolTensor & t, int slot_id) const {
-    return tier_.residency.ready(slot(t, slot_id)) & t.kind;
+// The slot of an id of the kernel's: a slot id, or an expert of a layer that is streamed, -1 where it has none.
+int Arrivals::slot(const PoolTensor & t, int id, bool streams) const {
+    return streams ? streaming_.slot_of(id) : tier_.numbering.window(t.il).first_slot + id;
+}
+
+bool Arrivals::is_there(const PoolTensor & t, int s) const {
+    return tier_.residency.ready(s) & t.kind;
 }
 
 // There, or a read that failed, or slot ids of a failed pass: those slots may be empty, or a prefetch's that is dropped
 // without notice. Under the store's lock.
-bool Arrivals::is_settled(const PoolTensor & t, int slot_id) const {
-    const int s = slot(t, slot_id);
+bool Arrivals::is_settled(const PoolTensor & t, int s) const {
     const Slot & slot = tier_.residency.slot(s);
-    return is_there(t, slot_id) || tier_.residency.failed(s) || slot.pins == 0 ||
-           !((slot.queued | slot.reading) & t.kind);
+    return is_there(t, s) || tier_.residency.failed(s) || slot.pins == 0 || !((slot.queued | slot.reading) & t.kind);
 }
 
-// Waits until one of the matrices has arrived, or will not come; returns its place in the list, -1 when cancelled.
-int Arrivals::wait(const PoolTensor & t, const int32_t * slot_ids, int n, bool first_thread) {
+// Waits until one of n matrices has arrived, or will not come; returns its index, -1 when cancelled.
+template <typename Settled>
+int Arrivals::wait(int n, Settled settled, bool first_thread) {
     if (shared_.forked()) { // a thread of the parent may hold the lock
         return -1;
     }
     const auto first_settled = [&] {
-        return int(std::find_if(slot_ids, slot_ids + n, [&](int id) { return is_settled(t, id); }) - slot_ids);
+        int i = 0;
+        while (i < n && !settled(i)) {
+            i++;
+        }
+        return i;
     };
     const uint64_t start = now_ns();
     Lock lock(shared_.mutex);

@@ -2,9 +2,7 @@
 // there first, the others as they arrive (ProMoE's reordered inference).
 #pragma once
 
-#include "tier.h"
-
-#include "ggml-cpu.h"
+#include "streaming.h"
 
 namespace moegguf {
 
@@ -13,7 +11,7 @@ namespace moegguf {
 class Arrivals {
   public:
     // Tells the pool's tensors, where their kernels ask. Otherwise lanes wait before they multiply.
-    Arrivals(const Layout & layout, Shared & shared, Tier & tier);
+    Arrivals(const Layout & layout, Shared & shared, Tier & tier, Streaming & streaming);
 
     bool on() const { return !tensors_.empty(); }
 
@@ -27,13 +25,15 @@ class Arrivals {
     };
 
     static int next(ggml_mul_mat_id_order * order, const int64_t * row_counts, int n_as, int ith);
-    int slot(const PoolTensor & t, int slot_id) const { return tier_.numbering.window(t.il).first_slot + slot_id; }
-    bool is_there(const PoolTensor & t, int slot_id) const;
-    bool is_settled(const PoolTensor & t, int slot_id) const;
-    int wait(const PoolTensor & t, const int32_t * slot_ids, int n, bool first_thread);
+    int slot(const PoolTensor & t, int id, bool streams) const;
+    bool is_there(const PoolTensor & t, int s) const;
+    bool is_settled(const PoolTensor & t, int s) const;
+    template <typename Settled>
+    int wait(int n, Settled settled, bool first_thread);
 
     Shared & shared_;
     Tier & tier_;
+    Streaming & streaming_;
     std::vector<PoolTensor> tensors_; // [layout.matrices]
 };
 

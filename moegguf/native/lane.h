@@ -19,6 +19,7 @@ struct Lane {
     explicit Lane(Store & store, int id, int n_expert_max) : store(store), id(id), slot_of(n_expert_max, -1) {
         pinned.reserve(n_expert_max);
         distinct.reserve(n_expert_max);
+        absent.reserve(n_expert_max);
     }
 
     // The first failure of a pass is kept; from then on its slot ids are all 0.
@@ -34,14 +35,17 @@ struct Lane {
     int first_token = -1;
     int next_token = 0;
     int n_announced = 0;
-    std::vector<int> pinned;   // slots, all of one layer
-    uint8_t chunks = 0;        // matrices of that layer: an announcement changes il, and not what is waited for
-    std::vector<int> distinct; // experts of this routing event, in order of first choice
-    std::vector<int> slot_of;  // [n_expert_max], -1 where not chosen at this event
-    uint64_t waited_ns = 0;    // at this event
-    uint64_t read_errors = 0;  // of the store, when this lane's failures were last noted
-    uint64_t given_up = 0;     // likewise
-    std::vector<int32_t> ids;  // scratch for devices whose memory is not the host's
+    std::vector<int> pinned;           // slots, all of one layer
+    uint8_t chunks = 0;                // matrices of that layer: an announcement changes il, and not what is waited for
+    std::vector<int> distinct;         // experts of this routing event, in order of first choice
+    std::vector<int> slot_of;          // [n_expert_max], -1 where not chosen at this event
+    std::vector<int> absent;           // experts of it that are streamed
+    bool streams = false;              // this event's ids are experts (streaming.h)
+    uint64_t waited_ns = 0;            // at this event
+    uint64_t read_errors = 0;          // of the store, when this lane's failures were last noted
+    uint64_t given_up = 0;             // likewise
+    const void * ids_memory = nullptr; // of this event's ids, where kernels read them
+    std::vector<int32_t> ids;          // scratch for devices whose memory is not the host's
     std::vector<float> weights;
     std::vector<float> inputs;
     moegguf_failure failure{};

@@ -20,6 +20,10 @@ struct Error : std::runtime_error {
 constexpr uint8_t all_kinds = (1 << MOEGGUF_MAX_KINDS) - 1;
 constexpr uint8_t down_kind = 1 << MOEGGUF_DOWN;
 
+// llama.cpp multiplies with up (or with gate and up as one), then gate, then down: with one matrix of all experts of a
+// layer before the next.
+constexpr uint8_t order_of_use[] = {1 << MOEGGUF_UP | 1 << MOEGGUF_GATE_UP, 1 << MOEGGUF_GATE, down_kind};
+
 struct Matrix {
     std::string name;
     int il = 0;

@@ -31,7 +31,7 @@ from moegguf.package import package_folders
 from moegguf.processor import read_processor
 from moegguf.settings import read_environment
 
-ABI_VERSION = 5
+ABI_VERSION = 6
 SPIN_COUNT = 20000  # a good part of a millisecond; 1000 costs a fifth of a small model's speed, 300000 is GNU's default
 
 OK, INVALID, MEMORY, IO, CANCELLED, FORKED, ROUTING, SLOTS = range(8)
@@ -42,7 +42,9 @@ KIND = {"gate": 0, "up": 1, "down": 2, "gate_up": 3}
 
 FLAG = {
     name: 1 << bit
-    for bit, name in enumerate(("repack", "direct", "chunked", "preempt", "overlap", "sweep", "fill", "simulate"))
+    for bit, name in enumerate(
+        ("repack", "direct", "chunked", "preempt", "overlap", "sweep", "fill", "simulate", "stream")
+    )
 }
 
 FAULT = {
@@ -230,7 +232,7 @@ class Sizes(c.Structure):
 
     _fields_ = [
         ("stride_bytes", c.c_uint64 * len(KIND)),
-        *((name, c.c_uint64) for name in ("slot_bytes", "pool_bytes", "guard_bytes")),
+        *((name, c.c_uint64) for name in ("slot_bytes", "pool_bytes", "guard_bytes", "streams")),
     ]
 
 

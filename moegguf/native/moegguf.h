@@ -47,7 +47,7 @@
 extern "C" {
 #endif
 
-#define MOEGGUF_ABI_VERSION 5
+#define MOEGGUF_ABI_VERSION 6
 #define MOEGGUF_MAX_KINDS 4
 #define MOEGGUF_API __attribute__((visibility("default")))
 
@@ -73,6 +73,7 @@ enum moegguf_flag {
     MOEGGUF_SWEEP = 1 << 5,    // a prompt's pass fetches the next layer while this one computes
     MOEGGUF_FILL = 1 << 6,     // when resident: read every expert in the background
     MOEGGUF_SIMULATE = 1 << 7, // no file, no memory: transfers cost modelled time only
+    MOEGGUF_STREAM = 1 << 8,   // a prompt's experts pass through a few slots, also where each could have its own
 };
 
 // One expert tensor of the file. `offset` is absolute within its shard.
@@ -217,6 +218,7 @@ struct moegguf_sizes {
     uint64_t slot_bytes;                      // one expert over all arenas
     uint64_t pool_bytes;                      // all arenas, guards included
     uint64_t guard_bytes;                     // of all arenas together
+    uint64_t streams; // in a pool of the CPU's a pass may use more experts of a layer than there are slots
 };
 
 // Routing events to be replayed one after another. Their expert ids lie one after another, [n_tokens][n_expert_used]

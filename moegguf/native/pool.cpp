@@ -55,7 +55,45 @@ ggml_context_ptr tensor_context(size_t n_tensors) {
     return context;
 }
 
+// The interleaving buffer type for a matrix; nullptr where it stays plain.
+ggml_backend_buffer_type_t interleaved_buft(ggml_backend_dev_t device, ggml_type type, int64_t ne0, int64_t ne1,
+                                            int n_slots) {
+    for (ggml_backend_buffer_type_t buft : extra_bufts(device)) {
+        ggml_context_ptr ctx = tensor_context(4);
+        ggml_tensor * w = ggml_new_tensor_3d(ctx.get(), type, ne0, ne1, n_slots);
+        ggml_tensor * x = ggml_new_tensor_3d(ctx.get(), GGML_TYPE_F32, ne0, 1, 1);
+        ggml_tensor * ids = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_I32, 1, 1);
+        ggml_tensor * op = ggml_mul_mat_id(ctx.get(), w, x, ids);
+        // Slots are found by stride: a type that needs more space than the file's bytes stays plain.
+        const bool same_size = ggml_backend_buft_get_alloc_size(buft, w) == ggml_nbytes(w);
+        ggml_backend_buffer_ptr probe(ggml_backend_buft_alloc_buffer(buft, 0));
+        w->buffer = probe.get();
+        if (probe && same_size && ggml_backend_dev_supports_op(device, op)) {
+            return buft;
+        }
+    }
+    return nullptr;
+}
+
+// patches/arrivals.patch is in two kernels: the plain one and the one for interleaved weights.
+bool kernel_asks_for_order(ggml_backend_buffer_type_t interleaved) {
+    return !interleaved || strcmp(ggml_backend_buft_name(interleaved), "CPU_REPACK") == 0;
+}
+
 } // namespace
+
+bool cpu_kernels_ask_for_order(const moegguf_matrix * matrices, int n) {
+    ggml_backend_dev_t cpu = find_device(nullptr);
+    const moegguf_matrix * last = nullptr; // neighbours are mostly alike
+    for (const moegguf_matrix * m = matrices; m < matrices + n; m++) {
+        const bool as_last = last && last->type == m->type && last->ne0 == m->ne0 && last->ne1 == m->ne1;
+        if (!as_last && !kernel_asks_for_order(interleaved_buft(cpu, (ggml_type)m->type, m->ne0, m->ne1, 1))) {
+            return false;
+        }
+        last = m;
+    }
+    return true;
+}
 
 uint64_t piece_bytes(const Matrix & m) {
     constexpr uint64_t target = (4 << 20) - 2 * Shard::alignment, group = 64; // two huge pages of staging
@@ -72,7 +110,7 @@ Pool::Pool(const Layout & layout, const Numbering & numbering, const char * devi
     repacked_.assign(n, false);
     for (size_t i = 0; repack && i < n; i++) {
         const Matrix & m = layout.matrices[i];
-        interleaved_[i] = interleaved_buft(m, numbering.window(m.il).n_slots);
+        interleaved_[i] = interleaved_buft(device_, m.type, m.ne0, m.ne1, numbering.window(m.il).n_slots);
         repacked_[i] = interleaved_[i] != nullptr;
     }
     allocate(layout, numbering.n_slots(), ggml_backend_dev_buffer_type(device_));
@@ -80,24 +118,10 @@ Pool::Pool(const Layout & layout, const Numbering & numbering, const char * devi
         kind_.push_back(layout.matrices[i].kind);
         make_tensor(layout.matrices[i], (int)i, numbering.window(layout.matrices[i].il));
     }
-}
-
-ggml_backend_buffer_type_t Pool::interleaved_buft(const Matrix & m, int n_slots) const {
-    for (ggml_backend_buffer_type_t buft : extra_bufts(device_)) {
-        ggml_context_ptr ctx = tensor_context(4);
-        ggml_tensor * w = ggml_new_tensor_3d(ctx.get(), m.type, m.ne0, m.ne1, n_slots);
-        ggml_tensor * x = ggml_new_tensor_3d(ctx.get(), GGML_TYPE_F32, m.ne0, 1, 1);
-        ggml_tensor * ids = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_I32, 1, 1);
-        ggml_tensor * op = ggml_mul_mat_id(ctx.get(), w, x, ids);
-        // Slots are found by stride: a type that needs more space than the file's bytes stays plain.
-        const bool same_size = ggml_backend_buft_get_alloc_size(buft, w) == ggml_nbytes(w);
-        ggml_backend_buffer_ptr probe(ggml_backend_buft_alloc_buffer(buft, 0));
-        w->buffer = probe.get();
-        if (probe && same_size && ggml_backend_dev_supports_op(device_, op)) {
-            return buft;
-        }
+    n_ids_ = kernels_ask_for_order() ? layout.n_expert_max : 0;
+    if (!numbering.resident()) {
+        share_all_slots(numbering.n_slots());
     }
-    return nullptr;
 }
 
 void Pool::allocate(const Layout & layout, int n_slots, ggml_backend_buffer_type_t plain) {
@@ -153,13 +177,9 @@ void Pool::make_tensor(const Matrix & m, int matrix, Window window) {
     slot_.push_back(slot);
 }
 
-// patches/arrivals.patch is in two kernels: the plain one and the one for interleaved weights.
 bool Pool::kernels_ask_for_order() const {
-    const auto asks = [](ggml_backend_buffer_type_t buft) {
-        return !buft || strcmp(ggml_backend_buft_name(buft), "CPU_REPACK") == 0;
-    };
     return ggml_backend_dev_type(device_) == GGML_BACKEND_DEVICE_TYPE_CPU &&
-           std::all_of(interleaved_.begin(), interleaved_.end(), asks);
+           std::all_of(interleaved_.begin(), interleaved_.end(), kernel_asks_for_order);
 }
 
 void Pool::set_op_params(int matrix, const void * pointer) {
@@ -169,8 +189,8 @@ void Pool::set_op_params(int matrix, const void * pointer) {
 void Pool::share_all_slots(int n_slots) {
     for (size_t i = 0; i < tensors_.size(); i++) {
         tensors_[i]->data = arenas_[kind_[i]].base;
-        tensors_[i]->ne[2] = n_slots;
-        tensors_[i]->nb[3] = tensors_[i]->nb[2] * n_slots;
+        tensors_[i]->ne[2] = std::max(n_slots, n_ids_);
+        tensors_[i]->nb[3] = tensors_[i]->nb[2] * tensors_[i]->ne[2];
     }
 }
 

@@ -11,6 +11,9 @@ namespace moegguf {
 // groups of 64 rows. Interleaved layouts work on groups of up to 16 rows, so every piece is self-contained.
 uint64_t piece_bytes(const Matrix & m);
 
+// Whether the CPU's kernels that multiply with these ask for an order of their matrices, as they would lie in a pool.
+bool cpu_kernels_ask_for_order(const moegguf_matrix * matrices, int n);
+
 class Pool {
   public:
     // Allocates every arena. Throws Error(MEMORY) when the device refuses, Error(INVALID) for an unknown device.
@@ -47,7 +50,6 @@ class Pool {
 
     void allocate(const Layout & layout, int n_slots, ggml_backend_buffer_type_t plain);
     void make_tensor(const Matrix & m, int matrix, Window window);
-    ggml_backend_buffer_type_t interleaved_buft(const Matrix & m, int n_slots) const;
 
     ggml_backend_dev_t device_ = nullptr;
     std::vector<ggml_backend_buffer_type_t> interleaved_; // per matrix; nullptr: plain
@@ -59,6 +61,7 @@ class Pool {
     std::vector<ggml_tensor *> slot_;    // [n_matrices], a template: one expert in slot 0
     std::vector<moegguf_kind> kind_;
     uint64_t bytes_ = 0;
+    int n_ids_ = 0; // that kernels may be given, also where there are fewer slots: experts that are streamed
     bool host_ = true;
 };
 

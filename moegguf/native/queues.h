@@ -79,6 +79,7 @@ struct Job {
     bool demand = false; // a routing event needs it; a prefetch otherwise
     uint32_t claims = 0; // of the destination, when this was queued
     uint64_t begun_ns = 0;
+    int streamed = -1; // its place among the experts that are streamed; -1: the slot's own expert
 };
 
 // An expert asked for early, which has no slot yet.

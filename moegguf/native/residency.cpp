@@ -71,7 +71,7 @@ void Residency::set_failed(int s, bool failed) {
 
 bool Residency::evictable(int s) const {
     const Slot & slot = slots_[s];
-    return slot.il >= 0 && slot.pins == 0 && slot.reading == 0 && s < n_usable_;
+    return slot.expert >= 0 && slot.pins == 0 && slot.reading == 0 && s < n_usable_;
 }
 
 void Residency::place(int s) {
@@ -162,9 +162,11 @@ void Residency::vacate(int s) {
     if (order_.contains(s)) {
         order_.remove(s);
     }
-    policy_->on_evict(slot.il, slot.expert);
-    slot_of_[layout_.key(slot.il, slot.expert)] = -1;
-    count_[slot.il] -= 1;
+    if (!slot.streams()) {
+        policy_->on_evict(slot.il, slot.expert);
+        slot_of_[layout_.key(slot.il, slot.expert)] = -1;
+        count_[slot.il] -= 1;
+    }
     uncount(counters_.slots_used);
     free_.add(s);
     slot.generation += 1;
@@ -175,6 +177,25 @@ void Residency::vacate(int s) {
     state_[s].store(0, std::memory_order_relaxed);
 }
 
+void Residency::reserve(int s, int il) {
+    Slot & slot = slots_[s];
+    slot.generation += 1;
+    slot.il = il;
+    count(counters_.slots_used);
+    free_.remove(s);
+}
+
+void Residency::adopt(int s, int expert) {
+    Slot & slot = slots_[s];
+    slot.expert = expert;
+    slot.last_use = ++tick_;
+    slot_of_[layout_.key(slot.il, expert)] = s;
+    loads_[layout_.key(slot.il, expert)] += 1;
+    count_[slot.il] += 1;
+    policy_->on_load(slot.il, expert);
+    publish(s, layout_.layers[slot.il].chunks);
+}
+
 void Residency::pin(int s) {
     Slot & slot = slots_[s];
     slot.pins += 1;
@@ -183,7 +204,9 @@ void Residency::pin(int s) {
         place(s);
     }
     slot.last_use = ++tick_;
-    policy_->on_use(slot.il, slot.expert);
+    if (!slot.streams()) {
+        policy_->on_use(slot.il, slot.expert);
+    }
 }
 
 void Residency::unpin(int s) {
@@ -208,7 +231,7 @@ void Residency::end_read(int s, uint8_t kinds) {
 
 void Residency::exchange_policy(std::unique_ptr<EvictionPolicy> & policy) {
     for (const Slot & slot : slots_) {
-        if (slot.il >= 0) {
+        if (slot.expert >= 0) {
             policy->on_load(slot.il, slot.expert); // it was not there when they were loaded
         }
     }

@@ -13,8 +13,8 @@
 namespace moegguf {
 
 struct Slot {
-    int il = -1; // -1: free
-    int expert = -1;
+    int il = -1;             // -1: free
+    int expert = -1;         // -1 with a layer: several pass through (streaming.h)
     uint32_t generation = 0; // bumped at every change of owner
     int pins = 0;
     uint32_t claims = 0; // acquires that asked for this expert here
@@ -22,6 +22,8 @@ struct Slot {
     uint8_t reading = 0;
     bool prefetched = false; // came early and was not looked up since
     uint64_t last_use = 0;
+
+    bool streams() const { return il >= 0 && expert < 0; }
 };
 
 // Everything here belongs to the store's lock, except what says "any thread": a lane reads the state of slots that it
@@ -48,6 +50,8 @@ class Residency {
     int choose(int il, int expert, const Moment & now, const Bid & bid);
     void assign(int s, int il, int expert);
     void vacate(int s);
+    void reserve(int s, int il);   // a free slot, for experts that are streamed
+    void adopt(int s, int expert); // such a slot, by the expert that is in it, whole
 
     void pin(int s); // by a look-up or for a miss: the most recent use
     void unpin(int s);

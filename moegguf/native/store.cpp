@@ -11,10 +11,11 @@ Store::Store(const moegguf_config & config)
     : layout(config),
       shared(config.flags),
       ram(TierId::ram, layout, config, shared, events),
-      arrivals(layout, shared, ram),
-      transfers(layout, config, shared, ram),
+      streaming(layout, shared, ram),
+      arrivals(layout, shared, ram, streaming),
+      transfers(layout, config, shared, ram, streaming),
       forecaster(layout, shared, ram, transfers),
-      acquire(*this, layout, shared, ram, transfers, forecaster, events),
+      acquire(*this, layout, shared, ram, streaming, transfers, forecaster, events),
       buft_(make_reserved_buft(this), free_reserved_buft) {
 }
 
@@ -141,7 +142,7 @@ void Store::residency(uint8_t * map, size_t n) {
     memset(map, 0, n);
     for (int s = 0; s < ram.residency.n_slots(); s++) {
         const Slot & slot = ram.residency.slot(s);
-        if (slot.il >= 0) {
+        if (slot.expert >= 0) {
             map[layout.key(slot.il, slot.expert)] = ram.residency.complete(s) ? 2 : 1;
         }
     }

@@ -18,6 +18,7 @@ class Store {
     Shared shared;
     Events events;
     Tier ram;
+    Streaming streaming;
     Arrivals arrivals;
     Transfers transfers;
     Forecaster forecaster;

@@ -33,8 +33,9 @@ class StoreOptions:
     readers: threads that read the file. repack: slots in the layout of the CPU's fastest kernels. direct: O_DIRECT.
     chunked: prefetch matrix by matrix. preempt: a routing event drops stale prefetches of its layer. overlap: a
     layer's computing begins before all of its matrices are there, with those that are. sweep: a prompt's pass fetches
-    the next layer ahead. fill: when every expert has a slot, read them all in the background. device: ggml device of
-    the slots, None for the CPU.
+    the next layer ahead. stream: the experts of a prompt's layer pass through a few slots, each read once, also where
+    each could have a slot of its own. fill: when every expert has a slot, read them all in the background. device: ggml
+    device of the slots, None for the CPU.
     """
 
     readers: int = 4
@@ -44,11 +45,17 @@ class StoreOptions:
     preempt: bool = True
     overlap: bool = True
     sweep: bool = True
+    stream: bool = False
     fill: bool = True
     simulate: bool = False
     device: str | None = None
     link_bytes_per_s: float = 0.0  # simulation only; 0: transfers are free
     link_latency_s: float = 0.0
+
+    @property
+    def can_stream(self) -> bool:
+        """Whether experts may be streamed, where kernels can (`SlotSizes.streams`)."""
+        return self.overlap and self.device is None
 
     @property
     def flags(self) -> int:
@@ -146,13 +153,15 @@ class SlotSizes:
     """stride_bytes: {matrix kind: bytes from one slot to the next in its arena}.
 
     slot_bytes: one expert over all arenas. pool_bytes: all arenas with n_slots slots; guard_bytes of them are the
-    guards behind the last slots.
+    guards behind the last slots. streams: in the CPU's memory a pass may use more experts of a layer than there are
+    slots (native/streaming.h).
     """
 
     stride_bytes: Mapping[Kind, int]
     slot_bytes: int
     pool_bytes: int
     guard_bytes: int
+    streams: bool
 
 
 def slot_sizes(layout: ExpertLayout, n_slots: int = 0) -> SlotSizes:
@@ -163,7 +172,7 @@ def slot_sizes(layout: ExpertLayout, n_slots: int = 0) -> SlotSizes:
     sizes, matrices = library.Sizes(), matrices_of(layout)
     library.check(library.load().moegguf_slot_sizes(matrices, len(matrices), n_slots, c.byref(sizes)))
     strides = {kind: sizes.stride_bytes[library.KIND[kind]] for kind in layout.kinds}
-    return SlotSizes(strides, sizes.slot_bytes, sizes.pool_bytes, sizes.guard_bytes)
+    return SlotSizes(strides, sizes.slot_bytes, sizes.pool_bytes, sizes.guard_bytes, bool(sizes.streams))
 
 
 class Store:

@@ -29,16 +29,34 @@ Tier::Tier(TierId id, const Layout & layout, const moegguf_config & config, Shar
 }
 
 int Tier::take_slot(int il, int expert, const Moment & now, const Bid & bid) {
-    const int s = residency.choose(il, expert, now, bid);
-    if (s < 0) {
-        return -1;
+    const int s = empty_slot(il, expert, now, bid);
+    if (s >= 0) {
+        residency.assign(s, il, expert);
     }
-    if (residency.slot(s).il >= 0) {
+    return s;
+}
+
+int Tier::reserve_slot(int il, const Moment & now) {
+    const int s = empty_slot(il, 0, now, {});
+    if (s >= 0) {
+        residency.reserve(s, il);
+    }
+    return s;
+}
+
+int Tier::empty_slot(int il, int expert, const Moment & now, const Bid & bid) {
+    const int s = residency.choose(il, expert, now, bid);
+    if (s >= 0 && residency.slot(s).il >= 0) {
         count(shared_.counters.evictions);
         release_slot(s);
     }
-    residency.assign(s, il, expert);
     return s;
+}
+
+void Tier::adopt(int s, int expert) {
+    residency.adopt(s, expert);
+    n_absent_chunks_ -= __builtin_popcount(residency.ready(s));
+    report_residency(s, true);
 }
 
 void Tier::retire(int s) {
@@ -55,8 +73,10 @@ void Tier::release_slot(int s) {
     if (residency.slot(s).prefetched) {
         count(shared_.counters.prefetch_wasted);
     }
-    n_absent_chunks_ += __builtin_popcount(residency.ready(s));
-    report_residency(s, false);
+    if (!residency.slot(s).streams()) {
+        n_absent_chunks_ += __builtin_popcount(residency.ready(s));
+        report_residency(s, false);
+    }
     residency.vacate(s);
 }
 

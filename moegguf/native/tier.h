@@ -23,6 +23,8 @@ class Tier {
     bool holds(const Place & place) const { return residency.slot(place.slot).generation == place.generation; }
 
     int take_slot(int il, int expert, const Moment & now, const Bid & bid = {}); // -1: none
+    int reserve_slot(int il, const Moment & now); // for experts that are streamed; -1: none
+    void adopt(int s, int expert);                // which is in such a slot, whole
     void retire(int s);                 // empties a slot, and gives its memory back when it is no longer usable
     void publish(int s, uint8_t kinds); // bytes are there
     void report_residency(int s, bool resident);            // to the listener
@@ -31,6 +33,7 @@ class Tier {
     bool usable(int s) const { return s < residency.n_usable(); }
 
   private:
+    int empty_slot(int il, int expert, const Moment & now, const Bid & bid);
     void release_slot(int s);
 
     const Layout & layout_;

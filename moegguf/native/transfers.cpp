@@ -15,10 +15,6 @@ constexpr int max_readers = 64;
 constexpr size_t most_requests = 4096; // more than any link moves before they are stale
 constexpr double longest_probe_s = 3600;
 
-// llama.cpp multiplies with up (or with gate and up as one), then gate, then down: with one matrix of all experts of a
-// layer before the next.
-constexpr uint8_t order_of_use[] = {1 << MOEGGUF_UP | 1 << MOEGGUF_GATE_UP, 1 << MOEGGUF_GATE, down_kind};
-
 uint8_t lowest_bit(uint8_t bits) {
     return bits & -bits;
 }
@@ -38,10 +34,12 @@ void for_matrices(const Layout & layout, int il, uint8_t kinds, Body body) {
 
 } // namespace
 
-Transfers::Transfers(const Layout & layout, const moegguf_config & config, Shared & shared, Tier & ram)
+Transfers::Transfers(const Layout & layout, const moegguf_config & config, Shared & shared, Tier & ram,
+                     Streaming & streaming)
     : layout_(layout),
       shared_(shared),
-      ram_(ram) {
+      ram_(ram),
+      streaming_(streaming) {
     if (config.n_readers < 1 || config.n_readers > max_readers) {
         throw Error(MOEGGUF_INVALID, "readers must be between 1 and " + std::to_string(max_readers) + ", not " +
                                          std::to_string(config.n_readers));
@@ -58,7 +56,9 @@ void Transfers::demand(const std::vector<int> & slots) {
     for (const uint8_t kinds : order_of_use) {
         for (int s : slots) {
             const Slot & slot = ram_.residency.slot(s);
-            queue(s, layout_.layers[slot.il].chunks & kinds & ~ram_.residency.ready(s) & ~slot.reading, true);
+            if (!slot.streams()) {
+                queue(s, layout_.layers[slot.il].chunks & kinds & ~ram_.residency.ready(s) & ~slot.reading, true);
+            }
         }
     }
     if (!demand_.empty()) {
@@ -149,7 +149,7 @@ void Transfers::queue(int s, uint8_t kinds, bool demand) {
 // The next transfer that is still of use.
 bool Transfers::next_job(Job & job) {
     const bool had_any = !demand_.empty() || !prefetch_.empty() || !requests_.empty() || next_wish_ < wishes_.size();
-    const bool found = next_queued(job) || next_prefetch(job) || next_wish(job);
+    const bool found = streaming_.next_read(job) || next_queued(job) || next_prefetch(job) || next_wish(job);
     if (had_any) {
         update_gauges();
     }
@@ -372,14 +372,21 @@ void Transfers::finish(const Job & job, const std::string & why) {
     }
     average(chunk_ns_, shared_.clock_ns() - job.begun_ns);
     if (why.empty()) {
-        ram_.publish(s, job.kinds);
         count(job.demand ? counters.bytes_missed : counters.bytes_prefetched, bytes_of(job));
     }
     ram_.residency.end_read(s, job.kinds);
-    if (!why.empty()) {
+    if (why.empty() && job.streamed >= 0) {
+        streaming_.arrived(job);
+    } else if (why.empty()) {
+        ram_.publish(s, job.kinds);
+    } else {
         finish_failed(job, why);
     }
-    if (ram_.residency.complete(s)) {
+    if (slot.streams()) {
+        if (slot.pins == 0 && slot.reading == 0) {
+            ram_.retire(s);
+        }
+    } else if (job.streamed < 0 && ram_.residency.complete(s)) {
         ram_.report_residency(s, true);
     } else if (slot.pins == 0 && slot.reading == 0 && (slot.queued == 0 || ram_.residency.failed(s))) {
         ram_.retire(s);
@@ -397,7 +404,7 @@ void Transfers::finish_failed(const Job & job, const std::string & why) {
     count(shared_.counters.read_errors);
     error_ = why;
     // A read from before the last routing event says nothing about that event's request: it gets one of its own.
-    if (slot.pins > 0 && slot.claims != job.claims) {
+    if (job.streamed < 0 && slot.pins > 0 && slot.claims != job.claims) {
         queue(s, job.kinds, true);
         update_gauges();
         shared_.work.notify_one();

@@ -152,7 +152,7 @@ def measure(entry: ModelEntry, overrides: LoadOverrides, settings: Settings, lim
     wanted = plan(parse_expert_cache(overrides.expert_cache or read_environment().expert_cache))
     if not layout.is_moe:
         return ModelSize(wanted.total_bytes, wanted.total_bytes, lambda _: wanted, load_config, default_n_ctx)
-    n_least = layer_slots(layout, max(1, projector.one_pass_tokens if projector else 1))
+    n_least = layer_slots(layout, max(1, projector.one_pass_tokens if projector else 1), wanted.streams)
     least = plan(ExpertCache("bytes", n_bytes=n_least * wanted.slot_bytes))
     most = ExpertCache("auto", n_bytes=wanted.budget_bytes)
 

@@ -294,7 +294,7 @@ class TraceAnalysis:
                 options = sim_options(link, (found.prefetch and link is not None) if fetched is None else fetched)
                 result = Simulation(
                     self.trace, self.policy(found.policy), self.predictor(ahead or found.predictor), n_slots,
-                    replace(options, chunked=system.chunked, preempt=system.preempt, sweep=system.sweep),
+                    replace(options, **system.switches),
                 ).run()  # fmt: skip
                 row = Row(result.policy, result.predictor, share, n_slots, result.hit_rate, result.decode_hit_rate)
                 rows.append(replace(row, simulated=result, system=system.name))

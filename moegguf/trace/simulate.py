@@ -35,14 +35,16 @@ class SimOptions:
     """Options of a replay.
 
     prefetch: None acts on no prediction. link_bytes_per_s 0: transfers are free. layer_compute_us: time of a layer
-    for one token; a pass of n tokens takes n times as long. sweep, chunked, preempt: as in StoreOptions.
+    for one token; a pass of n tokens takes n times as long. The others: as in StoreOptions.
     """
 
     prefetch: PrefetchOptions | None = None
     link_bytes_per_s: float = 0.0
     link_latency_s: float = 0.0
     layer_compute_us: float = 0.0
+    overlap: bool = True
     sweep: bool = True
+    stream: bool = False
     chunked: bool = True
     preempt: bool = True
 
@@ -55,8 +57,9 @@ class SimOptions:
     def store(self) -> StoreOptions:
         """The options of the simulated store."""
         return StoreOptions(
-            repack=False, fill=False, simulate=True, sweep=self.sweep, chunked=self.chunked, preempt=self.preempt,
-            link_bytes_per_s=self.link_bytes_per_s, link_latency_s=self.link_latency_s,
+            repack=False, fill=False, simulate=True, overlap=self.overlap, sweep=self.sweep, stream=self.stream,
+            chunked=self.chunked, preempt=self.preempt, link_bytes_per_s=self.link_bytes_per_s,
+            link_latency_s=self.link_latency_s,
         )  # fmt: skip
 
 
@@ -159,7 +162,7 @@ def slots_of(shape: MoeShape, share: float) -> int:
 
 
 def fitted(trace: Trace, n_slots: int) -> Trace:
-    """The trace with passes split, as in a live run, so that no event needs more than n_slots experts."""
+    """The trace with passes split, so that no event needs more than n_slots experts: where they cannot be streamed."""
     k, lengths = trace.shape.n_expert_used, np.diff(trace.pass_start)
     most = max(1, n_slots // k)
     if n_slots >= min(trace.shape.n_expert, int(lengths.max(initial=0)) * k):
@@ -239,9 +242,9 @@ class Simulation:
     ) -> None:
         if n_slots < trace.shape.n_expert_used:
             raise OptionError(f"{n_slots} slots cannot hold the {trace.shape.n_expert_used} experts that a token uses.")
-        self.trace = fitted(trace, n_slots)
-        self.policy, self.predictor, self.n_slots = policy, predictor, n_slots
         self.options = options or SimOptions()
+        self.trace = trace if self.options.store.can_stream else fitted(trace, n_slots)
+        self.policy, self.predictor, self.n_slots = policy, predictor, n_slots
 
     def run(self, progress: Callable[[int], None] | None = None) -> SimResult:
         """Replays all passes; `progress` is called with the number of each pass or part begun.

@@ -79,6 +79,10 @@ class Product:
             c.c_void_p(tensor), values.ctypes.data_as(c.c_void_p), c.c_size_t(0), c.c_size_t(values.nbytes)
         )
 
+    def set_ids(self, expert_ids: npt.ArrayLike) -> None:
+        """The router's choice anew: acquire replaces it by slots."""
+        self._set(self.ids, np.asarray(expert_ids, np.int32))
+
     def acquire(self) -> None:
         """What the scheduler's callback does once the node with the ids is computed."""
         evaluate = library.load().moegguf_eval

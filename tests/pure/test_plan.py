@@ -93,11 +93,18 @@ def test_below_the_minimum_the_error_states_it(layout: ExpertLayout) -> None:
 
 
 @pytest.mark.parametrize(("slots", "n_ubatch"), [(4, 1), (7, 1), (8, 2), (15, 3), (16, 512), (17, 512)])
-def test_small_pools_read_prompts_in_small_steps(layout: ExpertLayout, slots: int, n_ubatch: int) -> None:
-    p = plan(layout, slots * slot_bytes(layout))
-    assert p.n_ubatch == n_ubatch
+def test_small_pools_that_cannot_stream_read_prompts_in_small_steps(
+    layout: ExpertLayout, slots: int, n_ubatch: int
+) -> None:
+    p = plan(layout, slots * slot_bytes(layout), streams=False)
+    assert p.n_ubatch == n_ubatch and not p.streams
     assert any("at a time instead of 512" in reason for reason in p.reasons) == (n_ubatch < 512)
-    assert plan(layout, slots * slot_bytes(layout), n_ubatch=2).n_ubatch == min(n_ubatch, 2)
+    assert plan(layout, slots * slot_bytes(layout), n_ubatch=2, streams=False).n_ubatch == min(n_ubatch, 2)
+
+
+def test_small_pools_stream_prompts_of_any_length(layout: ExpertLayout) -> None:
+    p = plan(layout, 4 * slot_bytes(layout))
+    assert p.streams and (p.n_slots, p.n_ubatch) == (4, 512)
 
 
 def test_below_a_token_cycle_there_is_a_warning(layout: ExpertLayout) -> None:
@@ -159,7 +166,7 @@ def test_any_plan_keeps_its_promises(layout: ExpertLayout, budget: int, free: in
     assert 4 <= p.n_slots <= 96 and 1 <= p.n_ubatch <= n_ubatch
     assert mode == "auto" or p.budget_bytes <= budget
     assert mode == "bytes" or p.total_bytes <= free
-    assert p.n_slots >= 16 or p.n_slots >= 4 * p.n_ubatch
+    assert p.streams or p.n_slots >= 16 or p.n_slots >= 4 * p.n_ubatch
     assert p.resident == (p.n_slots == 96)
 
 
