@@ -164,8 +164,8 @@ class Settings:
     `memory_bytes`: of all loaded models together. `max_models`: most models loaded; None: as many as fit. `max_queue`:
     most requests waiting. `load_timeout_s`: a load fails after this time without a read. `api_key` is not in the repr.
     `trusted`: networks whose clients need no key. `batch_parallel`: most requests of a batch at once.
-    `batch_window_s`: a batch that takes longer expires. `upload_bytes`, `storage_bytes`: of one uploaded file, and of all
-    stored files.
+    `batch_window_s`: a batch that takes longer expires. `upload_bytes`, `storage_bytes`: of one uploaded file, and of
+    all stored files.
     """
 
     host: Host = field(default_factory=Host)

@@ -12,7 +12,7 @@ import json
 import os
 import re
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -124,11 +124,11 @@ class Journal:
         self._n_bytes += n_bytes
         self.counts.add(entry)
 
-    def copy(self, write: Callable[[bytes], object], keep: Callable[[Place], bool] = lambda place: True) -> None:
-        """Gives `write` the lines that `keep` chooses, in the order of the requests."""
+    def lines(self, keep: Callable[[Place], bool] = lambda place: True) -> Iterator[bytes]:
+        """The lines that `keep` chooses, in the order of the requests."""
         for _, place in sorted(self.places.items()):
             if keep(place):
-                write(os.pread(self._handle, place.n_bytes, place.offset))
+                yield os.pread(self._handle, place.n_bytes, place.offset)
 
     def finish(self, path: Path) -> None:
         """Puts all answers, in the order of the requests, at `path` at once, and removes the journal.
@@ -141,7 +141,8 @@ class Journal:
         except OSError as error:
             raise storage_error(path, error) from None
         try:
-            self.copy(lambda data: write_all(handle, data))
+            for data in self.lines():
+                write_all(handle, data)
             os.fsync(handle)
             os.chmod(name, MODE)
             os.replace(name, path)

@@ -132,8 +132,10 @@ class Requests:
         """The id of the line's answer: the same whenever the same requests are answered."""
         return f"batch_req_{self.fingerprint}_{line.number}"
 
-    def close(self) -> None:
-        """Closes the file."""
+    def __enter__(self) -> Requests:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self._file.close()
 
 
