@@ -108,8 +108,9 @@ class Batches:
         self._files = FileStore(folder / "files", max_bytes, now)
         self._lock: int | None = None
         self._batches: dict[str, Batch] = {}
-        self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._turn = asyncio.Lock()
+        self._tasks: dict[str, asyncio.Task[None]] = {}  # of batches that have not ended
+        self._steps: dict[str, asyncio.Task[None]] = {}  # what these wait for
+        self._changed = asyncio.Event()  # a status
         self._closing = False
 
     async def __aenter__(self) -> Batches:
@@ -230,7 +231,8 @@ class Batches:
             self._update(batch, status="cancelling", cancelling_at=int(self._now()))
         except OSError as error:
             raise storage_error(self._folder, error) from None
-        self._tasks[batch.id].cancel()
+        if batch.id in self._steps:  # else it has not begun, and begins with that status
+            self._steps[batch.id].cancel()
 
     # How a batch goes on.
 
@@ -238,41 +240,44 @@ class Batches:
         if batch.status not in FINAL:
             task = asyncio.get_running_loop().create_task(self._carry_out(batch))
             self._tasks[batch.id] = task
-            task.add_done_callback(lambda _: self._tasks.pop(batch.id, None))
+            task.add_done_callback(lambda _: self._forget(batch.id))
+
+    def _forget(self, batch_id: str) -> None:
+        self._tasks.pop(batch_id, None)
+        self._steps.pop(batch_id, None)
 
     async def _carry_out(self, batch: Batch) -> None:
         """Everything until the batch has ended, over again while the disk is full."""
         delay_s = 0.0
         while batch.status not in FINAL:
+            step = self._steps[batch.id] = asyncio.get_running_loop().create_task(self._advance(batch, delay_s))
             try:
-                await asyncio.sleep(delay_s)
-                await self._advance(batch)
-                delay_s = 0.0
-            except asyncio.CancelledError:
-                if self._closing:
-                    self._try_update(batch)  # the counts
-                    raise
-                task = asyncio.current_task()
-                assert task is not None
-                task.uncancel()  # it goes on, as a batch that is cancelled
-            except OSError as error:
+                await asyncio.wait((step,))
+            except asyncio.CancelledError:  # the server ends
+                step.cancel()
+                await asyncio.wait((step,))
+                self._try_update(batch)  # the counts
+                raise
+            error = None if step.cancelled() else step.exception()
+            delay_s = DISK_RETRY_S if isinstance(error, OSError) else 0.0
+            if isinstance(error, OSError):
                 log.warning("%s waits for %.0f s: %s", batch.id, DISK_RETRY_S, error)
-                delay_s = DISK_RETRY_S
-            except BatchFileError as error:
-                self._fail(batch, [{"code": "invalid_file", "message": str(error), "param": None, "line": None}])
-            except Exception:
-                log.exception("%s has failed", batch.id)
-                message = "internal error; see the server's log."
-                self._fail(batch, [{"code": "server_error", "message": message, "param": None, "line": None}])
+            elif isinstance(error, BatchFileError):
+                self._fail(batch, [_error_of("invalid_file", str(error))])
+            elif error is not None:
+                log.error("%s has failed", batch.id, exc_info=error)
+                self._fail(batch, [_error_of("server_error", "internal error; see the server's log.")])
 
-    async def _advance(self, batch: Batch) -> None:
-        """From one status to the next."""
+    async def _advance(self, batch: Batch, delay_s: float) -> None:
+        """From one status to the next; cancelled where the status changes meanwhile."""
+        await asyncio.sleep(delay_s)
         if batch.status == "validating":
             await self._validate(batch)
         elif batch.status == "in_progress":
             try:
                 left_s = None if batch.expires_at is None else batch.expires_at - self._now()
-                async with asyncio.timeout(left_s) as window, self._turn:
+                async with asyncio.timeout(left_s) as window:
+                    await self._wait_for_turn(batch)
                     await self._answer_all(batch)
             except TimeoutError:
                 if not window.expired():
@@ -289,7 +294,14 @@ class Batches:
         with await self._requests(batch) as requests:
             invalid = first_errors(requests.lines, MAX_ERRORS)
             if invalid:
-                self._fail(batch, [_error_of(line.number, line.error) for line in invalid if line.error])
+                self._fail(
+                    batch,
+                    [
+                        _error_of(line.error.code, str(line.error), line.error.param, line.number)
+                        for line in invalid
+                        if line.error
+                    ],
+                )
                 return
             models = requests.models
             self._update(
@@ -299,6 +311,12 @@ class Batches:
                 total=len(requests.lines),
                 model=models[0] if len(models) == 1 else None,
             )
+
+    async def _wait_for_turn(self, batch: Batch) -> None:
+        """Returns when the batches before this one are answered, cancelled or invalid."""
+        while next(each for each in self._batches.values() if each.status in CANCELLABLE) is not batch:
+            self._changed.clear()
+            await self._changed.wait()
 
     async def _answer_all(self, batch: Batch) -> None:
         with await self._requests(batch) as requests, self._journal(batch, requests) as journal:
@@ -373,8 +391,12 @@ class Batches:
         if isinstance(known["counts"], Counts):
             known["counts"] = asdict(known["counts"])
         write_atomically(self._folder / f"{batch.id}.json", json.dumps(known).encode())
+        self._set(batch, changes)
+
+    def _set(self, batch: Batch, changes: Mapping[str, Any]) -> None:
         for name, value in changes.items():
             setattr(batch, name, value)
+        self._changed.set()
 
     def _try_update(self, batch: Batch, **changes: Any) -> None:
         """Changes a batch, on disk if that can be."""
@@ -382,8 +404,7 @@ class Batches:
             self._update(batch, **changes)
         except OSError as error:
             log.warning("%s could not be written: %s", batch.id, error)
-            for name, value in changes.items():
-                setattr(batch, name, value)
+            self._set(batch, changes)
 
     def _work(self, batch: Batch) -> Path:
         return self._folder / batch.id
@@ -400,5 +421,5 @@ def _link(source: Path, target: Path) -> None:
         shutil.copyfile(source, target)
 
 
-def _error_of(number: int, error: LineError) -> dict[str, Any]:
-    return {"code": error.code, "message": str(error), "param": error.param, "line": number}
+def _error_of(code: str, message: str, param: str | None = None, line: int | None = None) -> dict[str, Any]:
+    return {"code": code, "message": message, "param": param, "line": line}

@@ -34,7 +34,7 @@ class LineError(Exception):
 @dataclass(frozen=True, slots=True)
 class RequestLine:
     """A line of the input. `number` counts all lines from 1; `group`: equal for requests that one loaded model serves.
-    `model` is None in a line with an `error`."""
+    `model`: None where the body names none."""
 
     number: int
     offset: int
@@ -96,7 +96,9 @@ class Requests:
             body = self._with_defaults(check_request(request, self._endpoints))
         except LineError as error:
             return RequestLine(number, offset, n_bytes, custom_id, None, "", error)
-        return RequestLine(number, offset, n_bytes, custom_id, str(body.get("model")), group_of(body), None)
+        model = body.get("model")
+        known = model if isinstance(model, str) else None
+        return RequestLine(number, offset, n_bytes, custom_id, known, group_of(body), None)
 
     def _with_defaults(self, body: Mapping[str, Any]) -> dict[str, Any]:
         return {**self._defaults, **{name: value for name, value in body.items() if value is not None}}
