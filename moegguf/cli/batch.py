@@ -162,11 +162,21 @@ def _seekable(path: str) -> BinaryIO:
     return copy
 
 
+def journal_path(target: Path) -> Path:
+    """Where the answers are until there are all."""
+    return target.with_name(target.name + JOURNAL_SUFFIX)
+
+
 def finished(target: Path, requests: Requests) -> Counts | None:
     """The counts of a file that has all answers; None without such a file. Raises BatchFileError for another file."""
-    from moegguf.serving.batch.answers import counts_of, is_finished
+    from moegguf.serving.batch.answers import counts_of, is_finished, open_journal
 
-    return counts_of(target) if is_finished(target, requests) else None
+    if not is_finished(target, requests):
+        return None
+    if journal_path(target).exists():  # of a process that was killed just before its end
+        with suppress(MoeggufError):
+            open_journal(journal_path(target), requests).remove()
+    return counts_of(target)
 
 
 def exit_code(counts: Counts) -> int:
@@ -268,7 +278,7 @@ class Run:
         if self.target is None:
             answers = StdoutAnswers()
             return self._answer(answers, Counts(), answering)
-        journal = open_journal(self.target.with_name(self.target.name + JOURNAL_SUFFIX), self.requests)
+        journal = open_journal(journal_path(self.target), self.requests)
         try:
             if journal.counts.done:
                 print_message(f"going on: {journal.counts.done:,} of {len(self.requests.lines):,} are answered")

@@ -21,7 +21,7 @@ from servers import Server, serving
 
 from moegguf.cli.app import main
 
-N = 120  # requests that take longer than a test to notice the first answers
+N = 60  # requests that take longer than a test to notice the first answers
 ALONE = {"MOEGGUF_HOST": "127.0.0.1:9", "OMP_NUM_THREADS": "1"}
 
 
@@ -79,9 +79,11 @@ def test_a_file_alone(moegguf: Command, tmp_path: Path) -> None:
     assert re.search(r"^5/5 answered · 2 failed · .*tokens/s · \d+ tokens read, \d+ written · .*\.answers\.jsonl$",
                      done.stderr, re.MULTILINE)  # fmt: skip
     before = (tmp_path / "requests.answers.jsonl").read_bytes()
+    partial = tmp_path / "requests.answers.jsonl.partial"
+    partial.write_bytes(before)  # of a process that was killed between its last two steps
     again = moegguf("batch", path, "-m", "demo", **ALONE)
     assert again.returncode == 1 and "nothing to do" in again.stderr
-    assert (tmp_path / "requests.answers.jsonl").read_bytes() == before
+    assert (tmp_path / "requests.answers.jsonl").read_bytes() == before and not partial.exists()
     other = moegguf("batch", path, "-m", "other", **ALONE)
     assert other.returncode == 1 and "is not the answers to these requests" in other.stderr
 
@@ -112,7 +114,7 @@ def test_stdin_and_stdout(moegguf: Command, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_stopped_in_the_middle_it_goes_on(tmp_path: Path, moegguf: Command, number: signal.Signals) -> None:
-    path = written(tmp_path, [question(i, max_tokens=30) for i in range(N)])
+    path = written(tmp_path, [question(i, max_tokens=10) for i in range(N)])
     partial, target = tmp_path / "answers.partial", tmp_path / "answers"
     with started(path, "-o", target, "--parallel", 2, **ALONE) as process:
         wait_for(process, partial, 3)
@@ -133,7 +135,7 @@ def test_stopped_in_the_middle_it_goes_on(tmp_path: Path, moegguf: Command, numb
 
 
 def test_a_server_that_ends_stops_it_and_another_goes_on(tmp_path: Path, moegguf: Command) -> None:
-    path, target = written(tmp_path, [question(i, max_tokens=60) for i in range(30)]), tmp_path / "answers"
+    path, target = written(tmp_path, [question(i, max_tokens=20) for i in range(30)]), tmp_path / "answers"
     with (
         serving(tmp_path / "first") as server,
         started(path, "-o", target, "--parallel", 2, MOEGGUF_HOST=server.url) as process,
