@@ -45,7 +45,8 @@ class FileStore:
         self._max_bytes = max_bytes
         self._now = now
         self._files: dict[str, StoredFile] = {}
-        self._n_uploading = 0  # bytes of files that are not complete
+        self._n_stored = 0  # bytes of files that are complete
+        self._n_uploading = 0  # and of those that are not
 
     def load(self) -> None:
         """Reads the folder, and removes what a killed process has left incomplete. Raises OSError."""
@@ -57,6 +58,7 @@ class FileStore:
                 file = StoredFile(**json.loads(path.read_bytes()))
                 if file.id == path.stem and _ID.fullmatch(file.id) and self._contents(file.id).exists():
                     self._files[file.id] = file
+        self._n_stored = sum(map(_taken, self._files.values()))
         for path in self._folder.glob("file-*.data"):
             if path.stem not in self._files:
                 path.unlink(missing_ok=True)
@@ -86,6 +88,7 @@ class FileStore:
             raise UnknownIdError(f"No such File object: {file_id:.80}")
         self._description(file.id).unlink(missing_ok=True)
         del self._files[file.id]
+        self._n_stored -= _taken(file)
         self._contents(file.id).unlink(missing_ok=True)
 
     def new(self, file_id: str | None = None) -> NewFile:
@@ -94,11 +97,11 @@ class FileStore:
 
     def reserve(self, n_bytes: int) -> None:
         """Notes that a new file takes so many more bytes. Raises StorageError above the limit."""
-        known = sum(file.n_bytes + DESCRIPTION_BYTES for file in self._files.values())
-        if known + self._n_uploading + n_bytes > self._max_bytes:
+        taken = self._n_stored + self._n_uploading
+        if taken + n_bytes > self._max_bytes:
             raise StorageError(
                 f"stored files may take {format_bytes(self._max_bytes)} together (MOEGGUF_STORAGE_LIMIT), and"
-                f" {format_bytes(known + self._n_uploading)} are taken; delete files that are not needed."
+                f" {format_bytes(taken)} are taken; delete files that are not needed."
             )
         self._n_uploading += n_bytes
 
@@ -110,7 +113,9 @@ class FileStore:
         """Takes complete contents into the store. Raises OSError."""
         os.replace(temporary, self._contents(file.id))
         write_atomically(self._description(file.id), json.dumps(asdict(file)).encode())
+        replaced = self._files.get(file.id)
         self._files[file.id] = file
+        self._n_stored += _taken(file) - (_taken(replaced) if replaced else 0)
 
     @property
     def now(self) -> int:
@@ -122,6 +127,10 @@ class FileStore:
 
     def _description(self, file_id: str) -> Path:
         return self._folder / f"{file_id}.json"
+
+
+def _taken(file: StoredFile) -> int:
+    return file.n_bytes + DESCRIPTION_BYTES
 
 
 class NewFile:
