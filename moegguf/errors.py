@@ -100,3 +100,15 @@ class BusyError(MoeggufError, RuntimeError):
 
 class WorkerError(MoeggufError, RuntimeError):
     """A worker process has ended or does not respond; only its own requests have failed."""
+
+
+class BatchFileError(MoeggufError, ValueError):
+    """A batch's input or answers cannot be used: not in the format, of other requests, or in use by another process."""
+
+
+class StorageError(MoeggufError, OSError):
+    """A file cannot be stored: the disk, or what the server may store, is full. Nothing that was stored is lost."""
+
+
+class UnknownIdError(MoeggufError, LookupError):
+    """No stored file or batch has this id."""

@@ -23,6 +23,7 @@ DEFAULT_PORT = 11434
 KV_CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
 """As llama.cpp's tools take them."""
 MAX_CONTEXT_TOKENS = 1 << 24
+MAX_BATCH_PARALLEL = 256
 
 _PORTS = {"http": 80, "https": 443}
 _SWITCH = {"0": False, "off": False, "false": False, "no": False, "1": True, "on": True, "true": True, "yes": True}
@@ -162,7 +163,9 @@ class Settings:
 
     `memory_bytes`: of all loaded models together. `max_models`: most models loaded; None: as many as fit. `max_queue`:
     most requests waiting. `load_timeout_s`: a load fails after this time without a read. `api_key` is not in the repr.
-    `trusted`: networks whose clients need no key.
+    `trusted`: networks whose clients need no key. `batch_parallel`: most requests of a batch at once.
+    `batch_window_s`: a batch that takes longer expires. `upload_bytes`, `storage_bytes`: of one uploaded file, and of
+    all stored files.
     """
 
     host: Host = field(default_factory=Host)
@@ -179,6 +182,10 @@ class Settings:
     history: bool = True
     api_key: str | None = field(default=None, repr=False)
     trusted: tuple[Network, ...] = ()
+    batch_parallel: int = 16
+    batch_window_s: float = 86400.0
+    upload_bytes: int = 200 << 20
+    storage_bytes: int = 10 << 30
 
 
 class _Variables:
@@ -223,6 +230,10 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
         history=not read("NOHISTORY", _switch, False),
         api_key=read("API_KEY", str, None),
         trusted=read("TRUST_NETWORK", parse_networks, ()),
+        batch_parallel=read("BATCH_PARALLEL", _whole(1, MAX_BATCH_PARALLEL), Settings.batch_parallel),
+        batch_window_s=read("BATCH_WINDOW", parse_duration, Settings.batch_window_s),
+        upload_bytes=read("UPLOAD_LIMIT", parse_size, Settings.upload_bytes),
+        storage_bytes=read("STORAGE_LIMIT", parse_size, Settings.storage_bytes),
     )
 
 

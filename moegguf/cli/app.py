@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from moegguf.cli import model_commands, server_commands
+from moegguf.cli.batch import batch
 from moegguf.cli.bench import bench
 from moegguf.cli.run import RunCommand, run
 from moegguf.cli.serve import serve
@@ -47,6 +48,7 @@ def root(
 
 
 app.command(cls=RunCommand)(run)
+app.command(short_help="Answer a file of requests.")(batch)
 app.command()(serve)
 app.command("start", hidden=True)(serve)
 app.command()(model_commands.pull)

@@ -22,6 +22,7 @@ Json = dict[str, Any]
 GET_TIMEOUT_S = 10.0
 POST_TIMEOUT_S = 600.0  # the server may load a model first
 MAX_ERROR_BYTES = 64 << 10
+JSON_TYPE = {"Content-Type": "application/json"}
 WILDCARD_ADDRESSES = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # a server binds to these; clients connect to loopback
 
 
@@ -76,10 +77,22 @@ class Client:
                 if line.strip():
                     yield _without_error(_parsed(line))
 
+    def reply(self, path: str, data: bytes, headers: Mapping[str, str]) -> tuple[int, Any]:
+        """(status, JSON) of the reply to a body of JSON, also of an error; waits without a limit."""
+        request = urllib.request.Request(self.host.url + path, data, {**self._headers, **JSON_TYPE, **headers})
+        try:
+            with self._opener.open(request) as response:
+                return response.status, _parsed(response.read())
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, _parsed(error.read())
+        except (OSError, HTTPException) as error:
+            raise self._connection_error(error) from None
+
     @contextmanager
     def _open(self, path: str, body: Mapping[str, Any] | None, timeout_s: float) -> Generator[HTTPResponse]:
         data = None if body is None else json.dumps(body).encode()
-        headers = self._headers if data is None else {**self._headers, "Content-Type": "application/json"}
+        headers = self._headers if data is None else {**self._headers, **JSON_TYPE}
         request = urllib.request.Request(self.host.url + path, data, headers)
         try:
             response = self._opener.open(request, timeout=timeout_s)

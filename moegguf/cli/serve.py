@@ -64,6 +64,10 @@ def serve(
     MOEGGUF_MAX_LOADED_MODELS  at most so many at once
     MOEGGUF_MAX_QUEUE          requests that may wait (512)
     MOEGGUF_LOAD_TIMEOUT       a load fails after this long without progress (5m)
+    MOEGGUF_BATCH_PARALLEL     requests of a batch at once (16)
+    MOEGGUF_BATCH_WINDOW       a batch that takes longer expires (24h; negative: never)
+    MOEGGUF_UPLOAD_LIMIT       size of an uploaded file (200MiB)
+    MOEGGUF_STORAGE_LIMIT      size of all uploaded files and files of answers together (10GiB)
     MOEGGUF_KV_CACHE_TYPE      f16, q8_0, q4_0 or another of llama.cpp
     MOEGGUF_FLASH_ATTENTION    0 or 1
     MOEGGUF_DEBUG              1 logs every request

@@ -36,22 +36,30 @@ CONNECT_S = 0.5
 KNOWN_S = 10.0  # to answer whether it knows a model
 
 
-def server_with(model: str, keep_alive: str | None = None) -> ServedModel | None:
-    """`model` at MOEGGUF_HOST when the server there is moegguf's and knows it, else None."""
+def running_server() -> Client | None:
+    """A client of the server at MOEGGUF_HOST when that is moegguf's, else None."""
     client = Client()
     try:
         with socket.create_connection((client.host.host, client.host.port), CONNECT_S):
             pass
         version = client.get("/api/version", KNOWN_S)
-        if not isinstance(version, dict) or "moegguf" not in version:
-            return None  # Ollama has the same port
-        return ServedModel(client, model, keep_alive)
+        return client if isinstance(version, dict) and "moegguf" in version else None  # Ollama has the same port
     except ServerError as error:
         if error.status == 401:
             print_message(
                 f"note: the server at {client.host.url} needs a key (MOEGGUF_API_KEY); loading the model here"
             )
         return None
+    except (MoeggufError, OSError):
+        return None
+
+
+def server_with(model: str, keep_alive: str | None = None) -> ServedModel | None:
+    """`model` in a running server that knows it, else None."""
+    if (client := running_server()) is None:
+        return None
+    try:
+        return ServedModel(client, model, keep_alive)
     except (MoeggufError, OSError):
         return None
 

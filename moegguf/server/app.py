@@ -14,6 +14,9 @@ from moegguf.server import anthropic, live, llama_server, metrics, ollama, opena
 from moegguf.server.common.access import AccessControl
 from moegguf.server.common.body import Bodies
 from moegguf.server.common.errors import HANDLERS
+from moegguf.server.openai.in_process import InProcess, new_state
+from moegguf.serving.batch.batches import Batches
+from moegguf.settings import data_folder
 
 if TYPE_CHECKING:
     from moegguf.models.catalog import Catalog
@@ -24,11 +27,24 @@ MODULES = (ollama, openai, anthropic, llama_server, metrics, live, page)
 
 
 def make_app(manager: ModelManager, catalog: Catalog, settings: Settings) -> Starlette:
-    """The application, which enters `manager` at startup and exits it at shutdown. `app.state` has all arguments."""
+    """The application, which enters `manager` at startup and exits it at shutdown. `app.state` has all arguments.
+
+    Batches that a server before did not finish go on.
+    """
+    state = new_state(manager, catalog)
+    state.settings = settings
+    state.ending = threading.Event()  # set at shutdown: ends endless streams
+    state.batches = Batches(
+        data_folder() / "batches",
+        InProcess(state),
+        max_bytes=settings.storage_bytes,
+        n_parallel=settings.batch_parallel,
+        window_s=settings.batch_window_s,
+    )
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        async with manager:
+        async with manager, state.batches:
             yield
 
     app = Starlette(
@@ -47,7 +63,5 @@ def make_app(manager: ModelManager, catalog: Catalog, settings: Settings) -> Sta
         lifespan=lifespan,
     )
     app.router.redirect_slashes = False
-    app.state.manager, app.state.catalog, app.state.settings = manager, catalog, settings
-    app.state.totals = metrics.Totals()
-    app.state.ending = threading.Event()  # set at shutdown: ends endless streams
+    app.state = state
     return app

@@ -20,11 +20,11 @@ def test_help_lists_the_commands_and_is_the_default(moegguf: Command) -> None:
     explicit, bare = moegguf("--help"), moegguf()
     assert explicit.returncode == bare.returncode == 0
     assert explicit.stdout == bare.stdout
-    for command in ("run", "estimate", "show", "doctor", "bench", "trace"):
+    for command in ("run", "batch", "estimate", "show", "doctor", "bench", "trace"):
         assert re.search(rf"^  {command}\b", explicit.stdout, re.MULTILINE)
 
 
-@pytest.mark.parametrize("command", ["", "run", "bench", "trace", "trace report"])
+@pytest.mark.parametrize("command", ["", "run", "batch", "bench", "trace", "trace report"])
 def test_help_imports_nothing_heavy(command: str) -> None:
     heavy = {"numpy", "llama_cpp", "rich", "psutil", "matplotlib", "safetensors", "prompt_toolkit", "jinja2",
              "prometheus_client"}  # fmt: skip

@@ -63,6 +63,7 @@ OWNED: dict[str, set[str]] = {
     "starlette": {"server"},
     "uvicorn": {"server"},
     "pydantic": {"server"},
+    "python_multipart": {"server"},
     "prometheus_client": {"server"},
     "llguidance": {"generate"},
 }

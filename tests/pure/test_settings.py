@@ -135,6 +135,10 @@ def test_every_variable_is_read_under_both_names() -> None:
         "DEBUG": ("2", "debug", True),
         "NOHISTORY": ("true", "history", False),
         "API_KEY": ("k", "api_key", "k"),
+        "BATCH_PARALLEL": ("3", "batch_parallel", 3),
+        "BATCH_WINDOW": ("-1", "batch_window_s", math.inf),
+        "UPLOAD_LIMIT": ("1MiB", "upload_bytes", 1 << 20),
+        "STORAGE_LIMIT": ("1GiB", "storage_bytes", 1 << 30),
         "TRUST_NETWORK": ("10.0.0.0/8,::1", "trusted", (ip_network("10.0.0.0/8"), ip_network("::1"))),
     }
     for name, (text, field, value) in given.items():
@@ -152,7 +156,7 @@ def test_empty_is_unset_and_quotes_are_taken_off() -> None:
     [
         ("MAX_QUEUE", "many"), ("MAX_QUEUE", "-1"), ("MAX_QUEUE", "9" * 20), ("KV_CACHE_TYPE", "q1"), ("DEBUG", "loud"),
         ("FLASH_ATTENTION", "maybe"), ("KEEP_ALIVE", "soon"), ("MEMORY", "much"), ("MEMORY", "0"), ("HOST", "ftp://x"),
-        ("CONTEXT_LENGTH", "1e9"), ("LOAD_TIMEOUT", "x"),
+        ("CONTEXT_LENGTH", "1e9"), ("LOAD_TIMEOUT", "x"), ("BATCH_PARALLEL", "0"), ("UPLOAD_LIMIT", "0"),
     ],
 )  # fmt: skip
 def test_a_wrong_value_is_an_error_that_names_the_variable(name: str, text: str) -> None:

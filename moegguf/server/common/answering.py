@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, Protocol
@@ -15,7 +16,17 @@ from moegguf.server.metrics import record
 from moegguf.serving.events import Event, LoadOverrides
 
 if TYPE_CHECKING:
+    from moegguf.serving.background import BackgroundLeases
     from moegguf.serving.manager import ModelManager
+
+BACKGROUND = (b"priority", b"u=7")  # RFC 9218: the urgency of what nobody waits for
+_BACKGROUND = re.compile(r"(^|,)\s*u=7\s*(,|;|$)")
+
+
+def leases_of(request: Request) -> ModelManager | BackgroundLeases:
+    """What gives a request the use of a model: `lease`. With `Priority: u=7` others come first."""
+    state = request.app.state
+    return state.background if _BACKGROUND.search(request.headers.get("priority", "")) else state.manager
 
 
 async def answer_events(
@@ -30,8 +41,7 @@ async def answer_events(
 
     Closing it stops the answer. Between two generations other requests have their turn.
     """
-    manager: ModelManager = request.app.state.manager
-    async with manager.lease(entry, overrides, keep_alive_s) as lease:
+    async with leases_of(request).lease(entry, overrides, keep_alive_s) as lease:
         for generation in generations:
             async with aclosing(lease.answer(generation, stream=stream)) as events:
                 async for event in events:

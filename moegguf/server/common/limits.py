@@ -22,3 +22,7 @@ STOPS = 64
 STOP_CHARS = 1024
 INPUTS = 2048
 NAME_CHARS = 512
+
+FORM_PARTS = 32
+FORM_BYTES = 64 << 10  # of all parts of a form but its file
+FILE_NAME_CHARS = 255

@@ -3,6 +3,7 @@
 Promises: requests and replies in the format of OpenAI's clients. Does not know Ollama's API.
 """
 
-from moegguf.server.openai import chat, completions, embeddings, models, responses
+from moegguf.server.openai import batches, chat, completions, embeddings, files, models, responses
 
-routes = [route for module in (chat, completions, responses, embeddings, models) for route in module.routes]
+MODULES = (chat, completions, responses, embeddings, models, files, batches)
+routes = [route for module in MODULES for route in module.routes]

@@ -15,6 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from moegguf.server.common import limits
+from moegguf.server.common.answering import leases_of
 from moegguf.server.common.body import Body, read_body
 from moegguf.server.common.errors import HttpError
 from moegguf.server.common.objects import shorten
@@ -85,7 +86,7 @@ async def embeddings(request: Request) -> Response:
 
 async def _embed(request: Request, body: EmbeddingsBody) -> dict[str, Any]:
     overrides, keep_alive_s = (body.options or Options()).overrides(), keep_alive_seconds(body.keep_alive)
-    async with request.app.state.manager.lease(body.model, overrides, keep_alive_s) as lease:
+    async with leases_of(request).lease(body.model, overrides, keep_alive_s) as lease:
         found = await lease.embed(body.input, truncate=bool(body.truncate), normalize=True)
         return embeddings_object(lease.entry.name, found, body)
 

@@ -1,0 +1,342 @@
+"""`moegguf batch`: a file of requests in OpenAI's batch format, answered by a running server or by models loaded here.
+
+Answers go to a file as they come, so that a command that was stopped, or killed, goes on when it is given again.
+Progress and the summary go to stderr.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
+
+import typer
+
+from moegguf.cli.options import Cache, System
+from moegguf.errors import BatchFileError, MoeggufError
+from moegguf.settings import MAX_BATCH_PARALLEL, MAX_CONTEXT_TOKENS
+from moegguf.terminal.loading import find_or_pull
+from moegguf.terminal.messages import EXIT_FAILURE, EXIT_INTERRUPTED, print_message
+
+if TYPE_CHECKING:
+    from moegguf.cli.client import Client
+    from moegguf.serving.batch.answers import Counts, Entry, Journal
+    from moegguf.serving.batch.requests import Requests
+    from moegguf.serving.batch.runner import Answer
+    from moegguf.settings import Settings
+    from moegguf.terminal.progress import BatchProgress, BatchState
+
+    Answering = AbstractAsyncContextManager[Answer]
+
+STANDARD = "-"
+ANSWERS_SUFFIX = ".answers.jsonl"
+JOURNAL_SUFFIX = ".partial"
+MAX_ASKED_MODELS = 32  # of a server, before it gets the requests
+
+RequestFile = Annotated[
+    str,
+    typer.Argument(
+        metavar="REQUESTS",
+        help='A line each: {"custom_id", "method": "POST", "url": "/v1/chat/completions", "body"}; - for stdin.',
+    ),
+]
+Output = Annotated[
+    str | None,
+    typer.Option(
+        "--output",
+        "-o",
+        metavar="FILE",
+        help="Where the answers go; - for stdout.  [default: beside REQUESTS, NAME.answers.jsonl; stdout for stdin]",
+    ),
+]
+DefaultModel = Annotated[
+    str | None, typer.Option("--model", "-m", metavar="MODEL", help="The model of requests that name none.")
+]
+Parallel = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        max=MAX_BATCH_PARALLEL,
+        metavar="N",
+        help="Requests at a time.  [default: MOEGGUF_BATCH_PARALLEL, or 16]",
+    ),
+]
+Context = Annotated[
+    int | None,
+    typer.Option("--ctx", "-c", min=1, max=MAX_CONTEXT_TOKENS, metavar="TOKENS", help="Context size of each model."),
+]
+Local = Annotated[
+    bool,
+    typer.Option("--local", help="Load models here even when a server runs; --expert-cache, --system, --ctx imply it."),
+]
+
+
+def batch(
+    requests: RequestFile,
+    output: Output = None,
+    model: DefaultModel = None,
+    parallel: Parallel = None,
+    expert_cache: Cache = None,
+    system: System = None,
+    ctx: Context = None,
+    local: Local = False,
+) -> int:
+    """Answer a file of requests in OpenAI's batch format.
+
+    A running server that has the models answers, other clients first; else they are loaded here. Stop it with Ctrl-C,
+    or kill it: the same command goes on where it stopped, and answers each request once. Until the end the answers are
+    in FILE.partial. The exit code is 1 when a request failed: its line says why.
+    """
+    from moegguf.settings import read_settings
+
+    settings = read_settings()
+    here = local or any(option is not None for option in (expert_cache, system, ctx))
+    _set_environment(expert_cache, system)
+    target = output_path(requests, output)
+    with open_requests(requests, model) as found:
+        if target is not None and (done := finished(target, found)):
+            print_message(f"{target} has all {len(found.lines):,} answers already; nothing to do.")
+            return exit_code(done)
+        client = None if here else server_for(found.models)
+        if client is not None:
+            answering: Answering = answers_of_server(client)
+        else:
+            if model is not None:
+                find_or_pull(model)
+            answering = answers_of_models_here(settings if ctx is None else replace(settings, n_ctx=ctx))
+        return Run(found, target, parallel or settings.batch_parallel).to_end(answering)
+
+
+def _set_environment(expert_cache: str | None, system: str | None) -> None:
+    """Sets what the workers read. Raises BudgetError, OptionError."""
+    from moegguf.controller.systems import find_system
+    from moegguf.quantities import parse_expert_cache
+
+    if expert_cache is not None:
+        parse_expert_cache(expert_cache)
+        os.environ["MOEGGUF_EXPERT_CACHE"] = expert_cache
+    if system is not None:
+        os.environ["MOEGGUF_SYSTEM"] = find_system(system).name
+
+
+def output_path(requests: str, output: str | None) -> Path | None:
+    """Where the answers go; None for stdout. Raises BadParameter."""
+    if output == STANDARD or (output is None and requests == STANDARD):
+        return None
+    path = Path(output).expanduser() if output else Path(requests).expanduser().with_suffix(ANSWERS_SUFFIX)
+    if path.is_dir() or not path.parent.is_dir():
+        raise typer.BadParameter(f"{path} is not a file in a folder that exists", param_hint="--output")
+    if requests != STANDARD and path.exists() and path.samefile(Path(requests).expanduser()):
+        raise typer.BadParameter("that is the file of requests", param_hint="--output")
+    return path
+
+
+def open_requests(path: str, model: str | None) -> Requests:
+    """The requests in a file, or in stdin, which is copied first; `with` closes it. Raises BatchFileError."""
+    from moegguf.server.openai.in_process import ENDPOINTS
+    from moegguf.serving.batch.requests import Requests
+
+    try:
+        return Requests(_seekable(path), ENDPOINTS, {} if model is None else {"model": model})
+    except OSError as error:
+        raise BatchFileError(f"cannot read {path} ({error.strerror}).") from None
+
+
+def _seekable(path: str) -> BinaryIO:
+    """The file, or a copy of a pipe. Raises OSError."""
+    source: BinaryIO = sys.stdin.buffer if path == STANDARD else Path(path).expanduser().open("rb")
+    if path != STANDARD and source.seekable():
+        return source
+    copy: BinaryIO = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the requests)
+    shutil.copyfileobj(source, copy)
+    return copy
+
+
+def journal_path(target: Path) -> Path:
+    """Where the answers are until there are all."""
+    return target.with_name(target.name + JOURNAL_SUFFIX)
+
+
+def finished(target: Path, requests: Requests) -> Counts | None:
+    """The counts of a file that has all answers; None without such a file. Raises BatchFileError for another file."""
+    from moegguf.serving.batch.answers import counts_of, is_finished, open_journal
+
+    if not is_finished(target, requests):
+        return None
+    if journal_path(target).exists():  # of a process that was killed just before its end
+        with suppress(MoeggufError):
+            open_journal(journal_path(target), requests).remove()
+    return counts_of(target)
+
+
+def exit_code(counts: Counts) -> int:
+    """0 when every request was answered."""
+    return EXIT_FAILURE if counts.failed else 0
+
+
+def server_for(models: list[str]) -> Client | None:
+    """A running server that has all `models`, if there is one; None for a path."""
+    from moegguf.cli.served import KNOWN_S, running_server
+
+    if any(os.path.exists(os.path.expanduser(name)) for name in models) or (client := running_server()) is None:
+        return None
+    try:
+        for name in models[:MAX_ASKED_MODELS]:
+            client.post("/api/show", {"model": name}, KNOWN_S)
+    except MoeggufError:
+        return None
+    return client
+
+
+@asynccontextmanager
+async def answers_of_server(client: Client) -> AsyncIterator[Answer]:
+    """Answers of a server, which serves other clients first."""
+    from moegguf.serving.batch.runner import Reply
+
+    async def answer(url: str, body: bytes) -> Reply:
+        return Reply(*await _in_thread(lambda: client.reply(url, body, {"Priority": "u=7"})))
+
+    yield answer
+
+
+async def _in_thread(call: Callable[[], Any]) -> Any:
+    """What `call` returns. On a thread that does not keep the process: nothing interrupts a request."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[Any] = loop.create_future()
+
+    def end(result: Any, error: BaseException | None) -> None:
+        if done.cancelled():
+            return
+        if error is None:
+            done.set_result(result)
+        else:
+            done.set_exception(error)
+
+    def work() -> None:
+        result, failure = None, None
+        try:
+            result = call()
+        except BaseException as error:  # raised again where it is awaited
+            failure = error
+        with suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(end, result, failure)
+
+    threading.Thread(target=work, name="moegguf-batch", daemon=True).start()
+    return await done
+
+
+@asynccontextmanager
+async def answers_of_models_here(settings: Settings) -> AsyncIterator[Answer]:
+    """Answers of models that are loaded for this command."""
+    from moegguf.models.catalog import Catalog
+    from moegguf.server.openai.in_process import InProcess, new_state
+    from moegguf.serving.manager import ModelManager
+
+    catalog = Catalog()
+    async with ModelManager(catalog, settings) as manager:
+        yield InProcess(new_state(manager, catalog))
+
+
+class StdoutAnswers:
+    """Answers on stdout, in the order in which requests end. Nothing is kept: another command starts anew."""
+
+    def __init__(self) -> None:
+        from moegguf.serving.batch.answers import Counts
+
+        self.counts = Counts()
+        self.places: set[int] = set()
+
+    def append(self, number: int, entry: Entry) -> None:
+        """Prints the answer of a line."""
+        self.counts.add(entry)
+        print(json.dumps(entry, ensure_ascii=False, separators=(",", ":")), flush=True)
+
+
+@dataclass
+class Run:
+    """The requests that are not answered yet, up to the file of all answers. `target`: None for stdout."""
+
+    requests: Requests
+    target: Path | None
+    n_parallel: int
+    start_s: float = field(default_factory=time.monotonic)
+
+    def to_end(self, answering: Answering) -> int:
+        """Answers the requests; returns the exit code. Raises BatchFileError, StorageError, NoServerError."""
+        from moegguf.serving.batch.answers import Counts, open_journal
+
+        if self.target is None:
+            answers = StdoutAnswers()
+            return self._answer(answers, Counts(), answering)
+        journal = open_journal(journal_path(self.target), self.requests)
+        try:
+            if journal.counts.done:
+                print_message(f"going on: {journal.counts.done:,} of {len(self.requests.lines):,} are answered")
+            code = self._answer(journal, replace(journal.counts), answering)
+            if code != EXIT_INTERRUPTED:
+                journal.finish(self.target)
+            return code
+        finally:
+            journal.close()
+
+    def _answer(self, answers: Journal | StdoutAnswers, before: Counts, answering: Answering) -> int:
+        from moegguf.terminal.progress import BatchProgress
+
+        try:
+            with BatchProgress() as progress:
+                asyncio.run(self._answer_all(answers, before, answering, progress))
+        except KeyboardInterrupt:
+            print_message(self._stopped(answers.counts))
+            return EXIT_INTERRUPTED
+        except MoeggufError:
+            print_message(self._stopped(answers.counts))
+            raise
+        print_message(self._summary(answers.counts, before))
+        return exit_code(answers.counts)
+
+    async def _answer_all(
+        self, answers: Journal | StdoutAnswers, before: Counts, answering: Answering, progress: BatchProgress
+    ) -> None:
+        from moegguf.serving.batch.runner import answer_requests
+
+        def report(_: object = None) -> None:
+            progress.report(self._state(answers.counts, before))
+
+        report()
+        async with answering as answer:
+            await answer_requests(self.requests, answers, answer, self.n_parallel, report)
+
+    def _state(self, counts: Counts, before: Counts) -> BatchState:
+        from moegguf.terminal.progress import BatchState
+
+        n_read, n_written = counts.input_tokens - before.input_tokens, counts.output_tokens - before.output_tokens
+        return BatchState(
+            n_done=counts.done,
+            n_failed=counts.failed,
+            n_total=len(self.requests.lines),
+            n_new=counts.done - before.done,
+            n_tokens=n_written or n_read,
+            seconds=time.monotonic() - self.start_s,
+        )
+
+    def _stopped(self, counts: Counts) -> str:
+        text = f"stopped: {counts.done:,} of {len(self.requests.lines):,} are answered"
+        return text if self.target is None else f"{text}; the same command goes on"
+
+    def _summary(self, counts: Counts, before: Counts) -> str:
+        from moegguf.terminal.progress import batch_text, short_duration
+
+        state = self._state(counts, before)
+        tokens = f"{counts.input_tokens:,} tokens read, {counts.output_tokens:,} written"
+        where = "" if self.target is None else f" · {self.target}"
+        return f"{batch_text(state)} · {tokens} · {short_duration(state.seconds)}{where}"

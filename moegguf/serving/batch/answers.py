@@ -1,0 +1,279 @@
+"""The answers of a batch, in OpenAI's batch output format, on a disk that outlives the process.
+
+Until all requests are answered they are in a journal: lines are only appended, each in one write, in the order in which
+requests end. A killed process leaves at most one torn line at its end, which the next one drops. Each line's id has the
+fingerprint of the requests and the number of its own, so that answers of other requests are not taken for these.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from moegguf.atomic_write import MODE, locked_temporary, remove_abandoned
+from moegguf.errors import BatchFileError, StorageError
+from moegguf.serving.batch.requests import LineError, RequestLine, Requests
+
+_ID = re.compile(r"batch_req_([0-9a-f]{16})_([1-9]\d{0,17})")
+NOT_EXECUTED = ("batch_cancelled", "batch_expired")  # codes of requests that were not begun
+OK = 200
+
+Entry = dict[str, Any]
+
+
+def response_entry(requests: Requests, line: RequestLine, status: int, body: Any) -> Entry:
+    """The output line of a request that an endpoint has answered."""
+    response = {"status_code": status, "request_id": f"req_{uuid.uuid4().hex}", "body": body}
+    return {"id": requests.id_of(line), "custom_id": line.custom_id, "response": response, "error": None}
+
+
+def error_entry(requests: Requests, line: RequestLine, error: LineError) -> Entry:
+    """The output line of what did not reach an endpoint."""
+    told = {"code": error.code, "message": f"line {line.number}: {error}"}
+    return {"id": requests.id_of(line), "custom_id": line.custom_id, "response": None, "error": told}
+
+
+def is_answer(entry: Entry) -> bool:
+    """Whether the request succeeded."""
+    return entry["error"] is None and entry["response"]["status_code"] == OK
+
+
+@dataclass
+class Counts:
+    """Requests that have ended, and the tokens of their prompts and answers."""
+
+    completed: int = 0
+    failed: int = 0
+    input_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    reasoning_tokens: int = 0
+
+    @property
+    def done(self) -> int:
+        """Requests that have ended."""
+        return self.completed + self.failed
+
+    def add(self, entry: Entry) -> None:
+        """Counts an output line, unless its request was not begun."""
+        if is_answer(entry):
+            self.completed += 1
+            self._add_usage(entry["response"]["body"])
+        elif (entry["error"] or {}).get("code") not in NOT_EXECUTED:
+            self.failed += 1
+
+    def _add_usage(self, body: Any) -> None:
+        """Adds `usage`, in the form of /v1/responses or of the older endpoints."""
+        usage = body.get("usage") if isinstance(body, dict) else None
+        if not isinstance(usage, dict):
+            return
+        read = usage.get("input_tokens_details") or usage.get("prompt_tokens_details") or {}
+        written = usage.get("output_tokens_details") or usage.get("completion_tokens_details") or {}
+        self.input_tokens += int(usage.get("input_tokens") or usage.get("prompt_tokens") or 0)
+        self.output_tokens += int(usage.get("output_tokens") or usage.get("completion_tokens") or 0)
+        self.cached_tokens += read.get("cached_tokens", 0)
+        self.reasoning_tokens += written.get("reasoning_tokens", 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a line of the journal is, and whether it is an answer."""
+
+    offset: int
+    n_bytes: int
+    is_answer: bool
+
+
+@dataclass
+class Journal:
+    """The answers so far to some requests, in a file that one process at a time may have open.
+
+    `places`: of each answered line by its number. Made by `open_journal`; `close` gives the file free.
+    """
+
+    path: Path
+    _handle: int
+    _n_bytes: int = 0
+    places: dict[int, Place] = field(default_factory=dict)
+    counts: Counts = field(default_factory=Counts)
+
+    def append(self, number: int, entry: Entry) -> None:
+        """Adds the answer of a line, which is on its way to the disk when this returns.
+
+        Raises StorageError; the journal is then as before.
+        """
+        data = json.dumps(entry, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace") + b"\n"
+        try:
+            write_all(self._handle, data)
+        except OSError as error:
+            with suppress(OSError):
+                os.ftruncate(self._handle, self._n_bytes)
+            raise storage_error(self.path, error) from None
+        self._note(number, entry, len(data))
+
+    def _note(self, number: int, entry: Entry, n_bytes: int) -> None:
+        self.places[number] = Place(self._n_bytes, n_bytes, is_answer(entry))
+        self._n_bytes += n_bytes
+        self.counts.add(entry)
+
+    def lines(self, keep: Callable[[Place], bool] = lambda place: True) -> Iterator[bytes]:
+        """The lines that `keep` chooses, in the order of the requests."""
+        for _, place in sorted(self.places.items()):
+            if keep(place):
+                yield os.pread(self._handle, place.n_bytes, place.offset)
+
+    def finish(self, path: Path) -> None:
+        """Puts all answers, in the order of the requests, at `path` at once, and removes the journal.
+
+        Raises StorageError; the journal then stays.
+        """
+        remove_abandoned(path.parent.glob(f".{path.name}.*"))
+        try:
+            handle, name = locked_temporary(path.parent, f".{path.name}.", "")
+        except OSError as error:
+            raise storage_error(path, error) from None
+        try:
+            for data in self.lines():
+                write_all(handle, data)
+            os.fsync(handle)
+            os.chmod(name, MODE)
+            os.replace(name, path)
+        except BaseException as error:
+            Path(name).unlink(missing_ok=True)
+            if isinstance(error, OSError):
+                raise storage_error(path, error) from None
+            raise
+        finally:
+            os.close(handle)
+        self.remove()
+
+    def remove(self) -> None:
+        """Removes the file, and closes it."""
+        self.path.unlink(missing_ok=True)
+        self.close()
+
+    def close(self) -> None:
+        """Closes the file, for other processes to open. A second call does nothing."""
+        if self._handle >= 0:
+            os.close(self._handle)
+        self._handle = -1
+
+    def read(self, fingerprint: str, numbers: Iterable[int]) -> None:
+        """Reads what an earlier process has written, and drops a torn line at the end.
+
+        Raises BatchFileError for lines that are no answers to the requests with that fingerprint and `numbers`.
+        """
+        known = set(numbers)
+        with os.fdopen(os.dup(self._handle), "rb") as file:
+            file.seek(0)
+            for raw in file:
+                if not raw.endswith(b"\n"):
+                    break
+                number, entry = self._parsed(raw, fingerprint)
+                if number in known and number not in self.places:
+                    self._note(number, entry, len(raw))
+                else:
+                    raise self._foreign()
+        os.ftruncate(self._handle, self._n_bytes)
+
+    def _parsed(self, raw: bytes, fingerprint: str) -> tuple[int, Entry]:
+        try:
+            entry = json.loads(raw)
+            found = _ID.fullmatch(entry["id"])
+            is_answer(entry)
+        except (ValueError, KeyError, TypeError, RecursionError):
+            raise self._foreign() from None
+        if found is None or found[1] != fingerprint:
+            raise self._foreign()
+        return int(found[2]), entry
+
+    def _foreign(self) -> BatchFileError:
+        return BatchFileError(
+            f"{self.path} has answers to other requests: the input, or a default such as --model, has changed since."
+            " Restore the input to go on, or remove that file to start anew."
+        )
+
+
+def open_journal(path: Path, requests: Requests) -> Journal:
+    """The journal at `path`, made when it is not there.
+
+    Raises BatchFileError when another process has it open or it is one of other requests, StorageError.
+    """
+    try:
+        handle = _open_locked(path)
+    except BlockingIOError:
+        raise BatchFileError(f"{path} is in use: another process answers these requests.") from None
+    except OSError as error:
+        raise storage_error(path, error) from None
+    journal = Journal(path, handle)
+    try:
+        journal.read(requests.fingerprint, (line.number for line in requests.lines))
+    except BaseException:
+        journal.close()
+        raise
+    return journal
+
+
+def _open_locked(path: Path) -> int:
+    while True:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, MODE)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(handle).st_nlink:
+                return handle
+        except BaseException:
+            os.close(handle)
+            raise
+        os.close(handle)  # the process that had it has just finished and removed it
+
+
+def is_finished(path: Path, requests: Requests) -> bool:
+    """Whether the file at `path` has the answers to all of `requests`.
+
+    Raises BatchFileError when there is a file that has not.
+    """
+    if not path.exists():
+        return False
+    foreign = BatchFileError(f"{path} exists, and is not the answers to these requests; remove it, or name another.")
+    numbers = []
+    try:
+        with path.open("rb") as file:
+            for raw in file:
+                found = _ID.fullmatch(json.loads(raw)["id"])
+                if found is None or found[1] != requests.fingerprint:
+                    raise foreign
+                numbers.append(int(found[2]))
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        raise foreign from None
+    if numbers != [line.number for line in requests.lines]:
+        raise foreign
+    return True
+
+
+def counts_of(path: Path) -> Counts:
+    """The counts of a finished file of answers."""
+    counts = Counts()
+    with path.open("rb") as file:
+        for raw in file:
+            counts.add(json.loads(raw))
+    return counts
+
+
+def write_all(handle: int, data: bytes) -> None:
+    """Writes all bytes. Raises OSError."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(handle, view) :]
+
+
+def storage_error(path: Path, error: OSError) -> StorageError:
+    """The error for a file that cannot be written."""
+    return StorageError(f"cannot write {path} ({error.strerror}); what was written before is kept.")

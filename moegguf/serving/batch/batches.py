@@ -1,0 +1,425 @@
+"""Batches that a server carries out: each from a stored file of requests to stored files of answers and of errors.
+
+They are answered one at a time, in the order of their creation, and checked when they are created. What is known of a
+batch is on disk before anything depends on it, so that a server that was killed goes on where it stopped. While the
+disk is full a batch waits. One whose time is over, or that is cancelled, has files of what was answered until then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import json
+import logging
+import os
+import shutil
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from moegguf.atomic_write import write_atomically
+from moegguf.errors import BatchFileError, BusyError, UnknownIdError
+from moegguf.serving.batch.answers import (
+    NOT_EXECUTED,
+    Counts,
+    Entry,
+    Journal,
+    Place,
+    error_entry,
+    open_journal,
+    storage_error,
+)
+from moegguf.serving.batch.files import FileStore
+from moegguf.serving.batch.requests import LineError, Requests, first_errors
+from moegguf.serving.batch.runner import Answer, answer_requests
+
+log = logging.getLogger(__name__)
+
+INPUT_PURPOSE, OUTPUT_PURPOSE = "batch", "batch_output"
+FINAL = ("completed", "failed", "expired", "cancelled")
+CANCELLABLE = ("validating", "in_progress")
+MAX_REQUESTS = 50_000  # OpenAI's
+MAX_UNFINISHED = 1000
+MAX_ERRORS = 100
+DISK_RETRY_S = 30.0
+COPY_BYTES = 4 << 20  # between two turns of the event loop
+CANCELLED, EXPIRED = NOT_EXECUTED
+NOT_EXECUTED_TEXT = {
+    CANCELLED: "This request was not executed, because the batch was cancelled.",
+    EXPIRED: "This request could not be executed before the completion window expired.",
+}
+
+
+@dataclass
+class Batch:
+    """A batch, in OpenAI's words; times in seconds since 1970. `errors`: of lines that are no requests."""
+
+    id: str
+    endpoint: str
+    input_file_id: str
+    created_at: int
+    created_ns: int
+    expires_at: int | None
+    status: str = "validating"
+    metadata: dict[str, str] | None = None
+    output_expires_after_s: int | None = None
+    model: str | None = None
+    total: int = 0
+    counts: Counts = field(default_factory=Counts)
+    errors: list[dict[str, Any]] = field(default_factory=list)
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+    in_progress_at: int | None = None
+    finalizing_at: int | None = None
+    completed_at: int | None = None
+    failed_at: int | None = None
+    expired_at: int | None = None
+    cancelling_at: int | None = None
+    cancelled_at: int | None = None
+
+
+class Batches:
+    """The batches and files in a folder, inside `async with`. One server at a time has the folder, from its first use.
+
+    `answer` answers a request; `window_s`: a batch that takes longer expires, inf: none does. `max_bytes`: of all
+    files.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        answer: Answer,
+        *,
+        max_bytes: int,
+        n_parallel: int,
+        window_s: float,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        self._folder = folder
+        self._answer = answer
+        self._n_parallel = n_parallel
+        self._window_s = window_s
+        self._now = now
+        self._files = FileStore(folder / "files", max_bytes, now)
+        self._lock: int | None = None
+        self._batches: dict[str, Batch] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}  # of batches that have not ended
+        self._steps: dict[str, asyncio.Task[None]] = {}  # what these wait for
+        self._changed = asyncio.Event()  # a status
+        self._closing = False
+
+    async def __aenter__(self) -> Batches:
+        if self._folder.exists():
+            try:
+                self._open()
+            except (BusyError, OSError) as error:
+                log.warning("batches are not carried out: %s", error)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._closing = True
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    @property
+    def files(self) -> FileStore:
+        """The stored files. Raises BusyError when another server has the folder, StorageError."""
+        self._open()
+        return self._files
+
+    def _open(self) -> None:
+        if self._closing:
+            raise BusyError("the server is shutting down; try again later.")
+        if self._lock is not None:
+            return
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            lock = os.open(self._folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise storage_error(self._folder, error) from None
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._files.load()
+            self._load()
+        except BlockingIOError:
+            os.close(lock)
+            raise BusyError(f"another server has the files and batches in {self._folder}; ask that one.") from None
+        except OSError as error:
+            os.close(lock)
+            raise storage_error(self._folder, error) from None
+        self._lock = lock
+
+    def _load(self) -> None:
+        found = []
+        for path in self._folder.glob("batch_*.json"):
+            with suppress(OSError, ValueError, TypeError, KeyError):
+                known = json.loads(path.read_bytes())
+                found.append(Batch(**{**known, "counts": Counts(**known["counts"])}))
+        found.sort(key=lambda batch: batch.created_ns)
+        self._batches = {batch.id: batch for batch in found}
+        for folder in self._folder.glob("batch_*/"):
+            if folder.name not in self._batches or self._batches[folder.name].status in FINAL:
+                shutil.rmtree(folder, ignore_errors=True)
+        for batch in found:
+            self._start(batch)
+
+    # What clients ask for.
+
+    def all(self) -> list[Batch]:
+        """All batches, newest first. Raises BusyError, StorageError."""
+        self._open()
+        return list(reversed(self._batches.values()))
+
+    def get(self, batch_id: str) -> Batch:
+        """A batch. Raises UnknownIdError, BusyError, StorageError."""
+        self._open()
+        if batch_id not in self._batches:
+            raise UnknownIdError(f"No such Batch object: {batch_id:.80}")
+        return self._batches[batch_id]
+
+    def create(
+        self,
+        endpoint: str,
+        input_file_id: str,
+        metadata: Mapping[str, str] | None = None,
+        output_expires_after_s: int | None = None,
+    ) -> Batch:
+        """A new batch of the requests in a stored file, which may be deleted meanwhile.
+
+        Raises UnknownIdError, BatchFileError for a file with another purpose, BusyError, StorageError.
+        """
+        source, known = self.files.path(input_file_id), self.files.get(input_file_id)
+        if known.purpose != INPUT_PURPOSE:
+            raise BatchFileError(f"{input_file_id} was stored for {known.purpose!r}; a batch needs 'batch'.")
+        if len(self._tasks) >= MAX_UNFINISHED:
+            raise BusyError(f"{MAX_UNFINISHED} batches are not finished; try again later.")
+        now_s = self._now()
+        expires_at = None if self._window_s == float("inf") else int(now_s + self._window_s)
+        batch = Batch(
+            id=f"batch_{uuid.uuid4().hex[:24]}",
+            endpoint=endpoint,
+            input_file_id=input_file_id,
+            created_at=int(now_s),
+            created_ns=time.time_ns(),
+            expires_at=expires_at,
+            metadata=None if metadata is None else dict(metadata),
+            output_expires_after_s=output_expires_after_s,
+        )
+        try:
+            self._work(batch).mkdir()
+            _link(source, self._input(batch))
+            self._update(batch)
+        except OSError as error:
+            shutil.rmtree(self._work(batch), ignore_errors=True)
+            raise storage_error(self._folder, error) from None
+        self._batches[batch.id] = batch
+        self._start(batch)
+        return batch
+
+    def cancel(self, batch: Batch) -> None:
+        """Begins to cancel a batch, whose status must be one of CANCELLABLE. Raises StorageError."""
+        try:
+            self._update(batch, status="cancelling", cancelling_at=int(self._now()))
+        except OSError as error:
+            raise storage_error(self._folder, error) from None
+        if batch.id in self._steps:  # else it has not begun, and begins with that status
+            self._steps[batch.id].cancel()
+
+    # How a batch goes on.
+
+    def _start(self, batch: Batch) -> None:
+        if batch.status not in FINAL:
+            task = asyncio.get_running_loop().create_task(self._carry_out(batch))
+            self._tasks[batch.id] = task
+            task.add_done_callback(lambda _: self._forget(batch.id))
+
+    def _forget(self, batch_id: str) -> None:
+        self._tasks.pop(batch_id, None)
+        self._steps.pop(batch_id, None)
+
+    async def _carry_out(self, batch: Batch) -> None:
+        """Everything until the batch has ended, over again while the disk is full."""
+        delay_s = 0.0
+        while batch.status not in FINAL:
+            step = self._steps[batch.id] = asyncio.get_running_loop().create_task(self._advance(batch, delay_s))
+            try:
+                await asyncio.wait((step,))
+            except asyncio.CancelledError:  # the server ends
+                step.cancel()
+                await asyncio.wait((step,))
+                self._try_update(batch)  # the counts
+                raise
+            error = None if step.cancelled() else step.exception()
+            delay_s = DISK_RETRY_S if isinstance(error, OSError) else 0.0
+            if isinstance(error, OSError):
+                log.warning("%s waits for %.0f s: %s", batch.id, DISK_RETRY_S, error)
+            elif isinstance(error, BatchFileError):
+                self._fail(batch, [_error_of("invalid_file", str(error))])
+            elif error is not None:
+                log.error("%s has failed", batch.id, exc_info=error)
+                self._fail(batch, [_error_of("server_error", "internal error; see the server's log.")])
+
+    async def _advance(self, batch: Batch, delay_s: float) -> None:
+        """From one status to the next; cancelled where the status changes meanwhile."""
+        await asyncio.sleep(delay_s)
+        if batch.status == "validating":
+            await self._validate(batch)
+        elif batch.status == "in_progress":
+            try:
+                left_s = None if batch.expires_at is None else batch.expires_at - self._now()
+                async with asyncio.timeout(left_s) as window:
+                    await self._wait_for_turn(batch)
+                    await self._answer_all(batch)
+            except TimeoutError:
+                if not window.expired():
+                    raise
+                await self._finalize(batch, "expired", EXPIRED)
+            else:
+                self._update(batch, status="finalizing", finalizing_at=int(self._now()))
+        elif batch.status == "finalizing":
+            await self._finalize(batch, "completed")
+        else:
+            await self._finalize(batch, "cancelled", CANCELLED)
+
+    async def _validate(self, batch: Batch) -> None:
+        with await self._requests(batch) as requests:
+            invalid = first_errors(requests.lines, MAX_ERRORS)
+            if invalid:
+                self._fail(
+                    batch,
+                    [
+                        _error_of(line.error.code, str(line.error), line.error.param, line.number)
+                        for line in invalid
+                        if line.error
+                    ],
+                )
+                return
+            models = requests.models
+            self._update(
+                batch,
+                status="in_progress",
+                in_progress_at=int(self._now()),
+                total=len(requests.lines),
+                model=models[0] if len(models) == 1 else None,
+            )
+
+    async def _wait_for_turn(self, batch: Batch) -> None:
+        """Returns when the batches before this one are answered, cancelled or invalid."""
+        while next(each for each in self._batches.values() if each.status in CANCELLABLE) is not batch:
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def _answer_all(self, batch: Batch) -> None:
+        with await self._requests(batch) as requests, self._journal(batch, requests) as journal:
+
+            def on_answer(entry: Entry) -> None:
+                batch.counts = journal.counts
+
+            await answer_requests(requests, journal, self._answer, self._n_parallel, on_answer)
+
+    async def _finalize(self, batch: Batch, status: str, not_executed: str | None = None) -> None:
+        """Stores the files of answers and of errors; those not begun are errors, of the code `not_executed`."""
+        with await self._requests(batch) as requests, self._journal(batch, requests) as journal:
+            for line in requests.lines:
+                if not_executed is not None and line.number not in journal.places:
+                    error = LineError(not_executed, NOT_EXECUTED_TEXT[not_executed])
+                    journal.append(line.number, error_entry(requests, line, error))
+            output_id = await self._store(batch, journal, "output", lambda place: place.is_answer)
+            error_id = await self._store(batch, journal, "errors", lambda place: not place.is_answer)
+            now = int(self._now())
+            times = {f"{status}_at": now, "finalizing_at": batch.finalizing_at or now}
+            found: dict[str, Any] = {"output_file_id": output_id, "error_file_id": error_id, "counts": journal.counts}
+            self._update(batch, status=status, total=len(requests.lines), **found, **times)
+        shutil.rmtree(self._work(batch), ignore_errors=True)
+
+    async def _store(self, batch: Batch, journal: Journal, what: str, keep: Callable[[Place], bool]) -> str | None:
+        """The id of a stored file with the lines that `keep` chooses; None without any. The same id when repeated."""
+        if not any(map(keep, journal.places.values())):
+            return None
+        n_bytes = 0
+        with self._files.new(f"file-{batch.id.removeprefix('batch_')}-{what}") as file:
+            for data in journal.lines(keep):
+                file.write(data)
+                n_bytes += len(data)
+                if n_bytes > COPY_BYTES:
+                    n_bytes = 0
+                    await asyncio.sleep(0)
+            return file.finish(f"{batch.id}_{what}.jsonl", OUTPUT_PURPOSE, batch.output_expires_after_s).id
+
+    def _fail(self, batch: Batch, errors: list[dict[str, Any]]) -> None:
+        self._try_update(batch, status="failed", failed_at=int(self._now()), errors=errors)
+        shutil.rmtree(self._work(batch), ignore_errors=True)
+
+    async def _requests(self, batch: Batch) -> Requests:
+        """The batch's requests, which the caller closes. Raises BatchFileError, OSError."""
+        stop = threading.Event()
+
+        def read() -> Requests:
+            file = self._input(batch).open("rb")
+            try:
+                return Requests(file, (batch.endpoint,), max_requests=MAX_REQUESTS, stop=stop.is_set)
+            except BaseException:
+                file.close()
+                raise
+
+        try:
+            return await asyncio.to_thread(read)  # some seconds for a large file
+        finally:
+            stop.set()
+
+    @contextmanager
+    def _journal(self, batch: Batch, requests: Requests) -> Iterator[Journal]:
+        journal = open_journal(self._work(batch) / "answers.jsonl", requests)
+        try:
+            batch.counts = journal.counts
+            yield journal
+        finally:
+            journal.close()
+
+    def _update(self, batch: Batch, **changes: Any) -> None:
+        """Changes a batch, on disk first. Raises OSError."""
+        known = asdict(batch) | changes
+        if isinstance(known["counts"], Counts):
+            known["counts"] = asdict(known["counts"])
+        write_atomically(self._folder / f"{batch.id}.json", json.dumps(known).encode())
+        self._set(batch, changes)
+
+    def _set(self, batch: Batch, changes: Mapping[str, Any]) -> None:
+        for name, value in changes.items():
+            setattr(batch, name, value)
+        self._changed.set()
+
+    def _try_update(self, batch: Batch, **changes: Any) -> None:
+        """Changes a batch, on disk if that can be."""
+        try:
+            self._update(batch, **changes)
+        except OSError as error:
+            log.warning("%s could not be written: %s", batch.id, error)
+            self._set(batch, changes)
+
+    def _work(self, batch: Batch) -> Path:
+        return self._folder / batch.id
+
+    def _input(self, batch: Batch) -> Path:
+        return self._work(batch) / "requests.jsonl"
+
+
+def _link(source: Path, target: Path) -> None:
+    """Makes `target` the same file, or a copy of it where the file system has no links. Raises OSError."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+
+
+def _error_of(code: str, message: str, param: str | None = None, line: int | None = None) -> dict[str, Any]:
+    return {"code": code, "message": message, "param": param, "line": line}

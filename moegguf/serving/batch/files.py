@@ -1,0 +1,194 @@
+"""Files that clients have stored, and files of answers: a folder with the contents and what is known of each.
+
+A file exists once its description does, which is written last and removed first.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from moegguf.atomic_write import MODE, locked_temporary, remove_abandoned, write_atomically
+from moegguf.errors import StorageError, UnknownIdError
+from moegguf.quantities import format_bytes
+from moegguf.serving.batch.answers import storage_error, write_all
+
+DESCRIPTION_BYTES = 4096  # what a file takes besides its contents, so that empty ones are not free
+UPLOAD = ".upload."
+_ID = re.compile(r"file-[0-9a-z-]{1,64}")
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """A file. Times in seconds since 1970; `expires_at` None: it stays until it is deleted."""
+
+    id: str
+    filename: str
+    n_bytes: int
+    purpose: str
+    created_at: int
+    expires_at: int | None = None
+
+
+class FileStore:
+    """The files of a folder, which takes at most `max_bytes`. Used by one process and one event loop."""
+
+    def __init__(self, folder: Path, max_bytes: int, now: Callable[[], float] = time.time) -> None:
+        self._folder = folder
+        self._max_bytes = max_bytes
+        self._now = now
+        self._files: dict[str, StoredFile] = {}
+        self._n_stored = 0  # bytes of files that are complete
+        self._n_uploading = 0  # and of those that are not
+
+    def load(self) -> None:
+        """Reads the folder, and removes what a killed process has left incomplete. Raises OSError."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        remove_abandoned(self._folder.glob(f"{UPLOAD}*"))
+        self._files = {}
+        for path in self._folder.glob("*.json"):
+            with suppress(OSError, ValueError, TypeError):
+                file = StoredFile(**json.loads(path.read_bytes()))
+                if file.id == path.stem and _ID.fullmatch(file.id) and self._contents(file.id).exists():
+                    self._files[file.id] = file
+        self._n_stored = sum(map(_taken, self._files.values()))
+        for path in self._folder.glob("file-*.data"):
+            if path.stem not in self._files:
+                path.unlink(missing_ok=True)
+
+    def all(self) -> list[StoredFile]:
+        """All files, oldest first. Those whose time is over are removed."""
+        for file in list(self._files.values()):
+            if file.expires_at is not None and file.expires_at <= self._now():
+                self.delete(file.id)
+        return sorted(self._files.values(), key=lambda file: (file.created_at, file.id))
+
+    def get(self, file_id: str) -> StoredFile:
+        """A file. Raises UnknownIdError."""
+        found = self._files.get(file_id)
+        if found is None or (found.expires_at is not None and found.expires_at <= self._now()):
+            raise UnknownIdError(f"No such File object: {file_id:.80}")
+        return found
+
+    def path(self, file_id: str) -> Path:
+        """Where a file's contents are. Raises UnknownIdError."""
+        return self._contents(self.get(file_id).id)
+
+    def delete(self, file_id: str) -> None:
+        """Removes a file; who reads it still can. Raises UnknownIdError, OSError."""
+        file = self._files.get(file_id)
+        if file is None:
+            raise UnknownIdError(f"No such File object: {file_id:.80}")
+        self._description(file.id).unlink(missing_ok=True)
+        del self._files[file.id]
+        self._n_stored -= _taken(file)
+        self._contents(file.id).unlink(missing_ok=True)
+
+    def new(self, file_id: str | None = None) -> NewFile:
+        """A file to be written; with the id of one that exists, its replacement. Raises StorageError."""
+        return NewFile(self, self._folder, file_id or f"file-{uuid.uuid4().hex[:24]}")
+
+    def reserve(self, n_bytes: int) -> None:
+        """Notes that a new file takes so many more bytes. Raises StorageError above the limit."""
+        taken = self._n_stored + self._n_uploading
+        if taken + n_bytes > self._max_bytes:
+            raise StorageError(
+                f"stored files may take {format_bytes(self._max_bytes)} together (MOEGGUF_STORAGE_LIMIT), and"
+                f" {format_bytes(taken)} are taken; delete files that are not needed."
+            )
+        self._n_uploading += n_bytes
+
+    def give_back(self, n_bytes: int) -> None:
+        """Notes that a new file's bytes are reserved no more."""
+        self._n_uploading -= n_bytes
+
+    def add(self, file: StoredFile, temporary: str) -> None:
+        """Takes complete contents into the store. Raises OSError."""
+        os.replace(temporary, self._contents(file.id))
+        write_atomically(self._description(file.id), json.dumps(asdict(file)).encode())
+        replaced = self._files.get(file.id)
+        self._files[file.id] = file
+        self._n_stored += _taken(file) - (_taken(replaced) if replaced else 0)
+
+    @property
+    def now(self) -> int:
+        """Seconds since 1970."""
+        return int(self._now())
+
+    def _contents(self, file_id: str) -> Path:
+        return self._folder / f"{file_id}.data"
+
+    def _description(self, file_id: str) -> Path:
+        return self._folder / f"{file_id}.json"
+
+
+def _taken(file: StoredFile) -> int:
+    return file.n_bytes + DESCRIPTION_BYTES
+
+
+class NewFile:
+    """A file that is being written; `with` removes it unless `finish` was called."""
+
+    def __init__(self, store: FileStore, folder: Path, file_id: str) -> None:
+        self._store = store
+        self._folder = folder
+        self.id = file_id
+        self.n_bytes = 0
+        self._handle: int | None = None
+        store.reserve(DESCRIPTION_BYTES)
+        self._n_reserved = DESCRIPTION_BYTES
+        try:
+            self._handle, self._temporary = locked_temporary(folder, UPLOAD, "")
+        except OSError as error:
+            self.close()
+            raise storage_error(folder, error) from None
+
+    def write(self, data: bytes) -> None:
+        """Adds bytes. Raises StorageError."""
+        self._store.reserve(len(data))
+        self._n_reserved += len(data)
+        try:
+            write_all(self._open, data)
+        except OSError as error:
+            raise storage_error(self._folder, error) from None
+        self.n_bytes += len(data)
+
+    def finish(self, filename: str, purpose: str, expires_after_s: int | None = None) -> StoredFile:
+        """Makes it one of the store's. Raises StorageError."""
+        now = self._store.now
+        expires_at = None if expires_after_s is None else now + expires_after_s
+        file = StoredFile(self.id, filename, self.n_bytes, purpose, now, expires_at)
+        try:
+            os.fsync(self._open)
+            os.chmod(self._temporary, MODE)
+            self._store.add(file, self._temporary)
+        except OSError as error:
+            raise storage_error(self._folder, error) from None
+        return file
+
+    @property
+    def _open(self) -> int:
+        assert self._handle is not None
+        return self._handle
+
+    def close(self) -> None:
+        """Removes what is not finished. A second call does nothing."""
+        self._store.give_back(self._n_reserved)
+        self._n_reserved = 0
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            Path(self._temporary).unlink(missing_ok=True)  # no longer there when it was finished
+            os.close(handle)
+
+    def __enter__(self) -> NewFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

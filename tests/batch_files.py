@@ -1,0 +1,85 @@
+"""Files of requests in OpenAI's batch format, and what answers them without a model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from moegguf.serving.batch.requests import Requests
+from moegguf.serving.batch.runner import Reply
+
+CHAT = "/v1/chat/completions"
+ENDPOINTS = (CHAT, "/v1/completions", "/v1/embeddings", "/v1/responses")
+
+
+def request(custom_id: Any, text: str = "hi", *, url: str = CHAT, **body: Any) -> dict[str, Any]:
+    """One request as an object."""
+    made = {"model": "demo", "messages": [{"role": "user", "content": text}], **body}
+    return {"custom_id": custom_id, "method": "POST", "url": url, "body": made}
+
+
+def jsonl(lines: Iterable[Any]) -> bytes:
+    """Lines of JSON; bytes as they are."""
+    return b"".join(line if isinstance(line, bytes) else json.dumps(line).encode() + b"\n" for line in lines)
+
+
+def requests_in(path: Path, lines: Iterable[Any], **options: Any) -> Requests:
+    """The requests of a file that is written with `lines`."""
+    path.write_bytes(jsonl(lines))
+    return Requests(path.open("rb"), ENDPOINTS, **options)
+
+
+def entries(data: bytes | Path) -> list[Any]:
+    """The objects in lines of answers."""
+    return [json.loads(line) for line in (data if isinstance(data, bytes) else data.read_bytes()).splitlines()]
+
+
+def usage(n_tokens: int) -> dict[str, Any]:
+    """`usage` of /v1/chat/completions."""
+    return {"prompt_tokens": 2 * n_tokens, "completion_tokens": n_tokens, "prompt_tokens_details": {"cached_tokens": 1}}
+
+
+class Endpoint:
+    """Answers with the text of the last message. `calls`: (url, body) of each call; `most`: of them at once.
+
+    "fail" is a 400; "busy N" is a 503 for the first N times; "hold" waits until `released` is set.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, Any]] = []
+        self.most = self.running = self.cancelled = 0
+        self.released = asyncio.Event()
+        self._n_busy: dict[str, int] = {}
+
+    async def __call__(self, url: str, raw: bytes) -> Reply:
+        body = json.loads(raw)
+        self.calls.append((url, body))
+        self.running += 1
+        self.most = max(self.most, self.running)
+        try:
+            return await self._reply(body["messages"][-1]["content"])
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        finally:
+            self.running -= 1
+
+    async def _reply(self, text: str) -> Reply:
+        await asyncio.sleep(0)
+        command, _, rest = text.partition(" ")
+        if command == "fail":
+            return Reply(400, {"error": {"message": "as asked"}})
+        if command == "busy" and self._n_busy.setdefault(text, int(rest)):
+            self._n_busy[text] -= 1
+            return Reply(503, {"error": {"message": "busy"}})
+        if command == "hold":
+            await self.released.wait()
+        return Reply(200, {"text": text, "usage": usage(3)})
+
+    @property
+    def texts(self) -> list[str]:
+        """What was asked, in the order of the calls."""
+        return [body["messages"][-1]["content"] for _, body in self.calls]

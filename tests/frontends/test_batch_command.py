@@ -1,0 +1,188 @@
+"""`moegguf batch` as users have it: by a server or alone, stopped, killed, given again, with changed files."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from batch_files import CHAT, entries, jsonl, request
+from command_line import Command, environment
+from servers import Server, serving
+
+from moegguf.cli.app import main
+
+N = 60  # requests that take longer than a test to notice the first answers
+ALONE = {"MOEGGUF_HOST": "127.0.0.1:9", "OMP_NUM_THREADS": "1"}
+
+
+def question(i: int, **body: Any) -> dict[str, Any]:
+    return request(f"q{i}", f"What is an expert? {i}", **{"max_tokens": 6, "seed": i, **body})
+
+
+def written(tmp_path: Path, lines: list[Any]) -> Path:
+    path = tmp_path / "requests.jsonl"
+    path.write_bytes(jsonl(lines))
+    return path
+
+
+def texts(found: list[Any]) -> list[str]:
+    return [entry["response"]["body"]["choices"][0]["message"]["content"] for entry in found]
+
+
+@contextmanager
+def started(*arguments: object, **extra: str) -> Iterator[subprocess.Popen[str]]:
+    """The command, in a process group of its own, which has ended afterwards."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "moegguf.cli.app", "batch", *map(str, arguments)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        encoding="utf-8",
+        env=environment(**extra),
+        start_new_session=True,
+    )
+    with process:
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def wait_for(process: subprocess.Popen[str], path: Path, n_lines: int) -> None:
+    """Returns when so many lines are there, and the process has not ended."""
+    while not path.exists() or path.read_bytes().count(b"\n") < n_lines:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.005)
+
+
+def test_a_file_alone(moegguf: Command, tmp_path: Path) -> None:
+    lines = [question(0, model=None), question(1), b"nonsense\n", question(2, model="nothing"),
+             request("e", url="/v1/completions", prompt="moegguf is", max_tokens=4)]  # fmt: skip
+    path = written(tmp_path, lines)
+    done = moegguf("batch", path, "-m", "demo", **ALONE)
+    assert (done.returncode, done.stdout) == (1, "")
+    found = entries(tmp_path / "requests.answers.jsonl")
+    assert [entry["custom_id"] for entry in found] == ["q0", "q1", None, "q2", "e"]
+    assert [(entry["response"] or {}).get("status_code") for entry in found] == [200, 200, None, 404, 200]
+    assert all(texts(found[:2]))
+    assert re.search(r"^5/5 answered · 2 failed · .*tokens/s · \d+ tokens read, \d+ written · .*\.answers\.jsonl$",
+                     done.stderr, re.MULTILINE)  # fmt: skip
+    before = (tmp_path / "requests.answers.jsonl").read_bytes()
+    partial = tmp_path / "requests.answers.jsonl.partial"
+    partial.write_bytes(before)  # of a process that was killed between its last two steps
+    again = moegguf("batch", path, "-m", "demo", **ALONE)
+    assert again.returncode == 1 and "nothing to do" in again.stderr
+    assert (tmp_path / "requests.answers.jsonl").read_bytes() == before and not partial.exists()
+    other = moegguf("batch", path, "-m", "other", **ALONE)
+    assert other.returncode == 1 and "is not the answers to these requests" in other.stderr
+
+
+def test_a_server_answers_and_it_is_the_same(moegguf: Command, server: Server, tmp_path: Path) -> None:
+    path = written(tmp_path, [question(i, model="demo") for i in range(6)])
+    served = moegguf("batch", path, "-o", tmp_path / "served", "--parallel", 3, MOEGGUF_HOST=server.url)
+    assert served.returncode == 0, served.stderr
+    assert [model["name"] for model in server.call("/api/ps").json["models"]] == ["demo:latest"]
+    server.call("/api/generate", {"model": "demo", "keep_alive": 0})
+    here = moegguf("batch", path, "-o", tmp_path / "here", "--local", MOEGGUF_HOST=server.url)
+    assert here.returncode == 0 and server.call("/api/ps").json["models"] == []
+    assert texts(entries(tmp_path / "served")) == texts(entries(tmp_path / "here"))
+    bad = question(1, max_tokens="many")
+    done = moegguf("batch", written(tmp_path, [bad]), "-o", "-", MOEGGUF_HOST=server.url)
+    (entry,) = entries(done.stdout.encode())
+    assert (done.returncode, entry["response"]["body"]) == (1, server.call(CHAT, bad["body"]).json)
+
+
+def test_stdin_and_stdout(moegguf: Command, tmp_path: Path) -> None:
+    text = jsonl([question(i) for i in range(3)]).decode()
+    done = moegguf("batch", "-", stdin=text, **ALONE)
+    assert done.returncode == 0 and len(entries(done.stdout.encode())) == 3
+    assert re.search(r"^3/3 answered", done.stderr, re.MULTILINE)
+    done = moegguf("batch", "-", "-o", tmp_path / "answers", stdin=text, **ALONE)
+    assert (done.returncode, done.stdout) == (0, "") and len(entries(tmp_path / "answers")) == 3
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_stopped_in_the_middle_it_goes_on(tmp_path: Path, moegguf: Command, number: signal.Signals) -> None:
+    path = written(tmp_path, [question(i, max_tokens=10) for i in range(N)])
+    partial, target = tmp_path / "answers.partial", tmp_path / "answers"
+    with started(path, "-o", target, "--parallel", 2, **ALONE) as process:
+        wait_for(process, partial, 3)
+        process.send_signal(number)
+        _, stderr = process.communicate(timeout=60)
+    assert process.returncode == (-number if number == signal.SIGKILL else 130)
+    if number == signal.SIGINT:
+        assert re.search(rf"stopped: \d+ of {N} are answered; the same command goes on\n", stderr)
+        assert "Traceback" not in stderr
+    seen = entries(partial.read_bytes().rpartition(b"\n")[0])
+    assert len(seen) >= 3
+    done = moegguf("batch", path, "-o", target, **ALONE)
+    assert done.returncode == 0 and f"going on: {len(seen)} of {N} are answered" in done.stderr
+    found = entries(target)
+    assert [entry["custom_id"] for entry in found] == [f"q{i}" for i in range(N)]
+    assert all(entry in found for entry in seen)
+    assert not partial.exists()
+
+
+def test_a_server_that_ends_stops_it_and_another_goes_on(tmp_path: Path, moegguf: Command) -> None:
+    path, target = written(tmp_path, [question(i, max_tokens=20) for i in range(30)]), tmp_path / "answers"
+    with (
+        serving(tmp_path / "first") as server,
+        started(path, "-o", target, "--parallel", 2, MOEGGUF_HOST=server.url) as process,
+    ):
+        wait_for(process, tmp_path / "answers.partial", 3)
+        os.killpg(server.pid, signal.SIGKILL)
+        _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 1 and "the same command goes on" in stderr and "error: " in stderr
+    done = moegguf("batch", path, "-o", target, **ALONE)
+    assert done.returncode == 0, done.stderr
+    assert [entry["response"]["status_code"] for entry in entries(target)] == [200] * 30
+
+
+def test_a_file_in_use_or_changed_is_refused(tmp_path: Path, moegguf: Command) -> None:
+    path, target = written(tmp_path, [question(i, max_tokens=200) for i in range(40)]), tmp_path / "answers"
+    with started(path, "-o", target, **ALONE) as process:
+        wait_for(process, tmp_path / "answers.partial", 1)
+        second = moegguf("batch", path, "-o", target, **ALONE)
+        assert second.returncode == 1 and "another process answers these requests" in second.stderr
+        process.kill()
+    with path.open("ab") as file:
+        file.write(json.dumps(question(99)).encode())
+    kept = (tmp_path / "answers.partial").read_bytes()
+    changed = moegguf("batch", path, "-o", target, **ALONE)
+    assert changed.returncode == 1 and "has changed since" in changed.stderr
+    assert (tmp_path / "answers.partial").read_bytes() == kept
+
+
+def test_what_cannot_be_answered_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in ALONE.items():
+        monkeypatch.setenv(name, value)
+    path = written(tmp_path, [question(0)])
+    empty = tmp_path / "empty"
+    empty.touch()
+    for arguments, code, text in (
+        ([tmp_path / "nothing"], 1, "cannot read .*nothing"),
+        ([tmp_path], 1, "cannot read"),
+        ([empty], 1, "no requests"),
+        ([path, "-o", path], 2, "that is the file of requests"),
+        ([path, "-o", tmp_path], 2, "not a file"),
+        ([path, "-o", tmp_path / "no" / "folder"], 2, "not a file in a folder"),
+        ([path, "--parallel", "0"], 2, "parallel"),
+        ([path, "--expert-cache", "much"], 1, "not a budget"),
+        ([path, "-m", "nothing-of-that-name", "--local"], 1, "nothing-of-that-name"),
+    ):
+        assert main(["batch", *map(str, arguments)]) == code, arguments
+        assert re.search(text, capsys.readouterr().err), arguments
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["empty", "requests.jsonl"]

@@ -1,0 +1,357 @@
+"""/v1/files and /v1/batches over HTTP: OpenAI's own client, and byte by byte what that does not send."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from batch_files import CHAT, entries, jsonl, request
+from fake_manager import FakeCatalog, FakeManager, entry_of, running
+from openai.types import Batch
+
+from moegguf.errors import BusyError, WorkerError
+from moegguf.generate.request import Delta
+from moegguf.models.folder import demo_path
+from moegguf.server.app import make_app
+from moegguf.server.common import limits
+from moegguf.serving.background import BackgroundLeases
+from moegguf.serving.batch import runner
+from moegguf.settings import Settings
+
+FINAL = ("completed", "failed", "expired", "cancelled")
+JSON = {"content-type": "application/json"}
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MOEGGUF_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def manager() -> FakeManager:
+    return FakeManager(FakeCatalog(entry_of(demo_path()), entry_of(demo_path(), "other:latest")))
+
+
+Serve = Callable[..., Any]
+
+
+def app_of(manager: FakeManager, **settings: Any) -> Any:
+    return make_app(manager, manager.catalog, Settings(**settings))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def url(manager: FakeManager) -> Iterator[str]:
+    with running(app_of(manager, upload_bytes=1 << 20, storage_bytes=3 << 20)) as url:
+        yield url
+
+
+@pytest.fixture
+def http_client(url: str) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=url, timeout=30, trust_env=False) as client:
+        yield client
+
+
+def client_of(url: str, key: str = "none") -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=30)
+
+
+@pytest.fixture
+def client(url: str) -> Iterator[openai.OpenAI]:
+    with client_of(url) as client:
+        yield client
+
+
+def upload(client: openai.OpenAI, lines: list[Any], name: str = "requests.jsonl") -> str:
+    return client.files.create(file=(name, jsonl(lines)), purpose="batch").id
+
+
+def create(client: openai.OpenAI, file_id: str, endpoint: Any = CHAT, **options: Any) -> Batch:
+    return client.batches.create(input_file_id=file_id, endpoint=endpoint, completion_window="24h", **options)
+
+
+def until(client: openai.OpenAI, batch: Batch, condition: Callable[[Batch], object]) -> Batch:
+    while not condition(found := client.batches.retrieve(batch.id)):
+        time.sleep(0.01)
+    return found
+
+
+def ended(client: openai.OpenAI, batch: Batch) -> Batch:
+    return until(client, batch, lambda found: found.status in FINAL)
+
+
+def content(client: openai.OpenAI, file_id: str | None) -> list[Any]:
+    assert file_id
+    return entries(client.files.content(file_id).content)
+
+
+def test_files_from_upload_to_deletion(client: openai.OpenAI) -> None:
+    data = jsonl([request("a", "ünï" * 20_000)])
+    made = client.files.create(file=("täst.jsonl", data), purpose="batch")
+    assert (made.object, made.bytes, made.filename, made.purpose, made.status, made.expires_at) == (
+        "file", len(data), "täst.jsonl", "batch", "processed", None,
+    )  # fmt: skip
+    assert abs(made.created_at - time.time()) < 60
+    assert client.files.retrieve(made.id) == made
+    response = client.files.content(made.id)
+    assert response.content == data
+    soon = client.files.create(file=b"x", purpose="batch", expires_after={"anchor": "created_at", "seconds": 3600})
+    assert soon.expires_at == soon.created_at + 3600
+    assert {file.id for file in client.files.list()} == {made.id, soon.id}
+    gone = client.files.delete(made.id)
+    assert (gone.id, gone.deleted, gone.object) == (made.id, True, "file")
+    for call in (client.files.retrieve, client.files.content, client.files.delete):
+        with pytest.raises(openai.NotFoundError, match="No such File object"):
+            call(made.id)
+
+
+def test_lists_have_pages(client: openai.OpenAI, http_client: httpx.Client) -> None:
+    files = [upload(client, [request("a")]) for _ in range(5)]
+    listed = [file.id for file in client.files.list(limit=2)]
+    assert sorted(listed) == sorted(files)
+    assert [file.id for file in client.files.list(order="asc")] == listed[::-1]
+    assert list(client.files.list(purpose="batch_output")) == []
+    first = http_client.get("/v1/files?limit=2").json()
+    assert (first["object"], first["has_more"], first["last_id"]) == ("list", True, first["data"][1]["id"])
+    batches = [create(client, file_id) for file_id in files]
+    assert [batch.id for batch in client.batches.list(limit=2)] == [batch.id for batch in batches][::-1]
+    assert http_client.get(f"/v1/batches?after={batches[1].id}").json()["data"][0]["id"] == batches[0].id
+    for query in ("limit=0", "limit=101", "limit=x", "after=batch_none"):
+        assert http_client.get(f"/v1/batches?{query}").status_code == 400
+    assert http_client.get("/v1/files?order=up").status_code == 400
+
+
+def test_a_batch_gives_what_the_endpoint_gives(client: openai.OpenAI, http_client: httpx.Client) -> None:
+    lines = [request("a"), request("b", model="nothing"), request("c", max_tokens="many"), request("d", model="other")]
+    batch = create(client, upload(client, lines), metadata={"kind": "test"})
+    assert (batch.object, batch.endpoint, batch.completion_window, batch.status) == ("batch", CHAT, "24h", "validating")
+    assert batch.metadata == {"kind": "test"} and batch.expires_at == batch.created_at + 86400
+    batch = ended(client, batch)
+    assert batch.status == "completed" and batch.errors is None and batch.completed_at and batch.finalizing_at
+    counts = batch.request_counts
+    assert counts and (counts.total, counts.completed, counts.failed) == (4, 2, 2)
+    assert batch.usage and (batch.usage.input_tokens, batch.usage.output_tokens, batch.usage.total_tokens) == (
+        14,
+        6,
+        20,
+    )
+    assert batch.usage.input_tokens_details.cached_tokens == 4
+
+    def bare(body: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in body.items() if name not in ("id", "created")}
+
+    answers, errors = content(client, batch.output_file_id), content(client, batch.error_file_id)
+    for entry, i in ((answers[0], 0), (answers[1], 3), (errors[0], 1), (errors[1], 2)):
+        direct = http_client.post(CHAT, json=lines[i]["body"])
+        assert entry["custom_id"] == lines[i]["custom_id"] and entry["error"] is None
+        assert entry["response"]["status_code"] == direct.status_code
+        assert bare(entry["response"]["body"]) == bare(direct.json())
+    output = client.files.retrieve(batch.output_file_id or "")
+    assert output.purpose == "batch_output" and output.filename.endswith("_output.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body"),
+    [
+        ("/v1/completions", {"model": "demo", "prompt": ["one", "two"]}),
+        ("/v1/embeddings", {"model": "demo", "input": ["one", "two"]}),
+        ("/v1/responses", {"model": "demo", "input": "one"}),
+    ],
+)
+def test_every_endpoint_answers_batches(client: openai.OpenAI, endpoint: str, body: dict[str, Any]) -> None:
+    line = {"custom_id": "a", "method": "POST", "url": endpoint, "body": body}
+    batch = ended(client, create(client, upload(client, [line]), endpoint))
+    (entry,) = content(client, batch.output_file_id)
+    assert entry["response"]["body"]["object"] in ("text_completion", "list", "response")
+    assert batch.usage and batch.usage.input_tokens
+
+
+def test_lines_that_are_no_requests_fail_a_batch(client: openai.OpenAI) -> None:
+    batch = ended(client, create(client, upload(client, [request("a"), request("a"), b"nonsense\n"])))
+    assert batch.status == "failed" and batch.failed_at and batch.errors and batch.errors.object == "list"
+    errors = batch.errors.data or []
+    assert [(e.code, e.line) for e in errors] == [("duplicate_custom_id", 2), ("invalid_json_line", 3)]
+
+
+def test_cancel(client: openai.OpenAI, manager: FakeManager) -> None:
+    manager.script = (Delta(text="a"), asyncio.Event())
+    batch = create(client, upload(client, [request(f"{i}") for i in range(40)]))
+    until(client, batch, lambda _: manager.n_running)
+    assert client.batches.cancel(batch.id).status == "cancelling"
+    batch = ended(client, batch)
+    assert batch.status == "cancelled" and batch.cancelling_at and batch.cancelled_at
+    assert manager.n_running == 0
+    codes = {entry["error"]["code"] for entry in content(client, batch.error_file_id)}
+    assert codes == {"batch_cancelled"}
+    with pytest.raises(openai.ConflictError, match="Cannot cancel a batch with status 'cancelled'"):
+        client.batches.cancel(batch.id)
+
+
+def test_a_restart_goes_on_with_what_is_missing(manager: FakeManager) -> None:
+    lines = [request(f"{i}", f"text {i}") for i in range(6)]
+    hold = asyncio.Event()
+    with running(app_of(manager, batch_parallel=2)) as url, client_of(url) as client:
+        batch = create(client, upload(client, lines))
+        until(client, batch, lambda found: found.request_counts.completed >= 1 or found.status in FINAL)
+        manager.script = (Delta(text="held"), hold)
+        until(client, batch, lambda found: manager.n_running or found.status in FINAL)
+    again = FakeManager(manager.catalog)
+    with running(app_of(again)) as url, client_of(url) as client:
+        batch = ended(client, batch)
+        assert batch.status == "completed"
+        assert [entry["custom_id"] for entry in content(client, batch.output_file_id)] == list("012345")
+        assert {entry["response"]["body"]["choices"][0]["message"]["content"]
+                for entry in content(client, batch.output_file_id)} == {"Hello"}  # fmt: skip
+
+
+def test_a_full_queue_is_waited_for_and_a_crash_is_an_answer(
+    client: openai.OpenAI, manager: FakeManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "BUSY_RETRY_S", 0.01)
+    manager.enter_error = BusyError("full")
+    batch = create(client, upload(client, [request("a")]))
+    until(client, batch, lambda _: len(manager.leases) > 3)
+    manager.enter_error = WorkerError("the process has ended")
+    batch = ended(client, batch)
+    (entry,) = content(client, batch.error_file_id)
+    assert entry["response"]["status_code"] == 500
+    assert entry["response"]["body"]["error"]["message"] == "the process has ended"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {}, {"endpoint": CHAT}, {"input_file_id": "file-x", "endpoint": CHAT}, [1], "text",
+        {"input_file_id": "FILE", "endpoint": "/v1/moderations", "completion_window": "24h"},
+        {"input_file_id": "FILE", "endpoint": CHAT, "completion_window": "1h"},
+        {"input_file_id": "FILE", "endpoint": CHAT, "completion_window": "24h", "metadata": {"a": 1}},
+        {"input_file_id": "FILE", "endpoint": CHAT, "completion_window": "24h", "metadata": {"a" * 65: "b"}},
+        {"input_file_id": "FILE", "endpoint": CHAT, "completion_window": "24h", "metadata": {"a": "b" * 513}},
+        {"input_file_id": "FILE", "endpoint": CHAT, "completion_window": "24h",
+         "metadata": {f"{i}": "" for i in range(17)}},
+        {"input_file_id": "FILE", "endpoint": CHAT, "completion_window": "24h",
+         "output_expires_after": {"anchor": "created_at", "seconds": 60}},
+    ],
+)  # fmt: skip
+def test_what_is_no_batch_is_a_400(client: openai.OpenAI, http_client: httpx.Client, body: Any) -> None:
+    file_id = upload(client, [request("a")])
+    text = json.dumps(body).replace("FILE", file_id)
+    response = http_client.post("/v1/batches", content=text, headers=JSON)
+    assert response.status_code == 400 and response.json()["error"]["message"]
+    assert list(client.batches.list()) == []
+
+
+def test_what_is_not_there_is_a_404(client: openai.OpenAI, http_client: httpx.Client) -> None:
+    for call in (lambda: create(client, "file-none"), lambda: client.batches.retrieve("batch_none"),
+                 lambda: client.batches.cancel("batch_none")):  # fmt: skip
+        with pytest.raises(openai.NotFoundError, match="No such"):
+            call()
+    for path in ("/v1/files/..%2f..%2fetc%2fpasswd", "/v1/files/.lock", "/v1/files/file-%00/content"):
+        assert http_client.get(path).status_code == 404
+    assert http_client.put("/v1/files").status_code == 405
+
+
+def part(name: str, value: bytes, filename: str | None = None) -> bytes:
+    extra = "" if filename is None else f'; filename="{filename}"'
+    return f'--B\r\nContent-Disposition: form-data; name="{name}"{extra}\r\n\r\n'.encode() + value + b"\r\n"
+
+
+PURPOSE, FILE, END = part("purpose", b"batch"), part("file", b"x", "f"), b"--B--\r\n"
+FORM = {"content-type": "multipart/form-data; boundary=B"}
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "headers"),
+    [
+        (200, PURPOSE + FILE + END, FORM),
+        (200, FILE + PURPOSE + END + b"after the end", FORM),
+        (400, PURPOSE + END, FORM),
+        (400, FILE + END, FORM),
+        (400, part("purpose", b"fine-tune") + FILE + END, FORM),
+        (400, PURPOSE + FILE, FORM),
+        (400, PURPOSE + FILE + FILE + END, FORM),
+        (400, part("expires_after[anchor]", b"created_at") + PURPOSE + FILE + END, FORM),
+        (400, b"no form", FORM),
+        (400, b"", FORM),
+        (400, b'{"purpose": "batch"}', JSON),
+        (400, PURPOSE + FILE + END, {"content-type": "multipart/form-data"}),
+        (400, b"".join(part(f"{i}", b"") for i in range(40)) + END, FORM),
+        (413, part("purpose", b"x" * (limits.FORM_BYTES + 1)) + END, FORM),
+        (413, PURPOSE + part("file", b"x" * (1 << 20) + b"x", "f") + END, FORM),
+        (415, PURPOSE + FILE + END, {**FORM, "content-encoding": "gzip"}),
+    ],
+)
+def test_forms(http_client: httpx.Client, home: Path, status: int, body: bytes, headers: dict[str, str]) -> None:
+    response = http_client.post("/v1/files", content=body, headers=headers)
+    assert response.status_code == status, response.text
+    folder = home / "batches" / "files"
+    assert len(list(folder.iterdir())) == (2 if status == 200 else 0)
+
+
+def test_an_upload_that_breaks_off_leaves_nothing(url: str, home: Path, http_client: httpx.Client) -> None:
+    connection = http.client.HTTPConnection(url.removeprefix("http://"))
+    connection.putrequest("POST", "/v1/files")
+    connection.putheader("content-type", FORM["content-type"])
+    connection.putheader("content-length", "100000")
+    connection.endheaders(PURPOSE + part("file", b"x" * 5000, "f"))
+    folder = home / "batches" / "files"
+    while not (folder.exists() and any(path.stat().st_size for path in folder.iterdir())):
+        time.sleep(0.01)
+    connection.close()
+    while list(folder.iterdir()):
+        time.sleep(0.01)
+    assert http_client.get("/v1/files").json()["data"] == []
+
+
+def test_stored_files_have_a_limit(client: openai.OpenAI, http_client: httpx.Client) -> None:
+    large = [b"x" * 900_000]
+    files = [upload(client, large) for _ in range(3)]
+    response = http_client.post("/v1/files", content=PURPOSE + part("file", large[0], "f") + END, headers=FORM)
+    assert response.status_code == 507 and "MOEGGUF_STORAGE_LIMIT" in response.json()["error"]["message"]
+    assert response.headers["x-should-retry"] == "false"
+    client.files.delete(files[0])
+    upload(client, large)
+
+
+def test_a_full_disk_is_a_507(http_client: httpx.Client, monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
+    def full(handle: int, data: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("moegguf.serving.batch.files.write_all", full)
+        response = http_client.post("/v1/files", content=PURPOSE + FILE + END, headers=FORM)
+        assert response.status_code == 507 and "No space left" in response.json()["error"]["message"]
+    assert list((home / "batches" / "files").iterdir()) == []
+    assert http_client.post("/v1/files", content=PURPOSE + FILE + END, headers=FORM).status_code == 200
+
+
+def test_a_key_is_needed_as_everywhere(manager: FakeManager) -> None:
+    with running(app_of(manager, api_key="k3y")) as url:
+        with client_of(url) as stranger:
+            for call in (stranger.files.list, stranger.batches.list, lambda: upload(stranger, [request("a")])):
+                with pytest.raises(openai.AuthenticationError):
+                    call()
+        with client_of(url, "k3y") as client:
+            assert ended(client, create(client, upload(client, [request("a")]))).status == "completed"
+        origin = httpx.get(f"{url}/v1/files", headers={"origin": "https://evil.com", "authorization": "Bearer k3y"})
+        assert origin.status_code == 403
+
+
+def test_requests_of_batches_come_after_others(client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of clients too, that say so: `Priority: u=7` of RFC 9218."""
+    lease, taken = BackgroundLeases.lease, []
+    monkeypatch.setattr(BackgroundLeases, "lease", lambda *given, **more: taken.append(1) or lease(*given, **more))
+    ended(client, create(client, upload(client, [request("a"), request("b")])))
+    assert len(taken) == 2
+    for header, is_background in (("u=7", True), ("i, u=7", True), ("u=7;x, i", True), ("u=3", False), ("u=70", False)):
+        taken.clear()
+        client.chat.completions.create(**request("a")["body"], extra_headers={"priority": header})
+        assert bool(taken) is is_background

@@ -1,0 +1,237 @@
+"""Answers of a batch on disk: each once, whatever happens to the process, the disk or the files."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from batch_files import Endpoint, entries, request, requests_in
+from scripted_manager import in_loop
+
+from moegguf.child import child_environment
+from moegguf.errors import BatchFileError, StorageError
+from moegguf.serving.batch import answers, runner
+from moegguf.serving.batch.answers import Journal, counts_of, is_finished, open_journal, response_entry
+from moegguf.serving.batch.requests import Requests
+from moegguf.serving.batch.runner import Reply, answer_requests
+
+PROGRAM = Path(__file__).resolve().parents[1] / "answer_batch.py"
+
+
+def journal_of(tmp_path: Path, requests: Requests) -> Journal:
+    return open_journal(tmp_path / "answers.partial", requests)
+
+
+async def answered(tmp_path: Path, lines: list[Any], endpoint: Any, n_parallel: int = 4) -> list[Any]:
+    """The objects in the finished file."""
+    with requests_in(tmp_path / "requests", lines) as requests:
+        journal = journal_of(tmp_path, requests)
+        try:
+            await answer_requests(requests, journal, endpoint, n_parallel, lambda entry: None)
+            journal.finish(tmp_path / "answers")
+        finally:
+            journal.close()
+    return entries(tmp_path / "answers")
+
+
+@in_loop
+async def test_every_line_has_an_answer_in_openais_format(tmp_path: Path) -> None:
+    endpoint = Endpoint()
+    lines = [request("a", "one"), b"nonsense\n", request("b", "fail"), request("a"), request("c", "three")]
+    found = await answered(tmp_path, lines, endpoint)
+    assert [set(entry) for entry in found] == [{"id", "custom_id", "response", "error"}] * 5
+    assert [entry["custom_id"] for entry in found] == ["a", None, "b", "a", "c"]
+    assert [(entry["response"] or {}).get("status_code") for entry in found] == [200, None, 400, None, 200]
+    assert [(entry["error"] or {}).get("code") for entry in found] == [
+        None, "invalid_json_line", None, "duplicate_custom_id", None,
+    ]  # fmt: skip
+    assert found[0]["response"]["body"]["text"] == "one"
+    assert len({entry["id"] for entry in found}) == 5
+    assert len({entry["response"]["request_id"] for entry in found if entry["response"]}) == 3
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["answers", "requests"]
+    counts = counts_of(tmp_path / "answers")
+    assert (counts.completed, counts.failed, counts.output_tokens, counts.cached_tokens) == (2, 3, 6, 2)
+
+
+@in_loop
+async def test_models_are_not_swapped_and_few_requests_run_at_once(tmp_path: Path) -> None:
+    endpoint = Endpoint()
+    await answered(tmp_path, [request(f"{i}", model="abc"[i % 3]) for i in range(30)], endpoint, 4)
+    assert [body["model"] for _, body in endpoint.calls] == ["a"] * 10 + ["b"] * 10 + ["c"] * 10
+    assert endpoint.most == 4
+
+
+@in_loop
+async def test_a_busy_server_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "BUSY_RETRY_S", 0.0)
+    endpoint = Endpoint()
+    found = await answered(tmp_path, [request("a", "busy 3"), request("b")], endpoint)
+    assert [entry["response"]["status_code"] for entry in found] == [200, 200]
+    assert endpoint.texts.count("busy 3") == 4
+
+
+@in_loop
+async def test_what_was_answered_is_not_asked_again(tmp_path: Path) -> None:
+    endpoint = Endpoint()
+    lines = [request(f"{i}", f"text {i}") for i in range(5)]
+    with requests_in(tmp_path / "requests", lines) as requests:
+        journal = journal_of(tmp_path, requests)
+        for line in requests.lines[1:3]:
+            journal.append(line.number, response_entry(requests, line, 200, {"text": "before"}))
+        journal.close()
+    found = await answered(tmp_path, lines, endpoint)
+    assert [entry["response"]["body"]["text"] for entry in found] == ["text 0", "before", "before", "text 3", "text 4"]
+    assert sorted(endpoint.texts) == ["text 0", "text 3", "text 4"]
+
+
+@in_loop
+async def test_a_torn_last_line_is_dropped_wherever_it_was_torn(tmp_path: Path) -> None:
+    lines = [request(f"{i}") for i in range(3)]
+    with requests_in(tmp_path / "requests", lines) as requests:
+        journal = journal_of(tmp_path, requests)
+        for line in requests.lines:
+            journal.append(line.number, response_entry(requests, line, 200, {"text": "ü"}))
+        journal.close()
+        whole = journal.path.read_bytes()
+        ends = [i + 1 for i, byte in enumerate(whole) if byte == ord("\n")]
+        for n_bytes in range(len(whole) + 1):
+            journal.path.write_bytes(whole[:n_bytes])
+            again = journal_of(tmp_path, requests)
+            n_whole = sum(end <= n_bytes for end in ends)
+            assert list(again.places) == [1, 2, 3][:n_whole]
+            assert journal.path.stat().st_size == ([0, *ends][n_whole])
+            again.close()
+
+
+def size_of(path: Path) -> float:
+    """Bytes of a file; inf of one that is gone."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return math.inf
+
+
+def test_a_process_that_is_killed_anywhere_loses_and_repeats_nothing(tmp_path: Path) -> None:
+    lines = [request(f"{i}", "0123456789"[i % 10]) for i in range(400)]
+    with requests_in(tmp_path / "r.jsonl", lines) as requests:
+        fingerprint = requests.fingerprint
+    target, partial, n_kills = tmp_path / "a.jsonl", tmp_path / "a.partial", 0
+    environment = child_environment(PYTHONPATH=os.pathsep.join([str(PROGRAM.parent), *sys.path]))
+    draw = random.Random(7)
+    seen: dict[str, bytes] = {}  # what was on disk, whole, after a kill
+    while not target.exists():
+        process = subprocess.Popen(
+            [sys.executable, str(PROGRAM), str(tmp_path / "r.jsonl"), str(target)],
+            env=environment,
+            stdout=subprocess.PIPE,
+        )
+        with process:
+            assert process.stdout and process.stdout.readline()
+            wanted = size_of(partial) + draw.randrange(3_000_000)
+            while process.poll() is None and size_of(partial) < wanted:
+                pass
+            n_kills += process.poll() is None
+            process.kill()
+        if partial.exists() and not target.exists():
+            now = {line[:60].decode(): line for line in partial.read_bytes().splitlines(keepends=True)[:-1]}
+            assert all(now[key] == line for key, line in seen.items())
+            seen = now
+    found = entries(target)
+    assert n_kills >= 1
+    assert [entry["custom_id"] for entry in found] == [f"{i}" for i in range(400)]
+    assert [entry["id"] for entry in found] == [f"batch_req_{fingerprint}_{i + 1}" for i in range(400)]
+    assert all(entry["response"]["body"]["text"] == "0123456789"[i % 10] * 20_000 for i, entry in enumerate(found))
+
+
+def test_answers_to_other_requests_are_refused_and_kept(tmp_path: Path) -> None:
+    partial, target = tmp_path / "answers.partial", tmp_path / "answers"
+    with requests_in(tmp_path / "requests", [request("a"), request("b")]) as requests:
+        journal = journal_of(tmp_path, requests)
+        journal.append(1, response_entry(requests, requests.lines[0], 200, {}))
+        journal.close()
+    kept = partial.read_bytes()
+    with requests_in(tmp_path / "requests", [request("a"), request("c")]) as changed:
+        with pytest.raises(BatchFileError, match="has changed since"):
+            journal_of(tmp_path, changed)
+        assert partial.read_bytes() == kept
+        for text in (b"hello\n", b"[]\n", b'{"id": 3}\n', b'{"id": "batch_req_0_1"}\n', kept + kept):
+            partial.write_bytes(text)
+            target.write_bytes(text)
+            for check in (lambda: journal_of(tmp_path, changed), lambda: is_finished(target, changed)):
+                with pytest.raises(BatchFileError):
+                    check()
+            assert partial.read_bytes() == target.read_bytes() == text
+
+
+def test_two_processes_do_not_have_one_journal(tmp_path: Path) -> None:
+    with requests_in(tmp_path / "requests", [request("a")]) as requests:
+        journal = journal_of(tmp_path, requests)
+        with pytest.raises(BatchFileError, match="is in use"):
+            journal_of(tmp_path, requests)
+        journal.close()
+        journal_of(tmp_path, requests).close()
+
+
+@in_loop
+async def test_a_full_disk_is_an_error_that_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write, room = os.write, [2500]
+
+    def limited(handle: int, data: Any) -> int:
+        n_bytes = min(len(data), room[0])
+        if not n_bytes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        room[0] -= n_bytes
+        return write(handle, data[:n_bytes])
+
+    lines = [request(f"{i}", "x" * 500) for i in range(10)]
+    with monkeypatch.context() as patch:
+        patch.setattr(answers.os, "write", limited)
+        with pytest.raises(StorageError, match=r"No space left.*kept"):
+            await answered(tmp_path, lines, Endpoint())
+    kept = entries(tmp_path / "answers.partial")
+    assert 1 <= len(kept) < 10
+    with monkeypatch.context() as patch:  # full again when all is answered
+        room[0] = 100_000
+        patch.setattr(answers.os, "write", limited)
+        patch.setattr(answers, "locked_temporary", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
+        with pytest.raises(StorageError, match="full"):
+            await answered(tmp_path, lines, Endpoint())
+    endpoint = Endpoint()
+    found = await answered(tmp_path, lines, endpoint)
+    assert not endpoint.calls and [entry["custom_id"] for entry in found] == [f"{i}" for i in range(10)]
+    assert {json.dumps(entry) for entry in kept} <= {json.dumps(entry) for entry in found}
+
+
+@in_loop
+async def test_an_error_of_the_connection_ends_all_and_keeps_what_there_is(tmp_path: Path) -> None:
+    async def fails_at_last(url: str, body: bytes) -> Reply:
+        if b"last" in body:
+            raise ConnectionError("gone")
+        return Reply(200, {})
+
+    lines = [*(request(f"{i}") for i in range(9)), request("z", "last")]
+    with pytest.raises(ConnectionError, match="gone"):
+        await answered(tmp_path, lines, fails_at_last, 1)
+    assert len(entries(tmp_path / "answers.partial")) == 9
+
+
+def test_a_finished_file_is_known(tmp_path: Path) -> None:
+    target = tmp_path / "answers"
+    with requests_in(tmp_path / "requests", [request("a"), request("b")]) as requests:
+        assert not is_finished(target, requests)
+        journal = journal_of(tmp_path, requests)
+        for line in reversed(requests.lines):
+            journal.append(line.number, response_entry(requests, line, 200, {}))
+        journal.finish(target)
+        assert is_finished(target, requests)
+        target.write_bytes(target.read_bytes().splitlines(keepends=True)[0])
+        with pytest.raises(BatchFileError, match="not the answers"):
+            is_finished(target, requests)

@@ -1,0 +1,307 @@
+"""Batches of a server over a scripted endpoint: every status, a restart in each, cancels, full disks, limits."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from batch_files import CHAT, Endpoint, entries, jsonl, request
+from scripted_manager import in_loop, until
+
+from moegguf.errors import BatchFileError, BusyError, StorageError, UnknownIdError
+from moegguf.serving.batch import answers, batches
+from moegguf.serving.batch.batches import FINAL, Batch, Batches
+
+
+class Clock:
+    """Seconds since 1970, as the test sets them."""
+
+    def __init__(self) -> None:
+        self.s = 1_800_000_000.0
+
+    def __call__(self) -> float:
+        return self.s
+
+
+@asynccontextmanager
+async def batches_in(folder: Path, endpoint: Any, **options: Any) -> AsyncIterator[Batches]:
+    given = {"max_bytes": 1 << 30, "n_parallel": 4, "window_s": 86400.0, **options}
+    async with Batches(folder / "batches", endpoint, **given) as found:
+        yield found
+
+
+def stored(found: Batches, lines: list[Any], purpose: str = "batch") -> str:
+    with found.files.new() as file:
+        file.write(jsonl(lines))
+        return file.finish("requests.jsonl", purpose).id
+
+
+def content(found: Batches, file_id: str | None) -> list[Any]:
+    assert file_id is not None
+    return entries(found.files.path(file_id))
+
+
+async def ended(found: Batches, batch: Batch) -> Batch:
+    await until(lambda: found.get(batch.id).status in FINAL)
+    return found.get(batch.id)
+
+
+def left_in(folder: Path) -> list[str]:
+    """Names beside files and descriptions: nothing that was needed meanwhile."""
+    return [path.name for path in (folder / "batches").iterdir() if path.is_dir() and path.name != "files"]
+
+
+@in_loop
+async def test_a_batch_from_its_creation_to_its_files(tmp_path: Path) -> None:
+    endpoint = Endpoint()
+    async with batches_in(tmp_path, endpoint) as found:
+        input_id = stored(found, [request("a", "hold"), request("b", "fail"), request("c")])
+        batch = found.create(CHAT, input_id, {"key": "value"}, 7200)
+        assert batch.status == "validating" and batch.expires_at == batch.created_at + 86400
+        await until(lambda: batch.counts.done == 2)
+        assert (batch.status, batch.total, batch.counts.failed, batch.model) == ("in_progress", 3, 1, "demo")
+        found.files.delete(input_id)  # it goes on with what it was given
+        endpoint.released.set()
+        assert (await ended(found, batch)).status == "completed"
+        assert (batch.counts.completed, batch.counts.failed, batch.counts.output_tokens) == (2, 1, 6)
+        assert None not in (batch.in_progress_at, batch.finalizing_at, batch.completed_at)
+        assert [entry["custom_id"] for entry in content(found, batch.output_file_id)] == ["a", "c"]
+        assert [entry["custom_id"] for entry in content(found, batch.error_file_id)] == ["b"]
+        output = found.files.get(batch.output_file_id or "")
+        assert (output.purpose, output.expires_at) == ("batch_output", output.created_at + 7200)
+        assert left_in(tmp_path) == []
+
+
+@in_loop
+async def test_without_answers_or_without_errors_there_is_no_such_file(tmp_path: Path) -> None:
+    async with batches_in(tmp_path, Endpoint()) as found:
+        good = await ended(found, found.create(CHAT, stored(found, [request("a")])))
+        bad = await ended(found, found.create(CHAT, stored(found, [request("a", "fail")])))
+        assert good.output_file_id and good.error_file_id is None
+        assert bad.error_file_id and bad.output_file_id is None and bad.status == "completed"
+
+
+@in_loop
+async def test_lines_that_are_no_requests_fail_the_batch(tmp_path: Path) -> None:
+    endpoint = Endpoint()
+    lines = [request("a"), b"nonsense\n", request("a"), request("b", url="/v1/embeddings")]
+    async with batches_in(tmp_path, endpoint) as found:
+        batch = await ended(found, found.create(CHAT, stored(found, lines)))
+        assert (batch.status, endpoint.calls, batch.output_file_id) == ("failed", [], None)
+        assert [(error["code"], error["line"], error["param"]) for error in batch.errors] == [
+            ("invalid_json_line", 2, None), ("duplicate_custom_id", 3, "custom_id"), ("invalid_url", 4, "url"),
+        ]  # fmt: skip
+        empty = await ended(found, found.create(CHAT, stored(found, [])))
+        assert empty.status == "failed" and "no requests" in empty.errors[0]["message"]
+        many = await ended(found, found.create(CHAT, stored(found, [b"x\n"] * 500)))
+        assert len(many.errors) == 100
+        assert left_in(tmp_path) == []
+
+
+@in_loop
+async def test_a_cancelled_batch_has_what_was_answered(tmp_path: Path) -> None:
+    endpoint = Endpoint()
+    lines = [request("a"), request("b", "fail"), *(request(f"h{i}", "hold") for i in range(9))]
+    async with batches_in(tmp_path, endpoint) as found:
+        batch = found.create(CHAT, stored(found, lines))
+        await until(lambda: endpoint.running == 4)
+        found.cancel(batch)
+        assert batch.status == "cancelling" and batch.cancelling_at
+        await ended(found, batch)
+        assert (batch.status, endpoint.running, endpoint.cancelled) == ("cancelled", 0, 4)
+        assert (batch.counts.completed, batch.counts.failed, batch.total) == (1, 1, 11)
+        assert [entry["custom_id"] for entry in content(found, batch.output_file_id)] == ["a"]
+        codes = [(entry["error"] or {}).get("code") for entry in content(found, batch.error_file_id)]
+        assert codes == [None, *["batch_cancelled"] * 9]
+
+
+@in_loop
+async def test_a_batch_is_cancelled_while_it_waits_for_its_turn(tmp_path: Path) -> None:
+    endpoint = Endpoint()
+    async with batches_in(tmp_path, endpoint) as found:
+        first = found.create(CHAT, stored(found, [request("a", "hold")]))
+        second = found.create(CHAT, stored(found, [request("b", "second")]))
+        third = found.create(CHAT, stored(found, [request("c", "third")]))
+        await until(lambda: third.status == "in_progress" and endpoint.running)
+        for batch in (second, third):
+            assert batch.status == "in_progress"
+        found.cancel(second)
+        await ended(found, second)
+        assert (second.status, endpoint.texts) == ("cancelled", ["hold"])
+        endpoint.released.set()
+        await ended(found, third)
+        assert (first.status, third.status, endpoint.texts) == ("completed", "completed", ["hold", "third"])
+
+
+@in_loop
+async def test_a_batch_is_cancelled_as_soon_as_it_is_created(tmp_path: Path) -> None:
+    endpoint = Endpoint()
+    async with batches_in(tmp_path, endpoint) as found:
+        batch = found.create(CHAT, stored(found, [request("a")]))
+        found.cancel(batch)
+        await ended(found, batch)
+        assert (batch.status, endpoint.calls, batch.counts.done) == ("cancelled", [], 0)
+        assert len(content(found, batch.error_file_id)) == 1
+
+
+@in_loop
+async def test_a_batch_that_takes_too_long_expires(tmp_path: Path) -> None:
+    endpoint = Endpoint()
+    async with batches_in(tmp_path, endpoint, window_s=0.3) as found:
+        batch = found.create(CHAT, stored(found, [request("a"), request("b", "hold")]))
+        later = found.create(CHAT, stored(found, [request("c")]))  # its turn does not come in time
+        batch.expires_at = later.expires_at = batch.created_at + 1
+        for each in (batch, later):
+            await ended(found, each)
+            assert each.status == "expired" and each.expired_at
+        assert [entry["custom_id"] for entry in content(found, batch.output_file_id)] == ["a"]
+        errors = content(found, batch.error_file_id)
+        assert [(entry["custom_id"], entry["error"]["code"]) for entry in errors] == [("b", "batch_expired")]
+    async with batches_in(tmp_path, endpoint, window_s=float("inf")) as found:
+        assert found.create(CHAT, stored(found, [request("a")])).expires_at is None
+
+
+@in_loop
+async def test_a_server_that_ends_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    lines = [request("a", "first"), *(request(f"h{i}", "hold") for i in range(3)), request("z", "last")]
+    before, endpoint = Endpoint(), Endpoint()
+    async with batches_in(tmp_path, before, n_parallel=2) as found:
+        batch = found.create(CHAT, stored(found, lines))
+        waiting = found.create(CHAT, stored(found, [request("w", "waiting")]))
+        await until(lambda: before.running == 2 and waiting.status == "in_progress")
+    assert before.running == 0
+    endpoint.released.set()
+    async with batches_in(tmp_path, endpoint, n_parallel=2) as found:
+        again = await ended(found, found.get(batch.id))
+        assert (again.status, again.counts.completed, again.created_at) == ("completed", 5, batch.created_at)
+        assert endpoint.texts[:4] == ["hold", "hold", "hold", "last"]
+        assert (await ended(found, found.get(waiting.id))).status == "completed"
+        assert [entry["custom_id"] for entry in content(found, again.output_file_id)] == ["a", "h0", "h1", "h2", "z"]
+    async with batches_in(tmp_path, endpoint) as found:
+        assert [each.id for each in found.all()] == [waiting.id, batch.id]
+        assert len(content(found, found.get(batch.id).output_file_id)) == 5
+        assert len(endpoint.calls) == 5
+
+
+@pytest.mark.parametrize("status", ["validating", "finalizing", "cancelling"])
+def test_a_server_that_was_killed_in_any_status_goes_on(tmp_path: Path, status: str) -> None:
+    async def run() -> None:
+        async with batches_in(tmp_path, Endpoint()) as found:
+            batch = found.create(CHAT, stored(found, [request("a"), request("b", "hold")]))
+            await until(lambda: batch.counts.done == 1)
+            found._update(batch, status=status)
+        endpoint = Endpoint()
+        endpoint.released.set()
+        async with batches_in(tmp_path, endpoint) as found:
+            again = await ended(found, found.get(batch.id))
+            expected = {"validating": "completed", "finalizing": "completed", "cancelling": "cancelled"}[status]
+            assert again.status == expected
+            assert content(found, again.output_file_id)[0]["custom_id"] == "a"
+            assert "hi" not in endpoint.texts
+            assert left_in(tmp_path) == []
+
+    asyncio.run(run())
+
+
+@in_loop
+async def test_while_the_disk_is_full_a_batch_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batches, "DISK_RETRY_S", 0.01)
+    write, full = os.write, [True]
+
+    def limited(handle: int, data: Any) -> int:
+        if full[0]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(handle, data)
+
+    endpoint = Endpoint()
+    async with batches_in(tmp_path, endpoint) as found:
+        batch = found.create(CHAT, stored(found, [request("a"), request("b")]))
+        monkeypatch.setattr(answers.os, "write", limited)
+        await until(lambda: len(endpoint.calls) > 4)
+        assert batch.status == "in_progress"
+        full[0] = False
+        await ended(found, batch)
+        assert (batch.status, batch.counts.completed) == ("completed", 2)
+        assert len(content(found, batch.output_file_id)) == 2
+
+
+@in_loop
+async def test_files_of_answers_wait_for_room_in_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batches, "DISK_RETRY_S", 0.01)
+    async with batches_in(tmp_path, Endpoint(), max_bytes=30_000) as found:
+        other = stored(found, [b"x" * 20_000])
+        batch = found.create(CHAT, stored(found, [request("a", "y" * 1000)]))
+        await until(lambda: batch.status == "finalizing")
+        with pytest.raises(StorageError, match="MOEGGUF_STORAGE_LIMIT"):
+            stored(found, [b"x" * 20_000])
+        found.files.delete(other)
+        assert (await ended(found, batch)).status == "completed"
+
+
+@in_loop
+async def test_what_cannot_be_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batches, "MAX_UNFINISHED", 1)
+    async with batches_in(tmp_path, Endpoint()) as found:
+        for file_id in ("file-none", "../../etc/passwd", ""):
+            with pytest.raises(UnknownIdError, match="No such File"):
+                found.create(CHAT, file_id)
+        with pytest.raises(UnknownIdError, match="No such Batch"):
+            found.get("batch_none")
+        with pytest.raises(BatchFileError, match="batch_output"):
+            found.create(CHAT, stored(found, [request("a")], "batch_output"))
+        found.create(CHAT, stored(found, [request("a", "hold")]))
+        with pytest.raises(BusyError, match="not finished"):
+            found.create(CHAT, stored(found, [request("a")]))
+
+
+@in_loop
+async def test_two_servers_do_not_have_one_folder(tmp_path: Path) -> None:
+    async with batches_in(tmp_path, Endpoint()) as found:
+        stored(found, [request("a")])
+        async with batches_in(tmp_path, Endpoint()) as other:
+            with pytest.raises(BusyError, match="another server"):
+                other.all()
+            with pytest.raises(BusyError, match="another server"):
+                _ = other.files
+    async with batches_in(tmp_path, Endpoint()) as other:
+        assert len(other.files.all()) == 1
+
+
+@in_loop
+async def test_a_server_that_stores_nothing_leaves_nothing(tmp_path: Path) -> None:
+    async with batches_in(tmp_path, Endpoint()):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+@in_loop
+async def test_files_expire_and_damaged_ones_are_passed_over(tmp_path: Path) -> None:
+    clock = Clock()
+    async with batches_in(tmp_path, Endpoint(), now=clock) as found:
+        with found.files.new() as file:
+            file.write(b"x")
+            short = file.finish("short", "batch", 3600)
+        long = stored(found, [b"y"])
+        with found.files.new() as file:
+            file.write(b"never finished")
+        clock.s += 3601
+        with pytest.raises(UnknownIdError):
+            found.files.get(short.id)
+        assert [file.id for file in found.files.all()] == [long]
+    folder = tmp_path / "batches" / "files"
+    assert sorted(path.suffix for path in folder.iterdir()) == [".data", ".json"]
+    (folder / "file-0.json").write_text("{")
+    (folder / "file-1.data").write_text("without a description")
+    (folder / ".upload.x").write_text("of a killed process")
+    (folder.parent / "batch_0.json").write_text("[]")
+    (folder.parent / "batch_1").mkdir()
+    async with batches_in(tmp_path, Endpoint()) as found:
+        assert [file.id for file in found.files.all()] == [long]
+        assert found.all() == [] and left_in(tmp_path) == []
+        assert not (folder / "file-1.data").exists() and not (folder / ".upload.x").exists()
