@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
+from starlette.routing import BaseRoute
 
 from moegguf.server import anthropic, live, llama_server, metrics, ollama, openai, page
 from moegguf.server.common.access import AccessControl
@@ -18,13 +19,21 @@ from moegguf.server.common.errors import HANDLERS
 if TYPE_CHECKING:
     from moegguf.models.catalog import Catalog
     from moegguf.serving.manager import ModelManager
+    from moegguf.serving.ray.catalog import ConfiguredCatalog
+    from moegguf.serving.ray.manager import ReplicaManager
     from moegguf.settings import Settings
 
 MODULES = (ollama, openai, anthropic, llama_server, metrics, live, page)
 
 
-def make_app(manager: ModelManager, catalog: Catalog, settings: Settings) -> Starlette:
-    """The application, which enters `manager` at startup and exits it at shutdown. `app.state` has all arguments."""
+def make_app(
+    manager: ModelManager | ReplicaManager,
+    catalog: Catalog | ConfiguredCatalog,
+    settings: Settings,
+    routes: Sequence[BaseRoute] | None = None,
+) -> Starlette:
+    """The application, which enters `manager` at startup and exits it at shutdown. `routes`: by default all of them.
+    `app.state` has the other arguments."""
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -32,7 +41,7 @@ def make_app(manager: ModelManager, catalog: Catalog, settings: Settings) -> Sta
             yield
 
     app = Starlette(
-        routes=[route for module in MODULES for route in module.routes],
+        routes=[route for module in MODULES for route in module.routes] if routes is None else routes,
         middleware=[
             Middleware(
                 AccessControl,
