@@ -7,6 +7,7 @@ import json
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from typing import Any
 
@@ -181,9 +182,8 @@ def test_a_killed_worker_ends_its_stream_with_an_error(application: RayApplicati
 
 def test_a_queue_brings_another_replica(application: RayApplication) -> None:
     assert len(application.replicas("model-1")) == 1
-    with ExitStack() as streams, ThreadPoolExecutor() as threads:
-        waiting = [threads.submit(ollama_stream, application, f"Go on, {i}.", "scaled") for i in range(3)]
-        try:
+    with ThreadPoolExecutor() as threads:
+        with closing(ollama_stream(application, "Go on.", "scaled")):
+            waiting = [threads.submit(chat, application, f"Wait, {i}.", model="scaled") for i in range(2)]
             until(lambda: len(application.replicas("model-1")) == 2)
-        finally:
-            first = streams.enter_context(closing(waiting[0].result(60)))
+        assert [reply.result(60).status for reply in waiting] == [200, 200]

@@ -65,6 +65,7 @@ OWNED: dict[str, set[str]] = {
     "pydantic": {"server"},
     "prometheus_client": {"server"},
     "llguidance": {"generate"},
+    "ray": {"serving"},
 }
 
 MODULES = sorted(path for path in PACKAGE.rglob("*.py"))
