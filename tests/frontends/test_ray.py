@@ -11,12 +11,22 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 from servers import Reply, call
 
 pytest.importorskip("ray.serve")
 from ray_application import RayApplication, ray_application
+
+from moegguf.errors import OptionError
+from moegguf.generate.request import GenerationRequest
+from moegguf.serving.ray import app
+from moegguf.serving.ray.catalog import ConfiguredCatalog
+from moegguf.serving.ray.config import read_config
+from moegguf.serving.ray.conversation import conversation_of
+from moegguf.serving.ray.manager import ReplicaManager
+from moegguf.serving.ray.preference import Eam
 
 FOREVER = {"type": "string", "minLength": 100_000}
 SCALED = {
@@ -27,7 +37,7 @@ ONE = {"model": "demo", "memory": "300MiB", "context_length": 1024, "threads": 1
 ARGUMENTS = {
     "models": {
         "demo": {**ONE, "autoscaling_config": {"min_replicas": 2, "max_replicas": 2}},
-        "scaled": {**ONE, "autoscaling_config": SCALED},
+        "scaled:b": {**ONE, "autoscaling_config": SCALED},
     }
 }
 
@@ -114,6 +124,24 @@ def test_the_other_calls_reach_a_replica(application: RayApplication) -> None:
     assert len(vectors) == 2
 
 
+def test_what_ray_does_not_take_is_an_error_that_names_the_model() -> None:
+    wrong = {"demo": {"autoscaling_config": {"min_replicas": 3, "max_replicas": 1}}}
+    with pytest.raises(OptionError, match=r"models\.demo:latest: Ray Serve does not take"):
+        app({"models": wrong})
+
+
+def test_the_eam_of_a_conversation_is_known_at_its_next_turn() -> None:
+    manager = ReplicaManager(ConfiguredCatalog(read_config({})), {})
+    turns = [GenerationRequest(messages=({"role": "user", "content": text},)) for text in ("What?", "Who?")]
+    first, other = map(conversation_of, turns)
+    found = Eam.of(np.ones((2, 3), np.float32))
+    assert found is not None and manager.eam_of(first) is None
+    manager.remember(first, found)
+    more = ({"role": "assistant", "content": "That."}, {"role": "user", "content": "Why?"})
+    second = conversation_of(GenerationRequest(messages=(*(turns[0].messages or ()), *more)))
+    assert manager.eam_of(second) == found and manager.eam_of(other) is None
+
+
 def test_errors_are_those_of_the_api(application: RayApplication) -> None:
     unknown = chat(application, "x", model="unknown")
     assert unknown.status == 404 and unknown.json["error"]["code"] == "model_not_found"
@@ -128,7 +156,7 @@ def test_errors_are_those_of_the_api(application: RayApplication) -> None:
 
 def test_the_models_of_the_config_are_listed(application: RayApplication) -> None:
     names = [each["name"] for each in call(f"{application.url}/api/tags").json["models"]]
-    assert names == ["demo:latest", "scaled:latest"]
+    assert names == ["demo:latest", "scaled:b"]
     until(lambda: len(call(f"{application.url}/api/ps").json["models"]) == 2)
 
 
@@ -144,7 +172,7 @@ def test_a_client_that_leaves_stops_its_answer(application: RayApplication) -> N
 
 
 def test_a_killed_replica_ends_its_stream_with_an_error_and_comes_back(application: RayApplication) -> None:
-    before = until(lambda: len(found := application.replicas("model-0")) == 2 and found)
+    before = until(lambda: len(found := application.replicas("demo")) == 2 and found)
     with (
         closing(ollama_stream(application, "Tell me all of it.")) as ollama,
         closing(openai_stream(application, "Count the experts.")) as openai,
@@ -164,14 +192,14 @@ def test_a_killed_replica_ends_its_stream_with_an_error_and_comes_back(applicati
         assert (ended.rest() or [b""])[-1] in (b"", b"data: [DONE]")
         other = openai if ended is ollama else ollama
         assert all(b'"error"' not in other.line() for _ in range(20))
-    until(lambda: len({*application.replicas("model-0")} - {before[0]}) == 2)
+    until(lambda: len({*application.replicas("demo")} - {before[0]}) == 2)
     assert chat(application, "What is a hit?").status == 200
 
 
 def test_a_killed_worker_ends_its_stream_with_an_error(application: RayApplication) -> None:
-    until(lambda: len(application.replicas("model-0")) == 2)
+    until(lambda: len(application.replicas("demo")) == 2)
     with closing(ollama_stream(application, "Go on.")) as stream:
-        for replica in application.replicas("model-0"):
+        for replica in application.replicas("demo"):
             for worker in replica.children():
                 with suppress(psutil.NoSuchProcess):
                     worker.kill()
@@ -181,9 +209,9 @@ def test_a_killed_worker_ends_its_stream_with_an_error(application: RayApplicati
 
 
 def test_a_queue_brings_another_replica(application: RayApplication) -> None:
-    assert len(application.replicas("model-1")) == 1
+    assert len(application.replicas("scaled%3Ab")) == 1
     with ThreadPoolExecutor() as threads:
-        with closing(ollama_stream(application, "Go on.", "scaled")):
-            waiting = [threads.submit(chat, application, f"Wait, {i}.", model="scaled") for i in range(2)]
-            until(lambda: len(application.replicas("model-1")) == 2)
+        with closing(ollama_stream(application, "Go on.", "scaled:b")):
+            waiting = [threads.submit(chat, application, f"Wait, {i}.", model="scaled:b") for i in range(2)]
+            until(lambda: len(application.replicas("scaled%3Ab")) == 2)
         assert [reply.result(60).status for reply in waiting] == [200, 200]

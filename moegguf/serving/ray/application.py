@@ -5,11 +5,13 @@ from __future__ import annotations
 import pkgutil
 from collections.abc import Callable, Sequence
 from typing import Any
+from urllib.parse import quote
 
 from ray import serve
 from ray.serve.config import RequestRouterConfig
 
 from moegguf.errors import OptionError
+from moegguf.models.names import DEFAULT_TAG
 from moegguf.serving.ray.catalog import ConfiguredCatalog
 from moegguf.serving.ray.config import ModelConfig
 from moegguf.serving.ray.manager import ReplicaManager
@@ -23,7 +25,7 @@ MAX_HTTP_REQUESTS = 4096  # at once, in the ingress replica, which only translat
 
 def build(configs: Sequence[ModelConfig]) -> serve.Application:
     """The application of these models. Raises OptionError for what Ray does not take."""
-    models = {config.name: _model(config, f"model-{i}") for i, config in enumerate(configs)}
+    models = {config.name: _model(config) for config in configs}
     ingress = serve.deployment(
         serve.ingress(_http_of(configs))(),
         name="http",
@@ -33,7 +35,12 @@ def build(configs: Sequence[ModelConfig]) -> serve.Application:
     return ingress.bind(models)
 
 
-def _model(config: ModelConfig, deployment: str) -> serve.Application:
+def deployment_name(model: str) -> str:
+    """The name of a model's deployment, which stays when others are added."""
+    return quote(model.removesuffix(f":{DEFAULT_TAG}"), safe="")
+
+
+def _model(config: ModelConfig) -> serve.Application:
     scaling: dict[str, Any] = (
         {"autoscaling_config": dict(config.autoscaling_config)} if config.autoscaling_config else {}
     )
@@ -43,7 +50,7 @@ def _model(config: ModelConfig, deployment: str) -> serve.Application:
     try:
         found = serve.deployment(
             Replica,
-            name=deployment,
+            name=deployment_name(config.name),
             max_ongoing_requests=config.max_ongoing_requests,
             max_queued_requests=config.max_queued_requests,
             ray_actor_options=actor,
@@ -63,7 +70,8 @@ def _http_of(configs: Sequence[ModelConfig]) -> Callable[[], Any]:
 
     def make() -> Any:
         catalog = ConfiguredCatalog(configs)
-        handles = {config.name: serve.get_deployment_handle(f"model-{i}") for i, config in enumerate(configs)}
+        names = [config.name for config in configs]
+        handles = {name: serve.get_deployment_handle(deployment_name(name)) for name in names}
         return pkgutil.resolve_name(MAKE_HTTP)(ReplicaManager(catalog, handles), catalog)
 
     return make

@@ -38,7 +38,7 @@ COUNTERS: Mapping[str, str] = {
     "stall_s": "Seconds that computation waited for experts.",
     "read_errors": "Reads that failed after all retries.",
 }
-"""{field of `Stats`: help}; Ray exports `moegguf_NAME` for each replica."""
+"""{field of `Stats`: help}; Ray exports `ray_moegguf_NAME_total` of each replica."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Replica:
         self._activity = ExpertActivity()
         self._sequences: deque[tuple[str, ...]] = deque(maxlen=N_SEQUENCES)
         self._pid = 0
-        self._counters = {name: metrics.Counter(f"moegguf_{name}", description=text) for name, text in COUNTERS.items()}
+        self._counters = {name: counter(name, text, config.name) for name, text in COUNTERS.items()}
         self._counted = Stats()
         self._manager = ModelManager(catalog, settings)
         self._pid = (await self._manager.load(self._name, self._overrides)).pid
@@ -168,6 +168,13 @@ class Replica:
         async with aclosing(self._manager.watch(self._name, SNAPSHOTS_PER_S)) as snapshots:
             async for snapshot in snapshots:
                 self._activity.add(snapshot)
+
+
+def counter(name: str, text: str, model: str) -> metrics.Counter:
+    """A counter of a replica's, which Ray exports."""
+    found = metrics.Counter(f"moegguf_{name}", description=text, tag_keys=("model",))
+    found.set_default_tags({"model": model})
+    return found
 
 
 async def _value_or_failure(call: Callable[[], Awaitable[Any]]) -> Any:
