@@ -109,6 +109,8 @@ def test_an_answer_and_its_stream_are_the_same_on_each_api(application: RayAppli
 
 def test_each_conversation_goes_back_to_the_replica_that_holds_it(application: RayApplication) -> None:
     questions = ("What is an expert?", "Who are you?")
+    with ThreadPoolExecutor() as threads:  # so that Ray knows the queues of both: it passes over one that it does not
+        list(threads.map(lambda i: chat(application, f"What is {i}?"), range(4)))
     first = [chat(application, text).json for text in questions]
     for question, answer in zip(questions, first, strict=True):
         content = answer["choices"][0]["message"]["content"]
