@@ -25,7 +25,7 @@ class System:
     """What a system sets. `policy` "auto", and None: what was measured to be best for the model.
 
     chunked, preempt, overlap, sweep, stream: as in StoreOptions. sources: {field: where the paper says so, or what it
-    leaves open and what was taken}. A paper's prefetching is always on: none of them knows a watchdog or a limit of bytes.
+    leaves open and what was taken}. A paper's prefetching is always on: none knows a watchdog or a limit of bytes.
     """
 
     name: str

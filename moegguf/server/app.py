@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
+from starlette.routing import BaseRoute
 
 from moegguf.server import anthropic, live, llama_server, metrics, ollama, openai, page
 from moegguf.server.common.access import AccessControl
@@ -21,15 +22,23 @@ from moegguf.settings import data_folder
 if TYPE_CHECKING:
     from moegguf.models.catalog import Catalog
     from moegguf.serving.manager import ModelManager
+    from moegguf.serving.ray.catalog import ConfiguredCatalog
+    from moegguf.serving.ray.manager import ReplicaManager
     from moegguf.settings import Settings
 
 MODULES = (ollama, openai, anthropic, llama_server, metrics, live, page)
 
 
-def make_app(manager: ModelManager, catalog: Catalog, settings: Settings) -> Starlette:
-    """The application, which enters `manager` at startup and exits it at shutdown. `app.state` has all arguments.
+def make_app(
+    manager: ModelManager | ReplicaManager,
+    catalog: Catalog | ConfiguredCatalog,
+    settings: Settings,
+    routes: Sequence[BaseRoute] | None = None,
+) -> Starlette:
+    """The application, which enters `manager` at startup and exits it at shutdown. `routes`: by default all of them.
+    `app.state` has the other arguments.
 
-    Batches that a server before did not finish go on.
+    Batches that a server before did not finish go on, where all routes are.
     """
     state = new_state(manager, catalog)
     state.settings = settings
@@ -44,11 +53,11 @@ def make_app(manager: ModelManager, catalog: Catalog, settings: Settings) -> Sta
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        async with manager, state.batches:
+        async with manager, state.batches if routes is None else nullcontext():
             yield
 
     app = Starlette(
-        routes=[route for module in MODULES for route in module.routes],
+        routes=[route for module in MODULES for route in module.routes] if routes is None else routes,
         middleware=[
             Middleware(
                 AccessControl,

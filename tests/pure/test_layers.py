@@ -66,6 +66,7 @@ OWNED: dict[str, set[str]] = {
     "python_multipart": {"server"},
     "prometheus_client": {"server"},
     "llguidance": {"generate"},
+    "ray": {"serving"},
 }
 
 MODULES = sorted(path for path in PACKAGE.rglob("*.py"))

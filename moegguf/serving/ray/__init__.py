@@ -1,0 +1,23 @@
+"""Models on several machines: a Ray Serve application of which each replica is a moegguf worker.
+
+Ray Serve starts, restarts, scales and addresses replicas; here is what a replica runs, what it reports, and which
+replica a request prefers. Promises: an answer comes from one replica, whole or with an error at its end; a preference
+never keeps a request from a free replica. Does not know HTTP, and imports Ray only where a replica or a handle exists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ray.serve import Application
+
+
+def app(arguments: Mapping[str, Any]) -> Application:
+    """The application: `serve run moegguf.serving.ray:app`, or `import_path` in a config file of Ray Serve, whose
+    `args` are `arguments` (`moegguf.serving.ray.config`). Raises OptionError, ModelNameError."""
+    from moegguf.serving.ray.application import build
+    from moegguf.serving.ray.config import read_config
+
+    return build(read_config(arguments))

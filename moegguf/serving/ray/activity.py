@@ -1,0 +1,42 @@
+"""The use of experts by a replica's model, from snapshots: recent use, and that while a request ran."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from moegguf.serving.events import Snapshot
+from moegguf.serving.ray.preference import Counts, Eam
+
+KEPT = 0.9  # of the recent use, at each snapshot with any: half of it is of the last 7
+
+
+class ExpertActivity:
+    """`add` each snapshot. What ran beside a request is counted with it: a snapshot has no sequences."""
+
+    def __init__(self) -> None:
+        self._recent: Counts | None = None
+        self._running: dict[object, Counts | None] = {}
+
+    def add(self, snapshot: Snapshot) -> None:
+        """Adds the uses since the previous snapshot."""
+        uses = np.frombuffer(snapshot.uses, np.uint8).astype(np.float32).reshape(-1, max(1, snapshot.n_expert))
+        if not uses.any():
+            return
+        fits = self._recent is not None and self._recent.shape == uses.shape
+        self._recent = self._recent * KEPT + uses if fits and self._recent is not None else uses
+        for request, before in self._running.items():
+            self._running[request] = uses if before is None else before + uses
+
+    def begin(self, request: object) -> None:
+        """A request begins."""
+        self._running[request] = None
+
+    def end(self, request: object) -> Eam | None:
+        """A request has ended: its EAM; None when no snapshot fell within it."""
+        counts = self._running.pop(request, None)
+        return None if counts is None else Eam.of(counts)
+
+    @property
+    def recent(self) -> Eam | None:
+        """Recent use; None while there was none."""
+        return None if self._recent is None else Eam.of(self._recent)

@@ -1,0 +1,184 @@
+"""What a Ray Serve replica runs: one model in a worker process, through the `ModelManager` that the server has.
+
+Errors travel as values (`Failure`): Ray would wrap them, and their classes with them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import deque
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ray.serve import metrics
+
+from moegguf.engine.stats import Stats
+from moegguf.errors import MoeggufError
+from moegguf.generate.request import GenerationRequest
+from moegguf.serving.events import Done, Event, LoadedModel, LoadOverrides
+from moegguf.serving.lease import Lease
+from moegguf.serving.manager import ModelManager
+from moegguf.serving.ray.activity import ExpertActivity
+from moegguf.serving.ray.catalog import ConfiguredCatalog
+from moegguf.serving.ray.config import ModelConfig
+from moegguf.serving.ray.preference import Eam, Report, RoutingRequest
+from moegguf.serving.wire import Message, build_error, encode_error
+from moegguf.settings import read_settings
+
+N_SEQUENCES = 1  # that a worker's KV cache holds
+SNAPSHOTS_PER_S = 4.0
+COUNTERS: Mapping[str, str] = {
+    "tokens": "Tokens computed, of prompts and answers.",
+    "lookups": "Distinct experts that a layer needed in a pass.",
+    "misses": "Lookups that needed a read of their own.",
+    "bytes_missed": "Bytes of experts read for misses.",
+    "stall_s": "Seconds that computation waited for experts.",
+    "read_errors": "Reads that failed after all retries.",
+}
+"""{field of `Stats`: help}; Ray exports `ray_moegguf_NAME_total` of each replica."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An error of moegguf's."""
+
+    error: Message
+
+    @classmethod
+    def of(cls, error: MoeggufError) -> Failure:
+        """The failure that `error` is."""
+        return cls(encode_error(error))
+
+    def build(self) -> MoeggufError:
+        """The error."""
+        return build_error(self.error)
+
+
+Item = Event | Eam | Failure
+"""Of an answer: events, then the EAM of the request where it is known; a `Failure` ends it."""
+
+
+class Replica:
+    """One model of the config. Ray Serve calls the methods; a replica is ready once its model is loaded."""
+
+    async def __init__(self, config: ModelConfig) -> None:  # type: ignore[misc]  # Ray Serve awaits it
+        catalog = ConfiguredCatalog((config,))
+        settings = read_settings()
+        # Serve decides how long a replica lives, and how many requests may wait.
+        settings = replace(
+            settings, memory_bytes=config.memory_bytes, keep_alive_s=math.inf, max_queue=config.max_ongoing_requests
+        )
+        self._name = config.name
+        self._overrides = LoadOverrides(config.n_ctx, None, config.n_threads, config.expert_cache)
+        self._activity = ExpertActivity()
+        self._sequences: deque[tuple[str, ...]] = deque(maxlen=N_SEQUENCES)
+        self._pid = 0
+        self._counters = {name: counter(name, text, config.name) for name, text in COUNTERS.items()}
+        self._counted = Stats()
+        self._manager = ModelManager(catalog, settings)
+        self._pid = (await self._manager.load(self._name, self._overrides)).pid
+        self._watching = asyncio.create_task(self._watch())
+
+    async def __del__(self) -> None:
+        """Of Ray Serve: at the end of the replica."""
+        self._watching.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._watching
+        await self._manager.__aexit__()
+
+    async def answer(
+        self, routing: RoutingRequest, generation: GenerationRequest, stream: bool
+    ) -> AsyncGenerator[Item]:
+        """The items of an answer. Closing it stops the answer within a token."""
+        request = object()
+        self._activity.begin(request)
+        try:
+            async with self._lease() as lease, aclosing(lease.answer(generation, stream=stream)) as events:
+                async for event in events:
+                    if isinstance(event, Done):
+                        self._hold(routing, lease, event)
+                    yield event
+            if (eam := self._activity.end(request)) is not None:
+                yield eam
+        except MoeggufError as error:
+            yield Failure.of(error)
+        finally:
+            self._activity.end(request)
+
+    def _lease(self, *, will_answer: bool = True) -> Lease:
+        return self._manager.lease(self._name, self._overrides, will_answer=will_answer)
+
+    def _hold(self, routing: RoutingRequest, lease: Lease, done: Done) -> None:
+        """Notes what the KV cache holds after an answer: not a prompt of which parts were left out."""
+        self._forget_after_restart()
+        timing = done.timing
+        prefixes = tuple(prefix.digest for prefix in routing.conversation.prefixes)
+        if timing.cut_messages or timing.cut_tokens or timing.n_shifts:
+            prefixes = ()
+        self._sequences.append(prefixes)
+
+    async def embed(self, routing: RoutingRequest, *arguments: Any, **options: Any) -> Any:
+        """Of `Lease`; or a `Failure`."""
+
+        async def call() -> Any:
+            async with self._lease() as lease:
+                found = await lease.embed(*arguments, **options)
+            self._sequences.clear()  # the texts took the place of a conversation
+            return found
+
+        return await _value_or_failure(call)
+
+    async def call(self, routing: RoutingRequest, method: str, *arguments: Any, **options: Any) -> Any:
+        """The value of a method of `Lease` that needs no answer (tokenize, detokenize, count); or a `Failure`."""
+
+        async def call() -> Any:
+            async with self._lease(will_answer=False) as lease:
+                return await getattr(lease, method)(*arguments, **options)
+
+        return await _value_or_failure(call)
+
+    async def status(self, routing: RoutingRequest = RoutingRequest()) -> LoadedModel | None:
+        """The model in memory; None while it is not, after its worker has ended."""
+        return next(iter(self._manager.loaded()), None)
+
+    async def record_routing_stats(self) -> dict[str, Any]:
+        """Of Ray Serve: a `Report`, which it brings to every router."""
+        self._forget_after_restart()
+        self._export_counters()
+        return Report(N_SEQUENCES, tuple(self._sequences), self._activity.recent).as_json()
+
+    def _forget_after_restart(self) -> None:
+        """A worker that has ended has taken its KV cache with it."""
+        pid = next((model.pid for model in self._manager.loaded()), 0)
+        if pid != self._pid:
+            self._pid, self._counted = pid, Stats()
+            self._sequences.clear()
+
+    def _export_counters(self) -> None:
+        for model in self._manager.loaded():
+            new, self._counted = model.stats - self._counted, model.stats
+            for name, counter in self._counters.items():
+                if (count := getattr(new, name)) > 0:
+                    counter.inc(count)
+
+    async def _watch(self) -> None:
+        async with aclosing(self._manager.watch(self._name, SNAPSHOTS_PER_S)) as snapshots:
+            async for snapshot in snapshots:
+                self._activity.add(snapshot)
+
+
+def counter(name: str, text: str, model: str) -> metrics.Counter:
+    """A counter of a replica's, which Ray exports."""
+    found = metrics.Counter(f"moegguf_{name}", description=text, tag_keys=("model",))
+    found.set_default_tags({"model": model})
+    return found
+
+
+async def _value_or_failure(call: Callable[[], Awaitable[Any]]) -> Any:
+    try:
+        return await call()
+    except MoeggufError as error:
+        return Failure.of(error)

@@ -1,0 +1,219 @@
+"""`moegguf.serving.ray:app` on a local Ray: two replicas of the demo, and one model that is scaled. Runs where Ray is
+installed."""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from servers import Reply, call
+
+pytest.importorskip("ray.serve")
+from ray_application import RayApplication, ray_application
+
+from moegguf.errors import OptionError
+from moegguf.generate.request import GenerationRequest
+from moegguf.serving.ray import app
+from moegguf.serving.ray.catalog import ConfiguredCatalog
+from moegguf.serving.ray.config import read_config
+from moegguf.serving.ray.conversation import conversation_of
+from moegguf.serving.ray.manager import ReplicaManager
+from moegguf.serving.ray.preference import Eam
+
+FOREVER = {"type": "string", "minLength": 100_000}
+SCALED = {
+    "min_replicas": 1, "max_replicas": 2, "target_ongoing_requests": 1, "upscale_delay_s": 0,
+    "metrics_interval_s": 0.5, "look_back_period_s": 1,
+}  # fmt: skip
+ONE = {"model": "demo", "memory": "300MiB", "context_length": 1024, "threads": 1, "max_ongoing_requests": 3}
+ARGUMENTS = {
+    "models": {
+        "demo": {**ONE, "autoscaling_config": {"min_replicas": 2, "max_replicas": 2}},
+        "scaled:b": {**ONE, "autoscaling_config": SCALED},
+    }
+}
+
+
+@pytest.fixture(scope="module")
+def application(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayApplication]:
+    with ray_application(ARGUMENTS, tmp_path_factory.mktemp("ray")) as found:
+        yield found
+
+
+def until(condition: Callable[[], Any], within_s: float = 60) -> Any:
+    """The first result of `condition` that is true."""
+    end_s = time.monotonic() + within_s
+    while not (found := condition()):
+        assert time.monotonic() < end_s
+        time.sleep(0.1)
+    return found
+
+
+def chat(application: RayApplication, *contents: str, path: str = "/v1/chat/completions", **options: Any) -> Reply:
+    roles = ("user", "assistant")
+    messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(contents)]
+    body = {"model": "demo", "messages": messages, "temperature": 0, "max_tokens": 12, **options}
+    return call(f"{application.url}{path}", body)
+
+
+class Stream:
+    """An answer that goes on until it is closed, or its replica has ended; the first line has arrived."""
+
+    def __init__(self, application: RayApplication, text: str, path: str = "/api/chat", **options: Any) -> None:
+        body = {"model": "demo", "messages": [{"role": "user", "content": text}], **options}
+        request = urllib.request.Request(f"{application.url}{path}", json.dumps(body).encode())
+        self._response = urllib.request.urlopen(request, timeout=60)
+        self.first = self._response.readline()
+
+    def rest(self) -> list[bytes]:
+        return [line for line in self._response.read().splitlines() if line]
+
+    def line(self) -> bytes:
+        return bytes(self._response.readline())
+
+    def close(self) -> None:
+        self._response.close()
+
+
+def ollama_stream(application: RayApplication, text: str, model: str = "demo") -> Stream:
+    return Stream(application, text, model=model, format=FOREVER, options={"num_predict": 30_000})
+
+
+def openai_stream(application: RayApplication, text: str) -> Stream:
+    form = {"type": "json_schema", "json_schema": {"name": "text", "schema": FOREVER}}
+    return Stream(application, text, "/v1/chat/completions", stream=True, response_format=form, max_tokens=30_000)
+
+
+def busy(application: RayApplication, model: str = "demo") -> bool:
+    found = call(f"{application.url}/api/ps").json["models"]
+    return any(each["moe"]["busy"] for each in found if each["name"].startswith(model))
+
+
+def test_an_answer_and_its_stream_are_the_same_on_each_api(application: RayApplication) -> None:
+    whole = chat(application, "What does moegguf do?").json["choices"][0]["message"]["content"]
+    assert whole.startswith("moegguf")
+    lines = chat(application, "What does moegguf do?", stream=True).text.split("\n\n")
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks if chunk["choices"]) == whole
+    ollama = {"options": {"temperature": 0, "num_predict": 12}, "stream": False}
+    assert chat(application, "What does moegguf do?", path="/api/chat", **ollama).json["message"]["content"] == whole
+
+
+def test_each_conversation_goes_back_to_the_replica_that_holds_it(application: RayApplication) -> None:
+    questions = ("What is an expert?", "Who are you?")
+    with ThreadPoolExecutor() as threads:  # so that Ray knows the queues of both: it passes over one that it does not
+        list(threads.map(lambda i: chat(application, f"What is {i}?"), range(4)))
+    first = [chat(application, text).json for text in questions]
+    for question, answer in zip(questions, first, strict=True):
+        content = answer["choices"][0]["message"]["content"]
+        second = chat(application, question, content, "Why?").json
+        assert second["timings"]["cache_n"] >= answer["usage"]["prompt_tokens"]
+
+
+def test_the_other_calls_reach_a_replica(application: RayApplication) -> None:
+    tokens = call(f"{application.url}/tokenize", {"model": "demo", "content": "What is a hit?"}).json["tokens"]
+    text = call(f"{application.url}/detokenize", {"model": "demo", "tokens": tokens}).json["content"]
+    assert text == "What is a hit?"
+    vectors = call(f"{application.url}/api/embed", {"model": "demo", "input": ["a", "b"]}).json["embeddings"]
+    assert len(vectors) == 2
+
+
+def test_what_ray_does_not_take_is_an_error_that_names_the_model() -> None:
+    wrong = {"demo": {"autoscaling_config": {"min_replicas": 3, "max_replicas": 1}}}
+    with pytest.raises(OptionError, match=r"models\.demo:latest: Ray Serve does not take"):
+        app({"models": wrong})
+
+
+def test_the_eam_of_a_conversation_is_known_at_its_next_turn() -> None:
+    manager = ReplicaManager(ConfiguredCatalog(read_config({})), {})
+    turns = [GenerationRequest(messages=({"role": "user", "content": text},)) for text in ("What?", "Who?")]
+    first, other = map(conversation_of, turns)
+    found = Eam.of(np.ones((2, 3), np.float32))
+    assert found is not None and manager.eam_of(first) is None
+    manager.remember(first, found)
+    more = ({"role": "assistant", "content": "That."}, {"role": "user", "content": "Why?"})
+    second = conversation_of(GenerationRequest(messages=(*(turns[0].messages or ()), *more)))
+    assert manager.eam_of(second) == found and manager.eam_of(other) is None
+
+
+def test_errors_are_those_of_the_api(application: RayApplication) -> None:
+    unknown = chat(application, "x", model="unknown")
+    assert unknown.status == 404 and unknown.json["error"]["code"] == "model_not_found"
+    too_long = call(f"{application.url}/api/generate", {"model": "demo", "prompt": "x " * 4000, "truncate": False})
+    assert too_long.status == 400 and "tokens" in too_long.error
+    for path in ("/api/pull", "/api/create", "/metrics", "/live"):
+        reply = call(f"{application.url}{path}", {})
+        assert reply.status == 501, path
+    unload = call(f"{application.url}/api/generate", {"model": "demo", "keep_alive": 0})
+    assert unload.status == 400 and "serve deploy" in unload.error
+
+
+def test_the_models_of_the_config_are_listed(application: RayApplication) -> None:
+    names = [each["name"] for each in call(f"{application.url}/api/tags").json["models"]]
+    assert names == ["demo:latest", "scaled:b"]
+    until(lambda: len(call(f"{application.url}/api/ps").json["models"]) == 2)
+
+
+def test_clients_of_a_proxy_need_a_key(application: RayApplication) -> None:
+    assert call(f"{application.url}/api/tags", x_forwarded_for="10.0.0.1").status == 403
+
+
+def test_a_client_that_leaves_stops_its_answer(application: RayApplication) -> None:
+    with closing(ollama_stream(application, "Go on.")) as stream:
+        assert stream.first
+        until(lambda: busy(application))
+    until(lambda: not busy(application))
+
+
+def test_a_killed_replica_ends_its_stream_with_an_error_and_comes_back(application: RayApplication) -> None:
+    before = until(lambda: len(found := application.replicas("demo")) == 2 and found)
+    with (
+        closing(ollama_stream(application, "Tell me all of it.")) as ollama,
+        closing(openai_stream(application, "Count the experts.")) as openai,
+    ):
+        before[0].kill()
+        assert chat(application, "What is a hit?").status == 200
+        ended, last = None, [b""]
+        for _ in range(20_000):  # each replica has one of the streams
+            for stream in (ollama, openai):
+                if b'"error"' in (line := stream.line()):
+                    ended, last = stream, [line]
+            if ended:
+                break
+        assert ended is not None
+        error = json.loads(last[0].removeprefix(b"data: "))["error"]
+        assert "replica" in (error if ended is ollama else error["message"])
+        assert (ended.rest() or [b""])[-1] in (b"", b"data: [DONE]")
+        other = openai if ended is ollama else ollama
+        assert all(b'"error"' not in other.line() for _ in range(20))
+    until(lambda: len({*application.replicas("demo")} - {before[0]}) == 2)
+    assert chat(application, "What is a hit?").status == 200
+
+
+def test_a_killed_worker_ends_its_stream_with_an_error(application: RayApplication) -> None:
+    until(lambda: len(application.replicas("demo")) == 2)
+    with closing(ollama_stream(application, "Go on.")) as stream:
+        for replica in application.replicas("demo"):
+            for worker in replica.children():
+                with suppress(psutil.NoSuchProcess):
+                    worker.kill()
+        assert "worker process has ended" in json.loads(stream.rest()[-1])["error"]
+    for _ in range(3):
+        assert chat(application, "What is a hit?").status == 200
+
+
+def test_a_queue_brings_another_replica(application: RayApplication) -> None:
+    assert len(application.replicas("scaled%3Ab")) == 1
+    with ThreadPoolExecutor() as threads:
+        with closing(ollama_stream(application, "Go on.", "scaled:b")):
+            waiting = [threads.submit(chat, application, f"Wait, {i}.", model="scaled:b") for i in range(2)]
+            until(lambda: len(application.replicas("scaled%3Ab")) == 2)
+        assert [reply.result(60).status for reply in waiting] == [200, 200]

@@ -1,0 +1,168 @@
+"""Which replica a request prefers: its conversation's holder, then fitting experts, then the least loaded."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moegguf.engine.stats import Stats
+from moegguf.generate.request import GenerationRequest
+from moegguf.serving.events import Snapshot
+from moegguf.serving.ray.activity import ExpertActivity
+from moegguf.serving.ray.conversation import FIRST_CUT_BYTES, Conversation, conversation_of
+from moegguf.serving.ray.preference import MAX_IMBALANCE, Candidate, Eam, Report, RoutingRequest, rank
+
+WITHOUT_RAY = ("config", "conversation", "preference", "activity", "catalog")
+
+
+def talk(*contents: str, **fields: Any) -> GenerationRequest:
+    system, *turns = contents
+    messages = [{"role": "system", "content": system}] if system else []
+    messages += [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(turns)]
+    return GenerationRequest(messages=tuple(messages), **fields)
+
+
+def digests(conversation: Conversation) -> tuple[str, ...]:
+    return tuple(prefix.digest for prefix in conversation.prefixes)
+
+
+def holding(*conversations: Conversation, n_sequences: int = 1, **fields: Any) -> Report:
+    return Report(n_sequences, tuple(map(digests, conversations)), **fields)
+
+
+def eam(*rows: tuple[int, ...]) -> Eam:
+    found = Eam.of(np.array(rows, np.float32))
+    assert found is not None
+    return found
+
+
+FIRST = conversation_of(talk("", "What is an expert?"))
+NEXT = conversation_of(talk("", "What is an expert?", "A matrix.", "Why?"))
+OTHER = conversation_of(talk("", "Who are you?"))
+
+
+def test_preference_needs_no_ray() -> None:
+    modules = ", ".join(f"moegguf.serving.ray.{name}" for name in WITHOUT_RAY)
+    code = f"import sys; sys.modules['ray'] = None; import {modules}"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_a_turn_begins_with_the_turns_before_it() -> None:
+    assert digests(NEXT)[: len(digests(FIRST))] == digests(FIRST)
+    assert not set(digests(OTHER)) & set(digests(NEXT))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        talk("", "What is an expert?", tools=({"type": "function", "function": {"name": "f"}},)),
+        talk("", "What is an expert?", template="{{ messages }}"),
+        talk("", "What is an expert?", think=True),
+        talk("Be short.", "What is an expert?"),
+    ],
+)
+def test_what_the_template_writes_first_is_part_of_every_prefix(other: GenerationRequest) -> None:
+    assert not set(digests(conversation_of(other))) & set(digests(FIRST))
+
+
+def test_a_system_message_alone_is_not_a_conversation() -> None:
+    system = "You are short. " * 3
+    one, two = (conversation_of(talk(system, f"{text}? " * 40)) for text in ("Why", "How"))
+    assert set(digests(one)) & set(digests(two))
+    assert one.shared_bytes(frozenset(digests(two))) == 0
+
+
+def test_a_long_beginning_counts_without_the_rest() -> None:
+    document = "An expert is a matrix. " * 400
+    one, two = (conversation_of(talk(document, text)) for text in ("Why?", "How?"))
+    assert one.shared_bytes(frozenset(digests(two))) >= len(document) / 2
+
+
+def test_a_prompt_is_cut_at_doubling_lengths() -> None:
+    lengths = [prefix.n_bytes for prefix in conversation_of(GenerationRequest(prompt="x" * 3000)).prefixes]
+    assert lengths == [FIRST_CUT_BYTES, 2 * FIRST_CUT_BYTES, 4 * FIRST_CUT_BYTES, 8 * FIRST_CUT_BYTES, 3000]
+
+
+def test_the_holder_of_the_conversation_comes_first() -> None:
+    candidates = [Candidate(holding(OTHER)), Candidate(holding(FIRST), queue=2), Candidate()]
+    assert rank(RoutingRequest(NEXT), candidates) == [[1], [2, 0]]
+
+
+def test_of_two_holders_the_one_with_more_of_it_comes_first() -> None:
+    third = conversation_of(talk("", "What is an expert?", "A matrix.", "Why?", "So.", "And?"))
+    assert rank(RoutingRequest(third), [Candidate(holding(FIRST)), Candidate(holding(NEXT))])[0] == [1]
+
+
+def test_then_the_one_whose_experts_fit() -> None:
+    near, far = eam((9, 1, 0), (0, 8, 0)), eam((0, 0, 7), (5, 0, 1))
+    request = RoutingRequest(NEXT, eam((8, 0, 0), (1, 9, 0)))
+    candidates = [Candidate(Report(eam=far)), Candidate(Report(eam=near), queue=1), Candidate()]
+    assert rank(request, candidates) == [[1], [0, 2]]
+    held = [Candidate(Report(eam=near)), Candidate(holding(FIRST, eam=far))]
+    assert rank(request, held) == [[1], [0]]
+
+
+def test_experts_of_other_models_do_not_fit() -> None:
+    assert eam((1, 2)).cosine(eam((1, 2, 3))) is None
+    assert rank(RoutingRequest(NEXT, eam((1, 2))), [Candidate(Report(eam=eam((1, 2, 3))))]) == [[0]]
+
+
+def test_where_nothing_is_known_all_are_equal_and_an_empty_cache_comes_first() -> None:
+    assert rank(RoutingRequest(), [Candidate(holding(OTHER)), Candidate(), Candidate()]) == [[1, 2, 0]]
+    assert rank(RoutingRequest(NEXT), []) == []
+
+
+def test_a_preferred_replica_with_too_long_a_queue_is_not_waited_for() -> None:
+    candidates = [Candidate(holding(FIRST), queue=MAX_IMBALANCE), Candidate(queue=0)]
+    assert rank(RoutingRequest(NEXT), candidates) == [[1, 0]]
+
+
+def test_each_replica_is_in_one_rank() -> None:
+    similar = eam((3, 1), (2, 2))
+    candidates = [Candidate(holding(each, eam=similar)) for each in (FIRST, OTHER, NEXT)] + [Candidate()]
+    found = rank(RoutingRequest(NEXT, similar), candidates)
+    assert sorted(i for indices in found for i in indices) == [0, 1, 2, 3]
+
+
+def test_what_was_sent_since_the_report_counts_and_takes_the_place_of_the_oldest() -> None:
+    report = holding(FIRST).after([digests(OTHER)])
+    assert report.sequences == (digests(OTHER),)
+    both = holding(FIRST, n_sequences=2).after([digests(OTHER), digests(NEXT)])
+    assert both.sequences == (digests(OTHER), digests(NEXT))
+
+
+def test_a_report_travels_as_json_and_stays_small() -> None:
+    counts = np.random.default_rng(0).integers(0, 500, (48, 128)).astype(np.float32)
+    report = holding(NEXT, eam=Eam.of(counts))
+    text = json.dumps(report.as_json())
+    assert Report.from_json(json.loads(text)) == report
+    assert len(text) < 12_000
+    assert Report.from_json({}) == Report()
+
+
+def snapshot(*uses: int, n_expert: int = 2) -> Snapshot:
+    return Snapshot("demo", (0, 1), n_expert, b"", bytes(uses), b"", Stats(), True, 1.0, 1.0)
+
+
+def test_a_requests_eam_is_what_ran_between_its_begin_and_end() -> None:
+    activity = ExpertActivity()
+    activity.add(snapshot(9, 0, 0, 0))
+    activity.begin("a")
+    activity.add(snapshot(0, 2, 0, 0))
+    activity.add(snapshot(0, 0, 0, 2))
+    assert activity.end("a") == eam((0, 1), (0, 1))
+    recent = activity.recent
+    assert recent is not None and recent.cosine(eam((9, 0), (0, 0))) > 0.9
+
+
+def test_where_no_snapshot_fell_within_it_nothing_is_known() -> None:
+    activity = ExpertActivity()
+    activity.begin("a")
+    activity.add(snapshot(0, 0, 0, 0))
+    assert activity.end("a") is None and activity.recent is None
+    assert Eam.of(np.zeros((2, 2), np.float32)) is None
