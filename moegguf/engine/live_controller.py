@@ -153,7 +153,7 @@ class LiveController:
         controller = self.controller
         assert controller is not None
         controller.observe(event)
-        if controller.history.finished is not None and (learner := _learner(controller)) is not None:
+        if controller.history.finished and (learner := _learner(controller)) is not None:
             self._checkpoint.request_ended(learner.eamcs)
 
     def before_tokens(self, phase: Phase) -> None:

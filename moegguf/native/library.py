@@ -31,7 +31,7 @@ from moegguf.package import package_folders
 from moegguf.processor import read_processor
 from moegguf.settings import read_environment
 
-ABI_VERSION = 5
+ABI_VERSION = 6
 SPIN_COUNT = 20000  # a good part of a millisecond; 1000 costs a fifth of a small model's speed, 300000 is GNU's default
 
 OK, INVALID, MEMORY, IO, CANCELLED, FORKED, ROUTING, SLOTS = range(8)
@@ -128,6 +128,9 @@ class TokensEvent(c.Structure):
         ("phase", c.c_int32),
         ("n_tokens", c.c_int32),
         ("tokens", c.c_void_p),
+        ("sequences", c.c_void_p),
+        ("phases", c.c_void_p),
+        ("outputs", c.c_void_p),
     ]
 
 
@@ -148,6 +151,8 @@ class RoutingEventStruct(c.Structure):
         ("expert_ids", c.c_void_p),
         ("weights", c.c_void_p),
         ("inputs", c.c_void_p),
+        ("sequences", c.c_void_p),
+        ("phases", c.c_void_p),
     ]
 
 
@@ -292,7 +297,7 @@ _STATUS_CALLS: dict[str, list[Any]] = {
         c.c_void_p,
     ],
     "moegguf_lane_replay": [c.c_void_p, c.POINTER(Routing), c.POINTER(c.c_int64)],
-    "moegguf_lane_announce": [c.c_void_p, c.c_int32, c.c_int32, c.c_void_p, c.c_int32],
+    "moegguf_lane_announce": [c.c_void_p, c.POINTER(TokensEvent)],
     "moegguf_lane_failure": [c.c_void_p, c.POINTER(Failure), c.c_int],
 }
 

@@ -59,10 +59,9 @@ def sample_sequences(trace: Trace, n_tokens: int) -> list[int]:
 
     The first request of every kind is among them.
     """
-    lengths = np.diff(trace.pass_start) * (trace.pass_phase == Phase.DECODE)
     decoded_tokens = dict.fromkeys(trace.sequences(), 0)
-    for sequence, length in zip(trace.pass_sequence.tolist(), lengths.tolist(), strict=True):
-        decoded_tokens[sequence] += length
+    for sequence in trace.sequence_of[trace.phase_of == Phase.DECODE].tolist():
+        decoded_tokens[sequence] += 1
     kinds: dict[str, list[int]] = {}
     for sequence in decoded_tokens:
         kinds.setdefault(trace.header.labels.get(sequence, ""), []).append(sequence)

@@ -40,8 +40,7 @@ class TraceSummary:
     @classmethod
     def of(cls, trace: Trace, hardware: str = "") -> TraceSummary:
         """The summary of a trace."""
-        lengths, shape = np.diff(trace.pass_start), trace.shape
-        decoding = trace.pass_phase == Phase.DECODE
+        shape, answer_tokens = trace.shape, int(np.count_nonzero(trace.phase_of == Phase.DECODE))
         return cls(
             model=trace.header.model,
             fingerprint=trace.header.fingerprint,
@@ -50,8 +49,8 @@ class TraceSummary:
             n_expert_used=shape.n_expert_used,
             expert_bytes=shape.expert_bytes,
             requests=len(trace.sequences()),
-            prompt_tokens=int(lengths[~decoding].sum()),
-            answer_tokens=int(lengths[decoding].sum()),
+            prompt_tokens=trace.n_tokens - answer_tokens,
+            answer_tokens=answer_tokens,
             kinds=dict(Counter(trace.header.labels.get(sequence, "") for sequence in trace.sequences())),
             settings=dict(trace.header.settings),
             hardware=hardware,
