@@ -117,8 +117,10 @@ class Recorder:
 
     def announce(self, announcement: Announcement) -> None:
         """Tokens are evaluated next."""
-        arrays = {name: array.copy() for name, array in announcement._asdict().items() if isinstance(array, np.ndarray)}
-        self._announced[announcement.lane] = announcement._replace(**arrays)
+        copied: dict[str, Any] = announcement._asdict()
+        for name in ("tokens", "sequences", "phases", "outputs"):
+            copied[name] = None if copied[name] is None else copied[name].copy()
+        self._announced[announcement.lane] = Announcement(**copied)
 
     def observe(self, event: RoutingEvent) -> None:
         """A layer was routed. Layers and sizes outside the shape are left out."""

@@ -135,10 +135,10 @@ class Recovery:
 
 @dataclass(frozen=True)
 class ScheduleTable:
-    """{requests per batch: {order: distinct experts per layer and step}}, for orders such as `arrival`."""
+    """{requests per batch: {order: distinct experts of a pass}}, for orders such as "fifo"."""
 
     experts: dict[int, dict[str, float]]
-    baseline: str = "arrival"
+    baseline: str = "fifo"
 
     def saved(self, batch: int, order: str) -> float | None:
         """Share of the experts of a batch that this order of requests saves."""
