@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from moegguf.generate.batching import BatchedAnswer
+from moegguf.generate.batched_answer import BatchedAnswer
 
 
 @dataclass(frozen=True)
