@@ -129,8 +129,8 @@ def print_schedule(found: Mapping[int, Sequence[OrderEffect]], used: str) -> Non
     _print_notes(
         "",
         f"replayed: {used}",
-        "saved: experts, beside fifo; us/step: time of the scheduler, prediction included",
-        "oracle: grouped by routing that nobody knows in advance, a bound and no scheduler",
+        "saved: beside fifo; us/step: of the scheduler, prediction included",
+        "oracle: by routing that nobody knows in advance: a bound, no scheduler",
     )
 
 

@@ -17,6 +17,8 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
+import numpy as np
+
 from moegguf.controller.artifacts import Artifacts
 from moegguf.controller.policies.base import Policy
 from moegguf.controller.predictors.base import Predictor
@@ -272,15 +274,19 @@ class Llama(UpstreamLlama):
         return rows
 
     def _announce_chunks(self, chunks: Sequence[Chunk]) -> None:
-        """Routing events carry one request: the oldest. A pass in which any sequence decodes counts as decoding."""
         if self._session is None:
             return
         decodes = any(chunk.phase == Phase.DECODE for chunk in chunks)
         phase = Phase.DECODE if decodes else Phase.PREFILL
         if self._live_controller is not None:
             self._live_controller.before_tokens(phase)
-        tokens = [token for chunk in chunks for token in chunk.tokens]
-        self._session.lane.announce(min(chunk.request for chunk in chunks), phase, tokens)
+        lengths = [len(chunk.tokens) for chunk in chunks]
+        outputs = np.zeros(sum(lengths), np.int32)
+        outputs[np.cumsum(lengths) - 1] = [chunk.wants_logits for chunk in chunks]
+        of_chunks = np.array([(chunk.request, chunk.phase) for chunk in chunks], np.int32)
+        sequences, phases = np.repeat(of_chunks, lengths, axis=0).T
+        tokens = np.concatenate([chunk.tokens for chunk in chunks])
+        self._session.lane.announce(sequences, phases, tokens, outputs)
 
     def clear(self) -> None:
         """Empties all sequences."""

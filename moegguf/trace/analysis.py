@@ -351,6 +351,7 @@ class TraceAnalysis:
         Raises OptionError for unknown names, and for a batch that the trace has too few requests for.
         """
         shape, step = self.trace.shape, step_reporter(progress, "batches", len(batch_sizes))
+        self.paths(paths)  # before any work
         slots, found = {share: slots_of(shape, share) for share in shares}, dict[int, list[OrderEffect]]()
         for size in batch_sizes:
             step(f"of {size} requests")
