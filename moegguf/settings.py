@@ -23,6 +23,7 @@ DEFAULT_PORT = 11434
 KV_CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
 """As llama.cpp's tools take them."""
 MAX_CONTEXT_TOKENS = 1 << 24
+MAX_PARALLEL = 256  # llama.cpp's LLAMA_MAX_SEQ
 
 _PORTS = {"http": 80, "https": 443}
 _SWITCH = {"0": False, "off": False, "false": False, "no": False, "1": True, "on": True, "true": True, "yes": True}
@@ -161,7 +162,8 @@ class Settings:
     """Options of the server. Durations in seconds, `math.inf` without a limit; None: chosen where it is used.
 
     `memory_bytes`: of all loaded models together. `max_models`: most models loaded; None: as many as fit. `max_queue`:
-    most requests waiting. `load_timeout_s`: a load fails after this time without a read. `api_key` is not in the repr.
+    most requests waiting. `n_parallel`: requests that a model answers at once. `load_timeout_s`: a load fails after
+    this time without a read. `api_key` is not in the repr.
     `trusted`: networks whose clients need no key.
     """
 
@@ -171,6 +173,7 @@ class Settings:
     n_ctx: int | None = None
     max_models: int | None = None
     max_queue: int = 512
+    n_parallel: int = 1
     load_timeout_s: float = 300.0
     kv_cache_type: str = "f16"
     flash_attention: bool | None = None
@@ -215,6 +218,7 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
         n_ctx=read("CONTEXT_LENGTH", _whole(0, MAX_CONTEXT_TOKENS), 0) or None,
         max_models=read("MAX_LOADED_MODELS", _whole(0, 1024), 0) or None,
         max_queue=read("MAX_QUEUE", _whole(0, 1_000_000), Settings.max_queue),
+        n_parallel=read("NUM_PARALLEL", _whole(0, MAX_PARALLEL), 0) or Settings.n_parallel,
         load_timeout_s=read("LOAD_TIMEOUT", parse_duration, Settings.load_timeout_s) or math.inf,
         kv_cache_type=read("KV_CACHE_TYPE", parse_kv_cache_type, Settings.kv_cache_type),
         flash_attention=read("FLASH_ATTENTION", _switch, None),

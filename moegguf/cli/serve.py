@@ -33,6 +33,15 @@ def serve(
     memory: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Memory for all loaded models together.  [default: what is free]")
     ] = None,
+    parallel: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=256,
+            metavar="N",
+            help="Requests that a model answers at once, each with a context of its own.  [default: 1]",
+        ),
+    ] = None,
     api_key: Annotated[
         str | None,
         typer.Option(metavar="KEY", help="Key required of clients; MOEGGUF_API_KEY keeps it out of the process list."),
@@ -63,13 +72,14 @@ def serve(
     MOEGGUF_CONTEXT_LENGTH     tokens of context
     MOEGGUF_MAX_LOADED_MODELS  at most so many at once
     MOEGGUF_MAX_QUEUE          requests that may wait (512)
+    MOEGGUF_NUM_PARALLEL       requests that a model answers at once (1); its memory holds as many contexts
     MOEGGUF_LOAD_TIMEOUT       a load fails after this long without progress (5m)
     MOEGGUF_KV_CACHE_TYPE      f16, q8_0, q4_0 or another of llama.cpp
     MOEGGUF_FLASH_ATTENTION    0 or 1
     MOEGGUF_DEBUG              1 logs every request
     HF_TOKEN HF_HOME HF_HUB_CACHE HF_ENDPOINT HF_HUB_OFFLINE   as for huggingface_hub
     """
-    settings = serve_settings(host, port, memory, api_key, trust_network)
+    settings = serve_settings(host, port, memory, api_key, trust_network, parallel)
     if expert_cache is not None:
         from moegguf.quantities import parse_expert_cache
 
@@ -88,7 +98,12 @@ def serve(
 
 
 def serve_settings(
-    host: str | None, port: int | None, memory: str | None, api_key: str | None, trust_network: str | None = None
+    host: str | None,
+    port: int | None,
+    memory: str | None,
+    api_key: str | None,
+    trust_network: str | None = None,
+    parallel: int | None = None,
 ) -> Settings:
     """The environment's settings, overridden by the command line's.
 
@@ -109,6 +124,7 @@ def serve_settings(
         settings,
         host=replace(address, port=address.port if port is None else port),
         memory_bytes=memory_bytes,
+        n_parallel=parallel or settings.n_parallel,
         api_key=api_key or settings.api_key,
         trusted=settings.trusted if trust_network is None else parse_networks(trust_network),
     )
