@@ -42,6 +42,14 @@ def serve(
             help="Requests that a model answers at once, each with a context of its own.  [default: 1]",
         ),
     ] = None,
+    schedule: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Which of them compute in a step: fifo (all), expertflow (half, by the experts that they will use) or"
+            " auto, which measures.  [default: fifo]",
+        ),
+    ] = None,
     api_key: Annotated[
         str | None,
         typer.Option(metavar="KEY", help="Key required of clients; MOEGGUF_API_KEY keeps it out of the process list."),
@@ -73,13 +81,14 @@ def serve(
     MOEGGUF_MAX_LOADED_MODELS  at most so many at once
     MOEGGUF_MAX_QUEUE          requests that may wait (512)
     MOEGGUF_NUM_PARALLEL       requests that a model answers at once (1); its memory holds as many contexts
+    MOEGGUF_SCHEDULE           which of them compute in a step: fifo, expertflow or auto
     MOEGGUF_LOAD_TIMEOUT       a load fails after this long without progress (5m)
     MOEGGUF_KV_CACHE_TYPE      f16, q8_0, q4_0 or another of llama.cpp
     MOEGGUF_FLASH_ATTENTION    0 or 1
     MOEGGUF_DEBUG              1 logs every request
     HF_TOKEN HF_HOME HF_HUB_CACHE HF_ENDPOINT HF_HUB_OFFLINE   as for huggingface_hub
     """
-    settings = serve_settings(host, port, memory, api_key, trust_network, parallel)
+    settings = serve_settings(host, port, memory, api_key, trust_network, parallel, schedule)
     if expert_cache is not None:
         from moegguf.quantities import parse_expert_cache
 
@@ -104,13 +113,14 @@ def serve_settings(
     api_key: str | None,
     trust_network: str | None = None,
     parallel: int | None = None,
+    schedule: str | None = None,
 ) -> Settings:
     """The environment's settings, overridden by the command line's.
 
     Raises OptionError, also for an address other than loopback with neither an API key nor a trusted network.
     """
     from moegguf.quantities import parse_size
-    from moegguf.settings import parse_host, parse_networks, read_settings
+    from moegguf.settings import parse_host, parse_networks, parse_schedule, read_settings
 
     settings = read_settings()
     address = parse_host(host) if host is not None else settings.host
@@ -125,6 +135,7 @@ def serve_settings(
         host=replace(address, port=address.port if port is None else port),
         memory_bytes=memory_bytes,
         n_parallel=parallel or settings.n_parallel,
+        schedule=settings.schedule if schedule is None else parse_schedule(schedule),
         api_key=api_key or settings.api_key,
         trusted=settings.trusted if trust_network is None else parse_networks(trust_network),
     )

@@ -15,6 +15,7 @@ from moegguf.engine.stats import Stats
 from moegguf.errors import ClosedError, OptionError
 from moegguf.generate.batched_answer import BatchedAnswer
 from moegguf.generate.batching import BatchLoop
+from moegguf.generate.grouped_schedule import make_schedule
 from moegguf.generate.request import (
     Delta,
     GenerationRequest,
@@ -26,6 +27,7 @@ from moegguf.generate.request import (
     ToolCall,
 )
 from moegguf.generate.schedule import Schedule
+from moegguf.settings import parse_schedule
 
 DEFAULT_PARALLEL = 8
 AHEAD = 2  # requests that are read while so many times fewer are computed
@@ -111,7 +113,8 @@ class Engine:
             recurrent state and for embedding models.
         kv_tokens: tokens of all sequences that there is memory for; when they are used up, the newest request waits and
             is computed again. None: parallel * n_ctx.
-        schedule: which sequences compute in a step (`moegguf.generate.schedule`). None: all of them.
+        schedule: which sequences compute in a step: "fifo" (all of them), "expertflow", "auto", or an object
+            (`moegguf.generate.schedule`).
         All keywords of `moegguf.Llama`.
 
     The last bits of an answer depend on what is computed with it, as in llama.cpp; `Sampling(exact=True)` computes a
@@ -124,11 +127,14 @@ class Engine:
         parallel: int = DEFAULT_PARALLEL,
         *,
         kv_tokens: int | None = None,
-        schedule: Schedule | None = None,
+        schedule: str | Schedule = "fifo",
         **options: Any,
     ) -> None:
+        if isinstance(schedule, str):
+            parse_schedule(schedule)  # before anything is loaded
         self._llm = Llama(model, n_seq_max=parallel, kv_tokens=kv_tokens, **{"verbose": False, **options})
-        self._loop = BatchLoop(self._llm, schedule)
+        chosen = make_schedule(schedule, self._llm) if isinstance(schedule, str) else schedule
+        self._loop = BatchLoop(self._llm, chosen)
         self._thread = threading.Thread(target=self._loop.run, name="moegguf-engine", daemon=True)
         self._thread.start()
 

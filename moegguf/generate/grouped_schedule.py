@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from moegguf.engine.sequence_groups import NextToken, SequenceGroups
-from moegguf.errors import OptionError
 from moegguf.generate.batched_answer import BatchedAnswer
 from moegguf.generate.schedule import Fifo, Schedule, Step
+from moegguf.settings import parse_schedule
 
 if TYPE_CHECKING:
     from moegguf.engine.llama import Llama
 
-SCHEDULES = ("fifo", "expertflow", "auto")
 TRIAL_STEPS = 8  # of the schedule that is not in use; at half its speed they cost a hundredth of a period
 PERIOD_STEPS = 256  # between trials
 MIN_GAIN = 0.03  # of the time of a token, twice in a row, to change
@@ -101,13 +100,11 @@ def _token_s(steps: Sequence[tuple[float, int]]) -> float:
 
 
 def make_schedule(name: str, llm: Llama) -> Fifo | ExpertFlow | Auto:
-    """The schedule of this name (`SCHEDULES`) for a loop. Raises OptionError.
+    """The schedule of this name (`moegguf.settings.SCHEDULES`) for a loop. Raises OptionError.
 
     A model whose experts are all in memory, or that has none, gains nothing by smaller steps: it is always "fifo".
     """
-    if name not in SCHEDULES:
-        raise OptionError(f"there is no schedule {name!r}; known are {', '.join(SCHEDULES)}.")
-    if name == "fifo" or llm.session is None or llm.plan.resident:
+    if parse_schedule(name) == "fifo" or llm.session is None or llm.plan.resident:
         return Fifo()
     grouped = ExpertFlow(SequenceGroups(llm.session))
     return grouped if name == "expertflow" else Auto(Fifo(), grouped)

@@ -142,6 +142,7 @@ def measure(entry: ModelEntry, overrides: LoadOverrides, settings: Settings, lim
             mmproj=str(projector.path) if projector else None,
             n_ctx=n_ctx,
             n_seq_max=n_seq_max,
+            schedule=settings.schedule,
             n_batch=n_batch,
             n_ubatch=chosen.n_ubatch,
             n_threads=overrides.n_threads,

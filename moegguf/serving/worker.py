@@ -28,6 +28,7 @@ from moegguf.errors import MoeggufError
 from moegguf.generate.batched_answer import BatchedAnswer, Task
 from moegguf.generate.batching import BatchLoop
 from moegguf.generate.embedding import embed
+from moegguf.generate.grouped_schedule import make_schedule
 from moegguf.generate.prompt import count_prompt
 from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, Timing
 from moegguf.quantities import ExpertCache
@@ -147,7 +148,7 @@ class Worker:
             if not isinstance(error, MoeggufError):
                 raise
             return False
-        self._loop = loop = BatchLoop(llm)
+        self._loop = loop = BatchLoop(llm, make_schedule(config.schedule, llm))
         self._snapshots = SnapshotSender(config.name, llm, loop, self._send_snapshot)
         self._send("ready", ready=Ready(llm.n_ctx(), plan_fields(llm), llm.n_seq_max), **self._statistics())
         return True

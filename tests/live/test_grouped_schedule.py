@@ -20,8 +20,9 @@ from moegguf.engine.sequences import Chunk
 from moegguf.errors import OptionError
 from moegguf.generate.batched_answer import BatchedAnswer
 from moegguf.generate.batching import BatchLoop
+from moegguf.generate.engine import Engine
 from moegguf.generate.grouped_schedule import Auto, ExpertFlow, make_schedule
-from moegguf.generate.request import Delta, PromptProgress, Timing
+from moegguf.generate.request import Delta, PromptProgress, Sampling, Timing
 from moegguf.generate.schedule import Fifo, Step
 from moegguf.native.events import Phase, RoutingEvent
 from moegguf.trace.format import read
@@ -169,3 +170,13 @@ def test_an_event_of_a_mixed_pass_says_who_reads_and_who_decodes(tiny: TinyModel
     *layers, last = [(event.sequences.tolist(), event.phases.tolist()) for event in mixed]  # type: ignore[union-attr]
     assert all(layer == ([second] * 3 + [first], [0, 0, 0, 1]) for layer in layers)
     assert last == ([second, first], [0, 1])
+
+
+def test_an_engine_answers_by_each_schedule_and_closes_while_it_listens(tiny: TinyModel) -> None:
+    for name in ("expertflow", "auto"):
+        options = {"n_ctx": 64, "n_threads": 1, "expert_cache": "40%", "system": "lru"}
+        with Engine(tiny(), parallel=3, schedule=name, **options) as engine:
+            answers = engine.generate([f"question {i}" for i in range(5)], Sampling(max_tokens=6))
+        assert [answer.error for answer in answers] == [None] * 5
+    with pytest.raises(OptionError, match="known are fifo, expertflow, auto"):
+        Engine(tiny(), schedule="lifo", n_ctx=64)
