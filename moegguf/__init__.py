@@ -1,7 +1,7 @@
 """moegguf runs Mixture-of-Experts GGUF models whose experts do not fit in fast memory.
 
-`Llama` is llama-cpp-python's `Llama` with a budget for experts; `read_layout` and `make_plan` compute the placement
-without loading the model; every error raised on purpose is a `MoeggufError`.
+`Llama` is llama-cpp-python's `Llama` with a budget for experts; `Engine` answers many requests at once; `read_layout`
+and `make_plan` compute the placement without loading the model; every error raised on purpose is a `MoeggufError`.
 """
 
 from __future__ import annotations
@@ -15,13 +15,29 @@ if TYPE_CHECKING:
     from moegguf.engine.llama import Llama
     from moegguf.engine.plan import make_plan
     from moegguf.engine.stats import Stats
+    from moegguf.generate.engine import Engine, EngineAnswer
+    from moegguf.generate.request import Sampling
     from moegguf.gguf.experts import read_layout
     from moegguf.native.store import StoreOptions
 
-__all__ = ["Llama", "MoeggufError", "Stats", "StoreOptions", "__version__", "make_plan", "read_layout"]
+__all__ = [
+    "Engine",
+    "EngineAnswer",
+    "Llama",
+    "MoeggufError",
+    "Sampling",
+    "Stats",
+    "StoreOptions",
+    "__version__",
+    "make_plan",
+    "read_layout",
+]
 
 _MODULES = {
+    "Engine": "moegguf.generate.engine",
+    "EngineAnswer": "moegguf.generate.engine",
     "Llama": "moegguf.engine.llama",
+    "Sampling": "moegguf.generate.request",
     "Stats": "moegguf.engine.stats",
     "StoreOptions": "moegguf.native.store",
     "make_plan": "moegguf.engine.plan",

@@ -24,6 +24,7 @@ KV_CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0"
 """As llama.cpp's tools take them."""
 MAX_CONTEXT_TOKENS = 1 << 24
 MAX_BATCH_PARALLEL = 256
+MAX_PARALLEL = 256  # llama.cpp's LLAMA_MAX_SEQ
 
 _PORTS = {"http": 80, "https": 443}
 _SWITCH = {"0": False, "off": False, "false": False, "no": False, "1": True, "on": True, "true": True, "yes": True}
@@ -157,12 +158,16 @@ def _is_ipv6(text: str) -> bool:
         return False
 
 
+SCHEDULES = ("fifo", "expertflow", "auto")  # which of the sequences that run compute in a step
+
+
 @dataclass(frozen=True)
 class Settings:
     """Options of the server. Durations in seconds, `math.inf` without a limit; None: chosen where it is used.
 
     `memory_bytes`: of all loaded models together. `max_models`: most models loaded; None: as many as fit. `max_queue`:
-    most requests waiting. `load_timeout_s`: a load fails after this time without a read. `api_key` is not in the repr.
+    most requests waiting. `n_parallel`: requests that a model answers at once. `schedule`: which of them compute in a
+    step (`SCHEDULES`). `load_timeout_s`: a load fails after this time without a read. `api_key` is not in the repr.
     `trusted`: networks whose clients need no key. `batch_parallel`: most requests of a batch at once.
     `batch_window_s`: a batch that takes longer expires. `upload_bytes`, `storage_bytes`: of one uploaded file, and of
     all stored files.
@@ -174,6 +179,8 @@ class Settings:
     n_ctx: int | None = None
     max_models: int | None = None
     max_queue: int = 512
+    n_parallel: int = 1
+    schedule: str = SCHEDULES[0]
     load_timeout_s: float = 300.0
     kv_cache_type: str = "f16"
     flash_attention: bool | None = None
@@ -222,6 +229,8 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
         n_ctx=read("CONTEXT_LENGTH", _whole(0, MAX_CONTEXT_TOKENS), 0) or None,
         max_models=read("MAX_LOADED_MODELS", _whole(0, 1024), 0) or None,
         max_queue=read("MAX_QUEUE", _whole(0, 1_000_000), Settings.max_queue),
+        n_parallel=read("NUM_PARALLEL", _whole(0, MAX_PARALLEL), 0) or Settings.n_parallel,
+        schedule=read("SCHEDULE", parse_schedule, Settings.schedule),
         load_timeout_s=read("LOAD_TIMEOUT", parse_duration, Settings.load_timeout_s) or math.inf,
         kv_cache_type=read("KV_CACHE_TYPE", parse_kv_cache_type, Settings.kv_cache_type),
         flash_attention=read("FLASH_ATTENTION", _switch, None),
@@ -258,6 +267,13 @@ def _switch(text: str) -> bool:
 
 def _level(text: str) -> bool:
     return int(text) > 0 if re.fullmatch(r"-?\d{1,3}", text, re.ASCII) else _switch(text)
+
+
+def parse_schedule(text: str) -> str:
+    """One of `SCHEDULES`. Raises OptionError."""
+    if text not in SCHEDULES:
+        raise OptionError(f"there is no schedule {text[:60]!r}; known are {', '.join(SCHEDULES)}.")
+    return text
 
 
 def parse_kv_cache_type(text: str) -> str:

@@ -33,6 +33,23 @@ def serve(
     memory: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Memory for all loaded models together.  [default: what is free]")
     ] = None,
+    parallel: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=256,
+            metavar="N",
+            help="Requests that a model answers at once, each with a context of its own.  [default: 1]",
+        ),
+    ] = None,
+    schedule: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Which of them compute in a step: fifo (all), expertflow (half, by the experts that they will use) or"
+            " auto, which measures.  [default: fifo]",
+        ),
+    ] = None,
     api_key: Annotated[
         str | None,
         typer.Option(metavar="KEY", help="Key required of clients; MOEGGUF_API_KEY keeps it out of the process list."),
@@ -63,6 +80,8 @@ def serve(
     MOEGGUF_CONTEXT_LENGTH     tokens of context
     MOEGGUF_MAX_LOADED_MODELS  at most so many at once
     MOEGGUF_MAX_QUEUE          requests that may wait (512)
+    MOEGGUF_NUM_PARALLEL       requests that a model answers at once (1); its memory holds as many contexts
+    MOEGGUF_SCHEDULE           which of them compute in a step: fifo, expertflow or auto
     MOEGGUF_LOAD_TIMEOUT       a load fails after this long without progress (5m)
     MOEGGUF_BATCH_PARALLEL     requests of a batch at once (16)
     MOEGGUF_BATCH_WINDOW       a batch that takes longer expires (24h; negative: never)
@@ -73,7 +92,7 @@ def serve(
     MOEGGUF_DEBUG              1 logs every request
     HF_TOKEN HF_HOME HF_HUB_CACHE HF_ENDPOINT HF_HUB_OFFLINE   as for huggingface_hub
     """
-    settings = serve_settings(host, port, memory, api_key, trust_network)
+    settings = serve_settings(host, port, memory, api_key, trust_network, parallel, schedule)
     if expert_cache is not None:
         from moegguf.quantities import parse_expert_cache
 
@@ -92,14 +111,20 @@ def serve(
 
 
 def serve_settings(
-    host: str | None, port: int | None, memory: str | None, api_key: str | None, trust_network: str | None = None
+    host: str | None,
+    port: int | None,
+    memory: str | None,
+    api_key: str | None,
+    trust_network: str | None = None,
+    parallel: int | None = None,
+    schedule: str | None = None,
 ) -> Settings:
     """The environment's settings, overridden by the command line's.
 
     Raises OptionError, also for an address other than loopback with neither an API key nor a trusted network.
     """
     from moegguf.quantities import parse_size
-    from moegguf.settings import parse_host, parse_networks, read_settings
+    from moegguf.settings import parse_host, parse_networks, parse_schedule, read_settings
 
     settings = read_settings()
     address = parse_host(host) if host is not None else settings.host
@@ -113,6 +138,8 @@ def serve_settings(
         settings,
         host=replace(address, port=address.port if port is None else port),
         memory_bytes=memory_bytes,
+        n_parallel=parallel or settings.n_parallel,
+        schedule=settings.schedule if schedule is None else parse_schedule(schedule),
         api_key=api_key or settings.api_key,
         trusted=settings.trusted if trust_network is None else parse_networks(trust_network),
     )

@@ -254,7 +254,8 @@ def synthesize(
     used: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Experts per layer and token.  [default: that model's]")
     ] = None,
-    tokens: Annotated[int, typer.Option(min=1, max=100_000, metavar="N", help="Decoded tokens.")] = 1024,
+    tokens: Annotated[int, typer.Option(min=1, max=100_000, metavar="N", help="Decoded tokens of a request.")] = 1024,
+    requests: Annotated[int, typer.Option(min=1, max=10_000, metavar="N", help="Requests.")] = 1,
     expert_size: Annotated[
         str, typer.Option("--expert-size", metavar="SIZE", help="Of one expert, for a modelled link.")
     ] = "1MiB",
@@ -272,9 +273,9 @@ def synthesize(
         expert_bytes = parse_size(expert_size)
     except ValueError as error:
         raise OptionError(f"--expert-size: {error}.") from None
-    made = synthesize(locality, shape_of(locality, layers, experts, used, expert_bytes), tokens, seed)
+    made = synthesize(locality, shape_of(locality, layers, experts, used, expert_bytes), tokens, seed, requests)
     write(out, made)
-    print_message(f"{out}: {tokens} tokens, {made.header.model}")
+    print_message(f"{out}: {made.n_tokens} tokens, {made.header.model}")
 
 
 @trace.command(short_help="Replay with other policies and budgets.")
@@ -371,6 +372,48 @@ def score(
         print_json(plain(table) | {"used": analysis.sample_size(full)})
     else:
         print_score(table, analysis.sample_size(full))
+
+
+@trace.command(short_help="Count what the token scheduler saves.")
+def schedule(
+    file: File,
+    batch: Annotated[
+        str, typer.Option("--batch", metavar="SIZES", help="Requests per batch, separated by commas.")
+    ] = "4,8,16",
+    paths: Annotated[
+        str,
+        typer.Option("--paths", metavar="NAME", help="Paths predicted from: recent, token-id or routing-path."),
+    ] = "recent",
+    policy: Annotated[str, typer.Option("--policy", metavar="NAME", help="Eviction policy.")] = "next-use",
+    expert_cache: Shares = "25%,50%",
+    tokens: Tokens = 0,
+    model: ModelFile = None,
+    predictors: Folder = None,
+    as_json: AsJson = False,
+) -> None:
+    """Decode the requests of TRACE in batches and count the experts: ExpertFlow's token scheduler.
+
+    Batches by oracle (by what was recorded), by predicted paths, at random, and first in, first out.
+    """
+    from moegguf.cli.trace_tables import print_schedule
+    from moegguf.plain import plain
+    from moegguf.terminal.tables import print_json
+
+    sizes, shares, full = _parse_sizes(batch), parse_shares(expert_cache), _open_analysis(file, model, predictors)
+    analysis = full.limited(tokens)
+    with showing_progress() as progress:
+        found = analysis.schedule(sizes, paths, shares, policy, progress)
+    if as_json:
+        print_json(plain(found))
+    else:
+        print_schedule(found, f"{policy}; paths: {paths}; {analysis.sample_size(full)}")
+
+
+def _parse_sizes(text: str) -> list[int]:
+    words = split([text])
+    if not words or not all(word.isascii() and word.isdigit() and int(word) for word in words):
+        raise OptionError(f"--batch takes whole numbers above 0, separated by commas, but not {text!r}.")
+    return list(dict.fromkeys(int(word) for word in words))
 
 
 @trace.command(short_help="Write an HTML report.")

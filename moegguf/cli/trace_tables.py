@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from rich.table import Table
 from rich.text import Text
@@ -16,6 +16,7 @@ from moegguf.trace.analysis import Row, gap_closed_by
 from moegguf.trace.belady import BELADY
 from moegguf.trace.oracle import ORACLE
 from moegguf.trace.score import ScoreTable
+from moegguf.trace.token_scheduler import OrderEffect
 
 WIDTH = 80
 
@@ -116,6 +117,31 @@ def _moved(row: Row) -> str:
 
 def _speed(row: Row) -> str:
     return "" if row.simulated is None or row.simulated.t_per_s is None else f"{row.simulated.t_per_s:.1f}"
+
+
+def print_schedule(found: Mapping[int, Sequence[OrderEffect]], used: str) -> None:
+    """A line per number of requests in a batch and per order of them."""
+    names = ["batch", "order", "experts", "saved", "us/step"]
+    for share in next((effect.replays for effects in found.values() for effect in effects), {}):
+        names += [f"hits {share:.0%}", "MB/token"]
+    lines = [_schedule_line(size, effects, effect) for size, effects in found.items() for effect in effects]
+    _print_table("Experts of a pass, by who shares it", names, lines, 2)
+    _print_notes(
+        "",
+        f"replayed: {used}",
+        "saved: beside fifo; us/step: of the scheduler, prediction included",
+        "oracle: by routing that nobody knows in advance: a bound, no scheduler",
+    )
+
+
+def _schedule_line(size: int, effects: Sequence[OrderEffect], effect: OrderEffect) -> Line:
+    fifo = next(other for other in effects if other.order == "fifo")
+    time_us = "" if effect.us_per_step is None else f"{effect.us_per_step:.0f}"
+    line = [str(size), effect.order, f"{effect.experts:.1f}", f"{1 - effect.experts / fifo.experts:.1%}", time_us]
+    for replay in effect.replays.values():
+        decode = replay.decode
+        line += [f"{decode.hit_rate:.1%}", f"{decode.bytes_missed / max(1, decode.tokens) / 1e6:.2f}"]
+    return line
 
 
 def print_score(scores: ScoreTable, used: str) -> None:

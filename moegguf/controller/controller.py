@@ -21,6 +21,7 @@ from moegguf.controller.judge import LiveJudge
 from moegguf.controller.policies.base import AnyPolicy, Policy
 from moegguf.controller.policies.locality import Locality
 from moegguf.controller.predictors.base import NoPrediction, Predictor
+from moegguf.controller.predictors.together import together
 from moegguf.controller.prefetch import Prefetcher, PrefetchOptions, most_prefetches
 from moegguf.controller.shape import MoeShape
 from moegguf.controller.watchdog import Watchdog
@@ -90,7 +91,7 @@ def build_controller(
         if isinstance(predictor, NoPrediction) and not options.judge:
             return None
     native = _native(policy, predictor, options)
-    return Controller(shape, policy, predictor, store, options, native)
+    return Controller(shape, policy, predictor if native else together(predictor), store, options, native)
 
 
 class Controller:

@@ -1,27 +1,50 @@
 """Routing seen so far, updated at each routing event: the input of policies and predictors.
 
 EAM, iEAM and rEAM are MoE-Infinity's (section 4.3): counts of tokens per (layer, expert), of the pass in progress and
-of the request so far, prefill and decode apart.
+of a request so far, prefill and decode apart. A pass may have tokens of several requests: its iEAM is that of all of
+them together, and each keeps its own rEAM.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from moegguf.controller.shape import MoeShape
-from moegguf.native.events import Phase, RoutingEvent
+from moegguf.native.events import Announcement, Phase, RoutingEvent
 
 Counts = npt.NDArray[np.float32]
+
+ABSENT_PASSES = 64  # a request that takes no part in so many has ended: a schedule lets it wait for fewer
+MOST_REQUESTS = 256  # whose rEAMs are kept at once: as many sequences as a context can have
+
+
+@dataclass
+class Request:
+    """The rEAM of one request, (n_layer, n_expert) per phase, and the pass of this history that it was last part of."""
+
+    prefill: Counts
+    decode: Counts
+    last_pass: int = 0
+
+    def of(self, phase: Phase) -> Counts:
+        """Its counts of this phase."""
+        return self.prefill if phase == Phase.PREFILL else self.decode
 
 
 class History:
     """Tables (n_layer, n_expert) over the routing seen so far.
 
     clock: routing events so far. last_use: clock of an expert's last use, -1 before the first. uses: routing events
-    that used it. iteration: the iEAM. prefill, decode: the rEAM of this request. il: layer of the last event. sequence:
-    the request. new_pass, new_request: whether the last event began one. finished: rEAM (prefill, decode) of the
-    request before, when the last event began a new one, else None.
+    that used it. iteration: the iEAM. prefill, decode: the rEAMs of the requests of this pass, added up. il: layer of
+    the last event. sequence: the request, of several the first. new_pass, new_request: whether the last event began
+    one. requests: by sequence, those that have not ended. finished: rEAMs (prefill, decode) of the requests that ended
+    with the last event.
+
+    Nobody says when a request ends. It has when it takes no part in ABSENT_PASSES passes, and when requests come one
+    after another: when a new one is alone in a pass, and this one was alone in the pass before.
     """
 
     def __init__(self, shape: MoeShape) -> None:
@@ -38,28 +61,78 @@ class History:
         self.phase = Phase.PREFILL
         self.new_pass = False
         self.new_request = False
-        self.finished: tuple[Counts, Counts] | None = None
+        self.requests: dict[int, Request] = {}
+        self.finished: list[tuple[Counts, Counts]] = []
+        self._n_pass = 0
+        self._present: frozenset[int] = frozenset()  # sequences of the pass
 
     def update(self, event: RoutingEvent) -> None:
         """Adds one routing event."""
-        self.finished = None
-        self.new_request = event.sequence != self.sequence
+        self.finished = []
+        parts = event.parts()
+        self.new_request = any(part.sequence not in self.requests for part in parts)
         self.new_pass = self.new_request or event.pass_ != self.pass_
-        if self.new_request:
-            self._begin_request(event)
         if self.new_pass:
+            self._n_pass += 1
             self.iteration[:] = 0
-        counts = np.bincount(event.expert_ids.ravel(), minlength=self.shape.n_expert)
+            self._take_part(frozenset(part.sequence for part in parts))
+        n_expert = self.shape.n_expert
+        for part in parts:
+            counts = np.bincount(event.expert_ids[part.rows].ravel(), minlength=n_expert)
+            self.requests[part.sequence].of(part.phase)[event.il] += counts
+            (self.prefill if part.phase == Phase.PREFILL else self.decode)[event.il] += counts
+            self.iteration[event.il] += counts
+        used = self._used(event)
         self.clock += 1
-        self.last_use[event.il, counts > 0] = self.clock
-        self.uses[event.il] += counts > 0
-        self.iteration[event.il] += counts
-        (self.prefill if event.phase == Phase.PREFILL else self.decode)[event.il] += counts
-        self.il, self.pass_, self.phase = event.il, event.pass_, event.phase
+        self.last_use[event.il, used] = self.clock
+        self.uses[event.il] += used
+        self.il, self.pass_, self.phase, self.sequence = event.il, event.pass_, event.phase, event.sequence
 
-    def _begin_request(self, event: RoutingEvent) -> None:
-        if self.sequence >= 0:
-            self.finished = self.prefill.copy(), self.decode.copy()
+    def expect(self, announcement: Announcement) -> None:
+        """Makes `prefill` and `decode` those of the requests announced, before their pass's first event."""
+        self.finished = []
+        self._take_part(frozenset(part.sequence for part in announcement.parts()))
+
+    def end_all(self) -> list[tuple[Counts, Counts]]:
+        """Ends all requests: their rEAMs (prefill, decode), the oldest first."""
+        ended = [(request.prefill, request.decode) for request in self.requests.values()]
+        self.requests.clear()
+        self._present = frozenset()
+        self._add_up()
+        return ended
+
+    def _used(self, event: RoutingEvent) -> npt.NDArray[np.bool_]:
+        used = np.zeros(self.shape.n_expert, np.bool_)
+        used[event.expert_ids.ravel()] = True
+        return used
+
+    def _take_part(self, present: frozenset[int]) -> None:
+        one_by_one = len(present) == len(self._present) == 1 and not present & self.requests.keys()
+        for sequence in self._present - present if one_by_one else ():
+            self._end(sequence)
+        for sequence in present:
+            request = self.requests.pop(sequence, None)  # and back, as the last: in order of last use
+            self.requests[sequence] = request or Request(self._empty(), self._empty())
+            self.requests[sequence].last_pass = self._n_pass
+        for sequence in [s for s, r in self.requests.items() if self._n_pass - r.last_pass > ABSENT_PASSES]:
+            self._end(sequence)
+        while len(self.requests) > max(MOST_REQUESTS, len(present)):
+            self._end(next(iter(self.requests)))
+        if present != self._present:
+            self._present = present
+            self._add_up()
+
+    def _add_up(self) -> None:
+        """The rEAMs of the pass's requests."""
         self.prefill[:] = 0
         self.decode[:] = 0
-        self.sequence = event.sequence
+        for sequence in sorted(self._present):
+            self.prefill += self.requests[sequence].prefill
+            self.decode += self.requests[sequence].decode
+
+    def _end(self, sequence: int) -> None:
+        ended = self.requests.pop(sequence)
+        self.finished.append((ended.prefill, ended.decode))
+
+    def _empty(self) -> Counts:
+        return np.zeros(self.shape.table, np.float32)

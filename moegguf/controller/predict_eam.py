@@ -32,11 +32,13 @@ class Learner(Protocol):
         """The collections, of the requests that have ended."""
 
     def learned(self, history: History) -> EamcPair:
-        """The collections, with the request in progress (the last one of the history) added. It ends with this."""
+        """The collections, with the requests in progress (those of the history) added. They end with this."""
 
 
 class PredictEam:
     """The aggregated EAM of the pass in progress: matched rEAMs summed cell by cell, rows normalised to a sum of 1.
+
+    Of several requests in a pass, the iEAM of all together is matched, and an entry is added for each that ends.
 
     The sum is unweighted, as in the paper: an entry counts by its tokens. `own_share` is not the paper's: that part of
     a row's probability comes from the request's own rEAM so far, of the same phase, because "expert reuse is limited to
@@ -55,9 +57,8 @@ class PredictEam:
         self._matches: npt.NDArray[np.intp] | None = _NO_MATCHES
 
     def update(self, history: History) -> None:
-        """Adds the last routing event of the history, and the rEAM of the request that it ended."""
-        if history.finished is not None:
-            self.eamcs.add(*history.finished)
+        """Adds the last routing event of the history, and the rEAMs of the requests that ended with it."""
+        self._learn(history)
         self._select_phase(history, history.phase)
         if history.new_pass:
             self._eamc.begin_pass()
@@ -65,7 +66,8 @@ class PredictEam:
         self._matches = None
 
     def begin_pass(self, history: History, phase: Phase) -> None:
-        """A pass of this phase begins: without matches, only the request's own rEAM counts."""
+        """A pass of this phase begins: without matches, only the requests' own rEAMs count."""
+        self._learn(history)
         self._select_phase(history, phase)
         self._matches = _NO_MATCHES
 
@@ -82,6 +84,10 @@ class PredictEam:
     def table(self) -> Float32s:
         """(n_layer, n_expert): `row` of every layer, computed ones included (reuse by the next token)."""
         return self._blend(self._eamc.total(self.matches()), self._ream)
+
+    def _learn(self, history: History) -> None:
+        for ream in history.finished:
+            self.eamcs.add(*ream)
 
     def _select_phase(self, history: History, phase: Phase) -> None:
         self._eamc = self.eamcs.of(phase)

@@ -29,6 +29,7 @@ from moegguf.native.store import ListenOptions
 from moegguf.plain import plain
 
 AUTO = "auto"
+MOST_INPUT_TOKENS = 16  # of a pass whose sequences are predicted from router inputs; larger ones use most experts
 PREFETCH_PREDICTOR, UNTRAINED_PREFETCH_PREDICTOR = "mlp", "skip"  # of prefetching by default: the most accurate ones
 
 
@@ -103,7 +104,9 @@ class LiveController:
             return
         self._paused = self.controller.native and self.controller.redundant
         self._checkpoint = CollectionCheckpoint(self.artifacts, shape)
-        self._listen_options = ListenOptions(inputs=predictor.needs_inputs, lockstep=self.options.lockstep)
+        self._listen_options = ListenOptions(
+            inputs=predictor.needs_inputs, lockstep=self.options.lockstep, max_input_tokens=MOST_INPUT_TOKENS
+        )
         self.update(self.session.plan.n_slots)
 
     def _choose(self) -> ControllerChoice:
@@ -153,7 +156,7 @@ class LiveController:
         controller = self.controller
         assert controller is not None
         controller.observe(event)
-        if controller.history.finished is not None and (learner := _learner(controller)) is not None:
+        if controller.history.finished and (learner := _learner(controller)) is not None:
             self._checkpoint.request_ended(learner.eamcs)
 
     def before_tokens(self, phase: Phase) -> None:

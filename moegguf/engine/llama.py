@@ -17,6 +17,8 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
+import numpy as np
+
 from moegguf.controller.artifacts import Artifacts
 from moegguf.controller.policies.base import Policy
 from moegguf.controller.predictors.base import Predictor
@@ -36,6 +38,7 @@ from moegguf.engine.projector import (
 from moegguf.engine.readahead import readahead
 from moegguf.engine.recording import Recording, TraceOptions
 from moegguf.engine.requests import RequestCounter, RequestLock
+from moegguf.engine.sequences import Chunk, ContextSequences, PassBatch
 from moegguf.engine.session import Session
 from moegguf.engine.stats import Stats
 from moegguf.engine.threadpool import GovernedThreads, Threadpool
@@ -43,12 +46,14 @@ from moegguf.engine.trial import try_first
 from moegguf.engine.upstream import UpstreamLlama
 from moegguf.engine.vocabulary import Vocabulary
 from moegguf.errors import CapabilityError, ClosedError, GenerationCancelled, MoeggufError, OptionError
+from moegguf.native import library
 from moegguf.native.events import Phase
 from moegguf.native.store import StoreOptions
 from moegguf.settings import read_environment
 
 Step = TypeVar("Step")
 
+_FULL = "llama_decode returned 1"
 _ABORTED = "llama_decode returned 2"  # by our abort callback: for a failure with a reason, or for cancel()
 
 
@@ -77,6 +82,9 @@ class Llama(UpstreamLlama):
             None: as the system does.
         judge: compare every prediction with the routing, without acting on it unless `prefetch`: see `decisions`.
         trace: a file to record routing in, or a `TraceOptions`.
+        n_seq_max: sequences of `n_ctx` tokens each that the context holds, for `moegguf.Engine`; this class itself
+            uses one. The property `n_seq_max` says which models have only one.
+        kv_tokens: tokens of all sequences that there is memory for. None: n_seq_max * n_ctx.
         mmproj: the model's projector, for images in messages (moegguf.generate); it is loaded with the first image.
         progress: called with 0.0 to 1.0 while the weights are read; returning False cancels the load.
         All keywords of `llama_cpp.Llama`. Without `n_threads` and `n_threads_batch` there are as many threads as
@@ -106,6 +114,8 @@ class Llama(UpstreamLlama):
         lockstep: bool = False,
         trace: str | os.PathLike[str] | TraceOptions | None = None,
         progress: Progress | None = None,
+        n_seq_max: int = 1,
+        kv_tokens: int | None = None,
         mmproj: str | os.PathLike[str] | None = None,
         **options: Any,
     ) -> None:
@@ -126,13 +136,14 @@ class Llama(UpstreamLlama):
         check_options(options, Llama)
         of = find_system(read_environment().system if system is None else system)
         chosen = ControllerOptions(*of.parts(policy, predictor, prefetch), judge, lockstep)
-        options["mmproj"] = mmproj
+        options.update(mmproj=mmproj, n_seq_max=n_seq_max, kv_tokens=kv_tokens)
         store = of.store_options() if store is None else store
         self._keywords = dict(
             model_path=model_path, expert_cache=expert_cache, system=of.name, store=store, **vars(chosen), **options
         )
         self._load_plan = load_plan = prepare(model_path, expert_cache, options, store.can_stream)
         self.layout, self.plan = load_plan.layout, load_plan.plan
+        self._n_seq_max = load_plan.n_seq_max
         try:
             try_first(self.layout, options, self._progress.wait, load_plan.projector)
             if load_plan.hooks:
@@ -159,6 +170,8 @@ class Llama(UpstreamLlama):
             self._progress.raise_reason()
             raise load_plan.failure(error) from error
         self.input_ids.fill(PLACEHOLDER)
+        if self._n_seq_max > 1:
+            self._pass_batch = PassBatch(self.n_batch)
         if load_plan.projector is not None:
             self._batch = PositionedBatch(self._batch, self._images)
 
@@ -204,7 +217,9 @@ class Llama(UpstreamLlama):
 
     @property
     def context_params(self) -> c.Structure:
-        """struct llama_context_params, with the expert hook."""
+        """struct llama_context_params, with the expert hook and the sequences."""
+        if self._n_seq_max > 1 and "_model" in self.__dict__:  # the context is created next
+            self._hold_sequences()
         if self._session is not None:
             self._session.attach_context(self._context_params)
         return self._context_params
@@ -212,6 +227,71 @@ class Llama(UpstreamLlama):
     @context_params.setter
     def context_params(self, params: c.Structure) -> None:
         self._context_params = params
+
+    @property
+    def n_seq_max(self) -> int:
+        """Sequences that the context holds: as given, or 1 for a model that has a recurrent state, that embeds, or that
+        would compute differently in a context as large as all of them."""
+        return self._n_seq_max
+
+    def _hold_sequences(self) -> None:
+        bindings, model, params = library.llama_cpp(), self._model.model, self._context_params
+        if bindings.llama_model_is_recurrent(model) or bindings.llama_model_is_hybrid(model):
+            self._n_seq_max = 1
+        else:
+            params.n_seq_max, params.n_ctx, params.kv_unified = self._n_seq_max, self._load_plan.kv_tokens, True
+
+    def n_ctx(self) -> int:
+        """Tokens of context, of one sequence."""
+        return int(self._load_plan.options["n_ctx"] if self._n_seq_max > 1 else super().n_ctx())
+
+    @cached_property
+    def sequences(self) -> ContextSequences:
+        """The KV cache by sequence; this class's own methods use sequence 0."""
+        return ContextSequences(self._ctx)
+
+    def begin_request(self) -> int:
+        """The number in routing events of a request that `eval_chunks` evaluates."""
+        return self._requests.begin()
+
+    def eval_chunks(self, chunks: Sequence[Chunk]) -> list[int] | None:
+        """Evaluates at most `n_batch` tokens of several sequences together; returns each chunk's row of logits, or None
+        when the KV cache has no room for them.
+
+        After an exception, which is one of `eval`'s, some of the tokens may be in the context: truncate the sequences.
+        """
+        return self._guarded(self._eval_chunks, chunks)  # type: ignore[no-any-return]
+
+    def _eval_chunks(self, chunks: Sequence[Chunk]) -> list[int] | None:
+        self._announce_chunks(chunks)
+        rows = self._pass_batch.fill(chunks)
+        try:
+            self._computed(lambda: self._ctx.decode(self._pass_batch), sum(len(chunk.tokens) for chunk in chunks))
+        except RuntimeError as error:
+            if str(error) == _FULL:
+                return None
+            raise
+        return rows
+
+    def _announce_chunks(self, chunks: Sequence[Chunk]) -> None:
+        if self._session is None:
+            return
+        decodes = any(chunk.phase == Phase.DECODE for chunk in chunks)
+        phase = Phase.DECODE if decodes else Phase.PREFILL
+        if self._live_controller is not None:
+            self._live_controller.before_tokens(phase)
+        lengths = [len(chunk.tokens) for chunk in chunks]
+        outputs = np.zeros(sum(lengths), np.int32)
+        outputs[np.cumsum(lengths) - 1] = [chunk.wants_logits for chunk in chunks]
+        of_chunks = np.array([(chunk.request, chunk.phase) for chunk in chunks], np.int32)
+        sequences, phases = np.repeat(of_chunks, lengths, axis=0).T
+        tokens = np.concatenate([chunk.tokens for chunk in chunks])
+        self._session.lane.announce(sequences, phases, tokens, outputs)
+
+    def clear(self) -> None:
+        """Empties all sequences."""
+        self.sequences.clear()
+        self.reset()
 
     def eval(self, tokens: Sequence[int], after_batch: Callable[[], object] | None = None) -> None:
         """Evaluates tokens, `n_batch` at a time, and calls `after_batch` after each; an exception of that ends it.
@@ -463,6 +543,7 @@ class Llama(UpstreamLlama):
             self._threadpool.close()
         self._model = self._ctx = self._batch = self.tokenizer_ = ClosedModel()
         self.__dict__.pop("vocabulary", None)
+        self.__dict__.pop("sequences", None)
         if self._session is not None:
             self._session.close()
 

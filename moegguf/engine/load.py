@@ -12,6 +12,7 @@ from moegguf.engine.batch import DEFAULT_UBATCH_TOKENS, layer_slots
 from moegguf.engine.machine import count_cpus, read_memory
 from moegguf.engine.memory import check_context, pad_context, pooling_batch_tokens
 from moegguf.engine.plan import Plan, make_plan
+from moegguf.engine.sequences import sequences_of
 from moegguf.errors import (
     AllocationError,
     BudgetError,
@@ -53,11 +54,13 @@ class LoadPlan:
     options: dict[str, Any]
     govern_threads: bool  # whether the number of threads follows the load of the machine
     projector: ProjectorHeader | None = None
+    n_seq_max: int = 1
+    kv_tokens: int = 0  # of all sequences
 
     def slots_within(self, expert_cache: Budget) -> int:
         """Slots of another budget for the loaded model. Raises BudgetError when its passes need more."""
         cache, layout = parse_expert_cache(expert_cache), self.layout
-        n_slots = make_plan(layout, cache, read_memory(), n_ctx=self.options["n_ctx"], n_ubatch=1).n_slots
+        n_slots = make_plan(layout, cache, read_memory(), n_ctx=self.kv_tokens, n_ubatch=1).n_slots
         least = layer_slots(layout, self.plan.n_ubatch, self.plan.streams)
         if n_slots < least:
             size = format_bytes_up(least * self.plan.slot_bytes)
@@ -106,12 +109,21 @@ def prepare(
     n_image = projector.one_pass_tokens if projector else 0
     if n_image > n_batch:
         n_batch = options["n_batch"] = n_image
-    plan = _plan(layout, cache, min(given, n_batch) if given else None, options, projector, streams)
+    n_seq_max, kv_tokens = _sequences(layout, options, n_batch)
+    plan = _plan(layout, cache, min(given, n_batch) if given else None, options, projector, kv_tokens, streams)
     hooks = layout.is_moe and environment.hooks
     if hooks:
         options["use_mmap"] = False
     n_ubatch = plan.n_ubatch if hooks else max(n_image, min(given or DEFAULT_UBATCH_TOKENS, n_batch))
-    return LoadPlan(path, layout, plan, hooks, n_ubatch, options, govern_threads, projector)
+    return LoadPlan(path, layout, plan, hooks, n_ubatch, options, govern_threads, projector, n_seq_max, kv_tokens)
+
+
+def _sequences(layout: ExpertLayout, options: dict[str, Any], n_batch: int) -> tuple[int, int]:
+    """Sequences of the context, and tokens of the KV cache for all of them; their options are taken out."""
+    wanted, kv_tokens, n_ctx = options.pop("n_seq_max", 1), options.pop("kv_tokens", None), options["n_ctx"]
+    n_seq_max = min(sequences_of(layout, n_ctx, 1 if options.get("embedding") else wanted), n_batch)
+    most = n_seq_max * n_ctx
+    return n_seq_max, pad_context(max(n_ctx, min(kv_tokens or most, most)))
 
 
 def _projector(options: dict[str, Any]) -> ProjectorHeader | None:
@@ -126,6 +138,7 @@ def _plan(
     n_ubatch: int | None,
     options: dict[str, Any],
     projector: ProjectorHeader | None,
+    kv_tokens: int,
     streams: bool,
 ) -> Plan:
     types = {name: value for name in ("type_k", "type_v") if (value := options.get(name)) is not None}
@@ -134,8 +147,8 @@ def _plan(
             accepted = ", ".join(f"{ggml_type(type)} ({type})" for type in KV_CACHE_TYPES)
             raise OptionError(f"{name} is {number!r}, which no KV cache can have; accepted: {accepted}.")
     memory, n_ctx = read_memory(), options["n_ctx"]
-    check_context(layout, n_ctx, memory, **types)
-    sizes = {"n_ctx": n_ctx, "n_ubatch": n_ubatch, "n_batch": options.get("n_batch", N_BATCH)}
+    check_context(layout, kv_tokens, memory, **types)
+    sizes = {"n_ctx": n_ctx, "n_ubatch": n_ubatch, "n_batch": options.get("n_batch", N_BATCH), "kv_tokens": kv_tokens}
     flags = {"flash_attn": options.get("flash_attn", False), "streams": streams}
     return make_plan(layout, cache, memory, **sizes, **flags, projector=projector, **types)
 

@@ -158,10 +158,11 @@ def choose_context(
     type_v: int = F16,
     flash_attn: bool = False,
     pool_bytes: int = 0,
+    n_seq: int = 1,
 ) -> int:
     """Tokens of context where the user gives none: the largest, up to the model's own, in a tenth of the free memory,
     or in a quarter where every expert fits beside it. Up to 4,096 tokens may take more, but never more than it leaves
-    to experts, or than `pool_bytes`, when they are given, leave to it.
+    to experts, or than `pool_bytes`, when they are given, leave to it. `n_seq`: contexts of so many tokens there are.
     """
     # The weights of a model without experts are mapped: they need not stay in memory.
     dense_bytes = layout.dense_bytes + layout.tied_output_bytes if layout.is_moe else 0
@@ -169,9 +170,9 @@ def choose_context(
     rest = available_bytes - margin_bytes(available_bytes) - dense_bytes - fixed_bytes
 
     def is_modest(n_ctx: int) -> bool:
-        if kv_bytes(layout, n_ctx, type_k, type_v) > (rest - pool_bytes if pool_bytes else rest // 2):
+        if kv_bytes(layout, n_seq * n_ctx, type_k, type_v) > (rest - pool_bytes if pool_bytes else rest // 2):
             return False
-        cost = context_bytes(layout, n_ctx, n_ubatch, type_k, type_v, flash_attn)
+        cost = context_bytes(layout, n_seq * n_ctx, n_ubatch, type_k, type_v, flash_attn)
         in_quarter = cost <= min(available_bytes // 4, rest - layout.expert_bytes)
         return n_ctx <= SMALL_CTX_TOKENS or cost <= available_bytes // 10 or in_quarter
 

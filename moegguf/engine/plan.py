@@ -72,6 +72,8 @@ class _Request:
     flash_attn: bool
     projector: ProjectorHeader | None = None
     streams: bool = False
+    n_seq: int = 1
+    kv_tokens: int | None = None
 
     @property
     def one_pass_tokens(self) -> int:
@@ -88,7 +90,8 @@ class _Request:
         return self.memory.available_bytes - self.margin_bytes
 
     def needs(self, n_ctx: int, n_ubatch: int) -> MemoryNeeds:
-        return memory_needs(self.layout, n_ctx, n_ubatch, self.type_k, self.type_v, self.flash_attn, self.projector)
+        n_kv = self.kv_tokens or n_ctx * self.n_seq
+        return memory_needs(self.layout, n_kv, n_ubatch, self.type_k, self.type_v, self.flash_attn, self.projector)
 
     def ubatches(self) -> tuple[int, ...]:
         """Tokens of a pass to choose from, most first."""
@@ -116,26 +119,31 @@ def make_plan(
     margin: int | None = None,
     projector: ProjectorHeader | None = None,
     streams: bool = True,
+    n_seq: int = 1,
+    kv_tokens: int | None = None,
 ) -> Plan:
     """The plan for running `layout` within `cache` on a machine with `memory`.
 
     n_ctx: 0 is the model's own; None: the largest that leaves most memory to experts (`memory.choose_context`).
     n_ubatch: stays as given unless the pool is too small for it; None: at most n_batch, chosen together with the slots
     (`batch.best_fit`). margin: bytes that stay free with "auto"; None: `margin_bytes`. projector: of a model that reads
-    images, too. streams: whether the store may stream experts, where the CPU's kernels can (`SlotSizes.streams`).
+    images, too. streams: whether the store may stream experts, where the CPU's kernels can (`SlotSizes.streams`). n_seq:
+    sequences of n_ctx tokens at once. kv_tokens: of all of them; None: n_seq * n_ctx.
 
     Raises BudgetError, stating the minimum, when the budget (or, for "auto", the free memory) does not hold the experts
     that one token uses in one layer, or those of an image that has to be read in one pass.
     """
     margin = margin_bytes(memory.available_bytes) if margin is None else margin
     streams = streams and slot_sizes(layout).streams
-    request = _Request(layout, memory, margin, n_ubatch, n_batch, type_k, type_v, flash_attn, projector, streams)
+    request = _Request(
+        layout, memory, margin, n_ubatch, n_batch, type_k, type_v, flash_attn, projector, streams, n_seq, kv_tokens
+    )
     reasons: list[str] = []
     options: dict[str, Any] = {"type_k": type_k, "type_v": type_v, "flash_attn": flash_attn}
     if n_ctx is None:
         pool_bytes = _given_bytes(layout, cache)
         free_bytes = memory.available_bytes - (projector.total_bytes if projector else 0)
-        n_ctx = choose_context(layout, free_bytes, request.ubatches()[0], pool_bytes=pool_bytes, **options)
+        n_ctx = choose_context(layout, free_bytes, request.ubatches()[0], pool_bytes=pool_bytes, n_seq=n_seq, **options)
         reasons += _context_reason(layout, n_ctx)
     n_ctx = pad_context(n_ctx) or default_contexts(layout)[0]
     if not layout.is_moe:

@@ -12,21 +12,17 @@ import time
 from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING, Protocol
 
-from moegguf.errors import GenerationCancelled, OptionError
-from moegguf.generate.constraint import constraint_for
+from moegguf.errors import GenerationCancelled
 from moegguf.generate.decoding import Cancellation, OnProgress, decode, prefill, reuse_prefix, shift_context
-from moegguf.generate.options import MAX_TOP_LOGPROBS
-from moegguf.generate.prompt import read_prompt
-from moegguf.generate.request import Delta, GenerationRequest, Timing, TokenLogprob
-from moegguf.generate.sampler import Sampler, logprob_of
-from moegguf.generate.transcript import new_transcript
+from moegguf.generate.request import Delta, GenerationRequest, Timing
+from moegguf.generate.sequence import SequenceState
 
 if TYPE_CHECKING:
     from moegguf.engine.llama import Llama
+    from moegguf.generate.prompt import Prompt
 
 POLL_S = 0.1  # a signal that another thread receives does not interrupt queue.get()
 CANCEL_TIMEOUT_S = 1.0
-MAX_CONTEXTS = 10  # of tokens in an answer without a limit, when the context shifts; Ollama's number
 
 
 class AnyAnswer(Protocol):
@@ -42,24 +38,25 @@ class AnyAnswer(Protocol):
 
 
 class Answer:
-    """One answer to one request, computed while its `deltas` are iterated.
+    """One answer to one request, computed while its `deltas` are iterated. `state`: of the request, where it was read
+    already.
 
-    `timing` is complete when they end, also by an exception. Raises ContextError, TemplateError, CapabilityError,
-    SchemaError and OptionError, before anything is computed.
+    `timing` is complete when they end, also by an exception. Raises what `SequenceState` raises, before anything is
+    computed.
     """
 
-    def __init__(self, llm: Llama, request: GenerationRequest) -> None:
+    def __init__(self, llm: Llama, request: GenerationRequest, state: SequenceState | None = None) -> None:
         self.llm = llm
         self.request = request
-        self.timing = Timing()
-        llm.check_generates()
-        self._prompt = read_prompt(llm, llm.vocabulary, request)
-        self.timing.cut_messages, self.timing.cut_tokens = self._prompt.cut_messages, self._prompt.cut_tokens
-        self._n_logprobs = _checked_n_logprobs(request.n_logprobs)
-        constraint = constraint_for(request, self._prompt.template, self._prompt.end, self._prompt.continuation)
-        self._sampler = Sampler(llm, request.sampling, self._prompt.text_tokens, constraint)
+        self._state = SequenceState(llm, request) if state is None else state
+        self.timing = self._state.timing
         self._cancellation = Cancellation(llm)
         self._n_clean: int | None = None  # tokens at the beginning of a shifted context, as if nothing had shifted
+
+    @property
+    def prompt(self) -> Prompt:
+        """The prompt as it is evaluated."""
+        return self._state.prompt
 
     def cancel(self) -> None:
         """Ends the answer, from any thread: the iteration ends normally, within one token.
@@ -91,74 +88,41 @@ class Answer:
             timing.stats = self.llm.stats() - before
 
     def _prefill(self, on_progress: OnProgress | None) -> None:
-        tokens, timing = self._prompt.tokens, self.timing
+        prompt, timing = self._state.prompt, self.timing
         self._cancellation.check()
-        # Reused tokens were evaluated in batches of other sizes, which changes the last bits of their K and V.
-        timing.cached_tokens = reuse_prefix(self.llm, self._prompt, enabled=self.request.sampling.seed is None)
-        prefill(self.llm, self._prompt, timing.cached_tokens, self._cancellation, on_progress)
-        timing.prompt_tokens = len(tokens) - timing.cached_tokens
+        timing.cached_tokens = reuse_prefix(self.llm, prompt, enabled=self._state.reuses_prefix)
+        prefill(self.llm, prompt, timing.cached_tokens, self._cancellation, on_progress)
+        timing.prompt_tokens = len(prompt.tokens) - timing.cached_tokens
 
     def _decode(self, start: float) -> Generator[Delta, None, None]:
         """Deltas until the model ends the answer, a stop string or the token limit is reached, or it is cancelled."""
-        timing, is_end = self.timing, self.llm.vocabulary.is_end
-        transcript = new_transcript(self.request, self._prompt, self.llm.vocabulary)
-        generated, first_stats = list[int](), None
-        shifts = self.request.shift and self.llm.can_shift and self._prompt.images is None
-        limit = self._token_limit(shifts=shifts)
+        timing, state, first_stats = self.timing, self._state, None
         try:
-            for token in decode(self.llm, self._sampler, self._cancellation, self._shift if shifts else None):
+            for token in decode(self.llm, state.sampler, self._cancellation, self._shift if state.shifts else None):
                 if first_stats is None:
                     timing.prompt_s, first_stats = time.perf_counter() - start, self.llm.stats()
-                timing.answer_tokens += 1
-                if is_end(token):
-                    timing.finish = "stop"
-                    break
-                generated.append(token)
-                delta = transcript.feed(token, self._logprob(token))
+                delta = state.accept(token)
                 if delta is not None:
-                    if delta.thinking:
-                        timing.thinking_tokens = timing.answer_tokens
                     yield delta
-                if transcript.stopped or timing.answer_tokens >= limit:
-                    timing.finish = "stop" if transcript.stopped else "length"
+                if state.ended:
                     break
             else:
-                timing.finish = "stop"
+                state.end("stop")
         except GenerationCancelled:
             pass  # text that was held back still follows
         finally:
-            timing.stop_string = transcript.stop_string
+            state.note_end()
             if self._n_clean is not None:
                 self.llm.truncate(self._n_clean)
             timing.answer_stats = self.llm.stats() - (first_stats or self.llm.stats())
-            if self.request.return_context:
-                timing.context = (*self._prompt.text_tokens, *generated)
-        if delta := transcript.end():
+        if delta := state.last_delta():
             yield delta
 
     def _shift(self) -> None:
         """Makes room in the full context. What stays was computed with what goes: only the first tokens are reused."""
-        n_keep = self.request.sampling.num_keep
-        n_first = len(self._prompt.tokens) if n_keep < 0 else n_keep + len(self.llm.vocabulary.bos_tokens)
-        self._n_clean = shift_context(self.llm, n_first)
+        self._n_clean = self._state.n_kept
+        shift_context(self.llm, self._n_clean)
         self.timing.n_shifts += 1
-
-    def _token_limit(self, *, shifts: bool) -> int:
-        n_ctx = self.llm.n_ctx()
-        most = MAX_CONTEXTS * n_ctx if shifts else n_ctx - len(self._prompt.tokens)
-        limit = self.request.sampling.max_tokens
-        return min(limit, most) if limit is not None and limit > 0 else most
-
-    def _logprob(self, token: int) -> TokenLogprob | None:
-        if self._n_logprobs is None:
-            return None
-        return logprob_of(token, self.llm, self._n_logprobs)
-
-
-def _checked_n_logprobs(n_logprobs: int | None) -> int | None:
-    if n_logprobs is not None and not 0 <= n_logprobs <= MAX_TOP_LOGPROBS:
-        raise OptionError(f"n_logprobs is a number from 0 to {MAX_TOP_LOGPROBS}, but is {n_logprobs}.")
-    return n_logprobs
 
 
 class BackgroundAnswer:

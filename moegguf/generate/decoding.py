@@ -125,8 +125,16 @@ def decode(
         evaluate((token,))
 
 
-def shift_context(llm: Llama, n_keep: int) -> int:
-    """Drops the older half of the tokens after the first `n_keep`; returns how many of those first stayed."""
-    n_keep = min(n_keep, llm.n_ctx() - MIN_SHIFTED)
-    llm.shift(n_keep, (llm.n_tokens - n_keep) // 2)
-    return n_keep
+def shifted_first(llm: Llama, n_keep: int) -> int:
+    """How many of the first `n_keep` tokens can stay when the context shifts."""
+    return min(n_keep, llm.n_ctx() - MIN_SHIFTED)
+
+
+def shift_context(llm: Llama, n_keep: int) -> None:
+    """Drops the older half of the tokens after the first `n_keep`."""
+    llm.shift(n_keep, n_shifted(llm.n_tokens, n_keep))
+
+
+def n_shifted(n_tokens: int, n_keep: int) -> int:
+    """How many tokens after the first `n_keep` a shift of `n_tokens` drops."""
+    return (n_tokens - n_keep) // 2

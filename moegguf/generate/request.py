@@ -23,7 +23,9 @@ class Sampling:
 
     temperature 0 takes the likeliest token. max_tokens None: until the model ends or the context is full (of one that
     shifts: ten times). num_keep: the first tokens, besides BOS, that stay when the context shifts; -1: the prompt. seed
-    None is random; with a seed the answer does not depend on earlier requests (no context is reused).
+    None is random; with a seed the answer does not depend on earlier requests (no context is reused). exact: computed
+    without others, from an empty context: the same bits whatever else the model is asked. Else, of a model that answers
+    several requests at once, the last bits of a logit depend on who else is in a pass.
     """
 
     temperature: float = 0.8
@@ -39,6 +41,7 @@ class Sampling:
     num_keep: int = 4
     seed: int | None = None
     stop: tuple[str, ...] = ()
+    exact: bool = False
     logit_bias: Mapping[int, float] = field(default_factory=dict)
 
 
@@ -117,7 +120,8 @@ class PromptProgress:
 class Timing:
     """Counts and times of an answer. `prompt_tokens`: those evaluated; `cached_tokens`: those of the prompt that were
     reused from the context. `thinking_tokens`: those of the answer up to the end of its thinking. `stop_string`: that
-    which ended the answer. `stats` covers the whole answer, `answer_stats` the part after its first token.
+    which ended the answer. `stats` covers the whole answer, `answer_stats` the part after its first token; both count
+    all that the model computed meanwhile, for other answers too where it computes several at once.
     `cut_messages`, `cut_tokens`: of the prompt, left out to fit the context. `n_shifts`: how often the context was full
     and lost its older half. `context`: tokens of prompt and answer, with `return_context`.
     """

@@ -25,9 +25,10 @@ if TYPE_CHECKING:
     from moegguf.engine.llama import Llama
 
 
-def logprob_of(token: int, llm: Llama, n_top: int) -> TokenLogprob:
-    """The log probability of `token` after the last pass, and of the `n_top` likeliest tokens, which may include it."""
-    logits = np.ctypeslib.as_array(llm._ctx.get_logits_ith(-1), shape=(llm.n_vocab(),))
+def logprob_of(token: int, llm: Llama, n_top: int, row: int = -1) -> TokenLogprob:
+    """The log probability of `token` by a row of the last pass's logits, and of the `n_top` likeliest tokens, which may
+    include it."""
+    logits = np.ctypeslib.as_array(llm._ctx.get_logits_ith(row), shape=(llm.n_vocab(),))
     most = logits.max()
     log_total = most + np.log(np.exp(logits - most, dtype=np.float64).sum())
     top = np.argpartition(logits, -n_top)[-n_top:] if n_top else np.empty(0, np.intp)
@@ -87,28 +88,29 @@ class Sampler:
                 )
         return dict(sampling.logit_bias)
 
-    def sample(self) -> int | None:
-        """The next token. None when the answer is complete and the model has no end-of-generation token.
+    def sample(self, row: int = -1) -> int | None:
+        """The next token, by that row of the last pass's logits; -1: the last one. None when the answer is complete and
+        the model has no end-of-generation token.
 
         Raises SchemaError when the constraint allows no token of finite logit.
         """
         if self._matcher is None:
-            return int(self._chain.sample(self._llm._ctx))
-        token = self._apply()
+            return int(self._chain.sample(self._llm._ctx, row))
+        token = self._apply(row)
         if not self._matcher.allows(token):
             allowed = self._matcher.mask()
             if not allowed.any():
                 return None
-            token = self._apply(allowed)
+            token = self._apply(row, allowed)
         self._chain.accept(token)
         if not self._llm.vocabulary.is_end(token):
             self._matcher.accept(token)
         return token
 
-    def _apply(self, allowed: npt.NDArray[np.bool_] | None = None) -> int:
+    def _apply(self, row: int, allowed: npt.NDArray[np.bool_] | None = None) -> int:
         """A token by the samplers, not yet accepted by them; [n_vocab] `allowed` masks the others."""
         array, candidates = self._candidates, self._candidates.candidates
-        array.copy_logits(np.ctypeslib.as_array(self._llm._ctx.get_logits_ith(-1), shape=(self._n_vocab,)))
+        array.copy_logits(np.ctypeslib.as_array(self._llm._ctx.get_logits_ith(row), shape=(self._n_vocab,)))
         candidates.selected = -1
         if allowed is not None:
             logits = array.candidates_data.logit

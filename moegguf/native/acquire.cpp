@@ -35,6 +35,23 @@ void Lane::fail(moegguf_status status, int il, int expert, const std::string & w
     failed = true;
 }
 
+// Sequence and phase of an event's tokens, of a pass of several sequences. The last layer may be computed for fewer
+// tokens than the pass has: those whose logits are wanted.
+bool Lane::gather(int n_event_tokens) {
+    if (first_token < 0 || sequences.empty()) {
+        return false;
+    }
+    event_sequences.clear();
+    event_phases.clear();
+    for (int i = first_token; i < first_token + n_tokens; i++) {
+        if (n_event_tokens == n_tokens || outputs[i]) {
+            event_sequences.push_back(sequences[i]);
+            event_phases.push_back(phases[i]);
+        }
+    }
+    return (int)event_sequences.size() == n_event_tokens;
+}
+
 std::unique_ptr<Lane> Acquire::open_lane() {
     Lock lock(shared_.mutex);
     auto lane = std::make_unique<Lane>(store_, lane_ids_, layout_.n_expert_max);
@@ -73,6 +90,10 @@ void Acquire::announce_tokens(Lane & lane, const moegguf_tokens_event & event) {
     lane.phase = event.phase;
     lane.next_token = 0;
     lane.n_announced = event.n_tokens;
+    const int n_batched = event.sequences ? event.n_tokens : 0;
+    lane.sequences.assign(event.sequences, event.sequences + n_batched);
+    lane.phases.assign(event.phases, event.phases + n_batched);
+    lane.outputs.assign(event.outputs, event.outputs + n_batched);
     lane.il = Lane::between_passes;
     if (forecaster_.on()) {
         const int token = event.n_tokens == 1 ? event.tokens[0] : -1;
@@ -124,9 +145,11 @@ void Acquire::acquire(Lane & lane, int il, int32_t * ids, int n_expert_used, int
     if (events_.on()) {
         // Victims are chosen before the listener gets this event, so that its scores act from the next one on. This
         // may wait for space in the ring, which the listener may need the lock to make: it is not held here.
-        events_.routing({lane.pass, start, lane.id, il, n_tokens, n_expert_used, lane.sequence, lane.phase,
-                         lane.first_token, routed.n_embd, ids, routed.weights,
-                         events_.wants_inputs(n_tokens) ? routed.inputs : nullptr});
+        const bool batched = lane.gather(n_tokens);
+        events_.routing(
+            {lane.pass, start, lane.id, il, n_tokens, n_expert_used, lane.sequence, lane.phase, lane.first_token,
+             routed.n_embd, ids, routed.weights, events_.wants_inputs(n_tokens) ? routed.inputs : nullptr,
+             batched ? lane.event_sequences.data() : nullptr, batched ? lane.event_phases.data() : nullptr});
     }
     if (placed) {
         wait(lane, wait_kinds);

@@ -1,6 +1,7 @@
 // api.cpp: the C ABI over the store. The only place where exceptions become status codes.
 #include "store.h"
 
+#include <algorithm>
 #include <cstring>
 #include <new>
 
@@ -269,17 +270,23 @@ int moegguf_lane_replay(moegguf_lane * lane, const moegguf_routing * routing, in
     });
 }
 
-int moegguf_lane_announce(moegguf_lane * lane, int32_t sequence, int32_t phase, const int32_t * tokens,
-                          int32_t n_tokens) {
+int moegguf_lane_announce(moegguf_lane * lane, const moegguf_tokens_event * tokens) {
     return guarded([&] {
-        if (n_tokens < 0 || (n_tokens > 0 && !tokens) || phase < MOEGGUF_PREFILL || phase > MOEGGUF_DECODE) {
+        moegguf_tokens_event event = given(tokens);
+        const auto known = [](int32_t phase) { return phase == MOEGGUF_PREFILL || phase == MOEGGUF_DECODE; };
+        if (event.n_tokens < 0 || (event.n_tokens > 0 && !event.tokens) || !known(event.phase)) {
             throw Error(MOEGGUF_INVALID, "an announcement has a phase and its tokens");
+        }
+        if (!event.sequences != !event.phases || !event.sequences != !event.outputs ||
+            (event.phases && !std::all_of(event.phases, event.phases + event.n_tokens, known))) {
+            throw Error(MOEGGUF_INVALID, "tokens of several sequences have a sequence, a phase and an output each");
         }
         Lane & l = *given(lane).lane;
         if (l.store.shared.forked()) { // a thread of the parent may hold the lock
             throw Error(MOEGGUF_FORKED, "the model was loaded in the parent process");
         }
-        l.store.acquire.announce_tokens(l, {l.id, sequence, phase, n_tokens, tokens});
+        event.lane = l.id;
+        l.store.acquire.announce_tokens(l, event);
     });
 }
 

@@ -78,10 +78,14 @@ void Events::tokens(const moegguf_tokens_event & event) {
     if (!listener_.on_tokens) {
         return;
     }
-    if (Record * record = claim(Kind::tokens, sizeof(int32_t) * event.n_tokens, lock, true)) {
+    const size_t n_batched = event.sequences ? event.n_tokens : 0;
+    if (Record * record = claim(Kind::tokens, sizeof(int32_t) * (event.n_tokens + 3 * n_batched), lock, true)) {
         fill(*record, [&] {
             record->tokens = event;
             record->ids.assign(event.tokens, event.tokens + event.n_tokens);
+            record->sequences.assign(event.sequences, event.sequences + n_batched);
+            record->phases.assign(event.phases, event.phases + n_batched);
+            record->outputs.assign(event.outputs, event.outputs + n_batched);
         });
     }
 }
@@ -94,13 +98,16 @@ void Events::routing(const moegguf_routing_event & event) {
     if (!listener_.on_routing) {
         return;
     }
-    const size_t bytes = sizeof(int32_t) * n_ids + sizeof(float) * (n_weights + n_inputs);
+    const size_t n_batched = event.sequences ? event.n_tokens : 0;
+    const size_t bytes = sizeof(int32_t) * (n_ids + 2 * n_batched) + sizeof(float) * (n_weights + n_inputs);
     if (Record * record = claim(Kind::routing, bytes, lock, true)) {
         fill(*record, [&] {
             record->routing = event;
             record->ids.assign(event.expert_ids, event.expert_ids + n_ids);
             record->weights.assign(event.weights, event.weights + n_weights);
             record->inputs.assign(event.inputs, event.inputs + n_inputs);
+            record->sequences.assign(event.sequences, event.sequences + n_batched);
+            record->phases.assign(event.phases, event.phases + n_batched);
         });
     }
 }
@@ -163,12 +170,17 @@ void Events::deliver(const Record & record) const {
     if (record.kind == Kind::tokens) {
         moegguf_tokens_event event = record.tokens;
         event.tokens = record.ids.data();
+        event.sequences = record.sequences.empty() ? nullptr : record.sequences.data();
+        event.phases = record.phases.empty() ? nullptr : record.phases.data();
+        event.outputs = record.outputs.empty() ? nullptr : record.outputs.data();
         listener_.on_tokens(user, &event);
     } else if (record.kind == Kind::routing) {
         moegguf_routing_event event = record.routing;
         event.expert_ids = record.ids.data();
         event.weights = record.weights.empty() ? nullptr : record.weights.data();
         event.inputs = record.inputs.empty() ? nullptr : record.inputs.data();
+        event.sequences = record.sequences.empty() ? nullptr : record.sequences.data();
+        event.phases = record.phases.empty() ? nullptr : record.phases.data();
         listener_.on_routing(user, &event);
     } else {
         listener_.on_residency(user, &record.residency);

@@ -50,6 +50,9 @@ class Events {
         std::vector<int32_t> ids; // these keep their memory from use to use, unless it is large
         std::vector<float> weights;
         std::vector<float> inputs;
+        std::vector<int32_t> sequences; // of tokens of several sequences, as phases and outputs
+        std::vector<int32_t> phases;
+        std::vector<int32_t> outputs;
         size_t bytes = 0;
     };
     using Lock = std::unique_lock<std::mutex>;

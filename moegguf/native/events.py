@@ -19,16 +19,33 @@ class Phase(IntEnum):
     DECODE = 1
 
 
+class Part(NamedTuple):
+    """The tokens of one sequence and phase: `rows`, their indices in ascending order, or all of them."""
+
+    sequence: int
+    phase: Phase
+    rows: npt.NDArray[np.intp] | slice
+
+
 class Announcement(NamedTuple):
     """Tokens that are about to be evaluated, before their first routing event. May become several passes (ubatches).
 
-    `sequence` counts requests: it changes when a new request begins. `tokens` is (n_tokens,).
+    `sequence` counts requests: each has its own. `tokens` is (n_tokens,). sequences, phases, outputs (n_tokens,): each
+    token's sequence and phase, and whether its logits are wanted; None where all are of `sequence` and `phase`. Of
+    several, `sequence` is the first token's, and `phase` is DECODE where all of them decode.
     """
 
     lane: int
     sequence: int
     phase: Phase
     tokens: Int32s
+    sequences: Int32s | None = None
+    phases: Int32s | None = None
+    outputs: Int32s | None = None
+
+    def parts(self) -> list[Part]:
+        """The tokens by sequence and phase."""
+        return _parts(self, len(self.tokens))
 
 
 class RoutingEvent(NamedTuple):
@@ -37,7 +54,9 @@ class RoutingEvent(NamedTuple):
     expert_ids (n_tokens, n_expert_used); weights the same shape, the factors the experts' outputs get, or None when not
     listened for; inputs (n_tokens, n_embd), the vectors that entered the router, or None. `first_token` is the pass's
     first token within its announcement; -1 when its tokens were never announced. llama.cpp computes the last layer
-    only for tokens whose logits are wanted: n_tokens may be smaller there, and these are the pass's last tokens.
+    only for tokens whose logits are wanted: n_tokens may be smaller there, and these are the pass's last tokens unless
+    their announcement says which. sequences, phases (n_tokens,): of these tokens, None where all are of `sequence` and
+    `phase`, which are the announcement's.
     """
 
     pass_: int
@@ -50,6 +69,12 @@ class RoutingEvent(NamedTuple):
     expert_ids: Int32s
     weights: Float32s | None = None
     inputs: Float32s | None = None
+    sequences: Int32s | None = None
+    phases: Int32s | None = None
+
+    def parts(self) -> list[Part]:
+        """The tokens by sequence and phase."""
+        return _parts(self, len(self.expert_ids))
 
 
 class Residency(NamedTuple):
@@ -60,3 +85,13 @@ class Residency(NamedTuple):
     expert: int
     slot: int
     resident: bool
+
+
+def _parts(event: Announcement | RoutingEvent, n_tokens: int) -> list[Part]:
+    """In order of first appearance."""
+    if event.sequences is None or event.phases is None:
+        return [Part(event.sequence, event.phase, slice(0, n_tokens))]
+    rows: dict[tuple[int, int], list[int]] = {}
+    for row, key in enumerate(zip(event.sequences.tolist(), event.phases.tolist(), strict=True)):
+        rows.setdefault(key, []).append(row)
+    return [Part(sequence, Phase(phase), np.array(of, np.intp)) for (sequence, phase), of in rows.items()]

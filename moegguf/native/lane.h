@@ -25,6 +25,8 @@ struct Lane {
     // The first failure of a pass is kept; from then on its slot ids are all 0.
     void fail(moegguf_status status, int il, int expert, const std::string & why);
 
+    bool gather(int n_event_tokens); // into event_sequences and event_phases; false: all tokens are of `sequence`
+
     Store & store;
     const int id;
     int il = between_passes; // the layer computing now
@@ -35,6 +37,11 @@ struct Lane {
     int first_token = -1;
     int next_token = 0;
     int n_announced = 0;
+    std::vector<int32_t> sequences; // [n_announced], as phases and outputs, where there are several; else empty
+    std::vector<int32_t> phases;
+    std::vector<int32_t> outputs;
+    std::vector<int32_t> event_sequences; // [n_tokens] of an event, as event_phases: scratch
+    std::vector<int32_t> event_phases;
     std::vector<int> pinned;           // slots, all of one layer
     uint8_t chunks = 0;                // matrices of that layer: an announcement changes il, and not what is waited for
     std::vector<int> distinct;         // experts of this routing event, in order of first choice

@@ -130,6 +130,9 @@ class TokensEvent(c.Structure):
         ("phase", c.c_int32),
         ("n_tokens", c.c_int32),
         ("tokens", c.c_void_p),
+        ("sequences", c.c_void_p),
+        ("phases", c.c_void_p),
+        ("outputs", c.c_void_p),
     ]
 
 
@@ -150,6 +153,8 @@ class RoutingEventStruct(c.Structure):
         ("expert_ids", c.c_void_p),
         ("weights", c.c_void_p),
         ("inputs", c.c_void_p),
+        ("sequences", c.c_void_p),
+        ("phases", c.c_void_p),
     ]
 
 
@@ -294,7 +299,7 @@ _STATUS_CALLS: dict[str, list[Any]] = {
         c.c_void_p,
     ],
     "moegguf_lane_replay": [c.c_void_p, c.POINTER(Routing), c.POINTER(c.c_int64)],
-    "moegguf_lane_announce": [c.c_void_p, c.c_int32, c.c_int32, c.c_void_p, c.c_int32],
+    "moegguf_lane_announce": [c.c_void_p, c.POINTER(TokensEvent)],
     "moegguf_lane_failure": [c.c_void_p, c.POINTER(Failure), c.c_int],
 }
 

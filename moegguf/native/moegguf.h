@@ -233,13 +233,17 @@ struct moegguf_routing {
     const uint64_t * compute_ns;   // [n_events], modelled time that passes after each; NULL: none
 };
 
-// Tokens about to be evaluated, as announced. Pointers in events are valid during the callback only.
+// Tokens about to be evaluated, in that order. Pointers in events are valid during the callback only. Tokens of several
+// sequences have all three arrays [n_tokens] behind `tokens`, others none.
 struct moegguf_tokens_event {
-    int32_t lane;
-    int32_t sequence; // counts requests
-    int32_t phase;    // enum moegguf_phase
+    int32_t lane;     // of events; announcements need none
+    int32_t sequence; // counts requests; of a batch: of its first token
+    int32_t phase;    // enum moegguf_phase; of a batch: MOEGGUF_DECODE where all of its tokens decode
     int32_t n_tokens;
-    const int32_t * tokens; // [n_tokens]
+    const int32_t * tokens;    // [n_tokens]
+    const int32_t * sequences; // NULL: all of `sequence`
+    const int32_t * phases;    // NULL: all of `phase`
+    const int32_t * outputs;   // 1: its logits are wanted; llama.cpp computes the last layer for these alone
 };
 
 // What the router chose at one layer in one pass.
@@ -257,6 +261,8 @@ struct moegguf_routing_event {
     const int32_t * expert_ids; // [n_tokens][n_expert_used]
     const float * weights;      // [n_tokens][n_expert_used], or NULL
     const float * inputs;       // what entered the router, [n_tokens][n_embd], or NULL
+    const int32_t * sequences;  // [n_tokens] as announced, NULL: all of `sequence`
+    const int32_t * phases;     // likewise
 };
 
 struct moegguf_residency_event {
@@ -353,8 +359,8 @@ MOEGGUF_API void moegguf_lane_close(moegguf_lane * lane);
 MOEGGUF_API int moegguf_lane_acquire(moegguf_lane * lane, int32_t il, const int32_t * expert_ids, int32_t n_expert_used,
                                      int32_t n_tokens, const float * inputs, int32_t n_embd, int32_t * slot_ids);
 MOEGGUF_API int moegguf_lane_replay(moegguf_lane * lane, const struct moegguf_routing * routing, int64_t * n_done);
-MOEGGUF_API int moegguf_lane_announce(moegguf_lane * lane, int32_t sequence, int32_t phase, const int32_t * tokens,
-                                      int32_t n_tokens); // before they are evaluated; n_tokens 0: nothing is known
+// Before tokens are evaluated; n_tokens 0: nothing is known.
+MOEGGUF_API int moegguf_lane_announce(moegguf_lane * lane, const struct moegguf_tokens_event * tokens);
 MOEGGUF_API int moegguf_lane_failure(moegguf_lane * lane, struct moegguf_failure * failure, int clear);
 MOEGGUF_API void moegguf_lane_chain(moegguf_lane * lane, ggml_backend_sched_eval_callback next, void * user);
 

@@ -96,7 +96,21 @@ def _array(address: int | None, dtype: type, rows: int, columns: int) -> Any:
 
 def _announcement(event: library.TokensEvent) -> Announcement:
     tokens = np.frombuffer(c.string_at(event.tokens, 4 * event.n_tokens), np.int32)
-    return Announcement(event.lane, event.sequence, _PHASES[event.phase], tokens)
+    of_tokens = (_row(address, event.n_tokens) for address in (event.sequences, event.phases, event.outputs))
+    return Announcement(event.lane, event.sequence, _PHASES[event.phase], tokens, *of_tokens)
+
+
+def _row(address: int | None, n: int) -> Any:
+    """A copy of n integers; None for no address."""
+    return np.frombuffer(c.string_at(address, 4 * n), np.int32) if address else None
+
+
+def _of_each(tokens: Int32s, values: npt.ArrayLike) -> Int32s:
+    """(n_tokens,): one value for all, or one of each. Raises OptionError."""
+    try:
+        return np.ascontiguousarray(np.broadcast_to(np.asarray(values, np.int32), tokens.shape))
+    except ValueError as error:
+        raise OptionError(f"{tokens.size} tokens have a sequence, a phase and an output each: {error}.") from error
 
 
 def _routing(event: library.RoutingEventStruct) -> RoutingEvent:
@@ -106,6 +120,8 @@ def _routing(event: library.RoutingEventStruct) -> RoutingEvent:
         _array(event.expert_ids, np.int32, n_tokens, n_used),
         _array(event.weights, np.float32, n_tokens, n_used),
         _array(event.inputs, np.float32, n_tokens, event.n_embd),
+        _row(event.sequences, n_tokens),
+        _row(event.phases, n_tokens),
     )  # fmt: skip
 
 
@@ -488,10 +504,26 @@ class Lane:
         )  # fmt: skip
         check(self._library.moegguf_lane_replay(self.handle, c.byref(routing), c.byref(c.c_int64())))
 
-    def announce(self, sequence: int, phase: Phase, tokens: Sequence[int] | Int32s) -> None:
-        """Gives the listener the tokens evaluated next, and routing events their request and phase."""
+    def announce(
+        self,
+        sequence: int | npt.ArrayLike,
+        phase: Phase | npt.ArrayLike,
+        tokens: npt.ArrayLike,
+        outputs: npt.ArrayLike | None = None,
+    ) -> None:
+        """Gives the listener the tokens evaluated next, and routing events their requests and phases.
+
+        sequence, phase: of all tokens, or of each (n_tokens,). outputs (n_tokens,): whose logits are wanted; None: of
+        all. Raises OptionError.
+        """
         ids = np.ascontiguousarray(tokens, np.int32)
-        check(self._library.moegguf_lane_announce(self.handle, sequence, phase, ids.ctypes.data, ids.size))
+        columns = [_of_each(ids, column) for column in (sequence, phase, 1 if outputs is None else outputs)]
+        several = any((column != column[:1]).any() for column in columns[:2])
+        of_first = columns[0][0] if ids.size else sequence
+        of_all = columns[1].min() if ids.size else phase
+        arrays = (column.ctypes.data if several else None for column in columns)
+        event = library.TokensEvent(0, of_first, of_all, ids.size, ids.ctypes.data, *arrays)
+        check(self._library.moegguf_lane_announce(self.handle, c.byref(event)))
 
     def take_failure(self) -> library.Failure | None:
         """Why the last pass failed, once; None when it did not."""

@@ -4,9 +4,10 @@ Every change calls `dispatch`, which visits all models and starts what is due: g
 an idle model. It never waits; loads and unloads run as tasks that call `dispatch` at their end.
 
 Rules. Names of the same files and load options share a process; an option that a request leaves out is that of the
-last request of its name, and a request for a longer context loads the model again. Requests of a model run one at a
-time, in order of arrival. A model that is not loaded is loaded when it fits the memory budget; idle models are
-unloaded for it, least recently used first; else it gets fewer expert slots; else it waits until a busy model is idle.
+last request of its name, and a request for a longer context loads the model again. Requests of a model are granted in
+order of arrival, as many at once as its process answers together. A model that is not loaded is loaded when it fits the
+memory budget; idle models are unloaded for it, least recently used first; else it gets fewer expert slots; else it
+waits until a busy model is idle.
 Loads start in the order of their oldest request. Requests for loaded models may overtake a load that waits for
 memory, for OVERTAKE_S at most. A running answer is never interrupted.
 """
@@ -101,8 +102,8 @@ class Dispatcher:
 
     def release(self, model: ManagedModel, waiter: Waiter) -> None:
         """Ends the use of a model. Idempotent."""
-        if model.exclusive_user is waiter:
-            model.exclusive_user = None
+        if waiter in model.answering:
+            model.answering.remove(waiter)
         elif waiter in model.shared_users:
             model.shared_users.remove(waiter)
         else:
@@ -172,20 +173,21 @@ class Dispatcher:
             model.waiters.remove(waiter)
             model.uses.pop(waiter.name, None)
             waiter.grant()
-        if not model.waiters or model.exclusive_user is not None:
-            return
-        first = model.waiters[0]
-        if first.purpose is Purpose.UNLOAD or not model.serves(first):
-            if not model.shared_users:
-                self._start_unload(model)
-        elif not self._is_overtaking(first):
-            model.exclusive_user = first
+        while model.waiters and len(model.answering) < model.ready.n_parallel:
+            first = model.waiters[0]
+            if first.purpose is Purpose.UNLOAD or not model.serves(first):
+                if not model.in_use:
+                    self._start_unload(model)
+                return
+            if self._is_overtaking(first):
+                return
+            model.answering.add(first)
             self._grant(model, first)
 
     def _grant(self, model: ManagedModel, waiter: Waiter) -> None:
         model.waiters.remove(waiter)
         self._use(model, waiter)
-        model.n_requests += waiter.purpose is Purpose.EXCLUSIVE
+        model.n_requests += waiter.purpose is Purpose.ANSWER
         model.last_used_s = self._now()
         waiter.grant()
 

@@ -84,8 +84,8 @@ class Snapshot:
     """State of all experts of a loaded model, sampled a few times a second while a client watches.
 
     Per layer with experts (`layers`: their il) and expert, row by row: `state` 0 absent, 1 loading, 2 resident;
-    `uses` and `loads` since the previous snapshot, at most 255. `stats` since load; `tokens_per_s` of the current
-    answer, 0 when idle.
+    `uses` and `loads` since the previous snapshot, at most 255. `stats` since load; `tokens_per_s` of all
+    answers together, 0 when idle.
     """
 
     model: str

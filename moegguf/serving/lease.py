@@ -112,7 +112,7 @@ class Lease:
         if beside_answers:
             return self._process.request(kind, **fields)
         assert self._acquired is not None
-        if self._acquired[1].purpose is not Purpose.EXCLUSIVE:
+        if self._acquired[1].purpose is not Purpose.ANSWER:
             raise OptionError("this lease was taken with will_answer=False; take another one.")
         self._request = self._process.request(kind, self._release, **fields)
         return self._request

@@ -37,9 +37,10 @@ class State(Enum):
 
 
 class Purpose(Enum):
-    """What a waiter needs: the model alone to generate, the model shared with others, or the model unloaded."""
+    """What a waiter needs: to generate, of which a model does a number at once; to use the model beside that; or the
+    model unloaded."""
 
-    EXCLUSIVE = "exclusive"
+    ANSWER = "answer"
     SHARED = "shared"
     UNLOAD = "unload"
 
@@ -52,7 +53,7 @@ class Waiter:
     entry: ModelEntry
     overrides: LoadOverrides
     keep_alive_s: float
-    purpose: Purpose = Purpose.EXCLUSIVE
+    purpose: Purpose = Purpose.ANSWER
     on_progress: Callable[[float], object] = lambda fraction: None
     ticket: int = field(default_factory=lambda: next(_tickets))
     since_s: float = field(default_factory=lambda: asyncio.get_running_loop().time())
@@ -129,7 +130,7 @@ class ManagedModel:
         self.uses: dict[str, NameUse] = {}
         self.state = State.ABSENT
         self.waiters: list[Waiter] = []
-        self.exclusive_user: Waiter | None = None
+        self.answering: set[Waiter] = set()
         self.shared_users: set[Waiter] = set()
         self.expiry: asyncio.TimerHandle | None = None
         self.process: WorkerProcess | None = None
@@ -160,7 +161,7 @@ class ManagedModel:
 
     def expires_s(self, name: str) -> float:
         """When `name` gives the model up (the event loop's clock); inf while requests of that name use it or wait."""
-        requests = (*self.waiters, *self.shared_users, *filter(None, [self.exclusive_user]))
+        requests = (*self.waiters, *self.shared_users, *self.answering)
         if any(waiter.name == name and waiter.purpose is not Purpose.UNLOAD for waiter in requests):
             return math.inf
         return self.uses[name].last_used_s + self.uses[name].keep_alive_s
@@ -172,13 +173,12 @@ class ManagedModel:
 
     def can_forget(self, name: str) -> bool:
         """Whether a request to unload `name` ends only the name's use: others use it, and no answer is under `name`."""
-        answers = self.exclusive_user is not None and self.exclusive_user.name == name
-        return self.has_others(name) and not answers
+        return self.has_others(name) and not any(waiter.name == name for waiter in self.answering)
 
     @property
     def in_use(self) -> bool:
         """Whether a request uses it."""
-        return self.exclusive_user is not None or bool(self.shared_users)
+        return bool(self.answering or self.shared_users)
 
     @property
     def idle(self) -> bool:
@@ -240,7 +240,7 @@ class ManagedModel:
             size_bytes=self.size_bytes,
             vram_bytes=0,
             expires=latest([name.expires for name in names]),
-            busy=self.exclusive_user is not None,
+            busy=bool(self.answering),
             stopping=self.stopping,
             queue=sum(w.purpose is not Purpose.UNLOAD for w in self.waiters),
             n_requests=self.n_requests,

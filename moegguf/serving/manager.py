@@ -83,7 +83,7 @@ class ModelManager:
             self._dispatcher.check_open()
             entry = await self._find(name)
             idle_s = self._settings.keep_alive_s if keep_alive_s is None else keep_alive_s
-            purpose = Purpose.EXCLUSIVE if will_answer else Purpose.SHARED
+            purpose = Purpose.ANSWER if will_answer else Purpose.SHARED
             return Waiter(entry, with_entry_parameters(entry, overrides), idle_s, purpose, on_progress)
 
         return Lease(self._dispatcher, new_waiter)

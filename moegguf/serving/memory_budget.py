@@ -13,6 +13,7 @@ from moegguf.engine.batch import DEFAULT_UBATCH_TOKENS, layer_slots
 from moegguf.engine.machine import Memory, read_memory
 from moegguf.engine.memory import choose_context, margin_bytes, pad_context, pooling_batch_tokens
 from moegguf.engine.plan import Plan, make_plan
+from moegguf.engine.sequences import sequences_of
 from moegguf.errors import BudgetError
 from moegguf.gguf.reader import ggml_type
 from moegguf.models.details import layout_of, projector_of
@@ -122,12 +123,14 @@ def measure(entry: ModelEntry, overrides: LoadOverrides, settings: Settings, lim
         default_n_ctx = pad_context(settings.n_ctx)
     else:
         free_bytes = limit_bytes - (projector.total_bytes if projector else 0)
-        default_n_ctx = choose_context(layout, free_bytes, DEFAULT_UBATCH_TOKENS, **options)
+        n_seq = sequences_of(layout, 1, settings.n_parallel)
+        default_n_ctx = choose_context(layout, free_bytes, DEFAULT_UBATCH_TOKENS, n_seq=n_seq, **options)
     n_ctx = pad_context(overrides.n_ctx) if overrides.n_ctx else default_n_ctx
+    n_seq_max = sequences_of(layout, n_ctx, settings.n_parallel)
     embedding = is_embedding(layout.metadata)
     n_batch = overrides.n_batch or (pooling_batch_tokens(n_ctx) if embedding else DEFAULT_UBATCH_TOKENS)
     options |= {"n_ctx": n_ctx, "n_batch": n_batch, "n_ubatch": n_batch if embedding else None, "margin": 0}
-    options["projector"] = projector
+    options |= {"projector": projector, "n_seq": n_seq_max}
 
     def plan(cache: ExpertCache, n_bytes: int = _UNLIMITED) -> Plan:
         return make_plan(layout, cache, Memory(n_bytes, n_bytes, "the models' budget"), **options)
@@ -138,6 +141,8 @@ def measure(entry: ModelEntry, overrides: LoadOverrides, settings: Settings, lim
             path=str(entry.path),
             mmproj=str(projector.path) if projector else None,
             n_ctx=n_ctx,
+            n_seq_max=n_seq_max,
+            schedule=settings.schedule,
             n_batch=n_batch,
             n_ubatch=chosen.n_ubatch,
             n_threads=overrides.n_threads,

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moegguf.engine.llama import Llama
+from moegguf.generate.batching import BatchLoop
 from moegguf.serving.events import MAX_SNAPSHOTS_PER_S, Snapshot
 
 _MAX_COUNT = 255
@@ -18,15 +19,12 @@ Uint32s = npt.NDArray[np.uint32]
 
 
 class SnapshotSender:
-    """Calls `send` with a `Snapshot` at the rate set by `watch`. `answer_tokens`: tokens of the current answer so far,
-    None when idle."""
+    """Calls `send` with a `Snapshot` of a model, and of the `loop` that uses it, at the rate set by `watch`."""
 
-    def __init__(
-        self, name: str, llm: Llama, answer_tokens: Callable[[], int | None], send: Callable[[Snapshot], None]
-    ) -> None:
+    def __init__(self, name: str, llm: Llama, loop: BatchLoop, send: Callable[[Snapshot], None]) -> None:
         self._name = name
         self._llm = llm
-        self._answer_tokens = answer_tokens
+        self._loop = loop
         self._send = send
         self._start_s = time.monotonic()
         self._layers = [layer.il for layer in llm.layout.layers]
@@ -76,7 +74,6 @@ class SnapshotSender:
             activity = session.store.activity()
             previous, self._previous = self._previous or activity, activity
             uses, loads = (self._difference(*pair) for pair in zip(activity, previous, strict=True))
-        n_tokens = self._answer_tokens()
         return Snapshot(
             model=self._name,
             layers=tuple(self._layers) if session is not None else (),
@@ -85,18 +82,16 @@ class SnapshotSender:
             uses=uses,
             loads=loads,
             stats=self._llm.stats(),
-            busy=n_tokens is not None,
-            tokens_per_s=self._speed(n_tokens, now_s),
+            busy=self._loop.n_running > 0,
+            tokens_per_s=self._speed(self._loop.n_answer_tokens, now_s),
             seconds=now_s - self._start_s,
         )
 
     def _difference(self, now: Uint32s, previous: Uint32s) -> bytes:
         return np.minimum(now[self._layers] - previous[self._layers], _MAX_COUNT).astype(np.uint8).tobytes()
 
-    def _speed(self, n_tokens: int | None, now_s: float) -> float:
-        """Tokens per second since the previous snapshot, or since this answer began after it."""
+    def _speed(self, n_tokens: int, now_s: float) -> float:
+        """Tokens per second of all answers since the previous snapshot."""
         previous, since_s = self._previous_tokens
-        self._previous_tokens = (n_tokens or 0, now_s)
-        if not n_tokens:
-            return 0.0
-        return max(0, n_tokens - previous if n_tokens >= previous else n_tokens) / max(now_s - since_s, 1e-3)
+        self._previous_tokens = (n_tokens, now_s)
+        return max(0, n_tokens - previous) / max(now_s - since_s, 1e-3)

@@ -36,11 +36,14 @@ EVENTS: dict[str, type[Delta] | type[PromptProgress]] = {kind.__name__: kind for
 @dataclass(frozen=True)
 class LoadConfig:
     """The model that a worker loads, and how. `expert_cache_bytes` is None for a model without experts; `type_k` and
-    `type_v` are ggml type numbers."""
+    `type_v` are ggml type numbers. `n_ctx`: of each of the `n_seq_max` sequences. `schedule`: which of these compute
+    in a step."""
 
     name: str
     path: str
     n_ctx: int
+    n_seq_max: int = 1
+    schedule: str = "fifo"
     mmproj: str | None = None
     n_batch: int = 512
     n_ubatch: int = 512
@@ -55,10 +58,12 @@ class LoadConfig:
 
 @dataclass(frozen=True)
 class Ready:
-    """The reply of a worker that has loaded its model. `plan`: moegguf.engine.plan.Plan as JSON."""
+    """The reply of a worker that has loaded its model. `plan`: moegguf.engine.plan.Plan as JSON. `n_parallel`: requests
+    that it answers at once."""
 
     n_ctx: int
     plan: Mapping[str, Any] = field(default_factory=dict)
+    n_parallel: int = 1
 
 
 def encode(message: Mapping[str, Any]) -> bytes:

@@ -1,9 +1,9 @@
-"""A process that holds one model and runs one request at a time: `python -m moegguf.serving.worker FD`.
+"""A process that holds one model and answers requests, several at once: `python -m moegguf.serving.worker FD`.
 
 Messages arrive on the socket inherited as FD; the process exits when the socket closes, so that none outlives a killed
-server. The main thread loads and computes; a second one reads messages, so that an answer can be cancelled; a third one
-counts tokens of conversations, which may render slowly; a fourth one sends snapshots while a client watches. Scheduling
-is dispatcher.py's.
+server. The main thread loads and computes (`BatchLoop`); a second one reads messages, so that an answer can be
+cancelled; a third one counts tokens of conversations, which may render slowly; a fourth one sends snapshots while a
+client watches. Which requests are sent is dispatcher.py's.
 """
 
 from __future__ import annotations
@@ -17,18 +17,20 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import fields
 from typing import Any
 
 from moegguf.engine.llama import Llama
 from moegguf.engine.vocabulary import to_utf8
 from moegguf.errors import MoeggufError
-from moegguf.generate.answer import Answer
+from moegguf.generate.batched_answer import BatchedAnswer, Task
+from moegguf.generate.batching import BatchLoop
 from moegguf.generate.embedding import embed
+from moegguf.generate.grouped_schedule import make_schedule
 from moegguf.generate.prompt import count_prompt
-from moegguf.generate.request import Delta, GenerationRequest, PromptProgress
+from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, Timing
 from moegguf.quantities import ExpertCache
 from moegguf.serving.delta_buffer import INTERVAL_S, DeltaBuffer
 from moegguf.serving.events import Snapshot
@@ -48,10 +50,10 @@ class Worker:
         self._send_lock = threading.Lock()
         self._counts: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
-        self._state_lock = threading.Lock()  # of the three below
-        self._running: tuple[int, Answer | Llama] | None = None
-        self._cancelled: set[int] = set()
+        self._jobs: dict[int, BatchedAnswer | Task] = {}  # by request, until they end
+        self._jobs_lock = threading.RLock()
         self._closing = False
+        self._loop: BatchLoop | None = None
         self._llm: Llama | None = None
         self._snapshots: SnapshotSender | None = None
 
@@ -63,8 +65,7 @@ class Worker:
         if message is None or not self._load(build(LoadConfig, message["config"])):
             return
         try:
-            while (message := self._messages.get()) is not None:
-                self._run_request(message)
+            self._answer_messages()
         except (BrokenPipeError, ConnectionResetError):
             pass  # the server closed the socket during a send
         finally:
@@ -89,6 +90,8 @@ class Worker:
         kind = message["kind"]
         if kind == "cancel":
             self._cancel(message["id"])
+        elif kind in ("generate", "embed"):
+            self._submit(message)
         elif kind == "watch" and self._snapshots is not None:
             self._snapshots.watch(message["per_s"])
         elif kind == "tokenize":  # the vocabulary is read-only, so this need not wait for the current answer
@@ -118,19 +121,17 @@ class Worker:
         return count_prompt(self._model, self._model.vocabulary, build(GenerationRequest, message["generation"]))
 
     def _cancel(self, request_id: int) -> None:
-        with self._state_lock:
-            if self._running is not None and self._running[0] == request_id:
-                self._running[1].cancel()
-            else:
-                self._cancelled.add(request_id)  # it may still be in the queue
+        with self._jobs_lock:
+            job = self._jobs.get(request_id)
+        if job is not None and self._loop is not None:
+            self._loop.cancel(job)
 
     def _on_socket_closed(self) -> None:
         """Cancels what runs; exits after EXIT_GRACE_S if it does not stop."""
-        with self._state_lock:
-            self._closing = True
-            if self._running is not None:
-                self._running[1].cancel()
+        self._closing = True
         self._messages.put(None)
+        if self._loop is not None:
+            self._loop.close()
         timer = threading.Timer(EXIT_GRACE_S, os._exit, (1,))
         timer.daemon = True
         timer.start()
@@ -147,8 +148,9 @@ class Worker:
             if not isinstance(error, MoeggufError):
                 raise
             return False
-        self._snapshots = SnapshotSender(config.name, llm, self._answer_tokens, self._send_snapshot)
-        self._send("ready", ready=Ready(llm.n_ctx(), plan_fields(llm)), **self._statistics())
+        self._loop = loop = BatchLoop(llm, make_schedule(config.schedule, llm))
+        self._snapshots = SnapshotSender(config.name, llm, loop, self._send_snapshot)
+        self._send("ready", ready=Ready(llm.n_ctx(), plan_fields(llm), llm.n_seq_max), **self._statistics())
         return True
 
     def _load_progress_sender(self) -> Callable[[float], bool]:
@@ -161,64 +163,60 @@ class Worker:
 
         return send
 
-    def _prompt_progress_sender(self, request_id: int) -> Callable[[PromptProgress], None]:
-        is_due = every(PROGRESS_S, time.monotonic())
+    def _answer_messages(self) -> None:
+        assert self._loop is not None
+        if self._closing:  # the socket closed before there was a loop to end
+            self._loop.close()
+        self._loop.run()
 
-        def send(progress: PromptProgress) -> None:
-            if is_due() or progress.n_done == progress.n_tokens:
-                self._send_event(request_id, progress)
+    def _submit(self, message: Message) -> None:
+        """Begins to answer, or to embed. The server sends such a message after "ready" only."""
+        begin: Callable[[Message], BatchedAnswer | Task]
+        begin = self._generate if message["kind"] == "generate" else self._embed
+        try:
+            with self._jobs_lock:  # it may end at once
+                self._jobs[message["id"]] = begin(message)
+        except MoeggufError as error:
+            self._end(message["id"], error=encode_error(error))
 
-        return send
+    def _generate(self, message: Message) -> BatchedAnswer:
+        assert self._loop is not None
+        events = Events(message["id"], stream=message["stream"], send=self._send_event, end=self._end_answer)
+        return self._loop.submit(build(GenerationRequest, message["generation"]), events)
 
-    def _run_request(self, message: Message) -> None:
-        handlers = {"generate": self._generate, "embed": self._embed}
-        self._reply(handlers[message["kind"]], message)
+    def _end_answer(self, request_id: int, timing: Timing, error: Exception | None) -> None:
+        if error is None:
+            self._end(request_id, value=timing)
+        else:
+            self._end(request_id, error=_encoded(error))
+
+    def _embed(self, message: Message) -> Task:
+        llm = self._model
+
+        def run() -> None:
+            try:
+                self._reply(self._vectors, message)
+            finally:
+                llm.resume()
+
+        assert self._loop is not None
+        return self._loop.submit_task(run, llm.cancel)
+
+    def _vectors(self, message: Message) -> Any:
+        return embed(self._model, message["inputs"], truncate=message["truncate"], normalize=message["normalize"])
 
     def _reply(self, handler: Callable[[Message], Any], message: Message) -> None:
         """Sends the handler's result or error, with the statistics after it."""
         try:
             outcome = {"value": handler(message)}
-        except MoeggufError as error:
-            outcome = {"error": encode_error(error)}
         except Exception as error:
-            traceback.print_exc()
-            outcome = {"error": encode_error(error)}
-        self._send("end", id=message["id"], **outcome, **self._statistics())
+            outcome = {"error": _encoded(error)}
+        self._end(message["id"], **outcome)
 
-    def _generate(self, message: Message) -> Any:
-        """Sends the deltas of an answer; returns its timing."""
-        request_id, stream = message["id"], message["stream"]
-        answer = Answer(self._model, build(GenerationRequest, message["generation"]))
-        buffer = DeltaBuffer(lambda delta: self._send_event(request_id, delta), INTERVAL_S if stream else math.inf)
-        with self._cancellable(request_id, answer):
-            on_progress = self._prompt_progress_sender(request_id) if stream else None
-            for i, delta in enumerate(answer.deltas(on_progress)):
-                buffer.put(delta)
-                if stream and i == 0:
-                    time.sleep(FIRST_DELTA_PAUSE_S)
-            buffer.flush()
-        return answer.timing
-
-    def _embed(self, message: Message) -> Any:
-        llm = self._model
-        with self._cancellable(message["id"], llm):
-            try:
-                return embed(llm, message["inputs"], truncate=message["truncate"], normalize=message["normalize"])
-            finally:
-                llm.resume()
-
-    @contextmanager
-    def _cancellable(self, request_id: int, task: Answer | Llama) -> Iterator[None]:
-        with self._state_lock:
-            self._running = request_id, task
-            if request_id in self._cancelled or self._closing:
-                task.cancel()
-        try:
-            yield
-        finally:
-            with self._state_lock:
-                self._running = None
-                self._cancelled = {other for other in self._cancelled if other > request_id}
+    def _end(self, request_id: int, **outcome: Any) -> None:
+        with self._jobs_lock:
+            self._jobs.pop(request_id, None)
+        self._send("end", id=request_id, **outcome, **self._statistics())
 
     def _send_event(self, request_id: int, event: Delta | PromptProgress) -> None:
         self._send("event", id=request_id, **{type(event).__name__: event})
@@ -231,13 +229,6 @@ class Worker:
     def _statistics(self) -> Message:
         return {"stats": self._model.stats(), "decisions": self._model.decisions()}
 
-    def _answer_tokens(self) -> int | None:
-        """Tokens of the current answer so far; None when idle."""
-        running = self._running
-        if running is None:
-            return None
-        return running[1].timing.answer_tokens if isinstance(running[1], Answer) else 0
-
     def _send_snapshot(self, snapshot: Snapshot) -> None:
         self._send("snapshot", snapshot=snapshot, decisions=self._model.decisions())
 
@@ -245,6 +236,50 @@ class Worker:
         if self._snapshots is not None:
             self._snapshots.close()
         self._model.close()
+
+
+def _encoded(error: Exception) -> Message:
+    if not isinstance(error, MoeggufError):
+        traceback.print_exception(error)
+    return encode_error(error)
+
+
+class Events:
+    """Sends an answer's events to the server, in the manner of `AnswerEvents`; without `stream` one delta, last."""
+
+    def __init__(
+        self,
+        request_id: int,
+        *,
+        stream: bool,
+        send: Callable[[int, Delta | PromptProgress], None],
+        end: Callable[[int, Timing, Exception | None], object],
+    ) -> None:
+        self._id = request_id
+        self._stream = stream
+        self._send = send
+        self._end = end
+        self._buffer = DeltaBuffer(lambda delta: send(request_id, delta), INTERVAL_S if stream else math.inf)
+        self._is_first = True
+        self._progress_is_due = every(PROGRESS_S, time.monotonic())
+
+    def on_progress(self, progress: PromptProgress) -> None:
+        """Sends it, unless the last one is recent."""
+        if self._stream and (self._progress_is_due() or progress.n_done == progress.n_tokens):
+            self._send(self._id, progress)
+
+    def on_delta(self, delta: Delta) -> None:
+        """Sends it, or keeps it for a moment."""
+        self._buffer.put(delta)
+        if self._stream and self._is_first:
+            time.sleep(FIRST_DELTA_PAUSE_S)
+        self._is_first = False
+
+    def on_end(self, timing: Timing, error: Exception | None) -> None:
+        """Sends what is left, and the end."""
+        if error is None:
+            self._buffer.flush()
+        self._end(self._id, timing, error)
 
 
 def every(interval_s: float, last_s: float) -> Callable[[], bool]:
@@ -272,6 +307,7 @@ def open_model(config: LoadConfig, progress: Callable[[float], object]) -> Llama
         mmproj=config.mmproj,
         expert_cache=cache,
         n_ctx=config.n_ctx,
+        n_seq_max=config.n_seq_max,
         n_batch=config.n_batch,
         n_ubatch=config.n_ubatch,
         flash_attn=config.flash_attn,

@@ -1,7 +1,8 @@
 """The server's side of one worker process: start, load, requests, exit. On one event loop.
 
 Every request ends: with the worker's reply, or with a WorkerError when the process exits. Cancelling needs no waiting:
-a worker that does not stop within CANCEL_GRACE_S is killed. Scheduling is dispatcher.py's.
+a worker that does not stop within CANCEL_GRACE_S is killed, unless it also answers requests that are not cancelled.
+Scheduling is dispatcher.py's.
 """
 
 from __future__ import annotations
@@ -90,11 +91,20 @@ class PendingRequest:
             if kind == "value":
                 return
 
+    @property
+    def cancelled(self) -> bool:
+        """Whether it is to end."""
+        return self._kill_timer is not None
+
     def cancel(self) -> None:
         """Sends a cancel to the worker, and kills it when it does not stop. No effect on a request that has ended."""
-        if self.ended or self._kill_timer is not None:
+        if self.ended or self.cancelled:
             return
         self._kill_timer = self._on_cancel()
+
+    def wait_longer(self, kill_timer: asyncio.TimerHandle) -> None:
+        """The worker has more time to end it, up to this timer."""
+        self._kill_timer = kill_timer
 
     def put(self, kind: str, value: Any) -> None:
         """Adds an event (`kind` "event"), or the end ("value", "error")."""
@@ -241,8 +251,17 @@ class WorkerProcess:
 
     def _cancel(self, request_id: int) -> asyncio.TimerHandle:
         self.send("cancel", id=request_id)
-        reason = "it did not stop after a cancel"
-        return asyncio.get_running_loop().call_later(CANCEL_GRACE_S, self.kill, reason)
+        return self._kill_timer(request_id)
+
+    def _kill_timer(self, request_id: int) -> asyncio.TimerHandle:
+        return asyncio.get_running_loop().call_later(CANCEL_GRACE_S, self._kill_stuck, request_id)
+
+    def _kill_stuck(self, request_id: int) -> None:
+        """Kills a process that does not end a cancelled request; while it has others, one may be in a long pass."""
+        if all(request.cancelled for request in self._requests.values()):
+            self.kill("it did not stop after a cancel")
+        else:
+            self._requests[request_id].wait_longer(self._kill_timer(request_id))
 
     def kill(self, reason: str) -> None:
         """Kills the process; its requests get `reason` in their error."""

@@ -20,6 +20,7 @@ from moegguf.controller.policies.base import LRU, AnyPolicy
 from moegguf.controller.predictors import PREDICTORS, make_predictor
 from moegguf.controller.predictors.base import NoPrediction, Predictor
 from moegguf.controller.prefetch import PrefetchOptions
+from moegguf.controller.routing_paths import PATHS, RoutingPaths, make_paths
 from moegguf.controller.systems import SYSTEMS, find_system
 from moegguf.errors import OptionError
 from moegguf.gguf.experts import read_layout
@@ -31,7 +32,7 @@ from moegguf.trace.report import PolicyTable, Recovery, Report, ScheduleTable, S
 from moegguf.trace.reuse import reuse
 from moegguf.trace.score import ScoreTable, score
 from moegguf.trace.simulate import SimOptions, SimResult, Simulation, fitted, slots_of
-from moegguf.trace.token_scheduler import measure
+from moegguf.trace.token_scheduler import OrderEffect, compare
 from moegguf.trace.trace import Setting, Trace
 
 ALL = "all"
@@ -59,10 +60,9 @@ def sample_sequences(trace: Trace, n_tokens: int) -> list[int]:
 
     The first request of every kind is among them.
     """
-    lengths = np.diff(trace.pass_start) * (trace.pass_phase == Phase.DECODE)
     decoded_tokens = dict.fromkeys(trace.sequences(), 0)
-    for sequence, length in zip(trace.pass_sequence.tolist(), lengths.tolist(), strict=True):
-        decoded_tokens[sequence] += length
+    for sequence in trace.sequence_of[trace.phase_of == Phase.DECODE].tolist():
+        decoded_tokens[sequence] += 1
     kinds: dict[str, list[int]] = {}
     for sequence in decoded_tokens:
         kinds.setdefault(trace.header.labels.get(sequence, ""), []).append(sequence)
@@ -240,6 +240,10 @@ class TraceAnalysis:
             raise OptionError(f"{name!r} reads the inputs of the routers: record the trace with --inputs.")
         return predictor
 
+    def paths(self, name: str) -> RoutingPaths:
+        """New routing paths of this name, for the token scheduler. Raises OptionError."""
+        return make_paths(name, self.trace.shape, self.artifacts)
+
     def simulate(
         self,
         policies: Sequence[str],
@@ -333,6 +337,26 @@ class TraceAnalysis:
             scores=tuple(one for table in tables for one in table.scores),
             controls=tuple(one for table in tables for one in table.controls),
         )
+
+    def schedule(
+        self,
+        batch_sizes: Sequence[int],
+        paths: str,
+        shares: Sequence[float],
+        policy: str = LRU.name,
+        progress: Progress = no_progress,
+    ) -> dict[int, list[OrderEffect]]:
+        """{requests per batch: what each order of them uses and hits}, by the predicted paths of this name.
+
+        Raises OptionError for unknown names, and for a batch that the trace has too few requests for.
+        """
+        shape, step = self.trace.shape, step_reporter(progress, "batches", len(batch_sizes))
+        self.paths(paths)  # before any work
+        slots, found = {share: slots_of(shape, share) for share in shares}, dict[int, list[OrderEffect]]()
+        for size in batch_sizes:
+            step(f"of {size} requests")
+            found[size] = compare(self.trace, size, partial(self.paths, paths), slots, partial(self.policy, policy))
+        return found
 
     def save(self, rows: Sequence[Row], reported: Sequence[Row]) -> Path:
         """Saves decode hit rates where `policy="auto"` finds them; returns the path.
@@ -444,16 +468,15 @@ def _recovery(analysis: TraceAnalysis, policies: Sequence[str], progress: Progre
 
 
 def _schedule(analysis: TraceAnalysis, progress: Progress) -> ScheduleTable | None:
-    """Distinct experts per batch in order of arrival, at random, and by the token scheduler."""
-    table: dict[int, dict[str, float]] = {}
-    step = step_reporter(progress, "batches", len(BATCHES))
+    """Distinct experts per batch, by each order of requests that the token scheduler is compared with."""
+    n_decoding = len(analysis.trace.decode().sequences())
+    paths = next(name for name in reversed(PATHS) if not analysis.why_not(analysis.paths, name))
+    table, step = dict[int, dict[str, float]](), step_reporter(progress, "batches", len(BATCHES))
     for batch in BATCHES:
         step(f"of {batch} requests")
-        try:
-            effect = measure(analysis.trace, batch)
-        except OptionError:
-            continue
-        table[batch] = {"arrival": effect.in_order, "random": effect.shuffled, "scheduled": effect.scheduled}
+        if 2 * batch <= n_decoding:
+            effects = compare(analysis.trace, batch, partial(analysis.paths, paths), {})
+            table[batch] = {effect.order: effect.experts for effect in effects}
     return ScheduleTable(table) if table else None
 
 

@@ -57,11 +57,14 @@ _LIMITS = {
 
 @dataclass(frozen=True)
 class Block:
-    """One block of a trace file: how many passes and tokens it has, and whether the router's inputs are in it."""
+    """One block of a trace file: how many passes and tokens it has, and whether it holds the router's inputs, and
+    the request and phase of each token, where some of its passes have tokens of several.
+    """
 
     n_pass: int
     n_tokens: int
     inputs: bool
+    batches: bool
 
 
 @dataclass(frozen=True)
@@ -94,7 +97,7 @@ class FileHeader:
             "inputs": self.inputs,
             "n_pass": self.n_pass,
             "n_tokens": self.n_tokens,
-            "blocks": [[block.n_pass, block.n_tokens, int(block.inputs)] for block in self.blocks],
+            "blocks": [[one.n_pass, one.n_tokens, int(one.inputs), int(one.batches)] for one in self.blocks],
         }
         try:
             data = json.dumps(facts, allow_nan=False).encode()
@@ -113,10 +116,11 @@ def decode(data: bytes) -> FileHeader:
     if not isinstance(raw, dict) or raw.get("format") != FORMAT:
         _fail("format", f"must be {FORMAT!r}; this is another kind of file")
     version = _int(raw, "version", 0, 1 << 31)
-    if version != TRACE_VERSION:
-        _fail("version", f"must be {TRACE_VERSION}, but is {version}; this moegguf cannot read it")
+    if not 1 <= version <= TRACE_VERSION:
+        _fail("version", f"must be 1 to {TRACE_VERSION}, but is {version}; this moegguf cannot read it")
     weights, inputs = _bool(raw, "weights"), _bool(raw, "inputs")
-    found = FileHeader(_shape(raw.get("shape")), _facts(raw), weights, inputs, _blocks(raw.get("blocks"), inputs))
+    blocks = _blocks(raw.get("blocks"), inputs, version)
+    found = FileHeader(_shape(raw.get("shape")), _facts(raw), weights, inputs, blocks)
     for key, expected in (("n_pass", found.n_pass), ("n_tokens", found.n_tokens)):
         if _int(raw, key, 0, MAX_TOKENS) != expected:
             _fail(key, f"is {raw[key]}, but its blocks have {expected}")
@@ -186,19 +190,21 @@ def _sequence(key: str) -> int:
     return int(key)
 
 
-def _blocks(raw: object, inputs: bool) -> tuple[Block, ...]:
+def _blocks(raw: object, inputs: bool, version: int) -> tuple[Block, ...]:
     if not isinstance(raw, list) or len(raw) > MAX_BLOCKS:
         _fail("blocks", f"must be a list of at most {MAX_BLOCKS}, but is {raw!r:.40}")
-    return tuple(_block(item, inputs) for item in raw)
+    return tuple(_block(item, inputs, version) for item in raw)
 
 
-def _block(raw: object, inputs: bool) -> Block:
-    if not isinstance(raw, list) or len(raw) != 3 or any(type(value) is not int for value in raw):
-        _fail("blocks", f"must be [passes, tokens, inputs], but one is {raw!r:.40}")
-    n_pass, n_tokens, has_inputs = raw
-    if not (0 < n_pass <= n_tokens <= MAX_TOKENS and has_inputs in ((0, 1) if inputs else (0,))):
+def _block(raw: object, inputs: bool, version: int) -> Block:
+    n_fields = 3 if version == 1 else 4  # version 1 had no passes of several requests
+    if not isinstance(raw, list) or len(raw) != n_fields or any(type(value) is not int for value in raw):
+        _fail("blocks", f"must be [passes, tokens, inputs, batches], but one is {raw!r:.40}")
+    n_pass, n_tokens, has_inputs, batches = (*raw, 0)[:4]
+    flags = has_inputs in ((0, 1) if inputs else (0,)) and batches in (0, 1)
+    if not (0 < n_pass <= n_tokens <= MAX_TOKENS and flags):
         _fail("blocks", f"have at least a pass and a token per pass, but one is {raw!r:.40}")
-    return Block(n_pass, n_tokens, bool(has_inputs))
+    return Block(n_pass, n_tokens, bool(has_inputs), bool(batches))
 
 
 def check(trace: Trace) -> None:
@@ -213,8 +219,11 @@ def check(trace: Trace) -> None:
     _require(((tokens >= -1) & (tokens < n_vocab)).all(), "tokens", f"must be from -1 to below {n_vocab}")
     _require(((ids >= -1) & (ids < n_expert)).all(), "expert_ids", f"must be from -1 to below {n_expert}")
     _require(_has_uniform_counts(ids), "expert_ids", "must be as many for each token of a layer, followed by -1")
+    _require((trace.phase_of <= max(Phase)).all(), "token_phase", f"must be at most {max(Phase):d}")
     _require(
-        _computes_last_tokens(ids, starts), "expert_ids", "must be those of a pass's last tokens where some are missing"
+        _computes_last_tokens(ids, starts, _of_one(trace)),
+        "expert_ids",
+        "must be those of a pass's last tokens where some are missing",
     )
 
 
@@ -230,10 +239,21 @@ def _has_uniform_counts(ids: npt.NDArray[np.int16]) -> bool:
     return bool((used[:, :, 1:] <= used[:, :, :-1]).all() and (chosen == (chosen[:, :, :1] & used)).all())
 
 
-def _computes_last_tokens(ids: npt.NDArray[np.int16], pass_start: npt.NDArray[np.int64]) -> bool:
-    """Whether, within each pass, the tokens that a layer was computed for are the last ones."""
+def _of_one(trace: Trace) -> npt.NDArray[np.bool_]:
+    """(n_tokens,): whether all tokens of its pass are of the pass's request and phase."""
+    lengths = np.diff(trace.pass_start)
+    of_pass = np.repeat(np.stack([trace.pass_sequence, trace.pass_phase]), lengths, axis=1)
+    other = (of_pass != np.stack([trace.sequence_of, trace.phase_of])).any(axis=0)
+    others = np.diff(np.concatenate([[0], np.cumsum(other)])[trace.pass_start])
+    return np.repeat(others == 0, lengths)
+
+
+def _computes_last_tokens(
+    ids: npt.NDArray[np.int16], pass_start: npt.NDArray[np.int64], of_one: npt.NDArray[np.bool_]
+) -> bool:
+    """Whether, within each pass of one request, the tokens that a layer was computed for are the last ones."""
     computed = ids[:, :, 0] >= 0
-    ends = computed[:, :-1] & ~computed[:, 1:]
+    ends = computed[:, :-1] & ~computed[:, 1:] & of_one[:-1]
     ends[:, pass_start[1:-1] - 1] = False  # the next token belongs to another pass
     return not bool(ends.any())
 
@@ -241,7 +261,7 @@ def _computes_last_tokens(ids: npt.NDArray[np.int16], pass_start: npt.NDArray[np
 Spec = dict[str, tuple[npt.DTypeLike, tuple[int, ...]]]
 
 
-def _spec(shape: MoeShape, n_pass: int, n_tokens: int, *, weights: bool, inputs: bool) -> Spec:
+def _spec(shape: MoeShape, n_pass: int, n_tokens: int, *, weights: bool, inputs: bool, batches: bool) -> Spec:
     """Type and shape of each array of so many passes and tokens."""
     chosen = (len(shape.layers), n_tokens, shape.n_expert_used)
     spec: Spec = {
@@ -257,6 +277,8 @@ def _spec(shape: MoeShape, n_pass: int, n_tokens: int, *, weights: bool, inputs:
         spec["weights"] = (np.float16, chosen)
     if inputs:
         spec["inputs"] = (np.float16, (len(shape.layers), n_tokens, shape.n_embd))
+    if batches:
+        spec |= {"token_sequence": (np.int32, (n_tokens,)), "token_phase": (np.uint8, (n_tokens,))}
     return spec
 
 
@@ -300,7 +322,8 @@ class TraceWriter:
     def add(self, block: Trace) -> None:
         """Appends the passes of `block`, whose inputs may be None. Raises TraceError."""
         has_inputs = block.inputs is not None
-        spec = _spec(self.shape, block.n_pass, block.n_tokens, weights=self.weights, inputs=has_inputs)
+        batches = block.token_sequence is not None
+        spec = _spec(self.shape, block.n_pass, block.n_tokens, weights=self.weights, inputs=has_inputs, batches=batches)
         if (has_inputs and not self.inputs) or len(self._blocks) == MAX_BLOCKS:
             raise TraceError(f"{self.path.name}: block {len(self._blocks)} does not fit; open the writer for it.")
         for name, (dtype, shape) in spec.items():
@@ -312,7 +335,7 @@ class TraceWriter:
                 self._write(name, getattr(block, name))
         except OSError as error:
             self._raise_write_error(error)
-        self._blocks.append(Block(block.n_pass, block.n_tokens, has_inputs))
+        self._blocks.append(Block(block.n_pass, block.n_tokens, has_inputs, batches))
 
     def close(self, header: TraceHeader) -> None:
         """Writes the header and renames the file to PATH. Raises TraceError."""
@@ -366,7 +389,8 @@ def write(path: str | os.PathLike[str], trace: Trace) -> None:
 def _split(trace: Trace) -> Iterator[Trace]:
     """The trace in parts of at most BLOCK_BYTES, or of one pass."""
     weights, inputs = trace.weights is not None, trace.inputs is not None
-    token_bytes = _spec_bytes(_spec(trace.shape, 0, 1, weights=weights, inputs=inputs))
+    batches = trace.token_sequence is not None
+    token_bytes = _spec_bytes(_spec(trace.shape, 0, 1, weights=weights, inputs=inputs, batches=batches))
     most_tokens = max(1, BLOCK_BYTES // token_bytes)
     first = 0
     while first < trace.n_pass:
@@ -397,11 +421,13 @@ def read(path: str | os.PathLike[str], max_bytes: int = MAX_TRACE_BYTES) -> Trac
 def _read(archive: zipfile.ZipFile, max_bytes: int) -> Trace:
     header = _read_header(archive)
     specs = [
-        _spec(header.shape, block.n_pass, block.n_tokens, weights=header.weights, inputs=block.inputs)
-        for block in header.blocks
+        _spec(header.shape, one.n_pass, one.n_tokens, weights=header.weights, inputs=one.inputs, batches=one.batches)
+        for one in header.blocks
     ]
     _check_members(archive.infolist(), specs)
-    spec = _spec(header.shape, header.n_pass, header.n_tokens, weights=header.weights, inputs=header.inputs)
+    batches = any(block.batches for block in header.blocks)
+    sizes = header.shape, header.n_pass, header.n_tokens
+    spec = _spec(*sizes, weights=header.weights, inputs=header.inputs, batches=batches)
     if _spec_bytes(spec) > max_bytes:
         raise TraceError(f"holds {_spec_bytes(spec)} bytes, at most {max_bytes} are allowed; record a shorter one.")
     # Zeros, not empty: blocks may lack inputs, and untouched pages take no memory.
@@ -411,6 +437,8 @@ def _read(archive: zipfile.ZipFile, max_bytes: int) -> Trace:
         for name, (dtype, shape) in block_spec.items():
             part = _load(archive, _member(name, number), np.dtype(dtype), shape)
             _copy_block(arrays[name], name, part, first_pass, slice(first_token, first_token + block.n_tokens))
+        if batches and not block.batches:
+            _fill_in(arrays, slice(first_pass, first_pass + block.n_pass))
         first_pass, first_token = first_pass + block.n_pass, first_token + block.n_tokens
     trace = Trace(header.shape, header.header, **arrays)
     check(trace)
@@ -469,7 +497,14 @@ def _copy_block(target: npt.NDArray[Any], name: str, part: npt.NDArray[Any], fir
         target[first_pass : first_pass + len(part)] = part + tokens.start
     elif name.startswith("pass_"):
         target[first_pass : first_pass + len(part)] = part
-    elif name == "tokens":
+    elif name.startswith("token"):
         target[tokens] = part
     else:
         target[:, tokens] = part
+
+
+def _fill_in(arrays: dict[str, Any], passes: slice) -> None:
+    """The request and phase of each token, of passes that have one of each."""
+    starts = arrays["pass_start"][passes.start : passes.stop + 1]
+    for of_token, of_pass in (("token_sequence", "pass_sequence"), ("token_phase", "pass_phase")):
+        arrays[of_token][starts[0] : starts[-1]] = np.repeat(arrays[of_pass][passes], np.diff(starts))

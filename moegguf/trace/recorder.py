@@ -25,8 +25,6 @@ BLOCK_PASSES = 256
 
 T = TypeVar("T")
 
-_NO_TOKENS = np.empty(0, np.int32)
-
 
 class _LayerRouting(NamedTuple):
     row: int
@@ -43,7 +41,7 @@ class _Pass:
     phase: Phase
     first_token: int
     time_ns: int
-    announced: Int32s
+    announced: Announcement | None
     layers: list[_LayerRouting] = field(default_factory=list)
 
     @property
@@ -55,11 +53,35 @@ class _Pass:
     def has_inputs(self) -> bool:
         return any(layer.inputs is not None for layer in self.layers)
 
-    def tokens(self, n_tokens: int) -> Int32s:
+    def tokens(self) -> Int32s:
         """(n_tokens,), -1 where they were not announced."""
-        found = np.full(n_tokens, -1, np.int32)
-        if self.first_token >= 0:
-            known = self.announced[self.first_token : self.first_token + len(found)]
+        return self._announced(None if self.announced is None else self.announced.tokens, -1)
+
+    @property
+    def of_several(self) -> bool:
+        """Whether it has tokens of several requests or phases."""
+        return self.first_token >= 0 and self.announced is not None and self.announced.sequences is not None
+
+    def sequences(self) -> Int32s:
+        """(n_tokens,): the request of each token."""
+        return self._announced(self.announced.sequences if self.announced else None, self.sequence)
+
+    def phases(self) -> Int32s:
+        """(n_tokens,): the phase of each token."""
+        return self._announced(self.announced.phases if self.announced else None, self.phase)
+
+    def computed(self, n: int) -> npt.NDArray[np.int64]:
+        """(n,): which tokens a layer with so many was computed for: those whose logits are wanted, or the last ones."""
+        if n < self.n_tokens and self.of_several and self.announced is not None:
+            wanted = np.flatnonzero(self._announced(self.announced.outputs, 0))
+            if len(wanted) == n:
+                return wanted
+        return np.arange(self.n_tokens - n, self.n_tokens)
+
+    def _announced(self, values: Int32s | None, unknown: int) -> Int32s:
+        found = np.full(self.n_tokens, unknown, np.int32)
+        if self.first_token >= 0 and values is not None:
+            known = values[self.first_token : self.first_token + len(found)]
             found[: len(known)] = known
         return found
 
@@ -85,7 +107,7 @@ class Recorder:
         self._labels = dict(header.labels)
         self._weights, self._inputs = weights, inputs
         self._rows = shape.row_of
-        self._announced: dict[int, Int32s] = {}  # lane -> tokens
+        self._announced: dict[int, Announcement] = {}  # by lane
         self._open: dict[int, tuple[int, _Pass]] = {}  # lane -> number and pass in progress
         self._finished: list[_Pass] = []
         self._pending_bytes = 0
@@ -95,7 +117,10 @@ class Recorder:
 
     def announce(self, announcement: Announcement) -> None:
         """Tokens are evaluated next."""
-        self._announced[announcement.lane] = announcement.tokens.copy()
+        copied: dict[str, Any] = announcement._asdict()
+        for name in ("tokens", "sequences", "phases", "outputs"):
+            copied[name] = None if copied[name] is None else copied[name].copy()
+        self._announced[announcement.lane] = Announcement(**copied)
 
     def observe(self, event: RoutingEvent) -> None:
         """A layer was routed. Layers and sizes outside the shape are left out."""
@@ -147,7 +172,7 @@ class Recorder:
             self._finished.append(last)
         if len(self._finished) >= BLOCK_PASSES or self._pending_bytes >= BLOCK_BYTES:
             self._flush()
-        announced = self._announced.get(event.lane, _NO_TOKENS)
+        announced = self._announced.get(event.lane)
         begun = _Pass(event.sequence, event.phase, event.first_token, event.time_ns, announced)
         self._open[event.lane] = event.pass_, begun
         self._pending_bytes += event.expert_ids.nbytes * 2 * len(self._rows)
@@ -178,10 +203,12 @@ def _block(shape: MoeShape, header: TraceHeader, passes: list[_Pass], *, weights
     starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     layers = [layer for one in passes for layer in one.layers]
     rows = np.array([layer.row for layer in layers])
-    ends = np.repeat(starts[1:], [len(one.layers) for one in passes])
+    at = [start + one.computed(len(layer.expert_ids)) for one, start in zip(passes, starts.tolist(), strict=False)
+          for layer in one.layers]  # fmt: skip
+    several = any(one.of_several for one in passes)
     size = (len(shape.layers), int(starts[-1]))
     expert_ids = np.full((*size, shape.n_expert_used), -1, np.int16)
-    _scatter(expert_ids, rows, ends, [layer.expert_ids for layer in layers])
+    _scatter(expert_ids, rows, at, [layer.expert_ids for layer in layers])
     block = Trace(
         shape=shape,
         header=header,
@@ -190,34 +217,34 @@ def _block(shape: MoeShape, header: TraceHeader, passes: list[_Pass], *, weights
         pass_first_token=np.array([one.first_token for one in passes], np.int32),
         pass_ns=np.array([one.time_ns for one in passes], np.int64),
         pass_start=starts,
-        tokens=np.concatenate([one.tokens(n_tokens) for one, n_tokens in zip(passes, lengths, strict=True)]),
+        tokens=np.concatenate([one.tokens() for one in passes]),
         expert_ids=expert_ids,
         weights=np.zeros((*size, shape.n_expert_used), np.float16) if weights else None,
         inputs=np.zeros((*size, shape.n_embd), np.float16) if inputs else None,
+        token_sequence=np.concatenate([one.sequences() for one in passes]) if several else None,
+        token_phase=np.concatenate([one.phases() for one in passes]).astype(np.uint8) if several else None,
     )
     if block.weights is not None:
-        _scatter(block.weights, rows, ends, [layer.weights for layer in layers])
+        _scatter(block.weights, rows, at, [layer.weights for layer in layers])
     if block.inputs is not None:
-        _scatter(block.inputs, rows, ends, [layer.inputs for layer in layers])
+        _scatter(block.inputs, rows, at, [layer.inputs for layer in layers])
     return block
 
 
 def _scatter(
     target: npt.NDArray[Any],
     rows: npt.NDArray[np.int64],
-    ends: npt.NDArray[np.int64],
+    at: Sequence[npt.NDArray[np.int64]],
     parts: Sequence[npt.NDArray[Any] | None],
 ) -> None:
-    """Copies parts[i] (n_tokens, width) to target[rows[i], ends[i] - n_tokens : ends[i], :width]."""
+    """Copies parts[i] (n_tokens, width) to target[rows[i], at[i], :width]."""
     widths = np.array([-1 if part is None else part.shape[1] for part in parts])
     for width in set(widths.tolist()) - {-1}:
         here = np.flatnonzero(widths == width)
         chosen = [part for i in here.tolist() if (part := parts[i]) is not None]
         counts = np.fromiter(map(len, chosen), np.int64)
-        offsets = ends[here] - np.cumsum(counts)  # token of a part's row = its row among all + offset
-        values = _cast(target.dtype, np.concatenate(chosen))
-        at = np.arange(len(values)) + np.repeat(offsets, counts)
-        target[np.repeat(rows[here], counts), at, :width] = values
+        tokens = np.concatenate([at[i] for i in here.tolist()])
+        target[np.repeat(rows[here], counts), tokens, :width] = _cast(target.dtype, np.concatenate(chosen))
 
 
 def _cast(dtype: np.dtype[Any], values: npt.NDArray[Any]) -> npt.NDArray[Any]:

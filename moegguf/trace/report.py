@@ -40,8 +40,7 @@ class TraceSummary:
     @classmethod
     def of(cls, trace: Trace, hardware: str = "") -> TraceSummary:
         """The summary of a trace."""
-        lengths, shape = np.diff(trace.pass_start), trace.shape
-        decoding = trace.pass_phase == Phase.DECODE
+        shape, answer_tokens = trace.shape, int(np.count_nonzero(trace.phase_of == Phase.DECODE))
         return cls(
             model=trace.header.model,
             fingerprint=trace.header.fingerprint,
@@ -50,8 +49,8 @@ class TraceSummary:
             n_expert_used=shape.n_expert_used,
             expert_bytes=shape.expert_bytes,
             requests=len(trace.sequences()),
-            prompt_tokens=int(lengths[~decoding].sum()),
-            answer_tokens=int(lengths[decoding].sum()),
+            prompt_tokens=trace.n_tokens - answer_tokens,
+            answer_tokens=answer_tokens,
             kinds=dict(Counter(trace.header.labels.get(sequence, "") for sequence in trace.sequences())),
             settings=dict(trace.header.settings),
             hardware=hardware,
@@ -136,10 +135,10 @@ class Recovery:
 
 @dataclass(frozen=True)
 class ScheduleTable:
-    """{requests per batch: {order: distinct experts per layer and step}}, for orders such as `arrival`."""
+    """{requests per batch: {order: distinct experts of a pass}}, for orders such as "fifo"."""
 
     experts: dict[int, dict[str, float]]
-    baseline: str = "arrival"
+    baseline: str = "fifo"
 
     def saved(self, batch: int, order: str) -> float | None:
         """Share of the experts of a batch that this order of requests saves."""

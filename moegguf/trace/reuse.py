@@ -81,8 +81,7 @@ def _table(trace: Trace) -> tuple[int, int]:
 
 def _paths(decode: Trace) -> dict[int, Used]:
     """{sequence: (n_tokens, n_row, n_expert)}: the experts each token used."""
-    sequence_of = np.repeat(decode.pass_sequence, np.diff(decode.pass_start))
-    return {sequence: decode.paths(sequence_of == sequence) for sequence in decode.sequences()}
+    return {sequence: decode.paths(decode.sequence_of == sequence) for sequence in decode.sequences()}
 
 
 def _resampled(paths: list[Used], rng: np.random.Generator) -> Counts:

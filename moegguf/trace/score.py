@@ -72,9 +72,10 @@ def score(
 
     Batch-level accuracy (ExpertFlow, section 5.2): requests are put into batches of batch_sequences in order of
     appearance; the experts of a batch's tokens at the same decode step are joined, true and predicted, and compared
-    by `batch_accuracy` where all were predicted. Raises what a predictor raises.
+    by `batch_accuracy` where all were predicted. A pass of several requests is scored as one pass of each. Raises what
+    a predictor raises.
     """
-    controls = copy.deepcopy(list(predictors))
+    trace, controls = trace.separated(), copy.deepcopy(list(predictors))
 
     def tables(of: Trace, measured: Sequence[Predictor]) -> tuple[PredictorScore, ...]:
         judges = [_BatchJudge(predictor, distances, lru_share, batch_sequences) for predictor in measured]

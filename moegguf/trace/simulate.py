@@ -179,7 +179,7 @@ def fitted(trace: Trace, n_slots: int) -> Trace:
 
 
 class Part(NamedTuple):
-    """Routing events of consecutive passes of one request and phase, in order.
+    """Routing events of consecutive passes of one request and phase, in order; a batch counts for its first request.
 
     il, n_tokens, n_expert_used (n_events,); expert_ids: [n_tokens][n_expert_used] of each event, one after another.
     pass_tokens: the passes' tokens together, each counted at its first event.
@@ -217,10 +217,11 @@ def _bounds(trace: Trace) -> Iterator[tuple[int, int]]:
 def _part(trace: Trace, used: npt.NDArray[np.int64], computed: npt.NDArray[np.int64], first: int) -> Part:
     passes, rows = np.nonzero(computed)
     n_tokens = computed[passes, rows]
-    starts = trace.pass_start[first + passes + 1] - n_tokens  # a layer leaves out a pass's first tokens
-    offsets = np.cumsum(n_tokens) - n_tokens
-    row = np.repeat(rows, n_tokens)
-    token = np.repeat(starts - offsets, n_tokens) + np.arange(row.size)
+    starts = trace.pass_start[first : first + len(computed) + 1]
+    row, token = np.nonzero(trace.expert_ids[:, starts[0] : starts[-1], 0] >= 0)
+    pass_of = np.repeat(np.arange(len(computed)), np.diff(starts))
+    order = np.lexsort((token, row, pass_of[token]))  # event after event
+    row, token = row[order], token[order] + starts[0]
     ids = trace.expert_ids[row, token]
     chosen = np.arange(ids.shape[1]) < used[row][:, np.newaxis]
     begins = np.diff(passes, prepend=-1) > 0
@@ -299,7 +300,7 @@ class Simulation:
         pass_ = -1
         for event in self.trace.events():
             if isinstance(event, Announcement):
-                lane.announce(event.sequence, event.phase, event.tokens)
+                _announce(lane, event)
                 controller.announce(event)
                 continue
             if event.pass_ != pass_:
@@ -322,6 +323,13 @@ class Simulation:
             meter.phases[Phase.PREFILL] + decode, decode, meter.requests(),
             decode.tokens / decode.clock_ns * 1e9 if timed else None,
         )  # fmt: skip
+
+
+def _announce(lane: Lane, event: Announcement) -> None:
+    if event.sequences is None or event.phases is None:
+        lane.announce(event.sequence, event.phase, event.tokens)
+    else:
+        lane.announce(event.sequences, event.phases, event.tokens, event.outputs)
 
 
 class _Meter:

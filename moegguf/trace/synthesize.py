@@ -26,33 +26,39 @@ def shape_of(
     return MoeShape(n_layer, n_expert, n_expert_used, tuple(range(n_layer)), expert_bytes=expert_bytes)
 
 
-def synthesize(name: str, shape: MoeShape, n_tokens: int, seed: int = 0) -> Trace:
-    """A trace of one request with `n_tokens` decoded tokens, reused as in the model of this name (`LOCALITIES`).
+def synthesize(name: str, shape: MoeShape, n_tokens: int, seed: int = 0, n_requests: int = 1) -> Trace:
+    """A trace of requests with `n_tokens` decoded tokens each, reused as in the model of this name (`LOCALITIES`).
 
-    Layers are independent of each other. A shape with other experts than the model's takes the same process: about the
-    same hit rates at the same share of experts, as far as a token uses the same share of them. Raises OptionError.
+    Requests share which experts are popular; each has its own topic. Layers are independent of each other. A shape with
+    other experts than the model's takes the same process: about the same hit rates at the same share of experts, as far
+    as a token uses the same share of them. Raises OptionError.
     """
     locality, rng = find_locality(name), np.random.default_rng(seed)
-    layers = [_choices(locality, shape, n_tokens, rng) for _ in shape.layers]
+    layers = [_choices(locality, shape, n_tokens, n_requests, rng) for _ in shape.layers]
+    n_all = n_tokens * n_requests
     return Trace(
         shape=shape,
         header=TraceHeader(f"synthetic routing as of {locality.model}", settings={"locality": name, "seed": seed}),
-        pass_sequence=np.zeros(n_tokens, np.int32),
-        pass_phase=np.full(n_tokens, Phase.DECODE, np.uint8),
-        pass_first_token=np.full(n_tokens, -1, np.int32),  # no tokens that could have been announced
-        pass_ns=np.arange(n_tokens, dtype=np.int64),
-        pass_start=np.arange(n_tokens + 1, dtype=np.int64),
-        tokens=np.full(n_tokens, -1, np.int32),
+        pass_sequence=np.repeat(np.arange(n_requests, dtype=np.int32), n_tokens),
+        pass_phase=np.full(n_all, Phase.DECODE, np.uint8),
+        pass_first_token=np.full(n_all, -1, np.int32),  # no tokens that could have been announced
+        pass_ns=np.arange(n_all, dtype=np.int64),
+        pass_start=np.arange(n_all + 1, dtype=np.int64),
+        tokens=np.full(n_all, -1, np.int32),
         expert_ids=np.stack(layers),
     )
 
 
-def _choices(locality: Locality, shape: MoeShape, n_tokens: int, rng: np.random.Generator) -> npt.NDArray[np.int16]:
-    """(n_tokens, n_expert_used): the experts of one layer, the largest logits first."""
-    logits = sqrt(locality.constant) * popularity(shape.n_expert, rng)
-    logits = logits + sqrt(locality.own) * rng.standard_normal((n_tokens, shape.n_expert), np.float32)
-    logits += sqrt(locality.slow) * _slow(locality.memory_tokens, (n_tokens, shape.n_expert), rng)
-    return np.argsort(-logits, axis=1)[:, : shape.n_expert_used].astype(np.int16)
+def _choices(
+    locality: Locality, shape: MoeShape, n_tokens: int, n_requests: int, rng: np.random.Generator
+) -> npt.NDArray[np.int16]:
+    """(n_requests * n_tokens, n_expert_used): the experts of one layer, the largest logits first."""
+    popular, size, found = sqrt(locality.constant) * popularity(shape.n_expert, rng), (n_tokens, shape.n_expert), []
+    for _ in range(n_requests):
+        logits = popular + sqrt(locality.own) * rng.standard_normal(size, np.float32)
+        logits += sqrt(locality.slow) * _slow(locality.memory_tokens, size, rng)
+        found.append(np.argsort(-logits, axis=1)[:, : shape.n_expert_used].astype(np.int16))
+    return np.concatenate(found)
 
 
 def _slow(memory_tokens: float, size: tuple[int, int], rng: np.random.Generator) -> Float32s:

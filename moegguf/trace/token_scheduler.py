@@ -1,136 +1,140 @@
-"""ExpertFlow's token scheduler (section 3.3): tokens of several requests with similar routing paths share a batch.
+"""What ExpertFlow's token scheduler would save on a trace, if its requests had been decoded together.
 
-It regroups indices of tokens, without KV caches. The gain is counted, not timed: distinct experts per batch, the sum
-that formula 5 minimises. (The paper's formula 4 joins the paths of a batch with AND; the experts a batch loads are
-their OR, as in section 5.2, which is counted here.)
+Twice `batch_size` requests decode side by side, a token each per round (section 4.2's dual batch): each round is two
+passes of half of them. Which half goes first, and with whom, is what orders differ in. The passes are then replayed in
+the store, one after another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from moegguf.controller.grouping import Indices, balanced_groups, experts_per_batch
+from moegguf.controller.policies.base import LRU, AnyPolicy
+from moegguf.controller.predictors.base import NoPrediction
+from moegguf.controller.routing_paths import RoutingPaths
+from moegguf.controller.token_scheduler import TokenScheduler
 from moegguf.errors import OptionError
-from moegguf.native.events import Float32s, Phase
+from moegguf.native.events import Phase, RoutingEvent
+from moegguf.trace.simulate import SimResult, Simulation
 from moegguf.trace.trace import Trace
 
-MAX_ROUNDS = 10
-STARTS = 4  # saves a third more than one start; more starts add little
-
-Paths = npt.NDArray[np.bool_]  # (n_tokens, n_moe_layer, n_expert)
-Indices = npt.NDArray[np.int64]
+Round = list[Indices]  # the passes of a round, in order
+Split = Callable[[Indices], Round]  # of the tokens of a round
 
 
 @dataclass(frozen=True)
-class SchedulerEffect:
-    """Distinct (layer, expert) per batch, the mean over all pairs of batches.
-
-    in_order: in order of arrival. shuffled: random batches. scheduled: by true paths, an upper bound.
+class OrderEffect:
+    """One order of requests. experts: distinct (layer, expert) of a pass, the mean over passes. replays: {share of the
+    experts in memory: the replay}. us_per_step: time of the scheduler, None where it needs none.
     """
 
-    in_order: float
-    shuffled: float
-    scheduled: float
+    order: str
+    experts: float
+    replays: dict[float, SimResult]
+    us_per_step: float | None = None
 
 
-def similarities(paths: Paths) -> Float32s:
-    """(n_tokens, n_tokens): 1 - Hamming distance / size of a path, the usual form of formula 6 (missing from our text).
+def compare(
+    trace: Trace,
+    batch_size: int,
+    paths: Callable[[], RoutingPaths],
+    slots: dict[float, int],
+    policy: Callable[[], AnyPolicy] = lambda: LRU,
+    seed: int = 0,
+) -> list[OrderEffect]:
+    """Oracle, predicted, random and fifo, in this order.
 
-    |a xor b| = |a| + |b| - 2 |a and b|, so one matrix product is enough.
+    paths: those that "predicted" groups by; "oracle" groups by what is recorded, which nobody knows in advance. slots:
+    {share: slots} to replay with, each with a new `policy`. Raises OptionError when the trace has too few requests.
     """
-    flat = paths.reshape(len(paths), -1).astype(np.float32)
-    sizes = flat.sum(axis=1)
-    distances = sizes[:, np.newaxis] + sizes - 2 * (flat @ flat.T)
-    return (1 - distances / max(1, flat.shape[1])).astype(np.float32)
-
-
-def schedule(paths: Paths, n_batches: int, seed: int) -> list[Indices]:
-    """Balanced K-means over routing paths (section 3.3.3): ascending indices of the tokens of each batch.
-
-    Batches are equal in size, or differ by one. Centroids are tokens: first random ones, then of each batch the one
-    most similar to the others, until they stay or MAX_ROUNDS. Of STARTS such clusterings (the paper has one) the one
-    with the fewest experts (formula 5) is taken. Deterministic by seed. OptionError when n_batches is not between 1 and
-    the number of tokens.
-    """
-    if not 1 <= n_batches <= len(paths):
-        raise OptionError(f"n_batches must be between 1 and the {len(paths)} tokens, but is {n_batches}.")
-    similarity = similarities(paths)
-    rng = np.random.default_rng(seed)
-    found = [_clustered(similarity, rng.permutation(len(paths))[:n_batches]) for _ in range(STARTS)]
-    return min(found, key=lambda batches: experts_per_batch(paths, batches))
-
-
-def _clustered(similarity: Float32s, centroids: Indices) -> list[Indices]:
-    """similarity (n_tokens, n_tokens); the first centroids."""
-    for _ in range(MAX_ROUNDS):
-        batches = _balanced(similarity[:, centroids])
-        medoids = np.array([batch[np.argmax(similarity[np.ix_(batch, batch)].sum(axis=1))] for batch in batches])
-        if np.array_equal(medoids, centroids):
-            break
-        centroids = medoids
-    return batches
-
-
-def _balanced(similarity: Float32s) -> list[Indices]:
-    """similarity (n_tokens, n_batches), to the centroids. Tokens that lose most by their second choice come first."""
-    n_tokens, n_batches = similarity.shape
-    preferences = np.argsort(-similarity, axis=1, kind="stable")
-    ordered = np.take_along_axis(similarity, preferences, axis=1)
-    regret = ordered[:, 0] - ordered[:, min(1, n_batches - 1)]
-    least, larger = divmod(n_tokens, n_batches)  # `larger` batches have one token more
-    batches: list[list[int]] = [[] for _ in range(n_batches)]
-    for token in np.argsort(-regret, kind="stable").tolist():
-        for batch in preferences[token].tolist():
-            full = len(batches[batch]) - least
-            if full < 0 or (full == 0 and larger > 0):
-                larger -= full == 0
-                batches[batch].append(token)
-                break
-    return [np.sort(np.array(batch, np.int64)) for batch in batches]
-
-
-def experts_per_batch(paths: Paths, batches: Sequence[Indices]) -> float:
-    """Distinct (layer, expert) that a batch uses, the mean over batches."""
-    return float(np.mean([np.count_nonzero(paths[batch].any(axis=0)) for batch in batches]))
-
-
-def measure(trace: Trace, batch_size: int, seed: int = 0) -> SchedulerEffect:
-    """The scheduler's savings if the trace's requests had been decoded together.
-
-    A unit (section 4.2) is the decode tokens of 2 * batch_size requests at the same step, split into two batches;
-    incomplete units are left out. Raises OptionError when the trace has no complete unit.
-    """
-    units = _units(trace, 2 * batch_size) if batch_size > 0 else []
-    if not units:
+    trace = trace.separated()
+    pools = list(_pools(trace, 2 * batch_size)) if batch_size > 0 else []
+    if not pools:
         raise OptionError(
             f"batch_size must leave two batches of requests decoding at the same time, but is {batch_size} with "
             f"{len(trace.sequences())} requests; record more requests or take smaller batches."
         )
-    rng = np.random.default_rng(seed)
-    counts = np.zeros((len(units), 3))
-    for count, tokens in zip(counts, units, strict=True):
-        true = trace.paths(tokens)
-        schedules = [
-            np.split(np.arange(len(tokens)), 2),
-            np.split(rng.permutation(len(tokens)), 2),
-            schedule(true, 2, seed),
-        ]
-        count[:] = [experts_per_batch(true, batches) for batches in schedules]
-    return SchedulerEffect(*counts.mean(axis=0).tolist())
+    rng, predicted = np.random.default_rng(seed), _Predicted(trace, paths, batch_size)
+    splits: dict[str, Split] = {
+        "oracle": lambda tokens: [tokens[group] for group in balanced_groups(trace.paths(tokens), 2, seed)],
+        "predicted": predicted,
+        "random": lambda tokens: np.split(rng.permutation(tokens), 2),
+        "fifo": lambda tokens: np.split(tokens, 2),
+    }
+    effects = []
+    for order, split in splits.items():
+        passes = [batch for pool in pools for tokens in pool for batch in split(tokens)]
+        experts = float(np.mean([experts_per_batch(trace.paths(tokens), [slice(None)]) for tokens in passes]))
+        replays = _replays(trace.grouped(passes), slots, policy)
+        effects.append(OrderEffect(order, experts, replays, predicted.us_per_step if order == "predicted" else None))
+    return effects
 
 
-def _units(trace: Trace, size: int) -> list[Indices]:
-    """Tokens of `size` different requests at the same decode step, step after step."""
+def _replays(trace: Trace, slots: dict[float, int], policy: Callable[[], AnyPolicy]) -> dict[float, SimResult]:
+    nothing = NoPrediction(trace.shape)
+    return {share: Simulation(trace, policy(), nothing, n_slots).run() for share, n_slots in slots.items()}
+
+
+def _pools(trace: Trace, size: int) -> Iterator[list[Indices]]:
+    """For each `size` requests in order of arrival: their decode tokens, round after round, as long as all decode."""
     decoding = (trace.pass_phase == Phase.DECODE) & (np.diff(trace.pass_start) == 1)
-    steps: dict[int, list[int]] = {}
-    for sequence in trace.sequences():
-        for step, token in enumerate(trace.pass_start[:-1][decoding & (trace.pass_sequence == sequence)].tolist()):
-            steps.setdefault(step, []).append(token)
-    return [
-        np.array(tokens[first : first + size])
-        for tokens in steps.values()
-        for first in range(0, len(tokens) - size + 1, size)
-    ]
+    tokens = [trace.pass_start[:-1][decoding & (trace.pass_sequence == sequence)] for sequence in trace.sequences()]
+    tokens = [of for of in tokens if len(of)]
+    for first in range(0, len(tokens) - size + 1, size):
+        pool = tokens[first : first + size]
+        yield list(np.stack([of[: min(map(len, pool))] for of in pool], axis=1))
+
+
+class _Predicted:
+    """Splits a round as the scheduler would live: by what was routed before it, and by the tokens that come."""
+
+    def __init__(self, trace: Trace, paths: Callable[[], RoutingPaths], batch_size: int) -> None:
+        self._trace = trace
+        self._make = lambda: TokenScheduler(trace.shape, paths(), batch_size)
+        self._scheduler = self._make()
+        self._requests: list[int] = []
+        self._spent_s = 0.0
+        self._n_steps = 0
+
+    @property
+    def us_per_step(self) -> float:
+        """Mean time of the scheduler for a pass, prediction included."""
+        return self._spent_s / max(1, self._n_steps) * 1e6
+
+    def __call__(self, tokens: Indices) -> Round:
+        trace, requests = self._trace, self._trace.sequence_of[tokens].tolist()
+        if requests != self._requests:
+            self._begin(requests, tokens)
+        start_s = time.perf_counter()
+        for request, token in zip(requests, trace.tokens[tokens], strict=True):
+            self._scheduler.paths.expect(request, np.array([token], np.int32))
+        place = dict(zip(requests, tokens.tolist(), strict=True))
+        groups = [[place[request] for request in self._scheduler.next_group(requests)] for _ in range(2)]
+        self._spent_s += time.perf_counter() - start_s
+        self._n_steps += 2
+        passes = [np.array(group, np.int64) for group in groups]
+        for group in passes:
+            self._observe(group)
+        return passes
+
+    def _begin(self, requests: list[int], tokens: Indices) -> None:
+        """Other requests decode from here on; of their prompts the last token is known."""
+        self._requests, self._scheduler = requests, self._make()
+        before = tokens - 1
+        for request, token in zip(requests, before.tolist(), strict=True):
+            if token >= 0 and self._trace.sequence_of[token] == request:
+                self._observe(np.array([token]))
+
+    def _observe(self, tokens: Indices) -> None:
+        trace = self._trace
+        sequences, phases = trace.sequence_of[tokens], np.full(len(tokens), Phase.DECODE, np.int32)
+        for row, il in enumerate(trace.shape.layers):
+            ids = trace.expert_ids[row, tokens].astype(np.int32)
+            first = int(sequences[0])
+            event = RoutingEvent(0, 0, 0, first, Phase.DECODE, 0, il, ids, sequences=sequences, phases=phases)
+            self._scheduler.paths.observe(event)

@@ -6,8 +6,9 @@ file is in format.py, recording in recorder.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +17,7 @@ from moegguf.controller.predictors.base import multi_hot
 from moegguf.controller.shape import MoeShape
 from moegguf.native.events import Announcement, Float32s, Int32s, Phase, RoutingEvent
 
-TRACE_VERSION = 1
+TRACE_VERSION = 2
 
 Setting = str | int | float
 
@@ -45,6 +46,10 @@ class Trace:
     unknown. expert_ids (len(shape.layers), n_tokens, n_expert_used), -1 where a layer was not computed for a token, and
     after the experts of a layer that uses fewer. weights the same shape or None; inputs (len(shape.layers), n_tokens,
     n_embd) or None. Both are zero where nothing was computed; inputs also where they were not recorded.
+
+    token_sequence and token_phase (n_tokens,), both or none: of each token, where passes have tokens of several
+    requests; pass_sequence and pass_phase are then those of the pass's announcement. `sequence_of` and `phase_of` are
+    always there.
     """
 
     shape: MoeShape
@@ -58,6 +63,8 @@ class Trace:
     expert_ids: npt.NDArray[np.int16]
     weights: npt.NDArray[np.float16] | None = None
     inputs: npt.NDArray[np.float16] | None = None
+    token_sequence: Int32s | None = None
+    token_phase: npt.NDArray[np.uint8] | None = None
 
     @property
     def n_pass(self) -> int:
@@ -69,27 +76,113 @@ class Trace:
         """Number of tokens, of all passes."""
         return len(self.tokens)
 
+    @property
+    def sequence_of(self) -> Int32s:
+        """(n_tokens,): the request of each token."""
+        if self.token_sequence is not None:
+            return self.token_sequence
+        return np.repeat(self.pass_sequence, np.diff(self.pass_start))
+
+    @property
+    def phase_of(self) -> npt.NDArray[np.uint8]:
+        """(n_tokens,): the phase of each token."""
+        return np.repeat(self.pass_phase, np.diff(self.pass_start)) if self.token_phase is None else self.token_phase
+
     def sequences(self) -> list[int]:
         """The requests in it, in order of first appearance."""
-        return list(dict.fromkeys(self.pass_sequence.tolist()))
+        of = self.pass_sequence if self.token_sequence is None else self.token_sequence
+        return list(dict.fromkeys(of.tolist()))
 
     def select(self, sequences: Iterable[int]) -> Trace:
-        """The passes of these requests only."""
+        """The passes of these requests only, of passes of several requests their tokens."""
         wanted = set(sequences)
         labels = {sequence: label for sequence, label in self.header.labels.items() if sequence in wanted}
-        part = self.take(np.flatnonzero(np.isin(self.pass_sequence, list(wanted))))
+        part = self.keep(np.isin(self.sequence_of, list(wanted)))
         return replace(part, header=replace(self.header, labels=labels))
 
     def arranged(self, sequences: Iterable[int]) -> Trace:
         """The passes of these requests, one request after another in this order."""
         place = {sequence: number for number, sequence in enumerate(dict.fromkeys(sequences))}
-        part = self.select(place)
+        part = self.select(place).separated()
         places = np.array([place[sequence] for sequence in part.pass_sequence.tolist()], np.int64)
         return part.take(np.argsort(places, kind="stable"))
 
     def decode(self) -> Trace:
-        """The decode passes only."""
-        return self.take(np.flatnonzero(self.pass_phase == Phase.DECODE))
+        """The decode passes only; of passes in which others read prompts, the tokens that decode."""
+        return self.keep(self.phase_of == Phase.DECODE)
+
+    def keep(self, wanted: npt.NDArray[np.bool_]) -> Trace:
+        """The tokens that are `wanted` (n_tokens,), in the passes that still have some."""
+        starts = np.concatenate([[0], np.cumsum(wanted)])[self.pass_start]
+        passes = np.flatnonzero(np.diff(starts))
+        if np.array_equal(starts[passes + 1] - starts[passes], np.diff(self.pass_start)[passes]):
+            return self.take(passes)  # whole passes
+        tokens = np.flatnonzero(wanted)
+        return self._rearranged(tokens, starts[:-1][passes], passes, self._announced_at()[tokens])
+
+    def separated(self) -> Trace:
+        """The same tokens without passes of several requests: each of these becomes one for each request and phase."""
+        if self.token_sequence is None or self.n_tokens == 0:
+            return self
+        pass_of = np.repeat(np.arange(self.n_pass), np.diff(self.pass_start))
+        order = np.lexsort((self.phase_of, self.sequence_of, pass_of))
+        keys = np.stack([pass_of, self.sequence_of, self.phase_of])[:, order]
+        starts = np.flatnonzero(np.concatenate([[True], (np.diff(keys) != 0).any(axis=0)]))
+        keys[0] = self._announced_at()[order]
+        _, parts = np.unique(keys, axis=1, return_inverse=True)
+        part = self._rearranged(order, starts, pass_of[order][starts], parts.ravel())
+        return replace(part, token_sequence=None, token_phase=None)
+
+    def grouped(self, passes: Sequence[npt.NDArray[np.int64]]) -> Trace:
+        """Passes of these tokens (indices into this trace), each announced where its tokens are known."""
+        lengths = [len(tokens) for tokens in passes]
+        tokens = np.concatenate([np.empty(0, np.int64), *passes])
+        starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+        firsts, pass_of = tokens[starts[:-1]], np.repeat(np.arange(len(passes)), lengths)
+        phases, known = np.full(len(passes), Phase.DECODE, np.uint8), np.ones(len(passes), np.bool_)
+        np.minimum.at(phases, pass_of, self.phase_of[tokens])
+        np.logical_and.at(known, pass_of, self.tokens[tokens] >= 0)
+        return replace(
+            self,
+            pass_sequence=self.sequence_of[firsts],
+            pass_phase=phases,
+            pass_first_token=np.where(known, 0, -1).astype(np.int32),
+            pass_ns=np.arange(len(passes), dtype=np.int64),
+            pass_start=starts,
+            **self._of_tokens(tokens)
+            | {"token_sequence": self.sequence_of[tokens], "token_phase": self.phase_of[tokens]},
+        )
+
+    def _announced_at(self) -> npt.NDArray[np.int64]:
+        """(n_tokens,): the index of the first token of the announcement of each; of a pass without one, negative."""
+        announced = np.where(self.pass_first_token < 0, -1, self.pass_start[:-1] - self.pass_first_token)
+        unknown = -1 - np.arange(self.n_pass)
+        return np.repeat(np.where(announced < 0, unknown, announced), np.diff(self.pass_start))
+
+    def _rearranged(
+        self,
+        tokens: npt.NDArray[np.int64],
+        starts: npt.NDArray[np.int64],
+        passes: npt.NDArray[np.int64],
+        announcements: npt.NDArray[np.int64],
+    ) -> Trace:
+        """These tokens, in passes that begin at `starts` of them and were part of `passes`.
+
+        announcements (len(tokens),): equal for tokens that are announced together.
+        """
+        known = self._announced_at()[tokens[starts]] >= 0
+        _, firsts, group = np.unique(announcements, return_index=True, return_inverse=True)
+        phases = np.full(len(firsts), Phase.DECODE, np.uint8)
+        np.minimum.at(phases, group, self.phase_of[tokens])
+        return replace(
+            self,
+            pass_sequence=self.sequence_of[tokens][firsts][group[starts]],
+            pass_phase=phases[group[starts]],
+            pass_first_token=np.where(known, _ranks(group)[starts], -1).astype(np.int32),
+            pass_ns=self.pass_ns[passes],
+            pass_start=np.append(starts, len(tokens)).astype(np.int64),
+            **self._of_tokens(tokens),
+        )
 
     def take(self, passes: npt.NDArray[np.int64]) -> Trace:
         """These passes, in this order."""
@@ -103,11 +196,15 @@ class Trace:
             pass_first_token=self.pass_first_token[passes],
             pass_ns=self.pass_ns[passes],
             pass_start=starts,
-            tokens=self.tokens[tokens],
-            expert_ids=self.expert_ids[:, tokens],
-            weights=None if self.weights is None else self.weights[:, tokens],
-            inputs=None if self.inputs is None else self.inputs[:, tokens],
+            **self._of_tokens(tokens),
         )
+
+    def _of_tokens(self, tokens: npt.NDArray[np.int64]) -> dict[str, Any]:
+        """The arrays by token, of these."""
+        rows = {"tokens": self.tokens, "token_sequence": self.token_sequence, "token_phase": self.token_phase}
+        columns = {"expert_ids": self.expert_ids, "weights": self.weights, "inputs": self.inputs}
+        found = {name: None if array is None else array[tokens] for name, array in rows.items()}
+        return found | {name: None if array is None else array[:, tokens] for name, array in columns.items()}
 
     def paths(self, tokens: npt.NDArray[np.int64] | npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
         """(n tokens, len(shape.layers), n_expert): the experts that each of these tokens used."""
@@ -123,14 +220,17 @@ class Trace:
         computed = self.computed()
         announcements = self._announcements()
         announced: dict[int, int] = {}  # sequence -> last pass of its last announcement
+        several = False
         for p in range(self.n_pass):
             sequence, phase = int(self.pass_sequence[p]), Phase(int(self.pass_phase[p]))
             if p in announcements:
-                last, tokens = announcements[p]
+                last, announcement = announcements[p]
                 announced[sequence] = last
-                yield Announcement(0, sequence, phase, tokens)
+                several = announcement.sequences is not None
+                yield announcement
             first = int(self.pass_first_token[p]) if p <= announced.get(sequence, -1) else -1
-            yield from self._routing_events(p, sequence, phase, first, used, computed[p])
+            for event in self._routing_events(p, sequence, phase, first, used, computed[p]):
+                yield self._with_sequences(event) if several and first >= 0 else event
 
     def _routing_events(
         self, p: int, sequence: int, phase: Phase, first: int, used: list[int], computed: list[int]
@@ -142,16 +242,29 @@ class Trace:
         for row, il in enumerate(self.shape.layers):
             if computed[row] == 0:
                 continue
-            skipped, k = end - start - computed[row], used[row]
+            here, k = self._computed_tokens(row, start, end, computed[row]), used[row]
             yield RoutingEvent(
-                p, time_ns, 0, sequence, phase, first, il, expert_ids[row, skipped:, :k],
-                None if weights is None else weights[row, skipped:, :k], self._inputs(row, start + skipped, end),
+                p, time_ns, 0, sequence, phase, first, il, expert_ids[row, here, :k],
+                None if weights is None else weights[row, here, :k], self._inputs(row, start, here),
             )  # fmt: skip
 
-    def _inputs(self, row: int, start: int, end: int) -> Float32s | None:
-        if self.inputs is None or not self.inputs[row, start].any():
+    def _computed_tokens(self, row: int, start: int, end: int, n: int) -> slice | npt.NDArray[np.int64]:
+        """Which n tokens of a pass a layer was computed for: the last ones, except among several sequences."""
+        if self.token_sequence is None or n == end - start:
+            return slice(end - start - n, end - start)
+        return np.flatnonzero(self.expert_ids[row, start:end, 0] >= 0)
+
+    def _with_sequences(self, event: RoutingEvent) -> RoutingEvent:
+        start, end = int(self.pass_start[event.pass_]), int(self.pass_start[event.pass_ + 1])
+        here = self._computed_tokens(self.shape.row_of[event.il], start, end, len(event.expert_ids))
+        phases = self.phase_of[start:end][here].astype(np.int32)
+        return event._replace(sequences=self.sequence_of[start:end][here], phases=phases)
+
+    def _inputs(self, row: int, start: int, here: slice | npt.NDArray[np.int64]) -> Float32s | None:
+        if self.inputs is None:
             return None
-        return self.inputs[row, start:end].astype(np.float32)
+        inputs = self.inputs[row, start:][here]
+        return inputs.astype(np.float32) if inputs[0].any() else None
 
     def used(self) -> list[int]:
         """Experts used by a token, for each layer with experts."""
@@ -165,8 +278,8 @@ class Trace:
         np.cumsum(self.expert_ids[:, :, 0] >= 0, axis=1, out=sums[:, 1:])
         return np.diff(sums[:, self.pass_start], axis=1).T.tolist()
 
-    def _announcements(self) -> dict[int, tuple[int, Int32s]]:
-        """{pass an announcement comes before: (last pass of it, its tokens)}."""
+    def _announcements(self) -> dict[int, tuple[int, Announcement]]:
+        """{pass an announcement comes before: (last pass of it, the announcement)}."""
         parts: dict[int, list[int]] = {}
         open_: dict[int, tuple[int, int, int]] = {}  # sequence -> first pass, phase, next first_token
         lengths = np.diff(self.pass_start).tolist()
@@ -182,10 +295,29 @@ class Trace:
                 open_.pop(sequence, None)
                 continue
             open_[sequence] = begun, phase, first + lengths[p]
-        return {begun: (passes[-1], self._tokens_of(passes)) for begun, passes in parts.items()}
+        return {begun: (passes[-1], self._announcement(passes)) for begun, passes in parts.items()}
 
-    def _tokens_of(self, passes: list[int]) -> Int32s:
-        return np.concatenate([self.tokens[self.pass_start[p] : self.pass_start[p + 1]] for p in passes])
+    def _announcement(self, passes: list[int]) -> Announcement:
+        """What announced the tokens of these passes."""
+        at = np.concatenate([np.arange(self.pass_start[p], self.pass_start[p + 1]) for p in passes])
+        sequence, phase = int(self.pass_sequence[passes[0]]), Phase(int(self.pass_phase[passes[0]]))
+        announcement = Announcement(0, sequence, phase, self.tokens[at])
+        if self.token_sequence is None:
+            return announcement
+        sequences, phases = self.sequence_of[at], self.phase_of[at].astype(np.int32)
+        if (sequences == sequences[0]).all() and (phases == phases[0]).all():
+            return announcement
+        outputs = (self.expert_ids[-1, at, 0] >= 0).astype(np.int32)
+        return announcement._replace(sequences=sequences, phases=phases, outputs=outputs)
+
+
+def _ranks(groups: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """(n,): how many elements of the same group come before each."""
+    order = np.argsort(groups, kind="stable")
+    firsts = np.flatnonzero(np.concatenate([[True], np.diff(groups[order]) != 0])) if len(groups) else groups
+    ranks = np.empty_like(groups)
+    ranks[order] = np.arange(len(groups)) - np.repeat(firsts, np.diff(np.append(firsts, len(groups))))
+    return ranks
 
 
 def shuffled(trace: Trace, seed: int) -> Trace:
@@ -196,8 +328,7 @@ def shuffled(trace: Trace, seed: int) -> Trace:
     as a whole tells. Weights are permuted with their experts.
     """
     rng = np.random.default_rng(seed)
-    lengths = np.diff(trace.pass_start)
-    decode, sequence = np.repeat(trace.pass_phase == Phase.DECODE, lengths), np.repeat(trace.pass_sequence, lengths)
+    decode, sequence = trace.phase_of == Phase.DECODE, trace.sequence_of
     expert_ids = trace.expert_ids.copy()
     weights = None if trace.weights is None else trace.weights.copy()
     for row in range(len(trace.shape.layers)):

@@ -42,7 +42,7 @@ def synthetic_report() -> Report:
         scores=score(trace, predictors, (1, 2, 4), LinkModel(1e7, 5, 100), batch_sequences=4),
         stalls=StallTable({"lru": {1: 40, 4: 8, 16: 0}, "locality, skip": {1: 30, 4: 9, 16: 0}}, compute_ms=20),
         recovery=Recovery({"lru": [0.6] * 6 + [0.2, 0.4] + [0.6] * 12}, 6, ("prose", "code"), 0.25),
-        schedule=ScheduleTable({8: {"arrival": 12.0, "by path": 9.0}}),
+        schedule=ScheduleTable({8: {"fifo": 12.0, "by path": 9.0}}),
     )
 
 
@@ -120,7 +120,7 @@ def test_names_from_the_trace_are_escaped() -> None:
         policies=PolicyTable({HOSTILE: {0.1: 0.5}, "lru": {0.1: 0.4}, "belady": {0.1: 0.6}}),
         stalls=StallTable({HOSTILE: {1: 3.0}, "lru": {1: 4.0}}),
         recovery=Recovery({HOSTILE: [0.5] * 8}, 4, (HOSTILE, HOSTILE)),
-        schedule=ScheduleTable({8: {"arrival": 12.0, HOSTILE: 9.0}}),
+        schedule=ScheduleTable({8: {"fifo": 12.0, HOSTILE: 9.0}}),
     )
     html = render(hostile)
     checker = checked(html)

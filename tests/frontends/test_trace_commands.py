@@ -203,6 +203,36 @@ def test_saved_hit_rates_are_written(moegguf: Command, recorded: Path, trace: Tr
     assert (facts["about"]["requests"], facts["about"]["ranges"]) == (2, 2)
 
 
+def test_the_token_scheduler_is_counted_beside_oracle_random_and_fifo(moegguf: Command, recorded: Path) -> None:
+    done = moegguf("trace", "schedule", recorded, "--batch", "1,2", "--expert-cache", "50%", "--paths", "recent")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    rows = [line.split() for line in lines[2 : lines.index("")]]
+    assert [row[:2] for row in rows] == [
+        [size, order] for size in "12" for order in ("oracle", "predicted", "random", "fifo")
+    ]
+    assert all(row[3] == "0.0%" for row in rows[:4])  # a batch of one is what it is
+    found = json.loads(moegguf("trace", "schedule", recorded, "--batch", "2", "--json").stdout)
+    assert [effect["order"] for effect in found["2"]] == ["oracle", "predicted", "random", "fifo"]
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--batch", "two"], "whole numbers above 0"),
+        (["--batch", "0"], "whole numbers above 0"),
+        (["--batch", "3"], "two batches of requests"),
+        (["--paths", "psychic"], "known are recent, token-id, routing-path"),
+    ],
+)
+def test_what_the_scheduler_cannot_count_is_refused(
+    moegguf: Command, recorded: Path, options: list[str], told: str
+) -> None:
+    done = moegguf("trace", "schedule", recorded, *options)
+    assert done.returncode != 0 and told in done.stderr.replace("\n", " ")
+
+
 def test_the_report_is_one_page_and_states_what_was_used(moegguf: Command, recorded: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="plots need matplotlib, which is not installed")
     page = tmp_path / "page.html"

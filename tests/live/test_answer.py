@@ -190,7 +190,7 @@ def test_the_error_of_a_prompt_that_does_not_fit_states_its_length(demo: Llama) 
     n_tokens = len(demo.tokenize(b"word " * 40_000))
     with pytest.raises(ContextError, match=rf"Requested tokens \({n_tokens}\) exceed context window of 512; "):
         Answer(demo, ask(prompt="word " * 40_000, truncate=False))
-    n_tokens = len(Answer(demo, ask("word"))._prompt.tokens) - len(demo.tokenize(b"word")) + n_tokens
+    n_tokens = len(Answer(demo, ask("word")).prompt.tokens) - len(demo.tokenize(b"word")) + n_tokens
     for form in ({"truncate": False}, {"shift": False}):
         with pytest.raises(ContextError, match=rf"Requested tokens \({n_tokens}\) exceed context window of 512; "):
             Answer(demo, ask("word " * 40_000, **form))
@@ -205,11 +205,11 @@ def test_the_oldest_messages_are_left_out_when_all_do_not_fit(demo: Llama) -> No
     cut = answer.timing.cut_messages
     assert 0 < cut < 21
     assert cut % 2 == 0, "what is left begins with the assistant"
-    prompt = demo.detokenize(answer._prompt.tokens, special=True).decode()
+    prompt = demo.detokenize(answer.prompt.tokens, special=True).decode()
     assert prompt.index("Be kind.") < prompt.index(turns[cut])
     assert turns[cut - 1] not in prompt
     assert turns[-1].strip() in prompt
-    assert len(answer._prompt.tokens) <= 512 - 512 // 8
+    assert len(answer.prompt.tokens) <= 512 - 512 // 8
     with pytest.raises(ContextError):
         Answer(demo, GenerationRequest(messages=messages, truncate=False))
 
@@ -245,4 +245,4 @@ def test_a_model_without_a_template_reads_the_texts(tiny: TinyModel, load: Load)
     llm = load(path)
     llm.metadata.pop("tokenizer.chat_template", None)
     answer = Answer(llm, ask("one", "two", "three"))
-    assert llm.detokenize(answer._prompt.tokens).decode().strip() == "one\ntwo\nthree"
+    assert llm.detokenize(answer.prompt.tokens).decode().strip() == "one\ntwo\nthree"

@@ -160,7 +160,7 @@ def test_a_gap_needs_a_model_that_can_fill_it(demo: Llama, monkeypatch: pytest.M
     with pytest.raises(CapabilityError, match="insert"):
         Answer(demo, ask(prompt="def f(", suffix="return x"))
     monkeypatch.setattr(type(demo.vocabulary), "fim_tokens", property(lambda _: (11, 12, 13)))
-    tokens = Answer(demo, ask(prompt="def f(", suffix="return x"))._prompt.tokens
+    tokens = Answer(demo, ask(prompt="def f(", suffix="return x")).prompt.tokens
     words = demo.vocabulary.tokens
     assert tokens == [11, *words("def f("), 12, *words("return x"), 13]
     read, sizes = demo.vocabulary.tokens, []
@@ -183,7 +183,7 @@ def test_a_template_without_tools_or_thinking_says_so(demo: Llama) -> None:
 
 def test_a_template_of_the_request_is_used_and_its_thinking_separated(demo: Llama) -> None:
     answer = Answer(demo, ask(QUESTION, template=THINKER, max_tokens=10))
-    prompt = demo.detokenize(answer._prompt.tokens, special=True).decode()
+    prompt = demo.detokenize(answer.prompt.tokens, special=True).decode()
     assert prompt.endswith(f"[user]{QUESTION}[assistant]<think>\n")
     deltas = list(answer.deltas())
     assert text_of(deltas) == ""
@@ -205,10 +205,10 @@ def test_a_call_that_is_demanded_is_made(demo: Llama, choice: str) -> None:
 
 def test_a_call_that_is_offered_may_be_left_out(demo: Llama) -> None:
     answer = Answer(demo, ask(QUESTION, template=CALLER, tools=(WEATHER,), max_tokens=10))
-    assert "weather" in demo.detokenize(answer._prompt.tokens).decode()
+    assert "weather" in demo.detokenize(answer.prompt.tokens).decode()
     assert list(answer.deltas())
     unoffered = Answer(demo, ask(QUESTION, template=CALLER, tools=(WEATHER,), tool_choice="none"))
-    assert "weather" not in demo.detokenize(unoffered._prompt.tokens).decode()
+    assert "weather" not in demo.detokenize(unoffered.prompt.tokens).decode()
     with pytest.raises(CapabilityError, match="'rain'"):
         Answer(demo, ask(QUESTION, template=CALLER, tools=(WEATHER,), tool_choice="rain"))
 

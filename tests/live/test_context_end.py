@@ -7,14 +7,14 @@ from answering import DEMO, QUESTION, Load, TinyModel, ask, ends_of, reply
 from running import random_prompt
 
 from moegguf.engine.llama import Llama
-from moegguf.generate import answer
+from moegguf.generate import sequence
 from moegguf.generate.answer import Answer
 from moegguf.generate.request import GenerationRequest
 from moegguf.generate.truncation import n_after_shift
 
 
 def text_of_prompt(llm: Llama, one: Answer) -> str:
-    return llm.detokenize(one._prompt.tokens, special=True).decode()
+    return llm.detokenize(one.prompt.tokens, special=True).decode()
 
 
 def test_a_single_message_that_is_too_long_loses_its_beginning(demo: Llama) -> None:
@@ -26,10 +26,10 @@ def test_a_single_message_that_is_too_long_loses_its_beginning(demo: Llama) -> N
     prompt = text_of_prompt(demo, one)
     assert prompt.startswith("<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\n")
     assert prompt.endswith(" w898 w899<|im_end|>\n<|im_start|>assistant\n")
-    assert 200 < len(one._prompt.tokens) <= n_after_shift(512, 30)
+    assert 200 < len(one.prompt.tokens) <= n_after_shift(512, 30)
     whole = len(demo.tokenize(words.encode()))
     assert one.timing.cut_messages == 0
-    assert one.timing.cut_tokens == pytest.approx(whole - len(one._prompt.tokens), abs=30)
+    assert one.timing.cut_tokens == pytest.approx(whole - len(one.prompt.tokens), abs=30)
 
 
 def test_the_question_stays_when_a_tool_result_is_too_long(demo: Llama) -> None:
@@ -49,7 +49,7 @@ def test_a_plain_prompt_keeps_its_first_tokens_and_its_end(demo: Llama) -> None:
     tokens = demo.tokenize(b"one two three four five six " * 300, add_bos=False)
     one = Answer(demo, ask(prompt="one two three four five six " * 300, num_keep=7))
     n_first = 7 + len(demo.vocabulary.bos_tokens)
-    kept = one._prompt.tokens
+    kept = one.prompt.tokens
     assert len(kept) == n_after_shift(512, n_first)
     assert kept[n_first:] == tokens[-(len(kept) - n_first) :]
     assert one.timing.cut_tokens == len(tokens) + len(demo.vocabulary.bos_tokens) - len(kept)
@@ -76,7 +76,7 @@ def test_an_answer_goes_on_in_a_full_context(demo: Llama, n_keep: int, n_shifts:
     text, timing = reply(demo, QUESTION, max_tokens=560, num_keep=n_keep, logit_bias=endless(demo))
     assert (timing.answer_tokens, timing.finish, timing.n_shifts) == (560, "length", n_shifts)
     first, n_first = demo.input_ids[: demo.n_tokens].tolist(), 20 if n_keep < 0 else n_keep
-    assert first == Answer(demo, ask(QUESTION))._prompt.tokens[:n_first], "only these are as if nothing had shifted"
+    assert first == Answer(demo, ask(QUESTION)).prompt.tokens[:n_first], "only these are as if nothing had shifted"
     assert text.startswith(reply(demo, QUESTION, max_tokens=20)[0])
 
 
@@ -98,7 +98,7 @@ def test_without_a_shift_the_answer_ends_with_the_context(demo: Llama) -> None:
 
 
 def test_an_answer_without_end_has_one(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answer, "MAX_CONTEXTS", 2)
+    monkeypatch.setattr(sequence, "MAX_CONTEXTS", 2)
     llm = load(DEMO, n_ctx=256, logits_all=False)
     _, timing = reply(llm, QUESTION, logit_bias=endless(llm))
     assert (timing.answer_tokens, timing.finish) == (512, "length")

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from traces import SMALL, random_trace
 
+from moegguf.controller.collection import EamcPair
+from moegguf.controller.grouping import balanced_groups, experts_per_batch, similarities
+from moegguf.controller.predictors.previous_token import PreviousToken
+from moegguf.controller.predictors.token_table import TokenTable
+from moegguf.controller.routing_paths import PredictedPaths, RecentPaths, make_paths
+from moegguf.controller.shape import MoeShape
+from moegguf.controller.token_scheduler import TokenScheduler, statuses
 from moegguf.errors import OptionError
-from moegguf.native.events import Phase
-from moegguf.trace.token_scheduler import _units, experts_per_batch, measure, schedule, similarities
+from moegguf.gguf.routers import Routers
+from moegguf.native.events import Announcement, Phase, RoutingEvent
+from moegguf.trace.token_scheduler import OrderEffect, _pools, compare
+from moegguf.trace.trace import Trace
 
 
 def path(*experts: int, n_expert: int = 8) -> np.ndarray:
@@ -31,13 +43,13 @@ def test_similarity_is_the_share_of_equal_entries() -> None:
 
 def test_tokens_with_disjoint_experts_are_separated() -> None:
     for seed in range(20):
-        assert sorted(batch.tolist() for batch in schedule(two_kinds(), 2, seed)) == [[0, 2, 5, 7], [1, 3, 4, 6]]
+        assert sorted(batch.tolist() for batch in balanced_groups(two_kinds(), 2, seed)) == [[0, 2, 5, 7], [1, 3, 4, 6]]
 
 
 def test_three_kinds_make_three_batches() -> None:
     kinds = np.stack([path(0, 1), path(2, 3), path(4, 5)])
     paths = kinds[[0, 1, 2, 2, 1, 0, 1, 0, 2]]
-    batches = schedule(paths, 3, seed=1)
+    batches = balanced_groups(paths, 3, seed=1)
     assert sorted(batch.tolist() for batch in batches) == [[0, 5, 7], [1, 4, 6], [2, 3, 8]]
 
 
@@ -51,7 +63,7 @@ def test_experts_per_batch_counts_distinct_experts() -> None:
 
 def test_the_same_seed_gives_the_same_batches() -> None:
     paths = np.random.default_rng(5).random((33, 4, 16)) < 0.2
-    one, other = schedule(paths, 4, 7), schedule(paths, 4, 7)
+    one, other = balanced_groups(paths, 4, 7), balanced_groups(paths, 4, 7)
     assert [batch.tolist() for batch in one] == [batch.tolist() for batch in other]
 
 
@@ -61,7 +73,7 @@ def test_every_token_has_one_batch_and_batches_are_equal(data: st.DataObject) ->
     n_batches = data.draw(st.integers(1, n_tokens))
     seed = data.draw(st.integers(0, 2**31))
     paths = np.random.default_rng(seed).random((n_tokens, 2, 4)) < data.draw(st.sampled_from([0, 0.3, 1]))
-    batches = schedule(paths, n_batches, seed)
+    batches = balanced_groups(paths, n_batches, seed)
     assert sorted(np.concatenate(batches).tolist()) == list(range(n_tokens))
     assert {len(batch) for batch in batches} <= {n_tokens // n_batches, -(-n_tokens // n_batches)}
 
@@ -69,7 +81,7 @@ def test_every_token_has_one_batch_and_batches_are_equal(data: st.DataObject) ->
 @pytest.mark.parametrize("n_batches", [0, 9, -1])
 def test_a_number_of_batches_that_cannot_be_is_refused(n_batches: int) -> None:
     with pytest.raises(OptionError, match="between 1 and the 8 tokens"):
-        schedule(two_kinds(), n_batches, 0)
+        balanced_groups(two_kinds(), n_batches, 0)
 
 
 def test_recorded_paths_leave_out_what_was_not_computed() -> None:
@@ -81,22 +93,177 @@ def test_recorded_paths_leave_out_what_was_not_computed() -> None:
     assert paths[4, 2, trace.expert_ids[2, 4]].all()
 
 
+def effects(trace: Trace, batch_size: int, slots: dict[float, int] | None = None) -> dict[str, OrderEffect]:
+    found = compare(trace, batch_size, lambda: RecentPaths(trace.shape), slots or {})
+    return {effect.order: effect for effect in found}
+
+
 def test_scheduling_saves_experts_where_requests_differ_in_kind() -> None:
-    trace = random_trace(n_sequences=16, n_prefill=0, n_decode=8, structure=1.0)
-    effect = measure(trace, 4)
-    assert len(_units(trace, 8)) == 2 * 8
-    assert effect.scheduled < 0.97 * effect.shuffled
-    assert effect.scheduled < effect.in_order
+    found = effects(random_trace(n_sequences=16, n_prefill=0, n_decode=8, structure=1.0), 4)
+    assert found["oracle"].experts < 0.97 * found["random"].experts
+    assert found["oracle"].experts < found["fifo"].experts
+    assert found["oracle"].experts <= found["predicted"].experts < found["random"].experts
+    assert found["predicted"].us_per_step is not None and found["oracle"].us_per_step is None
 
 
-def test_only_decode_tokens_of_different_requests_are_batched() -> None:
+def test_every_order_replays_the_same_tokens() -> None:
+    trace = random_trace(n_sequences=9, n_prefill=4, n_decode=6)
+    found = effects(trace, 2, {0.5: 40, 1.0: 80})
+    assert list(found) == ["oracle", "predicted", "random", "fifo"]
+    for effect in found.values():
+        assert {replay.whole.tokens for replay in effect.replays.values()} == {8 * 6}
+        lookups = effect.replays[1.0].whole.lookups
+        assert effect.experts == pytest.approx(lookups / (8 * 6 / 2))
+    assert found["oracle"].replays[1.0].counters["misses"] == found["fifo"].replays[1.0].counters["misses"]
+
+
+def test_only_decode_tokens_of_different_requests_share_a_pass() -> None:
     trace = random_trace(n_sequences=6, n_prefill=8, n_decode=3)
-    assert len(_units(trace, 4)) == 3  # four of the six requests at each step; a unit of two is incomplete
-    assert (trace.decode().pass_phase == Phase.DECODE).all()
-    assert measure(trace.decode(), 2) == measure(trace, 2)
+    (rounds,) = _pools(trace, 4)  # of six requests four; two are no pool
+    assert [trace.sequence_of[tokens].tolist() for tokens in rounds] == [[0, 1, 2, 3]] * 3
+    assert (trace.phase_of[np.concatenate(rounds)] == Phase.DECODE).all()
 
 
 @pytest.mark.parametrize("batch_size", [3, 0, -2])
 def test_too_few_requests_for_two_batches_are_refused(batch_size: int) -> None:
     with pytest.raises(OptionError, match="two batches"):
-        measure(random_trace(n_sequences=4, n_decode=2), batch_size)
+        effects(random_trace(n_sequences=4, n_decode=2), batch_size)
+
+
+class NoArtifacts:
+    """A model about which nothing was saved."""
+
+    fingerprint = ""
+
+    def find(self, name: str) -> Iterator[Path]:
+        return iter(())
+
+    def routers(self) -> Routers:
+        raise AssertionError
+
+    def collection(self, shape: MoeShape) -> EamcPair | None:
+        return None
+
+
+class FixedPaths:
+    """Paths that a test sets."""
+
+    def __init__(self, paths: np.ndarray | dict[int, np.ndarray]) -> None:
+        self.paths = dict(enumerate(paths)) if isinstance(paths, np.ndarray) else paths
+
+    def observe(self, event: RoutingEvent) -> None:
+        pass
+
+    def expect(self, sequence: int, tokens: np.ndarray) -> None:
+        pass
+
+    def path(self, sequence: int) -> np.ndarray | None:
+        found = self.paths.get(sequence)
+        return None if found is None else found.astype(np.float32)
+
+    def forget(self, sequence: int) -> None:
+        self.paths.pop(sequence, None)
+
+
+TWO_LAYERS = MoeShape(n_layer=2, n_expert=8, n_expert_used=1, layers=(0, 1))
+
+
+def test_a_step_computes_one_kind_and_the_next_step_the_other() -> None:
+    scheduler = TokenScheduler(TWO_LAYERS, FixedPaths(two_kinds()), 4)
+    first = scheduler.next_group(range(8))
+    following = scheduler.following
+    second = scheduler.next_group(range(8))
+    assert sorted([sorted(first), sorted(second)]) == [[0, 2, 5, 7], [1, 3, 4, 6]]
+    assert following == second and scheduler.following == []
+
+
+def test_who_fits_into_one_group_computes_at_every_step() -> None:
+    scheduler = TokenScheduler(TWO_LAYERS, FixedPaths(two_kinds()), 8)
+    assert [scheduler.next_group([3, 1, 2]) for _ in range(3)] == [[3, 1, 2]] * 3
+
+
+def test_sequences_that_nothing_is_known_about_compute_in_order_of_arrival() -> None:
+    scheduler = TokenScheduler(TWO_LAYERS, FixedPaths({}), 2)
+    assert [scheduler.next_group([5, 6, 7, 8]) for _ in range(4)] == [[5, 6], [7, 8]] * 2
+
+
+def test_the_union_of_a_group_is_used_by_any_of_it() -> None:
+    paths = FixedPaths({0: np.full((2, 8), 0.5), 1: np.full((2, 8), 0.2)})
+    likely = TokenScheduler(TWO_LAYERS, paths, 2).likely([0, 1, 9])
+    np.testing.assert_allclose(likely, np.full((2, 8), 0.6), rtol=1e-6)
+    assert TokenScheduler(TWO_LAYERS, paths, 2).likely([9]) is None
+
+
+@given(st.data())
+def test_no_sequence_waits_longer_than_said(data: st.DataObject) -> None:
+    size, rng = data.draw(st.integers(1, 5)), np.random.default_rng(data.draw(st.integers(0, 99)))
+    paths = FixedPaths({})
+    scheduler = TokenScheduler(TWO_LAYERS, paths, size)
+    running, waits, most, arrived = list[int](), dict[int, int](), 0, 0
+    for _ in range(60):
+        for _ in range(int(rng.integers(0, 3))):
+            running.append(arrived)
+            paths.paths[arrived] = rng.random((2, 8))
+            waits[arrived], arrived = 0, arrived + 1
+        if len(running) > 12 or (running and rng.random() < 0.3):
+            ended = running.pop(int(rng.integers(len(running))))
+            paths.forget(ended)
+        if not running:
+            continue
+        most = max(most, -(-len(running) // size))
+        group = scheduler.next_group(running)
+        assert group and len(group) <= size and set(group) <= set(running) and len(set(group)) == len(group)
+        for sequence in running:
+            waits[sequence] = 0 if sequence in group else waits[sequence] + 1
+            assert waits[sequence] <= max(0, 2 * most - 2)
+
+
+def test_statuses_are_the_likeliest_of_each_layer() -> None:
+    paths = np.array([[[0.1, 0.7, 0.2, 0.6], [0, 0.5, 0, 0]]], np.float32)
+    assert statuses(paths, 2).tolist() == [[[False, True, False, True], [False, True, False, False]]]
+
+
+def test_recent_paths_follow_each_sequence_by_itself() -> None:
+    paths = RecentPaths(TWO_LAYERS, half_life_tokens=1.0)
+    for pass_ in range(2):
+        for il in range(2):
+            ids = np.array([[3], [4 + pass_]], np.int32)
+            phases = np.ones(2, np.int32)
+            paths.observe(RoutingEvent(
+                pass_, 0, 0, 7, Phase.DECODE, 0, il, ids, sequences=np.array([7, 9], np.int32), phases=phases
+            ))  # fmt: skip
+    steady, changed = paths.path(7), paths.path(9)
+    assert steady is not None and changed is not None
+    assert steady[0, 3] == pytest.approx(0.75) and steady.sum() == pytest.approx(1.5)
+    assert changed[1, 4:6].tolist() == pytest.approx([0.25, 0.5])
+    paths.forget(7)
+    assert paths.path(7) is None and paths.path(8) is None
+
+
+def test_predicted_paths_are_the_predictors_for_each_sequence() -> None:
+    trace = random_trace(n_sequences=6, n_prefill=0, n_decode=20)
+    table = TokenTable(SMALL)
+    table.learn(trace.tokens, list(trace.expert_ids))
+    paths = PredictedPaths(table)
+    for sequence, token in ((1, 5), (2, 9)):
+        paths.expect(sequence, np.array([token], np.int32))
+    for sequence, token in ((1, 5), (2, 9)):
+        table.announce(Announcement(0, sequence, Phase.DECODE, np.array([token], np.int32)))
+        expected = [table.predict(il, 1) for il in SMALL.layers]
+        np.testing.assert_array_equal(paths.path(sequence), np.stack(expected))  # type: ignore[arg-type]
+    paths.forget(1)
+    assert paths.path(1) is None and paths.path(3) is None
+
+
+def test_a_predictor_without_an_answer_is_no_path() -> None:
+    paths = PredictedPaths(PreviousToken(SMALL))
+    paths.expect(1, np.array([5], np.int32))
+    assert paths.path(1) is None
+
+
+def test_paths_have_names() -> None:
+    assert isinstance(make_paths("recent", SMALL, NoArtifacts()), RecentPaths)
+    with pytest.raises(OptionError, match="known are recent, token-id, routing-path"):
+        make_paths("recnt", SMALL, NoArtifacts())
+    with pytest.raises(OptionError, match="has to be trained"):
+        make_paths("token-id", SMALL, NoArtifacts())

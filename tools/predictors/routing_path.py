@@ -151,8 +151,7 @@ class Samples:
 
     def __init__(self, trace: Trace, window: int, chunk: int) -> None:
         self.window, self.chunk = window, chunk
-        sequence_of = np.repeat(trace.pass_sequence, np.diff(trace.pass_start))
-        places = [np.flatnonzero(sequence_of == sequence) for sequence in trace.sequences()]
+        places = [np.flatnonzero(trace.sequence_of == sequence) for sequence in trace.sequences()]
         places = [
             place
             for place in places

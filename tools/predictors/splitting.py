@@ -23,5 +23,4 @@ def held_out(trace: Trace, share: float, seed: int) -> list[int]:
 
 def validation_tokens(trace: Trace, seed: int, share: float = 0.1) -> npt.NDArray[np.bool_]:
     """(n_tokens,): tokens of requests that only decide when to stop."""
-    sequence_of = np.repeat(trace.pass_sequence, np.diff(trace.pass_start))
-    return np.isin(sequence_of, held_out(trace, share, seed))
+    return np.isin(trace.sequence_of, held_out(trace, share, seed))

@@ -279,7 +279,7 @@ def _schedule(report: Report) -> str:
         (str(batch), *(f"{row[order]:.2f}" if order in row else "–" for order in orders))
         for batch, row in table.experts.items()
     ]
-    numbers = _table("distinct experts per layer and step", ("requests per batch", *orders), rows)
+    numbers = _table("distinct experts of a pass", ("requests per batch", *orders), rows)
     caption = "Fewer distinct experts per batch mean fewer bytes to fetch for the same tokens."
     return _section("schedule", findings.of_schedule(table), [(plots.schedule(table), caption)], numbers)
 

@@ -174,7 +174,7 @@ def recovery(table: Recovery, palette: Palette) -> str:
 
 @styled
 def schedule(table: ScheduleTable) -> str:
-    """Distinct experts per layer and step, for each order of requests and size of batch."""
+    """Distinct experts of a pass, for each order of requests and size of batch."""
     fig, (axes,) = figure(2.6)
     orders = list(dict.fromkeys(order for row in table.experts.values() for order in row))
     palette = Palette(order for order in orders if order != table.baseline)
@@ -186,9 +186,9 @@ def schedule(table: ScheduleTable) -> str:
         axes.bar(places, values, width * 0.92, color=colour, label=order)
     axes.set_xticks(range(len(table.experts)), [str(batch) for batch in table.experts])
     axes.grid(axis="x", visible=False)
-    axes.set(xlabel="requests per batch", ylabel="experts per layer and step")
+    axes.set(xlabel="requests per batch", ylabel="experts of a pass")
     legend(fig, axes)
-    return svg(fig, "schedule", "Bars: distinct experts per layer and step for each order of requests")
+    return svg(fig, "schedule", "Bars: distinct experts of a pass for each order of requests")
 
 
 def _heat(axes: Axes, values: npt.NDArray[np.float64], most: float, meaning: str) -> None:

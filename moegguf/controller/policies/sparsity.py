@@ -48,7 +48,8 @@ class SparsityAware:
 
     def learned(self, history: History) -> EamcPair:
         """As `Learner.learned`."""
-        self.eamcs.add(history.prefill, history.decode)
+        for ream in history.end_all():
+            self.eamcs.add(*ream)
         return self.eamcs
 
     def scores(self, history: History, forecast: Forecast) -> Float32s | None:

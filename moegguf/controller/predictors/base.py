@@ -44,6 +44,13 @@ class Predictor(ABC):
         1). None without a prediction: out of reach, or not trained for it. Their order matters more than their scale.
         """
 
+    def fork(self) -> Predictor | None:
+        """The same predictor for another sequence: shares what was learned, and follows tokens of its own.
+
+        None for one that takes passes of several sequences as they are.
+        """
+        return None
+
     def native(self) -> NativePredictor | None:
         """The same predictor as the store computes it; None where it cannot. The store then needs no controller."""
         return None

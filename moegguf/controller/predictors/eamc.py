@@ -42,16 +42,17 @@ class EamcPredictor(Predictor):
         return self._predict_eam.eamcs
 
     def announce(self, announcement: Announcement) -> None:
-        """Ends the request before, if the sequence is new, and begins a pass."""
-        if announcement.sequence != self._history.sequence:
-            self.learned(self._history)
+        """Begins a pass, and ends the requests that `History` says."""
+        self._history.expect(announcement)
         self._predict_eam.begin_pass(self._history, announcement.phase)
 
     def observe(self, event: RoutingEvent) -> None:
         """Adds the event to the iEAM and matches it; ids outside the shape are left out."""
-        event = event._replace(expert_ids=event.expert_ids[event.expert_ids >= 0])
-        if event.il not in self.shape.row_of or event.expert_ids.max(initial=0) >= self.shape.n_expert:
+        ids = event.expert_ids
+        if event.il not in self.shape.row_of or ids.max(initial=0) >= self.shape.n_expert:
             return
+        if ids.min(initial=0) < 0:
+            event = event._replace(expert_ids=ids[ids >= 0], sequences=None, phases=None)
         self._history.update(event)
         self._predict_eam.update(self._history)
 
@@ -67,7 +68,8 @@ class EamcPredictor(Predictor):
 
     def learned(self, history: History) -> EamcPair:
         """As `Learner.learned`."""
-        self.eamcs.add(history.prefill, history.decode)
+        for ream in history.end_all():
+            self.eamcs.add(*ream)
         self._history = History(self.shape)
         return self.eamcs
 

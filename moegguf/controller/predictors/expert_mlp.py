@@ -89,6 +89,10 @@ class ExpertMlp(Predictor):
         popularity = weights.array("popularity", n_layer, n_expert)
         return cls(shape, popularity, weights.array("affinity", n_layer - 1, n_expert, n_expert), layers)
 
+    def fork(self) -> ExpertMlp:
+        """As `Predictor.fork`."""
+        return ExpertMlp(self.shape, self._popularity, self._affinity, self._network)
+
     def observe(self, event: RoutingEvent) -> None:
         """Appends the layer's choice to the history of the pass."""
         if event.pass_ != self._pass:

@@ -80,6 +80,10 @@ class MlpPredictor(InputPredictor):
         logits = network.out.apply(hidden, np.empty(self.shape.n_expert, np.float32))
         return probabilities(logits, self.shape.n_expert_used)
 
+    def fork(self) -> MlpPredictor:
+        """As `Predictor.fork`."""
+        return MlpPredictor(self.shape, self._networks)
+
     def native(self) -> NativePredictor | None:
         """As `Predictor.native`: the networks as they are, in signed bytes; None in a model of one MoE layer."""
         if not self._networks:

@@ -32,6 +32,10 @@ class Popularity(Predictor):
         """The learned statistics, to be saved."""
         return Weights({"popularity": self.popularity})
 
+    def fork(self) -> Popularity:
+        """As `Predictor.fork`."""
+        return self
+
     def predict(self, il: int, distance: int) -> Float32s | None:
         """As `Predictor.predict`; does not depend on `distance`."""
         row = self.shape.row_of.get(il)
@@ -71,6 +75,10 @@ class Affinity(Predictor):
     def predict(self, il: int, distance: int) -> Float32s | None:
         """As `Predictor.predict`, at distance 1 only."""
         return self._probabilities if distance == 1 and il == self._next else None
+
+    def fork(self) -> Affinity:
+        """As `Predictor.fork`."""
+        return Affinity(self.shape, self.affinity)
 
     def native(self) -> NativePredictor:
         """As `Predictor.native`."""

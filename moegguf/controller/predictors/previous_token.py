@@ -42,6 +42,10 @@ class PreviousToken(Predictor):
         """As `Predictor.predict`, at any distance."""
         return self._used[il] if il in self.shape.row_of and self._seen[il] else None
 
+    def fork(self) -> PreviousToken:
+        """As `Predictor.fork`."""
+        return PreviousToken(self.shape)
+
     def native(self) -> NativePredictor:
         """As `Predictor.native`."""
         return NativePredictor(NAME)

@@ -202,6 +202,10 @@ class RoutingPath(Predictor):
         """Raises ValueError as `PathNetwork` does."""
         return cls(shape, PathNetwork(shape, weights))
 
+    def fork(self) -> RoutingPath:
+        """As `Predictor.fork`."""
+        return RoutingPath(self.shape, self.network)
+
     def announce(self, announcement: Announcement) -> None:
         """Predicts: one decoder step for one token, chunk by chunk for many."""
         tokens = announcement.tokens

@@ -25,6 +25,10 @@ class Skip(InputPredictor):
         """As `Predictor.predict`: the probabilities of the router of layer `il`."""
         return self._through_router(il, distance) if distance > 0 else None
 
+    def fork(self) -> Skip:
+        """As `Predictor.fork`."""
+        return type(self)(self.shape, self.routers)
+
     def native(self) -> NativePredictor | None:
         """As `Predictor.native`: the routers in signed bytes, with a scale per expert."""
         arrays: dict[str, Array] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -99,6 +100,12 @@ class TokenTable(Predictor):
             return np.minimum(average, 1.0)
         counts = self._counts[entry, row].astype(np.float32)
         return np.minimum((counts + average) / (float(counts.sum()) / n_used + 1.0), 1.0)
+
+    def fork(self) -> TokenTable:
+        """As `Predictor.fork`."""
+        other = copy.copy(self)
+        other._token = -1
+        return other
 
     def native(self) -> NativePredictor:
         """As `Predictor.native`."""

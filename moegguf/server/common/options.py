@@ -52,11 +52,11 @@ Stop = Annotated[str, Field(max_length=limits.STOP_CHARS)]
 
 
 class Options(Body):
-    """The options of Ollama that have an effect here, and `expert_cache` with its alias `moe_cache_ram`. None: the
-    model's parameter, or the default.
+    """The options of Ollama that have an effect here, `exact`, and `expert_cache` with its alias `moe_cache_ram`. None:
+    the model's parameter, or the default.
 
     num_predict -1 and -2: until the model ends or the context is full; num_keep: tokens that stay when it is, -1: the
-    prompt; seed -1: random; num_thread 0 and num_ctx 0: the default.
+    prompt; seed -1: random; num_thread 0 and num_ctx 0: the default. exact: computed without other requests.
     """
 
     num_ctx: Whole = _in_range("num_ctx")
@@ -77,6 +77,7 @@ class Options(Body):
     presence_penalty: Number = _in_range("presence_penalty")
     frequency_penalty: Number = _in_range("frequency_penalty")
     stop: Annotated[list[Stop] | None, Field(max_length=limits.STOPS)] = None
+    exact: bool | None = None
 
     @model_validator(mode="before")
     @classmethod

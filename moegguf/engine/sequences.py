@@ -1,0 +1,121 @@
+"""Many sequences in one context: how many a model can have, and passes with tokens of several.
+
+They share one KV cache (llama.cpp's `kv_unified`): a cell can belong to every sequence that begins with the same
+tokens, so that a prefix is copied without copying data.
+"""
+
+from __future__ import annotations
+
+import ctypes as c
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from moegguf.errors import OptionError
+from moegguf.gguf.experts import ExpertLayout
+from moegguf.native import library
+from moegguf.native.events import Phase
+
+MAX_SEQUENCES = 256  # llama.cpp's LLAMA_MAX_SEQ
+# A state that tokens have changed cannot be taken back, nor copied in part: keys of architectures that have one.
+STATE_KEYS = ("ssm.state_size", "ssm.conv_kernel", "kda.head_dim", "wkv.head_size", "shortconv.l_cache")
+LONG_ROPE = "rope_factors_long.weight"
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Consecutive tokens of one sequence in a pass, after its first `n_past`. `request`: its number in routing events.
+    `wants_logits`: of the last token."""
+
+    sequence: int
+    tokens: Sequence[int]
+    n_past: int
+    request: int
+    phase: Phase
+    wants_logits: bool = True
+
+
+def sequences_of(layout: ExpertLayout, n_ctx: int, wanted: int) -> int:
+    """Sequences of `n_ctx` tokens that one context of the model may hold: `wanted`, or 1.
+
+    1 for models with a recurrent state, for embedding models, and where the sum of the contexts would make llama.cpp
+    choose other rotary factors than for one of them. Raises OptionError for a number that no context can have.
+    """
+    if not 1 <= wanted <= MAX_SEQUENCES:
+        raise OptionError(f"n_seq_max is a number of sequences from 1 to {MAX_SEQUENCES}, but is {wanted}.")
+    metadata = layout.metadata
+    stateful = any(metadata.get(f"{layout.arch}.{key}") for key in STATE_KEYS)
+    pools = bool(metadata.get(f"{layout.arch}.pooling_type"))
+    return 1 if stateful or pools or _changes_rope(layout, n_ctx, n_ctx * wanted) else wanted
+
+
+def _changes_rope(layout: ExpertLayout, n_ctx: int, n_all: int) -> bool:
+    """Whether contexts of `n_ctx` and of `n_all` tokens get different rotary factors."""
+    if not any(name.endswith(LONG_ROPE) for name in layout.tensor_types):
+        return False
+    trained = layout.metadata.get(f"{layout.arch}.rope.scaling.original_context_length", layout.hparams.n_ctx_train)
+    return isinstance(trained, int) and n_ctx <= trained < n_all
+
+
+class PassBatch:
+    """struct llama_batch for up to `n_max` tokens of any sequences; as the bindings' batch, it has an attribute `batch`
+    and can be given to their context."""
+
+    def __init__(self, n_max: int) -> None:
+        bindings = library.llama_cpp()
+        self._tokens, self._positions, self._sequences = (np.zeros(n_max, np.int32) for _ in range(3))
+        self._n_sequences = np.ones(n_max, np.int32)
+        self._logits = np.zeros(n_max, np.int8)
+        self._rows = self._sequences.ctypes.data + np.arange(n_max, dtype=np.uintp) * self._sequences.itemsize
+        self.batch: Any = bindings.llama_batch()
+        pointers: dict[str, Any] = {
+            "token": self._tokens, "pos": self._positions, "n_seq_id": self._n_sequences, "seq_id": self._rows,
+            "logits": self._logits,
+        }  # fmt: skip
+        kinds = dict(bindings.llama_batch._fields_)
+        for name, array in pointers.items():
+            setattr(self.batch, name, c.cast(array.ctypes.data, kinds[name]))
+
+    def fill(self, chunks: Sequence[Chunk]) -> list[int]:
+        """Sets the tokens; returns each chunk's row of logits, that of its last token."""
+        begin, rows = 0, list[int]()
+        for chunk in chunks:
+            end = begin + len(chunk.tokens)
+            self._tokens[begin:end] = chunk.tokens
+            self._positions[begin:end] = np.arange(chunk.n_past, chunk.n_past + len(chunk.tokens))
+            self._sequences[begin:end] = chunk.sequence
+            self._logits[begin:end] = 0
+            self._logits[end - 1] = chunk.wants_logits
+            rows.append(end - 1)
+            begin = end
+        self.batch.n_tokens = begin
+        return rows
+
+
+class ContextSequences:
+    """The KV cache of a context by sequence. Tokens count from the beginning of their sequence."""
+
+    def __init__(self, context: Any) -> None:
+        self._bindings = library.llama_cpp()
+        self._memory = context.memory
+
+    def truncate(self, sequence: int, n_tokens: int) -> bool:
+        """Keeps its first `n_tokens`; without success it is empty, and the result False."""
+        if self._bindings.llama_memory_seq_rm(self._memory, sequence, n_tokens, -1):
+            return True
+        self._bindings.llama_memory_seq_rm(self._memory, sequence, -1, -1)
+        return False
+
+    def copy(self, source: int, target: int, n_tokens: int) -> bool:
+        """Makes the first `n_tokens` of `source` all of `target`; False where some of them have left a window."""
+        if self._bindings.llama_memory_seq_pos_min(self._memory, source) != 0:
+            return False
+        self._bindings.llama_memory_seq_rm(self._memory, target, -1, -1)
+        self._bindings.llama_memory_seq_cp(self._memory, source, target, 0, n_tokens)
+        return True
+
+    def clear(self) -> None:
+        """Empties all of them; the next token is placed as in a new context."""
+        self._bindings.llama_memory_clear(self._memory, False)

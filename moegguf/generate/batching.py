@@ -1,0 +1,466 @@
+"""Answers many requests together: each step is one pass with the next token of every running sequence.
+
+Prompt tokens of others take part up to the step's budget, so that a long prompt does not stop running answers
+(continuous batching: Orca, section 4; prompts in chunks: Sarathi-Serve, section 4). Everything but the pass belongs to
+a sequence: what one of them fails with, or its cancellation, does not reach another.
+
+The last bits of an answer depend on what else is in its passes, as in llama.cpp. A request with `exact`, one with
+images, and every request of a context with one sequence (`Llama.n_seq_max`) is computed alone, by `Answer`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from bisect import insort
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from moegguf.engine.sequences import Chunk
+from moegguf.errors import ClosedError, ContextError, ExpertIOError, GenerationCancelled
+from moegguf.generate.answer import Answer
+from moegguf.generate.batched_answer import AnswerEvents, BatchedAnswer, Slot, Task
+from moegguf.generate.decoding import n_shifted
+from moegguf.generate.request import GenerationRequest
+from moegguf.generate.schedule import Fifo, Schedule, Step
+from moegguf.generate.sequence import SequenceState
+from moegguf.native.events import Phase
+
+if TYPE_CHECKING:
+    from moegguf.engine.llama import Llama
+
+MIN_SHARED_TOKENS = 32  # of a prefix that another prompt is about to compute, to wait for it
+MIXED_STEP_TOKENS = 128  # of a step in which sequences decode, where experts need not be read for it
+
+Part = tuple[BatchedAnswer, int]  # of a step: how many tokens of which answer
+
+
+class BatchLoop:
+    """Owns the context of a model: `run` computes, on one thread, what others submit, until `close`.
+
+    `schedule`: which sequences compute in a step. `step_tokens`: budget of a step in which some decode; None: a whole
+    pass where experts have to be read for it, else MIXED_STEP_TOKENS.
+    """
+
+    def __init__(self, llm: Llama, schedule: Schedule | None = None, step_tokens: int | None = None) -> None:
+        self._llm = llm
+        self._schedule = schedule or Fifo()
+        self._pass_tokens = min(int(llm.context_params.n_ubatch), llm.n_batch)
+        resident = llm.session is None or llm.plan.resident
+        self._step_tokens = step_tokens or (
+            min(MIXED_STEP_TOKENS, self._pass_tokens) if resident else self._pass_tokens
+        )
+        self._slots = [Slot(sequence) for sequence in range(llm.n_seq_max)]
+        self._changed = threading.Condition()  # of the five below
+        self._arrived: list[BatchedAnswer | Task] = []
+        self._computing: tuple[BatchedAnswer, ...] = ()
+        self._stop_alone: tuple[BatchedAnswer | Task, Callable[[], object]] | None = None
+        self._closing = False
+        self._readers: set[threading.Thread] = set()
+        self._waiting: list[BatchedAnswer | Task] = []  # by ticket; from here on of the loop's thread
+        self._running: list[BatchedAnswer] = []  # by ticket
+        self._is_full = False  # an answer was put back for others, of which none has ended since
+        self._n_steps = 0
+        self._n_ended_tokens = 0
+
+    @property
+    def n_running(self) -> int:
+        """Answers that are computed now."""
+        return len(self._running) + (self._stop_alone is not None)
+
+    @property
+    def n_answer_tokens(self) -> int:
+        """Tokens of all answers so far."""
+        alone = self._stop_alone
+        running = [*self._running, *([alone[0]] if alone and isinstance(alone[0], BatchedAnswer) else ())]
+        return self._n_ended_tokens + sum(answer.timing.answer_tokens for answer in running)
+
+    # From any thread.
+
+    def submit(self, request: GenerationRequest, events: AnswerEvents) -> BatchedAnswer:
+        """Begins to answer a request; what is wrong with it is an error of its `on_end`."""
+        answer = BatchedAnswer(request, events)
+        if len(self._slots) > 1 and not request.sampling.exact:  # a slow template must not hold up others
+            reader = threading.Thread(target=self._read, args=(answer,), name="moegguf-prompt", daemon=True)
+            self._readers.add(reader)
+            reader.start()
+        else:
+            self._arrive(answer)
+        return answer
+
+    def submit_task(self, run: Callable[[], object], cancel: Callable[[], object]) -> Task:
+        """Has `run` called on the loop's thread once no answer is being computed; `cancel` is to end it."""
+        task = Task(run, cancel)
+        self._arrive(task)
+        return task
+
+    def cancel(self, job: BatchedAnswer | Task) -> None:
+        """Ends an answer, normally: after the step that computes now, at once if nobody else takes part in it."""
+        with self._changed:
+            job.cancelled = True
+            if self._stop_alone is not None and self._stop_alone[0] is job:
+                self._stop_alone[1]()
+            elif self._computing and all(answer.cancelled for answer in self._computing):
+                self._llm.cancel()
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Cancels all answers; `run` returns soon."""
+        with self._changed:
+            self._closing = True
+            for answer in self._computing:
+                answer.cancelled = True
+            if self._computing:
+                self._llm.cancel()
+            if self._stop_alone is not None:
+                self._stop_alone[1]()
+            self._changed.notify()
+
+    def _read(self, answer: BatchedAnswer) -> None:
+        try:
+            answer.state = SequenceState(self._llm, answer.request)
+        except Exception as error:
+            answer.error = error
+        self._arrive(answer)
+        self._readers.discard(threading.current_thread())
+
+    def _arrive(self, job: BatchedAnswer | Task) -> None:
+        with self._changed:
+            if not self._closing:
+                self._arrived.append(job)
+                self._changed.notify()
+                return
+        if isinstance(job, BatchedAnswer):
+            job.events.on_end(job.timing, ClosedError("the model is closed; load it again."))
+
+    # On the loop's thread.
+
+    def run(self) -> None:
+        """Computes until `close`; raises what events raise."""
+        try:
+            while self._has_work():
+                self._turn()
+        finally:
+            with self._changed:
+                self._closing = True
+            for reader in list(self._readers):  # they use the model
+                reader.join()
+            self._take_arrived()
+            for answer in [*self._running, *(job for job in self._waiting if isinstance(job, BatchedAnswer))]:
+                self._end(answer)
+
+    def _has_work(self) -> bool:
+        """Waits for some; False after `close`."""
+        with self._changed:
+            while not (self._closing or self._arrived or self._waiting or self._running):
+                self._changed.wait()
+            return not self._closing
+
+    def _turn(self) -> None:
+        self._take_arrived()
+        for job in [*self._running, *self._waiting]:
+            if isinstance(job, BatchedAnswer) and job.cancelled:
+                self._end(job)
+        self._admit()
+        if self._running:
+            self._step()
+
+    def _take_arrived(self) -> None:
+        with self._changed:
+            arrived, self._arrived = self._arrived, []
+        for job in arrived:
+            insort(self._waiting, job, key=lambda known: known.ticket)
+            if isinstance(job, BatchedAnswer) and job.error is not None:
+                self._end(job, job.error)
+
+    # Who runs.
+
+    def _admit(self) -> None:
+        """Gives slots to those who wait, in order of arrival. Who computes alone waits until nobody runs, and holds up
+        those behind it."""
+        while self._waiting and not (self._is_full and self._running):
+            first = self._waiting[0]
+            if isinstance(first, Task) or first.alone:
+                if self._running:
+                    return
+                self._waiting.pop(0)
+                self._run_alone(first)
+                continue
+            free = [slot for slot in self._slots if slot.answer is None]
+            if not free:
+                return
+            self._waiting.pop(0)
+            self._place(first, free)
+
+    def _place(self, answer: BatchedAnswer, free: Sequence[Slot]) -> None:
+        """Gives it the slot whose tokens are the least loss, of equal ones the least recently used."""
+        if answer.number < 0:
+            answer.begin(self._llm.begin_request(), self._llm.stats())
+        shared = {slot.sequence: _common_prefix(slot, answer) for slot in free}
+        slot = min(free, key=lambda slot: (len(slot.tokens) - shared[slot.sequence], slot.n_used))
+        self._truncate(slot, shared[slot.sequence])
+        slot.answer, answer.slot, answer.has_begun = answer, slot, False
+        insort(self._running, answer, key=lambda known: known.ticket)
+
+    def _truncate(self, slot: Slot, n_tokens: int) -> None:
+        if not self._llm.sequences.truncate(slot.sequence, n_tokens):
+            n_tokens = 0
+        del slot.tokens[n_tokens:]
+
+    def _run_alone(self, job: BatchedAnswer | Task) -> None:
+        """From an empty context; where that has one sequence only, from what the last answer left there."""
+        if len(self._slots) > 1:
+            self._llm.clear()
+            for slot in self._slots:
+                slot.tokens.clear()
+        if isinstance(job, BatchedAnswer):
+            self._answer_alone(job)
+            return
+        self._set_alone(job, job.stop)
+        try:
+            job.run()
+        finally:
+            self._set_alone(None)
+
+    def _answer_alone(self, answer: BatchedAnswer) -> None:
+        error = None
+        try:
+            alone = Answer(self._llm, answer.request, answer.state)
+            answer.timing = alone.timing
+            self._set_alone(answer, alone.cancel)
+            for delta in alone.deltas(answer.events.on_progress):
+                answer.events.on_delta(delta)
+        except Exception as raised:
+            error = raised
+        finally:
+            self._set_alone(None)
+        self._n_ended_tokens += answer.timing.answer_tokens
+        answer.events.on_end(answer.timing, error)
+
+    def _set_alone(self, job: BatchedAnswer | Task | None, stop: Callable[[], object] = lambda: None) -> None:
+        with self._changed:
+            self._stop_alone = None if job is None else (job, stop)
+            if job is not None and (job.cancelled or self._closing):
+                stop()
+
+    def _end(self, answer: BatchedAnswer, error: Exception | None = None) -> None:
+        """Ends an answer that waits or runs. Its slot keeps the tokens, for prompts that begin with them."""
+        if answer in self._running:
+            self._running.remove(answer)
+        else:
+            self._waiting.remove(answer)
+        if answer.slot is not None:
+            answer.slot.answer = None
+            answer.slot = None
+        self._is_full = False
+        if answer.number >= 0:
+            error = error or self._complete(answer)
+            answer.note_end(self._llm.stats())
+            self._n_ended_tokens += answer.timing.answer_tokens
+        answer.events.on_end(answer.timing, error)
+
+    def _complete(self, answer: BatchedAnswer) -> Exception | None:
+        """Sends the text that was held back; returns the error of reading it."""
+        try:
+            delta = answer.sequence.last_delta()
+        except Exception as error:
+            return error
+        if delta is not None:
+            answer.events.on_delta(delta)
+        return None
+
+    # A step.
+
+    def _step(self) -> None:
+        for answer in self._running:
+            self._make_space(answer)
+        running = tuple(self._running)
+        chosen = self._schedule.choose(running) or running
+        start_s, parts = time.perf_counter(), self._parts(chosen)
+        computed = self._compute(parts)
+        if computed:
+            n_tokens = sum(n for _, n in computed)
+            answers = tuple(answer for answer, _ in computed)
+            self._schedule.ran(Step(answers, n_tokens, time.perf_counter() - start_s))
+
+    def _make_space(self, answer: BatchedAnswer) -> None:
+        """Drops the older half of a context that is about to be full. The rest is evaluated again: its cells may belong
+        to other sequences, too, whose positions stay."""
+        state, slot = answer.sequence, answer.slot
+        if slot is None or not state.shifts or len(slot.tokens) < self._llm.n_ctx() - 1:
+            return
+        n_keep = state.n_kept
+        del answer.context[n_keep : n_keep + n_shifted(len(slot.tokens), n_keep)]
+        self._truncate(slot, n_keep)
+        answer.timing.n_shifts += 1
+
+    def _parts(self, chosen: Sequence[BatchedAnswer]) -> list[Part]:
+        """The next token of every sequence that decodes, and tokens of prompts up to the budget."""
+        parts = [(answer, 1) for answer in chosen if answer.decodes]
+        budget = min(self._step_tokens if parts else self._pass_tokens, self._llm.n_batch)
+        n_left = max(budget, len(parts) + 1) - len(parts)
+        prompts = list[BatchedAnswer]()
+        for answer in chosen:
+            if answer.decodes or n_left <= 0 or not self._begins(answer, prompts):
+                continue
+            n = min(answer.n_pending, n_left)
+            n_left -= n
+            prompts.append(answer)
+            parts.append((answer, n))
+        return parts
+
+    def _begins(self, answer: BatchedAnswer, prompts: Sequence[BatchedAnswer]) -> bool:
+        """Whether a prompt is evaluated in this step, after it got the longest prefix that another sequence holds; not
+        when one of `prompts`, which are in the step, is about to compute more of it."""
+        slot = answer.slot
+        assert slot is not None
+        if answer.has_begun or not answer.sequence.reuses_prefix:
+            answer.has_begun = True
+            return True
+        source = max(self._slots, key=lambda known: _common_prefix(known, answer))
+        n_shared = _common_prefix(source, answer)
+        if n_shared > len(slot.tokens) and self._llm.sequences.copy(source.sequence, slot.sequence, n_shared):
+            slot.tokens = source.tokens[:n_shared]
+        n_enough = len(slot.tokens) + MIN_SHARED_TOKENS
+        if any(common_tokens(other.context, answer.context[:-1]) >= n_enough for other in prompts):
+            return False
+        answer.has_begun = True
+        if not answer.timing.prompt_tokens:
+            answer.timing.cached_tokens = len(slot.tokens)
+        return True
+
+    def _compute(self, parts: Sequence[Part]) -> list[Part]:
+        """Evaluates the parts of a step and lets who has all of its tokens sample; returns what was evaluated.
+
+        An expert that cannot be read fails the pass of all: each is then computed alone, and those that need it end.
+        """
+        try:
+            evaluated, rows = self._evaluate(parts)
+        except GenerationCancelled:
+            return []  # they end at the next turn
+        except ExpertIOError as error:
+            if len(parts) > 1:
+                return [done for part in parts for done in self._compute([part])]
+            self._end(parts[0][0], error)
+            return []
+        except Exception as error:
+            for answer, _ in parts:
+                if answer.slot is not None:
+                    self._end(answer, error)
+            return []
+        self._n_steps += 1
+        for (answer, n), row in zip(evaluated, rows, strict=True):
+            self._advance(answer, n, row)
+        return evaluated
+
+    def _evaluate(self, parts: Sequence[Part]) -> tuple[list[Part], list[int]]:
+        """The parts that were evaluated, without those of answers that were put back because the KV cache was full, and
+        their rows of logits. After an exception the slots are as before."""
+        remaining = list(parts)
+        while remaining:
+            try:
+                with _Computing(self, tuple(answer for answer, _ in remaining)):
+                    rows = self._llm.eval_chunks([_chunk(answer, n) for answer, n in remaining])
+            except BaseException:
+                for answer, _ in remaining:
+                    assert answer.slot is not None
+                    self._truncate(answer.slot, len(answer.slot.tokens))
+                raise
+            if rows is not None:
+                return remaining, rows
+            if not self._make_room():
+                raise ContextError("the KV cache has no room for the context of one sequence; lower n_ctx.")
+            remaining = [part for part in remaining if part[0].slot is not None]
+        return [], []
+
+    def _make_room(self) -> bool:
+        """Drops the tokens of the least recently used slot that nobody uses, else puts the newest answer back in the
+        queue: it is computed again later. False when only one runs."""
+        unused = [slot for slot in self._slots if slot.answer is None and slot.tokens]
+        if unused:
+            self._truncate(min(unused, key=lambda slot: slot.n_used), 0)
+            return True
+        if len(self._running) < 2:
+            return False
+        newest = self._running.pop()
+        assert newest.slot is not None
+        self._truncate(newest.slot, 0)
+        newest.slot.answer = None
+        newest.slot = None
+        insort(self._waiting, newest, key=lambda known: known.ticket)
+        self._is_full = True
+        return True
+
+    def _advance(self, answer: BatchedAnswer, n_tokens: int, row: int) -> None:
+        slot = answer.slot
+        assert slot is not None
+        is_prompt, n_done = not answer.sequence.generated, len(slot.tokens)
+        slot.tokens += answer.context[n_done : n_done + n_tokens]
+        slot.n_used = self._n_steps
+        if is_prompt:
+            answer.timing.prompt_tokens = len(slot.tokens) - answer.timing.cached_tokens
+            answer.events.on_progress(answer.progress())
+        if not answer.n_pending:
+            self._sample(answer, row)
+
+    def _sample(self, answer: BatchedAnswer, row: int) -> None:
+        state, delta = answer.sequence, None
+        try:
+            token = state.sampler.sample(row)
+            answer.note_token(self._llm.stats)
+            if token is None:
+                state.end("stop")
+            else:
+                delta = state.accept(token, row)
+        except Exception as error:
+            self._end(answer, error)
+            return
+        if delta is not None:
+            answer.events.on_delta(delta)
+        if state.ended:
+            self._end(answer)
+        elif token is not None:
+            answer.context.append(token)
+
+
+class _Computing:
+    """The block in which a pass computes for these answers; cancelling all of them ends it."""
+
+    def __init__(self, loop: BatchLoop, answers: tuple[BatchedAnswer, ...]) -> None:
+        self._loop = loop
+        self._answers = answers
+
+    def __enter__(self) -> None:
+        with self._loop._changed:
+            if all(answer.cancelled for answer in self._answers):
+                raise GenerationCancelled("the answers were stopped.")
+            self._loop._computing = self._answers
+
+    def __exit__(self, *_: object) -> None:
+        with self._loop._changed:
+            self._loop._computing = ()
+            if all(answer.cancelled for answer in self._answers):
+                self._loop._llm.resume()
+
+
+def _chunk(answer: BatchedAnswer, n_tokens: int) -> Chunk:
+    slot = answer.slot
+    assert slot is not None
+    n_past = len(slot.tokens)
+    phase = Phase.DECODE if answer.decodes else Phase.PREFILL
+    tokens = answer.context[n_past : n_past + n_tokens]
+    return Chunk(slot.sequence, tokens, n_past, answer.number, phase, n_past + n_tokens == len(answer.context))
+
+
+def _common_prefix(slot: Slot, answer: BatchedAnswer) -> int:
+    """Tokens of the slot that the answer can begin with; one at least is left to evaluate."""
+    return common_tokens(slot.tokens, answer.context[:-1]) if answer.sequence.reuses_prefix else 0
+
+
+def common_tokens(a: Sequence[int], b: Sequence[int]) -> int:
+    """Equal tokens at the beginning of both."""
+    n = min(len(a), len(b))
+    differ = np.flatnonzero(np.asarray(a[:n], np.intc) != np.asarray(b[:n], np.intc))
+    return int(differ[0]) if differ.size else n

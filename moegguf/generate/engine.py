@@ -1,0 +1,253 @@
+"""`Engine`: many requests to one model in process, computed together; blocking, and asynchronous."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Any, Self, TypeVar
+
+from moegguf.engine.llama import Llama
+from moegguf.engine.stats import Stats
+from moegguf.errors import ClosedError, OptionError
+from moegguf.generate.batched_answer import BatchedAnswer
+from moegguf.generate.batching import BatchLoop
+from moegguf.generate.grouped_schedule import make_schedule
+from moegguf.generate.request import (
+    Delta,
+    GenerationRequest,
+    Message,
+    PromptProgress,
+    Sampling,
+    Timing,
+    TokenLogprob,
+    ToolCall,
+)
+from moegguf.generate.schedule import Schedule
+from moegguf.settings import parse_schedule
+
+DEFAULT_PARALLEL = 8
+AHEAD = 2  # requests that are read while so many times fewer are computed
+
+Prompt = str | Sequence[int]
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True)
+class EngineAnswer:
+    """An answer: its text, what it was thought before, calls of tools, and logprobs where they were asked for. `error`:
+    why it ended early, in one of many; the rest is then what there was."""
+
+    text: str = ""
+    thinking: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    timing: Timing = field(default_factory=Timing)
+    error: Exception | None = None
+
+    @property
+    def finish(self) -> str:
+        """ "stop", "length" or "cancelled"."""
+        return self.timing.finish
+
+
+class _Collected:
+    """Collects the events of one answer; `done` has it then."""
+
+    def __init__(self) -> None:
+        self.done: Future[EngineAnswer] = Future()
+        self._deltas: list[Delta] = []
+
+    def on_progress(self, progress: PromptProgress) -> None:
+        pass
+
+    def on_delta(self, delta: Delta) -> None:
+        self._deltas.append(delta)
+
+    def on_end(self, timing: Timing, error: Exception | None) -> None:
+        deltas = self._deltas
+        self.done.set_result(
+            EngineAnswer(
+                "".join(delta.text for delta in deltas),
+                "".join(delta.thinking for delta in deltas),
+                tuple(call for delta in deltas for call in delta.tool_calls),
+                tuple(logprob for delta in deltas for logprob in delta.logprobs),
+                timing,
+                error,
+            )
+        )
+
+
+class _Streamed:
+    """Passes the events of one answer to an event loop; None is the end."""
+
+    def __init__(self) -> None:
+        self.queue: asyncio.Queue[Delta | None] = asyncio.Queue()
+        self.error: Exception | None = None
+        self._loop = asyncio.get_running_loop()
+
+    def on_progress(self, progress: PromptProgress) -> None:
+        pass
+
+    def on_delta(self, delta: Delta) -> None:
+        self._put(delta)
+
+    def on_end(self, timing: Timing, error: Exception | None) -> None:
+        self.error = error
+        self._put(None)
+
+    def _put(self, delta: Delta | None) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self.queue.put_nowait, delta)
+
+
+class Engine:
+    """A model that answers up to `parallel` requests at once: `with Engine("demo") as engine: engine.generate([...])`.
+
+    Args:
+        model: as for `moegguf.Llama`.
+        parallel: sequences that are computed together. Each has a context of `n_ctx` tokens. One for models with a
+            recurrent state and for embedding models.
+        kv_tokens: tokens of all sequences that there is memory for; when they are used up, the newest request waits and
+            is computed again. None: parallel * n_ctx.
+        schedule: which sequences compute in a step: "fifo" (all of them), "expertflow", "auto", or an object
+            (`moegguf.generate.schedule`).
+        All keywords of `moegguf.Llama`.
+
+    The last bits of an answer depend on what is computed with it, as in llama.cpp; `Sampling(exact=True)` computes a
+    request without others. All methods may be called from any thread. Raises what `Llama` raises.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str],
+        parallel: int = DEFAULT_PARALLEL,
+        *,
+        kv_tokens: int | None = None,
+        schedule: str | Schedule = "fifo",
+        **options: Any,
+    ) -> None:
+        if isinstance(schedule, str):
+            parse_schedule(schedule)  # before anything is loaded
+        self._llm = Llama(model, n_seq_max=parallel, kv_tokens=kv_tokens, **{"verbose": False, **options})
+        chosen = make_schedule(schedule, self._llm) if isinstance(schedule, str) else schedule
+        self._loop = BatchLoop(self._llm, chosen)
+        self._thread = threading.Thread(target=self._loop.run, name="moegguf-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def llm(self) -> Llama:
+        """The model: its plan, vocabulary and statistics. It must not evaluate anything meanwhile."""
+        return self._llm
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], sampling: Sampling | Sequence[Sampling] | None = None, **fields: Any
+    ) -> list[EngineAnswer]:
+        """Answers to prompts, in their order: a text, a list of tokens, or a list of these. `sampling`: for all, or one
+        each. `fields`: further ones of `GenerationRequest`.
+
+        What is wrong with one prompt is the `error` of its answer. Raises OptionError, ClosedError.
+        """
+        listed = _listed(prompts)
+        return self._answers([_of_prompt(prompt, each, fields) for prompt, each in _with(listed, sampling)])
+
+    def chat(
+        self,
+        conversations: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling: Sampling | Sequence[Sampling] | None = None,
+        **fields: Any,
+    ) -> list[EngineAnswer]:
+        """Answers to conversations, each a list of messages, or to one; else as `generate`."""
+        given: list[Any] = list(conversations)
+        listed: list[Any] = [given] if given and isinstance(given[0], dict) else given
+        return self._answers([_of_messages(messages, each, fields) for messages, each in _with(listed, sampling)])
+
+    async def stream(
+        self, prompt: Prompt | Sequence[Message], sampling: Sampling | None = None, **fields: Any
+    ) -> AsyncGenerator[Delta, None]:
+        """The parts of an answer to a text, tokens or messages, as they are computed: `async for`. Leaving the loop
+        cancels it. Raises what `moegguf.generate.sequence.SequenceState` and evaluations raise, ClosedError."""
+        is_chat = not isinstance(prompt, str) and bool(prompt) and isinstance(prompt[0], dict)
+        make: Any = _of_messages if is_chat else _of_prompt
+        events = _Streamed()
+        answer = self._submit(make(prompt, sampling or Sampling(), fields), events)
+        try:
+            while (delta := await events.queue.get()) is not None:
+                yield delta
+        finally:
+            self._loop.cancel(answer)
+        if events.error is not None:
+            raise events.error
+
+    def stats(self) -> Stats:
+        """Counters since the model was loaded."""
+        return self._llm.stats()
+
+    def close(self) -> None:
+        """Cancels what runs and frees the model. Twice is harmless."""
+        self._loop.close()
+        self._thread.join()
+        self._llm.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _submit(self, request: GenerationRequest, events: _Collected | _Streamed) -> BatchedAnswer:
+        if not self._thread.is_alive():
+            raise ClosedError("the engine is closed; make another one.")
+        return self._loop.submit(request, events)
+
+    def _answers(self, requests: Sequence[GenerationRequest]) -> list[EngineAnswer]:
+        """Submits a few more than are computed, so that thousands of requests do not take memory; cancels all when
+        interrupted."""
+        collected = [_Collected() for _ in requests]
+        n_ahead, submitted = AHEAD * self._llm.n_seq_max, list[BatchedAnswer]()
+        try:
+            for i, (request, events) in enumerate(zip(requests, collected, strict=True)):
+                if i >= n_ahead:
+                    collected[i - n_ahead].done.result()
+                submitted.append(self._submit(request, events))
+            return [events.done.result() for events in collected]
+        except BaseException:
+            for answer in submitted:
+                self._loop.cancel(answer)
+            raise
+
+
+def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    listed: list[Any] = list(prompts)
+    return [listed] if listed and isinstance(listed[0], int) else listed
+
+
+def _with(items: Sequence[Item], sampling: Sampling | Sequence[Sampling] | None) -> Iterable[tuple[Item, Sampling]]:
+    if sampling is None or isinstance(sampling, Sampling):
+        return [(item, sampling or Sampling()) for item in items]
+    if len(sampling) != len(items):
+        raise OptionError(f"sampling has {len(sampling)} elements for {len(items)} prompts; give one, or one for each.")
+    return zip(items, sampling, strict=True)
+
+
+def _of_prompt(prompt: Prompt, sampling: Sampling, fields: dict[str, Any]) -> GenerationRequest:
+    is_text = isinstance(prompt, str)
+    tokens = () if is_text else tuple(prompt)
+    return _request(fields, prompt=prompt if is_text else "", context=tokens, sampling=sampling)
+
+
+def _of_messages(messages: Sequence[Message], sampling: Sampling, fields: dict[str, Any]) -> GenerationRequest:
+    return _request(fields, messages=tuple(messages), sampling=sampling)
+
+
+def _request(fields: dict[str, Any], **given: Any) -> GenerationRequest:
+    known = GenerationRequest.__dataclass_fields__
+    for name in fields:
+        if name not in known:
+            raise OptionError.unknown(name, list(known))
+    return replace(GenerationRequest(**given), **fields)

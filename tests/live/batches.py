@@ -1,0 +1,96 @@
+"""Driving a loop of many sequences by its own steps, so that what happens does not depend on time."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from moegguf.engine.llama import Llama
+from moegguf.generate.batched_answer import BatchedAnswer
+from moegguf.generate.batching import BatchLoop
+from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, Timing, TokenLogprob
+from moegguf.generate.schedule import Fifo, Schedule, Step
+
+TIMEOUT_S = 60.0
+
+
+class Received:
+    """The events of one answer, in the manner of `AnswerEvents`."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.logprobs: list[TokenLogprob] = []
+        self.progress: list[PromptProgress] = []
+        self.timing = Timing()
+        self.error: Exception | None = None
+        self.ended = threading.Event()
+
+    def on_progress(self, progress: PromptProgress) -> None:
+        self.progress.append(progress)
+
+    def on_delta(self, delta: Delta) -> None:
+        assert not self.ended.is_set(), "nothing comes after the end"
+        self.text += delta.text
+        self.logprobs += delta.logprobs
+
+    def on_end(self, timing: Timing, error: Exception | None) -> None:
+        assert not self.ended.is_set(), "an answer ends once"
+        self.timing, self.error = timing, error
+        self.ended.set()
+
+    def wait(self) -> Received:
+        assert self.ended.wait(TIMEOUT_S), "an answer hangs"
+        return self
+
+
+def _nothing(step: int) -> None:
+    pass
+
+
+class Scripted:
+    """A schedule that chooses as `inner` does, and calls `before` and `after` with the number of each step."""
+
+    def __init__(
+        self,
+        before: Callable[[int], object] = _nothing,
+        inner: Schedule | None = None,
+        after: Callable[[int], object] = _nothing,
+    ) -> None:
+        self._before = before
+        self._inner = inner or Fifo()
+        self._after = after
+        self.steps: list[Step] = []
+        self.n_asked = 0
+
+    def choose(self, running: Sequence[BatchedAnswer]) -> Sequence[BatchedAnswer]:
+        self.n_asked += 1
+        self._before(self.n_asked)
+        return self._inner.choose(running)
+
+    def ran(self, step: Step) -> None:
+        self.steps.append(step)
+        self._inner.ran(step)
+        self._after(self.n_asked)
+
+
+@contextmanager
+def running(llm: Llama, schedule: Schedule | None = None, step_tokens: int | None = None) -> Iterator[BatchLoop]:
+    """A loop on its own thread."""
+    loop = BatchLoop(llm, schedule, step_tokens)
+    thread = threading.Thread(target=loop.run, name="loop")
+    thread.start()
+    try:
+        yield loop
+    finally:
+        loop.close()
+        thread.join(TIMEOUT_S)
+        assert not thread.is_alive(), "the loop hangs"
+
+
+def answers_of(loop: BatchLoop, requests: Sequence[GenerationRequest]) -> list[Received]:
+    """All of them, submitted at once."""
+    received = [Received() for _ in requests]
+    for request, events in zip(requests, received, strict=True):
+        loop.submit(request, events)
+    return [events.wait() for events in received]

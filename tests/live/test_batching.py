@@ -1,0 +1,418 @@
+"""Many answers on one context: none sees another's tokens, and what ends one does not reach another.
+
+Where the cells of a sequence lie in the KV cache changes the order of sums over them, and so last bits, which the
+rounding of activations to eight bits enlarges: answers among others are compared with solo ones within BOUND.
+Contamination is excluded exactly: the same steps beside other tokens give the same bits.
+MOEGGUF_INTERLEAVINGS sets how many answers of random interleavings are compared (default: a few hundred).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from answering import DEMO, QUESTION, Load, TinyModel, ask, ends_of, reply
+from batches import Received, Scripted, answers_of, running
+
+from moegguf.engine.llama import Llama
+from moegguf.engine.sequences import Chunk
+from moegguf.errors import ContextError, ExpertIOError, OptionError, SchemaError, TemplateError
+from moegguf.generate.answer import Answer
+from moegguf.generate.batched_answer import BatchedAnswer
+from moegguf.generate.batching import BatchLoop, common_tokens
+from moegguf.generate.request import GenerationRequest, TokenLogprob
+from moegguf.native import library
+
+BOUND = 1.0  # of a logprob of the tiny models, whose random routers amplify last bits most
+PER_BLOCK = 25
+N_BLOCKS = -(-int(os.environ.get("MOEGGUF_INTERLEAVINGS", "200")) // PER_BLOCK)
+
+Random = np.random.Generator
+
+
+@pytest.fixture(scope="module")
+def pair(tiny: TinyModel) -> Iterator[tuple[Llama, Llama]]:
+    """A model with six sequences and room for 40 % of its experts, and the same with one, all resident."""
+    options: dict[str, Any] = {"n_ctx": 256, "n_threads": 1, "verbose": False}
+    with Llama(tiny(), n_seq_max=6, expert_cache="40%", **options) as many, Llama(tiny(), **options) as one:
+        yield many, one
+
+
+def endless(llm: Llama) -> dict[int, float]:
+    return dict.fromkeys(ends_of(llm), -100.0)
+
+
+def of_tokens(llm: Llama, tokens: Sequence[int], **options: Any) -> GenerationRequest:
+    """A request for a prompt of these tokens, answered up to its limit."""
+    options = {"max_tokens": 8, "n_logprobs": 2, "logit_bias": endless(llm), "return_context": False, **options}
+    return ask(prompt="", context=tuple(tokens), **options)
+
+
+def random_tokens(llm: Llama, random: Random, n_tokens: int) -> list[int]:
+    return [int(token) for token in random.integers(0, llm.n_vocab(), n_tokens)]
+
+
+def solo(llm: Llama, request: GenerationRequest) -> list[TokenLogprob]:
+    llm.reset()
+    return [logprob for delta in Answer(llm, request).deltas() for logprob in delta.logprobs]
+
+
+def assert_same(received: Sequence[TokenLogprob], alone: Sequence[TokenLogprob]) -> None:
+    """The same text up to a token that two logits decide within BOUND, and logprobs within BOUND up to there."""
+    for one, other in zip(received, alone, strict=False):
+        margin = other.top[0][1] - other.top[1][1]
+        if one.text != other.text:
+            assert margin < BOUND, (one, other)
+            return
+        assert abs(one.logprob - other.logprob) < BOUND, (one, other)
+    assert len(received) <= len(alone)
+
+
+class RandomSubset:
+    """Computes any of the running sequences."""
+
+    def __init__(self, random: Random) -> None:
+        self._random = random
+
+    def choose(self, running: Sequence[BatchedAnswer]) -> Sequence[BatchedAnswer]:
+        return [answer for answer in running if self._random.random() < 0.7]
+
+    def ran(self, step: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize("block", range(N_BLOCKS))
+def test_random_interleavings_give_the_answers_of_solo_requests(block: int, pair: tuple[Llama, Llama]) -> None:
+    many, one = pair
+    random = np.random.default_rng(block)
+    shared = random_tokens(one, random, 40)
+    requests, received, cancelled, poisoned = list[GenerationRequest](), list[Received](), set[int](), set[int]()
+    submitted: list[BatchedAnswer] = []
+    for i in range(PER_BLOCK):
+        tokens = shared[: int(random.integers(0, 40))] + random_tokens(one, random, int(random.integers(1, 60)))
+        options: dict[str, Any] = {"max_tokens": int(random.integers(1, 12))}
+        if random.random() < 0.1:
+            poisoned.add(i)
+            options["logit_bias"] = {one.n_vocab(): 1.0}
+        elif random.random() < 0.1:
+            options["seed"] = 1  # without reuse of a prefix
+        requests.append(of_tokens(one, tokens, **options))
+        received.append(Received())
+
+    lock = threading.Lock()
+
+    def submit_one() -> None:
+        with lock:
+            if len(submitted) < PER_BLOCK:
+                submitted.append(loop.submit(requests[len(submitted)], received[len(submitted)]))
+
+    def meddle(step: int) -> None:
+        while len(submitted) < PER_BLOCK and random.random() < 0.5:
+            submit_one()
+        if random.random() < 0.05:
+            i = int(random.integers(len(submitted)))
+            cancelled.add(i)
+            loop.cancel(submitted[i])
+        if random.random() < 0.05:
+            library.arm_fault("read", 1)  # once: those that need the expert read it again
+
+    schedule = Scripted(meddle, RandomSubset(random))
+    with running(many, schedule, step_tokens=int(random.integers(1, 64))) as loop:
+        for events in received:
+            while not events.ended.wait(0.01):
+                submit_one()
+    library.arm_fault("read", 0)
+    for i, events in enumerate(received):
+        if i in poisoned:
+            assert isinstance(events.error, OptionError) or i in cancelled
+            continue
+        assert events.error is None
+        assert_same(events.logprobs, solo(one, requests[i]))
+        if i not in cancelled:
+            assert events.timing.answer_tokens == requests[i].sampling.max_tokens
+            assert events.timing.finish == "length"
+
+
+def test_the_same_steps_beside_other_tokens_give_the_same_bits(pair: tuple[Llama, Llama]) -> None:
+    many, _ = pair
+    lengths = [50, 3, 21, 34, 1, 13]
+
+    def logprobs(target: int, seed: int) -> list[TokenLogprob]:
+        """Those of one sequence, whose tokens are always the same, beside others that `seed` decides."""
+        own, others = np.random.default_rng(target), np.random.default_rng(seed)
+        requests = [
+            of_tokens(many, random_tokens(many, own if i == target else others, n), seed=1)
+            for i, n in enumerate(lengths)
+        ]
+        loop, received = BatchLoop(many, step_tokens=16), [Received() for _ in requests]
+        for request, events in zip(requests, received, strict=True):
+            loop.submit(request, events)
+            for reader in list(loop._readers):  # their order of arrival decides who gets which cells
+                reader.join()
+        many.clear()
+        thread = threading.Thread(target=loop.run)
+        thread.start()
+        for events in received:
+            assert events.wait().error is None
+        loop.close()
+        thread.join()
+        return received[target].logprobs
+
+    for target in range(len(lengths)):
+        assert logprobs(target, 100) == logprobs(target, 200)
+
+
+def test_a_request_without_others_has_the_bits_of_a_solo_one(pair: tuple[Llama, Llama]) -> None:
+    many, one = pair
+    many.clear()
+    request = of_tokens(one, random_tokens(one, np.random.default_rng(7), 70), max_tokens=20)
+    with running(many) as loop:
+        [received] = answers_of(loop, [request])
+    assert received.logprobs == solo(one, request)
+    assert received.timing.prompt_tokens == 70
+    assert received.progress[-1].n_done == 70
+
+
+def test_exact_requests_have_the_bits_of_solo_ones_among_others(pair: tuple[Llama, Llama]) -> None:
+    many, one = pair
+    random = np.random.default_rng(3)
+    requests = [of_tokens(one, random_tokens(one, random, 30), exact=i % 3 == 1) for i in range(9)]
+    with running(many) as loop:
+        for request, received in zip(requests, answers_of(loop, requests), strict=True):
+            assert received.error is None
+            if request.sampling.exact:
+                assert received.logprobs == solo(one, request)
+            assert_same(received.logprobs, solo(one, request))
+
+
+def test_a_prefix_that_all_share_is_computed_once(pair: tuple[Llama, Llama]) -> None:
+    many, one = pair
+    many.clear()
+    random = np.random.default_rng(4)
+    system = random_tokens(one, random, 120)
+    requests = [of_tokens(one, system + random_tokens(one, random, 5)) for _ in range(6)]
+    with running(many) as loop:
+        received = answers_of(loop, requests)
+        later = answers_of(loop, requests[:1])
+    assert sorted(events.timing.prompt_tokens for events in received) == [5] * 5 + [125]
+    assert later[0].timing.cached_tokens == 124, "what has ended is kept"
+    for events, request in zip(received, requests, strict=True):
+        assert_same(events.logprobs, solo(one, request))
+
+
+def test_a_full_kv_cache_puts_the_newest_back_and_answers_all(tiny: TinyModel, load: Load) -> None:
+    many = load(tiny(), n_ctx=256, n_seq_max=4, kv_tokens=512, logits_all=False)
+    one = load(tiny(), n_ctx=256, logits_all=False)
+    random = np.random.default_rng(5)
+    requests = [of_tokens(one, random_tokens(one, random, 150), max_tokens=60) for _ in range(8)]
+    stream = Scripted()
+    with running(many, stream) as loop:
+        received = answers_of(loop, requests)
+    assert max(len(step.answers) for step in stream.steps) >= 3
+    for events, request in zip(received, requests, strict=True):
+        assert (events.error, events.timing.answer_tokens) == (None, 60)
+        assert_same(events.logprobs, solo(one, request))
+
+
+def test_sampler_and_constraint_go_on_after_an_answer_was_put_back(load: Load) -> None:
+    many = load(DEMO, n_seq_max=2, logits_all=False)
+    text = {"type": "string", "minLength": 30, "maxLength": 40}
+    schema = {"type": "object", "properties": {"t": text}, "required": ["t"]}
+    request = ask("What is a hit?", format=schema, repeat_penalty=1.3, max_tokens=60)
+
+    def answer(n_put_back: int) -> str:
+        many.clear()
+        left = [n_put_back]
+
+        def after(step: int) -> None:
+            newest = loop._running[-1:]
+            if left[0] and len(loop._running) == 2 and len(newest[0].sequence.generated) == 8:
+                left[0] -= 1
+                assert loop._make_room() and newest[0] not in loop._running
+
+        with running(many, Scripted(after=after)) as loop:
+            _, received = answers_of(loop, [ask(QUESTION, max_tokens=20), request])
+        assert left == [0]
+        return received.text
+
+    assert answer(1) == answer(0) != ""
+
+
+def test_poisoned_requests_end_alone(load: Load) -> None:
+    many = load(DEMO, n_seq_max=4, logits_all=False)
+    good = ask(QUESTION, max_tokens=30)
+    alone, _ = reply(many, QUESTION, max_tokens=30)
+    many.clear()
+    bad = {
+        OptionError: ask(QUESTION, logit_bias={many.n_vocab(): 1.0}),
+        TemplateError: ask(QUESTION, template="{{ 1 / 0 }}"),
+        SchemaError: ask(QUESTION, format={"type": "decimal"}),
+        ContextError: ask("word " * 4000, truncate=False),
+    }
+    with running(many) as loop:
+        received = answers_of(loop, [good, *bad.values(), good])
+        assert [type(events.error) for events in received[1:-1]] == list(bad)
+        assert received[0].text == received[-1].text == alone
+        failing = Received()
+        broken = loop.submit(good, failing)
+        beside = Received()
+        loop.submit(ask("Who are you?", max_tokens=30), beside)
+        while broken.slot is None:
+            pass
+        broken.sequence.sampler = None  # type: ignore[assignment]
+        assert isinstance(failing.wait().error, AttributeError)
+        assert beside.wait().error is None
+        assert answers_of(loop, [good])[0].text == alone
+
+
+def test_constrained_answers_among_others(load: Load) -> None:
+    many = load(DEMO, n_seq_max=4, logits_all=False)
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    with running(many) as loop:
+        received = answers_of(loop, [ask(f"Number {i}", format=schema, max_tokens=60) for i in range(4)])
+    for events in received:
+        assert events.error is None
+        assert events.text.lstrip().startswith("{")
+
+
+def test_a_read_error_ends_those_that_need_the_expert(pair: tuple[Llama, Llama], monkeypatch: Any) -> None:
+    many, one = pair
+    random = np.random.default_rng(9)
+    requests = [of_tokens(one, random_tokens(one, random, 10), max_tokens=20) for _ in range(4)]
+    evaluate = many.eval_chunks
+    victims: list[BatchedAnswer] = []
+
+    def fail_for_the_victim(chunks: Sequence[Chunk]) -> list[int] | None:
+        if any(chunk.request == victim.number for chunk in chunks for victim in victims):
+            raise ExpertIOError("expert 3 of layer 1 cannot be read")
+        return evaluate(chunks)
+
+    def choose_a_victim(step: int) -> None:
+        if step == 5:
+            victims.append(loop._running[2])
+
+    monkeypatch.setattr(many, "eval_chunks", fail_for_the_victim)
+    with running(many, Scripted(choose_a_victim)) as loop:
+        received = answers_of(loop, requests)
+    assert [type(events.error) for events in received].count(ExpertIOError) == 1
+    for events, request in zip(received, requests, strict=True):
+        if events.error is None:
+            assert_same(events.logprobs, solo(one, request))
+
+
+def test_a_disk_that_fails_ends_the_step_and_the_loop_goes_on(pair: tuple[Llama, Llama]) -> None:
+    many, one = pair
+    random = np.random.default_rng(10)
+    requests = [of_tokens(one, random_tokens(one, random, 30), max_tokens=40) for _ in range(4)]
+
+    def fail(step: int) -> None:
+        if step == 5:
+            library.arm_fault("read", 1, errno=5, sticky=True)
+
+    with running(many, Scripted(fail)) as loop:
+        received = answers_of(loop, requests)
+        assert all(isinstance(events.error, ExpertIOError) for events in received)
+        library.arm_fault("read", 0)
+        [again] = answers_of(loop, requests[:1])
+    assert_same(again.logprobs, solo(one, requests[0]))
+
+
+def test_cancelling_ends_one_normally_and_all_at_once(pair: tuple[Llama, Llama]) -> None:
+    many, one = pair
+    random = np.random.default_rng(11)
+    requests = [of_tokens(one, random_tokens(one, random, 10), max_tokens=100) for _ in range(3)]
+    received = [Received() for _ in requests]
+
+    def cancel(step: int) -> None:
+        if step == 10:
+            loop.cancel(submitted[1])
+
+    with running(many, Scripted(cancel)) as loop:
+        submitted = [loop.submit(*each) for each in zip(requests, received, strict=True)]
+        assert [events.wait().timing.finish for events in received] == ["length", "cancelled", "length"]
+        assert all(events.error is None for events in received)
+        assert 0 < received[1].timing.answer_tokens < 100
+        library.arm_fault("slow_read", 1, sticky=True)
+        received = [Received() for _ in requests]
+        submitted = [loop.submit(*each) for each in zip(requests, received, strict=True)]
+        for answer in submitted:
+            loop.cancel(answer)
+        assert all(events.wait().timing.finish == "cancelled" for events in received)
+        library.arm_fault("slow_read", 0)
+        assert answers_of(loop, requests[:1])[0].timing.finish == "length"
+
+
+def test_a_full_context_shifts_in_each_sequence(load: Load) -> None:
+    many = load(DEMO, n_ctx=256, n_seq_max=3, logits_all=False)
+    with running(many) as loop:
+        received = answers_of(
+            loop, [ask(QUESTION, max_tokens=300 + 50 * i, logit_bias=endless(many)) for i in range(3)]
+        )
+    for i, events in enumerate(received):
+        assert (events.error, events.timing.answer_tokens) == (None, 300 + 50 * i)
+        assert events.timing.n_shifts >= 1
+
+
+def test_tasks_wait_for_the_answers_before_them(pair: tuple[Llama, Llama]) -> None:
+    many, one = pair
+    request = of_tokens(one, [1, 2, 3], max_tokens=20)
+    ended = threading.Event()
+    with running(many) as loop:
+        first, second = Received(), Received()
+        loop.submit(request, first)
+        first_done = []
+        while not loop.n_running:
+            pass
+        loop.submit_task(lambda: (first_done.append(first.ended.is_set()), ended.set()), lambda: None)
+        loop.submit(request, second)
+        assert ended.wait(60) and first_done == [True]
+        assert second.wait().error is None
+        assert loop.n_answer_tokens == 40 and loop.n_running == 0
+
+
+def test_what_is_left_when_the_loop_closes_ends_as_cancelled(pair: tuple[Llama, Llama]) -> None:
+    many, one = pair
+    received = [Received() for _ in range(20)]
+    with running(many) as loop:
+        for events in received:
+            loop.submit(of_tokens(one, [1, 2, 3], max_tokens=200), events)
+        while not loop.n_answer_tokens:
+            pass
+    assert all(events.wait().timing.finish == "cancelled" or events.error for events in received)
+    late = Received()
+    loop.submit(of_tokens(one, [1]), late)
+    assert late.wait().error is not None
+
+
+def test_memory_stays_flat_over_many_requests(pair: tuple[Llama, Llama]) -> None:
+    many, one = pair
+    random = np.random.default_rng(12)
+
+    def run(n: int) -> int:
+        with running(many) as loop:
+            for _ in range(n):
+                answers_of(loop, [of_tokens(one, random_tokens(one, random, 20), max_tokens=3) for _ in range(6)])
+        return int(psutil.Process().memory_info().rss)
+
+    run(10)
+    assert run(30) - run(5) < 16 << 20
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "n"), [([], [1], 0), ([1, 2], [1, 2, 3], 2), ([1, 2, 4], [1, 2, 3], 2), ([9], [1], 0)]
+)
+def test_common_tokens(a: list[int], b: list[int], n: int) -> None:
+    assert common_tokens(a, b) == n
+
+
+def test_a_model_with_one_sequence_answers_in_order(tiny: TinyModel, load: Load) -> None:
+    llm, one = load(tiny(), logits_all=False), load(tiny(), logits_all=False)
+    requests = [of_tokens(one, [i + 1, i + 2, 5], seed=1) for i in range(4)]
+    with running(llm) as loop:
+        for request, received in zip(requests, answers_of(loop, requests), strict=True):
+            assert received.logprobs == solo(one, request)

@@ -1,0 +1,182 @@
+"""Passes of several requests on a running model: told apart in events, replayed exactly, and grouped by schedule."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from answering import Load, TinyModel, ask
+
+from moegguf.controller.policies import make_policy
+from moegguf.controller.predictors.base import NoPrediction
+from moegguf.controller.routing_paths import RecentPaths
+from moegguf.controller.shape import MoeShape
+from moegguf.engine.llama import Llama
+from moegguf.engine.sequence_groups import NextToken, SequenceGroups
+from moegguf.engine.sequences import Chunk
+from moegguf.errors import OptionError
+from moegguf.generate.batched_answer import BatchedAnswer
+from moegguf.generate.batching import BatchLoop
+from moegguf.generate.engine import Engine
+from moegguf.generate.grouped_schedule import Auto, ExpertFlow, make_schedule
+from moegguf.generate.request import Delta, PromptProgress, Sampling, Timing
+from moegguf.generate.schedule import Fifo, Step
+from moegguf.native.events import Phase, RoutingEvent
+from moegguf.trace.format import read
+from moegguf.trace.simulate import Simulation
+
+N_SEQUENCES, N_PROMPT, N_DECODE = 4, 5, 6
+
+
+def decode_together(llm: Llama) -> None:
+    """Prompts in two passes of two, then a token of each sequence in every pass; random tokens."""
+    random = np.random.default_rng(0)
+    tokens = random.integers(0, llm.n_vocab(), (N_SEQUENCES, N_PROMPT + N_DECODE)).tolist()
+    requests = [llm.begin_request() for _ in range(N_SEQUENCES)]
+    for half in (range(2), range(2, N_SEQUENCES)):
+        llm.eval_chunks([Chunk(s, tokens[s][:N_PROMPT], 0, requests[s], Phase.PREFILL) for s in half])
+    for at in range(N_PROMPT, N_PROMPT + N_DECODE):
+        llm.eval_chunks([Chunk(s, [tokens[s][at]], at, requests[s], Phase.DECODE) for s in range(N_SEQUENCES)])
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu-request"])
+def test_a_recorded_batch_is_replayed_with_the_hits_that_it_had(tiny: TinyModel, tmp_path: Path, policy: str) -> None:
+    path = tmp_path / "batches.npz"
+    options = {"n_ctx": 64, "n_threads": 1, "verbose": False, "n_seq_max": N_SEQUENCES, "expert_cache": "50%"}
+    with Llama(tiny(), policy=policy, lockstep=True, trace=path, system="lru", **options) as llm:
+        decode_together(llm)
+        stats, shape = llm.stats(), MoeShape.of(llm.layout)
+    trace = read(path)
+    assert trace.token_sequence is not None
+    assert trace.sequence_of[-N_SEQUENCES:].tolist() == trace.sequences()
+    lengths = [np.count_nonzero(trace.sequence_of == sequence) for sequence in trace.sequences()]
+    assert lengths == [N_PROMPT + N_DECODE] * N_SEQUENCES
+    prompts = trace.phase_of == Phase.PREFILL
+    assert np.count_nonzero(prompts) == N_SEQUENCES * N_PROMPT
+    last = trace.expert_ids[-1, prompts, 0] >= 0  # the last layer: for one token of each prompt
+    assert last.tolist() == [*[False] * (N_PROMPT - 1), True] * N_SEQUENCES
+    chosen = make_policy(policy, shape, None)  # type: ignore[arg-type]
+    replay = Simulation(trace, chosen, NoPrediction(shape), stats.n_slots).run()
+    assert replay.counters["lookups"] == stats.lookups
+    assert (replay.counters["misses"], replay.counters["evictions"]) == (stats.misses, stats.evictions)
+
+
+def test_each_sequence_is_followed_and_the_next_group_fetched(tiny: TinyModel) -> None:
+    with Llama(tiny(), n_ctx=64, n_threads=1, verbose=False, n_seq_max=2, expert_cache="40%", system="lru") as llm:
+        assert llm.session is not None
+        paths = RecentPaths(MoeShape.of(llm.layout), half_life_tokens=1.0)
+        groups = SequenceGroups(llm.session, paths)
+        requests = [llm.begin_request() for _ in range(2)]
+        computed: list[list[int]] = []
+        for at in range(8):
+            group = groups.next_group({request: NextToken(7, at // 2) for request in requests})
+            computed.append(group)
+            for request in group:
+                n_past = sum(request in earlier for earlier in computed[:-1])
+                slot = requests.index(request)
+                llm.eval_chunks([Chunk(slot, [7 + slot], n_past, request, Phase.DECODE)])
+            llm.session.store.drain()
+        groups.close()
+        groups.close()
+        stats = llm.stats()
+        assert all(paths.path(request) is not None for request in requests)
+    assert [len(group) for group in computed] == [1] * 8
+    assert all(sorted(computed[i] + computed[i + 1]) == requests for i in range(0, 8, 2))
+    assert stats.prefetch_requested > 0
+
+
+class Received:
+    """The events of one answer."""
+
+    def __init__(self) -> None:
+        self.text, self.error = "", None
+        self.timing = Timing()
+        self.ended = threading.Event()
+
+    def on_progress(self, progress: PromptProgress) -> None:
+        pass
+
+    def on_delta(self, delta: Delta) -> None:
+        self.text += delta.text
+
+    def on_end(self, timing: Timing, error: Exception | None) -> None:
+        self.timing, self.error = timing, error  # type: ignore[assignment]
+        self.ended.set()
+
+
+class Counted:
+    """A schedule that counts who decodes: of those chosen, of those that run."""
+
+    def __init__(self, inner: ExpertFlow) -> None:
+        self.inner = inner
+        self.counts: list[tuple[int, int]] = []
+
+    def choose(self, running: Sequence[BatchedAnswer]) -> Sequence[BatchedAnswer]:
+        chosen = self.inner.choose(running)
+        n_chosen, n_running = (sum(answer.decodes for answer in answers) for answers in (chosen, running))
+        self.counts.append((n_chosen, n_running))
+        return chosen
+
+    def ran(self, step: Step) -> None:
+        pass
+
+
+def test_half_of_the_sequences_compute_in_a_step_and_all_are_answered(tiny: TinyModel) -> None:
+    with Llama(tiny(), n_ctx=64, n_threads=1, verbose=False, n_seq_max=4, expert_cache="40%", system="lru") as llm:
+        schedule = make_schedule("expertflow", llm)
+        assert isinstance(schedule, ExpertFlow)
+        counted, answers = Counted(schedule), [Received() for _ in range(6)]
+        loop = BatchLoop(llm, counted)
+        thread = threading.Thread(target=loop.run)
+        thread.start()
+        try:
+            for i, received in enumerate(answers):
+                loop.submit(ask(prompt=f"question {i}", max_tokens=10), received)
+            assert all(received.ended.wait(60) for received in answers)
+        finally:
+            loop.close()
+            thread.join(60)
+        schedule.close()
+    assert not any(received.error for received in answers)
+    assert {n_running for _, n_running in counted.counts} >= {1, 2, 4}
+    assert all(n_chosen <= 2 for n_chosen, _ in counted.counts)
+    assert (2, 4) in counted.counts and (1, 2) in counted.counts
+
+
+def test_schedules_have_names_and_a_resident_model_needs_none(tiny: TinyModel, load: Load) -> None:
+    with Llama(tiny(), n_ctx=64, n_threads=1, verbose=False, n_seq_max=2, expert_cache="40%") as llm:
+        assert isinstance(make_schedule("auto", llm), Auto)
+        assert isinstance(make_schedule("fifo", llm), Fifo)
+        with pytest.raises(OptionError, match="known are fifo, expertflow, auto"):
+            make_schedule("lifo", llm)
+    with Llama(tiny(), n_ctx=64, n_threads=1, verbose=False, n_seq_max=2, expert_cache="100%") as llm:
+        assert isinstance(make_schedule("expertflow", llm), Fifo)
+
+
+def test_an_event_of_a_mixed_pass_says_who_reads_and_who_decodes(tiny: TinyModel) -> None:
+    seen: list[RoutingEvent] = []
+    with Llama(tiny(), n_ctx=64, n_threads=1, verbose=False, n_seq_max=2, expert_cache="40%", system="lru") as llm:
+        assert llm.session is not None
+        llm.session.store.listen(on_routing=seen.append)
+        first, second = llm.begin_request(), llm.begin_request()
+        llm.eval_chunks([Chunk(0, [5, 6], 0, first, Phase.PREFILL)])
+        llm.eval_chunks([Chunk(1, [7, 8, 9], 0, second, Phase.PREFILL), Chunk(0, [5], 2, first, Phase.DECODE)])
+        llm.session.store.listen()
+    mixed = [event for event in seen if event.sequences is not None]
+    assert {event.phase for event in mixed} == {Phase.PREFILL}
+    *layers, last = [(event.sequences.tolist(), event.phases.tolist()) for event in mixed]  # type: ignore[union-attr]
+    assert all(layer == ([second] * 3 + [first], [0, 0, 0, 1]) for layer in layers)
+    assert last == ([second, first], [0, 1])
+
+
+def test_an_engine_answers_by_each_schedule_and_closes_while_it_listens(tiny: TinyModel) -> None:
+    for name in ("expertflow", "auto"):
+        options = {"n_ctx": 64, "n_threads": 1, "expert_cache": "40%", "system": "lru"}
+        with Engine(tiny(), parallel=3, schedule=name, **options) as engine:
+            answers = engine.generate([f"question {i}" for i in range(5)], Sampling(max_tokens=6))
+        assert [answer.error for answer in answers] == [None] * 5
+    with pytest.raises(OptionError, match="known are fifo, expertflow, auto"):
+        Engine(tiny(), schedule="lifo", n_ctx=64)

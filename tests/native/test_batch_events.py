@@ -1,0 +1,91 @@
+"""Announcements of several sequences: events tell them apart, ubatch by ubatch, also in the last layer."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from fake_model import FakeModel, Open
+from traces import SMALL, random_trace
+
+from moegguf.controller.policies.base import LRU, AnyPolicy
+from moegguf.controller.policies.baselines import LfuRequest
+from moegguf.controller.policies.sparsity import SparsityAware
+from moegguf.controller.predictors.base import NoPrediction
+from moegguf.errors import OptionError
+from moegguf.native import library
+from moegguf.native.events import Announcement, Phase, RoutingEvent
+from moegguf.trace.simulate import Simulation
+from moegguf.trace.trace import Trace
+
+
+def test_events_carry_the_sequence_and_phase_of_each_token(fake: FakeModel, open_store: Open) -> None:
+    store, lane = open_store(fake, 16)
+    seen: list[Announcement | RoutingEvent] = []
+    store.listen(on_routing=seen.append, on_tokens=seen.append)
+    lane.announce([4, 4, 5, 6, 6], [0, 0, 1, 0, 0], [10, 11, 12, 13, 14], outputs=[0, 1, 1, 0, 1])
+    lane.acquire(0, np.zeros((3, 2)))  # the first ubatch
+    lane.acquire(3, np.zeros((2, 2)))  # its last layer, for two of its tokens
+    lane.acquire(0, np.zeros((2, 2)))
+    lane.acquire(3, np.zeros((1, 2)))
+    lane.acquire(0, np.zeros((1, 2)))  # never announced
+    store.listen()
+    announced, *events = seen
+    assert isinstance(announced, Announcement)
+    assert (announced.sequence, announced.phase) == (4, Phase.PREFILL)
+    found = np.stack([announced.sequences, announced.phases, announced.outputs])  # type: ignore[list-item]
+    assert found.tolist() == [[4, 4, 5, 6, 6], [0, 0, 1, 0, 0], [0, 1, 1, 0, 1]]
+    sequences = [None if event.sequences is None else event.sequences.tolist() for event in events]
+    phases = [None if event.phases is None else event.phases.tolist() for event in events]
+    assert sequences == [[4, 4, 5], [4, 5], [6, 6], [6], None]
+    assert phases == [[0, 0, 1], [0, 1], [0, 0], [0], None]
+    assert [event.first_token for event in events if isinstance(event, RoutingEvent)] == [0, 0, 3, 3, -1]
+
+
+def test_one_sequence_needs_no_arrays(fake: FakeModel, open_store: Open) -> None:
+    store, lane = open_store(fake, 16)
+    seen: list[Announcement | RoutingEvent] = []
+    store.listen(on_routing=seen.append, on_tokens=seen.append)
+    lane.announce([4, 4], [1, 1], [10, 11], outputs=[0, 1])
+    lane.acquire(0, np.zeros((2, 2)))
+    lane.announce(5, Phase.PREFILL, ())
+    store.listen()
+    assert [(event.sequence, event.phase) for event in seen] == [(4, 1), (4, 1), (5, 0)]
+    assert all(event.sequences is None for event in seen)
+
+
+def test_an_announcement_that_does_not_fit_is_refused(fake: FakeModel, open_store: Open) -> None:
+    _, lane = open_store(fake, 16)
+    with pytest.raises(OptionError, match="2 tokens have a sequence"):
+        lane.announce([1, 2, 3], Phase.DECODE, [10, 11])
+    with pytest.raises(OptionError, match="a phase"):
+        lane.announce([1, 2], [0, 2], [10, 11])
+    with pytest.raises(OptionError, match="a phase"):
+        lane.announce(1, 7, [10, 11])  # type: ignore[arg-type]
+    event = library.TokensEvent(0, 1, 0, 0, None, 8, None, None)
+    assert library.load().moegguf_lane_announce(lane.handle, event) == library.INVALID
+
+
+def batches() -> Trace:
+    trace = random_trace(n_sequences=8, n_prefill=3, n_decode=12)
+    of = [np.flatnonzero(trace.sequence_of == sequence) for sequence in range(8)]
+    prompts = [np.concatenate([tokens[:3] for tokens in of[half : half + 4]]) for half in (0, 4)]
+    return trace.grouped([*prompts, *(np.array([tokens[3 + step] for tokens in of]) for step in range(12))])
+
+
+POLICIES = {
+    "lru": lambda: LRU, "lfu-request": lambda: LfuRequest(SMALL), "sparsity": lambda: SparsityAware(SMALL),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_batch_of_a_trace_is_replayed_as_it_was(name: str) -> None:
+    def run(policy: AnyPolicy) -> dict[str, int]:
+        return dict(Simulation(batches(), policy, NoPrediction(SMALL), 40).run().counters)
+
+    counters = run(POLICIES[name]())
+    assert counters == run(POLICIES[name]())
+    assert (counters["passes"], counters["tokens"]) == (14, 8 * 15)
+    paths = batches().paths(np.arange(8 * 15))
+    starts = batches().pass_start[:-1]
+    distinct = np.logical_or.reduceat(paths, starts, axis=0).sum()
+    assert counters["lookups"] == distinct

@@ -1,0 +1,192 @@
+"""Passes with tokens of several requests: told apart in events, EAMs and traces, and none of it lost in a file."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from traces import SMALL, random_trace, same
+
+from moegguf.controller import history as history_module
+from moegguf.controller.history import History
+from moegguf.controller.predictors.eamc import EamcPredictor
+from moegguf.errors import TraceError
+from moegguf.native.events import Announcement, Part, Phase, RoutingEvent
+from moegguf.trace.format import HEADER, read, write
+from moegguf.trace.recorder import Recorder
+from moegguf.trace.trace import Trace
+
+
+def batched(n_sequences: int = 4, n_decode: int = 6) -> Trace:
+    """All prompts in one pass, then a token of every request in each; the last pass also reads a prompt."""
+    trace = random_trace(n_sequences=n_sequences + 1, n_prefill=3, n_decode=n_decode, with_inputs=True)
+    of = [np.flatnonzero(trace.sequence_of == sequence) for sequence in range(n_sequences + 1)]
+    prompts = np.concatenate([tokens[:3] for tokens in of[:-1]])
+    steps = [np.array([tokens[3 + step] for tokens in of[:-1]]) for step in range(n_decode)]
+    steps[-1] = np.concatenate([of[-1][:3], steps[-1]])  # the last layer is computed for its third token, and decoding
+    return trace.grouped([prompts, *steps])
+
+
+def test_the_tokens_of_an_event_come_apart_by_request_and_phase() -> None:
+    event = RoutingEvent(
+        0, 0, 0, 7, Phase.PREFILL, 0, 1, np.zeros((4, 2), np.int32),
+        sequences=np.array([7, 8, 7, 7], np.int32), phases=np.array([0, 1, 0, 1], np.int32),
+    )  # fmt: skip
+    parts = [(part.sequence, part.phase, list(part.rows)) for part in event.parts()]  # type: ignore[arg-type]
+    assert parts == [(7, Phase.PREFILL, [0, 2]), (8, Phase.DECODE, [1]), (7, Phase.DECODE, [3])]
+    alone = event._replace(sequences=None, phases=None)
+    assert alone.parts() == [Part(7, Phase.PREFILL, slice(0, 4))]
+
+
+def test_every_request_of_a_batch_has_the_reams_it_has_alone() -> None:
+    trace, together, alone = batched(), History(SMALL), {s: History(SMALL) for s in range(5)}
+    for event in trace.events():
+        if isinstance(event, RoutingEvent):
+            together.update(event)
+    for event in trace.separated().events():
+        if isinstance(event, RoutingEvent):
+            alone[event.sequence].update(event)
+    assert sorted(together.requests) == [0, 1, 2, 3, 4]
+    for sequence, request in together.requests.items():
+        np.testing.assert_array_equal(request.prefill, alone[sequence].prefill)
+        np.testing.assert_array_equal(request.decode, alone[sequence].decode)
+
+
+def test_the_eams_of_a_pass_are_those_of_its_requests_together() -> None:
+    trace, history = batched(), History(SMALL)
+    for event in trace.events():
+        if isinstance(event, Announcement):
+            history.expect(event)
+            present = {part.sequence for part in event.parts()}
+        else:
+            history.update(event)
+        sums = [sum(getattr(history.requests[s], phase) for s in sorted(present)) for phase in ("prefill", "decode")]
+        np.testing.assert_array_equal(history.prefill, sums[0])
+        np.testing.assert_array_equal(history.decode, sums[1])
+        if isinstance(event, RoutingEvent):
+            counted = np.bincount(event.expert_ids.ravel(), minlength=SMALL.n_expert)
+            np.testing.assert_array_equal(history.iteration[event.il], counted)
+
+
+def decoded(sequences: list[int], pass_: int, experts: list[int]) -> RoutingEvent:
+    ids = np.array(experts, np.int32)[:, np.newaxis]
+    phases = np.full(len(sequences), Phase.DECODE, np.int32)
+    return RoutingEvent(
+        pass_, 0, 0, sequences[0], Phase.DECODE, 0, 1, ids, sequences=np.array(sequences, np.int32), phases=phases
+    )
+
+
+def test_a_request_of_a_batch_ends_when_it_takes_no_part_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history_module, "ABSENT_PASSES", 3)
+    history = History(SMALL)
+    history.update(decoded([0, 1], 0, [3, 4]))
+    for pass_ in range(1, 4):
+        history.update(decoded([1, 2], pass_, [4, 5]))
+        assert not history.finished
+    history.update(decoded([1, 2], 4, [4, 5]))
+    assert [(p.sum(), d.sum(), d[1, 3]) for p, d in history.finished] == [(0, 1, 1)]
+    assert sorted(history.requests) == [1, 2]
+
+
+def test_a_group_that_waits_goes_on_with_its_own_ream() -> None:
+    history = History(SMALL)
+    for pass_ in range(10):
+        history.update(decoded([0, 1] if pass_ % 2 else [2, 3], pass_, [pass_ % 2, 5]))
+        assert not history.finished
+    assert [history.requests[s].decode.sum() for s in range(4)] == [5, 5, 5, 5]
+
+
+def test_memory_is_bounded_however_many_requests_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history_module, "MOST_REQUESTS", 4)
+    history = History(SMALL)
+    for pass_ in range(20):
+        history.update(decoded([2 * pass_, 2 * pass_ + 1], pass_, [0, 1]))
+        assert len(history.requests) <= 4
+
+
+def test_the_collection_learns_every_request_of_a_batch() -> None:
+    predictor = EamcPredictor(SMALL)
+    for event in batched().events():
+        predictor.announce(event) if isinstance(event, Announcement) else predictor.observe(event)
+    predictor.learned(predictor._history)
+    assert predictor.eamcs.decode.n_entries == 4
+    assert predictor.eamcs.prefill.n_entries == 5
+    rows = predictor.eamcs.decode.state.sum(axis=2)
+    assert (rows[:, list(SMALL.layers)] == 6 * SMALL.n_expert_used).all()
+
+
+def test_a_trace_of_batches_is_the_same_after_a_file_and_after_its_events(tmp_path: Path) -> None:
+    trace = batched()
+    write(tmp_path / "t.npz", trace)
+    assert same(read(tmp_path / "t.npz"), trace)
+    session = Recorder(tmp_path / "r.npz", SMALL, replace(trace.header, labels={}), weights=True, inputs=True)
+    for event in trace.events():
+        session.announce(event) if isinstance(event, Announcement) else session.observe(event)
+    for sequence, label in trace.header.labels.items():
+        session.label(sequence, label)
+    session.close()
+    assert same(read(tmp_path / "r.npz"), trace)
+
+
+def test_blocks_without_batches_are_filled_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moegguf.trace.recorder.BLOCK_PASSES", 2)
+    trace = batched()
+    session = Recorder(tmp_path / "r.npz", SMALL, trace.header, weights=True, inputs=True)
+    for event in trace.events():
+        session.announce(event) if isinstance(event, Announcement) else session.observe(event)
+    session.close()
+    found = read(tmp_path / "r.npz")
+    assert found.token_sequence is not None and same(found, trace)
+
+
+def test_a_file_of_version_1_is_read(tmp_path: Path) -> None:
+    trace = random_trace()
+    write(tmp_path / "t.npz", trace)
+    with zipfile.ZipFile(tmp_path / "t.npz") as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    facts = json.loads(members[HEADER])
+    facts |= {"version": 1, "blocks": [block[:3] for block in facts["blocks"]]}
+    with zipfile.ZipFile(tmp_path / "old.npz", "w") as archive:
+        for name, data in (members | {HEADER: json.dumps(facts).encode()}).items():
+            archive.writestr(name, data)
+    assert same(read(tmp_path / "old.npz"), trace)
+
+
+def test_the_phases_of_tokens_are_checked(tmp_path: Path) -> None:
+    trace = batched()
+    assert trace.token_phase is not None
+    wrong = replace(trace, token_phase=np.full_like(trace.token_phase, 2))
+    write(tmp_path / "t.npz", wrong)
+    with pytest.raises(TraceError, match="token_phase must be at most 1"):
+        read(tmp_path / "t.npz")
+
+
+def test_cutting_keeps_the_batches_of_what_is_left() -> None:
+    trace = batched()
+    part = trace.select([1, 3])
+    assert part.sequences() == [1, 3]
+    assert part.n_pass == 1 + 6
+    assert (np.diff(part.pass_start)[-6:] == 2).all()
+    announced = [event for event in part.events() if isinstance(event, Announcement)]
+    assert [len(event.tokens) for event in announced] == [6, *[2] * 6]
+    decode = trace.decode()
+    assert (decode.phase_of == Phase.DECODE).all() and decode.n_tokens == 4 * 6
+    assert (decode.pass_phase == Phase.DECODE).all()
+
+
+def test_separated_requests_have_their_own_passes_and_events() -> None:
+    alone = batched().separated()
+    assert alone.token_sequence is None
+    assert alone.n_pass == 4 + 4 * 6 + 1
+    for event in alone.events():
+        assert event.sequences is None
+        if isinstance(event, RoutingEvent):
+            assert event.first_token == 0
+    original = random_trace(n_sequences=5, n_prefill=3, n_decode=6, with_inputs=True)
+    one = alone.select([2]), original.select([2])
+    np.testing.assert_array_equal(one[0].expert_ids, one[1].expert_ids)
+    np.testing.assert_array_equal(one[0].tokens, one[1].tokens)
