@@ -144,13 +144,13 @@ def link_table(rows: Sequence[dict[str, Any]]) -> str:
     """Markdown of decoding: hits, stall and time per token, speed against LRU's, bytes moved."""
     rows = [row for row in rows if row.get("simulated")]  # not Belady's bound
     lines = ["| experts | system | hits | stall ms | ms a token | against lru | MB a token |", RULE]
-    of_lru = {row["share"]: _token_ms(row) for row in rows if row.get("system") == "lru"}
+    of_lru = {row["share"]: _token_ms(row) for row in rows if row["system"] == "lru"}
     for row in rows:
         decode, share = row["simulated"]["decode"], row["share"]
         moved = decode["bytes_missed"] + decode["bytes_prefetched"]
         against = f"{of_lru[share] / _token_ms(row):.2f}" if share in of_lru else ""
         lines.append(
-            f"| {share:.0%} | {row.get('system', row['policy'])} | {row['decode_hit_rate']:.1%} |"
+            f"| {share:.0%} | {row['system'] or row['policy']} | {row['decode_hit_rate']:.1%} |"
             f" {decode['stall_ns'] / decode['tokens'] / 1e6:.1f} | {_token_ms(row):.1f} | {against} |"
             f" {moved / decode['tokens'] / 1e6:.2f} |"
         )
