@@ -28,15 +28,25 @@ _KERNELS = {"plain": False, "repacked": True}
 
 DECIDING = [name for name in SYSTEMS_BY_NAME if name != OWN]  # "moegguf" is the program
 
-# One feature off: ProMoE's ablation ("Ablation Study"), beside the plain LRU cache. Its early preemption has
-# two parts: misses are queued before all prefetches, which is the queue's order and always so, and stale prefetches of
-# the layer are dropped ("no-dropping"). Its reordered inference is computing by expert, those that are there first.
+# One feature off. ProMoE's early preemption has two parts: misses are read before all prefetches ("no-demand-first"),
+# and stale prefetches of the layer are dropped ("no-dropping"). Its reordered inference is computing by expert, those
+# that are there first.
 WITHOUT: dict[str, dict[str, Any]] = {
     "no-prefetch": {"prefetch": False},
     "no-chunks": {"store": {"chunked": False}},
+    "no-demand-first": {"store": {"demand_first": False}},
     "no-dropping": {"store": {"preempt": False}},
     "no-reordering": {"store": {"overlap": False}},
 }
+
+# ProMoE's ablation (figures 13 and 14) adds feature after feature to an LRU cache that waits for a layer's experts (the
+# system "none"): prefetching alone, in chunks, with early preemption. Reordered inference makes it whole.
+STEPS: dict[str, dict[str, Any]] = {
+    "step-prefetch": {"store": dict.fromkeys(("chunked", "demand_first", "preempt", "overlap"), False)},
+    "step-chunks": {"store": dict.fromkeys(("demand_first", "preempt", "overlap"), False)},
+    "step-preemption": {"store": {"overlap": False}},
+}
+VARIANTS = WITHOUT | STEPS
 
 Progress = Callable[[str], object]
 
@@ -82,8 +92,8 @@ def resident_bytes(layout: ExpertLayout, spec: Spec) -> int:
 
 
 def compared_system(name: str, base: Spec, layout: ExpertLayout, limit_bytes: int | None) -> BenchedSystem:
-    """The system that `--against` names: "mmap", "resident", "moegguf", each also "-plain", "-repacked"; or of WITHOUT,
-    or of `controller.systems`, as a whole.
+    """The system that `--against` names: "mmap", "resident", "moegguf", each also "-plain", "-repacked"; or of
+    VARIANTS, or of `controller.systems`, as a whole.
 
     Repacked weights are a copy in memory. "mmap" is llama.cpp's default, which repacks; when that copy does not fit,
     the weights stay in the file instead, as the default would be killed. Raises OptionError for another name.
@@ -93,14 +103,14 @@ def compared_system(name: str, base: Spec, layout: ExpertLayout, limit_bytes: in
         return BenchedSystem(
             name, replace(base, decided_by=name, policy="auto", predictor=None, prefetch=None, store=store)
         )
-    if name in WITHOUT:
-        changed = WITHOUT[name]
+    if name in VARIANTS:
+        changed = VARIANTS[name]
         return BenchedSystem(name, replace(base, **changed | {"store": base.store | changed.get("store", {})}))
     system, _, kernels = name.partition("-")
     if system not in SYSTEMS or kernels not in ("", *_KERNELS):
         raise OptionError(
             "--against takes mmap, resident and moegguf, each also with -plain or -repacked, and"
-            f" {', '.join([*DECIDING, *WITHOUT])}, but not {name!r}."
+            f" {', '.join([*DECIDING, *VARIANTS])}, but not {name!r}."
         )
     repack = _KERNELS.get(kernels, base.repack if system == "moegguf" else True)
     note = f"llama.cpp, {'default kernels' if repack else 'no repack'}" if system != "moegguf" else ""

@@ -113,7 +113,8 @@ Ablate = Annotated[
     bool,
     _versus(
         "--ablate",
-        help="Alternate with variants: without prefetch, chunks, dropping stale prefetches, reordering; plain LRU."
+        help="Alternate with variants: without prefetch, chunks, reading misses first, dropping stale prefetches,"
+        " reordering; plain LRU."
         " Prefetching then stays on even when it does not save time.",
     ),
 ]
@@ -123,7 +124,8 @@ Against = Annotated[
         "--against",
         metavar="SYSTEMS",
         help="Alternate with llama.cpp itself (mmap, resident; the suffix -plain or -repacked chooses kernels), or"
-        " with what decides in another system: none, lru, moe-infinity, promoe, expertflow, duoserve.",
+        " with what decides in another system: none, lru, moe-infinity, promoe, expertflow, duoserve; or with the first"
+        " system and only some of ProMoE's features: step-prefetch, step-chunks, step-preemption.",
     ),
 ]
 Rounds = Annotated[

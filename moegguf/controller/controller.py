@@ -45,8 +45,8 @@ class Actions(Protocol):
     def set_forecast(self, probabilities: Float32s | None, known: Sequence[int] = ()) -> None:
         """Sets the probabilities (n_layer, n_expert) of the `known` layers for a policy that takes them."""
 
-    def prefetch(self, il: Int32s, experts: Int32s) -> None:
-        """Requests the experts (il[i], experts[i]) ahead of demand."""
+    def prefetch(self, il: Int32s, experts: Int32s, replace: bool = False) -> None:
+        """Requests the experts (il[i], experts[i]) ahead of demand; replace: instead of those queued before."""
 
     def set_predictor(self, predictor: NativePredictor | None, forecast: NativeForecast) -> None:
         """Has the store predict by itself; None: no longer."""
@@ -257,8 +257,8 @@ class Controller:
         if self.prefetching:
             assert self._prefetcher is not None
             layers, experts = self._prefetcher.requests(self._forecast, self._actions.residency)
-            if layers.size:
-                self._actions.prefetch(layers, experts)
+            if layers.size or self._prefetcher.options.by_proximity:
+                self._actions.prefetch(layers, experts, self._prefetcher.options.by_proximity)
 
     def _clear_scores(self) -> None:
         if self._scored:

@@ -22,10 +22,11 @@ class PrefetchOptions:
 
     window: MoE layers ahead. again: a layer is predicted anew as its distance shrinks, not once (`Forecast`).
     budget_bytes: maximum requested per token; None: the bytes of half the experts a token uses. least_probability:
-    experts below it, and those of probability 0, are not prefetched. by_proximity: of what is requested at one routing
-    event, that with the largest probability times layer proximity comes first, of any layer (MoE-Infinity, section
-    4.5); False: the nearest layer comes first. Wishes that are queued already stay before. watchdog: prefetching is
-    switched off when it does not save time; False keeps it on.
+    experts below it, and those of probability 0, are not prefetched. by_proximity: all that is absent
+    is requested anew at each routing event, with the largest probability times layer proximity first, of any layer, and
+    takes the place of what was queued (MoE-Infinity, section 4.5), so that the budget limits what is queued at once;
+    False: the nearest layer comes first, behind what is queued. watchdog: prefetching is switched off when it does not
+    save time; False keeps it on.
 
     Where the store predicts by itself, it knows what each probability was worth so far, and `waste_weight` takes the
     place of `least_probability`: what an expert fetched in vain costs, as a share of the stall that one fetched in time
@@ -51,7 +52,7 @@ def most_prefetches(shape: MoeShape, options: PrefetchOptions) -> int:
 class Prefetcher:
     """Chooses experts to prefetch, of a layer at most as many as a token uses (ProMoE, section 4.3).
 
-    Only absent experts count against the budget. An expert is requested once in a pass.
+    Only absent experts count against the budget. An expert is requested once in a pass, except by proximity.
     """
 
     def __init__(self, shape: MoeShape, options: PrefetchOptions) -> None:
@@ -79,6 +80,8 @@ class Prefetcher:
             order = np.argsort(-priorities, kind="stable")
             layers, experts = layers[order], experts[order]
         layers, experts = layers[: self._remaining_experts], experts[: self._remaining_experts]
+        if self.options.by_proximity:
+            return layers, experts
         self._requested[layers, experts] = True
         self._remaining_experts -= len(layers)
         return layers, experts

@@ -89,7 +89,7 @@ SYSTEMS = {
                 "policy": "4.7, algorithm 1; only ended requests are matched (4.5)",
                 "predictor": "4.5: EAMC, several matches summed and normalised by row",
                 "prefetch": "4.3: predicted anew after every layer's routing; 4.5: by probability times 1-(i-l)/L. How"
-                " many is open: of a layer as many as a token uses. Queued wishes are not put in order again",
+                " many is open: of a layer as many as a token uses. Each prediction puts the queue in order again",
                 "chunked": "not in the paper: whole experts",
                 "overlap": "not in the paper: experts are computed when all are there",
                 "sweep": f"4.3: the prompt is an iteration that is predicted too; here, {_IN_PROMPTS}",

@@ -174,11 +174,9 @@ int moegguf_store_forecast(moegguf_store * store, float * probabilities, uint8_t
     });
 }
 
-int moegguf_store_prefetch(moegguf_store * store, const int32_t * il, const int32_t * experts, size_t n) {
+int moegguf_store_prefetch(moegguf_store * store, const int32_t * il, const int32_t * experts, size_t n, int replace) {
     return on(store, [&](Store & s) {
-        if (n > 0) {
-            s.prefetch(&given(il), &given(experts), n);
-        }
+        s.prefetch(n > 0 ? &given(il) : nullptr, n > 0 ? &given(experts) : nullptr, n, replace != 0);
     });
 }
 

@@ -31,7 +31,7 @@ from moegguf.package import package_folders
 from moegguf.processor import read_processor
 from moegguf.settings import read_environment
 
-ABI_VERSION = 6
+ABI_VERSION = 7
 SPIN_COUNT = 20000  # a good part of a millisecond; 1000 costs a fifth of a small model's speed, 300000 is GNU's default
 
 OK, INVALID, MEMORY, IO, CANCELLED, FORKED, ROUTING, SLOTS = range(8)
@@ -43,7 +43,7 @@ KIND = {"gate": 0, "up": 1, "down": 2, "gate_up": 3}
 FLAG = {
     name: 1 << bit
     for bit, name in enumerate(
-        ("repack", "direct", "chunked", "preempt", "overlap", "sweep", "fill", "simulate", "stream")
+        ("repack", "direct", "chunked", "preempt", "overlap", "sweep", "fill", "simulate", "stream", "demand_first")
     )
 }
 
@@ -276,7 +276,7 @@ _STATUS_CALLS: dict[str, list[Any]] = {
     "moegguf_store_set_predictor": [c.c_void_p, c.POINTER(Predictor)],
     "moegguf_store_act": [c.c_void_p, c.c_int],
     "moegguf_store_forecast": [c.c_void_p, c.c_void_p, c.c_void_p, c.c_size_t],
-    "moegguf_store_prefetch": [c.c_void_p, c.c_void_p, c.c_void_p, c.c_size_t],
+    "moegguf_store_prefetch": [c.c_void_p, c.c_void_p, c.c_void_p, c.c_size_t, c.c_int],
     "moegguf_store_listen": [c.c_void_p, c.POINTER(Listener)],
     "moegguf_store_cancel": [c.c_void_p, c.c_int],
     "moegguf_store_resize": [c.c_void_p, c.c_int32],

@@ -47,7 +47,7 @@
 extern "C" {
 #endif
 
-#define MOEGGUF_ABI_VERSION 6
+#define MOEGGUF_ABI_VERSION 7
 #define MOEGGUF_MAX_KINDS 4
 #define MOEGGUF_API __attribute__((visibility("default")))
 
@@ -65,15 +65,16 @@ enum moegguf_status {
 enum moegguf_kind { MOEGGUF_GATE = 0, MOEGGUF_UP = 1, MOEGGUF_DOWN = 2, MOEGGUF_GATE_UP = 3 };
 
 enum moegguf_flag {
-    MOEGGUF_REPACK = 1 << 0,   // slots in the CPU's interleaved layout where its kernels support the type
-    MOEGGUF_DIRECT = 1 << 1,   // O_DIRECT where the file system proves it reads the same bytes
-    MOEGGUF_CHUNKED = 1 << 2,  // a prefetch goes matrix by matrix, so that a miss waits for one at most
-    MOEGGUF_PREEMPT = 1 << 3,  // a routing event drops the prefetches of its layer that were not needed
-    MOEGGUF_OVERLAP = 1 << 4,  // a layer's computing begins before all of its matrices are there
-    MOEGGUF_SWEEP = 1 << 5,    // a prompt's pass fetches the next layer while this one computes
-    MOEGGUF_FILL = 1 << 6,     // when resident: read every expert in the background
-    MOEGGUF_SIMULATE = 1 << 7, // no file, no memory: transfers cost modelled time only
-    MOEGGUF_STREAM = 1 << 8,   // a prompt's experts pass through a few slots, also where each could have its own
+    MOEGGUF_REPACK = 1 << 0,       // slots in the CPU's interleaved layout where its kernels support the type
+    MOEGGUF_DIRECT = 1 << 1,       // O_DIRECT where the file system proves it reads the same bytes
+    MOEGGUF_CHUNKED = 1 << 2,      // a prefetch goes matrix by matrix, so that a miss waits for one at most
+    MOEGGUF_PREEMPT = 1 << 3,      // a routing event drops the prefetches of its layer that were not needed
+    MOEGGUF_OVERLAP = 1 << 4,      // a layer's computing begins before all of its matrices are there
+    MOEGGUF_SWEEP = 1 << 5,        // a prompt's pass fetches the next layer while this one computes
+    MOEGGUF_FILL = 1 << 6,         // when resident: read every expert in the background
+    MOEGGUF_SIMULATE = 1 << 7,     // no file, no memory: transfers cost modelled time only
+    MOEGGUF_STREAM = 1 << 8,       // a prompt's experts pass through a few slots, also where each could have its own
+    MOEGGUF_DEMAND_FIRST = 1 << 9, // what a layer waits for is read before all prefetches; else behind those asked for
 };
 
 // One expert tensor of the file. `offset` is absolute within its shard.
@@ -337,7 +338,9 @@ MOEGGUF_API int moegguf_store_set_predictor(moegguf_store * store, const struct 
 MOEGGUF_API const char * moegguf_predictor_name(int32_t index);   // NULL behind the last one
 MOEGGUF_API int moegguf_store_act(moegguf_store * store, int on); // off: nothing is prefetched that is predicted
 MOEGGUF_API int moegguf_store_forecast(moegguf_store * store, float * probabilities, uint8_t * known, size_t n);
-MOEGGUF_API int moegguf_store_prefetch(moegguf_store * store, const int32_t * il, const int32_t * experts, size_t n);
+// Behind the prefetches asked for before; replace: in place of those of them that have no slot yet.
+MOEGGUF_API int moegguf_store_prefetch(moegguf_store * store, const int32_t * il, const int32_t * experts, size_t n,
+                                       int replace);
 MOEGGUF_API int moegguf_store_listen(
     moegguf_store * store, const struct moegguf_listener * listener); // NULL: stop; returns after the last callback
 MOEGGUF_API int moegguf_store_cancel(moegguf_store * store,

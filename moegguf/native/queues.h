@@ -31,6 +31,8 @@ class Ring {
         return item;
     }
 
+    void clear() { size_ = 0; }
+
     // Keeps the items for which `keep` holds, in order; returns how many went.
     template <typename Keep>
     size_t filter(Keep keep) {

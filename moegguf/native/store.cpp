@@ -60,8 +60,11 @@ void Store::set_forecast(const float * probabilities, const uint8_t * known, siz
     }
 }
 
-void Store::prefetch(const int32_t * il, const int32_t * experts, size_t n) {
+void Store::prefetch(const int32_t * il, const int32_t * experts, size_t n, bool replace) {
     Lock lock(shared.mutex);
+    if (replace) {
+        transfers.drop_requests();
+    }
     for (size_t i = 0; i < n; i++) {
         count(shared.counters.prefetch_requested);
         if (!layout.has_expert(il[i], experts[i]) || ram.residency.find(il[i], experts[i]) >= 0 ||

@@ -30,7 +30,7 @@ class Store {
     void set_policy(const moegguf_policy * policy);
     void set_scores(const float * scores, size_t n);
     void set_forecast(const float * probabilities, const uint8_t * known, size_t n);
-    void prefetch(const int32_t * il, const int32_t * experts, size_t n);
+    void prefetch(const int32_t * il, const int32_t * experts, size_t n, bool replace);
     void cancel(bool on);
     bool drain(double timeout_s);
     void advance(uint64_t ns);

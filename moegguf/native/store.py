@@ -31,11 +31,12 @@ class StoreOptions:
     """How the store moves experts. The defaults are what was measured to be best; tests and ablations turn things off.
 
     readers: threads that read the file. repack: slots in the layout of the CPU's fastest kernels. direct: O_DIRECT.
-    chunked: prefetch matrix by matrix. preempt: a routing event drops stale prefetches of its layer. overlap: a
-    layer's computing begins before all of its matrices are there, with those that are. sweep: a prompt's pass fetches
-    the next layer ahead. stream: the experts of a prompt's layer pass through a few slots, each read once, also where
-    each could have a slot of its own. fill: when every expert has a slot, read them all in the background. device: ggml
-    device of the slots, None for the CPU.
+    chunked: prefetch matrix by matrix. preempt: a routing event drops stale prefetches of its layer. demand_first: what
+    a layer waits for is read before all prefetches, else behind those asked for. overlap: a layer's computing begins
+    before all of its matrices are there, with those that are. sweep: a prompt's pass fetches the next layer ahead.
+    stream: the experts of a prompt's layer pass through a few slots, each read once, also where each could have a slot of
+    its own. fill: when every expert has a slot, read them all in the background. device: ggml device of the slots, None
+    for the CPU.
     """
 
     readers: int = 4
@@ -43,6 +44,7 @@ class StoreOptions:
     direct: bool = True
     chunked: bool = True
     preempt: bool = True
+    demand_first: bool = True
     overlap: bool = True
     sweep: bool = True
     stream: bool = False
@@ -349,11 +351,14 @@ class Store:
         )
         return probabilities, known.astype(bool)
 
-    def prefetch(self, il: Sequence[int] | Int32s, experts: Sequence[int] | Int32s) -> None:
-        """Asks for experts (il[i], experts[i]) early, in order. Unknown or resident ones are dropped, and counted."""
+    def prefetch(self, il: Sequence[int] | Int32s, experts: Sequence[int] | Int32s, replace: bool = False) -> None:
+        """Asks for experts (il[i], experts[i]) early, in order. Unknown or resident ones are dropped, and counted.
+
+        They come behind those asked for before; replace: instead of those of them that have no slot yet.
+        """
         layers, ids = np.ascontiguousarray(il, np.int32), np.ascontiguousarray(experts, np.int32)
         n = min(layers.size, ids.size)
-        check(self._library.moegguf_store_prefetch(self.handle, layers.ctypes.data, ids.ctypes.data, n))
+        check(self._library.moegguf_store_prefetch(self.handle, layers.ctypes.data, ids.ctypes.data, n, replace))
 
     def listen(
         self,

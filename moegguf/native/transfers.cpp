@@ -122,6 +122,12 @@ void Transfers::drop_prefetches(int il) {
     update_gauges();
 }
 
+void Transfers::drop_requests() {
+    count(shared_.counters.prefetch_dropped, requests_.size());
+    requests_.clear();
+    update_gauges();
+}
+
 bool Transfers::idle() const {
     const bool filling =
         shared_.has(MOEGGUF_FILL) && ram_.numbering.resident() && error_.empty() && fill_next_ < (int)layout_.n_keys();
@@ -149,7 +155,9 @@ void Transfers::queue(int s, uint8_t kinds, bool demand) {
 // The next transfer that is still of use.
 bool Transfers::next_job(Job & job) {
     const bool had_any = !demand_.empty() || !prefetch_.empty() || !requests_.empty() || next_wish_ < wishes_.size();
-    const bool found = streaming_.next_read(job) || next_queued(job) || next_prefetch(job) || next_wish(job);
+    const bool demand_first = shared_.has(MOEGGUF_DEMAND_FIRST);
+    const bool found = streaming_.next_read(job) || (demand_first && next_queued(demand_, job)) ||
+                       next_speculative(job) || next_queued(demand_, job);
     if (had_any) {
         update_gauges();
     }
@@ -159,20 +167,22 @@ bool Transfers::next_job(Job & job) {
     return found || next_fill(job);
 }
 
+bool Transfers::next_speculative(Job & job) {
+    return next_queued(prefetch_, job) || next_prefetch(job) || next_wish(job);
+}
+
 // Jobs whose slot changed hands or whose matrix came another way are passed over.
-bool Transfers::next_queued(Job & job) {
-    for (Ring<Job> * ring : {&demand_, &prefetch_}) {
-        while (!ring->empty()) {
-            job = ring->pop();
-            const int s = job.destination.slot;
-            const Slot & slot = ram_.residency.slot(s);
-            if (!ram_.holds(job.destination)) {
-                continue;
-            }
-            job.kinds &= slot.queued & ~ram_.residency.ready(s) & ~slot.reading;
-            if (job.kinds && !ram_.residency.failed(s)) {
-                return true;
-            }
+bool Transfers::next_queued(Ring<Job> & ring, Job & job) {
+    while (!ring.empty()) {
+        job = ring.pop();
+        const int s = job.destination.slot;
+        const Slot & slot = ram_.residency.slot(s);
+        if (!ram_.holds(job.destination)) {
+            continue;
+        }
+        job.kinds &= slot.queued & ~ram_.residency.ready(s) & ~slot.reading;
+        if (job.kinds && !ram_.residency.failed(s)) {
+            return true;
         }
     }
     return false;
@@ -189,9 +199,10 @@ bool Transfers::next_prefetch(Job & job) {
     return false;
 }
 
-// Only while nothing is read that a layer waits for.
+// Only while nothing is read that a layer waits for, where that comes first.
 bool Transfers::next_wish(Job & job) {
-    while (n_demand_reading_ == 0 && next_wish_ < wishes_.size()) {
+    const bool allowed = n_demand_reading_ == 0 || !shared_.has(MOEGGUF_DEMAND_FIRST);
+    while (allowed && next_wish_ < wishes_.size()) {
         const Wish wish = wishes_[next_wish_++];
         if (wish.turn > now_.turn && start_prefetch(wish.il, wish.expert, wish.worth, job)) {
             return true;

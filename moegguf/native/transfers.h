@@ -23,6 +23,7 @@ class Transfers {
     void wake_readers() { shared_.work.notify_all(); }
     void set_wishes(const std::vector<Wish> & wishes); // the most urgent first; replaces those before
     void drop_prefetches(int il);                      // of this layer, in pinned slots excepted
+    void drop_requests();                              // prefetches that have no slot yet
     bool reading() const { return get(shared_.counters.chunks_reading) > 0; }
     bool idle() const; // nothing queued, read, or left to fill
     const std::string & error() const { return error_; }
@@ -46,7 +47,8 @@ class Transfers {
     void start_readers(const moegguf_config & config);
     void run_reader(int index);
     bool next_job(Job & job);
-    bool next_queued(Job & job);
+    bool next_speculative(Job & job);
+    bool next_queued(Ring<Job> & ring, Job & job);
     bool next_prefetch(Job & job);
     bool next_fill(Job & job);
     bool next_wish(Job & job);

@@ -63,7 +63,7 @@ def test_null_pointers_are_refused(fake: FakeModel, open_store: Open) -> None:
 def test_a_null_pointer_for_a_result_is_refused(fake: FakeModel, open_store: Open, call: str) -> None:
     store, lane = open_store(fake, 4)
     arguments: dict[str, tuple[object, ...]] = {
-        "residency": (None, 32), "prefetch": (None, None, 3), 
+        "residency": (None, 32), "prefetch": (None, None, 3, 0), 
         "read_slot": (0, 0, None, fake.layout.matrices[0].expert_bytes), "probe": (0.01, None),
     }  # fmt: skip
     function = getattr(library.load(), f"moegguf_store_{call}")

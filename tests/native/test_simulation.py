@@ -86,6 +86,32 @@ def test_a_late_prefetch_saves_the_time_it_had(fake: FakeModel, open_store: Open
     assert counters["hits_late"] == counters["prefetch_useful"] == 1
 
 
+def test_prefetches_are_queued_behind_those_before_or_replace_them(fake: FakeModel, open_store: Open) -> None:
+    store, _ = open_store(fake, 8, simulate=True, link_bytes_per_s=GB_S)
+    store.prefetch([1, 1], [4, 5])
+    store.advance(fake.expert_bytes // 2)  # 4 has a slot
+    store.prefetch([2], [6], replace=True)
+    store.drain()
+    assert [tuple(key) for key in np.argwhere(store.residency() == 2)] == [(1, 4), (2, 6)]
+    counters = store.counters()
+    assert (counters["prefetch_requested"], counters["prefetch_started"], counters["prefetch_dropped"]) == (3, 2, 1)
+    store.prefetch([3], [0])
+    store.prefetch([], [], replace=True)
+    store.drain()
+    assert not store.residency()[3, 0]
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["demand first", "in order"])
+def test_a_miss_passes_the_prefetches_asked_for_or_waits_for_them(
+    fake: FakeModel, open_store: Open, first: bool
+) -> None:
+    store, lane = open_store(fake, 8, simulate=True, link_bytes_per_s=GB_S, demand_first=first)
+    store.prefetch([2, 2], [6, 7])
+    lane.acquire(1, [4])
+    assert store.counters()["stall_ns"] == (1 if first else 3) * fake.expert_bytes
+    store.drain()
+
+
 @pytest.mark.parametrize("chunked", [True, False], ids=["chunked", "whole"])
 def test_a_miss_waits_for_one_matrix_of_a_prefetch_or_for_all_of_it(
     fake: FakeModel, open_store: Open, chunked: bool

@@ -15,6 +15,7 @@ import pytest
 from moegguf.bench.rows import FIELDS, OWN_FIELDS, make_rows
 from moegguf.bench.series import (
     KILLED,
+    STEPS,
     BenchedSystem,
     Outcome,
     combinations,
@@ -144,6 +145,16 @@ def test_mmap_leaves_the_weights_in_the_file_when_their_copy_does_not_fit(tiny: 
     assert not compared_system("resident-plain", base, layout, large).spec.repack
 
 
+def test_the_steps_of_an_ablation_add_one_feature_after_the_other(tiny: Any) -> None:
+    layout = read_layout(tiny("tiny-mix"))
+    base = replace(SPEC, model=str(tiny("tiny-mix")), decided_by="promoe")
+    off = [
+        {name for name, value in compared_system(step, base, layout, None).spec.store.items() if not value}
+        for step in STEPS
+    ]
+    assert off[0] > off[1] > off[2] == {"overlap"}
+
+
 @pytest.mark.parametrize("name", ["ollama", "mmap-fast", ""])
 def test_an_unknown_rival_is_refused(name: str, tiny: Any) -> None:
     with pytest.raises(OptionError, match="mmap, resident"):
@@ -207,11 +218,13 @@ def test_ratios_are_paired_by_round() -> None:
     assert against["resident"] == {"error": KILLED}
 
 
-def test_strict_bound_takes_compute_time_from_the_resident_run() -> None:
+def test_strict_bound_is_the_longer_of_the_resident_run_s_compute_time_and_the_link_s() -> None:
     rows = make_rows([Outcome(OWN, 0, result(0.5)), Outcome(RESIDENT, 0, result(0.3, store=False))])
     assert "link_bound_strict_pct" not in rows[1]
-    # 300 ms of compute and 84 MB at 1.5 GB/s, over the 500 ms that a token took
-    assert rows[2]["link_bound_strict_pct"] == pytest.approx(100 * (0.3 + 0.056) / 0.5)
+    # 300 ms of compute beside 84 MB at 1.5 GB/s, over the 500 ms that a token took
+    assert rows[2]["link_bound_strict_pct"] == pytest.approx(100 * 0.3 / 0.5)
+    faster = make_rows([Outcome(OWN, 0, result(0.1)), Outcome(RESIDENT, 0, result(0.03, store=False))])
+    assert faster[2]["link_bound_strict_pct"] == pytest.approx(100 * 0.056 / 0.1)
 
 
 def test_no_outcomes_no_rows() -> None:

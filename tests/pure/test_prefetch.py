@@ -71,6 +71,17 @@ def test_by_proximity_a_probable_expert_of_a_far_layer_comes_before_an_improbabl
     assert requests_of(Prefetcher(SHAPE, two), forecast_of(table, il=1)) == [(2, 1), (3, 2)]
 
 
+def test_by_proximity_what_is_still_absent_is_requested_again_in_its_new_order() -> None:
+    table = probabilities(l2=[0, 0.9, 0, 0, 0, 0], l3=[0, 0, 0.5, 0, 0, 0], l4=[0, 0, 0, 0.9, 0, 0])
+    prefetcher = Prefetcher(SHAPE, PrefetchOptions(budget_bytes=10_000, least_probability=0, by_proximity=True))
+    assert requests_of(prefetcher, forecast_of(table, il=1)) == [(2, 1), (3, 2), (4, 3)]
+    assert requests_of(prefetcher, forecast_of(table, il=2)) == [(4, 3), (3, 2)]
+    resident = np.zeros(SHAPE.table, np.float32)
+    resident[4, 3] = 1
+    table[3, 0] = 0.7
+    assert requests_of(prefetcher, forecast_of(table, il=2), resident) == [(3, 0), (3, 2)]
+
+
 def test_an_expert_of_probability_0_is_never_prefetched() -> None:
     all_ = PrefetchOptions(budget_bytes=10_000, least_probability=0)
     assert requests_of(Prefetcher(SHAPE, all_), forecast_of(probabilities(l1=[0, 0, 0.1, 0, 0, 0]))) == [(1, 2)]

@@ -1,0 +1,87 @@
+"""docs/evidence.md: its commands exist, and the tables of tools/evidence.py are worked out as they say."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moegguf.trace.prompts import read_prompts
+from tools import evidence
+from tools.demo.corpus import Document
+
+ROOT = Path(__file__).resolve().parents[2]
+BLOCKS = re.findall(r"```sh\n(.*?)```", (ROOT / "docs" / "evidence.md").read_text(encoding="utf-8"), re.DOTALL)
+LINES = [shlex.split(line.split("#")[0]) for block in BLOCKS for line in block.splitlines()]
+BENCH, TRACE = ["bench"], ["trace", "simulate"]
+
+
+def passed_on(words: list[str]) -> tuple[list[str], list[str]]:
+    """(the command of moegguf that a line runs, its options)."""
+    if words[0] == "moegguf":
+        return words[1:3], [word for word in words if word.startswith("-")]
+    assert words[:3] == ["python", "-m", "tools.evidence"]
+    args, rest = evidence.arguments(words[3:])
+    return (BENCH if args.command == "speed" else TRACE), [word for word in rest if word.startswith("-")]
+
+
+def test_every_command_and_option_exists() -> None:
+    asked: dict[tuple[str, ...], set[str]] = {}
+    for command, options in map(passed_on, LINES):
+        asked.setdefault(tuple(command), set()).update(options)
+    assert len(LINES) > 9 and len(asked) > 3
+    for command, options in asked.items():
+        shown = subprocess.run(
+            [sys.executable, "-m", "moegguf.cli.app", *command, "--help"], capture_output=True, text=True, cwd=ROOT
+        )
+        assert shown.returncode == 0, shown.stderr
+        assert not {name for name in options if not re.search(rf"(^|[\s,/]){name}\b", shown.stdout, re.MULTILINE)}
+
+
+def bench_row(system: str, *speeds: float) -> dict[str, Any]:
+    store = {"hit_rate": 0.5, "mb_per_token": 2.0, "stall_ms_per_token": 1.0}
+    return {"system": system, "n_prompt": 0, "n_gen": 8, "n_depth": 0, "samples_ts": list(speeds), **store}
+
+
+def test_speeds_are_compared_round_by_round_over_all_calls() -> None:
+    calls = [bench_row("lru", 10, 20), bench_row("promoe", 20, 10), bench_row("lru", 10), bench_row("promoe", 15)]
+    table = evidence.speed_table(calls, "lru").splitlines()
+    assert table[3] == "| tg8 | promoe | 15.0 (10.0 to 20.0) | 1.50 (0.50 to 2.00) | 50.0% | 2.0 | 1.00 |"
+    assert "| 1.00 (1.00 to 1.00) |" in table[2]
+
+
+def test_a_system_that_failed_has_no_speed() -> None:
+    failed = {"system": "promoe", "n_prompt": 0, "n_gen": 8, "n_depth": 0, "samples_ts": []}
+    assert "| promoe | failed | failed |" in evidence.speed_table([bench_row("lru", 10), failed], "lru")
+
+
+def simulated(system: str, clock_ns: int) -> dict[str, Any]:
+    decode = {"tokens": 10, "clock_ns": clock_ns, "stall_ns": 10**7, "bytes_missed": 10**7, "bytes_prefetched": 10**7}
+    return {"system": system, "share": 0.25, "decode_hit_rate": 0.4, "simulated": {"decode": decode}}
+
+
+def test_simulated_systems_are_compared_with_lru_at_the_same_share() -> None:
+    bound = {"policy": "belady", "system": "", "share": 0.25, "decode_hit_rate": 0.9, "simulated": None}
+    table = evidence.link_table([simulated("lru", 4 * 10**7), simulated("promoe", 2 * 10**7), bound]).splitlines()
+    assert table[-1] == "| 25% | promoe | 40.0% | 1.0 | 2.0 | 2.00 | 2.00 |"
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_requests_are_texts_to_evaluate_and_questions_to_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, training: bool
+) -> None:
+    documents = [Document("manual", f"page {i}", f"text {i} " * 60) for i in range(200)]
+    monkeypatch.setattr(evidence.corpus, "gather", lambda: documents)
+    monkeypatch.setattr(evidence.corpus, "select", list)
+    evidence.requests(tmp_path / "r.jsonl", 2, training)
+    found = read_prompts(tmp_path / "r.jsonl")
+    texts = [prompt for prompt in found if prompt.completion is not None]
+    whole = [prompt.text + (prompt.completion or "") for prompt in texts]
+    assert whole == [d.text[: evidence.REQUEST_CHARS] for d in documents if d.heldout != training][:2]
+    assert (tmp_path / "r.txt").read_text().split("\n\n") == whole
+    assert {prompt.label for prompt in found if prompt not in texts} == {"chat"}

@@ -1,0 +1,196 @@
+"""What docs/evidence.md is made with: requests to record, systems measured in turns, systems at a paper's link.
+
+    python -m tools.evidence requests -o requests.jsonl
+    python -m tools.evidence speed --system lru,promoe -m demo --expert-cache 25% -n 256
+    python -m tools.evidence link promoe requests.trace --model demo --expert-cache 25%,50%
+
+`speed` takes the options of `moegguf bench`; each round runs every system once, and rows have medians over rounds with
+their least and greatest. With --results the rounds are added to those in a file, so that a long measurement can be made
+in pieces. `link` replays a trace with every system over a link on which an expert takes as long, beside a layer's
+compute time, as in the paper named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from moegguf.bench.series import test_name
+from moegguf.trace.format import read
+from tools.demo import corpus
+
+REQUEST_CHARS, OPENING_CHARS = 1200, 120
+N_QUESTIONS = 20
+QUESTIONS = Path(__file__).parent / "demo_questions.jsonl"
+STORE_COLUMNS = ("hit_rate", "mb_per_token", "stall_ms_per_token")
+RULE = "|---" * 7 + "|"
+
+
+@dataclass(frozen=True)
+class Link:
+    """Times of a paper: µs that one expert takes on its link, µs of compute per layer and token, and whence."""
+
+    expert_us: float
+    layer_us: float
+    source: str
+
+
+LINKS = {
+    "moe-infinity": Link(
+        720, 4000, "table 1: DeepSeek-V2-Lite, 24 GB/s, 17.3 MB an expert; 155 - 51 ms of compute over 26 layers"
+    ),
+    "promoe": Link(
+        750, 1030, "5.3: DS-1 in fp16, 23 GB/s, 17.3 MB an expert; 39.6 % of 67.9 ms are compute, over 26 layers"
+    ),
+    "expertflow": Link(
+        790, 790, "none in the paper: Switch-base's experts of 18.9 MB over an A40's 24 GB/s, as much compute a layer"
+    ),
+    "duoserve": Link(
+        3960,
+        1980,
+        "6.1: Mixtral-8x7B in 4 bits, 99 MB an expert at 25 GB/s; compute, not in the paper: half of that",
+    ),
+}
+
+
+def requests(path: Path, per_kind: int, training: bool) -> None:
+    """Writes requests: pieces of the corpus's texts, to be evaluated token by token, and questions to be answered."""
+    rows: list[dict[str, Any]] = []
+    documents = corpus.select(corpus.gather())
+    for kind in corpus.KINDS:
+        texts = [d.text for d in documents if d.kind == kind and d.heldout != training][:per_kind]
+        rows += [
+            {"prompt": t[:OPENING_CHARS], "completion": t[OPENING_CHARS:REQUEST_CHARS], "label": kind} for t in texts
+        ]
+    entries = map(json.loads, QUESTIONS.read_text("utf-8").splitlines())
+    asked = [entry["ask"] for entry in entries if "ask" in entry]
+    template = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+    chosen = asked[N_QUESTIONS:] if training else asked[:N_QUESTIONS]
+    rows += [{"prompt": template.format(ask[-1]), "n_predict": 128, "label": "chat"} for ask in chosen]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    texts = [row["prompt"] + row["completion"] for row in rows if "completion" in row]
+    path.with_suffix(".txt").write_text("\n\n".join(texts), encoding="utf-8")
+
+
+def bench(options: Sequence[str], rounds: int) -> list[dict[str, Any]]:
+    """The rows of `moegguf bench` as JSON. Raises CalledProcessError."""
+    command = [sys.executable, "-m", "moegguf.cli.app", "bench", *options, "-r", "1", "--rounds", str(rounds)]
+    done = subprocess.run([*command, "-o", "json"], stdout=subprocess.PIPE, check=True)
+    return list(json.loads(done.stdout))
+
+
+def together(rows: Iterable[dict[str, Any]]) -> dict[tuple[str, str], dict[str, list[float]]]:
+    """{(test, system): {column: a value per round, of the store's figures one per call}}."""
+    found: dict[tuple[str, str], dict[str, list[float]]] = {}
+    for row in rows:
+        columns = found.setdefault((test_name(row), row["system"]), {"ts": [], **{name: [] for name in STORE_COLUMNS}})
+        columns["ts"] += row["samples_ts"]
+        for name in STORE_COLUMNS:
+            columns[name] += [row[name]] if name in row else []
+    return found
+
+
+def speed_table(rows: Sequence[dict[str, Any]], base: str) -> str:
+    """Markdown: each system's speed and its ratio to `base`, paired by round, as median (least to greatest)."""
+    found = together(rows)
+    lines = [f"| test | system | t/s | against {base} | hits | MB a token | stall ms |", RULE]
+    for (test, system), columns in found.items():
+        against = found.get((test, base), columns)["ts"]
+        ratios = [own / other for own, other in zip(columns["ts"], against, strict=False)]
+        figures = [median(columns[name]) if columns[name] else float("nan") for name in STORE_COLUMNS]
+        lines.append(
+            f"| {test} | {system} | {spread(columns['ts'], 1)} | {spread(ratios, 2)} |"
+            f" {figures[0]:.1%} | {figures[1]:.1f} | {figures[2]:.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def spread(values: Sequence[float], decimals: int) -> str:
+    """Median (least to greatest)."""
+    if not values:
+        return "failed"
+    return f"{median(values):.{decimals}f} ({min(values):.{decimals}f} to {max(values):.{decimals}f})"
+
+
+def speed(options: Sequence[str], rounds: int, base: str, results: Path | None) -> str:
+    """The table over these rounds, and over those that `results` holds of earlier calls; it then holds these too."""
+    rows = bench(options, rounds)
+    if results is not None:
+        before = json.loads(results.read_text()) if results.exists() else []
+        rows = before + rows
+        results.write_text(json.dumps(rows))
+    return speed_table(rows, base)
+
+
+def link(paper: str, trace: Path, options: Sequence[str]) -> str:
+    """Markdown: what each system's simulation says of `trace`, at the paper's times."""
+    times, expert_bytes = LINKS[paper], read(trace).shape.expert_bytes
+    flags = ["--link", f"{expert_bytes / times.expert_us / 1e3:.6f}", "--layer-compute", f"{times.layer_us:g}"]
+    command = [sys.executable, "-m", "moegguf.cli.app", "trace", "simulate", str(trace), *options, *flags, "--json"]
+    if not {"--system", "--policy"} & set(options):
+        command += ["--system", "all"]
+    rows = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
+    return f"{times.source}\n\n{link_table(rows)}"
+
+
+def link_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Markdown of decoding: hits, stall and time per token, speed against LRU's, bytes moved."""
+    rows = [row for row in rows if row.get("simulated")]  # not Belady's bound
+    lines = ["| experts | system | hits | stall ms | ms a token | against lru | MB a token |", RULE]
+    of_lru = {row["share"]: _token_ms(row) for row in rows if row["system"] == "lru"}
+    for row in rows:
+        decode, share = row["simulated"]["decode"], row["share"]
+        moved = decode["bytes_missed"] + decode["bytes_prefetched"]
+        against = f"{of_lru[share] / _token_ms(row):.2f}" if share in of_lru else ""
+        lines.append(
+            f"| {share:.0%} | {row['system'] or row['policy']} | {row['decode_hit_rate']:.1%} |"
+            f" {decode['stall_ns'] / decode['tokens'] / 1e6:.1f} | {_token_ms(row):.1f} | {against} |"
+            f" {moved / decode['tokens'] / 1e6:.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def _token_ms(row: dict[str, Any]) -> float:
+    decode = row["simulated"]["decode"]
+    return float(decode["clock_ns"] / decode["tokens"] / 1e6)
+
+
+def arguments(given: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
+    """The command line, and what is passed on."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    one = commands.add_parser("requests", help="write held-out requests, and their text, to record and to measure with")
+    one.add_argument("-o", "--output", type=Path, required=True, help="a .jsonl; the text lies beside it as .txt")
+    one.add_argument("--per-kind", type=int, default=20, metavar="N", help="pieces of each kind of text")
+    one.add_argument("--training", action="store_true", help="of what is not held out")
+    one = commands.add_parser("speed", help="measure systems in turns; takes the options of `moegguf bench`")
+    one.add_argument("--rounds", type=int, default=5, metavar="N", help="of every system")
+    one.add_argument("--base", default="lru", metavar="SYSTEM", help="what the others are compared with")
+    one.add_argument("--results", type=Path, metavar="FILE", help="rounds of earlier calls, to be added to")
+    one = commands.add_parser("link", help="simulate systems at a paper's link; takes those of `trace simulate`")
+    one.add_argument("paper", choices=LINKS)
+    one.add_argument("trace", type=Path)
+    return parser.parse_known_args(given)
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    """Does what was asked; returns the exit status."""
+    args, options = arguments(given)
+    if args.command == "requests":
+        requests(args.output, args.per_kind, args.training)
+    elif args.command == "speed":
+        print(speed(options, args.rounds, args.base, args.results))
+    else:
+        print(link(args.paper, args.trace, options))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
