@@ -127,8 +127,8 @@ def make_plan(
     n_ctx: 0 is the model's own; None: the largest that leaves most memory to experts (`memory.choose_context`).
     n_ubatch: stays as given unless the pool is too small for it; None: at most n_batch, chosen together with the slots
     (`batch.best_fit`). margin: bytes that stay free with "auto"; None: `margin_bytes`. projector: of a model that reads
-    images, too. streams: whether the store may stream experts, where the CPU's kernels can (`SlotSizes.streams`). n_seq:
-    sequences of n_ctx tokens at once. kv_tokens: of all of them; None: n_seq * n_ctx.
+    images, too. streams: whether the store may stream experts, where the CPU's kernels can (`SlotSizes.streams`).
+    n_seq: sequences of n_ctx tokens at once. kv_tokens: of all of them; None: n_seq * n_ctx.
 
     Raises BudgetError, stating the minimum, when the budget (or, for "auto", the free memory) does not hold the experts
     that one token uses in one layer, or those of an image that has to be read in one pass.
