@@ -2,7 +2,8 @@
 
 The path of the model to load is JSON: {"log": file that gets a line per load; "fractions": number of progress messages;
 "wait": file to wait for;
-"die": file with the number of loads that still crash; "fail": class of an error; "stall": never finishes}.
+"die": file with the number of loads that still crash; "fail": class of an error; "stall": never finishes;
+"n_parallel": requests that it claims to answer at once}.
 
 The prompt selects the answer: "say WORD ..." · "count N" · "hold FILE" (one delta, then waits for FILE or a cancel) ·
 "hang" (waits for ever, ignores a cancel) · "die" (one delta, then SIGKILL) · "fail CLASS". Imports the standard library
@@ -95,7 +96,8 @@ def load(config: dict[str, Any]) -> None:
     if "fail" in script:
         send("failed", error={"class": script["fail"], "message": "as scripted"})
         sys.exit()
-    send("ready", ready={"n_ctx": config["n_ctx"], "plan": {"n_slots": 3}}, stats={}, decisions={})
+    ready = {"n_ctx": config["n_ctx"], "plan": {"n_slots": 3}, "n_parallel": script.get("n_parallel", 1)}
+    send("ready", ready=ready, stats={}, decisions={})
 
 
 def answer(message: dict[str, Any]) -> None:

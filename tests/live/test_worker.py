@@ -243,6 +243,36 @@ async def test_concurrent_requests_are_answered_in_order(tiny: TinyModel) -> Non
         assert len({text for text, _, _ in answers}) == 1
 
 
+@in_loop
+async def test_several_requests_are_answered_together(tiny: TinyModel) -> None:
+    async with worker_of(tiny(), n_seq_max=4) as process:
+        answers = await asyncio.gather(*(answer_of(process, REQUEST) for _ in range(8)))
+        assert all(timing.answer_tokens == 24 or timing.finish == "stop" for _, timing, _ in answers)
+        bad = GenerationRequest(prompt="a", sampling=Sampling(logit_bias={1 << 20: 1.0}))
+        running = [process.request("generate", generation=ENDLESS, stream=True) for _ in range(3)]
+        with pytest.raises(OptionError):
+            await value_of(process.request("generate", generation=bad, stream=False))
+        running[1].cancel()
+        finishes = [build(Timing, await value_of(request)).finish for request in running]
+        assert finishes[1] == "cancelled" and "cancelled" not in (finishes[0], finishes[2])
+        vectors = process.request("embed", inputs=["a text"], truncate=True, normalize=True)
+        assert build(Embeddings, await value_of(vectors)).n_tokens > 0
+
+
+@in_loop
+async def test_a_killed_worker_ends_all_that_it_answered(tiny: TinyModel) -> None:
+    async with worker_of(tiny(), n_seq_max=4) as process:
+        running = [process.request("generate", generation=ENDLESS, stream=True) for _ in range(4)]
+        streams = [request.events() for request in running]
+        for stream in streams:
+            await anext(stream)
+        os.kill(process.pid, signal.SIGKILL)
+        for stream in streams:
+            with pytest.raises(WorkerError, match="SIGKILL"):
+                async for _ in stream:
+                    pass
+
+
 def test_a_slow_count_does_not_keep_the_next_message_from_being_read(monkeypatch: pytest.MonkeyPatch) -> None:
     begun, go = threading.Event(), threading.Event()
     ours, theirs = socket.socketpair()

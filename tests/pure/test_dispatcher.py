@@ -84,6 +84,23 @@ async def test_requests_of_a_model_are_answered_one_by_one_in_order(catalog: Fak
 
 
 @in_loop
+async def test_as_many_requests_are_granted_as_the_process_answers_together(catalog: FakeCatalog) -> None:
+    catalog.add("d", n_parallel=3)
+    async with manager_of(catalog) as manager:
+        async with contextlib.AsyncExitStack() as stack:
+            for _ in range(3):
+                await stack.enter_async_context(manager.lease("d"))
+            fourth = asyncio.create_task(generate(manager, "d", "say x"))
+            await until(lambda: waiting(manager) == 1)
+            unload = asyncio.create_task(manager.unload("d"))
+            await asyncio.sleep(0.05)
+            assert manager.loaded()[0].busy and manager.loaded()[0].stopping and not unload.done()
+        assert await unload
+        assert await fourth == "x"
+    assert len(catalog.loads("d")) == 2
+
+
+@in_loop
 async def test_requests_beyond_max_queue_are_refused(catalog: FakeCatalog, tmp_path: Path) -> None:
     go = tmp_path / "go"
     async with manager_of(catalog, max_queue=3) as manager:

@@ -118,6 +118,7 @@ def test_defaults_are_ollamas() -> None:
     assert settings == Settings()
     assert settings.host == Host("http", "127.0.0.1", 11434)
     assert (settings.keep_alive_s, settings.max_queue, settings.load_timeout_s) == (300, 512, 300)
+    assert settings.n_parallel == read_settings({"OLLAMA_NUM_PARALLEL": "0"}).n_parallel == 1
 
 
 def test_every_variable_is_read_under_both_names() -> None:
@@ -128,6 +129,7 @@ def test_every_variable_is_read_under_both_names() -> None:
         "CONTEXT_LENGTH": ("8192", "n_ctx", 8192),
         "MAX_LOADED_MODELS": ("2", "max_models", 2),
         "MAX_QUEUE": ("7", "max_queue", 7),
+        "NUM_PARALLEL": ("4", "n_parallel", 4),
         "LOAD_TIMEOUT": ("90", "load_timeout_s", 90),
         "KV_CACHE_TYPE": ("Q8_0", "kv_cache_type", "q8_0"),
         "FLASH_ATTENTION": ("0", "flash_attention", False),
