@@ -91,6 +91,14 @@ NoRepack = Annotated[
 NoOverlap = Annotated[bool, _setting("--no-overlap", help="Wait for all of an expert before computing with it.")]
 NoSweep = Annotated[bool, _setting("--no-sweep", help="Do not fetch the next layer ahead during a prompt.")]
 NoDirect = Annotated[bool, _setting("--no-direct", help="Read experts through the page cache.")]
+SimulateLink = Annotated[
+    str | None,
+    _setting(
+        "--simulate-link",
+        metavar="BANDWIDTH[,LATENCY]",
+        help='Put layers and slots on a device of this machine\'s own, behind such a link in real time: "24GB/s,35us".',
+    ),
+]
 
 System = Annotated[
     str,
@@ -215,6 +223,7 @@ def bench(
     no_overlap: NoOverlap = False,
     no_sweep: NoSweep = False,
     no_direct: NoDirect = False,
+    simulate_link: SimulateLink = None,
     system: System = "moegguf",
     policy: Policy = "auto",
     predictor: Predictor = None,
@@ -316,6 +325,7 @@ def _base(flags: dict[str, Any]) -> Spec:
         watchdog=not flags["ablate"],
         feed="greedy" if flags["greedy"] else "text" if text else "random",
         text=str(text) if text else None,
+        simulate_link=flags["simulate_link"],
         seed=flags["seed"],
         warmup=not flags["no_warmup"],
         delay_s=flags["delay"],
