@@ -117,6 +117,7 @@ def load(spec: Spec) -> Llama:
         policy=spec.policy,
         predictor=spec.predictor,
         prefetch=_prefetch(spec),
+        warm_start=spec.warm_start,
         use_mmap=spec.system == "mmap",
         n_ctx=max(test.n_tokens for test in spec.tests),
         n_batch=spec.n_batch,

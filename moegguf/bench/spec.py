@@ -37,6 +37,7 @@ class Spec:
     memory). decided_by: a name of controller.systems; policy, predictor, prefetch and store replace parts of it.
     repack: weights in the layout of the CPU's fastest kernels. feed: random tokens as in llama-bench, the tokens of
     `text`, or the model's own (greedy) after n_depth tokens of either. watchdog False: prefetching is never turned off.
+    warm_start: begin with what earlier runs used, and remember what this one uses.
     simulate_link: a link such as "24GB/s,35us"; a simulated device behind it has layers and slots.
     """
 
@@ -59,6 +60,7 @@ class Spec:
     predictor: str | None = None
     prefetch: bool | None = None
     watchdog: bool = True
+    warm_start: bool = False
     feed: str = "random"
     text: str | None = None
     simulate_link: str | None = None

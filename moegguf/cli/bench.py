@@ -116,6 +116,13 @@ Predictor = Annotated[str | None, _setting("--predictor", metavar="NAME", help="
 Prefetch = Annotated[
     bool | None, _setting("--prefetch/--no-prefetch", help="Fetch predicted experts ahead while that saves time.")
 ]
+WarmStart = Annotated[
+    bool,
+    _setting(
+        "--warm-start/--no-warm-start",
+        help="Begin with the experts that earlier runs used most; remember this one's, also of random tokens.",
+    ),
+]
 
 Ablate = Annotated[
     bool,
@@ -228,6 +235,7 @@ def bench(
     policy: Policy = "auto",
     predictor: Predictor = None,
     prefetch: Prefetch = None,
+    warm_start: WarmStart = False,
     against: Against = [],  # noqa: B006
     ablate: Ablate = False,
     rounds: Rounds = None,
@@ -323,6 +331,7 @@ def _base(flags: dict[str, Any]) -> Spec:
         predictor=flags["predictor"],
         prefetch=flags["prefetch"],
         watchdog=not flags["ablate"],
+        warm_start=flags["warm_start"],
         feed="greedy" if flags["greedy"] else "text" if text else "random",
         text=str(text) if text else None,
         simulate_link=flags["simulate_link"],

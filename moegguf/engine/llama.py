@@ -42,6 +42,7 @@ from moegguf.engine.threadpool import GovernedThreads, Threadpool
 from moegguf.engine.trial import try_first
 from moegguf.engine.upstream import UpstreamLlama
 from moegguf.engine.vocabulary import Vocabulary
+from moegguf.engine.warm_start import WarmStart
 from moegguf.errors import CapabilityError, ClosedError, GenerationCancelled, MoeggufError, OptionError
 from moegguf.native.events import Phase
 from moegguf.native.store import StoreOptions
@@ -76,6 +77,8 @@ class Llama(UpstreamLlama):
         prefetch: True fetches predicted experts ahead, while that saves time; a `PrefetchOptions` sets limits.
             None: as the system does.
         judge: compare every prediction with the routing, without acting on it unless `prefetch`: see `decisions`.
+        warm_start: fetch the experts that earlier runs used most as soon as the model is loaded, and remember those of
+            this run. None: MOEGGUF_WARM_START, else True; never with `lockstep`.
         trace: a file to record routing in, or a `TraceOptions`.
         mmproj: the model's projector, for images in messages (moegguf.generate); it is loaded with the first image.
         progress: called with 0.0 to 1.0 while the weights are read; returning False cancels the load.
@@ -104,6 +107,7 @@ class Llama(UpstreamLlama):
         prefetch: bool | PrefetchOptions | None = None,
         judge: bool = False,
         lockstep: bool = False,
+        warm_start: bool | None = None,
         trace: str | os.PathLike[str] | TraceOptions | None = None,
         progress: Progress | None = None,
         mmproj: str | os.PathLike[str] | None = None,
@@ -115,6 +119,7 @@ class Llama(UpstreamLlama):
         self._session: Session | None = None
         self._live_controller: LiveController | None = None
         self._recording: Recording | None = None
+        self._warm_start: WarmStart | None = None
         self._threadpool: Threadpool | None = None
         self._threads: GovernedThreads | None = None
         self._closed = False
@@ -128,9 +133,11 @@ class Llama(UpstreamLlama):
         chosen = ControllerOptions(*of.parts(policy, predictor, prefetch), judge, lockstep)
         options["mmproj"] = mmproj
         store = of.store_options() if store is None else store
+        warm_start = read_environment().warm_start if warm_start is None else warm_start
         self._keywords = dict(
-            model_path=model_path, expert_cache=expert_cache, system=of.name, store=store, **vars(chosen), **options
-        )
+            model_path=model_path, expert_cache=expert_cache, system=of.name, store=store, warm_start=warm_start,
+            **vars(chosen), **options,
+        )  # fmt: skip
         self._load_plan = load_plan = prepare(model_path, expert_cache, options)
         self.layout, self.plan = load_plan.layout, load_plan.plan
         try:
@@ -141,6 +148,9 @@ class Llama(UpstreamLlama):
                 for warning in self.plan.warnings:
                     warnings.warn(warning, stacklevel=2)
             self._load(load_plan)
+            if self._session is not None and warm_start and not lockstep:
+                self._warm_start = WarmStart(self._session, Artifacts(self.layout))
+                self._warm_start.begin()
             self._start_threads(load_plan)
             self._start_recording(trace)
         except BaseException:
@@ -446,9 +456,9 @@ class Llama(UpstreamLlama):
             return  # the parent process owns it
         with self._decode_lock:
             try:
-                for listener in (self._live_controller, self._recording):
-                    if listener is not None:
-                        listener.close()
+                for part in (self._live_controller, self._recording, self._warm_start):
+                    if part is not None:
+                        part.close()
             finally:  # also when the trace could not be written
                 self._free()
 
