@@ -38,7 +38,6 @@ def own_data_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("data")
         patch.setenv("XDG_DATA_HOME", str(folder))
-        patch.setenv("MOEGGUF_WARM_START", "0")  # what a test sees must not depend on those before it
         patch.setenv("MOEGGUF_TRIAL_LOAD", "0")  # hundreds of new models; live/test_trial.py turns it on
         yield folder
 

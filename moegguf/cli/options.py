@@ -79,7 +79,7 @@ WarmStart = Annotated[
     typer.Option(
         "--warm-start/--no-warm-start",
         help="Fetch the experts that earlier runs used most when the model is loaded, and remember this run's."
-        "  [default: MOEGGUF_WARM_START, or on]",
+        "  [default: MOEGGUF_WARM_START, or off]",
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON on stdout, for scripts.")]

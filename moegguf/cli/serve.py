@@ -60,7 +60,7 @@ def serve(
     MOEGGUF_MEMORY             memory for all loaded models together
     MOEGGUF_EXPERT_CACHE       for the experts of each model
     MOEGGUF_SYSTEM             what decides on experts: moegguf, none, lru, moe-infinity, promoe, expertflow, duoserve
-    MOEGGUF_WARM_START         0: do not fetch at load what earlier runs used most, nor remember it
+    MOEGGUF_WARM_START         1: fetch at load the experts that earlier runs used most
     MOEGGUF_KEEP_ALIVE         how long an idle model stays loaded (5m; negative: for ever)
     MOEGGUF_CONTEXT_LENGTH     tokens of context
     MOEGGUF_MAX_LOADED_MODELS  at most so many at once

@@ -78,7 +78,7 @@ class Llama(UpstreamLlama):
             None: as the system does.
         judge: compare every prediction with the routing, without acting on it unless `prefetch`: see `decisions`.
         warm_start: fetch the experts that earlier runs used most as soon as the model is loaded, and remember those of
-            this run. None: MOEGGUF_WARM_START, else True; never with `lockstep`.
+            this run. None: MOEGGUF_WARM_START, else False; never with `lockstep`.
         trace: a file to record routing in, or a `TraceOptions`.
         mmproj: the model's projector, for images in messages (moegguf.generate); it is loaded with the first image.
         progress: called with 0.0 to 1.0 while the weights are read; returning False cancels the load.
@@ -422,17 +422,19 @@ class Llama(UpstreamLlama):
         return self._session
 
     def set_expert_cache(self, expert_cache: Budget) -> None:
-        """Changes the budget from the next token on, up to the one given at load; freed memory returns to the system.
+        """Changes the budget, up to the one given at load; freed memory returns to the system.
 
-        Raises BudgetError below the minimum.
+        At once while the model is idle; while another thread evaluates tokens, between two passes. Raises BudgetError
+        below the minimum.
         """
-        session = self._open_session()
-        if session is None:
-            return
-        n_slots = min(self._load_plan.slots_within(expert_cache), session.store.info()["n_slots"])
-        session.store.resize(n_slots)
-        if self._live_controller is not None:
-            self._live_controller.update(n_slots)
+        with self._decode_lock:
+            session = self._open_session()
+            if session is None:
+                return
+            n_slots = min(self._load_plan.slots_within(expert_cache), session.store.info()["n_slots"])
+            session.store.resize(n_slots)
+            if self._live_controller is not None:
+                self._live_controller.update(n_slots)
 
     def cancel(self) -> None:
         """Ends the evaluation in progress, from another thread: it raises GenerationCancelled at once."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 
-from moegguf.server import anthropic, live, llama_server, metrics, ollama, openai, page
+from moegguf.server import anthropic, budget, live, llama_server, metrics, ollama, openai, page
 from moegguf.server.common.access import AccessControl
 from moegguf.server.common.body import Bodies
 from moegguf.server.common.errors import HANDLERS
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from moegguf.serving.manager import ModelManager
     from moegguf.settings import Settings
 
-MODULES = (ollama, openai, anthropic, llama_server, metrics, live, page)
+MODULES = (ollama, openai, anthropic, llama_server, metrics, live, budget, page)
 
 
 def make_app(manager: ModelManager, catalog: Catalog, settings: Settings) -> Starlette:
