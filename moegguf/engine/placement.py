@@ -22,10 +22,11 @@ from moegguf.controller.measured import interpolate
 from moegguf.engine.published import PUBLISHED
 from moegguf.errors import BudgetError, OptionError
 from moegguf.gguf.experts import ExpertLayout
-from moegguf.quantities import Link, format_bytes
+from moegguf.quantities import GIB, Link, format_bytes
 
 KERNEL_SHARE = 0.65
 CPU_LAYER_S = 60e-6  # a layer's way to the CPU and back
+DEVICE_MARGIN_BYTES = GIB  # of the device's memory stays free: the first long prompt needs some
 STOP_S = 35e-6  # of a layer at which the host has to learn what the router chose
 
 Kind = Literal["resident", "layers", "slots", "layers and slots", "cpu"]
