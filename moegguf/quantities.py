@@ -116,6 +116,42 @@ def parse_expert_cache(value: str | int | float | ExpertCache) -> ExpertCache:
     raise BudgetError(f"expert_cache is {_shown(value)}, which is not a budget; {ACCEPTED_BUDGETS}.")
 
 
+@dataclass(frozen=True)
+class Link:
+    """A link between two memories: its bandwidth in bytes/s, and the time in seconds that every copy takes besides."""
+
+    bytes_per_s: float
+    latency_s: float = 0.0
+
+    def __str__(self) -> str:
+        return f"{self.bytes_per_s / 1e9:g}GB/s,{self.latency_s * 1e6:g}us"
+
+    def seconds(self, n_bytes: float, n_copies: float = 1) -> float:
+        """How long so many copies of `n_bytes` in all take, one after another."""
+        return n_bytes / self.bytes_per_s + n_copies * self.latency_s
+
+
+def parse_link(text: str) -> Link:
+    """The link in `text`: a size per second and, after a comma, a latency: "24GB/s,35us", "12.5 GB/s".
+
+    Raises OptionError for anything else.
+    """
+    bandwidth, _, latency = text.partition(",")
+    size, slash, unit = bandwidth.strip().rpartition("/")
+    try:
+        if not slash or unit.strip().lower() != "s":
+            raise ValueError
+        link = Link(float(parse_size(size)), parse_duration(latency.strip()) if latency.strip() else 0.0)
+        if not math.isfinite(link.latency_s):
+            raise ValueError
+    except (ValueError, OptionError):
+        raise OptionError(
+            f"{_shown(text)} is not a link; give its bandwidth and, if wanted, its latency, such as '24GB/s' or"
+            " '24GB/s,35us'."
+        ) from None
+    return link
+
+
 def parse_duration(value: str | int | float) -> float:
     """Seconds, from a number (or its text), or a Go duration such as "1h30m" or "300ms".
 

@@ -40,6 +40,7 @@ class Environment:
 
     hooks: bool = True  # MOEGGUF_HOOKS=0 runs plain llama.cpp
     expert_cache: str = "auto"  # MOEGGUF_EXPERT_CACHE: the budget when the caller gives none
+    warm_start: bool = False  # MOEGGUF_WARM_START=1: what earlier runs used most is fetched at load, and remembered
     system: str = ""  # MOEGGUF_SYSTEM: what decides on experts (controller.systems) when the caller names none
     library: Path | None = None  # MOEGGUF_LIBRARY: folder of the native library, instead of the installed one
     models: Path | None = None  # MOEGGUF_MODELS: folder of models known by name
@@ -50,12 +51,16 @@ class Environment:
 def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
     """Reads MOEGGUF_* from `environ` (default: the process's). Empty counts as unset.
 
-    Raises OptionError for MOEGGUF_HOOKS and MOEGGUF_TRIAL_LOAD, BudgetError for MOEGGUF_EXPERT_CACHE.
+    Raises OptionError for MOEGGUF_HOOKS, MOEGGUF_WARM_START and MOEGGUF_TRIAL_LOAD, BudgetError for
+    MOEGGUF_EXPERT_CACHE.
     """
     env = os.environ if environ is None else environ
     hooks = env.get("MOEGGUF_HOOKS", "").strip().lower() or "1"
     if hooks not in _SWITCH:
         raise OptionError(f"MOEGGUF_HOOKS must be 0 or 1, but is {hooks[:60]!r}; unset it to use the expert store.")
+    warm_start = env.get("MOEGGUF_WARM_START", "").strip().lower() or "0"
+    if warm_start not in _SWITCH:
+        raise OptionError(f"MOEGGUF_WARM_START must be 0 or 1, but is {warm_start[:60]!r}.")
     cache = env.get("MOEGGUF_EXPERT_CACHE", "").strip() or "auto"
     try:
         parse_expert_cache(cache)
@@ -68,6 +73,7 @@ def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
     return Environment(
         hooks=_SWITCH[hooks],
         expert_cache=cache,
+        warm_start=_SWITCH[warm_start],
         system=env.get("MOEGGUF_SYSTEM", "").strip(),
         library=Path(library).expanduser() if library else None,
         models=Path(models).expanduser() if models else None,

@@ -15,12 +15,12 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from own_process import in_own_process
 
 ROOT = Path(__file__).resolve().parents[1]
 GGML = ROOT / "build/vendor/llama.cpp/ggml"
@@ -109,5 +109,5 @@ def server() -> Iterator[tuple[Path, int]]:
 
 def in_child(call: Callable[..., Any], *arguments: Any) -> Any:
     """call(rpc, port, *arguments) in a process of its own, beside a server of its own."""
-    with server() as at, ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(call, *at, *arguments).result(90)
+    with server() as at:
+        return in_own_process(call, *at, *arguments)

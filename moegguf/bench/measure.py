@@ -33,8 +33,10 @@ from moegguf.engine.stats import Stats
 from moegguf.errors import ModelNotFoundError, MoeggufError, OptionError
 from moegguf.gguf.reader import ggml_type
 from moegguf.native import library
+from moegguf.native.link_device import link_device, memory_copy_bytes_per_s
 from moegguf.native.store import StoreOptions
 from moegguf.package import __version__
+from moegguf.quantities import parse_link
 from moegguf.trace.locality import imitated
 
 _CPU, _GPU, _IGPU, _ACCEL = 0, 1, 2, 3  # enum ggml_backend_dev_type
@@ -104,14 +106,18 @@ class _Measured(Llama):
 
 def load(spec: Spec) -> Llama:
     """The model with the options of `spec`; MOEGGUF_HOOKS must have been set for its system."""
+    device = link_device(parse_link(spec.simulate_link)) if spec.simulate_link else None
     return _Measured(
         spec,
         expert_cache=spec.expert_cache if spec.system == "moegguf" else "100%",
         system=spec.decided_by,
-        store=StoreOptions(**find_system(spec.decided_by).switches | spec.store | {"repack": spec.repack}),
+        store=StoreOptions(
+            **find_system(spec.decided_by).switches | spec.store | {"repack": spec.repack, "device": device}
+        ),
         policy=spec.policy,
         predictor=spec.predictor,
         prefetch=_prefetch(spec),
+        warm_start=spec.warm_start,
         use_mmap=spec.system == "mmap",
         n_ctx=max(test.n_tokens for test in spec.tests),
         n_batch=spec.n_batch,
@@ -285,6 +291,15 @@ def _description(llama: Llama) -> dict[str, Any]:
     }
 
 
+def _link_warnings(spec: Spec) -> Iterator[str]:
+    copied = memory_copy_bytes_per_s()
+    if spec.simulate_link and parse_link(spec.simulate_link).bytes_per_s > copied:
+        yield (
+            f"the simulated link is slower than {spec.simulate_link}: one thread copies {copied / 1e9:.1f} GB/s within"
+            " this machine's memory; scale bandwidth and compute down together"
+        )
+
+
 def run(spec: Spec) -> dict[str, Any]:
     """Loads, measures every test, closes. Raises MoeggufError."""
     start = time.perf_counter()
@@ -305,7 +320,7 @@ def run(spec: Spec) -> dict[str, Any]:
             "n_ubatch_used": llama.context_params.n_ubatch,
             "budget_bytes": llama.plan.budget_bytes if moegguf else 0,
             "planned_bytes": llama.plan.total_bytes if moegguf else 0,
-            "warnings": llama.plan.warnings if moegguf else (),
+            "warnings": (*(llama.plan.warnings if moegguf else ()), *_link_warnings(spec)),
             "decisions": llama.decisions(),
         }
 

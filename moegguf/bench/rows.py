@@ -56,7 +56,7 @@ def _fixed(system: BenchedSystem) -> Row:
         "main_gpu": 0,
         "no_kv_offload": False,
         "flash_attn": FLASH_ATTN[spec.flash_attn],
-        "devices": "auto",
+        "devices": f"simulated link {spec.simulate_link}" if spec.simulate_link else "auto",
         "tensor_split": "0.00",
         "tensor_buft_overrides": "none" if system.is_llama_cpp else "experts=moegguf",
         "load_mode": _LOAD_MODES[spec.system],

@@ -8,6 +8,7 @@ from typing import Any
 
 from moegguf.errors import OptionError
 from moegguf.gguf.reader import ggml_type
+from moegguf.quantities import parse_link
 
 SYSTEMS = ("moegguf", "mmap", "resident")
 FEEDS = ("random", "text", "greedy")
@@ -36,6 +37,8 @@ class Spec:
     memory). decided_by: a name of controller.systems; policy, predictor, prefetch and store replace parts of it.
     repack: weights in the layout of the CPU's fastest kernels. feed: random tokens as in llama-bench, the tokens of
     `text`, or the model's own (greedy) after n_depth tokens of either. watchdog False: prefetching is never turned off.
+    warm_start: begin with what earlier runs used, and remember what this one uses.
+    simulate_link: a link such as "24GB/s,35us"; a simulated device behind it has layers and slots.
     """
 
     model: str
@@ -57,8 +60,10 @@ class Spec:
     predictor: str | None = None
     prefetch: bool | None = None
     watchdog: bool = True
+    warm_start: bool = False
     feed: str = "random"
     text: str | None = None
+    simulate_link: str | None = None
     seed: int = 0
     warmup: bool = True
     delay_s: float = 0.0
@@ -70,6 +75,8 @@ class Spec:
             if getattr(self, name) not in known:
                 raise OptionError(f"{name} is {getattr(self, name)!r}, but must be one of {', '.join(known)}.")
         ggml_type(self.type_k), ggml_type(self.type_v)
+        if self.simulate_link is not None:
+            parse_link(self.simulate_link)
         for name in ("repetitions", "n_threads", "n_batch", "n_ubatch"):
             if getattr(self, name) < 1:
                 raise OptionError(f"{name} is {getattr(self, name)}, but must be at least 1.")

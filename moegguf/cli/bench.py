@@ -91,6 +91,14 @@ NoRepack = Annotated[
 NoOverlap = Annotated[bool, _setting("--no-overlap", help="Wait for all of an expert before computing with it.")]
 NoSweep = Annotated[bool, _setting("--no-sweep", help="Do not fetch the next layer ahead during a prompt.")]
 NoDirect = Annotated[bool, _setting("--no-direct", help="Read experts through the page cache.")]
+SimulateLink = Annotated[
+    str | None,
+    _setting(
+        "--simulate-link",
+        metavar="BANDWIDTH[,LATENCY]",
+        help='Put layers and slots on a device of this machine\'s own, behind such a link in real time: "24GB/s,35us".',
+    ),
+]
 
 System = Annotated[
     str,
@@ -107,6 +115,13 @@ Policy = Annotated[
 Predictor = Annotated[str | None, _setting("--predictor", metavar="NAME", help="Expert predictor, or none.")]
 Prefetch = Annotated[
     bool | None, _setting("--prefetch/--no-prefetch", help="Fetch predicted experts ahead while that saves time.")
+]
+WarmStart = Annotated[
+    bool,
+    _setting(
+        "--warm-start/--no-warm-start",
+        help="Begin with the experts that earlier runs used most; remember this one's, also of random tokens.",
+    ),
 ]
 
 Ablate = Annotated[
@@ -217,10 +232,12 @@ def bench(
     no_overlap: NoOverlap = False,
     no_sweep: NoSweep = False,
     no_direct: NoDirect = False,
+    simulate_link: SimulateLink = None,
     system: System = "moegguf",
     policy: Policy = "auto",
     predictor: Predictor = None,
     prefetch: Prefetch = None,
+    warm_start: WarmStart = False,
     against: Against = [],  # noqa: B006
     ablate: Ablate = False,
     rounds: Rounds = None,
@@ -316,8 +333,10 @@ def _base(flags: dict[str, Any]) -> Spec:
         predictor=flags["predictor"],
         prefetch=flags["prefetch"],
         watchdog=not flags["ablate"],
+        warm_start=flags["warm_start"],
         feed="greedy" if flags["greedy"] else "text" if text else "random",
         text=str(text) if text else None,
+        simulate_link=flags["simulate_link"],
         seed=flags["seed"],
         warmup=not flags["no_warmup"],
         delay_s=flags["delay"],

@@ -68,6 +68,11 @@ class Client:
             lines = [line for line in response.read().splitlines() if line.strip()]
         return _without_error(_parsed(lines[-1])) if lines else None
 
+    def put(self, path: str, body: Mapping[str, Any], timeout_s: float = POST_TIMEOUT_S) -> Any:
+        """The JSON that answers a PUT of `body`."""
+        with self._open(path, body, timeout_s, "PUT") as response:
+            return _without_error(_parsed(response.read()))
+
     def stream(
         self, path: str, body: Mapping[str, Any] | None = None, timeout_s: float = POST_TIMEOUT_S
     ) -> Generator[Json]:
@@ -90,10 +95,12 @@ class Client:
             raise self._connection_error(error) from None
 
     @contextmanager
-    def _open(self, path: str, body: Mapping[str, Any] | None, timeout_s: float) -> Generator[HTTPResponse]:
+    def _open(
+        self, path: str, body: Mapping[str, Any] | None, timeout_s: float, method: str | None = None
+    ) -> Generator[HTTPResponse]:
         data = None if body is None else json.dumps(body).encode()
         headers = self._headers if data is None else {**self._headers, **JSON_TYPE}
-        request = urllib.request.Request(self.host.url + path, data, headers)
+        request = urllib.request.Request(self.host.url + path, data, headers, method=method)
         try:
             response = self._opener.open(request, timeout=timeout_s)
         except urllib.error.HTTPError as error:

@@ -140,13 +140,27 @@ def estimate(
     ctx: Ctx = None,
     type_k: TypeK = None,
     type_v: TypeV = None,
+    device_memory: Annotated[
+        str | None, typer.Option("--device-memory", metavar="SIZE", help="What a device of so much memory would give.")
+    ] = None,
+    device_bandwidth: Annotated[
+        str | None, typer.Option("--device-bandwidth", metavar="SIZE/s", help="Of that memory, such as 448GB/s.")
+    ] = None,
+    link: Annotated[
+        str | None,
+        typer.Option("--link", metavar="SIZE/s[,LATENCY]", help="Between host and device: 24GB/s is PCIe 4 x16."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Estimate memory and speed before loading; of a model on Hugging Face before it is fetched."""
-    from moegguf.terminal.facts import estimate_model
+    """Estimate memory and speed before loading; of a model on Hugging Face before it is fetched.
+
+    With --device-memory, --device-bandwidth and --link also where experts would go on a machine with such a device.
+    """
+    from moegguf.terminal.facts import SupposedDevice, estimate_model
     from moegguf.terminal.tables import print_estimate, print_json
 
-    facts = estimate_model(model, expert_cache, ctx, type_k, type_v)
+    device = SupposedDevice.parse(device_memory, device_bandwidth, link)
+    facts = estimate_model(model, expert_cache, ctx, type_k, type_v, device)
     print_json(facts) if as_json else print_estimate(facts)
 
 

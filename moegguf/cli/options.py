@@ -74,6 +74,14 @@ System = Annotated[
         " moe-infinity, promoe, expertflow, duoserve.  [default: MOEGGUF_SYSTEM, or moegguf]",
     ),
 ]
+WarmStart = Annotated[
+    bool | None,
+    typer.Option(
+        "--warm-start/--no-warm-start",
+        help="Fetch the experts that earlier runs used most when the model is loaded, and remember this run's."
+        "  [default: MOEGGUF_WARM_START, or off]",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON on stdout, for scripts.")]
 Insecure = Annotated[bool, typer.Option("--insecure", hidden=True, help="Accepted, as Ollama has it; no effect.")]
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from moegguf.cli.options import Cache, Ctx, Insecure, System, Threads, TypeK, TypeV, hub_name
+from moegguf.cli.options import Cache, Ctx, Insecure, System, Threads, TypeK, TypeV, WarmStart, hub_name
 from moegguf.errors import OptionError
 from moegguf.terminal.arguments import parse_format, parse_think
 from moegguf.terminal.loading import LoadOptions, find_or_pull
@@ -201,7 +201,7 @@ Local = Annotated[
     typer.Option(
         "--local",
         help="Load the model here even when a server runs; options of loading imply it: --expert-cache, --system,"
-        " --policy, --predictor, --prefetch, --threads, -ngl, -ctk, -ctv, --mmproj.",
+        " --policy, --predictor, --prefetch, --warm-start, --threads, -ngl, -ctk, -ctv, --mmproj.",
     ),
 ]
 Verbose = Annotated[
@@ -268,6 +268,7 @@ def run(
     policy: Policy = "auto",
     predictor: Predictor = None,
     prefetch: Prefetch = None,
+    warm_start: WarmStart = None,
     threads: Threads = None,
     gpu_layers: GpuLayers = None,
     ctx: Ctx = None,
@@ -302,7 +303,7 @@ def run(
     name, words = model_and_words(model, prompt or [], model_file, hub_model)
     load_options = LoadOptions(
         expert_cache, verbose=verbose, system=system, policy=policy, predictor=predictor, prefetch=prefetch,
-        n_gpu_layers=gpu_layers, type_k=type_k, type_v=type_v, mmproj=mmproj,
+        warm_start=warm_start, n_gpu_layers=gpu_layers, type_k=type_k, type_v=type_v, mmproj=mmproj,
     )  # fmt: skip
     flags = {
         "num_ctx": ctx, "num_thread": threads, "num_predict": max_tokens, "temperature": temperature, "top_k": top_k,

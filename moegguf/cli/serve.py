@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moegguf.cli.options import System
+from moegguf.cli.options import System, WarmStart
 from moegguf.errors import OptionError
 from moegguf.terminal.messages import print_message
 
@@ -30,6 +30,7 @@ def serve(
         typer.Option(metavar="BUDGET", help='Memory for experts of each model: "auto", "50%", "4GiB".'),
     ] = None,
     system: System = None,
+    warm_start: WarmStart = None,
     memory: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Memory for all loaded models together.  [default: what is free]")
     ] = None,
@@ -76,6 +77,7 @@ def serve(
     MOEGGUF_MEMORY             memory for all loaded models together
     MOEGGUF_EXPERT_CACHE       for the experts of each model
     MOEGGUF_SYSTEM             what decides on experts: moegguf, none, lru, moe-infinity, promoe, expertflow, duoserve
+    MOEGGUF_WARM_START         1: fetch at load the experts that earlier runs used most
     MOEGGUF_KEEP_ALIVE         how long an idle model stays loaded (5m; negative: for ever)
     MOEGGUF_CONTEXT_LENGTH     tokens of context
     MOEGGUF_MAX_LOADED_MODELS  at most so many at once
@@ -101,6 +103,8 @@ def serve(
     from moegguf.controller.systems import find_system
 
     os.environ["MOEGGUF_SYSTEM"] = find_system(os.environ.get("MOEGGUF_SYSTEM", "") if system is None else system).name
+    if warm_start is not None:
+        os.environ["MOEGGUF_WARM_START"] = str(int(warm_start))
     from moegguf.server.serve import listen, run_server
 
     listener = listen(settings.host)

@@ -1,4 +1,4 @@
-"""The commands for a running server: ps and stop."""
+"""The commands for a running server: ps, stop and budget."""
 
 from __future__ import annotations
 
@@ -75,6 +75,24 @@ def stop(model: Annotated[str, typer.Argument(metavar="MODEL", help="A name that
     if not any(loaded["name"].lower() == name.lower() for loaded in client.get("/api/ps")["models"]):
         raise ModelNotFoundError(f"couldn't find model {model!r} to stop")
     client.post("/api/generate", {"model": name, "keep_alive": 0})
+
+
+def budget(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A name that `ps` shows.")],
+    expert_cache: Annotated[
+        str, typer.Argument(metavar="BUDGET", help='"50%", "2GiB", or "auto": all that it was loaded with.')
+    ],
+) -> None:
+    """Change a loaded model's memory for experts in a running server, also while it answers."""
+    from moegguf.cli.client import Client
+    from moegguf.quantities import format_bytes, parse_expert_cache
+
+    parse_expert_cache(expert_cache)
+    now = Client().put("/budget", {"model": model, "expert_cache": expert_cache})
+    print_message(
+        f"{now['model']}: {format_bytes(now['expert_cache_bytes'])} for {now['n_slots']} of {now['n_experts']} experts,"
+        f" {format_bytes(now['size_bytes'])} in all"
+    )
 
 
 def unload_from_server(name: str) -> None:

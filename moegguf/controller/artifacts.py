@@ -1,4 +1,4 @@
-"""Files about a model's routing: measured hit rates, trained predictors, its EAM collection.
+"""Files about a model's routing: measured hit rates, trained predictors, its EAM collection, uses of its experts.
 
 Search order: a folder beside the model (`MODEL.gguf.moegguf`), the user's data folder, the package (`predictors/NAME`).
 New files go beside the model, or to the user's folder where that is not writable. All are identified by the model's
@@ -14,6 +14,9 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+
 from moegguf.controller import weights
 from moegguf.controller.collection import EamcPair
 from moegguf.controller.measured import Measured, read_measured
@@ -27,6 +30,7 @@ from moegguf.settings import data_folder
 
 MEASURED = "measured.json"
 COLLECTION = "eamc.safetensors"
+USES = "uses.safetensors"
 
 
 @dataclass(frozen=True)
@@ -92,10 +96,32 @@ class Artifacts:
 
     def save_collection(self, shape: MoeShape, saved: weights.Weights) -> None:
         """Saves an `EamcPair.weights()`, atomically; a folder that is not writable is a warning."""
+        self._save(COLLECTION, "eamc", "the EAM collection was", shape, saved)
+
+    def uses(self, shape: MoeShape) -> npt.NDArray[np.float32] | None:
+        """How often earlier runs used each expert, (n_layer, n_expert), the last ones counting most; a damaged or
+        foreign file is skipped with a warning."""
+
+        def build(saved: weights.Weights) -> npt.NDArray[np.float32]:
+            found = saved.array("uses", *shape.table)
+            if (found < 0).any():
+                raise ValueError("'uses' holds numbers below zero")
+            return found
+
         try:
-            weights.save(self.writable_folder() / COLLECTION, "eamc", self.fingerprint, shape, saved)
+            return weights.load_nearest(self.find(USES), "uses", self.fingerprint, shape, build)
+        except FileNotFoundError:
+            return None
+
+    def save_uses(self, shape: MoeShape, uses: npt.NDArray[np.float32]) -> None:
+        """Saves what `uses` reads, atomically; a folder that is not writable is a warning."""
+        self._save(USES, "uses", "the uses of experts were", shape, weights.Weights({"uses": uses}))
+
+    def _save(self, name: str, kind: str, subject: str, shape: MoeShape, saved: weights.Weights) -> None:
+        try:
+            weights.save(self.writable_folder() / name, kind, self.fingerprint, shape, saved)
         except OSError as error:
-            warnings.warn(f"the EAM collection was not saved ({error.strerror}).", stacklevel=2)
+            warnings.warn(f"{subject} not saved ({error.strerror}).", stacklevel=3)
 
     def writable_folder(self) -> Path:
         """Beside the model where that is writable and outside the package, else the user's folder. Creates it."""

@@ -45,6 +45,7 @@ from moegguf.engine.threadpool import GovernedThreads, Threadpool
 from moegguf.engine.trial import try_first
 from moegguf.engine.upstream import UpstreamLlama
 from moegguf.engine.vocabulary import Vocabulary
+from moegguf.engine.warm_start import WarmStart
 from moegguf.errors import CapabilityError, ClosedError, GenerationCancelled, MoeggufError, OptionError
 from moegguf.native import library
 from moegguf.native.events import Phase
@@ -81,6 +82,8 @@ class Llama(UpstreamLlama):
         prefetch: True fetches predicted experts ahead, while that saves time; a `PrefetchOptions` sets limits.
             None: as the system does.
         judge: compare every prediction with the routing, without acting on it unless `prefetch`: see `decisions`.
+        warm_start: fetch the experts that earlier runs used most as soon as the model is loaded, and remember those of
+            this run. None: MOEGGUF_WARM_START, else False; never with `lockstep`.
         trace: a file to record routing in, or a `TraceOptions`.
         n_seq_max: sequences of `n_ctx` tokens each that the context holds, for `moegguf.Engine`; this class itself
             uses one. The property `n_seq_max` says which models have only one.
@@ -112,6 +115,7 @@ class Llama(UpstreamLlama):
         prefetch: bool | PrefetchOptions | None = None,
         judge: bool = False,
         lockstep: bool = False,
+        warm_start: bool | None = None,
         trace: str | os.PathLike[str] | TraceOptions | None = None,
         progress: Progress | None = None,
         n_seq_max: int = 1,
@@ -125,6 +129,7 @@ class Llama(UpstreamLlama):
         self._session: Session | None = None
         self._live_controller: LiveController | None = None
         self._recording: Recording | None = None
+        self._warm_start: WarmStart | None = None
         self._threadpool: Threadpool | None = None
         self._threads: GovernedThreads | None = None
         self._closed = False
@@ -138,9 +143,11 @@ class Llama(UpstreamLlama):
         chosen = ControllerOptions(*of.parts(policy, predictor, prefetch), judge, lockstep)
         options.update(mmproj=mmproj, n_seq_max=n_seq_max, kv_tokens=kv_tokens)
         store = of.store_options() if store is None else store
+        warm_start = read_environment().warm_start if warm_start is None else warm_start
         self._keywords = dict(
-            model_path=model_path, expert_cache=expert_cache, system=of.name, store=store, **vars(chosen), **options
-        )
+            model_path=model_path, expert_cache=expert_cache, system=of.name, store=store, warm_start=warm_start,
+            **vars(chosen), **options,
+        )  # fmt: skip
         self._load_plan = load_plan = prepare(model_path, expert_cache, options, store.can_stream)
         self.layout, self.plan = load_plan.layout, load_plan.plan
         self._n_seq_max = load_plan.n_seq_max
@@ -152,6 +159,9 @@ class Llama(UpstreamLlama):
                 for warning in self.plan.warnings:
                     warnings.warn(warning, stacklevel=2)
             self._load(load_plan)
+            if self._session is not None and warm_start and not lockstep:
+                self._warm_start = WarmStart(self._session, Artifacts(self.layout))
+                self._warm_start.begin()
             self._start_threads(load_plan)
             self._start_recording(trace)
         except BaseException:
@@ -492,17 +502,19 @@ class Llama(UpstreamLlama):
         return self._session
 
     def set_expert_cache(self, expert_cache: Budget) -> None:
-        """Changes the budget from the next token on, up to the one given at load; freed memory returns to the system.
+        """Changes the budget, up to the one given at load; freed memory returns to the system.
 
-        Raises BudgetError below the minimum.
+        At once while the model is idle; while another thread evaluates tokens, between two passes. Raises BudgetError
+        below the minimum.
         """
-        session = self._open_session()
-        if session is None:
-            return
-        n_slots = min(self._load_plan.slots_within(expert_cache), session.store.info()["n_slots"])
-        session.store.resize(n_slots)
-        if self._live_controller is not None:
-            self._live_controller.update(n_slots)
+        with self._decode_lock:
+            session = self._open_session()
+            if session is None:
+                return
+            n_slots = min(self._load_plan.slots_within(expert_cache), session.store.info()["n_slots"])
+            session.store.resize(n_slots)
+            if self._live_controller is not None:
+                self._live_controller.update(n_slots)
 
     def cancel(self) -> None:
         """Ends the evaluation in progress, from another thread: it raises GenerationCancelled at once."""
@@ -526,9 +538,9 @@ class Llama(UpstreamLlama):
             return  # the parent process owns it
         with self._decode_lock:
             try:
-                for listener in (self._live_controller, self._recording):
-                    if listener is not None:
-                        listener.close()
+                for part in (self._live_controller, self._recording, self._warm_start):
+                    if part is not None:
+                        part.close()
             finally:  # also when the trace could not be written
                 self._free()
 

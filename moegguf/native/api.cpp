@@ -1,4 +1,5 @@
 // api.cpp: the C ABI over the store. The only place where exceptions become status codes.
+#include "link_device.h"
 #include "store.h"
 
 #include <algorithm>
@@ -89,6 +90,10 @@ int moegguf_slot_sizes(const moegguf_matrix * matrices, int32_t n_matrices, int3
         out.guard_bytes = out.pool_bytes - out.slot_bytes * n_slots;
         out.streams = cpu_kernels_ask_for_order(matrices, n_matrices);
     });
+}
+
+int moegguf_link_add(const moegguf_link * link, const char ** name) {
+    return guarded([&] { given(name) = add_link_device(given(link)); });
 }
 
 int moegguf_store_open(const moegguf_config * config, moegguf_store ** store) {

@@ -250,6 +250,18 @@ class Routing(c.Structure):
     ]
 
 
+class LinkStruct(c.Structure):
+    """struct moegguf_link: a device behind a link in real time."""
+
+    _fields_ = [
+        ("bytes_per_ns", c.c_double),
+        ("latency_ns", c.c_double),
+        ("memory_bytes", c.c_uint64),
+        ("pinned", c.c_int32),
+        ("reserved", c.c_int32),
+    ]
+
+
 class Failure(c.Structure):
     """struct moegguf_failure: why a pass ended."""
 
@@ -264,6 +276,7 @@ class Failure(c.Structure):
 
 _STATUS_CALLS: dict[str, list[Any]] = {
     "moegguf_slot_sizes": [c.POINTER(Matrix), c.c_int32, c.c_int32, c.POINTER(Sizes)],
+    "moegguf_link_add": [c.POINTER(LinkStruct), c.POINTER(c.c_char_p)],
     "moegguf_store_open": [c.POINTER(Config), c.POINTER(c.c_void_p)],
     "moegguf_store_info": [c.c_void_p, c.POINTER(PoolInfo)],
     "moegguf_store_counters": [c.c_void_p, c.POINTER(Counters)],

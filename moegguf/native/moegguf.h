@@ -299,6 +299,15 @@ struct moegguf_failure {
     char message[256];
 };
 
+// A device behind a link in real time (link_device.h), for machines without one.
+struct moegguf_link {
+    double bytes_per_ns;   // of each direction
+    double latency_ns;     // of each copy
+    uint64_t memory_bytes; // of the device; 0: without a limit
+    int32_t pinned;        // 0: host memory cannot be pinned
+    int32_t reserved;
+};
+
 typedef struct moegguf_store moegguf_store;
 typedef struct moegguf_lane moegguf_lane;
 
@@ -308,6 +317,10 @@ MOEGGUF_API const char * moegguf_last_error(void); // of this thread
 // The strides that a store with these matrices lays its slots out with. Needs no store; any thread.
 MOEGGUF_API int moegguf_slot_sizes(const struct moegguf_matrix * matrices, int32_t n_matrices, int32_t n_slots,
                                    struct moegguf_sizes * sizes);
+
+// A simulated device more, known to ggml until the process ends, so that models loaded later can lie on it. name: by
+// which ggml finds it.
+MOEGGUF_API int moegguf_link_add(const struct moegguf_link * link, const char ** name);
 
 // Store. close joins the threads and frees the pool; contexts and models that use it must be gone by then.
 MOEGGUF_API int moegguf_store_open(const struct moegguf_config * config, moegguf_store ** store);

@@ -22,10 +22,11 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from moegguf.errors import BusyError, MoeggufError, WorkerError
+from moegguf.errors import BudgetError, BusyError, MoeggufError, WorkerError
+from moegguf.quantities import ExpertCache, format_bytes
 from moegguf.serving.events import LoadOverrides
 from moegguf.serving.managed_model import ManagedModel, Purpose, State, Waiter, process_key, with_defaults
-from moegguf.serving.memory_budget import Measure, MemoryLimit, MemoryUse, ModelSize, admit
+from moegguf.serving.memory_budget import Measure, MemoryLimit, MemoryUse, ModelSize, admit, expert_cache_within
 from moegguf.serving.subscribers import Subscribers
 from moegguf.serving.wire import LoadConfig
 from moegguf.serving.worker_process import LoadStalledError, WorkerProcess
@@ -88,6 +89,42 @@ class Dispatcher:
         waiter = Waiter(replace(model.entry, name=name), model.overrides, 0.0, Purpose.UNLOAD)
         model.waiters.insert(0, waiter)
         await self._wait(model, waiter)
+
+    async def set_expert_cache(self, model: ManagedModel, cache: ExpertCache) -> None:
+        """Changes the budget for experts of a loaded model, also while it answers; up to what it was loaded with.
+
+        Raises BudgetError for less than its passes need and for more than is free, BusyError while it is being changed,
+        WorkerError.
+        """
+        process, reserved = model.process, model.ready.plan
+        if process is None or model.state is not State.READY or model.changing_budget:
+            raise BusyError(f"{model.name!r} is being loaded, unloaded or given another budget; try again.")
+        wanted = expert_cache_within(cache, process.stats.n_experts, reserved["slot_bytes"], reserved["budget_bytes"])
+        grown = wanted - model.expert_cache_bytes
+        free = self._limit.bytes(self._used_bytes()) - self._used_bytes()
+        if grown > max(0, free):
+            raise BudgetError(
+                f"{format_bytes(grown)} more for experts of {model.name!r} do not fit beside the other models, which"
+                f" leave {format_bytes(max(0, free))}; unload one of them (`moegguf stop`), or give less."
+            )
+        model.changing_budget = True
+        self._resize(model, max(0, grown))  # nobody else gets it meanwhile
+        try:
+            async for _ in process.request("budget", expert_cache_bytes=wanted).events():
+                pass
+        except MoeggufError:
+            if model.process is process:
+                self._resize(model, -max(0, grown))
+            raise
+        finally:
+            model.changing_budget = False
+        if model.process is process:
+            self._resize(model, min(0, grown))
+        self.dispatch()
+
+    def _resize(self, model: ManagedModel, n_bytes: int) -> None:
+        model.size_bytes += n_bytes
+        model.expert_cache_bytes += n_bytes
 
     async def _wait(self, model: ManagedModel, waiter: Waiter) -> None:
         self.dispatch()
@@ -321,6 +358,7 @@ class Dispatcher:
             echo_stderr=self._settings.debug,
         )
         model.ready = await process.load(config, self._settings.load_timeout_s, on_progress)
+        model.expert_cache_bytes = model.ready.plan.get("budget_bytes", 0)
         process.on_exit = lambda: self._on_process_exit(model, process)
 
     def _on_process_exit(self, model: ManagedModel, process: WorkerProcess) -> None:

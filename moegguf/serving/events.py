@@ -60,7 +60,7 @@ class LoadedName:
 class LoadedModel:
     """A model in memory. Sizes in bytes, as planned: in total, and the part on GPUs. `name`: the first of the `names`
     that use it. `expires`: when it is unloaded if it stays idle (aware UTC); None: never. `queue`: number of waiting
-    requests. `stats`: since it was loaded."""
+    requests. `stats`: since it was loaded. `expert_cache_bytes`: for experts, of the total."""
 
     name: str
     digest: str
@@ -77,6 +77,7 @@ class LoadedModel:
     plan: Mapping[str, Any] = field(default_factory=dict)  # moegguf.engine.plan.Plan as JSON
     decisions: Mapping[str, Any] = field(default_factory=dict)  # Llama.decisions()
     names: tuple[LoadedName, ...] = ()
+    expert_cache_bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -141,6 +141,8 @@ class ManagedModel:
         self.measured_for: Waiter | None = None
         self.measuring = False
         self.size_bytes = 0  # reserved from the decision to load until the process has ended
+        self.expert_cache_bytes = 0  # of them, for slots that are in use
+        self.changing_budget = False
         self.last_used_s = 0.0
         self.n_requests = 0
         self.n_crashed_loads = 0  # in succession
@@ -247,6 +249,7 @@ class ManagedModel:
             stats=process.stats,
             plan=plan,
             decisions=process.decisions,
+            expert_cache_bytes=self.expert_cache_bytes,
         )
 
     def _loaded_name(self, name: str, loop_time_s: float) -> LoadedName:

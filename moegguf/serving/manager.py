@@ -8,7 +8,9 @@ import math
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Protocol
 
+from moegguf.errors import ModelNotFoundError
 from moegguf.models.entry import ModelEntry
+from moegguf.quantities import ExpertCache
 from moegguf.serving.dispatcher import Dispatcher
 from moegguf.serving.events import LoadedModel, LoadOverrides, Snapshot
 from moegguf.serving.lease import Lease
@@ -112,6 +114,18 @@ class ModelManager:
             return False
         await self._dispatcher.unload(model, canonical)
         return True
+
+    async def set_expert_cache(self, name: str, cache: ExpertCache) -> LoadedModel:
+        """Changes a loaded model's budget for experts, also while it answers, up to the one that it was loaded with.
+
+        Raises ModelNotFoundError for a name that uses no loaded model, and what `Dispatcher.set_expert_cache` raises.
+        """
+        canonical = (await self._find(name)).name
+        model = self._dispatcher.find(canonical)
+        if model is None:
+            raise ModelNotFoundError(f"the model {name!r} is not loaded; `moegguf ps` lists those that are.")
+        await self._dispatcher.set_expert_cache(model, cache)
+        return model.status(asyncio.get_running_loop().time())
 
     def loaded(self) -> list[LoadedModel]:
         """Models in memory, latest expiry first. Statistics are as of the last answer or snapshot."""

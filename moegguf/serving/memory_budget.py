@@ -103,6 +103,18 @@ class MemoryLimit:
         return min(self._free_at_start_bytes, _without_margin(self._memory().available_bytes) + used_bytes)
 
 
+def expert_cache_within(cache: ExpertCache, n_experts: int, slot_bytes: int, reserved_bytes: int) -> int:
+    """Bytes of whole slots that `cache` asks for, one at least, and at most those that were reserved when the model was
+    loaded; "auto" asks for all of them.
+
+    Raises BudgetError for a model without experts.
+    """
+    if not slot_bytes:
+        raise BudgetError("the model has no experts, so there is no budget for them.")
+    asked = {"auto": reserved_bytes, "fraction": int(cache.fraction * n_experts) * slot_bytes, "bytes": cache.n_bytes}
+    return max(1, min(asked[cache.mode], reserved_bytes) // slot_bytes) * slot_bytes
+
+
 def _without_margin(n_bytes: int) -> int:
     return max(0, n_bytes - margin_bytes(n_bytes))
 

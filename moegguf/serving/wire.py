@@ -5,7 +5,8 @@ base64, errors by class name. No pickle: a message can only become one of the ty
 or models.
 
 To the worker: load (config), generate (id, generation, stream), embed (id, inputs, truncate, normalize), tokenize (id,
-text, special), detokenize (id, tokens), count (id, generation), cancel (id), watch (per_s). From it: loading
+text, special), detokenize (id, tokens), count (id, generation), budget (id, expert_cache_bytes), cancel (id), watch
+(per_s). From it: loading
 (fraction), ready (ready), failed (error), event (id, and the event under its class name), end (id, value or error,
 stats, decisions), snapshot (snapshot, decisions).
 """

@@ -2,8 +2,9 @@
 
 Messages arrive on the socket inherited as FD; the process exits when the socket closes, so that none outlives a killed
 server. The main thread loads and computes (`BatchLoop`); a second one reads messages, so that an answer can be
-cancelled; a third one counts tokens of conversations, which may render slowly; a fourth one sends snapshots while a
-client watches. Which requests are sent is dispatcher.py's.
+cancelled; a third one counts tokens of conversations, which may render slowly, and changes the budget for experts,
+which waits for a pass to end; a fourth one sends snapshots while a client watches. Which requests are sent is
+dispatcher.py's.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Worker:
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._send_lock = threading.Lock()
-        self._counts: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._beside: queue.SimpleQueue[Message] = queue.SimpleQueue()  # what does not wait for an answer to end
         self._messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._jobs: dict[int, BatchedAnswer | Task] = {}  # by request, until they end
         self._jobs_lock = threading.RLock()
@@ -60,7 +61,7 @@ class Worker:
     def run(self) -> None:
         """Loads the model of the first message, then runs requests until the socket closes."""
         threading.Thread(target=self._read_messages, name="moegguf-messages", daemon=True).start()
-        threading.Thread(target=self._reply_to_counts, name="moegguf-counts", daemon=True).start()
+        threading.Thread(target=self._reply_beside, name="moegguf-beside", daemon=True).start()
         message = self._messages.get()
         if message is None or not self._load(build(LoadConfig, message["config"])):
             return
@@ -98,15 +99,17 @@ class Worker:
             self._reply(self._tokenize, message)
         elif kind == "detokenize":
             self._reply(self._detokenize, message)
-        elif kind == "count":  # a slow template would keep the next cancel from being read
-            self._counts.put(message)
+        elif kind in ("count", "budget"):  # a slow template would keep the next cancel from being read
+            self._beside.put(message)
         else:
             self._messages.put(message)
 
-    def _reply_to_counts(self) -> None:
+    def _reply_beside(self) -> None:
+        handlers = {"count": self._count, "budget": self._set_budget}
         with suppress(BrokenPipeError, ConnectionResetError):
             while True:
-                self._reply(self._count, self._counts.get())
+                message = self._beside.get()
+                self._reply(handlers[message["kind"]], message)
 
     def _tokenize(self, message: Message) -> list[int]:
         text = to_utf8(message["text"])
@@ -119,6 +122,9 @@ class Worker:
 
     def _count(self, message: Message) -> int:
         return count_prompt(self._model, self._model.vocabulary, build(GenerationRequest, message["generation"]))
+
+    def _set_budget(self, message: Message) -> None:
+        self._model.set_expert_cache(message["expert_cache_bytes"])
 
     def _cancel(self, request_id: int) -> None:
         with self._jobs_lock:

@@ -10,8 +10,9 @@ from typing import Any
 
 from moegguf.engine.estimate import HitRates, Speeds
 from moegguf.engine.machine import DiskSpeed, count_cpus, disk_read_speed, memory_read_speed, read_memory
+from moegguf.engine.placement import DEVICE_MARGIN_BYTES, STOP_S, DeviceSpeeds, ModelBytes, Planner, published_curve
 from moegguf.engine.plan import Plan, make_plan, slot_bytes
-from moegguf.errors import ModelNotFoundError
+from moegguf.errors import ModelNotFoundError, OptionError
 from moegguf.gguf.experts import ExpertLayout, read_layout
 from moegguf.gguf.reader import ggml_type, read_gguf
 from moegguf.models.catalog import Catalog
@@ -19,7 +20,7 @@ from moegguf.models.details import details, main_type, parameters, projector_of
 from moegguf.models.entry import ModelEntry
 from moegguf.models.hub import hub_offline
 from moegguf.models.names import is_hub_name
-from moegguf.quantities import parse_expert_cache
+from moegguf.quantities import Link, parse_expert_cache, parse_link, parse_size
 from moegguf.settings import read_environment, read_settings
 
 DISK_SECONDS = 0.3
@@ -122,12 +123,40 @@ def _metadata_facts(entry: ModelEntry) -> Facts:
     }
 
 
+@dataclass(frozen=True)
+class SupposedDevice:
+    """A device that is not there, for what-if questions: its memory, that memory's bandwidth, its link to the host."""
+
+    memory_bytes: int
+    memory_bytes_per_s: float
+    link: Link
+
+    @classmethod
+    def parse(cls, memory: str | None, bandwidth: str | None, link: str | None) -> SupposedDevice | None:
+        """From "8GB", "448GB/s" and "24GB/s,35us"; None without any of them. Raises OptionError."""
+        if memory is None and bandwidth is None and link is None:
+            return None
+        if memory is None or bandwidth is None or link is None:
+            raise OptionError(
+                "a device is described by three figures: --device-memory 8GB --device-bandwidth 448GB/s --link 24GB/s."
+            )
+        try:
+            return cls(parse_size(memory), parse_link(bandwidth).bytes_per_s, parse_link(link))
+        except ValueError as error:
+            raise OptionError(f"--device-memory: {error}.") from None
+
+
 def estimate_model(
-    model: str, expert_cache: str | None, ctx: int | None, type_k: str | None = None, type_v: str | None = None
+    model: str,
+    expert_cache: str | None,
+    ctx: int | None,
+    type_k: str | None = None,
+    type_v: str | None = None,
+    device: SupposedDevice | None = None,
 ) -> Facts:
     """Facts of `moegguf estimate`: the plan for this machine now, with the measured speeds of disk and memory.
 
-    type_k, type_v: types of the KV cache; None: MOEGGUF_KV_CACHE_TYPE.
+    type_k, type_v: types of the KV cache; None: MOEGGUF_KV_CACHE_TYPE. device: what it would give is added.
     """
     settings = read_settings()
     cache = parse_expert_cache(read_environment().expert_cache if expert_cache is None else expert_cache)
@@ -152,6 +181,7 @@ def estimate_model(
             "disk": {"bytes_per_s": round(disk.bytes_per_s), "past_page_cache": disk.direct} if disk else None,
             "plan": asdict(plan),
             "expected": _expectation(found, plan, disk),
+            "placement": _placement(found, plan, device) if device is not None else None,
         }
 
 
@@ -170,6 +200,28 @@ def _expectation(found: DescribedModel, plan: Plan, disk: DiskSpeed | None) -> F
         speeds = Speeds(disk.bytes_per_s if disk else math.inf, memory_read_speed(count_cpus()))
     facts = asdict(found.hit_rates.expect(plan.n_slots, speeds))
     return facts | {"memory_bytes_per_s": round(speeds.memory_bytes_per_s) if speeds else None}
+
+
+def _placement(found: DescribedModel, plan: Plan, device: SupposedDevice) -> Facts:
+    """What the cost model predicts with everything but experts on the device, and the context full."""
+    cpu_bytes_per_s, layout = memory_read_speed(count_cpus()), found.layout
+    other = plan.dense_bytes + plan.kv_bytes + plan.compute_bytes + plan.projector_bytes + DEVICE_MARGIN_BYTES
+    stop_s = device.link.latency_s or STOP_S
+    planner = Planner(
+        ModelBytes.of(layout, plan.kv_bytes),
+        DeviceSpeeds(device.memory_bytes_per_s, device.link, cpu_bytes_per_s, stop_s),
+        published_curve(layout.n_expert, layout.n_expert_used),
+        max(0, device.memory_bytes - other),
+    )
+    found_plan = planner.plan()
+    return {
+        "device_expert_bytes": planner.device_bytes,
+        "cpu_bytes_per_s": round(cpu_bytes_per_s),
+        "stop_us": stop_s * 1e6,
+        "hit_rates": planner.curve.source,
+        "placements": [asdict(each) | {"text": str(each)} for each in found_plan.placements],
+        "reason": found_plan.reason,
+    }
 
 
 def layout_facts(found: DescribedModel) -> Facts:

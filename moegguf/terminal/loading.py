@@ -36,6 +36,7 @@ class LoadOptions:
     policy: str = "auto"
     predictor: str | None = None
     prefetch: bool | None = None
+    warm_start: bool | None = None
     n_batch: int | None = None
     n_gpu_layers: int | None = None
     mmproj: str | None = None
@@ -171,6 +172,7 @@ def _llama_arguments(layout: ExpertLayout, options: LoadOptions) -> dict[str, An
         "policy": options.policy,
         "predictor": options.predictor,
         "prefetch": options.prefetch,
+        "warm_start": options.warm_start,
         "n_ctx": context_size(layout, options.n_ctx, options.expert_cache, **types),
         "n_threads": options.n_threads,
         "verbose": options.verbose > 1,

@@ -191,8 +191,10 @@ def print_estimate(facts: Facts) -> None:
     _section(console, title, _memory_rows(facts), right=(1,))
     if facts["n_expert_total"]:
         _section(console, "What to expect while it answers", _expectation_rows(facts))
+    if facts["placement"]:
+        _section(console, "What such a device would give: predicted, not measured", _placement_rows(facts["placement"]))
     print_renderable(console, Text("  Why", style="bold"))
-    for reason in plan["reasons"]:
+    for reason in [*plan["reasons"], *([facts["placement"]["reason"]] if facts["placement"] else [])]:
         print_renderable(console, Padding(Text(f"- {reason}"), (0, 0, 0, 4)))
     for warning in plan["warnings"]:
         print_renderable(console, Padding(Text(f"warning: {warning}", style="yellow"), (1, 0, 0, 2)))
@@ -215,6 +217,13 @@ def _memory_rows(facts: Facts) -> list[Row]:
     if total and not plan["resident"]:
         rows.append(("experts on disk", format_bytes(facts["expert_bytes"]), "read when a token needs them"))
     return rows
+
+
+def _placement_rows(placement: Facts) -> list[Row]:
+    """A row for each placement of experts, the fastest first, and what the prediction rests on."""
+    rows = [(each["text"], f"{each['tokens_per_s']:.1f} tokens/s", "") for each in placement["placements"]]
+    basis = f"the CPU reads {placement['cpu_bytes_per_s'] / 1e9:.1f} GB/s here; {placement['stop_us']:g} us a stop"
+    return [*rows, ("experts in its memory", format_bytes(placement["device_expert_bytes"]), basis)]
 
 
 def _free_memory_text(plan: Facts) -> str:

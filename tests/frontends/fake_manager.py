@@ -24,6 +24,7 @@ from moegguf.generate.embedding import Embeddings
 from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, Timing
 from moegguf.models.catalog import demo_path
 from moegguf.models.entry import ModelEntry
+from moegguf.quantities import ExpertCache
 from moegguf.server.serve import Protocol
 from moegguf.serving.events import Done, Event, LoadedModel, LoadedName, LoadOverrides, Snapshot
 
@@ -158,6 +159,13 @@ class FakeManager:
 
     async def unload(self, name: str) -> bool:
         return self.there.pop(self.catalog.find(name).name, None) is not None
+
+    async def set_expert_cache(self, name: str, cache: ExpertCache) -> LoadedModel:
+        entry = self.catalog.find(name)
+        if entry.name not in self.there:
+            raise ModelNotFoundError(f"the model {name!r} is not loaded.")
+        plan = {"slot_bytes": 1 << 20}
+        return replace(self.status(entry), expert_cache_bytes=cache.n_bytes, plan=plan)
 
     def status(self, entry: ModelEntry) -> LoadedModel:
         expires = datetime.now(UTC) + timedelta(seconds=300)

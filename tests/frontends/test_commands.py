@@ -194,3 +194,16 @@ def test_an_unexpected_error_names_its_type_and_how_to_get_its_traceback(tmp_pat
     )
     debug = subprocess.run(command, capture_output=True, text=True, env=environment(MOEGGUF_DEBUG="1"), timeout=60)
     assert "Traceback" in debug.stderr
+
+
+def test_estimate_says_what_a_device_would_give_and_that_it_is_a_prediction(moegguf: Command, tiny: TinyModel) -> None:
+    device = ("--device-memory", "1.002GiB", "--device-bandwidth", "448GB/s", "--link", "24GB/s,35us")
+    shown = moegguf("estimate", tiny(), *device, "--ctx", 512)
+    assert shown.returncode == 0, shown.stderr
+    assert "predicted, not measured" in shown.stdout and "tokens/s" in shown.stdout
+    found = json.loads(moegguf("estimate", tiny(), *device, "--ctx", 512, "--json").stdout)["placement"]
+    assert {placement["kind"] for placement in found["placements"]} & {"cpu", "resident"}
+    missing = moegguf("estimate", tiny(), "--link", "24GB/s")
+    assert missing.returncode == 1 and "--device-memory 8GB" in missing.stderr
+    wrong = moegguf("estimate", tiny(), *device[:4], "--link", "fast")
+    assert wrong.returncode == 1 and "24GB/s,35us" in wrong.stderr

@@ -145,6 +145,20 @@ def test_ps_and_stop(loaded: Server, mine: Mine) -> None:
     assert mine("--version", **there).stderr == ""
 
 
+def test_a_budget_of_a_loaded_model(loaded: Server, mine: Mine) -> None:
+    there = {"MOEGGUF_HOST": loaded.url}
+    done = mine("budget", "demo", "50%", **there)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"demo:latest: [\d.]+MiB for (\d+) of \d+ experts, [\d.]+MiB in all", done.stderr)
+    for arguments, words in (
+        (("demo", "1"), "at least"),
+        (("demo", "much"), "accepted"),
+        (("unknown", "50%"), "unknown"),
+    ):
+        failed = mine("budget", *arguments, **there)
+        assert failed.returncode == 1 and words in failed.stderr
+
+
 def test_a_negative_keep_alive_keeps_a_model_for_ever(loaded: Server, mine: Mine) -> None:
     loaded.call("/api/generate", {"model": "demo", "keep_alive": -1})
     assert re.search(r"Forever$", mine("ps", MOEGGUF_HOST=loaded.url).stdout, re.MULTILINE)

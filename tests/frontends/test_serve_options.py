@@ -10,6 +10,7 @@ import pytest
 from moegguf.cli.serve import serve
 from moegguf.errors import OptionError
 from moegguf.server import serve as server
+from moegguf.settings import read_environment
 
 
 class Listener:
@@ -42,3 +43,12 @@ def test_workers_get_the_system_by_the_environment(started: list[str], monkeypat
     with pytest.raises(OptionError, match="no system 'promo'"):
         serve(system="promo")
     assert len(started) == 3
+
+
+def test_workers_get_the_warm_start_by_the_environment(started: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOEGGUF_WARM_START", "1")
+    serve()
+    assert read_environment().warm_start
+    serve(warm_start=False)
+    assert not read_environment().warm_start
+    assert len(started) == 2

@@ -50,6 +50,22 @@ def test_against_llama_cpp(tiny: Callable[..., Path]) -> None:
         assert found["tokens_compared"] == 8
 
 
+def test_a_simulated_link_changes_the_device_and_no_token(tiny: Callable[..., Path]) -> None:
+    flags = ("--expert-cache", "40%", "--simulate-link", "1GB/s,35us", "--against", "resident", "--rounds", "1")
+    rows = run(tiny("tiny-mix", "q4_0"), *flags)
+    assert {row["devices"] for row in rows} == {"simulated link 1GB/s,35us"}
+    own = rows[2]
+    assert (own["system"], own["n_gen"], own["error"]) == ("moegguf", 4, "")
+    assert own["gpu_info"] == "the CPU behind a simulated link"
+    assert own["against"]["resident"]["same_tokens"]
+    assert own["evictions"] > 0
+
+
+def test_a_link_that_cannot_be_read_ends_the_command(tiny: Callable[..., Path]) -> None:
+    with pytest.raises(OptionError, match="24GB/s,35us"):
+        run(tiny("tiny-mix", "q4_0"), "--simulate-link", "24GB")
+
+
 def test_own_tokens_after_a_text(tiny: Callable[..., Path], tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("a few words are enough")

@@ -13,8 +13,18 @@ from hypothesis import strategies as st
 from moegguf.engine.machine import Memory
 from moegguf.errors import BudgetError
 from moegguf.models.folder import file_entry
+from moegguf.quantities import parse_expert_cache
 from moegguf.serving.events import LoadOverrides
-from moegguf.serving.memory_budget import Admission, MemoryLimit, MemoryUse, ModelSize, admit, is_embedding, measure
+from moegguf.serving.memory_budget import (
+    Admission,
+    MemoryLimit,
+    MemoryUse,
+    ModelSize,
+    admit,
+    expert_cache_within,
+    is_embedding,
+    measure,
+)
 from moegguf.settings import Settings
 
 GIB = 1 << 30
@@ -130,3 +140,15 @@ def test_within_less_memory_batch_and_slots_are_chosen_together(tmp_path: Path) 
 )
 def test_is_embedding(metadata: dict[str, Any], expected: bool) -> None:
     assert is_embedding(metadata) is expected
+
+
+@pytest.mark.parametrize(
+    ("budget", "n_slots"), [("auto", 40), ("50%", 40), ("25%", 25), ("100%", 40), ("30 B", 3), ("4GiB", 40), ("1", 1)]
+)
+def test_a_budget_of_a_loaded_model_is_whole_slots_of_what_it_was_loaded_with(budget: str, n_slots: int) -> None:
+    assert expert_cache_within(parse_expert_cache(budget), 100, 10, 400) == n_slots * 10
+
+
+def test_a_model_without_experts_has_no_budget_for_them() -> None:
+    with pytest.raises(BudgetError, match="no experts"):
+        expert_cache_within(parse_expert_cache("50%"), 0, 0, 0)

@@ -11,7 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moegguf.errors import BudgetError, MoeggufError, OptionError
-from moegguf.quantities import ExpertCache, format_bytes, format_bytes_up, parse_expert_cache, parse_size
+from moegguf.quantities import (
+    ExpertCache,
+    Link,
+    format_bytes,
+    format_bytes_up,
+    parse_expert_cache,
+    parse_link,
+    parse_size,
+)
 from moegguf.settings import read_environment
 
 
@@ -140,3 +148,29 @@ def test_unknown_option_names_the_nearest() -> None:
     assert "did you mean 'n_gpu_layers'?" in str(error)
     assert isinstance(error, TypeError)
     assert "did you mean" not in str(OptionError.unknown("zzz", ["n_ctx"]))
+
+
+@pytest.mark.parametrize(
+    ("text", "link"),
+    [
+        ("24GB/s", Link(24e9)),
+        ("24GB/s,35us", Link(24e9, 35e-6)),
+        (" 12.5 GB/s , 0.1ms", Link(12.5e9, 1e-4)),
+        ("1GiB/s,0s", Link(float(1 << 30))),
+    ],
+)
+def test_links(text: str, link: Link) -> None:
+    assert parse_link(text) == link
+    assert link.seconds(2e9, 3) == pytest.approx(2e9 / link.bytes_per_s + 3 * link.latency_s)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "24GB", "24", "/s", "24GB/ms", "0GB/s", "-1GB/s", "24GB/s,fast", "24GB/s,-1", "x"]
+)
+def test_links_that_cannot_be_read(text: str) -> None:
+    with pytest.raises(OptionError, match="24GB/s,35us"):
+        parse_link(text)
+
+
+def test_a_link_says_what_can_be_read_again() -> None:
+    assert parse_link(str(Link(24e9, 35e-6))) == Link(24e9, 35e-6)

@@ -33,7 +33,7 @@ ORIGINS = (
 OPEN_PATHS = ("/", "/health")  # need no key: they only show that the server runs
 OPEN_PREFIX = "/page/"
 FORWARDED = {b"forwarded", b"via", b"x-forwarded-for", b"x-forwarded-host", b"x-real-ip"}  # added by proxies
-METHODS = "GET, POST, DELETE, HEAD, OPTIONS"
+METHODS = "GET, POST, PUT, DELETE, HEAD, OPTIONS"
 HEADERS = {"authorization", "content-type", "user-agent", "accept", "x-api-key", "x-requested-with"}
 HEADER_FAMILIES = ("x-stainless-", "openai-", "anthropic-")
 

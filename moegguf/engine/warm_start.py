@@ -1,0 +1,53 @@
+"""Warm start: what earlier runs of a model used most is fetched when it is loaded, so that its first tokens hit, too.
+
+Requests for it come behind everything that a layer waits for, and a layer's are dropped once it has been routed: what
+is still missing then is no longer ahead of anything.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from moegguf.controller.artifacts import Artifacts
+from moegguf.controller.shape import MoeShape
+from moegguf.engine.session import Session
+from moegguf.native.events import Int32s
+
+HALF_LIFE_PASSES = 4096  # after so many more, a use counts half as much
+
+
+class WarmStart:
+    """The uses of one loaded model's experts, beside those that earlier runs have left."""
+
+    def __init__(self, session: Session, artifacts: Artifacts) -> None:
+        self._session = session
+        self._artifacts = artifacts
+        self._shape = MoeShape.of(session.layout)
+
+    def begin(self) -> None:
+        """Asks for the experts used most, as many as there are slots. A pool that holds every expert fills itself."""
+        info = self._session.store.info()
+        uses = None if info["resident"] else self._artifacts.uses(self._shape)
+        if uses is not None:
+            self._session.store.prefetch(*most_used(uses, info["n_slots_usable"]))
+
+    def close(self) -> None:
+        """Saves the uses since the model was loaded, added to those of earlier runs. Of a pool that held every expert
+        they are not known."""
+        store = self._session.store
+        passes = store.counters()["passes"]
+        if passes == 0 or store.info()["resident"]:
+            return
+        now, before = store.activity()[0].astype(np.float32), self._artifacts.uses(self._shape)
+        if before is not None:
+            now += before * np.float32(0.5 ** (passes / HALF_LIFE_PASSES))
+        self._artifacts.save_uses(self._shape, now)
+
+
+def most_used(uses: npt.NDArray[np.float32], n: int) -> tuple[Int32s, Int32s]:
+    """(layers, experts) of the at most n experts with the most uses (n_layer, n_expert), in the order of their uses;
+    those without any are left out."""
+    order = np.argsort(uses, axis=None, kind="stable")[::-1][: min(n, int(np.count_nonzero(uses)))]
+    il, experts = np.unravel_index(order, uses.shape)
+    return il.astype(np.int32), experts.astype(np.int32)

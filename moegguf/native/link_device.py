@@ -1,0 +1,42 @@
+"""A device behind a link in real time, for machines without one (link_device.h says how it behaves)."""
+
+from __future__ import annotations
+
+import ctypes as c
+import functools
+import time
+
+import numpy as np
+
+from moegguf.native import library
+from moegguf.quantities import Link
+
+
+def add_link_device(link: Link, *, memory_bytes: int = 0, pinned: bool = True) -> str:
+    """ggml's name of a new simulated device behind `link`; ggml knows it until the process ends.
+
+    llama.cpp uses it as a GPU for every model loaded later. memory_bytes: of the device; 0: without a limit. pinned:
+    whether it can pin the host's memory. Raises OptionError for a link without bandwidth.
+    """
+    name = c.c_char_p()
+    described = library.LinkStruct(link.bytes_per_s / 1e9, link.latency_s * 1e9, memory_bytes, pinned)
+    library.check(library.load().moegguf_link_add(c.byref(described), c.byref(name)))
+    assert name.value is not None
+    return name.value.decode()
+
+
+@functools.cache
+def link_device(link: Link) -> str:
+    """The name of this process's simulated device behind `link`, which is added when it is first asked for."""
+    return add_link_device(link)
+
+
+def memory_copy_bytes_per_s() -> float:
+    """What one thread copies within this machine's memory: no simulated link is faster. Takes some 20 ms."""
+    source, copy = np.ones(1 << 24, np.uint8), np.empty(1 << 24, np.uint8)
+    times = []
+    for _ in range(4):  # the first one also asks the system for the pages
+        start = time.perf_counter()
+        np.copyto(copy, source)
+        times.append(time.perf_counter() - start)
+    return source.size / min(times)

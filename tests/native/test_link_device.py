@@ -1,0 +1,237 @@
+"""A device behind a link in real time: whose memory is whose, what waits for what, and the least time that copies take.
+
+Times are only bounded from below: a copy may be late on a busy machine, and is never early.
+"""
+
+from __future__ import annotations
+
+import ctypes as c
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_model import FakeModel, check_counters, make_model
+from own_process import in_own_process
+from product import InitParams, load
+
+from moegguf.errors import AllocationError, OptionError
+from moegguf.native.link_device import add_link_device, link_device
+from moegguf.native.store import Store, StoreOptions
+from moegguf.quantities import Link
+
+F32 = 0
+FREE = Link(1e12)  # copies take what memory takes
+GPU = 1  # enum ggml_backend_dev_type
+
+_POINTERS = (
+    "ggml_init", "ggml_new_tensor_1d", "ggml_backend_dev_by_name", "ggml_backend_dev_init", "ggml_backend_dev_get",
+    "ggml_backend_dev_buffer_type", "ggml_backend_dev_host_buffer_type", "ggml_backend_buft_alloc_buffer",
+    "ggml_backend_buffer_get_base", "ggml_backend_alloc_ctx_tensors_from_buft", "ggml_backend_event_new",
+    "ggml_backend_buffer_get_type", "ggml_get_data",
+)  # fmt: skip
+
+
+class Rig:
+    """A device, and as many of its backends, tensors and host buffers as a test asks for."""
+
+    def __init__(self, link: Link, **options: Any) -> None:
+        self.name = add_link_device(link, **options)
+        self.ggml = load("ggml", _POINTERS)  # and libggml-base below it
+        self.device = self.call("dev_by_name", self.name.encode())
+        self._free: list[Callable[[], object]] = []
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        """ggml_backend_NAME; whole numbers are addresses or sizes."""
+        return getattr(self.ggml, f"ggml_backend_{name}")(
+            *(c.c_void_p(a) if isinstance(a, int) else a for a in arguments)
+        )
+
+    def backend(self) -> int:
+        made: int = self.call("dev_init", self.device, None)
+        self._free.append(lambda: self.call("free", made))
+        return made
+
+    def event(self) -> int:
+        made: int = self.call("event_new", self.device)
+        self._free.append(lambda: self.call("event_free", made))
+        return made
+
+    def tensor(self, n_bytes: int) -> int:
+        """A tensor of F32 on the device, all zeros."""
+        context = self.ggml.ggml_init(InitParams(1 << 12, None, True))
+        made: int = self.ggml.ggml_new_tensor_1d(c.c_void_p(context), F32, c.c_int64(n_bytes // 4))
+        buffer = self.call("alloc_ctx_tensors_from_buft", context, self.call("dev_buffer_type", self.device))
+        self._free += [lambda: self.call("buffer_free", buffer), lambda: self.ggml.ggml_free(c.c_void_p(context))]
+        return made
+
+    def host_memory(self, n_bytes: int) -> tuple[int, str]:
+        """Address of ones in memory of the device's host buffer type, and the name of the type that it got."""
+        buffer = self.call("buft_alloc_buffer", self.call("dev_host_buffer_type", self.device), n_bytes)
+        self._free.append(lambda: self.call("buffer_free", buffer))
+        base = int(self.call("buffer_get_base", buffer))
+        c.memset(base, 1, n_bytes)
+        name = self.ggml.ggml_backend_buft_name
+        name.restype = c.c_char_p
+        return base, name(c.c_void_p(self.call("buffer_get_type", buffer))).decode()
+
+    def there(self, tensor: int, n_bytes: int) -> bool:
+        """Whether the ones have arrived: all of them or none. The kernel looks, behind the device's back."""
+        with open("/proc/self/mem", "rb", buffering=0) as memory:
+            memory.seek(self.ggml.ggml_get_data(c.c_void_p(tensor)))
+            found = set(memory.read(n_bytes))
+        assert len(found) == 1
+        return found == {1}
+
+    def close(self) -> None:
+        while self._free:
+            self._free.pop()()
+
+
+def elapsed_s(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def what_a_device_is() -> dict[str, Any]:
+    count = load("ggml", ()).ggml_backend_dev_count
+    before = count()
+    assert link_device(FREE) == link_device(FREE) == "LINK0"
+    with pytest.raises(OptionError, match="bandwidth above zero"):
+        add_link_device(Link(0))
+    with pytest.raises(OptionError, match="bandwidth above zero"):
+        add_link_device(Link(1e9, -1e-6))
+    rig = Rig(FREE)
+    is_host = rig.ggml.ggml_backend_buft_is_host
+    is_host.restype = c.c_bool
+    memory, host_memory = (rig.call(name, rig.device) for name in ("dev_buffer_type", "dev_host_buffer_type"))
+    return {
+        "added": count() - before, "name": rig.name, "type": rig.call("dev_type", rig.device),
+        "memory_is_host": is_host(c.c_void_p(memory)), "host_memory_is_host": is_host(c.c_void_p(host_memory)),
+    }  # fmt: skip
+
+
+def test_a_device_is_a_gpu_whose_memory_is_not_the_hosts() -> None:
+    assert in_own_process(what_a_device_is) == {
+        "added": 2, "name": "LINK1", "type": GPU, "memory_is_host": False, "host_memory_is_host": True,
+    }  # fmt: skip
+
+
+def asynchronous_copies(pinned: bool) -> tuple[str, bool, bool, bool]:
+    """(type of the host's memory, whether the bytes were there when the call returned, after waiting for an event that
+    an earlier use of it has left behind, and after another stream waited for it)."""
+    n_bytes = 1 << 20
+    rig = Rig(Link(n_bytes / 0.5), pinned=pinned)  # half a second
+    memory, buffer_type = rig.host_memory(n_bytes)
+    tensor, event, first, second = rig.tensor(n_bytes), rig.event(), rig.backend(), rig.backend()
+    rig.call("event_synchronize", event)  # never recorded: nothing to wait for
+    rig.call("event_record", event, second)
+    rig.call("tensor_set_async", first, tensor, memory, 0, n_bytes)
+    at_once = rig.there(tensor, n_bytes)
+    rig.call("event_synchronize", event)
+    of_other = rig.there(tensor, n_bytes)
+    rig.call("event_record", event, first)
+    rig.call("event_wait", second, event)
+    rig.call("synchronize", second)
+    finally_there = rig.there(tensor, n_bytes)
+    rig.close()
+    return buffer_type, at_once, of_other, finally_there
+
+
+def test_a_copy_from_pinned_memory_goes_on_after_the_call_and_events_connect_streams() -> None:
+    assert in_own_process(asynchronous_copies, True) == ("LINK0_Host", False, False, True)
+
+
+def test_where_memory_cannot_be_pinned_it_is_ordinary_and_copies_from_it_keep_the_caller_waiting() -> None:
+    assert in_own_process(asynchronous_copies, False) == ("CPU", True, True, True)
+
+
+def copy_times() -> list[float]:
+    """Seconds of one copy, of two at once, of one there and one back at once, and of two in one stream."""
+    n_bytes, link = 1 << 20, Link((1 << 20) / 0.05, 0.02)  # 50 ms and 20 ms
+    rig = Rig(link)
+    memory, _ = rig.host_memory(n_bytes)
+    back = np.zeros(n_bytes, np.uint8)
+    first, second, stream = rig.tensor(n_bytes), rig.tensor(n_bytes), rig.backend()
+
+    def both(*calls: tuple[str, int, int]) -> None:
+        threads = [threading.Thread(target=rig.call, args=(*call, 0, n_bytes)) for call in calls]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def one_after_another() -> None:
+        for tensor in (first, second):
+            rig.call("tensor_set_async", stream, tensor, memory, 0, n_bytes)
+        rig.call("synchronize", stream)
+
+    times = [
+        elapsed_s(lambda: rig.call("tensor_set", first, memory, 0, n_bytes)),
+        elapsed_s(lambda: both(("tensor_set", first, memory), ("tensor_set", second, memory))),
+        elapsed_s(lambda: both(("tensor_set", first, memory), ("tensor_get", second, back.ctypes.data))),
+        elapsed_s(one_after_another),
+    ]
+    assert back.all()
+    rig.close()
+    return times
+
+
+def test_copies_take_at_least_latency_and_bytes_over_bandwidth_which_those_in_one_direction_share() -> None:
+    one, two, there_and_back, in_stream = in_own_process(copy_times)
+    assert one >= 0.07
+    assert two >= 0.12
+    assert there_and_back >= 0.07
+    assert in_stream >= 0.14
+
+
+def store_on_link(fake: FakeModel, n_slots: int) -> dict[str, int]:
+    """Random events and prefetches with checked bytes; the counters afterwards."""
+    store = Store(fake.layout, n_slots, StoreOptions(device=link_device(Link(1e9, 1e-5))))
+    lane = store.open_lane()
+    try:
+        rng = np.random.default_rng(0)
+        for n in range(120):
+            fake.acquire(store, lane, n % 4, rng.permutation(8)[:2])
+            store.prefetch([(n + 1) % 4] * 2, rng.permutation(8)[:2])
+        if n_slots == 32:
+            store.resize(9)
+            for n in range(40):
+                fake.acquire(store, lane, n % 4, rng.permutation(8)[:2])
+        store.drain(10)
+        assert store.info()["n_repacked"] == 0
+        return store.counters()
+    finally:
+        lane.close()
+        store.close()
+
+
+@pytest.mark.parametrize("n_slots", [5, 32], ids=["shared", "resident, then shrunk"])
+def test_slots_behind_a_link_hold_the_files_bytes(tmp_path: Path, n_slots: int) -> None:
+    counters = in_own_process(store_on_link, make_model(tmp_path), n_slots)
+    check_counters(counters, n_slots)
+    assert counters["evictions"] > 0
+
+
+def store_on_full_device(fake: FakeModel) -> str:
+    """What the second of two stores says on a device that has memory for one."""
+    name = add_link_device(FREE, memory_bytes=5 * fake.expert_bytes + (1 << 16))
+    options = StoreOptions(device=name)
+    first = Store(fake.layout, 4, options)
+    message = ""
+    try:
+        Store(fake.layout, 32, options)
+    except AllocationError as error:
+        message = str(error)
+    first.close()
+    Store(fake.layout, 4, options).close()
+    return message
+
+
+def test_a_device_that_is_full_refuses_and_takes_again_what_was_given_back(tmp_path: Path) -> None:
+    fake = make_model(tmp_path, n_embd=256, n_ff=256)
+    assert "refused" in in_own_process(store_on_full_device, fake)

@@ -1,0 +1,105 @@
+"""The cost model of placements against published figures, and the choice between them."""
+
+from __future__ import annotations
+
+import pytest
+
+from moegguf.engine.placement import DeviceSpeeds, HitCurve, ModelBytes, Placement, Planner, published_curve
+from moegguf.errors import BudgetError, OptionError
+from moegguf.quantities import GIB, Link
+
+QWEN3_30B = ModelBytes(48, int(16.35 * GIB), 1_100_000_000, 900_000_000)  # Q4_K_M, with 8k tokens of KV cache
+MIXTRAL = ModelBytes(32, int(25.4 * GIB), 6_830_000_000, 1_000_000_000)
+RTX_3070 = DeviceSpeeds(448e9, Link(24e9), 38e9)  # x16 beside DDR4
+
+
+def planner(model: ModelBytes, speeds: DeviceSpeeds, share: float, hit_rate: float) -> Planner:
+    """With a share of the experts in the device's memory, and slots there that hit so often."""
+    return Planner(model, speeds, HitCurve({share: hit_rate}, "put in"), int(share * model.expert_bytes))
+
+
+def by_kind(found: Planner) -> dict[str, Placement]:
+    return {placement.kind: placement for placement in found.placements()}
+
+
+@pytest.mark.parametrize(
+    ("memory", "link", "cpu", "share", "hit_rate", "layers", "slots"),
+    [
+        (272e9, 12.5e9, 55e9, 0.30, 0.86, 41, 40),  # 4060 x8, DDR5
+        (448e9, 24e9, 38e9, 0.30, 0.86, 38, 67),  # 3070 x16, DDR4
+        (360e9, 24e9, 38e9, 0.55, 0.95, 48, 80),  # 3060, DDR4
+        (504e9, 24e9, 55e9, 0.55, 0.95, 67, 99),  # 4070, DDR5
+    ],
+)
+def test_predictions_for_qwen3_30b(
+    memory: float, link: float, cpu: float, share: float, hit_rate: float, layers: float, slots: float
+) -> None:
+    found = by_kind(planner(QWEN3_30B, DeviceSpeeds(memory, Link(link), cpu), share, hit_rate))
+    assert found["slots"].tokens_per_s == pytest.approx(slots, rel=0.03)
+    assert found["layers"].tokens_per_s == pytest.approx(layers, rel=0.07)  # whole layers only, and rounded speeds
+
+
+@pytest.mark.parametrize(("share", "slots"), [(0.16, 4), (0.33, 6), (0.80, 18)])
+def test_large_experts_go_in_whole_layers(share: float, slots: float) -> None:
+    found = planner(MIXTRAL, RTX_3070, share, share + 0.04)
+    assert by_kind(found)["slots"].tokens_per_s < slots
+    assert found.plan().chosen.kind == "layers"
+
+
+def test_small_experts_go_in_slots_and_the_reason_names_figures_and_source() -> None:
+    plan = Planner(QWEN3_30B, RTX_3070, published_curve(128, 8), 5 * GIB).plan()
+    assert plan.chosen.kind in ("slots", "layers and slots")
+    assert plan.placements[0] == plan.chosen
+    assert f"{plan.chosen.tokens_per_s:.0f} tokens/s" in plan.reason
+    assert "published for Qwen3-30B-A3B (kekzl/imp#1359)" in plan.reason
+
+
+@pytest.mark.parametrize(("choice", "kind"), [("layers", "layers"), ("slots", "slots"), ("cpu", "cpu")])
+def test_a_forced_placement_is_taken_and_the_reason_says_so(choice: str, kind: str) -> None:
+    plan = planner(QWEN3_30B, RTX_3070, 0.3, 0.86).plan(choice)  # type: ignore[arg-type]
+    assert plan.chosen.kind == kind
+    assert plan.reason.endswith(f"placement {choice!r} was asked for")
+
+
+def test_when_everything_fits_nothing_else_is_predicted() -> None:
+    found = Planner(QWEN3_30B, RTX_3070, published_curve(128, 8), 17 * GIB)
+    plan = found.plan()
+    assert [placement.kind for placement in plan.placements] == ["resident"]
+    assert plan.chosen.tokens_per_s == pytest.approx(0.65 * 448e9 / 2e9)
+    assert "every expert fits" in plan.reason
+
+
+def test_a_device_below_one_layer_leaves_experts_on_the_cpu() -> None:
+    small = Planner(QWEN3_30B, RTX_3070, published_curve(128, 8), 10 << 20)
+    assert [placement.kind for placement in small.placements()] == ["cpu"]
+    assert small.plan().chosen.kind == "cpu"
+    with pytest.raises(BudgetError, match="placement 'cpu'"):
+        small.plan("layers")
+
+
+def test_a_mix_of_whole_layers_and_slots_uses_all_of_the_memory() -> None:
+    found = by_kind(Planner(QWEN3_30B, RTX_3070, published_curve(128, 8), 12 * GIB))
+    mix = found["layers and slots"]
+    layer_bytes = QWEN3_30B.expert_bytes // 48
+    assert abs(mix.slot_bytes + mix.n_layers * layer_bytes - 12 * GIB) < layer_bytes
+    assert 0 < mix.hit_rate <= 1
+
+
+def test_hit_curves() -> None:
+    curve = published_curve(128, 8)
+    assert curve.at(0) == 0 and curve.at(1) == curve.at(2) == 1
+    assert curve.at(0.18) == pytest.approx(0.706)
+    unknown = published_curve(7, 3)
+    assert unknown.source.startswith("not known for this model; conservative")
+    assert unknown.at(0.25) <= curve.at(0.25)
+
+
+@pytest.mark.parametrize("speeds", [(0, 1, 1), (1, 0, 1), (1, 1, -1)])
+def test_speeds_that_cannot_be_are_refused(speeds: tuple[float, float, float]) -> None:
+    with pytest.raises(OptionError, match="above zero"):
+        DeviceSpeeds(speeds[0], Link(speeds[1]), speeds[2])
+
+
+def test_a_placement_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(OptionError, match="auto, layers, slots, cpu"):
+        planner(QWEN3_30B, RTX_3070, 0.3, 0.86).plan("gpu")  # type: ignore[arg-type]
