@@ -41,7 +41,7 @@ class System:
     sources: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def switches(self) -> dict[str, bool]:
+    def switches(self) -> dict[str, Any]:
         """The options of a store that it sets."""
         return {name: getattr(self, name) for name in ("chunked", "preempt", "overlap", "sweep", "stream")}
 

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from typing import Any
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any, Protocol
 
-from moegguf.serving.lease import Lease
-from moegguf.serving.manager import ModelManager
+from moegguf.serving.events import LoadedModel
 
 MAX_WAIT_S = 30.0
 POLL_S = 0.02
+
+
+class Leases(Protocol):
+    """The part of a manager that is needed here."""
+
+    def lease(self, *arguments: Any, **options: Any) -> AbstractAsyncContextManager[Any]:
+        """As `ModelManager.lease`."""
+
+    def loaded(self) -> list[LoadedModel]:
+        """As `ModelManager.loaded`."""
 
 
 class BackgroundLeases:
@@ -22,12 +31,12 @@ class BackgroundLeases:
     busy server still answers a request in the background from time to time.
     """
 
-    def __init__(self, manager: ModelManager) -> None:
+    def __init__(self, manager: Leases) -> None:
         self._manager = manager
         self._turn = asyncio.Lock()
 
     @asynccontextmanager
-    async def lease(self, *arguments: Any, **options: Any) -> AsyncIterator[Lease]:
+    async def lease(self, *arguments: Any, **options: Any) -> AsyncIterator[Any]:
         """A lease of the manager, inside `async with`. Raises what entering that raises."""
         lease = self._manager.lease(*arguments, **options)
         async with self._turn:

@@ -26,14 +26,15 @@ from moegguf.serving.batch.runner import Reply
 
 if TYPE_CHECKING:
     from moegguf.models.catalog import Catalog
-    from moegguf.serving.manager import ModelManager
+    from moegguf.serving.background import Leases
+    from moegguf.serving.ray.catalog import ConfiguredCatalog
 
 ROUTES = [route for module in (chat, completions, embeddings, responses) for route in module.routes]
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 """Those that a request of a batch may have."""
 
 
-def new_state(manager: ModelManager, catalog: Catalog) -> State:
+def new_state(manager: Leases, catalog: Catalog | ConfiguredCatalog) -> State:
     """What the endpoints need of an application: `app.state`."""
     return State({"manager": manager, "background": BackgroundLeases(manager), "catalog": catalog, "totals": Totals()})
 
