@@ -10,18 +10,18 @@ namespace moegguf {
 Store::Store(const moegguf_config & config)
     : layout(config),
       shared(config.flags),
-      ram(TierId::ram, layout, config, shared, events),
-      arrivals(layout, shared, ram),
-      transfers(layout, config, shared, ram),
-      forecaster(layout, shared, ram, transfers),
-      acquire(*this, layout, shared, ram, transfers, forecaster, events),
+      tier(TierId::tier, layout, config, shared, events),
+      arrivals(layout, shared, tier),
+      transfers(layout, config, shared, tier),
+      forecaster(layout, shared, tier, transfers),
+      acquire(*this, layout, shared, tier, transfers, forecaster, events),
       buft_(make_reserved_buft(this), free_reserved_buft) {
 }
 
 ggml_tensor * Store::pool_tensor(const char * name) const {
     for (size_t i = 0; i < layout.matrices.size(); i++) {
         if (layout.matrices[i].name == name) {
-            return ram.pool()->tensor((int)i);
+            return tier.pool()->tensor((int)i);
         }
     }
     return nullptr;
@@ -31,7 +31,7 @@ void Store::set_policy(const moegguf_policy * policy) {
     const moegguf_policy plain = {"lru", 0, 0, nullptr};
     std::unique_ptr<EvictionPolicy> next = make_policy(layout, policy ? *policy : plain);
     Lock lock(shared.mutex);
-    ram.residency.exchange_policy(next);
+    tier.residency.exchange_policy(next);
     lock.unlock(); // the one before is destroyed without it
 }
 
@@ -42,7 +42,7 @@ void Store::set_scores(const float * scores, size_t n) {
     }
     std::vector<float> table = ScoreTable::finite(scores, scores ? n : 0);
     Lock lock(shared.mutex);
-    ram.residency.exchange_scores(table);
+    tier.residency.exchange_scores(table);
     lock.unlock(); // the table before is destroyed without it
 }
 
@@ -54,7 +54,7 @@ void Store::set_forecast(const float * probabilities, const uint8_t * known, siz
     Lock lock(shared.mutex);
     for (int il = 0; il < (int)layout.layers.size(); il++) {
         if (layout.has_experts(il)) {
-            ram.residency.on_forecast(il, probabilities && known[il] ? probabilities + layout.key(il, 0) : nullptr);
+            tier.residency.on_forecast(il, probabilities && known[il] ? probabilities + layout.key(il, 0) : nullptr);
         }
     }
 }
@@ -63,7 +63,7 @@ void Store::prefetch(const int32_t * il, const int32_t * experts, size_t n) {
     Lock lock(shared.mutex);
     for (size_t i = 0; i < n; i++) {
         count(shared.counters.prefetch_requested);
-        if (!layout.has_expert(il[i], experts[i]) || ram.residency.find(il[i], experts[i]) >= 0 ||
+        if (!layout.has_expert(il[i], experts[i]) || tier.residency.find(il[i], experts[i]) >= 0 ||
             !transfers.prefetch(il[i], experts[i])) {
             count(shared.counters.prefetch_dropped);
         }
@@ -119,17 +119,17 @@ void Store::read_counters(moegguf_counters & out) const {
 
 void Store::info(moegguf_pool_info & out) {
     Lock lock(shared.mutex);
-    const Pool * pool = ram.pool();
+    const Pool * pool = tier.pool();
     out.slot_bytes = layout.strides.slot_bytes();
     out.pool_bytes = pool ? pool->bytes() : 0;
     out.staging_bytes = transfers.staging_bytes();
-    out.n_slots = ram.residency.n_slots();
-    out.n_slots_usable = ram.residency.n_usable();
+    out.n_slots = tier.residency.n_slots();
+    out.n_slots_usable = tier.residency.n_usable();
     out.n_experts = layout.n_experts;
     out.n_layers = layout.n_moe_layers;
     out.n_repacked = pool ? pool->n_repacked() : 0;
     out.n_matrices = (int)layout.matrices.size();
-    out.resident = ram.numbering.resident();
+    out.resident = tier.numbering.resident();
     out.direct = transfers.direct();
 }
 
@@ -139,10 +139,10 @@ void Store::residency(uint8_t * map, size_t n) {
     }
     Lock lock(shared.mutex);
     memset(map, 0, n);
-    for (int s = 0; s < ram.residency.n_slots(); s++) {
-        const Slot & slot = ram.residency.slot(s);
+    for (int s = 0; s < tier.residency.n_slots(); s++) {
+        const Slot & slot = tier.residency.slot(s);
         if (slot.il >= 0) {
-            map[layout.key(slot.il, slot.expert)] = ram.residency.complete(s) ? 2 : 1;
+            map[layout.key(slot.il, slot.expert)] = tier.residency.complete(s) ? 2 : 1;
         }
     }
 }
@@ -152,13 +152,13 @@ void Store::activity(uint32_t * uses, uint32_t * loads, size_t n) {
         throw Error(MOEGGUF_INVALID, "activity has two numbers per layer and expert");
     }
     Lock lock(shared.mutex);
-    std::copy_n(ram.residency.uses().begin(), n, uses);
-    std::copy_n(ram.residency.loads().begin(), n, loads);
+    std::copy_n(tier.residency.uses().begin(), n, uses);
+    std::copy_n(tier.residency.loads().begin(), n, loads);
 }
 
 void Store::read_slot(int matrix, int slot, void * out, size_t n) const {
-    const Pool * pool = ram.pool();
-    if (!pool || matrix < 0 || matrix >= (int)layout.matrices.size() || slot < 0 || slot >= ram.residency.n_slots() ||
+    const Pool * pool = tier.pool();
+    if (!pool || matrix < 0 || matrix >= (int)layout.matrices.size() || slot < 0 || slot >= tier.residency.n_slots() ||
         n != layout.matrices[matrix].expert_bytes || pool->repacked(matrix)) {
         throw Error(MOEGGUF_INVALID, "no plain slot of that size");
     }

@@ -17,7 +17,7 @@ class Store {
     const Layout layout;
     Shared shared;
     Events events;
-    Tier ram;
+    Tier tier;
     Arrivals arrivals;
     Transfers transfers;
     Forecaster forecaster;

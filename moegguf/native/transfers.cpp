@@ -38,10 +38,10 @@ void for_matrices(const Layout & layout, int il, uint8_t kinds, Body body) {
 
 } // namespace
 
-Transfers::Transfers(const Layout & layout, const moegguf_config & config, Shared & shared, Tier & ram)
+Transfers::Transfers(const Layout & layout, const moegguf_config & config, Shared & shared, Tier & tier)
     : layout_(layout),
       shared_(shared),
-      ram_(ram) {
+      tier_(tier) {
     if (config.n_readers < 1 || config.n_readers > max_readers) {
         throw Error(MOEGGUF_INVALID, "readers must be between 1 and " + std::to_string(max_readers) + ", not " +
                                          std::to_string(config.n_readers));
@@ -57,8 +57,8 @@ Transfers::Transfers(const Layout & layout, const moegguf_config & config, Share
 void Transfers::demand(const std::vector<int> & slots) {
     for (const uint8_t kinds : order_of_use) {
         for (int s : slots) {
-            const Slot & slot = ram_.residency.slot(s);
-            queue(s, layout_.layers[slot.il].chunks & kinds & ~ram_.residency.ready(s) & ~slot.reading, true);
+            const Slot & slot = tier_.residency.slot(s);
+            queue(s, layout_.layers[slot.il].chunks & kinds & ~tier_.residency.ready(s) & ~slot.reading, true);
         }
     }
     if (!demand_.empty()) {
@@ -109,13 +109,13 @@ void Transfers::drop_prefetches(int il) {
     count(shared_.counters.prefetch_dropped, dropped);
     prefetch_.filter([&](const Job & job) {
         const int s = job.destination.slot;
-        Slot & slot = ram_.residency.slot(s);
-        if (!ram_.holds(job.destination) || slot.il != il || slot.pins > 0) {
+        Slot & slot = tier_.residency.slot(s);
+        if (!tier_.holds(job.destination) || slot.il != il || slot.pins > 0) {
             return true;
         }
         slot.queued &= ~job.kinds;
-        if (slot.reading == 0 && slot.queued == 0 && !ram_.residency.complete(s)) {
-            ram_.retire(s); // counted as wasted
+        if (slot.reading == 0 && slot.queued == 0 && !tier_.residency.complete(s)) {
+            tier_.retire(s); // counted as wasted
         }
         return false;
     });
@@ -124,7 +124,7 @@ void Transfers::drop_prefetches(int il) {
 
 bool Transfers::idle() const {
     const bool filling =
-        shared_.has(MOEGGUF_FILL) && ram_.numbering.resident() && error_.empty() && fill_next_ < (int)layout_.n_keys();
+        shared_.has(MOEGGUF_FILL) && tier_.numbering.resident() && error_.empty() && fill_next_ < (int)layout_.n_keys();
     return demand_.empty() && prefetch_.empty() && requests_.empty() && next_wish_ == wishes_.size() && !reading() &&
            !filling;
 }
@@ -135,12 +135,12 @@ void Transfers::update_gauges() {
 }
 
 void Transfers::queue(int s, uint8_t kinds, bool demand) {
-    Slot & slot = ram_.residency.slot(s);
+    Slot & slot = tier_.residency.slot(s);
     const bool whole = !demand && !shared_.has(MOEGGUF_CHUNKED);
     while (kinds) {
         const uint8_t bits = whole ? kinds : lowest_bit(kinds);
         (demand ? demand_ : prefetch_)
-            .push({Place{TierId::disk}, ram_.place(s), slot.il, slot.expert, bits, demand, slot.claims});
+            .push({Place{TierId::disk}, tier_.place(s), slot.il, slot.expert, bits, demand, slot.claims});
         slot.queued |= bits;
         kinds &= ~bits;
     }
@@ -165,12 +165,12 @@ bool Transfers::next_queued(Job & job) {
         while (!ring->empty()) {
             job = ring->pop();
             const int s = job.destination.slot;
-            const Slot & slot = ram_.residency.slot(s);
-            if (!ram_.holds(job.destination)) {
+            const Slot & slot = tier_.residency.slot(s);
+            if (!tier_.holds(job.destination)) {
                 continue;
             }
-            job.kinds &= slot.queued & ~ram_.residency.ready(s) & ~slot.reading;
-            if (job.kinds && !ram_.residency.failed(s)) {
+            job.kinds &= slot.queued & ~tier_.residency.ready(s) & ~slot.reading;
+            if (job.kinds && !tier_.residency.failed(s)) {
                 return true;
             }
         }
@@ -203,7 +203,7 @@ bool Transfers::next_wish(Job & job) {
 
 // A pool with a slot for every expert reads those that were not asked for, too.
 bool Transfers::next_fill(Job & job) {
-    if (!shared_.has(MOEGGUF_FILL) || !ram_.numbering.resident() || !error_.empty()) {
+    if (!shared_.has(MOEGGUF_FILL) || !tier_.numbering.resident() || !error_.empty()) {
         return false;
     }
     for (; fill_next_ < (int)layout_.n_keys(); fill_next_++) {
@@ -219,19 +219,19 @@ bool Transfers::start_prefetch(int il, int expert, float chance, Job & job) {
     if (!take_slot(il, expert, chance, job)) {
         return false;
     }
-    ram_.residency.slot(job.destination.slot).prefetched = true;
+    tier_.residency.slot(job.destination.slot).prefetched = true;
     count(shared_.counters.prefetch_started);
     return true;
 }
 
 // What nothing waits for yet evicts only what has a lower score and a lower chance than itself.
 bool Transfers::take_slot(int il, int expert, float chance, Job & job) {
-    Residency & residency = ram_.residency;
+    Residency & residency = tier_.residency;
     if (held_ || residency.find(il, expert) >= 0) {
         return false;
     }
     const float score = residency.ordered(now_) ? residency.score(il, expert, now_) : INFINITY;
-    const int s = ram_.take_slot(il, expert, now_, {score, chance});
+    const int s = tier_.take_slot(il, expert, now_, {score, chance});
     if (s < 0) {
         return false;
     }
@@ -286,7 +286,7 @@ uint64_t Transfers::staging_bytes() const {
 void Transfers::begin(Job & job) {
     job.begun_ns = shared_.clock_ns();
     n_demand_reading_ += job.demand;
-    ram_.residency.begin_read(job.destination.slot, job.kinds);
+    tier_.residency.begin_read(job.destination.slot, job.kinds);
     count(shared_.counters.chunks_reading);
 }
 
@@ -345,7 +345,7 @@ void Transfers::copy_from_disk(const Job & job, const Staging & staging, ReadSta
 }
 
 void Transfers::write(int matrix, int slot, int64_t row, int64_t n_rows, const uint8_t * data) {
-    const Pool & pool = *ram_.pool();
+    const Pool & pool = *tier_.pool();
     Lock one_at_a_time(upload_, std::defer_lock);
     if (!pool.host()) {
         one_at_a_time.lock();
@@ -363,7 +363,7 @@ uint64_t Transfers::bytes_of(const Job & job) const {
 void Transfers::finish(const Job & job, const std::string & why) {
     Counters & counters = shared_.counters;
     const int s = job.destination.slot;
-    Slot & slot = ram_.residency.slot(s);
+    Slot & slot = tier_.residency.slot(s);
     uncount(counters.chunks_reading);
     count(counters.reads);
     n_demand_reading_ -= job.demand;
@@ -372,28 +372,28 @@ void Transfers::finish(const Job & job, const std::string & why) {
     }
     average(chunk_ns_, shared_.clock_ns() - job.begun_ns);
     if (why.empty()) {
-        ram_.publish(s, job.kinds);
+        tier_.publish(s, job.kinds);
         count(job.demand ? counters.bytes_missed : counters.bytes_prefetched, bytes_of(job));
     }
-    ram_.residency.end_read(s, job.kinds);
+    tier_.residency.end_read(s, job.kinds);
     if (!why.empty()) {
         finish_failed(job, why);
     }
-    if (ram_.residency.complete(s)) {
-        ram_.report_residency(s, true);
-    } else if (slot.pins == 0 && slot.reading == 0 && (slot.queued == 0 || ram_.residency.failed(s))) {
-        ram_.retire(s);
+    if (tier_.residency.complete(s)) {
+        tier_.report_residency(s, true);
+    } else if (slot.pins == 0 && slot.reading == 0 && (slot.queued == 0 || tier_.residency.failed(s))) {
+        tier_.retire(s);
     }
-    if (slot.il >= 0 && slot.pins == 0 && slot.reading == 0 && !ram_.usable(s)) {
+    if (slot.il >= 0 && slot.pins == 0 && slot.reading == 0 && !tier_.usable(s)) {
         count(counters.evictions);
-        ram_.retire(s);
+        tier_.retire(s);
     }
     shared_.done.notify_all();
 }
 
 void Transfers::finish_failed(const Job & job, const std::string & why) {
     const int s = job.destination.slot;
-    const Slot & slot = ram_.residency.slot(s);
+    const Slot & slot = tier_.residency.slot(s);
     count(shared_.counters.read_errors);
     error_ = why;
     // A read from before the last routing event says nothing about that event's request: it gets one of its own.
@@ -402,7 +402,7 @@ void Transfers::finish_failed(const Job & job, const std::string & why) {
         update_gauges();
         shared_.work.notify_one();
     } else {
-        ram_.residency.set_failed(s, true);
+        tier_.residency.set_failed(s, true);
     }
 }
 

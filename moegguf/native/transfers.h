@@ -12,7 +12,7 @@ namespace moegguf {
 class Transfers {
   public:
     // Opens the files and starts the readers, unless simulated.
-    Transfers(const Layout & layout, const moegguf_config & config, Shared & shared, Tier & ram);
+    Transfers(const Layout & layout, const moegguf_config & config, Shared & shared, Tier & tier);
     ~Transfers();
     Transfers(const Transfers &) = delete;
     Transfers & operator=(const Transfers &) = delete;
@@ -64,7 +64,7 @@ class Transfers {
 
     const Layout & layout_;
     Shared & shared_;
-    Tier & ram_;
+    Tier & tier_;
     std::unique_ptr<Files> files_;
     std::vector<std::unique_ptr<Staging>> staging_; // one per reader
     std::mutex upload_;                             // devices that are not host memory take one upload at a time
