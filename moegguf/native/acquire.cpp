@@ -330,16 +330,7 @@ void Acquire::sweep_ahead(int il) {
 
 void Acquire::unpin(Lane & lane) {
     for (int s : lane.pinned) {
-        tier_.residency.unpin(s);
-        if (tier_.residency.slot(s).pins > 0) {
-            continue;
-        }
-        if (tier_.residency.failed(s)) {
-            tier_.retire(s);
-        } else if (!tier_.usable(s) && tier_.residency.slot(s).reading == 0) {
-            count(shared_.counters.evictions);
-            tier_.retire(s);
-        }
+        tier_.unpin(s);
     }
     lane.pinned.clear();
     if (lanes_.size() > 1) {
@@ -361,6 +352,19 @@ void Acquire::resize(int n_slots) {
     if (!computing_) {
         apply_resize(); // later, only at a routing event is it certain that no layer is being computed
     }
+}
+
+void Acquire::resize_below(int n_slots) {
+    Lock lock(shared_.mutex);
+    if (!below_) {
+        throw Error(MOEGGUF_INVALID, "there is no tier below the one that layers compute on");
+    }
+    const int n_pool = below_->residency.n_slots();
+    if (n_slots < 1 || n_slots > n_pool) {
+        throw Error(MOEGGUF_INVALID,
+                    "the tier can have 1 to " + std::to_string(n_pool) + " slots, not " + std::to_string(n_slots));
+    }
+    below_->resize(n_slots);
 }
 
 void Acquire::apply_resize() {
@@ -400,14 +404,20 @@ void Acquire::wait(Lane & lane, uint8_t kinds) {
     }
     Lock lock(shared_.mutex);
     const uint64_t start = shared_.clock_ns();
+    uint64_t file_done = start; // until then something was still in the file
     while (!settled(lane, kinds) && !shared_.cancelled && !shared_.stopping) {
+        const bool from_file = below_ && awaits_file(lane, kinds);
         if (shared_.simulated()) {
             transfers_.step();
         } else {
             shared_.done.wait(lock);
         }
+        file_done = from_file ? shared_.clock_ns() : file_done;
     }
     count_stall(lane, start);
+    if (below_) {
+        count(below_->counters().stall_ns, file_done - start);
+    }
     if (shared_.cancelled) {
         lane.fail(MOEGGUF_CANCELLED, lane.il, -1, cancelled);
     }
@@ -437,6 +447,11 @@ bool Acquire::must_abort(Lane & lane) {
         note_failures(lane);
     }
     return lane.failed || shared_.cancelled;
+}
+
+bool Acquire::awaits_file(const Lane & lane, uint8_t kinds) const {
+    return std::any_of(lane.pinned.begin(), lane.pinned.end(),
+                       [&](int s) { return transfers_.awaits_file(s, lane.chunks & kinds); });
 }
 
 void Acquire::count_stall(Lane & lane, uint64_t since_ns) {

@@ -3,18 +3,57 @@
 #include "reserved.h"
 
 #include <algorithm>
+#include <cstdio>
 #include <cstring>
 
 namespace moegguf {
 
+namespace {
+
+std::unique_ptr<Tier> make_lower(const Layout & layout, const moegguf_config & config, Counters & counters,
+                                 Events & events) {
+    if (config.n_lower_slots == 0) {
+        return nullptr;
+    }
+    if (config.n_lower_slots < 0) {
+        throw Error(MOEGGUF_INVALID, "a tier has slots, not " + std::to_string(config.n_lower_slots));
+    }
+    const auto make = [&](const PoolMemory * memory) {
+        return std::make_unique<Tier>(TierId::lower, layout, config.n_lower_slots, memory, nullptr, counters, events);
+    };
+    if (config.flags & MOEGGUF_SIMULATE) {
+        return make(nullptr);
+    }
+    const PoolMemory memory = host_memory(find_device(config.device));
+    return make(&memory);
+}
+
+Tier make_tier(const Layout & layout, const moegguf_config & config, Tier * below, Counters & counters,
+               Events & events) {
+    if (config.flags & MOEGGUF_SIMULATE) {
+        return Tier(TierId::compute, layout, config.n_slots, nullptr, below, counters, events);
+    }
+    const PoolMemory memory = device_memory(config.device, config.flags & MOEGGUF_REPACK);
+    return Tier(TierId::compute, layout, config.n_slots, &memory, below, counters, events);
+}
+
+std::unique_ptr<Copies> make_copies(const Layout & layout, const moegguf_config & config, Shared & shared, Tier * from,
+                                    Tier & to) {
+    return from ? std::make_unique<Copies>(layout, config, shared, *from, to) : nullptr;
+}
+
+} // namespace
+
 Store::Store(const moegguf_config & config)
     : layout(config),
       shared(config.flags),
-      tier(TierId::tier, layout, config, shared, events),
+      below(make_lower(layout, config, lower_counters, events)),
+      tier(make_tier(layout, config, below.get(), shared.counters, events)),
       arrivals(layout, shared, tier),
-      transfers(layout, config, shared, tier),
+      copies(make_copies(layout, config, shared, below.get(), tier)),
+      transfers(layout, config, shared, tier, below.get(), copies.get()),
       forecaster(layout, shared, tier, transfers),
-      acquire(*this, layout, shared, tier, transfers, forecaster, events),
+      acquire(*this, layout, shared, tier, below.get(), transfers, forecaster, events),
       buft_(make_reserved_buft(this), free_reserved_buft) {
 }
 
@@ -27,11 +66,22 @@ ggml_tensor * Store::pool_tensor(const char * name) const {
     return nullptr;
 }
 
-void Store::set_policy(const moegguf_policy * policy) {
+Tier & Store::tier_at(int index) {
+    if (index == MOEGGUF_COMPUTE_TIER) {
+        return tier;
+    }
+    if (index != MOEGGUF_LOWER_TIER || !below) {
+        throw Error(MOEGGUF_INVALID, "this store has no tier " + std::to_string(index));
+    }
+    return *below;
+}
+
+void Store::set_policy(int index, const moegguf_policy * policy) {
+    Tier & of = tier_at(index);
     const moegguf_policy plain = {"lru", 0, 0, nullptr};
     std::unique_ptr<EvictionPolicy> next = make_policy(layout, policy ? *policy : plain);
     Lock lock(shared.mutex);
-    tier.residency.exchange_policy(next);
+    of.residency.exchange_policy(next);
     lock.unlock(); // the one before is destroyed without it
 }
 
@@ -69,6 +119,20 @@ void Store::prefetch(const int32_t * il, const int32_t * experts, size_t n) {
         }
     }
     transfers.wake_readers();
+}
+
+void Store::warm(const int32_t * il, const int32_t * experts, size_t n) {
+    std::vector<PrefetchRequest> wanted;
+    wanted.reserve(n);
+    for (size_t i = 0; i < n; i++) {
+        wanted.push_back({il[i], experts[i]});
+    }
+    Lock lock(shared.mutex);
+    transfers.set_warm(wanted);
+}
+
+void Store::resize(int index, int n_slots) {
+    &tier_at(index) == &tier ? acquire.resize(n_slots) : acquire.resize_below(n_slots);
 }
 
 void Store::cancel(bool on) {
@@ -115,6 +179,36 @@ int64_t Store::replay(Lane & lane, const moegguf_routing & routing) {
 void Store::read_counters(moegguf_counters & out) const {
     copy(shared.counters, out);
     out.events_dropped = events.dropped();
+    if (copies) {
+        out.queue_needed += copies->n_queued(true);
+        out.queue_wanted += copies->n_queued(false);
+    }
+}
+
+void Store::tier_info(int index, moegguf_tier_info & out) {
+    Tier & of = tier_at(index);
+    const Counters & counters = of.counters();
+    Lock lock(shared.mutex);
+    out = {};
+    out.lookups = get(counters.lookups);
+    out.hits_ready = get(counters.hits_ready);
+    out.hits_late = get(counters.hits_late);
+    out.misses = get(counters.misses);
+    out.evictions = get(counters.evictions);
+    out.bytes_missed = of.bytes_missed();
+    out.bytes_prefetched = of.bytes_prefetched();
+    out.stall_ns = get(counters.stall_ns);
+    out.slots_used = get(counters.slots_used);
+    out.slots_pinned = get(counters.slots_pinned);
+    out.n_slots = of.residency.n_slots();
+    out.n_slots_usable = of.residency.n_usable();
+    out.resident = of.numbering.resident();
+    if (const Pool * pool = of.pool()) {
+        out.pool_bytes = pool->bytes();
+        out.pinned_memory = pool->memory().pinned;
+        snprintf(out.device, sizeof(out.device), "%s", ggml_backend_dev_name(pool->memory().device));
+        snprintf(out.note, sizeof(out.note), "%s", pool->memory().note.c_str());
+    }
 }
 
 void Store::info(moegguf_pool_info & out) {
@@ -133,16 +227,17 @@ void Store::info(moegguf_pool_info & out) {
     out.direct = transfers.direct();
 }
 
-void Store::residency(uint8_t * map, size_t n) {
+void Store::residency(int index, uint8_t * map, size_t n) {
+    const Tier & of = tier_at(index);
     if (n != layout.n_keys()) {
         throw Error(MOEGGUF_INVALID, "the map has one byte per layer and expert");
     }
     Lock lock(shared.mutex);
     memset(map, 0, n);
-    for (int s = 0; s < tier.residency.n_slots(); s++) {
-        const Slot & slot = tier.residency.slot(s);
+    for (int s = 0; s < of.residency.n_slots(); s++) {
+        const Slot & slot = of.residency.slot(s);
         if (slot.il >= 0) {
-            map[layout.key(slot.il, slot.expert)] = tier.residency.complete(s) ? 2 : 1;
+            map[layout.key(slot.il, slot.expert)] = of.residency.complete(s) ? 2 : 1;
         }
     }
 }
