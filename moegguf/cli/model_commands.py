@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from moegguf.cli.options import AsJson, Cache, Ctx, Insecure, Model, Prefix, TypeK, TypeV
+from moegguf.cli.options import AsJson, Cache, Ctx, Insecure, Model, Prefix, TypeK, TypeV, VramCache
 from moegguf.terminal.messages import print_message
 
 Name = Annotated[
@@ -137,6 +137,7 @@ def push(model: Name, insecure: Insecure = False) -> None:
 def estimate(
     model: Model,
     expert_cache: Cache = None,
+    vram_cache: VramCache = None,
     ctx: Ctx = None,
     type_k: TypeK = None,
     type_v: TypeV = None,
@@ -146,7 +147,7 @@ def estimate(
     from moegguf.terminal.facts import estimate_model
     from moegguf.terminal.tables import print_estimate, print_json
 
-    facts = estimate_model(model, expert_cache, ctx, type_k, type_v)
+    facts = estimate_model(model, expert_cache, ctx, type_k, type_v, vram_cache)
     print_json(facts) if as_json else print_estimate(facts)
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from moegguf.cli.options import Cache, Ctx, Insecure, System, Threads, TypeK, TypeV, hub_name
+from moegguf.cli.options import Cache, Ctx, Insecure, System, Threads, TypeK, TypeV, VramCache, hub_name
 from moegguf.errors import OptionError
 from moegguf.terminal.arguments import parse_format, parse_think
 from moegguf.terminal.loading import LoadOptions, find_or_pull
@@ -264,6 +264,7 @@ def run(
     model_file: ModelFile = None,
     hub_model: HubModel = None,
     expert_cache: Cache = None,
+    vram_cache: VramCache = None,
     system: System = None,
     policy: Policy = "auto",
     predictor: Predictor = None,
@@ -302,7 +303,7 @@ def run(
     name, words = model_and_words(model, prompt or [], model_file, hub_model)
     load_options = LoadOptions(
         expert_cache, verbose=verbose, system=system, policy=policy, predictor=predictor, prefetch=prefetch,
-        n_gpu_layers=gpu_layers, type_k=type_k, type_v=type_v, mmproj=mmproj,
+        n_gpu_layers=gpu_layers, type_k=type_k, type_v=type_v, mmproj=mmproj, vram_cache=vram_cache,
     )  # fmt: skip
     flags = {
         "num_ctx": ctx, "num_thread": threads, "num_predict": max_tokens, "temperature": temperature, "top_k": top_k,

@@ -91,11 +91,12 @@ void Acquire::acquire(Lane & lane, int il, int32_t * ids, int n_expert_used, int
     events_.keep_step();
     forecaster_.settle();
     lane.waited_ns = 0;
+    lane.ordered = 0;
     if (!layout_.has_experts(il)) {
         lane.fail(MOEGGUF_ROUTING, il, -1, "a layer without experts was routed");
     }
     const bool valid = !lane.failed && collect(lane, il, ids, n);
-    bool placed = false;
+    bool placed = false, only_copies = false;
     int first_slot = 0;
     {
         Lock lock(shared_.mutex);
@@ -106,6 +107,7 @@ void Acquire::acquire(Lane & lane, int il, int32_t * ids, int n_expert_used, int
             const uint64_t turn = lane.pass * layout_.layers.size() + il;
             placed = fill_slots(lane, {il, sweep, lane.n_tokens == 1, turn}, ids, n_expert_used, n_tokens, lock);
             first_slot = tier_.numbering.window(il).first_slot;
+            only_copies = lane.stream && placed && !awaits_file(lane, all_kinds);
         }
     }
     if (placed && forecaster_.on()) {
@@ -121,7 +123,7 @@ void Acquire::acquire(Lane & lane, int il, int32_t * ids, int n_expert_used, int
                          events_.wants_inputs(n_tokens) ? routed.inputs : nullptr});
     }
     if (placed) {
-        wait(lane, wait_kinds);
+        wait(lane, only_copies ? all_kinds : wait_kinds); // a stream waits for copies, so the layer need not stop again
     }
     for (size_t i = 0; i < n; i++) {
         ids[i] = lane.failed ? 0 : lane.slot_of[ids[i]] - first_slot;
@@ -390,16 +392,24 @@ bool Acquire::settled(const Lane & lane, uint8_t kinds) const {
 }
 
 uint8_t Acquire::missing(const Lane & lane, int s, uint8_t kinds) const {
-    return lane.chunks & kinds & ~tier_.residency.ready(s);
+    const uint8_t submitted = lane.stream ? copies_->submitted(s) : 0; // before they are ready: no gap between both
+    return lane.chunks & kinds & ~submitted & ~tier_.residency.ready(s);
 }
 
 // A failure counts as pending, so that wait() is called and ends the pass.
 bool Acquire::pending(const Lane & lane, uint8_t kinds) const {
-    return !shared_.forked() && !lane.failed && !available(lane, kinds);
+    const auto is_there = [&](int s) {
+        return !(lane.chunks & kinds & ~lane.ordered & ~tier_.residency.ready(s)) && !tier_.residency.failed(s);
+    };
+    return !shared_.forked() && !lane.failed && !std::all_of(lane.pinned.begin(), lane.pinned.end(), is_there);
 }
 
 void Acquire::wait(Lane & lane, uint8_t kinds) {
-    if (shared_.forked() || (available(lane, kinds) && !shared_.cancelled)) {
+    if (shared_.forked()) {
+        return;
+    }
+    if (available(lane, kinds) && !shared_.cancelled) {
+        order(lane, kinds);
         return;
     }
     Lock lock(shared_.mutex);
@@ -422,6 +432,16 @@ void Acquire::wait(Lane & lane, uint8_t kinds) {
         lane.fail(MOEGGUF_CANCELLED, lane.il, -1, cancelled);
     }
     note_failures(lane);
+    lock.unlock();
+    order(lane, kinds);
+}
+
+// The stream that computes waits for matrices whose copies are under way.
+void Acquire::order(Lane & lane, uint8_t kinds) {
+    if (lane.stream && kinds && !lane.failed) {
+        copies_->order(lane.stream);
+        lane.ordered |= kinds;
+    }
 }
 
 void Acquire::note_failures(Lane & lane) {

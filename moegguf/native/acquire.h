@@ -9,13 +9,14 @@ namespace moegguf {
 
 class Acquire {
   public:
-    Acquire(Store & store, const Layout & layout, Shared & shared, Tier & tier, Tier * below, Transfers & transfers,
-            Forecaster & forecaster, Events & events)
+    Acquire(Store & store, const Layout & layout, Shared & shared, Tier & tier, Tier * below, Copies * copies,
+            Transfers & transfers, Forecaster & forecaster, Events & events)
         : store_(store),
           layout_(layout),
           shared_(shared),
           tier_(tier),
           below_(below),
+          copies_(copies),
           transfers_(transfers),
           forecaster_(forecaster),
           events_(events) {}
@@ -65,6 +66,7 @@ class Acquire {
     bool available(const Lane & lane, uint8_t kinds) const;
     bool settled(const Lane & lane, uint8_t kinds) const;
     uint8_t missing(const Lane & lane, int s, uint8_t kinds) const;
+    void order(Lane & lane, uint8_t kinds);
     bool awaits_file(const Lane & lane, uint8_t kinds) const;
     void count_stall(Lane & lane, uint64_t since_ns);
 
@@ -73,6 +75,7 @@ class Acquire {
     Shared & shared_;
     Tier & tier_;
     Tier * const below_; // nullptr: none
+    Copies * const copies_;
     Transfers & transfers_;
     Forecaster & forecaster_;
     Events & events_;

@@ -20,7 +20,8 @@ Copies::Copies(const Layout & layout, const moegguf_config & config, Shared & sh
     : layout_(layout),
       shared_(shared),
       from_(from),
-      to_(to) {
+      to_(to),
+      submitted_(to.residency.n_slots()) {
     link.bytes_per_ns = config.sim_copy_bytes_per_ns;
     link.latency_ns = config.sim_copy_latency_ns;
     if (!shared.simulated()) {
@@ -33,6 +34,11 @@ void Copies::start() {
     backend_.reset(ggml_backend_dev_init(device, nullptr));
     if (!backend_) {
         throw Error(MOEGGUF_MEMORY, std::string(ggml_backend_dev_name(device)) + " refused a backend for copies");
+    }
+    ggml_backend_dev_props props;
+    ggml_backend_dev_get_props(device, &props);
+    if (props.caps.async && props.caps.events) {
+        event_.reset(ggml_backend_event_new(device));
     }
     try {
         thread_ = std::thread([this] { run(); });
@@ -103,7 +109,7 @@ void Copies::finish(const Job & job, const std::string & why) {
     to_.residency.end_read(s, job.kinds);
     const Slot & slot = to_.residency.slot(s);
     if (why.empty()) {
-        to_.publish(s, job.kinds);
+        to_.publish(s, job.kinds); // before it is no longer submitted: one of both is seen
         to_.count_arrival(job.demand, layout_.matrices[matrix_of(layout_, job)].expert_bytes);
     } else {
         count(shared_.counters.read_errors);
@@ -115,8 +121,20 @@ void Copies::finish(const Job & job, const std::string & why) {
             to_.residency.set_failed(s, true);
         }
     }
+    submitted_[s].fetch_and(uint8_t(~job.kinds), std::memory_order_release);
     to_.tidy(s);
     shared_.done.notify_all();
+}
+
+uint8_t Copies::submitted(int s) const {
+    return submitted_[s].load(std::memory_order_acquire);
+}
+
+void Copies::order(ggml_backend_t stream) {
+    std::lock_guard<std::mutex> lock(event_mutex_);
+    if (in_flight_) {
+        ggml_backend_event_wait(stream, event_.get());
+    }
 }
 
 void Copies::update_gauges() {
@@ -138,11 +156,17 @@ void Copies::run() {
         const uint64_t start = now_ns();
         std::string why;
         try {
-            copy_batch();
+            submit_batch();
+            mark_submitted(lock);
+            ggml_backend_synchronize(backend_.get());
         } catch (const std::exception & e) { // memory, too
             why = e.what();
         }
         count(shared_.counters.upload_ns, now_ns() - start);
+        {
+            std::lock_guard<std::mutex> event_lock(event_mutex_);
+            in_flight_ = false;
+        }
         lock.lock();
         for (const Job & job : batch_) {
             finish(job, why);
@@ -165,7 +189,7 @@ bool Copies::take_batch() {
     return !batch_.empty();
 }
 
-void Copies::copy_batch() {
+void Copies::submit_batch() {
     if (fault(MOEGGUF_FAULT_COPY)) {
         throw Error(MOEGGUF_IO, "a copy to the device failed");
     }
@@ -179,7 +203,24 @@ void Copies::copy_batch() {
         to_.pool()->write_slots(backend_.get(), matrix, job.destination.slot, n, data);
         first += n;
     }
-    ggml_backend_synchronize(backend_.get());
+}
+
+// From here on a stream can wait for the batch. `lock` is not held before or after.
+void Copies::mark_submitted(Lock & lock) {
+    if (!event_) {
+        return;
+    }
+    {
+        std::lock_guard<std::mutex> event_lock(event_mutex_);
+        ggml_backend_event_record(event_.get(), backend_.get());
+        in_flight_ = true;
+    }
+    lock.lock();
+    for (const Job & job : batch_) {
+        submitted_[job.destination.slot].fetch_or(job.kinds, std::memory_order_release);
+    }
+    shared_.done.notify_all();
+    lock.unlock();
 }
 
 // Jobs from the first on whose slots lie side by side in both tiers.

@@ -26,6 +26,11 @@ class Copies {
     void begin(Job & job);
     void finish(const Job & job, const std::string & why);
 
+    // Whether copies can be waited for by the stream that computes: the device has events.
+    bool has_events() const { return event_ != nullptr; }
+    uint8_t submitted(int s) const;    // matrices on their way in the copies' stream; any thread
+    void order(ggml_backend_t stream); // what is computed there from now on comes after what was submitted; any thread
+
     uint64_t n_queued(bool demand) const { return get(demand ? n_demand_ : n_prefetch_); } // any thread
 
     ModelledLink link; // simulation
@@ -34,7 +39,8 @@ class Copies {
     void start();
     void run();
     bool take_batch();
-    void copy_batch();
+    void submit_batch();
+    void mark_submitted(Lock & lock);
     int count_neighbours(size_t first) const;
     void update_gauges();
 
@@ -43,7 +49,11 @@ class Copies {
     Tier & from_;
     Tier & to_;
     ggml_backend_ptr backend_;
-    Ring<Job> demand_; // one matrix each
+    ggml_backend_event_ptr event_; // behind the batch submitted last; nullptr: the device has none
+    std::mutex event_mutex_;       // of event_ and in_flight_
+    bool in_flight_ = false;
+    std::vector<std::atomic<uint8_t>> submitted_; // [n_slots]
+    Ring<Job> demand_;                            // one matrix each
     Ring<Job> prefetch_;
     uint64_t n_demand_ = 0;
     uint64_t n_prefetch_ = 0;

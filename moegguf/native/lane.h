@@ -3,6 +3,8 @@
 
 #include "layout.h"
 
+#include "ggml-backend.h"
+
 #include <atomic>
 #include <memory>
 #include <string>
@@ -34,14 +36,17 @@ struct Lane {
     int first_token = -1;
     int next_token = 0;
     int n_announced = 0;
-    std::vector<int> pinned;   // slots, all of one layer
-    uint8_t chunks = 0;        // matrices of that layer: an announcement changes il, and not what is waited for
-    std::vector<int> distinct; // experts of this routing event, in order of first choice
-    std::vector<int> slot_of;  // [n_expert_max], -1 where not chosen at this event
-    uint64_t waited_ns = 0;    // at this event
-    uint64_t read_errors = 0;  // of the store, when this lane's failures were last noted
-    uint64_t given_up = 0;     // likewise
-    std::vector<int32_t> ids;  // scratch for devices whose memory is not the host's
+    std::vector<int> pinned; // slots, all of one layer
+    uint8_t chunks = 0;      // matrices of that layer: an announcement changes il, and not what is waited for
+    ggml_backend_sched_t scheduler = nullptr; // that computes; nullptr: not known
+    ggml_backend_t stream = nullptr; // computes this layer, and waits for copies itself; nullptr: the thread waits
+    uint8_t ordered = 0;             // matrices of that layer that the stream waits for
+    std::vector<int> distinct;       // experts of this routing event, in order of first choice
+    std::vector<int> slot_of;        // [n_expert_max], -1 where not chosen at this event
+    uint64_t waited_ns = 0;          // at this event
+    uint64_t read_errors = 0;        // of the store, when this lane's failures were last noted
+    uint64_t given_up = 0;           // likewise
+    std::vector<int32_t> ids;        // scratch for devices whose memory is not the host's
     std::vector<float> weights;
     std::vector<float> inputs;
     moegguf_failure failure{};

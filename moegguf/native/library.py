@@ -424,24 +424,29 @@ def _load_backends(folder: Path) -> None:
     Raises OSError where none of them runs on this processor.
     """
     if any(folder.glob("libggml-cpu-*")):
-        base, ggml = _open(folder, "ggml-base"), _open(folder, "ggml")
-        ggml.ggml_backend_load_all_from_path.argtypes = [c.c_char_p]
+        base, loaded = _open(folder, "ggml-base"), _open(folder, "ggml")
+        loaded.ggml_backend_load_all_from_path.argtypes = [c.c_char_p]
         silent = c.CFUNCTYPE(None, c.c_int, c.c_char_p, c.c_void_p)(lambda level, text, user: None)
         base.ggml_log_set(silent, None)
-        ggml.ggml_backend_load_all_from_path(os.fsencode(folder))
+        loaded.ggml_backend_load_all_from_path(os.fsencode(folder))
         base.ggml_log_set(None, None)
-        if ggml.ggml_backend_dev_count() == 0:
+        if loaded.ggml_backend_dev_count() == 0:
             raise OSError("no backend of it runs on this processor")
+
+
+def ggml() -> c.CDLL:
+    """libggml, as the native library has loaded it."""
+    load()
+    return _open(find_library(), "ggml")
 
 
 def cpu_function(name: str) -> int:
     """The address of a function of ggml's CPU backend, which has another file name in each build."""
-    load()
-    ggml = _open(find_library(), "ggml")
-    for function in (ggml.ggml_backend_reg_by_name, ggml.ggml_backend_reg_get_proc_address):
+    loaded = ggml()
+    for function in (loaded.ggml_backend_reg_by_name, loaded.ggml_backend_reg_get_proc_address):
         function.restype = c.c_void_p
-    ggml.ggml_backend_reg_get_proc_address.argtypes = [c.c_void_p, c.c_char_p]
-    return int(ggml.ggml_backend_reg_get_proc_address(ggml.ggml_backend_reg_by_name(b"CPU"), name.encode()))
+    loaded.ggml_backend_reg_get_proc_address.argtypes = [c.c_void_p, c.c_char_p]
+    return int(loaded.ggml_backend_reg_get_proc_address(loaded.ggml_backend_reg_by_name(b"CPU"), name.encode()))
 
 
 @functools.cache

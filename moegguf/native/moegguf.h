@@ -23,6 +23,7 @@
 //   3. A compute thread multiplies from a slot only after its lane has pinned it under the store's lock, and after the
 //      thread itself has seen the chunk READY with an acquire load: in the kernel on the CPU, before it on other
 //      devices. Pins keep what it saw true until the lane's next routing event.
+//      On devices with events the thread only sees that the copy was queued, and lets its stream wait for it.
 //   4. A slot below is pinned from when a slot above is to be filled from it until that has every matrix, or gives up.
 //
 // Threads
@@ -397,6 +398,9 @@ MOEGGUF_API void moegguf_lane_chain(moegguf_lane * lane, ggml_backend_sched_eval
 // For llama_context_params: cb_eval and abort_callback, each with the lane as user data.
 MOEGGUF_API bool moegguf_eval(struct ggml_tensor * t, bool ask, void * lane);
 MOEGGUF_API bool moegguf_abort(void * lane);
+// Which scheduler computes for the lane, where the callback is moegguf_eval: its streams then wait for copies to the
+// device, where it has events, instead of the thread that computes.
+MOEGGUF_API void moegguf_set_scheduler(ggml_backend_sched_eval_callback eval, void * lane, ggml_backend_sched_t sched);
 
 // For the patched llama.cpp.
 MOEGGUF_API bool moegguf_is_reserved(const struct ggml_tensor * w);

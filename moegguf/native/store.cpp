@@ -53,7 +53,7 @@ Store::Store(const moegguf_config & config)
       copies(make_copies(layout, config, shared, below.get(), tier)),
       transfers(layout, config, shared, tier, below.get(), copies.get()),
       forecaster(layout, shared, tier, transfers),
-      acquire(*this, layout, shared, tier, below.get(), transfers, forecaster, events),
+      acquire(*this, layout, shared, tier, below.get(), copies.get(), transfers, forecaster, events),
       buft_(make_reserved_buft(this), free_reserved_buft) {
 }
 
