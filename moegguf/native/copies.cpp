@@ -134,6 +134,7 @@ void Copies::order(ggml_backend_t stream) {
     std::lock_guard<std::mutex> lock(event_mutex_);
     if (in_flight_) {
         ggml_backend_event_wait(stream, event_.get());
+        count(n_stream_waits_);
     }
 }
 

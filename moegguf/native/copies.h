@@ -33,6 +33,8 @@ class Copies {
 
     uint64_t n_queued(bool demand) const { return get(demand ? n_demand_ : n_prefetch_); } // any thread
 
+    uint64_t n_stream_waits() const { return get(n_stream_waits_); }
+
     ModelledLink link; // simulation
 
   private:
@@ -52,6 +54,7 @@ class Copies {
     ggml_backend_event_ptr event_; // behind the batch submitted last; nullptr: the device has none
     std::mutex event_mutex_;       // of event_ and in_flight_
     bool in_flight_ = false;
+    uint64_t n_stream_waits_ = 0;
     std::vector<std::atomic<uint8_t>> submitted_; // [n_slots]
     Ring<Job> demand_;                            // one matrix each
     Ring<Job> prefetch_;

@@ -126,8 +126,8 @@ class TierInfo(c.Structure):
         *(
             (name, c.c_uint64)
             for name in (
-                "lookups hits_ready hits_late misses evictions bytes_missed bytes_prefetched stall_ns slots_used"
-                " slots_pinned pool_bytes"
+                "lookups hits_ready hits_late misses evictions bytes_missed bytes_prefetched stall_ns"
+                " stream_waits slots_used slots_pinned pool_bytes"
             ).split()
         ),
         *((name, c.c_int32) for name in "n_slots n_slots_usable resident pinned_memory".split()),

@@ -182,6 +182,7 @@ struct moegguf_tier_info {
     uint64_t bytes_missed;     // that came into its slots, from wherever, because a pass needed them
     uint64_t bytes_prefetched; // likewise, early
     uint64_t stall_ns;         // compute threads waiting; below: while something was still to be read from the file
+    uint64_t stream_waits;     // for copies, by the stream that computes in place of a thread
     uint64_t slots_used;       // now
     uint64_t slots_pinned;     // now
     uint64_t pool_bytes;

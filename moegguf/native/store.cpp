@@ -198,6 +198,7 @@ void Store::tier_info(int index, moegguf_tier_info & out) {
     out.bytes_missed = of.bytes_missed();
     out.bytes_prefetched = of.bytes_prefetched();
     out.stall_ns = get(counters.stall_ns);
+    out.stream_waits = copies && &of == &tier ? copies->n_stream_waits() : 0;
     out.slots_used = get(counters.slots_used);
     out.slots_pinned = get(counters.slots_pinned);
     out.n_slots = of.residency.n_slots();

@@ -92,6 +92,7 @@ def test_slots_on_a_device_over_slots_in_ram_give_the_logits_of_that_device(
     assert (tiers["VRAM"]["n_slots_usable"], tiers["RAM"]["n_slots_usable"]) == shrink_to
     assert tiers["VRAM"]["evictions"] > 0
     assert tiers["RAM"]["evictions"] > 0
+    assert tiers["VRAM"]["stream_waits"] > 0
     assert tiers["RAM"]["hits_ready"] > 0 or slots[1] == 1
 
 

