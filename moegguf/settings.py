@@ -41,6 +41,7 @@ class Environment:
     hooks: bool = True  # MOEGGUF_HOOKS=0 runs plain llama.cpp
     expert_cache: str = "auto"  # MOEGGUF_EXPERT_CACHE: the budget when the caller gives none
     warm_start: bool = False  # MOEGGUF_WARM_START=1: what earlier runs used most is fetched at load, and remembered
+    vram_cache: str = ""  # MOEGGUF_VRAM_CACHE: the budget on a GPU when the caller gives none; empty: no GPU
     system: str = ""  # MOEGGUF_SYSTEM: what decides on experts (controller.systems) when the caller names none
     library: Path | None = None  # MOEGGUF_LIBRARY: folder of the native library, instead of the installed one
     models: Path | None = None  # MOEGGUF_MODELS: folder of models known by name
@@ -52,7 +53,7 @@ def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
     """Reads MOEGGUF_* from `environ` (default: the process's). Empty counts as unset.
 
     Raises OptionError for MOEGGUF_HOOKS, MOEGGUF_WARM_START and MOEGGUF_TRIAL_LOAD, BudgetError for
-    MOEGGUF_EXPERT_CACHE.
+    MOEGGUF_EXPERT_CACHE and MOEGGUF_VRAM_CACHE.
     """
     env = os.environ if environ is None else environ
     hooks = env.get("MOEGGUF_HOOKS", "").strip().lower() or "1"
@@ -62,10 +63,12 @@ def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
     if warm_start not in _SWITCH:
         raise OptionError(f"MOEGGUF_WARM_START must be 0 or 1, but is {warm_start[:60]!r}.")
     cache = env.get("MOEGGUF_EXPERT_CACHE", "").strip() or "auto"
-    try:
-        parse_expert_cache(cache)
-    except BudgetError as error:
-        raise BudgetError(f"MOEGGUF_EXPERT_CACHE: {error}") from None
+    vram_cache = env.get("MOEGGUF_VRAM_CACHE", "").strip()
+    for name, budget in (("EXPERT", cache), ("VRAM", vram_cache or "auto")):
+        try:
+            parse_expert_cache(budget)
+        except BudgetError as error:
+            raise BudgetError(f"MOEGGUF_{name}_CACHE: {error}") from None
     trial = env.get("MOEGGUF_TRIAL_LOAD", "").strip().lower() or "1"
     if trial not in _SWITCH and trial != "again":
         raise OptionError(f"MOEGGUF_TRIAL_LOAD must be 0, 1 or 'again', but is {trial[:60]!r}.")
@@ -74,6 +77,7 @@ def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
         hooks=_SWITCH[hooks],
         expert_cache=cache,
         warm_start=_SWITCH[warm_start],
+        vram_cache=vram_cache,
         system=env.get("MOEGGUF_SYSTEM", "").strip(),
         library=Path(library).expanduser() if library else None,
         models=Path(models).expanduser() if models else None,

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from moegguf.cli.options import AsJson, Cache, Ctx, Insecure, Model, Prefix, TypeK, TypeV
+from moegguf.cli.options import AsJson, Cache, Ctx, Insecure, Model, Prefix, TypeK, TypeV, VramCache
 from moegguf.terminal.messages import print_message
 
 Name = Annotated[
@@ -137,6 +137,7 @@ def push(model: Name, insecure: Insecure = False) -> None:
 def estimate(
     model: Model,
     expert_cache: Cache = None,
+    vram_cache: VramCache = None,
     ctx: Ctx = None,
     type_k: TypeK = None,
     type_v: TypeV = None,
@@ -160,7 +161,7 @@ def estimate(
     from moegguf.terminal.tables import print_estimate, print_json
 
     device = SupposedDevice.parse(device_memory, device_bandwidth, link)
-    facts = estimate_model(model, expert_cache, ctx, type_k, type_v, device)
+    facts = estimate_model(model, expert_cache, ctx, type_k, type_v, vram_cache, device)
     print_json(facts) if as_json else print_estimate(facts)
 
 

@@ -36,6 +36,15 @@ Cache = Annotated[
         "  [default: MOEGGUF_EXPERT_CACHE, or auto]",
     ),
 ]
+VramCache = Annotated[
+    str | None,
+    typer.Option(
+        "--vram-cache",
+        metavar="BUDGET",
+        help="Memory of a GPU for experts, in the same forms: it computes every layer, and --expert-cache is RAM below"
+        " it.  [default: MOEGGUF_VRAM_CACHE, or no GPU]",
+    ),
+]
 Threads = Annotated[
     int | None,
     typer.Option(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moegguf.cli.options import System, WarmStart
+from moegguf.cli.options import System, VramCache, WarmStart
 from moegguf.errors import OptionError
 from moegguf.terminal.messages import print_message
 
@@ -29,6 +29,7 @@ def serve(
         str | None,
         typer.Option(metavar="BUDGET", help='Memory for experts of each model: "auto", "50%", "4GiB".'),
     ] = None,
+    vram_cache: VramCache = None,
     system: System = None,
     warm_start: WarmStart = None,
     memory: Annotated[
@@ -76,6 +77,7 @@ def serve(
     MOEGGUF_HOME               where names, blobs and history are kept
     MOEGGUF_MEMORY             memory for all loaded models together
     MOEGGUF_EXPERT_CACHE       for the experts of each model
+    MOEGGUF_VRAM_CACHE         the same on a GPU; of each loaded model
     MOEGGUF_SYSTEM             what decides on experts: moegguf, none, lru, moe-infinity, promoe, expertflow, duoserve
     MOEGGUF_WARM_START         1: fetch at load the experts that earlier runs used most
     MOEGGUF_KEEP_ALIVE         how long an idle model stays loaded (5m; negative: for ever)
@@ -95,11 +97,12 @@ def serve(
     HF_TOKEN HF_HOME HF_HUB_CACHE HF_ENDPOINT HF_HUB_OFFLINE   as for huggingface_hub
     """
     settings = serve_settings(host, port, memory, api_key, trust_network, parallel, schedule)
-    if expert_cache is not None:
-        from moegguf.quantities import parse_expert_cache
+    for name, budget in (("MOEGGUF_EXPERT_CACHE", expert_cache), ("MOEGGUF_VRAM_CACHE", vram_cache)):
+        if budget is not None:
+            from moegguf.quantities import parse_expert_cache
 
-        parse_expert_cache(expert_cache)
-        os.environ["MOEGGUF_EXPERT_CACHE"] = expert_cache  # read by the workers
+            parse_expert_cache(budget)
+            os.environ[name] = budget  # read by the workers
     from moegguf.controller.systems import find_system
 
     os.environ["MOEGGUF_SYSTEM"] = find_system(os.environ.get("MOEGGUF_SYSTEM", "") if system is None else system).name

@@ -49,7 +49,7 @@ from moegguf.engine.warm_start import WarmStart
 from moegguf.errors import CapabilityError, ClosedError, GenerationCancelled, MoeggufError, OptionError
 from moegguf.native import library
 from moegguf.native.events import Phase
-from moegguf.native.store import StoreOptions
+from moegguf.native.store import StoreOptions, Tier
 from moegguf.settings import read_environment
 
 Step = TypeVar("Step")
@@ -72,6 +72,9 @@ class Llama(UpstreamLlama):
         model_path: the GGUF file, the first one of a split model, or a name: "demo", "hf.co/user/repo:Q4_K_M".
         expert_cache: memory for experts: "auto" (what is free after everything else), "4GiB", "50%" of all experts,
             or bytes. Ignored for a model without experts.
+        vram_cache: memory of a GPU for experts, in the same forms: every layer is computed there, and expert_cache is
+            RAM below it, that missed experts are copied from. None: MOEGGUF_VRAM_CACHE, and without that no GPU is
+            used for experts.
         system: what decides on experts: "moegguf" (what was measured to be best), "lru", "none", or one of the papers'
             as a whole, "moe-infinity", "promoe", "expertflow", "duoserve" (`moegguf.controller.systems`). The next four
             replace parts of it. None: MOEGGUF_SYSTEM, else "moegguf".
@@ -108,6 +111,7 @@ class Llama(UpstreamLlama):
         model_path: str | os.PathLike[str],
         *,
         expert_cache: Budget | None = None,
+        vram_cache: Budget | None = None,
         system: str | None = None,
         store: StoreOptions | None = None,
         policy: str | Policy = "auto",
@@ -145,10 +149,10 @@ class Llama(UpstreamLlama):
         store = of.store_options() if store is None else store
         warm_start = read_environment().warm_start if warm_start is None else warm_start
         self._keywords = dict(
-            model_path=model_path, expert_cache=expert_cache, system=of.name, store=store, warm_start=warm_start,
-            **vars(chosen), **options,
+            model_path=model_path, expert_cache=expert_cache, vram_cache=vram_cache, system=of.name, store=store,
+            warm_start=warm_start, **vars(chosen), **options,
         )  # fmt: skip
-        self._load_plan = load_plan = prepare(model_path, expert_cache, options, store.can_stream)
+        self._load_plan = load_plan = prepare(model_path, expert_cache, options, vram_cache, store)
         self.layout, self.plan = load_plan.layout, load_plan.plan
         self._n_seq_max = load_plan.n_seq_max
         try:
@@ -206,10 +210,16 @@ class Llama(UpstreamLlama):
             self._recording = Recording(self._session, Artifacts(self.layout), trace)
 
     @staticmethod
-    def estimate(model_path: str | os.PathLike[str], *, expert_cache: Budget | None = None, **options: Any) -> Plan:
+    def estimate(
+        model_path: str | os.PathLike[str],
+        *,
+        expert_cache: Budget | None = None,
+        vram_cache: Budget | None = None,
+        **options: Any,
+    ) -> Plan:
         """The memory plan for loading the model with these keywords. Raises what loading would raise."""
         check_options(options, Llama)
-        return prepare(model_path, expert_cache, options).plan
+        return prepare(model_path, expert_cache, options, vram_cache).plan
 
     # The base class assigns these structs and later passes them to llama.cpp: each read sets our fields.
     @property
@@ -510,6 +520,10 @@ class Llama(UpstreamLlama):
         with self._decode_lock:
             session = self._open_session()
             if session is None:
+                return
+            if Tier.LOWER in session.store.tiers:
+                most = session.store.tier(Tier.LOWER)["n_slots"]
+                session.store.resize(min(self._load_plan.lower_slots_within(expert_cache), most), Tier.LOWER)
                 return
             n_slots = min(self._load_plan.slots_within(expert_cache), session.store.info()["n_slots"])
             session.store.resize(n_slots)

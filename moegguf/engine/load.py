@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from moegguf.engine.batch import DEFAULT_UBATCH_TOKENS, layer_slots
+from moegguf.engine.devices import Device, find_gpu, gpus
 from moegguf.engine.machine import count_cpus, read_memory
 from moegguf.engine.memory import check_context, pad_context, pooling_batch_tokens
 from moegguf.engine.plan import Plan, make_plan
 from moegguf.engine.sequences import sequences_of
+from moegguf.engine.tiers import lower_slots, parse_vram_cache, plan_tiers
 from moegguf.errors import (
     AllocationError,
     BudgetError,
@@ -28,6 +30,7 @@ from moegguf.gguf.projector import ProjectorHeader, read_projector
 from moegguf.gguf.reader import GGML_TYPES, ggml_type
 from moegguf.models.catalog import find_model
 from moegguf.native import library
+from moegguf.native.store import StoreOptions
 from moegguf.quantities import ExpertCache, format_bytes_up, parse_expert_cache
 from moegguf.settings import KV_CACHE_TYPES, read_environment
 
@@ -36,6 +39,7 @@ _bindings = library.llama_cpp()
 # Passed by known wrappers (LangChain) for old llama.cpp versions; without effect here.
 LEGACY_OPTIONS = frozenset({"device", "f16_kv", "n_parts", "low_vram", "mul_mat_q", "n_gqa", "rms_norm_eps"})
 DIFFUSION = frozenset({"dream", "llada", "llada-moe", "rnd1"})  # llm_arch_is_diffusion()
+EVERY_LAYER = 999  # n_gpu_layers above any model's
 N_CTX, N_BATCH = 512, 512  # llama-cpp-python's defaults
 
 Budget = str | int | float | ExpertCache
@@ -56,6 +60,11 @@ class LoadPlan:
     projector: ProjectorHeader | None = None
     n_seq_max: int = 1
     kv_tokens: int = 0  # of all sequences
+
+    def lower_slots_within(self, expert_cache: Budget) -> int:
+        """Slots in RAM, below a device's, of another budget. Raises BudgetError where it holds none."""
+        cache = parse_expert_cache(expert_cache)
+        return lower_slots(self.layout, cache, read_memory(), self.plan.slot_bytes, self.plan.n_ubatch)
 
     def slots_within(self, expert_cache: Budget) -> int:
         """Slots of another budget for the loaded model. Raises BudgetError when its passes need more."""
@@ -80,10 +89,16 @@ class LoadPlan:
 
 
 def prepare(
-    model: str | os.PathLike[str], expert_cache: Budget | None, options: dict[str, Any], streams: bool = True
+    model: str | os.PathLike[str],
+    expert_cache: Budget | None,
+    options: dict[str, Any],
+    vram_cache: Budget | None = None,
+    store: StoreOptions = StoreOptions(),
 ) -> LoadPlan:
-    """Reads the header and plans memory. `options`: keywords of llama_cpp.Llama as the user gave them. `streams`: as
-    in `make_plan`.
+    """Reads the header and plans memory. `options`: keywords of llama_cpp.Llama as the user gave them.
+
+    vram_cache: the budget on a GPU that computes every layer, that of `store`, or the one with the most free memory;
+    None: of MOEGGUF_VRAM_CACHE, and without that no GPU is planned for.
 
     Raises ModelNotFoundError, ModelFormatError, CapabilityError for a kind of model that is not run, BudgetError,
     OptionError, and AllocationError for a context above all memory of this machine.
@@ -110,8 +125,11 @@ def prepare(
     if n_image > n_batch:
         n_batch = options["n_batch"] = n_image
     n_seq_max, kv_tokens = _sequences(layout, options, n_batch)
-    plan = _plan(layout, cache, min(given, n_batch) if given else None, options, projector, kv_tokens, streams)
     hooks = layout.is_moe and environment.hooks
+    vram_cache = environment.vram_cache if vram_cache is None else vram_cache
+    gpu = _gpu(vram_cache, store.device, options) if hooks else None
+    n_given = min(given, n_batch) if given else None
+    plan = _plan(layout, cache, n_given, options, projector, kv_tokens, store.can_stream, gpu)
     if hooks:
         options["use_mmap"] = False
     n_ubatch = plan.n_ubatch if hooks else max(n_image, min(given or DEFAULT_UBATCH_TOKENS, n_batch))
@@ -132,6 +150,24 @@ def _projector(options: dict[str, Any]) -> ProjectorHeader | None:
     return read_projector(given) if given else None
 
 
+def _gpu(vram_cache: Budget | None, name: str | None, options: dict[str, Any]) -> tuple[ExpertCache, Device] | None:
+    """The budget for a GPU, and which one. Changes options so that it computes every layer. None: no budget is given.
+
+    Raises BudgetError where there is no GPU, OptionError for an unknown one or layers left to the CPU.
+    """
+    if not vram_cache:
+        return None
+    cache, device = parse_vram_cache(vram_cache), find_gpu(name)
+    n_gpu_layers = options.setdefault("n_gpu_layers", -1)
+    if 0 <= n_gpu_layers < EVERY_LAYER:
+        raise OptionError(
+            f"with vram_cache the GPU computes every layer, but n_gpu_layers is {n_gpu_layers}; leave one of them out."
+        )
+    if len(gpus()) > 1:
+        options |= {"split_mode": _bindings.LLAMA_SPLIT_MODE_NONE, "main_gpu": device.index}
+    return cache, device
+
+
 def _plan(
     layout: ExpertLayout,
     cache: ExpertCache,
@@ -140,6 +176,7 @@ def _plan(
     projector: ProjectorHeader | None,
     kv_tokens: int,
     streams: bool,
+    gpu: tuple[ExpertCache, Device] | None = None,
 ) -> Plan:
     types = {name: value for name in ("type_k", "type_v") if (value := options.get(name)) is not None}
     for name, number in types.items():
@@ -148,9 +185,11 @@ def _plan(
             raise OptionError(f"{name} is {number!r}, which no KV cache can have; accepted: {accepted}.")
     memory, n_ctx = read_memory(), options["n_ctx"]
     check_context(layout, kv_tokens, memory, **types)
-    sizes = {"n_ctx": n_ctx, "n_ubatch": n_ubatch, "n_batch": options.get("n_batch", N_BATCH), "kv_tokens": kv_tokens}
-    flags = {"flash_attn": options.get("flash_attn", False), "streams": streams}
-    return make_plan(layout, cache, memory, **sizes, **flags, projector=projector, **types)
+    sizes: dict[str, Any] = {"n_ctx": n_ctx, "n_ubatch": n_ubatch, "n_batch": options.get("n_batch", N_BATCH)}
+    sizes |= {"kv_tokens": kv_tokens, "flash_attn": options.get("flash_attn", False), "projector": projector, **types}
+    if gpu is not None:
+        return plan_tiers(layout, gpu[0], cache, gpu[1], memory, **sizes)
+    return make_plan(layout, cache, memory, **sizes, streams=streams)
 
 
 def check_options(options: dict[str, Any], kind: type) -> None:

@@ -56,6 +56,14 @@ class Plan:
     warnings: tuple[str, ...]
     projector_bytes: int = 0
     streams: bool = False
+    device: str | None = None  # ggml's name of the one that all of this but `n_lower_slots` is on; None: the CPU
+    n_lower_slots: int = 0  # in RAM, below those of the device
+    host_bytes: int = 0  # of RAM, with those slots, where there is a device
+
+    @property
+    def lower_bytes(self) -> int:
+        """What the slots in RAM below a device take."""
+        return self.n_lower_slots * self.slot_bytes
 
 
 @dataclass(frozen=True)
@@ -74,6 +82,7 @@ class _Request:
     streams: bool = False
     n_seq: int = 1
     kv_tokens: int | None = None
+    option: str = "expert_cache"  # that the budget was given with
 
     @property
     def one_pass_tokens(self) -> int:
@@ -121,6 +130,7 @@ def make_plan(
     streams: bool = True,
     n_seq: int = 1,
     kv_tokens: int | None = None,
+    option: str = "expert_cache",
 ) -> Plan:
     """The plan for running `layout` within `cache` on a machine with `memory`.
 
@@ -128,7 +138,8 @@ def make_plan(
     n_ubatch: stays as given unless the pool is too small for it; None: at most n_batch, chosen together with the slots
     (`batch.best_fit`). margin: bytes that stay free with "auto"; None: `margin_bytes`. projector: of a model that reads
     images, too. streams: whether the store may stream experts, where the CPU's kernels can (`SlotSizes.streams`).
-    n_seq: sequences of n_ctx tokens at once. kv_tokens: of all of them; None: n_seq * n_ctx.
+    n_seq: sequences of n_ctx tokens at once. kv_tokens: of all of them; None: n_seq * n_ctx. option: the name of the
+    budget, for messages.
 
     Raises BudgetError, stating the minimum, when the budget (or, for "auto", the free memory) does not hold the experts
     that one token uses in one layer, or those of an image that has to be read in one pass.
@@ -136,8 +147,9 @@ def make_plan(
     margin = margin_bytes(memory.available_bytes) if margin is None else margin
     streams = streams and slot_sizes(layout).streams
     request = _Request(
-        layout, memory, margin, n_ubatch, n_batch, type_k, type_v, flash_attn, projector, streams, n_seq, kv_tokens
-    )
+        layout, memory, margin, n_ubatch, n_batch, type_k, type_v, flash_attn, projector, streams, n_seq, kv_tokens,
+        option,
+    )  # fmt: skip
     reasons: list[str] = []
     options: dict[str, Any] = {"type_k": type_k, "type_v": type_v, "flash_attn": flash_attn}
     if n_ctx is None:
@@ -234,7 +246,7 @@ def _too_little(request: _Request, n_ctx: int) -> BudgetError:
         f"{format_bytes(memory.available_bytes)} are free here (limited by {memory.limited_by}), but this model needs"
         f" {other} for weights that every token uses, a context of {n_ctx} tokens and buffers, a margin of"
         f" {format_bytes(request.margin_bytes)}, and at least {least} for experts; free memory, lower n_ctx (--ctx), or"
-        " give expert_cache a size."
+        f" give {request.option} a size."
     )
 
 
@@ -246,7 +258,7 @@ def _fixed_fit(request: _Request, n_ctx: int, cache: ExpertCache, reasons: list[
         least = layer_slots(request.layout, request.one_pass_tokens) * request.slot_bytes
         raise BudgetError(
             f"this model reads an image in one pass of {request.one_pass_tokens} tokens, but"
-            f" expert_cache={str(cache)!r} allows passes of {allowed}; give at least"
+            f" {request.option}={str(cache)!r} allows passes of {allowed}; give at least"
             f" {format_bytes_up(least)!r}, or load it without its projector."
         )
     sizes = [n for n in ubatches_up_to(min(allowed, request.ubatches()[0])) if n >= request.one_pass_tokens]
@@ -273,7 +285,7 @@ def _fixed_slots(request: _Request, cache: ExpertCache, reasons: list[str]) -> i
     if n_slots < minimum:
         need = minimum * size
         raise BudgetError(
-            f"expert_cache={str(cache)!r} holds {n_slots} experts, but one token needs {minimum} in"
+            f"{request.option}={str(cache)!r} holds {n_slots} experts, but one token needs {minimum} in"
             f" a layer, which is {format_bytes(need)}; give at least {format_bytes_up(need)!r}."
         )
     return n_slots

@@ -9,6 +9,8 @@ from __future__ import annotations
 import ctypes as c
 import os
 import warnings
+from dataclasses import replace
+from typing import Any
 
 from moegguf.engine.batch import layer_slots
 from moegguf.engine.listeners import RoutingListeners
@@ -27,20 +29,28 @@ def open_store(layout: ExpertLayout, plan: Plan, options: StoreOptions) -> Store
 
     Raises AllocationError when not even the minimum fits.
     """
-    n_slots = plan.n_slots
+    n_slots, n_lower = plan.n_slots, plan.n_lower_slots
+    if plan.device is not None:
+        options = replace(options, device=plan.device)
     least = max(layout.n_expert_used, min(plan.n_slots, layer_slots(layout, plan.n_ubatch, plan.streams)))
     while True:
         try:
-            store = Store(layout, n_slots, options)
+            store = Store(layout, n_slots, options, n_lower)
             break
         except AllocationError:
-            if n_slots <= least:
+            if n_slots <= least and n_lower <= 1:
                 raise
-            n_slots = max(least, n_slots // 2)
-    if n_slots < plan.n_slots:
+            n_slots, n_lower = max(least, n_slots // 2), max(min(1, n_lower), n_lower // 2)
+    if n_slots < plan.n_slots or n_lower < plan.n_lower_slots:
+        below = f" and {plan.n_lower_slots} below them" if n_lower else ""
+        going_on = f" and {n_lower}" if n_lower else ""
         warnings.warn(
-            f"no memory for {plan.n_slots} expert slots; going on with {n_slots}, which is slower.", stacklevel=2
+            f"no memory for {plan.n_slots} expert slots{below}; going on with {n_slots}{going_on}, which is slower.",
+            stacklevel=2,
         )
+    for tier in store.tiers:
+        if note := store.tier(tier)["note"]:
+            warnings.warn(f"{note}.", stacklevel=2)
     return store
 
 
@@ -110,6 +120,14 @@ class Session:
             n_experts=info["n_experts"],
             pool_bytes=info["n_slots_usable"] * info["slot_bytes"],
         )
+
+    def tiers(self) -> dict[str, dict[str, Any]]:
+        """Every figure of each tier, the nearest to the layers first: "VRAM" and "RAM", or "RAM" alone.
+
+        Times in ns. Of both, VRAM's look-ups are those of the model, and RAM's those that VRAM missed.
+        """
+        names = ("VRAM", "RAM") if self.store.options.device not in (None, "CPU") else ("RAM",)
+        return {name: self.store.tier(tier) for name, tier in zip(names, self.store.tiers, strict=False)}
 
     def close(self) -> None:
         """Frees lane and store, once the context and the model are gone. Twice is harmless."""

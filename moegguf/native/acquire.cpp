@@ -118,11 +118,12 @@ void Acquire::acquire(Lane & lane, int il, int32_t * ids, int n_expert_used, int
     events_.keep_step();
     forecaster_.settle();
     lane.waited_ns = 0;
+    lane.ordered = 0;
     if (!layout_.has_experts(il)) {
         lane.fail(MOEGGUF_ROUTING, il, -1, "a layer without experts was routed");
     }
     const bool valid = !lane.failed && collect(lane, il, ids, n);
-    bool placed = false;
+    bool placed = false, only_copies = false;
     int first_slot = 0;
     {
         Lock lock(shared_.mutex);
@@ -132,9 +133,10 @@ void Acquire::acquire(Lane & lane, int il, int32_t * ids, int n_expert_used, int
             const bool sweep = n_tokens > 1 && (int64_t)n >= sweep_choices_per_expert * n_expert;
             const uint64_t turn = lane.pass * layout_.layers.size() + il;
             lane.ids_memory = ids;
-            lane.streams = must_stream(lane, n_tokens, wait_kinds);
+            lane.streams_experts = must_stream(lane, n_tokens, wait_kinds);
             placed = fill_slots(lane, {il, sweep, lane.n_tokens == 1, turn}, ids, n_expert_used, n_tokens, lock);
             first_slot = tier_.numbering.window(il).first_slot;
+            only_copies = lane.stream && placed && !awaits_file(lane, all_kinds);
         }
     }
     if (placed && forecaster_.on()) {
@@ -152,10 +154,10 @@ void Acquire::acquire(Lane & lane, int il, int32_t * ids, int n_expert_used, int
              batched ? lane.event_sequences.data() : nullptr, batched ? lane.event_phases.data() : nullptr});
     }
     if (placed) {
-        wait(lane, wait_kinds);
+        wait(lane, only_copies ? all_kinds : wait_kinds); // a stream waits for copies, so the layer need not stop again
     }
     for (size_t i = 0; i < n; i++) {
-        ids[i] = lane.failed ? 0 : lane.streams ? ids[i] : lane.slot_of[ids[i]] - first_slot;
+        ids[i] = lane.failed ? 0 : lane.streams_experts ? ids[i] : lane.slot_of[ids[i]] - first_slot;
     }
     count(shared_.counters.hook_ns, now_ns() - start - lane.waited_ns);
 }
@@ -225,17 +227,17 @@ void Acquire::begin_pass(Lane & lane, int il, int n_tokens) {
 // Residents are pinned before any victim is chosen, so that no needed expert is evicted for another.
 bool Acquire::pin_all(Lane & lane, const Moment & now, Lock & lock) {
     // A lane that waits for slots holds some already. Another one that did the same could block both for good.
-    while ((short_of_slots_ || (lane.streams && streaming_.busy())) && !shared_.cancelled) {
+    while ((short_of_slots_ || (lane.streams_experts && streaming_.busy())) && !shared_.cancelled) {
         shared_.done.wait(lock);
     }
-    pin_present(lane, now.il, lane.streams ? tier_.residency.n_usable() - slots_to_stream(lane) : INT32_MAX);
+    pin_present(lane, now.il, lane.streams_experts ? tier_.residency.n_usable() - slots_to_stream(lane) : INT32_MAX);
     if (shared_.has(MOEGGUF_PREEMPT) && !tier_.numbering.resident()) {
         transfers_.drop_prefetches(now.il);
     }
     const uint64_t start = shared_.clock_ns();
     bool done = false;
     try {
-        done = lane.streams ? stream_absent(lane, now, lock) : pin_absent(lane, now, lock);
+        done = lane.streams_experts ? stream_absent(lane, now, lock) : pin_absent(lane, now, lock);
     } catch (...) {
         end_shortage(lane, start);
         throw;
@@ -320,7 +322,7 @@ void Acquire::fail_without_slot(Lane & lane, int il, int expert) {
 // Whether experts pass through slots instead of getting one each: where they do not fit, or where that is asked for. A
 // caller that waits for matrices here cannot be given some of them at a time.
 bool Acquire::must_stream(const Lane & lane, int n_tokens, uint8_t wait_kinds) const {
-    const bool can = shared_.simulated() ? shared_.has(MOEGGUF_OVERLAP) : wait_kinds == 0;
+    const bool can = streaming_.possible() && (shared_.simulated() || wait_kinds == 0);
     const bool fits = (int)lane.distinct.size() <= tier_.residency.n_usable();
     return can && !tier_.numbering.resident() && n_tokens > 1 && (!fits || shared_.has(MOEGGUF_STREAM));
 }
@@ -338,7 +340,7 @@ bool Acquire::stream_absent(Lane & lane, const Moment & now, Lock & lock) {
     std::copy_if(lane.distinct.begin(), lane.distinct.end(), std::back_inserter(absent),
                  [&](int expert) { return lane.slot_of[expert] < 0; });
     if (absent.empty()) {
-        lane.streams = false;
+        lane.streams_experts = false;
         return true;
     }
     const size_t n_pinned = lane.pinned.size(), n_wanted = std::min<size_t>(absent.size(), slots_to_stream(lane));
@@ -417,18 +419,7 @@ void Acquire::sweep_ahead(int il) {
 
 void Acquire::unpin(Lane & lane) {
     for (int s : lane.pinned) {
-        tier_.residency.unpin(s);
-        if (tier_.residency.slot(s).pins > 0) {
-            continue;
-        }
-        if (tier_.residency.failed(s)) {
-            tier_.retire(s);
-        } else if (tier_.residency.slot(s).streams()) { // its layer did not come to an end
-            tier_.retire(s);
-        } else if (!tier_.usable(s) && tier_.residency.slot(s).reading == 0) {
-            count(shared_.counters.evictions);
-            tier_.retire(s);
-        }
+        tier_.unpin(s);
     }
     lane.pinned.clear();
     if (lanes_.size() > 1) {
@@ -450,6 +441,19 @@ void Acquire::resize(int n_slots) {
     if (!computing_) {
         apply_resize(); // later, only at a routing event is it certain that no layer is being computed
     }
+}
+
+void Acquire::resize_below(int n_slots) {
+    Lock lock(shared_.mutex);
+    if (!below_) {
+        throw Error(MOEGGUF_INVALID, "there is no tier below the one that layers compute on");
+    }
+    const int n_pool = below_->residency.n_slots();
+    if (n_slots < 1 || n_slots > n_pool) {
+        throw Error(MOEGGUF_INVALID,
+                    "the tier can have 1 to " + std::to_string(n_pool) + " slots, not " + std::to_string(n_slots));
+    }
+    below_->resize(n_slots);
 }
 
 void Acquire::apply_resize() {
@@ -475,32 +479,59 @@ bool Acquire::settled(const Lane & lane, uint8_t kinds) const {
 }
 
 uint8_t Acquire::missing(const Lane & lane, int s, uint8_t kinds) const {
-    return tier_.residency.slot(s).streams() ? 0 : lane.chunks & kinds & ~tier_.residency.ready(s);
+    if (tier_.residency.slot(s).streams()) {
+        return 0; // readers know what comes there
+    }
+    const uint8_t submitted = lane.stream ? copies_->submitted(s) : 0; // before they are ready: no gap between both
+    return lane.chunks & kinds & ~submitted & ~tier_.residency.ready(s);
 }
 
 // A failure counts as pending, so that wait() is called and ends the pass.
 bool Acquire::pending(const Lane & lane, uint8_t kinds) const {
-    return !shared_.forked() && !lane.failed && !available(lane, kinds);
+    const auto is_there = [&](int s) {
+        return !(lane.chunks & kinds & ~lane.ordered & ~tier_.residency.ready(s)) && !tier_.residency.failed(s);
+    };
+    return !shared_.forked() && !lane.failed && !std::all_of(lane.pinned.begin(), lane.pinned.end(), is_there);
 }
 
 void Acquire::wait(Lane & lane, uint8_t kinds) {
-    if (shared_.forked() || (available(lane, kinds) && !shared_.cancelled)) {
+    if (shared_.forked()) {
+        return;
+    }
+    if (available(lane, kinds) && !shared_.cancelled) {
+        order(lane, kinds);
         return;
     }
     Lock lock(shared_.mutex);
     const uint64_t start = shared_.clock_ns();
+    uint64_t file_done = start; // until then something was still in the file
     while (!settled(lane, kinds) && !shared_.cancelled && !shared_.stopping) {
+        const bool from_file = below_ && awaits_file(lane, kinds);
         if (shared_.simulated()) {
             transfers_.step();
         } else {
             shared_.done.wait(lock);
         }
+        file_done = from_file ? shared_.clock_ns() : file_done;
     }
     count_stall(lane, start);
+    if (below_) {
+        count(below_->counters().stall_ns, file_done - start);
+    }
     if (shared_.cancelled) {
         lane.fail(MOEGGUF_CANCELLED, lane.il, -1, cancelled);
     }
     note_failures(lane);
+    lock.unlock();
+    order(lane, kinds);
+}
+
+// The stream that computes waits for matrices whose copies are under way.
+void Acquire::order(Lane & lane, uint8_t kinds) {
+    if (lane.stream && kinds && !lane.failed) {
+        copies_->order(lane.stream);
+        lane.ordered |= kinds;
+    }
 }
 
 void Acquire::note_failures(Lane & lane) {
@@ -526,6 +557,11 @@ bool Acquire::must_abort(Lane & lane) {
         note_failures(lane);
     }
     return lane.failed || shared_.cancelled;
+}
+
+bool Acquire::awaits_file(const Lane & lane, uint8_t kinds) const {
+    return std::any_of(lane.pinned.begin(), lane.pinned.end(),
+                       [&](int s) { return transfers_.awaits_file(s, lane.chunks & kinds); });
 }
 
 void Acquire::count_stall(Lane & lane, uint64_t since_ns) {

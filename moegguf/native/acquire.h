@@ -9,12 +9,14 @@ namespace moegguf {
 
 class Acquire {
   public:
-    Acquire(Store & store, const Layout & layout, Shared & shared, Tier & tier, Streaming & streaming,
-            Transfers & transfers, Forecaster & forecaster, Events & events)
+    Acquire(Store & store, const Layout & layout, Shared & shared, Tier & tier, Tier * below, Copies * copies,
+            Streaming & streaming, Transfers & transfers, Forecaster & forecaster, Events & events)
         : store_(store),
           layout_(layout),
           shared_(shared),
           tier_(tier),
+          below_(below),
+          copies_(copies),
           streaming_(streaming),
           transfers_(transfers),
           forecaster_(forecaster),
@@ -43,7 +45,8 @@ class Acquire {
     void count_idle(Lane & lane, int il, int n_expert_used);
 
     void watch(bool on) { watched_ = on; } // on: no layer is idle, so that activity is complete
-    void resize(int n_slots);
+    void resize(int n_slots);              // of the tier that layers compute on, from the next routing event on
+    void resize_below(int n_slots);        // at once
 
   private:
     using Deadline = std::chrono::steady_clock::time_point;
@@ -71,12 +74,16 @@ class Acquire {
     bool available(const Lane & lane, uint8_t kinds) const;
     bool settled(const Lane & lane, uint8_t kinds) const;
     uint8_t missing(const Lane & lane, int s, uint8_t kinds) const;
+    void order(Lane & lane, uint8_t kinds);
+    bool awaits_file(const Lane & lane, uint8_t kinds) const;
     void count_stall(Lane & lane, uint64_t since_ns);
 
     Store & store_;
     const Layout & layout_;
     Shared & shared_;
     Tier & tier_;
+    Tier * const below_; // nullptr: none
+    Copies * const copies_;
     Streaming & streaming_;
     Transfers & transfers_;
     Forecaster & forecaster_;

@@ -124,8 +124,12 @@ int moegguf_store_counters(moegguf_store * store, moegguf_counters * counters) {
     return on(store, [&](Store & s) { s.read_counters(given(counters)); });
 }
 
-int moegguf_store_residency(moegguf_store * store, uint8_t * map, size_t n) {
-    return on(store, [&](Store & s) { s.residency(&given(map), n); });
+int moegguf_store_tier(moegguf_store * store, int32_t tier, moegguf_tier_info * info) {
+    return on(store, [&](Store & s) { s.tier_info(tier, given(info)); });
+}
+
+int moegguf_store_residency(moegguf_store * store, int32_t tier, uint8_t * map, size_t n) {
+    return on(store, [&](Store & s) { s.residency(tier, &given(map), n); });
 }
 
 int moegguf_store_activity(moegguf_store * store, uint32_t * uses, uint32_t * loads, size_t n) {
@@ -140,8 +144,8 @@ int moegguf_store_set_scores(moegguf_store * store, const float * scores, size_t
     return on(store, [&](Store & s) { s.set_scores(scores, n); });
 }
 
-int moegguf_store_set_policy(moegguf_store * store, const moegguf_policy * policy) {
-    return on(store, [&](Store & s) { s.set_policy(policy); });
+int moegguf_store_set_policy(moegguf_store * store, int32_t tier, const moegguf_policy * policy) {
+    return on(store, [&](Store & s) { s.set_policy(tier, policy); });
 }
 
 const char * moegguf_policy_name(int32_t index, uint32_t * traits) {
@@ -185,6 +189,10 @@ int moegguf_store_prefetch(moegguf_store * store, const int32_t * il, const int3
     });
 }
 
+int moegguf_store_warm(moegguf_store * store, const int32_t * il, const int32_t * experts, size_t n) {
+    return on(store, [&](Store & s) { s.warm(n > 0 ? &given(il) : il, n > 0 ? &given(experts) : experts, n); });
+}
+
 int moegguf_store_listen(moegguf_store * store, const moegguf_listener * listener) {
     return on(store, [&](Store & s) { listener ? s.events.start(*listener) : s.events.stop(); });
 }
@@ -193,8 +201,8 @@ int moegguf_store_cancel(moegguf_store * store, int cancel) {
     return on(store, [&](Store & s) { s.cancel(cancel); });
 }
 
-int moegguf_store_resize(moegguf_store * store, int32_t n_slots) {
-    return on(store, [&](Store & s) { s.acquire.resize(n_slots); });
+int moegguf_store_resize(moegguf_store * store, int32_t tier, int32_t n_slots) {
+    return on(store, [&](Store & s) { s.resize(tier, n_slots); });
 }
 
 int moegguf_store_drain(moegguf_store * store, double timeout_s) {

@@ -13,6 +13,7 @@ Arrivals::Arrivals(const Layout & layout, Shared & shared, Tier & tier, Streamin
     for (const Matrix & m : layout.matrices) {
         tensors_.push_back({next, this, m.il, uint8_t(1 << m.kind)});
     }
+    streaming.allow();
     for (size_t i = 0; i < tensors_.size(); i++) {
         tier.pool()->set_op_params((int)i, &tensors_[i]);
     }

@@ -70,6 +70,17 @@ Routed routed(Lane & lane, const ggml_tensor * t, size_t n_used, size_t n_tokens
     return known;
 }
 
+// What computes the layer, where that is a stream on the device of the slots that can wait for copies itself.
+ggml_backend_t stream_of(const Lane & lane, ggml_tensor * t) {
+    const Copies * copies = lane.store.copies.get();
+    if (!copies || !copies->has_events() || !lane.scheduler) {
+        return nullptr;
+    }
+    ggml_backend_t backend = ggml_backend_sched_get_tensor_backend(lane.scheduler, t);
+    const bool same = backend && ggml_backend_get_device(backend) == lane.store.tier.pool()->memory().device;
+    return same ? backend : nullptr;
+}
+
 void acquire_experts(Lane & lane, ggml_tensor * t, int il) {
     const int n_used = (int)t->ne[0], n_tokens = (int)t->ne[1];
     const size_t n = (size_t)n_used * n_tokens;
@@ -77,6 +88,7 @@ void acquire_experts(Lane & lane, ggml_tensor * t, int il) {
     if (n == 0) {
         return;
     }
+    lane.stream = stream_of(lane, t);
     const Routed known = routed(lane, t, n_used, n_tokens);
     if (ggml_backend_buffer_is_host(t->buffer)) {
         lane.store.acquire.acquire(lane, il, (int32_t *)t->data, n_used, n_tokens, kinds, known);
@@ -126,6 +138,12 @@ extern "C" bool moegguf_eval(ggml_tensor * t, bool ask, void * user) {
 extern "C" bool moegguf_abort(void * user) {
     Lane & lane = *((moegguf_lane *)user)->lane;
     return lane.store.acquire.must_abort(lane);
+}
+
+extern "C" void moegguf_set_scheduler(ggml_backend_sched_eval_callback eval, void * lane, ggml_backend_sched_t sched) {
+    if (eval == moegguf_eval) {
+        ((moegguf_lane *)lane)->lane->scheduler = sched;
+    }
 }
 
 extern "C" bool moegguf_is_reserved(const ggml_tensor * w) {

@@ -3,6 +3,8 @@
 
 #include "layout.h"
 
+#include "ggml-backend.h"
+
 #include <atomic>
 #include <memory>
 #include <string>
@@ -42,12 +44,15 @@ struct Lane {
     std::vector<int32_t> outputs;
     std::vector<int32_t> event_sequences; // [n_tokens] of an event, as event_phases: scratch
     std::vector<int32_t> event_phases;
-    std::vector<int> pinned;           // slots, all of one layer
-    uint8_t chunks = 0;                // matrices of that layer: an announcement changes il, and not what is waited for
+    std::vector<int> pinned; // slots, all of one layer
+    uint8_t chunks = 0;      // matrices of that layer: an announcement changes il, and not what is waited for
+    ggml_backend_sched_t scheduler = nullptr; // that computes; nullptr: not known
+    ggml_backend_t stream = nullptr;   // computes this layer, and waits for copies itself; nullptr: the thread waits
+    uint8_t ordered = 0;               // matrices of that layer that the stream waits for
     std::vector<int> distinct;         // experts of this routing event, in order of first choice
     std::vector<int> slot_of;          // [n_expert_max], -1 where not chosen at this event
     std::vector<int> absent;           // experts of it that are streamed
-    bool streams = false;              // this event's ids are experts (streaming.h)
+    bool streams_experts = false;      // this event's ids are experts (streaming.h)
     uint64_t waited_ns = 0;            // at this event
     uint64_t read_errors = 0;          // of the store, when this lane's failures were last noted
     uint64_t given_up = 0;             // likewise

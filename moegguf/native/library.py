@@ -31,10 +31,11 @@ from moegguf.package import package_folders
 from moegguf.processor import read_processor
 from moegguf.settings import read_environment
 
-ABI_VERSION = 7
+ABI_VERSION = 8
 SPIN_COUNT = 20000  # a good part of a millisecond; 1000 costs a fifth of a small model's speed, 300000 is GNU's default
 
 OK, INVALID, MEMORY, IO, CANCELLED, FORKED, ROUTING, SLOTS = range(8)
+COMPUTE_TIER, LOWER_TIER = 0, 1  # enum moegguf_tier
 POLICY_FORECAST, POLICY_SCORES = 1, 2  # enum moegguf_policy_trait
 PREDICT_ONCE, PREDICT_LOCKSTEP = 1, 2  # enum moegguf_predict_flag
 
@@ -49,7 +50,7 @@ FLAG = {
 
 FAULT = {
     name: kind
-    for kind, name in enumerate(("open", "read", "stat", "alloc", "thread", "short_read", "eintr", "slow_read"))
+    for kind, name in enumerate(("open", "read", "stat", "alloc", "thread", "short_read", "eintr", "slow_read", "copy"))
 }
 
 
@@ -82,13 +83,15 @@ class Config(c.Structure):
         ("n_shards", c.c_int32),
         ("n_slots", c.c_int32),
         ("n_readers", c.c_int32),
-        ("reserved", c.c_int32),
+        ("n_lower_slots", c.c_int32),
         ("matrices", c.POINTER(Matrix)),
         ("shard_paths", c.POINTER(c.c_char_p)),
         ("n_expert_used", c.POINTER(c.c_int32)),
         ("device", c.c_char_p),
         ("sim_bytes_per_ns", c.c_double),
         ("sim_latency_ns", c.c_double),
+        ("sim_copy_bytes_per_ns", c.c_double),
+        ("sim_copy_latency_ns", c.c_double),
     ]
 
 
@@ -115,6 +118,23 @@ class PoolInfo(c.Structure):
             (name, c.c_int32)
             for name in "n_slots n_slots_usable n_experts n_layers n_repacked n_matrices resident direct".split()
         ),
+    ]
+
+
+class TierInfo(c.Structure):
+    """struct moegguf_tier_info: what a tier is, and what was counted there."""
+
+    _fields_ = [
+        *(
+            (name, c.c_uint64)
+            for name in (
+                "lookups hits_ready hits_late misses evictions bytes_missed bytes_prefetched stall_ns"
+                " stream_waits slots_used slots_pinned pool_bytes"
+            ).split()
+        ),
+        *((name, c.c_int32) for name in "n_slots n_slots_usable resident pinned_memory".split()),
+        ("device", c.c_char * 64),
+        ("note", c.c_char * 192),
     ]
 
 
@@ -280,19 +300,21 @@ _STATUS_CALLS: dict[str, list[Any]] = {
     "moegguf_store_open": [c.POINTER(Config), c.POINTER(c.c_void_p)],
     "moegguf_store_info": [c.c_void_p, c.POINTER(PoolInfo)],
     "moegguf_store_counters": [c.c_void_p, c.POINTER(Counters)],
-    "moegguf_store_residency": [c.c_void_p, c.c_void_p, c.c_size_t],
+    "moegguf_store_tier": [c.c_void_p, c.c_int32, c.POINTER(TierInfo)],
+    "moegguf_store_residency": [c.c_void_p, c.c_int32, c.c_void_p, c.c_size_t],
     "moegguf_store_activity": [c.c_void_p, c.c_void_p, c.c_void_p, c.c_size_t],
     "moegguf_store_watch": [c.c_void_p, c.c_int],
     "moegguf_store_set_scores": [c.c_void_p, c.c_void_p, c.c_size_t],
-    "moegguf_store_set_policy": [c.c_void_p, c.POINTER(Policy)],
+    "moegguf_store_set_policy": [c.c_void_p, c.c_int32, c.POINTER(Policy)],
     "moegguf_store_set_forecast": [c.c_void_p, c.c_void_p, c.c_void_p, c.c_size_t],
     "moegguf_store_set_predictor": [c.c_void_p, c.POINTER(Predictor)],
     "moegguf_store_act": [c.c_void_p, c.c_int],
     "moegguf_store_forecast": [c.c_void_p, c.c_void_p, c.c_void_p, c.c_size_t],
     "moegguf_store_prefetch": [c.c_void_p, c.c_void_p, c.c_void_p, c.c_size_t, c.c_int],
+    "moegguf_store_warm": [c.c_void_p, c.c_void_p, c.c_void_p, c.c_size_t],
     "moegguf_store_listen": [c.c_void_p, c.POINTER(Listener)],
     "moegguf_store_cancel": [c.c_void_p, c.c_int],
-    "moegguf_store_resize": [c.c_void_p, c.c_int32],
+    "moegguf_store_resize": [c.c_void_p, c.c_int32, c.c_int32],
     "moegguf_store_drain": [c.c_void_p, c.c_double],
     "moegguf_store_read_slot": [c.c_void_p, c.c_int32, c.c_int32, c.c_void_p, c.c_size_t],
     "moegguf_store_probe": [c.c_void_p, c.c_double, c.POINTER(c.c_double)],
@@ -422,24 +444,29 @@ def _load_backends(folder: Path) -> None:
     Raises OSError where none of them runs on this processor.
     """
     if any(folder.glob("libggml-cpu-*")):
-        base, ggml = _open(folder, "ggml-base"), _open(folder, "ggml")
-        ggml.ggml_backend_load_all_from_path.argtypes = [c.c_char_p]
+        base, loaded = _open(folder, "ggml-base"), _open(folder, "ggml")
+        loaded.ggml_backend_load_all_from_path.argtypes = [c.c_char_p]
         silent = c.CFUNCTYPE(None, c.c_int, c.c_char_p, c.c_void_p)(lambda level, text, user: None)
         base.ggml_log_set(silent, None)
-        ggml.ggml_backend_load_all_from_path(os.fsencode(folder))
+        loaded.ggml_backend_load_all_from_path(os.fsencode(folder))
         base.ggml_log_set(None, None)
-        if ggml.ggml_backend_dev_count() == 0:
+        if loaded.ggml_backend_dev_count() == 0:
             raise OSError("no backend of it runs on this processor")
+
+
+def ggml() -> c.CDLL:
+    """libggml, as the native library has loaded it."""
+    load()
+    return _open(find_library(), "ggml")
 
 
 def cpu_function(name: str) -> int:
     """The address of a function of ggml's CPU backend, which has another file name in each build."""
-    load()
-    ggml = _open(find_library(), "ggml")
-    for function in (ggml.ggml_backend_reg_by_name, ggml.ggml_backend_reg_get_proc_address):
+    loaded = ggml()
+    for function in (loaded.ggml_backend_reg_by_name, loaded.ggml_backend_reg_get_proc_address):
         function.restype = c.c_void_p
-    ggml.ggml_backend_reg_get_proc_address.argtypes = [c.c_void_p, c.c_char_p]
-    return int(ggml.ggml_backend_reg_get_proc_address(ggml.ggml_backend_reg_by_name(b"CPU"), name.encode()))
+    loaded.ggml_backend_reg_get_proc_address.argtypes = [c.c_void_p, c.c_char_p]
+    return int(loaded.ggml_backend_reg_get_proc_address(loaded.ggml_backend_reg_by_name(b"CPU"), name.encode()))
 
 
 @functools.cache

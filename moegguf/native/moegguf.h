@@ -11,6 +11,10 @@
 //   When every expert has a slot ("resident"), layer il owns the window of its n_expert slots and slot ids
 //   equal expert ids. Otherwise all layers share one window of all slots.
 //
+//   The tier that layers compute on may have one below it, in host memory, which its device copies from: an expert that
+//   is missed goes file -> slot below -> slot, or is copied from below where it is there already, or comes straight
+//   from the file where no slot below can be had. It may be in both; what stays above is the first to go below.
+//
 // Ordering
 //   1. At a routing event a lane (one llama_context) unpins its earlier slots, pins the needed experts that are there,
 //      and only then are victims chosen. A pinned slot keeps its expert, and so does one that is being read.
@@ -19,12 +23,15 @@
 //   3. A compute thread multiplies from a slot only after its lane has pinned it under the store's lock, and after the
 //      thread itself has seen the chunk READY with an acquire load: in the kernel on the CPU, before it on other
 //      devices. Pins keep what it saw true until the lane's next routing event.
+//      On devices with events the thread only sees that the copy was queued, and lets its stream wait for it.
+//   4. A slot below is pinned from when a slot above is to be filled from it until that has every matrix, or gives up.
 //
 // Threads
 //   compute thread(s): moegguf_eval, moegguf_abort, and in the CPU's MUL_MAT_ID the order of matrices (arrivals.h).
 //                      Allocation-free once warm. Take the store's lock briefly where slots are pinned or waited for,
 //                      and not for a layer of a resident pool or for matrices that are there.
 //   reader threads   : pread into staging, write into slots. Never call out.
+//   copy thread      : copies from slots below to the device. Never calls out.
 //   predictor thread : takes what compute threads leave, predicts, asks for prefetches under the store's lock.
 //   event thread     : calls the listener's callbacks. The only thread that enters foreign code.
 //   any thread       : everything else below, unless it says otherwise. Counters are read without the lock, so figures
@@ -47,7 +54,7 @@
 extern "C" {
 #endif
 
-#define MOEGGUF_ABI_VERSION 7
+#define MOEGGUF_ABI_VERSION 8
 #define MOEGGUF_MAX_KINDS 4
 #define MOEGGUF_API __attribute__((visibility("default")))
 
@@ -100,17 +107,22 @@ struct moegguf_config {
     int32_t n_shards;
     int32_t n_slots;
     int32_t n_readers;
-    int32_t reserved;
+    int32_t n_lower_slots; // in host memory, below the device's; 0: no such tier
     const struct moegguf_matrix * matrices;
     const char * const * shard_paths;
     const int32_t * n_expert_used; // [n_layer], 0 where a layer has no experts
     const char * device;           // ggml device name; NULL is the CPU
     double sim_bytes_per_ns;       // simulation: link bandwidth, 0 = free
     double sim_latency_ns;         // simulation: per transfer
+    double sim_copy_bytes_per_ns;  // the same of the link from the tier below
+    double sim_copy_latency_ns;
 };
 
+enum moegguf_tier { MOEGGUF_COMPUTE_TIER = 0, MOEGGUF_LOWER_TIER = 1 };
+
 // Counted where it happens; cumulative since the store was opened.
-// A lookup is one distinct (layer, expert) per pass: lookups = hits_ready + hits_late + misses.
+// A lookup is one distinct (layer, expert) per pass: lookups = hits_ready + hits_late + misses. Look-ups, evictions and
+// slots are those of the tier that layers compute on; reads, and bytes of all causes, are those of the file.
 struct moegguf_counters {
     uint64_t passes;
     uint64_t tokens; // tokens of all passes
@@ -159,6 +171,29 @@ struct moegguf_pool_info {
     int32_t n_matrices;
     int32_t resident; // every expert has a slot of its own
     int32_t direct;   // shards read with O_DIRECT
+};
+
+// One tier: what it is, and what was counted there since the store was opened. The tier below is looked up once for
+// each miss above it.
+struct moegguf_tier_info {
+    uint64_t lookups;
+    uint64_t hits_ready;
+    uint64_t hits_late;
+    uint64_t misses;
+    uint64_t evictions;
+    uint64_t bytes_missed;     // that came into its slots, from wherever, because a pass needed them
+    uint64_t bytes_prefetched; // likewise, early
+    uint64_t stall_ns;         // compute threads waiting; below: while something was still to be read from the file
+    uint64_t stream_waits;     // for copies, by the stream that computes in place of a thread
+    uint64_t slots_used;       // now
+    uint64_t slots_pinned;     // now
+    uint64_t pool_bytes;
+    int32_t n_slots;
+    int32_t n_slots_usable; // after moegguf_store_resize
+    int32_t resident;
+    int32_t pinned_memory; // host memory that the device copies from by itself
+    char device[64];       // computes with its slots, or copies from them
+    char note[192];        // why its memory is not pinned; empty: it is, or need not be
 };
 
 enum moegguf_phase { MOEGGUF_PREFILL = 0, MOEGGUF_DECODE = 1 };
@@ -328,14 +363,15 @@ MOEGGUF_API void moegguf_store_close(moegguf_store * store);
 MOEGGUF_API ggml_backend_buffer_type_t moegguf_store_buft(moegguf_store * store); // for tensor_buft_overrides
 MOEGGUF_API int moegguf_store_info(moegguf_store * store, struct moegguf_pool_info * info);
 MOEGGUF_API int moegguf_store_counters(moegguf_store * store, struct moegguf_counters * counters);
-MOEGGUF_API int moegguf_store_residency(moegguf_store * store, uint8_t * map,
+MOEGGUF_API int moegguf_store_tier(moegguf_store * store, int32_t tier, struct moegguf_tier_info * info);
+MOEGGUF_API int moegguf_store_residency(moegguf_store * store, int32_t tier, uint8_t * map,
                                         size_t n); // [n_layer][max n_expert]: 0 absent, 1 coming, 2 there
 // How often each expert was looked up and given a slot since open, [n_layer][max n_expert]. Look-ups of single
 // tokens in a resident pool are known only while watched, which costs them their short cut.
 MOEGGUF_API int moegguf_store_activity(moegguf_store * store, uint32_t * uses, uint32_t * loads, size_t n);
 MOEGGUF_API int moegguf_store_watch(moegguf_store * store, int on);
 // The policy starts anew, with nothing counted; NULL: "lru". Passes of more than one token may be left to recency.
-MOEGGUF_API int moegguf_store_set_policy(moegguf_store * store, const struct moegguf_policy * policy);
+MOEGGUF_API int moegguf_store_set_policy(moegguf_store * store, int32_t tier, const struct moegguf_policy * policy);
 MOEGGUF_API const char * moegguf_policy_name(int32_t index, uint32_t * traits); // NULL behind the last one
 // Feeds the policy "scores", which comes before the chosen one while a table is set: [n_layer][max n_expert], the
 // lowest is evicted first; NULL: back to the chosen one.
@@ -354,12 +390,16 @@ MOEGGUF_API int moegguf_store_forecast(moegguf_store * store, float * probabilit
 // Behind the prefetches asked for before; replace: in place of those of them that have no slot yet.
 MOEGGUF_API int moegguf_store_prefetch(moegguf_store * store, const int32_t * il, const int32_t * experts, size_t n,
                                        int replace);
+// Fills free slots with these experts in the background, the first ones first and nearest to the layers; never before
+// anything that a pass waits for, and never in place of another expert. Replaces those given before; unknown ones, and
+// those that no slot is free for, are passed over.
+MOEGGUF_API int moegguf_store_warm(moegguf_store * store, const int32_t * il, const int32_t * experts, size_t n);
 MOEGGUF_API int moegguf_store_listen(
     moegguf_store * store, const struct moegguf_listener * listener); // NULL: stop; returns after the last callback
 MOEGGUF_API int moegguf_store_cancel(moegguf_store * store,
                                      int on); // on: passes in flight and to come end as CANCELLED
-MOEGGUF_API int moegguf_store_resize(moegguf_store * store,
-                                     int32_t n_slots); // 0 < n_slots <= the pool's; memory of the others is given back
+// 0 < n_slots <= the pool's; memory of the others is given back where it is pageable host memory.
+MOEGGUF_API int moegguf_store_resize(moegguf_store * store, int32_t tier, int32_t n_slots);
 MOEGGUF_API int moegguf_store_drain(moegguf_store * store, double timeout_s); // OK when nothing is queued or read
 MOEGGUF_API int moegguf_store_read_slot(moegguf_store * store, int32_t matrix, int32_t slot, void * out,
                                         size_t n); // plain slots: for tests
@@ -383,6 +423,9 @@ MOEGGUF_API void moegguf_lane_chain(moegguf_lane * lane, ggml_backend_sched_eval
 // For llama_context_params: cb_eval and abort_callback, each with the lane as user data.
 MOEGGUF_API bool moegguf_eval(struct ggml_tensor * t, bool ask, void * lane);
 MOEGGUF_API bool moegguf_abort(void * lane);
+// Which scheduler computes for the lane, where the callback is moegguf_eval: its streams then wait for copies to the
+// device, where it has events, instead of the thread that computes.
+MOEGGUF_API void moegguf_set_scheduler(ggml_backend_sched_eval_callback eval, void * lane, ggml_backend_sched_t sched);
 
 // For the patched llama.cpp.
 MOEGGUF_API bool moegguf_is_reserved(const struct ggml_tensor * w);
@@ -422,6 +465,7 @@ enum moegguf_fault_kind {
     MOEGGUF_FAULT_SHORT_READ,
     MOEGGUF_FAULT_EINTR,
     MOEGGUF_FAULT_SLOW_READ,
+    MOEGGUF_FAULT_COPY,
     MOEGGUF_FAULT_KINDS
 };
 MOEGGUF_API void moegguf_fault_arm(int kind, uint64_t nth, int sticky, int sys_errno);

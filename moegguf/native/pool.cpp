@@ -16,13 +16,13 @@
 namespace moegguf {
 namespace {
 
-ggml_backend_dev_t find_device(const char * name) {
-    ggml_backend_dev_t device =
-        name ? ggml_backend_dev_by_name(name) : ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
-    if (!device) {
-        throw Error(MOEGGUF_INVALID, std::string("no ggml device named '") + (name ? name : "CPU") + "'");
+// Every device by name, for messages.
+std::string device_names() {
+    std::string names;
+    for (size_t i = 0; i < ggml_backend_dev_count(); i++) {
+        names += (i ? ", " : "") + std::string(ggml_backend_dev_name(ggml_backend_dev_get(i)));
     }
-    return device;
+    return names;
 }
 
 // The buffer types that llama.cpp tries before the plain one, in its order (src/llama-model.cpp, make_cpu_buft_list).
@@ -101,19 +101,50 @@ uint64_t piece_bytes(const Matrix & m) {
     return std::max<uint64_t>(1, target / (row_bytes * group)) * row_bytes * group;
 }
 
-Pool::Pool(const Layout & layout, const Numbering & numbering, const char * device, bool repack)
-    : device_(find_device(device)),
+ggml_backend_dev_t find_device(const char * name) {
+    ggml_backend_dev_t device =
+        name ? ggml_backend_dev_by_name(name) : ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
+    if (!device) {
+        throw Error(MOEGGUF_INVALID,
+                    std::string("no ggml device named '") + (name ? name : "CPU") + "'; there are: " + device_names());
+    }
+    return device;
+}
+
+PoolMemory device_memory(const char * name, bool repack) {
+    PoolMemory memory;
+    memory.device = find_device(name);
+    memory.buft = ggml_backend_dev_buffer_type(memory.device);
+    memory.repack = repack;
+    return memory;
+}
+
+PoolMemory host_memory(ggml_backend_dev_t device) {
+    PoolMemory memory;
+    memory.device = device;
+    memory.buft = ggml_backend_dev_host_buffer_type(device);
+    memory.pinned = memory.buft != nullptr;
+    if (!memory.pinned) {
+        memory.buft = ggml_backend_cpu_buffer_type();
+        memory.note =
+            std::string(ggml_backend_dev_name(device)) + " offers no pinned memory: slots in RAM are pageable";
+    }
+    return memory;
+}
+
+Pool::Pool(const Layout & layout, const Numbering & numbering, const PoolMemory & memory)
+    : memory_(memory),
       strides_(layout.strides) {
     const size_t n = layout.matrices.size();
     context_ = tensor_context(2 * n);
     interleaved_.assign(n, nullptr);
     repacked_.assign(n, false);
-    for (size_t i = 0; repack && i < n; i++) {
+    for (size_t i = 0; memory.repack && i < n; i++) {
         const Matrix & m = layout.matrices[i];
-        interleaved_[i] = interleaved_buft(device_, m.type, m.ne0, m.ne1, numbering.window(m.il).n_slots);
+        interleaved_[i] = interleaved_buft(memory_.device, m.type, m.ne0, m.ne1, numbering.window(m.il).n_slots);
         repacked_[i] = interleaved_[i] != nullptr;
     }
-    allocate(layout, numbering.n_slots(), ggml_backend_dev_buffer_type(device_));
+    allocate(layout, numbering.n_slots());
     for (size_t i = 0; i < n; i++) {
         kind_.push_back(layout.matrices[i].kind);
         make_tensor(layout.matrices[i], (int)i, numbering.window(layout.matrices[i].il));
@@ -124,7 +155,8 @@ Pool::Pool(const Layout & layout, const Numbering & numbering, const char * devi
     }
 }
 
-void Pool::allocate(const Layout & layout, int n_slots, ggml_backend_buffer_type_t plain) {
+void Pool::allocate(const Layout & layout, int n_slots) {
+    ggml_backend_buffer_type_t plain = memory_.buft;
     for (int kind = 0; kind < MOEGGUF_MAX_KINDS; kind++) {
         if (strides_.of_kind[kind] == 0) {
             continue;
@@ -140,22 +172,38 @@ void Pool::allocate(const Layout & layout, int n_slots, ggml_backend_buffer_type
         if (!fault(MOEGGUF_FAULT_ALLOC)) {
             arena.memory.reset(ggml_backend_buft_alloc_buffer(buft, n));
         }
+        if (!arena.memory && memory_.pinned) {
+            arena.memory.reset(ggml_backend_buft_alloc_buffer(ggml_backend_cpu_buffer_type(), n));
+        }
         if (!arena.memory) {
-            throw Error(MOEGGUF_MEMORY, "the device refused " + std::to_string(n >> 20) + " MiB for expert slots");
+            throw Error(MOEGGUF_MEMORY, std::string(ggml_backend_dev_name(memory_.device)) + " refused " +
+                                            std::to_string(n >> 20) + " MiB for expert slots");
         }
         ggml_backend_buffer_set_usage(arena.memory.get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
         arena.base = (uint8_t *)ggml_backend_buffer_get_base(arena.memory.get());
+        note_unpinned(arena);
         host_ = ggml_backend_buft_is_host(plain);
         if (buft != plain) {
             arena.alias.reset(ggml_backend_cpu_buffer_from_ptr(arena.base, n));
             ggml_backend_buffer_set_usage(arena.alias.get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
         }
-        if (host_) {
+        if (memory_.pinned) {
+            // pages of the driver's own choice
+        } else if (host_) {
             ask_for_huge_pages(arena.base, n);
         } else { // fresh host pages are zero, and touching them would spend the budget before it is used
             ggml_backend_buffer_clear(arena.memory.get(), 0);
         }
         bytes_ += n;
+    }
+}
+
+// Backends give pageable memory, and say nothing, where the system refuses pinned memory.
+void Pool::note_unpinned(const Arena & arena) {
+    if (memory_.pinned && ggml_backend_buffer_get_type(arena.memory.get()) != memory_.buft) {
+        memory_.pinned = false;
+        memory_.note = std::string(ggml_backend_dev_name(memory_.device)) +
+                       " was refused pinned memory: slots in RAM are pageable, and copies from them slower";
     }
 }
 
@@ -178,7 +226,7 @@ void Pool::make_tensor(const Matrix & m, int matrix, Window window) {
 }
 
 bool Pool::kernels_ask_for_order() const {
-    return ggml_backend_dev_type(device_) == GGML_BACKEND_DEVICE_TYPE_CPU &&
+    return ggml_backend_dev_type(memory_.device) == GGML_BACKEND_DEVICE_TYPE_CPU &&
            std::all_of(interleaved_.begin(), interleaved_.end(), kernel_asks_for_order);
 }
 
@@ -199,18 +247,35 @@ void Pool::write(int matrix, int slot, int64_t row, int64_t n_rows, const void *
     piece.ne[1] = n_rows;
     piece.nb[2] = piece.nb[1] * n_rows;
     piece.nb[3] = piece.nb[2];
-    piece.data = arenas_[kind_[matrix]].base + slot * strides_.of_kind[kind_[matrix]] + row * piece.nb[1];
+    piece.data = address(matrix, slot) + row * piece.nb[1];
     ggml_backend_tensor_set(&piece, data, 0, ggml_nbytes(&piece));
 }
 
 void Pool::read(int matrix, int slot, void * out) const {
     ggml_tensor view = *slot_[matrix];
-    view.data = arenas_[kind_[matrix]].base + slot * strides_.of_kind[kind_[matrix]];
+    view.data = address(matrix, slot);
     ggml_backend_tensor_get(&view, out, 0, ggml_nbytes(&view));
 }
 
+uint8_t * Pool::address(int matrix, int slot) const {
+    return arenas_[kind_[matrix]].base + slot * strides_.of_kind[kind_[matrix]];
+}
+
+const uint8_t * Pool::data(int matrix, int slot) const {
+    return address(matrix, slot);
+}
+
+void Pool::write_slots(ggml_backend_t backend, int matrix, int slot, int n, const void * data) const {
+    ggml_tensor slots = *slot_[matrix];
+    slots.ne[2] = n;
+    slots.nb[2] = n > 1 ? strides_.of_kind[kind_[matrix]] : slots.nb[2];
+    slots.nb[3] = slots.nb[2] * n;
+    slots.data = address(matrix, slot);
+    ggml_backend_tensor_set_async(backend, &slots, data, 0, ggml_nbytes(&slots));
+}
+
 void Pool::release(int first, int last) const {
-    if (!host_ || first >= last) {
+    if (!host_ || memory_.pinned || first >= last) { // pinned pages stay where they are
         return;
     }
     const uint64_t page = (uint64_t)sysconf(_SC_PAGESIZE);

@@ -14,10 +14,23 @@ uint64_t piece_bytes(const Matrix & m);
 // Whether the CPU's kernels that multiply with these ask for an order of their matrices, as they would lie in a pool.
 bool cpu_kernels_ask_for_order(const moegguf_matrix * matrices, int n);
 
+// Where the memory of a pool comes from.
+struct PoolMemory {
+    ggml_backend_dev_t device = nullptr; // computes with it, or copies from it
+    ggml_backend_buffer_type_t buft = nullptr;
+    bool repack = false; // where the device's kernels support it
+    bool pinned = false; // host memory that the device copies from by itself
+    std::string note;    // why it is not what it should be; empty: it is
+};
+
+ggml_backend_dev_t find_device(const char * name);        // NULL: the CPU. Throws Error(INVALID).
+PoolMemory device_memory(const char * name, bool repack); // of the device itself; likewise
+PoolMemory host_memory(ggml_backend_dev_t device);        // to copy to this device from: pinned where it has that
+
 class Pool {
   public:
-    // Allocates every arena. Throws Error(MEMORY) when the device refuses, Error(INVALID) for an unknown device.
-    Pool(const Layout & layout, const Numbering & numbering, const char * device, bool repack);
+    // Allocates every arena. Throws Error(MEMORY) when the device refuses.
+    Pool(const Layout & layout, const Numbering & numbering, const PoolMemory & memory);
 
     ggml_tensor * tensor(int matrix) const { return tensors_[matrix]; }
 
@@ -25,6 +38,10 @@ class Pool {
     // lock.
     void write(int matrix, int slot, int64_t row, int64_t n_rows, const void * data) const;
     void read(int matrix, int slot, void * out) const; // plain slots only
+    const uint8_t * data(int matrix, int slot) const;  // of host memory
+    // Whole matrices of n neighbouring slots, laid out in `data` as they are here. Returns before it is done where the
+    // backend can: synchronize it before `data` changes.
+    void write_slots(ggml_backend_t backend, int matrix, int slot, int n, const void * data) const;
     bool repacked(int matrix) const { return repacked_[matrix]; }
 
     // Whether the kernels that multiply with the tensors ask for an order of their matrices, by op_params.
@@ -39,6 +56,7 @@ class Pool {
 
     uint64_t bytes() const { return bytes_; }
     bool host() const { return host_; }
+    const PoolMemory & memory() const { return memory_; }
     int n_repacked() const;
 
   private:
@@ -48,10 +66,12 @@ class Pool {
         uint8_t * base = nullptr;
     };
 
-    void allocate(const Layout & layout, int n_slots, ggml_backend_buffer_type_t plain);
+    void allocate(const Layout & layout, int n_slots);
+    void note_unpinned(const Arena & arena);
+    uint8_t * address(int matrix, int slot) const;
     void make_tensor(const Matrix & m, int matrix, Window window);
 
-    ggml_backend_dev_t device_ = nullptr;
+    PoolMemory memory_;
     std::vector<ggml_backend_buffer_type_t> interleaved_; // per matrix; nullptr: plain
     std::vector<bool> repacked_;
     Arena arenas_[MOEGGUF_MAX_KINDS];

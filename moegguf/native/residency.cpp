@@ -218,6 +218,14 @@ void Residency::unpin(int s) {
     }
 }
 
+void Residency::touch(int s) {
+    slots_[s].last_use = ++tick_;
+    if (order_.contains(s)) {
+        order_.remove(s);
+        place(s);
+    }
+}
+
 void Residency::begin_read(int s, uint8_t kinds) {
     slots_[s].queued &= ~kinds;
     slots_[s].reading |= kinds;

@@ -36,6 +36,7 @@ class Residency {
     const Slot & slot(int s) const { return slots_[s]; }
     int n_slots() const { return (int)slots_.size(); }
     int n_usable() const { return n_usable_; }
+    bool has_free() const { return numbering_.resident() || (free_.lowest() >= 0 && free_.lowest() < n_usable_); }
     int find(int il, int expert) const { return slot_of_[layout_.key(il, expert)]; }
 
     // Which matrices of a slot are there. Any thread: bytes written before publish() are seen after ready().
@@ -55,6 +56,7 @@ class Residency {
 
     void pin(int s); // by a look-up or for a miss: the most recent use
     void unpin(int s);
+    void touch(int s); // as recent as if it was used now, without a use
     void begin_read(int s, uint8_t kinds);
     void end_read(int s, uint8_t kinds);
 

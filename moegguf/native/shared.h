@@ -7,6 +7,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <mutex>
+#include <string>
 
 #include <pthread.h>
 
@@ -29,6 +30,7 @@ struct Shared {
     Counters counters;
     std::atomic<bool> cancelled{false};
     std::atomic<bool> stopping{false};
+    std::string error;                 // why a transfer failed last; under the lock
     std::atomic<uint64_t> given_up{0}; // how often a kernel left matrices out, because it was cancelled
 
     bool has(moegguf_flag flag) const { return flags & flag; }

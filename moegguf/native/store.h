@@ -17,9 +17,12 @@ class Store {
     const Layout layout;
     Shared shared;
     Events events;
-    Tier ram;
+    Counters lower_counters;
+    const std::unique_ptr<Tier> below; // slots in host memory that those of a device are filled from; nullptr: none
+    Tier tier;                         // that layers compute on
     Streaming streaming;
     Arrivals arrivals;
+    const std::unique_ptr<Copies> copies; // from `below`
     Transfers transfers;
     Forecaster forecaster;
     Acquire acquire;
@@ -27,10 +30,12 @@ class Store {
     ggml_backend_buffer_type_t buft() { return buft_.get(); }
     ggml_tensor * pool_tensor(const char * name) const;
 
-    void set_policy(const moegguf_policy * policy);
+    void set_policy(int tier, const moegguf_policy * policy);
     void set_scores(const float * scores, size_t n);
     void set_forecast(const float * probabilities, const uint8_t * known, size_t n);
     void prefetch(const int32_t * il, const int32_t * experts, size_t n, bool replace);
+    void warm(const int32_t * il, const int32_t * experts, size_t n);
+    void resize(int tier, int n_slots);
     void cancel(bool on);
     bool drain(double timeout_s);
     void advance(uint64_t ns);
@@ -38,11 +43,14 @@ class Store {
 
     void read_counters(moegguf_counters & out) const;
     void info(moegguf_pool_info & out);
-    void residency(uint8_t * map, size_t n);
+    void tier_info(int tier, moegguf_tier_info & out);
+    void residency(int tier, uint8_t * map, size_t n);
     void activity(uint32_t * uses, uint32_t * loads, size_t n);
     void read_slot(int matrix, int slot, void * out, size_t n) const;
 
   private:
+    Tier & tier_at(int index); // Throws Error(INVALID).
+
     std::unique_ptr<ggml_backend_buffer_type, void (*)(ggml_backend_buffer_type *)> buft_;
 };
 

@@ -6,6 +6,7 @@ That is its options, its listener's events as numpy, the policies that it carrie
 from __future__ import annotations
 
 import ctypes as c
+import enum
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -20,6 +21,14 @@ from moegguf.native import library
 from moegguf.native.events import Announcement, Float32s, Int32s, Phase, Residency, RoutingEvent
 from moegguf.native.library import check
 from moegguf.native.predictor import NativeForecast, NativePredictor, predictor_struct
+
+
+class Tier(enum.IntEnum):
+    """Where slots are: in the memory that layers compute with, or in RAM below that."""
+
+    COMPUTE = library.COMPUTE_TIER
+    LOWER = library.LOWER_TIER
+
 
 _PHASES = tuple(Phase)
 UInt64s = npt.NDArray[np.uint64]
@@ -53,6 +62,8 @@ class StoreOptions:
     device: str | None = None
     link_bytes_per_s: float = 0.0  # simulation only; 0: transfers are free
     link_latency_s: float = 0.0
+    copy_bytes_per_s: float = 0.0  # the same of the link from RAM to the device
+    copy_latency_s: float = 0.0
 
     @property
     def can_stream(self) -> bool:
@@ -194,14 +205,19 @@ def slot_sizes(layout: ExpertLayout, n_slots: int = 0) -> SlotSizes:
 
 
 class Store:
-    """n_slots experts of `layout` in fast memory.
+    """n_slots experts of `layout` in the memory of the device that computes, and n_lower_slots below it in RAM.
+
+    With n_lower_slots = 0 there is one tier. With two, what is missed on the device is copied from RAM, and read from
+    the file into RAM first where it is not there. `tiers`: those that there are.
 
     Raises AllocationError when the device has no free memory, ExpertIOError when a shard cannot be opened, OptionError
     for an option out of range. Close it after the models and contexts that use it. Every method raises ClosedError
     after close(), and ForkError in a child process.
     """
 
-    def __init__(self, layout: ExpertLayout, n_slots: int, options: StoreOptions = StoreOptions()) -> None:
+    def __init__(
+        self, layout: ExpertLayout, n_slots: int, options: StoreOptions = StoreOptions(), n_lower_slots: int = 0
+    ) -> None:
         self._library = library.load()
         self._handle: int | None = None
         self._listener: library.Listener | None = None
@@ -209,6 +225,7 @@ class Store:
         self._predictor: NativePredictor | None = None  # its arrays are in use
         self.layout = layout
         self.options = options
+        self.tiers = (Tier.COMPUTE, Tier.LOWER) if n_lower_slots else (Tier.COMPUTE,)
         used = {layer.il: layer.n_expert_used for layer in layout.layers}
         matrices, paths = matrices_of(layout), [str(shard.path).encode() for shard in layout.shards]
         config = library.Config(
@@ -219,12 +236,15 @@ class Store:
             n_shards=len(paths),
             n_slots=n_slots,
             n_readers=options.readers,
+            n_lower_slots=n_lower_slots,
             matrices=matrices,
             shard_paths=(c.c_char_p * len(paths))(*paths),
             n_expert_used=(c.c_int32 * layout.n_layer)(*(used.get(il, 0) for il in range(layout.n_layer))),
             device=options.device.encode() if options.device else None,
             sim_bytes_per_ns=options.link_bytes_per_s / 1e9,
             sim_latency_ns=options.link_latency_s * 1e9,
+            sim_copy_bytes_per_ns=options.copy_bytes_per_s / 1e9,
+            sim_copy_latency_ns=options.copy_latency_s * 1e9,
         )
         handle = c.c_void_p()
         check(self._library.moegguf_store_open(c.byref(config), c.byref(handle)))
@@ -259,10 +279,17 @@ class Store:
         check(self._library.moegguf_store_info(self.handle, c.byref(info)))
         return {name: getattr(info, name) for name, *_ in info._fields_}
 
-    def residency(self) -> npt.NDArray[np.uint8]:
-        """(n_layer, n_expert): 0 absent, 1 on its way, 2 there."""
+    def tier(self, tier: Tier = Tier.COMPUTE) -> dict[str, Any]:
+        """Every figure of struct moegguf_tier_info; times in ns. Raises OptionError where there is no such tier."""
+        info = library.TierInfo()
+        check(self._library.moegguf_store_tier(self.handle, tier, c.byref(info)))
+        figures = {name: getattr(info, name) for name, *_ in info._fields_}
+        return figures | {name: figures[name].decode(errors="replace") for name in ("device", "note")}
+
+    def residency(self, tier: Tier = Tier.COMPUTE) -> npt.NDArray[np.uint8]:
+        """(n_layer, n_expert): 0 absent, 1 on its way, 2 there. Raises OptionError where there is no such tier."""
         there = np.zeros(self.shape, np.uint8)
-        check(self._library.moegguf_store_residency(self.handle, there.ctypes.data, there.size))
+        check(self._library.moegguf_store_residency(self.handle, tier, there.ctypes.data, there.size))
         return there
 
     def activity(self) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]:
@@ -306,10 +333,14 @@ class Store:
         check(self._library.moegguf_store_set_forecast(self.handle, table.ctypes.data, mask.ctypes.data, table.size))
 
     def set_policy(self, name: str = "lru", **parameters: float | Sequence[float]) -> None:
-        """Evicts by the policy of this name from now on; see `native_policies`. It starts anew.
+        """The tier that layers compute on evicts by the policy of this name from now on: see `set_policy_of`."""
+        self.set_policy_of(Tier.COMPUTE, name, **parameters)
 
-        A score table in force comes before. Raises OptionError for an unknown name or parameter, or a value out of
-        range; the policy before then stays.
+    def set_policy_of(self, tier: Tier, name: str, **parameters: float | Sequence[float]) -> None:
+        """A tier evicts by the policy of this name from now on; see `native_policies`. It starts anew.
+
+        A score table in force, on the tier that layers compute on, comes before. Raises OptionError for an unknown name
+        or parameter, or a value out of range; the policy before then stays.
         """
         rows = [np.ascontiguousarray(value, np.float32).ravel() for value in parameters.values()]
         table = (library.Parameter * len(rows))(
@@ -319,7 +350,7 @@ class Store:
             )
         )
         policy = library.Policy(name.encode(), len(rows), 0, table)
-        check(self._library.moegguf_store_set_policy(self.handle, c.byref(policy)))
+        check(self._library.moegguf_store_set_policy(self.handle, tier, c.byref(policy)))
 
     def set_predictor(self, predictor: NativePredictor | None, forecast: NativeForecast = NativeForecast()) -> None:
         """Predicts what comes in passes of one token, on a thread of the store's own, and acts on it; None: no longer.
@@ -359,6 +390,15 @@ class Store:
         layers, ids = np.ascontiguousarray(il, np.int32), np.ascontiguousarray(experts, np.int32)
         n = min(layers.size, ids.size)
         check(self._library.moegguf_store_prefetch(self.handle, layers.ctypes.data, ids.ctypes.data, n, replace))
+
+    def warm(self, il: Sequence[int] | Int32s, experts: Sequence[int] | Int32s) -> None:
+        """Fills free slots with experts (il[i], experts[i]) in the background, the first ones nearest to the layers.
+
+        Never before what a pass waits for, and never in place of another expert. Replaces those given before.
+        """
+        layers, ids = np.ascontiguousarray(il, np.int32), np.ascontiguousarray(experts, np.int32)
+        n = min(layers.size, ids.size)
+        check(self._library.moegguf_store_warm(self.handle, layers.ctypes.data, ids.ctypes.data, n))
 
     def listen(
         self,
@@ -411,9 +451,12 @@ class Store:
         """Ends passes in flight and to come as cancelled, until called with False."""
         check(self._library.moegguf_store_cancel(self.handle, on))
 
-    def resize(self, n_slots: int) -> None:
-        """Uses n_slots slots from the next routing event on; memory of the others goes back to the system."""
-        check(self._library.moegguf_store_resize(self.handle, n_slots))
+    def resize(self, n_slots: int, tier: Tier = Tier.COMPUTE) -> None:
+        """Uses n_slots slots of a tier from the next routing event on, those below at once.
+
+        Memory of the others goes back to the system where it is pageable host memory.
+        """
+        check(self._library.moegguf_store_resize(self.handle, tier, n_slots))
 
     def drain(self, timeout_s: float = 600.0) -> None:
         """Waits until nothing is queued or being read."""

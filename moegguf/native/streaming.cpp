@@ -8,6 +8,7 @@ Streaming::Streaming(const Layout & layout, Shared & shared, Tier & tier)
     : layout_(layout),
       shared_(shared),
       tier_(tier),
+      possible_(shared.simulated() && shared.has(MOEGGUF_OVERLAP)),
       slot_of_(layout.n_expert_max, -1) {
     slots_.reserve(layout.n_expert_max);
     experts_.reserve(layout.n_expert_max);

@@ -16,6 +16,9 @@ class Streaming {
   public:
     Streaming(const Layout & layout, Shared & shared, Tier & tier);
 
+    void allow() { possible_ = true; } // before anything is computed: kernels ask where matrices lie
+    bool possible() const { return possible_; }
+
     // Under the store's lock.
     bool busy() const { return lane_ != nullptr; }
     void begin(const Lane & lane, int il, size_t first); // its absent experts, through its pinned slots from there on
@@ -47,6 +50,7 @@ class Streaming {
     Shared & shared_;
     Tier & tier_;
     Kind kinds_[MOEGGUF_MAX_KINDS];
+    bool possible_;
     const Lane * lane_ = nullptr; // nullptr: nothing is streamed
     std::atomic<const void *> ids_{nullptr};
     int il_ = -1;

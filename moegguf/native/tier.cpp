@@ -2,6 +2,8 @@
 
 #include "clock.h"
 
+#include <algorithm>
+
 namespace moegguf {
 namespace {
 
@@ -15,17 +17,20 @@ int count_chunks(const Layout & layout) {
 
 } // namespace
 
-Tier::Tier(TierId id, const Layout & layout, const moegguf_config & config, Shared & shared, Events & events)
+Tier::Tier(TierId id, const Layout & layout, int n_slots, const PoolMemory * memory, Tier * below, Counters & counters,
+           Events & events)
     : id(id),
-      numbering(layout, config.n_slots),
-      residency(layout, numbering, shared.counters),
-      layout_(layout),
-      shared_(shared),
+      numbering(layout, n_slots),
+      residency(layout, numbering, counters),
+      counters_(counters),
       events_(events),
+      below_(below),
+      source_(below ? numbering.n_slots() : 0, -1),
       n_absent_chunks_(count_chunks(layout)) {
-    if (!shared.simulated()) {
-        pool_ = std::make_unique<Pool>(layout, numbering, config.device, shared.has(MOEGGUF_REPACK));
+    if (memory) {
+        pool_ = std::make_unique<Pool>(layout, numbering, *memory);
     }
+    borrowers_.reserve(source_.size());
 }
 
 int Tier::take_slot(int il, int expert, const Moment & now, const Bid & bid) {
@@ -47,7 +52,7 @@ int Tier::reserve_slot(int il, const Moment & now) {
 int Tier::empty_slot(int il, int expert, const Moment & now, const Bid & bid) {
     const int s = residency.choose(il, expert, now, bid);
     if (s >= 0 && residency.slot(s).il >= 0) {
-        count(shared_.counters.evictions);
+        count(counters_.evictions);
         release_slot(s);
     }
     return s;
@@ -57,6 +62,58 @@ void Tier::adopt(int s, int expert) {
     residency.adopt(s, expert);
     n_absent_chunks_ -= __builtin_popcount(residency.ready(s));
     report_residency(s, true);
+}
+
+void Tier::unpin(int s) {
+    residency.unpin(s);
+    const Slot & slot = residency.slot(s);
+    if (slot.pins > 0) {
+        return;
+    }
+    if (residency.failed(s) || slot.streams()) { // the layer that it was reserved for did not come to an end
+        retire(s);
+    } else if (!usable(s) && slot.reading == 0) {
+        count(counters_.evictions);
+        retire(s);
+    }
+}
+
+// Nobody waits for a slot that is neither whole nor going to be.
+void Tier::tidy(int s) {
+    const Slot & slot = residency.slot(s);
+    if (slot.il < 0 || (slot.streams() && slot.pins > 0)) {
+        return;
+    }
+    if (!slot.streams() && residency.complete(s)) {
+        give_back(s);
+        report_residency(s, true);
+    } else if (slot.pins == 0 && slot.reading == 0 && (slot.queued == 0 || residency.failed(s))) {
+        retire(s);
+    }
+    if (slot.il >= 0 && slot.pins == 0 && slot.reading == 0 && !usable(s)) {
+        count(counters_.evictions);
+        retire(s);
+    }
+}
+
+void Tier::count_arrival(bool demand, uint64_t bytes) {
+    count(demand ? bytes_missed_ : bytes_prefetched_, bytes);
+}
+
+void Tier::borrow(int s, int source) {
+    source_[s] = source;
+    borrowers_.push_back(s);
+    below_->residency.pin(source);
+}
+
+void Tier::give_back(int s) {
+    const int r = source(s);
+    if (r < 0) {
+        return;
+    }
+    source_[s] = -1;
+    borrowers_.erase(std::find(borrowers_.begin(), borrowers_.end(), s));
+    below_->unpin(r);
 }
 
 void Tier::retire(int s) {
@@ -70,10 +127,18 @@ void Tier::retire(int s) {
 }
 
 void Tier::release_slot(int s) {
-    if (residency.slot(s).prefetched) {
-        count(shared_.counters.prefetch_wasted);
+    const Slot & slot = residency.slot(s);
+    if (slot.il < 0) {
+        return;
     }
-    if (!residency.slot(s).streams()) {
+    if (slot.prefetched) {
+        count(counters_.prefetch_wasted);
+    }
+    give_back(s);
+    if (!slot.streams()) {
+        if (const int r = below_ ? below_->residency.find(slot.il, slot.expert) : -1; r >= 0) {
+            below_->residency.touch(r); // copies of what stays above age, and go before what has just left it
+        }
         n_absent_chunks_ += __builtin_popcount(residency.ready(s));
         report_residency(s, false);
     }
@@ -86,7 +151,7 @@ void Tier::publish(int s, uint8_t kinds) {
 }
 
 void Tier::report_residency(int s, bool resident) {
-    if (events_.on()) {
+    if (id == TierId::compute && events_.on()) {
         const Slot & slot = residency.slot(s);
         events_.residency({now_ns(), slot.il, slot.expert, s, resident});
     }
@@ -102,7 +167,7 @@ void Tier::resize(int n_slots) {
     residency.set_usable(n_slots);
     for (int s = n_slots; s < residency.n_slots(); s++) {
         if (residency.slot(s).il >= 0 && residency.slot(s).pins == 0 && residency.slot(s).reading == 0) {
-            count(shared_.counters.evictions);
+            count(counters_.evictions);
             retire(s);
         }
     }

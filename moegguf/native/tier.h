@@ -12,7 +12,9 @@ namespace moegguf {
 // All calls come under the store's lock unless they say otherwise.
 class Tier {
   public:
-    Tier(TierId id, const Layout & layout, const moegguf_config & config, Shared & shared, Events & events);
+    // memory nullptr: simulated. below: its slots may be filled from slots of that tier; nullptr: from the file only.
+    Tier(TierId id, const Layout & layout, int n_slots, const PoolMemory * memory, Tier * below, Counters & counters,
+         Events & events);
 
     const TierId id;
     Numbering numbering;
@@ -22,13 +24,27 @@ class Tier {
     Place place(int s) const { return {id, s, residency.slot(s).generation}; }
     bool holds(const Place & place) const { return residency.slot(place.slot).generation == place.generation; }
 
+    Counters & counters() { return counters_; } // of look-ups, slots and evictions here
+
     int take_slot(int il, int expert, const Moment & now, const Bid & bid = {}); // -1: none
     int reserve_slot(int il, const Moment & now); // for experts that are streamed; -1: none
     void adopt(int s, int expert);                // which is in such a slot, whole
     void retire(int s);                 // empties a slot, and gives its memory back when it is no longer usable
     void publish(int s, uint8_t kinds); // bytes are there
-    void report_residency(int s, bool resident);            // to the listener
-    void resize(int n_slots);                               // no layer computes meanwhile
+    void unpin(int s);                  // and what was put off while it was pinned
+    void tidy(int s);                   // after a transfer to it has ended
+    void count_arrival(bool demand, uint64_t bytes);
+    uint64_t bytes_missed() const { return get(bytes_missed_); }
+    uint64_t bytes_prefetched() const { return get(bytes_prefetched_); }
+
+    // The slot of the tier below that a slot is filled from keeps its expert until every matrix is here, or none is
+    // wanted any more.
+    int source(int s) const { return source_.empty() ? -1 : source_[s]; }
+    void borrow(int s, int source);
+    void give_back(int s);
+    const std::vector<int> & borrowers() const { return borrowers_; } // slots that have a source
+    void report_residency(int s, bool resident);                      // to the listener
+    void resize(int n_slots);                                         // no layer computes meanwhile
     bool complete() const { return n_absent_chunks_ == 0; } // any thread: every expert is there, in a slot of its own
     bool usable(int s) const { return s < residency.n_usable(); }
 
@@ -36,10 +52,14 @@ class Tier {
     int empty_slot(int il, int expert, const Moment & now, const Bid & bid);
     void release_slot(int s);
 
-    const Layout & layout_;
-    Shared & shared_;
+    Counters & counters_;
     Events & events_;
+    Tier * const below_;
     std::unique_ptr<Pool> pool_;
+    std::vector<int> source_; // [n_slots] -1: none; empty where no tier is below
+    std::vector<int> borrowers_;
+    uint64_t bytes_missed_ = 0; // that came into slots, from wherever
+    uint64_t bytes_prefetched_ = 0;
     std::atomic<int> n_absent_chunks_{0}; // of all experts
 };
 

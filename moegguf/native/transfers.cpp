@@ -34,11 +34,13 @@ void for_matrices(const Layout & layout, int il, uint8_t kinds, Body body) {
 
 } // namespace
 
-Transfers::Transfers(const Layout & layout, const moegguf_config & config, Shared & shared, Tier & ram,
-                     Streaming & streaming)
+Transfers::Transfers(const Layout & layout, const moegguf_config & config, Shared & shared, Tier & tier, Tier * below,
+                     Copies * copies, Streaming & streaming)
     : layout_(layout),
       shared_(shared),
-      ram_(ram),
+      tier_(tier),
+      below_(below),
+      copies_(copies),
       streaming_(streaming) {
     if (config.n_readers < 1 || config.n_readers > max_readers) {
         throw Error(MOEGGUF_INVALID, "readers must be between 1 and " + std::to_string(max_readers) + ", not " +
@@ -53,16 +55,22 @@ Transfers::Transfers(const Layout & layout, const moegguf_config & config, Share
 }
 
 void Transfers::demand(const std::vector<int> & slots) {
+    if (below_) {
+        find_sources(slots);
+    }
     for (const uint8_t kinds : order_of_use) {
         for (int s : slots) {
-            const Slot & slot = ram_.residency.slot(s);
+            const Slot & slot = tier_.residency.slot(s);
             if (!slot.streams()) {
-                queue(s, layout_.layers[slot.il].chunks & kinds & ~ram_.residency.ready(s) & ~slot.reading, true);
+                queue(s, layout_.layers[slot.il].chunks & kinds & ~tier_.residency.ready(s) & ~slot.reading, true);
             }
         }
     }
     if (!demand_.empty()) {
         wake_readers(); // once: each wake-up is a system call
+    }
+    if (copies_) {
+        copies_->wake();
     }
     update_gauges();
 }
@@ -107,15 +115,19 @@ float Transfers::share_in_time(int distance) const {
 void Transfers::drop_prefetches(int il) {
     const size_t dropped = requests_.filter([&](const PrefetchRequest & request) { return request.il != il; });
     count(shared_.counters.prefetch_dropped, dropped);
+    if (below_) {
+        drop_waiting(il);
+    }
     prefetch_.filter([&](const Job & job) {
         const int s = job.destination.slot;
-        Slot & slot = ram_.residency.slot(s);
-        if (!ram_.holds(job.destination) || slot.il != il || slot.pins > 0) {
+        Tier & to = tier(job.destination.tier);
+        Slot & slot = to.residency.slot(s);
+        if (!to.holds(job.destination) || slot.il != il || slot.pins > 0) {
             return true;
         }
         slot.queued &= ~job.kinds;
-        if (slot.reading == 0 && slot.queued == 0 && !ram_.residency.complete(s)) {
-            ram_.retire(s); // counted as wasted
+        if (slot.reading == 0 && slot.queued == 0 && !to.residency.complete(s)) {
+            to.retire(s); // counted as wasted
         }
         return false;
     });
@@ -128,11 +140,38 @@ void Transfers::drop_requests() {
     update_gauges();
 }
 
+// Prefetches on their way through the tier below. What is being copied just now ends, and is retired then.
+void Transfers::drop_waiting(int il) {
+    copies_->drop_prefetches(il);
+    waiting_ = tier_.borrowers();
+    for (int s : waiting_) {
+        Slot & slot = tier_.residency.slot(s);
+        if (slot.il == il && slot.pins == 0) {
+            slot.queued = 0;
+            tier_.retire(s);
+        }
+    }
+}
+
+void Transfers::hold_prefetches(bool on) {
+    held_ = on;
+    if (!on) {
+        wake_readers();
+    }
+}
+
 bool Transfers::idle() const {
-    const bool filling =
-        shared_.has(MOEGGUF_FILL) && ram_.numbering.resident() && error_.empty() && fill_next_ < (int)layout_.n_keys();
-    return demand_.empty() && prefetch_.empty() && requests_.empty() && next_wish_ == wishes_.size() && !reading() &&
-           !filling;
+    const bool queued = !demand_.empty() || !prefetch_.empty() || !requests_.empty() || next_wish_ < wishes_.size();
+    return !queued && !(copies_ && !copies_->idle()) && !reading() && !filling();
+}
+
+bool Transfers::filling() const {
+    const int n_keys = (int)layout_.n_keys();
+    const auto fills = [&](const Tier & to, int next) {
+        return shared_.has(MOEGGUF_FILL) && to.numbering.resident() && next < n_keys;
+    };
+    return shared_.error.empty() &&
+           (next_warm_ < warm_.size() || fills(tier_, fill_next_) || (below_ && fills(*below_, fill_next_below_)));
 }
 
 void Transfers::update_gauges() {
@@ -140,16 +179,101 @@ void Transfers::update_gauges() {
     set_gauge(shared_.counters.queue_wanted, prefetch_.size() + requests_.size() + wishes_.size() - next_wish_);
 }
 
+// From the tier below where that has a slot for it, once the bytes are there; else from the file.
 void Transfers::queue(int s, uint8_t kinds, bool demand) {
-    Slot & slot = ram_.residency.slot(s);
+    const int r = tier_.source(s);
+    if (r < 0) {
+        queue_reads(tier_, s, kinds, demand);
+        return;
+    }
+    const uint8_t there = kinds & below_->residency.ready(r);
+    tier_.residency.slot(s).queued |= kinds;
+    if (there) {
+        copies_->queue(s, there, demand);
+    }
+    queue_reads(*below_, r, kinds & ~there & ~below_->residency.slot(r).reading, demand);
+}
+
+void Transfers::queue_reads(Tier & to, int s, uint8_t kinds, bool demand) {
+    Slot & slot = to.residency.slot(s);
     const bool whole = !demand && !shared_.has(MOEGGUF_CHUNKED);
     while (kinds) {
         const uint8_t bits = whole ? kinds : lowest_bit(kinds);
         (demand ? demand_ : prefetch_)
-            .push({Place{TierId::disk}, ram_.place(s), slot.il, slot.expert, bits, demand, slot.claims});
+            .push({Place{TierId::disk}, to.place(s), slot.il, slot.expert, bits, demand, slot.claims});
         slot.queued |= bits;
         kinds &= ~bits;
     }
+}
+
+// Where the experts that slots were taken for come from. What the tier below has is kept before any of it makes room.
+void Transfers::find_sources(const std::vector<int> & slots) {
+    missed_.clear();
+    for (int s : slots) {
+        if (look_up_source(s)) {
+            missed_.push_back(tier_.residency.slot(s).expert);
+        }
+    }
+    if (missed_.empty()) {
+        return;
+    }
+    below_->residency.on_routing(now_.il, missed_.data(), (int)missed_.size(), 1);
+    for (int expert : missed_) {
+        const int s = tier_.residency.find(now_.il, expert);
+        if (tier_.source(s) < 0) {
+            take_source(s, {});
+        }
+    }
+}
+
+// False where nothing is to be looked up: the expert is here, or on its way.
+bool Transfers::look_up_source(int s) {
+    const Slot & slot = tier_.residency.slot(s);
+    int r = tier_.source(s);
+    const bool looks_up = r < 0 && !tier_.residency.complete(s) && !slot.queued && !slot.reading;
+    if (looks_up) {
+        Counters & counters = below_->counters();
+        r = below_->residency.find(slot.il, slot.expert);
+        count(counters.lookups);
+        count(r < 0 ? counters.misses : below_->residency.complete(r) ? counters.hits_ready : counters.hits_late);
+        below_->residency.count_look_up(slot.il, slot.expert);
+        if (r >= 0) {
+            tier_.borrow(s, r);
+        }
+    }
+    if (r >= 0) {
+        below_->residency.slot(r).claims += 1;
+        below_->residency.set_failed(r, false); // of passes that have ended
+    }
+    return looks_up;
+}
+
+// No slot below: it comes straight from the file.
+void Transfers::take_source(int s, const Bid & bid) {
+    const Slot & slot = tier_.residency.slot(s);
+    const int r = below_->take_slot(slot.il, slot.expert, now_, bid);
+    if (r >= 0) {
+        below_->residency.slot(r).claims += 1;
+        tier_.borrow(s, r);
+    }
+}
+
+// What has arrived below goes on to the slot that waits for it.
+void Transfers::pass_on(const Job & job) {
+    const int s = tier_.residency.find(job.il, job.expert);
+    if (s < 0 || tier_.source(s) != job.destination.slot) {
+        return;
+    }
+    const Slot & slot = tier_.residency.slot(s);
+    if (const uint8_t kinds = job.kinds & slot.queued & ~slot.reading) {
+        copies_->queue(s, kinds, slot.pins > 0);
+        copies_->wake();
+    }
+}
+
+bool Transfers::awaits_file(int s, uint8_t kinds) const {
+    const int r = tier_.source(s);
+    return kinds & ~tier_.residency.ready(s) & ~(r >= 0 ? below_->residency.ready(r) : 0);
 }
 
 // The next transfer that is still of use.
@@ -176,12 +300,13 @@ bool Transfers::next_queued(Ring<Job> & ring, Job & job) {
     while (!ring.empty()) {
         job = ring.pop();
         const int s = job.destination.slot;
-        const Slot & slot = ram_.residency.slot(s);
-        if (!ram_.holds(job.destination)) {
+        const Tier & to = tier(job.destination.tier);
+        const Slot & slot = to.residency.slot(s);
+        if (!to.holds(job.destination)) {
             continue;
         }
-        job.kinds &= slot.queued & ~ram_.residency.ready(s) & ~slot.reading;
-        if (job.kinds && !ram_.residency.failed(s)) {
+        job.kinds &= slot.queued & ~to.residency.ready(s) & ~slot.reading;
+        if (job.kinds && !to.residency.failed(s)) {
             return true;
         }
     }
@@ -191,10 +316,11 @@ bool Transfers::next_queued(Ring<Job> & ring, Job & job) {
 bool Transfers::next_prefetch(Job & job) {
     while (!requests_.empty()) {
         const PrefetchRequest request = requests_.pop();
-        if (start_prefetch(request.il, request.expert, INFINITY, job)) {
+        if (!start_prefetch(request.il, request.expert, INFINITY)) {
+            count(shared_.counters.prefetch_dropped);
+        } else if (next_queued(prefetch_, job)) {
             return true;
         }
-        count(shared_.counters.prefetch_dropped);
     }
     return false;
 }
@@ -204,52 +330,89 @@ bool Transfers::next_wish(Job & job) {
     const bool allowed = n_demand_reading_ == 0 || !shared_.has(MOEGGUF_DEMAND_FIRST);
     while (allowed && next_wish_ < wishes_.size()) {
         const Wish wish = wishes_[next_wish_++];
-        if (wish.turn > now_.turn && start_prefetch(wish.il, wish.expert, wish.worth, job)) {
+        if (wish.turn <= now_.turn || !start_prefetch(wish.il, wish.expert, wish.worth)) {
+            count(shared_.counters.prefetch_dropped);
+        } else if (next_queued(prefetch_, job)) {
             return true;
         }
-        count(shared_.counters.prefetch_dropped);
     }
     return false;
 }
 
-// A pool with a slot for every expert reads those that were not asked for, too.
+// What fills free slots while there is nothing else to do: what was asked for, each as near to the layers as there is
+// space; then every expert, where a pool has a slot for each.
 bool Transfers::next_fill(Job & job) {
-    if (!shared_.has(MOEGGUF_FILL) || !ram_.numbering.resident() || !error_.empty()) {
-        return false;
-    }
-    for (; fill_next_ < (int)layout_.n_keys(); fill_next_++) {
-        const int il = fill_next_ / layout_.n_expert_max, expert = fill_next_ % layout_.n_expert_max;
-        if (layout_.has_expert(il, expert) && take_slot(il, expert, INFINITY, job)) {
+    while (filling() && !held_) {
+        if (next_warm_ < warm_.size()) {
+            const PrefetchRequest next = warm_[next_warm_++];
+            if (!fill(tier_, next.il, next.expert) && below_) {
+                fill(*below_, next.il, next.expert);
+            }
+        } else {
+            const bool compute = tier_.numbering.resident() && fill_next_ < (int)layout_.n_keys();
+            const int key = compute ? fill_next_++ : fill_next_below_++;
+            fill(compute ? tier_ : *below_, key / layout_.n_expert_max, key % layout_.n_expert_max);
+        }
+        if (next_queued(prefetch_, job)) {
             return true;
         }
     }
     return false;
 }
 
-bool Transfers::start_prefetch(int il, int expert, float chance, Job & job) {
-    if (!take_slot(il, expert, chance, job)) {
+// False where the tier has the expert, or no free slot. What the other tier has needs none in RAM.
+bool Transfers::fill(Tier & to, int il, int expert) {
+    if (!layout_.has_expert(il, expert) || to.residency.find(il, expert) >= 0 || !to.residency.has_free()) {
         return false;
     }
-    ram_.residency.slot(job.destination.slot).prefetched = true;
-    count(shared_.counters.prefetch_started);
-    return true;
-}
-
-// What nothing waits for yet evicts only what has a lower score and a lower chance than itself.
-bool Transfers::take_slot(int il, int expert, float chance, Job & job) {
-    Residency & residency = ram_.residency;
-    if (held_ || residency.find(il, expert) >= 0) {
-        return false;
-    }
-    const float score = residency.ordered(now_) ? residency.score(il, expert, now_) : INFINITY;
-    const int s = ram_.take_slot(il, expert, now_, {score, chance});
+    const int s = to.take_slot(il, expert, now_);
     if (s < 0) {
         return false;
     }
-    queue(s, layout_.layers[il].chunks, false);
+    const int r = below_ && &to == &tier_ ? below_->residency.find(il, expert) : -1;
+    if (r >= 0) {
+        tier_.borrow(s, r);
+    }
+    const uint8_t kinds = layout_.layers[il].chunks;
+    &to == &tier_ ? queue(s, kinds, false) : queue_reads(to, s, kinds, false);
+    wake_all();
+    return true;
+}
+
+void Transfers::set_warm(const std::vector<PrefetchRequest> & experts) {
+    warm_ = experts;
+    next_warm_ = 0;
+    wake_readers();
+}
+
+void Transfers::wake_all() {
     wake_readers(); // for the matrices that this reader does not take
-    job = prefetch_.pop();
+    if (copies_) {
+        copies_->wake();
+    }
     update_gauges();
+}
+
+// What nothing waits for yet evicts only what has a lower score and a lower chance than itself.
+bool Transfers::start_prefetch(int il, int expert, float chance) {
+    const auto bid = [&](const Residency & residency) {
+        return Bid{residency.ordered(now_) ? residency.score(il, expert, now_) : INFINITY, chance};
+    };
+    if (held_ || tier_.residency.find(il, expert) >= 0) {
+        return false;
+    }
+    const int s = tier_.take_slot(il, expert, now_, bid(tier_.residency));
+    if (s < 0) {
+        return false;
+    }
+    if (below_) {
+        const int r = below_->residency.find(il, expert);
+        r >= 0 ? tier_.borrow(s, r) : take_source(s, bid(below_->residency));
+    }
+    tier_.residency.slot(s).prefetched = true;
+    count(shared_.counters.prefetch_started);
+    queue(s, layout_.layers[il].chunks, false);
+    wake_all();
     return true;
 }
 
@@ -297,7 +460,7 @@ uint64_t Transfers::staging_bytes() const {
 void Transfers::begin(Job & job) {
     job.begun_ns = shared_.clock_ns();
     n_demand_reading_ += job.demand;
-    ram_.residency.begin_read(job.destination.slot, job.kinds);
+    tier(job.destination.tier).residency.begin_read(job.destination.slot, job.kinds);
     count(shared_.counters.chunks_reading);
 }
 
@@ -317,7 +480,7 @@ void Transfers::run_reader(int index) {
         uint64_t upload_ns = 0;
         std::string why;
         try {
-            copy(job, *staging_[index], stats, upload_ns);
+            copy_from_disk(job, *staging_[index], stats, upload_ns);
         } catch (const std::exception & e) { // memory, too
             why = e.what();
         }
@@ -327,15 +490,6 @@ void Transfers::run_reader(int index) {
 
         lock.lock();
         finish(job, why);
-    }
-}
-
-void Transfers::copy(const Job & job, const Staging & staging, ReadStats & stats, uint64_t & upload_ns) {
-    switch (job.source.tier) {
-        case TierId::disk:
-            return copy_from_disk(job, staging, stats, upload_ns);
-        case TierId::ram:
-            throw Error(MOEGGUF_INVALID, "no tier takes experts from RAM yet");
     }
 }
 
@@ -349,14 +503,14 @@ void Transfers::copy_from_disk(const Job & job, const Staging & staging, ReadSta
             const uint64_t offset = m.offset + job.expert * m.expert_bytes + row * row_bytes;
             const uint8_t * data = (*files_)[m.shard].read(offset, n_rows * row_bytes, staging, stats);
             const uint64_t start = now_ns();
-            write(matrix, job.destination.slot, row, n_rows, data);
+            write(tier(job.destination.tier), matrix, job.destination.slot, row, n_rows, data);
             upload_ns += now_ns() - start;
         }
     });
 }
 
-void Transfers::write(int matrix, int slot, int64_t row, int64_t n_rows, const uint8_t * data) {
-    const Pool & pool = *ram_.pool();
+void Transfers::write(const Tier & to, int matrix, int slot, int64_t row, int64_t n_rows, const uint8_t * data) {
+    const Pool & pool = *to.pool();
     Lock one_at_a_time(upload_, std::defer_lock);
     if (!pool.host()) {
         one_at_a_time.lock();
@@ -373,8 +527,8 @@ uint64_t Transfers::bytes_of(const Job & job) const {
 // A slot being read is never given away, so the job's generation still holds here.
 void Transfers::finish(const Job & job, const std::string & why) {
     Counters & counters = shared_.counters;
+    Tier & to = tier(job.destination.tier);
     const int s = job.destination.slot;
-    Slot & slot = ram_.residency.slot(s);
     uncount(counters.chunks_reading);
     count(counters.reads);
     n_demand_reading_ -= job.demand;
@@ -383,74 +537,101 @@ void Transfers::finish(const Job & job, const std::string & why) {
     }
     average(chunk_ns_, shared_.clock_ns() - job.begun_ns);
     if (why.empty()) {
-        count(job.demand ? counters.bytes_missed : counters.bytes_prefetched, bytes_of(job));
+        const uint64_t bytes = bytes_of(job);
+        to.count_arrival(job.demand, bytes);
+        count(job.demand ? counters.bytes_missed : counters.bytes_prefetched, bytes);
     }
-    ram_.residency.end_read(s, job.kinds);
-    if (why.empty() && job.streamed >= 0) {
+    if (why.empty() && job.streamed < 0) {
+        to.publish(s, job.kinds);
+    }
+    to.residency.end_read(s, job.kinds);
+    if (!why.empty()) {
+        finish_failed(to, job, why);
+    } else if (job.streamed >= 0) {
         streaming_.arrived(job);
-    } else if (why.empty()) {
-        ram_.publish(s, job.kinds);
-    } else {
-        finish_failed(job, why);
     }
-    if (slot.streams()) {
-        if (slot.pins == 0 && slot.reading == 0) {
-            ram_.retire(s);
-        }
-    } else if (job.streamed < 0 && ram_.residency.complete(s)) {
-        ram_.report_residency(s, true);
-    } else if (slot.pins == 0 && slot.reading == 0 && (slot.queued == 0 || ram_.residency.failed(s))) {
-        ram_.retire(s);
-    }
-    if (slot.il >= 0 && slot.pins == 0 && slot.reading == 0 && !ram_.usable(s)) {
-        count(counters.evictions);
-        ram_.retire(s);
+    to.tidy(s);
+    if (why.empty() && job.destination.tier == TierId::lower) {
+        pass_on(job);
     }
     shared_.done.notify_all();
 }
 
-void Transfers::finish_failed(const Job & job, const std::string & why) {
+void Transfers::finish_failed(Tier & to, const Job & job, const std::string & why) {
     const int s = job.destination.slot;
-    const Slot & slot = ram_.residency.slot(s);
+    const Slot & slot = to.residency.slot(s);
     count(shared_.counters.read_errors);
-    error_ = why;
+    shared_.error = why;
     // A read from before the last routing event says nothing about that event's request: it gets one of its own.
     if (job.streamed < 0 && slot.pins > 0 && slot.claims != job.claims) {
-        queue(s, job.kinds, true);
+        queue_reads(to, s, job.kinds, true);
         update_gauges();
         shared_.work.notify_one();
-    } else {
-        ram_.residency.set_failed(s, true);
+        return;
     }
+    to.residency.set_failed(s, true);
+    const int above = job.destination.tier == TierId::lower ? tier_.residency.find(job.il, job.expert) : -1;
+    if (above >= 0 && tier_.source(above) == s) { // it will not come there either
+        tier_.residency.set_failed(above, true);
+        tier_.tidy(above);
+    }
+}
+
+// Simulation: the modelled links, one transfer at a time on each.
+
+bool Transfers::start_idle_links() {
+    bool started = false;
+    Job job;
+    if (!link_.busy && next_job(job)) {
+        begin(job);
+        link_.start(job, bytes_of(job), clock_ns_);
+        started = true;
+    }
+    if (copies_ && !copies_->link.busy && copies_->next(job)) {
+        copies_->begin(job);
+        copies_->link.start(job, bytes_of(job), clock_ns_);
+        started = true;
+    }
+    return started;
+}
+
+ModelledLink * Transfers::first_to_end() {
+    ModelledLink * copying = copies_ && copies_->link.busy ? &copies_->link : nullptr;
+    if (!link_.busy || (copying && copying->done_ns < link_.done_ns)) {
+        return copying;
+    }
+    return &link_;
+}
+
+void Transfers::end_transfer(ModelledLink & link) {
+    clock_ns_ = std::max(clock_ns_, link.done_ns);
+    set_gauge(shared_.counters.sim_clock_ns, clock_ns_);
+    link.busy = false;
+    const Job job = link.job;
+    &link == &link_ ? finish(job, {}) : copies_->finish(job, {});
 }
 
 void Transfers::step() {
-    if (!link_.busy) {
-        Job job;
-        if (next_job(job)) {
-            begin(job);
-            link_.start(job, bytes_of(job));
-        }
+    if (start_idle_links()) {
         return;
     }
-    link_.clock_ns = std::max(link_.clock_ns, link_.done_ns);
-    set_gauge(shared_.counters.sim_clock_ns, link_.clock_ns);
-    link_.busy = false;
-    finish(link_.job, {});
+    if (ModelledLink * link = first_to_end()) {
+        end_transfer(*link);
+    }
 }
 
 void Transfers::advance(uint64_t ns) {
-    const uint64_t end = link_.clock_ns + ns;
+    const uint64_t end = clock_ns_ + ns;
     while (true) {
-        if (!link_.busy) {
-            step();
+        while (start_idle_links()) {
         }
-        if (!link_.busy || link_.done_ns > end) {
+        ModelledLink * link = first_to_end();
+        if (!link || link->done_ns > end) {
             break;
         }
-        step();
+        end_transfer(*link);
     }
-    link_.clock_ns = end;
+    clock_ns_ = end;
     set_gauge(shared_.counters.sim_clock_ns, end);
 }
 

@@ -1,8 +1,9 @@
-// transfers.h: moves experts from where they lie into slots: queues, reader threads, copies; or a modelled link.
+// transfers.h: moves experts into slots: queues and reader threads, or a modelled link. What a tier below has comes
+// from there (copies.h).
 #pragma once
 
+#include "copies.h"
 #include "files.h"
-#include "link.h"
 #include "streaming.h"
 
 #include <thread>
@@ -11,8 +12,9 @@ namespace moegguf {
 
 class Transfers {
   public:
-    // Opens the files and starts the readers, unless simulated.
-    Transfers(const Layout & layout, const moegguf_config & config, Shared & shared, Tier & ram, Streaming & streaming);
+    // Opens the files and starts the readers, unless simulated. With a tier below, experts go through its slots.
+    Transfers(const Layout & layout, const moegguf_config & config, Shared & shared, Tier & tier, Tier * below,
+              Copies * copies, Streaming & streaming);
     ~Transfers();
     Transfers(const Transfers &) = delete;
     Transfers & operator=(const Transfers &) = delete;
@@ -21,13 +23,15 @@ class Transfers {
     void demand(const std::vector<int> & slots); // every matrix that is not there or being read, before all prefetches
     bool prefetch(int il, int expert);           // false: queued already are more than any link moves in time
     void wake_readers() { shared_.work.notify_all(); }
-    void set_wishes(const std::vector<Wish> & wishes); // the most urgent first; replaces those before
-    void drop_prefetches(int il);                      // of this layer, in pinned slots excepted
-    void drop_requests();                              // prefetches that have no slot yet
+    void set_wishes(const std::vector<Wish> & wishes);           // the most urgent first; replaces those before
+    void drop_prefetches(int il);                                // of this layer, in pinned slots excepted
+    void set_warm(const std::vector<PrefetchRequest> & experts); // to be put into free slots, replacing those before
+    void drop_requests();                                        // prefetches that have no slot yet
     bool reading() const { return get(shared_.counters.chunks_reading) > 0; }
     bool idle() const; // nothing queued, read, or left to fill
-    const std::string & error() const { return error_; }
-    void hold_prefetches(bool on) { held_ = on; } // an acquire waits for slots: prefetches take none
+    const std::string & error() const { return shared_.error; }
+    bool awaits_file(int s, uint8_t kinds) const; // some matrices of this slot are not even in the tier below
+    void hold_prefetches(bool on);                // an acquire waits for slots: prefetches take none
     void set_moment(const Moment & now);
     uint64_t turn() const { return now_.turn; } // of the last routing event
 
@@ -52,22 +56,36 @@ class Transfers {
     bool next_prefetch(Job & job);
     bool next_fill(Job & job);
     bool next_wish(Job & job);
-    bool start_prefetch(int il, int expert, float chance, Job & job);
-    bool take_slot(int il, int expert, float chance, Job & job);
+    bool start_prefetch(int il, int expert, float chance);
+    bool filling() const;
+    bool fill(Tier & to, int il, int expert);
+    void wake_all();
     void queue(int s, uint8_t kinds, bool demand);
+    void queue_reads(Tier & to, int s, uint8_t kinds, bool demand);
+    void find_sources(const std::vector<int> & slots);
+    bool look_up_source(int s);
+    void take_source(int s, const Bid & bid);
+    void pass_on(const Job & job);
+    void drop_waiting(int il);
+    Tier & tier(TierId id) { return id == TierId::lower ? *below_ : tier_; }
     void begin(Job & job);
-    void copy(const Job & job, const Staging & staging, ReadStats & stats, uint64_t & upload_ns);
     void copy_from_disk(const Job & job, const Staging & staging, ReadStats & stats, uint64_t & upload_ns);
-    void write(int matrix, int slot, int64_t row, int64_t n_rows, const uint8_t * data);
+    void write(const Tier & to, int matrix, int slot, int64_t row, int64_t n_rows, const uint8_t * data);
     void finish(const Job & job, const std::string & why);
-    void finish_failed(const Job & job, const std::string & why);
+    void finish_failed(Tier & to, const Job & job, const std::string & why);
+    bool start_idle_links();
+    ModelledLink * first_to_end();
+    void end_transfer(ModelledLink & link);
     uint64_t bytes_of(const Job & job) const;
     void update_gauges();
 
     const Layout & layout_;
     Shared & shared_;
-    Tier & ram_;
+    Tier & tier_;
+    Tier * const below_; // nullptr: none
+    Copies * const copies_;
     Streaming & streaming_;
+    std::vector<int32_t> missed_; // scratch: experts that were looked up in the tier below
     std::unique_ptr<Files> files_;
     std::vector<std::unique_ptr<Staging>> staging_; // one per reader
     std::mutex upload_;                             // devices that are not host memory take one upload at a time
@@ -81,10 +99,14 @@ class Transfers {
     float chunk_ns_ = 0; // moving averages: of a transfer,
     float layer_ns_ = 0; // between layers of a pass of one token, without stall: while the link is free
     uint64_t computed_ns_ = 0;
+    std::vector<PrefetchRequest> warm_; // to be put into free slots, the first before all others
+    size_t next_warm_ = 0;
     int fill_next_ = 0;
+    int fill_next_below_ = 0;
+    uint64_t clock_ns_ = 0;    // simulation
+    std::vector<int> waiting_; // scratch
     bool held_ = false;
     Moment now_; // the last routing event
-    std::string error_;
     std::vector<std::thread> readers_;
 };
 

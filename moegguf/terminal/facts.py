@@ -9,9 +9,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from moegguf.engine.estimate import HitRates, Speeds
-from moegguf.engine.machine import DiskSpeed, count_cpus, disk_read_speed, memory_read_speed, read_memory
+from moegguf.engine.machine import DiskSpeed, count_cpus, disk_read_speed, memory_read_speed
 from moegguf.engine.placement import DEVICE_MARGIN_BYTES, STOP_S, DeviceSpeeds, ModelBytes, Planner, published_curve
-from moegguf.engine.plan import Plan, make_plan, slot_bytes
+from moegguf.engine.plan import Plan, slot_bytes
+from moegguf.engine.tiers import plan_here
 from moegguf.errors import ModelNotFoundError, OptionError
 from moegguf.gguf.experts import ExpertLayout, read_layout
 from moegguf.gguf.reader import ggml_type, read_gguf
@@ -152,11 +153,13 @@ def estimate_model(
     ctx: int | None,
     type_k: str | None = None,
     type_v: str | None = None,
+    vram_cache: str | None = None,
     device: SupposedDevice | None = None,
 ) -> Facts:
     """Facts of `moegguf estimate`: the plan for this machine now, with the measured speeds of disk and memory.
 
-    type_k, type_v: types of the KV cache; None: MOEGGUF_KV_CACHE_TYPE. device: what it would give is added.
+    type_k, type_v: types of the KV cache; None: MOEGGUF_KV_CACHE_TYPE. vram_cache: the budget on a GPU; None:
+    MOEGGUF_VRAM_CACHE. device: what it would give is added.
     """
     settings = read_settings()
     cache = parse_expert_cache(read_environment().expert_cache if expert_cache is None else expert_cache)
@@ -166,13 +169,15 @@ def estimate_model(
     flash_attn = bool(settings.flash_attention) or types[1].lower() != "f16"
     with described(model) as found:
         options |= {"n_ctx": ctx, "flash_attn": flash_attn, "projector": projector_of(found.entry)}
-        plan = make_plan(found.layout, cache, read_memory(), **options)
+        vram_cache = read_environment().vram_cache if vram_cache is None else vram_cache
+        plan = plan_here(found.layout, cache, vram_cache, **options)
         disk = _disk_speed(found, plan)
         return {
             "name": found.layout.name,
             "path": found.place,
             "fetched": found.fetched,
             "expert_cache": str(cache),
+            "vram_cache": vram_cache or None,
             "cache_types": list(types),
             "n_ctx": plan.n_ctx,
             "n_expert_total": found.layout.n_expert_total,
@@ -196,6 +201,9 @@ def _disk_speed(found: DescribedModel, plan: Plan) -> DiskSpeed | None:
 def _expectation(found: DescribedModel, plan: Plan, disk: DiskSpeed | None) -> Facts:
     """What to expect while answering; the speed of a model that has to read needs that of its disk."""
     speeds = None
+    if plan.device is not None:  # of what is read from the disk; how fast a GPU is was not measured
+        facts = asdict(found.hit_rates.expect(max(plan.n_slots, plan.n_lower_slots)))
+        return facts | {"memory_bytes_per_s": None}
     if disk or plan.resident:
         speeds = Speeds(disk.bytes_per_s if disk else math.inf, memory_read_speed(count_cpus()))
     facts = asdict(found.hit_rates.expect(plan.n_slots, speeds))

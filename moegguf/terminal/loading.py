@@ -42,6 +42,7 @@ class LoadOptions:
     mmproj: str | None = None
     type_k: str | None = None
     type_v: str | None = None
+    vram_cache: str | None = None
 
 
 def find_or_pull(name: str) -> ModelEntry:
@@ -143,14 +144,18 @@ def load(entry: ModelEntry, options: LoadOptions, spinner: Spinner) -> tuple[Lla
     return llm, time.perf_counter() - start
 
 
-def context_size(layout: ExpertLayout, requested: int | None, expert_cache: str | None = None, **types: Any) -> int:
+def context_size(
+    layout: ExpertLayout,
+    requested: int | None,
+    expert_cache: str | None = None,
+    vram_cache: str | None = None,
+    **types: Any,
+) -> int:
     """Tokens of context: as requested, else as planned; warns when more are requested than the model was trained on.
 
     types: those of the KV cache, as `make_plan` takes them.
     """
-    from moegguf.engine.machine import read_memory
-    from moegguf.engine.plan import make_plan
-    from moegguf.quantities import parse_expert_cache
+    from moegguf.engine.tiers import plan_here
     from moegguf.settings import read_environment
 
     trained = layout.hparams.n_ctx_train
@@ -158,8 +163,9 @@ def context_size(layout: ExpertLayout, requested: int | None, expert_cache: str 
         print_message(f"warning: a context of {requested} tokens is more than the {trained} the model was trained on.")
     if requested:
         return requested
-    cache = parse_expert_cache(expert_cache or read_environment().expert_cache)
-    return make_plan(layout, cache, read_memory(), **types).n_ctx
+    environment = read_environment()
+    budgets = expert_cache or environment.expert_cache, vram_cache or environment.vram_cache
+    return plan_here(layout, *budgets, **types).n_ctx
 
 
 def _llama_arguments(layout: ExpertLayout, options: LoadOptions) -> dict[str, Any]:
@@ -173,7 +179,8 @@ def _llama_arguments(layout: ExpertLayout, options: LoadOptions) -> dict[str, An
         "predictor": options.predictor,
         "prefetch": options.prefetch,
         "warm_start": options.warm_start,
-        "n_ctx": context_size(layout, options.n_ctx, options.expert_cache, **types),
+        "vram_cache": options.vram_cache,
+        "n_ctx": context_size(layout, options.n_ctx, options.expert_cache, options.vram_cache, **types),
         "n_threads": options.n_threads,
         "verbose": options.verbose > 1,
         **{name: value for name, value in given.items() if value is not None},

@@ -188,6 +188,7 @@ def print_estimate(facts: Facts) -> None:
     title = f"What goes where, with a context of {facts['n_ctx']:,} tokens"
     if facts["n_expert_total"]:
         title += f" and --expert-cache {facts['expert_cache'].replace(' ', '')}"
+        title += f", on {plan['device']} with --vram-cache {facts['vram_cache']}" if plan["device"] else ""
     _section(console, title, _memory_rows(facts), right=(1,))
     if facts["n_expert_total"]:
         _section(console, "What to expect while it answers", _expectation_rows(facts))
@@ -205,7 +206,8 @@ def _memory_rows(facts: Facts) -> list[Row]:
     rows: list[Row] = []
     if total:
         slots = f"{plan['n_slots']:,} of {total:,} experts at a time ({plan['n_slots'] / total:.0%})"
-        rows.append(("experts in memory", format_bytes(plan["budget_bytes"]), slots))
+        where = f"experts on {plan['device']}" if plan["device"] else "experts in memory"
+        rows.append((where, format_bytes(plan["budget_bytes"]), slots))
     rows += [
         ("weights every token uses", format_bytes(plan["dense_bytes"]), ""),
         ("context (KV cache)", format_bytes(plan["kv_bytes"]), _cache_types_text(facts["cache_types"])),
@@ -214,6 +216,9 @@ def _memory_rows(facts: Facts) -> list[Row]:
         ("all of it", format_bytes(plan["total_bytes"]), ""),
         ("free now", format_bytes(plan["available_bytes"]), _free_memory_text(plan)),
     ]
+    if plan["device"]:
+        lower = f"with {plan['n_lower_slots']:,} experts that {plan['device']} is filled from"
+        rows.append(("RAM beside that", format_bytes(plan["host_bytes"]), lower if plan["n_lower_slots"] else ""))
     if total and not plan["resident"]:
         rows.append(("experts on disk", format_bytes(facts["expert_bytes"]), "read when a token needs them"))
     return rows

@@ -11,7 +11,8 @@ import pytest
 from rpc_device import in_child, register
 from running import N_NEW, Llama, Logits, Meddler, TinyModel, greedy_logits, hooks_off, share_for
 
-from moegguf.native.store import StoreOptions
+from moegguf.errors import BudgetError, OptionError
+from moegguf.native.store import StoreOptions, Tier
 
 
 def on_rpc(rpc: Path, port: int, path: Path, n_slots: int, shrink_to: int) -> tuple[Logits, Logits, dict[str, int]]:
@@ -49,3 +50,77 @@ def test_slots_on_a_device_give_the_logits_of_that_device(
     assert figures["n_repacked"] == 0
     assert figures["bytes_prefetched"] > 0
     assert figures["evictions"] > 0
+
+
+def two_tiers_on_rpc(
+    rpc: Path, port: int, path: Path, slots: tuple[int, int], shrink_to: tuple[int, int]
+) -> tuple[Logits, Logits, dict[str, dict[str, Any]]]:
+    """Logits of plain llama.cpp on the device, those of slots there over slots in RAM, and the figures of both tiers.
+
+    Both tiers shrink while tokens are generated.
+    """
+    register(rpc, port)
+    options: dict[str, Any] = {"n_ctx": 512, "n_threads": 1, "logits_all": True, "verbose": False}
+    with hooks_off(), Llama(path, n_gpu_layers=-1, **options) as llm:
+        plain = greedy_logits(llm)
+    vram, ram = (share_for(path, n) for n in slots)
+    with Llama(path, vram_cache=vram, expert_cache=ram, **options) as llm:
+        assert llm.session is not None
+        store, passes = llm.session.store, count()
+
+        def before_each() -> None:
+            meddler.meddle()
+            if next(passes) == N_NEW // 2:
+                for tier, n_slots in zip(Tier, shrink_to, strict=True):
+                    store.resize(n_slots, tier)
+
+        with Meddler(store) as meddler:
+            logits = greedy_logits(llm, before_each=before_each)
+        assert llm.plan.device == "RPC0"
+        return plain, logits, llm.session.tiers()
+
+
+@pytest.mark.parametrize(
+    ("slots", "shrink_to"), [((16, 1), (16, 1)), ((26, 26), (26, 26)), ((40, 30), (18, 4)), ((26, 64), (20, 50))]
+)
+@pytest.mark.parametrize("quant", ["q4_0", "q4_k_m"])
+def test_slots_on_a_device_over_slots_in_ram_give_the_logits_of_that_device(
+    tiny: TinyModel, quant: str, slots: tuple[int, int], shrink_to: tuple[int, int]
+) -> None:
+    plain, logits, tiers = in_child(two_tiers_on_rpc, tiny("tiny-qwen2moe", quant), slots, shrink_to)
+    assert np.array_equal(logits, plain)
+    assert (tiers["VRAM"]["n_slots_usable"], tiers["RAM"]["n_slots_usable"]) == shrink_to
+    assert tiers["VRAM"]["evictions"] > 0
+    assert tiers["RAM"]["evictions"] > 0
+    assert tiers["VRAM"]["stream_waits"] > 0
+    assert tiers["RAM"]["hits_ready"] > 0 or slots[1] == 1
+
+
+def test_every_expert_in_vram_needs_no_ram(tiny: TinyModel) -> None:
+    assert in_child(all_on_rpc, tiny("tiny-qwen2moe", "q4_0"))
+
+
+def all_on_rpc(rpc: Path, port: int, path: Path) -> bool:
+    """Whether the plain device's logits come out of one tier on the device, and budgets that do not fit are refused."""
+    register(rpc, port)
+    options: dict[str, Any] = {"n_ctx": 512, "n_threads": 1, "logits_all": True, "verbose": False}
+    with hooks_off(), Llama(path, n_gpu_layers=-1, **options) as llm:
+        plain = greedy_logits(llm)
+    with Llama(path, vram_cache="100%", **options) as llm:
+        assert llm.session is not None
+        assert list(llm.session.tiers()) == ["VRAM"]
+        assert np.array_equal(greedy_logits(llm), plain)
+    with pytest.raises(BudgetError, match=r"vram_cache=.* holds 0 experts"):
+        Llama(path, vram_cache=1024, **options)
+    with pytest.raises(BudgetError, match=r"expert_cache=.* holds no expert"):
+        Llama(path, vram_cache="50%", expert_cache=1024, **options)
+    with pytest.raises(OptionError, match=r"no GPU named 'NPU7'; there are: RPC0"):
+        Llama(path, vram_cache="50%", store=StoreOptions(device="NPU7"), **options)
+    with pytest.raises(OptionError, match="n_gpu_layers is 1"):
+        Llama(path, vram_cache="50%", n_gpu_layers=1, **options)
+    return True
+
+
+def test_without_a_gpu_a_budget_for_one_is_refused(tiny: TinyModel) -> None:
+    with pytest.raises(BudgetError, match="sees none"):
+        Llama(tiny("tiny-qwen2moe", "q4_0"), vram_cache="50%", n_ctx=64, verbose=False)

@@ -34,7 +34,8 @@ def open_store() -> Iterator[Open]:
     opened: list[tuple[Store, Lane]] = []
 
     def open_one(fake: FakeModel, n_slots: int, **options: Any) -> tuple[Store, Lane]:
-        store = Store(fake.layout, n_slots, StoreOptions(**{"repack": False, **options}))
+        n_lower_slots = options.pop("n_lower_slots", 0)
+        store = Store(fake.layout, n_slots, StoreOptions(**{"repack": False, **options}), n_lower_slots)
         opened.append((store, store.open_lane()))
         return opened[-1]
 

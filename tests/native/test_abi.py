@@ -58,12 +58,14 @@ def test_null_pointers_are_refused(fake: FakeModel, open_store: Open) -> None:
 
 
 @pytest.mark.parametrize(
-    "call", ["info", "counters", "residency", "prefetch", "read_slot", "probe"], ids=lambda name: f"store_{name}"
+    "call",
+    ["info", "counters", "tier", "residency", "prefetch", "read_slot", "probe"],
+    ids=lambda name: f"store_{name}",
 )
 def test_a_null_pointer_for_a_result_is_refused(fake: FakeModel, open_store: Open, call: str) -> None:
     store, lane = open_store(fake, 4)
     arguments: dict[str, tuple[object, ...]] = {
-        "residency": (None, 32), "prefetch": (None, None, 3, 0), 
+        "residency": (0, None, 32), "tier": (0, None), "prefetch": (None, None, 3, 0),
         "read_slot": (0, 0, None, fake.layout.matrices[0].expert_bytes), "probe": (0.01, None),
     }  # fmt: skip
     function = getattr(library.load(), f"moegguf_store_{call}")
@@ -186,7 +188,7 @@ def test_tables_of_the_wrong_size_are_refused(fake: FakeModel, open_store: Open)
     with pytest.raises(OptionError, match="32 entries"):
         store.set_scores(np.zeros(31))
     small = np.zeros(3, np.uint8)
-    assert library.load().moegguf_store_residency(store.handle, small.ctypes.data, 3) == library.INVALID
+    assert library.load().moegguf_store_residency(store.handle, 0, small.ctypes.data, 3) == library.INVALID
     for matrix, slot in ((-1, 0), (0, -1), (99, 0), (0, 4)):
         status = library.load().moegguf_store_read_slot(store.handle, matrix, slot, small.ctypes.data, 3)
         assert status == library.INVALID

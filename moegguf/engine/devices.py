@@ -1,0 +1,76 @@
+"""The devices of ggml's backends that have memory of their own: which one holds experts, and what is free there."""
+
+from __future__ import annotations
+
+import ctypes as c
+from dataclasses import dataclass
+from typing import Any
+
+from moegguf.engine.machine import Memory
+from moegguf.errors import BudgetError, OptionError
+from moegguf.native import library
+
+CPU, GPU = 0, 1  # enum ggml_backend_dev_type
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device by ggml's name for it, and its memory. `index`: among the GPUs, as llama.cpp's main_gpu counts."""
+
+    name: str
+    index: int
+    free_bytes: int
+    total_bytes: int
+
+    @property
+    def memory(self) -> Memory:
+        """As a plan takes it."""
+        return Memory(self.total_bytes, self.free_bytes, f"the device {self.name}")
+
+
+def _ggml() -> Any:
+    """libggml, which the native library has loaded, with the functions used here declared."""
+    ggml = library.ggml()
+    signatures: dict[str, tuple[Any, list[Any]]] = {
+        "ggml_backend_dev_count": (c.c_size_t, []),
+        "ggml_backend_dev_get": (c.c_void_p, [c.c_size_t]),
+        "ggml_backend_dev_name": (c.c_char_p, [c.c_void_p]),
+        "ggml_backend_dev_type": (c.c_int, [c.c_void_p]),
+        "ggml_backend_dev_memory": (None, [c.c_void_p, c.POINTER(c.c_size_t), c.POINTER(c.c_size_t)]),
+    }
+    for name, (result, arguments) in signatures.items():
+        function = getattr(ggml, name)
+        function.restype, function.argtypes = result, arguments
+    return ggml
+
+
+def gpus() -> list[Device]:
+    """Every device of the kind that llama.cpp puts layers on, in its order; empty where there is none."""
+    ggml, found = _ggml(), list[Device]()
+    for handle in (ggml.ggml_backend_dev_get(i) for i in range(ggml.ggml_backend_dev_count())):
+        if ggml.ggml_backend_dev_type(handle) == GPU:
+            free, total = c.c_size_t(), c.c_size_t()
+            ggml.ggml_backend_dev_memory(handle, c.byref(free), c.byref(total))
+            name = ggml.ggml_backend_dev_name(handle).decode(errors="replace")
+            found.append(Device(name, len(found), free.value, total.value))
+    return found
+
+
+def find_gpu(name: str | None = None) -> Device:
+    """The GPU of this name; None: the one with the most free memory.
+
+    Raises BudgetError where there is no GPU, OptionError for another name.
+    """
+    found = gpus()
+    if not found:
+        raise BudgetError(
+            "vram_cache needs a GPU, and this build of moegguf sees none (`moegguf doctor` lists devices); leave it"
+            " out, or build with a backend for your GPU."
+        )
+    if name is None:
+        return max(found, key=lambda device: device.free_bytes)
+    for device in found:
+        if device.name == name:
+            return device
+    names = ", ".join(device.name for device in found)
+    raise OptionError(f"there is no GPU named {name!r}; there are: {names}.")

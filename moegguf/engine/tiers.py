@@ -1,0 +1,97 @@
+"""Plans two tiers: slots on a device that computes every layer, and slots in RAM below them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from moegguf.engine.devices import Device, find_gpu
+from moegguf.engine.machine import Memory, read_memory
+from moegguf.engine.memory import F16, FIXED_BYTES, VOCAB_TOKEN_BYTES, margin_bytes, row_bytes
+from moegguf.engine.plan import Plan, make_plan
+from moegguf.errors import BudgetError
+from moegguf.gguf.experts import ExpertLayout
+from moegguf.quantities import GIB, ExpertCache, format_bytes, format_bytes_up, parse_expert_cache
+
+VRAM_MARGIN_BYTES = GIB  # stays free with "auto": drivers, displays and other programs take some at any time
+
+
+def plan_tiers(
+    layout: ExpertLayout, vram: ExpertCache, ram: ExpertCache, device: Device, memory: Memory, **options: Any
+) -> Plan:
+    """The plan for running `layout` on `device`, with `vram` for slots there and `ram` for slots below them.
+
+    Weights that every token uses, the context and the buffers of a pass are on the device, too. options: those of
+    `make_plan`. Raises BudgetError, stating the minimum, where either budget is too small.
+    """
+    upper = make_plan(
+        layout, vram, device.memory, margin=VRAM_MARGIN_BYTES, option="vram_cache", streams=False, **options
+    )
+    n_slots = 0 if upper.resident else lower_slots(layout, ram, memory, upper.slot_bytes, upper.n_ubatch)
+    host = host_bytes(layout, upper.n_ubatch) + n_slots * upper.slot_bytes
+    reason = f"every layer is computed on {device.name}"
+    if upper.resident:
+        reason += ", which has a slot for every expert: none is kept in RAM"
+    elif layout.is_moe:
+        share = n_slots / layout.n_expert_total
+        reason += f"; {n_slots} experts ({share:.0%}, {format_bytes(n_slots * upper.slot_bytes)}) fit into RAM below it"
+    warnings = upper.warnings
+    if host > memory.available_bytes:
+        warnings += (
+            f"about {format_bytes(host)} of RAM are needed, but {format_bytes(memory.available_bytes)} are free"
+            f" (limited by {memory.limited_by}); the budget is kept as given, and the system may stop this process;"
+            ' give less, or "auto"',
+        )
+    reasons = (*upper.reasons, reason)
+    return replace(
+        upper, device=device.name, n_lower_slots=n_slots, host_bytes=host, reasons=reasons, warnings=warnings
+    )
+
+
+def host_bytes(layout: ExpertLayout, n_ubatch: int) -> int:
+    """RAM that a model takes whose layers are all on a device: token embeddings, logits, the vocabulary, buffers."""
+    embedding = row_bytes(F16, layout.hparams.n_embd)
+    return layout.n_vocab * (embedding + 4 * n_ubatch + VOCAB_TOKEN_BYTES) + FIXED_BYTES
+
+
+def lower_slots(layout: ExpertLayout, ram: ExpertCache, memory: Memory, slot_bytes: int, n_ubatch: int) -> int:
+    """Slots in RAM for a budget; 0 for a model without experts.
+
+    Raises BudgetError where it holds no expert at all.
+    """
+    if not layout.is_moe:
+        return 0
+    n_total = layout.n_expert_total
+    if ram.mode == "fraction":
+        n_slots = math.floor(ram.fraction * n_total + 1e-9)
+    elif ram.mode == "bytes":
+        n_slots = ram.n_bytes // slot_bytes
+    else:
+        free = memory.available_bytes - margin_bytes(memory.available_bytes) - host_bytes(layout, n_ubatch)
+        n_slots = max(0, min(free, ram.n_bytes or free)) // slot_bytes
+    if n_slots < 1:
+        raise BudgetError(
+            f"expert_cache={str(ram)!r} holds no expert in the {format_bytes(memory.available_bytes)} of RAM that are"
+            f" free; give at least {format_bytes_up(slot_bytes)!r}."
+        )
+    return min(n_slots, n_total)
+
+
+def parse_vram_cache(value: str | int | float | ExpertCache) -> ExpertCache:
+    """The budget in `value`. Raises BudgetError."""
+    try:
+        return parse_expert_cache(value)
+    except BudgetError as error:
+        raise BudgetError(str(error).replace("expert_cache", "vram_cache", 1)) from None
+
+
+def plan_here(layout: ExpertLayout, expert_cache: str | ExpertCache, vram_cache: str, **options: Any) -> Plan:
+    """The plan for this machine now; vram_cache empty: without a GPU. options: those of `make_plan`.
+
+    Raises BudgetError.
+    """
+    cache, memory = parse_expert_cache(expert_cache), read_memory()
+    if not vram_cache or not layout.is_moe:
+        return make_plan(layout, cache, memory, **options)
+    return plan_tiers(layout, parse_vram_cache(vram_cache), cache, find_gpu(), memory, **options)

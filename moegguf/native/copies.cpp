@@ -1,0 +1,241 @@
+#include "copies.h"
+
+#include "fault.h"
+#include "short_slices.h"
+
+#include <algorithm>
+#include <system_error>
+#include <tuple>
+
+namespace moegguf {
+namespace {
+
+int matrix_of(const Layout & layout, const Job & job) {
+    return layout.layers[job.il].matrix[__builtin_ctz(job.kinds)];
+}
+
+} // namespace
+
+Copies::Copies(const Layout & layout, const moegguf_config & config, Shared & shared, Tier & from, Tier & to)
+    : layout_(layout),
+      shared_(shared),
+      from_(from),
+      to_(to),
+      submitted_(to.residency.n_slots()) {
+    link.bytes_per_ns = config.sim_copy_bytes_per_ns;
+    link.latency_ns = config.sim_copy_latency_ns;
+    if (!shared.simulated()) {
+        start();
+    }
+}
+
+void Copies::start() {
+    ggml_backend_dev_t device = to_.pool()->memory().device;
+    backend_.reset(ggml_backend_dev_init(device, nullptr));
+    if (!backend_) {
+        throw Error(MOEGGUF_MEMORY, std::string(ggml_backend_dev_name(device)) + " refused a backend for copies");
+    }
+    ggml_backend_dev_props props;
+    ggml_backend_dev_get_props(device, &props);
+    if (props.caps.async && props.caps.events) {
+        event_.reset(ggml_backend_event_new(device));
+    }
+    try {
+        thread_ = std::thread([this] { run(); });
+    } catch (const std::system_error & e) {
+        throw Error(MOEGGUF_MEMORY, std::string("cannot start the thread that copies: ") + e.what());
+    }
+}
+
+Copies::~Copies() {
+    {
+        Lock lock(shared_.mutex);
+        shared_.stopping = true;
+    }
+    work_.notify_all();
+    if (thread_.joinable()) {
+        thread_.join();
+    }
+}
+
+void Copies::queue(int s, uint8_t kinds, bool demand) {
+    const Slot & slot = to_.residency.slot(s);
+    const Place source = from_.place(to_.source(s));
+    for (; kinds; kinds &= kinds - 1) {
+        const uint8_t kind = kinds & -kinds;
+        (demand ? demand_ : prefetch_).push({source, to_.place(s), slot.il, slot.expert, kind, demand, slot.claims});
+    }
+    update_gauges();
+}
+
+void Copies::drop_prefetches(int il) {
+    prefetch_.filter([&](const Job & job) {
+        const Slot & slot = to_.residency.slot(job.destination.slot);
+        return !to_.holds(job.destination) || slot.il != il || slot.pins > 0;
+    });
+    update_gauges();
+}
+
+bool Copies::next(Job & job) {
+    const bool had_any = !idle();
+    for (Ring<Job> * ring : {&demand_, &prefetch_}) {
+        while (!ring->empty()) {
+            job = ring->pop();
+            const int s = job.destination.slot;
+            const Slot & slot = to_.residency.slot(s);
+            if (to_.holds(job.destination) && (job.kinds & slot.queued & ~to_.residency.ready(s) & ~slot.reading) &&
+                !to_.residency.failed(s)) {
+                update_gauges();
+                return true;
+            }
+        }
+    }
+    if (had_any) {
+        update_gauges();
+        shared_.done.notify_all(); // moegguf_store_drain waits for empty queues
+    }
+    return false;
+}
+
+void Copies::begin(Job & job) {
+    job.begun_ns = shared_.clock_ns();
+    to_.residency.begin_read(job.destination.slot, job.kinds);
+    count(shared_.counters.chunks_reading);
+}
+
+void Copies::finish(const Job & job, const std::string & why) {
+    const int s = job.destination.slot;
+    uncount(shared_.counters.chunks_reading);
+    to_.residency.end_read(s, job.kinds);
+    const Slot & slot = to_.residency.slot(s);
+    if (why.empty()) {
+        to_.publish(s, job.kinds); // before it is no longer submitted: one of both is seen
+        to_.count_arrival(job.demand, layout_.matrices[matrix_of(layout_, job)].expert_bytes);
+    } else {
+        count(shared_.counters.read_errors);
+        shared_.error = why;
+        if (slot.pins > 0 && slot.claims != job.claims) { // as for reads: this says nothing about a later request
+            to_.residency.slot(s).queued |= job.kinds;
+            queue(s, job.kinds, true);
+        } else {
+            to_.residency.set_failed(s, true);
+        }
+    }
+    submitted_[s].fetch_and(uint8_t(~job.kinds), std::memory_order_release);
+    to_.tidy(s);
+    shared_.done.notify_all();
+}
+
+uint8_t Copies::submitted(int s) const {
+    return submitted_[s].load(std::memory_order_acquire);
+}
+
+void Copies::order(ggml_backend_t stream) {
+    std::lock_guard<std::mutex> lock(event_mutex_);
+    if (in_flight_) {
+        ggml_backend_event_wait(stream, event_.get());
+        count(n_stream_waits_);
+    }
+}
+
+void Copies::update_gauges() {
+    set_gauge(n_demand_, demand_.size());
+    set_gauge(n_prefetch_, prefetch_.size());
+}
+
+// The thread.
+
+void Copies::run() {
+    ask_for_short_slices();
+    Lock lock(shared_.mutex);
+    while (!shared_.stopping) {
+        if (!take_batch()) {
+            work_.wait(lock);
+            continue;
+        }
+        lock.unlock();
+        const uint64_t start = now_ns();
+        std::string why;
+        try {
+            submit_batch();
+            mark_submitted(lock);
+            ggml_backend_synchronize(backend_.get());
+        } catch (const std::exception & e) { // memory, too
+            why = e.what();
+        }
+        count(shared_.counters.upload_ns, now_ns() - start);
+        {
+            std::lock_guard<std::mutex> event_lock(event_mutex_);
+            in_flight_ = false;
+        }
+        lock.lock();
+        for (const Job & job : batch_) {
+            finish(job, why);
+        }
+    }
+}
+
+// Everything that layers wait for, so that neighbours can go as one; else one matrix, so that a layer waits for one at
+// most.
+bool Copies::take_batch() {
+    batch_.clear();
+    Job job;
+    while ((batch_.empty() || !demand_.empty()) && next(job)) {
+        begin(job);
+        batch_.push_back(job);
+        if (!job.demand) {
+            break;
+        }
+    }
+    return !batch_.empty();
+}
+
+void Copies::submit_batch() {
+    if (fault(MOEGGUF_FAULT_COPY)) {
+        throw Error(MOEGGUF_IO, "a copy to the device failed");
+    }
+    std::sort(batch_.begin(), batch_.end(), [](const Job & a, const Job & b) {
+        return std::tie(a.il, a.kinds, a.destination.slot) < std::tie(b.il, b.kinds, b.destination.slot);
+    });
+    for (size_t first = 0; first < batch_.size();) {
+        const Job & job = batch_[first];
+        const int matrix = matrix_of(layout_, job), n = count_neighbours(first);
+        const uint8_t * data = from_.pool()->data(matrix, job.source.slot);
+        to_.pool()->write_slots(backend_.get(), matrix, job.destination.slot, n, data);
+        first += n;
+    }
+}
+
+// From here on a stream can wait for the batch. `lock` is not held before or after.
+void Copies::mark_submitted(Lock & lock) {
+    if (!event_) {
+        return;
+    }
+    {
+        std::lock_guard<std::mutex> event_lock(event_mutex_);
+        ggml_backend_event_record(event_.get(), backend_.get());
+        in_flight_ = true;
+    }
+    lock.lock();
+    for (const Job & job : batch_) {
+        submitted_[job.destination.slot].fetch_or(job.kinds, std::memory_order_release);
+    }
+    shared_.done.notify_all();
+    lock.unlock();
+}
+
+// Jobs from the first on whose slots lie side by side in both tiers.
+int Copies::count_neighbours(size_t first) const {
+    const Job & job = batch_[first];
+    size_t n = 1;
+    const auto follows = [&](const Job & next) {
+        return next.il == job.il && next.kinds == job.kinds && next.destination.slot == job.destination.slot + (int)n &&
+               next.source.slot == job.source.slot + (int)n;
+    };
+    while (!to_.pool()->repacked(matrix_of(layout_, job)) && first + n < batch_.size() && follows(batch_[first + n])) {
+        n += 1;
+    }
+    return (int)n;
+}
+
+} // namespace moegguf

@@ -1,0 +1,68 @@
+// copies.h: the link from slots in host memory to those of the device that computes. Its thread has a backend of its
+// own, which is a stream of its own where the device has streams.
+#pragma once
+
+#include "link.h"
+#include "tier.h"
+
+#include <thread>
+
+namespace moegguf {
+
+class Copies {
+  public:
+    // Starts the thread, unless simulated.
+    Copies(const Layout & layout, const moegguf_config & config, Shared & shared, Tier & from, Tier & to);
+    ~Copies();
+    Copies(const Copies &) = delete;
+    Copies & operator=(const Copies &) = delete;
+
+    // All under the store's lock.
+    void queue(int s, uint8_t kinds, bool demand); // matrices that the source of slot s has; wake() when all are queued
+    void wake() { work_.notify_one(); }
+    void drop_prefetches(int il); // of this layer, to slots that are not pinned
+    bool idle() const { return demand_.empty() && prefetch_.empty(); }
+    bool next(Job & job); // that is still of use
+    void begin(Job & job);
+    void finish(const Job & job, const std::string & why);
+
+    // Whether copies can be waited for by the stream that computes: the device has events.
+    bool has_events() const { return event_ != nullptr; }
+    uint8_t submitted(int s) const;    // matrices on their way in the copies' stream; any thread
+    void order(ggml_backend_t stream); // what is computed there from now on comes after what was submitted; any thread
+
+    uint64_t n_queued(bool demand) const { return get(demand ? n_demand_ : n_prefetch_); } // any thread
+
+    uint64_t n_stream_waits() const { return get(n_stream_waits_); }
+
+    ModelledLink link; // simulation
+
+  private:
+    void start();
+    void run();
+    bool take_batch();
+    void submit_batch();
+    void mark_submitted(Lock & lock);
+    int count_neighbours(size_t first) const;
+    void update_gauges();
+
+    const Layout & layout_;
+    Shared & shared_;
+    Tier & from_;
+    Tier & to_;
+    ggml_backend_ptr backend_;
+    ggml_backend_event_ptr event_; // behind the batch submitted last; nullptr: the device has none
+    std::mutex event_mutex_;       // of event_ and in_flight_
+    bool in_flight_ = false;
+    uint64_t n_stream_waits_ = 0;
+    std::vector<std::atomic<uint8_t>> submitted_; // [n_slots]
+    Ring<Job> demand_;                            // one matrix each
+    Ring<Job> prefetch_;
+    uint64_t n_demand_ = 0;
+    uint64_t n_prefetch_ = 0;
+    std::vector<Job> batch_; // of the thread
+    std::condition_variable work_;
+    std::thread thread_;
+};
+
+} // namespace moegguf

@@ -1,0 +1,325 @@
+"""Two tiers: slots that layers compute with, and below them slots in RAM that they are filled from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_model import Q4_K, Q6_K, FakeModel, Open, Types, check_counters, make_model
+from rpc_device import in_child, register
+
+from moegguf.errors import AllocationError, ExpertIOError, MoeggufError, OptionError
+from moegguf.native import library
+from moegguf.native.store import Lane, Store, StoreOptions, Tier
+
+EVENT = tuple[int, list[int]]
+FIGURES = ("lookups", "hits_ready", "hits_late", "misses", "evictions", "bytes_missed", "bytes_prefetched")
+
+
+def skewed(n_events: int, seed: int = 0, n_layer: int = 4, n_expert: int = 8, n_used: int = 2) -> list[EVENT]:
+    """Routing events layer after layer, with some experts chosen far more often than others."""
+    rng = np.random.default_rng(seed)
+    weights = 1.0 / np.arange(1, n_expert + 1)
+    share = weights / weights.sum()
+    return [
+        (n % n_layer, ((rng.choice(n_expert, n_used, False, share) + n % n_layer) % n_expert).tolist())
+        for n in range(n_events)
+    ]
+
+
+def check_tiers(store: Store) -> None:
+    """What holds of two tiers whenever nothing is on its way."""
+    upper, lower = store.tier(), store.tier(Tier.LOWER)
+    counters = store.counters()
+    assert lower["lookups"] == lower["hits_ready"] + lower["hits_late"] + lower["misses"]
+    assert lower["lookups"] <= upper["misses"]
+    assert lower["slots_pinned"] == 0
+    for tier in (upper, lower):
+        assert tier["slots_used"] <= tier["n_slots_usable"]
+    assert upper["misses"] == counters["misses"]
+    assert lower["stall_ns"] <= counters["stall_ns"]
+    assert (store.residency(Tier.LOWER) != 1).all()
+
+
+class TwoLrus:
+    """An oracle: what two tiers hold when both evict the least recently used, and no layer keeps a floor."""
+
+    def __init__(self, n_upper: int, n_lower: int) -> None:
+        self.sizes = (n_upper, n_lower)
+        self.upper: dict[tuple[int, int], None] = {}  # oldest first
+        self.lower: dict[tuple[int, int], None] = {}
+        self.figures = dict.fromkeys(("hits", "misses", "lower_hits", "lower_misses", "from_file"), 0)
+
+    def event(self, il: int, experts: Sequence[int]) -> None:
+        keys = [(il, e) for e in dict.fromkeys(experts)]
+        here, missed = [k for k in keys if k in self.upper], [k for k in keys if k not in self.upper]
+        for key in (*here, *missed):
+            if key not in self.upper and len(self.upper) == self.sizes[0]:
+                self.evict_above(next(k for k in self.upper if k not in keys))
+            self.upper.pop(key, None)
+            self.upper[key] = None
+        self.figures["hits"] += len(here)
+        self.figures["misses"] += len(missed)
+        below = [k for k in missed if k in self.lower]
+        absent = [k for k in missed if k not in self.lower]
+        for key in below:
+            self.touch(key)
+        for key in absent:
+            self.figures["lower_misses"] += 1
+            victim = next((k for k in self.lower if k not in missed), None)
+            if len(self.lower) == self.sizes[1] and victim is None:
+                self.figures["from_file"] += 1
+                continue
+            if len(self.lower) == self.sizes[1]:
+                assert victim is not None
+                del self.lower[victim]
+            self.lower[key] = None
+        self.figures["lower_hits"] += len(below)
+
+    def evict_above(self, key: tuple[int, int]) -> None:
+        del self.upper[key]
+        if key in self.lower:
+            self.touch(key)
+
+    def touch(self, key: tuple[int, int]) -> None:
+        del self.lower[key]
+        self.lower[key] = None
+
+
+def held(store: Store, tier: Tier) -> set[tuple[int, int]]:
+    return {(int(il), int(e)) for il, e in np.argwhere(store.residency(tier) == 2)}
+
+
+@pytest.mark.parametrize(("n_upper", "n_lower"), [(8, 8), (9, 16), (12, 20), (16, 8), (10, 32)])
+def test_two_tiers_count_what_two_lrus_count(fake: FakeModel, open_store: Open, n_upper: int, n_lower: int) -> None:
+    oracle = TwoLrus(n_upper, n_lower)
+    store, lane = open_store(fake, n_upper, n_lower_slots=n_lower, fill=False)
+    for il, experts in skewed(400):
+        oracle.event(il, experts)
+        fake.acquire(store, lane, il, experts)
+    store.drain(10)
+    upper, lower = store.tier(), store.tier(Tier.LOWER)
+    assert (upper["hits_ready"], upper["misses"]) == (oracle.figures["hits"], oracle.figures["misses"])
+    assert (lower["hits_ready"], lower["misses"]) == (oracle.figures["lower_hits"], oracle.figures["lower_misses"])
+    assert held(store, Tier.COMPUTE) == set(oracle.upper)
+    assert held(store, Tier.LOWER) == set(oracle.lower)
+    check_tiers(store)
+
+
+@pytest.mark.parametrize("options", [{}, {"repack": True}, {"chunked": False, "overlap": False}, {"direct": False}])
+@pytest.mark.parametrize(
+    ("n_upper", "n_lower"), [(2, 1), (2, 2), (3, 13), (13, 3), (13, 13), (32, 4), (5, 32), (32, 32)]
+)
+def test_slots_hold_the_files_bytes_whatever_the_sizes(
+    fake: FakeModel, open_store: Open, n_upper: int, n_lower: int, options: dict[str, Any]
+) -> None:
+    plain = {**options, "repack": False} if n_upper != 2 else options
+    store, lane = open_store(fake, n_upper, n_lower_slots=n_lower, **plain)
+    rng = np.random.default_rng(1)
+    repacked = store.info()["n_repacked"] > 0
+    for n, (il, experts) in enumerate(skewed(160)):
+        lane.acquire(il, experts) if repacked else fake.acquire(store, lane, il, experts)
+        if n % 3 == 0:
+            store.prefetch([(il + 1) % 4] * 2, rng.permutation(8)[:2])
+    lane.acquire(0, skewed(1)[0][1])
+    store.drain(10)
+    lane.take_failure()
+    check_counters(store.counters(), n_upper)
+    assert (store.tier()["evictions"] > 0) == (n_upper < 32)
+    assert store.tier(Tier.LOWER)["evictions"] > 0 or n_upper == 32 or n_lower == 32
+
+
+def test_an_expert_that_stays_above_is_the_first_to_go_below(fake: FakeModel, open_store: Open) -> None:
+    store, lane = open_store(fake, 8, n_lower_slots=8)
+    for n in range(60):  # experts 0 and 1 of each layer stay above; others of layer 3 come and go
+        il = n % 4
+        fake.acquire(store, lane, il, [0, 1] if il < 3 else [0, 1 + n // 4 % 7])
+    store.drain(10)
+    above, below = held(store, Tier.COMPUTE), held(store, Tier.LOWER)
+    assert {(il, e) for il in range(3) for e in (0, 1)} <= above
+    assert not {(il, e) for il in range(3) for e in (0, 1)} & below
+    assert {(3, e) for e in range(1, 8)} <= below
+
+
+@pytest.mark.parametrize(("n_upper", "n_lower"), [(8, 12), (12, 8), (2, 1), (3, 32), (32, 8)])
+@pytest.mark.parametrize("policies", [("lru", "lru"), ("lru", "lfu-decay"), ("next-use", "slru")])
+def test_a_simulation_counts_what_the_engine_counts(
+    fake: FakeModel, open_store: Open, n_upper: int, n_lower: int, policies: tuple[str, str]
+) -> None:
+    found = []
+    for options in (
+        {"fill": False},
+        {"fill": False, "simulate": True, "link_bytes_per_s": 1e9, "copy_latency_s": 1e-5},
+    ):
+        store, lane = open_store(fake, n_upper, n_lower_slots=n_lower, **options)
+        for tier, policy in zip(Tier, policies, strict=True):
+            store.set_policy_of(tier, policy)
+        for il, experts in skewed(300, seed=2):
+            lane.acquire(il, experts)
+        store.drain(10)
+        check_tiers(store)
+        found.append([{name: store.tier(tier)[name] for name in FIGURES} for tier in Tier])
+        found[-1].append({name: store.counters()[name] for name in (*FIGURES, "reads")})
+    assert found[0] == found[1]
+
+
+def test_the_modelled_clock_has_two_links_that_move_at_the_same_time(fake: FakeModel, open_store: Open) -> None:
+    n_bytes = fake.layout.layers[0].expert_bytes
+    store, lane = open_store(
+        fake, 8, n_lower_slots=32, fill=False, simulate=True, link_bytes_per_s=1e9, copy_bytes_per_s=4e9
+    )
+    lane.acquire(0, [0, 1])  # from the file; a matrix is copied while the next is read
+    from_file_ns = store.counters()["sim_clock_ns"]
+    assert 2 * n_bytes < from_file_ns < 2 * n_bytes * 1.25
+    for il in range(1, 4):
+        lane.acquire(il, [0, 1])
+        lane.acquire(il, [2, 3])
+    assert store.residency()[0, 0] == 0
+    before_ns = store.counters()["sim_clock_ns"]
+    lane.acquire(0, [0, 1])
+    assert abs(store.counters()["sim_clock_ns"] - before_ns - 2 * n_bytes / 4) <= 6
+
+
+@pytest.mark.parametrize("sizes", [(2, 1), (13, 13), (8, 32)])
+def test_a_failed_read_or_copy_ends_that_pass_only(fake: FakeModel, open_store: Open, sizes: tuple[int, int]) -> None:
+    store, lane = open_store(fake, sizes[0], n_lower_slots=sizes[1], fill=False)
+    for kind, il, experts in (("read", 0, [0, 1]), ("copy", 0, [2, 3]), ("read", 1, [2, 3]), ("copy", 1, [4, 5])):
+        fake.token(store, lane, [6, 7])
+        library.arm_fault(kind, 1, sticky=True)
+        with pytest.raises(ExpertIOError):
+            lane.acquire(il, experts)
+        library.arm_fault(kind, 0)
+        lane.take_failure()
+        fake.acquire(store, lane, il, experts)
+    store.drain(10)
+    check_tiers(store)
+
+
+def test_both_tiers_change_their_size_while_they_are_used(fake: FakeModel, open_store: Open) -> None:
+    store, lane = open_store(fake, 20, n_lower_slots=24)
+    sizes = [(20, 24), (3, 24), (3, 2), (20, 2), (2, 1), (20, 24)]
+    for n, (il, experts) in enumerate(skewed(240)):
+        if n % 40 == 0:
+            for tier, n_slots in zip(Tier, sizes[n // 40], strict=True):
+                store.resize(n_slots, tier)
+        fake.acquire(store, lane, il, experts)
+        for tier, n_slots in zip(Tier, sizes[n // 40], strict=True):
+            assert store.tier(tier)["n_slots_usable"] == n_slots
+            assert store.tier(tier)["slots_used"] <= n_slots
+    for tier, n_slots in ((Tier.LOWER, 0), (Tier.LOWER, 25), (Tier.COMPUTE, 1), (Tier.COMPUTE, 21)):
+        with pytest.raises(OptionError, match="slots, not"):
+            store.resize(n_slots, tier)
+    store.drain(10)
+    check_tiers(store)
+
+
+@pytest.mark.parametrize(("n_upper", "n_lower"), [(6, 0), (6, 4), (32, 4)])
+def test_a_warm_start_fills_free_slots_in_the_order_given(
+    fake: FakeModel, open_store: Open, n_upper: int, n_lower: int
+) -> None:
+    store, lane = open_store(fake, n_upper, n_lower_slots=n_lower, fill=False)
+    order = [(il, e) for e in (3, 5, 1, 7) for il in range(4)]
+    store.warm([il for il, _ in [(99, 0), *order]], [e for _, e in [(0, 0), *order]])
+    store.drain(10)
+    assert held(store, Tier.COMPUTE) == set(order[:n_upper])
+    if n_lower:
+        assert held(store, Tier.LOWER) == set(order[n_upper : n_upper + n_lower])
+    assert store.counters()["evictions"] == store.counters()["prefetch_started"] == 0
+    assert store.counters()["bytes_missed"] == 0
+    fake.acquire(store, lane, 0, [3, 5])
+    assert store.counters()["misses"] == 0
+    store.warm([0], [0])  # no slot is free: nothing goes for it
+    store.drain(10)
+    assert (store.residency()[0, 0] == 2) == (n_upper == 32)
+
+
+def test_without_a_tier_below_none_is_named(fake: FakeModel, open_store: Open) -> None:
+    store, _ = open_store(fake, 8)
+    assert store.tiers == (Tier.COMPUTE,)
+    for call in (
+        store.tier,
+        store.residency,
+        lambda tier: store.resize(4, tier),
+        lambda tier: store.set_policy_of(tier, "lru"),
+    ):
+        with pytest.raises(OptionError, match="no tier 1"):
+            call(Tier.LOWER)
+    with pytest.raises(OptionError, match="not -1"):
+        Store(fake.layout, 8, StoreOptions(), n_lower_slots=-1)
+
+
+@pytest.mark.parametrize("nth", [1, 4])
+def test_memory_that_is_refused_to_either_tier_is_an_allocation_error(fake: FakeModel, nth: int) -> None:
+    library.arm_fault("alloc", nth)
+    with pytest.raises(AllocationError, match="refused"):
+        Store(fake.layout, 8, StoreOptions(repack=False), n_lower_slots=8)
+
+
+def test_memory_that_is_not_pinned_says_why(fake: FakeModel, open_store: Open) -> None:
+    store, _ = open_store(fake, 8, n_lower_slots=8)
+    lower = store.tier(Tier.LOWER)
+    assert not lower["pinned_memory"]
+    assert lower["device"] == "CPU"
+    assert "CPU offers no pinned memory" in lower["note"]
+    assert store.tier()["note"] == ""
+
+
+def test_two_contexts_share_two_tiers(fake: FakeModel, open_store: Open) -> None:
+    store, first = open_store(fake, 9, n_lower_slots=9)
+    second = store.open_lane()
+    for n, (il, experts) in enumerate(skewed(200)):
+        lane = (first, second)[n % 2]
+        fake.acquire(store, lane, il, experts)
+    second.close()
+    first.acquire(0, [0, 1])
+    store.drain(10)
+    check_counters(store.counters(), 9)
+
+
+def test_a_pass_that_is_cancelled_leaves_both_tiers_usable(fake: FakeModel, open_store: Open) -> None:
+    store, lane = open_store(fake, 4, n_lower_slots=4)
+    fake.token(store, lane, [0, 1])
+    store.cancel()
+    with pytest.raises(MoeggufError):
+        lane.acquire(0, [4, 5])
+    store.cancel(False)
+    lane.take_failure()
+    fake.token(store, lane, [4, 5])
+    store.drain(10)
+    check_tiers(store)
+
+
+def events_on_rpc(rpc: Path, port: int, fake: FakeModel, n_upper: int, n_lower: int) -> tuple[Any, ...]:
+    """Random events and prefetches with checked bytes; the figures afterwards."""
+    store = Store(fake.layout, n_upper, StoreOptions(device=register(rpc, port)), n_lower_slots=n_lower)
+    lane: Lane = store.open_lane()
+    try:
+        rng = np.random.default_rng(0)
+        for n, (il, experts) in enumerate(skewed(160)):
+            fake.acquire(store, lane, il, experts)
+            if n % 4 == 0:
+                store.prefetch([(il + 1) % 4] * 2, rng.permutation(8)[:2])
+        lane.acquire(0, [0, 1])
+        store.drain(10)
+        return store.counters(), store.tier(), store.tier(Tier.LOWER)
+    finally:
+        lane.close()
+        store.close()
+
+
+@pytest.mark.parametrize(("n_upper", "n_lower"), [(2, 1), (13, 13), (32, 8)])
+def test_an_rpc_device_is_filled_from_ram(tmp_path: Path, n_upper: int, n_lower: int) -> None:
+    types: tuple[Types, ...] = ({"gate": Q4_K, "up": Q4_K, "down": Q6_K}, {"gate_up": Q6_K, "down": Q4_K})
+    fake = make_model(tmp_path, n_embd=256, n_ff=256, types=types)
+    counters, upper, lower = in_child(events_on_rpc, fake, n_upper, n_lower)
+    check_counters(counters, n_upper)
+    assert upper["device"] == "RPC0"
+    assert lower["device"] == "RPC0"
+    assert "RPC0 offers no pinned memory" in lower["note"]
+    assert (upper["evictions"] > 0) == (n_upper < 32)
+    if n_upper == 13:
+        assert lower["hits_ready"] > 0
+        assert lower["evictions"] > 0

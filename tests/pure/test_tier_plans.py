@@ -1,0 +1,85 @@
+"""Plans of two tiers: what goes to a GPU, what to RAM, and which budgets are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from gguf_builder import moe
+
+from moegguf.engine.devices import Device, find_gpu
+from moegguf.engine.machine import Memory
+from moegguf.engine.plan import Plan, slot_bytes
+from moegguf.engine.tiers import VRAM_MARGIN_BYTES, host_bytes, parse_vram_cache, plan_here, plan_tiers
+from moegguf.errors import BudgetError
+from moegguf.gguf.experts import ExpertLayout, read_layout
+from moegguf.quantities import GIB, parse_expert_cache
+
+RAM = Memory(64 * GIB, 60 * GIB, "the machine")
+
+
+@pytest.fixture(scope="module")
+def layout(tmp_path_factory: pytest.TempPathFactory) -> ExpertLayout:
+    """6 layers of 16 experts, top-4: 96 experts."""
+    return read_layout(moe(n_layer=6, n_expert=16, n_used=4).write(tmp_path_factory.mktemp("tiers") / "m.gguf"))
+
+
+def device(free_bytes: int) -> Device:
+    return Device("GPU0", 0, free_bytes, 64 * GIB)
+
+
+def plan(layout: ExpertLayout, vram: str | int, ram: str | int, memory: Memory = RAM, **options: Any) -> Plan:
+    gpu = device(options.pop("vram_bytes", 32 * GIB))
+    return plan_tiers(layout, parse_vram_cache(vram), parse_expert_cache(ram), gpu, memory, n_ctx=4096, **options)
+
+
+def test_both_budgets_are_kept(layout: ExpertLayout) -> None:
+    p = plan(layout, "25%", 50 * slot_bytes(layout))
+    assert (p.device, p.n_slots, p.n_lower_slots) == ("GPU0", 24, 50)
+    assert p.lower_bytes == 50 * p.slot_bytes
+    assert p.host_bytes == p.lower_bytes + host_bytes(layout, p.n_ubatch)
+    assert p.total_bytes == p.budget_bytes + p.dense_bytes + p.kv_bytes + p.compute_bytes
+    assert any("computed on GPU0; 50 experts" in reason for reason in p.reasons)
+    assert plan(layout, "25%", "100%").n_lower_slots == plan(layout, "25%", "auto").n_lower_slots == 96
+
+
+def test_auto_leaves_a_gigabyte_of_vram_and_counts_what_lies_beside_the_slots(layout: ExpertLayout) -> None:
+    whole = plan(layout, "100%", "auto").total_bytes
+    for short_bytes in (0, 1 << 20, 8 << 20):
+        free = VRAM_MARGIN_BYTES + whole - short_bytes
+        p = plan(layout, "auto", "auto", vram_bytes=free)
+        assert p.total_bytes <= free - VRAM_MARGIN_BYTES
+        assert p.n_slots >= 4
+
+
+def test_with_every_expert_on_the_gpu_none_is_kept_in_ram(layout: ExpertLayout) -> None:
+    p = plan(layout, "auto", "auto")
+    assert (p.n_slots, p.n_lower_slots, p.resident) == (96, 0, True)
+    assert any("none is kept in RAM" in reason for reason in p.reasons)
+
+
+def test_budgets_that_hold_too_little_name_their_option_and_the_least(layout: ExpertLayout) -> None:
+    with pytest.raises(BudgetError, match=r"vram_cache='1\.00KiB' holds 0 experts.*give at least"):
+        plan(layout, 1024, "auto")
+    with pytest.raises(BudgetError, match=r"expert_cache='1\.00KiB' holds no expert.*give at least"):
+        plan(layout, "50%", 1024)
+    with pytest.raises(BudgetError, match=r"limited by the device GPU0.*give vram_cache a size"):
+        plan(layout, "auto", "auto", vram_bytes=GIB)
+    with pytest.raises(BudgetError, match="expert_cache='auto' holds no expert"):
+        plan(layout, "50%", "auto", Memory(GIB, 1 << 20, "the machine"))
+    with pytest.raises(BudgetError, match=r"^vram_cache is 'much'"):
+        parse_vram_cache("much")
+
+
+def test_more_ram_than_is_free_is_kept_with_a_warning(layout: ExpertLayout) -> None:
+    p = plan(layout, "50%", 90 * slot_bytes(layout), Memory(GIB, 1 << 20, "the machine"))
+    assert p.n_lower_slots == 90
+    assert any("of RAM are needed" in warning for warning in p.warnings)
+
+
+def test_without_a_gpu_a_budget_for_one_is_refused(layout: ExpertLayout) -> None:
+    with pytest.raises(BudgetError, match="sees none"):
+        find_gpu()
+    with pytest.raises(BudgetError, match="sees none"):
+        plan_here(layout, "auto", "auto")
+    assert plan_here(layout, "auto", "").device is None
