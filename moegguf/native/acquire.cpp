@@ -130,11 +130,16 @@ void Acquire::acquire(Lane & lane, int il, int32_t * ids, int n_expert_used, int
         begin_pass(lane, il, n_tokens);
         if (valid && !lane.failed) {
             const int64_t n_expert = layout_.layers[il].n_expert;
-            const bool sweep = n_tokens > 1 && (int64_t)n >= sweep_choices_per_expert * n_expert;
+            const bool nearly_all = n_tokens > 1 && (int64_t)n >= sweep_choices_per_expert * n_expert;
+            lane.n_experts += (int)lane.distinct.size();
             const uint64_t turn = lane.pass * layout_.layers.size() + il;
             lane.ids_memory = ids;
             lane.streams_experts = must_stream(lane, n_tokens, wait_kinds);
-            placed = fill_slots(lane, {il, sweep, lane.n_tokens == 1, turn}, ids, n_expert_used, n_tokens, lock);
+            placed = fill_slots(lane, {il, nearly_all || lane.cycles, lane.n_tokens == 1, turn}, ids, n_expert_used,
+                                n_tokens, lock);
+            if (placed && nearly_all && shared_.has(MOEGGUF_SWEEP)) {
+                sweep_ahead(il);
+            }
             first_slot = tier_.numbering.window(il).first_slot;
             only_copies = lane.stream && placed && !awaits_file(lane, all_kinds);
         }
@@ -194,9 +199,6 @@ bool Acquire::fill_slots(Lane & lane, const Moment & now, const int32_t * ids, i
     }
     tier_.residency.on_routing(now.il, ids, n_expert_used, n_tokens);
     transfers_.demand(lane.pinned);
-    if (now.sweep && shared_.has(MOEGGUF_SWEEP)) {
-        sweep_ahead(now.il);
-    }
     return true;
 }
 
@@ -204,6 +206,8 @@ void Acquire::count_pass(Lane & lane, int il, int n_tokens) {
     Counters & counters = shared_.counters;
     if (il <= lane.il) {
         lane.pass = __atomic_add_fetch(&counters.passes, 1, __ATOMIC_RELAXED);
+        lane.cycles = n_tokens > 1 && lane.n_tokens > 1 && lane.n_experts > tier_.residency.n_usable();
+        lane.n_experts = 0;
         lane.n_tokens = n_tokens;
         count(counters.tokens, n_tokens);
         lane.first_token = lane.next_token + n_tokens <= lane.n_announced ? lane.next_token : -1;

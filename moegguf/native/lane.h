@@ -33,8 +33,10 @@ struct Lane {
     const int id;
     int il = between_passes; // the layer computing now
     uint64_t pass = 0;
-    int n_tokens = 0;  // of the pass: its last layer may compute fewer
-    int sequence = -1; // as announced, with the phase and the tokens that no pass has taken yet
+    int n_tokens = 0;    // of the pass: its last layer may compute fewer
+    int n_experts = 0;   // of the pass so far, over all layers
+    bool cycles = false; // a pass of several tokens touches more experts than there are slots
+    int sequence = -1;   // as announced, with the phase and the tokens that no pass has taken yet
     int phase = MOEGGUF_PREFILL;
     int first_token = -1;
     int next_token = 0;

@@ -15,7 +15,7 @@ namespace moegguf {
 // The routing event that slots are chosen at.
 struct Moment {
     int il = 0;         // the layer computing now
-    bool sweep = false; // a prompt's pass, which touches nearly all experts of every layer in order
+    bool sweep = false; // of several tokens: every layer's experts, more than there are slots, will be needed in order
     bool token = false; // a pass of one token
     uint64_t turn = 0;  // counts layers over all passes: pass * n_layer + il
 };
