@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 STANDARD = "-"
 ANSWERS_SUFFIX = ".answers.jsonl"
 JOURNAL_SUFFIX = ".partial"
+MODELS_PARALLEL = 8  # requests that a model loaded here computes together, where nothing else is said
 MAX_ASKED_MODELS = 32  # of a server, before it gets the requests
 
 RequestFile = Annotated[
@@ -113,7 +114,9 @@ def batch(
         else:
             if model is not None:
                 find_or_pull(model)
-            answering = answers_of_models_here(settings if ctx is None else replace(settings, n_ctx=ctx))
+            n_together = min(len(found.lines), parallel or max(settings.n_parallel, MODELS_PARALLEL))
+            n_ctx = settings.n_ctx if ctx is None else ctx
+            answering = answers_of_models_here(replace(settings, n_parallel=max(1, n_together), n_ctx=n_ctx))
         return Run(found, target, parallel or settings.batch_parallel).to_end(answering)
 
 

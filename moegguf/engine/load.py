@@ -129,7 +129,8 @@ def prepare(
     vram_cache = environment.vram_cache if vram_cache is None else vram_cache
     gpu = _gpu(vram_cache, store.device, options) if hooks else None
     n_given = min(given, n_batch) if given else None
-    plan = _plan(layout, cache, n_given, options, projector, kv_tokens, store.can_stream, gpu)
+    streams = store.can_stream and not options.get("n_gpu_layers")  # kernels elsewhere read copies of the ids
+    plan = _plan(layout, cache, n_given, options, projector, kv_tokens, streams, gpu)
     if hooks:
         options["use_mmap"] = False
     n_ubatch = plan.n_ubatch if hooks else max(n_image, min(given or DEFAULT_UBATCH_TOKENS, n_batch))

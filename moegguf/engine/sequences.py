@@ -100,10 +100,14 @@ class ContextSequences:
     def __init__(self, context: Any) -> None:
         self._bindings = library.llama_cpp()
         self._memory = context.memory
+        self._n_swa = self._bindings.llama_model_n_swa(context.model.model)  # tokens of a sliding window; 0: none
 
     def truncate(self, sequence: int, n_tokens: int) -> bool:
         """Keeps its first `n_tokens`; without success it is empty, and the result False."""
-        if self._bindings.llama_memory_seq_rm(self._memory, sequence, n_tokens, -1):
+        # llama.cpp gives cells of tokens that have left a sequence's own window to others.
+        first = self._bindings.llama_memory_seq_pos_min(self._memory, sequence)
+        whole = not self._n_swa or first <= max(0, n_tokens - self._n_swa + 1)
+        if whole and self._bindings.llama_memory_seq_rm(self._memory, sequence, n_tokens, -1):
             return True
         self._bindings.llama_memory_seq_rm(self._memory, sequence, -1, -1)
         return False

@@ -79,15 +79,22 @@ class BatchLoop:
 
     # From any thread.
 
+    @property
+    def closing(self) -> bool:
+        """After `close`."""
+        return self._closing
+
     def submit(self, request: GenerationRequest, events: AnswerEvents) -> BatchedAnswer:
         """Begins to answer a request; what is wrong with it is an error of its `on_end`."""
         answer = BatchedAnswer(request, events)
         if len(self._slots) > 1 and not request.sampling.exact:  # a slow template must not hold up others
             reader = threading.Thread(target=self._read, args=(answer,), name="moegguf-prompt", daemon=True)
-            self._readers.add(reader)
-            reader.start()
-        else:
-            self._arrive(answer)
+            with self._changed:
+                if not self._closing:
+                    self._readers.add(reader)
+                    reader.start()
+                    return answer
+        self._arrive(answer)
         return answer
 
     def submit_task(self, run: Callable[[], object], cancel: Callable[[], object]) -> Task:
@@ -139,9 +146,13 @@ class BatchLoop:
 
     def run(self) -> None:
         """Computes until `close`; raises what events raise."""
+        failure: Exception | None = None
         try:
             while self._has_work():
                 self._turn()
+        except Exception as error:
+            failure = error
+            raise
         finally:
             with self._changed:
                 self._closing = True
@@ -149,7 +160,7 @@ class BatchLoop:
                 reader.join()
             self._take_arrived()
             for answer in [*self._running, *(job for job in self._waiting if isinstance(job, BatchedAnswer))]:
-                self._end(answer)
+                self._end(answer, failure)
 
     def _has_work(self) -> bool:
         """Waits for some; False after `close`."""
@@ -210,19 +221,25 @@ class BatchLoop:
         del slot.tokens[n_tokens:]
 
     def _run_alone(self, job: BatchedAnswer | Task) -> None:
-        """From an empty context; where that has one sequence only, from what the last answer left there."""
+        """From an empty context, which it leaves empty; where it has one sequence only, from what was left there."""
+        self._clear()
+        if isinstance(job, BatchedAnswer):
+            self._answer_alone(job)
+        else:
+            self._set_alone(job, job.stop)
+            try:
+                job.run()
+            finally:
+                self._set_alone(None)
+                self._llm.resume()  # a cancel may have come after its end
+        self._clear()
+
+    def _clear(self) -> None:
+        """Empties a context of several sequences."""
         if len(self._slots) > 1:
             self._llm.clear()
             for slot in self._slots:
                 slot.tokens.clear()
-        if isinstance(job, BatchedAnswer):
-            self._answer_alone(job)
-            return
-        self._set_alone(job, job.stop)
-        try:
-            job.run()
-        finally:
-            self._set_alone(None)
 
     def _answer_alone(self, answer: BatchedAnswer) -> None:
         error = None
@@ -254,7 +271,7 @@ class BatchLoop:
         if answer.slot is not None:
             answer.slot.answer = None
             answer.slot = None
-        self._is_full = False
+            self._is_full = False
         if answer.number >= 0:
             error = error or self._complete(answer)
             answer.note_end(self._llm.stats())
@@ -434,7 +451,7 @@ class _Computing:
 
     def __enter__(self) -> None:
         with self._loop._changed:
-            if all(answer.cancelled for answer in self._answers):
+            if self._loop.closing or all(answer.cancelled for answer in self._answers):
                 raise GenerationCancelled("the answers were stopped.")
             self._loop._computing = self._answers
 

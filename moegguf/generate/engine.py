@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Self, TypeVar
 
@@ -100,7 +101,7 @@ class _Streamed:
         self._put(None)
 
     def _put(self, delta: Delta | None) -> None:
-        if not self._loop.is_closed():
+        with suppress(RuntimeError):  # the loop is closed: nobody listens any more
             self._loop.call_soon_threadsafe(self.queue.put_nowait, delta)
 
 

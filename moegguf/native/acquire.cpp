@@ -206,7 +206,8 @@ void Acquire::count_pass(Lane & lane, int il, int n_tokens) {
     Counters & counters = shared_.counters;
     if (il <= lane.il) {
         lane.pass = __atomic_add_fetch(&counters.passes, 1, __ATOMIC_RELAXED);
-        lane.cycles = n_tokens > 1 && lane.n_tokens > 1 && lane.n_experts > tier_.residency.n_usable();
+        lane.cycles = shared_.has(MOEGGUF_SWEEP) && n_tokens > 1 && lane.n_tokens > 1 &&
+                      lane.n_experts > tier_.residency.n_usable();
         lane.n_experts = 0;
         lane.n_tokens = n_tokens;
         count(counters.tokens, n_tokens);
@@ -231,8 +232,12 @@ void Acquire::begin_pass(Lane & lane, int il, int n_tokens) {
 // Residents are pinned before any victim is chosen, so that no needed expert is evicted for another.
 bool Acquire::pin_all(Lane & lane, const Moment & now, Lock & lock) {
     // A lane that waits for slots holds some already. Another one that did the same could block both for good.
+    const Deadline deadline = std::chrono::steady_clock::now() + longest_pass;
     while ((short_of_slots_ || (lane.streams_experts && streaming_.busy())) && !shared_.cancelled) {
-        shared_.done.wait(lock);
+        if (shared_.done.wait_until(lock, deadline) == std::cv_status::timeout) {
+            fail_without_slot(lane, now.il, lane.distinct[0]);
+            return false;
+        }
     }
     pin_present(lane, now.il, lane.streams_experts ? tier_.residency.n_usable() - slots_to_stream(lane) : INT32_MAX);
     if (shared_.has(MOEGGUF_PREEMPT) && !tier_.numbering.resident()) {
@@ -326,7 +331,8 @@ void Acquire::fail_without_slot(Lane & lane, int il, int expert) {
 // Whether experts pass through slots instead of getting one each: where they do not fit, or where that is asked for. A
 // caller that waits for matrices here cannot be given some of them at a time.
 bool Acquire::must_stream(const Lane & lane, int n_tokens, uint8_t wait_kinds) const {
-    const bool can = streaming_.possible() && (shared_.simulated() || wait_kinds == 0);
+    const bool asked = shared_.simulated() || (wait_kinds == 0 && lane.ids_in_place); // kernels ask for these ids
+    const bool can = asked && streaming_.possible() && !below_;
     const bool fits = (int)lane.distinct.size() <= tier_.residency.n_usable();
     return can && !tier_.numbering.resident() && n_tokens > 1 && (!fits || shared_.has(MOEGGUF_STREAM));
 }
@@ -361,8 +367,12 @@ bool Acquire::stream_absent(Lane & lane, const Moment & now, Lock & lock) {
     }
     streaming_.begin(lane, now.il, n_pinned);
     transfers_.wake_readers();
-    while (shared_.simulated() && streaming_.busy()) {
-        transfers_.step();
+    if (shared_.simulated()) {
+        const uint64_t start = shared_.clock_ns();
+        while (streaming_.busy()) {
+            transfers_.step();
+        }
+        count_stall(lane, start);
     }
     return true;
 }

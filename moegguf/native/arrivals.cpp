@@ -39,11 +39,9 @@ int Arrivals::next(ggml_mul_mat_id_order * order, const int64_t * row_counts, in
         }
         order->late[order->n_late++] = id;
     }
-    if (streams && order->i >= n_as) {
-        const int id = arrivals.streaming_.next(order, n_as, t.kind, ith);
-        if (id >= 0) {
-            return id;
-        }
+    // Passing the last one may end the stream, and with it slot_of: what is late comes before.
+    if (streams && order->i >= n_as && !(order->n_late > 0 && arrivals.streaming_.all_taken(*order, n_as))) {
+        return arrivals.streaming_.next(order, n_as, t.kind, ith); // -1: past all of them, or given up
     }
     while (order->n_late > 0) {
         const auto settled = [&](int i) { return arrivals.is_settled(t, arrivals.slot(t, order->late[i], streams)); };

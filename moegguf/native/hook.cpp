@@ -89,6 +89,7 @@ void acquire_experts(Lane & lane, ggml_tensor * t, int il) {
         return;
     }
     lane.stream = stream_of(lane, t);
+    lane.ids_in_place = ggml_backend_buffer_is_host(t->buffer);
     const Routed known = routed(lane, t, n_used, n_tokens);
     if (ggml_backend_buffer_is_host(t->buffer)) {
         lane.store.acquire.acquire(lane, il, (int32_t *)t->data, n_used, n_tokens, kinds, known);

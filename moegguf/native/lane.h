@@ -58,7 +58,8 @@ struct Lane {
     uint64_t waited_ns = 0;            // at this event
     uint64_t read_errors = 0;          // of the store, when this lane's failures were last noted
     uint64_t given_up = 0;             // likewise
-    const void * ids_memory = nullptr; // of this event's ids, where kernels read them
+    const void * ids_memory = nullptr; // of this event's ids
+    bool ids_in_place = false;         // kernels read them there
     std::vector<int32_t> ids;          // scratch for devices whose memory is not the host's
     std::vector<float> weights;
     std::vector<float> inputs;

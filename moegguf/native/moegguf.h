@@ -77,7 +77,8 @@ enum moegguf_flag {
     MOEGGUF_CHUNKED = 1 << 2,      // a prefetch goes matrix by matrix, so that a miss waits for one at most
     MOEGGUF_PREEMPT = 1 << 3,      // a routing event drops the prefetches of its layer that were not needed
     MOEGGUF_OVERLAP = 1 << 4,      // a layer's computing begins before all of its matrices are there
-    MOEGGUF_SWEEP = 1 << 5,        // a prompt's pass fetches the next layer while this one computes
+    MOEGGUF_SWEEP = 1 << 5,        // a prompt's pass fetches the next layer while this one computes; passes
+                                   // whose experts do not fit evict what is needed last
     MOEGGUF_FILL = 1 << 6,         // when resident: read every expert in the background
     MOEGGUF_SIMULATE = 1 << 7,     // no file, no memory: transfers cost modelled time only
     MOEGGUF_STREAM = 1 << 8,       // a prompt's experts pass through a few slots, also where each could have its own

@@ -193,6 +193,7 @@ void Residency::adopt(int s, int expert) {
     loads_[layout_.key(slot.il, expert)] += 1;
     count_[slot.il] += 1;
     policy_->on_load(slot.il, expert);
+    policy_->on_use(slot.il, expert); // by the pass that streamed it
     publish(s, layout_.layers[slot.il].chunks);
 }
 

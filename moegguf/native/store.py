@@ -42,10 +42,10 @@ class StoreOptions:
     readers: threads that read the file. repack: slots in the layout of the CPU's fastest kernels. direct: O_DIRECT.
     chunked: prefetch matrix by matrix. preempt: a routing event drops stale prefetches of its layer. demand_first: what
     a layer waits for is read before all prefetches, else behind those asked for. overlap: a layer's computing begins
-    before all of its matrices are there, with those that are. sweep: a prompt's pass fetches the next layer ahead.
-    stream: the experts of a prompt's layer pass through a few slots, each read once, also where each could have a slot
-    of its own. fill: when every expert has a slot, read them all in the background. device: ggml device of the slots,
-    None for the CPU.
+    before all of its matrices are there, with those that are. sweep: a prompt's pass fetches the next layer ahead,
+    and passes of several tokens whose experts do not fit evict what is needed last. stream: the experts of a prompt's
+    layer pass through a few slots, each read once, also where each could have a slot of its own. fill: when every
+    expert has a slot, read them all in the background. device: ggml device of the slots, None for the CPU.
     """
 
     readers: int = 4

@@ -22,6 +22,7 @@ void Streaming::begin(const Lane & lane, int il, size_t first) {
     lane_ = &lane;
     il_ = il;
     number_ += 1;
+    given_up_ = false;
     slots_.assign(lane.pinned.begin() + first, lane.pinned.end());
     experts_.assign(lane.absent.begin(), lane.absent.end());
     std::copy(lane.slot_of.begin(), lane.slot_of.end(), slot_of_.begin());
@@ -106,7 +107,7 @@ bool Streaming::wait(Kind & kind, int i, bool first_thread) {
     }
     const uint64_t start = now_ns();
     Lock lock(shared_.mutex);
-    while (held < i && !tier_.residency.failed(slots_[r]) && !shared_.cancelled && !shared_.stopping) {
+    while (held < i && !given_up_ && !tier_.residency.failed(slots_[r]) && !shared_.cancelled && !shared_.stopping) {
         shared_.done.wait(lock);
     }
     if (first_thread) {
@@ -115,7 +116,9 @@ bool Streaming::wait(Kind & kind, int i, bool first_thread) {
     if (held == i) {
         return true;
     }
-    shared_.given_up += !tier_.residency.failed(slots_[r]);
+    shared_.given_up += !given_up_ && !tier_.residency.failed(slots_[r]); // not for a failed read
+    given_up_ = true;
+    shared_.done.notify_all();
     return false;
 }
 

@@ -30,6 +30,9 @@ class Streaming {
     bool serves(const void * ids) const { return ids && ids_.load(std::memory_order_acquire) == ids; }
     int slot_of(int expert) const { return slot_of_[expert]; }                // -1: it is streamed
     int next(ggml_mul_mat_id_order * order, int n_as, uint8_t kind, int ith); // -1: no more, or they will not come
+    bool all_taken(const ggml_mul_mat_id_order & order, int n_as) const {
+        return order.i - n_as >= (int)experts_.size();
+    }
 
   private:
     // One kind of matrix. Index i is held by slot i % n_slots; what comes there next is i + n_slots.
@@ -51,6 +54,7 @@ class Streaming {
     Tier & tier_;
     Kind kinds_[MOEGGUF_MAX_KINDS];
     bool possible_;
+    bool given_up_ = false;       // by a thread: no place becomes free any more
     const Lane * lane_ = nullptr; // nullptr: nothing is streamed
     std::atomic<const void *> ids_{nullptr};
     int il_ = -1;

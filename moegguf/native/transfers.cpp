@@ -230,7 +230,7 @@ void Transfers::find_sources(const std::vector<int> & slots) {
 bool Transfers::look_up_source(int s) {
     const Slot & slot = tier_.residency.slot(s);
     int r = tier_.source(s);
-    const bool looks_up = r < 0 && !tier_.residency.complete(s) && !slot.queued && !slot.reading;
+    const bool looks_up = r < 0 && !slot.streams() && !tier_.residency.complete(s) && !slot.queued && !slot.reading;
     if (looks_up) {
         Counters & counters = below_->counters();
         r = below_->residency.find(slot.il, slot.expert);
@@ -547,10 +547,11 @@ void Transfers::finish(const Job & job, const std::string & why) {
     to.residency.end_read(s, job.kinds);
     if (!why.empty()) {
         finish_failed(to, job, why);
-    } else if (job.streamed >= 0) {
-        streaming_.arrived(job);
     }
     to.tidy(s);
+    if (why.empty() && job.streamed >= 0) {
+        streaming_.arrived(job); // after which the slot may have its last expert, whole
+    }
     if (why.empty() && job.destination.tier == TierId::lower) {
         pass_on(job);
     }

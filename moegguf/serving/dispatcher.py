@@ -61,7 +61,7 @@ class Dispatcher:
         key = process_key(waiter.entry, waiter.overrides)
         model = self.models.get(key)
         n_waiting = sum(len(known.waiters) for known in self.models.values())
-        first = model is None or not (model.waiters or model.in_use)
+        first = model is None or not (model.waiters or model.is_full)
         if n_waiting >= self._settings.max_queue and not first:
             raise BusyError("server busy, please try again.  maximum pending requests exceeded")
         if model is None:

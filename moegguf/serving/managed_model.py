@@ -183,6 +183,11 @@ class ManagedModel:
         return bool(self.answering or self.shared_users)
 
     @property
+    def is_full(self) -> bool:
+        """Whether one more request would have to wait."""
+        return len(self.answering) >= self.ready.n_parallel if self.state is State.READY else self.in_use
+
+    @property
     def idle(self) -> bool:
         """Whether it is loaded and unused."""
         return self.state is State.READY and not self.in_use

@@ -144,8 +144,8 @@ def measure(entry: ModelEntry, overrides: LoadOverrides, settings: Settings, lim
     options |= {"n_ctx": n_ctx, "n_batch": n_batch, "n_ubatch": n_batch if embedding else None, "margin": 0}
     options |= {"projector": projector, "n_seq": n_seq_max}
 
-    def plan(cache: ExpertCache, n_bytes: int = _UNLIMITED) -> Plan:
-        return make_plan(layout, cache, Memory(n_bytes, n_bytes, "the models' budget"), **options)
+    def plan(cache: ExpertCache, n_bytes: int = _UNLIMITED, **others: Any) -> Plan:
+        return make_plan(layout, cache, Memory(n_bytes, n_bytes, "the models' budget"), **options | others)
 
     def load_config(chosen: Plan) -> LoadConfig:
         return LoadConfig(
@@ -169,8 +169,10 @@ def measure(entry: ModelEntry, overrides: LoadOverrides, settings: Settings, lim
     wanted = plan(parse_expert_cache(overrides.expert_cache or read_environment().expert_cache))
     if not layout.is_moe:
         return ModelSize(wanted.total_bytes, wanted.total_bytes, lambda _: wanted, load_config, default_n_ctx)
-    n_least = layer_slots(layout, max(1, projector.one_pass_tokens if projector else 1), wanted.streams)
-    least = plan(ExpertCache("bytes", n_bytes=n_least * wanted.slot_bytes))
+    least_tokens = max(1, projector.one_pass_tokens if projector else 1)
+    n_least = layer_slots(layout, least_tokens, wanted.streams)
+    n_ubatch = options["n_ubatch"] or least_tokens
+    least = plan(ExpertCache("bytes", n_bytes=n_least * wanted.slot_bytes), n_ubatch=n_ubatch)
     most = ExpertCache("auto", n_bytes=wanted.budget_bytes)
 
     def plan_within(n_bytes: int) -> Plan:

@@ -197,16 +197,8 @@ class Worker:
             self._end(request_id, error=_encoded(error))
 
     def _embed(self, message: Message) -> Task:
-        llm = self._model
-
-        def run() -> None:
-            try:
-                self._reply(self._vectors, message)
-            finally:
-                llm.resume()
-
         assert self._loop is not None
-        return self._loop.submit_task(run, llm.cancel)
+        return self._loop.submit_task(lambda: self._reply(self._vectors, message), self._model.cancel)
 
     def _vectors(self, message: Message) -> Any:
         return embed(self._model, message["inputs"], truncate=message["truncate"], normalize=message["normalize"])

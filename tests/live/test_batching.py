@@ -236,7 +236,7 @@ def test_sampler_and_constraint_go_on_after_an_answer_was_put_back(load: Load) -
                 assert loop._make_room() and newest[0] not in loop._running
 
         with running(many, Scripted(after=after)) as loop:
-            _, received = answers_of(loop, [ask(QUESTION, max_tokens=20), request])
+            _, received = answers_of(loop, [ask(QUESTION, max_tokens=300), request])
         assert left == [0]
         return received.text
 

@@ -25,6 +25,7 @@ from moegguf.generate.images import INTERLACED_BYTES, PLAIN_BYTES, WIDE_BYTES, r
 from moegguf.generate.prompt import read_prompt
 from moegguf.generate.request import GenerationRequest, Message, Sampling, Timing
 from moegguf.gguf.projector import DECODED_BYTES
+from moegguf.native.store import StoreOptions
 from tools.models import write_projector
 
 Tiny = Callable[..., Path]
@@ -95,7 +96,7 @@ def test_image_tokens_count_and_share_positions(tiny: Tiny, projector: Projector
 
 def test_an_image_of_one_pass_needs_slots_for_it(tiny: Tiny, projector: Projector, load: Load) -> None:
     with pytest.raises(BudgetError, match="one pass of 64 tokens"):
-        load(tiny("tiny-qwen3moe"), mmproj=projector("gemma3"), expert_cache="10%")
+        load(tiny("tiny-qwen3moe"), mmproj=projector("gemma3"), expert_cache="10%", store=StoreOptions(overlap=False))
     llm = load(tiny("tiny-qwen3moe"), mmproj=projector("gemma3"), n_ubatch=8, n_batch=8)
     assert llm.plan.n_ubatch == 64 and llm.plan.projector_bytes > 0
     assert answer(llm, [message(png(), "what is it?")])[0]

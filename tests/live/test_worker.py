@@ -280,7 +280,7 @@ def test_a_slow_count_does_not_keep_the_next_message_from_being_read(monkeypatch
         served = Worker(theirs)
         monkeypatch.setattr(served, "_count", lambda message: begun.set() or go.wait(30))
         monkeypatch.setattr(served, "_reply", lambda handler, message: handler(message))
-        threading.Thread(target=served._reply_to_counts, daemon=True).start()
+        threading.Thread(target=served._reply_beside, daemon=True).start()
         served._on_message({"kind": "count", "id": 1})  # what the reading thread does
         assert begun.wait(10) and not go.is_set()
         go.set()

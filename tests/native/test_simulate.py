@@ -42,7 +42,7 @@ def run(policy: AnyPolicy, n_slots: int = 24, **options: object) -> SimResult:
 
 @pytest.mark.parametrize("n_slots", [2, 3, 5, 8, 9, 10, 16, 24, 40, 79, 80])
 def test_the_store_counts_what_an_independent_lru_counts(n_slots: int) -> None:
-    result = run(LRU, n_slots, sweep=False)
+    result = run(LRU, n_slots, sweep=False, overlap=False)
     replay = lru(Lookups.of(fitted(TRACE, n_slots)), n_slots)
     counted = (result.counters["lookups"], result.counters["misses"], result.counters["evictions"])
     assert counted == (replay.lookups, replay.misses, replay.evictions)

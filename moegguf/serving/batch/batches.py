@@ -364,7 +364,10 @@ class Batches:
         stop = threading.Event()
 
         def read() -> Requests:
-            file = self._input(batch).open("rb")
+            try:
+                file = self._input(batch).open("rb")
+            except FileNotFoundError:
+                raise BatchFileError("the requests of this batch are gone; create another one.") from None
             try:
                 return Requests(file, (batch.endpoint,), max_requests=MAX_REQUESTS, stop=stop.is_set)
             except BaseException:
