@@ -221,9 +221,13 @@ def test_a_full_kv_cache_puts_the_newest_back_and_answers_all(tiny: TinyModel, l
 
 def test_sampler_and_constraint_go_on_after_an_answer_was_put_back(load: Load) -> None:
     many = load(DEMO, n_seq_max=2, logits_all=False)
-    text = {"type": "string", "minLength": 30, "maxLength": 40}
-    schema = {"type": "object", "properties": {"t": text}, "required": ["t"]}
-    request = ask("What is a hit?", format=schema, repeat_penalty=1.3, max_tokens=60)
+
+    def of_length(least: int) -> dict[str, Any]:
+        text = {"type": "string", "minLength": least, "maxLength": least + 10}
+        return {"type": "object", "properties": {"t": text}, "required": ["t"]}
+
+    longer = ask(QUESTION, format=of_length(1500), max_tokens=1000)  # still runs when the other one has arrived
+    request = ask("What is a hit?", format=of_length(30), repeat_penalty=1.3, max_tokens=60)
 
     def answer(n_put_back: int) -> str:
         many.clear()
@@ -236,7 +240,7 @@ def test_sampler_and_constraint_go_on_after_an_answer_was_put_back(load: Load) -
                 assert loop._make_room() and newest[0] not in loop._running
 
         with running(many, Scripted(after=after)) as loop:
-            _, received = answers_of(loop, [ask(QUESTION, max_tokens=300), request])
+            _, received = answers_of(loop, [longer, request])
         assert left == [0]
         return received.text
 
