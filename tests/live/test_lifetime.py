@@ -117,7 +117,7 @@ def test_a_model_without_references_is_freed(tiny: TinyModel) -> None:
     assert Footprint().files > before.files
     gone = weakref.ref(llm)
     del llm
-    Footprint().check(before)
+    Footprint().check(before, 8 << 20)  # malloc may keep the buffers of a pass of 512 tokens
     assert gone() is None
 
 
