@@ -118,3 +118,14 @@ def check_failure(lane: Lane, status: int) -> None:
     failure = lane.take_failure()
     assert failure is not None
     assert (failure.status, failure.il) == (status, 0)
+
+
+def check_a_failed_read_ends_the_pass(store: Store, product: Product, fake: FakeModel, nth: int) -> None:
+    """Asserts that the pass ends with the node, as an error of the file, when the nth read and those after it fail."""
+    library.arm_fault("read", nth, sticky=True)
+    product.acquire()
+    product.compute()
+    assert aborts(product.lane)
+    check_failure(product.lane, library.IO)
+    library.arm_fault("read", 0)
+    fake.token(store, product.lane, [3, 4])

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from fake_model import FakeModel, Open, make_model
-from product import Product, aborts, check_failure
+from product import Product, aborts, check_a_failed_read_ends_the_pass, check_failure
 
 from moegguf.errors import ExpertIOError
 from moegguf.native import library
@@ -70,13 +70,7 @@ def test_a_failed_read_ends_the_pass_and_not_the_kernel(
 ) -> None:
     store, lane = open_store(fake, 8, readers=1)
     products.append(Product(store, lane, fake, [[3, 4]]))
-    library.arm_fault("read", 2, sticky=True)
-    products[-1].acquire()
-    products[-1].compute()
-    assert aborts(lane)
-    check_failure(lane, library.IO)
-    library.arm_fault("read", 0)
-    fake.token(store, lane, [3, 4])
+    check_a_failed_read_ends_the_pass(store, products[-1], fake, 2)
 
 
 def test_a_read_that_fails_in_the_last_layer_is_reported(

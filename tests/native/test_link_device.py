@@ -17,6 +17,7 @@ import pytest
 from fake_model import FakeModel, check_counters, make_model
 from own_process import in_own_process
 from product import InitParams, load
+from random_events import random_events
 
 from moegguf.errors import AllocationError, OptionError
 from moegguf.native.link_device import add_link_device, link_device
@@ -191,23 +192,7 @@ def test_copies_take_at_least_latency_and_bytes_over_bandwidth_which_those_in_on
 
 def store_on_link(fake: FakeModel, n_slots: int) -> dict[str, int]:
     """Random events and prefetches with checked bytes; the counters afterwards."""
-    store = Store(fake.layout, n_slots, StoreOptions(device=link_device(Link(1e9, 1e-5))))
-    lane = store.open_lane()
-    try:
-        rng = np.random.default_rng(0)
-        for n in range(120):
-            fake.acquire(store, lane, n % 4, rng.permutation(8)[:2])
-            store.prefetch([(n + 1) % 4] * 2, rng.permutation(8)[:2])
-        if n_slots == 32:
-            store.resize(9)
-            for n in range(40):
-                fake.acquire(store, lane, n % 4, rng.permutation(8)[:2])
-        store.drain(10)
-        assert store.info()["n_repacked"] == 0
-        return store.counters()
-    finally:
-        lane.close()
-        store.close()
+    return random_events(fake, n_slots, link_device(Link(1e9, 1e-5)))
 
 
 @pytest.mark.parametrize("n_slots", [5, 32], ids=["shared", "resident, then shrunk"])

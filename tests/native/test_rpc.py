@@ -4,33 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 from fake_model import Q4_K, Q6_K, FakeModel, Types, check_counters, make_model
+from random_events import random_events
 from rpc_device import in_child, register
-
-from moegguf.native.store import Store, StoreOptions
 
 
 def events_on_rpc(rpc: Path, port: int, fake: FakeModel, n_slots: int) -> dict[str, int]:
     """Random events and prefetches with checked bytes; the counters afterwards."""
-    store = Store(fake.layout, n_slots, StoreOptions(device=register(rpc, port)))
-    lane = store.open_lane()
-    try:
-        assert store.info()["n_repacked"] == 0
-        rng = np.random.default_rng(0)
-        for n in range(120):
-            fake.acquire(store, lane, n % 4, rng.permutation(8)[:2])
-            store.prefetch([(n + 1) % 4] * 2, rng.permutation(8)[:2])
-        if n_slots == 32:
-            store.resize(9)
-            for n in range(40):
-                fake.acquire(store, lane, n % 4, rng.permutation(8)[:2])
-        store.drain(10)
-        return store.counters()
-    finally:
-        lane.close()
-        store.close()
+    return random_events(fake, n_slots, register(rpc, port))
 
 
 @pytest.mark.parametrize("n_slots", [5, 32], ids=["shared", "resident, then shrunk"])

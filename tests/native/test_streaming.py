@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from fake_model import FakeModel, Open, make_model
-from product import Product, aborts, check_failure
+from product import Product, aborts, check_a_failed_read_ends_the_pass, check_failure
 from test_arrivals import resident
 
 from moegguf.native import library
@@ -58,13 +58,7 @@ def test_slots_keep_what_others_use_where_streaming_is_asked_for(
 def test_a_failed_read_ends_the_pass(fake: FakeModel, open_store: Open, products: list[Product]) -> None:
     store, lane = open_store(fake, 3, readers=2)
     products.append(Product(store, lane, fake, IDS))
-    library.arm_fault("read", 5, sticky=True)
-    products[-1].acquire()
-    products[-1].compute()
-    assert aborts(lane)
-    check_failure(lane, library.IO)
-    library.arm_fault("read", 0)
-    fake.token(store, lane, [3, 4])
+    check_a_failed_read_ends_the_pass(store, products[-1], fake, 5)
     assert lane.take_failure() is None
 
 
