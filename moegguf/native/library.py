@@ -32,7 +32,9 @@ from moegguf.processor import read_processor
 from moegguf.settings import read_environment
 
 ABI_VERSION = 8
-SPIN_COUNT = 20000  # a good part of a millisecond; 1000 costs a fifth of a small model's speed, 300000 is GNU's default
+# 20000: a good part of a millisecond; 300000 is GNU's default. `active` makes it 1000 while experts can be absent
+# (`moegguf/native/short_spins.h`), which costs up to a fifth of the speed where they cannot, and 100 without.
+SPINNING = {"GOMP_SPINCOUNT": "20000", "OMP_WAIT_POLICY": "active"}
 
 OK, INVALID, MEMORY, IO, CANCELLED, FORKED, ROUTING, SLOTS = range(8)
 COMPUTE_TIER, LOWER_TIER = 0, 1  # enum moegguf_tier
@@ -391,14 +393,15 @@ def _short_spins() -> Iterator[None]:
     GNU's default spins for longer than a scheduler's slice. Threads that have to share a processor, as on a busy
     machine, then make each other wait for whole slices at every barrier, hundreds of times a token.
     """
-    if any(name in os.environ for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")):
+    if any(name in os.environ for name in SPINNING):
         yield
         return
-    os.environ["GOMP_SPINCOUNT"] = str(SPIN_COUNT)
+    os.environ |= SPINNING
     try:
         yield
     finally:
-        del os.environ["GOMP_SPINCOUNT"]
+        for name in SPINNING:
+            del os.environ[name]
 
 
 def build_identity() -> str:
