@@ -60,6 +60,7 @@ class Rig:
                 yield f"{label}/{name}/-", Case(system="moegguf", options=options, **limited)
 
 
+# A card of 8 GiB has about 8 GB free: the driver and the contexts of programs take the rest.
 CARDS = {f"{n} GB": n * GB for n in (8, 12, 16, 24)}
 FULL = Rig(
     models=(
