@@ -220,10 +220,13 @@ def trial(args: argparse.Namespace, say: Callable[[str], None]) -> int:
     of = Trial(work, rig, args.device or DEVICES[args.backend], backend_named(args.backend), library)
     state = State(work / "state.json")
     state.forget(args.again)
-    try:
-        done = run_steps(list(of.steps()), state, parse_duration(args.time_limit), say)
-    finally:
-        write_results(args.results or work, state)
+
+    def say_and_write(text: str) -> None:
+        write_results(args.results or work, state)  # a call may be ended at any time
+        say(text)
+
+    done = run_steps(list(of.steps()), state, parse_duration(args.time_limit), say_and_write)
+    write_results(args.results or work, state)
     failed = [name for name, outcome in state.outcomes.items() if FAILED in outcome]
     say(f"{len(state.outcomes)} steps have an outcome, {len(failed)} of them failed: {', '.join(failed) or 'none'}")
     say(f"everything is done: {args.results or work}/results.md" if done else "there is more to do: call again")
