@@ -72,9 +72,12 @@ class Llama(UpstreamLlama):
         model_path: the GGUF file, the first one of a split model, or a name: "demo", "hf.co/user/repo:Q4_K_M".
         expert_cache: memory for experts: "auto" (what is free after everything else), "4GiB", "50%" of all experts,
             or bytes. Ignored for a model without experts.
-        vram_cache: memory of a GPU for experts, in the same forms: every layer is computed there, and expert_cache is
-            RAM below it, that missed experts are copied from. None: MOEGGUF_VRAM_CACHE, and without that no GPU is
-            used for experts.
+        vram_cache: memory of a GPU for experts, in the same forms; expert_cache is RAM then, that missed experts are
+            copied from, or that the CPU computes with. None: MOEGGUF_VRAM_CACHE, and without that "auto" where there is
+            a GPU, unless n_gpu_layers says which layers it computes.
+        placement: what goes into that memory: "layers" (the experts of whole layers; the CPU computes the others),
+            "slots" (experts as they are used; the GPU computes everything), "cpu" (no GPU), or "auto": what is predicted
+            to be fastest with speeds that are measured here (engine/placement.py). None: MOEGGUF_PLACEMENT.
         system: what decides on experts: "moegguf" (what was measured to be best), "lru", "none", or one of the papers'
             as a whole, "moe-infinity", "promoe", "expertflow", "duoserve" (`moegguf.controller.systems`). The next four
             replace parts of it. None: MOEGGUF_SYSTEM, else "moegguf".
@@ -112,6 +115,7 @@ class Llama(UpstreamLlama):
         *,
         expert_cache: Budget | None = None,
         vram_cache: Budget | None = None,
+        placement: str | None = None,
         system: str | None = None,
         store: StoreOptions | None = None,
         policy: str | Policy = "auto",
@@ -149,16 +153,18 @@ class Llama(UpstreamLlama):
         store = of.store_options() if store is None else store
         warm_start = read_environment().warm_start if warm_start is None else warm_start
         self._keywords = dict(
-            model_path=model_path, expert_cache=expert_cache, vram_cache=vram_cache, system=of.name, store=store,
-            warm_start=warm_start, **vars(chosen), **options,
+            model_path=model_path, expert_cache=expert_cache, vram_cache=vram_cache, placement=placement,
+            system=of.name, store=store, warm_start=warm_start, **vars(chosen), **options,
         )  # fmt: skip
-        self._load_plan = load_plan = prepare(model_path, expert_cache, options, vram_cache, store)
+        self._load_plan = load_plan = prepare(
+            model_path, expert_cache, options, vram_cache, store, placement
+        )
         self.layout, self.plan = load_plan.layout, load_plan.plan
         self._n_seq_max = load_plan.n_seq_max
         try:
             try_first(self.layout, options, self._progress.wait, load_plan.projector)
             if load_plan.hooks:
-                self._session = Session(self.layout, self.plan, store)
+                self._session = Session(load_plan.slots_layout, self.plan, store)
                 self._live_controller = LiveController(self._session, Artifacts(self.layout), chosen)
                 for warning in self.plan.warnings:
                     warnings.warn(warning, stacklevel=2)
@@ -176,7 +182,7 @@ class Llama(UpstreamLlama):
 
     def _load(self, load_plan: LoadPlan) -> None:
         try:
-            with readahead(self.layout) if self._session else nullcontext():
+            with readahead(self._session.layout) if self._session else nullcontext():
                 super().__init__(load_plan.path, n_ubatch=load_plan.n_ubatch, **load_plan.options)
         except MoeggufError:
             raise
@@ -215,11 +221,12 @@ class Llama(UpstreamLlama):
         *,
         expert_cache: Budget | None = None,
         vram_cache: Budget | None = None,
+        placement: str | None = None,
         **options: Any,
     ) -> Plan:
         """The memory plan for loading the model with these keywords. Raises what loading would raise."""
         check_options(options, Llama)
-        return prepare(model_path, expert_cache, options, vram_cache).plan
+        return prepare(model_path, expert_cache, options, vram_cache, placement=placement).plan
 
     # The base class assigns these structs and later passes them to llama.cpp: each read sets our fields.
     @property

@@ -278,7 +278,22 @@ class LinkStruct(c.Structure):
         ("latency_ns", c.c_double),
         ("memory_bytes", c.c_uint64),
         ("pinned", c.c_int32),
-        ("reserved", c.c_int32),
+        ("n_threads", c.c_int32),
+    ]
+
+
+class SpeedsStruct(c.Structure):
+    """struct moegguf_speeds: of the CPU, a device and the link between them."""
+
+    _fields_ = [
+        *(
+            (name, c.c_double)
+            for name in (
+                "cpu_bytes_per_ns cpu_op_ns device_bytes_per_ns device_op_ns copy_bytes_per_ns copy_ns stop_ns"
+                " cpu_layer_ns"
+            ).split()
+        ),
+        *((name, c.c_int32) for name in ("pinned_memory", "reserved")),
     ]
 
 
@@ -297,6 +312,7 @@ class Failure(c.Structure):
 _STATUS_CALLS: dict[str, list[Any]] = {
     "moegguf_slot_sizes": [c.POINTER(Matrix), c.c_int32, c.c_int32, c.POINTER(Sizes)],
     "moegguf_link_add": [c.POINTER(LinkStruct), c.POINTER(c.c_char_p)],
+    "moegguf_measure_speeds": [c.POINTER(Config), c.c_int32, c.c_double, c.POINTER(SpeedsStruct)],
     "moegguf_store_open": [c.POINTER(Config), c.POINTER(c.c_void_p)],
     "moegguf_store_info": [c.c_void_p, c.POINTER(PoolInfo)],
     "moegguf_store_counters": [c.c_void_p, c.POINTER(Counters)],
