@@ -150,7 +150,7 @@ class KnownSpeeds:
         return HitCurve(rates, "from this model's saved counts: those used most would stay")
 
     def add_hits(self, share: float, hits: int, lookups: int, tokens: int) -> None:
-        """Remembers the hit rate of a run, with this share of the experts in slots; half of earlier runs' weight goes."""
+        """Remembers the hit rate of a run, with this share of the experts in slots; earlier runs count half as much."""
         facts, at = self._read(), f"{share:.2f}"
         of_all = facts.get("hits")
         hits_by_share = of_all if isinstance(of_all, dict) else {}

@@ -24,6 +24,8 @@ from moegguf.controller.policies.base import Policy
 from moegguf.controller.predictors.base import Predictor
 from moegguf.controller.prefetch import PrefetchOptions
 from moegguf.controller.systems import find_system
+from moegguf.engine.decode_meter import DecodeMeter
+from moegguf.engine.known_speeds import KnownSpeeds
 from moegguf.engine.live_controller import ControllerOptions, LiveController
 from moegguf.engine.load import Budget, LoadPlan, LoadProgress, Progress, check_options, prepare
 from moegguf.engine.plan import Plan
@@ -76,8 +78,8 @@ class Llama(UpstreamLlama):
             copied from, or that the CPU computes with. None: MOEGGUF_VRAM_CACHE, and without that "auto" where there is
             a GPU, unless n_gpu_layers says which layers it computes.
         placement: what goes into that memory: "layers" (the experts of whole layers; the CPU computes the others),
-            "slots" (experts as they are used; the GPU computes everything), "cpu" (no GPU), or "auto": what is predicted
-            to be fastest with speeds that are measured here (engine/placement.py). None: MOEGGUF_PLACEMENT.
+            "slots" (experts as they are used; the GPU computes everything), "cpu" (no GPU), or "auto": what is
+            predicted to be fastest with speeds that are measured here (engine/placement.py). None: MOEGGUF_PLACEMENT.
         system: what decides on experts: "moegguf" (what was measured to be best), "lru", "none", or one of the papers'
             as a whole, "moe-infinity", "promoe", "expertflow", "duoserve" (`moegguf.controller.systems`). The next four
             replace parts of it. None: MOEGGUF_SYSTEM, else "moegguf".
@@ -142,6 +144,7 @@ class Llama(UpstreamLlama):
         self._threads: GovernedThreads | None = None
         self._closed = False
         self._eval_s = 0.0
+        self._meter: DecodeMeter | None = None
         self._progress = LoadProgress(progress)
         self._request_lock = RequestLock()
         self._requests = RequestCounter()
@@ -156,9 +159,7 @@ class Llama(UpstreamLlama):
             model_path=model_path, expert_cache=expert_cache, vram_cache=vram_cache, placement=placement,
             system=of.name, store=store, warm_start=warm_start, **vars(chosen), **options,
         )  # fmt: skip
-        self._load_plan = load_plan = prepare(
-            model_path, expert_cache, options, vram_cache, store, placement
-        )
+        self._load_plan = load_plan = prepare(model_path, expert_cache, options, vram_cache, store, placement)
         self.layout, self.plan = load_plan.layout, load_plan.plan
         self._n_seq_max = load_plan.n_seq_max
         try:
@@ -173,6 +174,9 @@ class Llama(UpstreamLlama):
                 self._warm_start = WarmStart(self._session, Artifacts(self.layout))
                 self._warm_start.begin()
             self._start_threads(load_plan)
+            if self._session is not None and load_plan.gpu is not None:
+                known, n_threads = KnownSpeeds(self.layout), load_plan.options["n_threads"]
+                self._meter = DecodeMeter(self._session, known, load_plan.gpu.device, n_threads)
             self._start_recording(trace)
         except BaseException:
             if self._recording is not None:
@@ -346,11 +350,12 @@ class Llama(UpstreamLlama):
 
     def _computed(self, call: Callable[[], Any], n_tokens: int) -> Any:
         """The result of `call`, which evaluates so many tokens (0: unknown), with as many threads as are best now."""
+        measured = call if self._meter is None else partial(self._meter.timed, call, n_tokens)
         if self._threads is None:
-            return call()
+            return measured()
         self._threads.before_pass()
         start_s = time.perf_counter()
-        result = call()
+        result = measured()
         self._threads.after_pass(n_tokens, time.perf_counter() - start_s)
         return result
 
@@ -559,7 +564,7 @@ class Llama(UpstreamLlama):
             return  # the parent process owns it
         with self._decode_lock:
             try:
-                for part in (self._live_controller, self._recording, self._warm_start):
+                for part in (self._live_controller, self._recording, self._warm_start, self._meter):
                     if part is not None:
                         part.close()
             finally:  # also when the trace could not be written

@@ -61,6 +61,7 @@ class LoadPlan:
     projector: ProjectorHeader | None = None
     n_seq_max: int = 1
     kv_tokens: int = 0  # of all sequences
+    gpu: Gpu | None = None  # that experts could be placed on
 
     def lower_slots_within(self, expert_cache: Budget) -> int:
         """Slots in RAM of another budget, where a device computes. Raises BudgetError where it holds none."""
@@ -141,8 +142,9 @@ def prepare(
         options["use_mmap"] = False
     n_ubatch = plan.n_ubatch if hooks else max(n_image, min(given or DEFAULT_UBATCH_TOKENS, n_batch))
     return LoadPlan(
-        path, layout, placed.layout, plan, hooks, n_ubatch, options, govern_threads, projector, n_seq_max, kv_tokens
-    )
+        path, layout, placed.layout, plan, hooks, n_ubatch, options, govern_threads, projector, n_seq_max, kv_tokens,
+        gpu,
+    )  # fmt: skip
 
 
 def _sequences(layout: ExpertLayout, options: dict[str, Any], n_batch: int) -> tuple[int, int]:

@@ -33,6 +33,7 @@ KERNEL_SHARE = 0.65
 CPU_LAYER_S = 60e-6  # a layer's way to the CPU and back
 DEVICE_MARGIN_BYTES = GIB  # of the device's memory stays free: the first long prompt needs some
 STOP_S = 35e-6  # of a layer at which the host has to learn what the router chose
+TOLERANCE = 0.15  # between predicted and measured tokens per second
 LAYER_NODES = 30  # of a layer's graph that read few or no weights: norms, attention, the router
 PICK_NODES = 2  # the same for each expert that a token uses: its weight, its sum
 
@@ -206,13 +207,15 @@ class Planner:
         found = sorted(self.placements(), key=lambda placement: -placement.tokens_per_s)
         allowed = [placement for placement in found if placement.kind in kinds and placement.kind not in without]
         if not allowed:
+            layer_bytes = self.model.expert_bytes // self.model.n_layer
             raise BudgetError(
-                f"{format_bytes(max(0, self.device_bytes))} of the device's memory for experts are too few for placement"
-                f" {choice!r}: a layer's experts take {format_bytes(self.model.expert_bytes // self.model.n_layer)};"
-                " free memory there, or take placement 'cpu'."
+                f"{format_bytes(max(0, self.device_bytes))} of the device's memory for experts are too few for"
+                f" placement {choice!r}: a layer's experts take {format_bytes(layer_bytes)}; free memory there, or take"
+                " placement 'cpu'."
             )
-        reason = self._reason(allowed[0], found, choice)
-        return PlacementPlan(tuple(found), allowed[0], reason, self.speeds, self.curve.source, max(0, self.device_bytes))
+        chosen, device_bytes = allowed[0], max(0, self.device_bytes)
+        reason = self._reason(chosen, found, choice)
+        return PlacementPlan(tuple(found), chosen, reason, self.speeds, self.curve.source, device_bytes)
 
     def placements(self) -> Iterator[Placement]:
         """The best of each kind that fits; there is always "cpu"."""
@@ -225,7 +228,7 @@ class Planner:
             return
         n_layers = self.device_bytes * model.n_layer // model.expert_bytes
         yield Placement("layers", 1 / self._layers_s(n_layers / model.n_layer), n_layers)
-        if self.device_bytes * model.n_layer >= model.token_bytes:  # what a token needs of one layer
+        if self.device_bytes > 0:
             yield self._slots(0)
             yield from (self._best_mix(n_layers),) if n_layers > 1 else ()
 
@@ -285,6 +288,11 @@ class Planner:
         if chosen.slot_bytes or (other is not None and other.slot_bytes):
             text += f" (hit rates {self.curve.source})"
         return text if choice == "auto" else f"{text}; placement {choice!r} was asked for"
+
+
+def is_off(measured: float, predicted: float) -> bool:
+    """Whether a measured speed differs from the predicted one by more than TOLERANCE of it."""
+    return abs(measured - predicted) > TOLERANCE * predicted
 
 
 def format_speed(number: float) -> str:

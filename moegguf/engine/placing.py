@@ -12,7 +12,16 @@ from moegguf.engine.devices import Device, find_gpu, gpus
 from moegguf.engine.known_speeds import KnownSpeeds
 from moegguf.engine.machine import Memory, count_cpus, read_memory
 from moegguf.engine.memory import choose_context, default_contexts, margin_bytes, memory_needs, pad_context
-from moegguf.engine.placement import Choice, DeviceSpeeds, HitCurve, Kind, ModelBytes, Placement, Planner, parse_placement
+from moegguf.engine.placement import (
+    Choice,
+    DeviceSpeeds,
+    HitCurve,
+    Kind,
+    ModelBytes,
+    Placement,
+    Planner,
+    parse_placement,
+)
 from moegguf.engine.plan import Plan, make_plan
 from moegguf.engine.tiers import (
     VRAM_MARGIN_BYTES,
@@ -77,8 +86,8 @@ def gpu_for(
         return None
     if divided:
         raise OptionError(
-            f"on a GPU with vram_cache or a placement it computes every layer, but n_gpu_layers is {n_gpu_layers}; leave"
-            " one of them out."
+            f"on a GPU with vram_cache or a placement it computes every layer, but n_gpu_layers is {n_gpu_layers};"
+            " leave one of them out."
         )
     return Gpu(find_gpu(name), parse_vram_cache(vram_cache or "auto"), choice)
 

@@ -105,8 +105,8 @@ def plan_layers(
     needs = memory_needs(rest, kv_tokens or n_ctx * n_seq, n_ubatch, type_k, type_v, flash_attn, projector)
     n_whole = len(layout.layers) - len(rest.layers)
     reasons = [
-        f"every layer is computed on {device.name}, but the experts of {len(rest.layers)} of {len(layout.layers)} layers"
-        f" by the CPU; those of the other {n_whole} lie on {device.name}",
+        f"every layer is computed on {device.name}, but the experts of {len(rest.layers)} of {len(layout.layers)}"
+        f" layers by the CPU; those of the other {n_whole} lie on {device.name}",
         f"{n_slots} of {rest.n_expert_total} experts of these layers fit into RAM ({format_bytes(n_slots * size)})",
     ]
     return Plan(

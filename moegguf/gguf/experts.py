@@ -164,9 +164,8 @@ class ExpertLayout:
         wanted = set(layers)
         kept = tuple(layer for layer in self.layers if layer.il in wanted)
         expert_bytes = sum(layer.n_expert * layer.expert_bytes for layer in kept)
-        return replace(
-            self, layers=kept, expert_bytes=expert_bytes, dense_bytes=self.dense_bytes + self.expert_bytes - expert_bytes
-        )
+        dense_bytes = self.dense_bytes + self.expert_bytes - expert_bytes
+        return replace(self, layers=kept, expert_bytes=expert_bytes, dense_bytes=dense_bytes)
 
     @property
     def chat_template(self) -> str | None:

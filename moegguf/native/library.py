@@ -31,7 +31,7 @@ from moegguf.package import package_folders
 from moegguf.processor import read_processor
 from moegguf.settings import read_environment
 
-ABI_VERSION = 8
+ABI_VERSION = 9
 SPIN_COUNT = 20000  # a good part of a millisecond; 1000 costs a fifth of a small model's speed, 300000 is GNU's default
 
 OK, INVALID, MEMORY, IO, CANCELLED, FORKED, ROUTING, SLOTS = range(8)

@@ -429,9 +429,9 @@ LinkDevice::LinkDevice(const moegguf_link & link, int index)
     device.context = this;
     device.reg = reg();
     device.iface = ggml_backend_device_i{
-        device_name,     moegguf::description, moegguf::memory,  type,       properties,
-        new_backend,     memory_type, host_memory_type, nullptr,    supports_op,
-        supports_memory, nullptr,     new_event,        free_event, synchronize_event,
+        device_name, moegguf::description, moegguf::memory,   type,        properties,      new_backend,
+        memory_type, host_memory_type,     nullptr,           supports_op, supports_memory, nullptr,
+        new_event,   free_event,           synchronize_event,
     };
     memory.device = host_memory.device = &device;
     memory.iface = {memory_name, allocate, alignment_of, nullptr, nullptr, nullptr};

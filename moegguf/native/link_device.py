@@ -27,9 +27,9 @@ def add_link_device(link: Link, *, memory_bytes: int = 0, pinned: bool = True, n
 
 
 @functools.cache
-def link_device(link: Link) -> str:
+def link_device(link: Link, n_threads: int = 0) -> str:
     """The name of this process's simulated device behind `link`, which is added when it is first asked for."""
-    return add_link_device(link)
+    return add_link_device(link, n_threads=n_threads)
 
 
 def memory_copy_bytes_per_s() -> float:

@@ -54,7 +54,7 @@
 extern "C" {
 #endif
 
-#define MOEGGUF_ABI_VERSION 8
+#define MOEGGUF_ABI_VERSION 9
 #define MOEGGUF_MAX_KINDS 4
 #define MOEGGUF_API __attribute__((visibility("default")))
 
@@ -350,11 +350,11 @@ struct moegguf_speeds {
     double cpu_op_ns;           // of each node of a graph besides
     double device_bytes_per_ns; // the same of the device
     double device_op_ns;
-    double copy_bytes_per_ns;   // from slots in host memory to slots on the device, as misses are copied
-    double copy_ns;             // of a layer's misses together, besides their bytes
-    double stop_ns;             // of a stop at a layer: computing ends, ids are read and written
-    double cpu_layer_ns;        // of a layer whose experts the CPU multiplies with: activations go there and back
-    int32_t pinned_memory;      // of the slots in host memory
+    double copy_bytes_per_ns; // from slots in host memory to slots on the device, as misses are copied
+    double copy_ns;           // of a layer's misses together, besides their bytes
+    double stop_ns;           // of a stop at a layer: computing ends, ids are read and written
+    double cpu_layer_ns;      // of a layer whose experts the CPU multiplies with: activations go there and back
+    int32_t pinned_memory;    // of the slots in host memory
     int32_t reserved;
 };
 

@@ -11,8 +11,8 @@
 namespace moegguf {
 namespace {
 
-constexpr int most_tokens = 16;   // of a graph that multiplies: so many layers' work without a stop
-constexpr int n_small_ops = 64;   // of a graph that measures what a node costs
+constexpr int most_tokens = 16; // of a graph that multiplies: so many layers' work without a stop
+constexpr int n_small_ops = 64; // of a graph that measures what a node costs
 constexpr int least_runs = 3;
 
 // The time of a run that nothing disturbs: the lower quartile, over `seconds` of them.
@@ -112,7 +112,8 @@ class Graph {
 
     void start() const {
         if (ggml_backend_graph_compute_async(backend_, graph_) != GGML_STATUS_SUCCESS) {
-            throw Error(MOEGGUF_INVALID, std::string(ggml_backend_name(backend_)) + " cannot compute this model's experts");
+            throw Error(MOEGGUF_INVALID,
+                        std::string(ggml_backend_name(backend_)) + " cannot compute this model's experts");
         }
     }
 
@@ -254,7 +255,8 @@ void measure_device(const Experts & experts, const char * name, int n_threads, d
 
 moegguf_speeds measure_speeds(const moegguf_config & config, int n_threads, double seconds) {
     if (n_threads < 1 || n_threads > GGML_MAX_N_THREADS || !(seconds > 0) || seconds > 60) {
-        throw Error(MOEGGUF_INVALID, "speeds are measured with 1 to 512 threads, for more than 0 and at most 60 s each");
+        throw Error(MOEGGUF_INVALID,
+                    "speeds are measured with 1 to 512 threads, for more than 0 and at most 60 s each");
     }
     const Layout layout(config);
     const Experts experts(layout, config.n_slots);

@@ -1,4 +1,5 @@
-// speeds.h: how fast a machine is with a model's experts, measured with the pools, copies and kernels that a store uses.
+// speeds.h: how fast a machine is with a model's experts, measured with the pools, copies and kernels that a store
+// uses.
 #pragma once
 
 #include "moegguf.h"

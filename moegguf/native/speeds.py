@@ -10,6 +10,7 @@ from moegguf.native import library
 from moegguf.native.store import matrices_of, slot_sizes
 from moegguf.quantities import MIB, Link
 
+NO_LINK = Link(0.0)
 SECONDS = 0.06  # for each figure
 POOL_BYTES = 96 * MIB  # of slots that take turns: more than caches hold
 
@@ -28,7 +29,7 @@ class Speeds:
     cpu_op_s: float
     device_bytes_per_s: float = 0.0
     device_op_s: float = 0.0
-    copies: Link = Link(0.0)
+    copies: Link = NO_LINK
     stop_s: float = 0.0
     cpu_layer_s: float = 0.0
     pinned: bool = False

@@ -247,7 +247,7 @@ def _placement_rows(placement: Facts) -> list[Row]:
     in_gb = {name: f"{speeds[f'{name}_bytes_per_s'] / 1e9:.3g} GB/s" for name in ("device", "copies", "cpu", "disk")}
     return [
         *rows,
-        ("experts in its memory", format_bytes(placement["device_expert_bytes"]), f"hit rates {placement['hit_rates']}"),
+        ("its memory for experts", format_bytes(placement["device_expert_bytes"]), placement["hit_rates"]),
         ("kernels", f"{in_gb['device']} there, {in_gb['cpu']} on the CPU", speeds["source"]),
         ("copies", f"{in_gb['copies']}, {speeds['copies_us']:.0f} us a layer", f"disk {in_gb['disk']}"),
         ("a stop at a layer", f"{speeds['stop_us']:.0f} us", f"{speeds['cpu_layer_us']:.0f} us to the CPU and back"),
@@ -266,8 +266,6 @@ def _cache_types_text(types: Sequence[str]) -> str:
 def _expectation_rows(facts: Facts) -> list[Row]:
     expected, disk = facts["expected"], facts["disk"]
     rows: list[Row] = [("hit rate", _percent_range(expected["hit_low"], expected["hit_high"]), expected["basis"])]
-    if expected["nearest"]:
-        rows.append(("", expected["nearest"], "published for this shape"))
     if not facts["plan"]["resident"]:
         low, high = (format_bytes(round(expected[f"missed_bytes_{end}"])) for end in ("low", "high"))
         read = low if low == high else f"{low} to {high}"
