@@ -282,9 +282,10 @@ def bench(
     if output not in FORMATS:
         raise OptionError(f"-o takes {', '.join(FORMATS)}, but not {output!r}.")
     flags["system"], *beside = _systems(system)
-    flags["placement"], *placed = split([placement]) or [None]
+    placed = split([placement])
+    flags["placement"] = placed[0] if placed else None
     ablations = _ablations(flags["system"], policy, prefetch) if ablate else []
-    others = list(dict.fromkeys([*beside, *(f"placed-{name}" for name in placed), *split(against), *ablations]))
+    others = list(dict.fromkeys([*beside, *(f"placed-{name}" for name in placed[1:]), *split(against), *ablations]))
     groups = _groups(flags, others, limit := _limit(memory_limit, require_limit))
     rows = _measure(groups, rounds or (3 if others else 1), limit, not keep_page_cache)
     typer.echo(FORMATS[output](rows), nl=False)

@@ -30,6 +30,7 @@ from moegguf.native.speeds import Speeds
 from moegguf.quantities import GIB, Link, format_bytes
 
 KERNEL_SHARE = 0.65
+GRAPH_SHARE = 0.85  # of the speed of experts' kernels alone that all of a model's kernels reach, by turns
 CPU_LAYER_S = 60e-6  # a layer's way to the CPU and back
 DEVICE_MARGIN_BYTES = GIB  # of the device's memory stays free: the first long prompt needs some
 STOP_S = 35e-6  # of a layer at which the host has to learn what the router chose
@@ -98,6 +99,8 @@ class DeviceSpeeds:
     cpu_node_s: float = 0.0
     disk_bytes_per_s: float = 1e9
     source: str = ""
+    device_dense_bytes_per_s: float = 0.0  # of weights that are no experts; 0: as fast as those
+    cpu_dense_bytes_per_s: float = 0.0
 
     def __post_init__(self) -> None:
         speeds = (self.device_bytes_per_s, self.copies.bytes_per_s, self.cpu_bytes_per_s, self.disk_bytes_per_s)
@@ -120,10 +123,11 @@ class DeviceSpeeds:
 
     @classmethod
     def measured(cls, speeds: Speeds, disk_bytes_per_s: float, source: str) -> DeviceSpeeds:
-        """As measured in place."""
+        """As measured in place, with kernels of experts alone."""
         return cls(
-            speeds.device_bytes_per_s, speeds.copies, speeds.cpu_bytes_per_s, speeds.stop_s, speeds.cpu_layer_s,
-            speeds.device_op_s, speeds.cpu_op_s, disk_bytes_per_s, source,
+            GRAPH_SHARE * speeds.device_bytes_per_s, speeds.copies, GRAPH_SHARE * speeds.cpu_bytes_per_s,
+            speeds.stop_s, speeds.cpu_layer_s, speeds.device_op_s, speeds.cpu_op_s, disk_bytes_per_s, source,
+            GRAPH_SHARE * speeds.device_dense_bytes_per_s, GRAPH_SHARE * speeds.cpu_dense_bytes_per_s,
         )  # fmt: skip
 
 
@@ -255,14 +259,16 @@ class Planner:
         return self._device_s(share) + computed_s + way_s + self._disk_s(on_cpu, 0, self.ram_bytes)
 
     def _cpu_s(self) -> float:
-        read_bytes = self.model.dense_bytes + self.model.token_bytes
         disk_s = self._disk_s(1.0, 0, self.ram_bytes if self.cpu_ram_bytes is None else self.cpu_ram_bytes)
-        return read_bytes / self.speeds.cpu_bytes_per_s + self._n_nodes * self.speeds.cpu_node_s + disk_s
+        speeds, model = self.speeds, self.model
+        dense_s = model.dense_bytes / (speeds.cpu_dense_bytes_per_s or speeds.cpu_bytes_per_s)
+        return dense_s + model.token_bytes / speeds.cpu_bytes_per_s + self._n_nodes * speeds.cpu_node_s + disk_s
 
     def _device_s(self, share: float) -> float:
         """What the device computes for a token, with that share of its experts."""
-        read_bytes = self.model.dense_bytes + share * self.model.token_bytes
-        return read_bytes / self.speeds.device_bytes_per_s + self._n_nodes * self.speeds.device_node_s
+        speeds, model = self.speeds, self.model
+        dense_s = model.dense_bytes / (speeds.device_dense_bytes_per_s or speeds.device_bytes_per_s)
+        return dense_s + share * model.token_bytes / speeds.device_bytes_per_s + self._n_nodes * speeds.device_node_s
 
     @property
     def _n_nodes(self) -> int:

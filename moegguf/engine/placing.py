@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from moegguf.engine.batch import DEFAULT_UBATCH_TOKENS
@@ -72,15 +71,15 @@ def gpu_for(
     where there is one, unless `name` or n_gpu_layers say that the caller divides the model.
 
     Raises BudgetError where there is no GPU for what was asked, OptionError for an unknown one, for another placement,
-    and for layers left to the CPU.
+    and for layers that contradict it.
     """
     environment = read_environment()
     choice = parse_placement(environment.placement if placement is None else placement)
     vram_cache = (environment.vram_cache or None) if vram_cache is None else vram_cache
     divided = n_gpu_layers is not None and 0 <= n_gpu_layers < EVERY_LAYER
     if choice == "cpu":
-        if vram_cache or (n_gpu_layers or 0) > 0:
-            raise OptionError("placement 'cpu' uses no GPU; leave out vram_cache and n_gpu_layers, or the placement.")
+        if (n_gpu_layers or 0) > 0:
+            raise OptionError(f"placement 'cpu' uses no GPU, but n_gpu_layers is {n_gpu_layers}; leave one of them out.")
         return None
     if not vram_cache and placement in (None, "auto") and (divided or name or vram_cache == "" or not gpus()):
         return None
@@ -153,7 +152,10 @@ class Budgets:
     def plan(self, placement: Placement, streams: bool) -> Placed:
         """The plan of one placement. Raises BudgetError where a budget does not allow it."""
         layout, options = self.layout, self.options
-        on_device = partial(plan_tiers, ram=self.ram, device=self.device, memory=self.memory, **options)
+
+        def on_device(layout: ExpertLayout, vram: ExpertCache) -> Plan:
+            return plan_tiers(layout, vram, self.ram, self.device, self.memory, **options)
+
         if placement.kind == "cpu":
             return Placed(make_plan(layout, self.ram, self.memory, **options, streams=streams), layout)
         if placement.kind == "resident":

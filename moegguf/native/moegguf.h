@@ -372,7 +372,8 @@ MOEGGUF_API int moegguf_slot_sizes(const struct moegguf_matrix * matrices, int32
 // which ggml finds it.
 MOEGGUF_API int moegguf_link_add(const struct moegguf_link * link, const char ** name);
 
-// Measures with the experts of one layer, in n_slots slots of each memory; device NULL: the CPU alone, all else is 0.
+// Measures with the experts of one layer, in n_slots slots of each memory; without shards (MOEGGUF_SIMULATE) with
+// zeros. device NULL: the CPU alone, all else is 0.
 // Each figure takes about `seconds`; nothing else should compute meanwhile. The slots are freed again.
 MOEGGUF_API int moegguf_measure_speeds(const struct moegguf_config * config, int32_t n_threads, double seconds,
                                        struct moegguf_speeds * speeds);

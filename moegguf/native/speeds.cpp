@@ -33,6 +33,12 @@ double run_ns(double seconds, const std::function<void()> & run) {
 class Experts {
   public:
     Experts(const Layout & layout, int n_slots) : layout(layout), numbering(layout, n_slots) {
+        if (layout.shards.empty()) { // numbers of no model
+            for (const Matrix & m : layout.matrices) {
+                bytes_.emplace_back(m.expert_bytes, 0);
+            }
+            return;
+        }
         const Files files(layout, /*direct =*/false);
         for (const Matrix & m : layout.matrices) {
             const Staging staging(m.expert_bytes + 2 * Shard::alignment);

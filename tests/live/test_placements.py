@@ -14,7 +14,7 @@ from rpc_device import in_child, register
 from running import Llama, Logits, Reference, TinyModel, greedy_logits, hooks_off
 
 from moegguf.engine.known_speeds import KnownSpeeds
-from moegguf.engine.placement import Planner
+from moegguf.engine.placement import GRAPH_SHARE, Planner
 from moegguf.engine.session import EXPERT_TENSORS, _Override
 from moegguf.errors import OptionError
 from moegguf.gguf.experts import read_layout
@@ -127,15 +127,15 @@ def decisions(path: Path) -> dict[str, Any]:
     assert mended is not None
     with pytest.raises(OptionError, match="none of auto, layers, slots, cpu"):
         Llama.estimate(path, placement="gpu", n_ctx=512)
-    with pytest.raises(OptionError, match="placement 'cpu' uses no GPU"):
-        Llama.estimate(path, placement="cpu", vram_cache="50%", n_ctx=512)
+    with pytest.raises(OptionError, match="placement 'cpu' uses no GPU, but n_gpu_layers is 2"):
+        Llama.estimate(path, placement="cpu", n_gpu_layers=2, n_ctx=512)
     return {
         "source": found.placement.speeds.source,
         "link_bytes_per_s": found.placement.speeds.copies.bytes_per_s,
-        "used_again": again.placement.speeds.cpu_bytes_per_s == 1e12,
+        "used_again": again.placement.speeds.cpu_bytes_per_s == GRAPH_SHARE * 1e12,
         "mended": mended.speeds.source,
         "forced": mended.chosen.kind,
-        "cpu": Llama.estimate(path, placement="cpu", n_ctx=512).device,
+        "cpu": Llama.estimate(path, placement="cpu", vram_cache="50%", n_ctx=512).device,
         "own_split": Llama.estimate(path, placement="auto", n_ctx=512, n_gpu_layers=2).placement,
     }
 
