@@ -144,6 +144,7 @@ class Llama(UpstreamLlama):
         self._threads: GovernedThreads | None = None
         self._closed = False
         self._eval_s = 0.0
+        self._no_devices = (c.c_void_p * 1)()  # a list that ends at once
         self._meter: DecodeMeter | None = None
         self._progress = LoadProgress(progress)
         self._request_lock = RequestLock()
@@ -240,6 +241,8 @@ class Llama(UpstreamLlama):
             self._session.attach_model(self._model_params)
         if self._progress.callback is not None:
             self._model_params.progress_callback = self._progress.callback
+        if self._load_plan.no_device:
+            self._model_params.devices = c.addressof(self._no_devices)
         return self._model_params
 
     @model_params.setter

@@ -62,6 +62,7 @@ class LoadPlan:
     n_seq_max: int = 1
     kv_tokens: int = 0  # of all sequences
     gpu: Gpu | None = None  # that experts could be placed on
+    no_device: bool = False  # llama.cpp gets none: beside one, even unused, it does not repack weights for the CPU
 
     def lower_slots_within(self, expert_cache: Budget) -> int:
         """Slots in RAM of another budget, where a device computes. Raises BudgetError where it holds none."""
@@ -133,7 +134,8 @@ def prepare(
     n_seq_max, kv_tokens = _sequences(layout, options, n_batch)
     hooks = layout.is_moe and environment.hooks
     gpu = gpu_for(vram_cache, placement, options.get("n_gpu_layers"), store.device) if hooks else None
-    if hooks and (environment.placement if placement is None else placement) == "cpu":
+    choice = environment.placement if placement is None else placement
+    if hooks and choice == "cpu":
         options["n_gpu_layers"] = 0
     n_given = min(given, n_batch) if given else None
     placed = _place(layout, cache, n_given, options, projector, kv_tokens, store, gpu)
@@ -143,7 +145,7 @@ def prepare(
     n_ubatch = plan.n_ubatch if hooks else max(n_image, min(given or DEFAULT_UBATCH_TOKENS, n_batch))
     return LoadPlan(
         path, layout, placed.layout, plan, hooks, n_ubatch, options, govern_threads, projector, n_seq_max, kv_tokens,
-        gpu,
+        gpu, hooks and (choice == "cpu" or (gpu is not None and not placed.on_device)),
     )  # fmt: skip
 
 

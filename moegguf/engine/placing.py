@@ -79,7 +79,7 @@ def gpu_for(
     divided = n_gpu_layers is not None and 0 <= n_gpu_layers < EVERY_LAYER
     if choice == "cpu":
         if (n_gpu_layers or 0) > 0:
-            raise OptionError(f"placement 'cpu' uses no GPU, but n_gpu_layers is {n_gpu_layers}; leave one of them out.")
+            raise OptionError(f"placement 'cpu' uses no GPU, but n_gpu_layers is {n_gpu_layers}; leave one out.")
         return None
     if not vram_cache and placement in (None, "auto") and (divided or name or vram_cache == "" or not gpus()):
         return None

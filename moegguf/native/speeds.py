@@ -58,12 +58,12 @@ def measure_speeds(
     speeds = _measure(matrices_of(of_layer), paths, layer.il, layer.n_expert_used, n_slots, *how, seconds)
     dense_s = [0.0, 0.0]  # of the CPU, of the device
     n_dense = 0
-    for ggml_type, n_bytes in dense_types(layout).items():
-        matrix = _dense_matrix(ggml_type, layout.hparams.n_embd)
+    for dense_type, n_bytes in dense_types(layout).items():
+        matrix = _dense_matrix(dense_type, layout.hparams.n_embd)
         if matrix is None:
             continue
         n_slots = max(2, POOL_BYTES // matrix.expert_bytes)
-        of_type = _measure((library.Matrix * 1)(matrix), [], 0, 1, n_slots, *how, seconds / 4)
+        of_type = _measure((library.Matrix * 1)(matrix), [], 0, 1, n_slots, *how, seconds / 2)
         dense_s[0] += n_bytes / of_type.cpu_bytes_per_ns
         dense_s[1] += n_bytes / of_type.device_bytes_per_ns if device else 0.0
         n_dense += n_bytes
@@ -91,14 +91,14 @@ def dense_types(layout: ExpertLayout) -> dict[int, int]:
     return {number: size for number, size in dense.items() if size > LEAST_SHARE * layout.dense_bytes}
 
 
-def _dense_matrix(ggml_type: int, n_embd: int) -> library.Matrix | None:
+def _dense_matrix(dense_type: int, n_embd: int) -> library.Matrix | None:
     """A matrix of this type as wide as the model; None where that is not a whole number of the type's blocks."""
-    _, block, block_bytes = GGML_TYPES[ggml_type]
+    _, block, block_bytes = GGML_TYPES[dense_type]
     if n_embd % block:
         return None
     n_rows = max(64, DENSE_BYTES // (n_embd // block * block_bytes))
     n_bytes = n_rows * (n_embd // block) * block_bytes
-    return library.Matrix(b"dense", 0, library.KIND["down"], ggml_type, 1 << 10, n_embd, n_rows, 0, 0, 0, n_bytes)
+    return library.Matrix(b"dense", 0, library.KIND["down"], dense_type, 1 << 10, n_embd, n_rows, 0, 0, 0, n_bytes)
 
 
 def _measure(
