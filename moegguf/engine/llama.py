@@ -165,6 +165,8 @@ class Llama(UpstreamLlama):
         self._n_seq_max = load_plan.n_seq_max
         try:
             try_first(self.layout, options, self._progress.wait, load_plan.projector)
+            if load_plan.no_device or self.plan.layers_on:
+                store = replace(store, device=None)  # it named the one to place experts on: these slots are the CPU's
             if load_plan.hooks:
                 self._session = Session(load_plan.slots_layout, self.plan, store)
                 self._live_controller = LiveController(self._session, Artifacts(self.layout), chosen)
