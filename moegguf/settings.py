@@ -26,6 +26,9 @@ MAX_CONTEXT_TOKENS = 1 << 24
 MAX_BATCH_PARALLEL = 256
 MAX_PARALLEL = 256  # llama.cpp's LLAMA_MAX_SEQ
 
+PLACEMENTS = ("auto", "layers", "slots", "cpu")
+"""Where experts go on a machine with a GPU: see engine/placement.py."""
+
 _PORTS = {"http": 80, "https": 443}
 _SWITCH = {"0": False, "off": False, "false": False, "no": False, "1": True, "on": True, "true": True, "yes": True}
 
@@ -41,7 +44,8 @@ class Environment:
     hooks: bool = True  # MOEGGUF_HOOKS=0 runs plain llama.cpp
     expert_cache: str = "auto"  # MOEGGUF_EXPERT_CACHE: the budget when the caller gives none
     warm_start: bool = False  # MOEGGUF_WARM_START=1: what earlier runs used most is fetched at load, and remembered
-    vram_cache: str = ""  # MOEGGUF_VRAM_CACHE: the budget on a GPU when the caller gives none; empty: no GPU
+    vram_cache: str = ""  # MOEGGUF_VRAM_CACHE: the budget on a GPU when the caller gives none; empty: "auto"
+    placement: str = "auto"  # MOEGGUF_PLACEMENT: where experts go when the caller does not say (engine.placement)
     system: str = ""  # MOEGGUF_SYSTEM: what decides on experts (controller.systems) when the caller names none
     library: Path | None = None  # MOEGGUF_LIBRARY: folder of the native library, instead of the installed one
     models: Path | None = None  # MOEGGUF_MODELS: folder of models known by name
@@ -52,7 +56,7 @@ class Environment:
 def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
     """Reads MOEGGUF_* from `environ` (default: the process's). Empty counts as unset.
 
-    Raises OptionError for MOEGGUF_HOOKS, MOEGGUF_WARM_START and MOEGGUF_TRIAL_LOAD, BudgetError for
+    Raises OptionError for MOEGGUF_HOOKS, MOEGGUF_WARM_START, MOEGGUF_PLACEMENT and MOEGGUF_TRIAL_LOAD, BudgetError for
     MOEGGUF_EXPERT_CACHE and MOEGGUF_VRAM_CACHE.
     """
     env = os.environ if environ is None else environ
@@ -64,6 +68,9 @@ def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
         raise OptionError(f"MOEGGUF_WARM_START must be 0 or 1, but is {warm_start[:60]!r}.")
     cache = env.get("MOEGGUF_EXPERT_CACHE", "").strip() or "auto"
     vram_cache = env.get("MOEGGUF_VRAM_CACHE", "").strip()
+    placement = env.get("MOEGGUF_PLACEMENT", "").strip().lower() or "auto"
+    if placement not in PLACEMENTS:
+        raise OptionError(f"MOEGGUF_PLACEMENT is none of {', '.join(PLACEMENTS)}, but {placement[:60]!r}.")
     for name, budget in (("EXPERT", cache), ("VRAM", vram_cache or "auto")):
         try:
             parse_expert_cache(budget)
@@ -78,6 +85,7 @@ def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
         expert_cache=cache,
         warm_start=_SWITCH[warm_start],
         vram_cache=vram_cache,
+        placement=placement,
         system=env.get("MOEGGUF_SYSTEM", "").strip(),
         library=Path(library).expanduser() if library else None,
         models=Path(models).expanduser() if models else None,

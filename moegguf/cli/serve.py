@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moegguf.cli.options import System, VramCache, WarmStart
+from moegguf.cli.options import Placement, System, VramCache, WarmStart
 from moegguf.errors import OptionError
 from moegguf.terminal.messages import print_message
 
@@ -30,6 +30,7 @@ def serve(
         typer.Option(metavar="BUDGET", help='Memory for experts of each model: "auto", "50%", "4GiB".'),
     ] = None,
     vram_cache: VramCache = None,
+    placement: Placement = None,
     system: System = None,
     warm_start: WarmStart = None,
     memory: Annotated[
@@ -78,6 +79,7 @@ def serve(
     MOEGGUF_MEMORY             memory for all loaded models together
     MOEGGUF_EXPERT_CACHE       for the experts of each model
     MOEGGUF_VRAM_CACHE         the same on a GPU; of each loaded model
+    MOEGGUF_PLACEMENT          what goes there: auto, layers, slots, cpu
     MOEGGUF_SYSTEM             what decides on experts: moegguf, none, lru, moe-infinity, promoe, expertflow, duoserve
     MOEGGUF_WARM_START         1: fetch at load the experts that earlier runs used most
     MOEGGUF_KEEP_ALIVE         how long an idle model stays loaded (5m; negative: for ever)
@@ -103,6 +105,10 @@ def serve(
 
             parse_expert_cache(budget)
             os.environ[name] = budget  # read by the workers
+    if placement is not None:
+        from moegguf.engine.placement import parse_placement
+
+        os.environ["MOEGGUF_PLACEMENT"] = parse_placement(placement)
     from moegguf.controller.systems import find_system
 
     os.environ["MOEGGUF_SYSTEM"] = find_system(os.environ.get("MOEGGUF_SYSTEM", "") if system is None else system).name

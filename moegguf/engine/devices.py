@@ -21,6 +21,7 @@ class Device:
     index: int
     free_bytes: int
     total_bytes: int
+    description: str = ""
 
     @property
     def memory(self) -> Memory:
@@ -35,6 +36,7 @@ def _ggml() -> Any:
         "ggml_backend_dev_count": (c.c_size_t, []),
         "ggml_backend_dev_get": (c.c_void_p, [c.c_size_t]),
         "ggml_backend_dev_name": (c.c_char_p, [c.c_void_p]),
+        "ggml_backend_dev_description": (c.c_char_p, [c.c_void_p]),
         "ggml_backend_dev_type": (c.c_int, [c.c_void_p]),
         "ggml_backend_dev_memory": (None, [c.c_void_p, c.POINTER(c.c_size_t), c.POINTER(c.c_size_t)]),
     }
@@ -51,8 +53,11 @@ def gpus() -> list[Device]:
         if ggml.ggml_backend_dev_type(handle) == GPU:
             free, total = c.c_size_t(), c.c_size_t()
             ggml.ggml_backend_dev_memory(handle, c.byref(free), c.byref(total))
-            name = ggml.ggml_backend_dev_name(handle).decode(errors="replace")
-            found.append(Device(name, len(found), free.value, total.value))
+            name, description = (
+                call(handle).decode(errors="replace")
+                for call in (ggml.ggml_backend_dev_name, ggml.ggml_backend_dev_description)
+            )
+            found.append(Device(name, len(found), free.value, total.value, description))
     return found
 
 

@@ -24,6 +24,7 @@ from moegguf.engine.memory import (
     memory_needs,
     pad_context,
 )
+from moegguf.engine.placement import PlacementPlan
 from moegguf.errors import BudgetError
 from moegguf.gguf.experts import ExpertLayout
 from moegguf.gguf.projector import ProjectorHeader
@@ -59,6 +60,8 @@ class Plan:
     device: str | None = None  # ggml's name of the one that all of this but `n_lower_slots` is on; None: the CPU
     n_lower_slots: int = 0  # in RAM, below those of the device
     host_bytes: int = 0  # of RAM, with those slots, where there is a device
+    layers_on: str | None = None  # the device that computes everything but the experts with slots, which are in RAM
+    placement: PlacementPlan | None = None  # why the experts are placed so; None: nothing was to be decided
 
     @property
     def lower_bytes(self) -> int:

@@ -20,7 +20,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import asdict
 from typing import Any
 
 from moegguf.engine.llama import Llama
@@ -318,7 +318,7 @@ def open_model(config: LoadConfig, progress: Callable[[float], object]) -> Llama
 
 def plan_fields(llm: Llama) -> dict[str, Any]:
     """The model's plan."""
-    return {field.name: getattr(llm.plan, field.name) for field in fields(llm.plan)}
+    return asdict(llm.plan)
 
 
 def main() -> None:
