@@ -106,7 +106,6 @@ def batch(
     target = output_path(requests, output)
     with open_requests(requests, model) as found:
         if target is not None and (done := finished(target, found)):
-            print_message(f"{target} has all {len(found.lines):,} answers already; nothing to do.")
             return exit_code(done)
         client = None if here else server_for(found.models)
         if client is not None:
@@ -172,13 +171,30 @@ def journal_path(target: Path) -> Path:
 
 def finished(target: Path, requests: Requests) -> Counts | None:
     """The counts of a file that has all answers; None without such a file. Raises BatchFileError for another file."""
-    from moegguf.serving.batch.answers import counts_of, is_finished, open_journal
+    from moegguf.serving.batch.answers import is_finished, open_journal
 
     if not is_finished(target, requests):
         return None
     if journal_path(target).exists():  # of a process that was killed just before its end
         with suppress(MoeggufError):
             open_journal(journal_path(target), requests).remove()
+    return _nothing_to_do(target, requests)
+
+
+def finished_meanwhile(target: Path, requests: Requests, journal: Journal) -> Counts | None:
+    """`finished`, asked again with the journal open: another process may have finished before it could be opened."""
+    from moegguf.serving.batch.answers import is_finished
+
+    if not is_finished(target, requests):
+        return None
+    journal.remove()
+    return _nothing_to_do(target, requests)
+
+
+def _nothing_to_do(target: Path, requests: Requests) -> Counts:
+    from moegguf.serving.batch.answers import counts_of
+
+    print_message(f"{target} has all {len(requests.lines):,} answers already; nothing to do.")
     return counts_of(target)
 
 
@@ -283,6 +299,8 @@ class Run:
             return self._answer(answers, Counts(), answering)
         journal = open_journal(journal_path(self.target), self.requests)
         try:
+            if done := finished_meanwhile(self.target, self.requests, journal):
+                return exit_code(done)
             if journal.counts.done:
                 print_message(f"going on: {journal.counts.done:,} of {len(self.requests.lines):,} are answered")
             code = self._answer(journal, replace(journal.counts), answering)

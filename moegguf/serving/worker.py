@@ -198,7 +198,12 @@ class Worker:
 
     def _embed(self, message: Message) -> Task:
         assert self._loop is not None
-        return self._loop.submit_task(lambda: self._reply(self._vectors, message), self._model.cancel)
+        request_id = message["id"]
+
+        def fail(error: Exception) -> None:
+            self._end(request_id, error=_encoded(error))
+
+        return self._loop.submit_task(lambda: self._reply(self._vectors, message), self._model.cancel, fail)
 
     def _vectors(self, message: Message) -> Any:
         return embed(self._model, message["inputs"], truncate=message["truncate"], normalize=message["normalize"])
