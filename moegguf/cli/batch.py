@@ -24,7 +24,7 @@ import typer
 
 from moegguf.cli.options import Cache, System
 from moegguf.errors import BatchFileError, MoeggufError
-from moegguf.settings import MAX_BATCH_PARALLEL, MAX_CONTEXT_TOKENS
+from moegguf.settings import MAX_BATCH_PARALLEL, MAX_CONTEXT_TOKENS, MAX_KV_TOKENS
 from moegguf.terminal.loading import find_or_pull
 from moegguf.terminal.messages import EXIT_FAILURE, EXIT_INTERRUPTED, print_message
 
@@ -76,9 +76,22 @@ Context = Annotated[
     int | None,
     typer.Option("--ctx", "-c", min=1, max=MAX_CONTEXT_TOKENS, metavar="TOKENS", help="Context size of each model."),
 ]
+KvTokens = Annotated[
+    int | None,
+    typer.Option(
+        "--kv-tokens",
+        min=1,
+        max=MAX_KV_TOKENS,
+        metavar="N",
+        help="Tokens of context of all requests that a model loaded here computes together.  [default: as of serve]",
+    ),
+]
 Local = Annotated[
     bool,
-    typer.Option("--local", help="Load models here even when a server runs; --expert-cache, --system, --ctx imply it."),
+    typer.Option(
+        "--local",
+        help="Load models here even when a server runs; --expert-cache, --system, --ctx, --kv-tokens imply it.",
+    ),
 ]
 
 
@@ -90,6 +103,7 @@ def batch(
     expert_cache: Cache = None,
     system: System = None,
     ctx: Context = None,
+    kv_tokens: KvTokens = None,
     local: Local = False,
 ) -> int:
     """Answer a file of requests in OpenAI's batch format.
@@ -101,7 +115,7 @@ def batch(
     from moegguf.settings import read_settings
 
     settings = read_settings()
-    here = local or any(option is not None for option in (expert_cache, system, ctx))
+    here = local or any(option is not None for option in (expert_cache, system, ctx, kv_tokens))
     _set_environment(expert_cache, system)
     target = output_path(requests, output)
     with open_requests(requests, model) as found:
@@ -115,7 +129,9 @@ def batch(
                 find_or_pull(model)
             n_together = min(len(found.lines), parallel or max(settings.n_parallel, MODELS_PARALLEL))
             n_ctx = settings.n_ctx if ctx is None else ctx
-            answering = answers_of_models_here(replace(settings, n_parallel=max(1, n_together), n_ctx=n_ctx))
+            kv_tokens = kv_tokens or settings.kv_tokens
+            chosen = replace(settings, n_parallel=max(1, n_together), n_ctx=n_ctx, kv_tokens=kv_tokens)
+            answering = answers_of_models_here(chosen)
         return Run(found, target, parallel or settings.batch_parallel).to_end(answering)
 
 

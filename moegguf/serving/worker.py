@@ -311,6 +311,7 @@ def open_model(config: LoadConfig, progress: Callable[[float], object]) -> Llama
         expert_cache=cache,
         n_ctx=config.n_ctx,
         n_seq_max=config.n_seq_max,
+        kv_tokens=config.kv_tokens,
         n_batch=config.n_batch,
         n_ubatch=config.n_ubatch,
         flash_attn=config.flash_attn,

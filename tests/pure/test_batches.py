@@ -325,9 +325,7 @@ async def test_files_whose_time_is_over_make_room_for_others(tmp_path: Path) -> 
 
 
 @in_loop
-async def test_a_deleted_file_takes_room_while_a_batch_uses_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_deleted_file_takes_room_while_a_batch_uses_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     endpoint = Endpoint()
     async with batches_in(tmp_path, endpoint, max_bytes=40_000) as found:
         input_id = stored(found, [request("a", "hold " + "x" * 20_000)])
