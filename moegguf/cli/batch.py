@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 STANDARD = "-"
 ANSWERS_SUFFIX = ".answers.jsonl"
 JOURNAL_SUFFIX = ".partial"
-MODELS_PARALLEL = 8  # requests that a model loaded here computes together, where nothing else is said
+MODELS_PARALLEL = 32  # requests that a model loaded here computes together, where nothing else is said
 MAX_ASKED_MODELS = 32  # of a server, before it gets the requests
 
 RequestFile = Annotated[
@@ -69,7 +69,7 @@ Parallel = Annotated[
         min=1,
         max=MAX_BATCH_PARALLEL,
         metavar="N",
-        help="Requests at a time.  [default: MOEGGUF_BATCH_PARALLEL, or 16]",
+        help="Requests at a time.  [default: MOEGGUF_BATCH_PARALLEL, or 16; of models loaded here at least 32]",
     ),
 ]
 Context = Annotated[
@@ -122,17 +122,19 @@ def batch(
         if target is not None and (done := finished(target, found)):
             return exit_code(done)
         client = None if here else server_for(found.models)
+        n_at_once = parallel or settings.batch_parallel
         if client is not None:
             answering: Answering = answers_of_server(client)
         else:
             if model is not None:
                 find_or_pull(model)
-            n_together = min(len(found.lines), parallel or max(settings.n_parallel, MODELS_PARALLEL))
+            n_at_once = parallel or max(n_at_once, settings.n_parallel, MODELS_PARALLEL)
+            n_together = min(len(found.lines), n_at_once)
             n_ctx = settings.n_ctx if ctx is None else ctx
             kv_tokens = kv_tokens or settings.kv_tokens
             chosen = replace(settings, n_parallel=max(1, n_together), n_ctx=n_ctx, kv_tokens=kv_tokens)
             answering = answers_of_models_here(chosen)
-        return Run(found, target, parallel or settings.batch_parallel).to_end(answering)
+        return Run(found, target, n_at_once).to_end(answering)
 
 
 def _set_environment(expert_cache: str | None, system: str | None) -> None:
