@@ -23,6 +23,7 @@ DEFAULT_PORT = 11434
 KV_CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
 """As llama.cpp's tools take them."""
 MAX_CONTEXT_TOKENS = 1 << 24
+MAX_KV_TOKENS = 1 << 28  # of all sequences of a context
 MAX_BATCH_PARALLEL = 256
 MAX_PARALLEL = 256  # llama.cpp's LLAMA_MAX_SEQ
 
@@ -184,11 +185,11 @@ class Settings:
     """Options of the server. Durations in seconds, `math.inf` without a limit; None: chosen where it is used.
 
     `memory_bytes`: of all loaded models together. `max_models`: most models loaded; None: as many as fit. `max_queue`:
-    most requests waiting. `n_parallel`: requests that a model answers at once. `schedule`: which of them compute in a
-    step (`SCHEDULES`). `load_timeout_s`: a load fails after this time without a read. `api_key` is not in the repr.
-    `trusted`: networks whose clients need no key. `batch_parallel`: most requests of a batch at once.
-    `batch_window_s`: a batch that takes longer expires. `upload_bytes`, `storage_bytes`: of one uploaded file, and of
-    all stored files.
+    most requests waiting. `n_parallel`: requests that a model answers at once. `kv_tokens`: of context that these
+    have together. `schedule`: which of them compute in a step (`SCHEDULES`). `load_timeout_s`: a load fails after this
+    time without a read. `api_key` is not in the repr. `trusted`: networks whose clients need no key. `batch_parallel`:
+    most requests of a batch at once. `batch_window_s`: a batch that takes longer expires. `upload_bytes`,
+    `storage_bytes`: of one uploaded file, and of all stored files.
     """
 
     host: Host = field(default_factory=Host)
@@ -198,6 +199,7 @@ class Settings:
     max_models: int | None = None
     max_queue: int = 512
     n_parallel: int = 1
+    kv_tokens: int | None = None
     schedule: str = SCHEDULES[0]
     load_timeout_s: float = 300.0
     kv_cache_type: str = "f16"
@@ -248,6 +250,7 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
         max_models=read("MAX_LOADED_MODELS", _whole(0, 1024), 0) or None,
         max_queue=read("MAX_QUEUE", _whole(0, 1_000_000), Settings.max_queue),
         n_parallel=read("NUM_PARALLEL", _whole(0, MAX_PARALLEL), 0) or Settings.n_parallel,
+        kv_tokens=read("KV_TOKENS", _whole(0, MAX_KV_TOKENS), 0) or None,
         schedule=read("SCHEDULE", parse_schedule, Settings.schedule),
         load_timeout_s=read("LOAD_TIMEOUT", parse_duration, Settings.load_timeout_s) or math.inf,
         kv_cache_type=read("KV_CACHE_TYPE", parse_kv_cache_type, Settings.kv_cache_type),

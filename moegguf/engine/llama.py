@@ -95,7 +95,8 @@ class Llama(UpstreamLlama):
         trace: a file to record routing in, or a `TraceOptions`.
         n_seq_max: sequences of `n_ctx` tokens each that the context holds, for `moegguf.Engine`; this class itself
             uses one. The property `n_seq_max` says which models have only one.
-        kv_tokens: tokens of all sequences that there is memory for. None: n_seq_max * n_ctx.
+        kv_tokens: tokens of all sequences that there is memory for, n_ctx at least. None: n_seq_max * n_ctx, less where
+            experts would miss that memory (`moegguf.engine.memory.choose_kv_tokens`).
         mmproj: the model's projector, for images in messages (moegguf.generate); it is loaded with the first image.
         progress: called with 0.0 to 1.0 while the weights are read; returning False cancels the load.
         All keywords of `llama_cpp.Llama`. Without `n_threads` and `n_threads_batch` there are as many threads as
@@ -312,10 +313,9 @@ class Llama(UpstreamLlama):
     def _announce_chunks(self, chunks: Sequence[Chunk]) -> None:
         if self._session is None:
             return
-        decodes = any(chunk.phase == Phase.DECODE for chunk in chunks)
-        phase = Phase.DECODE if decodes else Phase.PREFILL
         if self._live_controller is not None:
-            self._live_controller.before_tokens(phase)
+            decodes = any(chunk.phase == Phase.DECODE for chunk in chunks)
+            self._live_controller.before_tokens(Phase.DECODE if decodes else Phase.PREFILL)
         lengths = [len(chunk.tokens) for chunk in chunks]
         outputs = np.zeros(sum(lengths), np.int32)
         outputs[np.cumsum(lengths) - 1] = [chunk.wants_logits for chunk in chunks]

@@ -11,9 +11,9 @@ from typing import Any
 from moegguf.engine.batch import DEFAULT_UBATCH_TOKENS, layer_slots
 from moegguf.engine.devices import gpus
 from moegguf.engine.machine import count_cpus, read_memory
-from moegguf.engine.memory import check_context, pad_context, pooling_batch_tokens
+from moegguf.engine.memory import check_context, choose_kv_tokens, pad_context, pooling_batch_tokens
 from moegguf.engine.placing import Budgets, Gpu, Placed, gpu_for, place
-from moegguf.engine.plan import Plan, make_plan
+from moegguf.engine.plan import Plan, given_bytes, make_plan
 from moegguf.engine.sequences import sequences_of
 from moegguf.engine.tiers import lower_slots
 from moegguf.errors import (
@@ -131,7 +131,7 @@ def prepare(
     n_image = projector.one_pass_tokens if projector else 0
     if n_image > n_batch:
         n_batch = options["n_batch"] = n_image
-    n_seq_max, kv_tokens = _sequences(layout, options, n_batch)
+    n_seq_max, kv_tokens = _sequences(layout, options, n_batch, cache)
     hooks = layout.is_moe and environment.hooks
     gpu = gpu_for(vram_cache, placement, options.get("n_gpu_layers"), store.device) if hooks else None
     choice = environment.placement if placement is None else placement
@@ -149,12 +149,23 @@ def prepare(
     )  # fmt: skip
 
 
-def _sequences(layout: ExpertLayout, options: dict[str, Any], n_batch: int) -> tuple[int, int]:
+def _sequences(layout: ExpertLayout, options: dict[str, Any], n_batch: int, cache: ExpertCache) -> tuple[int, int]:
     """Sequences of the context, and tokens of the KV cache for all of them; their options are taken out."""
     wanted, kv_tokens, n_ctx = options.pop("n_seq_max", 1), options.pop("kv_tokens", None), options["n_ctx"]
     n_seq_max = min(sequences_of(layout, n_ctx, 1 if options.get("embedding") else wanted), n_batch)
-    most = n_seq_max * n_ctx
-    return n_seq_max, pad_context(max(n_ctx, min(kv_tokens or most, most)))
+    if n_seq_max > 1 and not kv_tokens:
+        types = {name: value for name in ("type_k", "type_v") if (value := options.get(name)) is not None}
+        kv_tokens = choose_kv_tokens(
+            layout,
+            read_memory().available_bytes,
+            min(n_batch, DEFAULT_UBATCH_TOKENS),
+            n_ctx,
+            n_seq_max,
+            flash_attn=bool(options.get("flash_attn", False)),
+            pool_bytes=given_bytes(layout, cache),
+            **types,
+        )
+    return n_seq_max, pad_context(max(n_ctx, min(kv_tokens or n_ctx, n_seq_max * n_ctx)))
 
 
 def _projector(options: dict[str, Any]) -> ProjectorHeader | None:

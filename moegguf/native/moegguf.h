@@ -275,7 +275,7 @@ struct moegguf_routing {
 struct moegguf_tokens_event {
     int32_t lane;     // of events; announcements need none
     int32_t sequence; // counts requests; of a batch: of its first token
-    int32_t phase;    // enum moegguf_phase; of a batch: MOEGGUF_DECODE where all of its tokens decode
+    int32_t phase;    // enum moegguf_phase; of a batch: MOEGGUF_DECODE where some of its tokens decode
     int32_t n_tokens;
     const int32_t * tokens;    // [n_tokens]
     const int32_t * sequences; // NULL: all of `sequence`

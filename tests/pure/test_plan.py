@@ -18,7 +18,7 @@ from moegguf.controller.measured import Measured, interpolate
 from moegguf.engine.batch import Fit, best_fit, request_cost
 from moegguf.engine.estimate import HitRates, Speeds, typical_hit_rate
 from moegguf.engine.machine import Memory
-from moegguf.engine.memory import MARGIN_BYTES, compute_bytes, kv_bytes, memory_needs, row_bytes
+from moegguf.engine.memory import MARGIN_BYTES, choose_kv_tokens, compute_bytes, kv_bytes, memory_needs, row_bytes
 from moegguf.engine.plan import Plan, make_plan, slot_bytes
 from moegguf.engine.published import PUBLISHED
 from moegguf.errors import BudgetError
@@ -320,3 +320,17 @@ def test_expectations(layout: ExpertLayout) -> None:
     assert HitRates(layout).expect(48).tokens_per_s_low is None
     whole = HitRates(layout).expect(96, Speeds(math.inf, 10e9))
     assert (whole.hit_low, whole.missed_bytes_high) == (1.0, 0) and whole.tokens_per_s_low
+
+
+@given(free_mib=st.integers(1, 1 << 14), n_ctx=st.sampled_from([256, 1024, 8192]), n_seq=st.integers(1, 64))
+@settings(max_examples=50)
+def test_sequences_share_what_a_context_may_take(layout: ExpertLayout, free_mib: int, n_ctx: int, n_seq: int) -> None:
+    def chosen(mib: int) -> int:
+        return choose_kv_tokens(layout, mib * MIB, 512, n_ctx, n_seq)
+
+    n_tokens = chosen(free_mib)
+    assert n_ctx <= n_tokens <= n_ctx * n_seq and n_tokens % 256 == 0
+    assert n_tokens <= chosen(2 * free_mib), "more memory, no fewer tokens"
+    assert chosen(1 << 20) == n_ctx * n_seq
+    if n_tokens > max(n_ctx, 4096):
+        assert kv_bytes(layout, n_tokens) <= free_mib * MIB // 4
