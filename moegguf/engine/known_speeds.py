@@ -156,9 +156,7 @@ class KnownSpeeds:
         hits_by_share = of_all if isinstance(of_all, dict) else {}
         before = hits_by_share.get(at)
         if isinstance(before, list) and len(before) == 3:
-            hits, lookups, tokens = (
-                new + old / 2 for new, old in zip((hits, lookups, tokens), before, strict=True)
-            )  # type: ignore[assignment]
+            hits, lookups, tokens = (new + old / 2 for new, old in zip((hits, lookups, tokens), before, strict=True))  # type: ignore[assignment]
         facts["hits"] = hits_by_share | {at: [hits, lookups, tokens]}
         self._write(facts)
 
