@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -22,7 +23,7 @@ from moegguf.controller.shape import MoeShape
 from moegguf.engine.devices import Device
 from moegguf.engine.machine import disk_read_speed, memory_read_speed
 from moegguf.engine.placement import DeviceSpeeds, HitCurve, published_curve
-from moegguf.errors import AllocationError, ExpertIOError, MoeggufError
+from moegguf.errors import AllocationError, ExpertIOError, MoeggufError, OptionError
 from moegguf.gguf.experts import ExpertLayout
 from moegguf.gguf.fingerprint import header_digest
 from moegguf.native import library
@@ -37,6 +38,9 @@ DRIVERS = (Path("/proc/driver/nvidia/version"), Path("/sys/module/amdgpu/version
 SUPPOSED_LINK = Link(12e9)  # of a device that could not be measured: half of PCIe 4 x16
 SUPPOSED_MEMORY_BYTES_PER_S = 270e9  # the slowest card of those that were published
 AGAIN_AFTER_S = 3600  # speeds that a run does not bear out are measured again, but not at each load
+MOST_READ_THREADS = 16  # of the memory read to suppose a speed
+BLOCK_BYTES = 512  # of st_blocks
+DAMAGED = (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, OSError)
 LEAST_TOKENS = 256  # of runs whose hit rates or counts say something
 
 
@@ -61,6 +65,10 @@ class MachineSpeeds:
         numbers = (found.cpu_bytes_per_s, found.device_bytes_per_s, found.copies.bytes_per_s, facts["disk_bytes_per_s"])
         if not all(isinstance(number, float) and 0 < number < float("inf") for number in numbers):
             raise ValueError("speeds are above zero")
+        times = (found.cpu_op_s, found.device_op_s, found.copies.latency_s, found.stop_s, found.cpu_layer_s)
+        if not all(isinstance(number, float) and 0 <= number < 1 for number in times):
+            raise ValueError("times are not")
+        time.localtime(facts["time_s"])
         return cls(found, facts["disk_bytes_per_s"], float(facts["time_s"]))
 
 
@@ -82,14 +90,19 @@ class KnownSpeeds:
             write_atomically(self._path, json.dumps(facts).encode())
 
     def speeds(self, device: Device, n_threads: int, repack: bool = True) -> DeviceSpeeds:
-        """Those of this machine with this model: as measured before, or now, or supposed where that fails."""
+        """Those of this machine with this model: as measured before, or now, or supposed where that fails.
+
+        Raises OptionError where the device has no kernel for the model's experts.
+        """
         key = _key(device, n_threads, repack)
         facts = self._read()
-        with suppress(KeyError, TypeError, ValueError, AttributeError):
+        with suppress(*DAMAGED):
             known = MachineSpeeds.of(facts["speeds"][key])
             return DeviceSpeeds.measured(known.speeds, known.disk_bytes_per_s, known.source)
         try:
             found = self._measure(device, n_threads, repack)
+        except OptionError:
+            raise
         except MoeggufError as error:
             return _supposed(n_threads, error)
         of_all = facts.get("speeds")
@@ -99,6 +112,9 @@ class KnownSpeeds:
 
     def _measure(self, device: Device, n_threads: int, repack: bool) -> MachineSpeeds:
         layout = self._layout
+        file = os.stat(layout.shards[0].path)
+        if file.st_blocks * BLOCK_BYTES < file.st_size // 2:
+            raise ExpertIOError(f"{layout.shards[0].path.name} has only its header here")
         speeds = measure_speeds(layout, device.name, n_threads, repack=repack)
         block_bytes = min(max(matrix.expert_bytes for matrix in layout.matrices), MOST_BLOCK_BYTES)
         disk = disk_read_speed(layout.shards[0].path, DISK_S, block_bytes)
@@ -109,7 +125,7 @@ class KnownSpeeds:
     def forget_speeds(self, device: Device, n_threads: int, repack: bool = True) -> None:
         """The next load measures again, unless these speeds are new."""
         facts, key = self._read(), _key(device, n_threads, repack)
-        with suppress(KeyError, TypeError, ValueError, AttributeError):
+        with suppress(*DAMAGED):
             if time.time() - facts["speeds"][key]["time_s"] > AGAIN_AFTER_S:
                 del facts["speeds"][key]
                 self._write(facts)
@@ -132,7 +148,7 @@ class KnownSpeeds:
     def _hits_of_runs(self) -> HitCurve | None:
         found = dict[float, float]()
         n_tokens = 0
-        with suppress(KeyError, TypeError, ValueError, AttributeError):
+        with suppress(*DAMAGED):
             for share, (hits, lookups, tokens) in self._read()["hits"].items():
                 if tokens >= LEAST_TOKENS and 0 < float(share) <= 1 and 0 <= hits <= lookups > 0:
                     found[float(share)] = hits / lookups
@@ -172,5 +188,7 @@ def _key(device: Device, n_threads: int, repack: bool) -> str:
 
 
 def _supposed(n_threads: int, error: MoeggufError) -> DeviceSpeeds:
-    found = DeviceSpeeds.supposed(SUPPOSED_MEMORY_BYTES_PER_S, SUPPOSED_LINK, memory_read_speed(n_threads))
+    found = DeviceSpeeds.supposed(
+        SUPPOSED_MEMORY_BYTES_PER_S, SUPPOSED_LINK, memory_read_speed(min(max(1, n_threads), MOST_READ_THREADS))
+    )
     return DeviceSpeeds(**vars(found) | {"source": f"supposed, not measured ({error})"})

@@ -174,7 +174,8 @@ class Llama(UpstreamLlama):
                 for warning in self.plan.warnings:
                     warnings.warn(warning, stacklevel=2)
             self._load(load_plan)
-            if self._session is not None and warm_start and not lockstep:
+            whole = load_plan.slots_layout.layers == self.layout.layers
+            if self._session is not None and warm_start and whole and not lockstep:
                 self._warm_start = WarmStart(self._session, Artifacts(self.layout))
                 self._warm_start.begin()
             self._start_threads(load_plan)

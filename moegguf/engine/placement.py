@@ -193,6 +193,7 @@ class Planner:
 
     device_bytes: memory of the device for experts, below 0 where not even everything else fits there. ram_bytes: of RAM
     for experts, None: enough for all. cpu_ram_bytes: the same without the device, where RAM has everything else, too.
+    all_slots_bytes: memory of a slot for every expert, where that is more than the experts: types differ in size.
     """
 
     model: ModelBytes
@@ -201,6 +202,7 @@ class Planner:
     device_bytes: int
     ram_bytes: int | None = None
     cpu_ram_bytes: int | None = None
+    all_slots_bytes: int = 0
 
     def plan(self, choice: Choice = "auto", without: Container[Kind] = ()) -> PlacementPlan:
         """The fastest placement that `choice` allows, without some kinds.
@@ -225,12 +227,12 @@ class Planner:
         """The best of each kind that fits; there is always "cpu"."""
         model = self.model
         yield Placement("cpu", 1 / self._cpu_s())
-        if self.device_bytes >= model.expert_bytes:
+        if self.device_bytes >= max(model.expert_bytes, self.all_slots_bytes):
             yield Placement("resident", 1 / self._device_s(1.0), model.n_layer, hit_rate=1.0)
             return
         if self.device_bytes < 0:
             return
-        n_layers = self.device_bytes * model.n_layer // model.expert_bytes
+        n_layers = min(self.device_bytes * model.n_layer // model.expert_bytes, model.n_layer - 1)
         yield Placement("layers", 1 / self._layers_s(n_layers / model.n_layer), n_layers)
         if self.device_bytes > 0:
             yield self._slots(0)

@@ -21,7 +21,7 @@ from moegguf.engine.placement import (
     Planner,
     parse_placement,
 )
-from moegguf.engine.plan import Plan, make_plan
+from moegguf.engine.plan import Plan, make_plan, slot_bytes
 from moegguf.engine.tiers import (
     VRAM_MARGIN_BYTES,
     beside_experts_bytes,
@@ -147,6 +147,7 @@ class Budgets:
             device_bytes,
             max(0, _within(self.ram, layout, free_bytes - host_bytes(layout, self._n_ubatch))),
             max(0, _within(self.ram, layout, free_bytes - needs.total_bytes(0))),
+            layout.n_expert_total * slot_bytes(layout),
         )
 
     def plan(self, placement: Placement, streams: bool) -> Placed:
@@ -172,10 +173,18 @@ class Budgets:
 def place(budgets: Budgets, choice: Choice, known: Known, *, streams: bool = True) -> Placed:
     """The plan of the fastest placement that `choice` allows and that the budgets hold, with the reason.
 
-    streams: as in `make_plan`, where the CPU computes everything. Raises BudgetError.
+    streams: as in `make_plan`, where the CPU computes everything. Raises BudgetError, OptionError where the device has
+    no kernel for the model's experts and a placement there was asked for.
     """
     sized, refused = budgets.with_context(), dict[Kind, BudgetError]()
-    planner = sized.planner(*known())
+    try:
+        planner = sized.planner(*known())
+    except OptionError as error:
+        if choice != "auto":
+            raise
+        placed = budgets.plan(Placement("cpu", 0.0), streams)
+        reasons = (*placed.plan.reasons, f"not on {budgets.device.name}: {error}")
+        return Placed(replace(placed.plan, reasons=reasons), placed.layout)
     while True:
         try:
             found = planner.plan(choice, without=refused)
@@ -196,7 +205,9 @@ def _within(cache: ExpertCache, layout: ExpertLayout, free_bytes: int) -> int:
     """Bytes of a budget for experts, of which "auto" takes what is free."""
     if cache.mode == "auto":
         return min(free_bytes, cache.n_bytes or free_bytes)
-    return round(cache.fraction * layout.expert_bytes) if cache.mode == "fraction" else cache.n_bytes
+    if cache.mode == "fraction":
+        return round(cache.fraction * layout.n_expert_total * slot_bytes(layout))
+    return cache.n_bytes
 
 
 def plan_here(

@@ -46,13 +46,7 @@ def plan_tiers(
     elif layout.is_moe:
         share = n_slots / layout.n_expert_total
         reason += f"; {n_slots} experts ({share:.0%}, {format_bytes(n_slots * upper.slot_bytes)}) fit into RAM below it"
-    warnings = upper.warnings
-    if host > memory.available_bytes:
-        warnings += (
-            f"about {format_bytes(host)} of RAM are needed, but {format_bytes(memory.available_bytes)} are free"
-            f" (limited by {memory.limited_by}); the budget is kept as given, and the system may stop this process;"
-            ' give less, or "auto"',
-        )
+    warnings = upper.warnings + _short_of_ram(host, memory)
     reasons = (*upper.reasons, reason)
     return replace(
         upper, device=device.name, n_lower_slots=n_slots, host_bytes=host, reasons=reasons, warnings=warnings
@@ -100,9 +94,21 @@ def plan_layers(
             f" give at least {format_bytes_up(rest.n_expert_used * size)!r}."
         )
     least = projector.one_pass_tokens if projector else 1
-    n_ubatch = max(least, min(wanted, allowed_ubatch(rest, n_slots, streams=False)))
+    allowed = allowed_ubatch(rest, n_slots, streams=False)
+    if allowed < least:
+        raise BudgetError(
+            f"an image takes a pass of {least} tokens, but {n_slots} slots in RAM allow {allowed}; give more with"
+            " expert_cache."
+        )
+    n_ubatch = max(least, min(wanted, allowed))
     needs = memory_needs(rest, kv_tokens or n_ctx, n_ubatch, type_k, type_v, flash_attn, projector)
+    if beside_experts_bytes(needs) > device.free_bytes:
+        raise BudgetError(
+            f"whole layers, context and buffers take {format_bytes(beside_experts_bytes(needs))}, but"
+            f" {format_bytes(device.free_bytes)} of {device.name}'s memory are free; give less with vram_cache."
+        )
     n_whole = len(layout.layers) - len(rest.layers)
+    host = host_bytes(layout, n_ubatch) + n_slots * (size + needs.slot_work_bytes)
     reasons = [
         f"every layer is computed on {device.name}, but the experts of {len(rest.layers)} of {len(layout.layers)}"
         f" layers by the CPU; those of the other {n_whole} lie on {device.name}",
@@ -121,10 +127,21 @@ def plan_layers(
         total_bytes=beside_experts_bytes(needs),
         available_bytes=device.free_bytes,
         reasons=tuple(reasons),
-        warnings=(),
+        warnings=_short_of_ram(host, memory),
         projector_bytes=needs.projector_bytes,
-        host_bytes=host_bytes(layout, n_ubatch) + n_slots * (size + needs.slot_work_bytes),
+        host_bytes=host,
         layers_on=device.name,
+    )
+
+
+def _short_of_ram(n_bytes: int, memory: Memory) -> tuple[str, ...]:
+    """The warning where so much RAM is not free."""
+    if n_bytes <= memory.available_bytes:
+        return ()
+    return (
+        f"about {format_bytes(n_bytes)} of RAM are needed, but {format_bytes(memory.available_bytes)} are free"
+        f" (limited by {memory.limited_by}); the budget is kept as given, and the system may stop this process;"
+        ' give less, or "auto"',
     )
 
 

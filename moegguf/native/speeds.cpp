@@ -164,7 +164,12 @@ double multiply_bytes_per_ns(ggml_backend_t backend, const Experts & experts, co
     for (int token = 0; token < n_tokens; token++) {
         ids.push_back(ggml_new_tensor_2d(graph.context(), GGML_TYPE_I32, experts.n_used(), 1));
         for (size_t i = 0; i < n_matrices; i++) {
-            graph.add(ggml_mul_mat_id(graph.context(), pool.tensor((int)i), inputs[i], ids.back()));
+            ggml_tensor * product = ggml_mul_mat_id(graph.context(), pool.tensor((int)i), inputs[i], ids.back());
+            if (!ggml_backend_supports_op(backend, product)) { // it would end the process
+                throw Error(MOEGGUF_INVALID, std::string(ggml_backend_name(backend)) + " cannot multiply with " +
+                                                 ggml_type_name(layout.matrices[i].type) + " experts");
+            }
+            graph.add(product);
         }
     }
     graph.allocate();

@@ -6,6 +6,7 @@ import ctypes as c
 from dataclasses import dataclass
 from typing import Any
 
+from moegguf.errors import OptionError
 from moegguf.gguf.experts import ExpertLayout, MoeLayer
 from moegguf.gguf.reader import GGML_TYPES, ggml_type
 from moegguf.native import library
@@ -47,8 +48,8 @@ def measure_speeds(
 ) -> Speeds:
     """Measures with the first of the model's largest layers with experts; device: ggml's name, None: the CPU alone.
 
-    Takes about a second on a fast link, and about 100 MiB of each memory. Raises AllocationError, ExpertIOError,
-    OptionError.
+    Takes about a second on a fast link, and about 100 MiB of each memory, or a token's experts of one layer where these
+    are more. Raises AllocationError, ExpertIOError, OptionError where the device has no kernel for these experts.
     """
     layer = max(layout.layers, key=lambda layer: layer.expert_bytes)
     of_layer = layout.only([layer.il])
@@ -63,7 +64,10 @@ def measure_speeds(
         if matrix is None:
             continue
         n_slots = max(2, POOL_BYTES // matrix.expert_bytes)
-        of_type = _measure((library.Matrix * 1)(matrix), [], 0, 1, n_slots, *how, seconds / 2)
+        try:
+            of_type = _measure((library.Matrix * 1)(matrix), [], 0, 1, n_slots, *how, seconds / 2)
+        except OptionError:  # no kernel for experts of this type, which it is not
+            continue
         dense_s[0] += n_bytes / of_type.cpu_bytes_per_ns
         dense_s[1] += n_bytes / of_type.device_bytes_per_ns if device else 0.0
         n_dense += n_bytes
@@ -125,5 +129,5 @@ def _measure(
 
 
 def _n_slots(layer: MoeLayer, slot_bytes: int) -> int:
-    """Slots that take turns: all experts of a small layer, at least those of two tokens of a large one."""
-    return min(layer.n_expert, max(2 * layer.n_expert_used, POOL_BYTES // slot_bytes))
+    """Slots that take turns: all experts of a small layer, at least those of a token of a large one."""
+    return min(layer.n_expert, max(layer.n_expert_used, POOL_BYTES // slot_bytes))

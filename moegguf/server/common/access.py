@@ -128,8 +128,8 @@ def is_same_origin(origin: str, host: str) -> bool:
 
 
 def client_of(address: tuple[str, int] | None) -> str:
-    """Whose turn a request takes: its address. What a proxy says of its clients is not believed, as anyone can write it,
-    and neither is a key, which is the same for all where one is checked."""
+    """Whose turn a request takes: its address. What a proxy says of its clients is not believed, as anyone can write
+    it, and neither is a key, which is the same for all where one is checked."""
     return address[0] if address else ""
 
 
