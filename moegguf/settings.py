@@ -64,7 +64,8 @@ def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
         raise OptionError(f"MOEGGUF_WARM_START must be 0 or 1, but is {warm_start[:60]!r}.")
     cache = env.get("MOEGGUF_EXPERT_CACHE", "").strip() or "auto"
     vram_cache = env.get("MOEGGUF_VRAM_CACHE", "").strip()
-    for name, budget in (("EXPERT", cache), ("VRAM", vram_cache or "auto")):
+    budgets = [("EXPERT", cache), *(("VRAM", part) for part in (vram_cache or "auto").split(","))]  # one per device
+    for name, budget in budgets:
         try:
             parse_expert_cache(budget)
         except BudgetError as error:

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from moegguf.engine.batch import DEFAULT_UBATCH_TOKENS, layer_slots
-from moegguf.engine.devices import Device, find_gpu, gpus
-from moegguf.engine.machine import count_cpus, read_memory
+from moegguf.engine.device_plan import SplitOptions, plan_for
+from moegguf.engine.devices import Device, find_gpus, gpus
+from moegguf.engine.machine import Memory, count_cpus, read_memory
 from moegguf.engine.memory import check_context, pad_context, pooling_batch_tokens
 from moegguf.engine.plan import Plan, make_plan
 from moegguf.engine.sequences import sequences_of
-from moegguf.engine.tiers import lower_slots, parse_vram_cache, plan_tiers
+from moegguf.engine.tiers import lower_slots, parse_vram_caches
 from moegguf.errors import (
     AllocationError,
     BudgetError,
@@ -39,7 +40,6 @@ _bindings = library.llama_cpp()
 # Passed by known wrappers (LangChain) for old llama.cpp versions; without effect here.
 LEGACY_OPTIONS = frozenset({"device", "f16_kv", "n_parts", "low_vram", "mul_mat_q", "n_gqa", "rms_norm_eps"})
 DIFFUSION = frozenset({"dream", "llada", "llada-moe", "rnd1"})  # llm_arch_is_diffusion()
-EVERY_LAYER = 999  # n_gpu_layers above any model's
 N_CTX, N_BATCH = 512, 512  # llama-cpp-python's defaults
 
 Budget = str | int | float | ExpertCache
@@ -97,8 +97,8 @@ def prepare(
 ) -> LoadPlan:
     """Reads the header and plans memory. `options`: keywords of llama_cpp.Llama as the user gave them.
 
-    vram_cache: the budget on a GPU that computes every layer, that of `store`, or the one with the most free memory;
-    None: of MOEGGUF_VRAM_CACHE, and without that no GPU is planned for.
+    vram_cache: the budget on the GPU of `store`, or on all of them; None: of MOEGGUF_VRAM_CACHE, and without that no
+    GPU is planned for.
 
     Raises ModelNotFoundError, ModelFormatError, CapabilityError for a kind of model that is not run, BudgetError,
     OptionError, and AllocationError for a context above all memory of this machine.
@@ -127,7 +127,7 @@ def prepare(
     n_seq_max, kv_tokens = _sequences(layout, options, n_batch)
     hooks = layout.is_moe and environment.hooks
     vram_cache = environment.vram_cache if vram_cache is None else vram_cache
-    gpu = _gpu(vram_cache, store.device, options) if hooks else None
+    gpu = _gpus(vram_cache, store.device, options) if hooks else None
     n_given = min(given, n_batch) if given else None
     streams = store.can_stream and not options.get("n_gpu_layers")  # kernels elsewhere read copies of the ids
     plan = _plan(layout, cache, n_given, options, projector, kv_tokens, streams, gpu)
@@ -151,22 +151,38 @@ def _projector(options: dict[str, Any]) -> ProjectorHeader | None:
     return read_projector(given) if given else None
 
 
-def _gpu(vram_cache: Budget | None, name: str | None, options: dict[str, Any]) -> tuple[ExpertCache, Device] | None:
-    """The budget for a GPU, and which one. Changes options so that it computes every layer. None: no budget is given.
+@dataclass(frozen=True)
+class _Gpus:
+    """Budgets of slots on devices, these devices, and which layers they compute."""
 
-    Raises BudgetError where there is no GPU, OptionError for an unknown one or layers left to the CPU.
+    budgets: tuple[ExpertCache, ...]
+    devices: tuple[Device, ...]
+    split: SplitOptions
+
+
+def _gpus(vram_cache: Budget | None, name: str | None, options: dict[str, Any]) -> _Gpus | None:
+    """What slots are planned on: every GPU, or the one that options or `name` choose. None: no budget is given.
+
+    Raises BudgetError where there is no GPU, OptionError for an unknown one, or a split that divides experts.
     """
     if not vram_cache:
         return None
-    cache, device = parse_vram_cache(vram_cache), find_gpu(name)
-    n_gpu_layers = options.setdefault("n_gpu_layers", -1)
-    if 0 <= n_gpu_layers < EVERY_LAYER:
+    devices, mode = find_gpus(name), options.get("split_mode", _bindings.LLAMA_SPLIT_MODE_LAYER)
+    if mode not in (_bindings.LLAMA_SPLIT_MODE_NONE, _bindings.LLAMA_SPLIT_MODE_LAYER):
         raise OptionError(
-            f"with vram_cache the GPU computes every layer, but n_gpu_layers is {n_gpu_layers}; leave one of them out."
+            f"split_mode {mode} divides each matrix among devices, but a slot holds a whole expert; take"
+            f" {_bindings.LLAMA_SPLIT_MODE_LAYER} (layers), or {_bindings.LLAMA_SPLIT_MODE_NONE} (one device, main_gpu),"
+            " or leave vram_cache out."
         )
-    if len(gpus()) > 1:
-        options |= {"split_mode": _bindings.LLAMA_SPLIT_MODE_NONE, "main_gpu": device.index}
-    return cache, device
+    if mode == _bindings.LLAMA_SPLIT_MODE_NONE and name is None:
+        index = options.get("main_gpu", 0)
+        if not 0 <= index < len(devices):
+            names = ", ".join(f"{device.index} ({device.name})" for device in devices)
+            raise OptionError(f"main_gpu is {index}, but there are: {names}.")
+        devices = [devices[index]]
+    n_gpu_layers = options.setdefault("n_gpu_layers", -1)
+    split = options.get("tensor_split") if mode == _bindings.LLAMA_SPLIT_MODE_LAYER else None
+    return _Gpus(parse_vram_caches(vram_cache), tuple(devices), SplitOptions(n_gpu_layers, split))
 
 
 def _plan(
@@ -177,7 +193,7 @@ def _plan(
     projector: ProjectorHeader | None,
     kv_tokens: int,
     streams: bool,
-    gpu: tuple[ExpertCache, Device] | None = None,
+    gpu: _Gpus | None = None,
 ) -> Plan:
     types = {name: value for name in ("type_k", "type_v") if (value := options.get(name)) is not None}
     for name, number in types.items():
@@ -189,8 +205,26 @@ def _plan(
     sizes: dict[str, Any] = {"n_ctx": n_ctx, "n_ubatch": n_ubatch, "n_batch": options.get("n_batch", N_BATCH)}
     sizes |= {"kv_tokens": kv_tokens, "flash_attn": options.get("flash_attn", False), "projector": projector, **types}
     if gpu is not None:
-        return plan_tiers(layout, gpu[0], cache, gpu[1], memory, **sizes)
+        return _plan_on(gpu, layout, cache, memory, options, sizes)
     return make_plan(layout, cache, memory, **sizes, streams=streams)
+
+
+def _plan_on(
+    gpu: _Gpus,
+    layout: ExpertLayout,
+    cache: ExpertCache,
+    memory: Memory,
+    options: dict[str, Any],
+    sizes: dict[str, Any],
+) -> Plan:
+    """The plan on devices. Changes options so that llama.cpp splits layers as it says."""
+    plan, tensor_split = plan_for(layout, gpu.budgets, cache, gpu.devices, memory, gpu.split, **sizes)
+    if tensor_split is not None:  # of the devices that the session names
+        options |= {"split_mode": _bindings.LLAMA_SPLIT_MODE_LAYER, "tensor_split": tensor_split}
+    elif len(gpus()) > 1:
+        options |= {"split_mode": _bindings.LLAMA_SPLIT_MODE_NONE, "main_gpu": gpu.devices[0].index}
+        options.pop("tensor_split", None)
+    return plan
 
 
 def check_options(options: dict[str, Any], kind: type) -> None:

@@ -1,4 +1,7 @@
-"""Plans two tiers: slots on a device that computes every layer, and slots in RAM below them."""
+"""Plans two tiers: slots on a device that computes every layer, and slots in RAM below them.
+
+Where several devices share the layers, or the CPU keeps some: `device_plan`.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,8 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from moegguf.engine.devices import Device, find_gpu
-from moegguf.engine.machine import Memory, read_memory
+from moegguf.engine.devices import Device
+from moegguf.engine.machine import Memory
 from moegguf.engine.memory import F16, FIXED_BYTES, VOCAB_TOKEN_BYTES, margin_bytes, row_bytes
 from moegguf.engine.plan import Plan, make_plan
 from moegguf.errors import BudgetError
@@ -86,12 +89,7 @@ def parse_vram_cache(value: str | int | float | ExpertCache) -> ExpertCache:
         raise BudgetError(str(error).replace("expert_cache", "vram_cache", 1)) from None
 
 
-def plan_here(layout: ExpertLayout, expert_cache: str | ExpertCache, vram_cache: str, **options: Any) -> Plan:
-    """The plan for this machine now; vram_cache empty: without a GPU. options: those of `make_plan`.
-
-    Raises BudgetError.
-    """
-    cache, memory = parse_expert_cache(expert_cache), read_memory()
-    if not vram_cache or not layout.is_moe:
-        return make_plan(layout, cache, memory, **options)
-    return plan_tiers(layout, parse_vram_cache(vram_cache), cache, find_gpu(), memory, **options)
+def parse_vram_caches(value: str | int | float | ExpertCache) -> tuple[ExpertCache, ...]:
+    """One budget for all devices together, or, where commas are in it, one for each. Raises BudgetError."""
+    parts = value.split(",") if isinstance(value, str) else [value]
+    return tuple(map(parse_vram_cache, parts))

@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from moegguf.engine.device_plan import plan_here
 from moegguf.engine.estimate import HitRates, Speeds
 from moegguf.engine.machine import DiskSpeed, count_cpus, disk_read_speed, memory_read_speed
 from moegguf.engine.placement import DEVICE_MARGIN_BYTES, STOP_S, DeviceSpeeds, ModelBytes, Planner, published_curve
 from moegguf.engine.plan import Plan, slot_bytes
-from moegguf.engine.tiers import plan_here
 from moegguf.errors import ModelNotFoundError, OptionError
 from moegguf.gguf.experts import ExpertLayout, read_layout
 from moegguf.gguf.reader import ggml_type, read_gguf

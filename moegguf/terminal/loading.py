@@ -155,7 +155,7 @@ def context_size(
 
     types: those of the KV cache, as `make_plan` takes them.
     """
-    from moegguf.engine.tiers import plan_here
+    from moegguf.engine.device_plan import plan_here
     from moegguf.settings import read_environment
 
     trained = layout.hparams.n_ctx_train
