@@ -42,7 +42,7 @@ VramCache = Annotated[
         "--vram-cache",
         metavar="BUDGET",
         help="Memory of a GPU for experts, in the same forms: it computes every layer, and --expert-cache is RAM below"
-        " it.  [default: MOEGGUF_VRAM_CACHE, or no GPU]",
+        " it. Of several GPUs together; with commas, of each.  [default: MOEGGUF_VRAM_CACHE, or no GPU]",
     ),
 ]
 Threads = Annotated[

@@ -73,8 +73,9 @@ class Llama(UpstreamLlama):
         expert_cache: memory for experts: "auto" (what is free after everything else), "4GiB", "50%" of all experts,
             or bytes. Ignored for a model without experts.
         vram_cache: memory of a GPU for experts, in the same forms: every layer is computed there, and expert_cache is
-            RAM below it, that missed experts are copied from. None: MOEGGUF_VRAM_CACHE, and without that no GPU is
-            used for experts.
+            RAM below it, that missed experts are copied from. Several GPUs share it, and the layers, as tensor_split,
+            split_mode and main_gpu say; "8GiB,4GiB" is a budget for each. Layers that n_gpu_layers leaves to the CPU
+            have slots in RAM, too. None: MOEGGUF_VRAM_CACHE, and without that no GPU is used for experts.
         system: what decides on experts: "moegguf" (what was measured to be best), "lru", "none", or one of the papers'
             as a whole, "moe-infinity", "promoe", "expertflow", "duoserve" (`moegguf.controller.systems`). The next four
             replace parts of it. None: MOEGGUF_SYSTEM, else "moegguf".
