@@ -171,8 +171,8 @@ def _gpus(vram_cache: Budget | None, name: str | None, options: dict[str, Any]) 
     if mode not in (_bindings.LLAMA_SPLIT_MODE_NONE, _bindings.LLAMA_SPLIT_MODE_LAYER):
         raise OptionError(
             f"split_mode {mode} divides each matrix among devices, but a slot holds a whole expert; take"
-            f" {_bindings.LLAMA_SPLIT_MODE_LAYER} (layers), or {_bindings.LLAMA_SPLIT_MODE_NONE} (one device, main_gpu),"
-            " or leave vram_cache out."
+            f" {_bindings.LLAMA_SPLIT_MODE_LAYER} (layers), or {_bindings.LLAMA_SPLIT_MODE_NONE} (main_gpu alone), or"
+            " leave vram_cache out."
         )
     if mode == _bindings.LLAMA_SPLIT_MODE_NONE and name is None:
         index = options.get("main_gpu", 0)
