@@ -91,5 +91,6 @@ def parse_vram_cache(value: str | int | float | ExpertCache) -> ExpertCache:
 
 def parse_vram_caches(value: str | int | float | ExpertCache) -> tuple[ExpertCache, ...]:
     """One budget for all devices together, or, where commas are in it, one for each. Raises BudgetError."""
-    parts = value.split(",") if isinstance(value, str) else [value]
-    return tuple(map(parse_vram_cache, parts))
+    if not isinstance(value, str):
+        return (parse_vram_cache(value),)
+    return tuple(map(parse_vram_cache, value.split(",")))
