@@ -91,7 +91,9 @@ class LocalModel:
         """Lines about the last answer, and about a load before it."""
         from moegguf.terminal.statistics import statistics
 
-        return statistics(timing, self._load_s if with_load else 0.0, self.llm.decisions())
+        placed = self.llm.plan.placement
+        load_s = self._load_s if with_load else 0.0
+        return statistics(timing, load_s, self.llm.decisions(), placed.chosen if placed else None)
 
     def totals(self) -> list[str]:
         """Lines about all answers since the load."""

@@ -20,15 +20,15 @@ from moegguf.engine.device_split import (
     split_layers,
     tensor_split_for,
 )
-from moegguf.engine.devices import Device, find_gpus
-from moegguf.engine.machine import Memory, read_memory
+from moegguf.engine.devices import Device
+from moegguf.engine.machine import Memory
 from moegguf.engine.memory import F16, row_bytes
 from moegguf.engine.placement import published_curve
 from moegguf.engine.plan import DevicePlan, Plan, make_plan
-from moegguf.engine.tiers import VRAM_MARGIN_BYTES, host_bytes, lower_slots, parse_vram_caches, plan_tiers
+from moegguf.engine.tiers import VRAM_MARGIN_BYTES, host_bytes, lower_slots, plan_tiers
 from moegguf.errors import BudgetError, OptionError
 from moegguf.gguf.experts import ExpertLayout
-from moegguf.quantities import ExpertCache, Link, format_bytes, format_bytes_up, parse_expert_cache
+from moegguf.quantities import ExpertCache, Link, format_bytes, format_bytes_up
 
 
 @dataclass(frozen=True)
@@ -73,17 +73,6 @@ def plan_for(
     if len(devices) == len(vram) == 1 and not 0 <= split.n_gpu_layers <= count_layers(layout):
         return plan_tiers(layout, vram[0], ram, devices[0], memory, **options), None
     return plan_devices(layout, vram, ram, devices, memory, split, **options)
-
-
-def plan_here(layout: ExpertLayout, expert_cache: str | ExpertCache, vram_cache: str, **options: Any) -> Plan:
-    """The plan for this machine now; vram_cache empty: without a GPU. options: those of `make_plan`.
-
-    Raises BudgetError.
-    """
-    cache, memory = parse_expert_cache(expert_cache), read_memory()
-    if not vram_cache or not layout.is_moe:
-        return make_plan(layout, cache, memory, **options)
-    return plan_for(layout, parse_vram_caches(vram_cache), cache, find_gpus(), memory, **options)[0]
 
 
 class _DevicePlanner:

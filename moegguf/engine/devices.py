@@ -24,6 +24,7 @@ class Device:
     index: int
     free_bytes: int
     total_bytes: int
+    description: str = ""
     handle: int = 0
 
     @property
@@ -39,6 +40,7 @@ def _ggml() -> Any:
         "ggml_backend_dev_count": (c.c_size_t, []),
         "ggml_backend_dev_get": (c.c_void_p, [c.c_size_t]),
         "ggml_backend_dev_name": (c.c_char_p, [c.c_void_p]),
+        "ggml_backend_dev_description": (c.c_char_p, [c.c_void_p]),
         "ggml_backend_dev_type": (c.c_int, [c.c_void_p]),
         "ggml_backend_dev_backend_reg": (c.c_void_p, [c.c_void_p]),
         "ggml_backend_reg_name": (c.c_char_p, [c.c_void_p]),
@@ -59,8 +61,11 @@ def gpus() -> list[Device]:
     for _, handle in sorted(zip(remote, of_kind, strict=True), key=lambda pair: not pair[0]):
         free, total = c.c_size_t(), c.c_size_t()
         ggml.ggml_backend_dev_memory(handle, c.byref(free), c.byref(total))
-        name = ggml.ggml_backend_dev_name(handle).decode(errors="replace")
-        found.append(Device(name, len(found), free.value, total.value, handle))
+        name, description = (
+            call(handle).decode(errors="replace")
+            for call in (ggml.ggml_backend_dev_name, ggml.ggml_backend_dev_description)
+        )
+        found.append(Device(name, len(found), free.value, total.value, description, handle))
     return found
 
 

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from moegguf.engine.batch import DEFAULT_UBATCH_TOKENS, layer_slots
-from moegguf.engine.device_plan import SplitOptions, plan_for
-from moegguf.engine.devices import Device, find_gpus, gpus
-from moegguf.engine.machine import Memory, count_cpus, read_memory
-from moegguf.engine.memory import check_context, pad_context, pooling_batch_tokens
-from moegguf.engine.plan import Plan, make_plan
+from moegguf.engine.devices import gpus
+from moegguf.engine.machine import count_cpus, read_memory
+from moegguf.engine.memory import check_context, choose_kv_tokens, pad_context, pooling_batch_tokens
+from moegguf.engine.placing import BY_LAYERS, NO_SPLIT, Gpus, Placed, gpus_for, place_on
+from moegguf.engine.plan import Plan, given_bytes, make_plan
 from moegguf.engine.sequences import sequences_of
-from moegguf.engine.tiers import lower_slots, parse_vram_caches
+from moegguf.engine.tiers import lower_slots
 from moegguf.errors import (
     AllocationError,
     BudgetError,
@@ -52,6 +52,7 @@ class LoadPlan:
 
     path: str
     layout: ExpertLayout
+    slots_layout: ExpertLayout  # of the experts that have slots; those of other layers are plain weights of the device
     plan: Plan
     hooks: bool  # whether the expert store is used
     n_ubatch: int
@@ -60,16 +61,21 @@ class LoadPlan:
     projector: ProjectorHeader | None = None
     n_seq_max: int = 1
     kv_tokens: int = 0  # of all sequences
+    gpu: Gpus | None = None  # that experts could be placed on
+    no_device: bool = False  # llama.cpp gets none: beside one, even unused, it does not repack weights for the CPU
 
     def lower_slots_within(self, expert_cache: Budget) -> int:
-        """Slots in RAM, below a device's, of another budget. Raises BudgetError where it holds none."""
+        """Slots in RAM of another budget, where a device computes. Raises BudgetError where it holds none."""
         cache = parse_expert_cache(expert_cache)
-        return lower_slots(self.layout, cache, read_memory(), self.plan.slot_bytes, self.plan.n_ubatch)
+        return lower_slots(self.slots_layout, cache, read_memory(), self.plan.slot_bytes, self.plan.n_ubatch)
 
     def slots_within(self, expert_cache: Budget) -> int:
         """Slots of another budget for the loaded model. Raises BudgetError when its passes need more."""
-        cache, layout = parse_expert_cache(expert_cache), self.layout
-        n_slots = make_plan(layout, cache, read_memory(), n_ctx=self.kv_tokens, n_ubatch=1).n_slots
+        cache, layout = parse_expert_cache(expert_cache), self.slots_layout
+        if self.plan.layers_on:
+            n_slots = self.lower_slots_within(cache)
+        else:
+            n_slots = make_plan(layout, cache, read_memory(), n_ctx=self.kv_tokens, n_ubatch=1).n_slots
         least = layer_slots(layout, self.plan.n_ubatch, self.plan.streams)
         if n_slots < least:
             size = format_bytes_up(least * self.plan.slot_bytes)
@@ -94,11 +100,12 @@ def prepare(
     options: dict[str, Any],
     vram_cache: Budget | None = None,
     store: StoreOptions = StoreOptions(),
+    placement: str | None = None,
 ) -> LoadPlan:
     """Reads the header and plans memory. `options`: keywords of llama_cpp.Llama as the user gave them.
 
-    vram_cache: the budget on the GPU of `store`, or on all of them; None: of MOEGGUF_VRAM_CACHE, and without that no
-    GPU is planned for.
+    vram_cache: the budget on a GPU, that of `store`, or on all of them; None: of MOEGGUF_VRAM_CACHE.
+    placement: what goes there (`placement.Choice`); None: of MOEGGUF_PLACEMENT.
 
     Raises ModelNotFoundError, ModelFormatError, CapabilityError for a kind of model that is not run, BudgetError,
     OptionError, and AllocationError for a context above all memory of this machine.
@@ -124,25 +131,41 @@ def prepare(
     n_image = projector.one_pass_tokens if projector else 0
     if n_image > n_batch:
         n_batch = options["n_batch"] = n_image
-    n_seq_max, kv_tokens = _sequences(layout, options, n_batch)
+    n_seq_max, kv_tokens = _sequences(layout, options, n_batch, cache)
     hooks = layout.is_moe and environment.hooks
-    vram_cache = environment.vram_cache if vram_cache is None else vram_cache
-    gpu = _gpus(vram_cache, store.device, options) if hooks else None
+    gpu = gpus_for(vram_cache, placement, options, store.device) if hooks else None
+    choice = environment.placement if placement is None else placement
+    if hooks and choice == "cpu":
+        options["n_gpu_layers"] = 0
     n_given = min(given, n_batch) if given else None
-    streams = store.can_stream and not options.get("n_gpu_layers")  # kernels elsewhere read copies of the ids
-    plan = _plan(layout, cache, n_given, options, projector, kv_tokens, streams, gpu)
+    placed = _place(layout, cache, n_given, options, projector, kv_tokens, store, gpu)
+    plan = placed.plan
     if hooks:
         options["use_mmap"] = False
     n_ubatch = plan.n_ubatch if hooks else max(n_image, min(given or DEFAULT_UBATCH_TOKENS, n_batch))
-    return LoadPlan(path, layout, plan, hooks, n_ubatch, options, govern_threads, projector, n_seq_max, kv_tokens)
+    return LoadPlan(
+        path, layout, placed.layout, plan, hooks, n_ubatch, options, govern_threads, projector, n_seq_max, kv_tokens,
+        gpu, hooks and (choice == "cpu" or (gpu is not None and not placed.on_device)),
+    )  # fmt: skip
 
 
-def _sequences(layout: ExpertLayout, options: dict[str, Any], n_batch: int) -> tuple[int, int]:
+def _sequences(layout: ExpertLayout, options: dict[str, Any], n_batch: int, cache: ExpertCache) -> tuple[int, int]:
     """Sequences of the context, and tokens of the KV cache for all of them; their options are taken out."""
     wanted, kv_tokens, n_ctx = options.pop("n_seq_max", 1), options.pop("kv_tokens", None), options["n_ctx"]
     n_seq_max = min(sequences_of(layout, n_ctx, 1 if options.get("embedding") else wanted), n_batch)
-    most = n_seq_max * n_ctx
-    return n_seq_max, pad_context(max(n_ctx, min(kv_tokens or most, most)))
+    if n_seq_max > 1 and not kv_tokens:
+        types = {name: value for name in ("type_k", "type_v") if (value := options.get(name)) is not None}
+        kv_tokens = choose_kv_tokens(
+            layout,
+            read_memory().available_bytes,
+            min(n_batch, DEFAULT_UBATCH_TOKENS),
+            n_ctx,
+            n_seq_max,
+            flash_attn=bool(options.get("flash_attn", False)),
+            pool_bytes=given_bytes(layout, cache),
+            **types,
+        )
+    return n_seq_max, pad_context(max(n_ctx, min(kv_tokens or n_ctx, n_seq_max * n_ctx)))
 
 
 def _projector(options: dict[str, Any]) -> ProjectorHeader | None:
@@ -151,50 +174,18 @@ def _projector(options: dict[str, Any]) -> ProjectorHeader | None:
     return read_projector(given) if given else None
 
 
-@dataclass(frozen=True)
-class _Gpus:
-    """Budgets of slots on devices, these devices, and which layers they compute."""
-
-    budgets: tuple[ExpertCache, ...]
-    devices: tuple[Device, ...]
-    split: SplitOptions
-
-
-def _gpus(vram_cache: Budget | None, name: str | None, options: dict[str, Any]) -> _Gpus | None:
-    """What slots are planned on: every GPU, or the one that options or `name` choose. None: no budget is given.
-
-    Raises BudgetError where there is no GPU, OptionError for an unknown one, or a split that divides experts.
-    """
-    if not vram_cache:
-        return None
-    devices, mode = find_gpus(name), options.get("split_mode", _bindings.LLAMA_SPLIT_MODE_LAYER)
-    if mode not in (_bindings.LLAMA_SPLIT_MODE_NONE, _bindings.LLAMA_SPLIT_MODE_LAYER):
-        raise OptionError(
-            f"split_mode {mode} divides each matrix among devices, but a slot holds a whole expert; take"
-            f" {_bindings.LLAMA_SPLIT_MODE_LAYER} (layers), or {_bindings.LLAMA_SPLIT_MODE_NONE} (main_gpu alone), or"
-            " leave vram_cache out."
-        )
-    if mode == _bindings.LLAMA_SPLIT_MODE_NONE and name is None:
-        index = options.get("main_gpu", 0)
-        if not 0 <= index < len(devices):
-            names = ", ".join(f"{device.index} ({device.name})" for device in devices)
-            raise OptionError(f"main_gpu is {index}, but there are: {names}.")
-        devices = [devices[index]]
-    n_gpu_layers = options.setdefault("n_gpu_layers", -1)
-    split = options.get("tensor_split") if mode == _bindings.LLAMA_SPLIT_MODE_LAYER else None
-    return _Gpus(parse_vram_caches(vram_cache), tuple(devices), SplitOptions(n_gpu_layers, split))
-
-
-def _plan(
+def _place(
     layout: ExpertLayout,
     cache: ExpertCache,
     n_ubatch: int | None,
     options: dict[str, Any],
     projector: ProjectorHeader | None,
     kv_tokens: int,
-    streams: bool,
-    gpu: _Gpus | None = None,
-) -> Plan:
+    store: StoreOptions,
+    gpu: Gpus | None,
+) -> Placed:
+    """Where experts go. Changes options so that llama.cpp uses GPUs where the plan does, and only there, and divides
+    layers as it says."""
     types = {name: value for name in ("type_k", "type_v") if (value := options.get(name)) is not None}
     for name, number in types.items():
         if GGML_TYPES.get(number, ("",))[0].lower() not in KV_CACHE_TYPES:  # llama.cpp would end the process
@@ -204,27 +195,18 @@ def _plan(
     check_context(layout, kv_tokens, memory, **types)
     sizes: dict[str, Any] = {"n_ctx": n_ctx, "n_ubatch": n_ubatch, "n_batch": options.get("n_batch", N_BATCH)}
     sizes |= {"kv_tokens": kv_tokens, "flash_attn": options.get("flash_attn", False), "projector": projector, **types}
-    if gpu is not None:
-        return _plan_on(gpu, layout, cache, memory, options, sizes)
-    return make_plan(layout, cache, memory, **sizes, streams=streams)
-
-
-def _plan_on(
-    gpu: _Gpus,
-    layout: ExpertLayout,
-    cache: ExpertCache,
-    memory: Memory,
-    options: dict[str, Any],
-    sizes: dict[str, Any],
-) -> Plan:
-    """The plan on devices. Changes options so that llama.cpp splits layers as it says."""
-    plan, tensor_split = plan_for(layout, gpu.budgets, cache, gpu.devices, memory, gpu.split, **sizes)
-    if tensor_split is not None:  # of the devices that the session names
-        options |= {"split_mode": _bindings.LLAMA_SPLIT_MODE_LAYER, "tensor_split": tensor_split}
-    elif len(gpus()) > 1:
-        options |= {"split_mode": _bindings.LLAMA_SPLIT_MODE_NONE, "main_gpu": gpu.devices[0].index}
+    if gpu is None:
+        streams = store.can_stream and not options.get("n_gpu_layers")  # kernels elsewhere read copies of the ids
+        return Placed(make_plan(layout, cache, memory, **sizes, streams=streams), layout)
+    how = {"repack": store.repack, "streams": store.can_stream}
+    placed = place_on(gpu, layout, cache, memory, options["n_threads"], sizes, **how)
+    options["n_gpu_layers"] = gpu.n_gpu_layers if placed.on_device else 0
+    if placed.tensor_split is not None:  # of the devices that the session names
+        options |= {"split_mode": BY_LAYERS, "tensor_split": placed.tensor_split}
+    elif placed.on_device and len(gpus()) > 1:
+        options |= {"split_mode": NO_SPLIT, "main_gpu": gpu.devices[0].index}
         options.pop("tensor_split", None)
-    return plan
+    return placed
 
 
 def check_options(options: dict[str, Any], kind: type) -> None:

@@ -21,7 +21,12 @@ from moegguf.gguf.experts import ExpertLayout
 from moegguf.native import library
 from moegguf.native.store import DeviceSlots, Store, StoreOptions
 
-EXPERT_TENSORS = rb"\.ffn_(gate|up|down|gate_up)_exps\.weight"
+EXPERT_TENSORS = r"\.ffn_(gate|up|down|gate_up)_exps\.weight"
+
+
+def expert_tensors(layout: ExpertLayout) -> bytes:
+    """llama.cpp's pattern for the names of this layout's experts, which may be those of some layers only."""
+    return ("blk\\.(" + "|".join(str(layer.il) for layer in layout.layers) + ")" + EXPERT_TENSORS).encode()
 
 
 def open_store(layout: ExpertLayout, plan: Plan, options: StoreOptions) -> Store:
@@ -67,7 +72,7 @@ class _Override(c.Structure):
 
 
 class Session:
-    """One store and one lane, attached to one `Llama`."""
+    """One store and one lane, attached to one `Llama`. `layout`: of the layers whose experts have slots."""
 
     def __init__(self, layout: ExpertLayout, plan: Plan, options: StoreOptions) -> None:
         self.layout = layout
@@ -77,7 +82,7 @@ class Session:
         self.store = open_store(layout, plan, options)
         self.lane = self.store.open_lane()
         self.listeners = RoutingListeners(self.store)
-        self._overrides = (_Override * 2)(_Override(EXPERT_TENSORS, self.store.buffer_type), _Override())
+        self._overrides = (_Override * 2)(_Override(expert_tensors(layout), self.store.buffer_type), _Override())
         handles = {device.name: device.handle for device in gpus()} if plan.devices else {}
         on_devices = [handles[part.name] for part in plan.devices if part.name]
         self._devices = (c.c_void_p * (len(on_devices) + 1))(*on_devices, None)

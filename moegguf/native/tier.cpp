@@ -48,6 +48,9 @@ Tier::Tier(TierId id, const Layout & layout, const LayerSet & layers, int n_slot
     if (memory) {
         pool_ = std::make_unique<Pool>(layout, layers, numbering, *memory);
     }
+    if (!numbering.resident()) {
+        spin_shortly();
+    }
     borrowers_.reserve(source_.size());
 }
 
@@ -203,6 +206,12 @@ void Tier::release_slot(int s) {
     residency.vacate(s);
 }
 
+void Tier::spin_shortly() {
+    if (id == TierId::compute && pool_ && pool_->host()) {
+        short_spins_.emplace();
+    }
+}
+
 void Tier::publish(int s, uint8_t kinds) {
     residency.publish(s, kinds);
     n_absent_chunks_ -= __builtin_popcount(kinds);
@@ -221,6 +230,7 @@ void Tier::resize(int n_slots) {
         if (pool_) {
             pool_->share_all_slots(residency.n_slots());
         }
+        spin_shortly();
     }
     residency.set_usable(n_slots);
     for (int s = n_slots; s < residency.n_slots(); s++) {

@@ -7,6 +7,9 @@
 #include "queues.h"
 #include "residency.h"
 #include "shared.h"
+#include "short_spins.h"
+
+#include <optional>
 
 namespace moegguf {
 
@@ -58,11 +61,13 @@ class Tier {
   private:
     int empty_slot(int il, int expert, const Moment & now, const Bid & bid);
     void release_slot(int s);
+    void spin_shortly();
 
     Events & events_;
     Tier * const below_;
     std::unique_ptr<Pool> pool_;
-    std::vector<int> source_; // [n_slots] -1: none; empty where no tier is below
+    std::optional<ShortSpins> short_spins_; // where processors compute, and may have to wait for experts
+    std::vector<int> source_;               // [n_slots] -1: none; empty where no tier is below
     std::vector<int> borrowers_;
     uint64_t bytes_missed_ = 0; // that came into slots, from wherever
     uint64_t bytes_prefetched_ = 0;

@@ -5,9 +5,9 @@ an idle model. It never waits; loads and unloads run as tasks that call `dispatc
 
 Rules. Names of the same files and load options share a process; an option that a request leaves out is that of the
 last request of its name, and a request for a longer context loads the model again. Requests of a model are granted in
-order of arrival, as many at once as its process answers together. A model that is not loaded is loaded when it fits the
-memory budget; idle models are unloaded for it, least recently used first; else it gets fewer expert slots; else it
-waits until a busy model is idle.
+turns between clients (turns.py), of each in order of arrival, as many at once as its process answers together. A model
+that is not loaded is loaded when it fits the memory budget; idle models are unloaded for it, least recently used first;
+else it gets fewer expert slots; else it waits until a busy model is idle.
 Loads start in the order of their oldest request. Requests for loaded models may overtake a load that waits for
 memory, for OVERTAKE_S at most. A running answer is never interrupted.
 """
@@ -66,7 +66,7 @@ class Dispatcher:
             raise BusyError("server busy, please try again.  maximum pending requests exceeded")
         if model is None:
             model = self.models[key] = ManagedModel(key, waiter.entry)
-        model.waiters.append(waiter)
+        model.wait(waiter)
         await self._wait(model, waiter)
         return model
 
@@ -222,11 +222,10 @@ class Dispatcher:
             self._grant(model, first)
 
     def _grant(self, model: ManagedModel, waiter: Waiter) -> None:
-        model.waiters.remove(waiter)
         self._use(model, waiter)
         model.n_requests += waiter.purpose is Purpose.ANSWER
         model.last_used_s = self._now()
-        waiter.grant()
+        model.grant(waiter)
 
     def _use(self, model: ManagedModel, waiter: Waiter) -> None:
         """Notes that the name of `waiter` uses `model`, and no other one: that of its options before may end."""

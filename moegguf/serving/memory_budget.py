@@ -11,8 +11,8 @@ from typing import Any
 
 from moegguf.engine.batch import DEFAULT_UBATCH_TOKENS, layer_slots
 from moegguf.engine.machine import Memory, read_memory
-from moegguf.engine.memory import choose_context, margin_bytes, pad_context, pooling_batch_tokens
-from moegguf.engine.plan import Plan, make_plan
+from moegguf.engine.memory import choose_context, choose_kv_tokens, margin_bytes, pad_context, pooling_batch_tokens
+from moegguf.engine.plan import Plan, given_bytes, make_plan
 from moegguf.engine.sequences import sequences_of
 from moegguf.errors import BudgetError
 from moegguf.gguf.reader import ggml_type
@@ -128,21 +128,33 @@ def measure(entry: ModelEntry, overrides: LoadOverrides, settings: Settings, lim
     flash_attn = bool(settings.flash_attention) or settings.kv_cache_type != "f16"
     kv_type = ggml_type(settings.kv_cache_type) if settings.kv_cache_type != "f16" else None
     projector = projector_of(entry)
+    cache = parse_expert_cache(overrides.expert_cache or read_environment().expert_cache)
     options: dict[str, Any] = {"flash_attn": flash_attn}
     if kv_type is not None:
         options |= {"type_k": kv_type, "type_v": kv_type}
+    free_bytes = limit_bytes - (projector.total_bytes if projector else 0)
     if settings.n_ctx:
         default_n_ctx = pad_context(settings.n_ctx)
     else:
-        free_bytes = limit_bytes - (projector.total_bytes if projector else 0)
-        n_seq = sequences_of(layout, 1, settings.n_parallel)
-        default_n_ctx = choose_context(layout, free_bytes, DEFAULT_UBATCH_TOKENS, n_seq=n_seq, **options)
+        default_n_ctx = choose_context(layout, free_bytes, DEFAULT_UBATCH_TOKENS, **options)
     n_ctx = pad_context(overrides.n_ctx) if overrides.n_ctx else default_n_ctx
     n_seq_max = sequences_of(layout, n_ctx, settings.n_parallel)
+    kv_tokens = n_ctx
+    if n_seq_max > 1:
+        chosen_tokens = settings.kv_tokens or choose_kv_tokens(
+            layout,
+            free_bytes,
+            DEFAULT_UBATCH_TOKENS,
+            n_ctx,
+            n_seq_max,
+            pool_bytes=given_bytes(layout, cache),
+            **options,
+        )
+        kv_tokens = pad_context(max(n_ctx, min(chosen_tokens, n_seq_max * n_ctx)))
     embedding = is_embedding(layout.metadata)
     n_batch = overrides.n_batch or (pooling_batch_tokens(n_ctx) if embedding else DEFAULT_UBATCH_TOKENS)
     options |= {"n_ctx": n_ctx, "n_batch": n_batch, "n_ubatch": n_batch if embedding else None, "margin": 0}
-    options |= {"projector": projector, "n_seq": n_seq_max}
+    options |= {"projector": projector, "kv_tokens": kv_tokens}
 
     def plan(cache: ExpertCache, n_bytes: int = _UNLIMITED, **others: Any) -> Plan:
         return make_plan(layout, cache, Memory(n_bytes, n_bytes, "the models' budget"), **options | others)
@@ -154,6 +166,7 @@ def measure(entry: ModelEntry, overrides: LoadOverrides, settings: Settings, lim
             mmproj=str(projector.path) if projector else None,
             n_ctx=n_ctx,
             n_seq_max=n_seq_max,
+            kv_tokens=kv_tokens,
             schedule=settings.schedule,
             n_batch=n_batch,
             n_ubatch=chosen.n_ubatch,
@@ -166,7 +179,7 @@ def measure(entry: ModelEntry, overrides: LoadOverrides, settings: Settings, lim
             verbose=settings.debug,
         )
 
-    wanted = plan(parse_expert_cache(overrides.expert_cache or read_environment().expert_cache))
+    wanted = plan(cache)
     if not layout.is_moe:
         return ModelSize(wanted.total_bytes, wanted.total_bytes, lambda _: wanted, load_config, default_n_ctx)
     least_tokens = max(1, projector.one_pass_tokens if projector else 1)

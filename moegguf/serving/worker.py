@@ -20,7 +20,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import asdict
 from typing import Any
 
 from moegguf.engine.llama import Llama
@@ -198,7 +198,12 @@ class Worker:
 
     def _embed(self, message: Message) -> Task:
         assert self._loop is not None
-        return self._loop.submit_task(lambda: self._reply(self._vectors, message), self._model.cancel)
+        request_id = message["id"]
+
+        def fail(error: Exception) -> None:
+            self._end(request_id, error=_encoded(error))
+
+        return self._loop.submit_task(lambda: self._reply(self._vectors, message), self._model.cancel, fail)
 
     def _vectors(self, message: Message) -> Any:
         return embed(self._model, message["inputs"], truncate=message["truncate"], normalize=message["normalize"])
@@ -306,6 +311,7 @@ def open_model(config: LoadConfig, progress: Callable[[float], object]) -> Llama
         expert_cache=cache,
         n_ctx=config.n_ctx,
         n_seq_max=config.n_seq_max,
+        kv_tokens=config.kv_tokens,
         n_batch=config.n_batch,
         n_ubatch=config.n_ubatch,
         flash_attn=config.flash_attn,
@@ -318,7 +324,7 @@ def open_model(config: LoadConfig, progress: Callable[[float], object]) -> Llama
 
 def plan_fields(llm: Llama) -> dict[str, Any]:
     """The model's plan."""
-    return {field.name: getattr(llm.plan, field.name) for field in fields(llm.plan)}
+    return asdict(llm.plan)
 
 
 def main() -> None:

@@ -124,6 +124,7 @@ def one_of_two(rpc: Path, ports: tuple[int, int], path: Path) -> bool:
     with Llama(path, vram_cache="100%", **OPTIONS) as llm:
         assert llm.session is not None
         assert list(llm.session.tiers()) == ["VRAM"]
+    check_placements(path, alone)
     for options, message in (
         ({"split_mode": 2}, "split_mode 2 divides each matrix"),
         ({"split_mode": 3}, "split_mode 3 divides each matrix"),
@@ -143,6 +144,28 @@ def one_of_two(rpc: Path, ports: tuple[int, int], path: Path) -> bool:
         with pytest.raises(BudgetError, match=message):
             Llama(path, vram_cache=vram, tensor_split=split, expert_cache="50%", **OPTIONS)
     return True
+
+
+def check_placements(path: Path, alone: dict[str, int]) -> None:
+    """Several devices have slots, without a comparison; whole layers lie on one of them."""
+    auto: dict[str, Any] = {"placement": "auto", "n_ctx": 512}
+    for options, device in (({}, "RPC0, RPC1"), (alone, "RPC1")):
+        plan = Llama.estimate(path, vram_cache="40%", expert_cache="50%", **auto, **options)
+        assert (plan.device, plan.placement) == (device, None)
+        assert any("'auto' is slots" in reason for reason in plan.reasons)
+    for cache in ("40%", None):
+        with pytest.raises(OptionError, match=r"placement 'layers' is for one GPU .* compute: RPC0, RPC1"):
+            Llama.estimate(path, vram_cache=cache, placement="layers", n_ctx=512)
+    with pytest.raises(OptionError, match="n_gpu_layers 3"):
+        Llama.estimate(path, vram_cache="40%", placement="layers", n_ctx=512, **{**alone, "n_gpu_layers": 3})
+    with Llama(path, vram_cache="50%", expert_cache="50%", placement="layers", **OPTIONS, **alone) as llm:
+        assert llm.session is not None and llm.plan.layers_on == "RPC1"
+        assert [layer.il for layer in llm.session.layout.layers] == [0, 1]
+        greedy_logits(llm, n_new=4)
+        assert llm.session.tiers()["RAM"]["evictions"] > 0
+    assert Llama.estimate(path, placement="cpu", n_ctx=512).device is None
+    assert Llama.estimate(path, n_gpu_layers=3, **auto).device is None  # the caller divides the model
+    assert Llama.estimate(path, split_mode=2, n_gpu_layers=-1, **auto).device is None
 
 
 def test_one_device_of_two_and_splits_that_do_not_fit(tiny: TinyModel) -> None:

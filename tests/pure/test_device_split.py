@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from moegguf.engine.device_split import (
 from moegguf.engine.devices import Device
 from moegguf.engine.machine import Memory
 from moegguf.engine.placement import HitCurve
+from moegguf.engine.placing import Gpus, place_on
 from moegguf.engine.plan import Plan, slot_bytes
 from moegguf.engine.tiers import VRAM_MARGIN_BYTES, parse_vram_caches
 from moegguf.errors import BudgetError, OptionError
@@ -179,3 +181,16 @@ def test_one_device_with_every_layer_needs_no_split(layout: ExpertLayout) -> Non
     budgets = parse_vram_caches("25%"), parse_expert_cache("50%")
     alone, split = plan_for(layout, *budgets, devices(8 * GIB), RAM, n_ctx=512)
     assert (alone.device, alone.devices, split) == ("GPU0", (), None)
+
+
+def test_devices_without_room_leave_everything_to_the_cpu_unless_they_were_asked_for(layout: ExpertLayout) -> None:
+    small = Gpus(tuple(devices(1 << 20, 1 << 20)), parse_vram_caches("auto"), "auto", SplitOptions())
+    where = layout, parse_expert_cache("50%"), RAM, 1, {"n_ctx": 512}
+    placed = place_on(small, *where)
+    assert (placed.on_device, placed.tensor_split, placed.plan.n_slots) == (False, None, 96)
+    assert any("not slots on GPUs: " in reason for reason in placed.plan.reasons)
+    for asked in (replace(small, choice="slots"), replace(small, vram=parse_vram_caches("25%,1KiB"))):
+        with pytest.raises(BudgetError):
+            place_on(asked, *where)
+    large = replace(small, devices=tuple(devices(8 * GIB, 8 * GIB)))
+    assert place_on(large, *where).plan.device == "GPU0, GPU1"

@@ -152,3 +152,19 @@ def test_a_budget_of_a_loaded_model_is_whole_slots_of_what_it_was_loaded_with(bu
 def test_a_model_without_experts_has_no_budget_for_them() -> None:
     with pytest.raises(BudgetError, match="no experts"):
         expert_cache_within(parse_expert_cache("50%"), 0, 0, 0)
+
+
+def test_sequences_share_a_kv_cache_that_leaves_memory_to_experts(tmp_path: Path) -> None:
+    entry = file_entry(moe(n_layer=6, n_expert=16, n_used=4).write(tmp_path / "m.gguf"), "path", "m")
+
+    def kv_tokens(limit_bytes: int, **settings: Any) -> tuple[int, int]:
+        size = measure(entry, LoadOverrides(n_ctx=4096), Settings(n_parallel=8, **settings), limit_bytes)
+        plan = size.plan_within(size.wanted_bytes)
+        config = size.load_config(plan)
+        assert config.kv_tokens is not None and config.n_ctx == 4096
+        return config.kv_tokens, plan.kv_bytes
+
+    ample, one = kv_tokens(64 * GIB), kv_tokens(64 * GIB, kv_tokens=1)
+    assert ample == (8 * 4096, 8 * one[1]) and one[0] == 4096, "a context of one sequence fits always"
+    assert kv_tokens(64 * GIB, kv_tokens=10_000)[0] == 10_240
+    assert kv_tokens(64 * GIB, kv_tokens=1 << 20)[0] == 8 * 4096, "no more than all can use"

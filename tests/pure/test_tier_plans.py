@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from gguf_builder import moe
 
-from moegguf.engine.device_plan import plan_here
 from moegguf.engine.devices import Device, find_gpus
 from moegguf.engine.machine import Memory
+from moegguf.engine.placing import plan_here
 from moegguf.engine.plan import Plan, slot_bytes
 from moegguf.engine.tiers import VRAM_MARGIN_BYTES, host_bytes, parse_vram_cache, plan_tiers
 from moegguf.errors import BudgetError
