@@ -166,7 +166,7 @@ class Budgets:
         options, layout = self.options, self.layout
         n_ctx = options.get("n_ctx")
         if n_ctx is None:
-            chosen = {name: options[name] for name in ("type_k", "type_v", "flash_attn", "n_seq") if name in options}
+            chosen = {name: options[name] for name in ("type_k", "type_v", "flash_attn") if name in options}
             projector = options.get("projector")
             free_bytes = self.device.free_bytes - (projector.total_bytes if projector else 0)
             n_ctx = choose_context(layout, free_bytes, self._n_ubatch, **chosen)
@@ -179,7 +179,7 @@ class Budgets:
     def planner(self, speeds: DeviceSpeeds, curve: HitCurve) -> Planner:
         """Predicts with the memories as these budgets divide them, and the context half full."""
         options, layout = self.options, self.layout
-        n_tokens = options.get("kv_tokens") or options["n_ctx"] * options.get("n_seq", 1)
+        n_tokens = options.get("kv_tokens") or options["n_ctx"]
         sized = {name: options[name] for name in ("type_k", "type_v", "flash_attn", "projector") if name in options}
         needs = memory_needs(layout, n_tokens, self._n_ubatch, **sized)
         device_bytes = _within(

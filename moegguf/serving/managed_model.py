@@ -160,13 +160,15 @@ class ManagedModel:
 
     def wait(self, waiter: Waiter) -> None:
         """Adds a waiter, behind those of its turn and of turns before."""
-        waiter.turn = self._turns.take(waiter.client)
+        own = [known for known in self.waiters if known.client == waiter.client and known.purpose is Purpose.ANSWER]
+        waiter.turn = self._turns.take(waiter.client, max((known.turn for known in own), default=None))
         insort(self.waiters, waiter, key=lambda known: (known.purpose is not Purpose.UNLOAD, known.turn, known.ticket))
 
     def grant(self, waiter: Waiter) -> None:
         """Ends the wait of a waiter."""
         self.waiters.remove(waiter)
-        self._turns.serve(waiter.turn)
+        if waiter.purpose is Purpose.ANSWER:  # others are granted beside it
+            self._turns.serve(waiter.client, waiter.turn)
         waiter.grant()
 
     def use(self, waiter: Waiter, now_s: float) -> None:

@@ -9,24 +9,32 @@ from __future__ import annotations
 
 from contextvars import ContextVar
 
+MOST_CLIENTS = 1024  # of one turn: who comes later is of the next
+
 current_client: ContextVar[str] = ContextVar("current_client", default="")
 """Who sends the request that is being handled; frontends set it. Empty: nobody that they know."""
 
 
 class Turns:
-    """The turns of one queue. What it remembers is no more than the clients that are ahead of the others."""
+    """The turns of one queue. Of clients, it remembers those that were served in the present turn."""
 
     def __init__(self) -> None:
         self._served = 0
-        self._last: dict[str, int] = {}
+        self._in_turn: set[str] = set()
 
-    def take(self, client: str) -> int:
-        """The turn of a request that has just arrived."""
-        turn = self._last[client] = max(self._served, self._last.get(client, -1) + 1)
-        return turn
+    def take(self, client: str, last: int | None) -> int:
+        """The turn of a request that has just arrived. last: the last turn of the client's requests that still wait;
+        None: there is none. So requests that were cancelled while they waited cost no turns."""
+        least = self._served + (client in self._in_turn)
+        return least if last is None else max(least, last + 1)
 
-    def serve(self, turn: int) -> None:
-        """A request of this turn is served."""
+    def serve(self, client: str, turn: int) -> None:
+        """A request of this client and turn is served."""
         if turn > self._served:
             self._served = turn
-            self._last = {client: last for client, last in self._last.items() if last >= turn}
+            self._in_turn.clear()
+        if turn == self._served:
+            self._in_turn.add(client)
+        if len(self._in_turn) > MOST_CLIENTS:
+            self._served += 1
+            self._in_turn.clear()

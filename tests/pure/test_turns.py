@@ -5,48 +5,81 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moegguf.serving.turns import Turns
+from moegguf.serving.turns import MOST_CLIENTS, Turns
+
+
+class Queue:
+    """Requests that wait for one model, as (turn, ticket, client)."""
+
+    def __init__(self) -> None:
+        self.turns = Turns()
+        self.waiting: list[tuple[int, int, str]] = []
+        self._n_tickets = 0
+
+    def add(self, client: str) -> int:
+        """The turn of a new request."""
+        turn = self.turns.take(client, max((turn for turn, _, of in self.waiting if of == client), default=None))
+        self.waiting.append((turn, self._n_tickets, client))
+        self._n_tickets += 1
+        return turn
+
+    def serve(self) -> tuple[int, int, str]:
+        """The request whose turn it is."""
+        first = min(self.waiting)
+        self.waiting.remove(first)
+        self.turns.serve(first[2], first[0])
+        return first
 
 
 def test_one_request_comes_after_the_first_of_many() -> None:
-    turns = Turns()
-    many = [turns.take("many") for _ in range(60)]
-    turns.serve(many[0])
-    one = turns.take("one")
-    assert many[0] <= one < many[1]
-    turns.serve(one)
-    assert turns.take("one") == many[1], "its next one has its turn beside the next of the other"
+    queue = Queue()
+    for _ in range(60):
+        queue.add("many")
+    assert queue.serve()[2] == "many"
+    queue.add("one")
+    assert [queue.serve()[2] for _ in range(2)] == ["one", "many"]
+    queue.add("one")
+    assert [queue.serve()[2] for _ in range(2)] in (["one", "many"], ["many", "one"])
 
 
 def test_a_client_that_was_idle_has_no_turns_saved() -> None:
-    turns = Turns()
-    turns.take("idle")
+    queue = Queue()
+    queue.add("idle")
+    queue.serve()
     for _ in range(20):
-        turns.serve(turns.take("busy"))
-    assert turns.take("idle") == 19 == turns.take("third")
+        queue.add("busy")
+        queue.serve()
+    assert queue.add("idle") == queue.add("third")
+
+
+def test_requests_that_were_cancelled_cost_no_turns() -> None:
+    queue = Queue()
+    for _ in range(500):
+        queue.add("hasty")
+    queue.serve()
+    queue.waiting.clear()
+    again, other = queue.add("hasty"), queue.add("other")
+    assert again - other == 1
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 3)), max_size=60))
 def test_nobody_waits_for_more_than_one_request_of_each_other_client_per_own(steps: list[tuple[int, int]]) -> None:
-    turns, waiting, n_overtaken = Turns(), list[tuple[int, int, int]](), dict[int, dict[int, int]]()
+    queue, n_overtaken = Queue(), dict[int, dict[str, int]]()
     for ticket, (client, n_served) in enumerate(steps):
-        own = sum(of == client for _, _, of in waiting)
-        waiting.append((turns.take(str(client)), ticket, client))
-        n_overtaken[ticket] = dict.fromkeys(range(5), own + 1)
-        for _ in range(n_served):
-            if waiting:
-                first = min(waiting)
-                waiting.remove(first)
-                turns.serve(first[0])
-                for _, other, of in waiting:
-                    if of != first[2]:
-                        n_overtaken[other][first[2]] -= 1
-                        assert n_overtaken[other][first[2]] >= -1
+        own = sum(of == str(client) for _, _, of in queue.waiting)
+        queue.add(str(client))
+        n_overtaken[ticket] = dict.fromkeys(map(str, range(5)), own + 1)
+        for _ in range(min(n_served, len(queue.waiting))):
+            _, _, served = queue.serve()
+            for _, other, of in queue.waiting:
+                if of != served:
+                    n_overtaken[other][served] -= 1
+                    assert n_overtaken[other][served] >= -1
 
 
-def test_only_clients_that_are_ahead_are_remembered() -> None:
-    turns = Turns()
-    for i in range(1000):
-        turns.serve(turns.take(str(i)))
-        turns.serve(turns.take(str(i)))
-    assert len(turns._last) <= 2
+def test_clients_of_one_turn_are_remembered_and_not_without_end() -> None:
+    queue = Queue()
+    for i in range(10 * MOST_CLIENTS):
+        queue.add(str(i))
+        queue.serve()
+    assert len(queue.turns._in_turn) <= MOST_CLIENTS
