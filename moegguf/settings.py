@@ -72,7 +72,8 @@ def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
     placement = env.get("MOEGGUF_PLACEMENT", "").strip().lower() or "auto"
     if placement not in PLACEMENTS:
         raise OptionError(f"MOEGGUF_PLACEMENT is none of {', '.join(PLACEMENTS)}, but {placement[:60]!r}.")
-    for name, budget in (("EXPERT", cache), ("VRAM", vram_cache or "auto")):
+    budgets = [("EXPERT", cache), *(("VRAM", part) for part in (vram_cache or "auto").split(","))]  # one per device
+    for name, budget in budgets:
         try:
             parse_expert_cache(budget)
         except BudgetError as error:

@@ -8,6 +8,7 @@ model loaded later: what needs it runs in a process of its own (`in_child`).
 from __future__ import annotations
 
 import ctypes as c
+import itertools
 import multiprocessing
 import os
 import shutil
@@ -77,9 +78,10 @@ def register(rpc: Path, port: int) -> str:
     ggml, backend = _ggml(), c.CDLL(str(rpc))
     backend.ggml_backend_rpc_add_server.restype = c.c_void_p
     backend.ggml_backend_rpc_add_server.argtypes = [c.c_char_p]
+    number = next(n for n in itertools.count() if not ggml.ggml_backend_dev_by_name(b"RPC%d" % n))
     ggml.ggml_backend_register(backend.ggml_backend_rpc_add_server(f"127.0.0.1:{port}".encode()))
-    assert ggml.ggml_backend_dev_by_name(b"RPC0")
-    return "RPC0"
+    assert ggml.ggml_backend_dev_by_name(b"RPC%d" % number)
+    return f"RPC{number}"
 
 
 @contextmanager
@@ -111,3 +113,9 @@ def in_child(call: Callable[..., Any], *arguments: Any) -> Any:
     """call(rpc, port, *arguments) in a process of its own, beside a server of its own."""
     with server() as at:
         return in_own_process(call, *at, *arguments)
+
+
+def in_child_of_two(call: Callable[..., Any], *arguments: Any) -> Any:
+    """call(rpc, (port, port), *arguments) in a process of its own, beside two servers of its own."""
+    with server() as (rpc, first), server() as (_, second):
+        return in_own_process(call, rpc, (first, second), *arguments)

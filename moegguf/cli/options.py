@@ -41,8 +41,8 @@ VramCache = Annotated[
     typer.Option(
         "--vram-cache",
         metavar="BUDGET",
-        help="Memory of a GPU for experts, in the same forms; --expert-cache is RAM beside it."
-        "  [default: MOEGGUF_VRAM_CACHE, or auto]",
+        help="Memory of a GPU for experts, in the same forms; --expert-cache is RAM beside it. Of several GPUs"
+        " together; with commas, of each.  [default: MOEGGUF_VRAM_CACHE, or auto]",
     ),
 ]
 Placement = Annotated[
@@ -51,7 +51,8 @@ Placement = Annotated[
         "--placement",
         metavar="WHERE",
         help="What goes into that memory: layers (whole ones; the CPU computes the others), slots (experts as they are"
-        " used), cpu (nothing: no GPU) or auto, which measures.  [default: MOEGGUF_PLACEMENT, or auto]",
+        " used), cpu (nothing: no GPU) or auto, which measures; with several GPUs auto is slots."
+        "  [default: MOEGGUF_PLACEMENT, or auto]",
     ),
 ]
 Threads = Annotated[

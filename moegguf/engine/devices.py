@@ -15,13 +15,17 @@ CPU, GPU = 0, 1  # enum ggml_backend_dev_type
 
 @dataclass(frozen=True)
 class Device:
-    """A device by ggml's name for it, and its memory. `index`: among the GPUs, as llama.cpp's main_gpu counts."""
+    """A device by ggml's name for it, and its memory. `index`: among the GPUs, as llama.cpp's main_gpu counts.
+
+    `handle`: the address of its ggml_backend_dev, 0 where there is none.
+    """
 
     name: str
     index: int
     free_bytes: int
     total_bytes: int
     description: str = ""
+    handle: int = 0
 
     @property
     def memory(self) -> Memory:
@@ -38,6 +42,8 @@ def _ggml() -> Any:
         "ggml_backend_dev_name": (c.c_char_p, [c.c_void_p]),
         "ggml_backend_dev_description": (c.c_char_p, [c.c_void_p]),
         "ggml_backend_dev_type": (c.c_int, [c.c_void_p]),
+        "ggml_backend_dev_backend_reg": (c.c_void_p, [c.c_void_p]),
+        "ggml_backend_reg_name": (c.c_char_p, [c.c_void_p]),
         "ggml_backend_dev_memory": (None, [c.c_void_p, c.POINTER(c.c_size_t), c.POINTER(c.c_size_t)]),
     }
     for name, (result, arguments) in signatures.items():
@@ -47,22 +53,24 @@ def _ggml() -> Any:
 
 
 def gpus() -> list[Device]:
-    """Every device of the kind that llama.cpp puts layers on, in its order; empty where there is none."""
+    """Every device of the kind that llama.cpp puts layers on, in its order, remote ones first; empty without any."""
     ggml, found = _ggml(), list[Device]()
-    for handle in (ggml.ggml_backend_dev_get(i) for i in range(ggml.ggml_backend_dev_count())):
-        if ggml.ggml_backend_dev_type(handle) == GPU:
-            free, total = c.c_size_t(), c.c_size_t()
-            ggml.ggml_backend_dev_memory(handle, c.byref(free), c.byref(total))
-            name, description = (
-                call(handle).decode(errors="replace")
-                for call in (ggml.ggml_backend_dev_name, ggml.ggml_backend_dev_description)
-            )
-            found.append(Device(name, len(found), free.value, total.value, description))
+    handles = [ggml.ggml_backend_dev_get(i) for i in range(ggml.ggml_backend_dev_count())]
+    of_kind = [handle for handle in handles if ggml.ggml_backend_dev_type(handle) == GPU]
+    remote = [ggml.ggml_backend_reg_name(ggml.ggml_backend_dev_backend_reg(handle)) == b"RPC" for handle in of_kind]
+    for _, handle in sorted(zip(remote, of_kind, strict=True), key=lambda pair: not pair[0]):
+        free, total = c.c_size_t(), c.c_size_t()
+        ggml.ggml_backend_dev_memory(handle, c.byref(free), c.byref(total))
+        name, description = (
+            call(handle).decode(errors="replace")
+            for call in (ggml.ggml_backend_dev_name, ggml.ggml_backend_dev_description)
+        )
+        found.append(Device(name, len(found), free.value, total.value, description, handle))
     return found
 
 
-def find_gpu(name: str | None = None) -> Device:
-    """The GPU of this name; None: the one with the most free memory.
+def find_gpus(name: str | None = None) -> list[Device]:
+    """The GPU of this name; None: every one.
 
     Raises BudgetError where there is no GPU, OptionError for another name.
     """
@@ -72,10 +80,8 @@ def find_gpu(name: str | None = None) -> Device:
             "vram_cache needs a GPU, and this build of moegguf sees none (`moegguf doctor` lists devices); leave it"
             " out, or build with a backend for your GPU."
         )
-    if name is None:
-        return max(found, key=lambda device: device.free_bytes)
-    for device in found:
-        if device.name == name:
-            return device
-    names = ", ".join(device.name for device in found)
-    raise OptionError(f"there is no GPU named {name!r}; there are: {names}.")
+    chosen = [device for device in found if name in (None, device.name)]
+    if not chosen:
+        names = ", ".join(device.name for device in found)
+        raise OptionError(f"there is no GPU named {name!r}; there are: {names}.")
+    return chosen

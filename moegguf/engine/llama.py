@@ -75,11 +75,14 @@ class Llama(UpstreamLlama):
         expert_cache: memory for experts: "auto" (what is free after everything else), "4GiB", "50%" of all experts,
             or bytes. Ignored for a model without experts.
         vram_cache: memory of a GPU for experts, in the same forms; expert_cache is RAM then, that missed experts are
-            copied from, or that the CPU computes with. None: MOEGGUF_VRAM_CACHE, and without that "auto" where there is
-            a GPU, unless n_gpu_layers says which layers it computes.
+            copied from, or that the CPU computes with. Several GPUs share it, and the layers, as tensor_split,
+            split_mode and main_gpu say; "8GiB,4GiB" is a budget for each. With it, layers that n_gpu_layers leaves to
+            the CPU have slots in RAM. None: MOEGGUF_VRAM_CACHE, and without that "auto" where there is a GPU, unless
+            n_gpu_layers says which layers it computes.
         placement: what goes into that memory: "layers" (the experts of whole layers; the CPU computes the others),
             "slots" (experts as they are used; the GPU computes everything), "cpu" (no GPU), or "auto": what is
-            predicted to be fastest with speeds that are measured here (engine/placement.py). None: MOEGGUF_PLACEMENT.
+            predicted to be fastest with speeds that are measured here (engine/placement.py); with several GPUs, slots.
+            None: MOEGGUF_PLACEMENT.
         system: what decides on experts: "moegguf" (what was measured to be best), "lru", "none", or one of the papers'
             as a whole, "moe-infinity", "promoe", "expertflow", "duoserve" (`moegguf.controller.systems`). The next four
             replace parts of it. None: MOEGGUF_SYSTEM, else "moegguf".
@@ -179,9 +182,9 @@ class Llama(UpstreamLlama):
                 self._warm_start = WarmStart(self._session, Artifacts(self.layout))
                 self._warm_start.begin()
             self._start_threads(load_plan)
-            if self._session is not None and load_plan.gpu is not None:
+            if self._session is not None and load_plan.gpu is not None and self.plan.placement is not None:
                 known, n_threads = KnownSpeeds(self.layout), load_plan.options["n_threads"]
-                self._meter = DecodeMeter(self._session, known, load_plan.gpu.device, n_threads)
+                self._meter = DecodeMeter(self._session, known, load_plan.gpu.devices[0], n_threads)
             self._start_recording(trace)
         except BaseException:
             if self._recording is not None:

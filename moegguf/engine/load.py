@@ -12,7 +12,7 @@ from moegguf.engine.batch import DEFAULT_UBATCH_TOKENS, layer_slots
 from moegguf.engine.devices import gpus
 from moegguf.engine.machine import count_cpus, read_memory
 from moegguf.engine.memory import check_context, choose_kv_tokens, pad_context, pooling_batch_tokens
-from moegguf.engine.placing import Budgets, Gpu, Placed, gpu_for, place
+from moegguf.engine.placing import BY_LAYERS, NO_SPLIT, Gpus, Placed, gpus_for, place_on
 from moegguf.engine.plan import Plan, given_bytes, make_plan
 from moegguf.engine.sequences import sequences_of
 from moegguf.engine.tiers import lower_slots
@@ -61,7 +61,7 @@ class LoadPlan:
     projector: ProjectorHeader | None = None
     n_seq_max: int = 1
     kv_tokens: int = 0  # of all sequences
-    gpu: Gpu | None = None  # that experts could be placed on
+    gpu: Gpus | None = None  # that experts could be placed on
     no_device: bool = False  # llama.cpp gets none: beside one, even unused, it does not repack weights for the CPU
 
     def lower_slots_within(self, expert_cache: Budget) -> int:
@@ -104,7 +104,7 @@ def prepare(
 ) -> LoadPlan:
     """Reads the header and plans memory. `options`: keywords of llama_cpp.Llama as the user gave them.
 
-    vram_cache: the budget on a GPU, that of `store`, or the one with the most free memory; None: of MOEGGUF_VRAM_CACHE.
+    vram_cache: the budget on a GPU, that of `store`, or on all of them; None: of MOEGGUF_VRAM_CACHE.
     placement: what goes there (`placement.Choice`); None: of MOEGGUF_PLACEMENT.
 
     Raises ModelNotFoundError, ModelFormatError, CapabilityError for a kind of model that is not run, BudgetError,
@@ -133,7 +133,7 @@ def prepare(
         n_batch = options["n_batch"] = n_image
     n_seq_max, kv_tokens = _sequences(layout, options, n_batch, cache)
     hooks = layout.is_moe and environment.hooks
-    gpu = gpu_for(vram_cache, placement, options.get("n_gpu_layers"), store.device) if hooks else None
+    gpu = gpus_for(vram_cache, placement, options, store.device) if hooks else None
     choice = environment.placement if placement is None else placement
     if hooks and choice == "cpu":
         options["n_gpu_layers"] = 0
@@ -182,9 +182,10 @@ def _place(
     projector: ProjectorHeader | None,
     kv_tokens: int,
     store: StoreOptions,
-    gpu: Gpu | None,
+    gpu: Gpus | None,
 ) -> Placed:
-    """Where experts go. Changes options so that llama.cpp uses the GPU where the plan does, and only there."""
+    """Where experts go. Changes options so that llama.cpp uses GPUs where the plan does, and only there, and divides
+    layers as it says."""
     types = {name: value for name in ("type_k", "type_v") if (value := options.get(name)) is not None}
     for name, number in types.items():
         if GGML_TYPES.get(number, ("",))[0].lower() not in KV_CACHE_TYPES:  # llama.cpp would end the process
@@ -197,11 +198,14 @@ def _place(
     if gpu is None:
         streams = store.can_stream and not options.get("n_gpu_layers")  # kernels elsewhere read copies of the ids
         return Placed(make_plan(layout, cache, memory, **sizes, streams=streams), layout)
-    budgets = Budgets(layout, cache, gpu.vram, gpu.device, memory, sizes)
-    placed = place(budgets, gpu.choice, gpu.known(layout, options["n_threads"], store.repack), streams=store.can_stream)
-    options["n_gpu_layers"] = -1 if placed.on_device else 0
-    if placed.on_device and len(gpus()) > 1:
-        options |= {"split_mode": _bindings.LLAMA_SPLIT_MODE_NONE, "main_gpu": gpu.device.index}
+    how = {"repack": store.repack, "streams": store.can_stream}
+    placed = place_on(gpu, layout, cache, memory, options["n_threads"], sizes, **how)
+    options["n_gpu_layers"] = gpu.n_gpu_layers if placed.on_device else 0
+    if placed.tensor_split is not None:  # of the devices that the session names
+        options |= {"split_mode": BY_LAYERS, "tensor_split": placed.tensor_split}
+    elif placed.on_device and len(gpus()) > 1:
+        options |= {"split_mode": NO_SPLIT, "main_gpu": gpu.devices[0].index}
+        options.pop("tensor_split", None)
     return placed
 
 

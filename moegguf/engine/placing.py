@@ -1,13 +1,17 @@
-"""Decides where a model's experts go on this machine (placement.py predicts), and plans that."""
+"""Decides where a model's experts go on this machine, and plans that.
+
+On one GPU by what placement.py predicts; on several, or where the caller divides layers, with slots (device_plan.py).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from moegguf.engine.batch import DEFAULT_UBATCH_TOKENS
-from moegguf.engine.devices import Device, find_gpu, gpus
+from moegguf.engine.device_plan import SplitOptions, plan_for
+from moegguf.engine.devices import Device, find_gpus, gpus
 from moegguf.engine.known_speeds import KnownSpeeds
 from moegguf.engine.machine import Memory, count_cpus, read_memory
 from moegguf.engine.memory import choose_context, default_contexts, margin_bytes, memory_needs, pad_context
@@ -26,7 +30,7 @@ from moegguf.engine.tiers import (
     VRAM_MARGIN_BYTES,
     beside_experts_bytes,
     host_bytes,
-    parse_vram_cache,
+    parse_vram_caches,
     plan_layers,
     plan_tiers,
 )
@@ -36,67 +40,109 @@ from moegguf.quantities import ExpertCache, parse_expert_cache
 from moegguf.settings import read_environment
 
 EVERY_LAYER = 999  # n_gpu_layers above any model's
+NO_SPLIT, BY_LAYERS = 0, 1  # enum llama_split_mode
 
 Known = Callable[[], tuple[DeviceSpeeds, HitCurve]]
 
 
 @dataclass(frozen=True)
-class Gpu:
-    """A GPU to place experts on, the budget there, and what may be chosen."""
+class Gpus:
+    """GPUs to place experts on, the budget of all of them together or one of each, and what may be chosen.
 
-    device: Device
-    vram: ExpertCache
+    split: how layers are divided over several GPUs, or over GPUs and the CPU; None: one GPU computes every layer.
+    """
+
+    devices: tuple[Device, ...]
+    vram: tuple[ExpertCache, ...]
     choice: Choice
+    split: SplitOptions | None = None
+
+    @property
+    def n_gpu_layers(self) -> int:
+        """As llama.cpp's, where they compute."""
+        return -1 if self.split is None else self.split.n_gpu_layers
 
     def known(self, layout: ExpertLayout, n_threads: int, repack: bool) -> Known:
-        """What is known of it, of this machine's CPU with so many threads, and of the model; it is measured at most
-        once."""
+        """What is known of the first, of this machine's CPU with so many threads, and of the model; it is measured at
+        most once."""
 
         def read() -> tuple[DeviceSpeeds, HitCurve]:
             known = KnownSpeeds(layout)
-            return known.speeds(self.device, n_threads, repack), known.hits()
+            return known.speeds(self.devices[0], n_threads, repack), known.hits()
 
         return read
 
 
-def gpu_for(
+def gpus_for(
     vram_cache: str | int | float | ExpertCache | None,
     placement: str | None,
-    n_gpu_layers: int | None = None,
+    options: Mapping[str, Any],
     name: str | None = None,
-) -> Gpu | None:
-    """The GPU that experts are placed on: of this name, or the one with the most free memory. None: no GPU is planned.
+) -> Gpus | None:
+    """The GPUs that experts are placed on: that of this name, or those that options leave. None: no GPU is planned.
 
-    vram_cache, placement None: of the environment. Where none of these names a budget or a placement, a GPU is used
-    where there is one, unless `name` or n_gpu_layers say that the caller divides the model.
+    vram_cache, placement None: of the environment. Where none of these names a budget or a placement, GPUs are used
+    where there are some, unless `name` or options say that the caller divides the model. options: n_gpu_layers,
+    split_mode, main_gpu and tensor_split, as llama_cpp.Llama takes them.
 
     Raises BudgetError where there is no GPU for what was asked, OptionError for an unknown one, for another placement,
-    and for layers that contradict it.
+    and for options that contradict it.
     """
     environment = read_environment()
     choice = parse_placement(environment.placement if placement is None else placement)
     vram_cache = (environment.vram_cache or None) if vram_cache is None else vram_cache
-    divided = n_gpu_layers is not None and 0 <= n_gpu_layers < EVERY_LAYER
+    n_gpu_layers, mode = options.get("n_gpu_layers"), options.get("split_mode", BY_LAYERS)
     if choice == "cpu":
         if (n_gpu_layers or 0) > 0:
             raise OptionError(f"placement 'cpu' uses no GPU, but n_gpu_layers is {n_gpu_layers}; leave one out.")
         return None
+    some_layers = n_gpu_layers is not None and 0 <= n_gpu_layers < EVERY_LAYER
+    divided = some_layers or mode not in (NO_SPLIT, BY_LAYERS)
     if not vram_cache and placement in (None, "auto") and (divided or name or vram_cache == "" or not gpus()):
         return None
-    if divided:
+    devices = _devices(name, mode, options.get("main_gpu", 0))
+    vram = parse_vram_caches(vram_cache or "auto")
+    tensor_split = options.get("tensor_split") if mode == BY_LAYERS else None
+    whole = len(devices) == len(vram) == 1 and not some_layers and tensor_split is None
+    if choice == "layers" and not whole:
+        names = ", ".join(device.name for device in devices)
         raise OptionError(
-            f"on a GPU with vram_cache or a placement it computes every layer, but n_gpu_layers is {n_gpu_layers};"
-            " leave one of them out."
+            f"placement 'layers' is for one GPU with one budget and every layer, but these are to compute: {names}"
+            f" (n_gpu_layers {n_gpu_layers}, tensor_split {tensor_split}); take placement 'slots', or choose one GPU"
+            f" (split_mode {NO_SPLIT}, main_gpu) and leave these options out."
         )
-    return Gpu(find_gpu(name), parse_vram_cache(vram_cache or "auto"), choice)
+    chosen_one = choice == "auto" and mode == NO_SPLIT and name is None and len(gpus()) > 1
+    if whole and not chosen_one:
+        return Gpus(devices, vram, choice)
+    return Gpus(devices, vram, choice, SplitOptions(-1 if n_gpu_layers is None else n_gpu_layers, tensor_split))
+
+
+def _devices(name: str | None, split_mode: int, main_gpu: int) -> tuple[Device, ...]:
+    """Every GPU, or the one that `name` or main_gpu chooses."""
+    if split_mode not in (NO_SPLIT, BY_LAYERS):
+        raise OptionError(
+            f"split_mode {split_mode} divides each matrix among devices, but a slot holds a whole expert; take"
+            f" {BY_LAYERS} (layers), or {NO_SPLIT} (main_gpu alone), or leave vram_cache and placement out."
+        )
+    devices = find_gpus(name)
+    if split_mode == BY_LAYERS or name is not None:
+        return tuple(devices)
+    if not 0 <= main_gpu < len(devices):
+        names = ", ".join(f"{device.index} ({device.name})" for device in devices)
+        raise OptionError(f"main_gpu is {main_gpu}, but there are: {names}.")
+    return (devices[main_gpu],)
 
 
 @dataclass(frozen=True)
 class Placed:
-    """A plan, and the layout of the experts that have slots in it: those of other layers are plain weights."""
+    """A plan, and the layout of the experts that have slots in it: those of other layers are plain weights.
+
+    tensor_split: with which llama.cpp divides layers over the plan's devices; None: one computes all.
+    """
 
     plan: Plan
     layout: ExpertLayout
+    tensor_split: list[float] | None = None
 
     @property
     def on_device(self) -> bool:
@@ -201,6 +247,37 @@ def place(budgets: Budgets, choice: Choice, known: Known, *, streams: bool = Tru
         return Placed(replace(placed.plan, reasons=reasons, placement=found), placed.layout)
 
 
+def place_on(
+    where: Gpus,
+    layout: ExpertLayout,
+    ram: ExpertCache,
+    memory: Memory,
+    n_threads: int,
+    options: dict[str, Any],
+    *,
+    repack: bool = True,
+    streams: bool = True,
+) -> Placed:
+    """The plan on these GPUs, and on the CPU beside them, which computes with so many threads.
+
+    options: those of `make_plan`. repack, streams: of the CPU's slots. Raises BudgetError, OptionError.
+    """
+    if where.split is None:
+        budgets = Budgets(layout, ram, where.vram[0], where.devices[0], memory, options)
+        return place(budgets, where.choice, where.known(layout, n_threads, repack), streams=streams)
+    try:
+        plan, tensor_split = plan_for(layout, where.vram, ram, where.devices, memory, where.split, **options)
+    except BudgetError as error:
+        if where.choice != "auto" or where.vram != (ExpertCache("auto"),):
+            raise
+        plan = make_plan(layout, ram, memory, **options, streams=streams)
+        return Placed(replace(plan, reasons=(*plan.reasons, f"not slots on GPUs: {error}")), layout)
+    if where.choice == "auto":
+        reason = "placement 'auto' is slots where layers are divided, or a GPU is chosen: no other one was compared"
+        plan = replace(plan, reasons=(*plan.reasons, reason))
+    return Placed(plan, layout, tensor_split)
+
+
 def _within(cache: ExpertCache, layout: ExpertLayout, free_bytes: int) -> int:
     """Bytes of a budget for experts, of which "auto" takes what is free."""
     if cache.mode == "auto":
@@ -218,13 +295,12 @@ def plan_here(
     n_gpu_layers: int | None = None,
     **options: Any,
 ) -> Plan:
-    """The plan for this machine now. vram_cache, placement: as `gpu_for` takes them. options: those of `make_plan`.
+    """The plan for this machine now. vram_cache, placement: as `gpus_for` takes them. options: those of `make_plan`.
 
     Raises BudgetError, OptionError.
     """
     cache, memory = parse_expert_cache(expert_cache), read_memory()
-    gpu = gpu_for(vram_cache, placement, n_gpu_layers) if layout.is_moe else None
-    if gpu is None:
+    found = gpus_for(vram_cache, placement, {"n_gpu_layers": n_gpu_layers}) if layout.is_moe else None
+    if found is None:
         return make_plan(layout, cache, memory, **options)
-    known = gpu.known(layout, count_cpus(), repack=True)
-    return place(Budgets(layout, cache, gpu.vram, gpu.device, memory, options), gpu.choice, known).plan
+    return place_on(found, layout, cache, memory, count_cpus(), options).plan

@@ -33,6 +33,18 @@ from moegguf.quantities import ExpertCache, format_bytes, format_bytes_up
 
 
 @dataclass(frozen=True)
+class DevicePlan:
+    """What one of several devices gets: layers, by number, and slots for their experts. name: ggml's; None: the CPU,
+    whose slots are in RAM. total_bytes: its memory, those slots included.
+    """
+
+    name: str | None
+    layers: tuple[int, ...]
+    n_slots: int
+    total_bytes: int
+
+
+@dataclass(frozen=True)
 class Plan:
     """Slots for the pool, tokens of context and of a pass (`n_ubatch`), and where all bytes go.
 
@@ -57,9 +69,10 @@ class Plan:
     warnings: tuple[str, ...]
     projector_bytes: int = 0
     streams: bool = False
-    device: str | None = None  # ggml's name of the one that all of this but `n_lower_slots` is on; None: the CPU
+    device: str | None = None  # ggml's name of the one, or names of those, that all of this but `n_lower_slots` is on
+    devices: tuple[DevicePlan, ...] = ()  # where several compute: each one's part, in llama.cpp's order, the CPU last
     n_lower_slots: int = 0  # in RAM, below those of the device
-    host_bytes: int = 0  # of RAM, with those slots, where there is a device
+    host_bytes: int = 0  # of RAM, with those slots and the CPU's, where there is a device
     layers_on: str | None = None  # the device that computes everything but the experts with slots, which are in RAM
     placement: PlacementPlan | None = None  # why the experts are placed so; None: nothing was to be decided
 

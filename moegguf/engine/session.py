@@ -9,17 +9,17 @@ from __future__ import annotations
 import ctypes as c
 import os
 import warnings
-from dataclasses import replace
 from typing import Any
 
 from moegguf.engine.batch import layer_slots
+from moegguf.engine.devices import gpus
 from moegguf.engine.listeners import RoutingListeners
-from moegguf.engine.plan import Plan
+from moegguf.engine.plan import DevicePlan, Plan
 from moegguf.engine.stats import Stats
 from moegguf.errors import AllocationError, ForkError
 from moegguf.gguf.experts import ExpertLayout
 from moegguf.native import library
-from moegguf.native.store import Store, StoreOptions
+from moegguf.native.store import DeviceSlots, Store, StoreOptions
 
 EXPERT_TENSORS = r"\.ffn_(gate|up|down|gate_up)_exps\.weight"
 
@@ -30,27 +30,33 @@ def expert_tensors(layout: ExpertLayout) -> bytes:
 
 
 def open_store(layout: ExpertLayout, plan: Plan, options: StoreOptions) -> Store:
-    """A store with the plan's slots, or with fewer, and a warning, when the device has too little memory.
+    """A store with the plan's slots, or with fewer, and a warning, when a device has too little memory.
 
     Raises AllocationError when not even the minimum fits.
     """
-    n_slots, n_lower = plan.n_slots, plan.n_lower_slots
-    if plan.device is not None:
-        options = replace(options, device=plan.device)
-    least = max(layout.n_expert_used, min(plan.n_slots, layer_slots(layout, plan.n_ubatch, plan.streams)))
+    whole = DevicePlan(plan.device or options.device, tuple(range(layout.n_layer)), plan.n_slots, plan.total_bytes)
+    parts = [part for part in plan.devices or (whole,) if part.n_slots]
+    needed = layer_slots(layout, plan.n_ubatch, plan.streams)
+    least = [max(layout.n_expert_used, min(part.n_slots, needed)) for part in parts]
+    n_slots, n_lower = [part.n_slots for part in parts], plan.n_lower_slots
     while True:
+        slots = [
+            DeviceSlots(part.name, n, part.layers, lower=part.name is not None)
+            for part, n in zip(parts, n_slots, strict=True)
+        ]
         try:
-            store = Store(layout, n_slots, options, n_lower)
+            store = Store(layout, slots, options, n_lower)
             break
         except AllocationError:
-            if n_slots <= least and n_lower <= 1:
+            if n_slots == least and n_lower <= 1:
                 raise
-            n_slots, n_lower = max(least, n_slots // 2), max(min(1, n_lower), n_lower // 2)
-    if n_slots < plan.n_slots or n_lower < plan.n_lower_slots:
+            n_slots = [max(few, n // 2) for few, n in zip(least, n_slots, strict=True)]
+            n_lower = max(min(1, n_lower), n_lower // 2)
+    if sum(n_slots) < plan.n_slots or n_lower < plan.n_lower_slots:
         below = f" and {plan.n_lower_slots} below them" if n_lower else ""
         going_on = f" and {n_lower}" if n_lower else ""
         warnings.warn(
-            f"no memory for {plan.n_slots} expert slots{below}; going on with {n_slots}{going_on}, which is slower.",
+            f"no memory for {plan.n_slots} expert slots{below}; going on with {sum(n_slots)}{going_on}, slower.",
             stacklevel=2,
         )
     for tier in store.tiers:
@@ -77,11 +83,16 @@ class Session:
         self.lane = self.store.open_lane()
         self.listeners = RoutingListeners(self.store)
         self._overrides = (_Override * 2)(_Override(expert_tensors(layout), self.store.buffer_type), _Override())
+        handles = {device.name: device.handle for device in gpus()} if plan.devices else {}
+        on_devices = [handles[part.name] for part in plan.devices if part.name]
+        self._devices = (c.c_void_p * (len(on_devices) + 1))(*on_devices, None)
 
     def attach_model(self, params: c.Structure) -> None:
         """Experts go to the reserved buffer type; the store reads them."""
         params.tensor_buft_overrides = c.addressof(self._overrides)
         params.use_extra_bufts = params.use_extra_bufts and self.store.options.repack
+        if self.plan.devices:
+            params.devices = c.addressof(self._devices)
 
     def attach_context(self, params: c.Structure) -> None:
         """The hook runs at each layer's routing, and a failed pass ends at its next node."""
@@ -131,8 +142,14 @@ class Session:
 
         Times in ns. Of both, VRAM's look-ups are those of the model, and RAM's those that VRAM missed.
         """
-        names = ("VRAM", "RAM") if self.store.options.device not in (None, "CPU") else ("RAM",)
+        on_device = any(device.name not in (None, "CPU") for device in self.store.devices)
+        names = ("VRAM", "RAM") if on_device else ("RAM",)
         return {name: self.store.tier(tier) for name, tier in zip(names, self.store.tiers, strict=False)}
+
+    def devices(self) -> dict[str, dict[str, Any]]:
+        """Those figures of each device that computes layers, by ggml's name for it, in the order of their layers."""
+        found = (self.store.device(index) for index in range(len(self.store.devices)))
+        return {figures["device"]: figures for figures in found}
 
     def close(self) -> None:
         """Frees lane and store, once the context and the model are gone. Twice is harmless."""

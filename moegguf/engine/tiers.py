@@ -1,4 +1,7 @@
-"""Plans for a device: slots there over slots in RAM, or whole layers there and slots in RAM for the rest."""
+"""Plans for a device: slots there over slots in RAM, or whole layers there and slots in RAM for the rest.
+
+Where several devices share the layers, or the CPU computes some: `device_plan`.
+"""
 
 from __future__ import annotations
 
@@ -174,3 +177,10 @@ def parse_vram_cache(value: str | int | float | ExpertCache) -> ExpertCache:
         return parse_expert_cache(value)
     except BudgetError as error:
         raise BudgetError(str(error).replace("expert_cache", "vram_cache", 1)) from None
+
+
+def parse_vram_caches(value: str | int | float | ExpertCache) -> tuple[ExpertCache, ...]:
+    """One budget for all devices together, or, where commas are in it, one for each. Raises BudgetError."""
+    if not isinstance(value, str):
+        return (parse_vram_cache(value),)
+    return tuple(map(parse_vram_cache, value.split(",")))

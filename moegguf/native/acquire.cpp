@@ -54,7 +54,7 @@ bool Lane::gather(int n_event_tokens) {
 
 std::unique_ptr<Lane> Acquire::open_lane() {
     Lock lock(shared_.mutex);
-    auto lane = std::make_unique<Lane>(store_, lane_ids_, layout_.n_expert_max);
+    auto lane = std::make_unique<Lane>(store_, *tiers_.compute[0], lane_ids_, layout_.n_expert_max);
     lane_ids_ += 1;
     lanes_.push_back(lane.get());
     return lane;
@@ -140,7 +140,7 @@ void Acquire::acquire(Lane & lane, int il, int32_t * ids, int n_expert_used, int
             if (placed && nearly_all && shared_.has(MOEGGUF_SWEEP)) {
                 sweep_ahead(il);
             }
-            first_slot = tier_.numbering.window(il).first_slot;
+            first_slot = lane.tier->numbering.window(il).first_slot;
             only_copies = lane.stream && placed && !awaits_file(lane, all_kinds);
         }
     }
@@ -193,12 +193,13 @@ bool Acquire::fill_slots(Lane & lane, const Moment & now, const int32_t * ids, i
                          Lock & lock) {
     lane.chunks = layout_.layers[now.il].chunks;
     transfers_.set_moment(now);
-    tier_.residency.on_forecast(now.il, nullptr); // the router has chosen: what was predicted does not count any more
+    lane.tier->residency.on_forecast(now.il,
+                                     nullptr); // the router has chosen: what was predicted does not count any more
     if (!pin_all(lane, now, lock)) {
         return false;
     }
-    tier_.residency.on_routing(now.il, ids, n_expert_used, n_tokens);
-    transfers_.demand(lane.pinned);
+    lane.tier->residency.on_routing(now.il, ids, n_expert_used, n_tokens);
+    transfers_.demand(*lane.tier, lane.pinned);
     return true;
 }
 
@@ -206,8 +207,7 @@ void Acquire::count_pass(Lane & lane, int il, int n_tokens) {
     Counters & counters = shared_.counters;
     if (il <= lane.il) {
         lane.pass = __atomic_add_fetch(&counters.passes, 1, __ATOMIC_RELAXED);
-        lane.cycles = shared_.has(MOEGGUF_SWEEP) && n_tokens > 1 && lane.n_tokens > 1 &&
-                      lane.n_experts > tier_.residency.n_usable();
+        lane.cycles = shared_.has(MOEGGUF_SWEEP) && n_tokens > 1 && lane.n_tokens > 1 && lane.n_experts > n_usable();
         lane.n_experts = 0;
         lane.n_tokens = n_tokens;
         count(counters.tokens, n_tokens);
@@ -224,9 +224,21 @@ void Acquire::begin_pass(Lane & lane, int il, int n_tokens) {
     note_failures(lane);
     streaming_.stop(lane);
     unpin(lane);
-    if (resize_to_ > 0) {
-        apply_resize();
+    lane.tier = layout_.has_experts(il) ? &tiers_.of(il) : lane.tier;
+    for (auto & tier : tiers_.compute) {
+        if (tier->resize_to > 0) {
+            apply_resize(*tier);
+        }
     }
+}
+
+// Slots of all devices.
+int Acquire::n_usable() const {
+    int n = 0;
+    for (const auto & tier : tiers_.compute) {
+        n += tier->residency.n_usable();
+    }
+    return n;
 }
 
 // Residents are pinned before any victim is chosen, so that no needed expert is evicted for another.
@@ -239,8 +251,9 @@ bool Acquire::pin_all(Lane & lane, const Moment & now, Lock & lock) {
             return false;
         }
     }
-    pin_present(lane, now.il, lane.streams_experts ? tier_.residency.n_usable() - slots_to_stream(lane) : INT32_MAX);
-    if (shared_.has(MOEGGUF_PREEMPT) && !tier_.numbering.resident()) {
+    pin_present(lane, now.il,
+                lane.streams_experts ? lane.tier->residency.n_usable() - slots_to_stream(lane) : INT32_MAX);
+    if (shared_.has(MOEGGUF_PREEMPT) && !lane.tier->numbering.resident()) {
         transfers_.drop_prefetches(now.il);
     }
     const uint64_t start = shared_.clock_ns();
@@ -267,7 +280,7 @@ void Acquire::end_shortage(Lane & lane, uint64_t since_ns) {
 
 // The others count as absent.
 void Acquire::pin_present(Lane & lane, int il, int most) {
-    Residency & residency = tier_.residency;
+    Residency & residency = lane.tier->residency;
     uint64_t n_ready = 0, n_late = 0, n_useful = 0;
     for (int expert : lane.distinct) {
         residency.count_look_up(il, expert);
@@ -280,7 +293,7 @@ void Acquire::pin_present(Lane & lane, int il, int most) {
         n_useful += slot.prefetched;
         slot.prefetched = false;
         slot.claims += 1;
-        if (residency.failed(s) && computes_with(s)) {
+        if (residency.failed(s) && computes_with(*lane.tier, s)) {
             lane.fail(MOEGGUF_IO, il, expert, transfers_.error());
         } else if (residency.failed(s)) {
             residency.set_failed(s, false); // for passes that have ended: this one reads again
@@ -289,33 +302,35 @@ void Acquire::pin_present(Lane & lane, int il, int most) {
         lane.pinned.push_back(s);
         lane.slot_of[expert] = s;
     }
-    Counters & counters = shared_.counters;
+    Counters & counters = lane.tier->counters;
     count(counters.lookups, lane.distinct.size());
     count(counters.hits_ready, n_ready);
     count(counters.hits_late, n_late);
     count(counters.misses, lane.distinct.size() - n_ready - n_late);
-    count(counters.prefetch_useful, n_useful);
+    count(shared_.counters.prefetch_useful, n_useful);
 }
 
 // Whether a lane whose pass has not failed yet pins a slot. It must find the failure of its read there.
-bool Acquire::computes_with(int s) const {
-    return std::any_of(lanes_.begin(), lanes_.end(), [s](const Lane * lane) {
-        return !lane->failed && std::find(lane->pinned.begin(), lane->pinned.end(), s) != lane->pinned.end();
+bool Acquire::computes_with(const Tier & tier, int s) const {
+    return std::any_of(lanes_.begin(), lanes_.end(), [&tier, s](const Lane * lane) {
+        return !lane->failed && lane->tier == &tier &&
+               std::find(lane->pinned.begin(), lane->pinned.end(), s) != lane->pinned.end();
     });
 }
 
 bool Acquire::pin_absent(Lane & lane, const Moment & now, Lock & lock) {
-    const auto fits = [&] { return (int)lane.distinct.size() <= tier_.residency.n_usable(); };
+    Tier & tier = *lane.tier;
+    const auto fits = [&] { return (int)lane.distinct.size() <= tier.residency.n_usable(); };
     for (int expert : lane.distinct) {
         if (lane.slot_of[expert] >= 0) {
             continue;
         }
-        const int s = wait_for_slot([&] { return tier_.take_slot(now.il, expert, now); }, fits, lock);
+        const int s = wait_for_slot([&] { return tier.take_slot(now.il, expert, now); }, fits, lock);
         if (s < 0) {
             fail_without_slot(lane, now.il, expert);
             return false;
         }
-        tier_.residency.pin(s);
+        tier.residency.pin(s);
         lane.pinned.push_back(s);
         lane.slot_of[expert] = s;
     }
@@ -325,21 +340,22 @@ bool Acquire::pin_absent(Lane & lane, const Moment & now, Lock & lock) {
 void Acquire::fail_without_slot(Lane & lane, int il, int expert) {
     lane.fail(shared_.cancelled ? MOEGGUF_CANCELLED : MOEGGUF_SLOTS, il, expert,
               "one pass needs " + std::to_string(lane.distinct.size()) + " experts of layer " + std::to_string(il) +
-                  " at once, the pool has " + std::to_string(tier_.residency.n_usable()) + " slots");
+                  " at once, the pool has " + std::to_string(lane.tier->residency.n_usable()) + " slots");
 }
 
 // Whether experts pass through slots instead of getting one each: where they do not fit, or where that is asked for. A
 // caller that waits for matrices here cannot be given some of them at a time.
 bool Acquire::must_stream(const Lane & lane, int n_tokens, uint8_t wait_kinds) const {
     const bool asked = shared_.simulated() || (wait_kinds == 0 && lane.ids_in_place); // kernels ask for these ids
-    const bool can = asked && streaming_.possible() && !below_;
-    const bool fits = (int)lane.distinct.size() <= tier_.residency.n_usable();
-    return can && !tier_.numbering.resident() && n_tokens > 1 && (!fits || shared_.has(MOEGGUF_STREAM));
+    const Tier & tier = *lane.tier;
+    const bool can = asked && streaming_.possible(tier) && !tier.below();
+    const bool fits = (int)lane.distinct.size() <= tier.residency.n_usable();
+    return can && !tier.numbering.resident() && n_tokens > 1 && (!fits || shared_.has(MOEGGUF_STREAM));
 }
 
 // Half of a small pool, so that what is there of the layer is not read again.
 int Acquire::slots_to_stream(const Lane & lane) const {
-    const int n_usable = tier_.residency.n_usable(), half = std::max(2, n_usable / 2);
+    const int n_usable = lane.tier->residency.n_usable(), half = std::max(2, n_usable / 2);
     return std::min({most_streaming_slots, half, n_usable, (int)lane.distinct.size()});
 }
 
@@ -354,10 +370,10 @@ bool Acquire::stream_absent(Lane & lane, const Moment & now, Lock & lock) {
         return true;
     }
     const size_t n_pinned = lane.pinned.size(), n_wanted = std::min<size_t>(absent.size(), slots_to_stream(lane));
-    const auto reserve = [&] { return tier_.reserve_slot(now.il, now); };
+    const auto reserve = [&] { return lane.tier->reserve_slot(now.il, now); };
     int s = shared_.cancelled ? -1 : wait_for_slot(reserve, [] { return true; }, lock);
     while (s >= 0) {
-        tier_.residency.pin(s);
+        lane.tier->residency.pin(s);
         lane.pinned.push_back(s);
         s = lane.pinned.size() < n_pinned + n_wanted ? reserve() : -1;
     }
@@ -417,9 +433,11 @@ void Acquire::sweep_ahead(int il) {
     if (next == n_layer) {
         return;
     }
-    int free_slots = tier_.residency.n_usable() - layout_.layers[il].n_expert;
+    const Tier & tier = tiers_.of(next);
+    const int n_busy = &tier == &tiers_.of(il) ? layout_.layers[il].n_expert : 0;
+    int free_slots = tier.residency.n_usable() - n_busy;
     for (int expert = 0; expert < layout_.layers[next].n_expert && free_slots > 0; expert++, free_slots--) {
-        if (tier_.residency.find(next, expert) < 0) {
+        if (tier.residency.find(next, expert) < 0) {
             count(shared_.counters.prefetch_requested);
             if (!transfers_.prefetch(next, expert)) {
                 count(shared_.counters.prefetch_dropped);
@@ -433,7 +451,7 @@ void Acquire::sweep_ahead(int il) {
 
 void Acquire::unpin(Lane & lane) {
     for (int s : lane.pinned) {
-        tier_.unpin(s);
+        lane.tier->unpin(s);
     }
     lane.pinned.clear();
     if (lanes_.size() > 1) {
@@ -441,41 +459,33 @@ void Acquire::unpin(Lane & lane) {
     }
 }
 
-void Acquire::resize(int n_slots) {
+void Acquire::resize(Tier & tier, int n_slots) {
     Lock lock(shared_.mutex);
-    const int n_pool = tier_.residency.n_slots();
-    if (n_slots < layout_.n_used_max || n_slots > n_pool) {
-        throw Error(MOEGGUF_INVALID, "the pool can have " + std::to_string(layout_.n_used_max) + " to " +
-                                         std::to_string(n_pool) + " slots, not " + std::to_string(n_slots));
+    const bool computes = tier.id == TierId::compute;
+    const int least = computes ? tier.layers.n_used_max : 1, most = tier.residency.n_slots();
+    if (n_slots < least || n_slots > most) {
+        throw Error(MOEGGUF_INVALID, "the tier can have " + std::to_string(least) + " to " + std::to_string(most) +
+                                         " slots, not " + std::to_string(n_slots));
     }
-    if (tier_.numbering.resident() && lanes_.size() > 1) {
+    if (!computes) {
+        tier.resize(n_slots);
+        return;
+    }
+    if (tier.numbering.resident() && lanes_.size() > 1) {
         throw Error(MOEGGUF_INVALID, "a fully resident pool with several contexts keeps its size");
     }
-    resize_to_ = n_slots;
+    tier.resize_to = n_slots;
     if (!computing_) {
-        apply_resize(); // later, only at a routing event is it certain that no layer is being computed
+        apply_resize(tier); // later, only at a routing event is it certain that no layer is being computed
     }
 }
 
-void Acquire::resize_below(int n_slots) {
-    Lock lock(shared_.mutex);
-    if (!below_) {
-        throw Error(MOEGGUF_INVALID, "there is no tier below the one that layers compute on");
-    }
-    const int n_pool = below_->residency.n_slots();
-    if (n_slots < 1 || n_slots > n_pool) {
-        throw Error(MOEGGUF_INVALID,
-                    "the tier can have 1 to " + std::to_string(n_pool) + " slots, not " + std::to_string(n_slots));
-    }
-    below_->resize(n_slots);
-}
-
-void Acquire::apply_resize() {
-    if (tier_.numbering.resident() && lanes_.size() > 1) {
+void Acquire::apply_resize(Tier & tier) {
+    if (tier.numbering.resident() && lanes_.size() > 1) {
         return; // a context that came meanwhile computes with slot ids of its layers' windows
     }
-    tier_.resize(resize_to_);
-    resize_to_ = 0; // after the numbering: idle() looks here first
+    tier.resize(tier.resize_to);
+    tier.resize_to = 0; // after the numbering: idle() looks here first
 }
 
 // Whether a layer's matrices are there, and waiting until they are; by atomics where nothing is to be done.
@@ -483,27 +493,29 @@ void Acquire::apply_resize() {
 // Every matrix in `kinds` of every pinned slot is there, and none failed.
 bool Acquire::available(const Lane & lane, uint8_t kinds) const {
     return std::all_of(lane.pinned.begin(), lane.pinned.end(),
-                       [&](int s) { return !missing(lane, s, kinds) && !tier_.residency.failed(s); });
+                       [&](int s) { return !missing(lane, s, kinds) && !lane.tier->residency.failed(s); });
 }
 
 // Every such matrix is there, or will not come.
 bool Acquire::settled(const Lane & lane, uint8_t kinds) const {
     return std::all_of(lane.pinned.begin(), lane.pinned.end(),
-                       [&](int s) { return !missing(lane, s, kinds) || tier_.residency.failed(s); });
+                       [&](int s) { return !missing(lane, s, kinds) || lane.tier->residency.failed(s); });
 }
 
 uint8_t Acquire::missing(const Lane & lane, int s, uint8_t kinds) const {
-    if (tier_.residency.slot(s).streams()) {
+    const Tier & tier = *lane.tier;
+    if (tier.residency.slot(s).streams()) {
         return 0; // readers know what comes there
     }
-    const uint8_t submitted = lane.stream ? copies_->submitted(s) : 0; // before they are ready: no gap between both
-    return lane.chunks & kinds & ~submitted & ~tier_.residency.ready(s);
+    const uint8_t submitted = lane.stream ? tier.copies->submitted(s) : 0; // before they are ready: no gap between both
+    return lane.chunks & kinds & ~submitted & ~tier.residency.ready(s);
 }
 
 // A failure counts as pending, so that wait() is called and ends the pass.
 bool Acquire::pending(const Lane & lane, uint8_t kinds) const {
     const auto is_there = [&](int s) {
-        return !(lane.chunks & kinds & ~lane.ordered & ~tier_.residency.ready(s)) && !tier_.residency.failed(s);
+        const Residency & residency = lane.tier->residency;
+        return !(lane.chunks & kinds & ~lane.ordered & ~residency.ready(s)) && !residency.failed(s);
     };
     return !shared_.forked() && !lane.failed && !std::all_of(lane.pinned.begin(), lane.pinned.end(), is_there);
 }
@@ -520,7 +532,7 @@ void Acquire::wait(Lane & lane, uint8_t kinds) {
     const uint64_t start = shared_.clock_ns();
     uint64_t file_done = start; // until then something was still in the file
     while (!settled(lane, kinds) && !shared_.cancelled && !shared_.stopping) {
-        const bool from_file = below_ && awaits_file(lane, kinds);
+        const bool from_file = lane.tier->below() && awaits_file(lane, kinds);
         if (shared_.simulated()) {
             transfers_.step();
         } else {
@@ -529,8 +541,8 @@ void Acquire::wait(Lane & lane, uint8_t kinds) {
         file_done = from_file ? shared_.clock_ns() : file_done;
     }
     count_stall(lane, start);
-    if (below_) {
-        count(below_->counters().stall_ns, file_done - start);
+    if (Tier * below = lane.tier->below()) {
+        count(below->counters.stall_ns, file_done - start);
     }
     if (shared_.cancelled) {
         lane.fail(MOEGGUF_CANCELLED, lane.il, -1, cancelled);
@@ -543,7 +555,7 @@ void Acquire::wait(Lane & lane, uint8_t kinds) {
 // The stream that computes waits for matrices whose copies are under way.
 void Acquire::order(Lane & lane, uint8_t kinds) {
     if (lane.stream && kinds && !lane.failed) {
-        copies_->order(lane.stream);
+        lane.tier->copies->order(lane.stream);
         lane.ordered |= kinds;
     }
 }
@@ -556,8 +568,8 @@ void Acquire::note_failures(Lane & lane) {
     }
     lane.given_up = given_up;
     for (int s : lane.pinned) {
-        if (tier_.residency.failed(s)) {
-            const Slot & slot = tier_.residency.slot(s);
+        if (lane.tier->residency.failed(s)) {
+            const Slot & slot = lane.tier->residency.slot(s);
             lane.fail(MOEGGUF_IO, slot.il, slot.expert, transfers_.error());
         }
     }
@@ -575,16 +587,16 @@ bool Acquire::must_abort(Lane & lane) {
 
 bool Acquire::awaits_file(const Lane & lane, uint8_t kinds) const {
     return std::any_of(lane.pinned.begin(), lane.pinned.end(),
-                       [&](int s) { return transfers_.awaits_file(s, lane.chunks & kinds); });
+                       [&](int s) { return transfers_.awaits_file(*lane.tier, s, lane.chunks & kinds); });
 }
 
 void Acquire::count_stall(Lane & lane, uint64_t since_ns) {
     const uint64_t stall_ns = shared_.clock_ns() - since_ns;
-    count(shared_.counters.stall_ns, stall_ns);
+    moegguf::count_stall(shared_, *lane.tier, stall_ns);
     lane.waited_ns += shared_.simulated() ? 0 : stall_ns;
 }
 
-// computing_ before resize_to_, which resize() does the other way round: one of the two sees the other. And resize_to_
+// computing_ before resize_to, which resize() does the other way round: one of the two sees the other. And resize_to
 // before the numbering, which apply_resize() changes first.
 bool Acquire::idle(int il) {
     if (shared_.forked()) {
@@ -593,8 +605,12 @@ bool Acquire::idle(int il) {
     if (!computing_) {
         computing_ = true;
     }
-    return resize_to_ == 0 && tier_.numbering.resident() && tier_.complete() && !events_.on() && !watched_ &&
-           !shared_.cancelled && layout_.has_experts(il);
+    if (!layout_.has_experts(il)) {
+        return false;
+    }
+    const Tier & tier = tiers_.of(il);
+    return tier.resize_to == 0 && tier.numbering.resident() && tier.complete() && !events_.on() && !watched_ &&
+           !shared_.cancelled;
 }
 
 void Acquire::count_idle(Lane & lane, int il, int n_expert_used) {
@@ -603,8 +619,9 @@ void Acquire::count_idle(Lane & lane, int il, int n_expert_used) {
         Lock lock(shared_.mutex);
         unpin(lane);
     }
-    count(shared_.counters.lookups, n_expert_used);
-    count(shared_.counters.hits_ready, n_expert_used);
+    lane.tier = &tiers_.of(il);
+    count(lane.tier->counters.lookups, n_expert_used);
+    count(lane.tier->counters.hits_ready, n_expert_used);
 }
 
 } // namespace moegguf

@@ -9,14 +9,12 @@ namespace moegguf {
 
 class Acquire {
   public:
-    Acquire(Store & store, const Layout & layout, Shared & shared, Tier & tier, Tier * below, Copies * copies,
-            Streaming & streaming, Transfers & transfers, Forecaster & forecaster, Events & events)
+    Acquire(Store & store, const Layout & layout, Shared & shared, Tiers & tiers, Streaming & streaming,
+            Transfers & transfers, Forecaster & forecaster, Events & events)
         : store_(store),
           layout_(layout),
           shared_(shared),
-          tier_(tier),
-          below_(below),
-          copies_(copies),
+          tiers_(tiers),
           streaming_(streaming),
           transfers_(transfers),
           forecaster_(forecaster),
@@ -45,8 +43,7 @@ class Acquire {
     void count_idle(Lane & lane, int il, int n_expert_used);
 
     void watch(bool on) { watched_ = on; } // on: no layer is idle, so that activity is complete
-    void resize(int n_slots);              // of the tier that layers compute on, from the next routing event on
-    void resize_below(int n_slots);        // at once
+    void resize(Tier & tier, int n_slots); // from the next routing event on; of the tier below at once
 
   private:
     using Deadline = std::chrono::steady_clock::time_point;
@@ -58,7 +55,7 @@ class Acquire {
     bool pin_all(Lane & lane, const Moment & now, Lock & lock);
     void end_shortage(Lane & lane, uint64_t since_ns);
     void pin_present(Lane & lane, int il, int most);
-    bool computes_with(int s) const;
+    bool computes_with(const Tier & tier, int s) const;
     bool pin_absent(Lane & lane, const Moment & now, Lock & lock);
     void fail_without_slot(Lane & lane, int il, int expert);
     bool must_stream(const Lane & lane, int n_tokens, uint8_t wait_kinds) const;
@@ -70,7 +67,8 @@ class Acquire {
     void sweep_ahead(int il);
     void unpin(Lane & lane);
     void note_failures(Lane & lane);
-    void apply_resize();
+    void apply_resize(Tier & tier);
+    int n_usable() const;
     bool available(const Lane & lane, uint8_t kinds) const;
     bool settled(const Lane & lane, uint8_t kinds) const;
     uint8_t missing(const Lane & lane, int s, uint8_t kinds) const;
@@ -81,17 +79,14 @@ class Acquire {
     Store & store_;
     const Layout & layout_;
     Shared & shared_;
-    Tier & tier_;
-    Tier * const below_; // nullptr: none
-    Copies * const copies_;
+    Tiers & tiers_;
     Streaming & streaming_;
     Transfers & transfers_;
     Forecaster & forecaster_;
     Events & events_;
     std::vector<const Lane *> lanes_;
     int lane_ids_ = 0;
-    bool short_of_slots_ = false;   // a lane waits for slots: no other may take any
-    std::atomic<int> resize_to_{0}; // 0: no resize is due
+    bool short_of_slots_ = false; // a lane waits for slots: no other may take any
     std::atomic<bool> watched_{false};
     std::atomic<bool> computing_{false}; // a routing event has come: only another one ends the layer being computed
 };

@@ -2,11 +2,11 @@
 
 namespace moegguf {
 
-Arrivals::Arrivals(const Layout & layout, Shared & shared, Tier & tier, Streaming & streaming)
+Arrivals::Arrivals(const Layout & layout, Shared & shared, Tier * tier, Streaming & streaming)
     : shared_(shared),
       tier_(tier),
       streaming_(streaming) {
-    if (shared.simulated() || !shared.has(MOEGGUF_OVERLAP) || !tier.pool()->kernels_ask_for_order()) {
+    if (shared.simulated() || !shared.has(MOEGGUF_OVERLAP) || !tier || !tier->pool()->kernels_ask_for_order()) {
         return;
     }
     tensors_.reserve(layout.matrices.size());
@@ -15,7 +15,7 @@ Arrivals::Arrivals(const Layout & layout, Shared & shared, Tier & tier, Streamin
     }
     streaming.allow();
     for (size_t i = 0; i < tensors_.size(); i++) {
-        tier.pool()->set_op_params((int)i, &tensors_[i]);
+        tier->pool()->set_op_params((int)i, &tensors_[i]);
     }
 }
 
@@ -25,7 +25,7 @@ int Arrivals::next(ggml_mul_mat_id_order * order, const int64_t * row_counts, in
     Arrivals & arrivals = *t.arrivals;
     const bool streams = arrivals.streaming_.serves(order->ids);
     const auto take = [&](int id) {
-        order->at = arrivals.slot(t, id, streams) - arrivals.tier_.numbering.window(t.il).first_slot;
+        order->at = arrivals.slot(t, id, streams) - arrivals.tier_->numbering.window(t.il).first_slot;
         return id;
     };
     while (order->i < n_as && order->n_late < most_late) {
@@ -60,18 +60,18 @@ int Arrivals::next(ggml_mul_mat_id_order * order, const int64_t * row_counts, in
 
 // The slot of an id of the kernel's: a slot id, or an expert of a layer that is streamed, -1 where it has none.
 int Arrivals::slot(const PoolTensor & t, int id, bool streams) const {
-    return streams ? streaming_.slot_of(id) : tier_.numbering.window(t.il).first_slot + id;
+    return streams ? streaming_.slot_of(id) : tier_->numbering.window(t.il).first_slot + id;
 }
 
 bool Arrivals::is_there(const PoolTensor & t, int s) const {
-    return tier_.residency.ready(s) & t.kind;
+    return tier_->residency.ready(s) & t.kind;
 }
 
 // There, or a read that failed, or slot ids of a failed pass: those slots may be empty, or a prefetch's that is dropped
 // without notice. Under the store's lock.
 bool Arrivals::is_settled(const PoolTensor & t, int s) const {
-    const Slot & slot = tier_.residency.slot(s);
-    return is_there(t, s) || tier_.residency.failed(s) || slot.pins == 0 || !((slot.queued | slot.reading) & t.kind);
+    const Slot & slot = tier_->residency.slot(s);
+    return is_there(t, s) || tier_->residency.failed(s) || slot.pins == 0 || !((slot.queued | slot.reading) & t.kind);
 }
 
 // Waits until one of n matrices has arrived, or will not come; returns its index, -1 when cancelled.
@@ -95,7 +95,7 @@ int Arrivals::wait(int n, Settled settled, bool first_thread) {
         found = first_settled();
     }
     if (first_thread) { // threads wait side by side: their time is counted once
-        count(shared_.counters.stall_ns, now_ns() - start);
+        count_stall(shared_, *tier_, now_ns() - start);
     }
     if (found < n) {
         return found;

@@ -10,10 +10,11 @@ namespace moegguf {
 // not come: its pass ends with the node (Acquire::must_abort).
 class Arrivals {
   public:
-    // Tells the pool's tensors, where their kernels ask. Otherwise lanes wait before they multiply.
-    Arrivals(const Layout & layout, Shared & shared, Tier & tier, Streaming & streaming);
+    // Tells the tensors of the pool in the CPU's memory, where there is one and its kernels ask. Otherwise, and in
+    // layers of other tiers, lanes wait before they multiply.
+    Arrivals(const Layout & layout, Shared & shared, Tier * tier, Streaming & streaming);
 
-    bool on() const { return !tensors_.empty(); }
+    bool on(int il) const { return !tensors_.empty() && tier_->layers.has[il]; }
 
   private:
     // Of one pool tensor. The kernel knows the address of `next` only, so it comes first.
@@ -32,7 +33,7 @@ class Arrivals {
     int wait(int n, Settled settled, bool first_thread);
 
     Shared & shared_;
-    Tier & tier_;
+    Tier * const tier_; // nullptr: none
     Streaming & streaming_;
     std::vector<PoolTensor> tensors_; // [layout.matrices]
 };

@@ -16,14 +16,14 @@ int matrix_of(const Layout & layout, const Job & job) {
 
 } // namespace
 
-Copies::Copies(const Layout & layout, const moegguf_config & config, Shared & shared, Tier & from, Tier & to)
+Copies::Copies(const Layout & layout, const moegguf_device & device, Shared & shared, Tier & from, Tier & to)
     : layout_(layout),
       shared_(shared),
       from_(from),
       to_(to),
       submitted_(to.residency.n_slots()) {
-    link.bytes_per_ns = config.sim_copy_bytes_per_ns;
-    link.latency_ns = config.sim_copy_latency_ns;
+    link.bytes_per_ns = device.sim_copy_bytes_per_ns;
+    link.latency_ns = device.sim_copy_latency_ns;
     if (!shared.simulated()) {
         start();
     }

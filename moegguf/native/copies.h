@@ -1,4 +1,4 @@
-// copies.h: the link from slots in host memory to those of the device that computes. Its thread has a backend of its
+// copies.h: the link from slots in host memory to those of a device that computes. Its thread has a backend of its
 // own, which is a stream of its own where the device has streams.
 #pragma once
 
@@ -12,7 +12,7 @@ namespace moegguf {
 class Copies {
   public:
     // Starts the thread, unless simulated.
-    Copies(const Layout & layout, const moegguf_config & config, Shared & shared, Tier & from, Tier & to);
+    Copies(const Layout & layout, const moegguf_device & device, Shared & shared, Tier & from, Tier & to);
     ~Copies();
     Copies(const Copies &) = delete;
     Copies & operator=(const Copies &) = delete;

@@ -67,7 +67,9 @@ void Forecaster::start(const moegguf_predictor & chosen) {
         }
     }
     Lock lock(shared_.mutex);
-    tier_.residency.count_uses(true);
+    for (auto & tier : tiers_.compute) {
+        tier->residency.count_uses(true);
+    }
     lockstep_ = chosen.flags & MOEGGUF_PREDICT_LOCKSTEP;
     on_ = true;
 }
@@ -88,9 +90,11 @@ void Forecaster::stop() {
     forget();
     Lock lock(shared_.mutex);
     transfers_.set_wishes({});
-    tier_.residency.count_uses(false);
+    for (auto & tier : tiers_.compute) {
+        tier->residency.count_uses(false);
+    }
     for (int il : layout_.moe_layers) {
-        tier_.residency.on_forecast(il, nullptr);
+        tiers_.of(il).residency.on_forecast(il, nullptr);
     }
 }
 
@@ -110,7 +114,7 @@ void Forecaster::read(float * probabilities, uint8_t * known) const {
 // What compute threads leave.
 
 void Forecaster::token(int token, uint64_t pass) {
-    if (!tier_.numbering.resident()) {
+    if (tiers_.any([](const Tier & tier) { return !tier.numbering.resident(); })) {
         post({}, token, pass);
     }
 }
@@ -284,7 +288,8 @@ void Forecaster::act() {
             continue; // unknown, or its time has passed meanwhile
         }
         if (!row.told) {
-            tier_.residency.on_forecast(layout_.moe_layers[at], row.chances.data());
+            const int il = layout_.moe_layers[at];
+            tiers_.of(il).residency.on_forecast(il, row.chances.data());
             row.told = true;
         }
         if (prefetching_) {
@@ -309,7 +314,7 @@ void Forecaster::wish_for_row(int at, uint64_t turn) {
         const int e = best_[i];
         const float p = row.chances[e];
         const float worth = options_.waste_weight > 0.0f ? p * saved - (1.0f - p) * options_.waste_weight : INFINITY;
-        if (row.likely[e] > 0.0f && worth > 0.0f && tier_.residency.find(il, e) < 0) {
+        if (row.likely[e] > 0.0f && worth > 0.0f && tiers_.of(il).residency.find(il, e) < 0) {
             wishes_.push_back({turn, il, e, worth});
         }
     }

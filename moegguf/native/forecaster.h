@@ -14,10 +14,10 @@ namespace moegguf {
 // With several lanes each of their events is followed as it comes; a pass of another lane ends what was predicted.
 class Forecaster {
   public:
-    Forecaster(const Layout & layout, Shared & shared, Tier & tier, Transfers & transfers)
+    Forecaster(const Layout & layout, Shared & shared, Tiers & tiers, Transfers & transfers)
         : layout_(layout),
           shared_(shared),
-          tier_(tier),
+          tiers_(tiers),
           transfers_(transfers) {}
     ~Forecaster() { set(nullptr); }
     Forecaster(const Forecaster &) = delete;
@@ -66,7 +66,7 @@ class Forecaster {
 
     const Layout & layout_;
     Shared & shared_;
-    Tier & tier_;
+    Tiers & tiers_;
     Transfers & transfers_;
 
     std::mutex control_; // set(): one at a time

@@ -83,7 +83,7 @@ extern "C" ggml_tensor * moegguf_slot_ids(ggml_context * ctx, const ggml_tensor 
     ggml_format_name(ids, "%s%d", ids_node, il);
     ids->src[1] = weights; // computed before, and still there when the hook reads them
     ids->src[2] = input;
-    ids->op_params[0] = !store->tier.numbering.resident();
+    ids->op_params[0] = !store->tiers.of(il).numbering.resident();
     return ids;
 }
 

@@ -19,13 +19,11 @@ bool must_acquire(Lane & lane, const ggml_tensor * t, int il) {
 
 // The matrices to wait for once this node was computed.
 uint8_t kinds_after(const Lane & lane, const ggml_tensor * t) {
-    if (lane.store.arrivals.on()) {
+    const int ready_il = layer_of(t, ready_node), il = ready_il >= 0 ? ready_il : layer_of(t, down_node);
+    if (!lane.store.layout.has_experts(il) || lane.store.arrivals.on(il)) {
         return 0;
     }
-    if (layer_of(t, ready_node) >= 0) {
-        return all_kinds & ~down_kind;
-    }
-    return layer_of(t, down_node) >= 0 ? down_kind : 0;
+    return ready_il >= 0 ? all_kinds & ~down_kind : down_kind;
 }
 
 // Whether the scheduler has to stop at this node.
@@ -71,13 +69,13 @@ Routed routed(Lane & lane, const ggml_tensor * t, size_t n_used, size_t n_tokens
 }
 
 // What computes the layer, where that is a stream on the device of the slots that can wait for copies itself.
-ggml_backend_t stream_of(const Lane & lane, ggml_tensor * t) {
-    const Copies * copies = lane.store.copies.get();
+ggml_backend_t stream_of(const Lane & lane, const Tier & tier, ggml_tensor * t) {
+    const Copies * copies = tier.copies;
     if (!copies || !copies->has_events() || !lane.scheduler) {
         return nullptr;
     }
     ggml_backend_t backend = ggml_backend_sched_get_tensor_backend(lane.scheduler, t);
-    const bool same = backend && ggml_backend_get_device(backend) == lane.store.tier.pool()->memory().device;
+    const bool same = backend && ggml_backend_get_device(backend) == tier.pool()->memory().device;
     return same ? backend : nullptr;
 }
 
@@ -88,7 +86,7 @@ void acquire_experts(Lane & lane, ggml_tensor * t, int il) {
     if (n == 0) {
         return;
     }
-    lane.stream = stream_of(lane, t);
+    lane.stream = lane.store.layout.has_experts(il) ? stream_of(lane, lane.store.tiers.of(il), t) : nullptr;
     lane.ids_in_place = ggml_backend_buffer_is_host(t->buffer);
     const Routed known = routed(lane, t, n_used, n_tokens);
     if (ggml_backend_buffer_is_host(t->buffer)) {

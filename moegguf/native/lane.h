@@ -13,12 +13,17 @@
 namespace moegguf {
 
 class Store;
+class Tier;
 
 // Belongs to the thread that computes; pins change under the store's lock.
 struct Lane {
     static constexpr int between_passes = INT32_MAX; // any layer that comes next starts a pass
 
-    explicit Lane(Store & store, int id, int n_expert_max) : store(store), id(id), slot_of(n_expert_max, -1) {
+    Lane(Store & store, Tier & tier, int id, int n_expert_max)
+        : store(store),
+          id(id),
+          tier(&tier),
+          slot_of(n_expert_max, -1) {
         pinned.reserve(n_expert_max);
         distinct.reserve(n_expert_max);
         absent.reserve(n_expert_max);
@@ -46,7 +51,8 @@ struct Lane {
     std::vector<int32_t> outputs;
     std::vector<int32_t> event_sequences; // [n_tokens] of an event, as event_phases: scratch
     std::vector<int32_t> event_phases;
-    std::vector<int> pinned; // slots, all of one layer
+    Tier * tier;             // of the layer computing now, never nullptr
+    std::vector<int> pinned; // slots there, all of one layer
     uint8_t chunks = 0;      // matrices of that layer: an announcement changes il, and not what is waited for
     ggml_backend_sched_t scheduler = nullptr; // that computes; nullptr: not known
     ggml_backend_t stream = nullptr;   // computes this layer, and waits for copies itself; nullptr: the thread waits

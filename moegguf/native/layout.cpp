@@ -58,9 +58,9 @@ uint64_t Strides::pool_bytes(int n_slots) const {
 
 Layout::Layout(const moegguf_config & config)
     : strides(config.matrices, config.matrices ? std::max(0, config.n_matrices) : 0) {
-    if (config.n_layer <= 0 || config.n_layer > max_layers || config.n_matrices <= 0 || config.n_slots <= 0 ||
-        !config.matrices || !config.n_expert_used) {
-        invalid("a store needs layers, expert matrices and slots");
+    if (config.n_layer <= 0 || config.n_layer > max_layers || config.n_matrices <= 0 || !config.matrices ||
+        !config.n_expert_used) {
+        invalid("a store needs layers and expert matrices");
     }
     const bool needs_files = !(config.flags & MOEGGUF_SIMULATE);
     if (config.n_shards < 0 || (needs_files && config.n_shards == 0) || (config.n_shards > 0 && !config.shard_paths)) {
@@ -87,9 +87,7 @@ Layout::Layout(const moegguf_config & config)
         }
         n_experts += layer.n_expert;
         n_moe_layers += 1;
-        token_cycle += layer.n_expert_used;
         n_expert_max = std::max(n_expert_max, layer.n_expert);
-        n_used_max = std::max(n_used_max, layer.n_expert_used);
     }
 }
 
@@ -116,6 +114,21 @@ void Layout::add(const moegguf_matrix & m) {
     layer.n_expert = m.n_expert;
     matrices.push_back(
         {name, m.il, (moegguf_kind)m.kind, type, m.n_expert, m.ne0, m.ne1, m.shard, m.offset, m.expert_bytes});
+}
+
+LayerSet::LayerSet(const Layout & layout, const std::vector<uint8_t> & holds) : has(layout.layers.size(), 0) {
+    for (int il : layout.moe_layers) {
+        if (!holds[il]) {
+            continue;
+        }
+        const Layer & layer = layout.layers[il];
+        has[il] = 1;
+        moe_layers.push_back(il);
+        n_experts += layer.n_expert;
+        n_chunks += layer.n_expert * __builtin_popcount(layer.chunks);
+        token_cycle += layer.n_expert_used;
+        n_used_max = std::max(n_used_max, layer.n_expert_used);
+    }
 }
 
 } // namespace moegguf

@@ -69,8 +69,6 @@ struct Layout {
     int n_moe_layers = 0;
     std::vector<int> moe_layers; // those with experts, in order
     std::vector<int> row_of;     // [n_layer], where in moe_layers; -1: a layer without experts
-    int token_cycle = 0;         // slots one token touches
-    int n_used_max = 0;          // the most experts that a token uses in a layer
 
     // Throws Error(INVALID) on any inconsistency.
     explicit Layout(const moegguf_config & config);
@@ -82,6 +80,19 @@ struct Layout {
 
   private:
     void add(const moegguf_matrix & m);
+};
+
+// The layers with experts that one tier is for.
+struct LayerSet {
+    std::vector<int> moe_layers; // in order
+    std::vector<uint8_t> has;    // [n_layer]
+    int n_experts = 0;           // over these layers, as the figures below
+    int n_chunks = 0;            // matrices of all experts
+    int token_cycle = 0;         // slots one token touches
+    int n_used_max = 0;          // the most experts that a token uses in a layer
+
+    // Those with experts for which `holds` is not 0, [n_layer].
+    LayerSet(const Layout & layout, const std::vector<uint8_t> & holds);
 };
 
 } // namespace moegguf

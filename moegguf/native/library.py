@@ -37,7 +37,7 @@ ABI_VERSION = 9
 SPINNING = {"GOMP_SPINCOUNT": "20000", "OMP_WAIT_POLICY": "active"}
 
 OK, INVALID, MEMORY, IO, CANCELLED, FORKED, ROUTING, SLOTS = range(8)
-COMPUTE_TIER, LOWER_TIER = 0, 1  # enum moegguf_tier
+COMPUTE_TIER, LOWER_TIER, DEVICE_TIER = range(3)  # enum moegguf_tier
 POLICY_FORECAST, POLICY_SCORES = 1, 2  # enum moegguf_policy_trait
 PREDICT_ONCE, PREDICT_LOCKSTEP = 1, 2  # enum moegguf_predict_flag
 
@@ -74,6 +74,18 @@ class Matrix(c.Structure):
     ]
 
 
+class Device(c.Structure):
+    """struct moegguf_device: one that computes layers, and its slots."""
+
+    _fields_ = [
+        ("name", c.c_char_p),
+        ("n_slots", c.c_int32),
+        ("has_lower_tier", c.c_int32),
+        ("sim_copy_bytes_per_ns", c.c_double),
+        ("sim_copy_latency_ns", c.c_double),
+    ]
+
+
 class Config(c.Structure):
     """struct moegguf_config."""
 
@@ -83,17 +95,16 @@ class Config(c.Structure):
         ("n_layer", c.c_int32),
         ("n_matrices", c.c_int32),
         ("n_shards", c.c_int32),
-        ("n_slots", c.c_int32),
+        ("n_devices", c.c_int32),
         ("n_readers", c.c_int32),
         ("n_lower_slots", c.c_int32),
         ("matrices", c.POINTER(Matrix)),
         ("shard_paths", c.POINTER(c.c_char_p)),
         ("n_expert_used", c.POINTER(c.c_int32)),
-        ("device", c.c_char_p),
+        ("devices", c.POINTER(Device)),
+        ("device_of_layer", c.POINTER(c.c_int32)),
         ("sim_bytes_per_ns", c.c_double),
         ("sim_latency_ns", c.c_double),
-        ("sim_copy_bytes_per_ns", c.c_double),
-        ("sim_copy_latency_ns", c.c_double),
     ]
 
 

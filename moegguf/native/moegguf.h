@@ -11,9 +11,10 @@
 //   When every expert has a slot ("resident"), layer il owns the window of its n_expert slots and slot ids
 //   equal expert ids. Otherwise all layers share one window of all slots.
 //
-//   The tier that layers compute on may have one below it, in host memory, which its device copies from: an expert that
-//   is missed goes file -> slot below -> slot, or is copied from below where it is there already, or comes straight
-//   from the file where no slot below can be had. It may be in both; what stays above is the first to go below.
+//   Each layer computes on one device, and each device has a tier of its own for its layers: arenas, residency and
+//   numbering. Tiers of devices may have one below them, in host memory, which the devices copy from: an expert that is
+//   missed goes file -> slot below -> slot, or is copied from below where it is there already, or comes straight from
+//   the file where no slot below can be had. It may be in both; what stays above is the first to go below.
 //
 // Ordering
 //   1. At a routing event a lane (one llama_context) unpins its earlier slots, pins the needed experts that are there,
@@ -31,7 +32,7 @@
 //                      Allocation-free once warm. Take the store's lock briefly where slots are pinned or waited for,
 //                      and not for a layer of a resident pool or for matrices that are there.
 //   reader threads   : pread into staging, write into slots. Never call out.
-//   copy thread      : copies from slots below to the device. Never calls out.
+//   copy threads     : one per device: copies from slots below to it. Never calls out.
 //   predictor thread : takes what compute threads leave, predicts, asks for prefetches under the store's lock.
 //   event thread     : calls the listener's callbacks. The only thread that enters foreign code.
 //   any thread       : everything else below, unless it says otherwise. Counters are read without the lock, so figures
@@ -100,26 +101,36 @@ struct moegguf_matrix {
     uint64_t expert_bytes;
 };
 
+// A device that computes layers, and its slots.
+struct moegguf_device {
+    const char * name; // ggml's; NULL is the CPU
+    int32_t n_slots;
+    int32_t has_lower_tier;       // what is missed here comes through the tier below
+    double sim_copy_bytes_per_ns; // simulation: the link from the tier below, 0 = free
+    double sim_copy_latency_ns;   // simulation: per copy
+};
+
 struct moegguf_config {
     uint32_t abi;
     uint32_t flags;
     int32_t n_layer;
     int32_t n_matrices;
     int32_t n_shards;
-    int32_t n_slots;
+    int32_t n_devices;
     int32_t n_readers;
-    int32_t n_lower_slots; // in host memory, below the device's; 0: no such tier
+    int32_t n_lower_slots; // in host memory, below those of devices that have it; 0: no such tier
     const struct moegguf_matrix * matrices;
     const char * const * shard_paths;
-    const int32_t * n_expert_used; // [n_layer], 0 where a layer has no experts
-    const char * device;           // ggml device name; NULL is the CPU
-    double sim_bytes_per_ns;       // simulation: link bandwidth, 0 = free
-    double sim_latency_ns;         // simulation: per transfer
-    double sim_copy_bytes_per_ns;  // the same of the link from the tier below
-    double sim_copy_latency_ns;
+    const int32_t * n_expert_used;         // [n_layer], 0 where a layer has no experts
+    const struct moegguf_device * devices; // [n_devices]
+    const int32_t * device_of_layer;       // [n_layer], which of them computes it; NULL: the first computes all
+    double sim_bytes_per_ns;               // simulation: bandwidth of the file's link, 0 = free
+    double sim_latency_ns;                 // simulation: per transfer
 };
 
-enum moegguf_tier { MOEGGUF_COMPUTE_TIER = 0, MOEGGUF_LOWER_TIER = 1 };
+// COMPUTE is what layers compute on: of all devices together where a call says nothing else. DEVICE + i: the slots of
+// device i alone.
+enum moegguf_tier { MOEGGUF_COMPUTE_TIER = 0, MOEGGUF_LOWER_TIER = 1, MOEGGUF_DEVICE_TIER = 2 };
 
 // Counted where it happens; cumulative since the store was opened.
 // A lookup is one distinct (layer, expert) per pass: lookups = hits_ready + hits_late + misses. Look-ups, evictions and
@@ -373,7 +384,7 @@ MOEGGUF_API int moegguf_slot_sizes(const struct moegguf_matrix * matrices, int32
 MOEGGUF_API int moegguf_link_add(const struct moegguf_link * link, const char ** name);
 
 // Measures with the experts of one layer, in n_slots slots of each memory; without shards (MOEGGUF_SIMULATE) with
-// zeros. device NULL: the CPU alone, all else is 0.
+// zeros. The config has one device; with the CPU for it, all else is 0.
 // Each figure takes about `seconds`; nothing else should compute meanwhile. The slots are freed again.
 MOEGGUF_API int moegguf_measure_speeds(const struct moegguf_config * config, int32_t n_threads, double seconds,
                                        struct moegguf_speeds * speeds);
@@ -419,7 +430,8 @@ MOEGGUF_API int moegguf_store_listen(
     moegguf_store * store, const struct moegguf_listener * listener); // NULL: stop; returns after the last callback
 MOEGGUF_API int moegguf_store_cancel(moegguf_store * store,
                                      int on); // on: passes in flight and to come end as CANCELLED
-// 0 < n_slots <= the pool's; memory of the others is given back where it is pageable host memory.
+// 0 < n_slots <= the pool's; memory of the others is given back where it is pageable host memory. Those of all devices
+// are shared out in proportion to their pools.
 MOEGGUF_API int moegguf_store_resize(moegguf_store * store, int32_t tier, int32_t n_slots);
 MOEGGUF_API int moegguf_store_drain(moegguf_store * store, double timeout_s); // OK when nothing is queued or read
 MOEGGUF_API int moegguf_store_read_slot(moegguf_store * store, int32_t matrix, int32_t slot, void * out,

@@ -13,17 +13,18 @@ struct Window {
     int n_slots;
 };
 
-// When every expert has a slot ("resident"), layer il owns the window of its n_expert slots and slot ids equal expert
-// ids. Otherwise all layers share one window of all slots.
+// When every expert of the tier's layers has a slot ("resident"), layer il owns the window of its n_expert slots and
+// slot ids equal expert ids. Otherwise its layers share one window of all slots. Layers of other tiers have none.
 class Numbering {
   public:
-    Numbering(const Layout & layout, int n_slots)
-        : n_slots_(std::min(n_slots, layout.n_experts)),
-          resident_(n_slots >= layout.n_experts) {
+    Numbering(const Layout & layout, const LayerSet & layers, int n_slots)
+        : n_slots_(std::min(n_slots, layers.n_experts)),
+          resident_(n_slots >= layers.n_experts),
+          windows_(layout.layers.size(), {0, 0}) {
         int first = 0;
-        for (const Layer & layer : layout.layers) {
-            windows_.push_back(resident_ ? Window{first, layer.n_expert} : Window{0, n_slots_});
-            first += layer.n_expert;
+        for (int il : layers.moe_layers) {
+            windows_[il] = resident_ ? Window{first, layout.layers[il].n_expert} : Window{0, n_slots_};
+            first += layout.layers[il].n_expert;
         }
     }
 
@@ -35,7 +36,9 @@ class Numbering {
     // For a pool that shrinks below one slot per expert; it never becomes resident again.
     void share_all_slots() {
         resident_ = false;
-        windows_.assign(windows_.size(), {0, n_slots_});
+        for (Window & window : windows_) {
+            window = {0, window.n_slots > 0 ? n_slots_ : 0};
+        }
     }
 
   private:

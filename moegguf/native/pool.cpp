@@ -119,20 +119,28 @@ PoolMemory device_memory(const char * name, bool repack) {
     return memory;
 }
 
-PoolMemory host_memory(ggml_backend_dev_t device) {
+PoolMemory host_memory(const std::vector<ggml_backend_dev_t> & devices) {
+    const auto pins = [](ggml_backend_dev_t device) { return ggml_backend_dev_host_buffer_type(device) != nullptr; };
+    const auto first = std::find_if(devices.begin(), devices.end(), pins);
     PoolMemory memory;
-    memory.device = device;
-    memory.buft = ggml_backend_dev_host_buffer_type(device);
-    memory.pinned = memory.buft != nullptr;
+    memory.pinned = first != devices.end();
+    memory.device = memory.pinned ? *first : devices[0];
+    memory.buft = memory.pinned ? ggml_backend_dev_host_buffer_type(*first) : ggml_backend_cpu_buffer_type();
+    std::string without;
+    for (ggml_backend_dev_t device : devices) {
+        const bool same = memory.pinned && ggml_backend_dev_host_buffer_type(device) == memory.buft;
+        without += same ? "" : (without.empty() ? "" : ", ") + std::string(ggml_backend_dev_name(device));
+    }
     if (!memory.pinned) {
-        memory.buft = ggml_backend_cpu_buffer_type();
-        memory.note =
-            std::string(ggml_backend_dev_name(device)) + " offers no pinned memory: slots in RAM are pageable";
+        memory.note = without + " offers no pinned memory: slots in RAM are pageable";
+    } else if (!without.empty()) {
+        memory.note = "slots in RAM are pinned for " + std::string(ggml_backend_dev_name(memory.device)) +
+                      ", and pageable for " + without;
     }
     return memory;
 }
 
-Pool::Pool(const Layout & layout, const Numbering & numbering, const PoolMemory & memory)
+Pool::Pool(const Layout & layout, const LayerSet & layers, const Numbering & numbering, const PoolMemory & memory)
     : memory_(memory),
       strides_(layout.strides) {
     const size_t n = layout.matrices.size();
@@ -141,13 +149,20 @@ Pool::Pool(const Layout & layout, const Numbering & numbering, const PoolMemory 
     repacked_.assign(n, false);
     for (size_t i = 0; memory.repack && i < n; i++) {
         const Matrix & m = layout.matrices[i];
-        interleaved_[i] = interleaved_buft(memory_.device, m.type, m.ne0, m.ne1, numbering.window(m.il).n_slots);
-        repacked_[i] = interleaved_[i] != nullptr;
+        if (layers.has[m.il]) {
+            interleaved_[i] = interleaved_buft(memory_.device, m.type, m.ne0, m.ne1, numbering.window(m.il).n_slots);
+            repacked_[i] = interleaved_[i] != nullptr;
+        }
     }
-    allocate(layout, numbering.n_slots());
+    allocate(layout, layers, numbering.n_slots());
+    tensors_.assign(n, nullptr);
+    slot_.assign(n, nullptr);
     for (size_t i = 0; i < n; i++) {
-        kind_.push_back(layout.matrices[i].kind);
-        make_tensor(layout.matrices[i], (int)i, numbering.window(layout.matrices[i].il));
+        const Matrix & m = layout.matrices[i];
+        kind_.push_back(m.kind);
+        if (layers.has[m.il]) {
+            make_tensor(m, (int)i, numbering.window(m.il));
+        }
     }
     n_ids_ = kernels_ask_for_order() ? layout.n_expert_max : 0;
     if (!numbering.resident()) {
@@ -155,17 +170,20 @@ Pool::Pool(const Layout & layout, const Numbering & numbering, const PoolMemory 
     }
 }
 
-void Pool::allocate(const Layout & layout, int n_slots) {
+void Pool::allocate(const Layout & layout, const LayerSet & layers, int n_slots) {
     ggml_backend_buffer_type_t plain = memory_.buft;
     for (int kind = 0; kind < MOEGGUF_MAX_KINDS; kind++) {
-        if (strides_.of_kind[kind] == 0) {
-            continue;
-        }
         ggml_backend_buffer_type_t buft = plain;
+        bool used = false;
         for (size_t i = 0; i < layout.matrices.size(); i++) {
-            if (layout.matrices[i].kind == kind && interleaved_[i]) {
+            const Matrix & m = layout.matrices[i];
+            used = used || (m.kind == kind && layers.has[m.il]);
+            if (m.kind == kind && interleaved_[i]) {
                 buft = interleaved_[i];
             }
+        }
+        if (!used) {
+            continue;
         }
         Arena & arena = arenas_[kind];
         const uint64_t n = strides_.arena_bytes(kind, n_slots);
@@ -221,8 +239,8 @@ void Pool::make_tensor(const Matrix & m, int matrix, Window window) {
     if (!ok) {
         throw Error(MOEGGUF_MEMORY, "the device cannot describe the slots of '" + m.name + "'");
     }
-    tensors_.push_back(pool);
-    slot_.push_back(slot);
+    tensors_[matrix] = pool;
+    slot_[matrix] = slot;
 }
 
 bool Pool::kernels_ask_for_order() const {
@@ -231,11 +249,16 @@ bool Pool::kernels_ask_for_order() const {
 }
 
 void Pool::set_op_params(int matrix, const void * pointer) {
-    ggml_set_op_params(tensors_[matrix], &pointer, sizeof(pointer));
+    if (tensors_[matrix]) {
+        ggml_set_op_params(tensors_[matrix], &pointer, sizeof(pointer));
+    }
 }
 
 void Pool::share_all_slots(int n_slots) {
     for (size_t i = 0; i < tensors_.size(); i++) {
+        if (!tensors_[i]) {
+            continue;
+        }
         tensors_[i]->data = arenas_[kind_[i]].base;
         tensors_[i]->ne[2] = std::max(n_slots, n_ids_);
         tensors_[i]->nb[3] = tensors_[i]->nb[2] * tensors_[i]->ne[2];

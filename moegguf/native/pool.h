@@ -25,14 +25,15 @@ struct PoolMemory {
 
 ggml_backend_dev_t find_device(const char * name);        // NULL: the CPU. Throws Error(INVALID).
 PoolMemory device_memory(const char * name, bool repack); // of the device itself; likewise
-PoolMemory host_memory(ggml_backend_dev_t device);        // to copy to this device from: pinned where it has that
+// To copy to these devices from: pinned where the first that pins memory does so.
+PoolMemory host_memory(const std::vector<ggml_backend_dev_t> & devices);
 
 class Pool {
   public:
-    // Allocates every arena. Throws Error(MEMORY) when the device refuses.
-    Pool(const Layout & layout, const Numbering & numbering, const PoolMemory & memory);
+    // Allocates every arena, for matrices of these layers. Throws Error(MEMORY) when the device refuses.
+    Pool(const Layout & layout, const LayerSet & layers, const Numbering & numbering, const PoolMemory & memory);
 
-    ggml_tensor * tensor(int matrix) const { return tensors_[matrix]; }
+    ggml_tensor * tensor(int matrix) const { return tensors_[matrix]; } // nullptr: of another tier's layer
 
     // Rows [row, row + n_rows) of one expert, in the file's layout, into a slot. Called by readers, without the store's
     // lock.
@@ -66,7 +67,7 @@ class Pool {
         uint8_t * base = nullptr;
     };
 
-    void allocate(const Layout & layout, int n_slots);
+    void allocate(const Layout & layout, const LayerSet & layers, int n_slots);
     void note_unpinned(const Arena & arena);
     uint8_t * address(int matrix, int slot) const;
     void make_tensor(const Matrix & m, int matrix, Window window);
@@ -77,7 +78,7 @@ class Pool {
     Arena arenas_[MOEGGUF_MAX_KINDS];
     const Strides strides_;
     ggml_context_ptr context_;
-    std::vector<ggml_tensor *> tensors_; // [n_matrices], what llama.cpp multiplies with
+    std::vector<ggml_tensor *> tensors_; // [n_matrices], what llama.cpp multiplies with; nullptr: not here
     std::vector<ggml_tensor *> slot_;    // [n_matrices], a template: one expert in slot 0
     std::vector<moegguf_kind> kind_;
     uint64_t bytes_ = 0;

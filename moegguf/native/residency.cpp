@@ -23,8 +23,9 @@ struct Residency::Rank {
     }
 };
 
-Residency::Residency(const Layout & layout, const Numbering & numbering, Counters & counters)
+Residency::Residency(const Layout & layout, const LayerSet & layers, const Numbering & numbering, Counters & counters)
     : layout_(layout),
+      set_(layers),
       numbering_(numbering),
       counters_(counters),
       slots_(numbering.n_slots()),
@@ -49,12 +50,12 @@ Residency::Residency(const Layout & layout, const Numbering & numbering, Counter
 // Each layer then keeps an equal share, and what one layer needs at once is left to circulate.
 void Residency::set_floors() {
     std::fill(floor_.begin(), floor_.end(), 0);
-    if (n_usable_ >= layout_.token_cycle) {
+    if (n_usable_ >= set_.token_cycle) {
         return;
     }
-    int to_share = std::max(0, n_usable_ - layout_.n_used_max);
-    int layers = layout_.n_moe_layers;
-    for (int il : layout_.moe_layers) {
+    int to_share = std::max(0, n_usable_ - set_.n_used_max);
+    int layers = (int)set_.moe_layers.size();
+    for (int il : set_.moe_layers) {
         floor_[il] = to_share / layers; // earlier layers get the smaller share, the rest goes to later ones
         to_share -= floor_[il];
         layers -= 1;
@@ -94,7 +95,7 @@ int Residency::victim(const Moment & now) {
     const bool ordered = policy.orders(now);
     int best[2] = {-1, -1}; // of layers at their floor, above it
     Rank best_rank[2] = {};
-    for (int il : layout_.moe_layers) {
+    for (int il : set_.moe_layers) {
         int s = order_.least_recent(il);
         if (s < 0) {
             continue;

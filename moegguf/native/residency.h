@@ -30,7 +30,7 @@ struct Slot {
 // has pinned, which keep their owner meanwhile.
 class Residency {
   public:
-    Residency(const Layout & layout, const Numbering & numbering, Counters & counters);
+    Residency(const Layout & layout, const LayerSet & layers, const Numbering & numbering, Counters & counters);
 
     Slot & slot(int s) { return slots_[s]; }
     const Slot & slot(int s) const { return slots_[s]; }
@@ -90,6 +90,7 @@ class Residency {
     void set_floors();
 
     const Layout & layout_;
+    const LayerSet & set_;
     const Numbering & numbering_;
     Counters & counters_;
     std::vector<Slot> slots_;

@@ -32,7 +32,10 @@ double run_ns(double seconds, const std::function<void()> & run) {
 // The layer whose experts are measured, and the bytes of its first one, which every slot gets.
 class Experts {
   public:
-    Experts(const Layout & layout, int n_slots) : layout(layout), numbering(layout, n_slots) {
+    Experts(const Layout & layout, int n_slots)
+        : layout(layout),
+          layers(layout, std::vector<uint8_t>(layout.layers.size(), 1)),
+          numbering(layout, layers, n_slots) {
         if (layout.shards.empty()) { // numbers of no model
             for (const Matrix & m : layout.matrices) {
                 bytes_.emplace_back(m.expert_bytes, 0);
@@ -48,7 +51,7 @@ class Experts {
         }
     }
 
-    int n_used() const { return layout.n_used_max; }
+    int n_used() const { return layers.n_used_max; }
     int n_slots() const { return numbering.n_slots(); }
     int64_t n_embd() const { return layout.matrices[down_matrix()].ne1; }
     double expert_bytes() const {
@@ -68,6 +71,7 @@ class Experts {
     }
 
     const Layout & layout;
+    const LayerSet layers;
     const Numbering numbering;
 
   private:
@@ -242,7 +246,7 @@ void measure_stops(ggml_backend_t backend, const Experts & experts, double secon
 
 void measure_cpu(const Experts & experts, bool repack, int n_threads, double seconds, moegguf_speeds & out) {
     const PoolMemory memory = device_memory(nullptr, repack);
-    const Pool pool(experts.layout, experts.numbering, memory);
+    const Pool pool(experts.layout, experts.layers, experts.numbering, memory);
     experts.fill(pool);
     const ggml_backend_ptr backend = make_backend(memory.device, n_threads);
     out.cpu_op_ns = op_ns(backend.get(), experts.n_embd(), seconds);
@@ -251,8 +255,8 @@ void measure_cpu(const Experts & experts, bool repack, int n_threads, double sec
 
 void measure_device(const Experts & experts, const char * name, int n_threads, double seconds, moegguf_speeds & out) {
     const PoolMemory memory = device_memory(name, /*repack =*/false);
-    const Pool host(experts.layout, experts.numbering, host_memory(memory.device));
-    const Pool pool(experts.layout, experts.numbering, memory);
+    const Pool host(experts.layout, experts.layers, experts.numbering, host_memory({memory.device}));
+    const Pool pool(experts.layout, experts.layers, experts.numbering, memory);
     experts.fill(host);
     experts.fill(pool);
     const ggml_backend_ptr backend = make_backend(memory.device, n_threads);
@@ -269,15 +273,19 @@ moegguf_speeds measure_speeds(const moegguf_config & config, int n_threads, doub
         throw Error(MOEGGUF_INVALID,
                     "speeds are measured with 1 to 512 threads, for more than 0 and at most 60 s each");
     }
+    if (config.n_devices != 1 || !config.devices) {
+        throw Error(MOEGGUF_INVALID, "speeds are measured on one device, or on the CPU alone");
+    }
+    const moegguf_device & device = config.devices[0];
     const Layout layout(config);
-    const Experts experts(layout, config.n_slots);
+    const Experts experts(layout, device.n_slots);
     if (layout.n_moe_layers != 1 || experts.n_slots() < experts.n_used()) {
         throw Error(MOEGGUF_INVALID, "speeds are measured with one layer, and slots for the experts of one token");
     }
     moegguf_speeds out = {};
     measure_cpu(experts, config.flags & MOEGGUF_REPACK, n_threads, seconds, out);
-    if (config.device) {
-        measure_device(experts, config.device, n_threads, seconds, out);
+    if (device.name) {
+        measure_device(experts, device.name, n_threads, seconds, out);
     }
     return out;
 }

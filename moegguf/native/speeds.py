@@ -117,11 +117,11 @@ def _measure(
         n_layer=il + 1,
         n_matrices=len(matrices),
         n_shards=len(paths),
-        n_slots=n_slots,
+        n_devices=1,
         matrices=matrices,
         shard_paths=(c.c_char_p * len(paths))(*paths),
         n_expert_used=used,
-        device=device.encode() if device else None,
+        devices=(library.Device * 1)(library.Device(device.encode() if device else None, n_slots)),
     )
     speeds = library.SpeedsStruct()
     library.check(library.load().moegguf_measure_speeds(c.byref(config), n_threads, seconds, c.byref(speeds)))

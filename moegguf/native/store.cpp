@@ -10,36 +10,64 @@ namespace moegguf {
 
 namespace {
 
-std::unique_ptr<Tier> make_lower(const Layout & layout, const moegguf_config & config, Counters & counters,
-                                 Events & events) {
-    if (config.n_lower_slots == 0) {
-        return nullptr;
+std::vector<std::unique_ptr<Copies>> make_copies(const Layout & layout, const moegguf_config & config, Shared & shared,
+                                                 Tiers & tiers) {
+    std::vector<std::unique_ptr<Copies>> copies;
+    for (size_t d = 0; d < tiers.compute.size(); d++) {
+        Tier & to = *tiers.compute[d];
+        if (to.below()) {
+            copies.push_back(std::make_unique<Copies>(layout, config.devices[d], shared, *to.below(), to));
+            to.copies = copies.back().get();
+        }
     }
-    if (config.n_lower_slots < 0) {
-        throw Error(MOEGGUF_INVALID, "a tier has slots, not " + std::to_string(config.n_lower_slots));
-    }
-    const auto make = [&](const PoolMemory * memory) {
-        return std::make_unique<Tier>(TierId::lower, layout, config.n_lower_slots, memory, nullptr, counters, events);
-    };
-    if (config.flags & MOEGGUF_SIMULATE) {
-        return make(nullptr);
-    }
-    const PoolMemory memory = host_memory(find_device(config.device));
-    return make(&memory);
+    return copies;
 }
 
-Tier make_tier(const Layout & layout, const moegguf_config & config, Tier * below, Counters & counters,
-               Events & events) {
-    if (config.flags & MOEGGUF_SIMULATE) {
-        return Tier(TierId::compute, layout, config.n_slots, nullptr, below, counters, events);
+// What is n in all for tiers with so many slots: what each needs at least, and of the rest in proportion to what it has
+// above that.
+std::vector<int> share_out(const std::vector<Tier *> & tiers, int n) {
+    int64_t least = 0, most = 0;
+    for (const Tier * tier : tiers) {
+        least += tier->layers.n_used_max;
+        most += tier->residency.n_slots();
     }
-    const PoolMemory memory = device_memory(config.device, config.flags & MOEGGUF_REPACK);
-    return Tier(TierId::compute, layout, config.n_slots, &memory, below, counters, events);
+    if (n < least || n > most) {
+        throw Error(MOEGGUF_INVALID, "the pools can have " + std::to_string(least) + " to " + std::to_string(most) +
+                                         " slots, not " + std::to_string(n));
+    }
+    std::vector<int> shares;
+    int64_t left = n - least, room = most - least;
+    for (const Tier * tier : tiers) {
+        const int64_t own_room = tier->residency.n_slots() - tier->layers.n_used_max;
+        const int64_t share = room > 0 ? left * own_room / room : 0;
+        shares.push_back(int(tier->layers.n_used_max + share));
+        left -= share;
+        room -= own_room;
+    }
+    return shares;
 }
 
-std::unique_ptr<Copies> make_copies(const Layout & layout, const moegguf_config & config, Shared & shared, Tier * from,
-                                    Tier & to) {
-    return from ? std::make_unique<Copies>(layout, config, shared, *from, to) : nullptr;
+// Counters of look-ups and slots, which each tier has its own of.
+constexpr uint64_t moegguf_counters::* of_tiers[] = {
+    &moegguf_counters::lookups,    &moegguf_counters::hits_ready,   &moegguf_counters::hits_late,
+    &moegguf_counters::misses,     &moegguf_counters::evictions,    &moegguf_counters::prefetch_wasted,
+    &moegguf_counters::slots_used, &moegguf_counters::slots_pinned,
+};
+
+// Behind what is there already, with a comma between.
+template <size_t n>
+void append(char (&text)[n], const std::string & more) {
+    const size_t used = strlen(text);
+    if (!more.empty()) {
+        snprintf(text + used, n - used, "%s%s", used > 0 ? ", " : "", more.c_str());
+    }
+}
+
+void add_pool(moegguf_tier_info & out, const Pool & pool) {
+    out.pool_bytes += pool.bytes();
+    out.pinned_memory = pool.memory().pinned;
+    append(out.device, ggml_backend_dev_name(pool.memory().device));
+    append(out.note, pool.memory().note);
 }
 
 } // namespace
@@ -47,43 +75,53 @@ std::unique_ptr<Copies> make_copies(const Layout & layout, const moegguf_config 
 Store::Store(const moegguf_config & config)
     : layout(config),
       shared(config.flags),
-      below(make_lower(layout, config, lower_counters, events)),
-      tier(make_tier(layout, config, below.get(), shared.counters, events)),
-      streaming(layout, shared, tier),
-      arrivals(layout, shared, tier, streaming),
-      copies(make_copies(layout, config, shared, below.get(), tier)),
-      transfers(layout, config, shared, tier, below.get(), copies.get(), streaming),
-      forecaster(layout, shared, tier, transfers),
-      acquire(*this, layout, shared, tier, below.get(), copies.get(), streaming, transfers, forecaster, events),
+      tiers(layout, config, events),
+      streaming(layout, shared, tiers.on_cpu),
+      arrivals(layout, shared, tiers.on_cpu, streaming),
+      copies(make_copies(layout, config, shared, tiers)),
+      transfers(layout, config, shared, tiers, streaming),
+      forecaster(layout, shared, tiers, transfers),
+      acquire(*this, layout, shared, tiers, streaming, transfers, forecaster, events),
       buft_(make_reserved_buft(this), free_reserved_buft) {
 }
 
 ggml_tensor * Store::pool_tensor(const char * name) const {
     for (size_t i = 0; i < layout.matrices.size(); i++) {
         if (layout.matrices[i].name == name) {
-            return tier.pool()->tensor((int)i);
+            return tiers.of(layout.matrices[i].il).pool()->tensor((int)i);
         }
     }
     return nullptr;
 }
 
-Tier & Store::tier_at(int index) {
+std::vector<Tier *> Store::tiers_at(int index) {
+    std::vector<Tier *> found;
     if (index == MOEGGUF_COMPUTE_TIER) {
-        return tier;
-    }
-    if (index != MOEGGUF_LOWER_TIER || !below) {
+        for (auto & tier : tiers.compute) {
+            found.push_back(tier.get());
+        }
+    } else if (index == MOEGGUF_LOWER_TIER && tiers.below) {
+        found.push_back(tiers.below.get());
+    } else if (const int d = index - MOEGGUF_DEVICE_TIER; d >= 0 && d < (int)tiers.compute.size()) {
+        found.push_back(tiers.compute[d].get());
+    } else {
         throw Error(MOEGGUF_INVALID, "this store has no tier " + std::to_string(index));
     }
-    return *below;
+    return found;
 }
 
 void Store::set_policy(int index, const moegguf_policy * policy) {
-    Tier & of = tier_at(index);
+    const std::vector<Tier *> of = tiers_at(index);
     const moegguf_policy plain = {"lru", 0, 0, nullptr};
-    std::unique_ptr<EvictionPolicy> next = make_policy(layout, policy ? *policy : plain);
+    std::vector<std::unique_ptr<EvictionPolicy>> next;
+    for (size_t i = 0; i < of.size(); i++) {
+        next.push_back(make_policy(layout, policy ? *policy : plain));
+    }
     Lock lock(shared.mutex);
-    of.residency.exchange_policy(next);
-    lock.unlock(); // the one before is destroyed without it
+    for (size_t i = 0; i < of.size(); i++) {
+        of[i]->residency.exchange_policy(next[i]);
+    }
+    lock.unlock(); // those before are destroyed without it
 }
 
 void Store::set_scores(const float * scores, size_t n) {
@@ -91,10 +129,12 @@ void Store::set_scores(const float * scores, size_t n) {
         throw Error(MOEGGUF_INVALID,
                     "a score table has " + std::to_string(layout.n_keys()) + " entries, not " + std::to_string(n));
     }
-    std::vector<float> table = ScoreTable::finite(scores, scores ? n : 0);
+    std::vector<std::vector<float>> tables(tiers.compute.size(), ScoreTable::finite(scores, scores ? n : 0));
     Lock lock(shared.mutex);
-    tier.residency.exchange_scores(table);
-    lock.unlock(); // the table before is destroyed without it
+    for (size_t i = 0; i < tables.size(); i++) {
+        tiers.compute[i]->residency.exchange_scores(tables[i]);
+    }
+    lock.unlock(); // the tables before are destroyed without it
 }
 
 void Store::set_forecast(const float * probabilities, const uint8_t * known, size_t n) {
@@ -105,7 +145,8 @@ void Store::set_forecast(const float * probabilities, const uint8_t * known, siz
     Lock lock(shared.mutex);
     for (int il = 0; il < (int)layout.layers.size(); il++) {
         if (layout.has_experts(il)) {
-            tier.residency.on_forecast(il, probabilities && known[il] ? probabilities + layout.key(il, 0) : nullptr);
+            tiers.of(il).residency.on_forecast(
+                il, probabilities && known[il] ? probabilities + layout.key(il, 0) : nullptr);
         }
     }
 }
@@ -117,7 +158,7 @@ void Store::prefetch(const int32_t * il, const int32_t * experts, size_t n, bool
     }
     for (size_t i = 0; i < n; i++) {
         count(shared.counters.prefetch_requested);
-        if (!layout.has_expert(il[i], experts[i]) || tier.residency.find(il[i], experts[i]) >= 0 ||
+        if (!layout.has_expert(il[i], experts[i]) || tiers.of(il[i]).residency.find(il[i], experts[i]) >= 0 ||
             !transfers.prefetch(il[i], experts[i])) {
             count(shared.counters.prefetch_dropped);
         }
@@ -136,7 +177,11 @@ void Store::warm(const int32_t * il, const int32_t * experts, size_t n) {
 }
 
 void Store::resize(int index, int n_slots) {
-    &tier_at(index) == &tier ? acquire.resize(n_slots) : acquire.resize_below(n_slots);
+    const std::vector<Tier *> of = tiers_at(index);
+    const std::vector<int> shares = of.size() > 1 ? share_out(of, n_slots) : std::vector<int>{n_slots};
+    for (size_t i = 0; i < of.size(); i++) {
+        acquire.resize(*of[i], shares[i]);
+    }
 }
 
 void Store::cancel(bool on) {
@@ -183,66 +228,77 @@ int64_t Store::replay(Lane & lane, const moegguf_routing & routing) {
 void Store::read_counters(moegguf_counters & out) const {
     copy(shared.counters, out);
     out.events_dropped = events.dropped();
-    if (copies) {
-        out.queue_needed += copies->n_queued(true);
-        out.queue_wanted += copies->n_queued(false);
+    for (const auto & tier : tiers.compute) {
+        for (const auto figure : of_tiers) {
+            out.*figure += get(tier->counters.*figure);
+        }
+    }
+    for (const auto & link : copies) {
+        out.queue_needed += link->n_queued(true);
+        out.queue_wanted += link->n_queued(false);
     }
 }
 
 void Store::tier_info(int index, moegguf_tier_info & out) {
-    Tier & of = tier_at(index);
-    const Counters & counters = of.counters();
+    const std::vector<Tier *> of = tiers_at(index);
     Lock lock(shared.mutex);
     out = {};
-    out.lookups = get(counters.lookups);
-    out.hits_ready = get(counters.hits_ready);
-    out.hits_late = get(counters.hits_late);
-    out.misses = get(counters.misses);
-    out.evictions = get(counters.evictions);
-    out.bytes_missed = of.bytes_missed();
-    out.bytes_prefetched = of.bytes_prefetched();
-    out.stall_ns = get(counters.stall_ns);
-    out.stream_waits = copies && &of == &tier ? copies->n_stream_waits() : 0;
-    out.slots_used = get(counters.slots_used);
-    out.slots_pinned = get(counters.slots_pinned);
-    out.n_slots = of.residency.n_slots();
-    out.n_slots_usable = of.residency.n_usable();
-    out.resident = of.numbering.resident();
-    if (const Pool * pool = of.pool()) {
-        out.pool_bytes = pool->bytes();
-        out.pinned_memory = pool->memory().pinned;
-        snprintf(out.device, sizeof(out.device), "%s", ggml_backend_dev_name(pool->memory().device));
-        snprintf(out.note, sizeof(out.note), "%s", pool->memory().note.c_str());
+    out.resident = true;
+    for (const Tier * tier : of) {
+        const Counters & counters = tier->counters;
+        out.lookups += get(counters.lookups);
+        out.hits_ready += get(counters.hits_ready);
+        out.hits_late += get(counters.hits_late);
+        out.misses += get(counters.misses);
+        out.evictions += get(counters.evictions);
+        out.bytes_missed += tier->bytes_missed();
+        out.bytes_prefetched += tier->bytes_prefetched();
+        out.stall_ns += get(counters.stall_ns);
+        out.stream_waits += tier->copies ? tier->copies->n_stream_waits() : 0;
+        out.slots_used += get(counters.slots_used);
+        out.slots_pinned += get(counters.slots_pinned);
+        out.n_slots += tier->residency.n_slots();
+        out.n_slots_usable += tier->residency.n_usable();
+        out.resident = out.resident && tier->numbering.resident();
+        if (const Pool * pool = tier->pool()) {
+            add_pool(out, *pool);
+        }
     }
 }
 
 void Store::info(moegguf_pool_info & out) {
     Lock lock(shared.mutex);
-    const Pool * pool = tier.pool();
+    out = {};
+    out.resident = true;
+    for (const auto & tier : tiers.compute) {
+        const Pool * pool = tier->pool();
+        out.pool_bytes += pool ? pool->bytes() : 0;
+        out.n_slots += tier->residency.n_slots();
+        out.n_slots_usable += tier->residency.n_usable();
+        out.n_repacked += pool ? pool->n_repacked() : 0;
+        out.resident = out.resident && tier->numbering.resident();
+    }
     out.slot_bytes = layout.strides.slot_bytes();
-    out.pool_bytes = pool ? pool->bytes() : 0;
     out.staging_bytes = transfers.staging_bytes();
-    out.n_slots = tier.residency.n_slots();
-    out.n_slots_usable = tier.residency.n_usable();
     out.n_experts = layout.n_experts;
     out.n_layers = layout.n_moe_layers;
-    out.n_repacked = pool ? pool->n_repacked() : 0;
     out.n_matrices = (int)layout.matrices.size();
-    out.resident = tier.numbering.resident();
     out.direct = transfers.direct();
 }
 
 void Store::residency(int index, uint8_t * map, size_t n) {
-    const Tier & of = tier_at(index);
+    const std::vector<Tier *> of = tiers_at(index);
     if (n != layout.n_keys()) {
         throw Error(MOEGGUF_INVALID, "the map has one byte per layer and expert");
     }
     Lock lock(shared.mutex);
     memset(map, 0, n);
-    for (int s = 0; s < of.residency.n_slots(); s++) {
-        const Slot & slot = of.residency.slot(s);
-        if (slot.expert >= 0) {
-            map[layout.key(slot.il, slot.expert)] = of.residency.complete(s) ? 2 : 1;
+    for (const Tier * tier : of) {
+        for (int s = 0; s < tier->residency.n_slots(); s++) {
+            const Slot & slot = tier->residency.slot(s);
+            if (slot.expert >= 0) {
+                map[layout.key(slot.il, slot.expert)] = tier->residency.complete(s) ? 2 : 1;
+            }
         }
     }
 }
@@ -252,14 +308,22 @@ void Store::activity(uint32_t * uses, uint32_t * loads, size_t n) {
         throw Error(MOEGGUF_INVALID, "activity has two numbers per layer and expert");
     }
     Lock lock(shared.mutex);
-    std::copy_n(tier.residency.uses().begin(), n, uses);
-    std::copy_n(tier.residency.loads().begin(), n, loads);
+    for (int il : layout.moe_layers) {
+        const Residency & residency = tiers.of(il).residency;
+        const int first = layout.key(il, 0);
+        std::copy_n(residency.uses().begin() + first, layout.n_expert_max, uses + first);
+        std::copy_n(residency.loads().begin() + first, layout.n_expert_max, loads + first);
+    }
 }
 
 void Store::read_slot(int matrix, int slot, void * out, size_t n) const {
+    if (matrix < 0 || matrix >= (int)layout.matrices.size()) {
+        throw Error(MOEGGUF_INVALID, "no matrix " + std::to_string(matrix));
+    }
+    const Tier & tier = tiers.of(layout.matrices[matrix].il);
     const Pool * pool = tier.pool();
-    if (!pool || matrix < 0 || matrix >= (int)layout.matrices.size() || slot < 0 || slot >= tier.residency.n_slots() ||
-        n != layout.matrices[matrix].expert_bytes || pool->repacked(matrix)) {
+    if (!pool || slot < 0 || slot >= tier.residency.n_slots() || n != layout.matrices[matrix].expert_bytes ||
+        pool->repacked(matrix)) {
         throw Error(MOEGGUF_INVALID, "no plain slot of that size");
     }
     pool->read(matrix, slot, out);

@@ -17,12 +17,10 @@ class Store {
     const Layout layout;
     Shared shared;
     Events events;
-    Counters lower_counters;
-    const std::unique_ptr<Tier> below; // slots in host memory that those of a device are filled from; nullptr: none
-    Tier tier;                         // that layers compute on
+    Tiers tiers;
     Streaming streaming;
     Arrivals arrivals;
-    const std::unique_ptr<Copies> copies; // from `below`
+    const std::vector<std::unique_ptr<Copies>> copies; // to tiers that have one below
     Transfers transfers;
     Forecaster forecaster;
     Acquire acquire;
@@ -49,7 +47,7 @@ class Store {
     void read_slot(int matrix, int slot, void * out, size_t n) const;
 
   private:
-    Tier & tier_at(int index); // Throws Error(INVALID).
+    std::vector<Tier *> tiers_at(int index); // enum moegguf_tier; all of them one kind. Throws Error(INVALID).
 
     std::unique_ptr<ggml_backend_buffer_type, void (*)(ggml_backend_buffer_type *)> buft_;
 };

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes as c
 import enum
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
@@ -21,13 +21,29 @@ from moegguf.native import library
 from moegguf.native.events import Announcement, Float32s, Int32s, Phase, Residency, RoutingEvent
 from moegguf.native.library import check
 from moegguf.native.predictor import NativeForecast, NativePredictor, predictor_struct
+from moegguf.quantities import Link
 
 
 class Tier(enum.IntEnum):
-    """Where slots are: in the memory that layers compute with, or in RAM below that."""
+    """Where slots are: in the memory that layers compute with, of all devices, or in RAM below that."""
 
     COMPUTE = library.COMPUTE_TIER
     LOWER = library.LOWER_TIER
+
+
+@dataclass(frozen=True)
+class DeviceSlots:
+    """A device that computes layers, by ggml's name (None: the CPU), and the slots there for their experts.
+
+    layers: those with experts among them count. lower: what is missed comes through slots in RAM below, where the store
+    has some. link: from RAM to the device, of a simulation; None: as the store's options say.
+    """
+
+    name: str | None
+    n_slots: int
+    layers: Collection[int]
+    lower: bool = False
+    link: Link | None = None
 
 
 _PHASES = tuple(Phase)
@@ -208,7 +224,9 @@ class Store:
     """n_slots experts of `layout` in the memory of the device that computes, and n_lower_slots below it in RAM.
 
     With n_lower_slots = 0 there is one tier. With two, what is missed on the device is copied from RAM, and read from
-    the file into RAM first where it is not there. `tiers`: those that there are.
+    the file into RAM first where it is not there. `tiers`: those that there are. n_slots may be the slots of several
+    devices instead, which every layer with experts is on one of; `options.device` then says nothing. What they miss
+    comes through the same slots in RAM.
 
     Raises AllocationError when the device has no free memory, ExpertIOError when a shard cannot be opened, OptionError
     for an option out of range. Close it after the models and contexts that use it. Every method raises ClosedError
@@ -216,7 +234,11 @@ class Store:
     """
 
     def __init__(
-        self, layout: ExpertLayout, n_slots: int, options: StoreOptions = StoreOptions(), n_lower_slots: int = 0
+        self,
+        layout: ExpertLayout,
+        n_slots: int | Sequence[DeviceSlots],
+        options: StoreOptions = StoreOptions(),
+        n_lower_slots: int = 0,
     ) -> None:
         self._library = library.load()
         self._handle: int | None = None
@@ -226,6 +248,7 @@ class Store:
         self.layout = layout
         self.options = options
         self.tiers = (Tier.COMPUTE, Tier.LOWER) if n_lower_slots else (Tier.COMPUTE,)
+        self.devices = self._devices(n_slots)
         used = {layer.il: layer.n_expert_used for layer in layout.layers}
         matrices, paths = matrices_of(layout), [str(shard.path).encode() for shard in layout.shards]
         config = library.Config(
@@ -234,21 +257,34 @@ class Store:
             n_layer=layout.n_layer,
             n_matrices=len(matrices),
             n_shards=len(paths),
-            n_slots=n_slots,
+            n_devices=len(self.devices),
             n_readers=options.readers,
             n_lower_slots=n_lower_slots,
             matrices=matrices,
             shard_paths=(c.c_char_p * len(paths))(*paths),
             n_expert_used=(c.c_int32 * layout.n_layer)(*(used.get(il, 0) for il in range(layout.n_layer))),
-            device=options.device.encode() if options.device else None,
+            devices=(library.Device * len(self.devices))(*map(self._device, self.devices)),
+            device_of_layer=(c.c_int32 * layout.n_layer)(*map(self.device_of, range(layout.n_layer))),
             sim_bytes_per_ns=options.link_bytes_per_s / 1e9,
             sim_latency_ns=options.link_latency_s * 1e9,
-            sim_copy_bytes_per_ns=options.copy_bytes_per_s / 1e9,
-            sim_copy_latency_ns=options.copy_latency_s * 1e9,
         )
         handle = c.c_void_p()
         check(self._library.moegguf_store_open(c.byref(config), c.byref(handle)))
         self._handle = handle.value
+
+    def _devices(self, n_slots: int | Sequence[DeviceSlots]) -> tuple[DeviceSlots, ...]:
+        if not isinstance(n_slots, int):
+            return tuple(n_slots)
+        return (DeviceSlots(self.options.device, n_slots, range(self.layout.n_layer), lower=True),)
+
+    def _device(self, device: DeviceSlots) -> library.Device:
+        link = device.link or Link(self.options.copy_bytes_per_s, self.options.copy_latency_s)
+        name = device.name.encode() if device.name else None
+        return library.Device(name, device.n_slots, device.lower, link.bytes_per_s / 1e9, link.latency_s * 1e9)
+
+    def device_of(self, il: int) -> int:
+        """Which of `devices` computes a layer; -1: none."""
+        return next((index for index, device in enumerate(self.devices) if il in device.layers), -1)
 
     @property
     def handle(self) -> int:
@@ -281,8 +317,15 @@ class Store:
 
     def tier(self, tier: Tier = Tier.COMPUTE) -> dict[str, Any]:
         """Every figure of struct moegguf_tier_info; times in ns. Raises OptionError where there is no such tier."""
+        return self._tier(tier)
+
+    def device(self, index: int) -> dict[str, Any]:
+        """Those figures of the slots of one of `devices`. Raises OptionError where there is no such device."""
+        return self._tier(library.DEVICE_TIER + index)
+
+    def _tier(self, index: int) -> dict[str, Any]:
         info = library.TierInfo()
-        check(self._library.moegguf_store_tier(self.handle, tier, c.byref(info)))
+        check(self._library.moegguf_store_tier(self.handle, index, c.byref(info)))
         figures = {name: getattr(info, name) for name, *_ in info._fields_}
         return figures | {name: figures[name].decode(errors="replace") for name in ("device", "note")}
 
@@ -451,12 +494,14 @@ class Store:
         """Ends passes in flight and to come as cancelled, until called with False."""
         check(self._library.moegguf_store_cancel(self.handle, on))
 
-    def resize(self, n_slots: int, tier: Tier = Tier.COMPUTE) -> None:
+    def resize(self, n_slots: int, tier: Tier = Tier.COMPUTE, device: int | None = None) -> None:
         """Uses n_slots slots of a tier from the next routing event on, those below at once.
 
-        Memory of the others goes back to the system where it is pageable host memory.
+        Memory of the others goes back to the system where it is pageable host memory. device: of this one of `devices`
+        alone; without it, slots that several have are shared out in proportion to what they were opened with.
         """
-        check(self._library.moegguf_store_resize(self.handle, tier, n_slots))
+        index = tier if device is None else library.DEVICE_TIER + device
+        check(self._library.moegguf_store_resize(self.handle, index, n_slots))
 
     def drain(self, timeout_s: float = 600.0) -> None:
         """Waits until nothing is queued or being read."""

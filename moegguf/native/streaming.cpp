@@ -4,7 +4,7 @@
 
 namespace moegguf {
 
-Streaming::Streaming(const Layout & layout, Shared & shared, Tier & tier)
+Streaming::Streaming(const Layout & layout, Shared & shared, Tier * tier)
     : layout_(layout),
       shared_(shared),
       tier_(tier),
@@ -59,7 +59,7 @@ bool Streaming::next_read(Job & job) {
         const int i = kind.n_asked, n_slots = (int)slots_.size();
         if (i < std::min((int)experts_.size(), kind.n_free + n_slots)) {
             kind.n_asked += 1;
-            job = {Place{TierId::disk}, tier_.place(slots_[i % n_slots]), il_, experts_[i], bit, true, number_};
+            job = {Place{TierId::disk}, tier_->place(slots_[i % n_slots]), il_, experts_[i], bit, true, number_};
             job.streamed = i;
             return true;
         }
@@ -107,16 +107,16 @@ bool Streaming::wait(Kind & kind, int i, bool first_thread) {
     }
     const uint64_t start = now_ns();
     Lock lock(shared_.mutex);
-    while (held < i && !given_up_ && !tier_.residency.failed(slots_[r]) && !shared_.cancelled && !shared_.stopping) {
+    while (held < i && !given_up_ && !tier_->residency.failed(slots_[r]) && !shared_.cancelled && !shared_.stopping) {
         shared_.done.wait(lock);
     }
     if (first_thread) {
-        count(shared_.counters.stall_ns, now_ns() - start);
+        count_stall(shared_, *tier_, now_ns() - start);
     }
     if (held == i) {
         return true;
     }
-    shared_.given_up += !given_up_ && !tier_.residency.failed(slots_[r]); // not for a failed read
+    shared_.given_up += !given_up_ && !tier_->residency.failed(slots_[r]); // not for a failed read
     given_up_ = true;
     shared_.done.notify_all();
     return false;
@@ -148,8 +148,8 @@ void Streaming::give_free(Kind & kind) {
 void Streaming::end() {
     const int n = (int)experts_.size(), n_slots = (int)slots_.size();
     for (int i = std::max(0, n - n_slots); i < n; i++) {
-        if (tier_.residency.find(il_, experts_[i]) < 0) { // another lane may have loaded it
-            tier_.adopt(slots_[i % n_slots], experts_[i]);
+        if (tier_->residency.find(il_, experts_[i]) < 0) { // another lane may have loaded it
+            tier_->adopt(slots_[i % n_slots], experts_[i]);
         }
     }
     stop(*lane_);

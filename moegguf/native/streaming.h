@@ -14,10 +14,10 @@ namespace moegguf {
 // are whole experts, and stays there.
 class Streaming {
   public:
-    Streaming(const Layout & layout, Shared & shared, Tier & tier);
+    Streaming(const Layout & layout, Shared & shared, Tier * tier); // in the CPU's memory; nullptr: none
 
     void allow() { possible_ = true; } // before anything is computed: kernels ask where matrices lie
-    bool possible() const { return possible_; }
+    bool possible(const Tier & tier) const { return possible_ && &tier == tier_; }
 
     // Under the store's lock.
     bool busy() const { return lane_ != nullptr; }
@@ -51,7 +51,7 @@ class Streaming {
 
     const Layout & layout_;
     Shared & shared_;
-    Tier & tier_;
+    Tier * const tier_;
     Kind kinds_[MOEGGUF_MAX_KINDS];
     bool possible_;
     bool given_up_ = false;       // by a thread: no place becomes free any more

@@ -7,33 +7,91 @@
 namespace moegguf {
 namespace {
 
-int count_chunks(const Layout & layout) {
-    int n = 0;
-    for (const Matrix & m : layout.matrices) {
-        n += m.n_expert;
+constexpr int most_devices = 64;
+
+[[noreturn]] void invalid(const std::string & what) {
+    throw Error(MOEGGUF_INVALID, what);
+}
+
+std::vector<int> devices_of_layers(const Layout & layout, const moegguf_config & config) {
+    if (config.n_devices < 1 || config.n_devices > most_devices || !config.devices) {
+        invalid("a store needs devices that compute its layers");
     }
-    return n;
+    std::vector<int> devices(layout.layers.size(), 0);
+    for (int il : layout.moe_layers) {
+        devices[il] = config.device_of_layer ? config.device_of_layer[il] : 0;
+        if (devices[il] < 0 || devices[il] >= config.n_devices) {
+            invalid("layer " + std::to_string(il) + " is on device " + std::to_string(devices[il]) + " of " +
+                    std::to_string(config.n_devices));
+        }
+    }
+    return devices;
+}
+
+bool is_cpu(const moegguf_device & device, bool simulated) {
+    return !device.name ||
+           (!simulated && ggml_backend_dev_type(find_device(device.name)) == GGML_BACKEND_DEVICE_TYPE_CPU);
 }
 
 } // namespace
 
-Tier::Tier(TierId id, const Layout & layout, int n_slots, const PoolMemory * memory, Tier * below, Counters & counters,
-           Events & events)
+Tier::Tier(TierId id, const Layout & layout, const LayerSet & layers, int n_slots, const PoolMemory * memory,
+           Tier * below, Events & events)
     : id(id),
-      numbering(layout, n_slots),
-      residency(layout, numbering, counters),
-      counters_(counters),
+      layers(layers),
+      numbering(layout, this->layers, n_slots),
+      residency(layout, this->layers, numbering, counters),
       events_(events),
       below_(below),
       source_(below ? numbering.n_slots() : 0, -1),
-      n_absent_chunks_(count_chunks(layout)) {
+      n_absent_chunks_(layers.n_chunks) {
     if (memory) {
-        pool_ = std::make_unique<Pool>(layout, numbering, *memory);
+        pool_ = std::make_unique<Pool>(layout, layers, numbering, *memory);
     }
     if (!numbering.resident()) {
         spin_shortly();
     }
     borrowers_.reserve(source_.size());
+}
+
+Tiers::Tiers(const Layout & layout, const moegguf_config & config, Events & events)
+    : device_of_layer(devices_of_layers(layout, config)) {
+    const bool simulated = config.flags & MOEGGUF_SIMULATE;
+    const auto layers_where = [&](auto holds) {
+        std::vector<uint8_t> of(layout.layers.size());
+        std::transform(device_of_layer.begin(), device_of_layer.end(), of.begin(), holds);
+        return LayerSet(layout, of);
+    };
+    const auto has_lower = [&](int d) { return config.n_lower_slots > 0 && config.devices[d].has_lower_tier; };
+    if (config.n_lower_slots < 0) {
+        invalid("a tier has slots, not " + std::to_string(config.n_lower_slots));
+    }
+    const LayerSet lower = layers_where(has_lower);
+    if (!lower.moe_layers.empty()) {
+        std::vector<ggml_backend_dev_t> devices;
+        for (int d = 0; !simulated && d < config.n_devices; d++) {
+            if (has_lower(d)) {
+                devices.push_back(find_device(config.devices[d].name));
+            }
+        }
+        const PoolMemory memory = simulated ? PoolMemory() : host_memory(devices);
+        below = std::make_unique<Tier>(TierId::lower, layout, lower, config.n_lower_slots,
+                                       simulated ? nullptr : &memory, nullptr, events);
+    }
+    for (int d = 0; d < config.n_devices; d++) {
+        const moegguf_device & device = config.devices[d];
+        const LayerSet layers = layers_where([d](int of) { return of == d; });
+        if (layers.moe_layers.empty() || device.n_slots <= 0) {
+            invalid("a device of a store has layers with experts, and slots");
+        }
+        const PoolMemory memory = simulated ? PoolMemory() : device_memory(device.name, config.flags & MOEGGUF_REPACK);
+        compute.push_back(std::make_unique<Tier>(TierId::compute, layout, layers, device.n_slots,
+                                                 simulated ? nullptr : &memory, has_lower(d) ? below.get() : nullptr,
+                                                 events));
+        if (is_cpu(device, simulated)) {
+            on_cpu = compute.back().get();
+        }
+    }
 }
 
 int Tier::take_slot(int il, int expert, const Moment & now, const Bid & bid) {
@@ -55,7 +113,7 @@ int Tier::reserve_slot(int il, const Moment & now) {
 int Tier::empty_slot(int il, int expert, const Moment & now, const Bid & bid) {
     const int s = residency.choose(il, expert, now, bid);
     if (s >= 0 && residency.slot(s).il >= 0) {
-        count(counters_.evictions);
+        count(counters.evictions);
         release_slot(s);
     }
     return s;
@@ -76,7 +134,7 @@ void Tier::unpin(int s) {
     if (residency.failed(s) || slot.streams()) { // the layer that it was reserved for did not come to an end
         retire(s);
     } else if (!usable(s) && slot.reading == 0) {
-        count(counters_.evictions);
+        count(counters.evictions);
         retire(s);
     }
 }
@@ -94,7 +152,7 @@ void Tier::tidy(int s) {
         retire(s);
     }
     if (slot.il >= 0 && slot.pins == 0 && slot.reading == 0 && !usable(s)) {
-        count(counters_.evictions);
+        count(counters.evictions);
         retire(s);
     }
 }
@@ -135,7 +193,7 @@ void Tier::release_slot(int s) {
         return;
     }
     if (slot.prefetched) {
-        count(counters_.prefetch_wasted);
+        count(counters.prefetch_wasted);
     }
     give_back(s);
     if (!slot.streams()) {
@@ -177,7 +235,7 @@ void Tier::resize(int n_slots) {
     residency.set_usable(n_slots);
     for (int s = n_slots; s < residency.n_slots(); s++) {
         if (residency.slot(s).il >= 0 && residency.slot(s).pins == 0 && residency.slot(s).reading == 0) {
-            count(counters_.evictions);
+            count(counters.evictions);
             retire(s);
         }
     }

@@ -1,4 +1,5 @@
-// tier.h: slots on one device: their memory, their numbering, which experts they hold.
+// tier.h: slots on one device for its layers: their memory, their numbering, which experts they hold. The tiers of a
+// store: one per device that computes layers, and one below them in host memory.
 #pragma once
 
 #include "events.h"
@@ -12,14 +13,18 @@
 
 namespace moegguf {
 
+class Copies;
+
 // All calls come under the store's lock unless they say otherwise.
 class Tier {
   public:
     // memory nullptr: simulated. below: its slots may be filled from slots of that tier; nullptr: from the file only.
-    Tier(TierId id, const Layout & layout, int n_slots, const PoolMemory * memory, Tier * below, Counters & counters,
-         Events & events);
+    Tier(TierId id, const Layout & layout, const LayerSet & layers, int n_slots, const PoolMemory * memory,
+         Tier * below, Events & events);
 
     const TierId id;
+    const LayerSet layers; // whose experts may be here
+    Counters counters;     // of look-ups, slots, evictions and stalls here
     Numbering numbering;
     Residency residency;
 
@@ -27,7 +32,9 @@ class Tier {
     Place place(int s) const { return {id, s, residency.slot(s).generation}; }
     bool holds(const Place & place) const { return residency.slot(place.slot).generation == place.generation; }
 
-    Counters & counters() { return counters_; } // of look-ups, slots and evictions here
+    Tier * below() const { return below_; } // nullptr: none
+    Copies * copies = nullptr;              // from the tier below; set before anything is computed
+    std::atomic<int> resize_to{0};          // slots from the next routing event on; 0: no resize is due
 
     int take_slot(int il, int expert, const Moment & now, const Bid & bid = {}); // -1: none
     int reserve_slot(int il, const Moment & now); // for experts that are streamed; -1: none
@@ -56,7 +63,6 @@ class Tier {
     void release_slot(int s);
     void spin_shortly();
 
-    Counters & counters_;
     Events & events_;
     Tier * const below_;
     std::unique_ptr<Pool> pool_;
@@ -66,6 +72,28 @@ class Tier {
     uint64_t bytes_missed_ = 0; // that came into slots, from wherever
     uint64_t bytes_prefetched_ = 0;
     std::atomic<int> n_absent_chunks_{0}; // of all experts
+};
+
+// A compute thread has waited for bytes of this tier.
+inline void count_stall(Shared & shared, Tier & tier, uint64_t ns) {
+    count(shared.counters.stall_ns, ns);
+    count(tier.counters.stall_ns, ns);
+}
+
+struct Tiers {
+    // Throws Error(INVALID) for devices, layers and slots that do not fit together.
+    Tiers(const Layout & layout, const moegguf_config & config, Events & events);
+
+    Tier & of(int il) const { return *compute[device_of_layer[il]]; }
+    template <typename Holds>
+    bool any(Holds holds) const {
+        return std::any_of(compute.begin(), compute.end(), [&](const auto & tier) { return holds(*tier); });
+    }
+
+    std::unique_ptr<Tier> below;                // in host memory, that others are filled from; nullptr: none
+    std::vector<std::unique_ptr<Tier>> compute; // that layers compute on, one per device
+    std::vector<int> device_of_layer;           // [n_layer]
+    Tier * on_cpu = nullptr;                    // of those, the one in the CPU's memory; nullptr: none
 };
 
 } // namespace moegguf

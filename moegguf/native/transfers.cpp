@@ -34,13 +34,11 @@ void for_matrices(const Layout & layout, int il, uint8_t kinds, Body body) {
 
 } // namespace
 
-Transfers::Transfers(const Layout & layout, const moegguf_config & config, Shared & shared, Tier & tier, Tier * below,
-                     Copies * copies, Streaming & streaming)
+Transfers::Transfers(const Layout & layout, const moegguf_config & config, Shared & shared, Tiers & tiers,
+                     Streaming & streaming)
     : layout_(layout),
       shared_(shared),
-      tier_(tier),
-      below_(below),
-      copies_(copies),
+      tiers_(tiers),
       streaming_(streaming) {
     if (config.n_readers < 1 || config.n_readers > max_readers) {
         throw Error(MOEGGUF_INVALID, "readers must be between 1 and " + std::to_string(max_readers) + ", not " +
@@ -54,23 +52,23 @@ Transfers::Transfers(const Layout & layout, const moegguf_config & config, Share
     }
 }
 
-void Transfers::demand(const std::vector<int> & slots) {
-    if (below_) {
-        find_sources(slots);
+void Transfers::demand(Tier & tier, const std::vector<int> & slots) {
+    if (tier.below()) {
+        find_sources(tier, slots);
     }
     for (const uint8_t kinds : order_of_use) {
         for (int s : slots) {
-            const Slot & slot = tier_.residency.slot(s);
+            const Slot & slot = tier.residency.slot(s);
             if (!slot.streams()) {
-                queue(s, layout_.layers[slot.il].chunks & kinds & ~tier_.residency.ready(s) & ~slot.reading, true);
+                queue(tier, s, layout_.layers[slot.il].chunks & kinds & ~tier.residency.ready(s) & ~slot.reading, true);
             }
         }
     }
     if (!demand_.empty()) {
         wake_readers(); // once: each wake-up is a system call
     }
-    if (copies_) {
-        copies_->wake();
+    if (tier.copies) {
+        tier.copies->wake();
     }
     update_gauges();
 }
@@ -115,12 +113,12 @@ float Transfers::share_in_time(int distance) const {
 void Transfers::drop_prefetches(int il) {
     const size_t dropped = requests_.filter([&](const PrefetchRequest & request) { return request.il != il; });
     count(shared_.counters.prefetch_dropped, dropped);
-    if (below_) {
-        drop_waiting(il);
+    if (tiers_.of(il).below()) {
+        drop_waiting(tiers_.of(il), il);
     }
     prefetch_.filter([&](const Job & job) {
         const int s = job.destination.slot;
-        Tier & to = tier(job.destination.tier);
+        Tier & to = tier_of(job);
         Slot & slot = to.residency.slot(s);
         if (!to.holds(job.destination) || slot.il != il || slot.pins > 0) {
             return true;
@@ -141,14 +139,14 @@ void Transfers::drop_requests() {
 }
 
 // Prefetches on their way through the tier below. What is being copied just now ends, and is retired then.
-void Transfers::drop_waiting(int il) {
-    copies_->drop_prefetches(il);
-    waiting_ = tier_.borrowers();
+void Transfers::drop_waiting(Tier & to, int il) {
+    to.copies->drop_prefetches(il);
+    waiting_ = to.borrowers();
     for (int s : waiting_) {
-        Slot & slot = tier_.residency.slot(s);
+        Slot & slot = to.residency.slot(s);
         if (slot.il == il && slot.pins == 0) {
             slot.queued = 0;
-            tier_.retire(s);
+            to.retire(s);
         }
     }
 }
@@ -162,16 +160,20 @@ void Transfers::hold_prefetches(bool on) {
 
 bool Transfers::idle() const {
     const bool queued = !demand_.empty() || !prefetch_.empty() || !requests_.empty() || next_wish_ < wishes_.size();
-    return !queued && !(copies_ && !copies_->idle()) && !reading() && !filling();
+    const bool copying = tiers_.any([](const Tier & tier) { return tier.copies && !tier.copies->idle(); });
+    return !queued && !copying && !reading() && !filling();
 }
 
 bool Transfers::filling() const {
-    const int n_keys = (int)layout_.n_keys();
-    const auto fills = [&](const Tier & to, int next) {
-        return shared_.has(MOEGGUF_FILL) && to.numbering.resident() && next < n_keys;
-    };
-    return shared_.error.empty() &&
-           (next_warm_ < warm_.size() || fills(tier_, fill_next_) || (below_ && fills(*below_, fill_next_below_)));
+    const bool fills_below =
+        tiers_.below && tiers_.below->numbering.resident() && fill_next_below_ < (int)layout_.n_keys();
+    const bool fills = shared_.has(MOEGGUF_FILL) && (fills_compute() || fills_below);
+    return shared_.error.empty() && (next_warm_ < warm_.size() || fills);
+}
+
+bool Transfers::fills_compute() const {
+    const bool any = tiers_.any([](const Tier & tier) { return tier.numbering.resident(); });
+    return any && fill_next_ < (int)layout_.n_keys();
 }
 
 void Transfers::update_gauges() {
@@ -180,18 +182,19 @@ void Transfers::update_gauges() {
 }
 
 // From the tier below where that has a slot for it, once the bytes are there; else from the file.
-void Transfers::queue(int s, uint8_t kinds, bool demand) {
-    const int r = tier_.source(s);
+void Transfers::queue(Tier & to, int s, uint8_t kinds, bool demand) {
+    const int r = to.source(s);
     if (r < 0) {
-        queue_reads(tier_, s, kinds, demand);
+        queue_reads(to, s, kinds, demand);
         return;
     }
-    const uint8_t there = kinds & below_->residency.ready(r);
-    tier_.residency.slot(s).queued |= kinds;
+    Tier & below = *to.below();
+    const uint8_t there = kinds & below.residency.ready(r);
+    to.residency.slot(s).queued |= kinds;
     if (there) {
-        copies_->queue(s, there, demand);
+        to.copies->queue(s, there, demand);
     }
-    queue_reads(*below_, r, kinds & ~there & ~below_->residency.slot(r).reading, demand);
+    queue_reads(below, r, kinds & ~there & ~below.residency.slot(r).reading, demand);
 }
 
 void Transfers::queue_reads(Tier & to, int s, uint8_t kinds, bool demand) {
@@ -207,73 +210,74 @@ void Transfers::queue_reads(Tier & to, int s, uint8_t kinds, bool demand) {
 }
 
 // Where the experts that slots were taken for come from. What the tier below has is kept before any of it makes room.
-void Transfers::find_sources(const std::vector<int> & slots) {
+void Transfers::find_sources(Tier & to, const std::vector<int> & slots) {
     missed_.clear();
     for (int s : slots) {
-        if (look_up_source(s)) {
-            missed_.push_back(tier_.residency.slot(s).expert);
+        if (look_up_source(to, s)) {
+            missed_.push_back(to.residency.slot(s).expert);
         }
     }
     if (missed_.empty()) {
         return;
     }
-    below_->residency.on_routing(now_.il, missed_.data(), (int)missed_.size(), 1);
+    to.below()->residency.on_routing(now_.il, missed_.data(), (int)missed_.size(), 1);
     for (int expert : missed_) {
-        const int s = tier_.residency.find(now_.il, expert);
-        if (tier_.source(s) < 0) {
-            take_source(s, {});
+        const int s = to.residency.find(now_.il, expert);
+        if (to.source(s) < 0) {
+            take_source(to, s, {});
         }
     }
 }
 
 // False where nothing is to be looked up: the expert is here, or on its way.
-bool Transfers::look_up_source(int s) {
-    const Slot & slot = tier_.residency.slot(s);
-    int r = tier_.source(s);
-    const bool looks_up = r < 0 && !slot.streams() && !tier_.residency.complete(s) && !slot.queued && !slot.reading;
+bool Transfers::look_up_source(Tier & to, int s) {
+    const Slot & slot = to.residency.slot(s);
+    int r = to.source(s);
+    const bool looks_up = r < 0 && !slot.streams() && !to.residency.complete(s) && !slot.queued && !slot.reading;
     if (looks_up) {
-        Counters & counters = below_->counters();
-        r = below_->residency.find(slot.il, slot.expert);
+        Counters & counters = to.below()->counters;
+        r = to.below()->residency.find(slot.il, slot.expert);
         count(counters.lookups);
-        count(r < 0 ? counters.misses : below_->residency.complete(r) ? counters.hits_ready : counters.hits_late);
-        below_->residency.count_look_up(slot.il, slot.expert);
+        count(r < 0 ? counters.misses : to.below()->residency.complete(r) ? counters.hits_ready : counters.hits_late);
+        to.below()->residency.count_look_up(slot.il, slot.expert);
         if (r >= 0) {
-            tier_.borrow(s, r);
+            to.borrow(s, r);
         }
     }
     if (r >= 0) {
-        below_->residency.slot(r).claims += 1;
-        below_->residency.set_failed(r, false); // of passes that have ended
+        to.below()->residency.slot(r).claims += 1;
+        to.below()->residency.set_failed(r, false); // of passes that have ended
     }
     return looks_up;
 }
 
 // No slot below: it comes straight from the file.
-void Transfers::take_source(int s, const Bid & bid) {
-    const Slot & slot = tier_.residency.slot(s);
-    const int r = below_->take_slot(slot.il, slot.expert, now_, bid);
+void Transfers::take_source(Tier & to, int s, const Bid & bid) {
+    const Slot & slot = to.residency.slot(s);
+    const int r = to.below()->take_slot(slot.il, slot.expert, now_, bid);
     if (r >= 0) {
-        below_->residency.slot(r).claims += 1;
-        tier_.borrow(s, r);
+        to.below()->residency.slot(r).claims += 1;
+        to.borrow(s, r);
     }
 }
 
 // What has arrived below goes on to the slot that waits for it.
 void Transfers::pass_on(const Job & job) {
-    const int s = tier_.residency.find(job.il, job.expert);
-    if (s < 0 || tier_.source(s) != job.destination.slot) {
+    Tier & to = tiers_.of(job.il);
+    const int s = to.residency.find(job.il, job.expert);
+    if (s < 0 || to.source(s) != job.destination.slot) {
         return;
     }
-    const Slot & slot = tier_.residency.slot(s);
+    const Slot & slot = to.residency.slot(s);
     if (const uint8_t kinds = job.kinds & slot.queued & ~slot.reading) {
-        copies_->queue(s, kinds, slot.pins > 0);
-        copies_->wake();
+        to.copies->queue(s, kinds, slot.pins > 0);
+        to.copies->wake();
     }
 }
 
-bool Transfers::awaits_file(int s, uint8_t kinds) const {
-    const int r = tier_.source(s);
-    return kinds & ~tier_.residency.ready(s) & ~(r >= 0 ? below_->residency.ready(r) : 0);
+bool Transfers::awaits_file(const Tier & tier, int s, uint8_t kinds) const {
+    const int r = tier.source(s);
+    return kinds & ~tier.residency.ready(s) & ~(r >= 0 ? tier.below()->residency.ready(r) : 0);
 }
 
 // The next transfer that is still of use.
@@ -300,7 +304,7 @@ bool Transfers::next_queued(Ring<Job> & ring, Job & job) {
     while (!ring.empty()) {
         job = ring.pop();
         const int s = job.destination.slot;
-        const Tier & to = tier(job.destination.tier);
+        const Tier & to = tier_of(job);
         const Slot & slot = to.residency.slot(s);
         if (!to.holds(job.destination)) {
             continue;
@@ -345,13 +349,18 @@ bool Transfers::next_fill(Job & job) {
     while (filling() && !held_) {
         if (next_warm_ < warm_.size()) {
             const PrefetchRequest next = warm_[next_warm_++];
-            if (!fill(tier_, next.il, next.expert) && below_) {
-                fill(*below_, next.il, next.expert);
+            if (layout_.has_expert(next.il, next.expert)) {
+                Tier & to = tiers_.of(next.il);
+                fill(to, next.il, next.expert) || (to.below() && fill(*to.below(), next.il, next.expert));
             }
         } else {
-            const bool compute = tier_.numbering.resident() && fill_next_ < (int)layout_.n_keys();
+            const bool compute = fills_compute();
             const int key = compute ? fill_next_++ : fill_next_below_++;
-            fill(compute ? tier_ : *below_, key / layout_.n_expert_max, key % layout_.n_expert_max);
+            const int il = key / layout_.n_expert_max;
+            Tier & to = compute ? tiers_.of(il) : *tiers_.below;
+            if (to.numbering.resident()) {
+                fill(to, il, key % layout_.n_expert_max);
+            }
         }
         if (next_queued(prefetch_, job)) {
             return true;
@@ -362,20 +371,20 @@ bool Transfers::next_fill(Job & job) {
 
 // False where the tier has the expert, or no free slot. What the other tier has needs none in RAM.
 bool Transfers::fill(Tier & to, int il, int expert) {
-    if (!layout_.has_expert(il, expert) || to.residency.find(il, expert) >= 0 || !to.residency.has_free()) {
+    const bool holds = layout_.has_expert(il, expert) && to.layers.has[il];
+    if (!holds || to.residency.find(il, expert) >= 0 || !to.residency.has_free()) {
         return false;
     }
     const int s = to.take_slot(il, expert, now_);
     if (s < 0) {
         return false;
     }
-    const int r = below_ && &to == &tier_ ? below_->residency.find(il, expert) : -1;
+    const int r = to.below() ? to.below()->residency.find(il, expert) : -1;
     if (r >= 0) {
-        tier_.borrow(s, r);
+        to.borrow(s, r);
     }
-    const uint8_t kinds = layout_.layers[il].chunks;
-    &to == &tier_ ? queue(s, kinds, false) : queue_reads(to, s, kinds, false);
-    wake_all();
+    queue(to, s, layout_.layers[il].chunks, false);
+    wake_all(to);
     return true;
 }
 
@@ -385,10 +394,10 @@ void Transfers::set_warm(const std::vector<PrefetchRequest> & experts) {
     wake_readers();
 }
 
-void Transfers::wake_all() {
+void Transfers::wake_all(const Tier & to) {
     wake_readers(); // for the matrices that this reader does not take
-    if (copies_) {
-        copies_->wake();
+    if (to.copies) {
+        to.copies->wake();
     }
     update_gauges();
 }
@@ -398,21 +407,22 @@ bool Transfers::start_prefetch(int il, int expert, float chance) {
     const auto bid = [&](const Residency & residency) {
         return Bid{residency.ordered(now_) ? residency.score(il, expert, now_) : INFINITY, chance};
     };
-    if (held_ || tier_.residency.find(il, expert) >= 0) {
+    Tier & to = tiers_.of(il);
+    if (held_ || to.residency.find(il, expert) >= 0) {
         return false;
     }
-    const int s = tier_.take_slot(il, expert, now_, bid(tier_.residency));
+    const int s = to.take_slot(il, expert, now_, bid(to.residency));
     if (s < 0) {
         return false;
     }
-    if (below_) {
-        const int r = below_->residency.find(il, expert);
-        r >= 0 ? tier_.borrow(s, r) : take_source(s, bid(below_->residency));
+    if (Tier * below = to.below()) {
+        const int r = below->residency.find(il, expert);
+        r >= 0 ? to.borrow(s, r) : take_source(to, s, bid(below->residency));
     }
-    tier_.residency.slot(s).prefetched = true;
+    to.residency.slot(s).prefetched = true;
     count(shared_.counters.prefetch_started);
-    queue(s, layout_.layers[il].chunks, false);
-    wake_all();
+    queue(to, s, layout_.layers[il].chunks, false);
+    wake_all(to);
     return true;
 }
 
@@ -460,7 +470,7 @@ uint64_t Transfers::staging_bytes() const {
 void Transfers::begin(Job & job) {
     job.begun_ns = shared_.clock_ns();
     n_demand_reading_ += job.demand;
-    tier(job.destination.tier).residency.begin_read(job.destination.slot, job.kinds);
+    tier_of(job).residency.begin_read(job.destination.slot, job.kinds);
     count(shared_.counters.chunks_reading);
 }
 
@@ -503,7 +513,7 @@ void Transfers::copy_from_disk(const Job & job, const Staging & staging, ReadSta
             const uint64_t offset = m.offset + job.expert * m.expert_bytes + row * row_bytes;
             const uint8_t * data = (*files_)[m.shard].read(offset, n_rows * row_bytes, staging, stats);
             const uint64_t start = now_ns();
-            write(tier(job.destination.tier), matrix, job.destination.slot, row, n_rows, data);
+            write(tier_of(job), matrix, job.destination.slot, row, n_rows, data);
             upload_ns += now_ns() - start;
         }
     });
@@ -527,7 +537,7 @@ uint64_t Transfers::bytes_of(const Job & job) const {
 // A slot being read is never given away, so the job's generation still holds here.
 void Transfers::finish(const Job & job, const std::string & why) {
     Counters & counters = shared_.counters;
-    Tier & to = tier(job.destination.tier);
+    Tier & to = tier_of(job);
     const int s = job.destination.slot;
     uncount(counters.chunks_reading);
     count(counters.reads);
@@ -571,10 +581,11 @@ void Transfers::finish_failed(Tier & to, const Job & job, const std::string & wh
         return;
     }
     to.residency.set_failed(s, true);
-    const int above = job.destination.tier == TierId::lower ? tier_.residency.find(job.il, job.expert) : -1;
-    if (above >= 0 && tier_.source(above) == s) { // it will not come there either
-        tier_.residency.set_failed(above, true);
-        tier_.tidy(above);
+    Tier & upper = tiers_.of(job.il);
+    const int above = job.destination.tier == TierId::lower ? upper.residency.find(job.il, job.expert) : -1;
+    if (above >= 0 && upper.source(above) == s) { // it will not come there either
+        upper.residency.set_failed(above, true);
+        upper.tidy(above);
     }
 }
 
@@ -588,20 +599,26 @@ bool Transfers::start_idle_links() {
         link_.start(job, bytes_of(job), clock_ns_);
         started = true;
     }
-    if (copies_ && !copies_->link.busy && copies_->next(job)) {
-        copies_->begin(job);
-        copies_->link.start(job, bytes_of(job), clock_ns_);
-        started = true;
+    for (const auto & tier : tiers_.compute) {
+        Copies * copies = tier->copies;
+        if (copies && !copies->link.busy && copies->next(job)) {
+            copies->begin(job);
+            copies->link.start(job, bytes_of(job), clock_ns_);
+            started = true;
+        }
     }
     return started;
 }
 
 ModelledLink * Transfers::first_to_end() {
-    ModelledLink * copying = copies_ && copies_->link.busy ? &copies_->link : nullptr;
-    if (!link_.busy || (copying && copying->done_ns < link_.done_ns)) {
-        return copying;
+    ModelledLink * first = link_.busy ? &link_ : nullptr;
+    for (const auto & tier : tiers_.compute) {
+        ModelledLink * copying = tier->copies && tier->copies->link.busy ? &tier->copies->link : nullptr;
+        if (copying && (!first || copying->done_ns < first->done_ns)) {
+            first = copying;
+        }
     }
-    return &link_;
+    return first;
 }
 
 void Transfers::end_transfer(ModelledLink & link) {
@@ -609,7 +626,7 @@ void Transfers::end_transfer(ModelledLink & link) {
     set_gauge(shared_.counters.sim_clock_ns, clock_ns_);
     link.busy = false;
     const Job job = link.job;
-    &link == &link_ ? finish(job, {}) : copies_->finish(job, {});
+    &link == &link_ ? finish(job, {}) : tiers_.of(job.il).copies->finish(job, {});
 }
 
 void Transfers::step() {

@@ -12,16 +12,17 @@ namespace moegguf {
 
 class Transfers {
   public:
-    // Opens the files and starts the readers, unless simulated. With a tier below, experts go through its slots.
-    Transfers(const Layout & layout, const moegguf_config & config, Shared & shared, Tier & tier, Tier * below,
-              Copies * copies, Streaming & streaming);
+    // Opens the files and starts the readers, unless simulated. Experts of tiers with one below go through its slots.
+    Transfers(const Layout & layout, const moegguf_config & config, Shared & shared, Tiers & tiers,
+              Streaming & streaming);
     ~Transfers();
     Transfers(const Transfers &) = delete;
     Transfers & operator=(const Transfers &) = delete;
 
     // Under the store's lock.
-    void demand(const std::vector<int> & slots); // every matrix that is not there or being read, before all prefetches
-    bool prefetch(int il, int expert);           // false: queued already are more than any link moves in time
+    // Every matrix of slots of one layer that is not there or being read, before all prefetches.
+    void demand(Tier & tier, const std::vector<int> & slots);
+    bool prefetch(int il, int expert); // false: queued already are more than any link moves in time
     void wake_readers() { shared_.work.notify_all(); }
     void set_wishes(const std::vector<Wish> & wishes);           // the most urgent first; replaces those before
     void drop_prefetches(int il);                                // of this layer, in pinned slots excepted
@@ -30,8 +31,8 @@ class Transfers {
     bool reading() const { return get(shared_.counters.chunks_reading) > 0; }
     bool idle() const; // nothing queued, read, or left to fill
     const std::string & error() const { return shared_.error; }
-    bool awaits_file(int s, uint8_t kinds) const; // some matrices of this slot are not even in the tier below
-    void hold_prefetches(bool on);                // an acquire waits for slots: prefetches take none
+    bool awaits_file(const Tier & tier, int s, uint8_t kinds) const; // some matrices are not even in the tier below
+    void hold_prefetches(bool on);                                   // an acquire waits for slots: prefetches take none
     void set_moment(const Moment & now);
     uint64_t turn() const { return now_.turn; } // of the last routing event
 
@@ -59,15 +60,18 @@ class Transfers {
     bool start_prefetch(int il, int expert, float chance);
     bool filling() const;
     bool fill(Tier & to, int il, int expert);
-    void wake_all();
-    void queue(int s, uint8_t kinds, bool demand);
+    void wake_all(const Tier & to);
+    void queue(Tier & to, int s, uint8_t kinds, bool demand);
     void queue_reads(Tier & to, int s, uint8_t kinds, bool demand);
-    void find_sources(const std::vector<int> & slots);
-    bool look_up_source(int s);
-    void take_source(int s, const Bid & bid);
+    void find_sources(Tier & to, const std::vector<int> & slots);
+    bool look_up_source(Tier & to, int s);
+    void take_source(Tier & to, int s, const Bid & bid);
     void pass_on(const Job & job);
-    void drop_waiting(int il);
-    Tier & tier(TierId id) { return id == TierId::lower ? *below_ : tier_; }
+    void drop_waiting(Tier & to, int il);
+    Tier & tier_of(const Job & job) {
+        return job.destination.tier == TierId::lower ? *tiers_.below : tiers_.of(job.il);
+    }
+    bool fills_compute() const;
     void begin(Job & job);
     void copy_from_disk(const Job & job, const Staging & staging, ReadStats & stats, uint64_t & upload_ns);
     void write(const Tier & to, int matrix, int slot, int64_t row, int64_t n_rows, const uint8_t * data);
@@ -81,9 +85,7 @@ class Transfers {
 
     const Layout & layout_;
     Shared & shared_;
-    Tier & tier_;
-    Tier * const below_; // nullptr: none
-    Copies * const copies_;
+    Tiers & tiers_;
     Streaming & streaming_;
     std::vector<int32_t> missed_; // scratch: experts that were looked up in the tier below
     std::unique_ptr<Files> files_;

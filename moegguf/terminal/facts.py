@@ -179,12 +179,13 @@ def estimate_model(
         options |= {"n_ctx": ctx, "flash_attn": flash_attn, "projector": projector_of(found.entry)}
         plan = plan_here(found.layout, cache, vram_cache, placement, **options)
         disk = _disk_speed(found, plan)
+        default = "auto" if plan.placement or plan.device else None
         return {
             "name": found.layout.name,
             "path": found.place,
             "fetched": found.fetched,
             "expert_cache": str(cache),
-            "vram_cache": vram_cache or read_environment().vram_cache or ("auto" if plan.placement else None),
+            "vram_cache": vram_cache or read_environment().vram_cache or default,
             "cache_types": list(types),
             "n_ctx": plan.n_ctx,
             "n_expert_total": found.layout.n_expert_total,

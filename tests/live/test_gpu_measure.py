@@ -49,12 +49,12 @@ def test_llama_cpp_and_moegguf_write_the_same_tokens_and_are_measured_alike(
 
 def held(keep_free_bytes: int) -> int:
     """What is free on a device of 64 MiB, of which all but so much is held."""
-    from moegguf.engine.devices import find_gpu
+    from moegguf.engine.devices import find_gpus
     from tools.gpu.measure import Held
 
     device = add_link_device(Link(2e9, 20e-6), memory_bytes=64 * MIB)
-    Held(find_gpu(device), keep_free_bytes)
-    return find_gpu(device).free_bytes
+    Held(find_gpus(device)[0], keep_free_bytes)
+    return find_gpus(device)[0].free_bytes
 
 
 @pytest.mark.parametrize("keep_free_mib", [1, 24, 200])

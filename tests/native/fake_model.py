@@ -58,8 +58,9 @@ class FakeModel:
         """Asserts that the slots given out at a gate hold exactly the file's bytes, and that nobody shares one."""
         pairs = set(zip(np.ravel(expert_ids).tolist(), np.ravel(slot_ids).tolist(), strict=True))
         assert len({expert for expert, _ in pairs}) == len({slot for _, slot in pairs}) == len(pairs)
-        resident = store.info()["resident"]
-        window = sum(layer.n_expert for layer in self.layout.layers if layer.il < il) if resident else 0
+        device = store.device_of(il)
+        before = [layer for layer in self.layout.layers if layer.il < il and store.device_of(layer.il) == device]
+        window = sum(layer.n_expert for layer in before) if store.device(device)["resident"] else 0
         for index, m in enumerate(self.layout.matrices):
             if m.il == il:
                 for expert, slot in pairs:

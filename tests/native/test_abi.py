@@ -77,16 +77,19 @@ def test_a_null_pointer_for_a_result_is_refused(fake: FakeModel, open_store: Ope
     "change",
     [
         {"n_layer": 0}, {"n_layer": -1}, {"n_matrices": 0}, {"n_shards": 0}, {"n_shards": -1}, {"matrices": None},
-        {"shard_paths": None}, {"n_expert_used": None}, {"n_layer": 1 << 30},
+        {"shard_paths": None}, {"n_expert_used": None}, {"n_layer": 1 << 30}, {"n_devices": 0}, {"n_devices": 65},
+        {"devices": None}, {"device_of_layer": (c.c_int32 * 1)(1)}, {"device_of_layer": (c.c_int32 * 1)(-1)},
+        {"devices": (library.Device * 1)(library.Device(None, 0))}, {"n_devices": 2},
     ],
     ids=str,
 )  # fmt: skip
 def test_a_config_that_lacks_something_is_refused(fake: FakeModel, change: dict[str, Any]) -> None:
     matrices = (library.Matrix * 1)(library.Matrix(b"m", 0, 0, 0, 8, 4, 4, 0, 0, 0, 64))
     paths = (c.c_char_p * 1)(str(fake.paths[0]).encode())
+    devices = (library.Device * 2)(library.Device(None, 4), library.Device(None, 4))  # no layer is on the second
     fields: dict[str, Any] = {
-        "abi": library.ABI_VERSION, "n_layer": 1, "n_matrices": 1, "n_shards": 1, "n_slots": 4, "n_readers": 1,
-        "matrices": matrices, "shard_paths": paths, "n_expert_used": (c.c_int32 * 1)(2),
+        "abi": library.ABI_VERSION, "n_layer": 1, "n_matrices": 1, "n_shards": 1, "n_devices": 1, "n_readers": 1,
+        "matrices": matrices, "shard_paths": paths, "n_expert_used": (c.c_int32 * 1)(2), "devices": devices,
     }  # fmt: skip
     handle = c.c_void_p()
     open_ = library.load().moegguf_store_open

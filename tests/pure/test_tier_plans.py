@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from gguf_builder import moe
 
-from moegguf.engine.devices import Device, find_gpu
+from moegguf.engine.devices import Device, find_gpus
 from moegguf.engine.machine import Memory
 from moegguf.engine.placing import plan_here
 from moegguf.engine.plan import Plan, slot_bytes
@@ -80,7 +80,7 @@ def test_more_ram_than_is_free_is_kept_with_a_warning(layout: ExpertLayout) -> N
 
 def test_without_a_gpu_a_budget_for_one_is_refused(layout: ExpertLayout) -> None:
     with pytest.raises(BudgetError, match="sees none"):
-        find_gpu()
+        find_gpus()
     with pytest.raises(BudgetError, match="sees none"):
         plan_here(layout, "auto", "auto")
     assert plan_here(layout, "auto", "").device is None

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from moegguf.bench.measure import greedy_token
-from moegguf.engine.devices import Device, find_gpu
+from moegguf.engine.devices import Device, find_gpus
 from moegguf.engine.llama import Llama
 from moegguf.engine.memory import kv_bytes
 from moegguf.errors import MoeggufError
@@ -73,7 +73,7 @@ class Held:
         ggml.ggml_backend_buft_get_max_size.restype = c.c_size_t
         buffer_type = ggml.ggml_backend_dev_buffer_type(ggml.ggml_backend_dev_by_name(device.name.encode()))
         largest = min(ggml.ggml_backend_buft_get_max_size(buffer_type), 16 << 30)
-        while (rest := find_gpu(device.name).free_bytes - keep_free_bytes) > 0:
+        while (rest := find_gpus(device.name)[0].free_bytes - keep_free_bytes) > 0:
             if not ggml.ggml_backend_buft_alloc_buffer(buffer_type, min(rest, largest)):
                 raise MemoryError(f"{device.name} refused {rest} bytes that are to be held.")
 
@@ -159,10 +159,10 @@ def predictions(llm: Llama) -> dict[str, float]:
 
 def run(case: Case) -> dict[str, Any]:
     """The measurement. Raises what loading raises."""
-    device = find_gpu(case.device)
+    device = find_gpus(case.device)[0]
     if case.hold and case.limit_bytes is not None:
         Held(device, case.limit_bytes)
-    free_before, start = find_gpu(case.device).free_bytes, time.perf_counter()
+    free_before, start = find_gpus(case.device)[0].free_bytes, time.perf_counter()
     with load(case) as llm:
         load_s = time.perf_counter() - start
         other, prompt = np.random.default_rng(0).integers(0, llm.n_vocab(), (2, case.n_prompt)).tolist()
@@ -180,7 +180,7 @@ def run(case: Case) -> dict[str, Any]:
             "first": _figures(after_prompt, after_first, N_FIRST),
             "steady": _figures(after_first, hits(llm), case.n_decode),
             "tokens": first + steady,
-            "device_bytes": free_before - find_gpu(case.device).free_bytes,
+            "device_bytes": free_before - find_gpus(case.device)[0].free_bytes,
             "n_cpu_moe": len(llm._overrides) - 1 if isinstance(llm, Upstream) else None,
             "reasons": list(llm.plan.reasons) if llm.session is not None else [],
             "predicted": predictions(llm),

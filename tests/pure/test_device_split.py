@@ -1,0 +1,196 @@
+"""How layers are split over devices: as llama.cpp does with a tensor_split, and by memory and links without one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from gguf_builder import moe
+
+from moegguf.engine.device_plan import SplitOptions, plan_devices, plan_for
+from moegguf.engine.device_split import (
+    ON_CPU,
+    DeviceRoom,
+    LayerBytes,
+    device_of_layers,
+    split_layers,
+    tensor_split_for,
+)
+from moegguf.engine.devices import Device
+from moegguf.engine.machine import Memory
+from moegguf.engine.placement import HitCurve
+from moegguf.engine.placing import Gpus, place_on
+from moegguf.engine.plan import Plan, slot_bytes
+from moegguf.engine.tiers import VRAM_MARGIN_BYTES, parse_vram_caches
+from moegguf.errors import BudgetError, OptionError
+from moegguf.gguf.experts import ExpertLayout, read_layout
+from moegguf.quantities import GIB, Link, parse_expert_cache
+
+CURVE = HitCurve({0.0: 0.0, 0.1: 0.4, 0.2: 0.6, 0.4: 0.8, 0.7: 0.93, 1.0: 1.0}, "made up")
+LAYER = LayerBytes(10, 100, 5)
+RAM = Memory(64 * GIB, 60 * GIB, "the machine")
+
+
+@pytest.fixture(scope="module")
+def layout(tmp_path_factory: pytest.TempPathFactory) -> ExpertLayout:
+    """12 layers of 16 experts, top-4: 192 experts."""
+    return read_layout(moe(n_layer=12, n_expert=16, n_used=4).write(tmp_path_factory.mktemp("split") / "m.gguf"))
+
+
+def devices(*free_bytes: int) -> list[Device]:
+    return [Device(f"GPU{index}", index, free, 64 * GIB) for index, free in enumerate(free_bytes)]
+
+
+def plan(layout: ExpertLayout, vram: str, ram: str | int = "50%", **split: Any) -> tuple[Plan, list[float]]:
+    found = devices(*split.pop("free", (8 * GIB, 8 * GIB)))
+    caches, cache = parse_vram_caches(vram), parse_expert_cache(ram)
+    return plan_devices(layout, caches, cache, found, RAM, SplitOptions(**split), n_ctx=4096)
+
+
+@pytest.mark.parametrize(
+    ("split", "n_gpu_layers", "expected"),
+    [
+        ([1, 1], -1, [0, 0, 0, 1, 1]),
+        ([1, 1], 99, [0, 0, 0, 1, 1]),
+        ([3, 1], -1, [0, 0, 0, 0, 0]),
+        ([1, 0], -1, [0] * 5),
+        ([0, 1], -1, [1] * 5),
+        ([1, 1], 4, [ON_CPU, ON_CPU, 0, 0, 1]),
+        ([1, 1], 1, [ON_CPU] * 5),
+        ([1, 1], 0, [ON_CPU] * 5),
+        ([2, 3, 1], -1, [0, 0, 1, 1, 1]),
+    ],
+)
+def test_layers_go_where_llama_cpp_puts_them(split: list[float], n_gpu_layers: int, expected: list[int]) -> None:
+    assert device_of_layers(5, split, n_gpu_layers) == expected
+
+
+@pytest.mark.parametrize("split", [[], [0, 0], [-1, 2], [float("nan"), 1]])
+def test_a_split_that_is_none_is_refused(split: list[float]) -> None:
+    with pytest.raises(OptionError, match="tensor_split"):
+        device_of_layers(5, split)
+
+
+@pytest.mark.parametrize("counts", [[1, 2, 3], [0, 4], [48, 0, 1], [17, 31], [1, 0]])
+@pytest.mark.parametrize("n_on_cpu", [0, 3])
+def test_counted_layers_come_back_from_their_tensor_split(counts: list[int], n_on_cpu: int) -> None:
+    expected = [ON_CPU] * n_on_cpu + [d for d, n in enumerate(counts) for _ in range(n)]
+    n_gpu_layers = -1 if n_on_cpu == 0 else sum(counts) + 1
+    assert device_of_layers(sum(counts) + n_on_cpu, tensor_split_for(counts), n_gpu_layers) == expected
+
+
+def test_equal_devices_get_equal_layers_and_memory_decides_between_equal_links() -> None:
+    assert split_layers(12, [DeviceRoom(600, 1.0)] * 2, LAYER, CURVE) == [6, 6]
+    small, large = split_layers(12, [DeviceRoom(300, 1.0), DeviceRoom(600, 1.0)], LAYER, CURVE)
+    assert large == 2 * small
+    assert split_layers(12, [DeviceRoom(1320, 1.0), DeviceRoom(2640, 4.0)], LAYER, CURVE) == [4, 8]  # all are resident
+
+
+def test_slow_links_get_fewer_layers_the_slower_the_fewer() -> None:
+    slow, speeds = DeviceRoom(600, 1.0), (1, 2, 4, 8)
+    of_slow = [split_layers(12, [slow, DeviceRoom(600, speed)], LAYER, CURVE)[0] for speed in speeds]
+    assert of_slow == sorted(of_slow, reverse=True)
+    assert of_slow[0] == 6
+    assert of_slow[-1] == 5  # as many as are never missed
+
+
+def test_a_split_waits_less_than_every_other() -> None:
+    rooms = [DeviceRoom(400, 1.0), DeviceRoom(700, 3.0)]
+
+    def waits(counts: tuple[int, int]) -> float:
+        total = 0.0
+        for n, room in zip(counts, rooms, strict=True):
+            share = min(1.0, (room.n_bytes / n - LAYER.dense_bytes) / LAYER.expert_bytes) if n else 1.0
+            total += n * (1 - CURVE.at(share)) / room.link_bytes_per_s
+        return total
+
+    best = min((waits((n, 12 - n)), (n, 12 - n)) for n in range(13))[1]
+    assert tuple(split_layers(12, rooms, LAYER, CURVE)) == best
+
+
+def test_layers_that_fit_nowhere_are_refused() -> None:
+    with pytest.raises(BudgetError, match="of 4 layers, but devices are to compute 12"):
+        split_layers(12, [DeviceRoom(30, 1.0)] * 2, LAYER, CURVE)
+
+
+def test_one_budget_is_shared_and_a_list_is_kept(layout: ExpertLayout) -> None:
+    shared, split = plan(layout, "25%")
+    assert [len(part.layers) for part in shared.devices] == [6, 6]
+    assert [part.n_slots for part in shared.devices] == [24, 24]
+    assert device_of_layers(12, split) == [0] * 6 + [1] * 6
+    assert (shared.n_slots, shared.n_lower_slots, shared.device) == (48, 96, "GPU0, GPU1")
+    listed, _ = plan(layout, "25%,10%", tensor_split=[1, 1])
+    assert [part.n_slots for part in listed.devices] == [48, 19]
+    uneven, _ = plan(layout, "25%", tensor_split=[3, 1], free=(8 * GIB, 2 * GIB))
+    assert [len(part.layers) for part in uneven.devices] == [10, 2]
+    assert sum(part.n_slots for part in uneven.devices) == 48
+
+
+def test_links_decide_where_the_user_does_not(layout: ExpertLayout) -> None:
+    links = {"GPU0": Link(24e9), "GPU1": Link(3e9)}
+    chosen, split = plan(layout, "50%", links=links)
+    fast, slow = (len(part.layers) for part in chosen.devices)
+    assert fast > slow
+    assert device_of_layers(12, split).count(0) == fast
+    shares = [part.n_slots / len(part.layers) for part in chosen.devices]
+    assert shares[1] > shares[0]
+    given, _ = plan(layout, "50%", links=links, tensor_split=[1, 1])
+    assert [len(part.layers) for part in given.devices] == [7, 5]
+
+
+def test_auto_leaves_a_gigabyte_on_each_device(layout: ExpertLayout) -> None:
+    whole = max(part.total_bytes for part in plan(layout, "100%")[0].devices)
+    free = (VRAM_MARGIN_BYTES + whole, VRAM_MARGIN_BYTES + whole - 60 * slot_bytes(layout))
+    chosen, _ = plan(layout, "auto", free=free)
+    for part, n_bytes in zip(chosen.devices, free, strict=True):
+        assert part.total_bytes <= n_bytes - VRAM_MARGIN_BYTES
+        assert part.n_slots >= 4
+    everything, _ = plan(layout, "auto")
+    assert (everything.resident, everything.n_lower_slots) == (True, 0)
+
+
+def test_layers_left_to_the_cpu_share_the_ram_with_those_below_devices(layout: ExpertLayout) -> None:
+    mixed, split = plan(layout, "25%", 60 * slot_bytes(layout), n_gpu_layers=9)
+    *on_devices, on_cpu = mixed.devices
+    assert [part.layers for part in on_devices] == [(4, 5, 6, 7), (8, 9, 10, 11)]
+    assert (on_cpu.name, on_cpu.layers, on_cpu.n_slots, mixed.n_lower_slots) == (None, (0, 1, 2, 3), 20, 40)
+    assert device_of_layers(12, split, 9)[:5] == [ON_CPU] * 4 + [0]
+    assert mixed.host_bytes >= 60 * mixed.slot_bytes
+    one, _ = plan_for(
+        layout, parse_vram_caches("25%"), parse_expert_cache("50%"), devices(8 * GIB), RAM,
+        SplitOptions(n_gpu_layers=9), n_ctx=4096,
+    )  # fmt: skip
+    assert [part.name for part in one.devices] == ["GPU0", None]
+    with pytest.raises(BudgetError, match=r"expert_cache=.* 4 layers are computed by the CPU; give at least"):
+        plan(layout, "25%", 4 * slot_bytes(layout), n_gpu_layers=9)
+
+
+def test_too_little_for_a_device_is_refused_and_too_much_is_warned_of(layout: ExpertLayout) -> None:
+    with pytest.raises(BudgetError, match="vram_cache holds 1 experts on GPU1, but a token needs 4"):
+        plan(layout, f"25%,{slot_bytes(layout)}", tensor_split=[1, 1])
+    with pytest.raises(BudgetError, match="3 budgets for 2 devices"):
+        plan(layout, "25%,25%,25%")
+    with pytest.raises(OptionError, match="1 proportions for 2 devices"):
+        plan(layout, "25%", tensor_split=[1])
+    tight, _ = plan(layout, "50%", free=(1 << 20, 8 * GIB), tensor_split=[1, 1])
+    assert any("on GPU0 are needed" in warning for warning in tight.warnings)
+
+
+def test_one_device_with_every_layer_needs_no_split(layout: ExpertLayout) -> None:
+    budgets = parse_vram_caches("25%"), parse_expert_cache("50%")
+    alone, split = plan_for(layout, *budgets, devices(8 * GIB), RAM, n_ctx=512)
+    assert (alone.device, alone.devices, split) == ("GPU0", (), None)
+
+
+def test_devices_without_room_leave_everything_to_the_cpu_unless_they_were_asked_for(layout: ExpertLayout) -> None:
+    small = Gpus(tuple(devices(1 << 20, 1 << 20)), parse_vram_caches("auto"), "auto", SplitOptions())
+    where = layout, parse_expert_cache("50%"), RAM, 1, {"n_ctx": 512}
+    placed = place_on(small, *where)
+    assert (placed.on_device, placed.tensor_split, placed.plan.n_slots) == (False, None, 96)
+    assert any("not slots on GPUs: " in reason for reason in placed.plan.reasons)
+    for asked in (replace(small, choice="slots"), replace(small, vram=parse_vram_caches("25%,1KiB"))):
+        with pytest.raises(BudgetError):
+            place_on(asked, *where)
+    large = replace(small, devices=tuple(devices(8 * GIB, 8 * GIB)))
+    assert place_on(large, *where).plan.device == "GPU0, GPU1"
