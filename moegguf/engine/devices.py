@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import ctypes as c
+import json
+import subprocess
 from dataclasses import dataclass
 from typing import Any
 
+from moegguf.child import child_command, child_environment
 from moegguf.engine.machine import Memory
 from moegguf.errors import BudgetError, OptionError
 from moegguf.native import library
+
+NO_GPU = (
+    "vram_cache needs a GPU, and this build of moegguf sees none (`moegguf doctor` lists devices); leave it out, or"
+    " build with a backend for your GPU."
+)
+QUERY_S = 60  # a driver may take long to start
 
 CPU, GPU = 0, 1  # enum ggml_backend_dev_type
 
@@ -63,10 +72,7 @@ def find_gpu(name: str | None = None) -> Device:
     """
     found = gpus()
     if not found:
-        raise BudgetError(
-            "vram_cache needs a GPU, and this build of moegguf sees none (`moegguf doctor` lists devices); leave it"
-            " out, or build with a backend for your GPU."
-        )
+        raise BudgetError(NO_GPU)
     if name is None:
         return max(found, key=lambda device: device.free_bytes)
     for device in found:
@@ -74,3 +80,20 @@ def find_gpu(name: str | None = None) -> Device:
             return device
     names = ", ".join(device.name for device in found)
     raise OptionError(f"there is no GPU named {name!r}; there are: {names}.")
+
+
+def query_gpus() -> list[Device]:
+    """`gpus()` of a process of its own: a driver keeps some memory of a device for every process that asks it.
+
+    Raises BudgetError when it ends without an answer.
+    """
+    command = child_command("moegguf.engine.devices")
+    try:
+        asked = subprocess.run(command, capture_output=True, env=child_environment(), timeout=QUERY_S, check=False)
+        return [Device(**fields) for fields in json.loads(asked.stdout)]
+    except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+        raise BudgetError(f"the devices of this machine could not be listed ({error}); try `moegguf doctor`.") from None
+
+
+if __name__ == "__main__":
+    print(json.dumps([vars(device) for device in gpus()]))

@@ -79,6 +79,29 @@ class LoadPlan:
             )
         return n_slots
 
+    def vram_slots_within(self, vram_cache: Budget) -> int:
+        """Slots on the device of another budget, up to the one at load. Raises BudgetError when its passes need more,
+        and for a model that the CPU computes."""
+        cache, plan, layout = parse_vram_cache(vram_cache), self.plan, self.layout
+        if plan.device is None:
+            raise BudgetError(
+                f"vram_cache={vram_cache!r}: the CPU computes this model, so it has no experts in VRAM; load it with"
+                " vram_cache (--vram-cache) to use a GPU."
+            )
+        asked = {
+            "auto": plan.n_slots,
+            "fraction": int(cache.fraction * layout.n_expert_total + 1e-9),
+            "bytes": cache.n_bytes // plan.slot_bytes,
+        }
+        n_slots, least = min(asked[cache.mode], plan.n_slots), layer_slots(layout, plan.n_ubatch, plan.streams)
+        if n_slots < least:
+            size = format_bytes_up(least * plan.slot_bytes)
+            raise BudgetError(
+                f"vram_cache={vram_cache!r} is too small for a model that was loaded to read {plan.n_ubatch} tokens at"
+                f" a time; give at least {size!r}, or load it again with the smaller budget."
+            )
+        return n_slots
+
     def failure(self, error: ValueError | MemoryError) -> MoeggufError:
         """The typed error for an error of the base class while loading."""
         if isinstance(error, MemoryError):

@@ -470,6 +470,38 @@ void Acquire::resize_below(int n_slots) {
     below_->resize(n_slots);
 }
 
+void Acquire::reallocate(Tier & tier, int n_slots) {
+    Lock lock(shared_.mutex);
+    const int n_pool = tier.residency.n_slots(), least = &tier == &tier_ ? layout_.n_used_max : 1;
+    if (n_slots < least || n_slots > n_pool) {
+        throw Error(MOEGGUF_INVALID, "the tier can have " + std::to_string(least) + " to " + std::to_string(n_pool) +
+                                         " slots, not " + std::to_string(n_slots));
+    }
+    if (&tier == &tier_ && tier.numbering.resident()) {
+        if (lanes_.size() > 1 && n_slots < n_pool) {
+            throw Error(MOEGGUF_INVALID, "a fully resident pool with several contexts keeps its size");
+        }
+        if (n_slots == n_pool) {
+            return;
+        }
+    }
+    for (Lane * lane : lanes_) { // pins of the last layer of a pass that has ended
+        streaming_.stop(*lane);
+        unpin(*lane);
+    }
+    resize_to_ = 0;
+    tier.resize(std::min(n_slots, tier.residency.n_usable()));
+    transfers_.drop_requests();
+    transfers_.hold_prefetches(true);
+    const auto quiet = [&] { return !tier_.reading() && !(below_ && below_->reading()); };
+    const bool ended = shared_.simulated() || shared_.done.wait_for(lock, longest_pass, quiet);
+    transfers_.hold_prefetches(false);
+    if (!ended) {
+        throw Error(MOEGGUF_IO, "experts were still being read after a minute; try again");
+    }
+    tier.resize(tier.reallocate(n_slots));
+}
+
 void Acquire::apply_resize() {
     if (tier_.numbering.resident() && lanes_.size() > 1) {
         return; // a context that came meanwhile computes with slot ids of its layers' windows

@@ -139,6 +139,10 @@ void Store::resize(int index, int n_slots) {
     &tier_at(index) == &tier ? acquire.resize(n_slots) : acquire.resize_below(n_slots);
 }
 
+void Store::reallocate(int index, int n_slots) {
+    acquire.reallocate(tier_at(index), n_slots);
+}
+
 void Store::cancel(bool on) {
     Lock lock(shared.mutex);
     shared.cancelled = on;
