@@ -175,19 +175,41 @@ class Llama(UpstreamLlama):
             raise
 
     def _load(self, load_plan: LoadPlan) -> None:
-        try:
-            with readahead(self.layout) if self._session else nullcontext():
-                super().__init__(load_plan.path, n_ubatch=load_plan.n_ubatch, **load_plan.options)
-        except MoeggufError:
-            raise
-        except (MemoryError, ValueError) as error:
-            self._progress.raise_reason()
-            raise load_plan.failure(error) from error
+        while True:
+            try:
+                with readahead(self.layout) if self._session else nullcontext():
+                    super().__init__(load_plan.path, n_ubatch=load_plan.n_ubatch, **load_plan.options)
+                break
+            except MoeggufError:
+                raise
+            except (MemoryError, ValueError) as error:
+                self._progress.raise_reason()
+                if not self._give_slots_back():
+                    raise load_plan.failure(error) from error
         self.input_ids.fill(PLACEHOLDER)
         if self._n_seq_max > 1:
             self._pass_batch = PassBatch(self.n_batch)
         if load_plan.projector is not None:
             self._batch = PositionedBatch(self._batch, self._images)
+
+    def _give_slots_back(self) -> bool:
+        """Leaves half of the slots' memory on a device to what did not fit beside them; False where there is none."""
+        if self._session is None or self.plan.device is None:
+            return False
+        store, least = self._session.store, self._load_plan.least_slots
+        n_slots = store.info()["n_slots_usable"]
+        if n_slots <= least:
+            return False
+        with suppress(AttributeError):  # what was loaded before the failure
+            self._stack.close()
+        fewer = max(least, n_slots // 2)
+        store.reallocate(fewer)
+        warnings.warn(
+            f"{self.plan.device} has no memory for weights and a context beside {n_slots} expert slots; going on with"
+            f" {fewer}, which is slower; give a smaller vram_cache, or lower n_ctx.",
+            stacklevel=2,
+        )
+        return True
 
     def _start_threads(self, load_plan: LoadPlan) -> None:
         n_threads, n_threads_batch = (load_plan.options[name] for name in ("n_threads", "n_threads_batch"))

@@ -61,6 +61,11 @@ class LoadPlan:
     n_seq_max: int = 1
     kv_tokens: int = 0  # of all sequences
 
+    @property
+    def least_slots(self) -> int:
+        """Slots of the tier that layers compute on, without which a pass may fail."""
+        return layer_slots(self.layout, self.plan.n_ubatch, self.plan.streams)
+
     def lower_slots_within(self, expert_cache: Budget) -> int:
         """Slots in RAM, below a device's, of another budget. Raises BudgetError where it holds none."""
         cache = parse_expert_cache(expert_cache)
@@ -70,7 +75,7 @@ class LoadPlan:
         """Slots of another budget for the loaded model. Raises BudgetError when its passes need more."""
         cache, layout = parse_expert_cache(expert_cache), self.layout
         n_slots = make_plan(layout, cache, read_memory(), n_ctx=self.kv_tokens, n_ubatch=1).n_slots
-        least = layer_slots(layout, self.plan.n_ubatch, self.plan.streams)
+        least = self.least_slots
         if n_slots < least:
             size = format_bytes_up(least * self.plan.slot_bytes)
             raise BudgetError(
@@ -93,7 +98,7 @@ class LoadPlan:
             "fraction": int(cache.fraction * layout.n_expert_total + 1e-9),
             "bytes": cache.n_bytes // plan.slot_bytes,
         }
-        n_slots, least = min(asked[cache.mode], plan.n_slots), layer_slots(layout, plan.n_ubatch, plan.streams)
+        n_slots, least = min(asked[cache.mode], plan.n_slots), self.least_slots
         if n_slots < least:
             size = format_bytes_up(least * plan.slot_bytes)
             raise BudgetError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,11 @@ import numpy as np
 import pytest
 from own_process import in_own_process
 from rpc_device import in_child, register
-from running import N_NEW, Llama, TinyModel, greedy_logits, share_for
+from running import N_NEW, Llama, Own, TinyModel, greedy_logits, share_for
 
 from moegguf.engine.devices import find_gpu
+from moegguf.engine.session import Place
+from moegguf.engine.warm_start import most_used
 from moegguf.errors import AllocationError, BudgetError
 from moegguf.native import library
 from moegguf.native.link_device import add_link_device
@@ -117,6 +120,49 @@ def refusals(path: Path) -> bool:
 
 def test_a_device_that_refuses_memory_leaves_the_model_usable(tiny: TinyModel) -> None:
     assert in_own_process(refusals, tiny("tiny-qwen2moe", "q4_0"))
+
+
+def tight(path: Path) -> bool:
+    """Whether a context that does not fit beside the slots takes from them instead of failing."""
+    with behind_a_link(path, 60, 40) as llm:
+        expected, most = greedy_logits(llm), find_gpu()
+        used = most.total_bytes - most.free_bytes
+    short = add_link_device(LINK, memory_bytes=used - 10 * llm.plan.slot_bytes)
+    budgets = {"vram_cache": share_for(path, 60), "expert_cache": share_for(path, 40)}
+    with pytest.warns(UserWarning, match=f"{short} has no memory for weights and a context beside 60 expert slots"):
+        llm = Llama(path, store=StoreOptions(device=short), **budgets, **OPTIONS)
+    with llm:
+        assert 16 <= llm.stats().tiers[0].n_slots <= 30
+        assert np.array_equal(greedy_logits(llm), expected)
+    none = add_link_device(LINK, memory_bytes=used // 4)
+    warnings.simplefilter("ignore")  # in this process
+    with pytest.raises(AllocationError):
+        Llama(path, store=StoreOptions(device=none), **budgets, **OPTIONS)
+    return True
+
+
+def test_a_context_takes_memory_of_slots(tiny: TinyModel) -> None:
+    assert in_own_process(tight, tiny("tiny-qwen2moe", "q4_0"))
+
+
+def warm(path: Path) -> bool:
+    """Whether the experts used most are in VRAM after the next load, and the next ones in RAM."""
+    with behind_a_link(path, 20, 12, warm_start=True) as llm:
+        assert llm.session is not None
+        expected = greedy_logits(llm, n_new=8)
+        uses = llm.session.store.activity()[0].astype(np.float32)
+    with behind_a_link(path, 20, 12, warm_start=True) as llm:
+        assert llm.session is not None
+        llm.session.store.drain(10)
+        places = llm.session.places()[most_used(uses, 32)]
+        assert (places[:20] == Place.VRAM).all() and (places[20:] == Place.RAM).all()
+        assert llm.stats().evictions == 0
+        assert np.array_equal(greedy_logits(llm, n_new=8), expected)
+    return True
+
+
+def test_a_warm_start_fills_both_tiers(own: Own) -> None:
+    assert in_own_process(warm, own())
 
 
 def test_a_model_on_the_cpu_has_no_budget_in_vram(tiny: TinyModel) -> None:
