@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -51,6 +52,26 @@ def size(wanted: int, minimum: int) -> ModelSize:
 )
 def test_admission(wanted: int, minimum: int, models: list[tuple[str, int, bool]], admission: Admission) -> None:
     assert admit(size(wanted, minimum), 100, [MemoryUse(*model) for model in models]) == admission
+
+
+@pytest.mark.parametrize(
+    ("wanted", "models", "admission"),
+    [
+        ((10, 80), [("cpu", 40, True, 0), ("gpu", 5, True, 40)], Admission(unload=("gpu",))),  # RAM is not short
+        ((80, 10), [("gpu", 5, True, 40), ("cpu", 40, True, 0)], Admission(unload=("gpu", "cpu"))),
+        ((10, 80), [("cpu", 40, True, 0), ("gpu", 5, False, 40)], Admission(10, device_bytes=60)),
+        ((10, 80), [("cpu", 40, True, 0), ("gpu", 5, False, 95)], Admission()),
+        ((10, 50), [("gpu", 5, False, 40)], Admission(10, device_bytes=50)),
+    ],
+)
+def test_models_are_unloaded_for_the_memory_that_is_short(
+    wanted: tuple[int, int], models: list[tuple[str, int, bool, int]], admission: Admission
+) -> None:
+    on_device = replace(size(wanted[0], 10), device="GPU", device_wanted_bytes=wanted[1], device_minimum_bytes=10)
+    uses = [MemoryUse(name, n_bytes, idle, device_bytes=there) for name, n_bytes, idle, there in models]
+    assert admit(on_device, 100, uses, device_limit_bytes=100) == admission
+    with pytest.raises(BudgetError, match=r"at least .* on GPU"):
+        admit(on_device, 100, uses, device_limit_bytes=9)
 
 
 def test_a_stopping_model_is_waited_for() -> None:
