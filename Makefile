@@ -2,6 +2,7 @@
 # make run    the bundled demo model, with a budget of half its experts
 # make test   the tests          make lint   style and types
 # make tsan, make asan           the native tests under a sanitizer
+# make test-vulkan               the tests that need a GPU, on a software one
 # make wheel  a wheel for other machines, in dist/
 # make bench MODEL=FILE          what the README's table was measured with
 
@@ -15,7 +16,7 @@ SOURCES := pyproject.toml tools/vendor.py $(wildcard patches/* moegguf/native/*.
            moegguf/native/CMakeLists.txt
 CMAKE_ARGS ?=
 
-.PHONY: all run test lint tsan asan wheel bench clean
+.PHONY: all run test test-vulkan lint tsan asan wheel bench clean
 
 all: $(READY)
 
@@ -48,6 +49,9 @@ lint: $(VENV)/.lint
 	@$(VENV)/bin/mypy
 	@$(VENV)/bin/clang-format --dry-run -Werror moegguf/native/*.cpp moegguf/native/*.h moegguf/native/*/*.cpp moegguf/native/*/*.h
 
+test-vulkan: $(READY)
+	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(PY) tools/vulkan_tests.py
+
 tsan: $(READY)
 	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(PY) tools/sanitize.py thread
 
@@ -66,4 +70,4 @@ bench: $(READY)
 	@$(VENV)/bin/moegguf bench -m $(MODEL) --against mmap --memory-limit 4GiB -p 512 -n 32 -r 2
 
 clean:
-	rm -rf $(VENV) build/native build/portable build/tsan build/asan build/ubsan build/test-rpc
+	rm -rf $(VENV) build/native build/portable build/vulkan build/tsan build/asan build/ubsan build/test-rpc

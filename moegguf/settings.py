@@ -23,8 +23,12 @@ DEFAULT_PORT = 11434
 KV_CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
 """As llama.cpp's tools take them."""
 MAX_CONTEXT_TOKENS = 1 << 24
+MAX_KV_TOKENS = 1 << 28  # of all sequences of a context
 MAX_BATCH_PARALLEL = 256
 MAX_PARALLEL = 256  # llama.cpp's LLAMA_MAX_SEQ
+
+PLACEMENTS = ("auto", "layers", "slots", "cpu")
+"""Where experts go on a machine with a GPU: see engine/placement.py."""
 
 _PORTS = {"http": 80, "https": 443}
 _SWITCH = {"0": False, "off": False, "false": False, "no": False, "1": True, "on": True, "true": True, "yes": True}
@@ -41,7 +45,8 @@ class Environment:
     hooks: bool = True  # MOEGGUF_HOOKS=0 runs plain llama.cpp
     expert_cache: str = "auto"  # MOEGGUF_EXPERT_CACHE: the budget when the caller gives none
     warm_start: bool = False  # MOEGGUF_WARM_START=1: what earlier runs used most is fetched at load, and remembered
-    vram_cache: str = ""  # MOEGGUF_VRAM_CACHE: the budget on a GPU when the caller gives none; empty: no GPU
+    vram_cache: str = ""  # MOEGGUF_VRAM_CACHE: the budget on a GPU when the caller gives none; empty: "auto"
+    placement: str = "auto"  # MOEGGUF_PLACEMENT: where experts go when the caller does not say (engine.placement)
     system: str = ""  # MOEGGUF_SYSTEM: what decides on experts (controller.systems) when the caller names none
     library: Path | None = None  # MOEGGUF_LIBRARY: folder of the native library, instead of the installed one
     models: Path | None = None  # MOEGGUF_MODELS: folder of models known by name
@@ -52,7 +57,7 @@ class Environment:
 def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
     """Reads MOEGGUF_* from `environ` (default: the process's). Empty counts as unset.
 
-    Raises OptionError for MOEGGUF_HOOKS, MOEGGUF_WARM_START and MOEGGUF_TRIAL_LOAD, BudgetError for
+    Raises OptionError for MOEGGUF_HOOKS, MOEGGUF_WARM_START, MOEGGUF_PLACEMENT and MOEGGUF_TRIAL_LOAD, BudgetError for
     MOEGGUF_EXPERT_CACHE and MOEGGUF_VRAM_CACHE.
     """
     env = os.environ if environ is None else environ
@@ -64,6 +69,9 @@ def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
         raise OptionError(f"MOEGGUF_WARM_START must be 0 or 1, but is {warm_start[:60]!r}.")
     cache = env.get("MOEGGUF_EXPERT_CACHE", "").strip() or "auto"
     vram_cache = env.get("MOEGGUF_VRAM_CACHE", "").strip()
+    placement = env.get("MOEGGUF_PLACEMENT", "").strip().lower() or "auto"
+    if placement not in PLACEMENTS:
+        raise OptionError(f"MOEGGUF_PLACEMENT is none of {', '.join(PLACEMENTS)}, but {placement[:60]!r}.")
     for name, budget in (("EXPERT", cache), ("VRAM", vram_cache or "auto")):
         try:
             parse_expert_cache(budget)
@@ -78,6 +86,7 @@ def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
         expert_cache=cache,
         warm_start=_SWITCH[warm_start],
         vram_cache=vram_cache,
+        placement=placement,
         system=env.get("MOEGGUF_SYSTEM", "").strip(),
         library=Path(library).expanduser() if library else None,
         models=Path(models).expanduser() if models else None,
@@ -176,11 +185,11 @@ class Settings:
     """Options of the server. Durations in seconds, `math.inf` without a limit; None: chosen where it is used.
 
     `memory_bytes`: of all loaded models together. `max_models`: most models loaded; None: as many as fit. `max_queue`:
-    most requests waiting. `n_parallel`: requests that a model answers at once. `schedule`: which of them compute in a
-    step (`SCHEDULES`). `load_timeout_s`: a load fails after this time without a read. `api_key` is not in the repr.
-    `trusted`: networks whose clients need no key. `batch_parallel`: most requests of a batch at once.
-    `batch_window_s`: a batch that takes longer expires. `upload_bytes`, `storage_bytes`: of one uploaded file, and of
-    all stored files.
+    most requests waiting. `n_parallel`: requests that a model answers at once. `kv_tokens`: of context that these
+    have together. `schedule`: which of them compute in a step (`SCHEDULES`). `load_timeout_s`: a load fails after this
+    time without a read. `api_key` is not in the repr. `trusted`: networks whose clients need no key. `batch_parallel`:
+    most requests of a batch at once. `batch_window_s`: a batch that takes longer expires. `upload_bytes`,
+    `storage_bytes`: of one uploaded file, and of all stored files.
     """
 
     host: Host = field(default_factory=Host)
@@ -190,6 +199,7 @@ class Settings:
     max_models: int | None = None
     max_queue: int = 512
     n_parallel: int = 1
+    kv_tokens: int | None = None
     schedule: str = SCHEDULES[0]
     load_timeout_s: float = 300.0
     kv_cache_type: str = "f16"
@@ -240,6 +250,7 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
         max_models=read("MAX_LOADED_MODELS", _whole(0, 1024), 0) or None,
         max_queue=read("MAX_QUEUE", _whole(0, 1_000_000), Settings.max_queue),
         n_parallel=read("NUM_PARALLEL", _whole(0, MAX_PARALLEL), 0) or Settings.n_parallel,
+        kv_tokens=read("KV_TOKENS", _whole(0, MAX_KV_TOKENS), 0) or None,
         schedule=read("SCHEDULE", parse_schedule, Settings.schedule),
         load_timeout_s=read("LOAD_TIMEOUT", parse_duration, Settings.load_timeout_s) or math.inf,
         kv_cache_type=read("KV_CACHE_TYPE", parse_kv_cache_type, Settings.kv_cache_type),

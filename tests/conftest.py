@@ -39,6 +39,7 @@ def own_data_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         folder = tmp_path_factory.mktemp("data")
         patch.setenv("XDG_DATA_HOME", str(folder))
         patch.setenv("MOEGGUF_TRIAL_LOAD", "0")  # hundreds of new models; live/test_trial.py turns it on
+        patch.setenv("MOEGGUF_PLACEMENT", "slots")  # with a GPU; where speeds decide, a test says so
         yield folder
 
 

@@ -2,27 +2,34 @@
 
     python -m tools.evidence requests -o requests.jsonl
     python -m tools.evidence speed --system lru,promoe -m demo --expert-cache 25% -n 256
+    python -m tools.evidence batches -m demo --expert-cache 25% --batch 1,2,4,8,16 --schedule fifo,auto
     python -m tools.evidence link promoe requests.trace --model demo --expert-cache 25%,50%
 
 `speed` takes the options of `moegguf bench`; each round runs every system once, and rows have medians over rounds with
 their least and greatest. With --results the rounds are added to those in a file, so that a long measurement can be made
-in pieces. `link` replays a trace with every system over a link on which an expert takes as long, beside a layer's
-compute time, as in the paper named.
+in pieces. `batches` answers the demo's questions, so many at once, in a process of its own each time. `link` replays a
+trace with every system over a link on which an expert takes as long, beside a layer's compute time, as in the paper
+named.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import resource
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from moegguf import Engine
 from moegguf.bench.series import test_name
+from moegguf.generate.request import Sampling
 from moegguf.trace.format import read
 from tools.demo import corpus
 
@@ -129,6 +136,77 @@ def speed(options: Sequence[str], rounds: int, base: str, results: Path | None) 
     return speed_table(rows, base)
 
 
+@dataclass(frozen=True)
+class Batch:
+    """One measurement: `n_requests` answers of `n_tokens` each, `batch` at once, in the order of `schedule`."""
+
+    model: str
+    expert_cache: str
+    n_ctx: int
+    batch: int
+    schedule: str
+    n_requests: int
+    n_tokens: int
+
+    def measured(self) -> dict[str, float]:
+        """Its figures, from a process of its own. Raises CalledProcessError."""
+        command = [sys.executable, "-m", "tools.evidence", "batch", json.dumps(vars(self))]
+        return dict(json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout.splitlines()[-1]))
+
+    def measure(self) -> dict[str, float]:
+        """Its figures, in this process: of decoding and prompts together, but for those of loading."""
+        options: dict[str, Any] = {"expert_cache": self.expert_cache, "n_ctx": self.n_ctx}
+        with Engine(self.model, self.batch, schedule=self.schedule, **options) as engine:
+            prompts = list(itertools.islice(itertools.cycle(_asked()), self.n_requests))
+            start_s, before = time.perf_counter(), engine.stats()
+            answers = engine.generate(
+                prompts, [Sampling(max_tokens=self.n_tokens, seed=i) for i in range(len(prompts))]
+            )
+            seconds, stats = time.perf_counter() - start_s, engine.stats() - before
+            n_layers = len(engine.llm.layout.layers)
+        return {
+            "ts": sum(answer.timing.answer_tokens for answer in answers) / seconds,
+            "experts": stats.lookups / stats.passes / n_layers,
+            "hit_rate": stats.hit_rate,
+            "mb_per_token": stats.bytes_per_token / 1e6,
+            "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3,
+        }
+
+
+def _asked() -> list[str]:
+    """The demo's questions as prompts."""
+    entries = map(json.loads, QUESTIONS.read_text("utf-8").splitlines())
+    return [f"<|im_start|>user\n{e['ask'][-1]}<|im_end|>\n<|im_start|>assistant\n" for e in entries if "ask" in e]
+
+
+def batches(measurements: Sequence[Batch], rounds: int) -> str:
+    """The table of measurements, every round of which runs each once. Raises CalledProcessError."""
+    found: dict[Batch, list[dict[str, float]]] = {each: [] for each in measurements}
+    for _ in range(rounds):
+        for each, figures in found.items():
+            figures.append(each.measured())
+    return batches_table(found)
+
+
+def batches_table(found: Mapping[Batch, Sequence[Mapping[str, float]]]) -> str:
+    """Markdown: experts of a layer that a pass needs, hits, bytes, memory and speed of each batch and schedule; its
+    ratio to the first one, paired by round, as median (least to greatest)."""
+    lines = ["| at once | schedule | experts a pass | hits | MB a token | peak MB | t/s | against the first |"]
+    lines.append("|---" * 8 + "|")
+    first = [figures["ts"] for figures in next(iter(found.values()))]
+    for each, rows in found.items():
+        experts, hit_rate, mb, peak = (
+            median(row[name] for row in rows) for name in ("experts", "hit_rate", "mb_per_token", "peak_mb")
+        )
+        speeds = [row["ts"] for row in rows]
+        ratios = [own / other for own, other in zip(speeds, first, strict=True)]
+        lines.append(
+            f"| {each.batch} | {each.schedule} | {experts:.1f} | {hit_rate:.1%} | {mb:.2f} | {peak:.0f} |"
+            f" {spread(speeds, 1)} | {spread(ratios, 2)} |"
+        )
+    return "\n".join(lines)
+
+
 def link(paper: str, trace: Path, options: Sequence[str]) -> str:
     """Markdown: what each system's simulation says of `trace`, at the paper's times."""
     times, expert_bytes = LINKS[paper], read(trace).shape.expert_bytes
@@ -174,6 +252,16 @@ def arguments(given: Sequence[str] | None = None) -> tuple[argparse.Namespace, l
     one.add_argument("--rounds", type=int, default=5, metavar="N", help="of every system")
     one.add_argument("--base", default="lru", metavar="SYSTEM", help="what the others are compared with")
     one.add_argument("--results", type=Path, metavar="FILE", help="rounds of earlier calls, to be added to")
+    one = commands.add_parser("batches", help="measure answers to the demo's questions, so many at once")
+    one.add_argument("-m", "--model", default="demo")
+    one.add_argument("--expert-cache", default="25%", metavar="BUDGET")
+    one.add_argument("--ctx", type=int, default=512, metavar="TOKENS", help="of each answer")
+    one.add_argument("--batch", default="1,2,4,8,16", metavar="N,...", help="answers at once")
+    one.add_argument("--schedule", default="fifo", metavar="NAME,...", help="which of them compute in a step")
+    one.add_argument("--requests", type=int, default=64, metavar="N")
+    one.add_argument("-n", type=int, default=48, metavar="TOKENS", help="most of an answer")
+    one.add_argument("--rounds", type=int, default=3, metavar="N", help="of every batch and schedule")
+    commands.add_parser("batch", help="one measurement of `batches`").add_argument("measurement", type=json.loads)
     one = commands.add_parser("link", help="simulate systems at a paper's link; takes those of `trace simulate`")
     one.add_argument("paper", choices=LINKS)
     one.add_argument("trace", type=Path)
@@ -187,6 +275,12 @@ def main(given: Sequence[str] | None = None) -> int:
         requests(args.output, args.per_kind, args.training)
     elif args.command == "speed":
         print(speed(options, args.rounds, args.base, args.results))
+    elif args.command == "batches":
+        chosen = itertools.product(map(int, args.batch.split(",")), args.schedule.split(","))
+        sizes = args.requests, args.n
+        print(batches([Batch(args.model, args.expert_cache, args.ctx, *each, *sizes) for each in chosen], args.rounds))
+    elif args.command == "batch":
+        print(json.dumps(Batch(**args.measurement).measure()))
     else:
         print(link(args.paper, args.trace, options))
     return 0

@@ -106,10 +106,12 @@ class _Measured(Llama):
 
 def load(spec: Spec) -> Llama:
     """The model with the options of `spec`; MOEGGUF_HOOKS must have been set for its system."""
-    device = link_device(parse_link(spec.simulate_link)) if spec.simulate_link else None
+    device = link_device(parse_link(spec.simulate_link), spec.simulate_threads) if spec.simulate_link else None
     return _Measured(
         spec,
         expert_cache=spec.expert_cache if spec.system == "moegguf" else "100%",
+        vram_cache=spec.vram_cache,
+        placement=spec.placement,
         system=spec.decided_by,
         store=StoreOptions(
             **find_system(spec.decided_by).switches | spec.store | {"repack": spec.repack, "device": device}
@@ -291,6 +293,14 @@ def _description(llama: Llama) -> dict[str, Any]:
     }
 
 
+def _placement(llama: Llama) -> dict[str, Any]:
+    """Where experts are, and the tokens per second that were predicted; empty where nothing was decided."""
+    found = llama.plan.placement
+    if found is None:
+        return {"placement": "", "predicted_ts": 0.0}
+    return {"placement": str(found.chosen), "predicted_ts": found.chosen.tokens_per_s}
+
+
 def _link_warnings(spec: Spec) -> Iterator[str]:
     copied = memory_copy_bytes_per_s()
     if spec.simulate_link and parse_link(spec.simulate_link).bytes_per_s > copied:
@@ -322,6 +332,7 @@ def run(spec: Spec) -> dict[str, Any]:
             "planned_bytes": llama.plan.total_bytes if moegguf else 0,
             "warnings": (*(llama.plan.warnings if moegguf else ()), *_link_warnings(spec)),
             "decisions": llama.decisions(),
+            **_placement(llama),
         }
 
 

@@ -27,7 +27,8 @@ STORE_FIELDS = (
 )  # fmt: skip
 
 OWN_FIELDS = (
-    "system", "note", "policy", "predictor", "prefetch", "expert_cache", "n_slots", "n_ubatch_used", "feed", "routing",
+    "system", "note", "policy", "predictor", "prefetch", "expert_cache", "vram_cache", "placement", "predicted_ts",
+    "n_slots", "n_ubatch_used", "feed", "routing",
     "rounds",
     "median_ts", *STORE_FIELDS, "link_bound_strict_pct",
     "token_ms_p50", "token_ms_p95", "load_s", "fill_s", "peak_rss_bytes", "cgroup_peak_bytes", "memory_limit_bytes",
@@ -70,6 +71,7 @@ def _fixed(system: BenchedSystem) -> Row:
         "system": system.label,
         "note": system.note,
         "expert_cache": "" if system.is_llama_cpp else spec.expert_cache,
+        "vram_cache": "" if system.is_llama_cpp else spec.vram_cache or "",
         "feed": spec.feed + (f" {spec.text}" if spec.text else ""),
     }
 
@@ -120,7 +122,7 @@ def _process(outcomes: Sequence[Outcome], limit_bytes: int | None) -> Row:
     }
     if not results:
         return row
-    gauges = ("n_slots", "n_ubatch_used", "budget_bytes", "planned_bytes")
+    gauges = ("n_slots", "n_ubatch_used", "budget_bytes", "planned_bytes", "placement", "predicted_ts")
     return row | {
         **{name: results[0][name] for name in gauges},
         **{name: results[0]["decisions"].get(name, "") for name in ("policy", "predictor", "prefetch")},

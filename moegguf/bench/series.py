@@ -22,6 +22,7 @@ from moegguf.engine.memory import MARGIN_BYTES, memory_needs
 from moegguf.errors import OptionError
 from moegguf.gguf.experts import ExpertLayout, read_layout
 from moegguf.gguf.reader import ggml_type
+from moegguf.settings import PLACEMENTS
 
 KILLED = "killed by the memory limit"
 _KERNELS = {"plain": False, "repacked": True}
@@ -47,6 +48,8 @@ STEPS: dict[str, dict[str, Any]] = {
     "step-preemption": {"store": {"overlap": False}},
 }
 VARIANTS = WITHOUT | STEPS
+
+PLACED = {f"placed-{choice}": choice for choice in PLACEMENTS}  # the same with another --placement
 
 Progress = Callable[[str], object]
 
@@ -93,7 +96,7 @@ def resident_bytes(layout: ExpertLayout, spec: Spec) -> int:
 
 def compared_system(name: str, base: Spec, layout: ExpertLayout, limit_bytes: int | None) -> BenchedSystem:
     """The system that `--against` names: "mmap", "resident", "moegguf", each also "-plain", "-repacked"; or of
-    VARIANTS, or of `controller.systems`, as a whole.
+    VARIANTS, or of PLACED, or of `controller.systems`, as a whole.
 
     Repacked weights are a copy in memory. "mmap" is llama.cpp's default, which repacks; when that copy does not fit,
     the weights stay in the file instead, as the default would be killed. Raises OptionError for another name.
@@ -103,6 +106,8 @@ def compared_system(name: str, base: Spec, layout: ExpertLayout, limit_bytes: in
         return BenchedSystem(
             name, replace(base, decided_by=name, policy="auto", predictor=None, prefetch=None, store=store)
         )
+    if name in PLACED:
+        return BenchedSystem(name, replace(base, placement=PLACED[name]))
     if name in VARIANTS:
         changed = VARIANTS[name]
         return BenchedSystem(name, replace(base, **changed | {"store": base.store | changed.get("store", {})}))
@@ -110,7 +115,7 @@ def compared_system(name: str, base: Spec, layout: ExpertLayout, limit_bytes: in
     if system not in SYSTEMS or kernels not in ("", *_KERNELS):
         raise OptionError(
             "--against takes mmap, resident and moegguf, each also with -plain or -repacked, and"
-            f" {', '.join([*DECIDING, *VARIANTS])}, but not {name!r}."
+            f" {', '.join([*DECIDING, *VARIANTS, *PLACED])}, but not {name!r}."
         )
     repack = _KERNELS.get(kernels, base.repack if system == "moegguf" else True)
     note = f"llama.cpp, {'default kernels' if repack else 'no repack'}" if system != "moegguf" else ""

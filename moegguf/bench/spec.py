@@ -6,6 +6,7 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from moegguf.engine.placement import parse_placement
 from moegguf.errors import OptionError
 from moegguf.gguf.reader import ggml_type
 from moegguf.quantities import parse_link
@@ -38,7 +39,9 @@ class Spec:
     repack: weights in the layout of the CPU's fastest kernels. feed: random tokens as in llama-bench, the tokens of
     `text`, or the model's own (greedy) after n_depth tokens of either. watchdog False: prefetching is never turned off.
     warm_start: begin with what earlier runs used, and remember what this one uses.
-    simulate_link: a link such as "24GB/s,35us"; a simulated device behind it has layers and slots.
+    vram_cache, placement: as `Llama` takes them. simulate_link: a link such as "24GB/s,35us"; a simulated device is
+    behind it, that computes with simulate_threads (0: as many as the CPU). Without vram_cache and placement, layers and
+    slots are there.
     """
 
     model: str
@@ -63,7 +66,10 @@ class Spec:
     warm_start: bool = False
     feed: str = "random"
     text: str | None = None
+    vram_cache: str | None = None
+    placement: str | None = None
     simulate_link: str | None = None
+    simulate_threads: int = 0
     seed: int = 0
     warmup: bool = True
     delay_s: float = 0.0
@@ -77,6 +83,8 @@ class Spec:
         ggml_type(self.type_k), ggml_type(self.type_v)
         if self.simulate_link is not None:
             parse_link(self.simulate_link)
+        if self.placement is not None:
+            parse_placement(self.placement)
         for name in ("repetitions", "n_threads", "n_batch", "n_ubatch"):
             if getattr(self, name) < 1:
                 raise OptionError(f"{name} is {getattr(self, name)}, but must be at least 1.")

@@ -92,7 +92,9 @@ class LocalModel:
         """Lines about the last answer, and about a load before it."""
         from moegguf.terminal.statistics import statistics
 
-        return statistics(timing, self._load_s if with_load else 0.0, self.llm.decisions())
+        placed = self.llm.plan.placement
+        load_s = self._load_s if with_load else 0.0
+        return statistics(timing, load_s, self.llm.decisions(), placed.chosen if placed else None)
 
     def totals(self) -> list[str]:
         """Lines about all answers since the load."""
@@ -140,7 +142,7 @@ class LocalModel:
         if loaded is None:
             print_message("This model has no experts.")
             return
-        store, layers = loaded.store, [layer.il for layer in loaded.layout.layers]
+        store, layers = loaded.store, [layer.il for layer in self.llm.layout.layers]
         state, (uses, loads), stats = loaded.places()[layers], store.activity(), self.llm.stats()
         used_before, loaded_before = self._activity_before
         console = Console(stderr=True, highlight=False)

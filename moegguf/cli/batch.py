@@ -24,7 +24,7 @@ import typer
 
 from moegguf.cli.options import Cache, System
 from moegguf.errors import BatchFileError, MoeggufError
-from moegguf.settings import MAX_BATCH_PARALLEL, MAX_CONTEXT_TOKENS
+from moegguf.settings import MAX_BATCH_PARALLEL, MAX_CONTEXT_TOKENS, MAX_KV_TOKENS
 from moegguf.terminal.loading import find_or_pull
 from moegguf.terminal.messages import EXIT_FAILURE, EXIT_INTERRUPTED, print_message
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 STANDARD = "-"
 ANSWERS_SUFFIX = ".answers.jsonl"
 JOURNAL_SUFFIX = ".partial"
-MODELS_PARALLEL = 8  # requests that a model loaded here computes together, where nothing else is said
+MODELS_PARALLEL = 32  # requests that a model loaded here computes together, where nothing else is said
 MAX_ASKED_MODELS = 32  # of a server, before it gets the requests
 
 RequestFile = Annotated[
@@ -69,16 +69,29 @@ Parallel = Annotated[
         min=1,
         max=MAX_BATCH_PARALLEL,
         metavar="N",
-        help="Requests at a time.  [default: MOEGGUF_BATCH_PARALLEL, or 16]",
+        help="Requests at a time.  [default: MOEGGUF_BATCH_PARALLEL, or 16; of models loaded here at least 32]",
     ),
 ]
 Context = Annotated[
     int | None,
     typer.Option("--ctx", "-c", min=1, max=MAX_CONTEXT_TOKENS, metavar="TOKENS", help="Context size of each model."),
 ]
+KvTokens = Annotated[
+    int | None,
+    typer.Option(
+        "--kv-tokens",
+        min=1,
+        max=MAX_KV_TOKENS,
+        metavar="N",
+        help="Tokens of context of all requests that a model loaded here computes together.  [default: as of serve]",
+    ),
+]
 Local = Annotated[
     bool,
-    typer.Option("--local", help="Load models here even when a server runs; --expert-cache, --system, --ctx imply it."),
+    typer.Option(
+        "--local",
+        help="Load models here even when a server runs; --expert-cache, --system, --ctx, --kv-tokens imply it.",
+    ),
 ]
 
 
@@ -90,6 +103,7 @@ def batch(
     expert_cache: Cache = None,
     system: System = None,
     ctx: Context = None,
+    kv_tokens: KvTokens = None,
     local: Local = False,
 ) -> int:
     """Answer a file of requests in OpenAI's batch format.
@@ -101,23 +115,26 @@ def batch(
     from moegguf.settings import read_settings
 
     settings = read_settings()
-    here = local or any(option is not None for option in (expert_cache, system, ctx))
+    here = local or any(option is not None for option in (expert_cache, system, ctx, kv_tokens))
     _set_environment(expert_cache, system)
     target = output_path(requests, output)
     with open_requests(requests, model) as found:
         if target is not None and (done := finished(target, found)):
-            print_message(f"{target} has all {len(found.lines):,} answers already; nothing to do.")
             return exit_code(done)
         client = None if here else server_for(found.models)
+        n_at_once = parallel or settings.batch_parallel
         if client is not None:
             answering: Answering = answers_of_server(client)
         else:
             if model is not None:
                 find_or_pull(model)
-            n_together = min(len(found.lines), parallel or max(settings.n_parallel, MODELS_PARALLEL))
+            n_at_once = parallel or max(n_at_once, settings.n_parallel, MODELS_PARALLEL)
+            n_together = min(len(found.lines), n_at_once)
             n_ctx = settings.n_ctx if ctx is None else ctx
-            answering = answers_of_models_here(replace(settings, n_parallel=max(1, n_together), n_ctx=n_ctx))
-        return Run(found, target, parallel or settings.batch_parallel).to_end(answering)
+            kv_tokens = kv_tokens or settings.kv_tokens
+            chosen = replace(settings, n_parallel=max(1, n_together), n_ctx=n_ctx, kv_tokens=kv_tokens)
+            answering = answers_of_models_here(chosen)
+        return Run(found, target, n_at_once).to_end(answering)
 
 
 def _set_environment(expert_cache: str | None, system: str | None) -> None:
@@ -172,13 +189,30 @@ def journal_path(target: Path) -> Path:
 
 def finished(target: Path, requests: Requests) -> Counts | None:
     """The counts of a file that has all answers; None without such a file. Raises BatchFileError for another file."""
-    from moegguf.serving.batch.answers import counts_of, is_finished, open_journal
+    from moegguf.serving.batch.answers import is_finished, open_journal
 
     if not is_finished(target, requests):
         return None
     if journal_path(target).exists():  # of a process that was killed just before its end
         with suppress(MoeggufError):
             open_journal(journal_path(target), requests).remove()
+    return _nothing_to_do(target, requests)
+
+
+def finished_meanwhile(target: Path, requests: Requests, journal: Journal) -> Counts | None:
+    """`finished`, asked again with the journal open: another process may have finished before it could be opened."""
+    from moegguf.serving.batch.answers import is_finished
+
+    if not is_finished(target, requests):
+        return None
+    journal.remove()
+    return _nothing_to_do(target, requests)
+
+
+def _nothing_to_do(target: Path, requests: Requests) -> Counts:
+    from moegguf.serving.batch.answers import counts_of
+
+    print_message(f"{target} has all {len(requests.lines):,} answers already; nothing to do.")
     return counts_of(target)
 
 
@@ -283,6 +317,8 @@ class Run:
             return self._answer(answers, Counts(), answering)
         journal = open_journal(journal_path(self.target), self.requests)
         try:
+            if done := finished_meanwhile(self.target, self.requests, journal):
+                return exit_code(done)
             if journal.counts.done:
                 print_message(f"going on: {journal.counts.done:,} of {len(self.requests.lines):,} are answered")
             code = self._answer(journal, replace(journal.counts), answering)

@@ -83,6 +83,18 @@ FlashAttn = Annotated[Values, _setting("-fa", "--flash-attn", metavar="on|off|au
 Caches = Annotated[
     Values, _setting("--expert-cache", metavar="BUDGET,...", help='Memory for experts: "auto", "4GiB", "50%".')
 ]
+VramCache = Annotated[
+    str | None, _setting("--vram-cache", metavar="BUDGET", help="Memory of a GPU for experts, as in `moegguf run`.")
+]
+Placement = Annotated[
+    str,
+    _setting(
+        "--placement",
+        metavar="WHERE,...",
+        help="What goes into that memory: auto, layers, slots or cpu; the others alternate with the first as by"
+        " --against.",
+    ),
+]
 Readers = Annotated[int, _setting("--readers", metavar="N", min=1, help="Threads that read experts.")]
 NoRepack = Annotated[
     bool,
@@ -97,6 +109,16 @@ SimulateLink = Annotated[
         "--simulate-link",
         metavar="BANDWIDTH[,LATENCY]",
         help='Put layers and slots on a device of this machine\'s own, behind such a link in real time: "24GB/s,35us".',
+    ),
+]
+SimulateThreads = Annotated[
+    int,
+    _setting(
+        "--simulate-threads",
+        metavar="N",
+        min=0,
+        max=512,
+        help="Threads of that device, so that it is faster than the CPU with fewer (-t); 0: as many.",
     ),
 ]
 
@@ -232,7 +254,10 @@ def bench(
     no_overlap: NoOverlap = False,
     no_sweep: NoSweep = False,
     no_direct: NoDirect = False,
+    vram_cache: VramCache = None,
+    placement: Placement = "",
     simulate_link: SimulateLink = None,
+    simulate_threads: SimulateThreads = 0,
     system: System = "moegguf",
     policy: Policy = "auto",
     predictor: Predictor = None,
@@ -257,8 +282,10 @@ def bench(
     if output not in FORMATS:
         raise OptionError(f"-o takes {', '.join(FORMATS)}, but not {output!r}.")
     flags["system"], *beside = _systems(system)
+    placed = split([placement])
+    flags["placement"] = placed[0] if placed else None
     ablations = _ablations(flags["system"], policy, prefetch) if ablate else []
-    others = list(dict.fromkeys([*beside, *split(against), *ablations]))
+    others = list(dict.fromkeys([*beside, *(f"placed-{name}" for name in placed[1:]), *split(against), *ablations]))
     groups = _groups(flags, others, limit := _limit(memory_limit, require_limit))
     rows = _measure(groups, rounds or (3 if others else 1), limit, not keep_page_cache)
     typer.echo(FORMATS[output](rows), nl=False)
@@ -336,7 +363,10 @@ def _base(flags: dict[str, Any]) -> Spec:
         warm_start=flags["warm_start"],
         feed="greedy" if flags["greedy"] else "text" if text else "random",
         text=str(text) if text else None,
+        vram_cache=flags["vram_cache"],
+        placement=flags["placement"],
         simulate_link=flags["simulate_link"],
+        simulate_threads=flags["simulate_threads"],
         seed=flags["seed"],
         warmup=not flags["no_warmup"],
         delay_s=flags["delay"],

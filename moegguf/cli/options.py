@@ -41,8 +41,17 @@ VramCache = Annotated[
     typer.Option(
         "--vram-cache",
         metavar="BUDGET",
-        help="Memory of a GPU for experts, in the same forms: it computes every layer, and --expert-cache is RAM below"
-        " it.  [default: MOEGGUF_VRAM_CACHE, or no GPU]",
+        help="Memory of a GPU for experts, in the same forms; --expert-cache is RAM beside it."
+        "  [default: MOEGGUF_VRAM_CACHE, or auto]",
+    ),
+]
+Placement = Annotated[
+    str | None,
+    typer.Option(
+        "--placement",
+        metavar="WHERE",
+        help="What goes into that memory: layers (whole ones; the CPU computes the others), slots (experts as they are"
+        " used), cpu (nothing: no GPU) or auto, which measures.  [default: MOEGGUF_PLACEMENT, or auto]",
     ),
 ]
 Threads = Annotated[

@@ -13,7 +13,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from moegguf.cli.options import Cache, Ctx, Insecure, System, Threads, TypeK, TypeV, VramCache, WarmStart, hub_name
+from moegguf.cli.options import (
+    Cache,
+    Ctx,
+    Insecure,
+    Placement,
+    System,
+    Threads,
+    TypeK,
+    TypeV,
+    VramCache,
+    WarmStart,
+    hub_name,
+)
 from moegguf.errors import OptionError
 from moegguf.terminal.arguments import parse_format, parse_think
 from moegguf.terminal.loading import LoadOptions, find_or_pull
@@ -265,6 +277,7 @@ def run(
     hub_model: HubModel = None,
     expert_cache: Cache = None,
     vram_cache: VramCache = None,
+    placement: Placement = None,
     system: System = None,
     policy: Policy = "auto",
     predictor: Predictor = None,
@@ -305,7 +318,7 @@ def run(
     load_options = LoadOptions(
         expert_cache, verbose=verbose, system=system, policy=policy, predictor=predictor, prefetch=prefetch,
         warm_start=warm_start, n_gpu_layers=gpu_layers, type_k=type_k, type_v=type_v, mmproj=mmproj,
-        vram_cache=vram_cache,
+        vram_cache=vram_cache, placement=placement,
     )  # fmt: skip
     flags = {
         "num_ctx": ctx, "num_thread": threads, "num_predict": max_tokens, "temperature": temperature, "top_k": top_k,

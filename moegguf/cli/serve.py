@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moegguf.cli.options import System, VramCache, WarmStart
+from moegguf.cli.options import Placement, System, VramCache, WarmStart
 from moegguf.errors import OptionError
+from moegguf.settings import MAX_KV_TOKENS
 from moegguf.terminal.messages import print_message
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ def serve(
         typer.Option(metavar="BUDGET", help='Memory for experts of each model: "auto", "50%", "4GiB".'),
     ] = None,
     vram_cache: VramCache = None,
+    placement: Placement = None,
     system: System = None,
     warm_start: WarmStart = None,
     memory: Annotated[
@@ -41,7 +43,17 @@ def serve(
             min=1,
             max=256,
             metavar="N",
-            help="Requests that a model answers at once, each with a context of its own.  [default: 1]",
+            help="Requests that a model answers at once.  [default: 1]",
+        ),
+    ] = None,
+    kv_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=MAX_KV_TOKENS,
+            metavar="N",
+            help="Tokens of context that these have together; when they are used up, the newest waits.  [default:"
+            " a full context for each, less where experts would miss that memory]",
         ),
     ] = None,
     schedule: Annotated[
@@ -78,13 +90,15 @@ def serve(
     MOEGGUF_MEMORY             memory for all loaded models together
     MOEGGUF_EXPERT_CACHE       for the experts of each model
     MOEGGUF_VRAM_CACHE         the same on a GPU; of each loaded model
+    MOEGGUF_PLACEMENT          what goes there: auto, layers, slots, cpu
     MOEGGUF_SYSTEM             what decides on experts: moegguf, none, lru, moe-infinity, promoe, expertflow, duoserve
     MOEGGUF_WARM_START         1: fetch at load the experts that earlier runs used most
     MOEGGUF_KEEP_ALIVE         how long an idle model stays loaded (5m; negative: for ever)
     MOEGGUF_CONTEXT_LENGTH     tokens of context
     MOEGGUF_MAX_LOADED_MODELS  at most so many at once
     MOEGGUF_MAX_QUEUE          requests that may wait (512)
-    MOEGGUF_NUM_PARALLEL       requests that a model answers at once (1); its memory holds as many contexts
+    MOEGGUF_NUM_PARALLEL       requests that a model answers at once (1)
+    MOEGGUF_KV_TOKENS          tokens of context that these have together
     MOEGGUF_SCHEDULE           which of them compute in a step: fifo, expertflow or auto
     MOEGGUF_LOAD_TIMEOUT       a load fails after this long without progress (5m)
     MOEGGUF_BATCH_PARALLEL     requests of a batch at once (16)
@@ -96,13 +110,17 @@ def serve(
     MOEGGUF_DEBUG              1 logs every request
     HF_TOKEN HF_HOME HF_HUB_CACHE HF_ENDPOINT HF_HUB_OFFLINE   as for huggingface_hub
     """
-    settings = serve_settings(host, port, memory, api_key, trust_network, parallel, schedule)
+    settings = serve_settings(host, port, memory, api_key, trust_network, parallel, schedule, kv_tokens)
     for name, budget in (("MOEGGUF_EXPERT_CACHE", expert_cache), ("MOEGGUF_VRAM_CACHE", vram_cache)):
         if budget is not None:
             from moegguf.quantities import parse_expert_cache
 
             parse_expert_cache(budget)
             os.environ[name] = budget  # read by the workers
+    if placement is not None:
+        from moegguf.engine.placement import parse_placement
+
+        os.environ["MOEGGUF_PLACEMENT"] = parse_placement(placement)
     from moegguf.controller.systems import find_system
 
     os.environ["MOEGGUF_SYSTEM"] = find_system(os.environ.get("MOEGGUF_SYSTEM", "") if system is None else system).name
@@ -125,6 +143,7 @@ def serve_settings(
     trust_network: str | None = None,
     parallel: int | None = None,
     schedule: str | None = None,
+    kv_tokens: int | None = None,
 ) -> Settings:
     """The environment's settings, overridden by the command line's.
 
@@ -146,6 +165,7 @@ def serve_settings(
         host=replace(address, port=address.port if port is None else port),
         memory_bytes=memory_bytes,
         n_parallel=parallel or settings.n_parallel,
+        kv_tokens=kv_tokens or settings.kv_tokens,
         schedule=settings.schedule if schedule is None else parse_schedule(schedule),
         api_key=api_key or settings.api_key,
         trusted=settings.trusted if trust_network is None else parse_networks(trust_network),

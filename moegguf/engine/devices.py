@@ -30,6 +30,7 @@ class Device:
     index: int
     free_bytes: int
     total_bytes: int
+    description: str = ""
 
     @property
     def memory(self) -> Memory:
@@ -44,6 +45,7 @@ def _ggml() -> Any:
         "ggml_backend_dev_count": (c.c_size_t, []),
         "ggml_backend_dev_get": (c.c_void_p, [c.c_size_t]),
         "ggml_backend_dev_name": (c.c_char_p, [c.c_void_p]),
+        "ggml_backend_dev_description": (c.c_char_p, [c.c_void_p]),
         "ggml_backend_dev_type": (c.c_int, [c.c_void_p]),
         "ggml_backend_dev_memory": (None, [c.c_void_p, c.POINTER(c.c_size_t), c.POINTER(c.c_size_t)]),
     }
@@ -60,9 +62,19 @@ def gpus() -> list[Device]:
         if ggml.ggml_backend_dev_type(handle) == GPU:
             free, total = c.c_size_t(), c.c_size_t()
             ggml.ggml_backend_dev_memory(handle, c.byref(free), c.byref(total))
-            name = ggml.ggml_backend_dev_name(handle).decode(errors="replace")
-            found.append(Device(name, len(found), free.value, total.value))
+            name, description = (
+                call(handle).decode(errors="replace")
+                for call in (ggml.ggml_backend_dev_name, ggml.ggml_backend_dev_description)
+            )
+            found.append(Device(name, len(found), free.value, total.value, description))
     return found
+
+
+def has_gpu() -> bool:
+    """Whether there is a GPU that this build can use. Unlike `gpus` it takes no memory of one."""
+    ggml = _ggml()
+    handles = map(ggml.ggml_backend_dev_get, range(ggml.ggml_backend_dev_count()))
+    return any(ggml.ggml_backend_dev_type(handle) == GPU for handle in handles)
 
 
 def find_gpu(name: str | None = None) -> Device:

@@ -24,6 +24,8 @@ from moegguf.controller.policies.base import Policy
 from moegguf.controller.predictors.base import Predictor
 from moegguf.controller.prefetch import PrefetchOptions
 from moegguf.controller.systems import find_system
+from moegguf.engine.decode_meter import DecodeMeter
+from moegguf.engine.known_speeds import KnownSpeeds
 from moegguf.engine.live_controller import ControllerOptions, LiveController
 from moegguf.engine.load import Budget, LoadPlan, LoadProgress, Progress, check_options, prepare
 from moegguf.engine.plan import Plan
@@ -72,9 +74,12 @@ class Llama(UpstreamLlama):
         model_path: the GGUF file, the first one of a split model, or a name: "demo", "hf.co/user/repo:Q4_K_M".
         expert_cache: memory for experts: "auto" (what is free after everything else), "4GiB", "50%" of all experts,
             or bytes. Ignored for a model without experts.
-        vram_cache: memory of a GPU for experts, in the same forms: every layer is computed there, and expert_cache is
-            RAM below it, that missed experts are copied from. None: MOEGGUF_VRAM_CACHE, and without that no GPU is
-            used for experts.
+        vram_cache: memory of a GPU for experts, in the same forms; expert_cache is RAM then, that missed experts are
+            copied from, or that the CPU computes with. None: MOEGGUF_VRAM_CACHE, and without that "auto" where there is
+            a GPU, unless n_gpu_layers says which layers it computes.
+        placement: what goes into that memory: "layers" (the experts of whole layers; the CPU computes the others),
+            "slots" (experts as they are used; the GPU computes everything), "cpu" (no GPU), or "auto": what is
+            predicted to be fastest with speeds that are measured here (engine/placement.py). None: MOEGGUF_PLACEMENT.
         system: what decides on experts: "moegguf" (what was measured to be best), "lru", "none", or one of the papers'
             as a whole, "moe-infinity", "promoe", "expertflow", "duoserve" (`moegguf.controller.systems`). The next four
             replace parts of it. None: MOEGGUF_SYSTEM, else "moegguf".
@@ -90,7 +95,8 @@ class Llama(UpstreamLlama):
         trace: a file to record routing in, or a `TraceOptions`.
         n_seq_max: sequences of `n_ctx` tokens each that the context holds, for `moegguf.Engine`; this class itself
             uses one. The property `n_seq_max` says which models have only one.
-        kv_tokens: tokens of all sequences that there is memory for. None: n_seq_max * n_ctx.
+        kv_tokens: tokens of all sequences that there is memory for, n_ctx at least. None: n_seq_max * n_ctx, less where
+            experts would miss that memory (`moegguf.engine.memory.choose_kv_tokens`).
         mmproj: the model's projector, for images in messages (moegguf.generate); it is loaded with the first image.
         progress: called with 0.0 to 1.0 while the weights are read; returning False cancels the load.
         All keywords of `llama_cpp.Llama`. Without `n_threads` and `n_threads_batch` there are as many threads as
@@ -112,6 +118,7 @@ class Llama(UpstreamLlama):
         *,
         expert_cache: Budget | None = None,
         vram_cache: Budget | None = None,
+        placement: str | None = None,
         system: str | None = None,
         store: StoreOptions | None = None,
         policy: str | Policy = "auto",
@@ -138,6 +145,8 @@ class Llama(UpstreamLlama):
         self._threads: GovernedThreads | None = None
         self._closed = False
         self._eval_s = 0.0
+        self._no_devices = (c.c_void_p * 1)()  # a list that ends at once
+        self._meter: DecodeMeter | None = None
         self._progress = LoadProgress(progress)
         self._request_lock = RequestLock()
         self._requests = RequestCounter()
@@ -149,16 +158,18 @@ class Llama(UpstreamLlama):
         store = of.store_options() if store is None else store
         warm_start = read_environment().warm_start if warm_start is None else warm_start
         self._keywords = dict(
-            model_path=model_path, expert_cache=expert_cache, vram_cache=vram_cache, system=of.name, store=store,
-            warm_start=warm_start, **vars(chosen), **options,
+            model_path=model_path, expert_cache=expert_cache, vram_cache=vram_cache, placement=placement,
+            system=of.name, store=store, warm_start=warm_start, **vars(chosen), **options,
         )  # fmt: skip
-        self._load_plan = load_plan = prepare(model_path, expert_cache, options, vram_cache, store)
+        self._load_plan = load_plan = prepare(model_path, expert_cache, options, vram_cache, store, placement)
         self.layout, self.plan = load_plan.layout, load_plan.plan
         self._n_seq_max = load_plan.n_seq_max
         try:
             try_first(self.layout, options, self._progress.wait, load_plan.projector)
+            if load_plan.no_device or self.plan.layers_on:
+                store = replace(store, device=None)  # it named the one to place experts on: these slots are the CPU's
             if load_plan.hooks:
-                self._session = Session(self.layout, self.plan, store)
+                self._session = Session(load_plan.slots_layout, self.plan, store, load_plan.whole_layers)
                 self._live_controller = LiveController(self._session, Artifacts(self.layout), chosen)
                 for warning in self.plan.warnings:
                     warnings.warn(warning, stacklevel=2)
@@ -167,6 +178,9 @@ class Llama(UpstreamLlama):
                 self._warm_start = WarmStart(self._session, Artifacts(self.layout))
                 self._warm_start.begin()
             self._start_threads(load_plan)
+            if self._session is not None and load_plan.gpu is not None:
+                known, n_threads = KnownSpeeds(self.layout), load_plan.options["n_threads"]
+                self._meter = DecodeMeter(self._session, known, load_plan.gpu.device, n_threads)
             self._start_recording(trace)
         except BaseException:
             if self._recording is not None:
@@ -177,7 +191,7 @@ class Llama(UpstreamLlama):
     def _load(self, load_plan: LoadPlan) -> None:
         while True:
             try:
-                with readahead(self.layout) if self._session else nullcontext():
+                with readahead(self._session.layout) if self._session else nullcontext():
                     super().__init__(load_plan.path, n_ubatch=load_plan.n_ubatch, **load_plan.options)
                 break
             except MoeggufError:
@@ -237,11 +251,12 @@ class Llama(UpstreamLlama):
         *,
         expert_cache: Budget | None = None,
         vram_cache: Budget | None = None,
+        placement: str | None = None,
         **options: Any,
     ) -> Plan:
         """The memory plan for loading the model with these keywords. Raises what loading would raise."""
         check_options(options, Llama)
-        return prepare(model_path, expert_cache, options, vram_cache).plan
+        return prepare(model_path, expert_cache, options, vram_cache, placement=placement).plan
 
     # The base class assigns these structs and later passes them to llama.cpp: each read sets our fields.
     @property
@@ -251,6 +266,8 @@ class Llama(UpstreamLlama):
             self._session.attach_model(self._model_params)
         if self._progress.callback is not None:
             self._model_params.progress_callback = self._progress.callback
+        if self._load_plan.no_device:
+            self._model_params.devices = c.addressof(self._no_devices)
         return self._model_params
 
     @model_params.setter
@@ -318,10 +335,9 @@ class Llama(UpstreamLlama):
     def _announce_chunks(self, chunks: Sequence[Chunk]) -> None:
         if self._session is None:
             return
-        decodes = any(chunk.phase == Phase.DECODE for chunk in chunks)
-        phase = Phase.DECODE if decodes else Phase.PREFILL
         if self._live_controller is not None:
-            self._live_controller.before_tokens(phase)
+            decodes = any(chunk.phase == Phase.DECODE for chunk in chunks)
+            self._live_controller.before_tokens(Phase.DECODE if decodes else Phase.PREFILL)
         lengths = [len(chunk.tokens) for chunk in chunks]
         outputs = np.zeros(sum(lengths), np.int32)
         outputs[np.cumsum(lengths) - 1] = [chunk.wants_logits for chunk in chunks]
@@ -361,11 +377,12 @@ class Llama(UpstreamLlama):
 
     def _computed(self, call: Callable[[], Any], n_tokens: int) -> Any:
         """The result of `call`, which evaluates so many tokens (0: unknown), with as many threads as are best now."""
+        measured = call if self._meter is None else partial(self._meter.timed, call, n_tokens)
         if self._threads is None:
-            return call()
+            return measured()
         self._threads.before_pass()
         start_s = time.perf_counter()
-        result = call()
+        result = measured()
         self._threads.after_pass(n_tokens, time.perf_counter() - start_s)
         return result
 
@@ -539,7 +556,8 @@ class Llama(UpstreamLlama):
 
     def set_budget(self, *, expert_cache: Budget | None = None, vram_cache: Budget | None = None) -> None:
         """Changes the budget in RAM, the one on the GPU, or both, up to those at load; freed memory returns to the
-        system, and to the device. None: as it is. No token changes.
+        system, and to the device. None: as it is. Both are of slots: experts of whole layers stay on the device. No
+        token changes.
 
         At once while the model is idle; while another thread evaluates tokens, between two passes. A model without
         experts has no budget. Raises BudgetError below the minimum and for a tier that the model does not have, with
@@ -604,7 +622,7 @@ class Llama(UpstreamLlama):
             return  # the parent process owns it
         with self._decode_lock:
             try:
-                for part in (self._live_controller, self._recording, self._warm_start):
+                for part in (self._live_controller, self._recording, self._warm_start, self._meter):
                     if part is not None:
                         part.close()
             finally:  # also when the trace could not be written

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from moegguf.engine.batch import DEFAULT_UBATCH_TOKENS, layer_slots
-from moegguf.engine.devices import Device, find_gpu, gpus
+from moegguf.engine.devices import gpus
 from moegguf.engine.machine import count_cpus, read_memory
-from moegguf.engine.memory import check_context, pad_context, pooling_batch_tokens
-from moegguf.engine.plan import Plan, make_plan
+from moegguf.engine.memory import check_context, choose_kv_tokens, pad_context, pooling_batch_tokens
+from moegguf.engine.placing import Budgets, Gpu, Placed, gpu_for, place
+from moegguf.engine.plan import Plan, given_bytes, make_plan
 from moegguf.engine.sequences import sequences_of
-from moegguf.engine.tiers import lower_slots, parse_vram_cache, plan_tiers
+from moegguf.engine.tiers import lower_slots, parse_vram_cache
 from moegguf.errors import (
     AllocationError,
     BudgetError,
@@ -39,7 +40,6 @@ _bindings = library.llama_cpp()
 # Passed by known wrappers (LangChain) for old llama.cpp versions; without effect here.
 LEGACY_OPTIONS = frozenset({"device", "f16_kv", "n_parts", "low_vram", "mul_mat_q", "n_gqa", "rms_norm_eps"})
 DIFFUSION = frozenset({"dream", "llada", "llada-moe", "rnd1"})  # llm_arch_is_diffusion()
-EVERY_LAYER = 999  # n_gpu_layers above any model's
 N_CTX, N_BATCH = 512, 512  # llama-cpp-python's defaults
 
 Budget = str | int | float | ExpertCache
@@ -52,6 +52,7 @@ class LoadPlan:
 
     path: str
     layout: ExpertLayout
+    slots_layout: ExpertLayout  # of the experts that have slots; those of other layers are plain weights of the device
     plan: Plan
     hooks: bool  # whether the expert store is used
     n_ubatch: int
@@ -60,21 +61,32 @@ class LoadPlan:
     projector: ProjectorHeader | None = None
     n_seq_max: int = 1
     kv_tokens: int = 0  # of all sequences
+    gpu: Gpu | None = None  # that experts could be placed on
+    no_device: bool = False  # llama.cpp gets none: beside one, even unused, it does not repack weights for the CPU
+
+    @property
+    def whole_layers(self) -> list[int]:
+        """Numbers of the layers whose experts all lie on a device, as plain weights."""
+        with_slots = {layer.il for layer in self.slots_layout.layers}
+        return [layer.il for layer in self.layout.layers if layer.il not in with_slots]
 
     @property
     def least_slots(self) -> int:
         """Slots of the tier that layers compute on, without which a pass may fail."""
-        return layer_slots(self.layout, self.plan.n_ubatch, self.plan.streams)
+        return layer_slots(self.slots_layout, self.plan.n_ubatch, self.plan.streams)
 
     def lower_slots_within(self, expert_cache: Budget) -> int:
-        """Slots in RAM, below a device's, of another budget. Raises BudgetError where it holds none."""
+        """Slots in RAM of another budget, where a device computes. Raises BudgetError where it holds none."""
         cache = parse_expert_cache(expert_cache)
-        return lower_slots(self.layout, cache, read_memory(), self.plan.slot_bytes, self.plan.n_ubatch)
+        return lower_slots(self.slots_layout, cache, read_memory(), self.plan.slot_bytes, self.plan.n_ubatch)
 
     def slots_within(self, expert_cache: Budget) -> int:
         """Slots of another budget for the loaded model. Raises BudgetError when its passes need more."""
-        cache, layout = parse_expert_cache(expert_cache), self.layout
-        n_slots = make_plan(layout, cache, read_memory(), n_ctx=self.kv_tokens, n_ubatch=1).n_slots
+        cache, layout = parse_expert_cache(expert_cache), self.slots_layout
+        if self.plan.layers_on:
+            n_slots = self.lower_slots_within(cache)
+        else:
+            n_slots = make_plan(layout, cache, read_memory(), n_ctx=self.kv_tokens, n_ubatch=1).n_slots
         least = self.least_slots
         if n_slots < least:
             size = format_bytes_up(least * self.plan.slot_bytes)
@@ -86,8 +98,13 @@ class LoadPlan:
 
     def vram_slots_within(self, vram_cache: Budget) -> int:
         """Slots on the device of another budget, up to the one at load. Raises BudgetError when its passes need more,
-        and for a model that the CPU computes."""
-        cache, plan, layout = parse_vram_cache(vram_cache), self.plan, self.layout
+        and for a model whose slots are the CPU's."""
+        cache, plan, layout = parse_vram_cache(vram_cache), self.plan, self.slots_layout
+        if plan.layers_on is not None:
+            raise BudgetError(
+                f"vram_cache={vram_cache!r}: {plan.layers_on} has the experts of whole layers, which stay there; load"
+                " the model again with another vram_cache, or with placement 'slots'."
+            )
         if plan.device is None:
             raise BudgetError(
                 f"vram_cache={vram_cache!r}: the CPU computes this model, so it has no experts in VRAM; load it with"
@@ -122,11 +139,12 @@ def prepare(
     options: dict[str, Any],
     vram_cache: Budget | None = None,
     store: StoreOptions = StoreOptions(),
+    placement: str | None = None,
 ) -> LoadPlan:
     """Reads the header and plans memory. `options`: keywords of llama_cpp.Llama as the user gave them.
 
-    vram_cache: the budget on a GPU that computes every layer, that of `store`, or the one with the most free memory;
-    None: of MOEGGUF_VRAM_CACHE, and without that no GPU is planned for.
+    vram_cache: the budget on a GPU, that of `store`, or the one with the most free memory; None: of MOEGGUF_VRAM_CACHE.
+    placement: what goes there (`placement.Choice`); None: of MOEGGUF_PLACEMENT.
 
     Raises ModelNotFoundError, ModelFormatError, CapabilityError for a kind of model that is not run, BudgetError,
     OptionError, and AllocationError for a context above all memory of this machine.
@@ -152,25 +170,41 @@ def prepare(
     n_image = projector.one_pass_tokens if projector else 0
     if n_image > n_batch:
         n_batch = options["n_batch"] = n_image
-    n_seq_max, kv_tokens = _sequences(layout, options, n_batch)
+    n_seq_max, kv_tokens = _sequences(layout, options, n_batch, cache)
     hooks = layout.is_moe and environment.hooks
-    vram_cache = environment.vram_cache if vram_cache is None else vram_cache
-    gpu = _gpu(vram_cache, store.device, options) if hooks else None
+    gpu = gpu_for(vram_cache, placement, options.get("n_gpu_layers"), store.device) if hooks else None
+    choice = environment.placement if placement is None else placement
+    if hooks and choice == "cpu":
+        options["n_gpu_layers"] = 0
     n_given = min(given, n_batch) if given else None
-    streams = store.can_stream and not options.get("n_gpu_layers")  # kernels elsewhere read copies of the ids
-    plan = _plan(layout, cache, n_given, options, projector, kv_tokens, streams, gpu)
+    placed = _place(layout, cache, n_given, options, projector, kv_tokens, store, gpu)
+    plan = placed.plan
     if hooks:
         options["use_mmap"] = False
     n_ubatch = plan.n_ubatch if hooks else max(n_image, min(given or DEFAULT_UBATCH_TOKENS, n_batch))
-    return LoadPlan(path, layout, plan, hooks, n_ubatch, options, govern_threads, projector, n_seq_max, kv_tokens)
+    return LoadPlan(
+        path, layout, placed.layout, plan, hooks, n_ubatch, options, govern_threads, projector, n_seq_max, kv_tokens,
+        gpu, hooks and (choice == "cpu" or (gpu is not None and not placed.on_device)),
+    )  # fmt: skip
 
 
-def _sequences(layout: ExpertLayout, options: dict[str, Any], n_batch: int) -> tuple[int, int]:
+def _sequences(layout: ExpertLayout, options: dict[str, Any], n_batch: int, cache: ExpertCache) -> tuple[int, int]:
     """Sequences of the context, and tokens of the KV cache for all of them; their options are taken out."""
     wanted, kv_tokens, n_ctx = options.pop("n_seq_max", 1), options.pop("kv_tokens", None), options["n_ctx"]
     n_seq_max = min(sequences_of(layout, n_ctx, 1 if options.get("embedding") else wanted), n_batch)
-    most = n_seq_max * n_ctx
-    return n_seq_max, pad_context(max(n_ctx, min(kv_tokens or most, most)))
+    if n_seq_max > 1 and not kv_tokens:
+        types = {name: value for name in ("type_k", "type_v") if (value := options.get(name)) is not None}
+        kv_tokens = choose_kv_tokens(
+            layout,
+            read_memory().available_bytes,
+            min(n_batch, DEFAULT_UBATCH_TOKENS),
+            n_ctx,
+            n_seq_max,
+            flash_attn=bool(options.get("flash_attn", False)),
+            pool_bytes=given_bytes(layout, cache),
+            **types,
+        )
+    return n_seq_max, pad_context(max(n_ctx, min(kv_tokens or n_ctx, n_seq_max * n_ctx)))
 
 
 def _projector(options: dict[str, Any]) -> ProjectorHeader | None:
@@ -179,34 +213,17 @@ def _projector(options: dict[str, Any]) -> ProjectorHeader | None:
     return read_projector(given) if given else None
 
 
-def _gpu(vram_cache: Budget | None, name: str | None, options: dict[str, Any]) -> tuple[ExpertCache, Device] | None:
-    """The budget for a GPU, and which one. Changes options so that it computes every layer. None: no budget is given.
-
-    Raises BudgetError where there is no GPU, OptionError for an unknown one or layers left to the CPU.
-    """
-    if not vram_cache:
-        return None
-    cache, device = parse_vram_cache(vram_cache), find_gpu(name)
-    n_gpu_layers = options.setdefault("n_gpu_layers", -1)
-    if 0 <= n_gpu_layers < EVERY_LAYER:
-        raise OptionError(
-            f"with vram_cache the GPU computes every layer, but n_gpu_layers is {n_gpu_layers}; leave one of them out."
-        )
-    if len(gpus()) > 1:
-        options |= {"split_mode": _bindings.LLAMA_SPLIT_MODE_NONE, "main_gpu": device.index}
-    return cache, device
-
-
-def _plan(
+def _place(
     layout: ExpertLayout,
     cache: ExpertCache,
     n_ubatch: int | None,
     options: dict[str, Any],
     projector: ProjectorHeader | None,
     kv_tokens: int,
-    streams: bool,
-    gpu: tuple[ExpertCache, Device] | None = None,
-) -> Plan:
+    store: StoreOptions,
+    gpu: Gpu | None,
+) -> Placed:
+    """Where experts go. Changes options so that llama.cpp uses the GPU where the plan does, and only there."""
     types = {name: value for name in ("type_k", "type_v") if (value := options.get(name)) is not None}
     for name, number in types.items():
         if GGML_TYPES.get(number, ("",))[0].lower() not in KV_CACHE_TYPES:  # llama.cpp would end the process
@@ -216,9 +233,15 @@ def _plan(
     check_context(layout, kv_tokens, memory, **types)
     sizes: dict[str, Any] = {"n_ctx": n_ctx, "n_ubatch": n_ubatch, "n_batch": options.get("n_batch", N_BATCH)}
     sizes |= {"kv_tokens": kv_tokens, "flash_attn": options.get("flash_attn", False), "projector": projector, **types}
-    if gpu is not None:
-        return plan_tiers(layout, gpu[0], cache, gpu[1], memory, **sizes)
-    return make_plan(layout, cache, memory, **sizes, streams=streams)
+    if gpu is None:
+        streams = store.can_stream and not options.get("n_gpu_layers")  # kernels elsewhere read copies of the ids
+        return Placed(make_plan(layout, cache, memory, **sizes, streams=streams), layout)
+    budgets = Budgets(layout, cache, gpu.vram, gpu.device, memory, sizes)
+    placed = place(budgets, gpu.choice, gpu.known(layout, options["n_threads"], store.repack), streams=store.can_stream)
+    options["n_gpu_layers"] = -1 if placed.on_device else 0
+    if placed.on_device and len(gpus()) > 1:
+        options |= {"split_mode": _bindings.LLAMA_SPLIT_MODE_NONE, "main_gpu": gpu.device.index}
+    return placed
 
 
 def check_options(options: dict[str, Any], kind: type) -> None:

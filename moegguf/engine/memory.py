@@ -126,6 +126,7 @@ SMALL_CTX_TOKENS = 4096  # up to here a default context may take more
 LEAST_CTX_TOKENS = 512
 MAX_CTX_TOKENS = (1 << 31) - KV_PAD_TOKENS
 MARGIN_BYTES = 256 * MIB  # left free at least
+KV_PARTS = 16  # sizes that `choose_kv_tokens` tries
 
 
 def margin_bytes(free_bytes: int) -> int:
@@ -158,26 +159,56 @@ def choose_context(
     type_v: int = F16,
     flash_attn: bool = False,
     pool_bytes: int = 0,
-    n_seq: int = 1,
 ) -> int:
     """Tokens of context where the user gives none: the largest, up to the model's own, in a tenth of the free memory,
     or in a quarter where every expert fits beside it. Up to 4,096 tokens may take more, but never more than it leaves
-    to experts, or than `pool_bytes`, when they are given, leave to it. `n_seq`: contexts of so many tokens there are.
+    to experts, or than `pool_bytes`, when they are given, leave to it.
     """
+    sizes = default_contexts(layout)
+    options = (available_bytes, n_ubatch, type_k, type_v, flash_attn, pool_bytes)
+    return next((n_ctx for n_ctx in sizes if _is_modest(layout, n_ctx, *options)), sizes[-1])
+
+
+def choose_kv_tokens(
+    layout: ExpertLayout,
+    available_bytes: int,
+    n_ubatch: int,
+    n_ctx: int,
+    n_seq: int,
+    type_k: int = F16,
+    type_v: int = F16,
+    flash_attn: bool = False,
+    pool_bytes: int = 0,
+) -> int:
+    """Tokens of the KV cache that `n_seq` sequences of up to `n_ctx` tokens share where the user gives no number: all
+    that they can have together, less where that takes more memory than `choose_context` allows, and at least those of
+    one sequence. Answers are rarely as long as their context can be, and memory of experts makes each of them faster.
+    """
+    options = (available_bytes, n_ubatch, type_k, type_v, flash_attn, pool_bytes)
+    sizes = (pad_context(n_ctx + n_ctx * (n_seq - 1) * part // KV_PARTS) for part in range(KV_PARTS, 0, -1))
+    return next((n_kv for n_kv in sizes if _is_modest(layout, n_kv, *options)), pad_context(n_ctx))
+
+
+def _is_modest(
+    layout: ExpertLayout,
+    n_tokens: int,
+    available_bytes: int,
+    n_ubatch: int,
+    type_k: int,
+    type_v: int,
+    flash_attn: bool,
+    pool_bytes: int,
+) -> bool:
+    """Whether a KV cache of `n_tokens` leaves enough memory to experts."""
     # The weights of a model without experts are mapped: they need not stay in memory.
     dense_bytes = layout.dense_bytes + layout.tied_output_bytes if layout.is_moe else 0
     fixed_bytes = compute_bytes(layout, KV_PAD_TOKENS, 1, flash_attn)
     rest = available_bytes - margin_bytes(available_bytes) - dense_bytes - fixed_bytes
-
-    def is_modest(n_ctx: int) -> bool:
-        if kv_bytes(layout, n_seq * n_ctx, type_k, type_v) > (rest - pool_bytes if pool_bytes else rest // 2):
-            return False
-        cost = context_bytes(layout, n_seq * n_ctx, n_ubatch, type_k, type_v, flash_attn)
-        in_quarter = cost <= min(available_bytes // 4, rest - layout.expert_bytes)
-        return n_ctx <= SMALL_CTX_TOKENS or cost <= available_bytes // 10 or in_quarter
-
-    sizes = default_contexts(layout)
-    return next(filter(is_modest, sizes), sizes[-1])
+    if kv_bytes(layout, n_tokens, type_k, type_v) > (rest - pool_bytes if pool_bytes else rest // 2):
+        return False
+    cost = context_bytes(layout, n_tokens, n_ubatch, type_k, type_v, flash_attn)
+    in_quarter = cost <= min(available_bytes // 4, rest - layout.expert_bytes)
+    return n_tokens <= SMALL_CTX_TOKENS or cost <= available_bytes // 10 or in_quarter
 
 
 def context_bytes(

@@ -24,6 +24,7 @@ from moegguf.engine.memory import (
     memory_needs,
     pad_context,
 )
+from moegguf.engine.placement import PlacementPlan
 from moegguf.errors import BudgetError
 from moegguf.gguf.experts import ExpertLayout
 from moegguf.gguf.projector import ProjectorHeader
@@ -59,6 +60,8 @@ class Plan:
     device: str | None = None  # ggml's name of the one that all of this but `n_lower_slots` is on; None: the CPU
     n_lower_slots: int = 0  # in RAM, below those of the device
     host_bytes: int = 0  # of RAM, with those slots, where there is a device
+    layers_on: str | None = None  # the device that computes everything but the experts with slots, which are in RAM
+    placement: PlacementPlan | None = None  # why the experts are placed so; None: nothing was to be decided
 
     @property
     def lower_bytes(self) -> int:
@@ -80,7 +83,6 @@ class _Request:
     flash_attn: bool
     projector: ProjectorHeader | None = None
     streams: bool = False
-    n_seq: int = 1
     kv_tokens: int | None = None
     option: str = "expert_cache"  # that the budget was given with
 
@@ -99,7 +101,7 @@ class _Request:
         return self.memory.available_bytes - self.margin_bytes
 
     def needs(self, n_ctx: int, n_ubatch: int) -> MemoryNeeds:
-        n_kv = self.kv_tokens or n_ctx * self.n_seq
+        n_kv = self.kv_tokens or n_ctx
         return memory_needs(self.layout, n_kv, n_ubatch, self.type_k, self.type_v, self.flash_attn, self.projector)
 
     def ubatches(self) -> tuple[int, ...]:
@@ -128,7 +130,6 @@ def make_plan(
     margin: int | None = None,
     projector: ProjectorHeader | None = None,
     streams: bool = True,
-    n_seq: int = 1,
     kv_tokens: int | None = None,
     option: str = "expert_cache",
 ) -> Plan:
@@ -138,8 +139,8 @@ def make_plan(
     n_ubatch: stays as given unless the pool is too small for it; None: at most n_batch, chosen together with the slots
     (`batch.best_fit`). margin: bytes that stay free with "auto"; None: `margin_bytes`. projector: of a model that reads
     images, too. streams: whether the store may stream experts, where the CPU's kernels can (`SlotSizes.streams`).
-    n_seq: sequences of n_ctx tokens at once. kv_tokens: of all of them; None: n_seq * n_ctx. option: the name of the
-    budget, for messages.
+    kv_tokens: of all sequences that the context holds; None: n_ctx, of one. option: the name of the budget, for
+    messages.
 
     Raises BudgetError, stating the minimum, when the budget (or, for "auto", the free memory) does not hold the experts
     that one token uses in one layer, or those of an image that has to be read in one pass.
@@ -147,17 +148,18 @@ def make_plan(
     margin = margin_bytes(memory.available_bytes) if margin is None else margin
     streams = streams and slot_sizes(layout).streams
     request = _Request(
-        layout, memory, margin, n_ubatch, n_batch, type_k, type_v, flash_attn, projector, streams, n_seq, kv_tokens,
-        option,
+        layout, memory, margin, n_ubatch, n_batch, type_k, type_v, flash_attn, projector, streams, kv_tokens, option,
     )  # fmt: skip
     reasons: list[str] = []
     options: dict[str, Any] = {"type_k": type_k, "type_v": type_v, "flash_attn": flash_attn}
     if n_ctx is None:
-        pool_bytes = _given_bytes(layout, cache)
+        pool_bytes = given_bytes(layout, cache)
         free_bytes = memory.available_bytes - (projector.total_bytes if projector else 0)
-        n_ctx = choose_context(layout, free_bytes, request.ubatches()[0], pool_bytes=pool_bytes, n_seq=n_seq, **options)
+        n_ctx = choose_context(layout, free_bytes, request.ubatches()[0], pool_bytes=pool_bytes, **options)
         reasons += _context_reason(layout, n_ctx)
     n_ctx = pad_context(n_ctx) or default_contexts(layout)[0]
+    if kv_tokens and kv_tokens > n_ctx:
+        reasons.append(f"answers that are computed together share a context of {kv_tokens:,} tokens")
     if not layout.is_moe:
         reasons.append("the model has no experts, so it runs as plain llama.cpp")
         n_ubatch = request.ubatches()[0]
@@ -169,7 +171,7 @@ def make_plan(
     return _plan(request, n_ctx, fit, reasons)
 
 
-def _given_bytes(layout: ExpertLayout, cache: ExpertCache) -> int:
+def given_bytes(layout: ExpertLayout, cache: ExpertCache) -> int:
     """About the bytes of a budget that is a share or a size; 0 for "auto"."""
     given = {"auto": 0, "fraction": cache.fraction * layout.expert_bytes, "bytes": cache.n_bytes}[cache.mode]
     return min(round(given), layout.expert_bytes)

@@ -10,6 +10,7 @@ import ctypes as c
 import enum
 import os
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +26,12 @@ from moegguf.gguf.experts import ExpertLayout
 from moegguf.native import library
 from moegguf.native.store import Store, StoreOptions
 
-EXPERT_TENSORS = rb"\.ffn_(gate|up|down|gate_up)_exps\.weight"
+EXPERT_TENSORS = r"\.ffn_(gate|up|down|gate_up)_exps\.weight"
+
+
+def expert_tensors(layout: ExpertLayout) -> bytes:
+    """llama.cpp's pattern for the names of this layout's experts, which may be those of some layers only."""
+    return ("blk\\.(" + "|".join(str(layer.il) for layer in layout.layers) + ")" + EXPERT_TENSORS).encode()
 
 
 def open_store(layout: ExpertLayout, plan: Plan, options: StoreOptions) -> Store:
@@ -81,17 +87,21 @@ class _Override(c.Structure):
 
 
 class Session:
-    """One store and one lane, attached to one `Llama`."""
+    """One store and one lane, attached to one `Llama`. `layout`: of the layers whose experts have slots.
+    `whole_layers`: numbers of those whose experts all lie on a device, as plain weights."""
 
-    def __init__(self, layout: ExpertLayout, plan: Plan, options: StoreOptions) -> None:
+    def __init__(
+        self, layout: ExpertLayout, plan: Plan, options: StoreOptions, whole_layers: Sequence[int] = ()
+    ) -> None:
         self.layout = layout
+        self.whole_layers = list(whole_layers)
         self.plan = plan
         self._bindings = library.llama_cpp()
         self._pid = os.getpid()
         self.store = open_store(layout, plan, options)
         self.lane = self.store.open_lane()
         self.listeners = RoutingListeners(self.store)
-        self._overrides = (_Override * 2)(_Override(EXPERT_TENSORS, self.store.buffer_type), _Override())
+        self._overrides = (_Override * 2)(_Override(expert_tensors(layout), self.store.buffer_type), _Override())
 
     def attach_model(self, params: c.Structure) -> None:
         """Experts go to the reserved buffer type; the store reads them."""
@@ -149,6 +159,7 @@ class Session:
             there = self.store.residency(tier)
             places[(there == 1) & (places == Place.DISK)] = Place.LOADING
             places[there == 2] = Place.VRAM if name == VRAM else Place.RAM
+        places[self.whole_layers] = Place.VRAM
         return places
 
     def tiers(self) -> dict[str, dict[str, Any]]:

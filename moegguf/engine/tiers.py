@@ -1,4 +1,4 @@
-"""Plans two tiers: slots on a device that computes every layer, and slots in RAM below them."""
+"""Plans for a device: slots there over slots in RAM, or whole layers there and slots in RAM for the rest."""
 
 from __future__ import annotations
 
@@ -6,12 +6,22 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from moegguf.engine.devices import Device, find_gpu
-from moegguf.engine.machine import Memory, read_memory
-from moegguf.engine.memory import F16, FIXED_BYTES, VOCAB_TOKEN_BYTES, margin_bytes, row_bytes
-from moegguf.engine.plan import Plan, make_plan
+from moegguf.engine.batch import DEFAULT_UBATCH_TOKENS, allowed_ubatch
+from moegguf.engine.devices import Device
+from moegguf.engine.machine import Memory
+from moegguf.engine.memory import (
+    F16,
+    FIXED_BYTES,
+    VOCAB_TOKEN_BYTES,
+    MemoryNeeds,
+    margin_bytes,
+    memory_needs,
+    row_bytes,
+)
+from moegguf.engine.plan import Plan, make_plan, slot_bytes
 from moegguf.errors import BudgetError
 from moegguf.gguf.experts import ExpertLayout
+from moegguf.gguf.projector import ProjectorHeader
 from moegguf.quantities import GIB, ExpertCache, format_bytes, format_bytes_up, parse_expert_cache
 
 VRAM_MARGIN_BYTES = GIB  # stays free with "auto": drivers, displays and other programs take some at any time
@@ -55,6 +65,70 @@ def host_bytes(layout: ExpertLayout, n_ubatch: int) -> int:
     return layout.n_vocab * (embedding + 4 * n_ubatch + VOCAB_TOKEN_BYTES) + FIXED_BYTES
 
 
+def beside_experts_bytes(needs: MemoryNeeds) -> int:
+    """What a device holds besides experts: weights that every token uses, the context, buffers. Whatever else is to lie
+    there has to be counted here."""
+    return needs.total_bytes(0)
+
+
+def plan_layers(
+    layout: ExpertLayout,
+    rest: ExpertLayout,
+    ram: ExpertCache,
+    device: Device,
+    memory: Memory,
+    *,
+    n_ctx: int,
+    n_ubatch: int | None = None,
+    n_batch: int = DEFAULT_UBATCH_TOKENS,
+    n_seq: int = 1,
+    kv_tokens: int | None = None,
+    type_k: int = F16,
+    type_v: int = F16,
+    flash_attn: bool = False,
+    projector: ProjectorHeader | None = None,
+) -> Plan:
+    """The plan for computing `layout` on `device` but for the experts of the layers that `rest` has: those are computed
+    by the CPU, from slots in RAM. Those of other layers are on the device, as every other weight is.
+
+    options: those of `make_plan`. Raises BudgetError where RAM holds too few experts for a token.
+    """
+    size, wanted = slot_bytes(rest), n_ubatch or min(DEFAULT_UBATCH_TOKENS, n_batch)
+    n_slots = lower_slots(rest, ram, memory, size, wanted)
+    if n_slots < rest.n_expert_used:
+        raise BudgetError(
+            f"expert_cache={str(ram)!r} holds {n_slots} experts, but one token needs {rest.n_expert_used} in a layer;"
+            f" give at least {format_bytes_up(rest.n_expert_used * size)!r}."
+        )
+    least = projector.one_pass_tokens if projector else 1
+    n_ubatch = max(least, min(wanted, allowed_ubatch(rest, n_slots, streams=False)))
+    needs = memory_needs(rest, kv_tokens or n_ctx * n_seq, n_ubatch, type_k, type_v, flash_attn, projector)
+    n_whole = len(layout.layers) - len(rest.layers)
+    reasons = [
+        f"every layer is computed on {device.name}, but the experts of {len(rest.layers)} of {len(layout.layers)}"
+        f" layers by the CPU; those of the other {n_whole} lie on {device.name}",
+        f"{n_slots} of {rest.n_expert_total} experts of these layers fit into RAM ({format_bytes(n_slots * size)})",
+    ]
+    return Plan(
+        n_slots=n_slots,
+        slot_bytes=size,
+        budget_bytes=n_slots * size,
+        resident=n_slots == rest.n_expert_total,
+        n_ctx=n_ctx,
+        n_ubatch=n_ubatch,
+        dense_bytes=needs.dense_bytes,
+        kv_bytes=needs.kv_bytes,
+        compute_bytes=needs.compute_bytes,
+        total_bytes=beside_experts_bytes(needs),
+        available_bytes=device.free_bytes,
+        reasons=tuple(reasons),
+        warnings=(),
+        projector_bytes=needs.projector_bytes,
+        host_bytes=host_bytes(layout, n_ubatch) + n_slots * (size + needs.slot_work_bytes),
+        layers_on=device.name,
+    )
+
+
 def lower_slots(layout: ExpertLayout, ram: ExpertCache, memory: Memory, slot_bytes: int, n_ubatch: int) -> int:
     """Slots in RAM for a budget; 0 for a model without experts.
 
@@ -84,14 +158,3 @@ def parse_vram_cache(value: str | int | float | ExpertCache) -> ExpertCache:
         return parse_expert_cache(value)
     except BudgetError as error:
         raise BudgetError(str(error).replace("expert_cache", "vram_cache", 1)) from None
-
-
-def plan_here(layout: ExpertLayout, expert_cache: str | ExpertCache, vram_cache: str, **options: Any) -> Plan:
-    """The plan for this machine now; vram_cache empty: without a GPU. options: those of `make_plan`.
-
-    Raises BudgetError.
-    """
-    cache, memory = parse_expert_cache(expert_cache), read_memory()
-    if not vram_cache or not layout.is_moe:
-        return make_plan(layout, cache, memory, **options)
-    return plan_tiers(layout, parse_vram_cache(vram_cache), cache, find_gpu(), memory, **options)

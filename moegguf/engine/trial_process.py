@@ -57,7 +57,8 @@ def _try(request: dict[str, Any]) -> None:
     size |= {"n_threads": 1, "mmproj": request["mmproj"]}
     if request["mmproj"]:
         size["n_threads_batch"] = min(count_cpus(), MAX_IMAGE_THREADS)  # an image is seconds of computing
-    with Llama(request["path"], expert_cache=request["n_slots_bytes"] or "auto", **size, **options) as llm:
+    size |= {"expert_cache": request["n_slots_bytes"] or "auto", "vram_cache": ""}
+    with Llama(request["path"], **size, **options) as llm:
         for text in TEXTS:
             llm.detokenize(llm.tokenize(text.encode(), add_bos=True, special=True))
             llm.vocabulary.tokens(text)

@@ -41,13 +41,17 @@ class Slot:
 
 
 class Task:
-    """Work that needs the model for itself. `ticket`: its place in the order of arrival."""
+    """Work that needs the model for itself. `ticket`: its place in the order of arrival; `fail` is called instead of
+    `run` where that does not begin any more."""
 
-    def __init__(self, run: Callable[[], object], cancel: Callable[[], object]) -> None:
+    def __init__(
+        self, run: Callable[[], object], cancel: Callable[[], object], fail: Callable[[Exception], object]
+    ) -> None:
         self.ticket = next(_tickets)
         self.cancelled = False
         self.run = run
         self.stop = cancel
+        self.fail = fail
 
 
 class BatchedAnswer:

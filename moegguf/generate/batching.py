@@ -97,9 +97,12 @@ class BatchLoop:
         self._arrive(answer)
         return answer
 
-    def submit_task(self, run: Callable[[], object], cancel: Callable[[], object]) -> Task:
-        """Has `run` called on the loop's thread once no answer is being computed; `cancel` is to end it."""
-        task = Task(run, cancel)
+    def submit_task(
+        self, run: Callable[[], object], cancel: Callable[[], object], fail: Callable[[Exception], object]
+    ) -> Task:
+        """Has `run` called on the loop's thread once no answer is being computed; `cancel` is to end it. Of one that is
+        cancelled before, or that the end of the loop meets, `fail` gets the reason."""
+        task = Task(run, cancel, fail)
         self._arrive(task)
         return task
 
@@ -139,8 +142,11 @@ class BatchLoop:
                 self._arrived.append(job)
                 self._changed.notify()
                 return
+        error = ClosedError("the model is closed; load it again.")
         if isinstance(job, BatchedAnswer):
-            job.events.on_end(job.timing, ClosedError("the model is closed; load it again."))
+            job.events.on_end(job.timing, error)
+        else:
+            job.fail(error)
 
     # On the loop's thread.
 
@@ -159,8 +165,11 @@ class BatchLoop:
             for reader in list(self._readers):  # they use the model
                 reader.join()
             self._take_arrived()
-            for answer in [*self._running, *(job for job in self._waiting if isinstance(job, BatchedAnswer))]:
-                self._end(answer, failure)
+            for job in [*self._running, *self._waiting]:
+                if isinstance(job, BatchedAnswer):
+                    self._end(job, failure)
+                else:
+                    self._drop(job, failure or ClosedError("the model is closed; load it again."))
 
     def _has_work(self) -> bool:
         """Waits for some; False after `close`."""
@@ -171,9 +180,11 @@ class BatchLoop:
 
     def _turn(self) -> None:
         self._take_arrived()
-        for job in [*self._running, *self._waiting]:
-            if isinstance(job, BatchedAnswer) and job.cancelled:
+        for job in [job for job in (*self._running, *self._waiting) if job.cancelled]:
+            if isinstance(job, BatchedAnswer):
                 self._end(job)
+            else:
+                self._drop(job, GenerationCancelled("it was cancelled while it waited."))
         self._admit()
         if self._running:
             self._step()
@@ -255,6 +266,11 @@ class BatchLoop:
             self._set_alone(None)
         self._n_ended_tokens += answer.timing.answer_tokens
         answer.events.on_end(answer.timing, error)
+
+    def _drop(self, task: Task, error: Exception) -> None:
+        """Ends a task that waits."""
+        self._waiting.remove(task)
+        task.fail(error)
 
     def _set_alone(self, job: BatchedAnswer | Task | None, stop: Callable[[], object] = lambda: None) -> None:
         with self._changed:

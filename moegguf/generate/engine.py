@@ -110,10 +110,10 @@ class Engine:
 
     Args:
         model: as for `moegguf.Llama`.
-        parallel: sequences that are computed together. Each has a context of `n_ctx` tokens. One for models with a
+        parallel: sequences that are computed together. Each may have `n_ctx` tokens of context. One for models with a
             recurrent state and for embedding models.
         kv_tokens: tokens of all sequences that there is memory for; when they are used up, the newest request waits and
-            is computed again. None: parallel * n_ctx.
+            is computed again. None: parallel * n_ctx, less where experts would miss that memory.
         schedule: which sequences compute in a step: "fifo" (all of them), "expertflow", "auto", or an object
             (`moegguf.generate.schedule`).
         All keywords of `moegguf.Llama`.

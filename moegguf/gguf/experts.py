@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
@@ -110,6 +110,7 @@ class ExpertLayout:
     metadata: Mapping[str, Value]
     tensor_types: Mapping[str, tuple[int, int]]
     routers: tuple[RouterTensor, ...] = ()
+    looked_up_bytes: int = 0  # of the embedding matrix where it is nothing else: a token reads one row of it
 
     @property
     def is_moe(self) -> bool:
@@ -156,6 +157,15 @@ class ExpertLayout:
         """The matrix kinds in use, in the order of KINDS; a pool has one arena for each."""
         present = {m.kind for m in self.matrices}
         return tuple(kind for kind in KINDS if kind in present)
+
+    def only(self, layers: Iterable[int]) -> ExpertLayout:
+        """The same model where only these layers' experts count as experts, and those of the others as weights that
+        every token uses."""
+        wanted = set(layers)
+        kept = tuple(layer for layer in self.layers if layer.il in wanted)
+        expert_bytes = sum(layer.n_expert * layer.expert_bytes for layer in kept)
+        dense_bytes = self.dense_bytes + self.expert_bytes - expert_bytes
+        return replace(self, layers=kept, expert_bytes=expert_bytes, dense_bytes=dense_bytes)
 
     @property
     def chat_template(self) -> str | None:
@@ -205,6 +215,7 @@ def read_layout(path: str | os.PathLike[str]) -> ExpertLayout:
         metadata=files[0].metadata,
         tensor_types=_count_types(tensors),
         routers=tuple(sorted(_routers(files, hparams.n_layer), key=lambda router: router.il)),
+        looked_up_bytes=embedding.n_bytes if embedding and "output.weight" in tensors else 0,
     )
 
 

@@ -1,6 +1,7 @@
 // api.cpp: the C ABI over the store. The only place where exceptions become status codes.
 #include "device_failure.h"
 #include "link_device.h"
+#include "speeds.h"
 #include "store.h"
 
 #include <algorithm>
@@ -95,6 +96,10 @@ int moegguf_slot_sizes(const moegguf_matrix * matrices, int32_t n_matrices, int3
 
 int moegguf_link_add(const moegguf_link * link, const char ** name) {
     return guarded([&] { given(name) = add_link_device(given(link)); });
+}
+
+int moegguf_measure_speeds(const moegguf_config * config, int32_t n_threads, double seconds, moegguf_speeds * speeds) {
+    return guarded([&] { given(speeds) = measure_speeds(given(config), n_threads, seconds); });
 }
 
 int moegguf_store_open(const moegguf_config * config, moegguf_store ** store) {

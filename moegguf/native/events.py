@@ -32,7 +32,8 @@ class Announcement(NamedTuple):
 
     `sequence` counts requests: each has its own. `tokens` is (n_tokens,). sequences, phases, outputs (n_tokens,): each
     token's sequence and phase, and whether its logits are wanted; None where all are of `sequence` and `phase`. Of
-    several, `sequence` is the first token's, and `phase` is DECODE where all of them decode.
+    several, `sequence` is the first token's, and `phase` is DECODE where some of them decode: a controller acts for
+    these.
     """
 
     lane: int

@@ -31,8 +31,10 @@ from moegguf.package import package_folders
 from moegguf.processor import read_processor
 from moegguf.settings import read_environment
 
-ABI_VERSION = 8
-SPIN_COUNT = 20000  # a good part of a millisecond; 1000 costs a fifth of a small model's speed, 300000 is GNU's default
+ABI_VERSION = 9
+# 20000: a good part of a millisecond; 300000 is GNU's default. `active` makes it 1000 while experts can be absent
+# (`moegguf/native/short_spins.h`), which costs up to a fifth of the speed where they cannot, and 100 without.
+SPINNING = {"GOMP_SPINCOUNT": "20000", "OMP_WAIT_POLICY": "active"}
 
 OK, INVALID, MEMORY, IO, CANCELLED, FORKED, ROUTING, SLOTS = range(8)
 COMPUTE_TIER, LOWER_TIER = 0, 1  # enum moegguf_tier
@@ -278,7 +280,22 @@ class LinkStruct(c.Structure):
         ("latency_ns", c.c_double),
         ("memory_bytes", c.c_uint64),
         ("pinned", c.c_int32),
-        ("reserved", c.c_int32),
+        ("n_threads", c.c_int32),
+    ]
+
+
+class SpeedsStruct(c.Structure):
+    """struct moegguf_speeds: of the CPU, a device and the link between them."""
+
+    _fields_ = [
+        *(
+            (name, c.c_double)
+            for name in (
+                "cpu_bytes_per_ns cpu_op_ns device_bytes_per_ns device_op_ns copy_bytes_per_ns copy_ns stop_ns"
+                " cpu_layer_ns"
+            ).split()
+        ),
+        *((name, c.c_int32) for name in ("pinned_memory", "reserved")),
     ]
 
 
@@ -297,6 +314,7 @@ class Failure(c.Structure):
 _STATUS_CALLS: dict[str, list[Any]] = {
     "moegguf_slot_sizes": [c.POINTER(Matrix), c.c_int32, c.c_int32, c.POINTER(Sizes)],
     "moegguf_link_add": [c.POINTER(LinkStruct), c.POINTER(c.c_char_p)],
+    "moegguf_measure_speeds": [c.POINTER(Config), c.c_int32, c.c_double, c.POINTER(SpeedsStruct)],
     "moegguf_store_open": [c.POINTER(Config), c.POINTER(c.c_void_p)],
     "moegguf_store_info": [c.c_void_p, c.POINTER(PoolInfo)],
     "moegguf_store_counters": [c.c_void_p, c.POINTER(Counters)],
@@ -392,14 +410,15 @@ def _short_spins() -> Iterator[None]:
     GNU's default spins for longer than a scheduler's slice. Threads that have to share a processor, as on a busy
     machine, then make each other wait for whole slices at every barrier, hundreds of times a token.
     """
-    if any(name in os.environ for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")):
+    if any(name in os.environ for name in SPINNING):
         yield
         return
-    os.environ["GOMP_SPINCOUNT"] = str(SPIN_COUNT)
+    os.environ |= SPINNING
     try:
         yield
     finally:
-        del os.environ["GOMP_SPINCOUNT"]
+        for name in SPINNING:
+            del os.environ[name]
 
 
 def build_identity() -> str:

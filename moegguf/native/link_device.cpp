@@ -30,9 +30,10 @@ struct LinkDevice {
     bool pinned(const void * data, size_t n);
     void copy(SharedBandwidth & direction, void * to, const void * from, size_t n);
 
-    const std::string name, host_memory_name;
+    const std::string name, host_memory_name, description;
     const size_t memory_bytes;
-    const bool pins; // whether memory can be pinned
+    const bool pins;     // whether memory can be pinned
+    const int n_threads; // 0: as told
     std::atomic<size_t> used_bytes{0};
     SharedBandwidth to_device, to_host;
     std::atomic<double> copy_bytes_per_ns{4}; // of this machine's own memory
@@ -309,10 +310,21 @@ void free_backend(ggml_backend_t backend) {
     delete backend;
 }
 
+void set_cpu_threads(ggml_backend_t cpu, int n) {
+    void * function =
+        ggml_backend_reg_get_proc_address(ggml_backend_dev_backend_reg(cpu_device()), "ggml_backend_set_n_threads");
+    if (function) {
+        ((ggml_backend_set_n_threads_t)function)(cpu, n);
+    }
+}
+
 ggml_backend_t new_backend(ggml_backend_dev_t device, const char *) {
     ggml_backend_ptr cpu(ggml_backend_dev_init(cpu_device(), nullptr));
     if (!cpu) {
         return nullptr;
+    }
+    if (of(device).n_threads) {
+        set_cpu_threads(cpu.get(), of(device).n_threads);
     }
     ggml_backend_i interface = {};
     interface.get_name = backend_name;
@@ -331,8 +343,15 @@ const char * device_name(ggml_backend_dev_t device) {
     return of(device).name.c_str();
 }
 
-const char * description(ggml_backend_dev_t) {
-    return "the CPU behind a simulated link";
+const char * description(ggml_backend_dev_t device) {
+    return of(device).description.c_str();
+}
+
+std::string describe(const moegguf_link & link) {
+    char text[128];
+    snprintf(text, sizeof(text), "the CPU behind a simulated link of %g GB/s, %g us", link.bytes_per_ns,
+             link.latency_ns / 1e3);
+    return text + (link.n_threads ? ", " + std::to_string(link.n_threads) + " threads" : std::string());
 }
 
 void memory(ggml_backend_dev_t device, size_t * free, size_t * total) {
@@ -381,10 +400,8 @@ Registry & registry() {
 }
 
 void set_n_threads(ggml_backend_t backend, int n) {
-    void * function =
-        ggml_backend_reg_get_proc_address(ggml_backend_dev_backend_reg(cpu_device()), "ggml_backend_set_n_threads");
-    if (function) {
-        ((ggml_backend_set_n_threads_t)function)(of(backend).cpu.get(), n);
+    if (!of(backend).device.n_threads) {
+        set_cpu_threads(of(backend).cpu.get(), n);
     }
 }
 
@@ -403,16 +420,18 @@ ggml_backend_reg_t reg() {
 LinkDevice::LinkDevice(const moegguf_link & link, int index)
     : name("LINK" + std::to_string(index)),
       host_memory_name(name + "_Host"),
+      description(describe(link)),
       memory_bytes(link.memory_bytes ? link.memory_bytes : most_memory_bytes),
       pins(link.pinned != 0),
+      n_threads(link.n_threads),
       to_device(link.bytes_per_ns, link.latency_ns),
       to_host(link.bytes_per_ns, link.latency_ns) {
     device.context = this;
     device.reg = reg();
     device.iface = ggml_backend_device_i{
-        device_name,     description, moegguf::memory,  type,       properties,
-        new_backend,     memory_type, host_memory_type, nullptr,    supports_op,
-        supports_memory, nullptr,     new_event,        free_event, synchronize_event,
+        device_name, moegguf::description, moegguf::memory,   type,        properties,      new_backend,
+        memory_type, host_memory_type,     nullptr,           supports_op, supports_memory, nullptr,
+        new_event,   free_event,           synchronize_event,
     };
     memory.device = host_memory.device = &device;
     memory.iface = {memory_name, allocate, alignment_of, nullptr, nullptr, nullptr};
@@ -425,6 +444,9 @@ const char * add_link_device(const moegguf_link & link) {
     if (!(link.bytes_per_ns > 0 && std::isfinite(link.bytes_per_ns) && link.latency_ns >= 0 &&
           std::isfinite(link.latency_ns))) {
         throw Error(MOEGGUF_INVALID, "a link has a bandwidth above zero, and a latency of zero or more");
+    }
+    if (link.n_threads < 0 || link.n_threads > GGML_MAX_N_THREADS) {
+        throw Error(MOEGGUF_INVALID, "a device computes with 1 to 512 threads, or as many as it is told");
     }
     if (!cpu_device()) {
         throw Error(MOEGGUF_INVALID, "ggml has no CPU device to compute with");

@@ -1,10 +1,11 @@
 // link_device.h: a ggml device behind a link in real time, for machines without one.
 //
 // Its memory lies in RAM, but nobody else may touch it: ggml takes it for a device's. It computes as the CPU backend
-// does, on the calling thread. A copy between it and the host takes the link's latency, and then its bytes over the
-// bandwidth, which all copies under way in that direction share; within the device it takes what memory takes. As on
-// CUDA, each backend instance has a stream of its own, events connect streams, a copy from or to memory that is not
-// pinned keeps the caller waiting, and where memory cannot be pinned the host buffer type gives ordinary memory.
+// does, with as many threads or a number of its own, which makes it faster or slower than the CPU. A copy between it
+// and the host takes the link's latency, and then its bytes over the bandwidth, which all copies under way in that
+// direction share; within the device it takes what memory takes. As on CUDA, each backend instance has a stream of its
+// own, events connect streams, a copy from or to memory that is not pinned keeps the caller waiting, and where memory
+// cannot be pinned the host buffer type gives ordinary memory.
 #pragma once
 
 #include "moegguf.h"

@@ -12,23 +12,24 @@ from moegguf.native import library
 from moegguf.quantities import Link
 
 
-def add_link_device(link: Link, *, memory_bytes: int = 0, pinned: bool = True) -> str:
+def add_link_device(link: Link, *, memory_bytes: int = 0, pinned: bool = True, n_threads: int = 0) -> str:
     """ggml's name of a new simulated device behind `link`; ggml knows it until the process ends.
 
     llama.cpp uses it as a GPU for every model loaded later. memory_bytes: of the device; 0: without a limit. pinned:
-    whether it can pin the host's memory. Raises OptionError for a link without bandwidth.
+    whether it can pin the host's memory. n_threads: that it computes with, 0: as many as llama.cpp tells the CPU to.
+    Raises OptionError for a link without bandwidth.
     """
     name = c.c_char_p()
-    described = library.LinkStruct(link.bytes_per_s / 1e9, link.latency_s * 1e9, memory_bytes, pinned)
+    described = library.LinkStruct(link.bytes_per_s / 1e9, link.latency_s * 1e9, memory_bytes, pinned, n_threads)
     library.check(library.load().moegguf_link_add(c.byref(described), c.byref(name)))
     assert name.value is not None
     return name.value.decode()
 
 
 @functools.cache
-def link_device(link: Link) -> str:
+def link_device(link: Link, n_threads: int = 0) -> str:
     """The name of this process's simulated device behind `link`, which is added when it is first asked for."""
-    return add_link_device(link)
+    return add_link_device(link, n_threads=n_threads)
 
 
 def memory_copy_bytes_per_s() -> float:

@@ -54,7 +54,7 @@
 extern "C" {
 #endif
 
-#define MOEGGUF_ABI_VERSION 8
+#define MOEGGUF_ABI_VERSION 9
 #define MOEGGUF_MAX_KINDS 4
 #define MOEGGUF_API __attribute__((visibility("default")))
 
@@ -275,7 +275,7 @@ struct moegguf_routing {
 struct moegguf_tokens_event {
     int32_t lane;     // of events; announcements need none
     int32_t sequence; // counts requests; of a batch: of its first token
-    int32_t phase;    // enum moegguf_phase; of a batch: MOEGGUF_DECODE where all of its tokens decode
+    int32_t phase;    // enum moegguf_phase; of a batch: MOEGGUF_DECODE where some of its tokens decode
     int32_t n_tokens;
     const int32_t * tokens;    // [n_tokens]
     const int32_t * sequences; // NULL: all of `sequence`
@@ -341,6 +341,20 @@ struct moegguf_link {
     double latency_ns;     // of each copy
     uint64_t memory_bytes; // of the device; 0: without a limit
     int32_t pinned;        // 0: host memory cannot be pinned
+    int32_t n_threads;     // that it computes with; 0: as many as llama.cpp tells the CPU to
+};
+
+// How fast the CPU, a device and the link between them are with one layer's experts of a model.
+struct moegguf_speeds {
+    double cpu_bytes_per_ns;    // of experts that it multiplies with, one token at a time
+    double cpu_op_ns;           // of each node of a graph besides
+    double device_bytes_per_ns; // the same of the device
+    double device_op_ns;
+    double copy_bytes_per_ns; // from slots in host memory to slots on the device, as misses are copied
+    double copy_ns;           // of a layer's misses together, besides their bytes
+    double stop_ns;           // of a stop at a layer: computing ends, ids are read and written
+    double cpu_layer_ns;      // of a layer whose experts the CPU multiplies with: activations go there and back
+    int32_t pinned_memory;    // of the slots in host memory
     int32_t reserved;
 };
 
@@ -357,6 +371,12 @@ MOEGGUF_API int moegguf_slot_sizes(const struct moegguf_matrix * matrices, int32
 // A simulated device more, known to ggml until the process ends, so that models loaded later can lie on it. name: by
 // which ggml finds it.
 MOEGGUF_API int moegguf_link_add(const struct moegguf_link * link, const char ** name);
+
+// Measures with the experts of one layer, in n_slots slots of each memory; without shards (MOEGGUF_SIMULATE) with
+// zeros. device NULL: the CPU alone, all else is 0.
+// Each figure takes about `seconds`; nothing else should compute meanwhile. The slots are freed again.
+MOEGGUF_API int moegguf_measure_speeds(const struct moegguf_config * config, int32_t n_threads, double seconds,
+                                       struct moegguf_speeds * speeds);
 
 // Store. close joins the threads and frees the pool; contexts and models that use it must be gone by then.
 MOEGGUF_API int moegguf_store_open(const struct moegguf_config * config, moegguf_store ** store);

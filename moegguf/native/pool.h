@@ -54,9 +54,9 @@ class Pool {
     // Gives the memory of slots [first, last) back to the system where it is host memory.
     void release(int first, int last) const;
 
-    // Allocates the arenas anew, of the same memory, for n_slots slots, and frees those before. keep: with what the slots
-    // hold, so that both are there for a moment, an arena at a time; else the slots before must be empty. false: the
-    // device refused; with `keep` every slot that both sizes have is as before, without there may be none.
+    // Allocates the arenas anew, of the same memory, for n_slots slots, and frees those before. keep: with what the
+    // slots hold, so that both are there for a moment, an arena at a time; else the slots before must be empty. false:
+    // the device refused; with `keep` every slot that both sizes have is as before, without there may be none.
     bool reallocate(int n_slots, bool keep);
     bool gives_pages_back() const { return host_ && !memory_.pinned; } // by release(): it need not be allocated anew
 
@@ -90,7 +90,7 @@ class Pool {
     std::vector<moegguf_kind> kind_;
     uint64_t bytes_ = 0;
     int n_allocated_ = 0; // slots that every arena has room for
-    int n_ids_ = 0; // that kernels may be given, also where there are fewer slots: experts that are streamed
+    int n_ids_ = 0;       // that kernels may be given, also where there are fewer slots: experts that are streamed
     bool host_ = true;
 };
 

@@ -576,7 +576,7 @@ class Lane:
         columns = [_of_each(ids, column) for column in (sequence, phase, 1 if outputs is None else outputs)]
         several = any((column != column[:1]).any() for column in columns[:2])
         of_first = columns[0][0] if ids.size else sequence
-        of_all = columns[1].min() if ids.size else phase
+        of_all = columns[1].max() if ids.size else phase
         arrays = (column.ctypes.data if several else None for column in columns)
         event = library.TokensEvent(0, of_first, of_all, ids.size, ids.ctypes.data, *arrays)
         check(self._library.moegguf_lane_announce(self.handle, c.byref(event)))

@@ -30,6 +30,9 @@ Tier::Tier(TierId id, const Layout & layout, int n_slots, const PoolMemory * mem
     if (memory) {
         pool_ = std::make_unique<Pool>(layout, numbering, *memory);
     }
+    if (!numbering.resident()) {
+        spin_shortly();
+    }
     borrowers_.reserve(source_.size());
 }
 
@@ -145,6 +148,12 @@ void Tier::release_slot(int s) {
     residency.vacate(s);
 }
 
+void Tier::spin_shortly() {
+    if (id == TierId::compute && pool_ && pool_->host()) {
+        short_spins_.emplace();
+    }
+}
+
 void Tier::publish(int s, uint8_t kinds) {
     residency.publish(s, kinds);
     n_absent_chunks_ -= __builtin_popcount(kinds);
@@ -163,6 +172,7 @@ void Tier::resize(int n_slots) {
         if (pool_) {
             pool_->share_all_slots(residency.n_slots());
         }
+        spin_shortly();
     }
     residency.set_usable(n_slots);
     for (int s = n_slots; s < residency.n_slots(); s++) {

@@ -6,6 +6,9 @@
 #include "queues.h"
 #include "residency.h"
 #include "shared.h"
+#include "short_spins.h"
+
+#include <optional>
 
 namespace moegguf {
 
@@ -48,7 +51,7 @@ class Tier {
     // The memory of n_slots slots, where those of the others is not given back by itself. Nothing is read, copied or
     // computed meanwhile. Returns how many there are. Throws Error(MEMORY): more is refused, and it stays as it was.
     int reallocate(int n_slots);
-    bool reading() const; // something is on its way into a slot
+    bool reading() const;                                   // something is on its way into a slot
     bool complete() const { return n_absent_chunks_ == 0; } // any thread: every expert is there, in a slot of its own
     bool usable(int s) const { return s < residency.n_usable(); }
 
@@ -56,12 +59,14 @@ class Tier {
     void evict_all();
     int empty_slot(int il, int expert, const Moment & now, const Bid & bid);
     void release_slot(int s);
+    void spin_shortly();
 
     Counters & counters_;
     Events & events_;
     Tier * const below_;
     std::unique_ptr<Pool> pool_;
-    std::vector<int> source_; // [n_slots] -1: none; empty where no tier is below
+    std::optional<ShortSpins> short_spins_; // where processors compute, and may have to wait for experts
+    std::vector<int> source_;               // [n_slots] -1: none; empty where no tier is below
     std::vector<int> borrowers_;
     uint64_t bytes_missed_ = 0; // that came into slots, from wherever
     uint64_t bytes_prefetched_ = 0;

@@ -5,9 +5,10 @@ an idle model. It never waits; loads and unloads run as tasks that call `dispatc
 
 Rules. Names of the same files and load options share a process; an option that a request leaves out is that of the
 last request of its name, and a request for a longer context loads the model again. Requests of a model are granted in
-order of arrival, as many at once as its process answers together. A model that is not loaded is loaded when it fits the
-memory budget; idle models are unloaded for it, least recently used first; else it gets fewer expert slots; else it
-waits until a busy model is idle. A device's memory is counted apart, and a device that has failed is not used again.
+turns between clients (turns.py), of each in order of arrival, as many at once as its process answers together. A model
+that is not loaded is loaded when it fits the memory budget; idle models are unloaded for it, least recently used first;
+else it gets fewer expert slots; else it waits until a busy model is idle. A device's memory is counted apart, and a
+device that has failed is not used again.
 Loads start in the order of their oldest request. Requests for loaded models may overtake a load that waits for
 memory, for OVERTAKE_S at most. A running answer is never interrupted.
 """
@@ -22,7 +23,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from moegguf.engine.devices import Device, query_gpus
+from moegguf.engine.devices import Device, has_gpu, query_gpus
 from moegguf.errors import BudgetError, BusyError, DeviceLostError, MoeggufError, WorkerError
 from moegguf.quantities import ExpertCache, format_bytes
 from moegguf.serving.events import LoadOverrides
@@ -84,7 +85,7 @@ class Dispatcher:
             raise BusyError("server busy, please try again.  maximum pending requests exceeded")
         if model is None:
             model = self.models[key] = ManagedModel(key, waiter.entry)
-        model.waiters.append(waiter)
+        model.wait(waiter)
         await self._wait(model, waiter)
         return model
 
@@ -122,7 +123,7 @@ class Dispatcher:
             raise BusyError(f"{model.name!r} is being loaded, unloaded or given another budget; try again.")
         ram, vram = model.reserved_bytes
         if vram_cache is not None and not vram:
-            raise BudgetError(f"{model.name!r} is computed by the CPU and has no experts in VRAM; give expert_cache.")
+            raise BudgetError(f"{model.name!r} has no slots in VRAM; give expert_cache.")
         if expert_cache is not None and vram and not ram:
             raise BudgetError(f"{model.name!r} has every expert in VRAM and none in RAM; give vram_cache.")
         n_experts, slot_bytes = process.stats.n_experts, plan.get("slot_bytes", 0)
@@ -255,11 +256,10 @@ class Dispatcher:
             self._grant(model, first)
 
     def _grant(self, model: ManagedModel, waiter: Waiter) -> None:
-        model.waiters.remove(waiter)
         self._use(model, waiter)
         model.n_requests += waiter.purpose is Purpose.ANSWER
         model.last_used_s = self._now()
-        waiter.grant()
+        model.grant(waiter)
 
     def _use(self, model: ManagedModel, waiter: Waiter) -> None:
         """Notes that the name of `waiter` uses `model`, and no other one: that of its options before may end."""
@@ -372,7 +372,10 @@ class Dispatcher:
 
     async def _find_gpu(self) -> Device | None:
         """The device for the next model, with what it would have free without models; None: the CPU."""
-        if not read_environment().vram_cache:
+        environment = read_environment()
+        if not environment.hooks or environment.placement == "cpu":
+            return None
+        if not environment.vram_cache and not has_gpu():
             return None
         gpu = self._device_limits.choose(await asyncio.to_thread(self._devices))
         return gpu and self._device_limits.update(gpu, self._used_on(gpu.name))

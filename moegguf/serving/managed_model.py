@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
+from bisect import insort
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
@@ -19,6 +20,7 @@ from moegguf.engine.batch import DEFAULT_UBATCH_TOKENS
 from moegguf.models.entry import ModelEntry
 from moegguf.serving.events import LoadedModel, LoadedName, LoadOverrides
 from moegguf.serving.memory_budget import ModelSize
+from moegguf.serving.turns import Turns, current_client
 from moegguf.serving.wire import Ready
 
 if TYPE_CHECKING:
@@ -48,7 +50,8 @@ class Purpose(Enum):
 @dataclass(eq=False)
 class Waiter:
     """A request that waits for a model and, once granted, uses it. `overrides`: with the entry's own parameters, and
-    once it waits with those of the last request of its name. `ticket`: order of arrival over all models."""
+    once it waits with those of the last request of its name. `ticket`: order of arrival over all models; `turn`: of its
+    `client` among others that wait for the model (`Turns`)."""
 
     entry: ModelEntry
     overrides: LoadOverrides
@@ -57,6 +60,8 @@ class Waiter:
     on_progress: Callable[[float], object] = lambda fraction: None
     ticket: int = field(default_factory=lambda: next(_tickets))
     since_s: float = field(default_factory=lambda: asyncio.get_running_loop().time())
+    client: str = field(default_factory=current_client.get)
+    turn: int = 0
     load_s: float = 0.0  # duration of the load that it waited for
     granted: asyncio.Future[Any] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
@@ -129,7 +134,8 @@ class ManagedModel:
         self.entry = entry
         self.uses: dict[str, NameUse] = {}
         self.state = State.ABSENT
-        self.waiters: list[Waiter] = []
+        self.waiters: list[Waiter] = []  # in the order in which they are served
+        self._turns = Turns()
         self.answering: set[Waiter] = set()
         self.shared_users: set[Waiter] = set()
         self.expiry: asyncio.TimerHandle | None = None
@@ -154,6 +160,17 @@ class ManagedModel:
     def name(self) -> str:
         """The first of the names that use it; of a model that is not loaded, the one it was measured for."""
         return next(iter(self.uses), self.entry.name)
+
+    def wait(self, waiter: Waiter) -> None:
+        """Adds a waiter, behind those of its turn and of turns before."""
+        waiter.turn = self._turns.take(waiter.client)
+        insort(self.waiters, waiter, key=lambda known: (known.purpose is not Purpose.UNLOAD, known.turn, known.ticket))
+
+    def grant(self, waiter: Waiter) -> None:
+        """Ends the wait of a waiter."""
+        self.waiters.remove(waiter)
+        self._turns.serve(waiter.turn)
+        waiter.grant()
 
     def use(self, waiter: Waiter, now_s: float) -> None:
         """Notes that the name of `waiter` uses the loaded model."""
@@ -274,6 +291,7 @@ class ManagedModel:
             decisions=process.decisions,
             expert_cache_bytes=self.expert_cache_bytes,
             vram_cache_bytes=self.vram_cache_bytes,
+            n_parallel=self.ready.n_parallel,
         )
 
     def _loaded_name(self, name: str, loop_time_s: float) -> LoadedName:

@@ -10,11 +10,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from moegguf.controller.systems import find_system
 from moegguf.engine.batch import DEFAULT_UBATCH_TOKENS, layer_slots
 from moegguf.engine.devices import NO_GPU, Device
-from moegguf.engine.machine import Memory, read_memory
-from moegguf.engine.memory import choose_context, margin_bytes, pad_context, pooling_batch_tokens
-from moegguf.engine.plan import Plan, make_plan
+from moegguf.engine.known_speeds import KnownSpeeds
+from moegguf.engine.machine import Memory, count_cpus, read_memory
+from moegguf.engine.memory import choose_context, choose_kv_tokens, margin_bytes, pad_context, pooling_batch_tokens
+from moegguf.engine.placement import Choice, DeviceSpeeds, HitCurve, parse_placement
+from moegguf.engine.placing import Budgets, Gpu, place
+from moegguf.engine.plan import Plan, given_bytes, make_plan
 from moegguf.engine.sequences import sequences_of
 from moegguf.engine.tiers import VRAM_MARGIN_BYTES, host_bytes, parse_vram_cache, plan_tiers
 from moegguf.errors import BudgetError
@@ -185,7 +189,8 @@ def measure(
 ) -> ModelSize:
     """The memory that `entry` needs when loaded with `overrides`. Reads headers: call it from a thread.
 
-    gpu: computes a model with experts, with MOEGGUF_VRAM_CACHE of its memory for them; None: the CPU does.
+    gpu: computes a model with experts, with MOEGGUF_VRAM_CACHE of its memory for them, placed as MOEGGUF_PLACEMENT
+    says; None: the CPU does.
 
     Raises ModelFormatError, ModelNotFoundError, BudgetError, OptionError.
     """
@@ -193,40 +198,55 @@ def measure(
     flash_attn = bool(settings.flash_attention) or settings.kv_cache_type != "f16"
     kv_type = ggml_type(settings.kv_cache_type) if settings.kv_cache_type != "f16" else None
     projector = projector_of(entry)
+    cache = parse_expert_cache(overrides.expert_cache or read_environment().expert_cache)
     options: dict[str, Any] = {"flash_attn": flash_attn}
     if kv_type is not None:
         options |= {"type_k": kv_type, "type_v": kv_type}
+    free_bytes = limit_bytes - (projector.total_bytes if projector else 0)
     if settings.n_ctx:
         default_n_ctx = pad_context(settings.n_ctx)
     else:
-        free_bytes = limit_bytes - (projector.total_bytes if projector else 0)
-        n_seq = sequences_of(layout, 1, settings.n_parallel)
-        default_n_ctx = choose_context(layout, free_bytes, DEFAULT_UBATCH_TOKENS, n_seq=n_seq, **options)
+        default_n_ctx = choose_context(layout, free_bytes, DEFAULT_UBATCH_TOKENS, **options)
     n_ctx = pad_context(overrides.n_ctx) if overrides.n_ctx else default_n_ctx
     n_seq_max = sequences_of(layout, n_ctx, settings.n_parallel)
+    kv_tokens = n_ctx
+    if n_seq_max > 1:
+        chosen_tokens = settings.kv_tokens or choose_kv_tokens(
+            layout,
+            free_bytes,
+            DEFAULT_UBATCH_TOKENS,
+            n_ctx,
+            n_seq_max,
+            pool_bytes=given_bytes(layout, cache),
+            **options,
+        )
+        kv_tokens = pad_context(max(n_ctx, min(chosen_tokens, n_seq_max * n_ctx)))
     embedding = is_embedding(layout.metadata)
     n_batch = overrides.n_batch or (pooling_batch_tokens(n_ctx) if embedding else DEFAULT_UBATCH_TOKENS)
     options |= {"n_ctx": n_ctx, "n_batch": n_batch, "n_ubatch": n_batch if embedding else None, "margin": 0}
-    options |= {"projector": projector, "n_seq": n_seq_max}
+    options |= {"projector": projector, "kv_tokens": kv_tokens}
 
     def plan(cache: ExpertCache, n_bytes: int = _UNLIMITED, **others: Any) -> Plan:
         return make_plan(layout, cache, Memory(n_bytes, n_bytes, "the models' budget"), **options | others)
 
     def load_config(chosen: Plan) -> LoadConfig:
         in_ram = chosen.lower_bytes if chosen.device else chosen.budget_bytes
+        placement, in_vram = _placement_of(chosen)
         return LoadConfig(
             name=entry.name,
             path=str(entry.path),
             mmproj=str(projector.path) if projector else None,
             n_ctx=n_ctx,
             n_seq_max=n_seq_max,
+            kv_tokens=kv_tokens,
             schedule=settings.schedule,
             n_batch=n_batch,
             n_ubatch=chosen.n_ubatch,
             n_threads=overrides.n_threads,
             expert_cache_bytes=in_ram if layout.is_moe else None,
-            vram_cache_bytes=chosen.budget_bytes if chosen.device else None,
-            device=chosen.device,
+            vram_cache_bytes=in_vram,
+            device=chosen.device or chosen.layers_on,
+            placement=placement if layout.is_moe else None,
             type_k=kv_type,
             type_v=kv_type,
             flash_attn=flash_attn,
@@ -234,11 +254,20 @@ def measure(
             verbose=settings.debug,
         )
 
-    cache = parse_expert_cache(overrides.expert_cache or read_environment().expert_cache)
     if gpu is not None and layout.is_moe:
         on_device = functools.partial(_plan_on_device, layout, gpu, options)
-        vram_cache = parse_vram_cache(read_environment().vram_cache)
-        return replace(_size_on_device(on_device, layout, cache, vram_cache, load_config), default_n_ctx=default_n_ctx)
+        vram_cache = parse_vram_cache(read_environment().vram_cache or "auto")
+        with_slots = functools.partial(_size_on_device, on_device, layout, cache, vram_cache, load_config)
+        target = Gpu(gpu, vram_cache, parse_placement(read_environment().placement))
+        if target.choice == "slots":
+            return replace(with_slots(), default_n_ctx=default_n_ctx)
+        placed = _place(layout, target, options, cache, limit_bytes, overrides.n_threads or count_cpus())
+        kind = placed.placement.chosen.kind if placed.placement else "cpu"
+        if kind in ("layers", "layers and slots"):
+            size = _size_of_layers(placed, load_config, with_slots if target.choice == "auto" else None)
+            return replace(size, default_n_ctx=default_n_ctx)
+        if kind != "cpu":
+            return replace(with_slots(), default_n_ctx=default_n_ctx)
     wanted = plan(cache)
     if not layout.is_moe:
         return ModelSize(wanted.total_bytes, wanted.total_bytes, lambda _: wanted, load_config, default_n_ctx)
@@ -298,6 +327,50 @@ def _size_on_device(
         wanted.host_bytes, min(least.host_bytes, wanted.host_bytes), lambda _: wanted, load_config, 0, wanted.device,
         wanted.total_bytes, min(least.total_bytes, wanted.total_bytes), plan_on_device,
     )  # fmt: skip
+
+
+def _place(
+    layout: ExpertLayout, gpu: Gpu, options: Mapping[str, Any], cache: ExpertCache, limit_bytes: int, n_threads: int
+) -> Plan:
+    """The plan of the placement that is fastest with all memory that models may take. Raises BudgetError."""
+    given = {name: value for name, value in options.items() if name != "margin"}
+    memory = Memory(limit_bytes, limit_bytes, "the models' budget")
+    repack = find_system(read_environment().system).store_options().repack
+
+    def known() -> tuple[DeviceSpeeds, HitCurve]:
+        speeds = KnownSpeeds(layout)
+        return speeds.speeds_apart(gpu.device, n_threads, repack), speeds.hits()
+
+    return place(Budgets(layout, cache, gpu.vram, gpu.device, memory, given), gpu.choice, known).plan
+
+
+def _size_of_layers(
+    wanted: Plan, load_config: Callable[[Plan], LoadConfig], with_slots: Callable[[], ModelSize] | None
+) -> ModelSize:
+    """Of a plan with whole layers on a device. with_slots: the size with slots alone, for less memory; None: it is
+    loaded as planned, or not."""
+    device, in_ram, there = wanted.device or wanted.layers_on, wanted.host_bytes, wanted.total_bytes
+    less = with_slots() if with_slots is not None else None
+
+    def plan_on_device(n_bytes: int, device_bytes: int) -> Plan:
+        enough = n_bytes >= in_ram and device_bytes >= there
+        return wanted if enough or less is None or less.plan_on_device is None else less.plan_on_device(
+            n_bytes, device_bytes
+        )
+
+    return ModelSize(
+        in_ram, min(in_ram, less.minimum_bytes) if less else in_ram, lambda _: wanted, load_config, 0, device,
+        there, min(there, less.device_minimum_bytes) if less else there, plan_on_device,
+    )  # fmt: skip
+
+
+def _placement_of(plan: Plan) -> tuple[Choice, int | None]:
+    """What the worker is told so that it plans the same: the placement, and bytes on the device for experts."""
+    if plan.device is None and plan.layers_on is None:
+        return "cpu", None
+    if plan.placement is None or plan.placement.chosen.kind not in ("layers", "layers and slots"):
+        return "slots", plan.budget_bytes
+    return "auto" if plan.device else "layers", plan.placement.device_bytes
 
 
 def is_embedding(metadata: Mapping[str, Any]) -> bool:

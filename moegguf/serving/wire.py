@@ -38,13 +38,15 @@ EVENTS: dict[str, type[Delta] | type[PromptProgress]] = {kind.__name__: kind for
 @dataclass(frozen=True)
 class LoadConfig:
     """The model that a worker loads, and how. `expert_cache_bytes` is None for a model without experts,
-    `vram_cache_bytes` without a `device` that computes; `type_k` and `type_v` are ggml type numbers. `n_ctx`: of each
-    of the `n_seq_max` sequences. `schedule`: which of these compute in a step."""
+    `vram_cache_bytes` without a `device` that computes; `placement`: what goes there. `type_k` and `type_v` are ggml
+    type numbers. `n_ctx`: of each of the `n_seq_max` sequences. `kv_tokens`: of all of them; None: chosen by the
+    worker. `schedule`: which of these compute in a step."""
 
     name: str
     path: str
     n_ctx: int
     n_seq_max: int = 1
+    kv_tokens: int | None = None
     schedule: str = "fifo"
     mmproj: str | None = None
     n_batch: int = 512
@@ -53,6 +55,7 @@ class LoadConfig:
     expert_cache_bytes: int | None = None
     vram_cache_bytes: int | None = None
     device: str | None = None
+    placement: str | None = None
     type_k: int | None = None
     type_v: int | None = None
     flash_attn: bool = False

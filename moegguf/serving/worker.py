@@ -20,7 +20,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import fields, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from moegguf.controller.systems import find_system
@@ -201,7 +201,12 @@ class Worker:
 
     def _embed(self, message: Message) -> Task:
         assert self._loop is not None
-        return self._loop.submit_task(lambda: self._reply(self._vectors, message), self._model.cancel)
+        request_id = message["id"]
+
+        def fail(error: Exception) -> None:
+            self._end(request_id, error=_encoded(error))
+
+        return self._loop.submit_task(lambda: self._reply(self._vectors, message), self._model.cancel, fail)
 
     def _vectors(self, message: Message) -> Any:
         return embed(self._model, message["inputs"], truncate=message["truncate"], normalize=message["normalize"])
@@ -299,7 +304,8 @@ def every(interval_s: float, last_s: float) -> Callable[[], bool]:
 
 def open_model(config: LoadConfig, progress: Callable[[float], object]) -> Llama:
     """Loads the model of `config`. Raises what `Llama` raises."""
-    options: dict[str, Any] = {"type_k": config.type_k, "type_v": config.type_v, "n_threads": config.n_threads}
+    names = ("type_k", "type_v", "n_threads", "placement")
+    options: dict[str, Any] = {name: getattr(config, name) for name in names}
     cache = ExpertCache("auto")
     if config.expert_cache_bytes is not None:
         cache = ExpertCache("bytes", n_bytes=config.expert_cache_bytes)
@@ -314,6 +320,7 @@ def open_model(config: LoadConfig, progress: Callable[[float], object]) -> Llama
         vram_cache=vram_cache,
         n_ctx=config.n_ctx,
         n_seq_max=config.n_seq_max,
+        kv_tokens=config.kv_tokens,
         n_batch=config.n_batch,
         n_ubatch=config.n_ubatch,
         flash_attn=config.flash_attn,
@@ -326,7 +333,7 @@ def open_model(config: LoadConfig, progress: Callable[[float], object]) -> Llama
 
 def plan_fields(llm: Llama) -> dict[str, Any]:
     """The model's plan."""
-    return {field.name: getattr(llm.plan, field.name) for field in fields(llm.plan)}
+    return asdict(llm.plan)
 
 
 def main() -> None:

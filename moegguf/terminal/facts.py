@@ -10,9 +10,16 @@ from typing import Any
 
 from moegguf.engine.estimate import HitRates, Speeds
 from moegguf.engine.machine import DiskSpeed, count_cpus, disk_read_speed, memory_read_speed
-from moegguf.engine.placement import DEVICE_MARGIN_BYTES, STOP_S, DeviceSpeeds, ModelBytes, Planner, published_curve
+from moegguf.engine.placement import (
+    DEVICE_MARGIN_BYTES,
+    DeviceSpeeds,
+    ModelBytes,
+    PlacementPlan,
+    Planner,
+    published_curve,
+)
+from moegguf.engine.placing import plan_here
 from moegguf.engine.plan import Plan, slot_bytes
-from moegguf.engine.tiers import plan_here
 from moegguf.errors import ModelNotFoundError, OptionError
 from moegguf.gguf.experts import ExpertLayout, read_layout
 from moegguf.gguf.reader import ggml_type, read_gguf
@@ -155,11 +162,12 @@ def estimate_model(
     type_v: str | None = None,
     vram_cache: str | None = None,
     device: SupposedDevice | None = None,
+    placement: str | None = None,
 ) -> Facts:
     """Facts of `moegguf estimate`: the plan for this machine now, with the measured speeds of disk and memory.
 
-    type_k, type_v: types of the KV cache; None: MOEGGUF_KV_CACHE_TYPE. vram_cache: the budget on a GPU; None:
-    MOEGGUF_VRAM_CACHE. device: what it would give is added.
+    type_k, type_v: types of the KV cache; None: MOEGGUF_KV_CACHE_TYPE. vram_cache, placement: as `Llama` takes them.
+    device: what one that is only supposed would give.
     """
     settings = read_settings()
     cache = parse_expert_cache(read_environment().expert_cache if expert_cache is None else expert_cache)
@@ -169,15 +177,14 @@ def estimate_model(
     flash_attn = bool(settings.flash_attention) or types[1].lower() != "f16"
     with described(model) as found:
         options |= {"n_ctx": ctx, "flash_attn": flash_attn, "projector": projector_of(found.entry)}
-        vram_cache = read_environment().vram_cache if vram_cache is None else vram_cache
-        plan = plan_here(found.layout, cache, vram_cache, **options)
+        plan = plan_here(found.layout, cache, vram_cache, placement, **options)
         disk = _disk_speed(found, plan)
         return {
             "name": found.layout.name,
             "path": found.place,
             "fetched": found.fetched,
             "expert_cache": str(cache),
-            "vram_cache": vram_cache or None,
+            "vram_cache": vram_cache or read_environment().vram_cache or ("auto" if plan.placement else None),
             "cache_types": list(types),
             "n_ctx": plan.n_ctx,
             "n_expert_total": found.layout.n_expert_total,
@@ -186,7 +193,7 @@ def estimate_model(
             "disk": {"bytes_per_s": round(disk.bytes_per_s), "past_page_cache": disk.direct} if disk else None,
             "plan": asdict(plan),
             "expected": _expectation(found, plan, disk),
-            "placement": _placement(found, plan, device) if device is not None else None,
+            "placement": _supposed(found, plan, device) if device else _placement(plan.placement),
         }
 
 
@@ -210,26 +217,38 @@ def _expectation(found: DescribedModel, plan: Plan, disk: DiskSpeed | None) -> F
     return facts | {"memory_bytes_per_s": round(speeds.memory_bytes_per_s) if speeds else None}
 
 
-def _placement(found: DescribedModel, plan: Plan, device: SupposedDevice) -> Facts:
-    """What the cost model predicts with everything but experts on the device, and the context full."""
-    cpu_bytes_per_s, layout = memory_read_speed(count_cpus()), found.layout
-    other = plan.dense_bytes + plan.kv_bytes + plan.compute_bytes + plan.projector_bytes + DEVICE_MARGIN_BYTES
-    stop_s = device.link.latency_s or STOP_S
-    planner = Planner(
-        ModelBytes.of(layout, plan.kv_bytes),
-        DeviceSpeeds(device.memory_bytes_per_s, device.link, cpu_bytes_per_s, stop_s),
-        published_curve(layout.n_expert, layout.n_expert_used),
-        max(0, device.memory_bytes - other),
-    )
-    found_plan = planner.plan()
+def _placement(plan: PlacementPlan | None) -> Facts | None:
+    """The table of placements, what it rests on, and the reason; None where there was nothing to decide."""
+    if plan is None:
+        return None
+    speeds = plan.speeds
     return {
-        "device_expert_bytes": planner.device_bytes,
-        "cpu_bytes_per_s": round(cpu_bytes_per_s),
-        "stop_us": stop_s * 1e6,
-        "hit_rates": planner.curve.source,
-        "placements": [asdict(each) | {"text": str(each)} for each in found_plan.placements],
-        "reason": found_plan.reason,
+        "device_expert_bytes": plan.device_bytes,
+        "speeds": {
+            "device_bytes_per_s": round(speeds.device_bytes_per_s),
+            "copies_bytes_per_s": round(speeds.copies.bytes_per_s),
+            "cpu_bytes_per_s": round(speeds.cpu_bytes_per_s),
+            "disk_bytes_per_s": round(speeds.disk_bytes_per_s),
+            "copies_us": speeds.copies.latency_s * 1e6,
+            "stop_us": speeds.stop_s * 1e6,
+            "cpu_layer_us": speeds.cpu_layer_s * 1e6,
+            "source": speeds.source,
+        },
+        "hit_rates": plan.hit_rates,
+        "placements": [asdict(each) | {"text": str(each)} for each in plan.placements],
+        "chosen": plan.chosen.kind,
+        "reason": plan.reason,
     }
+
+
+def _supposed(found: DescribedModel, plan: Plan, device: SupposedDevice) -> Facts | None:
+    """The same for a device that is not here, with everything but experts on it, and the context full."""
+    layout = found.layout
+    other = plan.dense_bytes + plan.kv_bytes + plan.compute_bytes + plan.projector_bytes + DEVICE_MARGIN_BYTES
+    speeds = DeviceSpeeds.supposed(device.memory_bytes_per_s, device.link, memory_read_speed(count_cpus()))
+    curve = published_curve(layout.n_expert, layout.n_expert_used)
+    planner = Planner(ModelBytes.of(layout, plan.kv_bytes), speeds, curve, device.memory_bytes - other)
+    return _placement(planner.plan())
 
 
 def layout_facts(found: DescribedModel) -> Facts:

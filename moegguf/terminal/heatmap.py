@@ -102,10 +102,13 @@ def legend(width: int, vram: bool = False) -> Text:
 
 
 def places_line(state: Counts, vram: bool) -> str:
-    """How many experts are where: "5 of 8 experts in memory", "3 of 8 in VRAM, 2 in RAM only"."""
+    """How many experts are where: "5 of 8 experts in memory", "3 of 8 in VRAM, 2 in RAM only"; with whole layers in
+    VRAM "5 of 16 experts in RAM, 8 in VRAM"."""
     n_ram, n_vram = (int((state == place).sum()) for place in (IN_RAM, IN_VRAM))
     if vram:
         return f"{n_vram:,} of {state.size:,} in VRAM, {n_ram:,} in RAM only"
+    if n_vram:  # whole layers
+        return f"{n_ram:,} of {state.size:,} experts in RAM, {n_vram:,} in VRAM"
     return f"{n_ram:,} of {state.size:,} experts in memory"
 
 
@@ -129,7 +132,7 @@ def _letters(
     def total(values: npt.NDArray[np.bool_]) -> npt.NDArray[np.intp]:
         return np.add.reduceat(np.add.reduceat(values.astype(np.intp), rows, axis=0), columns, axis=1)
 
-    is_resident, is_used = state == (IN_VRAM if vram else IN_RAM), uses > 0
+    is_resident, is_used = state >= (IN_VRAM if vram else IN_RAM), uses > 0
     n_cells = total(np.ones(state.shape, bool))
     some, every = total(is_resident) > 0, total(is_resident) == n_cells
     n_below = total((state == IN_RAM) & vram)

@@ -43,6 +43,7 @@ class LoadOptions:
     type_k: str | None = None
     type_v: str | None = None
     vram_cache: str | None = None
+    placement: str | None = None
 
 
 def find_or_pull(name: str) -> ModelEntry:
@@ -145,17 +146,14 @@ def load(entry: ModelEntry, options: LoadOptions, spinner: Spinner) -> tuple[Lla
 
 
 def context_size(
-    layout: ExpertLayout,
-    requested: int | None,
-    expert_cache: str | None = None,
-    vram_cache: str | None = None,
-    **types: Any,
+    layout: ExpertLayout, requested: int | None, budgets: dict[str, Any] | None = None, **types: Any
 ) -> int:
     """Tokens of context: as requested, else as planned; warns when more are requested than the model was trained on.
 
-    types: those of the KV cache, as `make_plan` takes them.
+    budgets: `expert_cache` and where experts may go, as `plan_here` takes them; None: those of the environment. types:
+    those of the KV cache, as `make_plan` takes them.
     """
-    from moegguf.engine.tiers import plan_here
+    from moegguf.engine.placing import plan_here
     from moegguf.settings import read_environment
 
     trained = layout.hparams.n_ctx_train
@@ -163,24 +161,24 @@ def context_size(
         print_message(f"warning: a context of {requested} tokens is more than the {trained} the model was trained on.")
     if requested:
         return requested
-    environment = read_environment()
-    budgets = expert_cache or environment.expert_cache, vram_cache or environment.vram_cache
-    return plan_here(layout, *budgets, **types).n_ctx
+    given = dict(budgets or {})
+    expert_cache = given.pop("expert_cache", None) or read_environment().expert_cache
+    return plan_here(layout, expert_cache, **given, **types).n_ctx
 
 
 def _llama_arguments(layout: ExpertLayout, options: LoadOptions) -> dict[str, Any]:
     """Keyword arguments for `Llama`."""
     types = {name: value for name, value in _kv_cache_arguments(options).items() if value is not None}
     given = {"n_batch": options.n_batch, "n_gpu_layers": options.n_gpu_layers, **types}
+    budgets = {name: getattr(options, name) for name in ("expert_cache", "vram_cache", "placement")}
     return {
-        "expert_cache": options.expert_cache,
+        **budgets,
         "system": options.system,
         "policy": options.policy,
         "predictor": options.predictor,
         "prefetch": options.prefetch,
         "warm_start": options.warm_start,
-        "vram_cache": options.vram_cache,
-        "n_ctx": context_size(layout, options.n_ctx, options.expert_cache, options.vram_cache, **types),
+        "n_ctx": context_size(layout, options.n_ctx, {**budgets, "n_gpu_layers": options.n_gpu_layers}, **types),
         "n_threads": options.n_threads,
         "verbose": options.verbose > 1,
         **{name: value for name, value in given.items() if value is not None},

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from moegguf.engine.placement import Placement, format_speed, is_off
 from moegguf.engine.stats import Stats, TierStats
 from moegguf.generate.request import Timing
 from moegguf.quantities import format_bytes
 
+LEAST_TOKENS = 16  # of an answer whose speed says something
 LABEL_WIDTH = 22  # of Ollama's longest label, its colon and a space
 
 Line = tuple[str, str]
@@ -34,8 +36,11 @@ def _decimal(ns: int, unit: int) -> str:
     return f"{whole}.{part:0{digits}d}".rstrip("0").rstrip(".") if part else str(whole)
 
 
-def statistics(timing: Timing, load_s: float, decisions: Mapping[str, Any] | None = None) -> list[str]:
-    """Lines for stderr. Per-token figures are of decode only; the others include the prompt.
+def statistics(
+    timing: Timing, load_s: float, decisions: Mapping[str, Any] | None = None, predicted: Placement | None = None
+) -> list[str]:
+    """Lines for stderr. Per-token figures are of decode only; the others include the prompt. predicted: the placement
+    of experts that was chosen.
 
     The first token comes out of the prompt's last pass, so the eval rate does not count it.
     """
@@ -45,6 +50,7 @@ def statistics(timing: Timing, load_s: float, decisions: Mapping[str, Any] | Non
         *thread_lines(timing.stats),
         *expert_lines(timing.stats, timing.answer_stats),
         *policy_lines(decisions or {}, timing.stats),
+        *placement_lines(timing, predicted),
     ]
     return _aligned(lines)
 
@@ -135,6 +141,21 @@ def _evictions(stats: Stats) -> str:
     if stats.below is None:
         return str(stats.evictions)
     return ", ".join(f"{tier.evictions} {tier.name}" for tier in stats.tiers)
+
+
+def placement_lines(timing: Timing, predicted: Placement | None) -> list[Line]:
+    """(label, value) of the placement; with the speed that was predicted for it where this answer differs much."""
+    if predicted is None:
+        return []
+    lines = [("placement", str(predicted))]
+    if timing.answer_tokens > LEAST_TOKENS and timing.answer_s:
+        speed = (timing.answer_tokens - 1) / timing.answer_s
+        if is_off(speed, predicted.tokens_per_s):
+            ratio = speed / predicted.tokens_per_s - 1
+            lines.append(
+                ("predicted", f"{format_speed(predicted.tokens_per_s)} tokens/s; this answer differs by {ratio:+.0%}")
+            )
+    return lines
 
 
 def lookup_shares(stats: Stats) -> str:

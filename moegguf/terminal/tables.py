@@ -188,14 +188,17 @@ def print_estimate(facts: Facts) -> None:
     title = f"What goes where, with a context of {facts['n_ctx']:,} tokens"
     if facts["n_expert_total"]:
         title += f" and --expert-cache {facts['expert_cache'].replace(' ', '')}"
-        title += f", on {plan['device']} with --vram-cache {facts['vram_cache']}" if plan["device"] else ""
+        device = plan["device"] or plan["layers_on"]
+        title += f", on {device} with --vram-cache {facts['vram_cache']}" if device else ""
     _section(console, title, _memory_rows(facts), right=(1,))
     if facts["n_expert_total"]:
         _section(console, "What to expect while it answers", _expectation_rows(facts))
     if facts["placement"]:
-        _section(console, "What such a device would give: predicted, not measured", _placement_rows(facts["placement"]))
+        title = "What a device gives: predicted with speeds " + facts["placement"]["speeds"]["source"]
+        _section(console, title, _placement_rows(facts["placement"]))
     print_renderable(console, Text("  Why", style="bold"))
-    for reason in [*plan["reasons"], *([facts["placement"]["reason"]] if facts["placement"] else [])]:
+    supposed = facts["placement"] if not plan["placement"] else None  # a plan has its own reason
+    for reason in [*plan["reasons"], *([supposed["reason"]] if supposed else [])]:
         print_renderable(console, Padding(Text(f"- {reason}"), (0, 0, 0, 4)))
     for warning in plan["warnings"]:
         print_renderable(console, Padding(Text(f"warning: {warning}", style="yellow"), (1, 0, 0, 2)))
@@ -209,13 +212,15 @@ def _memory_rows(facts: Facts) -> list[Row]:
         where = f"experts on {plan['device']}" if plan["device"] else "experts in memory"
         rows.append((where, format_bytes(plan["budget_bytes"]), slots))
     rows += [
-        ("weights every token uses", format_bytes(plan["dense_bytes"]), ""),
+        _weights_row(plan),
         ("context (KV cache)", format_bytes(plan["kv_bytes"]), _cache_types_text(facts["cache_types"])),
         *([("reading images", format_bytes(plan["projector_bytes"]), "")] if plan["projector_bytes"] else []),
         ("buffers", format_bytes(plan["compute_bytes"]), f"for {_tokens(plan['n_ubatch'])} of a prompt at a time"),
         ("all of it", format_bytes(plan["total_bytes"]), ""),
         ("free now", format_bytes(plan["available_bytes"]), _free_memory_text(plan)),
     ]
+    if plan["layers_on"]:
+        rows.append(("RAM beside that", format_bytes(plan["host_bytes"]), "with these experts"))
     if plan["device"]:
         lower = f"with {plan['n_lower_slots']:,} experts that {plan['device']} is filled from"
         rows.append(("RAM beside that", format_bytes(plan["host_bytes"]), lower if plan["n_lower_slots"] else ""))
@@ -224,11 +229,29 @@ def _memory_rows(facts: Facts) -> list[Row]:
     return rows
 
 
+def _weights_row(plan: Facts) -> Row:
+    """Weights that every token uses, and experts of whole layers on a device."""
+    whole = plan["placement"]["chosen"]["n_layers"] if plan["placement"] and not plan["resident"] else 0
+    with_layers = f"with the experts of {whole} layers" if whole else ""
+    where = f" on {plan['layers_on']}" if plan["layers_on"] else ""
+    return ("weights every token uses" + where, format_bytes(plan["dense_bytes"]), with_layers)
+
+
 def _placement_rows(placement: Facts) -> list[Row]:
     """A row for each placement of experts, the fastest first, and what the prediction rests on."""
-    rows = [(each["text"], f"{each['tokens_per_s']:.1f} tokens/s", "") for each in placement["placements"]]
-    basis = f"the CPU reads {placement['cpu_bytes_per_s'] / 1e9:.1f} GB/s here; {placement['stop_us']:g} us a stop"
-    return [*rows, ("experts in its memory", format_bytes(placement["device_expert_bytes"]), basis)]
+    speeds = placement["speeds"]
+    rows: list[Row] = [
+        (each["text"], f"{two_digits(each['tokens_per_s'], each['tokens_per_s'])} tokens/s", "")
+        for each in placement["placements"]
+    ]
+    in_gb = {name: f"{speeds[f'{name}_bytes_per_s'] / 1e9:.3g} GB/s" for name in ("device", "copies", "cpu", "disk")}
+    return [
+        *rows,
+        ("its memory for experts", format_bytes(placement["device_expert_bytes"]), placement["hit_rates"]),
+        ("kernels", f"{in_gb['device']} there, {in_gb['cpu']} on the CPU", speeds["source"]),
+        ("copies", f"{in_gb['copies']}, {speeds['copies_us']:.0f} us a layer", f"disk {in_gb['disk']}"),
+        ("a stop at a layer", f"{speeds['stop_us']:.0f} us", f"{speeds['cpu_layer_us']:.0f} us to the CPU and back"),
+    ]
 
 
 def _free_memory_text(plan: Facts) -> str:
@@ -243,8 +266,6 @@ def _cache_types_text(types: Sequence[str]) -> str:
 def _expectation_rows(facts: Facts) -> list[Row]:
     expected, disk = facts["expected"], facts["disk"]
     rows: list[Row] = [("hit rate", _percent_range(expected["hit_low"], expected["hit_high"]), expected["basis"])]
-    if expected["nearest"]:
-        rows.append(("", expected["nearest"], "published for this shape"))
     if not facts["plan"]["resident"]:
         low, high = (format_bytes(round(expected[f"missed_bytes_{end}"])) for end in ("low", "high"))
         read = low if low == high else f"{low} to {high}"

@@ -139,8 +139,8 @@ class Trace:
         tokens = np.concatenate([np.empty(0, np.int64), *passes])
         starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
         firsts, pass_of = tokens[starts[:-1]], np.repeat(np.arange(len(passes)), lengths)
-        phases, known = np.full(len(passes), Phase.DECODE, np.uint8), np.ones(len(passes), np.bool_)
-        np.minimum.at(phases, pass_of, self.phase_of[tokens])
+        phases, known = np.full(len(passes), Phase.PREFILL, np.uint8), np.ones(len(passes), np.bool_)
+        np.maximum.at(phases, pass_of, self.phase_of[tokens])
         np.logical_and.at(known, pass_of, self.tokens[tokens] >= 0)
         return replace(
             self,
@@ -172,8 +172,8 @@ class Trace:
         """
         known = self._announced_at()[tokens[starts]] >= 0
         _, firsts, group = np.unique(announcements, return_index=True, return_inverse=True)
-        phases = np.full(len(firsts), Phase.DECODE, np.uint8)
-        np.minimum.at(phases, group, self.phase_of[tokens])
+        phases = np.full(len(firsts), Phase.PREFILL, np.uint8)
+        np.maximum.at(phases, group, self.phase_of[tokens])
         return replace(
             self,
             pass_sequence=self.sequence_of[tokens][firsts][group[starts]],

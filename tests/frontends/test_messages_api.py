@@ -131,6 +131,7 @@ def test_a_request_in_every_detail(post: Post, manager: FakeManager) -> None:
         tools=[{**WEATHER, "cache_control": {"type": "ephemeral"}}, {"type": "web_search_20250305", "name": "search"}],
         tool_choice={"type": "tool", "name": "weather"}, temperature=0.5, top_p=0.25, top_k=3, stop_sequences=["END"],
         thinking={"type": "enabled", "budget_tokens": 1024}, metadata={"user_id": "me"}, service_tier="auto",
+        exact=True,
         output_config={"format": {"type": "json_schema", "schema": schema}}, context_management={"edits": []},
     )  # fmt: skip
     assert response.status_code == 200
@@ -141,7 +142,7 @@ def test_a_request_in_every_detail(post: Post, manager: FakeManager) -> None:
     assert request.tool_choice == "weather" and request.format == schema
     sampling = request.sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.5, 0.25, 3)
-    assert (sampling.stop, sampling.max_tokens) == (("END",), 64)
+    assert (sampling.stop, sampling.max_tokens, sampling.exact) == (("END",), 64, True)
     assert request.think is False  # the demo cannot think, which is no reason to refuse
 
 

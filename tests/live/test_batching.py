@@ -21,7 +21,15 @@ from batches import Received, Scripted, answers_of, running
 
 from moegguf.engine.llama import Llama
 from moegguf.engine.sequences import Chunk
-from moegguf.errors import ContextError, ExpertIOError, OptionError, SchemaError, TemplateError
+from moegguf.errors import (
+    ClosedError,
+    ContextError,
+    ExpertIOError,
+    GenerationCancelled,
+    OptionError,
+    SchemaError,
+    TemplateError,
+)
 from moegguf.generate.answer import Answer
 from moegguf.generate.batched_answer import BatchedAnswer
 from moegguf.generate.batching import BatchLoop, common_tokens
@@ -370,13 +378,43 @@ def test_tasks_wait_for_the_answers_before_them(pair: tuple[Llama, Llama]) -> No
         first, second = Received(), Received()
         loop.submit(request, first)
         first_done = []
+        failed: list[Exception] = []
         while not loop.n_running:
             pass
-        loop.submit_task(lambda: (first_done.append(first.ended.is_set()), ended.set()), lambda: None)
+        loop.submit_task(lambda: (first_done.append(first.ended.is_set()), ended.set()), lambda: None, failed.append)
         loop.submit(request, second)
         assert ended.wait(60) and first_done == [True]
         assert second.wait().error is None
         assert loop.n_answer_tokens == 40 and loop.n_running == 0
+    late = loop.submit_task(lambda: None, lambda: None, failed.append)
+    assert [type(error) for error in failed] == [ClosedError] and not late.cancelled
+
+
+def test_a_cancelled_task_does_not_hold_up_those_behind_it(pair: tuple[Llama, Llama]) -> None:
+    many, one = pair
+    failed: list[Exception] = []
+    n_together: list[int] = []
+
+    def script(step: int) -> None:
+        if step == 3:
+            task = loop.submit_task(lambda: pytest.fail("it was cancelled"), lambda: None, failed.append)
+            submitted.append(loop.submit(of_tokens(one, [1, 2, 3], max_tokens=5, seed=1), second))
+            for reader in list(loop._readers):
+                reader.join()
+            waiting.append(task)
+        elif step == 5:
+            assert loop._waiting[0] is waiting[0] and not submitted[0].slot
+            loop.cancel(waiting[0])
+        n_together.append(len(loop._running))
+
+    first, second = Received(), Received()
+    waiting: list[Any] = []
+    submitted: list[BatchedAnswer] = []
+    with running(many, Scripted(script)) as loop:
+        loop.submit(of_tokens(one, [1, 2, 3], max_tokens=30), first)
+        assert first.wait().error is None and second.wait().error is None
+    assert n_together[4] == 1 and n_together[5] == 2, "the next one begins with the step after the cancel"
+    assert [type(error) for error in failed] == [GenerationCancelled]
 
 
 def test_what_is_left_when_the_loop_closes_ends_as_cancelled(pair: tuple[Llama, Llama]) -> None:

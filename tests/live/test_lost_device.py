@@ -95,7 +95,7 @@ async def test_a_device_that_vanishes_costs_one_answer(tiny: TinyModel, monkeypa
             (loaded,) = manager.loaded()
             assert loaded.plan["device"] is None and loaded.vram_bytes == 0
             assert [tier.name for tier in loaded.stats.tiers] == ["RAM"]
-            with pytest.raises(BudgetError, match="has no experts in VRAM"):
+            with pytest.raises(BudgetError, match="has no slots in VRAM"):
                 await manager.set_budget("a", vram_cache=fewer)
 
 

@@ -31,13 +31,14 @@ def test_events_carry_the_sequence_and_phase_of_each_token(fake: FakeModel, open
     store.listen()
     announced, *events = seen
     assert isinstance(announced, Announcement)
-    assert (announced.sequence, announced.phase) == (4, Phase.PREFILL)
+    assert (announced.sequence, announced.phase) == (4, Phase.DECODE)
     found = np.stack([announced.sequences, announced.phases, announced.outputs])  # type: ignore[list-item]
     assert found.tolist() == [[4, 4, 5, 6, 6], [0, 0, 1, 0, 0], [0, 1, 1, 0, 1]]
     sequences = [None if event.sequences is None else event.sequences.tolist() for event in events]
     phases = [None if event.phases is None else event.phases.tolist() for event in events]
     assert sequences == [[4, 4, 5], [4, 5], [6, 6], [6], None]
     assert phases == [[0, 0, 1], [0, 1], [0, 0], [0], None]
+    assert {event.phase for event in events[:4]} == {Phase.DECODE}, "a controller acts for the one that decodes"
     assert [event.first_token for event in events if isinstance(event, RoutingEvent)] == [0, 0, 3, 3, -1]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,7 +17,9 @@ from scripted_manager import in_loop, until
 
 from moegguf.errors import BatchFileError, BusyError, StorageError, UnknownIdError
 from moegguf.serving.batch import answers, batches
+from moegguf.serving.batch.answers import Journal
 from moegguf.serving.batch.batches import FINAL, Batch, Batches
+from moegguf.serving.batch.requests import Requests
 
 
 class Clock:
@@ -305,3 +308,75 @@ async def test_files_expire_and_damaged_ones_are_passed_over(tmp_path: Path) -> 
         assert [file.id for file in found.files.all()] == [long]
         assert found.all() == [] and left_in(tmp_path) == []
         assert not (folder / "file-1.data").exists() and not (folder / ".upload.x").exists()
+
+
+@in_loop
+async def test_files_whose_time_is_over_make_room_for_others(tmp_path: Path) -> None:
+    clock = Clock()
+    async with batches_in(tmp_path, Endpoint(), max_bytes=30_000, now=clock) as found:
+        with found.files.new() as file:
+            file.write(b"x" * 20_000)
+            file.finish("short", "batch", 3600)
+        with pytest.raises(StorageError, match="MOEGGUF_STORAGE_LIMIT"):
+            stored(found, [b"y" * 20_000])
+        clock.s += 3601
+        long = stored(found, [b"y" * 20_000])
+        assert [path.stem for path in (tmp_path / "batches" / "files").glob("*.data")] == [long]
+
+
+@in_loop
+async def test_a_deleted_file_takes_room_while_a_batch_uses_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    endpoint = Endpoint()
+    async with batches_in(tmp_path, endpoint, max_bytes=40_000) as found:
+        input_id = stored(found, [request("a", "hold " + "x" * 20_000)])
+        batches_of_it = [found.create(CHAT, input_id) for _ in range(2)]
+        stored(found, [b"y" * 5000])  # a file and its links take their bytes once
+        await until(lambda: endpoint.running == 1)
+        found.files.delete(input_id)
+        with pytest.raises(StorageError, match="MOEGGUF_STORAGE_LIMIT"):
+            stored(found, [b"y" * 10_000])
+    async with batches_in(tmp_path, endpoint, max_bytes=40_000) as found:  # another server knows it, too
+        with pytest.raises(StorageError, match="MOEGGUF_STORAGE_LIMIT"):
+            stored(found, [b"y" * 10_000])
+        for batch in batches_of_it:
+            found.cancel(found.get(batch.id))
+            await ended(found, batch)
+        stored(found, [b"y" * 10_000])
+
+    def no_links(*_: object) -> None:
+        raise OSError(errno.EPERM, "no links")
+
+    monkeypatch.setattr(os, "link", no_links)
+    async with batches_in(tmp_path / "other", endpoint, max_bytes=40_000) as found:
+        input_id = stored(found, [request("a", "hold " + "x" * 20_000)])
+        with pytest.raises(StorageError, match="MOEGGUF_STORAGE_LIMIT"):
+            found.create(CHAT, input_id)
+        assert found.all() == [] and left_in(tmp_path / "other") == []
+
+
+@in_loop
+async def test_the_event_loop_goes_on_while_a_journal_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    endpoint, n_opened = Endpoint(), 0
+    reading, read_on = asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+
+    def slowly(path: Path, requests: Requests) -> Journal:
+        nonlocal n_opened
+        n_opened += 1
+        loop.call_soon_threadsafe(reading.set)
+        assert read_on.wait(30), "nothing else ran on the event loop meanwhile"
+        return answers.open_journal(path, requests)
+
+    monkeypatch.setattr(batches, "open_journal", slowly)
+    async with batches_in(tmp_path, endpoint) as found:
+        batch = found.create(CHAT, stored(found, [request("a"), request("b", "hold")]))
+        await reading.wait()
+        found.cancel(batch)  # while it is read: what was opened is closed, so that the next step can open it
+        await asyncio.sleep(0)
+        assert batch.status == "cancelling"
+        read_on.set()
+        assert (await ended(found, batch)).status == "cancelled"
+        assert n_opened == 2
+        assert {entry["error"]["code"] for entry in content(found, batch.error_file_id)} == {"batch_cancelled"}

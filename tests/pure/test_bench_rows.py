@@ -56,7 +56,7 @@ def result(seconds: float, tokens: int = 7, store: bool = True) -> dict[str, Any
         "build_commit": "abc", "build_number": 0, "cpu_info": "A CPU", "gpu_info": "", "backends": "CPU",
         "model_type": "moe 1B Q4_0", "model_size": 8 << 30, "model_n_params": 14 * 10**9, "routing": "",
         "load_s": 0.5, "fill_s": 0.0, "peak_rss_bytes": 3 << 30, "n_slots": 540 if store else 0, "n_ubatch_used": 512,
-        "budget_bytes": 2 << 30, "planned_bytes": 3 << 30,
+        "budget_bytes": 2 << 30, "planned_bytes": 3 << 30, "placement": "", "predicted_ts": 0.0,
         "decisions": {"policy": "next-use", "predictor": "none", "prefetch": "off", "gates": 9} if store else {},
         "tests": [
             {"n_prompt": 4, "n_gen": 0, "n_depth": 0, "samples_ns": [ns] * 2, "token_ns": [[], []],

@@ -25,6 +25,7 @@ from moegguf.serving import worker_process
 from moegguf.serving.events import Done, LoadOverrides
 from moegguf.serving.managed_model import with_entry_parameters
 from moegguf.serving.manager import ModelManager
+from moegguf.serving.turns import current_client
 
 
 @pytest.fixture
@@ -81,6 +82,28 @@ async def test_requests_of_a_model_are_answered_one_by_one_in_order(catalog: Fak
             group.create_task(request(manager, number))
             await asyncio.sleep(0)
     assert begun == sorted(begun)
+
+
+@in_loop
+async def test_clients_take_turns(catalog: FakeCatalog, tmp_path: Path) -> None:
+    go, answered = tmp_path / "go", list[str]()
+
+    async def request(manager: ModelManager, client: str, word: str) -> None:
+        current_client.set(client)
+        answered.append(await generate(manager, "a", word))
+
+    async with manager_of(catalog) as manager, asyncio.TaskGroup() as group:
+        group.create_task(request(manager, "many", f"hold {go}"))
+        await until(lambda: manager.loaded() and manager.loaded()[0].busy)
+        for number in range(60):
+            group.create_task(request(manager, "many", f"say {number}"))
+        await until(lambda: waiting(manager) == 60)
+        for name in ("one", "another"):
+            group.create_task(request(manager, name, f"say {name}"))
+        await until(lambda: waiting(manager) == 62)
+        go.touch()
+    assert answered[:5] == ["held", "one", "another", "0", "1"]
+    assert answered[5:] == [str(number) for number in range(2, 60)]
 
 
 @in_loop

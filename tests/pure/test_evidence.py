@@ -55,6 +55,15 @@ def test_speeds_are_compared_round_by_round_over_all_calls() -> None:
     assert "| 1.00 (1.00 to 1.00) |" in table[2]
 
 
+def test_batches_are_compared_with_the_first_round_by_round() -> None:
+    row = {"experts": 4.0, "hit_rate": 0.5, "mb_per_token": 1.25, "peak_mb": 99.6}
+    of = {n: evidence.Batch("demo", "25%", 512, n, "fifo", 8, 8) for n in (1, 8)}
+    found = {of[1]: [{**row, "ts": 10.0}, {**row, "ts": 20.0}], of[8]: [{**row, "ts": 20.0}, {**row, "ts": 30.0}]}
+    table = evidence.batches_table(found).splitlines()
+    assert table[3] == "| 8 | fifo | 4.0 | 50.0% | 1.25 | 100 | 25.0 (20.0 to 30.0) | 1.75 (1.50 to 2.00) |"
+    assert table[2].endswith("| 1.00 (1.00 to 1.00) |")
+
+
 def test_a_system_that_failed_has_no_speed() -> None:
     failed = {"system": "promoe", "n_prompt": 0, "n_gen": 8, "n_depth": 0, "samples_ts": []}
     assert "| promoe | failed | failed |" in evidence.speed_table([bench_row("lru", 10), failed], "lru")

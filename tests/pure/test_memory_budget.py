@@ -11,10 +11,15 @@ from gguf_builder import moe
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moegguf.engine.devices import Device
+from moegguf.engine.known_speeds import KnownSpeeds
 from moegguf.engine.machine import Memory
+from moegguf.engine.placement import DeviceSpeeds, published_curve
+from moegguf.engine.placing import Budgets, place
 from moegguf.errors import BudgetError
+from moegguf.models.details import layout_of
 from moegguf.models.folder import file_entry
-from moegguf.quantities import parse_expert_cache
+from moegguf.quantities import ExpertCache, Link, parse_expert_cache
 from moegguf.serving.events import LoadOverrides
 from moegguf.serving.memory_budget import (
     Admission,
@@ -150,6 +155,54 @@ def test_within_less_memory_batch_and_slots_are_chosen_together(tmp_path: Path) 
     assert plans[0].n_ubatch < plans[-1].n_ubatch
 
 
+STOPS_ARE_SLOW = DeviceSpeeds.supposed(448e9, Link(24e9, 1e-3), 2e8)
+GPU = Device("GPU0", 0, 32 * GIB, 64 * GIB)
+
+
+def measure_on_gpu(path: Path) -> ModelSize:
+    return measure(file_entry(path, "path", "m"), LoadOverrides(n_ctx=512), Settings(), 16 * GIB, GPU)
+
+
+@pytest.mark.parametrize("choice", ["layers", "auto"])
+def test_whole_layers_on_a_device_are_counted_there_and_the_worker_places_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, choice: str
+) -> None:
+    monkeypatch.setattr(KnownSpeeds, "speeds_apart", lambda *_: STOPS_ARE_SLOW)
+    monkeypatch.setenv("MOEGGUF_PLACEMENT", choice)
+    monkeypatch.setenv("MOEGGUF_VRAM_CACHE", "50%")
+    path = moe(n_layer=6, n_expert=16, n_used=4).write(tmp_path / "m.gguf")
+    layout, found = layout_of(path), measure_on_gpu(path)
+    plan = found.plan_within(found.wanted_bytes)
+    assert plan.layers_on == found.device == "GPU0" and plan.placement is not None
+    assert plan.placement.chosen.n_layers == 3
+    assert (found.wanted_bytes, found.device_wanted_bytes) == (plan.host_bytes, plan.total_bytes)
+    assert found.plan_on_device is not None
+    assert found.plan_on_device(plan.host_bytes, plan.total_bytes) == plan
+    config = found.load_config(plan)
+    assert (config.device, config.placement, config.expert_cache_bytes) == ("GPU0", "layers", plan.budget_bytes)
+    assert config.vram_cache_bytes is not None and config.expert_cache_bytes is not None
+    caches = [ExpertCache("bytes", n_bytes=n) for n in (config.expert_cache_bytes, config.vram_cache_bytes)]
+    memory, options = Memory(16 * GIB, 16 * GIB, "the machine"), {"n_ctx": 512, "n_ubatch": config.n_ubatch}
+    budgets = Budgets(layout, caches[0], caches[1], GPU, memory, options)
+    again = place(budgets, "layers", lambda: (STOPS_ARE_SLOW, published_curve(16, 4))).plan
+    assert (again.layers_on, again.n_slots, again.total_bytes) == (plan.layers_on, plan.n_slots, plan.total_bytes)
+    fewer = found.plan_on_device(plan.host_bytes, found.device_minimum_bytes)
+    assert fewer.total_bytes <= found.device_minimum_bytes
+    assert (fewer.device is None) == (choice == "layers")  # else with slots alone
+
+
+def test_a_model_that_the_cpu_computes_fastest_takes_nothing_of_a_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = DeviceSpeeds.supposed(1e6, Link(1e6), 38e9)
+    monkeypatch.setattr(KnownSpeeds, "speeds_apart", lambda *_: slow)
+    monkeypatch.setenv("MOEGGUF_PLACEMENT", "auto")
+    found = measure_on_gpu(moe(n_layer=6, n_expert=16, n_used=4).write(tmp_path / "m.gguf"))
+    config = found.load_config(found.plan_within(found.wanted_bytes))
+    assert (found.device, found.device_wanted_bytes) == (None, 0)
+    assert (config.device, config.placement, config.vram_cache_bytes) == (None, "cpu", None)
+
+
 @pytest.mark.parametrize(
     ("metadata", "expected"),
     [
@@ -173,3 +226,19 @@ def test_a_budget_of_a_loaded_model_is_whole_slots_of_what_it_was_loaded_with(bu
 def test_a_model_without_experts_has_no_budget_for_them() -> None:
     with pytest.raises(BudgetError, match="no experts"):
         expert_cache_within(parse_expert_cache("50%"), 0, 0, 0)
+
+
+def test_sequences_share_a_kv_cache_that_leaves_memory_to_experts(tmp_path: Path) -> None:
+    entry = file_entry(moe(n_layer=6, n_expert=16, n_used=4).write(tmp_path / "m.gguf"), "path", "m")
+
+    def kv_tokens(limit_bytes: int, **settings: Any) -> tuple[int, int]:
+        size = measure(entry, LoadOverrides(n_ctx=4096), Settings(n_parallel=8, **settings), limit_bytes)
+        plan = size.plan_within(size.wanted_bytes)
+        config = size.load_config(plan)
+        assert config.kv_tokens is not None and config.n_ctx == 4096
+        return config.kv_tokens, plan.kv_bytes
+
+    ample, one = kv_tokens(64 * GIB), kv_tokens(64 * GIB, kv_tokens=1)
+    assert ample == (8 * 4096, 8 * one[1]) and one[0] == 4096, "a context of one sequence fits always"
+    assert kv_tokens(64 * GIB, kv_tokens=10_000)[0] == 10_240
+    assert kv_tokens(64 * GIB, kv_tokens=1 << 20)[0] == 8 * 4096, "no more than all can use"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from moegguf.engine.placement import DeviceSpeeds, HitCurve, ModelBytes, Placement, Planner, published_curve
@@ -10,7 +12,7 @@ from moegguf.quantities import GIB, Link
 
 QWEN3_30B = ModelBytes(48, int(16.35 * GIB), 1_100_000_000, 900_000_000)  # Q4_K_M, with 8k tokens of KV cache
 MIXTRAL = ModelBytes(32, int(25.4 * GIB), 6_830_000_000, 1_000_000_000)
-RTX_3070 = DeviceSpeeds(448e9, Link(24e9), 38e9)  # x16 beside DDR4
+RTX_3070 = DeviceSpeeds.supposed(448e9, Link(24e9), 38e9)  # x16 beside DDR4
 
 
 def planner(model: ModelBytes, speeds: DeviceSpeeds, share: float, hit_rate: float) -> Planner:
@@ -34,7 +36,7 @@ def by_kind(found: Planner) -> dict[str, Placement]:
 def test_predictions_for_qwen3_30b(
     memory: float, link: float, cpu: float, share: float, hit_rate: float, layers: float, slots: float
 ) -> None:
-    found = by_kind(planner(QWEN3_30B, DeviceSpeeds(memory, Link(link), cpu), share, hit_rate))
+    found = by_kind(planner(QWEN3_30B, DeviceSpeeds.supposed(memory, Link(link), cpu), share, hit_rate))
     assert found["slots"].tokens_per_s == pytest.approx(slots, rel=0.03)
     assert found["layers"].tokens_per_s == pytest.approx(layers, rel=0.07)  # whole layers only, and rounded speeds
 
@@ -61,20 +63,55 @@ def test_a_forced_placement_is_taken_and_the_reason_says_so(choice: str, kind: s
     assert plan.reason.endswith(f"placement {choice!r} was asked for")
 
 
-def test_when_everything_fits_nothing_else_is_predicted() -> None:
+def test_when_everything_fits_only_the_cpu_remains_beside_it() -> None:
     found = Planner(QWEN3_30B, RTX_3070, published_curve(128, 8), 17 * GIB)
     plan = found.plan()
-    assert [placement.kind for placement in plan.placements] == ["resident"]
+    assert [placement.kind for placement in plan.placements] == ["resident", "cpu"]
     assert plan.chosen.tokens_per_s == pytest.approx(0.65 * 448e9 / 2e9)
     assert "every expert fits" in plan.reason
 
 
 def test_a_device_below_one_layer_leaves_experts_on_the_cpu() -> None:
     small = Planner(QWEN3_30B, RTX_3070, published_curve(128, 8), 10 << 20)
-    assert [placement.kind for placement in small.placements()] == ["cpu"]
-    assert small.plan().chosen.kind == "cpu"
-    with pytest.raises(BudgetError, match="placement 'cpu'"):
-        small.plan("layers")
+    found = by_kind(small)
+    assert set(found) == {"layers", "slots", "cpu"}
+    assert (found["layers"].n_layers, str(found["layers"])) == (0, "no whole layer")
+    assert small.plan().chosen == found["layers"]  # everything but experts is faster there
+
+
+def test_a_device_that_not_even_dense_weights_fit_on_is_not_used() -> None:
+    full = Planner(QWEN3_30B, RTX_3070, published_curve(128, 8), -1)
+    assert full.plan().chosen.kind == "cpu"
+    for forced in ("layers", "slots"):
+        with pytest.raises(BudgetError, match=f"placement '{forced}'.*or take placement 'cpu'"):
+            full.plan(forced)
+
+
+def test_what_neither_memory_holds_is_read_from_the_disk() -> None:
+    enough = planner(QWEN3_30B, RTX_3070, 0.3, 0.86)
+    for kind, of_enough in by_kind(enough).items():
+        short = by_kind(replace(enough, ram_bytes=QWEN3_30B.expert_bytes // 4))[kind]
+        assert short.tokens_per_s < 0.5 * of_enough.tokens_per_s, kind
+        more = by_kind(replace(enough, ram_bytes=QWEN3_30B.expert_bytes // 2))[kind]
+        assert short.tokens_per_s < more.tokens_per_s <= of_enough.tokens_per_s
+    assert by_kind(replace(enough, ram_bytes=QWEN3_30B.expert_bytes)) == by_kind(enough)
+
+
+def test_misses_of_a_layer_cost_a_latency_once_and_stops_and_nodes_cost_time() -> None:
+    found = planner(QWEN3_30B, RTX_3070, 0.3, 0.86)
+    late = replace(RTX_3070, copies=Link(24e9, 1e-3))
+    extra_s = 1 / by_kind(replace(found, speeds=late))["slots"].tokens_per_s - 1 / by_kind(found)["slots"].tokens_per_s
+    assert extra_s == pytest.approx(48 * (1 - 0.86**8) * 1e-3)
+    nodes = replace(RTX_3070, device_node_s=2e-6)
+    model = replace(QWEN3_30B, n_layer_all=48)
+    base, slow = (by_kind(replace(found, model=model, speeds=speeds))["slots"] for speeds in (RTX_3070, nodes))
+    assert 1 / slow.tokens_per_s - 1 / base.tokens_per_s == pytest.approx(48 * (30 + 16) * 2e-6)
+
+
+def test_a_kind_that_a_budget_does_not_allow_is_passed_over() -> None:
+    found = Planner(QWEN3_30B, RTX_3070, published_curve(128, 8), 5 * GIB)
+    first = found.plan().chosen.kind
+    assert found.plan(without={first}).chosen.kind != first
 
 
 def test_a_mix_of_whole_layers_and_slots_uses_all_of_the_memory() -> None:
@@ -97,7 +134,7 @@ def test_hit_curves() -> None:
 @pytest.mark.parametrize("speeds", [(0, 1, 1), (1, 0, 1), (1, 1, -1)])
 def test_speeds_that_cannot_be_are_refused(speeds: tuple[float, float, float]) -> None:
     with pytest.raises(OptionError, match="above zero"):
-        DeviceSpeeds(speeds[0], Link(speeds[1]), speeds[2])
+        DeviceSpeeds.supposed(speeds[0], Link(speeds[1]), speeds[2])
 
 
 def test_a_placement_that_does_not_exist_is_refused() -> None:

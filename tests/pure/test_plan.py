@@ -14,12 +14,13 @@ from gguf_builder import Q4_K_T, Q6_K_T, U32, moe
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moegguf.controller.measured import Measured
+from moegguf.controller.measured import Measured, interpolate
 from moegguf.engine.batch import Fit, best_fit, request_cost
 from moegguf.engine.estimate import HitRates, Speeds, typical_hit_rate
 from moegguf.engine.machine import Memory
-from moegguf.engine.memory import MARGIN_BYTES, compute_bytes, kv_bytes, memory_needs, row_bytes
+from moegguf.engine.memory import MARGIN_BYTES, choose_kv_tokens, compute_bytes, kv_bytes, memory_needs, row_bytes
 from moegguf.engine.plan import Plan, make_plan, slot_bytes
+from moegguf.engine.published import PUBLISHED
 from moegguf.errors import BudgetError
 from moegguf.gguf.experts import ExpertLayout, read_layout
 from moegguf.native.store import slot_sizes
@@ -280,15 +281,17 @@ def test_a_context_leaves_room_for_a_given_budget(layout: ExpertLayout) -> None:
     assert p.n_ctx <= 1024 and not p.warnings
 
 
-def test_published_ends_hold_routing_without_locality_and_the_best(layout: ExpertLayout) -> None:
+def test_without_a_measurement_the_range_is_what_was_published_for_text_with_its_sources(layout: ExpertLayout) -> None:
     known = HitRates(layout)
     ranges = [known.range_at(n) for n in range(24, 97)]
-    for n, found in zip(range(24, 97), ranges, strict=True):
-        assert found.low <= n / 96 <= found.high <= 1
+    for n, found in zip(range(24, 96), ranges, strict=False):
+        curves = [interpolate(curve.rates, n / 96) for curve in PUBLISHED if curve.n_expert]
+        assert (found.low, found.high) == (min(curves), max(curves))
     assert [r.low for r in ranges] == sorted(r.low for r in ranges)
     assert known.range_at(23).low == 0 and known.range_at(96).low == 1
-    assert "not measured" in known.range_at(48).basis
-    assert known.range_at(48).low < typical_hit_rate(layout, 48) < known.range_at(48).high
+    half = known.range_at(48)
+    assert "not measured on this model" in half.basis and "other shapes: OLMoE, colibri#1092" in half.basis
+    assert half.low < typical_hit_rate(layout, 48) < half.high
 
 
 def test_a_measurement_of_this_model_narrows_the_range_to_below_belady(layout: ExpertLayout) -> None:
@@ -300,10 +303,11 @@ def test_a_measurement_of_this_model_narrows_the_range_to_below_belady(layout: E
     assert "not measured" in HitRates(layout, replace(measured, ranges={})).range_at(48).basis
 
 
-def test_what_was_published_for_a_shape_is_named(tmp_path: Path) -> None:
-    layout = layout_of(tmp_path, n_layer=2, n_expert=128, n_used=8)
-    assert "Qwen3-30B-A3B (kekzl/imp#1359)" in HitRates(layout).expect(64).nearest
-    assert not HitRates(layout).expect(1).nearest
+def test_what_was_published_for_a_shape_comes_before_others(tmp_path: Path) -> None:
+    found = HitRates(layout_of(tmp_path, n_layer=2, n_expert=128, n_used=8)).expect(64)
+    assert "of its shape: Qwen3-30B-A3B, kekzl/imp#1359" in found.basis
+    curve = next(curve for curve in PUBLISHED if curve.n_expert == 128)
+    assert found.hit_low == found.hit_high == interpolate(curve.rates, 0.25)
 
 
 def test_expectations(layout: ExpertLayout) -> None:
@@ -316,3 +320,17 @@ def test_expectations(layout: ExpertLayout) -> None:
     assert HitRates(layout).expect(48).tokens_per_s_low is None
     whole = HitRates(layout).expect(96, Speeds(math.inf, 10e9))
     assert (whole.hit_low, whole.missed_bytes_high) == (1.0, 0) and whole.tokens_per_s_low
+
+
+@given(free_mib=st.integers(1, 1 << 14), n_ctx=st.sampled_from([256, 1024, 8192]), n_seq=st.integers(1, 64))
+@settings(max_examples=50)
+def test_sequences_share_what_a_context_may_take(layout: ExpertLayout, free_mib: int, n_ctx: int, n_seq: int) -> None:
+    def chosen(mib: int) -> int:
+        return choose_kv_tokens(layout, mib * MIB, 512, n_ctx, n_seq)
+
+    n_tokens = chosen(free_mib)
+    assert n_ctx <= n_tokens <= n_ctx * n_seq and n_tokens % 256 == 0
+    assert n_tokens <= chosen(2 * free_mib), "more memory, no fewer tokens"
+    assert chosen(1 << 20) == n_ctx * n_seq
+    if n_tokens > max(n_ctx, 4096):
+        assert kv_bytes(layout, n_tokens) <= free_mib * MIB // 4

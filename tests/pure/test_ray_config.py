@@ -17,6 +17,7 @@ WHOLE = {
     "expert_cache": "50%",
     "context_length": 8192,
     "threads": 8,
+    "parallel": 4,
     "max_ongoing_requests": 4,
     "max_queued_requests": 16,
     "autoscaling_config": {"min_replicas": 1, "max_replicas": 3},
@@ -27,7 +28,7 @@ WHOLE = {
 def test_every_option_is_read() -> None:
     (found,) = read_config({"models": {"big": WHOLE}})
     assert found == ModelConfig(
-        "big:latest", "hf.co/user/repo:Q4_K_M", 24 << 30, "50%", 8192, 8, 4, 16,
+        "big:latest", "hf.co/user/repo:Q4_K_M", 24 << 30, "50%", 8192, 8, 4, 4, 16,
         {"min_replicas": 1, "max_replicas": 3}, {"resources": {"ssd": 1}},
     )  # fmt: skip
 

@@ -9,8 +9,9 @@ from gguf_builder import moe
 
 from moegguf.engine.devices import Device, find_gpu
 from moegguf.engine.machine import Memory
+from moegguf.engine.placing import plan_here
 from moegguf.engine.plan import Plan, slot_bytes
-from moegguf.engine.tiers import VRAM_MARGIN_BYTES, host_bytes, parse_vram_cache, plan_here, plan_tiers
+from moegguf.engine.tiers import VRAM_MARGIN_BYTES, host_bytes, parse_vram_cache, plan_tiers
 from moegguf.errors import BudgetError
 from moegguf.gguf.experts import ExpertLayout, read_layout
 from moegguf.quantities import GIB, parse_expert_cache

@@ -285,10 +285,14 @@ class MessagesBody(CountBody):
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=MAX_TOKEN)] | None = None
     stop_sequences: Annotated[list[Stop], Field(max_length=limits.STOPS)] | None = None
+    exact: bool | None = None  # as in `options`
 
     def generation(self, entry: ModelEntry, *, thinks: bool) -> GenerationRequest:
         """The request, with the entry's defaults."""
-        given = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k, "stop": self.stop_sequences}
+        given = {
+            "temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k, "stop": self.stop_sequences,
+            "exact": self.exact,
+        }  # fmt: skip
         named = {name: value for name, value in given.items() if value is not None}
         options = options_of(self.options, entry).model_copy(update={**named, "num_predict": self.max_tokens})
         output = self.output_config.format if self.output_config else None

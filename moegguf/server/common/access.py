@@ -6,6 +6,7 @@ loopback by DNS rebinding (CVE-2024-28224) or by a cross-site POST; the Host and
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import ipaddress
 import re
@@ -18,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from moegguf.server.common import limits
 from moegguf.server.common.errors import HttpError, error_response
+from moegguf.serving.turns import current_client
 from moegguf.settings import Network
 
 # Ollama's defaults (envconfig/config.go), with and without a port.
@@ -74,6 +76,7 @@ class AccessControl:
             return await error_response(refusal, scope["path"])(scope, receive, send)
         if scope["method"] == "OPTIONS":
             return await preflight(origin, headers)(scope, receive, send)
+        current_client.set(client_of(scope["client"], headers))
         await self._app(scope, receive, with_cors(send, origin) if origin else send)
 
     def _refusal(self, scope: Scope, headers: dict[bytes, bytes], origin: str) -> HttpError | None:
@@ -123,6 +126,13 @@ def origin_pattern(origins: Sequence[str]) -> re.Pattern[str]:
 def is_same_origin(origin: str, host: str) -> bool:
     """Whether the page was served by this server."""
     return bool(host) and origin.lower() in (f"http://{host.lower()}", f"https://{host.lower()}")
+
+
+def client_of(address: tuple[str, int] | None, headers: dict[bytes, bytes]) -> str:
+    """Whose turn a request takes: its address, and the key that it sends, of which only a hash is kept. What a proxy
+    says of its clients is not believed, as anyone can write it."""
+    key = headers.get(b"authorization") or headers.get(b"x-api-key") or b""
+    return f"{address[0] if address else ''} {hashlib.blake2b(key, digest_size=8).hexdigest()}"
 
 
 @lru_cache(maxsize=256)

@@ -46,7 +46,7 @@ EFFORTS: Mapping[str, bool | str] = {
 # Ollama's options that are also keys of the body, under the same name.
 OPTIONS = (
     "temperature", "top_p", "top_k", "min_p", "typical_p", "seed", "stop", "repeat_penalty", "repeat_last_n",
-    "presence_penalty", "frequency_penalty",
+    "presence_penalty", "frequency_penalty", "exact",
 )  # fmt: skip
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -274,6 +274,7 @@ class GenerationBody(Body):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     logit_bias: Annotated[dict[int, Bias], Field(max_length=MAX_BIASES), BeforeValidator(token_ids)] | None = None
+    exact: bool | None = None
     options: Options | None = None
     keep_alive: KeepAlive = None
     return_progress: bool | None = None

@@ -61,7 +61,7 @@ export class Panel {
     Object.values(this.charts).forEach((chart) => chart.clear());
     document.querySelectorAll(".panel output, .totals dd").forEach((element) => (element.textContent = "–"));
     at("resident").textContent = "";
-    showTiers([]);
+    showTiers([], false);
   }
 
   show(snapshot) {
@@ -71,7 +71,7 @@ export class Panel {
     const all = this.map.cells?.state.length ?? 0, where = all ? this.where(stats) : "";
     at("resident").textContent = where && `${where}, ${joinedSize(stats.pool_bytes)}`;
     at("map").setAttribute("aria-label", `Map of experts: ${all} experts in ${snapshot.layers.length} layers, ${where}. Arrow keys move from cell to cell.`);
-    showTiers(stats.tiers ?? []);
+    showTiers(stats.tiers ?? [], all > 0 && this.map.cells.count(IN_VRAM) > 0);
     this.findBegin(snapshot);
     this.plot(snapshot);
     this.showTotals(snapshot);
@@ -81,8 +81,9 @@ export class Panel {
   /** How many experts are in VRAM, and below it in RAM. */
   where({ tiers }) {
     const { cells } = this.map, nRam = cells.count(IN_RAM), all = count(cells.state.length);
-    if (tiers?.[0]?.name !== "VRAM") return `${count(nRam)} of ${all} in memory`;
-    return `${count(cells.count(IN_VRAM))} of ${all} in VRAM, ${count(nRam)} in RAM only`;
+    const nVram = cells.count(IN_VRAM);
+    if (tiers?.[0]?.name === "VRAM") return `${count(nVram)} of ${all} in VRAM, ${count(nRam)} in RAM only`;
+    return nVram ? `${count(nRam)} of ${all} in RAM, ${count(nVram)} in VRAM` : `${count(nRam)} of ${all} in memory`;
   }
 
   /** Keeps the statistics from before the current answer: the numbers beside the charts cover this answer, as the line
@@ -139,11 +140,12 @@ function showValue(name, [number, unit]) {
   at(`${name}-value`).replaceChildren(number, small);
 }
 
-/** A line for each tier where layers compute in VRAM, and what their cells look like. */
-function showTiers(tiers) {
+/** A line for each tier where layers compute in VRAM, and what cells look like, also those of whole layers there. */
+function showTiers(tiers, anyInVram) {
   const inVram = tiers[0]?.name === "VRAM";
-  at("vram-key").hidden = at("tiers").hidden = !inVram;
-  at("ram-name").textContent = inVram ? "in RAM" : "in memory";
+  at("tiers").hidden = !inVram;
+  at("vram-key").hidden = !inVram && !anyInVram;
+  at("ram-name").textContent = inVram || anyInVram ? "in RAM" : "in memory";
   at("tiers").tBodies[0].replaceChildren(...(inVram ? tiers : []).map((tier) => {
     const row = document.createElement("tr"), received = tier.bytes_missed + tier.bytes_prefetched;
     const rate = tier.lookups ? percent(hits(tier) / tier.lookups).join(" ") : "–";

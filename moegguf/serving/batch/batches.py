@@ -16,14 +16,15 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from moegguf.atomic_write import write_atomically
-from moegguf.errors import BatchFileError, BusyError, UnknownIdError
+from moegguf.errors import BatchFileError, BusyError, StorageError, UnknownIdError
 from moegguf.serving.batch.answers import (
     NOT_EXECUTED,
     Counts,
@@ -39,6 +40,7 @@ from moegguf.serving.batch.requests import LineError, Requests, first_errors
 from moegguf.serving.batch.runner import Answer, answer_requests
 
 log = logging.getLogger(__name__)
+Result = TypeVar("Result")
 
 INPUT_PURPOSE, OUTPUT_PURPOSE = "batch", "batch_output"
 FINAL = ("completed", "failed", "expired", "cancelled")
@@ -47,7 +49,7 @@ MAX_REQUESTS = 50_000  # OpenAI's
 MAX_UNFINISHED = 1000
 MAX_ERRORS = 100
 DISK_RETRY_S = 30.0
-COPY_BYTES = 4 << 20  # between two turns of the event loop
+COPY_BYTES = 4 << 20  # of answers that are copied at a time
 CANCELLED, EXPIRED = NOT_EXECUTED
 NOT_EXECUTED_TEXT = {
     CANCELLED: "This request was not executed, because the batch was cancelled.",
@@ -170,6 +172,9 @@ class Batches:
             if folder.name not in self._batches or self._batches[folder.name].status in FINAL:
                 shutil.rmtree(folder, ignore_errors=True)
         for batch in found:
+            if batch.status not in FINAL:
+                with suppress(OSError):  # it fails when it is read
+                    self._files.note_link(batch.input_file_id, self._input(batch))
             self._start(batch)
 
     # What clients ask for.
@@ -197,7 +202,7 @@ class Batches:
 
         Raises UnknownIdError, BatchFileError for a file with another purpose, BusyError, StorageError.
         """
-        source, known = self.files.path(input_file_id), self.files.get(input_file_id)
+        known = self.files.get(input_file_id)
         if known.purpose != INPUT_PURPOSE:
             raise BatchFileError(f"{input_file_id} was stored for {known.purpose!r}; a batch needs 'batch'.")
         if len(self._tasks) >= MAX_UNFINISHED:
@@ -216,10 +221,13 @@ class Batches:
         )
         try:
             self._work(batch).mkdir()
-            _link(source, self._input(batch))
+            self._files.link(input_file_id, self._input(batch))
             self._update(batch)
+        except StorageError:
+            self._remove_work(batch)
+            raise
         except OSError as error:
-            shutil.rmtree(self._work(batch), ignore_errors=True)
+            self._remove_work(batch)
             raise storage_error(self._folder, error) from None
         self._batches[batch.id] = batch
         self._start(batch)
@@ -319,7 +327,7 @@ class Batches:
             await self._changed.wait()
 
     async def _answer_all(self, batch: Batch) -> None:
-        with await self._requests(batch) as requests, self._journal(batch, requests) as journal:
+        async with self._answers(batch) as (requests, journal):
 
             def on_answer(entry: Entry) -> None:
                 batch.counts = journal.counts
@@ -328,35 +336,35 @@ class Batches:
 
     async def _finalize(self, batch: Batch, status: str, not_executed: str | None = None) -> None:
         """Stores the files of answers and of errors; those not begun are errors, of the code `not_executed`."""
-        with await self._requests(batch) as requests, self._journal(batch, requests) as journal:
-            for line in requests.lines:
-                if not_executed is not None and line.number not in journal.places:
-                    error = LineError(not_executed, NOT_EXECUTED_TEXT[not_executed])
-                    journal.append(line.number, error_entry(requests, line, error))
+        async with self._answers(batch) as (requests, journal):
+            if not_executed is not None:
+                await _in_thread(partial(_append_not_executed, requests, journal, not_executed))
             output_id = await self._store(batch, journal, "output", lambda place: place.is_answer)
             error_id = await self._store(batch, journal, "errors", lambda place: not place.is_answer)
             now = int(self._now())
             times = {f"{status}_at": now, "finalizing_at": batch.finalizing_at or now}
             found: dict[str, Any] = {"output_file_id": output_id, "error_file_id": error_id, "counts": journal.counts}
             self._update(batch, status=status, total=len(requests.lines), **found, **times)
-        shutil.rmtree(self._work(batch), ignore_errors=True)
+        self._remove_work(batch)
 
     async def _store(self, batch: Batch, journal: Journal, what: str, keep: Callable[[Place], bool]) -> str | None:
         """The id of a stored file with the lines that `keep` chooses; None without any. The same id when repeated."""
         if not any(map(keep, journal.places.values())):
             return None
-        n_bytes = 0
+        lines = journal.lines(keep)
         with self._files.new(f"file-{batch.id.removeprefix('batch_')}-{what}") as file:
-            for data in journal.lines(keep):
+            while data := await _in_thread(partial(_some, lines)):
                 file.write(data)
-                n_bytes += len(data)
-                if n_bytes > COPY_BYTES:
-                    n_bytes = 0
-                    await asyncio.sleep(0)
+            await _in_thread(file.sync)
             return file.finish(f"{batch.id}_{what}.jsonl", OUTPUT_PURPOSE, batch.output_expires_after_s).id
 
     def _fail(self, batch: Batch, errors: list[dict[str, Any]]) -> None:
         self._try_update(batch, status="failed", failed_at=int(self._now()), errors=errors)
+        self._remove_work(batch)
+
+    def _remove_work(self, batch: Batch) -> None:
+        with suppress(OSError):
+            self._files.unlink(self._input(batch))
         shutil.rmtree(self._work(batch), ignore_errors=True)
 
     async def _requests(self, batch: Batch) -> Requests:
@@ -379,14 +387,17 @@ class Batches:
         finally:
             stop.set()
 
-    @contextmanager
-    def _journal(self, batch: Batch, requests: Requests) -> Iterator[Journal]:
-        journal = open_journal(self._work(batch) / "answers.jsonl", requests)
-        try:
-            batch.counts = journal.counts
-            yield journal
-        finally:
-            journal.close()
+    @asynccontextmanager
+    async def _answers(self, batch: Batch) -> AsyncIterator[tuple[Requests, Journal]]:
+        """The batch's requests, and the answers so far. Raises BatchFileError, OSError."""
+        with await self._requests(batch) as requests:
+            path = self._work(batch) / "answers.jsonl"
+            journal = await _in_thread(lambda: open_journal(path, requests), lambda found: found.close())
+            try:
+                batch.counts = journal.counts
+                yield requests, journal
+            finally:
+                journal.close()
 
     def _update(self, batch: Batch, **changes: Any) -> None:
         """Changes a batch, on disk first. Raises OSError."""
@@ -416,12 +427,36 @@ class Batches:
         return self._work(batch) / "requests.jsonl"
 
 
-def _link(source: Path, target: Path) -> None:
-    """Makes `target` the same file, or a copy of it where the file system has no links. Raises OSError."""
+async def _in_thread(call: Callable[[], Result], discard: Callable[[Result], object] = lambda _: None) -> Result:
+    """What `call` returns, on a thread, which has ended when this is cancelled; `discard` then gets the result."""
+    running = asyncio.ensure_future(asyncio.to_thread(call))
     try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        while not running.done():
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait((running,))
+        if running.exception() is None:
+            discard(running.result())
+        raise
+
+
+def _append_not_executed(requests: Requests, journal: Journal, code: str) -> None:
+    """Adds an error of that code for each request that was not begun. Raises StorageError."""
+    for line in requests.lines:
+        if line.number not in journal.places:
+            journal.append(line.number, error_entry(requests, line, LineError(code, NOT_EXECUTED_TEXT[code])))
+
+
+def _some(lines: Iterator[bytes]) -> bytes:
+    """The next lines, COPY_BYTES or a bit more together; none at the end."""
+    found, n_bytes = list[bytes](), 0
+    for data in lines:
+        found.append(data)
+        n_bytes += len(data)
+        if n_bytes >= COPY_BYTES:
+            break
+    return b"".join(found)
 
 
 def _error_of(code: str, message: str, param: str | None = None, line: int | None = None) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import time
 import uuid
 from collections.abc import Callable
@@ -47,6 +48,7 @@ class FileStore:
         self._files: dict[str, StoredFile] = {}
         self._n_stored = 0  # bytes of files that are complete
         self._n_uploading = 0  # and of those that are not
+        self._links: dict[Path, tuple[str, int]] = {}  # (whose contents, bytes) of links: see `link`
 
     def load(self) -> None:
         """Reads the folder, and removes what a killed process has left incomplete. Raises OSError."""
@@ -65,15 +67,21 @@ class FileStore:
 
     def all(self) -> list[StoredFile]:
         """All files, oldest first. Those whose time is over are removed."""
-        for file in list(self._files.values()):
-            if file.expires_at is not None and file.expires_at <= self._now():
-                self.delete(file.id)
+        self._remove_expired()
         return sorted(self._files.values(), key=lambda file: (file.created_at, file.id))
+
+    def _remove_expired(self) -> None:
+        for file in [file for file in self._files.values() if self._has_expired(file)]:
+            with suppress(OSError):  # removed from the store all the same
+                self.delete(file.id)
+
+    def _has_expired(self, file: StoredFile) -> bool:
+        return file.expires_at is not None and file.expires_at <= self._now()
 
     def get(self, file_id: str) -> StoredFile:
         """A file. Raises UnknownIdError."""
         found = self._files.get(file_id)
-        if found is None or (found.expires_at is not None and found.expires_at <= self._now()):
+        if found is None or self._has_expired(found):
             raise UnknownIdError(f"No such File object: {file_id:.80}")
         return found
 
@@ -82,7 +90,7 @@ class FileStore:
         return self._contents(self.get(file_id).id)
 
     def delete(self, file_id: str) -> None:
-        """Removes a file; who reads it still can. Raises UnknownIdError, OSError."""
+        """Removes a file; who reads it still can, and its links stay. Raises UnknownIdError, OSError."""
         file = self._files.get(file_id)
         if file is None:
             raise UnknownIdError(f"No such File object: {file_id:.80}")
@@ -91,19 +99,52 @@ class FileStore:
         self._n_stored -= _taken(file)
         self._contents(file.id).unlink(missing_ok=True)
 
+    def link(self, file_id: str, path: Path) -> None:
+        """Makes `path` the same file, or a copy of it where the file system has no links. Its contents count among what
+        is stored until `unlink`, also when the file itself is deleted. Raises UnknownIdError, StorageError, OSError."""
+        source, n_bytes = self.path(file_id), self.get(file_id).n_bytes
+        try:
+            os.link(source, path)
+        except OSError:
+            self._check_space(n_bytes)
+            shutil.copyfile(source, path)
+        self.note_link(file_id, path)
+
+    def note_link(self, file_id: str, path: Path) -> None:
+        """Counts what an earlier process has linked. Raises OSError."""
+        status = path.stat()
+        of = file_id if status.st_nlink > 1 else str(path)  # several links of a file take its bytes once
+        self._links[path] = (of, status.st_size)
+
+    def unlink(self, path: Path) -> None:
+        """Removes a link, if there is one. Raises OSError."""
+        path.unlink(missing_ok=True)
+        self._links.pop(path, None)
+
     def new(self, file_id: str | None = None) -> NewFile:
         """A file to be written; with the id of one that exists, its replacement. Raises StorageError."""
         return NewFile(self, self._folder, file_id or f"file-{uuid.uuid4().hex[:24]}")
 
     def reserve(self, n_bytes: int) -> None:
         """Notes that a new file takes so many more bytes. Raises StorageError above the limit."""
-        taken = self._n_stored + self._n_uploading
+        self._check_space(n_bytes)
+        self._n_uploading += n_bytes
+
+    def _check_space(self, n_bytes: int) -> None:
+        if self._n_taken + n_bytes > self._max_bytes:
+            self._remove_expired()
+        taken = self._n_taken
         if taken + n_bytes > self._max_bytes:
             raise StorageError(
                 f"stored files may take {format_bytes(self._max_bytes)} together (MOEGGUF_STORAGE_LIMIT), and"
                 f" {format_bytes(taken)} are taken; delete files that are not needed."
             )
-        self._n_uploading += n_bytes
+
+    @property
+    def _n_taken(self) -> int:
+        """Bytes of all files, and of those that are deleted, but still linked."""
+        deleted = {of: n_bytes for of, n_bytes in self._links.values() if of not in self._files}
+        return self._n_stored + self._n_uploading + sum(deleted.values())
 
     def give_back(self, n_bytes: int) -> None:
         """Notes that a new file's bytes are reserved no more."""
@@ -159,6 +200,13 @@ class NewFile:
         except OSError as error:
             raise storage_error(self._folder, error) from None
         self.n_bytes += len(data)
+
+    def sync(self) -> None:
+        """Waits until what was written is on the disk. From any thread. Raises StorageError."""
+        try:
+            os.fsync(self._open)
+        except OSError as error:
+            raise storage_error(self._folder, error) from None
 
     def finish(self, filename: str, purpose: str, expires_after_s: int | None = None) -> StoredFile:
         """Makes it one of the store's. Raises StorageError."""

@@ -7,6 +7,7 @@ models:
     expert_cache: 50%
     context_length: 8192
     threads: 8
+    parallel: 4                  # requests that a replica computes together; default: MOEGGUF_NUM_PARALLEL, or 1
     max_ongoing_requests: 8      # of one replica; more wait where they can still go to another
     max_queued_requests: 512     # that wait; more are refused
     autoscaling_config: {...}    # Ray Serve's, as it is; default: one replica
@@ -23,7 +24,7 @@ from typing import Any
 from moegguf.errors import BudgetError, ModelNameError, OptionError
 from moegguf.models.names import parse_name
 from moegguf.quantities import parse_expert_cache, parse_size
-from moegguf.settings import MAX_CONTEXT_TOKENS
+from moegguf.settings import MAX_CONTEXT_TOKENS, MAX_PARALLEL
 
 MAX_THREADS = 1024
 MAX_REQUESTS = 1_000_000
@@ -40,6 +41,7 @@ class ModelConfig:
     expert_cache: str | None = None
     n_ctx: int | None = None
     n_threads: int | None = None
+    n_parallel: int | None = None
     max_ongoing_requests: int = 8
     max_queued_requests: int = 512
     autoscaling_config: Mapping[str, Any] = field(default_factory=dict)
@@ -127,6 +129,7 @@ _READERS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
     "expert_cache": ("expert_cache", _cache),
     "context_length": ("n_ctx", _whole(1, MAX_CONTEXT_TOKENS)),
     "threads": ("n_threads", _whole(1, MAX_THREADS)),
+    "parallel": ("n_parallel", _whole(1, MAX_PARALLEL)),
     "max_ongoing_requests": ("max_ongoing_requests", _whole(1, MAX_REQUESTS)),
     "max_queued_requests": ("max_queued_requests", _whole(1, MAX_REQUESTS)),
     "autoscaling_config": ("autoscaling_config", _mapping),

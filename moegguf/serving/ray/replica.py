@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
@@ -28,7 +27,6 @@ from moegguf.serving.ray.preference import Eam, Report, RoutingRequest
 from moegguf.serving.wire import Message, build_error, encode_error
 from moegguf.settings import read_settings
 
-N_SEQUENCES = 1  # that a worker's KV cache holds
 SNAPSHOTS_PER_S = 4.0
 COUNTERS: Mapping[str, str] = {
     "tokens": "Tokens computed, of prompts and answers.",
@@ -69,17 +67,18 @@ class Replica:
         settings = read_settings()
         # Serve decides how long a replica lives, and how many requests may wait.
         settings = replace(
-            settings, memory_bytes=config.memory_bytes, keep_alive_s=math.inf, max_queue=config.max_ongoing_requests
-        )
+            settings, memory_bytes=config.memory_bytes, keep_alive_s=math.inf, max_queue=config.max_ongoing_requests,
+            n_parallel=config.n_parallel or settings.n_parallel,
+        )  # fmt: skip
         self._name = config.name
         self._overrides = LoadOverrides(config.n_ctx, None, config.n_threads, config.expert_cache)
         self._activity = ExpertActivity()
-        self._sequences: deque[tuple[str, ...]] = deque(maxlen=N_SEQUENCES)
         self._pid = 0
         self._counters = {name: counter(name, text, config.name) for name, text in COUNTERS.items()}
         self._counted = Stats()
         self._manager = ModelManager(catalog, settings)
-        self._pid = (await self._manager.load(self._name, self._overrides)).pid
+        loaded = await self._manager.load(self._name, self._overrides)
+        self._pid, self._held = loaded.pid, Report(loaded.n_parallel)
         self._watching = asyncio.create_task(self._watch())
 
     async def __del__(self) -> None:
@@ -118,7 +117,7 @@ class Replica:
         prefixes = tuple(prefix.digest for prefix in routing.conversation.prefixes)
         if timing.cut_messages or timing.cut_tokens or timing.n_shifts:
             prefixes = ()
-        self._sequences.append(prefixes)
+        self._held = self._held.after([prefixes])
 
     async def embed(self, routing: RoutingRequest, *arguments: Any, **options: Any) -> Any:
         """Of `Lease`; or a `Failure`."""
@@ -126,7 +125,7 @@ class Replica:
         async def call() -> Any:
             async with self._lease() as lease:
                 found = await lease.embed(*arguments, **options)
-            self._sequences.clear()  # the texts took the place of a conversation
+            self._held = Report(self._held.n_sequences)  # the texts took the place of a conversation
             return found
 
         return await _value_or_failure(call)
@@ -148,14 +147,14 @@ class Replica:
         """Of Ray Serve: a `Report`, which it brings to every router."""
         self._forget_after_restart()
         self._export_counters()
-        return Report(N_SEQUENCES, tuple(self._sequences), self._activity.recent).as_json()
+        return replace(self._held, eam=self._activity.recent).as_json()
 
     def _forget_after_restart(self) -> None:
         """A worker that has ended has taken its KV cache with it."""
         pid = next((model.pid for model in self._manager.loaded()), 0)
         if pid != self._pid:
             self._pid, self._counted = pid, Stats()
-            self._sequences.clear()
+            self._held = Report(self._held.n_sequences)
 
     def _export_counters(self) -> None:
         for model in self._manager.loaded():

@@ -1,0 +1,25 @@
+// short_spins.h: compute threads that wait for each other leave the processor sooner to those that read.
+#pragma once
+
+#include <memory>
+
+namespace moegguf {
+
+// While one exists and every processor has a compute thread, these spin for GNU OpenMP's short time at a barrier before
+// they sleep (GOMP_SPINCOUNT in its manual: more threads than processors). A thread that spins keeps a processor from
+// readers, or shares a core with one, and its partner waits the longer for bytes. Where every expert is there, they
+// wait for each other only, for microseconds, and sleeping would cost more than it saves. Without OpenMP, nothing
+// changes. Throws Error(MEMORY) where a thread is refused.
+class ShortSpins {
+  public:
+    ShortSpins();
+    ~ShortSpins();
+    ShortSpins(const ShortSpins &) = delete;
+    ShortSpins & operator=(const ShortSpins &) = delete;
+
+  private:
+    class Team;
+    std::shared_ptr<Team> team_; // one for the process
+};
+
+} // namespace moegguf

@@ -1,0 +1,280 @@
+#include "speeds.h"
+
+#include "clock.h"
+#include "files.h"
+#include "pool.h"
+
+#include <algorithm>
+#include <cmath>
+#include <functional>
+
+namespace moegguf {
+namespace {
+
+constexpr int most_tokens = 16; // of a graph that multiplies: so many layers' work without a stop
+constexpr int n_small_ops = 64; // of a graph that measures what a node costs
+constexpr int least_runs = 3;
+
+// The time of a run that nothing disturbs: the lower quartile, over `seconds` of them.
+double run_ns(double seconds, const std::function<void()> & run) {
+    run(); // asks for memory, compiles
+    std::vector<double> times;
+    const uint64_t end = now_ns() + (uint64_t)(seconds * 1e9);
+    while (times.size() < least_runs || now_ns() < end) {
+        const uint64_t start = now_ns();
+        run();
+        times.push_back((double)(now_ns() - start));
+    }
+    std::nth_element(times.begin(), times.begin() + times.size() / 4, times.end());
+    return times[times.size() / 4];
+}
+
+// The layer whose experts are measured, and the bytes of its first one, which every slot gets.
+class Experts {
+  public:
+    Experts(const Layout & layout, int n_slots) : layout(layout), numbering(layout, n_slots) {
+        if (layout.shards.empty()) { // numbers of no model
+            for (const Matrix & m : layout.matrices) {
+                bytes_.emplace_back(m.expert_bytes, 0);
+            }
+            return;
+        }
+        const Files files(layout, /*direct =*/false);
+        for (const Matrix & m : layout.matrices) {
+            const Staging staging(m.expert_bytes + 2 * Shard::alignment);
+            ReadStats stats;
+            const uint8_t * data = files[m.shard].read(m.offset, m.expert_bytes, staging, stats);
+            bytes_.emplace_back(data, data + m.expert_bytes);
+        }
+    }
+
+    int n_used() const { return layout.n_used_max; }
+    int n_slots() const { return numbering.n_slots(); }
+    int64_t n_embd() const { return layout.matrices[down_matrix()].ne1; }
+    double expert_bytes() const {
+        double n = 0;
+        for (const Matrix & m : layout.matrices) {
+            n += (double)m.expert_bytes;
+        }
+        return n;
+    }
+
+    void fill(const Pool & pool) const {
+        for (size_t i = 0; i < layout.matrices.size(); i++) {
+            for (int slot = 0; slot < n_slots(); slot++) {
+                pool.write((int)i, slot, 0, layout.matrices[i].ne1, bytes_[i].data());
+            }
+        }
+    }
+
+    const Layout & layout;
+    const Numbering numbering;
+
+  private:
+    int down_matrix() const { return layout.layers[layout.matrices[0].il].matrix[MOEGGUF_DOWN]; }
+
+    std::vector<std::vector<uint8_t>> bytes_;
+};
+
+ggml_backend_ptr make_backend(ggml_backend_dev_t device, int n_threads) {
+    ggml_backend_ptr backend(ggml_backend_dev_init(device, nullptr));
+    if (!backend) {
+        throw Error(MOEGGUF_MEMORY, std::string(ggml_backend_dev_name(device)) + " refused a backend");
+    }
+    auto set_n_threads = (ggml_backend_set_n_threads_t)ggml_backend_reg_get_proc_address(
+        ggml_backend_dev_backend_reg(device), "ggml_backend_set_n_threads");
+    if (set_n_threads) {
+        set_n_threads(backend.get(), n_threads);
+    }
+    return backend;
+}
+
+// A graph on one backend whose inputs lie there.
+class Graph {
+  public:
+    Graph(ggml_backend_t backend, size_t n_tensors) : backend_(backend) {
+        const size_t n = ggml_tensor_overhead() * n_tensors + ggml_graph_overhead_custom(n_tensors, false);
+        context_.reset(ggml_init({n, nullptr, /*no_alloc =*/true}));
+        if (!context_) {
+            throw Error(MOEGGUF_MEMORY, "no memory for a graph");
+        }
+        graph_ = ggml_new_graph_custom(context_.get(), n_tensors, false);
+    }
+
+    ggml_context * context() const { return context_.get(); }
+    void add(ggml_tensor * t) { ggml_build_forward_expand(graph_, t); }
+
+    void allocate() {
+        buffer_.reset(ggml_backend_alloc_ctx_tensors(context_.get(), backend_));
+        if (!buffer_) {
+            throw Error(MOEGGUF_MEMORY, "no memory for what a graph computes");
+        }
+    }
+
+    void compute() const {
+        start();
+        ggml_backend_synchronize(backend_);
+    }
+
+    void start() const {
+        if (ggml_backend_graph_compute_async(backend_, graph_) != GGML_STATUS_SUCCESS) {
+            throw Error(MOEGGUF_INVALID,
+                        std::string(ggml_backend_name(backend_)) + " cannot compute this model's experts");
+        }
+    }
+
+  private:
+    ggml_backend_t backend_;
+    ggml_context_ptr context_;
+    ggml_backend_buffer_ptr buffer_;
+    ggml_cgraph * graph_ = nullptr;
+};
+
+void set_all(ggml_tensor * t, float value) {
+    const std::vector<float> values(ggml_nelements(t), value);
+    ggml_backend_tensor_set(t, values.data(), 0, ggml_nbytes(t));
+}
+
+// What a node costs on small numbers.
+double op_ns(ggml_backend_t backend, int64_t n_embd, double seconds) {
+    Graph graph(backend, 2 * n_small_ops + 8);
+    ggml_tensor * x = ggml_new_tensor_1d(graph.context(), GGML_TYPE_F32, n_embd);
+    ggml_tensor * y = x;
+    for (int i = 0; i < n_small_ops; i++) {
+        y = ggml_add(graph.context(), y, x);
+    }
+    graph.add(y);
+    graph.allocate();
+    set_all(x, 1);
+    return run_ns(seconds, [&] { graph.compute(); }) / n_small_ops;
+}
+
+// Bytes of experts per ns, for single tokens whose experts lie in slots that others have not just used.
+double multiply_bytes_per_ns(ggml_backend_t backend, const Experts & experts, const Pool & pool, double node_ns,
+                             double seconds) {
+    const Layout & layout = experts.layout;
+    const int n_tokens = std::clamp(experts.n_slots() / experts.n_used(), 1, most_tokens);
+    const size_t n_matrices = layout.matrices.size();
+    Graph graph(backend, 2 * n_tokens * n_matrices + n_matrices + n_tokens + 8);
+    std::vector<ggml_tensor *> inputs, ids;
+    for (const Matrix & m : layout.matrices) {
+        const int n_rows = m.kind == MOEGGUF_DOWN ? experts.n_used() : 1; // down multiplies each expert's own numbers
+        inputs.push_back(ggml_new_tensor_3d(graph.context(), GGML_TYPE_F32, m.ne0, n_rows, 1));
+    }
+    for (int token = 0; token < n_tokens; token++) {
+        ids.push_back(ggml_new_tensor_2d(graph.context(), GGML_TYPE_I32, experts.n_used(), 1));
+        for (size_t i = 0; i < n_matrices; i++) {
+            graph.add(ggml_mul_mat_id(graph.context(), pool.tensor((int)i), inputs[i], ids.back()));
+        }
+    }
+    graph.allocate();
+    for (ggml_tensor * x : inputs) {
+        set_all(x, 1e-3f);
+    }
+    for (int token = 0; token < n_tokens; token++) {
+        std::vector<int32_t> slots(experts.n_used());
+        for (int i = 0; i < experts.n_used(); i++) {
+            slots[i] = (token * experts.n_used() + i) % experts.n_slots();
+        }
+        ggml_backend_tensor_set(ids[token], slots.data(), 0, slots.size() * sizeof(int32_t));
+    }
+    const double ns = run_ns(seconds, [&] { graph.compute(); });
+    const double of_nodes_ns = std::min(node_ns * n_tokens * n_matrices, ns / 2); // measured at another moment
+    return experts.expert_bytes() * experts.n_used() * n_tokens / (ns - of_nodes_ns);
+}
+
+// Copies of a layer's misses together, few and many; n_slots of both pools are used in turn.
+void measure_copies(ggml_backend_t backend, const Experts & experts, const Pool & from, const Pool & to, double seconds,
+                    moegguf_speeds & out) {
+    int next = 0;
+    const auto batch_ns = [&](int n_experts) {
+        return run_ns(seconds, [&] {
+            for (int i = 0; i < n_experts; i++, next = (next + 1) % experts.n_slots()) {
+                for (size_t m = 0; m < experts.layout.matrices.size(); m++) {
+                    to.write_slots(backend, (int)m, next, 1, from.data((int)m, next));
+                }
+            }
+            ggml_backend_synchronize(backend);
+        });
+    };
+    const int many = std::min(experts.n_slots(), std::max(2, experts.n_used()));
+    const double one_ns = batch_ns(1), many_ns = many > 1 ? batch_ns(many) : 2 * one_ns;
+    const double each_ns = std::max(many_ns - one_ns, many_ns / 2) / std::max(many - 1, 1);
+    out.copy_bytes_per_ns = experts.expert_bytes() / each_ns;
+    out.copy_ns = std::max(0.0, one_ns - each_ns);
+    out.pinned_memory = from.memory().pinned;
+}
+
+// Stops at a layer, and layers whose experts the CPU multiplies with: what lies between two parts of a graph.
+void measure_stops(ggml_backend_t backend, const Experts & experts, double seconds, moegguf_speeds & out) {
+    Graph graph(backend, 16);
+    const int n_used = experts.n_used();
+    ggml_tensor * x = ggml_new_tensor_1d(graph.context(), GGML_TYPE_F32, experts.n_embd());
+    ggml_tensor * ids = ggml_new_tensor_1d(graph.context(), GGML_TYPE_I32, n_used);
+    ggml_tensor * chosen = ggml_new_tensor_2d(graph.context(), GGML_TYPE_F32, experts.n_embd(), n_used);
+    ggml_tensor * y = ggml_add(graph.context(), x, x);
+    graph.add(y);
+    graph.allocate();
+    set_all(x, 1);
+    std::vector<int32_t> host_ids(n_used);
+    std::vector<float> host_x(experts.n_embd()), host_chosen(experts.n_embd() * n_used);
+    ggml_backend_tensor_set(ids, host_ids.data(), 0, ggml_nbytes(ids));
+    const double stop_ns = run_ns(seconds, [&] {
+        graph.compute();
+        ggml_backend_tensor_get(ids, host_ids.data(), 0, ggml_nbytes(ids));
+        ggml_backend_tensor_set(ids, host_ids.data(), 0, ggml_nbytes(ids));
+    });
+    const double layer_ns = run_ns(seconds, [&] {
+        graph.compute();
+        ggml_backend_tensor_get(y, host_x.data(), 0, ggml_nbytes(y));
+        ggml_backend_tensor_get(ids, host_ids.data(), 0, ggml_nbytes(ids));
+        ggml_backend_tensor_set(chosen, host_chosen.data(), 0, ggml_nbytes(chosen));
+        ggml_backend_synchronize(backend);
+    });
+    out.stop_ns = std::max(0.0, stop_ns - out.device_op_ns);
+    out.cpu_layer_ns = std::max(0.0, layer_ns - out.device_op_ns);
+}
+
+void measure_cpu(const Experts & experts, bool repack, int n_threads, double seconds, moegguf_speeds & out) {
+    const PoolMemory memory = device_memory(nullptr, repack);
+    const Pool pool(experts.layout, experts.numbering, memory);
+    experts.fill(pool);
+    const ggml_backend_ptr backend = make_backend(memory.device, n_threads);
+    out.cpu_op_ns = op_ns(backend.get(), experts.n_embd(), seconds);
+    out.cpu_bytes_per_ns = multiply_bytes_per_ns(backend.get(), experts, pool, out.cpu_op_ns, seconds);
+}
+
+void measure_device(const Experts & experts, const char * name, int n_threads, double seconds, moegguf_speeds & out) {
+    const PoolMemory memory = device_memory(name, /*repack =*/false);
+    const Pool host(experts.layout, experts.numbering, host_memory(memory.device));
+    const Pool pool(experts.layout, experts.numbering, memory);
+    experts.fill(host);
+    experts.fill(pool);
+    const ggml_backend_ptr backend = make_backend(memory.device, n_threads);
+    out.device_op_ns = op_ns(backend.get(), experts.n_embd(), seconds);
+    out.device_bytes_per_ns = multiply_bytes_per_ns(backend.get(), experts, pool, out.device_op_ns, seconds);
+    measure_copies(backend.get(), experts, host, pool, seconds, out);
+    measure_stops(backend.get(), experts, seconds, out);
+}
+
+} // namespace
+
+moegguf_speeds measure_speeds(const moegguf_config & config, int n_threads, double seconds) {
+    if (n_threads < 1 || n_threads > GGML_MAX_N_THREADS || !(seconds > 0) || seconds > 60) {
+        throw Error(MOEGGUF_INVALID,
+                    "speeds are measured with 1 to 512 threads, for more than 0 and at most 60 s each");
+    }
+    const Layout layout(config);
+    const Experts experts(layout, config.n_slots);
+    if (layout.n_moe_layers != 1 || experts.n_slots() < experts.n_used()) {
+        throw Error(MOEGGUF_INVALID, "speeds are measured with one layer, and slots for the experts of one token");
+    }
+    moegguf_speeds out = {};
+    measure_cpu(experts, config.flags & MOEGGUF_REPACK, n_threads, seconds, out);
+    if (config.device) {
+        measure_device(experts, config.device, n_threads, seconds, out);
+    }
+    return out;
+}
+
+} // namespace moegguf

@@ -1,0 +1,12 @@
+// speeds.h: how fast a machine is with a model's experts, measured with the pools, copies and kernels that a store
+// uses.
+#pragma once
+
+#include "moegguf.h"
+
+namespace moegguf {
+
+// As moegguf_measure_speeds says. Throws Error.
+moegguf_speeds measure_speeds(const moegguf_config & config, int n_threads, double seconds);
+
+} // namespace moegguf

@@ -1,0 +1,129 @@
+"""How fast this machine is with a model's experts: the CPU, a device, and the link between them, measured in place."""
+
+from __future__ import annotations
+
+import ctypes as c
+from dataclasses import dataclass
+from typing import Any
+
+from moegguf.gguf.experts import ExpertLayout, MoeLayer
+from moegguf.gguf.reader import GGML_TYPES, ggml_type
+from moegguf.native import library
+from moegguf.native.store import matrices_of, slot_sizes
+from moegguf.quantities import MIB, Link
+
+NO_LINK = Link(0.0)
+SECONDS = 0.06  # for each figure
+DENSE_BYTES = 4 * MIB  # of a matrix that stands for those of no expert
+LEAST_SHARE = 0.05  # of the weights that are no experts, of a type that is measured
+POOL_BYTES = 96 * MIB  # of slots that take turns: more than caches hold
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """Speeds with one layer's experts of a model, one token at a time. Those of a device are 0 where none was measured.
+
+    cpu_bytes_per_s, device_bytes_per_s: weights of experts multiplied with; cpu_dense_bytes_per_s and
+    device_dense_bytes_per_s: other weights, by their types. cpu_op_s, device_op_s: of each node of a
+    graph besides. copies: of one layer's misses to the device; the latency is that of all of them together. stop_s: a
+    stop at a layer. cpu_layer_s: activations of a layer to the CPU and back. pinned: whether the device copies from
+    pinned memory.
+    """
+
+    cpu_bytes_per_s: float
+    cpu_op_s: float
+    device_bytes_per_s: float = 0.0
+    device_op_s: float = 0.0
+    copies: Link = NO_LINK
+    stop_s: float = 0.0
+    cpu_layer_s: float = 0.0
+    pinned: bool = False
+    cpu_dense_bytes_per_s: float = 0.0
+    device_dense_bytes_per_s: float = 0.0
+
+
+def measure_speeds(
+    layout: ExpertLayout, device: str | None, n_threads: int, *, repack: bool = True, seconds: float = SECONDS
+) -> Speeds:
+    """Measures with the first of the model's largest layers with experts; device: ggml's name, None: the CPU alone.
+
+    Takes about a second on a fast link, and about 100 MiB of each memory. Raises AllocationError, ExpertIOError,
+    OptionError.
+    """
+    layer = max(layout.layers, key=lambda layer: layer.expert_bytes)
+    of_layer = layout.only([layer.il])
+    n_slots = _n_slots(layer, slot_sizes(of_layer).slot_bytes)
+    paths = [str(shard.path).encode() for shard in layout.shards]
+    how = device, n_threads, repack
+    speeds = _measure(matrices_of(of_layer), paths, layer.il, layer.n_expert_used, n_slots, *how, seconds)
+    dense_s = [0.0, 0.0]  # of the CPU, of the device
+    n_dense = 0
+    for dense_type, n_bytes in dense_types(layout).items():
+        matrix = _dense_matrix(dense_type, layout.hparams.n_embd)
+        if matrix is None:
+            continue
+        n_slots = max(2, POOL_BYTES // matrix.expert_bytes)
+        of_type = _measure((library.Matrix * 1)(matrix), [], 0, 1, n_slots, *how, seconds / 2)
+        dense_s[0] += n_bytes / of_type.cpu_bytes_per_ns
+        dense_s[1] += n_bytes / of_type.device_bytes_per_ns if device else 0.0
+        n_dense += n_bytes
+    return Speeds(
+        cpu_bytes_per_s=speeds.cpu_bytes_per_ns * 1e9,
+        cpu_op_s=speeds.cpu_op_ns / 1e9,
+        device_bytes_per_s=speeds.device_bytes_per_ns * 1e9,
+        device_op_s=speeds.device_op_ns / 1e9,
+        copies=Link(speeds.copy_bytes_per_ns * 1e9, speeds.copy_ns / 1e9),
+        stop_s=speeds.stop_ns / 1e9,
+        cpu_layer_s=speeds.cpu_layer_ns / 1e9,
+        pinned=bool(speeds.pinned_memory),
+        cpu_dense_bytes_per_s=(n_dense / dense_s[0] if n_dense else speeds.cpu_bytes_per_ns) * 1e9,
+        device_dense_bytes_per_s=(n_dense / dense_s[1] if n_dense and device else speeds.device_bytes_per_ns) * 1e9,
+    )
+
+
+def dense_types(layout: ExpertLayout) -> dict[int, int]:
+    """{ggml type: bytes of weights that are no experts}, of those that have a part worth measuring."""
+    of_experts = dict[int, int]()
+    for matrix in layout.matrices:
+        of_experts[matrix.ggml_type] = of_experts.get(matrix.ggml_type, 0) + matrix.n_expert * matrix.expert_bytes
+    n_bytes = {ggml_type(name): size for name, (_, size) in layout.tensor_types.items()}
+    dense = {number: size - of_experts.get(number, 0) for number, size in n_bytes.items()}
+    return {number: size for number, size in dense.items() if size > LEAST_SHARE * layout.dense_bytes}
+
+
+def _dense_matrix(dense_type: int, n_embd: int) -> library.Matrix | None:
+    """A matrix of this type as wide as the model; None where that is not a whole number of the type's blocks."""
+    _, block, block_bytes = GGML_TYPES[dense_type]
+    if n_embd % block:
+        return None
+    n_rows = max(64, DENSE_BYTES // (n_embd // block * block_bytes))
+    n_bytes = n_rows * (n_embd // block) * block_bytes
+    return library.Matrix(b"dense", 0, library.KIND["down"], dense_type, 1 << 10, n_embd, n_rows, 0, 0, 0, n_bytes)
+
+
+def _measure(
+    matrices: Any, paths: list[bytes], il: int, n_used: int, n_slots: int, device: str | None, n_threads: int,
+    repack: bool, seconds: float,
+) -> library.SpeedsStruct:  # fmt: skip
+    used = (c.c_int32 * (il + 1))()
+    used[il] = n_used
+    config = library.Config(
+        abi=library.ABI_VERSION,
+        flags=(library.FLAG["repack"] if repack else 0) | (0 if paths else library.FLAG["simulate"]),
+        n_layer=il + 1,
+        n_matrices=len(matrices),
+        n_shards=len(paths),
+        n_slots=n_slots,
+        matrices=matrices,
+        shard_paths=(c.c_char_p * len(paths))(*paths),
+        n_expert_used=used,
+        device=device.encode() if device else None,
+    )
+    speeds = library.SpeedsStruct()
+    library.check(library.load().moegguf_measure_speeds(c.byref(config), n_threads, seconds, c.byref(speeds)))
+    return speeds
+
+
+def _n_slots(layer: MoeLayer, slot_bytes: int) -> int:
+    """Slots that take turns: all experts of a small layer, at least those of two tokens of a large one."""
+    return min(layer.n_expert, max(2 * layer.n_expert_used, POOL_BYTES // slot_bytes))

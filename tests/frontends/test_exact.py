@@ -1,0 +1,73 @@
+"""`exact` as users of the clients send it to a server that computes requests together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import anthropic
+import ollama
+import openai
+import pytest
+from servers import Server, serving
+
+from moegguf.engine.llama import Llama
+from moegguf.generate.answer import Answer
+from moegguf.generate.request import GenerationRequest, Sampling
+
+QUESTION = "What does moegguf do?"
+MESSAGES: Any = [{"role": "user", "content": QUESTION}]
+N_TOKENS = 24
+
+
+@pytest.fixture(scope="module")
+def parallel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving(tmp_path_factory.mktemp("exact"), "--parallel", "4", MOEGGUF_CONTEXT_LENGTH="512") as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[float]:
+    """The logprobs of the answer where a model computes one request at a time."""
+    request = GenerationRequest(
+        messages=tuple(MESSAGES), n_logprobs=0, sampling=Sampling(temperature=0, max_tokens=N_TOKENS)
+    )
+    with Llama("demo", n_ctx=512, verbose=False) as llm:
+        return [logprob.logprob for delta in Answer(llm, request).deltas() for logprob in delta.logprobs]
+
+
+def by_openai(server: Server) -> list[float]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        answer = client.chat.completions.create(
+            model="demo", messages=MESSAGES, temperature=0, logprobs=True, max_tokens=N_TOKENS,
+            extra_body={"exact": True},
+        )  # fmt: skip
+    found = answer.choices[0].logprobs
+    assert found is not None
+    return [each.logprob for each in found.content or ()]
+
+
+def by_ollama(server: Server) -> list[float]:
+    options = {"temperature": 0, "num_predict": N_TOKENS, "exact": True}
+    found = ollama.Client(server.url).chat("demo", MESSAGES, logprobs=True, options=options)
+    return [each.logprob for each in found.logprobs or ()]
+
+
+@pytest.mark.parametrize("ask", [by_openai, by_ollama])
+def test_it_has_the_bits_of_a_request_alone_among_others(ask: Any, parallel: Server, alone: list[float]) -> None:
+    others = {"model": "demo", "messages": [{"role": "user", "content": "Who are you?"}], "max_tokens": 60}
+    with ThreadPoolExecutor(6) as threads:
+        beside = [threads.submit(parallel.call, "/v1/chat/completions", {**others, "seed": i}) for i in range(6)]
+        found = ask(parallel)
+        assert all(reply.result().status == 200 for reply in beside)
+    assert found == alone[: len(found)] and len(found) == len(alone)
+
+
+def test_anthropics_client_sends_it(parallel: Server) -> None:
+    with anthropic.Anthropic(base_url=parallel.url, api_key="none", max_retries=0, timeout=60) as client:
+        for extra in ({"exact": True}, {"options": {"exact": True}}):
+            found = client.messages.create(model="demo", max_tokens=8, messages=MESSAGES, extra_body=extra)
+            assert found.usage.output_tokens
+        with pytest.raises(anthropic.BadRequestError, match="exact"):
+            client.messages.create(model="demo", max_tokens=8, messages=MESSAGES, extra_body={"exact": "much"})

@@ -1,0 +1,177 @@
+"""Slots on a GPU, over slots in RAM, give the bits of the same GPU with every expert resident.
+
+These tests run on whichever GPU ggml sees, real (`tools/gpu_trial.py`) or software Vulkan (`make test-vulkan`), and are
+passed over where there is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from running import Llama, Logits, Meddler, TinyModel, hooks_off, share_for
+
+from moegguf.engine.devices import Device, gpus
+from moegguf.gguf.experts import read_layout
+from moegguf.native.store import StoreOptions
+from tools.models import PRESETS, QUANTS
+
+Prompt = Sequence[int]
+Plain = Callable[..., Logits]
+
+OPTIONS: dict[str, Any] = {"n_ctx": 256, "n_threads": 1, "logits_all": True, "verbose": False}
+N_UBATCH = 64
+
+# Around the widest pass of matrix-vector kernels (4 or 8), the tiles of matrix kernels (16, 32), and beyond them.
+BATCHES = (1, 2, 4, 8, 9, 16, 32, 33)
+TINY = [name for name in PRESETS if name.startswith("tiny-")]
+
+
+@pytest.fixture(autouse=True)
+def slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slots are tested, whatever would be faster on this machine."""
+    monkeypatch.setenv("MOEGGUF_PLACEMENT", "slots")
+
+
+@pytest.fixture(scope="session")
+def devices() -> list[Device]:
+    """Every GPU; the test is skipped where there is none."""
+    found = gpus()
+    if not found:
+        pytest.skip("ggml sees no GPU: `make test-vulkan` makes a software one")
+    return found
+
+
+@pytest.fixture
+def device(devices: list[Device]) -> Device:
+    """The first GPU."""
+    return devices[0]
+
+
+@pytest.fixture(scope="session")
+def plain(devices: list[Device]) -> Plain:
+    """`plain(path, prompt, n_tokens, n_ubatch=N_UBATCH, device=None)`: what `logits_of` returns of plain llama.cpp with
+    every layer on the device (None: the first), computed once for each of these."""
+    known: dict[tuple[Any, ...], Logits] = {}
+
+    def compute(
+        path: Path, prompt: Prompt, n_tokens: int, n_ubatch: int = N_UBATCH, device: Device | None = None
+    ) -> Logits:
+        main = (device or devices[0]).index
+        key = path, tuple(prompt), n_tokens, n_ubatch, main
+        if key not in known:
+            of_device = {"n_gpu_layers": -1, "split_mode": 0, "main_gpu": main, "n_ubatch": n_ubatch}
+            with hooks_off(), Llama(path, **of_device, **OPTIONS) as llm:
+                assert llm.session is None
+                known[key] = logits_of(llm, prompt, n_tokens)
+        return known[key]
+
+    return compute
+
+
+def logits_of(llm: Llama, prompt: Prompt, n_tokens: int, n_new: int = 4) -> Logits:
+    """Logits of the prompt, `n_tokens` of it at a time, and of `n_new` greedy tokens, from an empty context."""
+    llm.reset()
+    for first in range(0, len(prompt), n_tokens):
+        llm.eval(prompt[first : first + n_tokens])
+    for _ in range(n_new):
+        llm.eval([int(np.argmax(llm.scores[llm.n_tokens - 1]))])
+    return llm.scores[: llm.n_tokens].copy()
+
+
+def random_tokens(n_tokens: int, seed: int = 0) -> list[int]:
+    """They route everywhere."""
+    return np.random.default_rng(seed).integers(0, 1024, n_tokens).tolist()
+
+
+def slots_of(path: Path, size: str) -> tuple[int, int]:
+    """Slots on the GPU and in RAM."""
+    layout = read_layout(path)
+    share = layout.n_expert_total * 2 // 5
+    return {
+        "least": (layout.n_expert_used, 1),
+        "one layer": (layout.n_expert, layout.n_expert_used),
+        "40%": (share, share),
+        "all but one": (layout.n_expert_total - 1, layout.n_expert),
+    }[size]
+
+
+def check_identity(
+    path: Path, size: str, prompt: Prompt, n_tokens: int, plain: Plain, device: Device, n_ubatch: int = N_UBATCH
+) -> None:
+    """Compares, with evictions in both tiers, while another thread fetches at random and changes what is evicted."""
+    vram, ram = (share_for(path, n) for n in slots_of(path, size))
+    store = StoreOptions(device=device.name)
+    with Llama(path, vram_cache=vram, expert_cache=ram, store=store, n_ubatch=n_ubatch, **OPTIONS) as llm:
+        assert llm.session is not None
+        assert llm.plan.device == device.name
+        with Meddler(llm.session.store):
+            logits = logits_of(llm, prompt, n_tokens)
+        tiers, n_ubatch = llm.session.tiers(), llm.plan.n_ubatch
+    # A pool smaller than a layer may read a prompt in smaller passes, for which kernels sum in another order: the
+    # reference is given the same.
+    assert np.isfinite(logits).all()
+    assert np.array_equal(logits, plain(path, prompt, n_tokens, n_ubatch, device))
+    assert (tiers["VRAM"]["n_slots"], tiers["RAM"]["n_slots"]) == slots_of(path, size)
+    assert tiers["VRAM"]["evictions"] > 0
+    assert tiers["RAM"]["evictions"] > 0
+
+
+@pytest.mark.parametrize("n_tokens", BATCHES)
+@pytest.mark.parametrize("size", ["one layer", "40%"])
+def test_passes_of_any_number_of_tokens(
+    tiny: TinyModel, plain: Plain, device: Device, size: str, n_tokens: int
+) -> None:
+    prompt = random_tokens(max(3 * n_tokens, 24))
+    check_identity(tiny("tiny-mix", "q4_k_m"), size, prompt, n_tokens, plain, device)
+
+
+@pytest.mark.parametrize("n_tokens", BATCHES)
+@pytest.mark.parametrize("quant", QUANTS)
+def test_every_quantisation_with_experts_that_tokens_share(
+    tiny: TinyModel, plain: Plain, device: Device, quant: str, n_tokens: int
+) -> None:
+    prompt = [token for token in random_tokens(8) for _ in range(max(n_tokens, 4))][: max(3 * n_tokens, 32)]
+    check_identity(tiny("tiny-qwen3moe", quant), "40%", prompt, n_tokens, plain, device)
+
+
+@pytest.mark.parametrize("size", ["least", "40%", "all but one"])
+@pytest.mark.parametrize("preset", TINY)
+@pytest.mark.parametrize("quant", ["q4_0", "q4_k_m"])
+def test_every_architecture(tiny: TinyModel, plain: Plain, device: Device, preset: str, quant: str, size: str) -> None:
+    check_identity(tiny(preset, quant), size, random_tokens(96), 32, plain, device)
+
+
+def test_many_tokens(tiny: TinyModel, plain: Plain, device: Device) -> None:
+    check_identity(tiny("tiny-qwen2moe", "q4_0"), "40%", random_tokens(240), 1, plain, device)
+
+
+def test_every_expert_on_the_gpu(tiny: TinyModel, plain: Plain, device: Device) -> None:
+    path, prompt = tiny("tiny-qwen3moe", "q4_0"), random_tokens(64)
+    with Llama(path, vram_cache="100%", store=StoreOptions(device=device.name), n_ubatch=N_UBATCH, **OPTIONS) as llm:
+        assert llm.session is not None
+        logits = logits_of(llm, prompt, 32)
+        assert list(llm.session.tiers()) == ["VRAM"]
+        assert llm.stats().lookups > 0
+    assert np.array_equal(logits, plain(path, prompt, 32, device=device))
+
+
+def test_three_requests_in_one_process(tiny: TinyModel, plain: Plain, device: Device) -> None:
+    path = tiny("tiny-mix", "q4_k_m")
+    vram, ram = (share_for(path, n) for n in slots_of(path, "40%"))
+    store = StoreOptions(device=device.name)
+    with Llama(path, vram_cache=vram, expert_cache=ram, store=store, n_ubatch=N_UBATCH, **OPTIONS) as llm:
+        for seed in range(3):
+            prompt = random_tokens(33, seed)
+            logits = logits_of(llm, prompt, 33)
+            assert np.array_equal(logits, plain(path, prompt, 33, llm.plan.n_ubatch, device))
+        assert llm.stats().evictions > 0
+
+
+def test_the_second_gpu(tiny: TinyModel, plain: Plain, devices: list[Device]) -> None:
+    if len(devices) < 2:
+        pytest.skip("there is one GPU")
+    check_identity(tiny("tiny-mix", "q4_k_m"), "40%", random_tokens(96), 16, plain, devices[1])

@@ -1,0 +1,172 @@
+"""Placements of experts on a device and the CPU: the logits of these two with every weight there."""
+
+from __future__ import annotations
+
+import ctypes as c
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from own_process import in_own_process
+from rpc_device import in_child, register
+from running import Llama, Logits, Reference, TinyModel, greedy_logits, hooks_off
+
+from moegguf.engine.known_speeds import KnownSpeeds
+from moegguf.engine.placement import GRAPH_SHARE, Planner
+from moegguf.engine.session import EXPERT_TENSORS, Place, _Override
+from moegguf.errors import BudgetError, OptionError
+from moegguf.gguf.experts import read_layout
+from moegguf.gguf.fingerprint import header_digest
+from moegguf.native import library
+from moegguf.native.link_device import link_device
+from moegguf.native.store import StoreOptions
+from moegguf.quantities import Link
+from moegguf.settings import cache_folder
+
+OPTIONS: dict[str, Any] = {"n_ctx": 512, "n_threads": 1, "logits_all": True, "verbose": False}
+PLAIN = StoreOptions(repack=False)
+
+
+def only(kind: str) -> None:
+    """From now on this process knows no other kind of placement."""
+    every = Planner.placements
+    Planner.placements = lambda planner: (  # type: ignore[method-assign]
+        placement for placement in every(planner) if placement.kind == kind
+    )
+
+
+def placed(path: Path, kind: str, vram: str, ram: str) -> tuple[Logits, dict[str, Any]]:
+    """Logits with experts placed so on a device behind a link, and what the plan and the store say."""
+    only(kind)
+    link_device(Link(4e9, 5e-6))
+    with Llama(path, placement="auto", vram_cache=vram, expert_cache=ram, store=PLAIN, **OPTIONS) as llm:
+        plan, session = llm.plan, llm.session
+        assert plan.placement is not None and session is not None
+        layers = [layer.il for layer in session.layout.layers]
+        logits = greedy_logits(llm)
+        facts = {"layers": layers, "tiers": list(session.tiers()), "evictions": llm.stats().evictions}
+        return logits, facts | {"n_whole": plan.placement.chosen.n_layers, "reasons": plan.reasons}
+
+
+@pytest.mark.parametrize(
+    ("kind", "vram", "ram", "layers", "tiers"),
+    [
+        ("layers", "50%", "100%", [0, 1], ["RAM"]),
+        ("layers", "25%", "40%", [0, 1, 2], ["RAM"]),
+        ("slots", "50%", "40%", [0, 1, 2, 3], ["VRAM", "RAM"]),
+        ("layers and slots", "60%", "30%", [0, 1, 2], ["VRAM", "RAM"]),
+        ("resident", "100%", "50%", [0, 1, 2, 3], ["VRAM"]),
+        ("cpu", "50%", "50%", [0, 1, 2, 3], ["RAM"]),
+    ],
+)
+def test_each_placement_gives_the_logits_of_every_expert_resident(
+    tiny: TinyModel, reference: Reference, kind: str, vram: str, ram: str, layers: list[int], tiers: list[str]
+) -> None:
+    path = tiny("tiny-qwen2moe", "q4_k_m")
+    logits, facts = in_own_process(placed, path, kind, vram, ram)
+    assert (facts["layers"], facts["tiers"]) == (layers, tiers)
+    assert np.array_equal(logits, reference(path, repack=False))
+    assert (facts["evictions"] > 0) == (kind != "resident" and ram != "100%")
+    assert any("tokens/s" in reason or "every expert fits" in reason for reason in facts["reasons"])
+
+
+class ExpertsOfTheFirstLayersOnTheCpu(Llama):
+    """As llama.cpp's --n-cpu-moe 2."""
+
+    @property
+    def model_params(self) -> c.Structure:
+        params = super().model_params
+        cpu = c.CDLL(str(next(library.find_library().glob("libggml-base.*")))).ggml_backend_cpu_buffer_type
+        cpu.restype = c.c_void_p
+        self._overrides = (_Override * 2)(_Override(b"blk\\.(0|1)" + EXPERT_TENSORS.encode(), cpu()), _Override())
+        params.tensor_buft_overrides = c.addressof(self._overrides)
+        params.use_extra_bufts = False  # as slots that are not repacked
+        return params
+
+    @model_params.setter
+    def model_params(self, params: c.Structure) -> None:
+        self._model_params = params
+
+
+def layers_on_rpc(rpc: Path, port: int, path: Path, ram: str) -> tuple[Logits, Logits, dict[str, int]]:
+    """Logits of plain llama.cpp with the experts of two layers on the CPU, those of a store, and its counters."""
+    register(rpc, port)
+    with hooks_off(), ExpertsOfTheFirstLayersOnTheCpu(path, n_gpu_layers=-1, **OPTIONS) as llm:
+        plain = greedy_logits(llm)
+    with Llama(path, placement="layers", vram_cache="50%", expert_cache=ram, store=PLAIN, **OPTIONS) as llm:
+        assert llm.session is not None and llm.plan.layers_on == "RPC0"
+        assert [layer.il for layer in llm.session.layout.layers] == [0, 1]
+        places = llm.session.places()
+        assert (places[2:] == Place.VRAM).all() and (places[:2] != Place.VRAM).all()
+        with pytest.raises(BudgetError, match="whole layers, which stay there"):
+            llm.set_budget(vram_cache="10%")
+        return plain, greedy_logits(llm), llm.session.store.counters()
+
+
+@pytest.mark.parametrize("ram", ["100%", "40%"])
+@pytest.mark.parametrize("quant", ["q4_0", "q4_k_m"])
+def test_whole_layers_on_a_device_give_the_logits_of_llama_cpp_with_the_same_layers_there(
+    tiny: TinyModel, quant: str, ram: str
+) -> None:
+    plain, logits, counters = in_child(layers_on_rpc, tiny("tiny-qwen2moe", quant), ram)
+    assert np.array_equal(logits, plain)
+    assert (counters["evictions"] > 0) == (ram != "100%")
+    assert counters["misses"] > 0 or ram == "100%"
+
+
+def decisions(path: Path) -> dict[str, Any]:
+    """What is decided, and what is measured once."""
+    link_device(Link(1e9, 20e-6))
+    files = cache_folder() / "placements"
+    found = Llama.estimate(path, placement="auto", n_ctx=512)
+    file = files / f"{header_digest(read_layout(path).shards)}.json"
+    known = json.loads(file.read_text())
+    for speeds in known["speeds"].values():  # also of devices of other tests
+        speeds["speeds"]["cpu_bytes_per_s"] = 1e12
+    file.write_text(json.dumps(known))
+    again = Llama.estimate(path, n_ctx=512, placement="auto")
+    file.write_text("{")
+    assert found.placement is not None and again.placement is not None
+    mended = Llama.estimate(path, placement="slots", vram_cache="50%", n_ctx=512).placement
+    assert mended is not None
+    with pytest.raises(OptionError, match="none of auto, layers, slots, cpu"):
+        Llama.estimate(path, placement="gpu", n_ctx=512)
+    with pytest.raises(OptionError, match="placement 'cpu' uses no GPU, but n_gpu_layers is 2"):
+        Llama.estimate(path, placement="cpu", n_gpu_layers=2, n_ctx=512)
+    return {
+        "source": found.placement.speeds.source,
+        "link_bytes_per_s": found.placement.speeds.copies.bytes_per_s,
+        "used_again": again.placement.speeds.cpu_bytes_per_s == GRAPH_SHARE * 1e12,
+        "mended": mended.speeds.source,
+        "forced": mended.chosen.kind,
+        "cpu": Llama.estimate(path, placement="cpu", vram_cache="50%", n_ctx=512).device,
+        "own_split": Llama.estimate(path, placement="auto", n_ctx=512, n_gpu_layers=2).placement,
+    }
+
+
+def test_speeds_are_measured_once_and_a_damaged_file_is_measured_again(tiny: TinyModel) -> None:
+    found = in_own_process(decisions, tiny("tiny-qwen2moe", "q4_0", 2))
+    assert found["source"].startswith("measured on 2")
+    assert 0 < found["link_bytes_per_s"] < 1e9
+    assert found["used_again"] and found["mended"].startswith("measured on 2")
+    assert (found["forced"], found["cpu"], found["own_split"]) == ("slots", None, None)
+
+
+def runs_of(path: Path) -> tuple[str, str]:
+    """Where hit rates come from before and after a run."""
+    link_device(Link(4e9, 5e-6))
+    before = KnownSpeeds(read_layout(path)).hits().source
+    options = {**OPTIONS, "logits_all": False}
+    with Llama(path, placement="slots", vram_cache="50%", expert_cache="100%", **options) as llm:
+        llm.eval([1, 2, 3])
+        for token in range(330):
+            llm.eval([token])
+    return before, KnownSpeeds(read_layout(path)).hits().source
+
+
+def test_hit_rates_of_earlier_runs_are_used_before_published_ones(tiny: TinyModel) -> None:
+    before, after = in_own_process(runs_of, tiny("tiny-qwen2moe", "q4_0", 3))
+    assert "published for" in before
+    assert after == "measured in earlier runs of this model: 269 tokens"

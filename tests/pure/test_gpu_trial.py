@@ -1,0 +1,177 @@
+"""tools/gpu_trial.py: what it packs is enough, calls go on where the last stopped, the table says what was measured."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tarfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tools.gpu import pack, start
+from tools.gpu.rig import ALL_ON_CPU, FULL, NO_LIMIT, OURS, RESIDENT, SOME_ON_CPU, small
+from tools.gpu.steps import State, Step, UnfinishedError, run_steps
+from tools.gpu.table import table
+
+ROOT = Path(__file__).resolve().parents[2]
+IMPORTED = """
+import sys
+from importlib.metadata import packages_distributions
+sys.path[:0] = [".", "tests", "tests/live"]
+import tools.gpu_trial, tools.gpu.measure, tools.make_model, test_gpu, conftest, platformdirs
+names = {module.split(".")[0] for module in sys.modules}
+print("\\n".join(name for top, names_ in packages_distributions().items() if top in names for name in names_))
+"""
+
+
+def test_wheels_are_packed_of_everything_that_steps_import() -> None:
+    done = subprocess.run([sys.executable, "-c", IMPORTED], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    imported = {name.lower().replace("_", "-") for name in done.stdout.split()} - {"moegguf", "setuptools"}
+    assert {"numpy", "gguf", "pytest"} <= imported
+    assert imported <= {*pack.PRODUCT, *pack.BESIDE}
+    assert len(pack.requirements()) == len({*pack.PRODUCT, *pack.BESIDE})
+
+
+def test_the_sources_are_those_of_the_build_and_the_steps() -> None:
+    files = dict(pack.sources())
+    assert {
+        "tools/gpu_trial.py",
+        "tools/vendor.py",
+        "patches/series",
+        "moegguf/native/CMakeLists.txt",
+        "moegguf/bindings/llama_cpp/__init__.py",
+        "tests/live/test_gpu.py",
+        "tests/live/running.py",
+        "build/vendor/llama.cpp.stamp",
+        "build/vendor/llama.cpp/ggml/src/ggml-cuda/mmq.cu",
+    } <= files.keys()
+    assert not [name for name in files if name.endswith(".gguf") or "src/ggml-opencl" in name]
+    assert sum(path.stat().st_size for path in files.values()) < pack.MOST_BYTES
+
+
+def test_a_folder_of_somebody_elses_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("")
+    with pytest.raises(ValueError, match="name another"):
+        pack.pack(tmp_path)
+    assert (tmp_path / "thesis.txt").exists()
+
+
+def test_the_packed_script_unpacks_sources_and_wheels_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    packed, work = tmp_path / "packed", tmp_path / "work"
+    (packed / "wheels").mkdir(parents=True)
+    work.mkdir()
+    with tarfile.open(packed / "sources.tar.xz", "w:xz") as tar:
+        tar.add(ROOT / "LICENSE", "LICENSE")
+    with zipfile.ZipFile(packed / "wheels" / "one-1-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("one/__init__.py", "")
+    monkeypatch.setattr(start, "HERE", packed)
+    start.unpack(work)
+    assert (work / "sources" / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
+    assert (work / "site" / "one" / "__init__.py").exists()
+    (work / "sources" / "LICENSE").unlink()
+    start.unpack(work)
+    assert not (work / "sources" / "LICENSE").exists()
+
+
+class Clock:
+    """Steps take as long as they say."""
+
+    def __init__(self) -> None:
+        self.now, self.ran, self.said = 0.0, list[str](), list[str]()
+
+    def __call__(self) -> float:
+        return self.now
+
+    def step(self, name: str, seconds: float, outcome: Callable[[float], dict[str, Any]] = lambda _: {}) -> Step:
+        def run(left_s: float) -> dict[str, Any]:
+            self.ran.append(name)
+            self.now += seconds
+            return outcome(left_s)
+
+        return Step(name, run, seconds)
+
+
+def test_a_call_runs_what_fits_and_the_next_one_goes_on(tmp_path: Path) -> None:
+    clock = Clock()
+    steps = [clock.step("a", 40), clock.step("b", 50, lambda left_s: {"error": f"{left_s:.0f}"}), clock.step("c", 30)]
+    assert not run_steps(steps, State(tmp_path / "state.json"), 100, clock.said.append, clock)
+    assert clock.ran == ["a", "b"]
+    assert clock.said[-1] == "c: needs up to 30 s, 10 s are left; call again"
+    state = State(tmp_path / "state.json")
+    assert state.outcomes["b"] == {"error": "60", "seconds": 50}
+    assert run_steps(steps, state, 100, clock.said.append, clock)
+    assert clock.ran == ["a", "b", "c"]
+
+
+def test_a_step_that_is_not_finished_has_no_outcome_and_is_run_again(tmp_path: Path) -> None:
+    clock, state, unfinished = Clock(), State(tmp_path / "state.json"), [True]
+
+    def build(_left_s: float) -> dict[str, Any]:
+        if unfinished.pop():
+            unfinished.append(False)
+            raise UnfinishedError
+        return {"library": "there"}
+
+    steps = [clock.step("build", 10, build), clock.step("then", 1)]
+    assert not run_steps(steps, state, 100, clock.said.append, clock)
+    assert state.outcomes == {}
+    assert run_steps(steps, State(tmp_path / "state.json"), 100, clock.said.append, clock)
+    assert clock.ran == ["build", "build", "then"]
+
+
+def test_steps_can_be_forgotten_by_name_and_by_folder(tmp_path: Path) -> None:
+    state = State(tmp_path / "state.json")
+    for name in ("facts", "measure/a/1", "measure/a/2", "measure/b/1"):
+        state.keep(name, {})
+    state.forget(["facts", "measure/a/"])
+    assert list(State(tmp_path / "state.json").outcomes) == ["measure/b/1"]
+
+
+def measured(tokens_per_s: float, **more: Any) -> dict[str, Any]:
+    return {"prompt_tokens_per_s": 900.0, "first_tokens_per_s": 20.0, "steady_tokens_per_s": tokens_per_s, **more}
+
+
+def test_the_table_has_llama_cpps_best_beside_ours_and_the_predictions() -> None:
+    moved = {"VRAM": {"hit_rate": 0.84, "bytes_per_token": 12.5e6}, "RAM": {"hit_rate": 1.0, "bytes_per_token": 0.0}}
+    predicted = {"resident": 130.0, "layers": 52.0, "cpu": 41.0, "slots": 83.0, "chosen": 83.0}
+    text = table(
+        {
+            "facts": {"name": "a card", "seconds": 1},
+            "identity/passes": {"summary": "16 passed in 4s"},
+            f"measure/m/{NO_LIMIT}/{RESIDENT}/-": measured(137.0, n_cpu_moe=0),
+            f"measure/m/8 GB/{ALL_ON_CPU}/-": measured(43.0, n_cpu_moe=48),
+            f"measure/m/8 GB/{SOME_ON_CPU}/more_on_cpu=-1": {"error": "does not fit (out of memory)"},
+            f"measure/m/8 GB/{SOME_ON_CPU}/more_on_cpu=0": measured(50.0, n_cpu_moe=36),
+            f"measure/m/8 GB/{SOME_ON_CPU}/more_on_cpu=1": measured(48.0, n_cpu_moe=37),
+            f"measure/m/8 GB/{OURS}/-": measured(80.0, steady=moved, predicted=predicted),
+            f"measure/m/12 GB/{OURS}/-": {"error": "does not fit (cudaMalloc)"},
+        }
+    )
+    assert text.splitlines()[2:] == [
+        "| m | - | llama.cpp, all on the device | 900.0 | 20.0 | 137.0 | – | 130.0 | – | – |",
+        "| m | 8 GB | llama.cpp -cmoe | 900.0 | 20.0 | 43.0 | 0.86x | 41.0 | – | – |",
+        "| m | 8 GB | llama.cpp -ncmoe 36 | 900.0 | 20.0 | 50.0 | – | 52.0 | – | – |",
+        "| m | 8 GB | moegguf | 900.0 | 20.0 | 80.0 | 1.60x | 83.0 | 84.0% | 12.5 |",
+        "",
+        "name: a card",
+        "",
+        "identity/passes: 16 passed in 4s",
+        "",
+        "Not measured:",
+        "- m, 12 GB, moegguf: does not fit (cudaMalloc)",
+    ]
+
+
+def test_every_case_of_a_rig_is_a_step_of_its_own() -> None:
+    for rig in (FULL, small()):
+        for model in rig.models:
+            names = [name for name, _ in rig.cases(model, Path("folder"), "GPU0", 4)]
+            assert len(set(names)) == len(names) > len(model.limits) * 3
+            cases = dict(rig.cases(model, Path("folder"), "GPU0", 4))
+            assert {case.limit_bytes for case in cases.values()} == {None, *model.limits.values()}
+            assert type(next(iter(cases.values()))).from_json(next(iter(cases.values())).as_json()) in cases.values()

@@ -1,0 +1,93 @@
+"""What a trial measures: models, memory limits, systems; and a small one, which shows on any machine that it works."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tools.gpu.case import Case
+from tools.models import PRESETS, model_size_bytes
+
+GB = 10**9
+RESIDENT, ALL_ON_CPU, OURS = "llama.cpp, all on the device", "llama.cpp -cmoe", "moegguf"
+SOME_ON_CPU = "llama.cpp -ncmoe"
+NO_LIMIT = "-"
+
+
+@dataclass(frozen=True)
+class Model:
+    """A preset of tools/make_model.py, with its family's published locality. limits: {what a table says: bytes}."""
+
+    preset: str
+    quant: str
+    limits: dict[str, int]
+
+    def file(self, folder: Path) -> Path:
+        """Where it is written."""
+        return folder / f"{self.preset}-{self.quant}.gguf"
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the file."""
+        return model_size_bytes(PRESETS[self.preset], self.quant)
+
+
+@dataclass(frozen=True)
+class Rig:
+    """models, and how each case is run (`tools.gpu.case.Case`). hold: limits are made by taking the device's memory.
+    upstream: variants of -ncmoe, of which a table shows the fastest. ours: moegguf's, by what a table calls them."""
+
+    models: tuple[Model, ...]
+    hold: bool
+    sizes: dict[str, int]
+    upstream: tuple[dict[str, Any], ...]
+    ours: dict[str, dict[str, Any]]
+
+    def cases(self, model: Model, folder: Path, device: str, n_threads: int) -> Iterator[tuple[str, Case]]:
+        """(name, case) of every measurement of a model: limit/system/variant, each limit's systems in turn."""
+        common: dict[str, Any] = {"model": str(model.file(folder)), "device": device, "hold": self.hold, **self.sizes}
+        common["n_threads"] = n_threads
+        yield f"{NO_LIMIT}/{RESIDENT}/-", Case(system="llama.cpp", **common)
+        for label, n_bytes in model.limits.items():
+            limited = common | {"limit_bytes": n_bytes}
+            yield f"{label}/{ALL_ON_CPU}/-", Case(system="llama.cpp", all_on_cpu=True, **limited)
+            for variant in self.upstream:
+                named = " ".join(f"{name}={value}" for name, value in variant.items())
+                yield f"{label}/{SOME_ON_CPU}/{named}", Case(system="llama.cpp", **limited, **variant)
+            for name, options in self.ours.items():
+                yield f"{label}/{name}/-", Case(system="moegguf", options=options, **limited)
+
+
+# A card of 8 GiB has about 8 GB free: the driver and the contexts of programs take the rest.
+CARDS = {f"{n} GB": n * GB for n in (8, 12, 16, 24)}
+FULL = Rig(
+    models=(
+        Model("qwen3-30b-a3b", "q4_k_m", CARDS),
+        Model("qwen1.5-moe-a2.7b", "q4_k_m", CARDS),
+        Model("mixtral-8x7b", "q4_k_m", CARDS),
+    ),
+    hold=True,
+    sizes={"n_prompt": 1024, "n_decode": 256, "n_ctx": 2048, "n_ubatch": 512},
+    upstream=(
+        {"more_on_cpu": -1}, {"more_on_cpu": 0}, {"more_on_cpu": 1}, {"more_on_cpu": 3},
+        {"more_on_cpu": 1, "use_mmap": False},
+    ),
+    ours={OURS: {}},
+)  # fmt: skip
+
+
+def small() -> Rig:
+    """Tiny models and limits that are counted, for a machine without such a GPU: it measures nothing of interest."""
+    models = []
+    for preset in ("tiny-qwen3moe", "tiny-mixtral"):
+        n_bytes = model_size_bytes(PRESETS[preset], "q4_0")
+        models.append(Model(preset, "q4_0", {f"{share} %": n_bytes * share // 100 for share in (70, 85)}))
+    return Rig(
+        models=tuple(models),
+        hold=False,
+        sizes={"n_prompt": 64, "n_decode": 16, "n_ctx": 256, "n_ubatch": 64},
+        upstream=({"more_on_cpu": 0}, {"more_on_cpu": 1}),
+        ours={OURS: {}},
+    )

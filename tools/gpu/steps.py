@@ -1,0 +1,83 @@
+"""Steps that fit into calls of limited length: what a call does not get to, the next one does.
+
+A step's outcome is kept in a file as soon as it is known; a step that has one is not run again.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moegguf.atomic_write import write_atomically
+
+Outcome = Mapping[str, Any]
+FAILED = "error"
+
+
+class UnfinishedError(Exception):
+    """The time of this call is over; the step goes on from where it is when it runs again."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """run(left_s) returns the outcome, with the key "error" if it failed. It is begun with at least `least_s` left."""
+
+    name: str
+    run: Callable[[float], Outcome]
+    least_s: float
+
+
+class State:
+    """The outcomes so far, by the step's name, in a JSON file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.outcomes: dict[str, Outcome] = json.loads(path.read_text()) if path.exists() else {}
+
+    def keep(self, name: str, outcome: Outcome) -> None:
+        """Writes it down."""
+        self.outcomes[name] = outcome
+        self._write()
+
+    def forget(self, names: Sequence[str]) -> None:
+        """These steps, or those below a name that ends in "/", will run again."""
+        below = tuple(name for name in names if name.endswith("/"))
+        for name in [name for name in self.outcomes if name in names or name.startswith(below)]:
+            del self.outcomes[name]
+        self._write()
+
+    def _write(self) -> None:
+        write_atomically(self._path, json.dumps(self.outcomes, indent=1).encode())
+
+
+def run_steps(
+    steps: Sequence[Step],
+    state: State,
+    limit_s: float,
+    say: Callable[[str], None],
+    clock: Callable[[], float] = time.monotonic,
+) -> bool:
+    """Runs steps that have no outcome, in order, while there is time; returns whether all have one now."""
+    end = clock() + limit_s
+    for step in steps:
+        if step.name in state.outcomes:
+            continue
+        left_s = end - clock()
+        if left_s < step.least_s:
+            say(f"{step.name}: needs up to {step.least_s:.0f} s, {max(0, left_s):.0f} s are left; call again")
+            return False
+        say(step.name)
+        start = clock()
+        try:
+            outcome = step.run(left_s)
+        except UnfinishedError:
+            say(f"{step.name}: not finished; call again")
+            return False
+        state.keep(step.name, {**outcome, "seconds": round(clock() - start, 1)})
+        if FAILED in outcome:
+            say(f"{step.name}: {outcome[FAILED]}")
+    return True

@@ -1,0 +1,96 @@
+"""The trial's results as a Markdown table: for each model and limit llama.cpp's best, and moegguf beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tools.gpu.rig import ALL_ON_CPU, NO_LIMIT, RESIDENT, SOME_ON_CPU
+
+HEAD = (
+    "| model | limit | system | prompt t/s | first 64 t/s | decode t/s | of the best -ncmoe | predicted t/s | hits |"
+    " MB/token |\n|---|---|---|---|---|---|---|---|---|---|"
+)
+NONE = "–"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line: what was measured, or why nothing was. `variant`: of several, the fastest."""
+
+    model: str
+    limit: str
+    system: str
+    variant: str
+    result: Mapping[str, Any]
+
+    @property
+    def speed(self) -> float:
+        """Tokens per second of steady decoding; 0 where it failed."""
+        return float(self.result.get("steady_tokens_per_s", 0.0))
+
+
+def rows(outcomes: Mapping[str, Mapping[str, Any]]) -> list[Row]:
+    """The rows of outcomes named measure/model/limit/system/variant, the fastest variant of each system."""
+    best: dict[tuple[str, str, str], Row] = {}
+    for name, result in outcomes.items():
+        kind, _, rest = name.partition("/")
+        if kind == "measure":
+            model, limit, system, variant = rest.split("/", 3)
+            row = Row(model, limit, system, variant, result)
+            key = row.model, row.limit, row.system
+            if key not in best or row.speed > best[key].speed:
+                best[key] = row
+    return list(best.values())
+
+
+def table(outcomes: Mapping[str, Mapping[str, Any]]) -> str:
+    """The table, and below it why a measurement is missing."""
+    found = rows(outcomes)
+    by_place = {(row.model, row.limit, row.system): row for row in found}
+    lines, notes = [HEAD], []
+    for row in found:
+        if "error" in row.result:
+            notes.append(f"- {row.model}, {row.limit}, {row.system}: {row.result['error']}")
+            continue
+        upstream = by_place.get((row.model, row.limit, SOME_ON_CPU))
+        lines.append(_line(row, upstream.speed if upstream else 0.0, _prediction(found, row)))
+    return "\n".join([*lines, *_facts(outcomes), *(["", "Not measured:", *notes] if notes else [])]) + "\n"
+
+
+def _line(row: Row, upstream: float, predicted: float | None) -> str:
+    steady = row.result.get("steady", {}).get("VRAM") or row.result.get("steady", {}).get("RAM") or {}
+    n_on_cpu = row.result.get("n_cpu_moe")
+    system = f"{row.system} {n_on_cpu}" if row.system == SOME_ON_CPU else row.system
+    hit_rate, moved = steady.get("hit_rate"), steady.get("bytes_per_token")
+    cells = [
+        row.model, row.limit, system,
+        *(f"{row.result[f'{part}_tokens_per_s']:.1f}" for part in ("prompt", "first", "steady")),
+        f"{row.speed / upstream:.2f}x" if upstream and row.system != SOME_ON_CPU else NONE,
+        f"{predicted:.1f}" if predicted else NONE,
+        f"{hit_rate:.1%}" if hit_rate is not None else NONE,
+        f"{moved / 1e6:.1f}" if moved is not None else NONE,
+    ]  # fmt: skip
+    return "| " + " | ".join(cells) + " |"
+
+
+def _prediction(found: Sequence[Row], row: Row) -> float | None:
+    """By moegguf's planner, of what the row's system does at this limit; without one, of everything on the device."""
+    if own := row.result.get("predicted"):
+        return float(own["chosen"])
+    kind = {RESIDENT: "resident", ALL_ON_CPU: "cpu", SOME_ON_CPU: "layers"}.get(row.system)
+    same_place = [other for other in found if other.model == row.model and row.limit in (other.limit, NO_LIMIT)]
+    return next((of[kind] for other in same_place if (of := other.result.get("predicted")) and kind in of), None)
+
+
+def _facts(outcomes: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """What the figures are of."""
+    facts = outcomes.get("facts", {})
+    if facts:
+        yield ""
+        yield "; ".join(f"{name}: {value}" for name, value in facts.items() if name != "seconds")
+    for name, outcome in outcomes.items():
+        if name.startswith("identity/"):
+            yield ""
+            yield f"{name}: {outcome.get('summary', outcome.get('error', ''))}"

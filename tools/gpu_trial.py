@@ -1,0 +1,250 @@
+#!/usr/bin/env python3
+"""Measure moegguf on a GPU against llama.cpp itself, in steps that fit into calls of limited length.
+
+The library is built for the card, the tests of identity run on it, models of real shapes with published locality are
+made, and llama.cpp (everything on the card; the best of several -ncmoe; -cmoe) and moegguf are measured at memory
+limits that imitate cards of 8, 12, 16 and 24 GB. Every outcome is kept; a call goes on where the last one stopped.
+
+python tools/gpu_trial.py --pack FOLDER         # for a machine without a network: copy FOLDER there, and
+python3 FOLDER/gpu_trial.py --work /tmp/trial   # call this there until it says that everything is done
+python tools/gpu_trial.py --work /tmp/trial     # the same on this machine, from these sources
+python tools/gpu_trial.py --work /tmp/small --backend software     # tiny models on software Vulkan: shows that it works
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from moegguf.engine.machine import count_cpus, read_machine
+from moegguf.quantities import parse_duration
+from tools.gpu.build import ROOT, Backend, build, cuda, library_of, vulkan
+from tools.gpu.case import Case
+from tools.gpu.pack import pack
+from tools.gpu.rig import FULL, Model, Rig, small
+from tools.gpu.steps import FAILED, Outcome, State, Step, UnfinishedError, run_steps
+from tools.gpu.table import table
+from tools.vulkan_tests import software_drivers
+
+DEVICES = {"cuda": "CUDA0", "software": "Vulkan0"}
+AGAIN = 75  # EX_TEMPFAIL: call again
+MEASURE_S, TEST_S, MODEL_S, SHORT_S = 240.0, 400.0, 300.0, 30.0
+IDENTITY = {
+    "passes": "test_passes_of_any_number_of_tokens",
+    "quantisations": "test_every_quantisation",
+    "architectures": "test_every_architecture",
+}
+REFUSED = re.compile(r".*(?:out of memory|failed to allocate|unable to allocate|OutOfDeviceMemory).*", re.IGNORECASE)
+CARD = ("name", "memory.total", "compute_cap", "driver_version", "pcie.link.gen.max", "pcie.link.width.max")
+
+
+def card() -> dict[str, str]:
+    """What nvidia-smi says of the first card. Raises OSError, subprocess.CalledProcessError."""
+    command = ["nvidia-smi", "--id=0", f"--query-gpu={','.join(CARD)}", "--format=csv,noheader"]
+    line = subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+    return dict(zip(CARD, (cell.strip() for cell in line.split(",")), strict=True))
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Where a trial runs: its folder, a device, the build for it."""
+
+    work: Path
+    rig: Rig
+    device: str
+    backend: Backend
+    library: Path | None  # a build that is there already
+
+    def steps(self) -> Iterator[Step]:
+        """All steps, in order."""
+        yield Step("facts", self._facts, SHORT_S)
+        if self.library is None:
+            yield Step("build", self._build, SHORT_S)
+        for name in (*IDENTITY, "the rest"):
+            yield Step(f"identity/{name}", functools.partial(self._test, name), TEST_S)
+        for model in self.rig.models:
+            yield Step(f"model/{model.preset}", functools.partial(self._make, model), MODEL_S)
+            for name, case in self.rig.cases(model, self._models, self.device, count_cpus()):
+                step = f"measure/{model.preset}/{name}"
+                yield Step(step, functools.partial(self._measure, step, case), MEASURE_S)
+            yield Step(f"delete/{model.preset}", functools.partial(self._delete, model), 0.0)
+
+    @property
+    def _models(self) -> Path:
+        return self.work / "models"
+
+    def _facts(self, _left_s: float) -> Outcome:
+        machine = read_machine()
+        facts: dict[str, Any] = {"device": self.device, "CPU": machine.cpu_model, "threads": count_cpus()}
+        if self.backend.name == "cuda":
+            facts |= card()
+            compiler = subprocess.run(["nvcc", "--version"], capture_output=True, text=True).stdout.splitlines()
+            facts["nvcc"] = next((line.strip() for line in compiler if "release" in line), "")
+        return facts
+
+    def _build(self, left_s: float) -> Outcome:
+        try:
+            build(self.backend, left_s)
+        except subprocess.TimeoutExpired:
+            raise UnfinishedError from None
+        except subprocess.CalledProcessError as error:
+            return {FAILED: str(error)}
+        return {"library": str(library_of(self.backend))}
+
+    def _test(self, name: str, left_s: float) -> Outcome:
+        chosen = IDENTITY.get(name) or f"not ({' or '.join(IDENTITY.values())})"
+        arguments = ["-m", "pytest", "-p", "no:cacheprovider", "tests/live/test_gpu.py", "-k", chosen]
+        done = self._python(f"identity-{name}", arguments, left_s)
+        lines = (done.stdout or "").strip().splitlines()
+        summary = lines[-1] if lines else ""
+        if done.returncode or " passed" not in summary:
+            return {FAILED: f"exit status {done.returncode}: {summary}", "output": lines[-60:]}
+        return {"summary": summary}
+
+    def _make(self, model: Model, left_s: float) -> Outcome:
+        self._models.mkdir(exist_ok=True)
+        free = shutil.disk_usage(self._models).free
+        if free < model.n_bytes * 1.05:
+            return {FAILED: f"{model.n_bytes / 1e9:.0f} GB are needed in {self._models}, {free / 1e9:.0f} are free"}
+        file, script = str(model.file(self._models)), str(ROOT / "tools/make_model.py")
+        done = self._python(
+            f"model-{model.preset}", [script, "--preset", model.preset, "--quant", model.quant, "-o", file], left_s
+        )
+        return {FAILED: done.stderr[-2000:]} if done.returncode else {"bytes": model.n_bytes}
+
+    def _measure(self, step: str, case: Case, left_s: float) -> Outcome:
+        hooks = {"MOEGGUF_HOOKS": "1" if case.system == "moegguf" else "0"}
+        return self._result(step, ["-m", "tools.gpu.measure", case.as_json()], min(left_s, MEASURE_S), hooks)
+
+    def _delete(self, model: Model, _left_s: float) -> Outcome:
+        model.file(self._models).unlink(missing_ok=True)
+        return {}
+
+    def _result(self, name: str, arguments: list[str], left_s: float, environment: dict[str, str]) -> Outcome:
+        """What a process prints as JSON, or why it printed nothing; a refusal of memory is named."""
+        done = self._python(name, arguments, left_s, environment)
+        try:
+            outcome: dict[str, Any] = json.loads(done.stdout)
+        except ValueError:
+            outcome = {FAILED: f"exit status {done.returncode}"}
+        if FAILED in outcome and (refused := REFUSED.search(done.stderr)):
+            outcome[FAILED] = f"does not fit ({refused[0].strip()})"
+        return outcome
+
+    def _python(
+        self, name: str, arguments: list[str], timeout_s: float, environment: dict[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """Runs Python on the sources; its stderr is kept below log/."""
+        library = self.library or library_of(self.backend)
+        folders = [str(ROOT), str(ROOT / "tests"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+        own = {
+            "MOEGGUF_LIBRARY": str(library), "MOEGGUF_TRIAL_LOAD": "0", "MOEGGUF_HOME": str(self.work / "home"),
+            "PYTHONPATH": os.pathsep.join(filter(None, folders)),
+        }  # fmt: skip
+        log = self.work / "log" / (re.sub(r"[^\w.-]+", "_", name) + ".txt")
+        log.parent.mkdir(exist_ok=True)
+        with log.open("w+", errors="replace") as errors:
+            process = subprocess.Popen(
+                [sys.executable, *arguments], cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, text=True,
+                env=os.environ | self.backend.environment | own | (environment or {}),
+            )  # fmt: skip
+            try:
+                out, _ = process.communicate(timeout=timeout_s)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                out = process.communicate()[0]
+                print(f"\nended after {timeout_s:.0f} s", file=errors)
+            errors.seek(0)
+            return subprocess.CompletedProcess(arguments, process.returncode, out, errors.read())
+
+
+def backend_named(name: str) -> Backend:
+    """CUDA for the first card's architecture, or software Vulkan. Raises SystemExit where there is none."""
+    if name == "software":
+        driver = next(software_drivers(), None)
+        if driver is None:
+            raise SystemExit("error: there is no software Vulkan here; on Debian and Ubuntu: mesa-vulkan-drivers")
+        return vulkan(driver)
+    try:
+        return cuda(card()["compute_cap"].replace(".", ""))
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise SystemExit(f"error: there is no card of NVIDIA's here ({error}); see --backend") from None
+
+
+def write_results(folder: Path, state: State) -> None:
+    """Everything that was measured, as JSON and as a table."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "results.json").write_text(json.dumps(state.outcomes, indent=1))
+    (folder / "results.md").write_text(table(state.outcomes))
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pack", type=Path, metavar="FOLDER", help="make a folder for a machine without a network")
+    parser.add_argument("--work", type=Path, metavar="FOLDER", help="for builds, models, outcomes: some 30 GB")
+    parser.add_argument("--results", type=Path, metavar="FOLDER", help="for results.json, results.md; default: --work")
+    parser.add_argument("--time-limit", default="9m", metavar="TIME", help="of this call; steps take up to 7 minutes")
+    parser.add_argument("--backend", choices=DEVICES, default="cuda", help="software: tiny models on software Vulkan")
+    parser.add_argument("--device", metavar="NAME", help="ggml's name; default: the backend's first")
+    parser.add_argument("--library", type=Path, metavar="FOLDER", help="a build with that backend; nothing is built")
+    parser.add_argument("--models", default="", metavar="PRESET,...", help="only these")
+    parser.add_argument("--again", action="append", default=[], metavar="STEP", help="repeat it; STEP/: all below")
+    args = parser.parse_args()
+    if (args.pack is None) == (args.work is None):
+        parser.error("--pack or --work is needed")
+    return args
+
+
+def trial(args: argparse.Namespace, say: Callable[[str], None]) -> int:
+    """Runs steps; returns 0 when all are done, AGAIN when there are more, 1 where one failed."""
+    work = args.work.resolve()
+    work.mkdir(parents=True, exist_ok=True)
+    rig = FULL if args.backend == "cuda" else small()
+    if args.models:
+        chosen = args.models.split(",")
+        rig = Rig(**{**vars(rig), "models": tuple(m for m in rig.models if m.preset in chosen)})
+    library = args.library.resolve() if args.library else None
+    of = Trial(work, rig, args.device or DEVICES[args.backend], backend_named(args.backend), library)
+    state = State(work / "state.json")
+    state.forget(args.again)
+
+    def say_and_write(text: str) -> None:
+        write_results(args.results or work, state)  # a call may be ended at any time
+        say(text)
+
+    done = run_steps(list(of.steps()), state, parse_duration(args.time_limit), say_and_write)
+    write_results(args.results or work, state)
+    failed = [name for name, outcome in state.outcomes.items() if FAILED in outcome]
+    say(f"{len(state.outcomes)} steps have an outcome, {len(failed)} of them failed: {', '.join(failed) or 'none'}")
+    say(f"everything is done: {args.results or work}/results.md" if done else "there is more to do: call again")
+    return AGAIN if not done else 1 if failed else 0
+
+
+def main() -> int:
+    """Run the command line."""
+    args = arguments()
+    if args.pack is not None:
+        try:
+            print(f"{pack(args.pack) / 1e6:.1f} MB in {args.pack}")
+        except (ValueError, OSError, subprocess.CalledProcessError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+        return 0
+    return trial(args, functools.partial(print, flush=True))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,72 @@
+#!/usr/bin/env python3
+"""Build the library with ggml's Vulkan backend in build/vulkan, and run tests/live/test_gpu.py on a software Vulkan.
+
+It needs Mesa's software driver and what the backend is built with; where something is missing, this says what, and
+runs nothing. The first build takes long: hundreds of shaders.
+
+python tools/vulkan_tests.py
+python tools/vulkan_tests.py --devices 0,0 -- -k second     # that device twice, as two GPUs
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tools.gpu.build import ROOT, build, library_of, vulkan
+
+DRIVERS = Path("/usr/share/vulkan/icd.d")
+PACKAGES = "mesa-vulkan-drivers libvulkan-dev glslc spirv-headers"
+PREFIXES = ("/usr", "/usr/local")
+
+
+def software_drivers() -> Iterator[Path]:
+    """The descriptions of Mesa's software driver."""
+    yield from sorted(DRIVERS.glob("lvp_icd*.json"))
+
+
+def missing() -> Iterator[str]:
+    """What a build or a run needs and this machine lacks."""
+    if not list(software_drivers()):
+        yield "Mesa's software Vulkan"
+    if not shutil.which("glslc"):
+        yield "glslc"
+    for name, pattern in {
+        "Vulkan's headers": "include/vulkan/vulkan.h",
+        "SPIR-V's headers": "share/cmake/SPIRV-Headers/SPIRV-HeadersConfig.cmake",
+    }.items():
+        if not any((Path(prefix) / pattern).exists() for prefix in PREFIXES):
+            yield name
+
+
+def test(driver: Path, devices: str, arguments: list[str]) -> int:
+    """pytest's exit status, with the library's devices numbered as in `devices`."""
+    backend = vulkan(driver, devices)
+    environment = os.environ | backend.environment | {"MOEGGUF_LIBRARY": str(library_of(backend))}
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests/live/test_gpu.py", *arguments]
+    return subprocess.run(command, cwd=ROOT, env=environment).returncode
+
+
+def main() -> int:
+    """Run the command line; returns pytest's exit status, or 0 where something is missing."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--devices", default="0,0", help="numbers of the driver's devices; one twice is two GPUs")
+    parser.add_argument("pytest", nargs="*", help="arguments for pytest, after --")
+    args = parser.parse_args()
+    if lacking := ", ".join(missing()):
+        print(f"passed over, for want of {lacking}; on Debian and Ubuntu: apt install {PACKAGES}", file=sys.stderr)
+        return 0
+    driver = next(software_drivers())
+    build(vulkan(driver))
+    return test(driver, args.devices, args.pytest)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
