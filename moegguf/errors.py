@@ -102,6 +102,11 @@ class WorkerError(MoeggufError, RuntimeError):
     """A worker process has ended or does not respond; only its own requests have failed."""
 
 
+class DeviceLostError(WorkerError):
+    """A device stopped answering while a model computed on it, which ended the worker process; the model is loaded
+    again without the device."""
+
+
 class BatchFileError(MoeggufError, ValueError):
     """A batch's input or answers cannot be used: not in the format, of other requests, or in use by another process."""
 

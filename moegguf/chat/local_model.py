@@ -84,7 +84,8 @@ class LocalModel:
         if self.llm.reads_images:
             facts.append("reads images")
         if stats.n_experts:
-            facts.append(f"slots for {stats.n_slots:,} of {stats.n_experts:,} experts")
+            below = f" in VRAM, {stats.below.n_slots:,} in RAM" if stats.below else " in VRAM" * stats.in_vram
+            facts.append(f"slots for {stats.n_slots:,} of {stats.n_experts:,} experts{below}")
         return facts
 
     def statistics(self, timing: Timing, *, with_load: bool) -> list[str]:
@@ -135,24 +136,23 @@ class LocalModel:
         """A map of the experts: which are in memory, and which the last answer used."""
         from rich.console import Console
 
-        from moegguf.terminal.heatmap import heatmap, legend
+        from moegguf.terminal.heatmap import heatmap, legend, places_line
 
         loaded = self.llm.session
         if loaded is None:
             print_message("This model has no experts.")
             return
-        store, layers = loaded.store, [layer.il for layer in loaded.layout.layers]
-        state, (uses, loads) = store.residency()[layers], store.activity()
+        store, layers = loaded.store, [layer.il for layer in self.llm.layout.layers]
+        state, (uses, loads), stats = loaded.places()[layers], store.activity(), self.llm.stats()
         used_before, loaded_before = self._activity_before
         console = Console(stderr=True, highlight=False)
         width = console.width - 1
         grouping = _grouping(state.shape[1], width, layers)
         console.print(f"{self._entry.name}: layers down, experts across{grouping}")
         used, came = (uses - used_before)[layers], (loads - loaded_before)[layers]
-        console.print(heatmap(state, used, came, layers, width=width))
-        console.print(legend(width))
-        stats, n_resident = self.llm.stats(), int((state == 2).sum())
-        print_message(f"{n_resident:,} of {stats.n_experts:,} experts in memory; hit rate {stats.hit_rate:.1%}")
+        console.print(heatmap(state, used, came, layers, width=width, vram=stats.in_vram))
+        console.print(legend(width, stats.in_vram))
+        print_message(f"{places_line(state, stats.in_vram)}; hit rate {stats.hit_rate:.1%}")
         if not self._counts_uses and not uses.any():
             print_message("Uses are counted from the next answer on.")
         self._counts_uses = True

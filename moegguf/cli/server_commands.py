@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from moegguf.cli.options import AsJson, Prefix
-from moegguf.errors import ModelNotFoundError, MoeggufError
+from moegguf.errors import ModelNotFoundError, MoeggufError, OptionError
 from moegguf.terminal.messages import print_message
 
 VERSION_TIMEOUT_S = 2.0
@@ -80,19 +80,29 @@ def stop(model: Annotated[str, typer.Argument(metavar="MODEL", help="A name that
 def budget(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A name that `ps` shows.")],
     expert_cache: Annotated[
-        str, typer.Argument(metavar="BUDGET", help='"50%", "2GiB", or "auto": all that it was loaded with.')
-    ],
+        str | None,
+        typer.Argument(metavar="[BUDGET]", help='In RAM: "50%", "2GiB", or "auto": all that it was loaded with.'),
+    ] = None,
+    vram_cache: Annotated[
+        str | None, typer.Option(metavar="BUDGET", help="On the GPU that computes the model, in the same forms.")
+    ] = None,
 ) -> None:
     """Change a loaded model's memory for experts in a running server, also while it answers."""
     from moegguf.cli.client import Client
     from moegguf.quantities import format_bytes, parse_expert_cache
 
-    parse_expert_cache(expert_cache)
-    now = Client().put("/budget", {"model": model, "expert_cache": expert_cache})
-    print_message(
-        f"{now['model']}: {format_bytes(now['expert_cache_bytes'])} for {now['n_slots']} of {now['n_experts']} experts,"
-        f" {format_bytes(now['size_bytes'])} in all"
-    )
+    budgets = {"expert_cache": expert_cache, "vram_cache": vram_cache}
+    given = {name: value for name, value in budgets.items() if value is not None}
+    if not given:
+        raise OptionError("a budget is needed: in RAM as an argument, on the GPU with --vram-cache.")
+    for value in given.values():
+        parse_expert_cache(value)
+    now = Client().put("/budget", {"model": model, **given})
+    parts = [f"{format_bytes(now['expert_cache_bytes'])} for {now['n_slots']} of {now['n_experts']} experts"]
+    if now["vram_cache_bytes"]:
+        parts[0] += " in RAM"
+        parts.insert(0, f"{format_bytes(now['vram_cache_bytes'])} for {now['n_vram_slots']} in VRAM")
+    print_message(f"{now['model']}: {', '.join(parts)}, {format_bytes(now['size_bytes'])} in all")
 
 
 def unload_from_server(name: str) -> None:

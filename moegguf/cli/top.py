@@ -44,7 +44,8 @@ def top(
 
 
 def print_as_json(client: Client) -> None:
-    """Prints statistics, plan and experts of each model; an expert is a digit: 0 absent, 1 in flight, 2 resident."""
+    """Prints statistics, plan and experts of each model; an expert is a digit: 0 on disk, 1 in flight, 2 in RAM, 3
+    in VRAM."""
     from moegguf.cli.top_screen import state_rows
     from moegguf.terminal.tables import print_json
 

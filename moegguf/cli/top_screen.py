@@ -17,7 +17,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from moegguf.terminal.heatmap import heatmap, legend
+from moegguf.terminal.heatmap import heatmap, legend, places_line
 from moegguf.terminal.units import human_bytes, human_time, percent
 
 Facts = dict[str, Any]
@@ -27,7 +27,7 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 HISTORY_POINTS = 60  # of a sparkline
 MIN_MAP_LINES = 3
 NARROW, WIDE = 60, 76  # cells
-LINES_PER_MODEL = 6  # without the map: name, four figures, a blank line
+LINES_PER_MODEL = 6  # without map and tiers: name, four figures, a blank line
 COUNTERS = ("tokens", "lookups", "hits", "bytes_read", "stall_s", "eval_s")
 
 
@@ -43,6 +43,22 @@ class ModelView:
         self.now: dict[str, float] | None = None  # counters' growth when the model last computed
         self.state = self.uses = self.loads = np.zeros((0, 0), np.uint8)
         self._before: dict[str, float] | None = None
+
+    @property
+    def tiers(self) -> Sequence[Facts]:
+        """The figures of each tier since the model was loaded, the nearest to the layers first."""
+        stats = self.facts.get("stats") or self.snapshot.get("stats") or {}
+        return stats.get("tiers") or ()
+
+    @property
+    def in_vram(self) -> bool:
+        """Whether layers compute with slots in a device's memory."""
+        return bool(self.tiers) and self.tiers[0]["name"] == "VRAM"
+
+    @property
+    def n_lines(self) -> int:
+        """Of the model, without its map: name, four figures, several tiers, a blank line."""
+        return LINES_PER_MODEL + (len(self.tiers) if len(self.tiers) > 1 else 0)
 
     @property
     def total(self) -> dict[str, float]:
@@ -103,7 +119,7 @@ class ModelView:
         return text
 
     def figures(self, width: int) -> Table:
-        """Four rows: now, since load, and over time where the width allows."""
+        """Four rows: now, since load, and over time where the width allows; a row for each of several tiers."""
         now, total = self.now or dict.fromkeys(COUNTERS, 0.0), self.total
         table = Table.grid(padding=(0, 1 if width < NARROW else 2, 0, 0))
         table.add_column(style="bright_black", no_wrap=True)
@@ -112,7 +128,7 @@ class ModelView:
         table.add_column(no_wrap=True, style="green")
         spark_cells = min(HISTORY_POINTS, width - 46)
         speed = self.speeds[-1] if self.speeds else None
-        resident = f"{int((self.state == 2).sum()):,} of {self.state.size:,} experts in memory"
+        resident = places_line(self.state, self.in_vram)
         rows: Sequence[tuple[str, str, str, str]] = (
             ("hit rate", _ratio(now["hits"], now["lookups"]), _ratio(total["hits"], total["lookups"]),
              spark(self.hit_rates, spark_cells, 1.0)),
@@ -122,6 +138,8 @@ class ModelView:
         )  # fmt: skip
         for label, current, since, line in rows:
             table.add_row(label, current, Text(since and f"{since} since load", style="bright_black"), line)
+        for tier in self.tiers if len(self.tiers) > 1 else ():
+            table.add_row(tier["name"], *_tier_cells(tier))
         return table
 
     def map(self, width: int, height: int | None) -> Text:
@@ -129,7 +147,7 @@ class ModelView:
         layers = self.snapshot.get("layers", ())
         if not self.state.size:
             return Text("no experts" if self.snapshot else "no data yet", style="bright_black")
-        return heatmap(self.state, self.uses, self.loads, layers, width=width, height=height)
+        return heatmap(self.state, self.uses, self.loads, layers, width=width, height=height, vram=self.in_vram)
 
 
 class Screen:
@@ -148,7 +166,7 @@ class Screen:
         if not self.models:
             yield Text("No model is loaded. `moegguf run MODEL` or any request loads one.", style="bright_black")
             return
-        key = legend(width)
+        key = legend(width, any(model.in_vram for model in self.models))
         key.no_wrap, key.overflow = True, "ellipsis"
         yield from self._bodies(width, key.plain.count("\n") + 1)
         yield key
@@ -165,13 +183,15 @@ class Screen:
     def _bodies(self, width: int, n_legend: int) -> Iterable[Group]:
         """The models. Maps share the remaining lines; the last models have none when there are too few."""
         left = None if self.height is None else self.height - 2 - n_legend
-        for n_after, model in zip(range(len(self.models) - 1, -1, -1), self.models, strict=True):
-            map_lines = None if left is None else (left - n_after * LINES_PER_MODEL) // (n_after + 1) - LINES_PER_MODEL
+        for i, model in enumerate(self.models):
+            after = self.models[i + 1 :]
+            free = None if left is None else left - sum(other.n_lines for other in after)
+            map_lines = None if free is None else free // (len(after) + 1) - model.n_lines
             parts: list[Any] = [model.title(width), model.figures(width)]
             if map_lines is None or map_lines >= MIN_MAP_LINES:
                 parts.append(drawn := model.map(width, map_lines))
                 left = None if left is None else left - drawn.plain.count("\n") - 1
-            left = None if left is None else left - LINES_PER_MODEL
+            left = None if left is None else left - model.n_lines
             yield Group(*parts, Text(""))
 
 
@@ -182,8 +202,16 @@ def spark(values: Sequence[float] | deque[float], n_cells: int, maximum: float |
     return "".join(BLOCKS[round(min(max(value / top, 0.0), 1.0) * (len(BLOCKS) - 1))] for value in shown)
 
 
+def _tier_cells(tier: Facts) -> tuple[str, Text]:
+    """The hit rate of a tier, and its slots, bytes and evictions."""
+    hits, n_bytes = tier["hits_ready"] + tier["hits_late"], tier["bytes_missed"] + tier["bytes_prefetched"]
+    slots = f"{tier['slots_used']:,} of {tier['n_slots']:,} slots, {human_bytes(tier['pool_bytes'])}"
+    moved = f"{human_bytes(n_bytes)} in, {tier['evictions']:,} evicted"
+    return _ratio(hits, tier["lookups"]), Text(f"{slots} · {moved}", style="bright_black")
+
+
 def state_rows(snapshot: Facts) -> list[str]:
-    """A string of digits per layer: 0 absent, 1 in flight, 2 resident."""
+    """A string of digits per layer: 0 on disk, 1 in flight, 2 in RAM, 3 in VRAM."""
     shape = len(snapshot["layers"]), snapshot["n_expert"]
     return ["".join(map(str, row)) for row in _array(snapshot["state"], shape).tolist()]
 

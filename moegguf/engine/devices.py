@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import ctypes as c
+import json
+import subprocess
 from dataclasses import dataclass
 from typing import Any
 
+from moegguf.child import child_command, child_environment
 from moegguf.engine.machine import Memory
 from moegguf.errors import BudgetError, OptionError
 from moegguf.native import library
+
+NO_GPU = (
+    "vram_cache needs a GPU, and this build of moegguf sees none (`moegguf doctor` lists devices); leave it out, or"
+    " build with a backend for your GPU."
+)
+QUERY_S = 60  # a driver may take long to start
 
 CPU, GPU = 0, 1  # enum ggml_backend_dev_type
 
@@ -69,6 +78,13 @@ def gpus() -> list[Device]:
     return found
 
 
+def has_gpu() -> bool:
+    """Whether there is a GPU that this build can use. Unlike `gpus` it takes no memory of one."""
+    ggml = _ggml()
+    handles = map(ggml.ggml_backend_dev_get, range(ggml.ggml_backend_dev_count()))
+    return any(ggml.ggml_backend_dev_type(handle) == GPU for handle in handles)
+
+
 def find_gpus(name: str | None = None) -> list[Device]:
     """The GPU of this name; None: every one.
 
@@ -76,12 +92,26 @@ def find_gpus(name: str | None = None) -> list[Device]:
     """
     found = gpus()
     if not found:
-        raise BudgetError(
-            "vram_cache needs a GPU, and this build of moegguf sees none (`moegguf doctor` lists devices); leave it"
-            " out, or build with a backend for your GPU."
-        )
+        raise BudgetError(NO_GPU)
     chosen = [device for device in found if name in (None, device.name)]
     if not chosen:
         names = ", ".join(device.name for device in found)
         raise OptionError(f"there is no GPU named {name!r}; there are: {names}.")
     return chosen
+
+
+def query_gpus() -> list[Device]:
+    """`gpus()` of a process of its own: a driver keeps some memory of a device for every process that asks it.
+
+    Raises BudgetError when it ends without an answer.
+    """
+    command = child_command("moegguf.engine.devices")
+    try:
+        asked = subprocess.run(command, capture_output=True, env=child_environment(), timeout=QUERY_S, check=False)
+        return [Device(**fields) for fields in json.loads(asked.stdout)]
+    except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+        raise BudgetError(f"the devices of this machine could not be listed ({error}); try `moegguf doctor`.") from None
+
+
+if __name__ == "__main__":
+    print(json.dumps([vars(device) for device in gpus()]))

@@ -9,6 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import subprocess
+import sys
 import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -18,13 +20,14 @@ from typing import Any
 import numpy as np
 
 from moegguf.atomic_write import write_atomically
+from moegguf.child import child_command, child_environment
 from moegguf.controller.artifacts import Artifacts
 from moegguf.controller.shape import MoeShape
 from moegguf.engine.devices import Device
 from moegguf.engine.machine import disk_read_speed, memory_read_speed
 from moegguf.engine.placement import DeviceSpeeds, HitCurve, published_curve
 from moegguf.errors import AllocationError, ExpertIOError, MoeggufError, OptionError
-from moegguf.gguf.experts import ExpertLayout
+from moegguf.gguf.experts import ExpertLayout, read_layout
 from moegguf.gguf.fingerprint import header_digest
 from moegguf.native import library
 from moegguf.native.speeds import Speeds, measure_speeds
@@ -33,6 +36,7 @@ from moegguf.quantities import Link
 from moegguf.settings import cache_folder
 
 DISK_S = 0.15
+MEASURING_S = 120  # at most, of a process that does nothing else
 MOST_BLOCK_BYTES = 8 << 20
 DRIVERS = (Path("/proc/driver/nvidia/version"), Path("/sys/module/amdgpu/version"), Path("/proc/version"))
 SUPPOSED_LINK = Link(12e9)  # of a device that could not be measured: half of PCIe 4 x16
@@ -95,20 +99,41 @@ class KnownSpeeds:
         Raises OptionError where the device has no kernel for the model's experts.
         """
         key = _key(device, n_threads, repack)
-        facts = self._read()
-        with suppress(*DAMAGED):
-            known = MachineSpeeds.of(facts["speeds"][key])
-            return DeviceSpeeds.measured(known.speeds, known.disk_bytes_per_s, known.source)
+        if known := self._known(key):
+            return known
         try:
             found = self._measure(device, n_threads, repack)
         except OptionError:
             raise
         except MoeggufError as error:
             return _supposed(n_threads, error)
+        facts = self._read()
         of_all = facts.get("speeds")
         facts["speeds"] = (of_all if isinstance(of_all, dict) else {}) | {key: asdict(found)}
         self._write(facts)
         return DeviceSpeeds.measured(found.speeds, found.disk_bytes_per_s, found.source)
+
+    def speeds_apart(self, device: Device, n_threads: int, repack: bool = True) -> DeviceSpeeds:
+        """`speeds`, measured in a process of its own: a driver keeps memory of a device for every process that computes
+        there."""
+        if known := self._known(_key(device, n_threads, repack)):
+            return known
+        arguments = json.dumps([str(self._layout.shards[0].path), vars(device), n_threads, repack])
+        command = (*child_command("moegguf.engine.known_speeds"), arguments)
+        try:
+            asked = subprocess.run(
+                command, capture_output=True, env=child_environment(), timeout=MEASURING_S, check=False
+            )
+            found = json.loads(asked.stdout)
+            return DeviceSpeeds(**found | {"copies": Link(**found["copies"])})
+        except (OSError, ValueError, TypeError, KeyError, subprocess.TimeoutExpired) as error:
+            return _supposed(n_threads, error)
+
+    def _known(self, key: str) -> DeviceSpeeds | None:
+        with suppress(*DAMAGED):
+            known = MachineSpeeds.of(self._read()["speeds"][key])
+            return DeviceSpeeds.measured(known.speeds, known.disk_bytes_per_s, known.source)
+        return None
 
     def _measure(self, device: Device, n_threads: int, repack: bool) -> MachineSpeeds:
         layout = self._layout
@@ -187,8 +212,13 @@ def _key(device: Device, n_threads: int, repack: bool) -> str:
     return hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
 
 
-def _supposed(n_threads: int, error: MoeggufError) -> DeviceSpeeds:
+def _supposed(n_threads: int, error: Exception) -> DeviceSpeeds:
     found = DeviceSpeeds.supposed(
         SUPPOSED_MEMORY_BYTES_PER_S, SUPPOSED_LINK, memory_read_speed(min(max(1, n_threads), MOST_READ_THREADS))
     )
     return DeviceSpeeds(**vars(found) | {"source": f"supposed, not measured ({error})"})
+
+
+if __name__ == "__main__":
+    path, device, n_threads, repack = json.loads(sys.argv[1])
+    print(json.dumps(asdict(KnownSpeeds(read_layout(path)).speeds(Device(**device), n_threads, repack))))

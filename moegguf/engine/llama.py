@@ -48,10 +48,10 @@ from moegguf.engine.trial import try_first
 from moegguf.engine.upstream import UpstreamLlama
 from moegguf.engine.vocabulary import Vocabulary
 from moegguf.engine.warm_start import WarmStart
-from moegguf.errors import CapabilityError, ClosedError, GenerationCancelled, MoeggufError, OptionError
+from moegguf.errors import BudgetError, CapabilityError, ClosedError, GenerationCancelled, MoeggufError, OptionError
 from moegguf.native import library
 from moegguf.native.events import Phase
-from moegguf.native.store import StoreOptions, Tier
+from moegguf.native.store import Store, StoreOptions, Tier
 from moegguf.settings import read_environment
 
 Step = TypeVar("Step")
@@ -172,7 +172,7 @@ class Llama(UpstreamLlama):
             if load_plan.no_device or self.plan.layers_on:
                 store = replace(store, device=None)  # it named the one to place experts on: these slots are the CPU's
             if load_plan.hooks:
-                self._session = Session(load_plan.slots_layout, self.plan, store)
+                self._session = Session(load_plan.slots_layout, self.plan, store, load_plan.whole_layers)
                 self._live_controller = LiveController(self._session, Artifacts(self.layout), chosen)
                 for warning in self.plan.warnings:
                     warnings.warn(warning, stacklevel=2)
@@ -193,19 +193,41 @@ class Llama(UpstreamLlama):
             raise
 
     def _load(self, load_plan: LoadPlan) -> None:
-        try:
-            with readahead(self._session.layout) if self._session else nullcontext():
-                super().__init__(load_plan.path, n_ubatch=load_plan.n_ubatch, **load_plan.options)
-        except MoeggufError:
-            raise
-        except (MemoryError, ValueError) as error:
-            self._progress.raise_reason()
-            raise load_plan.failure(error) from error
+        while True:
+            try:
+                with readahead(self._session.layout) if self._session else nullcontext():
+                    super().__init__(load_plan.path, n_ubatch=load_plan.n_ubatch, **load_plan.options)
+                break
+            except MoeggufError:
+                raise
+            except (MemoryError, ValueError) as error:
+                self._progress.raise_reason()
+                if not self._give_slots_back():
+                    raise load_plan.failure(error) from error
         self.input_ids.fill(PLACEHOLDER)
         if self._n_seq_max > 1:
             self._pass_batch = PassBatch(self.n_batch)
         if load_plan.projector is not None:
             self._batch = PositionedBatch(self._batch, self._images)
+
+    def _give_slots_back(self) -> bool:
+        """Leaves half of the slots' memory on a device to what did not fit beside them; False where there is none."""
+        if self._session is None or self.plan.device is None:
+            return False
+        store, least = self._session.store, self._load_plan.least_slots
+        n_slots = store.info()["n_slots_usable"]
+        if n_slots <= least:
+            return False
+        with suppress(AttributeError):  # what was loaded before the failure
+            self._stack.close()
+        fewer = max(least, n_slots // 2)
+        store.reallocate(fewer)
+        warnings.warn(
+            f"{self.plan.device} has no memory for weights and a context beside {n_slots} expert slots; going on with"
+            f" {fewer}, which is slower; give a smaller vram_cache, or lower n_ctx.",
+            stacklevel=2,
+        )
+        return True
 
     def _start_threads(self, load_plan: LoadPlan) -> None:
         n_threads, n_threads_batch = (load_plan.options[name] for name in ("n_threads", "n_threads_batch"))
@@ -533,23 +555,54 @@ class Llama(UpstreamLlama):
         return self._session
 
     def set_expert_cache(self, expert_cache: Budget) -> None:
-        """Changes the budget, up to the one given at load; freed memory returns to the system.
+        """`set_budget(expert_cache=...)`."""
+        self.set_budget(expert_cache=expert_cache)
 
-        At once while the model is idle; while another thread evaluates tokens, between two passes. Raises BudgetError
-        below the minimum.
+    def set_budget(self, *, expert_cache: Budget | None = None, vram_cache: Budget | None = None) -> None:
+        """Changes the budget in RAM, the one on the GPU, or both, up to those at load; freed memory returns to the
+        system, and to the device. None: as it is. Both are of slots: experts of whole layers stay on the device. No
+        token changes.
+
+        At once while the model is idle; while another thread evaluates tokens, between two passes. A model without
+        experts has no budget. Raises BudgetError below the minimum and for a tier that the model does not have, with
+        nothing changed, AllocationError where a device refuses more: that tier then has what it had.
         """
         with self._decode_lock:
             session = self._open_session()
             if session is None:
                 return
-            if Tier.LOWER in session.store.tiers:
-                most = session.store.tier(Tier.LOWER)["n_slots"]
-                session.store.resize(min(self._load_plan.lower_slots_within(expert_cache), most), Tier.LOWER)
-                return
-            n_slots = min(self._load_plan.slots_within(expert_cache), session.store.info()["n_slots"])
-            session.store.resize(n_slots)
-            if self._live_controller is not None:
-                self._live_controller.update(n_slots)
+            store, on_device = session.store, self.plan.device is not None
+            wanted = self._slots_within(store, expert_cache, vram_cache)
+            try:
+                if on_device:
+                    library.llama_cpp().llama_synchronize(self._ctx.ctx)  # nothing computes with slots any more
+                    for tier, n_slots in sorted(wanted.items(), reverse=True):
+                        store.reallocate(n_slots, tier)
+                elif wanted:
+                    store.resize(wanted[Tier.COMPUTE])
+            finally:
+                if self._live_controller is not None and Tier.COMPUTE in wanted:
+                    n_slots = store.info()["n_slots_usable"] if on_device else wanted[Tier.COMPUTE]
+                    self._live_controller.update(n_slots)
+
+    def _slots_within(self, store: Store, expert_cache: Budget | None, vram_cache: Budget | None) -> dict[Tier, int]:
+        """Slots of each tier with another budget. Raises BudgetError."""
+        wanted: dict[Tier, int] = {}
+        if vram_cache is not None:
+            wanted[Tier.COMPUTE] = self._load_plan.vram_slots_within(vram_cache)
+        if expert_cache is None:
+            return wanted
+        if self.plan.device is None:
+            tier, n_slots = Tier.COMPUTE, self._load_plan.slots_within(expert_cache)
+        elif Tier.LOWER in store.tiers:
+            tier, n_slots = Tier.LOWER, self._load_plan.lower_slots_within(expert_cache)
+        else:
+            raise BudgetError(
+                f"expert_cache={expert_cache!r}: the model was loaded with every expert in VRAM, so it has no slots in"
+                " RAM; change vram_cache, or load it again with less of that."
+            )
+        wanted[tier] = min(n_slots, store.tier(tier)["n_slots"])
+        return wanted
 
     def cancel(self) -> None:
         """Ends the evaluation in progress, from another thread: it raises GenerationCancelled at once."""

@@ -15,7 +15,7 @@ from moegguf.engine.memory import check_context, choose_kv_tokens, pad_context, 
 from moegguf.engine.placing import BY_LAYERS, NO_SPLIT, Gpus, Placed, gpus_for, place_on
 from moegguf.engine.plan import Plan, given_bytes, make_plan
 from moegguf.engine.sequences import sequences_of
-from moegguf.engine.tiers import lower_slots
+from moegguf.engine.tiers import lower_slots, parse_vram_cache
 from moegguf.errors import (
     AllocationError,
     BudgetError,
@@ -64,6 +64,17 @@ class LoadPlan:
     gpu: Gpus | None = None  # that experts could be placed on
     no_device: bool = False  # llama.cpp gets none: beside one, even unused, it does not repack weights for the CPU
 
+    @property
+    def whole_layers(self) -> list[int]:
+        """Numbers of the layers whose experts all lie on a device, as plain weights."""
+        with_slots = {layer.il for layer in self.slots_layout.layers}
+        return [layer.il for layer in self.layout.layers if layer.il not in with_slots]
+
+    @property
+    def least_slots(self) -> int:
+        """Slots of the tier that layers compute on, without which a pass may fail."""
+        return layer_slots(self.slots_layout, self.plan.n_ubatch, self.plan.streams)
+
     def lower_slots_within(self, expert_cache: Budget) -> int:
         """Slots in RAM of another budget, where a device computes. Raises BudgetError where it holds none."""
         cache = parse_expert_cache(expert_cache)
@@ -76,12 +87,40 @@ class LoadPlan:
             n_slots = self.lower_slots_within(cache)
         else:
             n_slots = make_plan(layout, cache, read_memory(), n_ctx=self.kv_tokens, n_ubatch=1).n_slots
-        least = layer_slots(layout, self.plan.n_ubatch, self.plan.streams)
+        least = self.least_slots
         if n_slots < least:
             size = format_bytes_up(least * self.plan.slot_bytes)
             raise BudgetError(
                 f"expert_cache={expert_cache!r} is too small for a model that was loaded to read {self.plan.n_ubatch}"
                 f" tokens at a time; give at least {size!r}, or load it again with the smaller budget."
+            )
+        return n_slots
+
+    def vram_slots_within(self, vram_cache: Budget) -> int:
+        """Slots on the device of another budget, up to the one at load. Raises BudgetError when its passes need more,
+        and for a model whose slots are the CPU's."""
+        cache, plan, layout = parse_vram_cache(vram_cache), self.plan, self.slots_layout
+        if plan.layers_on is not None:
+            raise BudgetError(
+                f"vram_cache={vram_cache!r}: {plan.layers_on} has the experts of whole layers, which stay there; load"
+                " the model again with another vram_cache, or with placement 'slots'."
+            )
+        if plan.device is None:
+            raise BudgetError(
+                f"vram_cache={vram_cache!r}: the CPU computes this model, so it has no experts in VRAM; load it with"
+                " vram_cache (--vram-cache) to use a GPU."
+            )
+        asked = {
+            "auto": plan.n_slots,
+            "fraction": int(cache.fraction * layout.n_expert_total + 1e-9),
+            "bytes": cache.n_bytes // plan.slot_bytes,
+        }
+        n_slots, least = min(asked[cache.mode], plan.n_slots), self.least_slots
+        if n_slots < least:
+            size = format_bytes_up(least * plan.slot_bytes)
+            raise BudgetError(
+                f"vram_cache={vram_cache!r} is too small for a model that was loaded to read {plan.n_ubatch} tokens at"
+                f" a time; give at least {size!r}, or load it again with the smaller budget."
             )
         return n_slots
 

@@ -206,7 +206,8 @@ class Budgets:
         if placement.kind == "cpu":
             return Placed(make_plan(layout, self.ram, self.memory, **options, streams=streams), layout)
         if placement.kind == "resident":
-            return Placed(on_device(layout, ExpertCache("fraction", fraction=1.0)), layout)
+            full = ExpertCache("fraction", fraction=1.0)
+            return Placed(on_device(layout, full if self.vram.mode == "auto" else self.vram), layout)
         if placement.kind == "slots":
             return Placed(on_device(layout, self.vram), layout)
         rest = layout.only(layer.il for layer in layout.layers[: len(layout.layers) - placement.n_layers])

@@ -7,15 +7,20 @@ store's reserved buffer type. The arrays passed to llama.cpp are kept here until
 from __future__ import annotations
 
 import ctypes as c
+import enum
 import os
 import warnings
+from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from moegguf.engine.batch import layer_slots
 from moegguf.engine.devices import gpus
 from moegguf.engine.listeners import RoutingListeners
 from moegguf.engine.plan import DevicePlan, Plan
-from moegguf.engine.stats import Stats
+from moegguf.engine.stats import RAM, VRAM, Stats, TierStats
 from moegguf.errors import AllocationError, ForkError
 from moegguf.gguf.experts import ExpertLayout
 from moegguf.native import library
@@ -65,6 +70,22 @@ def open_store(layout: ExpertLayout, plan: Plan, options: StoreOptions) -> Store
     return store
 
 
+class Place(enum.IntEnum):
+    """Where an expert is: in the file alone, on its way to a slot, or in a slot."""
+
+    DISK = 0
+    LOADING = 1
+    RAM = 2
+    VRAM = 3
+
+
+def _tier_stats(name: str, figures: dict[str, Any], slot_bytes: int) -> TierStats:
+    counted = {key: value for key, value in figures.items() if key in TierStats.__dataclass_fields__}
+    n_slots = figures["n_slots_usable"]
+    fixed = {"n_slots": n_slots, "pool_bytes": n_slots * slot_bytes, "stall_s": figures["stall_ns"] / 1e9}
+    return TierStats(name, **counted | fixed)
+
+
 class _Override(c.Structure):
     """struct llama_model_tensor_buft_override."""
 
@@ -72,10 +93,14 @@ class _Override(c.Structure):
 
 
 class Session:
-    """One store and one lane, attached to one `Llama`. `layout`: of the layers whose experts have slots."""
+    """One store and one lane, attached to one `Llama`. `layout`: of the layers whose experts have slots.
+    `whole_layers`: numbers of those whose experts all lie on a device, as plain weights."""
 
-    def __init__(self, layout: ExpertLayout, plan: Plan, options: StoreOptions) -> None:
+    def __init__(
+        self, layout: ExpertLayout, plan: Plan, options: StoreOptions, whole_layers: Sequence[int] = ()
+    ) -> None:
         self.layout = layout
+        self.whole_layers = list(whole_layers)
         self.plan = plan
         self._bindings = library.llama_cpp()
         self._pid = os.getpid()
@@ -135,7 +160,18 @@ class Session:
             n_slots=info["n_slots_usable"],
             n_experts=info["n_experts"],
             pool_bytes=info["n_slots_usable"] * info["slot_bytes"],
+            tiers=tuple(_tier_stats(name, figures, info["slot_bytes"]) for name, figures in self.tiers().items()),
         )
+
+    def places(self) -> npt.NDArray[np.uint8]:
+        """(n_layer, n_expert): where each expert is, as a `Place`. One that is in several tiers is in the first."""
+        places = np.zeros(self.store.shape, np.uint8)
+        for name, tier in zip(reversed(self.tiers()), reversed(self.store.tiers), strict=True):
+            there = self.store.residency(tier)
+            places[(there == 1) & (places == Place.DISK)] = Place.LOADING
+            places[there == 2] = Place.VRAM if name == VRAM else Place.RAM
+        places[self.whole_layers] = Place.VRAM
+        return places
 
     def tiers(self) -> dict[str, dict[str, Any]]:
         """Every figure of each tier, the nearest to the layers first: "VRAM" and "RAM", or "RAM" alone.
@@ -143,7 +179,7 @@ class Session:
         Times in ns. Of both, VRAM's look-ups are those of the model, and RAM's those that VRAM missed.
         """
         on_device = any(device.name not in (None, "CPU") for device in self.store.devices)
-        names = ("VRAM", "RAM") if on_device else ("RAM",)
+        names = (VRAM, RAM) if on_device else (RAM,)
         return {name: self.store.tier(tier) for name, tier in zip(names, self.store.tiers, strict=False)}
 
     def devices(self) -> dict[str, dict[str, Any]]:

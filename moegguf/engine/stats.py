@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 PRESENT_VALUES = frozenset({"n_slots", "n_experts", "slots_used", "pool_bytes", "n_threads"})
+VRAM, RAM = "VRAM", "RAM"  # names of tiers
 
 
 def _ratio(a: float, b: float) -> float:
@@ -13,11 +15,57 @@ def _ratio(a: float, b: float) -> float:
 
 
 @dataclass(frozen=True)
+class TierStats:
+    """Cumulative figures of one tier: slots in the memory of a device (`name` "VRAM") or of the host ("RAM").
+
+    `device`: ggml's name of what computes with the slots, or copies from them. Below another tier, a lookup is one that
+    missed there. Bytes are those that came into the slots, from wherever; sizes in bytes. `stall_s`: seconds that
+    computing waited; below, those in which something was still to be read from the file. `slots_used`, `n_slots` and
+    `pool_bytes`, of the slots in use, are present values, all others counters.
+    """
+
+    name: str
+    device: str = ""
+    lookups: int = 0
+    hits_ready: int = 0
+    hits_late: int = 0
+    misses: int = 0
+    evictions: int = 0
+    bytes_missed: int = 0
+    bytes_prefetched: int = 0
+    stall_s: float = 0.0
+    slots_used: int = 0
+    n_slots: int = 0
+    pool_bytes: int = 0
+
+    @property
+    def hits(self) -> int:
+        """Lookups that found their expert there, or on its way."""
+        return self.hits_ready + self.hits_late
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of lookups that did."""
+        return _ratio(self.hits, self.lookups)
+
+    def combine(self, other: TierStats, operator: Callable[[Any, Any], Any]) -> TierStats:
+        """These figures, with each counter combined with that of `other`."""
+        pairs = {name: (getattr(self, name), getattr(other, name)) for name in _TIER_COUNTERS}
+        return replace(self, **{name: operator(*pair) for name, pair in pairs.items()})
+
+
+_TIER_COUNTERS = tuple(
+    field.name for field in fields(TierStats) if field.name not in PRESENT_VALUES | {"name", "device"}
+)
+
+
+@dataclass(frozen=True)
 class Stats:
     """Cumulative figures of one model. A lookup is one distinct (layer, expert) in one pass.
 
     Times in seconds, sizes in bytes. `n_slots`, `n_experts`, `slots_used`, `pool_bytes` and
-    `n_threads`, those that compute, are present values, all others counters.
+    `n_threads`, those that compute, are present values, all others counters. Where layers compute on a device, look-ups
+    and slots are those of its tier; `tiers` has the figures of each, the nearest to the layers first.
     """
 
     tokens: int = 0
@@ -48,20 +96,33 @@ class Stats:
     slots_used: int = 0
     pool_bytes: int = 0
     n_threads: int = 0
+    tiers: tuple[TierStats, ...] = ()
 
     def __add__(self, later: Stats) -> Stats:
-        return replace(later, **{name: n + getattr(later, name) for name, n in self._counters().items()})
+        counted = {name: getattr(self, name) + getattr(later, name) for name in _COUNTERS}
+        added = _combined(later.tiers, self.tiers, lambda now, before: now + before)
+        known = {(tier.name, tier.device) for tier in added}
+        gone = tuple(tier for tier in self.tiers if (tier.name, tier.device) not in known)
+        return replace(later, **counted, tiers=added + gone)
 
     def __sub__(self, earlier: Stats) -> Stats:
-        return replace(self, **{name: n - getattr(earlier, name) for name, n in self._counters().items()})
-
-    def _counters(self) -> dict[str, Any]:
-        return {name: value for name, value in asdict(self).items() if name not in PRESENT_VALUES}
+        counted = {name: getattr(self, name) - getattr(earlier, name) for name in _COUNTERS}
+        return replace(self, **counted, tiers=_combined(self.tiers, earlier.tiers, lambda now, before: now - before))
 
     @property
     def hit_rate(self) -> float:
         """Share of lookups that found their expert resident or in flight."""
         return _ratio(self.hits_ready + self.hits_late, self.lookups)
+
+    @property
+    def in_vram(self) -> bool:
+        """Whether layers compute with slots in a device's memory."""
+        return bool(self.tiers) and self.tiers[0].name == VRAM
+
+    @property
+    def below(self) -> TierStats | None:
+        """The tier in RAM below a device's, if there is one."""
+        return next((tier for tier in self.tiers[1:] if tier.name == RAM), None)
 
     @property
     def bytes_read(self) -> int:
@@ -101,3 +162,15 @@ class Stats:
         """Counters and derived figures, for JSON."""
         derived = ("hit_rate", "bytes_read", "bytes_per_token", "stall_per_token_s", "hook_per_token_s", "tokens_per_s")
         return asdict(self) | {name: getattr(self, name) for name in derived}
+
+
+_COUNTERS = tuple(field.name for field in fields(Stats) if field.name not in PRESENT_VALUES | {"tiers"})
+
+
+def _combined(
+    tiers: tuple[TierStats, ...], others: tuple[TierStats, ...], operator: Callable[[Any, Any], Any]
+) -> tuple[TierStats, ...]:
+    """`tiers`, each combined with the one of the same name and device in `others`, if there is one."""
+    known = {(tier.name, tier.device): tier for tier in others}
+    found = ((tier, known.get((tier.name, tier.device))) for tier in tiers)
+    return tuple(tier if other is None else tier.combine(other, operator) for tier, other in found)

@@ -1,7 +1,7 @@
 """Warm start: what earlier runs of a model used most is fetched when it is loaded, so that its first tokens hit, too.
 
-Requests for it come behind everything that a layer waits for, and a layer's are dropped once it has been routed: what
-is still missing then is no longer ahead of anything.
+They go into free slots only, behind everything that a layer waits for: those used most into the tier that layers
+compute on, the next ones into RAM below it.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class WarmStart:
         self._shape = MoeShape.of(session.layout)
 
     def begin(self) -> None:
-        """Asks for the experts used most, as many as there are slots. A pool that holds every expert fills itself."""
-        info = self._session.store.info()
-        uses = None if info["resident"] else self._artifacts.uses(self._shape)
+        """Asks for the experts used most, as many as the tiers have slots. A pool of every expert fills itself."""
+        store = self._session.store
+        uses = None if store.info()["resident"] else self._artifacts.uses(self._shape)
         if uses is not None:
-            self._session.store.prefetch(*most_used(uses, info["n_slots_usable"]))
+            store.warm(*most_used(uses, sum(store.tier(tier)["n_slots_usable"] for tier in store.tiers)))
 
     def close(self) -> None:
         """Saves the uses since the model was loaded, added to those of earlier runs. Of a pool that held every expert

@@ -480,6 +480,41 @@ void Acquire::resize(Tier & tier, int n_slots) {
     }
 }
 
+void Acquire::reallocate(Tier & tier, int n_slots) {
+    Lock lock(shared_.mutex);
+    const bool computes = tier.id == TierId::compute;
+    const int least = computes ? tier.layers.n_used_max : 1, most = tier.residency.n_slots();
+    if (n_slots < least || n_slots > most) {
+        throw Error(MOEGGUF_INVALID, "the tier can have " + std::to_string(least) + " to " + std::to_string(most) +
+                                         " slots, not " + std::to_string(n_slots));
+    }
+    if (computes && tier.numbering.resident()) {
+        if (lanes_.size() > 1 && n_slots < most) {
+            throw Error(MOEGGUF_INVALID, "a fully resident pool with several contexts keeps its size");
+        }
+        if (n_slots == most) {
+            return;
+        }
+    }
+    for (Lane * lane : lanes_) { // pins of the last layer of a pass that has ended
+        streaming_.stop(*lane);
+        unpin(*lane);
+    }
+    tier.resize_to = 0;
+    tier.resize(std::min(n_slots, tier.residency.n_usable()));
+    transfers_.drop_requests();
+    transfers_.hold_prefetches(true);
+    const auto quiet = [&] {
+        return !tiers_.any([](const Tier & of) { return of.reading(); }) && !(tiers_.below && tiers_.below->reading());
+    };
+    const bool ended = shared_.simulated() || shared_.done.wait_for(lock, longest_pass, quiet);
+    transfers_.hold_prefetches(false);
+    if (!ended) {
+        throw Error(MOEGGUF_IO, "experts were still being read after a minute; try again");
+    }
+    tier.resize(tier.reallocate(n_slots));
+}
+
 void Acquire::apply_resize(Tier & tier) {
     if (tier.numbering.resident() && lanes_.size() > 1) {
         return; // a context that came meanwhile computes with slot ids of its layers' windows

@@ -44,6 +44,8 @@ class Acquire {
 
     void watch(bool on) { watched_ = on; } // on: no layer is idle, so that activity is complete
     void resize(Tier & tier, int n_slots); // from the next routing event on; of the tier below at once
+    // The same at once with memory of its own size, on any device; no pass is under way in any lane.
+    void reallocate(Tier & tier, int n_slots);
 
   private:
     using Deadline = std::chrono::steady_clock::time_point;
@@ -84,7 +86,7 @@ class Acquire {
     Transfers & transfers_;
     Forecaster & forecaster_;
     Events & events_;
-    std::vector<const Lane *> lanes_;
+    std::vector<Lane *> lanes_;
     int lane_ids_ = 0;
     bool short_of_slots_ = false; // a lane waits for slots: no other may take any
     std::atomic<bool> watched_{false};

@@ -1,4 +1,5 @@
 // api.cpp: the C ABI over the store. The only place where exceptions become status codes.
+#include "device_failure.h"
 #include "link_device.h"
 #include "speeds.h"
 #include "store.h"
@@ -107,6 +108,7 @@ int moegguf_store_open(const moegguf_config * config, moegguf_store ** store) {
             throw Error(MOEGGUF_INVALID, "the library has ABI " + std::to_string(MOEGGUF_ABI_VERSION));
         }
         moegguf_store *& opened = given(store); // before there is anything to lose
+        report_device_failures();
         opened = new moegguf_store(*config);
     });
 }
@@ -208,6 +210,10 @@ int moegguf_store_cancel(moegguf_store * store, int cancel) {
 
 int moegguf_store_resize(moegguf_store * store, int32_t tier, int32_t n_slots) {
     return on(store, [&](Store & s) { s.resize(tier, n_slots); });
+}
+
+int moegguf_store_reallocate(moegguf_store * store, int32_t tier, int32_t n_slots) {
+    return on(store, [&](Store & s) { s.reallocate(tier, n_slots); });
 }
 
 int moegguf_store_drain(moegguf_store * store, double timeout_s) {

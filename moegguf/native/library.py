@@ -344,6 +344,7 @@ _STATUS_CALLS: dict[str, list[Any]] = {
     "moegguf_store_listen": [c.c_void_p, c.POINTER(Listener)],
     "moegguf_store_cancel": [c.c_void_p, c.c_int],
     "moegguf_store_resize": [c.c_void_p, c.c_int32, c.c_int32],
+    "moegguf_store_reallocate": [c.c_void_p, c.c_int32, c.c_int32],
     "moegguf_store_drain": [c.c_void_p, c.c_double],
     "moegguf_store_read_slot": [c.c_void_p, c.c_int32, c.c_int32, c.c_void_p, c.c_size_t],
     "moegguf_store_probe": [c.c_void_p, c.c_double, c.POINTER(c.c_double)],

@@ -433,6 +433,10 @@ MOEGGUF_API int moegguf_store_cancel(moegguf_store * store,
 // 0 < n_slots <= the pool's; memory of the others is given back where it is pageable host memory. Those of all devices
 // are shared out in proportion to their pools.
 MOEGGUF_API int moegguf_store_resize(moegguf_store * store, int32_t tier, int32_t n_slots);
+// The same at once, while no pass is under way in any context: memory of devices is allocated anew for n_slots slots,
+// so that the rest of it is free. Where there is too little for both for a moment, slots are emptied first. MEMORY:
+// more slots were refused, and there are as many as before.
+MOEGGUF_API int moegguf_store_reallocate(moegguf_store * store, int32_t tier, int32_t n_slots);
 MOEGGUF_API int moegguf_store_drain(moegguf_store * store, double timeout_s); // OK when nothing is queued or read
 MOEGGUF_API int moegguf_store_read_slot(moegguf_store * store, int32_t matrix, int32_t slot, void * out,
                                         size_t n); // plain slots: for tests

@@ -214,6 +214,7 @@ void Pool::allocate(const Layout & layout, const LayerSet & layers, int n_slots)
         }
         bytes_ += n;
     }
+    n_allocated_ = n_slots;
 }
 
 // Backends give pageable memory, and say nothing, where the system refuses pinned memory.
@@ -262,6 +263,75 @@ void Pool::share_all_slots(int n_slots) {
         tensors_[i]->data = arenas_[kind_[i]].base;
         tensors_[i]->ne[2] = std::max(n_slots, n_ids_);
         tensors_[i]->nb[3] = tensors_[i]->nb[2] * tensors_[i]->ne[2];
+    }
+}
+
+bool Pool::reallocate(int n_slots, bool keep) {
+    const int n_kept = keep ? std::min(n_slots, n_allocated_) : 0;
+    for (int kind = 0; kind < MOEGGUF_MAX_KINDS; kind++) {
+        const uint64_t n = strides_.arena_bytes(kind, n_slots);
+        if (strides_.of_kind[kind] == 0) {
+            continue;
+        }
+        Arena & arena = arenas_[kind];
+        if (!keep && arena.memory) {
+            bytes_ -= ggml_backend_buffer_get_size(arena.memory.get());
+            arena.memory.reset();
+        }
+        ggml_backend_buffer_ptr memory;
+        if (!fault(MOEGGUF_FAULT_ALLOC)) {
+            memory.reset(ggml_backend_buft_alloc_buffer(memory_.buft, n));
+        }
+        if (!memory) {
+            return false;
+        }
+        ggml_backend_buffer_set_usage(memory.get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
+        ggml_backend_buffer_clear(memory.get(), 0);
+        if (keep) {
+            copy_slots(kind, arena.memory.get(), memory.get(), n_kept);
+            bytes_ -= ggml_backend_buffer_get_size(arena.memory.get());
+        }
+        arena.memory = std::move(memory);
+        arena.base = (uint8_t *)ggml_backend_buffer_get_base(arena.memory.get());
+        bytes_ += ggml_backend_buffer_get_size(arena.memory.get());
+        rebind(kind, n_slots);
+    }
+    n_allocated_ = n_slots;
+    return true;
+}
+
+// Slot by slot, as bytes: arenas may be larger than what a backend counts in one row.
+void Pool::copy_slots(int kind, ggml_backend_buffer_t from, ggml_backend_buffer_t to, int n) const {
+    const int64_t stride = (int64_t)strides_.of_kind[kind];
+    ggml_context_ptr context = tensor_context(2);
+    ggml_tensor * ends[] = {ggml_new_tensor_1d(context.get(), GGML_TYPE_I8, stride),
+                            ggml_new_tensor_1d(context.get(), GGML_TYPE_I8, stride)};
+    ggml_backend_buffer_t buffers[] = {from, to};
+    for (int s = 0; s < n; s++) {
+        for (int i = 0; i < 2; i++) {
+            ends[i]->buffer = buffers[i];
+            ends[i]->data = (uint8_t *)ggml_backend_buffer_get_base(buffers[i]) + s * stride;
+        }
+        ggml_backend_tensor_copy(ends[0], ends[1]);
+    }
+}
+
+// The tensors of a kind lie in its arena as it is now; every layer's window is all slots.
+void Pool::rebind(int kind, int n_slots) {
+    for (size_t i = 0; i < tensors_.size(); i++) {
+        if (kind_[i] != kind || !tensors_[i]) {
+            continue;
+        }
+        ggml_tensor * pool = tensors_[i];
+        pool->ne[2] = std::max(n_slots, n_ids_);
+        pool->nb[3] = pool->nb[2] * pool->ne[2];
+        for (ggml_tensor * t : {pool, slot_[i]}) {
+            t->buffer = nullptr;
+            t->data = nullptr;
+            if (ggml_backend_tensor_alloc(arenas_[kind].memory.get(), t, arenas_[kind].base) != GGML_STATUS_SUCCESS) {
+                throw Error(MOEGGUF_MEMORY, std::string("the device cannot describe '") + t->name + "'");
+            }
+        }
     }
 }
 

@@ -55,6 +55,12 @@ class Pool {
     // Gives the memory of slots [first, last) back to the system where it is host memory.
     void release(int first, int last) const;
 
+    // Allocates the arenas anew, of the same memory, for n_slots slots, and frees those before. keep: with what the
+    // slots hold, so that both are there for a moment, an arena at a time; else the slots before must be empty. false:
+    // the device refused; with `keep` every slot that both sizes have is as before, without there may be none.
+    bool reallocate(int n_slots, bool keep);
+    bool gives_pages_back() const { return host_ && !memory_.pinned; } // by release(): it need not be allocated anew
+
     uint64_t bytes() const { return bytes_; }
     bool host() const { return host_; }
     const PoolMemory & memory() const { return memory_; }
@@ -68,6 +74,8 @@ class Pool {
     };
 
     void allocate(const Layout & layout, const LayerSet & layers, int n_slots);
+    void copy_slots(int kind, ggml_backend_buffer_t from, ggml_backend_buffer_t to, int n) const;
+    void rebind(int kind, int n_slots);
     void note_unpinned(const Arena & arena);
     uint8_t * address(int matrix, int slot) const;
     void make_tensor(const Matrix & m, int matrix, Window window);
@@ -82,7 +90,8 @@ class Pool {
     std::vector<ggml_tensor *> slot_;    // [n_matrices], a template: one expert in slot 0
     std::vector<moegguf_kind> kind_;
     uint64_t bytes_ = 0;
-    int n_ids_ = 0; // that kernels may be given, also where there are fewer slots: experts that are streamed
+    int n_allocated_ = 0; // slots that every arena has room for
+    int n_ids_ = 0;       // that kernels may be given, also where there are fewer slots: experts that are streamed
     bool host_ = true;
 };
 

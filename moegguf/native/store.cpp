@@ -184,6 +184,14 @@ void Store::resize(int index, int n_slots) {
     }
 }
 
+void Store::reallocate(int index, int n_slots) {
+    const std::vector<Tier *> of = tiers_at(index);
+    const std::vector<int> shares = of.size() > 1 ? share_out(of, n_slots) : std::vector<int>{n_slots};
+    for (size_t i = 0; i < of.size(); i++) {
+        acquire.reallocate(*of[i], shares[i]);
+    }
+}
+
 void Store::cancel(bool on) {
     Lock lock(shared.mutex);
     shared.cancelled = on;

@@ -34,6 +34,7 @@ class Store {
     void prefetch(const int32_t * il, const int32_t * experts, size_t n, bool replace);
     void warm(const int32_t * il, const int32_t * experts, size_t n);
     void resize(int tier, int n_slots);
+    void reallocate(int tier, int n_slots);
     void cancel(bool on);
     bool drain(double timeout_s);
     void advance(uint64_t ns);

@@ -503,6 +503,14 @@ class Store:
         index = tier if device is None else library.DEVICE_TIER + device
         check(self._library.moegguf_store_resize(self.handle, index, n_slots))
 
+    def reallocate(self, n_slots: int, tier: Tier = Tier.COMPUTE) -> None:
+        """Uses n_slots slots of a tier, up to those it was opened with, at once, while no pass is under way.
+
+        On devices their memory is allocated anew, so that the rest is free. Raises AllocationError where the device
+        refuses more, and there are as many slots as before; OptionError for a number that there cannot be.
+        """
+        check(self._library.moegguf_store_reallocate(self.handle, tier, n_slots))
+
     def drain(self, timeout_s: float = 600.0) -> None:
         """Waits until nothing is queued or being read."""
         check(self._library.moegguf_store_drain(self.handle, timeout_s))

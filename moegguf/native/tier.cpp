@@ -241,4 +241,48 @@ void Tier::resize(int n_slots) {
     }
 }
 
+bool Tier::reading() const {
+    for (int s = 0; s < residency.n_slots(); s++) {
+        if (residency.slot(s).reading) {
+            return true;
+        }
+    }
+    return false;
+}
+
+int Tier::reallocate(int n_slots) {
+    if (!pool_ || pool_->gives_pages_back()) {
+        return n_slots;
+    }
+    const uint64_t bytes_before = pool_->bytes();
+    if (pool_->reallocate(n_slots, true)) {
+        return n_slots;
+    }
+    const std::string device = ggml_backend_dev_name(pool_->memory().device);
+    if (n_slots > residency.n_usable()) {
+        pool_->reallocate(residency.n_usable(), true);
+        throw Error(MOEGGUF_MEMORY, device + " refused memory for " + std::to_string(n_slots) +
+                                        " expert slots; there are " + std::to_string(residency.n_usable()) +
+                                        " as before");
+    }
+    evict_all(); // there is too little for both: experts come again when they are used
+    for (int n = n_slots; n > 0; n /= 2) {
+        if (pool_->reallocate(n, false)) {
+            return n;
+        }
+    }
+    residency.set_usable(0);
+    throw Error(MOEGGUF_MEMORY, device + " refused memory for expert slots after it had " +
+                                    std::to_string(bytes_before >> 20) + " MiB of them; load the model again");
+}
+
+void Tier::evict_all() {
+    for (int s = 0; s < residency.n_slots(); s++) {
+        if (residency.slot(s).il >= 0) {
+            count(counters.evictions);
+            release_slot(s);
+        }
+    }
+}
+
 } // namespace moegguf

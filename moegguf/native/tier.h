@@ -55,10 +55,15 @@ class Tier {
     const std::vector<int> & borrowers() const { return borrowers_; } // slots that have a source
     void report_residency(int s, bool resident);                      // to the listener
     void resize(int n_slots);                                         // no layer computes meanwhile
+    // The memory of n_slots slots, where those of the others is not given back by itself. Nothing is read, copied or
+    // computed meanwhile. Returns how many there are. Throws Error(MEMORY): more is refused, and it stays as it was.
+    int reallocate(int n_slots);
+    bool reading() const;                                   // something is on its way into a slot
     bool complete() const { return n_absent_chunks_ == 0; } // any thread: every expert is there, in a slot of its own
     bool usable(int s) const { return s < residency.n_usable(); }
 
   private:
+    void evict_all();
     int empty_slot(int il, int expert, const Moment & now, const Bid & bid);
     void release_slot(int s);
     void spin_shortly();

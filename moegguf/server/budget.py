@@ -1,7 +1,8 @@
-"""`PUT /budget`: another budget for the experts of a loaded model, for someone who needs the memory now.
+"""`PUT /budget`: other budgets for the experts of a loaded model, for someone who needs the memory now.
 
-Body: `{"model": NAME, "expert_cache": "2GiB"}`, as `--expert-cache` takes it, up to what the model was loaded with. It
-acts between two passes of a running answer, changes no token, and lasts until the model is unloaded.
+Body: `{"model": NAME, "expert_cache": "2GiB", "vram_cache": "4GiB"}`, one or both, as `--expert-cache` and
+`--vram-cache` take them, up to what the model was loaded with. It acts between two passes of a running answer, changes
+no token, and lasts until the model is unloaded.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from moegguf.engine.tiers import parse_vram_cache
 from moegguf.quantities import parse_expert_cache
 from moegguf.server.common import limits
 from moegguf.server.common.body import read_body
+from moegguf.server.common.errors import HttpError
 
 
 class BudgetRequest(BaseModel):
@@ -22,21 +25,29 @@ class BudgetRequest(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     model: str = Field(min_length=1, max_length=limits.NAME_CHARS)
-    expert_cache: str | int = Field(union_mode="left_to_right")
+    expert_cache: str | int | None = Field(default=None, union_mode="left_to_right")
+    vram_cache: str | int | None = Field(default=None, union_mode="left_to_right")
 
 
 async def put_budget(request: Request) -> Response:
     """Replies with what experts have now, and all of the model's memory, in bytes."""
     body = await read_body(request, BudgetRequest)
-    loaded = await request.app.state.manager.set_expert_cache(body.model, parse_expert_cache(body.expert_cache))
+    if body.expert_cache is None and body.vram_cache is None:
+        raise HttpError(400, "a budget needs expert_cache or vram_cache, but neither is given")
+    expert_cache = None if body.expert_cache is None else parse_expert_cache(body.expert_cache)
+    vram_cache = None if body.vram_cache is None else parse_vram_cache(body.vram_cache)
+    loaded = await request.app.state.manager.set_budget(body.model, expert_cache, vram_cache)
     slot_bytes = loaded.plan.get("slot_bytes", 0)
     return JSONResponse(
         {
             "model": loaded.name,
             "expert_cache_bytes": loaded.expert_cache_bytes,
             "n_slots": loaded.expert_cache_bytes // slot_bytes if slot_bytes else 0,
+            "vram_cache_bytes": loaded.vram_cache_bytes,
+            "n_vram_slots": loaded.vram_cache_bytes // slot_bytes if slot_bytes else 0,
             "n_experts": loaded.stats.n_experts,
             "size_bytes": loaded.size_bytes,
+            "vram_bytes": loaded.vram_bytes,
         }
     )
 

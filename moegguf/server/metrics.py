@@ -20,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from moegguf.engine.stats import Stats
+from moegguf.engine.stats import Stats, TierStats
 from moegguf.generate.request import Timing
 from moegguf.serving.events import Done, Event, LoadedModel
 
@@ -57,6 +57,26 @@ COUNTS = (
 )  # fmt: skip
 FIELDS = tuple(field for count in COUNTS for field in count.fields.values())
 
+# Of `TierStats`: per model and tier, "vram" or "ram", and device.
+TIER_COUNTS = (
+    CounterSpec("tier_lookups", "Experts looked up in a tier: below another one, those that it missed.",
+          {"": "lookups"}),
+    CounterSpec("tier_hits", "Lookups whose expert was in the tier, or on its way there.",
+          {"ready": "hits_ready", "late": "hits_late"}, "kind"),
+    CounterSpec("tier_misses", "Lookups whose expert was not.", {"": "misses"}),
+    CounterSpec("tier_evictions", "Experts evicted from slots of the tier.", {"": "evictions"}),
+    CounterSpec("tier_received_bytes", "Bytes of experts that came into the tier, from wherever.",
+          {"miss": "bytes_missed", "prefetch": "bytes_prefetched"}, "cause"),
+    CounterSpec("tier_stall_seconds", "Time that computation waited; of RAM below VRAM: while something was still to be"
+          " read.", {"": "stall_s"}),
+)  # fmt: skip
+TIER_FIELDS = tuple(field for count in TIER_COUNTS for field in count.fields.values())
+TIER_LABELS = ("tier", "device")
+
+
+Figure = str | tuple[str, str, str]
+"""A field of the model, or (tier, its device, field)."""
+
 
 @dataclass
 class AnswerTotals:
@@ -75,8 +95,8 @@ class Totals:
 
     def __init__(self) -> None:
         self.answers: defaultdict[str, AnswerTotals] = defaultdict(AnswerTotals)
-        self._sums: defaultdict[str, Counter[str]] = defaultdict(Counter)
-        self._counts_by_pid: dict[int, Counter[str]] = {}
+        self._sums: defaultdict[str, Counter[Figure]] = defaultdict(Counter)
+        self._counts_by_pid: dict[int, Counter[Figure]] = {}
 
     def add(self, model: str, timing: Timing) -> None:
         """Adds a finished answer."""
@@ -90,7 +110,7 @@ class Totals:
 
     def update(self, loaded: Iterable[LoadedModel]) -> None:
         """Adds what the models in memory have counted since the last call, each under the first name that uses it."""
-        now: dict[int, Counter[str]] = {}
+        now: dict[int, Counter[Figure]] = {}
         for model in loaded:
             now[model.pid] = counts = Counter(_counts(model.stats))
             added = Counter(counts)
@@ -98,13 +118,20 @@ class Totals:
             self._sums[model.name].update(added)
         self._counts_by_pid = now
 
-    def counts(self) -> dict[str, Counter[str]]:
-        """{model: sums of `FIELDS`}."""
+    def counts(self) -> dict[str, Counter[Figure]]:
+        """{model: sums of `FIELDS` and of each tier's `TIER_FIELDS`}."""
         return dict(sorted(self._sums.items()))
 
 
-def _counts(stats: Stats) -> dict[str, float]:
-    return {field: getattr(stats, field) for field in FIELDS}
+def _counts(stats: Stats) -> dict[Figure, float]:
+    counts: dict[Figure, float] = {field: getattr(stats, field) for field in FIELDS}
+    for tier in stats.tiers:
+        counts |= {(*_labels_of(tier), field): getattr(tier, field) for field in TIER_FIELDS}
+    return counts
+
+
+def _labels_of(tier: TierStats) -> tuple[str, str]:
+    return tier.name.lower(), tier.device
 
 
 def _resident_bytes(pid: int) -> int:
@@ -141,7 +168,9 @@ class Scrape(Collector):
             *self._llama_server_metrics(),
             *self._answer_counters(),
             *self._expert_counters(),
+            *self._tier_counters(),
             *self._model_gauges(),
+            *self._tier_gauges(),
         )
         return (family for family in families if family.samples)
 
@@ -192,6 +221,30 @@ class Scrape(Collector):
             for model, sums in self._counts.items():
                 for value, field in count.fields.items():
                     family.add_metric([model, value], sums[field])
+            yield family
+
+    def _tier_counters(self) -> Iterator[Metric]:
+        """Counters of each tier, per model, since the server's start."""
+        for count in TIER_COUNTS:
+            labels = ["model", *TIER_LABELS, count.by] if count.by else ["model", *TIER_LABELS]
+            family = CounterMetricFamily(f"moegguf_{count.name}_total", count.help, labels=labels)
+            for model, sums in self._counts.items():
+                for tier, device in sorted({key[:2] for key in sums if isinstance(key, tuple)}):
+                    for value, field in count.fields.items():
+                        family.add_metric([model, tier, device, value], sums[tier, device, field])
+            yield family
+
+    def _tier_gauges(self) -> Iterator[Metric]:
+        """Slots of each tier of the models in memory."""
+        for name, text, field in (
+            ("tier_slots", "Slots of the tier that are in use.", "n_slots"),
+            ("tier_slots_used", "Slots that hold an expert.", "slots_used"),
+            ("tier_bytes", "Memory of these slots.", "pool_bytes"),
+        ):
+            family = GaugeMetricFamily(f"moegguf_{name}", text, labels=["model", *TIER_LABELS])
+            for model in self._loaded:
+                for tier in model.stats.tiers:
+                    family.add_metric([model.name, *_labels_of(tier)], getattr(tier, field))
             yield family
 
     def _model_gauges(self) -> Iterator[Metric]:

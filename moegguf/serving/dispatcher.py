@@ -7,7 +7,8 @@ Rules. Names of the same files and load options share a process; an option that 
 last request of its name, and a request for a longer context loads the model again. Requests of a model are granted in
 turns between clients (turns.py), of each in order of arrival, as many at once as its process answers together. A model
 that is not loaded is loaded when it fits the memory budget; idle models are unloaded for it, least recently used first;
-else it gets fewer expert slots; else it waits until a busy model is idle.
+else it gets fewer expert slots; else it waits until a busy model is idle. A device's memory is counted apart, and a
+device that has failed is not used again.
 Loads start in the order of their oldest request. Requests for loaded models may overtake a load that waits for
 memory, for OVERTAKE_S at most. A running answer is never interrupted.
 """
@@ -17,20 +18,29 @@ from __future__ import annotations
 import asyncio
 import functools
 import math
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from moegguf.errors import BudgetError, BusyError, MoeggufError, WorkerError
+from moegguf.engine.devices import Device, has_gpu, query_gpus
+from moegguf.errors import BudgetError, BusyError, DeviceLostError, MoeggufError, WorkerError
 from moegguf.quantities import ExpertCache, format_bytes
 from moegguf.serving.events import LoadOverrides
 from moegguf.serving.managed_model import ManagedModel, Purpose, State, Waiter, process_key, with_defaults
-from moegguf.serving.memory_budget import Measure, MemoryLimit, MemoryUse, ModelSize, admit, expert_cache_within
+from moegguf.serving.memory_budget import (
+    DeviceLimits,
+    Measure,
+    MemoryLimit,
+    MemoryUse,
+    ModelSize,
+    admit,
+    expert_cache_within,
+)
 from moegguf.serving.subscribers import Subscribers
 from moegguf.serving.wire import LoadConfig
 from moegguf.serving.worker_process import LoadStalledError, WorkerProcess
-from moegguf.settings import Settings
+from moegguf.settings import Settings, read_environment
 
 MAX_CRASHED_LOADS = 3
 OVERTAKE_S = 10.0  # so that requests that alternate between two models do not swap them every time
@@ -38,15 +48,24 @@ OVERTAKE_S = 10.0  # so that requests that alternate between two models do not s
 
 class Dispatcher:
     """All models that are loaded or requested, by `process_key`. `command` starts a worker; `measure`
-    computes the memory that a model needs."""
+    computes the memory that a model needs; `devices` are the GPUs of this machine now."""
 
-    def __init__(self, settings: Settings, subscribers: Subscribers, command: Sequence[str], measure: Measure) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        subscribers: Subscribers,
+        command: Sequence[str],
+        measure: Measure,
+        devices: Callable[[], list[Device]] = query_gpus,
+    ) -> None:
         self.models: dict[str, ManagedModel] = {}
         self._settings = settings
         self._command = command
         self._measure = measure
         self._subscribers = subscribers
         self._limit = MemoryLimit(settings)
+        self._devices = devices
+        self._device_limits = DeviceLimits()
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
         self._released = asyncio.Event()
@@ -90,41 +109,56 @@ class Dispatcher:
         model.waiters.insert(0, waiter)
         await self._wait(model, waiter)
 
-    async def set_expert_cache(self, model: ManagedModel, cache: ExpertCache) -> None:
-        """Changes the budget for experts of a loaded model, also while it answers; up to what it was loaded with.
+    async def set_budget(
+        self, model: ManagedModel, expert_cache: ExpertCache | None, vram_cache: ExpertCache | None
+    ) -> None:
+        """Changes budgets for experts of a loaded model, in RAM and on its device, also while it answers; up to what it
+        was loaded with. None: as it is.
 
-        Raises BudgetError for less than its passes need and for more than is free, BusyError while it is being changed,
-        WorkerError.
+        Raises BudgetError for less than its passes need, for more than is free and for a tier that it does not have,
+        BusyError while they are being changed, AllocationError, WorkerError.
         """
-        process, reserved = model.process, model.ready.plan
+        process, plan = model.process, model.ready.plan
         if process is None or model.state is not State.READY or model.changing_budget:
             raise BusyError(f"{model.name!r} is being loaded, unloaded or given another budget; try again.")
-        wanted = expert_cache_within(cache, process.stats.n_experts, reserved["slot_bytes"], reserved["budget_bytes"])
-        grown = wanted - model.expert_cache_bytes
-        free = self._limit.bytes(self._used_bytes()) - self._used_bytes()
-        if grown > max(0, free):
-            raise BudgetError(
-                f"{format_bytes(grown)} more for experts of {model.name!r} do not fit beside the other models, which"
-                f" leave {format_bytes(max(0, free))}; unload one of them (`moegguf stop`), or give less."
-            )
+        ram, vram = model.reserved_bytes
+        if vram_cache is not None and not vram:
+            raise BudgetError(f"{model.name!r} has no slots in VRAM; give expert_cache.")
+        if expert_cache is not None and vram and not ram:
+            raise BudgetError(f"{model.name!r} has every expert in VRAM and none in RAM; give vram_cache.")
+        n_experts, slot_bytes = process.stats.n_experts, plan.get("slot_bytes", 0)
+        wanted: dict[str, Any] = {
+            "expert_cache_bytes": expert_cache and expert_cache_within(expert_cache, n_experts, slot_bytes, ram),
+            "vram_cache_bytes": vram_cache and expert_cache_within(vram_cache, n_experts, slot_bytes, vram),
+        }
+        grown = {name: n_bytes - getattr(model, name) for name, n_bytes in wanted.items() if n_bytes is not None}
+        for name, n_bytes in grown.items():
+            self._check_growth(model, name, n_bytes)
         model.changing_budget = True
-        self._resize(model, max(0, grown))  # nobody else gets it meanwhile
+        model.grow({name: max(0, n_bytes) for name, n_bytes in grown.items()})  # nobody else gets it meanwhile
         try:
-            async for _ in process.request("budget", expert_cache_bytes=wanted).events():
+            async for _ in process.request("budget", **wanted).events():
                 pass
         except MoeggufError:
             if model.process is process:
-                self._resize(model, -max(0, grown))
+                model.grow({name: -max(0, n_bytes) for name, n_bytes in grown.items()})
             raise
         finally:
             model.changing_budget = False
         if model.process is process:
-            self._resize(model, min(0, grown))
+            model.grow({name: min(0, n_bytes) for name, n_bytes in grown.items()})
         self.dispatch()
 
-    def _resize(self, model: ManagedModel, n_bytes: int) -> None:
-        model.size_bytes += n_bytes
-        model.expert_cache_bytes += n_bytes
+    def _check_growth(self, model: ManagedModel, name: str, n_bytes: int) -> None:
+        where, free = "", self._limit.bytes(self._used_bytes()) - self._used_bytes()
+        if name == "vram_cache_bytes":
+            where = f" on {model.device}"
+            free = self._device_limits.bytes(model.device) - self._used_on(model.device)
+        if n_bytes > max(0, free):
+            raise BudgetError(
+                f"{format_bytes(n_bytes)} more for experts of {model.name!r}{where} do not fit beside the other models,"
+                f" which leave {format_bytes(max(0, free))}; unload one of them (`moegguf stop`), or give less."
+            )
 
     async def _wait(self, model: ManagedModel, waiter: Waiter) -> None:
         self.dispatch()
@@ -265,10 +299,15 @@ class Dispatcher:
         assert size is not None
         others = [m for m in self.models.values() if m.state is not State.ABSENT]
         others.sort(key=lambda m: m.last_used_s)
-        in_memory = [MemoryUse(m.key, m.size_bytes, m.idle, m.state is State.STOPPING) for m in others]
-        limit_bytes = self._limit.bytes(self._used_bytes())
+        in_memory = [
+            MemoryUse(
+                m.key, m.size_bytes, m.idle, m.state is State.STOPPING, m.device_bytes * (m.device == size.device)
+            )
+            for m in others
+        ]
+        limit_bytes, on_device = self._limit.bytes(self._used_bytes()), self._device_limits.bytes(size.device)
         try:
-            admission = admit(size, limit_bytes, in_memory, self._settings.max_models)
+            admission = admit(size, limit_bytes, in_memory, self._settings.max_models, on_device)
         except MoeggufError as error:
             self._fail(model, model.waiters[0], error)
             return True
@@ -277,11 +316,15 @@ class Dispatcher:
         if not admission.reserve_bytes:
             return False
         model.state, model.size_bytes = State.LOADING, admission.reserve_bytes
+        model.device, model.device_bytes = size.device, admission.device_bytes
         self._spawn(self._load(model, model.waiters[0], size))
         return True
 
     def _used_bytes(self) -> int:
         return sum(model.size_bytes for model in self.models.values())
+
+    def _used_on(self, device: str | None) -> int:
+        return sum(model.device_bytes for model in self.models.values() if model.device == device)
 
     def _fail(self, model: ManagedModel, failed: Waiter, error: Exception) -> None:
         """Ends all waiters that need the same load as `failed`; a load with other options is still tried, and who waits
@@ -316,7 +359,9 @@ class Dispatcher:
     async def _measure_model(self, model: ManagedModel, waiter: Waiter) -> None:
         arguments = waiter.entry, waiter.overrides, self._settings, self._limit.bytes(self._used_bytes())
         try:
-            model.size = size = await asyncio.to_thread(self._measure, *arguments)
+            gpu = await self._find_gpu()
+            given = {} if gpu is None else {"gpu": gpu}
+            model.size = size = await asyncio.to_thread(self._measure, *arguments, **given)
             model.default_n_ctx = size.default_n_ctx
             model.measured_for, model.entry, model.overrides = waiter, waiter.entry, waiter.overrides
         except (MoeggufError, OSError) as error:
@@ -325,12 +370,27 @@ class Dispatcher:
             model.measuring = False
             self.dispatch()
 
+    async def _find_gpu(self) -> Device | None:
+        """The device for the next model, with what it would have free without models; None: the CPU."""
+        environment = read_environment()
+        if not environment.hooks or environment.placement == "cpu":
+            return None
+        if not environment.vram_cache and not has_gpu():
+            return None
+        gpu = self._device_limits.choose(await asyncio.to_thread(self._devices))
+        return gpu and self._device_limits.update(gpu, self._used_on(gpu.name))
+
     async def _load(self, model: ManagedModel, waiter: Waiter, size: ModelSize) -> None:
         start_s = self._now()
         try:
-            plan = await asyncio.to_thread(size.plan_within, model.size_bytes)
+            if size.plan_on_device is not None:
+                plan = await asyncio.to_thread(size.plan_on_device, model.size_bytes, model.device_bytes)
+                model.size_bytes, model.device_bytes = plan.host_bytes, plan.total_bytes
+            else:
+                plan = await asyncio.to_thread(size.plan_within, model.size_bytes)
             await self._start_process(model, size.load_config(plan))
         except WorkerError as error:
+            self._note_lost(model, error)
             model.n_crashed_loads += 1
             if model.n_crashed_loads >= MAX_CRASHED_LOADS or isinstance(error, LoadStalledError):
                 self._fail(model, waiter, error)
@@ -357,13 +417,18 @@ class Dispatcher:
             echo_stderr=self._settings.debug,
         )
         model.ready = await process.load(config, self._settings.load_timeout_s, on_progress)
-        model.expert_cache_bytes = model.ready.plan.get("budget_bytes", 0)
+        model.expert_cache_bytes, model.vram_cache_bytes = model.reserved_bytes
         process.on_exit = lambda: self._on_process_exit(model, process)
 
     def _on_process_exit(self, model: ManagedModel, process: WorkerProcess) -> None:
         if model.process is process and model.state is State.READY:  # not on request: it crashed
+            self._note_lost(model, process.exited.result())
             model.reset()
             self.dispatch()
+
+    def _note_lost(self, model: ManagedModel, error: WorkerError) -> None:
+        if isinstance(error, DeviceLostError) and model.device is not None:
+            self._device_limits.lost.add(model.device)
 
     def _start_unload(self, model: ManagedModel) -> None:
         """Starts to end the process of an unused model."""

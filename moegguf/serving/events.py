@@ -60,8 +60,8 @@ class LoadedName:
 class LoadedModel:
     """A model in memory. Sizes in bytes, as planned: in total, and the part on GPUs. `name`: the first of the `names`
     that use it. `expires`: when it is unloaded if it stays idle (aware UTC); None: never. `queue`: number of waiting
-    requests. `stats`: since it was loaded. `expert_cache_bytes`: for experts, of the total. `n_parallel`: requests that
-    it answers at once."""
+    requests. `stats`: since it was loaded. `expert_cache_bytes`, `vram_cache_bytes`: for experts in RAM, and on GPUs,
+    of the total. `n_parallel`: requests that it answers at once."""
 
     name: str
     digest: str
@@ -79,6 +79,7 @@ class LoadedModel:
     decisions: Mapping[str, Any] = field(default_factory=dict)  # Llama.decisions()
     names: tuple[LoadedName, ...] = ()
     expert_cache_bytes: int = 0
+    vram_cache_bytes: int = 0
     n_parallel: int = 1
 
 
@@ -86,9 +87,9 @@ class LoadedModel:
 class Snapshot:
     """State of all experts of a loaded model, sampled a few times a second while a client watches.
 
-    Per layer with experts (`layers`: their il) and expert, row by row: `state` 0 absent, 1 loading, 2 resident;
-    `uses` and `loads` since the previous snapshot, at most 255. `stats` since load; `tokens_per_s` of all
-    answers together, 0 when idle.
+    Per layer with experts (`layers`: their il) and expert, row by row: `state` 0 on disk, 1 loading, 2 in RAM, 3 in
+    VRAM (`moegguf.engine.session.Place`); `uses` and `loads` since the previous snapshot, at most 255. `stats` since
+    load; `tokens_per_s` of all answers together, 0 when idle.
     """
 
     model: str

@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import math
 from bisect import insort
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from enum import Enum
@@ -148,6 +148,9 @@ class ManagedModel:
         self.measuring = False
         self.size_bytes = 0  # reserved from the decision to load until the process has ended
         self.expert_cache_bytes = 0  # of them, for slots that are in use
+        self.device: str | None = None  # that computes it; None: the CPU
+        self.device_bytes = 0  # reserved there, likewise
+        self.vram_cache_bytes = 0
         self.changing_budget = False
         self.last_used_s = 0.0
         self.n_requests = 0
@@ -236,7 +239,22 @@ class ManagedModel:
     def reset(self) -> None:
         """The process has ended: frees the reservation."""
         self.state, self.process, self.size, self.size_bytes = State.ABSENT, None, None, 0
+        self.device, self.device_bytes = None, 0
         self.uses = {}
+
+    @property
+    def reserved_bytes(self) -> tuple[int, int]:
+        """What it was loaded with for slots: in RAM, and on its device."""
+        plan = self.ready.plan
+        n_bytes = plan.get("budget_bytes", 0)
+        return (plan.get("n_lower_slots", 0) * plan["slot_bytes"], n_bytes) if plan.get("device") else (n_bytes, 0)
+
+    def grow(self, n_bytes: Mapping[str, int]) -> None:
+        """Counts so much more for slots: "expert_cache_bytes" in RAM, "vram_cache_bytes" on the device."""
+        self.expert_cache_bytes += n_bytes.get("expert_cache_bytes", 0)
+        self.size_bytes += n_bytes.get("expert_cache_bytes", 0)
+        self.vram_cache_bytes += n_bytes.get("vram_cache_bytes", 0)
+        self.device_bytes += n_bytes.get("vram_cache_bytes", 0)
 
     def serves(self, waiter: Waiter) -> bool:
         """Whether the loaded model has the content and context that `waiter` needs; else it is loaded again.
@@ -263,8 +281,8 @@ class ManagedModel:
             digest=names[0].digest if names else self.entry.digest,
             pid=process.pid,
             n_ctx=self.ready.n_ctx,
-            size_bytes=self.size_bytes,
-            vram_bytes=0,
+            size_bytes=self.size_bytes + self.device_bytes,
+            vram_bytes=self.device_bytes,
             expires=latest([name.expires for name in names]),
             busy=bool(self.answering),
             stopping=self.stopping,
@@ -274,6 +292,7 @@ class ManagedModel:
             plan=plan,
             decisions=process.decisions,
             expert_cache_bytes=self.expert_cache_bytes,
+            vram_cache_bytes=self.vram_cache_bytes,
             n_parallel=self.ready.n_parallel,
         )
 

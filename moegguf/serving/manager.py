@@ -8,6 +8,7 @@ import math
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Protocol
 
+from moegguf.engine.devices import Device, query_gpus
 from moegguf.errors import ModelNotFoundError
 from moegguf.models.entry import ModelEntry
 from moegguf.quantities import ExpertCache
@@ -44,12 +45,18 @@ class ModelManager:
     """
 
     def __init__(
-        self, catalog: Catalog, settings: Settings, *, command: Sequence[str] = COMMAND, measure: Measure = measure
+        self,
+        catalog: Catalog,
+        settings: Settings,
+        *,
+        command: Sequence[str] = COMMAND,
+        measure: Measure = measure,
+        devices: Callable[[], list[Device]] = query_gpus,
     ) -> None:
         self._catalog = catalog
         self._settings = settings
         self._subscribers = Subscribers()
-        self._dispatcher = Dispatcher(settings, self._subscribers, command, measure)
+        self._dispatcher = Dispatcher(settings, self._subscribers, command, measure, devices)
 
     async def __aenter__(self) -> ModelManager:
         return self
@@ -115,16 +122,19 @@ class ModelManager:
         await self._dispatcher.unload(model, canonical)
         return True
 
-    async def set_expert_cache(self, name: str, cache: ExpertCache) -> LoadedModel:
-        """Changes a loaded model's budget for experts, also while it answers, up to the one that it was loaded with.
+    async def set_budget(
+        self, name: str, expert_cache: ExpertCache | None = None, vram_cache: ExpertCache | None = None
+    ) -> LoadedModel:
+        """Changes a loaded model's budgets for experts, in RAM and on its device, also while it answers, up to those
+        that it was loaded with. None: as it is.
 
-        Raises ModelNotFoundError for a name that uses no loaded model, and what `Dispatcher.set_expert_cache` raises.
+        Raises ModelNotFoundError for a name that uses no loaded model, and what `Dispatcher.set_budget` raises.
         """
         canonical = (await self._find(name)).name
         model = self._dispatcher.find(canonical)
         if model is None:
             raise ModelNotFoundError(f"the model {name!r} is not loaded; `moegguf ps` lists those that are.")
-        await self._dispatcher.set_expert_cache(model, cache)
+        await self._dispatcher.set_budget(model, expert_cache, vram_cache)
         return model.status(asyncio.get_running_loop().time())
 
     def loaded(self) -> list[LoadedModel]:

@@ -5,16 +5,24 @@ Sizes are those of `moegguf.engine.plan`, computed from the model's headers befo
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from moegguf.controller.systems import find_system
 from moegguf.engine.batch import DEFAULT_UBATCH_TOKENS, layer_slots
-from moegguf.engine.machine import Memory, read_memory
+from moegguf.engine.devices import NO_GPU, Device
+from moegguf.engine.known_speeds import KnownSpeeds
+from moegguf.engine.machine import Memory, count_cpus, read_memory
 from moegguf.engine.memory import choose_context, choose_kv_tokens, margin_bytes, pad_context, pooling_batch_tokens
+from moegguf.engine.placement import Choice, DeviceSpeeds, HitCurve, parse_placement
+from moegguf.engine.placing import Budgets, Known, place
 from moegguf.engine.plan import Plan, given_bytes, make_plan
 from moegguf.engine.sequences import sequences_of
+from moegguf.engine.tiers import VRAM_MARGIN_BYTES, host_bytes, parse_vram_cache, plan_tiers
 from moegguf.errors import BudgetError
+from moegguf.gguf.experts import ExpertLayout
 from moegguf.gguf.reader import ggml_type
 from moegguf.models.details import layout_of, projector_of
 from moegguf.models.entry import ModelEntry
@@ -29,40 +37,57 @@ _UNLIMITED = 1 << 62
 @dataclass(frozen=True)
 class ModelSize:
     """Memory of a model: all that it can use, and the minimum. `plan_within(n_bytes)` plans for a number of bytes
-    between the two; `load_config(plan)` is what the worker gets. `default_n_ctx`: the context without overrides."""
+    between the two; `load_config(plan)` is what the worker gets. `default_n_ctx`: the context without overrides.
+
+    `device`: of a model that a GPU computes, with its memory there; the other bytes are then those of RAM, and plans
+    are made by `plan_on_device(n_bytes, device_bytes)`."""
 
     wanted_bytes: int
     minimum_bytes: int
     plan_within: Callable[[int], Plan]
     load_config: Callable[[Plan], LoadConfig]
     default_n_ctx: int = 0
+    device: str | None = None
+    device_wanted_bytes: int = 0
+    device_minimum_bytes: int = 0
+    plan_on_device: Callable[[int, int], Plan] | None = None
 
 
-Measure = Callable[[ModelEntry, LoadOverrides, Settings, int], ModelSize]
-"""The signature of `measure`, which tests replace."""
+Measure = Callable[..., ModelSize]
+"""The signature of `measure`, which tests replace; they are given no GPU."""
 
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """The memory of one model. `idle`: it may be unloaded; `stopping`: it is being unloaded."""
+    """The memory of one model. `idle`: it may be unloaded; `stopping`: it is being unloaded. `device_bytes`: on the
+    device of the model to be loaded."""
 
     name: str
     size_bytes: int
     idle: bool
     stopping: bool = False
+    device_bytes: int = 0
 
 
 @dataclass(frozen=True)
 class Admission:
-    """Reserve `reserve_bytes` and load; or unload the models in `unload` first; or, with neither, wait until others
-    are idle."""
+    """Reserve `reserve_bytes`, and `device_bytes`, and load; or unload the models in `unload` first; or, with neither,
+    wait until others are idle."""
 
     reserve_bytes: int = 0
     unload: tuple[str, ...] = ()
+    device_bytes: int = 0
 
 
-def admit(size: ModelSize, limit_bytes: int, models: Sequence[MemoryUse], max_models: int | None = None) -> Admission:
-    """Decides whether a model fits in `limit_bytes` beside `models`, given least recently used first.
+def admit(
+    size: ModelSize,
+    limit_bytes: int,
+    models: Sequence[MemoryUse],
+    max_models: int | None = None,
+    device_limit_bytes: int = 0,
+) -> Admission:
+    """Decides whether a model fits in `limit_bytes` of RAM, and in `device_limit_bytes` of its device, beside `models`,
+    given least recently used first. Models are unloaded for the memory that is short only.
 
     Raises BudgetError when it would not fit without any other model.
     """
@@ -71,20 +96,31 @@ def admit(size: ModelSize, limit_bytes: int, models: Sequence[MemoryUse], max_mo
             f"the model needs at least {format_bytes(size.minimum_bytes)}, but all models together may take"
             f" {format_bytes(limit_bytes)}; lower num_ctx, close other programs, or set MOEGGUF_MEMORY."
         )
+    if size.device_minimum_bytes > device_limit_bytes:
+        raise BudgetError(
+            f"the model needs at least {format_bytes(size.device_minimum_bytes)} on {size.device}, but all models"
+            f" together may take {format_bytes(device_limit_bytes)} there; lower num_ctx, close other programs that use"
+            " it, or start the server without --vram-cache."
+        )
     free_bytes = limit_bytes - sum(m.size_bytes for m in models)
+    free_on_device = device_limit_bytes - sum(m.device_bytes for m in models)
     n_free = (max_models or _UNLIMITED) - len(models)
     unload: list[str] = []
     for model in models:
-        if n_free > 0 and free_bytes >= size.wanted_bytes:
+        short, short_on_device = free_bytes < size.wanted_bytes, free_on_device < size.device_wanted_bytes
+        if n_free > 0 and not short and not short_on_device:
             break
-        if model.idle or model.stopping:
+        helps = n_free <= 0 or short or model.device_bytes > 0
+        if helps and (model.idle or model.stopping):
             free_bytes, n_free = free_bytes + model.size_bytes, n_free + 1
+            free_on_device += model.device_bytes
             unload.append(model.name)
-    if n_free <= 0 or free_bytes < size.minimum_bytes:
+    if n_free <= 0 or free_bytes < size.minimum_bytes or free_on_device < size.device_minimum_bytes:
         return Admission()
     if unload:
         return Admission(unload=tuple(unload))
-    return Admission(reserve_bytes=min(free_bytes, size.wanted_bytes))
+    on_device = min(free_on_device, size.device_wanted_bytes)
+    return Admission(reserve_bytes=min(free_bytes, size.wanted_bytes), device_bytes=on_device)
 
 
 class MemoryLimit:
@@ -103,6 +139,35 @@ class MemoryLimit:
         return min(self._free_at_start_bytes, _without_margin(self._memory().available_bytes) + used_bytes)
 
 
+class DeviceLimits:
+    """The bytes that all models together may take on each device: what was free there at first, less what other
+    programs have taken since. `lost`: devices that failed, which are not used again."""
+
+    def __init__(self) -> None:
+        self.lost: set[str] = set()
+        self._bytes: dict[str, int] = {}
+
+    def update(self, device: Device, used_bytes: int) -> Device:
+        """Takes what is free now, while models take `used_bytes`; returns the device as if there were no models."""
+        free = device.free_bytes + used_bytes
+        self._bytes[device.name] = limit = min(self._bytes.get(device.name, free), free)
+        return replace(device, free_bytes=limit)
+
+    def bytes(self, device: str | None) -> int:
+        """The limit of a device, as of the last update."""
+        return self._bytes.get(device, 0) if device else 0
+
+    def choose(self, devices: Sequence[Device]) -> Device | None:
+        """The one with the most free memory that has not failed; None when all have failed.
+
+        Raises BudgetError where there was none.
+        """
+        there = [device for device in devices if device.name not in self.lost]
+        if not there and not self.lost:
+            raise BudgetError(NO_GPU)
+        return max(there, key=lambda device: device.free_bytes, default=None)
+
+
 def expert_cache_within(cache: ExpertCache, n_experts: int, slot_bytes: int, reserved_bytes: int) -> int:
     """Bytes of whole slots that `cache` asks for, one at least, and at most those that were reserved when the model was
     loaded; "auto" asks for all of them.
@@ -119,8 +184,13 @@ def _without_margin(n_bytes: int) -> int:
     return max(0, n_bytes - margin_bytes(n_bytes))
 
 
-def measure(entry: ModelEntry, overrides: LoadOverrides, settings: Settings, limit_bytes: int) -> ModelSize:
+def measure(
+    entry: ModelEntry, overrides: LoadOverrides, settings: Settings, limit_bytes: int, gpu: Device | None = None
+) -> ModelSize:
     """The memory that `entry` needs when loaded with `overrides`. Reads headers: call it from a thread.
+
+    gpu: computes a model with experts, with MOEGGUF_VRAM_CACHE of its memory for them, placed as MOEGGUF_PLACEMENT
+    says; None: the CPU does.
 
     Raises ModelFormatError, ModelNotFoundError, BudgetError, OptionError.
     """
@@ -133,6 +203,8 @@ def measure(entry: ModelEntry, overrides: LoadOverrides, settings: Settings, lim
     if kv_type is not None:
         options |= {"type_k": kv_type, "type_v": kv_type}
     free_bytes = limit_bytes - (projector.total_bytes if projector else 0)
+    if gpu is not None and layout.is_moe:
+        free_bytes = min(free_bytes, gpu.free_bytes)  # where the context lies, unless the CPU is faster
     if settings.n_ctx:
         default_n_ctx = pad_context(settings.n_ctx)
     else:
@@ -160,6 +232,8 @@ def measure(entry: ModelEntry, overrides: LoadOverrides, settings: Settings, lim
         return make_plan(layout, cache, Memory(n_bytes, n_bytes, "the models' budget"), **options | others)
 
     def load_config(chosen: Plan) -> LoadConfig:
+        in_ram = chosen.lower_bytes if chosen.device else chosen.budget_bytes
+        placement, in_vram = _placement_of(chosen)
         return LoadConfig(
             name=entry.name,
             path=str(entry.path),
@@ -171,7 +245,10 @@ def measure(entry: ModelEntry, overrides: LoadOverrides, settings: Settings, lim
             n_batch=n_batch,
             n_ubatch=chosen.n_ubatch,
             n_threads=overrides.n_threads,
-            expert_cache_bytes=chosen.budget_bytes if layout.is_moe else None,
+            expert_cache_bytes=in_ram if layout.is_moe else None,
+            vram_cache_bytes=in_vram,
+            device=chosen.device or chosen.layers_on,
+            placement=placement if layout.is_moe else None,
             type_k=kv_type,
             type_v=kv_type,
             flash_attn=flash_attn,
@@ -179,6 +256,23 @@ def measure(entry: ModelEntry, overrides: LoadOverrides, settings: Settings, lim
             verbose=settings.debug,
         )
 
+    if gpu is not None and layout.is_moe:
+        on_device = functools.partial(_plan_on_device, layout, gpu, options)
+        vram_cache = parse_vram_cache(read_environment().vram_cache or "auto")
+        with_slots = functools.partial(_size_on_device, on_device, layout, cache, vram_cache, load_config)
+        choice = parse_placement(read_environment().placement)
+        if choice == "slots":
+            return replace(with_slots(), default_n_ctx=default_n_ctx)
+        memory = Memory(limit_bytes, limit_bytes, "the models' budget")
+        given = {name: value for name, value in options.items() if name != "margin"}
+        budgets = Budgets(layout, cache, vram_cache, gpu, memory, given)
+        placed = place(budgets, choice, _known(layout, gpu, overrides.n_threads or count_cpus())).plan
+        kind = placed.placement.chosen.kind if placed.placement else "cpu"
+        if kind in ("layers", "layers and slots"):
+            size = _size_of_layers(placed, load_config, with_slots if choice == "auto" else None)
+            return replace(size, default_n_ctx=default_n_ctx)
+        if kind != "cpu":
+            return replace(with_slots(), default_n_ctx=default_n_ctx)
     wanted = plan(cache)
     if not layout.is_moe:
         return ModelSize(wanted.total_bytes, wanted.total_bytes, lambda _: wanted, load_config, default_n_ctx)
@@ -193,6 +287,93 @@ def measure(entry: ModelEntry, overrides: LoadOverrides, settings: Settings, lim
 
     minimum_bytes = min(least.total_bytes, wanted.total_bytes)
     return ModelSize(wanted.total_bytes, minimum_bytes, plan_within, load_config, default_n_ctx)
+
+
+def _plan_on_device(
+    layout: ExpertLayout,
+    gpu: Device,
+    options: Mapping[str, Any],
+    caches: tuple[ExpertCache, ExpertCache],
+    n_bytes: int = _UNLIMITED,
+    device_bytes: int | None = None,
+    **others: Any,
+) -> Plan:
+    """caches: in RAM, and on the device. device_bytes: what the model may take there, without the margin that
+    "auto" leaves free; None: all that is free now."""
+    if device_bytes is not None:
+        gpu = replace(gpu, free_bytes=device_bytes + VRAM_MARGIN_BYTES)
+    given = {name: value for name, value in options.items() if name != "margin"} | others
+    return plan_tiers(layout, caches[1], caches[0], gpu, Memory(n_bytes, n_bytes, "the models' budget"), **given)
+
+
+def _size_on_device(
+    plan: Callable[..., Plan],
+    layout: ExpertLayout,
+    cache: ExpertCache,
+    vram_cache: ExpertCache,
+    load_config: Callable[[Plan], LoadConfig],
+) -> ModelSize:
+    wanted = plan((cache, vram_cache))
+    n_least = layer_slots(layout, 1, wanted.streams)
+    fewest = ExpertCache("bytes", n_bytes=n_least * wanted.slot_bytes)
+    least = plan((ExpertCache("bytes", n_bytes=wanted.slot_bytes), fewest), n_ubatch=1)
+    most = ExpertCache("auto", n_bytes=wanted.budget_bytes)
+    in_ram = ExpertCache("bytes", n_bytes=max(wanted.slot_bytes, wanted.lower_bytes))
+
+    def plan_on_device(n_bytes: int, device_bytes: int) -> Plan:
+        if device_bytes <= least.total_bytes:
+            return least
+        upper = plan((in_ram, most), device_bytes=device_bytes)
+        left = max(upper.slot_bytes, n_bytes - host_bytes(layout, upper.n_ubatch))
+        fitting = ExpertCache("bytes", n_bytes=min(in_ram.n_bytes, left))
+        return plan((fitting, most), device_bytes=device_bytes)
+
+    return ModelSize(
+        wanted.host_bytes, min(least.host_bytes, wanted.host_bytes), lambda _: wanted, load_config, 0, wanted.device,
+        wanted.total_bytes, min(least.total_bytes, wanted.total_bytes), plan_on_device,
+    )  # fmt: skip
+
+
+def _known(layout: ExpertLayout, gpu: Device, n_threads: int) -> Known:
+    """What is known of the device and the model, without memory there for this process."""
+    repack = find_system(read_environment().system).store_options().repack
+
+    def read() -> tuple[DeviceSpeeds, HitCurve]:
+        known = KnownSpeeds(layout)
+        return known.speeds_apart(gpu, n_threads, repack), known.hits()
+
+    return read
+
+
+def _size_of_layers(
+    wanted: Plan, load_config: Callable[[Plan], LoadConfig], with_slots: Callable[[], ModelSize] | None
+) -> ModelSize:
+    """Of a plan with whole layers on a device. with_slots: the size with slots alone, for less memory; None: it is
+    loaded as planned, or not."""
+    device, in_ram, there = wanted.device or wanted.layers_on, wanted.host_bytes, wanted.total_bytes
+    less = with_slots() if with_slots is not None else None
+
+    def plan_on_device(n_bytes: int, device_bytes: int) -> Plan:
+        enough = n_bytes >= in_ram and device_bytes >= there
+        return (
+            wanted
+            if enough or less is None or less.plan_on_device is None
+            else less.plan_on_device(n_bytes, device_bytes)
+        )
+
+    return ModelSize(
+        in_ram, min(in_ram, less.minimum_bytes) if less else in_ram, lambda _: wanted, load_config, 0, device,
+        there, min(there, less.device_minimum_bytes) if less else there, plan_on_device,
+    )  # fmt: skip
+
+
+def _placement_of(plan: Plan) -> tuple[Choice, int | None]:
+    """What the worker is told so that it plans the same: the placement, and bytes on the device for experts."""
+    if plan.device is None and plan.layers_on is None:
+        return "cpu", None
+    if plan.placement is None or plan.placement.chosen.kind not in ("layers", "layers and slots"):
+        return "slots", plan.budget_bytes
+    return "auto" if plan.device else "layers", plan.placement.device_bytes
 
 
 def is_embedding(metadata: Mapping[str, Any]) -> bool:

@@ -70,7 +70,7 @@ class SnapshotSender:
         now_s, session = time.monotonic(), self._llm.session
         state, uses, loads = b"", b"", b""
         if session is not None:
-            state = session.store.residency()[self._layers].tobytes()
+            state = session.places()[self._layers].tobytes()
             activity = session.store.activity()
             previous, self._previous = self._previous or activity, activity
             uses, loads = (self._difference(*pair) for pair in zip(activity, previous, strict=True))

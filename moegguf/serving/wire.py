@@ -5,7 +5,8 @@ base64, errors by class name. No pickle: a message can only become one of the ty
 or models.
 
 To the worker: load (config), generate (id, generation, stream), embed (id, inputs, truncate, normalize), tokenize (id,
-text, special), detokenize (id, tokens), count (id, generation), budget (id, expert_cache_bytes), cancel (id), watch
+text, special), detokenize (id, tokens), count (id, generation), budget (id, expert_cache_bytes,
+vram_cache_bytes), cancel (id), watch
 (per_s). From it: loading
 (fraction), ready (ready), failed (error), event (id, and the event under its class name), end (id, value or error,
 stats, decisions), snapshot (snapshot, decisions).
@@ -36,9 +37,10 @@ EVENTS: dict[str, type[Delta] | type[PromptProgress]] = {kind.__name__: kind for
 
 @dataclass(frozen=True)
 class LoadConfig:
-    """The model that a worker loads, and how. `expert_cache_bytes` is None for a model without experts; `type_k` and
-    `type_v` are ggml type numbers. `n_ctx`: of each of the `n_seq_max` sequences. `kv_tokens`: of all of them;
-    None: chosen by the worker. `schedule`: which of these compute in a step."""
+    """The model that a worker loads, and how. `expert_cache_bytes` is None for a model without experts,
+    `vram_cache_bytes` without a `device` that computes; `placement`: what goes there. `type_k` and `type_v` are ggml
+    type numbers. `n_ctx`: of each of the `n_seq_max` sequences. `kv_tokens`: of all of them; None: chosen by the
+    worker. `schedule`: which of these compute in a step."""
 
     name: str
     path: str
@@ -51,6 +53,9 @@ class LoadConfig:
     n_ubatch: int = 512
     n_threads: int | None = None
     expert_cache_bytes: int | None = None
+    vram_cache_bytes: int | None = None
+    device: str | None = None
+    placement: str | None = None
     type_k: int | None = None
     type_v: int | None = None
     flash_attn: bool = False

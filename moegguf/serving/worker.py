@@ -20,9 +20,10 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
+from moegguf.controller.systems import find_system
 from moegguf.engine.llama import Llama
 from moegguf.engine.vocabulary import to_utf8
 from moegguf.errors import MoeggufError
@@ -37,6 +38,7 @@ from moegguf.serving.delta_buffer import INTERVAL_S, DeltaBuffer
 from moegguf.serving.events import Snapshot
 from moegguf.serving.snapshots import SnapshotSender
 from moegguf.serving.wire import MAX_MESSAGE_BYTES, LoadConfig, Message, Ready, build, decode, encode, encode_error
+from moegguf.settings import read_environment
 
 EXIT_GRACE_S = 5.0  # for a running computation after the socket has closed
 FIRST_DELTA_PAUSE_S = 0.0005  # the server and its client need a processor to show the first delta
@@ -124,7 +126,8 @@ class Worker:
         return count_prompt(self._model, self._model.vocabulary, build(GenerationRequest, message["generation"]))
 
     def _set_budget(self, message: Message) -> None:
-        self._model.set_expert_cache(message["expert_cache_bytes"])
+        sizes = {name: message[f"{name}_bytes"] for name in ("expert_cache", "vram_cache")}
+        self._model.set_budget(**sizes)
 
     def _cancel(self, request_id: int) -> None:
         with self._jobs_lock:
@@ -301,14 +304,20 @@ def every(interval_s: float, last_s: float) -> Callable[[], bool]:
 
 def open_model(config: LoadConfig, progress: Callable[[float], object]) -> Llama:
     """Loads the model of `config`. Raises what `Llama` raises."""
-    options: dict[str, Any] = {"type_k": config.type_k, "type_v": config.type_v, "n_threads": config.n_threads}
+    names = ("type_k", "type_v", "n_threads", "placement")
+    options: dict[str, Any] = {name: getattr(config, name) for name in names}
     cache = ExpertCache("auto")
     if config.expert_cache_bytes is not None:
         cache = ExpertCache("bytes", n_bytes=config.expert_cache_bytes)
+    vram_cache: ExpertCache | str = ""  # also where the environment has one: the server has decided on the device
+    if config.vram_cache_bytes is not None:
+        vram_cache = ExpertCache("bytes", n_bytes=config.vram_cache_bytes)
+        options["store"] = replace(find_system(read_environment().system).store_options(), device=config.device)
     return Llama(
         config.path,
         mmproj=config.mmproj,
         expert_cache=cache,
+        vram_cache=vram_cache,
         n_ctx=config.n_ctx,
         n_seq_max=config.n_seq_max,
         kv_tokens=config.kv_tokens,

@@ -19,7 +19,7 @@ from typing import Any
 
 from moegguf.child import child_command, child_environment
 from moegguf.engine.stats import Stats
-from moegguf.errors import MoeggufError, WorkerError
+from moegguf.errors import DeviceLostError, MoeggufError, WorkerError
 from moegguf.serving.events import Snapshot
 from moegguf.serving.wire import (
     EVENTS,
@@ -40,6 +40,8 @@ CLOSE_GRACE_S = 5.0
 STDERR_TAIL_BYTES = 4096
 FAILURE_MARKS = ("ASSERT", "rror", "abort", "what():")
 MAX_FAILURE_CHARS = 300
+DEVICE_FAILURE_MARK = "moegguf: the device failed:"
+_LOST = "the device that computed the model failed ({}); the next request loads the model again without that device."
 _DRAIN_S = 1.0  # to read what a process wrote before it exited
 
 
@@ -129,6 +131,12 @@ def failure_line(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     failures = (line[:MAX_FAILURE_CHARS] for line in reversed(lines) if any(mark in line for mark in FAILURE_MARKS))
     return next(failures, "")
+
+
+def device_failure(text: str) -> str:
+    """What native/device_failure.cpp says of a device in a log, its first sentence; empty without that."""
+    _, _, said = text.partition(DEVICE_FAILURE_MARK)
+    return said.partition(". ")[0].strip()[:MAX_FAILURE_CHARS]
 
 
 class LoadStalledError(WorkerError):
@@ -351,7 +359,8 @@ class WorkerProcess:
             del self._stderr_tail[:-STDERR_TAIL_BYTES]
 
     def _finish(self, code: int) -> None:
-        error = WorkerError(self._exit_message(code))
+        lost = device_failure(self._stderr_tail.decode(errors="replace"))
+        error = DeviceLostError(_LOST.format(lost)) if lost else WorkerError(self._exit_message(code))
         self.exited.set_result(error)
         self._loaded.cancel()
         self.on_exit()

@@ -15,6 +15,8 @@ from rich.text import Text
 Counts = npt.NDArray[np.unsignedinteger]
 
 ABSENT, EVICTED, IN_FLIGHT, SOME_RESIDENT, RESIDENT, USED, USED_ALL, FETCHED = "·", "○", "~", "░", "▒", "▓", "█", "+"
+SOME_BELOW, BELOW = ":", "%"  # in RAM, where layers compute in VRAM
+IN_RAM, IN_VRAM = 2, 3  # states
 
 STYLES = {
     ABSENT: "bright_black",
@@ -22,6 +24,8 @@ STYLES = {
     IN_FLIGHT: "yellow",
     SOME_RESIDENT: "blue",
     RESIDENT: "blue",
+    SOME_BELOW: "cyan",
+    BELOW: "cyan",
     USED: "green",
     USED_ALL: "green",
     FETCHED: "bright_yellow",
@@ -34,6 +38,15 @@ LEGEND = (
     (FETCHED, "used, just fetched"),
     (EVICTED, "used, evicted"),
 )
+VRAM_LEGEND = (
+    (ABSENT, "on disk"),
+    (IN_FLIGHT, "in flight"),
+    (SOME_BELOW + BELOW, "in RAM (some, all)"),
+    (SOME_RESIDENT + RESIDENT, "in VRAM (some, all)"),
+    (USED + USED_ALL, "used"),
+    (FETCHED, "used, just fetched"),
+    (EVICTED, "used, evicted from VRAM"),
+)
 MIN_COLUMNS = 8
 
 
@@ -45,22 +58,24 @@ def heatmap(
     *,
     width: int,
     height: int | None = None,
+    vram: bool = False,
 ) -> Text:
     """The map, at most `width` cells wide and `height` lines high.
 
     Args:
-        state: (n_rows, n_expert): 0 absent, 1 in flight, 2 resident.
+        state: (n_rows, n_expert): 0 on disk, 1 in flight, 2 in RAM, 3 in VRAM.
         uses, loads: (n_rows, n_expert): lookups and fetches in the period shown.
         layers: the layer index of each row.
         width: cells of a line, with the layer index; at least MIN_COLUMNS columns are shown anyway.
         height: lines; None for one per layer.
+        vram: whether layers compute in VRAM, so that what is in RAM is not yet where it is needed.
     """
     if not state.size:
         return Text("no layers with experts")
     label = len(str(max(layers))) + 1
     rows = _group_starts(state.shape[0], max(1, height) if height else state.shape[0])
     columns = _group_starts(state.shape[1], max(MIN_COLUMNS, width - label))
-    cells = _letters(state, uses, loads, rows, columns)
+    cells = _letters(state, uses, loads, rows, columns, vram)
     drawn = Text(no_wrap=True, overflow="crop", end="")
     for row, line in zip(rows, cells, strict=True):
         if drawn:
@@ -70,10 +85,10 @@ def heatmap(
     return drawn
 
 
-def legend(width: int) -> Text:
-    """The meaning of the letters, wrapped to `width` cells."""
+def legend(width: int, vram: bool = False) -> Text:
+    """The meaning of the letters, wrapped to `width` cells; `vram`: also where layers compute in VRAM."""
     text, column = Text(end=""), 0
-    for letters, meaning in LEGEND:
+    for letters, meaning in VRAM_LEGEND if vram else LEGEND:
         part = f"{letters} {meaning}"
         if column and column + 3 + len(part) > width:
             text.append("\n")
@@ -86,6 +101,17 @@ def legend(width: int) -> Text:
     return text
 
 
+def places_line(state: Counts, vram: bool) -> str:
+    """How many experts are where: "5 of 8 experts in memory", "3 of 8 in VRAM, 2 in RAM only"; with whole layers in
+    VRAM "5 of 16 experts in RAM, 8 in VRAM"."""
+    n_ram, n_vram = (int((state == place).sum()) for place in (IN_RAM, IN_VRAM))
+    if vram:
+        return f"{n_vram:,} of {state.size:,} in VRAM, {n_ram:,} in RAM only"
+    if n_vram:  # whole layers
+        return f"{n_ram:,} of {state.size:,} experts in RAM, {n_vram:,} in VRAM"
+    return f"{n_ram:,} of {state.size:,} experts in memory"
+
+
 def group_size(n: int, n_cells: int) -> int:
     """How many of `n` items share a cell when there are `n_cells`."""
     return -(-n // max(1, n_cells))
@@ -96,18 +122,25 @@ def _group_starts(n: int, n_cells: int) -> npt.NDArray[np.intp]:
 
 
 def _letters(
-    state: Counts, uses: Counts, loads: Counts, rows: npt.NDArray[np.intp], columns: npt.NDArray[np.intp]
+    state: Counts,
+    uses: Counts,
+    loads: Counts,
+    rows: npt.NDArray[np.intp],
+    columns: npt.NDArray[np.intp],
+    vram: bool,
 ) -> list[list[str]]:
     def total(values: npt.NDArray[np.bool_]) -> npt.NDArray[np.intp]:
         return np.add.reduceat(np.add.reduceat(values.astype(np.intp), rows, axis=0), columns, axis=1)
 
-    is_resident, is_used = state == 2, uses > 0
-    some, every = total(is_resident) > 0, total(is_resident) == total(np.ones(state.shape, bool))
+    is_resident, is_used = state >= (IN_VRAM if vram else IN_RAM), uses > 0
+    n_cells = total(np.ones(state.shape, bool))
+    some, every = total(is_resident) > 0, total(is_resident) == n_cells
+    n_below = total((state == IN_RAM) & vram)
     used, fetched = total(is_resident & is_used) > 0, total(is_resident & (loads > 0)) > 0
     in_flight, evicted = total(state == 1) > 0, total(is_used & ~is_resident) > 0
     letters = np.select(
-        [fetched, used & every, used, every, some, in_flight, evicted],
-        [FETCHED, USED_ALL, USED, RESIDENT, SOME_RESIDENT, IN_FLIGHT, EVICTED],
+        [fetched, used & every, used, every, some, in_flight, evicted, n_below == n_cells, n_below > 0],
+        [FETCHED, USED_ALL, USED, RESIDENT, SOME_RESIDENT, IN_FLIGHT, EVICTED, BELOW, SOME_BELOW],
         default=ABSENT,
     )
     return [list(map(str, row)) for row in letters]

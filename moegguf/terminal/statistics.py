@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from moegguf.engine.placement import Placement, format_speed, is_off
-from moegguf.engine.stats import Stats
+from moegguf.engine.stats import Stats, TierStats
 from moegguf.generate.request import Timing
 from moegguf.quantities import format_bytes
 
@@ -98,19 +98,49 @@ def expert_lines(stats: Stats, decode: Stats) -> list[Line]:
     if not stats.n_experts:
         return []
     share, pool = stats.n_slots / stats.n_experts, format_bytes(stats.pool_bytes)
-    lines = [("expert cache", f"{stats.n_slots} of {stats.n_experts} experts ({share:.0%}), {pool}")]
+    cache = f"{stats.n_slots} of {stats.n_experts} experts ({share:.0%}), {pool}"
+    lines = [("expert cache", cache)] if not stats.in_vram else _tier_lines(stats)
     if stats.lookups:
         lines.append(("hit rate", f"{lookup_shares(stats)} of {stats.lookups} lookups"))
     moved = f"{stats.bytes_read / 1e6:.2f} MB from disk"
     if decode.tokens:
         moved += f" ({decode.bytes_per_token / 1e6:.2f} MB/token)"
-    lines += [("moved", moved), ("evictions", str(stats.evictions))]
+    if stats.in_vram:
+        lines.append(("moved to VRAM", _bytes_in(stats.tiers[0], decode)))
+    lines += [("moved", moved), ("evictions", _evictions(stats))]
     if decode.tokens and decode.eval_s:
         each = f"{decode.stall_per_token_s * 1e3:.2f} ms/token"
-        lines.append(("stall", f"{decode.stall_s / decode.eval_s:.0%} of decode, {each}"))
+        of_disk = f", {decode.below.stall_s / decode.eval_s:.0%} for disk" if decode.below else ""
+        lines.append(("stall", f"{decode.stall_s / decode.eval_s:.0%} of decode, {each}{of_disk}"))
     if stats.read_retries:
         lines.append(("read retries", str(stats.read_retries)))
     return lines
+
+
+def _tier_lines(stats: Stats) -> list[Line]:
+    """(label, value) of each tier's slots: "expert cache VRAM", "expert cache RAM"."""
+    return [
+        (
+            f"expert cache {tier.name}",
+            f"{tier.n_slots} of {stats.n_experts} experts ({tier.n_slots / stats.n_experts:.0%}),"
+            f" {format_bytes(tier.pool_bytes)}" + (f" on {tier.device}" if tier is stats.tiers[0] else ""),
+        )
+        for tier in stats.tiers
+    ]
+
+
+def _bytes_in(tier: TierStats, decode: Stats) -> str:
+    text = f"{(tier.bytes_missed + tier.bytes_prefetched) / 1e6:.2f} MB"
+    if decode.tokens and decode.tiers:
+        n_bytes = decode.tiers[0].bytes_missed + decode.tiers[0].bytes_prefetched
+        text += f" ({n_bytes / decode.tokens / 1e6:.2f} MB/token)"
+    return text
+
+
+def _evictions(stats: Stats) -> str:
+    if stats.below is None:
+        return str(stats.evictions)
+    return ", ".join(f"{tier.evictions} {tier.name}" for tier in stats.tiers)
 
 
 def placement_lines(timing: Timing, predicted: Placement | None) -> list[Line]:
@@ -129,10 +159,21 @@ def placement_lines(timing: Timing, predicted: Placement | None) -> list[Line]:
 
 
 def lookup_shares(stats: Stats) -> str:
-    """Shares of lookups by where the expert was: "ram 97.3% in flight 0.4% disk 2.3%"."""
+    """Shares of lookups by where the expert was: "ram 97.3% in flight 0.4% disk 2.3%"; "vram 80.1% ram 15.0% in flight
+    0.4% disk 4.5%"."""
+    if stats.in_vram:
+        return _tier_shares(stats)
     ready, late = stats.hits_ready / stats.lookups, stats.hits_late / stats.lookups
     in_flight = f" in flight {late:.1%}" if stats.hits_late else ""
     return f"ram {ready:.1%}{in_flight} disk {stats.misses / stats.lookups:.1%}"
+
+
+def _tier_shares(stats: Stats) -> str:
+    below = stats.below or TierStats("RAM")
+    late, n_disk = stats.hits_late + below.hits_late, stats.misses - below.hits
+    in_flight = f" in flight {late / stats.lookups:.1%}" if late else ""
+    in_ram = f" ram {below.hits_ready / stats.lookups:.1%}" if stats.below else ""
+    return f"vram {stats.hits_ready / stats.lookups:.1%}{in_ram}{in_flight} disk {n_disk / stats.lookups:.1%}"
 
 
 def total_lines(stats: Stats) -> list[str]:

@@ -160,12 +160,16 @@ class FakeManager:
     async def unload(self, name: str) -> bool:
         return self.there.pop(self.catalog.find(name).name, None) is not None
 
-    async def set_expert_cache(self, name: str, cache: ExpertCache) -> LoadedModel:
+    async def set_budget(
+        self, name: str, expert_cache: ExpertCache | None = None, vram_cache: ExpertCache | None = None
+    ) -> LoadedModel:
         entry = self.catalog.find(name)
         if entry.name not in self.there:
             raise ModelNotFoundError(f"the model {name!r} is not loaded.")
         plan = {"slot_bytes": 1 << 20}
-        return replace(self.status(entry), expert_cache_bytes=cache.n_bytes, plan=plan)
+        sizes = {"expert_cache_bytes": expert_cache, "vram_cache_bytes": vram_cache}
+        given = {name: cache.n_bytes for name, cache in sizes.items() if cache}
+        return replace(self.status(entry), plan=plan, **given)
 
     def status(self, entry: ModelEntry) -> LoadedModel:
         expires = datetime.now(UTC) + timedelta(seconds=300)

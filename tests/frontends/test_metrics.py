@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import replace
 from typing import Any
 
 from servers import Server
 
-from moegguf.engine.stats import Stats
+from moegguf.engine.stats import Stats, TierStats
 from moegguf.generate.request import Timing
 from moegguf.server.metrics import Totals, exposition
 from moegguf.serving.events import LoadedModel
@@ -95,6 +96,34 @@ def test_expert_counters_equal_stats() -> None:
     }
     assert {name: found[name] for name in expected} == expected
     assert found['moegguf_resident_bytes{model="demo:latest"}'] > 1 << 20  # of this very process
+
+
+def test_tiers_have_counters_and_gauges_of_their_own() -> None:
+    vram = TierStats(
+        "VRAM", "CUDA0", lookups=100, hits_ready=60, hits_late=10, misses=30, evictions=7, bytes_missed=4096,
+        stall_s=0.5, n_slots=16, slots_used=15, pool_bytes=1 << 20,
+    )  # fmt: skip
+    ram = TierStats("RAM", "CUDA0", lookups=30, hits_ready=20, misses=10, bytes_prefetched=512, n_slots=32)
+    totals = Totals()
+    totals.update([model(stats=Stats(lookups=100, tiers=(vram, ram)))])
+    totals.update([model(pid=2, stats=Stats(lookups=1, tiers=(replace(vram, hits_ready=5), ram)))])  # loaded again
+    found = samples(exposition(totals, [model(stats=Stats(tiers=(vram, ram)))]))
+    expected = {
+        ("hits_total", 'kind="ready",', "vram"): 65,
+        ("hits_total", 'kind="late",', "ram"): 0,
+        ("misses_total", "", "ram"): 20,
+        ("evictions_total", "", "vram"): 14,
+        ("stall_seconds_total", "", "vram"): 1.0,
+        ("slots", "", "vram"): 16,
+        ("slots_used", "", "vram"): 15,
+        ("slots", "", "ram"): 32,
+        ("bytes", "", "vram"): 1 << 20,
+    }
+    names = {key: 'moegguf_tier_{}{{device="CUDA0",{}model="demo:latest",tier="{}"}}'.format(*key) for key in expected}
+    assert {key: found.get(name) for key, name in names.items()} == expected
+    received = 'moegguf_tier_received_bytes_total{{cause="{}",device="CUDA0",model="demo:latest",tier="{}"}}'.format
+    assert (found[received("miss", "vram")], found[received("prefetch", "ram")]) == (8192, 1024)
+    assert found['moegguf_expert_lookups_total{model="demo:latest"}'] == 101
 
 
 def test_counters_survive_unloading_and_reloading() -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from moegguf.engine.stats import Stats
+from moegguf.engine.stats import Stats, TierStats
 from moegguf.generate.request import Timing
-from moegguf.terminal.statistics import duration, policy_lines, statistics, total_lines
+from moegguf.terminal.statistics import duration, expert_lines, policy_lines, statistics, total_lines
 
 
 @pytest.mark.parametrize(
@@ -67,6 +68,41 @@ def test_totals_since_the_model_was_loaded() -> None:
         "hit rate:             ram 75.0% in flight 5.0% disk 20.0% of 200 lookups",
         "moved:                45.00 MB from disk",
     ]
+
+
+def test_two_tiers_have_lines_of_their_own() -> None:
+    vram = TierStats(
+        "VRAM", "RPC0", lookups=200, hits_ready=150, hits_late=10, misses=40, evictions=9, bytes_missed=60_000_000,
+        n_slots=16, pool_bytes=16 << 20,
+    )  # fmt: skip
+    ram = TierStats("RAM", "RPC0", lookups=40, hits_ready=24, hits_late=2, misses=14, evictions=4, n_slots=32,
+                    pool_bytes=32 << 20)  # fmt: skip
+    whole = replace(WHOLE, n_slots=16, tiers=(vram, ram))
+    decode = replace(DECODE, tiers=(replace(vram, bytes_missed=9_000_000), replace(ram, stall_s=0.045)))
+    assert expert_lines(whole, decode) == [
+        ("expert cache VRAM", "16 of 64 experts (25%), 16.0MiB on RPC0"),
+        ("expert cache RAM", "32 of 64 experts (50%), 32.0MiB"),
+        ("hit rate", "vram 75.0% ram 12.0% in flight 6.0% disk 7.0% of 200 lookups"),
+        ("moved to VRAM", "60.00 MB (1.00 MB/token)"),
+        ("moved", "45.00 MB from disk (2.00 MB/token)"),
+        ("evictions", "9 VRAM, 4 RAM"),
+        ("stall", "18% of decode, 10.00 ms/token, 9% for disk"),
+    ]
+    alone = dict(expert_lines(replace(whole, tiers=(vram,)), replace(decode, tiers=(vram,))))
+    assert alone["hit rate"] == "vram 75.0% in flight 5.0% disk 20.0% of 200 lookups"
+    assert alone["evictions"] == "4" and "expert cache RAM" not in alone
+
+
+def test_tiers_are_added_and_subtracted_by_name_and_device() -> None:
+    before = Stats(lookups=3, tiers=(TierStats("VRAM", "A", lookups=3, n_slots=9), TierStats("RAM", "A", misses=1)))
+    now = Stats(lookups=10, tiers=(TierStats("VRAM", "A", lookups=10, n_slots=8), TierStats("VRAM", "B", lookups=4)))
+    grown = (now - before).tiers
+    assert [(tier.device, tier.lookups, tier.n_slots) for tier in grown] == [("A", 7, 8), ("B", 4, 0)]
+    total = (before + now).tiers
+    assert [(tier.name, tier.device, tier.lookups, tier.misses) for tier in total] == [
+        ("VRAM", "A", 13, 0), ("VRAM", "B", 4, 0), ("RAM", "A", 0, 1)
+    ]  # fmt: skip
+    assert total[0].n_slots == 8
 
 
 DECIDED: dict[str, Any] = {

@@ -11,6 +11,8 @@ import pytest
 from rpc_device import in_child, register
 from running import N_NEW, Llama, Logits, Meddler, TinyModel, greedy_logits, hooks_off, share_for
 
+from moegguf.engine.session import Place
+from moegguf.engine.stats import TierStats
 from moegguf.errors import BudgetError, OptionError
 from moegguf.native.store import StoreOptions, Tier
 
@@ -77,7 +79,28 @@ def two_tiers_on_rpc(
         with Meddler(store) as meddler:
             logits = greedy_logits(llm, before_each=before_each)
         assert llm.plan.device == "RPC0"
-        return plain, logits, llm.session.tiers()
+        store.drain(10)  # what was predicted for the next token still arrives
+        figures, places = llm.session.tiers(), llm.session.places()
+        there = {tier: llm.session.store.residency(tier) == 2 for tier in Tier}
+        assert (places[there[Tier.COMPUTE]] == Place.VRAM).all()
+        assert (places[there[Tier.LOWER] & ~there[Tier.COMPUTE]] == Place.RAM).all()
+        assert ((places >= Place.RAM) == (there[Tier.COMPUTE] | there[Tier.LOWER])).all()
+        stats = llm.stats()
+        for tier in stats.tiers:
+            figures[tier.name]["typed"] = tier
+        assert stats.in_vram and stats.below is stats.tiers[1]
+        return plain, logits, figures
+
+
+def check_views(tiers: dict[str, dict[str, Any]]) -> None:
+    """The typed figures of each tier are the store's."""
+    for name, figures in tiers.items():
+        typed: TierStats = figures["typed"]
+        assert (typed.name, typed.device, typed.n_slots) == (name, "RPC0", figures["n_slots_usable"])
+        for field in ("lookups", "hits_ready", "hits_late", "misses", "evictions", "bytes_missed", "slots_used"):
+            assert getattr(typed, field) == figures[field]
+        assert typed.stall_s == figures["stall_ns"] / 1e9
+        assert typed.lookups == typed.hits + typed.misses > 0
 
 
 @pytest.mark.parametrize(
@@ -89,6 +112,7 @@ def test_slots_on_a_device_over_slots_in_ram_give_the_logits_of_that_device(
 ) -> None:
     plain, logits, tiers = in_child(two_tiers_on_rpc, tiny("tiny-qwen2moe", quant), slots, shrink_to)
     assert np.array_equal(logits, plain)
+    check_views(tiers)
     assert (tiers["VRAM"]["n_slots_usable"], tiers["RAM"]["n_slots_usable"]) == shrink_to
     assert tiers["VRAM"]["evictions"] > 0
     assert tiers["RAM"]["evictions"] > 0

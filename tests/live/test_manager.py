@@ -125,20 +125,20 @@ async def test_a_budget_that_changes_beside_answers_frees_memory_and_changes_no_
         slot_bytes, n_slots = full.plan["slot_bytes"], full.plan["n_slots"]
         assert full.expert_cache_bytes == n_slots * slot_bytes
         least = ExpertCache("bytes", n_bytes=(n_slots // 2 + 1) * slot_bytes - 1)
-        small = await manager.set_expert_cache("a", least)
+        small = await manager.set_budget("a", least)
         assert small.expert_cache_bytes == n_slots // 2 * slot_bytes
         assert full.size_bytes - small.size_bytes == full.expert_cache_bytes - small.expert_cache_bytes
         changed = asyncio.create_task(generate(manager, "a", story(5, 40)))
         for share in ("100%", "50%", "auto", "60%"):
-            await manager.set_expert_cache("a", parse_expert_cache(share))
+            await manager.set_budget("a", parse_expert_cache(share))
         assert await changed == await generate(manager, "a", story(5, 40)) == expected
         (now,) = manager.loaded()
         assert now.stats.n_slots == now.expert_cache_bytes // slot_bytes == int(0.6 * n_slots)
         with pytest.raises(BudgetError, match="at least"):
-            await manager.set_expert_cache("a", ExpertCache("bytes", n_bytes=slot_bytes))
+            await manager.set_budget("a", ExpertCache("bytes", n_bytes=slot_bytes))
         assert manager.loaded()[0].size_bytes == now.size_bytes
         with pytest.raises(ModelNotFoundError, match="not loaded"):
-            await manager.set_expert_cache("b", least)
+            await manager.set_budget("b", least)
 
 
 @in_loop
@@ -147,13 +147,13 @@ async def test_a_budget_grows_only_into_what_other_models_leave(files: Files) ->
     memory_bytes = sum(files.size_bytes(name, n_ctx=512)[0] for name in "ab") - shrunk_bytes // 2
     async with running_manager(files, n_ctx=512, memory_bytes=memory_bytes) as manager:
         await manager.load("a", ONE_THREAD)
-        await manager.set_expert_cache("a", parse_expert_cache("40%"))
+        await manager.set_budget("a", parse_expert_cache("40%"))
         await manager.load("b", ONE_THREAD)
         assert len(manager.loaded()) == 2
         with pytest.raises(BudgetError, match="beside the other models"):
-            await manager.set_expert_cache("a", parse_expert_cache("100%"))
+            await manager.set_budget("a", parse_expert_cache("100%"))
         await manager.unload("b")
-        full = await manager.set_expert_cache("a", parse_expert_cache("100%"))
+        full = await manager.set_budget("a", parse_expert_cache("100%"))
         assert full.expert_cache_bytes == full.plan["budget_bytes"]
 
 

@@ -15,8 +15,8 @@ from running import Llama, Logits, Reference, TinyModel, greedy_logits, hooks_of
 
 from moegguf.engine.known_speeds import KnownSpeeds
 from moegguf.engine.placement import GRAPH_SHARE, Planner
-from moegguf.engine.session import EXPERT_TENSORS, _Override
-from moegguf.errors import OptionError
+from moegguf.engine.session import EXPERT_TENSORS, Place, _Override
+from moegguf.errors import BudgetError, OptionError
 from moegguf.gguf.experts import read_layout
 from moegguf.gguf.fingerprint import header_digest
 from moegguf.native import library
@@ -98,6 +98,10 @@ def layers_on_rpc(rpc: Path, port: int, path: Path, ram: str) -> tuple[Logits, L
     with Llama(path, placement="layers", vram_cache="50%", expert_cache=ram, store=PLAIN, **OPTIONS) as llm:
         assert llm.session is not None and llm.plan.layers_on == "RPC0"
         assert [layer.il for layer in llm.session.layout.layers] == [0, 1]
+        places = llm.session.places()
+        assert (places[2:] == Place.VRAM).all() and (places[:2] != Place.VRAM).all()
+        with pytest.raises(BudgetError, match="whole layers, which stay there"):
+            llm.set_budget(vram_cache="10%")
         return plain, greedy_logits(llm), llm.session.store.counters()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -10,10 +11,15 @@ from gguf_builder import moe
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moegguf.engine.devices import Device
+from moegguf.engine.known_speeds import KnownSpeeds
 from moegguf.engine.machine import Memory
+from moegguf.engine.placement import DeviceSpeeds, published_curve
+from moegguf.engine.placing import Budgets, place
 from moegguf.errors import BudgetError
+from moegguf.models.details import layout_of
 from moegguf.models.folder import file_entry
-from moegguf.quantities import parse_expert_cache
+from moegguf.quantities import ExpertCache, Link, parse_expert_cache
 from moegguf.serving.events import LoadOverrides
 from moegguf.serving.memory_budget import (
     Admission,
@@ -51,6 +57,26 @@ def size(wanted: int, minimum: int) -> ModelSize:
 )
 def test_admission(wanted: int, minimum: int, models: list[tuple[str, int, bool]], admission: Admission) -> None:
     assert admit(size(wanted, minimum), 100, [MemoryUse(*model) for model in models]) == admission
+
+
+@pytest.mark.parametrize(
+    ("wanted", "models", "admission"),
+    [
+        ((10, 80), [("cpu", 40, True, 0), ("gpu", 5, True, 40)], Admission(unload=("gpu",))),  # RAM is not short
+        ((80, 10), [("gpu", 5, True, 40), ("cpu", 40, True, 0)], Admission(unload=("gpu", "cpu"))),
+        ((10, 80), [("cpu", 40, True, 0), ("gpu", 5, False, 40)], Admission(10, device_bytes=60)),
+        ((10, 80), [("cpu", 40, True, 0), ("gpu", 5, False, 95)], Admission()),
+        ((10, 50), [("gpu", 5, False, 40)], Admission(10, device_bytes=50)),
+    ],
+)
+def test_models_are_unloaded_for_the_memory_that_is_short(
+    wanted: tuple[int, int], models: list[tuple[str, int, bool, int]], admission: Admission
+) -> None:
+    on_device = replace(size(wanted[0], 10), device="GPU", device_wanted_bytes=wanted[1], device_minimum_bytes=10)
+    uses = [MemoryUse(name, n_bytes, idle, device_bytes=there) for name, n_bytes, idle, there in models]
+    assert admit(on_device, 100, uses, device_limit_bytes=100) == admission
+    with pytest.raises(BudgetError, match=r"at least .* on GPU"):
+        admit(on_device, 100, uses, device_limit_bytes=9)
 
 
 def test_a_stopping_model_is_waited_for() -> None:
@@ -127,6 +153,54 @@ def test_within_less_memory_batch_and_slots_are_chosen_together(tmp_path: Path) 
         config = found.load_config(plan)
         assert (config.n_ubatch, config.expert_cache_bytes) == (plan.n_ubatch, plan.budget_bytes)
     assert plans[0].n_ubatch < plans[-1].n_ubatch
+
+
+STOPS_ARE_SLOW = DeviceSpeeds.supposed(448e9, Link(24e9, 1e-3), 2e8)
+GPU = Device("GPU0", 0, 32 * GIB, 64 * GIB)
+
+
+def measure_on_gpu(path: Path) -> ModelSize:
+    return measure(file_entry(path, "path", "m"), LoadOverrides(n_ctx=512), Settings(), 16 * GIB, GPU)
+
+
+@pytest.mark.parametrize("choice", ["layers", "auto"])
+def test_whole_layers_on_a_device_are_counted_there_and_the_worker_places_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, choice: str
+) -> None:
+    monkeypatch.setattr(KnownSpeeds, "speeds_apart", lambda *_: STOPS_ARE_SLOW)
+    monkeypatch.setenv("MOEGGUF_PLACEMENT", choice)
+    monkeypatch.setenv("MOEGGUF_VRAM_CACHE", "50%")
+    path = moe(n_layer=6, n_expert=16, n_used=4).write(tmp_path / "m.gguf")
+    layout, found = layout_of(path), measure_on_gpu(path)
+    plan = found.plan_within(found.wanted_bytes)
+    assert plan.layers_on == found.device == "GPU0" and plan.placement is not None
+    assert plan.placement.chosen.n_layers == 3
+    assert (found.wanted_bytes, found.device_wanted_bytes) == (plan.host_bytes, plan.total_bytes)
+    assert found.plan_on_device is not None
+    assert found.plan_on_device(plan.host_bytes, plan.total_bytes) == plan
+    config = found.load_config(plan)
+    assert (config.device, config.placement, config.expert_cache_bytes) == ("GPU0", "layers", plan.budget_bytes)
+    assert config.vram_cache_bytes is not None and config.expert_cache_bytes is not None
+    caches = [ExpertCache("bytes", n_bytes=n) for n in (config.expert_cache_bytes, config.vram_cache_bytes)]
+    memory, options = Memory(16 * GIB, 16 * GIB, "the machine"), {"n_ctx": 512, "n_ubatch": config.n_ubatch}
+    budgets = Budgets(layout, caches[0], caches[1], GPU, memory, options)
+    again = place(budgets, "layers", lambda: (STOPS_ARE_SLOW, published_curve(16, 4))).plan
+    assert (again.layers_on, again.n_slots, again.total_bytes) == (plan.layers_on, plan.n_slots, plan.total_bytes)
+    fewer = found.plan_on_device(plan.host_bytes, found.device_minimum_bytes)
+    assert fewer.total_bytes <= found.device_minimum_bytes
+    assert (fewer.device is None) == (choice == "layers")  # else with slots alone
+
+
+def test_a_model_that_the_cpu_computes_fastest_takes_nothing_of_a_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = DeviceSpeeds.supposed(1e6, Link(1e6), 38e9)
+    monkeypatch.setattr(KnownSpeeds, "speeds_apart", lambda *_: slow)
+    monkeypatch.setenv("MOEGGUF_PLACEMENT", "auto")
+    found = measure_on_gpu(moe(n_layer=6, n_expert=16, n_used=4).write(tmp_path / "m.gguf"))
+    config = found.load_config(found.plan_within(found.wanted_bytes))
+    assert (found.device, found.device_wanted_bytes) == (None, 0)
+    assert (config.device, config.placement, config.vram_cache_bytes) == (None, "cpu", None)
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,13 @@
 
 import { bytes } from "./live.js";
 
-export const ABSENT = 0, LOADING = 1, RESIDENT = 2;
+export const ABSENT = 0, LOADING = 1, IN_RAM = 2, IN_VRAM = 3;
 
 const HIT_DECAY_S = 0.45;
 const LOAD_DECAY_S = 0.9;
 const COLD = 0.012;
 const MAX_INTERVAL_MS = 400;
-const STATE_NAMES = ["on disk", "loading", "in memory"];
+const STATE_NAMES = ["on disk", "loading", "in RAM", "in VRAM"];
 const reducedMotion = matchMedia("(prefers-reduced-motion: reduce)");
 
 export class Cells {
@@ -31,8 +31,9 @@ export class Cells {
     return this.nExpert === snapshot.n_expert && this.layers.join() === snapshot.layers.join();
   }
 
-  get nResident() {
-    return this.state.reduce((n, state) => n + (state === RESIDENT), 0);
+  /** How many experts are in one state. */
+  count(wanted) {
+    return this.state.reduce((n, state) => n + (state === wanted), 0);
   }
 
   update(snapshot) {

@@ -1,7 +1,7 @@
 // The map of experts: one cell each, layers by experts, painted pixel by pixel so that edges are sharp at any size.
 //
-// Resident experts are grey, under a fading colour: one for experts used since the snapshot before, another for those
-// fetched. The longer side of the map is horizontal.
+// Experts in memory are grey, those in VRAM more so than those in RAM, under a fading colour: one for experts used since
+// the snapshot before, another for those fetched. The longer side of the map is horizontal.
 
 import { ABSENT, LOADING, Cells } from "./cells.js";
 
@@ -13,7 +13,7 @@ const MAX_CELL_ASPECT = 1.8; // times its width
 const STEPS = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
 
 export class ExpertMap {
-  /** `swatches`: elements whose background is the colour of absent, loading, resident, hit and loaded cells;
+  /** `swatches`: elements whose background is the colour of absent, loading, ram, vram, hit and loaded cells;
    *  `onPoint(cell)` is called with the info of the pointed cell, or null. */
   constructor(canvas, swatches, onPoint) {
     this.canvas = canvas;
@@ -49,8 +49,8 @@ export class ExpertMap {
 
   readColours() {
     const rgb = (element) => getComputedStyle(element).backgroundColor.match(/[\d.]+/g).slice(0, 3).map(Number);
-    const { absent, loading, resident, hit, loaded } = this.swatches;
-    this.base = [rgb(absent), rgb(loading), rgb(resident)];
+    const { absent, loading, ram, vram, hit, loaded } = this.swatches;
+    this.base = [rgb(absent), rgb(loading), rgb(ram), rgb(vram)];
     this.hitColour = rgb(hit);
     this.loadColour = rgb(loaded);
     this.shades = this.base.map((from) => [this.hitColour, this.loadColour].map((to) => shades(from, to)));

@@ -1,5 +1,6 @@
 // The panel beside the chat: map, charts and totals, from the snapshots of the selected model.
 
+import { IN_RAM, IN_VRAM } from "./cells.js";
 import { Chart } from "./chart.js";
 import { count, digits, duration, percent, size } from "./format.js";
 import { Live } from "./live.js";
@@ -12,8 +13,8 @@ const NOTHING = { tokens: 0, lookups: 0, hits_ready: 0, hits_late: 0, bytes_read
 
 export class Panel {
   constructor() {
-    const [absent, loading, loaded, resident, hit] = document.querySelectorAll(".legend .key");
-    this.map = new ExpertMap(at("map"), { absent, loading, resident, hit, loaded }, showCell);
+    const [absent, loading, loaded, ram, vram, hit] = document.querySelectorAll(".legend .key");
+    this.map = new ExpertMap(at("map"), { absent, loading, ram, vram, hit, loaded }, showCell);
     const joined = ([value, unit]) => `${value} ${unit}`;
     this.charts = {
       hit: new Chart(at("hit-chart"), { max: 1, format: (value) => joined(percent(value)) }),
@@ -60,19 +61,29 @@ export class Panel {
     Object.values(this.charts).forEach((chart) => chart.clear());
     document.querySelectorAll(".panel output, .totals dd").forEach((element) => (element.textContent = "–"));
     at("resident").textContent = "";
+    showTiers([], false);
   }
 
   show(snapshot) {
     const { stats } = snapshot;
     at("map-note").textContent = snapshot.layers.length ? "" : "This model has no experts.";
     if (snapshot.layers.length) this.map.update(snapshot);
-    const nResident = this.map.cells?.nResident ?? 0, all = this.map.cells?.state.length ?? 0;
-    at("resident").textContent = all ? `${count(nResident)} of ${count(all)} in memory, ${joinedSize(stats.pool_bytes)}` : "";
-    at("map").setAttribute("aria-label", `Map of experts: ${all} experts in ${snapshot.layers.length} layers, ${nResident} in memory. Arrow keys move from cell to cell.`);
+    const all = this.map.cells?.state.length ?? 0, where = all ? this.where(stats) : "";
+    at("resident").textContent = where && `${where}, ${joinedSize(stats.pool_bytes)}`;
+    at("map").setAttribute("aria-label", `Map of experts: ${all} experts in ${snapshot.layers.length} layers, ${where}. Arrow keys move from cell to cell.`);
+    showTiers(stats.tiers ?? [], all > 0 && this.map.cells.count(IN_VRAM) > 0);
     this.findBegin(snapshot);
     this.plot(snapshot);
     this.showTotals(snapshot);
     this.last = snapshot;
+  }
+
+  /** How many experts are in VRAM, and below it in RAM. */
+  where({ tiers }) {
+    const { cells } = this.map, nRam = cells.count(IN_RAM), all = count(cells.state.length);
+    const nVram = cells.count(IN_VRAM);
+    if (tiers?.[0]?.name === "VRAM") return `${count(nVram)} of ${all} in VRAM, ${count(nRam)} in RAM only`;
+    return nVram ? `${count(nRam)} of ${all} in RAM, ${count(nVram)} in VRAM` : `${count(nRam)} of ${all} in memory`;
   }
 
   /** Keeps the statistics from before the current answer: the numbers beside the charts cover this answer, as the line
@@ -127,6 +138,23 @@ function showValue(name, [number, unit]) {
   const small = document.createElement("small");
   small.textContent = unit;
   at(`${name}-value`).replaceChildren(number, small);
+}
+
+/** A line for each tier where layers compute in VRAM, and what cells look like, also those of whole layers there. */
+function showTiers(tiers, anyInVram) {
+  const inVram = tiers[0]?.name === "VRAM";
+  at("tiers").hidden = !inVram;
+  at("vram-key").hidden = !inVram && !anyInVram;
+  at("ram-name").textContent = inVram || anyInVram ? "in RAM" : "in memory";
+  at("tiers").tBodies[0].replaceChildren(...(inVram ? tiers : []).map((tier) => {
+    const row = document.createElement("tr"), received = tier.bytes_missed + tier.bytes_prefetched;
+    const rate = tier.lookups ? percent(hits(tier) / tier.lookups).join(" ") : "–";
+    const slots = `${count(tier.slots_used)} of ${count(tier.n_slots)}`;
+    for (const text of [tier.name, slots, rate, joinedSize(received), count(tier.evictions), duration(tier.stall_s)]) {
+      row.append(Object.assign(document.createElement("td"), { textContent: text }));
+    }
+    return row;
+  }));
 }
 
 function joinedSize(n) {

@@ -1,0 +1,173 @@
+"""Budgets of two tiers that change while the model writes, and a device that refuses memory."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from own_process import in_own_process
+from rpc_device import in_child, register
+from running import N_NEW, Llama, Own, TinyModel, greedy_logits, share_for
+
+from moegguf.engine.devices import find_gpu
+from moegguf.engine.session import Place
+from moegguf.engine.warm_start import most_used
+from moegguf.errors import AllocationError, BudgetError
+from moegguf.native import library
+from moegguf.native.link_device import add_link_device
+from moegguf.native.store import StoreOptions, Tier
+from moegguf.quantities import Link
+
+OPTIONS: dict[str, Any] = {"n_ctx": 512, "n_threads": 1, "logits_all": True, "verbose": False}
+ALLOC = 3  # enum moegguf_fault_kind
+LINK = Link(8e9, 5e-6)
+DEVICE_BYTES = 256 << 20
+
+
+def behind_a_link(path: Path, vram: int, ram: int, **options: Any) -> Llama:
+    """A model on a simulated device with so many slots there, and in RAM below it."""
+    device = add_link_device(LINK, memory_bytes=DEVICE_BYTES)
+    budgets = {"vram_cache": share_for(path, vram), "expert_cache": share_for(path, ram)}
+    return Llama(path, store=StoreOptions(device=device), **budgets, **OPTIONS | options)
+
+
+def free_bytes() -> int:
+    return find_gpu().free_bytes
+
+
+def moves(path: Path) -> dict[str, Any]:
+    """What a run sees whose budgets move: logits that never differ, memory of the device that comes and goes."""
+    with behind_a_link(path, 60, 40) as llm:
+        assert llm.session is not None
+        store, expected, full = llm.session.store, greedy_logits(llm), free_bytes()
+        steps = iter([(20, 10), (17, 1), (40, 30), (16, 20), (60, 40)] * N_NEW)
+        seen = []
+
+        def before_each() -> None:
+            vram, ram = next(steps)
+            llm.set_budget(vram_cache=share_for(path, vram), expert_cache=share_for(path, ram))
+            figures = [store.tier(tier) for tier in Tier]
+            assert [figure["n_slots_usable"] for figure in figures] == [vram, ram]
+            seen.append((vram, free_bytes(), figures[0]["pool_bytes"]))
+
+        assert np.array_equal(greedy_logits(llm, before_each=before_each), expected)
+        assert free_bytes() != full
+        llm.set_budget(vram_cache="auto", expert_cache="auto")
+        assert free_bytes() == full
+        assert np.array_equal(greedy_logits(llm), expected)
+        return {"seen": seen, "full": full, "slot_bytes": llm.plan.slot_bytes}
+
+
+def test_budgets_of_both_tiers_move_while_the_model_writes(tiny: TinyModel) -> None:
+    found = in_own_process(moves, tiny("tiny-qwen2moe", "q4_0"))
+    for n_slots, free, pool_bytes in found["seen"]:
+        given_back = free - found["full"]
+        assert given_back == pytest.approx((60 - n_slots) * found["slot_bytes"], abs=1 << 16)
+        assert pool_bytes == pytest.approx(n_slots * found["slot_bytes"], abs=1 << 16)
+
+
+def from_resident_on_rpc(rpc: Path, port: int, path: Path) -> bool:
+    """Whether a pool with every expert shrinks and grows on another machine's memory, and logits stay."""
+    register(rpc, port)
+    with Llama(path, vram_cache="100%", **OPTIONS) as llm:
+        assert llm.session is not None
+        expected = greedy_logits(llm)
+        for n_slots in (40, 16, 50):
+            llm.set_budget(vram_cache=share_for(path, n_slots))
+            assert llm.stats().tiers[0].n_slots == n_slots
+            before = llm.stats()
+            assert np.array_equal(greedy_logits(llm), expected)
+            assert (llm.stats() - before).evictions > 0
+        with pytest.raises(BudgetError, match="every expert in VRAM"):
+            llm.set_budget(expert_cache="50%")
+        return True
+
+
+def test_a_resident_pool_on_a_device_shrinks(tiny: TinyModel) -> None:
+    assert in_child(from_resident_on_rpc, tiny("tiny-qwen2moe", "q4_0"))
+
+
+def refusals(path: Path) -> bool:
+    """Whether the model stays usable where the device refuses memory for a moment, and for good."""
+    arm = library.load().moegguf_fault_arm
+    with behind_a_link(path, 40, 30) as llm:
+        assert llm.session is not None
+        expected = greedy_logits(llm)
+        arm(ALLOC, 1, 0, 12)  # too little for both pools at once: slots are emptied first
+        llm.set_budget(vram_cache=share_for(path, 20))
+        assert llm.stats().tiers[0].n_slots == 20 and llm.stats().tiers[0].slots_used == 0
+        assert np.array_equal(greedy_logits(llm), expected)
+        arm(ALLOC, 2, 1, 12)  # the second arena, and everything after it
+        with pytest.raises(AllocationError, match="refused memory for 40 expert slots; there are 20 as before"):
+            llm.set_budget(vram_cache="auto")
+        assert llm.stats().tiers[0].n_slots == 20
+        arm(ALLOC, 0, 0, 0)
+        assert np.array_equal(greedy_logits(llm), expected)
+        before = llm.stats().tiers
+        for budgets in ({"vram_cache": share_for(path, 3)}, {"vram_cache": share_for(path, 3), "expert_cache": "50%"}):
+            with pytest.raises(BudgetError, match="at least"):
+                llm.set_budget(**budgets)
+        with pytest.raises(BudgetError, match="holds no expert"):
+            llm.set_budget(vram_cache="auto", expert_cache=1024)
+        assert [tier.n_slots for tier in llm.stats().tiers] == [tier.n_slots for tier in before]
+        llm.set_budget(vram_cache="auto")
+        assert np.array_equal(greedy_logits(llm), expected)
+        return True
+
+
+def test_a_device_that_refuses_memory_leaves_the_model_usable(tiny: TinyModel) -> None:
+    assert in_own_process(refusals, tiny("tiny-qwen2moe", "q4_0"))
+
+
+def tight(path: Path) -> bool:
+    """Whether a context that does not fit beside the slots takes from them instead of failing."""
+    with behind_a_link(path, 60, 40) as llm:
+        expected, most = greedy_logits(llm), find_gpu()
+        used = most.total_bytes - most.free_bytes
+    short = add_link_device(LINK, memory_bytes=used - 10 * llm.plan.slot_bytes)
+    budgets = {"vram_cache": share_for(path, 60), "expert_cache": share_for(path, 40)}
+    with pytest.warns(UserWarning, match=f"{short} has no memory for weights and a context beside 60 expert slots"):
+        llm = Llama(path, store=StoreOptions(device=short), **budgets, **OPTIONS)
+    with llm:
+        assert 16 <= llm.stats().tiers[0].n_slots <= 30
+        assert np.array_equal(greedy_logits(llm), expected)
+    none = add_link_device(LINK, memory_bytes=used // 4)
+    warnings.simplefilter("ignore")  # in this process
+    with pytest.raises(AllocationError):
+        Llama(path, store=StoreOptions(device=none), **budgets, **OPTIONS)
+    return True
+
+
+def test_a_context_takes_memory_of_slots(tiny: TinyModel) -> None:
+    assert in_own_process(tight, tiny("tiny-qwen2moe", "q4_0"))
+
+
+def warm(path: Path) -> bool:
+    """Whether the experts used most are in VRAM after the next load, and the next ones in RAM."""
+    with behind_a_link(path, 20, 12, warm_start=True) as llm:
+        assert llm.session is not None
+        expected = greedy_logits(llm, n_new=8)
+        uses = llm.session.store.activity()[0].astype(np.float32)
+    with behind_a_link(path, 20, 12, warm_start=True) as llm:
+        assert llm.session is not None
+        llm.session.store.drain(10)
+        places = llm.session.places()[most_used(uses, 32)]
+        assert (places[:20] == Place.VRAM).all() and (places[20:] == Place.RAM).all()
+        assert llm.stats().evictions == 0
+        assert np.array_equal(greedy_logits(llm, n_new=8), expected)
+    return True
+
+
+def test_a_warm_start_fills_both_tiers(own: Own) -> None:
+    assert in_own_process(warm, own())
+
+
+def test_a_model_on_the_cpu_has_no_budget_in_vram(tiny: TinyModel) -> None:
+    with (
+        Llama(tiny("tiny-qwen2moe", "q4_0"), expert_cache="60%", **OPTIONS) as llm,
+        pytest.raises(BudgetError, match="the CPU computes this model"),
+    ):
+        llm.set_budget(vram_cache="50%")
