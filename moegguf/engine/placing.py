@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from moegguf.controller.systems import find_system
 from moegguf.engine.batch import DEFAULT_UBATCH_TOKENS
 from moegguf.engine.devices import Device, find_gpu, gpus
 from moegguf.engine.known_speeds import KnownSpeeds
@@ -32,6 +33,7 @@ from moegguf.engine.tiers import (
 )
 from moegguf.errors import BudgetError, OptionError
 from moegguf.gguf.experts import ExpertLayout
+from moegguf.native.store import StoreOptions
 from moegguf.quantities import ExpertCache, parse_expert_cache
 from moegguf.settings import read_environment
 
@@ -91,6 +93,11 @@ def gpu_for(
     return Gpu(find_gpu(name), parse_vram_cache(vram_cache or "auto"), choice)
 
 
+def default_store(device: str | None = None) -> StoreOptions:
+    """How experts are moved where the caller does not say it: as the system of MOEGGUF_SYSTEM does, to `device`."""
+    return replace(find_system(read_environment().system).store_options(), device=device)
+
+
 @dataclass(frozen=True)
 class Placed:
     """A plan, and the layout of the experts that have slots in it: those of other layers are plain weights."""
@@ -120,7 +127,7 @@ class Budgets:
         options, layout = self.options, self.layout
         n_ctx = options.get("n_ctx")
         if n_ctx is None:
-            chosen = {name: options[name] for name in ("type_k", "type_v", "flash_attn", "n_seq") if name in options}
+            chosen = {name: options[name] for name in ("type_k", "type_v", "flash_attn") if name in options}
             projector = options.get("projector")
             free_bytes = self.device.free_bytes - (projector.total_bytes if projector else 0)
             n_ctx = choose_context(layout, free_bytes, self._n_ubatch, **chosen)
@@ -133,7 +140,7 @@ class Budgets:
     def planner(self, speeds: DeviceSpeeds, curve: HitCurve) -> Planner:
         """Predicts with the memories as these budgets divide them, and the context half full."""
         options, layout = self.options, self.layout
-        n_tokens = options.get("kv_tokens") or options["n_ctx"] * options.get("n_seq", 1)
+        n_tokens = options.get("kv_tokens") or options["n_ctx"]
         sized = {name: options[name] for name in ("type_k", "type_v", "flash_attn", "projector") if name in options}
         needs = memory_needs(layout, n_tokens, self._n_ubatch, **sized)
         device_bytes = _within(

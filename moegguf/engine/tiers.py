@@ -81,7 +81,6 @@ def plan_layers(
     n_ctx: int,
     n_ubatch: int | None = None,
     n_batch: int = DEFAULT_UBATCH_TOKENS,
-    n_seq: int = 1,
     kv_tokens: int | None = None,
     type_k: int = F16,
     type_v: int = F16,
@@ -102,7 +101,7 @@ def plan_layers(
         )
     least = projector.one_pass_tokens if projector else 1
     n_ubatch = max(least, min(wanted, allowed_ubatch(rest, n_slots, streams=False)))
-    needs = memory_needs(rest, kv_tokens or n_ctx * n_seq, n_ubatch, type_k, type_v, flash_attn, projector)
+    needs = memory_needs(rest, kv_tokens or n_ctx, n_ubatch, type_k, type_v, flash_attn, projector)
     n_whole = len(layout.layers) - len(rest.layers)
     reasons = [
         f"every layer is computed on {device.name}, but the experts of {len(rest.layers)} of {len(layout.layers)}"

@@ -10,14 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from moegguf.controller.systems import find_system
 from moegguf.engine.batch import DEFAULT_UBATCH_TOKENS, layer_slots
 from moegguf.engine.devices import NO_GPU, Device
 from moegguf.engine.known_speeds import KnownSpeeds
 from moegguf.engine.machine import Memory, count_cpus, read_memory
 from moegguf.engine.memory import choose_context, choose_kv_tokens, margin_bytes, pad_context, pooling_batch_tokens
 from moegguf.engine.placement import Choice, DeviceSpeeds, HitCurve, parse_placement
-from moegguf.engine.placing import Budgets, Gpu, place
+from moegguf.engine.placing import Budgets, Gpu, default_store, place
 from moegguf.engine.plan import Plan, given_bytes, make_plan
 from moegguf.engine.sequences import sequences_of
 from moegguf.engine.tiers import VRAM_MARGIN_BYTES, host_bytes, parse_vram_cache, plan_tiers
@@ -335,11 +334,10 @@ def _place(
     """The plan of the placement that is fastest with all memory that models may take. Raises BudgetError."""
     given = {name: value for name, value in options.items() if name != "margin"}
     memory = Memory(limit_bytes, limit_bytes, "the models' budget")
-    repack = find_system(read_environment().system).store_options().repack
 
     def known() -> tuple[DeviceSpeeds, HitCurve]:
         speeds = KnownSpeeds(layout)
-        return speeds.speeds_apart(gpu.device, n_threads, repack), speeds.hits()
+        return speeds.speeds_apart(gpu.device, n_threads, default_store().repack), speeds.hits()
 
     return place(Budgets(layout, cache, gpu.vram, gpu.device, memory, given), gpu.choice, known).plan
 
