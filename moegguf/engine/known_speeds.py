@@ -115,7 +115,7 @@ class KnownSpeeds:
 
     def speeds_apart(self, device: Device, n_threads: int, repack: bool = True) -> DeviceSpeeds:
         """`speeds`, measured in a process of its own: a driver keeps memory of a device for every process that computes
-        there."""
+        there. Raises as `speeds` does."""
         if known := self._known(_key(device, n_threads, repack)):
             return known
         arguments = json.dumps([str(self._layout.shards[0].path), vars(device), n_threads, repack])
@@ -125,9 +125,11 @@ class KnownSpeeds:
                 command, capture_output=True, env=child_environment(), timeout=MEASURING_S, check=False
             )
             found = json.loads(asked.stdout)
-            return DeviceSpeeds(**found | {"copies": Link(**found["copies"])})
+            if "refused" not in found:
+                return DeviceSpeeds(**found | {"copies": Link(**found["copies"])})
         except (OSError, ValueError, TypeError, KeyError, subprocess.TimeoutExpired) as error:
             return _supposed(n_threads, error)
+        raise OptionError(found["refused"])
 
     def _known(self, key: str) -> DeviceSpeeds | None:
         with suppress(*DAMAGED):
@@ -219,6 +221,12 @@ def _supposed(n_threads: int, error: Exception) -> DeviceSpeeds:
     return DeviceSpeeds(**vars(found) | {"source": f"supposed, not measured ({error})"})
 
 
+def _answer(path: str, device: dict[str, Any], n_threads: int, repack: bool) -> dict[str, Any]:
+    try:
+        return asdict(KnownSpeeds(read_layout(path)).speeds(Device(**device), n_threads, repack))
+    except OptionError as error:
+        return {"refused": str(error)}
+
+
 if __name__ == "__main__":
-    path, device, n_threads, repack = json.loads(sys.argv[1])
-    print(json.dumps(asdict(KnownSpeeds(read_layout(path)).speeds(Device(**device), n_threads, repack))))
+    print(json.dumps(_answer(*json.loads(sys.argv[1]))))

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from moegguf.controller.systems import find_system
 from moegguf.engine.batch import DEFAULT_UBATCH_TOKENS
 from moegguf.engine.device_plan import SplitOptions, plan_for
 from moegguf.engine.devices import Device, find_gpus, gpus
@@ -36,6 +37,7 @@ from moegguf.engine.tiers import (
 )
 from moegguf.errors import BudgetError, OptionError
 from moegguf.gguf.experts import ExpertLayout
+from moegguf.native.store import StoreOptions
 from moegguf.quantities import ExpertCache, parse_expert_cache
 from moegguf.settings import read_environment
 
@@ -131,6 +133,11 @@ def _devices(name: str | None, split_mode: int, main_gpu: int) -> tuple[Device, 
         names = ", ".join(f"{device.index} ({device.name})" for device in devices)
         raise OptionError(f"main_gpu is {main_gpu}, but there are: {names}.")
     return (devices[main_gpu],)
+
+
+def default_store(device: str | None = None) -> StoreOptions:
+    """How experts are moved where the caller does not say it: as the system of MOEGGUF_SYSTEM does, to `device`."""
+    return replace(find_system(read_environment().system).store_options(), device=device)
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from moegguf.controller.systems import find_system
 from moegguf.engine.batch import DEFAULT_UBATCH_TOKENS, layer_slots
 from moegguf.engine.devices import NO_GPU, Device
 from moegguf.engine.known_speeds import KnownSpeeds
 from moegguf.engine.machine import Memory, count_cpus, read_memory
 from moegguf.engine.memory import choose_context, choose_kv_tokens, margin_bytes, pad_context, pooling_batch_tokens
 from moegguf.engine.placement import Choice, DeviceSpeeds, HitCurve, parse_placement
-from moegguf.engine.placing import Budgets, Known, place
+from moegguf.engine.placing import Budgets, Known, default_store, place
 from moegguf.engine.plan import Plan, given_bytes, make_plan
 from moegguf.engine.sequences import sequences_of
 from moegguf.engine.tiers import VRAM_MARGIN_BYTES, host_bytes, parse_vram_cache, plan_tiers
@@ -336,11 +335,10 @@ def _size_on_device(
 
 def _known(layout: ExpertLayout, gpu: Device, n_threads: int) -> Known:
     """What is known of the device and the model, without memory there for this process."""
-    repack = find_system(read_environment().system).store_options().repack
 
     def read() -> tuple[DeviceSpeeds, HitCurve]:
         known = KnownSpeeds(layout)
-        return known.speeds_apart(gpu, n_threads, repack), known.hits()
+        return known.speeds_apart(gpu, n_threads, default_store().repack), known.hits()
 
     return read
 

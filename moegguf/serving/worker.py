@@ -20,11 +20,11 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
-from moegguf.controller.systems import find_system
 from moegguf.engine.llama import Llama
+from moegguf.engine.placing import default_store
 from moegguf.engine.vocabulary import to_utf8
 from moegguf.errors import MoeggufError
 from moegguf.generate.batched_answer import BatchedAnswer, Task
@@ -38,7 +38,6 @@ from moegguf.serving.delta_buffer import INTERVAL_S, DeltaBuffer
 from moegguf.serving.events import Snapshot
 from moegguf.serving.snapshots import SnapshotSender
 from moegguf.serving.wire import MAX_MESSAGE_BYTES, LoadConfig, Message, Ready, build, decode, encode, encode_error
-from moegguf.settings import read_environment
 
 EXIT_GRACE_S = 5.0  # for a running computation after the socket has closed
 FIRST_DELTA_PAUSE_S = 0.0005  # the server and its client need a processor to show the first delta
@@ -312,7 +311,7 @@ def open_model(config: LoadConfig, progress: Callable[[float], object]) -> Llama
     vram_cache: ExpertCache | str = ""  # also where the environment has one: the server has decided on the device
     if config.vram_cache_bytes is not None:
         vram_cache = ExpertCache("bytes", n_bytes=config.vram_cache_bytes)
-        options["store"] = replace(find_system(read_environment().system).store_options(), device=config.device)
+        options["store"] = default_store(config.device)
     return Llama(
         config.path,
         mmproj=config.mmproj,

@@ -1,4 +1,5 @@
-"""A device that vanishes while a server's model computes on it: a typed error, and the next answer from the CPU."""
+"""A server's models on a device: what is counted there, and one that vanishes: a typed error, and the next answer from
+the CPU."""
 
 from __future__ import annotations
 
@@ -97,6 +98,29 @@ async def test_a_device_that_vanishes_costs_one_answer(tiny: TinyModel, monkeypa
             assert [tier.name for tier in loaded.stats.tiers] == ["RAM"]
             with pytest.raises(BudgetError, match="has no slots in VRAM"):
                 await manager.set_budget("a", vram_cache=fewer)
+
+
+@in_loop
+async def test_a_server_counts_whole_layers_on_a_device(tiny: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOEGGUF_VRAM_CACHE", "50%")
+    monkeypatch.setenv("MOEGGUF_PLACEMENT", "layers")
+    catalog = OneModel(tiny("tiny-qwen2moe", "q4_0"))
+    with server() as (rpc, port):
+        command = (sys.executable, "-P", "-c", WORKER, str(TESTS), str(TESTS / "live"), str(rpc), str(port))
+        settings = Settings(n_ctx=512, memory_bytes=4 << 30)
+        async with ModelManager(catalog, settings, command=command, devices=lambda: [GPU]) as manager:
+            expected = await text_of(manager, QUESTION)
+            (loaded,) = manager.loaded()
+            plan = loaded.plan
+            assert (plan["layers_on"], plan["device"], plan["placement"]["chosen"]["n_layers"]) == ("RPC0", None, 2)
+            assert loaded.vram_bytes == plan["total_bytes"]
+            assert loaded.size_bytes == plan["total_bytes"] + plan["host_bytes"]
+            assert (loaded.expert_cache_bytes, loaded.vram_cache_bytes) == (plan["budget_bytes"], 0)
+            small = await manager.set_budget("a", expert_cache=parse_expert_cache("60%"))
+            assert small.stats.n_experts == 32 and small.expert_cache_bytes < loaded.expert_cache_bytes
+            assert await text_of(manager, QUESTION) == expected
+            with pytest.raises(BudgetError, match="has no slots in VRAM"):
+                await manager.set_budget("a", vram_cache=parse_expert_cache("30%"))
 
 
 def test_a_devices_failure_is_found_in_a_log() -> None:

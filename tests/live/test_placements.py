@@ -29,6 +29,12 @@ OPTIONS: dict[str, Any] = {"n_ctx": 512, "n_threads": 1, "logits_all": True, "ve
 PLAIN = StoreOptions(repack=False)
 
 
+@pytest.fixture(autouse=True)
+def own_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is measured here, and hit rates of these runs, stay out of the user's cache folder."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
 def only(kind: str) -> None:
     """From now on this process knows no other kind of placement."""
     every = Planner.placements
