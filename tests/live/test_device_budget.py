@@ -12,7 +12,7 @@ from own_process import in_own_process
 from rpc_device import in_child, register
 from running import N_NEW, Llama, Own, TinyModel, greedy_logits, share_for
 
-from moegguf.engine.devices import find_gpu
+from moegguf.engine.devices import find_gpus
 from moegguf.engine.session import Place
 from moegguf.engine.warm_start import most_used
 from moegguf.errors import AllocationError, BudgetError
@@ -35,7 +35,7 @@ def behind_a_link(path: Path, vram: int, ram: int, **options: Any) -> Llama:
 
 
 def free_bytes() -> int:
-    return find_gpu().free_bytes
+    return find_gpus()[0].free_bytes
 
 
 def moves(path: Path) -> dict[str, Any]:
@@ -125,7 +125,7 @@ def test_a_device_that_refuses_memory_leaves_the_model_usable(tiny: TinyModel) -
 def tight(path: Path) -> bool:
     """Whether a context that does not fit beside the slots takes from them instead of failing."""
     with behind_a_link(path, 60, 40) as llm:
-        expected, most = greedy_logits(llm), find_gpu()
+        expected, most = greedy_logits(llm), find_gpus()[0]
         used = most.total_bytes - most.free_bytes
     short = add_link_device(LINK, memory_bytes=used - 10 * llm.plan.slot_bytes)
     budgets = {"vram_cache": share_for(path, 60), "expert_cache": share_for(path, 40)}
