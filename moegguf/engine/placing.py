@@ -290,9 +290,10 @@ def _within(cache: ExpertCache, layout: ExpertLayout, free_bytes: int) -> int:
     """Bytes of a budget for experts, of which "auto" takes what is free."""
     if cache.mode == "auto":
         return min(free_bytes, cache.n_bytes or free_bytes)
-    if cache.mode == "fraction":
-        return round(cache.fraction * layout.n_expert_total * slot_bytes(layout))
-    return cache.n_bytes
+    if cache.mode == "bytes":
+        return cache.n_bytes
+    every_slot = layout.n_expert_total * slot_bytes(layout)  # more than the experts, where types differ in size
+    return every_slot if cache.fraction >= 1 else round(cache.fraction * layout.expert_bytes)
 
 
 def plan_here(
