@@ -60,6 +60,7 @@ def compare(path: Path, vram: str, n_ram: int, split: dict[str, Any], shrink: bo
 
         with Meddler(store) as meddler:
             logits = greedy_logits(llm, before_each=before_each)
+        store.drain(30)  # prefetches under way would count between two figures
         layers = {part.name or "CPU": part.layers for part in llm.plan.devices}
         figures, n_ubatch = (llm.session.devices(), llm.session.tiers()), llm.plan.n_ubatch
     with hooks_off(), Llama(path, n_ubatch=n_ubatch, **OPTIONS, **split) as llm:
