@@ -118,8 +118,6 @@ class Artifacts:
         self._save(USES, "uses", "the uses of experts were", shape, weights.Weights({"uses": uses}))
 
     def _save(self, name: str, kind: str, subject: str, shape: MoeShape, saved: weights.Weights) -> None:
-        if self.layout is not None and shape != MoeShape.of(self.layout):
-            return  # of some layers only: what is known of all of them stays
         try:
             weights.save(self.writable_folder() / name, kind, self.fingerprint, shape, saved)
         except OSError as error:

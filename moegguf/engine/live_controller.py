@@ -156,8 +156,15 @@ class LiveController:
         controller = self.controller
         assert controller is not None
         controller.observe(event)
-        if controller.history.finished and (learner := _learner(controller)) is not None:
+        if controller.history.finished and self._keeps and (learner := _learner(controller)) is not None:
             self._checkpoint.request_ended(learner.eamcs)
+
+    @property
+    def _keeps(self) -> bool:
+        """Whether what is learned is kept: what is known of all layers is not replaced by that of some, whose experts
+        alone have slots."""
+        layout = self.artifacts.layout
+        return layout is None or self.session.layout.layers == layout.layers
 
     def before_tokens(self, phase: Phase) -> None:
         """Tokens are evaluated next. Between trials that said no, the store works without the controller.
@@ -224,7 +231,7 @@ class LiveController:
         controller, self.controller = self.controller, None
         self._listening = False
         self._checkpoint.close()
-        if controller.n_events > 0 and (learner := _learner(controller)) is not None:
+        if controller.n_events > 0 and self._keeps and (learner := _learner(controller)) is not None:
             self.artifacts.save_collection(controller.shape, learner.learned(controller.history).weights())
 
 
