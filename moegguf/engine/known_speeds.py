@@ -23,7 +23,7 @@ from moegguf.atomic_write import write_atomically
 from moegguf.child import child_command, child_environment
 from moegguf.controller.artifacts import Artifacts
 from moegguf.controller.shape import MoeShape
-from moegguf.engine.devices import Device
+from moegguf.engine.devices import Device, gpus
 from moegguf.engine.machine import disk_read_speed, memory_read_speed
 from moegguf.engine.placement import DeviceSpeeds, HitCurve, published_curve
 from moegguf.errors import AllocationError, ExpertIOError, MoeggufError, OptionError
@@ -142,6 +142,8 @@ class KnownSpeeds:
         file = os.stat(layout.shards[0].path)
         if file.st_blocks * BLOCK_BYTES < file.st_size // 2:
             raise ExpertIOError(f"{layout.shards[0].path.name} has only its header here")
+        if all(device.name != known.name for known in gpus()):
+            raise AllocationError(f"the process that measures has no device {device.name}")
         speeds = measure_speeds(layout, device.name, n_threads, repack=repack)
         block_bytes = min(max(matrix.expert_bytes for matrix in layout.matrices), MOST_BLOCK_BYTES)
         disk = disk_read_speed(layout.shards[0].path, DISK_S, block_bytes)
