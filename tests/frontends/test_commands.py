@@ -200,7 +200,7 @@ def test_estimate_says_what_a_device_would_give_and_that_it_is_a_prediction(moeg
     device = ("--device-memory", "1.002GiB", "--device-bandwidth", "448GB/s", "--link", "24GB/s,35us")
     shown = moegguf("estimate", tiny(), *device, "--ctx", 512)
     assert shown.returncode == 0, shown.stderr
-    assert "predicted, not measured" in shown.stdout and "tokens/s" in shown.stdout
+    assert "predicted with speeds of the device as supposed" in shown.stdout and "tokens/s" in shown.stdout
     found = json.loads(moegguf("estimate", tiny(), *device, "--ctx", 512, "--json").stdout)["placement"]
     assert {placement["kind"] for placement in found["placements"]} & {"cpu", "resident"}
     missing = moegguf("estimate", tiny(), "--link", "24GB/s")

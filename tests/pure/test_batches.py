@@ -138,6 +138,7 @@ async def test_a_batch_is_cancelled_while_it_waits_for_its_turn(tmp_path: Path) 
         await ended(found, second)
         assert (second.status, endpoint.texts) == ("cancelled", ["hold"])
         endpoint.released.set()
+        await ended(found, first)
         await ended(found, third)
         assert (first.status, third.status, endpoint.texts) == ("completed", "completed", ["hold", "third"])
 
