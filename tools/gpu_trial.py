@@ -6,9 +6,9 @@ made, and llama.cpp (everything on the card; the best of several -ncmoe; -cmoe) 
 limits that imitate cards of 8, 12, 16 and 24 GB. Every outcome is kept; a call goes on where the last one stopped.
 
 python tools/gpu_trial.py --pack FOLDER         # for a machine without a network: copy FOLDER there, and
-python3 FOLDER/gpu_trial.py --work /tmp/trial   # call this there until it says that everything is done
-python tools/gpu_trial.py --work /tmp/trial     # the same on this machine, from these sources
-python tools/gpu_trial.py --work /tmp/small --backend software     # tiny models on software Vulkan: shows that it works
+python3 FOLDER/gpu_trial.py --work trial   # call this there until it says that everything is done
+python tools/gpu_trial.py --work trial     # the same on this machine, from these sources
+python tools/gpu_trial.py --work small --backend software     # tiny models on software Vulkan: shows that it works
 """
 
 from __future__ import annotations
