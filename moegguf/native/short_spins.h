@@ -9,7 +9,8 @@ namespace moegguf {
 // they sleep (GOMP_SPINCOUNT in its manual: more threads than processors). A thread that spins keeps a processor from
 // readers, or shares a core with one, and its partner waits the longer for bytes. Where every expert is there, they
 // wait for each other only, for microseconds, and sleeping would cost more than it saves. Without OpenMP, nothing
-// changes. Throws Error(MEMORY) where a thread is refused.
+// changes. Throws Error(MEMORY) where its first thread is refused; where the second is, OpenMP ends the process, as it
+// does for compute threads.
 class ShortSpins {
   public:
     ShortSpins();
