@@ -60,7 +60,7 @@ async def running_manager(files: Files, **settings: Any) -> AsyncIterator[ModelM
     async with ModelManager(files, Settings(**{"memory_bytes": 4 << 30, **settings})) as manager:
         yield manager
     assert not [child for child in psutil.Process().children() if "worker" in " ".join(child.cmdline())]
-    assert n_files() == n_before
+    assert n_files() <= n_before
 
 
 def story(seed: int, n_tokens: int = 16) -> GenerationRequest:

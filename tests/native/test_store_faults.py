@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import time
 from itertools import count
@@ -23,6 +24,8 @@ TYPED = {
 
 
 def n_files() -> int:
+    """Open files, without those that garbage of an earlier test holds."""
+    gc.collect()
     return len(os.listdir("/proc/self/fd"))
 
 
@@ -88,7 +91,7 @@ def test_the_nth_operation_fails(tmp_path: Path, kind: str, sticky: bool, direct
         if seen < nth:
             break
     assert nth > 1, "the fault was never reached"
-    assert n_files() == files
+    assert n_files() <= files
     assert_threads(threads)
     harmless = {"short_read"} | (set() if sticky else {"read", "eintr"})
     assert (errors == 0) == (kind in harmless)
