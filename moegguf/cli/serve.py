@@ -96,7 +96,8 @@ def serve(
     MOEGGUF_KEEP_ALIVE         how long an idle model stays loaded (5m; negative: for ever)
     MOEGGUF_CONTEXT_LENGTH     tokens of context
     MOEGGUF_MAX_LOADED_MODELS  at most so many at once
-    MOEGGUF_MAX_QUEUE          requests that may wait (512)
+    MOEGGUF_MAX_QUEUE          requests that may wait (512); when full, of the client with most of them
+                               the newest is refused for one of a client with fewer
     MOEGGUF_NUM_PARALLEL       requests that a model answers at once (1)
     MOEGGUF_KV_TOKENS          tokens of context that these have together
     MOEGGUF_SCHEDULE           which of them compute in a step: fifo, expertflow or auto
@@ -104,7 +105,7 @@ def serve(
     MOEGGUF_BATCH_PARALLEL     requests of a batch at once (16)
     MOEGGUF_BATCH_WINDOW       a batch that takes longer expires (24h; negative: never)
     MOEGGUF_UPLOAD_LIMIT       size of an uploaded file (200MiB)
-    MOEGGUF_STORAGE_LIMIT      size of all uploaded files and files of answers together (10GiB)
+    MOEGGUF_STORAGE_LIMIT      size of all uploaded files and answers of batches together (10GiB)
     MOEGGUF_KV_CACHE_TYPE      f16, q8_0, q4_0 or another of llama.cpp
     MOEGGUF_FLASH_ATTENTION    0 or 1
     MOEGGUF_DEBUG              1 logs every request

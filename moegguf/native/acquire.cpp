@@ -96,8 +96,8 @@ void Acquire::announce_tokens(Lane & lane, const moegguf_tokens_event & event) {
     lane.outputs.assign(event.outputs, event.outputs + n_batched);
     lane.il = Lane::between_passes;
     if (forecaster_.on()) {
-        const int token = event.n_tokens == 1 ? event.tokens[0] : -1;
-        forecaster_.token(token, get(shared_.counters.passes) + 1);
+        forecaster_.announce({event.n_tokens, event.sequence, event.sequences, event.tokens},
+                             get(shared_.counters.passes) + 1);
     }
     if (events_.on()) {
         events_.tokens(event);
@@ -144,15 +144,15 @@ void Acquire::acquire(Lane & lane, int il, int32_t * ids, int n_expert_used, int
             only_copies = lane.stream && placed && !awaits_file(lane, all_kinds);
         }
     }
+    const bool batched = (forecaster_.on() || events_.on()) && lane.gather(n_tokens);
     if (placed && forecaster_.on()) {
-        const int32_t * last = ids + n - n_expert_used;
+        const PassTokens of = {n_tokens, lane.sequence, batched ? lane.event_sequences.data() : nullptr};
         const float * inputs = forecaster_.wants_inputs(n_tokens) ? routed.inputs : nullptr;
-        forecaster_.routing({il, n_tokens, last, n_expert_used, inputs, routed.n_embd}, lane.pass);
+        forecaster_.routing(il, of, ids, n_expert_used, inputs, routed.n_embd, lane.pass);
     }
     if (events_.on()) {
         // Victims are chosen before the listener gets this event, so that its scores act from the next one on. This
         // may wait for space in the ring, which the listener may need the lock to make: it is not held here.
-        const bool batched = lane.gather(n_tokens);
         events_.routing(
             {lane.pass, start, lane.id, il, n_tokens, n_expert_used, lane.sequence, lane.phase, lane.first_token,
              routed.n_embd, ids, routed.weights, events_.wants_inputs(n_tokens) ? routed.inputs : nullptr,

@@ -5,7 +5,8 @@ an idle model. It never waits; loads and unloads run as tasks that call `dispatc
 
 Rules. Names of the same files and load options share a process; an option that a request leaves out is that of the
 last request of its name, and a request for a longer context loads the model again. Requests of a model are granted in
-turns between clients (turns.py), of each in order of arrival, as many at once as its process answers together. A model
+turns between clients (turns.py), of each in order of arrival, as many at once as its process answers together. A full
+queue is divided evenly between the clients that need it. A model
 that is not loaded is loaded when it fits the memory budget; idle models are unloaded for it, least recently used first;
 else it gets fewer expert slots; else it waits until a busy model is idle. A device's memory is counted apart, and a
 device that has failed is not used again.
@@ -18,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import math
+from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -79,15 +81,31 @@ class Dispatcher:
         waiter.overrides = self._remembered(waiter)
         key = process_key(waiter.entry, waiter.overrides)
         model = self.models.get(key)
-        n_waiting = sum(len(known.waiters) for known in self.models.values())
         first = model is None or not (model.waiters or model.is_full)
-        if n_waiting >= self._settings.max_queue and not first:
-            raise BusyError("server busy, please try again.  maximum pending requests exceeded")
+        if not first:
+            self._make_queue_room(waiter)
         if model is None:
             model = self.models[key] = ManagedModel(key, waiter.entry)
         model.wait(waiter)
         await self._wait(model, waiter)
         return model
+
+    def _make_queue_room(self, waiter: Waiter) -> None:
+        """Refuses somebody when the queue is full: of the client with most requests there the newest, where `waiter` is
+        of one that has fewer even with it, else `waiter` (longest queue drop: Suter et al., 1998). So nobody can take
+        the queue from others, who get an equal share of it where they need that much. Raises BusyError."""
+        waiting = [(model, other) for model in self.models.values() for other in model.waiters]
+        if len(waiting) < self._settings.max_queue:
+            return
+        requests = [(model, other) for model, other in waiting if other.purpose is not Purpose.UNLOAD]
+        counts = Counter(other.client for _, other in requests)
+        most = max(counts.values(), default=0)
+        busy = BusyError("server busy, please try again.  maximum pending requests exceeded")
+        if counts[waiter.client] + 1 >= most:
+            raise busy
+        model, newest = max((pair for pair in requests if counts[pair[1].client] == most), key=lambda p: p[1].ticket)
+        model.waiters.remove(newest)
+        newest.fail(busy)
 
     def _remembered(self, waiter: Waiter) -> LoadOverrides:
         """The overrides of `waiter`; where they are None those of the last request of its name. Of one that still waits
@@ -250,10 +268,21 @@ class Dispatcher:
                 if not model.in_use:
                     self._start_unload(model)
                 return
-            if self._is_overtaking(first):
+            granted = self._next_of(model)
+            if granted is None:
                 return
-            model.answering.add(first)
-            self._grant(model, first)
+            model.answering.add(granted)
+            self._grant(model, granted)
+
+    def _next_of(self, model: ManagedModel) -> Waiter | None:
+        """The first waiter that overtakes no load, of those before one that needs another load; None: all do. Turns may
+        have put one that came before the load behind one that came after it."""
+        for waiter in model.waiters:
+            if waiter.purpose is Purpose.UNLOAD or not model.serves(waiter):
+                return None
+            if not self._is_overtaking(waiter):
+                return waiter
+        return None
 
     def _grant(self, model: ManagedModel, waiter: Waiter) -> None:
         self._use(model, waiter)

@@ -182,13 +182,14 @@ class Part(NamedTuple):
     """Routing events of consecutive passes of one request and phase, in order; a batch counts for its first request.
 
     il, n_tokens, n_expert_used (n_events,); expert_ids: [n_tokens][n_expert_used] of each event, one after another.
-    pass_tokens: the passes' tokens together, each counted at its first event.
+    pass_tokens: the passes' tokens together, each counted at its first event; n_decoded: those of them that decode.
     """
 
     first_pass: int
     sequence: int
     phase: Phase
     pass_tokens: int
+    n_decoded: int
     il: Int32s
     n_tokens: Int32s
     n_expert_used: Int32s
@@ -225,8 +226,9 @@ def _part(trace: Trace, used: npt.NDArray[np.int64], computed: npt.NDArray[np.in
     ids = trace.expert_ids[row, token]
     chosen = np.arange(ids.shape[1]) < used[row][:, np.newaxis]
     begins = np.diff(passes, prepend=-1) > 0
+    decoded = trace.phase_of[token[np.repeat(begins, n_tokens)]] == Phase.DECODE
     return Part(
-        first, int(trace.pass_sequence[first]), Phase(int(trace.pass_phase[first])), int(n_tokens[begins].sum()),
+        first, int(trace.pass_sequence[first]), Phase(int(trace.pass_phase[first])), len(decoded), int(decoded.sum()),
         np.array(trace.shape.layers, np.int32)[rows], n_tokens.astype(np.int32), used[rows].astype(np.int32),
         ids[chosen].astype(np.int32),
     )  # fmt: skip
@@ -289,7 +291,7 @@ class Simulation:
             if progress is not None:
                 progress(part.first_pass)
             if part.il.size:
-                meter.begin(part.sequence, part.phase, part.pass_tokens)
+                meter.begin(part.sequence, part.phase, part.pass_tokens, part.n_decoded)
                 times = compute_ns * part.n_tokens.astype(np.uint64) if compute_ns else None
                 lane.replay(part.il, part.n_tokens, part.n_expert_used, part.expert_ids, times)
 
@@ -305,7 +307,10 @@ class Simulation:
                 continue
             if event.pass_ != pass_:
                 pass_ = event.pass_
-                meter.begin(event.sequence, event.phase, len(event.expert_ids))
+                n_tokens = len(event.expert_ids)
+                all_decode = n_tokens * (event.phase == Phase.DECODE)
+                n_decoded = all_decode if event.phases is None else int(np.sum(event.phases == Phase.DECODE))
+                meter.begin(event.sequence, event.phase, n_tokens, n_decoded)
                 if progress is not None:
                     progress(pass_)
             lane.acquire(event.il, event.expert_ids, event.inputs)
@@ -333,7 +338,10 @@ def _announce(lane: Lane, event: Announcement) -> None:
 
 
 class _Meter:
-    """Splits the store's counters by phase and request; it reads them only when one of these changes."""
+    """Splits the store's counters by phase and request; it reads them only when one of these changes.
+
+    A pass that decodes counts as decoding, with all that it needed; its tokens of prompts count as the prompts'.
+    """
 
     def __init__(self, store: Store, expert_bytes: int) -> None:
         self._store = store
@@ -344,13 +352,15 @@ class _Meter:
         self.phases = {phase: Span() for phase in Phase}
         self._parts: dict[tuple[int, Phase], Span] = {}
 
-    def begin(self, sequence: int, phase: Phase, n_tokens: int) -> None:
-        """Passes of n_tokens begin, before their first routing event."""
+    def begin(self, sequence: int, phase: Phase, n_tokens: int, n_decoded: int) -> None:
+        """Passes of n_tokens, of which n_decoded decode, begin, before their first routing event."""
         key = sequence, phase
         if key != self._now:
             self.end()
             self._now = key
-        self._tokens += n_tokens
+        n_read = n_tokens - n_decoded if phase == Phase.DECODE else 0
+        self._tokens += n_tokens - n_read
+        self.phases[Phase.PREFILL] += Span(n_read)
 
     def end(self) -> None:
         """Adds the counters since the last call to the current phase and request."""

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from answering import Load, TinyModel, ask
 
+from moegguf.controller.artifacts import Artifacts
 from moegguf.controller.policies import make_policy
-from moegguf.controller.predictors.base import NoPrediction
+from moegguf.controller.predictors import make_predictor
+from moegguf.controller.prefetch import PrefetchOptions
 from moegguf.controller.routing_paths import RecentPaths
 from moegguf.controller.shape import MoeShape
 from moegguf.engine.llama import Llama
+from moegguf.engine.recording import TraceOptions
 from moegguf.engine.sequence_groups import NextToken, SequenceGroups
 from moegguf.engine.sequences import Chunk
 from moegguf.errors import OptionError
@@ -31,24 +35,35 @@ from moegguf.trace.simulate import Simulation
 N_SEQUENCES, N_PROMPT, N_DECODE = 4, 5, 6
 
 
-def decode_together(llm: Llama) -> None:
-    """Prompts in two passes of two, then a token of each sequence in every pass; random tokens."""
+def decode_together(llm: Llama, after_each: Callable[[list[int]], object] = lambda rows: None) -> None:
+    """Prompts in two passes of two, then a token of each sequence in every pass; random tokens. `after_each` gets the
+    rows of logits of these passes."""
     random = np.random.default_rng(0)
     tokens = random.integers(0, llm.n_vocab(), (N_SEQUENCES, N_PROMPT + N_DECODE)).tolist()
     requests = [llm.begin_request() for _ in range(N_SEQUENCES)]
     for half in (range(2), range(2, N_SEQUENCES)):
         llm.eval_chunks([Chunk(s, tokens[s][:N_PROMPT], 0, requests[s], Phase.PREFILL) for s in half])
     for at in range(N_PROMPT, N_PROMPT + N_DECODE):
-        llm.eval_chunks([Chunk(s, [tokens[s][at]], at, requests[s], Phase.DECODE) for s in range(N_SEQUENCES)])
+        chunks = [Chunk(s, [tokens[s][at]], at, requests[s], Phase.DECODE) for s in range(N_SEQUENCES)]
+        after_each(llm.eval_chunks(chunks) or [])
 
 
-@pytest.mark.parametrize("policy", ["lru", "lfu-request"])
-def test_a_recorded_batch_is_replayed_with_the_hits_that_it_had(tiny: TinyModel, tmp_path: Path, policy: str) -> None:
+@pytest.mark.parametrize(
+    ("policy", "predictor"),
+    [("lru", "none"), ("lfu-request", "none"), ("next-use", "previous-token"), ("next-use", "skip")],
+)
+def test_a_recorded_batch_is_replayed_with_the_hits_that_it_had(
+    tiny: TinyModel, tmp_path: Path, policy: str, predictor: str
+) -> None:
     path = tmp_path / "batches.npz"
     options = {"n_ctx": 64, "n_threads": 1, "verbose": False, "n_seq_max": N_SEQUENCES, "expert_cache": "50%"}
-    with Llama(tiny(), policy=policy, lockstep=True, trace=path, system="lru", **options) as llm:
+    options |= {"policy": policy, "predictor": predictor, "trace": TraceOptions(path, inputs=predictor == "skip")}
+    with Llama(tiny(), lockstep=True, system="lru", **options) as llm:
         decode_together(llm)
-        stats, shape = llm.stats(), MoeShape.of(llm.layout)
+        assert llm.session is not None
+        was, n_slots, shape = llm.session.store.counters(), llm.stats().n_slots, MoeShape.of(llm.layout)
+        ahead = make_predictor(predictor, shape, Artifacts(llm.layout))
+    assert (was["forecast_picks"] > 0) == (predictor != "none")
     trace = read(path)
     assert trace.token_sequence is not None
     assert trace.sequence_of[-N_SEQUENCES:].tolist() == trace.sequences()
@@ -59,9 +74,30 @@ def test_a_recorded_batch_is_replayed_with_the_hits_that_it_had(tiny: TinyModel,
     last = trace.expert_ids[-1, prompts, 0] >= 0  # the last layer: for one token of each prompt
     assert last.tolist() == [*[False] * (N_PROMPT - 1), True] * N_SEQUENCES
     chosen = make_policy(policy, shape, None)  # type: ignore[arg-type]
-    replay = Simulation(trace, chosen, NoPrediction(shape), stats.n_slots).run()
-    assert replay.counters["lookups"] == stats.lookups
-    assert (replay.counters["misses"], replay.counters["evictions"]) == (stats.misses, stats.evictions)
+    replay = Simulation(trace, chosen, ahead, n_slots).run()
+    for name in ("lookups", "misses", "evictions", "forecast_picks", "forecast_right"):
+        assert replay.counters[name] == was[name], name
+
+
+@pytest.mark.parametrize("predictor", ["previous-token", "skip"])
+def test_predicting_for_several_sequences_changes_no_logit(tiny: TinyModel, predictor: str) -> None:
+    def logits(**options: Any) -> Any:
+        fixed = {"n_ctx": 64, "n_threads": 1, "verbose": False, "n_seq_max": N_SEQUENCES, "system": "lru"}
+        with Llama(tiny(), **fixed, **options) as llm:
+            found = []
+
+            def keep(rows: list[int]) -> None:
+                pointers = [llm._ctx.get_logits_ith(row) for row in rows]
+                found.extend(np.ctypeslib.as_array(each, (llm.n_vocab(),)).copy() for each in pointers)
+
+            decode_together(llm, keep)
+            return np.array(found), llm.stats()
+
+    resident, _ = logits(expert_cache="100%")
+    ahead = PrefetchOptions(window=2, watchdog=False, waste_weight=0.0)
+    limited, stats = logits(expert_cache="40%", policy="next-use", predictor=predictor, prefetch=ahead)
+    assert stats.prefetch_started > 0 and stats.evictions > 0
+    assert np.array_equal(limited, resident)
 
 
 def test_each_sequence_is_followed_and_the_next_group_fetched(tiny: TinyModel) -> None:

@@ -90,3 +90,16 @@ def test_a_batch_of_a_trace_is_replayed_as_it_was(name: str) -> None:
     starts = batches().pass_start[:-1]
     distinct = np.logical_or.reduceat(paths, starts, axis=0).sum()
     assert counters["lookups"] == distinct
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_tokens_of_prompts_beside_decoding_ones_are_not_decoded(name: str) -> None:
+    trace = random_trace(n_sequences=3, n_prefill=4, n_decode=6)
+    first, second, third = (np.flatnonzero(trace.sequence_of == sequence) for sequence in range(3))
+    mixed = [np.array([first[4 + i], second[i], third[i]]) for i in range(4)]
+    alone = [np.array([first[8], second[4], third[4]]), np.array([first[9]]), *(third[at : at + 1] for at in (5, 6))]
+    trace = trace.grouped([first[:4], *mixed, *alone])
+    found = Simulation(trace, POLICIES[name](), NoPrediction(SMALL), 40).run()
+    assert found.decode.tokens == np.count_nonzero(trace.phase_of == Phase.DECODE) == 4 + 3 + 1 + 2
+    assert found.whole.tokens == trace.n_tokens == 4 + 12 + 6
+    assert found.decode.lookups > found.whole.lookups / 2, "what mixed passes needed counts as decoding"

@@ -19,6 +19,7 @@ from moegguf.controller.predictors.mlp import MlpPredictor, window_pairs
 from moegguf.controller.predictors.popularity import Affinity
 from moegguf.controller.predictors.previous_token import PreviousToken
 from moegguf.controller.predictors.skip import Skip
+from moegguf.controller.predictors.together import together
 from moegguf.controller.predictors.token_table import TokenTable
 from moegguf.controller.shape import MoeShape
 from moegguf.controller.weights import Weights
@@ -153,6 +154,104 @@ def test_the_store_predicts_what_the_reference_predicts(name: str) -> None:
                 else:
                     assert not store.forecast()[1].any(), "prompts are not predicted"
     assert comparison.n_known > 20
+
+
+def batch(random: np.random.Generator, lane: Lane, sequences: list[int], reference: Predictor | None = None) -> None:
+    """Announces a token of each sequence."""
+    of, tokens = np.array(sequences, np.int32), random.integers(0, SHAPE.n_vocab, len(sequences)).astype(np.int32)
+    phases = np.full(len(of), Phase.DECODE, np.int32)
+    lane.announce(of, phases, tokens)
+    if reference is not None:
+        several = {"sequences": of, "phases": phases} if len(of) > 1 else {}
+        reference.announce(Announcement(0, int(of[0]), Phase.DECODE, tokens, **several))
+
+
+# Of groups, rounded weights may decide otherwise now and then.
+@pytest.mark.parametrize("name", [name for name in MADE if name != "skip-groups"])
+def test_several_sequences_are_predicted_as_the_reference_predicts_them_together(name: str) -> None:
+    """Each followed by itself, in passes of changing sequences; only those that compute count."""
+    random, reference = rng(), together(MADE[name]())
+    comparison = Comparison(reference)
+    with simulated() as (store, lane):
+        store.set_predictor(native(MADE[name]()), EVERYTHING)
+        for p, sequences in enumerate([[0], [0, 1, 2], [2, 3], [0, 1, 2, 3, 4, 5, 6, 7], [1], [3, 1], [0, 1, 2]] * 3):
+            batch(random, lane, sequences, reference)
+            comparison.check(store, -1)
+            several = {} if len(sequences) == 1 else {"sequences": np.array(sequences, np.int32)}
+            if several:
+                several["phases"] = np.full(len(sequences), Phase.DECODE, np.int32)
+            for row, il in enumerate(SHAPE.layers):
+                ids = choice(random, len(sequences))
+                inputs = random.standard_normal((len(sequences), SHAPE.n_embd)).astype(np.float32)
+                lane.acquire(il, ids, inputs)
+                event = RoutingEvent(p, 0, 0, sequences[0], Phase.DECODE, 0, il, ids, None, inputs, **several)
+                reference.observe(event)
+                comparison.check(store, row)
+        found = store.counters()
+    assert comparison.n_known > 80
+    assert found["forecast_picks"] % SHAPE.n_expert_used == 0 < found["forecast_right"]
+
+
+def test_of_many_sequences_some_are_asked_and_the_others_count_as_their_average() -> None:
+    with simulated() as (store, lane):
+        store.set_predictor(native(PreviousToken(SHAPE)), EVERYTHING)
+        for n, n_asked in ((8, 8), (12, 8), (64, 8), (65, 0)):
+            for _ in range(2):
+                n_before = store.counters()["forecast_picks"]
+                batch(rng(), lane, list(range(n)))
+                chances = store.forecast()[0]
+                for il in SHAPE.layers:
+                    lane.acquire(il, [[i % 2, 2 + i % 4, 6 + i % 8] for i in range(n)])
+            assert store.counters()["forecast_picks"] - n_before == N * SHAPE.n_expert_used * n_asked
+            assert (chances[1] > 0).any() == bool(n_asked)
+            assert np.isin(chances, (0, 1)).all(), "certain is certain, however many there are"
+
+
+def test_the_average_of_those_asked() -> None:
+    """Of affinities that are all the same, so that every sequence expects the same."""
+    even = Affinity(SHAPE, np.full((N - 1, SHAPE.n_expert, SHAPE.n_expert), 1 / SHAPE.n_expert, np.float32))
+    alone = SHAPE.n_expert_used / SHAPE.n_expert
+    with simulated() as (store, lane):
+        store.set_predictor(native(even), EVERYTHING)
+        for n in (1, 2, 8, 9, 20, 64):
+            batch(rng(), lane, list(range(n)))
+            lane.acquire(1, np.tile(np.arange(3, dtype=np.int32), (n, 1)))
+            assert store.forecast()[0][2] == pytest.approx(1 - (1 - alone) ** n, abs=1e-5)
+
+
+def test_prompts_beside_decoding_sequences_are_not_predicted() -> None:
+    with simulated() as (store, lane):
+        store.set_predictor(native(PreviousToken(SHAPE)), EVERYTHING)
+        phases = [Phase.DECODE, Phase.DECODE, Phase.PREFILL, Phase.PREFILL, Phase.PREFILL]
+        for sequences in ([0, 1], [0, 1, 2, 2, 2], [0, 1, 2, 2, 2]):
+            lane.announce(sequences, phases[: len(sequences)], [1] * len(sequences))
+            for il in SHAPE.layers:
+                assert len(sequences) == 2 or not store.forecast()[1].any()
+                lane.acquire(il, np.tile(np.arange(3, dtype=np.int32), (len(sequences), 1)))
+        assert store.counters()["forecast_picks"] == 0
+        lane.announce([2, 0], [Phase.DECODE] * 2, [1, 1])
+        assert store.forecast()[1].any(), "what they showed is known"
+
+
+def test_what_sequences_use_together_is_prefetched_and_saves_stall() -> None:
+    def found(forecast: NativeForecast) -> dict[str, int]:
+        random = rng()
+        with simulated(36, fill=False, sweep=False, **LINK) as (store, lane):
+            store.set_predictor(native(PreviousToken(SHAPE)), forecast)
+            for _ in range(50):
+                ids = [choice(random, 4) for _ in SHAPE.layers]
+                for _ in range(6):
+                    batch(random, lane, [0, 1, 2, 3])
+                    for il, layer_ids in zip(SHAPE.layers, ids, strict=True):
+                        lane.acquire(il, layer_ids)
+                        store.advance(60_000)
+            store.drain()
+            return store.counters()
+
+    without, within = found(NativeForecast(window=N)), found(NativeForecast(window=N, most_prefetches=100))
+    assert without["prefetch_started"] == 0 < within["prefetch_useful"]
+    assert within["stall_ns"] < 0.9 * without["stall_ns"]
+    assert without["forecast_right"] / without["forecast_picks"] == pytest.approx(5.2 / 6, abs=0.05)
 
 
 def test_every_predictor_of_the_library_has_a_reference() -> None:

@@ -160,7 +160,7 @@ async def test_a_batch_that_takes_too_long_expires(tmp_path: Path) -> None:
     async with batches_in(tmp_path, endpoint, window_s=0.3) as found:
         batch = found.create(CHAT, stored(found, [request("a"), request("b", "hold")]))
         later = found.create(CHAT, stored(found, [request("c")]))  # its turn does not come in time
-        batch.expires_at = later.expires_at = batch.created_at + 1
+        batch.expires_at = later.expires_at = batch.created_at + 2  # which is in whole seconds
         for each in (batch, later):
             await ended(found, each)
             assert each.status == "expired" and each.expired_at
@@ -235,17 +235,61 @@ async def test_while_the_disk_is_full_a_batch_waits(tmp_path: Path, monkeypatch:
         assert len(content(found, batch.output_file_id)) == 2
 
 
+def room(found: Batches) -> int:
+    """Bytes that can still be stored."""
+    files = found.files
+    return files._max_bytes - files._n_taken
+
+
 @in_loop
 async def test_files_of_answers_wait_for_room_in_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batches, "DISK_RETRY_S", 0.01)
-    async with batches_in(tmp_path, Endpoint(), max_bytes=30_000) as found:
+    lines = [request("a", "y" * 1000), request("b", "hold")]
+    async with batches_in(tmp_path, Endpoint(), max_bytes=60_000) as found:
         other = stored(found, [b"x" * 20_000])
-        batch = found.create(CHAT, stored(found, [request("a", "y" * 1000)]))
-        await until(lambda: batch.status == "finalizing")
+        batch = found.create(CHAT, stored(found, lines))
+        await until(lambda: batch.counts.completed == 1)
+    async with batches_in(tmp_path, Endpoint(), max_bytes=26_000) as found:
+        found.cancel(found.get(batch.id))
+        await asyncio.sleep(0.1)
+        assert found.get(batch.id).status == "cancelling"
         with pytest.raises(StorageError, match="MOEGGUF_STORAGE_LIMIT"):
             stored(found, [b"x" * 20_000])
         found.files.delete(other)
+        ended_batch = await ended(found, found.get(batch.id))
+        assert (ended_batch.status, ended_batch.counts.completed) == ("cancelled", 1)
+
+
+@in_loop
+async def test_answers_of_a_batch_count_while_it_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batches, "DISK_RETRY_S", 0.01)
+    endpoint = Endpoint()
+    async with batches_in(tmp_path, endpoint, max_bytes=60_000) as found:
+        ask = [request(str(number), "y" * 8000) for number in range(2)] + [request("held", "hold")]
+        batch = found.create(CHAT, stored(found, ask))
+        await until(lambda: batch.counts.completed == 2)
+        taken = 60_000 - room(found)
+        assert taken > sum(map(len, ask)) + 2 * 8000, "the requests, and two of the answers"
+    async with batches_in(tmp_path, endpoint, max_bytes=60_000) as found:  # another server knows it, too
+        assert 60_000 - room(found) == taken
+        found.cancel(found.get(batch.id))
+        await ended(found, found.get(batch.id))
+        assert 60_000 - room(found) == pytest.approx(taken, abs=2000), "as much as its files of answers"
+
+
+@in_loop
+async def test_a_batch_waits_for_room_for_its_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batches, "DISK_RETRY_S", 0.01)
+    async with batches_in(tmp_path, Endpoint(), max_bytes=50_000) as found:
+        input_id = stored(found, [request(str(number), "y" * 4000) for number in range(3)])
+        other = stored(found, [b"x" * (room(found) - 15_000 - 4096)])
+        batch = found.create(CHAT, input_id)
+        await until(lambda: batch.counts.completed == 1)
+        await asyncio.sleep(0.1)
+        assert (batch.status, batch.counts.completed) == ("in_progress", 1)
+        found.files.delete(other)
         assert (await ended(found, batch)).status == "completed"
+        assert batch.counts.completed == 3
 
 
 @in_loop

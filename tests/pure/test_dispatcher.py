@@ -140,6 +140,38 @@ async def test_requests_beyond_max_queue_are_refused(catalog: FakeCatalog, tmp_p
 
 
 @in_loop
+async def test_one_client_cannot_fill_the_queue_against_others(catalog: FakeCatalog, tmp_path: Path) -> None:
+    go, answered, refused = tmp_path / "go", list[str](), list[str]()
+
+    async def request(manager: ModelManager, client: str, word: str) -> None:
+        current_client.set(client)
+        try:
+            answered.append(await generate(manager, "a", f"say {word}"))
+        except BusyError:
+            refused.append(word)
+
+    async with manager_of(catalog, max_queue=4) as manager, asyncio.TaskGroup() as group:
+
+        async def send(client: str, word: str) -> None:
+            before = waiting(manager), len(refused)
+            group.create_task(request(manager, client, word))
+            await until(lambda: (waiting(manager), len(refused)) != before)
+
+        held = group.create_task(generate(manager, "a", f"hold {go}"))
+        await until(lambda: manager.loaded() and manager.loaded()[0].busy)
+        for number in range(5):
+            await send("many", f"many{number}")
+        assert refused == ["many4"], "the queue is full"
+        for client, word in (("one", "one0"), ("one", "one1"), ("one", "one2"), ("other", "other0"), ("many", "many5")):
+            await send(client, word)
+        assert refused == ["many4", "many3", "many2", "one2", "one1", "many5"], "each has its share, the oldest first"
+        assert waiting(manager) == 4
+        go.touch()
+        await held
+    assert sorted(answered) == ["many0", "many1", "one0", "other0"]
+
+
+@in_loop
 async def test_a_cancelled_waiter_is_skipped(catalog: FakeCatalog, tmp_path: Path) -> None:
     go = tmp_path / "go"
     async with manager_of(catalog) as manager:

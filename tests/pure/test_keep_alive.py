@@ -13,6 +13,7 @@ from scripted_manager import FakeCatalog, answer_text, generate, in_loop, manage
 from moegguf.errors import BudgetError
 from moegguf.serving import dispatcher
 from moegguf.serving.manager import ModelManager
+from moegguf.serving.turns import current_client
 
 
 @pytest.fixture
@@ -152,6 +153,35 @@ async def test_overtaking_a_waiting_load_is_limited(
         go.touch()
     assert done == ["held", "earlier", "other", "later"]
     assert len(catalog.loads("a")) == 2
+
+
+@in_loop
+async def test_who_came_before_a_load_is_answered_before_it_whatever_its_turn(
+    catalog: FakeCatalog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatcher, "OVERTAKE_S", 0.0)
+    catalog.add("a", 600, 600)
+    catalog.add("b", 800, 500)
+    go, done = tmp_path / "go", list[str]()
+
+    async def request(manager: ModelManager, client: str, name: str, prompt: str) -> None:
+        current_client.set(client)
+        done.append(await generate(manager, name, prompt))
+
+    async with manager_of(catalog, memory_bytes=1000 << 20) as manager, asyncio.TaskGroup() as group:
+        group.create_task(request(manager, "many", "a", f"hold {go}"))
+        await until(lambda: manager.loaded() and manager.loaded()[0].busy)
+        for number in range(2):
+            group.create_task(request(manager, "many", "a", f"say many{number}"))
+        await until(lambda: manager.loaded()[0].queue == 2)
+        group.create_task(request(manager, "many", "b", "say other"))
+        await asyncio.sleep(0.02)
+        group.create_task(request(manager, "one", "a", "say later"))  # its turn is before that of "many1"
+        await until(lambda: manager.loaded()[0].queue == 3)
+        go.touch()
+    assert done == ["held", "many0", "many1", "other", "later"]
+    assert len(catalog.loads("a")) == 2
+    assert len(catalog.loads("b")) == 1
 
 
 @in_loop

@@ -57,7 +57,7 @@ class Together(Predictor):
         return 1 - unused
 
     def native(self) -> NativePredictor | None:
-        """As `Predictor.native`; the store predicts passes of one token."""
+        """As `Predictor.native`; the store follows each sequence likewise, and asks eight of them at most."""
         return self._alone.native()
 
     def _take_part(self, parts: list[Part]) -> None:

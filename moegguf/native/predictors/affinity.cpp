@@ -5,7 +5,7 @@ namespace moegguf {
 namespace {
 
 // The mean of the chosen experts' rows of the affinity matrix, whose rows add up to 1, times the experts that a token
-// uses. One layer ahead, in passes of one token.
+// uses. One layer ahead, of a sequence that decodes.
 class Affinity final : public Predictor {
   public:
     Affinity(const Layout & layout, const Arrays & arrays)

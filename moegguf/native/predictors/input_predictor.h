@@ -8,7 +8,7 @@
 
 namespace moegguf {
 
-// Keeps the last router input of a pass of one token, rounded. Prompts are left out: they use most experts anyway.
+// Keeps the last router input of a sequence that decodes, rounded. Prompts are left out: they use most experts anyway.
 class InputPredictor : public Predictor {
   public:
     void on_token(int) override { source_ = -1; }

@@ -13,17 +13,18 @@
 
 namespace moegguf {
 
-// What one layer of a pass showed.
+// What one layer of a pass showed of a sequence.
 struct Observation {
     int il = -1;
     int n_tokens = 0;
-    const int32_t * expert_ids = nullptr; // [n_expert_used] of the pass's last token
+    const int32_t * expert_ids = nullptr; // [n_expert_used] of the sequence's last token
     int n_expert_used = 0;
     const float * input = nullptr; // [n_embd], what entered the router; NULL: several tokens, or not asked for
     int n_embd = 0;
 };
 
-// One object follows one model's passes, one after another. All calls come from one thread at a time.
+// One object follows the passes of one sequence, or of sequences one after another. All calls come from one thread at a
+// time.
 class Predictor {
   public:
     virtual ~Predictor() = default;

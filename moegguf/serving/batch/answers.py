@@ -96,7 +96,8 @@ class Place:
 class Journal:
     """The answers so far to some requests, in a file that one process at a time may have open.
 
-    `places`: of each answered line by its number. Made by `open_journal`; `close` gives the file free.
+    `places`: of each answered line by its number. `claim` is told how large the file is to be before it grows, and may
+    raise StorageError. Made by `open_journal`; `close` gives the file free.
     """
 
     path: Path
@@ -104,6 +105,12 @@ class Journal:
     _n_bytes: int = 0
     places: dict[int, Place] = field(default_factory=dict)
     counts: Counts = field(default_factory=Counts)
+    claim: Callable[[int], object] = lambda n_bytes: None
+
+    @property
+    def n_bytes(self) -> int:
+        """The size of the file."""
+        return self._n_bytes
 
     def append(self, number: int, entry: Entry) -> None:
         """Adds the answer of a line, which is on its way to the disk when this returns.
@@ -111,11 +118,13 @@ class Journal:
         Raises StorageError; the journal is then as before.
         """
         data = json.dumps(entry, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace") + b"\n"
+        self.claim(self._n_bytes + len(data))
         try:
             write_all(self._handle, data)
         except OSError as error:
             with suppress(OSError):
                 os.ftruncate(self._handle, self._n_bytes)
+                self.claim(self._n_bytes)
             raise storage_error(self.path, error) from None
         self._note(number, entry, len(data))
 

@@ -35,7 +35,7 @@ from moegguf.serving.batch.answers import (
     open_journal,
     storage_error,
 )
-from moegguf.serving.batch.files import FileStore
+from moegguf.serving.batch.files import DESCRIPTION_BYTES, FileStore
 from moegguf.serving.batch.requests import LineError, Requests, first_errors
 from moegguf.serving.batch.runner import Answer, answer_requests
 
@@ -89,7 +89,7 @@ class Batches:
     """The batches and files in a folder, inside `async with`. One server at a time has the folder, from its first use.
 
     `answer` answers a request; `window_s`: a batch that takes longer expires, inf: none does. `max_bytes`: of all
-    files.
+    files, and of the answers of batches that have not ended.
     """
 
     def __init__(
@@ -175,6 +175,8 @@ class Batches:
             if batch.status not in FINAL:
                 with suppress(OSError):  # it fails when it is read
                     self._files.note_link(batch.input_file_id, self._input(batch))
+                with suppress(OSError):  # there is none before its first answer
+                    self._files.note_claim(self._work(batch), _claimed(self._journal(batch).stat().st_size))
             self._start(batch)
 
     # What clients ask for.
@@ -328,6 +330,7 @@ class Batches:
 
     async def _answer_all(self, batch: Batch) -> None:
         async with self._answers(batch) as (requests, journal):
+            journal.claim = lambda n_bytes: self._files.claim(self._work(batch), _claimed(n_bytes))
 
             def on_answer(entry: Entry) -> None:
                 batch.counts = journal.counts
@@ -335,12 +338,18 @@ class Batches:
             await answer_requests(requests, journal, self._answer, self._n_parallel, on_answer)
 
     async def _finalize(self, batch: Batch, status: str, not_executed: str | None = None) -> None:
-        """Stores the files of answers and of errors; those not begun are errors, of the code `not_executed`."""
+        """Stores the files of answers and of errors; those not begun are errors, of the code `not_executed`. They take
+        the room that the journal had, which stays on the disk until they are complete."""
         async with self._answers(batch) as (requests, journal):
             if not_executed is not None:
                 await _in_thread(partial(_append_not_executed, requests, journal, not_executed))
-            output_id = await self._store(batch, journal, "output", lambda place: place.is_answer)
-            error_id = await self._store(batch, journal, "errors", lambda place: not place.is_answer)
+            self._files.drop_claim(self._work(batch))
+            try:
+                output_id = await self._store(batch, journal, "output", lambda place: place.is_answer)
+                error_id = await self._store(batch, journal, "errors", lambda place: not place.is_answer)
+            except BaseException:
+                self._files.note_claim(self._work(batch), _claimed(journal.n_bytes))
+                raise
             now = int(self._now())
             times = {f"{status}_at": now, "finalizing_at": batch.finalizing_at or now}
             found: dict[str, Any] = {"output_file_id": output_id, "error_file_id": error_id, "counts": journal.counts}
@@ -365,6 +374,7 @@ class Batches:
     def _remove_work(self, batch: Batch) -> None:
         with suppress(OSError):
             self._files.unlink(self._input(batch))
+        self._files.drop_claim(self._work(batch))
         shutil.rmtree(self._work(batch), ignore_errors=True)
 
     async def _requests(self, batch: Batch) -> Requests:
@@ -391,7 +401,7 @@ class Batches:
     async def _answers(self, batch: Batch) -> AsyncIterator[tuple[Requests, Journal]]:
         """The batch's requests, and the answers so far. Raises BatchFileError, OSError."""
         with await self._requests(batch) as requests:
-            path = self._work(batch) / "answers.jsonl"
+            path = self._journal(batch)
             journal = await _in_thread(lambda: open_journal(path, requests), lambda found: found.close())
             try:
                 batch.counts = journal.counts
@@ -426,6 +436,9 @@ class Batches:
     def _input(self, batch: Batch) -> Path:
         return self._work(batch) / "requests.jsonl"
 
+    def _journal(self, batch: Batch) -> Path:
+        return self._work(batch) / "answers.jsonl"
+
 
 async def _in_thread(call: Callable[[], Result], discard: Callable[[Result], object] = lambda _: None) -> Result:
     """What `call` returns, on a thread, which has ended when this is cancelled; `discard` then gets the result."""
@@ -446,6 +459,11 @@ def _append_not_executed(requests: Requests, journal: Journal, code: str) -> Non
     for line in requests.lines:
         if line.number not in journal.places:
             journal.append(line.number, error_entry(requests, line, LineError(code, NOT_EXECUTED_TEXT[code])))
+
+
+def _claimed(n_bytes: int) -> int:
+    """What a journal of that size takes: its answers end in two files."""
+    return n_bytes + 2 * DESCRIPTION_BYTES
 
 
 def _some(lines: Iterator[bytes]) -> bytes:

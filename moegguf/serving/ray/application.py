@@ -17,6 +17,7 @@ from moegguf.serving.ray.config import ModelConfig
 from moegguf.serving.ray.manager import ReplicaManager
 from moegguf.serving.ray.replica import Replica
 from moegguf.serving.ray.router import REPORT_PERIOD_S, ConversationRouter
+from moegguf.settings import read_settings
 
 # By name, as Ray takes applications and routers: HTTP lies above this package, and only the ingress replica needs it.
 MAKE_HTTP = "moegguf.server.ray:make_http"
@@ -51,7 +52,7 @@ def _model(config: ModelConfig) -> serve.Application:
         found = serve.deployment(
             Replica,
             name=deployment_name(config.name),
-            max_ongoing_requests=config.max_ongoing_requests,
+            max_ongoing_requests=config.ongoing_requests(read_settings().n_parallel),
             max_queued_requests=config.max_queued_requests,
             ray_actor_options=actor,
             request_router_config=RequestRouterConfig(

@@ -8,7 +8,8 @@ models:
     context_length: 8192
     threads: 8
     parallel: 4                  # requests that a replica computes together; default: MOEGGUF_NUM_PARALLEL, or 1
-    max_ongoing_requests: 8      # of one replica; more wait where they can still go to another
+    max_ongoing_requests: 16     # of one replica; more wait where they can still go to another; default: 8, or twice
+                                 # what it computes together
     max_queued_requests: 512     # that wait; more are refused
     autoscaling_config: {...}    # Ray Serve's, as it is; default: one replica
     ray_actor_options: {...}     # Ray's, as they are
@@ -28,6 +29,7 @@ from moegguf.settings import MAX_CONTEXT_TOKENS, MAX_PARALLEL
 
 MAX_THREADS = 1024
 MAX_REQUESTS = 1_000_000
+MIN_ONGOING = 8  # of a replica, where the config has no number
 
 
 @dataclass(frozen=True)
@@ -42,10 +44,15 @@ class ModelConfig:
     n_ctx: int | None = None
     n_threads: int | None = None
     n_parallel: int | None = None
-    max_ongoing_requests: int = 8
+    max_ongoing_requests: int | None = None
     max_queued_requests: int = 512
     autoscaling_config: Mapping[str, Any] = field(default_factory=dict)
     ray_actor_options: Mapping[str, Any] = field(default_factory=dict)
+
+    def ongoing_requests(self, n_parallel: int) -> int:
+        """Most requests of one replica at once, where `n_parallel` is what it computes together unless the model has
+        its own: enough that as many again wait when they end."""
+        return self.max_ongoing_requests or max(MIN_ONGOING, 2 * (self.n_parallel or n_parallel))
 
 
 def read_config(arguments: Mapping[str, Any]) -> tuple[ModelConfig, ...]:

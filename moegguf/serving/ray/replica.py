@@ -22,7 +22,7 @@ from moegguf.serving.lease import Lease
 from moegguf.serving.manager import ModelManager
 from moegguf.serving.ray.activity import ExpertActivity
 from moegguf.serving.ray.catalog import ConfiguredCatalog
-from moegguf.serving.ray.config import ModelConfig
+from moegguf.serving.ray.config import MAX_REQUESTS, ModelConfig
 from moegguf.serving.ray.preference import Eam, Report, RoutingRequest
 from moegguf.serving.wire import Message, build_error, encode_error
 from moegguf.settings import read_settings
@@ -67,7 +67,7 @@ class Replica:
         settings = read_settings()
         # Serve decides how long a replica lives, and how many requests may wait.
         settings = replace(
-            settings, memory_bytes=config.memory_bytes, keep_alive_s=math.inf, max_queue=config.max_ongoing_requests,
+            settings, memory_bytes=config.memory_bytes, keep_alive_s=math.inf, max_queue=MAX_REQUESTS,
             n_parallel=config.n_parallel or settings.n_parallel,
         )  # fmt: skip
         self._name = config.name
