@@ -83,7 +83,8 @@ KvTokens = Annotated[
         min=1,
         max=MAX_KV_TOKENS,
         metavar="N",
-        help="Tokens of context of all requests that a model loaded here computes together.  [default: as of serve]",
+        help="Tokens of context of all requests that a model loaded here computes together, one whole context at"
+        " least.  [default: as of serve]",
     ),
 ]
 Local = Annotated[

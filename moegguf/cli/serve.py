@@ -52,8 +52,8 @@ def serve(
             min=1,
             max=MAX_KV_TOKENS,
             metavar="N",
-            help="Tokens of context that these have together; when they are used up, the newest waits.  [default:"
-            " a full context for each, less where experts would miss that memory]",
+            help="Tokens of context that these have together, one whole context at least; when they are used up, the"
+            " newest waits.  [default: a full context for each, less where experts would miss that memory]",
         ),
     ] = None,
     schedule: Annotated[

@@ -317,6 +317,11 @@ class Llama(UpstreamLlama):
         """The number in routing events of a request that `eval_chunks` evaluates."""
         return self._requests.begin()
 
+    @property
+    def request_number(self) -> int:
+        """The number in routing events of the last request that began; -1: none has."""
+        return self._requests.sequence
+
     def eval_chunks(self, chunks: Sequence[Chunk]) -> list[int] | None:
         """Evaluates at most `n_batch` tokens of several sequences together; returns each chunk's row of logits, or None
         when the KV cache has no room for them.

@@ -11,7 +11,7 @@ from typing import Any
 from moegguf.engine.batch import DEFAULT_UBATCH_TOKENS, layer_slots
 from moegguf.engine.devices import gpus
 from moegguf.engine.machine import count_cpus, read_memory
-from moegguf.engine.memory import check_context, choose_kv_tokens, pad_context, pooling_batch_tokens
+from moegguf.engine.memory import check_context, choose_kv_tokens, fit_kv_tokens, pad_context, pooling_batch_tokens
 from moegguf.engine.placing import BY_LAYERS, NO_SPLIT, Gpus, Placed, gpus_for, place_on
 from moegguf.engine.plan import Plan, given_bytes, make_plan
 from moegguf.engine.sequences import sequences_of
@@ -204,7 +204,7 @@ def _sequences(layout: ExpertLayout, options: dict[str, Any], n_batch: int, cach
             pool_bytes=given_bytes(layout, cache),
             **types,
         )
-    return n_seq_max, pad_context(max(n_ctx, min(kv_tokens or n_ctx, n_seq_max * n_ctx)))
+    return n_seq_max, fit_kv_tokens(kv_tokens or n_ctx, n_ctx, n_seq_max)
 
 
 def _projector(options: dict[str, Any]) -> ProjectorHeader | None:

@@ -6,6 +6,7 @@ planned; llama.cpp states the true figures after loading.
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 
 from moegguf.engine.machine import Memory
@@ -187,6 +188,18 @@ def choose_kv_tokens(
     options = (available_bytes, n_ubatch, type_k, type_v, flash_attn, pool_bytes)
     sizes = (pad_context(n_ctx + n_ctx * (n_seq - 1) * part // KV_PARTS) for part in range(KV_PARTS, 0, -1))
     return next((n_kv for n_kv in sizes if _is_modest(layout, n_kv, *options)), pad_context(n_ctx))
+
+
+def fit_kv_tokens(wanted: int, n_ctx: int, n_seq: int) -> int:
+    """`wanted` tokens of a KV cache for `n_seq` sequences of up to `n_ctx` tokens, within what they can use: from one
+    context, without which the longest answer cannot end, to one for each. Warns where that is more."""
+    if wanted < n_ctx:
+        warnings.warn(
+            f"kv_tokens={wanted} cannot hold one context of {n_ctx} tokens, so {n_ctx} are kept; for less memory give a"
+            " shorter context, too.",
+            stacklevel=2,
+        )
+    return pad_context(max(n_ctx, min(wanted, n_seq * n_ctx)))
 
 
 def _is_modest(

@@ -264,6 +264,7 @@ class BatchLoop:
             error = raised
         finally:
             self._set_alone(None)
+        answer.number = self._llm.request_number
         self._n_ended_tokens += answer.timing.answer_tokens
         answer.events.on_end(answer.timing, error)
 

@@ -14,7 +14,14 @@ from moegguf.engine.batch import DEFAULT_UBATCH_TOKENS, layer_slots
 from moegguf.engine.devices import NO_GPU, Device
 from moegguf.engine.known_speeds import KnownSpeeds
 from moegguf.engine.machine import Memory, count_cpus, read_memory
-from moegguf.engine.memory import choose_context, choose_kv_tokens, margin_bytes, pad_context, pooling_batch_tokens
+from moegguf.engine.memory import (
+    choose_context,
+    choose_kv_tokens,
+    fit_kv_tokens,
+    margin_bytes,
+    pad_context,
+    pooling_batch_tokens,
+)
 from moegguf.engine.placement import Choice, DeviceSpeeds, HitCurve, parse_placement
 from moegguf.engine.placing import Budgets, Known, default_store, place
 from moegguf.engine.plan import Plan, given_bytes, make_plan
@@ -221,7 +228,7 @@ def measure(
             pool_bytes=given_bytes(layout, cache),
             **options,
         )
-        kv_tokens = pad_context(max(n_ctx, min(chosen_tokens, n_seq_max * n_ctx)))
+        kv_tokens = fit_kv_tokens(chosen_tokens, n_ctx, n_seq_max)
     embedding = is_embedding(layout.metadata)
     n_batch = overrides.n_batch or (pooling_batch_tokens(n_ctx) if embedding else DEFAULT_UBATCH_TOKENS)
     options |= {"n_ctx": n_ctx, "n_batch": n_batch, "n_ubatch": n_batch if embedding else None, "margin": 0}

@@ -4,12 +4,10 @@ Dataclasses are sent as the fields that differ from their defaults and rebuilt f
 base64, errors by class name. No pickle: a message can only become one of the types named here. Does not know processes
 or models.
 
-To the worker: load (config), generate (id, generation, stream), embed (id, inputs, truncate, normalize), tokenize (id,
-text, special), detokenize (id, tokens), count (id, generation), budget (id, expert_cache_bytes,
-vram_cache_bytes), cancel (id), watch
-(per_s). From it: loading
-(fraction), ready (ready), failed (error), event (id, and the event under its class name), end (id, value or error,
-stats, decisions), snapshot (snapshot, decisions).
+To the worker: load (config), generate (id, generation, stream, expert_uses), embed (id, inputs, truncate, normalize),
+tokenize (id, text, special), detokenize (id, tokens), count (id, generation), budget (id, expert_cache_bytes,
+vram_cache_bytes), cancel (id), watch (per_s). From it: loading (fraction), ready (ready), failed (error), event (id,
+and the event under its class name), end (id, value or error, stats, decisions), snapshot (snapshot, decisions).
 """
 
 from __future__ import annotations
@@ -26,13 +24,16 @@ from typing import Any, TypeVar
 import moegguf.errors
 from moegguf.errors import MoeggufError, OptionError, WorkerError
 from moegguf.generate.request import Delta, PromptProgress
+from moegguf.serving.events import ExpertUses
 
 MAX_MESSAGE_BYTES = 128 << 20  # a prompt of 8 MiB as escapes is 48 MiB; vectors of 8,000 texts are 87 MiB
 
 Message = dict[str, Any]
 Kind = TypeVar("Kind")
 
-EVENTS: dict[str, type[Delta] | type[PromptProgress]] = {kind.__name__: kind for kind in (Delta, PromptProgress)}
+EVENTS: dict[str, type[Delta] | type[PromptProgress] | type[ExpertUses]] = {
+    kind.__name__: kind for kind in (Delta, PromptProgress, ExpertUses)
+}
 
 
 @dataclass(frozen=True)

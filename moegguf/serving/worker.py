@@ -25,6 +25,7 @@ from typing import Any
 
 from moegguf.engine.llama import Llama
 from moegguf.engine.placing import default_store
+from moegguf.engine.request_uses import UseCounter
 from moegguf.engine.vocabulary import to_utf8
 from moegguf.errors import MoeggufError
 from moegguf.generate.batched_answer import BatchedAnswer, Task
@@ -35,7 +36,7 @@ from moegguf.generate.prompt import count_prompt
 from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, Timing
 from moegguf.quantities import ExpertCache
 from moegguf.serving.delta_buffer import INTERVAL_S, DeltaBuffer
-from moegguf.serving.events import Snapshot
+from moegguf.serving.events import ExpertUses, Snapshot
 from moegguf.serving.snapshots import SnapshotSender
 from moegguf.serving.wire import MAX_MESSAGE_BYTES, LoadConfig, Message, Ready, build, decode, encode, encode_error
 
@@ -58,6 +59,7 @@ class Worker:
         self._loop: BatchLoop | None = None
         self._llm: Llama | None = None
         self._snapshots: SnapshotSender | None = None
+        self._uses: UseCounter | None = None  # once somebody has asked
 
     def run(self) -> None:
         """Loads the model of the first message, then runs requests until the socket closes."""
@@ -189,14 +191,26 @@ class Worker:
 
     def _generate(self, message: Message) -> BatchedAnswer:
         assert self._loop is not None
+        if message.get("expert_uses") and self._uses is None and self._model.session is not None:
+            self._uses = UseCounter(self._model.session)
         events = Events(message["id"], stream=message["stream"], send=self._send_event, end=self._end_answer)
         return self._loop.submit(build(GenerationRequest, message["generation"]), events)
 
     def _end_answer(self, request_id: int, timing: Timing, error: Exception | None) -> None:
+        self._send_uses(request_id)
         if error is None:
             self._end(request_id, value=timing)
         else:
             self._end(request_id, error=_encoded(error))
+
+    def _send_uses(self, request_id: int) -> None:
+        """Of an answer that has ended."""
+        with self._jobs_lock:
+            job = self._jobs.get(request_id)
+        if self._uses is not None and isinstance(job, BatchedAnswer):
+            counts = self._uses.take(job.number)
+            if counts is not None:
+                self._send_event(request_id, ExpertUses.of(counts.tolist()))
 
     def _embed(self, message: Message) -> Task:
         assert self._loop is not None
@@ -223,7 +237,7 @@ class Worker:
             self._jobs.pop(request_id, None)
         self._send("end", id=request_id, **outcome, **self._statistics())
 
-    def _send_event(self, request_id: int, event: Delta | PromptProgress) -> None:
+    def _send_event(self, request_id: int, event: Delta | PromptProgress | ExpertUses) -> None:
         self._send("event", id=request_id, **{type(event).__name__: event})
 
     @property
@@ -238,6 +252,8 @@ class Worker:
         self._send("snapshot", snapshot=snapshot, decisions=self._model.decisions())
 
     def _close(self) -> None:
+        if self._uses is not None:
+            self._uses.close()
         if self._snapshots is not None:
             self._snapshots.close()
         self._model.close()

@@ -23,7 +23,8 @@ from moegguf.errors import ContextError, ModelFormatError, ModelNotFoundError, O
 from moegguf.generate.answer import Answer
 from moegguf.generate.embedding import Embeddings, embed
 from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, Sampling, Timing
-from moegguf.serving.events import Snapshot
+from moegguf.serving.events import ExpertUses, Snapshot
+from moegguf.serving.ray.preference import Eam
 from moegguf.serving.wire import LoadConfig, build
 from moegguf.serving.worker import Worker
 from moegguf.serving.worker_process import PendingRequest, WorkerProcess
@@ -76,6 +77,27 @@ async def test_it_answers_as_the_model_in_process_does(tiny: TinyModel, load: Lo
             assert timing.context == answer.timing.context
             assert stream or n_deltas == 1
         assert process.stats.tokens > 0
+
+
+@in_loop
+@pytest.mark.parametrize("n_seq_max", [1, 2])
+async def test_uses_of_experts_are_told_of_each_request_that_asks(tiny: TinyModel, n_seq_max: int) -> None:
+    """Of its own tokens, beside another one that computes at the same time."""
+
+    async def uses_of(process: WorkerProcess, text: str, **fields: Any) -> list[ExpertUses]:
+        generation = GenerationRequest(prompt=text, sampling=Sampling(temperature=0, max_tokens=200, seed=1))
+        events = process.request("generate", generation=generation, stream=True, **fields).events()
+        return [event async for event in events if isinstance(event, ExpertUses)]
+
+    async with worker_of(tiny(), n_seq_max=n_seq_max) as process:
+        assert await uses_of(process, "a a a") == []
+        alone = [await uses_of(process, text, expert_uses=True) for text in ("a a a", "z z z")]
+        both = await asyncio.gather(*(uses_of(process, text, expert_uses=True) for text in ("a a a", "z z z")))
+        eams = [[Eam.of_uses(uses) for uses in found] for found in (*alone, *both)]
+        first, second, first_beside, second_beside = (found[0] for found in eams)
+    assert all(len(found) == 1 for found in eams)
+    assert first.cosine(first_beside) > 0.95 > first.cosine(second)
+    assert second.cosine(second_beside) > 0.95
 
 
 @in_loop

@@ -37,6 +37,16 @@ def test_without_models_it_is_the_demo() -> None:
     assert read_config({}) == read_config({"models": {"demo": None}}) == (ModelConfig("demo:latest", "demo"),)
 
 
+def test_a_replica_gets_as_many_requests_as_it_computes_and_as_many_again() -> None:
+    def ongoing(n_parallel: int = 1, **options: Any) -> int:
+        (config,) = read_config({"models": {"demo": options}})
+        return config.ongoing_requests(n_parallel)
+
+    assert (ongoing(), ongoing(parallel=4), ongoing(parallel=32), ongoing(n_parallel=16)) == (8, 8, 64, 32)
+    assert ongoing(n_parallel=16, parallel=2) == 8
+    assert ongoing(parallel=32, max_ongoing_requests=3) == 3
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -11,11 +11,19 @@ import numpy as np
 import pytest
 
 from moegguf.engine.stats import Stats
-from moegguf.generate.request import GenerationRequest
-from moegguf.serving.events import Snapshot
+from moegguf.generate.request import GenerationRequest, Sampling
+from moegguf.serving.events import ExpertUses, Snapshot
 from moegguf.serving.ray.activity import ExpertActivity
 from moegguf.serving.ray.conversation import FIRST_CUT_BYTES, Conversation, conversation_of
-from moegguf.serving.ray.preference import MAX_IMBALANCE, Candidate, Eam, Report, RoutingRequest, rank
+from moegguf.serving.ray.preference import (
+    MAX_IMBALANCE,
+    Candidate,
+    Eam,
+    Report,
+    RoutingRequest,
+    computes_alone,
+    rank,
+)
 
 WITHOUT_RAY = ("config", "conversation", "preference", "activity", "catalog")
 
@@ -149,20 +157,29 @@ def snapshot(*uses: int, n_expert: int = 2) -> Snapshot:
     return Snapshot("demo", (0, 1), n_expert, b"", bytes(uses), b"", Stats(), True, 1.0, 1.0)
 
 
-def test_a_requests_eam_is_what_ran_between_its_begin_and_end() -> None:
+def test_the_recent_use_is_that_of_the_last_snapshots() -> None:
     activity = ExpertActivity()
-    activity.add(snapshot(9, 0, 0, 0))
-    activity.begin("a")
-    activity.add(snapshot(0, 2, 0, 0))
-    activity.add(snapshot(0, 0, 0, 2))
-    assert activity.end("a") == eam((0, 1), (0, 1))
+    assert activity.recent is None
+    for uses in ((9, 0, 0, 0), (0, 2, 0, 0), (0, 0, 0, 0), (0, 0, 0, 2)):
+        activity.add(snapshot(*uses))
     recent = activity.recent
     assert recent is not None and recent.cosine(eam((9, 0), (0, 0))) > 0.9
 
 
-def test_where_no_snapshot_fell_within_it_nothing_is_known() -> None:
+def test_a_requests_eam_is_of_its_own_tokens() -> None:
+    assert Eam.of_uses(ExpertUses(2, 2, bytes((0, 255, 0, 255)))) == eam((0, 1), (0, 1))
+    assert Eam.of_uses(ExpertUses(2, 2, bytes(4))) is None
+
+
+def test_what_is_computed_alone_empties_the_cache() -> None:
+    image = [{"type": "image", "data": ""}, {"type": "text", "text": "What is it?"}]
+    assert computes_alone(GenerationRequest(messages=({"role": "user", "content": image},)))
+    assert computes_alone(talk("", "Why?", sampling=Sampling(exact=True)))
+    assert not computes_alone(talk("", "Why?")) and not computes_alone(GenerationRequest(prompt="Why?"))
+
+
+def test_where_nothing_was_used_nothing_is_known() -> None:
     activity = ExpertActivity()
-    activity.begin("a")
     activity.add(snapshot(0, 0, 0, 0))
-    assert activity.end("a") is None and activity.recent is None
+    assert activity.recent is None
     assert Eam.of(np.zeros((2, 2), np.float32)) is None

@@ -1,4 +1,4 @@
-"""The use of experts by a replica's model, from snapshots: recent use, and that while a request ran."""
+"""The recent use of experts by a replica's model, from snapshots."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ KEPT = 0.9  # of the recent use, at each snapshot with any: half of it is of the
 
 
 class ExpertActivity:
-    """`add` each snapshot. What ran beside a request is counted with it: a snapshot has no sequences."""
+    """`add` each snapshot. It counts all requests together; `ExpertUses` are of one."""
 
     def __init__(self) -> None:
         self._recent: Counts | None = None
-        self._running: dict[object, Counts | None] = {}
 
     def add(self, snapshot: Snapshot) -> None:
         """Adds the uses since the previous snapshot."""
@@ -24,17 +23,6 @@ class ExpertActivity:
             return
         fits = self._recent is not None and self._recent.shape == uses.shape
         self._recent = self._recent * KEPT + uses if fits and self._recent is not None else uses
-        for request, before in self._running.items():
-            self._running[request] = uses if before is None else before + uses
-
-    def begin(self, request: object) -> None:
-        """A request begins."""
-        self._running[request] = None
-
-    def end(self, request: object) -> Eam | None:
-        """A request has ended: its EAM; None when no snapshot fell within it."""
-        counts = self._running.pop(request, None)
-        return None if counts is None else Eam.of(counts)
 
     @property
     def recent(self) -> Eam | None:

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from moegguf.generate.request import GenerationRequest
+from moegguf.serving.events import ExpertUses
 from moegguf.serving.ray.conversation import Conversation
 
 MAX_IMBALANCE = 4  # requests that a preferred replica may have more than the least loaded
@@ -41,6 +43,11 @@ class Eam:
             return None
         scaled = np.rint(counts * (MAX_COUNT / most)).astype(np.uint8)
         return cls(scaled.shape[0], scaled.shape[1], zlib.compress(scaled.tobytes(), level=1))
+
+    @classmethod
+    def of_uses(cls, uses: ExpertUses) -> Eam | None:
+        """The matrix of one request, as its worker counted it; None where nothing was counted."""
+        return cls.of(np.frombuffer(uses.counts, np.uint8).reshape(uses.n_layer, uses.n_expert).astype(np.float32))
 
     def cosine(self, other: Eam) -> float | None:
         """Between the two, over all layers; None for matrices of other models."""
@@ -99,6 +106,13 @@ class Candidate:
 
     report: Report = field(default_factory=Report)
     queue: int | None = None
+
+
+def computes_alone(generation: GenerationRequest) -> bool:
+    """Whether a replica computes the request without others, from an empty context which it leaves empty."""
+    contents = [message.get("content") for message in generation.messages or ()]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return generation.sampling.exact or any(part.get("type") == "image" for part in parts)
 
 
 def rank(request: RoutingRequest, candidates: Sequence[Candidate]) -> list[list[int]]:

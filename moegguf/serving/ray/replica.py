@@ -17,13 +17,13 @@ from ray.serve import metrics
 from moegguf.engine.stats import Stats
 from moegguf.errors import MoeggufError
 from moegguf.generate.request import GenerationRequest
-from moegguf.serving.events import Done, Event, LoadedModel, LoadOverrides
+from moegguf.serving.events import Done, Event, ExpertUses, LoadedModel, LoadOverrides
 from moegguf.serving.lease import Lease
 from moegguf.serving.manager import ModelManager
 from moegguf.serving.ray.activity import ExpertActivity
 from moegguf.serving.ray.catalog import ConfiguredCatalog
 from moegguf.serving.ray.config import MAX_REQUESTS, ModelConfig
-from moegguf.serving.ray.preference import Eam, Report, RoutingRequest
+from moegguf.serving.ray.preference import Eam, Report, RoutingRequest, computes_alone
 from moegguf.serving.wire import Message, build_error, encode_error
 from moegguf.settings import read_settings
 
@@ -92,27 +92,31 @@ class Replica:
         self, routing: RoutingRequest, generation: GenerationRequest, stream: bool
     ) -> AsyncGenerator[Item]:
         """The items of an answer. Closing it stops the answer within a token."""
-        request = object()
-        self._activity.begin(request)
+        eam = None
         try:
-            async with self._lease() as lease, aclosing(lease.answer(generation, stream=stream)) as events:
+            async with self._lease() as lease, aclosing(_events(lease, generation, stream)) as events:
                 async for event in events:
+                    if isinstance(event, ExpertUses):
+                        eam = Eam.of_uses(event)
+                        continue
                     if isinstance(event, Done):
-                        self._hold(routing, lease, event)
+                        self._hold(routing, generation, event)
                     yield event
-            if (eam := self._activity.end(request)) is not None:
+            if eam is not None:
                 yield eam
         except MoeggufError as error:
             yield Failure.of(error)
-        finally:
-            self._activity.end(request)
 
     def _lease(self, *, will_answer: bool = True) -> Lease:
         return self._manager.lease(self._name, self._overrides, will_answer=will_answer)
 
-    def _hold(self, routing: RoutingRequest, lease: Lease, done: Done) -> None:
-        """Notes what the KV cache holds after an answer: not a prompt of which parts were left out."""
+    def _hold(self, routing: RoutingRequest, generation: GenerationRequest, done: Done) -> None:
+        """Notes what the KV cache holds after an answer: not a prompt of which parts were left out. What is computed
+        alone empties a cache of several sequences."""
         self._forget_after_restart()
+        if self._held.n_sequences > 1 and computes_alone(generation):
+            self._held = Report(self._held.n_sequences)
+            return
         timing = done.timing
         prefixes = tuple(prefix.digest for prefix in routing.conversation.prefixes)
         if timing.cut_messages or timing.cut_tokens or timing.n_shifts:
@@ -167,6 +171,10 @@ class Replica:
         async with aclosing(self._manager.watch(self._name, SNAPSHOTS_PER_S)) as snapshots:
             async for snapshot in snapshots:
                 self._activity.add(snapshot)
+
+
+def _events(lease: Lease, generation: GenerationRequest, stream: bool) -> AsyncGenerator[Event]:
+    return lease.answer(generation, stream=stream, expert_uses=True)
 
 
 def counter(name: str, text: str, model: str) -> metrics.Counter:
