@@ -4,12 +4,14 @@
     python -m tools.evidence speed --system lru,promoe -m demo --expert-cache 25% -n 256
     python -m tools.evidence batches -m demo --expert-cache 25% --batch 1,2,4,8,16 --schedule fifo,auto
     python -m tools.evidence link promoe requests.trace --model demo --expert-cache 25%,50%
+    python -m tools.evidence bound --routing random,qwen3-30b --batch 1,8
 
 `speed` takes the options of `moegguf bench`; each round runs every system once, and rows have medians over rounds with
 their least and greatest. With --results the rounds are added to those in a file, so that a long measurement can be made
 in pieces. `batches` answers the demo's questions, so many at once, in a process of its own each time. `link` replays a
 trace with every system over a link on which an expert takes as long, beside a layer's compute time, as in the paper
-named.
+named. `bound` says how few bytes any eviction can read for requests that decode together, and what the store's own
+reads, on routing that is drawn at random or reused as published.
 """
 
 from __future__ import annotations
@@ -22,15 +24,24 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
+
 from moegguf import Engine
 from moegguf.bench.series import test_name
+from moegguf.controller.policies import native_policies
+from moegguf.controller.predictors.base import NoPrediction
+from moegguf.controller.shape import MoeShape
 from moegguf.generate.request import Sampling
+from moegguf.trace.belady import Lookups, belady
 from moegguf.trace.format import read
+from moegguf.trace.simulate import Simulation
+from moegguf.trace.synthesize import shape_of, synthesize
+from moegguf.trace.trace import Trace
 from tools.demo import corpus
 
 REQUEST_CHARS, OPENING_CHARS = 1200, 120
@@ -38,6 +49,7 @@ N_QUESTIONS = 20
 QUESTIONS = Path(__file__).parent / "demo_questions.jsonl"
 STORE_COLUMNS = ("hit_rate", "mb_per_token", "stall_ms_per_token")
 RULE = "|---" * 7 + "|"
+RANDOM = "random"
 
 
 @dataclass(frozen=True)
@@ -235,6 +247,66 @@ def link_table(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+@dataclass(frozen=True)
+class Bound:
+    """Requests that decode together: `batch` of `n_tokens` each, whose experts have `n_slots`."""
+
+    routing: str
+    batch: int
+    n_tokens: int
+    n_slots: int
+
+    def figures(self, shape: MoeShape) -> dict[str, float]:
+        """Distinct experts of a layer and pass; the most hits and least MB per token, by Belady's eviction of what the
+        passes look up together; MB per token of the store's own eviction."""
+        trace = together_in_passes(synthetic(self.routing, shape, self.n_tokens, self.batch), self.batch)
+        lookups = Lookups.of(trace)
+        best = belady(lookups, self.n_slots)
+        own = Simulation(trace, native_policies()["next-use"], NoPrediction(shape), self.n_slots).run()
+        mb = shape.expert_bytes / trace.n_tokens / 1e6
+        return {
+            "experts": best.lookups / (len(lookups.start) - 1),
+            "hit_rate": best.hit_rate,
+            "mb_per_token": (best.lookups - best.hits) * mb,
+            "own_mb_per_token": own.counters["misses"] * mb,
+        }
+
+
+def synthetic(routing: str, shape: MoeShape, n_tokens: int, n_requests: int) -> Trace:
+    """Requests whose topics are independent of each other; "random": as is every token."""
+    made = synthesize("qwen3-30b" if routing == RANDOM else routing, shape, n_tokens, 0, n_requests)
+    made = replace(made, tokens=np.zeros(made.n_tokens, np.int32))  # known, so that passes are announced
+    if routing != RANDOM:
+        return made
+    random, size = np.random.default_rng(0), (made.n_tokens, shape.n_expert)
+    ids = [random.random(size).argsort(axis=1)[:, : shape.n_expert_used] for _ in shape.layers]
+    return replace(made, expert_ids=np.stack(ids).astype(np.int16))
+
+
+def together_in_passes(trace: Trace, n_requests: int) -> Trace:
+    """A token of every request in each pass."""
+    if n_requests == 1:
+        return trace
+    n_tokens = trace.n_tokens // n_requests
+    return trace.grouped([np.arange(n_requests) * n_tokens + at for at in range(n_tokens)])
+
+
+def bound_table(bounds: Sequence[Bound], shape: MoeShape) -> str:
+    """Markdown; each routing's bytes beside those of its first row."""
+    lines = ["| routing | at once | experts of a layer | hits at most | MB a token at least | | the store's | |"]
+    lines.append("|---" * 8 + "|")
+    first: dict[str, dict[str, float]] = {}
+    for bound in bounds:
+        found = bound.figures(shape)
+        base = first.setdefault(bound.routing, found)
+        least, own = found["mb_per_token"], found["own_mb_per_token"]
+        lines.append(
+            f"| {bound.routing} | {bound.batch} | {found['experts']:.1f} | {found['hit_rate']:.1%} | {least:.0f} |"
+            f" {least / base['mb_per_token']:.2f} | {own:.0f} | {own / base['own_mb_per_token']:.2f} |"
+        )
+    return "\n".join(lines)
+
+
 def _token_ms(row: dict[str, Any]) -> float:
     decode = row["simulated"]["decode"]
     return float(decode["clock_ns"] / decode["tokens"] / 1e6)
@@ -265,6 +337,15 @@ def arguments(given: Sequence[str] | None = None) -> tuple[argparse.Namespace, l
     one = commands.add_parser("link", help="simulate systems at a paper's link; takes those of `trace simulate`")
     one.add_argument("paper", choices=LINKS)
     one.add_argument("trace", type=Path)
+    one = commands.add_parser("bound", help="the least bytes that requests which decode together can read")
+    one.add_argument("--routing", default=f"{RANDOM},qwen3-30b", metavar="NAME,...", help="or another published one")
+    one.add_argument("--batch", default="1,2,4,8,16,32", metavar="N,...", help="requests at once")
+    one.add_argument("--layers", type=int, default=24, metavar="N")
+    one.add_argument("--experts", type=int, default=60, metavar="N", help="of a layer")
+    one.add_argument("--used", type=int, default=4, metavar="N", help="by a token")
+    one.add_argument("--slots", type=int, default=534, metavar="N", help="experts in memory, of all layers")
+    one.add_argument("--expert-mb", type=float, default=5.6, metavar="MB")
+    one.add_argument("-n", type=int, default=384, metavar="TOKENS", help="of each request")
     return parser.parse_known_args(given)
 
 
@@ -281,6 +362,10 @@ def main(given: Sequence[str] | None = None) -> int:
         print(batches([Batch(args.model, args.expert_cache, args.ctx, *each, *sizes) for each in chosen], args.rounds))
     elif args.command == "batch":
         print(json.dumps(Batch(**args.measurement).measure()))
+    elif args.command == "bound":
+        shape = shape_of("qwen3-30b", args.layers, args.experts, args.used, round(args.expert_mb * 1e6))
+        pairs = itertools.product(args.routing.split(","), map(int, args.batch.split(",")))
+        print(bound_table([Bound(routing, batch, args.n, args.slots) for routing, batch in pairs], shape))
     else:
         print(link(args.paper, args.trace, options))
     return 0

@@ -52,6 +52,15 @@ bool Lane::gather(int n_event_tokens) {
     return (int)event_sequences.size() == n_event_tokens;
 }
 
+// Whether the pass decodes one token of each of several sequences, as announced.
+bool Lane::has_one_token_each() const {
+    bool found = first_token >= 0 && !sequences.empty();
+    for (int i = first_token; found && i < first_token + n_tokens; i++) {
+        found = phases[i] == MOEGGUF_DECODE && (i == first_token || sequences[i] != sequences[i - 1]);
+    }
+    return found;
+}
+
 std::unique_ptr<Lane> Acquire::open_lane() {
     Lock lock(shared_.mutex);
     auto lane = std::make_unique<Lane>(store_, *tiers_.compute[0], lane_ids_, layout_.n_expert_max);
@@ -135,8 +144,8 @@ void Acquire::acquire(Lane & lane, int il, int32_t * ids, int n_expert_used, int
             const uint64_t turn = lane.pass * layout_.layers.size() + il;
             lane.ids_memory = ids;
             lane.streams_experts = must_stream(lane, n_tokens, wait_kinds);
-            placed = fill_slots(lane, {il, nearly_all || lane.cycles, lane.n_tokens == 1, turn}, ids, n_expert_used,
-                                n_tokens, lock);
+            const Moment now = {il, nearly_all || lane.cycles, lane.n_tokens == 1, turn, lane.decodes};
+            placed = fill_slots(lane, now, ids, n_expert_used, n_tokens, lock);
             if (placed && nearly_all && shared_.has(MOEGGUF_SWEEP)) {
                 sweep_ahead(il);
             }
@@ -213,6 +222,7 @@ void Acquire::count_pass(Lane & lane, int il, int n_tokens) {
         count(counters.tokens, n_tokens);
         lane.first_token = lane.next_token + n_tokens <= lane.n_announced ? lane.next_token : -1;
         lane.next_token = std::min(lane.next_token, lane.n_announced) + n_tokens;
+        lane.decodes = n_tokens == 1 || lane.has_one_token_each();
     }
     lane.il = il;
     count(counters.routing_events);

@@ -32,16 +32,18 @@ struct Lane {
     // The first failure of a pass is kept; from then on its slot ids are all 0.
     void fail(moegguf_status status, int il, int expert, const std::string & why);
 
+    bool has_one_token_each() const;
     bool gather(int n_event_tokens); // into event_sequences and event_phases; false: all tokens are of `sequence`
 
     Store & store;
     const int id;
     int il = between_passes; // the layer computing now
     uint64_t pass = 0;
-    int n_tokens = 0;    // of the pass: its last layer may compute fewer
-    int n_experts = 0;   // of the pass so far, over all layers
-    bool cycles = false; // a pass of several tokens touches more experts than there are slots
-    int sequence = -1;   // as announced, with the phase and the tokens that no pass has taken yet
+    int n_tokens = 0;     // of the pass: its last layer may compute fewer
+    bool decodes = false; // it has one token, or one of each sequence
+    int n_experts = 0;    // of the pass so far, over all layers
+    bool cycles = false;  // a pass of several tokens touches more experts than there are slots
+    int sequence = -1;    // as announced, with the phase and the tokens that no pass has taken yet
     int phase = MOEGGUF_PREFILL;
     int first_token = -1;
     int next_token = 0;

@@ -276,7 +276,7 @@ class Simulation:
 
     def _replay(self, store: Store, lane: Lane, progress: Callable[[int], None] | None) -> SimResult:
         controller, meter = self._controller(store), _Meter(store, self.trace.shape.expert_bytes)
-        if controller is None:
+        if controller is None and self.trace.token_sequence is None:
             self._replay_parts(lane, meter, progress)
         else:
             self._replay_events(store, lane, controller, meter, progress)
@@ -296,14 +296,20 @@ class Simulation:
                 lane.replay(part.il, part.n_tokens, part.n_expert_used, part.expert_ids, times)
 
     def _replay_events(
-        self, store: Store, lane: Lane, controller: Controller, meter: _Meter, progress: Callable[[int], None] | None
+        self,
+        store: Store,
+        lane: Lane,
+        controller: Controller | None,
+        meter: _Meter,
+        progress: Callable[[int], None] | None,
     ) -> None:
         compute_ns = round(self.options.layer_compute_us * 1000)
         pass_ = -1
         for event in self.trace.events():
             if isinstance(event, Announcement):
                 _announce(lane, event)
-                controller.announce(event)
+                if controller is not None:
+                    controller.announce(event)
                 continue
             if event.pass_ != pass_:
                 pass_ = event.pass_
@@ -314,7 +320,8 @@ class Simulation:
                 if progress is not None:
                     progress(pass_)
             lane.acquire(event.il, event.expert_ids, event.inputs)
-            controller.observe(event)
+            if controller is not None:
+                controller.observe(event)
             if compute_ns:
                 store.advance(compute_ns * len(event.expert_ids))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from fake_model import FakeModel, Open
@@ -14,7 +16,9 @@ from moegguf.controller.predictors.base import NoPrediction
 from moegguf.errors import OptionError
 from moegguf.native import library
 from moegguf.native.events import Announcement, Phase, RoutingEvent
+from moegguf.native.store import native_policies
 from moegguf.trace.simulate import Simulation
+from moegguf.trace.synthesize import shape_of, synthesize
 from moegguf.trace.trace import Trace
 
 
@@ -103,3 +107,16 @@ def test_tokens_of_prompts_beside_decoding_ones_are_not_decoded(name: str) -> No
     assert found.decode.tokens == np.count_nonzero(trace.phase_of == Phase.DECODE) == 4 + 3 + 1 + 2
     assert found.whole.tokens == trace.n_tokens == 4 + 12 + 6
     assert found.decode.lookups > found.whole.lookups / 2, "what mixed passes needed counts as decoding"
+
+
+def test_sequences_that_decode_together_keep_what_they_use_often() -> None:
+    """Eight topics pass through the pool between two uses of an expert, which recency cannot bridge."""
+    shape = shape_of("qwen3-30b", 4, 60, 4)
+    trace = synthesize("qwen3-30b", shape, 128, 0, 8)
+    trace = replace(trace, tokens=np.zeros(trace.n_tokens, np.int32))  # known, so that passes are announced
+    trace = trace.grouped([np.arange(8) * 128 + at for at in range(128)])
+    misses = {
+        name: Simulation(trace, native_policies()[name], NoPrediction(shape), 89).run().counters["misses"]
+        for name in ("lru", "next-use")
+    }
+    assert misses["next-use"] < 0.7 * misses["lru"]

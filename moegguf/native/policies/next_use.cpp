@@ -3,8 +3,9 @@
 //
 // Of the tokens that pass its layer, a part p = sum(weight * average) uses an expert; that is 1 / p - 1 passes from its
 // layer's next turn, and distance_weight scales the part of a pass until that turn. Where a predictor forecasts that
-// the layer's next turn uses the expert with probability q, it is (1 - trust * q) / p passes from that turn. Passes of
-// more than one token are left to recency and the sweep, but count.
+// the layer's next turn uses the expert with probability q, it is (1 - trust * q) / p passes from that turn. Where
+// several sequences decode together, p has the same order. Other passes of more than one token are left to recency and
+// the sweep, but count.
 #include "policies/averages.h"
 
 namespace moegguf {
@@ -17,7 +18,7 @@ class NextUse final : public EvictionPolicy {
   public:
     NextUse(const Layout & layout, const Parameters & given);
 
-    bool orders(const Moment & now) const override { return now.token; }
+    bool orders(const Moment & now) const override { return now.decodes; }
     bool on_routing(int il, const int32_t * expert_ids, int n_expert_used, int n_tokens) override;
     bool on_forecast(int il, const float * probabilities) override;
 

@@ -18,6 +18,7 @@ struct Moment {
     bool sweep = false; // of several tokens: every layer's experts, more than there are slots, will be needed in order
     bool token = false; // a pass of one token
     uint64_t turn = 0;  // counts layers over all passes: pass * n_layer + il
+    bool decodes = false; // a pass of one token, or of one of each of several sequences
 };
 
 // What an expert to be loaded is worth: it takes the slot of one that is worth less.
