@@ -3,7 +3,10 @@
     python -m tools.load_test --clients 64 --seconds 60 [--url http://127.0.0.1:11434] [--model demo] [--json]
 
 A single client sends every question first; then N clients send them repeatedly, streamed, and each answer must be the
-one of the single client for the same seed. Exit status 1 when an answer differs or a connection breaks.
+one of the single client for the same seed. Exit status 1 when an answer differs, a connection breaks, or memory of the
+server and its workers grows by more than --most-growth MB in the second half. Flat over 2,000 requests:
+
+    python -m tools.load_test --requests 2000 --seconds 3600 --max-tokens 8
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ QUESTIONS = (
 )  # fmt: skip
 TIMEOUT_S = 600.0  # for one answer, queue included
 MEMORY_SAMPLES = 20  # over a run
+MOST_GROWTH_MB = 16  # of memory in the second half of a run, when every buffer has been used
 
 
 @dataclass(frozen=True)
@@ -83,11 +87,19 @@ class Outcome:
     first_s: list[float] = field(default_factory=list)
     between_s: list[float] = field(default_factory=list)
     memory_bytes: list[dict[str, int]] = field(default_factory=list)
+    most_growth_mb: float = MOST_GROWTH_MB
+
+    @property
+    def growth_bytes(self) -> int:
+        """Memory at the end beyond that in the middle of the run; 0 with fewer than three samples."""
+        sizes = [sum(each.values()) for each in self.memory_bytes]
+        return sizes[-1] - sizes[len(sizes) // 2] if len(sizes) > 2 else 0
 
     @property
     def passed(self) -> bool:
-        """Whether there were answers, and every one was right."""
-        return self.answers > 0 and not (self.wrong or self.resets or self.errors or self.busy_without_retry_after)
+        """Whether there were answers, every one was right, and memory did not grow."""
+        faults = self.wrong or self.resets or self.errors or self.busy_without_retry_after
+        return self.answers > 0 and not faults and self.growth_bytes <= self.most_growth_mb * 1e6
 
     def as_dict(self) -> dict[str, Any]:
         """All figures, with percentiles in place of the single times."""
@@ -95,6 +107,7 @@ class Outcome:
         del figures["first_s"], figures["between_s"]
         return {
             **figures,
+            "growth_bytes": self.growth_bytes,
             "first_ms": percentiles_ms(self.first_s),
             "between_ms": percentiles_ms(self.between_s),
             "tokens_per_s": self.n_tokens / self.seconds if self.seconds else 0.0,
@@ -231,9 +244,11 @@ async def measure(options: argparse.Namespace) -> Outcome:
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=options.clients)
     async with httpx.AsyncClient(base_url=options.url, timeout=TIMEOUT_S, limits=limits, trust_env=False) as client:
         run = Run(client, options.model, questions, options.clients)
+        run.outcome.most_growth_mb = options.most_growth
         await run.record_expected()
         port = httpx.URL(options.url).port or 80
-        watcher = asyncio.create_task(watch_memory(run, port, max(options.seconds / MEMORY_SAMPLES, 0.5)))
+        every_s = 1.0 if options.requests else max(options.seconds / MEMORY_SAMPLES, 0.5)
+        watcher = asyncio.create_task(watch_memory(run, port, every_s))
         try:
             outcome = await run.run_clients(options.seconds, options.requests)
         finally:
@@ -256,6 +271,7 @@ def lines(outcome: Outcome) -> Iterator[str]:
     for name in ("server", "workers"):
         sizes = [memory[name] / 1e6 for memory in outcome.memory_bytes]
         yield f"{name + ' memory':<17}{sizes[0]:.1f} MB before, {sizes[-1]:.1f} MB after, {max(sizes):.1f} MB at most"
+    yield f"growth           {outcome.growth_bytes / 1e6:.1f} MB in the second half"
 
 
 def main() -> int:
@@ -268,6 +284,7 @@ def main() -> int:
     parser.add_argument("--requests", type=int, help="stop after this number, if that comes first")
     parser.add_argument("--max-tokens", type=int, default=32, help="of each answer")
     parser.add_argument("--seed", type=int, default=1, help="of the first question; each further one adds 1")
+    parser.add_argument("--most-growth", type=float, default=MOST_GROWTH_MB, metavar="MB", help="of memory")
     parser.add_argument("--json", action="store_true", help="all figures as JSON on stdout")
     options = parser.parse_args()
     outcome = asyncio.run(measure(options))

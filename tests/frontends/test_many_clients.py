@@ -1,11 +1,13 @@
 """Many clients at once: every answer is the one a single client gets, and too many get status 503.
 
-The short form of `python -m tools.load_test`, which does this for a minute.
+The short form of `python -m tools.load_test`, which does this for a minute, and over thousands of requests.
+MOEGGUF_REQUESTS sets over how many requests memory has to stay flat (default: some dozen).
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,9 +16,20 @@ import httpx
 import pytest
 from servers import Server, serving
 
-from tools.load_test import Answer, Outcome, Question, Run, lines, percentiles_ms, request_answer
+from tools.load_test import (
+    Answer,
+    Outcome,
+    Question,
+    Run,
+    lines,
+    memory_of,
+    percentiles_ms,
+    processes_of,
+    request_answer,
+)
 
 CLIENTS, QUEUE = 12, 12
+N_REQUESTS = int(os.environ.get("MOEGGUF_REQUESTS", "48"))
 ENDS = "<|endoftext|><|im_start|><|im_end|>"
 
 
@@ -97,12 +110,26 @@ async def until_waiting(client: httpx.AsyncClient, n: int) -> None:
             pass
 
 
+def test_memory_stays_flat_over_many_requests(busy_server: Server) -> None:
+    """A server that computes one at a time; tests/live/test_batching.py has a loop of many sequences."""
+    sizes = list[int]()
+    (server, *workers) = processes_of(busy_server.port)
+    for _ in range(4):
+        assert run_load(busy_server, 8, seconds=3600, requests=N_REQUESTS // 4).passed
+        sizes.append(sum(memory_of([server, *workers]).values()))
+    assert sizes[-1] - sizes[1] < 8 << 20, sizes
+
+
 def test_an_outcome_says_what_went_wrong() -> None:
     outcome = Outcome(2, seconds=1, answers=3, first_s=[0.1, 0.2], between_s=[0.01, 0.02])
     outcome.memory_bytes = [{"server": 1_000_000, "workers": 2_000_000}]
     assert outcome.passed
     assert "1.0 MB before" in "\n".join(lines(outcome))
     assert not Outcome(2).passed
+    for last_mb in (15, 40):
+        outcome.memory_bytes = [{"server": n << 20, "workers": 0} for n in (1, 2, 9, 10, last_mb)]
+        assert outcome.passed == (last_mb == 15)
+    assert "32.5 MB in the second half" in "\n".join(lines(outcome))
     for fault in ("wrong", "resets", "busy_without_retry_after"):
         assert not Outcome(2, answers=3, **{fault: 1}).passed  # type: ignore[arg-type]
     assert percentiles_ms([0.001] * 99 + [1.0])["p50"] == pytest.approx(1.0)
