@@ -17,8 +17,6 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
-import numpy as np
-
 from moegguf.controller.artifacts import Artifacts
 from moegguf.controller.policies.base import Policy
 from moegguf.controller.predictors.base import Predictor
@@ -347,13 +345,15 @@ class Llama(UpstreamLlama):
         if self._live_controller is not None:
             decodes = any(chunk.phase == Phase.DECODE for chunk in chunks)
             self._live_controller.before_tokens(Phase.DECODE if decodes else Phase.PREFILL)
-        lengths = [len(chunk.tokens) for chunk in chunks]
-        outputs = np.zeros(sum(lengths), np.int32)
-        outputs[np.cumsum(lengths) - 1] = [chunk.wants_logits for chunk in chunks]
-        of_chunks = np.array([(chunk.request, chunk.phase) for chunk in chunks], np.int32)
-        sequences, phases = np.repeat(of_chunks, lengths, axis=0).T
-        tokens = np.concatenate([chunk.tokens for chunk in chunks])
-        self._session.lane.announce(sequences, phases, tokens, outputs)
+        sequences, phases, tokens, outputs = list[int](), list[int](), list[int](), list[int]()
+        for chunk in chunks:
+            n = len(chunk.tokens)
+            sequences += [chunk.request] * n
+            phases += [chunk.phase] * n
+            tokens += chunk.tokens
+            outputs += [0] * (n - 1)
+            outputs.append(chunk.wants_logits)
+        self._session.lane.announce_each(sequences, phases, tokens, outputs)
 
     def clear(self) -> None:
         """Empties all sequences."""

@@ -618,12 +618,25 @@ class Lane:
         all. Raises OptionError.
         """
         ids = np.ascontiguousarray(tokens, np.int32)
-        columns = [_of_each(ids, column) for column in (sequence, phase, 1 if outputs is None else outputs)]
-        several = any((column != column[:1]).any() for column in columns[:2])
-        of_first = columns[0][0] if ids.size else sequence
-        of_all = columns[1].max() if ids.size else phase
-        arrays = (column.ctypes.data if several else None for column in columns)
-        event = library.TokensEvent(0, of_first, of_all, ids.size, ids.ctypes.data, *arrays)
+        given = sequence, phase, 1 if outputs is None else outputs
+        sequences, phases, wanted = (_of_each(ids, column).tolist() for column in given)
+        if ids.size:
+            self.announce_each(sequences, phases, ids.tolist(), wanted)
+            return
+        event = library.TokensEvent(0, sequence, phase, 0, None, None, None, None)
+        check(self._library.moegguf_lane_announce(self.handle, c.byref(event)))
+
+    def announce_each(
+        self, sequences: Sequence[int], phases: Sequence[int], tokens: Sequence[int], outputs: Sequence[int]
+    ) -> None:
+        """`announce` of values (n_tokens,) of each of some tokens, at the least cost: it comes before every pass."""
+        n = len(tokens)
+        columns: list[Any] = [None] * 3
+        if sequences.count(sequences[0]) < n or phases.count(phases[0]) < n:
+            columns = [(c.c_int32 * n)(*values) for values in (sequences, phases, outputs)]
+        addresses = [column and c.addressof(column) for column in columns]
+        ids = (c.c_int32 * n)(*tokens)
+        event = library.TokensEvent(0, sequences[0], max(phases), n, c.addressof(ids), *addresses)
         check(self._library.moegguf_lane_announce(self.handle, c.byref(event)))
 
     def take_failure(self) -> library.Failure | None:
