@@ -29,6 +29,9 @@ from moegguf.native.store import ListenOptions
 from moegguf.plain import plain
 
 AUTO = "auto"
+SEVERAL_SEQUENCES = ControllerChoice(
+    "next-use"
+)  # where nothing was measured: between two uses of an expert others pass
 MOST_INPUT_TOKENS = 16  # of a pass whose sequences are predicted from router inputs; larger ones use most experts
 PREFETCH_PREDICTOR, UNTRAINED_PREFETCH_PREDICTOR = "mlp", "skip"  # of prefetching by default: the most accurate ones
 
@@ -38,10 +41,10 @@ class ControllerOptions:
     """What a user chooses.
 
     policy: a name, an object with a method `scores`, or "auto": what was measured to be best for this model, else
-    LRU. predictor: a name, a `Predictor`, or None: what the policy was measured with, and with `prefetch` the best
-    there is. prefetch: whether predictions are acted on, or how; None: only where that was measured to pay. judge:
-    compare predictions with what happens. lockstep: decisions act at a fixed place, so that a simulation repeats them
-    exactly; slow.
+    LRU, or next-use where several sequences are computed together. predictor: a name, a `Predictor`, or None: what the
+    policy was measured with, and with `prefetch` the best there is. prefetch: whether predictions are acted on, or how;
+    None: only where that was measured to pay. judge: compare predictions with what happens. lockstep: decisions act at
+    a fixed place, so that a simulation repeats them exactly; slow.
     """
 
     policy: str | Policy = AUTO
@@ -76,6 +79,7 @@ class LiveController:
     session: Session
     artifacts: Artifacts
     options: ControllerOptions
+    n_sequences: int = 1  # of the context
     controller: Controller | None = field(init=False, default=None)
     native_policy: str = field(init=False, default=LRU.name)
     choice: ControllerChoice = field(init=False, default_factory=ControllerChoice)
@@ -113,7 +117,8 @@ class LiveController:
         """The names to use; those of objects given by the user do not matter."""
         options, measured = self.options, self.artifacts.measured()
         share = self.session.plan.n_slots / max(1, self.session.layout.n_expert_total)
-        found = measured.choose(share) if measured and options.policy == AUTO else ControllerChoice()
+        unmeasured = SEVERAL_SEQUENCES if self.n_sequences > 1 and options.policy == AUTO else ControllerChoice()
+        found = measured.choose(share) if measured and options.policy == AUTO else unmeasured
         policy = found.policy if options.policy == AUTO else str(options.policy)
         prefetch = bool(options.prefetch) if options.prefetch is not None else found.prefetch
         if options.predictor is not None:

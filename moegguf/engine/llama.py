@@ -171,7 +171,7 @@ class Llama(UpstreamLlama):
                 store = replace(store, device=None)  # it named the one to place experts on: these slots are the CPU's
             if load_plan.hooks:
                 self._session = Session(load_plan.slots_layout, self.plan, store, load_plan.whole_layers)
-                self._live_controller = LiveController(self._session, Artifacts(self.layout), chosen)
+                self._live_controller = LiveController(self._session, Artifacts(self.layout), chosen, self._n_seq_max)
                 for warning in self.plan.warnings:
                     warnings.warn(warning, stacklevel=2)
             self._load(load_plan)

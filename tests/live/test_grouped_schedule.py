@@ -79,6 +79,18 @@ def test_a_recorded_batch_is_replayed_with_the_hits_that_it_had(
         assert replay.counters[name] == was[name], name
 
 
+@pytest.mark.parametrize(
+    ("options", "policy"),
+    [({"n_seq_max": 2}, "next-use"), ({}, "lru"), ({"n_seq_max": 2, "policy": "slru"}, "slru"),
+     ({"n_seq_max": 2, "system": "lru"}, "lru")],
+)  # fmt: skip
+def test_several_sequences_of_a_model_that_was_not_measured_are_evicted_by_next_use(
+    tiny: TinyModel, options: dict[str, Any], policy: str
+) -> None:
+    with Llama(tiny(), n_ctx=64, n_threads=1, verbose=False, expert_cache="40%", **options) as llm:
+        assert llm.decisions()["policy"] == policy
+
+
 @pytest.mark.parametrize("predictor", ["previous-token", "skip"])
 def test_predicting_for_several_sequences_changes_no_logit(tiny: TinyModel, predictor: str) -> None:
     def logits(**options: Any) -> Any:
