@@ -214,7 +214,8 @@ class Llama(UpstreamLlama):
         """Leaves half of the slots' memory on a device to what did not fit beside them; False where there is none."""
         if self._session is None or self.plan.device is None:
             return False
-        store, least = self._session.store, self._load_plan.least_slots
+        store = self._session.store
+        least = self._load_plan.least_slots * len(store.devices)
         n_slots = store.info()["n_slots_usable"]
         if n_slots <= least:
             return False
@@ -589,7 +590,7 @@ class Llama(UpstreamLlama):
         """Slots of each tier with another budget. Raises BudgetError."""
         wanted: dict[Tier, int] = {}
         if vram_cache is not None:
-            wanted[Tier.COMPUTE] = self._load_plan.vram_slots_within(vram_cache)
+            wanted[Tier.COMPUTE] = self._load_plan.vram_slots_within(vram_cache, len(store.devices))
         if expert_cache is None:
             return wanted
         if self.plan.device is None:

@@ -31,7 +31,7 @@ from moegguf.package import package_folders
 from moegguf.processor import read_processor
 from moegguf.settings import read_environment
 
-ABI_VERSION = 9
+ABI_VERSION = 10
 # 20000: a good part of a millisecond; 300000 is GNU's default. `active` makes it 1000 while experts can be absent
 # (`moegguf/native/short_spins.h`), which costs up to a fifth of the speed where they cannot, and 100 without.
 SPINNING = {"GOMP_SPINCOUNT": "20000", "OMP_WAIT_POLICY": "active"}
@@ -290,6 +290,7 @@ class LinkStruct(c.Structure):
         ("bytes_per_ns", c.c_double),
         ("latency_ns", c.c_double),
         ("memory_bytes", c.c_uint64),
+        ("most_buffer_bytes", c.c_uint64),
         ("pinned", c.c_int32),
         ("n_threads", c.c_int32),
     ]
@@ -324,6 +325,7 @@ class Failure(c.Structure):
 
 _STATUS_CALLS: dict[str, list[Any]] = {
     "moegguf_slot_sizes": [c.POINTER(Matrix), c.c_int32, c.c_int32, c.POINTER(Sizes)],
+    "moegguf_most_slots": [c.c_char_p, c.POINTER(Matrix), c.c_int32, c.c_int32, c.POINTER(c.c_int32)],
     "moegguf_link_add": [c.POINTER(LinkStruct), c.POINTER(c.c_char_p)],
     "moegguf_measure_speeds": [c.POINTER(Config), c.c_int32, c.c_double, c.POINTER(SpeedsStruct)],
     "moegguf_store_open": [c.POINTER(Config), c.POINTER(c.c_void_p)],
