@@ -88,7 +88,8 @@ class Llama(UpstreamLlama):
             replace parts of it. None: MOEGGUF_SYSTEM, else "moegguf".
         store: how experts are moved, instead of as the system does.
         policy: which experts stay: a name (`moegguf.controller.policies.policy_names()`), an object with a method
-            `scores(history, forecast)`, or "auto": the system's.
+            `scores(history, forecast)`, or "auto": that of MOEGGUF_POLICY, else the system's. "vram=NAME,ram=NAME"
+            names those of a GPU's slots and of slots in RAM; of RAM below a GPU it is LRU where none is named.
         predictor: which experts come next: a name (`moegguf.controller.predictors.PREDICTORS`) or an object.
         prefetch: True fetches predicted experts ahead, while that saves time; a `PrefetchOptions` sets limits.
             None: as the system does.
@@ -156,6 +157,7 @@ class Llama(UpstreamLlama):
         self._decode_lock = threading.RLock()  # held during llama_decode
         check_options(options, Llama)
         of = find_system(read_environment().system if system is None else system)
+        policy = read_environment().policy if isinstance(policy, str) and policy == "auto" else policy
         chosen = ControllerOptions(*of.parts(policy, predictor, prefetch), judge, lockstep)
         options.update(mmproj=mmproj, n_seq_max=n_seq_max, kv_tokens=kv_tokens)
         store = of.store_options() if store is None else store

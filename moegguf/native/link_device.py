@@ -33,8 +33,9 @@ def add_link_device(
     """ggml's name of a new simulated device behind `link`; ggml knows it until the process ends.
 
     llama.cpp uses it as a GPU for every model loaded later. memory_bytes: of the device, most_buffer_bytes: of one of
-    its buffers, and of all experts that its kernels multiply with; 0: without a limit. pinned: of the host's memory. n_threads:
-    that it computes with, 0: as many as llama.cpp tells the CPU to. Raises OptionError for a link without bandwidth.
+    its buffers, and of all experts that its kernels multiply with; 0: without a limit. pinned: of the host's memory.
+    n_threads: that it computes with, 0: as many as llama.cpp tells the CPU to. Raises OptionError for a link without
+    bandwidth.
     """
     name = c.c_char_p()
     described = library.LinkStruct(

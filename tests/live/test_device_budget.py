@@ -19,7 +19,7 @@ from moegguf.errors import AllocationError, BudgetError
 from moegguf.gguf.experts import read_layout
 from moegguf.native import library
 from moegguf.native.link_device import add_link_device
-from moegguf.native.store import StoreOptions, Tier, slot_sizes
+from moegguf.native.store import Store, StoreOptions, Tier, slot_sizes
 from moegguf.quantities import Link
 
 OPTIONS: dict[str, Any] = {"n_ctx": 512, "n_threads": 1, "logits_all": True, "verbose": False}
@@ -76,6 +76,37 @@ def test_slots_are_in_several_pools_where_one_would_be_too_large(tiny: TinyModel
     assert found["less"][1] == 34
     for other in (of_36, resident, found["less"][0]):
         assert np.array_equal(logits, other)
+
+
+def by_policies(path: Path, policy: str | None) -> dict[str, Any]:
+    """Logits with these policies of VRAM and RAM, what the model says of them, and which RAM's slots were given."""
+    given = {} if policy is None else {"policy": policy}
+    chosen: list[tuple[Tier, str]] = []
+    set_policy_of = Store.set_policy_of
+
+    def recorded(store: Store, tier: Tier, name: str, **parameters: Any) -> None:
+        set_policy_of(store, tier, name, **parameters)
+        chosen.append((tier, name))
+
+    Store.set_policy_of = recorded  # type: ignore[method-assign]
+    with behind_a_link(path, 24, 20, placement="slots", **given) as llm:
+        assert llm.session is not None
+        logits, tiers = greedy_logits(llm), llm.session.tiers()
+        evictions = [tiers[name]["evictions"] for name in ("VRAM", "RAM")]
+        return {"logits": logits, "named": llm.decisions()["policy"], "chosen": chosen, "evictions": evictions}
+
+
+def test_tiers_evict_by_their_own_policies(tiny: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tiny("tiny-qwen2moe", "q4_0")
+    plain = in_own_process(by_policies, path, "lru")
+    both = in_own_process(by_policies, path, "vram=lfu-decay,ram=slru")
+    assert (plain["named"], both["named"]) == ("lru", "vram=lfu-decay,ram=slru")
+    assert both["chosen"] == [(Tier.LOWER, "slru"), (Tier.COMPUTE, "lfu-decay")]
+    monkeypatch.setenv("MOEGGUF_POLICY", "ram=lfu-decay")
+    of_environment = in_own_process(by_policies, path, None)
+    assert (Tier.LOWER, "lfu-decay") in of_environment["chosen"]
+    for found in (plain, both, of_environment):
+        assert np.array_equal(found["logits"], plain["logits"]) and min(found["evictions"]) > 0
 
 
 def free_bytes() -> int:
