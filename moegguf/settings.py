@@ -47,6 +47,7 @@ class Environment:
     warm_start: bool = False  # MOEGGUF_WARM_START=1: what earlier runs used most is fetched at load, and remembered
     vram_cache: str = ""  # MOEGGUF_VRAM_CACHE: the budget on a GPU when the caller gives none; empty: "auto"
     placement: str = "auto"  # MOEGGUF_PLACEMENT: where experts go when the caller does not say (engine.placement)
+    policy: str = "auto"  # MOEGGUF_POLICY: which experts stay when the caller does not say (controller.policies)
     system: str = ""  # MOEGGUF_SYSTEM: what decides on experts (controller.systems) when the caller names none
     library: Path | None = None  # MOEGGUF_LIBRARY: folder of the native library, instead of the installed one
     models: Path | None = None  # MOEGGUF_MODELS: folder of models known by name
@@ -88,6 +89,7 @@ def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
         warm_start=_SWITCH[warm_start],
         vram_cache=vram_cache,
         placement=placement,
+        policy=env.get("MOEGGUF_POLICY", "").strip() or "auto",
         system=env.get("MOEGGUF_SYSTEM", "").strip(),
         library=Path(library).expanduser() if library else None,
         models=Path(models).expanduser() if models else None,

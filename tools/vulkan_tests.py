@@ -2,10 +2,13 @@
 """Build the library with ggml's Vulkan backend in build/vulkan, and run tests/live/test_gpu.py on a software Vulkan.
 
 It needs Mesa's software driver and what the backend is built with; where something is missing, this says what, and
-runs nothing. The first build takes long: hundreds of shaders.
+runs nothing. The first build takes long: hundreds of shaders. So does the first run: the driver compiles each kernel
+for the processor when it is first used, 15 to 35 processor seconds for each new number of tokens in a pass and each
+quantisation. It keeps them in build/vulkan/shaders, and later runs need half a second.
 
 python tools/vulkan_tests.py
 python tools/vulkan_tests.py --devices 0,0 -- -k second     # that device twice, as two GPUs
+python tools/vulkan_tests.py -- -k "q4_0 or many or three"  # some of them, in minutes also at first
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from tools.gpu.build import ROOT, build, library_of, vulkan
 DRIVERS = Path("/usr/share/vulkan/icd.d")
 PACKAGES = "mesa-vulkan-drivers libvulkan-dev glslc spirv-headers"
 PREFIXES = ("/usr", "/usr/local")
+LONGEST_TEST_S = 1800  # with kernels that are compiled first
 
 
 def software_drivers() -> Iterator[Path]:
@@ -50,6 +54,7 @@ def test(driver: Path, devices: str, arguments: list[str]) -> int:
     """pytest's exit status, with the library's devices numbered as in `devices`."""
     backend = vulkan(driver, devices)
     environment = os.environ | backend.environment | {"MOEGGUF_LIBRARY": str(library_of(backend))}
+    environment["MOEGGUF_LONGEST_TEST_S"] = str(LONGEST_TEST_S)
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests/live/test_gpu.py", *arguments]
     return subprocess.run(command, cwd=ROOT, env=environment).returncode
 

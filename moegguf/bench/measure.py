@@ -31,6 +31,7 @@ from moegguf.engine.llama import Llama
 from moegguf.engine.machine import read_machine
 from moegguf.engine.stats import Stats
 from moegguf.errors import ModelNotFoundError, MoeggufError, OptionError
+from moegguf.gguf.experts import read_layout
 from moegguf.gguf.reader import ggml_type
 from moegguf.native import library
 from moegguf.native.link_device import link_device, memory_copy_bytes_per_s
@@ -126,12 +127,18 @@ def load(spec: Spec) -> Llama:
         n_ubatch=spec.n_ubatch,
         n_threads=spec.n_threads,
         n_threads_batch=spec.n_threads,
-        n_gpu_layers=spec.n_gpu_layers,
+        **_gpu_layers(spec),
         type_k=ggml_type(spec.type_k),
         type_v=ggml_type(spec.type_v),
         flash_attn=spec.flash_attn == "on",
         verbose=spec.verbose,
     )
+
+
+def _gpu_layers(spec: Spec) -> dict[str, int]:
+    """-1 leaves a model with experts to `placement`; plain llama.cpp then puts every layer on a GPU."""
+    planned = spec.system == "moegguf" and spec.n_gpu_layers < 0 and read_layout(spec.model).is_moe
+    return {} if planned else {"n_gpu_layers": spec.n_gpu_layers}
 
 
 def _prefetch(spec: Spec) -> PrefetchOptions | bool | None:

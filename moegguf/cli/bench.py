@@ -132,7 +132,7 @@ System = Annotated[
 ]
 Policy = Annotated[
     str,
-    _setting("--policy", metavar="NAME", help="Eviction policy, as in `trace simulate`, or auto: the system's."),
+    _setting("--policy", metavar="NAME", help="Eviction policy, as in `moegguf run`, or auto: the system's."),
 ]
 Predictor = Annotated[str | None, _setting("--predictor", metavar="NAME", help="Expert predictor, or none.")]
 Prefetch = Annotated[

@@ -124,7 +124,7 @@ Prompt = Annotated[
 ]
 Policy = Annotated[
     str,
-    typer.Option("--policy", metavar="NAME", help="Eviction policy: auto (the system's) or a name."),
+    typer.Option("--policy", metavar="NAME", help="Eviction policy: auto (the system's), a name, or vram=A,ram=B."),
 ]
 Predictor = Annotated[
     str | None,

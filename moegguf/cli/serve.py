@@ -91,6 +91,7 @@ def serve(
     MOEGGUF_EXPERT_CACHE       for the experts of each model
     MOEGGUF_VRAM_CACHE         the same on a GPU; of each loaded model
     MOEGGUF_PLACEMENT          what goes there: auto, layers, slots, cpu
+    MOEGGUF_POLICY             which experts stay, instead of as that decides: a name, or vram=NAME,ram=NAME
     MOEGGUF_SYSTEM             what decides on experts: moegguf, none, lru, moe-infinity, promoe, expertflow, duoserve
     MOEGGUF_WARM_START         1: fetch at load the experts that earlier runs used most
     MOEGGUF_KEEP_ALIVE         how long an idle model stays loaded (5m; negative: for ever)

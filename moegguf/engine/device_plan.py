@@ -30,6 +30,8 @@ from moegguf.errors import BudgetError, OptionError
 from moegguf.gguf.experts import ExpertLayout
 from moegguf.quantities import ExpertCache, Link, format_bytes, format_bytes_up
 
+SAME_LINK = 0.8  # of the fastest link, from where two are alike: measurements of one differ by as much
+
 
 @dataclass(frozen=True)
 class SplitOptions:
@@ -50,29 +52,17 @@ def plan_devices(
     memory: Memory,
     split: SplitOptions = SplitOptions(),
     **options: Any,
-) -> tuple[Plan, list[float]]:
-    """(the plan for running `layout` on several devices, the tensor_split with which llama.cpp does as it says).
+) -> tuple[Plan, list[float] | None]:
+    """(the plan for running `layout` on these devices, the tensor_split with which llama.cpp does as it says).
 
     vram: slots of all devices together, or of each. ram: slots below them, and those of layers that the CPU computes.
-    Every device has weights, context and buffers of its own layers. options: those of `make_plan`. Raises BudgetError
-    where a budget is too small, OptionError for a split that does not fit the devices.
+    Every device has weights, context and buffers of its own layers. One device that computes every layer is planned as
+    the CPU is, and has no tensor_split. options: those of `make_plan`. Raises BudgetError where a budget is too small,
+    OptionError for a split that does not fit the devices.
     """
-    return _DevicePlanner(layout, vram, ram, devices, memory, split, options).plan()
-
-
-def plan_for(
-    layout: ExpertLayout,
-    vram: Sequence[ExpertCache],
-    ram: ExpertCache,
-    devices: Sequence[Device],
-    memory: Memory,
-    split: SplitOptions = SplitOptions(),
-    **options: Any,
-) -> tuple[Plan, list[float] | None]:
-    """As `plan_devices`; one device that computes every layer is planned as the CPU is, and has no tensor_split."""
     if len(devices) == len(vram) == 1 and not 0 <= split.n_gpu_layers <= count_layers(layout):
         return plan_tiers(layout, vram[0], ram, devices[0], memory, **options), None
-    return plan_devices(layout, vram, ram, devices, memory, split, **options)
+    return _DevicePlanner(layout, vram, ram, devices, memory, split, options).plan()
 
 
 class _DevicePlanner:
@@ -198,14 +188,16 @@ class _DevicePlanner:
 
     def _rooms(self) -> list[DeviceRoom]:
         known = [link.bytes_per_s for link in self.split.links.values()]
-        slowest = min(known, default=1.0)
+        fastest, slowest = max(known, default=1.0), min(known, default=1.0)
         rooms = []
         for d, device in enumerate(self.devices):
             link = self.split.links.get(device.name)
             # A budget that was given is kept: it may take what "auto" leaves free.
             auto = self.vram[d if len(self.vram) > 1 else 0].mode == "auto"
             free = self._free_bytes(device) if auto else device.free_bytes
-            rooms.append(DeviceRoom(free, link.bytes_per_s if link else slowest, self._limit_bytes(d)))
+            speed = link.bytes_per_s if link else slowest
+            share = 1.0 if speed >= SAME_LINK * fastest else speed / fastest
+            rooms.append(DeviceRoom(free, share, self._limit_bytes(d)))
         return rooms
 
     def _free_bytes(self, device: Device) -> int:

@@ -22,10 +22,10 @@ ON_CPU = -1
 @dataclass(frozen=True)
 class DeviceRoom:
     """What a device offers to layers: memory for them, how much of it slots may take at most (None: all that is left),
-    and the bandwidth of the link that its misses come over."""
+    and the bandwidth of the link that its misses come over, in any unit that all of them have."""
 
     n_bytes: int
-    link_bytes_per_s: float
+    link_speed: float
     most_slot_bytes: int | None = None
 
     def slot_bytes(self, n_layer: int, dense_bytes: int) -> int:
@@ -114,4 +114,4 @@ def _waits(room: DeviceRoom, n: int, layer: LayerBytes, curve: HitCurve) -> floa
         return math.inf
     if slot_bytes >= layer.expert_bytes:
         return 0.0
-    return n * (1 - curve.at(slot_bytes / layer.expert_bytes)) / room.link_bytes_per_s
+    return n * (1 - curve.at(slot_bytes / layer.expert_bytes)) / room.link_speed

@@ -1,7 +1,8 @@
 """What is known of this machine and a model for placing its experts: speeds, measured once, and hit rates of runs.
 
 Both lie in the cache folder, in a file for each model, under a key for the device, its driver, the processor, the
-number of threads and the build of the native library. Where that folder cannot be written, each load measures again.
+number of threads, the file system that the model lies on and the build of the native library. Where that folder cannot
+be written, each load measures again.
 """
 
 from __future__ import annotations
@@ -98,15 +99,25 @@ class KnownSpeeds:
 
         Raises OptionError where the device has no kernel for the model's experts.
         """
-        key = _key(device, n_threads, repack)
-        if known := self._known(key):
-            return known
         try:
-            found = self._measure(device, n_threads, repack)
+            return self._found(device, n_threads, repack)
         except OptionError:
             raise
         except MoeggufError as error:
             return _supposed(n_threads, error)
+
+    def link(self, device: Device, n_threads: int, repack: bool = True) -> Link | None:
+        """The link that misses come over, as measured before or now; None where it cannot be measured."""
+        with suppress(MoeggufError):
+            return self._found(device, n_threads, repack).copies
+        return None
+
+    def _found(self, device: Device, n_threads: int, repack: bool) -> DeviceSpeeds:
+        """Speeds as measured before, or now. Raises what measuring raises."""
+        key = self._key(device, n_threads, repack)
+        if known := self._known(key):
+            return known
+        found = self._measure(device, n_threads, repack)
         facts = self._read()
         of_all = facts.get("speeds")
         facts["speeds"] = (of_all if isinstance(of_all, dict) else {}) | {key: asdict(found)}
@@ -116,7 +127,7 @@ class KnownSpeeds:
     def speeds_apart(self, device: Device, n_threads: int, repack: bool = True) -> DeviceSpeeds:
         """`speeds`, measured in a process of its own: a driver keeps memory of a device for every process that computes
         there. Raises as `speeds` does."""
-        if known := self._known(_key(device, n_threads, repack)):
+        if known := self._known(self._key(device, n_threads, repack)):
             return known
         arguments = json.dumps([str(self._layout.shards[0].path), vars(device), n_threads, repack])
         command = (*child_command("moegguf.engine.known_speeds"), arguments)
@@ -130,6 +141,20 @@ class KnownSpeeds:
         except (OSError, ValueError, TypeError, KeyError, subprocess.TimeoutExpired) as error:
             return _supposed(n_threads, error)
         raise OptionError(found["refused"])
+
+    def _key(self, device: Device, n_threads: int, repack: bool) -> str:
+        processor = read_processor()
+        drivers = [path.read_text(errors="replace") for path in DRIVERS if path.is_file()]
+        about = [
+            device.name, device.description, device.total_bytes, drivers, processor.model, sorted(processor.flags),
+            n_threads, repack, library.build_identity(), self._file_system(),
+        ]  # fmt: skip
+        return hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
+
+    def _file_system(self) -> int:
+        with suppress(OSError):  # of a model of which only the headers are here
+            return self._layout.shards[0].path.stat().st_dev
+        return 0
 
     def _known(self, key: str) -> DeviceSpeeds | None:
         with suppress(*DAMAGED):
@@ -153,7 +178,7 @@ class KnownSpeeds:
 
     def forget_speeds(self, device: Device, n_threads: int, repack: bool = True) -> None:
         """The next load measures again, unless these speeds are new."""
-        facts, key = self._read(), _key(device, n_threads, repack)
+        facts, key = self._read(), self._key(device, n_threads, repack)
         with suppress(*DAMAGED):
             if time.time() - facts["speeds"][key]["time_s"] > AGAIN_AFTER_S:
                 del facts["speeds"][key]
@@ -204,16 +229,6 @@ class KnownSpeeds:
             hits, lookups, tokens = (new + old / 2 for new, old in zip((hits, lookups, tokens), before, strict=True))  # type: ignore[assignment]
         facts["hits"] = hits_by_share | {at: [hits, lookups, tokens]}
         self._write(facts)
-
-
-def _key(device: Device, n_threads: int, repack: bool) -> str:
-    processor = read_processor()
-    drivers = [path.read_text(errors="replace") for path in DRIVERS if path.is_file()]
-    about = [
-        device.name, device.description, device.total_bytes, drivers, processor.model, sorted(processor.flags),
-        n_threads, repack, library.build_identity(),
-    ]  # fmt: skip
-    return hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
 
 
 def _supposed(n_threads: int, error: Exception) -> DeviceSpeeds:

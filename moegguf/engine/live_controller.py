@@ -8,14 +8,15 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from moegguf.controller.artifacts import Artifacts
 from moegguf.controller.controller import ActingOptions, Controller, build_controller, name_of
 from moegguf.controller.measured import ControllerChoice
-from moegguf.controller.policies import make_policy, policy_names
+from moegguf.controller.policies import make_policy
 from moegguf.controller.policies.base import LRU, AnyPolicy, Policy
+from moegguf.controller.policies.of_tiers import AUTO, check_policy, of_compute_tier, of_ram_below, parse_policies
 from moegguf.controller.predict_eam import Learner
 from moegguf.controller.predictors import PREDICTORS, make_predictor
 from moegguf.controller.predictors.base import Predictor
@@ -25,13 +26,11 @@ from moegguf.engine.checkpoint import CollectionCheckpoint
 from moegguf.engine.session import Session
 from moegguf.errors import OptionError
 from moegguf.native.events import Announcement, Phase, RoutingEvent
-from moegguf.native.store import ListenOptions
+from moegguf.native.store import ListenOptions, Tier
 from moegguf.plain import plain
 
-AUTO = "auto"
-SEVERAL_SEQUENCES = ControllerChoice(
-    "next-use"
-)  # where nothing was measured: between two uses of an expert others pass
+# Where nothing was measured: between two uses of an expert others pass.
+SEVERAL_SEQUENCES = ControllerChoice("next-use")
 MOST_INPUT_TOKENS = 16  # of a pass whose sequences are predicted from router inputs; larger ones use most experts
 PREFETCH_PREDICTOR, UNTRAINED_PREFETCH_PREDICTOR = "mlp", "skip"  # of prefetching by default: the most accurate ones
 
@@ -41,10 +40,11 @@ class ControllerOptions:
     """What a user chooses.
 
     policy: a name, an object with a method `scores`, or "auto": what was measured to be best for this model, else
-    LRU, or next-use where several sequences are computed together. predictor: a name, a `Predictor`, or None: what the
-    policy was measured with, and with `prefetch` the best there is. prefetch: whether predictions are acted on, or how;
-    None: only where that was measured to pay. judge: compare predictions with what happens. lockstep: decisions act at
-    a fixed place, so that a simulation repeats them exactly; slow.
+    LRU, or next-use where several sequences are computed together; or names for tiers, "vram=NAME,ram=NAME". Without
+    these it is that of the tier that layers compute on, and slots in RAM below a device evict by LRU. predictor: a
+    name, a `Predictor`, or None: what the policy was measured with, and with `prefetch` the best there is. prefetch:
+    whether predictions are acted on, or how; None: only where that was measured to pay. judge: compare predictions
+    with what happens. lockstep: decisions act at a fixed place, so that a simulation repeats them exactly; slow.
     """
 
     policy: str | Policy = AUTO
@@ -56,7 +56,7 @@ class ControllerOptions:
     def __post_init__(self) -> None:
         """Raises OptionError for an unknown name, or an object of another kind."""
         if isinstance(self.policy, str):
-            _check_name("policy", self.policy, (AUTO, *policy_names()))
+            parse_policies(self.policy) if "=" in self.policy else check_policy(self.policy)
         elif not isinstance(self.policy, Policy):
             raise OptionError(
                 f"policy={self.policy!r} is neither a name nor an object with a method scores(history, forecast)."
@@ -82,11 +82,13 @@ class LiveController:
     n_sequences: int = 1  # of the context
     controller: Controller | None = field(init=False, default=None)
     native_policy: str = field(init=False, default=LRU.name)
+    policy_below: str = field(init=False, default=LRU.name)  # of slots in RAM, where a device computes
     choice: ControllerChoice = field(init=False, default_factory=ControllerChoice)
     _listening: bool = field(init=False, default=False)
     _paused: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
+        self._choose_tiers()
         if self.options.is_plain:
             return
         shape = MoeShape.of(self.session.layout)
@@ -112,6 +114,17 @@ class LiveController:
             inputs=predictor.needs_inputs, lockstep=self.options.lockstep, max_input_tokens=MOST_INPUT_TOKENS
         )
         self.update(self.session.plan.n_slots)
+
+    def _choose_tiers(self) -> None:
+        """Sets the policy of slots in RAM below a device; `options` are then those of the tier that computes."""
+        text = self.options.policy
+        if not isinstance(text, str):
+            return
+        session = self.session
+        if Tier.LOWER in session.store.tiers:
+            self.policy_below = of_ram_below(text)
+            session.store.set_policy_of(Tier.LOWER, self.policy_below)
+        self.options = replace(self.options, policy=of_compute_tier(text, next(iter(session.tiers())).lower()))
 
     def _choose(self) -> ControllerChoice:
         """The names to use; those of objects given by the user do not matter."""
@@ -202,18 +215,22 @@ class LiveController:
             self.session.listeners.remove(self)
         self._listening = needed
 
+    def _named(self, policy: str) -> str:
+        """As the options name it, with that of RAM below where that is not LRU."""
+        return policy if self.policy_below == LRU.name else f"vram={policy},ram={self.policy_below}"
+
     def figures(self) -> dict[str, Any]:
         """Policy, predictor, prefetch ("off", "on", "paused": it did not pay), the controller's cost and, with
         `judge`, how often predictions were right.
         """
         controller = self.controller
         if controller is None:
-            return {"policy": self.native_policy, "predictor": "none", "prefetch": "off"}
+            return {"policy": self._named(self.native_policy), "predictor": "none", "prefetch": "off"}
         counters = self.session.store.counters() if controller.native else {}
         n_events = counters.get("routing_events", controller.n_events)
         spent_s = counters.get("forecast_ns", 0) / 1e9 if controller.native else controller.seconds
         figures: dict[str, Any] = {
-            "policy": LRU.name if controller.policy is None else name_of(controller.policy),
+            "policy": self._named(LRU.name if controller.policy is None else name_of(controller.policy)),
             "predictor": "none" if controller.predictor is None else name_of(controller.predictor),
             "prefetch": "off" if not controller.may_prefetch else "on" if controller.prefetching else "paused",
             "routing_events": n_events,

@@ -86,7 +86,8 @@ class Llama(UpstreamLlama):
             replace parts of it. None: MOEGGUF_SYSTEM, else "moegguf".
         store: how experts are moved, instead of as the system does.
         policy: which experts stay: a name (`moegguf.controller.policies.policy_names()`), an object with a method
-            `scores(history, forecast)`, or "auto": the system's.
+            `scores(history, forecast)`, or "auto": that of MOEGGUF_POLICY, else the system's. "vram=NAME,ram=NAME"
+            names those of a GPU's slots and of slots in RAM; of RAM below a GPU it is LRU where none is named.
         predictor: which experts come next: a name (`moegguf.controller.predictors.PREDICTORS`) or an object.
         prefetch: True fetches predicted experts ahead, while that saves time; a `PrefetchOptions` sets limits.
             None: as the system does.
@@ -154,6 +155,7 @@ class Llama(UpstreamLlama):
         self._decode_lock = threading.RLock()  # held during llama_decode
         check_options(options, Llama)
         of = find_system(read_environment().system if system is None else system)
+        policy = read_environment().policy if isinstance(policy, str) and policy == "auto" else policy
         chosen = ControllerOptions(*of.parts(policy, predictor, prefetch), judge, lockstep)
         options.update(mmproj=mmproj, n_seq_max=n_seq_max, kv_tokens=kv_tokens)
         store = of.store_options() if store is None else store
@@ -212,7 +214,8 @@ class Llama(UpstreamLlama):
         """Leaves half of the slots' memory on a device to what did not fit beside them; False where there is none."""
         if self._session is None or self.plan.device is None:
             return False
-        store, least = self._session.store, self._load_plan.least_slots
+        store = self._session.store
+        least = self._load_plan.least_slots * len(store.devices)
         n_slots = store.info()["n_slots_usable"]
         if n_slots <= least:
             return False
@@ -594,7 +597,7 @@ class Llama(UpstreamLlama):
         """Slots of each tier with another budget. Raises BudgetError."""
         wanted: dict[Tier, int] = {}
         if vram_cache is not None:
-            wanted[Tier.COMPUTE] = self._load_plan.vram_slots_within(vram_cache)
+            wanted[Tier.COMPUTE] = self._load_plan.vram_slots_within(vram_cache, len(store.devices))
         if expert_cache is None:
             return wanted
         if self.plan.device is None:

@@ -96,9 +96,9 @@ class LoadPlan:
             )
         return n_slots
 
-    def vram_slots_within(self, vram_cache: Budget) -> int:
-        """Slots on the device of another budget, up to the one at load. Raises BudgetError when its passes need more,
-        and for a model whose slots are the CPU's."""
+    def vram_slots_within(self, vram_cache: Budget, n_pools: int = 1) -> int:
+        """Slots on devices of another budget, up to the one at load, which so many pools share. Raises BudgetError when
+        passes need more, and for a model whose slots are the CPU's."""
         cache, plan, layout = parse_vram_cache(vram_cache), self.plan, self.slots_layout
         if plan.layers_on is not None:
             raise BudgetError(
@@ -115,7 +115,7 @@ class LoadPlan:
             "fraction": int(cache.fraction * layout.n_expert_total + 1e-9),
             "bytes": cache.n_bytes // plan.slot_bytes,
         }
-        n_slots, least = min(asked[cache.mode], plan.n_slots), self.least_slots
+        n_slots, least = min(asked[cache.mode], plan.n_slots), self.least_slots * n_pools
         if n_slots < least:
             size = format_bytes_up(least * plan.slot_bytes)
             raise BudgetError(
@@ -170,15 +170,17 @@ def prepare(
     n_image = projector.one_pass_tokens if projector else 0
     if n_image > n_batch:
         n_batch = options["n_batch"] = n_image
-    n_seq_max, kv_tokens = _sequences(layout, options, n_batch, cache)
     hooks = layout.is_moe and environment.hooks
     gpu = gpus_for(vram_cache, placement, options, store.device) if hooks else None
+    n_seq_max, kv_tokens, kv_tokens_in_ram = _sequences(layout, options, n_batch, cache, gpu)
     choice = environment.placement if placement is None else placement
     if hooks and choice == "cpu":
         options["n_gpu_layers"] = 0
     n_given = min(given, n_batch) if given else None
-    placed = _place(layout, cache, n_given, options, projector, kv_tokens, store, gpu)
+    placed = _place(layout, cache, n_given, options, projector, (kv_tokens, kv_tokens_in_ram), store, gpu)
     plan = placed.plan
+    if not placed.on_device:
+        kv_tokens = kv_tokens_in_ram
     if hooks:
         options["use_mmap"] = False
     n_ubatch = plan.n_ubatch if hooks else max(n_image, min(given or DEFAULT_UBATCH_TOKENS, n_batch))
@@ -188,23 +190,33 @@ def prepare(
     )  # fmt: skip
 
 
-def _sequences(layout: ExpertLayout, options: dict[str, Any], n_batch: int, cache: ExpertCache) -> tuple[int, int]:
-    """Sequences of the context, and tokens of the KV cache for all of them; their options are taken out."""
+def _sequences(
+    layout: ExpertLayout, options: dict[str, Any], n_batch: int, cache: ExpertCache, gpu: Gpus | None
+) -> tuple[int, int, int]:
+    """Sequences of the context, and tokens of the KV cache for all of them: where it lies on a device, and where in
+    RAM. Their options are taken out."""
     wanted, kv_tokens, n_ctx = options.pop("n_seq_max", 1), options.pop("kv_tokens", None), options["n_ctx"]
     n_seq_max = min(sequences_of(layout, n_ctx, 1 if options.get("embedding") else wanted), n_batch)
-    if n_seq_max > 1 and not kv_tokens:
-        types = {name: value for name in ("type_k", "type_v") if (value := options.get(name)) is not None}
-        kv_tokens = choose_kv_tokens(
-            layout,
-            read_memory().available_bytes,
-            min(n_batch, DEFAULT_UBATCH_TOKENS),
-            n_ctx,
-            n_seq_max,
-            flash_attn=bool(options.get("flash_attn", False)),
-            pool_bytes=given_bytes(layout, cache),
-            **types,
-        )
-    return n_seq_max, fit_kv_tokens(kv_tokens or n_ctx, n_ctx, n_seq_max)
+    types = {name: value for name in ("type_k", "type_v") if (value := options.get(name)) is not None}
+
+    def tokens_within(free_bytes: int, pool_bytes: int) -> int:
+        chosen = kv_tokens or n_ctx
+        if n_seq_max > 1 and not kv_tokens:
+            chosen = choose_kv_tokens(
+                layout,
+                free_bytes,
+                min(n_batch, DEFAULT_UBATCH_TOKENS),
+                n_ctx,
+                n_seq_max,
+                flash_attn=bool(options.get("flash_attn", False)),
+                pool_bytes=pool_bytes,
+                **types,
+            )
+        return fit_kv_tokens(chosen, n_ctx, n_seq_max)
+
+    in_ram = tokens_within(read_memory().available_bytes, given_bytes(layout, cache))
+    on_devices = tokens_within(gpu.free_bytes, gpu.given_bytes(layout)) if gpu is not None else in_ram
+    return n_seq_max, on_devices, in_ram
 
 
 def _projector(options: dict[str, Any]) -> ProjectorHeader | None:
@@ -219,25 +231,27 @@ def _place(
     n_ubatch: int | None,
     options: dict[str, Any],
     projector: ProjectorHeader | None,
-    kv_tokens: int,
+    kv_tokens: tuple[int, int],
     store: StoreOptions,
     gpu: Gpus | None,
 ) -> Placed:
     """Where experts go. Changes options so that llama.cpp uses GPUs where the plan does, and only there, and divides
-    layers as it says."""
+    layers as it says. kv_tokens: of a KV cache on a device, and in RAM."""
     types = {name: value for name in ("type_k", "type_v") if (value := options.get(name)) is not None}
     for name, number in types.items():
         if GGML_TYPES.get(number, ("",))[0].lower() not in KV_CACHE_TYPES:  # llama.cpp would end the process
             accepted = ", ".join(f"{ggml_type(type)} ({type})" for type in KV_CACHE_TYPES)
             raise OptionError(f"{name} is {number!r}, which no KV cache can have; accepted: {accepted}.")
     memory, n_ctx = read_memory(), options["n_ctx"]
-    check_context(layout, kv_tokens, memory, **types)
+    on_device, in_ram = kv_tokens
+    check_context(layout, in_ram if gpu is None else on_device, memory, **types)
     sizes: dict[str, Any] = {"n_ctx": n_ctx, "n_ubatch": n_ubatch, "n_batch": options.get("n_batch", N_BATCH)}
-    sizes |= {"kv_tokens": kv_tokens, "flash_attn": options.get("flash_attn", False), "projector": projector, **types}
+    sizes |= {"kv_tokens": in_ram if gpu is None else on_device, "projector": projector}
+    sizes |= {"flash_attn": options.get("flash_attn", False), **types}
     if gpu is None:
         streams = store.can_stream and not options.get("n_gpu_layers")  # kernels elsewhere read copies of the ids
         return Placed(make_plan(layout, cache, memory, **sizes, streams=streams), layout)
-    how = {"repack": store.repack, "streams": store.can_stream}
+    how: dict[str, Any] = {"repack": store.repack, "streams": store.can_stream, "on_cpu": {"kv_tokens": in_ram}}
     placed = place_on(gpu, layout, cache, memory, options["n_threads"], sizes, **how)
     options["n_gpu_layers"] = gpu.n_gpu_layers if placed.on_device else 0
     if placed.tensor_split is not None:  # of the devices that the session names

@@ -60,7 +60,8 @@ def parse_placement(text: str) -> Choice:
 class ModelBytes:
     """What a token reads. expert_bytes: all experts of all layers; token_bytes: those of one token; dense_bytes: every
     weight besides that a token reads, and its part of the KV cache. n_layer: layers with experts, of which it uses
-    n_expert_used each; n_layer_all: all layers."""
+    n_expert_used each; n_layer_all: all layers. layer_bytes: experts of each of the n_layer, in order, which may differ
+    in their types; (): all are alike."""
 
     n_layer: int
     expert_bytes: int
@@ -68,6 +69,13 @@ class ModelBytes:
     dense_bytes: int
     n_expert_used: int = 8
     n_layer_all: int = 0
+    layer_bytes: tuple[int, ...] = ()
+
+    def of_last(self, n_layers: int) -> int:
+        """Bytes of all experts of the last layers with experts."""
+        if self.layer_bytes:
+            return sum(self.layer_bytes[self.n_layer - n_layers :])
+        return n_layers * self.expert_bytes // self.n_layer
 
     @classmethod
     def of(cls, layout: ExpertLayout, kv_bytes: int = 0) -> ModelBytes:
@@ -77,7 +85,7 @@ class ModelBytes:
         dense_bytes = layout.dense_bytes - layout.looked_up_bytes + kv_bytes
         return cls(
             len(layout.layers), layout.expert_bytes, layout.token_cycle_bytes, dense_bytes, layout.n_expert_used,
-            layout.n_layer,
+            layout.n_layer, tuple(layer.n_expert * layer.expert_bytes for layer in layout.layers),
         )  # fmt: skip
 
 
@@ -213,11 +221,11 @@ class Planner:
         found = sorted(self.placements(), key=lambda placement: -placement.tokens_per_s)
         allowed = [placement for placement in found if placement.kind in kinds and placement.kind not in without]
         if not allowed:
-            layer_bytes = self.model.expert_bytes // self.model.n_layer
+            layer_bytes = self.model.of_last(1)
             raise BudgetError(
                 f"{format_bytes(max(0, self.device_bytes))} of the device's memory for experts are too few for"
-                f" placement {choice!r}: a layer's experts take {format_bytes(layer_bytes)}; free memory there, or take"
-                " placement 'cpu'."
+                f" placement {choice!r}: the last layer's experts take {format_bytes(layer_bytes)}; free memory there,"
+                " or take placement 'cpu'."
             )
         chosen, device_bytes = allowed[0], max(0, self.device_bytes)
         reason = self._reason(chosen, found, choice)
@@ -232,8 +240,8 @@ class Planner:
             return
         if self.device_bytes < 0:
             return
-        n_layers = min(self.device_bytes * model.n_layer // model.expert_bytes, model.n_layer - 1)
-        yield Placement("layers", 1 / self._layers_s(n_layers / model.n_layer), n_layers)
+        n_layers = max(n for n in range(model.n_layer) if model.of_last(n) <= self.device_bytes)
+        yield Placement("layers", 1 / self._layers_s(n_layers), n_layers)
         if self.device_bytes > 0:
             yield self._slots(0)
             yield from (self._best_mix(n_layers),) if n_layers > 1 else ()
@@ -244,21 +252,25 @@ class Planner:
 
     def _slots(self, n_layers: int) -> Placement:
         model, speeds = self.model, self.speeds
-        rest = 1 - n_layers / model.n_layer
-        slot_bytes = self.device_bytes - n_layers * model.expert_bytes // model.n_layer
+        n_rest, rest = model.n_layer - n_layers, self._share_before(n_layers)
+        slot_bytes = self.device_bytes - model.of_last(n_layers)
         hit_rate = self.curve.at(slot_bytes / (rest * model.expert_bytes))
         copied_s = speeds.copies.seconds(
-            (1 - hit_rate) * rest * model.token_bytes, rest * model.n_layer * (1 - hit_rate**model.n_expert_used)
+            (1 - hit_rate) * rest * model.token_bytes, n_rest * (1 - hit_rate**model.n_expert_used)
         )
-        seconds = self._device_s(1.0) + copied_s + rest * model.n_layer * speeds.stop_s
+        seconds = self._device_s(1.0) + copied_s + n_rest * speeds.stop_s
         seconds += self._disk_s(rest, slot_bytes, self.ram_bytes)
         return Placement("layers and slots" if n_layers else "slots", 1 / seconds, n_layers, slot_bytes, hit_rate)
 
-    def _layers_s(self, share: float) -> float:
-        on_cpu, model, speeds = 1 - share, self.model, self.speeds
+    def _share_before(self, n_layers: int) -> float:
+        """The share of the experts, by bytes, of all layers but the last."""
+        return 1 - self.model.of_last(n_layers) / self.model.expert_bytes
+
+    def _layers_s(self, n_layers: int) -> float:
+        on_cpu, model, speeds = self._share_before(n_layers), self.model, self.speeds
         computed_s = on_cpu * model.token_bytes / speeds.cpu_bytes_per_s
-        way_s = on_cpu * model.n_layer * speeds.cpu_layer_s
-        return self._device_s(share) + computed_s + way_s + self._disk_s(on_cpu, 0, self.ram_bytes)
+        way_s = (model.n_layer - n_layers) * speeds.cpu_layer_s
+        return self._device_s(1 - on_cpu) + computed_s + way_s + self._disk_s(on_cpu, 0, self.ram_bytes)
 
     def _cpu_s(self) -> float:
         disk_s = self._disk_s(1.0, 0, self.ram_bytes if self.cpu_ram_bytes is None else self.cpu_ram_bytes)

@@ -5,13 +5,14 @@ On one GPU by what placement.py predicts; on several, or where the caller divide
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 from moegguf.controller.systems import find_system
 from moegguf.engine.batch import DEFAULT_UBATCH_TOKENS
-from moegguf.engine.device_plan import SplitOptions, plan_for
+from moegguf.engine.device_plan import SplitOptions, plan_devices
 from moegguf.engine.devices import Device, find_gpus, gpus
 from moegguf.engine.known_speeds import KnownSpeeds
 from moegguf.engine.machine import Memory, count_cpus, read_memory
@@ -26,7 +27,7 @@ from moegguf.engine.placement import (
     Planner,
     parse_placement,
 )
-from moegguf.engine.plan import Plan, make_plan, slot_bytes
+from moegguf.engine.plan import Plan, given_bytes, make_plan, slot_bytes
 from moegguf.engine.tiers import (
     VRAM_MARGIN_BYTES,
     beside_experts_bytes,
@@ -52,12 +53,14 @@ class Gpus:
     """GPUs to place experts on, the budget of all of them together or one of each, and what may be chosen.
 
     split: how layers are divided over several GPUs, or over GPUs and the CPU; None: one GPU computes every layer.
+    refused: placements that the caller has decided against.
     """
 
     devices: tuple[Device, ...]
     vram: tuple[ExpertCache, ...]
     choice: Choice
     split: SplitOptions | None = None
+    refused: frozenset[Kind] = frozenset()
 
     @property
     def n_gpu_layers(self) -> int:
@@ -74,6 +77,26 @@ class Gpus:
 
         return read
 
+    @property
+    def free_bytes(self) -> int:
+        """Of all of them together."""
+        return sum(device.free_bytes for device in self.devices)
+
+    def given_bytes(self, layout: ExpertLayout) -> int:
+        """About the bytes of the budgets, together; 0 where one is "auto"."""
+        of_each = [given_bytes(layout, cache) for cache in self.vram]
+        return min(sum(of_each), layout.expert_bytes) if all(of_each) else 0
+
+    def split_by_links(self, layout: ExpertLayout, n_threads: int, repack: bool) -> SplitOptions:
+        """`split`, with the links of several devices where the user leaves the split to them; each is measured at most
+        once."""
+        split = self.split or SplitOptions()
+        if split.tensor_split is not None or len(self.devices) < 2:
+            return split
+        known = KnownSpeeds(layout)
+        measured = {device.name: known.link(device, n_threads, repack) for device in self.devices}
+        return replace(split, links={name: link for name, link in measured.items() if link is not None})
+
 
 def gpus_for(
     vram_cache: str | int | float | ExpertCache | None,
@@ -85,7 +108,8 @@ def gpus_for(
 
     vram_cache, placement None: of the environment. Where none of these names a budget or a placement, GPUs are used
     where there are some, unless `name` or options say that the caller divides the model. options: n_gpu_layers,
-    split_mode, main_gpu and tensor_split, as llama_cpp.Llama takes them.
+    split_mode, main_gpu and tensor_split, as llama_cpp.Llama takes them; with n_gpu_layers -1 GPUs compute every layer,
+    also where the CPU would be faster.
 
     Raises BudgetError where there is no GPU for what was asked, OptionError for an unknown one, for another placement,
     and for options that contradict it.
@@ -95,7 +119,7 @@ def gpus_for(
     vram_cache = (environment.vram_cache or None) if vram_cache is None else vram_cache
     n_gpu_layers, mode = options.get("n_gpu_layers"), options.get("split_mode", BY_LAYERS)
     if choice == "cpu":
-        if (n_gpu_layers or 0) > 0:
+        if n_gpu_layers:
             raise OptionError(f"placement 'cpu' uses no GPU, but n_gpu_layers is {n_gpu_layers}; leave one out.")
         return None
     some_layers = n_gpu_layers is not None and 0 <= n_gpu_layers < EVERY_LAYER
@@ -114,9 +138,11 @@ def gpus_for(
             f" (split_mode {NO_SPLIT}, main_gpu) and leave these options out."
         )
     chosen_one = choice == "auto" and mode == NO_SPLIT and name is None and len(gpus()) > 1
+    refused: frozenset[Kind] = frozenset() if n_gpu_layers is None else frozenset({"cpu"})
     if whole and not chosen_one:
-        return Gpus(devices, vram, choice)
-    return Gpus(devices, vram, choice, SplitOptions(-1 if n_gpu_layers is None else n_gpu_layers, tensor_split))
+        return Gpus(devices, vram, choice, None, refused)
+    split = SplitOptions(-1 if n_gpu_layers is None else n_gpu_layers, tensor_split)
+    return Gpus(devices, vram, choice, split, refused)
 
 
 def _devices(name: str | None, split_mode: int, main_gpu: int) -> tuple[Device, ...]:
@@ -159,7 +185,8 @@ class Placed:
 
 @dataclass(frozen=True)
 class Budgets:
-    """What is to be placed where. options: those of `make_plan`; without `n_ctx`, what the device allows is chosen."""
+    """What is to be placed where. options: those of `make_plan`; without `n_ctx`, what the device allows is chosen.
+    on_cpu: those that differ where the CPU computes everything, and RAM has the context."""
 
     layout: ExpertLayout
     ram: ExpertCache
@@ -167,6 +194,7 @@ class Budgets:
     device: Device
     memory: Memory
     options: dict[str, Any]
+    on_cpu: Mapping[str, Any] = field(default_factory=dict)
 
     def with_context(self) -> Budgets:
         """The same with a number of tokens of context."""
@@ -205,12 +233,13 @@ class Budgets:
 
     def plan(self, placement: Placement, streams: bool) -> Placed:
         """The plan of one placement. Raises BudgetError where a budget does not allow it."""
-        layout, options = self.layout, self.options
+        layout, options = self.layout, dict(self.options)
 
         def on_device(layout: ExpertLayout, vram: ExpertCache) -> Plan:
             return plan_tiers(layout, vram, self.ram, self.device, self.memory, **options)
 
         if placement.kind == "cpu":
+            options |= self.on_cpu
             return Placed(make_plan(layout, self.ram, self.memory, **options, streams=streams), layout)
         if placement.kind == "resident":
             full = ExpertCache("fraction", fraction=1.0)
@@ -224,26 +253,31 @@ class Budgets:
         return Placed(on_device(rest, slots), rest)
 
 
-def place(budgets: Budgets, choice: Choice, known: Known, *, streams: bool = True) -> Placed:
+def place(
+    budgets: Budgets, choice: Choice, known: Known, *, streams: bool = True, without: Collection[Kind] = ()
+) -> Placed:
     """The plan of the fastest placement that `choice` allows and that the budgets hold, with the reason.
 
-    streams: as in `make_plan`, where the CPU computes everything. Raises BudgetError, OptionError where the device has
-    no kernel for the model's experts and a placement there was asked for.
+    streams: as in `make_plan`, where the CPU computes everything. without: placements not to be taken. Raises
+    BudgetError, OptionError where the device has no kernel for the model's experts and a placement there was asked for.
     """
     sized, refused = budgets.with_context(), dict[Kind, BudgetError]()
     try:
         planner = sized.planner(*known())
     except OptionError as error:
-        if choice != "auto":
+        if choice != "auto" or "cpu" in without:
             raise
         placed = budgets.plan(Placement("cpu", 0.0), streams)
         reasons = (*placed.plan.reasons, f"not on {budgets.device.name}: {error}")
         return Placed(replace(placed.plan, reasons=reasons), placed.layout)
     while True:
         try:
-            found = planner.plan(choice, without=refused)
+            found = planner.plan(choice, without={*refused, *without})
         except BudgetError as error:
-            raise next(iter(refused.values()), error) from None
+            reason = next(iter(refused.values()), error)
+            if "cpu" in without:
+                reason = BudgetError(f"{reason} n_gpu_layers leaves no layer to the CPU: without it, that may compute.")
+            raise reason from None
         kind = found.chosen.kind
         try:
             of = budgets if kind == "cpu" else sized  # RAM may allow a larger context
@@ -265,20 +299,24 @@ def place_on(
     *,
     repack: bool = True,
     streams: bool = True,
+    on_cpu: Mapping[str, Any] = MappingProxyType({}),
 ) -> Placed:
     """The plan on these GPUs, and on the CPU beside them, which computes with so many threads.
 
-    options: those of `make_plan`. repack, streams: of the CPU's slots. Raises BudgetError, OptionError.
+    options: those of `make_plan`; on_cpu: those that differ where the CPU computes everything. repack, streams: of the
+    CPU's slots. Raises BudgetError, OptionError.
     """
     if where.split is None:
-        budgets = Budgets(layout, ram, where.vram[0], where.devices[0], memory, options)
-        return place(budgets, where.choice, where.known(layout, n_threads, repack), streams=streams)
+        budgets = Budgets(layout, ram, where.vram[0], where.devices[0], memory, options, on_cpu)
+        known = where.known(layout, n_threads, repack)
+        return place(budgets, where.choice, known, streams=streams, without=where.refused)
     try:
-        plan, tensor_split = plan_for(layout, where.vram, ram, where.devices, memory, where.split, **options)
+        split = where.split_by_links(layout, n_threads, repack)
+        plan, tensor_split = plan_devices(layout, where.vram, ram, where.devices, memory, split, **options)
     except BudgetError as error:
-        if where.choice != "auto" or where.vram != (ExpertCache("auto"),):
+        if where.choice != "auto" or where.vram != (ExpertCache("auto"),) or "cpu" in where.refused:
             raise
-        plan = make_plan(layout, ram, memory, **options, streams=streams)
+        plan = make_plan(layout, ram, memory, **{**options, **on_cpu}, streams=streams)
         return Placed(replace(plan, reasons=(*plan.reasons, f"not slots on GPUs: {error}")), layout)
     if where.choice == "auto":
         reason = "placement 'auto' is slots where layers are divided, or a GPU is chosen: no other one was compared"

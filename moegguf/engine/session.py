@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import ctypes as c
 import enum
+import itertools
 import os
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,7 +26,7 @@ from moegguf.engine.stats import RAM, VRAM, Stats, TierStats
 from moegguf.errors import AllocationError, ForkError
 from moegguf.gguf.experts import ExpertLayout
 from moegguf.native import library
-from moegguf.native.store import DeviceSlots, Store, StoreOptions
+from moegguf.native.store import DeviceSlots, Store, StoreOptions, most_slots
 
 EXPERT_TENSORS = r"\.ffn_(gate|up|down|gate_up)_exps\.weight"
 
@@ -40,8 +42,8 @@ def open_store(layout: ExpertLayout, plan: Plan, options: StoreOptions) -> Store
     Raises AllocationError when not even the minimum fits.
     """
     whole = DevicePlan(plan.device or options.device, tuple(range(layout.n_layer)), plan.n_slots, plan.total_bytes)
-    parts = [part for part in plan.devices or (whole,) if part.n_slots]
     needed = layer_slots(layout, plan.n_ubatch, plan.streams)
+    parts = [pool for part in plan.devices or (whole,) if part.n_slots for pool in pools_of(layout, part, needed)]
     least = [max(layout.n_expert_used, min(part.n_slots, needed)) for part in parts]
     n_slots, n_lower = [part.n_slots for part in parts], plan.n_lower_slots
     while True:
@@ -68,6 +70,34 @@ def open_store(layout: ExpertLayout, plan: Plan, options: StoreOptions) -> Store
         if note := store.tier(tier)["note"]:
             warnings.warn(f"{note}.", stacklevel=2)
     return store
+
+
+def pools_of(layout: ExpertLayout, part: DevicePlan, needed: int) -> list[DevicePlan]:
+    """A device's part as one pool, or as several, each for some of its layers, where one would be larger than the
+    device's buffers or kernels take. needed: slots that a pass uses in a layer.
+
+    With fewer slots, and a warning, where the pools would have too few for a pass.
+    """
+    most = most_slots(layout, part.name, part.n_slots)
+    if most >= part.n_slots:
+        return [part]
+    n_experts = {layer.il: layer.n_expert for layer in layout.layers if layer.il in part.layers}
+    total = sum(n_experts.values())
+    for n_pools in range(2, len(n_experts) + 1):
+        bounds = [n * len(n_experts) // n_pools for n in range(n_pools + 1)]
+        layers = [tuple(n_experts)[first:last] for first, last in itertools.pairwise(bounds)]
+        before = [0, *itertools.accumulate(sum(n_experts[il] for il in of) for of in layers)]
+        ends = [part.n_slots * n // total for n in before]
+        n_slots = [last - first for first, last in itertools.pairwise(ends)]
+        if min(n_slots) < needed:
+            break
+        if max(n_slots) <= most:
+            return [replace(part, layers=of, n_slots=n) for of, n in zip(layers, n_slots, strict=True)]
+    warnings.warn(
+        f"{part.name} has buffers and kernels for {most} expert slots, not for {part.n_slots}; going on with {most}.",
+        stacklevel=2,
+    )
+    return [replace(part, n_slots=most)]
 
 
 class Place(enum.IntEnum):

@@ -94,6 +94,16 @@ int moegguf_slot_sizes(const moegguf_matrix * matrices, int32_t n_matrices, int3
     });
 }
 
+int moegguf_most_slots(const char * device, const moegguf_matrix * matrices, int32_t n_matrices, int32_t n_slots,
+                       int32_t * most) {
+    return guarded([&] {
+        if (n_matrices < 1 || n_slots < 1 || !matrices) {
+            throw Error(MOEGGUF_INVALID, "a pool has matrices and slots");
+        }
+        given(most) = most_slots(find_device(device), matrices, n_matrices, n_slots);
+    });
+}
+
 int moegguf_link_add(const moegguf_link * link, const char ** name) {
     return guarded([&] { given(name) = add_link_device(given(link)); });
 }

@@ -31,7 +31,8 @@ from moegguf.package import package_folders
 from moegguf.processor import read_processor
 from moegguf.settings import read_environment
 
-ABI_VERSION = 9
+ABI_VERSION = 10
+LOG_ERROR = 4  # enum ggml_log_level
 # 20000: a good part of a millisecond; 300000 is GNU's default. `active` makes it 1000 while experts can be absent
 # (`moegguf/native/short_spins.h`), which costs up to a fifth of the speed where they cannot, and 100 without.
 SPINNING = {"GOMP_SPINCOUNT": "20000", "OMP_WAIT_POLICY": "active"}
@@ -290,6 +291,7 @@ class LinkStruct(c.Structure):
         ("bytes_per_ns", c.c_double),
         ("latency_ns", c.c_double),
         ("memory_bytes", c.c_uint64),
+        ("most_buffer_bytes", c.c_uint64),
         ("pinned", c.c_int32),
         ("n_threads", c.c_int32),
     ]
@@ -324,6 +326,7 @@ class Failure(c.Structure):
 
 _STATUS_CALLS: dict[str, list[Any]] = {
     "moegguf_slot_sizes": [c.POINTER(Matrix), c.c_int32, c.c_int32, c.POINTER(Sizes)],
+    "moegguf_most_slots": [c.c_char_p, c.POINTER(Matrix), c.c_int32, c.c_int32, c.POINTER(c.c_int32)],
     "moegguf_link_add": [c.POINTER(LinkStruct), c.POINTER(c.c_char_p)],
     "moegguf_measure_speeds": [c.POINTER(Config), c.c_int32, c.c_double, c.POINTER(SpeedsStruct)],
     "moegguf_store_open": [c.POINTER(Config), c.POINTER(c.c_void_p)],
@@ -438,6 +441,15 @@ def build_identity() -> str:
     return repr([(path.name, info.st_size, info.st_mtime_ns) for path in files for info in [path.stat()]])
 
 
+def _log_errors(level: int, text: bytes, _user: object) -> None:
+    if level == LOG_ERROR:
+        sys.stderr.write(text.decode(errors="replace"))
+
+
+# Until the bindings set their own: left to itself ggml writes every line of its log, such as which devices it found.
+_LOG_ERRORS = c.CFUNCTYPE(None, c.c_int, c.c_char_p, c.c_void_p)(_log_errors)
+
+
 @functools.cache
 def load() -> c.CDLL:
     """The native library, loaded once and checked against this file's ABI and this processor.
@@ -449,6 +461,7 @@ def load() -> c.CDLL:
     try:
         with _short_spins():
             library = _open(folder, "moegguf")
+            _open(folder, "ggml-base").ggml_log_set(_LOG_ERRORS, None)
             _load_backends(folder)
     except OSError as error:
         raise LibraryError(f"the native library in {folder} does not load ({error}); install moegguf again.") from error
@@ -475,12 +488,9 @@ def _load_backends(folder: Path) -> None:
     Raises OSError where none of them runs on this processor.
     """
     if any(folder.glob("libggml-cpu-*")):
-        base, loaded = _open(folder, "ggml-base"), _open(folder, "ggml")
+        loaded = _open(folder, "ggml")
         loaded.ggml_backend_load_all_from_path.argtypes = [c.c_char_p]
-        silent = c.CFUNCTYPE(None, c.c_int, c.c_char_p, c.c_void_p)(lambda level, text, user: None)
-        base.ggml_log_set(silent, None)
         loaded.ggml_backend_load_all_from_path(os.fsencode(folder))
-        base.ggml_log_set(None, None)
         if loaded.ggml_backend_dev_count() == 0:
             raise OSError("no backend of it runs on this processor")
 

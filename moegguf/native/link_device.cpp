@@ -32,7 +32,8 @@ struct LinkDevice {
 
     const std::string name, host_memory_name, description;
     const size_t memory_bytes;
-    const bool pins;     // whether memory can be pinned
+    const moegguf_pinned pins;
+    const size_t most_buffer_bytes;
     const int n_threads; // 0: as told
     std::atomic<size_t> used_bytes{0};
     SharedBandwidth to_device, to_host;
@@ -145,7 +146,7 @@ const char * memory_name(ggml_backend_buffer_type_t buft) {
 
 ggml_backend_buffer_t allocate(ggml_backend_buffer_type_t buft, size_t size) {
     LinkDevice & device = of(buft->device);
-    if (!device.take(size)) {
+    if (size > device.most_buffer_bytes || !device.take(size)) {
         return nullptr;
     }
     void * base = map(size);
@@ -158,6 +159,10 @@ ggml_backend_buffer_t allocate(ggml_backend_buffer_type_t buft, size_t size) {
 
 size_t alignment_of(ggml_backend_buffer_type_t) {
     return ggml_backend_buft_get_alignment(ggml_backend_cpu_buffer_type());
+}
+
+size_t most_bytes(ggml_backend_buffer_type_t buft) {
+    return of(buft->device).most_buffer_bytes;
 }
 
 // Pinned memory of the host: the CPU's, with a note of where it lies; as in CUDA's backend
@@ -175,7 +180,7 @@ void free_pinned(ggml_backend_buffer_t buffer) {
 
 ggml_backend_buffer_t allocate_pinned(ggml_backend_buffer_type_t buft, size_t size) {
     LinkDevice & device = of(buft->device);
-    void * base = device.pins ? map(size) : nullptr;
+    void * base = device.pins == MOEGGUF_PINNED_OWN ? map(size) : nullptr;
     if (!base) {
         return ggml_backend_buft_alloc_buffer(ggml_backend_cpu_buffer_type(), size);
     }
@@ -371,7 +376,10 @@ void properties(ggml_backend_dev_t device, ggml_backend_dev_props * props) {
     props->caps.async = props->caps.host_buffer = props->caps.events = true;
 }
 
-bool supports_op(ggml_backend_dev_t, const ggml_tensor * op) {
+bool supports_op(ggml_backend_dev_t device, const ggml_tensor * op) {
+    if (op->op == GGML_OP_MUL_MAT_ID && ggml_nbytes(op->src[0]) > of(device).most_buffer_bytes) {
+        return false;
+    }
     return ggml_backend_dev_supports_op(cpu_device(), op);
 }
 
@@ -381,10 +389,6 @@ bool supports_memory(ggml_backend_dev_t device, ggml_backend_buffer_type_t buft)
 
 ggml_backend_buffer_type_t memory_type(ggml_backend_dev_t device) {
     return &of(device).memory;
-}
-
-ggml_backend_buffer_type_t host_memory_type(ggml_backend_dev_t device) {
-    return &of(device).host_memory;
 }
 
 // All devices so far. They stay: ggml forgets none.
@@ -397,6 +401,11 @@ struct Registry {
 Registry & registry() {
     static Registry * all = new Registry; // backends may be freed after static objects
     return *all;
+}
+
+ggml_backend_buffer_type_t host_memory_type(ggml_backend_dev_t device) {
+    LinkDevice & own = of(device);
+    return own.pins == MOEGGUF_PINNED_FIRST ? &registry().devices[0]->host_memory : &own.host_memory;
 }
 
 void set_n_threads(ggml_backend_t backend, int n) {
@@ -422,7 +431,8 @@ LinkDevice::LinkDevice(const moegguf_link & link, int index)
       host_memory_name(name + "_Host"),
       description(describe(link)),
       memory_bytes(link.memory_bytes ? link.memory_bytes : most_memory_bytes),
-      pins(link.pinned != 0),
+      pins((moegguf_pinned)link.pinned),
+      most_buffer_bytes(link.most_buffer_bytes ? link.most_buffer_bytes : SIZE_MAX),
       n_threads(link.n_threads),
       to_device(link.bytes_per_ns, link.latency_ns),
       to_host(link.bytes_per_ns, link.latency_ns) {
@@ -434,7 +444,7 @@ LinkDevice::LinkDevice(const moegguf_link & link, int index)
         new_event,   free_event,           synchronize_event,
     };
     memory.device = host_memory.device = &device;
-    memory.iface = {memory_name, allocate, alignment_of, nullptr, nullptr, nullptr};
+    memory.iface = {memory_name, allocate, alignment_of, most_bytes, nullptr, nullptr};
     host_memory.iface = {moegguf::host_memory_name, allocate_pinned, alignment_of, nullptr, nullptr, is_host};
 }
 
@@ -447,6 +457,9 @@ const char * add_link_device(const moegguf_link & link) {
     }
     if (link.n_threads < 0 || link.n_threads > GGML_MAX_N_THREADS) {
         throw Error(MOEGGUF_INVALID, "a device computes with 1 to 512 threads, or as many as it is told");
+    }
+    if (link.pinned < MOEGGUF_PINNED_NOT || link.pinned > MOEGGUF_PINNED_FIRST) {
+        throw Error(MOEGGUF_INVALID, "host memory of a device is not pinned, its own, or the first one's");
     }
     if (!cpu_device()) {
         throw Error(MOEGGUF_INVALID, "ggml has no CPU device to compute with");

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes as c
+import enum
 import functools
 import time
 
@@ -12,15 +13,34 @@ from moegguf.native import library
 from moegguf.quantities import Link
 
 
-def add_link_device(link: Link, *, memory_bytes: int = 0, pinned: bool = True, n_threads: int = 0) -> str:
+class Pinned(enum.IntEnum):
+    """Memory of the host that a simulated device can have pinned (enum moegguf_pinned): none, its own, or that of the
+    first one, which is pinned for that alone, as in Vulkan's backend."""
+
+    NOT = 0
+    OWN = 1
+    OF_FIRST = 2
+
+
+def add_link_device(
+    link: Link,
+    *,
+    memory_bytes: int = 0,
+    most_buffer_bytes: int = 0,
+    pinned: Pinned | bool = Pinned.OWN,
+    n_threads: int = 0,
+) -> str:
     """ggml's name of a new simulated device behind `link`; ggml knows it until the process ends.
 
-    llama.cpp uses it as a GPU for every model loaded later. memory_bytes: of the device; 0: without a limit. pinned:
-    whether it can pin the host's memory. n_threads: that it computes with, 0: as many as llama.cpp tells the CPU to.
-    Raises OptionError for a link without bandwidth.
+    llama.cpp uses it as a GPU for every model loaded later. memory_bytes: of the device, most_buffer_bytes: of one of
+    its buffers, and of all experts that its kernels multiply with; 0: without a limit. pinned: of the host's memory.
+    n_threads: that it computes with, 0: as many as llama.cpp tells the CPU to. Raises OptionError for a link without
+    bandwidth.
     """
     name = c.c_char_p()
-    described = library.LinkStruct(link.bytes_per_s / 1e9, link.latency_s * 1e9, memory_bytes, pinned, n_threads)
+    described = library.LinkStruct(
+        link.bytes_per_s / 1e9, link.latency_s * 1e9, memory_bytes, most_buffer_bytes, pinned, n_threads
+    )
     library.check(library.load().moegguf_link_add(c.byref(described), c.byref(name)))
     assert name.value is not None
     return name.value.decode()

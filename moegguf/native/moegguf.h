@@ -55,7 +55,7 @@
 extern "C" {
 #endif
 
-#define MOEGGUF_ABI_VERSION 9
+#define MOEGGUF_ABI_VERSION 10
 #define MOEGGUF_MAX_KINDS 4
 #define MOEGGUF_API __attribute__((visibility("default")))
 
@@ -346,13 +346,18 @@ struct moegguf_failure {
     char message[256];
 };
 
+// Host memory of a simulated device: not pinned; pinned; or that of the first simulated device, as Vulkan's is, which
+// is pinned for that one alone.
+enum moegguf_pinned { MOEGGUF_PINNED_NOT, MOEGGUF_PINNED_OWN, MOEGGUF_PINNED_FIRST };
+
 // A device behind a link in real time (link_device.h), for machines without one.
 struct moegguf_link {
-    double bytes_per_ns;   // of each direction
-    double latency_ns;     // of each copy
-    uint64_t memory_bytes; // of the device; 0: without a limit
-    int32_t pinned;        // 0: host memory cannot be pinned
-    int32_t n_threads;     // that it computes with; 0: as many as llama.cpp tells the CPU to
+    double bytes_per_ns;        // of each direction
+    double latency_ns;          // of each copy
+    uint64_t memory_bytes;      // of the device; 0: without a limit
+    uint64_t most_buffer_bytes; // of one buffer, and of experts that its kernels take; 0: without a limit
+    int32_t pinned;             // enum moegguf_pinned
+    int32_t n_threads;          // that it computes with; 0: as many as llama.cpp tells the CPU to
 };
 
 // How fast the CPU, a device and the link between them are with one layer's experts of a model.
@@ -378,6 +383,11 @@ MOEGGUF_API const char * moegguf_last_error(void); // of this thread
 // The strides that a store with these matrices lays its slots out with. Needs no store; any thread.
 MOEGGUF_API int moegguf_slot_sizes(const struct moegguf_matrix * matrices, int32_t n_matrices, int32_t n_slots,
                                    struct moegguf_sizes * sizes);
+
+// Of n_slots slots, those that one pool of these matrices can have on a device (NULL: the CPU), whose kernels and
+// buffers have a largest size.
+MOEGGUF_API int moegguf_most_slots(const char * device, const struct moegguf_matrix * matrices, int32_t n_matrices,
+                                   int32_t n_slots, int32_t * most);
 
 // A simulated device more, known to ggml until the process ends, so that models loaded later can lie on it. name: by
 // which ggml finds it.

@@ -75,6 +75,36 @@ ggml_backend_buffer_type_t interleaved_buft(ggml_backend_dev_t device, ggml_type
     return nullptr;
 }
 
+bool is_of(ggml_backend_dev_t device, std::initializer_list<const char *> backends) {
+    const char * name = ggml_backend_reg_name(ggml_backend_dev_backend_reg(device));
+    return std::any_of(backends.begin(), backends.end(), [&](const char * of) { return strcmp(name, of) == 0; });
+}
+
+// Whether a device copies from memory of its host buffer type by itself. That may be the type of the backend's first
+// device: one that CUDA has pinned is pinned for all of its devices, while Vulkan's second one copies as from any
+// other.
+bool pins(ggml_backend_dev_t device) {
+    ggml_backend_buffer_type_t buft = ggml_backend_dev_host_buffer_type(device);
+    return buft && (ggml_backend_buft_get_device(buft) == device || is_of(device, {"CUDA", "ROCm", "MUSA"}));
+}
+
+// Bytes of the largest buffer. Vulkan's figure is how much it puts into one where it may choose; how large one may be
+// is said by its supports_op.
+uint64_t most_buffer_bytes(ggml_backend_dev_t device) {
+    return is_of(device, {"Vulkan"}) ? UINT64_MAX
+                                     : ggml_backend_buft_get_max_size(ggml_backend_dev_buffer_type(device));
+}
+
+bool multiplies(ggml_backend_dev_t device, const moegguf_matrix & m, int n_slots, uint64_t stride) {
+    ggml_context_ptr ctx = tensor_context(4);
+    ggml_tensor * w = ggml_new_tensor_3d(ctx.get(), (ggml_type)m.type, m.ne0, m.ne1, n_slots);
+    w->nb[2] = stride;
+    w->nb[3] = stride * n_slots;
+    ggml_tensor * x = ggml_new_tensor_3d(ctx.get(), GGML_TYPE_F32, m.ne0, 1, 1);
+    ggml_tensor * ids = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_I32, 1, 1);
+    return ggml_backend_dev_supports_op(device, ggml_mul_mat_id(ctx.get(), w, x, ids));
+}
+
 // patches/arrivals.patch is in two kernels: the plain one and the one for interleaved weights.
 bool kernel_asks_for_order(ggml_backend_buffer_type_t interleaved) {
     return !interleaved || strcmp(ggml_backend_buft_name(interleaved), "CPU_REPACK") == 0;
@@ -120,7 +150,6 @@ PoolMemory device_memory(const char * name, bool repack) {
 }
 
 PoolMemory host_memory(const std::vector<ggml_backend_dev_t> & devices) {
-    const auto pins = [](ggml_backend_dev_t device) { return ggml_backend_dev_host_buffer_type(device) != nullptr; };
     const auto first = std::find_if(devices.begin(), devices.end(), pins);
     PoolMemory memory;
     memory.pinned = first != devices.end();
@@ -128,7 +157,7 @@ PoolMemory host_memory(const std::vector<ggml_backend_dev_t> & devices) {
     memory.buft = memory.pinned ? ggml_backend_dev_host_buffer_type(*first) : ggml_backend_cpu_buffer_type();
     std::string without;
     for (ggml_backend_dev_t device : devices) {
-        const bool same = memory.pinned && ggml_backend_dev_host_buffer_type(device) == memory.buft;
+        const bool same = memory.pinned && pins(device) && ggml_backend_dev_host_buffer_type(device) == memory.buft;
         without += same ? "" : (without.empty() ? "" : ", ") + std::string(ggml_backend_dev_name(device));
     }
     if (!memory.pinned) {
@@ -138,6 +167,34 @@ PoolMemory host_memory(const std::vector<ggml_backend_dev_t> & devices) {
                       ", and pageable for " + without;
     }
     return memory;
+}
+
+int most_slots(ggml_backend_dev_t device, const moegguf_matrix * matrices, int n, int n_slots) {
+    const Strides strides(matrices, n);
+    const uint64_t largest = most_buffer_bytes(device);
+    const moegguf_matrix * last = nullptr; // neighbours are mostly alike
+    for (const moegguf_matrix * m = matrices; m < matrices + n; m++) {
+        const bool as_last = last && last->type == m->type && last->kind == m->kind && last->ne0 == m->ne0;
+        last = m;
+        const uint64_t stride = strides.of_kind[m->kind];
+        if (as_last || !multiplies(device, *m, 1, stride)) {
+            continue;
+        }
+        const auto fits = [&](int slots) {
+            return strides.arena_bytes(m->kind, slots) <= largest && multiplies(device, *m, slots, stride);
+        };
+        int least = 1, most = n_slots; // between these
+        while (least < most) {
+            const int middle = least + (most - least + 1) / 2;
+            if (fits(middle)) {
+                least = middle;
+            } else {
+                most = middle - 1;
+            }
+        }
+        n_slots = std::min(n_slots, most);
+    }
+    return n_slots;
 }
 
 Pool::Pool(const Layout & layout, const LayerSet & layers, const Numbering & numbering, const PoolMemory & memory)

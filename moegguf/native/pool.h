@@ -28,6 +28,10 @@ PoolMemory device_memory(const char * name, bool repack); // of the device itsel
 // To copy to these devices from: pinned where the first that pins memory does so.
 PoolMemory host_memory(const std::vector<ggml_backend_dev_t> & devices);
 
+// Of n_slots slots, those that a pool of these matrices can have on a device: kernels take a pool as one tensor, and it
+// lies in one buffer. n_slots where none of its kernels takes a single slot.
+int most_slots(ggml_backend_dev_t device, const moegguf_matrix * matrices, int n, int n_slots);
+
 class Pool {
   public:
     // Allocates every arena, for matrices of these layers. Throws Error(MEMORY) when the device refuses.

@@ -63,10 +63,19 @@ void append(char (&text)[n], const std::string & more) {
     }
 }
 
+bool ends_with(const char * names, const char * name) {
+    const char * last = strrchr(names, ' ');
+    return strcmp(last ? last + 1 : names, name) == 0;
+}
+
 void add_pool(moegguf_tier_info & out, const Pool & pool) {
     out.pool_bytes += pool.bytes();
     out.pinned_memory = pool.memory().pinned;
-    append(out.device, ggml_backend_dev_name(pool.memory().device));
+    const char * device = ggml_backend_dev_name(pool.memory().device);
+    if (ends_with(out.device, device)) {
+        return; // its layers are in several pools
+    }
+    append(out.device, device);
     append(out.note, pool.memory().note);
 }
 

@@ -220,6 +220,16 @@ def slot_sizes(layout: ExpertLayout, n_slots: int = 0) -> SlotSizes:
     return SlotSizes(strides, sizes.slot_bytes, sizes.pool_bytes, sizes.guard_bytes, bool(sizes.streams))
 
 
+def most_slots(layout: ExpertLayout, device: str | None, n_slots: int) -> int:
+    """Of n_slots slots, those that one pool can have on a device, by ggml's name (None: the CPU): the largest buffer
+    there, and the largest tensor that its kernels multiply with, have to hold it. Raises OptionError for an unknown
+    name."""
+    most, matrices = c.c_int32(), matrices_of(layout)
+    name = device.encode() if device else None
+    library.check(library.load().moegguf_most_slots(name, matrices, len(matrices), n_slots, c.byref(most)))
+    return most.value
+
+
 class Store:
     """n_slots experts of `layout` in the memory of the device that computes, and n_lower_slots below it in RAM.
 

@@ -144,10 +144,12 @@ class Dispatcher:
             raise BudgetError(f"{model.name!r} has no slots in VRAM; give expert_cache.")
         if expert_cache is not None and vram and not ram:
             raise BudgetError(f"{model.name!r} has every expert in VRAM and none in RAM; give vram_cache.")
-        n_experts, slot_bytes = process.stats.n_experts, plan.get("slot_bytes", 0)
-        wanted: dict[str, Any] = {
-            "expert_cache_bytes": expert_cache and expert_cache_within(expert_cache, n_experts, slot_bytes, ram),
-            "vram_cache_bytes": vram_cache and expert_cache_within(vram_cache, n_experts, slot_bytes, vram),
+        asked = {"expert_cache_bytes": expert_cache, "vram_cache_bytes": vram_cache}
+        given = {name: cache for name, cache in asked.items() if cache is not None}
+        reserved = {"expert_cache_bytes": ram, "vram_cache_bytes": vram}
+        wanted: dict[str, Any] = dict.fromkeys(asked) | {
+            name: expert_cache_within(cache, process.stats.n_experts, plan.get("slot_bytes", 0), reserved[name])
+            for name, cache in given.items()
         }
         grown = {name: n_bytes - getattr(model, name) for name, n_bytes in wanted.items() if n_bytes is not None}
         for name, n_bytes in grown.items():
@@ -165,7 +167,18 @@ class Dispatcher:
             model.changing_budget = False
         if model.process is process:
             model.grow({name: min(0, n_bytes) for name, n_bytes in grown.items()})
+            model.asked_budgets |= given
         self.dispatch()
+
+    async def _keep_budgets(self, model: ManagedModel) -> None:
+        """Gives a model that was loaded again, for a longer context, the budgets that were asked for while it ran: a
+        person needs that memory. One that the new plan cannot keep is dropped."""
+        for name, cache in dict(model.asked_budgets).items():
+            in_ram = name == "expert_cache_bytes"
+            try:
+                await self.set_budget(model, cache if in_ram else None, None if in_ram else cache)
+            except MoeggufError:
+                model.asked_budgets.pop(name, None)
 
     def _check_growth(self, model: ManagedModel, name: str, n_bytes: int) -> None:
         where, free = "", self._limit.bytes(self._used_bytes()) - self._used_bytes()
@@ -430,6 +443,7 @@ class Dispatcher:
             self._use(model, waiter)
             for waiting in model.waiters:
                 waiting.load_s = self._now() - start_s
+            await self._keep_budgets(model)
         finally:
             if model.state is State.LOADING:
                 await self._end_process(model)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from moegguf.engine.batch import DEFAULT_UBATCH_TOKENS
 from moegguf.models.entry import ModelEntry
+from moegguf.quantities import ExpertCache
 from moegguf.serving.events import LoadedModel, LoadedName, LoadOverrides
 from moegguf.serving.memory_budget import ModelSize
 from moegguf.serving.turns import Turns, current_client
@@ -152,6 +153,7 @@ class ManagedModel:
         self.device_bytes = 0  # reserved there, likewise
         self.vram_cache_bytes = 0
         self.changing_budget = False
+        self.asked_budgets: dict[str, ExpertCache] = {}  # while it is loaded, by name of the field; a reload keeps them
         self.last_used_s = 0.0
         self.n_requests = 0
         self.n_crashed_loads = 0  # in succession

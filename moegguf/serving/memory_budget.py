@@ -209,8 +209,10 @@ def measure(
     if kv_type is not None:
         options |= {"type_k": kv_type, "type_v": kv_type}
     free_bytes = limit_bytes - (projector.total_bytes if projector else 0)
-    if gpu is not None and layout.is_moe:
-        free_bytes = min(free_bytes, gpu.free_bytes)  # where the context lies, unless the CPU is faster
+    beside = cache
+    if gpu is not None and layout.is_moe:  # where the context lies, unless the CPU is faster
+        free_bytes = min(free_bytes, gpu.free_bytes)
+        beside = parse_vram_cache(read_environment().vram_cache or "auto")
     if settings.n_ctx:
         default_n_ctx = pad_context(settings.n_ctx)
     else:
@@ -225,7 +227,7 @@ def measure(
             DEFAULT_UBATCH_TOKENS,
             n_ctx,
             n_seq_max,
-            pool_bytes=given_bytes(layout, cache),
+            pool_bytes=given_bytes(layout, beside),
             **options,
         )
         kv_tokens = fit_kv_tokens(chosen_tokens, n_ctx, n_seq_max)

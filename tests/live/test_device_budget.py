@@ -16,9 +16,10 @@ from moegguf.engine.devices import find_gpus
 from moegguf.engine.session import Place
 from moegguf.engine.warm_start import most_used
 from moegguf.errors import AllocationError, BudgetError
+from moegguf.gguf.experts import read_layout
 from moegguf.native import library
 from moegguf.native.link_device import add_link_device
-from moegguf.native.store import StoreOptions, Tier
+from moegguf.native.store import Store, StoreOptions, Tier, slot_sizes
 from moegguf.quantities import Link
 
 OPTIONS: dict[str, Any] = {"n_ctx": 512, "n_threads": 1, "logits_all": True, "verbose": False}
@@ -32,6 +33,80 @@ def behind_a_link(path: Path, vram: int, ram: int, **options: Any) -> Llama:
     device = add_link_device(LINK, memory_bytes=DEVICE_BYTES)
     budgets = {"vram_cache": share_for(path, vram), "expert_cache": share_for(path, ram)}
     return Llama(path, store=StoreOptions(device=device), **budgets, **OPTIONS | options)
+
+
+def in_several_pools(path: Path) -> dict[str, Any]:
+    """A device whose buffers hold 20 slots: logits with more, and with every expert, and how the pools divide them."""
+    stride, guard = max(slot_sizes(read_layout(path)).stride_bytes.values()), 4096
+    small = add_link_device(LINK, memory_bytes=DEVICE_BYTES, most_buffer_bytes=20 * stride + guard)
+    found: dict[str, Any] = {}
+    for vram, ram in ((19, 40), (36, 30), (64, 64)):
+        budgets = {"vram_cache": share_for(path, vram), "expert_cache": share_for(path, ram)}
+        options = {"placement": "slots", "store": StoreOptions(device=small), "n_ubatch": 16, **budgets, **OPTIONS}
+        with warnings.catch_warnings(record=True) as told, Llama(path, **options) as llm:
+            warnings.simplefilter("always")
+            assert llm.session is not None
+            store = llm.session.store
+            logits = greedy_logits(llm)
+            pools = [(device.n_slots, tuple(device.layers)) for device in store.devices]
+            found[f"{vram}"] = (
+                logits,
+                pools,
+                store.tier()["device"],
+                llm.stats().evictions,
+                [str(w.message) for w in told],
+            )
+            if vram == 36:
+                with pytest.raises(BudgetError, match="too small for a model that was loaded to read 16 tokens"):
+                    llm.set_budget(vram_cache=share_for(path, 31))
+                llm.set_budget(vram_cache=share_for(path, 34))
+                found["less"] = greedy_logits(llm), store.tier()["n_slots_usable"]
+    return found
+
+
+def test_slots_are_in_several_pools_where_one_would_be_too_large(tiny: TinyModel) -> None:
+    found = in_own_process(in_several_pools, tiny("tiny-mix", "q4_0"))
+    logits, pools, device, evictions, told = found["19"]
+    assert (pools, device) == ([(19, (0, 1, 2, 3))], "LINK0") and evictions > 0 and not told
+    of_36, pools, device, evictions, told = found["36"]
+    assert pools == [(18, (0, 1)), (18, (2, 3))]
+    assert (device, told) == ("LINK0", []) and evictions > 0
+    resident, pools, *_ = found["64"]
+    assert pools == [(16, (il,)) for il in range(4)]
+    assert found["less"][1] == 34
+    for other in (of_36, resident, found["less"][0]):
+        assert np.array_equal(logits, other)
+
+
+def by_policies(path: Path, policy: str | None) -> dict[str, Any]:
+    """Logits with these policies of VRAM and RAM, what the model says of them, and which RAM's slots were given."""
+    given = {} if policy is None else {"policy": policy}
+    chosen: list[tuple[Tier, str]] = []
+    set_policy_of = Store.set_policy_of
+
+    def recorded(store: Store, tier: Tier, name: str, **parameters: Any) -> None:
+        set_policy_of(store, tier, name, **parameters)
+        chosen.append((tier, name))
+
+    Store.set_policy_of = recorded  # type: ignore[method-assign]
+    with behind_a_link(path, 24, 20, placement="slots", **given) as llm:
+        assert llm.session is not None
+        logits, tiers = greedy_logits(llm), llm.session.tiers()
+        evictions = [tiers[name]["evictions"] for name in ("VRAM", "RAM")]
+        return {"logits": logits, "named": llm.decisions()["policy"], "chosen": chosen, "evictions": evictions}
+
+
+def test_tiers_evict_by_their_own_policies(tiny: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tiny("tiny-qwen2moe", "q4_0")
+    plain = in_own_process(by_policies, path, "lru")
+    both = in_own_process(by_policies, path, "vram=lfu-decay,ram=slru")
+    assert (plain["named"], both["named"]) == ("lru", "vram=lfu-decay,ram=slru")
+    assert both["chosen"] == [(Tier.LOWER, "slru"), (Tier.COMPUTE, "lfu-decay")]
+    monkeypatch.setenv("MOEGGUF_POLICY", "ram=lfu-decay")
+    of_environment = in_own_process(by_policies, path, None)
+    assert (Tier.LOWER, "lfu-decay") in of_environment["chosen"]
+    for found in (plain, both, of_environment):
+        assert np.array_equal(found["logits"], plain["logits"]) and min(found["evictions"]) > 0
 
 
 def free_bytes() -> int:

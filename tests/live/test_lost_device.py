@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import multiprocessing
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -61,66 +63,66 @@ async def text_of(manager: ModelManager, generation: GenerationRequest) -> str:
         return "".join([event.text async for event in lease.answer(generation) if isinstance(event, Delta)])
 
 
-@in_loop
-async def test_a_device_that_vanishes_costs_one_answer(tiny: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MOEGGUF_VRAM_CACHE", "40%")
-    catalog = OneModel(tiny("tiny-qwen2moe", "q4_0"))
+@asynccontextmanager
+async def manager_with_device(path: Path) -> AsyncIterator[ModelManager]:
+    """A manager whose workers compute the model on a device in a process of its own, with MOEGGUF_VRAM_CACHE there."""
     with server() as (rpc, port):
         command = (sys.executable, "-P", "-c", WORKER, str(TESTS), str(TESTS / "live"), str(rpc), str(port))
         settings = Settings(n_ctx=512, memory_bytes=4 << 30)
-        async with ModelManager(catalog, settings, command=command, devices=lambda: [GPU]) as manager:
-            expected = await text_of(manager, QUESTION)
-            (loaded,) = manager.loaded()
-            plan = loaded.plan
-            assert plan["device"] == "RPC0" and [tier.name for tier in loaded.stats.tiers] == ["VRAM", "RAM"]
-            assert loaded.vram_bytes == plan["total_bytes"]
-            assert loaded.size_bytes == plan["total_bytes"] + plan["host_bytes"]
-            slot_bytes, n_slots = plan["slot_bytes"], plan["n_slots"]
-            fewer = ExpertCache("bytes", n_bytes=(n_slots - 5) * slot_bytes)
-            small = await manager.set_budget("a", vram_cache=fewer, expert_cache=parse_expert_cache("30%"))
-            assert loaded.vram_bytes - small.vram_bytes == 5 * slot_bytes
-            assert small.expert_cache_bytes == int(0.3 * 64) * slot_bytes
-            assert await text_of(manager, QUESTION) == expected
-            assert [tier.n_slots for tier in manager.loaded()[0].stats.tiers] == [n_slots - 5, 19]
-            async with manager.lease("a", ONE_THREAD) as lease:
-                answer = aiter(lease.answer(LONG))
-                await anext(answer)
-                (device,) = multiprocessing.active_children()
-                device.kill()
-                with pytest.raises(
-                    DeviceLostError, match=r"the device that computed the model failed \(.*RPC.*without"
-                ):
-                    async for _ in answer:
-                        pass
-            assert len(await text_of(manager, QUESTION)) > 0
-            (loaded,) = manager.loaded()
-            assert loaded.plan["device"] is None and loaded.vram_bytes == 0
-            assert [tier.name for tier in loaded.stats.tiers] == ["RAM"]
-            with pytest.raises(BudgetError, match="has no slots in VRAM"):
-                await manager.set_budget("a", vram_cache=fewer)
+        async with ModelManager(OneModel(path), settings, command=command, devices=lambda: [GPU]) as manager:
+            yield manager
+
+
+@in_loop
+async def test_a_device_that_vanishes_costs_one_answer(tiny: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOEGGUF_VRAM_CACHE", "40%")
+    async with manager_with_device(tiny("tiny-qwen2moe", "q4_0")) as manager:
+        expected = await text_of(manager, QUESTION)
+        (loaded,) = manager.loaded()
+        plan = loaded.plan
+        assert plan["device"] == "RPC0" and [tier.name for tier in loaded.stats.tiers] == ["VRAM", "RAM"]
+        assert loaded.vram_bytes == plan["total_bytes"]
+        assert loaded.size_bytes == plan["total_bytes"] + plan["host_bytes"]
+        slot_bytes, n_slots = plan["slot_bytes"], plan["n_slots"]
+        fewer = ExpertCache("bytes", n_bytes=(n_slots - 5) * slot_bytes)
+        small = await manager.set_budget("a", vram_cache=fewer, expert_cache=parse_expert_cache("30%"))
+        assert loaded.vram_bytes - small.vram_bytes == 5 * slot_bytes
+        assert small.expert_cache_bytes == int(0.3 * 64) * slot_bytes
+        assert await text_of(manager, QUESTION) == expected
+        assert [tier.n_slots for tier in manager.loaded()[0].stats.tiers] == [n_slots - 5, 19]
+        async with manager.lease("a", ONE_THREAD) as lease:
+            answer = aiter(lease.answer(LONG))
+            await anext(answer)
+            (device,) = multiprocessing.active_children()
+            device.kill()
+            with pytest.raises(DeviceLostError, match=r"the device that computed the model failed \(.*RPC.*without"):
+                async for _ in answer:
+                    pass
+        assert len(await text_of(manager, QUESTION)) > 0
+        (loaded,) = manager.loaded()
+        assert loaded.plan["device"] is None and loaded.vram_bytes == 0
+        assert [tier.name for tier in loaded.stats.tiers] == ["RAM"]
+        with pytest.raises(BudgetError, match="has no slots in VRAM"):
+            await manager.set_budget("a", vram_cache=fewer)
 
 
 @in_loop
 async def test_a_server_counts_whole_layers_on_a_device(tiny: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOEGGUF_VRAM_CACHE", "50%")
     monkeypatch.setenv("MOEGGUF_PLACEMENT", "layers")
-    catalog = OneModel(tiny("tiny-qwen2moe", "q4_0"))
-    with server() as (rpc, port):
-        command = (sys.executable, "-P", "-c", WORKER, str(TESTS), str(TESTS / "live"), str(rpc), str(port))
-        settings = Settings(n_ctx=512, memory_bytes=4 << 30)
-        async with ModelManager(catalog, settings, command=command, devices=lambda: [GPU]) as manager:
-            expected = await text_of(manager, QUESTION)
-            (loaded,) = manager.loaded()
-            plan = loaded.plan
-            assert (plan["layers_on"], plan["device"], plan["placement"]["chosen"]["n_layers"]) == ("RPC0", None, 2)
-            assert loaded.vram_bytes == plan["total_bytes"]
-            assert loaded.size_bytes == plan["total_bytes"] + plan["host_bytes"]
-            assert (loaded.expert_cache_bytes, loaded.vram_cache_bytes) == (plan["budget_bytes"], 0)
-            small = await manager.set_budget("a", expert_cache=parse_expert_cache("60%"))
-            assert small.stats.n_experts == 32 and small.expert_cache_bytes < loaded.expert_cache_bytes
-            assert await text_of(manager, QUESTION) == expected
-            with pytest.raises(BudgetError, match="has no slots in VRAM"):
-                await manager.set_budget("a", vram_cache=parse_expert_cache("30%"))
+    async with manager_with_device(tiny("tiny-qwen2moe", "q4_0")) as manager:
+        expected = await text_of(manager, QUESTION)
+        (loaded,) = manager.loaded()
+        plan = loaded.plan
+        assert (plan["layers_on"], plan["device"], plan["placement"]["chosen"]["n_layers"]) == ("RPC0", None, 2)
+        assert loaded.vram_bytes == plan["total_bytes"]
+        assert loaded.size_bytes == plan["total_bytes"] + plan["host_bytes"]
+        assert (loaded.expert_cache_bytes, loaded.vram_cache_bytes) == (plan["budget_bytes"], 0)
+        small = await manager.set_budget("a", expert_cache=parse_expert_cache("60%"))
+        assert small.stats.n_experts == 32 and small.expert_cache_bytes < loaded.expert_cache_bytes
+        assert await text_of(manager, QUESTION) == expected
+        with pytest.raises(BudgetError, match="has no slots in VRAM"):
+            await manager.set_budget("a", vram_cache=parse_expert_cache("30%"))
 
 
 def test_a_devices_failure_is_found_in_a_log() -> None:

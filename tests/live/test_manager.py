@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -139,6 +140,27 @@ async def test_a_budget_that_changes_beside_answers_frees_memory_and_changes_no_
         assert manager.loaded()[0].size_bytes == now.size_bytes
         with pytest.raises(ModelNotFoundError, match="not loaded"):
             await manager.set_budget("b", least)
+
+
+@in_loop
+async def test_a_budget_asked_for_while_it_ran_is_kept_by_a_model_that_a_longer_context_loads_again(
+    files: Files,
+) -> None:
+    async with running_manager(files, n_ctx=512) as manager:
+        full = await manager.load("a", ONE_THREAD)
+        small = await manager.set_budget("a", parse_expert_cache("50%"))
+        again = await manager.load("a", replace(ONE_THREAD, n_ctx=1024))
+        assert (again.n_ctx, again.pid != full.pid) == (1024, True)
+        (now,) = manager.loaded()
+        assert now.expert_cache_bytes == small.expert_cache_bytes < now.plan["budget_bytes"] == full.expert_cache_bytes
+        assert await generate(manager, "a", story(5, 4))
+        assert manager.loaded()[0].stats.n_slots * now.plan["slot_bytes"] == small.expert_cache_bytes
+        back = await manager.set_budget("a", parse_expert_cache("100%"))
+        assert back.expert_cache_bytes == full.expert_cache_bytes
+        await manager.set_budget("a", parse_expert_cache("50%"))
+        await manager.unload("a")
+        fresh = await manager.load("a", ONE_THREAD)
+        assert fresh.expert_cache_bytes == full.expert_cache_bytes
 
 
 @in_loop

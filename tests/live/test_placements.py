@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes as c
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ from own_process import in_own_process
 from rpc_device import in_child, register
 from running import Llama, Logits, Reference, TinyModel, greedy_logits, hooks_off
 
+from moegguf.engine.devices import gpus
 from moegguf.engine.known_speeds import KnownSpeeds
 from moegguf.engine.placement import GRAPH_SHARE, Planner
+from moegguf.engine.placing import gpus_for
 from moegguf.engine.session import EXPERT_TENSORS, Place, _Override
 from moegguf.errors import BudgetError, OptionError
 from moegguf.gguf.experts import read_layout
@@ -59,8 +62,9 @@ def placed(path: Path, kind: str, vram: str, ram: str) -> tuple[Logits, dict[str
 @pytest.mark.parametrize(
     ("kind", "vram", "ram", "layers", "tiers"),
     [
-        ("layers", "50%", "100%", [0, 1], ["RAM"]),
-        ("layers", "25%", "40%", [0, 1, 2], ["RAM"]),
+        ("layers", "50%", "100%", [0, 1, 2], ["RAM"]),  # the last two are larger than the first two
+        ("layers", "60%", "100%", [0, 1], ["RAM"]),
+        ("layers", "30%", "40%", [0, 1, 2], ["RAM"]),
         ("slots", "50%", "40%", [0, 1, 2, 3], ["VRAM", "RAM"]),
         ("layers and slots", "60%", "30%", [0, 1, 2], ["VRAM", "RAM"]),
         ("resident", "100%", "50%", [0, 1, 2, 3], ["VRAM"]),
@@ -101,7 +105,7 @@ def layers_on_rpc(rpc: Path, port: int, path: Path, ram: str) -> tuple[Logits, L
     register(rpc, port)
     with hooks_off(), ExpertsOfTheFirstLayersOnTheCpu(path, n_gpu_layers=-1, **OPTIONS) as llm:
         plain = greedy_logits(llm)
-    with Llama(path, placement="layers", vram_cache="50%", expert_cache=ram, store=PLAIN, **OPTIONS) as llm:
+    with Llama(path, placement="layers", vram_cache="60%", expert_cache=ram, store=PLAIN, **OPTIONS) as llm:
         assert llm.session is not None and llm.plan.layers_on == "RPC0"
         assert [layer.il for layer in llm.session.layout.layers] == [0, 1]
         places = llm.session.places()
@@ -141,6 +145,11 @@ def decisions(path: Path) -> dict[str, Any]:
         Llama.estimate(path, placement="gpu", n_ctx=512)
     with pytest.raises(OptionError, match="placement 'cpu' uses no GPU, but n_gpu_layers is 2"):
         Llama.estimate(path, placement="cpu", n_gpu_layers=2, n_ctx=512)
+    with pytest.raises(OptionError, match="placement 'cpu' uses no GPU, but n_gpu_layers is -1"):
+        Llama.estimate(path, placement="cpu", n_gpu_layers=-1, n_ctx=512)
+    every_layer = Llama.estimate(path, placement="auto", n_gpu_layers=-1, n_ctx=512)
+    assert every_layer.device or every_layer.layers_on
+    assert gpus_for(None, "auto", {"n_gpu_layers": -1}) is not None
     return {
         "source": found.placement.speeds.source,
         "link_bytes_per_s": found.placement.speeds.copies.bytes_per_s,
@@ -150,6 +159,38 @@ def decisions(path: Path) -> dict[str, Any]:
         "cpu": Llama.estimate(path, placement="cpu", vram_cache="50%", n_ctx=512).device,
         "own_split": Llama.estimate(path, placement="auto", n_ctx=512, n_gpu_layers=2).placement,
     }
+
+
+def of_another_disk(path: Path) -> list[bool]:
+    """Whether speeds are known: at first, after measuring, for the same file on another file system, and there after
+    measuring again."""
+    name = link_device(Link(1e9, 20e-6))
+    device = next(device for device in gpus() if device.name == name)
+    known, found = KnownSpeeds(read_layout(path)), list[bool]()
+    key = known._key(device, 1, True)
+    found.append(known._known(key) is not None)
+    known.speeds(device, 1)
+    found.append(known._known(key) is not None)
+    there, stat = os.stat(path).st_dev, Path.stat
+    Path.stat = lambda self, **options: Moved(stat(self, **options), there + 1)  # type: ignore[assignment]
+    found.append(known._known(known._key(device, 1, True)) is not None)
+    known.speeds(device, 1)
+    found.append(known._known(known._key(device, 1, True)) is not None)
+    return found
+
+
+class Moved:
+    """A file's facts, but for its file system."""
+
+    def __init__(self, facts: os.stat_result, device: int) -> None:
+        self._facts, self.st_dev = facts, device
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._facts, name)
+
+
+def test_a_model_that_moved_to_another_disk_is_measured_there(tiny: TinyModel) -> None:
+    assert in_own_process(of_another_disk, tiny("tiny-qwen2moe", "q4_0", 2)) == [False, True, False, True]
 
 
 def test_speeds_are_measured_once_and_a_damaged_file_is_measured_again(tiny: TinyModel) -> None:

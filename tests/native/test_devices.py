@@ -15,7 +15,7 @@ from rpc_device import in_child_of_two, register
 
 from moegguf.errors import ExpertIOError, OptionError
 from moegguf.native import library
-from moegguf.native.link_device import add_link_device
+from moegguf.native.link_device import Pinned, add_link_device
 from moegguf.native.store import DeviceSlots, Store, StoreOptions, Tier
 from moegguf.quantities import Link
 
@@ -230,6 +230,16 @@ def behind_two_links(fake: FakeModel) -> tuple[list[dict[str, Any]], str]:
     return walk_on(fake, [add_link_device(Link(2e9)), add_link_device(Link(5e8), pinned=False)])
 
 
+def pinned_for_one(fake: FakeModel) -> tuple[list[dict[str, Any]], str, dict[str, Any]]:
+    """Two devices of which the first pins memory for itself alone, and what a store says with the second alone."""
+    names = [add_link_device(Link(2e9)), add_link_device(Link(2e9), pinned=Pinned.OF_FIRST)]
+    devices, note = walk_on(fake, names)
+    store = Store(fake.layout, 6, StoreOptions(device=names[1]), 7)
+    alone = store.tier(Tier.LOWER)
+    store.close()
+    return devices, note, alone
+
+
 def on_two_servers(rpc: Path, ports: tuple[int, int], fake: FakeModel) -> tuple[list[dict[str, Any]], str]:
     return walk_on(fake, [register(rpc, port) for port in ports])
 
@@ -239,6 +249,14 @@ def test_two_links_of_different_speed(fake: FakeModel) -> None:
     assert all(of["evictions"] > 0 and of["hits_ready"] > 0 for of in devices)
     assert devices[0]["device"] != devices[1]["device"]
     assert f"pageable for {devices[1]['device']}" in note
+
+
+def test_memory_that_is_pinned_for_the_first_device_is_not_for_others(fake: FakeModel) -> None:
+    devices, note, alone = in_own_process(pinned_for_one, fake)
+    assert all(of["evictions"] > 0 and of["hits_ready"] > 0 for of in devices)
+    assert note == "slots in RAM are pinned for LINK0, and pageable for LINK1"
+    assert (alone["pinned_memory"], alone["device"]) == (0, "LINK1")
+    assert alone["note"].startswith("LINK1 offers no pinned memory")
 
 
 def test_two_rpc_servers(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from random_events import random_events
 
 from moegguf.errors import AllocationError, OptionError
 from moegguf.native.link_device import add_link_device, link_device
-from moegguf.native.store import Store, StoreOptions
+from moegguf.native.store import Store, StoreOptions, most_slots, slot_sizes
 from moegguf.quantities import Link
 
 F32 = 0
@@ -215,6 +215,24 @@ def store_on_full_device(fake: FakeModel) -> str:
     first.close()
     Store(fake.layout, 4, options).close()
     return message
+
+
+def slots_in_small_buffers(fake: FakeModel) -> tuple[list[int], str]:
+    """Slots that a pool can have of some, with buffers for 10 and without a limit; and what a larger one says."""
+    sizes = slot_sizes(fake.layout)
+    guard_bytes = sizes.guard_bytes // len(sizes.stride_bytes)
+    small = add_link_device(FREE, most_buffer_bytes=10 * max(sizes.stride_bytes.values()) + guard_bytes)
+    found = [most_slots(fake.layout, name, n) for name in (small, add_link_device(FREE), None) for n in (1, 11, 30)]
+    Store(fake.layout, found[1], StoreOptions(device=small)).close()
+    with pytest.raises(AllocationError) as error:
+        Store(fake.layout, found[1] + 1, StoreOptions(device=small))
+    return found, str(error.value)
+
+
+def test_a_pool_has_the_slots_that_buffers_and_kernels_take(tmp_path: Path) -> None:
+    found, message = in_own_process(slots_in_small_buffers, make_model(tmp_path))
+    assert found == [1, 10, 10, 1, 11, 30, 1, 11, 30]
+    assert "LINK0 refused" in message
 
 
 def test_a_device_that_is_full_refuses_and_takes_again_what_was_given_back(tmp_path: Path) -> None:

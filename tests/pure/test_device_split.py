@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from gguf_builder import moe
 
-from moegguf.engine.device_plan import SplitOptions, plan_devices, plan_for
+from moegguf.engine.device_plan import SplitOptions, plan_devices
 from moegguf.engine.device_split import (
     ON_CPU,
     DeviceRoom,
@@ -18,8 +18,10 @@ from moegguf.engine.device_split import (
     tensor_split_for,
 )
 from moegguf.engine.devices import Device
+from moegguf.engine.known_speeds import KnownSpeeds
 from moegguf.engine.machine import Memory
-from moegguf.engine.placement import HitCurve
+from moegguf.engine.memory import kv_bytes
+from moegguf.engine.placement import DeviceSpeeds, HitCurve
 from moegguf.engine.placing import Gpus, place_on
 from moegguf.engine.plan import Plan, slot_bytes
 from moegguf.engine.tiers import VRAM_MARGIN_BYTES, parse_vram_caches
@@ -45,7 +47,9 @@ def devices(*free_bytes: int) -> list[Device]:
 def plan(layout: ExpertLayout, vram: str, ram: str | int = "50%", **split: Any) -> tuple[Plan, list[float]]:
     found = devices(*split.pop("free", (8 * GIB, 8 * GIB)))
     caches, cache = parse_vram_caches(vram), parse_expert_cache(ram)
-    return plan_devices(layout, caches, cache, found, RAM, SplitOptions(**split), n_ctx=4096)
+    planned, tensor_split = plan_devices(layout, caches, cache, found, RAM, SplitOptions(**split), n_ctx=4096)
+    assert tensor_split is not None
+    return planned, tensor_split
 
 
 @pytest.mark.parametrize(
@@ -102,7 +106,7 @@ def test_a_split_waits_less_than_every_other() -> None:
         total = 0.0
         for n, room in zip(counts, rooms, strict=True):
             share = min(1.0, (room.n_bytes / n - LAYER.dense_bytes) / LAYER.expert_bytes) if n else 1.0
-            total += n * (1 - CURVE.at(share)) / room.link_bytes_per_s
+            total += n * (1 - CURVE.at(share)) / room.link_speed
         return total
 
     best = min((waits((n, 12 - n)), (n, 12 - n)) for n in range(13))[1]
@@ -139,6 +143,53 @@ def test_links_decide_where_the_user_does_not(layout: ExpertLayout) -> None:
     assert [len(part.layers) for part in given.devices] == [7, 5]
 
 
+def test_links_that_measure_nearly_the_same_count_as_the_same(layout: ExpertLayout) -> None:
+    alike, other = ({"GPU0": Link(24e9), "GPU1": Link(speed)} for speed in (20e9, 12e9))
+    assert plan(layout, "50%", links=alike) == plan(layout, "50%")
+    assert plan(layout, "50%", links=other) != plan(layout, "50%")
+
+
+def test_links_are_measured_where_the_user_leaves_the_split_to_them(
+    layout: ExpertLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = {"GPU0": Link(3e9), "GPU1": Link(24e9), "GPU2": None}
+    monkeypatch.setattr(KnownSpeeds, "link", lambda _self, device, *_: measured[device.name])
+    where = Gpus(tuple(devices(8 * GIB, 8 * GIB)), parse_vram_caches("50%"), "auto", SplitOptions())
+    parts = place_on(where, layout, parse_expert_cache("50%"), RAM, 1, {"n_ctx": 512}).plan.devices
+    assert len(parts[0].layers) < len(parts[1].layers)
+    given = replace(where, split=SplitOptions(tensor_split=[1, 1]))
+    assert given.split_by_links(layout, 1, True) == given.split
+    third = replace(where, devices=tuple(devices(1, 1, 1)))
+    assert third.split_by_links(layout, 1, True).links == {"GPU0": Link(3e9), "GPU1": Link(24e9)}
+
+
+def test_layers_that_the_user_gave_to_a_gpu_are_not_left_to_a_faster_cpu(
+    layout: ExpertLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = DeviceSpeeds(1e6, Link(1e6), 100e9)
+    monkeypatch.setattr(KnownSpeeds, "speeds", lambda *_: slow)
+    where = layout, parse_expert_cache("50%"), RAM, 1, {"n_ctx": 512}
+    free = Gpus(tuple(devices(8 * GIB)), parse_vram_caches("40%"), "auto")
+    assert not place_on(free, *where).on_device
+    given = replace(free, refused=frozenset({"cpu"}))
+    assert place_on(given, *where).on_device
+    with pytest.raises(BudgetError, match="n_gpu_layers leaves no layer to the CPU"):
+        place_on(replace(given, devices=tuple(devices(1 << 20)), vram=parse_vram_caches("auto")), *where)
+
+
+def test_a_kv_cache_has_the_tokens_of_the_memory_it_lies_in(
+    layout: ExpertLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fast, slow = DeviceSpeeds(1e12, Link(1e12), 1e9), DeviceSpeeds(1e6, Link(1e6), 100e9)
+    where = Gpus(tuple(devices(8 * GIB)), parse_vram_caches("40%"), "auto")
+    for speeds, on_device, n_bytes in ((fast, True, 1024), (slow, False, 4096)):
+        monkeypatch.setattr(KnownSpeeds, "speeds", lambda *_, found=speeds: found)
+        options = {"n_ctx": 512, "kv_tokens": 1024}
+        on_cpu = {"kv_tokens": 4096}
+        placed = place_on(where, layout, parse_expert_cache("50%"), RAM, 1, options, on_cpu=on_cpu)
+        assert (placed.on_device, placed.plan.kv_bytes) == (on_device, kv_bytes(layout, n_bytes))
+
+
 def test_auto_leaves_a_gigabyte_on_each_device(layout: ExpertLayout) -> None:
     whole = max(part.total_bytes for part in plan(layout, "100%")[0].devices)
     free = (VRAM_MARGIN_BYTES + whole, VRAM_MARGIN_BYTES + whole - 60 * slot_bytes(layout))
@@ -157,7 +208,7 @@ def test_layers_left_to_the_cpu_share_the_ram_with_those_below_devices(layout: E
     assert (on_cpu.name, on_cpu.layers, on_cpu.n_slots, mixed.n_lower_slots) == (None, (0, 1, 2, 3), 20, 40)
     assert device_of_layers(12, split, 9)[:5] == [ON_CPU] * 4 + [0]
     assert mixed.host_bytes >= 60 * mixed.slot_bytes
-    one, _ = plan_for(
+    one, _ = plan_devices(
         layout, parse_vram_caches("25%"), parse_expert_cache("50%"), devices(8 * GIB), RAM,
         SplitOptions(n_gpu_layers=9), n_ctx=4096,
     )  # fmt: skip
@@ -179,7 +230,7 @@ def test_too_little_for_a_device_is_refused_and_too_much_is_warned_of(layout: Ex
 
 def test_one_device_with_every_layer_needs_no_split(layout: ExpertLayout) -> None:
     budgets = parse_vram_caches("25%"), parse_expert_cache("50%")
-    alone, split = plan_for(layout, *budgets, devices(8 * GIB), RAM, n_ctx=512)
+    alone, split = plan_devices(layout, *budgets, devices(8 * GIB), RAM, n_ctx=512)
     assert (alone.device, alone.devices, split) == ("GPU0", (), None)
 
 

@@ -122,6 +122,21 @@ def test_a_mix_of_whole_layers_and_slots_uses_all_of_the_memory() -> None:
     assert 0 < mix.hit_rate <= 1
 
 
+def test_whole_layers_are_counted_by_their_own_bytes_from_the_last() -> None:
+    model = ModelBytes(4, 100, 10, 0, 2, 4, layer_bytes=(10, 20, 30, 40))
+    found = Planner(model, RTX_3070, HitCurve({0.5: 0.6}, "put in"), 69)
+    assert by_kind(found)["layers"].n_layers == 1  # of the mean size there would be two
+    assert by_kind(replace(found, device_bytes=70))["layers"].n_layers == 2
+    for placement in replace(found, device_bytes=95).placements():
+        if placement.slot_bytes:
+            assert placement.slot_bytes == 95 - model.of_last(placement.n_layers)
+    alike = replace(model, layer_bytes=())
+    assert by_kind(replace(found, model=alike))["layers"].n_layers == 2
+    on_cpu_s = {n: 10 * (1 - model.of_last(n) / 100) / RTX_3070.cpu_bytes_per_s + (4 - n) * 60e-6 for n in (1, 2)}
+    one, two = (by_kind(replace(found, device_bytes=n))["layers"] for n in (69, 70))
+    assert 1 / one.tokens_per_s - 1 / two.tokens_per_s == pytest.approx(on_cpu_s[1] - on_cpu_s[2], rel=1e-3)
+
+
 def test_hit_curves() -> None:
     curve = published_curve(128, 8)
     assert curve.at(0) == 0 and curve.at(1) == curve.at(2) == 1

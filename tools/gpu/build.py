@@ -27,11 +27,19 @@ def cuda(architecture: str) -> Backend:
 
 
 def vulkan(driver: Path, devices: str = "0") -> Backend:
-    """On the devices of one driver, by their numbers there: software devices are hidden unless they are named."""
+    """On the devices of one driver, by their numbers there: software devices are hidden unless they are named.
+
+    What Mesa has compiled stays in the build's folder: a software device takes minutes for the kernels of a model.
+    """
     return Backend(
         "vulkan",
         ("-DGGML_VULKAN=ON", f"-DVulkan_INCLUDE_DIR={VULKAN_HEADERS}"),
-        {"VK_DRIVER_FILES": str(driver), "VK_ICD_FILENAMES": str(driver), "GGML_VK_VISIBLE_DEVICES": devices},
+        {
+            "VK_DRIVER_FILES": str(driver),
+            "VK_ICD_FILENAMES": str(driver),
+            "GGML_VK_VISIBLE_DEVICES": devices,
+            "MESA_SHADER_CACHE_DIR": str(ROOT / "build/vulkan/shaders"),
+        },
     )
 
 
