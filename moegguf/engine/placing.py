@@ -52,12 +52,14 @@ class Gpus:
     """GPUs to place experts on, the budget of all of them together or one of each, and what may be chosen.
 
     split: how layers are divided over several GPUs, or over GPUs and the CPU; None: one GPU computes every layer.
+    staging: as in `tiers.best_staging`.
     """
 
     devices: tuple[Device, ...]
     vram: tuple[ExpertCache, ...]
     choice: Choice
     split: SplitOptions | None = None
+    staging: int | None = None
 
     @property
     def n_gpu_layers(self) -> int:
@@ -167,6 +169,7 @@ class Budgets:
     device: Device
     memory: Memory
     options: dict[str, Any]
+    staging: int | None = None  # as in `tiers.best_staging`
 
     def with_context(self) -> Budgets:
         """The same with a number of tokens of context."""
@@ -208,7 +211,7 @@ class Budgets:
         layout, options = self.layout, self.options
 
         def on_device(layout: ExpertLayout, vram: ExpertCache) -> Plan:
-            return plan_tiers(layout, vram, self.ram, self.device, self.memory, **options)
+            return plan_tiers(layout, vram, self.ram, self.device, self.memory, self.staging, **options)
 
         if placement.kind == "cpu":
             return Placed(make_plan(layout, self.ram, self.memory, **options, streams=streams), layout)
@@ -271,10 +274,11 @@ def place_on(
     options: those of `make_plan`. repack, streams: of the CPU's slots. Raises BudgetError, OptionError.
     """
     if where.split is None:
-        budgets = Budgets(layout, ram, where.vram[0], where.devices[0], memory, options)
+        budgets = Budgets(layout, ram, where.vram[0], where.devices[0], memory, options, where.staging)
         return place(budgets, where.choice, where.known(layout, n_threads, repack), streams=streams)
     try:
-        plan, tensor_split = plan_for(layout, where.vram, ram, where.devices, memory, where.split, **options)
+        split = replace(where.split, staging=where.staging)
+        plan, tensor_split = plan_for(layout, where.vram, ram, where.devices, memory, split, **options)
     except BudgetError as error:
         if where.choice != "auto" or where.vram != (ExpertCache("auto"),):
             raise

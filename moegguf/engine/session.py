@@ -41,12 +41,12 @@ def open_store(layout: ExpertLayout, plan: Plan, options: StoreOptions) -> Store
     """
     whole = DevicePlan(plan.device or options.device, tuple(range(layout.n_layer)), plan.n_slots, plan.total_bytes)
     parts = [part for part in plan.devices or (whole,) if part.n_slots]
-    needed = layer_slots(layout, plan.n_ubatch, plan.streams)
+    needed, staging = layer_slots(layout, plan.n_ubatch, plan.streams), plan.n_staging
     least = [max(layout.n_expert_used, min(part.n_slots, needed)) for part in parts]
     n_slots, n_lower = [part.n_slots for part in parts], plan.n_lower_slots
     while True:
         slots = [
-            DeviceSlots(part.name, n, part.layers, lower=part.name is not None)
+            DeviceSlots(part.name, n, part.layers, lower=part.name is not None, staging=staging if part.name else 0)
             for part, n in zip(parts, n_slots, strict=True)
         ]
         try:
@@ -55,6 +55,9 @@ def open_store(layout: ExpertLayout, plan: Plan, options: StoreOptions) -> Store
         except AllocationError:
             if n_slots == least and n_lower <= 1:
                 raise
+            if staging > 1:
+                staging = 1
+                continue
             n_slots = [max(few, n // 2) for few, n in zip(least, n_slots, strict=True)]
             n_lower = max(min(1, n_lower), n_lower // 2)
     if sum(n_slots) < plan.n_slots or n_lower < plan.n_lower_slots:

@@ -32,6 +32,7 @@ struct Lane {
     // The first failure of a pass is kept; from then on its slot ids are all 0.
     void fail(moegguf_status status, int il, int expert, const std::string & why);
 
+    bool staged() const;             // the layer computing now (staging.h)
     bool gather(int n_event_tokens); // into event_sequences and event_phases; false: all tokens are of `sequence`
 
     Store & store;

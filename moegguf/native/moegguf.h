@@ -55,7 +55,7 @@
 extern "C" {
 #endif
 
-#define MOEGGUF_ABI_VERSION 9
+#define MOEGGUF_ABI_VERSION 10
 #define MOEGGUF_MAX_KINDS 4
 #define MOEGGUF_API __attribute__((visibility("default")))
 
@@ -105,7 +105,9 @@ struct moegguf_matrix {
 struct moegguf_device {
     const char * name; // ggml's; NULL is the CPU
     int32_t n_slots;
-    int32_t has_lower_tier;       // what is missed here comes through the tier below
+    int32_t has_lower_tier;    // what is missed here comes through the tier below
+    int32_t n_staging_tensors; // of a layer's full shape, for prompts; up to 3; 0: passes must fit the slots
+    int32_t reserved;
     double sim_copy_bytes_per_ns; // simulation: the link from the tier below, 0 = free
     double sim_copy_latency_ns;   // simulation: per copy
 };
@@ -128,9 +130,14 @@ struct moegguf_config {
     double sim_latency_ns;                 // simulation: per transfer
 };
 
-// COMPUTE is what layers compute on: of all devices together where a call says nothing else. DEVICE + i: the slots of
-// device i alone.
-enum moegguf_tier { MOEGGUF_COMPUTE_TIER = 0, MOEGGUF_LOWER_TIER = 1, MOEGGUF_DEVICE_TIER = 2 };
+// COMPUTE is what layers compute on: of all devices together where a call says nothing else. STAGING: the tensors that
+// prompts are staged in, of all devices. DEVICE + i: the slots of device i alone.
+enum moegguf_tier {
+    MOEGGUF_COMPUTE_TIER = 0,
+    MOEGGUF_LOWER_TIER = 1,
+    MOEGGUF_STAGING_TIER = 2,
+    MOEGGUF_DEVICE_TIER = 3
+};
 
 // Counted where it happens; cumulative since the store was opened.
 // A lookup is one distinct (layer, expert) per pass: lookups = hits_ready + hits_late + misses. Look-ups, evictions and
@@ -197,6 +204,7 @@ struct moegguf_tier_info {
     uint64_t bytes_prefetched; // likewise, early
     uint64_t stall_ns;         // compute threads waiting; below: while something was still to be read from the file
     uint64_t stream_waits;     // for copies, by the stream that computes in place of a thread
+    uint64_t copy_ns;          // of the threads that copy into its slots
     uint64_t slots_used;       // now
     uint64_t slots_pinned;     // now
     uint64_t pool_bytes;
@@ -439,7 +447,7 @@ MOEGGUF_API int moegguf_store_resize(moegguf_store * store, int32_t tier, int32_
 MOEGGUF_API int moegguf_store_reallocate(moegguf_store * store, int32_t tier, int32_t n_slots);
 MOEGGUF_API int moegguf_store_drain(moegguf_store * store, double timeout_s); // OK when nothing is queued or read
 MOEGGUF_API int moegguf_store_read_slot(moegguf_store * store, int32_t matrix, int32_t slot, void * out,
-                                        size_t n); // plain slots: for tests
+                                        size_t n); // plain slots, and behind them places of staging tensors: for tests
 MOEGGUF_API int moegguf_store_probe(moegguf_store * store, double seconds,
                                     double * bytes_per_s);                     // what these readers reach on this file
 MOEGGUF_API int moegguf_store_sim_advance(moegguf_store * store, uint64_t ns); // simulation: compute time passes
@@ -466,7 +474,9 @@ MOEGGUF_API void moegguf_set_scheduler(ggml_backend_sched_eval_callback eval, vo
 
 // For the patched llama.cpp.
 MOEGGUF_API bool moegguf_is_reserved(const struct ggml_tensor * w);
-MOEGGUF_API struct ggml_tensor * moegguf_pool_tensor(struct ggml_tensor * w); // w itself when it is not reserved
+// What to multiply with in place of `w`, by the router's ids: by their number of tokens a pool tensor or, of a prompt,
+// a staging tensor. w itself when it is not reserved.
+MOEGGUF_API struct ggml_tensor * moegguf_pool_tensor(struct ggml_tensor * w, const struct ggml_tensor * ids);
 // A node for a layer's slot ids where `w` is reserved, NULL where not: the hook stops there, has the experts fetched
 // and writes slot ids over the expert ids. It keeps the router's weights and input in memory until then.
 MOEGGUF_API struct ggml_tensor * moegguf_slot_ids(struct ggml_context * ctx, const struct ggml_tensor * w,
