@@ -194,6 +194,7 @@ class Planner:
     device_bytes: memory of the device for experts, below 0 where not even everything else fits there. ram_bytes: of RAM
     for experts, None: enough for all. cpu_ram_bytes: the same without the device, where RAM has everything else, too.
     all_slots_bytes: memory of a slot for every expert, where that is more than the experts: types differ in size.
+    staging_bytes: of the device's memory for experts, what prompts are staged in where there are slots.
     """
 
     model: ModelBytes
@@ -203,6 +204,7 @@ class Planner:
     ram_bytes: int | None = None
     cpu_ram_bytes: int | None = None
     all_slots_bytes: int = 0
+    staging_bytes: int = 0
 
     def plan(self, choice: Choice = "auto", without: Container[Kind] = ()) -> PlacementPlan:
         """The fastest placement that `choice` allows, without some kinds.
@@ -245,7 +247,7 @@ class Planner:
     def _slots(self, n_layers: int) -> Placement:
         model, speeds = self.model, self.speeds
         rest = 1 - n_layers / model.n_layer
-        slot_bytes = self.device_bytes - n_layers * model.expert_bytes // model.n_layer
+        slot_bytes = max(0, self.device_bytes - self.staging_bytes - n_layers * model.expert_bytes // model.n_layer)
         hit_rate = self.curve.at(slot_bytes / (rest * model.expert_bytes))
         copied_s = speeds.copies.seconds(
             (1 - hit_rate) * rest * model.token_bytes, rest * model.n_layer * (1 - hit_rate**model.n_expert_used)

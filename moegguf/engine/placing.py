@@ -26,14 +26,16 @@ from moegguf.engine.placement import (
     Planner,
     parse_placement,
 )
-from moegguf.engine.plan import Plan, make_plan, slot_bytes
+from moegguf.engine.plan import Plan, make_plan, slot_bytes, staging_bytes
 from moegguf.engine.tiers import (
+    STAGING_SHARE,
     VRAM_MARGIN_BYTES,
     beside_experts_bytes,
     host_bytes,
     parse_vram_caches,
     plan_layers,
     plan_tiers,
+    staging_choices,
 )
 from moegguf.errors import BudgetError, OptionError
 from moegguf.gguf.experts import ExpertLayout
@@ -204,7 +206,15 @@ class Budgets:
             max(0, _within(self.ram, layout, free_bytes - host_bytes(layout, self._n_ubatch))),
             max(0, _within(self.ram, layout, free_bytes - needs.total_bytes(0))),
             layout.n_expert_total * slot_bytes(layout),
+            self._staging_bytes(device_bytes),
         )
+
+    def _staging_bytes(self, device_bytes: int) -> int:
+        """Of so much memory for experts; a budget that was given is for slots alone."""
+        if self.vram.mode != "auto":
+            return 0
+        sizes = (staging_bytes(self.layout, n) for n in staging_choices(self.staging))
+        return next((size for size in sizes if size <= STAGING_SHARE * device_bytes), 0)
 
     def plan(self, placement: Placement, streams: bool) -> Placed:
         """The plan of one placement. Raises BudgetError where a budget does not allow it."""

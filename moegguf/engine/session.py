@@ -10,6 +10,7 @@ import ctypes as c
 import enum
 import os
 import warnings
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -153,8 +154,13 @@ class Session:
         counters, info = self.store.counters(), self.store.info()
         seconds = {name: counters[f"{name}_ns"] / 1e9 for name in ("stall", "hook", "read", "upload")}
         counted = {name: value for name, value in counters.items() if name in Stats.__dataclass_fields__}
+        staged = defaultdict(int, self.store.staging())
         return Stats(
             **counted,
+            staging_bytes=staged["pool_bytes"],
+            bytes_staged=staged["bytes_missed"] + staged["bytes_prefetched"],
+            staging_copy_s=staged["copy_ns"] / 1e9,
+            staging_stall_s=staged["stall_ns"] / 1e9,
             stall_s=seconds["stall"],
             hook_s=seconds["hook"],
             read_s=seconds["read"],

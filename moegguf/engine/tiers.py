@@ -35,15 +35,21 @@ STAGING_TENSORS = 2  # one is filled while the other is computed with; more gain
 STAGING_SHARE = 0.25  # of the device's memory for experts, at most: what prompts gain costs answers slots
 
 
+def staging_choices(wanted: int | None) -> tuple[int, ...]:
+    """Numbers of staging tensors to choose from, most first; none: prompts are not staged."""
+    if wanted is None:
+        return tuple(range(STAGING_TENSORS, 0, -1))
+    return (wanted,) if wanted else ()
+
+
 def best_staging(plan: Callable[[int], Plan], wanted: int | None) -> Plan:
     """Of the plans for a device with 0, 1 and STAGING_TENSORS staging tensors the one with the most that fit into its
-    memory and into STAGING_SHARE. wanted: with so many. Raises BudgetError where no plan fits."""
-    for n in range(STAGING_TENSORS, 0, -1) if wanted is None else [wanted] if wanted else []:
-        try:
-            found = plan(n)
-        except BudgetError:
-            if wanted:
-                raise
+    memory and into STAGING_SHARE. wanted: with so many, where they fit. Raises BudgetError where no plan does."""
+    without = _plan_or_error(plan, 0)
+    resident = isinstance(without, Plan) and without.resident
+    for n in () if resident else staging_choices(wanted):
+        found = _plan_or_error(plan, n)
+        if isinstance(found, BudgetError):
             continue
         small = found.staging_bytes <= STAGING_SHARE * (found.staging_bytes + found.budget_bytes)
         fits = found.total_bytes <= found.available_bytes
@@ -53,7 +59,16 @@ def best_staging(plan: Callable[[int], Plan], wanted: int | None) -> Plan:
                 f" ({format_bytes(found.staging_bytes)}): slots keep theirs meanwhile"
             )
             return replace(found, n_staging=n, reasons=(*found.reasons, reason))
-    return plan(0)
+    if isinstance(without, BudgetError):
+        raise without
+    return without
+
+
+def _plan_or_error(plan: Callable[[int], Plan], n: int) -> Plan | BudgetError:
+    try:
+        return plan(n)
+    except BudgetError as error:  # without staging also where an image takes a pass of more tokens than have slots
+        return error
 
 
 def plan_tiers(

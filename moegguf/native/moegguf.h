@@ -16,6 +16,11 @@
 //   missed goes file -> slot below -> slot, or is copied from below where it is there already, or comes straight from
 //   the file where no slot below can be had. It may be in both; what stays above is the first to go below.
 //
+//   A device may also have up to three staging tensors, which its layers take in turn, each with a place for every
+//   expert of a layer. Passes of more tokens than the device's kernels multiply one by one go there: experts of the
+//   layer are copied to the places of their own ids, from slots of the device, from slots below, or from the file;
+//   those of the next layer while this one is computed. Slots keep what they hold until the last pass of a prompt.
+//
 // Ordering
 //   1. At a routing event a lane (one llama_context) unpins its earlier slots, pins the needed experts that are there,
 //      and only then are victims chosen. A pinned slot keeps its expert, and so does one that is being read.
@@ -25,7 +30,8 @@
 //      thread itself has seen the chunk READY with an acquire load: in the kernel on the CPU, before it on other
 //      devices. Pins keep what it saw true until the lane's next routing event.
 //      On devices with events the thread only sees that the copy was queued, and lets its stream wait for it.
-//   4. A slot below is pinned from when a slot above is to be filled from it until that has every matrix, or gives up.
+//   4. A slot that another is to be filled from is pinned until that has every matrix, or gives up.
+//   5. A place in a staging tensor changes its expert only while no lane has pinned it and nothing is on its way there.
 //
 // Threads
 //   compute thread(s): moegguf_eval, moegguf_abort, and in the CPU's MUL_MAT_ID the order of matrices (arrivals.h).

@@ -162,16 +162,19 @@ void PromptStaging::drop(Tier & tier, const Lane * keep, int il) {
 
 void PromptStaging::drop_ahead() {
     for (const auto & tier : tiers_.staging) {
-        if (ahead_ && tier) {
+        if (tier) {
             drop(*tier, nullptr, -1);
         }
     }
 }
 
 void PromptStaging::drop_ahead(Lock & lock) {
+    if (!ahead_) {
+        return;
+    }
     drop_ahead();
     for (const auto & tier : tiers_.staging) {
-        if (ahead_ && tier) {
+        if (tier) {
             wait([&] { return !tier->reading(); }, lock);
         }
     }
@@ -226,7 +229,8 @@ void PromptStaging::adopt(Lane & lane, Lock & lock) {
     adopted_.clear();
     const Moment now = {il, false, false, transfers_.turn()};
     for (int expert : chosen_) {
-        const bool worth = to.residency.has_free() || counts_[expert] >= least_tokens_to_evict;
+        const bool worth =
+            to.residency.has_free() || counts_[expert] >= least_tokens_to_evict || lane.phase == MOEGGUF_DECODE;
         const int s = worth && to.residency.find(il, expert) < 0 ? to.take_slot(il, expert, now) : -1;
         if (s >= 0) {
             to.borrow(s, from, lane.slot_of[expert]);

@@ -262,15 +262,16 @@ def test_other_devices(tmp_path: Path, sizes: tuple[int, int, int], device: str)
 
 
 @pytest.mark.parametrize("simulate", [False, True])
-def test_every_device_has_its_own_tensors(fake: FakeModel, simulate: bool) -> None:
-    slots = [DeviceSlots(None, n, layers, lower=True, staging=2) for n, layers in ((5, (0, 1)), (6, (2, 3)))]
+def test_every_device_has_its_own_tensors(tmp_path: Path, simulate: bool) -> None:
+    fake = make_model(tmp_path, n_layer=7)
+    slots = [DeviceSlots(None, n, layers, lower=True, staging=2) for n, layers in ((5, (0, 1, 2)), (6, (3, 4, 5, 6)))]
     store = Store(fake.layout, slots, StoreOptions(repack=False, fill=False, simulate=simulate), n_lower_slots=12)
     lane = store.open_lane()
     try:
         if not simulate:
             check_figures(store, events(fake, store, lane, 16))
         for _ in range(2):
-            for il in range(4):
+            for il in range(7):
                 assert np.array_equal(lane.acquire(il, IDS), IDS)
                 if simulate:
                     store.advance(1)
