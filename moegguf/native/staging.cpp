@@ -61,24 +61,34 @@ bool PromptStaging::wait_for_bytes(Lane & lane, Done done, Lock & lock) {
 // An event of a layer that is staged.
 
 bool PromptStaging::place(Lane & lane, const Moment & now, Lock & lock) {
-    Tier & tier = *lane.tier;
-    const auto of_others = [&] { return get(tier.counters.slots_pinned) == 0; }; // this lane has none there now
-    bool can = wait_for_bytes(lane, of_others, lock);
-    if (can) {
-        count_look_ups(lane, now.il);
-        drop(tier, &lane, now.il);
-        pin_there(lane, now.il);
-        transfers_.demand(tier, lane.pinned); // before what comes ahead
-        can = wait_for_bytes(lane, [&] { return !tier.busy(); }, lock);
-    }
+    const bool can = settle(lane, now.il, lock);
+    shared_.done.notify_all(); // other lanes may wait for this
     if (!can) {
         lane.fail(shared_.cancelled ? MOEGGUF_CANCELLED : MOEGGUF_SLOTS, now.il, -1,
                   shared_.cancelled ? "cancelled" : "another context has kept a layer's staging tensor for a minute");
         return false;
     }
     pin_rest(lane, now);
-    transfers_.demand(tier, lane.pinned);
+    transfers_.demand(*lane.tier, lane.pinned);
     return true;
+}
+
+// No other lane computes with the tensors, and nothing is on its way to them. false: they will not come to that.
+bool PromptStaging::settle(Lane & lane, int il, Lock & lock) {
+    Tier & tier = *lane.tier;
+    if (!wait_for_bytes(lane, [&] { return !settling_ && get(tier.counters.slots_pinned) == 0; }, lock)) {
+        return false;
+    }
+    struct Settling {
+        explicit Settling(bool & on) : on(on) { on = true; }
+        ~Settling() { on = false; }
+        bool & on;
+    } settling(settling_);
+    count_look_ups(lane, il);
+    drop(tier, &lane, il);
+    pin_there(lane, il);
+    transfers_.demand(tier, lane.pinned); // before what comes ahead
+    return wait_for_bytes(lane, [&] { return !tier.busy(); }, lock);
 }
 
 // Of the slots on the device: what has none there is missed, even where it came ahead.
@@ -182,7 +192,15 @@ void PromptStaging::drop_ahead(Lock & lock) {
 }
 
 void PromptStaging::note_pass(const Lane & lane, int n_tokens) {
-    if (on_ && lane.n_tokens > 1) {
+    if (!on_) {
+        return;
+    }
+    if (lane.il <= last_il_ && last_tokens_ > 1) { // the pass before has left out the layers behind its last
+        std::fill(shortens_.begin() + last_il_ + 1, shortens_.end(), 1);
+    }
+    last_il_ = lane.il;
+    last_tokens_ = lane.n_tokens;
+    if (lane.n_tokens > 1) {
         shortens_[lane.il] = n_tokens < lane.n_tokens;
     }
 }

@@ -34,6 +34,7 @@ class PromptStaging {
     bool wait(Done done, Lock & lock);
     template <typename Done>
     bool wait_for_bytes(Lane & lane, Done done, Lock & lock);
+    bool settle(Lane & lane, int il, Lock & lock);
     void count_look_ups(const Lane & lane, int il);
     void pin_there(Lane & lane, int il);
     void pin_rest(Lane & lane, const Moment & now);
@@ -51,13 +52,16 @@ class PromptStaging {
     Tiers & tiers_;
     Transfers & transfers_;
     const bool on_;
+    bool settling_ = false;         // a lane waits for what came ahead of its layer
     bool ahead_ = false;            // something may be on its way
     std::vector<float> uses_;       // [n_layer * n_expert_max] by tokens of prompts so far
     std::vector<float> tokens_;     // [n_layer]
     std::vector<uint8_t> shortens_; // [n_layer] computes fewer tokens than the pass has: those whose logits are wanted
-    std::vector<int> counts_;       // [n_expert_max] scratch: tokens of an event that use an expert
-    std::vector<int> chosen_;       // scratch
-    std::vector<Place> adopted_;    // scratch
+    int last_il_ = -1;              // of the event before, as the tokens of its pass
+    int last_tokens_ = 0;
+    std::vector<int> counts_;    // [n_expert_max] scratch: tokens of an event that use an expert
+    std::vector<int> chosen_;    // scratch
+    std::vector<Place> adopted_; // scratch
 };
 
 } // namespace moegguf

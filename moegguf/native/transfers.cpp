@@ -243,9 +243,10 @@ void Transfers::find_sources(Tier & to, const std::vector<int> & slots) {
     if (missed_.empty()) {
         return;
     }
-    to.below()->residency.on_routing(now_.il, missed_.data(), (int)missed_.size(), 1);
+    const int il = to.residency.slot(slots[0]).il; // of all: another lane's event may have come since this lane's
+    to.below()->residency.on_routing(il, missed_.data(), (int)missed_.size(), 1);
     for (int expert : missed_) {
-        const int s = to.residency.find(now_.il, expert);
+        const int s = to.residency.find(il, expert);
         if (to.source(s) < 0) {
             take_source(to, s, {});
         }

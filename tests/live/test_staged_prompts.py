@@ -18,9 +18,9 @@ from moegguf.native.link_device import add_link_device
 from moegguf.native.store import StoreOptions, Tier
 from moegguf.quantities import Link
 
-OPTIONS: dict[str, Any] = {"n_ctx": 640, "n_threads": 1, "logits_all": True, "verbose": False}
+OPTIONS: dict[str, Any] = {"n_ctx": 320, "n_threads": 1, "logits_all": True, "verbose": False}
 PROMPTS = (1, 2, 3, 4, 8, 9, 32, 33, 128)
-N_NEW = 3
+N_NEW = 2
 Outcome = tuple[Logits, dict[str, dict[str, Any]]]
 
 
@@ -102,7 +102,7 @@ def test_every_model_and_size_of_prompt(tiny: TinyModel, model: tuple[str, str],
 @pytest.mark.parametrize("staging", [1, 2, 3])
 def test_few_slots_in_ram_and_any_number_of_tensors(tiny: TinyModel, staging: int, device: str) -> None:
     least = 8 if device == "two" else 4
-    sizes = [(least, 1), (least, 8), (24, 8), (30, 64)]
-    found = run_on(device, tiny("tiny-qwen2moe", "q4_k_m"), sizes, staging, (1, 2, 3, 9, 33, 1, 33, 2, 9, 3))
+    sizes = [(least, 1), (least, 8), (30, 64)]
+    found = run_on(device, tiny("tiny-qwen2moe", "q4_k_m"), sizes, staging, (1, 2, 3, 9, 33, 1, 33, 2))
     for figures in found[:-1]:
         assert figures["LOWER"]["evictions"] > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -189,6 +190,26 @@ def test_two_contexts_take_turns(fake: FakeModel, open_store: Open) -> None:
     check_tiers(store)
 
 
+def test_two_contexts_compute_prompts_and_tokens_at_once(fake: FakeModel, open_store: Open) -> None:
+    store, first = open_store(fake, 9, n_lower_slots=12, staging=2)
+    second = store.open_lane()
+
+    def passes(lane: Lane, seed: int) -> None:
+        for n in range(12):
+            if n % 3 == seed:
+                fake.token(store, lane, [n % 8, (n + 3) % 8])
+            else:
+                prompt(store, lane, fake, n + 10 * seed)
+            assert lane.take_failure() is None  # as after every pass: what it pinned is free
+
+    with ThreadPoolExecutor(2) as pool:
+        for running in [pool.submit(passes, lane, seed) for seed, lane in enumerate((first, second))]:
+            running.result(60)
+    second.close()
+    store.drain(10)
+    check_tiers(store)
+
+
 def test_the_last_pass_of_a_prompt_fills_slots_and_others_leave_them_alone(fake: FakeModel, open_store: Open) -> None:
     store, lane = open_store(fake, 8, n_lower_slots=32, staging=2, fill=False)
     lane.announce(0, 0, list(range(24)))
@@ -208,10 +229,15 @@ def test_the_last_pass_of_a_prompt_fills_slots_and_others_leave_them_alone(fake:
     assert store.counters()["evictions"] == 0
 
 
-def test_what_comes_ahead_is_copied_while_the_layer_before_computes(fake: FakeModel, open_store: Open) -> None:
-    """On the modelled clock: a prompt's copies take as long as its layers, and only the first layer waits."""
+@pytest.mark.parametrize("n_layer", [4, 5])
+def test_what_comes_ahead_is_copied_while_the_layer_before_computes(
+    tmp_path: Path, open_store: Open, n_layer: int
+) -> None:
+    """On the modelled clock: a prompt's copies take as long as its layers, and only the first layer waits. The last of
+    five layers is left out where no token's logits are wanted."""
+    fake = make_model(tmp_path, n_layer=n_layer)
     options = {"simulate": True, "link_bytes_per_s": 1e12, "copy_bytes_per_s": 1e9, "fill": False}
-    store, lane = open_store(fake, 8, n_lower_slots=32, staging=2, **options)
+    store, lane = open_store(fake, 8, n_lower_slots=8 * n_layer, staging=2, **options)
     for n in range(4):
         lane.announce(n, 0, list(range(24)))
         for il in (0, 1, 2, 3, 0, 1, 2, 3):
