@@ -239,6 +239,8 @@ def store_figures(stats: Stats, link_bytes_per_s: float) -> dict[str, float]:
         "link_gb_per_s": link_bytes_per_s / 1e9,
         "link_bound_pct": stats.link_bound_share(link_bytes_per_s) * 100 if link_bytes_per_s else 0.0,
         "evictions": stats.evictions,
+        "staged_mb_per_token": stats.bytes_staged / max(1, stats.tokens) / 1e6,
+        "copies_overlapped_pct": stats.staging_overlap * 100,
     }
 
 

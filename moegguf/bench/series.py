@@ -47,7 +47,9 @@ STEPS: dict[str, dict[str, Any]] = {
     "step-chunks": {"store": dict.fromkeys(("demand_first", "preempt", "overlap"), False)},
     "step-preemption": {"store": {"overlap": False}},
 }
-VARIANTS = WITHOUT | STEPS
+# Prompts on a device: as many tokens at once as have slots.
+ON_DEVICE: dict[str, dict[str, Any]] = {"no-staging": {"store": {"staging": 0}}}
+VARIANTS = WITHOUT | STEPS | ON_DEVICE
 
 PLACED = {f"placed-{choice}": choice for choice in PLACEMENTS}  # the same with another --placement
 

@@ -24,8 +24,8 @@ from moegguf.engine.devices import Device
 from moegguf.engine.machine import Memory
 from moegguf.engine.memory import F16, row_bytes
 from moegguf.engine.placement import published_curve
-from moegguf.engine.plan import DevicePlan, Plan, make_plan
-from moegguf.engine.tiers import VRAM_MARGIN_BYTES, host_bytes, lower_slots, plan_tiers
+from moegguf.engine.plan import DevicePlan, Plan, make_plan, staging_bytes
+from moegguf.engine.tiers import VRAM_MARGIN_BYTES, best_staging, host_bytes, lower_slots, plan_tiers
 from moegguf.errors import BudgetError, OptionError
 from moegguf.gguf.experts import ExpertLayout
 from moegguf.quantities import ExpertCache, Link, format_bytes, format_bytes_up
@@ -37,11 +37,12 @@ SAME_LINK = 0.8  # of the fastest link, from where two are alike: measurements o
 class SplitOptions:
     """How a user splits a model over devices. n_gpu_layers, tensor_split: as llama.cpp's; None: layers are split here
     (`device_split.split_layers`), by `links`, {device: link from RAM}; those without one count as the slowest that is
-    known."""
+    known. staging: tensors of each device, as in `tiers.best_staging`."""
 
     n_gpu_layers: int = -1
     tensor_split: Sequence[float] | None = None
     links: Mapping[str, Link] = field(default_factory=dict)
+    staging: int | None = None
 
 
 def plan_devices(
@@ -94,10 +95,15 @@ class _DevicePlanner:
                 f"tensor_split has {len(split.tensor_split)} proportions for {len(devices)} devices"
                 f" ({_names(devices)}); give one for each."
             )
-        self.joint = make_plan(
-            layout, self._joint_budget(), self._joint_memory(), margin=VRAM_MARGIN_BYTES * len(devices),
-            option="vram_cache", streams=False, **options,
-        )  # fmt: skip
+
+        def joint(n_staging: int) -> Plan:
+            return make_plan(
+                layout, self._joint_budget(), self._joint_memory(), margin=VRAM_MARGIN_BYTES * len(devices),
+                option="vram_cache", streams=False, staging=n_staging * len(devices), **options,
+            )  # fmt: skip
+
+        self.joint = best_staging(joint, split.staging)
+        self.staging_bytes = staging_bytes(layout, self.joint.n_staging)  # of each device
         self.n_layer = count_layers(layout)
         self.n_experts = {layer.il: layer.n_expert for layer in layout.layers}
         embedding_bytes = layout.n_vocab * row_bytes(F16, layout.hparams.n_embd)
@@ -148,12 +154,14 @@ class _DevicePlanner:
             resident=n_slots == self.layout.n_expert_total,
             n_ubatch=n_ubatch,
             total_bytes=sum(part.total_bytes for part in on_devices),
+            streams=self.joint.n_staging > 0 and not n_cpu,
             reasons=tuple(self._reasons(parts, n_lower)),
             warnings=tuple(self._warnings(on_devices, host)),
             device=", ".join(part.name for part in on_devices if part.name),
             devices=tuple(parts),
             n_lower_slots=n_lower,
             host_bytes=host,
+            staging_bytes=self.staging_bytes * len([part for part in on_devices if part.n_slots]),
         )
         return plan, self.tensor_split
 
@@ -202,7 +210,7 @@ class _DevicePlanner:
 
     def _free_bytes(self, device: Device) -> int:
         """For layers, with "auto"."""
-        return max(0, device.free_bytes - VRAM_MARGIN_BYTES - self.joint.compute_bytes)
+        return max(0, device.free_bytes - VRAM_MARGIN_BYTES - self.joint.compute_bytes - self.staging_bytes)
 
     def _limit_bytes(self, d: int) -> int | None:
         """The budget for slots on a device; its part, by free memory, of one for all. None: what is free."""
@@ -223,7 +231,8 @@ class _DevicePlanner:
     def _beside_bytes(self, layers: Sequence[int]) -> int:
         """What a device with these layers holds beside slots."""
         output = self.output_bytes if self.n_layer - 1 in layers else 0
-        return len(layers) * self.layer_bytes + output + self.joint.compute_bytes
+        staged = self.staging_bytes if self._experts_of(layers) else 0
+        return len(layers) * self.layer_bytes + output + self.joint.compute_bytes + staged
 
     def _slots(self, layers: Sequence[Sequence[int]]) -> list[int]:
         """Of each device. What its layers do not need of one budget for all goes to the others."""
@@ -257,7 +266,7 @@ class _DevicePlanner:
                 f" least {format_bytes_up(least * self.joint.slot_bytes)!r} for {where}, or other layers (tensor_split,"
                 " n_gpu_layers)."
             )
-        return allowed_ubatch(self.layout, n_slots)
+        return allowed_ubatch(self.layout, n_slots, streams=self.joint.n_staging > 0 and where != "the CPU")
 
     def _ram_slots(self, n_cpu_layers: int, n_on_cpu: int, n_below: int) -> tuple[int, int]:
         """(slots of the layers that the CPU computes, slots below those of devices): in proportion to their experts.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from moegguf.engine.batch import DEFAULT_UBATCH_TOKENS, layer_slots
@@ -31,7 +31,7 @@ from moegguf.gguf.projector import ProjectorHeader, read_projector
 from moegguf.gguf.reader import GGML_TYPES, ggml_type
 from moegguf.models.catalog import find_model
 from moegguf.native import library
-from moegguf.native.store import StoreOptions
+from moegguf.native.store import MOST_SLOT_TOKENS, StoreOptions
 from moegguf.quantities import ExpertCache, format_bytes_up, parse_expert_cache
 from moegguf.settings import KV_CACHE_TYPES, read_environment
 
@@ -73,7 +73,10 @@ class LoadPlan:
     @property
     def least_slots(self) -> int:
         """Slots of the tier that layers compute on, without which a pass may fail."""
-        return layer_slots(self.slots_layout, self.plan.n_ubatch, self.plan.streams)
+        plan, layout = self.plan, self.slots_layout
+        if plan.n_staging:
+            return min(plan.n_slots, layer_slots(layout, min(plan.n_ubatch, MOST_SLOT_TOKENS)))
+        return layer_slots(layout, plan.n_ubatch, plan.streams)
 
     def lower_slots_within(self, expert_cache: Budget) -> int:
         """Slots in RAM of another budget, where a device computes. Raises BudgetError where it holds none."""
@@ -172,6 +175,7 @@ def prepare(
         n_batch = options["n_batch"] = n_image
     hooks = layout.is_moe and environment.hooks
     gpu = gpus_for(vram_cache, placement, options, store.device) if hooks else None
+    gpu = replace(gpu, staging=store.staging) if gpu else None
     n_seq_max, kv_tokens, kv_tokens_in_ram = _sequences(layout, options, n_batch, cache, gpu)
     choice = environment.placement if placement is None else placement
     if hooks and choice == "cpu":

@@ -202,6 +202,7 @@ class Planner:
     device_bytes: memory of the device for experts, below 0 where not even everything else fits there. ram_bytes: of RAM
     for experts, None: enough for all. cpu_ram_bytes: the same without the device, where RAM has everything else, too.
     all_slots_bytes: memory of a slot for every expert, where that is more than the experts: types differ in size.
+    staging_bytes: of the device's memory for experts, what prompts are staged in where there are slots.
     """
 
     model: ModelBytes
@@ -211,6 +212,7 @@ class Planner:
     ram_bytes: int | None = None
     cpu_ram_bytes: int | None = None
     all_slots_bytes: int = 0
+    staging_bytes: int = 0
 
     def plan(self, choice: Choice = "auto", without: Container[Kind] = ()) -> PlacementPlan:
         """The fastest placement that `choice` allows, without some kinds.
@@ -253,7 +255,7 @@ class Planner:
     def _slots(self, n_layers: int) -> Placement:
         model, speeds = self.model, self.speeds
         n_rest, rest = model.n_layer - n_layers, self._share_before(n_layers)
-        slot_bytes = self.device_bytes - model.of_last(n_layers)
+        slot_bytes = max(0, self.device_bytes - self.staging_bytes - model.of_last(n_layers))
         hit_rate = self.curve.at(slot_bytes / (rest * model.expert_bytes))
         copied_s = speeds.copies.seconds(
             (1 - hit_rate) * rest * model.token_bytes, n_rest * (1 - hit_rate**model.n_expert_used)

@@ -27,14 +27,16 @@ from moegguf.engine.placement import (
     Planner,
     parse_placement,
 )
-from moegguf.engine.plan import Plan, given_bytes, make_plan, slot_bytes
+from moegguf.engine.plan import Plan, given_bytes, make_plan, slot_bytes, staging_bytes
 from moegguf.engine.tiers import (
+    STAGING_SHARE,
     VRAM_MARGIN_BYTES,
     beside_experts_bytes,
     host_bytes,
     parse_vram_caches,
     plan_layers,
     plan_tiers,
+    staging_choices,
 )
 from moegguf.errors import BudgetError, OptionError
 from moegguf.gguf.experts import ExpertLayout
@@ -53,7 +55,7 @@ class Gpus:
     """GPUs to place experts on, the budget of all of them together or one of each, and what may be chosen.
 
     split: how layers are divided over several GPUs, or over GPUs and the CPU; None: one GPU computes every layer.
-    refused: placements that the caller has decided against.
+    refused: placements that the caller has decided against. staging: as in `tiers.best_staging`.
     """
 
     devices: tuple[Device, ...]
@@ -61,6 +63,7 @@ class Gpus:
     choice: Choice
     split: SplitOptions | None = None
     refused: frozenset[Kind] = frozenset()
+    staging: int | None = None
 
     @property
     def n_gpu_layers(self) -> int:
@@ -195,6 +198,7 @@ class Budgets:
     memory: Memory
     options: dict[str, Any]
     on_cpu: Mapping[str, Any] = field(default_factory=dict)
+    staging: int | None = None  # as in `tiers.best_staging`
 
     def with_context(self) -> Budgets:
         """The same with a number of tokens of context."""
@@ -229,14 +233,22 @@ class Budgets:
             max(0, _within(self.ram, layout, free_bytes - host_bytes(layout, self._n_ubatch))),
             max(0, _within(self.ram, layout, free_bytes - needs.total_bytes(0))),
             layout.n_expert_total * slot_bytes(layout),
+            self._staging_bytes(device_bytes),
         )
+
+    def _staging_bytes(self, device_bytes: int) -> int:
+        """Of so much memory for experts; a budget that was given is for slots alone."""
+        if self.vram.mode != "auto":
+            return 0
+        sizes = (staging_bytes(self.layout, n) for n in staging_choices(self.staging))
+        return next((size for size in sizes if size <= STAGING_SHARE * device_bytes), 0)
 
     def plan(self, placement: Placement, streams: bool) -> Placed:
         """The plan of one placement. Raises BudgetError where a budget does not allow it."""
         layout, options = self.layout, dict(self.options)
 
         def on_device(layout: ExpertLayout, vram: ExpertCache) -> Plan:
-            return plan_tiers(layout, vram, self.ram, self.device, self.memory, **options)
+            return plan_tiers(layout, vram, self.ram, self.device, self.memory, self.staging, **options)
 
         if placement.kind == "cpu":
             options |= self.on_cpu
@@ -307,11 +319,13 @@ def place_on(
     CPU's slots. Raises BudgetError, OptionError.
     """
     if where.split is None:
-        budgets = Budgets(layout, ram, where.vram[0], where.devices[0], memory, options, on_cpu)
+        budgets = Budgets(
+            layout, ram, where.vram[0], where.devices[0], memory, options, on_cpu, where.staging
+        )  # fmt: skip
         known = where.known(layout, n_threads, repack)
         return place(budgets, where.choice, known, streams=streams, without=where.refused)
     try:
-        split = where.split_by_links(layout, n_threads, repack)
+        split = replace(where.split_by_links(layout, n_threads, repack), staging=where.staging)
         plan, tensor_split = plan_devices(layout, where.vram, ram, where.devices, memory, split, **options)
     except BudgetError as error:
         if where.choice != "auto" or where.vram != (ExpertCache("auto"),) or "cpu" in where.refused:

@@ -74,6 +74,8 @@ class Plan:
     n_lower_slots: int = 0  # in RAM, below those of the device
     host_bytes: int = 0  # of RAM, with those slots and the CPU's, where there is a device
     layers_on: str | None = None  # the device that computes everything but the experts with slots, which are in RAM
+    n_staging: int = 0  # tensors of a layer's full shape on the device, in which prompts are staged
+    staging_bytes: int = 0  # that they take, beside slots; part of total_bytes
     placement: PlacementPlan | None = None  # why the experts are placed so; None: nothing was to be decided
 
     @property
@@ -98,6 +100,7 @@ class _Request:
     streams: bool = False
     kv_tokens: int | None = None
     option: str = "expert_cache"  # that the budget was given with
+    staging_bytes: int = 0
 
     @property
     def one_pass_tokens(self) -> int:
@@ -111,7 +114,7 @@ class _Request:
     @property
     def usable_bytes(self) -> int:
         """Free memory without the margin."""
-        return self.memory.available_bytes - self.margin_bytes
+        return self.memory.available_bytes - self.margin_bytes - self.staging_bytes
 
     def needs(self, n_ctx: int, n_ubatch: int) -> MemoryNeeds:
         n_kv = self.kv_tokens or n_ctx
@@ -127,6 +130,11 @@ class _Request:
 def slot_bytes(layout: ExpertLayout) -> int:
     """Bytes of one slot over all arenas, as the native store lays them out; 0 for a model without experts."""
     return slot_sizes(layout).slot_bytes
+
+
+def staging_bytes(layout: ExpertLayout, n_tensors: int) -> int:
+    """Bytes of so many tensors of a layer's full shape."""
+    return slot_sizes(layout, n_tensors * layout.n_expert).pool_bytes if n_tensors else 0
 
 
 def make_plan(
@@ -145,6 +153,7 @@ def make_plan(
     streams: bool = True,
     kv_tokens: int | None = None,
     option: str = "expert_cache",
+    staging: int = 0,
 ) -> Plan:
     """The plan for running `layout` within `cache` on a machine with `memory`.
 
@@ -153,21 +162,23 @@ def make_plan(
     (`batch.best_fit`). margin: bytes that stay free with "auto"; None: `margin_bytes`. projector: of a model that reads
     images, too. streams: whether the store may stream experts, where the CPU's kernels can (`SlotSizes.streams`).
     kv_tokens: of all sequences that the context holds; None: n_ctx, of one. option: the name of the budget, for
-    messages.
+    messages. staging: tensors of a layer's full shape in which prompts are staged, on a device, beside the slots.
 
     Raises BudgetError, stating the minimum, when the budget (or, for "auto", the free memory) does not hold the experts
     that one token uses in one layer, or those of an image that has to be read in one pass.
     """
     margin = margin_bytes(memory.available_bytes) if margin is None else margin
-    streams = streams and slot_sizes(layout).streams
+    streams = staging > 0 or (streams and slot_sizes(layout).streams)
+    staged_bytes = staging_bytes(layout, staging)
     request = _Request(
         layout, memory, margin, n_ubatch, n_batch, type_k, type_v, flash_attn, projector, streams, kv_tokens, option,
+        staged_bytes,
     )  # fmt: skip
     reasons: list[str] = []
     options: dict[str, Any] = {"type_k": type_k, "type_v": type_v, "flash_attn": flash_attn}
     if n_ctx is None:
         pool_bytes = given_bytes(layout, cache)
-        free_bytes = memory.available_bytes - (projector.total_bytes if projector else 0)
+        free_bytes = memory.available_bytes - (projector.total_bytes if projector else 0) - staged_bytes
         n_ctx = choose_context(layout, free_bytes, request.ubatches()[0], pool_bytes=pool_bytes, **options)
         reasons += _context_reason(layout, n_ctx)
     n_ctx = pad_context(n_ctx) or default_contexts(layout)[0]
@@ -192,7 +203,7 @@ def given_bytes(layout: ExpertLayout, cache: ExpertCache) -> int:
 
 def _plan(request: _Request, n_ctx: int, fit: Fit, reasons: list[str]) -> Plan:
     layout, needs, size = request.layout, fit.needs, request.slot_bytes
-    total = needs.total_bytes(fit.n_slots) + fit.n_slots * size
+    total = needs.total_bytes(fit.n_slots) + fit.n_slots * size + request.staging_bytes
     if layout.is_moe:
         reasons.append(_residency(layout, fit.n_slots))
     return Plan(
@@ -211,6 +222,7 @@ def _plan(request: _Request, n_ctx: int, fit: Fit, reasons: list[str]) -> Plan:
         warnings=tuple(_warnings(layout, fit.n_slots, size, total, request.memory)),
         projector_bytes=needs.projector_bytes,
         streams=request.streams,
+        staging_bytes=request.staging_bytes,
     )
 
 
@@ -241,7 +253,7 @@ def _auto_fit(request: _Request, n_ctx: int, cache: ExpertCache, reasons: list[s
         raise _too_little(request, n_ctx)
     kept = found[0].n_ubatch == request.n_ubatch
     fit = found[0] if kept else best_fit(layout, size, found)
-    other = fit.needs.total_bytes(fit.n_slots)
+    other = fit.needs.total_bytes(fit.n_slots) + request.staging_bytes
     reasons.append(
         f"{format_bytes(request.memory.available_bytes)} are free ({request.memory.limited_by});"
         f" {format_bytes(other)} go to weights that every token uses, the context and buffers,"
@@ -279,7 +291,8 @@ def _fixed_fit(request: _Request, n_ctx: int, cache: ExpertCache, reasons: list[
     sizes = [n for n in ubatches_up_to(min(allowed, request.ubatches()[0])) if n >= request.one_pass_tokens]
     sizes = sizes or [request.one_pass_tokens]
     found = [Fit(n_slots, n, request.needs(n_ctx, n)) for n in sizes]
-    within = [fit for fit in found if fit.total_bytes(request.slot_bytes) <= request.memory.available_bytes]
+    free_bytes = request.memory.available_bytes - request.staging_bytes
+    within = [fit for fit in found if fit.total_bytes(request.slot_bytes) <= free_bytes]
     fit = within[0] if within and not request.n_ubatch else found[0]
     reasons += _ubatch_reason(request, fit, "more would not fit into the free memory")
     return fit

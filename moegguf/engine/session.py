@@ -11,6 +11,7 @@ import enum
 import itertools
 import os
 import warnings
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -43,12 +44,17 @@ def open_store(layout: ExpertLayout, plan: Plan, options: StoreOptions) -> Store
     """
     whole = DevicePlan(plan.device or options.device, tuple(range(layout.n_layer)), plan.n_slots, plan.total_bytes)
     needed = layer_slots(layout, plan.n_ubatch, plan.streams)
-    parts = [pool for part in plan.devices or (whole,) if part.n_slots for pool in pools_of(layout, part, needed)]
+    used = [part for part in plan.devices or (whole,) if part.n_slots]
+    parts = [pool for part in used for pool in pools_of(layout, part, needed, plan.n_staging)]
+    n_pools, staging = Counter(part.name for part in parts), plan.n_staging
     least = [max(layout.n_expert_used, min(part.n_slots, needed)) for part in parts]
     n_slots, n_lower = [part.n_slots for part in parts], plan.n_lower_slots
     while True:
         slots = [
-            DeviceSlots(part.name, n, part.layers, lower=part.name is not None)
+            DeviceSlots(
+                part.name, n, part.layers, lower=part.name is not None,
+                staging=staging_of_pool(staging, n_pools[part.name]) if part.name else 0,
+            )
             for part, n in zip(parts, n_slots, strict=True)
         ]
         try:
@@ -57,6 +63,9 @@ def open_store(layout: ExpertLayout, plan: Plan, options: StoreOptions) -> Store
         except AllocationError:
             if n_slots == least and n_lower <= 1:
                 raise
+            if staging > 1:
+                staging = 1
+                continue
             n_slots = [max(few, n // 2) for few, n in zip(least, n_slots, strict=True)]
             n_lower = max(min(1, n_lower), n_lower // 2)
     if sum(n_slots) < plan.n_slots or n_lower < plan.n_lower_slots:
@@ -72,9 +81,15 @@ def open_store(layout: ExpertLayout, plan: Plan, options: StoreOptions) -> Store
     return store
 
 
-def pools_of(layout: ExpertLayout, part: DevicePlan, needed: int) -> list[DevicePlan]:
+def staging_of_pool(n_staging: int, n_pools: int) -> int:
+    """Of a device's staging tensors those of each of its pools: one at least, where there are any."""
+    return max(1, n_staging // n_pools) if n_staging else 0
+
+
+def pools_of(layout: ExpertLayout, part: DevicePlan, needed: int, n_staging: int = 0) -> list[DevicePlan]:
     """A device's part as one pool, or as several, each for some of its layers, where one would be larger than the
-    device's buffers or kernels take. needed: slots that a pass uses in a layer.
+    device's buffers or kernels take. needed: slots that a pass uses in a layer. n_staging: staging tensors of the
+    device; where each pool has one and there were fewer, the others take the memory of slots.
 
     With fewer slots, and a warning, where the pools would have too few for a pass.
     """
@@ -87,7 +102,9 @@ def pools_of(layout: ExpertLayout, part: DevicePlan, needed: int) -> list[Device
         bounds = [n * len(n_experts) // n_pools for n in range(n_pools + 1)]
         layers = [tuple(n_experts)[first:last] for first, last in itertools.pairwise(bounds)]
         before = [0, *itertools.accumulate(sum(n_experts[il] for il in of) for of in layers)]
-        ends = [part.n_slots * n // total for n in before]
+        staged = staging_of_pool(n_staging, n_pools) * n_pools
+        n_left = part.n_slots - max(0, staged - n_staging) * layout.n_expert
+        ends = [n_left * n // total for n in before]
         n_slots = [last - first for first, last in itertools.pairwise(ends)]
         if min(n_slots) < needed:
             break
@@ -180,8 +197,13 @@ class Session:
         counters, info = self.store.counters(), self.store.info()
         seconds = {name: counters[f"{name}_ns"] / 1e9 for name in ("stall", "hook", "read", "upload")}
         counted = {name: value for name, value in counters.items() if name in Stats.__dataclass_fields__}
+        staged = defaultdict(int, self.store.staging())
         return Stats(
             **counted,
+            staging_bytes=staged["pool_bytes"],
+            bytes_staged=staged["bytes_missed"] + staged["bytes_prefetched"],
+            staging_copy_s=staged["copy_ns"] / 1e9,
+            staging_stall_s=staged["stall_ns"] / 1e9,
             stall_s=seconds["stall"],
             hook_s=seconds["hook"],
             read_s=seconds["read"],

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-PRESENT_VALUES = frozenset({"n_slots", "n_experts", "slots_used", "pool_bytes", "n_threads"})
+PRESENT_VALUES = frozenset({"n_slots", "n_experts", "slots_used", "pool_bytes", "staging_bytes", "n_threads"})
 VRAM, RAM = "VRAM", "RAM"  # names of tiers
 
 
@@ -63,9 +63,11 @@ _TIER_COUNTERS = tuple(
 class Stats:
     """Cumulative figures of one model. A lookup is one distinct (layer, expert) in one pass.
 
-    Times in seconds, sizes in bytes. `n_slots`, `n_experts`, `slots_used`, `pool_bytes` and
+    Times in seconds, sizes in bytes. `n_slots`, `n_experts`, `slots_used`, `pool_bytes`, `staging_bytes` and
     `n_threads`, those that compute, are present values, all others counters. Where layers compute on a device, look-ups
-    and slots are those of its tier; `tiers` has the figures of each, the nearest to the layers first.
+    and slots are those of its tier; `tiers` has the figures of each, the nearest to the layers first. Prompts there are
+    staged: `bytes_staged` were copied into tensors of `staging_bytes` in `staging_copy_s`, of which
+    layers waited `staging_stall_s`, that for reads behind the copies included.
     """
 
     tokens: int = 0
@@ -96,6 +98,10 @@ class Stats:
     slots_used: int = 0
     pool_bytes: int = 0
     n_threads: int = 0
+    staging_bytes: int = 0
+    bytes_staged: int = 0
+    staging_copy_s: float = 0.0
+    staging_stall_s: float = 0.0
     tiers: tuple[TierStats, ...] = ()
 
     def __add__(self, later: Stats) -> Stats:
@@ -148,6 +154,11 @@ class Stats:
     def tokens_per_s(self) -> float:
         """Tokens per second of evaluation, prompt tokens included."""
         return _ratio(self.tokens, self.eval_s)
+
+    @property
+    def staging_overlap(self) -> float:
+        """Share of the time of copies for prompts in which no layer waited: for them, or for reads behind them."""
+        return max(0.0, 1 - _ratio(self.staging_stall_s, self.staging_copy_s)) if self.staging_copy_s else 0.0
 
     def link_bound_share(self, link_bytes_per_s: float) -> float:
         """Time that compute and the missed bytes need at link speed, as a share of the time taken.

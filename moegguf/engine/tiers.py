@@ -6,6 +6,7 @@ Where several devices share the layers, or the CPU computes some: `device_plan`.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -30,17 +31,69 @@ from moegguf.quantities import GIB, ExpertCache, format_bytes, format_bytes_up, 
 VRAM_MARGIN_BYTES = GIB  # stays free with "auto": drivers, displays and other programs take some at any time
 
 
+STAGING_TENSORS = 2  # one is filled while the other is computed with; more gain nothing
+STAGING_SHARE = 0.25  # of the device's memory for experts, at most: what prompts gain costs answers slots
+
+
+def staging_choices(wanted: int | None) -> tuple[int, ...]:
+    """Numbers of staging tensors to choose from, most first; none: prompts are not staged."""
+    if wanted is None:
+        return tuple(range(STAGING_TENSORS, 0, -1))
+    return (wanted,) if wanted else ()
+
+
+def best_staging(plan: Callable[[int], Plan], wanted: int | None) -> Plan:
+    """Of the plans for a device with 0, 1 and STAGING_TENSORS staging tensors the one with the most that fit into its
+    memory and into STAGING_SHARE. wanted: with so many, where they fit. Raises BudgetError where no plan does."""
+    without = _plan_or_error(plan, 0)
+    resident = isinstance(without, Plan) and without.resident
+    for n in () if resident else staging_choices(wanted):
+        found = _plan_or_error(plan, n)
+        if isinstance(found, BudgetError):
+            continue
+        small = found.staging_bytes <= STAGING_SHARE * (found.staging_bytes + found.budget_bytes)
+        fits = found.total_bytes <= found.available_bytes
+        if not found.resident and (wanted or (small and fits)):
+            reason = (
+                f"prompts are staged in {n} tensor{'s' * (n > 1)} of a layer's experts"
+                f" ({format_bytes(found.staging_bytes)}): slots keep theirs meanwhile"
+            )
+            return replace(found, n_staging=n, reasons=(*found.reasons, reason))
+    if isinstance(without, BudgetError):
+        raise without
+    return without
+
+
+def _plan_or_error(plan: Callable[[int], Plan], n: int) -> Plan | BudgetError:
+    try:
+        return plan(n)
+    except BudgetError as error:  # without staging also where an image takes a pass of more tokens than have slots
+        return error
+
+
 def plan_tiers(
-    layout: ExpertLayout, vram: ExpertCache, ram: ExpertCache, device: Device, memory: Memory, **options: Any
+    layout: ExpertLayout,
+    vram: ExpertCache,
+    ram: ExpertCache,
+    device: Device,
+    memory: Memory,
+    staging: int | None = None,
+    **options: Any,
 ) -> Plan:
     """The plan for running `layout` on `device`, with `vram` for slots there and `ram` for slots below them.
 
-    Weights that every token uses, the context and the buffers of a pass are on the device, too. options: those of
-    `make_plan`. Raises BudgetError, stating the minimum, where either budget is too small.
+    Weights that every token uses, the context, the buffers of a pass and staging tensors are on the device, too.
+    staging: as in `best_staging`. options: those of `make_plan`. Raises BudgetError, stating the minimum, where either
+    budget is too small.
     """
-    upper = make_plan(
-        layout, vram, device.memory, margin=VRAM_MARGIN_BYTES, option="vram_cache", streams=False, **options
-    )
+
+    def on_device(n: int) -> Plan:
+        return make_plan(
+            layout, vram, device.memory, margin=VRAM_MARGIN_BYTES, option="vram_cache", streams=False, staging=n,
+            **options,
+        )  # fmt: skip
+
+    upper = best_staging(on_device, staging if layout.is_moe else 0)
     n_slots = 0 if upper.resident else lower_slots(layout, ram, memory, upper.slot_bytes, upper.n_ubatch)
     host = host_bytes(layout, upper.n_ubatch) + n_slots * upper.slot_bytes
     reason = f"every layer is computed on {device.name}"

@@ -61,6 +61,10 @@ bool Lane::has_one_token_each() const {
     return found;
 }
 
+bool Lane::staged() const {
+    return tier->id == TierId::staging;
+}
+
 std::unique_ptr<Lane> Acquire::open_lane() {
     Lock lock(shared_.mutex);
     auto lane = std::make_unique<Lane>(store_, *tiers_.compute[0], lane_ids_, layout_.n_expert_max);
@@ -142,11 +146,13 @@ void Acquire::acquire(Lane & lane, int il, int32_t * ids, int n_expert_used, int
             const bool nearly_all = n_tokens > 1 && (int64_t)n >= sweep_choices_per_expert * n_expert;
             lane.n_experts += (int)lane.distinct.size();
             const uint64_t turn = lane.pass * layout_.layers.size() + il;
+            lane.tier = &tiers_.of(il, n_tokens);
+            lane.stream = lane.staged() ? nullptr : lane.stream;
             lane.ids_memory = ids;
             lane.streams_experts = must_stream(lane, n_tokens, wait_kinds);
             const Moment now = {il, nearly_all || lane.cycles, lane.n_tokens == 1, turn, lane.decodes};
             placed = fill_slots(lane, now, ids, n_expert_used, n_tokens, lock);
-            if (placed && nearly_all && shared_.has(MOEGGUF_SWEEP)) {
+            if (placed && nearly_all && shared_.has(MOEGGUF_SWEEP) && !lane.staged()) {
                 sweep_ahead(il);
             }
             first_slot = lane.tier->numbering.window(il).first_slot;
@@ -168,7 +174,12 @@ void Acquire::acquire(Lane & lane, int il, int32_t * ids, int n_expert_used, int
              batched ? lane.event_sequences.data() : nullptr, batched ? lane.event_phases.data() : nullptr});
     }
     if (placed) {
-        wait(lane, only_copies ? all_kinds : wait_kinds); // a stream waits for copies, so the layer need not stop again
+        // A stream waits for copies, so the layer need not stop again.
+        wait(lane, only_copies || lane.staged() ? all_kinds : wait_kinds);
+    }
+    if (placed && lane.staged() && !lane.failed) {
+        Lock lock(shared_.mutex);
+        staging_.finish(lane, ids, n_expert_used, n_tokens, lock);
     }
     for (size_t i = 0; i < n; i++) {
         ids[i] = lane.failed ? 0 : lane.streams_experts ? ids[i] : lane.slot_of[ids[i]] - first_slot;
@@ -202,12 +213,18 @@ bool Acquire::fill_slots(Lane & lane, const Moment & now, const int32_t * ids, i
                          Lock & lock) {
     lane.chunks = layout_.layers[now.il].chunks;
     transfers_.set_moment(now);
-    lane.tier->residency.on_forecast(now.il,
-                                     nullptr); // the router has chosen: what was predicted does not count any more
+    Residency & residency = tiers_.of(now.il).residency;
+    residency.on_forecast(now.il, nullptr); // the router has chosen: what was predicted does not count any more
+    staging_.note_pass(lane, n_tokens);
+    if (lane.staged()) {
+        residency.on_routing(now.il, ids, n_expert_used, n_tokens);
+        return staging_.place(lane, now, lock);
+    }
+    staging_.drop_ahead(lock);
     if (!pin_all(lane, now, lock)) {
         return false;
     }
-    lane.tier->residency.on_routing(now.il, ids, n_expert_used, n_tokens);
+    residency.on_routing(now.il, ids, n_expert_used, n_tokens);
     transfers_.demand(*lane.tier, lane.pinned);
     return true;
 }
@@ -237,6 +254,7 @@ void Acquire::begin_pass(Lane & lane, int il, int n_tokens) {
     lane.tier = layout_.has_experts(il) ? &tiers_.of(il) : lane.tier;
     for (auto & tier : tiers_.compute) {
         if (tier->resize_to > 0) {
+            staging_.drop_ahead();
             apply_resize(*tier);
         }
     }
@@ -471,6 +489,9 @@ void Acquire::unpin(Lane & lane) {
 
 void Acquire::resize(Tier & tier, int n_slots) {
     Lock lock(shared_.mutex);
+    if (tier.id == TierId::staging) {
+        throw Error(MOEGGUF_INVALID, "staging tensors keep the size of a layer");
+    }
     const bool computes = tier.id == TierId::compute;
     const int least = computes ? tier.layers.n_used_max : 1, most = tier.residency.n_slots();
     if (n_slots < least || n_slots > most) {
@@ -492,6 +513,9 @@ void Acquire::resize(Tier & tier, int n_slots) {
 
 void Acquire::reallocate(Tier & tier, int n_slots) {
     Lock lock(shared_.mutex);
+    if (tier.id == TierId::staging) {
+        throw Error(MOEGGUF_INVALID, "staging tensors keep the size of a layer");
+    }
     const bool computes = tier.id == TierId::compute;
     const int least = computes ? tier.layers.n_used_max : 1, most = tier.residency.n_slots();
     if (n_slots < least || n_slots > most) {
@@ -510,12 +534,15 @@ void Acquire::reallocate(Tier & tier, int n_slots) {
         streaming_.stop(*lane);
         unpin(*lane);
     }
+    staging_.drop_ahead();
     tier.resize_to = 0;
     tier.resize(std::min(n_slots, tier.residency.n_usable()));
     transfers_.drop_requests();
     transfers_.hold_prefetches(true);
     const auto quiet = [&] {
-        return !tiers_.any([](const Tier & of) { return of.reading(); }) && !(tiers_.below && tiers_.below->reading());
+        const auto reading = [](const auto & of) { return of && of->reading(); };
+        return !tiers_.any([](const Tier & of) { return of.reading(); }) && !reading(tiers_.below) &&
+               std::none_of(tiers_.staging.begin(), tiers_.staging.end(), reading);
     };
     const bool ended = shared_.simulated() || shared_.done.wait_for(lock, longest_pass, quiet);
     transfers_.hold_prefetches(false);

@@ -4,19 +4,21 @@
 
 #include "forecaster.h"
 #include "lane.h"
+#include "staging.h"
 
 namespace moegguf {
 
 class Acquire {
   public:
     Acquire(Store & store, const Layout & layout, Shared & shared, Tiers & tiers, Streaming & streaming,
-            Transfers & transfers, Forecaster & forecaster, Events & events)
+            Transfers & transfers, PromptStaging & staging, Forecaster & forecaster, Events & events)
         : store_(store),
           layout_(layout),
           shared_(shared),
           tiers_(tiers),
           streaming_(streaming),
           transfers_(transfers),
+          staging_(staging),
           forecaster_(forecaster),
           events_(events) {}
 
@@ -26,8 +28,8 @@ class Acquire {
     void announce_tokens(Lane & lane, const moegguf_tokens_event & event);
 
     // A routing event: expert_ids [n_tokens][n_expert_used] become slot ids in place. Waits for the matrices in
-    // `wait_kinds`. Of a layer that is streamed (streaming.h) they stay expert ids. On failure the lane says why and
-    // the ids are safe to compute with.
+    // `wait_kinds`, of a layer that is staged (staging.h) for all. Of one that is streamed (streaming.h) they stay
+    // expert ids. On failure the lane says why and the ids are safe to compute with.
     void acquire(Lane & lane, int il, int32_t * ids, int n_expert_used, int n_tokens, uint8_t wait_kinds,
                  const Routed & routed = {});
 
@@ -84,6 +86,7 @@ class Acquire {
     Tiers & tiers_;
     Streaming & streaming_;
     Transfers & transfers_;
+    PromptStaging & staging_;
     Forecaster & forecaster_;
     Events & events_;
     std::vector<Lane *> lanes_;

@@ -10,26 +10,27 @@
 namespace moegguf {
 namespace {
 
+constexpr size_t most_ahead = 8; // matrices for a prompt's next layer that are copied as one
+
 int matrix_of(const Layout & layout, const Job & job) {
     return layout.layers[job.il].matrix[__builtin_ctz(job.kinds)];
 }
 
 } // namespace
 
-Copies::Copies(const Layout & layout, const moegguf_device & device, Shared & shared, Tier & from, Tier & to)
+Copies::Copies(const Layout & layout, const moegguf_device & device, Shared & shared, Tier & to)
     : layout_(layout),
       shared_(shared),
-      from_(from),
       to_(to),
       submitted_(to.residency.n_slots()) {
     link.bytes_per_ns = device.sim_copy_bytes_per_ns;
     link.latency_ns = device.sim_copy_latency_ns;
     if (!shared.simulated()) {
-        start();
+        start_thread();
     }
 }
 
-void Copies::start() {
+void Copies::start_thread() {
     ggml_backend_dev_t device = to_.pool()->memory().device;
     backend_.reset(ggml_backend_dev_init(device, nullptr));
     if (!backend_) {
@@ -60,7 +61,7 @@ Copies::~Copies() {
 
 void Copies::queue(int s, uint8_t kinds, bool demand) {
     const Slot & slot = to_.residency.slot(s);
-    const Place source = from_.place(to_.source(s));
+    const Place source = to_.source_tier(s).place(to_.source(s));
     for (; kinds; kinds &= kinds - 1) {
         const uint8_t kind = kinds & -kinds;
         (demand ? demand_ : prefetch_).push({source, to_.place(s), slot.il, slot.expert, kind, demand, slot.claims});
@@ -95,6 +96,25 @@ bool Copies::next(Job & job) {
         shared_.done.notify_all(); // moegguf_store_drain waits for empty queues
     }
     return false;
+}
+
+Tier & Copies::source(const Job & job) const {
+    switch (job.source.tier) {
+        case TierId::staging:
+            return *to_.staging;
+        case TierId::compute:
+            return *to_.staged_for;
+        default:
+            return *to_.below();
+    }
+}
+
+// Copies within the device take no time: its memory is far faster than any link.
+void Copies::start(Job & job, uint64_t bytes, uint64_t clock_ns) {
+    begin(job);
+    link.start(job, bytes, clock_ns);
+    link.done_ns = job.source.tier == TierId::lower ? link.done_ns : clock_ns;
+    count(busy_ns_, link.done_ns - clock_ns);
 }
 
 void Copies::begin(Job & job) {
@@ -164,6 +184,7 @@ void Copies::run() {
             why = e.what();
         }
         count(shared_.counters.upload_ns, now_ns() - start);
+        count(busy_ns_, now_ns() - start);
         {
             std::lock_guard<std::mutex> event_lock(event_mutex_);
             in_flight_ = false;
@@ -175,17 +196,18 @@ void Copies::run() {
     }
 }
 
-// Everything that layers wait for, so that neighbours can go as one; else one matrix, so that a layer waits for one at
-// most.
+// Everything that layers wait for, so that neighbours can go as one; else one matrix, or some for a prompt, so that a
+// layer waits for no more.
 bool Copies::take_batch() {
+    const size_t most = to_.staged_for ? most_ahead : 1;
     batch_.clear();
     Job job;
-    while ((batch_.empty() || !demand_.empty()) && next(job)) {
+    const auto more = [&] {
+        return batch_.empty() || !demand_.empty() || (!batch_.back().demand && batch_.size() < most);
+    };
+    while (more() && next(job)) {
         begin(job);
         batch_.push_back(job);
-        if (!job.demand) {
-            break;
-        }
     }
     return !batch_.empty();
 }
@@ -200,8 +222,12 @@ void Copies::submit_batch() {
     for (size_t first = 0; first < batch_.size();) {
         const Job & job = batch_[first];
         const int matrix = matrix_of(layout_, job), n = count_neighbours(first);
-        const uint8_t * data = from_.pool()->data(matrix, job.source.slot);
-        to_.pool()->write_slots(backend_.get(), matrix, job.destination.slot, n, data);
+        const Pool &from = *source(job).pool(), &to = *to_.pool();
+        if (job.source.tier == TierId::lower) {
+            to.write_slots(backend_.get(), matrix, job.destination.slot, n, from.data(matrix, job.source.slot));
+        } else {
+            to.copy_slots(backend_.get(), matrix, job.destination.slot, n, from, job.source.slot);
+        }
         first += n;
     }
 }
@@ -229,8 +255,8 @@ int Copies::count_neighbours(size_t first) const {
     const Job & job = batch_[first];
     size_t n = 1;
     const auto follows = [&](const Job & next) {
-        return next.il == job.il && next.kinds == job.kinds && next.destination.slot == job.destination.slot + (int)n &&
-               next.source.slot == job.source.slot + (int)n;
+        return next.il == job.il && next.kinds == job.kinds && next.source.tier == job.source.tier &&
+               next.destination.slot == job.destination.slot + (int)n && next.source.slot == job.source.slot + (int)n;
     };
     while (!to_.pool()->repacked(matrix_of(layout_, job)) && first + n < batch_.size() && follows(batch_[first + n])) {
         n += 1;

@@ -1,5 +1,5 @@
-// copies.h: the link from slots in host memory to those of a device that computes. Its thread has a backend of its
-// own, which is a stream of its own where the device has streams.
+// copies.h: copies into one tier's slots on a device, from slots in host memory and from others on the device. Their
+// thread has a backend of its own, which is a stream of its own where the device has streams.
 #pragma once
 
 #include "link.h"
@@ -12,7 +12,7 @@ namespace moegguf {
 class Copies {
   public:
     // Starts the thread, unless simulated.
-    Copies(const Layout & layout, const moegguf_device & device, Shared & shared, Tier & from, Tier & to);
+    Copies(const Layout & layout, const moegguf_device & device, Shared & shared, Tier & to);
     ~Copies();
     Copies(const Copies &) = delete;
     Copies & operator=(const Copies &) = delete;
@@ -34,11 +34,15 @@ class Copies {
     uint64_t n_queued(bool demand) const { return get(demand ? n_demand_ : n_prefetch_); } // any thread
 
     uint64_t n_stream_waits() const { return get(n_stream_waits_); }
+    uint64_t busy_ns() const { return get(busy_ns_); } // of the thread, or of the modelled link
+
+    Tier & source(const Job & job) const;                     // whose slot it copies
+    void start(Job & job, uint64_t bytes, uint64_t clock_ns); // simulation
 
     ModelledLink link; // simulation
 
   private:
-    void start();
+    void start_thread();
     void run();
     bool take_batch();
     void submit_batch();
@@ -48,13 +52,13 @@ class Copies {
 
     const Layout & layout_;
     Shared & shared_;
-    Tier & from_;
     Tier & to_;
     ggml_backend_ptr backend_;
     ggml_backend_event_ptr event_; // behind the batch submitted last; nullptr: the device has none
     std::mutex event_mutex_;       // of event_ and in_flight_
     bool in_flight_ = false;
     uint64_t n_stream_waits_ = 0;
+    uint64_t busy_ns_ = 0;
     std::vector<std::atomic<uint8_t>> submitted_; // [n_slots]
     Ring<Job> demand_;                            // one matrix each
     Ring<Job> prefetch_;

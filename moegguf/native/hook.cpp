@@ -149,7 +149,7 @@ extern "C" bool moegguf_is_reserved(const ggml_tensor * w) {
     return store_of(w) != nullptr;
 }
 
-extern "C" ggml_tensor * moegguf_pool_tensor(ggml_tensor * w) {
+extern "C" ggml_tensor * moegguf_pool_tensor(ggml_tensor * w, const ggml_tensor * ids) {
     Store * store = store_of(w);
-    return store ? store->pool_tensor(w->name) : w;
+    return store ? store->pool_tensor(w->name, (int)ids->ne[1]) : w;
 }

@@ -38,7 +38,7 @@ LOG_ERROR = 4  # enum ggml_log_level
 SPINNING = {"GOMP_SPINCOUNT": "20000", "OMP_WAIT_POLICY": "active"}
 
 OK, INVALID, MEMORY, IO, CANCELLED, FORKED, ROUTING, SLOTS = range(8)
-COMPUTE_TIER, LOWER_TIER, DEVICE_TIER = range(3)  # enum moegguf_tier
+COMPUTE_TIER, LOWER_TIER, STAGING_TIER, DEVICE_TIER = range(4)  # enum moegguf_tier
 POLICY_FORECAST, POLICY_SCORES = 1, 2  # enum moegguf_policy_trait
 PREDICT_ONCE, PREDICT_LOCKSTEP = 1, 2  # enum moegguf_predict_flag
 
@@ -82,6 +82,8 @@ class Device(c.Structure):
         ("name", c.c_char_p),
         ("n_slots", c.c_int32),
         ("has_lower_tier", c.c_int32),
+        ("n_staging_tensors", c.c_int32),
+        ("reserved", c.c_int32),
         ("sim_copy_bytes_per_ns", c.c_double),
         ("sim_copy_latency_ns", c.c_double),
     ]
@@ -143,7 +145,7 @@ class TierInfo(c.Structure):
             (name, c.c_uint64)
             for name in (
                 "lookups hits_ready hits_late misses evictions bytes_missed bytes_prefetched stall_ns"
-                " stream_waits slots_used slots_pinned pool_bytes"
+                " stream_waits copy_ns slots_used slots_pinned pool_bytes"
             ).split()
         ),
         *((name, c.c_int32) for name in "n_slots n_slots_usable resident pinned_memory".split()),

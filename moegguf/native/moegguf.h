@@ -16,6 +16,11 @@
 //   missed goes file -> slot below -> slot, or is copied from below where it is there already, or comes straight from
 //   the file where no slot below can be had. It may be in both; what stays above is the first to go below.
 //
+//   A device may also have up to three staging tensors, which its layers take in turn, each with a place for every
+//   expert of a layer. Passes of more tokens than the device's kernels multiply one by one go there: experts of the
+//   layer are copied to the places of their own ids, from slots of the device, from slots below, or from the file;
+//   those of the next layer while this one is computed. Slots keep what they hold until the last pass of a prompt.
+//
 // Ordering
 //   1. At a routing event a lane (one llama_context) unpins its earlier slots, pins the needed experts that are there,
 //      and only then are victims chosen. A pinned slot keeps its expert, and so does one that is being read.
@@ -25,7 +30,8 @@
 //      thread itself has seen the chunk READY with an acquire load: in the kernel on the CPU, before it on other
 //      devices. Pins keep what it saw true until the lane's next routing event.
 //      On devices with events the thread only sees that the copy was queued, and lets its stream wait for it.
-//   4. A slot below is pinned from when a slot above is to be filled from it until that has every matrix, or gives up.
+//   4. A slot that another is to be filled from is pinned until that has every matrix, or gives up.
+//   5. A place in a staging tensor changes its expert only while no lane has pinned it and nothing is on its way there.
 //
 // Threads
 //   compute thread(s): moegguf_eval, moegguf_abort, and in the CPU's MUL_MAT_ID the order of matrices (arrivals.h).
@@ -105,7 +111,9 @@ struct moegguf_matrix {
 struct moegguf_device {
     const char * name; // ggml's; NULL is the CPU
     int32_t n_slots;
-    int32_t has_lower_tier;       // what is missed here comes through the tier below
+    int32_t has_lower_tier;    // what is missed here comes through the tier below
+    int32_t n_staging_tensors; // of a layer's full shape, for prompts; up to 3; 0: passes must fit the slots
+    int32_t reserved;
     double sim_copy_bytes_per_ns; // simulation: the link from the tier below, 0 = free
     double sim_copy_latency_ns;   // simulation: per copy
 };
@@ -128,9 +136,14 @@ struct moegguf_config {
     double sim_latency_ns;                 // simulation: per transfer
 };
 
-// COMPUTE is what layers compute on: of all devices together where a call says nothing else. DEVICE + i: the slots of
-// device i alone.
-enum moegguf_tier { MOEGGUF_COMPUTE_TIER = 0, MOEGGUF_LOWER_TIER = 1, MOEGGUF_DEVICE_TIER = 2 };
+// COMPUTE is what layers compute on: of all devices together where a call says nothing else. STAGING: the tensors that
+// prompts are staged in, of all devices. DEVICE + i: the slots of device i alone.
+enum moegguf_tier {
+    MOEGGUF_COMPUTE_TIER = 0,
+    MOEGGUF_LOWER_TIER = 1,
+    MOEGGUF_STAGING_TIER = 2,
+    MOEGGUF_DEVICE_TIER = 3
+};
 
 // Counted where it happens; cumulative since the store was opened.
 // A lookup is one distinct (layer, expert) per pass: lookups = hits_ready + hits_late + misses. Look-ups, evictions and
@@ -197,6 +210,7 @@ struct moegguf_tier_info {
     uint64_t bytes_prefetched; // likewise, early
     uint64_t stall_ns;         // compute threads waiting; below: while something was still to be read from the file
     uint64_t stream_waits;     // for copies, by the stream that computes in place of a thread
+    uint64_t copy_ns;          // of the threads that copy into its slots
     uint64_t slots_used;       // now
     uint64_t slots_pinned;     // now
     uint64_t pool_bytes;
@@ -451,7 +465,7 @@ MOEGGUF_API int moegguf_store_resize(moegguf_store * store, int32_t tier, int32_
 MOEGGUF_API int moegguf_store_reallocate(moegguf_store * store, int32_t tier, int32_t n_slots);
 MOEGGUF_API int moegguf_store_drain(moegguf_store * store, double timeout_s); // OK when nothing is queued or read
 MOEGGUF_API int moegguf_store_read_slot(moegguf_store * store, int32_t matrix, int32_t slot, void * out,
-                                        size_t n); // plain slots: for tests
+                                        size_t n); // plain slots, and behind them places of staging tensors: for tests
 MOEGGUF_API int moegguf_store_probe(moegguf_store * store, double seconds,
                                     double * bytes_per_s);                     // what these readers reach on this file
 MOEGGUF_API int moegguf_store_sim_advance(moegguf_store * store, uint64_t ns); // simulation: compute time passes
@@ -478,7 +492,9 @@ MOEGGUF_API void moegguf_set_scheduler(ggml_backend_sched_eval_callback eval, vo
 
 // For the patched llama.cpp.
 MOEGGUF_API bool moegguf_is_reserved(const struct ggml_tensor * w);
-MOEGGUF_API struct ggml_tensor * moegguf_pool_tensor(struct ggml_tensor * w); // w itself when it is not reserved
+// What to multiply with in place of `w`, by the router's ids: by their number of tokens a pool tensor or, of a prompt,
+// a staging tensor. w itself when it is not reserved.
+MOEGGUF_API struct ggml_tensor * moegguf_pool_tensor(struct ggml_tensor * w, const struct ggml_tensor * ids);
 // A node for a layer's slot ids where `w` is reserved, NULL where not: the hook stops there, has the experts fetched
 // and writes slot ids over the expert ids. It keeps the router's weights and input in memory until then.
 MOEGGUF_API struct ggml_tensor * moegguf_slot_ids(struct ggml_context * ctx, const struct ggml_tensor * w,

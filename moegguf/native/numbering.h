@@ -28,6 +28,27 @@ class Numbering {
         }
     }
 
+    // Places for experts that are staged (staging.h): layers take n_tensors windows in turn, each with a place for
+    // every expert of a layer, so that slot ids equal expert ids.
+    struct InTurn {
+        int n_tensors;
+    };
+    Numbering(const Layout & layout, const LayerSet & layers, InTurn turn)
+        : n_slots_(turn.n_tensors * layout.n_expert_max),
+          resident_(true),
+          windows_(layout.layers.size(), {0, 0}) {
+        int n = 0;
+        for (int il : layers.moe_layers) {
+            windows_[il] = {n % turn.n_tensors * layout.n_expert_max, layout.layers[il].n_expert};
+            n += 1;
+        }
+    }
+
+    Numbering(const Numbering & other)
+        : n_slots_(other.n_slots_),
+          resident_(other.resident()),
+          windows_(other.windows_) {}
+
     int n_slots() const { return n_slots_; }
     bool resident() const { return resident_; } // any thread
     Window window(int il) const { return windows_[il]; }

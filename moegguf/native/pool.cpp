@@ -416,12 +416,27 @@ const uint8_t * Pool::data(int matrix, int slot) const {
 }
 
 void Pool::write_slots(ggml_backend_t backend, int matrix, int slot, int n, const void * data) const {
+    ggml_tensor slots = slots_view(matrix, slot, n);
+    ggml_backend_tensor_set_async(backend, &slots, data, 0, ggml_nbytes(&slots));
+}
+
+void Pool::copy_slots(ggml_backend_t backend, int matrix, int slot, int n, const Pool & from, int from_slot) const {
+    ggml_tensor source = from.slots_view(matrix, from_slot, n), slots = slots_view(matrix, slot, n);
+    if (host_) {
+        memcpy(slots.data, source.data, ggml_nbytes(&slots)); // as it is, interleaved or not
+    } else {
+        ggml_backend_tensor_copy_async(backend, backend, &source, &slots);
+    }
+}
+
+// As one tensor.
+ggml_tensor Pool::slots_view(int matrix, int slot, int n) const {
     ggml_tensor slots = *slot_[matrix];
     slots.ne[2] = n;
     slots.nb[2] = n > 1 ? strides_.of_kind[kind_[matrix]] : slots.nb[2];
     slots.nb[3] = slots.nb[2] * n;
     slots.data = address(matrix, slot);
-    ggml_backend_tensor_set_async(backend, &slots, data, 0, ggml_nbytes(&slots));
+    return slots;
 }
 
 void Pool::release(int first, int last) const {

@@ -47,6 +47,8 @@ class Pool {
     // Whole matrices of n neighbouring slots, laid out in `data` as they are here. Returns before it is done where the
     // backend can: synchronize it before `data` changes.
     void write_slots(ggml_backend_t backend, int matrix, int slot, int n, const void * data) const;
+    // The same from slots of another pool on the same device.
+    void copy_slots(ggml_backend_t backend, int matrix, int slot, int n, const Pool & from, int from_slot) const;
     bool repacked(int matrix) const { return repacked_[matrix]; }
 
     // Whether the kernels that multiply with the tensors ask for an order of their matrices, by op_params.
@@ -82,6 +84,7 @@ class Pool {
     void rebind(int kind, int n_slots);
     void note_unpinned(const Arena & arena);
     uint8_t * address(int matrix, int slot) const;
+    ggml_tensor slots_view(int matrix, int slot, int n) const;
     void make_tensor(const Matrix & m, int matrix, Window window);
 
     PoolMemory memory_;

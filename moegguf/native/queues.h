@@ -63,8 +63,8 @@ class Ring {
 };
 
 // Disk is where every expert has its place: the shards of the GGUF. The others have slots: those that layers compute
-// with, and those in host memory that slots of a device are filled from.
-enum class TierId : uint8_t { disk, lower, compute };
+// with, those in host memory that slots of a device are filled from, and those of tensors that prompts are staged in.
+enum class TierId : uint8_t { disk, lower, compute, staging };
 
 // Where an expert is: in a slot while the slot's generation holds. On disk the layout has its offsets, and slot is -1.
 struct Place {

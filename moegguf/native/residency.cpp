@@ -198,13 +198,17 @@ void Residency::adopt(int s, int expert) {
     publish(s, layout_.layers[slot.il].chunks);
 }
 
-void Residency::pin(int s) {
-    Slot & slot = slots_[s];
-    slot.pins += 1;
-    if (slot.pins == 1) {
+void Residency::hold(int s) {
+    slots_[s].pins += 1;
+    if (slots_[s].pins == 1) {
         count(counters_.slots_pinned);
         place(s);
     }
+}
+
+void Residency::pin(int s) {
+    hold(s);
+    Slot & slot = slots_[s];
     slot.last_use = ++tick_;
     if (!slot.streams()) {
         policy_->on_use(slot.il, slot.expert);

@@ -54,7 +54,8 @@ class Residency {
     void reserve(int s, int il);   // a free slot, for experts that are streamed
     void adopt(int s, int expert); // such a slot, by the expert that is in it, whole
 
-    void pin(int s); // by a look-up or for a miss: the most recent use
+    void pin(int s);  // by a look-up or for a miss: the most recent use
+    void hold(int s); // as a pin, without a use
     void unpin(int s);
     void touch(int s); // as recent as if it was used now, without a use
     void begin_read(int s, uint8_t kinds);

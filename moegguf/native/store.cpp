@@ -14,10 +14,11 @@ std::vector<std::unique_ptr<Copies>> make_copies(const Layout & layout, const mo
                                                  Tiers & tiers) {
     std::vector<std::unique_ptr<Copies>> copies;
     for (size_t d = 0; d < tiers.compute.size(); d++) {
-        Tier & to = *tiers.compute[d];
-        if (to.below()) {
-            copies.push_back(std::make_unique<Copies>(layout, config.devices[d], shared, *to.below(), to));
-            to.copies = copies.back().get();
+        for (Tier * to : {tiers.compute[d].get(), tiers.staging[d].get()}) {
+            if (to && to->below()) {
+                copies.push_back(std::make_unique<Copies>(layout, config.devices[d], shared, *to));
+                to->copies = copies.back().get();
+            }
         }
     }
     return copies;
@@ -89,15 +90,16 @@ Store::Store(const moegguf_config & config)
       arrivals(layout, shared, tiers.on_cpu, streaming),
       copies(make_copies(layout, config, shared, tiers)),
       transfers(layout, config, shared, tiers, streaming),
+      staging(layout, shared, tiers, transfers),
       forecaster(layout, shared, tiers, transfers),
-      acquire(*this, layout, shared, tiers, streaming, transfers, forecaster, events),
+      acquire(*this, layout, shared, tiers, streaming, transfers, staging, forecaster, events),
       buft_(make_reserved_buft(this), free_reserved_buft) {
 }
 
-ggml_tensor * Store::pool_tensor(const char * name) const {
+ggml_tensor * Store::pool_tensor(const char * name, int n_tokens) const {
     for (size_t i = 0; i < layout.matrices.size(); i++) {
         if (layout.matrices[i].name == name) {
-            return tiers.of(layout.matrices[i].il).pool()->tensor((int)i);
+            return tiers.of(layout.matrices[i].il, n_tokens).pool()->tensor((int)i);
         }
     }
     return nullptr;
@@ -111,6 +113,12 @@ std::vector<Tier *> Store::tiers_at(int index) {
         }
     } else if (index == MOEGGUF_LOWER_TIER && tiers.below) {
         found.push_back(tiers.below.get());
+    } else if (index == MOEGGUF_STAGING_TIER && staging.on()) {
+        for (auto & tier : tiers.staging) {
+            if (tier) {
+                found.push_back(tier.get());
+            }
+        }
     } else if (const int d = index - MOEGGUF_DEVICE_TIER; d >= 0 && d < (int)tiers.compute.size()) {
         found.push_back(tiers.compute[d].get());
     } else {
@@ -257,7 +265,8 @@ void Store::read_counters(moegguf_counters & out) const {
 }
 
 void Store::tier_info(int index, moegguf_tier_info & out) {
-    const std::vector<Tier *> of = tiers_at(index);
+    const bool no_staging = index == MOEGGUF_STAGING_TIER && !staging.on();
+    const std::vector<Tier *> of = no_staging ? std::vector<Tier *>() : tiers_at(index);
     Lock lock(shared.mutex);
     out = {};
     out.resident = true;
@@ -272,6 +281,7 @@ void Store::tier_info(int index, moegguf_tier_info & out) {
         out.bytes_prefetched += tier->bytes_prefetched();
         out.stall_ns += get(counters.stall_ns);
         out.stream_waits += tier->copies ? tier->copies->n_stream_waits() : 0;
+        out.copy_ns += tier->copies ? tier->copies->busy_ns() : 0;
         out.slots_used += get(counters.slots_used);
         out.slots_pinned += get(counters.slots_pinned);
         out.n_slots += tier->residency.n_slots();
@@ -339,11 +349,12 @@ void Store::read_slot(int matrix, int slot, void * out, size_t n) const {
     }
     const Tier & tier = tiers.of(layout.matrices[matrix].il);
     const Pool * pool = tier.pool();
-    if (!pool || slot < 0 || slot >= tier.residency.n_slots() || n != layout.matrices[matrix].expert_bytes ||
+    const int n_slots = tier.residency.n_slots(), n_staged = tier.staging ? tier.staging->residency.n_slots() : 0;
+    if (!pool || slot < 0 || slot >= n_slots + n_staged || n != layout.matrices[matrix].expert_bytes ||
         pool->repacked(matrix)) {
         throw Error(MOEGGUF_INVALID, "no plain slot of that size");
     }
-    pool->read(matrix, slot, out);
+    slot < n_slots ? pool->read(matrix, slot, out) : tier.staging->pool()->read(matrix, slot - n_slots, out);
 }
 
 } // namespace moegguf

@@ -22,11 +22,12 @@ class Store {
     Arrivals arrivals;
     const std::vector<std::unique_ptr<Copies>> copies; // to tiers that have one below
     Transfers transfers;
+    PromptStaging staging;
     Forecaster forecaster;
     Acquire acquire;
 
     ggml_backend_buffer_type_t buft() { return buft_.get(); }
-    ggml_tensor * pool_tensor(const char * name) const;
+    ggml_tensor * pool_tensor(const char * name, int n_tokens) const;
 
     void set_policy(int tier, const moegguf_policy * policy);
     void set_scores(const float * scores, size_t n);

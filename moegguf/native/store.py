@@ -31,18 +31,24 @@ class Tier(enum.IntEnum):
     LOWER = library.LOWER_TIER
 
 
+MOST_STAGING_TENSORS = 3
+MOST_SLOT_TOKENS = 4  # of a pass that is not staged, where prompts are; of some devices: 1
+
+
 @dataclass(frozen=True)
 class DeviceSlots:
     """A device that computes layers, by ggml's name (None: the CPU), and the slots there for their experts.
 
     layers: those with experts among them count. lower: what is missed comes through slots in RAM below, where the store
-    has some. link: from RAM to the device, of a simulation; None: as the store's options say.
+    has some. staging: tensors of a layer's full shape that prompts are staged in (native/staging.h). link: from RAM to
+    the device, of a simulation; None: as the store's options say.
     """
 
     name: str | None
     n_slots: int
     layers: Collection[int]
     lower: bool = False
+    staging: int = 0
     link: Link | None = None
 
 
@@ -61,7 +67,8 @@ class StoreOptions:
     before all of its matrices are there, with those that are. sweep: a prompt's pass fetches the next layer ahead,
     and passes of several tokens whose experts do not fit evict what is needed last. stream: the experts of a prompt's
     layer pass through a few slots, each read once, also where each could have a slot of its own. fill: when every
-    expert has a slot, read them all in the background. device: ggml device of the slots, None for the CPU.
+    expert has a slot, read them all in the background. staging: tensors of a device that prompts are staged in,
+    up to MOST_STAGING_TENSORS; None: as many as are planned. device: ggml device of the slots, None for the CPU.
     """
 
     readers: int = 4
@@ -74,6 +81,7 @@ class StoreOptions:
     sweep: bool = True
     stream: bool = False
     fill: bool = True
+    staging: int | None = None
     simulate: bool = False
     device: str | None = None
     link_bytes_per_s: float = 0.0  # simulation only; 0: transfers are free
@@ -285,12 +293,14 @@ class Store:
     def _devices(self, n_slots: int | Sequence[DeviceSlots]) -> tuple[DeviceSlots, ...]:
         if not isinstance(n_slots, int):
             return tuple(n_slots)
-        return (DeviceSlots(self.options.device, n_slots, range(self.layout.n_layer), lower=True),)
+        staging = self.options.staging or 0
+        return (DeviceSlots(self.options.device, n_slots, range(self.layout.n_layer), lower=True, staging=staging),)
 
     def _device(self, device: DeviceSlots) -> library.Device:
         link = device.link or Link(self.options.copy_bytes_per_s, self.options.copy_latency_s)
         name = device.name.encode() if device.name else None
-        return library.Device(name, device.n_slots, device.lower, link.bytes_per_s / 1e9, link.latency_s * 1e9)
+        per_ns, latency_ns = link.bytes_per_s / 1e9, link.latency_s * 1e9
+        return library.Device(name, device.n_slots, device.lower, device.staging, 0, per_ns, latency_ns)
 
     def device_of(self, il: int) -> int:
         """Which of `devices` computes a layer; -1: none."""
@@ -332,6 +342,15 @@ class Store:
     def device(self, index: int) -> dict[str, Any]:
         """Those figures of the slots of one of `devices`. Raises OptionError where there is no such device."""
         return self._tier(library.DEVICE_TIER + index)
+
+    def staging(self) -> dict[str, Any]:
+        """Those figures of the tensors that prompts are staged in, of all devices; empty without any.
+
+        Look-ups are those of experts of prompts: a hit had been copied ahead, or its copy had begun. bytes_prefetched
+        were copied ahead, bytes_missed while a layer waited; copy_ns were spent on both, stall_ns of it waited for.
+        """
+        figures = self._tier(library.STAGING_TIER)
+        return figures if figures["n_slots"] else {}
 
     def _tier(self, index: int) -> dict[str, Any]:
         info = library.TierInfo()

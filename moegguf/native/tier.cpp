@@ -33,20 +33,27 @@ bool is_cpu(const moegguf_device & device, bool simulated) {
            (!simulated && ggml_backend_dev_type(find_device(device.name)) == GGML_BACKEND_DEVICE_TYPE_CPU);
 }
 
+// Up to so many tokens the device's kernels multiply each on its own, and round as with every expert resident, however
+// many slots there are: ggml's get_mmvq_mmid_max_batch, at least.
+int most_slot_tokens(const char * device) {
+    const std::string name = device ? device : "";
+    return name.rfind("CUDA", 0) == 0 || name.rfind("ROCm", 0) == 0 ? 4 : 1;
+}
+
 } // namespace
 
-Tier::Tier(TierId id, const Layout & layout, const LayerSet & layers, int n_slots, const PoolMemory * memory,
-           Tier * below, Events & events)
+Tier::Tier(TierId id, const Layout & layout, const LayerSet & layers, const Numbering & numbering,
+           const PoolMemory * memory, Tier * below, Events & events)
     : id(id),
       layers(layers),
-      numbering(layout, this->layers, n_slots),
-      residency(layout, this->layers, numbering, counters),
+      numbering(numbering),
+      residency(layout, this->layers, this->numbering, counters),
       events_(events),
       below_(below),
-      source_(below ? numbering.n_slots() : 0, -1),
+      source_(below ? numbering.n_slots() : 0),
       n_absent_chunks_(layers.n_chunks) {
     if (memory) {
-        pool_ = std::make_unique<Pool>(layout, layers, numbering, *memory);
+        pool_ = std::make_unique<Pool>(layout, layers, this->numbering, *memory);
     }
     if (!numbering.resident()) {
         spin_shortly();
@@ -75,7 +82,7 @@ Tiers::Tiers(const Layout & layout, const moegguf_config & config, Events & even
             }
         }
         const PoolMemory memory = simulated ? PoolMemory() : host_memory(devices);
-        below = std::make_unique<Tier>(TierId::lower, layout, lower, config.n_lower_slots,
+        below = std::make_unique<Tier>(TierId::lower, layout, lower, Numbering(layout, lower, config.n_lower_slots),
                                        simulated ? nullptr : &memory, nullptr, events);
     }
     for (int d = 0; d < config.n_devices; d++) {
@@ -85,13 +92,39 @@ Tiers::Tiers(const Layout & layout, const moegguf_config & config, Events & even
             invalid("a device of a store has layers with experts, and slots");
         }
         const PoolMemory memory = simulated ? PoolMemory() : device_memory(device.name, config.flags & MOEGGUF_REPACK);
-        compute.push_back(std::make_unique<Tier>(TierId::compute, layout, layers, device.n_slots,
-                                                 simulated ? nullptr : &memory, has_lower(d) ? below.get() : nullptr,
-                                                 events));
+        compute.push_back(
+            std::make_unique<Tier>(TierId::compute, layout, layers, Numbering(layout, layers, device.n_slots),
+                                   simulated ? nullptr : &memory, has_lower(d) ? below.get() : nullptr, events));
         if (is_cpu(device, simulated)) {
             on_cpu = compute.back().get();
         }
+        add_staging(layout, device, *compute.back(), simulated ? nullptr : &memory, events);
     }
+}
+
+// Where what is missed can come from RAM: a device without that has a slot for each expert.
+void Tiers::add_staging(const Layout & layout, const moegguf_device & device, Tier & slots, const PoolMemory * memory,
+                        Events & events) {
+    if (device.n_staging_tensors < 0 || device.n_staging_tensors > most_staging_tensors) {
+        invalid("a device has at most " + std::to_string(most_staging_tensors) + " staging tensors, not " +
+                std::to_string(device.n_staging_tensors));
+    }
+    staging.emplace_back();
+    if (device.n_staging_tensors == 0 || !slots.below() || slots.numbering.resident()) {
+        return;
+    }
+    const Numbering in_turn(layout, slots.layers, Numbering::InTurn{device.n_staging_tensors});
+    staging.back() =
+        std::make_unique<Tier>(TierId::staging, layout, slots.layers, in_turn, memory, slots.below(), events);
+    staging.back()->staged_for = &slots;
+    slots.staging = staging.back().get();
+    slots.slot_tokens =
+        std::clamp(slots.residency.n_slots() / slots.layers.n_used_max, 1, most_slot_tokens(device.name));
+}
+
+Tier & Tiers::of(int il, int n_tokens) const {
+    Tier & slots = of(il);
+    return slots.staging && n_tokens > slots.slot_tokens ? *slots.staging : slots;
 }
 
 int Tier::take_slot(int il, int expert, const Moment & now, const Bid & bid) {
@@ -162,9 +195,15 @@ void Tier::count_arrival(bool demand, uint64_t bytes) {
 }
 
 void Tier::borrow(int s, int source) {
-    source_[s] = source;
+    source_[s] = {below_, source};
     borrowers_.push_back(s);
     below_->residency.pin(source);
+}
+
+void Tier::borrow(int s, Tier & from, int source) {
+    source_[s] = {&from, source};
+    borrowers_.push_back(s);
+    from.residency.hold(source);
 }
 
 void Tier::give_back(int s) {
@@ -172,9 +211,10 @@ void Tier::give_back(int s) {
     if (r < 0) {
         return;
     }
-    source_[s] = -1;
+    Tier & from = source_tier(s);
+    source_[s] = {};
     borrowers_.erase(std::find(borrowers_.begin(), borrowers_.end(), s));
-    below_->unpin(r);
+    from.unpin(r);
 }
 
 void Tier::retire(int s) {
@@ -197,7 +237,8 @@ void Tier::release_slot(int s) {
     }
     give_back(s);
     if (!slot.streams()) {
-        if (const int r = below_ ? below_->residency.find(slot.il, slot.expert) : -1; r >= 0) {
+        const bool leaves_device = below_ && id == TierId::compute;
+        if (const int r = leaves_device ? below_->residency.find(slot.il, slot.expert) : -1; r >= 0) {
             below_->residency.touch(r); // copies of what stays above age, and go before what has just left it
         }
         n_absent_chunks_ += __builtin_popcount(residency.ready(s));
@@ -244,6 +285,16 @@ void Tier::resize(int n_slots) {
 bool Tier::reading() const {
     for (int s = 0; s < residency.n_slots(); s++) {
         if (residency.slot(s).reading) {
+            return true;
+        }
+    }
+    return false;
+}
+
+bool Tier::busy() const {
+    for (int s = 0; s < residency.n_slots(); s++) {
+        const Slot & slot = residency.slot(s);
+        if (slot.reading || (slot.queued && !residency.failed(s))) {
             return true;
         }
     }

@@ -15,12 +15,15 @@ namespace moegguf {
 
 class Copies;
 
+// The most tensors of a device that prompts are staged in (staging.h).
+constexpr int most_staging_tensors = 3;
+
 // All calls come under the store's lock unless they say otherwise.
 class Tier {
   public:
     // memory nullptr: simulated. below: its slots may be filled from slots of that tier; nullptr: from the file only.
-    Tier(TierId id, const Layout & layout, const LayerSet & layers, int n_slots, const PoolMemory * memory,
-         Tier * below, Events & events);
+    Tier(TierId id, const Layout & layout, const LayerSet & layers, const Numbering & numbering,
+         const PoolMemory * memory, Tier * below, Events & events);
 
     const TierId id;
     const LayerSet layers; // whose experts may be here
@@ -33,7 +36,10 @@ class Tier {
     bool holds(const Place & place) const { return residency.slot(place.slot).generation == place.generation; }
 
     Tier * below() const { return below_; } // nullptr: none
-    Copies * copies = nullptr;              // from the tier below; set before anything is computed
+    Copies * copies = nullptr;              // into its slots; set before anything is computed
+    Tier * staged_for = nullptr;            // of a staging tier: the one with slots on the same device
+    Tier * staging = nullptr;               // the other way round
+    int slot_tokens = 0;                    // with staging: passes of more tokens are staged
     std::atomic<int> resize_to{0};          // slots from the next routing event on; 0: no resize is due
 
     int take_slot(int il, int expert, const Moment & now, const Bid & bid = {}); // -1: none
@@ -47,10 +53,12 @@ class Tier {
     uint64_t bytes_missed() const { return get(bytes_missed_); }
     uint64_t bytes_prefetched() const { return get(bytes_prefetched_); }
 
-    // The slot of the tier below that a slot is filled from keeps its expert until every matrix is here, or none is
+    // The slot of another tier that a slot is filled from keeps its expert until every matrix is here, or none is
     // wanted any more.
-    int source(int s) const { return source_.empty() ? -1 : source_[s]; }
-    void borrow(int s, int source);
+    int source(int s) const { return source_.empty() ? -1 : source_[s].slot; }
+    Tier & source_tier(int s) const { return *source_[s].tier; } // where there is a source
+    void borrow(int s, int source);                              // of the tier below, as a use of it
+    void borrow(int s, Tier & from, int source);                 // not as a use
     void give_back(int s);
     const std::vector<int> & borrowers() const { return borrowers_; } // slots that have a source
     void report_residency(int s, bool resident);                      // to the listener
@@ -59,10 +67,16 @@ class Tier {
     // computed meanwhile. Returns how many there are. Throws Error(MEMORY): more is refused, and it stays as it was.
     int reallocate(int n_slots);
     bool reading() const;                                   // something is on its way into a slot
+    bool busy() const;                                      // or is to come into one
     bool complete() const { return n_absent_chunks_ == 0; } // any thread: every expert is there, in a slot of its own
     bool usable(int s) const { return s < residency.n_usable(); }
 
   private:
+    struct Source {
+        Tier * tier = nullptr;
+        int slot = -1; // -1: none
+    };
+
     void evict_all();
     int empty_slot(int il, int expert, const Moment & now, const Bid & bid);
     void release_slot(int s);
@@ -72,7 +86,7 @@ class Tier {
     Tier * const below_;
     std::unique_ptr<Pool> pool_;
     std::optional<ShortSpins> short_spins_; // where processors compute, and may have to wait for experts
-    std::vector<int> source_;               // [n_slots] -1: none; empty where no tier is below
+    std::vector<Source> source_;            // [n_slots]; empty where no tier is below
     std::vector<int> borrowers_;
     uint64_t bytes_missed_ = 0; // that came into slots, from wherever
     uint64_t bytes_prefetched_ = 0;
@@ -83,6 +97,9 @@ class Tier {
 inline void count_stall(Shared & shared, Tier & tier, uint64_t ns) {
     count(shared.counters.stall_ns, ns);
     count(tier.counters.stall_ns, ns);
+    if (tier.staged_for) {
+        count(tier.staged_for->counters.stall_ns, ns);
+    }
 }
 
 struct Tiers {
@@ -95,8 +112,24 @@ struct Tiers {
         return std::any_of(compute.begin(), compute.end(), [&](const auto & tier) { return holds(*tier); });
     }
 
+    // The tier that computes a layer of a pass for so many tokens.
+    Tier & of(int il, int n_tokens) const;
+    void add_staging(const Layout & layout, const moegguf_device & device, Tier & slots, const PoolMemory * memory,
+                     Events & events);
+    template <typename Body>
+    void for_copies(Body body) const {
+        for (const auto & tiers : {&compute, &staging}) {
+            for (const auto & tier : *tiers) {
+                if (tier && tier->copies) {
+                    body(*tier->copies);
+                }
+            }
+        }
+    }
+
     std::unique_ptr<Tier> below;                // in host memory, that others are filled from; nullptr: none
     std::vector<std::unique_ptr<Tier>> compute; // that layers compute on, one per device
+    std::vector<std::unique_ptr<Tier>> staging; // [compute], that their prompts are staged in; nullptr: none
     std::vector<int> device_of_layer;           // [n_layer]
     Tier * on_cpu = nullptr;                    // of those, the one in the CPU's memory; nullptr: none
 };

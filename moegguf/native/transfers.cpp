@@ -32,6 +32,23 @@ void for_matrices(const Layout & layout, int il, uint8_t kinds, Body body) {
     }
 }
 
+// From a slot of the same device that has all of it.
+bool borrow_on_device(Tier & to, int s) {
+    const Slot & slot = to.residency.slot(s);
+    const int r = to.staged_for ? to.staged_for->residency.find(slot.il, slot.expert) : -1;
+    if (r < 0 || !to.staged_for->residency.complete(r)) {
+        return false;
+    }
+    to.borrow(s, *to.staged_for, r);
+    return true;
+}
+
+// The slot that is filled from a slot below with an expert; -1: none.
+int slot_above(const Tier & to, const Job & job) {
+    const int s = to.residency.find(job.il, job.expert);
+    return s >= 0 && to.source(s) == job.destination.slot && to.source_tier(s).id == TierId::lower ? s : -1;
+}
+
 } // namespace
 
 Transfers::Transfers(const Layout & layout, const moegguf_config & config, Shared & shared, Tiers & tiers,
@@ -71,6 +88,11 @@ void Transfers::demand(Tier & tier, const std::vector<int> & slots) {
         tier.copies->wake();
     }
     update_gauges();
+}
+
+void Transfers::copy(Tier & to, int s, bool demand) {
+    queue(to, s, layout_.layers[to.residency.slot(s).il].chunks, demand);
+    to.copies->wake();
 }
 
 bool Transfers::prefetch(int il, int expert) {
@@ -160,7 +182,8 @@ void Transfers::hold_prefetches(bool on) {
 
 bool Transfers::idle() const {
     const bool queued = !demand_.empty() || !prefetch_.empty() || !requests_.empty() || next_wish_ < wishes_.size();
-    const bool copying = tiers_.any([](const Tier & tier) { return tier.copies && !tier.copies->idle(); });
+    bool copying = false;
+    tiers_.for_copies([&](const Copies & copies) { copying = copying || !copies.idle(); });
     return !queued && !copying && !reading() && !filling();
 }
 
@@ -181,20 +204,20 @@ void Transfers::update_gauges() {
     set_gauge(shared_.counters.queue_wanted, prefetch_.size() + requests_.size() + wishes_.size() - next_wish_);
 }
 
-// From the tier below where that has a slot for it, once the bytes are there; else from the file.
+// From another tier where that has a slot with it, once the bytes are there; else from the file.
 void Transfers::queue(Tier & to, int s, uint8_t kinds, bool demand) {
     const int r = to.source(s);
     if (r < 0) {
         queue_reads(to, s, kinds, demand);
         return;
     }
-    Tier & below = *to.below();
-    const uint8_t there = kinds & below.residency.ready(r);
+    Tier & from = to.source_tier(s);
+    const uint8_t there = kinds & from.residency.ready(r);
     to.residency.slot(s).queued |= kinds;
     if (there) {
         to.copies->queue(s, there, demand);
     }
-    queue_reads(below, r, kinds & ~there & ~below.residency.slot(r).reading, demand);
+    queue_reads(from, r, kinds & ~there & ~from.residency.slot(r).reading, demand);
 }
 
 void Transfers::queue_reads(Tier & to, int s, uint8_t kinds, bool demand) {
@@ -220,9 +243,10 @@ void Transfers::find_sources(Tier & to, const std::vector<int> & slots) {
     if (missed_.empty()) {
         return;
     }
-    to.below()->residency.on_routing(now_.il, missed_.data(), (int)missed_.size(), 1);
+    const int il = to.residency.slot(slots[0]).il; // of all: another lane's event may have come since this lane's
+    to.below()->residency.on_routing(il, missed_.data(), (int)missed_.size(), 1);
     for (int expert : missed_) {
-        const int s = to.residency.find(now_.il, expert);
+        const int s = to.residency.find(il, expert);
         if (to.source(s) < 0) {
             take_source(to, s, {});
         }
@@ -234,6 +258,9 @@ bool Transfers::look_up_source(Tier & to, int s) {
     const Slot & slot = to.residency.slot(s);
     int r = to.source(s);
     const bool looks_up = r < 0 && !slot.streams() && !to.residency.complete(s) && !slot.queued && !slot.reading;
+    if (looks_up && borrow_on_device(to, s)) {
+        return false;
+    }
     if (looks_up) {
         Counters & counters = to.below()->counters;
         r = to.below()->residency.find(slot.il, slot.expert);
@@ -245,8 +272,8 @@ bool Transfers::look_up_source(Tier & to, int s) {
         }
     }
     if (r >= 0) {
-        to.below()->residency.slot(r).claims += 1;
-        to.below()->residency.set_failed(r, false); // of passes that have ended
+        to.source_tier(s).residency.slot(r).claims += 1;
+        to.source_tier(s).residency.set_failed(r, false); // of passes that have ended
     }
     return looks_up;
 }
@@ -261,11 +288,20 @@ void Transfers::take_source(Tier & to, int s, const Bid & bid) {
     }
 }
 
-// What has arrived below goes on to the slot that waits for it.
-void Transfers::pass_on(const Job & job) {
-    Tier & to = tiers_.of(job.il);
-    const int s = to.residency.find(job.il, job.expert);
-    if (s < 0 || to.source(s) != job.destination.slot) {
+// Those whose slots are filled from the tier below.
+template <typename Body>
+void Transfers::for_tiers_above(int il, Body body) {
+    Tier & tier = tiers_.of(il);
+    body(tier);
+    if (tier.staging) {
+        body(*tier.staging);
+    }
+}
+
+// What has arrived below goes on to a slot that waits for it.
+void Transfers::pass_on(Tier & to, const Job & job) {
+    const int s = slot_above(to, job);
+    if (s < 0) {
         return;
     }
     const Slot & slot = to.residency.slot(s);
@@ -277,7 +313,7 @@ void Transfers::pass_on(const Job & job) {
 
 bool Transfers::awaits_file(const Tier & tier, int s, uint8_t kinds) const {
     const int r = tier.source(s);
-    return kinds & ~tier.residency.ready(s) & ~(r >= 0 ? tier.below()->residency.ready(r) : 0);
+    return kinds & ~tier.residency.ready(s) & ~(r >= 0 ? tier.source_tier(s).residency.ready(r) : 0);
 }
 
 // The next transfer that is still of use.
@@ -563,7 +599,7 @@ void Transfers::finish(const Job & job, const std::string & why) {
         streaming_.arrived(job); // after which the slot may have its last expert, whole
     }
     if (why.empty() && job.destination.tier == TierId::lower) {
-        pass_on(job);
+        for_tiers_above(job.il, [&](Tier & above) { pass_on(above, job); });
     }
     shared_.done.notify_all();
 }
@@ -581,11 +617,16 @@ void Transfers::finish_failed(Tier & to, const Job & job, const std::string & wh
         return;
     }
     to.residency.set_failed(s, true);
-    Tier & upper = tiers_.of(job.il);
-    const int above = job.destination.tier == TierId::lower ? upper.residency.find(job.il, job.expert) : -1;
-    if (above >= 0 && upper.source(above) == s) { // it will not come there either
-        upper.residency.set_failed(above, true);
-        upper.tidy(above);
+    if (job.destination.tier == TierId::lower) {
+        for_tiers_above(job.il, [&](Tier & above) { fail_above(above, job); });
+    }
+}
+
+// It will not come there either.
+void Transfers::fail_above(Tier & upper, const Job & job) {
+    if (const int s = slot_above(upper, job); s >= 0) {
+        upper.residency.set_failed(s, true);
+        upper.tidy(s);
     }
 }
 
@@ -599,25 +640,22 @@ bool Transfers::start_idle_links() {
         link_.start(job, bytes_of(job), clock_ns_);
         started = true;
     }
-    for (const auto & tier : tiers_.compute) {
-        Copies * copies = tier->copies;
-        if (copies && !copies->link.busy && copies->next(job)) {
-            copies->begin(job);
-            copies->link.start(job, bytes_of(job), clock_ns_);
+    tiers_.for_copies([&](Copies & copies) {
+        if (!copies.link.busy && copies.next(job)) {
+            copies.start(job, bytes_of(job), clock_ns_);
             started = true;
         }
-    }
+    });
     return started;
 }
 
 ModelledLink * Transfers::first_to_end() {
     ModelledLink * first = link_.busy ? &link_ : nullptr;
-    for (const auto & tier : tiers_.compute) {
-        ModelledLink * copying = tier->copies && tier->copies->link.busy ? &tier->copies->link : nullptr;
-        if (copying && (!first || copying->done_ns < first->done_ns)) {
-            first = copying;
+    tiers_.for_copies([&](Copies & copies) {
+        if (copies.link.busy && (!first || copies.link.done_ns < first->done_ns)) {
+            first = &copies.link;
         }
-    }
+    });
     return first;
 }
 
@@ -626,7 +664,7 @@ void Transfers::end_transfer(ModelledLink & link) {
     set_gauge(shared_.counters.sim_clock_ns, clock_ns_);
     link.busy = false;
     const Job job = link.job;
-    &link == &link_ ? finish(job, {}) : tiers_.of(job.il).copies->finish(job, {});
+    &link == &link_ ? finish(job, {}) : tier_of(job).copies->finish(job, {});
 }
 
 void Transfers::step() {

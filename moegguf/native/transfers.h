@@ -22,7 +22,8 @@ class Transfers {
     // Under the store's lock.
     // Every matrix of slots of one layer that is not there or being read, before all prefetches.
     void demand(Tier & tier, const std::vector<int> & slots);
-    bool prefetch(int il, int expert); // false: queued already are more than any link moves in time
+    void copy(Tier & to, int s, bool demand); // every matrix, from the slot that is its source
+    bool prefetch(int il, int expert);        // false: queued already are more than any link moves in time
     void wake_readers() { shared_.work.notify_all(); }
     void set_wishes(const std::vector<Wish> & wishes);           // the most urgent first; replaces those before
     void drop_prefetches(int il);                                // of this layer, in pinned slots excepted
@@ -66,17 +67,27 @@ class Transfers {
     void find_sources(Tier & to, const std::vector<int> & slots);
     bool look_up_source(Tier & to, int s);
     void take_source(Tier & to, int s, const Bid & bid);
-    void pass_on(const Job & job);
+    void pass_on(Tier & to, const Job & job);
     void drop_waiting(Tier & to, int il);
     Tier & tier_of(const Job & job) {
-        return job.destination.tier == TierId::lower ? *tiers_.below : tiers_.of(job.il);
+        switch (job.destination.tier) {
+            case TierId::lower:
+                return *tiers_.below;
+            case TierId::staging:
+                return *tiers_.of(job.il).staging;
+            default:
+                return tiers_.of(job.il);
+        }
     }
+    template <typename Body>
+    void for_tiers_above(int il, Body body);
     bool fills_compute() const;
     void begin(Job & job);
     void copy_from_disk(const Job & job, const Staging & staging, ReadStats & stats, uint64_t & upload_ns);
     void write(const Tier & to, int matrix, int slot, int64_t row, int64_t n_rows, const uint8_t * data);
     void finish(const Job & job, const std::string & why);
     void finish_failed(Tier & to, const Job & job, const std::string & why);
+    void fail_above(Tier & upper, const Job & job);
     bool start_idle_links();
     ModelledLink * first_to_end();
     void end_transfer(ModelledLink & link);

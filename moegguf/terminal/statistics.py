@@ -107,6 +107,8 @@ def expert_lines(stats: Stats, decode: Stats) -> list[Line]:
         moved += f" ({decode.bytes_per_token / 1e6:.2f} MB/token)"
     if stats.in_vram:
         lines.append(("moved to VRAM", _bytes_in(stats.tiers[0], decode)))
+    if stats.staging_bytes:
+        lines.append(("prompts staged", _staged(stats)))
     lines += [("moved", moved), ("evictions", _evictions(stats))]
     if decode.tokens and decode.eval_s:
         each = f"{decode.stall_per_token_s * 1e3:.2f} ms/token"
@@ -135,6 +137,11 @@ def _bytes_in(tier: TierStats, decode: Stats) -> str:
         n_bytes = decode.tiers[0].bytes_missed + decode.tiers[0].bytes_prefetched
         text += f" ({n_bytes / decode.tokens / 1e6:.2f} MB/token)"
     return text
+
+
+def _staged(stats: Stats) -> str:
+    text = f"{stats.bytes_staged / 1e6:.2f} MB through {format_bytes(stats.staging_bytes)}"
+    return text + f", {stats.staging_overlap:.0%} of the time while computing" * (stats.bytes_staged > 0)
 
 
 def _evictions(stats: Stats) -> str:

@@ -215,6 +215,7 @@ def _memory_rows(facts: Facts) -> list[Row]:
         _weights_row(plan),
         ("context (KV cache)", format_bytes(plan["kv_bytes"]), _cache_types_text(facts["cache_types"])),
         *([("reading images", format_bytes(plan["projector_bytes"]), "")] if plan["projector_bytes"] else []),
+        *([("staging prompts", format_bytes(plan["staging_bytes"]), _staging_text(plan))] if plan["n_staging"] else []),
         ("buffers", format_bytes(plan["compute_bytes"]), f"for {_tokens(plan['n_ubatch'])} of a prompt at a time"),
         ("all of it", format_bytes(plan["total_bytes"]), ""),
         ("free now", format_bytes(plan["available_bytes"]), _free_memory_text(plan)),
@@ -227,6 +228,11 @@ def _memory_rows(facts: Facts) -> list[Row]:
     if total and not plan["resident"]:
         rows.append(("experts on disk", format_bytes(facts["expert_bytes"]), "read when a token needs them"))
     return rows
+
+
+def _staging_text(plan: Facts) -> str:
+    n = plan["n_staging"]
+    return f"{n} tensors of a layer's experts" if n > 1 else "a tensor of a layer's experts"
 
 
 def _weights_row(plan: Facts) -> Row:

@@ -62,7 +62,7 @@ class Product:
         )
         self.ids = self._base.ggml_new_tensor_2d(c.c_void_p(self._context), I32, c.c_int64(n_used), c.c_int64(n_tokens))
         self._base.ggml_set_name(c.c_void_p(self.ids), b"ffn_moe_slot_ids-0")
-        pool = moegguf.moegguf_pool_tensor(c.c_void_p(w))
+        pool = moegguf.moegguf_pool_tensor(c.c_void_p(w), c.c_void_p(self.ids))
         self._out = self._base.ggml_mul_mat_id(
             c.c_void_p(self._context), c.c_void_p(pool), c.c_void_p(self._x), c.c_void_p(self.ids)
         )

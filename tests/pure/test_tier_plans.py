@@ -10,7 +10,7 @@ from gguf_builder import moe
 from moegguf.engine.devices import Device, find_gpus
 from moegguf.engine.machine import Memory
 from moegguf.engine.placing import plan_here
-from moegguf.engine.plan import Plan, slot_bytes
+from moegguf.engine.plan import Plan, slot_bytes, staging_bytes
 from moegguf.engine.tiers import VRAM_MARGIN_BYTES, host_bytes, parse_vram_cache, plan_tiers
 from moegguf.errors import BudgetError
 from moegguf.gguf.experts import ExpertLayout, read_layout
@@ -51,6 +51,36 @@ def test_auto_leaves_a_gigabyte_of_vram_and_counts_what_lies_beside_the_slots(la
         p = plan(layout, "auto", "auto", vram_bytes=free)
         assert p.total_bytes <= free - VRAM_MARGIN_BYTES
         assert p.n_slots >= 4
+
+
+def test_prompts_are_staged_where_that_takes_little_of_the_memory_for_experts(layout: ExpertLayout) -> None:
+    staged, small = plan(layout, "75%", "auto"), plan(layout, "9%", "auto")
+    assert (staged.n_slots, staged.n_staging, staged.n_ubatch, staged.streams) == (72, 1, 512, True)
+    assert staged.staging_bytes == staging_bytes(layout, 1) >= 16 * slot_bytes(layout)
+    beside = staged.dense_bytes + staged.kv_bytes + staged.compute_bytes
+    assert staged.total_bytes == staged.budget_bytes + beside + staged.staging_bytes
+    assert any("staged in 1 tensor of a layer's experts" in reason for reason in staged.reasons)
+    assert (small.n_slots, small.n_staging, small.staging_bytes, small.n_ubatch) == (8, 0, 0, 2)
+    asked = plan(layout, "9%", "auto", staging=2)
+    assert (asked.n_slots, asked.n_staging, asked.n_ubatch) == (8, 2, 512)
+    assert plan(layout, "75%", "auto", staging=0).n_staging == 0
+    assert plan(layout, "100%", "auto", staging=2).n_staging == 0
+
+
+def test_prompts_are_not_staged_where_the_tensors_do_not_fit(layout: ExpertLayout) -> None:
+    options: dict[str, Any] = {"n_ubatch": 512}
+    enough = plan(layout, "75%", "auto", staging=0, **options).total_bytes + staging_bytes(layout, 1)
+    assert plan(layout, "75%", "auto", vram_bytes=enough, **options).n_staging == 1
+    assert plan(layout, "75%", "auto", vram_bytes=enough - 1, **options).n_staging == 0
+
+
+def test_auto_counts_staging_tensors(layout: ExpertLayout) -> None:
+    some = plan(layout, "95%", "auto", staging=0, n_ubatch=512).total_bytes
+    free = VRAM_MARGIN_BYTES + some
+    staged, without = (plan(layout, "auto", "auto", vram_bytes=free, staging=n, n_ubatch=512) for n in (None, 0))
+    assert staged.n_staging == 1
+    assert 0 < staged.n_slots < without.n_slots
+    assert staged.total_bytes <= free - VRAM_MARGIN_BYTES
 
 
 def test_with_every_expert_on_the_gpu_none_is_kept_in_ram(layout: ExpertLayout) -> None:

@@ -1,0 +1,108 @@
+"""Prompts staged on a device: the logits of plain llama.cpp there, whatever the sizes of prompts and of both tiers."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from own_process import in_own_process
+from rpc_device import in_child, in_child_of_two, register
+from running import Llama, Logits, TinyModel, hooks_off, random_prompt, share_for
+from test_identity import MODELS
+
+from moegguf.gguf.experts import read_layout
+from moegguf.native.link_device import add_link_device
+from moegguf.native.store import StoreOptions, Tier
+from moegguf.quantities import Link
+
+OPTIONS: dict[str, Any] = {"n_ctx": 320, "n_threads": 1, "logits_all": True, "verbose": False}
+PROMPTS = (1, 2, 3, 4, 8, 9, 32, 33, 128)
+N_NEW = 2
+Outcome = tuple[Logits, dict[str, dict[str, Any]]]
+
+
+def turns(llm: Llama, prompts: tuple[int, ...], n_turns: int = 1) -> Logits:
+    """Logits of prompts of these sizes one after another in one context, each answered with N_NEW greedy tokens."""
+    llm.reset()
+    for n in range(n_turns):
+        for n_tokens in prompts:
+            llm.eval(random_prompt(llm, n_tokens, seed=100 * n + n_tokens))
+            for _ in range(N_NEW):
+                llm.eval([int(np.argmax(llm.scores[llm.n_tokens - 1]))])
+    return llm.scores[: llm.n_tokens].copy()
+
+
+def compare(
+    path: Path, sizes: list[tuple[int, int]], staging: int, prompts: tuple[int, ...], **options: Any
+) -> tuple[Logits, list[Outcome]]:
+    """Logits of plain llama.cpp on the device; those of slots there and below with staging tensors, and all figures."""
+    all_options, outcomes = {**OPTIONS, "n_gpu_layers": -1, **options}, []
+    with hooks_off(), Llama(path, **all_options) as llm:
+        plain = turns(llm, prompts)
+    for slots in sizes:
+        vram, ram = (share_for(path, n) for n in slots)
+        store = StoreOptions(staging=staging)
+        with Llama(path, vram_cache=vram, expert_cache=ram, store=store, **all_options) as llm:
+            assert llm.session is not None
+            logits = turns(llm, prompts)
+            assert (llm.plan.n_ubatch, llm.plan.n_staging) == (512, staging)
+            stats = llm.stats()
+            assert stats.bytes_staged > 0
+            assert 0 <= stats.staging_overlap <= 1
+            llm.session.store.drain(10)
+            figures = {tier.name: llm.session.store.tier(tier) for tier in Tier}
+            outcomes.append((logits, figures | {"STAGING": llm.session.store.staging()}))
+    return plain, outcomes
+
+
+def on_rpc(rpc: Path, port: int, *arguments: Any) -> tuple[Logits, list[Outcome]]:
+    register(rpc, port)
+    return compare(*arguments)
+
+
+def on_two_servers(rpc: Path, ports: tuple[int, int], *arguments: Any) -> tuple[Logits, list[Outcome]]:
+    for port in ports:
+        register(rpc, port)
+    return compare(*arguments, tensor_split=[1, 1])
+
+
+def on_link(*arguments: Any) -> tuple[Logits, list[Outcome]]:
+    add_link_device(Link(2e9, 2e-5))
+    return compare(*arguments)
+
+
+def run_on(device: str, *arguments: Any) -> list[dict[str, dict[str, Any]]]:
+    """Checks logits and that staging has acted; returns all figures."""
+    ways: dict[str, Any] = {"rpc": partial(in_child, on_rpc), "two": partial(in_child_of_two, on_two_servers)}
+    plain, outcomes = ways.get(device, partial(in_own_process, on_link))(*arguments)
+    for logits, figures in outcomes:
+        assert np.array_equal(logits, plain)
+        staged = figures["STAGING"]
+        assert staged["lookups"] == staged["hits_ready"] + staged["hits_late"] + staged["misses"] > 0
+        assert staged["bytes_missed"] > 0
+        assert figures["COMPUTE"]["evictions"] > 0
+    return [figures for _, figures in outcomes]
+
+
+@pytest.mark.parametrize("device", ["rpc", "link"])
+@pytest.mark.parametrize("model", MODELS, ids="-".join)
+def test_every_model_and_size_of_prompt(tiny: TinyModel, model: tuple[str, str], device: str) -> None:
+    path = tiny(*model)
+    layout = read_layout(path)
+    few = [max(layout.n_expert_used, layout.n_expert_total // share) for share in (3, 4)]
+    for figures in run_on(device, path, [tuple(few)], 2, PROMPTS):
+        assert figures["LOWER"]["evictions"] > 0
+        assert figures["STAGING"]["bytes_prefetched"] > 0
+
+
+@pytest.mark.parametrize("device", ["rpc", "link", "two"])
+@pytest.mark.parametrize("staging", [1, 2, 3])
+def test_few_slots_in_ram_and_any_number_of_tensors(tiny: TinyModel, staging: int, device: str) -> None:
+    least = 8 if device == "two" else 4
+    sizes = [(least, 1), (least, 8), (30, 64)]
+    found = run_on(device, tiny("tiny-qwen2moe", "q4_k_m"), sizes, staging, (1, 2, 3, 9, 33, 1, 33, 2))
+    for figures in found[:-1]:
+        assert figures["LOWER"]["evictions"] > 0

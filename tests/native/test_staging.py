@@ -1,0 +1,308 @@
+"""Prompts on a device: experts in tensors of a layer's full shape, by the router's own ids, and slots left alone."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_model import Q4_K, Q6_K, FakeModel, Open, Types, make_model
+from own_process import in_own_process
+from rpc_device import in_child, register
+from test_tiers import check_tiers, held
+
+from moegguf.errors import ExpertIOError, MoeggufError, OptionError
+from moegguf.native import library
+from moegguf.native.link_device import link_device
+from moegguf.native.store import DeviceSlots, Lane, Store, StoreOptions, Tier
+from moegguf.quantities import Link
+
+N_TOKENS = (1, 2, 3, 9, 33)
+IDS = np.arange(24).reshape(12, 2) * 3 % 8  # of 12 tokens: every expert, three times
+FIGURES = ("lookups", "hits_ready", "hits_late", "misses", "evictions")
+
+
+def routed(rng: np.random.Generator, n_tokens: int, n_expert: int = 8, n_used: int = 2) -> Any:
+    """(n_tokens, n_used) expert ids, some experts far more often than others."""
+    share = 1.0 / np.arange(1, n_expert + 1)
+    return np.array([rng.choice(n_expert, n_used, False, share / share.sum()) for _ in range(n_tokens)])
+
+
+def check_staged(fake: FakeModel, store: Store, il: int, ids: Any, slot_ids: Any) -> None:
+    """The ids are the router's, and the layer's tensor has the file's bytes where they point."""
+    assert np.array_equal(ids, slot_ids)
+    device = store.device_of(il)
+    before = [layer for layer in fake.layout.layers if layer.il < il and store.device_of(layer.il) == device]
+    first = store.device(device)["n_slots"] + len(before) % store.devices[device].staging * fake.layout.n_expert
+    for index, m in enumerate(fake.layout.matrices):
+        if m.il == il:
+            for expert in np.unique(ids):
+                assert store.read_slot(index, first + int(expert)) == fake.matrix_bytes(index, int(expert))
+
+
+def events(fake: FakeModel, store: Store, lane: Lane, n_passes: int, seed: int = 0) -> int:
+    """Passes of prompts among passes of one token, each event's bytes checked; returns the staged look-ups."""
+    rng, staged = np.random.default_rng(seed), 0
+    for n in range(n_passes):
+        n_tokens = int(rng.choice(N_TOKENS)) if n % 2 else 1
+        lane.announce(n, 0, list(range(n_tokens)))
+        for il in range(fake.layout.n_layer):
+            ids = routed(rng, n_tokens)
+            slot_ids = lane.acquire(il, ids)
+            if n_tokens == 1:
+                fake.check(store, il, ids, slot_ids)
+            else:
+                check_staged(fake, store, il, ids, slot_ids)
+                staged += len(np.unique(ids))
+    return staged
+
+
+def check_figures(store: Store, staged: int) -> None:
+    """What holds of all tiers when nothing is on its way."""
+    store.drain(10)
+    check_tiers(store)
+    figures = store.staging()
+    assert figures["lookups"] == figures["hits_ready"] + figures["hits_late"] + figures["misses"] == staged > 0
+    assert figures["bytes_missed"] > 0
+    assert figures["stall_ns"] <= store.tier()["stall_ns"]
+
+
+@pytest.mark.parametrize("options", [{}, {"repack": False, "direct": False}, {"chunked": False, "overlap": False}])
+@pytest.mark.parametrize("staging", [1, 2, 3])
+@pytest.mark.parametrize(("n_upper", "n_lower"), [(2, 1), (4, 8), (13, 5), (9, 32)])
+def test_places_hold_the_files_bytes_whatever_the_sizes(
+    fake: FakeModel, open_store: Open, n_upper: int, n_lower: int, staging: int, options: dict[str, Any]
+) -> None:
+    options = {"repack": False, **options}
+    store, lane = open_store(fake, n_upper, n_lower_slots=n_lower, staging=staging, fill=False, **options)
+    staged = events(fake, store, lane, 24)
+    check_figures(store, staged)
+    assert store.staging()["bytes_prefetched"] > 0 or staging == 1 or n_lower == 1
+    assert store.tier()["evictions"] > 0
+    assert store.tier(Tier.LOWER)["evictions"] > 0 or n_lower == 32
+    lane.acquire(0, [[0, 1]])
+    assert store.staging()["slots_pinned"] == 0
+
+
+@pytest.mark.parametrize("staging", [1, 2, 3])
+@pytest.mark.parametrize(("n_upper", "n_lower"), [(2, 1), (4, 8), (13, 5), (9, 32)])
+def test_a_simulation_counts_what_the_engine_counts(
+    fake: FakeModel, open_store: Open, n_upper: int, n_lower: int, staging: int
+) -> None:
+    found = []
+    for options in ({}, {"simulate": True, "link_bytes_per_s": 1e9, "copy_bytes_per_s": 4e9, "copy_latency_s": 1e-5}):
+        store, lane = open_store(
+            fake, n_upper, n_lower_slots=n_lower, staging=staging, fill=False, repack=False, **options
+        )
+        rng = np.random.default_rng(3)
+        for n in range(40):
+            n_tokens = int(rng.choice(N_TOKENS)) if n % 3 else 1
+            lane.announce(n, 0, list(range(n_tokens)))
+            for il in range(fake.layout.n_layer):
+                lane.acquire(il, routed(rng, n_tokens))
+                if options:
+                    store.advance(int(rng.integers(0, 3)) * 1000)
+                else:
+                    rng.integers(0, 3)
+        store.drain(10)
+        check_tiers(store)
+        found.append([{name: store.tier(tier)[name] for name in FIGURES} for tier in Tier])
+        found[-1].append({name: store.counters()[name] for name in (*FIGURES, "reads", "bytes_missed")})
+        found[-1].append({"residency": [held(store, tier) for tier in Tier]})
+        assert store.staging()["lookups"] > 0
+    assert found[0] == found[1]
+
+
+def prompt(store: Store, lane: Lane, fake: FakeModel, seed: int = 0, n_tokens: int = 9) -> None:
+    """One pass with every event's bytes checked."""
+    rng = np.random.default_rng(seed)
+    for il in range(fake.layout.n_layer):
+        ids = routed(rng, n_tokens)
+        check_staged(fake, store, il, ids, lane.acquire(il, ids))
+
+
+def prompts(store: Store, lane: Lane, fake: FakeModel) -> None:
+    for seed in range(3):
+        prompt(store, lane, fake, seed)
+
+
+@pytest.mark.parametrize("sizes", [(2, 1, 1), (9, 12, 2)])
+def test_a_failed_read_or_copy_ends_that_pass_only(
+    fake: FakeModel, open_store: Open, sizes: tuple[int, int, int]
+) -> None:
+    store, lane = open_store(fake, sizes[0], n_lower_slots=sizes[1], staging=sizes[2], fill=False)
+    for n, kind in enumerate(("read", "copy", "read", "copy")):
+        library.arm_fault(kind, 1 + n, sticky=True)
+        with pytest.raises(ExpertIOError):
+            prompts(store, lane, fake)
+        library.arm_fault(kind, 0)
+        lane.take_failure()
+        prompt(store, lane, fake, n)
+        fake.token(store, lane, [n, n + 1])
+    lane.take_failure()
+    store.drain(10)
+    check_tiers(store)
+
+
+def test_a_pass_that_is_cancelled_leaves_every_tier_usable(fake: FakeModel, open_store: Open) -> None:
+    store, lane = open_store(fake, 4, n_lower_slots=6, staging=2)
+    prompt(store, lane, fake)
+    store.cancel()
+    with pytest.raises(MoeggufError):
+        lane.acquire(0, IDS)
+    store.cancel(False)
+    lane.take_failure()
+    prompt(store, lane, fake)
+    store.drain(10)
+    check_tiers(store)
+
+
+def test_slots_change_their_number_between_the_layers_of_prompts(fake: FakeModel, open_store: Open) -> None:
+    store, lane = open_store(fake, 20, n_lower_slots=24, staging=2)
+    rng = np.random.default_rng(0)
+    for n in range(60):
+        if n % 7 == 0:
+            for tier, most in zip(Tier, (20, 24), strict=True):
+                (store.resize if n % 2 else store.reallocate)(int(rng.integers(2, most + 1)), tier)
+        il, ids = n % 4, routed(rng, int(rng.choice(N_TOKENS)))
+        slot_ids = lane.acquire(il, ids)
+        fake.check(store, il, ids, slot_ids) if len(ids) == 1 else check_staged(fake, store, il, ids, slot_ids)
+    lane.take_failure()
+    store.drain(10)
+    check_tiers(store)
+    with pytest.raises(OptionError, match="keep the size"):
+        store.resize(4, library.STAGING_TIER)
+
+
+def test_two_contexts_take_turns(fake: FakeModel, open_store: Open) -> None:
+    store, first = open_store(fake, 9, n_lower_slots=9, staging=2)
+    second = store.open_lane()
+    for n in range(6):
+        lane = (first, second)[n % 2]
+        prompt(store, lane, fake, n)
+        fake.token(store, lane, [n, n + 2])
+    second.close()
+    prompt(store, first, fake)
+    first.take_failure()
+    store.drain(10)
+    check_tiers(store)
+
+
+def test_two_contexts_compute_prompts_and_tokens_at_once(fake: FakeModel, open_store: Open) -> None:
+    store, first = open_store(fake, 9, n_lower_slots=12, staging=2)
+    second = store.open_lane()
+
+    def passes(lane: Lane, seed: int) -> None:
+        for n in range(12):
+            if n % 3 == seed:
+                fake.token(store, lane, [n % 8, (n + 3) % 8])
+            else:
+                prompt(store, lane, fake, n + 10 * seed)
+            assert lane.take_failure() is None  # as after every pass: what it pinned is free
+
+    with ThreadPoolExecutor(2) as pool:
+        for running in [pool.submit(passes, lane, seed) for seed, lane in enumerate((first, second))]:
+            running.result(60)
+    second.close()
+    store.drain(10)
+    check_tiers(store)
+
+
+def test_the_last_pass_of_a_prompt_fills_slots_and_others_leave_them_alone(fake: FakeModel, open_store: Open) -> None:
+    store, lane = open_store(fake, 8, n_lower_slots=32, staging=2, fill=False)
+    lane.announce(0, 0, list(range(24)))
+    for il in range(4):
+        lane.acquire(il, IDS)
+    store.drain(10)
+    assert not held(store, Tier.COMPUTE)
+    for il in range(4):
+        lane.acquire(il, IDS)
+    assert {il for il, _ in held(store, Tier.COMPUTE)} == set(range(4))
+    assert len(held(store, Tier.COMPUTE)) == 8
+    before = held(store, Tier.COMPUTE)
+    lane.announce(0, 0, list(range(24)))
+    for il in range(4):
+        lane.acquire(il, IDS)
+    assert held(store, Tier.COMPUTE) == before
+    assert store.counters()["evictions"] == 0
+
+
+@pytest.mark.parametrize("n_layer", [4, 5])
+def test_what_comes_ahead_is_copied_while_the_layer_before_computes(
+    tmp_path: Path, open_store: Open, n_layer: int
+) -> None:
+    """On the modelled clock: a prompt's copies take as long as its layers, and only the first layer waits. The last of
+    five layers is left out where no token's logits are wanted."""
+    fake = make_model(tmp_path, n_layer=n_layer)
+    options = {"simulate": True, "link_bytes_per_s": 1e12, "copy_bytes_per_s": 1e9, "fill": False}
+    store, lane = open_store(fake, 8, n_lower_slots=8 * n_layer, staging=2, **options)
+    for n in range(4):
+        lane.announce(n, 0, list(range(24)))
+        for il in (0, 1, 2, 3, 0, 1, 2, 3):
+            lane.acquire(il, IDS)
+            store.advance(8 * fake.expert_bytes + 1000)
+        if n == 0:
+            before = store.staging()
+    after = store.staging()
+    copied, waited = (after[name] - before[name] for name in ("copy_ns", "stall_ns"))
+    assert copied > 0
+    assert 1 - waited / copied >= 0.8
+
+
+def test_a_number_of_tensors_that_cannot_be(fake: FakeModel, open_store: Open) -> None:
+    for n in (-1, 4):
+        with pytest.raises(OptionError, match=f"at most 3 staging tensors, not {n}"):
+            open_store(fake, 8, n_lower_slots=8, staging=n)
+    store, _ = open_store(fake, 8, staging=2)  # nothing to stage from
+    assert store.staging() == {}
+
+
+def on_rpc(rpc: Path, port: int, fake: FakeModel, sizes: tuple[int, int, int]) -> None:
+    run_on(fake, sizes, register(rpc, port))
+
+
+def on_link(fake: FakeModel, sizes: tuple[int, int, int]) -> None:
+    run_on(fake, sizes, link_device(Link(1e9, 1e-5)))
+
+
+def run_on(fake: FakeModel, sizes: tuple[int, int, int], device: str) -> None:
+    store = Store(fake.layout, sizes[0], StoreOptions(device=device, staging=sizes[2]), n_lower_slots=sizes[1])
+    lane = store.open_lane()
+    try:
+        staged = events(fake, store, lane, 16)
+        check_figures(store, staged)
+        assert store.staging()["device"] == device
+    finally:
+        lane.close()
+        store.close()
+
+
+@pytest.mark.parametrize("sizes", [(2, 1, 1), (4, 8, 1), (13, 13, 2), (9, 32, 3)])
+@pytest.mark.parametrize("device", ["rpc", "link"])
+def test_other_devices(tmp_path: Path, sizes: tuple[int, int, int], device: str) -> None:
+    types: tuple[Types, ...] = ({"gate": Q4_K, "up": Q4_K, "down": Q6_K}, {"gate_up": Q6_K, "down": Q4_K})
+    fake = make_model(tmp_path, n_embd=256, n_ff=256, types=types)
+    in_child(on_rpc, fake, sizes) if device == "rpc" else in_own_process(on_link, fake, sizes)
+
+
+@pytest.mark.parametrize("simulate", [False, True])
+def test_every_device_has_its_own_tensors(tmp_path: Path, simulate: bool) -> None:
+    fake = make_model(tmp_path, n_layer=7)
+    slots = [DeviceSlots(None, n, layers, lower=True, staging=2) for n, layers in ((5, (0, 1, 2)), (6, (3, 4, 5, 6)))]
+    store = Store(fake.layout, slots, StoreOptions(repack=False, fill=False, simulate=simulate), n_lower_slots=12)
+    lane = store.open_lane()
+    try:
+        if not simulate:
+            check_figures(store, events(fake, store, lane, 16))
+        for _ in range(2):
+            for il in range(7):
+                assert np.array_equal(lane.acquire(il, IDS), IDS)
+                if simulate:
+                    store.advance(1)
+        assert store.staging()["n_slots"] == 2 * 2 * 8
+        assert store.staging()["bytes_prefetched"] > 0
+    finally:
+        lane.close()
+        store.close()
