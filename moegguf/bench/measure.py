@@ -112,6 +112,7 @@ def load(spec: Spec) -> Llama:
         expert_cache=spec.expert_cache if spec.system == "moegguf" else "100%",
         vram_cache=spec.vram_cache,
         placement=spec.placement,
+        misses=spec.misses,
         system=spec.decided_by,
         store=StoreOptions(
             **find_system(spec.decided_by).switches | spec.store | {"repack": spec.repack, "device": device}

@@ -27,8 +27,8 @@ STORE_FIELDS = (
 )  # fmt: skip
 
 OWN_FIELDS = (
-    "system", "note", "policy", "predictor", "prefetch", "expert_cache", "vram_cache", "placement", "predicted_ts",
-    "n_slots", "n_ubatch_used", "feed", "routing",
+    "system", "note", "policy", "predictor", "prefetch", "expert_cache", "vram_cache", "placement", "misses",
+    "predicted_ts", "n_slots", "n_ubatch_used", "feed", "routing",
     "rounds",
     "median_ts", *STORE_FIELDS, "link_bound_strict_pct",
     "token_ms_p50", "token_ms_p95", "load_s", "fill_s", "peak_rss_bytes", "cgroup_peak_bytes", "memory_limit_bytes",
@@ -72,6 +72,7 @@ def _fixed(system: BenchedSystem) -> Row:
         "note": system.note,
         "expert_cache": "" if system.is_llama_cpp else spec.expert_cache,
         "vram_cache": "" if system.is_llama_cpp else spec.vram_cache or "",
+        "misses": "" if system.is_llama_cpp else spec.misses or "",
         "feed": spec.feed + (f" {spec.text}" if spec.text else ""),
     }
 

@@ -75,6 +75,7 @@ class Plan:
     host_bytes: int = 0  # of RAM, with those slots and the CPU's, where there is a device
     layers_on: str | None = None  # the device that computes everything but the experts with slots, which are in RAM
     placement: PlacementPlan | None = None  # why the experts are placed so; None: nothing was to be decided
+    exact: bool = True  # the tokens of an all-resident run; False: the CPU computes what the device lacks
 
     @property
     def lower_bytes(self) -> int:

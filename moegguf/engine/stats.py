@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-PRESENT_VALUES = frozenset({"n_slots", "n_experts", "slots_used", "pool_bytes", "n_threads"})
+PRESENT_VALUES = frozenset({"exact", "n_slots", "n_experts", "slots_used", "pool_bytes", "n_threads"})
 VRAM, RAM = "VRAM", "RAM"  # names of tiers
 
 
@@ -63,9 +63,10 @@ _TIER_COUNTERS = tuple(
 class Stats:
     """Cumulative figures of one model. A lookup is one distinct (layer, expert) in one pass.
 
-    Times in seconds, sizes in bytes. `n_slots`, `n_experts`, `slots_used`, `pool_bytes` and
+    Times in seconds, sizes in bytes. `exact`, `n_slots`, `n_experts`, `slots_used`, `pool_bytes` and
     `n_threads`, those that compute, are present values, all others counters. Where layers compute on a device, look-ups
     and slots are those of its tier; `tiers` has the figures of each, the nearest to the layers first.
+    `misses_computed`: those on devices that the CPU has computed, in `compute_s`; `exact` is False where it may.
     """
 
     tokens: int = 0
@@ -91,6 +92,9 @@ class Stats:
     read_s: float = 0.0
     upload_s: float = 0.0
     eval_s: float = 0.0
+    misses_computed: int = 0
+    compute_s: float = 0.0
+    exact: bool = True
     n_slots: int = 0
     n_experts: int = 0
     slots_used: int = 0

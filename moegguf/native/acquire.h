@@ -4,13 +4,14 @@
 
 #include "forecaster.h"
 #include "lane.h"
+#include "missed.h"
 
 namespace moegguf {
 
 class Acquire {
   public:
     Acquire(Store & store, const Layout & layout, Shared & shared, Tiers & tiers, Streaming & streaming,
-            Transfers & transfers, Forecaster & forecaster, Events & events)
+            Transfers & transfers, Forecaster & forecaster, Missed & missed, Events & events)
         : store_(store),
           layout_(layout),
           shared_(shared),
@@ -18,6 +19,7 @@ class Acquire {
           streaming_(streaming),
           transfers_(transfers),
           forecaster_(forecaster),
+          missed_(missed),
           events_(events) {}
 
     std::unique_ptr<Lane> open_lane();
@@ -52,9 +54,10 @@ class Acquire {
 
     bool collect(Lane & lane, int il, const int32_t * ids, size_t n);
     bool fill_slots(Lane & lane, const Moment & now, const int32_t * ids, int n_expert_used, int n_tokens, Lock & lock);
+    void write_slot_ids(const Lane & lane, int32_t * ids, int n_expert_used, size_t n, int first_slot) const;
     void count_pass(Lane & lane, int il, int n_tokens);
     void begin_pass(Lane & lane, int il, int n_tokens);
-    bool pin_all(Lane & lane, const Moment & now, Lock & lock);
+    bool pin_all(Lane & lane, const Moment & now, const int32_t * ids, int n_expert_used, int n_tokens, Lock & lock);
     void end_shortage(Lane & lane, uint64_t since_ns);
     void pin_present(Lane & lane, int il, int most);
     bool computes_with(const Tier & tier, int s) const;
@@ -85,6 +88,7 @@ class Acquire {
     Streaming & streaming_;
     Transfers & transfers_;
     Forecaster & forecaster_;
+    Missed & missed_;
     Events & events_;
     std::vector<Lane *> lanes_;
     int lane_ids_ = 0;

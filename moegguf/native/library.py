@@ -31,7 +31,7 @@ from moegguf.package import package_folders
 from moegguf.processor import read_processor
 from moegguf.settings import read_environment
 
-ABI_VERSION = 9
+ABI_VERSION = 10
 # 20000: a good part of a millisecond; 300000 is GNU's default. `active` makes it 1000 while experts can be absent
 # (`moegguf/native/short_spins.h`), which costs up to a fifth of the speed where they cannot, and 100 without.
 SPINNING = {"GOMP_SPINCOUNT": "20000", "OMP_WAIT_POLICY": "active"}
@@ -147,6 +147,17 @@ class TierInfo(c.Structure):
         ),
         *((name, c.c_int32) for name in "n_slots n_slots_usable resident pinned_memory".split()),
         ("device", c.c_char * 64),
+        ("note", c.c_char * 192),
+    ]
+
+
+class Computed(c.Structure):
+    """struct moegguf_computed: experts that the CPU has computed in place of a copy to the device."""
+
+    _fields_ = [
+        *((name, c.c_uint64) for name in ("misses", "compute_ns")),
+        *((name, c.c_double) for name in ("compute_bytes_ns", "copy_bytes_ns")),
+        *((name, c.c_int32) for name in ("n_layers", "reserved")),
         ("note", c.c_char * 192),
     ]
 
@@ -345,6 +356,8 @@ _STATUS_CALLS: dict[str, list[Any]] = {
     "moegguf_store_cancel": [c.c_void_p, c.c_int],
     "moegguf_store_resize": [c.c_void_p, c.c_int32, c.c_int32],
     "moegguf_store_reallocate": [c.c_void_p, c.c_int32, c.c_int32],
+    "moegguf_store_compute_misses": [c.c_void_p, c.c_int32],
+    "moegguf_store_computed": [c.c_void_p, c.POINTER(Computed)],
     "moegguf_store_drain": [c.c_void_p, c.c_double],
     "moegguf_store_read_slot": [c.c_void_p, c.c_int32, c.c_int32, c.c_void_p, c.c_size_t],
     "moegguf_store_probe": [c.c_void_p, c.c_double, c.POINTER(c.c_double)],

@@ -79,9 +79,11 @@ Store::Store(const moegguf_config & config)
       streaming(layout, shared, tiers.on_cpu),
       arrivals(layout, shared, tiers.on_cpu, streaming),
       copies(make_copies(layout, config, shared, tiers)),
-      transfers(layout, config, shared, tiers, streaming),
+      admission(layout),
+      transfers(layout, config, shared, tiers, streaming, admission),
       forecaster(layout, shared, tiers, transfers),
-      acquire(*this, layout, shared, tiers, streaming, transfers, forecaster, events),
+      missed(layout, shared, tiers, transfers, admission),
+      acquire(*this, layout, shared, tiers, streaming, transfers, forecaster, missed, events),
       buft_(make_reserved_buft(this), free_reserved_buft) {
 }
 
