@@ -170,9 +170,7 @@ class Llama(UpstreamLlama):
             model_path=model_path, expert_cache=expert_cache, vram_cache=vram_cache, placement=placement,
             misses=misses, system=of.name, store=store, warm_start=warm_start, **vars(chosen), **options,
         )  # fmt: skip
-        self._load_plan = load_plan = prepare(
-            model_path, expert_cache, options, vram_cache, store, placement, misses
-        )
+        self._load_plan = load_plan = prepare(model_path, expert_cache, options, vram_cache, store, placement, misses)
         self.layout, self.plan = load_plan.layout, load_plan.plan
         self._n_seq_max = load_plan.n_seq_max
         try:
@@ -194,7 +192,12 @@ class Llama(UpstreamLlama):
                 self._warm_start = WarmStart(self._session, Artifacts(self.layout))
                 self._warm_start.begin()
             self._start_threads(load_plan)
-            if self._session is not None and load_plan.gpu is not None and self.plan.placement is not None:
+            if (
+                self._session is not None
+                and load_plan.gpu is not None
+                and self.plan.placement is not None
+                and self.plan.exact
+            ):
                 known, n_threads = KnownSpeeds(self.layout), load_plan.options["n_threads"]
                 self._meter = DecodeMeter(self._session, known, load_plan.gpu.devices[0], n_threads)
             self._start_recording(trace)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from rpc_device import in_child, register
 from running import Llama, Logits, Reference, TinyModel, follow_tokens, greedy_logits, hooks_off, random_prompt
 
 from moegguf.engine.stats import Stats
-from moegguf.errors import ExpertIOError, OptionError
+from moegguf.errors import ExpertIOError, GenerationCancelled, OptionError
 from moegguf.native import library
 from moegguf.native.link_device import link_device
 from moegguf.native.store import Computed, StoreOptions, Tier
@@ -151,6 +153,39 @@ def test_without_a_device_nothing_is_computed_beside_it(tiny: TinyModel) -> None
         Llama(tiny(), misses="guess", n_ctx=64, verbose=False)
 
 
+def with_scales(path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A model in which a layer scales what experts' gate matrices give, and another one what down matrices give."""
+    from tools.models import PRESETS, writer
+    from tools.models.tensors import QType, Tensor, tensors
+
+    shape = PRESETS["tiny-qwen3moe"]
+    names = ("blk.1.ffn_gate_exps.scale", "blk.2.ffn_down_exps.scale")
+    scales = [Tensor(name, (shape.n_expert,), QType.F32, 0.0) for name in names]
+    monkeypatch.setattr(writer, "tensors", lambda *given: [*tensors(*given), *scales])
+    return writer.write_model(path, shape)[0]
+
+
+def partly_computed(path: Path, tokens: list[int]) -> tuple[Found, list[str]]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        llm = behind_a_link(path, misses="compute")
+    with llm:
+        return run(llm, tokens), [str(warning.message) for warning in caught if "misses" in str(warning.message)]
+
+
+def test_a_layer_that_the_cpu_cannot_repeat_fetches_and_is_named(
+    tmp_path: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = with_scales(tmp_path / "scales.gguf", monkeypatch)
+    exact = reference(path, repack=False, n_prompt=N_PROMPT, n_new=N_NEW)
+    found, said = in_own_process(partly_computed, path, tokens_of(exact))
+    check_close(found[0], exact)
+    assert found[1].misses_computed > 0
+    assert found[2].n_layers == 3
+    assert len(said) == 1
+    assert "acts in 3 of 4 layers only, the others fetch: layer 1 has biases, scales" in said[0]
+
+
 def arrivals(path: Path) -> tuple[list[tuple[int, int]], int]:
     """(tokens since the use before last, those since the last) of experts that came to the device, token by token, and
     how many were used and did not come."""
@@ -211,4 +246,38 @@ def test_a_read_for_the_cpu_that_fails_ends_the_pass_and_the_next_one_reads_agai
     n_failed, copied, logits = in_own_process(failing_reads, path, tokens_of(exact))
     assert n_failed == 3
     assert copied[0] == copied[1] > 0
+    check_close(logits, exact)
+
+
+def cancelled(path: Path, tokens: list[int]) -> tuple[float, Logits]:
+    """Seconds until a pass ended whose experts are read slowly for the CPU, from when it was cancelled; logits of the
+    next run."""
+    with behind_a_link(path, misses="compute", expert_cache="10%", system="lru") as llm:
+        assert llm.session is not None
+        store, prompt, at_s = llm.session.store, random_prompt(llm, N_PROMPT), [0.0]
+        follow_tokens(llm, prompt, [prompt[0]] * (WINDOW_TOKENS + 1))
+        library.arm_fault("slow_read", 1, sticky=True)
+
+        def cancel() -> None:
+            while not store.counters()["chunks_reading"]:
+                time.sleep(0.001)
+            at_s[0] = time.monotonic()
+            store.cancel()
+
+        thread = threading.Thread(target=cancel)
+        thread.start()
+        with pytest.raises(GenerationCancelled):
+            llm.eval(prompt[1:2])
+        waited_s = time.monotonic() - at_s[0]
+        thread.join()
+        library.arm_fault("slow_read", 0)
+        store.cancel(False)
+        return waited_s, run(llm, tokens)[0]
+
+
+def test_cancelling_ends_a_pass_that_waits_for_the_cpu(tiny: TinyModel, reference: Reference) -> None:
+    path = tiny("tiny-qwen2moe")
+    exact = reference(path, repack=False, n_prompt=N_PROMPT, n_new=N_NEW)
+    waited_s, logits = in_own_process(cancelled, path, tokens_of(exact))
+    assert waited_s < 1.5  # reads take two seconds
     check_close(logits, exact)
