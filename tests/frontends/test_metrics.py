@@ -73,7 +73,8 @@ def test_answers_are_summed_over_models_and_per_model() -> None:
 def test_expert_counters_equal_stats() -> None:
     stats = Stats(
         tokens=9, lookups=100, hits_ready=60, hits_late=10, misses=30, evictions=7, bytes_missed=4096,
-        bytes_prefetched=512, misses_computed=3, exact=False, stall_s=0.125, n_slots=40, slots_used=39, n_experts=64, pool_bytes=1 << 20,
+        bytes_prefetched=512, misses_computed=3, exact=False, stall_s=0.125,
+        n_slots=40, slots_used=39, n_experts=64, pool_bytes=1 << 20,
     )  # fmt: skip
     totals, loaded = Totals(), [model(stats=stats, pid=os.getpid(), size_bytes=1 << 21)]
     totals.update(loaded)
