@@ -206,6 +206,7 @@ bool Acquire::fill_slots(Lane & lane, const Moment & now, const int32_t * ids, i
                          Lock & lock) {
     lane.chunks = layout_.layers[now.il].chunks;
     transfers_.set_moment(now);
+    missed_.note_uses(lane, now.il);
     lane.tier->residency.on_forecast(now.il,
                                      nullptr); // the router has chosen: what was predicted does not count any more
     if (!pin_all(lane, now, ids, n_expert_used, n_tokens, lock)) {

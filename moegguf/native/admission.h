@@ -1,4 +1,4 @@
-// admission.h: which experts may take the slot of another one on a device, where the CPU computes what is missed there.
+// admission.h: which experts may take a slot on a device, where the CPU computes what is missed there.
 #pragma once
 
 #include "layout.h"

@@ -66,11 +66,13 @@ void Missed::info(moegguf_computed & out) {
 
 // The router's choice.
 
-void Missed::choose(Lane & lane, const Moment & now, const int32_t * ids, int n_expert_used, int n_tokens) {
-    if (!on_) {
-        return;
+void Missed::note_uses(const Lane & lane, int il) {
+    if (on_) {
+        admission_.note_uses(il, lane.distinct, get(shared_.counters.tokens));
     }
-    admission_.note_uses(now.il, lane.distinct, get(shared_.counters.tokens));
+}
+
+void Missed::choose(Lane & lane, const Moment & now, const int32_t * ids, int n_expert_used, int n_tokens) {
     const Tier & tier = *lane.tier;
     if (!serves(now.il, n_tokens) || lane.chain.kind == ExpertChain::unknown || tier.numbering.resident()) {
         return;

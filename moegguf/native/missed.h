@@ -59,8 +59,9 @@ class Missed {
     void set_layers(int n_layers, const std::string & note);
     void info(moegguf_computed & out);
 
-    // At a routing event, under the store's lock. choose: marks experts that the CPU computes as Lane::computed_below.
-    // find_stand_ins, when the others have slots: false where there are too few.
+    // At a routing event, under the store's lock. note_uses: of any number of tokens. choose: marks experts that the
+    // CPU computes as Lane::computed_below. find_stand_ins, when the others have slots: false where there are too few.
+    void note_uses(const Lane & lane, int il);
     void choose(Lane & lane, const Moment & now, const int32_t * ids, int n_expert_used, int n_tokens);
     bool find_stand_ins(Lane & lane) const;
     void forget(Lane & lane); // what was chosen at the event before

@@ -456,7 +456,8 @@ MOEGGUF_API int moegguf_store_probe(moegguf_store * store, double seconds,
                                     double * bytes_per_s); // what these readers reach on this file
 // From now on the CPU computes with n_threads what is missed on devices in passes of few tokens, from slots of the tier
 // below, where that is faster than a copy or the expert was used less than twice in the last 64 tokens: only after that
-// it gets a slot on the device. Not exact: processors round otherwise than devices. INVALID without a tier below.
+// it gets a slot on the device, but by moegguf_store_warm. Not exact: processors round otherwise than devices. INVALID
+// without a tier below.
 MOEGGUF_API int moegguf_store_compute_misses(moegguf_store * store, int32_t n_threads);
 MOEGGUF_API int moegguf_store_computed(moegguf_store * store, struct moegguf_computed * computed);
 MOEGGUF_API int moegguf_store_sim_advance(moegguf_store * store, uint64_t ns); // simulation: compute time passes

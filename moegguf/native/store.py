@@ -531,7 +531,7 @@ class Store:
         """From now on the CPU computes what is missed on devices, in passes of up to 8 tokens, from slots in RAM.
 
         It does so with n_threads, where that is faster than a copy, and for experts that were used less than twice in
-        the last 64 tokens: these get no slot on the device in place of another expert. Not exact, as the CPU rounds
+        the last 64 tokens: these get no slot on the device, but by `warm`. Not exact, as the CPU rounds
         otherwise than the device. Raises OptionError without slots in RAM below those of a device.
         """
         check(self._library.moegguf_store_compute_misses(self.handle, n_threads))
