@@ -233,6 +233,7 @@ def store_figures(stats: Stats, link_bytes_per_s: float) -> dict[str, float]:
         "link_gb_per_s": link_bytes_per_s / 1e9,
         "link_bound_pct": stats.link_bound_share(link_bytes_per_s) * 100 if link_bytes_per_s else 0.0,
         "evictions": stats.evictions,
+        "misses_computed": stats.misses_computed,
     }
 
 

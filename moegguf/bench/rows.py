@@ -23,7 +23,7 @@ FIELDS = (
 # Medians over the repetitions of all rounds.
 STORE_FIELDS = (
     "hit_rate", "mb_per_token", "stall_ms_per_token", "hook_ms_per_token", "compute_ms_per_token", "link_gb_per_s",
-    "link_bound_pct", "evictions",
+    "link_bound_pct", "evictions", "misses_computed",
 )  # fmt: skip
 
 OWN_FIELDS = (
