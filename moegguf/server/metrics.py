@@ -143,8 +143,11 @@ def _resident_bytes(pid: int) -> int:
 
 
 GAUGES: tuple[tuple[str, str, Callable[[LoadedModel], float]], ...] = (
-    ("exact", "1: the tokens of an all-resident run; 0: the CPU may compute what a device lacks.",
-     lambda model: model.stats.exact),
+    (
+        "exact",
+        "1: the tokens of an all-resident run; 0: the CPU may compute what a device lacks.",
+        lambda model: model.stats.exact,
+    ),
     ("slots", "Slots of the expert cache.", lambda model: model.stats.n_slots),
     ("slots_used", "Slots that hold an expert.", lambda model: model.stats.slots_used),
     ("experts", "Experts of the model, over all layers.", lambda model: model.stats.n_experts),
