@@ -29,6 +29,8 @@ MAX_PARALLEL = 256  # llama.cpp's LLAMA_MAX_SEQ
 
 PLACEMENTS = ("auto", "layers", "slots", "cpu")
 """Where experts go on a machine with a GPU: see engine/placement.py."""
+MISSES = ("fetch", "compute")
+"""What happens to experts that a GPU lacks: they are copied there, or the CPU computes them where that is faster."""
 
 _PORTS = {"http": 80, "https": 443}
 _SWITCH = {"0": False, "off": False, "false": False, "no": False, "1": True, "on": True, "true": True, "yes": True}
@@ -48,6 +50,7 @@ class Environment:
     vram_cache: str = ""  # MOEGGUF_VRAM_CACHE: the budget on a GPU when the caller gives none; empty: "auto"
     placement: str = "auto"  # MOEGGUF_PLACEMENT: where experts go when the caller does not say (engine.placement)
     policy: str = "auto"  # MOEGGUF_POLICY: which experts stay when the caller does not say (controller.policies)
+    misses: str = "fetch"  # MOEGGUF_MISSES: what happens to experts that a GPU lacks when the caller does not say
     system: str = ""  # MOEGGUF_SYSTEM: what decides on experts (controller.systems) when the caller names none
     library: Path | None = None  # MOEGGUF_LIBRARY: folder of the native library, instead of the installed one
     models: Path | None = None  # MOEGGUF_MODELS: folder of models known by name
@@ -58,8 +61,8 @@ class Environment:
 def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
     """Reads MOEGGUF_* from `environ` (default: the process's). Empty counts as unset.
 
-    Raises OptionError for MOEGGUF_HOOKS, MOEGGUF_WARM_START, MOEGGUF_PLACEMENT and MOEGGUF_TRIAL_LOAD, BudgetError for
-    MOEGGUF_EXPERT_CACHE and MOEGGUF_VRAM_CACHE.
+    Raises OptionError for MOEGGUF_HOOKS, MOEGGUF_WARM_START, MOEGGUF_PLACEMENT, MOEGGUF_MISSES and MOEGGUF_TRIAL_LOAD,
+    BudgetError for MOEGGUF_EXPERT_CACHE and MOEGGUF_VRAM_CACHE.
     """
     env = os.environ if environ is None else environ
     hooks = env.get("MOEGGUF_HOOKS", "").strip().lower() or "1"
@@ -73,6 +76,9 @@ def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
     placement = env.get("MOEGGUF_PLACEMENT", "").strip().lower() or "auto"
     if placement not in PLACEMENTS:
         raise OptionError(f"MOEGGUF_PLACEMENT is none of {', '.join(PLACEMENTS)}, but {placement[:60]!r}.")
+    misses = env.get("MOEGGUF_MISSES", "").strip().lower() or "fetch"
+    if misses not in MISSES:
+        raise OptionError(f"MOEGGUF_MISSES is none of {', '.join(MISSES)}, but {misses[:60]!r}.")
     budgets = [("EXPERT", cache), *(("VRAM", part) for part in (vram_cache or "auto").split(","))]  # one per device
     for name, budget in budgets:
         try:
@@ -90,12 +96,20 @@ def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
         vram_cache=vram_cache,
         placement=placement,
         policy=env.get("MOEGGUF_POLICY", "").strip() or "auto",
+        misses=misses,
         system=env.get("MOEGGUF_SYSTEM", "").strip(),
         library=Path(library).expanduser() if library else None,
         models=Path(models).expanduser() if models else None,
         home=Path(home).expanduser() if home else None,
         trial_load="again" if trial == "again" else "on" if _SWITCH[trial] else "off",
     )
+
+
+def parse_misses(text: str) -> str:
+    """One of `MISSES`. Raises OptionError."""
+    if text not in MISSES:
+        raise OptionError(f"misses={text[:60]!r} is none of {', '.join(MISSES)}.")
+    return text
 
 
 def data_folder() -> Path:

@@ -113,6 +113,7 @@ def load(spec: Spec) -> Llama:
         expert_cache=spec.expert_cache if spec.system == "moegguf" else "100%",
         vram_cache=spec.vram_cache,
         placement=spec.placement,
+        misses=spec.misses,
         system=spec.decided_by,
         store=StoreOptions(
             **find_system(spec.decided_by).switches | spec.store | {"repack": spec.repack, "device": device}
@@ -241,6 +242,7 @@ def store_figures(stats: Stats, link_bytes_per_s: float) -> dict[str, float]:
         "evictions": stats.evictions,
         "staged_mb_per_token": stats.bytes_staged / max(1, stats.tokens) / 1e6,
         "copies_overlapped_pct": stats.staging_overlap * 100,
+        "misses_computed": stats.misses_computed,
     }
 
 

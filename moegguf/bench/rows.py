@@ -23,12 +23,12 @@ FIELDS = (
 # Medians over the repetitions of all rounds.
 STORE_FIELDS = (
     "hit_rate", "mb_per_token", "stall_ms_per_token", "hook_ms_per_token", "compute_ms_per_token", "link_gb_per_s",
-    "link_bound_pct", "evictions", "staged_mb_per_token", "copies_overlapped_pct",
+    "link_bound_pct", "evictions", "staged_mb_per_token", "copies_overlapped_pct", "misses_computed",
 )  # fmt: skip
 
 OWN_FIELDS = (
-    "system", "note", "policy", "predictor", "prefetch", "expert_cache", "vram_cache", "placement", "predicted_ts",
-    "n_slots", "n_ubatch_used", "feed", "routing",
+    "system", "note", "policy", "predictor", "prefetch", "expert_cache", "vram_cache", "placement", "misses",
+    "predicted_ts", "n_slots", "n_ubatch_used", "feed", "routing",
     "rounds",
     "median_ts", *STORE_FIELDS, "link_bound_strict_pct",
     "token_ms_p50", "token_ms_p95", "load_s", "fill_s", "peak_rss_bytes", "cgroup_peak_bytes", "memory_limit_bytes",
@@ -72,6 +72,7 @@ def _fixed(system: BenchedSystem) -> Row:
         "note": system.note,
         "expert_cache": "" if system.is_llama_cpp else spec.expert_cache,
         "vram_cache": "" if system.is_llama_cpp else spec.vram_cache or "",
+        "misses": "" if system.is_llama_cpp else spec.misses or "",
         "feed": spec.feed + (f" {spec.text}" if spec.text else ""),
     }
 

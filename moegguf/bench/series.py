@@ -22,7 +22,7 @@ from moegguf.engine.memory import MARGIN_BYTES, memory_needs
 from moegguf.errors import OptionError
 from moegguf.gguf.experts import ExpertLayout, read_layout
 from moegguf.gguf.reader import ggml_type
-from moegguf.settings import PLACEMENTS
+from moegguf.settings import MISSES, PLACEMENTS
 
 KILLED = "killed by the memory limit"
 _KERNELS = {"plain": False, "repacked": True}
@@ -52,6 +52,7 @@ ON_DEVICE: dict[str, dict[str, Any]] = {"no-staging": {"store": {"staging": 0}}}
 VARIANTS = WITHOUT | STEPS | ON_DEVICE
 
 PLACED = {f"placed-{choice}": choice for choice in PLACEMENTS}  # the same with another --placement
+MISSED = {f"misses-{choice}": choice for choice in MISSES}  # the same with other --misses
 
 Progress = Callable[[str], object]
 
@@ -98,7 +99,7 @@ def resident_bytes(layout: ExpertLayout, spec: Spec) -> int:
 
 def compared_system(name: str, base: Spec, layout: ExpertLayout, limit_bytes: int | None) -> BenchedSystem:
     """The system that `--against` names: "mmap", "resident", "moegguf", each also "-plain", "-repacked"; or of
-    VARIANTS, or of PLACED, or of `controller.systems`, as a whole.
+    VARIANTS, PLACED or MISSED, or of `controller.systems`, as a whole.
 
     Repacked weights are a copy in memory. "mmap" is llama.cpp's default, which repacks; when that copy does not fit,
     the weights stay in the file instead, as the default would be killed. Raises OptionError for another name.
@@ -110,6 +111,8 @@ def compared_system(name: str, base: Spec, layout: ExpertLayout, limit_bytes: in
         )
     if name in PLACED:
         return BenchedSystem(name, replace(base, placement=PLACED[name]))
+    if name in MISSED:
+        return BenchedSystem(name, replace(base, misses=MISSED[name]))
     if name in VARIANTS:
         changed = VARIANTS[name]
         return BenchedSystem(name, replace(base, **changed | {"store": base.store | changed.get("store", {})}))
@@ -117,7 +120,7 @@ def compared_system(name: str, base: Spec, layout: ExpertLayout, limit_bytes: in
     if system not in SYSTEMS or kernels not in ("", *_KERNELS):
         raise OptionError(
             "--against takes mmap, resident and moegguf, each also with -plain or -repacked, and"
-            f" {', '.join([*DECIDING, *VARIANTS, *PLACED])}, but not {name!r}."
+            f" {', '.join([*DECIDING, *VARIANTS, *PLACED, *MISSED])}, but not {name!r}."
         )
     repack = _KERNELS.get(kernels, base.repack if system == "moegguf" else True)
     note = f"llama.cpp, {'default kernels' if repack else 'no repack'}" if system != "moegguf" else ""

@@ -10,6 +10,7 @@ from moegguf.engine.placement import parse_placement
 from moegguf.errors import OptionError
 from moegguf.gguf.reader import ggml_type
 from moegguf.quantities import parse_link
+from moegguf.settings import parse_misses
 
 SYSTEMS = ("moegguf", "mmap", "resident")
 FEEDS = ("random", "text", "greedy")
@@ -39,9 +40,9 @@ class Spec:
     repack: weights in the layout of the CPU's fastest kernels. feed: random tokens as in llama-bench, the tokens of
     `text`, or the model's own (greedy) after n_depth tokens of either. watchdog False: prefetching is never turned off.
     warm_start: begin with what earlier runs used, and remember what this one uses.
-    vram_cache, placement: as `Llama` takes them. simulate_link: a link such as "24GB/s,35us"; a simulated device is
-    behind it, that computes with simulate_threads (0: as many as the CPU). Without vram_cache and placement, layers and
-    slots are there.
+    vram_cache, placement, misses: as `Llama` takes them. simulate_link: a link such as "24GB/s,35us"; a simulated
+    device is behind it, that computes with simulate_threads (0: as many as the CPU). Without vram_cache and placement,
+    layers and slots are there.
     """
 
     model: str
@@ -68,6 +69,7 @@ class Spec:
     text: str | None = None
     vram_cache: str | None = None
     placement: str | None = None
+    misses: str | None = None
     simulate_link: str | None = None
     simulate_threads: int = 0
     seed: int = 0
@@ -85,6 +87,8 @@ class Spec:
             parse_link(self.simulate_link)
         if self.placement is not None:
             parse_placement(self.placement)
+        if self.misses is not None:
+            parse_misses(self.misses)
         for name in ("repetitions", "n_threads", "n_batch", "n_ubatch"):
             if getattr(self, name) < 1:
                 raise OptionError(f"{name} is {getattr(self, name)}, but must be at least 1.")

@@ -86,6 +86,8 @@ class LocalModel:
         if stats.n_experts:
             below = f" in VRAM, {stats.below.n_slots:,} in RAM" if stats.below else " in VRAM" * stats.in_vram
             facts.append(f"slots for {stats.n_slots:,} of {stats.n_experts:,} experts{below}")
+        if not stats.exact:
+            facts.append("not exact: the CPU computes misses")
         return facts
 
     def statistics(self, timing: Timing, *, with_load: bool) -> list[str]:
@@ -153,6 +155,8 @@ class LocalModel:
         console.print(heatmap(state, used, came, layers, width=width, vram=stats.in_vram))
         console.print(legend(width, stats.in_vram))
         print_message(f"{places_line(state, stats.in_vram)}; hit rate {stats.hit_rate:.1%}")
+        if not stats.exact:
+            print_message(f"Not exact: the CPU has computed {stats.misses_computed} of {stats.misses} misses.")
         if not self._counts_uses and not uses.any():
             print_message("Uses are counted from the next answer on.")
         self._counts_uses = True

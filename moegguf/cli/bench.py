@@ -95,6 +95,15 @@ Placement = Annotated[
         " --against.",
     ),
 ]
+Misses = Annotated[
+    str,
+    _setting(
+        "--misses",
+        metavar="HOW,...",
+        help="Experts that the GPU lacks: fetch, or compute (on the CPU where that is faster; not exact); the others"
+        " alternate with the first as by --against.",
+    ),
+]
 Readers = Annotated[int, _setting("--readers", metavar="N", min=1, help="Threads that read experts.")]
 NoRepack = Annotated[
     bool,
@@ -256,6 +265,7 @@ def bench(
     no_direct: NoDirect = False,
     vram_cache: VramCache = None,
     placement: Placement = "",
+    misses: Misses = "",
     simulate_link: SimulateLink = None,
     simulate_threads: SimulateThreads = 0,
     system: System = "moegguf",
@@ -284,8 +294,11 @@ def bench(
     flags["system"], *beside = _systems(system)
     placed = split([placement])
     flags["placement"] = placed[0] if placed else None
+    missed = split([misses])
+    flags["misses"] = missed[0] if missed else None
     ablations = _ablations(flags["system"], policy, prefetch) if ablate else []
-    others = list(dict.fromkeys([*beside, *(f"placed-{name}" for name in placed[1:]), *split(against), *ablations]))
+    replaced = [*(f"placed-{name}" for name in placed[1:]), *(f"misses-{name}" for name in missed[1:])]
+    others = list(dict.fromkeys([*beside, *replaced, *split(against), *ablations]))
     groups = _groups(flags, others, limit := _limit(memory_limit, require_limit))
     rows = _measure(groups, rounds or (3 if others else 1), limit, not keep_page_cache)
     typer.echo(FORMATS[output](rows), nl=False)
@@ -365,6 +378,7 @@ def _base(flags: dict[str, Any]) -> Spec:
         text=str(text) if text else None,
         vram_cache=flags["vram_cache"],
         placement=flags["placement"],
+        misses=flags["misses"],
         simulate_link=flags["simulate_link"],
         simulate_threads=flags["simulate_threads"],
         seed=flags["seed"],

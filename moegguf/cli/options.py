@@ -56,6 +56,15 @@ Placement = Annotated[
         "  [default: MOEGGUF_PLACEMENT, or auto]",
     ),
 ]
+Misses = Annotated[
+    str | None,
+    typer.Option(
+        "--misses",
+        metavar="HOW",
+        help="Experts that the GPU lacks: fetch copies them there, compute lets the CPU compute them in decode where"
+        " that is faster. Not exact: answers then depend on what was in VRAM.  [default: MOEGGUF_MISSES, or fetch]",
+    ),
+]
 Threads = Annotated[
     int | None,
     typer.Option(

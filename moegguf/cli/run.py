@@ -17,6 +17,7 @@ from moegguf.cli.options import (
     Cache,
     Ctx,
     Insecure,
+    Misses,
     Placement,
     System,
     Threads,
@@ -278,6 +279,7 @@ def run(
     expert_cache: Cache = None,
     vram_cache: VramCache = None,
     placement: Placement = None,
+    misses: Misses = None,
     system: System = None,
     policy: Policy = "auto",
     predictor: Predictor = None,
@@ -318,7 +320,7 @@ def run(
     load_options = LoadOptions(
         expert_cache, verbose=verbose, system=system, policy=policy, predictor=predictor, prefetch=prefetch,
         warm_start=warm_start, n_gpu_layers=gpu_layers, type_k=type_k, type_v=type_v, mmproj=mmproj,
-        vram_cache=vram_cache, placement=placement,
+        vram_cache=vram_cache, placement=placement, misses=misses,
     )  # fmt: skip
     flags = {
         "num_ctx": ctx, "num_thread": threads, "num_predict": max_tokens, "temperature": temperature, "top_k": top_k,

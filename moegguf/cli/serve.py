@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moegguf.cli.options import Placement, System, VramCache, WarmStart
+from moegguf.cli.options import Misses, Placement, System, VramCache, WarmStart
 from moegguf.errors import OptionError
 from moegguf.settings import MAX_KV_TOKENS
 from moegguf.terminal.messages import print_message
@@ -32,6 +32,7 @@ def serve(
     ] = None,
     vram_cache: VramCache = None,
     placement: Placement = None,
+    misses: Misses = None,
     system: System = None,
     warm_start: WarmStart = None,
     memory: Annotated[
@@ -92,6 +93,7 @@ def serve(
     MOEGGUF_VRAM_CACHE         the same on a GPU; of each loaded model
     MOEGGUF_PLACEMENT          what goes there: auto, layers, slots, cpu
     MOEGGUF_POLICY             which experts stay, instead of as that decides: a name, or vram=NAME,ram=NAME
+    MOEGGUF_MISSES             what a GPU lacks: fetch, or compute (on the CPU where that is faster; not exact)
     MOEGGUF_SYSTEM             what decides on experts: moegguf, none, lru, moe-infinity, promoe, expertflow, duoserve
     MOEGGUF_WARM_START         1: fetch at load the experts that earlier runs used most
     MOEGGUF_KEEP_ALIVE         how long an idle model stays loaded (5m; negative: for ever)
@@ -123,6 +125,10 @@ def serve(
         from moegguf.engine.placement import parse_placement
 
         os.environ["MOEGGUF_PLACEMENT"] = parse_placement(placement)
+    if misses is not None:
+        from moegguf.settings import parse_misses
+
+        os.environ["MOEGGUF_MISSES"] = parse_misses(misses)
     from moegguf.controller.systems import find_system
 
     os.environ["MOEGGUF_SYSTEM"] = find_system(os.environ.get("MOEGGUF_SYSTEM", "") if system is None else system).name

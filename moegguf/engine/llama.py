@@ -81,6 +81,11 @@ class Llama(UpstreamLlama):
             "slots" (experts as they are used; the GPU computes everything), "cpu" (no GPU), or "auto": what is
             predicted to be fastest with speeds that are measured here (engine/placement.py); with several GPUs, slots.
             None: MOEGGUF_PLACEMENT.
+        misses: what happens to experts that a GPU with slots over slots in RAM lacks: "fetch" copies them there;
+            "compute" lets the CPU compute them from RAM in passes of up to 8 tokens, where that is faster by what was
+            measured so far, and until an expert was used twice in 64 tokens. That is not exact: a CPU rounds otherwise
+            than a GPU, so an answer depends on what was in VRAM (`Plan.exact`, `Stats.exact`). None: MOEGGUF_MISSES,
+            else "fetch".
         system: what decides on experts: "moegguf" (what was measured to be best), "lru", "none", or one of the papers'
             as a whole, "moe-infinity", "promoe", "expertflow", "duoserve" (`moegguf.controller.systems`). The next four
             replace parts of it. None: MOEGGUF_SYSTEM, else "moegguf".
@@ -121,6 +126,7 @@ class Llama(UpstreamLlama):
         expert_cache: Budget | None = None,
         vram_cache: Budget | None = None,
         placement: str | None = None,
+        misses: str | None = None,
         system: str | None = None,
         store: StoreOptions | None = None,
         policy: str | Policy = "auto",
@@ -162,9 +168,9 @@ class Llama(UpstreamLlama):
         warm_start = read_environment().warm_start if warm_start is None else warm_start
         self._keywords = dict(
             model_path=model_path, expert_cache=expert_cache, vram_cache=vram_cache, placement=placement,
-            system=of.name, store=store, warm_start=warm_start, **vars(chosen), **options,
+            misses=misses, system=of.name, store=store, warm_start=warm_start, **vars(chosen), **options,
         )  # fmt: skip
-        self._load_plan = load_plan = prepare(model_path, expert_cache, options, vram_cache, store, placement)
+        self._load_plan = load_plan = prepare(model_path, expert_cache, options, vram_cache, store, placement, misses)
         self.layout, self.plan = load_plan.layout, load_plan.plan
         self._n_seq_max = load_plan.n_seq_max
         try:
@@ -173,16 +179,25 @@ class Llama(UpstreamLlama):
                 store = replace(store, device=None)  # it named the one to place experts on: these slots are the CPU's
             if load_plan.hooks:
                 self._session = Session(load_plan.slots_layout, self.plan, store, load_plan.whole_layers)
+                if not self.plan.exact:
+                    self._session.compute_misses(load_plan.options["n_threads"])
                 self._live_controller = LiveController(self._session, Artifacts(self.layout), chosen, self._n_seq_max)
                 for warning in self.plan.warnings:
                     warnings.warn(warning, stacklevel=2)
             self._load(load_plan)
+            if self._session is not None and (reason := self._session.not_computed()):
+                warnings.warn(reason, stacklevel=2)
             whole = load_plan.slots_layout.layers == self.layout.layers
             if self._session is not None and warm_start and whole and not lockstep:
                 self._warm_start = WarmStart(self._session, Artifacts(self.layout))
                 self._warm_start.begin()
             self._start_threads(load_plan)
-            if self._session is not None and load_plan.gpu is not None and self.plan.placement is not None:
+            if (
+                self._session is not None
+                and load_plan.gpu is not None
+                and self.plan.placement is not None
+                and self.plan.exact
+            ):
                 known, n_threads = KnownSpeeds(self.layout), load_plan.options["n_threads"]
                 self._meter = DecodeMeter(self._session, known, load_plan.gpu.devices[0], n_threads)
             self._start_recording(trace)
@@ -257,11 +272,12 @@ class Llama(UpstreamLlama):
         expert_cache: Budget | None = None,
         vram_cache: Budget | None = None,
         placement: str | None = None,
+        misses: str | None = None,
         **options: Any,
     ) -> Plan:
         """The memory plan for loading the model with these keywords. Raises what loading would raise."""
         check_options(options, Llama)
-        return prepare(model_path, expert_cache, options, vram_cache, placement=placement).plan
+        return prepare(model_path, expert_cache, options, vram_cache, placement=placement, misses=misses).plan
 
     # The base class assigns these structs and later passes them to llama.cpp: each read sets our fields.
     @property

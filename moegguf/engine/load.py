@@ -33,7 +33,7 @@ from moegguf.models.catalog import find_model
 from moegguf.native import library
 from moegguf.native.store import MOST_SLOT_TOKENS, StoreOptions
 from moegguf.quantities import ExpertCache, format_bytes_up, parse_expert_cache
-from moegguf.settings import KV_CACHE_TYPES, read_environment
+from moegguf.settings import KV_CACHE_TYPES, parse_misses, read_environment
 
 _bindings = library.llama_cpp()
 
@@ -143,11 +143,13 @@ def prepare(
     vram_cache: Budget | None = None,
     store: StoreOptions = StoreOptions(),
     placement: str | None = None,
+    misses: str | None = None,
 ) -> LoadPlan:
     """Reads the header and plans memory. `options`: keywords of llama_cpp.Llama as the user gave them.
 
     vram_cache: the budget on a GPU, that of `store`, or on all of them; None: of MOEGGUF_VRAM_CACHE.
     placement: what goes there (`placement.Choice`); None: of MOEGGUF_PLACEMENT.
+    misses: what happens to experts that are not there (`settings.MISSES`); None: of MOEGGUF_MISSES.
 
     Raises ModelNotFoundError, ModelFormatError, CapabilityError for a kind of model that is not run, BudgetError,
     OptionError, and AllocationError for a context above all memory of this machine.
@@ -185,6 +187,8 @@ def prepare(
     plan = placed.plan
     if not placed.on_device:
         kv_tokens = kv_tokens_in_ram
+    if parse_misses(environment.misses if misses is None else misses) == "compute":
+        plan = _computing_misses(plan)
     if hooks:
         options["use_mmap"] = False
     n_ubatch = plan.n_ubatch if hooks else max(n_image, min(given or DEFAULT_UBATCH_TOKENS, n_batch))
@@ -192,6 +196,18 @@ def prepare(
         path, layout, placed.layout, plan, hooks, n_ubatch, options, govern_threads, projector, n_seq_max, kv_tokens,
         gpu, hooks and (choice == "cpu" or (gpu is not None and not placed.on_device)),
     )  # fmt: skip
+
+
+def _computing_misses(plan: Plan) -> Plan:
+    """The plan where the CPU computes what a device lacks; with a warning where it has nothing to compute from."""
+    if plan.n_lower_slots:
+        reason = "misses='compute': the CPU computes experts that are not in VRAM where that is faster, so answers are"
+        return replace(plan, exact=False, reasons=(*plan.reasons, reason + " not exact"))
+    warning = (
+        "misses='compute' has no effect, and answers are exact: there are no slots in VRAM over slots in RAM, whose"
+        " misses the CPU could compute"
+    )
+    return replace(plan, warnings=(*plan.warnings, warning))
 
 
 def _sequences(

@@ -77,6 +77,7 @@ class Plan:
     n_staging: int = 0  # tensors of a layer's full shape on the device, in which prompts are staged
     staging_bytes: int = 0  # that they take, beside slots; part of total_bytes
     placement: PlacementPlan | None = None  # why the experts are placed so; None: nothing was to be decided
+    exact: bool = True  # the tokens of an all-resident run; False: the CPU computes what the device lacks
 
     @property
     def lower_bytes(self) -> int:

@@ -76,6 +76,7 @@ std::unique_ptr<Lane> Acquire::open_lane() {
 void Acquire::close_lane(Lane & lane) {
     Lock lock(shared_.mutex);
     streaming_.stop(lane);
+    missed_.forget(lane);
     unpin(lane);
     lanes_.erase(std::find(lanes_.begin(), lanes_.end(), &lane));
     shared_.done.notify_all();
@@ -94,6 +95,7 @@ void Acquire::take_failure(Lane & lane, moegguf_failure & out, bool clear) {
         lane.failed = false;
         lane.il = Lane::between_passes;
         streaming_.stop(lane);
+        missed_.forget(lane);
         unpin(lane);
     }
 }
@@ -181,16 +183,27 @@ void Acquire::acquire(Lane & lane, int il, int32_t * ids, int n_expert_used, int
         Lock lock(shared_.mutex);
         staging_.finish(lane, ids, n_expert_used, n_tokens, lock);
     }
-    for (size_t i = 0; i < n; i++) {
-        ids[i] = lane.failed ? 0 : lane.streams_experts ? ids[i] : lane.slot_of[ids[i]] - first_slot;
-    }
+    write_slot_ids(lane, ids, n_expert_used, n, first_slot);
     count(shared_.counters.hook_ns, now_ns() - start - lane.waited_ns);
+}
+
+void Acquire::write_slot_ids(const Lane & lane, int32_t * ids, int n_expert_used, size_t n, int first_slot) const {
+    int n_stood_in = 0;
+    for (size_t i = 0; i < n; i++) {
+        n_stood_in = i % n_expert_used == 0 ? 0 : n_stood_in; // a token's are distinct
+        if (lane.failed) {
+            ids[i] = 0;
+        } else if (!lane.streams_experts) {
+            const int s = lane.slot_of[ids[i]];
+            ids[i] = (s == Lane::computed_below ? lane.stand_ins[n_stood_in++] : s) - first_slot;
+        }
+    }
 }
 
 bool Acquire::collect(Lane & lane, int il, const int32_t * ids, size_t n) {
     const int n_expert = layout_.layers[il].n_expert;
     for (int expert : lane.distinct) { // of the event before, also where memory did not suffice for it
-        lane.slot_of[expert] = -1;
+        lane.slot_of[expert] = Lane::not_chosen;
     }
     lane.distinct.clear();
     for (size_t i = 0; i < n; i++) {
@@ -200,8 +213,8 @@ bool Acquire::collect(Lane & lane, int il, const int32_t * ids, size_t n) {
                       "the router chose expert " + std::to_string(expert) + " of " + std::to_string(n_expert));
             return false;
         }
-        if (lane.slot_of[expert] == -1) {
-            lane.slot_of[expert] = -2; // seen, slot not known yet
+        if (lane.slot_of[expert] == Lane::not_chosen) {
+            lane.slot_of[expert] = Lane::no_slot_yet;
             lane.distinct.push_back(expert);
         }
     }
@@ -216,12 +229,13 @@ bool Acquire::fill_slots(Lane & lane, const Moment & now, const int32_t * ids, i
     Residency & residency = tiers_.of(now.il).residency;
     residency.on_forecast(now.il, nullptr); // the router has chosen: what was predicted does not count any more
     staging_.note_pass(lane, n_tokens);
+    missed_.note_uses(lane, now.il);
     if (lane.staged()) {
         residency.on_routing(now.il, ids, n_expert_used, n_tokens);
         return staging_.place(lane, now, lock);
     }
     staging_.drop_ahead(lock);
-    if (!pin_all(lane, now, lock)) {
+    if (!pin_all(lane, now, ids, n_expert_used, n_tokens, lock)) {
         return false;
     }
     residency.on_routing(now.il, ids, n_expert_used, n_tokens);
@@ -247,6 +261,10 @@ void Acquire::count_pass(Lane & lane, int il, int n_tokens) {
 
 void Acquire::begin_pass(Lane & lane, int il, int n_tokens) {
     computing_ = true;
+    if (lane.missed && il > lane.il) {
+        lane.fail(MOEGGUF_INVALID, lane.il, -1, "experts that the CPU has computed did not reach the layer's output");
+    }
+    missed_.forget(lane);
     count_pass(lane, il, n_tokens);
     note_failures(lane);
     streaming_.stop(lane);
@@ -270,7 +288,8 @@ int Acquire::n_usable() const {
 }
 
 // Residents are pinned before any victim is chosen, so that no needed expert is evicted for another.
-bool Acquire::pin_all(Lane & lane, const Moment & now, Lock & lock) {
+bool Acquire::pin_all(Lane & lane, const Moment & now, const int32_t * ids, int n_expert_used, int n_tokens,
+                      Lock & lock) {
     // A lane that waits for slots holds some already. Another one that did the same could block both for good.
     const Deadline deadline = std::chrono::steady_clock::now() + longest_pass;
     while ((short_of_slots_ || (lane.streams_experts && streaming_.busy())) && !shared_.cancelled) {
@@ -284,6 +303,7 @@ bool Acquire::pin_all(Lane & lane, const Moment & now, Lock & lock) {
     if (shared_.has(MOEGGUF_PREEMPT) && !lane.tier->numbering.resident()) {
         transfers_.drop_prefetches(now.il);
     }
+    missed_.choose(lane, now, ids, n_expert_used, n_tokens);
     const uint64_t start = shared_.clock_ns();
     bool done = false;
     try {
@@ -350,7 +370,7 @@ bool Acquire::pin_absent(Lane & lane, const Moment & now, Lock & lock) {
     Tier & tier = *lane.tier;
     const auto fits = [&] { return (int)lane.distinct.size() <= tier.residency.n_usable(); };
     for (int expert : lane.distinct) {
-        if (lane.slot_of[expert] >= 0) {
+        if (lane.slot_of[expert] != Lane::no_slot_yet) {
             continue;
         }
         const int s = wait_for_slot([&] { return tier.take_slot(now.il, expert, now); }, fits, lock);
@@ -361,6 +381,10 @@ bool Acquire::pin_absent(Lane & lane, const Moment & now, Lock & lock) {
         tier.residency.pin(s);
         lane.pinned.push_back(s);
         lane.slot_of[expert] = s;
+    }
+    if (!missed_.find_stand_ins(lane)) {
+        fail_without_slot(lane, now.il, lane.distinct[0]);
+        return false;
     }
     return true;
 }
@@ -532,6 +556,7 @@ void Acquire::reallocate(Tier & tier, int n_slots) {
     }
     for (Lane * lane : lanes_) { // pins of the last layer of a pass that has ended
         streaming_.stop(*lane);
+        missed_.forget(*lane);
         unpin(*lane);
     }
     staging_.drop_ahead();
@@ -542,7 +567,7 @@ void Acquire::reallocate(Tier & tier, int n_slots) {
     const auto quiet = [&] {
         const auto reading = [](const auto & of) { return of && of->reading(); };
         return !tiers_.any([](const Tier & of) { return of.reading(); }) && !reading(tiers_.below) &&
-               std::none_of(tiers_.staging.begin(), tiers_.staging.end(), reading);
+               std::none_of(tiers_.staging.begin(), tiers_.staging.end(), reading) && !missed_.busy();
     };
     const bool ended = shared_.simulated() || shared_.done.wait_for(lock, longest_pass, quiet);
     transfers_.hold_prefetches(false);

@@ -4,6 +4,7 @@
 
 #include "forecaster.h"
 #include "lane.h"
+#include "missed.h"
 #include "staging.h"
 
 namespace moegguf {
@@ -11,7 +12,7 @@ namespace moegguf {
 class Acquire {
   public:
     Acquire(Store & store, const Layout & layout, Shared & shared, Tiers & tiers, Streaming & streaming,
-            Transfers & transfers, PromptStaging & staging, Forecaster & forecaster, Events & events)
+            Transfers & transfers, PromptStaging & staging, Forecaster & forecaster, Missed & missed, Events & events)
         : store_(store),
           layout_(layout),
           shared_(shared),
@@ -20,6 +21,7 @@ class Acquire {
           transfers_(transfers),
           staging_(staging),
           forecaster_(forecaster),
+          missed_(missed),
           events_(events) {}
 
     std::unique_ptr<Lane> open_lane();
@@ -54,9 +56,10 @@ class Acquire {
 
     bool collect(Lane & lane, int il, const int32_t * ids, size_t n);
     bool fill_slots(Lane & lane, const Moment & now, const int32_t * ids, int n_expert_used, int n_tokens, Lock & lock);
+    void write_slot_ids(const Lane & lane, int32_t * ids, int n_expert_used, size_t n, int first_slot) const;
     void count_pass(Lane & lane, int il, int n_tokens);
     void begin_pass(Lane & lane, int il, int n_tokens);
-    bool pin_all(Lane & lane, const Moment & now, Lock & lock);
+    bool pin_all(Lane & lane, const Moment & now, const int32_t * ids, int n_expert_used, int n_tokens, Lock & lock);
     void end_shortage(Lane & lane, uint64_t since_ns);
     void pin_present(Lane & lane, int il, int most);
     bool computes_with(const Tier & tier, int s) const;
@@ -88,6 +91,7 @@ class Acquire {
     Transfers & transfers_;
     PromptStaging & staging_;
     Forecaster & forecaster_;
+    Missed & missed_;
     Events & events_;
     std::vector<Lane *> lanes_;
     int lane_ids_ = 0;

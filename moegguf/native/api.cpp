@@ -141,6 +141,14 @@ int moegguf_store_counters(moegguf_store * store, moegguf_counters * counters) {
     return on(store, [&](Store & s) { s.read_counters(given(counters)); });
 }
 
+int moegguf_store_compute_misses(moegguf_store * store, int32_t n_threads) {
+    return on(store, [&](Store & s) { s.missed.start(n_threads); });
+}
+
+int moegguf_store_computed(moegguf_store * store, moegguf_computed * computed) {
+    return on(store, [&](Store & s) { s.missed.info(given(computed)); });
+}
+
 int moegguf_store_tier(moegguf_store * store, int32_t tier, moegguf_tier_info * info) {
     return on(store, [&](Store & s) { s.tier_info(tier, given(info)); });
 }

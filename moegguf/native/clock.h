@@ -11,4 +11,10 @@ inline uint64_t now_ns() {
         .count();
 }
 
+// A moving average over some tens of values; 0: none yet.
+template <typename T>
+void fade_in(T & mean, T value) {
+    mean += mean > 0 ? (value - mean) / 32 : value;
+}
+
 } // namespace moegguf

@@ -1,5 +1,6 @@
 #include "copies.h"
 
+#include "clock.h"
 #include "fault.h"
 #include "short_slices.h"
 
@@ -183,17 +184,27 @@ void Copies::run() {
         } catch (const std::exception & e) { // memory, too
             why = e.what();
         }
-        count(shared_.counters.upload_ns, now_ns() - start);
-        count(busy_ns_, now_ns() - start);
+        const uint64_t took_ns = now_ns() - start;
+        count(shared_.counters.upload_ns, took_ns);
+        count(busy_ns_, took_ns);
         {
             std::lock_guard<std::mutex> event_lock(event_mutex_);
             in_flight_ = false;
         }
         lock.lock();
+        note_time(took_ns);
         for (const Job & job : batch_) {
             finish(job, why);
         }
     }
+}
+
+void Copies::note_time(uint64_t ns) {
+    uint64_t bytes = 0;
+    for (const Job & job : batch_) {
+        bytes += layout_.matrices[matrix_of(layout_, job)].expert_bytes;
+    }
+    fade_in(bytes_ns_, (double)ns / bytes);
 }
 
 // Everything that layers wait for, so that neighbours can go as one; else one matrix, or some for a prompt, so that a

@@ -33,6 +33,7 @@ class Copies {
 
     uint64_t n_queued(bool demand) const { return get(demand ? n_demand_ : n_prefetch_); } // any thread
 
+    double bytes_ns() const { return bytes_ns_; } // of a copy, per byte, on average; 0: none yet; under the lock
     uint64_t n_stream_waits() const { return get(n_stream_waits_); }
     uint64_t busy_ns() const { return get(busy_ns_); } // of the thread, or of the modelled link
 
@@ -48,6 +49,7 @@ class Copies {
     void submit_batch();
     void mark_submitted(Lock & lock);
     int count_neighbours(size_t first) const;
+    void note_time(uint64_t ns);
     void update_gauges();
 
     const Layout & layout_;
@@ -59,6 +61,7 @@ class Copies {
     bool in_flight_ = false;
     uint64_t n_stream_waits_ = 0;
     uint64_t busy_ns_ = 0;
+    double bytes_ns_ = 0;
     std::vector<std::atomic<uint8_t>> submitted_; // [n_slots]
     Ring<Job> demand_;                            // one matrix each
     Ring<Job> prefetch_;

@@ -84,6 +84,7 @@ extern "C" ggml_tensor * moegguf_slot_ids(ggml_context * ctx, const ggml_tensor 
     ids->src[1] = weights; // computed before, and still there when the hook reads them
     ids->src[2] = input;
     ids->op_params[0] = !store->tiers.of(il).numbering.resident();
+    mark_chain(ids, *store);
     return ids;
 }
 
@@ -94,6 +95,7 @@ extern "C" ggml_tensor * moegguf_ready_ids(ggml_context * ctx, ggml_tensor * ids
 }
 
 extern "C" void moegguf_order_nodes(ggml_cgraph * graph) {
+    read_chains(*graph);
     Delayed delayed(*graph);
     std::vector<ggml_tensor *> behind; // of the layer that the scan is in
     int n = 0;

@@ -28,6 +28,9 @@ uint8_t kinds_after(const Lane & lane, const ggml_tensor * t) {
 
 // Whether the scheduler has to stop at this node.
 bool must_stop(Lane & lane, const ggml_tensor * t) {
+    if (lane.store.missed.must_write(lane, t)) {
+        return true;
+    }
     if (t->name[0] != 'f') {
         return false;
     }
@@ -79,6 +82,18 @@ ggml_backend_t stream_of(const Lane & lane, const Tier & tier, ggml_tensor * t) 
     return same ? backend : nullptr;
 }
 
+// The CPU begins with the experts that it computes, beside the device.
+void begin_missed(Lane & lane, const ggml_tensor * t) {
+    if (!lane.missed || lane.failed) {
+        return;
+    }
+    const int n_tokens = (int)t->ne[1], n_embd = (int)t->src[2]->ne[0];
+    const float * inputs = floats(t->src[2], (size_t)n_embd * n_tokens, lane.inputs);
+    const float * weights =
+        lane.chain.weights_input ? floats(t->src[1], (size_t)ggml_nelements(t), lane.weights) : nullptr;
+    lane.store.missed.begin(lane, inputs, n_embd, weights, n_tokens);
+}
+
 void acquire_experts(Lane & lane, ggml_tensor * t, int il) {
     const int n_used = (int)t->ne[0], n_tokens = (int)t->ne[1];
     const size_t n = (size_t)n_used * n_tokens;
@@ -88,25 +103,31 @@ void acquire_experts(Lane & lane, ggml_tensor * t, int il) {
     }
     lane.stream = lane.store.layout.has_experts(il) ? stream_of(lane, lane.store.tiers.of(il), t) : nullptr;
     lane.ids_in_place = ggml_backend_buffer_is_host(t->buffer);
+    lane.chain = chain_of(t);
     const Routed known = routed(lane, t, n_used, n_tokens);
     if (ggml_backend_buffer_is_host(t->buffer)) {
         lane.store.acquire.acquire(lane, il, (int32_t *)t->data, n_used, n_tokens, kinds, known);
+        begin_missed(lane, t);
         return;
     }
     lane.ids.resize(n);
     ggml_backend_tensor_get(t, lane.ids.data(), 0, n * sizeof(int32_t));
     lane.store.acquire.acquire(lane, il, lane.ids.data(), n_used, n_tokens, kinds, known);
+    begin_missed(lane, t);
     ggml_backend_tensor_set(t, lane.ids.data(), 0, n * sizeof(int32_t));
 }
 
 // What a stop is for. No exception leaves it: the caller is C.
 void stopped(Lane & lane, ggml_tensor * t) {
-    if (t->name[0] != 'f') {
+    const bool writes = lane.store.missed.must_write(lane, t);
+    if (!writes && t->name[0] != 'f') {
         return;
     }
     const int il = layer_of(t, ids_node);
     try {
-        if (il >= 0) {
+        if (writes) {
+            lane.store.missed.write(lane, t);
+        } else if (il >= 0) {
             acquire_experts(lane, t, il);
         } else if (const uint8_t kinds = kinds_after(lane, t)) {
             lane.store.acquire.wait(lane, kinds);

@@ -1,7 +1,7 @@
 // lane.h: what one llama_context holds of a store: its pins, its place in a pass, and why its pass failed.
 #pragma once
 
-#include "layout.h"
+#include "expert_chain.h"
 
 #include "ggml-backend.h"
 
@@ -14,16 +14,18 @@ namespace moegguf {
 
 class Store;
 class Tier;
+struct MissedJob;
 
 // Belongs to the thread that computes; pins change under the store's lock.
 struct Lane {
     static constexpr int between_passes = INT32_MAX; // any layer that comes next starts a pass
+    static constexpr int not_chosen = -1, no_slot_yet = -2, computed_below = -3; // instead of a slot
 
     Lane(Store & store, Tier & tier, int id, int n_expert_max)
         : store(store),
           id(id),
           tier(&tier),
-          slot_of(n_expert_max, -1) {
+          slot_of(n_expert_max, not_chosen) {
         pinned.reserve(n_expert_max);
         distinct.reserve(n_expert_max);
         absent.reserve(n_expert_max);
@@ -61,7 +63,10 @@ struct Lane {
     ggml_backend_t stream = nullptr;   // computes this layer, and waits for copies itself; nullptr: the thread waits
     uint8_t ordered = 0;               // matrices of that layer that the stream waits for
     std::vector<int> distinct;         // experts of this routing event, in order of first choice
-    std::vector<int> slot_of;          // [n_expert_max], -1 where not chosen at this event
+    std::vector<int> slot_of;          // [n_expert_max], of this event
+    ExpertChain chain;                 // of this event's layer; unknown: the device has to compute every expert
+    MissedJob * missed = nullptr;      // experts of this event that the CPU computes; nullptr: none
+    std::vector<int> stand_ins;        // slots whose products are replaced by the CPU's
     std::vector<int> absent;           // experts of it that are streamed
     bool streams_experts = false;      // this event's ids are experts (streaming.h)
     uint64_t waited_ns = 0;            // at this event

@@ -154,6 +154,17 @@ class TierInfo(c.Structure):
     ]
 
 
+class Computed(c.Structure):
+    """struct moegguf_computed: experts that the CPU has computed in place of a copy to the device."""
+
+    _fields_ = [
+        *((name, c.c_uint64) for name in ("misses", "compute_ns")),
+        *((name, c.c_double) for name in ("compute_bytes_ns", "copy_bytes_ns")),
+        *((name, c.c_int32) for name in ("n_layers", "reserved")),
+        ("note", c.c_char * 192),
+    ]
+
+
 LISTEN = {name: 1 << bit for bit, name in enumerate(("weights", "inputs", "everything", "lockstep", "lazy"))}
 
 
@@ -350,6 +361,8 @@ _STATUS_CALLS: dict[str, list[Any]] = {
     "moegguf_store_cancel": [c.c_void_p, c.c_int],
     "moegguf_store_resize": [c.c_void_p, c.c_int32, c.c_int32],
     "moegguf_store_reallocate": [c.c_void_p, c.c_int32, c.c_int32],
+    "moegguf_store_compute_misses": [c.c_void_p, c.c_int32],
+    "moegguf_store_computed": [c.c_void_p, c.POINTER(Computed)],
     "moegguf_store_drain": [c.c_void_p, c.c_double],
     "moegguf_store_read_slot": [c.c_void_p, c.c_int32, c.c_int32, c.c_void_p, c.c_size_t],
     "moegguf_store_probe": [c.c_void_p, c.c_double, c.POINTER(c.c_double)],

@@ -39,6 +39,7 @@
 //                      and not for a layer of a resident pool or for matrices that are there.
 //   reader threads   : pread into staging, write into slots. Never call out.
 //   copy threads     : one per device: copies from slots below to it. Never calls out.
+//   missed.h's thread: computes experts on the CPU from slots below that are pinned meanwhile. Never calls out.
 //   predictor thread : takes what compute threads leave, predicts, asks for prefetches under the store's lock.
 //   event thread     : calls the listener's callbacks. The only thread that enters foreign code.
 //   any thread       : everything else below, unless it says otherwise. Counters are read without the lock, so figures
@@ -274,6 +275,17 @@ struct moegguf_predictor {
     int32_t reserved;
 };
 
+// Experts that the CPU has computed in place of a copy to the device, since the store was opened.
+struct moegguf_computed {
+    uint64_t misses;         // of look-ups on devices
+    uint64_t compute_ns;     // of the thread that computes
+    double compute_bytes_ns; // moving averages, in ns per byte of an expert: of computing it,
+    double copy_bytes_ns;    // of its copy; 0: none yet
+    int32_t n_layers;        // whose misses can be computed, in the graph built last; -1: none was built yet
+    int32_t reserved;
+    char note[192]; // why those of other layers cannot; empty: there are none
+};
+
 // What slots take. Every arena has a guard behind its last slot.
 struct moegguf_sizes {
     uint64_t stride_bytes[MOEGGUF_MAX_KINDS]; // from slot to slot in the arena of a kind; 0: no such matrices
@@ -467,7 +479,13 @@ MOEGGUF_API int moegguf_store_drain(moegguf_store * store, double timeout_s); //
 MOEGGUF_API int moegguf_store_read_slot(moegguf_store * store, int32_t matrix, int32_t slot, void * out,
                                         size_t n); // plain slots, and behind them places of staging tensors: for tests
 MOEGGUF_API int moegguf_store_probe(moegguf_store * store, double seconds,
-                                    double * bytes_per_s);                     // what these readers reach on this file
+                                    double * bytes_per_s); // what these readers reach on this file
+// From now on the CPU computes with n_threads what is missed on devices in passes of few tokens, from slots of the tier
+// below, where that is faster than a copy or the expert was used less than twice in the last 64 tokens: only after that
+// it gets a slot on the device, but by moegguf_store_warm. Not exact: processors round otherwise than devices. INVALID
+// without a tier below.
+MOEGGUF_API int moegguf_store_compute_misses(moegguf_store * store, int32_t n_threads);
+MOEGGUF_API int moegguf_store_computed(moegguf_store * store, struct moegguf_computed * computed);
 MOEGGUF_API int moegguf_store_sim_advance(moegguf_store * store, uint64_t ns); // simulation: compute time passes
 
 // Lanes. acquire does what the hook does with ids already in hand: simulation and tests; inputs [n_tokens][n_embd] may

@@ -141,6 +141,19 @@ ggml_backend_dev_t find_device(const char * name) {
     return device;
 }
 
+ggml_backend_ptr make_backend(ggml_backend_dev_t device, int n_threads) {
+    ggml_backend_ptr backend(ggml_backend_dev_init(device, nullptr));
+    if (!backend) {
+        throw Error(MOEGGUF_MEMORY, std::string(ggml_backend_dev_name(device)) + " refused a backend");
+    }
+    auto set_n_threads = (ggml_backend_set_n_threads_t)ggml_backend_reg_get_proc_address(
+        ggml_backend_dev_backend_reg(device), "ggml_backend_set_n_threads");
+    if (set_n_threads) {
+        set_n_threads(backend.get(), n_threads);
+    }
+    return backend;
+}
+
 PoolMemory device_memory(const char * name, bool repack) {
     PoolMemory memory;
     memory.device = find_device(name);

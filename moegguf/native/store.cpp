@@ -89,10 +89,12 @@ Store::Store(const moegguf_config & config)
       streaming(layout, shared, tiers.on_cpu),
       arrivals(layout, shared, tiers.on_cpu, streaming),
       copies(make_copies(layout, config, shared, tiers)),
-      transfers(layout, config, shared, tiers, streaming),
+      admission(layout),
+      transfers(layout, config, shared, tiers, streaming, admission),
       staging(layout, shared, tiers, transfers),
       forecaster(layout, shared, tiers, transfers),
-      acquire(*this, layout, shared, tiers, streaming, transfers, staging, forecaster, events),
+      missed(layout, shared, tiers, transfers, admission),
+      acquire(*this, layout, shared, tiers, streaming, transfers, staging, forecaster, missed, events),
       buft_(make_reserved_buft(this), free_reserved_buft) {
 }
 

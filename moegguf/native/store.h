@@ -21,9 +21,11 @@ class Store {
     Streaming streaming;
     Arrivals arrivals;
     const std::vector<std::unique_ptr<Copies>> copies; // to tiers that have one below
+    Admission admission;
     Transfers transfers;
     PromptStaging staging;
     Forecaster forecaster;
+    Missed missed;
     Acquire acquire;
 
     ggml_backend_buffer_type_t buft() { return buft_.get(); }

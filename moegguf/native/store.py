@@ -201,6 +201,22 @@ def matrices_of(layout: ExpertLayout) -> Any:
     return (library.Matrix * len(rows))(*rows)
 
 
+class Computed(NamedTuple):
+    """Misses on devices that the CPU has computed, and how long that took it, in ns.
+
+    compute_bytes_ns, copy_bytes_ns: moving averages, in ns per byte of an expert, of computing it and of its copy; 0:
+    none yet. n_layers: those whose misses can be computed, -1 before a graph is built; note: why those of others
+    cannot, or nothing.
+    """
+
+    misses: int
+    compute_ns: int
+    compute_bytes_ns: float
+    copy_bytes_ns: float
+    n_layers: int
+    note: str
+
+
 @dataclass(frozen=True)
 class SlotSizes:
     """stride_bytes: {matrix kind: bytes from one slot to the next in its arena}.
@@ -539,6 +555,24 @@ class Store:
         refuses more, and there are as many slots as before; OptionError for a number that there cannot be.
         """
         check(self._library.moegguf_store_reallocate(self.handle, tier, n_slots))
+
+    def compute_misses(self, n_threads: int) -> None:
+        """From now on the CPU computes what is missed on devices, in passes of up to 8 tokens, from slots in RAM.
+
+        It does so with n_threads, where that is faster than a copy, and for experts that were used less than twice in
+        the last 64 tokens: these get no slot on the device, but by `warm`. Not exact, as the CPU rounds
+        otherwise than the device. Raises OptionError without slots in RAM below those of a device.
+        """
+        check(self._library.moegguf_store_compute_misses(self.handle, n_threads))
+
+    def computed(self) -> Computed:
+        """What the CPU has computed so since open."""
+        found = library.Computed()
+        check(self._library.moegguf_store_computed(self.handle, c.byref(found)))
+        note = found.note.decode(errors="replace")
+        return Computed(
+            found.misses, found.compute_ns, found.compute_bytes_ns, found.copy_bytes_ns, found.n_layers, note
+        )
 
     def drain(self, timeout_s: float = 600.0) -> None:
         """Waits until nothing is queued or being read."""

@@ -19,11 +19,6 @@ uint8_t lowest_bit(uint8_t bits) {
     return bits & -bits;
 }
 
-// A moving average over some tens of values; 0: none yet.
-void average(float & mean, uint64_t value) {
-    mean += mean > 0.0f ? ((float)value - mean) / 32 : (float)value;
-}
-
 // Calls body(matrix) for every matrix in `kinds` of a layer.
 template <typename Body>
 void for_matrices(const Layout & layout, int il, uint8_t kinds, Body body) {
@@ -52,11 +47,12 @@ int slot_above(const Tier & to, const Job & job) {
 } // namespace
 
 Transfers::Transfers(const Layout & layout, const moegguf_config & config, Shared & shared, Tiers & tiers,
-                     Streaming & streaming)
+                     Streaming & streaming, const Admission & admission)
     : layout_(layout),
       shared_(shared),
       tiers_(tiers),
-      streaming_(streaming) {
+      streaming_(streaming),
+      admission_(admission) {
     if (config.n_readers < 1 || config.n_readers > max_readers) {
         throw Error(MOEGGUF_INVALID, "readers must be between 1 and " + std::to_string(max_readers) + ", not " +
                                          std::to_string(config.n_readers));
@@ -119,7 +115,7 @@ void Transfers::set_moment(const Moment & now) {
     const uint64_t computed_ns = shared_.clock_ns() - get(shared_.counters.stall_ns);
     const bool next_of_pass = now.il > now_.il && now.turn - now_.turn == uint64_t(now.il - now_.il);
     if (next_of_pass && now.token && now_.token && computed_ns > computed_ns_) {
-        average(layer_ns_, computed_ns - computed_ns_);
+        fade_in(layer_ns_, float(computed_ns - computed_ns_));
     }
     computed_ns_ = computed_ns;
     now_ = now;
@@ -316,6 +312,14 @@ bool Transfers::awaits_file(const Tier & tier, int s, uint8_t kinds) const {
     return kinds & ~tier.residency.ready(s) & ~(r >= 0 ? tier.source_tier(s).residency.ready(r) : 0);
 }
 
+void Transfers::demand_below(int s) {
+    Tier & below = *tiers_.below;
+    const Slot & slot = below.residency.slot(s);
+    queue_reads(below, s, layout_.layers[slot.il].chunks & ~below.residency.ready(s) & ~slot.reading, true);
+    update_gauges();
+    wake_readers();
+}
+
 // The next transfer that is still of use.
 bool Transfers::next_job(Job & job) {
     const bool had_any = !demand_.empty() || !prefetch_.empty() || !requests_.empty() || next_wish_ < wishes_.size();
@@ -444,7 +448,7 @@ bool Transfers::start_prefetch(int il, int expert, float chance) {
         return Bid{residency.ordered(now_) ? residency.score(il, expert, now_) : INFINITY, chance};
     };
     Tier & to = tiers_.of(il);
-    if (held_ || to.residency.find(il, expert) >= 0) {
+    if (held_ || to.residency.find(il, expert) >= 0 || !admission_.admits(il, expert)) {
         return false;
     }
     const int s = to.take_slot(il, expert, now_, bid(to.residency));
@@ -581,7 +585,7 @@ void Transfers::finish(const Job & job, const std::string & why) {
     if (n_demand_reading_ == 0 && next_wish_ < wishes_.size()) {
         wake_readers();
     }
-    average(chunk_ns_, shared_.clock_ns() - job.begun_ns);
+    fade_in(chunk_ns_, float(shared_.clock_ns() - job.begun_ns));
     if (why.empty()) {
         const uint64_t bytes = bytes_of(job);
         to.count_arrival(job.demand, bytes);

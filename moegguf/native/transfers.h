@@ -2,6 +2,7 @@
 // from there (copies.h).
 #pragma once
 
+#include "admission.h"
 #include "copies.h"
 #include "files.h"
 #include "streaming.h"
@@ -14,7 +15,7 @@ class Transfers {
   public:
     // Opens the files and starts the readers, unless simulated. Experts of tiers with one below go through its slots.
     Transfers(const Layout & layout, const moegguf_config & config, Shared & shared, Tiers & tiers,
-              Streaming & streaming);
+              Streaming & streaming, const Admission & admission);
     ~Transfers();
     Transfers(const Transfers &) = delete;
     Transfers & operator=(const Transfers &) = delete;
@@ -22,6 +23,7 @@ class Transfers {
     // Under the store's lock.
     // Every matrix of slots of one layer that is not there or being read, before all prefetches.
     void demand(Tier & tier, const std::vector<int> & slots);
+    void demand_below(int s);                 // the same of a pinned slot of the tier below, for itself
     void copy(Tier & to, int s, bool demand); // every matrix, from the slot that is its source
     bool prefetch(int il, int expert);        // false: queued already are more than any link moves in time
     void wake_readers() { shared_.work.notify_all(); }
@@ -98,6 +100,7 @@ class Transfers {
     Shared & shared_;
     Tiers & tiers_;
     Streaming & streaming_;
+    const Admission & admission_;
     std::vector<int32_t> missed_; // scratch: experts that were looked up in the tier below
     std::unique_ptr<Files> files_;
     std::vector<std::unique_ptr<Staging>> staging_; // one per reader

@@ -44,6 +44,7 @@ class LoadOptions:
     type_v: str | None = None
     vram_cache: str | None = None
     placement: str | None = None
+    misses: str | None = None
 
 
 def find_or_pull(name: str) -> ModelEntry:
@@ -173,6 +174,7 @@ def _llama_arguments(layout: ExpertLayout, options: LoadOptions) -> dict[str, An
     budgets = {name: getattr(options, name) for name in ("expert_cache", "vram_cache", "placement")}
     return {
         **budgets,
+        "misses": options.misses,
         "system": options.system,
         "policy": options.policy,
         "predictor": options.predictor,

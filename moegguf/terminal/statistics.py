@@ -105,6 +105,7 @@ def expert_lines(stats: Stats, decode: Stats) -> list[Line]:
     moved = f"{stats.bytes_read / 1e6:.2f} MB from disk"
     if decode.tokens:
         moved += f" ({decode.bytes_per_token / 1e6:.2f} MB/token)"
+    lines += _exactness(stats)
     if stats.in_vram:
         lines.append(("moved to VRAM", _bytes_in(stats.tiers[0], decode)))
     if stats.staging_bytes:
@@ -117,6 +118,12 @@ def expert_lines(stats: Stats, decode: Stats) -> list[Line]:
     if stats.read_retries:
         lines.append(("read retries", str(stats.read_retries)))
     return lines
+
+
+def _exactness(stats: Stats) -> list[Line]:
+    """(label, value) where answers depend on what was in VRAM."""
+    computed = f"{stats.misses_computed} of {stats.misses} misses computed by the CPU"
+    return [] if stats.exact else [("not exact", computed)]
 
 
 def _tier_lines(stats: Stats) -> list[Line]:
@@ -192,6 +199,7 @@ def total_lines(stats: Stats) -> list[str]:
             ("since load", f"{stats.tokens} token(s) evaluated"),
             ("hit rate", f"{lookup_shares(stats)} of {stats.lookups} lookups"),
             ("moved", f"{stats.bytes_read / 1e6:.2f} MB from disk"),
+            *_exactness(stats),
         ]
     )
 

@@ -73,7 +73,8 @@ def test_answers_are_summed_over_models_and_per_model() -> None:
 def test_expert_counters_equal_stats() -> None:
     stats = Stats(
         tokens=9, lookups=100, hits_ready=60, hits_late=10, misses=30, evictions=7, bytes_missed=4096,
-        bytes_prefetched=512, stall_s=0.125, n_slots=40, slots_used=39, n_experts=64, pool_bytes=1 << 20,
+        bytes_prefetched=512, misses_computed=3, exact=False, stall_s=0.125,
+        n_slots=40, slots_used=39, n_experts=64, pool_bytes=1 << 20,
     )  # fmt: skip
     totals, loaded = Totals(), [model(stats=stats, pid=os.getpid(), size_bytes=1 << 21)]
     totals.update(loaded)
@@ -84,6 +85,8 @@ def test_expert_counters_equal_stats() -> None:
         'moegguf_expert_hits_total{kind="ready",model="demo:latest"}': 60,
         'moegguf_expert_hits_total{kind="late",model="demo:latest"}': 10,
         'moegguf_expert_misses_total{model="demo:latest"}': 30,
+        'moegguf_expert_misses_computed_total{model="demo:latest"}': 3,
+        'moegguf_exact{model="demo:latest"}': 0,
         'moegguf_expert_evictions_total{model="demo:latest"}': 7,
         'moegguf_expert_read_bytes_total{cause="miss",model="demo:latest"}': 4096,
         'moegguf_expert_read_bytes_total{cause="prefetch",model="demo:latest"}': 512,

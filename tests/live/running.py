@@ -69,6 +69,15 @@ def share_for(path: Path, n_slots: int) -> int:
     return n_slots * slot_bytes(read_layout(path))
 
 
+def follow_tokens(llm: Llama, prompt: Sequence[int], tokens: Sequence[int]) -> Logits:
+    """Logits of a prompt and of these tokens behind it, one by one, from an empty context."""
+    llm.reset()
+    llm.eval(prompt)
+    for token in tokens:
+        llm.eval([token])
+    return llm.scores[: llm.n_tokens].copy()
+
+
 @contextmanager
 def hooks_off() -> Iterator[None]:
     """Models loaded here run plain llama.cpp."""

@@ -61,6 +61,18 @@ def test_a_simulated_link_changes_the_device_and_no_token(tiny: Callable[..., Pa
     assert own["evictions"] > 0
 
 
+def test_misses_that_the_cpu_computes_are_measured_beside_those_that_are_fetched(tiny: Callable[..., Path]) -> None:
+    flags = ("--vram-cache", "40%", "--expert-cache", "100%", "--placement", "slots", "--rounds", "1")
+    rows = run(tiny(), *flags, "--simulate-link", "1GB/s,35us", "--misses", "fetch,compute")
+    found = [(row["system"], row["misses"], row["error"]) for row in rows if row["n_gen"]]
+    assert found == [("moegguf", "fetch", ""), ("misses-compute", "compute", "")]
+    fetched, computed = (row["misses_computed"] for row in rows if row["n_gen"])
+    assert fetched == 0
+    assert computed > 0
+    with pytest.raises(OptionError, match="misses='guess' is none of fetch, compute"):
+        run(tiny(), "--misses", "guess")
+
+
 def test_a_link_that_cannot_be_read_ends_the_command(tiny: Callable[..., Path]) -> None:
     with pytest.raises(OptionError, match="24GB/s,35us"):
         run(tiny("tiny-mix", "q4_0"), "--simulate-link", "24GB")

@@ -10,7 +10,7 @@ import pytest
 
 from moegguf.errors import OptionError
 from moegguf.quantities import parse_duration
-from moegguf.settings import Host, Settings, parse_host, read_settings
+from moegguf.settings import Host, Settings, parse_host, read_environment, read_settings
 
 # The table of ollama-python's _parse_host, then forms it leaves open.
 HOSTS = [
@@ -172,3 +172,10 @@ def test_no_timeout_for_loading() -> None:
 
 def test_the_key_is_in_no_text() -> None:
     assert "k3y" not in repr(read_settings({"OLLAMA_API_KEY": "k3y"}))
+
+
+def test_what_happens_to_misses_is_one_of_two_words() -> None:
+    assert read_environment({}).misses == "fetch"
+    assert read_environment({"MOEGGUF_MISSES": " Compute "}).misses == "compute"
+    with pytest.raises(OptionError, match="MOEGGUF_MISSES is none of fetch, compute, but 'guess'"):
+        read_environment({"MOEGGUF_MISSES": "guess"})
