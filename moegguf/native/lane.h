@@ -35,7 +35,7 @@ struct Lane {
     void fail(moegguf_status status, int il, int expert, const std::string & why);
 
     bool has_one_token_each() const;
-    bool staged() const; // the layer computing now (staging.h)
+    bool staged() const;             // the layer computing now (staging.h)
     bool gather(int n_event_tokens); // into event_sequences and event_phases; false: all tokens are of `sequence`
 
     Store & store;
