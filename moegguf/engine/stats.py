@@ -61,7 +61,8 @@ _TIER_COUNTERS = tuple(
 
 @dataclass(frozen=True)
 class Stats:
-    """Cumulative figures of one model. A lookup is one distinct (layer, expert) in one pass.
+    """Cumulative figures of one model. A lookup is one distinct (layer, expert) in one pass; while every expert is
+    in memory, choices are not looked at, and those of several tokens count as distinct.
 
     Times in seconds, sizes in bytes. `exact`, `n_slots`, `n_experts`, `slots_used`, `pool_bytes`, `staging_bytes` and
     `n_threads`, those that compute, are present values, all others counters. Where layers compute on a device, look-ups

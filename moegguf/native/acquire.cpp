@@ -710,15 +710,16 @@ bool Acquire::idle(int il) {
            !shared_.cancelled;
 }
 
-void Acquire::count_idle(Lane & lane, int il, int n_expert_used) {
-    count_pass(lane, il, 1);
+void Acquire::count_idle(Lane & lane, int il, int n_expert_used, int n_tokens) {
+    count_pass(lane, il, n_tokens);
     if (!lane.pinned.empty()) {
         Lock lock(shared_.mutex);
         unpin(lane);
     }
     lane.tier = &tiers_.of(il);
-    count(lane.tier->counters.lookups, n_expert_used);
-    count(lane.tier->counters.hits_ready, n_expert_used);
+    const int n_experts = std::min(n_expert_used * n_tokens, layout_.layers[il].n_expert);
+    count(lane.tier->counters.lookups, n_experts);
+    count(lane.tier->counters.hits_ready, n_experts);
 }
 
 } // namespace moegguf

@@ -44,7 +44,8 @@ class Acquire {
 
     // Nothing to do or to report at this layer: every expert is in its own slot. No lock.
     bool idle(int il);
-    void count_idle(Lane & lane, int il, int n_expert_used);
+    // The ids are not known: choices count as distinct ones, as many as the layer has experts at most.
+    void count_idle(Lane & lane, int il, int n_expert_used, int n_tokens);
 
     void watch(bool on) { watched_ = on; } // on: no layer is idle, so that activity is complete
     void resize(Tier & tier, int n_slots); // from the next routing event on; of the tier below at once

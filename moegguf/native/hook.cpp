@@ -10,8 +10,8 @@ namespace {
 // Whether to stop at the node with the expert ids.
 bool must_acquire(Lane & lane, const ggml_tensor * t, int il) {
     Acquire & acquire = lane.store.acquire;
-    if (t->ne[1] == 1 && acquire.idle(il)) {
-        acquire.count_idle(lane, il, (int)t->ne[0]);
+    if (acquire.idle(il)) {
+        acquire.count_idle(lane, il, (int)t->ne[0], (int)t->ne[1]);
         return false;
     }
     return true;
