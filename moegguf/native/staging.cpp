@@ -24,8 +24,6 @@ PromptStaging::PromptStaging(const Layout & layout, Shared & shared, Tiers & tie
       tokens_(layout.layers.size(), 0.0f),
       shortens_(layout.layers.size(), 0),
       counts_(layout.n_expert_max, 0) {
-    chosen_.reserve(layout.n_expert_max);
-    adopted_.reserve(layout.n_expert_max);
 }
 
 // Until it is done; false when it will not be.
@@ -236,31 +234,31 @@ void PromptStaging::adopt(Lane & lane, Lock & lock) {
     Tier &from = *lane.tier, &to = *from.staged_for;
     const int n_layers = (int)to.layers.moe_layers.size(), il = lane.il;
     const size_t most = std::max(to.layers.n_used_max, to.residency.n_usable() / n_layers);
-    chosen_ = lane.distinct;
-    std::stable_sort(chosen_.begin(), chosen_.end(), [&](int a, int b) { return counts_[a] > counts_[b]; });
-    chosen_.resize(std::min(chosen_.size(), most));
-    for (int expert : chosen_) { // those that are there are not evicted for the others
+    std::vector<int> chosen = lane.distinct;
+    std::stable_sort(chosen.begin(), chosen.end(), [&](int a, int b) { return counts_[a] > counts_[b]; });
+    chosen.resize(std::min(chosen.size(), most));
+    for (int expert : chosen) { // those that are there are not evicted for the others
         if (const int s = to.residency.find(il, expert); s >= 0) {
             to.residency.touch(s);
         }
     }
-    adopted_.clear();
+    std::vector<Place> adopted; // of this lane: the lock is free while it waits
     const Moment now = {il, false, false, transfers_.turn()};
-    for (int expert : chosen_) {
+    for (int expert : chosen) {
         const bool worth =
             to.residency.has_free() || counts_[expert] >= least_tokens_to_evict || lane.phase == MOEGGUF_DECODE;
         const int s = worth && to.residency.find(il, expert) < 0 ? to.take_slot(il, expert, now) : -1;
         if (s >= 0) {
             to.borrow(s, from, lane.slot_of[expert]);
             transfers_.copy(to, s, true);
-            adopted_.push_back(to.place(s));
+            adopted.push_back(to.place(s));
         }
     }
     const auto done = [&](const Place & place) {
         const Slot & slot = to.residency.slot(place.slot);
         return !to.holds(place) || (slot.queued == 0 && slot.reading == 0);
     };
-    wait_for_bytes(lane, [&] { return std::all_of(adopted_.begin(), adopted_.end(), done); }, lock);
+    wait_for_bytes(lane, [&] { return std::all_of(adopted.begin(), adopted.end(), done); }, lock);
 }
 
 // Copying ahead: as many layers as there are tensors that none is computed with.

@@ -23,8 +23,8 @@ class PromptStaging {
     // copies those of the next layers ahead.
     void finish(Lane & lane, const int32_t * ids, int n_expert_used, int n_tokens, Lock & lock);
 
-    // What is on its way ahead will not come, and the slots that it comes from are free. wait: until the copies that
-    // have begun are done, too.
+    // What is on its way ahead will not come, and the slots that it comes from are free: with the lock given, when this
+    // returns; else once the copies that have begun are done.
     void drop_ahead();
     void drop_ahead(Lock & lock);
     void note_pass(const Lane & lane, int n_tokens); // of any event
@@ -59,9 +59,7 @@ class PromptStaging {
     std::vector<uint8_t> shortens_; // [n_layer] computes fewer tokens than the pass has: those whose logits are wanted
     int last_il_ = -1;              // of the event before, as the tokens of its pass
     int last_tokens_ = 0;
-    std::vector<int> counts_;    // [n_expert_max] scratch: tokens of an event that use an expert
-    std::vector<int> chosen_;    // scratch
-    std::vector<Place> adopted_; // scratch
+    std::vector<int> counts_; // [n_expert_max] scratch: tokens of an event that use an expert
 };
 
 } // namespace moegguf
