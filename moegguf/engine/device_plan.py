@@ -221,7 +221,7 @@ class _DevicePlanner:
             cache.n_bytes or math.floor(cache.fraction * self.layout.n_expert_total + 1e-9) * self.joint.slot_bytes
         )
         if len(self.vram) > 1:
-            return n_bytes
+            return max(0, n_bytes - self.staging_bytes)
         free = [max(1, self._free_bytes(device)) for device in self.devices]
         return n_bytes * free[d] // sum(free)
 

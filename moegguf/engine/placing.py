@@ -237,9 +237,7 @@ class Budgets:
         )
 
     def _staging_bytes(self, device_bytes: int) -> int:
-        """Of so much memory for experts; a budget that was given is for slots alone."""
-        if self.vram.mode != "auto":
-            return 0
+        """Of so much memory for experts."""
         sizes = (staging_bytes(self.layout, n) for n in staging_choices(self.staging))
         return next((size for size in sizes if size <= STAGING_SHARE * device_bytes), 0)
 
@@ -261,7 +259,10 @@ class Budgets:
         rest = layout.only(layer.il for layer in layout.layers[: len(layout.layers) - placement.n_layers])
         if placement.kind == "layers":
             return Placed(plan_layers(layout, rest, self.ram, self.device, self.memory, **options), rest)
-        slots = self.vram if self.vram.mode == "auto" else ExpertCache("bytes", n_bytes=placement.slot_bytes)
+        if self.vram.mode == "auto":
+            return Placed(on_device(rest, self.vram), rest)
+        staged_bytes = self._staging_bytes(_within(self.vram, layout, 0))
+        slots = ExpertCache("bytes", n_bytes=placement.slot_bytes + staged_bytes)
         return Placed(on_device(rest, slots), rest)
 
 

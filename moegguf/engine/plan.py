@@ -163,7 +163,8 @@ def make_plan(
     (`batch.best_fit`). margin: bytes that stay free with "auto"; None: `margin_bytes`. projector: of a model that reads
     images, too. streams: whether the store may stream experts, where the CPU's kernels can (`SlotSizes.streams`).
     kv_tokens: of all sequences that the context holds; None: n_ctx, of one. option: the name of the budget, for
-    messages. staging: tensors of a layer's full shape in which prompts are staged, on a device, beside the slots.
+    messages. staging: tensors of a layer's full shape in which prompts are staged, on a device; they are part of a
+    budget that is given.
 
     Raises BudgetError, stating the minimum, when the budget (or, for "auto", the free memory) does not hold the experts
     that one token uses in one layer, or those of an image that has to be read in one pass.
@@ -302,13 +303,16 @@ def _fixed_fit(request: _Request, n_ctx: int, cache: ExpertCache, reasons: list[
 def _fixed_slots(request: _Request, cache: ExpertCache, reasons: list[str]) -> int:
     """Slots of a share or a number of bytes, from the minimum to one for every expert."""
     layout, size, n_total = request.layout, request.slot_bytes, request.layout.n_expert_total
+    n_staged = -(-request.staging_bytes // size)
+    beside = f" beside {format_bytes(request.staging_bytes)} for staging" if n_staged else ""
     if cache.mode == "fraction":
-        n_slots = min(n_total, math.floor(cache.fraction * n_total + 1e-9))
-        reasons.append(f"{cache} of {n_total} experts is {n_slots} slots of {format_bytes(size)}")
+        n_slots = min(n_total, math.floor(cache.fraction * n_total + 1e-9) - n_staged)
+        reasons.append(f"{cache} of {n_total} experts is {n_slots} slots of {format_bytes(size)}{beside}")
     else:
-        n_slots = min(n_total, cache.n_bytes // size)
-        reasons.append(f"{cache} holds {cache.n_bytes // size} slots of {format_bytes(size)}")
-        if cache.n_bytes > n_total * size:
+        n_held = cache.n_bytes // size - n_staged
+        n_slots = min(n_total, n_held)
+        reasons.append(f"{cache} holds {n_held} slots of {format_bytes(size)}{beside}")
+        if n_held > n_total:
             reasons.append(f"the budget is cut to {format_bytes(n_total * size)}, all experts of the model")
     minimum = layout.n_expert_used
     if n_slots < minimum:
