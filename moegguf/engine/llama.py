@@ -584,8 +584,8 @@ class Llama(UpstreamLlama):
 
     def set_budget(self, *, expert_cache: Budget | None = None, vram_cache: Budget | None = None) -> None:
         """Changes the budget in RAM, the one on the GPU, or both, up to those at load; freed memory returns to the
-        system, and to the device. None: as it is. Both are of slots: experts of whole layers, and what prompts are staged in, stay on the device. No
-        token changes.
+        system, and to the device. None: as it is. Both are of slots: experts of whole layers, and what prompts are
+        staged in, stay on the device. No token changes.
 
         At once while the model is idle; while another thread evaluates tokens, between two passes. A model without
         experts has no budget. Raises BudgetError below the minimum and for a tier that the model does not have, with

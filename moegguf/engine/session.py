@@ -52,7 +52,10 @@ def open_store(layout: ExpertLayout, plan: Plan, options: StoreOptions) -> Store
     while True:
         slots = [
             DeviceSlots(
-                part.name, n, part.layers, lower=part.name is not None,
+                part.name,
+                n,
+                part.layers,
+                lower=part.name is not None,
                 staging=staging_of_pool(staging, n_pools[part.name]) if part.name else 0,
             )
             for part, n in zip(parts, n_slots, strict=True)
