@@ -99,7 +99,8 @@ class _DevicePlanner:
         def joint(n_staging: int) -> Plan:
             return make_plan(
                 layout, self._joint_budget(), self._joint_memory(), margin=VRAM_MARGIN_BYTES * len(devices),
-                option="vram_cache", streams=False, staging=n_staging * len(devices), **options,
+                option="vram_cache", streams=False, staging=n_staging * len(devices),
+                staging_within=split.staging is None, **options,
             )  # fmt: skip
 
         self.joint = best_staging(joint, split.staging)
@@ -221,7 +222,7 @@ class _DevicePlanner:
             cache.n_bytes or math.floor(cache.fraction * self.layout.n_expert_total + 1e-9) * self.joint.slot_bytes
         )
         if len(self.vram) > 1:
-            return max(0, n_bytes - self.staging_bytes)
+            return max(0, n_bytes - self.staging_bytes) if self.split.staging is None else n_bytes
         free = [max(1, self._free_bytes(device)) for device in self.devices]
         return n_bytes * free[d] // sum(free)
 

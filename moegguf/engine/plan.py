@@ -102,6 +102,7 @@ class _Request:
     kv_tokens: int | None = None
     option: str = "expert_cache"  # that the budget was given with
     staging_bytes: int = 0
+    budgeted_bytes: int = 0  # of these, that a budget that was given holds
 
     @property
     def one_pass_tokens(self) -> int:
@@ -155,6 +156,7 @@ def make_plan(
     kv_tokens: int | None = None,
     option: str = "expert_cache",
     staging: int = 0,
+    staging_within: bool = True,
 ) -> Plan:
     """The plan for running `layout` within `cache` on a machine with `memory`.
 
@@ -163,8 +165,8 @@ def make_plan(
     (`batch.best_fit`). margin: bytes that stay free with "auto"; None: `margin_bytes`. projector: of a model that reads
     images, too. streams: whether the store may stream experts, where the CPU's kernels can (`SlotSizes.streams`).
     kv_tokens: of all sequences that the context holds; None: n_ctx, of one. option: the name of the budget, for
-    messages. staging: tensors of a layer's full shape in which prompts are staged, on a device; they are part of a
-    budget that is given.
+    messages. staging: tensors of a layer's full shape in which prompts are staged, on a device; staging_within: a
+    budget that is given holds them, too.
 
     Raises BudgetError, stating the minimum, when the budget (or, for "auto", the free memory) does not hold the experts
     that one token uses in one layer, or those of an image that has to be read in one pass.
@@ -174,7 +176,7 @@ def make_plan(
     staged_bytes = staging_bytes(layout, staging)
     request = _Request(
         layout, memory, margin, n_ubatch, n_batch, type_k, type_v, flash_attn, projector, streams, kv_tokens, option,
-        staged_bytes,
+        staged_bytes, staged_bytes if staging_within else 0,
     )  # fmt: skip
     reasons: list[str] = []
     options: dict[str, Any] = {"type_k": type_k, "type_v": type_v, "flash_attn": flash_attn}
@@ -303,8 +305,8 @@ def _fixed_fit(request: _Request, n_ctx: int, cache: ExpertCache, reasons: list[
 def _fixed_slots(request: _Request, cache: ExpertCache, reasons: list[str]) -> int:
     """Slots of a share or a number of bytes, from the minimum to one for every expert."""
     layout, size, n_total = request.layout, request.slot_bytes, request.layout.n_expert_total
-    n_staged = -(-request.staging_bytes // size)
-    beside = f" beside {format_bytes(request.staging_bytes)} for staging" if n_staged else ""
+    n_staged = -(-request.budgeted_bytes // size)
+    beside = f" beside {format_bytes(request.budgeted_bytes)} for staging" if n_staged else ""
     if cache.mode == "fraction":
         n_slots = min(n_total, math.floor(cache.fraction * n_total + 1e-9) - n_staged)
         reasons.append(f"{cache} of {n_total} experts is {n_slots} slots of {format_bytes(size)}{beside}")

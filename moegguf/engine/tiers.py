@@ -44,7 +44,8 @@ def staging_choices(wanted: int | None) -> tuple[int, ...]:
 
 def best_staging(plan: Callable[[int], Plan], wanted: int | None) -> Plan:
     """Of the plans for a device with 0, 1 and STAGING_TENSORS staging tensors the one with the most that fit into its
-    memory and into STAGING_SHARE. wanted: with so many, where they fit. Raises BudgetError where no plan does."""
+    memory and into STAGING_SHARE of a budget. wanted: with so many, beside a budget that is given, where they fit.
+    Raises BudgetError where no plan does."""
     without = _plan_or_error(plan, 0)
     resident = isinstance(without, Plan) and without.resident
     for n in () if resident else staging_choices(wanted):
@@ -90,7 +91,7 @@ def plan_tiers(
     def on_device(n: int) -> Plan:
         return make_plan(
             layout, vram, device.memory, margin=VRAM_MARGIN_BYTES, option="vram_cache", streams=False, staging=n,
-            **options,
+            staging_within=staging is None, **options,
         )  # fmt: skip
 
     upper = best_staging(on_device, staging if layout.is_moe else 0)

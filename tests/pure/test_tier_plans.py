@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -54,8 +55,12 @@ def test_auto_leaves_a_gigabyte_of_vram_and_counts_what_lies_beside_the_slots(la
 
 
 def test_prompts_are_staged_where_that_takes_little_of_the_memory_for_experts(layout: ExpertLayout) -> None:
-    staged, small = plan(layout, "75%", "auto"), plan(layout, "9%", "auto")
-    assert (staged.n_slots, staged.n_staging, staged.n_ubatch, staged.streams) == (72, 1, 512, True)
+    staged, small = plan(layout, "90%", "auto"), plan(layout, "9%", "auto")
+    n_staged = math.ceil(staging_bytes(layout, 1) / slot_bytes(layout))
+    assert (staged.n_slots, staged.n_staging, staged.n_ubatch, staged.streams) == (86 - n_staged, 1, 512, True)
+    given = plan(layout, 86 * slot_bytes(layout), "auto")
+    assert (given.n_slots, given.n_staging) == (staged.n_slots, 1)
+    assert given.budget_bytes + given.staging_bytes <= 86 * slot_bytes(layout)
     assert staged.staging_bytes == staging_bytes(layout, 1) >= 16 * slot_bytes(layout)
     beside = staged.dense_bytes + staged.kv_bytes + staged.compute_bytes
     assert staged.total_bytes == staged.budget_bytes + beside + staged.staging_bytes
@@ -63,15 +68,15 @@ def test_prompts_are_staged_where_that_takes_little_of_the_memory_for_experts(la
     assert (small.n_slots, small.n_staging, small.staging_bytes, small.n_ubatch) == (8, 0, 0, 2)
     asked = plan(layout, "9%", "auto", staging=2)
     assert (asked.n_slots, asked.n_staging, asked.n_ubatch) == (8, 2, 512)
-    assert plan(layout, "75%", "auto", staging=0).n_staging == 0
+    assert plan(layout, "90%", "auto", staging=0).n_staging == 0
     assert plan(layout, "100%", "auto", staging=2).n_staging == 0
 
 
 def test_prompts_are_not_staged_where_the_tensors_do_not_fit(layout: ExpertLayout) -> None:
     options: dict[str, Any] = {"n_ubatch": 512}
-    enough = plan(layout, "75%", "auto", staging=0, **options).total_bytes + staging_bytes(layout, 1)
-    assert plan(layout, "75%", "auto", vram_bytes=enough, **options).n_staging == 1
-    assert plan(layout, "75%", "auto", vram_bytes=enough - 1, **options).n_staging == 0
+    enough = plan(layout, "90%", "auto", **options).total_bytes
+    assert plan(layout, "90%", "auto", vram_bytes=enough, **options).n_staging == 1
+    assert plan(layout, "90%", "auto", vram_bytes=enough - 1, **options).n_staging == 0
 
 
 def test_auto_counts_staging_tensors(layout: ExpertLayout) -> None:
