@@ -239,16 +239,22 @@ def test_sampler_and_constraint_go_on_after_an_answer_was_put_back(load: Load) -
 
     def answer(n_put_back: int) -> str:
         many.clear()
-        left = [n_put_back]
+        left, began = [n_put_back], threading.Event()
 
         def after(step: int) -> None:
+            began.set()
             newest = loop._running[-1:]
             if left[0] and len(loop._running) == 2 and len(newest[0].sequence.generated) == 8:
                 left[0] -= 1
                 assert loop._make_room() and newest[0] not in loop._running
 
         with running(many, Scripted(after=after)) as loop:
-            _, received = answers_of(loop, [longer, request])
+            first, received = Received(), Received()
+            loop.submit(longer, first)
+            assert began.wait(30)
+            loop.submit(request, received)
+            received.wait()
+            first.wait()
         assert left == [0]
         return received.text
 
