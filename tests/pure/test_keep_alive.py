@@ -129,14 +129,19 @@ async def test_a_model_that_does_not_fit_waits_for_a_busy_one(catalog: FakeCatal
     assert len(catalog.loads("a")) == 1, "the later request overtook the load: a was loaded"
 
 
+def no_overtaking(catalog: FakeCatalog, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two models of which one fits, whose loads nothing overtakes; the file on which "hold" ends."""
+    monkeypatch.setattr(dispatcher, "OVERTAKE_S", 0.0)
+    catalog.add("a", 600, 600)
+    catalog.add("b", 800, 500)
+    return folder / "go"
+
+
 @in_loop
 async def test_overtaking_a_waiting_load_is_limited(
     catalog: FakeCatalog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dispatcher, "OVERTAKE_S", 0.0)
-    catalog.add("a", 600, 600)
-    catalog.add("b", 800, 500)
-    go, done = tmp_path / "go", list[str]()
+    go, done = no_overtaking(catalog, tmp_path, monkeypatch), list[str]()
 
     async def request(manager: ModelManager, name: str, prompt: str) -> None:
         done.append(await generate(manager, name, prompt))
@@ -159,10 +164,7 @@ async def test_overtaking_a_waiting_load_is_limited(
 async def test_who_came_before_a_load_is_answered_before_it_whatever_its_turn(
     catalog: FakeCatalog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dispatcher, "OVERTAKE_S", 0.0)
-    catalog.add("a", 600, 600)
-    catalog.add("b", 800, 500)
-    go, done = tmp_path / "go", list[str]()
+    go, done = no_overtaking(catalog, tmp_path, monkeypatch), list[str]()
 
     async def request(manager: ModelManager, client: str, name: str, prompt: str) -> None:
         current_client.set(client)
