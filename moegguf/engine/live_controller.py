@@ -24,13 +24,14 @@ from moegguf.controller.prefetch import PrefetchOptions
 from moegguf.controller.shape import MoeShape
 from moegguf.engine.checkpoint import CollectionCheckpoint
 from moegguf.engine.session import Session
-from moegguf.errors import OptionError
+from moegguf.errors import ModelFormatError, OptionError
 from moegguf.native.events import Announcement, Phase, RoutingEvent
 from moegguf.native.store import ListenOptions, Tier
 from moegguf.plain import plain
 
-# Where nothing was measured: between two uses of an expert others pass.
-SEVERAL_SEQUENCES = ControllerChoice("next-use")
+# Where nothing was measured. A device's router inputs would have to be copied from it, and the batches of several
+# sequences leave the link less time.
+UNMEASURED, UNMEASURED_WITHOUT_INPUTS = ControllerChoice("next-use", prefetch=True), ControllerChoice("next-use")
 MOST_INPUT_TOKENS = 16  # of a pass whose sequences are predicted from router inputs; larger ones use most experts
 PREFETCH_PREDICTOR, UNTRAINED_PREFETCH_PREDICTOR = "mlp", "skip"  # of prefetching by default: the most accurate ones
 
@@ -40,7 +41,7 @@ class ControllerOptions:
     """What a user chooses.
 
     policy: a name, an object with a method `scores`, or "auto": what was measured to be best for this model, else
-    LRU, or next-use where several sequences are computed together; or names for tiers, "vram=NAME,ram=NAME". Without
+    next-use, with prefetching by `skip` where one sequence is computed on the CPU and while that pays; or names for tiers, "vram=NAME,ram=NAME". Without
     these it is that of the tier that layers compute on, and slots in RAM below a device evict by LRU. predictor: a
     name, a `Predictor`, or None: what the policy was measured with, and with `prefetch` the best there is. prefetch:
     whether predictions are acted on, or how; None: only where that was measured to pay. judge: compare predictions
@@ -130,8 +131,10 @@ class LiveController:
         """The names to use; those of objects given by the user do not matter."""
         options, measured = self.options, self.artifacts.measured()
         share = self.session.plan.n_slots / max(1, self.session.layout.n_expert_total)
-        unmeasured = SEVERAL_SEQUENCES if self.n_sequences > 1 and options.policy == AUTO else ControllerChoice()
-        found = measured.choose(share) if measured and options.policy == AUTO else unmeasured
+        if options.policy != AUTO:
+            found = ControllerChoice()
+        else:
+            found = measured.choose(share) if measured else self._unmeasured()
         policy = found.policy if options.policy == AUTO else str(options.policy)
         prefetch = bool(options.prefetch) if options.prefetch is not None else found.prefetch
         if options.predictor is not None:
@@ -144,6 +147,14 @@ class LiveController:
             predictor = PREFETCH_PREDICTOR if trained else UNTRAINED_PREFETCH_PREDICTOR
         return ControllerChoice(policy, predictor, prefetch)
 
+    def _unmeasured(self) -> ControllerChoice:
+        """What is best for most models, with predictions only where its price is small."""
+        plan = self.session.plan
+        on_cpu = not plan.device and not plan.layers_on
+        chosen_otherwise = self.options.predictor is not None or self.options.prefetch is False
+        predicts = on_cpu and self.n_sequences == 1 and not chosen_otherwise
+        return UNMEASURED if predicts else UNMEASURED_WITHOUT_INPUTS
+
     def _policy(self, shape: MoeShape) -> AnyPolicy:
         if not isinstance(self.options.policy, str):
             return self.options.policy
@@ -152,7 +163,13 @@ class LiveController:
     def _predictor(self, shape: MoeShape) -> Predictor:
         if isinstance(self.options.predictor, Predictor):
             return self.options.predictor
-        return make_predictor(self.choice.predictor, shape, self.artifacts)
+        try:
+            return make_predictor(self.choice.predictor, shape, self.artifacts)
+        except ModelFormatError:
+            if self.options.predictor is not None or self.options.prefetch:
+                raise
+            self.choice = UNMEASURED_WITHOUT_INPUTS  # routers that only llama.cpp can read
+            return make_predictor(self.choice.predictor, shape, self.artifacts)
 
     def _prefetch(self) -> PrefetchOptions | None:
         if isinstance(self.options.prefetch, PrefetchOptions):

@@ -340,9 +340,9 @@ def test_a_link_that_is_always_needed_now_carries_no_wish() -> None:
 @pytest.mark.parametrize("pause", ["none", "idle", "prompt"])
 def test_what_a_pause_or_a_prompt_takes_is_no_time_to_prefetch_in(pause: str) -> None:
     """A link so slow that a tenth of an expert comes while a layer is computed, and a predictor that is often wrong."""
-    random = rng()
+    random, forecast = rng(), NativeForecast(window=1, most_prefetches=100, waste_weight=0.5)
     with simulated(12, fill=False, sweep=False, link_bytes_per_s=1e8) as (store, lane):
-        store.set_predictor(native(PreviousToken(SHAPE)), NativeForecast(window=1, most_prefetches=100))
+        store.set_predictor(native(PreviousToken(SHAPE)), forecast)
 
         def token(ids: np.ndarray[Any, Any], compute_ns: int) -> None:
             lane.announce(0, Phase.DECODE, np.zeros(len(ids), np.int32))
