@@ -13,12 +13,12 @@ from typing import Any
 
 from moegguf.controller.artifacts import Artifacts
 from moegguf.controller.controller import ActingOptions, Controller, build_controller, name_of
-from moegguf.controller.measured import ControllerChoice
+from moegguf.controller.measured import UNMEASURED, UNMEASURED_WITHOUT_PREDICTIONS, ControllerChoice
 from moegguf.controller.policies import make_policy
 from moegguf.controller.policies.base import LRU, AnyPolicy, Policy
 from moegguf.controller.policies.of_tiers import AUTO, check_policy, of_compute_tier, of_ram_below, parse_policies
 from moegguf.controller.predict_eam import Learner
-from moegguf.controller.predictors import PREDICTORS, make_predictor
+from moegguf.controller.predictors import PREDICTORS, make_predictor, prefetch_predictor
 from moegguf.controller.predictors.base import Predictor
 from moegguf.controller.prefetch import PrefetchOptions
 from moegguf.controller.shape import MoeShape
@@ -29,11 +29,7 @@ from moegguf.native.events import Announcement, Phase, RoutingEvent
 from moegguf.native.store import ListenOptions, Tier
 from moegguf.plain import plain
 
-# Where nothing was measured. A device's router inputs would have to be copied from it, and the batches of several
-# sequences leave the link less time.
-UNMEASURED, UNMEASURED_WITHOUT_INPUTS = ControllerChoice("next-use", prefetch=True), ControllerChoice("next-use")
 MOST_INPUT_TOKENS = 16  # of a pass whose sequences are predicted from router inputs; larger ones use most experts
-PREFETCH_PREDICTOR, UNTRAINED_PREFETCH_PREDICTOR = "mlp", "skip"  # of prefetching by default: the most accurate ones
 
 
 @dataclass(frozen=True)
@@ -143,17 +139,17 @@ class LiveController:
         if measured and options.policy != AUTO:
             predictor = measured.predictors.get(policy, "none")
         if prefetch and predictor == "none":
-            trained = next(self.artifacts.find(f"{PREFETCH_PREDICTOR}.safetensors"), None) is not None
-            predictor = PREFETCH_PREDICTOR if trained else UNTRAINED_PREFETCH_PREDICTOR
+            predictor = prefetch_predictor(self.artifacts)
         return ControllerChoice(policy, predictor, prefetch)
 
     def _unmeasured(self) -> ControllerChoice:
-        """What is best for most models, with predictions only where its price is small."""
+        """Predictions only where their price is small: a device's router inputs would have to be copied from it, and
+        batches of several sequences leave the link less time."""
         plan = self.session.plan
         on_cpu = not plan.device and not plan.layers_on
         chosen_otherwise = self.options.predictor is not None or self.options.prefetch is False
         predicts = on_cpu and self.n_sequences == 1 and not chosen_otherwise
-        return UNMEASURED if predicts else UNMEASURED_WITHOUT_INPUTS
+        return UNMEASURED if predicts else UNMEASURED_WITHOUT_PREDICTIONS
 
     def _policy(self, shape: MoeShape) -> AnyPolicy:
         if not isinstance(self.options.policy, str):
@@ -168,7 +164,7 @@ class LiveController:
         except ModelFormatError:
             if self.options.predictor is not None or self.options.prefetch:
                 raise
-            self.choice = UNMEASURED_WITHOUT_INPUTS  # routers that only llama.cpp can read
+            self.choice = UNMEASURED_WITHOUT_PREDICTIONS  # routers that only llama.cpp can read
             return make_predictor(self.choice.predictor, shape, self.artifacts)
 
     def _prefetch(self) -> PrefetchOptions | None:
