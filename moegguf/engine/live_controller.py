@@ -37,11 +37,12 @@ class ControllerOptions:
     """What a user chooses.
 
     policy: a name, an object with a method `scores`, or "auto": what was measured to be best for this model, else
-    next-use, with prefetching by `skip` where one sequence is computed on the CPU and while that pays; or names for tiers, "vram=NAME,ram=NAME". Without
-    these it is that of the tier that layers compute on, and slots in RAM below a device evict by LRU. predictor: a
-    name, a `Predictor`, or None: what the policy was measured with, and with `prefetch` the best there is. prefetch:
-    whether predictions are acted on, or how; None: only where that was measured to pay. judge: compare predictions
-    with what happens. lockstep: decisions act at a fixed place, so that a simulation repeats them exactly; slow.
+    next-use, with prefetching by `skip` where one sequence is computed on the CPU and while that pays; or names for
+    tiers, "vram=NAME,ram=NAME". Without these it is that of the tier that layers compute on, and slots in RAM below
+    a device evict by LRU. predictor: a name, a `Predictor`, or None: what the policy was measured with, and with
+    `prefetch` the best there is. prefetch: whether predictions are acted on, or how; None: where that was
+    measured to pay, or nothing was measured. judge: compare predictions with what happens. lockstep: decisions act at
+    a fixed place, so that a simulation repeats them exactly; slow.
     """
 
     policy: str | Policy = AUTO

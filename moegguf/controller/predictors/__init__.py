@@ -91,6 +91,6 @@ def make_predictor(name: str, shape: MoeShape, artifacts: ArtifactSource) -> Pre
 
 
 def prefetch_predictor(artifacts: ArtifactSource) -> str:
-    """The name of the most accurate predictor to prefetch with: the learned one where this model has it, else `skip`."""
+    """The name of the most accurate predictor to prefetch with: the learned one where this model has it, or `skip`."""
     trained = next(artifacts.find("mlp.safetensors"), None) is not None
     return MlpPredictor.name if trained else Skip.name
