@@ -90,8 +90,8 @@ class NextUse:
     def __init__(
         self,
         shape: MoeShape,
-        half_lives_tokens: Sequence[float] = (8.0, 40.0, 2000.0),
-        weights: Sequence[float] = (0.4, 0.45, 0.15),
+        half_lives_tokens: Sequence[float] = (12.0, 60.0, 2000.0),
+        weights: Sequence[float] = (0.5, 0.35, 0.15),
         distance_weight: float = 4.0,
         trust: float = 1.0,
     ) -> None:

@@ -234,8 +234,8 @@ class LiveController:
         return policy if self.policy_below == LRU.name else f"vram={policy},ram={self.policy_below}"
 
     def figures(self) -> dict[str, Any]:
-        """Policy, predictor, prefetch ("off", "on", "paused": it did not pay), the controller's cost and, with
-        `judge`, how often predictions were right.
+        """Policy, predictor, prefetch ("off", "on", "measuring": on and off in turns, "paused": it did not pay), the
+        controller's cost and, with `judge`, how often predictions were right.
         """
         controller = self.controller
         if controller is None:
@@ -246,7 +246,7 @@ class LiveController:
         figures: dict[str, Any] = {
             "policy": self._named(LRU.name if controller.policy is None else name_of(controller.policy)),
             "predictor": "none" if controller.predictor is None else name_of(controller.predictor),
-            "prefetch": "off" if not controller.may_prefetch else "on" if controller.prefetching else "paused",
+            "prefetch": _prefetch_state(controller),
             "routing_events": n_events,
             "us_per_event": round(spent_s / max(1, n_events) * 1e6, 1),
         }
@@ -269,6 +269,14 @@ class LiveController:
         self._checkpoint.close()
         if controller.n_events > 0 and self._keeps and (learner := _learner(controller)) is not None:
             self.artifacts.save_collection(controller.shape, learner.learned(controller.history).weights())
+
+
+def _prefetch_state(controller: Controller) -> str:
+    if not controller.may_prefetch:
+        return "off"
+    if controller.watchdog is not None and not controller.watchdog.resting:
+        return "measuring"
+    return "on" if controller.prefetching else "paused"
 
 
 def _learner(controller: Controller) -> Learner | None:

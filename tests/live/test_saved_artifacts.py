@@ -226,7 +226,7 @@ def measure(path: Path, policy: str, predictor: str = "none", prefetch: str = "n
 
 def test_auto_takes_what_was_measured_to_be_best(path: Path, beside: Path, load: Load, expected: Logits) -> None:
     found = load(path, **TIGHT).decisions()  # as nothing was
-    assert (found["policy"], found["predictor"], found["prefetch"]) == ("next-use", "skip", "paused")
+    assert (found["policy"], found["predictor"], found["prefetch"]) == ("next-use", "skip", "measuring")
     measure(path, "next-use", "skip")
     llm = load(path, **TIGHT)
     assert np.array_equal(logits_of(llm), expected)
@@ -234,7 +234,7 @@ def test_auto_takes_what_was_measured_to_be_best(path: Path, beside: Path, load:
     assert (found["policy"], found["predictor"], found["prefetch"]) == ("next-use", "skip", "off")
     measure(path, "next-use", "skip", prefetch="previous-token")
     found = load(path, **TIGHT).decisions()
-    assert (found["policy"], found["predictor"], found["prefetch"]) == ("next-use", "previous-token", "paused")
+    assert (found["policy"], found["predictor"], found["prefetch"]) == ("next-use", "previous-token", "measuring")
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@
 // the layer's next turn uses the expert with probability q, it is (1 - trust * q) / p passes from that turn. Where
 // several sequences decode together, p has the same order. Other passes of more than one token are left to recency and
 // the sweep, but count. Half of the experts that a token uses were used within eight tokens in published routing, and
-// far less in other models: the averages of a few, of some dozen and of all tokens lose little on either.
+// far less in other models: averages over some dozen tokens and over all lose little on either.
 #include "policies/averages.h"
 
 namespace moegguf {
@@ -49,8 +49,8 @@ class NextUse final : public EvictionPolicy {
 };
 
 NextUse::NextUse(const Layout & layout, const Parameters & given) : layout_(layout) {
-    const std::vector<float> half_lives = given.values("half_lives_tokens", {8.0f, 40.0f, 2000.0f});
-    set_weights(half_lives, given.values("weights", {0.4f, 0.45f, 0.15f}));
+    const std::vector<float> half_lives = given.values("half_lives_tokens", {12.0f, 60.0f, 2000.0f});
+    set_weights(half_lives, given.values("weights", {0.5f, 0.35f, 0.15f}));
     for (float half_life_tokens : half_lives) {
         average_.emplace_back(layout, half_life_tokens);
     }
