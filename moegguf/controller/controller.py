@@ -91,6 +91,8 @@ def build_controller(
         if isinstance(predictor, NoPrediction) and not options.judge:
             return None
     native = _native(policy, predictor, options)
+    if native and not options.judge:
+        predictor.release()
     return Controller(shape, policy, predictor if native else together(predictor), store, options, native)
 
 

@@ -28,6 +28,11 @@ class ControllerChoice:
     prefetch: bool = False
 
 
+# Where nothing was measured: the best on all routing that was tried, the demo model's, random weights' and published
+# reuse. Live, prefetching stays on where it saves time.
+UNMEASURED, UNMEASURED_WITHOUT_PREDICTIONS = ControllerChoice("next-use", prefetch=True), ControllerChoice("next-use")
+
+
 @dataclass(frozen=True)
 class Measured:
     """Hit rates of decode passes on recorded routing: {policy: {share of experts: hit rate}}.

@@ -39,7 +39,7 @@ class PrefetchOptions:
     least_probability: float = 0.2
     by_proximity: bool = False
     watchdog: bool = True
-    waste_weight: float = 0.5
+    waste_weight: float = 0.1
 
 
 def most_prefetches(shape: MoeShape, options: PrefetchOptions) -> int:

@@ -135,7 +135,7 @@ SYSTEMS = {
             },
         ),
         System(
-            OWN, "what was measured to be best for the model, else LRU; prefetching where it pays",
+            OWN, "what was measured to be best for the model, else next-use; prefetching where it pays",
             sources={"policy": "the model's measured.json (`moegguf trace simulate --save`)"},
         ),
     )

@@ -13,26 +13,23 @@ from typing import Any
 
 from moegguf.controller.artifacts import Artifacts
 from moegguf.controller.controller import ActingOptions, Controller, build_controller, name_of
-from moegguf.controller.measured import ControllerChoice
+from moegguf.controller.measured import UNMEASURED, UNMEASURED_WITHOUT_PREDICTIONS, ControllerChoice
 from moegguf.controller.policies import make_policy
 from moegguf.controller.policies.base import LRU, AnyPolicy, Policy
 from moegguf.controller.policies.of_tiers import AUTO, check_policy, of_compute_tier, of_ram_below, parse_policies
 from moegguf.controller.predict_eam import Learner
-from moegguf.controller.predictors import PREDICTORS, make_predictor
+from moegguf.controller.predictors import PREDICTORS, make_predictor, prefetch_predictor
 from moegguf.controller.predictors.base import Predictor
 from moegguf.controller.prefetch import PrefetchOptions
 from moegguf.controller.shape import MoeShape
 from moegguf.engine.checkpoint import CollectionCheckpoint
 from moegguf.engine.session import Session
-from moegguf.errors import OptionError
+from moegguf.errors import ModelFormatError, OptionError
 from moegguf.native.events import Announcement, Phase, RoutingEvent
 from moegguf.native.store import ListenOptions, Tier
 from moegguf.plain import plain
 
-# Where nothing was measured: between two uses of an expert others pass.
-SEVERAL_SEQUENCES = ControllerChoice("next-use")
 MOST_INPUT_TOKENS = 16  # of a pass whose sequences are predicted from router inputs; larger ones use most experts
-PREFETCH_PREDICTOR, UNTRAINED_PREFETCH_PREDICTOR = "mlp", "skip"  # of prefetching by default: the most accurate ones
 
 
 @dataclass(frozen=True)
@@ -40,11 +37,12 @@ class ControllerOptions:
     """What a user chooses.
 
     policy: a name, an object with a method `scores`, or "auto": what was measured to be best for this model, else
-    LRU, or next-use where several sequences are computed together; or names for tiers, "vram=NAME,ram=NAME". Without
-    these it is that of the tier that layers compute on, and slots in RAM below a device evict by LRU. predictor: a
-    name, a `Predictor`, or None: what the policy was measured with, and with `prefetch` the best there is. prefetch:
-    whether predictions are acted on, or how; None: only where that was measured to pay. judge: compare predictions
-    with what happens. lockstep: decisions act at a fixed place, so that a simulation repeats them exactly; slow.
+    next-use, with prefetching by `skip` where one sequence is computed on the CPU and while that pays; or names for
+    tiers, "vram=NAME,ram=NAME". Without these it is that of the tier that layers compute on, and slots in RAM below
+    a device evict by LRU. predictor: a name, a `Predictor`, or None: what the policy was measured with, and with
+    `prefetch` the best there is. prefetch: whether predictions are acted on, or how; None: where that was
+    measured to pay, or nothing was measured. judge: compare predictions with what happens. lockstep: decisions act at
+    a fixed place, so that a simulation repeats them exactly; slow.
     """
 
     policy: str | Policy = AUTO
@@ -130,8 +128,10 @@ class LiveController:
         """The names to use; those of objects given by the user do not matter."""
         options, measured = self.options, self.artifacts.measured()
         share = self.session.plan.n_slots / max(1, self.session.layout.n_expert_total)
-        unmeasured = SEVERAL_SEQUENCES if self.n_sequences > 1 and options.policy == AUTO else ControllerChoice()
-        found = measured.choose(share) if measured and options.policy == AUTO else unmeasured
+        if options.policy != AUTO:
+            found = ControllerChoice()
+        else:
+            found = measured.choose(share) if measured else self._unmeasured()
         policy = found.policy if options.policy == AUTO else str(options.policy)
         prefetch = bool(options.prefetch) if options.prefetch is not None else found.prefetch
         if options.predictor is not None:
@@ -140,9 +140,17 @@ class LiveController:
         if measured and options.policy != AUTO:
             predictor = measured.predictors.get(policy, "none")
         if prefetch and predictor == "none":
-            trained = next(self.artifacts.find(f"{PREFETCH_PREDICTOR}.safetensors"), None) is not None
-            predictor = PREFETCH_PREDICTOR if trained else UNTRAINED_PREFETCH_PREDICTOR
+            predictor = prefetch_predictor(self.artifacts)
         return ControllerChoice(policy, predictor, prefetch)
+
+    def _unmeasured(self) -> ControllerChoice:
+        """Predictions only where their price is small: a device's router inputs would have to be copied from it, and
+        batches of several sequences leave the link less time."""
+        plan = self.session.plan
+        on_cpu = not plan.device and not plan.layers_on
+        chosen_otherwise = self.options.predictor is not None or self.options.prefetch is False
+        predicts = on_cpu and self.n_sequences == 1 and not chosen_otherwise
+        return UNMEASURED if predicts else UNMEASURED_WITHOUT_PREDICTIONS
 
     def _policy(self, shape: MoeShape) -> AnyPolicy:
         if not isinstance(self.options.policy, str):
@@ -152,7 +160,13 @@ class LiveController:
     def _predictor(self, shape: MoeShape) -> Predictor:
         if isinstance(self.options.predictor, Predictor):
             return self.options.predictor
-        return make_predictor(self.choice.predictor, shape, self.artifacts)
+        try:
+            return make_predictor(self.choice.predictor, shape, self.artifacts)
+        except ModelFormatError:
+            if self.options.predictor is not None or self.options.prefetch:
+                raise
+            self.choice = UNMEASURED_WITHOUT_PREDICTIONS  # routers that only llama.cpp can read
+            return make_predictor(self.choice.predictor, shape, self.artifacts)
 
     def _prefetch(self) -> PrefetchOptions | None:
         if isinstance(self.options.prefetch, PrefetchOptions):
@@ -220,8 +234,8 @@ class LiveController:
         return policy if self.policy_below == LRU.name else f"vram={policy},ram={self.policy_below}"
 
     def figures(self) -> dict[str, Any]:
-        """Policy, predictor, prefetch ("off", "on", "paused": it did not pay), the controller's cost and, with
-        `judge`, how often predictions were right.
+        """Policy, predictor, prefetch ("off", "on", "measuring": on and off in turns, "paused": it did not pay), the
+        controller's cost and, with `judge`, how often predictions were right.
         """
         controller = self.controller
         if controller is None:
@@ -232,7 +246,7 @@ class LiveController:
         figures: dict[str, Any] = {
             "policy": self._named(LRU.name if controller.policy is None else name_of(controller.policy)),
             "predictor": "none" if controller.predictor is None else name_of(controller.predictor),
-            "prefetch": "off" if not controller.may_prefetch else "on" if controller.prefetching else "paused",
+            "prefetch": _prefetch_state(controller),
             "routing_events": n_events,
             "us_per_event": round(spent_s / max(1, n_events) * 1e6, 1),
         }
@@ -255,6 +269,14 @@ class LiveController:
         self._checkpoint.close()
         if controller.n_events > 0 and self._keeps and (learner := _learner(controller)) is not None:
             self.artifacts.save_collection(controller.shape, learner.learned(controller.history).weights())
+
+
+def _prefetch_state(controller: Controller) -> str:
+    if not controller.may_prefetch:
+        return "off"
+    if controller.watchdog is not None and not controller.watchdog.resting:
+        return "measuring"
+    return "on" if controller.prefetching else "paused"
 
 
 def _learner(controller: Controller) -> Learner | None:

@@ -17,6 +17,7 @@ from moegguf.gguf.reader import GGML_TYPES
 from moegguf.quantities import MIB, format_bytes, format_bytes_up
 
 F16 = 1
+ROUTER_COPIES = 2  # in signed bytes, of the predictor `skip`: the store's, and the one that switches it on again
 FIXED_BYTES = 48 * MIB  # libraries, threads, graphs, staging buffers of the readers
 VOCAB_TOKEN_BYTES = 320  # one token of the vocabulary, in both directions, with its merges
 KV_PAD_TOKENS = 256
@@ -98,7 +99,8 @@ def compute_bytes(layout: ExpertLayout, n_ctx: int, n_ubatch: int, flash_attn: b
     dense = 3 * max(hp.n_ff)
     lasting = 8 * n_wide + masks * n_tokens  # residual stream, Q, K, V; the mask in two types
     per_token = 4 * (max(scores + sparse, layout.n_vocab, experts, dense) + lasting)
-    return n_ubatch * per_token + layout.n_vocab * VOCAB_TOKEN_BYTES + FIXED_BYTES
+    routers = ROUTER_COPIES * hp.n_embd * layout.n_expert_total
+    return n_ubatch * per_token + layout.n_vocab * VOCAB_TOKEN_BYTES + routers + FIXED_BYTES
 
 
 def memory_needs(

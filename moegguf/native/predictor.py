@@ -39,7 +39,7 @@ class NativeForecast:
     window: int = 2
     once: bool = False
     most_prefetches: int = 0
-    waste_weight: float = 0.5
+    waste_weight: float = 0.1
     lockstep: bool = False
 
     @property

@@ -360,7 +360,10 @@ bool Transfers::next_queued(Ring<Job> & ring, Job & job) {
 bool Transfers::next_prefetch(Job & job) {
     while (!requests_.empty()) {
         const PrefetchRequest request = requests_.pop();
-        if (!start_prefetch(request.il, request.expert, INFINITY)) {
+        const auto bid = [&](const Residency & residency) {
+            return Bid{residency.ordered(now_) ? residency.score(request.il, request.expert, now_) : INFINITY};
+        };
+        if (!start_prefetch(request.il, request.expert, bid)) {
             count(shared_.counters.prefetch_dropped);
         } else if (next_queued(prefetch_, job)) {
             return true;
@@ -369,12 +372,14 @@ bool Transfers::next_prefetch(Job & job) {
     return false;
 }
 
-// Only while nothing is read that a layer waits for, where that comes first.
+// Only while nothing is read that a layer waits for, where that comes first. The policy's score has no say: an expert
+// that is used makes room by it anyway once it is missed, so only the chance of that counts.
 bool Transfers::next_wish(Job & job) {
     const bool allowed = n_demand_reading_ == 0 || !shared_.has(MOEGGUF_DEMAND_FIRST);
     while (allowed && next_wish_ < wishes_.size()) {
         const Wish wish = wishes_[next_wish_++];
-        if (wish.turn <= now_.turn || !start_prefetch(wish.il, wish.expert, wish.worth)) {
+        const auto bid = [&](const Residency &) { return Bid{INFINITY, wish.worth}; };
+        if (wish.turn <= now_.turn || !start_prefetch(wish.il, wish.expert, bid)) {
             count(shared_.counters.prefetch_dropped);
         } else if (next_queued(prefetch_, job)) {
             return true;
@@ -442,11 +447,9 @@ void Transfers::wake_all(const Tier & to) {
     update_gauges();
 }
 
-// What nothing waits for yet evicts only what has a lower score and a lower chance than itself.
-bool Transfers::start_prefetch(int il, int expert, float chance) {
-    const auto bid = [&](const Residency & residency) {
-        return Bid{residency.ordered(now_) ? residency.score(il, expert, now_) : INFINITY, chance};
-    };
+// What nothing waits for yet evicts only what is worth less than its bid, in each tier.
+template <typename BidIn>
+bool Transfers::start_prefetch(int il, int expert, BidIn bid) {
     Tier & to = tiers_.of(il);
     if (held_ || to.residency.find(il, expert) >= 0 || !admission_.admits(il, expert)) {
         return false;

@@ -60,7 +60,8 @@ class Transfers {
     bool next_prefetch(Job & job);
     bool next_fill(Job & job);
     bool next_wish(Job & job);
-    bool start_prefetch(int il, int expert, float chance);
+    template <typename BidIn>
+    bool start_prefetch(int il, int expert, BidIn bid);
     bool filling() const;
     bool fill(Tier & to, int il, int expert);
     void wake_all(const Tier & to);

@@ -14,10 +14,16 @@ import numpy as np
 from moegguf.controller.accuracy import LinkModel
 from moegguf.controller.artifacts import MEASURED, Artifacts
 from moegguf.controller.judge import DISTANCES
-from moegguf.controller.measured import ControllerChoice, Measured, write_measured
+from moegguf.controller.measured import (
+    UNMEASURED,
+    UNMEASURED_WITHOUT_PREDICTIONS,
+    ControllerChoice,
+    Measured,
+    write_measured,
+)
 from moegguf.controller.policies import make_policy, policy_names
 from moegguf.controller.policies.base import LRU, AnyPolicy
-from moegguf.controller.predictors import PREDICTORS, make_predictor
+from moegguf.controller.predictors import PREDICTORS, make_predictor, prefetch_predictor
 from moegguf.controller.predictors.base import NoPrediction, Predictor
 from moegguf.controller.prefetch import PrefetchOptions
 from moegguf.controller.routing_paths import PATHS, RoutingPaths, make_paths
@@ -294,7 +300,7 @@ class TraceAnalysis:
             for system in systems:
                 step(f"{system.name} in {n_slots} slots")
                 of, ahead, fetched = parts[system.name]
-                found = self._measured_choice(share) if of == "auto" else ControllerChoice(of)
+                found = self._measured_choice(share, link) if of == "auto" else ControllerChoice(of)
                 options = sim_options(link, (found.prefetch and link is not None) if fetched is None else fetched)
                 result = Simulation(
                     self.trace, self.policy(found.policy), self.predictor(ahead or found.predictor), n_slots,
@@ -315,9 +321,14 @@ class TraceAnalysis:
                 " --link, or --no-prefetch."
             )
 
-    def _measured_choice(self, share: float) -> ControllerChoice:
-        measured = self.artifacts.measured()
-        return measured.choose(share) if measured else ControllerChoice()
+    def _measured_choice(self, share: float, link: LinkModel | None) -> ControllerChoice:
+        """As live: without a link, and where the trace or its model lacks what predictions need, without these."""
+        if measured := self.artifacts.measured():
+            return measured.choose(share)
+        name = prefetch_predictor(self.artifacts)
+        if link is None or self.why_not(self.predictor, name):
+            return UNMEASURED_WITHOUT_PREDICTIONS
+        return replace(UNMEASURED, predictor=name)
 
     def score(
         self, predictors: Sequence[str], link: LinkModel | None = None, progress: Progress = no_progress

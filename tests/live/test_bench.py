@@ -144,7 +144,7 @@ def test_systems_alternate_with_moegguf_s_own_first(tiny: Callable[..., Path]) -
     rows = run(tiny("tiny-mix", "q4_0"), *flags, "--system", "lru,moegguf,moe-infinity")
     decided = {row["system"]: (row["policy"], row["predictor"], row["prefetch"]) for row in rows}
     assert decided == {
-        "moegguf": ("lru", "none", "off"),  # nothing was measured of this model
+        "moegguf": ("next-use", "skip", "measuring"),  # nothing was measured of this model
         "lru": ("lru", "none", "off"),
         "moe-infinity": ("sparsity", "eamc", "on"),
     }

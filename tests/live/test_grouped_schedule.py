@@ -80,15 +80,16 @@ def test_a_recorded_batch_is_replayed_with_the_hits_that_it_had(
 
 
 @pytest.mark.parametrize(
-    ("options", "policy"),
-    [({"n_seq_max": 2}, "next-use"), ({}, "lru"), ({"n_seq_max": 2, "policy": "slru"}, "slru"),
-     ({"n_seq_max": 2, "system": "lru"}, "lru")],
+    ("options", "policy", "predictor"),
+    [({"n_seq_max": 2}, "next-use", "none"), ({}, "next-use", "skip"), ({"prefetch": False}, "next-use", "none"),
+     ({"policy": "slru"}, "slru", "none"), ({"n_seq_max": 2, "system": "lru"}, "lru", "none")],
 )  # fmt: skip
-def test_several_sequences_of_a_model_that_was_not_measured_are_evicted_by_next_use(
-    tiny: TinyModel, options: dict[str, Any], policy: str
+def test_a_model_that_was_not_measured_has_next_use_and_for_one_sequence_prefetches(
+    tiny: TinyModel, options: dict[str, Any], policy: str, predictor: str
 ) -> None:
     with Llama(tiny(), n_ctx=64, n_threads=1, verbose=False, expert_cache="40%", **options) as llm:
-        assert llm.decisions()["policy"] == policy
+        found = llm.decisions()
+        assert (found["policy"], found["predictor"]) == (policy, predictor)
 
 
 @pytest.mark.parametrize("predictor", ["previous-token", "skip"])

@@ -328,6 +328,25 @@ def test_what_is_predicted_is_prefetched_within_its_limit_and_saves_stall() -> N
         assert counters["prefetch_requested"] == counters["prefetch_started"] + counters["prefetch_dropped"]
 
 
+def test_an_expert_that_is_likely_now_comes_however_rarely_it_was_used() -> None:
+    """Its score by next-use is below those of all others, but once missed it would make room all the same."""
+    often, rarely = [[0, 1, 2]], [[3, 4, 5]]
+    table = TokenTable(SHAPE)
+    table.learn(np.array([0, 1], np.int32), [np.array(often + rarely, np.int32) for _ in SHAPE.layers])
+    with simulated(SHAPE.n_expert_used * N, fill=False, **LINK) as (store, lane):
+        store.set_policy("next-use")
+        store.set_predictor(native(table), NativeForecast(window=N, most_prefetches=100))
+        for _ in range(40):
+            lane.announce(0, Phase.DECODE, [0])
+            for il in SHAPE.layers:
+                lane.acquire(il, often)
+                store.advance(20_000)
+        before = store.counters()["prefetch_started"]
+        lane.announce(0, Phase.DECODE, [1])
+        store.advance(20_000)
+        assert store.counters()["prefetch_started"] > before
+
+
 def test_what_is_not_worth_its_bytes_is_not_prefetched() -> None:
     found = prefetched(NativeForecast(window=N, most_prefetches=100, waste_weight=50.0))
     assert found["prefetch_started"] < 50  # before it is known how often the predictor is wrong
@@ -340,9 +359,9 @@ def test_a_link_that_is_always_needed_now_carries_no_wish() -> None:
 @pytest.mark.parametrize("pause", ["none", "idle", "prompt"])
 def test_what_a_pause_or_a_prompt_takes_is_no_time_to_prefetch_in(pause: str) -> None:
     """A link so slow that a tenth of an expert comes while a layer is computed, and a predictor that is often wrong."""
-    random = rng()
+    random, forecast = rng(), NativeForecast(window=1, most_prefetches=100, waste_weight=0.5)
     with simulated(12, fill=False, sweep=False, link_bytes_per_s=1e8) as (store, lane):
-        store.set_predictor(native(PreviousToken(SHAPE)), NativeForecast(window=1, most_prefetches=100))
+        store.set_predictor(native(PreviousToken(SHAPE)), forecast)
 
         def token(ids: np.ndarray[Any, Any], compute_ns: int) -> None:
             lane.announce(0, Phase.DECODE, np.zeros(len(ids), np.int32))

@@ -88,3 +88,9 @@ def make_predictor(name: str, shape: MoeShape, artifacts: ArtifactSource) -> Pre
     if make is None:
         raise OptionError(f"there is no predictor {name!r}; known are {', '.join(PREDICTORS)}.")
     return make(shape, artifacts)
+
+
+def prefetch_predictor(artifacts: ArtifactSource) -> str:
+    """The name of the most accurate predictor to prefetch with: the learned one where this model has it, or `skip`."""
+    trained = next(artifacts.find("mlp.safetensors"), None) is not None
+    return MlpPredictor.name if trained else Skip.name

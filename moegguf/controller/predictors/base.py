@@ -55,6 +55,9 @@ class Predictor(ABC):
         """The same predictor as the store computes it; None where it cannot. The store then needs no controller."""
         return None
 
+    def release(self) -> None:  # noqa: B027
+        """The store predicts from now on: memory that only `predict` needs may go, after which that returns None."""
+
 
 class NoPrediction(Predictor):
     """Never predicts: the default."""

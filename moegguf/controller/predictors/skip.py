@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar
 
 from moegguf.controller.predictors.base import InputPredictor
@@ -41,6 +42,10 @@ class Skip(InputPredictor):
             biases = {"logit_bias": router.logit_bias, "choice_bias": router.choice_bias}
             arrays |= {f"{il}.{name}": bias for name, bias in biases.items() if bias is not None}
         return NativePredictor(self.name, arrays)
+
+    def release(self) -> None:
+        """As `Predictor.release`: the routers in float32."""
+        self.routers = replace(self.routers, routers={})
 
     def _through_router(self, il: int, distance: int) -> Float32s | None:
         vector = self._input_for(il, distance)
