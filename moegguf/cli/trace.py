@@ -27,10 +27,16 @@ if TYPE_CHECKING:
 
 trace = typer.Typer(
     name="trace",
-    help="Record routing; replay it, score predictors, write a report.",
     rich_markup_mode=None,
-    no_args_is_help=True,
 )
+
+
+@trace.callback(invoke_without_command=True)
+def root(context: typer.Context) -> None:
+    """Record routing; replay it, score predictors, write a report."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="A GGUF file, `demo`, or a name in MOEGGUF_MODELS.")]
 PromptsFile = Annotated[

@@ -14,8 +14,8 @@ from moegguf.errors import BudgetError, OptionError
 from moegguf.native import library
 
 NO_GPU = (
-    "vram_cache needs a GPU, and this build of moegguf sees none (`moegguf doctor` lists devices); leave it out, or"
-    " build with a backend for your GPU."
+    "a vram_cache, and any placement but 'auto' and 'cpu', need a GPU, and this build of moegguf sees none (`moegguf"
+    " doctor` lists devices); leave them out, or build with a backend for your GPU."
 )
 QUERY_S = 60  # a driver may take long to start
 
