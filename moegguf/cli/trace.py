@@ -287,9 +287,9 @@ def synthesize(
 @trace.command(short_help="Replay with other policies and budgets.")
 def simulate(
     file: File,
-    system: Systems = [],  # noqa: B006 (typer copies defaults)
-    policy: Policies = [],  # noqa: B006
-    predictor: SimulatedPredictors = [],  # noqa: B006
+    system: Systems = [],
+    policy: Policies = [],
+    predictor: SimulatedPredictors = [],
     expert_cache: Shares = DEFAULT_SHARES,
     tokens: Tokens = 0,
     model: ModelFile = None,
@@ -356,7 +356,7 @@ def _simulated(
 @trace.command(short_help="Score predictors.")
 def score(
     file: File,
-    predictor: Predictors = ["all"],  # noqa: B006
+    predictor: Predictors = ["all"],
     tokens: Tokens = DEFAULT_TOKENS,
     model: ModelFile = None,
     predictors: Folder = None,

@@ -195,7 +195,7 @@ class Dispatcher:
         self.dispatch()
         try:
             await waiter.granted
-        except BaseException:
+        except BaseException:  # also where the request is cancelled
             if waiter in model.waiters:
                 model.waiters.remove(waiter)
                 self.dispatch()
