@@ -30,7 +30,7 @@ def write_atomically(path: Path, data: bytes) -> None:
             os.fsync(file.fileno())
             os.chmod(name, MODE)
             os.replace(name, path)
-    except BaseException:
+    except BaseException:  # also an interrupt: no temporary file stays
         Path(name).unlink(missing_ok=True)
         raise
 

@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from moegguf import Llama
@@ -73,8 +73,8 @@ def serve(args: argparse.Namespace) -> None:
     from moegguf import Llama
 
     n_threads = int(args.child) if args.child.isdigit() else None
-    options = {"n_ctx": 1024, "n_threads": n_threads, "verbose": False}
-    with Llama(args.model, expert_cache=args.expert_cache, **options) as llm:  # type: ignore[arg-type]
+    options: dict[str, Any] = {"n_ctx": 1024, "n_threads": n_threads, "verbose": False}
+    with Llama(args.model, expert_cache=args.expert_cache, **options) as llm:
         for line in sys.stdin:
             print(json.dumps(decode(llm, float(line))), flush=True)
 

@@ -15,8 +15,8 @@ def missing():
     if sys.version_info < (3, 11):
         yield "Python 3.11 or newer is needed, this is %d.%d; try: make PYTHON=python3.12" % sys.version_info[:2]
     try:
-        import ensurepip  # noqa: F401
-        import venv  # noqa: F401
+        import ensurepip  # noqa: F401 (whether it is there)
+        import venv  # noqa: F401 (whether it is there)
     except ImportError:
         yield "Python's venv module is missing; on Debian and Ubuntu: apt install python3-venv"
     if not shutil.which("git"):

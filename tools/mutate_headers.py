@@ -92,7 +92,7 @@ def _child(path: Path, text_model: Path | None, out: Path, trial: bool) -> None:
         result = ["ok", ""]
     except MoeggufError as error:
         result = ["typed", f"{type(error).__name__}: {error}"]
-    except BaseException as error:
+    except BaseException as error:  # what the tool counts
         result = ["bare", f"{type(error).__name__}: {error}\n{traceback.format_exc()}"]
     out.write_text(json.dumps(result))
     os._exit(0)

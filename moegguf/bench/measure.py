@@ -66,7 +66,10 @@ def describe_build(bindings: ModuleType) -> dict[str, Any]:
         kinds = [ggml.ggml_backend_dev_type(device) for device in devices]
         found = [ggml.ggml_backend_reg_get(i) for i in range(ggml.ggml_backend_reg_count())]
         backends = [ggml.ggml_backend_reg_name(r).decode() for r in found if ggml.ggml_backend_reg_dev_count(r)]
-    by_kind = lambda *wanted: ", ".join(n for n, kind in zip(names, kinds, strict=True) if kind in wanted)  # noqa: E731
+
+    def by_kind(*wanted: int) -> str:
+        return ", ".join(name for name, kind in zip(names, kinds, strict=True) if kind in wanted)
+
     return {
         # ggml_commit() would name the commit of whatever repository it was built in.
         "build_commit": f"moegguf-{__version__}+llama-cpp-python-{bindings.__version__}",
@@ -86,7 +89,7 @@ class _Measured(Llama):
 
     @property
     def model_params(self) -> Any:
-        params = Llama.model_params.fget(self)  # type: ignore[attr-defined]
+        params = Llama.model_params.fget(self)  # type: ignore[attr-defined]  # a property
         params.use_extra_bufts = self._spec.repack
         return params
 
@@ -96,7 +99,7 @@ class _Measured(Llama):
 
     @property
     def context_params(self) -> Any:
-        params = Llama.context_params.fget(self)  # type: ignore[attr-defined]
+        params = Llama.context_params.fget(self)  # type: ignore[attr-defined]  # a property
         params.flash_attn_type = FLASH_ATTN[self._spec.flash_attn]
         return params
 

@@ -54,7 +54,7 @@ def record(
             assert llm.recording is not None
             try:
                 _run_all(llm, llm.recording, prompts, options, progress)
-            except BaseException:
+            except BaseException:  # also an interrupt: a trace is whole or not there
                 llm.recording.discard()
                 raise
             return llm.stats()

@@ -49,7 +49,7 @@ class LocalModel:
         self.close()
         try:
             self._open(entry, conversation.load_options(), spinner)
-        except BaseException:
+        except BaseException:  # also an interrupt: the chat goes on with the model before
             conversation.reset_load_parameters()
             if before is not None:
                 self._open(*before, spinner)

@@ -76,7 +76,7 @@ class ChatSession:
         try:
             with Spinner() as spinner:
                 self.model.load(self.conversation, spinner)
-        except BaseException:
+        except BaseException:  # also an interrupt
             self.conversation.entry, self.conversation.messages = old_entry, old_messages
             raise
         self.print_model_line()

@@ -238,26 +238,26 @@ def parse_tests(
 
 
 def bench(
-    model: Models = [],  # noqa: B006 (typer copies defaults)
-    hf_repo: HubModels = [],  # noqa: B006
-    n_prompt: Prompts = ["512"],  # noqa: B006
-    n_gen: Gens = ["128"],  # noqa: B006
-    pg: Pairs = [],  # noqa: B006
-    n_depth: Depths = ["0"],  # noqa: B006
+    model: Models = [],
+    hf_repo: HubModels = [],
+    n_prompt: Prompts = ["512"],
+    n_gen: Gens = ["128"],
+    pg: Pairs = [],
+    n_depth: Depths = ["0"],
     repetitions: Repetitions = 5,
     text: Text = None,
     greedy: Greedy = False,
     seed: Seed = 0,
     no_warmup: NoWarmup = False,
     delay: Delay = 0,
-    batch: Batches = ["2048"],  # noqa: B006
-    ubatch: Ubatches = ["512"],  # noqa: B006
-    type_k: TypesK = ["f16"],  # noqa: B006
-    type_v: TypesV = ["f16"],  # noqa: B006
-    threads: Threads = [],  # noqa: B006
-    n_gpu_layers: GpuLayers = ["-1"],  # noqa: B006
-    flash_attn: FlashAttn = ["auto"],  # noqa: B006
-    expert_cache: Caches = ["auto"],  # noqa: B006
+    batch: Batches = ["2048"],
+    ubatch: Ubatches = ["512"],
+    type_k: TypesK = ["f16"],
+    type_v: TypesV = ["f16"],
+    threads: Threads = [],
+    n_gpu_layers: GpuLayers = ["-1"],
+    flash_attn: FlashAttn = ["auto"],
+    expert_cache: Caches = ["auto"],
     readers: Readers = 4,
     no_repack: NoRepack = False,
     no_overlap: NoOverlap = False,
@@ -273,7 +273,7 @@ def bench(
     predictor: Predictor = None,
     prefetch: Prefetch = None,
     warm_start: WarmStart = False,
-    against: Against = [],  # noqa: B006
+    against: Against = [],
     ablate: Ablate = False,
     rounds: Rounds = None,
     memory_limit: MemoryLimit = None,

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from datetime import datetime
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from moegguf.cli.options import AsJson, Prefix
 from moegguf.errors import ModelNotFoundError, MoeggufError, OptionError
 from moegguf.terminal.messages import print_message
+
+if TYPE_CHECKING:
+    from moegguf.quantities import ExpertCache
 
 VERSION_TIMEOUT_S = 2.0
 
@@ -95,14 +98,25 @@ def budget(
     given = {name: value for name, value in budgets.items() if value is not None}
     if not given:
         raise OptionError("a budget is needed: in RAM as an argument, on the GPU with --vram-cache.")
-    for value in given.values():
-        parse_expert_cache(value)
+    asked = {name: parse_expert_cache(value) for name, value in given.items()}
     now = Client().put("/budget", {"model": model, **given})
     parts = [f"{format_bytes(now['expert_cache_bytes'])} for {now['n_slots']} of {now['n_experts']} experts"]
     if now["vram_cache_bytes"]:
         parts[0] += " in RAM"
         parts.insert(0, f"{format_bytes(now['vram_cache_bytes'])} for {now['n_vram_slots']} in VRAM")
+    if _is_cut(asked.get("expert_cache"), now["expert_cache_bytes"], now["n_slots"], now["n_experts"]):
+        parts[-1] += ", the most that it was loaded with"
+    if _is_cut(asked.get("vram_cache"), now["vram_cache_bytes"], now["n_vram_slots"], now["n_experts"]):
+        parts[0] += ", the most that it was loaded with"
     print_message(f"{now['model']}: {', '.join(parts)}, {format_bytes(now['size_bytes'])} in all")
+
+
+def _is_cut(asked: ExpertCache | None, n_bytes: int, n_slots: int, n_experts: int) -> bool:
+    """Whether more was asked for than these slots."""
+    if asked is None or not n_slots:
+        return False
+    wanted = {"fraction": int(asked.fraction * n_experts), "bytes": asked.n_bytes * n_slots // n_bytes}
+    return min(wanted.get(asked.mode, 0), n_experts) > n_slots
 
 
 def unload_from_server(name: str) -> None:

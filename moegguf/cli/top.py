@@ -150,7 +150,7 @@ def key_reader() -> Iterator[Any]:
         import termios
         import tty
     except ImportError:
-        tty = None  # type: ignore[assignment]
+        tty = None  # type: ignore[assignment]  # mypy takes a module for one type
     if tty is None or sys.stdin is None or not sys.stdin.isatty():  # no keys can be read: Ctrl-C quits
         yield time.sleep
         return

@@ -27,10 +27,16 @@ if TYPE_CHECKING:
 
 trace = typer.Typer(
     name="trace",
-    help="Record routing; replay it, score predictors, write a report.",
     rich_markup_mode=None,
-    no_args_is_help=True,
 )
+
+
+@trace.callback(invoke_without_command=True)
+def root(context: typer.Context) -> None:
+    """Record routing; replay it, score predictors, write a report."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="A GGUF file, `demo`, or a name in MOEGGUF_MODELS.")]
 PromptsFile = Annotated[
@@ -281,9 +287,9 @@ def synthesize(
 @trace.command(short_help="Replay with other policies and budgets.")
 def simulate(
     file: File,
-    system: Systems = [],  # noqa: B006 (typer copies defaults)
-    policy: Policies = [],  # noqa: B006
-    predictor: SimulatedPredictors = [],  # noqa: B006
+    system: Systems = [],
+    policy: Policies = [],
+    predictor: SimulatedPredictors = [],
     expert_cache: Shares = DEFAULT_SHARES,
     tokens: Tokens = 0,
     model: ModelFile = None,
@@ -350,7 +356,7 @@ def _simulated(
 @trace.command(short_help="Score predictors.")
 def score(
     file: File,
-    predictor: Predictors = ["all"],  # noqa: B006
+    predictor: Predictors = ["all"],
     tokens: Tokens = DEFAULT_TOKENS,
     model: ModelFile = None,
     predictors: Folder = None,

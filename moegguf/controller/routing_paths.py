@@ -91,8 +91,9 @@ class PredictedPaths:
         follower = self._followers.get(sequence) or self._predictor.fork() or self._predictor
         self._followers[sequence] = follower
         follower.announce(Announcement(0, sequence, Phase.DECODE, tokens))
-        rows = [follower.predict(il, row + 1) for row, il in enumerate(self.shape.layers)]
-        self._paths[sequence] = np.stack(rows) if all(row is not None for row in rows) else None  # type: ignore[arg-type]
+        predicted = (follower.predict(il, row + 1) for row, il in enumerate(self.shape.layers))
+        rows = [row for row in predicted if row is not None]
+        self._paths[sequence] = np.stack(rows) if len(rows) == len(self.shape.layers) else None
 
     def path(self, sequence: int) -> Float32s | None:
         """As `RoutingPaths.path`; None before `expect`, and where the predictor has no answer."""

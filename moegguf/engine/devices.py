@@ -14,12 +14,12 @@ from moegguf.errors import BudgetError, OptionError
 from moegguf.native import library
 
 NO_GPU = (
-    "vram_cache needs a GPU, and this build of moegguf sees none (`moegguf doctor` lists devices); leave it out, or"
-    " build with a backend for your GPU."
+    "a vram_cache, and any placement but 'auto' and 'cpu', need a GPU, and this build of moegguf sees none (`moegguf"
+    " doctor` lists devices); leave them out, or build with a backend for your GPU."
 )
 QUERY_S = 60  # a driver may take long to start
 
-CPU, GPU = 0, 1  # enum ggml_backend_dev_type
+GPU = 1  # enum ggml_backend_dev_type
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,9 @@ class Device:
         return Memory(self.total_bytes, self.free_bytes, f"the device {self.name}")
 
 
-def _ggml() -> Any:
-    """libggml, which the native library has loaded, with the functions used here declared."""
+def all_devices() -> tuple[Any, list[int]]:
+    """libggml, which the native library has loaded, with the functions about devices declared; the address of each
+    device of every backend."""
     ggml = library.ggml()
     signatures: dict[str, tuple[Any, list[Any]]] = {
         "ggml_backend_dev_count": (c.c_size_t, []),
@@ -58,13 +59,12 @@ def _ggml() -> Any:
     for name, (result, arguments) in signatures.items():
         function = getattr(ggml, name)
         function.restype, function.argtypes = result, arguments
-    return ggml
+    return ggml, [ggml.ggml_backend_dev_get(i) for i in range(ggml.ggml_backend_dev_count())]
 
 
 def gpus() -> list[Device]:
     """Every device of the kind that llama.cpp puts layers on, in its order, remote ones first; empty without any."""
-    ggml, found = _ggml(), list[Device]()
-    handles = [ggml.ggml_backend_dev_get(i) for i in range(ggml.ggml_backend_dev_count())]
+    (ggml, handles), found = all_devices(), list[Device]()
     of_kind = [handle for handle in handles if ggml.ggml_backend_dev_type(handle) == GPU]
     remote = [ggml.ggml_backend_reg_name(ggml.ggml_backend_dev_backend_reg(handle)) == b"RPC" for handle in of_kind]
     for _, handle in sorted(zip(remote, of_kind, strict=True), key=lambda pair: not pair[0]):
@@ -80,8 +80,7 @@ def gpus() -> list[Device]:
 
 def has_gpu() -> bool:
     """Whether there is a GPU that this build can use. Unlike `gpus` it takes no memory of one."""
-    ggml = _ggml()
-    handles = map(ggml.ggml_backend_dev_get, range(ggml.ggml_backend_dev_count()))
+    ggml, handles = all_devices()
     return any(ggml.ggml_backend_dev_type(handle) == GPU for handle in handles)
 
 

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from moegguf.engine.devices import all_devices
 from moegguf.engine.machine import disk_read_speed, read_machine
 from moegguf.errors import MoeggufError
 from moegguf.models.catalog import demo_path, find_model, models_by_name
@@ -115,39 +116,19 @@ def _features() -> list[str]:
     return [name.strip() + (f"={value.strip()}" if value.strip() != "1" else "") for name, _, value in pairs]
 
 
-def _ggml() -> c.CDLL:
-    """libggml of the same build, loaded after libllama, so that there is one registry of backends in the process."""
-    library.load()
-    folder = library.find_library()
-    suffix = "dylib" if sys.platform == "darwin" else "so"
-    return c.CDLL(str(folder / f"libggml.{suffix}"))
-
-
 def _ggml_version() -> str:
-    function = _ggml().ggml_version
+    function = library.ggml().ggml_version
     function.restype, function.argtypes = c.c_char_p, []
     return str(function().decode(errors="replace"))
 
 
 def _devices() -> Facts:
     """{device: description, kind and memory} of every ggml backend in this build."""
-    ggml = _ggml()
-    signatures: dict[str, tuple[Any, list[Any]]] = {
-        "ggml_backend_dev_count": (c.c_size_t, []),
-        "ggml_backend_dev_get": (c.c_void_p, [c.c_size_t]),
-        "ggml_backend_dev_name": (c.c_char_p, [c.c_void_p]),
-        "ggml_backend_dev_description": (c.c_char_p, [c.c_void_p]),
-        "ggml_backend_dev_type": (c.c_int, [c.c_void_p]),
-        "ggml_backend_dev_memory": (None, [c.c_void_p, c.POINTER(c.c_size_t), c.POINTER(c.c_size_t)]),
-    }
-    for name, (result, arguments) in signatures.items():
-        function = getattr(ggml, name)
-        function.restype, function.argtypes = result, arguments
-    handles = [ggml.ggml_backend_dev_get(i) for i in range(ggml.ggml_backend_dev_count())]
+    ggml, handles = all_devices()
     return {ggml.ggml_backend_dev_name(handle).decode(): _fact(partial(_device, ggml, handle)) for handle in handles}
 
 
-def _device(ggml: c.CDLL, handle: int) -> Facts:
+def _device(ggml: Any, handle: int) -> Facts:
     free, total = c.c_size_t(), c.c_size_t()
     ggml.ggml_backend_dev_memory(handle, c.byref(free), c.byref(total))
     kind = ggml.ggml_backend_dev_type(handle)

@@ -224,10 +224,10 @@ class KnownSpeeds:
         facts, at = self._read(), f"{share:.2f}"
         of_all = facts.get("hits")
         hits_by_share = of_all if isinstance(of_all, dict) else {}
-        before = hits_by_share.get(at)
+        before, sums = hits_by_share.get(at), [hits, lookups, tokens]
         if isinstance(before, list) and len(before) == 3:
-            hits, lookups, tokens = (new + old / 2 for new, old in zip((hits, lookups, tokens), before, strict=True))  # type: ignore[assignment]
-        facts["hits"] = hits_by_share | {at: [hits, lookups, tokens]}
+            sums = [new + old / 2 for new, old in zip(sums, before, strict=True)]
+        facts["hits"] = hits_by_share | {at: sums}
         self._write(facts)
 
 

@@ -122,7 +122,10 @@ class LiveController:
         if Tier.LOWER in session.store.tiers:
             self.policy_below = of_ram_below(text)
             session.store.set_policy_of(Tier.LOWER, self.policy_below)
-        self.options = replace(self.options, policy=of_compute_tier(text, next(iter(session.tiers())).lower()))
+        tiers = [name.lower() for name in session.tiers()]
+        if "=" in text and not set(tiers) & set(parse_policies(text)):
+            warnings.warn(f"policy={text!r} has no effect: experts lie in {tiers[0].upper()} only", stacklevel=2)
+        self.options = replace(self.options, policy=of_compute_tier(text, tiers[0]))
 
     def _choose(self) -> ControllerChoice:
         """The names to use; those of objects given by the user do not matter."""

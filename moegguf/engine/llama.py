@@ -201,7 +201,7 @@ class Llama(UpstreamLlama):
                 known, n_threads = KnownSpeeds(self.layout), load_plan.options["n_threads"]
                 self._meter = DecodeMeter(self._session, known, load_plan.gpu.devices[0], n_threads)
             self._start_recording(trace)
-        except BaseException:
+        except BaseException:  # also an interrupt: nothing of a load stays
             if self._recording is not None:
                 self._recording.discard()  # keeps an older trace file
             self.close()
@@ -345,7 +345,7 @@ class Llama(UpstreamLlama):
 
         After an exception, which is one of `eval`'s, some of the tokens may be in the context: truncate the sequences.
         """
-        return self._guarded(self._eval_chunks, chunks)  # type: ignore[no-any-return]
+        return self._guarded(self._eval_chunks, chunks)
 
     def _eval_chunks(self, chunks: Sequence[Chunk]) -> list[int] | None:
         self._announce_chunks(chunks)
@@ -526,7 +526,7 @@ class Llama(UpstreamLlama):
                 if session is not None:
                     session.raise_failure()
                 return result
-            except BaseException as error:
+            except BaseException as error:  # also an interrupt: no token stays half computed
                 self._roll_back(before)
                 if session is not None and not isinstance(error, MoeggufError):
                     session.raise_failure()

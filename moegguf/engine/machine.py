@@ -12,14 +12,18 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
 from moegguf.errors import ModelNotFoundError
 from moegguf.processor import read_processor
+
+if TYPE_CHECKING:
+    import numpy as np
 
 ROOT = Path("/")
 CPU_FLAGS = (
@@ -32,6 +36,7 @@ _BUSY = ("user", "nice", "system", "irq", "softirq", "steal")  # fields of psuti
 _DISK_THREADS = 4
 _DISK_BLOCK_BYTES = 2 << 20
 _MEMORY_BUFFER_BYTES = 32 << 20  # beyond most caches
+_LEAST_MEMORY_TURNS = 5
 
 
 @dataclass(frozen=True)
@@ -291,20 +296,22 @@ def disk_read_speed(
 
 
 def memory_read_speed(n_threads: int, seconds: float = 0.05) -> float:
-    """Bytes per second that `n_threads` threads together read from main memory, each from a buffer of its own."""
+    """Bytes per second that `n_threads` threads together read from main memory, each from a buffer of its own.
+
+    The best of several turns: in the others, other processes may have had the processors.
+    """
     import numpy as np
 
-    def read(buffer: np.ndarray[Any, Any], end: float) -> None:
-        while time.perf_counter() < end:
-            buffer.sum()
-            counts.append(buffer.nbytes)
-
     buffers = [np.ones(_MEMORY_BUFFER_BYTES // 8) for _ in range(n_threads)]
-    counts: list[int] = []
+    turns_s: list[float] = []
     begin = time.perf_counter()
-    threads = [threading.Thread(target=read, args=(buffer, begin + seconds), daemon=True) for buffer in buffers]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return sum(counts) / max(time.perf_counter() - begin, 1e-9)
+    with ThreadPoolExecutor(n_threads) as threads:
+        while len(turns_s) < _LEAST_MEMORY_TURNS or time.perf_counter() < begin + seconds:
+            start = time.perf_counter()
+            list(threads.map(_read_memory, buffers))
+            turns_s.append(time.perf_counter() - start)
+    return n_threads * _MEMORY_BUFFER_BYTES / max(min(turns_s), 1e-9)
+
+
+def _read_memory(buffer: np.ndarray[Any, Any]) -> None:
+    buffer.sum()

@@ -14,7 +14,7 @@ from moegguf.errors import AllocationError, OptionError
 from moegguf.gguf.experts import ExpertLayout
 from moegguf.gguf.projector import ProjectorHeader
 from moegguf.gguf.reader import GGML_TYPES
-from moegguf.quantities import MIB, format_bytes, format_bytes_up
+from moegguf.quantities import MIB, format_bytes
 
 F16 = 1
 ROUTER_COPIES = 2  # in signed bytes, of the predictor `skip`: the store's, and the one that switches it on again
@@ -247,6 +247,6 @@ def check_context(layout: ExpertLayout, n_ctx: int, memory: Memory, type_k: int 
     n_bytes = kv_bytes(layout, n_ctx, type_k, type_v)
     if n_bytes > memory.total_bytes:
         raise AllocationError(
-            f"a context of {n_ctx} tokens needs {format_bytes_up(n_bytes)} for this model, but the machine has"
+            f"a context of {n_ctx} tokens needs {format_bytes(n_bytes)} for this model, but the machine has"
             f" {format_bytes(memory.total_bytes)}; lower n_ctx (--ctx, num_ctx)."
         )

@@ -28,7 +28,7 @@ from moegguf.engine.placement import PlacementPlan
 from moegguf.errors import BudgetError
 from moegguf.gguf.experts import ExpertLayout
 from moegguf.gguf.projector import ProjectorHeader
-from moegguf.native.store import slot_sizes
+from moegguf.native.slot_sizes import slot_sizes
 from moegguf.quantities import ExpertCache, format_bytes, format_bytes_up
 
 

@@ -138,7 +138,7 @@ class Projector:
         """
         try:
             self._evaluate(context, prompt, span, position, n_batch, n_ubatch)
-        except BaseException:
+        except BaseException:  # also an interrupt
             self.release()
             raise
         if not any(other.image == span.image and other.begin > span.begin for other in prompt.spans):

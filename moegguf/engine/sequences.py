@@ -44,7 +44,7 @@ def sequences_of(layout: ExpertLayout, n_ctx: int, wanted: int) -> int:
     choose other rotary factors than for one of them. Raises OptionError for a number that no context can have.
     """
     if not 1 <= wanted <= MAX_SEQUENCES:
-        raise OptionError(f"n_seq_max is a number of sequences from 1 to {MAX_SEQUENCES}, but is {wanted}.")
+        raise OptionError(f"parallel (n_seq_max) is a number of sequences from 1 to {MAX_SEQUENCES}, but is {wanted}.")
     metadata = layout.metadata
     stateful = any(metadata.get(f"{layout.arch}.{key}") for key in STATE_KEYS)
     pools = bool(metadata.get(f"{layout.arch}.pooling_type"))

@@ -27,7 +27,8 @@ from moegguf.engine.stats import RAM, VRAM, Stats, TierStats
 from moegguf.errors import AllocationError, ForkError
 from moegguf.gguf.experts import ExpertLayout
 from moegguf.native import library
-from moegguf.native.store import DeviceSlots, Store, StoreOptions, most_slots
+from moegguf.native.slot_sizes import most_slots
+from moegguf.native.store import DeviceSlots, Store, StoreOptions
 
 EXPERT_TENSORS = r"\.ffn_(gate|up|down|gate_up)_exps\.weight"
 

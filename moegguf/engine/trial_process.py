@@ -109,7 +109,7 @@ def main() -> None:
     answer = {"kind": "passed", "reason": ""}
     try:
         _try(request)
-    except BaseException as error:
+    except BaseException as error:  # the answer of a process that ends right after it
         answer = describe(error)
     os.write(1, json.dumps(answer).encode())
     os._exit(0)  # what is left to free ends with the process

@@ -21,7 +21,7 @@ Floats = npt.NDArray[np.float32]
 ADDED_TOKENS = 8  # room for BOS, EOS and a leading space, beside one token per byte
 
 
-class BoundedTokenizer(_bindings.LlamaTokenizer):  # type: ignore[misc, name-defined]
+class BoundedTokenizer(_bindings.LlamaTokenizer):  # type: ignore[name-defined]  # found at run time
     """llama-cpp-python's, with memory for the text's length instead of the context that the file claims."""
 
     def tokenize(self, text: bytes, add_bos: bool = True, special: bool = True) -> list[int]:
@@ -36,7 +36,7 @@ class BoundedTokenizer(_bindings.LlamaTokenizer):  # type: ignore[misc, name-def
         raise OptionError(f"a text of {len(text)} bytes cannot be tokenized; shorten it.")
 
 
-class UpstreamLlama(_bindings.Llama):  # type: ignore[misc, name-defined]
+class UpstreamLlama(_bindings.Llama):  # type: ignore[name-defined]  # found at run time
     """Base of our `Llama`, which keeps the keywords of its constructor in `_keywords`, for pickling."""
 
     _keywords: dict[str, Any]
@@ -89,7 +89,7 @@ class UpstreamLlama(_bindings.Llama):  # type: ignore[misc, name-defined]
         self, *arguments: Any, stopping_criteria: Sequence[Any] | None = None, **options: Any
     ) -> Generator[int, Sequence[int] | None, None]:
         """As in llama-cpp-python. Ends where a grammar allows no token, also without an end-of-text token."""
-        return super().generate(  # type: ignore[no-any-return]
+        return super().generate(
             *arguments, stopping_criteria=self._with_grammar_end(stopping_criteria, options), **options
         )
 
@@ -101,7 +101,7 @@ class UpstreamLlama(_bindings.Llama):  # type: ignore[misc, name-defined]
         def complete(*_: Any) -> bool:
             return self._grammar is not None and self._grammar.exhausted
 
-        return _bindings.StoppingCriteriaList([*(criteria or ()), complete])  # type: ignore[no-any-return]
+        return _bindings.StoppingCriteriaList([*(criteria or ()), complete])
 
     def _create_completion(
         self,
@@ -115,7 +115,7 @@ class UpstreamLlama(_bindings.Llama):  # type: ignore[misc, name-defined]
         if logits_processor is not None and logit_bias:  # the base class loses both: list.extend() is None
             logits_processor = _bindings.LogitsProcessorList([*logits_processor, _bias(logit_bias)])
             logit_bias = None
-        return super()._create_completion(  # type: ignore[no-any-return]
+        return super()._create_completion(
             *arguments,
             logits_processor=logits_processor,
             logit_bias=logit_bias,

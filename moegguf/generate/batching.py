@@ -397,7 +397,7 @@ class BatchLoop:
             try:
                 with _Computing(self, tuple(answer for answer, _ in remaining)):
                     rows = self._llm.eval_chunks([_chunk(answer, n) for answer, n in remaining])
-            except BaseException:
+            except BaseException:  # the sequences end as they were before the pass
                 for answer, _ in remaining:
                     assert answer.slot is not None
                     self._truncate(answer.slot, len(answer.slot.tokens))

@@ -122,7 +122,7 @@ def _pooled(llm: Llama, tokens: list[int]) -> Generator[npt.NDArray[np.float64],
 
 
 def _vector(llm: Llama, pointer: object) -> npt.NDArray[np.float64]:
-    return np.ctypeslib.as_array(pointer, shape=(_n_embd(llm),)).astype(np.float64)  # type: ignore[arg-type]
+    return np.ctypeslib.as_array(pointer, shape=(_n_embd(llm),)).astype(np.float64)
 
 
 def _n_embd(llm: Llama) -> int:

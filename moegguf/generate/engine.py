@@ -215,7 +215,7 @@ class Engine:
                     collected[i - n_ahead].done.result()
                 submitted.append(self._submit(request, events))
             return [events.done.result() for events in collected]
-        except BaseException:
+        except BaseException:  # also an interrupt: nobody waits for these answers
             for answer in submitted:
                 self._loop.cancel(answer)
             raise

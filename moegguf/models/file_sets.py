@@ -163,7 +163,7 @@ class FileSets:
         paths = tuple(folder / name for name in selection.files)
         try:
             read_layout(paths[0])
-        except BaseException:
+        except BaseException:  # also an interrupt: nothing half checked stays
             shutil.rmtree(folder, ignore_errors=True)
             raise
         return ModelEntry(

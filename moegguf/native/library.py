@@ -571,7 +571,7 @@ def mtmd() -> ModuleType:
         from llama_cpp import mtmd_cpp
     except (ImportError, OSError, RuntimeError) as error:
         raise LibraryError(f"libmtmd, which reads images, cannot be loaded ({error}); build moegguf again.") from error
-    return mtmd_cpp  # type: ignore[no-any-return]
+    return mtmd_cpp
 
 
 def _correct_log_levels() -> None:

@@ -10,7 +10,7 @@ from moegguf.errors import OptionError
 from moegguf.gguf.experts import ExpertLayout, MoeLayer
 from moegguf.gguf.reader import GGML_TYPES, ggml_type
 from moegguf.native import library
-from moegguf.native.store import matrices_of, slot_sizes
+from moegguf.native.slot_sizes import matrices_of, slot_sizes
 from moegguf.quantities import MIB, Link
 
 NO_LINK = Link(0.0)

@@ -1,6 +1,6 @@
 """The expert store as a Python object, one method per call of the C ABI, and what its calls take and give.
 
-That is its options, its listener's events as numpy, the policies that it carries out itself, and its slots' sizes.
+That is its options, its listener's events as numpy, and the policies that it carries out itself.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ import numpy as np
 import numpy.typing as npt
 
 from moegguf.errors import CallbackError, ClosedError, OptionError
-from moegguf.gguf.experts import ExpertLayout, Kind
+from moegguf.gguf.experts import ExpertLayout
 from moegguf.native import library
 from moegguf.native.events import Announcement, Float32s, Int32s, Phase, Residency, RoutingEvent
 from moegguf.native.library import check
 from moegguf.native.predictor import NativeForecast, NativePredictor, predictor_struct
+from moegguf.native.slot_sizes import matrices_of
 from moegguf.quantities import Link
 
 
@@ -189,18 +190,6 @@ def native_policies() -> Mapping[str, NativePolicy]:
     return found
 
 
-def matrices_of(layout: ExpertLayout) -> Any:
-    """Every expert matrix as an array of struct moegguf_matrix."""
-    rows = [
-        library.Matrix(
-            m.name.encode(), m.il, library.KIND[m.kind], m.ggml_type, m.n_expert, m.ne0, m.ne1, m.shard, 0, m.offset,
-            m.expert_bytes,
-        )
-        for m in layout.matrices
-    ]  # fmt: skip
-    return (library.Matrix * len(rows))(*rows)
-
-
 class Computed(NamedTuple):
     """Misses on devices that the CPU has computed, and how long that took it, in ns.
 
@@ -215,43 +204,6 @@ class Computed(NamedTuple):
     copy_bytes_ns: float
     n_layers: int
     note: str
-
-
-@dataclass(frozen=True)
-class SlotSizes:
-    """stride_bytes: {matrix kind: bytes from one slot to the next in its arena}.
-
-    slot_bytes: one expert over all arenas. pool_bytes: all arenas with n_slots slots; guard_bytes of them are the
-    guards behind the last slots. streams: in the CPU's memory a pass may use more experts of a layer than there are
-    slots (native/streaming.h).
-    """
-
-    stride_bytes: Mapping[Kind, int]
-    slot_bytes: int
-    pool_bytes: int
-    guard_bytes: int
-    streams: bool
-
-
-def slot_sizes(layout: ExpertLayout, n_slots: int = 0) -> SlotSizes:
-    """The sizes that a store of this layout with n_slots slots has.
-
-    Raises OptionError for matrices of a kind or type that does not exist.
-    """
-    sizes, matrices = library.Sizes(), matrices_of(layout)
-    library.check(library.load().moegguf_slot_sizes(matrices, len(matrices), n_slots, c.byref(sizes)))
-    strides = {kind: sizes.stride_bytes[library.KIND[kind]] for kind in layout.kinds}
-    return SlotSizes(strides, sizes.slot_bytes, sizes.pool_bytes, sizes.guard_bytes, bool(sizes.streams))
-
-
-def most_slots(layout: ExpertLayout, device: str | None, n_slots: int) -> int:
-    """Of n_slots slots, those that one pool can have on a device, by ggml's name (None: the CPU): the largest buffer
-    there, and the largest tensor that its kernels multiply with, have to hold it. Raises OptionError for an unknown
-    name."""
-    most, matrices = c.c_int32(), matrices_of(layout)
-    name = device.encode() if device else None
-    library.check(library.load().moegguf_most_slots(name, matrices, len(matrices), n_slots, c.byref(most)))
-    return most.value
 
 
 class Store:

@@ -97,7 +97,7 @@ class Protocol(H11Protocol):
         super().__init__(*arguments, **options)
         self._max_connections = max_connections
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # h11's is wider
         """Sets buffer limits and timeouts of the socket."""
         super().connection_made(transport)
         is_refused = len(self.connections) > self._max_connections
@@ -208,7 +208,7 @@ class QuietServer(Server):
         await super().shutdown(sockets)
 
     @contextmanager
-    def capture_signals(self) -> Iterator[None]:  # type: ignore[override]
+    def capture_signals(self) -> Iterator[None]:
         """Handles SIGINT and SIGTERM inside the block."""
         signals = (signal.SIGINT, signal.SIGTERM)
         before = {number: signal.signal(number, self.handle_exit) for number in signals}

@@ -175,15 +175,16 @@ class DeviceLimits:
 
 
 def expert_cache_within(cache: ExpertCache, n_experts: int, slot_bytes: int, reserved_bytes: int) -> int:
-    """Bytes of whole slots that `cache` asks for, one at least, and at most those that were reserved when the model was
-    loaded; "auto" asks for all of them.
+    """Bytes of whole slots that `cache` asks for, at most those that were reserved when the model was loaded; "auto"
+    asks for all of them. Less than a slot stays as it was asked for: the model refuses it.
 
     Raises BudgetError for a model without experts.
     """
     if not slot_bytes:
         raise BudgetError("the model has no experts, so there is no budget for them.")
     asked = {"auto": reserved_bytes, "fraction": int(cache.fraction * n_experts) * slot_bytes, "bytes": cache.n_bytes}
-    return max(1, min(asked[cache.mode], reserved_bytes) // slot_bytes) * slot_bytes
+    n_bytes = min(asked[cache.mode], reserved_bytes)
+    return n_bytes // slot_bytes * slot_bytes or max(1, n_bytes)
 
 
 def _without_margin(n_bytes: int) -> int:

@@ -152,7 +152,7 @@ class Worker:
         """Loads the model and sends "ready" or "failed"; False when it failed."""
         try:
             self._llm = llm = open_model(config, self._load_progress_sender())
-        except BaseException as error:
+        except BaseException as error:  # whatever ends a load is told to the server
             if not self._closing:
                 self._send("failed", error=encode_error(error))
             if not isinstance(error, MoeggufError):

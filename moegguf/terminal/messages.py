@@ -68,7 +68,7 @@ def run_with_exit_code(call: Callable[[], Any]) -> int:
         return result if isinstance(result, int) else 0
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else EXIT_FAILURE
-    except BaseException as error:
+    except BaseException as error:  # an interrupt has an exit code, too
         if os.environ.get("MOEGGUF_DEBUG", "") not in ("", "0"):
             raise
         return _print_failure(error)

@@ -289,9 +289,18 @@ class TraceAnalysis:
     ) -> list[Row]:
         """Replays systems as a whole, with the parts named replaced, and Belady's bound. "all" is every available one.
 
-        Raises OptionError for unknown names and parts that this model lacks, and for prefetching without a link.
+        Raises OptionError for unknown names and parts that this model lacks, and for prefetching without a link. A
+        warning names what "all" leaves out.
         """
-        systems = [find_system(name) for name in (SYSTEMS if ALL in names else dict.fromkeys(names))]
+
+        def check_parts(name: str) -> None:
+            of, ahead, _ = find_system(name).parts(policy, predictor, prefetch)
+            if of != "auto":
+                self.policy(of)
+            if ahead:
+                self.predictor(ahead)
+
+        systems = [find_system(name) for name in self._names("system", names, SYSTEMS, check_parts)]
         parts = {system.name: system.parts(policy, predictor, prefetch) for system in systems}
         self._check_prefetching({name: bool(part[2]) for name, part in parts.items()}, link)
         rows, step = list[Row](), step_reporter(progress, "hit rates", len(systems) * len(shares))

@@ -273,7 +273,7 @@ def image(source: Any) -> Any:
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": ...}, "max_tokens"),
-    ({"messages": []}, "messages"),
+    ({"messages": []}, "messages: list should have at least 1 item, but has 0"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "role"),
     ({"messages": [{"role": "user", "content": [{"type": "video"}]}]}, "video"),
     ({"messages": [{"role": "user", "content": [image({"type": "file", "file_id": "f"})]}]}, "base64"),

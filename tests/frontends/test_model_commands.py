@@ -127,7 +127,7 @@ def test_a_failed_command_is_one_line(mine: Mine, arguments: tuple[str, ...], wo
 @pytest.fixture
 def loaded(tmp_path: Path) -> Iterator[Server]:
     """A server with the demo model loaded."""
-    with serving(tmp_path / "server") as found:
+    with serving(tmp_path / "server", "--expert-cache", "50%") as found:
         found.call("/api/generate", {"model": "demo", "options": {"num_thread": 1}})
         yield found
 
@@ -150,8 +150,10 @@ def test_a_budget_of_a_loaded_model(loaded: Server, mine: Mine) -> None:
     done = mine("budget", "demo", "50%", **there)
     assert done.returncode == 0, done.stderr
     assert re.search(r"demo:latest: [\d.]+MiB for (\d+) of \d+ experts, [\d.]+MiB in all", done.stderr)
+    more = mine("budget", "demo", "100%", **there)
+    assert re.search(r"experts, the most that it was loaded with, [\d.]+MiB in all", more.stderr)
     for arguments, words in (
-        (("demo", "1"), "at least"),
+        (("demo", "1KiB"), "expert_cache='1.00KiB' holds 0 experts"),
         (("demo", "much"), "accepted"),
         (("unknown", "50%"), "unknown"),
     ):

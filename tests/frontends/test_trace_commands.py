@@ -175,6 +175,19 @@ def test_all_lists_what_it_leaves_out_with_the_reason(moegguf: Command, without_
     assert "record the trace with --inputs" in named.stderr
 
 
+def test_all_systems_are_those_that_the_trace_has_inputs_for(moegguf: Command, without_inputs: Path) -> None:
+    done = moegguf("trace", "simulate", without_inputs, "--model", "demo", "--system", "all", "--link", "1")
+    assert done.returncode == 0
+    assert re.search(r"warning: left out: .*promoe.*: record the trace with --inputs\)", " ".join(done.stderr.split()))
+    assert "promoe" not in done.stdout and "moe-infinity" in done.stdout
+
+
+def test_trace_alone_shows_its_help(moegguf: Command) -> None:
+    done = moegguf("trace")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert re.search(r"^  simulate +Replay", done.stdout, re.MULTILINE)
+
+
 def test_whole_systems_are_replayed(moegguf: Command, recorded: Path) -> None:
     options = ["--expert-cache", "25%", "--link", "1", "--layer-compute", "500", "--json"]
     done = moegguf("trace", "simulate", recorded, "--model", "demo", "--system", "all", *options)

@@ -19,7 +19,8 @@ from moegguf.errors import AllocationError, BudgetError
 from moegguf.gguf.experts import read_layout
 from moegguf.native import library
 from moegguf.native.link_device import add_link_device
-from moegguf.native.store import Store, StoreOptions, Tier, slot_sizes
+from moegguf.native.slot_sizes import slot_sizes
+from moegguf.native.store import Store, StoreOptions, Tier
 from moegguf.quantities import Link
 
 OPTIONS: dict[str, Any] = {"n_ctx": 512, "n_threads": 1, "logits_all": True, "verbose": False}

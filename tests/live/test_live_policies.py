@@ -161,6 +161,12 @@ def test_a_wrong_name_is_refused_where_it_would_not_matter(own: Own) -> None:
         Llama(own(), verbose=False, policy="lfru")
 
 
+def test_a_policy_of_a_tier_that_is_not_there_is_told(own: Own, load: Load) -> None:
+    with pytest.warns(UserWarning, match="policy='vram=slru' has no effect: experts lie in RAM only"):
+        assert load(own(), policy="vram=slru").decisions()["policy"] == "lru"
+    assert load(own(), policy="vram=slru,ram=lfu-decay").decisions()["policy"] == "lfu-decay"
+
+
 def test_a_resident_model_is_left_alone_until_its_pool_shrinks(
     own: Own, load: Load, expected: Callable[..., Logits]
 ) -> None:

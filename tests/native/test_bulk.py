@@ -20,7 +20,8 @@ from moegguf.gguf.experts import ExpertLayout
 from moegguf.gguf.reader import GGML_TYPES
 from moegguf.native import library
 from moegguf.native.events import RoutingEvent
-from moegguf.native.store import native_policies, slot_sizes
+from moegguf.native.slot_sizes import slot_sizes
+from moegguf.native.store import native_policies
 from moegguf.trace.simulate import MOST_TOKENS, SimOptions, Simulation, parts
 
 Events = list[tuple[int, npt.NDArray[np.int32]]]

@@ -21,7 +21,8 @@ from random_events import random_events
 
 from moegguf.errors import AllocationError, OptionError
 from moegguf.native.link_device import add_link_device, link_device
-from moegguf.native.store import Store, StoreOptions, most_slots, slot_sizes
+from moegguf.native.slot_sizes import most_slots, slot_sizes
+from moegguf.native.store import Store, StoreOptions
 from moegguf.quantities import Link
 
 F32 = 0

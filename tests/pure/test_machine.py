@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
+from moegguf.engine import machine
 from moegguf.engine.machine import (
     cgroup_levels,
     count_cpus,
     disk_read_speed,
+    memory_read_speed,
     read_machine,
     read_memory,
 )
@@ -185,3 +189,17 @@ def test_disk_speed_without_direct_io(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_disk_speed_of_nothing(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFoundError, match="check the path"):
         disk_read_speed(tmp_path / "none")
+
+
+def test_memory_speed_is_that_of_the_turn_that_nothing_disturbs(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s, turns_s, read_bytes = 0.0, iter([7.0, 9.0, 0.5, 8.0, 9.0]), []
+
+    def read(buffer: np.ndarray[Any, Any]) -> None:
+        nonlocal now_s
+        now_s += next(turns_s)  # the others wait for a processor
+        read_bytes.append(buffer.nbytes)
+
+    monkeypatch.setattr(machine.time, "perf_counter", lambda: now_s)
+    monkeypatch.setattr(machine, "_read_memory", read)
+    assert memory_read_speed(1) == read_bytes[2] / 0.5
+    assert len(read_bytes) == 5

@@ -23,7 +23,7 @@ from moegguf.engine.plan import Plan, make_plan, slot_bytes
 from moegguf.engine.published import PUBLISHED
 from moegguf.errors import BudgetError
 from moegguf.gguf.experts import ExpertLayout, read_layout
-from moegguf.native.store import slot_sizes
+from moegguf.native.slot_sizes import slot_sizes
 from moegguf.quantities import ExpertCache, format_bytes, parse_expert_cache, parse_size
 
 MIB, GIB = 1 << 20, 1 << 30

@@ -82,7 +82,7 @@ def answers(path: Path, questions: list[str], n_ctx: int) -> dict[str, str]:
     found = {}
     for question in questions:
         reply = llm.create_chat_completion([{"role": "user", "content": question}], temperature=0, max_tokens=120)
-        choice = reply["choices"][0]  # type: ignore[index]
+        choice = reply["choices"][0]
         cut = " [cut]" if choice["finish_reason"] == "length" else ""
         found[question] = str(choice["message"]["content"]) + cut
     return found

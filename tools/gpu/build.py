@@ -67,7 +67,7 @@ def build(backend: Backend, timeout_s: float | None = None) -> None:
     ninja = subprocess.Popen(["ninja", "-C", str(folder), "moegguf_all"])
     try:
         status = ninja.wait(timeout_s)
-    except BaseException:
+    except BaseException:  # also an interrupt
         ninja.terminate()  # it ends its compilers and forgets what they had not finished
         ninja.wait()
         raise

@@ -49,7 +49,7 @@ class Upstream(Llama):
 
     @property
     def model_params(self) -> Any:
-        params = Llama.model_params.fget(self)  # type: ignore[attr-defined]
+        params = Llama.model_params.fget(self)  # type: ignore[attr-defined]  # a property
         params.tensor_buft_overrides = c.addressof(self._overrides)
         return params
 

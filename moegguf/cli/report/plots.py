@@ -201,7 +201,7 @@ def _heat(axes: Axes, values: npt.NDArray[np.float64], most: float, meaning: str
     axes.grid(visible=False)
     bar = axes.figure.colorbar(image, ax=axes, pad=0.015, aspect=25)
     axes.set_title(f"colour: {meaning}")  # beside the bar it is clipped
-    bar.outline.set_visible(False)  # type: ignore[operator]
+    bar.outline.set_visible(False)
 
 
 def _log_labels(axes: Axes) -> None:

@@ -75,7 +75,7 @@ class Palette:
 def require_matplotlib() -> None:
     """Raises OptionError when matplotlib is not installed."""
     try:
-        import matplotlib  # noqa: F401
+        import matplotlib  # noqa: F401 (whether it is there)
     except ImportError as error:
         raise OptionError(
             "a report needs matplotlib, which is not installed; run: pip install 'moegguf[report]'"

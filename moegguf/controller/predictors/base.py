@@ -33,7 +33,7 @@ class Predictor(ABC):
     def announce(self, announcement: Announcement) -> None:  # noqa: B027 (optional)
         """Tokens are evaluated next. A new `sequence` is a new request."""
 
-    def observe(self, event: RoutingEvent) -> None:  # noqa: B027
+    def observe(self, event: RoutingEvent) -> None:  # noqa: B027 (optional)
         """A layer was routed."""
 
     @abstractmethod

@@ -20,6 +20,7 @@ class Together(Predictor):
 
     def __init__(self, alone: Predictor) -> None:
         super().__init__(alone.shape, alone.reach)
+        # ClassVars of each class, here those of what is wrapped:
         self.name = alone.name  # type: ignore[misc]
         self.needs_inputs, self.needs_tokens = alone.needs_inputs, alone.needs_tokens  # type: ignore[misc]
         self._alone = alone

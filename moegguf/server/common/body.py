@@ -195,5 +195,5 @@ def explain(error: ValidationError) -> str:
     """The first validation error as text: the field, and the rule."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     where = ".".join(str(part) for part in first["loc"])[:200]
-    text = first["msg"].removeprefix("Value error, ")
+    text = first["msg"].removeprefix("Value error, ").replace(" after validation, not", ", but has")
     return f"{where}: {text[:1].lower()}{text[1:]}" if where else text

@@ -64,7 +64,8 @@ def _checked(form: Form) -> tuple[str, int | None]:
         raise HttpError(400, "file: field required")
     purpose = form.fields.get("purpose")
     if purpose != INPUT_PURPOSE:
-        raise HttpError(400, f"purpose: must be '{INPUT_PURPOSE}', but is {str(purpose)[:40]!r}")
+        found = "is missing" if purpose is None else f"is {purpose[:40]!r}"
+        raise HttpError(400, f"purpose: must be '{INPUT_PURPOSE}', but {found}")
     fields = (form.fields.get(f"expires_after[{name}]") for name in ("anchor", "seconds"))
     return purpose, check_expiry(*fields)
 

@@ -155,7 +155,7 @@ class Journal:
             os.fsync(handle)
             os.chmod(name, MODE)
             os.replace(name, path)
-        except BaseException as error:
+        except BaseException as error:  # also an interrupt: no temporary file stays
             Path(name).unlink(missing_ok=True)
             if isinstance(error, OSError):
                 raise storage_error(path, error) from None
@@ -225,7 +225,7 @@ def open_journal(path: Path, requests: Requests) -> Journal:
     journal = Journal(path, handle)
     try:
         journal.read(requests.fingerprint, (line.number for line in requests.lines))
-    except BaseException:
+    except BaseException:  # also an interrupt, which gives the lock back
         journal.close()
         raise
     return journal
@@ -238,7 +238,7 @@ def _open_locked(path: Path) -> int:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.fstat(handle).st_nlink:
                 return handle
-        except BaseException:
+        except BaseException:  # also an interrupt
             os.close(handle)
             raise
         os.close(handle)  # the process that had it has just finished and removed it

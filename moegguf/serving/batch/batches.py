@@ -347,7 +347,7 @@ class Batches:
             try:
                 output_id = await self._store(batch, journal, "output", lambda place: place.is_answer)
                 error_id = await self._store(batch, journal, "errors", lambda place: not place.is_answer)
-            except BaseException:
+            except BaseException:  # also where the server ends: the claim is the journal's again
                 self._files.note_claim(self._work(batch), _claimed(journal.n_bytes))
                 raise
             now = int(self._now())
@@ -388,7 +388,7 @@ class Batches:
                 raise BatchFileError("the requests of this batch are gone; create another one.") from None
             try:
                 return Requests(file, (batch.endpoint,), max_requests=MAX_REQUESTS, stop=stop.is_set)
-            except BaseException:
+            except BaseException:  # also where the server ends
                 file.close()
                 raise
 

@@ -1,0 +1,60 @@
+"""The sizes of slots and pools that a store of a layout has, before there is one."""
+
+from __future__ import annotations
+
+import ctypes as c
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from moegguf.gguf.experts import ExpertLayout, Kind
+from moegguf.native import library
+
+
+def matrices_of(layout: ExpertLayout) -> Any:
+    """Every expert matrix as an array of struct moegguf_matrix."""
+    rows = [
+        library.Matrix(
+            m.name.encode(), m.il, library.KIND[m.kind], m.ggml_type, m.n_expert, m.ne0, m.ne1, m.shard, 0, m.offset,
+            m.expert_bytes,
+        )
+        for m in layout.matrices
+    ]  # fmt: skip
+    return (library.Matrix * len(rows))(*rows)
+
+
+@dataclass(frozen=True)
+class SlotSizes:
+    """stride_bytes: {matrix kind: bytes from one slot to the next in its arena}.
+
+    slot_bytes: one expert over all arenas. pool_bytes: all arenas with n_slots slots; guard_bytes of them are the
+    guards behind the last slots. streams: in the CPU's memory a pass may use more experts of a layer than there are
+    slots (native/streaming.h).
+    """
+
+    stride_bytes: Mapping[Kind, int]
+    slot_bytes: int
+    pool_bytes: int
+    guard_bytes: int
+    streams: bool
+
+
+def slot_sizes(layout: ExpertLayout, n_slots: int = 0) -> SlotSizes:
+    """The sizes that a store of this layout with n_slots slots has.
+
+    Raises OptionError for matrices of a kind or type that does not exist.
+    """
+    sizes, matrices = library.Sizes(), matrices_of(layout)
+    library.check(library.load().moegguf_slot_sizes(matrices, len(matrices), n_slots, c.byref(sizes)))
+    strides = {kind: sizes.stride_bytes[library.KIND[kind]] for kind in layout.kinds}
+    return SlotSizes(strides, sizes.slot_bytes, sizes.pool_bytes, sizes.guard_bytes, bool(sizes.streams))
+
+
+def most_slots(layout: ExpertLayout, device: str | None, n_slots: int) -> int:
+    """Of n_slots slots, those that one pool can have on a device, by ggml's name (None: the CPU): the largest buffer
+    there, and the largest tensor that its kernels multiply with, have to hold it. Raises OptionError for an unknown
+    name."""
+    most, matrices = c.c_int32(), matrices_of(layout)
+    name = device.encode() if device else None
+    library.check(library.load().moegguf_most_slots(name, matrices, len(matrices), n_slots, c.byref(most)))
+    return most.value
