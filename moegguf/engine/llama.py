@@ -361,9 +361,12 @@ class Llama(UpstreamLlama):
     def _announce_chunks(self, chunks: Sequence[Chunk]) -> None:
         if self._session is None:
             return
+        first = chunks[0]
         if self._live_controller is not None:
-            decodes = any(chunk.phase == Phase.DECODE for chunk in chunks)
+            decodes = first.phase == Phase.DECODE or any(chunk.phase == Phase.DECODE for chunk in chunks)
             self._live_controller.before_tokens(Phase.DECODE if decodes else Phase.PREFILL)
+        if not self._session.lane.awaits_tokens(first.request, first.phase):
+            return
         sequences, phases, tokens, outputs = list[int](), list[int](), list[int](), list[int]()
         for chunk in chunks:
             n = len(chunk.tokens)
@@ -392,7 +395,8 @@ class Llama(UpstreamLlama):
             phase = self._requests.next_phase(self.n_tokens, len(tokens))
             if self._live_controller is not None:
                 self._live_controller.before_tokens(phase)
-            self._session.lane.announce(self._requests.sequence, phase, tokens)
+            if self._session.lane.awaits_tokens(self._requests.sequence, phase):
+                self._session.lane.announce(self._requests.sequence, phase, tokens)
         if self._images:
             self.truncate(self.n_tokens)
         for begin in range(0, len(tokens), self.n_batch):

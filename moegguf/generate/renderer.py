@@ -1,16 +1,20 @@
 """Renders jinja2 templates in child processes (sandbox.py), which can be killed.
 
-A process is started by the first template and kept for the next; concurrent templates use one each. They end with this
-process. Does not know messages or models.
+A process is started by the first template and kept for the next. Templates of other requests wait for it: most take
+a millisecond, and starting a process a hundred. Behind a slow one another is started. They end with this process.
+Does not know messages or models.
 """
 
 from __future__ import annotations
 
 import atexit
 import json
+import math
 import os
 import signal
 import subprocess
+import threading
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
@@ -20,6 +24,7 @@ from moegguf.child import child_command, child_environment
 MAX_S = 2.0  # for compiling and rendering one template
 MAX_CHARACTERS = 16 << 20  # characters of a prompt
 MAX_IDLE = 2  # processes kept for further templates
+WAIT_S = 0.25  # for a process that others use, before one more is started: one in this time
 
 COMMAND = child_command(f"{__package__}.sandbox")
 
@@ -43,16 +48,13 @@ def render(template: str, variables: Mapping[str, Any]) -> str:
         line = json.dumps(request, ensure_ascii=False).encode("utf-8", "surrogatepass")
     except (TypeError, ValueError) as error:
         raise RenderError("failed", f"its variables are not JSON: {error}") from error
-    process = _take()
+    process = _processes.take()
     try:
         reply = process.request(line)
     except BaseException:  # also an interrupt: the next template would read this reply
-        process.kill()
+        _processes.end(process)
         raise
-    if len(_idle) < MAX_IDLE:
-        _idle.append(process)
-    else:
-        process.kill()
+    _processes.give_back(process)
     if "error" in reply:
         raise RenderError(reply["error"], reply["message"], reply.get("line", 0))
     return str(reply["text"])
@@ -103,25 +105,76 @@ def _exit_message(code: int) -> str:
     return f"its process ended with code {code}"
 
 
-_idle: list[_Process] = []
+class _Processes:
+    """Those that wait for a template, and how many others render one."""
 
+    def __init__(self) -> None:
+        self.forget()
 
-def _take() -> _Process:
-    while True:
+    def forget(self) -> None:
+        """In a child process, which starts its own: these, and the lock's owner, are the parent's."""
+        self._idle: list[_Process] = []
+        self._n_busy = 0
+        self._started_s = -math.inf  # the last one
+        self._changed = threading.Condition()
+
+    def take(self) -> _Process:
+        """An idle one; a new one where none is, and none becomes so in WAIT_S. Raises RenderError."""
+        with self._changed:
+            arrived_s = time.monotonic()
+            while self._n_busy and not self._idle:
+                wait_s = max(arrived_s, self._started_s) + WAIT_S - time.monotonic()
+                if wait_s <= 0:
+                    break
+                self._changed.wait(wait_s)
+            process = self._idle.pop() if self._idle else None
+            self._started_s = self._started_s if process else time.monotonic()
+            self._n_busy += 1
         try:
-            process = _idle.pop()
-        except IndexError:
+            if process is not None and process.is_running():
+                return process
+            if process is not None:
+                process.kill()
             return _Process()
-        if process.is_running():
-            return process
+        except BaseException:
+            self._end_use()
+            raise
+
+    def give_back(self, process: _Process) -> None:
+        """After a template."""
+        if not self._end_use(process):
+            process.kill()
+
+    def end(self, process: _Process) -> None:
+        """Instead of `give_back` where it cannot take another template."""
         process.kill()
+        self._end_use()
+
+    def _end_use(self, process: _Process | None = None) -> bool:
+        """Whether `process` is kept."""
+        with self._changed:
+            self._n_busy -= 1
+            kept = process is not None and len(self._idle) < MAX_IDLE
+            if process is not None and kept:
+                self._idle.append(process)
+            self._changed.notify()
+            return kept
+
+    def close(self) -> None:
+        """Kills those that are idle."""
+        with self._changed:
+            idle, self._idle = self._idle, []
+        for process in idle:
+            process.kill()
+
+
+_processes = _Processes()
 
 
 @atexit.register
 def close() -> None:
     """Kills the idle processes; the next template starts a new one."""
-    while _idle:
-        _idle.pop().kill()
+    _processes.close()
 
 
-os.register_at_fork(after_in_child=_idle.clear)  # a child process starts its own
+os.register_at_fork(after_in_child=_processes.forget)

@@ -82,6 +82,11 @@ void Acquire::close_lane(Lane & lane) {
     shared_.done.notify_all();
 }
 
+bool Acquire::is_clear(const Lane & lane) const {
+    return !lane.failed && lane.pinned.empty() && !lane.missed && !lane.streams_experts && noted(lane) &&
+           !shared_.forked();
+}
+
 void Acquire::take_failure(Lane & lane, moegguf_failure & out, bool clear) {
     if (shared_.forked()) {
         out = lane.failure; // the lock may be held by a thread of the parent
@@ -98,6 +103,17 @@ void Acquire::take_failure(Lane & lane, moegguf_failure & out, bool clear) {
         missed_.forget(lane);
         unpin(lane);
     }
+}
+
+// Whether the tokens that come next have to be announced; those before are forgotten. No lock.
+bool Acquire::awaits_tokens(Lane & lane, int sequence, int phase) {
+    lane.sequence = sequence;
+    lane.phase = phase;
+    lane.next_token = lane.n_announced = 0;
+    lane.il = Lane::between_passes;
+    return shared_.forked() || forecaster_.on() || events_.on() || tiers_.any([](const Tier & tier) {
+        return tier.resize_to != 0 || !tier.numbering.resident() || !tier.complete();
+    });
 }
 
 void Acquire::announce_tokens(Lane & lane, const moegguf_tokens_event & event) {
@@ -672,14 +688,11 @@ void Acquire::note_failures(Lane & lane) {
     }
 }
 
-// Asked after every node that is computed, by the thread that computes: no lock unless something failed.
-bool Acquire::must_abort(Lane & lane) {
-    const bool noted = lane.read_errors == get(shared_.counters.read_errors) && lane.given_up == shared_.given_up;
-    if (!lane.failed && !shared_.forked() && !noted) {
+void Acquire::note_new_failures(Lane & lane) {
+    if (!lane.failed && !shared_.forked()) {
         Lock lock(shared_.mutex);
         note_failures(lane);
     }
-    return lane.failed || shared_.cancelled;
 }
 
 bool Acquire::awaits_file(const Lane & lane, uint8_t kinds) const {

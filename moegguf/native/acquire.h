@@ -26,7 +26,9 @@ class Acquire {
 
     std::unique_ptr<Lane> open_lane();
     void close_lane(Lane & lane);
+    bool is_clear(const Lane & lane) const; // take_failure has nothing to tell or to give back; no lock
     void take_failure(Lane & lane, moegguf_failure & out, bool clear);
+    bool awaits_tokens(Lane & lane, int sequence, int phase);
     void announce_tokens(Lane & lane, const moegguf_tokens_event & event);
 
     // A routing event: expert_ids [n_tokens][n_expert_used] become slot ids in place. Waits for the matrices in
@@ -39,8 +41,14 @@ class Acquire {
     bool pending(const Lane & lane, uint8_t kinds) const;
     void wait(Lane & lane, uint8_t kinds);
 
-    // The pass ends: it failed, was cancelled, or what its layer waits for could not be read.
-    bool must_abort(Lane & lane);
+    // The pass ends: it failed, was cancelled, or what its layer waits for could not be read. Asked after every node
+    // that is computed, by the thread that computes: no lock unless something failed.
+    bool must_abort(Lane & lane) {
+        if (!noted(lane)) {
+            note_new_failures(lane);
+        }
+        return lane.failed || shared_.cancelled;
+    }
 
     // Nothing to do or to report at this layer: every expert is in its own slot. No lock.
     bool idle(int il);
@@ -74,6 +82,11 @@ class Acquire {
     bool wait_for_change(Deadline deadline, Lock & lock);
     void sweep_ahead(int il);
     void unpin(Lane & lane);
+    // Nothing has failed since this lane's failures were last noted.
+    bool noted(const Lane & lane) const {
+        return lane.read_errors == get(shared_.counters.read_errors) && lane.given_up == shared_.given_up;
+    }
+    void note_new_failures(Lane & lane);
     void note_failures(Lane & lane);
     void apply_resize(Tier & tier);
     int n_usable() const;

@@ -310,6 +310,11 @@ int moegguf_lane_replay(moegguf_lane * lane, const moegguf_routing * routing, in
     });
 }
 
+int moegguf_lane_awaits_tokens(moegguf_lane * lane, int32_t sequence, int32_t phase) {
+    Lane & l = *lane->lane;
+    return l.store.acquire.awaits_tokens(l, sequence, phase);
+}
+
 int moegguf_lane_announce(moegguf_lane * lane, const moegguf_tokens_event * tokens) {
     return guarded([&] {
         moegguf_tokens_event event = given(tokens);
@@ -328,6 +333,10 @@ int moegguf_lane_announce(moegguf_lane * lane, const moegguf_tokens_event * toke
         event.lane = l.id;
         l.store.acquire.announce_tokens(l, event);
     });
+}
+
+int moegguf_lane_is_clear(moegguf_lane * lane) {
+    return lane->lane->store.acquire.is_clear(*lane->lane);
 }
 
 int moegguf_lane_failure(moegguf_lane * lane, moegguf_failure * failure, int clear) {

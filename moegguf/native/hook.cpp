@@ -31,7 +31,7 @@ bool must_stop(Lane & lane, const ggml_tensor * t) {
     if (lane.store.missed.must_write(lane, t)) {
         return true;
     }
-    if (t->name[0] != 'f') {
+    if (!is_of_experts(t)) {
         return false;
     }
     const int il = layer_of(t, ids_node);
@@ -120,7 +120,7 @@ void acquire_experts(Lane & lane, ggml_tensor * t, int il) {
 // What a stop is for. No exception leaves it: the caller is C.
 void stopped(Lane & lane, ggml_tensor * t) {
     const bool writes = lane.store.missed.must_write(lane, t);
-    if (!writes && t->name[0] != 'f') {
+    if (!writes && !is_of_experts(t)) {
         return;
     }
     const int il = layer_of(t, ids_node);

@@ -31,7 +31,7 @@ from moegguf.package import package_folders
 from moegguf.processor import read_processor
 from moegguf.settings import read_environment
 
-ABI_VERSION = 10
+ABI_VERSION = 11
 LOG_ERROR = 4  # enum ggml_log_level
 # 20000: a good part of a millisecond; 300000 is GNU's default. `active` makes it 1000 while experts can be absent
 # (`moegguf/native/short_spins.h`), which costs up to a fifth of the speed where they cannot, and 100 without.
@@ -397,6 +397,13 @@ _PLAIN_CALLS: dict[str, tuple[object, list[type]]] = {
     "moegguf_fault_count": (c.c_uint64, [c.c_int]),
 }
 
+# Called in every pass. They wait for nothing, so they keep the interpreter's lock: taking it again takes longer than
+# they do, up to a thread's turn (5 ms) while others run Python.
+_SHORT_CALLS: dict[str, list[type]] = {
+    "moegguf_lane_awaits_tokens": [c.c_void_p, c.c_int32, c.c_int32],
+    "moegguf_lane_is_clear": [c.c_void_p],
+}
+
 
 def library_folders() -> Iterable[Path]:
     """Where libmoegguf may lie: MOEGGUF_LIBRARY alone when set, else `lib` in each part of the package."""
@@ -490,6 +497,11 @@ def load() -> c.CDLL:
     for name, arguments in _STATUS_CALLS.items():
         function = getattr(library, name)
         function.restype, function.argtypes = c.c_int, arguments
+    keeping_the_lock = c.PyDLL(library._name)
+    for name, arguments in _SHORT_CALLS.items():
+        function = getattr(keeping_the_lock, name)
+        function.restype, function.argtypes = c.c_int, arguments
+        setattr(library, name, function)
     return library
 
 

@@ -62,7 +62,7 @@
 extern "C" {
 #endif
 
-#define MOEGGUF_ABI_VERSION 10
+#define MOEGGUF_ABI_VERSION 11
 #define MOEGGUF_MAX_KINDS 4
 #define MOEGGUF_API __attribute__((visibility("default")))
 
@@ -496,8 +496,13 @@ MOEGGUF_API void moegguf_lane_close(moegguf_lane * lane);
 MOEGGUF_API int moegguf_lane_acquire(moegguf_lane * lane, int32_t il, const int32_t * expert_ids, int32_t n_expert_used,
                                      int32_t n_tokens, const float * inputs, int32_t n_embd, int32_t * slot_ids);
 MOEGGUF_API int moegguf_lane_replay(moegguf_lane * lane, const struct moegguf_routing * routing, int64_t * n_done);
+// Forgets the tokens announced last: others of this request come next. Returns whether anything uses which: a listener,
+// a predictor, or slots that experts have to be read into. If not, they need no announcement.
+MOEGGUF_API int moegguf_lane_awaits_tokens(moegguf_lane * lane, int32_t sequence, int32_t phase);
 // Before tokens are evaluated; n_tokens 0: nothing is known.
 MOEGGUF_API int moegguf_lane_announce(moegguf_lane * lane, const struct moegguf_tokens_event * tokens);
+// 1: no failure to tell and nothing pinned, so that moegguf_lane_failure, which takes a lock, need not be called.
+MOEGGUF_API int moegguf_lane_is_clear(moegguf_lane * lane);
 MOEGGUF_API int moegguf_lane_failure(moegguf_lane * lane, struct moegguf_failure * failure, int clear);
 MOEGGUF_API void moegguf_lane_chain(moegguf_lane * lane, ggml_backend_sched_eval_callback next, void * user);
 

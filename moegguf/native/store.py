@@ -620,6 +620,13 @@ class Lane:
         )  # fmt: skip
         check(self._library.moegguf_lane_replay(self.handle, c.byref(routing), c.byref(c.c_int64())))
 
+    def awaits_tokens(self, sequence: int, phase: Phase) -> bool:
+        """Forgets the tokens announced last: others come next, the first of them of this request and phase.
+
+        Returns whether they have to be announced: False while every expert has a slot and nothing listens or predicts.
+        """
+        return bool(self._library.moegguf_lane_awaits_tokens(self.handle, sequence, phase))
+
     def announce(
         self,
         sequence: int | npt.ArrayLike,
@@ -655,7 +662,9 @@ class Lane:
         check(self._library.moegguf_lane_announce(self.handle, c.byref(event)))
 
     def take_failure(self) -> library.Failure | None:
-        """Why the last pass failed, once; None when it did not."""
+        """Why the last pass failed, once; None when it did not. For the thread that computes."""
+        if self._library.moegguf_lane_is_clear(self.handle):
+            return None
         failure = library.Failure()
         check(self._library.moegguf_lane_failure(self.handle, c.byref(failure), 1))
         return failure if failure.status != library.OK else None

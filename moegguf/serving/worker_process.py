@@ -39,6 +39,7 @@ CANCEL_GRACE_S = 2.0
 CLOSE_GRACE_S = 5.0
 STDERR_TAIL_BYTES = 4096
 FAILURE_MARKS = ("ASSERT", "rror", "abort", "what():")
+CANCELLED_PASS = "compute_async failed with error 1"  # what llama.cpp says of GGML_STATUS_ABORTED, long before
 MAX_FAILURE_CHARS = 300
 DEVICE_FAILURE_MARK = "moegguf: the device failed:"
 _LOST = "the device that computed the model failed ({}); the next request loads the model again without that device."
@@ -128,7 +129,7 @@ def signal_name(number: int) -> str:
 
 def failure_line(text: str) -> str:
     """The last line of a log that reports a failure, at most MAX_FAILURE_CHARS of it; empty without one."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.strip().endswith(CANCELLED_PASS)]
     failures = (line[:MAX_FAILURE_CHARS] for line in reversed(lines) if any(mark in line for mark in FAILURE_MARKS))
     return next(failures, "")
 

@@ -9,6 +9,8 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,13 +22,15 @@ pytest.importorskip("ray.serve")
 from ray_application import RayApplication, ray_application
 
 from moegguf.errors import OptionError
-from moegguf.generate.request import GenerationRequest
+from moegguf.generate.request import GenerationRequest, Sampling, Timing
+from moegguf.serving.events import Done
 from moegguf.serving.ray import app
 from moegguf.serving.ray.catalog import ConfiguredCatalog
 from moegguf.serving.ray.config import read_config
 from moegguf.serving.ray.conversation import conversation_of
 from moegguf.serving.ray.manager import ReplicaManager
-from moegguf.serving.ray.preference import Eam
+from moegguf.serving.ray.preference import Eam, Report, RoutingRequest
+from moegguf.serving.ray.replica import Replica
 
 FOREVER = {"type": "string", "minLength": 100_000}
 SCALED = {
@@ -37,7 +41,7 @@ ONE = {"model": "demo", "memory": "300MiB", "context_length": 1024, "threads": 1
 ARGUMENTS = {
     "models": {
         "demo": {**ONE, "autoscaling_config": {"min_replicas": 2, "max_replicas": 2}},
-        "scaled:b": {**ONE, "autoscaling_config": SCALED},
+        "scaled:b": {**ONE, "parallel": 2, "autoscaling_config": SCALED},
     }
 }
 
@@ -116,6 +120,34 @@ def test_each_conversation_goes_back_to_the_replica_that_holds_it(application: R
         content = answer["choices"][0]["message"]["content"]
         second = chat(application, question, content, "Why?").json
         assert second["timings"]["cache_n"] >= answer["usage"]["prompt_tokens"]
+
+
+def test_after_an_exact_answer_a_replica_that_computes_several_holds_nothing(application: RayApplication) -> None:
+    question, scaled = "What is an expert?", {"model": "scaled:b"}
+    first = chat(application, question, **scaled).json
+    turns = [question, first["choices"][0]["message"]["content"], "Why?"]
+    assert chat(application, *turns, **scaled).json["timings"]["cache_n"] >= first["usage"]["prompt_tokens"]
+    assert chat(application, "Who are you?", exact=True, **scaled).status == 200
+    assert chat(application, *turns, **scaled).json["timings"]["cache_n"] == 0
+    assert chat(application, *turns, **scaled).json["timings"]["cache_n"] > 0, "it goes on as before"
+
+
+@pytest.mark.parametrize(("n_sequences", "holds"), [(1, True), (2, False)])
+def test_a_replica_reports_what_an_exact_answer_leaves(n_sequences: int, holds: bool) -> None:
+    def request(text: str, **sampling: Any) -> tuple[RoutingRequest, GenerationRequest]:
+        found = GenerationRequest(messages=({"role": "user", "content": text},), sampling=Sampling(**sampling))
+        return RoutingRequest(conversation_of(found)), found
+
+    worker = SimpleNamespace(pid=7)
+    replica: Any = SimpleNamespace(_manager=SimpleNamespace(loaded=lambda: [worker]), _pid=7, _held=Report(n_sequences))
+    replica._forget_after_restart = partial(Replica._forget_after_restart, replica)
+    Replica._hold(replica, *request("What?"), Done(Timing(), 0.0))
+    assert len(replica._held.sequences) == 1
+    Replica._hold(replica, *request("Who?", exact=True), Done(Timing(), 0.0))
+    assert bool(replica._held.sequences) == holds
+    worker.pid = 8  # another worker, with an empty context
+    Replica._forget_after_restart(replica)
+    assert replica._held == Report(n_sequences)
 
 
 def test_the_other_calls_reach_a_replica(application: RayApplication) -> None:

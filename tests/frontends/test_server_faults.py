@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -190,6 +191,34 @@ def test_a_worker_that_is_killed_costs_its_request_and_not_the_server(server: Se
     )
     assert again.status == 200 and again.json["eval_count"] == 2
     assert psutil.pid_exists(server.pid)
+
+
+def test_a_worker_that_is_killed_ends_all_streams_that_it_computed_together(tmp_path: Path) -> None:
+    together = threading.Barrier(9, timeout=60)
+    endless = {"type": "string", "minLength": 100_000}
+    with serving(tmp_path, "--parallel", "8", MOEGGUF_CONTEXT_LENGTH="2048") as server:
+        client = ollama.Client(host=server.url)
+
+        def stream(n: int) -> str:
+            parts = client.generate("demo", f"{n}", stream=True, format=endless, options={"num_predict": 30_000})
+            next(parts)
+            together.wait()
+            with pytest.raises(ollama.ResponseError) as error:
+                for _ in parts:
+                    pass
+            return error.value.error
+
+        left = client.generate("demo", "x", stream=True, format=endless, options={"num_predict": 30_000})
+        next(left)
+        left.close()  # ends a pass, which llama.cpp logs as an error
+        with ThreadPoolExecutor(8) as threads:
+            streams = [threads.submit(stream, n) for n in range(8)]
+            together.wait()
+            os.kill(server.call("/api/ps").json["models"][0]["moe"]["pid"], signal.SIGKILL)
+            said = {each.result(60) for each in streams}
+        assert len(said) == 1 and "(killed by SIGKILL);" in said.pop()
+        again = {"model": "demo", "prompt": "x", "options": {"num_predict": 2}, "stream": False}
+        assert server.call("/api/generate", again).json["eval_count"] > 0
 
 
 NUMBERS = {"num_predict": -3, "num_ctx": 1 << 62, "top_k": 1 << 63, "seed": 1 << 64}

@@ -35,6 +35,7 @@ from moegguf.generate.batched_answer import BatchedAnswer
 from moegguf.generate.batching import BatchLoop, common_tokens
 from moegguf.generate.request import GenerationRequest, TokenLogprob
 from moegguf.native import library
+from moegguf.native.store import Lane
 
 BOUND = 1.0  # of a logprob of the tiny models, whose random routers amplify last bits most
 PER_BLOCK = 25
@@ -464,3 +465,26 @@ def test_a_model_with_one_sequence_answers_in_order(tiny: TinyModel, load: Load)
     with running(llm) as loop:
         for request, received in zip(requests, answers_of(loop, requests), strict=True):
             assert received.logprobs == solo(one, request)
+
+
+def test_tokens_are_announced_only_where_something_uses_them(
+    pair: tuple[Llama, Llama], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    many, resident = pair
+    announced = list[Lane]()
+
+    def count(name: str) -> None:
+        given = getattr(Lane, name)
+        monkeypatch.setattr(Lane, name, lambda lane, *columns: (announced.append(lane), given(lane, *columns))[1])
+
+    count("announce_each")
+    assert resident.session is not None and many.session is not None
+    solo(resident, of_tokens(resident, [5, 6, 7]))
+    assert announced == []
+    with running(many) as loop:
+        answers_of(loop, [of_tokens(many, [5, 6, 7]), of_tokens(many, [8, 9])])
+    assert set(announced) == {many.session.lane}
+    resident.session.store.listen(on_tokens=lambda event: None)
+    solo(resident, of_tokens(resident, [5, 6, 7]))
+    resident.session.store.listen()
+    assert resident.session.lane in announced

@@ -8,6 +8,7 @@ import pytest
 from fake_model import F32, FakeModel, Open, check_counters, make_model
 
 from moegguf.errors import OptionError
+from moegguf.native.events import Announcement, Phase, RoutingEvent
 
 
 def rss_bytes() -> int:
@@ -40,6 +41,27 @@ def test_fill_reads_every_expert_once_and_gates_then_read_nothing(fake: FakeMode
     assert counters["reads"] == filled["reads"]
     assert counters["hits_ready"] == counters["lookups"] == 32
     check_counters(counters, 32)
+
+
+def test_tokens_are_awaited_where_something_uses_them(fake: FakeModel, open_store: Open) -> None:
+    store, lane = open_store(fake, 32, fill=False)
+    assert lane.awaits_tokens(1, Phase.DECODE), "experts are still to be read"
+    for first in range(0, 8, 2):
+        fake.token(store, lane, [first, first + 1])
+    assert not lane.awaits_tokens(1, Phase.DECODE)
+    seen: list[Announcement | RoutingEvent] = []
+    lane.announce(7, Phase.PREFILL, [10, 11])
+    assert not lane.awaits_tokens(8, Phase.DECODE)
+    store.listen(on_routing=seen.append, on_tokens=seen.append)
+    assert lane.awaits_tokens(8, Phase.DECODE)
+    lane.acquire(0, [1, 4])  # not announced
+    store.listen()
+    (event,) = seen
+    assert isinstance(event, RoutingEvent)
+    assert (event.sequence, event.phase, event.first_token) == (8, Phase.DECODE, -1), "those before are forgotten"
+    assert not lane.awaits_tokens(8, Phase.DECODE)
+    store.resize(20)
+    assert lane.awaits_tokens(8, Phase.DECODE), "from the next routing event on slots have to be filled"
 
 
 def test_gates_get_their_bytes_while_the_fill_goes_on(fake: FakeModel, open_store: Open) -> None:

@@ -8,6 +8,7 @@ import re
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -294,6 +295,29 @@ def test_rendering_goes_on_when_the_process_was_killed_or_closed() -> None:
     renderer.close()
     assert not sandboxes()
     assert render("{{ 3 }}", CHAT) == "3"
+
+
+def test_templates_at_once_wait_for_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    renderer.close()
+    monkeypatch.setattr(renderer, "WAIT_S", 60.0)
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(lambda i: render(f"{{{{ {i} }}}}", CHAT), range(32))) == [str(i) for i in range(32)]
+    assert len(sandboxes()) == 1
+
+
+def test_behind_a_slow_template_another_process_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    renderer.close()
+    monkeypatch.setattr(renderer, "MAX_S", 60.0)
+    with ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(render, ATTACKS["nested loops"], CHAT)
+        while not sandboxes():
+            time.sleep(0.01)
+        (busy,) = sandboxes()
+        assert render("{{ 1 }}", CHAT) == "1"
+        assert not slow.done()
+        busy.kill()
+        with pytest.raises(TemplateError, match="ended with code -9"):
+            slow.result()
 
 
 def test_the_process_finds_what_this_one_finds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

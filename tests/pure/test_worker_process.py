@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 
 from moegguf.serving.worker_process import WorkerConnection, failure_line
 
+COMPUTE = "graph_compute: ggml_backend_sched_graph_compute_async"
+
 
 @pytest.mark.parametrize(
     ("text", "expected"),
@@ -16,6 +18,8 @@ from moegguf.serving.worker_process import WorkerConnection, failure_line
         ("all is well\n", ""),
         ("a\nggml.c:12: GGML_ASSERT(x) failed\n[New LWP 5]\n", "ggml.c:12: GGML_ASSERT(x) failed"),
         ("Traceback\nMemoryError: no memory\n\n", "MemoryError: no memory"),
+        (f"an error\n{COMPUTE} failed with error 1\n", "an error"),
+        (f"{COMPUTE} failed with error -1\n", f"{COMPUTE} failed with error -1"),
         ("what(): " + "x" * 999, "what(): " + "x" * 292),
     ],
 )
