@@ -31,7 +31,7 @@ from moegguf.package import package_folders
 from moegguf.processor import read_processor
 from moegguf.settings import read_environment
 
-ABI_VERSION = 10
+ABI_VERSION = 11
 LOG_ERROR = 4  # enum ggml_log_level
 # 20000: a good part of a millisecond; 300000 is GNU's default. `active` makes it 1000 while experts can be absent
 # (`moegguf/native/short_spins.h`), which costs up to a fifth of the speed where they cannot, and 100 without.
@@ -158,7 +158,7 @@ class Computed(c.Structure):
     """struct moegguf_computed: experts that the CPU has computed in place of a copy to the device."""
 
     _fields_ = [
-        *((name, c.c_uint64) for name in ("misses", "compute_ns")),
+        *((name, c.c_uint64) for name in ("misses", "compute_ns", "stall_ns")),
         *((name, c.c_double) for name in ("compute_bytes_ns", "copy_bytes_ns")),
         *((name, c.c_int32) for name in ("n_layers", "reserved")),
         ("note", c.c_char * 192),

@@ -202,7 +202,7 @@ def matrices_of(layout: ExpertLayout) -> Any:
 
 
 class Computed(NamedTuple):
-    """Misses on devices that the CPU has computed, and how long that took it, in ns.
+    """Misses on devices that the CPU has computed, how long that took it, and how long devices waited for it, in ns.
 
     compute_bytes_ns, copy_bytes_ns: moving averages, in ns per byte of an expert, of computing it and of its copy; 0:
     none yet. n_layers: those whose misses can be computed, -1 before a graph is built; note: why those of others
@@ -211,6 +211,7 @@ class Computed(NamedTuple):
 
     misses: int
     compute_ns: int
+    stall_ns: int
     compute_bytes_ns: float
     copy_bytes_ns: float
     n_layers: int
@@ -571,8 +572,9 @@ class Store:
         check(self._library.moegguf_store_computed(self.handle, c.byref(found)))
         note = found.note.decode(errors="replace")
         return Computed(
-            found.misses, found.compute_ns, found.compute_bytes_ns, found.copy_bytes_ns, found.n_layers, note
-        )
+            found.misses, found.compute_ns, found.stall_ns, found.compute_bytes_ns, found.copy_bytes_ns,
+            found.n_layers, note,
+        )  # fmt: skip
 
     def drain(self, timeout_s: float = 600.0) -> None:
         """Waits until nothing is queued or being read."""
