@@ -32,6 +32,8 @@ class Tier(enum.IntEnum):
 
 
 MOST_STAGING_TENSORS = 3
+STAGING_TENSORS = 2  # one is filled while the other is computed with; more gain nothing
+STAGING_SHARE = 0.25  # of the device's memory for experts, at most: what prompts gain costs answers slots
 MOST_SLOT_TOKENS = 4  # of a pass that is not staged, where prompts are; of some devices: 1
 
 

@@ -87,7 +87,8 @@ def test_there_is_one_hit_rate(server: Server, look: Look) -> None:
 def test_tiers_and_staging_tensors_are_shown_where_layers_compute_in_vram(server: Server, look: Look) -> None:
     snapshot = server.call("/live?once=1").json["models"][0]["snapshot"]
     tier = {"device": "GPU0", "lookups": 10, "hits_ready": 9, "hits_late": 0, "misses": 1, "evictions": 7,
-            "bytes_missed": 3_000_000, "bytes_prefetched": 0, "stall_s": 0.5, "slots_used": 47, "n_slots": 48}  # fmt: skip
+            "bytes_missed": 3_000_000, "bytes_prefetched": 0, "stall_s": 0.5, "slots_used": 47,
+            "n_slots": 48}  # fmt: skip
     stats = {**snapshot["stats"], "tiers": [{"name": "VRAM", **tier}, {"name": "RAM", **tier, "hits_ready": 0}]}
     stats |= {"staging_bytes": 6_000_000, "bytes_staged": 9_000_000, "staging_overlap": 0.93}
     page = look(server.url)
