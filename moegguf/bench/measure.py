@@ -246,6 +246,7 @@ def store_figures(stats: Stats, link_bytes_per_s: float) -> dict[str, float]:
         "staged_mb_per_token": stats.bytes_staged / max(1, stats.tokens) / 1e6,
         "copies_overlapped_pct": stats.staging_overlap * 100,
         "misses_computed": stats.misses_computed,
+        "cpu_stall_ms_per_token": stats.compute_stall_s / max(1, stats.tokens) * 1e3,
     }
 
 

@@ -24,6 +24,7 @@ FIELDS = (
 STORE_FIELDS = (
     "hit_rate", "mb_per_token", "stall_ms_per_token", "hook_ms_per_token", "compute_ms_per_token", "link_gb_per_s",
     "link_bound_pct", "evictions", "staged_mb_per_token", "copies_overlapped_pct", "misses_computed",
+    "cpu_stall_ms_per_token",
 )  # fmt: skip
 
 OWN_FIELDS = (

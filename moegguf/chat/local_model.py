@@ -139,6 +139,7 @@ class LocalModel:
         from rich.console import Console
 
         from moegguf.terminal.heatmap import heatmap, legend, places_line
+        from moegguf.terminal.statistics import staged
 
         loaded = self.llm.session
         if loaded is None:
@@ -155,6 +156,8 @@ class LocalModel:
         console.print(heatmap(state, used, came, layers, width=width, vram=stats.in_vram))
         console.print(legend(width, stats.in_vram))
         print_message(f"{places_line(state, stats.in_vram)}; hit rate {stats.hit_rate:.1%}")
+        if stats.staging_bytes:
+            print_message(f"Prompts staged since load: {staged(stats)}.")
         if not stats.exact:
             print_message(f"Not exact: the CPU has computed {stats.misses_computed} of {stats.misses} misses.")
         if not self._counts_uses and not uses.any():

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from moegguf.cli.options import AsJson, Cache, Ctx, Insecure, Model, Placement, Prefix, TypeK, TypeV, VramCache
+from moegguf.cli.options import AsJson, Cache, Ctx, Insecure, Misses, Model, Placement, Prefix, TypeK, TypeV, VramCache
 from moegguf.terminal.messages import print_message
 
 Name = Annotated[
@@ -139,6 +139,7 @@ def estimate(
     expert_cache: Cache = None,
     vram_cache: VramCache = None,
     placement: Placement = None,
+    misses: Misses = None,
     ctx: Ctx = None,
     type_k: TypeK = None,
     type_v: TypeV = None,
@@ -162,7 +163,7 @@ def estimate(
     from moegguf.terminal.tables import print_estimate, print_json
 
     device = SupposedDevice.parse(device_memory, device_bandwidth, link)
-    facts = estimate_model(model, expert_cache, ctx, type_k, type_v, vram_cache, device, placement)
+    facts = estimate_model(model, expert_cache, ctx, type_k, type_v, vram_cache, device, placement, misses)
     print_json(facts) if as_json else print_estimate(facts)
 
 

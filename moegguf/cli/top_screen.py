@@ -45,10 +45,14 @@ class ModelView:
         self._before: dict[str, float] | None = None
 
     @property
+    def stats(self) -> Facts:
+        """The counters since the model was loaded, as JSON; empty while none came."""
+        return self.facts.get("stats") or self.snapshot.get("stats") or {}
+
+    @property
     def tiers(self) -> Sequence[Facts]:
         """The figures of each tier since the model was loaded, the nearest to the layers first."""
-        stats = self.facts.get("stats") or self.snapshot.get("stats") or {}
-        return stats.get("tiers") or ()
+        return self.stats.get("tiers") or ()
 
     @property
     def in_vram(self) -> bool:
@@ -56,14 +60,19 @@ class ModelView:
         return bool(self.tiers) and self.tiers[0]["name"] == "VRAM"
 
     @property
+    def stages(self) -> bool:
+        """Whether prompts are staged in tensors on a device."""
+        return bool(self.stats.get("staging_bytes"))
+
+    @property
     def n_lines(self) -> int:
-        """Of the model, without its map: name, four figures, several tiers, a blank line."""
-        return LINES_PER_MODEL + (len(self.tiers) if len(self.tiers) > 1 else 0)
+        """Of the model, without its map: name, four figures, several tiers, staging, a blank line."""
+        return LINES_PER_MODEL + (len(self.tiers) if len(self.tiers) > 1 else 0) + self.stages
 
     @property
     def total(self) -> dict[str, float]:
         """Counters since the model was loaded."""
-        stats = self.facts.get("stats") or self.snapshot.get("stats") or {}
+        stats = self.stats
         counted = {name: float(stats.get(name, 0)) for name in COUNTERS}
         return counted | {"hits": float(stats.get("hits_ready", 0) + stats.get("hits_late", 0))}
 
@@ -109,7 +118,7 @@ class ModelView:
         state = "stopping" if facts.get("stopping") else "busy" if busy else "idle"
         parts = [state, *([f"{facts['queue']} waiting"] if facts.get("queue") else [])]
         parts += [human_bytes(facts.get("size_bytes", 0)), f"{facts.get('n_ctx', 0):,} tokens of context"]
-        if n_threads := (facts.get("stats") or self.snapshot.get("stats") or {}).get("n_threads"):
+        if n_threads := self.stats.get("n_threads"):
             parts.append(f"{n_threads} thread{'s' * (n_threads != 1)}")
         expires = facts.get("expires")
         parts.append(f"expires {human_time(datetime.fromisoformat(expires))}" if expires else "never expires")
@@ -119,7 +128,8 @@ class ModelView:
         return text
 
     def figures(self, width: int) -> Table:
-        """Four rows: now, since load, and over time where the width allows; a row for each of several tiers."""
+        """Four rows: now, since load, and over time where the width allows; a row for each of several tiers, and one
+        for staging."""
         now, total = self.now or dict.fromkeys(COUNTERS, 0.0), self.total
         table = Table.grid(padding=(0, 1 if width < NARROW else 2, 0, 0))
         table.add_column(style="bright_black", no_wrap=True)
@@ -140,6 +150,8 @@ class ModelView:
             table.add_row(label, current, Text(since and f"{since} since load", style="bright_black"), line)
         for tier in self.tiers if len(self.tiers) > 1 else ():
             table.add_row(tier["name"], *_tier_cells(tier))
+        if self.stages:
+            table.add_row("staging", *_staging_cells(self.stats))
         return table
 
     def map(self, width: int, height: int | None) -> Text:
@@ -208,6 +220,13 @@ def _tier_cells(tier: Facts) -> tuple[str, Text]:
     slots = f"{tier['slots_used']:,} of {tier['n_slots']:,} slots, {human_bytes(tier['pool_bytes'])}"
     moved = f"{human_bytes(n_bytes)} in, {tier['evictions']:,} evicted"
     return _ratio(hits, tier["lookups"]), Text(f"{slots} · {moved}", style="bright_black")
+
+
+def _staging_cells(stats: Facts) -> tuple[str, Text]:
+    """The share of copies' time in which layers computed on; memory of the tensors, and bytes copied for prompts."""
+    n_bytes, copied = stats["staging_bytes"], stats["bytes_staged"]
+    moved = f"overlapped, {human_bytes(n_bytes)} · {human_bytes(copied)} in for prompts"
+    return percent(stats["staging_overlap"] if copied else None), Text(moved, style="bright_black")
 
 
 def state_rows(snapshot: Facts) -> list[str]:

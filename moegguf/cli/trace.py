@@ -71,7 +71,12 @@ RecordCtx = Annotated[
 Out = Annotated[Path, typer.Option("--out", "-o", dir_okay=False, metavar="FILE", help="The file to write.")]
 File = Annotated[Path, typer.Argument(metavar="TRACE", exists=True, dir_okay=False, help="A recorded trace.")]
 Policies = Annotated[
-    list[str], typer.Option("--policy", metavar="NAMES", help="Policies, separated by commas, or all.  [default: all]")
+    list[str],
+    typer.Option(
+        "--policy",
+        metavar="NAMES",
+        help="Policies, separated by commas, or all; with --vram-cache also vram=NAME,ram=NAME.  [default: all]",
+    ),
 ]
 Systems = Annotated[
     list[str],
@@ -92,6 +97,19 @@ SimulatedPredictors = Annotated[
 Shares = Annotated[
     str,
     typer.Option("--expert-cache", metavar="SHARES", help="Pool sizes as shares of all experts, separated by commas."),
+]
+VramShares = Annotated[
+    str | None,
+    typer.Option(
+        "--vram-cache",
+        metavar="SHARES",
+        help="A GPU's memory for experts, as shares of all, separated by commas; --expert-cache is RAM below it."
+        " Prompts are staged in a part of it.  [default: no GPU]",
+    ),
+]
+DeviceLink = Annotated[
+    str | None,
+    typer.Option("--device-link", metavar="LINK", help="A modelled link from RAM to the GPU: 24GB/s,35us."),
 ]
 ModelFile = Annotated[
     str | None,
@@ -165,7 +183,7 @@ def check_writable(out: Path, *sources: Path) -> None:
         raise OptionError(f"--out {str(out)!r} would overwrite an input file; give another name.")
 
 
-def parse_shares(text: str) -> list[float]:
+def parse_shares(text: str, option: str = "--expert-cache") -> list[float]:
     """ "10%,25%" as shares without duplicates. Raises OptionError."""
     shares = []
     for word in split([text]) or [text]:
@@ -174,7 +192,7 @@ def parse_shares(text: str) -> list[float]:
         except ValueError:
             share = 0.0
         if not 0 < share <= 1:
-            raise OptionError(f"--expert-cache takes shares such as 10%,25%,50%, each above 0%, but not {word!r}.")
+            raise OptionError(f"{option} takes shares such as 10%,25%,50%, each above 0%, but not {word!r}.")
         shares.append(share)
     return list(dict.fromkeys(shares))
 
@@ -291,11 +309,13 @@ def simulate(
     policy: Policies = [],
     predictor: SimulatedPredictors = [],
     expert_cache: Shares = DEFAULT_SHARES,
+    vram_cache: VramShares = None,
     tokens: Tokens = 0,
     model: ModelFile = None,
     predictors: Folder = None,
     link: LinkSpeed = None,
     latency: Latency = 0.0,
+    device_link: DeviceLink = None,
     layer_compute: Compute = 0.0,
     prefetch: Annotated[
         bool | None, typer.Option("--prefetch/--no-prefetch", help="Act on predictions; with --link.")
@@ -309,13 +329,33 @@ def simulate(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Replay TRACE with other policies and budgets: the same store and controller as live, no model and no disk."""
-    from moegguf.cli.trace_tables import print_simulation
+    """Replay TRACE with other policies and budgets: the same store and controller as live, no model and no disk.
+
+    With --vram-cache layers compute on a GPU, with experts there over experts in RAM.
+    """
+    from moegguf.cli.trace_tables import print_simulation, print_tiers
     from moegguf.plain import plain
+    from moegguf.quantities import parse_link
     from moegguf.terminal.tables import print_json
+    from moegguf.trace.analysis import sim_options
 
     shares, full = parse_shares(expert_cache), _open_analysis(file, model, predictors)
     analysis, modelled = full.limited(tokens), _link_model(link, latency, layer_compute)
+    if vram_cache is not None:
+        if save or system:
+            raise OptionError("--save and --system are of one tier, in RAM: leave out --vram-cache.")
+        parts = _names_of_tiers(policy), split(predictor) if predictor else ["none"]
+        budgets = parse_shares(vram_cache, "--vram-cache"), shares
+        options = sim_options(modelled, prefetch, layer_compute)
+        copied = parse_link(device_link) if device_link else None
+        with showing_progress() as progress:
+            results = analysis.simulate_tiers(*parts, *budgets, options, copied, progress)
+        print_json(plain(results)) if as_json else print_tiers(results, analysis.sample_size(full))
+        return
+    if device_link:
+        raise OptionError("--device-link is from RAM to a GPU, whose share of the experts is missing: --vram-cache.")
+    if any("=" in text for text in policy):
+        raise OptionError("--policy vram=NAME,ram=NAME is of two tiers: --vram-cache says how large that of a GPU is.")
     if save and system:
         raise OptionError("--save is for policies and predictors, from which `auto` chooses, not for --system.")
     choosing, reported = analysis.halves() if save else (analysis, analysis)
@@ -330,6 +370,11 @@ def simulate(
     if save:
         path = choosing.save(chosen_by, results)
         print_message(f"saved {path}: auto chooses by {choosing.sample_size(full)}; reported are others")
+
+
+def _names_of_tiers(texts: list[str]) -> list[str]:
+    """Policies of two tiers: a text with an "=" is one, of others each name."""
+    return [name for text in texts for name in ([text] if "=" in text else split([text]))] or ["all"]
 
 
 def _simulated(

@@ -16,6 +16,7 @@ from moegguf.trace.analysis import Row, gap_closed_by
 from moegguf.trace.belady import BELADY
 from moegguf.trace.oracle import ORACLE
 from moegguf.trace.score import ScoreTable
+from moegguf.trace.simulate import RAM, STAGING, VRAM, TierSpan
 from moegguf.trace.token_scheduler import OrderEffect
 
 WIDTH = 80
@@ -70,6 +71,41 @@ def print_simulation(rows: Sequence[Row], used: str) -> None:
     if any(_gap(rows, row) for row in rows):
         notes.append("+10%: closes a tenth of the distance from LRU to Belady, the offline bound")
     _print_notes(*notes)
+
+
+def print_tiers(rows: Sequence[Row], used: str) -> None:
+    """Two lines per policy, predictor and pair of budgets: what was counted in VRAM, and in RAM below it."""
+    names = ("policy", "predictor", "budget", "tier", "hit rate", "MB/token", "evicted", "stall ms", "t/s")
+    _print_table("Decoded tokens, by tier", names, [line for row in rows for line in _tier_lines(row)], 4)
+    staged = {row.share: row.simulated.tiers.get(STAGING) for row in rows if row.simulated is not None}
+    notes = ["", f"replayed: {used}", "RAM: look-ups are what VRAM missed, evictions and stall per token, MB came in"]
+    if any(row.simulated is not None and row.simulated.t_per_s is not None for row in rows):
+        notes.append("stall ms: of RAM, as long as something was still to be read from the file")
+    notes += [_staged(share, figures) for share, figures in staged.items() if figures and figures.bytes_in]
+    _print_notes(*notes)
+
+
+def _staged(share: float, figures: TierSpan) -> str:
+    """What prompts copied into staging tensors, in a budget of VRAM."""
+    text = f"prompts staged, of {100 * share:.4g}%: {figures.bytes_in / 1e6:.2f} MB"
+    if not figures.copy_ns:
+        return text
+    return f"{text}, {max(0.0, 1 - figures.stall_ns / figures.copy_ns):.0%} of the time while computing"
+
+
+def _tier_lines(row: Row) -> Iterable[Line]:
+    """What decode passes counted in each tier, per token; of the first also what decided, and the speed."""
+    assert row.simulated is not None
+    n_tokens, speed = max(1, row.simulated.decode.tokens), row.simulated.t_per_s
+    shares = {VRAM: row.share, RAM: row.ram_share or 0.0}
+    for name, share in shares.items():
+        tier, first = row.simulated.decode_tiers[name], name == VRAM
+        decided = [row.policy, "" if row.predictor == "none" else row.predictor] if first else ["", ""]
+        yield [
+            *decided, f"{100 * share:.4g}%", name, f"{tier.hit_rate:.1%}", f"{tier.bytes_in / n_tokens / 1e6:.2f}",
+            f"{tier.evictions / n_tokens:.2f}", "" if speed is None else f"{tier.stall_ns / n_tokens / 1e6:.2f}",
+            f"{speed:.1f}" if first and speed is not None else "",
+        ]  # fmt: skip
 
 
 def _print_budgets(title: str, rows: Sequence[Row], cell: Callable[[Row], str]) -> None:

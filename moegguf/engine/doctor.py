@@ -19,7 +19,7 @@ from typing import Any
 
 from moegguf.engine.devices import all_devices
 from moegguf.engine.machine import disk_read_speed, read_machine
-from moegguf.errors import MoeggufError
+from moegguf.errors import LibraryError, MoeggufError
 from moegguf.models.catalog import demo_path, find_model, models_by_name
 from moegguf.native import library
 from moegguf.package import __version__, package_folders
@@ -105,7 +105,10 @@ def _llama_cpp_version() -> str:
 
 def _pin() -> str:
     """The llama.cpp commit that the patches are for."""
-    lines = (library.find_library() / "UPSTREAM").read_text().splitlines()
+    file = library.find_library() / "UPSTREAM"
+    if not file.exists():
+        raise LibraryError(f"there is no {file.name} in {file.parent}: the library was built by an older moegguf")
+    lines = file.read_text().splitlines()
     return next(line.partition("=")[2].strip() for line in lines if line.startswith("llama_cpp_commit"))
 
 

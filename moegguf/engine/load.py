@@ -12,7 +12,7 @@ from moegguf.engine.batch import DEFAULT_UBATCH_TOKENS, layer_slots
 from moegguf.engine.devices import gpus
 from moegguf.engine.machine import count_cpus, read_memory
 from moegguf.engine.memory import check_context, choose_kv_tokens, fit_kv_tokens, pad_context, pooling_batch_tokens
-from moegguf.engine.placing import BY_LAYERS, NO_SPLIT, Gpus, Placed, gpus_for, place_on
+from moegguf.engine.placing import BY_LAYERS, NO_SPLIT, Gpus, Placed, gpus_for, place_on, with_misses_computed
 from moegguf.engine.plan import Plan, given_bytes, make_plan
 from moegguf.engine.sequences import sequences_of
 from moegguf.engine.tiers import lower_slots, parse_vram_cache
@@ -177,7 +177,8 @@ def prepare(
         n_batch = options["n_batch"] = n_image
     hooks = layout.is_moe and environment.hooks
     gpu = gpus_for(vram_cache, placement, options, store.device) if hooks else None
-    gpu = replace(gpu, staging=store.staging) if gpu else None
+    computes_misses = parse_misses(environment.misses if misses is None else misses) == "compute"
+    gpu = replace(gpu, staging=store.staging, computes_misses=computes_misses) if gpu else None
     n_seq_max, kv_tokens, kv_tokens_in_ram = _sequences(layout, options, n_batch, cache, gpu)
     choice = environment.placement if placement is None else placement
     if hooks and choice == "cpu":
@@ -187,8 +188,8 @@ def prepare(
     plan = placed.plan
     if not placed.on_device:
         kv_tokens = kv_tokens_in_ram
-    if parse_misses(environment.misses if misses is None else misses) == "compute":
-        plan = _computing_misses(plan)
+    if computes_misses:
+        plan = with_misses_computed(plan)
     if hooks:
         options["use_mmap"] = False
     n_ubatch = plan.n_ubatch if hooks else max(n_image, min(given or DEFAULT_UBATCH_TOKENS, n_batch))
@@ -196,18 +197,6 @@ def prepare(
         path, layout, placed.layout, plan, hooks, n_ubatch, options, govern_threads, projector, n_seq_max, kv_tokens,
         gpu, hooks and (choice == "cpu" or (gpu is not None and not placed.on_device)),
     )  # fmt: skip
-
-
-def _computing_misses(plan: Plan) -> Plan:
-    """The plan where the CPU computes what a device lacks; with a warning where it has nothing to compute from."""
-    if plan.n_lower_slots:
-        reason = "misses='compute': the CPU computes experts that are not in VRAM where that is faster, so answers are"
-        return replace(plan, exact=False, reasons=(*plan.reasons, reason + " not exact"))
-    warning = (
-        "misses='compute' has no effect, and answers are exact: there are no slots in VRAM over slots in RAM, whose"
-        " misses the CPU could compute"
-    )
-    return replace(plan, warnings=(*plan.warnings, warning))
 
 
 def _sequences(

@@ -9,6 +9,10 @@ everything else that it reads:
     slots          (D + A) / device + (1 - h) A / copies + L * (stop + (1 - h^k) * copy)   h: hit rate, k: experts used
     CPU            (D + A) / CPU
 
+Where the CPU computes misses beside copies (not exact), and each is done by whichever is sooner:
+
+    slots          (D + A) / device + (1 - h) A / (copies + CPU) + L * (stop + (1 - h^k) * way)
+
 Besides come the nodes of a graph that read no weights, and what is found neither on the device nor in RAM is read from
 the disk. `way`: of activations from the device to the CPU and back; `copy`: of a layer's misses besides their bytes.
 Speeds are those that kernels and copies reach; of a device that is only supposed they are 0.65 of its memory's
@@ -163,19 +167,22 @@ def published_curve(n_expert: int, n_expert_used: int) -> HitCurve:
 @dataclass(frozen=True)
 class Placement:
     """One way to place the experts, and its prediction. n_layers: whole layers on the device; slot_bytes: memory of the
-    slots there, for the other layers; hit_rate: of these."""
+    slots there, for the other layers; hit_rate: of these. exact: False where the CPU computes some of their misses."""
 
     kind: Kind
     tokens_per_s: float
     n_layers: int = 0
     slot_bytes: int = 0
     hit_rate: float = 0.0
+    exact: bool = True
 
     def __str__(self) -> str:
         whole = f"{self.n_layers} whole layers" if self.n_layers else "no whole layer"
         parts = [whole] if self.kind in ("layers", "layers and slots") else []
         if self.slot_bytes:
             parts.append(f"slots of {format_bytes(self.slot_bytes)}, hit rate {self.hit_rate:.0%}")
+        if not self.exact:
+            parts[-1] += ", misses computed by the CPU, too: not exact"
         named = {"resident": "every expert on the device", "cpu": "everything on the CPU"}
         return named.get(self.kind, " and ".join(parts))
 
@@ -203,6 +210,7 @@ class Planner:
     for experts, None: enough for all. cpu_ram_bytes: the same without the device, where RAM has everything else, too.
     all_slots_bytes: memory of a slot for every expert, where that is more than the experts: types differ in size.
     staging_bytes: of the device's memory for experts, what prompts are staged in where there are slots.
+    computes_misses: the CPU computes some of what slots lack; not exact.
     """
 
     model: ModelBytes
@@ -213,6 +221,7 @@ class Planner:
     cpu_ram_bytes: int | None = None
     all_slots_bytes: int = 0
     staging_bytes: int = 0
+    computes_misses: bool = False
 
     def plan(self, choice: Choice = "auto", without: Container[Kind] = ()) -> PlacementPlan:
         """The fastest placement that `choice` allows, without some kinds.
@@ -257,12 +266,20 @@ class Planner:
         n_rest, rest = model.n_layer - n_layers, self._share_before(n_layers)
         slot_bytes = max(0, self.device_bytes - self.staging_bytes - model.of_last(n_layers))
         hit_rate = self.curve.at(slot_bytes / (rest * model.expert_bytes))
-        copied_s = speeds.copies.seconds(
-            (1 - hit_rate) * rest * model.token_bytes, n_rest * (1 - hit_rate**model.n_expert_used)
-        )
-        seconds = self._device_s(1.0) + copied_s + n_rest * speeds.stop_s
+        missed_bytes = (1 - hit_rate) * rest * model.token_bytes
+        misses_s = self._misses_s(missed_bytes, n_rest * (1 - hit_rate**model.n_expert_used))
+        seconds = self._device_s(1.0) + misses_s + n_rest * speeds.stop_s
         seconds += self._disk_s(rest, slot_bytes, self.ram_bytes)
-        return Placement("layers and slots" if n_layers else "slots", 1 / seconds, n_layers, slot_bytes, hit_rate)
+        kind: Kind = "layers and slots" if n_layers else "slots"
+        exact = not (self.computes_misses and missed_bytes)
+        return Placement(kind, 1 / seconds, n_layers, slot_bytes, hit_rate, exact)
+
+    def _misses_s(self, missed_bytes: float, n_layers: float) -> float:
+        """What misses of a token take that are in RAM: copied, or divided between copies and the CPU."""
+        speeds = self.speeds
+        if not self.computes_misses:
+            return speeds.copies.seconds(missed_bytes, n_layers)
+        return missed_bytes / (speeds.copies.bytes_per_s + speeds.cpu_bytes_per_s) + n_layers * speeds.cpu_layer_s
 
     def _share_before(self, n_layers: int) -> float:
         """The share of the experts, by bytes, of all layers but the last."""

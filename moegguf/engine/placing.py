@@ -29,7 +29,6 @@ from moegguf.engine.placement import (
 )
 from moegguf.engine.plan import Plan, given_bytes, make_plan, slot_bytes, staging_bytes
 from moegguf.engine.tiers import (
-    STAGING_SHARE,
     VRAM_MARGIN_BYTES,
     beside_experts_bytes,
     host_bytes,
@@ -40,9 +39,9 @@ from moegguf.engine.tiers import (
 )
 from moegguf.errors import BudgetError, OptionError
 from moegguf.gguf.experts import ExpertLayout
-from moegguf.native.store import StoreOptions
+from moegguf.native.store import STAGING_SHARE, StoreOptions
 from moegguf.quantities import ExpertCache, parse_expert_cache
-from moegguf.settings import read_environment
+from moegguf.settings import parse_misses, read_environment
 
 EVERY_LAYER = 999  # n_gpu_layers above any model's
 NO_SPLIT, BY_LAYERS = 0, 1  # enum llama_split_mode
@@ -55,7 +54,8 @@ class Gpus:
     """GPUs to place experts on, the budget of all of them together or one of each, and what may be chosen.
 
     split: how layers are divided over several GPUs, or over GPUs and the CPU; None: one GPU computes every layer.
-    refused: placements that the caller has decided against. staging: as in `tiers.best_staging`.
+    refused: placements that the caller has decided against. staging: as in `tiers.best_staging`. computes_misses: as in
+    `Planner`.
     """
 
     devices: tuple[Device, ...]
@@ -64,6 +64,7 @@ class Gpus:
     split: SplitOptions | None = None
     refused: frozenset[Kind] = frozenset()
     staging: int | None = None
+    computes_misses: bool = False
 
     @property
     def n_gpu_layers(self) -> int:
@@ -199,6 +200,7 @@ class Budgets:
     options: dict[str, Any]
     on_cpu: Mapping[str, Any] = field(default_factory=dict)
     staging: int | None = None  # as in `tiers.best_staging`
+    computes_misses: bool = False  # as in `Planner`
 
     def with_context(self) -> Budgets:
         """The same with a number of tokens of context."""
@@ -234,6 +236,7 @@ class Budgets:
             max(0, _within(self.ram, layout, free_bytes - needs.total_bytes(0))),
             layout.n_expert_total * slot_bytes(layout),
             self._staging_bytes(device_bytes),
+            self.computes_misses,
         )
 
     def _staging_bytes(self, device_bytes: int) -> int:
@@ -321,7 +324,7 @@ def place_on(
     """
     if where.split is None:
         budgets = Budgets(
-            layout, ram, where.vram[0], where.devices[0], memory, options, on_cpu, where.staging
+            layout, ram, where.vram[0], where.devices[0], memory, options, on_cpu, where.staging, where.computes_misses
         )  # fmt: skip
         known = where.known(layout, n_threads, repack)
         return place(budgets, where.choice, known, streams=streams, without=where.refused)
@@ -349,20 +352,38 @@ def _within(cache: ExpertCache, layout: ExpertLayout, free_bytes: int) -> int:
     return every_slot if cache.fraction >= 1 else round(cache.fraction * layout.expert_bytes)
 
 
+def with_misses_computed(plan: Plan) -> Plan:
+    """The plan where the CPU computes what a device lacks; with a warning where it has nothing to compute from."""
+    if plan.n_lower_slots:
+        reason = "misses='compute': the CPU computes experts that are not in VRAM where that is faster, so answers are"
+        return replace(plan, exact=False, reasons=(*plan.reasons, reason + " not exact"))
+    warning = (
+        "misses='compute' has no effect, and answers are exact: there are no slots in VRAM over slots in RAM, whose"
+        " misses the CPU could compute"
+    )
+    return replace(plan, warnings=(*plan.warnings, warning))
+
+
 def plan_here(
     layout: ExpertLayout,
     expert_cache: str | ExpertCache,
     vram_cache: str | None = None,
     placement: str | None = None,
     n_gpu_layers: int | None = None,
+    misses: str | None = None,
     **options: Any,
 ) -> Plan:
-    """The plan for this machine now. vram_cache, placement: as `gpus_for` takes them. options: those of `make_plan`.
+    """The plan for this machine now. vram_cache, placement: as `gpus_for` takes them. misses: what happens to experts
+    that a device lacks (`settings.MISSES`); None: of MOEGGUF_MISSES. options: those of `make_plan`.
 
     Raises BudgetError, OptionError.
     """
     cache, memory = parse_expert_cache(expert_cache), read_memory()
+    computes_misses = parse_misses(read_environment().misses if misses is None else misses) == "compute"
     found = gpus_for(vram_cache, placement, {"n_gpu_layers": n_gpu_layers}) if layout.is_moe else None
     if found is None:
-        return make_plan(layout, cache, memory, **options)
-    return place_on(found, layout, cache, memory, count_cpus(), options).plan
+        plan = make_plan(layout, cache, memory, **options)
+    else:
+        found = replace(found, computes_misses=computes_misses)
+        plan = place_on(found, layout, cache, memory, count_cpus(), options).plan
+    return with_misses_computed(plan) if computes_misses else plan

@@ -139,6 +139,11 @@ def staging_bytes(layout: ExpertLayout, n_tensors: int) -> int:
     return slot_sizes(layout, n_tensors * layout.n_expert).pool_bytes if n_tensors else 0
 
 
+def staged_slots_bytes(staged_bytes: int, slot_bytes: int) -> int:
+    """What staging tensors take of a budget that is given: as much as whole slots that hold so many bytes."""
+    return -(-staged_bytes // slot_bytes) * slot_bytes if staged_bytes else 0
+
+
 def make_plan(
     layout: ExpertLayout,
     cache: ExpertCache,
@@ -305,7 +310,7 @@ def _fixed_fit(request: _Request, n_ctx: int, cache: ExpertCache, reasons: list[
 def _fixed_slots(request: _Request, cache: ExpertCache, reasons: list[str]) -> int:
     """Slots of a share or a number of bytes, from the minimum to one for every expert."""
     layout, size, n_total = request.layout, request.slot_bytes, request.layout.n_expert_total
-    n_staged = -(-request.budgeted_bytes // size)
+    n_staged = staged_slots_bytes(request.budgeted_bytes, size) // size
     beside = f" beside {format_bytes(request.budgeted_bytes)} for staging" if n_staged else ""
     if cache.mode == "fraction":
         n_slots = min(n_total, math.floor(cache.fraction * n_total + 1e-9) - n_staged)

@@ -229,6 +229,7 @@ class Session:
             eval_s=eval_s,
             misses_computed=computed.misses,
             compute_s=computed.compute_ns / 1e9,
+            compute_stall_s=computed.stall_ns / 1e9,
             exact=self.plan.exact,
             n_slots=info["n_slots_usable"],
             n_experts=info["n_experts"],

@@ -69,7 +69,8 @@ class Stats:
     and slots are those of its tier; `tiers` has the figures of each, the nearest to the layers first. Prompts there are
     staged: `bytes_staged` were copied into tensors of `staging_bytes` in `staging_copy_s`, of which layers waited
     `staging_stall_s`, that for reads behind the copies included. `misses_computed`: those on devices that the CPU has
-    computed, in `compute_s`; `exact` is False where it may.
+    computed, in `compute_s`, of which devices waited `compute_stall_s`, a part of `stall_s`; `exact` is False where it
+    may.
     """
 
     tokens: int = 0
@@ -97,6 +98,7 @@ class Stats:
     eval_s: float = 0.0
     misses_computed: int = 0
     compute_s: float = 0.0
+    compute_stall_s: float = 0.0
     exact: bool = True
     n_slots: int = 0
     n_experts: int = 0
@@ -147,7 +149,7 @@ class Stats:
 
     @property
     def stall_per_token_s(self) -> float:
-        """Seconds that the compute thread waited for experts, per token."""
+        """Seconds that the compute thread waited for experts, and a device for the CPU's, per token."""
         return _ratio(self.stall_s, self.tokens)
 
     @property
@@ -176,11 +178,14 @@ class Stats:
 
     def as_dict(self) -> dict[str, Any]:
         """Counters and derived figures, for JSON."""
-        derived = ("hit_rate", "bytes_read", "bytes_per_token", "stall_per_token_s", "hook_per_token_s", "tokens_per_s")
-        return asdict(self) | {name: getattr(self, name) for name in derived}
+        return asdict(self) | {name: getattr(self, name) for name in _DERIVED}
 
 
 _COUNTERS = tuple(field.name for field in fields(Stats) if field.name not in PRESENT_VALUES | {"tiers"})
+_DERIVED = (
+    "hit_rate", "bytes_read", "bytes_per_token", "stall_per_token_s", "hook_per_token_s", "tokens_per_s",
+    "staging_overlap",
+)  # fmt: skip
 
 
 def _combined(

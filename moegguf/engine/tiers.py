@@ -26,13 +26,10 @@ from moegguf.engine.plan import Plan, make_plan, slot_bytes
 from moegguf.errors import BudgetError
 from moegguf.gguf.experts import ExpertLayout
 from moegguf.gguf.projector import ProjectorHeader
+from moegguf.native.store import STAGING_SHARE, STAGING_TENSORS
 from moegguf.quantities import GIB, ExpertCache, format_bytes, format_bytes_up, parse_expert_cache
 
 VRAM_MARGIN_BYTES = GIB  # stays free with "auto": drivers, displays and other programs take some at any time
-
-
-STAGING_TENSORS = 2  # one is filled while the other is computed with; more gain nothing
-STAGING_SHARE = 0.25  # of the device's memory for experts, at most: what prompts gain costs answers slots
 
 
 def staging_choices(wanted: int | None) -> tuple[int, ...]:

@@ -158,7 +158,7 @@ class Computed(c.Structure):
     """struct moegguf_computed: experts that the CPU has computed in place of a copy to the device."""
 
     _fields_ = [
-        *((name, c.c_uint64) for name in ("misses", "compute_ns")),
+        *((name, c.c_uint64) for name in ("misses", "compute_ns", "stall_ns")),
         *((name, c.c_double) for name in ("compute_bytes_ns", "copy_bytes_ns")),
         *((name, c.c_int32) for name in ("n_layers", "reserved")),
         ("note", c.c_char * 192),

@@ -56,6 +56,7 @@ void Missed::info(moegguf_computed & out) {
     out = {};
     out.misses = n_computed_;
     out.compute_ns = compute_ns_;
+    out.stall_ns = stall_ns_;
     out.compute_bytes_ns = bytes_ns_;
     for (const auto & tier : tiers_.compute) {
         out.copy_bytes_ns = std::max(out.copy_bytes_ns, tier->copies ? tier->copies->bytes_ns() : 0.0);
@@ -235,15 +236,36 @@ bool Missed::is_next(const Lane & lane, const ggml_tensor * t) const {
     return multiplies_down(t, lane.missed->il);
 }
 
+// Something that is to be computed is still in the file.
+bool Missed::awaits_file(const MissedJob & job) const {
+    const Residency & below = tiers_.below->residency;
+    return std::any_of(job.experts.begin(), job.experts.end(), [&](const MissedJob::Expert & expert) {
+        return !expert.computed && !below.complete(expert.slot);
+    });
+}
+
+// A stall of the layer's device, and of the file's link as long as anything comes from there.
+void Missed::wait(Lane & lane, const MissedJob & job, Lock & lock) {
+    const uint64_t start = now_ns();
+    uint64_t file_done = start;
+    while (!lane.failed && !job.done && !shared_.cancelled) {
+        const bool from_file = awaits_file(job);
+        shared_.done.wait(lock);
+        file_done = from_file ? now_ns() : file_done;
+    }
+    const uint64_t waited_ns = now_ns() - start;
+    stall_ns_ += waited_ns;
+    count_stall(shared_, *lane.tier, waited_ns);
+    count(tiers_.below->counters.stall_ns, file_done - start);
+}
+
 void Missed::write(Lane & lane, ggml_tensor * t) {
     MissedJob & job = *lane.missed;
     if (shared_.forked()) {
         return;
     }
     Lock lock(shared_.mutex);
-    while (!lane.failed && !job.done && !shared_.cancelled) {
-        shared_.done.wait(lock);
-    }
+    wait(lane, job, lock);
     if (!job.done || job.given_up) {
         lane.fail(MOEGGUF_CANCELLED, job.il, -1, "cancelled");
     } else if (!job.why.empty()) {

@@ -79,6 +79,8 @@ class Missed {
     MissedJob & new_job(Lane & lane, int il, int n_expert_used);
     bool take(MissedJob & job, const Moment & now, int expert, const int32_t * ids, int n_choices);
     void release(MissedJob & job);
+    bool awaits_file(const MissedJob & job) const;
+    void wait(Lane & lane, const MissedJob & job, Lock & lock);
     uint64_t expert_bytes(int il) const;
     void run();
     void compute(MissedJob & job, Lock & lock);
@@ -103,6 +105,7 @@ class Missed {
     std::vector<int> to_compute_;
     uint64_t n_computed_ = 0; // under the lock, as the figures below
     uint64_t compute_ns_ = 0;
+    uint64_t stall_ns_ = 0; // of compute threads, for rows
     double bytes_ns_ = 0;
     int n_layers_ = -1;
     std::string note_;

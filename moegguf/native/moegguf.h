@@ -163,7 +163,7 @@ struct moegguf_counters {
     uint64_t reads;
     uint64_t read_retries;
     uint64_t read_errors;
-    uint64_t stall_ns;  // compute threads waiting for bytes
+    uint64_t stall_ns;  // compute threads waiting for bytes, or for experts that the CPU computes beside a device
     uint64_t hook_ns;   // time in the hook without the stall
     uint64_t read_ns;   // summed over readers: pread
     uint64_t upload_ns; // summed over readers: staging to slot, repacking included
@@ -279,6 +279,7 @@ struct moegguf_predictor {
 struct moegguf_computed {
     uint64_t misses;         // of look-ups on devices
     uint64_t compute_ns;     // of the thread that computes
+    uint64_t stall_ns;       // of stalls: compute threads waiting for what that thread computes
     double compute_bytes_ns; // moving averages, in ns per byte of an expert: of computing it,
     double copy_bytes_ns;    // of its copy; 0: none yet
     int32_t n_layers;        // whose misses can be computed, in the graph built last; -1: none was built yet

@@ -155,13 +155,17 @@ void PromptStaging::pin_rest(Lane & lane, const Moment & now) {
     }
 }
 
-// What is not whole, but for the experts of the lane's event.
+// What is not whole, and what came ahead, but for the experts of the lane's event and what is there of other layers:
+// what stays does not depend on how fast it came.
 void PromptStaging::drop(Tier & tier, const Lane * keep, int il) {
     for (int s = 0; s < tier.residency.n_slots(); s++) {
         Slot & slot = tier.residency.slot(s);
-        const bool kept = slot.il < 0 || slot.pins > 0 || tier.residency.complete(s) ||
-                          (keep && slot.il == il && keep->slot_of[slot.expert] != -1);
-        if (!kept) {
+        if (slot.il < 0 || slot.pins > 0) {
+            continue;
+        }
+        const bool chosen = keep && slot.il == il && keep->slot_of[slot.expert] != Lane::not_chosen;
+        const bool in_vain = slot.prefetched && (!keep || slot.il == il);
+        if (!chosen && (in_vain || !tier.residency.complete(s))) {
             slot.queued = 0;
             tier.retire(s); // when it has arrived, where a copy has begun
         }

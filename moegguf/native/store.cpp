@@ -80,6 +80,23 @@ void add_pool(moegguf_tier_info & out, const Pool & pool) {
     append(out.note, pool.memory().note);
 }
 
+// Why there are no figures of enum moegguf_tier's index, and what there is.
+std::string no_tier(int index, const Tiers & tiers) {
+    if (index == MOEGGUF_LOWER_TIER) {
+        return "this store has no slots in RAM below those of a device";
+    }
+    if (index == MOEGGUF_STAGING_TIER) {
+        return "this store stages no prompts: it has no staging tensors";
+    }
+    std::string names;
+    for (size_t i = 0; i < tiers.compute.size(); i++) {
+        const Pool * pool = tiers.compute[i]->pool();
+        const std::string name = pool ? ggml_backend_dev_name(pool->memory().device) : "simulated";
+        names += (i > 0 ? ", " : "") + std::to_string(i) + " (" + name + ")";
+    }
+    return "this store has no device " + std::to_string(index - MOEGGUF_DEVICE_TIER) + "; it has " + names;
+}
+
 } // namespace
 
 Store::Store(const moegguf_config & config)
@@ -124,7 +141,7 @@ std::vector<Tier *> Store::tiers_at(int index) {
     } else if (const int d = index - MOEGGUF_DEVICE_TIER; d >= 0 && d < (int)tiers.compute.size()) {
         found.push_back(tiers.compute[d].get());
     } else {
-        throw Error(MOEGGUF_INVALID, "this store has no tier " + std::to_string(index));
+        throw Error(MOEGGUF_INVALID, no_tier(index, tiers));
     }
     return found;
 }

@@ -33,6 +33,8 @@ class Tier(enum.IntEnum):
 
 
 MOST_STAGING_TENSORS = 3
+STAGING_TENSORS = 2  # one is filled while the other is computed with; more gain nothing
+STAGING_SHARE = 0.25  # of the device's memory for experts, at most: what prompts gain costs answers slots
 MOST_SLOT_TOKENS = 4  # of a pass that is not staged, where prompts are; of some devices: 1
 
 
@@ -191,7 +193,7 @@ def native_policies() -> Mapping[str, NativePolicy]:
 
 
 class Computed(NamedTuple):
-    """Misses on devices that the CPU has computed, and how long that took it, in ns.
+    """Misses on devices that the CPU has computed, how long that took it, and how long devices waited for it, in ns.
 
     compute_bytes_ns, copy_bytes_ns: moving averages, in ns per byte of an expert, of computing it and of its copy; 0:
     none yet. n_layers: those whose misses can be computed, -1 before a graph is built; note: why those of others
@@ -200,6 +202,7 @@ class Computed(NamedTuple):
 
     misses: int
     compute_ns: int
+    stall_ns: int
     compute_bytes_ns: float
     copy_bytes_ns: float
     n_layers: int
@@ -523,8 +526,9 @@ class Store:
         check(self._library.moegguf_store_computed(self.handle, c.byref(found)))
         note = found.note.decode(errors="replace")
         return Computed(
-            found.misses, found.compute_ns, found.compute_bytes_ns, found.copy_bytes_ns, found.n_layers, note
-        )
+            found.misses, found.compute_ns, found.stall_ns, found.compute_bytes_ns, found.copy_bytes_ns,
+            found.n_layers, note,
+        )  # fmt: skip
 
     def drain(self, timeout_s: float = 600.0) -> None:
         """Waits until nothing is queued or being read."""

@@ -44,6 +44,9 @@ COUNTS = (
     CounterSpec("expert_misses", "Lookups that needed a read of their own.", {"": "misses"}),
     CounterSpec("expert_misses_computed", "Misses of a device that the CPU has computed instead: not exact.",
           {"": "misses_computed"}),
+    CounterSpec("compute_seconds", "Time that the CPU took to compute them.", {"": "compute_s"}),
+    CounterSpec("compute_stall_seconds", "The part of the stall in which a device waited for them.",
+          {"": "compute_stall_s"}),
     CounterSpec("expert_evictions", "Experts evicted from their slot.", {"": "evictions"}),
     CounterSpec("expert_read_bytes", "Bytes of experts read, for misses and prefetches.",
           {"miss": "bytes_missed", "prefetch": "bytes_prefetched"}, "cause"),
@@ -55,6 +58,11 @@ COUNTS = (
            "wasted": "prefetch_wasted", "dropped": "prefetch_dropped"}, "state"),
     CounterSpec("stall_seconds", "Time that computation waited for experts.", {"": "stall_s"}),
     CounterSpec("read_seconds", "Time spent reading, summed over reader threads.", {"": "read_s"}),
+    CounterSpec("staged_bytes", "Bytes of experts that were copied for prompts into staging tensors on a device.",
+          {"": "bytes_staged"}),
+    CounterSpec("staging_copy_seconds", "Time of these copies.", {"": "staging_copy_s"}),
+    CounterSpec("staging_stall_seconds", "The part of it in which a layer waited; the rest overlapped with computing.",
+          {"": "staging_stall_s"}),
     CounterSpec("eval_seconds", "Time in passes through the model, stalls included.", {"": "eval_s"}),
 )  # fmt: skip
 FIELDS = tuple(field for count in COUNTS for field in count.fields.values())
@@ -152,6 +160,11 @@ GAUGES: tuple[tuple[str, str, Callable[[LoadedModel], float]], ...] = (
     ("slots_used", "Slots that hold an expert.", lambda model: model.stats.slots_used),
     ("experts", "Experts of the model, over all layers.", lambda model: model.stats.n_experts),
     ("expert_cache_bytes", "Memory of the expert cache.", lambda model: model.stats.pool_bytes),
+    (
+        "staging_bytes",
+        "Memory of the tensors that prompts are staged in, on devices: beside the slots, within the budget.",
+        lambda model: model.stats.staging_bytes,
+    ),
     ("planned_bytes", "Memory planned for the model.", lambda model: model.size_bytes),
     ("planned_gpu_bytes", "The part of it on GPUs.", lambda model: model.vram_bytes),
     ("resident_bytes", "Resident memory of the model's process.", lambda model: _resident_bytes(model.pid)),

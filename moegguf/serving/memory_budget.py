@@ -24,7 +24,7 @@ from moegguf.engine.memory import (
 )
 from moegguf.engine.placement import Choice, DeviceSpeeds, HitCurve, parse_placement
 from moegguf.engine.placing import Budgets, Known, default_store, place
-from moegguf.engine.plan import Plan, given_bytes, make_plan
+from moegguf.engine.plan import Plan, given_bytes, make_plan, staged_slots_bytes
 from moegguf.engine.sequences import sequences_of
 from moegguf.engine.tiers import VRAM_MARGIN_BYTES, host_bytes, parse_vram_cache, plan_tiers
 from moegguf.errors import BudgetError
@@ -380,7 +380,7 @@ def _placement_of(plan: Plan) -> tuple[Choice, int | None]:
     if plan.device is None and plan.layers_on is None:
         return "cpu", None
     if plan.placement is None or plan.placement.chosen.kind not in ("layers", "layers and slots"):
-        return "slots", plan.budget_bytes
+        return "slots", plan.budget_bytes + staged_slots_bytes(plan.staging_bytes, plan.slot_bytes)
     return "auto" if plan.device else "layers", plan.placement.device_bytes
 
 

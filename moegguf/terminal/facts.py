@@ -29,7 +29,7 @@ from moegguf.models.entry import ModelEntry
 from moegguf.models.hub import hub_offline
 from moegguf.models.names import is_hub_name
 from moegguf.quantities import Link, parse_expert_cache, parse_link, parse_size
-from moegguf.settings import read_environment, read_settings
+from moegguf.settings import parse_misses, read_environment, read_settings
 
 DISK_SECONDS = 0.3
 MOST_BLOCK_BYTES = 8 << 20
@@ -163,10 +163,12 @@ def estimate_model(
     vram_cache: str | None = None,
     device: SupposedDevice | None = None,
     placement: str | None = None,
+    misses: str | None = None,
 ) -> Facts:
     """Facts of `moegguf estimate`: the plan for this machine now, with the measured speeds of disk and memory.
 
-    type_k, type_v: types of the KV cache; None: MOEGGUF_KV_CACHE_TYPE. vram_cache, placement: as `Llama` takes them.
+    type_k, type_v: types of the KV cache; None: MOEGGUF_KV_CACHE_TYPE. vram_cache, placement, misses: as `Llama` takes
+    them.
     device: what one that is only supposed would give.
     """
     settings = read_settings()
@@ -177,7 +179,8 @@ def estimate_model(
     flash_attn = bool(settings.flash_attention) or types[1].lower() != "f16"
     with described(model) as found:
         options |= {"n_ctx": ctx, "flash_attn": flash_attn, "projector": projector_of(found.entry)}
-        plan = plan_here(found.layout, cache, vram_cache, placement, **options)
+        misses_here = "fetch" if device else misses  # asked about the device that is not here
+        plan = plan_here(found.layout, cache, vram_cache, placement, misses=misses_here, **options)
         disk = _disk_speed(found, plan)
         default = "auto" if plan.placement or plan.device else None
         return {
@@ -194,7 +197,7 @@ def estimate_model(
             "disk": {"bytes_per_s": round(disk.bytes_per_s), "past_page_cache": disk.direct} if disk else None,
             "plan": asdict(plan),
             "expected": _expectation(found, plan, disk),
-            "placement": _supposed(found, plan, device) if device else _placement(plan.placement),
+            "placement": _supposed(found, plan, device, misses) if device else _placement(plan.placement),
         }
 
 
@@ -242,13 +245,16 @@ def _placement(plan: PlacementPlan | None) -> Facts | None:
     }
 
 
-def _supposed(found: DescribedModel, plan: Plan, device: SupposedDevice) -> Facts | None:
+def _supposed(found: DescribedModel, plan: Plan, device: SupposedDevice, misses: str | None) -> Facts | None:
     """The same for a device that is not here, with everything but experts on it, and the context full."""
     layout = found.layout
     other = plan.dense_bytes + plan.kv_bytes + plan.compute_bytes + plan.projector_bytes + DEVICE_MARGIN_BYTES
     speeds = DeviceSpeeds.supposed(device.memory_bytes_per_s, device.link, memory_read_speed(count_cpus()))
     curve = published_curve(layout.n_expert, layout.n_expert_used)
-    planner = Planner(ModelBytes.of(layout, plan.kv_bytes), speeds, curve, device.memory_bytes - other)
+    computed = parse_misses(read_environment().misses if misses is None else misses) == "compute"
+    planner = Planner(
+        ModelBytes.of(layout, plan.kv_bytes), speeds, curve, device.memory_bytes - other, computes_misses=computed
+    )
     return _placement(planner.plan())
 
 

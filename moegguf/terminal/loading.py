@@ -172,6 +172,7 @@ def _llama_arguments(layout: ExpertLayout, options: LoadOptions) -> dict[str, An
     types = {name: value for name, value in _kv_cache_arguments(options).items() if value is not None}
     given = {"n_batch": options.n_batch, "n_gpu_layers": options.n_gpu_layers, **types}
     budgets = {name: getattr(options, name) for name in ("expert_cache", "vram_cache", "placement")}
+    where = {**budgets, "misses": options.misses, "n_gpu_layers": options.n_gpu_layers}
     return {
         **budgets,
         "misses": options.misses,
@@ -180,7 +181,7 @@ def _llama_arguments(layout: ExpertLayout, options: LoadOptions) -> dict[str, An
         "predictor": options.predictor,
         "prefetch": options.prefetch,
         "warm_start": options.warm_start,
-        "n_ctx": context_size(layout, options.n_ctx, {**budgets, "n_gpu_layers": options.n_gpu_layers}, **types),
+        "n_ctx": context_size(layout, options.n_ctx, where, **types),
         "n_threads": options.n_threads,
         "verbose": options.verbose > 1,
         **{name: value for name, value in given.items() if value is not None},

@@ -109,12 +109,13 @@ def expert_lines(stats: Stats, decode: Stats) -> list[Line]:
     if stats.in_vram:
         lines.append(("moved to VRAM", _bytes_in(stats.tiers[0], decode)))
     if stats.staging_bytes:
-        lines.append(("prompts staged", _staged(stats)))
+        lines.append(("prompts staged", staged(stats)))
     lines += [("moved", moved), ("evictions", _evictions(stats))]
     if decode.tokens and decode.eval_s:
         each = f"{decode.stall_per_token_s * 1e3:.2f} ms/token"
         of_disk = f", {decode.below.stall_s / decode.eval_s:.0%} for disk" if decode.below else ""
-        lines.append(("stall", f"{decode.stall_s / decode.eval_s:.0%} of decode, {each}{of_disk}"))
+        of_cpu = "" if stats.exact else f", {decode.compute_stall_s / decode.eval_s:.0%} for the CPU's experts"
+        lines.append(("stall", f"{decode.stall_s / decode.eval_s:.0%} of decode, {each}{of_disk}{of_cpu}"))
     if stats.read_retries:
         lines.append(("read retries", str(stats.read_retries)))
     return lines
@@ -146,7 +147,9 @@ def _bytes_in(tier: TierStats, decode: Stats) -> str:
     return text
 
 
-def _staged(stats: Stats) -> str:
+def staged(stats: Stats) -> str:
+    """What prompts copied into staging tensors, and how much of these copies' time no layer waited:
+    "12.30 MB through 48 MiB, 93% of the time while computing"."""
     text = f"{stats.bytes_staged / 1e6:.2f} MB through {format_bytes(stats.staging_bytes)}"
     return text + f", {stats.staging_overlap:.0%} of the time while computing" * (stats.bytes_staged > 0)
 

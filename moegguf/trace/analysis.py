@@ -23,6 +23,7 @@ from moegguf.controller.measured import (
 )
 from moegguf.controller.policies import make_policy, policy_names
 from moegguf.controller.policies.base import LRU, AnyPolicy
+from moegguf.controller.policies.of_tiers import AUTO, of_compute_tier, of_ram_below
 from moegguf.controller.predictors import PREDICTORS, make_predictor, prefetch_predictor
 from moegguf.controller.predictors.base import NoPrediction, Predictor
 from moegguf.controller.prefetch import PrefetchOptions
@@ -31,13 +32,14 @@ from moegguf.controller.systems import SYSTEMS, find_system
 from moegguf.errors import OptionError
 from moegguf.gguf.experts import read_layout
 from moegguf.native.events import Phase
+from moegguf.quantities import Link
 from moegguf.trace.belady import BELADY, Lookups, belady, gap_closed
 from moegguf.trace.format import read
 from moegguf.trace.oracle import ORACLE, Oracle
 from moegguf.trace.report import PolicyTable, Recovery, Report, ScheduleTable, StallTable, TraceSummary
 from moegguf.trace.reuse import reuse
 from moegguf.trace.score import ScoreTable, score
-from moegguf.trace.simulate import SimOptions, SimResult, Simulation, fitted, slots_of
+from moegguf.trace.simulate import RamBelow, SimOptions, SimResult, Simulation, device_slots, fitted, slots_of
 from moegguf.trace.token_scheduler import OrderEffect, compare
 from moegguf.trace.trace import Setting, Trace
 
@@ -83,7 +85,8 @@ def sample_sequences(trace: Trace, n_tokens: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Row:
-    """One replay. `simulated` is None for Belady's bound, which has no store and no time. system: "" without one."""
+    """One replay. `simulated` is None for Belady's bound, which has no store and no time. system: "" without one.
+    ram_share: of all experts, in RAM below those of a device; None with one tier."""
 
     policy: str
     predictor: str
@@ -93,6 +96,7 @@ class Row:
     decode_hit_rate: float
     simulated: SimResult | None = None
     system: str = ""
+    ram_share: float | None = None
 
 
 def replay_table(
@@ -137,11 +141,13 @@ def hit_ranges(rows: Sequence[Row]) -> dict[str, dict[float, tuple[float, float]
     return ranges
 
 
-def sim_options(link: LinkModel | None, prefetch: PrefetchOptions | bool | None = None) -> SimOptions:
-    """Options of a replay over this link. None: transfers take no time."""
+def sim_options(
+    link: LinkModel | None, prefetch: PrefetchOptions | bool | None = None, layer_compute_us: float = 0.0
+) -> SimOptions:
+    """Options of a replay over this link. None: transfers take no time, and a layer layer_compute_us for a token."""
     options = SimOptions(prefetch=PrefetchOptions() if prefetch is True else prefetch or None)
     if link is None:
-        return options
+        return replace(options, layer_compute_us=layer_compute_us)
     return replace(
         options,
         link_bytes_per_s=link.bytes_per_s,
@@ -276,6 +282,43 @@ class TraceAnalysis:
             sim_options(link, prefetch),
             step_reporter(progress, "hit rates", len(policies) * len(predictors) * len(shares)),
         )
+
+    def simulate_tiers(
+        self,
+        policies: Sequence[str],
+        predictors: Sequence[str],
+        vram_shares: Sequence[float],
+        ram_shares: Sequence[float],
+        options: SimOptions = SimOptions(),
+        device_link: Link | None = None,
+        progress: Progress = no_progress,
+    ) -> list[Row]:
+        """Replays on a device with slots over slots in RAM, with every policy, predictor and pair of budgets.
+
+        policies: names, of VRAM over LRU in RAM, or "vram=NAME,ram=NAME". device_link: from RAM to the device; None:
+        copies take no time. Prompts are staged where a plan would. Raises OptionError as `simulate` does.
+        """
+        if options.prefetch and not options.timed and device_link is None:
+            raise OptionError("--prefetch needs a modelled link; without one, transfers take no time: --link.")
+        if options.prefetch and set(predictors) == {"none"}:
+            raise OptionError("--prefetch needs a predictor: --predictor.")
+        plain = self.policies([name for name in policies if "=" not in name]) if ALL in policies else policies
+        of_tiers = {name: (of_compute_tier(name, "vram"), of_ram_below(name)) for name in plain}
+        for name in {vram for vram, _ in of_tiers.values()} - {AUTO}:
+            self.policy(name)
+        named = self.predictors(predictors)
+        rows, pairs = list[Row](), list(itertools.product(vram_shares, ram_shares))
+        step = step_reporter(progress, "hit rates", len(pairs) * len(of_tiers) * len(named))
+        for (share, ram_share), (label, (vram, ram)), ahead in itertools.product(pairs, of_tiers.items(), named):
+            step(f"{label} with {ahead} in {share:.4g} of the experts over {ram_share:.4g}")
+            n_slots, n_staging = device_slots(self.trace.shape, share)
+            below = RamBelow(slots_of(self.trace.shape, ram_share), ram, device_link, n_staging)
+            policy = self._measured_choice(share, link=None).policy if vram == AUTO else vram
+            parts = self.policy(policy), self.predictor(ahead)
+            result = Simulation(self.trace, *parts, n_slots, replace(options, below=below)).run()
+            row = Row(label, ahead, share, n_slots, result.hit_rate, result.decode_hit_rate, result)
+            rows.append(replace(row, ram_share=ram_share))
+        return rows
 
     def simulate_systems(
         self,

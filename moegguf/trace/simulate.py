@@ -1,20 +1,20 @@
 """Replays a trace against the same store and the same controller as live, on a modelled link: hits, bytes, stall, t/s.
 
 Its counters equal those of a live run with the same trace, policy and slots. It needs the native library but no model:
-the layout comes from the trace's shape.
+the layout comes from the trace's shape. With `RamBelow` layers compute on a device, with slots there over slots in RAM.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from moegguf.controller.controller import ActingOptions, Controller, build_controller, name_of
-from moegguf.controller.policies.base import AnyPolicy
+from moegguf.controller.policies.base import LRU, AnyPolicy
 from moegguf.controller.predictors.base import Predictor
 from moegguf.controller.prefetch import PrefetchOptions
 from moegguf.controller.shape import MoeShape
@@ -22,7 +22,8 @@ from moegguf.errors import OptionError
 from moegguf.gguf.experts import ExpertLayout, ExpertMatrix, Kind, MoeLayer
 from moegguf.gguf.hparams import Hparams
 from moegguf.native.events import Announcement, Int32s, Phase
-from moegguf.native.store import Lane, Store, StoreOptions
+from moegguf.native.store import STAGING_SHARE, STAGING_TENSORS, Lane, Store, StoreOptions, Tier
+from moegguf.quantities import Link
 from moegguf.trace.trace import Trace
 
 GGML_TYPE_I8 = 24  # one byte per value: an expert of any size is one row
@@ -30,12 +31,30 @@ MOST_TOKENS = 4096  # of a `Part`, so that its arrays stay small
 REAL_TIME = ("hook_ns", "forecast_ns")  # the counters that do not follow from the trace
 
 
+VRAM, RAM, STAGING = "VRAM", "RAM", "staging"  # keys of `SimResult.tiers`
+
+
+@dataclass(frozen=True)
+class RamBelow:
+    """Slots in RAM below those that layers compute with, which are a device's then.
+
+    policy: a native one. link: from there to the device; None: copies take no time. n_staging: tensors of a layer's
+    full shape on the device, beside its slots, in which passes of more than one token are staged.
+    """
+
+    n_slots: int
+    policy: str = LRU.name
+    link: Link | None = None
+    n_staging: int = 0
+
+
 @dataclass(frozen=True)
 class SimOptions:
     """Options of a replay.
 
     prefetch: None acts on no prediction. link_bytes_per_s 0: transfers are free. layer_compute_us: time of a layer
-    for one token; a pass of n tokens takes n times as long. The others: as in StoreOptions.
+    for one token; a pass of n tokens takes n times as long. below: None, unless layers compute on a device. The others:
+    as in StoreOptions.
     """
 
     prefetch: PrefetchOptions | None = None
@@ -47,19 +66,32 @@ class SimOptions:
     stream: bool = False
     chunked: bool = True
     preempt: bool = True
+    below: RamBelow | None = None
 
     @property
     def timed(self) -> bool:
         """Whether transfers take time."""
-        return self.link_bytes_per_s > 0
+        return self.link_bytes_per_s > 0 or (self.below is not None and self.below.link is not None)
+
+    @property
+    def n_lower_slots(self) -> int:
+        """Slots below those that layers compute with."""
+        return self.below.n_slots if self.below else 0
+
+    @property
+    def any_pass(self) -> bool:
+        """Whether passes of more experts of a layer than there are slots need no splitting."""
+        return self.below.n_staging > 0 if self.below else self.store.can_stream
 
     @property
     def store(self) -> StoreOptions:
         """The options of the simulated store."""
+        copied = (self.below and self.below.link) or Link(0.0)
         return StoreOptions(
             repack=False, fill=False, simulate=True, overlap=self.overlap, sweep=self.sweep, stream=self.stream,
             chunked=self.chunked, preempt=self.preempt, link_bytes_per_s=self.link_bytes_per_s,
-            link_latency_s=self.link_latency_s,
+            link_latency_s=self.link_latency_s, copy_bytes_per_s=copied.bytes_per_s, copy_latency_s=copied.latency_s,
+            staging=self.below.n_staging if self.below else None,
         )  # fmt: skip
 
 
@@ -98,11 +130,47 @@ def _values(span: Span) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
+class TierSpan:
+    """Counters of one tier over some of the passes. Below another tier, a lookup is one that missed there.
+
+    bytes_in: that came into its slots, from wherever. copy_ns: of copies from the tier below. stall_ns: that layers
+    waited; below, while something was still to be read from the file.
+    """
+
+    lookups: int = 0
+    hits: int = 0
+    evictions: int = 0
+    bytes_in: int = 0
+    copy_ns: int = 0
+    stall_ns: int = 0
+
+    @classmethod
+    def of(cls, figures: Mapping[str, int]) -> TierSpan:
+        """Of the figures of `Store.tier` since the store was opened."""
+        n_bytes = figures["bytes_missed"] + figures["bytes_prefetched"]
+        hits = figures["hits_ready"] + figures["hits_late"]
+        counted = figures["lookups"], hits, figures["evictions"], n_bytes, figures["copy_ns"], figures["stall_ns"]
+        return cls(*counted)
+
+    def __add__(self, other: TierSpan) -> TierSpan:
+        return TierSpan(*(mine + theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))
+
+    def __sub__(self, other: TierSpan) -> TierSpan:
+        return TierSpan(*(mine - theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))
+
+    @property
+    def hit_rate(self) -> float:
+        """Hits per lookup, 0 to 1; 0 without lookups."""
+        return self.hits / max(1, self.lookups)
+
+
+@dataclass(frozen=True)
 class SimResult:
     """The counts of a replay.
 
     counters: all of the store's that follow from the trace. decode: of decode passes; whole: of all. sequences:
-    {request: its decode passes, or all of its passes where it has none}.
+    {request: its decode passes, or all of its passes where it has none}. tiers: {"VRAM", "RAM" and, where prompts are
+    staged, "staging": what was counted there} of all passes, and decode_tiers of decode passes; empty with one tier.
     t_per_s: decoded tokens per modelled second, None without a link.
     """
 
@@ -115,6 +183,8 @@ class SimResult:
     decode: Span
     sequences: Mapping[int, Span] = field(default_factory=dict)
     t_per_s: float | None = None
+    tiers: Mapping[str, TierSpan] = field(default_factory=dict)
+    decode_tiers: Mapping[str, TierSpan] = field(default_factory=dict)
 
     @property
     def hit_rate(self) -> float:
@@ -159,6 +229,20 @@ def slots_of(shape: MoeShape, share: float) -> int:
     if not 0 < share <= 1:
         raise OptionError(f"a share of the experts lies above 0 and up to 1 (100%), but is {share}.")
     return max(shape.n_expert_used, round(share * len(shape.layers) * shape.n_expert))
+
+
+def device_slots(shape: MoeShape, share: float) -> tuple[int, int]:
+    """(slots, staging tensors) of a device for a share (0 to 1) of all experts, as plans divide a budget between both.
+
+    Raises OptionError.
+    """
+    n_slots, used = slots_of(shape, share), shape.n_expert_used
+    resident = n_slots == len(shape.layers) * shape.n_expert
+    for n in () if resident else range(STAGING_TENSORS, 0, -1):
+        staged = n * shape.n_expert
+        if staged <= STAGING_SHARE * n_slots and n_slots - staged >= used:
+            return n_slots - staged, n
+    return n_slots, 0
 
 
 def fitted(trace: Trace, n_slots: int) -> Trace:
@@ -246,7 +330,7 @@ class Simulation:
         if n_slots < trace.shape.n_expert_used:
             raise OptionError(f"{n_slots} slots cannot hold the {trace.shape.n_expert_used} experts that a token uses.")
         self.options = options or SimOptions()
-        self.trace = trace if self.options.store.can_stream else fitted(trace, n_slots)
+        self.trace = trace if self.options.any_pass else fitted(trace, n_slots)
         self.policy, self.predictor, self.n_slots = policy, predictor, n_slots
 
     def run(self, progress: Callable[[int], None] | None = None) -> SimResult:
@@ -254,8 +338,11 @@ class Simulation:
 
         Raises CallbackError when the policy or predictor fails.
         """
-        store = Store(layout_of(self.trace.shape), self.n_slots, self.options.store)
+        options = self.options
+        store = Store(layout_of(self.trace.shape), self.n_slots, options.store, n_lower_slots=options.n_lower_slots)
         try:
+            if options.below is not None and options.n_lower_slots:
+                store.set_policy_of(Tier.LOWER, options.below.policy)
             lane = store.open_lane()
             try:
                 return self._replay(store, lane, progress)
@@ -276,7 +363,8 @@ class Simulation:
 
     def _replay(self, store: Store, lane: Lane, progress: Callable[[int], None] | None) -> SimResult:
         controller, meter = self._controller(store), _Meter(store, self.trace.shape.expert_bytes)
-        if controller is None and self.trace.token_sequence is None:
+        announced = self.options.below is not None and self.options.below.n_staging > 0  # the end of a prompt counts
+        if controller is None and self.trace.token_sequence is None and not announced:
             self._replay_parts(lane, meter, progress)
         else:
             self._replay_events(store, lane, controller, meter, progress)
@@ -333,7 +421,7 @@ class Simulation:
         return SimResult(
             name_of(self.policy), name_of(self.predictor), self.n_slots, self.n_slots / total, counters,
             meter.phases[Phase.PREFILL] + decode, decode, meter.requests(),
-            decode.tokens / decode.clock_ns * 1e9 if timed else None,
+            decode.tokens / decode.clock_ns * 1e9 if timed else None, meter.all_tiers(), meter.tiers[Phase.DECODE],
         )  # fmt: skip
 
 
@@ -357,6 +445,8 @@ class _Meter:
         self._tokens = 0
         self.counters = store.counters()
         self.phases = {phase: Span() for phase in Phase}
+        self.tiers: dict[Phase, dict[str, TierSpan]] = {phase: {} for phase in Phase}
+        self._tiers_before = _tier_spans(store)
         self._parts: dict[tuple[int, Phase], Span] = {}
 
     def begin(self, sequence: int, phase: Phase, n_tokens: int, n_decoded: int) -> None:
@@ -382,7 +472,18 @@ class _Meter:
         )  # fmt: skip
         self._tokens = 0
         self.phases[self._now[1]] += span
+        self._count_tiers(self._now[1])
         self._parts[self._now] = self._parts.get(self._now, Span()) + span
+
+    def _count_tiers(self, phase: Phase) -> None:
+        before, self._tiers_before = self._tiers_before, _tier_spans(self._store)
+        found = self.tiers[phase]
+        for name, now in self._tiers_before.items():
+            found[name] = found.get(name, TierSpan()) + (now - before[name])
+
+    def all_tiers(self) -> dict[str, TierSpan]:
+        """{tier: what was counted there in all phases}."""
+        return self._tiers_before
 
     def requests(self) -> dict[int, Span]:
         """{sequence: its decode passes, or all of them where it has none}."""
@@ -390,3 +491,12 @@ class _Meter:
             sequence: self._parts.get((sequence, Phase.DECODE)) or self._parts[sequence, phase]
             for sequence, phase in self._parts
         }
+
+
+def _tier_spans(store: Store) -> dict[str, TierSpan]:
+    """What each of a device's tiers has counted since the store was opened; empty with one tier."""
+    if len(store.tiers) == 1:
+        return {}
+    found = {name: store.tier(tier) for name, tier in ((VRAM, Tier.COMPUTE), (RAM, Tier.LOWER))}
+    staged = store.staging()
+    return {name: TierSpan.of(figures) for name, figures in (found | ({STAGING: staged} if staged else {})).items()}

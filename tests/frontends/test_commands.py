@@ -9,9 +9,10 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
-from command_line import Command, TinyModel, environment
+from command_line import ROOT, Command, TinyModel, environment
 
 from moegguf.native.library import ABI_VERSION
 
@@ -131,6 +132,7 @@ def test_doctor_states_every_section(moegguf: Command, tiny: TinyModel) -> None:
     assert facts["machine"]["memory"]["available_bytes"] > 0
     assert facts["disk"]["bytes_per_s"] > 0
     assert facts["build"]["abi"] == ABI_VERSION
+    assert f"llama_cpp_commit = {facts['build']['llama.cpp pin']}" in (ROOT / "patches/UPSTREAM").read_text()
     assert facts["devices"]["CPU"]["total_bytes"] > 0
 
 
@@ -194,6 +196,25 @@ def test_an_unexpected_error_names_its_type_and_how_to_get_its_traceback(tmp_pat
     )
     debug = subprocess.run(command, capture_output=True, text=True, env=environment(MOEGGUF_DEBUG="1"), timeout=60)
     assert "Traceback" in debug.stderr
+
+
+def test_estimate_predicts_misses_that_the_cpu_computes_and_says_that_they_are_not_exact(
+    moegguf: Command, tiny: TinyModel
+) -> None:
+    def estimate(memory_bytes: int, *flags: str) -> dict[str, Any]:
+        device = ("--device-memory", memory_bytes, "--device-bandwidth", "448GB/s", "--link", "1GB/s,35us")
+        return json.loads(moegguf("estimate", tiny(), *device, "--ctx", 512, *flags, "--json").stdout)  # type: ignore[no-any-return]
+
+    large = estimate(2 << 30)
+    half = (2 << 30) - large["placement"]["device_expert_bytes"] + large["expert_bytes"] // 2
+    for how in ("fetch", "compute"):
+        found = estimate(half, "--misses", how)
+        exact = {each["kind"]: each["exact"] for each in found["placement"]["placements"]}
+        assert exact["cpu"] and exact["layers"]
+        assert exact["slots"] == (how == "fetch")
+        texts = [each["text"] for each in found["placement"]["placements"] if not each["exact"]]
+        assert all(text.endswith("misses computed by the CPU, too: not exact") for text in texts)
+        assert found["plan"]["warnings"] == []  # this machine has no device
 
 
 def test_estimate_says_what_a_device_would_give_and_that_it_is_a_prediction(moegguf: Command, tiny: TinyModel) -> None:

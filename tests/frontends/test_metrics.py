@@ -74,6 +74,8 @@ def test_expert_counters_equal_stats() -> None:
     stats = Stats(
         tokens=9, lookups=100, hits_ready=60, hits_late=10, misses=30, evictions=7, bytes_missed=4096,
         bytes_prefetched=512, misses_computed=3, exact=False, stall_s=0.125,
+        compute_s=0.25, compute_stall_s=0.0625,
+        staging_bytes=3 << 20, bytes_staged=5 << 20, staging_copy_s=2.0, staging_stall_s=0.5,
         n_slots=40, slots_used=39, n_experts=64, pool_bytes=1 << 20,
     )  # fmt: skip
     totals, loaded = Totals(), [model(stats=stats, pid=os.getpid(), size_bytes=1 << 21)]
@@ -86,11 +88,17 @@ def test_expert_counters_equal_stats() -> None:
         'moegguf_expert_hits_total{kind="late",model="demo:latest"}': 10,
         'moegguf_expert_misses_total{model="demo:latest"}': 30,
         'moegguf_expert_misses_computed_total{model="demo:latest"}': 3,
+        'moegguf_compute_seconds_total{model="demo:latest"}': 0.25,
+        'moegguf_compute_stall_seconds_total{model="demo:latest"}': 0.0625,
         'moegguf_exact{model="demo:latest"}': 0,
         'moegguf_expert_evictions_total{model="demo:latest"}': 7,
         'moegguf_expert_read_bytes_total{cause="miss",model="demo:latest"}': 4096,
         'moegguf_expert_read_bytes_total{cause="prefetch",model="demo:latest"}': 512,
         'moegguf_stall_seconds_total{model="demo:latest"}': 0.125,
+        'moegguf_staging_bytes{model="demo:latest"}': 3 << 20,
+        'moegguf_staged_bytes_total{model="demo:latest"}': 5 << 20,
+        'moegguf_staging_copy_seconds_total{model="demo:latest"}': 2.0,
+        'moegguf_staging_stall_seconds_total{model="demo:latest"}': 0.5,
         'moegguf_slots{model="demo:latest"}': 40,
         'moegguf_slots_used{model="demo:latest"}': 39,
         'moegguf_experts{model="demo:latest"}': 64,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -80,7 +81,27 @@ def test_there_is_one_hit_rate(server: Server, look: Look) -> None:
             assert found, told
             shown = f"document.getElementById('{name}-value').textContent"
             until(page, f"{shown} === {found[1].replace(' ', '')!r}")
-    assert page.locator(".panel :text-is('Hit rate')").count() == 1
+    assert page.locator(".panel :text-is('Hit rate'):visible").count() == 1  # tiers have their own
+
+
+def test_tiers_and_staging_tensors_are_shown_where_layers_compute_in_vram(server: Server, look: Look) -> None:
+    snapshot = server.call("/live?once=1").json["models"][0]["snapshot"]
+    tier = {"device": "GPU0", "lookups": 10, "hits_ready": 9, "hits_late": 0, "misses": 1, "evictions": 7,
+            "bytes_missed": 3_000_000, "bytes_prefetched": 0, "stall_s": 0.5, "slots_used": 47,
+            "n_slots": 48}  # fmt: skip
+    stats = {**snapshot["stats"], "tiers": [{"name": "VRAM", **tier}, {"name": "RAM", **tier, "hits_ready": 0}]}
+    stats |= {"staging_bytes": 6_000_000, "bytes_staged": 9_000_000, "staging_overlap": 0.93}
+    page = look(server.url)
+    until(page, "document.getElementById('resident').textContent !== ''")
+    assert page.is_hidden("#tiers") and page.is_hidden("#staging")
+    page.route("**/live?*", lambda route: route.fulfill(body=json.dumps({**snapshot, "stats": stats}) + "\n"))
+    page.reload()
+    page.wait_for_selector("#staging:visible")
+    rows = page.locator("#tiers tbody tr").all_inner_texts()
+    assert [row.split("\t") for row in rows] == [
+        ["VRAM", "47 of 48", "90.0 %", "3.00 MB", "7", "500 ms"], ["RAM", "47 of 48", "0.0 %", "3.00 MB", "7", "500 ms"]
+    ]
+    assert page.inner_text("#staging") == "Prompts staged: 9.00 MB through 6.00 MB, 93.0 % of the time while computing"
 
 
 def test_a_second_turn_sends_the_first_and_a_new_chat_does_not(server: Server, look: Look) -> None:

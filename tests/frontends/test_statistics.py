@@ -99,6 +99,9 @@ def test_misses_that_the_cpu_may_compute_are_said_to_be_inexact() -> None:
     assert dict(expert_lines(stats, DECODE))["not exact"] == said
     assert any(line.startswith("not exact") and line.endswith(said) for line in total_lines(stats))
     assert "not exact" not in dict(expert_lines(WHOLE, DECODE))
+    waited = replace(DECODE, exact=False, compute_stall_s=DECODE.eval_s / 20)
+    assert dict(expert_lines(stats, waited))["stall"].endswith(" ms/token, 5% for the CPU's experts")
+    assert "CPU" not in dict(expert_lines(WHOLE, DECODE))["stall"]
     assert (stats - replace(stats, misses_computed=5)).misses_computed == 2
     assert not (stats - stats).exact
     assert stats.as_dict()["exact"] is False

@@ -79,15 +79,17 @@ def test_two_tiers_have_a_line_each_and_a_map_of_three_places() -> None:
     tier = {"hits_ready": 8, "hits_late": 1, "lookups": 10, "bytes_missed": 3_000_000, "bytes_prefetched": 0}
     tier |= {"evictions": 1234, "slots_used": 47, "n_slots": 48, "pool_bytes": 12_000_000}
     tiers = [{"name": "VRAM", **tier}, {"name": "RAM", **tier, "lookups": 1, "hits_ready": 0, "hits_late": 0}]
-    line["stats"] = {**line["stats"], "tiers": tiers}
+    staged = {"staging_bytes": 6_000_000, "bytes_staged": 9_000_000, "staging_overlap": 0.93}
+    line["stats"] = {**line["stats"], "tiers": tiers, **staged}
     models = {"demo:latest": ModelView("demo:latest")}
     apply_line(models, line)
     for height in (24, None):
         lines = frame(models, 100, height)
-        figures = [re.split(r"\s{2,}", text.strip()) for text in lines[6:9]]
+        figures = [re.split(r"\s{2,}", text.strip()) for text in lines[6:10]]
         assert figures[0][-1] == "48 of 192 in VRAM, 48 in RAM only"
         assert figures[1] == ["VRAM", "90.0%", "47 of 48 slots, 12 MB · 3 MB in, 1,234 evicted"]
         assert figures[2][:2] == ["RAM", "0.0%"]
+        assert figures[3] == ["staging", "93.0%", "overlapped, 6 MB · 9 MB in for prompts"]
         assert any("in RAM (some, all)" in text for text in lines)
         assert height is None or len(lines) <= height
     assert state_rows(models["demo:latest"].snapshot)[0].startswith("0123")

@@ -142,6 +142,29 @@ def test_a_modelled_link_gives_stalls_and_speed(moegguf: Command, recorded: Path
     assert all(0 < float(line.split()[-1]) < 1000 for line in speeds)
 
 
+def test_two_tiers_have_a_line_each_and_links_of_their_own(moegguf: Command, recorded: Path) -> None:
+    budgets = ("--vram-cache", "10%,70%", "--expert-cache", "50%")
+    links = ("--link", "0.5", "--device-link", "4GB/s,20us", "--layer-compute", "100")
+    flags = ("--policy", "vram=next-use,ram=slru", "--policy", "lru", *budgets, *links)
+    rows = json.loads(moegguf("trace", "simulate", recorded, *flags, "--json").stdout)
+    names = ["vram=next-use,ram=slru", "lru"]
+    assert [(row["policy"], row["share"], row["ram_share"]) for row in rows] == [
+        (name, share, 0.5) for share in (0.1, 0.7) for name in names
+    ]
+    done = moegguf("trace", "simulate", recorded, *flags)
+    lines = [line.split() for line in done.stdout.splitlines()]
+    for row in rows:
+        vram, ram = (row["simulated"]["decode_tiers"][tier] for tier in ("VRAM", "RAM"))
+        assert vram["lookups"] - vram["hits"] == ram["lookups"]
+        hits = [f"{tier['hits'] / tier['lookups']:.1%}" for tier in (vram, ram)]
+        first = next(n for n, line in enumerate(lines) if row["policy"] in line and f"{row['share']:.0%}" in line)
+        assert (lines[first][2:4], lines[first + 1][:3]) == (["VRAM", hits[0]], ["50%", "RAM", hits[1]])
+        staged = row["simulated"]["tiers"].get("staging")
+        assert (staged is not None) == (row["share"] == 0.7)
+    assert all(row["simulated"]["t_per_s"] > 0 for row in rows)
+    assert "prompts staged, of 70%: " in done.stdout
+
+
 def test_predictors_are_scored_beside_a_control(moegguf: Command, recorded: Path) -> None:
     done = moegguf("trace", "score", recorded, "--model", "demo", "--predictor", "skip,fresh-gate,eamc", "--link", "1")
     assert done.returncode == 0, done.stderr
@@ -274,6 +297,12 @@ def test_the_report_is_one_page_and_states_what_was_used(moegguf: Command, recor
         (("simulate", "TRACE", "--system", "lru,moe-infinity"), 1, "moe-infinity prefetches, which needs a modelled"),
         (("simulate", "TRACE", "--system", "lru", "--policy", "lru,lfu"), 1, "take one name each"),
         (("simulate", "TRACE", "--system", "lru", "--save"), 1, "not for --system"),
+        (("simulate", "TRACE", "--policy", "vram=lru,ram=slru"), 1, "--vram-cache"),
+        (("simulate", "TRACE", "--vram-cache", "20%", "--policy", "ram=lfu"), 1, "lru, lfu-decay, slru, not by"),
+        (("simulate", "TRACE", "--vram-cache", "0%"), 1, "--vram-cache takes shares"),
+        (("simulate", "TRACE", "--vram-cache", "20%", "--system", "lru"), 1, "leave out --vram-cache"),
+        (("simulate", "TRACE", "--vram-cache", "20%", "--device-link", "fast"), 1, "is not a link"),
+        (("simulate", "TRACE", "--device-link", "4GB/s"), 1, "--vram-cache"),
         (("score", "TRACE", "--predictor", "all,unknown"), 1, "there is no predictor 'unknown'"),
         (("score", "TRACE", "--model", "MODEL"), 1, "was recorded from another model (moegguf demo)"),
         (("report", "TRACE", "-o", "no/folder/page.html"), 1, "there is no folder"),

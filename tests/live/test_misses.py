@@ -249,6 +249,33 @@ def test_a_read_for_the_cpu_that_fails_ends_the_pass_and_the_next_one_reads_agai
     check_close(logits, exact)
 
 
+def slow_read(path: Path) -> tuple[Stats, Stats]:
+    """Figures of a pass whose first read, for experts that the CPU computes, takes two seconds; and of the same token
+    once more, whose experts are in RAM then."""
+    with behind_a_link(path, misses="compute", expert_cache="60%", system="lru") as llm:
+        assert llm.session is not None
+        store, prompt, found = llm.session.store, random_prompt(llm, N_PROMPT), []
+        follow_tokens(llm, prompt[:4], [prompt[0]] * (WINDOW_TOKENS + 1))
+        for nth in (1, 0):
+            library.arm_fault("slow_read", nth)
+            store.drain(10)
+            before = llm.stats()
+            llm.eval(prompt[-1:])
+            found.append(llm.stats() - before)
+        return found[0], found[1]
+
+
+def test_waiting_for_the_cpu_is_a_stall_and_for_disk_where_it_waits_for_a_read(tiny: TinyModel) -> None:
+    slow, quick = in_own_process(slow_read, tiny("tiny-qwen2moe"))
+    assert slow.below is not None and quick.below is not None
+    assert slow.misses_computed > 0
+    assert slow.tiers[0].stall_s == slow.stall_s
+    assert 1 < slow.compute_stall_s < slow.stall_s + 1e-6
+    assert slow.below.stall_s > 1
+    assert quick.misses > 0
+    assert quick.below.misses == quick.below.stall_s == 0
+
+
 def cancelled(path: Path, tokens: list[int]) -> tuple[float, Logits]:
     """Seconds until a pass ended whose experts are read slowly for the CPU, from when it was cancelled; logits of the
     next run."""

@@ -8,19 +8,22 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rpc_device import in_child, register
 from running import Llama, Load, Own, random_prompt, share_for
 
 from moegguf.controller.artifacts import Artifacts
 from moegguf.controller.policies import make_policy
 from moegguf.controller.policies.base import Policy
 from moegguf.controller.predictors import make_predictor
+from moegguf.controller.predictors.base import NoPrediction
 from moegguf.controller.shape import MoeShape
 from moegguf.controller.weights import Weights, save
 from moegguf.engine.recording import TraceOptions
 from moegguf.gguf.experts import read_layout
 from moegguf.native.store import StoreOptions
+from moegguf.quantities import Link
 from moegguf.trace.format import read
-from moegguf.trace.simulate import SimOptions, SimResult, Simulation
+from moegguf.trace.simulate import RAM, STAGING, VRAM, RamBelow, SimOptions, SimResult, Simulation, TierSpan
 from moegguf.trace.trace import Trace
 
 COUNTED = ("lookups", "misses", "evictions")
@@ -133,3 +136,51 @@ def test_with_the_logits_of_every_token_too(path: Callable[[str], Path], load: L
     model = path("tiny-mixtral")
     trace = live(load, model, tmp_path / "t", "lfu-decay", "none", 16, logits_all=True)
     assert_equal(trace, simulated(trace, "lfu-decay", "none", model, 16))
+
+
+def live_on_a_device(
+    rpc: Path, port: int, path: Path, out: Path, policy: str, n_slots: tuple[int, int], staging: int
+) -> dict[str, TierSpan]:
+    """What each tier of a device has counted when the trace was written. One without events: where streams wait for
+    copies by themselves, what a layer may evict depends on whether those of the layer before are done."""
+    device = register(rpc, port)
+    shares = dict(zip(("vram_cache", "expert_cache"), (share_for(path, n) for n in n_slots), strict=True))
+    store = StoreOptions(sweep=False, device=device, staging=staging)
+    with Llama(
+        path, policy=policy, placement="slots", n_ubatch=8, n_ctx=256, lockstep=True, verbose=False, store=store,
+        trace=TraceOptions(out), **shares,
+    ) as llm:  # fmt: skip
+        assert llm.session is not None
+        assert [tier.n_slots for tier in llm.stats().tiers] == list(n_slots)
+        requests(llm)
+        llm.session.store.drain(10)
+        figures = llm.session.tiers() | ({STAGING: llm.session.store.staging()} if staging else {})
+    return {name: TierSpan.of(counted) for name, counted in figures.items()}
+
+
+# With staging the store gives slots to a prompt's experts by itself, before or after a listener's scores came.
+@pytest.mark.parametrize(
+    ("vram", "ram", "n_slots", "staging"),
+    [
+        ("lru", "lru", (10, 30), 2), ("lru", "slru", (22, 12), 1), ("next-use", "lfu-decay", (9, 40), 2),
+        ("next-use", "lru", (16, 20), 0), ("lfu", "slru", (22, 12), 0),
+    ],
+)  # fmt: skip
+def test_a_simulation_of_two_tiers_counts_what_each_of_them_counted(
+    path: Callable[[str], Path], tmp_path: Path, vram: str, ram: str, n_slots: tuple[int, int], staging: int
+) -> None:
+    model = path("tiny-qwen2moe")
+    tiers = in_child(live_on_a_device, model, tmp_path / "t", f"vram={vram},ram={ram}", n_slots, staging)
+    trace = read(tmp_path / "t")
+    assert trace.header.settings["events_dropped"] == 0
+    below = RamBelow(n_slots[1], ram, Link(2e9, 2e-5), staging)
+    policy, predictor = make_policy(vram, trace.shape, Artifacts(read_layout(model))), NoPrediction(trace.shape)
+    options = SimOptions(sweep=False, link_bytes_per_s=1e9, below=below)
+    result = Simulation(trace, policy, predictor, n_slots[0], options).run()
+    for name, counted in tiers.items():
+        dropped = name == STAGING  # copies that had begun and were not needed depend on how fast they are
+        for figure in ("lookups", "hits", *(() if dropped else ("evictions", "bytes_in"))):
+            assert getattr(result.tiers[name], figure) == getattr(counted, figure), (name, figure)
+    assert all(result.tiers[name].evictions > 0 for name in (VRAM, RAM))
+    assert (STAGING in result.tiers) == (staging > 0)
+    assert result.t_per_s is not None

@@ -245,7 +245,7 @@ def test_without_a_tier_below_none_is_named(fake: FakeModel, open_store: Open) -
         lambda tier: store.resize(4, tier),
         lambda tier: store.set_policy_of(tier, "lru"),
     ):
-        with pytest.raises(OptionError, match="no tier 1"):
+        with pytest.raises(OptionError, match="no slots in RAM below those of a device"):
             call(Tier.LOWER)
     with pytest.raises(OptionError, match="not -1"):
         Store(fake.layout, 8, StoreOptions(), n_lower_slots=-1)

@@ -16,6 +16,7 @@ from moegguf.engine.known_speeds import KnownSpeeds
 from moegguf.engine.machine import Memory
 from moegguf.engine.placement import DeviceSpeeds, published_curve
 from moegguf.engine.placing import Budgets, place
+from moegguf.engine.tiers import plan_tiers
 from moegguf.errors import BudgetError
 from moegguf.models.details import layout_of
 from moegguf.models.folder import file_entry
@@ -161,6 +162,24 @@ GPU = Device("GPU0", 0, 32 * GIB, 64 * GIB)
 
 def measure_on_gpu(path: Path) -> ModelSize:
     return measure(file_entry(path, "path", "m"), LoadOverrides(n_ctx=512), Settings(), 16 * GIB, GPU)
+
+
+def test_the_worker_stages_prompts_within_the_budget_as_the_server_has_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOEGGUF_PLACEMENT", "slots")
+    monkeypatch.setenv("MOEGGUF_VRAM_CACHE", "75%")
+    path = moe(n_layer=12, n_expert=16, n_used=4).write(tmp_path / "m.gguf")
+    found = measure_on_gpu(path)
+    plan = found.plan_within(found.wanted_bytes)
+    config = found.load_config(plan)
+    assert plan.n_staging > 0 and config.vram_cache_bytes is not None and config.expert_cache_bytes is not None
+    sizes = config.vram_cache_bytes, config.expert_cache_bytes
+    vram_cache, cache = (ExpertCache("bytes", n_bytes=n) for n in sizes)
+    memory = Memory(16 * GIB, 16 * GIB, "the machine")
+    again = plan_tiers(layout_of(path), vram_cache, cache, GPU, memory, n_ctx=512, n_ubatch=config.n_ubatch)
+    assert (again.n_slots, again.n_staging, again.n_ubatch) == (plan.n_slots, plan.n_staging, plan.n_ubatch)
+    assert again.total_bytes == plan.total_bytes
 
 
 @pytest.mark.parametrize("choice", ["layers", "auto"])

@@ -41,6 +41,20 @@ def test_predictions_for_qwen3_30b(
     assert found["layers"].tokens_per_s == pytest.approx(layers, rel=0.07)  # whole layers only, and rounded speeds
 
 
+def test_misses_that_the_cpu_computes_beside_copies_cost_less_and_are_not_exact() -> None:
+    fetching = planner(QWEN3_30B, RTX_3070, 0.3, 0.86)
+    computing = replace(fetching, computes_misses=True)
+    fetched, computed = (by_kind(found) for found in (fetching, computing))
+    missed_bytes, n_layers = 0.14 * QWEN3_30B.token_bytes, QWEN3_30B.n_layer * (1 - 0.86**8)
+    saved_s = missed_bytes / 24e9 - missed_bytes / (24e9 + 38e9) - n_layers * RTX_3070.cpu_layer_s
+    for kind, sooner_s in (("slots", saved_s), ("layers", 0.0), ("cpu", 0.0)):
+        expected_s = 1 / fetched[kind].tokens_per_s - sooner_s
+        assert 1 / computed[kind].tokens_per_s == pytest.approx(expected_s)
+        assert (fetched[kind].exact, computed[kind].exact) == (True, kind != "slots")
+    assert str(computed["slots"]).endswith("misses computed by the CPU, too: not exact")
+    assert by_kind(replace(computing, device_bytes=QWEN3_30B.expert_bytes))["resident"].exact
+
+
 @pytest.mark.parametrize(("share", "slots"), [(0.16, 4), (0.33, 6), (0.80, 18)])
 def test_large_experts_go_in_whole_layers(share: float, slots: float) -> None:
     found = planner(MIXTRAL, RTX_3070, share, share + 0.04)

@@ -62,6 +62,7 @@ export class Panel {
     document.querySelectorAll(".panel output, .totals dd").forEach((element) => (element.textContent = "–"));
     at("resident").textContent = "";
     showTiers([], false);
+    showStaging({});
   }
 
   show(snapshot) {
@@ -72,6 +73,7 @@ export class Panel {
     at("resident").textContent = where && `${where}, ${joinedSize(stats.pool_bytes)}`;
     at("map").setAttribute("aria-label", `Map of experts: ${all} experts in ${snapshot.layers.length} layers, ${where}. Arrow keys move from cell to cell.`);
     showTiers(stats.tiers ?? [], all > 0 && this.map.cells.count(IN_VRAM) > 0);
+    showStaging(stats);
     this.findBegin(snapshot);
     this.plot(snapshot);
     this.showTotals(snapshot);
@@ -155,6 +157,13 @@ function showTiers(tiers, anyInVram) {
     }
     return row;
   }));
+}
+
+/** What prompts copied into staging tensors, part of the VRAM budget, and how much of it while layers computed. */
+function showStaging({ staging_bytes: memory, bytes_staged: copied, staging_overlap: overlap }) {
+  at("staging").hidden = !memory;
+  const meanwhile = copied ? `, ${percent(overlap).join(" ")} of the time while computing` : "";
+  at("staging").textContent = memory ? `Prompts staged: ${joinedSize(copied)} through ${joinedSize(memory)}${meanwhile}` : "";
 }
 
 function joinedSize(n) {
