@@ -31,7 +31,7 @@ from moegguf.package import package_folders
 from moegguf.processor import read_processor
 from moegguf.settings import read_environment
 
-ABI_VERSION = 10
+ABI_VERSION = 11
 LOG_ERROR = 4  # enum ggml_log_level
 # 20000: a good part of a millisecond; 300000 is GNU's default. `active` makes it 1000 while experts can be absent
 # (`moegguf/native/short_spins.h`), which costs up to a fifth of the speed where they cannot, and 100 without.
@@ -83,7 +83,7 @@ class Device(c.Structure):
         ("n_slots", c.c_int32),
         ("has_lower_tier", c.c_int32),
         ("n_staging_tensors", c.c_int32),
-        ("reserved", c.c_int32),
+        ("n_pass_slots", c.c_int32),
         ("sim_copy_bytes_per_ns", c.c_double),
         ("sim_copy_latency_ns", c.c_double),
     ]
@@ -392,6 +392,7 @@ _PLAIN_CALLS: dict[str, tuple[object, list[type]]] = {
     "moegguf_predictor_name": (c.c_char_p, [c.c_int32]),
     "moegguf_store_close": (None, [c.c_void_p]),
     "moegguf_store_buft": (c.c_void_p, [c.c_void_p]),
+    "moegguf_slot_tokens": (c.c_int32, [c.c_char_p]),
     "moegguf_lane_close": (None, [c.c_void_p]),
     "moegguf_fault_arm": (None, [c.c_int, c.c_uint64, c.c_int, c.c_int]),
     "moegguf_fault_count": (c.c_uint64, [c.c_int]),

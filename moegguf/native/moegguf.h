@@ -62,7 +62,7 @@
 extern "C" {
 #endif
 
-#define MOEGGUF_ABI_VERSION 10
+#define MOEGGUF_ABI_VERSION 11
 #define MOEGGUF_MAX_KINDS 4
 #define MOEGGUF_API __attribute__((visibility("default")))
 
@@ -114,7 +114,7 @@ struct moegguf_device {
     int32_t n_slots;
     int32_t has_lower_tier;    // what is missed here comes through the tier below
     int32_t n_staging_tensors; // of a layer's full shape, for prompts; up to 3; 0: passes must fit the slots
-    int32_t reserved;
+    int32_t n_pass_slots;      // that a pass may need here at once, of any layer, where it is not staged; 0: a token's
     double sim_copy_bytes_per_ns; // simulation: the link from the tier below, 0 = free
     double sim_copy_latency_ns;   // simulation: per copy
 };
@@ -414,6 +414,10 @@ MOEGGUF_API int moegguf_slot_sizes(const struct moegguf_matrix * matrices, int32
 // buffers have a largest size.
 MOEGGUF_API int moegguf_most_slots(const char * device, const struct moegguf_matrix * matrices, int32_t n_matrices,
                                    int32_t n_slots, int32_t * most);
+
+// The most tokens of a pass whose experts a device's kernels multiply with as if every expert were resident, to the
+// last bit, however many slots there are, by its name; NULL: the CPU, where any number is.
+MOEGGUF_API int32_t moegguf_slot_tokens(const char * device);
 
 // A simulated device more, known to ggml until the process ends, so that models loaded later can lie on it. name: by
 // which ggml finds it.

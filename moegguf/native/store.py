@@ -32,7 +32,6 @@ class Tier(enum.IntEnum):
 
 
 MOST_STAGING_TENSORS = 3
-MOST_SLOT_TOKENS = 4  # of a pass that is not staged, where prompts are; of some devices: 1
 
 
 @dataclass(frozen=True)
@@ -40,8 +39,9 @@ class DeviceSlots:
     """A device that computes layers, by ggml's name (None: the CPU), and the slots there for their experts.
 
     layers: those with experts among them count. lower: what is missed comes through slots in RAM below, where the store
-    has some. staging: tensors of a layer's full shape that prompts are staged in (native/staging.h). link: from RAM to
-    the device, of a simulation; None: as the store's options say.
+    has some. staging: tensors of a layer's full shape that prompts are staged in (native/staging.h). pass_slots: those
+    that a pass may need there at once where it is not staged, which resizing leaves; 0: those of a token. link: from
+    RAM to the device, of a simulation; None: as the store's options say.
     """
 
     name: str | None
@@ -49,6 +49,7 @@ class DeviceSlots:
     layers: Collection[int]
     lower: bool = False
     staging: int = 0
+    pass_slots: int = 0
     link: Link | None = None
 
 
@@ -244,6 +245,12 @@ def slot_sizes(layout: ExpertLayout, n_slots: int = 0) -> SlotSizes:
     return SlotSizes(strides, sizes.slot_bytes, sizes.pool_bytes, sizes.guard_bytes, bool(sizes.streams))
 
 
+def slot_tokens(device: str | None) -> int:
+    """The most tokens of a pass that a device, by ggml's name (None: the CPU), computes as if every expert were
+    resident, to the last bit, however many slots there are."""
+    return int(library.load().moegguf_slot_tokens(device.encode() if device else None))
+
+
 def most_slots(layout: ExpertLayout, device: str | None, n_slots: int) -> int:
     """Of n_slots slots, those that one pool can have on a device, by ggml's name (None: the CPU): the largest buffer
     there, and the largest tensor that its kernels multiply with, have to hold it. Raises OptionError for an unknown
@@ -316,7 +323,7 @@ class Store:
         link = device.link or Link(self.options.copy_bytes_per_s, self.options.copy_latency_s)
         name = device.name.encode() if device.name else None
         per_ns, latency_ns = link.bytes_per_s / 1e9, link.latency_s * 1e9
-        return library.Device(name, device.n_slots, device.lower, device.staging, 0, per_ns, latency_ns)
+        return library.Device(name, device.n_slots, device.lower, device.staging, device.pass_slots, per_ns, latency_ns)
 
     def device_of(self, il: int) -> int:
         """Which of `devices` computes a layer; -1: none."""
