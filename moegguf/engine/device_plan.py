@@ -313,8 +313,8 @@ class _DevicePlanner:
         if total < least_cpu + least_below:
             least = format_bytes_up((least_cpu + least_below) * self.joint.slot_bytes)
             raise BudgetError(
-                f"expert_cache={str(self.ram)!r} holds {total} experts in RAM, but {len(cpu_layers)} layers are computed"
-                f" by the CPU; give at least {least!r}, or put more layers on devices (n_gpu_layers)."
+                f"expert_cache={str(self.ram)!r} holds {total} experts in RAM, but {len(cpu_layers)} layers are"
+                f" computed by the CPU; give at least {least!r}, or put more layers on devices (n_gpu_layers)."
             )
         n_cpu = max(least_cpu, round(total * n_on_cpu / (n_on_cpu + n_below)))
         n_cpu = min(n_on_cpu, n_cpu, total - least_below)

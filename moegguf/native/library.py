@@ -51,10 +51,8 @@ FLAG = {
     )
 }
 
-FAULT = {
-    name: kind
-    for kind, name in enumerate(("open", "read", "stat", "alloc", "thread", "short_read", "eintr", "slow_read", "copy"))
-}
+_FAULTS = ("open", "read", "stat", "alloc", "thread", "short_read", "eintr", "slow_read", "copy", "slow_compute")
+FAULT = {name: kind for kind, name in enumerate(_FAULTS)}
 
 
 class Matrix(c.Structure):

@@ -553,6 +553,7 @@ enum moegguf_fault_kind {
     MOEGGUF_FAULT_EINTR,
     MOEGGUF_FAULT_SLOW_READ,
     MOEGGUF_FAULT_COPY,
+    MOEGGUF_FAULT_SLOW_COMPUTE, // of misses, by the CPU
     MOEGGUF_FAULT_KINDS
 };
 MOEGGUF_API void moegguf_fault_arm(int kind, uint64_t nth, int sticky, int sys_errno);

@@ -24,8 +24,8 @@ std::vector<std::unique_ptr<Copies>> make_copies(const Layout & layout, const mo
     return copies;
 }
 
-// What is n in all for tiers with so many slots: what a pass needs of each at least, and of the rest in proportion to what it has
-// above that.
+// What is n in all for tiers with so many slots: what a pass needs of each at least, and of the rest in proportion to
+// what it has above that.
 std::vector<int> share_out(const std::vector<Tier *> & tiers, int n) {
     int64_t least = 0, most = 0;
     for (const Tier * tier : tiers) {

@@ -46,7 +46,7 @@ class Tier {
     int pass_slots = 0;                     // that a pass may need at once: the pool gets no smaller
     std::atomic<int> resize_to{0};          // slots from the next routing event on; 0: no resize is due
 
-    void set_pass_slots(int n_slots); // what passes that are not staged need
+    void set_pass_slots(int n_slots);                                            // what passes that are not staged need
     int take_slot(int il, int expert, const Moment & now, const Bid & bid = {}); // -1: none
     int reserve_slot(int il, const Moment & now); // for experts that are streamed; -1: none
     void adopt(int s, int expert);                // which is in such a slot, whole
