@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from own_process import in_own_process
-from rpc_device import in_child, register
+from rpc_device import in_child, in_child_of_two, register
 from running import Llama, Logits, Reference, TinyModel, follow_tokens, greedy_logits, hooks_off, random_prompt
 
 from moegguf.engine.stats import Stats
@@ -103,6 +103,23 @@ def computed_beside_rpc(rpc: Path, port: int, path: Path) -> tuple[Logits, Found
         exact = greedy_logits(llm, random_prompt(llm, N_PROMPT), N_NEW)
     with Llama(path, misses="compute", placement="slots", **OPTIONS | SMALL) as llm:
         return exact, run(llm, tokens_of(exact))
+
+
+def computed_beside_two_servers(rpc: Path, ports: tuple[int, int], path: Path) -> tuple[Logits, Found]:
+    for port in ports:
+        register(rpc, port)
+    split = {"tensor_split": [1, 1], "n_gpu_layers": -1}
+    with hooks_off(), Llama(path, n_ubatch=1, **split, **OPTIONS) as llm:
+        exact = greedy_logits(llm, random_prompt(llm, N_PROMPT), N_NEW)
+    with Llama(path, misses="compute", placement="slots", **split, **OPTIONS | SMALL) as llm:
+        assert llm.session is not None and list(llm.session.devices()) == ["RPC0", "RPC1"]
+        return exact, run(llm, tokens_of(exact))
+
+
+def test_misses_computed_beside_two_devices_give_logits_close_to_exact_ones(tiny: TinyModel) -> None:
+    exact, found = in_child_of_two(computed_beside_two_servers, tiny("tiny-qwen2moe", "q4_k_m"))
+    check_close(found[0], exact)
+    check_computed(found)
 
 
 def test_misses_computed_beside_another_process_give_logits_close_to_exact_ones(tiny: TinyModel) -> None:
