@@ -42,7 +42,7 @@ VramCache = Annotated[
         "--vram-cache",
         metavar="BUDGET",
         help="Memory of a GPU for experts, in the same forms; --expert-cache is RAM beside it. Of several GPUs"
-        " together; with commas, of each. Prompts may be staged in up to a quarter of it (`moegguf estimate`)."
+        " together; with commas, of each. Prompts may be staged in a part of it (`moegguf estimate`)."
         "  [default: MOEGGUF_VRAM_CACHE, or auto]",
     ),
 ]

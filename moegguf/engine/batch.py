@@ -17,7 +17,8 @@ DEFAULT_UBATCH_TOKENS = 512
 SMALL_UBATCH_TOKENS = 32
 PROMPT_TOKENS, ANSWER_TOKENS = 512, 256  # of the request for which plans are compared
 ABOUT = 1.05
-MEMORY_PER_DISK = 16  # bytes read from memory in the time of one from a disk
+MEMORY_PER_DISK = 16  # bytes read from memory in the time of one from a disk, or over a link
+NO_LIMIT = 1 << 30
 
 
 def ubatches_up_to(n_tokens: int) -> tuple[int, ...]:
@@ -46,9 +47,16 @@ def layer_slots(layout: ExpertLayout, n_ubatch: int, streams: bool = False) -> i
     return min(layout.n_expert, layout.n_expert_used * (1 if streams else n_ubatch))
 
 
-def allowed_ubatch(layout: ExpertLayout, n_slots: int, streams: bool = False) -> int:
-    """The most tokens of a pass that `n_slots` suffice for; 2^30 without a limit. streams: as in `layer_slots`."""
-    return 1 << 30 if streams or n_slots >= layout.n_expert else max(1, n_slots // layout.n_expert_used)
+def allowed_ubatch(layout: ExpertLayout, n_slots: int, streams: bool = False, slot_tokens: int = NO_LIMIT) -> int:
+    """The most tokens of a pass that `n_slots` suffice for; NO_LIMIT without a limit. streams: as in `layer_slots`.
+
+    slot_tokens: of a pass whose experts are in slots that layers share, as the device computes more of them otherwise
+    than with every expert there (`store.slot_tokens`).
+    """
+    if streams or n_slots >= layout.n_expert_total:
+        return NO_LIMIT
+    n_tokens = NO_LIMIT if n_slots >= layout.n_expert else max(1, n_slots // layout.n_expert_used)
+    return min(n_tokens, slot_tokens)
 
 
 def fits(
@@ -59,32 +67,40 @@ def fits(
     ubatches: Sequence[int],
     needs: Callable[[int], MemoryNeeds],
     streams: bool = False,
+    slot_tokens: int = NO_LIMIT,
 ) -> Iterator[Fit]:
-    """For each number of tokens of a pass the most slots that fit beside it, where a pass can run with them."""
+    """For each number of tokens of a pass the most slots that fit beside it, where a pass can run with them.
+
+    streams, slot_tokens: as in `allowed_ubatch`.
+    """
     for n_ubatch in ubatches:
         needed = needs(n_ubatch)
         free = usable_bytes - needed.total_bytes(0)
         n_slots = min(most_slots, max(0, free) // (slot_bytes + needed.slot_work_bytes))
-        if n_slots >= layer_slots(layout, n_ubatch, streams):
+        enough = n_slots >= layer_slots(layout, n_ubatch, streams)
+        if enough and n_ubatch <= allowed_ubatch(layout, n_slots, streams, slot_tokens):
             yield Fit(n_slots, n_ubatch, needed)
 
 
 def best_fit(layout: ExpertLayout, slot_bytes: int, found: Iterable[Fit]) -> Fit:
     """The one with which a typical request moves the fewest bytes; of about equals the first, with the largest pass."""
-    costs = [(request_cost(layout, slot_bytes, fit), fit) for fit in found]
+    costs = [(request_cost(layout, slot_bytes, fit.n_slots, fit.n_ubatch), fit) for fit in found]
     least = min(cost for cost, _ in costs)
     return next(fit for cost, fit in costs if cost <= least * ABOUT)
 
 
-def request_cost(layout: ExpertLayout, slot_bytes: int, fit: Fit) -> float:
-    """Bytes read from the disk for PROMPT_TOKENS in passes and ANSWER_TOKENS one by one, and, in the same unit, from
-    memory.
-    """
-    n_pass = -(-PROMPT_TOKENS // fit.n_ubatch)
-    touched = slot_bytes * sum(_touched(layer.n_expert, layer.n_expert_used, fit.n_ubatch) for layer in layout.layers)
-    missing = 1 - fit.n_slots / layout.n_expert_total
+def request_cost(
+    layout: ExpertLayout, slot_bytes: int, n_slots: int, n_ubatch: int, prompts_take_slots: bool = False
+) -> float:
+    """Bytes read from the disk, or copied to a device, for PROMPT_TOKENS in passes of n_ubatch and ANSWER_TOKENS one by
+    one, and, in the same unit, from memory. prompts_take_slots: they find as much there as answers do; else the share
+    of the experts that has slots."""
+    n_pass = -(-PROMPT_TOKENS // n_ubatch)
+    touched = slot_bytes * sum(_touched(layer.n_expert, layer.n_expert_used, n_ubatch) for layer in layout.layers)
+    hit_rate = typical_hit_rate(layout, n_slots)
+    missing = 1 - (hit_rate if prompts_take_slots else n_slots / layout.n_expert_total)
     prompt = n_pass * (touched * missing + (layout.dense_bytes + touched) / MEMORY_PER_DISK)
-    return prompt + ANSWER_TOKENS * layout.token_cycle_bytes * (1 - typical_hit_rate(layout, fit.n_slots))
+    return prompt + ANSWER_TOKENS * layout.token_cycle_bytes * (1 - hit_rate)
 
 
 def _touched(n_expert: int, n_expert_used: int, n_tokens: int) -> float:

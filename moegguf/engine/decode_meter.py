@@ -65,7 +65,8 @@ class DecodeMeter:
         return _Lookups(counters["lookups"], counters["hits_ready"] + counters["hits_late"])
 
     def close(self) -> None:
-        """Remembers the hit rate; has the speeds measured again at a later load where their prediction was off."""
+        """Remembers the hit rate, and what was reached of the predicted speed; where that was off, old speeds are
+        measured again at the next load instead."""
         plan = self._session.plan
         if self.n_tokens < LEAST_TOKENS or plan.placement is None:
             return
@@ -73,5 +74,8 @@ class DecodeMeter:
         if not info["resident"] and found.lookups:
             share = info["n_slots_usable"] / info["n_experts"]
             self._known.add_hits(share, found.hits, found.lookups, self.n_tokens)
-        if is_off(self.tokens_per_s, plan.placement.chosen.tokens_per_s):
-            self._known.forget_speeds(*self._speeds_of)
+        chosen = plan.placement.chosen
+        off = is_off(self.tokens_per_s, chosen.tokens_per_s)
+        if not off or not self._known.forget_speeds(*self._speeds_of):
+            reached = self.tokens_per_s * chosen.correction / chosen.tokens_per_s
+            self._known.add_run(*self._speeds_of, chosen.kind, reached, self.n_tokens)

@@ -6,11 +6,11 @@ RAM has slots below those of all devices together, and those of layers that are 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from moegguf.engine.batch import allowed_ubatch
+from moegguf.engine.batch import NO_LIMIT, allowed_ubatch
 from moegguf.engine.device_split import (
     ON_CPU,
     DeviceRoom,
@@ -28,6 +28,7 @@ from moegguf.engine.plan import DevicePlan, Plan, make_plan, staging_bytes
 from moegguf.engine.tiers import VRAM_MARGIN_BYTES, best_staging, host_bytes, lower_slots, plan_tiers
 from moegguf.errors import BudgetError, OptionError
 from moegguf.gguf.experts import ExpertLayout
+from moegguf.native.slot_sizes import slot_tokens
 from moegguf.quantities import ExpertCache, Link, format_bytes, format_bytes_up
 
 SAME_LINK = 0.8  # of the fastest link, from where two are alike: measurements of one differ by as much
@@ -63,7 +64,14 @@ def plan_devices(
     """
     if len(devices) == len(vram) == 1 and not 0 <= split.n_gpu_layers <= count_layers(layout):
         return plan_tiers(layout, vram[0], ram, devices[0], memory, **options), None
-    return _DevicePlanner(layout, vram, ram, devices, memory, split, options).plan()
+    planners = dict[int, _DevicePlanner]()
+
+    def on_devices(n_staging: int) -> Plan:
+        planners[n_staging] = _DevicePlanner(layout, vram, ram, devices, memory, split, options, n_staging)
+        return planners[n_staging].plan()
+
+    plan = best_staging(layout, on_devices, split.staging)
+    return plan, planners[plan.n_staging].tensor_split
 
 
 class _DevicePlanner:
@@ -76,6 +84,7 @@ class _DevicePlanner:
         memory: Memory,
         split: SplitOptions,
         options: dict[str, Any],
+        n_staging: int,
     ) -> None:
         self.layout, self.vram, self.ram, self.devices, self.memory, self.split = (
             layout,
@@ -95,22 +104,30 @@ class _DevicePlanner:
                 f"tensor_split has {len(split.tensor_split)} proportions for {len(devices)} devices"
                 f" ({_names(devices)}); give one for each."
             )
-
-        def joint(n_staging: int) -> Plan:
-            return make_plan(
-                layout, self._joint_budget(), self._joint_memory(), margin=VRAM_MARGIN_BYTES * len(devices),
-                option="vram_cache", streams=False, staging=n_staging * len(devices),
-                staging_within=split.staging is None, **options,
-            )  # fmt: skip
-
-        self.joint = best_staging(joint, split.staging)
-        self.staging_bytes = staging_bytes(layout, self.joint.n_staging)  # of each device
+        self.n_staging = n_staging
+        self.staging_bytes = staging_bytes(layout, n_staging)  # of each device
+        self.joint = make_plan(
+            layout, self._joint_budget(), self._joint_memory(), margin=VRAM_MARGIN_BYTES * len(devices),
+            option="vram_cache", streams=False, staged_bytes=len(devices) * self.staging_bytes,
+            staging_within=split.staging is None, **options,
+        )  # fmt: skip
         self.n_layer = count_layers(layout)
         self.n_experts = {layer.il: layer.n_expert for layer in layout.layers}
         embedding_bytes = layout.n_vocab * row_bytes(F16, layout.hparams.n_embd)
         self.output_bytes = min(self.joint.dense_bytes, max(layout.tied_output_bytes, embedding_bytes))
-        beside = self.joint.dense_bytes + self.joint.kv_bytes - self.output_bytes
-        self.layer_bytes = -(-beside // self.n_layer)
+        self.layer_bytes = self._layer_bytes()
+
+    def _layer_bytes(self) -> list[int]:
+        """Of each layer: its own weights but experts, its part of the KV cache, and of what belongs to none."""
+        layout, joint, n_layer = self.layout, self.joint, self.n_layer
+        own = [layout.layer_dense_bytes.get(il, 0) for il in range(n_layer)]
+        heads = [*layout.hparams.n_head_kv[:n_layer], *([0] * n_layer)][:n_layer]
+        heads = heads if any(heads) else [1] * n_layer
+        rest = max(0, joint.dense_bytes - self.output_bytes - sum(own))
+        return [
+            dense + -(-joint.kv_bytes * n // sum(heads)) + -(-rest // n_layer)
+            for dense, n in zip(own, heads, strict=True)
+        ]
 
     def _joint_memory(self) -> Memory:
         total, free = (
@@ -126,7 +143,7 @@ class _DevicePlanner:
         given = sum(cache.n_bytes or round(cache.fraction * self.layout.expert_bytes) for cache in self.vram)
         return ExpertCache("bytes", n_bytes=given)
 
-    def plan(self) -> tuple[Plan, list[float]]:
+    def plan(self) -> Plan:
         on = self._device_of_layers()
         layers = [[il for il, d in enumerate(on) if d == index] for index in range(len(self.devices))]
         used = [index for index, of in enumerate(layers) if self._experts_of(of)]
@@ -134,28 +151,30 @@ class _DevicePlanner:
         cpu_layers = tuple(il for il, d in enumerate(on) if d == ON_CPU)
         n_on_cpu = sum(self.n_experts.get(il, 0) for il in cpu_layers)
         below = sum(self._experts_of(layers[d]) for d in used if slots[d] < self._experts_of(layers[d]))
-        n_cpu, n_lower = self._ram_slots(len(cpu_layers), n_on_cpu, below)
-        n_ubatch = min(self.joint.n_ubatch, *(self._allowed(slots[d], self.devices[d].name) for d in used))
+        n_cpu, n_lower = self._ram_slots(cpu_layers, n_on_cpu, below)
+        of_devices = (self._allowed(slots[d], self.devices[d].name, self._experts_of(layers[d])) for d in used)
+        n_ubatch = min(self.joint.n_ubatch, *of_devices)
         if n_cpu:
-            n_ubatch = min(n_ubatch, self._allowed(n_cpu, "the CPU"))
+            n_ubatch = min(n_ubatch, self._allowed(n_cpu, None, n_on_cpu))
         size = self.joint.slot_bytes
         parts = [
             DevicePlan(device.name, tuple(layers[d]), slots[d], self._beside_bytes(layers[d]) + slots[d] * size)
             for d, device in enumerate(self.devices)
         ]
-        host = host_bytes(self.layout, n_ubatch) + (n_lower + n_cpu) * size + len(cpu_layers) * self.layer_bytes
+        host = host_bytes(self.layout, n_ubatch) + (n_lower + n_cpu) * size + self._bytes_of(cpu_layers)
         if n_cpu:
             parts.append(DevicePlan(None, cpu_layers, n_cpu, host - n_lower * size))
         n_slots = sum(part.n_slots for part in parts)
         on_devices = [part for part in parts if part.name]
-        plan = replace(
+        return replace(
             self.joint,
             n_slots=n_slots,
             budget_bytes=n_slots * size,
             resident=n_slots == self.layout.n_expert_total,
             n_ubatch=n_ubatch,
+            slot_tokens=min(slot_tokens(self.devices[d].name) for d in used),
             total_bytes=sum(part.total_bytes for part in on_devices),
-            streams=self.joint.n_staging > 0 and not n_cpu,
+            streams=self.n_staging > 0 and not n_cpu,
             reasons=tuple(self._reasons(parts, n_lower)),
             warnings=tuple(self._warnings(on_devices, host)),
             device=", ".join(part.name for part in on_devices if part.name),
@@ -164,7 +183,6 @@ class _DevicePlanner:
             host_bytes=host,
             staging_bytes=self.staging_bytes * len([part for part in on_devices if part.n_slots]),
         )
-        return plan, self.tensor_split
 
     def _device_of_layers(self) -> list[int]:
         given, n_gpu_layers = self.split.tensor_split, self.split.n_gpu_layers
@@ -193,7 +211,9 @@ class _DevicePlanner:
         """A mean layer."""
         n_moe = len(self.layout.layers)
         experts = self.layout.n_expert_total * self.joint.slot_bytes // n_moe
-        return LayerBytes(self.layer_bytes, experts, self.layout.n_expert_used * self.joint.slot_bytes)
+        return LayerBytes(
+            -(-sum(self.layer_bytes) // self.n_layer), experts, self.layout.n_expert_used * self.joint.slot_bytes
+        )
 
     def _rooms(self) -> list[DeviceRoom]:
         known = [link.bytes_per_s for link in self.split.links.values()]
@@ -233,7 +253,10 @@ class _DevicePlanner:
         """What a device with these layers holds beside slots."""
         output = self.output_bytes if self.n_layer - 1 in layers else 0
         staged = self.staging_bytes if self._experts_of(layers) else 0
-        return len(layers) * self.layer_bytes + output + self.joint.compute_bytes + staged
+        return self._bytes_of(layers) + output + self.joint.compute_bytes + staged
+
+    def _bytes_of(self, layers: Iterable[int]) -> int:
+        return sum(self.layer_bytes[il] for il in layers)
 
     def _slots(self, layers: Sequence[Sequence[int]]) -> list[int]:
         """Of each device. What its layers do not need of one budget for all goes to the others."""
@@ -257,26 +280,32 @@ class _DevicePlanner:
             slots.append(min(most[d], limit // size))
         return slots
 
-    def _allowed(self, n_slots: int, where: str) -> int:
-        """Tokens of a pass. Raises BudgetError for fewer slots than a token needs."""
+    def _allowed(self, n_slots: int, device: str | None, n_experts: int) -> int:
+        """Tokens of a pass on a device, or on the CPU, whose layers have so many experts.
+
+        Raises BudgetError for fewer slots than a token needs.
+        """
         least = self.layout.n_expert_used
         if n_slots < least:
-            option = "expert_cache" if where == "the CPU" else "vram_cache"
+            option, where = ("vram_cache", device) if device else ("expert_cache", "the CPU")
             raise BudgetError(
                 f"{option} holds {n_slots} experts on {where}, but a token needs {least} of each of its layers; give at"
                 f" least {format_bytes_up(least * self.joint.slot_bytes)!r} for {where}, or other layers (tensor_split,"
                 " n_gpu_layers)."
             )
-        return allowed_ubatch(self.layout, n_slots, streams=self.joint.n_staging > 0 and where != "the CPU")
+        if n_slots >= n_experts:
+            return NO_LIMIT
+        streams = self.n_staging > 0 and device is not None
+        return allowed_ubatch(self.layout, n_slots, streams, slot_tokens(device))
 
-    def _ram_slots(self, n_cpu_layers: int, n_on_cpu: int, n_below: int) -> tuple[int, int]:
+    def _ram_slots(self, cpu_layers: Sequence[int], n_on_cpu: int, n_below: int) -> tuple[int, int]:
         """(slots of the layers that the CPU computes, slots below those of devices): in proportion to their experts.
 
         Raises BudgetError where there are too few.
         """
         if n_on_cpu + n_below == 0:
             return 0, 0
-        taken = n_cpu_layers * self.layer_bytes + (self.joint.compute_bytes if n_on_cpu else 0)
+        taken = self._bytes_of(cpu_layers) + (self.joint.compute_bytes if n_on_cpu else 0)
         memory = replace(self.memory, available_bytes=max(0, self.memory.available_bytes - taken))
         total = lower_slots(self.layout, self.ram, memory, self.joint.slot_bytes, self.joint.n_ubatch)
         total = min(total, n_on_cpu + n_below)
@@ -284,8 +313,8 @@ class _DevicePlanner:
         if total < least_cpu + least_below:
             least = format_bytes_up((least_cpu + least_below) * self.joint.slot_bytes)
             raise BudgetError(
-                f"expert_cache={str(self.ram)!r} holds {total} experts in RAM, but {n_cpu_layers} layers are computed"
-                f" by the CPU; give at least {least!r}, or put more layers on devices (n_gpu_layers)."
+                f"expert_cache={str(self.ram)!r} holds {total} experts in RAM, but {len(cpu_layers)} layers are"
+                f" computed by the CPU; give at least {least!r}, or put more layers on devices (n_gpu_layers)."
             )
         n_cpu = max(least_cpu, round(total * n_on_cpu / (n_on_cpu + n_below)))
         n_cpu = min(n_on_cpu, n_cpu, total - least_below)

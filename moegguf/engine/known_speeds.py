@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from moegguf.controller.artifacts import Artifacts
 from moegguf.controller.shape import MoeShape
 from moegguf.engine.devices import Device, gpus
 from moegguf.engine.machine import disk_read_speed, memory_read_speed
-from moegguf.engine.placement import DeviceSpeeds, HitCurve, published_curve
+from moegguf.engine.placement import KINDS, DeviceSpeeds, HitCurve, Kind, published_curve
 from moegguf.errors import AllocationError, ExpertIOError, MoeggufError, OptionError
 from moegguf.gguf.experts import ExpertLayout, read_layout
 from moegguf.gguf.fingerprint import header_digest
@@ -46,6 +46,8 @@ AGAIN_AFTER_S = 3600  # speeds that a run does not bear out are measured again, 
 MOST_READ_THREADS = 16  # of the memory read to suppose a speed
 BLOCK_BYTES = 512  # of st_blocks
 DAMAGED = (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, OSError)
+MOST_CORRECTION = 2.0  # of a prediction, by earlier runs: what differs by more is no error of the cost model
+CPU_RATES, CPU_TIMES = ("cpu_bytes_per_s", "cpu_dense_bytes_per_s"), ("cpu_op_s",)  # of Speeds
 LEAST_TOKENS = 256  # of runs whose hit rates or counts say something
 
 
@@ -119,6 +121,7 @@ class KnownSpeeds:
             return known
         found = self._measure(device, n_threads, repack)
         facts = self._read()
+        found = self._best_of_cpu(found, facts, self._cpu_key(n_threads, repack))
         of_all = facts.get("speeds")
         facts["speeds"] = (of_all if isinstance(of_all, dict) else {}) | {key: asdict(found)}
         self._write(facts)
@@ -143,13 +146,13 @@ class KnownSpeeds:
         raise OptionError(found["refused"])
 
     def _key(self, device: Device, n_threads: int, repack: bool) -> str:
-        processor = read_processor()
         drivers = [path.read_text(errors="replace") for path in DRIVERS if path.is_file()]
-        about = [
-            device.name, device.description, device.total_bytes, drivers, processor.model, sorted(processor.flags),
-            n_threads, repack, library.build_identity(), self._file_system(),
-        ]  # fmt: skip
-        return hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
+        about = [device.name, device.description, device.total_bytes, drivers, self._file_system()]
+        return _digest([*about, self._cpu_key(n_threads, repack)])
+
+    def _cpu_key(self, n_threads: int, repack: bool) -> str:
+        processor = read_processor()
+        return _digest([processor.model, sorted(processor.flags), n_threads, repack, library.build_identity()])
 
     def _file_system(self) -> int:
         with suppress(OSError):  # of a model of which only the headers are here
@@ -159,8 +162,44 @@ class KnownSpeeds:
     def _known(self, key: str) -> DeviceSpeeds | None:
         with suppress(*DAMAGED):
             known = MachineSpeeds.of(self._read()["speeds"][key])
-            return DeviceSpeeds.measured(known.speeds, known.disk_bytes_per_s, known.source)
+            speeds = DeviceSpeeds.measured(known.speeds, known.disk_bytes_per_s, known.source)
+            return replace(speeds, reached=self._reached(key))
         return None
+
+    def _reached(self, key: str) -> dict[Kind, float]:
+        found = dict[Kind, float]()
+        with suppress(*DAMAGED):
+            for kind, (factor, n_tokens) in self._read()["runs"][key].items():
+                if kind in KINDS and n_tokens > 0 and factor > 0:
+                    found[kind] = min(max(float(factor), 1 / MOST_CORRECTION), MOST_CORRECTION)
+        return found
+
+    def add_run(self, device: Device, n_threads: int, repack: bool, kind: Kind, factor: float, n_tokens: int) -> None:
+        """Remembers which factor of the cost model's tokens per second a run of a kind of placement reached; earlier
+        runs count half as much as their tokens."""
+        facts, key = self._read(), self._key(device, n_threads, repack)
+        runs = _dict(facts.get("runs"))
+        of_kinds = _dict(runs.get(key))
+        weight = float(n_tokens)
+        with suppress(*DAMAGED):
+            before, n_before = of_kinds[kind]
+            if before > 0 and n_before > 0:
+                factor = (factor * n_tokens + before * n_before / 2) / (n_tokens + n_before / 2)
+                weight += n_before / 2
+        facts["runs"] = runs | {key: of_kinds | {kind: [factor, weight]}}
+        self._write(facts)
+
+    def _best_of_cpu(self, found: MachineSpeeds, facts: dict[str, Any], key: str) -> MachineSpeeds:
+        """With the CPU's best figures of all measurements beside other devices too, which `facts` then has."""
+        of_all = _dict(facts.get("cpu"))
+        best = {name: getattr(found.speeds, name) for name in (*CPU_RATES, *CPU_TIMES)}
+        with suppress(*DAMAGED):
+            before = {name: float(of_all[key][name]) for name in best}
+            if all(0 <= value < float("inf") for value in before.values()):
+                best |= {name: max(best[name], before[name]) for name in CPU_RATES}
+                best |= {name: min(best[name], before[name]) for name in CPU_TIMES}
+        facts["cpu"] = of_all | {key: best}
+        return replace(found, speeds=replace(found.speeds, **best))
 
     def _measure(self, device: Device, n_threads: int, repack: bool) -> MachineSpeeds:
         layout = self._layout
@@ -176,13 +215,18 @@ class KnownSpeeds:
             raise AllocationError("nothing was read from the disk")
         return MachineSpeeds(speeds, disk.bytes_per_s, time.time())
 
-    def forget_speeds(self, device: Device, n_threads: int, repack: bool = True) -> None:
-        """The next load measures again, unless these speeds are new."""
+    def forget_speeds(self, device: Device, n_threads: int, repack: bool = True) -> bool:
+        """The next load measures again, unless these speeds are new; whether it does."""
         facts, key = self._read(), self._key(device, n_threads, repack)
         with suppress(*DAMAGED):
             if time.time() - facts["speeds"][key]["time_s"] > AGAIN_AFTER_S:
                 del facts["speeds"][key]
+                for name, of in (("runs", key), ("cpu", self._cpu_key(n_threads, repack))):
+                    with suppress(*DAMAGED):
+                        del facts[name][of]
                 self._write(facts)
+                return True
+        return False
 
     def hits(self) -> HitCurve:
         """Hit rates to expect of this model's slots: as measured on its routing, in earlier runs, or published."""
@@ -229,6 +273,14 @@ class KnownSpeeds:
             sums = [new + old / 2 for new, old in zip(sums, before, strict=True)]
         facts["hits"] = hits_by_share | {at: sums}
         self._write(facts)
+
+
+def _dict(found: Any) -> dict[str, Any]:
+    return found if isinstance(found, dict) else {}
+
+
+def _digest(about: list[Any]) -> str:
+    return hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
 
 
 def _supposed(n_threads: int, error: Exception) -> DeviceSpeeds:

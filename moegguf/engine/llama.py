@@ -230,7 +230,7 @@ class Llama(UpstreamLlama):
         if self._session is None or self.plan.device is None:
             return False
         store = self._session.store
-        least = self._load_plan.least_slots * len(store.devices)
+        least = sum(device.pass_slots for device in store.devices)
         n_slots = store.info()["n_slots_usable"]
         if n_slots <= least:
             return False
@@ -617,7 +617,9 @@ class Llama(UpstreamLlama):
         """Slots of each tier with another budget. Raises BudgetError."""
         wanted: dict[Tier, int] = {}
         if vram_cache is not None:
-            wanted[Tier.COMPUTE] = self._load_plan.vram_slots_within(vram_cache, len(store.devices))
+            wanted[Tier.COMPUTE] = self._load_plan.vram_slots_within(
+                vram_cache, sum(device.pass_slots for device in store.devices)
+            )
         if expert_cache is None:
             return wanted
         if self.plan.device is None:

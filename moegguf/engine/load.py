@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from moegguf.engine.batch import DEFAULT_UBATCH_TOKENS, layer_slots
+from moegguf.engine.batch import DEFAULT_UBATCH_TOKENS
 from moegguf.engine.devices import gpus
 from moegguf.engine.machine import count_cpus, read_memory
 from moegguf.engine.memory import check_context, choose_kv_tokens, fit_kv_tokens, pad_context, pooling_batch_tokens
@@ -31,7 +31,7 @@ from moegguf.gguf.projector import ProjectorHeader, read_projector
 from moegguf.gguf.reader import GGML_TYPES, ggml_type
 from moegguf.models.catalog import find_model
 from moegguf.native import library
-from moegguf.native.store import MOST_SLOT_TOKENS, StoreOptions
+from moegguf.native.store import StoreOptions
 from moegguf.quantities import ExpertCache, format_bytes_up, parse_expert_cache
 from moegguf.settings import KV_CACHE_TYPES, parse_misses, read_environment
 
@@ -70,14 +70,6 @@ class LoadPlan:
         with_slots = {layer.il for layer in self.slots_layout.layers}
         return [layer.il for layer in self.layout.layers if layer.il not in with_slots]
 
-    @property
-    def least_slots(self) -> int:
-        """Slots of the tier that layers compute on, without which a pass may fail."""
-        plan, layout = self.plan, self.slots_layout
-        if plan.n_staging:
-            return min(plan.n_slots, layer_slots(layout, min(plan.n_ubatch, MOST_SLOT_TOKENS)))
-        return layer_slots(layout, plan.n_ubatch, plan.streams)
-
     def lower_slots_within(self, expert_cache: Budget) -> int:
         """Slots in RAM of another budget, where a device computes. Raises BudgetError where it holds none."""
         cache = parse_expert_cache(expert_cache)
@@ -90,7 +82,7 @@ class LoadPlan:
             n_slots = self.lower_slots_within(cache)
         else:
             n_slots = make_plan(layout, cache, read_memory(), n_ctx=self.kv_tokens, n_ubatch=1).n_slots
-        least = self.least_slots
+        least = self.plan.pass_slots(layout, on_device=False)
         if n_slots < least:
             size = format_bytes_up(least * self.plan.slot_bytes)
             raise BudgetError(
@@ -99,9 +91,9 @@ class LoadPlan:
             )
         return n_slots
 
-    def vram_slots_within(self, vram_cache: Budget, n_pools: int = 1) -> int:
-        """Slots on devices of another budget, up to the one at load, which so many pools share. Raises BudgetError when
-        passes need more, and for a model whose slots are the CPU's."""
+    def vram_slots_within(self, vram_cache: Budget, least: int) -> int:
+        """Slots on devices of another budget, up to the one at load. Raises BudgetError below `least`, which passes
+        need, and for a model whose slots are the CPU's."""
         cache, plan, layout = parse_vram_cache(vram_cache), self.plan, self.slots_layout
         if plan.layers_on is not None:
             raise BudgetError(
@@ -118,7 +110,7 @@ class LoadPlan:
             "fraction": int(cache.fraction * layout.n_expert_total + 1e-9),
             "bytes": cache.n_bytes // plan.slot_bytes,
         }
-        n_slots, least = min(asked[cache.mode], plan.n_slots), self.least_slots * n_pools
+        n_slots = min(asked[cache.mode], plan.n_slots)
         if n_slots < least:
             size = format_bytes_up(least * plan.slot_bytes)
             raise BudgetError(

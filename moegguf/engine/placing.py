@@ -30,15 +30,18 @@ from moegguf.engine.placement import (
 from moegguf.engine.plan import Plan, given_bytes, make_plan, slot_bytes, staging_bytes
 from moegguf.engine.tiers import (
     VRAM_MARGIN_BYTES,
+    Passes,
     beside_experts_bytes,
     host_bytes,
     parse_vram_caches,
     plan_layers,
     plan_tiers,
     staging_choices,
+    staging_pays,
 )
 from moegguf.errors import BudgetError, OptionError
 from moegguf.gguf.experts import ExpertLayout
+from moegguf.native.slot_sizes import slot_tokens
 from moegguf.native.store import STAGING_SHARE, StoreOptions
 from moegguf.quantities import ExpertCache, parse_expert_cache
 from moegguf.settings import parse_misses, read_environment
@@ -241,8 +244,15 @@ class Budgets:
 
     def _staging_bytes(self, device_bytes: int) -> int:
         """Of so much memory for experts."""
-        sizes = (staging_bytes(self.layout, n) for n in staging_choices(self.staging))
-        return next((size for size in sizes if size <= STAGING_SHARE * device_bytes), 0)
+        layout, size = self.layout, slot_bytes(self.layout)
+        n_slots, n_tokens = device_bytes // size, slot_tokens(self.device.name)
+        without = Passes(n_slots, min(n_tokens, n_slots // layout.n_expert_used))
+        for n in staging_choices(self.staging):
+            staged_bytes = staging_bytes(layout, n)
+            staged = Passes((device_bytes - staged_bytes) // size, self._n_ubatch)
+            if staged.n_slots >= layout.n_expert_used and staging_pays(layout, n, staged_bytes, staged, without):
+                return staged_bytes
+        return 0
 
     def plan(self, placement: Placement, streams: bool) -> Placed:
         """The plan of one placement. Raises BudgetError where a budget does not allow it."""

@@ -12,7 +12,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from moegguf.engine.batch import DEFAULT_UBATCH_TOKENS, Fit, allowed_ubatch, best_fit, fits, layer_slots, ubatches_up_to
+from moegguf.engine.batch import (
+    DEFAULT_UBATCH_TOKENS,
+    NO_LIMIT,
+    Fit,
+    allowed_ubatch,
+    best_fit,
+    fits,
+    layer_slots,
+    ubatches_up_to,
+)
 from moegguf.engine.machine import Memory
 from moegguf.engine.memory import (
     F16,
@@ -77,12 +86,24 @@ class Plan:
     n_staging: int = 0  # tensors of a layer's full shape on the device, in which prompts are staged
     staging_bytes: int = 0  # that they take, beside slots; part of total_bytes
     placement: PlacementPlan | None = None  # why the experts are placed so; None: nothing was to be decided
+    slot_tokens: int = NO_LIMIT  # of a pass on a device, that slots are for: more are staged, or read in several
     exact: bool = True  # the tokens of an all-resident run; False: the CPU computes what the device lacks
+
+    @property
+    def device_slots(self) -> int:
+        """Slots on devices, without those of layers that the CPU computes beside them."""
+        return self.n_slots - sum(part.n_slots for part in self.devices if part.name is None)
 
     @property
     def lower_bytes(self) -> int:
         """What the slots in RAM below a device take."""
         return self.n_lower_slots * self.slot_bytes
+
+    def pass_slots(self, layout: ExpertLayout, on_device: bool) -> int:
+        """Slots of a pool for layers of `layout` that a pass may need at once, on a device or in the CPU's memory."""
+        if on_device and self.n_staging:
+            return layer_slots(layout, min(self.n_ubatch, self.slot_tokens))
+        return layer_slots(layout, self.n_ubatch, self.streams)
 
 
 @dataclass(frozen=True)
@@ -103,6 +124,7 @@ class _Request:
     option: str = "expert_cache"  # that the budget was given with
     staging_bytes: int = 0
     budgeted_bytes: int = 0  # of these, that a budget that was given holds
+    slot_tokens: int = NO_LIMIT
 
     @property
     def one_pass_tokens(self) -> int:
@@ -112,6 +134,10 @@ class _Request:
     @property
     def slot_bytes(self) -> int:
         return slot_bytes(self.layout)
+
+    def allowed_ubatch(self, n_slots: int) -> int:
+        """The most tokens of a pass with so many slots."""
+        return allowed_ubatch(self.layout, n_slots, self.streams, self.slot_tokens)
 
     @property
     def usable_bytes(self) -> int:
@@ -160,8 +186,9 @@ def make_plan(
     streams: bool = True,
     kv_tokens: int | None = None,
     option: str = "expert_cache",
-    staging: int = 0,
+    staged_bytes: int = 0,
     staging_within: bool = True,
+    slot_tokens: int = NO_LIMIT,
 ) -> Plan:
     """The plan for running `layout` within `cache` on a machine with `memory`.
 
@@ -170,18 +197,17 @@ def make_plan(
     (`batch.best_fit`). margin: bytes that stay free with "auto"; None: `margin_bytes`. projector: of a model that reads
     images, too. streams: whether the store may stream experts, where the CPU's kernels can (`SlotSizes.streams`).
     kv_tokens: of all sequences that the context holds; None: n_ctx, of one. option: the name of the budget, for
-    messages. staging: tensors of a layer's full shape in which prompts are staged, on a device; staging_within: a
-    budget that is given holds them, too.
+    messages. staged_bytes: of tensors in which prompts are staged, on devices; staging_within: a budget that is given
+    holds them, too. slot_tokens: of a pass that is not staged (`batch.allowed_ubatch`).
 
     Raises BudgetError, stating the minimum, when the budget (or, for "auto", the free memory) does not hold the experts
     that one token uses in one layer, or those of an image that has to be read in one pass.
     """
     margin = margin_bytes(memory.available_bytes) if margin is None else margin
-    streams = staging > 0 or (streams and slot_sizes(layout).streams)
-    staged_bytes = staging_bytes(layout, staging)
+    streams = staged_bytes > 0 or (streams and slot_sizes(layout).streams)
     request = _Request(
         layout, memory, margin, n_ubatch, n_batch, type_k, type_v, flash_attn, projector, streams, kv_tokens, option,
-        staged_bytes, staged_bytes if staging_within else 0,
+        staged_bytes, staged_bytes if staging_within else 0, slot_tokens,
     )  # fmt: skip
     reasons: list[str] = []
     options: dict[str, Any] = {"type_k": type_k, "type_v": type_v, "flash_attn": flash_attn}
@@ -232,6 +258,7 @@ def _plan(request: _Request, n_ctx: int, fit: Fit, reasons: list[str]) -> Plan:
         projector_bytes=needs.projector_bytes,
         streams=request.streams,
         staging_bytes=request.staging_bytes,
+        slot_tokens=request.slot_tokens,
     )
 
 
@@ -257,7 +284,8 @@ def _auto_fit(request: _Request, n_ctx: int, cache: ExpertCache, reasons: list[s
     layout, size = request.layout, request.slot_bytes
     most = min(layout.n_expert_total, cache.n_bytes // size if cache.n_bytes else layout.n_expert_total)
     needs = partial(request.needs, n_ctx)
-    found = list(fits(layout, size, request.usable_bytes, most, request.ubatches(), needs, request.streams))
+    sizes = request.ubatches()
+    found = list(fits(layout, size, request.usable_bytes, most, sizes, needs, request.streams, request.slot_tokens))
     if not found:
         raise _too_little(request, n_ctx)
     kept = found[0].n_ubatch == request.n_ubatch
@@ -289,9 +317,11 @@ def _too_little(request: _Request, n_ctx: int) -> BudgetError:
 def _fixed_fit(request: _Request, n_ctx: int, cache: ExpertCache, reasons: list[str]) -> Fit:
     """The slots of a given budget, and the most tokens of a pass that fit into the free memory beside them."""
     n_slots = _fixed_slots(request, cache, reasons)
-    allowed = allowed_ubatch(request.layout, n_slots, request.streams)
+    allowed = request.allowed_ubatch(n_slots)
     if allowed < request.one_pass_tokens:
         least = layer_slots(request.layout, request.one_pass_tokens) * request.slot_bytes
+        if request.slot_tokens < request.one_pass_tokens:
+            least = staging_bytes(request.layout, 1) + request.layout.n_expert_used * request.slot_bytes
         raise BudgetError(
             f"this model reads an image in one pass of {request.one_pass_tokens} tokens, but"
             f" {request.option}={str(cache)!r} allows passes of {allowed}; give at least"
@@ -337,7 +367,9 @@ def _ubatch_reason(request: _Request, fit: Fit, why: str) -> Iterator[str]:
     if fit.n_ubatch >= wanted:
         return
     text = f"a prompt is read {fit.n_ubatch} token{'s' * (fit.n_ubatch > 1)} at a time instead of {wanted}"
-    if layer_slots(layout, wanted, request.streams) > fit.n_slots:
+    if fit.n_ubatch == request.slot_tokens:
+        yield f"{text}: experts in slots are computed exactly in passes of no more tokens on this device"
+    elif layer_slots(layout, wanted, request.streams) > fit.n_slots:
         yield f"{fit.n_slots} slots are fewer than the {layout.n_expert} experts of a layer, so {text}"
     else:
         yield f"{text}: {why}"

@@ -49,6 +49,7 @@ def open_store(layout: ExpertLayout, plan: Plan, options: StoreOptions) -> Store
     parts = [pool for part in used for pool in pools_of(layout, part, needed, plan.n_staging)]
     n_pools, staging = Counter(part.name for part in parts), plan.n_staging
     least = [max(layout.n_expert_used, min(part.n_slots, needed)) for part in parts]
+    of_pass = [min(part.n_slots, plan.pass_slots(layout, part.name is not None)) for part in parts]
     n_slots, n_lower = [part.n_slots for part in parts], plan.n_lower_slots
     while True:
         slots = [
@@ -58,8 +59,9 @@ def open_store(layout: ExpertLayout, plan: Plan, options: StoreOptions) -> Store
                 part.layers,
                 lower=part.name is not None,
                 staging=staging_of_pool(staging, n_pools[part.name]) if part.name else 0,
+                pass_slots=min(n, n_pass),
             )
-            for part, n in zip(parts, n_slots, strict=True)
+            for part, n, n_pass in zip(parts, n_slots, of_pass, strict=True)
         ]
         try:
             store = Store(layout, slots, options, n_lower)

@@ -6,11 +6,11 @@ Where several devices share the layers, or the CPU computes some: `device_plan`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
-from moegguf.engine.batch import DEFAULT_UBATCH_TOKENS, allowed_ubatch
+from moegguf.engine.batch import ANSWER_TOKENS, DEFAULT_UBATCH_TOKENS, PROMPT_TOKENS, allowed_ubatch, request_cost
 from moegguf.engine.devices import Device
 from moegguf.engine.machine import Memory
 from moegguf.engine.memory import (
@@ -22,10 +22,11 @@ from moegguf.engine.memory import (
     memory_needs,
     row_bytes,
 )
-from moegguf.engine.plan import Plan, make_plan, slot_bytes
+from moegguf.engine.plan import Plan, make_plan, slot_bytes, staging_bytes
 from moegguf.errors import BudgetError
 from moegguf.gguf.experts import ExpertLayout
 from moegguf.gguf.projector import ProjectorHeader
+from moegguf.native.slot_sizes import slot_tokens
 from moegguf.native.store import STAGING_SHARE, STAGING_TENSORS
 from moegguf.quantities import GIB, ExpertCache, format_bytes, format_bytes_up, parse_expert_cache
 
@@ -39,27 +40,76 @@ def staging_choices(wanted: int | None) -> tuple[int, ...]:
     return (wanted,) if wanted else ()
 
 
-def best_staging(plan: Callable[[int], Plan], wanted: int | None) -> Plan:
-    """Of the plans for a device with 0, 1 and STAGING_TENSORS staging tensors the one with the most that fit into its
-    memory and into STAGING_SHARE of a budget. wanted: with so many, beside a budget that is given, where they fit.
+class Passes(NamedTuple):
+    """Slots on devices, and the tokens of a prompt's pass with them."""
+
+    n_slots: int
+    n_ubatch: int
+
+
+def best_staging(layout: ExpertLayout, plan: Callable[[int], Plan], wanted: int | None) -> Plan:
+    """Of the plans for devices with 0, 1 and STAGING_TENSORS staging tensors each the one with the most that fit into
+    their memory; with more than one, into STAGING_SHARE of a budget; with one, where a request costs less so than with
+    prompts in passes that slots are exact for. wanted: with so many, beside a budget that is given, where they fit.
     Raises BudgetError where no plan does."""
     without = _plan_or_error(plan, 0)
-    resident = isinstance(without, Plan) and without.resident
-    for n in () if resident else staging_choices(wanted):
+    nothing_missed = isinstance(without, Plan) and _has_every_expert(layout, without)
+    for n in () if nothing_missed else staging_choices(wanted):
         found = _plan_or_error(plan, n)
         if isinstance(found, BudgetError):
             continue
-        small = found.staging_bytes <= STAGING_SHARE * (found.staging_bytes + found.budget_bytes)
-        fits = found.total_bytes <= found.available_bytes
-        if not found.resident and (wanted or (small and fits)):
-            reason = (
-                f"prompts are staged in {n} tensor{'s' * (n > 1)} of a layer's experts"
-                f" ({format_bytes(found.staging_bytes)}): slots keep theirs meanwhile"
-            )
-            return replace(found, n_staging=n, reasons=(*found.reasons, reason))
+        if wanted is None and found.total_bytes > found.available_bytes:
+            continue
+        before = None if isinstance(without, BudgetError) else Passes(without.device_slots, without.n_ubatch)
+        now = Passes(found.device_slots, found.n_ubatch)
+        if wanted or staging_pays(layout, n, found.staging_bytes, now, before):
+            reasons = _staging_reasons(layout, n, found.staging_bytes, now, before)
+            return replace(found, n_staging=n, reasons=(*found.reasons, *reasons))
     if isinstance(without, BudgetError):
         raise without
     return without
+
+
+def staging_pays(layout: ExpertLayout, n: int, n_bytes: int, staged: Passes, without: Passes | None) -> bool:
+    """Whether n staging tensors of so many bytes are better than none, with which passes are those of `without`; None:
+    that is impossible. A token's experts over all layers keep their slots where there are as many without."""
+    if n > 1:
+        return n_bytes <= STAGING_SHARE * (n_bytes + staged.n_slots * slot_bytes(layout))
+    if without is None:
+        return True
+    keeps_cycle = not staged.n_slots < layout.token_cycle_slots <= without.n_slots
+    return keeps_cycle and _cost(layout, staged, True) < _cost(layout, without, False)
+
+
+def _cost(layout: ExpertLayout, passes: Passes, staged: bool) -> float:
+    return request_cost(layout, slot_bytes(layout), *passes, prompts_take_slots=not staged)
+
+
+def _staging_reasons(
+    layout: ExpertLayout, n: int, n_bytes: int, staged: Passes, without: Passes | None
+) -> Iterator[str]:
+    yield (
+        f"prompts are staged in {n} tensor{'s' * (n > 1)} of a layer's experts"
+        f" ({format_bytes(n_bytes)}): slots keep theirs meanwhile"
+    )
+    if n == 1 and without is not None:
+        moved = format_bytes(round(_cost(layout, staged, True)))
+        otherwise = format_bytes(round(_cost(layout, without, False)))
+        yield (
+            f"a prompt of {PROMPT_TOKENS} tokens and an answer of {ANSWER_TOKENS} then move about {moved}, against"
+            f" {otherwise} with {without.n_slots} slots, which are exact for passes of {without.n_ubatch}"
+            f" token{'s' * (without.n_ubatch > 1)}"
+        )
+
+
+def _has_every_expert(layout: ExpertLayout, plan: Plan) -> bool:
+    """Whether every device has a slot for each expert of its layers."""
+    n_experts = {layer.il: layer.n_expert for layer in layout.layers}
+    of_devices = [part for part in plan.devices if part.name is not None]
+    return plan.resident or (
+        len(of_devices) > 0
+        and all(part.n_slots >= sum(n_experts.get(il, 0) for il in part.layers) for part in of_devices)
+    )
 
 
 def _plan_or_error(plan: Callable[[int], Plan], n: int) -> Plan | BudgetError:
@@ -87,11 +137,12 @@ def plan_tiers(
 
     def on_device(n: int) -> Plan:
         return make_plan(
-            layout, vram, device.memory, margin=VRAM_MARGIN_BYTES, option="vram_cache", streams=False, staging=n,
-            staging_within=staging is None, **options,
+            layout, vram, device.memory, margin=VRAM_MARGIN_BYTES, option="vram_cache", streams=False,
+            staged_bytes=staging_bytes(layout, n), staging_within=staging is None,
+            slot_tokens=slot_tokens(device.name), **options,
         )  # fmt: skip
 
-    upper = best_staging(on_device, staging if layout.is_moe else 0)
+    upper = best_staging(layout, on_device, staging if layout.is_moe else 0)
     n_slots = 0 if upper.resident else lower_slots(layout, ram, memory, upper.slot_bytes, upper.n_ubatch)
     host = host_bytes(layout, upper.n_ubatch) + n_slots * upper.slot_bytes
     reason = f"every layer is computed on {device.name}"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
@@ -26,6 +26,7 @@ Kind = Literal["gate", "up", "down", "gate_up"]
 KINDS: tuple[Kind, ...] = ("gate", "up", "down", "gate_up")
 
 _EXPERTS = re.compile(r"blk\.(\d{1,6})\.ffn_(gate|up|down|gate_up)_exps\.weight")
+_LAYER = re.compile(r"blk\.(\d{1,6})\.")
 _ROUTER = re.compile(r"blk\.(\d{1,6})\.ffn_gate_inp\.weight")
 
 
@@ -111,6 +112,7 @@ class ExpertLayout:
     tensor_types: Mapping[str, tuple[int, int]]
     routers: tuple[RouterTensor, ...] = ()
     looked_up_bytes: int = 0  # of the embedding matrix where it is nothing else: a token reads one row of it
+    layer_dense_bytes: Mapping[int, int] = field(default_factory=dict)  # by layer: its part of dense_bytes
 
     @property
     def is_moe(self) -> bool:
@@ -165,7 +167,14 @@ class ExpertLayout:
         kept = tuple(layer for layer in self.layers if layer.il in wanted)
         expert_bytes = sum(layer.n_expert * layer.expert_bytes for layer in kept)
         dense_bytes = self.dense_bytes + self.expert_bytes - expert_bytes
-        return replace(self, layers=kept, expert_bytes=expert_bytes, dense_bytes=dense_bytes)
+        layer_dense_bytes = dict(self.layer_dense_bytes)
+        for layer in self.layers:
+            if layer.il not in wanted:
+                own_bytes = layer.n_expert * layer.expert_bytes
+                layer_dense_bytes[layer.il] = layer_dense_bytes.get(layer.il, 0) + own_bytes
+        return replace(
+            self, layers=kept, expert_bytes=expert_bytes, dense_bytes=dense_bytes, layer_dense_bytes=layer_dense_bytes
+        )
 
     @property
     def chat_template(self) -> str | None:
@@ -216,7 +225,16 @@ def read_layout(path: str | os.PathLike[str]) -> ExpertLayout:
         tensor_types=_count_types(tensors),
         routers=tuple(sorted(_routers(files, hparams.n_layer), key=lambda router: router.il)),
         looked_up_bytes=embedding.n_bytes if embedding and "output.weight" in tensors else 0,
+        layer_dense_bytes=_layer_dense_bytes(tensors),
     )
+
+
+def _layer_dense_bytes(tensors: Mapping[str, TensorInfo]) -> dict[int, int]:
+    n_bytes: dict[int, int] = {}
+    for name, tensor in tensors.items():
+        if (match := _LAYER.match(name)) and not _EXPERTS.fullmatch(name):
+            n_bytes[int(match[1])] = n_bytes.get(int(match[1]), 0) + tensor.n_bytes
+    return n_bytes
 
 
 def _routers(files: tuple[GgufFile, ...], n_layer: int) -> Iterator[RouterTensor]:

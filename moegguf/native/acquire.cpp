@@ -533,7 +533,7 @@ void Acquire::resize(Tier & tier, int n_slots) {
         throw Error(MOEGGUF_INVALID, "staging tensors keep the size of a layer");
     }
     const bool computes = tier.id == TierId::compute;
-    const int least = computes ? tier.layers.n_used_max : 1, most = tier.residency.n_slots();
+    const int least = computes ? tier.pass_slots : 1, most = tier.residency.n_slots();
     if (n_slots < least || n_slots > most) {
         throw Error(MOEGGUF_INVALID, "the tier can have " + std::to_string(least) + " to " + std::to_string(most) +
                                          " slots, not " + std::to_string(n_slots));
@@ -557,7 +557,7 @@ void Acquire::reallocate(Tier & tier, int n_slots) {
         throw Error(MOEGGUF_INVALID, "staging tensors keep the size of a layer");
     }
     const bool computes = tier.id == TierId::compute;
-    const int least = computes ? tier.layers.n_used_max : 1, most = tier.residency.n_slots();
+    const int least = computes ? tier.pass_slots : 1, most = tier.residency.n_slots();
     if (n_slots < least || n_slots > most) {
         throw Error(MOEGGUF_INVALID, "the tier can have " + std::to_string(least) + " to " + std::to_string(most) +
                                          " slots, not " + std::to_string(n_slots));

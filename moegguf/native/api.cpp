@@ -104,6 +104,10 @@ int moegguf_most_slots(const char * device, const moegguf_matrix * matrices, int
     });
 }
 
+int32_t moegguf_slot_tokens(const char * device) {
+    return device ? most_slot_tokens(device) : INT32_MAX;
+}
+
 int moegguf_link_add(const moegguf_link * link, const char ** name) {
     return guarded([&] { given(name) = add_link_device(given(link)); });
 }

@@ -14,6 +14,7 @@ bool fault(moegguf_fault_kind kind);
 int sys_open(const char * path, int flags);
 int sys_fstat(int fd, struct stat * st);
 ssize_t sys_pread(int fd, void * buffer, size_t n, off_t offset);
+void slow_compute(); // 20 ms more, where that is armed
 void * sys_aligned_alloc(size_t alignment, size_t n);
 
 } // namespace moegguf

@@ -51,10 +51,8 @@ FLAG = {
     )
 }
 
-FAULT = {
-    name: kind
-    for kind, name in enumerate(("open", "read", "stat", "alloc", "thread", "short_read", "eintr", "slow_read", "copy"))
-}
+_FAULTS = ("open", "read", "stat", "alloc", "thread", "short_read", "eintr", "slow_read", "copy", "slow_compute")
+FAULT = {name: kind for kind, name in enumerate(_FAULTS)}
 
 
 class Matrix(c.Structure):
@@ -83,7 +81,7 @@ class Device(c.Structure):
         ("n_slots", c.c_int32),
         ("has_lower_tier", c.c_int32),
         ("n_staging_tensors", c.c_int32),
-        ("reserved", c.c_int32),
+        ("n_pass_slots", c.c_int32),
         ("sim_copy_bytes_per_ns", c.c_double),
         ("sim_copy_latency_ns", c.c_double),
     ]
@@ -392,6 +390,7 @@ _PLAIN_CALLS: dict[str, tuple[object, list[type]]] = {
     "moegguf_predictor_name": (c.c_char_p, [c.c_int32]),
     "moegguf_store_close": (None, [c.c_void_p]),
     "moegguf_store_buft": (c.c_void_p, [c.c_void_p]),
+    "moegguf_slot_tokens": (c.c_int32, [c.c_char_p]),
     "moegguf_lane_close": (None, [c.c_void_p]),
     "moegguf_fault_arm": (None, [c.c_int, c.c_uint64, c.c_int, c.c_int]),
     "moegguf_fault_count": (c.c_uint64, [c.c_int]),

@@ -1,12 +1,28 @@
 #include "missed.h"
 
+#include "clock.h"
+#include "fault.h"
 #include "short_slices.h"
 
 #include <algorithm>
 #include <cstdio>
+#include <iterator>
 #include <system_error>
 
 namespace moegguf {
+namespace {
+
+// A moving average of times that others may disturb, and of which few come while something else is faster: one that is
+// far longer counts as four times the average, and one of less than half pulls it down at once.
+void follow(double & mean_ns, double ns) {
+    if (ns < mean_ns / 2) {
+        mean_ns = (mean_ns + ns) / 2;
+    } else {
+        fade_in(mean_ns, mean_ns > 0 ? std::min(ns, 4 * mean_ns) : ns);
+    }
+}
+
+} // namespace
 
 Missed::~Missed() {
     {
@@ -78,32 +94,29 @@ void Missed::choose(Lane & lane, const Moment & now, const int32_t * ids, int n_
     if (!serves(now.il, n_tokens) || lane.chain.kind == ExpertChain::unknown || tier.numbering.resident()) {
         return;
     }
-    to_copy_.clear();
-    to_compute_.clear();
-    for (int expert : lane.distinct) {
-        if (lane.slot_of[expert] == Lane::no_slot_yet) {
-            (admission_.admits(now.il, expert) ? to_copy_ : to_compute_).push_back(expert);
-        }
-    }
-    const int n_admitted = (int)to_copy_.size(), n_missed = n_admitted + (int)to_compute_.size();
+    missing_.clear();
+    std::copy_if(lane.distinct.begin(), lane.distinct.end(), std::back_inserter(missing_),
+                 [&](int expert) { return lane.slot_of[expert] == Lane::no_slot_yet; });
+    const auto admitted = [&](int expert) { return admission_.admits(now.il, expert); };
+    const auto first_use = std::stable_partition(missing_.begin(), missing_.end(), admitted);
+    const int n_admitted = int(first_use - missing_.begin()), n_missed = (int)missing_.size();
     const int n_copies = count_copies(now.il, n_admitted, n_missed);
     if (n_copies == n_missed) {
         return;
     }
     for (int i = 0; i < n_copies; i++) { // what they are copied from makes no room for those that follow
-        if (const int r = tier.below()->residency.find(now.il, to_copy_[i]); r >= 0) {
+        if (const int r = tier.below()->residency.find(now.il, missing_[i]); r >= 0) {
             tier.below()->residency.touch(r);
         }
     }
     MissedJob & job = new_job(lane, now.il, n_expert_used);
-    for (int expert : to_compute_) {
-        lane.slot_of[expert] =
-            take(job, now, expert, ids, n_expert_used * n_tokens) ? Lane::computed_below : Lane::no_slot_yet;
-    }
-    for (int i = n_copies; i < n_admitted; i++) { // a slot when the link is free
-        const int expert = to_copy_[i];
-        if (take(job, now, expert, ids, n_expert_used * n_tokens)) {
-            lane.slot_of[expert] = Lane::computed_below;
+    for (int i = n_missed - 1; i >= n_copies; i--) { // first uses first
+        const int expert = missing_[i];
+        if (!take(job, now, expert, ids, n_expert_used * n_tokens)) {
+            continue;
+        }
+        lane.slot_of[expert] = Lane::computed_below;
+        if (i < n_admitted) { // a slot when the link is free
             count(shared_.counters.prefetch_requested);
             if (!transfers_.prefetch(now.il, expert)) {
                 count(shared_.counters.prefetch_dropped);
@@ -116,12 +129,31 @@ void Missed::choose(Lane & lane, const Moment & now, const int32_t * ids, int n_
     }
 }
 
-// Of the admitted ones, so many that link and processor end as soon as they can, side by side.
-int Missed::count_copies(int il, int n_admitted, int n_missed) const {
-    const double copy_ns = tiers_.of(il).copies->bytes_ns();
-    const auto layer_ns = [&](int n) { return std::max(n * copy_ns, (n_missed - n) * bytes_ns_); };
-    int best = n_admitted; // also while nothing is known
-    for (int n = n_admitted - 1; n >= 0; n--) {
+// So many of a layer's misses that link and processor end as soon as they can, side by side. Now and then one goes the
+// other way, so that both averages stay those of today.
+int Missed::count_copies(int il, int n_admitted, int n_missed) {
+    constexpr int most_alike = 32;
+    const int n = count_fastest(il, n_missed);
+    if (n_missed == 0) {
+        return 0;
+    }
+    n_alike_ = n == 0 || n == n_missed ? n_alike_ + 1 : 0;
+    if (n_alike_ < most_alike || (n == 0 && n_admitted == 0)) {
+        return n;
+    }
+    n_alike_ = 0;
+    return n == 0 ? 1 : n - 1;
+}
+
+int Missed::count_fastest(int il, int n_missed) const {
+    const double expert_ns = (double)expert_bytes(il), copy_ns = expert_ns * tiers_.of(il).copies->bytes_ns();
+    const auto layer_ns = [&](int n) {
+        const int n_computed = n_missed - n;
+        const double computed_ns = n_computed > 0 ? start_ns_ + n_computed * expert_ns * bytes_ns_ : 0;
+        return std::max(n * copy_ns, computed_ns) + (n_computed > 0 ? write_ns_ : 0);
+    };
+    int best = 0; // also while the processor's time is not known
+    for (int n = 1; n <= n_missed && bytes_ns_ > 0; n++) {
         best = layer_ns(n) < layer_ns(best) ? n : best;
     }
     return best;
@@ -224,6 +256,7 @@ void Missed::begin(Lane & lane, const float * inputs, int n_embd, const float * 
     job.inputs.assign(inputs, inputs + (size_t)n_tokens * n_embd);
     job.weights.assign(weights, weights + (weights ? n_choices : 0));
     job.rows.resize(n_choices * n_embd);
+    job.queued_ns = now_ns();
     Lock lock(shared_.mutex);
     job.begun = true;
     queue_.push(&job);
@@ -272,6 +305,7 @@ void Missed::write(Lane & lane, ggml_tensor * t) {
         lane.fail(MOEGGUF_IO, job.il, job.failed_expert, job.why);
     }
     lock.unlock();
+    const uint64_t start = now_ns();
     const auto chosen = [&](int i) {
         return std::find(job.choices.begin(), job.choices.end(), i) != job.choices.end();
     };
@@ -287,6 +321,7 @@ void Missed::write(Lane & lane, ggml_tensor * t) {
         i += n + 1;
     }
     lock.lock();
+    follow(write_ns_, (double)(now_ns() - start));
     forget(lane);
 }
 
@@ -302,6 +337,7 @@ void Missed::run() {
         }
         MissedJob & job = *queue_.pop();
         computing_ = true;
+        follow(start_ns_, (double)(now_ns() - job.queued_ns));
         try {
             compute(job, lock);
         } catch (const std::exception & e) { // memory, too
@@ -329,12 +365,13 @@ void Missed::compute(MissedJob & job, Lock & lock) {
         }
         lock.unlock();
         const uint64_t start = now_ns();
+        slow_compute();
         compute_ready(job);
         const uint64_t took_ns = now_ns() - start;
         lock.lock();
         n_computed_ += ready_.size();
         compute_ns_ += took_ns;
-        fade_in(bytes_ns_, (double)took_ns / (ready_.size() * expert_bytes(job.il)));
+        follow(bytes_ns_, (double)took_ns / (ready_.size() * expert_bytes(job.il)));
     }
 }
 

@@ -32,6 +32,7 @@ struct MissedJob {
     std::vector<float> inputs;  // [n_tokens][n_embd]
     std::vector<float> weights; // [n_tokens][n_expert_used] where the chain wants them
     std::vector<float> rows;    // [n_tokens][n_expert_used][n_embd], those of choices that are computed
+    uint64_t queued_ns = 0;     // when it was begun
     bool wanted = false;        // by a lane; under the lock, as what follows
     bool begun = false;
     bool done = false;
@@ -75,7 +76,8 @@ class Missed {
 
   private:
     bool is_next(const Lane & lane, const ggml_tensor * t) const;
-    int count_copies(int il, int n_admitted, int n_missed) const;
+    int count_copies(int il, int n_admitted, int n_missed);
+    int count_fastest(int il, int n_missed) const;
     MissedJob & new_job(Lane & lane, int il, int n_expert_used);
     bool take(MissedJob & job, const Moment & now, int expert, const int32_t * ids, int n_choices);
     void release(MissedJob & job);
@@ -101,12 +103,14 @@ class Missed {
     std::condition_variable work_;
     std::vector<MissedJob::Expert *> ready_; // of the thread
     std::vector<uint8_t> memory_;            // of its graphs
-    std::vector<int> to_copy_;               // scratch of choose()
-    std::vector<int> to_compute_;
-    uint64_t n_computed_ = 0; // under the lock, as the figures below
+    std::vector<int> missing_;               // scratch of choose()
+    uint64_t n_computed_ = 0;                // under the lock, as the figures below
     uint64_t compute_ns_ = 0;
     uint64_t stall_ns_ = 0; // of compute threads, for rows
-    double bytes_ns_ = 0;
+    double bytes_ns_ = 0; // of the thread, per byte, on average
+    double start_ns_ = 0; // until it begins with a layer
+    double write_ns_ = 0; // of what it has computed to the device, with a layer
+    int n_alike_ = 0;     // events in a row whose misses were all copied, or all computed
     int n_layers_ = -1;
     std::string note_;
     std::thread thread_;

@@ -114,7 +114,7 @@ struct moegguf_device {
     int32_t n_slots;
     int32_t has_lower_tier;    // what is missed here comes through the tier below
     int32_t n_staging_tensors; // of a layer's full shape, for prompts; up to 3; 0: passes must fit the slots
-    int32_t reserved;
+    int32_t n_pass_slots;      // that a pass may need here at once, of any layer, where it is not staged; 0: a token's
     double sim_copy_bytes_per_ns; // simulation: the link from the tier below, 0 = free
     double sim_copy_latency_ns;   // simulation: per copy
 };
@@ -416,6 +416,10 @@ MOEGGUF_API int moegguf_slot_sizes(const struct moegguf_matrix * matrices, int32
 MOEGGUF_API int moegguf_most_slots(const char * device, const struct moegguf_matrix * matrices, int32_t n_matrices,
                                    int32_t n_slots, int32_t * most);
 
+// The most tokens of a pass whose experts a device's kernels multiply with as if every expert were resident, to the
+// last bit, however many slots there are, by its name; NULL: the CPU, where any number is.
+MOEGGUF_API int32_t moegguf_slot_tokens(const char * device);
+
 // A simulated device more, known to ggml until the process ends, so that models loaded later can lie on it. name: by
 // which ggml finds it.
 MOEGGUF_API int moegguf_link_add(const struct moegguf_link * link, const char ** name);
@@ -555,6 +559,7 @@ enum moegguf_fault_kind {
     MOEGGUF_FAULT_EINTR,
     MOEGGUF_FAULT_SLOW_READ,
     MOEGGUF_FAULT_COPY,
+    MOEGGUF_FAULT_SLOW_COMPUTE, // of misses, by the CPU
     MOEGGUF_FAULT_KINDS
 };
 MOEGGUF_API void moegguf_fault_arm(int kind, uint64_t nth, int sticky, int sys_errno);

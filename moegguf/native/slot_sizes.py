@@ -50,6 +50,12 @@ def slot_sizes(layout: ExpertLayout, n_slots: int = 0) -> SlotSizes:
     return SlotSizes(strides, sizes.slot_bytes, sizes.pool_bytes, sizes.guard_bytes, bool(sizes.streams))
 
 
+def slot_tokens(device: str | None) -> int:
+    """The most tokens of a pass that a device, by ggml's name (None: the CPU), computes as if every expert were
+    resident, to the last bit, however many slots there are."""
+    return int(library.load().moegguf_slot_tokens(device.encode() if device else None))
+
+
 def most_slots(layout: ExpertLayout, device: str | None, n_slots: int) -> int:
     """Of n_slots slots, those that one pool can have on a device, by ggml's name (None: the CPU): the largest buffer
     there, and the largest tensor that its kernels multiply with, have to hold it. Raises OptionError for an unknown

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes as c
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +16,8 @@ from moegguf.native.slot_sizes import matrices_of, slot_sizes
 from moegguf.quantities import MIB, Link
 
 NO_LINK = Link(0.0)
-SECONDS = 0.06  # for each figure
+SECONDS = 0.06  # for each figure, in all turns together
+TURNS = 3  # spread over the measuring: what else the machine does takes some time at once, and only makes slower
 DENSE_BYTES = 4 * MIB  # of a matrix that stands for those of no expert
 LEAST_SHARE = 0.05  # of the weights that are no experts, of a type that is measured
 POOL_BYTES = 96 * MIB  # of slots that take turns: more than caches hold
@@ -48,26 +51,34 @@ def measure_speeds(
 ) -> Speeds:
     """Measures with the first of the model's largest layers with experts; device: ggml's name, None: the CPU alone.
 
-    Takes about a second on a fast link, and about 100 MiB of each memory, or a token's experts of one layer where these
-    are more. Raises AllocationError, ExpertIOError, OptionError where the device has no kernel for these experts.
+    Every figure is measured in TURNS, and is the best of them. Takes a second or two on a fast link, and about 100 MiB
+    of each memory, or a token's experts of one layer where these are more. Raises AllocationError, ExpertIOError,
+    OptionError where the device has no kernel for these experts.
     """
     layer = max(layout.layers, key=lambda layer: layer.expert_bytes)
     of_layer = layout.only([layer.il])
     n_slots = _n_slots(layer, slot_sizes(of_layer).slot_bytes)
     paths = [str(shard.path).encode() for shard in layout.shards]
-    how = device, n_threads, repack
-    speeds = _measure(matrices_of(of_layer), paths, layer.il, layer.n_expert_used, n_slots, *how, seconds)
+    how, token_bytes = (device, n_threads, repack), layer.n_expert_used * layer.expert_bytes
+    turns: list[library.SpeedsStruct] = []
+    dense_turns: dict[int, list[library.SpeedsStruct]] = {}
+    dense = {number: _dense_matrix(number, layout.hparams.n_embd) for number in dense_types(layout)}
+    for _ in range(TURNS):
+        of_layer_s = seconds / TURNS
+        turns.append(_measure(matrices_of(of_layer), paths, layer.il, layer.n_expert_used, n_slots, *how, of_layer_s))
+        for number, matrix in dense.items():
+            if matrix is not None:
+                with suppress(OptionError):  # no kernel for experts of this type, which it is not
+                    found = _measure(
+                        (library.Matrix * 1)(matrix), [], 0, 1, max(2, POOL_BYTES // matrix.expert_bytes), *how,
+                        of_layer_s / 2,
+                    )  # fmt: skip
+                    dense_turns.setdefault(number, []).append(found)
+    speeds = best_of(turns, token_bytes)
     dense_s = [0.0, 0.0]  # of the CPU, of the device
     n_dense = 0
-    for dense_type, n_bytes in dense_types(layout).items():
-        matrix = _dense_matrix(dense_type, layout.hparams.n_embd)
-        if matrix is None:
-            continue
-        n_slots = max(2, POOL_BYTES // matrix.expert_bytes)
-        try:
-            of_type = _measure((library.Matrix * 1)(matrix), [], 0, 1, n_slots, *how, seconds / 2)
-        except OptionError:  # no kernel for experts of this type, which it is not
-            continue
+    for number, of_turns in dense_turns.items():
+        n_bytes, of_type = dense_types(layout)[number], best_of(of_turns, token_bytes)
         dense_s[0] += n_bytes / of_type.cpu_bytes_per_ns
         dense_s[1] += n_bytes / of_type.device_bytes_per_ns if device else 0.0
         n_dense += n_bytes
@@ -83,6 +94,20 @@ def measure_speeds(
         cpu_dense_bytes_per_s=(n_dense / dense_s[0] if n_dense else speeds.cpu_bytes_per_ns) * 1e9,
         device_dense_bytes_per_s=(n_dense / dense_s[1] if n_dense and device else speeds.device_bytes_per_ns) * 1e9,
     )
+
+
+def best_of(turns: Sequence[library.SpeedsStruct], token_bytes: int) -> library.SpeedsStruct:
+    """The best of every figure in some measurements. Bandwidth and latency of copies belong together: those with which
+    so many bytes come soonest."""
+    best = library.SpeedsStruct()
+    for name in ("cpu_bytes_per_ns", "device_bytes_per_ns", "pinned_memory"):
+        setattr(best, name, max(getattr(turn, name) for turn in turns))
+    for name in ("cpu_op_ns", "device_op_ns", "stop_ns", "cpu_layer_ns"):
+        setattr(best, name, min(getattr(turn, name) for turn in turns))
+    if best.device_bytes_per_ns:
+        soonest = min(turns, key=lambda turn: turn.copy_ns + token_bytes / turn.copy_bytes_per_ns)
+        best.copy_ns, best.copy_bytes_per_ns = soonest.copy_ns, soonest.copy_bytes_per_ns
+    return best
 
 
 def dense_types(layout: ExpertLayout) -> dict[int, int]:

@@ -24,12 +24,12 @@ std::vector<std::unique_ptr<Copies>> make_copies(const Layout & layout, const mo
     return copies;
 }
 
-// What is n in all for tiers with so many slots: what each needs at least, and of the rest in proportion to what it has
-// above that.
+// What is n in all for tiers with so many slots: what a pass needs of each at least, and of the rest in proportion to
+// what it has above that.
 std::vector<int> share_out(const std::vector<Tier *> & tiers, int n) {
     int64_t least = 0, most = 0;
     for (const Tier * tier : tiers) {
-        least += tier->layers.n_used_max;
+        least += tier->pass_slots;
         most += tier->residency.n_slots();
     }
     if (n < least || n > most) {
@@ -39,9 +39,9 @@ std::vector<int> share_out(const std::vector<Tier *> & tiers, int n) {
     std::vector<int> shares;
     int64_t left = n - least, room = most - least;
     for (const Tier * tier : tiers) {
-        const int64_t own_room = tier->residency.n_slots() - tier->layers.n_used_max;
+        const int64_t own_room = tier->residency.n_slots() - tier->pass_slots;
         const int64_t share = room > 0 ? left * own_room / room : 0;
-        shares.push_back(int(tier->layers.n_used_max + share));
+        shares.push_back(int(tier->pass_slots + share));
         left -= share;
         room -= own_room;
     }

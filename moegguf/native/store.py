@@ -34,8 +34,7 @@ class Tier(enum.IntEnum):
 
 MOST_STAGING_TENSORS = 3
 STAGING_TENSORS = 2  # one is filled while the other is computed with; more gain nothing
-STAGING_SHARE = 0.25  # of the device's memory for experts, at most: what prompts gain costs answers slots
-MOST_SLOT_TOKENS = 4  # of a pass that is not staged, where prompts are; of some devices: 1
+STAGING_SHARE = 0.25  # of the device's memory for experts, at most, that more than one takes: they cost answers slots
 
 
 @dataclass(frozen=True)
@@ -43,8 +42,9 @@ class DeviceSlots:
     """A device that computes layers, by ggml's name (None: the CPU), and the slots there for their experts.
 
     layers: those with experts among them count. lower: what is missed comes through slots in RAM below, where the store
-    has some. staging: tensors of a layer's full shape that prompts are staged in (native/staging.h). link: from RAM to
-    the device, of a simulation; None: as the store's options say.
+    has some. staging: tensors of a layer's full shape that prompts are staged in (native/staging.h). pass_slots: those
+    that a pass may need there at once where it is not staged, which resizing leaves; 0: those of a token. link: from
+    RAM to the device, of a simulation; None: as the store's options say.
     """
 
     name: str | None
@@ -52,6 +52,7 @@ class DeviceSlots:
     layers: Collection[int]
     lower: bool = False
     staging: int = 0
+    pass_slots: int = 0
     link: Link | None = None
 
 
@@ -271,7 +272,7 @@ class Store:
         link = device.link or Link(self.options.copy_bytes_per_s, self.options.copy_latency_s)
         name = device.name.encode() if device.name else None
         per_ns, latency_ns = link.bytes_per_s / 1e9, link.latency_s * 1e9
-        return library.Device(name, device.n_slots, device.lower, device.staging, 0, per_ns, latency_ns)
+        return library.Device(name, device.n_slots, device.lower, device.staging, device.pass_slots, per_ns, latency_ns)
 
     def device_of(self, il: int) -> int:
         """Which of `devices` computes a layer; -1: none."""

@@ -33,14 +33,13 @@ bool is_cpu(const moegguf_device & device, bool simulated) {
            (!simulated && ggml_backend_dev_type(find_device(device.name)) == GGML_BACKEND_DEVICE_TYPE_CPU);
 }
 
-// Up to so many tokens the device's kernels multiply each on its own, and round as with every expert resident, however
-// many slots there are: ggml's get_mmvq_mmid_max_batch, at least.
+} // namespace
+
+// Kernels multiply each token on its own up to ggml's get_mmvq_mmid_max_batch, which is this at least.
 int most_slot_tokens(const char * device) {
     const std::string name = device ? device : "";
     return name.rfind("CUDA", 0) == 0 || name.rfind("ROCm", 0) == 0 ? 4 : 1;
 }
-
-} // namespace
 
 Tier::Tier(TierId id, const Layout & layout, const LayerSet & layers, const Numbering & numbering,
            const PoolMemory * memory, Tier * below, Events & events)
@@ -99,6 +98,7 @@ Tiers::Tiers(const Layout & layout, const moegguf_config & config, Events & even
             on_cpu = compute.back().get();
         }
         add_staging(layout, device, *compute.back(), simulated ? nullptr : &memory, events);
+        compute.back()->set_pass_slots(device.n_pass_slots);
     }
 }
 
@@ -125,6 +125,10 @@ void Tiers::add_staging(const Layout & layout, const moegguf_device & device, Ti
 Tier & Tiers::of(int il, int n_tokens) const {
     Tier & slots = of(il);
     return slots.staging && n_tokens > slots.slot_tokens ? *slots.staging : slots;
+}
+
+void Tier::set_pass_slots(int n_slots) {
+    pass_slots = std::min(std::max(n_slots, layers.n_used_max), residency.n_slots());
 }
 
 int Tier::take_slot(int il, int expert, const Moment & now, const Bid & bid) {

@@ -18,6 +18,9 @@ class Copies;
 // The most tensors of a device that prompts are staged in (staging.h).
 constexpr int most_staging_tensors = 3;
 
+// Up to so many tokens of a pass a device's kernels round as with every expert resident, however many slots there are.
+int most_slot_tokens(const char * device);
+
 // All calls come under the store's lock unless they say otherwise.
 class Tier {
   public:
@@ -40,8 +43,10 @@ class Tier {
     Tier * staged_for = nullptr;            // of a staging tier: the one with slots on the same device
     Tier * staging = nullptr;               // the other way round
     int slot_tokens = 0;                    // with staging: passes of more tokens are staged
+    int pass_slots = 0;                     // that a pass may need at once: the pool gets no smaller
     std::atomic<int> resize_to{0};          // slots from the next routing event on; 0: no resize is due
 
+    void set_pass_slots(int n_slots);                                            // what passes that are not staged need
     int take_slot(int il, int expert, const Moment & now, const Bid & bid = {}); // -1: none
     int reserve_slot(int il, const Moment & now); // for experts that are streamed; -1: none
     void adopt(int s, int expert);                // which is in such a slot, whole

@@ -63,8 +63,6 @@ def two_tiers_on_rpc(
     """
     register(rpc, port)
     options: dict[str, Any] = {"n_ctx": 512, "n_threads": 1, "logits_all": True, "verbose": False}
-    with hooks_off(), Llama(path, n_gpu_layers=-1, **options) as llm:
-        plain = greedy_logits(llm)
     vram, ram = (share_for(path, n) for n in slots)
     with Llama(path, vram_cache=vram, expert_cache=ram, **options) as llm:
         assert llm.session is not None
@@ -89,7 +87,9 @@ def two_tiers_on_rpc(
         for tier in stats.tiers:
             figures[tier.name]["typed"] = tier
         assert stats.in_vram and stats.below is stats.tiers[1]
-        return plain, logits, figures
+        n_ubatch = llm.plan.n_ubatch
+    with hooks_off(), Llama(path, n_gpu_layers=-1, n_ubatch=n_ubatch, **options) as llm:
+        return greedy_logits(llm), logits, figures
 
 
 def check_views(tiers: dict[str, dict[str, Any]]) -> None:

@@ -33,7 +33,7 @@ def behind_a_link(path: Path, vram: int, ram: int, **options: Any) -> Llama:
     """A model on a simulated device with so many slots there, and in RAM below it."""
     device = add_link_device(LINK, memory_bytes=DEVICE_BYTES)
     budgets = {"vram_cache": share_for(path, vram), "expert_cache": share_for(path, ram)}
-    return Llama(path, store=StoreOptions(device=device), **budgets, **OPTIONS | options)
+    return Llama(path, store=StoreOptions(device=device, staging=0), **budgets, **OPTIONS | options)
 
 
 def in_several_pools(path: Path) -> dict[str, Any]:
@@ -43,25 +43,26 @@ def in_several_pools(path: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for vram, ram in ((19, 40), (36, 30), (64, 64)):
         budgets = {"vram_cache": share_for(path, vram), "expert_cache": share_for(path, ram)}
-        options = {"placement": "slots", "store": StoreOptions(device=small), "n_ubatch": 16, **budgets, **OPTIONS}
+        store = StoreOptions(device=small, staging=0)
+        options = {"placement": "slots", "store": store, "n_ubatch": 1, **budgets, **OPTIONS}
         with warnings.catch_warnings(record=True) as told, Llama(path, **options) as llm:
             warnings.simplefilter("always")
             assert llm.session is not None
-            store = llm.session.store
+            opened = llm.session.store
             logits = greedy_logits(llm)
-            pools = [(device.n_slots, tuple(device.layers)) for device in store.devices]
+            pools = [(device.n_slots, tuple(device.layers)) for device in opened.devices]
             found[f"{vram}"] = (
                 logits,
                 pools,
-                store.tier()["device"],
+                opened.tier()["device"],
                 llm.stats().evictions,
                 [str(w.message) for w in told],
             )
             if vram == 36:
-                with pytest.raises(BudgetError, match="too small for a model that was loaded to read 16 tokens"):
-                    llm.set_budget(vram_cache=share_for(path, 31))
+                with pytest.raises(BudgetError, match="too small for a model that was loaded to read 1 tokens"):
+                    llm.set_budget(vram_cache=share_for(path, 7))
                 llm.set_budget(vram_cache=share_for(path, 34))
-                found["less"] = greedy_logits(llm), store.tier()["n_slots_usable"]
+                found["less"] = greedy_logits(llm), opened.tier()["n_slots_usable"]
     return found
 
 
@@ -206,14 +207,14 @@ def tight(path: Path) -> bool:
     short = add_link_device(LINK, memory_bytes=used - 10 * llm.plan.slot_bytes)
     budgets = {"vram_cache": share_for(path, 60), "expert_cache": share_for(path, 40)}
     with pytest.warns(UserWarning, match=f"{short} has no memory for weights and a context beside 60 expert slots"):
-        llm = Llama(path, store=StoreOptions(device=short), **budgets, **OPTIONS)
+        llm = Llama(path, store=StoreOptions(device=short, staging=0), **budgets, **OPTIONS)
     with llm:
         assert 16 <= llm.stats().tiers[0].n_slots <= 30
         assert np.array_equal(greedy_logits(llm), expected)
     none = add_link_device(LINK, memory_bytes=used // 4)
     warnings.simplefilter("ignore")  # in this process
     with pytest.raises(AllocationError):
-        Llama(path, store=StoreOptions(device=none), **budgets, **OPTIONS)
+        Llama(path, store=StoreOptions(device=none, staging=0), **budgets, **OPTIONS)
     return True
 
 

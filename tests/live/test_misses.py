@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from own_process import in_own_process
-from rpc_device import in_child, register
+from rpc_device import in_child, in_child_of_two, register
 from running import Llama, Logits, Reference, TinyModel, follow_tokens, greedy_logits, hooks_off, random_prompt
 
 from moegguf.engine.stats import Stats
@@ -32,9 +32,9 @@ CLOSE = 0.02
 Found = tuple[Logits, Stats, Computed, dict[str, Any]]
 
 
-def behind_a_link(path: Path, **options: Any) -> Llama:
+def behind_a_link(path: Path, link: Link = Link(1e9, 20e-6), **options: Any) -> Llama:
     """A model on a simulated device, with slots there over slots in RAM."""
-    store = StoreOptions(device=link_device(Link(1e9, 20e-6)))
+    store = StoreOptions(device=link_device(link))
     return Llama(path, placement="slots", store=store, **OPTIONS | SMALL | options)
 
 
@@ -76,15 +76,15 @@ def check_computed(found: Found) -> None:
 
 def computed_behind_a_link(path: Path, tokens: list[int], n_ubatch: int) -> Found:
     with behind_a_link(path, misses="compute", n_ubatch=n_ubatch) as llm:
-        assert not llm.plan.exact
+        assert (llm.plan.exact, llm.plan.n_ubatch) == (False, n_ubatch)
         return run(llm, tokens)
 
 
 @pytest.mark.parametrize(
     ("preset", "quant", "n_ubatch"),
     [
-        ("tiny-qwen2moe", "q4_0", 1), ("tiny-qwen2moe", "q4_k_m", 4), ("tiny-qwen3moe", "q8_0", 32),
-        ("tiny-mixtral", "q4_0", 1), ("tiny-deepseek2", "q4_k_m", 4),
+        ("tiny-qwen2moe", "q4_0", 1), ("tiny-qwen2moe", "q4_k_m", 1), ("tiny-qwen3moe", "q8_0", 32),
+        ("tiny-mixtral", "q4_0", 1), ("tiny-deepseek2", "q4_k_m", 1),
     ],
 )  # fmt: skip
 def test_misses_computed_beside_a_device_give_logits_close_to_exact_ones(
@@ -99,10 +99,27 @@ def test_misses_computed_beside_a_device_give_logits_close_to_exact_ones(
 
 def computed_beside_rpc(rpc: Path, port: int, path: Path) -> tuple[Logits, Found]:
     register(rpc, port)
-    with hooks_off(), Llama(path, n_gpu_layers=-1, **OPTIONS) as llm:
+    with hooks_off(), Llama(path, n_gpu_layers=-1, n_ubatch=1, **OPTIONS) as llm:
         exact = greedy_logits(llm, random_prompt(llm, N_PROMPT), N_NEW)
     with Llama(path, misses="compute", placement="slots", **OPTIONS | SMALL) as llm:
         return exact, run(llm, tokens_of(exact))
+
+
+def computed_beside_two_servers(rpc: Path, ports: tuple[int, int], path: Path) -> tuple[Logits, Found]:
+    for port in ports:
+        register(rpc, port)
+    split = {"tensor_split": [1, 1], "n_gpu_layers": -1}
+    with hooks_off(), Llama(path, n_ubatch=1, **split, **OPTIONS) as llm:
+        exact = greedy_logits(llm, random_prompt(llm, N_PROMPT), N_NEW)
+    with Llama(path, misses="compute", placement="slots", **split, **OPTIONS | SMALL) as llm:
+        assert llm.session is not None and list(llm.session.devices()) == ["RPC0", "RPC1"]
+        return exact, run(llm, tokens_of(exact))
+
+
+def test_misses_computed_beside_two_devices_give_logits_close_to_exact_ones(tiny: TinyModel) -> None:
+    exact, found = in_child_of_two(computed_beside_two_servers, tiny("tiny-qwen2moe", "q4_k_m"))
+    check_close(found[0], exact)
+    check_computed(found)
 
 
 def test_misses_computed_beside_another_process_give_logits_close_to_exact_ones(tiny: TinyModel) -> None:
@@ -114,7 +131,7 @@ def test_misses_computed_beside_another_process_give_logits_close_to_exact_ones(
 def exact_ones(path: Path) -> dict[str, Any]:
     """Logits where misses are fetched, and where there are none; and what is said."""
     found: dict[str, Any] = {}
-    budgets = {"fetch": SMALL, "compute": SMALL | {"vram_cache": "100%"}}
+    budgets = {"fetch": SMALL, "compute": SMALL | {"vram_cache": "100%", "n_ubatch": 1}}
     for misses, budget in budgets.items():
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -130,7 +147,7 @@ def exact_ones(path: Path) -> dict[str, Any]:
 
 def test_without_misses_that_the_cpu_may_compute_answers_are_exact(tiny: TinyModel, reference: Reference) -> None:
     path = tiny("tiny-qwen2moe")
-    exact = reference(path, repack=False, n_prompt=N_PROMPT, n_new=N_NEW)
+    exact = reference(path, n_ubatch=1, repack=False, n_prompt=N_PROMPT, n_new=N_NEW)
     found = in_own_process(exact_ones, path)
     for logits, is_exact, n_computed, _ in found.values():
         assert np.array_equal(logits, exact)
@@ -177,7 +194,7 @@ def test_a_layer_that_the_cpu_cannot_repeat_fetches_and_is_named(
     tmp_path: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = with_scales(tmp_path / "scales.gguf", monkeypatch)
-    exact = reference(path, repack=False, n_prompt=N_PROMPT, n_new=N_NEW)
+    exact = reference(path, n_ubatch=1, repack=False, n_prompt=N_PROMPT, n_new=N_NEW)
     found, said = in_own_process(partly_computed, path, tokens_of(exact))
     check_close(found[0], exact)
     assert found[1].misses_computed > 0
@@ -190,7 +207,8 @@ def arrivals(path: Path) -> tuple[list[tuple[int, int]], int]:
     """(tokens since the use before last, those since the last) of experts that came to the device, token by token, and
     how many were used and did not come."""
     came, n_left_out = [], 0
-    with behind_a_link(path, misses="compute", system="lru") as llm:
+    slow = Link(2e7, 1e-3)  # nothing is copied because that is faster
+    with behind_a_link(path, slow, misses="compute", system="lru") as llm:
         assert llm.session is not None
         store = llm.session.store
         last, before, uses = (np.zeros(store.shape, int) for _ in range(3))
@@ -242,7 +260,7 @@ def test_a_read_for_the_cpu_that_fails_ends_the_pass_and_the_next_one_reads_agai
     tiny: TinyModel, reference: Reference
 ) -> None:
     path = tiny("tiny-qwen2moe")
-    exact = reference(path, repack=False, n_prompt=N_PROMPT, n_new=N_NEW)
+    exact = reference(path, n_ubatch=1, repack=False, n_prompt=N_PROMPT, n_new=N_NEW)
     n_failed, copied, logits = in_own_process(failing_reads, path, tokens_of(exact))
     assert n_failed == 3
     assert copied[0] == copied[1] > 0
@@ -304,7 +322,34 @@ def cancelled(path: Path, tokens: list[int]) -> tuple[float, Logits]:
 
 def test_cancelling_ends_a_pass_that_waits_for_the_cpu(tiny: TinyModel, reference: Reference) -> None:
     path = tiny("tiny-qwen2moe")
-    exact = reference(path, repack=False, n_prompt=N_PROMPT, n_new=N_NEW)
+    exact = reference(path, n_ubatch=1, repack=False, n_prompt=N_PROMPT, n_new=N_NEW)
     waited_s, logits = in_own_process(cancelled, path, tokens_of(exact))
     assert waited_s < 1.5  # reads take two seconds
     check_close(logits, exact)
+
+
+def shares(path: Path) -> list[float]:
+    """Of misses, the share that the CPU has computed: as fast as it is, while it is slow, and when it is fast again."""
+    found = []
+    with behind_a_link(path, misses="compute", expert_cache="100%", system="lru") as llm:
+        assert llm.session is not None
+        store, tokens = llm.session.store, iter(random_prompt(llm, 470))
+        for _ in range(30):
+            llm.eval([next(tokens)])
+        for slow, n_tokens in ((0, 30), (1, 100), (0, 300)):
+            library.arm_fault("slow_compute", slow, sticky=True)
+            for n in range(n_tokens):
+                if n == n_tokens // 2:  # averages are those of this half by then
+                    before = llm.stats()
+                llm.eval([next(tokens)])
+            since = llm.stats() - before
+            found.append(since.misses_computed / since.misses)
+        assert store.computed().compute_bytes_ns > 0
+    return found
+
+
+def test_first_uses_are_copied_where_that_is_faster(tiny: TinyModel) -> None:
+    fast, slow, again = in_own_process(shares, tiny("tiny-qwen2moe"))
+    assert fast > 0.2
+    assert slow < 0.1
+    assert again > 2 * slow

@@ -55,7 +55,12 @@ def placed(path: Path, kind: str, vram: str, ram: str) -> tuple[Logits, dict[str
         assert plan.placement is not None and session is not None
         layers = [layer.il for layer in session.layout.layers]
         logits = greedy_logits(llm)
-        facts = {"layers": layers, "tiers": list(session.tiers()), "evictions": llm.stats().evictions}
+        facts: dict[str, Any] = {
+            "n_ubatch": plan.n_ubatch,
+            "layers": layers,
+            "tiers": list(session.tiers()),
+            "evictions": llm.stats().evictions,
+        }
         return logits, facts | {"n_whole": plan.placement.chosen.n_layers, "reasons": plan.reasons}
 
 
@@ -77,7 +82,7 @@ def test_each_placement_gives_the_logits_of_every_expert_resident(
     path = tiny("tiny-qwen2moe", "q4_k_m")
     logits, facts = in_own_process(placed, path, kind, vram, ram)
     assert (facts["layers"], facts["tiers"]) == (layers, tiers)
-    assert np.array_equal(logits, reference(path, repack=False))
+    assert np.array_equal(logits, reference(path, n_ubatch=facts["n_ubatch"], repack=False))
     assert (facts["evictions"] > 0) == (kind != "resident" and ram != "100%")
     assert any("tokens/s" in reason or "every expert fits" in reason for reason in facts["reasons"])
 
@@ -202,14 +207,23 @@ def test_speeds_are_measured_once_and_a_damaged_file_is_measured_again(tiny: Tin
 
 
 def runs_of(path: Path) -> tuple[str, str]:
-    """Where hit rates come from before and after a run."""
+    """Where hit rates come from before and after a run, which corrects predictions."""
     link_device(Link(4e9, 5e-6))
     before = KnownSpeeds(read_layout(path)).hits().source
+    first = Llama.estimate(path, placement="slots", vram_cache="50%", n_ctx=512, n_threads=1).placement
     options = {**OPTIONS, "logits_all": False}
     with Llama(path, placement="slots", vram_cache="50%", expert_cache="100%", **options) as llm:
         llm.eval([1, 2, 3])
         for token in range(330):
             llm.eval([token])
+        assert llm._meter is not None
+        measured = llm._meter.tokens_per_s
+    again = Llama.estimate(path, placement="slots", vram_cache="50%", n_ctx=512, n_threads=1).placement
+    assert first is not None and again is not None
+    assert first.speeds.reached == {} and set(again.speeds.reached) == {"slots"}
+    reached = min(max(measured / first.chosen.tokens_per_s, 0.5), 2.0)
+    assert again.speeds.reached["slots"] == pytest.approx(reached)
+    assert "corrected by what earlier runs reached" in again.reason
     return before, KnownSpeeds(read_layout(path)).hits().source
 
 

@@ -112,10 +112,11 @@ def one_of_two(rpc: Path, ports: tuple[int, int], path: Path) -> bool:
         register(rpc, port)
     assert [device.name for device in gpus()] == ["RPC0", "RPC1"]
     alone = {"split_mode": 0, "main_gpu": 1, "n_gpu_layers": -1}
-    with hooks_off(), Llama(path, **OPTIONS, **alone) as llm:
+    with hooks_off(), Llama(path, n_ubatch=1, **OPTIONS, **alone) as llm:
         plain = greedy_logits(llm, n_new=8)
     with Llama(path, vram_cache="40%", expert_cache="50%", **OPTIONS, **alone) as llm:
         assert llm.session is not None
+        assert llm.plan.n_ubatch == 1  # nothing is staged
         assert np.array_equal(greedy_logits(llm, n_new=8), plain)
         assert list(llm.session.devices()) == ["RPC1"]
         assert llm.session.tiers()["VRAM"]["evictions"] > 0

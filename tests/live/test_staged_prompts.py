@@ -20,6 +20,7 @@ from moegguf.quantities import Link
 
 OPTIONS: dict[str, Any] = {"n_ctx": 320, "n_threads": 1, "logits_all": True, "verbose": False}
 PROMPTS = (1, 2, 3, 4, 8, 9, 32, 33, 128)
+SOME_PROMPTS = (1, 3, 8, 33, 128)
 N_NEW = 2
 Outcome = tuple[Logits, dict[str, dict[str, Any]]]
 
@@ -106,3 +107,53 @@ def test_few_slots_in_ram_and_any_number_of_tensors(tiny: TinyModel, staging: in
     found = run_on(device, tiny("tiny-qwen2moe", "q4_k_m"), sizes, staging, (1, 2, 3, 9, 33, 1, 33, 2))
     for figures in found[:-1]:
         assert figures["LOWER"]["evictions"] > 0
+
+
+def small_budgets(path: Path, sizes: list[int], **options: Any) -> list[tuple[bool, int, int, int]]:
+    """Whether logits with budgets of so many experts are those of plain llama.cpp on the device in passes of as many
+    tokens; and these tokens, staging tensors, and bytes that came to them."""
+    all_options, outcomes, plain = {**OPTIONS, "n_gpu_layers": -1, **options}, [], dict[int, Logits]()
+    for n_ubatch in (1, 512):
+        with hooks_off(), Llama(path, n_ubatch=n_ubatch, **all_options) as llm:
+            plain[n_ubatch] = turns(llm, SOME_PROMPTS)
+    for n_slots in sizes:
+        with Llama(path, vram_cache=share_for(path, n_slots), expert_cache="30%", **all_options) as llm:
+            logits, plan = turns(llm, SOME_PROMPTS), llm.plan
+            held_bytes = plan.budget_bytes + plan.staging_bytes
+            assert held_bytes <= share_for(path, n_slots), f"{n_slots} slots: {plan}"
+            assert llm.stats().evictions > 0, f"{n_slots} slots: {plan}"
+            same = np.array_equal(logits, plain[plan.n_ubatch])
+            outcomes.append((same, plan.n_ubatch, plan.n_staging, llm.stats().bytes_staged))
+    return outcomes
+
+
+def small_on_rpc(rpc: Path, port: int, *arguments: Any) -> Any:
+    register(rpc, port)
+    return small_budgets(*arguments)
+
+
+def small_on_two_servers(rpc: Path, ports: tuple[int, int], *arguments: Any) -> Any:
+    for port in ports:
+        register(rpc, port)
+    return small_budgets(*arguments, tensor_split=[1, 1])
+
+
+def small_on_link(*arguments: Any) -> Any:
+    add_link_device(Link(2e9, 2e-5))
+    return small_budgets(*arguments)
+
+
+@pytest.mark.parametrize("device", ["rpc", "link", "two"])
+def test_small_budgets_stage_prompts_or_read_them_in_the_devices_window(tiny: TinyModel, device: str) -> None:
+    path = tiny("tiny-qwen2moe", "q4_k_m")
+    layout = read_layout(path)
+    n_devices, tensor = (2 if device == "two" else 1), layout.n_expert + 2  # and the guard behind it
+    cycle = layout.token_cycle_slots
+    sizes = [n_devices * layout.n_expert_used, cycle + n_devices * tensor - 4, cycle + n_devices * tensor]
+    ways: dict[str, Any] = {
+        "rpc": partial(in_child, small_on_rpc), "two": partial(in_child_of_two, small_on_two_servers),
+        "link": partial(in_own_process, small_on_link),
+    }  # fmt: skip
+    outcomes = ways[device](path, sizes)
+    assert [found[:3] for found in outcomes] == [(True, 1, 0), (True, 1, 0), (True, 512, 1)]
+    assert [found[3] > 0 for found in outcomes] == [False, False, True]

@@ -161,6 +161,21 @@ def test_slots_of_all_devices_are_shared_out_and_those_of_one_are_its_own(fake: 
     check_sums(store)
 
 
+def test_no_pool_gets_fewer_slots_than_a_pass_needs_there(fake: FakeModel, open_store: Open) -> None:
+    devices = [replace(of, pass_slots=n) for of, n in zip(two((14, 6)), (8, 5), strict=True)]
+    store, lane = open_store(fake, devices, n_lower_slots=8)
+    for n_slots in (13, 17, 14, 20):
+        store.resize(n_slots)
+        lane.acquire(0, [[0, 1], [2, 3], [4, 5], [6, 7]])
+        lane.acquire(2, [[0, 1], [1, 2]])
+        usable = tuple(store.device(index)["n_slots_usable"] for index in (0, 1))
+        assert sum(usable) == n_slots
+        assert usable[0] >= 8 and usable[1] >= 5
+    for call in (lambda: store.resize(12), lambda: store.resize(7, device=0), lambda: store.resize(4, device=1)):
+        with pytest.raises(OptionError, match="slots, not"):
+            call()
+
+
 def test_one_device_resident_and_shrunk_leaves_the_other_as_it_is(fake: FakeModel, open_store: Open) -> None:
     store, lane = open_store(fake, two((16, 3)), n_lower_slots=4)
     assert (store.device(0)["resident"], store.device(1)["resident"]) == (1, 0)

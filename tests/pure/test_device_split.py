@@ -245,3 +245,17 @@ def test_devices_without_room_leave_everything_to_the_cpu_unless_they_were_asked
             place_on(asked, *where)
     large = replace(small, devices=tuple(devices(8 * GIB, 8 * GIB)))
     assert place_on(large, *where).plan.device == "GPU0, GPU1"
+
+
+def test_each_device_counts_the_bytes_of_its_own_layers(layout: ExpertLayout) -> None:
+    own_bytes = dict.fromkeys(range(12), 1 << 20) | {0: 50 << 20, 1: 30 << 20}  # large at first
+    uneven = replace(
+        layout, dense_bytes=layout.dense_bytes + sum(own_bytes.values()),
+        layer_dense_bytes={il: n + own_bytes[il] for il, n in layout.layer_dense_bytes.items()},
+    )  # fmt: skip
+    split: dict[str, Any] = {"tensor_split": [1.0, 1.0], "staging": 0}
+    even, found = (plan(of, "25%,25%", **split)[0].devices for of in (layout, uneven))
+    more = [after.total_bytes - before.total_bytes for before, after in zip(even, found, strict=True)]
+    for part, n_bytes in zip(found, more, strict=True):
+        assert n_bytes == pytest.approx(sum(own_bytes[il] for il in part.layers), abs=12)
+    assert more[0] > 5 * more[1]

@@ -245,8 +245,8 @@ def test_a_given_budget_gets_the_largest_pass_that_fits_beside_it(layout: Expert
 
 def test_more_slots_pay_while_answering_and_larger_passes_for_prompts(layout: ExpertLayout) -> None:
     size, needs = slot_bytes(layout), memory_needs(layout, 4096, 64)
-    assert request_cost(layout, size, Fit(60, 64, needs)) < request_cost(layout, size, Fit(40, 64, needs))
-    assert request_cost(layout, size, Fit(40, 256, needs)) < request_cost(layout, size, Fit(40, 32, needs))
+    assert request_cost(layout, size, 60, 64) < request_cost(layout, size, 40, 64)
+    assert request_cost(layout, size, 40, 256) < request_cost(layout, size, 40, 32)
     assert best_fit(layout, size, [Fit(40, 64, needs), Fit(41, 63, needs)]).n_ubatch == 64, "about equal: the larger"
 
 

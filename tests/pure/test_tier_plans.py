@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -65,11 +66,38 @@ def test_prompts_are_staged_where_that_takes_little_of_the_memory_for_experts(la
     beside = staged.dense_bytes + staged.kv_bytes + staged.compute_bytes
     assert staged.total_bytes == staged.budget_bytes + beside + staged.staging_bytes
     assert any("staged in 1 tensor of a layer's experts" in reason for reason in staged.reasons)
-    assert (small.n_slots, small.n_staging, small.staging_bytes, small.n_ubatch) == (8, 0, 0, 2)
+    assert (small.n_slots, small.n_staging, small.staging_bytes, small.n_ubatch) == (8, 0, 0, 1)
     asked = plan(layout, "9%", "auto", staging=2)
     assert (asked.n_slots, asked.n_staging, asked.n_ubatch) == (8, 2, 512)
     assert plan(layout, "90%", "auto", staging=0).n_staging == 0
     assert plan(layout, "100%", "auto", staging=2).n_staging == 0
+
+
+def test_small_budgets_are_staged_where_a_request_costs_less_so(tmp_path: Path) -> None:
+    layout = read_layout(moe(n_layer=12, n_expert=16, n_used=2).write(tmp_path / "m.gguf"))
+    size, tensor_bytes = slot_bytes(layout), staging_bytes(layout, 1)
+    n_staged = math.ceil(tensor_bytes / size)
+    cycle, above = 24 + n_staged, plan(layout, (24 + n_staged) * size, "auto")
+    assert tensor_bytes > 0.25 * cycle * size  # more than the share that two tensors may take
+    assert (above.n_slots, above.n_staging, above.n_ubatch, above.slot_tokens) == (24, 1, 512, 1)
+    told = next(reason for reason in above.reasons if "then move about" in reason)
+    assert f"with {cycle} slots, which are exact for passes of 1 token" in told
+    below = plan(layout, (cycle - 1) * size, "auto")
+    assert (below.n_slots, below.n_staging, below.n_ubatch) == (cycle - 1, 0, 1)
+    assert any("read 1 token at a time instead of 512: experts in slots" in reason for reason in below.reasons)
+    for n_slots in (2, 5, n_staged + 1):  # no tensor fits beside the experts of a token
+        assert plan(layout, n_slots * size, "auto").n_ubatch == 1
+    tiny = plan(layout, (n_staged + 2) * size, "auto")
+    assert (tiny.n_slots, tiny.n_staging, tiny.n_ubatch) == (2, 1, 512)
+
+
+def test_a_devices_own_window_is_that_of_passes_that_are_not_staged(layout: ExpertLayout) -> None:
+    cuda = Device("CUDA0", 0, 32 * GIB, 64 * GIB)
+    for n_slots, n_ubatch in ((4, 1), (8, 2), (16, 4), (90, 4)):
+        cache = parse_vram_cache(n_slots * slot_bytes(layout))
+        p = plan_tiers(layout, cache, parse_expert_cache("auto"), cuda, RAM, 0, n_ctx=4096)
+        assert (p.n_slots, p.n_ubatch, p.slot_tokens) == (n_slots, n_ubatch, 4)
+    assert plan(layout, "100%", "auto", staging=0).n_ubatch == 512
 
 
 def test_prompts_are_not_staged_where_the_tensors_do_not_fit(layout: ExpertLayout) -> None:
@@ -79,11 +107,12 @@ def test_prompts_are_not_staged_where_the_tensors_do_not_fit(layout: ExpertLayou
     assert plan(layout, "90%", "auto", vram_bytes=enough - 1, **options).n_staging == 0
 
 
-def test_auto_counts_staging_tensors(layout: ExpertLayout) -> None:
-    some = plan(layout, "95%", "auto", staging=0, n_ubatch=512).total_bytes
+def test_auto_counts_staging_tensors(tmp_path: Path) -> None:
+    layout = read_layout(moe(n_layer=6, n_expert=16, n_used=4, n_embd=256, n_ff=256).write(tmp_path / "m.gguf"))
+    some = plan(layout, "90%", "auto", n_ubatch=8).total_bytes
     free = VRAM_MARGIN_BYTES + some
-    staged, without = (plan(layout, "auto", "auto", vram_bytes=free, staging=n, n_ubatch=512) for n in (None, 0))
-    assert staged.n_staging == 1
+    staged, without = (plan(layout, "auto", "auto", vram_bytes=free, staging=n, n_ubatch=8) for n in (1, 0))
+    assert (staged.n_staging, staged.n_ubatch, without.n_staging) == (1, 8, 0)
     assert 0 < staged.n_slots < without.n_slots
     assert staged.total_bytes <= free - VRAM_MARGIN_BYTES
 
