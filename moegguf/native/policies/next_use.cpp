@@ -5,8 +5,10 @@
 // layer's next turn, and distance_weight scales the part of a pass until that turn. Where a predictor forecasts that
 // the layer's next turn uses the expert with probability q, it is (1 - trust * q) / p passes from that turn. Where
 // several sequences decode together, p has the same order. Other passes of more than one token are left to recency and
-// the sweep, but count. Half of the experts that a token uses were used within eight tokens in published routing, and
-// far less in other models: averages over some dozen tokens and over all lose little on either.
+// the sweep, but count.
+//
+// In published routing half of a token's experts are used again within eight tokens, in other models far fewer: averages
+// over a dozen tokens, some dozens and all of them are good for both.
 #include "policies/averages.h"
 
 namespace moegguf {
