@@ -42,7 +42,7 @@ from moegguf.engine.tiers import (
 from moegguf.errors import BudgetError, OptionError
 from moegguf.gguf.experts import ExpertLayout
 from moegguf.native.slot_sizes import slot_tokens
-from moegguf.native.store import STAGING_SHARE, StoreOptions
+from moegguf.native.store import StoreOptions
 from moegguf.quantities import ExpertCache, parse_expert_cache
 from moegguf.settings import parse_misses, read_environment
 

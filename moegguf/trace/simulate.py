@@ -234,7 +234,7 @@ def slots_of(shape: MoeShape, share: float) -> int:
 def device_slots(shape: MoeShape, share: float) -> tuple[int, int]:
     """(slots, staging tensors) of a device for a share (0 to 1) of all experts, as plans divide a budget between both.
 
-    Raises OptionError.
+    A small budget is all slots here; plans give it one tensor where a request moves fewer bytes so. Raises OptionError.
     """
     n_slots, used = slots_of(shape, share), shape.n_expert_used
     resident = n_slots == len(shape.layers) * shape.n_expert

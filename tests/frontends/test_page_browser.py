@@ -99,7 +99,8 @@ def test_tiers_and_staging_tensors_are_shown_where_layers_compute_in_vram(server
     page.wait_for_selector("#staging:visible")
     rows = page.locator("#tiers tbody tr").all_inner_texts()
     assert [row.split("\t") for row in rows] == [
-        ["VRAM", "47 of 48", "90.0 %", "3.00 MB", "7", "500 ms"], ["RAM", "47 of 48", "0.0 %", "3.00 MB", "7", "500 ms"]
+        ["VRAM", "47 of 48", "90.0 %", "3.00 MB", "7", "500 ms"],
+        ["RAM", "47 of 48", "0.0 %", "3.00 MB", "7", "500 ms"],
     ]
     assert page.inner_text("#staging") == "Prompts staged: 9.00 MB through 6.00 MB, 93.0 % of the time while computing"
 

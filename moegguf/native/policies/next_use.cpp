@@ -7,8 +7,8 @@
 // several sequences decode together, p has the same order. Other passes of more than one token are left to recency and
 // the sweep, but count.
 //
-// In published routing half of a token's experts are used again within eight tokens, in other models far fewer: averages
-// over a dozen tokens, some dozens and all of them are good for both.
+// In published routing half of a token's experts are used again within eight tokens, in other models far fewer:
+// averages over a dozen tokens, some dozens and all of them are good for both.
 #include "policies/averages.h"
 
 namespace moegguf {
