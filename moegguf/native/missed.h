@@ -107,10 +107,10 @@ class Missed {
     uint64_t n_computed_ = 0;                // under the lock, as the figures below
     uint64_t compute_ns_ = 0;
     uint64_t stall_ns_ = 0; // of compute threads, for rows
-    double bytes_ns_ = 0; // of the thread, per byte, on average
-    double start_ns_ = 0; // until it begins with a layer
-    double write_ns_ = 0; // of what it has computed to the device, with a layer
-    int n_alike_ = 0;     // events in a row whose misses were all copied, or all computed
+    double bytes_ns_ = 0;   // of the thread, per byte, on average
+    double start_ns_ = 0;   // until it begins with a layer
+    double write_ns_ = 0;   // of what it has computed to the device, with a layer
+    int n_alike_ = 0;       // events in a row whose misses were all copied, or all computed
     int n_layers_ = -1;
     std::string note_;
     std::thread thread_;
