@@ -84,6 +84,7 @@ class LiveController:
     choice: ControllerChoice = field(init=False, default_factory=ControllerChoice)
     _listening: bool = field(init=False, default=False)
     _paused: bool = field(init=False, default=False)
+    _tight: bool = field(init=False, default=True)  # experts can be absent
 
     def __post_init__(self) -> None:
         self._choose_tiers()
@@ -207,7 +208,7 @@ class LiveController:
         Not for the event thread, which this may wait for.
         """
         controller = self.controller
-        if controller is None or controller.watchdog is None:
+        if controller is None or controller.watchdog is None or not self._tight:
             return
         controller.count_token(phase, time.perf_counter_ns())
         if self._paused and not controller.redundant:
@@ -224,8 +225,8 @@ class LiveController:
         A pool that was resident applies its new size at the next routing event only.
         """
         info = self.session.store.info()
-        tight = not info["resident"] or n_slots < info["n_experts"]
-        needed = self.controller is not None and (self.options.judge or tight) and not self._paused
+        self._tight = not info["resident"] or n_slots < info["n_experts"]
+        needed = self.controller is not None and (self.options.judge or self._tight) and not self._paused
         if needed and not self._listening:
             self.session.listeners.add(self)
         elif not needed and self._listening:

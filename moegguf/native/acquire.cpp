@@ -105,13 +105,14 @@ void Acquire::take_failure(Lane & lane, moegguf_failure & out, bool clear) {
     }
 }
 
-// Whether the tokens that come next have to be announced; those before are forgotten. No lock.
+// Whether the tokens that come next have to be announced; those before are forgotten. No lock. Of a pool that has every
+// expert nothing is predicted.
 bool Acquire::awaits_tokens(Lane & lane, int sequence, int phase) {
     lane.sequence = sequence;
     lane.phase = phase;
     lane.next_token = lane.n_announced = 0;
     lane.il = Lane::between_passes;
-    return shared_.forked() || forecaster_.on() || events_.on() || tiers_.any([](const Tier & tier) {
+    return shared_.forked() || events_.on() || tiers_.any([](const Tier & tier) {
         return tier.resize_to != 0 || !tier.numbering.resident() || !tier.complete();
     });
 }

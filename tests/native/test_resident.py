@@ -9,6 +9,7 @@ from fake_model import F32, FakeModel, Open, check_counters, make_model
 
 from moegguf.errors import OptionError
 from moegguf.native.events import Announcement, Phase, RoutingEvent
+from moegguf.native.predictor import NativeForecast, NativePredictor
 
 
 def rss_bytes() -> int:
@@ -48,7 +49,8 @@ def test_tokens_are_awaited_where_something_uses_them(fake: FakeModel, open_stor
     assert lane.awaits_tokens(1, Phase.DECODE), "experts are still to be read"
     for first in range(0, 8, 2):
         fake.token(store, lane, [first, first + 1])
-    assert not lane.awaits_tokens(1, Phase.DECODE)
+    store.set_predictor(NativePredictor("previous-token"), NativeForecast())
+    assert not lane.awaits_tokens(1, Phase.DECODE), "of experts that are all there nothing is predicted"
     seen: list[Announcement | RoutingEvent] = []
     lane.announce(7, Phase.PREFILL, [10, 11])
     assert not lane.awaits_tokens(8, Phase.DECODE)
