@@ -413,14 +413,11 @@ class Dispatcher:
             self.dispatch()
 
     async def _find_gpu(self) -> Device | None:
-        """The device for the next model, with what it would have free without models; None: the CPU.
-
-        Raises BudgetError where there is none for what the environment asks for.
-        """
+        """The device for the next model, with what it would have free without models; None: the CPU."""
         environment = read_environment()
         if not environment.hooks or environment.placement == "cpu":
             return None
-        if not environment.vram_cache and environment.placement == "auto" and not has_gpu():
+        if not environment.vram_cache and not has_gpu():
             return None
         gpu = self._device_limits.choose(await asyncio.to_thread(self._devices))
         return gpu and self._device_limits.update(gpu, self._used_on(gpu.name))
