@@ -89,7 +89,10 @@ def test_verbose_prints_ollamas_lines_and_then_ours(moegguf: Command, tiny: Tiny
     shape = [re.sub(r"(?<= )(\d+m)?[\d.]+(ns|µs|ms|s)$", "X", line) for line in shape]
     assert "\n".join(shape) == OLLAMA_LINES
     labels = [line.partition(":")[0] for line in lines[8:]]
-    assert labels == ["time to first token", "threads", "expert cache", "hit rate", "moved", "evictions", "stall"]
+    decided = ["policy", "predictor", "prefetch", "controller"]
+    assert labels == [
+        "time to first token", "threads", "expert cache", "hit rate", "moved", "evictions", "stall", *decided,
+    ]  # fmt: skip
     assert lines[9].split() == ["threads:", "1"]
     assert "32 of 64 experts (50%)" in lines[10]
     assert re.search(r"ram \d+\.\d%( in flight \d+\.\d%)? disk \d+\.\d% of \d+ lookups", lines[11])

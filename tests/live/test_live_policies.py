@@ -163,7 +163,7 @@ def test_a_wrong_name_is_refused_where_it_would_not_matter(own: Own) -> None:
 
 def test_a_policy_of_a_tier_that_is_not_there_is_told(own: Own, load: Load) -> None:
     with pytest.warns(UserWarning, match="policy='vram=slru' has no effect: experts lie in RAM only"):
-        assert load(own(), policy="vram=slru").decisions()["policy"] == "lru"
+        assert load(own(), policy="vram=slru").decisions()["policy"] == "next-use"
     assert load(own(), policy="vram=slru,ram=lfu-decay").decisions()["policy"] == "lfu-decay"
 
 
