@@ -30,7 +30,8 @@ class ControllerChoice:
 
 # Where nothing was measured: the best on all routing that was tried, the demo model's, random weights' and published
 # reuse. Live, prefetching stays on where it saves time.
-UNMEASURED, UNMEASURED_WITHOUT_PREDICTIONS = ControllerChoice("next-use", prefetch=True), ControllerChoice("next-use")
+UNMEASURED = ControllerChoice("next-use", prefetch=True)
+UNMEASURED_WITHOUT_PREDICTIONS = ControllerChoice("next-use")
 
 
 @dataclass(frozen=True)

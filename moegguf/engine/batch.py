@@ -51,7 +51,7 @@ def allowed_ubatch(layout: ExpertLayout, n_slots: int, streams: bool = False, sl
     """The most tokens of a pass that `n_slots` suffice for; NO_LIMIT without a limit. streams: as in `layer_slots`.
 
     slot_tokens: of a pass whose experts are in slots that layers share, as the device computes more of them otherwise
-    than with every expert there (`store.slot_tokens`).
+    than with every expert there (`slot_sizes.slot_tokens`).
     """
     if streams or n_slots >= layout.n_expert_total:
         return NO_LIMIT

@@ -136,7 +136,7 @@ class _Processes:
             if process is not None:
                 process.kill()
             return _Process()
-        except BaseException:
+        except BaseException:  # also an interrupt: templates that wait would wait for this one
             self._end_use()
             raise
 
