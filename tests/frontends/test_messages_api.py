@@ -9,13 +9,14 @@ from typing import Any
 import anthropic
 import httpx
 import pytest
-from anthropic.types import Message, MessageTokensCount, RawMessageStreamEvent
+from anthropic.types import Message, MessageTokensCount, ModelInfo, RawMessageStreamEvent
 from anthropic.types.shared import ErrorResponse
 from client_types import check, kinds_of, named_events
 from fake_manager import FakeCatalog, FakeManager, changed, entry_of, running
 
 from moegguf.errors import BusyError, ContextError, ExpertIOError
 from moegguf.generate.request import Delta, ToolCall
+from moegguf.models.details import details
 from moegguf.models.folder import demo_path
 from moegguf.server.app import make_app
 from moegguf.settings import Settings
@@ -302,3 +303,32 @@ def test_the_key_may_come_in_either_header(manager: FakeManager) -> None:
     assert refused.status_code == 401
     check(ErrorResponse, refused.json())
     assert refused.json()["error"]["type"] == "authentication_error"
+
+
+def test_models_are_listed_in_pages_for_anthropics_clients(
+    client: anthropic.Anthropic, url: str, manager: FakeManager
+) -> None:
+    for n in range(4):
+        manager.catalog.known[f"more{n}:latest"] = entry_of(demo_path(), f"more{n}:latest")
+    names = [entry.name for entry in manager.catalog.entries()]
+    page = client.models.list(limit=2)
+    assert (page.first_id, page.last_id, page.has_more) == (names[0], names[1], True)
+    assert [model.id for model in page] == [model.id for model in client.models.list()] == names
+    before = client.models.list(before_id=names[3], limit=2)
+    assert ([model.id for model in before.data], before.has_more) == (names[1:3], True)
+    found = client.models.retrieve("demo")
+    assert found.id == "demo:latest" and found == next(model for model in page if model.id == found.id)
+    assert found.max_input_tokens == details(entry_of(demo_path())).n_ctx_train
+    with httpx.Client(base_url=url, headers={"anthropic-version": "2023-06-01"}, trust_env=False) as http:
+        whole = http.get("/v1/models").json()
+        assert whole.keys() == {"data", "has_more", "first_id", "last_id"}
+        check(list[ModelInfo], whole["data"])
+        for query in ("limit=0", "limit=1001", "limit=x", "after_id=nobody", "after_id=demo:latest&before_id=x"):
+            refused = http.get(f"/v1/models?{query}")
+            assert refused.status_code == 400 and refused.json()["error"]["type"] == "invalid_request_error", query
+        unknown = http.get("/v1/models/nobody")
+        assert unknown.status_code == 404
+        check(ErrorResponse, unknown.json())
+        manager.catalog.known.clear()
+        assert http.get("/v1/models").json() == {"data": [], "has_more": False, "first_id": None, "last_id": None}
+    assert httpx.get(f"{url}/v1/models").json() == {"object": "list", "data": []}  # others get OpenAI's form
