@@ -246,10 +246,11 @@ class ManagedModel:
 
     @property
     def reserved_bytes(self) -> tuple[int, int]:
-        """What it was loaded with for slots: in RAM, and on its device."""
+        """What it was loaded with for slots: in RAM, and on its device, there with what prompts are staged in."""
         plan = self.ready.plan
-        n_bytes = plan.get("budget_bytes", 0)
-        return (plan.get("n_lower_slots", 0) * plan["slot_bytes"], n_bytes) if plan.get("device") else (n_bytes, 0)
+        if plan.get("device"):
+            return plan.get("n_lower_slots", 0) * plan["slot_bytes"], plan["vram_cache_bytes"]
+        return plan.get("budget_bytes", 0), 0
 
     def grow(self, n_bytes: Mapping[str, int]) -> None:
         """Counts so much more for slots: "expert_cache_bytes" in RAM, "vram_cache_bytes" on the device."""

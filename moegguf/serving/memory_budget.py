@@ -24,7 +24,7 @@ from moegguf.engine.memory import (
 )
 from moegguf.engine.placement import Choice, DeviceSpeeds, HitCurve, parse_placement
 from moegguf.engine.placing import Budgets, Known, default_store, place
-from moegguf.engine.plan import Plan, given_bytes, make_plan, staged_slots_bytes
+from moegguf.engine.plan import Plan, given_bytes, make_plan
 from moegguf.engine.sequences import sequences_of
 from moegguf.engine.tiers import VRAM_MARGIN_BYTES, host_bytes, parse_vram_cache, plan_tiers
 from moegguf.errors import BudgetError
@@ -202,11 +202,11 @@ def measure(
     Raises ModelFormatError, ModelNotFoundError, BudgetError, OptionError.
     """
     layout = layout_of(entry.path)
-    flash_attn = bool(settings.flash_attention) or settings.kv_cache_type != "f16"
+    flash_attn = True if settings.kv_cache_type != "f16" else settings.flash_attention
     kv_type = ggml_type(settings.kv_cache_type) if settings.kv_cache_type != "f16" else None
     projector = projector_of(entry)
     cache = parse_expert_cache(overrides.expert_cache or read_environment().expert_cache)
-    options: dict[str, Any] = {"flash_attn": flash_attn}
+    options: dict[str, Any] = {"flash_attn": bool(flash_attn)}  # None may become off, which needs more
     if kv_type is not None:
         options |= {"type_k": kv_type, "type_v": kv_type}
     free_bytes = limit_bytes - (projector.total_bytes if projector else 0)
@@ -380,7 +380,7 @@ def _placement_of(plan: Plan) -> tuple[Choice, int | None]:
     if plan.device is None and plan.layers_on is None:
         return "cpu", None
     if plan.placement is None or plan.placement.chosen.kind not in ("layers", "layers and slots"):
-        return "slots", plan.budget_bytes + staged_slots_bytes(plan.staging_bytes, plan.slot_bytes)
+        return "slots", plan.budget_bytes + plan.staging_slots_bytes
     return "auto" if plan.device else "layers", plan.placement.device_bytes
 
 

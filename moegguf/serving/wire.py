@@ -40,8 +40,8 @@ EVENTS: dict[str, type[Delta] | type[PromptProgress] | type[ExpertUses]] = {
 class LoadConfig:
     """The model that a worker loads, and how. `expert_cache_bytes` is None for a model without experts,
     `vram_cache_bytes` without a `device` that computes; `placement`: what goes there. `type_k` and `type_v` are ggml
-    type numbers. `n_ctx`: of each of the `n_seq_max` sequences. `kv_tokens`: of all of them; None: chosen by the
-    worker. `schedule`: which of these compute in a step."""
+    type numbers. `flash_attn`: as `Llama` takes it. `n_ctx`: of each of the `n_seq_max` sequences. `kv_tokens`: of all
+    of them; None: chosen by the worker. `schedule`: which of these compute in a step."""
 
     name: str
     path: str
@@ -59,7 +59,7 @@ class LoadConfig:
     placement: str | None = None
     type_k: int | None = None
     type_v: int | None = None
-    flash_attn: bool = False
+    flash_attn: bool | None = None
     embedding: bool = False
     verbose: bool = False
 

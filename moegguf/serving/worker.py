@@ -18,8 +18,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -37,6 +37,7 @@ from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, T
 from moegguf.quantities import ExpertCache
 from moegguf.serving.delta_buffer import INTERVAL_S, DeltaBuffer
 from moegguf.serving.events import ExpertUses, Snapshot
+from moegguf.serving.outbox import Outbox
 from moegguf.serving.snapshots import SnapshotSender
 from moegguf.serving.wire import MAX_MESSAGE_BYTES, LoadConfig, Message, Ready, build, decode, encode, encode_error
 
@@ -50,7 +51,8 @@ class Worker:
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
-        self._send_lock = threading.Lock()
+        self._outbox = Outbox(connection)
+        self._first_delta_held = False  # an answer's first delta is among the lines of a step
         self._beside: queue.SimpleQueue[Message] = queue.SimpleQueue()  # what does not wait for an answer to end
         self._messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._jobs: dict[int, BatchedAnswer | Task] = {}  # by request, until they end
@@ -76,9 +78,7 @@ class Worker:
             self._close()
 
     def _send(self, kind: str, **fields: Any) -> None:
-        line = encode({"kind": kind, **fields})
-        with self._send_lock:
-            self._connection.sendall(line)
+        self._outbox.put(encode({"kind": kind, **fields}))
 
     # The reading thread.
 
@@ -158,7 +158,7 @@ class Worker:
             if not isinstance(error, MoeggufError):
                 raise
             return False
-        self._loop = loop = BatchLoop(llm, make_schedule(config.schedule, llm))
+        self._loop = loop = BatchLoop(llm, make_schedule(config.schedule, llm), together=self._together)
         self._snapshots = SnapshotSender(config.name, llm, loop, self._send_snapshot)
         self._send("ready", ready=Ready(llm.n_ctx(), plan_fields(llm), llm.n_seq_max), **self._statistics())
         return True
@@ -193,8 +193,30 @@ class Worker:
         assert self._loop is not None
         if message.get("expert_uses") and self._uses is None and self._model.session is not None:
             self._uses = UseCounter(self._model.session)
-        events = Events(message["id"], stream=message["stream"], send=self._send_event, end=self._end_answer)
+        events = Events(
+            message["id"],
+            stream=message["stream"],
+            send=self._send_event,
+            sent_first=self._pause,
+            end=self._end_answer,
+        )
         return self._loop.submit(build(GenerationRequest, message["generation"]), events)
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """What the answers of a step send, in one call."""
+        with self._outbox.together():
+            yield
+        if self._first_delta_held:
+            self._first_delta_held = False
+            self._pause()
+
+    def _pause(self) -> None:
+        """After the first delta of an answer, unless that would hold up others."""
+        if self._outbox.holds:
+            self._first_delta_held = True
+        elif self._loop is not None and self._loop.n_running <= 1:
+            time.sleep(FIRST_DELTA_PAUSE_S)
 
     def _end_answer(self, request_id: int, timing: Timing, error: Exception | None) -> None:
         self._send_uses(request_id)
@@ -266,7 +288,8 @@ def _encoded(error: Exception) -> Message:
 
 
 class Events:
-    """Sends an answer's events to the server, in the manner of `AnswerEvents`; without `stream` one delta, last."""
+    """Sends an answer's events to the server, in the manner of `AnswerEvents`; without `stream` one delta, last.
+    `sent_first` is called after the first delta of a stream."""
 
     def __init__(
         self,
@@ -274,11 +297,13 @@ class Events:
         *,
         stream: bool,
         send: Callable[[int, Delta | PromptProgress], None],
+        sent_first: Callable[[], None],
         end: Callable[[int, Timing, Exception | None], object],
     ) -> None:
         self._id = request_id
         self._stream = stream
         self._send = send
+        self._sent_first = sent_first
         self._end = end
         self._buffer = DeltaBuffer(lambda delta: send(request_id, delta), INTERVAL_S if stream else math.inf)
         self._is_first = True
@@ -293,7 +318,7 @@ class Events:
         """Sends it, or keeps it for a moment."""
         self._buffer.put(delta)
         if self._stream and self._is_first:
-            time.sleep(FIRST_DELTA_PAUSE_S)
+            self._sent_first()
         self._is_first = False
 
     def on_end(self, timing: Timing, error: Exception | None) -> None:
@@ -347,8 +372,9 @@ def open_model(config: LoadConfig, progress: Callable[[float], object]) -> Llama
 
 
 def plan_fields(llm: Llama) -> dict[str, Any]:
-    """The model's plan."""
-    return asdict(llm.plan)
+    """The model's plan, and what it takes of a `vram_cache`."""
+    plan = llm.plan
+    return asdict(plan) | {"vram_cache_bytes": plan.budget_bytes + plan.staging_slots_bytes if plan.device else 0}
 
 
 def main() -> None:
