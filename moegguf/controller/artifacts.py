@@ -7,6 +7,7 @@ fingerprint, never by its name.
 
 from __future__ import annotations
 
+import errno
 import os
 import warnings
 from collections.abc import Iterator
@@ -76,8 +77,9 @@ class Artifacts:
             return False
 
     def find(self, name: str) -> Iterator[Path]:
-        """Files of this name, nearest first; the reader checks whether they are about this model."""
-        return (folder / name for folder in self.folders() if (folder / name).is_file())
+        """Files of this name, nearest first; the reader checks whether they are about this model. A folder that cannot
+        be searched is skipped with a warning."""
+        return (folder / name for folder in self.folders() if _is_file(folder / name))
 
     def routers(self) -> Routers:
         """The model's own routers. Raises OptionError when there is only a trace."""
@@ -144,6 +146,18 @@ class Artifacts:
         return None
 
 
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:  # a folder of that name cannot be there
+            warnings.warn(f"{path.parent} is not searched ({error.strerror}); going on without it.", stacklevel=1)
+        return False
+
+
 def _writable(folder: Path) -> bool:
     """Whether files can be written to the folder, once it exists."""
-    return os.access(folder if folder.is_dir() else folder.parent, os.W_OK)
+    try:
+        return os.access(folder if folder.is_dir() else folder.parent, os.W_OK)
+    except OSError:
+        return False

@@ -25,7 +25,7 @@ from moegguf.controller.predictors.together import together
 from moegguf.controller.prefetch import Prefetcher, PrefetchOptions, most_prefetches
 from moegguf.controller.shape import MoeShape
 from moegguf.controller.watchdog import Watchdog
-from moegguf.errors import CallbackError
+from moegguf.errors import CallbackError, MoeggufError
 from moegguf.native.events import Announcement, Float32s, Phase, RoutingEvent
 from moegguf.native.predictor import NativeForecast, NativePredictor
 from moegguf.native.store import NativePolicy
@@ -184,7 +184,10 @@ class Controller:
             self.watchdog.token(now_ns)
         else:
             self.watchdog.pause()
-        self._direct_store()
+        try:
+            self._direct_store()
+        except MoeggufError as error:  # no memory for another thread, say
+            self._drop_predictor(_reason(error))
 
     def _direct_store(self) -> None:
         """Has the store predict, except between trials that said no, and act on it as long as it is to."""

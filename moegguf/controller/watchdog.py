@@ -1,22 +1,31 @@
-"""Switches prefetching off when it costs time: compares time per token with and without it, in alternating periods."""
+"""Switches prefetching off when it costs time: compares time per token with and without it, in turns."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from statistics import median
 
+import numpy as np
+
 
 @dataclass(frozen=True)
 class WatchdogOptions:
     """Length of a trial and its threshold.
 
-    period_tokens: length of a period. periods: pairs of periods per decision. gain: share of a token's time that
-    prefetching must save to stay on. pause_tokens: tokens until the next trial, doubled after each up to
-    `max_pause_tokens`.
+    off_tokens, on_tokens: length of a turn without and with prefetching. turns: of each, per trial at most.
+    least_turns: of each, before a trial may end early. certainty: standard errors of the rank-sum test that end it; it
+    is asked after every pair of turns, and with 3.4 ends about one in a hundred trials of what makes no difference.
+    warm_tokens: with prefetching, before the first trial, not counted: slots are filled meanwhile. gain: share of a
+    token's time that prefetching must save to stay on. pause_tokens: tokens until the next trial, doubled after each up
+    to `max_pause_tokens`.
     """
 
-    period_tokens: int = 24
-    periods: int = 4
+    off_tokens: int = 8
+    on_tokens: int = 16
+    turns: int = 8
+    least_turns: int = 2
+    certainty: float = 3.4
+    warm_tokens: int = 16
     gain: float = 0.03
     pause_tokens: int = 1024
     max_pause_tokens: int = 1 << 16
@@ -29,19 +38,22 @@ class Watchdog:
     smaller stall can cost more compute than it saves. Turns with and without differ in that alone: the controller
     listens, counts and predicts in both.
 
-    A trial alternates periods without and with prefetching; the first token of a period is left out, because it bears
-    the effects of the period before. After `periods` pairs the medians decide, until the next trial.
+    A trial takes turns, shorter ones without prefetching, as it mostly pays; the first token of a turn is left out,
+    because it bears the effects of the turn before. It ends as soon as the difference is clear: when the token times
+    with prefetching, made longer by the gain that it has to bring, rank below those without, or above, by `certainty`.
+    Ranks, so that a few slow tokens do not decide. Otherwise the medians of all turns decide, until the next trial.
     """
 
     def __init__(self, options: WatchdogOptions | None = None) -> None:
         self.options = options or WatchdogOptions()
-        self.on = False
+        self.on = self.options.warm_tokens > 0
         self.trials = 0
         self.last_gain: float | None = None  # share of a token's time saved in the last trial
+        self._warm_tokens = self.options.warm_tokens
         self._pause_tokens = 0
         self._next_pause_tokens = self.options.pause_tokens
-        self._period: list[int] = []
-        self._times_ns: dict[bool, list[float]] = {False: [], True: []}
+        self._turn_ns: list[int] = []
+        self._turns_ns: dict[bool, list[list[int]]] = {False: [], True: []}
         self._previous_ns: int | None = None
 
     @property
@@ -54,31 +66,45 @@ class Watchdog:
         previous, self._previous_ns = self._previous_ns, now_ns
         if previous is None:
             return
-        if self._pause_tokens > 0:
+        if self._warm_tokens > 0:
+            self._warm_tokens -= 1
+            self.on = self._warm_tokens > 0
+        elif self._pause_tokens > 0:
             self._pause_tokens -= 1
-            if self._pause_tokens == 0:
-                self.on = False
-            return
-        self._period.append(now_ns - previous)
-        if len(self._period) == self.options.period_tokens:
-            self._end_period()
+            self.on = self.on and self._pause_tokens > 0
+        else:
+            self._turn_ns.append(now_ns - previous)
+            if len(self._turn_ns) == (self.options.on_tokens if self.on else self.options.off_tokens):
+                self._end_turn()
 
     def pause(self) -> None:
         """A prompt is computed next; its time is not counted."""
         self._previous_ns = None
 
-    def _end_period(self) -> None:
-        times_ns = self._period[1:]
-        self._times_ns[self.on].append(sum(times_ns) / len(times_ns))
-        self._period = []
-        self.on = not self.on
-        if len(self._times_ns[True]) == self.options.periods:
+    def _end_turn(self) -> None:
+        self._turns_ns[self.on].append(self._turn_ns[1:])
+        self._turn_ns = []
+        ended_pair, self.on = self.on, not self.on
+        n = len(self._turns_ns[True])
+        if ended_pair and (n == self.options.turns or (n >= self.options.least_turns and self._is_clear())):
             self._decide()
 
+    def _is_clear(self) -> bool:
+        """Whether ranks of single tokens are certain, and say what the turns' medians say."""
+        without, with_ = (np.concatenate(self._turns_ns[on]).astype(np.float64) for on in (False, True))
+        with_ /= 1 - self.options.gain
+        wins = np.sign(without[:, np.newaxis] - with_).mean()  # 1: every token with prefetching was faster
+        n, m = len(without), len(with_)
+        errors = wins * np.sqrt(3 * n * m / (n + m + 1))
+        return bool(abs(errors) >= self.options.certainty) and (errors > 0) == (self._gain() >= self.options.gain)
+
+    def _gain(self) -> float:
+        without, with_ = (median(sum(turn) / len(turn) for turn in self._turns_ns[on]) for on in (False, True))
+        return 1 - with_ / without if without > 0 else 0.0
+
     def _decide(self) -> None:
-        without, with_ = median(self._times_ns[False]), median(self._times_ns[True])
-        self._times_ns = {False: [], True: []}
-        self.last_gain = 1 - with_ / without if without > 0 else 0.0
+        self.last_gain = self._gain()
+        self._turns_ns = {False: [], True: []}
         self._pause_tokens = self._next_pause_tokens
         self._next_pause_tokens = min(2 * self._next_pause_tokens, self.options.max_pause_tokens)
         self.trials += 1

@@ -21,7 +21,9 @@ from moegguf.controller.measured import Measured, write_measured
 from moegguf.controller.shape import MoeShape
 from moegguf.controller.weights import Weights
 from moegguf.engine.checkpoint import EVERY_REQUESTS
+from moegguf.errors import AllocationError, MoeggufError
 from moegguf.gguf.experts import read_layout
+from moegguf.native.store import Store
 
 TIGHT: dict[str, Any] = {"expert_cache": "40%", "n_ubatch": 4, "lockstep": True}
 N_PROMPT, N_NEW = 12, 6
@@ -250,6 +252,53 @@ def test_auto_is_lru_with_a_warning_where_the_best_is_not_to_be_had(
     assert len(caught) == 1
     assert np.array_equal(logits_of(llm), expected)
     assert llm.decisions()["policy"] == "lru"
+
+
+FAILURES = [PermissionError(13, "Permission denied"), ValueError("truncated"), AllocationError("no thread")]
+
+
+def broken(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """Predictions fail: at what they are made from, or as the store begins with them."""
+
+    def fail(*given: Any) -> Any:
+        if len(given) == 1 or given[1] is not None:
+            raise error
+
+    where = (Store, "set_predictor") if isinstance(error, AllocationError) else (Artifacts, "routers")
+    monkeypatch.setattr(*where, fail)
+
+
+@pytest.mark.parametrize("error", FAILURES, ids=repr)
+@pytest.mark.parametrize("policy", ["auto", "slru"])
+def test_predictions_that_nobody_asked_for_fail_no_load(
+    path: Path,
+    beside: Path,
+    load: Load,
+    expected: Logits,
+    monkeypatch: pytest.MonkeyPatch,
+    policy: str,
+    error: Exception,
+) -> None:
+    if policy != "auto":
+        measure(path, policy, "skip")
+    broken(monkeypatch, error)
+    with pytest.warns(UserWarning, match=f"{error.args[-1]}.* Going on with") as caught:
+        llm = load(path, policy=policy, **TIGHT)
+    assert len(caught) == 1
+    assert np.array_equal(logits_of(llm), expected)
+    found = llm.decisions()
+    assert (found["policy"], found["predictor"]) == ("next-use" if policy == "auto" else policy, "none")
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("named", [{"predictor": "skip"}, {"prefetch": True}], ids=str)
+@pytest.mark.parametrize("error", FAILURES, ids=repr)
+def test_predictions_that_were_asked_for_fail_the_load(
+    path: Path, monkeypatch: pytest.MonkeyPatch, named: dict[str, Any], error: Exception
+) -> None:
+    broken(monkeypatch, error)
+    with pytest.raises(MoeggufError, match=str(error.args[-1])):
+        Llama(path, verbose=False, **named, **TIGHT)
 
 
 def test_auto_with_a_damaged_measurement_is_as_without_one_after_a_warning(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import warnings
@@ -84,6 +85,34 @@ def test_the_nearest_comes_first(artifacts: Artifacts, tmp_path: Path) -> None:
 def test_a_folder_of_that_name_is_no_file(artifacts: Artifacts) -> None:
     (artifacts.user_folder / "x").mkdir(parents=True)
     assert list(artifacts.find("x")) == []
+
+
+def test_a_folder_that_cannot_be_searched_is_one_warning_and_the_next_one_is_taken(
+    artifacts: Artifacts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert artifacts.model_folder is not None
+    put(artifacts.model_folder, "x")
+    readable, is_file = put(artifacts.user_folder, "x"), Path.is_file
+
+    def refused(path: Path) -> bool:
+        if path.parent == artifacts.model_folder:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return is_file(path)
+
+    monkeypatch.setattr(Path, "is_file", refused)
+    with pytest.warns(UserWarning, match=r"tiny\.gguf\.moegguf is not searched \(Permission denied\)") as caught:
+        assert list(artifacts.find("x")) == [readable]
+    assert len(caught) == 1
+
+
+def test_a_model_whose_name_leaves_no_room_for_that_of_a_folder(file: Path, tmp_path: Path) -> None:
+    path = tmp_path / ("n" * 245 + ".gguf")
+    os.link(file, path)
+    artifacts = Artifacts(read_layout(path))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert list(artifacts.find("x")) == []
+        assert artifacts.writable_folder() == artifacts.user_folder
 
 
 def test_what_ships_is_found_by_the_fingerprint_in_its_measurement(

@@ -26,7 +26,7 @@ from moegguf.controller.policies.base import LRU
 from moegguf.controller.policies.sparsity import SparsityAware
 from moegguf.controller.predictors.base import NoPrediction, Predictor
 from moegguf.controller.predictors.previous_token import PreviousToken
-from moegguf.controller.watchdog import WatchdogOptions
+from moegguf.controller.watchdog import Watchdog, WatchdogOptions
 from moegguf.native.events import Float32s, Phase, RoutingEvent
 from moegguf.native.store import NativePolicy
 
@@ -107,6 +107,9 @@ def test_layers_without_experts_are_ignored() -> None:
     assert controller.history.clock == controller.n_events == 0
 
 
+FOUR_TURNS = WatchdogOptions(off_tokens=4, on_tokens=4, turns=2, certainty=float("inf"), warm_tokens=0, pause_tokens=10)
+
+
 def with_watchdog(store: RecordingStore) -> Controller:
     prefetch = replace(AMPLE, watchdog=True)
     predictor = ScriptedPredictor(first_two)
@@ -127,8 +130,9 @@ def test_the_watchdog_keeps_prefetching_only_while_it_saves_time() -> None:
         store = RecordingStore()
         controller = with_watchdog(store)
         assert controller.watchdog is not None
-        assert not controller.prefetching
-        n_trial = 2 * controller.watchdog.options.periods * controller.watchdog.options.period_tokens
+        assert controller.prefetching
+        options = controller.watchdog.options
+        n_trial = options.warm_tokens + options.turns * (options.off_tokens + options.on_tokens)
         for pass_ in range(n_trial + 10):
             run_pass(controller, pass_=pass_)
             store.clock_ns += 1000 - saved_ns * controller.prefetching
@@ -144,8 +148,7 @@ def test_turns_without_prefetching_differ_in_acting_only() -> None:
         native, ScriptedPredictor(first_two, store), store, prefetch=replace(AMPLE, watchdog=True),
         clock_ns=lambda: store.clock_ns,
     )  # fmt: skip
-    assert controller.watchdog is not None
-    controller.watchdog.options = WatchdogOptions(period_tokens=4, periods=2)
+    controller.watchdog = Watchdog(FOUR_TURNS)
     seen: dict[bool, set[str]] = {False: set(), True: set()}
     predicted: dict[bool, list[int]] = {False: [], True: []}
     for pass_ in range(18):
@@ -175,14 +178,14 @@ def native_prediction(store: RecordingStore, predictor: Predictor, **options: An
 def test_the_store_predicts_nothing_between_trials_that_said_no() -> None:
     store = RecordingStore()
     controller = native_prediction(store, PreviousToken(SHAPE), prefetch=replace(AMPLE, watchdog=True))
-    assert store.actions == [("policy", "lru"), ("predictor", "previous-token"), ("act", False)]
-    assert controller.watchdog is not None
-    controller.watchdog.options = WatchdogOptions(period_tokens=4, periods=2)
-    controller.watchdog._next_pause_tokens = 10
+    assert store.actions == [("policy", "lru"), ("predictor", "previous-token")]
+    controller.watchdog = Watchdog(FOUR_TURNS)
     for pass_ in range(17):
         run_pass(controller, pass_=pass_)
         store.clock_ns += 1000
-    assert store.actions[3:] == [("act", on) for on in (True, False, True)] + [("predictor", None), ("act", False)]
+    assert store.actions[2:] == [
+        *(("act", on) for on in (False, True, False, True)), ("predictor", None), ("act", False),
+    ]  # fmt: skip
     for pass_ in range(17, 27):
         run_pass(controller, pass_=pass_)
         store.clock_ns += 1000

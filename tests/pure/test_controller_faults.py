@@ -23,9 +23,15 @@ from fake_store import (
     run_passes,
 )
 
+from moegguf.controller.controller import ActingOptions, build_controller
 from moegguf.controller.forecast import Forecast
 from moegguf.controller.history import History
-from moegguf.native.events import Float32s
+from moegguf.controller.policies.base import LRU
+from moegguf.controller.prefetch import PrefetchOptions
+from moegguf.controller.watchdog import Watchdog, WatchdogOptions
+from moegguf.errors import AllocationError
+from moegguf.native.events import Float32s, Phase
+from moegguf.native.predictor import NativeForecast, NativePredictor
 
 
 class Bad(CountingPolicy):
@@ -137,3 +143,36 @@ def test_an_error_after_stop_is_no_warning() -> None:
         warnings.simplefilter("error")
         run_pass(controller)
     assert store.named("scores") == [1.0, 2.0]
+
+
+class Foretold(ScriptedPredictor):
+    """One that the store computes."""
+
+    def native(self) -> NativePredictor:
+        return NativePredictor("previous-token")
+
+
+def test_a_store_that_cannot_begin_to_predict_again_is_one_warning() -> None:
+    class Full(RecordingStore):
+        def set_predictor(self, predictor: NativePredictor | None, forecast: NativeForecast) -> None:
+            super().set_predictor(predictor, forecast)
+            if predictor is not None and len(self.named("predictor")) > 1:
+                raise AllocationError("cannot start the predictor's thread")
+
+    store = Full()
+    options = ActingOptions(prefetch=PrefetchOptions())
+    controller = build_controller(SHAPE, LRU, Foretold(first_two), store, options)
+    assert controller is not None
+    assert controller.native
+    brief = WatchdogOptions(off_tokens=2, on_tokens=2, turns=1, warm_tokens=0, gain=0.9, pause_tokens=4)
+    controller.watchdog = Watchdog(brief)
+
+    def decode() -> None:
+        for token in range(30):
+            controller.count_token(Phase.DECODE, token)
+
+    with pytest.warns(UserWarning, match="the predictor scripted .*thread; going on without it") as caught:
+        decode()
+    assert len(caught) == 1
+    assert store.named("predictor") == ["previous-token", None, "previous-token", None]
+    assert not controller.may_prefetch

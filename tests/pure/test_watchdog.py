@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from moegguf.controller.watchdog import Watchdog, WatchdogOptions
 
-SHORT = WatchdogOptions(period_tokens=8, periods=4, gain=0.03, pause_tokens=100, max_pause_tokens=400)
-TRIAL = 2 * SHORT.periods * SHORT.period_tokens
+SHORT = WatchdogOptions(off_tokens=8, on_tokens=8, turns=4, warm_tokens=0, pause_tokens=100, max_pause_tokens=400)
+WHOLE = replace(SHORT, certainty=float("inf"))  # trials that never end early
+TRIAL = SHORT.turns * (SHORT.off_tokens + SHORT.on_tokens)
+DEFAULT = WatchdogOptions()
 
 
 class Run:
     """Tokens whose stall is `off` ns without prefetching and `on` ns with it, and noise."""
 
-    def __init__(self, off: float, on: float, noise: float = 0.0, seed: int = 0) -> None:
-        self.dog = Watchdog(SHORT)
+    def __init__(
+        self, off: float, on: float, noise: float = 0.0, seed: int = 0, options: WatchdogOptions = WHOLE
+    ) -> None:
+        self.dog = Watchdog(options)
         self.off, self.on, self.noise = off, on, noise
         self.random = np.random.default_rng(seed)
         self.stall_ns = 0
@@ -30,12 +36,55 @@ class Run:
             self.dog.token(self.stall_ns)
 
 
-def test_it_begins_without_prefetching_and_takes_turns() -> None:
+def test_a_trial_takes_turns_that_begin_without_prefetching() -> None:
     run = Run(1000, 500)
     run.tokens(TRIAL)
-    periods = np.array(run.was_on).reshape(-1, SHORT.period_tokens)
-    assert (periods == np.array([[False], [True]] * SHORT.periods)).all()
+    turns = np.array(run.was_on).reshape(-1, SHORT.off_tokens)
+    assert (turns == np.array([[False], [True]] * SHORT.turns)).all()
     assert run.dog.trials == 1
+
+
+def test_the_tokens_before_the_first_trial_prefetch_and_do_not_count() -> None:
+    warm = replace(WHOLE, warm_tokens=10)
+    run = Run(1000, 5000, options=warm)
+    run.tokens(10)
+    assert run.was_on == [True] * 10
+    run.on = 500
+    run.tokens(TRIAL + WHOLE.pause_tokens)
+    assert run.dog.last_gain == pytest.approx(0.5)
+    run.tokens(1)
+    assert run.was_on[-1] is False, "the second trial begins with a turn that counts"
+
+
+@pytest.mark.parametrize(("on", "stays"), [(0.7e6, True), (0.8e6, True), (1.1e6, False), (1.3e6, False)])
+def test_a_clear_difference_ends_a_trial_early(on: float, stays: bool) -> None:
+    whole = DEFAULT.turns * (DEFAULT.off_tokens + DEFAULT.on_tokens) + DEFAULT.warm_tokens
+    lengths = []
+    for seed in range(20):
+        run = Run(1e6, on, noise=0.1, seed=seed, options=DEFAULT)
+        while not run.dog.trials:
+            run.tokens(1)
+        lengths.append(len(run.was_on))
+        assert run.dog.on == stays
+    assert np.median(lengths) < whole / 2
+
+
+def test_equals_hardly_ever_end_a_trial_early() -> None:
+    whole, early = DEFAULT.turns * (DEFAULT.off_tokens + DEFAULT.on_tokens), 0
+    for seed in range(100):  # prefetching saves just what it has to
+        run = Run(1e6, 0.97e6, noise=0.3, seed=seed, options=replace(DEFAULT, warm_tokens=0))
+        run.tokens(whole - 1)
+        early += run.dog.trials
+    assert early <= 3
+
+
+def test_a_slow_turn_does_not_end_a_trial() -> None:
+    run = Run(1e6, 0.97e6, noise=0.1, options=replace(DEFAULT, warm_tokens=0))
+    run.off *= 3
+    run.tokens(DEFAULT.off_tokens)
+    run.off /= 3
+    run.tokens(DEFAULT.on_tokens + 2 * (DEFAULT.off_tokens + DEFAULT.on_tokens))
+    assert run.dog.trials == 0
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -64,18 +113,18 @@ def test_prefetching_that_saves_too_little_is_stopped(off: int, on: int) -> None
     assert not run.dog.on
 
 
-def test_the_first_token_of_a_period_is_left_out() -> None:
-    dog, stall_ns = Watchdog(SHORT), 0
+def test_the_first_token_of_a_turn_is_left_out() -> None:
+    dog, stall_ns = Watchdog(WHOLE), 0
     dog.token(0)
     for n in range(TRIAL):
-        first = n % SHORT.period_tokens == 0
+        first = n % SHORT.off_tokens == 0
         stall_ns += 1_000_000 if first and dog.on else 900 if dog.on else 1000
         dog.token(stall_ns)
     assert dog.last_gain == pytest.approx(0.1)
     assert dog.on
 
 
-def test_a_single_outlier_period_does_not_decide() -> None:
+def test_a_single_outlier_turn_does_not_decide() -> None:
     run = Run(1000, 500)
     run.tokens(10)
     run.stall_ns += 10**9
