@@ -21,13 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from own_process import in_own_process
+from own_process import LONGEST_S, in_own_process
 
 ROOT = Path(__file__).resolve().parents[1]
 GGML = ROOT / "build/vendor/llama.cpp/ggml"
 SOURCES = [GGML / "src/ggml-rpc" / name for name in ("ggml-rpc.cpp", "transport.cpp")]
 BUILT = ROOT / "build/test-rpc/libggml-rpc.so"
-START_S = 30
+START_S = LONGEST_S // 3
 
 
 def rpc_library() -> Path:

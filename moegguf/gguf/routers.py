@@ -125,8 +125,9 @@ def read_routers(layout: ExpertLayout) -> Routers:
     for layer in layout.layers:
         if f"blk.{layer.il}.ffn_gate_tid2eid.weight" not in tensors:
             routers[layer.il] = _read_router(layout, layer, tensors)
-    n_group = _whole(layout, "expert_group_count", 1)
-    return Routers(read_gating(layout), routers, max(1, n_group), _whole(layout, "expert_group_used_count", 1))
+    n_group = max(1, _whole(layout, "expert_group_count", 1))
+    n_used = _whole(layout, "expert_group_used_count", 1) if n_group > 1 else 1  # files without groups may say 0
+    return Routers(read_gating(layout), routers, n_group, n_used)
 
 
 def read_gating(layout: ExpertLayout) -> Gating:

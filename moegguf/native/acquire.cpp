@@ -93,6 +93,7 @@ void Acquire::take_failure(Lane & lane, moegguf_failure & out, bool clear) {
         return;
     }
     Lock lock(shared_.mutex);
+    note_ordered(lane, lock);
     note_failures(lane);
     out = lane.failed ? lane.failure : moegguf_failure{};
     if (clear) {
@@ -150,7 +151,6 @@ void Acquire::acquire(Lane & lane, int il, int32_t * ids, int n_expert_used, int
     events_.keep_step();
     forecaster_.settle();
     lane.waited_ns = 0;
-    lane.ordered = 0;
     if (!layout_.has_experts(il)) {
         lane.fail(MOEGGUF_ROUTING, il, -1, "a layer without experts was routed");
     }
@@ -159,7 +159,7 @@ void Acquire::acquire(Lane & lane, int il, int32_t * ids, int n_expert_used, int
     int first_slot = 0;
     {
         Lock lock(shared_.mutex);
-        begin_pass(lane, il, n_tokens);
+        begin_pass(lane, il, n_tokens, lock);
         if (valid && !lane.failed) {
             const int64_t n_expert = layout_.layers[il].n_expert;
             const bool nearly_all = n_tokens > 1 && (int64_t)n >= sweep_choices_per_expert * n_expert;
@@ -192,6 +192,11 @@ void Acquire::acquire(Lane & lane, int il, int32_t * ids, int n_expert_used, int
              routed.n_embd, ids, routed.weights, events_.wants_inputs(n_tokens) ? routed.inputs : nullptr,
              batched ? lane.event_sequences.data() : nullptr, batched ? lane.event_phases.data() : nullptr});
     }
+    const bool models_missed = placed && lane.missed && shared_.simulated();
+    if (models_missed) {
+        Lock lock(shared_.mutex);
+        missed_.begin_modelled(lane);
+    }
     if (placed) {
         // A stream waits for copies, so the layer need not stop again.
         wait(lane, only_copies || lane.staged() ? all_kinds : wait_kinds);
@@ -201,6 +206,10 @@ void Acquire::acquire(Lane & lane, int il, int32_t * ids, int n_expert_used, int
         staging_.finish(lane, ids, n_expert_used, n_tokens, lock);
     }
     write_slot_ids(lane, ids, n_expert_used, n, first_slot);
+    if (models_missed) {
+        Lock lock(shared_.mutex);
+        missed_.end_modelled(lane);
+    }
     count(shared_.counters.hook_ns, now_ns() - start - lane.waited_ns);
 }
 
@@ -276,13 +285,24 @@ void Acquire::count_pass(Lane & lane, int il, int n_tokens) {
     count(counters.routing_events);
 }
 
-void Acquire::begin_pass(Lane & lane, int il, int n_tokens) {
+// What a stream waited for has been copied, or has failed, as that layer is computed: only the thread that copies may
+// not have said so yet. Neither what the next layer evicts nor whether the pass has failed depends on that.
+void Acquire::note_ordered(Lane & lane, Lock & lock) {
+    const auto noted = [&](int s) { return !(lane.tier->residency.slot(s).reading & lane.ordered); };
+    shared_.done.wait(lock, [&] {
+        return shared_.cancelled || shared_.stopping || std::all_of(lane.pinned.begin(), lane.pinned.end(), noted);
+    });
+    lane.ordered = 0;
+}
+
+void Acquire::begin_pass(Lane & lane, int il, int n_tokens, Lock & lock) {
     computing_ = true;
     if (lane.missed && il > lane.il) {
         lane.fail(MOEGGUF_INVALID, lane.il, -1, "experts that the CPU has computed did not reach the layer's output");
     }
     missed_.forget(lane);
     count_pass(lane, il, n_tokens);
+    note_ordered(lane, lock);
     note_failures(lane);
     streaming_.stop(lane);
     unpin(lane);

@@ -67,7 +67,8 @@ class Acquire {
     bool fill_slots(Lane & lane, const Moment & now, const int32_t * ids, int n_expert_used, int n_tokens, Lock & lock);
     void write_slot_ids(const Lane & lane, int32_t * ids, int n_expert_used, size_t n, int first_slot) const;
     void count_pass(Lane & lane, int il, int n_tokens);
-    void begin_pass(Lane & lane, int il, int n_tokens);
+    void begin_pass(Lane & lane, int il, int n_tokens, Lock & lock);
+    void note_ordered(Lane & lane, Lock & lock);
     bool pin_all(Lane & lane, const Moment & now, const int32_t * ids, int n_expert_used, int n_tokens, Lock & lock);
     void end_shortage(Lane & lane, uint64_t since_ns);
     void pin_present(Lane & lane, int il, int most);

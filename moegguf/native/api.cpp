@@ -254,6 +254,10 @@ int moegguf_store_probe(moegguf_store * store, double seconds, double * bytes_pe
     return on(store, [&](Store & s) { given(bytes_per_s) = s.transfers.probe(seconds); });
 }
 
+int moegguf_store_sim_compute_misses(moegguf_store * store, double bytes_per_ns, double layer_ns) {
+    return on(store, [&](Store & s) { s.missed.start_modelled(bytes_per_ns, layer_ns); });
+}
+
 int moegguf_store_sim_advance(moegguf_store * store, uint64_t ns) {
     return on(store, [&](Store & s) { s.advance(ns); });
 }

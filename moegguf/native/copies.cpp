@@ -116,6 +116,7 @@ void Copies::start(Job & job, uint64_t bytes, uint64_t clock_ns) {
     link.start(job, bytes, clock_ns);
     link.done_ns = job.source.tier == TierId::lower ? link.done_ns : clock_ns;
     count(busy_ns_, link.done_ns - clock_ns);
+    fade_in(bytes_ns_, double(link.done_ns - clock_ns) / bytes);
 }
 
 void Copies::begin(Job & job) {

@@ -26,15 +26,17 @@ void Forecaster::set(const moegguf_predictor * chosen) {
     std::lock_guard<std::mutex> one_at_a_time(control_);
     if (chosen) {
         check(*chosen);
-        const PredictorType & type = predictor_type(chosen->name);
-        const auto make = [this, &type, arrays = Arrays(*chosen)] { return type.make(layout_, arrays); };
-        std::unique_ptr<Predictor> first = make();
+        const Maker maker{&predictor_type(chosen->name), Arrays(*chosen)};
+        std::unique_ptr<Predictor> first = maker.type->make(layout_, maker.arrays);
         stop();
-        make_ = make;
+        if (!maker_ || maker_->type != maker.type || !maker_->arrays.same(maker.arrays)) {
+            calibration_ = Calibration();
+        }
+        maker_ = maker;
         followers_.clear();
         followers_.push_back({-1, 0, std::move(first)});
         start(*chosen);
-        wants_inputs_ = type.needs_inputs;
+        wants_inputs_ = maker.type->needs_inputs;
     } else {
         stop();
     }
@@ -42,7 +44,6 @@ void Forecaster::set(const moegguf_predictor * chosen) {
 
 void Forecaster::start(const moegguf_predictor & chosen) {
     options_ = chosen;
-    calibration_ = Calibration();
     best_.resize(layout_.n_expert_max);
     each_.resize(size_t(most_asked) * layout_.n_expert_max);
     present_.clear();
@@ -283,7 +284,7 @@ Forecaster::Follower & Forecaster::follower_of(int sequence) {
     const auto end = followers_.end();
     auto found = std::find_if(followers_.begin(), end, [&](const Follower & f) { return f.sequence == sequence; });
     if (found == end && followers_.size() < most_sequences) {
-        followers_.push_back({sequence, 0, make_()});
+        followers_.push_back({sequence, 0, maker_->type->make(layout_, maker_->arrays)});
         found = followers_.end() - 1;
     } else if (found == end) {
         found = std::min_element(followers_.begin(), end,

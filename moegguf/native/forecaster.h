@@ -7,7 +7,7 @@
 #include "transfers.h"
 
 #include <array>
-#include <functional>
+#include <optional>
 
 namespace moegguf {
 
@@ -35,7 +35,8 @@ class Forecaster {
     Forecaster(const Forecaster &) = delete;
     Forecaster & operator=(const Forecaster &) = delete;
 
-    // Any thread. When set() returns, the predictor before is used no longer, nor are its arrays. Throws Error.
+    // Any thread. When set() returns, the predictor before is used no longer, nor are its arrays. What its
+    // probabilities were worth stays known until another one is set. Throws Error.
     void set(const moegguf_predictor * chosen);
     void prefetch(bool on) { prefetching_ = on; }            // from the next prediction on
     void read(float * probabilities, uint8_t * known) const; // as predicted, by layer, of what is not yet routed
@@ -68,6 +69,10 @@ class Forecaster {
         std::vector<int32_t> tokens; // [last], -1: unknown
         std::vector<int32_t> ids;    // [last][n_expert_used]
         std::vector<float> inputs;   // [last][n_embd], or none
+    };
+    struct Maker {
+        const PredictorType * type;
+        Arrays arrays;
     };
     struct Follower {
         int sequence = -1;
@@ -127,7 +132,7 @@ class Forecaster {
     std::thread thread_;
 
     // Of the thread that predicts.
-    std::function<std::unique_ptr<Predictor>()> make_;
+    std::optional<Maker> maker_;      // of all followers; calibration_ is of it, also while nothing is predicted
     std::vector<Follower> followers_; // most_sequences at most
     std::vector<size_t> present_;     // those of this pass that are asked, in its order
     uint64_t n_uses_ = 0;

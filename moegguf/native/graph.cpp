@@ -79,10 +79,14 @@ extern "C" ggml_tensor * moegguf_slot_ids(ggml_context * ctx, const ggml_tensor 
     if (!store) {
         return nullptr;
     }
+    store->has_graph = true;
     ggml_tensor * ids = ggml_cont(ctx, expert_ids);
     ggml_format_name(ids, "%s%d", ids_node, il);
     ids->src[1] = weights; // computed before, and still there when the hook reads them
     ids->src[2] = input;
+    if (store->arrivals.on(il)) { // ids that the scheduler copies from another device are not those of the hook
+        ids->src[3] = store->tiers.on_cpu->pool()->place_mark();
+    }
     ids->op_params[0] = !store->tiers.of(il).numbering.resident();
     mark_chain(ids, *store);
     return ids;

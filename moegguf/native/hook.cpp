@@ -90,7 +90,7 @@ void begin_missed(Lane & lane, const ggml_tensor * t) {
     const int n_tokens = (int)t->ne[1], n_embd = (int)t->src[2]->ne[0];
     const float * inputs = floats(t->src[2], (size_t)n_embd * n_tokens, lane.inputs);
     const float * weights =
-        lane.chain.weights_input ? floats(t->src[1], (size_t)ggml_nelements(t), lane.weights) : nullptr;
+        lane.chain->weights_input ? floats(t->src[1], (size_t)ggml_nelements(t), lane.weights) : nullptr;
     lane.store.missed.begin(lane, inputs, n_embd, weights, n_tokens);
 }
 

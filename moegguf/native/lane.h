@@ -60,11 +60,12 @@ struct Lane {
     std::vector<int> pinned; // slots there, all of one layer
     uint8_t chunks = 0;      // matrices of that layer: an announcement changes il, and not what is waited for
     ggml_backend_sched_t scheduler = nullptr; // that computes; nullptr: not known
-    ggml_backend_t stream = nullptr;   // computes this layer, and waits for copies itself; nullptr: the thread waits
-    uint8_t ordered = 0;               // matrices of that layer that the stream waits for
-    std::vector<int> distinct;         // experts of this routing event, in order of first choice
-    std::vector<int> slot_of;          // [n_expert_max], of this event
-    ExpertChain chain;                 // of this event's layer; unknown: the device has to compute every expert
+    ggml_backend_t stream = nullptr; // computes this layer, and waits for copies itself; nullptr: the thread waits
+    uint8_t ordered = 0;             // matrices of that layer that the stream waits for
+    std::vector<int> distinct;       // experts of this routing event, in order of first choice
+    std::vector<int> slot_of;        // [n_expert_max], of this event
+    // Of this event's layer; nullptr: the device has to compute every expert.
+    const ExpertChain * chain = nullptr;
     MissedJob * missed = nullptr;      // experts of this event that the CPU computes; nullptr: none
     std::vector<int> stand_ins;        // slots whose products are replaced by the CPU's
     std::vector<int> absent;           // experts of it that are streamed

@@ -9,7 +9,7 @@ import time
 
 import numpy as np
 
-from moegguf.native import library
+from moegguf.native import abi, library
 from moegguf.quantities import Link
 
 
@@ -38,7 +38,7 @@ def add_link_device(
     bandwidth.
     """
     name = c.c_char_p()
-    described = library.LinkStruct(
+    described = abi.LinkStruct(
         link.bytes_per_s / 1e9, link.latency_s * 1e9, memory_bytes, most_buffer_bytes, pinned, n_threads
     )
     library.check(library.load().moegguf_link_add(c.byref(described), c.byref(name)))

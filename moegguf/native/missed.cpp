@@ -36,13 +36,17 @@ Missed::~Missed() {
     }
 }
 
-void Missed::start(int n_threads) {
+void Missed::check_tiers(bool possible) const {
     const auto has_lower = [](const Tier & tier) { return tier.below() != nullptr; };
-    if (shared_.simulated() || !tiers_.any(has_lower) || n_threads < 1) {
+    if (!possible || !tiers_.any(has_lower)) {
         throw Error(MOEGGUF_INVALID,
                     "misses can be computed where a device has slots over slots in RAM, by a thread"
                     " at least");
     }
+}
+
+void Missed::start(int n_threads) {
+    check_tiers(!shared_.simulated() && n_threads > 0);
     Lock lock(shared_.mutex);
     if (on_) {
         return;
@@ -57,8 +61,28 @@ void Missed::start(int n_threads) {
     on_ = true;
 }
 
+void Missed::start_modelled(double bytes_per_ns, double layer_ns) {
+    check_tiers(shared_.simulated() && bytes_per_ns > 0 && layer_ns >= 0);
+    Lock lock(shared_.mutex);
+    admission_.start();
+    bytes_ns_ = 1 / bytes_per_ns;
+    start_ns_ = layer_ns;
+    on_ = true;
+}
+
 bool Missed::serves(int il, int n_tokens) const {
     return on_ && n_tokens <= most_tokens && tiers_.of(il).below();
+}
+
+// Graphs are built again and again, with few chains.
+const ExpertChain * Missed::keep(ExpertChain chain) {
+    std::lock_guard<std::mutex> lock(chains_mutex_);
+    const auto known = std::find_if(chains_.begin(), chains_.end(), [&](const auto & one) { return *one == chain; });
+    if (known != chains_.end()) {
+        return known->get();
+    }
+    chain.read_rows();
+    return chains_.emplace_back(std::make_unique<const ExpertChain>(std::move(chain))).get();
 }
 
 void Missed::set_layers(int n_layers, const std::string & note) {
@@ -91,17 +115,22 @@ void Missed::note_uses(const Lane & lane, int il) {
 
 void Missed::choose(Lane & lane, const Moment & now, const int32_t * ids, int n_expert_used, int n_tokens) {
     const Tier & tier = *lane.tier;
-    if (!serves(now.il, n_tokens) || lane.chain.kind == ExpertChain::unknown || tier.numbering.resident()) {
+    const bool possible = lane.chain || shared_.simulated();
+    if (!serves(now.il, n_tokens) || !possible || tier.numbering.resident()) {
         return;
     }
     missing_.clear();
     std::copy_if(lane.distinct.begin(), lane.distinct.end(), std::back_inserter(missing_),
                  [&](int expert) { return lane.slot_of[expert] == Lane::no_slot_yet; });
-    const auto admitted = [&](int expert) { return admission_.admits(now.il, expert); };
-    const auto first_use = std::stable_partition(missing_.begin(), missing_.end(), admitted);
-    const int n_admitted = int(first_use - missing_.begin()), n_missed = (int)missing_.size();
-    const int n_copies = count_copies(now.il, n_admitted, n_missed);
+    const bool takes_none = tier.residency.has_free(); // of another expert
+    const auto admitted = [&](int expert) { return takes_none || admission_.admits(now.il, expert); };
+    const auto first_to_share = std::stable_partition(missing_.begin(), missing_.end(),
+                                                      [&](int expert) { return comes_as_fast(now.il, expert); });
+    std::stable_partition(first_to_share, missing_.end(), admitted);
+    const int n_missed = (int)missing_.size();
+    const int n_copies = count_fastest(now.il, int(first_to_share - missing_.begin()), n_missed);
     if (n_copies == n_missed) {
+        measure(lane, now.il, n_expert_used);
         return;
     }
     for (int i = 0; i < n_copies; i++) { // what they are copied from makes no room for those that follow
@@ -116,7 +145,7 @@ void Missed::choose(Lane & lane, const Moment & now, const int32_t * ids, int n_
             continue;
         }
         lane.slot_of[expert] = Lane::computed_below;
-        if (i < n_admitted) { // a slot when the link is free
+        if (admitted(expert)) { // a slot when the link is free
             count(shared_.counters.prefetch_requested);
             if (!transfers_.prefetch(now.il, expert)) {
                 count(shared_.counters.prefetch_dropped);
@@ -129,34 +158,45 @@ void Missed::choose(Lane & lane, const Moment & now, const int32_t * ids, int n_
     }
 }
 
-// So many of a layer's misses that link and processor end as soon as they can, side by side. Now and then one goes the
-// other way, so that both averages stay those of today.
-int Missed::count_copies(int il, int n_admitted, int n_missed) {
-    constexpr int most_alike = 32;
-    const int n = count_fastest(il, n_missed);
-    if (n_missed == 0) {
-        return 0;
-    }
-    n_alike_ = n == 0 || n == n_missed ? n_alike_ + 1 : 0;
-    if (n_alike_ < most_alike || (n == 0 && n_admitted == 0)) {
-        return n;
-    }
-    n_alike_ = 0;
-    return n == 0 ? 1 : n - 1;
+// Whether an expert is there no later by a copy, where it is still to be read: that goes on matrix by matrix meanwhile,
+// and the processor begins when all have come.
+bool Missed::comes_as_fast(int il, int expert) const {
+    const Residency & below = tiers_.below->residency;
+    const int r = below.find(il, expert);
+    const double last_ns = tiers_.of(il).copies->bytes_ns() / __builtin_popcount(layout_.layers[il].chunks);
+    return (r < 0 || !below.complete(r)) && bytes_ns_ >= last_ns;
 }
 
-int Missed::count_fastest(int il, int n_missed) const {
+// Of a layer's misses, so many copies, `least` or more, that link and processor end as soon as they can side by side.
+int Missed::count_fastest(int il, int least, int n_missed) const {
     const double expert_ns = (double)expert_bytes(il), copy_ns = expert_ns * tiers_.of(il).copies->bytes_ns();
     const auto layer_ns = [&](int n) {
         const int n_computed = n_missed - n;
         const double computed_ns = n_computed > 0 ? start_ns_ + n_computed * expert_ns * bytes_ns_ : 0;
         return std::max(n * copy_ns, computed_ns) + (n_computed > 0 ? write_ns_ : 0);
     };
-    int best = 0; // also while the processor's time is not known
-    for (int n = 1; n <= n_missed && bytes_ns_ > 0; n++) {
+    int best = least; // also while the processor's time is not known
+    for (int n = least + 1; n <= n_missed && bytes_ns_ > 0; n++) {
         best = layer_ns(n) < layer_ns(best) ? n : best;
     }
     return best;
+}
+
+// Where copies are faster, the processor computes one of them as well now and then, for which nothing waits: its
+// average stays that of today. That of copies does without: what is admitted is copied anyway.
+void Missed::measure(Lane & lane, int il, int n_expert_used) {
+    constexpr int events_between = 32;
+    n_copied_ += !missing_.empty();
+    const int r = missing_.empty() ? -1 : tiers_.below->residency.find(il, missing_.back());
+    if (n_copied_ < events_between || shared_.simulated() || r < 0 || !tiers_.below->residency.complete(r)) {
+        return;
+    }
+    n_copied_ = 0;
+    MissedJob & job = new_job(lane, il, n_expert_used);
+    job.measures = true;
+    tiers_.below->residency.pin(r);
+    job.choices.push_back(0); // any input takes as long
+    job.experts.push_back({missing_.back(), r, 0, 1, false});
 }
 
 MissedJob & Missed::new_job(Lane & lane, int il, int n_expert_used) {
@@ -169,7 +209,7 @@ MissedJob & Missed::new_job(Lane & lane, int il, int n_expert_used) {
     job.experts.clear();
     job.choices.clear();
     job.wanted = true;
-    job.begun = job.done = job.given_up = false;
+    job.begun = job.done = job.given_up = job.measures = false;
     job.failed_expert = -1;
     job.why.clear();
     lane.missed = &job;
@@ -208,7 +248,7 @@ bool Missed::take(MissedJob & job, const Moment & now, int expert, const int32_t
 // Any slots that no expert of the event is in, as many as a token may need.
 bool Missed::find_stand_ins(Lane & lane) const {
     lane.stand_ins.clear();
-    if (!lane.missed) {
+    if (!lane.missed || lane.missed->measures) {
         return true;
     }
     std::vector<int> & found = lane.stand_ins;
@@ -247,8 +287,14 @@ void Missed::release(MissedJob & job) {
 
 void Missed::begin(Lane & lane, const float * inputs, int n_embd, const float * weights, int n_tokens) {
     MissedJob & job = *lane.missed;
-    if (!inputs || (job.chain.weights_input && !weights)) {
+    const bool known = inputs && (weights || !job.chain->weights_input);
+    if (!known && !job.measures) {
         lane.fail(MOEGGUF_INVALID, job.il, -1, "the layer's input cannot be read for the CPU");
+        return;
+    }
+    if (!known) {
+        Lock lock(shared_.mutex);
+        forget(lane);
         return;
     }
     const size_t n_choices = (size_t)n_tokens * job.n_expert_used;
@@ -261,6 +307,9 @@ void Missed::begin(Lane & lane, const float * inputs, int n_embd, const float * 
     job.begun = true;
     queue_.push(&job);
     work_.notify_one();
+    if (job.measures) {
+        forget(lane);
+    }
 }
 
 // The multiplication.
@@ -325,6 +374,37 @@ void Missed::write(Lane & lane, ggml_tensor * t) {
     forget(lane);
 }
 
+// Simulation.
+
+void Missed::begin_modelled(Lane & lane) {
+    MissedJob & job = *lane.missed;
+    const uint64_t start = shared_.clock_ns();
+    job.computed_ns = start + uint64_t(start_ns_);
+    for (size_t n_left = job.experts.size(); n_left > 0; n_left -= ready_.size()) {
+        while (!find_ready(job)) {
+            transfers_.step();
+        }
+        const auto took_ns = uint64_t(bytes_ns_ * double(ready_.size() * expert_bytes(job.il)));
+        job.computed_ns = std::max(job.computed_ns, shared_.clock_ns()) + took_ns;
+        n_computed_ += ready_.size();
+        compute_ns_ += took_ns;
+    }
+    count_modelled_stall(lane, start);
+}
+
+void Missed::end_modelled(Lane & lane) {
+    const uint64_t now = shared_.clock_ns();
+    transfers_.advance(std::max(now, lane.missed->computed_ns) - now);
+    count_modelled_stall(lane, now);
+    forget(lane);
+}
+
+void Missed::count_modelled_stall(const Lane & lane, uint64_t since_ns) {
+    const uint64_t waited_ns = shared_.clock_ns() - since_ns;
+    stall_ns_ += waited_ns;
+    count_stall(shared_, *lane.tier, waited_ns);
+}
+
 // The thread.
 
 void Missed::run() {
@@ -369,8 +449,8 @@ void Missed::compute(MissedJob & job, Lock & lock) {
         compute_ready(job);
         const uint64_t took_ns = now_ns() - start;
         lock.lock();
-        n_computed_ += ready_.size();
-        compute_ns_ += took_ns;
+        n_computed_ += job.measures ? 0 : ready_.size();
+        compute_ns_ += job.measures ? 0 : took_ns;
         follow(bytes_ns_, (double)took_ns / (ready_.size() * expert_bytes(job.il)));
     }
 }
@@ -392,15 +472,10 @@ bool Missed::find_ready(MissedJob & job) {
 }
 
 void Missed::compute_ready(MissedJob & job) {
-    constexpr size_t most_nodes_each = 16;
-    const size_t n_nodes = most_nodes_each * ready_.size();
-    size_t n_floats = 0; // of products and their input
+    const size_t n_nodes = job.chain->n_nodes() * ready_.size();
+    size_t n_floats = 0;
     for (const MissedJob::Expert * expert : ready_) {
-        size_t n_each = job.n_embd;
-        for (int matrix : layout_.layers[job.il].matrix) {
-            n_each += matrix >= 0 ? 2 * layout_.matrices[matrix].ne1 : 0; // and of the activation
-        }
-        n_floats += n_each * expert->n_choices;
+        n_floats += (job.chain->row_floats() + 2 * job.n_embd) * expert->n_choices; // with input and output
     }
     memory_.resize(std::max(memory_.size(), n_nodes * (ggml_tensor_overhead() + GGML_MEM_ALIGN) +
                                                 ggml_graph_overhead_custom(n_nodes, false) + n_floats * sizeof(float)));
@@ -431,7 +506,7 @@ void Missed::compute_ready(MissedJob & job) {
             const float weight = job.weights.empty() ? 1.0f : job.weights[choice];
             std::transform(input, input + job.n_embd, row, [weight](float value) { return value * weight; });
         }
-        products.push_back(build_chain(ctx, job.chain, w, x));
+        products.push_back(build_chain(ctx, *job.chain, expert->expert, w, x));
         ggml_build_forward_expand(graph, products.back());
     }
     if (ggml_backend_graph_compute(backend_.get(), graph) != GGML_STATUS_SUCCESS) {

@@ -25,7 +25,7 @@ struct MissedJob {
 
     int il = -1;
     int n_expert_used = 0;
-    ExpertChain chain;
+    const ExpertChain * chain = nullptr; // nullptr: simulated
     std::vector<Expert> experts;
     std::vector<int> choices; // of [n_tokens][n_expert_used], each expert's one after another
     int n_embd = 0;
@@ -37,8 +37,10 @@ struct MissedJob {
     bool begun = false;
     bool done = false;
     bool given_up = false; // cancelled
+    bool measures = false; // how long it takes: no lane waits for it
     int failed_expert = -1;
-    std::string why; // it could not be computed; empty: it could
+    std::string why;          // it could not be computed; empty: it could
+    uint64_t computed_ns = 0; // simulation: of the modelled clock
 };
 
 class Missed {
@@ -55,8 +57,10 @@ class Missed {
     Missed(const Missed &) = delete;
     Missed & operator=(const Missed &) = delete;
 
-    void start(int n_threads);               // Throws Error(INVALID) where nothing lies below a device, Error(MEMORY)
-    bool serves(int il, int n_tokens) const; // whether a layer's misses are computed in passes of so many tokens
+    void start(int n_threads); // Throws Error(INVALID) where nothing lies below a device, Error(MEMORY)
+    void start_modelled(double bytes_per_ns, double layer_ns); // simulation. Throws likewise.
+    bool serves(int il, int n_tokens) const;     // whether a layer's misses are computed in passes of so many tokens
+    const ExpertChain * keep(ExpertChain chain); // the same, for as long as the store is there; throws std::bad_alloc
     void set_layers(int n_layers, const std::string & note);
     void info(moegguf_computed & out);
 
@@ -68,6 +72,10 @@ class Missed {
     void forget(Lane & lane); // what was chosen at the event before
     bool busy() const { return !queue_.empty() || computing_; }
 
+    // Simulation, under the store's lock: begins, and ends when what the link copies meanwhile is there.
+    void begin_modelled(Lane & lane);
+    void end_modelled(Lane & lane);
+
     // By the thread that computes. begin: with the layer's input and weights, [n_tokens] rows each, as the router has
     // them; nullptr: they cannot be read.
     void begin(Lane & lane, const float * inputs, int n_embd, const float * weights, int n_tokens);
@@ -75,12 +83,15 @@ class Missed {
     void write(Lane & lane, ggml_tensor * t); // waits for the rows; the lane says why there are none
 
   private:
+    void check_tiers(bool possible) const;
     bool is_next(const Lane & lane, const ggml_tensor * t) const;
-    int count_copies(int il, int n_admitted, int n_missed);
-    int count_fastest(int il, int n_missed) const;
+    bool comes_as_fast(int il, int expert) const;
+    int count_fastest(int il, int least, int n_missed) const;
+    void measure(Lane & lane, int il, int n_expert_used);
     MissedJob & new_job(Lane & lane, int il, int n_expert_used);
     bool take(MissedJob & job, const Moment & now, int expert, const int32_t * ids, int n_choices);
     void release(MissedJob & job);
+    void count_modelled_stall(const Lane & lane, uint64_t since_ns);
     bool awaits_file(const MissedJob & job) const;
     void wait(Lane & lane, const MissedJob & job, Lock & lock);
     uint64_t expert_bytes(int il) const;
@@ -96,7 +107,9 @@ class Missed {
     Admission & admission_;
     ggml_backend_ptr backend_;
     std::atomic<bool> on_{false};
-    std::vector<std::unique_ptr<MissedJob>> jobs_; // of all lanes, used again
+    std::mutex chains_mutex_;
+    std::vector<std::unique_ptr<const ExpertChain>> chains_; // graphs hold their addresses
+    std::vector<std::unique_ptr<MissedJob>> jobs_;           // of all lanes, used again
     Ring<MissedJob *> queue_;
     bool computing_ = false;
     bool stopping_ = false;
@@ -110,7 +123,7 @@ class Missed {
     double bytes_ns_ = 0;   // of the thread, per byte, on average
     double start_ns_ = 0;   // until it begins with a layer
     double write_ns_ = 0;   // of what it has computed to the device, with a layer
-    int n_alike_ = 0;       // events in a row whose misses were all copied, or all computed
+    int n_copied_ = 0;      // events whose misses were all copied, since the processor's time was measured
     int n_layers_ = -1;
     std::string note_;
     std::thread thread_;

@@ -62,7 +62,7 @@
 extern "C" {
 #endif
 
-#define MOEGGUF_ABI_VERSION 11
+#define MOEGGUF_ABI_VERSION 13
 #define MOEGGUF_MAX_KINDS 4
 #define MOEGGUF_API __attribute__((visibility("default")))
 
@@ -194,6 +194,7 @@ struct moegguf_pool_info {
     int32_t n_experts;      // over all layers
     int32_t n_layers;       // layers with experts
     int32_t n_repacked;     // matrices whose slots are interleaved
+    int32_t n_uncached;     // of these, those that are written past the cache
     int32_t n_matrices;
     int32_t resident; // every expert has a slot of its own
     int32_t direct;   // shards read with O_DIRECT
@@ -474,7 +475,7 @@ MOEGGUF_API int moegguf_store_listen(
 MOEGGUF_API int moegguf_store_cancel(moegguf_store * store,
                                      int on); // on: passes in flight and to come end as CANCELLED
 // 0 < n_slots <= the pool's; memory of the others is given back where it is pageable host memory. Those of all devices
-// are shared out in proportion to their pools.
+// are shared out in proportion to their pools; slots of layers that the CPU computes beside them stay as they are.
 MOEGGUF_API int moegguf_store_resize(moegguf_store * store, int32_t tier, int32_t n_slots);
 // The same at once, while no pass is under way in any context: memory of devices is allocated anew for n_slots slots,
 // so that the rest of it is free. Where there is too little for both for a moment, slots are emptied first. MEMORY:
@@ -487,10 +488,12 @@ MOEGGUF_API int moegguf_store_probe(moegguf_store * store, double seconds,
                                     double * bytes_per_s); // what these readers reach on this file
 // From now on the CPU computes with n_threads what is missed on devices in passes of few tokens, from slots of the tier
 // below, where that is faster than a copy or the expert was used less than twice in the last 64 tokens: only after that
-// it gets a slot on the device, but by moegguf_store_warm. Not exact: processors round otherwise than devices. INVALID
-// without a tier below.
+// it gets a slot on the device, but by moegguf_store_warm or where slots are free. Not exact: processors round
+// otherwise than devices. INVALID without a tier below.
 MOEGGUF_API int moegguf_store_compute_misses(moegguf_store * store, int32_t n_threads);
 MOEGGUF_API int moegguf_store_computed(moegguf_store * store, struct moegguf_computed * computed);
+// Simulation: likewise, at so many bytes of experts per ns, and so many ns more for a layer with some.
+MOEGGUF_API int moegguf_store_sim_compute_misses(moegguf_store * store, double bytes_per_ns, double layer_ns);
 MOEGGUF_API int moegguf_store_sim_advance(moegguf_store * store, uint64_t ns); // simulation: compute time passes
 
 // Lanes. acquire does what the hook does with ids already in hand: simulation and tests; inputs [n_tokens][n_embd] may

@@ -227,6 +227,7 @@ Pool::Pool(const Layout & layout, const LayerSet & layers, const Numbering & num
     allocate(layout, layers, numbering.n_slots());
     tensors_.assign(n, nullptr);
     slot_.assign(n, nullptr);
+    interleave_.assign(n, nullptr);
     for (size_t i = 0; i < n; i++) {
         const Matrix & m = layout.matrices[i];
         kind_.push_back(m.kind);
@@ -234,7 +235,10 @@ Pool::Pool(const Layout & layout, const LayerSet & layers, const Numbering & num
             make_tensor(m, (int)i, numbering.window(m.il));
         }
     }
-    n_ids_ = kernels_ask_for_order() ? layout.n_expert_max : 0;
+    if (kernels_ask_for_order()) {
+        n_ids_ = layout.n_expert_max;
+        make_place_mark();
+    }
     if (!numbering.resident()) {
         share_all_slots(numbering.n_slots());
     }
@@ -312,6 +316,20 @@ void Pool::make_tensor(const Matrix & m, int matrix, Window window) {
     }
     tensors_[matrix] = pool;
     slot_[matrix] = slot;
+    interleave_[matrix] = interleaved_[matrix] ? find_interleave(*slot) : nullptr;
+}
+
+// In plain memory: interleaved weights are of no use to nodes that do not multiply.
+void Pool::make_place_mark() {
+    place_mark_ = ggml_new_tensor_1d(context_.get(), GGML_TYPE_I32, 1);
+    ggml_set_name(place_mark_, "place_mark");
+    mark_memory_.reset(ggml_backend_buft_alloc_buffer(memory_.buft, ggml_backend_buft_get_alignment(memory_.buft)));
+    if (!mark_memory_ ||
+        ggml_backend_tensor_alloc(mark_memory_.get(), place_mark_, ggml_backend_buffer_get_base(mark_memory_.get())) !=
+            GGML_STATUS_SUCCESS) {
+        throw Error(MOEGGUF_MEMORY, "no memory for a tensor of four bytes");
+    }
+    ggml_backend_buffer_set_usage(mark_memory_.get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
 }
 
 bool Pool::kernels_ask_for_order() const {
@@ -411,7 +429,11 @@ void Pool::write(int matrix, int slot, int64_t row, int64_t n_rows, const void *
     piece.nb[2] = piece.nb[1] * n_rows;
     piece.nb[3] = piece.nb[2];
     piece.data = address(matrix, slot) + row * piece.nb[1];
-    ggml_backend_tensor_set(&piece, data, 0, ggml_nbytes(&piece));
+    if (interleave_[matrix] && (uintptr_t)piece.data % uncached_alignment == 0) {
+        interleave_[matrix]((uint8_t *)piece.data, (const uint8_t *)data, n_rows, piece.ne[0]);
+    } else {
+        ggml_backend_tensor_set(&piece, data, 0, ggml_nbytes(&piece));
+    }
 }
 
 void Pool::read(int matrix, int slot, void * out) const {
@@ -468,6 +490,10 @@ void Pool::release(int first, int last) const {
 
 int Pool::n_repacked() const {
     return (int)std::count(repacked_.begin(), repacked_.end(), true);
+}
+
+int Pool::n_uncached() const {
+    return (int)std::count_if(interleave_.begin(), interleave_.end(), [](Interleave by) { return by != nullptr; });
 }
 
 } // namespace moegguf

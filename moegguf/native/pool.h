@@ -1,6 +1,7 @@
 // pool.h: fast memory for experts on one ggml device, and the tensors that llama.cpp multiplies with.
 #pragma once
 
+#include "interleave.h"
 #include "numbering.h"
 
 #include "ggml-cpp.h"
@@ -56,6 +57,9 @@ class Pool {
     // Whether the kernels that multiply with the tensors ask for an order of their matrices, by op_params.
     bool kernels_ask_for_order() const;
     void set_op_params(int matrix, const void * pointer);
+    // Where they do, a weight that nothing is computed with: ggml puts a node on the device that the weights among its
+    // sources are on, and these kernels are to read the very ids that the hook has written.
+    ggml_tensor * place_mark() const { return place_mark_; }
 
     // Every layer's window becomes all slots: for a pool that leaves the resident numbering.
     void share_all_slots(int n_slots);
@@ -73,6 +77,7 @@ class Pool {
     bool host() const { return host_; }
     const PoolMemory & memory() const { return memory_; }
     int n_repacked() const;
+    int n_uncached() const;
 
   private:
     struct Arena {
@@ -88,16 +93,20 @@ class Pool {
     uint8_t * address(int matrix, int slot) const;
     ggml_tensor slots_view(int matrix, int slot, int n) const;
     void make_tensor(const Matrix & m, int matrix, Window window);
+    void make_place_mark();
 
     PoolMemory memory_;
     std::vector<ggml_backend_buffer_type_t> interleaved_; // per matrix; nullptr: plain
     std::vector<bool> repacked_;
+    std::vector<Interleave> interleave_; // per matrix; nullptr: the buffer type's own
     Arena arenas_[MOEGGUF_MAX_KINDS];
     const Strides strides_;
     ggml_context_ptr context_;
     std::vector<ggml_tensor *> tensors_; // [n_matrices], what llama.cpp multiplies with; nullptr: not here
     std::vector<ggml_tensor *> slot_;    // [n_matrices], a template: one expert in slot 0
     std::vector<moegguf_kind> kind_;
+    ggml_backend_buffer_ptr mark_memory_;
+    ggml_tensor * place_mark_ = nullptr;
     uint64_t bytes_ = 0;
     int n_allocated_ = 0; // slots that every arena has room for
     int n_ids_ = 0;       // that kernels may be given, also where there are fewer slots: experts that are streamed

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moegguf.errors import OptionError
-from moegguf.native import library
+from moegguf.native import abi, library
 
 Array = npt.NDArray[Any]
 # enum moegguf_array_type
@@ -45,7 +45,7 @@ class NativeForecast:
     @property
     def flags(self) -> int:
         """The bits of enum moegguf_predict_flag."""
-        return library.PREDICT_ONCE * self.once | library.PREDICT_LOCKSTEP * self.lockstep
+        return abi.PREDICT_ONCE * self.once | abi.PREDICT_LOCKSTEP * self.lockstep
 
 
 @functools.cache
@@ -57,7 +57,7 @@ def native_predictors() -> tuple[str, ...]:
     return tuple(found)
 
 
-def predictor_struct(predictor: NativePredictor, forecast: NativeForecast) -> library.Predictor:
+def predictor_struct(predictor: NativePredictor, forecast: NativeForecast) -> abi.Predictor:
     """The struct moegguf_predictor. It points into the arrays, which must outlive it.
 
     Raises OptionError for an array of another type or that is not contiguous.
@@ -65,13 +65,13 @@ def predictor_struct(predictor: NativePredictor, forecast: NativeForecast) -> li
     for name, values in predictor.arrays.items():
         if values.dtype not in TYPE_OF or not values.flags.c_contiguous:
             raise OptionError(f"the array {name!r} of a predictor has a type or an order that the store does not read.")
-    rows = (library.Array * len(predictor.arrays))(
+    rows = (abi.Array * len(predictor.arrays))(
         *(
-            library.Array(name.encode(), TYPE_OF[values.dtype], 0, values.size, values.ctypes.data)
+            abi.Array(name.encode(), TYPE_OF[values.dtype], 0, values.size, values.ctypes.data)
             for name, values in predictor.arrays.items()
         )
     )
-    return library.Predictor(
+    return abi.Predictor(
         predictor.name.encode(), len(rows), forecast.flags, rows, forecast.window, forecast.most_prefetches,
         forecast.waste_weight,
     )  # fmt: skip

@@ -1,5 +1,7 @@
 #include "reserved.h"
 
+#include "store.h"
+
 #include "ggml-backend-impl.h" // buffer types are not public; patches/README.md lists what we lean on
 
 #include <sys/mman.h>
@@ -50,7 +52,11 @@ void get_tensor(ggml_backend_buffer_t, const ggml_tensor *, void * data, size_t,
 void clear(ggml_backend_buffer_t, uint8_t) {
 }
 
+// Once the model is loaded, only adapters ask for memory of the kind that its experts have: they get some of the host.
 ggml_backend_buffer_t alloc_buffer(ggml_backend_buffer_type_t buft, size_t size) {
+    if (((Store *)buft->context)->has_graph) {
+        return ggml_backend_buft_alloc_buffer(ggml_backend_cpu_buffer_type(), size);
+    }
     const size_t n = size ? size : 1;
     void * address = mmap(nullptr, n, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (address == MAP_FAILED) {

@@ -8,19 +8,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from moegguf.gguf.experts import ExpertLayout, Kind
-from moegguf.native import library
+from moegguf.native import abi, library
 
 
 def matrices_of(layout: ExpertLayout) -> Any:
     """Every expert matrix as an array of struct moegguf_matrix."""
     rows = [
-        library.Matrix(
-            m.name.encode(), m.il, library.KIND[m.kind], m.ggml_type, m.n_expert, m.ne0, m.ne1, m.shard, 0, m.offset,
+        abi.Matrix(
+            m.name.encode(), m.il, abi.KIND[m.kind], m.ggml_type, m.n_expert, m.ne0, m.ne1, m.shard, 0, m.offset,
             m.expert_bytes,
         )
         for m in layout.matrices
     ]  # fmt: skip
-    return (library.Matrix * len(rows))(*rows)
+    return (abi.Matrix * len(rows))(*rows)
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,9 @@ def slot_sizes(layout: ExpertLayout, n_slots: int = 0) -> SlotSizes:
 
     Raises OptionError for matrices of a kind or type that does not exist.
     """
-    sizes, matrices = library.Sizes(), matrices_of(layout)
+    sizes, matrices = abi.Sizes(), matrices_of(layout)
     library.check(library.load().moegguf_slot_sizes(matrices, len(matrices), n_slots, c.byref(sizes)))
-    strides = {kind: sizes.stride_bytes[library.KIND[kind]] for kind in layout.kinds}
+    strides = {kind: sizes.stride_bytes[abi.KIND[kind]] for kind in layout.kinds}
     return SlotSizes(strides, sizes.slot_bytes, sizes.pool_bytes, sizes.guard_bytes, bool(sizes.streams))
 
 

@@ -14,13 +14,18 @@ namespace {
 constexpr int most_tokens = 16; // of a graph that multiplies: so many layers' work without a stop
 constexpr int n_small_ops = 64; // of a graph that measures what a node costs
 constexpr int least_runs = 3;
+constexpr int longest = 10; // times `seconds` that these may take: other processes may have the processors
 
 // The time of a run that nothing disturbs: the lower quartile, over `seconds` of them.
 double run_ns(double seconds, const std::function<void()> & run) {
     run(); // asks for memory, compiles
     std::vector<double> times;
-    const uint64_t end = now_ns() + (uint64_t)(seconds * 1e9);
-    while (times.size() < least_runs || now_ns() < end) {
+    const uint64_t begin = now_ns(), least_ns = (uint64_t)(seconds * 1e9);
+    const auto goes_on = [&] {
+        const uint64_t past_ns = now_ns() - begin;
+        return past_ns < least_ns || (times.size() < least_runs && past_ns < longest * least_ns);
+    };
+    while (times.empty() || goes_on()) {
         const uint64_t start = now_ns();
         run();
         times.push_back((double)(now_ns() - start));

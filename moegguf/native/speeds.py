@@ -11,7 +11,7 @@ from typing import Any
 from moegguf.errors import OptionError
 from moegguf.gguf.experts import ExpertLayout, MoeLayer
 from moegguf.gguf.reader import GGML_TYPES, ggml_type
-from moegguf.native import library
+from moegguf.native import abi, library
 from moegguf.native.slot_sizes import matrices_of, slot_sizes
 from moegguf.quantities import MIB, Link
 
@@ -60,8 +60,8 @@ def measure_speeds(
     n_slots = _n_slots(layer, slot_sizes(of_layer).slot_bytes)
     paths = [str(shard.path).encode() for shard in layout.shards]
     how, token_bytes = (device, n_threads, repack), layer.n_expert_used * layer.expert_bytes
-    turns: list[library.SpeedsStruct] = []
-    dense_turns: dict[int, list[library.SpeedsStruct]] = {}
+    turns: list[abi.SpeedsStruct] = []
+    dense_turns: dict[int, list[abi.SpeedsStruct]] = {}
     dense = {number: _dense_matrix(number, layout.hparams.n_embd) for number in dense_types(layout)}
     for _ in range(TURNS):
         of_layer_s = seconds / TURNS
@@ -70,7 +70,7 @@ def measure_speeds(
             if matrix is not None:
                 with suppress(OptionError):  # no kernel for experts of this type, which it is not
                     found = _measure(
-                        (library.Matrix * 1)(matrix), [], 0, 1, max(2, POOL_BYTES // matrix.expert_bytes), *how,
+                        (abi.Matrix * 1)(matrix), [], 0, 1, max(2, POOL_BYTES // matrix.expert_bytes), *how,
                         of_layer_s / 2,
                     )  # fmt: skip
                     dense_turns.setdefault(number, []).append(found)
@@ -96,10 +96,10 @@ def measure_speeds(
     )
 
 
-def best_of(turns: Sequence[library.SpeedsStruct], token_bytes: int) -> library.SpeedsStruct:
+def best_of(turns: Sequence[abi.SpeedsStruct], token_bytes: int) -> abi.SpeedsStruct:
     """The best of every figure in some measurements. Bandwidth and latency of copies belong together: those with which
     so many bytes come soonest."""
-    best = library.SpeedsStruct()
+    best = abi.SpeedsStruct()
     for name in ("cpu_bytes_per_ns", "device_bytes_per_ns", "pinned_memory"):
         setattr(best, name, max(getattr(turn, name) for turn in turns))
     for name in ("cpu_op_ns", "device_op_ns", "stop_ns", "cpu_layer_ns"):
@@ -120,25 +120,25 @@ def dense_types(layout: ExpertLayout) -> dict[int, int]:
     return {number: size for number, size in dense.items() if size > LEAST_SHARE * layout.dense_bytes}
 
 
-def _dense_matrix(dense_type: int, n_embd: int) -> library.Matrix | None:
+def _dense_matrix(dense_type: int, n_embd: int) -> abi.Matrix | None:
     """A matrix of this type as wide as the model; None where that is not a whole number of the type's blocks."""
     _, block, block_bytes = GGML_TYPES[dense_type]
     if n_embd % block:
         return None
     n_rows = max(64, DENSE_BYTES // (n_embd // block * block_bytes))
     n_bytes = n_rows * (n_embd // block) * block_bytes
-    return library.Matrix(b"dense", 0, library.KIND["down"], dense_type, 1 << 10, n_embd, n_rows, 0, 0, 0, n_bytes)
+    return abi.Matrix(b"dense", 0, abi.KIND["down"], dense_type, 1 << 10, n_embd, n_rows, 0, 0, 0, n_bytes)
 
 
 def _measure(
     matrices: Any, paths: list[bytes], il: int, n_used: int, n_slots: int, device: str | None, n_threads: int,
     repack: bool, seconds: float,
-) -> library.SpeedsStruct:  # fmt: skip
+) -> abi.SpeedsStruct:  # fmt: skip
     used = (c.c_int32 * (il + 1))()
     used[il] = n_used
-    config = library.Config(
-        abi=library.ABI_VERSION,
-        flags=(library.FLAG["repack"] if repack else 0) | (0 if paths else library.FLAG["simulate"]),
+    config = abi.Config(
+        abi=abi.ABI_VERSION,
+        flags=(abi.FLAG["repack"] if repack else 0) | (0 if paths else abi.FLAG["simulate"]),
         n_layer=il + 1,
         n_matrices=len(matrices),
         n_shards=len(paths),
@@ -146,9 +146,9 @@ def _measure(
         matrices=matrices,
         shard_paths=(c.c_char_p * len(paths))(*paths),
         n_expert_used=used,
-        devices=(library.Device * 1)(library.Device(device.encode() if device else None, n_slots)),
+        devices=(abi.Device * 1)(abi.Device(device.encode() if device else None, n_slots)),
     )
-    speeds = library.SpeedsStruct()
+    speeds = abi.SpeedsStruct()
     library.check(library.load().moegguf_measure_speeds(c.byref(config), n_threads, seconds, c.byref(speeds)))
     return speeds
 

@@ -212,8 +212,17 @@ void Store::warm(const int32_t * il, const int32_t * experts, size_t n) {
     transfers.set_warm(wanted);
 }
 
+std::vector<Tier *> Store::resized_at(int index) {
+    std::vector<Tier *> found = tiers_at(index);
+    const auto in_ram = [](const Tier * tier) { return tier->pool() && tier->pool()->host(); };
+    if (index == MOEGGUF_COMPUTE_TIER && !std::all_of(found.begin(), found.end(), in_ram)) {
+        found.erase(std::remove_if(found.begin(), found.end(), in_ram), found.end());
+    }
+    return found;
+}
+
 void Store::resize(int index, int n_slots) {
-    const std::vector<Tier *> of = tiers_at(index);
+    const std::vector<Tier *> of = resized_at(index);
     const std::vector<int> shares = of.size() > 1 ? share_out(of, n_slots) : std::vector<int>{n_slots};
     for (size_t i = 0; i < of.size(); i++) {
         acquire.resize(*of[i], shares[i]);
@@ -221,7 +230,7 @@ void Store::resize(int index, int n_slots) {
 }
 
 void Store::reallocate(int index, int n_slots) {
-    const std::vector<Tier *> of = tiers_at(index);
+    const std::vector<Tier *> of = resized_at(index);
     const std::vector<int> shares = of.size() > 1 ? share_out(of, n_slots) : std::vector<int>{n_slots};
     for (size_t i = 0; i < of.size(); i++) {
         acquire.reallocate(*of[i], shares[i]);
@@ -322,6 +331,7 @@ void Store::info(moegguf_pool_info & out) {
         out.n_slots += tier->residency.n_slots();
         out.n_slots_usable += tier->residency.n_usable();
         out.n_repacked += pool ? pool->n_repacked() : 0;
+        out.n_uncached += pool ? pool->n_uncached() : 0;
         out.resident = out.resident && tier->numbering.resident();
     }
     out.slot_bytes = layout.strides.slot_bytes();

@@ -27,6 +27,7 @@ class Store {
     Forecaster forecaster;
     Missed missed;
     Acquire acquire;
+    std::atomic<bool> has_graph{false}; // of a model, which is loaded by then
 
     ggml_backend_buffer_type_t buft() { return buft_.get(); }
     ggml_tensor * pool_tensor(const char * name, int n_tokens) const;
@@ -52,6 +53,8 @@ class Store {
 
   private:
     std::vector<Tier *> tiers_at(int index); // enum moegguf_tier; all of them one kind. Throws Error(INVALID).
+    // Those that share out a number of slots: the CPU's beside devices are in RAM, and keep theirs.
+    std::vector<Tier *> resized_at(int index);
 
     std::unique_ptr<ggml_backend_buffer_type, void (*)(ggml_backend_buffer_type *)> buft_;
 };

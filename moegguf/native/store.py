@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from moegguf.errors import CallbackError, ClosedError, OptionError
 from moegguf.gguf.experts import ExpertLayout
-from moegguf.native import library
+from moegguf.native import abi, library
 from moegguf.native.events import Announcement, Float32s, Int32s, Phase, Residency, RoutingEvent
 from moegguf.native.library import check
 from moegguf.native.predictor import NativeForecast, NativePredictor, predictor_struct
@@ -28,8 +28,8 @@ from moegguf.quantities import Link
 class Tier(enum.IntEnum):
     """Where slots are: in the memory that layers compute with, of all devices, or in RAM below that."""
 
-    COMPUTE = library.COMPUTE_TIER
-    LOWER = library.LOWER_TIER
+    COMPUTE = abi.COMPUTE_TIER
+    LOWER = abi.LOWER_TIER
 
 
 MOST_STAGING_TENSORS = 3
@@ -101,8 +101,8 @@ class StoreOptions:
     @property
     def flags(self) -> int:
         """The bits of enum moegguf_flag."""
-        named = (field.name for field in fields(self) if field.name in library.FLAG)
-        return sum(library.FLAG[name] for name in named if getattr(self, name))
+        named = (field.name for field in fields(self) if field.name in abi.FLAG)
+        return sum(abi.FLAG[name] for name in named if getattr(self, name))
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class ListenOptions:
     @property
     def flags(self) -> int:
         """The bits of enum moegguf_listen_flag."""
-        return sum(bit for name, bit in library.LISTEN.items() if getattr(self, name))
+        return sum(bit for name, bit in abi.LISTEN.items() if getattr(self, name))
 
 
 def _array(address: int | None, dtype: type, rows: int, columns: int) -> Any:
@@ -135,7 +135,7 @@ def _array(address: int | None, dtype: type, rows: int, columns: int) -> Any:
     return np.frombuffer(c.string_at(address, 4 * rows * columns), dtype).reshape(rows, columns)
 
 
-def _announcement(event: library.TokensEvent) -> Announcement:
+def _announcement(event: abi.TokensEvent) -> Announcement:
     tokens = np.frombuffer(c.string_at(event.tokens, 4 * event.n_tokens), np.int32)
     of_tokens = (_row(address, event.n_tokens) for address in (event.sequences, event.phases, event.outputs))
     return Announcement(event.lane, event.sequence, _PHASES[event.phase], tokens, *of_tokens)
@@ -154,7 +154,7 @@ def _of_each(tokens: Int32s, values: npt.ArrayLike) -> Int32s:
         raise OptionError(f"{tokens.size} tokens have a sequence, a phase and an output each: {error}.") from error
 
 
-def _routing(event: library.RoutingEventStruct) -> RoutingEvent:
+def _routing(event: abi.RoutingEventStruct) -> RoutingEvent:
     n_tokens, n_used = event.n_tokens, event.n_expert_used
     return RoutingEvent(
         event.pass_, event.time_ns, event.lane, event.sequence, _PHASES[event.phase], event.first_token, event.il,
@@ -166,7 +166,7 @@ def _routing(event: library.RoutingEventStruct) -> RoutingEvent:
     )  # fmt: skip
 
 
-def _residency(event: library.ResidencyEvent) -> Residency:
+def _residency(event: abi.ResidencyEvent) -> Residency:
     return Residency(event.time_ns, event.il, event.expert, event.slot, bool(event.resident))
 
 
@@ -187,8 +187,8 @@ def native_policies() -> Mapping[str, NativePolicy]:
     found: dict[str, NativePolicy] = {}
     traits, index = c.c_uint32(), 0
     while name := library.load().moegguf_policy_name(index, c.byref(traits)):
-        if not traits.value & library.POLICY_SCORES:
-            found[name.decode()] = NativePolicy(name.decode(), {}, bool(traits.value & library.POLICY_FORECAST))
+        if not traits.value & abi.POLICY_SCORES:
+            found[name.decode()] = NativePolicy(name.decode(), {}, bool(traits.value & abi.POLICY_FORECAST))
         index += 1
     return found
 
@@ -232,7 +232,7 @@ class Store:
     ) -> None:
         self._library = library.load()
         self._handle: int | None = None
-        self._listener: library.Listener | None = None
+        self._listener: abi.Listener | None = None
         self._callback_error: BaseException | None = None
         self._predictor: NativePredictor | None = None  # its arrays are in use
         self.layout = layout
@@ -241,8 +241,8 @@ class Store:
         self.devices = self._devices(n_slots)
         used = {layer.il: layer.n_expert_used for layer in layout.layers}
         matrices, paths = matrices_of(layout), [str(shard.path).encode() for shard in layout.shards]
-        config = library.Config(
-            abi=library.ABI_VERSION,
+        config = abi.Config(
+            abi=abi.ABI_VERSION,
             flags=options.flags,
             n_layer=layout.n_layer,
             n_matrices=len(matrices),
@@ -253,7 +253,7 @@ class Store:
             matrices=matrices,
             shard_paths=(c.c_char_p * len(paths))(*paths),
             n_expert_used=(c.c_int32 * layout.n_layer)(*(used.get(il, 0) for il in range(layout.n_layer))),
-            devices=(library.Device * len(self.devices))(*map(self._device, self.devices)),
+            devices=(abi.Device * len(self.devices))(*map(self._device, self.devices)),
             device_of_layer=(c.c_int32 * layout.n_layer)(*map(self.device_of, range(layout.n_layer))),
             sim_bytes_per_ns=options.link_bytes_per_s / 1e9,
             sim_latency_ns=options.link_latency_s * 1e9,
@@ -268,11 +268,11 @@ class Store:
         staging = self.options.staging or 0
         return (DeviceSlots(self.options.device, n_slots, range(self.layout.n_layer), lower=True, staging=staging),)
 
-    def _device(self, device: DeviceSlots) -> library.Device:
+    def _device(self, device: DeviceSlots) -> abi.Device:
         link = device.link or Link(self.options.copy_bytes_per_s, self.options.copy_latency_s)
         name = device.name.encode() if device.name else None
         per_ns, latency_ns = link.bytes_per_s / 1e9, link.latency_s * 1e9
-        return library.Device(name, device.n_slots, device.lower, device.staging, device.pass_slots, per_ns, latency_ns)
+        return abi.Device(name, device.n_slots, device.lower, device.staging, device.pass_slots, per_ns, latency_ns)
 
     def device_of(self, il: int) -> int:
         """Which of `devices` computes a layer; -1: none."""
@@ -297,13 +297,13 @@ class Store:
 
     def counters(self) -> dict[str, int]:
         """Every figure of struct moegguf_counters; times in ns."""
-        counters = library.Counters()
+        counters = abi.Counters()
         check(self._library.moegguf_store_counters(self.handle, c.byref(counters)))
         return {name: getattr(counters, name) for name, *_ in counters._fields_}
 
     def info(self) -> dict[str, int]:
         """Every figure of struct moegguf_pool_info."""
-        info = library.PoolInfo()
+        info = abi.PoolInfo()
         check(self._library.moegguf_store_info(self.handle, c.byref(info)))
         return {name: getattr(info, name) for name, *_ in info._fields_}
 
@@ -313,7 +313,7 @@ class Store:
 
     def device(self, index: int) -> dict[str, Any]:
         """Those figures of the slots of one of `devices`. Raises OptionError where there is no such device."""
-        return self._tier(library.DEVICE_TIER + index)
+        return self._tier(abi.DEVICE_TIER + index)
 
     def staging(self) -> dict[str, Any]:
         """Those figures of the tensors that prompts are staged in, of all devices; empty without any.
@@ -321,11 +321,11 @@ class Store:
         Look-ups are those of experts of prompts: a hit had been copied ahead, or its copy had begun. bytes_prefetched
         were copied ahead, bytes_missed while a layer waited; copy_ns were spent on both, stall_ns of it waited for.
         """
-        figures = self._tier(library.STAGING_TIER)
+        figures = self._tier(abi.STAGING_TIER)
         return figures if figures["n_slots"] else {}
 
     def _tier(self, index: int) -> dict[str, Any]:
-        info = library.TierInfo()
+        info = abi.TierInfo()
         check(self._library.moegguf_store_tier(self.handle, index, c.byref(info)))
         figures = {name: getattr(info, name) for name, *_ in info._fields_}
         return figures | {name: figures[name].decode(errors="replace") for name in ("device", "note")}
@@ -387,13 +387,13 @@ class Store:
         or parameter, or a value out of range; the policy before then stays.
         """
         rows = [np.ascontiguousarray(value, np.float32).ravel() for value in parameters.values()]
-        table = (library.Parameter * len(rows))(
+        table = (abi.Parameter * len(rows))(
             *(
-                library.Parameter(key.encode(), row.size, 0, row.ctypes.data_as(c.POINTER(c.c_float)))
+                abi.Parameter(key.encode(), row.size, 0, row.ctypes.data_as(c.POINTER(c.c_float)))
                 for key, row in zip(parameters, rows, strict=True)
             )
         )
-        policy = library.Policy(name.encode(), len(rows), 0, table)
+        policy = abi.Policy(name.encode(), len(rows), 0, table)
         check(self._library.moegguf_store_set_policy(self.handle, tier, c.byref(policy)))
 
     def set_predictor(self, predictor: NativePredictor | None, forecast: NativeForecast = NativeForecast()) -> None:
@@ -462,12 +462,12 @@ class Store:
             return
         self._callback_error = None
         options = options or ListenOptions()
-        self._listener = library.Listener(
+        self._listener = abi.Listener(
             options.flags,
             options.max_input_tokens,
-            library.TOKENS_CALLBACK(self._guarded(_announcement, on_tokens) if on_tokens else 0),
-            library.ROUTING_CALLBACK(self._guarded(_routing, on_routing) if on_routing else 0),
-            library.RESIDENCY_CALLBACK(self._guarded(_residency, on_residency) if on_residency else 0),
+            abi.TOKENS_CALLBACK(self._guarded(_announcement, on_tokens) if on_tokens else 0),
+            abi.ROUTING_CALLBACK(self._guarded(_routing, on_routing) if on_routing else 0),
+            abi.RESIDENCY_CALLBACK(self._guarded(_residency, on_residency) if on_residency else 0),
             None,
         )
         check(self._library.moegguf_store_listen(self.handle, c.byref(self._listener)))
@@ -499,31 +499,40 @@ class Store:
         """Uses n_slots slots of a tier from the next routing event on, those below at once.
 
         Memory of the others goes back to the system where it is pageable host memory. device: of this one of `devices`
-        alone; without it, slots that several have are shared out in proportion to what they were opened with.
+        alone; without it, slots that several have are shared out in proportion to what they were opened with, and those
+        that the CPU has beside devices stay as they are.
         """
-        index = tier if device is None else library.DEVICE_TIER + device
+        index = tier if device is None else abi.DEVICE_TIER + device
         check(self._library.moegguf_store_resize(self.handle, index, n_slots))
 
-    def reallocate(self, n_slots: int, tier: Tier = Tier.COMPUTE) -> None:
+    def reallocate(self, n_slots: int, tier: Tier = Tier.COMPUTE, device: int | None = None) -> None:
         """Uses n_slots slots of a tier, up to those it was opened with, at once, while no pass is under way.
 
-        On devices their memory is allocated anew, so that the rest is free. Raises AllocationError where the device
-        refuses more, and there are as many slots as before; OptionError for a number that there cannot be.
+        On devices their memory is allocated anew, so that the rest is free. device: as in `resize`. Raises
+        AllocationError where the device refuses more, and there are as many slots as before; OptionError for a number
+        that there cannot be.
         """
-        check(self._library.moegguf_store_reallocate(self.handle, tier, n_slots))
+        index = tier if device is None else abi.DEVICE_TIER + device
+        check(self._library.moegguf_store_reallocate(self.handle, index, n_slots))
 
     def compute_misses(self, n_threads: int) -> None:
         """From now on the CPU computes what is missed on devices, in passes of up to 8 tokens, from slots in RAM.
 
         It does so with n_threads, where that is faster than a copy, and for experts that were used less than twice in
-        the last 64 tokens: these get no slot on the device, but by `warm`. Not exact, as the CPU rounds
-        otherwise than the device. Raises OptionError without slots in RAM below those of a device.
+        the last 64 tokens: these get no slot on the device, but by `warm` or where slots are free. Not exact, as the
+        CPU rounds otherwise than the device. Raises OptionError without slots in RAM below those of a device.
         """
         check(self._library.moegguf_store_compute_misses(self.handle, n_threads))
 
+    def model_computed_misses(self, cpu: Link) -> None:
+        """The same in a simulated store, on the modelled clock: at cpu.bytes_per_s, and cpu.latency_s more for a layer
+        with some. Raises OptionError where `compute_misses` does, and for a rate of 0."""
+        per_ns, layer_ns = cpu.bytes_per_s / 1e9, cpu.latency_s * 1e9
+        check(self._library.moegguf_store_sim_compute_misses(self.handle, per_ns, layer_ns))
+
     def computed(self) -> Computed:
         """What the CPU has computed so since open."""
-        found = library.Computed()
+        found = abi.Computed()
         check(self._library.moegguf_store_computed(self.handle, c.byref(found)))
         note = found.note.decode(errors="replace")
         return Computed(
@@ -619,7 +628,7 @@ class Lane:
         sizes = {column.size for column in columns[:3]} | ({times.size} if times is not None else set())
         if sizes != {n_events}:
             raise OptionError("a replay has one layer, number of tokens, experts per token and time for each event.")
-        routing = library.Routing(
+        routing = abi.Routing(
             n_events, columns[3].size, *(column.ctypes.data for column in columns),
             None if times is None else times.ctypes.data,
         )  # fmt: skip
@@ -650,7 +659,7 @@ class Lane:
         if ids.size:
             self.announce_each(sequences, phases, ids.tolist(), wanted)
             return
-        event = library.TokensEvent(0, sequence, phase, 0, None, None, None, None)
+        event = abi.TokensEvent(0, sequence, phase, 0, None, None, None, None)
         check(self._library.moegguf_lane_announce(self.handle, c.byref(event)))
 
     def announce_each(
@@ -663,16 +672,16 @@ class Lane:
             columns = [(c.c_int32 * n)(*values) for values in (sequences, phases, outputs)]
         addresses = [column and c.addressof(column) for column in columns]
         ids = (c.c_int32 * n)(*tokens)
-        event = library.TokensEvent(0, sequences[0], max(phases), n, c.addressof(ids), *addresses)
+        event = abi.TokensEvent(0, sequences[0], max(phases), n, c.addressof(ids), *addresses)
         check(self._library.moegguf_lane_announce(self.handle, c.byref(event)))
 
-    def take_failure(self) -> library.Failure | None:
+    def take_failure(self) -> abi.Failure | None:
         """Why the last pass failed, once; None when it did not. For the thread that computes."""
         if self._library.moegguf_lane_is_clear(self.handle):
             return None
-        failure = library.Failure()
+        failure = abi.Failure()
         check(self._library.moegguf_lane_failure(self.handle, c.byref(failure), 1))
-        return failure if failure.status != library.OK else None
+        return failure if failure.status != abi.OK else None
 
     def close(self) -> None:
         """Gives the pins back. Twice is harmless."""

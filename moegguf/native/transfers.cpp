@@ -451,7 +451,8 @@ void Transfers::wake_all(const Tier & to) {
 template <typename BidIn>
 bool Transfers::start_prefetch(int il, int expert, BidIn bid) {
     Tier & to = tiers_.of(il);
-    if (held_ || to.residency.find(il, expert) >= 0 || !admission_.admits(il, expert)) {
+    const bool admitted = to.residency.has_free() || admission_.admits(il, expert);
+    if (held_ || to.residency.find(il, expert) >= 0 || !admitted) {
         return false;
     }
     const int s = to.take_slot(il, expert, now_, bid(to.residency));

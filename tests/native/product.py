@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from fake_model import FakeModel
 
-from moegguf.native import library
+from moegguf.native import abi, library
 from moegguf.native.store import Lane, Store
 
 F32, I32 = 0, 26
@@ -126,6 +126,6 @@ def check_a_failed_read_ends_the_pass(store: Store, product: Product, fake: Fake
     product.acquire()
     product.compute()
     assert aborts(product.lane)
-    check_failure(product.lane, library.IO)
+    check_failure(product.lane, abi.IO)
     library.arm_fault("read", 0)
     fake.token(store, product.lane, [3, 4])

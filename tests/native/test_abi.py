@@ -13,7 +13,7 @@ from fake_model import FakeModel, Open, make_model
 
 from moegguf.errors import LibraryError, MoeggufError, OptionError
 from moegguf.gguf.experts import ExpertLayout
-from moegguf.native import library
+from moegguf.native import abi, library
 from moegguf.native.store import Store, StoreOptions
 from moegguf.processor import read_processor
 
@@ -34,9 +34,9 @@ def test_what_was_built_here_runs_on_this_processor() -> None:
 
 def test_another_abi_is_refused() -> None:
     handle = c.c_void_p()
-    status = library.load().moegguf_store_open(c.byref(library.Config(abi=99)), c.byref(handle))
-    assert status == library.INVALID
-    assert b"ABI %d" % library.ABI_VERSION in library.load().moegguf_last_error()
+    status = library.load().moegguf_store_open(c.byref(abi.Config(abi=99)), c.byref(handle))
+    assert status == abi.INVALID
+    assert b"ABI %d" % abi.ABI_VERSION in library.load().moegguf_last_error()
     assert handle.value is None
 
 
@@ -44,14 +44,14 @@ def test_null_pointers_are_refused(fake: FakeModel, open_store: Open) -> None:
     lib = library.load()
     _, lane = open_store(fake, 4)
     ids = np.zeros(2, np.int32)
-    assert lib.moegguf_store_open(None, None) == library.INVALID
-    assert lib.moegguf_store_counters(None, c.byref(library.Counters())) == library.INVALID
-    assert lib.moegguf_store_drain(None, 1.0) == library.INVALID
-    assert lib.moegguf_lane_open(None, c.byref(c.c_void_p())) == library.INVALID
-    assert lib.moegguf_lane_failure(None, c.byref(library.Failure()), 1) == library.INVALID
-    assert lib.moegguf_lane_acquire(None, 0, ids.ctypes.data, 2, 1, None, 0, ids.ctypes.data) == library.INVALID
-    assert lib.moegguf_lane_acquire(lane.handle, 0, None, 2, 1, None, 0, ids.ctypes.data) == library.INVALID
-    assert lib.moegguf_lane_acquire(lane.handle, 0, ids.ctypes.data, 2, 1, None, 0, None) == library.INVALID
+    assert lib.moegguf_store_open(None, None) == abi.INVALID
+    assert lib.moegguf_store_counters(None, c.byref(abi.Counters())) == abi.INVALID
+    assert lib.moegguf_store_drain(None, 1.0) == abi.INVALID
+    assert lib.moegguf_lane_open(None, c.byref(c.c_void_p())) == abi.INVALID
+    assert lib.moegguf_lane_failure(None, c.byref(abi.Failure()), 1) == abi.INVALID
+    assert lib.moegguf_lane_acquire(None, 0, ids.ctypes.data, 2, 1, None, 0, ids.ctypes.data) == abi.INVALID
+    assert lib.moegguf_lane_acquire(lane.handle, 0, None, 2, 1, None, 0, ids.ctypes.data) == abi.INVALID
+    assert lib.moegguf_lane_acquire(lane.handle, 0, ids.ctypes.data, 2, 1, None, 0, None) == abi.INVALID
     assert lib.moegguf_store_buft(None) is None
     lib.moegguf_store_close(None)
     lib.moegguf_lane_close(None)
@@ -69,7 +69,7 @@ def test_a_null_pointer_for_a_result_is_refused(fake: FakeModel, open_store: Ope
         "read_slot": (0, 0, None, fake.layout.matrices[0].expert_bytes), "probe": (0.01, None),
     }  # fmt: skip
     function = getattr(library.load(), f"moegguf_store_{call}")
-    assert function(store.handle, *arguments.get(call, (None,))) == library.INVALID
+    assert function(store.handle, *arguments.get(call, (None,))) == abi.INVALID
     fake.token(store, lane, [0, 1])
 
 
@@ -79,23 +79,23 @@ def test_a_null_pointer_for_a_result_is_refused(fake: FakeModel, open_store: Ope
         {"n_layer": 0}, {"n_layer": -1}, {"n_matrices": 0}, {"n_shards": 0}, {"n_shards": -1}, {"matrices": None},
         {"shard_paths": None}, {"n_expert_used": None}, {"n_layer": 1 << 30}, {"n_devices": 0}, {"n_devices": 65},
         {"devices": None}, {"device_of_layer": (c.c_int32 * 1)(1)}, {"device_of_layer": (c.c_int32 * 1)(-1)},
-        {"devices": (library.Device * 1)(library.Device(None, 0))}, {"n_devices": 2},
+        {"devices": (abi.Device * 1)(abi.Device(None, 0))}, {"n_devices": 2},
     ],
     ids=str,
 )  # fmt: skip
 def test_a_config_that_lacks_something_is_refused(fake: FakeModel, change: dict[str, Any]) -> None:
-    matrices = (library.Matrix * 1)(library.Matrix(b"m", 0, 0, 0, 8, 4, 4, 0, 0, 0, 64))
+    matrices = (abi.Matrix * 1)(abi.Matrix(b"m", 0, 0, 0, 8, 4, 4, 0, 0, 0, 64))
     paths = (c.c_char_p * 1)(str(fake.paths[0]).encode())
-    devices = (library.Device * 2)(library.Device(None, 4), library.Device(None, 4))  # no layer is on the second
+    devices = (abi.Device * 2)(abi.Device(None, 4), abi.Device(None, 4))  # no layer is on the second
     fields: dict[str, Any] = {
-        "abi": library.ABI_VERSION, "n_layer": 1, "n_matrices": 1, "n_shards": 1, "n_devices": 1, "n_readers": 1,
+        "abi": abi.ABI_VERSION, "n_layer": 1, "n_matrices": 1, "n_shards": 1, "n_devices": 1, "n_readers": 1,
         "matrices": matrices, "shard_paths": paths, "n_expert_used": (c.c_int32 * 1)(2), "devices": devices,
     }  # fmt: skip
     handle = c.c_void_p()
     open_ = library.load().moegguf_store_open
-    assert open_(c.byref(library.Config(**fields)), c.byref(handle)) == library.OK
+    assert open_(c.byref(abi.Config(**fields)), c.byref(handle)) == abi.OK
     library.load().moegguf_store_close(handle)
-    assert open_(c.byref(library.Config(**{**fields, **change})), c.byref(handle)) == library.INVALID
+    assert open_(c.byref(abi.Config(**{**fields, **change})), c.byref(handle)) == abi.INVALID
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_an_expert_that_does_not_exist_ends_the_pass_and_the_next_one_works(
         lane.acquire(1, ids)
     failure = lane.take_failure()
     assert failure is not None
-    assert failure.status == library.ROUTING
+    assert failure.status == abi.ROUTING
     fake.token(store, lane, [0, 1])
 
 
@@ -182,7 +182,7 @@ def test_a_event_of_no_or_impossible_size_is_refused(
     store, lane = open_store(fake, 4)
     ids = np.zeros(2, np.int32)
     event = library.load().moegguf_lane_acquire
-    assert event(lane.handle, 0, ids.ctypes.data, n_used, n_tokens, None, 0, ids.ctypes.data) == library.INVALID
+    assert event(lane.handle, 0, ids.ctypes.data, n_used, n_tokens, None, 0, ids.ctypes.data) == abi.INVALID
     fake.token(store, lane, [0, 1])
 
 
@@ -191,10 +191,10 @@ def test_tables_of_the_wrong_size_are_refused(fake: FakeModel, open_store: Open)
     with pytest.raises(OptionError, match="32 entries"):
         store.set_scores(np.zeros(31))
     small = np.zeros(3, np.uint8)
-    assert library.load().moegguf_store_residency(store.handle, 0, small.ctypes.data, 3) == library.INVALID
+    assert library.load().moegguf_store_residency(store.handle, 0, small.ctypes.data, 3) == abi.INVALID
     for matrix, slot in ((-1, 0), (0, -1), (99, 0), (0, 4)):
         status = library.load().moegguf_store_read_slot(store.handle, matrix, slot, small.ctypes.data, 3)
-        assert status == library.INVALID
+        assert status == abi.INVALID
     fake.token(store, lane, [0, 1])
 
 

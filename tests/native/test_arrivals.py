@@ -14,7 +14,7 @@ from fake_model import FakeModel, Open, make_model
 from product import Product, aborts, check_a_failed_read_ends_the_pass, check_failure
 
 from moegguf.errors import ExpertIOError
-from moegguf.native import library
+from moegguf.native import abi, library
 from moegguf.native.store import Store
 
 
@@ -82,7 +82,7 @@ def test_a_read_that_fails_in_the_last_layer_is_reported(
     library.arm_fault("read", 1, sticky=True)
     products[-1].acquire()
     products[-1].compute()
-    check_failure(lane, library.IO)
+    check_failure(lane, abi.IO)
 
 
 def test_cancelling_ends_a_kernel_that_waits(fake: FakeModel, open_store: Open, products: list[Product]) -> None:
@@ -110,7 +110,7 @@ def test_cancelling_ends_the_pass_of_a_kernel_that_gave_up_even_if_it_is_allowed
     products[-1].compute()
     store.cancel(False)
     assert aborts(lane), "it left out what was not there"
-    check_failure(lane, library.CANCELLED)
+    check_failure(lane, abi.CANCELLED)
     library.arm_fault("slow_read", 0)
     fake.token(store, lane, [3, 4])
     assert lane.take_failure() is None
@@ -131,7 +131,7 @@ def test_a_failed_read_ends_the_pass_that_computed_with_it_though_another_one_as
         other.acquire(0, [3, 4])
     assert aborts(lane)
     for each in (lane, other):
-        check_failure(each, library.IO)
+        check_failure(each, abi.IO)
     fake.token(store, other, [3, 4])
     other.close()
 
@@ -151,7 +151,7 @@ def test_a_read_that_fails_after_its_pass_has_ended_is_not_the_next_passes_failu
     library.arm_fault("read", 0)
     fake.token(store, other, [3, 4])
     assert other.take_failure() is None
-    check_failure(lane, library.IO)
+    check_failure(lane, abi.IO)
     other.close()
 
 
@@ -169,7 +169,7 @@ def test_slot_ids_of_a_failed_pass_are_not_waited_for(
     assert not prefetching or store.counters()["queue_wanted"] > 0, "these reads take six seconds"
     library.arm_fault("slow_read", 0)
     assert aborts(lane)
-    check_failure(lane, library.ROUTING)
+    check_failure(lane, abi.ROUTING)
 
 
 def test_more_late_experts_than_a_thread_keeps_in_mind(

@@ -14,7 +14,7 @@ from moegguf.controller.policies.baselines import LfuRequest
 from moegguf.controller.policies.sparsity import SparsityAware
 from moegguf.controller.predictors.base import NoPrediction
 from moegguf.errors import OptionError
-from moegguf.native import library
+from moegguf.native import abi, library
 from moegguf.native.events import Announcement, Phase, RoutingEvent
 from moegguf.native.store import native_policies
 from moegguf.trace.simulate import Simulation
@@ -66,8 +66,8 @@ def test_an_announcement_that_does_not_fit_is_refused(fake: FakeModel, open_stor
         lane.announce([1, 2], [0, 2], [10, 11])
     with pytest.raises(OptionError, match="a phase"):
         lane.announce(1, 7, [10, 11])  # type: ignore[arg-type]
-    event = library.TokensEvent(0, 1, 0, 0, None, 8, None, None)
-    assert library.load().moegguf_lane_announce(lane.handle, event) == library.INVALID
+    event = abi.TokensEvent(0, 1, 0, 0, None, 8, None, None)
+    assert library.load().moegguf_lane_announce(lane.handle, event) == abi.INVALID
 
 
 def batches() -> Trace:

@@ -18,7 +18,7 @@ from moegguf.controller.predictors.base import NoPrediction
 from moegguf.errors import GenerationCancelled, MoeggufError, OptionError
 from moegguf.gguf.experts import ExpertLayout
 from moegguf.gguf.reader import GGML_TYPES
-from moegguf.native import library
+from moegguf.native import abi, library
 from moegguf.native.events import RoutingEvent
 from moegguf.native.slot_sizes import slot_sizes
 from moegguf.native.store import native_policies
@@ -114,11 +114,11 @@ def test_a_replay_of_impossible_events_is_refused(fake: FakeModel, open_store: O
     with pytest.raises(OptionError, match="only a simulation"):
         lane.replay(il, n_tokens, n_used, flat, np.ones(il.size, np.uint64))
     replay, n_done = library.load().moegguf_lane_replay, c.c_int64()
-    assert replay(None, c.byref(library.Routing()), c.byref(n_done)) == library.INVALID
-    assert replay(lane.handle, None, c.byref(n_done)) == library.INVALID
-    assert replay(lane.handle, c.byref(library.Routing()), None) == library.INVALID
-    assert replay(lane.handle, c.byref(library.Routing(n_events=1)), c.byref(n_done)) == library.INVALID
-    assert replay(lane.handle, c.byref(library.Routing(n_events=-1)), c.byref(n_done)) == library.INVALID
+    assert replay(None, c.byref(abi.Routing()), c.byref(n_done)) == abi.INVALID
+    assert replay(lane.handle, None, c.byref(n_done)) == abi.INVALID
+    assert replay(lane.handle, c.byref(abi.Routing()), None) == abi.INVALID
+    assert replay(lane.handle, c.byref(abi.Routing(n_events=1)), c.byref(n_done)) == abi.INVALID
+    assert replay(lane.handle, c.byref(abi.Routing(n_events=-1)), c.byref(n_done)) == abi.INVALID
     none = np.zeros(0, np.int32)
     lane.replay(none, none, none, none)
     assert store.counters()["routing_events"] == 0
@@ -162,15 +162,15 @@ def test_the_sizes_of_slots_are_the_stores(tmp_path: Path, open_store: Open, typ
 
 
 def test_sizes_of_matrices_that_cannot_be_are_refused() -> None:
-    call, sizes = library.load().moegguf_slot_sizes, c.byref(library.Sizes())
+    call, sizes = library.load().moegguf_slot_sizes, c.byref(abi.Sizes())
     for kind, type_ in ((-1, 0), (4, 0), (0, -1), (0, 999), (0, 4)):
-        matrices = (library.Matrix * 1)(library.Matrix(b"m", 0, kind, type_, 8, 4, 4, 0, 0, 0, 64))
-        assert call(matrices, 1, 1, sizes) == library.INVALID
-    assert call(None, 1, 1, sizes) == library.INVALID
-    assert call(None, -1, 1, sizes) == library.INVALID
-    assert call(None, 0, -1, sizes) == library.INVALID
-    assert call(None, 0, 1, None) == library.INVALID
-    assert call(None, 0, 1, sizes) == library.OK
+        matrices = (abi.Matrix * 1)(abi.Matrix(b"m", 0, kind, type_, 8, 4, 4, 0, 0, 0, 64))
+        assert call(matrices, 1, 1, sizes) == abi.INVALID
+    assert call(None, 1, 1, sizes) == abi.INVALID
+    assert call(None, -1, 1, sizes) == abi.INVALID
+    assert call(None, 0, -1, sizes) == abi.INVALID
+    assert call(None, 0, 1, None) == abi.INVALID
+    assert call(None, 0, 1, sizes) == abi.OK
 
 
 def test_policies_have_names(fake: FakeModel, open_store: Open) -> None:

@@ -12,7 +12,7 @@ import pytest
 from fake_model import FakeModel, Open
 from product import InitParams, aborts, check_failure
 
-from moegguf.native import library
+from moegguf.native import abi, library
 from moegguf.native.events import Phase
 from moegguf.native.store import Lane
 
@@ -111,7 +111,7 @@ def test_reads_that_fail_while_others_are_computed_end_the_pass(
     store.drain(10)
     assert not call(lane, nodes.down, ASK), "kernels wait, not the callback"
     assert aborts(lane)
-    check_failure(lane, library.IO)
+    check_failure(lane, abi.IO)
     library.arm_fault("read", 0)
     fake.token(store, lane, [0, 1])
 

@@ -13,7 +13,7 @@ import pytest
 from fake_model import FakeModel, Open, check_counters
 
 from moegguf.errors import ClosedError, ForkError, GenerationCancelled
-from moegguf.native import library
+from moegguf.native import abi, library
 from moegguf.native.store import Lane, Store
 
 CHILD_TIMEOUT_S = 10
@@ -108,7 +108,7 @@ def test_cancelling_during_a_slow_read_ends_the_event_within_a_second_and_the_ne
     store.cancel(False)
     failure = lane.take_failure()
     assert failure is not None
-    assert failure.status == library.CANCELLED
+    assert failure.status == abi.CANCELLED
     assert lane.take_failure() is None
     fake.token(store, lane, [0, 1])
 

@@ -149,8 +149,10 @@ def test_callbacks_may_ask_the_store_and_write_scores(fake: FakeModel, open_stor
     rng = np.random.default_rng(0)
     for n in range(5000):
         fake.acquire(store, lane, n % 4, rng.permutation(8)[:2])
-        if n >= 200 and store.counters()["prefetch_started"] > 0:  # a starved listener comes too late at first
-            break
+        if n >= 200:
+            if store.counters()["prefetch_started"] > 0:
+                break
+            time.sleep(0.001)  # a starved listener's wishes come too late: it gets a turn
     store.listen()
     store.raise_callback_error()
     assert store.counters()["prefetch_started"] > 0

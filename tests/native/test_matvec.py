@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from moegguf.errors import OptionError
+from moegguf.native.abi import INVALID
 from moegguf.native.events import Float32s
-from moegguf.native.library import INVALID, load
+from moegguf.native.library import load
 from moegguf.native.matvec import QuantizedMatrix
 
 RNG = np.random.default_rng(0)

@@ -20,7 +20,7 @@ from moegguf.controller.history import History
 from moegguf.controller.predictors.base import NoPrediction
 from moegguf.controller.shape import MoeShape
 from moegguf.errors import OptionError
-from moegguf.native import library
+from moegguf.native import abi, library
 from moegguf.native.events import Float32s, Phase, RoutingEvent
 from moegguf.native.store import NativePolicy, Store
 from moegguf.trace.simulate import SimOptions, Simulation
@@ -225,14 +225,14 @@ def test_a_malformed_policy_is_refused_by_the_library_too(two: FakeModel, open_s
     store, _ = open_store(two, 4)
     set_native, value = library.load().moegguf_store_set_policy, (c.c_float * 1)(1)
     for n in (-1, 65, 1 << 30):
-        assert set_native(store.handle, 0, c.byref(library.Policy(b"next-use", n, 0, None))) == library.INVALID
-    assert set_native(store.handle, 0, c.byref(library.Policy(None, 0, 0, None))) == library.INVALID
-    assert set_native(store.handle, 0, c.byref(library.Policy(b"next-use", 1, 0, None))) == library.INVALID
+        assert set_native(store.handle, 0, c.byref(abi.Policy(b"next-use", n, 0, None))) == abi.INVALID
+    assert set_native(store.handle, 0, c.byref(abi.Policy(None, 0, 0, None))) == abi.INVALID
+    assert set_native(store.handle, 0, c.byref(abi.Policy(b"next-use", 1, 0, None))) == abi.INVALID
     for name, n, values in ((None, 1, value), (b"weights", 1, None), (b"weights", -1, value)):
-        table = (library.Parameter * 1)(library.Parameter(name, n, 0, values))
-        assert set_native(store.handle, 0, c.byref(library.Policy(b"next-use", 1, 0, table))) == library.INVALID
-    assert set_native(None, 0, None) == library.INVALID
-    assert set_native(store.handle, 0, None) == library.OK
+        table = (abi.Parameter * 1)(abi.Parameter(name, n, 0, values))
+        assert set_native(store.handle, 0, c.byref(abi.Policy(b"next-use", 1, 0, table))) == abi.INVALID
+    assert set_native(None, 0, None) == abi.INVALID
+    assert set_native(store.handle, 0, None) == abi.OK
 
 
 class Scored:

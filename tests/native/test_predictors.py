@@ -352,6 +352,32 @@ def test_what_is_not_worth_its_bytes_is_not_prefetched() -> None:
     assert found["prefetch_started"] < 50  # before it is known how often the predictor is wrong
 
 
+def test_what_a_predictor_is_worth_is_known_after_a_pause_and_of_another_it_is_not() -> None:
+    """Tables that are always wrong; a pause as between two trials of prefetching."""
+    wrong, other = TokenTable(SHAPE), TokenTable(SHAPE)
+    for table in (wrong, other):
+        table.learn(np.zeros(20, np.int32), [np.tile(np.arange(3, dtype=np.int32), (20, 1)) for _ in SHAPE.layers])
+    forecast = NativeForecast(window=1, most_prefetches=100)
+    with simulated(20, fill=False, **LINK) as (store, lane):
+
+        def requested(n_tokens: int) -> int:
+            before = store.counters()["prefetch_requested"]
+            for _ in range(n_tokens):
+                lane.announce(0, Phase.DECODE, [0])
+                for il in SHAPE.layers:
+                    lane.acquire(il, [[5, 6, 7]])
+                    store.advance(20_000)
+            return store.counters()["prefetch_requested"] - before
+
+        first, second = native(wrong), native(other)
+        store.set_predictor(first, forecast)
+        assert requested(1) > 0
+        requested(60)
+        for predictor, finds in ((first, False), (None, False), (first, False), (second, True), (first, True)):
+            store.set_predictor(predictor, forecast)
+            assert (requested(1) > 0) == finds, (predictor, finds)
+
+
 def test_a_link_that_is_always_needed_now_carries_no_wish() -> None:
     assert prefetched(NativeForecast(window=N, most_prefetches=100), compute_ns=0)["prefetch_started"] == 0
 

@@ -150,6 +150,7 @@ def test_passes_are_cut_to_what_fits() -> None:
     assert cut.n_tokens == TRACE.n_tokens
     assert cut.pass_first_token[:3].tolist() == [0, 2, 4]
     assert fitted(TRACE, 16) is TRACE
+    assert np.diff(fitted(TRACE, 16, slot_tokens=4).pass_start).max() == 4
 
 
 def test_a_layout_is_made_from_the_shape_alone() -> None:

@@ -14,7 +14,7 @@ from rpc_device import in_child, register
 from test_tiers import check_tiers, held
 
 from moegguf.errors import ExpertIOError, MoeggufError, OptionError
-from moegguf.native import library
+from moegguf.native import abi, library
 from moegguf.native.link_device import link_device
 from moegguf.native.store import DeviceSlots, Lane, Store, StoreOptions, Tier
 from moegguf.quantities import Link
@@ -173,7 +173,7 @@ def test_slots_change_their_number_between_the_layers_of_prompts(fake: FakeModel
     store.drain(10)
     check_tiers(store)
     with pytest.raises(OptionError, match="keep the size"):
-        store.resize(4, library.STAGING_TIER)
+        store.resize(4, abi.STAGING_TIER)
 
 
 def test_two_contexts_take_turns(fake: FakeModel, open_store: Open) -> None:

@@ -14,7 +14,7 @@ import pytest
 from fake_model import FakeModel, Open, make_model
 
 from moegguf.errors import AllocationError, ExpertIOError, MoeggufError
-from moegguf.native import library
+from moegguf.native import abi, library
 from moegguf.native.store import Store, StoreOptions
 
 TYPED = {
@@ -42,7 +42,7 @@ def n_threads() -> int:
 
 
 def n_seen(kind: str) -> int:
-    return int(library.load().moegguf_fault_count(library.FAULT[kind]))
+    return int(library.load().moegguf_fault_count(abi.FAULT[kind]))
 
 
 def story(fake: FakeModel, options: StoreOptions, kind: str) -> tuple[MoeggufError | None, int]:
@@ -113,7 +113,7 @@ def test_an_error_on_the_disk_that_stays_is_told_with_its_reason(fake: FakeModel
         lane.acquire(2, [0, 1])
     failure = lane.take_failure()
     assert failure is not None
-    assert (failure.status, failure.il) == (library.IO, 2)
+    assert (failure.status, failure.il) == (abi.IO, 2)
     assert failure.expert in (0, 1)
     assert store.counters()["read_errors"] > 0
     store.drain(5)

@@ -11,7 +11,7 @@ from fake_model import FakeModel, Open, make_model
 from product import Product, aborts, check_a_failed_read_ends_the_pass, check_failure
 from test_arrivals import resident
 
-from moegguf.native import library
+from moegguf.native import abi, library
 from moegguf.native.store import Lane, Store
 
 IDS = np.arange(24).reshape(12, 2) * 3 % 8  # of 12 tokens: every expert, three times
@@ -73,7 +73,7 @@ def test_cancelling_ends_it(fake: FakeModel, open_store: Open, products: list[Pr
     assert aborts(lane)
     timer.join()
     store.cancel(False)
-    check_failure(lane, library.CANCELLED)
+    check_failure(lane, abi.CANCELLED)
     library.arm_fault("slow_read", 0)
     fake.token(store, lane, [3, 4])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-ARCHS = ("qwen2moe", "qwen3moe", "qwen3vlmoe", "llama", "deepseek2")
+ARCHS = ("qwen2moe", "qwen3moe", "qwen3vlmoe", "llama", "deepseek2", "gpt-oss")
 ROPE_FREQ_BASE = 1_000_000.0
 
 
@@ -30,6 +30,7 @@ class Shape:
     n_rot: int = 0
     n_embd_head_v: int = 0
     n_ctx_train: int = 32768
+    n_swa: int = 0
 
     def __post_init__(self) -> None:
         if self.arch not in ARCHS:
@@ -44,6 +45,8 @@ class Shape:
             raise ValueError("qwen2moe needs a shared expert: n_ff_shexp has to be positive")
         if self.arch == "deepseek2" and not (self.kv_lora_rank and 0 < self.n_rot < self.n_embd_head):
             raise ValueError("deepseek2 needs kv_lora_rank, and n_rot below n_embd_head")
+        if self.arch == "gpt-oss" and not self.n_swa:
+            raise ValueError("gpt-oss needs n_swa, the tokens that every second layer sees")
 
     @property
     def n_ff_shared(self) -> int:
@@ -186,6 +189,20 @@ PRESETS: dict[str, Shape] = {
         n_rot=32,
         n_embd_head_v=64,
         n_ctx_train=2048,
+    ),
+    "tiny-gpt-oss": Shape(
+        "gpt-oss",
+        n_layer=4,
+        n_embd=128,
+        n_head=4,
+        n_head_kv=2,
+        n_embd_head=32,
+        n_expert=16,
+        n_expert_used=4,
+        n_ff_exp=64,
+        n_vocab=1024,
+        n_ctx_train=2048,
+        n_swa=128,
     ),
     "tiny-mix": Shape(
         "qwen2moe",

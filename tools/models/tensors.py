@@ -63,7 +63,7 @@ def model_size_bytes(shape: Shape, quant: str) -> int:
 
 
 def _tensor(name: str, dims: tuple[int, ...], shape: Shape, quant: str) -> Tensor:
-    if len(dims) == 1 or ".ffn_gate_inp." in name:
+    if len(dims) == 1 or ".ffn_gate_inp." in name or name.endswith(".bias"):
         return Tensor(name, dims, QType.F32, 0.0)
     role = name.split(".")[-2]
     std = 1.0 if role == "token_embd" else GAINS.get(role, 1.0) / sqrt(dims[-1])
@@ -115,12 +115,15 @@ def _attention(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield "attn_norm.weight", (shape.n_embd,)
     for letter, rows in (("q", n_q), ("k", n_kv), ("v", n_kv)):
         yield f"attn_{letter}.weight", (rows, shape.n_embd)
-        if shape.arch == "qwen2moe":
+        if shape.arch in ("qwen2moe", "gpt-oss"):
             yield f"attn_{letter}.bias", (rows,)
     if shape.arch in ("qwen3moe", "qwen3vlmoe"):
         yield "attn_q_norm.weight", (shape.n_embd_head,)
         yield "attn_k_norm.weight", (shape.n_embd_head,)
     yield "attn_output.weight", (shape.n_embd, n_q)
+    if shape.arch == "gpt-oss":
+        yield "attn_output.bias", (shape.n_embd,)
+        yield "attn_sinks.weight", (shape.n_head,)
 
 
 def _mla(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -135,7 +138,7 @@ def _mla(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def _ffn(shape: Shape, il: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    yield "ffn_norm.weight", (shape.n_embd,)
+    yield ("post_attention_norm.weight" if shape.arch == "gpt-oss" else "ffn_norm.weight"), (shape.n_embd,)
     if il < shape.n_layer_dense_lead:
         yield from _gate_up_down("", (), shape.n_ff, shape.n_embd)
         return
@@ -145,6 +148,10 @@ def _ffn(shape: Shape, il: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield from _gate_up_down("_shexp", (), shape.n_ff_shared, shape.n_embd)
     if shape.arch == "qwen2moe":
         yield "ffn_gate_inp_shexp.weight", (shape.n_embd,)
+    if shape.arch == "gpt-oss":
+        yield "ffn_gate_inp.bias", (shape.n_expert,)
+        for matrix, rows in (("gate", shape.n_ff_exp), ("up", shape.n_ff_exp), ("down", shape.n_embd)):
+            yield f"ffn_{matrix}_exps.bias", (shape.n_expert, rows)
 
 
 def _gate_up_down(suffix: str, lead: tuple[int, ...], n_ff: int, n_embd: int) -> Iterator[tuple[str, tuple[int, ...]]]:

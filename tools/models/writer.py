@@ -215,6 +215,8 @@ def _add_metadata(writer: GGUFWriter, shape: Shape, quant: str, name: str, local
         writer.add_rope_dimension_count(shape.n_embd_head)
     if shape.arch == "qwen3vlmoe":
         writer.add_rope_dimension_sections([shape.n_embd_head // 4, shape.n_embd_head // 8, shape.n_embd_head // 8, 0])
+    if shape.arch == "gpt-oss":
+        writer.add_sliding_window(shape.n_swa)
     if shape.arch != "llama":
         writer.add_expert_feed_forward_length(shape.n_ff_exp)
     if shape.arch == "qwen2moe":

@@ -53,6 +53,7 @@ class Arrays {
     const int32_t * integers(const std::string & name, size_t n) const;
     int integer(const std::string & name) const { return *integers(name, 1); }
     size_t size(const std::string & name) const; // 0: there is none
+    bool same(const Arrays & other) const;       // the very arrays, not their values
 
   private:
     const void * find(const std::string & name, int type, size_t n) const;

@@ -1,6 +1,8 @@
 // registry.cpp: the table of predictors that can be chosen by name.
 #include "predictors/predictor.h"
 
+#include <algorithm>
+
 // One line per predictor; NAME_predictor is defined in predictors/NAME.cpp.
 #define MOEGGUF_PREDICTORS(_) \
     _(previous_token)         \
@@ -69,6 +71,14 @@ const int32_t * Arrays::integers(const std::string & name, size_t n) const {
 size_t Arrays::size(const std::string & name) const {
     const auto found = arrays_.find(name);
     return found == arrays_.end() ? 0 : found->second.n;
+}
+
+bool Arrays::same(const Arrays & other) const {
+    const auto equal = [](const auto & a, const auto & b) {
+        return a.first == b.first && a.second.type == b.second.type && a.second.n == b.second.n &&
+               a.second.data == b.second.data;
+    };
+    return std::equal(arrays_.begin(), arrays_.end(), other.arrays_.begin(), other.arrays_.end(), equal);
 }
 
 const PredictorType & predictor_type(const char * name) {

@@ -1,0 +1,92 @@
+// interleave.cpp: upstream's repack goes through cached memory block by block: each line of a slot is read before it is
+// overwritten, and pushes out one that compute threads use. Written past the cache, it takes about two thirds of the
+// time.
+#include "interleave.h"
+
+#include "ggml-backend.h"
+
+#include <cstring>
+#include <random>
+
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
+namespace moegguf {
+namespace {
+
+#if defined(__SSE2__)
+
+// block_q4_0: a scale of 2 bytes and 16 bytes of 32 quants; block_q4_0x8: those of 8 rows, scales first, then the first
+// 8 bytes of each row, then the second. Quants change from unsigned to signed.
+constexpr int q4_0_rows = 8, q4_0_cols = 32, q4_0_bytes = 18;
+
+void interleave_q4_0x8(uint8_t * out, const uint8_t * rows, int64_t n_rows, int64_t n_cols) {
+    const int64_t n_blocks = n_cols / q4_0_cols, row_bytes = n_blocks * q4_0_bytes;
+    const __m128i signs = _mm_set1_epi8((char)0x88);
+    auto * to = (__m128i *)out;
+    for (int64_t first = 0; first < n_rows; first += q4_0_rows, rows += q4_0_rows * row_bytes) {
+        for (int64_t block = 0; block < n_blocks; block++) {
+            const uint8_t * from = rows + block * q4_0_bytes;
+            alignas(16) uint16_t scales[q4_0_rows];
+            __m128i quants[q4_0_rows];
+            for (int i = 0; i < q4_0_rows; i++) {
+                memcpy(&scales[i], from + i * row_bytes, sizeof(scales[i]));
+                const auto * bytes = (const __m128i *)(from + i * row_bytes + sizeof(scales[i]));
+                quants[i] = _mm_xor_si128(_mm_loadu_si128(bytes), signs);
+            }
+            _mm_stream_si128(to++, _mm_load_si128((const __m128i *)scales));
+            for (int i = 0; i < q4_0_rows; i += 2) {
+                _mm_stream_si128(to++, _mm_unpacklo_epi64(quants[i], quants[i + 1]));
+            }
+            for (int i = 0; i < q4_0_rows; i += 2) {
+                _mm_stream_si128(to++, _mm_unpackhi_epi64(quants[i], quants[i + 1]));
+            }
+        }
+    }
+    _mm_sfence(); // before the slot is published
+}
+
+constexpr Interleave q4_0x8 = interleave_q4_0x8;
+
+#else
+
+constexpr Interleave q4_0x8 = nullptr;
+
+#endif
+
+// What upstream's makes of rows, against ours, where we have one.
+bool same(Interleave ours, const ggml_tensor & slot, int64_t n_rows) {
+    if (!ours) {
+        return false;
+    }
+    ggml_tensor piece = slot;
+    piece.ne[1] = n_rows;
+    piece.nb[2] = piece.nb[3] = piece.nb[1] * n_rows;
+    const size_t n = ggml_nbytes(&piece);
+    const auto aligned = [n](std::vector<uint8_t> & memory) {
+        memory.resize(n + 64);
+        return (uint8_t *)(((uintptr_t)memory.data() + 63) / 64 * 64);
+    };
+    std::vector<uint8_t> rows(n), memory[2];
+    std::minstd_rand random(1);
+    for (uint8_t & byte : rows) {
+        byte = (uint8_t)random();
+    }
+    uint8_t * theirs = aligned(memory[0]);
+    uint8_t * out = aligned(memory[1]);
+    piece.data = theirs;
+    ggml_backend_tensor_set(&piece, rows.data(), 0, n);
+    ours(out, rows.data(), n_rows, piece.ne[0]);
+    return memcmp(theirs, out, n) == 0;
+}
+
+} // namespace
+
+Interleave find_interleave(const ggml_tensor & slot) {
+    constexpr int64_t n_rows = 16; // no layout has groups of more
+    const bool fits = slot.type == GGML_TYPE_Q4_0 && slot.ne[1] % 8 == 0;
+    return fits && same(q4_0x8, slot, n_rows) ? q4_0x8 : nullptr;
+}
+
+} // namespace moegguf
