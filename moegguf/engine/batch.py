@@ -9,16 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from moegguf.engine.estimate import typical_hit_rate
+from moegguf.controller.request_cost import NO_LIMIT, allowed_ubatch, request_cost
 from moegguf.engine.memory import MemoryNeeds
 from moegguf.gguf.experts import ExpertLayout
 
 DEFAULT_UBATCH_TOKENS = 512
 SMALL_UBATCH_TOKENS = 32
-PROMPT_TOKENS, ANSWER_TOKENS = 512, 256  # of the request for which plans are compared
 ABOUT = 1.05
-MEMORY_PER_DISK = 16  # bytes read from memory in the time of one from a disk, or over a link
-NO_LIMIT = 1 << 30
 
 
 def ubatches_up_to(n_tokens: int) -> tuple[int, ...]:
@@ -45,18 +42,6 @@ def layer_slots(layout: ExpertLayout, n_ubatch: int, streams: bool = False) -> i
     """Slots that a pass may need at once: its experts of one layer, whatever the router chooses, or, where those that
     have no slot of their own are streamed, one token's."""
     return min(layout.n_expert, layout.n_expert_used * (1 if streams else n_ubatch))
-
-
-def allowed_ubatch(layout: ExpertLayout, n_slots: int, streams: bool = False, slot_tokens: int = NO_LIMIT) -> int:
-    """The most tokens of a pass that `n_slots` suffice for; NO_LIMIT without a limit. streams: as in `layer_slots`.
-
-    slot_tokens: of a pass whose experts are in slots that layers share, as the device computes more of them otherwise
-    than with every expert there (`slot_sizes.slot_tokens`).
-    """
-    if streams or n_slots >= layout.n_expert_total:
-        return NO_LIMIT
-    n_tokens = NO_LIMIT if n_slots >= layout.n_expert else max(1, n_slots // layout.n_expert_used)
-    return min(n_tokens, slot_tokens)
 
 
 def fits(
@@ -87,22 +72,3 @@ def best_fit(layout: ExpertLayout, slot_bytes: int, found: Iterable[Fit]) -> Fit
     costs = [(request_cost(layout, slot_bytes, fit.n_slots, fit.n_ubatch), fit) for fit in found]
     least = min(cost for cost, _ in costs)
     return next(fit for cost, fit in costs if cost <= least * ABOUT)
-
-
-def request_cost(
-    layout: ExpertLayout, slot_bytes: int, n_slots: int, n_ubatch: int, prompts_take_slots: bool = False
-) -> float:
-    """Bytes read from the disk, or copied to a device, for PROMPT_TOKENS in passes of n_ubatch and ANSWER_TOKENS one by
-    one, and, in the same unit, from memory. prompts_take_slots: they find as much there as answers do; else the share
-    of the experts that has slots."""
-    n_pass = -(-PROMPT_TOKENS // n_ubatch)
-    touched = slot_bytes * sum(_touched(layer.n_expert, layer.n_expert_used, n_ubatch) for layer in layout.layers)
-    hit_rate = typical_hit_rate(layout, n_slots)
-    missing = 1 - (hit_rate if prompts_take_slots else n_slots / layout.n_expert_total)
-    prompt = n_pass * (touched * missing + (layout.dense_bytes + touched) / MEMORY_PER_DISK)
-    return prompt + ANSWER_TOKENS * layout.token_cycle_bytes * (1 - hit_rate)
-
-
-def _touched(n_expert: int, n_expert_used: int, n_tokens: int) -> float:
-    """Experts of a layer that a pass of independent tokens uses, on average."""
-    return n_expert * (1 - (1 - n_expert_used / n_expert) ** n_tokens)

@@ -10,25 +10,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from moegguf.engine.batch import NO_LIMIT, allowed_ubatch
-from moegguf.engine.device_split import (
-    ON_CPU,
-    DeviceRoom,
-    LayerBytes,
-    count_layers,
-    device_of_layers,
-    split_layers,
-    tensor_split_for,
-)
+from moegguf.controller.layer_split import ON_CPU, device_of_layers, share_out
+from moegguf.controller.request_cost import NO_LIMIT, allowed_ubatch, staging_bytes
+from moegguf.engine.device_split import DeviceRoom, LayerBytes, count_layers, split_layers, tensor_split_for
 from moegguf.engine.devices import Device
 from moegguf.engine.machine import Memory
 from moegguf.engine.memory import F16, row_bytes
 from moegguf.engine.placement import published_curve
-from moegguf.engine.plan import DevicePlan, Plan, make_plan, staging_bytes
-from moegguf.engine.tiers import VRAM_MARGIN_BYTES, best_staging, host_bytes, lower_slots, plan_tiers
+from moegguf.engine.plan import DevicePlan, Plan, make_plan
+from moegguf.engine.tiers import VRAM_MARGIN_BYTES, host_bytes, lower_slots, plan_tiers, with_best_staging
 from moegguf.errors import BudgetError, OptionError
 from moegguf.gguf.experts import ExpertLayout
-from moegguf.native.slot_sizes import slot_tokens
+from moegguf.native.slot_sizes import slot_sizes, slot_tokens
 from moegguf.quantities import ExpertCache, Link, format_bytes, format_bytes_up
 
 SAME_LINK = 0.8  # of the fastest link, from where two are alike: measurements of one differ by as much
@@ -38,12 +31,14 @@ SAME_LINK = 0.8  # of the fastest link, from where two are alike: measurements o
 class SplitOptions:
     """How a user splits a model over devices. n_gpu_layers, tensor_split: as llama.cpp's; None: layers are split here
     (`device_split.split_layers`), by `links`, {device: link from RAM}; those without one count as the slowest that is
-    known. staging: tensors of each device, as in `tiers.best_staging`."""
+    known. staging: tensors of each device, as in `tiers.with_best_staging`. streams: of the CPU's layers, as
+    in `make_plan`."""
 
     n_gpu_layers: int = -1
     tensor_split: Sequence[float] | None = None
     links: Mapping[str, Link] = field(default_factory=dict)
     staging: int | None = None
+    streams: bool = True
 
 
 def plan_devices(
@@ -70,7 +65,7 @@ def plan_devices(
         planners[n_staging] = _DevicePlanner(layout, vram, ram, devices, memory, split, options, n_staging)
         return planners[n_staging].plan()
 
-    plan = best_staging(layout, on_devices, split.staging)
+    plan = with_best_staging(layout, on_devices, split.staging)
     return plan, planners[plan.n_staging].tensor_split
 
 
@@ -111,8 +106,10 @@ class _DevicePlanner:
             option="vram_cache", streams=False, staged_bytes=len(devices) * self.staging_bytes,
             staging_within=split.staging is None, **options,
         )  # fmt: skip
+        self.cpu_streams = split.streams and slot_sizes(layout).streams
         self.n_layer = count_layers(layout)
-        self.n_experts = {layer.il: layer.n_expert for layer in layout.layers}
+        self.moe_layers = {layer.il: layer for layer in layout.layers}
+        self.n_experts = {il: layer.n_expert for il, layer in self.moe_layers.items()}
         embedding_bytes = layout.n_vocab * row_bytes(F16, layout.hparams.n_embd)
         self.output_bytes = min(self.joint.dense_bytes, max(layout.tied_output_bytes, embedding_bytes))
         self.layer_bytes = self._layer_bytes()
@@ -174,7 +171,7 @@ class _DevicePlanner:
             n_ubatch=n_ubatch,
             slot_tokens=min(slot_tokens(self.devices[d].name) for d in used),
             total_bytes=sum(part.total_bytes for part in on_devices),
-            streams=self.n_staging > 0 and not n_cpu,
+            streams=self.cpu_streams if n_cpu else self.n_staging > 0,
             reasons=tuple(self._reasons(parts, n_lower)),
             warnings=tuple(self._warnings(on_devices, host)),
             device=", ".join(part.name for part in on_devices if part.name),
@@ -195,7 +192,8 @@ class _DevicePlanner:
                 )
             curve = published_curve(self.layout.n_expert, self.layout.n_expert_used)
             try:
-                given = tensor_split_for(split_layers(n_on_devices, self._rooms(), self._layer(), curve))
+                layers = [self._layer(il) for il in range(self.n_layer - n_on_devices, self.n_layer)]
+                given = tensor_split_for(split_layers(layers, self._rooms(), curve))
             except BudgetError as error:
                 raise BudgetError(f"vram_cache={','.join(map(str, self.vram))!r} {error}") from None
         self.tensor_split = [float(share) for share in given]
@@ -207,13 +205,13 @@ class _DevicePlanner:
             )
         return on
 
-    def _layer(self) -> LayerBytes:
-        """A mean layer."""
-        n_moe = len(self.layout.layers)
-        experts = self.layout.n_expert_total * self.joint.slot_bytes // n_moe
-        return LayerBytes(
-            -(-sum(self.layer_bytes) // self.n_layer), experts, self.layout.n_expert_used * self.joint.slot_bytes
-        )
+    def _layer(self, il: int) -> LayerBytes:
+        size, layer = self.joint.slot_bytes, self.moe_layers.get(il)
+        dense_bytes = self.layer_bytes[il] + (self.output_bytes if il == self.n_layer - 1 else 0)
+        if layer is None:
+            return LayerBytes(dense_bytes, 0, 0, 0)
+        n_used = layer.n_expert_used
+        return LayerBytes(dense_bytes, layer.n_expert * size, n_used * size, n_used * layer.expert_bytes)
 
     def _rooms(self) -> list[DeviceRoom]:
         known = [link.bytes_per_s for link in self.split.links.values()]
@@ -259,17 +257,21 @@ class _DevicePlanner:
         return sum(self.layer_bytes[il] for il in layers)
 
     def _slots(self, layers: Sequence[Sequence[int]]) -> list[int]:
-        """Of each device. What its layers do not need of one budget for all goes to the others."""
+        """Of each device. What its layers do not need, or its memory does not hold, of one budget for all goes to the
+        others."""
         size, most = self.joint.slot_bytes, [self._experts_of(of) for of in layers]
         if self.vram[0].mode != "auto" and len(self.vram) == 1:
-            n_on_devices = sum(most)
-            total = min(self.joint.n_slots, n_on_devices)
+            total = min(self.joint.n_slots, sum(most))
             shares = (
                 most
                 if self.split.tensor_split is not None
                 else [(self._limit_bytes(d) or 0) if most[d] else 0 for d in range(len(layers))]
             )
-            return _share_out(total, shares, most, self.layout.n_expert_used)
+            least = self.layout.n_expert_used
+            left = [device.free_bytes - self._beside_bytes(of) for device, of in zip(self.devices, layers, strict=True)]
+            held = [min(n, max(least, n_bytes // size)) for n, n_bytes in zip(most, left, strict=True)]
+            within = share_out(total, shares, held, least)
+            return within if sum(within) >= total else share_out(total, shares, most, least)
         slots = []
         for d, device in enumerate(self.devices):
             limit = self._limit_bytes(d)
@@ -295,7 +297,7 @@ class _DevicePlanner:
             )
         if n_slots >= n_experts:
             return NO_LIMIT
-        streams = self.n_staging > 0 and device is not None
+        streams = self.cpu_streams if device is None else self.n_staging > 0
         return allowed_ubatch(self.layout, n_slots, streams, slot_tokens(device))
 
     def _ram_slots(self, cpu_layers: Sequence[int], n_on_cpu: int, n_below: int) -> tuple[int, int]:
@@ -316,9 +318,7 @@ class _DevicePlanner:
                 f"expert_cache={str(self.ram)!r} holds {total} experts in RAM, but {len(cpu_layers)} layers are"
                 f" computed by the CPU; give at least {least!r}, or put more layers on devices (n_gpu_layers)."
             )
-        n_cpu = max(least_cpu, round(total * n_on_cpu / (n_on_cpu + n_below)))
-        n_cpu = min(n_on_cpu, n_cpu, total - least_below)
-        return n_cpu, min(n_below, total - n_cpu)
+        return divide_ram_slots(total, n_on_cpu, n_below, least_cpu)
 
     def _reasons(self, parts: Sequence[DevicePlan], n_lower: int) -> Sequence[str]:
         size, reasons = self.joint.slot_bytes, list(self.joint.reasons[:-1])
@@ -345,18 +345,13 @@ class _DevicePlanner:
         ]
 
 
+def divide_ram_slots(total: int, n_on_cpu: int, n_below: int, least_on_cpu: int) -> tuple[int, int]:
+    """(slots of layers that the CPU computes, slots below those of devices) of `total` in RAM, in proportion to
+    n_on_cpu and n_below, which are the most of each; at least least_on_cpu, and one below where there are some."""
+    n_cpu = max(least_on_cpu, round(total * n_on_cpu / (n_on_cpu + n_below)))
+    n_cpu = min(n_on_cpu, n_cpu, total - min(1, n_below))
+    return n_cpu, min(n_below, total - n_cpu)
+
+
 def _names(devices: Sequence[Device]) -> str:
     return ", ".join(device.name for device in devices)
-
-
-def _share_out(total: int, shares: Sequence[int], most: Sequence[int], least: int) -> list[int]:
-    """`total` in proportion to `shares`, none above its `most`; what is over goes to the others."""
-    given = [min(of, least) for of in most]
-    while (left := total - sum(given)) > 0 and (free := [d for d in range(len(most)) if given[d] < most[d]]):
-        weight = sum(shares[d] for d in free)
-        more = {d: min(most[d] - given[d], left * shares[d] // weight if weight else 0) for d in free}
-        if not any(more.values()):
-            more = {free[0]: 1}
-        for d, n in more.items():
-            given[d] += n
-    return given

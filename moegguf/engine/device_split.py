@@ -1,22 +1,18 @@
-"""Which of several devices computes which layer, as llama.cpp splits a model, and how many layers suit each.
+"""How many layers of a model suit each of several devices, by what layers take and by the devices' memory and links.
 
-llama.cpp puts layers on devices in order: the last `n_gpu_layers` of the model, its output counted as one, in the
-proportions of `tensor_split`. Each device then has slots for the experts of its own layers.
+Each device then has slots for the experts of its own layers, which come in order (`controller.layer_split`).
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-
-import numpy as np
+from dataclasses import astuple, dataclass
 
 from moegguf.engine.placement import HitCurve
-from moegguf.errors import BudgetError, OptionError
+from moegguf.errors import BudgetError
 from moegguf.gguf.experts import ExpertLayout
-
-ON_CPU = -1
 
 
 @dataclass(frozen=True)
@@ -28,20 +24,27 @@ class DeviceRoom:
     link_speed: float
     most_slot_bytes: int | None = None
 
-    def slot_bytes(self, n_layer: int, dense_bytes: int) -> int:
-        """For slots, with so many layers of so many other bytes."""
-        left = self.n_bytes - n_layer * dense_bytes
+    def slot_bytes(self, dense_bytes: int) -> int:
+        """For slots, with layers of so many other bytes."""
+        left = self.n_bytes - dense_bytes
         return left if self.most_slot_bytes is None else min(left, self.most_slot_bytes)
 
 
 @dataclass(frozen=True)
 class LayerBytes:
-    """What a layer takes on its device: everything but experts, all of its experts, and the fewest of them that a token
-    can be computed with."""
+    """What a layer, or several, takes on its device: everything but experts, slots for all of its experts, slots for
+    those of a token; and what is copied for a token that misses them all."""
 
     dense_bytes: int
     expert_bytes: int
     least_expert_bytes: int
+    token_bytes: int
+
+    def __add__(self, other: LayerBytes) -> LayerBytes:
+        return LayerBytes(*(mine + theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))
+
+    def __sub__(self, other: LayerBytes) -> LayerBytes:
+        return LayerBytes(*(mine - theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))
 
 
 def count_layers(layout: ExpertLayout) -> int:
@@ -50,47 +53,27 @@ def count_layers(layout: ExpertLayout) -> int:
     return n_layer if isinstance(n_layer, int) else layout.n_layer
 
 
-def device_of_layers(n_layer: int, tensor_split: Sequence[float], n_gpu_layers: int = -1) -> list[int]:
-    """The index of the device that computes each layer, ON_CPU for none (llama-model.cpp, load_tensors).
-
-    n_layer: those of `count_layers`. n_gpu_layers: -1 is every layer and the output. Raises OptionError for a split
-    that is not one.
-    """
-    split = np.asarray(tensor_split, np.float32)
-    if split.size == 0 or not np.isfinite(split).all() or (split < 0).any() or split.sum() == 0:
-        raise OptionError(
-            f"tensor_split is {list(tensor_split)}, but has a proportion for each device, none below 0 and some above."
-        )
-    bounds = np.cumsum(split, dtype=np.float32)
-    bounds /= bounds[-1]
-    n_on_devices = n_layer + 1 if n_gpu_layers < 0 else min(n_gpu_layers, n_layer + 1)
-    first = n_layer + 1 - n_on_devices
-    places = np.arange(n_layer - first, dtype=np.float32) / np.float32(max(1, n_on_devices))
-    return [ON_CPU] * min(first, n_layer) + np.searchsorted(bounds, places, side="right").tolist()
-
-
-def split_layers(n_layer: int, rooms: Sequence[DeviceRoom], layer: LayerBytes, curve: HitCurve) -> list[int]:
-    """How many of `n_layer` layers each device computes, so that a token waits least for misses in all.
+def split_layers(layers: Sequence[LayerBytes], rooms: Sequence[DeviceRoom], curve: HitCurve) -> list[int]:
+    """How many of these layers, in order, each device computes, so that a token waits least for misses in all.
 
     A device's misses per token are those of its layers, at the hit rate that its memory gives them, and wait for its
-    link: so slow links get fewer layers, and these more slots each. Where nothing would be missed, or links and
-    residency are the same, layers go where most memory is left. Raises BudgetError, which says what the memory
-    holds, where they do not fit.
-
-    Each layer goes where it costs least: with a concave curve of hit rates the cost of a device grows ever faster with
-    its layers, so no other choice would be better in the end.
+    link: so slow links get fewer layers, and these more slots each. Of splits with equal waits, as where nothing would
+    be missed, it is the one whose fullest device is least full. Raises BudgetError, which says what the memory holds,
+    where they do not fit.
     """
-    counts = [0] * len(rooms)
-    for _ in range(n_layer):
-        costs = [_cost_of_one_more(room, n, layer, curve) for room, n in zip(rooms, counts, strict=True)]
-        best = min(range(len(rooms)), key=lambda d: costs[d])
-        if math.isinf(costs[best][0]):
-            raise BudgetError(
-                f"holds what a token needs of {sum(counts)} layers, but devices are to compute {n_layer}; give more,"
-                " free memory there, or put fewer layers on them (n_gpu_layers, -ngl)."
-            )
-        counts[best] += 1
-    return counts
+    sums = list(itertools.accumulate(layers, initial=LayerBytes(0, 0, 0, 0)))
+    unit_s = max(1, sums[-1].token_bytes) / max(room.link_speed for room in rooms)
+    # [i]: the best split of the first i layers over the devices so far
+    best: list[_Split | None] = [_Split(0.0, 0.0, ())] + [None] * len(layers)
+    for room in rooms:
+        best = [_best_split(best, i, room, sums, curve, unit_s) for i in range(len(layers) + 1)]
+    if (found := best[-1]) is None:
+        n_held = max(i for i, split in enumerate(best) if split is not None)
+        raise BudgetError(
+            f"holds what a token needs of {n_held} layers, but devices are to compute {len(layers)}; give more, free"
+            " memory there, or put fewer layers on them (n_gpu_layers, -ngl)."
+        )
+    return list(found.counts)
 
 
 def tensor_split_for(counts: Sequence[int]) -> list[float]:
@@ -99,19 +82,53 @@ def tensor_split_for(counts: Sequence[int]) -> list[float]:
     return [float(n + (d == last)) for d, n in enumerate(counts)]
 
 
-def _cost_of_one_more(room: DeviceRoom, n: int, layer: LayerBytes, curve: HitCurve) -> tuple[float, float]:
-    """(what a token waits longer with a layer more, the share of memory for slots that its experts then need)."""
-    needed = (n + 1) * layer.expert_bytes / max(1, room.slot_bytes(n + 1, layer.dense_bytes))
-    return _waits(room, n + 1, layer, curve) - _waits(room, n, layer, curve), needed
+@dataclass(frozen=True)
+class _Split:
+    """Layers of each device, what a token waits with them, and how full the fullest device is: its experts, as a share
+    of its memory for slots."""
+
+    waits: float
+    fullest: float
+    counts: tuple[int, ...]
+
+    @property
+    def cost(self) -> tuple[float, float]:
+        """What is to be least; on a straight piece of a curve, waits of other splits differ in rounding alone."""
+        return round(self.waits, 6), self.fullest
 
 
-def _waits(room: DeviceRoom, n: int, layer: LayerBytes, curve: HitCurve) -> float:
-    """For the misses of a token in n layers; infinite where a token could not be computed."""
-    if n == 0:
-        return 0.0
-    slot_bytes = room.slot_bytes(n, layer.dense_bytes) / n
-    if slot_bytes < layer.least_expert_bytes:
+def _best_split(
+    before: Sequence[_Split | None],
+    n: int,
+    room: DeviceRoom,
+    sums: Sequence[LayerBytes],
+    curve: HitCurve,
+    unit_s: float,
+) -> _Split | None:
+    """The best of n layers over the devices before and this one, which computes the last of them; None: none fits."""
+    found: _Split | None = None
+    for first in range(n, -1, -1):  # of equals the one with most layers on the devices before
+        if (earlier := before[first]) is None:
+            continue
+        waits = _waits(room, sums[n] - sums[first], curve) / unit_s
+        if math.isinf(waits):
+            break  # more layers fit even less
+        full = _fullness(room, sums[n] - sums[first])
+        split = _Split(earlier.waits + waits, max(earlier.fullest, full), (*earlier.counts, n - first))
+        if found is None or split.cost < found.cost:
+            found = split
+    return found
+
+
+def _fullness(room: DeviceRoom, part: LayerBytes) -> float:
+    return part.expert_bytes / max(1, room.slot_bytes(part.dense_bytes))
+
+
+def _waits(room: DeviceRoom, part: LayerBytes, curve: HitCurve) -> float:
+    """For the misses of a token in these layers; infinite where a token could not be computed."""
+    slot_bytes = room.slot_bytes(part.dense_bytes)
+    if slot_bytes < part.least_expert_bytes:
         return math.inf
-    if slot_bytes >= layer.expert_bytes:
+    if slot_bytes >= part.expert_bytes:
         return 0.0
-    return n * (1 - curve.at(slot_bytes / layer.expert_bytes)) / room.link_speed
+    return part.token_bytes * (1 - curve.at(slot_bytes / part.expert_bytes)) / room.link_speed

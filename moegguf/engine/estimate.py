@@ -10,21 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moegguf.controller.artifacts import Artifacts
-from moegguf.controller.measured import Measured, interpolate
-from moegguf.engine.published import PUBLISHED
+from moegguf.controller.measured import Measured
+from moegguf.controller.published import HitRange, published_range, share_of
 from moegguf.gguf.experts import ExpertLayout
 
 LAYER_S = 0.1e-3  # a layer's graph nodes and barriers, on small models
 SPEED_SPREAD = 0.7  # reads and computation share processors and memory; runs reach this share of the bound, or more
-
-
-@dataclass(frozen=True)
-class HitRange:
-    """The ends between which the hit rate of an answer's tokens is expected, and what they rest on."""
-
-    low: float
-    high: float
-    basis: str
 
 
 @dataclass(frozen=True)
@@ -50,31 +41,6 @@ class Expected:
     basis: str
 
 
-def typical_hit_rate(layout: ExpertLayout, n_slots: int) -> float:
-    """One figure between the ends of the published range: for comparing plans, not for promising anything."""
-    found = published_range(layout, n_slots)
-    return (found.low + found.high) / 2
-
-
-def _share(layout: ExpertLayout, n_slots: int) -> float:
-    return n_slots / max(1, layout.n_expert_total)
-
-
-def published_range(layout: ExpertLayout, n_slots: int) -> HitRange:
-    """From the lowest to the highest hit rate published for text: of models of this shape, else of all. Below one
-    token's experts over all layers, least-recent-use eviction hits next to nothing.
-    """
-    share, shape = _share(layout, n_slots), (layout.n_expert, layout.n_expert_used)
-    curves = [curve for curve in PUBLISHED if curve.n_expert]
-    same = [curve for curve in curves if (curve.n_expert, curve.n_expert_used) == shape]
-    rates = sorted((interpolate(curve.rates, share), f"{curve.model}, {curve.source}") for curve in same or curves)
-    (low, lowest), (high, highest) = rates[0], rates[-1]
-    sources = lowest if lowest == highest else f"{lowest}, to {highest}"
-    of = "of its shape" if same else "of other shapes"
-    basis = f"not measured on this model; published for models {of}: {sources}"
-    return HitRange(low if n_slots >= layout.token_cycle_slots else 0.0, high, basis)
-
-
 @dataclass(frozen=True)
 class HitRates:
     """What is known of a model's hit rates. measured: None for a model whose routing was not recorded."""
@@ -89,7 +55,7 @@ class HitRates:
 
     def range_at(self, n_slots: int) -> HitRange:
         """The range for `n_slots` slots."""
-        share = _share(self.layout, n_slots)
+        share = share_of(self.layout, n_slots)
         if share >= 1:
             return HitRange(1.0, 1.0, "every expert is in memory")
         if self.measured and (found := self.measured.range_at(share)):

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from moegguf.controller.artifacts import Artifacts
 from moegguf.controller.controller import ActingOptions, Controller, build_controller, name_of
-from moegguf.controller.measured import UNMEASURED, UNMEASURED_WITHOUT_PREDICTIONS, ControllerChoice
+from moegguf.controller.measured import UNMEASURED, UNMEASURED_WITHOUT_PREDICTIONS, ControllerChoice, Measured
 from moegguf.controller.policies import make_policy
 from moegguf.controller.policies.base import LRU, AnyPolicy, Policy
 from moegguf.controller.policies.of_tiers import AUTO, check_policy, of_compute_tier, of_ram_below, parse_policies
@@ -24,7 +24,7 @@ from moegguf.controller.prefetch import PrefetchOptions
 from moegguf.controller.shape import MoeShape
 from moegguf.engine.checkpoint import CollectionCheckpoint
 from moegguf.engine.session import Session
-from moegguf.errors import ModelFormatError, OptionError
+from moegguf.errors import ModelFormatError, MoeggufError, OptionError
 from moegguf.native.events import Announcement, Phase, RoutingEvent
 from moegguf.native.store import ListenOptions, Tier
 from moegguf.plain import plain
@@ -82,6 +82,7 @@ class LiveController:
     native_policy: str = field(init=False, default=LRU.name)
     policy_below: str = field(init=False, default=LRU.name)  # of slots in RAM, where a device computes
     choice: ControllerChoice = field(init=False, default_factory=ControllerChoice)
+    _measured: Measured | None = field(init=False, default=None)
     _listening: bool = field(init=False, default=False)
     _paused: bool = field(init=False, default=False)
     _tight: bool = field(init=False, default=True)  # experts can be absent
@@ -90,20 +91,35 @@ class LiveController:
         self._choose_tiers()
         if self.options.is_plain:
             return
-        shape = MoeShape.of(self.session.layout)
-        self.choice = self._choose()
         try:
-            predictor, policy = self._predictor(shape), self._policy(shape)
-        except OptionError as error:
-            if self.options.policy != AUTO or self.options.predictor is not None:
+            self._build(self._choose)
+        except MoeggufError as error:
+            if self.choice == self._choose_named():
                 raise
-            warnings.warn(f"what was measured to be best is not available: {error} Going on with LRU.", stacklevel=2)
-            self.choice = ControllerChoice()
-            return
-        if self.choice == ControllerChoice() and self.options.policy == AUTO and not self.options.judge:
-            return
-        acting = ActingOptions(prefetch=self._prefetch(), judge=self.options.judge, lockstep=self.options.lockstep)
-        self.controller = build_controller(shape, policy, predictor, self.session.store, acting)
+            self._build(self._choose_named)
+            if self._measured or not isinstance(error, ModelFormatError):  # routers that only llama.cpp can read
+                warnings.warn(
+                    f"what was chosen for this model is not available: {error} Going on with {_titled(self.choice)}.",
+                    stacklevel=2,
+                )
+        if self.controller is not None:
+            self.update(self.session.plan.n_slots)
+
+    def _build(self, choose: Callable[[], ControllerChoice]) -> None:
+        """Makes what is chosen. Raises a MoeggufError, whatever fails."""
+        try:
+            self.choice = choose()
+            shape = MoeShape.of(self.session.layout)
+            predictor, policy = self._predictor(shape), self._policy(shape)
+            acting = ActingOptions(prefetch=self._prefetch(), judge=self.options.judge, lockstep=self.options.lockstep)
+            self.controller = build_controller(shape, policy, predictor, self.session.store, acting)
+        except MoeggufError:
+            raise
+        except Exception as error:
+            raise OptionError(
+                f"{_titled(self.choice)} cannot be used ({type(error).__name__}: {error}); choose another policy or"
+                " predictor, or none."
+            ) from error
         if self.controller is None:
             self.native_policy = name_of(policy)
             return
@@ -112,7 +128,6 @@ class LiveController:
         self._listen_options = ListenOptions(
             inputs=predictor.needs_inputs, lockstep=self.options.lockstep, max_input_tokens=MOST_INPUT_TOKENS
         )
-        self.update(self.session.plan.n_slots)
 
     def _choose_tiers(self) -> None:
         """Sets the policy of slots in RAM below a device; `options` are then those of the tier that computes."""
@@ -130,19 +145,27 @@ class LiveController:
 
     def _choose(self) -> ControllerChoice:
         """The names to use; those of objects given by the user do not matter."""
-        options, measured = self.options, self.artifacts.measured()
+        measured = self._measured = self.artifacts.measured()
         share = self.session.plan.n_slots / max(1, self.session.layout.n_expert_total)
-        if options.policy != AUTO:
-            found = ControllerChoice()
-        else:
-            found = measured.choose(share) if measured else self._unmeasured()
-        policy = found.policy if options.policy == AUTO else str(options.policy)
-        prefetch = bool(options.prefetch) if options.prefetch is not None else found.prefetch
+        found = measured.choose(share) if measured else self._unmeasured()
+        if measured and self.options.policy != AUTO:
+            found = ControllerChoice(predictor=measured.predictors.get(str(self.options.policy), "none"))
+        return self._with_named(found)
+
+    def _choose_named(self) -> ControllerChoice:
+        """What is left where something that the user has not named cannot be had: LRU in place of a measured policy,
+        and no predictions."""
+        return self._with_named(ControllerChoice() if self._measured else UNMEASURED_WITHOUT_PREDICTIONS)
+
+    def _with_named(self, found: ControllerChoice) -> ControllerChoice:
+        """What was found, but for what the user has named."""
+        options = self.options
+        auto = options.policy == AUTO
+        policy = found.policy if auto else str(options.policy)
+        prefetch = bool(options.prefetch) if options.prefetch is not None else found.prefetch and auto
         if options.predictor is not None:
             return ControllerChoice(policy, str(options.predictor), prefetch)
         predictor = found.predictor
-        if measured and options.policy != AUTO:
-            predictor = measured.predictors.get(policy, "none")
         if prefetch and predictor == "none":
             predictor = prefetch_predictor(self.artifacts)
         return ControllerChoice(policy, predictor, prefetch)
@@ -164,13 +187,7 @@ class LiveController:
     def _predictor(self, shape: MoeShape) -> Predictor:
         if isinstance(self.options.predictor, Predictor):
             return self.options.predictor
-        try:
-            return make_predictor(self.choice.predictor, shape, self.artifacts)
-        except ModelFormatError:
-            if self.options.predictor is not None or self.options.prefetch:
-                raise
-            self.choice = UNMEASURED_WITHOUT_PREDICTIONS  # routers that only llama.cpp can read
-            return make_predictor(self.choice.predictor, shape, self.artifacts)
+        return make_predictor(self.choice.predictor, shape, self.artifacts)
 
     def _prefetch(self) -> PrefetchOptions | None:
         if isinstance(self.options.prefetch, PrefetchOptions):
@@ -238,8 +255,8 @@ class LiveController:
         return policy if self.policy_below == LRU.name else f"vram={policy},ram={self.policy_below}"
 
     def figures(self) -> dict[str, Any]:
-        """Policy, predictor, prefetch ("off", "on", "measuring": on and off in turns, "paused": it did not pay), the
-        controller's cost and, with `judge`, how often predictions were right.
+        """Policy, predictor, prefetch ("off", also where every expert is in memory, "on", "measuring": on and off in
+        turns, "paused": it did not pay), the controller's cost and, with `judge`, how often predictions were right.
         """
         controller = self.controller
         if controller is None:
@@ -250,7 +267,7 @@ class LiveController:
         figures: dict[str, Any] = {
             "policy": self._named(LRU.name if controller.policy is None else name_of(controller.policy)),
             "predictor": "none" if controller.predictor is None else name_of(controller.predictor),
-            "prefetch": _prefetch_state(controller),
+            "prefetch": _prefetch_state(controller) if self._tight else "off",
             "routing_events": n_events,
             "us_per_event": round(spent_s / max(1, n_events) * 1e6, 1),
         }
@@ -273,6 +290,12 @@ class LiveController:
         self._checkpoint.close()
         if controller.n_events > 0 and self._keeps and (learner := _learner(controller)) is not None:
             self.artifacts.save_collection(controller.shape, learner.learned(controller.history).weights())
+
+
+def _titled(choice: ControllerChoice) -> str:
+    """A choice in words."""
+    policy = LRU.name.upper() if choice.policy == LRU.name else choice.policy
+    return policy if choice.predictor == "none" else f"{policy} with predictions by {choice.predictor}"
 
 
 def _prefetch_state(controller: Controller) -> str:

@@ -53,7 +53,9 @@ from moegguf.native.store import Store, StoreOptions, Tier
 from moegguf.settings import read_environment
 
 Step = TypeVar("Step")
+_Slots = tuple[Tier, int | None]  # of a tier; of one of the store's devices alone
 
+EVERY_DEVICE: _Slots = Tier.COMPUTE, None  # those in VRAM; where the CPU computes every layer, those in RAM
 _FULL = "llama_decode returned 1"
 _ABORTED = "llama_decode returned 2"  # by our abort callback: for a failure with a reason, or for cancel()
 
@@ -104,6 +106,8 @@ class Llama(UpstreamLlama):
             uses one. The property `n_seq_max` says which models have only one.
         kv_tokens: tokens of all sequences that there is memory for, n_ctx at least. None: n_seq_max * n_ctx, less where
             experts would miss that memory (`moegguf.engine.memory.choose_kv_tokens`).
+        flash_attn: fused attention, which rounds otherwise: True, False (llama-cpp-python's default), or None: where
+            the devices that compute have it, as llama.cpp's own programs, `moegguf.Engine`, `run` and `serve` do.
         mmproj: the model's projector, for images in messages (moegguf.generate); it is loaded with the first image.
         progress: called with 0.0 to 1.0 while the weights are read; returning False cancels the load.
         All keywords of `llama_cpp.Llama`. Without `n_threads` and `n_threads_batch` there are as many threads as
@@ -118,6 +122,8 @@ class Llama(UpstreamLlama):
         OptionError: an unknown keyword, naming the nearest known one.
         AllocationError, ExpertIOError, LibraryError.
     """
+
+    n_batch: int
 
     def __init__(
         self,
@@ -297,9 +303,11 @@ class Llama(UpstreamLlama):
 
     @property
     def context_params(self) -> c.Structure:
-        """struct llama_context_params, with the expert hook and the sequences."""
+        """struct llama_context_params, with the expert hook, the sequences and flash attention."""
         if self._n_seq_max > 1 and "_model" in self.__dict__:  # the context is created next
             self._hold_sequences()
+        if self._load_plan.options.get("flash_attn", False) is None:  # the base class knows on and off
+            self._context_params.flash_attn_type = library.llama_cpp().LLAMA_FLASH_ATTN_TYPE_AUTO
         if self._session is not None:
             self._session.attach_context(self._context_params)
         return self._context_params
@@ -588,8 +596,10 @@ class Llama(UpstreamLlama):
 
     def set_budget(self, *, expert_cache: Budget | None = None, vram_cache: Budget | None = None) -> None:
         """Changes the budget in RAM, the one on the GPU, or both, up to those at load; freed memory returns to the
-        system, and to the device. None: as it is. Both are of slots: experts of whole layers, and what prompts are
-        staged in, stay on the device. No token changes.
+        system, and to the device. None: as it is. As when loading, vram_cache holds what prompts are staged in, which
+        stays; so do experts of whole layers, which are in no budget. No token changes. But where a device had a slot
+        for every expert, and so stages nothing, prompts are read in shorter passes from then on, with a warning: tokens
+        are those of a model that was loaded for such passes.
 
         At once while the model is idle; while another thread evaluates tokens, between two passes. A model without
         experts has no budget. Raises BudgetError below the minimum and for a tier that the model does not have, with
@@ -604,34 +614,53 @@ class Llama(UpstreamLlama):
             try:
                 if on_device:
                     library.llama_cpp().llama_synchronize(self._ctx.ctx)  # nothing computes with slots any more
-                    for tier, n_slots in sorted(wanted.items(), reverse=True):
-                        store.reallocate(n_slots, tier)
+                    for (tier, device), n_slots in reversed(wanted.items()):
+                        store.reallocate(n_slots, tier, device)
                 elif wanted:
-                    store.resize(wanted[Tier.COMPUTE])
+                    store.resize(wanted[EVERY_DEVICE])
             finally:
-                if self._live_controller is not None and Tier.COMPUTE in wanted:
-                    n_slots = store.info()["n_slots_usable"] if on_device else wanted[Tier.COMPUTE]
+                if wanted.get(EVERY_DEVICE, self.plan.device_slots) < self.plan.device_slots:
+                    self._shorten_passes()
+                if self._live_controller is not None and any(tier is Tier.COMPUTE for tier, _ in wanted):
+                    n_slots = store.info()["n_slots_usable"] if on_device else wanted[EVERY_DEVICE]
                     self._live_controller.update(n_slots)
 
-    def _slots_within(self, store: Store, expert_cache: Budget | None, vram_cache: Budget | None) -> dict[Tier, int]:
-        """Slots of each tier with another budget. Raises BudgetError."""
-        wanted: dict[Tier, int] = {}
+    def _shorten_passes(self) -> None:
+        """To what slots are exact for, where passes were planned for a device with every expert."""
+        most, plan = self.plan.slot_tokens, self.plan
+        if plan.device is None or plan.n_staging or min(self.n_batch, plan.n_ubatch) <= most:
+            return
+        self.n_batch = most
+        warnings.warn(
+            f"{plan.device} had a slot for every expert, and stages no prompts: with fewer slots they are read"
+            f" {most} token{'s' * (most > 1)} at a time, as slots are exact for no more; load the model again with this"
+            " vram_cache to have them staged.",
+            stacklevel=3,
+        )
+
+    def _slots_within(self, store: Store, expert_cache: Budget | None, vram_cache: Budget | None) -> dict[_Slots, int]:
+        """Slots of each tier, and of the CPU beside devices, with another budget; those in RAM last. Raises
+        BudgetError."""
+        wanted: dict[_Slots, int] = {}
         if vram_cache is not None:
-            wanted[Tier.COMPUTE] = self._load_plan.vram_slots_within(
-                vram_cache, sum(device.pass_slots for device in store.devices)
-            )
+            least = sum(device.pass_slots for device in store.devices if device.name is not None)
+            wanted[EVERY_DEVICE] = self._load_plan.vram_slots_within(vram_cache, least)
         if expert_cache is None:
             return wanted
         if self.plan.device is None:
-            tier, n_slots = Tier.COMPUTE, self._load_plan.slots_within(expert_cache)
-        elif Tier.LOWER in store.tiers:
-            tier, n_slots = Tier.LOWER, self._load_plan.lower_slots_within(expert_cache)
-        else:
+            wanted[EVERY_DEVICE] = min(self._load_plan.slots_within(expert_cache), store.tier()["n_slots"])
+            return wanted
+        cpu = next((index for index, device in enumerate(store.devices) if device.name is None), None)
+        if cpu is None and Tier.LOWER not in store.tiers:
             raise BudgetError(
                 f"expert_cache={expert_cache!r}: the model was loaded with every expert in VRAM, so it has no slots in"
                 " RAM; change vram_cache, or load it again with less of that."
             )
-        wanted[tier] = min(n_slots, store.tier(tier)["n_slots"])
+        n_cpu, n_lower = self._load_plan.ram_slots_within(expert_cache)
+        if cpu is not None:
+            wanted[Tier.COMPUTE, cpu] = min(n_cpu, store.device(cpu)["n_slots"])
+        if Tier.LOWER in store.tiers:
+            wanted[Tier.LOWER, None] = min(n_lower, store.tier(Tier.LOWER)["n_slots"])
         return wanted
 
     def cancel(self) -> None:

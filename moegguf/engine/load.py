@@ -9,10 +9,20 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from moegguf.engine.batch import DEFAULT_UBATCH_TOKENS
+from moegguf.engine.device_plan import divide_ram_slots
 from moegguf.engine.devices import gpus
 from moegguf.engine.machine import count_cpus, read_memory
 from moegguf.engine.memory import check_context, choose_kv_tokens, fit_kv_tokens, pad_context, pooling_batch_tokens
-from moegguf.engine.placing import BY_LAYERS, NO_SPLIT, Gpus, Placed, gpus_for, place_on, with_misses_computed
+from moegguf.engine.placing import (
+    BY_LAYERS,
+    NO_SPLIT,
+    Gpus,
+    Placed,
+    gpus_for,
+    place_on,
+    with_misses_computed,
+    with_placement_unused,
+)
 from moegguf.engine.plan import Plan, given_bytes, make_plan
 from moegguf.engine.sequences import sequences_of
 from moegguf.engine.tiers import lower_slots, parse_vram_cache
@@ -70,6 +80,25 @@ class LoadPlan:
         with_slots = {layer.il for layer in self.slots_layout.layers}
         return [layer.il for layer in self.layout.layers if layer.il not in with_slots]
 
+    def ram_slots_within(self, expert_cache: Budget) -> tuple[int, int]:
+        """(slots of layers that the CPU computes beside devices, slots below those of devices) of another budget, in
+        their proportion at load. Raises BudgetError where it holds fewer than passes need."""
+        plan, total = self.plan, self.lower_slots_within(expert_cache)
+        of_cpu = next((part for part in plan.devices if part.name is None), None)
+        if of_cpu is None:
+            return 0, total
+        n_lower = plan.n_lower_slots
+        least = min(of_cpu.n_slots, plan.pass_slots(self.slots_layout, on_device=False))
+        if total < least + min(1, n_lower):
+            size = format_bytes_up((least + min(1, n_lower)) * plan.slot_bytes)
+            raise BudgetError(
+                f"expert_cache={expert_cache!r} is too small for a model that was loaded with {len(of_cpu.layers)}"
+                f" layers on the CPU, to read {plan.n_ubatch} tokens at a time; give at least {size!r}, or load it"
+                " again."
+            )
+        found = divide_ram_slots(min(total, of_cpu.n_slots + n_lower), of_cpu.n_slots, n_lower, least)
+        return min(found[0], of_cpu.n_slots), min(found[1], n_lower)
+
     def lower_slots_within(self, expert_cache: Budget) -> int:
         """Slots in RAM of another budget, where a device computes. Raises BudgetError where it holds none."""
         cache = parse_expert_cache(expert_cache)
@@ -92,8 +121,9 @@ class LoadPlan:
         return n_slots
 
     def vram_slots_within(self, vram_cache: Budget, least: int) -> int:
-        """Slots on devices of another budget, up to the one at load. Raises BudgetError below `least`, which passes
-        need, and for a model whose slots are the CPU's."""
+        """Slots on all devices together of another budget, which holds staging tensors, too, as at load, up to the one
+        at load.
+        Raises BudgetError below `least`, which passes need, and for a model whose slots are the CPU's."""
         cache, plan, layout = parse_vram_cache(vram_cache), self.plan, self.slots_layout
         if plan.layers_on is not None:
             raise BudgetError(
@@ -106,13 +136,15 @@ class LoadPlan:
                 " vram_cache (--vram-cache) to use a GPU."
             )
         asked = {
-            "auto": plan.n_slots,
+            "auto": plan.device_slots,
             "fraction": int(cache.fraction * layout.n_expert_total + 1e-9),
             "bytes": cache.n_bytes // plan.slot_bytes,
         }
-        n_slots = min(asked[cache.mode], plan.n_slots)
+        beside = self.gpu is not None and self.gpu.staging is not None  # of tensors that were asked for besides
+        n_staged = 0 if beside or cache.mode == "auto" else plan.staging_slots_bytes // plan.slot_bytes
+        n_slots = min(asked[cache.mode] - n_staged, plan.device_slots)
         if n_slots < least:
-            size = format_bytes_up(least * plan.slot_bytes)
+            size = format_bytes_up((least + n_staged) * plan.slot_bytes)
             raise BudgetError(
                 f"vram_cache={vram_cache!r} is too small for a model that was loaded to read {plan.n_ubatch} tokens at"
                 f" a time; give at least {size!r}, or load it again with the smaller budget."
@@ -180,6 +212,8 @@ def prepare(
     plan = placed.plan
     if not placed.on_device:
         kv_tokens = kv_tokens_in_ram
+    if hooks and gpu is None:
+        plan = with_placement_unused(plan, placement)
     if computes_misses:
         plan = with_misses_computed(plan)
     if hooks:
@@ -209,7 +243,7 @@ def _sequences(
                 min(n_batch, DEFAULT_UBATCH_TOKENS),
                 n_ctx,
                 n_seq_max,
-                flash_attn=bool(options.get("flash_attn", False)),
+                flash_attn=bool(options.get("flash_attn")),
                 pool_bytes=pool_bytes,
                 **types,
             )
@@ -248,11 +282,11 @@ def _place(
     check_context(layout, in_ram if gpu is None else on_device, memory, **types)
     sizes: dict[str, Any] = {"n_ctx": n_ctx, "n_ubatch": n_ubatch, "n_batch": options.get("n_batch", N_BATCH)}
     sizes |= {"kv_tokens": in_ram if gpu is None else on_device, "projector": projector}
-    sizes |= {"flash_attn": options.get("flash_attn", False), **types}
+    sizes |= {"flash_attn": bool(options.get("flash_attn")), **types}  # None may become off, which needs more
     if gpu is None:
-        streams = store.can_stream and not options.get("n_gpu_layers")  # kernels elsewhere read copies of the ids
-        return Placed(make_plan(layout, cache, memory, **sizes, streams=streams), layout)
-    how: dict[str, Any] = {"repack": store.repack, "streams": store.can_stream, "on_cpu": {"kv_tokens": in_ram}}
+        return Placed(make_plan(layout, cache, memory, **sizes, streams=store.can_stream), layout)
+    streams = replace(store, device=None).can_stream  # it names the one that experts may be placed on
+    how: dict[str, Any] = {"repack": store.repack, "streams": streams, "on_cpu": {"kv_tokens": in_ram}}
     placed = place_on(gpu, layout, cache, memory, options["n_threads"], sizes, **how)
     options["n_gpu_layers"] = gpu.n_gpu_layers if placed.on_device else 0
     if placed.tensor_split is not None:  # of the devices that the session names

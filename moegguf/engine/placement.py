@@ -27,9 +27,10 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from moegguf.controller.measured import interpolate
-from moegguf.engine.published import PUBLISHED
+from moegguf.controller.published import PUBLISHED
 from moegguf.errors import BudgetError, OptionError
 from moegguf.gguf.experts import ExpertLayout
+from moegguf.native.slot_sizes import slot_sizes
 from moegguf.native.speeds import Speeds
 from moegguf.quantities import GIB, Link, format_bytes
 
@@ -66,7 +67,8 @@ class ModelBytes:
     """What a token reads. expert_bytes: all experts of all layers; token_bytes: those of one token; dense_bytes: every
     weight besides that a token reads, and its part of the KV cache. n_layer: layers with experts, of which it uses
     n_expert_used each; n_layer_all: all layers. layer_bytes: experts of each of the n_layer, in order, which may differ
-    in their types; (): all are alike."""
+    in their types; (): all are alike. slots_bytes: a slot for each expert of the first layer, of the first two, and so
+    on: a slot holds the largest of these; (): as much as the experts."""
 
     n_layer: int
     expert_bytes: int
@@ -75,12 +77,23 @@ class ModelBytes:
     n_expert_used: int = 8
     n_layer_all: int = 0
     layer_bytes: tuple[int, ...] = ()
+    slots_bytes: tuple[int, ...] = ()
 
     def of_last(self, n_layers: int) -> int:
         """Bytes of all experts of the last layers with experts."""
         if self.layer_bytes:
             return sum(self.layer_bytes[self.n_layer - n_layers :])
         return n_layers * self.expert_bytes // self.n_layer
+
+    def share_of_first(self, n_layers: int) -> float:
+        """The share of the experts, by bytes, that the first layers with experts have."""
+        return 1 - self.of_last(self.n_layer - n_layers) / self.expert_bytes
+
+    def slots_of_first(self, n_layers: int) -> float:
+        """Bytes of a slot for every expert of these layers."""
+        if self.slots_bytes and n_layers:
+            return self.slots_bytes[n_layers - 1]
+        return self.share_of_first(n_layers) * self.expert_bytes
 
     @classmethod
     def of(cls, layout: ExpertLayout, kv_bytes: int = 0) -> ModelBytes:
@@ -91,7 +104,20 @@ class ModelBytes:
         return cls(
             len(layout.layers), layout.expert_bytes, layout.token_cycle_bytes, dense_bytes, layout.n_expert_used,
             layout.n_layer, tuple(layer.n_expert * layer.expert_bytes for layer in layout.layers),
+            tuple(_slots_bytes(layout)),
         )  # fmt: skip
+
+
+def _slots_bytes(layout: ExpertLayout) -> Iterator[int]:
+    """`ModelBytes.slots_bytes`."""
+    largest: dict[str, int] = {}
+    slot_bytes = n_experts = 0
+    for n, layer in enumerate(layout.layers):
+        n_experts += layer.n_expert
+        if any(m.expert_bytes > largest.get(m.kind, 0) for m in layer.matrices):
+            largest |= {m.kind: max(m.expert_bytes, largest.get(m.kind, 0)) for m in layer.matrices}
+            slot_bytes = slot_sizes(layout.only(of.il for of in layout.layers[: n + 1])).slot_bytes
+        yield n_experts * slot_bytes
 
 
 @dataclass(frozen=True)
@@ -213,7 +239,6 @@ class Planner:
 
     device_bytes: memory of the device for experts, below 0 where not even everything else fits there. ram_bytes: of RAM
     for experts, None: enough for all. cpu_ram_bytes: the same without the device, where RAM has everything else, too.
-    all_slots_bytes: memory of a slot for every expert, where that is more than the experts: types differ in size.
     staging_bytes: of the device's memory for experts, what prompts are staged in where there are slots.
     computes_misses: the CPU computes some of what slots lack; not exact.
     """
@@ -224,7 +249,6 @@ class Planner:
     device_bytes: int
     ram_bytes: int | None = None
     cpu_ram_bytes: int | None = None
-    all_slots_bytes: int = 0
     staging_bytes: int = 0
     computes_misses: bool = False
 
@@ -263,7 +287,7 @@ class Planner:
     def _predicted(self) -> Iterator[Placement]:
         model = self.model
         yield Placement("cpu", 1 / self._cpu_s())
-        if self.device_bytes >= max(model.expert_bytes, self.all_slots_bytes):
+        if self.device_bytes >= max(model.expert_bytes, model.slots_of_first(model.n_layer)):
             yield Placement("resident", 1 / self._device_s(1.0), model.n_layer, hit_rate=1.0)
             return
         if self.device_bytes < 0:
@@ -280,13 +304,14 @@ class Planner:
 
     def _slots(self, n_layers: int) -> Placement:
         model, speeds = self.model, self.speeds
-        n_rest, rest = model.n_layer - n_layers, self._share_before(n_layers)
+        n_rest = model.n_layer - n_layers
+        rest = model.share_of_first(n_rest)
         slot_bytes = max(0, self.device_bytes - self.staging_bytes - model.of_last(n_layers))
-        hit_rate = self.curve.at(slot_bytes / (rest * model.expert_bytes))
+        hit_rate = self.curve.at(slot_bytes / model.slots_of_first(n_rest))
         missed_bytes = (1 - hit_rate) * rest * model.token_bytes
         misses_s = self._misses_s(missed_bytes, n_rest * (1 - hit_rate**model.n_expert_used))
         seconds = self._device_s(1.0) + misses_s + n_rest * speeds.stop_s
-        seconds += self._disk_s(rest, slot_bytes, self.ram_bytes)
+        seconds += self._disk_s(n_rest, slot_bytes, self.ram_bytes)
         kind: Kind = "layers and slots" if n_layers else "slots"
         exact = not (self.computes_misses and missed_bytes)
         return Placement(kind, 1 / seconds, n_layers, slot_bytes, hit_rate, exact)
@@ -298,18 +323,17 @@ class Planner:
             return speeds.copies.seconds(missed_bytes, n_layers)
         return missed_bytes / (speeds.copies.bytes_per_s + speeds.cpu_bytes_per_s) + n_layers * speeds.cpu_layer_s
 
-    def _share_before(self, n_layers: int) -> float:
-        """The share of the experts, by bytes, of all layers but the last."""
-        return 1 - self.model.of_last(n_layers) / self.model.expert_bytes
-
     def _layers_s(self, n_layers: int) -> float:
-        on_cpu, model, speeds = self._share_before(n_layers), self.model, self.speeds
+        model, speeds, n_rest = self.model, self.speeds, self.model.n_layer - n_layers
+        on_cpu = model.share_of_first(n_rest)
         computed_s = on_cpu * model.token_bytes / speeds.cpu_bytes_per_s
-        way_s = (model.n_layer - n_layers) * speeds.cpu_layer_s
-        return self._device_s(1 - on_cpu) + computed_s + way_s + self._disk_s(on_cpu, 0, self.ram_bytes)
+        way_s = n_rest * speeds.cpu_layer_s
+        return self._device_s(1 - on_cpu) + computed_s + way_s + self._disk_s(n_rest, 0, self.ram_bytes)
 
     def _cpu_s(self) -> float:
-        disk_s = self._disk_s(1.0, 0, self.ram_bytes if self.cpu_ram_bytes is None else self.cpu_ram_bytes)
+        disk_s = self._disk_s(
+            self.model.n_layer, 0, self.ram_bytes if self.cpu_ram_bytes is None else self.cpu_ram_bytes
+        )
         speeds, model = self.speeds, self.model
         dense_s = model.dense_bytes / (speeds.cpu_dense_bytes_per_s or speeds.cpu_bytes_per_s)
         return dense_s + model.token_bytes / speeds.cpu_bytes_per_s + self._n_nodes * speeds.cpu_node_s + disk_s
@@ -325,14 +349,15 @@ class Planner:
         model = self.model
         return model.n_layer_all * LAYER_NODES + model.n_layer * model.n_expert_used * PICK_NODES
 
-    def _disk_s(self, share: float, device_bytes: int, ram_bytes: int | None) -> float:
-        """What is read for a token of that share of the layers, whose experts lie in so much memory. Of an expert that
-        is on the device, its copy in RAM goes first: the memories add up."""
-        expert_bytes = share * self.model.expert_bytes
-        if ram_bytes is None or ram_bytes >= expert_bytes:
+    def _disk_s(self, n_layers: int, device_bytes: int, ram_bytes: int | None) -> float:
+        """What is read for a token of the first layers, whose experts lie in so much memory. Of an expert that is on
+        the device, its copy in RAM goes first: the memories add up."""
+        model = self.model
+        slots_bytes = model.slots_of_first(n_layers)
+        if ram_bytes is None or ram_bytes >= slots_bytes:
             return 0.0
-        hit_rate = self.curve.at((device_bytes + ram_bytes) / expert_bytes)
-        return (1 - hit_rate) * share * self.model.token_bytes / self.speeds.disk_bytes_per_s
+        hit_rate = self.curve.at((device_bytes + ram_bytes) / slots_bytes)
+        return (1 - hit_rate) * model.share_of_first(n_layers) * model.token_bytes / self.speeds.disk_bytes_per_s
 
     def _reason(self, chosen: Placement, found: list[Placement], choice: Choice) -> str:
         if chosen.kind == "resident":

@@ -10,10 +10,11 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
+from moegguf.controller.request_cost import divided, staging_bytes
 from moegguf.controller.systems import find_system
 from moegguf.engine.batch import DEFAULT_UBATCH_TOKENS
 from moegguf.engine.device_plan import SplitOptions, plan_devices
-from moegguf.engine.devices import Device, find_gpus, gpus
+from moegguf.engine.devices import Device, find_gpus, gpus, has_gpu
 from moegguf.engine.known_speeds import KnownSpeeds
 from moegguf.engine.machine import Memory, count_cpus, read_memory
 from moegguf.engine.memory import choose_context, default_contexts, margin_bytes, memory_needs, pad_context
@@ -27,17 +28,14 @@ from moegguf.engine.placement import (
     Planner,
     parse_placement,
 )
-from moegguf.engine.plan import Plan, given_bytes, make_plan, slot_bytes, staging_bytes
+from moegguf.engine.plan import Plan, given_bytes, make_plan, slot_bytes
 from moegguf.engine.tiers import (
     VRAM_MARGIN_BYTES,
-    Passes,
     beside_experts_bytes,
     host_bytes,
     parse_vram_caches,
     plan_layers,
     plan_tiers,
-    staging_choices,
-    staging_pays,
 )
 from moegguf.errors import BudgetError, OptionError
 from moegguf.gguf.experts import ExpertLayout
@@ -57,8 +55,8 @@ class Gpus:
     """GPUs to place experts on, the budget of all of them together or one of each, and what may be chosen.
 
     split: how layers are divided over several GPUs, or over GPUs and the CPU; None: one GPU computes every layer.
-    refused: placements that the caller has decided against. staging: as in `tiers.best_staging`. computes_misses: as in
-    `Planner`.
+    refused: placements that the caller has decided against. staging: as in `tiers.with_best_staging`. computes_misses:
+    as in `Planner`.
     """
 
     devices: tuple[Device, ...]
@@ -202,7 +200,7 @@ class Budgets:
     memory: Memory
     options: dict[str, Any]
     on_cpu: Mapping[str, Any] = field(default_factory=dict)
-    staging: int | None = None  # as in `tiers.best_staging`
+    staging: int | None = None  # as in `tiers.with_best_staging`
     computes_misses: bool = False  # as in `Planner`
 
     def with_context(self) -> Budgets:
@@ -237,7 +235,6 @@ class Budgets:
             device_bytes,
             max(0, _within(self.ram, layout, free_bytes - host_bytes(layout, self._n_ubatch))),
             max(0, _within(self.ram, layout, free_bytes - needs.total_bytes(0))),
-            layout.n_expert_total * slot_bytes(layout),
             self._staging_bytes(device_bytes),
             self.computes_misses,
         )
@@ -245,14 +242,9 @@ class Budgets:
     def _staging_bytes(self, device_bytes: int) -> int:
         """Of so much memory for experts."""
         layout, size = self.layout, slot_bytes(self.layout)
-        n_slots, n_tokens = device_bytes // size, slot_tokens(self.device.name)
-        without = Passes(n_slots, min(n_tokens, n_slots // layout.n_expert_used))
-        for n in staging_choices(self.staging):
-            staged_bytes = staging_bytes(layout, n)
-            staged = Passes((device_bytes - staged_bytes) // size, self._n_ubatch)
-            if staged.n_slots >= layout.n_expert_used and staging_pays(layout, n, staged_bytes, staged, without):
-                return staged_bytes
-        return 0
+        window = slot_tokens(self.device.name)
+        _, n_staging = divided(layout, device_bytes // size, window, self._n_ubatch, self.staging)
+        return staging_bytes(layout, n_staging)
 
     def plan(self, placement: Placement, streams: bool) -> Placed:
         """The plan of one placement. Raises BudgetError where a budget does not allow it."""
@@ -271,7 +263,8 @@ class Budgets:
             return Placed(on_device(layout, self.vram), layout)
         rest = layout.only(layer.il for layer in layout.layers[: len(layout.layers) - placement.n_layers])
         if placement.kind == "layers":
-            return Placed(plan_layers(layout, rest, self.ram, self.device, self.memory, **options), rest)
+            plan = plan_layers(layout, rest, self.ram, self.device, self.memory, **options, streams=streams)
+            return Placed(plan, rest)
         if self.vram.mode == "auto":
             return Placed(on_device(rest, self.vram), rest)
         staged_bytes = self._staging_bytes(_within(self.vram, layout, 0))
@@ -284,7 +277,7 @@ def place(
 ) -> Placed:
     """The plan of the fastest placement that `choice` allows and that the budgets hold, with the reason.
 
-    streams: as in `make_plan`, where the CPU computes everything. without: placements not to be taken. Raises
+    streams: as in `make_plan`, of the CPU's slots. without: placements not to be taken. Raises
     BudgetError, OptionError where the device has no kernel for the model's experts and a placement there was asked for.
     """
     sized, refused = budgets.with_context(), dict[Kind, BudgetError]()
@@ -339,7 +332,8 @@ def place_on(
         known = where.known(layout, n_threads, repack)
         return place(budgets, where.choice, known, streams=streams, without=where.refused)
     try:
-        split = replace(where.split_by_links(layout, n_threads, repack), staging=where.staging)
+        split = where.split_by_links(layout, n_threads, repack)
+        split = replace(split, staging=where.staging, streams=streams)
         plan, tensor_split = plan_devices(layout, where.vram, ram, where.devices, memory, split, **options)
     except BudgetError as error:
         if where.choice != "auto" or where.vram != (ExpertCache("auto"),) or "cpu" in where.refused:
@@ -374,6 +368,16 @@ def with_misses_computed(plan: Plan) -> Plan:
     return replace(plan, warnings=(*plan.warnings, warning))
 
 
+def with_placement_unused(plan: Plan, placement: str | None) -> Plan:
+    """The plan of a machine without a GPU, with a reason where the environment places experts on one. placement: as
+    `gpus_for` takes it."""
+    wanted = read_environment().placement
+    if placement is not None or wanted not in ("slots", "layers") or has_gpu():
+        return plan
+    reason = f"MOEGGUF_PLACEMENT is {wanted!r}, but this build of moegguf sees no GPU: the CPU computes every layer"
+    return replace(plan, reasons=(*plan.reasons, reason))
+
+
 def plan_here(
     layout: ExpertLayout,
     expert_cache: str | ExpertCache,
@@ -392,7 +396,7 @@ def plan_here(
     computes_misses = parse_misses(read_environment().misses if misses is None else misses) == "compute"
     found = gpus_for(vram_cache, placement, {"n_gpu_layers": n_gpu_layers}) if layout.is_moe else None
     if found is None:
-        plan = make_plan(layout, cache, memory, **options)
+        plan = with_placement_unused(make_plan(layout, cache, memory, **options), placement)
     else:
         found = replace(found, computes_misses=computes_misses)
         plan = place_on(found, layout, cache, memory, count_cpus(), options).plan

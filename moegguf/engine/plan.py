@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from moegguf.controller.request_cost import NO_LIMIT, allowed_ubatch, staging_bytes, staging_slots
 from moegguf.engine.batch import (
     DEFAULT_UBATCH_TOKENS,
-    NO_LIMIT,
     Fit,
-    allowed_ubatch,
     best_fit,
     fits,
     layer_slots,
@@ -58,7 +57,8 @@ class Plan:
     """Slots for the pool, tokens of context and of a pass (`n_ubatch`), and where all bytes go.
 
     `budget_bytes` is what the pool takes: n_slots * slot_bytes. `compute_bytes` includes the work memory of the slots,
-    `projector_bytes` that of reading an image. `streams`: a pass may use more experts of a layer than there are slots.
+    `projector_bytes` that of reading an image. `streams`: a pass may use more experts of a layer than there are slots:
+    in the CPU's memory, where it computes layers, else on a device.
     `total_bytes` is the sum; `available_bytes` is what this process may take. `reasons` and `warnings` are sentences
     for the user.
     """
@@ -99,11 +99,16 @@ class Plan:
         """What the slots in RAM below a device take."""
         return self.n_lower_slots * self.slot_bytes
 
+    @property
+    def staging_slots_bytes(self) -> int:
+        """What staging tensors take of a `vram_cache` that is given: whole slots."""
+        return staging_slots(self.staging_bytes, self.slot_bytes) * self.slot_bytes
+
     def pass_slots(self, layout: ExpertLayout, on_device: bool) -> int:
         """Slots of a pool for layers of `layout` that a pass may need at once, on a device or in the CPU's memory."""
         if on_device and self.n_staging:
             return layer_slots(layout, min(self.n_ubatch, self.slot_tokens))
-        return layer_slots(layout, self.n_ubatch, self.streams)
+        return layer_slots(layout, self.n_ubatch, self.streams and not on_device)
 
 
 @dataclass(frozen=True)
@@ -160,16 +165,6 @@ def slot_bytes(layout: ExpertLayout) -> int:
     return slot_sizes(layout).slot_bytes
 
 
-def staging_bytes(layout: ExpertLayout, n_tensors: int) -> int:
-    """Bytes of so many tensors of a layer's full shape."""
-    return slot_sizes(layout, n_tensors * layout.n_expert).pool_bytes if n_tensors else 0
-
-
-def staged_slots_bytes(staged_bytes: int, slot_bytes: int) -> int:
-    """What staging tensors take of a budget that is given: as much as whole slots that hold so many bytes."""
-    return -(-staged_bytes // slot_bytes) * slot_bytes if staged_bytes else 0
-
-
 def make_plan(
     layout: ExpertLayout,
     cache: ExpertCache,
@@ -198,7 +193,7 @@ def make_plan(
     images, too. streams: whether the store may stream experts, where the CPU's kernels can (`SlotSizes.streams`).
     kv_tokens: of all sequences that the context holds; None: n_ctx, of one. option: the name of the budget, for
     messages. staged_bytes: of tensors in which prompts are staged, on devices; staging_within: a budget that is given
-    holds them, too. slot_tokens: of a pass that is not staged (`batch.allowed_ubatch`).
+    holds them, too. slot_tokens: of a pass that is not staged (`request_cost.allowed_ubatch`).
 
     Raises BudgetError, stating the minimum, when the budget (or, for "auto", the free memory) does not hold the experts
     that one token uses in one layer, or those of an image that has to be read in one pass.
@@ -340,7 +335,7 @@ def _fixed_fit(request: _Request, n_ctx: int, cache: ExpertCache, reasons: list[
 def _fixed_slots(request: _Request, cache: ExpertCache, reasons: list[str]) -> int:
     """Slots of a share or a number of bytes, from the minimum to one for every expert."""
     layout, size, n_total = request.layout, request.slot_bytes, request.layout.n_expert_total
-    n_staged = staged_slots_bytes(request.budgeted_bytes, size) // size
+    n_staged = staging_slots(request.budgeted_bytes, size)
     beside = f" beside {format_bytes(request.budgeted_bytes)} for staging" if n_staged else ""
     if cache.mode == "fraction":
         n_slots = min(n_total, math.floor(cache.fraction * n_total + 1e-9) - n_staged)

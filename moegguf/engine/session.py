@@ -44,11 +44,14 @@ def open_store(layout: ExpertLayout, plan: Plan, options: StoreOptions) -> Store
     Raises AllocationError when not even the minimum fits.
     """
     whole = DevicePlan(plan.device or options.device, tuple(range(layout.n_layer)), plan.n_slots, plan.total_bytes)
-    needed = layer_slots(layout, plan.n_ubatch, plan.streams)
     used = [part for part in plan.devices or (whole,) if part.n_slots]
-    parts = [pool for part in used for pool in pools_of(layout, part, needed, plan.n_staging)]
+    needed = {
+        part.name: layer_slots(layout, plan.n_ubatch, plan.streams and (part.name is None or plan.n_staging > 0))
+        for part in used
+    }
+    parts = [pool for part in used for pool in pools_of(layout, part, needed[part.name], plan.n_staging)]
     n_pools, staging = Counter(part.name for part in parts), plan.n_staging
-    least = [max(layout.n_expert_used, min(part.n_slots, needed)) for part in parts]
+    least = [max(layout.n_expert_used, min(part.n_slots, needed[part.name])) for part in parts]
     of_pass = [min(part.n_slots, plan.pass_slots(layout, part.name is not None)) for part in parts]
     n_slots, n_lower = [part.n_slots for part in parts], plan.n_lower_slots
     while True:

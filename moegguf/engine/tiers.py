@@ -8,9 +8,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
-from moegguf.engine.batch import ANSWER_TOKENS, DEFAULT_UBATCH_TOKENS, PROMPT_TOKENS, allowed_ubatch, request_cost
+from moegguf.controller.request_cost import (
+    ANSWER_TOKENS,
+    PROMPT_TOKENS,
+    Passes,
+    allowed_ubatch,
+    best_staging,
+    passes_cost,
+    staging_bytes,
+)
+from moegguf.engine.batch import DEFAULT_UBATCH_TOKENS
 from moegguf.engine.devices import Device
 from moegguf.engine.machine import Memory
 from moegguf.engine.memory import (
@@ -22,82 +31,50 @@ from moegguf.engine.memory import (
     memory_needs,
     row_bytes,
 )
-from moegguf.engine.plan import Plan, make_plan, slot_bytes, staging_bytes
+from moegguf.engine.plan import Plan, make_plan, slot_bytes
 from moegguf.errors import BudgetError
 from moegguf.gguf.experts import ExpertLayout
 from moegguf.gguf.projector import ProjectorHeader
-from moegguf.native.slot_sizes import slot_tokens
-from moegguf.native.store import STAGING_SHARE, STAGING_TENSORS
+from moegguf.native.slot_sizes import slot_sizes, slot_tokens
 from moegguf.quantities import GIB, ExpertCache, format_bytes, format_bytes_up, parse_expert_cache
 
 VRAM_MARGIN_BYTES = GIB  # stays free with "auto": drivers, displays and other programs take some at any time
 
 
-def staging_choices(wanted: int | None) -> tuple[int, ...]:
-    """Numbers of staging tensors to choose from, most first; none: prompts are not staged."""
-    if wanted is None:
-        return tuple(range(STAGING_TENSORS, 0, -1))
-    return (wanted,) if wanted else ()
+def with_best_staging(layout: ExpertLayout, plan: Callable[[int], Plan], wanted: int | None) -> Plan:
+    """Of the plans for devices with so many staging tensors each the best (`request_cost.best_staging`). wanted: with
+    so many, beside a budget that is given, where they fit. Raises BudgetError where no plan does."""
+    plans = dict[int, Plan | BudgetError]()
+
+    def passes(n: int) -> Passes | None:
+        found = plans[n] = _plan_or_error(plan, n)
+        if isinstance(found, BudgetError) or (n and wanted is None and found.total_bytes > found.available_bytes):
+            return None
+        return Passes(found.device_slots, found.n_ubatch, found.staging_bytes, _has_every_expert(layout, found))
+
+    n = best_staging(layout, passes, wanted)
+    best = plans[n]
+    if isinstance(best, BudgetError):
+        raise best
+    if n == 0:
+        return best
+    reasons = _staging_reasons(layout, n, best, plans[0])
+    return replace(best, n_staging=n, reasons=(*best.reasons, *reasons))
 
 
-class Passes(NamedTuple):
-    """Slots on devices, and the tokens of a prompt's pass with them."""
-
-    n_slots: int
-    n_ubatch: int
-
-
-def best_staging(layout: ExpertLayout, plan: Callable[[int], Plan], wanted: int | None) -> Plan:
-    """Of the plans for devices with 0, 1 and STAGING_TENSORS staging tensors each the one with the most that fit into
-    their memory; with more than one, into STAGING_SHARE of a budget; with one, where a request costs less so than with
-    prompts in passes that slots are exact for. wanted: with so many, beside a budget that is given, where they fit.
-    Raises BudgetError where no plan does."""
-    without = _plan_or_error(plan, 0)
-    nothing_missed = isinstance(without, Plan) and _has_every_expert(layout, without)
-    for n in () if nothing_missed else staging_choices(wanted):
-        found = _plan_or_error(plan, n)
-        if isinstance(found, BudgetError):
-            continue
-        if wanted is None and found.total_bytes > found.available_bytes:
-            continue
-        before = None if isinstance(without, BudgetError) else Passes(without.device_slots, without.n_ubatch)
-        now = Passes(found.device_slots, found.n_ubatch)
-        if wanted or staging_pays(layout, n, found.staging_bytes, now, before):
-            reasons = _staging_reasons(layout, n, found.staging_bytes, now, before)
-            return replace(found, n_staging=n, reasons=(*found.reasons, *reasons))
-    if isinstance(without, BudgetError):
-        raise without
-    return without
-
-
-def staging_pays(layout: ExpertLayout, n: int, n_bytes: int, staged: Passes, without: Passes | None) -> bool:
-    """Whether n staging tensors of so many bytes are better than none, with which passes are those of `without`; None:
-    that is impossible. A token's experts over all layers keep their slots where there are as many without."""
-    if n > 1:
-        return n_bytes <= STAGING_SHARE * (n_bytes + staged.n_slots * slot_bytes(layout))
-    if without is None:
-        return True
-    keeps_cycle = not staged.n_slots < layout.token_cycle_slots <= without.n_slots
-    return keeps_cycle and _cost(layout, staged, True) < _cost(layout, without, False)
-
-
-def _cost(layout: ExpertLayout, passes: Passes, staged: bool) -> float:
-    return request_cost(layout, slot_bytes(layout), *passes, prompts_take_slots=not staged)
-
-
-def _staging_reasons(
-    layout: ExpertLayout, n: int, n_bytes: int, staged: Passes, without: Passes | None
-) -> Iterator[str]:
+def _staging_reasons(layout: ExpertLayout, n: int, staged: Plan, without: Plan | BudgetError) -> Iterator[str]:
     yield (
         f"prompts are staged in {n} tensor{'s' * (n > 1)} of a layer's experts"
-        f" ({format_bytes(n_bytes)}): slots keep theirs meanwhile"
+        f" ({format_bytes(staged.staging_bytes)}): slots keep theirs meanwhile"
     )
-    if n == 1 and without is not None:
-        moved = format_bytes(round(_cost(layout, staged, True)))
-        otherwise = format_bytes(round(_cost(layout, without, False)))
+    if n == 1 and isinstance(without, Plan):
+        moved, otherwise = (
+            format_bytes(round(passes_cost(layout, Passes(plan.device_slots, plan.n_ubatch), plan is staged)))
+            for plan in (staged, without)
+        )
         yield (
             f"a prompt of {PROMPT_TOKENS} tokens and an answer of {ANSWER_TOKENS} then move about {moved}, against"
-            f" {otherwise} with {without.n_slots} slots, which are exact for passes of {without.n_ubatch}"
+            f" {otherwise} with {without.device_slots} slots, which are exact for passes of {without.n_ubatch}"
             f" token{'s' * (without.n_ubatch > 1)}"
         )
 
@@ -131,8 +108,8 @@ def plan_tiers(
     """The plan for running `layout` on `device`, with `vram` for slots there and `ram` for slots below them.
 
     Weights that every token uses, the context, the buffers of a pass and staging tensors are on the device, too.
-    staging: as in `best_staging`. options: those of `make_plan`. Raises BudgetError, stating the minimum, where either
-    budget is too small.
+    staging: as in `with_best_staging`. options: those of `make_plan`. Raises BudgetError, stating the minimum, where
+    either budget is too small.
     """
 
     def on_device(n: int) -> Plan:
@@ -142,7 +119,7 @@ def plan_tiers(
             slot_tokens=slot_tokens(device.name), **options,
         )  # fmt: skip
 
-    upper = best_staging(layout, on_device, staging if layout.is_moe else 0)
+    upper = with_best_staging(layout, on_device, staging if layout.is_moe else 0)
     n_slots = 0 if upper.resident else lower_slots(layout, ram, memory, upper.slot_bytes, upper.n_ubatch)
     host = host_bytes(layout, upper.n_ubatch) + n_slots * upper.slot_bytes
     reason = f"every layer is computed on {device.name}"
@@ -159,9 +136,11 @@ def plan_tiers(
 
 
 def host_bytes(layout: ExpertLayout, n_ubatch: int) -> int:
-    """RAM that a model takes whose layers are all on a device: token embeddings, logits, the vocabulary, buffers."""
+    """RAM that a model takes whose layers are all on a device: token embeddings, logits, the vocabulary, buffers, and
+    biases and scales of experts, which the CPU needs where it computes misses."""
     embedding = row_bytes(F16, layout.hparams.n_embd)
-    return layout.n_vocab * (embedding + 4 * n_ubatch + VOCAB_TOKEN_BYTES) + FIXED_BYTES
+    vocabulary = layout.n_vocab * (embedding + 4 * n_ubatch + VOCAB_TOKEN_BYTES)
+    return vocabulary + layout.expert_row_bytes + FIXED_BYTES
 
 
 def beside_experts_bytes(needs: MemoryNeeds) -> int:
@@ -185,11 +164,13 @@ def plan_layers(
     type_v: int = F16,
     flash_attn: bool = False,
     projector: ProjectorHeader | None = None,
+    streams: bool = True,
 ) -> Plan:
     """The plan for computing `layout` on `device` but for the experts of the layers that `rest` has: those are computed
     by the CPU, from slots in RAM. Those of other layers are on the device, as every other weight is.
 
-    options: those of `make_plan`. Raises BudgetError where RAM holds too few experts for a token.
+    options: those of `make_plan`, of which `streams` is that of these slots. Raises BudgetError where RAM holds too few
+    experts for a token.
     """
     size, wanted = slot_bytes(rest), n_ubatch or min(DEFAULT_UBATCH_TOKENS, n_batch)
     n_slots = lower_slots(rest, ram, memory, size, wanted)
@@ -199,7 +180,8 @@ def plan_layers(
             f" give at least {format_bytes_up(rest.n_expert_used * size)!r}."
         )
     least = projector.one_pass_tokens if projector else 1
-    allowed = allowed_ubatch(rest, n_slots, streams=False)
+    streams = streams and slot_sizes(rest).streams
+    allowed = allowed_ubatch(rest, n_slots, streams)
     if allowed < least:
         raise BudgetError(
             f"an image takes a pass of {least} tokens, but {n_slots} slots in RAM allow {allowed}; give more with"
@@ -234,6 +216,7 @@ def plan_layers(
         reasons=tuple(reasons),
         warnings=_short_of_ram(host, memory),
         projector_bytes=needs.projector_bytes,
+        streams=streams,
         host_bytes=host,
         layers_on=device.name,
     )

@@ -120,7 +120,8 @@ def try_first(
 
 def _tried(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options of a trial, those that JSON has."""
-    chosen = {name: value for name, value in sorted(options.items()) if name in OPTIONS and value is not None}
+    given = {name: value for name, value in options.items() if value is not None or name == "flash_attn"}
+    chosen = {name: value for name, value in sorted(given.items()) if name in OPTIONS}
     return {name: value for name, value in chosen.items() if _is_plain(value)}
 
 

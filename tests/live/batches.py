@@ -77,7 +77,13 @@ class Scripted:
 @contextmanager
 def running(llm: Llama, schedule: Schedule | None = None, step_tokens: int | None = None) -> Iterator[BatchLoop]:
     """A loop on its own thread."""
-    loop = BatchLoop(llm, schedule, step_tokens)
+    with started(BatchLoop(llm, schedule, step_tokens)) as loop:
+        yield loop
+
+
+@contextmanager
+def started(loop: BatchLoop) -> Iterator[BatchLoop]:
+    """The loop, on its own thread."""
     thread = threading.Thread(target=loop.run, name="loop")
     thread.start()
     try:
@@ -94,3 +100,16 @@ def answers_of(loop: BatchLoop, requests: Sequence[GenerationRequest]) -> list[R
     for request, events in zip(requests, received, strict=True):
         loop.submit(request, events)
     return [events.wait() for events in received]
+
+
+def answers_together(
+    llm: Llama, requests: Sequence[GenerationRequest], schedule: Schedule | None = None, step_tokens: int | None = None
+) -> list[Received]:
+    """All of them; each has arrived, in this order, before the first step: steps do not depend on when threads run."""
+    loop, received = BatchLoop(llm, schedule, step_tokens), [Received() for _ in requests]
+    for request, events in zip(requests, received, strict=True):
+        loop.submit(request, events)
+        for reader in list(loop._readers):
+            reader.join()
+    with started(loop):
+        return [events.wait() for events in received]

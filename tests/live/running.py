@@ -78,6 +78,24 @@ def follow_tokens(llm: Llama, prompt: Sequence[int], tokens: Sequence[int]) -> L
     return llm.scores[: llm.n_tokens].copy()
 
 
+def write_adapter(path: Path, arch: str, matrix: str, shape: tuple[int, ...]) -> Path:
+    """A LoRA adapter of rank 8 for one matrix, `shape` in numpy order, that changes logits."""
+    from gguf import GGUFWriter
+
+    writer, rng = GGUFWriter(path, arch), np.random.default_rng(0)
+    writer.add_type("adapter")
+    writer.add_string("adapter.type", "lora")
+    writer.add_float32("adapter.lora.alpha", 8.0)
+    for half, rows in (("lora_a", (8, shape[-1])), ("lora_b", (shape[-2], 8))):
+        values = 0.1 * rng.standard_normal((*shape[:-2], *rows), np.float32)
+        writer.add_tensor(f"{matrix}.{half}", values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
 @contextmanager
 def hooks_off() -> Iterator[None]:
     """Models loaded here run plain llama.cpp."""

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from running import Llama, Load, Reference, TinyModel, greedy_logits, in_threads, random_prompt
 
-from moegguf.native import library
+from moegguf.native import abi, library
 from moegguf.native.events import RoutingEvent
 from moegguf.native.store import Lane, StoreOptions
 
@@ -105,7 +105,7 @@ def test_a_failure_of_one_context_is_not_the_others(tiny: TinyModel, load: Load,
     assert np.array_equal(greedy_logits(llm), reference(tiny()))
     failure = other.lane.take_failure()
     assert failure is not None
-    assert failure.status == library.IO
+    assert failure.status == abi.IO
     other.close()
 
 

@@ -147,11 +147,16 @@ def test_budgets_of_both_tiers_move_while_the_model_writes(tiny: TinyModel) -> N
 
 
 def from_resident_on_rpc(rpc: Path, port: int, path: Path) -> bool:
-    """Whether a pool with every expert shrinks and grows on another machine's memory, and logits stay."""
+    """Whether a pool with every expert shrinks and grows on another machine's memory, and logits are those of every
+    expert there in passes of as many tokens."""
     register(rpc, port)
     with Llama(path, vram_cache="100%", **OPTIONS) as llm:
         assert llm.session is not None
-        expected = greedy_logits(llm)
+        n_batch, llm.n_batch = llm.n_batch, llm.plan.slot_tokens
+        expected, llm.n_batch = greedy_logits(llm), n_batch
+        with pytest.warns(UserWarning, match="read 1 token at a time, as slots are exact for no more"):
+            llm.set_budget(vram_cache=share_for(path, 50))
+        assert llm.n_batch == llm.plan.slot_tokens == 1 < llm.plan.n_ubatch
         for n_slots in (40, 16, 50):
             llm.set_budget(vram_cache=share_for(path, n_slots))
             assert llm.stats().tiers[0].n_slots == n_slots
@@ -165,6 +170,29 @@ def from_resident_on_rpc(rpc: Path, port: int, path: Path) -> bool:
 
 def test_a_resident_pool_on_a_device_shrinks(tiny: TinyModel) -> None:
     assert in_child(from_resident_on_rpc, tiny("tiny-qwen2moe", "q4_0"))
+
+
+def with_staging(path: Path) -> tuple[int, int, list[int]]:
+    """Slots and slots' worth of staging of a budget for 60 slots, and slots after others were set."""
+    device = add_link_device(LINK, memory_bytes=DEVICE_BYTES)
+    budgets = {"vram_cache": share_for(path, 60), "expert_cache": share_for(path, 40)}
+    with Llama(path, placement="slots", store=StoreOptions(device=device), **budgets, **OPTIONS) as llm:
+        expected, n_staged = greedy_logits(llm), llm.plan.staging_slots_bytes // llm.plan.slot_bytes
+        found = []
+        for budget in (share_for(path, 60), share_for(path, 50), "auto", "75%"):
+            llm.set_budget(vram_cache=budget)
+            found.append(llm.stats().tiers[0].n_slots)
+            assert np.array_equal(greedy_logits(llm), expected)
+        with pytest.raises(BudgetError, match="give at least"):
+            llm.set_budget(vram_cache=share_for(path, n_staged + 3))
+        assert llm.n_batch > 1
+        return llm.plan.n_slots, n_staged, found
+
+
+def test_a_budget_that_changes_holds_what_prompts_are_staged_in_as_at_load(tiny: TinyModel) -> None:
+    n_slots, n_staged, found = in_own_process(with_staging, tiny("tiny-qwen2moe", "q4_0"))
+    assert n_staged > 0 and n_slots + n_staged == 60
+    assert found == [n_slots, n_slots - 10, n_slots, 48 - n_staged]
 
 
 def refusals(path: Path) -> bool:

@@ -16,7 +16,7 @@ import pytest
 from running import Llama, Load, Reference, TinyModel, greedy_logits, hooks_off, random_prompt
 
 from moegguf.errors import AllocationError, CallbackError, ExpertIOError, GenerationCancelled, MoeggufError
-from moegguf.native import library
+from moegguf.native import abi, library
 from moegguf.native.store import StoreOptions
 
 N_PROMPT, N_NEW = 20, 12
@@ -24,7 +24,7 @@ N_PROMPT, N_NEW = 20, 12
 
 def operations(kind: str) -> int:
     """Operations of a kind since the fault was armed."""
-    return library.load().moegguf_fault_count(library.FAULT[kind])
+    return library.load().moegguf_fault_count(abi.FAULT[kind])
 
 
 def faults(*kinds: str) -> list[Any]:

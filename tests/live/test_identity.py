@@ -7,11 +7,22 @@ from typing import Any
 
 import numpy as np
 import pytest
-from running import Load, Meddler, Reference, TinyModel, greedy_logits, in_threads, random_prompt, share_for
+from running import (
+    Load,
+    Meddler,
+    Reference,
+    TinyModel,
+    greedy_logits,
+    in_threads,
+    random_prompt,
+    share_for,
+    write_adapter,
+)
 
 from moegguf.engine.llama import Llama
 from moegguf.gguf.experts import read_layout
 from moegguf.native.store import StoreOptions
+from moegguf.processor import read_processor
 
 MODELS = [
     ("tiny-qwen2moe", "q4_0"),
@@ -104,6 +115,16 @@ def test_logits_are_identical_for_every_way_of_moving_experts(
     run_and_compare(load, reference, path, "40%", StoreOptions(readers=readers, **switches))
 
 
+@pytest.mark.skipif("avx2" not in read_processor().flags, reason="Q4_0 of 8 rows is interleaved with AVX2 only")
+def test_rows_are_interleaved_past_the_cache(tiny: TinyModel, load: Load) -> None:
+    for quant, written in (("q4_0", True), ("q8_0", False)):  # that these are upstream's bytes is tested above
+        with load(tiny("tiny-qwen2moe", quant), expert_cache="40%") as llm:
+            assert llm.session is not None
+            info = llm.session.store.info()
+            assert info["n_uncached"] == (info["n_matrices"] if written else 0)
+            assert info["n_uncached"] <= info["n_repacked"]
+
+
 def test_logits_are_identical_with_two_compute_threads(tiny: TinyModel, load: Load, reference: Reference) -> None:
     run_and_compare(load, reference, tiny(), "40%", StoreOptions(), n_threads=2)
 
@@ -160,3 +181,15 @@ def test_text_is_the_same_with_the_hooks_off(tiny: TinyModel, load: Load, monkey
         chats = [m.create_chat_completion(messages, max_tokens=24, **llm_options) for m in (llm, plain)]
         assert chats[0]["choices"][0]["message"] == chats[1]["choices"][0]["message"]
     assert llm.stats().evictions > 0
+
+
+def test_an_adapter_on_experts_acts_as_in_llama_cpp(
+    tiny: TinyModel, load: Load, reference: Reference, tmp_path: Path
+) -> None:
+    path = tiny("tiny-qwen2moe")
+    adapter = str(write_adapter(tmp_path / "adapter.gguf", "qwen2moe", "blk.1.ffn_gate_exps.weight", (16, 64, 128)))
+    llm = load(path, expert_cache="40%", lora_path=adapter, n_ubatch=1, store=StoreOptions(repack=False))
+    logits = greedy_logits(llm)
+    assert llm.stats().evictions > 0
+    assert np.array_equal(logits, reference(path, n_ubatch=1, repack=False, lora_path=adapter))
+    assert np.abs(logits - reference(path, n_ubatch=1, repack=False)).max() > 0.01

@@ -38,6 +38,7 @@ N_PROMPT, N_NEW = 24, 16
 ALL_TINY = ("tiny-qwen2moe", "tiny-qwen3moe", "tiny-mixtral", "tiny-deepseek2")
 LEARNED = ("static",)
 NATIVE = {*native_policies(), "locality"}
+BRIEF = WatchdogOptions(off_tokens=2, on_tokens=2, turns=1, warm_tokens=0)
 EAGER = PrefetchOptions(budget_bytes=1 << 30, least_probability=0.01, watchdog=False)
 
 
@@ -244,8 +245,7 @@ def test_prefetching_that_does_not_pay_leaves_the_model_alone_until_its_rest_is_
     monkeypatch.setattr(Watchdog, "_decide", _never_pays)
     llm = load(path, policy="next-use", predictor="eamc", prefetch=True, n_ctx=512, expert_cache="30%")
     controller, tokens = controller_of(llm), random_prompt(llm, 40)
-    assert controller.watchdog is not None
-    controller.watchdog.options = WatchdogOptions(period_tokens=2, periods=1)
+    controller.watchdog = Watchdog(BRIEF)
     plain = load(path, policy="lru", n_ctx=512, expert_cache="30%")
     received = []
     for token in tokens:
@@ -266,13 +266,13 @@ def test_what_the_store_predicts_is_acted_on_in_turns_that_differ_in_that_alone(
     acted: list[bool] = []
     monkeypatch.setattr(Store, "act_on_forecasts", lambda self, on: acted.append(on))
     llm = load(own(), policy="next-use", predictor="skip", prefetch=True, **TIGHT)
-    controller_of(llm).watchdog.options = WatchdogOptions(period_tokens=2, periods=1)  # type: ignore[union-attr]
+    controller_of(llm).watchdog = Watchdog(BRIEF)
     assert np.array_equal(logits_of(llm), expected())
-    assert acted[:3] == [False, True, False], "off at first, on for a period, off again"
+    assert acted[:3] == [False, True, False], "off at first, on for a turn, off again"
     assert controller_of(llm).n_events == 0, "Python receives no events"
     assert llm.decisions()["predicted_right"] > 0
 
 
 def _never_pays(watchdog: Watchdog) -> None:
-    watchdog._times = {False: [], True: []}
+    watchdog._turns_ns = {False: [], True: []}
     watchdog.on, watchdog._pause_tokens = False, 10

@@ -3,10 +3,12 @@ the CPU."""
 
 from __future__ import annotations
 
+import asyncio
 import multiprocessing
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -64,11 +66,11 @@ async def text_of(manager: ModelManager, generation: GenerationRequest) -> str:
 
 
 @asynccontextmanager
-async def manager_with_device(path: Path) -> AsyncIterator[ModelManager]:
+async def manager_with_device(path: Path, n_parallel: int = 1) -> AsyncIterator[ModelManager]:
     """A manager whose workers compute the model on a device in a process of its own, with MOEGGUF_VRAM_CACHE there."""
     with server() as (rpc, port):
         command = (sys.executable, "-P", "-c", WORKER, str(TESTS), str(TESTS / "live"), str(rpc), str(port))
-        settings = Settings(n_ctx=512, memory_bytes=4 << 30)
+        settings = Settings(n_ctx=512, memory_bytes=4 << 30, n_parallel=n_parallel)
         async with ModelManager(OneModel(path), settings, command=command, devices=lambda: [GPU]) as manager:
             yield manager
 
@@ -123,6 +125,21 @@ async def test_a_server_counts_whole_layers_on_a_device(tiny: TinyModel, monkeyp
         assert await text_of(manager, QUESTION) == expected
         with pytest.raises(BudgetError, match="has no slots in VRAM"):
             await manager.set_budget("a", vram_cache=parse_expert_cache("30%"))
+
+
+@in_loop
+async def test_four_answers_at_once_with_misses_computed(tiny: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"VRAM_CACHE": "30%", "PLACEMENT": "slots", "MISSES": "compute"}.items():
+        monkeypatch.setenv(f"MOEGGUF_{name}", value)
+    async with manager_with_device(tiny("tiny-gpt-oss"), n_parallel=4) as manager:
+        asked = [replace(QUESTION, prompt=f"once upon a time {n}") for n in range(4)]
+        texts = await asyncio.gather(*(text_of(manager, question) for question in asked))
+        assert all(texts)
+        (loaded,) = manager.loaded()
+        assert not loaded.plan["exact"] and loaded.plan["device"] == "RPC0"
+        assert 0 < loaded.stats.misses_computed <= loaded.stats.misses
+        assert loaded.stats.passes < sum(24 + len(question.prompt) for question in asked)  # some were for several
+        assert not loaded.stats.exact
 
 
 def test_a_devices_failure_is_found_in_a_log() -> None:

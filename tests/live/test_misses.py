@@ -12,7 +12,17 @@ import numpy as np
 import pytest
 from own_process import in_own_process
 from rpc_device import in_child, in_child_of_two, register
-from running import Llama, Logits, Reference, TinyModel, follow_tokens, greedy_logits, hooks_off, random_prompt
+from running import (
+    Llama,
+    Logits,
+    Reference,
+    TinyModel,
+    follow_tokens,
+    greedy_logits,
+    hooks_off,
+    random_prompt,
+    write_adapter,
+)
 
 from moegguf.engine.stats import Stats
 from moegguf.errors import ExpertIOError, GenerationCancelled, OptionError
@@ -25,6 +35,7 @@ OPTIONS: dict[str, Any] = {"n_ctx": 512, "n_threads": 2, "logits_all": True, "ve
 N_PROMPT, N_NEW = 40, 60
 SMALL = {"vram_cache": "40%", "expert_cache": "25%"}
 WINDOW_TOKENS = 64  # in which an expert is used twice before it gets a slot on the device
+SLOW = Link(2e7, 1e-3)  # nothing is copied because that is faster
 
 # Logits of the tiny models reach 10 to 15; two processors' sums of the same products differ by less than this.
 CLOSE = 0.02
@@ -170,6 +181,16 @@ def test_without_a_device_nothing_is_computed_beside_it(tiny: TinyModel) -> None
         Llama(tiny(), misses="guess", n_ctx=64, verbose=False)
 
 
+def test_experts_with_biases_are_computed_bit_by_bit_as_the_device_does(tiny: TinyModel, reference: Reference) -> None:
+    """The simulated device's kernels are the CPU's: one token's products are the same there."""
+    path = tiny("tiny-gpt-oss")
+    exact = reference(path, n_ubatch=1, repack=False, n_prompt=N_PROMPT, n_new=N_NEW)
+    found = in_own_process(computed_behind_a_link, path, tokens_of(exact), 1)
+    assert np.array_equal(found[0], exact)
+    check_computed(found)
+    assert found[2].n_layers == 4
+
+
 def with_scales(path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A model in which a layer scales what experts' gate matrices give, and another one what down matrices give."""
     from tools.models import PRESETS, writer
@@ -182,33 +203,41 @@ def with_scales(path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return writer.write_model(path, shape)[0]
 
 
-def partly_computed(path: Path, tokens: list[int]) -> tuple[Found, list[str]]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        llm = behind_a_link(path, misses="compute")
-    with llm:
-        return run(llm, tokens), [str(warning.message) for warning in caught if "misses" in str(warning.message)]
-
-
-def test_a_layer_that_the_cpu_cannot_repeat_fetches_and_is_named(
+def test_experts_with_scales_are_computed_bit_by_bit_as_the_device_does(
     tmp_path: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = with_scales(tmp_path / "scales.gguf", monkeypatch)
     exact = reference(path, n_ubatch=1, repack=False, n_prompt=N_PROMPT, n_new=N_NEW)
-    found, said = in_own_process(partly_computed, path, tokens_of(exact))
-    check_close(found[0], exact)
-    assert found[1].misses_computed > 0
-    assert found[2].n_layers == 3
-    assert len(said) == 1
-    assert "acts in 3 of 4 layers only, the others fetch: layer 1 has biases, scales" in said[0]
+    found = in_own_process(computed_behind_a_link, path, tokens_of(exact), 1)
+    assert np.array_equal(found[0], exact)
+    check_computed(found)
+
+
+def computed_with_adapter(path: Path, adapter: Path, tokens: list[int]) -> Found:
+    with behind_a_link(path, misses="compute", lora_path=str(adapter)) as llm:
+        return run(llm, tokens)
+
+
+def test_a_layer_with_an_adapter_on_its_experts_fetches_and_is_named(
+    tiny: TinyModel, tmp_path: Path, reference: Reference
+) -> None:
+    path = tiny("tiny-qwen2moe")
+    adapter = write_adapter(tmp_path / "adapter.gguf", "qwen2moe", "blk.1.ffn_gate_exps.weight", (16, 64, 128))
+    same = {"n_ubatch": 1, "repack": False, "n_prompt": N_PROMPT, "n_new": N_NEW}
+    exact, without = reference(path, **same, lora_path=str(adapter)), reference(path, **same)
+    assert np.abs(exact - without).max() > CLOSE
+    logits, stats, computed, _ = in_own_process(computed_with_adapter, path, adapter, tokens_of(exact))
+    check_close(logits, exact)
+    assert stats.misses_computed > 0
+    assert computed.n_layers == 3
+    assert computed.note == "layer 1 has an adapter or an operation that the CPU does not repeat (MUL_MAT_ID)"
 
 
 def arrivals(path: Path) -> tuple[list[tuple[int, int]], int]:
     """(tokens since the use before last, those since the last) of experts that came to the device, token by token, and
     how many were used and did not come."""
     came, n_left_out = [], 0
-    slow = Link(2e7, 1e-3)  # nothing is copied because that is faster
-    with behind_a_link(path, slow, misses="compute", system="lru") as llm:
+    with behind_a_link(path, SLOW, misses="compute", system="lru") as llm:
         assert llm.session is not None
         store = llm.session.store
         last, before, uses = (np.zeros(store.shape, int) for _ in range(3))
@@ -240,7 +269,7 @@ def test_an_expert_gets_a_slot_on_the_device_after_two_uses_in_64_tokens(tiny: T
 def failing_reads(path: Path, tokens: list[int]) -> tuple[int, list[int], Logits]:
     """How many passes failed, bytes of misses that had come to the device before and after them, and logits when reads
     work again."""
-    with behind_a_link(path, misses="compute", expert_cache="10%", system="lru") as llm:
+    with behind_a_link(path, SLOW, misses="compute", expert_cache="10%", system="lru") as llm:
         assert llm.session is not None
         store, prompt = llm.session.store, random_prompt(llm, N_PROMPT)
         follow_tokens(llm, prompt, [prompt[0]] * (WINDOW_TOKENS + 1))
@@ -270,7 +299,7 @@ def test_a_read_for_the_cpu_that_fails_ends_the_pass_and_the_next_one_reads_agai
 def slow_read(path: Path) -> tuple[Stats, Stats]:
     """Figures of a pass whose first read, for experts that the CPU computes, takes two seconds; and of the same token
     once more, whose experts are in RAM then."""
-    with behind_a_link(path, misses="compute", expert_cache="60%", system="lru") as llm:
+    with behind_a_link(path, SLOW, misses="compute", expert_cache="60%", system="lru") as llm:
         assert llm.session is not None
         store, prompt, found = llm.session.store, random_prompt(llm, N_PROMPT), []
         follow_tokens(llm, prompt[:4], [prompt[0]] * (WINDOW_TOKENS + 1))
@@ -297,7 +326,7 @@ def test_waiting_for_the_cpu_is_a_stall_and_for_disk_where_it_waits_for_a_read(t
 def cancelled(path: Path, tokens: list[int]) -> tuple[float, Logits]:
     """Seconds until a pass ended whose experts are read slowly for the CPU, from when it was cancelled; logits of the
     next run."""
-    with behind_a_link(path, misses="compute", expert_cache="10%", system="lru") as llm:
+    with behind_a_link(path, SLOW, misses="compute", expert_cache="10%", system="lru") as llm:
         assert llm.session is not None
         store, prompt, at_s = llm.session.store, random_prompt(llm, N_PROMPT), [0.0]
         follow_tokens(llm, prompt, [prompt[0]] * (WINDOW_TOKENS + 1))

@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 from own_process import in_own_process
 from rpc_device import in_child, register
-from running import Llama, Logits, Reference, TinyModel, greedy_logits, hooks_off
+from running import N_NEW, Llama, Logits, Reference, TinyModel, greedy_logits, hooks_off
 
 from moegguf.engine.devices import gpus
 from moegguf.engine.known_speeds import KnownSpeeds
 from moegguf.engine.placement import GRAPH_SHARE, Planner
 from moegguf.engine.placing import gpus_for
+from moegguf.engine.plan import slot_bytes
 from moegguf.engine.session import EXPERT_TENSORS, Place, _Override
 from moegguf.errors import BudgetError, OptionError
 from moegguf.gguf.experts import read_layout
@@ -90,6 +91,8 @@ def test_each_placement_gives_the_logits_of_every_expert_resident(
 class ExpertsOfTheFirstLayersOnTheCpu(Llama):
     """As llama.cpp's --n-cpu-moe 2."""
 
+    repack = False  # as slots that are not repacked
+
     @property
     def model_params(self) -> c.Structure:
         params = super().model_params
@@ -97,7 +100,7 @@ class ExpertsOfTheFirstLayersOnTheCpu(Llama):
         cpu.restype = c.c_void_p
         self._overrides = (_Override * 2)(_Override(b"blk\\.(0|1)" + EXPERT_TENSORS.encode(), cpu()), _Override())
         params.tensor_buft_overrides = c.addressof(self._overrides)
-        params.use_extra_bufts = False  # as slots that are not repacked
+        params.use_extra_bufts = self.repack
         return params
 
     @model_params.setter
@@ -231,3 +234,33 @@ def test_hit_rates_of_earlier_runs_are_used_before_published_ones(tiny: TinyMode
     before, after = in_own_process(runs_of, tiny("tiny-qwen2moe", "q4_0", 3))
     assert "published for" in before
     assert after == "measured in earlier runs of this model: 269 tokens"
+
+
+def streamed(rpc: Path, port: int, path: Path, n_slots: int, repack: bool) -> dict[str, Any]:
+    """A prompt in one pass through fewer slots of the CPU than a layer has experts, with other layers on a device, and
+    what llama.cpp computes with the same layers there."""
+    register(rpc, port)
+    size = slot_bytes(read_layout(path).only((0, 1)))
+    how: dict[str, Any] = {"placement": "layers", "vram_cache": "60%", "store": StoreOptions(repack=repack)}
+    with Llama(path, expert_cache=n_slots * size, **how, **OPTIONS) as llm:
+        assert llm.session is not None and llm.plan.layers_on == "RPC0"
+        assert [layer.il for layer in llm.session.layout.layers] == [0, 1]
+        logits, plan, counters = greedy_logits(llm), llm.plan, llm.session.store.counters()
+    plain = ExpertsOfTheFirstLayersOnTheCpu
+    plain.repack = repack
+    with hooks_off(), plain(path, n_gpu_layers=-1, n_ubatch=plan.n_ubatch, op_offload=False, **OPTIONS) as llm:
+        same = np.array_equal(greedy_logits(llm), logits)
+    return {"same": same, "n_slots": plan.n_slots, "n_ubatch": plan.n_ubatch, "counters": counters}
+
+
+@pytest.mark.parametrize(
+    ("quant", "n_slots", "repack"), [("q4_0", 12, False), ("q4_0", 5, True), ("q4_k_m", 20, False)]
+)
+def test_prompts_stream_through_the_cpus_slots_of_layers_on_a_device(
+    tiny: TinyModel, quant: str, n_slots: int, repack: bool
+) -> None:
+    found = in_child(streamed, tiny("tiny-qwen2moe", quant), n_slots, repack)
+    assert (found["n_slots"], found["n_ubatch"]) == (n_slots, 512)
+    assert found["same"]
+    assert found["counters"]["evictions"] > 0
+    assert found["counters"]["passes"] == 1 + N_NEW  # the prompt was not cut

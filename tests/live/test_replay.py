@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -141,8 +141,7 @@ def test_with_the_logits_of_every_token_too(path: Callable[[str], Path], load: L
 def live_on_a_device(
     rpc: Path, port: int, path: Path, out: Path, policy: str, n_slots: tuple[int, int], staging: int
 ) -> dict[str, TierSpan]:
-    """What each tier of a device has counted when the trace was written. One without events: where streams wait for
-    copies by themselves, what a layer may evict depends on whether those of the layer before are done."""
+    """What each tier of a device has counted when the trace was written."""
     device = register(rpc, port)
     shares = dict(zip(("vram_cache", "expert_cache"), (share_for(path, n) for n in n_slots), strict=True))
     store = StoreOptions(sweep=False, device=device, staging=staging)
@@ -156,6 +155,13 @@ def live_on_a_device(
         llm.session.store.drain(10)
         figures = llm.session.tiers() | ({STAGING: llm.session.store.staging()} if staging else {})
     return {name: TierSpan.of(counted) for name, counted in figures.items()}
+
+
+def compared(tiers: Mapping[str, TierSpan]) -> dict[tuple[str, str], int]:
+    """What has to be equal, live and simulated. Copies to staging tensors that had begun and were not needed depend on
+    how fast they are."""
+    figures = {name: ("lookups", "hits", *(() if name == STAGING else ("evictions", "bytes_in"))) for name in tiers}
+    return {(name, figure): getattr(tiers[name], figure) for name in tiers for figure in figures[name]}
 
 
 # With staging the store gives slots to a prompt's experts by itself, before or after a listener's scores came.
@@ -177,10 +183,7 @@ def test_a_simulation_of_two_tiers_counts_what_each_of_them_counted(
     policy, predictor = make_policy(vram, trace.shape, Artifacts(read_layout(model))), NoPrediction(trace.shape)
     options = SimOptions(sweep=False, link_bytes_per_s=1e9, below=below)
     result = Simulation(trace, policy, predictor, n_slots[0], options).run()
-    for name, counted in tiers.items():
-        dropped = name == STAGING  # copies that had begun and were not needed depend on how fast they are
-        for figure in ("lookups", "hits", *(() if dropped else ("evictions", "bytes_in"))):
-            assert getattr(result.tiers[name], figure) == getattr(counted, figure), (name, figure)
+    assert compared(tiers) == compared({name: result.tiers[name] for name in tiers})
     assert all(result.tiers[name].evictions > 0 for name in (VRAM, RAM))
     assert (STAGING in result.tiers) == (staging > 0)
     assert result.t_per_s is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes as c
 import re
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -12,17 +13,23 @@ import numpy as np
 import pytest
 from own_process import in_own_process
 from rpc_device import in_child_of_two, register
-from running import N_NEW, Llama, Logits, Meddler, TinyModel, greedy_logits, hooks_off, share_for
+from running import N_NEW, Llama, Logits, Meddler, TinyModel, greedy_logits, hooks_off, random_prompt, share_for
 
+from moegguf.controller.artifacts import Artifacts
+from moegguf.controller.policies import make_policy
+from moegguf.controller.predictors.base import NoPrediction
 from moegguf.engine.device_split import count_layers
 from moegguf.engine.devices import gpus
 from moegguf.engine.known_speeds import KnownSpeeds
+from moegguf.engine.recording import TraceOptions
 from moegguf.errors import BudgetError, OptionError
 from moegguf.gguf.experts import read_layout
 from moegguf.native import library
 from moegguf.native.link_device import add_link_device
-from moegguf.native.store import Tier
+from moegguf.native.store import DeviceSlots, StoreOptions, Tier
 from moegguf.quantities import Link
+from moegguf.trace.format import read
+from moegguf.trace.simulate import RamBelow, SimOptions, Simulation, TierSpan
 
 OPTIONS: dict[str, Any] = {"n_ctx": 512, "n_threads": 1, "logits_all": True, "verbose": False}
 Outcome = tuple[Logits, Logits, dict[str, dict[str, Any]], dict[str, dict[str, Any]], dict[str, tuple[int, ...]]]
@@ -197,3 +204,110 @@ def test_devices_behind_links_and_layers_on_the_cpu(
     assert ("CPU" in devices) == (n_links == 1)
     assert all(figures["evictions"] > 0 for figures in devices.values())
     assert tiers["RAM"]["evictions"] > 0
+
+
+def streamed_beside_a_device(path: Path, vram: int, ram: int, n_staging: int) -> dict[str, Any]:
+    """Of a prompt in one pass, through fewer slots of the CPU than a layer has experts, beside a device."""
+    add_link_device(Link(8e9, 5e-6), memory_bytes=256 << 20)
+    budgets = {"vram_cache": share_for(path, vram), "expert_cache": share_for(path, ram)}
+    how = {"n_gpu_layers": 3, "placement": "slots", "store": StoreOptions(staging=n_staging, repack=False)}
+    with Llama(path, **budgets, **OPTIONS, **how) as llm:
+        assert llm.session is not None
+        of_cpu = next(part for part in llm.plan.devices if part.name is None)
+        logits = greedy_logits(llm)
+        figures, plan = llm.session.devices()["CPU"], llm.plan
+    # The CPU's layers are computed there, from weights as they are in the file: in memory that the device pins.
+    with hooks_off(), Llama(path, n_ubatch=plan.n_ubatch, op_offload=False, **OPTIONS, n_gpu_layers=3) as llm:
+        same = np.array_equal(greedy_logits(llm), logits)
+    return {"same": same, "n_slots": of_cpu.n_slots, "plan": plan, "cpu": figures}
+
+
+@pytest.mark.parametrize(("vram", "ram", "n_staging"), [(20, 20, 1), (64, 12, 0)])
+def test_prompts_stream_through_the_cpus_slots_beside_a_device(
+    tiny: TinyModel, vram: int, ram: int, n_staging: int
+) -> None:
+    found = in_own_process(streamed_beside_a_device, tiny("tiny-qwen2moe", "q4_0"), vram, ram, n_staging)
+    plan, n_expert = found["plan"], 16
+    assert (plan.n_staging, plan.streams, plan.n_ubatch) == (n_staging, True, 512)
+    assert 4 <= found["n_slots"] < n_expert
+    assert found["cpu"]["evictions"] > 0 and found["cpu"]["misses"] > 0
+    assert found["same"]
+
+
+def budgets_beside_the_cpu(path: Path, ram: int) -> dict[str, Any]:
+    """Budgets that move on a device beside which the CPU computes two layers, and the slots of each after it."""
+    add_link_device(Link(8e9, 5e-6), memory_bytes=256 << 20)
+    budgets = {"vram_cache": share_for(path, 24), "expert_cache": share_for(path, ram)}
+    how = {"n_gpu_layers": 3, "placement": "slots", "store": StoreOptions(staging=0, repack=False)}
+    with Llama(path, **budgets, **OPTIONS, **how) as llm:
+        assert llm.session is not None
+        store, prompt, found = llm.session.store, random_prompt(llm, 12), list[tuple[int, ...]]()
+        expected = greedy_logits(llm, prompt, n_new=4)
+        cpu = [device.name for device in store.devices].index(None)
+
+        def slots() -> tuple[int, ...]:
+            below = [store.tier(tier)["n_slots_usable"] for tier in store.tiers[1:]]
+            return (store.device(1 - cpu)["n_slots_usable"], store.device(cpu)["n_slots_usable"], *below)
+
+        for change in (
+            {"vram_cache": share_for(path, 18)},
+            {"expert_cache": share_for(path, ram // 2)},
+            {"vram_cache": "auto", "expert_cache": "auto"},
+            {"vram_cache": share_for(path, 60)},
+            {"vram_cache": "25%"},
+        ):
+            llm.set_budget(**change)
+            assert np.array_equal(greedy_logits(llm, prompt, n_new=4), expected)
+            found.append(slots())
+        with pytest.raises(BudgetError, match=r"vram_cache=.* is too small"):
+            llm.set_budget(vram_cache=share_for(path, 3))
+        with pytest.raises(BudgetError, match="2 layers on the CPU"):
+            llm.set_budget(expert_cache=share_for(path, 4))
+        assert slots() == found[-1]
+    return {"found": found, "device_slots": llm.plan.device_slots}
+
+
+def test_budgets_of_a_device_and_of_the_cpu_beside_it_move_apart(tiny: TinyModel) -> None:
+    found = in_own_process(budgets_beside_the_cpu, tiny("tiny-qwen2moe", "q4_0"), 24)
+    assert found["device_slots"] == 24
+    assert found["found"] == [(18, 12, 12), (18, 6, 6), (24, 12, 12), (24, 12, 12), (16, 12, 12)]
+
+
+def counted_on_two_servers(
+    rpc: Path, ports: tuple[int, int], path: Path, out: Path, vram: str, n_ram: int, staging: int | None
+) -> tuple[dict[str, TierSpan], list[DeviceSlots], int]:
+    """What each device and tier has counted when the trace was written, and the slots and staging tensors of each."""
+    for port in ports:
+        register(rpc, port)
+    store = StoreOptions(sweep=False, staging=staging)
+    with Llama(
+        path, vram_cache=vram, expert_cache=share_for(path, n_ram), tensor_split=[3, 2], n_gpu_layers=-1, n_ubatch=8,
+        n_ctx=256, policy="vram=next-use,ram=slru", predictor="none", lockstep=True, verbose=False, store=store,
+        trace=TraceOptions(out),
+    ) as llm:  # fmt: skip
+        assert llm.session is not None
+        for n, n_prompt in enumerate((30, 1, 9)):
+            llm.create_completion(random_prompt(llm, n_prompt, seed=n), max_tokens=24, temperature=0.8, seed=n)
+        llm.session.store.drain(10)
+        figures = llm.session.tiers() | llm.session.devices()
+        return {name: TierSpan.of(of) for name, of in figures.items()}, list(llm.session.store.devices), n_ram
+
+
+@pytest.mark.parametrize(("vram", "staging"), [("30%,20%", 0), ("45%", 0), ("40%,20%", 1)])
+def test_simulated_devices_count_what_each_of_two_servers_counted(
+    tiny: TinyModel, tmp_path: Path, vram: str, staging: int
+) -> None:
+    path, compared = tiny("tiny-qwen2moe", "q4_0"), ("lookups", "hits", "evictions", "bytes_in")
+    tiers, devices, n_ram = in_child_of_two(counted_on_two_servers, path, tmp_path / "t", vram, 20, staging)
+    trace = read(tmp_path / "t")
+    assert trace.header.settings["events_dropped"] == 0
+    below = RamBelow(n_ram, "slru", Link(2e9, 2e-5), staging)
+    policy = make_policy("next-use", trace.shape, Artifacts(read_layout(path)))
+    slots = [replace(device, link=None) for device in devices]
+    options = SimOptions(sweep=False, link_bytes_per_s=1e9, below=below)
+    result = Simulation(trace, policy, NoPrediction(trace.shape), slots, options).run()
+    for name in tiers:
+        for figure in compared:
+            assert getattr(tiers[name], figure) == getattr(result.tiers[name], figure), (name, figure)
+    assert set(tiers) == {"VRAM", "RAM", "RPC0", "RPC1"}
+    assert all(result.tiers[name].evictions > 0 for name in tiers)

@@ -35,6 +35,8 @@ def logits(counts: list[int], **options: Any) -> Logits:
 def test_threads_that_come_and_go_change_no_bit(flash_attn: bool) -> None:
     with hooks_off():
         expected = logits([3], flash_attn=flash_attn)
+        assert not flash_attn or np.array_equal(logits([3], flash_attn=None), expected), "the CPU has it"
+    assert np.array_equal(logits([3], expert_cache="50%"), expected) is not flash_attn, "off is the default"
     for counts in ([3], [1], [2, 1, 3]):
         assert np.array_equal(logits(counts, flash_attn=flash_attn, expert_cache="50%"), expected), counts
 

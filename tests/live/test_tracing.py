@@ -211,6 +211,23 @@ def test_recording_prompts_with_and_without_a_completion(tiny: TinyModel, tmp_pa
     assert trace.select([1]).decode().n_tokens == 4
 
 
+@pytest.mark.parametrize(("given", "kind"), [({}, "AUTO"), ({"flash_attn": False}, "DISABLED")])
+def test_attention_is_that_of_run_while_recording(
+    tiny: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], kind: str
+) -> None:
+    opened = list[int]()
+
+    class Opened(Llama):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            opened.append(self.context_params.flash_attn_type)
+
+    monkeypatch.setattr("moegguf.bench.record.Llama", Opened)
+    prompts = [Prompt("once", "prose")]
+    record(tiny(), prompts, tmp_path / "t", RecordOptions(2), n_ctx=64, n_threads=1, verbose=False, **given)
+    assert opened == [getattr(library.llama_cpp(), f"LLAMA_FLASH_ATTN_TYPE_{kind}")]
+
+
 def test_a_model_without_experts_has_nothing_to_record(
     tiny: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -63,6 +63,7 @@ def test_a_good_model_is_tried_once(tiny: TinyModel, load: Load, monkeypatch: py
     use(ABORT, monkeypatch)
     load(tiny())
     assert trial.is_due(layout, {"flash_attn": True}), "another graph was not tried"
+    assert trial.is_due(layout, {"flash_attn": None}), "nor what llama.cpp would choose"
     assert not trial.is_due(layout, {"n_ctx": 4096, "n_threads": 3})
     with pytest.raises(ModelFormatError):
         load(tiny(), flash_attn=True)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+import pytest
+
 from moegguf.generate.batched_answer import BatchedAnswer
-from moegguf.generate.grouped_schedule import PERIOD_STEPS, TRIAL_STEPS, Auto, ExpertFlow
+from moegguf.generate.grouped_schedule import LOST_STEPS, PERIOD_STEPS, TRIAL_STEPS, Auto, ExpertFlow
 from moegguf.generate.schedule import Fifo, Step
 
 
@@ -41,12 +43,23 @@ def new() -> tuple[Auto, Fifo, Grouped]:
     return Auto(fifo, cast(ExpertFlow, grouped)), fifo, grouped
 
 
-def test_what_is_slower_is_tried_and_left() -> None:
+@pytest.mark.parametrize("slower", [1.2, 2.0, 3.0, 6.0])
+def test_what_is_slower_is_tried_and_left(slower: float) -> None:
     auto, fifo, grouped = new()
-    seconds, tokens = run(auto, 5000, 1.0, 2.0)
+    seconds, tokens = run(auto, 5000, 1.0, slower)
     assert auto.current is fifo
     assert tokens / seconds > 0.98  # of fifo's speed
     assert grouped.n_closed >= 5000 // (PERIOD_STEPS + TRIAL_STEPS)
+
+
+@pytest.mark.parametrize(("slower", "n_steps"), [(2.0, TRIAL_STEPS), (2.1, LOST_STEPS)])
+def test_a_trial_ends_as_soon_as_it_is_lost(slower: float, n_steps: int) -> None:
+    auto, _, grouped = new()
+    run(auto, PERIOD_STEPS, 1.0, slower)
+    for _ in range(n_steps):
+        assert cast(object, auto.current) is grouped
+        run(auto, 1, 1.0, slower)
+    assert cast(object, auto.current) is not grouped
 
 
 def test_what_is_faster_twice_in_a_row_is_taken_and_left_again() -> None:

@@ -126,6 +126,11 @@ REFUSED: dict[str, tuple[Any, str]] = {
          "$defs": {"a": {"allOf": [{"pattern": "a.{9}b"}, {"pattern": "b.{8}c"}]}}},
         "8 parts",
     ),
+    "a long pattern of names": ({"patternProperties": {"x?" * 30_000: {}}}, "1000 characters"),
+    "many patterns of names": ({"patternProperties": {f"^(a|b)*{i}$": {} for i in range(700)}}, "cost too much"),
+    "many objects with patterns of names": (
+        {"anyOf": [{"patternProperties": {f"^(a|b)*{i}{'c' * 200}$": {}}} for i in range(200)]}, "cost too much"
+    ),
     "a long pattern": ({"type": "string", "pattern": "a?" * 9000}, "enum"),
     "no choices": ({"enum": []}, "empty"),
     "an enum that is none": ({"enum": 7}, "enum"),
@@ -170,6 +175,7 @@ LARGE = {
     "objects of many patterns": {
         "allOf": [{"properties": {f"{i}{j}": {"pattern": f"^a{{{i}}}b{{{j}}}$"} for j in range(9)}} for i in range(8)]
     },
+    "patterns of names": {"patternProperties": {f"^\\w*_{i:02d}$": {"type": "integer"} for i in range(80)}},
     "what may be there many times": {"type": "string", "pattern": "^(" + "ab?" * 300 + ")$"},
     "a long text": {"type": "string", "minLength": 10**6, "maxLength": 10**7},
     "a pattern of many characters": {"type": "string", "pattern": "a" * 9999},

@@ -43,6 +43,15 @@ def test_a_copy_is_a_name_and_no_bytes(catalog: Catalog) -> None:
         catalog.remove("mine")
 
 
+def test_a_model_is_not_made_from_a_file_of_another_kind(catalog: Catalog, tmp_path: Path) -> None:
+    other = tmp_path / "photo.png"
+    other.write_bytes(b"\x89PNG" + bytes(100))
+    with pytest.raises(ModelFormatError, match=r"photo\.png is not a GGUF file"):
+        catalog.create("mine", Recipe(from_=str(other)))
+    with pytest.raises(ModelNotFoundError):
+        catalog.find("mine")
+
+
 def test_names_of_others_cannot_be_taken_or_removed(catalog: Catalog) -> None:
     cache("u/r", {"x-Q4_0.gguf": b"x"})
     for name in ("demo", "DEMO:latest", "u/r:q4_0", "hf.co/u/r"):

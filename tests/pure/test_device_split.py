@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from gguf_builder import moe
 
+from moegguf.controller.layer_split import ON_CPU, device_of_layers
+from moegguf.controller.shape import MoeShape
 from moegguf.engine.device_plan import SplitOptions, plan_devices
-from moegguf.engine.device_split import (
-    ON_CPU,
-    DeviceRoom,
-    LayerBytes,
-    device_of_layers,
-    split_layers,
-    tensor_split_for,
-)
+from moegguf.engine.device_split import DeviceRoom, LayerBytes, split_layers, tensor_split_for
 from moegguf.engine.devices import Device
 from moegguf.engine.known_speeds import KnownSpeeds
 from moegguf.engine.machine import Memory
@@ -27,10 +25,12 @@ from moegguf.engine.plan import Plan, slot_bytes
 from moegguf.engine.tiers import VRAM_MARGIN_BYTES, parse_vram_caches
 from moegguf.errors import BudgetError, OptionError
 from moegguf.gguf.experts import ExpertLayout, read_layout
+from moegguf.native.slot_sizes import slot_tokens
 from moegguf.quantities import GIB, Link, parse_expert_cache
+from moegguf.trace.simulate import devices_of
 
 CURVE = HitCurve({0.0: 0.0, 0.1: 0.4, 0.2: 0.6, 0.4: 0.8, 0.7: 0.93, 1.0: 1.0}, "made up")
-LAYER = LayerBytes(10, 100, 5)
+LAYER = LayerBytes(10, 100, 5, 5)
 RAM = Memory(64 * GIB, 60 * GIB, "the machine")
 
 
@@ -85,15 +85,15 @@ def test_counted_layers_come_back_from_their_tensor_split(counts: list[int], n_o
 
 
 def test_equal_devices_get_equal_layers_and_memory_decides_between_equal_links() -> None:
-    assert split_layers(12, [DeviceRoom(600, 1.0)] * 2, LAYER, CURVE) == [6, 6]
-    small, large = split_layers(12, [DeviceRoom(300, 1.0), DeviceRoom(600, 1.0)], LAYER, CURVE)
+    assert split_layers([LAYER] * 12, [DeviceRoom(600, 1.0)] * 2, CURVE) == [6, 6]
+    small, large = split_layers([LAYER] * 12, [DeviceRoom(300, 1.0), DeviceRoom(600, 1.0)], CURVE)
     assert large == 2 * small
-    assert split_layers(12, [DeviceRoom(1320, 1.0), DeviceRoom(2640, 4.0)], LAYER, CURVE) == [4, 8]  # all are resident
+    assert split_layers([LAYER] * 12, [DeviceRoom(1320, 1.0), DeviceRoom(2640, 4.0)], CURVE) == [4, 8]  # resident
 
 
 def test_slow_links_get_fewer_layers_the_slower_the_fewer() -> None:
     slow, speeds = DeviceRoom(600, 1.0), (1, 2, 4, 8)
-    of_slow = [split_layers(12, [slow, DeviceRoom(600, speed)], LAYER, CURVE)[0] for speed in speeds]
+    of_slow = [split_layers([LAYER] * 12, [slow, DeviceRoom(600, speed)], CURVE)[0] for speed in speeds]
     assert of_slow == sorted(of_slow, reverse=True)
     assert of_slow[0] == 6
     assert of_slow[-1] == 5  # as many as are never missed
@@ -110,12 +110,56 @@ def test_a_split_waits_less_than_every_other() -> None:
         return total
 
     best = min((waits((n, 12 - n)), (n, 12 - n)) for n in range(13))[1]
-    assert tuple(split_layers(12, rooms, LAYER, CURVE)) == best
+    assert tuple(split_layers([LAYER] * 12, rooms, CURVE)) == best
+
+
+def test_layers_of_other_sizes_are_divided_by_their_own_bytes() -> None:
+    dense, large = LayerBytes(400, 0, 0, 0), LayerBytes(10, 300, 15, 15)
+    rooms = [DeviceRoom(700, 1.0), DeviceRoom(700, 1.0)]
+    assert split_layers([dense, *[LAYER] * 11], rooms, CURVE) == [4, 8]
+    assert split_layers([*[LAYER] * 9, *[large] * 3], rooms, CURVE) == [9, 3]
+    assert split_layers([*[LAYER] * 11, dense], rooms, CURVE) == [8, 4]
+
+
+def all_splits(n_layers: int, n_devices: int) -> Iterator[tuple[int, ...]]:
+    if n_devices == 1:
+        yield (n_layers,)
+        return
+    for n in range(n_layers + 1):
+        yield from ((n, *rest) for rest in all_splits(n_layers - n, n_devices - 1))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_no_split_of_uneven_layers_waits_less(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    moe_layers = [
+        LayerBytes(int(dense), n, n // 20, n // 20)
+        for dense, n in zip(random.integers(1, 60, 9), random.integers(40, 200, 9).tolist(), strict=True)
+    ]
+    layers = [LayerBytes(150, 0, 0, 0), *moe_layers]
+    rooms = [
+        DeviceRoom(int(n), float(speed))
+        for n, speed in zip(random.integers(300, 700, 3), random.integers(1, 9, 3), strict=True)
+    ]
+
+    def waits(counts: tuple[int, ...]) -> float:
+        total, first = 0.0, 0
+        for n, room in zip(counts, rooms, strict=True):
+            part, first = layers[first : first + n], first + n
+            left, needed = room.n_bytes - sum(of.dense_bytes for of in part), sum(of.expert_bytes for of in part)
+            if left < sum(of.least_expert_bytes for of in part):
+                return math.inf
+            share = min(1.0, left / needed) if needed else 1.0
+            total += sum(of.token_bytes for of in part) * (1 - CURVE.at(share)) / room.link_speed
+        return total
+
+    best = min(map(waits, all_splits(len(layers), len(rooms))))
+    assert waits(tuple(split_layers(layers, rooms, CURVE))) == pytest.approx(best, rel=1e-5)
 
 
 def test_layers_that_fit_nowhere_are_refused() -> None:
     with pytest.raises(BudgetError, match="of 4 layers, but devices are to compute 12"):
-        split_layers(12, [DeviceRoom(30, 1.0)] * 2, LAYER, CURVE)
+        split_layers([LAYER] * 12, [DeviceRoom(30, 1.0)] * 2, CURVE)
 
 
 def test_one_budget_is_shared_and_a_list_is_kept(layout: ExpertLayout) -> None:
@@ -259,3 +303,56 @@ def test_each_device_counts_the_bytes_of_its_own_layers(layout: ExpertLayout) ->
     for part, n_bytes in zip(found, more, strict=True):
         assert n_bytes == pytest.approx(sum(own_bytes[il] for il in part.layers), abs=12)
     assert more[0] > 5 * more[1]
+
+
+def test_layers_go_where_their_own_bytes_and_the_output_fit(layout: ExpertLayout) -> None:
+    own_bytes = dict.fromkeys(range(12), 1 << 20) | {0: 60 << 20}
+    dense_bytes = layout.dense_bytes + sum(own_bytes.values())
+    layer_dense_bytes = {il: n + own_bytes[il] for il, n in layout.layer_dense_bytes.items()}
+    large_first = replace(layout, dense_bytes=dense_bytes, layer_dense_bytes=layer_dense_bytes)
+    room = VRAM_MARGIN_BYTES + (1 << 20) + plan(large_first, "25%", staging=0)[0].compute_bytes
+    free = room + (72 << 20), room + (72 << 20)
+    chosen, _ = plan(large_first, "auto", free=free, staging=0)
+    first, second = chosen.devices
+    assert first.layers[0] == 0 and len(first.layers) < len(second.layers)
+    assert all(part.total_bytes <= n - VRAM_MARGIN_BYTES for part, n in zip(chosen.devices, free, strict=True))
+    assert not chosen.warnings
+    without, _ = plan(large_first, "auto", free=free, staging=0, n_gpu_layers=12)  # the first layer is the CPU's
+    assert [len(part.layers) for part in without.devices] in ([5, 6, 1], [6, 5, 1])
+
+
+def test_slots_that_a_device_has_no_memory_for_go_to_the_others(layout: ExpertLayout) -> None:
+    size = slot_bytes(layout)
+    parts = plan(layout, "25%", tensor_split=[1, 1], staging=0)[0].devices
+    beside = [part.total_bytes - part.n_slots * size for part in parts]
+    tight = beside[0] + 10 * size, beside[1] + 90 * size
+    chosen, _ = plan(layout, "25%", tensor_split=[1, 1], staging=0, free=tight)
+    assert [part.n_slots for part in chosen.devices] == [10, 38]
+    assert not chosen.warnings
+    neither = beside[0] + 10 * size, beside[1] + 10 * size
+    kept, _ = plan(layout, "25%", tensor_split=[1, 1], staging=0, free=neither)
+    assert sum(part.n_slots for part in kept.devices) == 48 and len(kept.warnings) >= 1
+
+
+@pytest.mark.parametrize("tensor_split", [[1.0, 1.0], [3.0, 2.0]])
+def test_simulated_devices_divide_budgets_as_a_plan_does(layout: ExpertLayout, tensor_split: list[float]) -> None:
+    shape, window, n_stagings = MoeShape.of(layout), slot_tokens("CUDA0"), set[int]()
+    cuda = [Device(f"CUDA{index}", index, 32 * GIB, 64 * GIB) for index in (0, 1)]
+    for budgets in [(n,) for n in range(8, 193, 23)] + [(n, 3 * n // 2) for n in range(4, 120, 23)]:
+        text = ",".join(str(n * slot_bytes(layout)) for n in budgets)
+        planned, split = plan_devices(
+            layout, parse_vram_caches(text), parse_expert_cache("50%"), cuda, RAM,
+            SplitOptions(tensor_split=tensor_split), n_ctx=512,
+        )  # fmt: skip
+        assert split == tensor_split
+        simulated = devices_of(shape, [n / layout.n_expert_total for n in budgets], tensor_split, (), window)
+        for part, device in zip(planned.devices, simulated, strict=True):
+            assert (part.name, part.layers, part.n_slots) == (device.name, device.layers, device.n_slots), budgets
+            assert device.staging == planned.n_staging
+        n_stagings.add(planned.n_staging)
+    assert n_stagings > {0}
+
+
+def test_one_budget_that_holds_too_little_for_every_device_is_refused(layout: ExpertLayout) -> None:
+    with pytest.raises(BudgetError, match="vram_cache holds 3 experts on GPU1, but a token needs 4"):
+        plan(layout, str(7 * slot_bytes(layout)), tensor_split=[1, 1])

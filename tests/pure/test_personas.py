@@ -81,7 +81,7 @@ def test_records_without_a_digest_of_their_files_get_one(catalog: Catalog) -> No
 
 @pytest.mark.parametrize("kind", ["demo", "hub", "path"])
 def test_a_modelfile_makes_the_model_again_after_its_name_is_gone(catalog: Catalog, file: Path, kind: str) -> None:
-    cache("u/r", {"x-Q4_0.gguf": b"4", "mmproj-F16.gguf": b"m"})
+    cache("u/r", {"x-Q4_0.gguf": b"GGUF", "mmproj-F16.gguf": b"m"})
     base = {"demo": "demo:latest", "hub": "hf.co/u/r:Q4_0", "path": str(file)}[kind]
     catalog.create("step", Recipe(from_=base, system="x"))
     made = catalog.create("mine", Recipe(from_="step", parameters={"seed": 3}))
@@ -94,7 +94,7 @@ def test_a_modelfile_makes_the_model_again_after_its_name_is_gone(catalog: Catal
 
 
 def test_a_modelfile_names_the_file_where_the_hub_s_name_was_removed(catalog: Catalog) -> None:
-    cache("u/r", {"x-Q4_0.gguf": b"4"})
+    cache("u/r", {"x-Q4_0.gguf": b"GGUF"})
     made = catalog.create("mine", Recipe(from_="u/r", system="x"))
     catalog.remove("u/r")
     assert parse(catalog.modelfile(made)).from_ == str(made.path)
@@ -123,7 +123,7 @@ def test_a_model_whose_file_has_moved_is_listed_and_can_be_removed(
 
 
 def test_a_model_whose_download_is_gone_says_what_to_fetch(catalog: Catalog) -> None:
-    folder = cache("u/r", {"x-Q4_0.gguf": b"4"})
+    folder = cache("u/r", {"x-Q4_0.gguf": b"GGUF"})
     catalog.create("mine", Recipe(from_="u/r", system="x"))
     next((folder / "blobs").iterdir()).unlink()
     with pytest.raises(ModelNotFoundError, match=r"fetch hf\.co/u/r:Q4_0 again with `moegguf pull`"):

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from gguf_builder import moe
 
 from moegguf.engine.placement import DeviceSpeeds, HitCurve, ModelBytes, Placement, Planner, published_curve
+from moegguf.engine.plan import slot_bytes
 from moegguf.errors import BudgetError, OptionError
-from moegguf.native.library import SpeedsStruct
+from moegguf.gguf.experts import read_layout
+from moegguf.native.abi import SpeedsStruct
 from moegguf.native.speeds import best_of
 from moegguf.quantities import GIB, Link
 
@@ -151,6 +155,32 @@ def test_whole_layers_are_counted_by_their_own_bytes_from_the_last() -> None:
     on_cpu_s = {n: 10 * (1 - model.of_last(n) / 100) / RTX_3070.cpu_bytes_per_s + (4 - n) * 60e-6 for n in (1, 2)}
     one, two = (by_kind(replace(found, device_bytes=n))["layers"] for n in (69, 70))
     assert 1 / one.tokens_per_s - 1 / two.tokens_per_s == pytest.approx(on_cpu_s[1] - on_cpu_s[2], rel=1e-3)
+
+
+def test_slots_count_by_the_size_of_the_largest_expert_that_they_may_hold() -> None:
+    model = ModelBytes(4, 100, 10, 0, 2, 4, layer_bytes=(20, 20, 20, 40), slots_bytes=(20, 40, 60, 160))
+    curve = HitCurve({0.5: 0.6, 0.8: 0.9}, "put in")
+    found = Planner(model, RTX_3070, curve, 80, ram_bytes=80)
+    of_all = by_kind(found)["slots"]
+    assert of_all.hit_rate == pytest.approx(0.6)  # half of 160 bytes of slots, though 80 % of the experts' bytes
+    mix = by_kind(replace(found, device_bytes=70))["layers and slots"]
+    assert (mix.n_layers, mix.slot_bytes) == (1, 30)
+    assert mix.hit_rate == pytest.approx(curve.at(30 / 60))
+    assert "resident" not in by_kind(replace(found, device_bytes=159))
+    assert "resident" in by_kind(replace(found, device_bytes=160))
+    alike = replace(found, model=replace(model, slots_bytes=()))
+    assert 1 / by_kind(found)["cpu"].tokens_per_s > 1 / by_kind(alike)["cpu"].tokens_per_s  # more is read from the disk
+
+
+def test_slots_bytes_are_those_of_the_layers_that_have_slots(tmp_path: Path) -> None:
+    layout = read_layout(moe(n_layer=3, n_expert=4).write(tmp_path / "m.gguf"))
+    assert ModelBytes.of(layout).slots_bytes == tuple(n * 4 * slot_bytes(layout) for n in (1, 2, 3))
+    last = layout.layers[2]
+    larger = tuple(replace(m, ne0=2 * m.ne0, expert_bytes=2 * m.expert_bytes) for m in last.matrices)
+    mixed = replace(layout, layers=(*layout.layers[:2], replace(last, matrices=larger)))
+    small, large = slot_bytes(layout), slot_bytes(mixed)
+    assert large > 1.5 * small
+    assert ModelBytes.of(mixed).slots_bytes == (4 * small, 8 * small, 12 * large)
 
 
 def test_hit_curves() -> None:

@@ -15,12 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moegguf.controller.measured import Measured, interpolate
-from moegguf.engine.batch import Fit, best_fit, request_cost
-from moegguf.engine.estimate import HitRates, Speeds, typical_hit_rate
+from moegguf.controller.published import PUBLISHED, typical_hit_rate
+from moegguf.controller.request_cost import request_cost
+from moegguf.engine.batch import Fit, best_fit
+from moegguf.engine.estimate import HitRates, Speeds
 from moegguf.engine.machine import Memory
 from moegguf.engine.memory import MARGIN_BYTES, choose_kv_tokens, compute_bytes, kv_bytes, memory_needs, row_bytes
 from moegguf.engine.plan import Plan, make_plan, slot_bytes
-from moegguf.engine.published import PUBLISHED
 from moegguf.errors import BudgetError
 from moegguf.gguf.experts import ExpertLayout, read_layout
 from moegguf.native.slot_sizes import slot_sizes

@@ -109,6 +109,14 @@ def test_gating_functions(gating: Gating, expected: np.ndarray) -> None:
         assert chosen.tolist() == [[int(winner)]]
 
 
+def test_files_without_groups_may_use_none_of_them(tmp_path: Path) -> None:  # as llama_model_save_to_file writes them
+    g, values = model()
+    g.add("qwen2moe.expert_group_count", U32, 0)
+    g.add("qwen2moe.expert_group_used_count", U32, 0)
+    routers = read_routers(write(tmp_path / "m.gguf", g, values))
+    assert (routers.n_group, routers.n_group_used) == (1, 1)
+
+
 def test_gating_comes_from_the_architecture_where_the_file_is_silent_or_overruled(tmp_path: Path) -> None:
     def gating(arch: str, func: int | None = None) -> Gating:
         g = moe(arch)

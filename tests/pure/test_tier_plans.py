@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from gguf_builder import moe
 
+from moegguf.controller.request_cost import staging_bytes
+from moegguf.controller.shape import MoeShape
 from moegguf.engine.devices import Device, find_gpus
 from moegguf.engine.machine import Memory
 from moegguf.engine.placing import plan_here
-from moegguf.engine.plan import Plan, slot_bytes, staging_bytes
+from moegguf.engine.plan import Plan, slot_bytes
 from moegguf.engine.tiers import VRAM_MARGIN_BYTES, host_bytes, parse_vram_cache, plan_tiers
 from moegguf.errors import BudgetError
 from moegguf.gguf.experts import ExpertLayout, read_layout
+from moegguf.native.slot_sizes import slot_tokens
 from moegguf.quantities import GIB, parse_expert_cache
+from moegguf.trace.simulate import devices_of
 
 RAM = Memory(64 * GIB, 60 * GIB, "the machine")
 
@@ -44,6 +49,17 @@ def test_both_budgets_are_kept(layout: ExpertLayout) -> None:
     assert p.total_bytes == p.budget_bytes + p.dense_bytes + p.kv_bytes + p.compute_bytes
     assert any("computed on GPU0; 50 experts" in reason for reason in p.reasons)
     assert plan(layout, "25%", "100%").n_lower_slots == plan(layout, "25%", "auto").n_lower_slots == 96
+
+
+def test_biases_and_scales_of_experts_are_counted_in_ram_too(tmp_path: Path) -> None:
+    g = moe(n_layer=6, n_expert=16, n_used=4)
+    for il in range(6):
+        g.tensor(f"blk.{il}.ffn_gate_exps.bias", 32, 16).tensor(f"blk.{il}.ffn_down_exps.scale", 16)
+    with_rows = read_layout(g.write(tmp_path / "m.gguf"))
+    without = replace(with_rows, expert_row_bytes=0)
+    assert with_rows.expert_row_bytes == 6 * (32 * 16 + 16) * 4
+    found, least = plan(with_rows, "25%", "50%"), plan(without, "25%", "50%")
+    assert found.host_bytes == least.host_bytes + with_rows.expert_row_bytes
 
 
 def test_auto_leaves_a_gigabyte_of_vram_and_counts_what_lies_beside_the_slots(layout: ExpertLayout) -> None:
@@ -89,6 +105,23 @@ def test_small_budgets_are_staged_where_a_request_costs_less_so(tmp_path: Path) 
         assert plan(layout, n_slots * size, "auto").n_ubatch == 1
     tiny = plan(layout, (n_staged + 2) * size, "auto")
     assert (tiny.n_slots, tiny.n_staging, tiny.n_ubatch) == (2, 1, 512)
+
+
+@pytest.mark.parametrize(("n_layer", "n_used", "chosen"), [(12, 2, {0, 1, 2}), (6, 4, {0, 1})])
+def test_a_simulated_device_divides_a_budget_as_a_plan_does(
+    tmp_path: Path, n_layer: int, n_used: int, chosen: set[int]
+) -> None:
+    layout = read_layout(moe(n_layer=n_layer, n_expert=16, n_used=n_used).write(tmp_path / "m.gguf"))
+    shape, window = MoeShape.of(layout), slot_tokens("CUDA0")
+    cuda, found = Device("CUDA0", 0, 32 * GIB, 64 * GIB), set[int]()
+    for n_slots in range(n_used, layout.n_expert_total + 1, 3):
+        cache = parse_vram_cache(n_slots * slot_bytes(layout))
+        p = plan_tiers(layout, cache, parse_expert_cache("auto"), cuda, RAM, n_ctx=512)
+        share = n_slots / layout.n_expert_total
+        (simulated,) = devices_of(shape, (share,), (1.0,), (), window)
+        assert (simulated.n_slots, simulated.staging) == (p.n_slots, p.n_staging), n_slots
+        found.add(p.n_staging)
+    assert found == chosen
 
 
 def test_a_devices_own_window_is_that_of_passes_that_are_not_staged(layout: ExpertLayout) -> None:
