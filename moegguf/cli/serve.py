@@ -110,7 +110,7 @@ def serve(
     MOEGGUF_UPLOAD_LIMIT       size of an uploaded file (200MiB)
     MOEGGUF_STORAGE_LIMIT      size of all uploaded files and answers of batches together (10GiB)
     MOEGGUF_KV_CACHE_TYPE      f16, q8_0, q4_0 or another of llama.cpp
-    MOEGGUF_FLASH_ATTENTION    0 or 1
+    MOEGGUF_FLASH_ATTENTION    0 or 1; unset: where the devices that compute have it, also for moegguf run
     MOEGGUF_DEBUG              1 logs every request
     HF_TOKEN HF_HOME HF_HUB_CACHE HF_ENDPOINT HF_HUB_OFFLINE   as for huggingface_hub
     """
@@ -129,6 +129,7 @@ def serve(
         from moegguf.settings import parse_misses
 
         os.environ["MOEGGUF_MISSES"] = parse_misses(misses)
+    _warn_without_gpu(placement is not None)
     from moegguf.controller.systems import find_system
 
     os.environ["MOEGGUF_SYSTEM"] = find_system(os.environ.get("MOEGGUF_SYSTEM", "") if system is None else system).name
@@ -141,6 +142,25 @@ def serve(
         return run_server(settings, listener, lambda: print_address(settings, listener))
     finally:
         listener.close()
+
+
+def _warn_without_gpu(placement_given: bool) -> None:
+    """Says what becomes of settings that need a GPU where there is none. The environment's own placement is left to
+    the plans' reasons: one environment may serve machines with and without a GPU."""
+    from moegguf.engine.devices import has_gpu
+    from moegguf.settings import read_environment
+
+    environment = read_environment()
+    placed = placement_given and environment.placement in ("slots", "layers")
+    if not (placed or environment.vram_cache) or has_gpu():
+        return
+    if environment.vram_cache:
+        wanted, so = "--vram-cache", "models with experts cannot be loaded"
+    else:
+        wanted, so = f"--placement {environment.placement}", "the CPU computes every model"
+    print_message(
+        f"warning: {wanted} needs a GPU, and this build of moegguf sees none (`moegguf doctor` lists devices): {so}"
+    )
 
 
 def serve_settings(

@@ -87,7 +87,12 @@ def budget(
         typer.Argument(metavar="[BUDGET]", help='In RAM: "50%", "2GiB", or "auto": all that it was loaded with.'),
     ] = None,
     vram_cache: Annotated[
-        str | None, typer.Option(metavar="BUDGET", help="On the GPU that computes the model, in the same forms.")
+        str | None,
+        typer.Option(
+            metavar="BUDGET",
+            help="On the GPU that computes the model, in the same forms. As when loading, prompts are staged in a part"
+            " of it, which stays as large as it was.",
+        ),
     ] = None,
 ) -> None:
     """Change a loaded model's memory for experts in a running server, also while it answers."""
@@ -104,18 +109,21 @@ def budget(
     if now["vram_cache_bytes"]:
         parts[0] += " in RAM"
         parts.insert(0, f"{format_bytes(now['vram_cache_bytes'])} for {now['n_vram_slots']} in VRAM")
-    if _is_cut(asked.get("expert_cache"), now["expert_cache_bytes"], now["n_slots"], now["n_experts"]):
+        if now["staging_bytes"]:
+            parts[0] += f", {format_bytes(now['staging_bytes'])} of it to stage prompts"
+    if _is_cut(asked.get("expert_cache"), now["expert_cache_bytes"], now):
         parts[-1] += ", the most that it was loaded with"
-    if _is_cut(asked.get("vram_cache"), now["vram_cache_bytes"], now["n_vram_slots"], now["n_experts"]):
+    if _is_cut(asked.get("vram_cache"), now["vram_cache_bytes"], now):
         parts[0] += ", the most that it was loaded with"
     print_message(f"{now['model']}: {', '.join(parts)}, {format_bytes(now['size_bytes'])} in all")
 
 
-def _is_cut(asked: ExpertCache | None, n_bytes: int, n_slots: int, n_experts: int) -> bool:
-    """Whether more was asked for than these slots."""
-    if asked is None or not n_slots:
+def _is_cut(asked: ExpertCache | None, n_bytes: int, now: dict[str, Any]) -> bool:
+    """Whether more whole slots were asked for than these bytes hold."""
+    if asked is None or not now["slot_bytes"]:
         return False
-    wanted = {"fraction": int(asked.fraction * n_experts), "bytes": asked.n_bytes * n_slots // n_bytes}
+    n_experts, n_slots = now["n_experts"], n_bytes // now["slot_bytes"]
+    wanted = {"fraction": int(asked.fraction * n_experts), "bytes": asked.n_bytes // now["slot_bytes"]}
     return min(wanted.get(asked.mode, 0), n_experts) > n_slots
 
 

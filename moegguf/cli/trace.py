@@ -104,12 +104,18 @@ VramShares = Annotated[
         "--vram-cache",
         metavar="SHARES",
         help="A GPU's memory for experts, as shares of all, separated by commas; --expert-cache is RAM below it."
-        " Prompts are staged in a part of it.  [default: no GPU]",
+        " Prompts are staged in a part of it. With --tensor-split of all GPUs, or of each.  [default: no GPU]",
     ),
 ]
 DeviceLink = Annotated[
+    list[str],
+    typer.Option(
+        "--device-link", metavar="LINK", help="A modelled link from RAM to the GPU: 24GB/s,35us. Of several once each."
+    ),
+]
+TensorSplit = Annotated[
     str | None,
-    typer.Option("--device-link", metavar="LINK", help="A modelled link from RAM to the GPU: 24GB/s,35us."),
+    typer.Option("--tensor-split", "-ts", metavar="N,N", help="Layers of several GPUs, in proportion: 3,1."),
 ]
 ModelFile = Annotated[
     str | None,
@@ -183,8 +189,8 @@ def check_writable(out: Path, *sources: Path) -> None:
         raise OptionError(f"--out {str(out)!r} would overwrite an input file; give another name.")
 
 
-def parse_shares(text: str, option: str = "--expert-cache") -> list[float]:
-    """ "10%,25%" as shares without duplicates. Raises OptionError."""
+def parse_shares(text: str, option: str = "--expert-cache", of_each: bool = False) -> list[float]:
+    """ "10%,25%" as shares: without duplicates, but where they are `of_each` of several. Raises OptionError."""
     shares = []
     for word in split([text]) or [text]:
         try:
@@ -194,7 +200,14 @@ def parse_shares(text: str, option: str = "--expert-cache") -> list[float]:
         if not 0 < share <= 1:
             raise OptionError(f"{option} takes shares such as 10%,25%,50%, each above 0%, but not {word!r}.")
         shares.append(share)
-    return list(dict.fromkeys(shares))
+    return shares if of_each else list(dict.fromkeys(shares))
+
+
+def _parse_tensor_split(text: str) -> list[float]:
+    try:
+        return [float(word) for word in text.split(",")]
+    except ValueError:
+        raise OptionError(f"--tensor-split takes proportions such as 3,1, but not {text!r}.") from None
 
 
 def _open_analysis(path: Path, model: str | None, folder: Path | None) -> TraceAnalysis:
@@ -240,6 +253,7 @@ def record(
     from moegguf.gguf.experts import read_layout
     from moegguf.models.catalog import find_model
     from moegguf.quantities import format_bytes
+    from moegguf.settings import read_settings
     from moegguf.terminal.loading import context_size, silence_llama_log
     from moegguf.trace.prompts import read_prompts
 
@@ -259,6 +273,7 @@ def record(
             lockstep=lockstep,
             n_ctx=context_size(read_layout(path), ctx),
             n_threads=threads,
+            flash_attn=read_settings().flash_attention,
             verbose=False,
         )
     size = format_bytes(out.stat().st_size)
@@ -315,7 +330,8 @@ def simulate(
     predictors: Folder = None,
     link: LinkSpeed = None,
     latency: Latency = 0.0,
-    device_link: DeviceLink = None,
+    device_link: DeviceLink = [],
+    tensor_split: TensorSplit = None,
     layer_compute: Compute = 0.0,
     prefetch: Annotated[
         bool | None, typer.Option("--prefetch/--no-prefetch", help="Act on predictions; with --link.")
@@ -331,7 +347,7 @@ def simulate(
 ) -> None:
     """Replay TRACE with other policies and budgets: the same store and controller as live, no model and no disk.
 
-    With --vram-cache layers compute on a GPU, with experts there over experts in RAM.
+    With --vram-cache layers compute on a GPU, with experts there over experts in RAM; with --tensor-split on several.
     """
     from moegguf.cli.trace_tables import print_simulation, print_tiers
     from moegguf.plain import plain
@@ -345,15 +361,17 @@ def simulate(
         if save or system:
             raise OptionError("--save and --system are of one tier, in RAM: leave out --vram-cache.")
         parts = _names_of_tiers(policy), split(predictor) if predictor else ["none"]
-        budgets = parse_shares(vram_cache, "--vram-cache"), shares
-        options = sim_options(modelled, prefetch, layer_compute)
-        copied = parse_link(device_link) if device_link else None
+        split_by = _parse_tensor_split(tensor_split) if tensor_split is not None else []
+        budgets = parse_shares(vram_cache, "--vram-cache", of_each=bool(split_by)), shares
+        options, links = sim_options(modelled, prefetch, layer_compute), [parse_link(text) for text in device_link]
         with showing_progress() as progress:
-            results = analysis.simulate_tiers(*parts, *budgets, options, copied, progress)
+            results = analysis.simulate_tiers(*parts, *budgets, options, links, split_by, progress)
         print_json(plain(results)) if as_json else print_tiers(results, analysis.sample_size(full))
         return
     if device_link:
         raise OptionError("--device-link is from RAM to a GPU, whose share of the experts is missing: --vram-cache.")
+    if tensor_split is not None:
+        raise OptionError("--tensor-split is of GPUs, whose share of the experts is missing: --vram-cache.")
     if any("=" in text for text in policy):
         raise OptionError("--policy vram=NAME,ram=NAME is of two tiers: --vram-cache says how large that of a GPU is.")
     if save and system:

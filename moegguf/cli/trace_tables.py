@@ -74,7 +74,8 @@ def print_simulation(rows: Sequence[Row], used: str) -> None:
 
 
 def print_tiers(rows: Sequence[Row], used: str) -> None:
-    """Two lines per policy, predictor and pair of budgets: what was counted in VRAM, and in RAM below it."""
+    """Two lines per policy, predictor and pair of budgets: what was counted in VRAM, and in RAM below it; between them
+    one for each of several devices."""
     names = ("policy", "predictor", "budget", "tier", "hit rate", "MB/token", "evicted", "stall ms", "t/s")
     _print_table("Decoded tokens, by tier", names, [line for row in rows for line in _tier_lines(row)], 4)
     staged = {row.share: row.simulated.tiers.get(STAGING) for row in rows if row.simulated is not None}
@@ -97,7 +98,7 @@ def _tier_lines(row: Row) -> Iterable[Line]:
     """What decode passes counted in each tier, per token; of the first also what decided, and the speed."""
     assert row.simulated is not None
     n_tokens, speed = max(1, row.simulated.decode.tokens), row.simulated.t_per_s
-    shares = {VRAM: row.share, RAM: row.ram_share or 0.0}
+    shares = {VRAM: row.share, **row.devices, RAM: row.ram_share or 0.0}
     for name, share in shares.items():
         tier, first = row.simulated.decode_tiers[name], name == VRAM
         decided = [row.policy, "" if row.predictor == "none" else row.predictor] if first else ["", ""]

@@ -17,7 +17,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from moegguf.errors import ModelNameError, ModelNotFoundError, MoeggufError, OptionError, PullError
+from moegguf.errors import (
+    ModelFormatError,
+    ModelNameError,
+    ModelNotFoundError,
+    MoeggufError,
+    OptionError,
+    PullError,
+)
 from moegguf.gguf.reader import begins_as_gguf, is_other_kind
 from moegguf.models.blobs import BlobStore
 from moegguf.models.entry import ModelEntry, model_digest
@@ -141,6 +148,8 @@ class Catalog:
             warnings.warn(sentence, stacklevel=2)
         given = {key: value for key, value in values.items() if value is not None}
         base = self.find(recipe.from_) if recipe.from_ else None
+        if base is not None and is_other_kind(base.path):  # a name for it would be in no list
+            raise ModelFormatError(f"{base.path} is not a GGUF file; give a .gguf model file, or a model's name.")
 
         def make() -> ModelEntry:
             entry = base or self.file_sets.make(recipe.files)

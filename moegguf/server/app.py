@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from moegguf.serving.ray.manager import ReplicaManager
     from moegguf.settings import Settings
 
-MODULES = (ollama, openai, anthropic, llama_server, metrics, live, budget, page)
+# Anthropic before OpenAI: paths that both have are its own where its clients ask.
+MODULES = (ollama, anthropic, openai, llama_server, metrics, live, budget, page)
 
 
 def make_app(

@@ -1,7 +1,8 @@
 """`PUT /budget`: other budgets for the experts of a loaded model, for someone who needs the memory now.
 
 Body: `{"model": NAME, "expert_cache": "2GiB", "vram_cache": "4GiB"}`, one or both, as `--expert-cache` and
-`--vram-cache` take them, up to what the model was loaded with. It acts between two passes of a running answer, changes
+`--vram-cache` take them, up to what the model was loaded with; `vram_cache` holds what prompts are staged in, which
+stays as it is (`staging_bytes` of the reply), and slots. It acts between two passes of a running answer, changes
 no token, and lasts until the model is unloaded.
 """
 
@@ -37,14 +38,17 @@ async def put_budget(request: Request) -> Response:
     expert_cache = None if body.expert_cache is None else parse_expert_cache(body.expert_cache)
     vram_cache = None if body.vram_cache is None else parse_vram_cache(body.vram_cache)
     loaded = await request.app.state.manager.set_budget(body.model, expert_cache, vram_cache)
-    slot_bytes = loaded.plan.get("slot_bytes", 0)
+    slot_bytes, staging_bytes = loaded.plan.get("slot_bytes", 0), loaded.plan.get("staging_bytes", 0)
+    in_vram = max(0, loaded.vram_cache_bytes - staging_bytes)
     return JSONResponse(
         {
             "model": loaded.name,
             "expert_cache_bytes": loaded.expert_cache_bytes,
             "n_slots": loaded.expert_cache_bytes // slot_bytes if slot_bytes else 0,
             "vram_cache_bytes": loaded.vram_cache_bytes,
-            "n_vram_slots": loaded.vram_cache_bytes // slot_bytes if slot_bytes else 0,
+            "n_vram_slots": in_vram // slot_bytes if slot_bytes else 0,
+            "staging_bytes": staging_bytes,
+            "slot_bytes": slot_bytes,
             "n_experts": loaded.stats.n_experts,
             "size_bytes": loaded.size_bytes,
             "vram_bytes": loaded.vram_bytes,

@@ -50,7 +50,7 @@ def make_http(manager: ReplicaManager, catalog: ConfiguredCatalog) -> Starlette:
 
 def routes() -> list[BaseRoute]:
     """The routes: those of the APIs, and an error for each path that only `moegguf serve` has."""
-    offered = [route for module in (ollama, openai, anthropic, llama_server) for route in module.routes]
+    offered = [route for module in (ollama, anthropic, openai, llama_server) for route in module.routes]
     kept = [route for route in offered if route.path not in INSTEAD]
     refused = [Route(path, refuse, methods=["GET", "POST", "DELETE", "HEAD"]) for path in INSTEAD]
     return [*kept, *refused, Route("/", greet)]

@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 
 BACKLOG = 2048
 DRAIN_S = 3  # for running answers at shutdown; the model manager takes as long again
+CANCELLED_S = 1.0  # for the errors of requests that are cancelled then
 MAX_UNSENT_BYTES = 16 << 20  # buffered for a slow reader, so that it does not block the model
 USER_TIMEOUT_MS = 60_000  # a client that acknowledges nothing for so long is disconnected
 HEADERS_S = 30.0  # for a request's headers to arrive
@@ -206,6 +207,8 @@ class QuietServer(Server):
         # Cancelled requests have got an error: no traceback for them.
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
         await super().shutdown(sockets)
+        if self.server_state.tasks:  # the end of the loop would cancel them again, before they sent their errors
+            await asyncio.wait(self.server_state.tasks, timeout=CANCELLED_S)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -151,7 +151,7 @@ def test_a_server_that_ends_stops_it_and_another_goes_on(tmp_path: Path, moegguf
 
 
 def test_a_file_in_use_or_changed_is_refused(tmp_path: Path, moegguf: Command) -> None:
-    path, target = written(tmp_path, [question(i, max_tokens=200) for i in range(40)]), tmp_path / "answers"
+    path, target = written(tmp_path, [question(i, max_tokens=200) for i in range(400)]), tmp_path / "answers"
     with started(path, "-o", target, **ALONE) as process:
         wait_for(process, tmp_path / "answers.partial", 1)
         second = moegguf("batch", path, "-o", target, **ALONE)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from command_line import ROOT, Command, TinyModel, environment
 
-from moegguf.native.library import ABI_VERSION
+from moegguf.native.abi import ABI_VERSION
 
 
 def test_help_lists_the_commands_and_is_the_default(moegguf: Command) -> None:

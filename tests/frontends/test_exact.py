@@ -33,7 +33,7 @@ def alone() -> list[float]:
     request = GenerationRequest(
         messages=tuple(MESSAGES), n_logprobs=0, sampling=Sampling(temperature=0, max_tokens=N_TOKENS)
     )
-    with Llama("demo", n_ctx=512, verbose=False) as llm:
+    with Llama("demo", n_ctx=512, verbose=False, flash_attn=None) as llm:
         return [logprob.logprob for delta in Answer(llm, request).deltas() for logprob in delta.logprobs]
 
 

@@ -6,9 +6,12 @@ import os
 from typing import Any
 
 import pytest
+from command_line import TinyModel
 
 from moegguf.cli.serve import serve
+from moegguf.engine import devices, placing
 from moegguf.errors import OptionError
+from moegguf.gguf.experts import read_layout
 from moegguf.server import serve as server
 from moegguf.settings import read_environment
 
@@ -43,6 +46,36 @@ def test_workers_get_the_system_by_the_environment(started: list[str], monkeypat
     with pytest.raises(OptionError, match="no system 'promo'"):
         serve(system="promo")
     assert len(started) == 3
+
+
+def test_what_needs_a_gpu_is_told_where_there_is_none(
+    started: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(devices, "has_gpu", lambda: False)
+    monkeypatch.setenv("MOEGGUF_PLACEMENT", "slots")
+    monkeypatch.setenv("MOEGGUF_VRAM_CACHE", "")
+    serve()
+    serve(placement="cpu")
+    assert capsys.readouterr().err == ""
+    serve(placement="layers")
+    assert "--placement layers needs a GPU, and this build of moegguf sees none" in capsys.readouterr().err
+    serve(vram_cache="50%")
+    assert "models with experts cannot be loaded" in capsys.readouterr().err
+    monkeypatch.setattr(devices, "has_gpu", lambda: True)
+    serve(placement="slots")
+    assert capsys.readouterr().err == "" and len(started) == 5
+
+
+def test_a_placement_of_the_environment_without_a_gpu_is_a_reason(
+    tiny: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(placing, "has_gpu", lambda: False)
+    monkeypatch.setattr(placing, "gpus", list)
+    monkeypatch.setenv("MOEGGUF_PLACEMENT", "slots")
+    layout = read_layout(tiny())
+    assert "sees no GPU: the CPU computes every layer" in placing.plan_here(layout, "50%").reasons[-1]
+    monkeypatch.setenv("MOEGGUF_PLACEMENT", "auto")
+    assert not any("sees no GPU" in reason for reason in placing.plan_here(layout, "50%").reasons)
 
 
 def test_workers_get_the_warm_start_by_the_environment(started: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

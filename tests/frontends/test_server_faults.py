@@ -19,6 +19,7 @@ from typing import Any
 import ollama
 import psutil
 import pytest
+from fake_hub import Gate, running_hub
 from fake_manager import FakeCatalog, FakeManager, entry_of, running
 from servers import Server, call, serving
 from starlette.responses import PlainTextResponse
@@ -341,6 +342,31 @@ def test_streams_get_an_error_when_the_server_ends(tmp_path: Path, tiny: Callabl
         assert json.loads(last) == {"error": "the server is shutting down; try again later."}
         assert server.process.wait(15) == 0
     assert server.log() == ""
+
+
+def test_downloads_get_an_error_when_the_server_ends(tmp_path: Path) -> None:
+    gate, name = Gate(1 << 20), "hf.co/user/repo-GGUF:Q8_0"
+    with running_hub() as hub:
+        hub.add("user/repo-GGUF", {"x-Q8_0.gguf": b"GGUF" + bytes(4 << 20)})
+        hub.faults["x-Q8_0.gguf"] = [gate] * 2
+        try:
+            with serving(tmp_path, **{**hub.environment(tmp_path), "HF_HUB_OFFLINE": "0"}) as server:
+                streamed = post(server.url, "/api/pull", {"model": name})
+                assert b"200 OK" in streamed.recv(50)
+                whole = post(server.url, "/api/pull", {"model": name, "stream": False})
+                assert gate.reached.wait(20)
+                server.process.send_signal(signal.SIGTERM)
+                reply = rest(whole)
+                assert reply.startswith(b"HTTP/1.1 503") and b"application/json" in reply
+                ended = {"error": "the server is shutting down; try again later."}
+                assert json.loads(reply.partition(b"\r\n\r\n")[2]) == ended
+                assert json.loads([line for line in rest(streamed).splitlines() if line.startswith(b"{")][-1]) == ended
+                assert server.process.wait(15) == 0
+            assert server.log() == ""
+        finally:
+            gate.open.set()
+    kept = [path.stat().st_size for path in tmp_path.rglob("*.incomplete")]
+    assert kept and max(kept) > 0  # for the next pull
 
 
 def rest(connection: socket.socket) -> bytes:

@@ -165,6 +165,21 @@ def test_two_tiers_have_a_line_each_and_links_of_their_own(moegguf: Command, rec
     assert "prompts staged, of 70%: " in done.stdout
 
 
+def test_several_devices_have_a_line_each(moegguf: Command, recorded: Path) -> None:
+    budgets = ("--vram-cache", "20%,20%", "--expert-cache", "50%", "--tensor-split", "1,1")
+    links = ("--device-link", "4GB/s,20us", "--device-link", "1GB/s")
+    row = json.loads(moegguf("trace", "simulate", recorded, "--policy", "lru", *budgets, *links, "--json").stdout)[0]
+    tiers = row["simulated"]["tiers"]
+    assert row["share"] == 0.4 and list(row["devices"]) == ["CUDA0", "CUDA1"]
+    for name in ("lookups", "hits", "evictions", "bytes_in"):
+        assert tiers["VRAM"][name] == tiers["CUDA0"][name] + tiers["CUDA1"][name] > 0
+    assert tiers["CUDA0"]["lookups"] > 2 * tiers["CUDA1"]["lookups"]
+    assert tiers["CUDA0"]["hits"] / tiers["CUDA0"]["lookups"] < tiers["CUDA1"]["hits"] / tiers["CUDA1"]["lookups"]
+    done = moegguf("trace", "simulate", recorded, "--policy", "lru", *budgets, *links)
+    words = [word for line in done.stdout.splitlines() for word in line.split()]
+    assert [word for word in words if word in tiers][:4] == ["VRAM", "CUDA0", "CUDA1", "RAM"]
+
+
 def test_predictors_are_scored_beside_a_control(moegguf: Command, recorded: Path) -> None:
     done = moegguf("trace", "score", recorded, "--model", "demo", "--predictor", "skip,fresh-gate,eamc", "--link", "1")
     assert done.returncode == 0, done.stderr
@@ -303,6 +318,11 @@ def test_the_report_is_one_page_and_states_what_was_used(moegguf: Command, recor
         (("simulate", "TRACE", "--vram-cache", "20%", "--system", "lru"), 1, "leave out --vram-cache"),
         (("simulate", "TRACE", "--vram-cache", "20%", "--device-link", "fast"), 1, "is not a link"),
         (("simulate", "TRACE", "--device-link", "4GB/s"), 1, "--vram-cache"),
+        (("simulate", "TRACE", "--tensor-split", "1,1"), 1, "--vram-cache"),
+        (("simulate", "TRACE", "--vram-cache", "20%", "--tensor-split", "1,x"), 1, "but not '1,x'"),
+        (("simulate", "TRACE", "--vram-cache", "20%", "--tensor-split", "0,0"), 1, "some above"),
+        (("simulate", "TRACE", "--vram-cache", "5%,5%,5%", "--tensor-split", "1,1"), 1, "given for 3 devices"),
+        (("simulate", "TRACE", "--vram-cache", "9%", *("--device-link", "4GB/s") * 2), 1, "need --tensor-split"),
         (("score", "TRACE", "--predictor", "all,unknown"), 1, "there is no predictor 'unknown'"),
         (("score", "TRACE", "--model", "MODEL"), 1, "was recorded from another model (moegguf demo)"),
         (("report", "TRACE", "-o", "no/folder/page.html"), 1, "there is no folder"),

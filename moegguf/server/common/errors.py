@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 
 LINGER_S = 2.0
 OVERLOADED = 529
+ANTHROPIC_PATH = "/v1/messages"
 OPENAI_TYPES = {404: "not_found_error", 401: "authentication_error", 403: "permission_error"}
 ANTHROPIC_TYPES = {
     **OPENAI_TYPES, 413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error",
@@ -61,7 +62,7 @@ class BodyRefusedError(HttpError):
 
 def is_anthropic(path: str) -> bool:
     """Whether Anthropic's API has this path."""
-    return path.startswith("/v1/messages")
+    return path.startswith(ANTHROPIC_PATH)
 
 
 # (class, status, code, headers); the first match counts, so subclasses come before their bases.
