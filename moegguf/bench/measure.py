@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from moegguf.bench.memory_limit import die_with_parent
-from moegguf.bench.spec import FLASH_ATTN, Spec, Test
+from moegguf.bench.spec import Spec, Test
 from moegguf.controller.prefetch import PrefetchOptions
 from moegguf.controller.systems import find_system
 from moegguf.engine.llama import Llama
@@ -81,7 +81,7 @@ def describe_build(bindings: ModuleType) -> dict[str, Any]:
 
 
 class _Measured(Llama):
-    """`Llama` with two options of llama-bench that llama-cpp-python lacks: `repack` and `flash_attn`."""
+    """`Llama` with an option of llama-bench that llama-cpp-python lacks: `repack`."""
 
     def __init__(self, spec: Spec, **options: Any) -> None:
         self._spec = spec
@@ -96,16 +96,6 @@ class _Measured(Llama):
     @model_params.setter
     def model_params(self, params: Any) -> None:
         self._model_params = params
-
-    @property
-    def context_params(self) -> Any:
-        params = Llama.context_params.fget(self)  # type: ignore[attr-defined]  # a property
-        params.flash_attn_type = FLASH_ATTN[self._spec.flash_attn]
-        return params
-
-    @context_params.setter
-    def context_params(self, params: Any) -> None:
-        self._context_params = params
 
 
 def load(spec: Spec) -> Llama:
@@ -134,7 +124,7 @@ def load(spec: Spec) -> Llama:
         **_gpu_layers(spec),
         type_k=ggml_type(spec.type_k),
         type_v=ggml_type(spec.type_v),
-        flash_attn=spec.flash_attn == "on",
+        flash_attn={"on": True, "off": False, "auto": None}[spec.flash_attn],
         verbose=spec.verbose,
     )
 

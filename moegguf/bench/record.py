@@ -43,9 +43,10 @@ def record(
     """Writes the trace `out`; returns the counters of the run. Interrupted or failed, it leaves no file.
 
     Each prompt is a request of its own. A prompt's completion is evaluated token by token (teacher forcing) in place of
-    generated text. Text too long for the context is cut, with a warning. Raises the errors of `Llama`; OptionError when
-    the model has no experts.
+    generated text. Text too long for the context is cut, with a warning. flash_attn is None unless given, as in
+    `moegguf run`, whose routing is recorded. Raises the errors of `Llama`; OptionError when the model has no experts.
     """
+    llama = {"flash_attn": None} | llama
     progress = progress or (lambda what, share: None)
     try:
         with Llama(

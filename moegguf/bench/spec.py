@@ -14,7 +14,7 @@ from moegguf.settings import parse_misses
 
 SYSTEMS = ("moegguf", "mmap", "resident")
 FEEDS = ("random", "text", "greedy")
-FLASH_ATTN = {"auto": -1, "off": 0, "on": 1}
+FLASH_ATTN = {"auto": -1, "off": 0, "on": 1}  # as in llama.cpp's parameters
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import threading
 import time
 from bisect import insort
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -30,9 +31,16 @@ from moegguf.native.events import Phase
 
 if TYPE_CHECKING:
     from moegguf.engine.llama import Llama
+    from moegguf.engine.stats import Stats
 
 MIN_SHARED_TOKENS = 32  # of a prefix that another prompt is about to compute, to wait for it
 MIXED_STEP_TOKENS = 128  # of a step in which sequences decode, where experts need not be read for it
+# From 64 tokens on, ggml's flash attention on the CPU computes tiles of 64 tokens by 64 cells of the KV cache, all of
+# one in which any token sees any cell; below, only what a token sees. Tiles are faster where a sequence has an eighth
+# of the cells or more: 32 sequences of 50 tokens take 1.4 times as long by tiles, 4 of them 0.9 (demo, one thread).
+ROW_STEP_TOKENS = 63
+ROW_SEQUENCES = 48  # of a step, at most; more take turns, so that prompts have room beside them
+ROWS_PAY_CELLS = 8  # times the tokens of the longest prompt
 
 Part = tuple[BatchedAnswer, int]  # of a step: how many tokens of which answer
 
@@ -41,17 +49,26 @@ class BatchLoop:
     """Owns the context of a model: `run` computes, on one thread, what others submit, until `close`.
 
     `schedule`: which sequences compute in a step. `step_tokens`: budget of a step in which some decode; None: a whole
-    pass where experts have to be read for it, else MIXED_STEP_TOKENS.
+    pass where experts have to be read for it, else MIXED_STEP_TOKENS, or ROW_STEP_TOKENS where these are faster.
+    `together`: the block in which the answers of a step get their events.
     """
 
-    def __init__(self, llm: Llama, schedule: Schedule | None = None, step_tokens: int | None = None) -> None:
+    def __init__(
+        self,
+        llm: Llama,
+        schedule: Schedule | None = None,
+        step_tokens: int | None = None,
+        together: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         self._llm = llm
         self._schedule = schedule or Fifo()
+        self._together = together
         self._pass_tokens = min(int(llm.context_params.n_ubatch), llm.n_batch)
         resident = llm.session is None or llm.plan.resident
         self._step_tokens = step_tokens or (
             min(MIXED_STEP_TOKENS, self._pass_tokens) if resident else self._pass_tokens
         )
+        self._has_row_steps = step_tokens is None and resident and llm.plan.device is None
         self._slots = [Slot(sequence) for sequence in range(llm.n_seq_max)]
         self._changed = threading.Condition()  # of the five below
         self._arrived: list[BatchedAnswer | Task] = []
@@ -64,6 +81,7 @@ class BatchLoop:
         self._is_full = False  # an answer was put back for others, of which none has ended since
         self._n_steps = 0
         self._n_ended_tokens = 0
+        self._stats: Stats | None = None  # of the model, since the last pass
 
     @property
     def n_running(self) -> int:
@@ -219,7 +237,7 @@ class BatchLoop:
     def _place(self, answer: BatchedAnswer, free: Sequence[Slot]) -> None:
         """Gives it the slot whose tokens are the least loss, of equal ones the least recently used."""
         if answer.number < 0:
-            answer.begin(self._llm.begin_request(), self._llm.stats())
+            answer.begin(self._llm.begin_request(), self._stats_now())
         shared = {slot.sequence: _common_prefix(slot, answer) for slot in free}
         slot = min(free, key=lambda slot: (len(slot.tokens) - shared[slot.sequence], slot.n_used))
         self._truncate(slot, shared[slot.sequence])
@@ -233,6 +251,7 @@ class BatchLoop:
 
     def _run_alone(self, job: BatchedAnswer | Task) -> None:
         """From an empty context, which it leaves empty; where it has one sequence only, from what was left there."""
+        self._stats = None
         self._clear()
         if isinstance(job, BatchedAnswer):
             self._answer_alone(job)
@@ -291,9 +310,16 @@ class BatchLoop:
             self._is_full = False
         if answer.number >= 0:
             error = error or self._complete(answer)
-            answer.note_end(self._llm.stats())
+            answer.note_end(self._stats_now())
             self._n_ended_tokens += answer.timing.answer_tokens
         answer.events.on_end(answer.timing, error)
+
+    def _stats_now(self) -> Stats:
+        """The model's counters after the last pass. Reading them takes as long as sampling several tokens, and the
+        answers that begin or end between two passes need the same ones."""
+        if self._stats is None:
+            self._stats = self._llm.stats()
+        return self._stats
 
     def _complete(self, answer: BatchedAnswer) -> Exception | None:
         """Sends the text that was held back; returns the error of reading it."""
@@ -332,9 +358,17 @@ class BatchLoop:
 
     def _parts(self, chosen: Sequence[BatchedAnswer]) -> list[Part]:
         """The next token of every sequence that decodes, and tokens of prompts up to the budget."""
+        by_rows, most = self._attends_by_rows(chosen), self._llm.n_batch
+        n_turn = min(most, ROW_SEQUENCES) if by_rows else most
+        if len(chosen) > n_turn:  # they take turns, as many in each
+            n_turn = -(-len(chosen) // -(-len(chosen) // n_turn))
+            first = self._n_steps * n_turn % len(chosen)
+            chosen = (*chosen[first:], *chosen[:first])[:n_turn]
         parts = [(answer, 1) for answer in chosen if answer.decodes]
-        budget = min(self._step_tokens if parts else self._pass_tokens, self._llm.n_batch)
-        n_left = max(budget, len(parts) + 1) - len(parts)
+        budget = self._pass_tokens
+        if parts:
+            budget = min(self._step_tokens, ROW_STEP_TOKENS) if by_rows else self._step_tokens
+        n_left = min(max(budget, len(parts) + 1), most) - len(parts)
         prompts = list[BatchedAnswer]()
         for answer in chosen:
             if answer.decodes or n_left <= 0 or not self._begins(answer, prompts):
@@ -344,6 +378,11 @@ class BatchLoop:
             prompts.append(answer)
             parts.append((answer, n))
         return parts
+
+    def _attends_by_rows(self, chosen: Sequence[BatchedAnswer]) -> bool:
+        """Whether steps below tiles of attention pay: each of `chosen` has few of the cells."""
+        n_longest = max((len(answer.context) for answer in chosen if not answer.decodes), default=0)
+        return self._has_row_steps and sum(len(slot.tokens) for slot in self._slots) >= ROWS_PAY_CELLS * n_longest
 
     def _begins(self, answer: BatchedAnswer, prompts: Sequence[BatchedAnswer]) -> bool:
         """Whether a prompt is evaluated in this step, after it got the longest prefix that another sequence holds; not
@@ -370,6 +409,7 @@ class BatchLoop:
 
         An expert that cannot be read fails the pass of all: each is then computed alone, and those that need it end.
         """
+        self._stats = None
         try:
             evaluated, rows = self._evaluate(parts)
         except GenerationCancelled:
@@ -385,8 +425,9 @@ class BatchLoop:
                     self._end(answer, error)
             return []
         self._n_steps += 1
-        for (answer, n), row in zip(evaluated, rows, strict=True):
-            self._advance(answer, n, row)
+        with self._together():
+            for (answer, n), row in zip(evaluated, rows, strict=True):
+                self._advance(answer, n, row)
         return evaluated
 
     def _evaluate(self, parts: Sequence[Part]) -> tuple[list[Part], list[int]]:
@@ -443,7 +484,7 @@ class BatchLoop:
         state, delta = answer.sequence, None
         try:
             token = state.sampler.sample(row)
-            answer.note_token(self._llm.stats)
+            answer.note_token(self._stats_now)
             if token is None:
                 state.end("stop")
             else:

@@ -116,7 +116,7 @@ class Engine:
             is computed again. None: parallel * n_ctx, less where experts would miss that memory.
         schedule: which sequences compute in a step: "fifo" (all of them), "expertflow", "auto", or an object
             (`moegguf.generate.schedule`).
-        All keywords of `moegguf.Llama`.
+        All keywords of `moegguf.Llama`; flash_attn is None unless given.
 
     The last bits of an answer depend on what is computed with it, as in llama.cpp; `Sampling(exact=True)` computes a
     request without others. All methods may be called from any thread. Raises what `Llama` raises.
@@ -133,7 +133,8 @@ class Engine:
     ) -> None:
         if isinstance(schedule, str):
             parse_schedule(schedule)  # before anything is loaded
-        self._llm = Llama(model, n_seq_max=parallel, kv_tokens=kv_tokens, **{"verbose": False, **options})
+        options = {"verbose": False, "flash_attn": None} | options
+        self._llm = Llama(model, n_seq_max=parallel, kv_tokens=kv_tokens, **options)
         chosen = make_schedule(schedule, self._llm) if isinstance(schedule, str) else schedule
         self._loop = BatchLoop(self._llm, chosen)
         self._thread = threading.Thread(target=self._loop.run, name="moegguf-engine", daemon=True)

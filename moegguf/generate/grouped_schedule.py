@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from moegguf.engine.llama import Llama
 
 TRIAL_STEPS = 8  # of the schedule that is not in use; at half its speed they cost a hundredth of a period
+LOST_STEPS = 2  # of them, when it takes more than LOST_RATIO times as long for a token: the trial ends
+LOST_RATIO = 2
 PERIOD_STEPS = 256  # between trials
 MIN_GAIN = 0.03  # of the time of a token, twice in a row, to change
 
@@ -43,7 +45,8 @@ class Auto:
     """First in, first out, or ExpertFlow, whichever is faster: every PERIOD_STEPS, TRIAL_STEPS by the other one.
 
     Compared is the time per token, of steps in which all sequences decode. The other is taken when it was faster by
-    MIN_GAIN twice in a row.
+    MIN_GAIN twice in a row. What is far slower is left after LOST_STEPS, so that trials cost less than 3 % up to an
+    eighth of the speed.
     """
 
     def __init__(self, fifo: Schedule, grouped: ExpertFlow) -> None:
@@ -68,7 +71,7 @@ class Auto:
         if step.n_tokens != len(step.answers) or len(step.answers) == 0:
             return
         self._steps.append((step.seconds, step.n_tokens))
-        if self._trying and len(self._steps) == TRIAL_STEPS:
+        if self._trying and (len(self._steps) == TRIAL_STEPS or self._is_lost()):
             self._end_trial()
         elif not self._trying and len(self._steps) == PERIOD_STEPS:
             self._before_s = _token_s(self._steps[-4 * TRIAL_STEPS :])
@@ -80,6 +83,9 @@ class Auto:
 
     def _other(self) -> Schedule:
         return self._fifo if self._current is self._grouped else self._grouped
+
+    def _is_lost(self) -> bool:
+        return len(self._steps) >= LOST_STEPS and _token_s(self._steps) > LOST_RATIO * self._before_s
 
     def _end_trial(self) -> None:
         faster = _token_s(self._steps) < (1 - MIN_GAIN) * self._before_s

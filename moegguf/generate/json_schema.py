@@ -32,6 +32,8 @@ MAX_ITEMS = 10_000  # of arrays that count them; llguidance 1.7 and older take m
 # pattern grows with the square of its length (16,000 characters take 0.8 s).
 MAX_INTERSECTED = 8
 MAX_PATTERN_CHARACTERS = 16_000
+MAX_NAME_PATTERN_CHARACTERS = 1_000  # of a key of patternProperties: 60,000 take more than a minute
+MAX_NAME_PATTERNS = 250_000  # of a request, their number x their characters: each pair is intersected
 MAX_ALTERNATIVES = 1_000  # of anyOf and oneOf, multiplied out where allOf combines them
 
 WHITESPACE = r" |\n[ \t]{0,20}"
@@ -43,6 +45,7 @@ class SchemaCost:
 
     def __init__(self) -> None:
         self._n_bytes = self._n_subschemas = self._n_multiples = 0
+        self._n_name_patterns = self._n_name_characters = 0
 
     def add_bytes(self, n: int) -> None:
         """A schema of `n` bytes."""
@@ -67,6 +70,22 @@ class SchemaCost:
             raise SchemaError(
                 f"`multipleOf` of a JSON schema costs too much with {value!r}: without zeros and point its digits, and"
                 f" those of all others, sum up to {MAX_MULTIPLES} at most; leave it out."
+            )
+
+    def add_name_pattern(self, pattern: str) -> None:
+        """A key of `patternProperties`."""
+        if len(pattern) > MAX_NAME_PATTERN_CHARACTERS:
+            raise SchemaError(
+                f"a key of `patternProperties` has up to {MAX_NAME_PATTERN_CHARACTERS} characters, but one has"
+                f" {len(pattern)}; for a choice of names write `properties`."
+            )
+        self._n_name_patterns += 1
+        self._n_name_characters += len(pattern)
+        if self._n_name_patterns * self._n_name_characters > MAX_NAME_PATTERNS:
+            raise SchemaError(
+                f"`patternProperties` of a request's JSON schemas, {self._n_name_patterns} keys of"
+                f" {self._n_name_characters} characters so far, cost too much: their product is up to"
+                f" {MAX_NAME_PATTERNS}; write fewer or shorter ones."
             )
 
 
@@ -250,6 +269,8 @@ class _Normalizer:
             )
         if type(form.get("multipleOf")) in (int, float):
             self._cost.add_multiple(form["multipleOf"])
+        for name in form["patternProperties"] if isinstance(form.get("patternProperties"), Mapping) else ():
+            self._cost.add_name_pattern(name)
         for key in ("properties", "patternProperties"):
             if isinstance(form.get(key), Mapping):
                 form[key] = {name: self._schema(part) for name, part in form[key].items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -32,6 +32,8 @@ from moegguf.controller.systems import SYSTEMS, find_system
 from moegguf.errors import OptionError
 from moegguf.gguf.experts import read_layout
 from moegguf.native.events import Phase
+from moegguf.native.slot_sizes import slot_tokens
+from moegguf.native.store import DeviceSlots
 from moegguf.quantities import Link
 from moegguf.trace.belady import BELADY, Lookups, belady, gap_closed
 from moegguf.trace.format import read
@@ -39,7 +41,16 @@ from moegguf.trace.oracle import ORACLE, Oracle
 from moegguf.trace.report import PolicyTable, Recovery, Report, ScheduleTable, StallTable, TraceSummary
 from moegguf.trace.reuse import reuse
 from moegguf.trace.score import ScoreTable, score
-from moegguf.trace.simulate import RamBelow, SimOptions, SimResult, Simulation, device_slots, fitted, slots_of
+from moegguf.trace.simulate import (
+    SIMULATED,
+    RamBelow,
+    SimOptions,
+    SimResult,
+    Simulation,
+    devices_of,
+    fitted,
+    slots_of,
+)
 from moegguf.trace.token_scheduler import OrderEffect, compare
 from moegguf.trace.trace import Setting, Trace
 
@@ -86,7 +97,8 @@ def sample_sequences(trace: Trace, n_tokens: int) -> list[int]:
 @dataclass(frozen=True)
 class Row:
     """One replay. `simulated` is None for Belady's bound, which has no store and no time. system: "" without one.
-    ram_share: of all experts, in RAM below those of a device; None with one tier."""
+    ram_share: of all experts, in RAM below those of a device; None with one tier. devices: shares of several devices,
+    by name; else empty."""
 
     policy: str
     predictor: str
@@ -97,6 +109,7 @@ class Row:
     simulated: SimResult | None = None
     system: str = ""
     ram_share: float | None = None
+    devices: Mapping[str, float] = field(default_factory=dict)
 
 
 def replay_table(
@@ -290,15 +303,20 @@ class TraceAnalysis:
         vram_shares: Sequence[float],
         ram_shares: Sequence[float],
         options: SimOptions = SimOptions(),
-        device_link: Link | None = None,
+        device_links: Sequence[Link] = (),
+        tensor_split: Sequence[float] = (),
         progress: Progress = no_progress,
     ) -> list[Row]:
         """Replays on a device with slots over slots in RAM, with every policy, predictor and pair of budgets.
 
-        policies: names, of VRAM over LRU in RAM, or "vram=NAME,ram=NAME". device_link: from RAM to the device; None:
-        copies take no time. Prompts are staged where a plan would. Raises OptionError as `simulate` does.
+        policies: names, of VRAM over LRU in RAM, or "vram=NAME,ram=NAME". tensor_split: of layers over several devices,
+        whose one budget vram_shares are then, and device_links those from RAM (`simulate.devices_of`); (): copies take
+        no time. Prompts are staged, or cut to what slots are exact for, as a plan for such devices would do. Raises
+        OptionError as `simulate` does.
         """
-        if options.prefetch and not options.timed and device_link is None:
+        if len(device_links) > max(1, len(tensor_split)):
+            raise OptionError(f"--device-link is given {len(device_links)} times; several GPUs need --tensor-split.")
+        if options.prefetch and not options.timed and not device_links:
             raise OptionError("--prefetch needs a modelled link; without one, transfers take no time: --link.")
         if options.prefetch and set(predictors) == {"none"}:
             raise OptionError("--prefetch needs a predictor: --predictor.")
@@ -307,17 +325,25 @@ class TraceAnalysis:
         for name in {vram for vram, _ in of_tiers.values()} - {AUTO}:
             self.policy(name)
         named = self.predictors(predictors)
-        rows, pairs = list[Row](), list(itertools.product(vram_shares, ram_shares))
+        shape, window = self.trace.shape, slot_tokens(f"{SIMULATED}0")
+        budgets = {
+            sum(shares): devices_of(shape, shares, tensor_split or (1.0,), device_links, window)
+            for shares in ([tuple(vram_shares)] if tensor_split else [(share,) for share in vram_shares])
+        }
+        rows, pairs = list[Row](), list(itertools.product(budgets.items(), ram_shares))
         step = step_reporter(progress, "hit rates", len(pairs) * len(of_tiers) * len(named))
-        for (share, ram_share), (label, (vram, ram)), ahead in itertools.product(pairs, of_tiers.items(), named):
+        for ((share, devices), ram_share), (label, (vram, ram)), ahead in itertools.product(
+            pairs, of_tiers.items(), named
+        ):
             step(f"{label} with {ahead} in {share:.4g} of the experts over {ram_share:.4g}")
-            n_slots, n_staging = device_slots(self.trace.shape, share)
-            below = RamBelow(slots_of(self.trace.shape, ram_share), ram, device_link, n_staging)
+            n_slots: int | tuple[DeviceSlots, ...] = devices if len(devices) > 1 else devices[0].n_slots
+            below = RamBelow(slots_of(shape, ram_share), ram, devices[0].link, devices[0].staging, window)
             policy = self._measured_choice(share, link=None).policy if vram == AUTO else vram
             parts = self.policy(policy), self.predictor(ahead)
             result = Simulation(self.trace, *parts, n_slots, replace(options, below=below)).run()
-            row = Row(label, ahead, share, n_slots, result.hit_rate, result.decode_hit_rate, result)
-            rows.append(replace(row, ram_share=ram_share))
+            row = Row(label, ahead, share, result.n_slots, result.hit_rate, result.decode_hit_rate, result)
+            of_devices = {str(d.name): d.n_slots / shape.n_expert / len(shape.layers) for d in devices}
+            rows.append(replace(row, ram_share=ram_share, devices=of_devices if len(devices) > 1 else {}))
         return rows
 
     def simulate_systems(

@@ -1,12 +1,13 @@
 """Replays a trace against the same store and the same controller as live, on a modelled link: hits, bytes, stall, t/s.
 
 Its counters equal those of a live run with the same trace, policy and slots. It needs the native library but no model:
-the layout comes from the trace's shape. With `RamBelow` layers compute on a device, with slots there over slots in RAM.
+the layout comes from the trace's shape. With `RamBelow` layers compute on one or several devices, with slots there over
+slots in RAM.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -14,15 +15,17 @@ import numpy as np
 import numpy.typing as npt
 
 from moegguf.controller.controller import ActingOptions, Controller, build_controller, name_of
+from moegguf.controller.layer_split import device_of_layers
 from moegguf.controller.policies.base import LRU, AnyPolicy
 from moegguf.controller.predictors.base import Predictor
 from moegguf.controller.prefetch import PrefetchOptions
+from moegguf.controller.request_cost import NO_LIMIT, divided_over
 from moegguf.controller.shape import MoeShape
 from moegguf.errors import OptionError
 from moegguf.gguf.experts import ExpertLayout, ExpertMatrix, Kind, MoeLayer
 from moegguf.gguf.hparams import Hparams
 from moegguf.native.events import Announcement, Int32s, Phase
-from moegguf.native.store import STAGING_SHARE, STAGING_TENSORS, Lane, Store, StoreOptions, Tier
+from moegguf.native.store import DeviceSlots, Lane, Store, StoreOptions, Tier
 from moegguf.quantities import Link
 from moegguf.trace.trace import Trace
 
@@ -32,6 +35,7 @@ REAL_TIME = ("hook_ns", "forecast_ns")  # the counters that do not follow from t
 
 
 VRAM, RAM, STAGING = "VRAM", "RAM", "staging"  # keys of `SimResult.tiers`
+SIMULATED = "CUDA"  # backend of the devices whose slots are simulated, by ggml's name
 
 
 @dataclass(frozen=True)
@@ -39,13 +43,17 @@ class RamBelow:
     """Slots in RAM below those that layers compute with, which are a device's then.
 
     policy: a native one. link: from there to the device; None: copies take no time. n_staging: tensors of a layer's
-    full shape on the device, beside its slots, in which passes of more than one token are staged.
+    full shape on each device, beside its slots, in which passes of more than one token are staged. slot_tokens: of a
+    pass, at most, where there are none (`request_cost.allowed_ubatch`). cpu: how fast the CPU computes misses, and what
+    a layer with some takes more; None: each is copied.
     """
 
     n_slots: int
     policy: str = LRU.name
     link: Link | None = None
     n_staging: int = 0
+    slot_tokens: int = NO_LIMIT
+    cpu: Link | None = None
 
 
 @dataclass(frozen=True)
@@ -171,6 +179,7 @@ class SimResult:
     counters: all of the store's that follow from the trace. decode: of decode passes; whole: of all. sequences:
     {request: its decode passes, or all of its passes where it has none}. tiers: {"VRAM", "RAM" and, where prompts are
     staged, "staging": what was counted there} of all passes, and decode_tiers of decode passes; empty with one tier.
+    Of several devices "VRAM" is all of them together, and each is there by its name, too.
     t_per_s: decoded tokens per modelled second, None without a link.
     """
 
@@ -231,25 +240,56 @@ def slots_of(shape: MoeShape, share: float) -> int:
     return max(shape.n_expert_used, round(share * len(shape.layers) * shape.n_expert))
 
 
-def device_slots(shape: MoeShape, share: float) -> tuple[int, int]:
-    """(slots, staging tensors) of a device for a share (0 to 1) of all experts, as plans divide a budget between both.
+def devices_of(
+    shape: MoeShape, shares: Sequence[float], tensor_split: Sequence[float], links: Sequence[Link], slot_tokens: int
+) -> tuple[DeviceSlots, ...]:
+    """Simulated devices that layers are split over as llama.cpp does, with slots and staging tensors as a plan divides
+    budgets.
 
-    A small budget is all slots here; plans give it one tensor where a request moves fewer bytes so. Raises OptionError.
+    shares (0 to 1) of all experts: one for all devices together, or one of each. tensor_split: proportions of layers,
+    one of each device. links: from RAM, one for all, or one of each; (): copies take no time. slot_tokens: as in
+    `RamBelow`. Raises OptionError.
     """
-    n_slots, used = slots_of(shape, share), shape.n_expert_used
-    resident = n_slots == len(shape.layers) * shape.n_expert
-    for n in () if resident else range(STAGING_TENSORS, 0, -1):
-        staged = n * shape.n_expert
-        if staged <= STAGING_SHARE * n_slots and n_slots - staged >= used:
-            return n_slots - staged, n
-    return n_slots, 0
+    n_devices, n_experts = len(tensor_split), [0] * len(tensor_split)
+    for option, given in (("--vram-cache", shares), ("--device-link", links or (None,))):
+        if len(given) not in (1, n_devices):
+            raise OptionError(
+                f"{option} is given for {len(given)} devices, but --tensor-split has {n_devices}; give one for all, or"
+                " one for each."
+            )
+    on = device_of_layers(shape.n_layer, tensor_split)
+    for il in shape.layers:
+        n_experts[on[il]] += shape.n_expert
+    used = [d for d in range(n_devices) if n_experts[d]]
+    budgets = [slots_of(shape, share) for share in (shares if len(shares) == 1 else [shares[d] for d in used])]
+    slots, n_staging = divided_over(layout_of(shape), budgets, [n_experts[d] for d in used], slot_tokens)
+    layers = [tuple(il for il in shape.layers if on[il] == d) for d in used]
+    of_each = [links[d] if len(links) > 1 else next(iter(links), None) for d in used]
+    return tuple(
+        DeviceSlots(f"{SIMULATED}{d}", n, of, lower=True, staging=n_staging, link=link)
+        for d, n, of, link in zip(used, slots, layers, of_each, strict=True)
+    )
 
 
-def fitted(trace: Trace, n_slots: int) -> Trace:
-    """The trace with passes split, so that no event needs more than n_slots experts: where they cannot be streamed."""
-    k, lengths = trace.shape.n_expert_used, np.diff(trace.pass_start)
-    most = max(1, n_slots // k)
-    if n_slots >= min(trace.shape.n_expert, int(lengths.max(initial=0)) * k):
+def fitted(trace: Trace, n_slots: int, slot_tokens: int = NO_LIMIT) -> Trace:
+    """The trace with passes split, so that no event needs more than n_slots experts: where they cannot be streamed.
+    slot_tokens: of a pass, at most, where not every expert has a slot."""
+    return _cut(trace, _most_tokens(trace, n_slots, len(trace.shape.layers), slot_tokens))
+
+
+def _most_tokens(trace: Trace, n_slots: int, n_layers: int, slot_tokens: int) -> int:
+    """Of a pass with so many slots for so many layers."""
+    shape, longest = trace.shape, int(np.diff(trace.pass_start).max(initial=0))
+    if n_slots >= n_layers * shape.n_expert:
+        return NO_LIMIT
+    k = shape.n_expert_used
+    return min(slot_tokens, NO_LIMIT if n_slots >= min(shape.n_expert, longest * k) else max(1, n_slots // k))
+
+
+def _cut(trace: Trace, most: int) -> Trace:
+    """The trace with no pass of more tokens."""
+    lengths = np.diff(trace.pass_start)
+    if lengths.max(initial=0) <= most:
         return trace
     parts = np.maximum(1, -(-lengths // most))
     first = np.concatenate([np.arange(n) * most for n in parts])
@@ -321,17 +361,32 @@ def _part(trace: Trace, used: npt.NDArray[np.int64], computed: npt.NDArray[np.in
 class Simulation:
     """One replay of a trace with one policy and predictor, which must be new: they keep state.
 
-    Raises OptionError when n_slots cannot hold one token's experts of a layer.
+    n_slots: those of what computes every layer, or of each of several devices (`devices_of`). Raises OptionError when
+    they cannot hold one token's experts of a layer.
     """
 
     def __init__(
-        self, trace: Trace, policy: AnyPolicy, predictor: Predictor, n_slots: int, options: SimOptions | None = None
+        self,
+        trace: Trace,
+        policy: AnyPolicy,
+        predictor: Predictor,
+        n_slots: int | Sequence[DeviceSlots],
+        options: SimOptions | None = None,
     ) -> None:
-        if n_slots < trace.shape.n_expert_used:
-            raise OptionError(f"{n_slots} slots cannot hold the {trace.shape.n_expert_used} experts that a token uses.")
+        devices = [DeviceSlots(None, n_slots, trace.shape.layers)] if isinstance(n_slots, int) else n_slots
+        for device in devices:
+            if device.n_slots < trace.shape.n_expert_used:
+                where = f" on {device.name}" if device.name else ""
+                raise OptionError(
+                    f"{device.n_slots} slots{where} cannot hold the {trace.shape.n_expert_used} experts that a token"
+                    " uses."
+                )
         self.options = options or SimOptions()
-        self.trace = trace if self.options.any_pass else fitted(trace, n_slots)
-        self.policy, self.predictor, self.n_slots = policy, predictor, n_slots
+        slot_tokens = self.options.below.slot_tokens if self.options.below else NO_LIMIT
+        most = min(_most_tokens(trace, device.n_slots, len(device.layers), slot_tokens) for device in devices)
+        self.trace = trace if self.options.any_pass else _cut(trace, most)
+        self.policy, self.predictor = policy, predictor
+        self.slots, self.n_slots = n_slots, sum(device.n_slots for device in devices)
 
     def run(self, progress: Callable[[int], None] | None = None) -> SimResult:
         """Replays all passes; `progress` is called with the number of each pass or part begun.
@@ -339,10 +394,12 @@ class Simulation:
         Raises CallbackError when the policy or predictor fails.
         """
         options = self.options
-        store = Store(layout_of(self.trace.shape), self.n_slots, options.store, n_lower_slots=options.n_lower_slots)
+        store = Store(layout_of(self.trace.shape), self.slots, options.store, n_lower_slots=options.n_lower_slots)
         try:
             if options.below is not None and options.n_lower_slots:
                 store.set_policy_of(Tier.LOWER, options.below.policy)
+                if options.below.cpu:
+                    store.model_computed_misses(options.below.cpu)
             lane = store.open_lane()
             try:
                 return self._replay(store, lane, progress)
@@ -498,5 +555,7 @@ def _tier_spans(store: Store) -> dict[str, TierSpan]:
     if len(store.tiers) == 1:
         return {}
     found = {name: store.tier(tier) for name, tier in ((VRAM, Tier.COMPUTE), (RAM, Tier.LOWER))}
+    if len(store.devices) > 1:
+        found |= {device.name or str(n): store.device(n) for n, device in enumerate(store.devices)}
     staged = store.staging()
     return {name: TierSpan.of(figures) for name, figures in (found | ({STAGING: staged} if staged else {})).items()}
