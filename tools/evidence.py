@@ -5,13 +5,15 @@
     python -m tools.evidence batches -m demo --expert-cache 25% --batch 1,2,4,8,16 --schedule fifo,auto
     python -m tools.evidence link promoe requests.trace --model demo --expert-cache 25%,50%
     python -m tools.evidence bound --routing random,qwen3-30b --batch 1,8
+    python -m tools.evidence passes -m model.gguf --batch 1,8
 
 `speed` takes the options of `moegguf bench`; each round runs every system once, and rows have medians over rounds with
 their least and greatest. With --results the rounds are added to those in a file, so that a long measurement can be made
 in pieces. `batches` answers the demo's questions, so many at once, in a process of its own each time. `link` replays a
 trace with every system over a link on which an expert takes as long, beside a layer's compute time, as in the paper
 named. `bound` says how few bytes any eviction can read for requests that decode together, and what the store's own
-reads, on routing that is drawn at random or reused as published.
+reads, on routing that is drawn at random or reused as published. `passes` computes tokens of several sequences together
+with every expert in memory, on one thread, whose processor time other work on the machine changes least.
 """
 
 from __future__ import annotations
@@ -36,7 +38,10 @@ from moegguf.bench.series import test_name
 from moegguf.controller.policies import native_policies
 from moegguf.controller.predictors.base import NoPrediction
 from moegguf.controller.shape import MoeShape
+from moegguf.engine.llama import Llama
+from moegguf.engine.sequences import Chunk
 from moegguf.generate.request import Sampling
+from moegguf.native.events import Phase
 from moegguf.trace.belady import Lookups, belady
 from moegguf.trace.format import read
 from moegguf.trace.simulate import Simulation
@@ -307,6 +312,32 @@ def bound_table(bounds: Sequence[Bound], shape: MoeShape) -> str:
     return "\n".join(lines)
 
 
+def passes(model: str, batches: Sequence[int], n_passes: int, rounds: int) -> str:
+    """Markdown: ms of one thread's processor per decoded token, in passes of so many sequences, the least of rounds in
+    turns."""
+    options: dict[str, Any] = {"n_ctx": 1024, "n_threads": 1, "flash_attn": None, "verbose": False}
+    found: dict[int, list[float]] = {batch: [] for batch in batches}
+    n_past, random = [0] * max(batches), np.random.default_rng(0)
+
+    def compute(llm: Llama, batch: int) -> None:
+        tokens = random.integers(llm.n_vocab(), size=batch).tolist()
+        llm.eval_chunks([Chunk(i, [token], n_past[i], i, Phase.DECODE) for i, token in enumerate(tokens)])
+        n_past[:batch] = [n + 1 for n in n_past[:batch]]
+
+    with Llama(model, expert_cache="100%", n_seq_max=max(batches), **options) as llm:
+        for number, batch in itertools.product(range(rounds), batches):
+            compute(llm, batch)
+            start_s = time.thread_time()
+            for _ in range(n_passes):
+                compute(llm, batch)
+            found[batch].append((time.thread_time() - start_s) / n_passes / batch * 1e3)
+            text = f"round {number + 1}/{rounds}: {batch} together, {found[batch][-1]:.2f} ms a token"
+            print(text, file=sys.stderr, flush=True)
+    least = {batch: min(times) for batch, times in found.items()}
+    rows = [f"| {batch} | {ms:.2f} | {least[batches[0]] / ms:.2f} |" for batch, ms in least.items()]
+    return "\n".join(["| sequences | ms a token | against the first |", "|---" * 3 + "|", *rows])
+
+
 def _token_ms(row: dict[str, Any]) -> float:
     decode = row["simulated"]["decode"]
     return float(decode["clock_ns"] / decode["tokens"] / 1e6)
@@ -346,6 +377,11 @@ def arguments(given: Sequence[str] | None = None) -> tuple[argparse.Namespace, l
     one.add_argument("--slots", type=int, default=534, metavar="N", help="experts in memory, of all layers")
     one.add_argument("--expert-mb", type=float, default=5.6, metavar="MB")
     one.add_argument("-n", type=int, default=384, metavar="TOKENS", help="of each request")
+    one = commands.add_parser("passes", help="compute tokens of several sequences together, every expert in memory")
+    one.add_argument("-m", "--model", required=True)
+    one.add_argument("--batch", default="1,2,4,8", metavar="N,...", help="sequences in a pass")
+    one.add_argument("-n", type=int, default=6, metavar="PASSES", help="of each round")
+    one.add_argument("--rounds", type=int, default=6, metavar="N", help="of every batch")
     return parser.parse_known_args(given)
 
 
@@ -366,6 +402,8 @@ def main(given: Sequence[str] | None = None) -> int:
         shape = shape_of("qwen3-30b", args.layers, args.experts, args.used, round(args.expert_mb * 1e6))
         pairs = itertools.product(args.routing.split(","), map(int, args.batch.split(",")))
         print(bound_table([Bound(routing, batch, args.n, args.slots) for routing, batch in pairs], shape))
+    elif args.command == "passes":
+        print(passes(args.model, [int(batch) for batch in args.batch.split(",")], args.n, args.rounds))
     else:
         print(link(args.paper, args.trace, options))
     return 0

@@ -28,6 +28,7 @@ OPTIONS = {
     "ASAN_OPTIONS": "detect_leaks=0 halt_on_error=1 abort_on_error=1",
     "UBSAN_OPTIONS": "print_stacktrace=1 halt_on_error=1",
 }
+LONGEST_TEST_S = "1200"  # ten times that of a test without: a process of its own takes half a minute to begin, alone
 NATIVE_ROOM = ["tests/native", "--ignore", "tests/native/test_rpc.py"]
 
 
@@ -75,8 +76,8 @@ def run(sanitizer: str, library: Path, arguments: list[str]) -> tuple[int, list[
     prefix.parent.mkdir(exist_ok=True)
     options = {name: f"{value} log_path={prefix}" for name, value in OPTIONS.items()}
     environment = {
-        **os.environ, **options, "MOEGGUF_LIBRARY": str(library), "LD_PRELOAD": preload(sanitizer),
-        "PYTHONPATH": str(ROOT), "PYTHONMALLOC": "malloc",
+        "MOEGGUF_LONGEST_TEST_S": LONGEST_TEST_S, **os.environ, **options, "MOEGGUF_LIBRARY": str(library),
+        "LD_PRELOAD": preload(sanitizer), "PYTHONPATH": str(ROOT), "PYTHONMALLOC": "malloc",
     }  # fmt: skip
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
     status = subprocess.run(command, cwd=ROOT, env=environment).returncode
