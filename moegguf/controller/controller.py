@@ -156,7 +156,9 @@ class Controller:
         if self._prefetcher is not None:
             self._prefetcher.begin_pass()
         if self.watchdog is not None and self.options.clock_ns is not None:
-            self.count_token(announcement.phase, self.options.clock_ns())
+            parts = announcement.parts()
+            phase = Phase.DECODE if all(part.phase == Phase.DECODE for part in parts) else Phase.PREFILL
+            self.count_token(phase, self.options.clock_ns(), len(parts))
         if self.predictor is not None:
             self._predict(self.predictor, announcement)
         self._act(announcement.phase)
@@ -176,12 +178,12 @@ class Controller:
         self._act(event.phase)
         self.seconds += time.perf_counter() - start
 
-    def count_token(self, phase: Phase, now_ns: int) -> None:
-        """Tells the watchdog that tokens are evaluated next."""
+    def count_token(self, phase: Phase, now_ns: int, n_sequences: int = 1) -> None:
+        """Tells the watchdog that tokens are evaluated next; DECODE: one of each sequence, and no prompt's beside."""
         if self.watchdog is None:
             return
         if phase == Phase.DECODE:
-            self.watchdog.token(now_ns)
+            self.watchdog.token(now_ns, n_sequences)
         else:
             self.watchdog.pause()
         try:

@@ -42,6 +42,9 @@ class Watchdog:
     because it bears the effects of the turn before. It ends as soon as the difference is clear: when the token times
     with prefetching, made longer by the gain that it has to bring, rank below those without, or above, by `certainty`.
     Ranks, so that a few slow tokens do not decide. Otherwise the medians of all turns decide, until the next trial.
+
+    Where several sequences are decoded together, a token is one of each of them. A trial compares passes of equally
+    many sequences; others do not count, and a whole turn of these begins it anew.
     """
 
     def __init__(self, options: WatchdogOptions | None = None) -> None:
@@ -55,15 +58,20 @@ class Watchdog:
         self._turn_ns: list[int] = []
         self._turns_ns: dict[bool, list[list[int]]] = {False: [], True: []}
         self._previous_ns: int | None = None
+        self._n_sequences = 1  # of the passes that the trial compares, and of the last one
+        self._n_last_sequences = 1
+        self._n_others = 0  # passes of other numbers of sequences in a row
 
     @property
     def resting(self) -> bool:
         """Whether it has decided, and the next trial has not begun."""
         return self._pause_tokens > 0
 
-    def token(self, now_ns: int) -> None:
-        """Decoding of a token begins at `now_ns`, by any monotonic clock that runs while the model computes."""
+    def token(self, now_ns: int, n_sequences: int = 1) -> None:
+        """Decoding of a token of each of so many sequences begins at `now_ns`, by any monotonic clock that runs while
+        the model computes."""
         previous, self._previous_ns = self._previous_ns, now_ns
+        n_last, self._n_last_sequences = self._n_last_sequences, n_sequences
         if previous is None:
             return
         if self._warm_tokens > 0:
@@ -72,7 +80,7 @@ class Watchdog:
         elif self._pause_tokens > 0:
             self._pause_tokens -= 1
             self.on = self.on and self._pause_tokens > 0
-        else:
+        elif self._is_compared(n_last):
             self._turn_ns.append(now_ns - previous)
             if len(self._turn_ns) == (self.options.on_tokens if self.on else self.options.off_tokens):
                 self._end_turn()
@@ -80,6 +88,14 @@ class Watchdog:
     def pause(self) -> None:
         """A prompt is computed next; its time is not counted."""
         self._previous_ns = None
+
+    def _is_compared(self, n_sequences: int) -> bool:
+        """Whether a pass of so many sequences counts in this trial, which begins anew after a turn of others."""
+        self._n_others = self._n_others + 1 if n_sequences != self._n_sequences else 0
+        if self._n_others > self.options.off_tokens:
+            self._n_sequences, self._n_others, self.on = n_sequences, 0, False
+            self._turn_ns, self._turns_ns = [], {False: [], True: []}
+        return not self._n_others
 
     def _end_turn(self) -> None:
         self._turns_ns[self.on].append(self._turn_ns[1:])

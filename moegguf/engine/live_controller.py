@@ -171,8 +171,8 @@ class LiveController:
         return ControllerChoice(policy, predictor, prefetch)
 
     def _unmeasured(self) -> ControllerChoice:
-        """Predictions only where their price is small: a device's router inputs would have to be copied from it, and
-        batches of several sequences leave the link less time."""
+        """Predictions only where they pay: a device's router inputs would have to be copied from it, and batches of
+        several sequences leave the link no time (`docs/evidence.md`)."""
         plan = self.session.plan
         on_cpu = not plan.device and not plan.layers_on
         chosen_otherwise = self.options.predictor is not None or self.options.prefetch is False
@@ -219,15 +219,16 @@ class LiveController:
         layout = self.artifacts.layout
         return layout is None or self.session.layout.layers == layout.layers
 
-    def before_tokens(self, phase: Phase) -> None:
-        """Tokens are evaluated next. Between trials that said no, the store works without the controller.
+    def before_tokens(self, phase: Phase, n_sequences: int = 1) -> None:
+        """Tokens are evaluated next; DECODE: one of each sequence, and no prompt's beside. Between trials that said no,
+        the store works without the controller.
 
         Not for the event thread, which this may wait for.
         """
         controller = self.controller
         if controller is None or controller.watchdog is None or not self._tight:
             return
-        controller.count_token(phase, time.perf_counter_ns())
+        controller.count_token(phase, time.perf_counter_ns(), n_sequences)
         if self._paused and not controller.redundant:
             self._paused, self._listening = False, True
             self.session.listeners.add(self)

@@ -371,8 +371,8 @@ class Llama(UpstreamLlama):
             return
         first = chunks[0]
         if self._live_controller is not None:
-            decodes = first.phase == Phase.DECODE or any(chunk.phase == Phase.DECODE for chunk in chunks)
-            self._live_controller.before_tokens(Phase.DECODE if decodes else Phase.PREFILL)
+            decodes = all(chunk.phase == Phase.DECODE for chunk in chunks)
+            self._live_controller.before_tokens(Phase.DECODE if decodes else Phase.PREFILL, len(chunks))
         if not self._session.lane.awaits_tokens(first.request, first.phase):
             return
         sequences, phases, tokens, outputs = list[int](), list[int](), list[int](), list[int]()

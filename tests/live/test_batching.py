@@ -32,7 +32,7 @@ from moegguf.errors import (
 )
 from moegguf.generate.answer import Answer
 from moegguf.generate.batched_answer import BatchedAnswer
-from moegguf.generate.batching import BatchLoop, common_tokens
+from moegguf.generate.batching import common_tokens
 from moegguf.generate.request import GenerationRequest, TokenLogprob
 from moegguf.native import library
 from moegguf.native.events import Phase
@@ -160,7 +160,9 @@ def test_the_same_steps_beside_other_tokens_give_the_same_bits(pair: tuple[Llama
             for i, n in enumerate(lengths)
         ]
         many.clear()
-        received = answers_together(many, requests, step_tokens=16)  # their order of arrival decides who gets which cells
+        received = answers_together(
+            many, requests, step_tokens=16
+        )  # their order of arrival decides who gets which cells
         assert [events.error for events in received] == [None] * len(requests)
         return received[target].logprobs
 

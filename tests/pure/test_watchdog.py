@@ -144,6 +144,29 @@ def test_a_prompt_between_two_tokens_does_not_count() -> None:
     assert run.dog.last_gain == pytest.approx(0.1)
 
 
+def test_passes_of_other_numbers_of_sequences_do_not_count() -> None:
+    run = Run(1000, 900)
+    while not run.dog.trials:
+        for n_sequences, took_ns in ((8, 10**6), (7, 10**6)):  # between single tokens
+            run.dog.token(run.stall_ns, n_sequences)
+            run.stall_ns += took_ns
+        run.dog.token(run.stall_ns)
+        run.tokens(3)
+    assert run.dog.last_gain == pytest.approx(0.1)
+
+
+def test_a_trial_begins_anew_when_the_number_of_sequences_stays_another() -> None:
+    run = Run(1000, 2000)
+    run.tokens(TRIAL - 2)
+    n_passes = 0
+    while not run.dog.trials:
+        n_passes += 1
+        run.stall_ns += 4500 if run.dog.on else 5000
+        run.dog.token(run.stall_ns, 8)
+    assert n_passes == SHORT.off_tokens + 1 + TRIAL
+    assert run.dog.on and run.dog.last_gain == pytest.approx(0.1)
+
+
 def test_it_tries_again_after_rests_that_grow_up_to_the_longest() -> None:
     run = Run(1000, 2000)
     begun = []
