@@ -17,40 +17,25 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from moegguf.engine.sequences import Chunk
 from moegguf.errors import ClosedError, ContextError, ExpertIOError, GenerationCancelled
 from moegguf.generate.answer import Answer
-from moegguf.generate.batched_answer import AnswerEvents, BatchedAnswer, Slot, Task
-from moegguf.generate.decoding import n_shifted
+from moegguf.generate.batched_answer import AnswerEvents, BatchedAnswer, Task
+from moegguf.generate.kv_slots import KvSlots
 from moegguf.generate.request import GenerationRequest
 from moegguf.generate.schedule import Fifo, Schedule, Step
 from moegguf.generate.sequence import SequenceState
-from moegguf.native.events import Phase
+from moegguf.generate.step_tokens import Part, StepTokens, chunk_of
 
 if TYPE_CHECKING:
     from moegguf.engine.llama import Llama
     from moegguf.engine.stats import Stats
 
-MIN_SHARED_TOKENS = 32  # of a prefix that another prompt is about to compute, to wait for it
-MIXED_STEP_TOKENS = 128  # of a step in which sequences decode, where experts need not be read for it
-# From 64 tokens on, ggml's flash attention on the CPU computes tiles of 64 tokens by 64 cells of the KV cache, all of
-# one in which any token sees any cell; below, only what a token sees. Tiles are faster where a sequence has an eighth
-# of the cells or more: 32 sequences of 50 tokens take 1.4 times as long by tiles, 4 of them 0.9 (demo, one thread).
-ROW_STEP_TOKENS = 63
-ROW_SEQUENCES = 48  # of a step, at most; more take turns, so that prompts have room beside them
-ROWS_PAY_CELLS = 8  # times the tokens of the longest prompt
-
-Part = tuple[BatchedAnswer, int]  # of a step: how many tokens of which answer
-
 
 class BatchLoop:
     """Owns the context of a model: `run` computes, on one thread, what others submit, until `close`.
 
-    `schedule`: which sequences compute in a step. `step_tokens`: budget of a step in which some decode; None: a whole
-    pass where experts have to be read for it, else MIXED_STEP_TOKENS, or ROW_STEP_TOKENS where these are faster.
-    `together`: the block in which the answers of a step get their events.
+    `schedule`: which sequences compute in a step. `step_tokens`: its budget, as of `StepTokens`. `together`: the block
+    in which the answers of a step get their events.
     """
 
     def __init__(
@@ -63,13 +48,8 @@ class BatchLoop:
         self._llm = llm
         self._schedule = schedule or Fifo()
         self._together = together
-        self._pass_tokens = min(int(llm.context_params.n_ubatch), llm.n_batch)
-        resident = llm.session is None or llm.plan.resident
-        self._step_tokens = step_tokens or (
-            min(MIXED_STEP_TOKENS, self._pass_tokens) if resident else self._pass_tokens
-        )
-        self._has_row_steps = step_tokens is None and resident and llm.plan.device is None
-        self._slots = [Slot(sequence) for sequence in range(llm.n_seq_max)]
+        self._slots = KvSlots(llm)
+        self._step_tokens = StepTokens(llm, self._slots, step_tokens)
         self._changed = threading.Condition()  # of the five below
         self._arrived: list[BatchedAnswer | Task] = []
         self._computing: tuple[BatchedAnswer, ...] = ()
@@ -228,31 +208,21 @@ class BatchLoop:
                 self._waiting.pop(0)
                 self._run_alone(first)
                 continue
-            free = [slot for slot in self._slots if slot.answer is None]
-            if not free:
+            if not self._slots.has_free:
                 return
             self._waiting.pop(0)
-            self._place(first, free)
+            self._begin(first)
 
-    def _place(self, answer: BatchedAnswer, free: Sequence[Slot]) -> None:
-        """Gives it the slot whose tokens are the least loss, of equal ones the least recently used."""
+    def _begin(self, answer: BatchedAnswer) -> None:
         if answer.number < 0:
             answer.begin(self._llm.begin_request(), self._stats_now())
-        shared = {slot.sequence: _common_prefix(slot, answer) for slot in free}
-        slot = min(free, key=lambda slot: (len(slot.tokens) - shared[slot.sequence], slot.n_used))
-        self._truncate(slot, shared[slot.sequence])
-        slot.answer, answer.slot, answer.has_begun = answer, slot, False
+        self._slots.place(answer)
         insort(self._running, answer, key=lambda known: known.ticket)
-
-    def _truncate(self, slot: Slot, n_tokens: int) -> None:
-        if not self._llm.sequences.truncate(slot.sequence, n_tokens):
-            n_tokens = 0
-        del slot.tokens[n_tokens:]
 
     def _run_alone(self, job: BatchedAnswer | Task) -> None:
         """From an empty context, which it leaves empty; where it has one sequence only, from what was left there."""
         self._stats = None
-        self._clear()
+        self._slots.clear()
         if isinstance(job, BatchedAnswer):
             self._answer_alone(job)
         else:
@@ -262,14 +232,7 @@ class BatchLoop:
             finally:
                 self._set_alone(None)
                 self._llm.resume()  # a cancel may have come after its end
-        self._clear()
-
-    def _clear(self) -> None:
-        """Empties a context of several sequences."""
-        if len(self._slots) > 1:
-            self._llm.clear()
-            for slot in self._slots:
-                slot.tokens.clear()
+        self._slots.clear()
 
     def _answer_alone(self, answer: BatchedAnswer) -> None:
         error = None
@@ -335,74 +298,15 @@ class BatchLoop:
 
     def _step(self) -> None:
         for answer in self._running:
-            self._make_space(answer)
+            self._slots.shift(answer)
         running = tuple(self._running)
         chosen = self._schedule.choose(running) or running
-        start_s, parts = time.perf_counter(), self._parts(chosen)
+        start_s, parts = time.perf_counter(), self._step_tokens.parts(chosen, self._n_steps)
         computed = self._compute(parts)
         if computed:
             n_tokens = sum(n for _, n in computed)
             answers = tuple(answer for answer, _ in computed)
             self._schedule.ran(Step(answers, n_tokens, time.perf_counter() - start_s))
-
-    def _make_space(self, answer: BatchedAnswer) -> None:
-        """Drops the older half of a context that is about to be full. The rest is evaluated again: its cells may belong
-        to other sequences, too, whose positions stay."""
-        state, slot = answer.sequence, answer.slot
-        if slot is None or not state.shifts or len(slot.tokens) < self._llm.n_ctx() - 1:
-            return
-        n_keep = state.n_kept
-        del answer.context[n_keep : n_keep + n_shifted(len(slot.tokens), n_keep)]
-        self._truncate(slot, n_keep)
-        answer.timing.n_shifts += 1
-
-    def _parts(self, chosen: Sequence[BatchedAnswer]) -> list[Part]:
-        """The next token of every sequence that decodes, and tokens of prompts up to the budget."""
-        by_rows, most = self._attends_by_rows(chosen), self._llm.n_batch
-        n_turn = min(most, ROW_SEQUENCES) if by_rows else most
-        if len(chosen) > n_turn:  # they take turns, as many in each
-            n_turn = -(-len(chosen) // -(-len(chosen) // n_turn))
-            first = self._n_steps * n_turn % len(chosen)
-            chosen = (*chosen[first:], *chosen[:first])[:n_turn]
-        parts = [(answer, 1) for answer in chosen if answer.decodes]
-        budget = self._pass_tokens
-        if parts:
-            budget = min(self._step_tokens, ROW_STEP_TOKENS) if by_rows else self._step_tokens
-        n_left = min(max(budget, len(parts) + 1), most) - len(parts)
-        prompts = list[BatchedAnswer]()
-        for answer in chosen:
-            if answer.decodes or n_left <= 0 or not self._begins(answer, prompts):
-                continue
-            n = min(answer.n_pending, n_left)
-            n_left -= n
-            prompts.append(answer)
-            parts.append((answer, n))
-        return parts
-
-    def _attends_by_rows(self, chosen: Sequence[BatchedAnswer]) -> bool:
-        """Whether steps below tiles of attention pay: each of `chosen` has few of the cells."""
-        n_longest = max((len(answer.context) for answer in chosen if not answer.decodes), default=0)
-        return self._has_row_steps and sum(len(slot.tokens) for slot in self._slots) >= ROWS_PAY_CELLS * n_longest
-
-    def _begins(self, answer: BatchedAnswer, prompts: Sequence[BatchedAnswer]) -> bool:
-        """Whether a prompt is evaluated in this step, after it got the longest prefix that another sequence holds; not
-        when one of `prompts`, which are in the step, is about to compute more of it."""
-        slot = answer.slot
-        assert slot is not None
-        if answer.has_begun or not answer.sequence.reuses_prefix:
-            answer.has_begun = True
-            return True
-        source = max(self._slots, key=lambda known: _common_prefix(known, answer))
-        n_shared = _common_prefix(source, answer)
-        if n_shared > len(slot.tokens) and self._llm.sequences.copy(source.sequence, slot.sequence, n_shared):
-            slot.tokens = source.tokens[:n_shared]
-        n_enough = len(slot.tokens) + MIN_SHARED_TOKENS
-        if any(common_tokens(other.context, answer.context[:-1]) >= n_enough for other in prompts):
-            return False
-        answer.has_begun = True
-        if not answer.timing.prompt_tokens:
-            answer.timing.cached_tokens = len(slot.tokens)
-        return True
 
     def _compute(self, parts: Sequence[Part]) -> list[Part]:
         """Evaluates the parts of a step and lets who has all of its tokens sample; returns what was evaluated.
@@ -437,11 +341,11 @@ class BatchLoop:
         while remaining:
             try:
                 with _Computing(self, tuple(answer for answer, _ in remaining)):
-                    rows = self._llm.eval_chunks([_chunk(answer, n) for answer, n in remaining])
+                    rows = self._llm.eval_chunks([chunk_of(part) for part in remaining])
             except BaseException:  # the sequences end as they were before the pass
                 for answer, _ in remaining:
                     assert answer.slot is not None
-                    self._truncate(answer.slot, len(answer.slot.tokens))
+                    self._slots.truncate(answer.slot, len(answer.slot.tokens))
                 raise
             if rows is not None:
                 return remaining, rows
@@ -453,15 +357,13 @@ class BatchLoop:
     def _make_room(self) -> bool:
         """Drops the tokens of the least recently used slot that nobody uses, else puts the newest answer back in the
         queue: it is computed again later. False when only one runs."""
-        unused = [slot for slot in self._slots if slot.answer is None and slot.tokens]
-        if unused:
-            self._truncate(min(unused, key=lambda slot: slot.n_used), 0)
+        if self._slots.drop_unused():
             return True
         if len(self._running) < 2:
             return False
         newest = self._running.pop()
         assert newest.slot is not None
-        self._truncate(newest.slot, 0)
+        self._slots.truncate(newest.slot, 0)
         newest.slot.answer = None
         newest.slot = None
         insort(self._waiting, newest, key=lambda known: known.ticket)
@@ -518,24 +420,3 @@ class _Computing:
             self._loop._computing = ()
             if all(answer.cancelled for answer in self._answers):
                 self._loop._llm.resume()
-
-
-def _chunk(answer: BatchedAnswer, n_tokens: int) -> Chunk:
-    slot = answer.slot
-    assert slot is not None
-    n_past = len(slot.tokens)
-    phase = Phase.DECODE if answer.decodes else Phase.PREFILL
-    tokens = answer.context[n_past : n_past + n_tokens]
-    return Chunk(slot.sequence, tokens, n_past, answer.number, phase, n_past + n_tokens == len(answer.context))
-
-
-def _common_prefix(slot: Slot, answer: BatchedAnswer) -> int:
-    """Tokens of the slot that the answer can begin with; one at least is left to evaluate."""
-    return common_tokens(slot.tokens, answer.context[:-1]) if answer.sequence.reuses_prefix else 0
-
-
-def common_tokens(a: Sequence[int], b: Sequence[int]) -> int:
-    """Equal tokens at the beginning of both."""
-    n = min(len(a), len(b))
-    differ = np.flatnonzero(np.asarray(a[:n], np.intc) != np.asarray(b[:n], np.intc))
-    return int(differ[0]) if differ.size else n

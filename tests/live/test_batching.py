@@ -32,7 +32,7 @@ from moegguf.errors import (
 )
 from moegguf.generate.answer import Answer
 from moegguf.generate.batched_answer import BatchedAnswer
-from moegguf.generate.batching import common_tokens
+from moegguf.generate.kv_slots import common_tokens
 from moegguf.generate.request import GenerationRequest, TokenLogprob
 from moegguf.native import library
 from moegguf.native.events import Phase
