@@ -84,8 +84,9 @@ class LocalModel:
         if self.llm.reads_images:
             facts.append("reads images")
         if stats.n_experts:
-            below = f" in VRAM, {stats.below.n_slots:,} in RAM" if stats.below else " in VRAM" * stats.in_vram
-            facts.append(f"slots for {stats.n_slots:,} of {stats.n_experts:,} experts{below}")
+            first, n_ram = stats.tiers[0].n_slots, sum(tier.n_slots for tier in stats.tiers[1:])
+            where = " in VRAM" * stats.in_vram + f", {n_ram:,} in RAM" * (n_ram > 0)
+            facts.append(f"slots for {first:,} of {stats.n_experts:,} experts{where}")
         if not stats.exact:
             facts.append("not exact: the CPU computes misses")
         return facts

@@ -23,12 +23,12 @@ from moegguf.engine.batch import layer_slots
 from moegguf.engine.devices import gpus
 from moegguf.engine.listeners import RoutingListeners
 from moegguf.engine.plan import DevicePlan, Plan
-from moegguf.engine.stats import RAM, VRAM, Stats, TierStats
+from moegguf.engine.stats import CPU, RAM, VRAM, Stats, TierStats
 from moegguf.errors import AllocationError, ForkError
 from moegguf.gguf.experts import ExpertLayout
 from moegguf.native import library
 from moegguf.native.slot_sizes import most_slots
-from moegguf.native.store import DeviceSlots, Store, StoreOptions
+from moegguf.native.store import DeviceSlots, Store, StoreOptions, Tier
 
 EXPERT_TENSORS = r"\.ffn_(gate|up|down|gate_up)_exps\.weight"
 
@@ -133,6 +133,13 @@ class Place(enum.IntEnum):
     LOADING = 1
     RAM = 2
     VRAM = 3
+
+
+# Of `moegguf_tier_info`: figures of a tier that are the sum of its devices'.
+_TIER_SUMS = (
+    "lookups", "hits_ready", "hits_late", "misses", "evictions", "bytes_missed", "bytes_prefetched", "stall_ns",
+    "stream_waits", "copy_ns", "slots_used", "slots_pinned", "pool_bytes", "n_slots", "n_slots_usable",
+)  # fmt: skip
 
 
 def _tier_stats(name: str, figures: dict[str, Any], slot_bytes: int) -> TierStats:
@@ -245,21 +252,41 @@ class Session:
     def places(self) -> npt.NDArray[np.uint8]:
         """(n_layer, n_expert): where each expert is, as a `Place`. One that is in several tiers is in the first."""
         places = np.zeros(self.store.shape, np.uint8)
-        for name, tier in zip(reversed(self.tiers()), reversed(self.store.tiers), strict=True):
+        for tier in reversed(self.store.tiers):
             there = self.store.residency(tier)
             places[(there == 1) & (places == Place.DISK)] = Place.LOADING
-            places[there == 2] = Place.VRAM if name == VRAM else Place.RAM
+            places[there == 2] = Place.VRAM if tier == Tier.COMPUTE and self._on_device else Place.RAM
+        for device in self._cpu_slots:
+            layers = places[list(device.layers)]
+            places[list(device.layers)] = np.where(layers == Place.VRAM, Place.RAM, layers)
         places[self.whole_layers] = Place.VRAM
         return places
 
     def tiers(self) -> dict[str, dict[str, Any]]:
-        """Every figure of each tier, the nearest to the layers first: "VRAM" and "RAM", or "RAM" alone.
+        """Every figure of each tier, the nearest to the layers first: "VRAM" and "RAM", or "RAM" alone; then "CPU",
+        where a device leaves layers to it, which it computes with slots in RAM of its own.
 
-        Times in ns. Of both, VRAM's look-ups are those of the model, and RAM's those that VRAM missed.
+        Times in ns. VRAM's look-ups are those of the layers there, and RAM's those that VRAM missed.
         """
-        on_device = any(device.name not in (None, "CPU") for device in self.store.devices)
-        names = (VRAM, RAM) if on_device else (RAM,)
-        return {name: self.store.tier(tier) for name, tier in zip(names, self.store.tiers, strict=False)}
+        names = (VRAM, RAM) if self._on_device else (RAM,)
+        found = {name: self.store.tier(tier) for name, tier in zip(names, self.store.tiers, strict=False)}
+        for device in self._cpu_slots:
+            found[CPU] = self.store.device(self.store.devices.index(device))
+            found[VRAM] |= {name: found[VRAM][name] - found[CPU][name] for name in _TIER_SUMS}
+            found[VRAM]["device"] = ", ".join(
+                part.name for part in self.store.devices if part.name and part.name != CPU
+            )
+        return found
+
+    @property
+    def _on_device(self) -> bool:
+        """Whether layers compute with slots in a device's memory."""
+        return any(device.name not in (None, CPU) for device in self.store.devices)
+
+    @property
+    def _cpu_slots(self) -> list[DeviceSlots]:
+        """Those of the CPU beside devices, if it has any."""
+        return [device for device in self.store.devices if self._on_device and device.name in (None, CPU)]
 
     def devices(self) -> dict[str, dict[str, Any]]:
         """Those figures of each device that computes layers, by ggml's name for it, in the order of their layers."""

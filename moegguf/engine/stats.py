@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 PRESENT_VALUES = frozenset({"exact", "n_slots", "n_experts", "slots_used", "pool_bytes", "staging_bytes", "n_threads"})
-VRAM, RAM = "VRAM", "RAM"  # names of tiers
+VRAM, RAM, CPU = "VRAM", "RAM", "CPU"  # names of tiers
 
 
 def _ratio(a: float, b: float) -> float:
@@ -16,7 +16,8 @@ def _ratio(a: float, b: float) -> float:
 
 @dataclass(frozen=True)
 class TierStats:
-    """Cumulative figures of one tier: slots in the memory of a device (`name` "VRAM") or of the host ("RAM").
+    """Cumulative figures of one tier: slots in the memory of a device (`name` "VRAM") or of the host ("RAM"), also
+    those with which the CPU computes the layers that a device leaves to it ("CPU").
 
     `device`: ggml's name of what computes with the slots, or copies from them. Below another tier, a lookup is one that
     missed there. Bytes are those that came into the slots, from wherever; sizes in bytes. `stall_s`: seconds that
@@ -136,6 +137,11 @@ class Stats:
     def below(self) -> TierStats | None:
         """The tier in RAM below a device's, if there is one."""
         return next((tier for tier in self.tiers[1:] if tier.name == RAM), None)
+
+    @property
+    def on_cpu(self) -> TierStats | None:
+        """The slots of layers that a device leaves to the CPU, if there are any."""
+        return next((tier for tier in self.tiers[1:] if tier.name == CPU), None)
 
     @property
     def bytes_read(self) -> int:

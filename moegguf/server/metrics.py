@@ -67,7 +67,7 @@ COUNTS = (
 )  # fmt: skip
 FIELDS = tuple(field for count in COUNTS for field in count.fields.values())
 
-# Of `TierStats`: per model and tier, "vram" or "ram", and device.
+# Of `TierStats`: per model and tier, "vram", "ram" or "cpu", and device.
 TIER_COUNTS = (
     CounterSpec("tier_lookups", "Experts looked up in a tier: below another one, those that it missed.",
           {"": "lookups"}),

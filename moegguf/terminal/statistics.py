@@ -155,7 +155,7 @@ def staged(stats: Stats) -> str:
 
 
 def _evictions(stats: Stats) -> str:
-    if stats.below is None:
+    if len(stats.tiers) < 2:
         return str(stats.evictions)
     return ", ".join(f"{tier.evictions} {tier.name}" for tier in stats.tiers)
 
@@ -186,11 +186,13 @@ def lookup_shares(stats: Stats) -> str:
 
 
 def _tier_shares(stats: Stats) -> str:
-    below = stats.below or TierStats("RAM")
+    below, on_cpu = stats.below or TierStats("RAM"), stats.on_cpu or TierStats("CPU")
     late, n_disk = stats.hits_late + below.hits_late, stats.misses - below.hits
     in_flight = f" in flight {late / stats.lookups:.1%}" if late else ""
-    in_ram = f" ram {below.hits_ready / stats.lookups:.1%}" if stats.below else ""
-    return f"vram {stats.hits_ready / stats.lookups:.1%}{in_ram}{in_flight} disk {n_disk / stats.lookups:.1%}"
+    n_ram = below.hits_ready + on_cpu.hits_ready
+    in_ram = f" ram {n_ram / stats.lookups:.1%}" if stats.below or stats.on_cpu else ""
+    in_vram = stats.hits_ready - on_cpu.hits_ready
+    return f"vram {in_vram / stats.lookups:.1%}{in_ram}{in_flight} disk {n_disk / stats.lookups:.1%}"
 
 
 def total_lines(stats: Stats) -> list[str]:

@@ -93,6 +93,17 @@ def test_two_tiers_have_lines_of_their_own() -> None:
     assert alone["evictions"] == "4" and "expert cache RAM" not in alone
 
 
+def test_slots_of_the_cpu_beside_a_device_are_ram() -> None:
+    vram = TierStats("VRAM", "RPC0", lookups=150, hits_ready=120, misses=30, n_slots=12)
+    cpu = TierStats("CPU", "CPU", lookups=50, hits_ready=30, misses=20, evictions=7, n_slots=4, pool_bytes=4 << 20)
+    lines = dict(
+        expert_lines(replace(WHOLE, lookups=200, hits_ready=150, hits_late=0, misses=50, tiers=(vram, cpu)), DECODE)
+    )
+    assert lines["expert cache CPU"] == "4 of 64 experts (6%), 4.00MiB"
+    assert lines["hit rate"] == "vram 60.0% ram 15.0% disk 25.0% of 200 lookups"
+    assert lines["evictions"] == "0 VRAM, 7 CPU"
+
+
 def test_misses_that_the_cpu_may_compute_are_said_to_be_inexact() -> None:
     stats = replace(WHOLE, exact=False, misses=40, misses_computed=7)
     said = "7 of 40 misses computed by the CPU"

@@ -22,12 +22,15 @@ from moegguf.engine.device_split import count_layers
 from moegguf.engine.devices import gpus
 from moegguf.engine.known_speeds import KnownSpeeds
 from moegguf.engine.recording import TraceOptions
+from moegguf.engine.session import Place
+from moegguf.engine.stats import Stats
 from moegguf.errors import BudgetError, OptionError
 from moegguf.gguf.experts import read_layout
 from moegguf.native import library
 from moegguf.native.link_device import add_link_device
 from moegguf.native.store import DeviceSlots, StoreOptions, Tier
 from moegguf.quantities import Link
+from moegguf.terminal.statistics import expert_lines
 from moegguf.trace.format import read
 from moegguf.trace.simulate import RamBelow, SimOptions, Simulation, TierSpan
 
@@ -107,7 +110,7 @@ def test_slots_on_two_servers_give_the_logits_of_these_devices(
         assert figures["evictions"] > 0
         assert figures["misses"] > 0
     for name in ("lookups", "misses", "evictions"):
-        assert tiers["VRAM"][name] == sum(figures[name] for figures in devices.values())
+        assert tiers["VRAM"][name] == sum(figures[name] for device, figures in devices.items() if device != "CPU")
     assert tiers["RAM"]["evictions"] > 0
     assert tiers["RAM"]["hits_ready"] > 0
 
@@ -215,7 +218,16 @@ def streamed_beside_a_device(path: Path, vram: int, ram: int, n_staging: int) ->
         assert llm.session is not None
         of_cpu = next(part for part in llm.plan.devices if part.name is None)
         logits = greedy_logits(llm)
-        figures, plan = llm.session.devices()["CPU"], llm.plan
+        figures, plan, tiers = llm.session.devices()["CPU"], llm.plan, llm.session.tiers()
+        counters, places = llm.session.store.counters(), llm.session.places()
+        shown = dict(expert_lines(llm.stats(), Stats()))
+    of_both = {name: tiers["VRAM"][name] + tiers["CPU"][name] for name in ("lookups", "hits_ready", "evictions")}
+    assert of_both == {name: counters[name] for name in of_both} and tiers["CPU"] == figures
+    assert tiers["VRAM"]["n_slots"] == plan.n_slots - of_cpu.n_slots
+    assert tiers["VRAM"]["device"] != "CPU" and f"on {tiers['VRAM']['device']}" in shown["expert cache VRAM"]
+    assert shown["expert cache CPU"].startswith(f"{of_cpu.n_slots} of ")
+    on_cpu = np.isin(np.arange(len(places)), list(of_cpu.layers))
+    assert Place.VRAM in places[~on_cpu] and Place.RAM in places[on_cpu] and Place.VRAM not in places[on_cpu]
     # The CPU's layers are computed there, from weights as they are in the file: in memory that the device pins.
     with hooks_off(), Llama(path, n_ubatch=plan.n_ubatch, op_offload=False, **OPTIONS, n_gpu_layers=3) as llm:
         same = np.array_equal(greedy_logits(llm), logits)
