@@ -3,7 +3,8 @@
     python -m tools.load_test --clients 64 --seconds 60 [--url http://127.0.0.1:11434] [--model demo] [--json]
 
 A single client sends every question first; then N clients send them repeatedly, streamed, and each answer must be the
-one of the single client for the same seed. Exit status 1 when an answer differs, a connection breaks, or memory of the
+one of the single client for the same seed; with --parallel, last bits depend on what else is computed, so that one of
+thousands may differ: it is printed. Exit status 1 when an answer differs, a connection breaks, or memory of the
 server and its workers grows by more than --most-growth MB in the second half. Flat over 2,000 requests:
 
     python -m tools.load_test --requests 2000 --seconds 3600 --max-tokens 8
@@ -79,6 +80,7 @@ class Outcome:
     seconds: float = 0.0
     answers: int = 0
     wrong: int = 0
+    first_wrong: str = ""  # what it is, and what it should have been
     busy: int = 0
     busy_without_retry_after: int = 0
     resets: int = 0
@@ -207,7 +209,9 @@ class Run:
             outcome.errors[str(error)] += 1
         else:
             outcome.answers += 1
-            outcome.wrong += answer.content != self.expected[question]
+            if answer.content != (expected := self.expected[question]):
+                outcome.wrong += 1
+                outcome.first_wrong = outcome.first_wrong or f"{answer.content}, in place of {expected}"
             outcome.n_tokens += answer.n_tokens
             outcome.first_s += answer.at_s[:1]
             outcome.between_s += [after - before for before, after in pairwise(answer.at_s)]
@@ -262,6 +266,8 @@ def lines(outcome: Outcome) -> Iterator[str]:
     figures = outcome.as_dict()
     yield f"clients          {outcome.clients} for {outcome.seconds:.1f} s"
     yield f"answers          {outcome.answers} checked, {outcome.wrong} wrong; {figures['tokens_per_s']:.0f} tokens/s"
+    if outcome.first_wrong:
+        yield f"first wrong      {outcome.first_wrong}"
     yield f"busy (503)       {outcome.busy}, {outcome.busy_without_retry_after} of them without Retry-After"
     yield f"resets           {outcome.resets}"
     for error, n in outcome.errors.items():

@@ -132,6 +132,9 @@ def test_an_outcome_says_what_went_wrong() -> None:
     assert "32.5 MB in the second half" in "\n".join(lines(outcome))
     for fault in ("wrong", "resets", "busy_without_retry_after"):
         assert not Outcome(2, answers=3, **{fault: 1}).passed  # type: ignore[arg-type]
+    assert "first wrong" not in "\n".join(lines(outcome))
+    outcome.first_wrong = "('b', 'stop', 1), in place of ('a', 'stop', 1)"
+    assert "first wrong      ('b', 'stop', 1), in place of ('a', 'stop', 1)" in list(lines(outcome))
     assert percentiles_ms([0.001] * 99 + [1.0])["p50"] == pytest.approx(1.0)
     assert percentiles_ms([]) == {}
     assert Answer("a", "stop", 1).content == ("a", "stop", 1)
