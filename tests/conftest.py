@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,16 @@ def no_deadlock(request: pytest.FixtureRequest) -> Iterator[None]:
     faulthandler.dump_traceback_later(LONGEST_TEST_S, exit=True, file=file)
     yield
     faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ctrl_c_interrupts() -> Iterator[None]:
+    """Also in subprocesses: what a shell without job control starts in the background ignores SIGINT."""
+    before = signal.getsignal(signal.SIGINT)
+    if before == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="session", autouse=True)
