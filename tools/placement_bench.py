@@ -5,8 +5,9 @@ python tools/placement_bench.py model.gguf                             # 0.5, 1 
 python tools/placement_bench.py model.gguf --links 1GB/s,35us --budgets 25% --rounds 3 --ram 40%
 
 The device computes with --device-threads, the CPU with --cpu-threads; one thread more copies. Where these are more than
-the machine's cores, times exceed the model's: on two cores, give --device-threads 1. All placements of a link and a budget run in
-turns, each in a process of its own. Tokens are decoded one by one, random ones: give a model with locality.
+the machine's cores, times exceed the model's: on two cores, give --device-threads 1. All placements of a link and a
+budget run in turns, each in a process of its own. Tokens are decoded one by one, random ones: give a model with
+locality.
 """
 
 from __future__ import annotations
