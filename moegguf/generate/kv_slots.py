@@ -5,7 +5,7 @@ Slots keep the tokens of answers that have ended, for prompts that begin with th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,9 +26,6 @@ class KvSlots:
 
     def __len__(self) -> int:
         return len(self._slots)
-
-    def __iter__(self) -> Iterator[Slot]:
-        return iter(self._slots)
 
     @property
     def n_tokens(self) -> int:
