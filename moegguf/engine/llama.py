@@ -225,6 +225,7 @@ class Llama(UpstreamLlama):
                 self._progress.raise_reason()
                 if not self._give_slots_back():
                     raise load_plan.failure(error) from error
+        load_plan.layout.check_not_overwritten()
         self.input_ids.fill(PLACEHOLDER)
         if self._n_seq_max > 1:
             self._pass_batch = PassBatch(self.n_batch)

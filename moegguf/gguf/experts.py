@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
-from moegguf.errors import ModelFormatError
+from moegguf.errors import ExpertIOError, ModelFormatError
 from moegguf.gguf.hparams import Hparams, check_attention, read_hparams
 from moegguf.gguf.reader import GgufFile, TensorInfo, Value
 from moegguf.gguf.shards import read_shards
@@ -32,17 +32,35 @@ _ROUTER = re.compile(r"blk\.(\d{1,6})\.ffn_gate_inp\.weight")
 
 
 @dataclass(frozen=True)
-class Shard:
-    """One file of the model and its identity when it was read, from which a later replacement is detected.
-
-    `header_bytes`: where its data begin.
-    """
+class FileVersion:
+    """One file and its identity when it was read, from which a later change is detected."""
 
     path: Path
     n_bytes: int
     dev: int
     ino: int
     mtime_ns: int
+
+    @staticmethod
+    def now(path: Path) -> FileVersion:
+        """The file as it is. Raises OSError."""
+        info = path.stat()
+        return FileVersion(path, info.st_size, info.st_dev, info.st_ino, info.st_mtime_ns)
+
+    def is_overwritten(self) -> bool:
+        """Whether the file was written to since; False where it was moved, deleted or replaced by another file."""
+        try:
+            now = self.now(self.path)
+        except OSError:
+            return False
+        same_file = (now.dev, now.ino) == (self.dev, self.ino)
+        return same_file and (now.n_bytes, now.mtime_ns) != (self.n_bytes, self.mtime_ns)
+
+
+@dataclass(frozen=True)
+class Shard(FileVersion):
+    """One file of the model. `header_bytes`: where its data begin."""
+
     header_bytes: int = 0
 
     @classmethod
@@ -115,6 +133,12 @@ class ExpertLayout:
     looked_up_bytes: int = 0  # of the embedding matrix where it is nothing else: a token reads one row of it
     layer_dense_bytes: Mapping[int, int] = field(default_factory=dict)  # by layer: its part of dense_bytes
     expert_row_bytes: int = 0  # of biases and scales, which have a row per expert: also a part of dense_bytes
+
+    def check_not_overwritten(self) -> None:
+        """Raises ExpertIOError where a shard was written to since its header was read."""
+        for shard in self.shards:
+            if shard.is_overwritten():
+                raise ExpertIOError(f"{shard.path.name} was written to while it was loaded; load the model again.")
 
     @property
     def is_moe(self) -> bool:

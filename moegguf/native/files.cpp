@@ -28,6 +28,19 @@ uint64_t up(uint64_t n) {
     return down(n + Shard::alignment - 1);
 }
 
+int64_t ns(const timespec & time) {
+    return (int64_t)time.tv_sec * 1000000000 + time.tv_nsec;
+}
+
+// Whether a change time alone is explained by something else than a write: another name, owner or mode, a link more or
+// less.
+bool only_renamed(const struct stat & opened, const struct stat & now, const std::string & path) {
+    struct stat named;
+    return opened.st_nlink != now.st_nlink || opened.st_mode != now.st_mode || opened.st_uid != now.st_uid ||
+           opened.st_gid != now.st_gid || stat(path.c_str(), &named) != 0 || named.st_ino != now.st_ino ||
+           named.st_dev != now.st_dev;
+}
+
 } // namespace
 
 // Whole huge pages, unless less than half of one is needed.
@@ -58,6 +71,8 @@ Shard::Shard(const std::string & path, bool direct)
     if (buffered_.fd < 0) {
         throw Error(MOEGGUF_IO, "cannot open '" + path + "': " + strerror(errno));
     }
+    opened_ = status();
+    changed_ns_ = ns(opened_.st_ctim);
     use_direct_ = direct_.fd >= 0 && direct_agrees();
 }
 
@@ -66,6 +81,29 @@ bool Shard::direct_agrees() const {
     const ssize_t via_cache = sys_pread(buffered_.fd, a.data(), check_bytes, 0);
     const ssize_t via_disk = sys_pread(direct_.fd, b.data(), check_bytes, 0);
     return via_cache > 0 && via_cache == via_disk && memcmp(a.data(), b.data(), via_cache) == 0;
+}
+
+struct stat Shard::status() const {
+    struct stat now;
+    if (sys_fstat(buffered_.fd, &now) != 0) {
+        throw Error(MOEGGUF_IO, "cannot stat '" + path_ + "': " + strerror(errno));
+    }
+    return now;
+}
+
+void Shard::check_unchanged() const {
+    const struct stat now = status();
+    const bool same = now.st_size == opened_.st_size && ns(now.st_mtim) == ns(opened_.st_mtim);
+    if (same && ns(now.st_ctim) == changed_ns_) {
+        return;
+    }
+    if (same && only_renamed(opened_, now, path_)) {
+        changed_ns_ = ns(now.st_ctim);
+        return;
+    }
+    throw Error(MOEGGUF_IO, "'" + path_ + "' was written to after the model was loaded (" +
+                                std::to_string(opened_.st_size) + " bytes then, " + std::to_string(now.st_size) +
+                                " now): load the model again");
 }
 
 bool Shard::fill(int fd, uint8_t * data, uint64_t offset, size_t n, size_t needed, int & error) const {
@@ -97,20 +135,13 @@ bool Shard::fill(int fd, uint8_t * data, uint64_t offset, size_t n, size_t neede
 
 const uint8_t * Shard::read(uint64_t offset, size_t n, const Staging & staging, ReadStats & stats) const {
     const uint64_t start = now_ns();
-    struct stat st;
-    if (sys_fstat(buffered_.fd, &st) != 0) {
-        throw Error(MOEGGUF_IO, "cannot stat '" + path_ + "': " + strerror(errno));
-    }
-    if (offset + n > (uint64_t)st.st_size) {
-        throw Error(MOEGGUF_IO, "'" + path_ + "' became shorter while in use: " + std::to_string(st.st_size) +
-                                    " bytes, needed " + std::to_string(offset + n));
-    }
     int error = 0;
     for (int attempt = 0; attempt < 2; attempt++) {
         const bool direct = use_direct_;
         const uint64_t begin = direct ? down(offset) : offset;
         const uint64_t end = direct ? up(offset + n) : offset + n;
         if (fill(direct ? direct_.fd : buffered_.fd, staging.data(), begin, end - begin, offset + n - begin, error)) {
+            check_unchanged(); // after the bytes were read: a write that changed them is seen
             stats.read_ns += now_ns() - start;
             return staging.data() + (offset - begin);
         }
@@ -119,6 +150,7 @@ const uint8_t * Shard::read(uint64_t offset, size_t n, const Staging & staging, 
         }
         stats.retries += attempt == 0;
     }
+    check_unchanged(); // a file that became shorter
     throw Error(MOEGGUF_IO, "cannot read " + std::to_string(n) + " bytes at " + std::to_string(offset) + " of '" +
                                 path_ + "': " + strerror(error));
 }

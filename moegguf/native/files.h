@@ -3,6 +3,8 @@
 
 #include "layout.h"
 
+#include <sys/stat.h>
+
 #include <atomic>
 #include <memory>
 
@@ -39,12 +41,13 @@ struct Descriptor {
     const int fd;
 };
 
-// One open shard. Descriptors stay open, so a renamed or deleted file keeps serving.
+// One open shard. Descriptors stay open, so a renamed or deleted file keeps serving. A file that was written to since
+// it was opened gives no more bytes: those in slots are of the file before.
 class Shard {
   public:
     Shard(const std::string & path, bool direct); // Throws Error(IO).
 
-    // n bytes at offset. Throws Error(IO): past the end of the file as it is now, or twice the same system error.
+    // n bytes at offset. Throws Error(IO): the file was written to since it was opened, or twice the same system error.
     const uint8_t * read(uint64_t offset, size_t n, const Staging & staging, ReadStats & stats) const;
 
     bool direct() const { return use_direct_; }
@@ -53,11 +56,15 @@ class Shard {
 
   private:
     bool direct_agrees() const;
+    struct stat status() const;    // Throws Error(IO).
+    void check_unchanged() const; // Throws Error(IO).
     bool fill(int fd, uint8_t * data, uint64_t offset, size_t n, size_t needed, int & error) const;
 
     std::string path_;
     Descriptor buffered_;
     Descriptor direct_;
+    struct stat opened_;
+    mutable std::atomic<int64_t> changed_ns_; // st_ctim of the last check
     mutable std::atomic<bool> use_direct_{false};
 };
 

@@ -27,6 +27,7 @@ from typing import Any
 
 from moegguf.engine.devices import Device, has_gpu, query_gpus
 from moegguf.errors import BudgetError, BusyError, DeviceLostError, MoeggufError, WorkerError
+from moegguf.gguf.experts import FileVersion
 from moegguf.quantities import ExpertCache, format_bytes
 from moegguf.serving.events import LoadOverrides
 from moegguf.serving.managed_model import ManagedModel, Purpose, State, Waiter, process_key, with_defaults
@@ -87,6 +88,7 @@ class Dispatcher:
         if model is None:
             model = self.models[key] = ManagedModel(key, waiter.entry)
         model.wait(waiter)
+        model.look_at_files()
         await self._wait(model, waiter)
         return model
 
@@ -210,6 +212,7 @@ class Dispatcher:
             model.shared_users.remove(waiter)
         else:
             return
+        model.look_at_files()  # a write may be why the answer has ended
         model.last_used_s = self._now()
         if waiter.name in model.uses:
             model.uses[waiter.name].last_used_s = model.last_used_s
@@ -403,6 +406,8 @@ class Dispatcher:
         try:
             gpu = await self._find_gpu()
             given = {} if gpu is None else {"gpu": gpu}
+            model.files = tuple(FileVersion.now(path) for path in waiter.entry.all_files if path.exists())
+            model.look_at_files()
             model.size = size = await asyncio.to_thread(self._measure, *arguments, **given)
             model.default_n_ctx = size.default_n_ctx
             model.measured_for, model.entry, model.overrides = waiter, waiter.entry, waiter.overrides

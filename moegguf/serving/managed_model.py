@@ -17,6 +17,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from moegguf.engine.batch import DEFAULT_UBATCH_TOKENS
+from moegguf.gguf.experts import FileVersion
 from moegguf.models.entry import ModelEntry
 from moegguf.quantities import ExpertCache
 from moegguf.serving.events import LoadedModel, LoadedName, LoadOverrides
@@ -133,6 +134,8 @@ class ManagedModel:
     def __init__(self, key: str, entry: ModelEntry) -> None:
         self.key = key
         self.entry = entry
+        self.files: tuple[FileVersion, ...] = ()  # as they were when it was measured
+        self.overwritten = False  # one of them, since then
         self.uses: dict[str, NameUse] = {}
         self.state = State.ABSENT
         self.waiters: list[Waiter] = []  # in the order in which they are served
@@ -265,7 +268,12 @@ class ManagedModel:
         A longer context serves a request for a shorter one: the tokens are the same, and a reload would lose what is
         cached.
         """
-        return waiter.entry.weights == self.entry.weights and self._has_context(waiter.overrides.n_ctx)
+        same_content = waiter.entry.weights == self.entry.weights and not self.overwritten
+        return same_content and self._has_context(waiter.overrides.n_ctx)
+
+    def look_at_files(self) -> None:
+        """Notes whether one was written to since the model was measured: its content may be neither old nor new."""
+        self.overwritten = any(file.is_overwritten() for file in self.files)
 
     def _has_context(self, n_ctx: int | None) -> bool:
         if n_ctx is None:

@@ -12,7 +12,7 @@ import pytest
 from running import Llama, Load, Reference, TinyModel, greedy_logits
 
 from moegguf.errors import ExpertIOError, ModelFormatError, ModelNotFoundError, MoeggufError
-from moegguf.gguf.experts import read_layout
+from moegguf.gguf.experts import ExpertLayout, read_layout
 
 TENSOR = b"blk.1.ffn_up_exps.weight"
 EXPERT_COUNT, EXPERTS_USED = b"qwen2moe.expert_count", b"qwen2moe.expert_used_count"
@@ -175,8 +175,22 @@ def test_a_file_truncated_while_running_ends_the_pass(
     cut_experts_off(copied)
     with pytest.raises(ExpertIOError, match=r"copy\.gguf"):
         greedy_logits(llm)
-    copied.write_bytes(whole)  # the same file, whole again
-    assert np.array_equal(greedy_logits(llm), reference(tiny()))
+    copied.write_bytes(whole)  # the same bytes, which only another load can know
+    with pytest.raises(ExpertIOError, match=r"copy\.gguf' was written to after the model was loaded"):
+        greedy_logits(llm)
+    assert np.array_equal(greedy_logits(load(copied, expert_cache="40%")), reference(tiny()))
+
+
+def test_a_file_that_is_written_to_while_it_is_loaded_is_an_error(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check = ExpertLayout.check_not_overwritten
+
+    def overwrite_first(layout: ExpertLayout) -> None:
+        copied.write_bytes(copied.read_bytes())
+        check(layout)
+
+    monkeypatch.setattr(ExpertLayout, "check_not_overwritten", overwrite_first)
+    with pytest.raises(ExpertIOError, match=r"copy\.gguf was written to while it was loaded"):
+        Llama(copied, expert_cache="40%", verbose=False)
 
 
 def test_a_file_deleted_or_replaced_while_running_keeps_serving(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -17,7 +18,7 @@ import pytest
 from running import share_for
 from scripted_manager import in_loop, n_files
 
-from moegguf.errors import BudgetError, ModelNotFoundError, WorkerError
+from moegguf.errors import BudgetError, ExpertIOError, ModelNotFoundError, WorkerError
 from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, Sampling, Timing
 from moegguf.models.entry import ModelEntry
 from moegguf.quantities import ExpertCache, parse_expert_cache
@@ -26,6 +27,7 @@ from moegguf.serving.lease import Lease
 from moegguf.serving.manager import ModelManager
 from moegguf.serving.memory_budget import measure
 from moegguf.settings import Settings
+from tools.models import PRESETS, write_model
 
 TinyModel = Callable[..., Path]
 
@@ -96,6 +98,29 @@ async def test_a_killed_worker_costs_one_answer(files: Files) -> None:
             with pytest.raises(WorkerError, match=r"model's worker process.*SIGKILL.*loads it again"):
                 await rest_of(answer)
         assert await generate(manager, "a", story(1)) == expected
+
+
+@in_loop
+async def test_a_file_that_is_overwritten_ends_the_answer_and_is_loaded_anew(files: Files, tmp_path: Path) -> None:
+    before, after, served = files.paths["a"], tmp_path / "after.gguf", tmp_path / "served.gguf"
+    write_model(after, PRESETS["tiny-qwen2moe"], seed=1)
+    assert after.stat().st_size == before.stat().st_size
+    few = replace(ONE_THREAD, expert_cache=parse_expert_cache("40%"))
+    shutil.copy(before, served)
+    files.paths = {"before": before, "after": after, "served": served}
+    async with running_manager(files) as manager:
+        old, new = [await generate(manager, name, story(3), few) for name in ("before", "after")]
+        assert old != new
+        assert await generate(manager, "served", story(3), few) == old
+        async with manager.lease("served", few) as lease:
+            answer = lease.answer(ENDLESS)
+            await anext(answer)
+            shutil.copy(after, served)  # in place
+            with pytest.raises(ExpertIOError, match=r"served\.gguf' was written to after the model was loaded"):
+                await rest_of(answer)
+        assert await generate(manager, "served", story(3), few) == new
+        shutil.copy(before, served)
+        assert await generate(manager, "served", story(3), few) == old
 
 
 @in_loop
