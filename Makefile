@@ -3,6 +3,7 @@
 # make test   the tests          make lint   style and types
 # make tsan, make asan           the native tests under a sanitizer
 # make test-vulkan               the tests that need a GPU, on a software one
+# make check-cuda                compiles and links the CUDA build, also without a card: an hour of processor time
 # make wheel  a wheel for other machines, in dist/
 # make bench MODEL=FILE          what the README's table was measured with
 
@@ -16,7 +17,7 @@ SOURCES := pyproject.toml tools/vendor.py $(wildcard patches/* moegguf/native/*.
            moegguf/native/CMakeLists.txt
 CMAKE_ARGS ?=
 
-.PHONY: all run test test-vulkan lint tsan asan wheel bench clean
+.PHONY: all run test test-vulkan check-cuda lint tsan asan wheel bench clean
 
 all: $(READY)
 
@@ -52,6 +53,11 @@ lint: $(VENV)/.lint
 test-vulkan: $(READY)
 	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(PY) tools/vulkan_tests.py
 
+# cublas from PyPI, for machines whose CUDA is made of wheels.
+check-cuda: $(VENV)/.tools
+	@$(PIP) install "nvidia-cublas>=13,<14" --no-deps
+	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(PY) -m tools.gpu.build $(or $(CUDA_ARCHITECTURE),90)
+
 tsan: $(READY)
 	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(PY) tools/sanitize.py thread
 
@@ -70,4 +76,4 @@ bench: $(READY)
 	@$(VENV)/bin/moegguf bench -m $(MODEL) --against mmap --memory-limit 4GiB -p 512 -n 32 -r 2
 
 clean:
-	rm -rf $(VENV) build/native build/portable build/vulkan build/tsan build/asan build/ubsan build/test-rpc
+	rm -rf $(VENV) build/native build/portable build/vulkan build/cuda build/tsan build/asan build/ubsan build/test-rpc

@@ -3,11 +3,13 @@
 
 The library is built for the card, the tests of identity run on it, models of real shapes with published locality are
 made, and llama.cpp (everything on the card; the best of several -ncmoe; -cmoe) and moegguf are measured at memory
-limits that imitate cards of 8, 12, 16 and 24 GB. Every outcome is kept; a call goes on where the last one stopped.
+limits that imitate cards of 8 and 16 GB: 25 minutes beside the build. Every outcome is kept; a call goes on where the
+last one stopped. A step that fails ends the call with its reason, and the next call tries it again.
 
 python tools/gpu_trial.py --pack FOLDER         # for a machine without a network: copy FOLDER there, and
 python3 FOLDER/gpu_trial.py --work trial   # call this there until it says that everything is done
 python tools/gpu_trial.py --work trial     # the same on this machine, from these sources
+python tools/gpu_trial.py --work trial --only model/,measure/    # whatever the tests say
 python tools/gpu_trial.py --work small --backend software     # tiny models on software Vulkan: shows that it works
 """
 
@@ -30,23 +32,24 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from moegguf.engine.machine import count_cpus, read_machine
 from moegguf.quantities import parse_duration
-from tools.gpu.build import ROOT, Backend, build, cuda, library_of, vulkan
+from tools.gpu.build import ROOT, Backend, build, cuda, library_of, nvcc, vulkan
 from tools.gpu.case import Case
 from tools.gpu.pack import pack
 from tools.gpu.rig import FULL, Model, Rig, small
-from tools.gpu.steps import FAILED, Outcome, State, Step, UnfinishedError, run_steps
+from tools.gpu.steps import REFUSED, Outcome, State, Step, StepError, UnfinishedError, is_among, run_steps
 from tools.gpu.table import table
 from tools.vulkan_tests import software_drivers
 
 DEVICES = {"cuda": "CUDA0", "software": "Vulkan0"}
 AGAIN = 75  # EX_TEMPFAIL: call again
-MEASURE_S, TEST_S, MODEL_S, SHORT_S = 240.0, 400.0, 300.0, 30.0
+MEASURE_S, TEST_S, MODEL_S, SHORT_S = 180.0, 300.0, 180.0, 30.0
 IDENTITY = {
+    "resizes": "test_budgets_that_change_while_decoding",
     "passes": "test_passes_of_any_number_of_tokens",
     "quantisations": "test_every_quantisation",
     "architectures": "test_every_architecture",
 }
-REFUSED = re.compile(r".*(?:out of memory|failed to allocate|unable to allocate|OutOfDeviceMemory).*", re.IGNORECASE)
+NO_MEMORY = re.compile(r".*(?:out of memory|failed to allocate|unable to allocate|OutOfDeviceMemory).*", re.IGNORECASE)
 CARD = ("name", "memory.total", "compute_cap", "driver_version", "pcie.link.gen.max", "pcie.link.width.max")
 
 
@@ -90,7 +93,7 @@ class Trial:
         facts: dict[str, Any] = {"device": self.device, "CPU": machine.cpu_model, "threads": count_cpus()}
         if self.backend.name == "cuda":
             facts |= card()
-            compiler = subprocess.run(["nvcc", "--version"], capture_output=True, text=True).stdout.splitlines()
+            compiler = subprocess.run([nvcc(), "--version"], capture_output=True, text=True).stdout.splitlines()
             facts["nvcc"] = next((line.strip() for line in compiler if "release" in line), "")
         return facts
 
@@ -100,7 +103,7 @@ class Trial:
         except subprocess.TimeoutExpired:
             raise UnfinishedError from None
         except subprocess.CalledProcessError as error:
-            return {FAILED: str(error)}
+            raise StepError(str(error)) from None
         return {"library": str(library_of(self.backend))}
 
     def _test(self, name: str, left_s: float) -> Outcome:
@@ -110,19 +113,21 @@ class Trial:
         lines = (done.stdout or "").strip().splitlines()
         summary = lines[-1] if lines else ""
         if done.returncode or " passed" not in summary:
-            return {FAILED: f"exit status {done.returncode}: {summary}", "output": lines[-60:]}
+            raise StepError("\n".join([f"exit status {done.returncode}", *lines[-60:]]))
         return {"summary": summary}
 
     def _make(self, model: Model, left_s: float) -> Outcome:
         self._models.mkdir(exist_ok=True)
         free = shutil.disk_usage(self._models).free
         if free < model.n_bytes * 1.05:
-            return {FAILED: f"{model.n_bytes / 1e9:.0f} GB are needed in {self._models}, {free / 1e9:.0f} are free"}
+            raise StepError(f"{model.n_bytes / 1e9:.0f} GB are needed in {self._models}, {free / 1e9:.0f} are free")
         file, script = str(model.file(self._models)), str(ROOT / "tools/make_model.py")
         done = self._python(
             f"model-{model.preset}", [script, "--preset", model.preset, "--quant", model.quant, "-o", file], left_s
         )
-        return {FAILED: done.stderr[-2000:]} if done.returncode else {"bytes": model.n_bytes}
+        if done.returncode:
+            raise StepError(done.stderr[-2000:])
+        return {"bytes": model.n_bytes}
 
     def _measure(self, step: str, case: Case, left_s: float) -> Outcome:
         hooks = {"MOEGGUF_HOOKS": "1" if case.system == "moegguf" else "0"}
@@ -133,15 +138,17 @@ class Trial:
         return {}
 
     def _result(self, name: str, arguments: list[str], left_s: float, environment: dict[str, str]) -> Outcome:
-        """What a process prints as JSON, or why it printed nothing; a refusal of memory is named."""
+        """What a process prints as JSON, or that its memory was refused. Raises StepError."""
         done = self._python(name, arguments, left_s, environment)
         try:
             outcome: dict[str, Any] = json.loads(done.stdout)
         except ValueError:
-            outcome = {FAILED: f"exit status {done.returncode}"}
-        if FAILED in outcome and (refused := REFUSED.search(done.stderr)):
-            outcome[FAILED] = f"does not fit ({refused[0].strip()})"
-        return outcome
+            outcome = {"error": f"exit status {done.returncode}: {done.stderr[-2000:]}"}
+        if "error" not in outcome:
+            return outcome
+        if refused := NO_MEMORY.search(done.stderr):
+            return {REFUSED: f"does not fit ({refused[0].strip()})"}
+        raise StepError(outcome["error"])
 
     def _python(
         self, name: str, arguments: list[str], timeout_s: float, environment: dict[str, str] | None = None
@@ -151,6 +158,7 @@ class Trial:
         folders = [str(ROOT), str(ROOT / "tests"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
         own = {
             "MOEGGUF_LIBRARY": str(library), "MOEGGUF_TRIAL_LOAD": "0", "MOEGGUF_HOME": str(self.work / "home"),
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # other people's plugins, which the machine's Python may hold
             "PYTHONPATH": os.pathsep.join(filter(None, folders)),
         }  # fmt: skip
         log = self.work / "log" / (re.sub(r"[^\w.-]+", "_", name) + ".txt")
@@ -178,9 +186,13 @@ def backend_named(name: str) -> Backend:
             raise SystemExit("error: there is no software Vulkan here; on Debian and Ubuntu: mesa-vulkan-drivers")
         return vulkan(driver)
     try:
-        return cuda(card()["compute_cap"].replace(".", ""))
+        architecture = card()["compute_cap"].replace(".", "")
     except (OSError, subprocess.CalledProcessError) as error:
         raise SystemExit(f"error: there is no card of NVIDIA's here ({error}); see --backend") from None
+    try:
+        return cuda(architecture)
+    except FileNotFoundError as error:
+        raise SystemExit(f"error: {error}") from None
 
 
 def write_results(folder: Path, state: State) -> None:
@@ -200,7 +212,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--backend", choices=DEVICES, default="cuda", help="software: tiny models on software Vulkan")
     parser.add_argument("--device", metavar="NAME", help="ggml's name; default: the backend's first")
     parser.add_argument("--library", type=Path, metavar="FOLDER", help="a build with that backend; nothing is built")
-    parser.add_argument("--models", default="", metavar="PRESET,...", help="only these")
+    parser.add_argument("--only", default="", metavar="STEP,...", help="only these; STEP/: all below")
     parser.add_argument("--again", action="append", default=[], metavar="STEP", help="repeat it; STEP/: all below")
     args = parser.parse_args()
     if (args.pack is None) == (args.work is None):
@@ -209,13 +221,10 @@ def arguments() -> argparse.Namespace:
 
 
 def trial(args: argparse.Namespace, say: Callable[[str], None]) -> int:
-    """Runs steps; returns 0 when all are done, AGAIN when there are more, 1 where one failed."""
+    """Runs steps; returns 0 when all are done, AGAIN when there are more, 1 when one failed."""
     work = args.work.resolve()
     work.mkdir(parents=True, exist_ok=True)
     rig = FULL if args.backend == "cuda" else small()
-    if args.models:
-        chosen = args.models.split(",")
-        rig = Rig(**{**vars(rig), "models": tuple(m for m in rig.models if m.preset in chosen)})
     library = args.library.resolve() if args.library else None
     of = Trial(work, rig, args.device or DEVICES[args.backend], backend_named(args.backend), library)
     state = State(work / "state.json")
@@ -225,12 +234,17 @@ def trial(args: argparse.Namespace, say: Callable[[str], None]) -> int:
         write_results(args.results or work, state)  # a call may be ended at any time
         say(text)
 
-    done = run_steps(list(of.steps()), state, parse_duration(args.time_limit), say_and_write)
-    write_results(args.results or work, state)
-    failed = [name for name, outcome in state.outcomes.items() if FAILED in outcome]
-    say(f"{len(state.outcomes)} steps have an outcome, {len(failed)} of them failed: {', '.join(failed) or 'none'}")
+    chosen = tuple(filter(None, args.only.split(",")))
+    steps = [step for step in of.steps() if not chosen or is_among(step.name, chosen)]
+    try:
+        done = run_steps(steps, state, parse_duration(args.time_limit), say_and_write)
+    except StepError as error:
+        say(f"error: {error}\ncall again once this is mended")
+        return 1
+    finally:
+        write_results(args.results or work, state)
     say(f"everything is done: {args.results or work}/results.md" if done else "there is more to do: call again")
-    return AGAIN if not done else 1 if failed else 0
+    return 0 if done else AGAIN
 
 
 def main() -> int:

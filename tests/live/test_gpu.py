@@ -150,6 +150,31 @@ def test_many_tokens(tiny: TinyModel, plain: Plain, device: Device) -> None:
     check_identity(tiny("tiny-qwen2moe", "q4_0"), "40%", random_tokens(240), 1, plain, device)
 
 
+@pytest.mark.parametrize("quant", QUANTS)
+@pytest.mark.parametrize("preset", ["tiny-qwen3moe", "tiny-mix"])
+def test_budgets_that_change_while_decoding(
+    tiny: TinyModel, plain: Plain, device: Device, preset: str, quant: str
+) -> None:
+    """Pools are allocated anew, and slots copied, 50 times: what lies behind rows of quantised matrices stays zero."""
+    path, n_new, random = tiny(preset, quant), 50, np.random.default_rng(0)
+    layout, prompt = read_layout(path), random_tokens(24)
+    most = layout.n_expert_total - 1
+    store = StoreOptions(device=device.name, staging=0)
+    with Llama(
+        path, vram_cache=share_for(path, most), expert_cache="50%", store=store, n_ubatch=1, **OPTIONS
+    ) as llm:
+        llm.eval(prompt)
+        for _ in range(n_new):
+            n_slots = int(random.integers(layout.n_expert, most + 1))
+            llm.set_budget(vram_cache=share_for(path, n_slots))
+            assert llm.stats().tiers[0].n_slots == n_slots
+            llm.eval([int(np.argmax(llm.scores[llm.n_tokens - 1]))])
+        logits = llm.scores[: llm.n_tokens].copy()
+    with hooks_off(), Llama(path, n_gpu_layers=-1, split_mode=0, main_gpu=device.index, n_ubatch=1, **OPTIONS) as llm:
+        expected = logits_of(llm, prompt, 1, n_new)
+    assert np.array_equal(logits, expected)
+
+
 def test_every_expert_on_the_gpu(tiny: TinyModel, plain: Plain, device: Device) -> None:
     path, prompt = tiny("tiny-qwen3moe", "q4_0"), random_tokens(64)
     with Llama(path, vram_cache="100%", store=StoreOptions(device=device.name), n_ubatch=N_UBATCH, **OPTIONS) as llm:

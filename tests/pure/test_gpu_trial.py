@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from tools.gpu import pack, start
-from tools.gpu.rig import ALL_ON_CPU, FULL, NO_LIMIT, OURS, RESIDENT, SOME_ON_CPU, small
-from tools.gpu.steps import State, Step, UnfinishedError, run_steps
+from tools import gpu_trial
+from tools.gpu import build, pack, start
+from tools.gpu.rig import ALL_ON_CPU, FULL, NO_LIMIT, OURS, RESIDENT, RESIDENT_STORE, SOME_ON_CPU, small
+from tools.gpu.steps import State, Step, StepError, UnfinishedError, is_among, run_steps
 from tools.gpu.table import table
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -98,12 +99,12 @@ class Clock:
 
 def test_a_call_runs_what_fits_and_the_next_one_goes_on(tmp_path: Path) -> None:
     clock = Clock()
-    steps = [clock.step("a", 40), clock.step("b", 50, lambda left_s: {"error": f"{left_s:.0f}"}), clock.step("c", 30)]
+    steps = [clock.step("a", 40), clock.step("b", 50, lambda left_s: {"refused": f"{left_s:.0f}"}), clock.step("c", 30)]
     assert not run_steps(steps, State(tmp_path / "state.json"), 100, clock.said.append, clock)
     assert clock.ran == ["a", "b"]
     assert clock.said[-1] == "c: needs up to 30 s, 10 s are left; call again"
     state = State(tmp_path / "state.json")
-    assert state.outcomes["b"] == {"error": "60", "seconds": 50}
+    assert state.outcomes["b"] == {"refused": "60", "seconds": 50}
     assert run_steps(steps, state, 100, clock.said.append, clock)
     assert clock.ran == ["a", "b", "c"]
 
@@ -122,6 +123,70 @@ def test_a_step_that_is_not_finished_has_no_outcome_and_is_run_again(tmp_path: P
     assert state.outcomes == {}
     assert run_steps(steps, State(tmp_path / "state.json"), 100, clock.said.append, clock)
     assert clock.ran == ["build", "build", "then"]
+
+
+def test_a_step_that_fails_ends_the_call_and_is_tried_again(tmp_path: Path) -> None:
+    clock, state, broken = Clock(), State(tmp_path / "state.json"), [True]
+
+    def build(_left_s: float) -> dict[str, Any]:
+        if broken.pop():
+            broken.append(False)
+            raise StepError("cmake found no cublas")
+        return {}
+
+    steps = [clock.step("build", 10, build), clock.step("then", 1)]
+    with pytest.raises(StepError, match="^build: cmake found no cublas$"):
+        run_steps(steps, state, 100, clock.said.append, clock)
+    assert (clock.ran, state.outcomes) == (["build"], {})
+    assert run_steps(steps, State(tmp_path / "state.json"), 100, clock.said.append, clock)
+    assert clock.ran == ["build", "build", "then"]
+
+
+def test_a_measurement_that_breaks_is_no_outcome_but_one_that_does_not_fit_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trial = gpu_trial.Trial(tmp_path, small(), "GPU0", build.Backend("cuda", ()), tmp_path)
+    case = next(iter(small().cases(small().models[0], tmp_path, "GPU0", 1)))[1]
+
+    def ended(stderr: str) -> None:
+        done = subprocess.CompletedProcess([], 1, '{"error": "llama_decode failed"}', stderr)
+        monkeypatch.setattr(gpu_trial.Trial, "_python", lambda *_: done)
+
+    ended("ggml: cudaMalloc failed: out of memory\n")
+    assert trial._measure("measure/m", case, 10) == {
+        "refused": "does not fit (ggml: cudaMalloc failed: out of memory)"
+    }
+    ended("illegal memory access")
+    with pytest.raises(StepError, match="llama_decode failed"):
+        trial._measure("measure/m", case, 10)
+
+
+def test_cublas_is_found_in_a_wheel_where_the_toolkit_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler, wheel = tmp_path / "cuda/bin/nvcc", tmp_path / "site/nvidia/cu13"
+    for file in (compiler, wheel / "lib/libcublas.so.13", wheel / "include/cublas_v2.h"):
+        file.parent.mkdir(parents=True)
+        file.touch()
+    monkeypatch.setenv("CUDACXX", str(compiler))
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "site")])
+    backend = build.cuda("90")
+    assert f"-DCUDA_cublas_LIBRARY={wheel}/lib/libcublas.so.13" in backend.flags
+    assert f"-DCUDA_cublasLt_LIBRARY={wheel}/lib/libcublasLt.so.13" in backend.flags
+    assert backend.environment["LD_LIBRARY_PATH"].startswith(f"{wheel}/lib")
+    (tmp_path / "cuda/lib64").mkdir()
+    (tmp_path / "cuda/lib64/libcublas.so").touch()
+    assert build.cuda("90") == build.Backend("cuda", ("-DGGML_CUDA=ON", "-DCMAKE_CUDA_ARCHITECTURES=90"))
+
+
+def test_without_a_compiler_a_sentence_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDACXX", raising=False)
+    monkeypatch.setattr(build.shutil, "which", lambda *_, **__: None)
+    with pytest.raises(FileNotFoundError, match="install the CUDA toolkit, or name its nvcc in CUDACXX"):
+        build.cuda("90")
+
+
+def test_steps_are_chosen_by_name_and_by_folder() -> None:
+    names = ("facts", "measure/a/1", "measure/b/1")
+    assert [name for name in names if is_among(name, ["facts", "measure/b/"])] == ["facts", "measure/b/1"]
 
 
 def test_steps_can_be_forgotten_by_name_and_by_folder(tmp_path: Path) -> None:
@@ -144,19 +209,21 @@ def test_the_table_has_llama_cpps_best_beside_ours_and_the_predictions() -> None
             "facts": {"name": "a card", "seconds": 1},
             "identity/passes": {"summary": "16 passed in 4s"},
             f"measure/m/{NO_LIMIT}/{RESIDENT}/-": measured(137.0, n_cpu_moe=0),
+            f"measure/m/{NO_LIMIT}/{RESIDENT_STORE}/-": measured(125.0),
             f"measure/m/8 GB/{ALL_ON_CPU}/-": measured(43.0, n_cpu_moe=48),
-            f"measure/m/8 GB/{SOME_ON_CPU}/more_on_cpu=-1": {"error": "does not fit (out of memory)"},
+            f"measure/m/8 GB/{SOME_ON_CPU}/more_on_cpu=-1": {"refused": "does not fit (out of memory)"},
             f"measure/m/8 GB/{SOME_ON_CPU}/more_on_cpu=0": measured(50.0, n_cpu_moe=36),
             f"measure/m/8 GB/{SOME_ON_CPU}/more_on_cpu=1": measured(48.0, n_cpu_moe=37),
             f"measure/m/8 GB/{OURS}/-": measured(80.0, steady=moved, predicted=predicted),
-            f"measure/m/12 GB/{OURS}/-": {"error": "does not fit (cudaMalloc)"},
+            f"measure/m/12 GB/{OURS}/-": {"refused": "does not fit (cudaMalloc)"},
         }
     )
     assert text.splitlines()[2:] == [
-        "| m | - | llama.cpp, all on the device | 900.0 | 20.0 | 137.0 | – | 130.0 | – | – |",
-        "| m | 8 GB | llama.cpp -cmoe | 900.0 | 20.0 | 43.0 | 0.86x | 41.0 | – | – |",
-        "| m | 8 GB | llama.cpp -ncmoe 36 | 900.0 | 20.0 | 50.0 | – | 52.0 | – | – |",
-        "| m | 8 GB | moegguf | 900.0 | 20.0 | 80.0 | 1.60x | 83.0 | 84.0% | 12.5 |",
+        "| m | - | llama.cpp, all on the device | 900.0 | 20.0 | 137.0 | – | 1.10x | 130.0 | – | – |",
+        "| m | - | moegguf, a slot for each expert | 900.0 | 20.0 | 125.0 | – | – | – | – | – |",
+        "| m | 8 GB | llama.cpp -cmoe | 900.0 | 20.0 | 43.0 | 0.86x | 0.34x | 41.0 | – | – |",
+        "| m | 8 GB | llama.cpp -ncmoe 36 | 900.0 | 20.0 | 50.0 | – | 0.40x | 52.0 | – | – |",
+        "| m | 8 GB | moegguf | 900.0 | 20.0 | 80.0 | 1.60x | 0.64x | 83.0 | 84.0% | 12.5 |",
         "",
         "name: a card",
         "",

@@ -1,10 +1,17 @@
-"""Builds of the library with one of ggml's GPU backends, each in a folder of its own."""
+"""Builds of the library with one of ggml's GPU backends, each in a folder of its own.
+
+python -m tools.gpu.build 90        # the CUDA build for compute capability 9.0, on a machine with or without a card
+"""
 
 from __future__ import annotations
 
+import os
+import resource
+import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,7 +30,42 @@ class Backend:
 
 def cuda(architecture: str) -> Backend:
     """For cards of one architecture, such as "90" for compute capability 9.0: it is built in minutes, all in hours."""
-    return Backend("cuda", ("-DGGML_CUDA=ON", f"-DCMAKE_CUDA_ARCHITECTURES={architecture}"))
+    flags = ["-DGGML_CUDA=ON", f"-DCMAKE_CUDA_ARCHITECTURES={architecture}"]
+    wheel = next(_cublas_wheels(), None)
+    if wheel is None:
+        return Backend("cuda", tuple(flags))
+    # cmake's FindCUDAToolkit looks for cublas and the driver's stub beside nvcc only, where wheels put neither.
+    library = next(wheel.glob("lib/libcublas.so.*"))
+    flags += [
+        f"-DCUDA_cublas_LIBRARY={library}",
+        f"-DCUDA_cublasLt_LIBRARY={library.with_name(library.name.replace('cublas', 'cublasLt'))}",
+        f"-DCMAKE_CUDA_FLAGS=-I{wheel / 'include'}",
+        "-DGGML_CUDA_NO_VMM=ON",
+    ]
+    folders = [str(wheel / "lib"), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
+    return Backend("cuda", tuple(flags), {"LD_LIBRARY_PATH": os.pathsep.join(folders)})
+
+
+def nvcc() -> Path:
+    """CUDA's compiler. Raises FileNotFoundError with a sentence for the user."""
+    found = os.environ.get("CUDACXX") or shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
+    if found is None:
+        raise FileNotFoundError(
+            "nvcc, CUDA's compiler, is neither on PATH nor in /usr/local/cuda/bin: install the CUDA toolkit, or name "
+            "its nvcc in CUDACXX"
+        )
+    return Path(found)
+
+
+def _cublas_wheels() -> Iterator[Path]:
+    """Folders of PyPI's nvidia-cublas, where the toolkit beside nvcc has no cublas of its own."""
+    toolkit = nvcc().resolve().parents[1]
+    if any(next(toolkit.glob(f"{folder}/libcublas.so"), None) for folder in ("lib*", "targets/*/lib")):
+        return
+    for entry in sys.path:
+        for library in sorted(Path(entry).glob("nvidia/*/lib/libcublas.so.*")):
+            if (library.parents[1] / "include/cublas_v2.h").exists():
+                yield library.parents[1]
 
 
 def vulkan(driver: Path, devices: str = "0") -> Backend:
@@ -73,3 +115,24 @@ def build(backend: Backend, timeout_s: float | None = None) -> None:
         raise
     if status:
         raise subprocess.CalledProcessError(status, ninja.args)
+
+
+def main() -> int:
+    """Builds for CUDA cards of the architecture that is named, and says how long it took."""
+    start = time.monotonic()
+    try:
+        backend = cuda(sys.argv[1])
+        build(backend)
+    except (FileNotFoundError, subprocess.CalledProcessError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    print(
+        f"{library_of(backend)}: compiled and linked in {(time.monotonic() - start) / 60:.1f} minutes, "
+        f"{(used.ru_utime + used.ru_stime) / 60:.1f} of processor time"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

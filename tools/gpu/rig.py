@@ -12,6 +12,7 @@ from tools.models import PRESETS, model_size_bytes
 
 GB = 10**9
 RESIDENT, ALL_ON_CPU, OURS = "llama.cpp, all on the device", "llama.cpp -cmoe", "moegguf"
+RESIDENT_STORE = "moegguf, a slot for each expert"
 SOME_ON_CPU = "llama.cpp -ncmoe"
 NO_LIMIT = "-"
 
@@ -50,6 +51,8 @@ class Rig:
         common: dict[str, Any] = {"model": str(model.file(folder)), "device": device, "hold": self.hold, **self.sizes}
         common["n_threads"] = n_threads
         yield f"{NO_LIMIT}/{RESIDENT}/-", Case(system="llama.cpp", **common)
+        resident = {"vram_cache": "100%", "placement": "slots"}
+        yield f"{NO_LIMIT}/{RESIDENT_STORE}/-", Case(system="moegguf", options=resident, **common)
         for label, n_bytes in model.limits.items():
             limited = common | {"limit_bytes": n_bytes}
             yield f"{label}/{ALL_ON_CPU}/-", Case(system="llama.cpp", all_on_cpu=True, **limited)
@@ -61,21 +64,17 @@ class Rig:
 
 
 # A card of 8 GiB has about 8 GB free: the driver and the contexts of programs take the rest.
-CARDS = {f"{n} GB": n * GB for n in (8, 12, 16, 24)}
+CARDS = {f"{n} GB": n * GB for n in (8, 16)}
 FULL = Rig(
     models=(
         Model("qwen3-30b-a3b", "q4_k_m", CARDS),
-        Model("qwen1.5-moe-a2.7b", "q4_k_m", CARDS),
-        Model("mixtral-8x7b", "q4_k_m", CARDS),
+        Model("qwen1.5-moe-a2.7b", "q4_k_m", {"8 GB": 8 * GB}),
     ),
     hold=True,
     sizes={"n_prompt": 1024, "n_decode": 256, "n_ctx": 2048, "n_ubatch": 512},
-    upstream=(
-        {"more_on_cpu": -1}, {"more_on_cpu": 0}, {"more_on_cpu": 1}, {"more_on_cpu": 3},
-        {"more_on_cpu": 1, "use_mmap": False},
-    ),
+    upstream=({"more_on_cpu": -2}, {"more_on_cpu": -1}, {"more_on_cpu": 0}),
     ours={OURS: {}},
-)  # fmt: skip
+)
 
 
 def small() -> Rig:

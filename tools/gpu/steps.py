@@ -1,6 +1,7 @@
 """Steps that fit into calls of limited length: what a call does not get to, the next one does.
 
-A step's outcome is kept in a file as soon as it is known; a step that has one is not run again.
+A step's outcome is kept in a file as soon as it is known; a step that has one is not run again. A step that fails has
+none: it ends the call with its reason, and the next call tries it again.
 """
 
 from __future__ import annotations
@@ -15,16 +16,25 @@ from typing import Any
 from moegguf.atomic_write import write_atomically
 
 Outcome = Mapping[str, Any]
-FAILED = "error"
+REFUSED = "refused"  # the key of an outcome that says why nothing can be measured
 
 
 class UnfinishedError(Exception):
     """The time of this call is over; the step goes on from where it is when it runs again."""
 
 
+class StepError(Exception):
+    """The step failed, for this reason: nothing was learnt from it."""
+
+
+def is_among(name: str, names: Sequence[str]) -> bool:
+    """Whether a step is named, or lies below a name that ends in "/"."""
+    return name in names or name.startswith(tuple(of for of in names if of.endswith("/")))
+
+
 @dataclass(frozen=True)
 class Step:
-    """run(left_s) returns the outcome, with the key "error" if it failed. It is begun with at least `least_s` left."""
+    """run(left_s) returns the outcome, or raises StepError. It is begun with at least `least_s` left."""
 
     name: str
     run: Callable[[float], Outcome]
@@ -45,8 +55,7 @@ class State:
 
     def forget(self, names: Sequence[str]) -> None:
         """These steps, or those below a name that ends in "/", will run again."""
-        below = tuple(name for name in names if name.endswith("/"))
-        for name in [name for name in self.outcomes if name in names or name.startswith(below)]:
+        for name in [name for name in self.outcomes if is_among(name, names)]:
             del self.outcomes[name]
         self._write()
 
@@ -61,7 +70,10 @@ def run_steps(
     say: Callable[[str], None],
     clock: Callable[[], float] = time.monotonic,
 ) -> bool:
-    """Runs steps that have no outcome, in order, while there is time; returns whether all have one now."""
+    """Runs steps that have no outcome, in order, while there is time; returns whether all have one now.
+
+    Raises StepError of the first that fails.
+    """
     end = clock() + limit_s
     for step in steps:
         if step.name in state.outcomes:
@@ -77,7 +89,9 @@ def run_steps(
         except UnfinishedError:
             say(f"{step.name}: not finished; call again")
             return False
+        except StepError as error:
+            raise StepError(f"{step.name}: {error}") from error
         state.keep(step.name, {**outcome, "seconds": round(clock() - start, 1)})
-        if FAILED in outcome:
-            say(f"{step.name}: {outcome[FAILED]}")
+        if REFUSED in outcome:
+            say(f"{step.name}: {outcome[REFUSED]}")
     return True

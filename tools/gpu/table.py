@@ -6,11 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tools.gpu.rig import ALL_ON_CPU, NO_LIMIT, RESIDENT, SOME_ON_CPU
+from tools.gpu.rig import ALL_ON_CPU, NO_LIMIT, RESIDENT, RESIDENT_STORE, SOME_ON_CPU
+from tools.gpu.steps import REFUSED
 
 HEAD = (
-    "| model | limit | system | prompt t/s | first 64 t/s | decode t/s | of the best -ncmoe | predicted t/s | hits |"
-    " MB/token |\n|---|---|---|---|---|---|---|---|---|---|"
+    "| model | limit | system | prompt t/s | first 64 t/s | decode t/s | of the best -ncmoe | of the resident store |"
+    " predicted t/s | hits | MB/token |\n|---|---|---|---|---|---|---|---|---|---|---|"
 )
 NONE = "–"
 
@@ -51,15 +52,21 @@ def table(outcomes: Mapping[str, Mapping[str, Any]]) -> str:
     by_place = {(row.model, row.limit, row.system): row for row in found}
     lines, notes = [HEAD], []
     for row in found:
-        if "error" in row.result:
-            notes.append(f"- {row.model}, {row.limit}, {row.system}: {row.result['error']}")
+        if REFUSED in row.result:
+            notes.append(f"- {row.model}, {row.limit}, {row.system}: {row.result[REFUSED]}")
             continue
         upstream = by_place.get((row.model, row.limit, SOME_ON_CPU))
-        lines.append(_line(row, upstream.speed if upstream else 0.0, _prediction(found, row)))
+        resident = by_place.get((row.model, NO_LIMIT, RESIDENT_STORE))
+        lines.append(_line(row, upstream, resident, _prediction(found, row)))
     return "\n".join([*lines, *_facts(outcomes), *(["", "Not measured:", *notes] if notes else [])]) + "\n"
 
 
-def _line(row: Row, upstream: float, predicted: float | None) -> str:
+def _ratio(row: Row, other: Row | None) -> str:
+    """The row's speed against another's."""
+    return f"{row.speed / other.speed:.2f}x" if other and other.speed and other is not row else NONE
+
+
+def _line(row: Row, upstream: Row | None, resident: Row | None, predicted: float | None) -> str:
     steady = row.result.get("steady", {}).get("VRAM") or row.result.get("steady", {}).get("RAM") or {}
     n_on_cpu = row.result.get("n_cpu_moe")
     system = f"{row.system} {n_on_cpu}" if row.system == SOME_ON_CPU else row.system
@@ -67,7 +74,8 @@ def _line(row: Row, upstream: float, predicted: float | None) -> str:
     cells = [
         row.model, row.limit, system,
         *(f"{row.result[f'{part}_tokens_per_s']:.1f}" for part in ("prompt", "first", "steady")),
-        f"{row.speed / upstream:.2f}x" if upstream and row.system != SOME_ON_CPU else NONE,
+        _ratio(row, upstream),
+        _ratio(row, resident),
         f"{predicted:.1f}" if predicted else NONE,
         f"{hit_rate:.1%}" if hit_rate is not None else NONE,
         f"{moved / 1e6:.1f}" if moved is not None else NONE,
@@ -93,4 +101,4 @@ def _facts(outcomes: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     for name, outcome in outcomes.items():
         if name.startswith("identity/"):
             yield ""
-            yield f"{name}: {outcome.get('summary', outcome.get('error', ''))}"
+            yield f"{name}: {outcome['summary']}"
