@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes as c
 from typing import Any
 
-ABI_VERSION = 13
+ABI_VERSION = 14
 OK, INVALID, MEMORY, IO, CANCELLED, FORKED, ROUTING, SLOTS = range(8)
 COMPUTE_TIER, LOWER_TIER, STAGING_TIER, DEVICE_TIER = range(4)  # enum moegguf_tier
 POLICY_FORECAST, POLICY_SCORES = 1, 2  # enum moegguf_policy_trait
@@ -275,6 +275,8 @@ class LinkStruct(c.Structure):
         ("most_buffer_bytes", c.c_uint64),
         ("pinned", c.c_int32),
         ("n_threads", c.c_int32),
+        ("strict_seed", c.c_uint32),
+        ("reserved", c.c_uint32),
     ]
 
 

@@ -3,6 +3,7 @@
 #include "layout.h"
 #include "shared_bandwidth.h"
 #include "stream.h"
+#include "strict_device.h"
 
 #include "ggml-backend-impl.h" // devices are not public; patches/README.md lists what we lean on
 #include "ggml-cpp.h"
@@ -13,6 +14,7 @@
 #include <cmath>
 #include <cstring>
 #include <map>
+#include <random>
 #include <string>
 #include <vector>
 
@@ -29,17 +31,21 @@ struct LinkDevice {
     bool take(size_t n); // false: it is full
     bool pinned(const void * data, size_t n);
     void copy(SharedBandwidth & direction, void * to, const void * from, size_t n);
+    void move(void * to, const void * from, size_t n);
+    void wait_a_moment();
 
     const std::string name, host_memory_name, description;
     const size_t memory_bytes;
     const moegguf_pinned pins;
     const size_t most_buffer_bytes;
     const int n_threads; // 0: as told
+    const bool strict;
     std::atomic<size_t> used_bytes{0};
     SharedBandwidth to_device, to_host;
     std::atomic<double> copy_bytes_per_ns{4}; // of this machine's own memory
-    std::mutex mutex;                         // pinned_ranges
+    std::mutex mutex;                         // of the two below
     std::map<const uint8_t *, size_t> pinned_ranges;
+    std::minstd_rand delays;
     ggml_backend_device device = {};
     ggml_backend_buffer_type memory = {}, host_memory = {};
 };
@@ -69,12 +75,31 @@ void LinkDevice::copy(SharedBandwidth & direction, void * to, const void * from,
     constexpr double reserve = 1.25; // its time varies, and early costs less than late
     direction.transfer((double)n, reserve * n / copy_bytes_per_ns, [&] {
         const uint64_t start = now_ns();
-        memcpy(to, from, n);
+        move(to, from, n);
         constexpr size_t least = 1 << 16; // smaller ones say nothing of the speed
         if (n >= least) {
             copy_bytes_per_ns = copy_bytes_per_ns * 0.75 + 0.25 * n / (now_ns() - start + 1);
         }
     });
+}
+
+// Strict: the end comes before the beginning, and both some time later.
+void LinkDevice::move(void * to, const void * from, size_t n) {
+    const size_t half = strict ? n / 2 : 0;
+    if (half) {
+        wait_a_moment();
+        memcpy((char *)to + half, (const char *)from + half, n - half);
+        wait_a_moment();
+    }
+    memcpy(to, from, half ? half : n);
+}
+
+void LinkDevice::wait_a_moment() {
+    constexpr uint32_t longest_us = 100;
+    std::unique_lock<std::mutex> lock(mutex);
+    const auto us = (uint32_t)delays() % longest_us;
+    lock.unlock();
+    std::this_thread::sleep_for(std::chrono::microseconds(us));
 }
 
 // Memory of the device
@@ -136,8 +161,16 @@ void clear(ggml_backend_buffer_t buffer, uint8_t value) {
     memset(buffer->context, value, buffer->size);
 }
 
+ggml_status init_tensor(ggml_backend_buffer_t buffer, ggml_tensor * t) {
+    if (device_of(buffer).strict) {
+        zero_padding(buffer, t);
+    }
+    return GGML_STATUS_SUCCESS;
+}
+
 constexpr ggml_backend_buffer_i memory_interface = {
-    free_memory, base_of, nullptr, memset_tensor, set_tensor, get_tensor, nullptr, nullptr, copy_tensor, clear, nullptr,
+    free_memory, base_of, init_tensor, memset_tensor, set_tensor, get_tensor,
+    nullptr,     nullptr, copy_tensor, clear,         nullptr,
 };
 
 const char * memory_name(ggml_backend_buffer_type_t buft) {
@@ -154,11 +187,18 @@ ggml_backend_buffer_t allocate(ggml_backend_buffer_type_t buft, size_t size) {
         device.used_bytes -= size;
         return nullptr;
     }
+    if (device.strict) {
+        memset(base, 0xff, size); // as numbers of any type: NaN, or close to it
+    }
     return ggml_backend_buffer_init(buft, memory_interface, base, size);
 }
 
 size_t alignment_of(ggml_backend_buffer_type_t) {
     return ggml_backend_buft_get_alignment(ggml_backend_cpu_buffer_type());
+}
+
+size_t bytes_of(ggml_backend_buffer_type_t buft, const ggml_tensor * t) {
+    return of(buft->device).strict ? padded_bytes(t) : ggml_nbytes(t);
 }
 
 size_t most_bytes(ggml_backend_buffer_type_t buft) {
@@ -229,7 +269,7 @@ void get_tensor_async(ggml_backend_t backend, const ggml_tensor * t, void * data
     copy_async(backend, of(backend).device.to_host, data, address(t, offset), n, data);
 }
 
-void wait_in(Backend & backend, const std::shared_ptr<Point> & point) {
+void wait_in(Backend & backend, const std::shared_ptr<Stream::Point> & point) {
     backend.stream.push([point] { point->wait(); });
 }
 
@@ -242,24 +282,27 @@ bool copy_tensor_async(ggml_backend_t source, ggml_backend_t destination, const 
     if (source != destination) {
         wait_in(of(destination), of(source).stream.mark());
     }
-    void * const to_data = to->data;
-    const void * const from_data = from->data;
-    of(destination).stream.push([to_data, from_data, n = ggml_nbytes(from)] { memcpy(to_data, from_data, n); });
+    LinkDevice & device = of(destination).device;
+    of(destination).stream.push([&device, to_data = to->data, from_data = from->data, n = ggml_nbytes(from)] {
+        device.move(to_data, from_data, n);
+    });
     return true;
 }
 
 ggml_status compute(ggml_backend_t backend, ggml_cgraph * graph) {
     synchronize(backend);
-    return ggml_backend_graph_compute(of(backend).cpu.get(), graph);
+    LinkDevice & device = of(backend).device;
+    ggml_backend_t cpu = of(backend).cpu.get();
+    return device.strict ? compute_strictly(cpu, graph, &device.memory) : ggml_backend_graph_compute(cpu, graph);
 }
 
 // Events: the point that was recorded last
 
 struct Event {
     std::mutex mutex;
-    std::shared_ptr<Point> point;
+    std::shared_ptr<Stream::Point> point;
 
-    std::shared_ptr<Point> recorded() {
+    std::shared_ptr<Stream::Point> recorded() {
         std::lock_guard<std::mutex> lock(mutex);
         return point;
     }
@@ -341,7 +384,8 @@ ggml_backend_t new_backend(ggml_backend_dev_t device, const char *) {
     interface.graph_compute = compute;
     interface.event_record = record;
     interface.event_wait = wait_for;
-    return new ggml_backend{guid(), interface, device, new Backend{of(device), std::move(cpu), {}}};
+    return new ggml_backend{guid(), interface, device,
+                            new Backend{of(device), std::move(cpu), Stream(of(device).strict)}};
 }
 
 const char * device_name(ggml_backend_dev_t device) {
@@ -434,8 +478,10 @@ LinkDevice::LinkDevice(const moegguf_link & link, int index)
       pins((moegguf_pinned)link.pinned),
       most_buffer_bytes(link.most_buffer_bytes ? link.most_buffer_bytes : SIZE_MAX),
       n_threads(link.n_threads),
+      strict(link.strict_seed != 0),
       to_device(link.bytes_per_ns, link.latency_ns),
-      to_host(link.bytes_per_ns, link.latency_ns) {
+      to_host(link.bytes_per_ns, link.latency_ns),
+      delays(link.strict_seed) {
     device.context = this;
     device.reg = reg();
     device.iface = ggml_backend_device_i{
@@ -444,7 +490,7 @@ LinkDevice::LinkDevice(const moegguf_link & link, int index)
         new_event,   free_event,           synchronize_event,
     };
     memory.device = host_memory.device = &device;
-    memory.iface = {memory_name, allocate, alignment_of, most_bytes, nullptr, nullptr};
+    memory.iface = {memory_name, allocate, alignment_of, most_bytes, bytes_of, nullptr};
     host_memory.iface = {moegguf::host_memory_name, allocate_pinned, alignment_of, nullptr, nullptr, is_host};
 }
 

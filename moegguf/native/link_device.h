@@ -6,6 +6,10 @@
 // direction share; within the device it takes what memory takes. As on CUDA, each backend instance has a stream of its
 // own, events connect streams, a copy from or to memory that is not pinned keeps the caller waiting, and where memory
 // cannot be pinned the host buffer type gives ordinary memory.
+//
+// Strict, it is as hard on its users as CUDA may be: binding a quantised tensor zeroes the padding behind it; kernels
+// read rows up to that padding's end, and give NaN where they meet what they should not (strict_device.h); fresh memory
+// is full of NaN; copies come in pieces of any order, and a stream does nothing before somebody waits for it.
 #pragma once
 
 #include "moegguf.h"

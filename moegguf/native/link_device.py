@@ -29,17 +29,18 @@ def add_link_device(
     most_buffer_bytes: int = 0,
     pinned: Pinned | bool = Pinned.OWN,
     n_threads: int = 0,
+    strict_seed: int = 0,
 ) -> str:
     """ggml's name of a new simulated device behind `link`; ggml knows it until the process ends.
 
     llama.cpp uses it as a GPU for every model loaded later. memory_bytes: of the device, most_buffer_bytes: of one of
     its buffers, and of all experts that its kernels multiply with; 0: without a limit. pinned: of the host's memory.
-    n_threads: that it computes with, 0: as many as llama.cpp tells the CPU to. Raises OptionError for a link without
-    bandwidth.
+    n_threads: that it computes with, 0: as many as llama.cpp tells the CPU to. strict_seed: not 0: as hard on its users
+    as CUDA (link_device.h), with delays by this seed. Raises OptionError for a link without bandwidth.
     """
     name = c.c_char_p()
     described = abi.LinkStruct(
-        link.bytes_per_s / 1e9, link.latency_s * 1e9, memory_bytes, most_buffer_bytes, pinned, n_threads
+        link.bytes_per_s / 1e9, link.latency_s * 1e9, memory_bytes, most_buffer_bytes, pinned, n_threads, strict_seed, 0
     )
     library.check(library.load().moegguf_link_add(c.byref(described), c.byref(name)))
     assert name.value is not None

@@ -62,7 +62,7 @@
 extern "C" {
 #endif
 
-#define MOEGGUF_ABI_VERSION 13
+#define MOEGGUF_ABI_VERSION 14
 #define MOEGGUF_MAX_KINDS 4
 #define MOEGGUF_API __attribute__((visibility("default")))
 
@@ -386,6 +386,8 @@ struct moegguf_link {
     uint64_t most_buffer_bytes; // of one buffer, and of experts that its kernels take; 0: without a limit
     int32_t pinned;             // enum moegguf_pinned
     int32_t n_threads;          // that it computes with; 0: as many as llama.cpp tells the CPU to
+    uint32_t strict_seed;       // not 0: memory, kernels and streams ask of their users what CUDA's do; of its delays
+    uint32_t reserved;
 };
 
 // How fast the CPU, a device and the link between them are with one layer's experts of a model.

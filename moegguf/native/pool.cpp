@@ -235,6 +235,11 @@ Pool::Pool(const Layout & layout, const LayerSet & layers, const Numbering & num
             make_tensor(m, (int)i, numbering.window(m.il));
         }
     }
+    for (const Arena & arena : arenas_) { // only now: see reallocate()
+        if (arena.memory && !host_) {
+            ggml_backend_buffer_clear(arena.memory.get(), 0);
+        }
+    }
     if (kernels_ask_for_order()) {
         n_ids_ = layout.n_expert_max;
         make_place_mark();
@@ -281,10 +286,8 @@ void Pool::allocate(const Layout & layout, const LayerSet & layers, int n_slots)
         }
         if (memory_.pinned) {
             // pages of the driver's own choice
-        } else if (host_) {
+        } else if (host_) { // fresh pages are zero, and touching them would spend the budget before it is used
             ask_for_huge_pages(arena.base, n);
-        } else { // fresh host pages are zero, and touching them would spend the budget before it is used
-            ggml_backend_buffer_clear(arena.memory.get(), 0);
         }
         bytes_ += n;
     }
@@ -354,6 +357,8 @@ void Pool::share_all_slots(int n_slots) {
     }
 }
 
+// A backend may write behind the end of a tensor that is bound, which is into slots: CUDA zeroes its padding there, in
+// a stream that nothing else waits for but what clears and copies whole buffers. So both come after rebind().
 bool Pool::reallocate(int n_slots, bool keep) {
     const int n_kept = keep ? std::min(n_slots, n_allocated_) : 0;
     for (int kind = 0; kind < MOEGGUF_MAX_KINDS; kind++) {
@@ -374,15 +379,15 @@ bool Pool::reallocate(int n_slots, bool keep) {
             return false;
         }
         ggml_backend_buffer_set_usage(memory.get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
-        ggml_backend_buffer_clear(memory.get(), 0);
-        if (keep) {
-            copy_slots(kind, arena.memory.get(), memory.get(), n_kept);
-            bytes_ -= ggml_backend_buffer_get_size(arena.memory.get());
-        }
-        arena.memory = std::move(memory);
+        std::swap(arena.memory, memory);
         arena.base = (uint8_t *)ggml_backend_buffer_get_base(arena.memory.get());
         bytes_ += ggml_backend_buffer_get_size(arena.memory.get());
         rebind(kind, n_slots);
+        ggml_backend_buffer_clear(arena.memory.get(), 0);
+        if (keep) {
+            copy_slots(kind, memory.get(), arena.memory.get(), n_kept);
+            bytes_ -= ggml_backend_buffer_get_size(memory.get());
+        }
     }
     n_allocated_ = n_slots;
     return true;
