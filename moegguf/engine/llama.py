@@ -44,7 +44,7 @@ from moegguf.engine.stats import Stats
 from moegguf.engine.threadpool import GovernedThreads, Threadpool
 from moegguf.engine.trial import try_first
 from moegguf.engine.upstream import UpstreamLlama
-from moegguf.engine.vocabulary import Vocabulary
+from moegguf.engine.vocabulary import Vocabulary, to_utf8
 from moegguf.engine.warm_start import WarmStart
 from moegguf.errors import BudgetError, CapabilityError, ClosedError, GenerationCancelled, MoeggufError, OptionError
 from moegguf.native import library
@@ -353,10 +353,13 @@ class Llama(UpstreamLlama):
 
         After an exception, which is one of `eval`'s, some of the tokens may be in the context: truncate the sequences.
         """
-        return self._guarded(self._eval_chunks, chunks)
+        rows: list[int] | None = self._guarded(self._eval_chunks, chunks)
+        self._chunk_rows = [row for chunk, row in zip(chunks, rows or (), strict=False) if chunk.wants_logits]
+        return rows
 
     def _eval_chunks(self, chunks: Sequence[Chunk]) -> list[int] | None:
         self._announce_chunks(chunks)
+        self._requires_eval = True
         rows = self._pass_batch.fill(chunks)
         try:
             self._computed(lambda: self._ctx.decode(self._pass_batch), sum(len(chunk.tokens) for chunk in chunks))
@@ -481,13 +484,17 @@ class Llama(UpstreamLlama):
             return self._projector
 
     def embed(self, *arguments: Any, **options: Any) -> Any:
-        """As in llama-cpp-python; raises what `eval` raises."""
+        """As in llama-cpp-python; raises what `eval` raises, and OptionError for a text without tokens."""
+        texts = arguments[0] if arguments else options.get("input", ())
+        if not all(self.tokenize(to_utf8(text)) for text in ([texts] if isinstance(texts, str) else texts)):
+            raise OptionError("a text is empty, and this model begins none with a token of its own; leave it out.")
         return self.evaluate(lambda: super(Llama, self).embed(*arguments, **options))
 
     def evaluate(self, call: Callable[[], Any], tokens: Sequence[int] = ()) -> Any:
         """The result of `call`, which evaluates `tokens` itself (empty: unknown); raises what `eval` raises."""
 
         def announced() -> Any:
+            self._requires_eval = True
             if self._session is not None:
                 self._session.lane.announce(self._requests.begin(), Phase.PREFILL, tokens)
             return self._computed(call, len(tokens))
@@ -503,7 +510,7 @@ class Llama(UpstreamLlama):
         tokens = arguments[0] if arguments else options.get("tokens", ())
         if not len(tokens) and (options.get("reset", True) or not self.n_tokens):
             raise OptionError("there is nothing to continue: the prompt has no tokens of this model's vocabulary.")
-        return self.as_request(super().generate(*arguments, **options))
+        return self._one_request(super().generate(*arguments, **options))
 
     def check_generates(self) -> None:
         """Raises CapabilityError for a model that only embeds: it has no context to go on from. Raises ClosedError."""
@@ -512,7 +519,17 @@ class Llama(UpstreamLlama):
             raise CapabilityError(f"{self.layout.arch} models do not generate text, they embed it; take another model.")
 
     def as_request(self, steps: Generator[Step, Any, None]) -> Generator[Step, Any, None]:
-        """The same steps, which evaluate tokens, as one request; others wait for it. Raises ClosedError, ForkError."""
+        """The same steps, which evaluate tokens, as one request, which begins without logits; others wait for it.
+
+        Raises ClosedError, ForkError.
+        """
+        return self._one_request(self._with_own_logits(steps))
+
+    def _with_own_logits(self, steps: Generator[Step, Any, None]) -> Generator[Step, Any, None]:
+        self._requires_eval = True  # the logits are of the request before
+        yield from steps
+
+    def _one_request(self, steps: Generator[Step, Any, None]) -> Generator[Step, Any, None]:
         self._open_session()
         return self._request_lock.run(self._requests.run(steps))
 
@@ -533,6 +550,7 @@ class Llama(UpstreamLlama):
             if session is not None:
                 session.raise_failure()  # a callback's error since the last call
             before, start = self.n_tokens, time.perf_counter()
+            self._chunk_rows = ()
             try:
                 result = call(*arguments, **options)
                 if session is not None:
