@@ -67,7 +67,8 @@ class GenerationCancelled(MoeggufError):  # noqa: N818 (a requested state, not a
 
 
 class CallbackError(MoeggufError, RuntimeError):
-    """A callback of the user raised; the original exception is the `__cause__`."""
+    """A callback of the user raised, and the original exception is the `__cause__`; or it called the model that waits
+    for it."""
 
 
 class ModelNameError(MoeggufError, ValueError):

@@ -46,7 +46,15 @@ from moegguf.engine.trial import try_first
 from moegguf.engine.upstream import UpstreamLlama
 from moegguf.engine.vocabulary import Vocabulary, to_utf8
 from moegguf.engine.warm_start import WarmStart
-from moegguf.errors import BudgetError, CapabilityError, ClosedError, GenerationCancelled, MoeggufError, OptionError
+from moegguf.errors import (
+    BudgetError,
+    CallbackError,
+    CapabilityError,
+    ClosedError,
+    GenerationCancelled,
+    MoeggufError,
+    OptionError,
+)
 from moegguf.native import library
 from moegguf.native.events import Phase
 from moegguf.native.store import Store, StoreOptions, Tier
@@ -530,6 +538,7 @@ class Llama(UpstreamLlama):
         yield from steps
 
     def _one_request(self, steps: Generator[Step, Any, None]) -> Generator[Step, Any, None]:
+        self.check_caller()
         self._open_session()
         return self._request_lock.run(self._requests.run(steps))
 
@@ -540,11 +549,21 @@ class Llama(UpstreamLlama):
 
     def shift(self, n_keep: int, n_discard: int) -> None:
         """Drops `n_discard` tokens after the first `n_keep` of the context; later ones move up. Needs `can_shift`."""
+        self.check_caller()
         with self._decode_lock:
             self._open_session()
             super().shift(n_keep, n_discard)
 
+    def check_caller(self) -> None:
+        """Raises CallbackError from a policy, predictor or listener of this model, which an evaluation may wait for."""
+        if self._session is not None and self._session.store.calls_back:
+            raise CallbackError(
+                "a policy, predictor or listener cannot use the model that calls it, which would wait for itself; call"
+                " another one, or this one from another thread once it has returned."
+            )
+
     def _guarded(self, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        self.check_caller()
         with self._decode_lock:
             session = self._open_session()
             if session is not None:
@@ -623,6 +642,7 @@ class Llama(UpstreamLlama):
         experts has no budget. Raises BudgetError below the minimum and for a tier that the model does not have, with
         nothing changed, AllocationError where a device refuses more: that tier then has what it had.
         """
+        self.check_caller()
         with self._decode_lock:
             session = self._open_session()
             if session is None:
@@ -695,6 +715,7 @@ class Llama(UpstreamLlama):
         """Frees context, model, pool and threads. Twice is harmless."""
         if getattr(self, "_closed", True):
             return
+        self.check_caller()
         forked = self._session is not None and self._session.forked
         if not forked:
             self.cancel()  # a pass of another thread ends now, with GenerationCancelled
