@@ -47,7 +47,8 @@ class LibraryError(MoeggufError, RuntimeError):
 
 
 class ExpertIOError(MoeggufError, OSError):
-    """Reading an expert from disk failed after a retry; only the request that needed it has failed."""
+    """Reading a model's file failed: while loading, or of an expert after a retry, where only the request that needed
+    it has failed."""
 
 
 class AllocationError(MoeggufError, MemoryError):

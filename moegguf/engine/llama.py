@@ -23,6 +23,7 @@ from moegguf.controller.predictors.base import Predictor
 from moegguf.controller.prefetch import PrefetchOptions
 from moegguf.controller.systems import find_system
 from moegguf.engine.decode_meter import DecodeMeter
+from moegguf.engine.error_log import llama_log
 from moegguf.engine.known_speeds import KnownSpeeds
 from moegguf.engine.live_controller import ControllerOptions, LiveController
 from moegguf.engine.load import Budget, LoadPlan, LoadProgress, Progress, check_options, prepare
@@ -223,6 +224,7 @@ class Llama(UpstreamLlama):
 
     def _load(self, load_plan: LoadPlan) -> None:
         while True:
+            llama_log().forget()
             try:
                 with readahead(self._session.layout) if self._session else nullcontext():
                     super().__init__(load_plan.path, n_ubatch=load_plan.n_ubatch, **load_plan.options)
@@ -232,7 +234,7 @@ class Llama(UpstreamLlama):
             except (MemoryError, ValueError) as error:
                 self._progress.raise_reason()
                 if not self._give_slots_back():
-                    raise load_plan.failure(error) from error
+                    raise load_plan.failure(error, llama_log().reason()) from error
         self.input_ids.fill(PLACEHOLDER)
         if self._n_seq_max > 1:
             self._pass_batch = PassBatch(self.n_batch)
